@@ -13,6 +13,7 @@ conversion and two multiplications. `multiply_16` does the same on any CPU, also
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,11 +21,10 @@ import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, config, types
 from numba.core.codegen import get_host_cpu_features
-from numba.extending import intrinsic as _intrinsic
+from numba.extending import intrinsic
 
 from ddiloco.core.codec import BLOCK
 
-intrinsic: Any = _intrinsic  # Any: a decorated function takes one argument less than its signature
 _CONFIG: Any = config  # Any: its attributes are set at import
 _FEATURES = _CONFIG.CPU_FEATURES if _CONFIG.CPU_FEATURES is not None else get_host_cpu_features()
 LOOKS_UP = "+avx512f" in _FEATURES.split(",")  # whether numba's target CPU has AVX-512
@@ -77,16 +77,27 @@ class _Writer:
     return self.llvm.fadd(self.llvm.fmul(momentum, kept), gain)
 
 
-def _instruction(signature: Any, write: Callable[..., Any]) -> Any:
-  """A numba intrinsic: each call of it becomes the code that `write` writes; None: no result."""
+def _instruction(result: Any, *kinds: Any) -> Callable[[Callable[..., Any]], Any]:
+  """A numba intrinsic of a function: each call of it becomes the code that the function writes.
 
-  def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-    result = write(_Writer(builder), *arguments)
-    if isinstance(result, tuple):
-      return context.make_tuple(builder, signature.return_type, result)
-    return context.get_dummy_value() if result is None else result
+  The function gets a writer and the arguments, of these kinds, and returns a result of this kind;
+  None: no result.
+  """
 
-  return signature, generate
+  def decorated(write: Callable[..., Any]) -> Any:
+    @functools.wraps(write)  # numba takes the names of arguments from `write`
+    def typed(typing: Any, *arguments: Any) -> Any:
+      return result(*kinds), generate
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+      made = write(_Writer(builder), *arguments)
+      if isinstance(made, tuple):
+        return context.make_tuple(builder, signature.return_type, made)
+      return context.get_dummy_value() if made is None else made
+
+    return intrinsic(typed)
+
+  return decorated
 
 
 _ADDRESS, _NUMBER, _FLAG = types.intp, types.float32, types.boolean
@@ -94,60 +105,47 @@ _PAIR, _TRIPLE, _OF_EACH = (types.UniTuple(_ADDRESS, count) for count in (2, 3, 
 _RATES = types.UniTuple(_NUMBER, 4)
 
 
-@intrinsic
-def read_byte(typing: Any, address: Any) -> Any:
+@_instruction(types.uint8, _ADDRESS)
+def read_byte(w: _Writer, there: Any) -> Any:
   """The byte at this address, without an array and its reference count."""
-  return _instruction(types.uint8(_ADDRESS), lambda w, there: w.load(there, ir.IntType(8)))
+  return w.load(there, ir.IntType(8))
 
 
-@intrinsic
-def set_zero(typing: Any, values: Any) -> Any:
+@_instruction(types.void, _ADDRESS)
+def set_zero(w: _Writer, values: Any) -> None:
   """Sets the block of f32 at this address to 0."""
-
-  def write(w: _Writer, values: Any) -> None:
-    for offset in range(0, 4 * BLOCK, 64):
-      w.store(_same(_FLOATS, 0.0), values, offset)
-
-  return _instruction(types.void(_ADDRESS), write)
+  for offset in range(0, 4 * BLOCK, 64):
+    w.store(_same(_FLOATS, 0.0), values, offset)
 
 
-@intrinsic
-def peak(typing: Any, values: Any) -> Any:
+@_instruction(_NUMBER, _ADDRESS)
+def peak(w: _Writer, values: Any) -> Any:
   """The largest magnitude of the block of f32 at this address; NaN if it has a NaN."""
-
-  def write(w: _Writer, values: Any) -> Any:
-    largest = _same(_INTS, 0)
-    for offset in range(0, 4 * BLOCK, 64):
-      # Bits of non-negative floats sort like integers, and NaN sorts last.
-      bits = w.llvm.and_(w.load(values, _INTS, offset), _same(_INTS, 0x7FFFFFFF))
-      larger = w.llvm.icmp_unsigned(">", bits, largest)
-      largest = w.llvm.select(larger, bits, largest)
-    return w.llvm.bitcast(w.call("llvm.vector.reduce.umax.v16i32", _I32, largest), _F32)
-
-  return _instruction(_NUMBER(_ADDRESS), write)
+  largest = _same(_INTS, 0)
+  for offset in range(0, 4 * BLOCK, 64):
+    # Bits of non-negative floats sort like integers, and NaN sorts last.
+    bits = w.llvm.and_(w.load(values, _INTS, offset), _same(_INTS, 0x7FFFFFFF))
+    larger = w.llvm.icmp_unsigned(">", bits, largest)
+    largest = w.llvm.select(larger, bits, largest)
+  return w.llvm.bitcast(w.call("llvm.vector.reduce.umax.v16i32", _I32, largest), _F32)
 
 
-@intrinsic
-def squares_of_block(typing: Any, codes: Any, int4: Any) -> Any:
+@_instruction(types.Tuple((types.int32, types.int32, _FLAG)), _ADDRESS, _FLAG)
+def squares_of_block(w: _Writer, codes: Any, int4: Any) -> Any:
   """Of the BLOCK bytes at this address: the sum of squares of the low codes, that of the high codes
   (0 for int8), and whether there is a code that no encoder writes."""
-
-  def write(w: _Writer, codes: Any, int4: Any) -> Any:
-    sums, least = [_same(_INTS, 0), _same(_INTS, 0)], _same(_INTS, 0)
-    for offset in range(0, BLOCK, 16):
-      packed = w.load(codes, _BYTES, offset)
-      low, high = _int4_codes(w, w.llvm.zext(packed, _INTS))
-      low = w.llvm.select(int4, low, w.llvm.sext(packed, _INTS))
-      high = w.llvm.select(int4, high, _same(_INTS, 0))
-      for part, code in enumerate((low, high)):
-        sums[part] = w.llvm.add(sums[part], w.llvm.mul(code, code))
-        least = w.llvm.select(w.llvm.icmp_signed("<", code, least), code, least)
-    lowest = w.call("llvm.vector.reduce.smin.v16i32", _I32, least)
-    odd = w.llvm.icmp_signed("==", lowest, w.llvm.select(int4, _I32(-8), _I32(-128)))
-    return *(w.call("llvm.vector.reduce.add.v16i32", _I32, each) for each in sums), odd
-
-  found = types.Tuple((types.int32, types.int32, _FLAG))
-  return _instruction(found(_ADDRESS, _FLAG), write)
+  sums, least = [_same(_INTS, 0), _same(_INTS, 0)], _same(_INTS, 0)
+  for offset in range(0, BLOCK, 16):
+    packed = w.load(codes, _BYTES, offset)
+    low, high = _int4_codes(w, w.llvm.zext(packed, _INTS))
+    low = w.llvm.select(int4, low, w.llvm.sext(packed, _INTS))
+    high = w.llvm.select(int4, high, _same(_INTS, 0))
+    for part, code in enumerate((low, high)):
+      sums[part] = w.llvm.add(sums[part], w.llvm.mul(code, code))
+      least = w.llvm.select(w.llvm.icmp_signed("<", code, least), code, least)
+  lowest = w.call("llvm.vector.reduce.smin.v16i32", _I32, least)
+  odd = w.llvm.icmp_signed("==", lowest, w.llvm.select(int4, _I32(-8), _I32(-128)))
+  return *(w.call("llvm.vector.reduce.add.v16i32", _I32, each) for each in sums), odd
 
 
 def _int4_codes(w: _Writer, byte: Any) -> tuple[Any, Any]:
@@ -156,83 +154,72 @@ def _int4_codes(w: _Writer, byte: Any) -> tuple[Any, Any]:
   return w.llvm.sub(low, _same(_INTS, 8)), w.llvm.sub(high, _same(_INTS, 8))
 
 
-@intrinsic
-def set_tables(typing: Any, tables: Any, units: Any, scales: Any) -> Any:
+@_instruction(types.void, _ADDRESS, _ADDRESS, _OF_EACH)
+def set_tables(w: _Writer, tables: Any, units: Any, scales: Any) -> None:
   """Writes f32 [TOGETHER, ROW] at `tables`: for each push, the values of its codes in one block and
   piece.
 
   A row has (nibble - 8) * scale * unit of each nibble, then scale and unit. All arguments are
   addresses: `units` of units side by side, `scales` of each push's scale.
   """
-
-  def write(w: _Writer, tables: Any, units: Any, scales: Any) -> None:
-    for k, there in enumerate(w.each(scales, TOGETHER)):
-      unit, scale, row = w.load(units, _F32, 4 * k), w.load(there, _F32), 4 * ROW * k
-      # Where a unit is 0 the scale may be NaN: use 0. Adding 0 changes no bit of a sum begun at 0.
-      counts = w.llvm.fcmp_unordered("!=", unit, _F32(0.0))
-      scale = w.llvm.select(counts, scale, _F32(0.0))
-      codes = ir.Constant(_FLOATS, [float(nibble - 8) for nibble in range(16)])
-      products = w.llvm.fmul(w.llvm.fmul(codes, w.spread(scale)), w.spread(unit))
-      w.store(products, tables, row)
-      w.store(scale, tables, row + 64)
-      w.store(unit, tables, row + 68)
-
-  return _instruction(types.void(_ADDRESS, _ADDRESS, _OF_EACH), write)
+  for k, there in enumerate(w.each(scales, TOGETHER)):
+    unit, scale, row = w.load(units, _F32, 4 * k), w.load(there, _F32), 4 * ROW * k
+    # Where a unit is 0 the scale may be NaN: use 0. Adding 0 changes no bit of a sum begun at 0.
+    counts = w.llvm.fcmp_unordered("!=", unit, _F32(0.0))
+    scale = w.llvm.select(counts, scale, _F32(0.0))
+    codes = ir.Constant(_FLOATS, [float(nibble - 8) for nibble in range(16)])
+    products = w.llvm.fmul(w.llvm.fmul(codes, w.spread(scale)), w.spread(unit))
+    w.store(products, tables, row)
+    w.store(scale, tables, row + 64)
+    w.store(unit, tables, row + 68)
 
 
-@intrinsic
-def look_up_16(typing: Any, low: Any, high: Any, tables: Any, codes: Any) -> Any:
+@_instruction(types.void, _ADDRESS, _ADDRESS, _ADDRESS, _OF_EACH)
+def look_up_16(w: _Writer, low: Any, high: Any, tables: Any, codes: Any) -> None:
   """Decodes 16 bytes of int4 of each push, and adds them to 16 values at `low` and 16 at `high`.
 
   All arguments are addresses. Tables of low codes come first, then those of high codes.
   """
-
-  def write(w: _Writer, low: Any, high: Any, tables: Any, codes: Any) -> None:
-    if not LOOKS_UP:  # compiled, but never called
-      return
-    sums = [w.load(place, _FLOATS) for place in (low, high)]
-    for k, there in enumerate(w.each(codes, TOGETHER)):
-      index = w.llvm.zext(w.load(there, _BYTES), _INTS)
-      for part in range(2):  # the instruction uses the lowest four bits of an index
-        table = w.load(tables, _FLOATS, 4 * ROW * (TOGETHER * part + k))
-        value = w.call("llvm.x86.avx512.permvar.sf.512", _FLOATS, table, index)
-        sums[part] = w.llvm.fadd(sums[part], value)
-        index = w.llvm.lshr(index, _same(_INTS, 4))
-    for place, value in zip((low, high), sums, strict=True):
-      w.store(value, place)
-
-  return _instruction(types.void(_ADDRESS, _ADDRESS, _ADDRESS, _OF_EACH), write)
+  if not LOOKS_UP:  # compiled, but never called
+    return
+  sums = [w.load(place, _FLOATS) for place in (low, high)]
+  for k, there in enumerate(w.each(codes, TOGETHER)):
+    index = w.llvm.zext(w.load(there, _BYTES), _INTS)
+    for part in range(2):  # the instruction uses the lowest four bits of an index
+      table = w.load(tables, _FLOATS, 4 * ROW * (TOGETHER * part + k))
+      value = w.call("llvm.x86.avx512.permvar.sf.512", _FLOATS, table, index)
+      sums[part] = w.llvm.fadd(sums[part], value)
+      index = w.llvm.lshr(index, _same(_INTS, 4))
+  for place, value in zip((low, high), sums, strict=True):
+    w.store(value, place)
 
 
-@intrinsic
-def multiply_16(typing: Any, low: Any, high: Any, tables: Any, codes: Any, int4: Any) -> Any:
+@_instruction(types.void, _ADDRESS, _ADDRESS, _ADDRESS, _OF_EACH, _FLAG)
+def multiply_16(w: _Writer, low: Any, high: Any, tables: Any, codes: Any, int4: Any) -> None:
   """Like `look_up_16`, on any CPU, and also for int8, which has low codes only."""
 
-  def write(w: _Writer, low: Any, high: Any, tables: Any, codes: Any, int4: Any) -> None:
-    def add(place: Any, part: int) -> None:
-      value = w.load(place, _FLOATS)
-      for k, there in enumerate(w.each(codes, TOGETHER)):
-        packed, row = w.load(there, _BYTES), 4 * ROW * (TOGETHER * part + k)
-        code = _int4_codes(w, w.llvm.zext(packed, _INTS))[part]
-        if not part:
-          code = w.llvm.select(int4, code, w.llvm.sext(packed, _INTS))
-        product = w.llvm.sitofp(code, _FLOATS)
-        for factor in (row + 64, row + 68):
-          product = w.llvm.fmul(product, w.spread(w.load(tables, _F32, factor)))
-        value = w.llvm.fadd(value, product)
-      w.store(value, place)
+  def add(place: Any, part: int) -> None:
+    value = w.load(place, _FLOATS)
+    for k, there in enumerate(w.each(codes, TOGETHER)):
+      packed, row = w.load(there, _BYTES), 4 * ROW * (TOGETHER * part + k)
+      code = _int4_codes(w, w.llvm.zext(packed, _INTS))[part]
+      if not part:
+        code = w.llvm.select(int4, code, w.llvm.sext(packed, _INTS))
+      product = w.llvm.sitofp(code, _FLOATS)
+      for factor in (row + 64, row + 68):
+        product = w.llvm.fmul(product, w.spread(w.load(tables, _F32, factor)))
+      value = w.llvm.fadd(value, product)
+    w.store(value, place)
 
-    add(low, 0)
-    with w.llvm.if_then(int4):
-      add(high, 1)
-
-  return _instruction(types.void(_ADDRESS, _ADDRESS, _ADDRESS, _OF_EACH, _FLAG), write)
+  add(low, 0)
+  with w.llvm.if_then(int4):
+    add(high, 1)
 
 
-@intrinsic
+@_instruction(types.void, _ADDRESS, _NUMBER, _TRIPLE, _PAIR, _RATES, types.int64, _FLAG)
 def move_16(
-  typing: Any, delta: Any, stretch: Any, old: Any, new: Any, rates: Any, kind: Any, whole: Any
-) -> Any:
+  w: _Writer, delta: Any, stretch: Any, old: Any, new: Any, rates: Any, kind: Any, whole: Any
+) -> None:
   """The outer step of 16 values. Their delta becomes new value - published value.
 
   Args:
@@ -244,32 +231,25 @@ def move_16(
     kind: of momentum; 0: none, 1: plain, 2: Nesterov's.
     whole: whether learners get whole values.
   """
-
-  def write(
-    w: _Writer, delta: Any, stretch: Any, old: Any, new: Any, rates: Any, kind: Any, whole: Any
-  ) -> None:
-    rate, mu, *factors = (w.spread(number) for number in w.each(rates, 4))
-    value, published, momentum = (w.load(there, _FLOATS) for there in w.each(old, 3))
-    to_value, to_momentum = w.each(new, 2)
-    merged = w.llvm.fmul(w.load(delta, _FLOATS), w.spread(stretch))
-    plain = w.llvm.fadd(w.llvm.fmul(momentum, mu), merged)
-    nesterov = w.llvm.fadd(w.llvm.fmul(plain, mu), merged)
-    none, one = (w.llvm.icmp_signed("==", kind, _I64(k)) for k in (0, 1))
-    step = w.llvm.select(none, merged, w.llvm.select(one, plain, nesterov))
-    moved = w.llvm.fsub(value, w.llvm.fmul(step, rate))
-    w.store(moved, to_value)
-    w.store(w.llvm.fsub(moved, published), delta)
-    with w.llvm.if_then(w.llvm.and_(whole, w.llvm.not_(none))):
-      w.store(w.followed(momentum, published, moved, factors), to_momentum)
-
-  kinds = _ADDRESS, _NUMBER, _TRIPLE, _PAIR, _RATES, types.int64, _FLAG
-  return _instruction(types.void(*kinds), write)
+  rate, mu, *factors = (w.spread(number) for number in w.each(rates, 4))
+  value, published, momentum = (w.load(there, _FLOATS) for there in w.each(old, 3))
+  to_value, to_momentum = w.each(new, 2)
+  merged = w.llvm.fmul(w.load(delta, _FLOATS), w.spread(stretch))
+  plain = w.llvm.fadd(w.llvm.fmul(momentum, mu), merged)
+  nesterov = w.llvm.fadd(w.llvm.fmul(plain, mu), merged)
+  none, one = (w.llvm.icmp_signed("==", kind, _I64(k)) for k in (0, 1))
+  step = w.llvm.select(none, merged, w.llvm.select(one, plain, nesterov))
+  moved = w.llvm.fsub(value, w.llvm.fmul(step, rate))
+  w.store(moved, to_value)
+  w.store(w.llvm.fsub(moved, published), delta)
+  with w.llvm.if_then(w.llvm.and_(whole, w.llvm.not_(none))):
+    w.store(w.followed(momentum, published, moved, factors), to_momentum)
 
 
-@intrinsic
+@_instruction(types.void, _ADDRESS, _NUMBER, _NUMBER, _PAIR, _TRIPLE, _RATES, types.int64)
 def publish_16(
-  typing: Any, lacking: Any, divisor: Any, scale: Any, old: Any, new: Any, rates: Any, kind: Any
-) -> Any:
+  w: _Writer, lacking: Any, divisor: Any, scale: Any, old: Any, new: Any, rates: Any, kind: Any
+) -> None:
   """The codes of 16 values of an update, and the new published value and momentum.
 
   Args:
@@ -281,21 +261,14 @@ def publish_16(
     rates: as in `move_16`.
     kind: of momentum; 0: none.
   """
-
-  def write(
-    w: _Writer, lacking: Any, divisor: Any, scale: Any, old: Any, new: Any, rates: Any, kind: Any
-  ) -> None:
-    factors = [w.spread(number) for number in w.each(rates, 4)[2:]]
-    published, momentum = (w.load(there, _FLOATS) for there in w.each(old, 2))
-    to_codes, to_published, to_momentum = w.each(new, 3)
-    nearest = _same(_FLOATS, _NEAREST)
-    quotient = w.llvm.fdiv(w.load(lacking, _FLOATS), w.spread(divisor))
-    code = w.llvm.fsub(w.llvm.fadd(quotient, nearest), nearest)
-    w.store(w.llvm.trunc(w.llvm.fptosi(code, _INTS), _BYTES), to_codes)
-    after = w.llvm.fadd(published, w.llvm.fmul(code, w.spread(scale)))
-    w.store(after, to_published)
-    with w.llvm.if_then(w.llvm.icmp_signed("!=", kind, _I64(0))):
-      w.store(w.followed(momentum, published, after, factors), to_momentum)
-
-  kinds = _ADDRESS, _NUMBER, _NUMBER, _PAIR, _TRIPLE, _RATES, types.int64
-  return _instruction(types.void(*kinds), write)
+  factors = [w.spread(number) for number in w.each(rates, 4)[2:]]
+  published, momentum = (w.load(there, _FLOATS) for there in w.each(old, 2))
+  to_codes, to_published, to_momentum = w.each(new, 3)
+  nearest = _same(_FLOATS, _NEAREST)
+  quotient = w.llvm.fdiv(w.load(lacking, _FLOATS), w.spread(divisor))
+  code = w.llvm.fsub(w.llvm.fadd(quotient, nearest), nearest)
+  w.store(w.llvm.trunc(w.llvm.fptosi(code, _INTS), _BYTES), to_codes)
+  after = w.llvm.fadd(published, w.llvm.fmul(code, w.spread(scale)))
+  w.store(after, to_published)
+  with w.llvm.if_then(w.llvm.icmp_signed("!=", kind, _I64(0))):
+    w.store(w.followed(momentum, published, after, factors), to_momentum)
