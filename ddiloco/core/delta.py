@@ -31,7 +31,7 @@ from ddiloco.protocol import rules
 from ddiloco.protocol.actions import Accept, Commit, InstallValue, Received
 from ddiloco.protocol.messages import INITIAL, MADE, Publish, Push, Value
 from ddiloco.protocol.states import FragmentState
-from ddiloco.protocol.values import replace
+from ddiloco.protocol.values import Frozen, replace
 
 # --- A learner's end
 
@@ -181,8 +181,7 @@ class Deltas:
 # --- A shard's end: committed fragments, in a store that may outlive the shard's incarnation
 
 
-@dataclasses.dataclass(frozen=True)
-class Committed:
+class Committed(Frozen):
   """One fragment after its newest commit. Vectors are flat f32 [size].
 
   They are never written again, except where the store does not outlive its shard and nothing else
@@ -230,8 +229,7 @@ MADE_FROM = 1 << 22  # from so many values on, making a fragment's initial value
 FEWEST_COMPARED = 4096  # values; from so many on, cosines of random directions are below 0.02
 
 
-@dataclasses.dataclass(frozen=True)
-class Measured:
+class Measured(Frozen):
   """The measurements of one push."""
 
   squares: np.ndarray  # f64 [pieces], `passes.squares`
@@ -279,8 +277,7 @@ class ReceivedPushes:
     return {m: passes.dot(each, mine) for m, each in self._samples.items()}
 
 
-@dataclasses.dataclass(frozen=True)
-class Merged:
+class Merged(Frozen):
   """The merge of a commit's pushes, as numbers for the log.
 
   Attributes:

@@ -18,12 +18,12 @@ from typing import Any
 
 from ddiloco.protocol.events import Event, Mode
 from ddiloco.protocol.messages import ForwardMoments, Message, Moments, Publish, Push, Value
+from ddiloco.protocol.values import Frozen
 
 # --- events ---------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Tick:
+class Tick(Frozen):
   """Time has passed, and all messages that arrived until `heard_until` are taken in.
 
   Taking them in may take long. Messages that arrive meanwhile are not heard yet, so no member's
@@ -35,8 +35,7 @@ class Tick:
   measuring: Collection[int] = ()  # rounds with a push whose values are still being read
 
 
-@dataclasses.dataclass(frozen=True)
-class Received:
+class Received(Frozen):
   """A message arrived. For a payload that a shard must judge, the role adds what it measured.
 
   A shard decides nothing about its rounds here, but at the next `Tick`, after all messages.
@@ -52,8 +51,7 @@ class Received:
   unsent: bool = False  # earlier messages to this learner are still queued here
 
 
-@dataclasses.dataclass(frozen=True)
-class StepDone:
+class StepDone(Frozen):
   """The learner finished one inner step."""
 
   now: float
@@ -61,8 +59,7 @@ class StepDone:
   seconds: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Staged:
+class Staged(Frozen):
   """A published fragment now lies on the island's devices, ready to be applied."""
 
   fragment: int
@@ -70,15 +67,13 @@ class Staged:
   now: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Unmade:
+class Unmade(Frozen):
   """The initial values cannot be made here, or not with the same bits: they must be sent."""
 
   now: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Taken:
+class Taken(Frozen):
   """A peer's moments of this fragment now lie on the island's devices, ready to be applied."""
 
   fragment: int
@@ -86,15 +81,13 @@ class Taken:
   content: Any = None  # opaque, for `ApplyMoments`
 
 
-@dataclasses.dataclass(frozen=True)
-class Resumed:
+class Resumed(Frozen):
   """The shard's process stood still until now: durations from before do not measure links."""
 
   now: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Saved:
+class Saved(Frozen):
   """The newest snapshot is committed or given up: shard 0 may begin another one."""
 
   now: float
@@ -108,30 +101,26 @@ SyncerEvent = Tick | Received | Resumed | Saved
 # `Apply`, it puts the oldest staged version of the fragment into the parameters.
 
 
-@dataclasses.dataclass(frozen=True)
-class Send:
+class Send(Frozen):
   """Send to a peer, a shard's or learner's number. The role adds a publish's payload."""
 
   to: int
   message: Message
 
 
-@dataclasses.dataclass(frozen=True)
-class CopyOut:
+class CopyOut(Frozen):
   """Learner: copy the fragment off the devices now and send it as this push."""
 
   push: Push
 
 
-@dataclasses.dataclass(frozen=True)
-class Resend:
+class Resend(Frozen):
   """Learner: send the newest push of this fragment again, now in answer to this round."""
 
   push: Push
 
 
-@dataclasses.dataclass(frozen=True)
-class Stage:
+class Stage(Frozen):
   """Learner: decode this publish and bring it onto the devices, in the background."""
 
   publish: Publish
@@ -139,38 +128,33 @@ class Stage:
   included: bool  # my outstanding push is part of it
 
 
-@dataclasses.dataclass(frozen=True)
-class SendValue:
+class SendValue(Frozen):
   """Learner: send the fragment as last received to its shard, which has lost it."""
 
   value: Value  # without payload
 
 
-@dataclasses.dataclass(frozen=True)
-class SendMoments:
+class SendMoments(Frozen):
   """Learner: copy the fragment's moments off the devices now and send them to this shard."""
 
   shard: int
   moments: Moments  # without count and payload
 
 
-@dataclasses.dataclass(frozen=True)
-class TakeMoments:
+class TakeMoments(Frozen):
   """Learner: bring these moments onto the devices, in the background."""
 
   inherit: ForwardMoments
 
 
-@dataclasses.dataclass(frozen=True)
-class ApplyMoments:
+class ApplyMoments(Frozen):
   """Learner: put the staged moments of this fragment into the optimizer state now."""
 
   fragment: int
   content: Any = None  # of the `Taken` event
 
 
-@dataclasses.dataclass(frozen=True)
-class TakeSnapshot:
+class TakeSnapshot(Frozen):
   """Both: `state`, with its arrays, is my part of this snapshot; save it in the background."""
 
   snapshot: int
@@ -178,23 +162,20 @@ class TakeSnapshot:
   learners: tuple[int, ...] = ()  # shard: the learners whose parts are expected
 
 
-@dataclasses.dataclass(frozen=True)
-class SkipSnapshot:
+class SkipSnapshot(Frozen):
   """Learner: I have no part of this snapshot; no role should wait for it."""
 
   snapshot: int
   reason: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Rejoin:
+class Rejoin(Frozen):
   """Learner: my state is bad (quarantined); start afresh as a new incarnation."""
 
   reason: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Accept:
+class Accept(Frozen):
   """Shard: keep this outer gradient until its round ends."""
 
   fragment: int
@@ -203,8 +184,7 @@ class Accept:
   content: Any = None  # of the `Received` that brought it
 
 
-@dataclasses.dataclass(frozen=True)
-class InstallValue:
+class InstallValue(Frozen):
   """Shard: this value is newer than mine; from now on it is the fragment's global value."""
 
   fragment: int
@@ -212,8 +192,7 @@ class InstallValue:
   content: Any = None  # of the `Received` that brought it
 
 
-@dataclasses.dataclass(frozen=True)
-class Commit:
+class Commit(Frozen):
   """Shard: merge these learners' outer gradients, make the outer step, store the new version."""
 
   fragment: int
@@ -226,8 +205,7 @@ class Commit:
   step_tokens: tuple[int, ...] = ()  # of a step of each learner; empty: as the config says
 
 
-@dataclasses.dataclass(frozen=True)
-class Abandon:
+class Abandon(Frozen):
   """Shard: the round ends without a commit; forget its outer gradients."""
 
   fragment: int

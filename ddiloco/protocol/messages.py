@@ -11,7 +11,6 @@ transports count and drop.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import reprlib
@@ -26,6 +25,7 @@ import msgspec
 from msgspec import Meta, msgpack
 
 from ddiloco.config.schema import MAX_LEARNERS
+from ddiloco.protocol.values import Frozen
 
 EVALUATOR = -1
 INITIAL, NOTHING = -1, -2  # in place of a round: the initial value; no value at all
@@ -56,15 +56,13 @@ else:
 # --- learner -> shard -----------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class ToShard:
+class ToShard(Frozen):
   """A message of a learner, or of the evaluator."""
 
   learner: Learner
   incarnation: Count  # of the learner
 
 
-@dataclasses.dataclass(frozen=True)
 class Hello(ToShard):
   """I am (newly) here: welcome me and send what I lack of the fragments you own."""
 
@@ -72,7 +70,6 @@ class Hello(ToShard):
   whole: bool = False  # I cannot make the initial values that you have: send them
 
 
-@dataclasses.dataclass(frozen=True)
 class Report(ToShard):
   """Sent after every inner step: how far I am, per fragment of this shard (same order as owned)."""
 
@@ -86,7 +83,6 @@ class Report(ToShard):
   idle_seconds: Seconds = 0.0  # how long the newest version waited here for the ends of my steps
 
 
-@dataclasses.dataclass(frozen=True)
 class Push(ToShard):
   """My outer gradient for one round: delta = base - local, in the wire codec."""
 
@@ -102,7 +98,6 @@ class Push(ToShard):
   payload: Payload = None
 
 
-@dataclasses.dataclass(frozen=True)
 class Value(ToShard):
   """A fragment's value as I last received it, for its shard, which lost it and asked me."""
 
@@ -118,14 +113,12 @@ class Value(ToShard):
   payload: Payload = None
 
 
-@dataclasses.dataclass(frozen=True)
 class RequestMoments(ToShard):
   """I join a run under way: send me a peer's inner optimizer moments of these fragments."""
 
   fragments: Counts
 
 
-@dataclasses.dataclass(frozen=True)
 class Moments(ToShard):
   """My inner optimizer's moments of one fragment, for the learners that asked."""
 
@@ -136,7 +129,6 @@ class Moments(ToShard):
   payload: Payload = None  # f32, one vector of the fragment's size after the other
 
 
-@dataclasses.dataclass(frozen=True)
 class Goodbye(ToShard):
   """I leave on purpose; do not wait for me."""
 
@@ -144,8 +136,7 @@ class Goodbye(ToShard):
 # --- shard -> learner -----------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class ToLearner:
+class ToLearner(Frozen):
   """A message of a shard to one incarnation of a learner, which ignores those to earlier ones."""
 
   shard: Count
@@ -153,7 +144,6 @@ class ToLearner:
   learner_incarnation: Count
 
 
-@dataclasses.dataclass(frozen=True)
 class Welcome(ToLearner):
   """Answer to hello: the run's step, and which fragments I own; what you lack follows."""
 
@@ -163,7 +153,6 @@ class Welcome(ToLearner):
   snapshot: Count
 
 
-@dataclasses.dataclass(frozen=True)
 class Pull(ToLearner):
   """Send me your outer gradient for this fragment at your next step boundary."""
 
@@ -173,21 +162,18 @@ class Pull(ToLearner):
   snapshot: Count
 
 
-@dataclasses.dataclass(frozen=True)
 class RequestValue(ToLearner):
   """You have a newer value of this fragment than I: send it to me."""
 
   fragment: CountOrNone
 
 
-@dataclasses.dataclass(frozen=True)
 class ProvideMoments(ToLearner):
   """A learner joins: send me your inner optimizer's moments of this fragment."""
 
   fragment: CountOrNone
 
 
-@dataclasses.dataclass(frozen=True)
 class ForwardMoments(ToLearner):
   """A peer's moments of a fragment, for you; see `Moments`."""
 
@@ -200,7 +186,6 @@ class ForwardMoments(ToLearner):
   payload: Payload = None
 
 
-@dataclasses.dataclass(frozen=True)
 class Publish(ToLearner):
   """A fragment's new version. `base_version` -1: a full value; else the update to that version."""
 
@@ -226,7 +211,6 @@ class Publish(ToLearner):
     return rounds[at] if at < len(rounds) else -1
 
 
-@dataclasses.dataclass(frozen=True)
 class Refusal(ToLearner):
   """Your push was rejected, and why: go back to the fragment's base, your changes are discarded."""
 
@@ -240,15 +224,13 @@ class Refusal(ToLearner):
 # A buddy holds a copy of the newest commit of every fragment of its neighbour.
 
 
-@dataclasses.dataclass(frozen=True)
-class BetweenShards:
+class BetweenShards(Frozen):
   """A message of a shard to another one."""
 
   shard: Count  # the sender
   incarnation: Count  # of the sender
 
 
-@dataclasses.dataclass(frozen=True)
 class Replica(BetweenShards):
   """A commit: from its owner to the buddy, or back to an owner that has restarted."""
 
@@ -273,7 +255,6 @@ class Replica(BetweenShards):
   payload: Payload = None
 
 
-@dataclasses.dataclass(frozen=True)
 class Replicated(BetweenShards):
   """I hold your fragment at this version now, or lack the base of the update."""
 
@@ -282,12 +263,10 @@ class Replicated(BetweenShards):
   kept: bool  # False: send it whole
 
 
-@dataclasses.dataclass(frozen=True)
 class Recover(BetweenShards):
   """I have restarted: send me the copies you hold of my fragments."""
 
 
-@dataclasses.dataclass(frozen=True)
 class Recovered(BetweenShards):
   """I hold these of your fragments; their replicas are on their way."""
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import bisect
 import collections
-import dataclasses
 import heapq
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 from ddiloco.config import SyncConfig
-from ddiloco.protocol.values import replace
+from ddiloco.protocol.values import Frozen, replace
 
 MAX_PATIENCE_SECONDS = 30.0
 MOST_NAMES = 8  # of learners in a reason
@@ -67,8 +66,7 @@ def smooth(old: float, new: float) -> float:
 # --- when a round ends, and which pushes are merged -----------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Decision:
+class Decision(Frozen):
   verdict: str  # wait, commit or abandon
   reason: str
   wake_at: float | None = None  # look again at this time even if nothing happens
@@ -265,8 +263,7 @@ def opposing(
 # believes", has the model.
 
 
-@dataclasses.dataclass(frozen=True)
-class Beliefs:
+class Beliefs(Frozen):
   """The numbers that the bounds are computed from; a part of `SyncerState`."""
 
   reach_at: float  # when the run began; later, when `reach` was last computed

@@ -12,7 +12,7 @@ from ddiloco.protocol import events, messages, rules
 from ddiloco.protocol.actions import LearnerAction, Send, SyncerAction
 from ddiloco.protocol.messages import EVALUATOR, INITIAL, MADE, NOTHING, Publish
 from ddiloco.protocol.rules import Beliefs
-from ddiloco.protocol.values import put, replace
+from ddiloco.protocol.values import Frozen, put, replace
 
 # A learner may cause work that takes all others' links only so many times a fragment in so many
 # sync periods, under whatever incarnation: rounds when it leaves, and moments when it joins.
@@ -77,16 +77,14 @@ def _none() -> Any:
   return dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass(frozen=True)
-class Outstanding:
+class Outstanding(Frozen):
   """My push that no publish has answered yet; at most one per fragment."""
 
   push: messages.Push  # without payload
   at_step: int  # my own step count when the push was copied out
 
 
-@dataclasses.dataclass(frozen=True)
-class IncomingVersion:
+class IncomingVersion(Frozen):
   """A published version on its way onto the devices."""
 
   publish: Publish  # without payload
@@ -95,8 +93,7 @@ class IncomingVersion:
   ready: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class LearnerFragment:
+class LearnerFragment(Frozen):
   """One fragment, as this learner has it."""
 
   shard: int
@@ -121,15 +118,13 @@ class LearnerFragment:
     return self.base_header.round if self.base_header else NOTHING
 
 
-@dataclasses.dataclass(frozen=True)
-class ShardView:
+class ShardView(Frozen):
   incarnation: int = -1  # newest heard of; -1: not welcomed yet
   hellos: int = 0
   next_hello_at: float = 0.0
 
 
-@dataclasses.dataclass(frozen=True)
-class LearnerState(_State):
+class LearnerState(_State, Frozen):
   learner: int
   incarnation: int
   shards: tuple[ShardView, ...]
@@ -192,8 +187,7 @@ def schedule_step(state: LearnerState, tokens_per_step: int) -> int:
 # --- a shard --------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Member:
+class Member(Frozen):
   """What this shard knows of one learner. Tuples run over the shard's own fragments."""
 
   incarnation: int
@@ -216,8 +210,7 @@ class Member:
   whole: bool = False  # it cannot make the initial values
 
 
-@dataclasses.dataclass(frozen=True)
-class Round:
+class Round(Frozen):
   """One sync of one fragment, from pull to commit."""
 
   id: int
@@ -243,8 +236,7 @@ class Round:
     return replace(self, pending=(*self.pending[:at], *self.pending[at + 1 :]), **changes)
 
 
-@dataclasses.dataclass(frozen=True)
-class FragmentState:
+class FragmentState(Frozen):
   """One owned fragment. `version` to `snapshot` outlive the shard's incarnation."""
 
   index: int
@@ -261,8 +253,7 @@ class FragmentState:
   round: Round | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class ValueRequest:
+class ValueRequest(Frozen):
   """A request to a learner that has a newer value than this shard."""
 
   asked_at: float
@@ -270,8 +261,7 @@ class ValueRequest:
   round: int  # that made the value, as the learner says
 
 
-@dataclasses.dataclass(frozen=True)
-class MomentTransfer:
+class MomentTransfer(Frozen):
   """A request to a learner for its moments of a fragment, for learners that join."""
 
   fragment: int
@@ -283,8 +273,7 @@ class MomentTransfer:
 Times = Mapping[int, tuple[int, int]]
 
 
-@dataclasses.dataclass(frozen=True)
-class SyncerState(_State):
+class SyncerState(_State, Frozen):
   """A shard, with small queries and changes of it."""
 
   shard: int

@@ -10,11 +10,20 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform
 
 import msgspec
 
 T = TypeVar("T")
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+class Frozen:
+  """The base of values that never change: every subclass is a frozen dataclass."""
+
+  def __init_subclass__(cls) -> None:
+    dataclasses.dataclass(frozen=True)(cls)
+
 
 if TYPE_CHECKING:
   from dataclasses import replace
@@ -94,4 +103,4 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
       yield f"{path}.{name}", json.dumps(each)
 
 
-__all__ = ["NotAState", "from_json", "put", "readable", "replace", "to_json"]
+__all__ = ["Frozen", "NotAState", "from_json", "put", "readable", "replace", "to_json"]
