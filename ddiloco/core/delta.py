@@ -35,6 +35,8 @@ from ddiloco.protocol.values import Frozen, replace
 
 # --- A learner's end
 
+_GROUPS = ("base", "sent", "residual", "rounding")  # a learner's vectors, as a snapshot names them
+
 
 class Deltas:
   """A learner's vectors, by fragment: its base, and its own pushes."""
@@ -166,15 +168,14 @@ class Deltas:
 
   def arrays(self) -> dict[str, np.ndarray]:
     """All vectors, by name: "base/3"."""
-    groups = {"base": self.base, "sent": self.sent}
-    groups |= {"residual": self.residual, "rounding": self.rounding}
+    groups = {name: getattr(self, name) for name in _GROUPS}
     return {f"{name}/{p}": v for name, each in groups.items() for p, v in sorted(each.items())}
 
   def restore(self, arrays: dict[str, np.ndarray]) -> None:
     """Takes back the vectors that `arrays` gave; ignores other names."""
     for name, value in arrays.items():
       group, _, fragment = name.partition("/")
-      if group in ("base", "sent", "residual", "rounding"):
+      if group in _GROUPS:
         getattr(self, group)[int(fragment)] = value
 
 

@@ -19,10 +19,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from ddiloco.config import ConfigError, SyncConfig
+from ddiloco.protocol.values import Frozen
 
 
-@dataclasses.dataclass(frozen=True)
-class TensorSpec:
+class TensorSpec(Frozen):
   """One leaf of the parameters. A stacked leaf has a leading axis L, one row per layer."""
 
   name: str
@@ -31,8 +31,7 @@ class TensorSpec:
   embedding: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class Piece:
+class Piece(Frozen):
   """Rows [start:stop) of a leaf (of `leaf[layer]` if stacked), at `offset` in the flat vector."""
 
   name: str
@@ -49,8 +48,7 @@ class Piece:
     return math.prod(self.shape)
 
 
-@dataclasses.dataclass(frozen=True)
-class Fragment:
+class Fragment(Frozen):
   """Pieces in model order, their offsets contiguous from 0."""
 
   index: int
@@ -62,8 +60,7 @@ class Fragment:
     return sum(piece.size for piece in self.pieces)
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(Frozen):
   """All fragments. Learners and shards compare `plan_id` before they exchange anything."""
 
   fragments: tuple[Fragment, ...]

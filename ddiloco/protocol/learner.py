@@ -256,6 +256,9 @@ def revive(
     fragments=tuple(map(mine, saved.fragments, owners)),
     target_tokens=target_tokens,
     vector_clock=states.join_clocks(saved.vector_clock, new.vector_clock),
+    stepped_at=0.0,  # by another process's clock
+    waited_seconds=0.0,
+    idle_seconds=0.0,
     pushes_made=0,
     donations=0,
     wants=(),

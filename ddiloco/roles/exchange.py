@@ -233,14 +233,13 @@ class Exchange:
           staging = Staging()
           self._stagings[publish.fragment].append(staging)
           self._worker.put(self._stage(action, staging))
-          self.recorder.record(
-            events.Stage(
-              fragment=publish.fragment,
-              version=publish.version,
-              round=publish.round,
-              mode=action.mode,
-              included=action.included,
-            )
+          self._record(
+            events.Stage,
+            fragment=publish.fragment,
+            version=publish.version,
+            round=publish.round,
+            mode=action.mode,
+            included=action.included,
           )
         case actions.SendValue(value):
           self._worker.put(self._give(value))
@@ -265,21 +264,14 @@ class Exchange:
         case actions.Rejoin(reason):
           raise Quarantined(reason)
 
+  def _record(self, kind: type[events.Event], **fields: Any) -> None:
+    self.recorder.record(kind(**fields))
+
   def _copy_out(self, push: Push) -> None:
     pieces, factor = self._store.copy_out(push.fragment), self.poison()
     self._worker.put(self._push(push, pieces, factor))
-    f = self.state.fragments[push.fragment]
-    self.recorder.record(
-      events.CopyOut(
-        fragment=push.fragment,
-        round=push.round,
-        version=push.base_version,
-        base_round=f.round,
-        steps=push.steps,
-        tokens=push.tokens,
-        factor=factor,
-      )
-    )
+    base_round = self.state.fragments[push.fragment].round
+    self._record(events.CopyOut, **_said(push), base_round=base_round, factor=factor)
 
   def _apply(self, action: events.Apply) -> None:
     staging = self._stagings[action.fragment].popleft()
@@ -296,7 +288,7 @@ class Exchange:
     began = self.time.now()
     captured = self._store.capture()
     seconds = round(self.time.now() - began, 6)
-    self.recorder.record(events.Captured(snapshot=action.snapshot, seconds=seconds))
+    self._record(events.Captured, snapshot=action.snapshot, seconds=seconds)
     stagings = {p: tuple(each) for p, each in self._stagings.items()}
     self._worker.put(self._hand_over(action, captured, stagings))
 
@@ -304,17 +296,16 @@ class Exchange:
     p, donation = give.moments.fragment, give.moments.donation
     pieces, count = self._store.copy_out_moments(p), self._store.count()
     self._worker.put(self._send_moments(give, pieces, count))
-    self.recorder.record(events.Donated(fragment=p, donation=donation))
+    self._record(events.Donated, fragment=p, donation=donation)
 
   def _apply_moments(self, inherit: ForwardMoments, staged: Any) -> None:
     self._store.apply_moments(inherit.fragment, staged, inherit.count)
-    self.recorder.record(
-      events.Inherited(
-        fragment=inherit.fragment,
-        learner=inherit.donor,
-        incarnation_of_donor=inherit.donor_incarnation,
-        donation=inherit.donation,
-      )
+    self._record(
+      events.Inherited,
+      fragment=inherit.fragment,
+      learner=inherit.donor,
+      incarnation_of_donor=inherit.donor_incarnation,
+      donation=inherit.donation,
     )
 
   # --- jobs of the worker -------------------------------------------------------------------------
@@ -336,10 +327,10 @@ class Exchange:
     yield None
     if complete is None:
       text = f"the initial value of fragment {p} has to be sent: {reason}"
-      self.recorder.record(events.Ignored(message="Publish", reason=text))
+      self._record(events.Ignored, message="Publish", reason=text)
     now = self.time.now()
-    self._making.discard(p)
     self._tell(actions.Unmade(now) if complete is None else actions.Received(complete, now))
+    self._making.discard(p)
 
   def _push(self, push: Push, pieces: Any, factor: float) -> Job:
     """Encodes and sends a push, and keeps it until a publish has answered it."""
@@ -348,26 +339,14 @@ class Exchange:
     yield None
     self._outbox[p] = replace(push, codec=self._sync.push_codec, payload=payload)
     self.recorder.flush()  # the log on disk has every push that a shard may merge
-    sent_bytes = self._send_push(p)
-    self.recorder.record(
-      events.Push(
-        fragment=p,
-        round=push.round,
-        version=push.base_version,
-        steps=push.steps,
-        tokens=push.tokens,
-        bytes=sent_bytes,
-      )
-    )
+    self._record(events.Push, **_said(push), bytes=self._send_push(p))
 
   def _push_again(self, push: Push) -> Job:
     kept = self._outbox.get(push.fragment)
     if kept is None or kept.base_version != push.base_version:
       return
     if kept.round != push.round:  # in lock-step the same push may answer another round
-      self.recorder.record(
-        events.Resend(fragment=push.fragment, round=push.round, old_round=kept.round)
-      )
+      self._record(events.Resend, fragment=push.fragment, round=push.round, old_round=kept.round)
       self.recorder.flush()
       self._outbox[push.fragment] = replace(kept, round=push.round)
     shard = self.state.fragments[push.fragment].shard
@@ -406,9 +385,7 @@ class Exchange:
       flat = self._deltas.take_moments(inherit.payload, size)
     except codec.CodecError as error:  # wait for another donor's moments, or go on without
       reason = str(error)
-      self.recorder.record(
-        events.Ignored(message="ForwardMoments", learner=inherit.donor, reason=reason)
-      )
+      self._record(events.Ignored, message="ForwardMoments", learner=inherit.donor, reason=reason)
       return
     staged = self._store.stage_moments(p, flat)
     yield None
@@ -458,3 +435,9 @@ class Exchange:
         name = self._sync.push_codec
         self._outbox[p] = replace(f.outstanding.push, codec=name, payload=payload)
     arrays.clear()
+
+
+def _said(push: Push) -> dict[str, int]:
+  """A push, as events name it."""
+  said = {"fragment": push.fragment, "round": push.round, "version": push.base_version}
+  return {**said, "steps": push.steps, "tokens": push.tokens}

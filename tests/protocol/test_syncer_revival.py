@@ -188,6 +188,15 @@ def test_a_revived_learner_waits_until_its_shard_has_said_what_is_newer():
   assert learner.can_step(one.state, SYNC)
 
 
+def test_a_revived_learner_compares_no_times_of_another_clock():
+  """It came from a machine that is up for long: its new clock is far behind the one of its part."""
+  one = revived(StepDone(1e6, 10, 0.1))
+  one.feed(dataclasses.replace(welcome(0, 0, 1, 60, (0, 1)), rounds=(7, -1)))
+  one.feed(MERGED)
+  one.feed(Staged(0, 1, 0.2))
+  assert learner.reports(one.state, SYNC)[0].message.idle_seconds == 0.0
+
+
 @pytest.mark.parametrize(
   "steps, merged, fate",
   [
