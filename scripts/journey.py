@@ -110,8 +110,8 @@ JOURNEY = (
   Stop("network/transport.py", "InboxEndpoint.receive",
        "Senders take turns; the header is decoded and checked.", "Delivery"),
   # The shard merges.
-  Stop("roles/syncer.py", "Syncer.take",
-       "The push goes to the worker, which measures it in the background.", "Push"),
+  Stop("roles/syncer.py", "Syncer._measure",
+       "The reducer wants the push measured; the worker does that in the background.", "take_in"),
   Stop("core/delta.py", "Merger.take_in",
        "The push is measured, and stays in the wire codec.", "squares"),
   Stop("core/passes.py", "squares",

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ddiloco.protocol.events import Event, Mode
@@ -32,7 +32,6 @@ class Tick(Frozen):
 
   now: float
   heard_until: float = math.inf  # all messages that arrived by then are taken in
-  measuring: Collection[int] = ()  # rounds with a push whose values are still being read
 
 
 class Received(Frozen):
@@ -43,6 +42,7 @@ class Received(Frozen):
 
   message: Message
   now: float  # when it arrived
+  read: bool = True  # False: a push or a value whose payload nobody has looked at (`Read`)
   norm: float = 0.0  # of the decoded outer gradient; not finite: to be rejected
   fault: str = ""  # why the payload could not be decoded, or is not the shard's own value
   # By learner, inner products with the pushes accepted before in this round, and with itself.
@@ -175,6 +175,16 @@ class Rejoin(Frozen):
   reason: str
 
 
+class Read(Frozen):
+  """Shard: measure the values of this push, or decode this value, in the background.
+
+  The answer is a `Received` with what was found.
+  """
+
+  message: Push | Value
+  now: float  # when it arrived
+
+
 class Accept(Frozen):
   """Shard: keep this outer gradient until its round ends."""
 
@@ -214,4 +224,4 @@ class Abandon(Frozen):
 
 Transfer = CopyOut | Resend | Stage | SendValue | SendMoments | TakeMoments | ApplyMoments
 LearnerAction = Send | Event | Transfer | TakeSnapshot | SkipSnapshot | Rejoin
-SyncerAction = Send | Event | Accept | InstallValue | Commit | Abandon | TakeSnapshot
+SyncerAction = Send | Event | Read | Accept | InstallValue | Commit | Abandon | TakeSnapshot

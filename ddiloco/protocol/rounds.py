@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ddiloco.config import SyncConfig
 from ddiloco.protocol import events, rules
-from ddiloco.protocol.actions import Abandon, Accept, Commit, Received, Send, SyncerAction
+from ddiloco.protocol.actions import Abandon, Accept, Commit, Read, Received, Send, SyncerAction
 from ddiloco.protocol.messages import EVALUATOR, NOTHING, Pull, Push, Refusal
 from ddiloco.protocol.states import FragmentState, Round, SyncerOutcome, SyncerState, ignored
 from ddiloco.protocol.values import put, replace
@@ -37,9 +37,7 @@ def may_start_at(state: SyncerState, sync: SyncConfig) -> float:
   return max(state.recovery_deadline, due)
 
 
-def start_rounds(
-  state: SyncerState, now: float, sync: SyncConfig, measuring: Collection[int] = ()
-) -> SyncerOutcome:
+def start_rounds(state: SyncerState, now: float, sync: SyncConfig) -> SyncerOutcome:
   """Starts rounds of dirty fragments that a quorum is due for; all that can push are asked."""
   todo: list[SyncerAction] = []
   if not state.dirty or not state.recovery_over(now):
@@ -47,11 +45,7 @@ def start_rounds(
   waiting: list[int] = []
   for i in sorted(state.dirty):
     f = state.fragments[i]
-    if f.round is not None:
-      if f.round.id in measuring:
-        waiting.append(i)  # look again: when its push is measured, the pusher may be gone
-      continue
-    if state.complete(f):
+    if f.round is not None or state.complete(f):
       continue
     if now < _value_due_at(state, f, sync):
       waiting.append(i)
@@ -102,8 +96,8 @@ def _begun(f: FragmentState, current: Round) -> events.Round:
   return events.Round(fragment=f.index, round=current.id, version=f.version, asked=asked)
 
 
-def stray(state: SyncerState, push: Push) -> str:
-  """Why this push can have no part in a round, or "": only then the role reads its values."""
+def _stray(state: SyncerState, push: Push) -> str:
+  """Why this push can have no part in a round, or ""."""
   i, member = state.position(push.fragment), state.members.get(push.learner)
   if i is None:
     return f"fragment {push.fragment} is not mine"
@@ -120,13 +114,18 @@ def stray(state: SyncerState, push: Push) -> str:
 
 def on_push(state: SyncerState, push: Push, event: Received, sync: SyncConfig) -> SyncerOutcome:
   """Keeps the first valid push of each asked learner; everything else is refused or counted."""
-  if reason := stray(state, push):
+  if reason := _stray(state, push):
     return state, [ignored(push, reason)]
   i, me = state.position(push.fragment), push.learner
   assert i is not None, "it is not stray"
   f = state.fragments[i]
   assert f.round is not None, "it is not stray"
   current = f.round
+  if not event.read:
+    if me in current.measuring:
+      return state, [ignored(push, "a duplicate")]
+    current = replace(current, measuring=(*current.measuring, me))
+    return state.with_fragment(i, round=current), [Read(push, event.now)]
   if fault := _fault_of(state, f, push, event, sync):
     current = current.without(me, refused={**current.refused, me: fault})
     return state.with_round(i, current), []
@@ -176,20 +175,16 @@ def _pull_patience(state: SyncerState, pulls: int, sync: SyncConfig) -> float:
   return rules.backed_off(max(sync.liveness_seconds, usual), pulls - 1)
 
 
-def advance_rounds(
-  state: SyncerState, now: float, sync: SyncConfig, measuring: Collection[int] = ()
-) -> SyncerOutcome:
+def advance_rounds(state: SyncerState, now: float, sync: SyncConfig) -> SyncerOutcome:
   """Looks at the rounds of dirty fragments and those past their deadline: ends them if they can.
 
   A round with a push that is here and not measured yet waits for the measurement.
   """
   todo: list[SyncerAction] = []
   for i, f in enumerate(state.fragments):
-    if f.round is None or not (i in state.dirty or now >= f.round.deadline):
-      continue
-    if f.round.id in measuring:
-      continue
     current = f.round
+    if current is None or current.measuring or not (i in state.dirty or now >= current.deadline):
+      continue
     # Under rebase a late version costs no work, so the wait for more learners may be longer.
     way_back = 0.0 if sync.apply == "rebase" else current.sync_seconds
     grace = rules.grace_seconds(current.step_seconds, state.quorum_seconds, way_back, sync)

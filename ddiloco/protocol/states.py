@@ -222,6 +222,7 @@ class Round(Frozen):
   pulled_at: float
   deadline: float  # when to look at the round again even if no message comes for it
   pulls: int = 1
+  measuring: tuple[int, ...] = ()  # pending, but the push is here and being read
   pushes: Mapping[int, messages.Push] = _none()  # accepted, without payload
   norms: Mapping[int, float] = _none()
   # Inner products of two accepted pushes, the smaller learner first; where directions count.
@@ -231,9 +232,11 @@ class Round(Frozen):
   reason: str = ""
 
   def without(self, learner: int, **changes: Any) -> Round:
-    """The round that waits for this learner no more. It is called at every push: no loop here."""
+    """The round that waits for this learner no more; called at every push: no loop over all."""
     at = self.pending.index(learner)
-    return replace(self, pending=(*self.pending[:at], *self.pending[at + 1 :]), **changes)
+    pending = (*self.pending[:at], *self.pending[at + 1 :])
+    measuring = tuple(m for m in self.measuring if m != learner)
+    return replace(self, pending=pending, measuring=measuring, **changes)
 
 
 class FragmentState(Frozen):
@@ -259,6 +262,7 @@ class ValueRequest(Frozen):
   asked_at: float
   times: int
   round: int  # that made the value, as the learner says
+  reading: bool = False  # the value is here, and being decoded
 
 
 class MomentTransfer(Frozen):

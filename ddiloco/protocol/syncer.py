@@ -7,7 +7,7 @@ round lives and ends inside it (`protocol/rounds.py`), and shards agree on nothi
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from ddiloco.config import SyncConfig
 from ddiloco.protocol import actions, events, messages, moments, rounds, rules, states
@@ -85,8 +85,8 @@ def syncer_on(state: SyncerState, event: actions.SyncerEvent, sync: SyncConfig) 
     case actions.Saved():
       return replace(state, saving=False), []
   state, lost = lose_silent(state, min(event.now, event.heard_until), sync)
-  state, moved = rounds.advance_rounds(state, event.now, sync, event.measuring)
-  state, started = rounds.start_rounds(state, event.now, sync, event.measuring)
+  state, moved = rounds.advance_rounds(state, event.now, sync)
+  state, started = rounds.start_rounds(state, event.now, sync)
   begun: list[SyncerAction] = []
   # In lock-step a run cannot go on from a snapshot that lacks the learners of a quorum.
   enough = not sync.blocking or len(_here(state)) >= sync.min_quorum
@@ -161,12 +161,10 @@ def _here(state: SyncerState) -> tuple[int, ...]:
   )
 
 
-def next_wake(
-  state: SyncerState, sync: SyncConfig, measuring: Collection[int] = ()
-) -> float | None:
-  """When a `Tick` is needed even if no message comes and no measurement ends; None: never."""
+def next_wake(state: SyncerState, sync: SyncConfig) -> float | None:
+  """When a `Tick` is needed even if no message comes and no push is read; None: never."""
   current = (f.round for f in state.fragments if f.round is not None)
-  times = [r.deadline for r in current if r.id not in measuring]
+  times = [r.deadline for r in current if not r.measuring]
   wake_at = min([state.silent_at, rounds.may_start_at(state, sync), *times])
   return wake_at if math.isfinite(wake_at) else None
 
@@ -378,7 +376,9 @@ def _recall(
     )
     if asked or (before and now < before.asked_at + patience):
       continue
-    recalls[p, report.learner] = states.ValueRequest(now, before.times + 1 if before else 1, r)
+    reading = before is not None and before.reading
+    times = before.times + 1 if before else 1
+    recalls[p, report.learner] = states.ValueRequest(now, times, r, reading)
     recall = messages.RequestValue(*state.to(report.incarnation), p)
     todo.append(Send(report.learner, recall))
   return replace(state, recalls=recalls), todo
@@ -386,8 +386,15 @@ def _recall(
 
 def _on_value(state: SyncerState, value: Value, event: Received, sync: SyncConfig) -> SyncerOutcome:
   i, now = state.position(value.fragment), event.now
-  if i is None or (value.fragment, value.learner) not in state.recalls:
+  request = state.recalls.get((value.fragment, value.learner))
+  if i is None or request is None:
     return state, [ignored(value, "it was not asked for")]
+  if not event.read and request.reading:
+    return state, [ignored(value, "a duplicate")]
+  request = replace(request, reading=not event.read)
+  state = replace(state, recalls={**state.recalls, (value.fragment, value.learner): request})
+  if not event.read:
+    return state, [actions.Read(value, now)]
   f = state.fragments[i]
   merged_rounds = dict(messages.pairs(value.merged_rounds))
   if event.fault:

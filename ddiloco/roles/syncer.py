@@ -25,10 +25,10 @@ from ddiloco.core.delta import Committed, MemoryStore, Merged
 from ddiloco.core.fragments import Plan
 from ddiloco.network.transport import Delivery, learner_address
 from ddiloco.observe.guards import warn
-from ddiloco.protocol import actions, events, rounds, syncer
+from ddiloco.protocol import actions, events, syncer
 from ddiloco.protocol.actions import Commit, InstallValue, Received, SyncerAction, TakeSnapshot
 from ddiloco.protocol.messages import EVALUATOR, BetweenShards, Message, Publish, Push, Value
-from ddiloco.protocol.states import FragmentState, SyncerState, ignored
+from ddiloco.protocol.states import FragmentState, SyncerState
 from ddiloco.protocol.values import replace
 from ddiloco.runtime import Job, Loop, Runtime, drive, short_collections, value_threads
 
@@ -81,7 +81,6 @@ class Syncer:
     if replication is not None:
       replication.background = self._worker.put
     self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
-    self._reading: set[tuple] = set()  # the messages whose values the worker reads, by `_key`
     self._at_work: dict[int, list[SyncerAction]] = {}  # fragment -> actions that wait for its job
     self._capturing = False
     self._drag: Callable[[float], None] = lambda seconds: None
@@ -142,23 +141,18 @@ class Syncer:
     while not stopped():
       faults.check(self.state.global_step)
       yield None  # a planned stall may have passed
-      wake_at = syncer.next_wake(self.state, self.config.sync, self._rounds_measured())
+      wake_at = syncer.next_wake(self.state, self.config.sync)
       wake_at = deadline if wake_at is None else min(wake_at, deadline)
       started = yield from self._take_in(wake_at)
       yield from self.finish()
       deadline = math.inf if self.replication is None else self.replication.tick()
-      measuring = self._rounds_measured()
-      yield from self.handle(actions.Tick(now(), heard_until=started, measuring=measuring))
+      yield from self.handle(actions.Tick(now(), heard_until=started))
       if self.state.saving and not (self._capturing or (self._saver and self._saver.busy)):
         yield from self.handle(actions.Saved(now()))
       faults.drag(now() - started)
       yield None
       self._count_traffic()
     self._count_traffic(always=True)
-
-  def _rounds_measured(self) -> frozenset[int]:
-    """Rounds with a push that is being measured."""
-    return frozenset(number for kind, number, _ in self._reading if kind is Push)
 
   def _take_in(self, until: float) -> Loop[float]:
     """Waits for a message, then takes in all that are there; returns the time when the wait ended.
@@ -189,24 +183,11 @@ class Syncer:
       self._worker.put(self.replication.on(arrived.message))
 
   def take(self, message: Message, now: float) -> Loop[None]:
-    """A message that arrived `now`; it may have waited since. One with values is measured first."""
-    if isinstance(message, Push) and not rounds.stray(self.state, message):
-      self._read(message, now, self._measure)
-      yield None
-    elif isinstance(message, Value) and (message.fragment, message.learner) in self.state.recalls:
-      self._read(message, now, self._check)
-    else:
-      learner = getattr(message, "learner", EVALUATOR)
-      unsent = self.endpoint.unsent(learner_address(learner)) > 0
-      yield from self.handle(Received(message, now, unsent=unsent))
-
-  def _read(self, message: Push | Value, now: float, work: Callable[..., Received]) -> None:
-    """A message with values is a job, unless one like it waits: its gigabytes would wait, too."""
-    if _key(message) in self._reading:
-      self._note_ignored(ignored(message, "a duplicate"))
-    else:
-      self._reading.add(_key(message))
-      self._do(functools.partial(work, message, now), self._was_read)
+    """A message that arrived `now`; it may have waited since."""
+    learner = getattr(message, "learner", EVALUATOR)
+    unsent = self.endpoint.unsent(learner_address(learner)) > 0
+    read = not isinstance(message, Push | Value)
+    yield from self.handle(Received(message, now, read=read, unsent=unsent))
 
   def handle(self, event) -> Loop[None]:
     """One event through the reducer, and every action it decides, in order."""
@@ -230,6 +211,9 @@ class Syncer:
     match action:
       case actions.Send(to, message):
         self._send(to, message)
+      case actions.Read(message, now):
+        work = self._measure if isinstance(message, Push) else self._check
+        self._do(functools.partial(work, message, now), self.handle)
       case actions.Accept():
         self._do(functools.partial(self.merger.accept, action))
       case Commit(fragment):
@@ -292,10 +276,6 @@ class Syncer:
     if not received.fault and sealer is not None and not sealer.fits(value, received.content):
       return Received(value, now, fault="is no value of this shard: its seal does not fit")
     return received
-
-  def _was_read(self, received: Received) -> Loop[None]:
-    self._reading.discard(_key(received.message))
-    yield from self.handle(received)
 
   def _commit(self, what: Commit, state: FragmentState) -> tuple[Merged, float]:
     started = self.time.now()
@@ -427,12 +407,6 @@ class Syncer:
     if always or now - self._traffic_at >= TRAFFIC_SECONDS:
       self._traffic_at = now
       self.recorder.record(events.Traffic(**vars(self.endpoint.counters)))
-
-
-def _key(message: Push | Value) -> tuple[type, int, int]:
-  """Messages of one key are one message, sent again."""
-  number = message.round if isinstance(message, Push) else message.fragment
-  return type(message), number, message.learner
 
 
 def _fragment_of(action: SyncerAction) -> int | None:
