@@ -459,7 +459,9 @@ class Merger:
     return self._merged[p]
 
   def install(self, what: InstallValue, state: FragmentState) -> None:
-    """Takes a value that a learner gave back; the momentum stays as it is, of an older round."""
+    """Takes a value that a learner gave back, and forgets the pushes of the round under way; the
+    momentum stays as it is, of an older round."""
+    self.abandon(what.fragment)
     p, value = what.fragment, what.content
     self._update.pop(p, None)
     old = self.committed[p]

@@ -98,7 +98,8 @@ SyncerEvent = Tick | Received | Resumed | Saved
 
 # --- actions --------------------------------------------------------------------------------------
 # An event of `events.py` as an action: record it in the event log. Before the role records an
-# `Apply`, it puts the oldest staged version of the fragment into the parameters.
+# `Apply`, it puts the oldest staged version of the fragment into the parameters; at `Abandoned` it
+# forgets the outer gradients of the round.
 
 
 class Send(Frozen):
@@ -215,13 +216,6 @@ class Commit(Frozen):
   step_tokens: tuple[int, ...] = ()  # of a step of each learner; empty: as the config says
 
 
-class Abandon(Frozen):
-  """Shard: the round ends without a commit; forget its outer gradients."""
-
-  fragment: int
-  round: int
-
-
 Transfer = CopyOut | Resend | Stage | SendValue | SendMoments | TakeMoments | ApplyMoments
 LearnerAction = Send | Event | Transfer | TakeSnapshot | SkipSnapshot | Rejoin
-SyncerAction = Send | Event | Read | Accept | InstallValue | Commit | Abandon | TakeSnapshot
+SyncerAction = Send | Event | Read | Accept | InstallValue | Commit | TakeSnapshot

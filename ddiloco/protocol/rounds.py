@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping
-from typing import Any
 
 from ddiloco.config import SyncConfig
 from ddiloco.protocol import events, rules
-from ddiloco.protocol.actions import Abandon, Accept, Commit, Read, Received, Send, SyncerAction
+from ddiloco.protocol.actions import Accept, Commit, Read, Received, Send, SyncerAction
 from ddiloco.protocol.messages import EVALUATOR, NOTHING, Pull, Push, Refusal
 from ddiloco.protocol.states import FragmentState, Round, SyncerOutcome, SyncerState, ignored
 from ddiloco.protocol.values import put, replace
@@ -253,8 +252,9 @@ def _end_round(
     )
   else:
     reason = f"{len(merged)} of {sync.min_quorum} needed were left: {current.reason}"
-    named: Any = {"fragment": before.index, "round": current.id}
-    todo += [Abandon(**named), events.Abandoned(**named, reason=reason, rejected=rejected)]
+    todo.append(
+      events.Abandoned(fragment=before.index, round=current.id, reason=reason, rejected=rejected)
+    )
   state = state.with_round(i, None)
   for m in merged:
     state = _credit(state, m, i, current.norms[m] / steps[m], sync)

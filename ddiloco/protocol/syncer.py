@@ -430,7 +430,6 @@ def _on_value(state: SyncerState, value: Value, event: Received, sync: SyncConfi
       waiting_since=put(m.waiting_since, i, now),
     )
   return state, [
-    actions.Abandon(f.index, -1),
     actions.InstallValue(f.index, f.last_round, event.content),
     events.Recalled(fragment=f.index, version=f.version, round=f.last_round, learner=value.learner),
   ]

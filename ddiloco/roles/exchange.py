@@ -110,7 +110,6 @@ class Exchange:
     save: Save | None = None,
   ):
     self.state = state
-    self.config = config
     self.endpoint, self.recorder, self.time = runtime.endpoint, runtime.recorder, runtime.time
     self._sync = config.sync
     self._plan = plan

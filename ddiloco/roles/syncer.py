@@ -228,8 +228,9 @@ class Syncer:
         self._do(work, functools.partial(self._installed, fragment))
       case TakeSnapshot():
         self._capture(action)
-      case actions.Abandon(fragment):
-        self._do(functools.partial(self.merger.abandon, fragment))
+      case events.Abandoned():
+        self._do(functools.partial(self.merger.abandon, action.fragment))
+        self._note(action)
       case events.Ignored():
         self._note_ignored(action)
       case events.Event():
@@ -414,6 +415,6 @@ def _fragment_of(action: SyncerAction) -> int | None:
   match action:
     case actions.Send(_, Publish(fragment=fragment)):
       return fragment
-    case Commit() | InstallValue() | actions.Abandon() | events.Commit():
+    case Commit() | InstallValue() | events.Commit() | events.Abandoned():
       return action.fragment
   return None

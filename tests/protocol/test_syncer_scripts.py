@@ -23,7 +23,7 @@ from ddiloco.protocol.actions import (
   TakeSnapshot,
   Tick,
 )
-from ddiloco.protocol.events import Apply, Event
+from ddiloco.protocol.events import Abandoned, Apply, Event
 from ddiloco.protocol.messages import MADE, Goodbye, Publish, Pull, Push, Refusal, Report
 from ddiloco.protocol.states import FragmentState
 from tests import says
@@ -58,7 +58,9 @@ class Script:
       event = Received(event, now, **measured)
     reducer = says.shard_on if self.shard else learner.learner_on
     self.state, actions = reducer(self.state, event, self.sync)
-    return [says.plain(a) for a in actions if isinstance(a, Apply) or not isinstance(a, Event)]
+    return [
+      says.plain(a) for a in actions if isinstance(a, Apply | Abandoned) or not isinstance(a, Event)
+    ]
 
 
 def report(
