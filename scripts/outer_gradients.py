@@ -53,7 +53,8 @@ class Observer(Merger):
     p = what.fragment
     old, size = self.committed[p], self.committed[p].value.size
     arrived = self._arrivals[p].pushes
-    pushes = [codec.decode(arrived[m][0].payload, size, arrived[m][0].codec) for m in what.learners]
+    sent = [arrived[m].push for m in what.learners]
+    pushes = [codec.decode(push.payload, size, push.codec) for push in sent]
     found = super().commit(what, state)
     merged = merged_gradient(old, self.committed[p], outer.at(self._config.outer, what.progress))
     self.seen.append(

@@ -231,8 +231,9 @@ FEWEST_COMPARED = 4096  # values; from so many on, cosines of random directions 
 
 
 class Measured(Frozen):
-  """The measurements of one push."""
+  """A push in the wire codec, and its measurements."""
 
+  push: Encoded
   squares: np.ndarray  # f64 [pieces], `passes.squares`
   sample: np.ndarray  # f32, `passes.sample`: the values by which directions are compared
 
@@ -247,7 +248,7 @@ class ReceivedPushes:
 
   def __init__(self, fragment: Fragment, round: int):
     self.round = round
-    self.pushes: dict[int, tuple[Encoded, Measured]] = {}  # by learner
+    self.pushes: dict[int, Measured] = {}  # by learner
     self._samples: dict[int, np.ndarray] = {}  # by learner; also of pushes not accepted later
     self._fragment = fragment
     self._compared = outer.compared_pieces(fragment)
@@ -261,11 +262,7 @@ class ReceivedPushes:
     squares = passes.squares(self._fragment, push, share)
     ones = np.ones((1, squares.size), np.float32)
     alone = passes.Sum(self._fragment, [push], ones)
-    return Measured(squares, passes.sample(alone, ones[0], self._compared))
-
-  def add(self, learner: int, push: Encoded, measured: Measured) -> None:
-    """Keeps one more push, with its measurements."""
-    self.pushes[learner] = push, measured
+    return Measured(push, squares, passes.sample(alone, ones[0], self._compared))
 
   def products(self, learner: int, measured: Measured) -> dict[int, float]:
     """Inner products of this sample with the samples measured before, and with itself.
@@ -322,13 +319,14 @@ def commit(
     learners get it, None if they get values whole; the merge in numbers).
   """
   chosen = [arrivals.pushes[m] for m in what.learners]
+  each = [measured.norm for measured in chosen]
   weights = learner_weights(what, config)
-  squares = np.stack([measured.squares for _, measured in chosen])
+  squares = np.stack([measured.squares for measured in chosen])
   directions = outer.Directions(fragment, squares, weights)
-  total = passes.Sum(fragment, [push for push, _ in chosen], directions.units)
+  total = passes.Sum(fragment, [measured.push for measured in chosen], directions.units)
   summed = passes.sum_squares(total, share)
   stretch = directions.stretch(summed)
-  long, each = math.sqrt(float(stretch**2 @ summed)), [measured.norm for _, measured in chosen]
+  long = math.sqrt(float(stretch**2 @ summed))
   sample = passes.sample(total, stretch, outer.compared_pieces(fragment))
   optimizer = outer.at(config.outer, what.progress)
   momentum = outer.init(fragment.size, optimizer) if old.momentum is None else old.momentum
@@ -418,8 +416,8 @@ class Merger:
       measured = arrivals.measure(encoded, self.share)
     except codec.CodecError as error:
       return Received(push, now, fault=str(error))
-    products, content = arrivals.products(push.learner, measured), (encoded, measured)
-    return Received(push, now, norm=measured.norm, products=products, content=content)
+    products = arrivals.products(push.learner, measured)
+    return Received(push, now, norm=measured.norm, products=products, content=measured)
 
   def take_back(self, value: Value, now: float) -> Received:
     """Decodes a value that this shard has lost and that a learner gives back."""
@@ -433,7 +431,7 @@ class Merger:
 
   def accept(self, accept: Accept) -> None:
     """Keeps an accepted push until its round ends."""
-    self._arrivals[accept.fragment].add(accept.learner, *accept.content)
+    self._arrivals[accept.fragment].pushes[accept.learner] = accept.content
 
   def abandon(self, fragment: int) -> None:
     """Forgets the pushes of a round that ends without a commit."""

@@ -11,7 +11,6 @@ compiled code, many times as fast, for fragments so large that compiling pays.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +22,7 @@ from ddiloco.config import OuterConfig
 from ddiloco.core import codec, outer
 from ddiloco.core.codec import CHUNK, Encoded
 from ddiloco.core.fragments import Fragment
+from ddiloco.protocol.values import Frozen
 
 COMPILED_FROM = 1 << 22  # values of a fragment; below, compiling takes longer than it saves
 SEGMENT = 16 * CHUNK  # a million values: a thread's unit of work
@@ -31,8 +31,7 @@ _DOT_CHUNK = 1 << 13  # short enough that BLAS uses one thread, so bits do not d
 _DOT_TRUSTED = 1e-30  # below, f32 products may have underflowed: they are computed again in f64
 
 
-@dataclasses.dataclass(frozen=True)
-class Chunk:
+class Chunk(Frozen):
   """Values [start, stop) of a fragment, and the runs of pieces within them."""
 
   start: int
@@ -40,8 +39,7 @@ class Chunk:
   runs: np.ndarray  # i64 [runs, 3]: from, to (counted from `start`), index of the piece
 
 
-@dataclasses.dataclass(frozen=True)
-class Segment:
+class Segment(Frozen):
   """Consecutive chunks: a thread's unit of work."""
 
   chunks: tuple[Chunk, ...]

@@ -175,7 +175,7 @@ def commits(fragment: Fragment, config: Config, pushes: int, share: Share) -> Ca
   arrivals = ReceivedPushes(fragment, 0)
   for learner in range(pushes):
     push = random_push(fragment.size, config.sync.push_codec)
-    arrivals.add(learner, push, arrivals.measure(push, share))
+    arrivals.pushes[learner] = arrivals.measure(push, share)
   learners = tuple(range(pushes))
   steps, tokens = (24,) * pushes, tuple(24 * 1024 + m for m in learners)
   what = actions.Commit(0, 0, 1, learners, steps, tokens, progress=0.0)

@@ -37,21 +37,23 @@ def on_message(state: LearnerState, message: messages.Message, sync: SyncConfig)
   if message.incarnation > known:
     state = _meet_shard(state, message.shard, message.incarnation)
   state, captured = _capture(state, message)
+  p, todo = getattr(message, "fragment", -1), list[LearnerAction]()
+  owned = 0 <= p < len(state.fragments) and state.fragments[p].shard == message.shard
   match message:
     case messages.Welcome():
       state, todo = _on_welcome(state, message, sync)
-    case Pull():
-      state, todo = _on_pull(state, message, sync)
-    case messages.RequestValue():
-      state, todo = _on_recall(state, message)
-    case messages.ProvideMoments():
-      state, todo = moments.on_donate(state, message)
     case messages.ForwardMoments():
       state, todo = moments.on_inherit(state, message)
-    case Publish():
+    case Pull() if owned:
+      state, todo = _on_pull(state, message, sync)
+    case messages.RequestValue() if owned:
+      state, todo = _on_recall(state, message)
+    case messages.ProvideMoments() if owned:
+      state, todo = moments.on_donate(state, message)
+    case Publish() if owned:
       state, todo = _on_publish(state, message, sync)
     case Refusal():
-      state, todo = _on_refusal(state, message)
+      state, todo = _on_refusal(state, message, state.fragments[p] if owned else None)
   return state, [*captured, *todo]
 
 
@@ -94,18 +96,9 @@ def _on_welcome(state: LearnerState, welcome: messages.Welcome, sync: SyncConfig
   return replace(state, fragments=fragments, global_step=global_step), []
 
 
-def _owned(
-  state: LearnerState, message: Pull | messages.RequestValue | Publish | Refusal
-) -> LearnerFragment | None:
-  if not 0 <= message.fragment < len(state.fragments):
-    return None
-  f = state.fragments[message.fragment]
-  return f if f.shard == message.shard else None
-
-
 def _on_pull(state: LearnerState, pull: Pull, sync: SyncConfig) -> LearnerOutcome:
-  f = _owned(state, pull)
-  if f is None or pull.base_version < f.received or not state.trains:
+  f = state.fragments[pull.fragment]
+  if pull.base_version < f.received or not state.trains:
     return state, []  # the pull is of a round that is over
   outstanding = f.outstanding
   sent = outstanding.push if outstanding else None
@@ -122,10 +115,9 @@ def _on_pull(state: LearnerState, pull: Pull, sync: SyncConfig) -> LearnerOutcom
 
 
 def _on_recall(state: LearnerState, recall: messages.RequestValue) -> LearnerOutcome:
-  f = _owned(state, recall)
-  if f is None or f.base_header is None:
+  header = state.fragments[recall.fragment].base_header
+  if header is None:
     return state, []
-  header = f.base_header
   value = messages.Value(
     *state.me,
     fragment=recall.fragment,
@@ -142,9 +134,7 @@ def _on_recall(state: LearnerState, recall: messages.RequestValue) -> LearnerOut
 
 
 def _on_publish(state: LearnerState, publish: Publish, sync: SyncConfig) -> LearnerOutcome:
-  f = _owned(state, publish)
-  if f is None:
-    return state, []
+  f = state.fragments[publish.fragment]
   usable = publish.base_round in (NOTHING, f.newest)
   if publish.round <= f.newest or not usable:
     return state, []  # a duplicate, or an update to a version I do not have: it comes again whole
@@ -189,7 +179,7 @@ def _stage(
   return state, [Stage(publish, mode, included=merged is not None)]
 
 
-def _on_refusal(state: LearnerState, refusal: Refusal) -> LearnerOutcome:
+def _on_refusal(state: LearnerState, refusal: Refusal, f: LearnerFragment | None) -> LearnerOutcome:
   """My push was rejected: go back to the base, which is staged again, without its payload."""
   logged = events.Refused(
     shard=refusal.shard,
@@ -201,7 +191,6 @@ def _on_refusal(state: LearnerState, refusal: Refusal) -> LearnerOutcome:
   )
   if refusal.rejoin:
     return state, [logged, actions.Rejoin(refusal.reason)]
-  f = _owned(state, refusal)
   if f is None or f.outstanding is None or f.outstanding.push.round != refusal.round:
     return state, [logged]
   assert f.base_header is not None, "a push has a base"

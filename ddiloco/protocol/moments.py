@@ -128,8 +128,7 @@ def ask(state: LearnerState, now: float) -> LearnerOutcome:
 
 def on_donate(state: LearnerState, donate: ProvideMoments) -> LearnerOutcome:
   """Copies the moments of one fragment at this step boundary, as for a push; costs no step."""
-  fits = 0 <= donate.fragment < len(state.fragments)
-  if not (fits and state.trains and state.joined) or state.wants or state.leaving:
+  if not (state.trains and state.joined) or state.wants or state.leaving:
     return state, []
   state = replace(state, donations=state.donations + 1)
   moments = Moments(

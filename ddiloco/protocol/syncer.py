@@ -368,17 +368,15 @@ def _recall(
   todo: list[SyncerAction] = []
   recalls = dict(state.recalls)
   for p, r in rounds.items():
-    before = recalls.get((p, report.learner))
-    patience = rules.backed_off(sync.liveness_seconds, before.times - 1) if before else 0.0
+    before = recalls.get((p, report.learner), states.ValueRequest(-math.inf, 0, r))
+    patience = rules.backed_off(sync.liveness_seconds, before.times - 1)
     asked = any(
       q == p and each.round == r and now < each.asked_at + sync.liveness_seconds
       for (q, _), each in recalls.items()
     )
-    if asked or (before and now < before.asked_at + patience):
+    if asked or now < before.asked_at + patience:
       continue
-    reading = before is not None and before.reading
-    times = before.times + 1 if before else 1
-    recalls[p, report.learner] = states.ValueRequest(now, times, r, reading)
+    recalls[p, report.learner] = replace(before, asked_at=now, times=before.times + 1, round=r)
     recall = messages.RequestValue(*state.to(report.incarnation), p)
     todo.append(Send(report.learner, recall))
   return replace(state, recalls=recalls), todo

@@ -231,7 +231,7 @@ class ShardArrays(ShardAlgebra):
     arrivals = delta.ReceivedPushes(fragment, new.round)
     for push in pushes:
       encoded = codec.checked(push.content, fragment.size, self._config.sync.push_codec)
-      arrivals.add(push.learner, encoded, arrivals.measure(encoded))
+      arrivals.pushes[push.learner] = arrivals.measure(encoded)
     what = actions.Commit(
       new.fragment,
       new.round,
