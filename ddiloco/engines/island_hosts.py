@@ -26,7 +26,6 @@ from ddiloco.network.host_links import (
   HostsApart,
   HostWatch,
   Meeting,
-  free_address,
 )
 from ddiloco.network.keys import require_keys
 from ddiloco.network.transport import learner_address
@@ -104,13 +103,12 @@ class Hosts:
     config, place = runner.config, runner.place
     self._runner, self.progress = runner, HostProgress()
     island = _agreed(config, number, place)
-    meeting = Meeting(place.hosts, island, coordinator := free_address(place.hosts), runner.keys)
+    meeting = Meeting(place.hosts, island, runner.keys)
     runner.ready = lambda: f"hosts {meeting.missing} of its island, which have not come"
     self.links = meeting.wait(config.network.give_up_seconds)
-    life = {host: each.life(leads=True) for host, each in self.links.items()}
     limits = self._silent_seconds, self._order_seconds
-    self._watch = HostWatch(life, self.progress, *limits, self._lost, runner.ask_to_end)
-    _join(coordinator, config, island, 0)
+    self._watch = HostWatch(self.links, self.progress, *limits, self._lost, runner.ask_to_end)
+    _join(meeting.coordinator, config, island, 0)
 
   def wait_until_compiled(self) -> None:
     """Waits until all hosts have compiled their programs."""
@@ -204,8 +202,8 @@ def _follow(
   asked = progress.asked_to_end.is_set
   links, coordinator = host_links.join(place.hosts, island, place.host, keys, patience, asked)
   silence = config.network.silence_seconds
-  life, limit = {0: links.life(leads=False)}, lambda: silence
-  watch = HostWatch(life, progress, limit, limit, lost, meet_seconds=patience)
+  limits = (lambda: silence,) * 2
+  watch = HostWatch({0: links}, progress, *limits, lost, meet_seconds=patience)
   _join(coordinator, config, island, place.host)
   progress.joined = True
   import jax
