@@ -89,8 +89,7 @@ class Drain:
     self._items: deque[Any] = deque()
     self._wake = threading.Event()
     self._closed = False
-    self._turns = threading.Condition()
-    self._begun = self._done = 0
+    self._flushed: deque[threading.Event] = deque()  # set after the turn that takes them
     self._thread = threading.Thread(target=self._run, name=name, daemon=True)
     self._thread.start()
     atexit.register(self.close)
@@ -113,12 +112,10 @@ class Drain:
 
   def flush(self, timeout_seconds: float = 1.0) -> bool:
     """Waits until what is queued now has been consumed; False if a stuck disk takes longer."""
-    with self._turns:
-      turn = self._begun + 1  # the next turn takes all items that are queued now
-      self._wake.set()
-      return self._turns.wait_for(
-        lambda: self._done >= turn or not self._thread.is_alive(), timeout_seconds
-      )
+    done = threading.Event()
+    self._flushed.append(done)
+    self._wake.set()
+    return not self.running or done.wait(timeout_seconds) or not self.running
 
   def close(self, timeout_seconds: float = 5.0) -> None:
     """Consumes what is left and ends the thread; waits at most this long for a stuck disk."""
@@ -126,9 +123,7 @@ class Drain:
       return
     self._closed = True
     self._wake.set()
-    self._thread.join(timeout_seconds)
-    if self._thread.is_alive():
-      warn(f"{self._name}: still writing after {timeout_seconds:g} s, not waiting any longer")
+    ended(self._thread, timeout_seconds)
     atexit.unregister(self.close)
 
   def _run(self) -> None:
@@ -137,9 +132,8 @@ class Drain:
       self._wake.wait(self._interval_seconds)
       last = self._closed  # read before the queue is emptied: no item put before `close` is left
       self._wake.clear()
-      with self._turns:
-        self._begun += 1
-      batch = [self._items.popleft() for _ in range(len(self._items))]
+      flushed = [self._flushed.popleft() for _ in range(len(self._flushed))]
+      batch = [self._items.popleft() for _ in range(len(self._items))]  # has all put before those
       try:
         self._consume(batch)
       except Exception:
@@ -147,9 +141,8 @@ class Drain:
         self.failures += 1
         if self.failures == 1:
           warn(f"{self._name} failed; the run goes on\n{traceback.format_exc()}")
-      with self._turns:
-        self._done += 1
-        self._turns.notify_all()
+      for done in flushed:
+        done.set()
 
 
 # --- Waits: each has a limit, a name, and a line that says that the limit was exceeded

@@ -19,12 +19,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from ddiloco.config import Fault, RunConfig
 from ddiloco.protocol.values import replace
 
-LONGEST_PAUSE_SECONDS = (
-  60.0  # pauses double up to this, or stay at `restart_seconds` if that is more
-)
-HEALTHY_PAUSES = (
-  10  # a healthy period, in longest pauses: a role that works so long is up 90 % of the time
-)
+LONGEST_PAUSE_SECONDS = 60.0  # pauses double up to this, or stay at a greater `restart_seconds`
+HEALTHY_PAUSES = 10  # a healthy period, in longest pauses: such a role is up 90 % of the time
 HEALTHY_SECONDS = 60.0  # a healthy period at least: a wrong first step or round shows within that
 DUTY_SECONDS = 0.1  # cycle of a slowed process: it runs for a part of it and stands for the rest
 DOWN, UP, LEFT, GONE = "down", "up", "left", "gone"
@@ -265,9 +261,9 @@ def supervise(state: Supervisor, event: Event) -> tuple[Supervisor, list[Action]
     case Requested(fault) if fault.action == "join":
       state = replace(state, joins=(*state.joins, fault))
     case Requested(fault):
-      state = _change(state, fault.role, lambda role: _plan(role, fault))
+      state = _change(state, fault.role, lambda r: replace(r, faults=(*r.faults, fault)))
     case Working(name, now):
-      state = _change(state, name, lambda role: _note_work(role, now))
+      state = _change(state, name, lambda r: replace(r, working_since=min(r.working_since, now)))
     case Left(name):
       state = _change(state, name, _leave)
     case Exited():
@@ -372,14 +368,6 @@ def _judge(state: Supervisor, actions: list[Action]) -> Supervisor:
     return state
   actions.append(Hopeless(reason))
   return replace(state, hopeless=reason)
-
-
-def _plan(role: Role, fault: Fault) -> Role:
-  return replace(role, faults=(*role.faults, fault))
-
-
-def _note_work(role: Role, now: float) -> Role:
-  return replace(role, working_since=min(role.working_since, now))
 
 
 def _leave(role: Role) -> Role:
