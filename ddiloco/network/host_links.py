@@ -227,7 +227,7 @@ class Meeting:
         self._hear(connected)
       finally:
         late.cancel()
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, RuntimeError, msgspec.MsgspecError):  # RuntimeError: no thread for the timer
       connected.close()
     finally:
       self._callers.release()

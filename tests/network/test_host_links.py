@@ -217,11 +217,12 @@ def test_a_caller_that_cannot_be_let_in_keeps_nobody_else_out(url, monkeypatch):
   close(*links.values(), *joined.values())
 
 
-def test_a_caller_for_whom_there_is_no_thread_keeps_nobody_else_out(url, monkeypatch):
+@pytest.mark.parametrize("timer", [False, True])
+def test_a_caller_for_whom_there_is_no_thread_keeps_nobody_else_out(url, monkeypatch, timer):
   start, failures = threading.Thread.start, [RuntimeError("can't start new thread")] * 2
 
   def crowded(thread):
-    if failures and "_admit" in thread.name:
+    if failures and (isinstance(thread, threading.Timer) if timer else "_admit" in thread.name):
       raise failures.pop()
     start(thread)
 
