@@ -107,7 +107,7 @@ class Hosts:
     runner.ready = lambda: f"hosts {meeting.missing} of its island, which have not come"
     self.links = meeting.wait(config.network.give_up_seconds)
     limits = self._silent_seconds, self._order_seconds
-    self._watch = HostWatch(self.links, self.progress, *limits, self._lost, runner.ask_to_end)
+    self._watch = HostWatch(self.links, self.progress, *limits, self._lost, runner.stop.set)
     _join(meeting.coordinator, config, island, 0)
 
   def wait_until_compiled(self) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from ddiloco import workdir
 from ddiloco.chaos import FaultRequests, Faults, FaultyEndpoint
+from ddiloco.checkpoint.buddy import buddy_of
 from ddiloco.checkpoint.restore import open_storage
 from ddiloco.checkpoint.saver import Saver
 from ddiloco.config import Config, ConfigError
@@ -59,12 +60,7 @@ def load_keys(place: RoleSpec, address: str) -> Keys | None:
 
 
 def connect(
-  config: Config,
-  plan: Plan,
-  place: RoleSpec,
-  address: str,
-  incarnation: int,
-  keys: Keys | None = None,
+  config: Config, plan: Plan, place: RoleSpec, address: str, incarnation: int, keys: Keys | None
 ) -> NetworkEndpoint:
   """A role's endpoint; it dials no peer yet."""
   run = RunIdentity(
@@ -73,14 +69,7 @@ def connect(
     max_payload_bytes=12 * max(plan.sizes),  # a copy: value, published value and momentum, f32
     queue_bytes=config.network.queue_bytes or 12 * sum(plan.sizes),
   )
-  return NetworkEndpoint(
-    address,
-    incarnation,
-    run,
-    config.network,
-    bind=place.bind or None,
-    keys=keys,
-  )
+  return NetworkEndpoint(address, incarnation, run, config.network, place.bind or None, keys)
 
 
 class Ended(Exception):
@@ -99,13 +88,17 @@ class RoleRunner:
     address: the role's, "learner-3".
     config: the run's.
     place: where the role runs.
+
+  Attributes:
+    stop: set by a signal; the role is asked to end.
+    ready: what the role waits for, "": it works.
+    progress: how far it is, in words.
+    usual_seconds: of one step, 0 before it is known.
   """
 
   def __init__(self, address: str, config: Config, place: RoleSpec):
-    self.address = address
-    self._trains = parse_role(address)[0] == "learner"
-    self.config = config
-    self.place = place
+    self.address, self.config, self.place = address, config, place
+    self._kind, self._number = parse_role(address)
     self.keys = load_keys(place, address)
     self.plan = initial.make_plan(config)
     self.started = workdir.join(place.workdir, config)
@@ -115,17 +108,17 @@ class RoleRunner:
     # A shard has its port to itself, so none of its former lives can still run. Any other role
     # learns from the shards whether a former life still runs.
     self.incarnation = role_spec.above(now, [self._former] if place.bind else [])
-    self._profiler = Profiler(place.workdir, [address], lambda: self.recorder)
-    self._hangs = HangWatch(
-      config.run.hang_seconds, lambda role: self.usual_seconds(), lambda: self.recorder
-    )
+    self.ready: Callable[[], str] = lambda: "starting"
+    self.progress: Callable[[], str] = lambda: ""
+    self.usual_seconds: Callable[[], float] = lambda: 0.0
+    record, usual = lambda: self.recorder, lambda role: self.usual_seconds()
+    self._profiler = Profiler(place.workdir, [address], record)
+    self._hangs = HangWatch(config.run.hang_seconds, usual, record)
     self.recorder = self._record()
     self.endpoint: FaultyEndpoint | None = None
-    self.ready: Callable[[], str] = lambda: "starting"  # "": ready; else what the role waits for
-    self.progress: Callable[[], str] = lambda: ""
     self._signals = contextlib.ExitStack()
     self._heard: list[int] = []  # the signals that have come
-    self._stop = threading.Event()
+    self.stop = threading.Event()
     self._closing = threading.Event()
     self._said_stop = False
     self._failure = ""
@@ -135,7 +128,6 @@ class RoleRunner:
     self._waited = False  # whether the role has waited for a newer life to fall silent
     self._end_at = math.inf  # when the process ends if the role has not begun by then
     self._seen = RunState()
-    self.usual_seconds: Callable[[], float] = lambda: 0.0  # of one step, for the liveness probe
     self._health = Health(self._status)
     self.faults = Faults((), 0.0, role=address)
     self._asked = FaultRequests(place.workdir)
@@ -145,7 +137,7 @@ class RoleRunner:
 
   def __enter__(self) -> RoleRunner:
     where = f", probes at {self._health.serve(self.place.http)}" if self.place.http else ""
-    self._heard = self._signals.enter_context(terminates(self._stop))
+    self._heard = self._signals.enter_context(terminates(self.stop))
     self.say(f"starts in run {self.place.run_id!r}, incarnation {self.incarnation}{where}")
     self._thread.start()
     return self
@@ -187,7 +179,7 @@ class RoleRunner:
       traceback.print_exc()
       self.say(f"crashed: {type(error).__name__}: {error}")
       return LOST
-    return self._asked_status() if status == FINISHED and self._stop.is_set() else status
+    return self._asked_status() if status == FINISHED and self.stop.is_set() else status
 
   def connect(self) -> FaultyEndpoint:
     """Replaces the connection by a new one of the present incarnation."""
@@ -221,9 +213,7 @@ class RoleRunner:
         f"cannot listen at {self.place.bind} ({error})."
         " Fix: end the process that has it, or choose another --bind (and --syncers everywhere)."
       ) from error
-    count = len(self.place.syncers)
-    buddy = (shard + 1) % count
-    if buddy != shard:
+    if (buddy := buddy_of(shard, len(self.place.syncers))) != shard:
       endpoint.dial(syncer_address(buddy), self.place.syncers[buddy])
     return endpoint
 
@@ -240,8 +230,7 @@ class RoleRunner:
     storage = open_storage(self.config, self.plan, self.place.workdir, self.place.run_id)
     if storage is None:
       return None
-    role, disk = self.recorder.role, self.faults.disk
-    return Saver(storage, role, self.incarnation, self.recorder, disk)
+    return Saver(storage, self.address, self.incarnation, self.recorder, self.faults.disk)
 
   def disconnect(self) -> None:
     """Closes the connection; queued messages have `network.drain_seconds` to go out."""
@@ -271,7 +260,7 @@ class RoleRunner:
     self.say(f"{refusal}; begins anew in {refusal.wait_seconds:g} s")
     self.disconnect()
     self._outnumbered = None
-    asked = self.pause(refusal.wait_seconds)
+    asked = self.stop.wait(refusal.wait_seconds)
     self.reborn(refusal.after)
     return asked
 
@@ -285,25 +274,17 @@ class RoleRunner:
     """
     self._began = True
     self._health.beat()
-    if self._trains:
+    if self._kind == "learner":
       self._hangs.beat(self.address)
     if self._outnumbered is not None:
       raise self._outnumbered
     if self._failure:
       raise Ended(self._failure)
-    return self._stop.is_set()
+    return self.stop.is_set()
 
   def busy(self, what: str) -> None:
     """Until the next call of `stopped`, the role may take as long as it may take to start."""
     self._health.busy(what)
-
-  def ask_to_end(self) -> None:
-    """Asks the role to end, as a signal does; from any thread."""
-    self._stop.set()
-
-  def pause(self, seconds: float) -> bool:
-    """Waits; True if a signal ended the wait."""
-    return self._stop.wait(seconds)
 
   def say(self, text: str) -> None:
     """Prints one line, if the process has a terminal. Parts of the text may come from a peer, so
@@ -313,7 +294,7 @@ class RoleRunner:
 
   def speed(self) -> str:
     """How fast a learner trains, in words; "" before it is known."""
-    island = self._seen.islands.get(parse_role(self.address)[1])
+    island = self._seen.islands.get(self._number)
     return island.speed.text() if island is not None else ""
 
   # --- beside the role ----------------------------------------------------------------------------
@@ -358,7 +339,7 @@ class RoleRunner:
         self.say("was asked to end before it had begun; nothing is lost")
         self.recorder.close()
         os._exit(self._asked_status())
-    elif self._stop.is_set() and not self._said_stop:
+    elif self.stop.is_set() and not self._said_stop:
       self._said_stop = True
       self.say("was asked to end; brings out what it has (a second Ctrl-C ends it at once)")
 
@@ -381,20 +362,17 @@ class RoleRunner:
     }
 
   def _check_links(self) -> None:
-    endpoint = self.endpoint
+    endpoint, now = self.endpoint, time.monotonic()
     if endpoint is None:
       return
     if endpoint.broken:
-      self._fail(
+      return self._fail(
         f"cannot speak any more: {endpoint.broken}. What it had not sent is lost. Fix: start it"
         " again; if that repeats, report it with the trace that stands above."
       )
-      return
     if endpoint.fenced:
-      self._on_fenced(endpoint)
-      return
+      return self._on_fenced(endpoint)
     links = endpoint.links()
-    now = time.monotonic()
     for peer, link in links.items():
       self._say_drops(peer, *link.get("drops", (0, "")))
     up = any(link["state"] == "up" for link in links.values())
@@ -422,14 +400,13 @@ class RoleRunner:
     """Ends the role, unless the newer life is dead: then this host's clock has stepped back."""
     silence_seconds = self.config.network.silence_seconds
     life = another_life(endpoint.fenced, *endpoint.outnumbered, silence_seconds, self._waited)
-    if life is not None:
-      self._waited = True
-      self._lose_life(life)
-      return
-    self._fail(
-      f"may not speak any more: {endpoint.fenced}. Another process runs as {self.address}."
-      " Fix: end one of them, or give it another number."
-    )
+    if life is None:
+      return self._fail(
+        f"may not speak any more: {endpoint.fenced}. Another process runs as {self.address}."
+        " Fix: end one of them, or give it another number."
+      )
+    self._waited = True
+    self._lose_life(life)
 
   def _lose_life(self, refusal: Outnumbered) -> None:
     if self._outnumbered is None:

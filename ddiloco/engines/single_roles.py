@@ -146,7 +146,7 @@ def live(runner: RoleRunner, number: int, island, batches: Batches) -> int:
           f"{text} for the {deaths}th time in a row; run.max_restarts allows no more"
         ) from error
       runner.say(f"{text}; starts afresh in {pause:g} s")
-      if runner.pause(pause):
+      if runner.stop.wait(pause):
         return FINISHED  # its work was rejected: there is nothing to lose
       runner.reborn()
     except Outnumbered as refusal:
@@ -201,7 +201,7 @@ def _joining(state: LearnerState, links: dict, config: Config) -> str:
 def _trained(state: LearnerState, config: Config, fast: str = "") -> str:
   share = min(1.0, state.merged_tokens / config.run.total_tokens)
   speed = f", {1000 * state.step_seconds:.0f} ms a step" if state.step_seconds else ""
-  speed += f", {fast}" if fast else ""
+  speed += fast and f", {fast}"
   return (
     f"global step {state.global_step}{speed}, {compact(state.trained_tokens)} tokens trained here;"
     f" {share:.0%} of the run is merged"
@@ -272,7 +272,9 @@ def _syncer(runner: RoleRunner, shard: int) -> int:
   def over() -> bool:
     if refusal := unfounded.refusal(role.state):
       raise Ended(refusal)
-    return _finished(role, silence_seconds, over_at) or runner.stopped()
+    now = time.monotonic()
+    finished = now >= over_at and syncer_rules.finished(role.state, now, silence_seconds)
+    return (finished and role.idle) or runner.stopped()
 
   try:
     role.run(faults, over)
@@ -287,12 +289,6 @@ def _syncer(runner: RoleRunner, shard: int) -> int:
       saver.close(settings.drain_seconds)
   runner.say(f"ends: {_served(role, config)}")
   return _shard_status(runner, role)
-
-
-def _finished(role: Syncer, silence_seconds: float, settled_at: float) -> bool:
-  now = time.monotonic()
-  over = now >= settled_at and syncer_rules.finished(role.state, now, silence_seconds)
-  return over and role.idle
 
 
 def _complete(role: Syncer) -> bool:
@@ -357,14 +353,14 @@ def _recover(
     store.save(committed)
   # The recovery deadline holds also with the buddy's copies: the former life may have gone on
   # without its buddy, and learners may have newer values.
-  age_seconds = max(0.0, time.time() - runner.started)
+  now, age_seconds = time.monotonic(), max(0.0, time.time() - runner.started)
   state = new_syncer(
     config,
     shard,
     runner.incarnation,
     store,
-    recovery_deadline=time.monotonic() + RECOVERY_HELLOS * config.network.hello_seconds,
-    began_at=time.monotonic() - age_seconds,
+    recovery_deadline=now + RECOVERY_HELLOS * config.network.hello_seconds,
+    began_at=now - age_seconds,
     first_round=max(0, incarnation_at(runner.started) - EARLIEST_SECONDS) << 24,
   )
   return store, restored.resume(state) if restored is not None else state, unfounded
@@ -386,15 +382,8 @@ def _ask_buddy(runner: RoleRunner, shard: int, copies: Copies) -> dict[int, Comm
     runner.busy("recovering its fragments")
     return not stopped and quiet_seconds < runner.config.network.silence_seconds
 
-  found = recover(
-    copies.endpoint,
-    copies,
-    shard,
-    runner.incarnation,
-    runner.plan,
-    buddy,
-    keep_on,
-  )
+  own = shard, runner.incarnation
+  found = recover(copies.endpoint, copies, *own, runner.plan, buddy, keep_on)
   if found:
     versions = ", ".join(f"{p} at {c.state.version}" for p, c in sorted(found.items()))
     runner.say(f"has from its buddy: fragments {versions}")

@@ -148,7 +148,7 @@ def test_a_signal_lets_the_role_end_in_good_order(make, capsys, number, status):
   with make() as runner:
     os.kill(os.getpid(), number)
     assert runner.run(until(runner)) == status
-    assert runner.pause(100.0), "a pause ends at once"
+    assert runner.stop.wait(100.0), "a pause ends at once"
     time.sleep(0.05)  # for the line
   assert "was asked to end" in capsys.readouterr().out
   assert signal.getsignal(signal.SIGINT) == before
@@ -215,7 +215,7 @@ def test_what_a_role_does_between_two_lives_is_no_hang(make, tmp_path):
     runner.dial()
     runner.stopped()
     runner.disconnect()  # its loop is over
-    runner.pause(0.5)  # as after a quarantine
+    runner.stop.wait(0.5)  # as after a quarantine
     assert not [e for e in read_events(tmp_path / "r") if e.kind == "hung"]
     runner.dial()
     runner.stopped()
