@@ -63,14 +63,8 @@ class Engine:
   shortest_life_seconds = 0.0  # between two starts of a role
   strikes_roles = False  # whether the supervisor performs planned faults, and not the roles
 
-  def __init__(
-    self,
-    config: Config,
-    workdir: Path,
-    measure: Measure | None,
-  ):
-    self.config = config
-    self.workdir = workdir
+  def __init__(self, config: Config, workdir: Path, measure: Measure | None):
+    self.config, self.workdir = config, workdir
     self.plan: Plan = initial.make_plan(config)
     self.leave = threading.Event()  # learners push what they have, and leave
     self.stop = threading.Event()  # as `leave`; where roles are threads, all end at once
@@ -126,21 +120,19 @@ class Engine:
   def _say_started(self) -> None:
     """Logs all that a reader of the log needs to know of the run."""
     config = self.config
-    self._recorder.record(
-      events.RunStarted(
-        name=run_name(self.workdir),
-        num_learners=config.islands.num_learners,
-        num_shards=config.sync.num_shards,
-        num_fragments=len(self.plan.fragments) if config.sync.num_shards else 0,
-        total_tokens=config.run.total_tokens,
-      )
+    started = events.RunStarted(
+      name=run_name(self.workdir),
+      num_learners=config.islands.num_learners,
+      num_shards=config.sync.num_shards,
+      num_fragments=len(self.plan.fragments) if config.sync.num_shards else 0,
+      total_tokens=config.run.total_tokens,
     )
+    self._recorder.record(started)
 
   # --- for subclasses to define -------------------------------------------------------------------
 
   def _begin(self) -> None:
     """Finds what the run goes on from, and opens `_recorder`."""
-    raise NotImplementedError
 
   def _prepare(self) -> None:
     """Work that takes long, before the first role starts."""
@@ -158,7 +150,6 @@ class Engine:
 
   def _requested(self, fault: Fault) -> None:
     """Takes a fault that was requested during the run."""
-    raise NotImplementedError
 
   def _over(self) -> str | None:
     """Why the run is over: finished, stopped or failed; None: it goes on."""
@@ -166,7 +157,6 @@ class Engine:
 
   def _start(self, name: str, life: int, afresh: bool) -> None:
     """Starts a role's next life. An exception counts as the end of that life."""
-    raise NotImplementedError
 
   def _strike(self, fault: Fault) -> None:
     """Performs a planned fault; stalls of a role go by `_hold` instead."""
@@ -180,7 +170,6 @@ class Engine:
 
   def _end(self, reason: str) -> None:
     """Ends all roles that still live."""
-    raise NotImplementedError
 
   def _record(self, role: str, incarnation: int) -> Recorder:
     raise NotImplementedError
@@ -292,9 +281,10 @@ class Engine:
   ) -> None:
     """Starts a life, `live(incarnation, recorder)`; its failure ends no other thread."""
     arguments = name, incarnation, live
-    thread = threading.Thread(target=self._live, args=arguments, name=name, daemon=True)
-    self._threads[name] = thread
-    thread.start()
+    self._threads[name] = threading.Thread(
+      target=self._live, args=arguments, name=name, daemon=True
+    )
+    self._threads[name].start()
 
   def _live(self, name: str, incarnation: int, live: Callable[[int, Recorder], None]) -> None:
     end: supervisor.Event = supervisor.Left(name)

@@ -53,13 +53,7 @@ class ProcessesEngine(Engine):
   shortest_life_seconds, strikes_roles = SHORTEST_LIFE_SECONDS, True
   cpu_only = False  # whether learners get the flag --cpu; children of this process inherit it
 
-  def __init__(
-    self,
-    config: Config,
-    workdir: Path,
-    corpus: data.Source,
-    measure: Measure | None,
-  ):
+  def __init__(self, config: Config, workdir: Path, corpus: data.Source, measure: Measure | None):
     if not config.sync.num_shards:
       raise ConfigError(
         "sync.num_shards = 0: processes meet at a syncer shard."

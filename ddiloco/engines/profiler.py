@@ -38,9 +38,9 @@ class ProfileRequest:
   from_step: int = 0
 
   def __post_init__(self):
-    for name in ("steps", "from_step"):
-      value, least = getattr(self, name), 1 if name == "steps" else 0
-      if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    for name, least in (("steps", 1), ("from_step", 0)):
+      value = getattr(self, name)
+      if type(value) is not int or value < least:
         raise ConfigError(f"--{name}={value}: must be at least {least}. Fix: --{name}=5, say.")
     if self.steps > MOST_STEPS:
       raise ConfigError(
@@ -64,11 +64,12 @@ class Profiler:
     self._requests = RequestFile[ProfileRequest](path, lambda f: ProfileRequest(**f), "trace")
     self._began = time.time()
     self._look_at = 0.0
-    self._lock = threading.Lock()  # of `_asked` and `_thread`
-    # (A request that is not begun, whether an earlier process may have answered it.)
-    self._asked: list[tuple[ProfileRequest, bool]] = []
-    self._thread: threading.Thread | None = None
+    # Requests that are not begun. `look` appends to these lists, the thread alone removes.
+    self._asked: list[ProfileRequest] = []
+    self._old: list[ProfileRequest] = []  # an earlier process may have answered them
+    self._thread: threading.Thread | None = None  # from the first request on
     self._at: dict[str, int] = {}  # role -> the global step after its last step
+    self._heeds = False  # steps are news for the thread
     self._news: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # None: a request or the end
     self._closing = False
 
@@ -76,7 +77,7 @@ class Profiler:
     """Takes an event of a role, on the role's thread."""
     if type(event) is events.Step:
       self._at[event.role] = event.global_step
-      if self._thread is not None:
+      if self._heeds:
         self._news.put(event)
 
   def look(self) -> None:
@@ -86,7 +87,12 @@ class Profiler:
     self._look_at = time.monotonic() + LOOK_SECONDS
     for when, request in self._requests.poll():
       if request.role in self._roles and (when >= self._began or request.from_step):
-        self._ask(request, when < self._began)
+        (self._old if when < self._began else self._asked).append(request)
+        self._heeds = True
+        self._news.put(None)
+        if self._thread is None:
+          self._thread = threading.Thread(target=self._serve, name="profiler", daemon=True)
+          self._thread.start()
 
   def close(self) -> None:
     """Ends the trace under way as it is; no other trace is begun."""
@@ -95,50 +101,33 @@ class Profiler:
     if (thread := self._thread) is not None:
       ended(thread, CLOSE_SECONDS)
 
-  def _ask(self, request: ProfileRequest, old: bool) -> None:
-    with self._lock:
-      self._asked.append((request, old))
-      if self._thread is None:
-        self._thread = threading.Thread(target=self._serve, name="profiler", daemon=True)
-        self._thread.start()
-    self._news.put(None)
-
   def _serve(self) -> None:
-    """Takes traces until no request is left."""
-    while (request := self._next()) is not None:
+    """Takes the traces that are asked for, until `close`."""
+    while not self._closing:
+      if (request := self._take_due()) is None:
+        self._heeds = bool(self._asked or self._old)
+        with contextlib.suppress(queue.Empty):
+          self._news.get(timeout=PATIENCE_SECONDS)
+        continue
       try:
         self._trace(request)
       except Exception as error:  # a trace is being taken already, no disk, ...: the run goes on
         reason = f"{type(error).__name__}: {error}"
         self._record().record(events.Unprofiled(target=request.role, reason=reason))
 
-  def _next(self) -> ProfileRequest | None:
-    """Waits for the first request whose steps are the next ones; None: there are no requests."""
-    while True:
-      with self._lock:
-        if (request := self._take_due()) is not None and not self._closing:
-          return request
-        if self._closing or not self._asked:
-          self._thread = None
-          return None
-      with contextlib.suppress(queue.Empty):
-        self._news.get(timeout=PATIENCE_SECONDS)
-
   def _take_due(self) -> ProfileRequest | None:
-    found, waiting = None, []
-    for request, old in self._asked:
+    """The first request whose steps are the next ones."""
+    for request in self._old[:]:
       at = self._at.get(request.role)
-      if old and at is not None:  # the global step tells now whether it was answered
-        if at >= request.from_step:
-          continue
-        old = False
+      if at is not None:  # the global step tells now whether it was answered
+        self._old.remove(request)
+        self._asked += [request] if at < request.from_step else []
+    for request in self._asked[:]:
       # The step under way when a trace begins is not whole; the next one, `from_step`, must be.
-      if found is None and not old and (at or 0) >= request.from_step - 2:
-        found = request
-      else:
-        waiting.append((request, old))
-    self._asked = waiting
-    return found
+      if self._at.get(request.role, 0) >= request.from_step - 2:
+        self._asked.remove(request)
+        return request
+    return None
 
   def _trace(self, request: ProfileRequest) -> None:
     import jax
