@@ -115,9 +115,9 @@ def main(host: int, url: str, mesh: str, file: str) -> None:
     found = calls(leading, plan, lambda position: leading.batches(batches, position))
     assert leading.describe()["hosts"] == HOSTS
     collect, taken = leading._collect, []
-    leading._collect = lambda number, name, *rest: (
+    leading._collect = lambda number, arrays, views, name="": (
       taken.append(name),
-      collect(number, name, *rest),
+      collect(number, arrays, views, name),
     )
     captured, saved, values = leading.capture(), leading.capture(), leading.capture()
     assert not taken, "nothing of a capture moves until it is asked for"
