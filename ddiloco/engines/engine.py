@@ -7,11 +7,13 @@ and performs the actions it returns, on one thread, in turns.
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -33,6 +35,7 @@ from ddiloco.roles.exchange import Quarantined
 from ddiloco.runtime import Runtime
 from ddiloco.workdir import RESULT, run_name
 
+T = TypeVar("T")
 TURN_SECONDS = 0.05
 PRESSING_TURN_SECONDS = 0.01  # while a process is held up on purpose
 PATIENCE_SECONDS = 10.0  # for roles to end, beyond the time to drain
@@ -105,7 +108,8 @@ class Engine:
         raise
       self._plan()
       try:
-        reason = self._watch()
+        reason = self._take_turns(self._over)
+        assert reason is not None, "there is no limit"
       except KeyboardInterrupt:  # a second Ctrl-C: do not wait until work is merged
         reason, self._drains = "stopped", False
       self._ending = True
@@ -196,39 +200,32 @@ class Engine:
       self.shortest_life_seconds,
     )
 
-  def _watch(self) -> str:
-    """Takes turns until the run is over or hopeless; returns why."""
+  def _take_turns(self, over: Callable[[], T], seconds: float = math.inf) -> T:
+    """Takes turns until `over()` is true, or for so long; returns what it returned last."""
+    deadline = time.monotonic() + seconds
     while True:
-      self._turn()
-      if reason := self._over():
-        return reason
-      self._sleep()
-
-  def _turn(self) -> None:
-    """Feeds what has happened, and does what is due."""
-    for duty in (self._observe, self._hear):
-      self._guard(duty)
-    self._feed(supervisor.Tick(time.monotonic(), self._global_step, self._seconds()))
-
-  def _sleep(self) -> None:
-    """Sleeps until the next turn: earlier if a restart is due or a role is held up on purpose."""
-    now = time.monotonic()
-    pressing = supervisor.pressing(self._state, now)
-    wake_at = now + (PRESSING_TURN_SECONDS if pressing else TURN_SECONDS)
-    self._news.wait(max(0.0, min(wake_at, supervisor.next_wake(self._state)) - now))
-    self._news.clear()
+      for duty in (self._observe, self._hear):
+        self._guard(duty)
+      self._feed(supervisor.Tick(time.monotonic(), self._global_step, self._seconds()))
+      if (found := over()) or time.monotonic() >= deadline:
+        return found
+      # The next turn is earlier if a restart is due or a role is held up on purpose.
+      now = time.monotonic()
+      pressing = supervisor.pressing(self._state, now)
+      wake_at = now + (PRESSING_TURN_SECONDS if pressing else TURN_SECONDS)
+      self._news.wait(max(0.0, min(wake_at, supervisor.next_wake(self._state)) - now))
+      self._news.clear()
 
   def _wait(
     self, names: Sequence[str], seconds: float, unless: Callable[[], bool] = lambda: False
   ) -> list[str]:
     """Takes turns until these roles have ended, for `seconds` at most; returns the late ones."""
-    deadline = time.monotonic() + seconds
-    while True:
-      self._turn()
-      late = [n for n in names if n in self._state.roles and not self._state.roles[n].ended]
-      if not late or unless() or time.monotonic() >= deadline:
-        return late
-      self._sleep()
+
+    def late() -> list[str]:
+      return [n for n in names if n in self._state.roles and not self._state.roles[n].ended]
+
+    self._take_turns(lambda: not late() or unless(), seconds)
+    return late()
 
   def _feed(self, event: supervisor.Event) -> None:
     """Tells the supervisor, and performs its actions; a failed action holds up no other."""

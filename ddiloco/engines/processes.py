@@ -65,7 +65,7 @@ class ProcessesEngine(Engine):
     self.steps = {m: 0 for m in range(config.islands.num_learners)}
     self._training_since: float | None = None  # unix seconds, of the first step
     self._follow_at = 0.0
-    self._all_left_at: float | None = None
+    self._lived_at = time.monotonic()  # when a learner was last there, or was to come
     self._children: dict[str, Child] = {}
 
   def _begin(self) -> None:
@@ -181,12 +181,9 @@ class ProcessesEngine(Engine):
     if self._state.hopeless:
       return "failed"
     if not all(role.ended for role in learners):
-      self._all_left_at = None
-    elif self._all_left_at is None:
-      self._all_left_at = now
-    elif now - self._all_left_at > MEASURE_SECONDS:  # the evaluator is not only a moment behind
-      return "stopped"
-    return None
+      self._lived_at = now
+    late = now - self._lived_at > MEASURE_SECONDS  # the evaluator is not only a moment behind
+    return "stopped" if late else None
 
   def _merged(self) -> bool:
     """Whether the global model is final, and the evaluator has it."""
