@@ -111,9 +111,8 @@ class RoleRunner:
     self.ready: Callable[[], str] = lambda: "starting"
     self.progress: Callable[[], str] = lambda: ""
     self.usual_seconds: Callable[[], float] = lambda: 0.0
-    record, usual = lambda: self.recorder, lambda role: self.usual_seconds()
-    self._profiler = Profiler(place.workdir, [address], record)
-    self._hangs = HangWatch(config.run.hang_seconds, usual, record)
+    self._profiler = Profiler(place.workdir, [address], lambda: self.recorder)
+    self._hangs = HangWatch(config.run.hang_seconds, lambda: self.recorder)
     self.recorder = self._record()
     self.endpoint: FaultyEndpoint | None = None
     self._signals = contextlib.ExitStack()
@@ -275,7 +274,7 @@ class RoleRunner:
     self._began = True
     self._health.beat()
     if self._kind == "learner":
-      self._hangs.beat(self.address)
+      self._hangs.beat(self.address, self.usual_seconds())
     if self._outnumbered is not None:
       raise self._outnumbered
     if self._failure:

@@ -11,7 +11,7 @@ import concurrent.futures
 import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -95,10 +95,7 @@ class ThreadsEngine(Engine):
     self._result: Mapping[int, np.ndarray] = {}  # fragment -> value, as saved in WORKDIR/result
     self._first_incarnation = 0
     self._faults: dict[str, Faults] = {}
-    self._steps: dict[str, Callable[[], float]] = {}  # learner -> the seconds of a usual step
-    self._hangs = HangWatch(
-      config.run.hang_seconds, lambda name: self._steps[name](), lambda: self._recorder
-    )
+    self._hangs = HangWatch(config.run.hang_seconds, lambda: self._recorder)
     learners = [learner_address(m) for m in islands]
     self._profiler = Profiler(workdir, learners, lambda: self._recorder)
     self._stop_at = math.inf  # when learners that still drain are stopped
@@ -186,10 +183,9 @@ class ThreadsEngine(Engine):
     runtime = Runtime(endpoint, recorder, saver, initial=self._initial_values)
     role = Learner(beginning, config, self.plan, island, batches, runtime)
     drain_seconds = config.network.drain_seconds if config.sync.num_shards else 0.0
-    self._steps[name] = lambda: role.exchange.state.step_seconds
 
     def stopped() -> bool:
-      self._hangs.beat(name)
+      self._hangs.beat(name, role.exchange.state.step_seconds)
       return name in self._told or self.stop.is_set()
 
     def compiled(program: str, seconds: float) -> None:
@@ -206,7 +202,6 @@ class ThreadsEngine(Engine):
       raise
     finally:
       self._hangs.end(name)
-      self._steps[name] = lambda: 0.0  # drops the reference to this life, which has much memory
       made = role.exchange.state.step - beginning.state.step
       self.steps[m] = self.steps.get(m, 0) + made
       self._close(endpoint, saver)

@@ -205,6 +205,7 @@ MOST_CHARACTERS = 40_000  # of stacks; a process may have thousands of threads
 class _Watched:
   thread: int  # its identity
   at: float  # when its loop's last turn began
+  usual_seconds: float = 0.0
   told: bool = False
 
 
@@ -213,7 +214,6 @@ class HangWatch:
 
   Args:
     least_seconds: a shorter turn of a loop is no hang; 0: nothing is reported.
-    usual: seconds of a usual step of a role, 0 before it is known.
     record: returns the recorder of the events; called each time, since roles have several lives.
     clock: seconds.
   """
@@ -221,25 +221,24 @@ class HangWatch:
   def __init__(
     self,
     least_seconds: float,
-    usual: Callable[[str], float],
     record: Callable[[], Records],
     clock: Callable[[], float] = time.monotonic,
   ):
     self._least_seconds = least_seconds
-    self._usual = usual
     self._record = record
     self._clock = clock
     self._paused_seconds = max(LATE_SECONDS, min(PAUSED_SECONDS, least_seconds))
     self._watched: dict[str, _Watched] = {}
     self._looked_at = clock()
 
-  def beat(self, role: str) -> None:
-    """A turn of the role's loop begins, on the calling thread. The role is watched from now on."""
-    watched = self._watched.get(role)
-    if watched is None:
-      self._watched[role] = _Watched(threading.get_ident(), self._clock())
-    else:
-      watched.at = self._clock()
+  def beat(self, role: str, usual_seconds: float) -> None:
+    """A turn of the role's loop begins, on the calling thread. The role is watched from now on.
+
+    `usual_seconds`: of one step, 0 before it is known.
+    """
+    now = self._clock()
+    watched = self._watched.setdefault(role, _Watched(threading.get_ident(), now))
+    watched.at, watched.usual_seconds = now, usual_seconds
 
   def end(self, role: str) -> None:
     """The role is not watched any more."""
@@ -253,23 +252,17 @@ class HangWatch:
     for role, watched in list(self._watched.items()):
       if paused:  # SIGSTOP, or a laptop that slept: the role's silence is no hang
         watched.at = max(watched.at, now)
-      silent, usual = now - watched.at, self._usual(role)
-      if not self._least_seconds or silent <= max(self._least_seconds, HANG_STEPS * usual):
+      silent, limit = now - watched.at, HANG_STEPS * watched.usual_seconds
+      if not self._least_seconds or silent <= max(self._least_seconds, limit):
         watched.told = False
       elif not watched.told:
         watched.told = True
-        self._tell(role, watched, silent, usual)
+        self._tell(role, watched, silent)
 
-  def _tell(self, role: str, watched: _Watched, silent: float, usual: float) -> None:
-    found = stacks(watched.thread)
-    self._record().record(
-      events.Hung(
-        target=role,
-        seconds=round(silent, 3),
-        usual_seconds=round(usual, 6),
-        stacks=found,
-      )
-    )
+  def _tell(self, role: str, watched: _Watched, silent: float) -> None:
+    found, usual = stacks(watched.thread), round(watched.usual_seconds, 6)
+    hung = events.Hung(target=role, seconds=round(silent, 3), usual_seconds=usual, stacks=found)
+    self._record().record(hung)
     say(f"ddiloco: {role} has not come round for {silent:.0f} s. Its threads:\n{found}", sys.stderr)
 
 
