@@ -120,10 +120,9 @@ class RoleRunner:
     self.stop = threading.Event()
     self._closing = threading.Event()
     self._said_stop = False
-    self._failure = ""
+    self._over: Ended | Outnumbered | None = None  # why this life cannot go on
     self._hurry = False
     self._began = False  # the role checks for signals itself, or other roles may know of it
-    self._outnumbered: Outnumbered | None = None
     self._waited = False  # whether the role has waited for a newer life to fall silent
     self._end_at = math.inf  # when the process ends if the role has not begun by then
     self._seen = RunState()
@@ -236,7 +235,7 @@ class RoleRunner:
     self._hangs.end(self.address)  # the loop is over; the time until the next loop is no step
     endpoint, self.endpoint = self.endpoint, None
     if endpoint is not None:
-      at_once = self._failure or self._hurry or self._outnumbered
+      at_once = self._over or self._hurry
       endpoint.close(0.0 if at_once else self.config.network.drain_seconds)
 
   def reborn(self, after: int = 0) -> None:
@@ -258,7 +257,7 @@ class RoleRunner:
     """Begins a new life after this one was refused; True if a signal came before that."""
     self.say(f"{refusal}; begins anew in {refusal.wait_seconds:g} s")
     self.disconnect()
-    self._outnumbered = None
+    self._over = None
     asked = self.stop.wait(refusal.wait_seconds)
     self.reborn(refusal.after)
     return asked
@@ -275,10 +274,8 @@ class RoleRunner:
     self._health.beat()
     if self._kind == "learner":
       self._hangs.beat(self.address, self.usual_seconds())
-    if self._outnumbered is not None:
-      raise self._outnumbered
-    if self._failure:
-      raise Ended(self._failure)
+    if self._over is not None:
+      raise self._over
     return self.stop.is_set()
 
   def busy(self, what: str) -> None:
@@ -344,13 +341,13 @@ class RoleRunner:
 
   def _probe(self, waits_for: str) -> None:
     self._health.allow_seconds = self.usual_seconds()
-    if waits_for or self._failure:
-      self._health.not_ready(self._failure or waits_for)
+    if waits_for or self._over:
+      self._health.not_ready(str(self._over or waits_for))
     else:
       self._health.ready()
 
   def _status(self) -> dict[str, Any]:
-    endpoint, waits_for = self.endpoint, self._failure or self.ready()
+    endpoint, waits_for = self.endpoint, str(self._over or self.ready())
     return {
       "role": self.address,
       "run": self.place.run_id,
@@ -365,10 +362,11 @@ class RoleRunner:
     if endpoint is None:
       return
     if endpoint.broken:
-      return self._fail(
+      what = (
         f"cannot speak any more: {endpoint.broken}. What it had not sent is lost. Fix: start it"
         " again; if that repeats, report it with the trace that stands above."
       )
+      return self._end_life(Ended(what))
     if endpoint.fenced:
       return self._on_fenced(endpoint)
     links = endpoint.links()
@@ -377,15 +375,16 @@ class RoleRunner:
     up = any(link["state"] == "up" for link in links.values())
     if up and self._former >= self.incarnation:  # before this host's clock stepped back
       reason = f"was here as incarnation {self._former} before, and is let in"
-      self._lose_life(Outnumbered(reason, self._former + 1))
+      self._end_life(Outnumbered(reason, self._former + 1))
     if up or self.place.bind:
       self._reached_at = now
     patience = self.config.network.give_up_seconds
     if now - self._reached_at > patience:
-      self._fail(
+      what = (
         f"has reached no shard for {patience:g} s: {unreached(links)}. Fix: check --syncers and"
         " --keys and that the shards run, or raise network.give_up_seconds."
       )
+      self._end_life(Ended(what))
 
   def _say_drops(self, peer: str, count: int, reason: str) -> None:
     """Reports messages of this role that a peer has dropped: a line now and then, and an event."""
@@ -399,17 +398,17 @@ class RoleRunner:
     """Ends the role, unless the newer life is dead: then this host's clock has stepped back."""
     silence_seconds = self.config.network.silence_seconds
     life = another_life(endpoint.fenced, *endpoint.outnumbered, silence_seconds, self._waited)
-    if life is None:
-      return self._fail(
-        f"may not speak any more: {endpoint.fenced}. Another process runs as {self.address}."
-        " Fix: end one of them, or give it another number."
-      )
     self._waited = True
-    self._lose_life(life)
+    what = (
+      f"may not speak any more: {endpoint.fenced}. Another process runs as {self.address}."
+      " Fix: end one of them, or give it another number."
+    )
+    self._end_life(life or Ended(what))
 
-  def _lose_life(self, refusal: Outnumbered) -> None:
-    if self._outnumbered is None:
-      self._outnumbered = refusal
+  def _end_life(self, why: Ended | Outnumbered) -> None:
+    """Has `stopped` raise this soon."""
+    self._over = self._over or why
+    if self.endpoint is not None:
       self.endpoint.wake()
 
   def _suffer(self) -> None:
@@ -418,11 +417,6 @@ class RoleRunner:
       left = when + fault.seconds - time.time()
       if fault.role == self.address and fault.action in INSIDE and left > 0:
         self.faults.begin(fault, left)
-
-  def _fail(self, text: str) -> None:
-    self._failure = self._failure or text
-    if self.endpoint is not None:
-      self.endpoint.wake()
 
 
 def unreached(links: dict) -> str:

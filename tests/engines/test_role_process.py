@@ -13,7 +13,7 @@ import urllib.request
 import pytest
 
 from ddiloco.config import ConfigError, from_dict
-from ddiloco.engines import role_process
+from ddiloco.engines import role_process, role_spec
 from ddiloco.engines.role_process import FINISHED, INTERRUPTED, LOST, RoleRunner, unreached
 from ddiloco.engines.role_spec import RoleSpec
 from ddiloco.observe.eventlog import read_events
@@ -197,6 +197,22 @@ def test_a_fenced_role_ends_and_says_so(make, capsys):
   out = capsys.readouterr().out
   assert "may not speak any more: a newer incarnation" in out and "Fix: " in out
   assert endpoint.closed_with == 0.0
+
+
+def test_a_role_in_a_long_step_waits_for_who_may_be_dead_all_the_same(make, monkeypatch, capsys):
+  """It was looked at again before its step was over, and its next life ended at once for that."""
+  monkeypatch.setattr(role_spec, "WAIT_SECONDS", 0.01)
+  lives = []
+
+  def role() -> int:
+    lives.append(runner.dial())
+    if len(lives) == 1:
+      lives[0].endpoint.fenced, lives[0].endpoint.outnumbered = "incarnation 8 is here", (9, 0)
+      time.sleep(0.2)  # a step, and many looks
+    return LOST if runner.stopped() else FINISHED
+
+  with make() as runner:
+    assert runner.run(role) == FINISHED and len(lives) == 2, capsys.readouterr().out
 
 
 def test_a_role_whose_network_thread_failed_says_that_and_not_that_it_is_fenced(make, capsys):
