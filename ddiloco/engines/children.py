@@ -78,24 +78,6 @@ def spawn(command: list[str], log: Path) -> Process:
     )
 
 
-def processes_of(workdir: Path, *flags: str) -> list[int]:
-  """Other live processes whose command line names the workdir: a run and its roles (Linux).
-
-  With `flags` only processes that have all these flags too, such as `--learner=2`.
-  """
-  wanted = [f" {word} ".encode() for word in (f"--workdir={workdir}", *flags)]
-  found = []
-  for folder in Path("/proc").glob("[0-9]*"):
-    try:
-      line = b" %b " % (folder / "cmdline").read_bytes().replace(b"\0", b" ")
-      dead = (folder / "stat").read_text().rpartition(") ")[2][0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-      continue  # that process has just ended
-    if all(word in line for word in wanted) and not dead and int(folder.name) != os.getpid():
-      found.append(int(folder.name))
-  return found
-
-
 def _signal_name(number: int) -> str:
   try:
     return signal.Signals(number).name
