@@ -107,10 +107,9 @@ def live_in(workdir: Path) -> IO[str] | None:
   """
   try:
     file = (workdir / ROLES).open("a+")
-    _lock(file, fcntl.LOCK_SH)
+    return file if _lock(file, fcntl.LOCK_SH) else None
   except OSError:
     return None
-  return file
 
 
 @contextlib.contextmanager

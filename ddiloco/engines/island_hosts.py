@@ -25,6 +25,7 @@ from ddiloco.network.host_links import (
   HostProgress,
   HostsApart,
   HostWatch,
+  IslandIdentity,
   Meeting,
 )
 from ddiloco.network.keys import require_keys
@@ -65,18 +66,15 @@ def check_hosts(config: Config, number: int, place: RoleSpec) -> None:
     require_keys(place.hosts, load_keys(place, learner_address(number)), "--hosts")
 
 
-def _agreed(config: Config, number: int, place: RoleSpec) -> host_links.IslandIdentity:
+def _agreed(config: Config, number: int, place: RoleSpec) -> IslandIdentity:
   digest = hashlib.sha256(config.to_json().encode()).hexdigest()[:16]
-  return host_links.IslandIdentity(
-    place.run_id, digest, number, config.islands.island(number).hosts
-  )
+  return IslandIdentity(place.run_id, digest, number, config.islands.island(number).hosts)
 
 
-def _join(coordinator: str, config: Config, island: host_links.IslandIdentity, host: int) -> None:
+def _join(coordinator: str, config: Config, island: IslandIdentity, host: int) -> None:
   network = config.network
   silence_seconds = max(LEAST_HEARTBEAT_SECONDS, 3 * network.silence_seconds)
-  patience_seconds = network.give_up_seconds
-  environment.join_hosts(coordinator, island.hosts, host, patience_seconds, silence_seconds)
+  environment.join_hosts(coordinator, island.hosts, host, network.give_up_seconds, silence_seconds)
 
 
 def name_lost_host() -> None:
@@ -124,14 +122,12 @@ class Hosts:
     jax.distributed.shutdown()
 
   def _silent_seconds(self) -> float:
-    return max(
-      self._runner.config.network.silence_seconds, SLOW_STEPS * self._runner.usual_seconds()
-    )
+    network, usual_seconds = self._runner.config.network, self._runner.usual_seconds()
+    return max(network.silence_seconds, SLOW_STEPS * usual_seconds)
 
   def _order_seconds(self) -> float:
-    if self.progress.done < FIRST_ORDERS:
-      return self._runner.config.network.give_up_seconds
-    return self._silent_seconds()
+    first = self.progress.done < FIRST_ORDERS
+    return self._runner.config.network.give_up_seconds if first else self._silent_seconds()
 
   def _lost(self, host: int | None, reason: str) -> None:
     """Ends the whole process, since its main thread may wait inside a program for ever."""

@@ -69,7 +69,10 @@ class ProcessesEngine(Engine):
     self._children: dict[str, Child] = {}
 
   def _begin(self) -> None:
-    self._resume()
+    # Says what the run goes on from, or refuses; started roles find their snapshot themselves.
+    storage, tried = self._open_storage(), list[str]()
+    whole = None if storage is None else newest_whole(storage, self.plan, tried)
+    go_on(self.config, self.workdir, storage, whole, tried)
     warm()
     self._started = workdir.join(self.workdir, self.config)
     self._recorder = self._record("engine", 0)
@@ -87,12 +90,6 @@ class ProcessesEngine(Engine):
     shards = [syncer_address(s) for s in range(self.config.sync.num_shards)]
     learners = [learner_address(m) for m in range(self.config.islands.num_learners)]
     return [*shards, *learners, EVALUATOR_ADDRESS]
-
-  def _resume(self) -> None:
-    """Says what the run goes on from, or refuses; started roles find their snapshot themselves."""
-    storage, tried = self._open_storage(), list[str]()
-    newest = None if storage is None else newest_whole(storage, self.plan, tried)
-    go_on(self.config, self.workdir, storage, newest, tried)
 
   # --- supervision --------------------------------------------------------------------------------
 

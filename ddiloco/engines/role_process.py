@@ -121,7 +121,6 @@ class RoleRunner:
     self._closing = threading.Event()
     self._said_stop = False
     self._over: Ended | Outnumbered | None = None  # why this life cannot go on
-    self._hurry = False
     self._began = False  # the role checks for signals itself, or other roles may know of it
     self._waited = False  # whether the role has waited for a newer life to fall silent
     self._end_at = math.inf  # when the process ends if the role has not begun by then
@@ -162,8 +161,8 @@ class RoleRunner:
     except ConfigError:
       raise  # bad usage; the command line prints the text
     except KeyboardInterrupt:
-      self._hurry = True
-      self.say("ends at once, as asked")
+      self._over = Ended("ends at once, as asked")
+      self.say(str(self._over))
       return INTERRUPTED
     except Ended as error:
       self.say(str(error))
@@ -235,8 +234,7 @@ class RoleRunner:
     self._hangs.end(self.address)  # the loop is over; the time until the next loop is no step
     endpoint, self.endpoint = self.endpoint, None
     if endpoint is not None:
-      at_once = self._over or self._hurry
-      endpoint.close(0.0 if at_once else self.config.network.drain_seconds)
+      endpoint.close(0.0 if self._over else self.config.network.drain_seconds)
 
   def reborn(self, after: int = 0) -> None:
     """The role starts again in this process, as a new incarnation: `after` or later."""

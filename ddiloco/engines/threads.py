@@ -87,8 +87,7 @@ class ThreadsEngine(Engine):
     mine = visible[: max(0, len(visible) - config.run.evaluator_devices)]
     groups = devices.partition(mine, config.islands, config.num_islands())
     groups, make = devices.shared_on_cpu(groups), IslandMaker(self.plan)
-    islands = islands or {m: make(config, m, group) for m, group in enumerate(groups)}
-    self.islands = islands
+    self.islands = islands or {m: make(config, m, group) for m, group in enumerate(groups)}
     self._lost_slices: set[int] = set()  # islands whose devices have failed
     self._storage = self._open_storage()
     self._restored: Restored | None = None
@@ -96,7 +95,7 @@ class ThreadsEngine(Engine):
     self._first_incarnation = 0
     self._faults: dict[str, Faults] = {}
     self._hangs = HangWatch(config.run.hang_seconds, lambda: self._recorder)
-    learners = [learner_address(m) for m in islands]
+    learners = [learner_address(m) for m in self.islands]
     self._profiler = Profiler(workdir, learners, lambda: self._recorder)
     self._stop_at = math.inf  # when learners that still drain are stopped
 
