@@ -165,10 +165,19 @@ class ThreadsEngine(Engine):
   def _run_learner(
     self, m: int, incarnation: int, faults: Faults, recorder: Recorder, afresh: bool
   ) -> None:
-    config, name = self.config, learner_address(m)
     if m in self._lost_slices and not self._rebuild(m, faults):
       return
-    island = self.islands[m]
+    try:
+      self._train(m, incarnation, faults, recorder, afresh)
+    except Exception as error:
+      if devices.lost_devices(error):
+        self._lost_slices.add(m)
+      raise
+
+  def _train(
+    self, m: int, incarnation: int, faults: Faults, recorder: Recorder, afresh: bool
+  ) -> None:
+    config, name, island = self.config, learner_address(m), self.islands[m]
     new = new_learner(config, self.plan, m, incarnation, afresh)
     if config.sync.num_shards:
       storage = None if afresh else self._storage  # after a quarantine: its state was bad
@@ -178,9 +187,8 @@ class ThreadsEngine(Engine):
       if incarnation:
         island.load(self._first)  # no other role has what the island had learned
     endpoint, saver = self._connect(name, faults), self._saver(recorder, faults)
-    batches = self._streams[m].iterate
     runtime = Runtime(endpoint, recorder, saver, initial=self._initial_values)
-    role = Learner(beginning, config, self.plan, island, batches, runtime)
+    role = Learner(beginning, config, self.plan, island, self._streams[m].iterate, runtime)
     drain_seconds = config.network.drain_seconds if config.sync.num_shards else 0.0
 
     def stopped() -> bool:
@@ -195,10 +203,6 @@ class ThreadsEngine(Engine):
         role.run(faults, stopped, drain_seconds, self.stop.is_set)
       if self._drains and (unmerged := unmerged_tokens(role.exchange.state)):
         self._lost[name] = f"{unmerged} tokens were not merged in network.drain_seconds"
-    except Exception as error:
-      if devices.lost_devices(error):
-        self._lost_slices.add(m)
-      raise
     finally:
       self._hangs.end(name)
       made = role.exchange.state.step - beginning.state.step
