@@ -313,9 +313,11 @@ class Engine:
     self._evaluated = role
     role.run(lambda: EVALUATOR_ADDRESS in self._told)
 
-  def _untrained_loss(self) -> float | None:
-    """Held-out loss of the initial parameters, if the evaluator was there in time."""
-    return None if self._evaluated is None else self._evaluated.untrained_loss
+  def _result(self, reason: str, params: Mapping[str, np.ndarray], saved: bool) -> RunResult:
+    """The result of a run with shards; `params`: the global model."""
+    lost = "; ".join(f"{name}: {what}" for name, what in sorted(self._lost.items()))
+    untrained_loss = None if self._evaluated is None else self._evaluated.untrained_loss
+    return RunResult(reason, params, {}, dict(self.steps), lost, saved, untrained_loss)
 
   def _initial_values(self) -> Mapping[int, np.ndarray]:
     """Fragment -> initial value, as far as this process can make it."""

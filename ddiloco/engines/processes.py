@@ -250,9 +250,7 @@ class ProcessesEngine(Engine):
     role = self._evaluated
     joined = role is not None and role.exchange.state.joined
     params = role.store.params() if joined else self._newest_params()
-    lost = "; ".join(f"{name}: {what}" for name, what in self._lost.items())
-    saved = role is not None and role.saved
-    return RunResult(reason, params, {}, dict(self.steps), lost, saved, self._untrained_loss())
+    return self._result(reason, params, saved=role is not None and role.saved)
 
   def _newest_params(self) -> Mapping[str, np.ndarray]:
     """The global model of the newest snapshot, if the evaluator never had a whole model."""

@@ -91,7 +91,7 @@ class ThreadsEngine(Engine):
     self._lost_slices: set[int] = set()  # islands whose devices have failed
     self._storage = self._open_storage()
     self._restored: Restored | None = None
-    self._result: Mapping[int, np.ndarray] = {}  # fragment -> value, as saved in WORKDIR/result
+    self._saved: Mapping[int, np.ndarray] = {}  # fragment -> value, as saved in WORKDIR/result
     self._first_incarnation = 0
     self._faults: dict[str, Faults] = {}
     self._hangs = HangWatch(config.run.hang_seconds, lambda: self._recorder)
@@ -150,8 +150,7 @@ class ThreadsEngine(Engine):
         self._start_after(committed.state.last_round >> 24)  # the event logs may be lost
       self._restored.fragments.clear()  # else they would stay in memory beside newer versions
     elif self.config.sync.num_shards:
-      every = range(len(self.plan.fragments))
-      for p, value in initial.initial_values(self.config, self.plan, every).items():
+      for p, value in super()._initial_values().items():
         self._store.save(new_fragment(self.plan.fragments[p], value))
     else:
       self._first = initial.initial_params(self.config)
@@ -332,7 +331,7 @@ class ThreadsEngine(Engine):
     """Saves the shards' values, which are exact, instead of the evaluator's."""
     params = self._global_params()
     super()._save_result(params)
-    self._result = params.values_of
+    self._saved = params.values_of
 
   def _global_params(self) -> initial.Assembled:
     values = {f.index: self._store.load(f.index).value for f in self.plan.fragments}
@@ -341,10 +340,8 @@ class ThreadsEngine(Engine):
   def _outcome(self, reason: str) -> RunResult:
     if self.config.sync.num_shards:
       params = self._global_params()
-      same = [params.values_of[p] is value for p, value in self._result.items()]
-      lost = "; ".join(f"{name}: {what}" for name, what in sorted(self._lost.items()))
-      saved = bool(same) and all(same)
-      return RunResult(reason, params, {}, dict(self.steps), lost, saved, self._untrained_loss())
+      same = [params.values_of[p] is value for p, value in self._saved.items()]
+      return self._result(reason, params, saved=bool(same) and all(same))
     gone = {n for n, role in members(self._state).items() if role.phase == GONE}
     left = [m for m in self.islands if learner_address(m) not in gone] or list(self.islands)
     each = {m: self.islands[m].params_on_host() for m in left}
