@@ -9,12 +9,14 @@ the run.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import queue
 import threading
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from ddiloco.config import ConfigError
 from ddiloco.observe.eventlog import Follower, Records
@@ -29,24 +31,12 @@ PATIENCE_SECONDS = 60.0  # for the next step, before the trace ends as it is
 CLOSE_SECONDS = 30.0  # to write a trace
 
 
-@dataclasses.dataclass(frozen=True)
-class ProfileRequest:
+class ProfileRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
   """A trace of a learner's next steps, from the global step `from_step` on, or later."""
 
   role: str
-  steps: int = 5
-  from_step: int = 0
-
-  def __post_init__(self):
-    for name, least in (("steps", 1), ("from_step", 0)):
-      value = getattr(self, name)
-      if type(value) is not int or value < least:
-        raise ConfigError(f"--{name}={value}: must be at least {least}. Fix: --{name}=5, say.")
-    if self.steps > MOST_STEPS:
-      raise ConfigError(
-        f"--steps={self.steps}: a trace has at most {MOST_STEPS} steps, which is a gigabyte or so."
-        " Fix: ask for 5."
-      )
+  steps: Annotated[int, msgspec.Meta(ge=1, le=MOST_STEPS)] = 5
+  from_step: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class Profiler:
@@ -60,8 +50,8 @@ class Profiler:
 
   def __init__(self, workdir: Path, roles: Collection[str], record: Callable[[], Records]):
     self._workdir, self._roles, self._record = workdir, roles, record
-    path = workdir / PROFILE_REQUESTS
-    self._requests = RequestFile[ProfileRequest](path, lambda f: ProfileRequest(**f), "trace")
+    parse = lambda fields: msgspec.convert(fields, ProfileRequest)  # noqa: E731
+    self._requests = RequestFile[ProfileRequest](workdir / PROFILE_REQUESTS, parse, "trace")
     self._began = time.time()
     self._look_at = 0.0
     # Requests that are not begun. `look` appends to these lists, the thread alone removes.
@@ -185,7 +175,7 @@ def take_profile(workdir: Path, request: ProfileRequest, wait_seconds: float) ->
     raise ConfigError(f"--workdir={workdir}: its run is over. Fix: trace a run that goes on.")
   follower = Follower(workdir)
   follower.skip()
-  append_request(workdir / PROFILE_REQUESTS, dataclasses.asdict(request))
+  append_request(workdir / PROFILE_REQUESTS, msgspec.structs.asdict(request))
   until = time.monotonic() + wait_seconds
   while time.monotonic() < until:
     for event in follower.poll():
