@@ -110,6 +110,8 @@ class Engine:
       try:
         reason = self._take_turns(self._over)
         assert reason is not None, "there is no limit"
+        if reason == "failed" and self._state.hopeless:
+          warn(f"the run cannot reach its end any more: {self._state.hopeless}.")
       except KeyboardInterrupt:  # a second Ctrl-C: do not wait until work is merged
         reason, self._drains = "stopped", False
       self._ending = True
@@ -163,7 +165,8 @@ class Engine:
     """Starts a role's next life. An exception counts as the end of that life."""
 
   def _strike(self, fault: Fault) -> None:
-    """Performs a planned fault; stalls of a role go by `_hold` instead."""
+    """Performs a planned fault and logs it; stalls of a role go by `_hold`, joins by `_start`."""
+    self._note_fault(fault, chaos.detail(fault, self._global_step))
 
   def _hold(self, name: str, held: bool) -> None:
     """Stops a role where it is, or lets it go on."""
@@ -254,10 +257,6 @@ class Engine:
         self._hold(name, held)
       case supervisor.Terminate(name):
         self._terminate(name)
-      case supervisor.Joined(fault):
-        self._note_fault(fault, chaos.detail(fault, self._global_step))
-      case supervisor.Hopeless(reason) if not self._ending:
-        warn(f"the run cannot reach its end any more: {reason}.")
 
   def _hear(self) -> None:
     """Takes faults that were requested during the run, by the dashboard for example."""

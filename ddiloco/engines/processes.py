@@ -149,7 +149,7 @@ class ProcessesEngine(Engine):
       return ask_for(self.workdir, fault)
     if fault.action == "kill":
       self._children[fault.role].strike(for_good=fault.seconds < 0)
-    self._note_fault(fault, chaos.detail(fault, self._global_step))
+    super()._strike(fault)
 
   def _requested(self, fault: Fault) -> None:
     """Takes a fault that the dashboard requested, or that `_strike` requested of a role."""

@@ -94,7 +94,8 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class Strike:
-  """A planned fault is due: perform it on its role, which is up. Of a stall, `Hold` follows."""
+  """A planned fault is due: perform it on its role, which is up. Of a stall, `Hold` follows; of a
+  join, the learner's `Start`."""
 
   fault: Fault
 
@@ -122,21 +123,7 @@ class Lost:
   reason: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Joined:
-  """Say that a learner joins; its start follows."""
-
-  fault: Fault
-
-
-@dataclasses.dataclass(frozen=True)
-class Hopeless:
-  """The run can never reach its end. At most one for each run."""
-
-  reason: str
-
-
-Action = Start | Strike | Hold | Terminate | Lost | Joined | Hopeless
+Action = Start | Strike | Hold | Terminate | Lost
 
 # --- state ----------------------------------------------------------------------------------------
 
@@ -205,7 +192,7 @@ class Supervisor:
   roles: Mapping[str, Role] = dataclasses.field(default_factory=dict)  # in the order of starts
   joins: tuple[Fault, ...] = ()  # of learners that have not come yet
   planned: tuple[Fault, ...] = ()  # all other planned faults
-  hopeless: str = ""  # why the run is hopeless; "": it is not
+  hopeless: str = ""  # why the run can never reach its end; "": it can
 
 
 def init(
@@ -267,8 +254,7 @@ def supervise(state: Supervisor, event: Event) -> tuple[Supervisor, list[Action]
     case Left(name):
       state = _change(state, name, _leave)
     case Exited():
-      after = _change(state, event.role, lambda role: _lose(state, role, event, actions))
-      state = _judge(after, actions)
+      state = _judge(_change(state, event.role, lambda r: _lose(state, r, event, actions)))
     case Dismiss(kind):
       for name, role in members(state, kind).items():
         state = _put(state, name, _dismiss(name, role, actions))
@@ -286,7 +272,7 @@ def _welcome(state: Supervisor, tick: Tick, actions: list[Action]) -> Supervisor
       leaves_at = tick.now + fault.seconds if fault.seconds >= 0 else math.inf
       newcomer = Role(faults=_of(fault.role, state.planned), leaves_at=leaves_at)
       state = _put(state, fault.role, newcomer)
-      actions.append(Joined(fault))
+      actions.append(Strike(fault))
   return state
 
 
@@ -354,20 +340,16 @@ def _lose(state: Supervisor, role: Role, event: Exited, actions: list[Action]) -
   return replace(role, phase=DOWN, start_at=max(event.now + pause, earliest))
 
 
-def _judge(state: Supervisor, actions: list[Action]) -> Supervisor:
+def _judge(state: Supervisor) -> Supervisor:
   """Hopeless if a shard, or every possible quorum, is gone for good: nothing would ever merge."""
-  if state.hopeless:
-    return state
   shards = [name for name, role in members(state, "syncer-").items() if role.phase == GONE]
   left = sum(role.phase != GONE for role in members(state, "learner-").values())
+  reason = ""
   if shards:
     reason = f"{shards[0]} is gone for good, and no other shard merges its fragments"
   elif left < state.quorum:
     reason = f"{left} learners are left, and {state.quorum} are needed"
-  else:
-    return state
-  actions.append(Hopeless(reason))
-  return replace(state, hopeless=reason)
+  return replace(state, hopeless=state.hopeless or reason)
 
 
 def _leave(role: Role) -> Role:
