@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import signal
@@ -10,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -38,6 +39,9 @@ from ddiloco.observe.style import clock_time
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Event, parse_role
 from ddiloco.roles import initial
+
+if TYPE_CHECKING:  # its module imports Orbax and JAX, which not every role needs
+  from ddiloco.checkpoint.snapshots import Storage
 
 LOOK_SECONDS = 0.5  # between two looks at the role
 PROGRESS_SECONDS = 10.0
@@ -222,12 +226,15 @@ class RoleRunner:
     """
     return initial.initial_values(self.config, self.plan, range(len(self.plan.fragments)))
 
+  @functools.cached_property
+  def storage(self) -> Storage | None:
+    """The run's snapshots; None if it makes none."""
+    return open_storage(self.config, self.plan, self.place.workdir, self.place.run_id)
+
   def saver(self) -> Saver | None:
     """The saver of the role's parts of snapshots; None if the run makes none."""
-    storage = open_storage(self.config, self.plan, self.place.workdir, self.place.run_id)
-    if storage is None:
-      return None
-    return Saver(storage, self.address, self.incarnation, self.recorder, self.faults.disk)
+    life = self.address, self.incarnation, self.recorder, self.faults.disk
+    return None if self.storage is None else Saver(self.storage, *life)
 
   def disconnect(self) -> None:
     """Closes the connection; queued messages have `network.drain_seconds` to go out."""

@@ -18,7 +18,6 @@ from ddiloco.checkpoint.restore import (
   new_learner,
   new_syncer,
   newest_rounds,
-  open_storage,
   restore_fragments,
 )
 from ddiloco.config import Config, ConfigError
@@ -131,15 +130,14 @@ def live(runner: RoleRunner, number: int, island, batches: Batches) -> int:
   Raises:
     Ended: the learner was quarantined once too often in a row.
   """
-  config, deaths, afresh = runner.config, 0, False
-  storage = open_storage(config, runner.plan, runner.place.workdir, runner.place.run_id)
+  deaths, afresh = 0, False
   while True:
     began = time.monotonic()
     try:
-      return _life(runner, number, island, batches, storage, afresh)
+      return _life(runner, number, island, batches, afresh)
     except Quarantined as error:
       afresh = True  # its state was bad: from now on the learner begins with nothing
-      deaths, pause = after_exit(deaths, time.monotonic() - began, config.run)
+      deaths, pause = after_exit(deaths, time.monotonic() - began, runner.config.run)
       text = f"was quarantined ({error})"
       if pause is None:
         raise Ended(
@@ -154,16 +152,16 @@ def live(runner: RoleRunner, number: int, island, batches: Batches) -> int:
         return FINISHED  # the refused life had done nothing
 
 
-def _life(runner: RoleRunner, number: int, island, batches: Batches, storage, afresh: bool) -> int:
-  """One incarnation; `afresh`, or without `storage`, it begins with nothing."""
+def _life(runner: RoleRunner, number: int, island, batches: Batches, afresh: bool) -> int:
+  """One incarnation; `afresh`, or in a run without snapshots, it begins with nothing."""
   from ddiloco.roles.learner import Learner
 
   config, plan, recorder = runner.config, runner.plan, runner.recorder
   new = new_learner(config, plan, number, runner.incarnation, afresh)
   began = time.monotonic()
   runner.busy("restoring a snapshot")  # `stopped` may have been called before, by a former life
-  found = None if afresh else storage
-  beginning = begin_learner(new, config, plan, island, found, recorder)
+  storage = None if afresh else runner.storage
+  beginning = begin_learner(new, config, plan, island, storage, recorder)
   if beginning.arrays:
     runner.say(f"has its part of a snapshot, after {time.monotonic() - began:.1f} s")
   endpoint, saver = runner.dial(), runner.saver()
@@ -321,8 +319,7 @@ def _recover(
   """
   config, plan = runner.config, runner.plan
   found, unfounded = _ask_buddy(runner, shard, copies), Unfounded((), "")
-  restored, tried = None, list[str]()
-  storage = open_storage(config, plan, runner.place.workdir, runner.place.run_id)
+  restored, tried, storage = None, list[str](), runner.storage
   # The former life may have gone on without its buddy, whose copies are then older than snapshots.
   rounds = newest_rounds(storage) if found and storage is not None else {}
   wanted = [p for p in owned if p not in found or _newer(rounds.get(p, NOTHING), found[p])]
