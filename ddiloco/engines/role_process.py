@@ -241,6 +241,10 @@ class RoleRunner:
     self._hangs.end(self.address)  # the loop is over; the time until the next loop is no step
     endpoint, self.endpoint = self.endpoint, None
     if endpoint is not None:
+      # What this life has set may hold a copy of the whole model.
+      usual_seconds = self.usual_seconds()
+      self.usual_seconds = lambda: usual_seconds
+      self.ready, self.progress = lambda: "starting", lambda: ""
       endpoint.close(0.0 if self._over else self.config.network.drain_seconds)
 
   def reborn(self, after: int = 0) -> None:

@@ -9,6 +9,7 @@ import signal
 import time
 import urllib.error
 import urllib.request
+import weakref
 
 import pytest
 
@@ -224,6 +225,25 @@ def test_a_role_whose_network_thread_failed_says_that_and_not_that_it_is_fenced(
   out = capsys.readouterr().out
   assert "cannot speak any more: its network thread failed: MemoryError()" in out and "Fix: " in out
   assert "Another process" not in out
+
+
+def test_nothing_of_a_life_is_kept_for_the_next_one(make):
+  """It has a copy of the whole model: both were in memory until the next life had begun."""
+
+  class Exchange:
+    """Of a life that was quarantined, for example."""
+
+  with make() as runner:
+    runner.dial()
+    exchange = Exchange()
+    gone = weakref.ref(exchange)
+    runner.ready = lambda exchange=exchange: ""
+    runner.progress = lambda exchange=exchange: "global step 7"
+    runner.usual_seconds = lambda exchange=exchange: 1.0
+    runner.disconnect()
+    del exchange
+    time.sleep(0.1)  # the runner's thread may just have looked
+    assert gone() is None and runner.ready() and runner.usual_seconds() == 1.0
 
 
 def test_what_a_role_does_between_two_lives_is_no_hang(make, tmp_path):
