@@ -10,16 +10,8 @@ import functools
 import os
 import time
 
+from ddiloco.checkpoint import restore
 from ddiloco.checkpoint.buddy import Copies, Replication, Sealer, buddy_of, recover
-from ddiloco.checkpoint.restore import (
-  Unfounded,
-  begin_learner,
-  lost_snapshots,
-  new_learner,
-  new_syncer,
-  newest_rounds,
-  restore_fragments,
-)
 from ddiloco.config import Config, ConfigError
 from ddiloco.core.delta import Committed, MemoryStore, new_fragment
 from ddiloco.core.fragments import owned_by
@@ -157,11 +149,11 @@ def _life(runner: RoleRunner, number: int, island, batches: Batches, afresh: boo
   from ddiloco.roles.learner import Learner
 
   config, plan, recorder = runner.config, runner.plan, runner.recorder
-  new = new_learner(config, plan, number, runner.incarnation, afresh)
+  new = restore.new_learner(config, plan, number, runner.incarnation, afresh)
   began = time.monotonic()
   runner.busy("restoring a snapshot")  # `stopped` may have been called before, by a former life
   storage = None if afresh else runner.storage
-  beginning = begin_learner(new, config, plan, island, storage, recorder)
+  beginning = restore.begin_learner(new, config, plan, island, storage, recorder)
   if beginning.arrays:
     runner.say(f"has its part of a snapshot, after {time.monotonic() - began:.1f} s")
   endpoint, saver = runner.dial(), runner.saver()
@@ -309,7 +301,7 @@ def _shard_status(runner: RoleRunner, role: Syncer) -> int:
 
 def _recover(
   runner: RoleRunner, shard: int, copies: Copies, owned: tuple[int, ...]
-) -> tuple[MemoryStore, SyncerState, Unfounded]:
+) -> tuple[MemoryStore, SyncerState, restore.Unfounded]:
   """(A store with the newest commit of every fragment, the state to begin with, `Unfounded`).
 
   Fragments come from the buddy, or from the newest snapshot if only that has them, or has newer
@@ -318,13 +310,13 @@ def _recover(
   lost, learners must give the fragment back (`Unfounded`).
   """
   config, plan = runner.config, runner.plan
-  found, unfounded = _ask_buddy(runner, shard, copies), Unfounded((), "")
+  found, unfounded = _ask_buddy(runner, shard, copies), restore.Unfounded((), "")
   restored, tried, storage = None, list[str](), runner.storage
   # The former life may have gone on without its buddy, whose copies are then older than snapshots.
-  rounds = newest_rounds(storage) if found and storage is not None else {}
+  rounds = restore.newest_rounds(storage) if found and storage is not None else {}
   wanted = [p for p in owned if p not in found or _newer(rounds.get(p, NOTHING), found[p])]
   if wanted and storage is not None:
-    restored = restore_fragments(storage, plan, wanted, tried)
+    restored = restore.restore_fragments(storage, plan, wanted, tried)
   if restored is not None:
     taken = {
       p: committed
@@ -337,8 +329,8 @@ def _recover(
   elif missing := [p for p in owned if p not in found]:
     for p, value in initial.initial_values(config, plan, missing).items():
       found[p] = new_fragment(plan.fragments[p], value)
-    if lost := lost_snapshots(config, runner.place.workdir, storage, tried):
-      unfounded = Unfounded(missing, lost)
+    if lost := restore.lost_snapshots(config, runner.place.workdir, storage, tried):
+      unfounded = restore.Unfounded(missing, lost)
       runner.say(f"has nothing of fragments {missing}, and asks the learners: {lost}")
     elif newest_event(runner.place.workdir, events.Commit, runner.recorder.role):
       runner.say(
@@ -351,7 +343,7 @@ def _recover(
   # The recovery deadline holds also with the buddy's copies: the former life may have gone on
   # without its buddy, and learners may have newer values.
   now, age_seconds = time.monotonic(), max(0.0, time.time() - runner.started)
-  state = new_syncer(
+  state = restore.new_syncer(
     config,
     shard,
     runner.incarnation,

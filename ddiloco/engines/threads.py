@@ -18,15 +18,7 @@ import jax
 import numpy as np
 
 from ddiloco.chaos import Faults, FaultyEndpoint
-from ddiloco.checkpoint.restore import (
-  Restored,
-  ResumeState,
-  begin_learner,
-  go_on,
-  new_learner,
-  new_syncer,
-  restore_fragments,
-)
+from ddiloco.checkpoint import restore
 from ddiloco.checkpoint.saver import Saver
 from ddiloco.config import Config, Fault
 from ddiloco.core.delta import MemoryStore, new_fragment
@@ -90,7 +82,7 @@ class ThreadsEngine(Engine):
     self.islands = islands or {m: make(config, m, group) for m, group in enumerate(groups)}
     self._lost_slices: set[int] = set()  # islands whose devices have failed
     self._storage = self._open_storage()
-    self._restored: Restored | None = None
+    self._restored: restore.Restored | None = None
     self._saved: Mapping[int, np.ndarray] = {}  # fragment -> value, as saved in WORKDIR/result
     self._first_incarnation = 0
     self._faults: dict[str, Faults] = {}
@@ -122,13 +114,13 @@ class ThreadsEngine(Engine):
 
   # --- roles --------------------------------------------------------------------------------------
 
-  def _resume(self) -> Restored | None:
+  def _resume(self) -> restore.Restored | None:
     """The newest snapshot's fragments, if the run goes on from a snapshot."""
     tried, every = list[str](), range(len(self.plan.fragments))
     storage = self._storage
-    restored = restore_fragments(storage, self.plan, every, tried) if storage else None
+    restored = restore.restore_fragments(storage, self.plan, every, tried) if storage else None
     newest = restored.snapshot if restored is not None else None
-    go_on(self.config, self.workdir, storage, newest, tried)
+    restore.go_on(self.config, self.workdir, storage, newest, tried)
     return restored
 
   def _compile_all(self) -> None:
@@ -177,12 +169,12 @@ class ThreadsEngine(Engine):
     self, m: int, incarnation: int, faults: Faults, recorder: Recorder, afresh: bool
   ) -> None:
     config, name, island = self.config, learner_address(m), self.islands[m]
-    new = new_learner(config, self.plan, m, incarnation, afresh)
+    new = restore.new_learner(config, self.plan, m, incarnation, afresh)
     if config.sync.num_shards:
       storage = None if afresh else self._storage  # after a quarantine: its state was bad
-      beginning = begin_learner(new, config, self.plan, island, storage, recorder)
+      beginning = restore.begin_learner(new, config, self.plan, island, storage, recorder)
     else:
-      beginning = ResumeState(new)
+      beginning = restore.ResumeState(new)
       if incarnation:
         island.load(self._first)  # no other role has what the island had learned
     endpoint, saver = self._connect(name, faults), self._saver(recorder, faults)
@@ -226,7 +218,7 @@ class ThreadsEngine(Engine):
 
   def _run_syncer(self, shard: int, incarnation: int, faults: Faults, recorder: Recorder) -> None:
     config, endpoint = self.config, self._connect(syncer_address(shard), faults)
-    state = new_syncer(config, shard, incarnation, self._store, began_at=self._start_time)
+    state = restore.new_syncer(config, shard, incarnation, self._store, began_at=self._start_time)
     if self._restored is not None and incarnation == self._first_incarnation:
       state = self._restored.resume(state)
     saver = self._saver(recorder, faults)
