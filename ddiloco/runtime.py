@@ -83,11 +83,16 @@ class Time(Protocol):
 class ThreadWorker:
   """A worker with a thread of its own."""
 
-  def __init__(self, name: str, begin: Callable[[], None], failed: Callable[[], None]):
+  def __init__(
+    self,
+    name: str,
+    begin: Callable[[], None] = lambda: None,
+    failed: Callable[[], None] = lambda: None,
+  ):
     self.failure: Exception | None = None
+    self.ending = False
     self._begin, self._failed = begin, failed
     self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-    self._told_to_end = False
     self._closing = threading.Event()
     self._thread = threading.Thread(target=self._work, name=name, daemon=True)
     self._thread.start()
@@ -95,19 +100,8 @@ class ThreadWorker:
   def put(self, job: Job) -> None:
     self._jobs.put(job)
 
-  @property
-  def ending(self) -> bool:
-    return self._told_to_end
-
-  @property
-  def running(self) -> bool:
-    """Whether the thread has not ended."""
-    return self._thread.is_alive()
-
   def close(self, patience_seconds: float, most_seconds: float) -> None:
-    self._told_to_end = True
-    if not patience_seconds:
-      self._closing.set()
+    self.ending = True
     self._jobs.put(None)
     self._thread.join(patience_seconds)
     self._closing.set()
@@ -130,19 +124,13 @@ class ThreadWorker:
 class RealTime:
   """The machine's clock, threads, and waits that block."""
 
+  worker = ThreadWorker
+
   def now(self) -> float:
     return time.monotonic()
 
   def sleep(self, seconds: float) -> None:
     time.sleep(seconds)
-
-  def worker(
-    self,
-    name: str,
-    begin: Callable[[], None] = lambda: None,
-    failed: Callable[[], None] = lambda: None,
-  ) -> BackgroundWorker:
-    return ThreadWorker(name, begin, failed)
 
 
 REAL_TIME = RealTime()

@@ -56,19 +56,26 @@ def held(workdir: Path) -> Iterator[None]:
   Raises:
     ConfigError: another run trains there, or the directory cannot be written.
   """
+  with contextlib.ExitStack() as stack:
+    with _writing(workdir):
+      workdir.mkdir(parents=True, exist_ok=True)
+      file = stack.enter_context((workdir / LOCK).open("a"))
+      if not _lock(file, fcntl.LOCK_EX):
+        raise _trained(workdir)
+    yield  # outside the inner context: an error of the caller is not about the lock
+
+
+def _lock(file: IO[str], kind: int) -> bool:
+  """Whether this process has the kernel lock of the file now; does not wait for it.
+
+  Raises:
+    OSError: the file system has no locks.
+  """
   try:
-    workdir.mkdir(parents=True, exist_ok=True)
-    file = (workdir / LOCK).open("a")
-  except OSError as error:
-    raise _not_writable(workdir, error) from error
-  with file:
-    try:
-      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-      raise _trained(workdir) from error
-    except OSError as error:  # a file system without locks
-      raise _not_writable(workdir, error) from error
-    yield  # outside the try: an error of the caller is not about the lock
+    fcntl.flock(file, kind | fcntl.LOCK_NB)
+  except BlockingIOError:
+    return False
+  return True
 
 
 def refuse_trained(workdir: Path) -> None:
@@ -79,9 +86,8 @@ def refuse_trained(workdir: Path) -> None:
   """
   try:
     with (workdir / LOCK).open() as file:
-      fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-  except BlockingIOError as error:
-    raise _trained(workdir) from error
+      if not _lock(file, fcntl.LOCK_SH):
+        raise _trained(workdir)
   except OSError:  # no run ever trained there; or a file system without locks, where none can
     return
 
@@ -101,19 +107,9 @@ def live_in(workdir: Path) -> IO[str] | None:
   """
   try:
     file = (workdir / ROLES).open("a+")
-    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return file if _lock(file, fcntl.LOCK_SH) else None
   except OSError:
     return None
-  return file
-
-
-def _locked(file: IO[str]) -> bool:
-  """Tries to take the exclusive lock of the file, and says whether this process has it now."""
-  try:
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except BlockingIOError:
-    return False
-  return True
 
 
 @contextlib.contextmanager
@@ -128,7 +124,7 @@ def _deserted(workdir: Path) -> Iterator[None]:
     return
   until = time.monotonic() + END_SECONDS
   with (workdir / ROLES).open("a+") as file:
-    while not _locked(file):
+    while not _lock(file, fcntl.LOCK_EX):
       if time.monotonic() >= until:
         raise ConfigError(
           f"--workdir={workdir}: roles of its run live (ddiloco learner, syncer or evaluator), and"
@@ -145,11 +141,9 @@ def check(workdir: Path, config: Config, overwrite: bool) -> bool:
   Raises:
     ConfigError: the run there is finished, has another config, or cannot be read.
   """
-  try:
+  with _writing(workdir):
     if overwrite or not (workdir / "config.json").exists():
       return False
-  except OSError as error:
-    raise _not_writable(workdir, error) from error
   saved = saved_config(workdir)
   _refuse_another(workdir, config, saved, MAY_CHANGE)
   longer = config.run.total_tokens > saved.run.total_tokens
@@ -163,8 +157,13 @@ def check(workdir: Path, config: Config, overwrite: bool) -> bool:
 
 def outcome(workdir: Path) -> dict[str, Any]:
   """The content of outcome.json; empty before the run's end, or if a kill has torn the file."""
+  return _mapping(workdir / OUTCOME)
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+  """The mapping in a file of JSON; empty if there is none, or no such file."""
   try:
-    found = json.loads((workdir / OUTCOME).read_text())
+    found = json.loads(path.read_text())
   except (OSError, ValueError, RecursionError):
     return {}
   return found if isinstance(found, dict) else {}
@@ -177,7 +176,7 @@ def claim(workdir: Path, config: Config, overwrite: bool) -> bool:
   live here that were started by hand: they would train beside this run, in the same files.
   """
   goes_on = check(workdir, config, overwrite)
-  try:
+  with _writing(workdir):
     workdir.mkdir(parents=True, exist_ok=True)
     ours = [workdir / name for name in OURS] if overwrite else []
     _refuse_links(ours)
@@ -188,8 +187,6 @@ def claim(workdir: Path, config: Config, overwrite: bool) -> bool:
       write_whole(workdir / "config.json", config.to_json() + "\n")
       (workdir / OUTCOME).unlink(missing_ok=True)
       start_time(workdir)
-  except OSError as error:
-    raise _not_writable(workdir, error) from error
   return goes_on
 
 
@@ -215,13 +212,8 @@ def _refuse_strangers(workdir: Path, paths: Collection[Path]) -> None:
 
 def _has_run(workdir: Path) -> bool:
   """Whether a run has been here; its config may be torn, or that of another version."""
-  if (workdir / STARTED).exists():
-    return True
-  try:
-    values = json.loads((workdir / "config.json").read_text())
-  except (OSError, ValueError, RecursionError):
-    return False
-  return isinstance(values, dict) and {"islands", "sync"} <= values.keys()
+  values = _mapping(workdir / "config.json")
+  return (workdir / STARTED).exists() or {"islands", "sync"} <= values.keys()
 
 
 def start_time(workdir: Path) -> float:
@@ -251,17 +243,20 @@ def require_writable(workdir: Path) -> None:
   Raises:
     ConfigError: the directory cannot be made or written.
   """
-  try:
+  with _writing(workdir):
     workdir.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=workdir).close()
+
+
+@contextlib.contextmanager
+def _writing(workdir: Path) -> Iterator[None]:
+  """In this context an OSError becomes a ConfigError: the workdir cannot be written."""
+  try:
+    yield
   except OSError as error:
-    raise _not_writable(workdir, error) from error
-
-
-def _not_writable(workdir: Path, error: OSError) -> ConfigError:
-  return ConfigError(
-    f"--workdir={workdir}: cannot be written ({error}). Fix: choose a directory you may write to."
-  )
+    raise ConfigError(
+      f"--workdir={workdir}: cannot be written ({error}). Fix: choose a directory you may write to."
+    ) from error
 
 
 def saved_config(workdir: Path) -> Config:
@@ -272,7 +267,9 @@ def saved_config(workdir: Path) -> Config:
   """
   path = workdir / "config.json"
   try:
-    values = json.loads(path.read_text())
+    return from_dict(json.loads(path.read_text()))
+  except ConfigError as error:
+    raise ConfigError(f"{path}: {error}") from error
   except (FileNotFoundError, NotADirectoryError) as error:
     raise ConfigError(
       f"--workdir={workdir}: holds no run ({error}). Fix: name the directory of a run."
@@ -286,10 +283,6 @@ def saved_config(workdir: Path) -> Config:
       f"{path}: is torn ({error}). Fix: copy it again, or move it away and give the command that"
       " trained: with the same --config it goes on, and writes this file."
     ) from error
-  try:
-    return from_dict(values)
-  except ConfigError as error:
-    raise ConfigError(f"{path}: {error}") from error
 
 
 def join(workdir: Path, config: Config) -> float:
@@ -303,39 +296,27 @@ def join(workdir: Path, config: Config) -> float:
   Raises:
     ConfigError: the directory cannot be written, or holds a run with another config.
   """
-  try:
+  with _writing(workdir):
     workdir.mkdir(parents=True, exist_ok=True)
     _write_once(workdir / "config.json", config.to_json() + "\n")
     started = start_time(workdir)
-  except OSError as error:
-    raise ConfigError(
-      f"--workdir={workdir}: cannot be used ({error}). Fix: choose a directory you may write to,"
-      " or an empty one."
-    ) from error
   _refuse_another(workdir, config, saved_config(workdir))
   return started
 
 
 def _write_once(path: Path, text: str) -> None:
   """Writes a new file, whole or not at all; an existing file stays as it is."""
-  if path.exists():
-    return
-  mine = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-  try:
-    mine.write_text(text)
-    os.link(mine, path)
-  except FileExistsError:
-    return  # another process was quicker: its text counts
-  finally:
-    mine.unlink(missing_ok=True)
+  if not path.exists():
+    with contextlib.suppress(FileExistsError):  # another process was quicker: its text counts
+      write_whole(path, text, os.link)
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str, place: Callable[[Path, Path], None] = os.replace) -> None:
   """Writes a file, whole or not at all; an existing file is replaced only then."""
   mine = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
   try:
     mine.write_text(text)
-    mine.replace(path)
+    place(mine, path)
   finally:
     mine.unlink(missing_ok=True)
 
@@ -343,27 +324,24 @@ def write_whole(path: Path, text: str) -> None:
 def _refuse_another(
   workdir: Path, mine: Config, saved: Config, may_change: Collection[str] = ()
 ) -> None:
-  """Every field outside `FREE_SECTIONS`, and the run's length and start, must be as saved."""
-  pairs = [
-    (f"run.{name}", getattr(mine.run, name), getattr(saved.run, name))
-    for name in ("total_tokens", "init_from")
-  ]
-  for field in dataclasses.fields(Config):
-    ours, theirs = getattr(mine, field.name), getattr(saved, field.name)
-    if field.name in FREE_SECTIONS:
-      continue
-    if not dataclasses.is_dataclass(ours):
-      pairs.append((field.name, ours, theirs))
-      continue
-    for inner in dataclasses.fields(ours):
-      name = inner.name
-      pairs.append((f"{field.name}.{name}", getattr(ours, name), getattr(theirs, name)))
-  for name, ours, theirs in pairs:
-    if ours != theirs and name not in may_change:
+  """Refuses a config whose `_fixed` values differ from the saved ones."""
+  theirs = _fixed(saved)
+  for name, ours in _fixed(mine).items():
+    if ours != theirs[name] and name not in may_change:
       raise ConfigError(
-        f"{name} = {ours!r}: the run in --workdir={workdir} has {theirs!r}. Fix: use the same"
+        f"{name} = {ours!r}: the run in --workdir={workdir} has {theirs[name]!r}. Fix: use the same"
         f" --config (--config={workdir / 'config.json'} is it), or another --workdir."
       )
+
+
+def _fixed(config: Config) -> dict[str, Any]:
+  """Every field outside `FREE_SECTIONS`, and the run's length and start, by name."""
+  found = {f"run.{name}": getattr(config.run, name) for name in ("total_tokens", "init_from")}
+  for name in (f.name for f in dataclasses.fields(config) if f.name not in FREE_SECTIONS):
+    value = getattr(config, name)
+    inner = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+    found |= {f"{name}.{f.name}": getattr(value, f.name) for f in inner} or {name: value}
+  return found
 
 
 # --- Requests to a run while it goes on: lines of JSON in a file of its workdir

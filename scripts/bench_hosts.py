@@ -80,9 +80,7 @@ def noted(island: Any) -> list[tuple[int, str, Any]]:
   return notes
 
 
-def as_host(
-  bench: bench_overhead.Bench, host: int, url: str, coordinator: str, syncer: str, folder: Path
-) -> None:
+def as_host(bench: bench_overhead.Bench, host: int, url: str, syncer: str, folder: Path) -> None:
   """Host 0 measures, the other follows; both write their notes to `folder`."""
   environment.prepare(num_cpu_devices=DEVICES // HOSTS, cpu_only=True)
   agreed = host_links.IslandIdentity("bench", "", 0, HOSTS)
@@ -90,7 +88,8 @@ def as_host(
   if host:
     links, coordinator = host_links.join(url, agreed, host, None, PATIENCE_SECONDS)
   else:
-    links = host_links.Meeting(url, agreed, coordinator, None).wait(PATIENCE_SECONDS)
+    meeting = host_links.Meeting(url, agreed, None)
+    links, coordinator = meeting.wait(PATIENCE_SECONDS), meeting.coordinator
   environment.join_hosts(coordinator, HOSTS, host, PATIENCE_SECONDS, PATIENCE_SECONDS)
   import jax
 
@@ -140,10 +139,10 @@ def as_shard(bench: bench_overhead.Bench, url: str) -> None:
 
 
 def two_processes(quick: bool, pairs: int, block: int, folder: Path) -> dict[str, Any]:
-  url, coordinator, syncer = free_urls(3)
+  url, syncer = free_urls(2)
   command = [sys.executable, __file__, f"--pairs={pairs}", f"--block={block}"]
-  command += [f"--url={url}", f"--coordinator={coordinator.removeprefix('tcp://')}"]
-  command += [f"--syncer={syncer}", f"--folder={folder}", *(["--quick"] if quick else [])]
+  command += [f"--url={url}", f"--syncer={syncer}", f"--folder={folder}"]
+  command += ["--quick"] if quick else []
   log = folder / "hosts.log"
   with log.open("wb") as file:
     pipe = subprocess.PIPE
@@ -206,7 +205,7 @@ def main() -> None:
   )
   parser.add_argument("--pairs", type=int, default=60)
   parser.add_argument("--block", type=int, default=8)
-  for name in ("url", "coordinator", "syncer", "folder"):
+  for name in ("url", "syncer", "folder"):
     parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
   parser.add_argument("--host", type=int, help=argparse.SUPPRESS)
   parser.add_argument("--shard", action="store_true", help=argparse.SUPPRESS)
@@ -216,7 +215,7 @@ def main() -> None:
   if given.shard:
     return as_shard(bench, given.syncer)
   if given.host is not None:
-    where = given.url, given.coordinator, given.syncer, Path(given.folder)
+    where = given.url, given.syncer, Path(given.folder)
     try:
       return as_host(bench, given.host, *where)
     except Exception:  # else JAX would wait for the other host at this process's end

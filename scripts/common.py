@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from ddiloco import environment
 from ddiloco import workdir as workdirs
 from ddiloco.config import Config, from_dict
-from ddiloco.engines.children import processes_of
 from ddiloco.observe import plots
 from ddiloco.observe.eventlog import EventLog, GrowingLog, read_events
 from ddiloco.protocol.events import RunFinished
@@ -183,6 +182,24 @@ class Run:
     for pid in processes_of(self.workdir, *flags):
       with contextlib.suppress(ProcessLookupError):  # it has just ended
         os.kill(pid, signal.SIGKILL)
+
+
+def processes_of(workdir: Path, *flags: str) -> list[int]:
+  """Other live processes whose command line names the workdir: a run and its roles (Linux).
+
+  With `flags` only processes that have all these flags too, such as `--learner=2`.
+  """
+  wanted = [f" {word} ".encode() for word in (f"--workdir={workdir}", *flags)]
+  found = []
+  for folder in Path("/proc").glob("[0-9]*"):
+    try:
+      line = b" %b " % (folder / "cmdline").read_bytes().replace(b"\0", b" ")
+      dead = (folder / "stat").read_text().rpartition(") ")[2][0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+      continue  # that process has just ended
+    if all(word in line for word in wanted) and not dead and int(folder.name) != os.getpid():
+      found.append(int(folder.name))
+  return found
 
 
 # --- Results

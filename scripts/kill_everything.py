@@ -36,7 +36,6 @@ import common
 from ddiloco.checkpoint.signed_json import Damaged
 from ddiloco.checkpoint.snapshots import Storage
 from ddiloco.config import CheckpointConfig, Config, from_dict
-from ddiloco.engines.children import processes_of
 from ddiloco.observe.eventlog import EventLog, Follower, read_events
 from ddiloco.protocol.events import Commit, Owns, Restored, Snapshot, Step
 from ddiloco.roles import initial
@@ -102,14 +101,14 @@ def moments(seed: int, kills: int, steps: int) -> list[Moment]:
 def kill_all(process: subprocess.Popen, workdir: Path) -> None:
   """Kills the process and its descendants with SIGKILL."""
   while True:
-    there = [process.pid, *processes_of(workdir)]
+    there = [process.pid, *common.processes_of(workdir)]
     for pid in there:
       try:
         os.kill(pid, signal.SIGKILL)
       except ProcessLookupError:
         continue
     process.wait()
-    if not processes_of(workdir):
+    if not common.processes_of(workdir):
       return
     time.sleep(POLL_SECONDS)
 

@@ -117,7 +117,7 @@ def test_jobs_are_done_in_order_on_a_thread_of_their_own():
   worker.put(over.set() for _ in [0])
   assert over.wait(PATIENCE_SECONDS) and done == ["test", "a", "b", "c"]
   worker.close(0.0, PATIENCE_SECONDS)
-  assert worker.ending and not worker.running
+  assert worker.ending and not worker._thread.is_alive()
 
 
 def test_a_job_that_fails_is_the_last_one():
@@ -127,7 +127,7 @@ def test_a_job_that_fails_is_the_last_one():
   worker.put(pytest.fail("it is done") for _ in [0])
   assert failed.wait(PATIENCE_SECONDS) and isinstance(worker.failure, ZeroDivisionError)
   worker.close(0.0, PATIENCE_SECONDS)
-  assert not worker.running
+  assert not worker._thread.is_alive()
 
 
 def test_a_worker_that_cannot_even_begin_says_so():
@@ -135,7 +135,7 @@ def test_a_worker_that_cannot_even_begin_says_so():
   worker = REAL_TIME.worker("test", begin=lambda: 1 / 0, failed=failed.set)
   assert failed.wait(PATIENCE_SECONDS) and isinstance(worker.failure, ZeroDivisionError)
   worker.close(0.0, PATIENCE_SECONDS)
-  assert not worker.running
+  assert not worker._thread.is_alive()
 
 
 def test_a_job_that_is_dropped_is_let_go_of():
@@ -156,7 +156,7 @@ def test_a_job_that_is_dropped_is_let_go_of():
   go.set()
   closing.join(PATIENCE_SECONDS)
   del state
-  assert not worker.running and held() is None
+  assert not worker._thread.is_alive() and held() is None
 
 
 def test_who_closes_a_worker_has_patience_or_none():
@@ -170,7 +170,7 @@ def test_who_closes_a_worker_has_patience_or_none():
   worker = REAL_TIME.worker("test")
   worker.put(waits_for_others())
   worker.close(PATIENCE_SECONDS, PATIENCE_SECONDS)
-  assert looked == ["gave up"] and not worker.running
+  assert looked == ["gave up"] and not worker._thread.is_alive()
 
   go, begun = threading.Event(), threading.Event()
   worker = REAL_TIME.worker("test")

@@ -65,7 +65,7 @@ def test_another_run_in_the_same_workdir_is_refused(tmp_path, changes, text):
 
 def test_a_workdir_that_cannot_be_is_refused(tmp_path):
   (tmp_path / "file").write_text("x")
-  with pytest.raises(ConfigError, match=r"cannot be used .*Fix: "):
+  with pytest.raises(ConfigError, match=r"cannot be written .*Fix: "):
     workdir.join(tmp_path / "file" / "run", CONFIG)
   (tmp_path / "started").write_text("yesterday")
   with pytest.raises(ConfigError, match=r"yesterday.*Fix: "):

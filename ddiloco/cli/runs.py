@@ -20,7 +20,7 @@ from ddiloco.cli.arguments import Flags
 from ddiloco.config import Config, ConfigError
 from ddiloco.config.schema import MAX_LEARNERS
 from ddiloco.dashboard.server import Dashboard, Where
-from ddiloco.engines.profiler import ProfileRequest, take_profile
+from ddiloco.engines.profiler import MOST_STEPS, ProfileRequest, take_profile
 from ddiloco.engines.role_spec import RoleSpec, end_with_parent
 from ddiloco.environment import FINISHED, LOST
 from ddiloco.trace import text
@@ -153,8 +153,9 @@ def profile(arguments: list[str]) -> int:
   given = Flags(arguments)
   given.add_workdir()
   given.add_integer("learner", 0, "Whose steps.")
-  given.add_integer("steps", 5, "How many of them, as a whole.")
-  given.add_integer("from_step", 0, "The first, as a global step; 0 or one that is over: the next.")
+  given.add_integer("steps", 5, "How many of them, as a whole.", least=1, most=MOST_STEPS)
+  first = "The first, as a global step; 0 or one that is over: the next."
+  given.add_integer("from_step", 0, first, least=0)
   given.add_number("wait_seconds", 120.0, "For the trace to be there.")
   given.parse(profile.__doc__)
   workdir, role = Path(given.workdir), f"learner-{given.learner}"

@@ -78,24 +78,6 @@ def spawn(command: list[str], log: Path) -> Process:
     )
 
 
-def processes_of(workdir: Path, *flags: str) -> list[int]:
-  """Other live processes whose command line names the workdir: a run and its roles (Linux).
-
-  With `flags` only processes that have all these flags too, such as `--learner=2`.
-  """
-  wanted = [f" {word} ".encode() for word in (f"--workdir={workdir}", *flags)]
-  found = []
-  for folder in Path("/proc").glob("[0-9]*"):
-    try:
-      line = b" %b " % (folder / "cmdline").read_bytes().replace(b"\0", b" ")
-      dead = (folder / "stat").read_text().rpartition(") ")[2][0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-      continue  # that process has just ended
-    if all(word in line for word in wanted) and not dead and int(folder.name) != os.getpid():
-      found.append(int(folder.name))
-  return found
-
-
 def _signal_name(number: int) -> str:
   try:
     return signal.Signals(number).name
@@ -188,15 +170,12 @@ class Child:
     Several processes have ended when all of them have, or when the rest do not follow the first in
     time: all hosts of an island end by themselves when one is lost, and host 0 then logs the loss.
     """
-    statuses = [each.poll() for each in self._processes]
-    ended = [status for status in statuses if status is not None]
+    ended = [each for each in (process.poll() for process in self._processes) if each is not None]
     if not ended:
       return None
     # A signal, or wrong usage, counts before the failures that it caused on the other hosts.
-    worst = min(
-      filter(None, ended), key=lambda status: (status > 0, status != BAD_USAGE), default=0
-    )
-    if len(ended) == len(statuses):
+    worst = min(filter(None, ended), key=lambda each: (each > 0, each != BAD_USAGE), default=0)
+    if len(ended) == len(self._processes):
       return worst
     self._apart_at = self._apart_at or time.monotonic()
     patience = WORDS_SECONDS if worst else KILL_SECONDS
@@ -224,16 +203,12 @@ class Child:
 
   def last_words(self, number: int = 0) -> str:
     """The last line of a process' log, without the time and name that every line has."""
-    log = self._logs[number]
-    try:
-      with log.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_WORDS_BYTES))
-        lines = file.read(LAST_WORDS_BYTES).decode(errors="replace").strip().splitlines()
-    except OSError:
-      lines = []
-    if not lines:
-      return f"see {log}"
-    return lines[-1].partition(f"{self.name}: ")[2] or lines[-1]
+    log, text = self._logs[number], ""
+    with contextlib.suppress(OSError), log.open("rb") as file:
+      file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_WORDS_BYTES))
+      text = file.read(LAST_WORDS_BYTES).decode(errors="replace").strip()
+    *_, last = text.splitlines() or [f"see {log}"]
+    return last.partition(f"{self.name}: ")[2] or last
 
   # --- signals ------------------------------------------------------------------------------------
 
@@ -265,10 +240,7 @@ class Child:
   def _send(self, number: signal.Signals, for_good: bool = False) -> None:
     for each in self._processes:
       if each.poll() is None:
-        if for_good:
-          each.kill()
-        else:
-          each.send_signal(number)
+        each.kill() if for_good else each.send_signal(number)
 
 
 # --- Processes of this machine, forked from a server that has imported everything already

@@ -7,11 +7,13 @@ and performs the actions it returns, on one thread, in turns.
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -33,6 +35,7 @@ from ddiloco.roles.exchange import Quarantined
 from ddiloco.runtime import Runtime
 from ddiloco.workdir import RESULT, run_name
 
+T = TypeVar("T")
 TURN_SECONDS = 0.05
 PRESSING_TURN_SECONDS = 0.01  # while a process is held up on purpose
 PATIENCE_SECONDS = 10.0  # for roles to end, beyond the time to drain
@@ -63,14 +66,8 @@ class Engine:
   shortest_life_seconds = 0.0  # between two starts of a role
   strikes_roles = False  # whether the supervisor performs planned faults, and not the roles
 
-  def __init__(
-    self,
-    config: Config,
-    workdir: Path,
-    measure: Measure | None,
-  ):
-    self.config = config
-    self.workdir = workdir
+  def __init__(self, config: Config, workdir: Path, measure: Measure | None):
+    self.config, self.workdir = config, workdir
     self.plan: Plan = initial.make_plan(config)
     self.leave = threading.Event()  # learners push what they have, and leave
     self.stop = threading.Event()  # as `leave`; where roles are threads, all end at once
@@ -111,7 +108,10 @@ class Engine:
         raise
       self._plan()
       try:
-        reason = self._watch()
+        reason = self._take_turns(self._over)
+        assert reason is not None, "there is no limit"
+        if reason == "failed" and self._state.hopeless:
+          warn(f"the run cannot reach its end any more: {self._state.hopeless}.")
       except KeyboardInterrupt:  # a second Ctrl-C: do not wait until work is merged
         reason, self._drains = "stopped", False
       self._ending = True
@@ -126,21 +126,19 @@ class Engine:
   def _say_started(self) -> None:
     """Logs all that a reader of the log needs to know of the run."""
     config = self.config
-    self._recorder.record(
-      events.RunStarted(
-        name=run_name(self.workdir),
-        num_learners=config.islands.num_learners,
-        num_shards=config.sync.num_shards,
-        num_fragments=len(self.plan.fragments) if config.sync.num_shards else 0,
-        total_tokens=config.run.total_tokens,
-      )
+    started = events.RunStarted(
+      name=run_name(self.workdir),
+      num_learners=config.islands.num_learners,
+      num_shards=config.sync.num_shards,
+      num_fragments=len(self.plan.fragments) if config.sync.num_shards else 0,
+      total_tokens=config.run.total_tokens,
     )
+    self._recorder.record(started)
 
   # --- for subclasses to define -------------------------------------------------------------------
 
   def _begin(self) -> None:
     """Finds what the run goes on from, and opens `_recorder`."""
-    raise NotImplementedError
 
   def _prepare(self) -> None:
     """Work that takes long, before the first role starts."""
@@ -158,7 +156,6 @@ class Engine:
 
   def _requested(self, fault: Fault) -> None:
     """Takes a fault that was requested during the run."""
-    raise NotImplementedError
 
   def _over(self) -> str | None:
     """Why the run is over: finished, stopped or failed; None: it goes on."""
@@ -166,10 +163,10 @@ class Engine:
 
   def _start(self, name: str, life: int, afresh: bool) -> None:
     """Starts a role's next life. An exception counts as the end of that life."""
-    raise NotImplementedError
 
   def _strike(self, fault: Fault) -> None:
-    """Performs a planned fault; stalls of a role go by `_hold` instead."""
+    """Performs a planned fault and logs it; stalls of a role go by `_hold`, joins by `_start`."""
+    self._note_fault(fault, chaos.detail(fault, self._global_step))
 
   def _hold(self, name: str, held: bool) -> None:
     """Stops a role where it is, or lets it go on."""
@@ -180,7 +177,6 @@ class Engine:
 
   def _end(self, reason: str) -> None:
     """Ends all roles that still live."""
-    raise NotImplementedError
 
   def _record(self, role: str, incarnation: int) -> Recorder:
     raise NotImplementedError
@@ -207,39 +203,32 @@ class Engine:
       self.shortest_life_seconds,
     )
 
-  def _watch(self) -> str:
-    """Takes turns until the run is over or hopeless; returns why."""
+  def _take_turns(self, over: Callable[[], T], seconds: float = math.inf) -> T:
+    """Takes turns until `over()` is true, or for so long; returns what it returned last."""
+    deadline = time.monotonic() + seconds
     while True:
-      self._turn()
-      if reason := self._over():
-        return reason
-      self._sleep()
-
-  def _turn(self) -> None:
-    """Feeds what has happened, and does what is due."""
-    for duty in (self._observe, self._hear):
-      self._guard(duty)
-    self._feed(supervisor.Tick(time.monotonic(), self._global_step, self._seconds()))
-
-  def _sleep(self) -> None:
-    """Sleeps until the next turn: earlier if a restart is due or a role is held up on purpose."""
-    now = time.monotonic()
-    pressing = supervisor.pressing(self._state, now)
-    wake_at = now + (PRESSING_TURN_SECONDS if pressing else TURN_SECONDS)
-    self._news.wait(max(0.0, min(wake_at, supervisor.next_wake(self._state)) - now))
-    self._news.clear()
+      for duty in (self._observe, self._hear):
+        self._guard(duty)
+      self._feed(supervisor.Tick(time.monotonic(), self._global_step, self._seconds()))
+      if (found := over()) or time.monotonic() >= deadline:
+        return found
+      # The next turn is earlier if a restart is due or a role is held up on purpose.
+      now = time.monotonic()
+      pressing = supervisor.pressing(self._state, now)
+      wake_at = now + (PRESSING_TURN_SECONDS if pressing else TURN_SECONDS)
+      self._news.wait(max(0.0, min(wake_at, supervisor.next_wake(self._state)) - now))
+      self._news.clear()
 
   def _wait(
     self, names: Sequence[str], seconds: float, unless: Callable[[], bool] = lambda: False
   ) -> list[str]:
     """Takes turns until these roles have ended, for `seconds` at most; returns the late ones."""
-    deadline = time.monotonic() + seconds
-    while True:
-      self._turn()
-      late = [n for n in names if n in self._state.roles and not self._state.roles[n].ended]
-      if not late or unless() or time.monotonic() >= deadline:
-        return late
-      self._sleep()
+
+    def late() -> list[str]:
+      return [n for n in names if n in self._state.roles and not self._state.roles[n].ended]
+
+    self._take_turns(lambda: not late() or unless(), seconds)
+    return late()
 
   def _feed(self, event: supervisor.Event) -> None:
     """Tells the supervisor, and performs its actions; a failed action holds up no other."""
@@ -268,10 +257,6 @@ class Engine:
         self._hold(name, held)
       case supervisor.Terminate(name):
         self._terminate(name)
-      case supervisor.Joined(fault):
-        self._note_fault(fault, chaos.detail(fault, self._global_step))
-      case supervisor.Hopeless(reason) if not self._ending:
-        warn(f"the run cannot reach its end any more: {reason}.")
 
   def _hear(self) -> None:
     """Takes faults that were requested during the run, by the dashboard for example."""
@@ -292,9 +277,10 @@ class Engine:
   ) -> None:
     """Starts a life, `live(incarnation, recorder)`; its failure ends no other thread."""
     arguments = name, incarnation, live
-    thread = threading.Thread(target=self._live, args=arguments, name=name, daemon=True)
-    self._threads[name] = thread
-    thread.start()
+    self._threads[name] = threading.Thread(
+      target=self._live, args=arguments, name=name, daemon=True
+    )
+    self._threads[name].start()
 
   def _live(self, name: str, incarnation: int, live: Callable[[int, Recorder], None]) -> None:
     end: supervisor.Event = supervisor.Left(name)
@@ -326,9 +312,11 @@ class Engine:
     self._evaluated = role
     role.run(lambda: EVALUATOR_ADDRESS in self._told)
 
-  def _untrained_loss(self) -> float | None:
-    """Held-out loss of the initial parameters, if the evaluator was there in time."""
-    return None if self._evaluated is None else self._evaluated.untrained_loss
+  def _result(self, reason: str, params: Mapping[str, np.ndarray], saved: bool) -> RunResult:
+    """The result of a run with shards; `params`: the global model."""
+    lost = "; ".join(f"{name}: {what}" for name, what in sorted(self._lost.items()))
+    untrained_loss = None if self._evaluated is None else self._evaluated.untrained_loss
+    return RunResult(reason, params, {}, dict(self.steps), lost, saved, untrained_loss)
 
   def _initial_values(self) -> Mapping[int, np.ndarray]:
     """Fragment -> initial value, as far as this process can make it."""

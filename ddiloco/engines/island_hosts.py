@@ -25,8 +25,8 @@ from ddiloco.network.host_links import (
   HostProgress,
   HostsApart,
   HostWatch,
+  IslandIdentity,
   Meeting,
-  free_address,
 )
 from ddiloco.network.keys import require_keys
 from ddiloco.network.transport import learner_address
@@ -66,18 +66,15 @@ def check_hosts(config: Config, number: int, place: RoleSpec) -> None:
     require_keys(place.hosts, load_keys(place, learner_address(number)), "--hosts")
 
 
-def _agreed(config: Config, number: int, place: RoleSpec) -> host_links.IslandIdentity:
+def _agreed(config: Config, number: int, place: RoleSpec) -> IslandIdentity:
   digest = hashlib.sha256(config.to_json().encode()).hexdigest()[:16]
-  return host_links.IslandIdentity(
-    place.run_id, digest, number, config.islands.island(number).hosts
-  )
+  return IslandIdentity(place.run_id, digest, number, config.islands.island(number).hosts)
 
 
-def _join(coordinator: str, config: Config, island: host_links.IslandIdentity, host: int) -> None:
+def _join(coordinator: str, config: Config, island: IslandIdentity, host: int) -> None:
   network = config.network
   silence_seconds = max(LEAST_HEARTBEAT_SECONDS, 3 * network.silence_seconds)
-  patience_seconds = network.give_up_seconds
-  environment.join_hosts(coordinator, island.hosts, host, patience_seconds, silence_seconds)
+  environment.join_hosts(coordinator, island.hosts, host, network.give_up_seconds, silence_seconds)
 
 
 def name_lost_host() -> None:
@@ -104,13 +101,12 @@ class Hosts:
     config, place = runner.config, runner.place
     self._runner, self.progress = runner, HostProgress()
     island = _agreed(config, number, place)
-    meeting = Meeting(place.hosts, island, coordinator := free_address(place.hosts), runner.keys)
+    meeting = Meeting(place.hosts, island, runner.keys)
     runner.ready = lambda: f"hosts {meeting.missing} of its island, which have not come"
     self.links = meeting.wait(config.network.give_up_seconds)
-    life = {host: each.life(leads=True) for host, each in self.links.items()}
     limits = self._silent_seconds, self._order_seconds
-    self._watch = HostWatch(life, self.progress, *limits, self._lost, runner.ask_to_end)
-    _join(coordinator, config, island, 0)
+    self._watch = HostWatch(self.links, self.progress, *limits, self._lost, runner.stop.set)
+    _join(meeting.coordinator, config, island, 0)
 
   def wait_until_compiled(self) -> None:
     """Waits until all hosts have compiled their programs."""
@@ -126,14 +122,12 @@ class Hosts:
     jax.distributed.shutdown()
 
   def _silent_seconds(self) -> float:
-    return max(
-      self._runner.config.network.silence_seconds, SLOW_STEPS * self._runner.usual_seconds()
-    )
+    network, usual_seconds = self._runner.config.network, self._runner.usual_seconds()
+    return max(network.silence_seconds, SLOW_STEPS * usual_seconds)
 
   def _order_seconds(self) -> float:
-    if self.progress.done < FIRST_ORDERS:
-      return self._runner.config.network.give_up_seconds
-    return self._silent_seconds()
+    first = self.progress.done < FIRST_ORDERS
+    return self._runner.config.network.give_up_seconds if first else self._silent_seconds()
 
   def _lost(self, host: int | None, reason: str) -> None:
     """Ends the whole process, since its main thread may wait inside a program for ever."""
@@ -204,8 +198,8 @@ def _follow(
   asked = progress.asked_to_end.is_set
   links, coordinator = host_links.join(place.hosts, island, place.host, keys, patience, asked)
   silence = config.network.silence_seconds
-  life, limit = {0: links.life(leads=False)}, lambda: silence
-  watch = HostWatch(life, progress, limit, limit, lost, meet_seconds=patience)
+  limits = (lambda: silence,) * 2
+  watch = HostWatch({0: links}, progress, *limits, lost, meet_seconds=patience)
   _join(coordinator, config, island, place.host)
   progress.joined = True
   import jax

@@ -53,13 +53,7 @@ class ProcessesEngine(Engine):
   shortest_life_seconds, strikes_roles = SHORTEST_LIFE_SECONDS, True
   cpu_only = False  # whether learners get the flag --cpu; children of this process inherit it
 
-  def __init__(
-    self,
-    config: Config,
-    workdir: Path,
-    corpus: data.Source,
-    measure: Measure | None,
-  ):
+  def __init__(self, config: Config, workdir: Path, corpus: data.Source, measure: Measure | None):
     if not config.sync.num_shards:
       raise ConfigError(
         "sync.num_shards = 0: processes meet at a syncer shard."
@@ -71,11 +65,14 @@ class ProcessesEngine(Engine):
     self.steps = {m: 0 for m in range(config.islands.num_learners)}
     self._training_since: float | None = None  # unix seconds, of the first step
     self._follow_at = 0.0
-    self._all_left_at: float | None = None
+    self._lived_at = time.monotonic()  # when a learner was last there, or was to come
     self._children: dict[str, Child] = {}
 
   def _begin(self) -> None:
-    self._resume()
+    # Says what the run goes on from, or refuses; started roles find their snapshot themselves.
+    storage, tried = self._open_storage(), list[str]()
+    whole = None if storage is None else newest_whole(storage, self.plan, tried)
+    go_on(self.config, self.workdir, storage, whole, tried)
     warm()
     self._started = workdir.join(self.workdir, self.config)
     self._recorder = self._record("engine", 0)
@@ -93,12 +90,6 @@ class ProcessesEngine(Engine):
     shards = [syncer_address(s) for s in range(self.config.sync.num_shards)]
     learners = [learner_address(m) for m in range(self.config.islands.num_learners)]
     return [*shards, *learners, EVALUATOR_ADDRESS]
-
-  def _resume(self) -> None:
-    """Says what the run goes on from, or refuses; started roles find their snapshot themselves."""
-    storage, tried = self._open_storage(), list[str]()
-    newest = None if storage is None else newest_whole(storage, self.plan, tried)
-    go_on(self.config, self.workdir, storage, newest, tried)
 
   # --- supervision --------------------------------------------------------------------------------
 
@@ -158,7 +149,7 @@ class ProcessesEngine(Engine):
       return ask_for(self.workdir, fault)
     if fault.action == "kill":
       self._children[fault.role].strike(for_good=fault.seconds < 0)
-    self._note_fault(fault, chaos.detail(fault, self._global_step))
+    super()._strike(fault)
 
   def _requested(self, fault: Fault) -> None:
     """Takes a fault that the dashboard requested, or that `_strike` requested of a role."""
@@ -187,12 +178,9 @@ class ProcessesEngine(Engine):
     if self._state.hopeless:
       return "failed"
     if not all(role.ended for role in learners):
-      self._all_left_at = None
-    elif self._all_left_at is None:
-      self._all_left_at = now
-    elif now - self._all_left_at > MEASURE_SECONDS:  # the evaluator is not only a moment behind
-      return "stopped"
-    return None
+      self._lived_at = now
+    late = now - self._lived_at > MEASURE_SECONDS  # the evaluator is not only a moment behind
+    return "stopped" if late else None
 
   def _merged(self) -> bool:
     """Whether the global model is final, and the evaluator has it."""
@@ -262,9 +250,7 @@ class ProcessesEngine(Engine):
     role = self._evaluated
     joined = role is not None and role.exchange.state.joined
     params = role.store.params() if joined else self._newest_params()
-    lost = "; ".join(f"{name}: {what}" for name, what in self._lost.items())
-    saved = role is not None and role.saved
-    return RunResult(reason, params, {}, dict(self.steps), lost, saved, self._untrained_loss())
+    return self._result(reason, params, saved=role is not None and role.saved)
 
   def _newest_params(self) -> Mapping[str, np.ndarray]:
     """The global model of the newest snapshot, if the evaluator never had a whole model."""

@@ -9,12 +9,14 @@ the run.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import queue
 import threading
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from ddiloco.config import ConfigError
 from ddiloco.observe.eventlog import Follower, Records
@@ -29,24 +31,12 @@ PATIENCE_SECONDS = 60.0  # for the next step, before the trace ends as it is
 CLOSE_SECONDS = 30.0  # to write a trace
 
 
-@dataclasses.dataclass(frozen=True)
-class ProfileRequest:
+class ProfileRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
   """A trace of a learner's next steps, from the global step `from_step` on, or later."""
 
   role: str
-  steps: int = 5
-  from_step: int = 0
-
-  def __post_init__(self):
-    for name in ("steps", "from_step"):
-      value, least = getattr(self, name), 1 if name == "steps" else 0
-      if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"--{name}={value}: must be at least {least}. Fix: --{name}=5, say.")
-    if self.steps > MOST_STEPS:
-      raise ConfigError(
-        f"--steps={self.steps}: a trace has at most {MOST_STEPS} steps, which is a gigabyte or so."
-        " Fix: ask for 5."
-      )
+  steps: Annotated[int, msgspec.Meta(ge=1, le=MOST_STEPS)] = 5
+  from_step: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class Profiler:
@@ -60,15 +50,16 @@ class Profiler:
 
   def __init__(self, workdir: Path, roles: Collection[str], record: Callable[[], Records]):
     self._workdir, self._roles, self._record = workdir, roles, record
-    path = workdir / PROFILE_REQUESTS
-    self._requests = RequestFile[ProfileRequest](path, lambda f: ProfileRequest(**f), "trace")
+    parse = lambda fields: msgspec.convert(fields, ProfileRequest)  # noqa: E731
+    self._requests = RequestFile[ProfileRequest](workdir / PROFILE_REQUESTS, parse, "trace")
     self._began = time.time()
     self._look_at = 0.0
-    self._lock = threading.Lock()  # of `_asked` and `_thread`
-    # (A request that is not begun, whether an earlier process may have answered it.)
-    self._asked: list[tuple[ProfileRequest, bool]] = []
-    self._thread: threading.Thread | None = None
+    # Requests that are not begun. `look` appends to these lists, the thread alone removes.
+    self._asked: list[ProfileRequest] = []
+    self._old: list[ProfileRequest] = []  # an earlier process may have answered them
+    self._thread: threading.Thread | None = None  # from the first request on
     self._at: dict[str, int] = {}  # role -> the global step after its last step
+    self._heeds = False  # steps are news for the thread
     self._news: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # None: a request or the end
     self._closing = False
 
@@ -76,7 +67,7 @@ class Profiler:
     """Takes an event of a role, on the role's thread."""
     if type(event) is events.Step:
       self._at[event.role] = event.global_step
-      if self._thread is not None:
+      if self._heeds:
         self._news.put(event)
 
   def look(self) -> None:
@@ -86,7 +77,12 @@ class Profiler:
     self._look_at = time.monotonic() + LOOK_SECONDS
     for when, request in self._requests.poll():
       if request.role in self._roles and (when >= self._began or request.from_step):
-        self._ask(request, when < self._began)
+        (self._old if when < self._began else self._asked).append(request)
+        self._heeds = True
+        self._news.put(None)
+        if self._thread is None:
+          self._thread = threading.Thread(target=self._serve, name="profiler", daemon=True)
+          self._thread.start()
 
   def close(self) -> None:
     """Ends the trace under way as it is; no other trace is begun."""
@@ -95,50 +91,33 @@ class Profiler:
     if (thread := self._thread) is not None:
       ended(thread, CLOSE_SECONDS)
 
-  def _ask(self, request: ProfileRequest, old: bool) -> None:
-    with self._lock:
-      self._asked.append((request, old))
-      if self._thread is None:
-        self._thread = threading.Thread(target=self._serve, name="profiler", daemon=True)
-        self._thread.start()
-    self._news.put(None)
-
   def _serve(self) -> None:
-    """Takes traces until no request is left."""
-    while (request := self._next()) is not None:
+    """Takes the traces that are asked for, until `close`."""
+    while not self._closing:
+      if (request := self._take_due()) is None:
+        self._heeds = bool(self._asked or self._old)
+        with contextlib.suppress(queue.Empty):
+          self._news.get(timeout=PATIENCE_SECONDS)
+        continue
       try:
         self._trace(request)
       except Exception as error:  # a trace is being taken already, no disk, ...: the run goes on
         reason = f"{type(error).__name__}: {error}"
         self._record().record(events.Unprofiled(target=request.role, reason=reason))
 
-  def _next(self) -> ProfileRequest | None:
-    """Waits for the first request whose steps are the next ones; None: there are no requests."""
-    while True:
-      with self._lock:
-        if (request := self._take_due()) is not None and not self._closing:
-          return request
-        if self._closing or not self._asked:
-          self._thread = None
-          return None
-      with contextlib.suppress(queue.Empty):
-        self._news.get(timeout=PATIENCE_SECONDS)
-
   def _take_due(self) -> ProfileRequest | None:
-    found, waiting = None, []
-    for request, old in self._asked:
+    """The first request whose steps are the next ones."""
+    for request in self._old[:]:
       at = self._at.get(request.role)
-      if old and at is not None:  # the global step tells now whether it was answered
-        if at >= request.from_step:
-          continue
-        old = False
+      if at is not None:  # the global step tells now whether it was answered
+        self._old.remove(request)
+        self._asked += [request] if at < request.from_step else []
+    for request in self._asked[:]:
       # The step under way when a trace begins is not whole; the next one, `from_step`, must be.
-      if found is None and not old and (at or 0) >= request.from_step - 2:
-        found = request
-      else:
-        waiting.append((request, old))
-    self._asked = waiting
-    return found
+      if self._at.get(request.role, 0) >= request.from_step - 2:
+        self._asked.remove(request)
+        return request
+    return None
 
   def _trace(self, request: ProfileRequest) -> None:
     import jax
@@ -196,7 +175,7 @@ def take_profile(workdir: Path, request: ProfileRequest, wait_seconds: float) ->
     raise ConfigError(f"--workdir={workdir}: its run is over. Fix: trace a run that goes on.")
   follower = Follower(workdir)
   follower.skip()
-  append_request(workdir / PROFILE_REQUESTS, dataclasses.asdict(request))
+  append_request(workdir / PROFILE_REQUESTS, msgspec.structs.asdict(request))
   until = time.monotonic() + wait_seconds
   while time.monotonic() < until:
     for event in follower.poll():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import signal
@@ -10,12 +11,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ddiloco import workdir
 from ddiloco.chaos import FaultRequests, Faults, FaultyEndpoint
+from ddiloco.checkpoint.buddy import buddy_of
 from ddiloco.checkpoint.restore import open_storage
 from ddiloco.checkpoint.saver import Saver
 from ddiloco.config import Config, ConfigError
@@ -38,6 +40,9 @@ from ddiloco.protocol import events
 from ddiloco.protocol.events import Event, parse_role
 from ddiloco.roles import initial
 
+if TYPE_CHECKING:  # its module imports Orbax and JAX, which not every role needs
+  from ddiloco.checkpoint.snapshots import Storage
+
 LOOK_SECONDS = 0.5  # between two looks at the role
 PROGRESS_SECONDS = 10.0
 CLOSE_SECONDS = 10.0  # for the runner's thread to end; its terminal may be stuck
@@ -59,12 +64,7 @@ def load_keys(place: RoleSpec, address: str) -> Keys | None:
 
 
 def connect(
-  config: Config,
-  plan: Plan,
-  place: RoleSpec,
-  address: str,
-  incarnation: int,
-  keys: Keys | None = None,
+  config: Config, plan: Plan, place: RoleSpec, address: str, incarnation: int, keys: Keys | None
 ) -> NetworkEndpoint:
   """A role's endpoint; it dials no peer yet."""
   run = RunIdentity(
@@ -73,14 +73,7 @@ def connect(
     max_payload_bytes=12 * max(plan.sizes),  # a copy: value, published value and momentum, f32
     queue_bytes=config.network.queue_bytes or 12 * sum(plan.sizes),
   )
-  return NetworkEndpoint(
-    address,
-    incarnation,
-    run,
-    config.network,
-    bind=place.bind or None,
-    keys=keys,
-  )
+  return NetworkEndpoint(address, incarnation, run, config.network, place.bind or None, keys)
 
 
 class Ended(Exception):
@@ -99,13 +92,17 @@ class RoleRunner:
     address: the role's, "learner-3".
     config: the run's.
     place: where the role runs.
+
+  Attributes:
+    stop: set by a signal; the role is asked to end.
+    ready: what the role waits for, "": it works.
+    progress: how far it is, in words.
+    usual_seconds: of one step, 0 before it is known.
   """
 
   def __init__(self, address: str, config: Config, place: RoleSpec):
-    self.address = address
-    self._trains = parse_role(address)[0] == "learner"
-    self.config = config
-    self.place = place
+    self.address, self.config, self.place = address, config, place
+    self._kind, self._number = parse_role(address)
     self.keys = load_keys(place, address)
     self.plan = initial.make_plan(config)
     self.started = workdir.join(place.workdir, config)
@@ -115,27 +112,23 @@ class RoleRunner:
     # A shard has its port to itself, so none of its former lives can still run. Any other role
     # learns from the shards whether a former life still runs.
     self.incarnation = role_spec.above(now, [self._former] if place.bind else [])
+    self.ready: Callable[[], str] = lambda: "starting"
+    self.progress: Callable[[], str] = lambda: ""
+    self.usual_seconds: Callable[[], float] = lambda: 0.0
     self._profiler = Profiler(place.workdir, [address], lambda: self.recorder)
-    self._hangs = HangWatch(
-      config.run.hang_seconds, lambda role: self.usual_seconds(), lambda: self.recorder
-    )
+    self._hangs = HangWatch(config.run.hang_seconds, lambda: self.recorder)
     self.recorder = self._record()
     self.endpoint: FaultyEndpoint | None = None
-    self.ready: Callable[[], str] = lambda: "starting"  # "": ready; else what the role waits for
-    self.progress: Callable[[], str] = lambda: ""
     self._signals = contextlib.ExitStack()
     self._heard: list[int] = []  # the signals that have come
-    self._stop = threading.Event()
+    self.stop = threading.Event()
     self._closing = threading.Event()
     self._said_stop = False
-    self._failure = ""
-    self._hurry = False
+    self._over: Ended | Outnumbered | None = None  # why this life cannot go on
     self._began = False  # the role checks for signals itself, or other roles may know of it
-    self._outnumbered: Outnumbered | None = None
     self._waited = False  # whether the role has waited for a newer life to fall silent
     self._end_at = math.inf  # when the process ends if the role has not begun by then
     self._seen = RunState()
-    self.usual_seconds: Callable[[], float] = lambda: 0.0  # of one step, for the liveness probe
     self._health = Health(self._status)
     self.faults = Faults((), 0.0, role=address)
     self._asked = FaultRequests(place.workdir)
@@ -145,7 +138,7 @@ class RoleRunner:
 
   def __enter__(self) -> RoleRunner:
     where = f", probes at {self._health.serve(self.place.http)}" if self.place.http else ""
-    self._heard = self._signals.enter_context(terminates(self._stop))
+    self._heard = self._signals.enter_context(terminates(self.stop))
     self.say(f"starts in run {self.place.run_id!r}, incarnation {self.incarnation}{where}")
     self._thread.start()
     return self
@@ -172,8 +165,8 @@ class RoleRunner:
     except ConfigError:
       raise  # bad usage; the command line prints the text
     except KeyboardInterrupt:
-      self._hurry = True
-      self.say("ends at once, as asked")
+      self._over = Ended("ends at once, as asked")
+      self.say(str(self._over))
       return INTERRUPTED
     except Ended as error:
       self.say(str(error))
@@ -187,7 +180,7 @@ class RoleRunner:
       traceback.print_exc()
       self.say(f"crashed: {type(error).__name__}: {error}")
       return LOST
-    return self._asked_status() if status == FINISHED and self._stop.is_set() else status
+    return self._asked_status() if status == FINISHED and self.stop.is_set() else status
 
   def connect(self) -> FaultyEndpoint:
     """Replaces the connection by a new one of the present incarnation."""
@@ -221,9 +214,7 @@ class RoleRunner:
         f"cannot listen at {self.place.bind} ({error})."
         " Fix: end the process that has it, or choose another --bind (and --syncers everywhere)."
       ) from error
-    count = len(self.place.syncers)
-    buddy = (shard + 1) % count
-    if buddy != shard:
+    if (buddy := buddy_of(shard, len(self.place.syncers))) != shard:
       endpoint.dial(syncer_address(buddy), self.place.syncers[buddy])
     return endpoint
 
@@ -235,21 +226,26 @@ class RoleRunner:
     """
     return initial.initial_values(self.config, self.plan, range(len(self.plan.fragments)))
 
+  @functools.cached_property
+  def storage(self) -> Storage | None:
+    """The run's snapshots; None if it makes none."""
+    return open_storage(self.config, self.plan, self.place.workdir, self.place.run_id)
+
   def saver(self) -> Saver | None:
     """The saver of the role's parts of snapshots; None if the run makes none."""
-    storage = open_storage(self.config, self.plan, self.place.workdir, self.place.run_id)
-    if storage is None:
-      return None
-    role, disk = self.recorder.role, self.faults.disk
-    return Saver(storage, role, self.incarnation, self.recorder, disk)
+    life = self.address, self.incarnation, self.recorder, self.faults.disk
+    return None if self.storage is None else Saver(self.storage, *life)
 
   def disconnect(self) -> None:
     """Closes the connection; queued messages have `network.drain_seconds` to go out."""
     self._hangs.end(self.address)  # the loop is over; the time until the next loop is no step
     endpoint, self.endpoint = self.endpoint, None
     if endpoint is not None:
-      at_once = self._failure or self._hurry or self._outnumbered
-      endpoint.close(0.0 if at_once else self.config.network.drain_seconds)
+      # What this life has set may hold a copy of the whole model.
+      usual_seconds = self.usual_seconds()
+      self.usual_seconds = lambda: usual_seconds
+      self.ready, self.progress = lambda: "its next life, or its end", lambda: ""
+      endpoint.close(0.0 if self._over else self.config.network.drain_seconds)
 
   def reborn(self, after: int = 0) -> None:
     """The role starts again in this process, as a new incarnation: `after` or later."""
@@ -270,8 +266,8 @@ class RoleRunner:
     """Begins a new life after this one was refused; True if a signal came before that."""
     self.say(f"{refusal}; begins anew in {refusal.wait_seconds:g} s")
     self.disconnect()
-    self._outnumbered = None
-    asked = self.pause(refusal.wait_seconds)
+    self._over = None
+    asked = self.stop.wait(refusal.wait_seconds)
     self.reborn(refusal.after)
     return asked
 
@@ -285,25 +281,15 @@ class RoleRunner:
     """
     self._began = True
     self._health.beat()
-    if self._trains:
-      self._hangs.beat(self.address)
-    if self._outnumbered is not None:
-      raise self._outnumbered
-    if self._failure:
-      raise Ended(self._failure)
-    return self._stop.is_set()
+    if self._kind == "learner":
+      self._hangs.beat(self.address, self.usual_seconds())
+    if self._over is not None:
+      raise self._over
+    return self.stop.is_set()
 
   def busy(self, what: str) -> None:
     """Until the next call of `stopped`, the role may take as long as it may take to start."""
     self._health.busy(what)
-
-  def ask_to_end(self) -> None:
-    """Asks the role to end, as a signal does; from any thread."""
-    self._stop.set()
-
-  def pause(self, seconds: float) -> bool:
-    """Waits; True if a signal ended the wait."""
-    return self._stop.wait(seconds)
 
   def say(self, text: str) -> None:
     """Prints one line, if the process has a terminal. Parts of the text may come from a peer, so
@@ -313,7 +299,7 @@ class RoleRunner:
 
   def speed(self) -> str:
     """How fast a learner trains, in words; "" before it is known."""
-    island = self._seen.islands.get(parse_role(self.address)[1])
+    island = self._seen.islands.get(self._number)
     return island.speed.text() if island is not None else ""
 
   # --- beside the role ----------------------------------------------------------------------------
@@ -358,19 +344,19 @@ class RoleRunner:
         self.say("was asked to end before it had begun; nothing is lost")
         self.recorder.close()
         os._exit(self._asked_status())
-    elif self._stop.is_set() and not self._said_stop:
+    elif self.stop.is_set() and not self._said_stop:
       self._said_stop = True
       self.say("was asked to end; brings out what it has (a second Ctrl-C ends it at once)")
 
   def _probe(self, waits_for: str) -> None:
     self._health.allow_seconds = self.usual_seconds()
-    if waits_for or self._failure:
-      self._health.not_ready(self._failure or waits_for)
+    if waits_for or self._over:
+      self._health.not_ready(str(self._over or waits_for))
     else:
       self._health.ready()
 
   def _status(self) -> dict[str, Any]:
-    endpoint, waits_for = self.endpoint, self._failure or self.ready()
+    endpoint, waits_for = self.endpoint, str(self._over or self.ready())
     return {
       "role": self.address,
       "run": self.place.run_id,
@@ -381,34 +367,33 @@ class RoleRunner:
     }
 
   def _check_links(self) -> None:
-    endpoint = self.endpoint
+    endpoint, now = self.endpoint, time.monotonic()
     if endpoint is None:
       return
     if endpoint.broken:
-      self._fail(
+      what = (
         f"cannot speak any more: {endpoint.broken}. What it had not sent is lost. Fix: start it"
         " again; if that repeats, report it with the trace that stands above."
       )
-      return
+      return self._end_life(Ended(what))
     if endpoint.fenced:
-      self._on_fenced(endpoint)
-      return
+      return self._on_fenced(endpoint)
     links = endpoint.links()
-    now = time.monotonic()
     for peer, link in links.items():
       self._say_drops(peer, *link.get("drops", (0, "")))
     up = any(link["state"] == "up" for link in links.values())
     if up and self._former >= self.incarnation:  # before this host's clock stepped back
       reason = f"was here as incarnation {self._former} before, and is let in"
-      self._lose_life(Outnumbered(reason, self._former + 1))
+      self._end_life(Outnumbered(reason, self._former + 1))
     if up or self.place.bind:
       self._reached_at = now
     patience = self.config.network.give_up_seconds
     if now - self._reached_at > patience:
-      self._fail(
+      what = (
         f"has reached no shard for {patience:g} s: {unreached(links)}. Fix: check --syncers and"
         " --keys and that the shards run, or raise network.give_up_seconds."
       )
+      self._end_life(Ended(what))
 
   def _say_drops(self, peer: str, count: int, reason: str) -> None:
     """Reports messages of this role that a peer has dropped: a line now and then, and an event."""
@@ -422,18 +407,17 @@ class RoleRunner:
     """Ends the role, unless the newer life is dead: then this host's clock has stepped back."""
     silence_seconds = self.config.network.silence_seconds
     life = another_life(endpoint.fenced, *endpoint.outnumbered, silence_seconds, self._waited)
-    if life is not None:
-      self._waited = True
-      self._lose_life(life)
-      return
-    self._fail(
+    self._waited = True
+    what = (
       f"may not speak any more: {endpoint.fenced}. Another process runs as {self.address}."
       " Fix: end one of them, or give it another number."
     )
+    self._end_life(life or Ended(what))
 
-  def _lose_life(self, refusal: Outnumbered) -> None:
-    if self._outnumbered is None:
-      self._outnumbered = refusal
+  def _end_life(self, why: Ended | Outnumbered) -> None:
+    """Has `stopped` raise this soon."""
+    self._over = self._over or why
+    if self.endpoint is not None:
       self.endpoint.wake()
 
   def _suffer(self) -> None:
@@ -442,11 +426,6 @@ class RoleRunner:
       left = when + fault.seconds - time.time()
       if fault.role == self.address and fault.action in INSIDE and left > 0:
         self.faults.begin(fault, left)
-
-  def _fail(self, text: str) -> None:
-    self._failure = self._failure or text
-    if self.endpoint is not None:
-      self.endpoint.wake()
 
 
 def unreached(links: dict) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 import os
 import random
 import signal
@@ -64,21 +65,18 @@ def free_urls(count: int, host: str = "127.0.0.1") -> list[str]:
     OSError: there are not so many free ports.
   """
   family = socket.AF_INET6 if ":" in host else socket.AF_INET
-  held: list[socket.socket] = []
+  shown = f"[{host}]" if ":" in host else host
   urls: list[str] = []
-  try:
+  with contextlib.ExitStack() as held:
     for port in random.SystemRandom().sample(PORTS, len(PORTS)):
-      held.append(socket.socket(family))
+      each = held.enter_context(socket.socket(family))
       try:
-        held[-1].bind((host, port))
+        each.bind((host, port))
       except OSError:
         continue  # the port is taken
-      urls.append(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
+      urls.append(f"tcp://{shown}:{port}")
       if len(urls) == count:
         return urls
-  finally:
-    for each in held:
-      each.close()
   raise OSError(f"found no {count} free ports between {PORTS[0]} and {PORTS[-1]}")
 
 
@@ -135,10 +133,9 @@ def newest(workdir: Path, now: int, role: str = "*") -> int:
   Numbers too far ahead of the clock are left out: they were never let in, and one wrong clock must
   not force larger numbers on later lives.
   """
-  known = -1
-  for path in (workdir / "events").glob(f"{role}.jsonl"):
-    known = max(known, *(n for n in _numbers(path) if n <= now + FUTURE_SECONDS), -1)
-  return known
+  logs = (workdir / "events").glob(f"{role}.jsonl")
+  numbers = itertools.chain.from_iterable(map(_numbers, logs))
+  return max((n for n in numbers if n <= now + FUTURE_SECONDS), default=-1)
 
 
 def above(now: int, known: Iterable[int]) -> int:

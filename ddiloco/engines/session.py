@@ -321,19 +321,17 @@ def _untrained(config: Config, outcome: RunResult, loss) -> dict[str, float]:
 
 def _merged(workdir: Path, outcome: RunResult, loss) -> dict[str, Any]:
   """Held-out loss of the result; if islands trained alone, the best one becomes the result."""
+  if not outcome.island_params:
+    return {"loss_merged": loss(outcome.params)}
   best, value = _best(outcome, loss)
-  if best is None:
-    return {"loss_merged": value}
   weights.save(workdir / RESULT, outcome.island_params[best])
   return {"loss_merged": value, "result_of_learner": best}
 
 
-def _best(outcome: RunResult, loss) -> tuple[int | None, float]:
-  """(None, held-out loss of the global model); if islands trained alone (the best, its loss)."""
-  if not outcome.island_params:
-    return None, loss(outcome.params)
+def _best(outcome: RunResult, loss) -> tuple[int, float]:
+  """Of islands that trained alone, the best and its held-out loss; NaN is worst."""
   losses = {m: loss(params) for m, params in outcome.island_params.items()}
-  best = min(losses, key=lambda m: (np.isnan(losses[m]), losses[m]))  # NaN is worst
+  best = min(losses, key=lambda m: (np.isnan(losses[m]), losses[m]))
   return best, losses[best]
 
 

@@ -10,17 +10,8 @@ import functools
 import os
 import time
 
+from ddiloco.checkpoint import restore
 from ddiloco.checkpoint.buddy import Copies, Replication, Sealer, buddy_of, recover
-from ddiloco.checkpoint.restore import (
-  Unfounded,
-  begin_learner,
-  lost_snapshots,
-  new_learner,
-  new_syncer,
-  newest_rounds,
-  open_storage,
-  restore_fragments,
-)
 from ddiloco.config import Config, ConfigError
 from ddiloco.core.delta import Committed, MemoryStore, new_fragment
 from ddiloco.core.fragments import owned_by
@@ -131,22 +122,21 @@ def live(runner: RoleRunner, number: int, island, batches: Batches) -> int:
   Raises:
     Ended: the learner was quarantined once too often in a row.
   """
-  config, deaths, afresh = runner.config, 0, False
-  storage = open_storage(config, runner.plan, runner.place.workdir, runner.place.run_id)
+  deaths, afresh = 0, False
   while True:
     began = time.monotonic()
     try:
-      return _life(runner, number, island, batches, storage, afresh)
+      return _life(runner, number, island, batches, afresh)
     except Quarantined as error:
       afresh = True  # its state was bad: from now on the learner begins with nothing
-      deaths, pause = after_exit(deaths, time.monotonic() - began, config.run)
+      deaths, pause = after_exit(deaths, time.monotonic() - began, runner.config.run)
       text = f"was quarantined ({error})"
       if pause is None:
         raise Ended(
           f"{text} for the {deaths}th time in a row; run.max_restarts allows no more"
         ) from error
       runner.say(f"{text}; starts afresh in {pause:g} s")
-      if runner.pause(pause):
+      if runner.stop.wait(pause):
         return FINISHED  # its work was rejected: there is nothing to lose
       runner.reborn()
     except Outnumbered as refusal:
@@ -154,16 +144,16 @@ def live(runner: RoleRunner, number: int, island, batches: Batches) -> int:
         return FINISHED  # the refused life had done nothing
 
 
-def _life(runner: RoleRunner, number: int, island, batches: Batches, storage, afresh: bool) -> int:
-  """One incarnation; `afresh`, or without `storage`, it begins with nothing."""
+def _life(runner: RoleRunner, number: int, island, batches: Batches, afresh: bool) -> int:
+  """One incarnation; `afresh`, or in a run without snapshots, it begins with nothing."""
   from ddiloco.roles.learner import Learner
 
   config, plan, recorder = runner.config, runner.plan, runner.recorder
-  new = new_learner(config, plan, number, runner.incarnation, afresh)
+  new = restore.new_learner(config, plan, number, runner.incarnation, afresh)
   began = time.monotonic()
   runner.busy("restoring a snapshot")  # `stopped` may have been called before, by a former life
-  found = None if afresh else storage
-  beginning = begin_learner(new, config, plan, island, found, recorder)
+  storage = None if afresh else runner.storage
+  beginning = restore.begin_learner(new, config, plan, island, storage, recorder)
   if beginning.arrays:
     runner.say(f"has its part of a snapshot, after {time.monotonic() - began:.1f} s")
   endpoint, saver = runner.dial(), runner.saver()
@@ -201,7 +191,7 @@ def _joining(state: LearnerState, links: dict, config: Config) -> str:
 def _trained(state: LearnerState, config: Config, fast: str = "") -> str:
   share = min(1.0, state.merged_tokens / config.run.total_tokens)
   speed = f", {1000 * state.step_seconds:.0f} ms a step" if state.step_seconds else ""
-  speed += f", {fast}" if fast else ""
+  speed += fast and f", {fast}"
   return (
     f"global step {state.global_step}{speed}, {compact(state.trained_tokens)} tokens trained here;"
     f" {share:.0%} of the run is merged"
@@ -272,7 +262,9 @@ def _syncer(runner: RoleRunner, shard: int) -> int:
   def over() -> bool:
     if refusal := unfounded.refusal(role.state):
       raise Ended(refusal)
-    return _finished(role, silence_seconds, over_at) or runner.stopped()
+    now = time.monotonic()
+    finished = now >= over_at and syncer_rules.finished(role.state, now, silence_seconds)
+    return (finished and role.idle) or runner.stopped()
 
   try:
     role.run(faults, over)
@@ -287,12 +279,6 @@ def _syncer(runner: RoleRunner, shard: int) -> int:
       saver.close(settings.drain_seconds)
   runner.say(f"ends: {_served(role, config)}")
   return _shard_status(runner, role)
-
-
-def _finished(role: Syncer, silence_seconds: float, settled_at: float) -> bool:
-  now = time.monotonic()
-  over = now >= settled_at and syncer_rules.finished(role.state, now, silence_seconds)
-  return over and role.idle
 
 
 def _complete(role: Syncer) -> bool:
@@ -315,7 +301,7 @@ def _shard_status(runner: RoleRunner, role: Syncer) -> int:
 
 def _recover(
   runner: RoleRunner, shard: int, copies: Copies, owned: tuple[int, ...]
-) -> tuple[MemoryStore, SyncerState, Unfounded]:
+) -> tuple[MemoryStore, SyncerState, restore.Unfounded]:
   """(A store with the newest commit of every fragment, the state to begin with, `Unfounded`).
 
   Fragments come from the buddy, or from the newest snapshot if only that has them, or has newer
@@ -324,14 +310,13 @@ def _recover(
   lost, learners must give the fragment back (`Unfounded`).
   """
   config, plan = runner.config, runner.plan
-  found, unfounded = _ask_buddy(runner, shard, copies), Unfounded((), "")
-  restored, tried = None, list[str]()
-  storage = open_storage(config, plan, runner.place.workdir, runner.place.run_id)
+  found, unfounded = _ask_buddy(runner, shard, copies), restore.Unfounded((), "")
+  restored, tried, storage = None, list[str](), runner.storage
   # The former life may have gone on without its buddy, whose copies are then older than snapshots.
-  rounds = newest_rounds(storage) if found and storage is not None else {}
+  rounds = restore.newest_rounds(storage) if found and storage is not None else {}
   wanted = [p for p in owned if p not in found or _newer(rounds.get(p, NOTHING), found[p])]
   if wanted and storage is not None:
-    restored = restore_fragments(storage, plan, wanted, tried)
+    restored = restore.restore_fragments(storage, plan, wanted, tried)
   if restored is not None:
     taken = {
       p: committed
@@ -344,8 +329,8 @@ def _recover(
   elif missing := [p for p in owned if p not in found]:
     for p, value in initial.initial_values(config, plan, missing).items():
       found[p] = new_fragment(plan.fragments[p], value)
-    if lost := lost_snapshots(config, runner.place.workdir, storage, tried):
-      unfounded = Unfounded(missing, lost)
+    if lost := restore.lost_snapshots(config, runner.place.workdir, storage, tried):
+      unfounded = restore.Unfounded(missing, lost)
       runner.say(f"has nothing of fragments {missing}, and asks the learners: {lost}")
     elif newest_event(runner.place.workdir, events.Commit, runner.recorder.role):
       runner.say(
@@ -357,14 +342,14 @@ def _recover(
     store.save(committed)
   # The recovery deadline holds also with the buddy's copies: the former life may have gone on
   # without its buddy, and learners may have newer values.
-  age_seconds = max(0.0, time.time() - runner.started)
-  state = new_syncer(
+  now, age_seconds = time.monotonic(), max(0.0, time.time() - runner.started)
+  state = restore.new_syncer(
     config,
     shard,
     runner.incarnation,
     store,
-    recovery_deadline=time.monotonic() + RECOVERY_HELLOS * config.network.hello_seconds,
-    began_at=time.monotonic() - age_seconds,
+    recovery_deadline=now + RECOVERY_HELLOS * config.network.hello_seconds,
+    began_at=now - age_seconds,
     first_round=max(0, incarnation_at(runner.started) - EARLIEST_SECONDS) << 24,
   )
   return store, restored.resume(state) if restored is not None else state, unfounded
@@ -386,15 +371,8 @@ def _ask_buddy(runner: RoleRunner, shard: int, copies: Copies) -> dict[int, Comm
     runner.busy("recovering its fragments")
     return not stopped and quiet_seconds < runner.config.network.silence_seconds
 
-  found = recover(
-    copies.endpoint,
-    copies,
-    shard,
-    runner.incarnation,
-    runner.plan,
-    buddy,
-    keep_on,
-  )
+  own = shard, runner.incarnation
+  found = recover(copies.endpoint, copies, *own, runner.plan, buddy, keep_on)
   if found:
     versions = ", ".join(f"{p} at {c.state.version}" for p, c in sorted(found.items()))
     runner.say(f"has from its buddy: fragments {versions}")

@@ -11,22 +11,14 @@ import concurrent.futures
 import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
 import numpy as np
 
 from ddiloco.chaos import Faults, FaultyEndpoint
-from ddiloco.checkpoint.restore import (
-  Restored,
-  ResumeState,
-  begin_learner,
-  go_on,
-  new_learner,
-  new_syncer,
-  restore_fragments,
-)
+from ddiloco.checkpoint import restore
 from ddiloco.checkpoint.saver import Saver
 from ddiloco.config import Config, Fault
 from ddiloco.core.delta import MemoryStore, new_fragment
@@ -87,19 +79,15 @@ class ThreadsEngine(Engine):
     mine = visible[: max(0, len(visible) - config.run.evaluator_devices)]
     groups = devices.partition(mine, config.islands, config.num_islands())
     groups, make = devices.shared_on_cpu(groups), IslandMaker(self.plan)
-    islands = islands or {m: make(config, m, group) for m, group in enumerate(groups)}
-    self.islands = islands
+    self.islands = islands or {m: make(config, m, group) for m, group in enumerate(groups)}
     self._lost_slices: set[int] = set()  # islands whose devices have failed
     self._storage = self._open_storage()
-    self._restored: Restored | None = None
-    self._result: Mapping[int, np.ndarray] = {}  # fragment -> value, as saved in WORKDIR/result
+    self._restored: restore.Restored | None = None
+    self._saved: Mapping[int, np.ndarray] = {}  # fragment -> value, as saved in WORKDIR/result
     self._first_incarnation = 0
     self._faults: dict[str, Faults] = {}
-    self._steps: dict[str, Callable[[], float]] = {}  # learner -> the seconds of a usual step
-    self._hangs = HangWatch(
-      config.run.hang_seconds, lambda name: self._steps[name](), lambda: self._recorder
-    )
-    learners = [learner_address(m) for m in islands]
+    self._hangs = HangWatch(config.run.hang_seconds, lambda: self._recorder)
+    learners = [learner_address(m) for m in self.islands]
     self._profiler = Profiler(workdir, learners, lambda: self._recorder)
     self._stop_at = math.inf  # when learners that still drain are stopped
 
@@ -126,13 +114,13 @@ class ThreadsEngine(Engine):
 
   # --- roles --------------------------------------------------------------------------------------
 
-  def _resume(self) -> Restored | None:
+  def _resume(self) -> restore.Restored | None:
     """The newest snapshot's fragments, if the run goes on from a snapshot."""
     tried, every = list[str](), range(len(self.plan.fragments))
     storage = self._storage
-    restored = restore_fragments(storage, self.plan, every, tried) if storage else None
+    restored = restore.restore_fragments(storage, self.plan, every, tried) if storage else None
     newest = restored.snapshot if restored is not None else None
-    go_on(self.config, self.workdir, storage, newest, tried)
+    restore.go_on(self.config, self.workdir, storage, newest, tried)
     return restored
 
   def _compile_all(self) -> None:
@@ -154,8 +142,7 @@ class ThreadsEngine(Engine):
         self._start_after(committed.state.last_round >> 24)  # the event logs may be lost
       self._restored.fragments.clear()  # else they would stay in memory beside newer versions
     elif self.config.sync.num_shards:
-      every = range(len(self.plan.fragments))
-      for p, value in initial.initial_values(self.config, self.plan, every).items():
+      for p, value in super()._initial_values().items():
         self._store.save(new_fragment(self.plan.fragments[p], value))
     else:
       self._first = initial.initial_params(self.config)
@@ -169,27 +156,34 @@ class ThreadsEngine(Engine):
   def _run_learner(
     self, m: int, incarnation: int, faults: Faults, recorder: Recorder, afresh: bool
   ) -> None:
-    config, name = self.config, learner_address(m)
     if m in self._lost_slices and not self._rebuild(m, faults):
       return
-    island = self.islands[m]
-    new = new_learner(config, self.plan, m, incarnation, afresh)
+    try:
+      self._train(m, incarnation, faults, recorder, afresh)
+    except Exception as error:
+      if devices.lost_devices(error):
+        self._lost_slices.add(m)
+      raise
+
+  def _train(
+    self, m: int, incarnation: int, faults: Faults, recorder: Recorder, afresh: bool
+  ) -> None:
+    config, name, island = self.config, learner_address(m), self.islands[m]
+    new = restore.new_learner(config, self.plan, m, incarnation, afresh)
     if config.sync.num_shards:
       storage = None if afresh else self._storage  # after a quarantine: its state was bad
-      beginning = begin_learner(new, config, self.plan, island, storage, recorder)
+      beginning = restore.begin_learner(new, config, self.plan, island, storage, recorder)
     else:
-      beginning = ResumeState(new)
+      beginning = restore.ResumeState(new)
       if incarnation:
         island.load(self._first)  # no other role has what the island had learned
     endpoint, saver = self._connect(name, faults), self._saver(recorder, faults)
-    batches = self._streams[m].iterate
     runtime = Runtime(endpoint, recorder, saver, initial=self._initial_values)
-    role = Learner(beginning, config, self.plan, island, batches, runtime)
+    role = Learner(beginning, config, self.plan, island, self._streams[m].iterate, runtime)
     drain_seconds = config.network.drain_seconds if config.sync.num_shards else 0.0
-    self._steps[name] = lambda: role.exchange.state.step_seconds
 
     def stopped() -> bool:
-      self._hangs.beat(name)
+      self._hangs.beat(name, role.exchange.state.step_seconds)
       return name in self._told or self.stop.is_set()
 
     def compiled(program: str, seconds: float) -> None:
@@ -200,13 +194,8 @@ class ThreadsEngine(Engine):
         role.run(faults, stopped, drain_seconds, self.stop.is_set)
       if self._drains and (unmerged := unmerged_tokens(role.exchange.state)):
         self._lost[name] = f"{unmerged} tokens were not merged in network.drain_seconds"
-    except Exception as error:
-      if devices.lost_devices(error):
-        self._lost_slices.add(m)
-      raise
     finally:
       self._hangs.end(name)
-      self._steps[name] = lambda: 0.0  # drops the reference to this life, which has much memory
       made = role.exchange.state.step - beginning.state.step
       self.steps[m] = self.steps.get(m, 0) + made
       self._close(endpoint, saver)
@@ -229,7 +218,7 @@ class ThreadsEngine(Engine):
 
   def _run_syncer(self, shard: int, incarnation: int, faults: Faults, recorder: Recorder) -> None:
     config, endpoint = self.config, self._connect(syncer_address(shard), faults)
-    state = new_syncer(config, shard, incarnation, self._store, began_at=self._start_time)
+    state = restore.new_syncer(config, shard, incarnation, self._store, began_at=self._start_time)
     if self._restored is not None and incarnation == self._first_incarnation:
       state = self._restored.resume(state)
     saver = self._saver(recorder, faults)
@@ -334,7 +323,7 @@ class ThreadsEngine(Engine):
     """Saves the shards' values, which are exact, instead of the evaluator's."""
     params = self._global_params()
     super()._save_result(params)
-    self._result = params.values_of
+    self._saved = params.values_of
 
   def _global_params(self) -> initial.Assembled:
     values = {f.index: self._store.load(f.index).value for f in self.plan.fragments}
@@ -343,10 +332,8 @@ class ThreadsEngine(Engine):
   def _outcome(self, reason: str) -> RunResult:
     if self.config.sync.num_shards:
       params = self._global_params()
-      same = [params.values_of[p] is value for p, value in self._result.items()]
-      lost = "; ".join(f"{name}: {what}" for name, what in sorted(self._lost.items()))
-      saved = bool(same) and all(same)
-      return RunResult(reason, params, {}, dict(self.steps), lost, saved, self._untrained_loss())
+      same = [params.values_of[p] is value for p, value in self._saved.items()]
+      return self._result(reason, params, saved=bool(same) and all(same))
     gone = {n for n, role in members(self._state).items() if role.phase == GONE}
     left = [m for m in self.islands if learner_address(m) not in gone] or list(self.islands)
     each = {m: self.islands[m].params_on_host() for m in left}

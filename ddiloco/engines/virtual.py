@@ -39,11 +39,10 @@ TELL_SECONDS = 5.0  # between two lines of progress
 
 
 class Logs:
-  """Writes events to the same files as a real run's roles."""
+  """Writes events to the same files as a real run's roles, many at a time."""
 
   def __init__(self, workdir: Path):
     self._folder = workdir / "events"
-    self._folder.mkdir(parents=True, exist_ok=True)
     self._lines: dict[str, list[bytes]] = {}
 
   def take(self, event: Event) -> None:
@@ -58,6 +57,7 @@ class Logs:
       self._write(role, lines)
 
   def _write(self, role: str, lines: list[bytes]) -> None:
+    self._folder.mkdir(exist_ok=True)
     with (self._folder / f"{role}.jsonl").open("ab") as file:
       file.writelines(lines)
     lines.clear()
@@ -107,8 +107,10 @@ def simulate(
     ConfigError: a value in config or setting is invalid, or the workdir is another run's.
   """
   began, account = time.monotonic(), Account()
-  early: list[Event] = []  # events of the run's start: the workdir is touched only after the checks
-  takers = [account.take, Progress(config).take, early.append]
+  takers = [account.take, Progress(config).take]
+  if workdir is not None:
+    logs = Logs(workdir)
+    takers.append(logs.take)
 
   def emit(event: Event) -> None:
     for take in takers:
@@ -116,16 +118,11 @@ def simulate(
 
   run = VirtualRun(config, setting, emit)
   with contextlib.ExitStack() as stack:
-    takers.pop()
-    if workdir is not None:
+    if workdir is not None:  # it is touched only after the checks
       _refuse_another(workdir, overwrite)
       stack.enter_context(workdirs.held(workdir))
       workdirs.claim(workdir, config, overwrite)
-      logs = Logs(workdir)
       stack.callback(logs.close)
-      takers.append(logs.take)
-      for event in early:
-        logs.take(event)
     reason = run.finish(most_seconds)
   return {
     "reason": reason,

@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import socket
 import ssl
 import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from ddiloco.network.frames import bind
-from ddiloco.network.keys import Keys, host_and_port
+from ddiloco.network.frames import bind, connect
+from ddiloco.network.keys import Keys
 
 KINDS = ("orders", "values", "leader_lives", "host_lives")
 HELLO_BYTES = 1 << 12  # longest hello of a stranger
@@ -31,8 +29,6 @@ MOST_CALLERS = 64  # new connections at once: each costs a thread and a descript
 PAUSE_SECONDS = 0.2  # between two attempts to reach the leader
 MESSAGE_BYTES = 1 << 24
 _LENGTH = struct.Struct("<I")
-
-T = TypeVar("T")
 
 
 class HostsApart(Exception):
@@ -84,10 +80,6 @@ class HostLink:
     except OSError:
       return True
 
-  def set_timeout(self, seconds: float | None) -> None:
-    """Sets the timeout of every call from now on; None: no timeout."""
-    self._socket.settimeout(seconds)
-
   def certificate(self) -> bytes:
     """The certificate of the far end, DER; b"" without TLS."""
     shown = self._socket.getpeercert(True) if isinstance(self._socket, ssl.SSLSocket) else None
@@ -108,24 +100,6 @@ class HostLinks:
   values: HostLink
   leader_lives: HostLink  # written by the leader
   host_lives: HostLink  # written by the other
-
-  def life(self, leads: bool) -> LifeLinks:
-    """The connections for signs of life: this side reads one and writes the other."""
-    if leads:
-      return LifeLinks(hears=self.host_lives, says=self.leader_lives)
-    return LifeLinks(hears=self.leader_lives, says=self.host_lives)
-
-  def close(self) -> None:
-    """Closes all four."""
-    for link in (self.orders, self.values, self.leader_lives, self.host_lives):
-      link.close()
-
-
-class LifeLinks(NamedTuple):
-  """The two connections for signs of life, as one side uses them."""
-
-  hears: HostLink
-  says: HostLink
 
 
 class IslandIdentity(msgspec.Struct, frozen=True):
@@ -152,47 +126,36 @@ class HostWelcome(msgspec.Struct, frozen=True):
   coordinator: str = ""  # HOST:PORT where the hosts' JAX processes meet
 
 
-def free_address(url: str) -> str:
-  """HOST:PORT on the host of `url`, with a port that is free now.
-
-  Raises:
-    HostsApart: the address is not this machine's.
-  """
-  probe, found = _bind(f"{url.rpartition(':')[0]}:0")
-  probe.close()
-  return found.removeprefix("tcp://")
-
-
-def _bind(url: str) -> tuple[socket.socket, str]:
-  try:
-    return bind(url)
-  except OSError as error:
-    raise HostsApart(
-      f"--hosts={url}: host 0 cannot listen there ({error})."
-      " Fix: end what has the port, or give an address of this machine."
-    ) from error
-
-
 class Meeting:
   """The leader's side: accepts the connections of all other hosts, and no others.
 
   Args:
     url: where it listens, tcp://HOST:PORT.
     island: the identity that hosts must have.
-    coordinator: the address that hosts are given.
     keys: of the island's role; None: loopback only.
+
+  Attributes:
+    coordinator: HOST:PORT for the hosts' JAX processes, on this host and free now.
 
   Raises:
     HostsApart: the port is taken, or the address is not this machine's.
   """
 
-  def __init__(self, url: str, island: IslandIdentity, coordinator: str, keys: Keys | None):
+  def __init__(self, url: str, island: IslandIdentity, keys: Keys | None):
     self._island, self._keys = island, keys
-    self._answer = HostWelcome(coordinator=coordinator)
     self._links: dict[int, dict[str, HostLink]] = {h: {} for h in range(1, island.hosts)}
     self._changed, self._closed = threading.Condition(), threading.Event()
     self._callers = threading.BoundedSemaphore(MOST_CALLERS)
-    self._listener, _ = _bind(url)
+    try:
+      self._listener, _ = bind(url)
+      probe, free = bind(f"{url.rpartition(':')[0]}:0")
+    except (OSError, UnicodeError) as error:  # UnicodeError: not a host name
+      raise HostsApart(
+        f"--hosts={url}: host 0 cannot listen there ({error})."
+        " Fix: end what has the port, or give an address of this machine."
+      ) from error
+    probe.close()
+    self.coordinator = free.removeprefix("tcp://")
     self._listener.setblocking(True)  # a thread waits here
     threading.Thread(target=self._listen, name="hosts meet", daemon=True).start()
 
@@ -264,7 +227,7 @@ class Meeting:
         self._hear(connected)
       finally:
         late.cancel()
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, RuntimeError, msgspec.MsgspecError):  # RuntimeError: no thread for the timer
       connected.close()
     finally:
       self._callers.release()
@@ -277,7 +240,7 @@ class Meeting:
     hello = msgspec.msgpack.decode(link.receive(HELLO_BYTES), type=HostHello)
     with self._changed:
       reason = self._objection(hello, link)
-      link.send(msgspec.msgpack.encode(HostWelcome(reason) if reason else self._answer))
+      link.send(msgspec.msgpack.encode(HostWelcome(reason, "" if reason else self.coordinator)))
       if not reason:
         self._links[hello.host][hello.kind] = link
         self._changed.notify_all()
@@ -321,43 +284,38 @@ def join(
   until, links = time.monotonic() + seconds, dict[str, HostLink]()
   answer = HostWelcome()
   for kind in KINDS:
-    hello = msgspec.msgpack.encode(HostHello(island, host, kind))
-    links[kind], answer = _patiently(
-      functools.partial(_introduce, url, hello, keys), until, url, stopped
-    )
+    hello = HostHello(island, host, kind)
+    while kind not in links:
+      try:
+        links[kind], answer = _introduce(url, hello, keys)
+      except (OSError, msgspec.MsgspecError) as error:
+        if stopped():
+          raise HostsApart("was asked to end before the island had met") from error
+        if time.monotonic() > until:
+          raise HostsApart(
+            f"--hosts={url}: host 0 is not reached: {error}. Fix: start it there, with these keys,"
+            " or raise network.give_up_seconds."
+          ) from error
+        time.sleep(PAUSE_SECONDS)
     if answer.refused:
       raise HostsApart(f"--hosts={url}: host 0 refuses host {host}: {answer.refused}")
   return HostLinks(**links), answer.coordinator
 
 
-def _patiently(attempt: Callable[[], T], until: float, url: str, stopped: Callable[[], bool]) -> T:
-  while True:
-    try:
-      return attempt()
-    except (OSError, msgspec.MsgspecError) as error:
-      if stopped():
-        raise HostsApart("was asked to end before the island had met") from error
-      if time.monotonic() > until:
-        raise HostsApart(
-          f"--hosts={url}: host 0 is not reached: {error}. Fix: start it there, with these keys,"
-          " or raise network.give_up_seconds."
-        ) from error
-      time.sleep(PAUSE_SECONDS)
-
-
-def _introduce(url: str, hello: bytes, keys: Keys | None) -> tuple[HostLink, HostWelcome]:
-  connected = socket.create_connection(host_and_port(url), HELLO_SECONDS)
+def _introduce(url: str, hello: HostHello, keys: Keys | None) -> tuple[HostLink, HostWelcome]:
+  context = keys.context_to(keys.public) if keys is not None else None
+  connected, reason = connect(url, context, HELLO_SECONDS)
+  if connected is None:
+    raise ConnectionError(reason)
   try:
-    if keys is not None:
-      connected = keys.context_to(keys.public).wrap_socket(connected)
     link = HostLink(connected)
-    link.send(hello)
+    link.send(msgspec.msgpack.encode(hello))
     answer = msgspec.msgpack.decode(link.receive(HELLO_BYTES), type=HostWelcome)
-    link.set_timeout(None)
-    return link, answer
   except BaseException:
     connected.close()
     raise
+  connected.settimeout(None)
+  return link, answer
 
 
 # --- Signs of life: which host is lost, and which one the others wait for
@@ -393,7 +351,7 @@ class HostWatch:
   when orders are not carried out for too long: which hosts are behind, and what they are doing.
 
   Args:
-    links: host -> connections for signs of life.
+    links: host -> its connections; host 0 is among them where this host follows.
     mine: this host's progress; on the leader `done` counts the orders given.
     silent_seconds: how long a host may be silent; called at each check.
     order_seconds: how long an order may take without any progress; called at each check.
@@ -405,7 +363,7 @@ class HostWatch:
 
   def __init__(
     self,
-    links: Mapping[int, LifeLinks],
+    links: Mapping[int, HostLinks],
     mine: HostProgress,
     silent_seconds: Callable[[], float],
     order_seconds: Callable[[], float],
@@ -413,7 +371,7 @@ class HostWatch:
     asked: Callable[[], None] = lambda: None,
     meet_seconds: float = 0.0,
   ):
-    self._links, self._mine, self._meet_seconds = dict(links), mine, meet_seconds
+    self._mine, self._meet_seconds = mine, meet_seconds
     self._silent_seconds, self._order_seconds = silent_seconds, order_seconds
     self._lost, self._asked = lost, asked
     self._over = threading.Event()
@@ -421,18 +379,24 @@ class HostWatch:
     self._heard = dict.fromkeys(links, now)
     self._beats: dict[int, HostBeat] = {}
     self._moved: tuple[object, float] = (None, now)  # the progress of all, and since when
-    for host in links:
-      threading.Thread(target=self._hear, args=(host,), name=f"host {host}", daemon=True).start()
+    self._says: dict[int, HostLink] = {}
+    for host, each in links.items():
+      heard, self._says[host] = each.host_lives, each.leader_lives
+      if not host:  # this side writes what the leader hears
+        heard, self._says[host] = self._says[host], heard
+      threading.Thread(
+        target=self._hear, args=(host, heard), name=f"host {host}", daemon=True
+      ).start()
     threading.Thread(target=self._look, name="hosts", daemon=True).start()
 
   def end(self) -> None:
     """Reports nothing from now on."""
     self._over.set()
 
-  def _hear(self, host: int) -> None:
+  def _hear(self, host: int, link: HostLink) -> None:
     try:
       while True:
-        beat = msgspec.msgpack.decode(self._links[host].hears.receive(), type=HostBeat)
+        beat = msgspec.msgpack.decode(link.receive(), type=HostBeat)
         self._heard[host], self._beats[host] = time.monotonic(), beat
         if beat.asked_to_end:
           self._asked()
@@ -457,9 +421,9 @@ class HostWatch:
     mine = self._mine
     beat = HostBeat(mine.done, mine.moved_bytes, mine.doing, mine.asked_to_end.is_set())
     message = msgspec.msgpack.encode(beat)
-    for host, link in self._links.items():
+    for host, link in self._says.items():
       try:
-        link.says.send(message)
+        link.send(message)
       except OSError as error:
         self._tell(host, f"its connection has ended ({error})")
 

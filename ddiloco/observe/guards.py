@@ -89,8 +89,7 @@ class Drain:
     self._items: deque[Any] = deque()
     self._wake = threading.Event()
     self._closed = False
-    self._turns = threading.Condition()
-    self._begun = self._done = 0
+    self._flushed: deque[threading.Event] = deque()  # set after the turn that takes them
     self._thread = threading.Thread(target=self._run, name=name, daemon=True)
     self._thread.start()
     atexit.register(self.close)
@@ -113,12 +112,10 @@ class Drain:
 
   def flush(self, timeout_seconds: float = 1.0) -> bool:
     """Waits until what is queued now has been consumed; False if a stuck disk takes longer."""
-    with self._turns:
-      turn = self._begun + 1  # the next turn takes all items that are queued now
-      self._wake.set()
-      return self._turns.wait_for(
-        lambda: self._done >= turn or not self._thread.is_alive(), timeout_seconds
-      )
+    done = threading.Event()
+    self._flushed.append(done)
+    self._wake.set()
+    return not self.running or done.wait(timeout_seconds) or not self.running
 
   def close(self, timeout_seconds: float = 5.0) -> None:
     """Consumes what is left and ends the thread; waits at most this long for a stuck disk."""
@@ -126,9 +123,7 @@ class Drain:
       return
     self._closed = True
     self._wake.set()
-    self._thread.join(timeout_seconds)
-    if self._thread.is_alive():
-      warn(f"{self._name}: still writing after {timeout_seconds:g} s, not waiting any longer")
+    ended(self._thread, timeout_seconds)
     atexit.unregister(self.close)
 
   def _run(self) -> None:
@@ -137,9 +132,8 @@ class Drain:
       self._wake.wait(self._interval_seconds)
       last = self._closed  # read before the queue is emptied: no item put before `close` is left
       self._wake.clear()
-      with self._turns:
-        self._begun += 1
-      batch = [self._items.popleft() for _ in range(len(self._items))]
+      flushed = [self._flushed.popleft() for _ in range(len(self._flushed))]
+      batch = [self._items.popleft() for _ in range(len(self._items))]  # has all put before those
       try:
         self._consume(batch)
       except Exception:
@@ -147,9 +141,8 @@ class Drain:
         self.failures += 1
         if self.failures == 1:
           warn(f"{self._name} failed; the run goes on\n{traceback.format_exc()}")
-      with self._turns:
-        self._done += 1
-        self._turns.notify_all()
+      for done in flushed:
+        done.set()
 
 
 # --- Waits: each has a limit, a name, and a line that says that the limit was exceeded
@@ -212,6 +205,7 @@ MOST_CHARACTERS = 40_000  # of stacks; a process may have thousands of threads
 class _Watched:
   thread: int  # its identity
   at: float  # when its loop's last turn began
+  usual_seconds: float = 0.0
   told: bool = False
 
 
@@ -220,7 +214,6 @@ class HangWatch:
 
   Args:
     least_seconds: a shorter turn of a loop is no hang; 0: nothing is reported.
-    usual: seconds of a usual step of a role, 0 before it is known.
     record: returns the recorder of the events; called each time, since roles have several lives.
     clock: seconds.
   """
@@ -228,25 +221,24 @@ class HangWatch:
   def __init__(
     self,
     least_seconds: float,
-    usual: Callable[[str], float],
     record: Callable[[], Records],
     clock: Callable[[], float] = time.monotonic,
   ):
     self._least_seconds = least_seconds
-    self._usual = usual
     self._record = record
     self._clock = clock
     self._paused_seconds = max(LATE_SECONDS, min(PAUSED_SECONDS, least_seconds))
     self._watched: dict[str, _Watched] = {}
     self._looked_at = clock()
 
-  def beat(self, role: str) -> None:
-    """A turn of the role's loop begins, on the calling thread. The role is watched from now on."""
-    watched = self._watched.get(role)
-    if watched is None:
-      self._watched[role] = _Watched(threading.get_ident(), self._clock())
-    else:
-      watched.at = self._clock()
+  def beat(self, role: str, usual_seconds: float) -> None:
+    """A turn of the role's loop begins, on the calling thread. The role is watched from now on.
+
+    `usual_seconds`: of one step, 0 before it is known.
+    """
+    now = self._clock()
+    watched = self._watched.setdefault(role, _Watched(threading.get_ident(), now))
+    watched.at, watched.usual_seconds = now, usual_seconds
 
   def end(self, role: str) -> None:
     """The role is not watched any more."""
@@ -260,23 +252,17 @@ class HangWatch:
     for role, watched in list(self._watched.items()):
       if paused:  # SIGSTOP, or a laptop that slept: the role's silence is no hang
         watched.at = max(watched.at, now)
-      silent, usual = now - watched.at, self._usual(role)
-      if not self._least_seconds or silent <= max(self._least_seconds, HANG_STEPS * usual):
+      silent, limit = now - watched.at, HANG_STEPS * watched.usual_seconds
+      if not self._least_seconds or silent <= max(self._least_seconds, limit):
         watched.told = False
       elif not watched.told:
         watched.told = True
-        self._tell(role, watched, silent, usual)
+        self._tell(role, watched, silent)
 
-  def _tell(self, role: str, watched: _Watched, silent: float, usual: float) -> None:
-    found = stacks(watched.thread)
-    self._record().record(
-      events.Hung(
-        target=role,
-        seconds=round(silent, 3),
-        usual_seconds=round(usual, 6),
-        stacks=found,
-      )
-    )
+  def _tell(self, role: str, watched: _Watched, silent: float) -> None:
+    found, usual = stacks(watched.thread), round(watched.usual_seconds, 6)
+    hung = events.Hung(target=role, seconds=round(silent, 3), usual_seconds=usual, stacks=found)
+    self._record().record(hung)
     say(f"ddiloco: {role} has not come round for {silent:.0f} s. Its threads:\n{found}", sys.stderr)
 
 

@@ -19,12 +19,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from ddiloco.config import Fault, RunConfig
 from ddiloco.protocol.values import replace
 
-LONGEST_PAUSE_SECONDS = (
-  60.0  # pauses double up to this, or stay at `restart_seconds` if that is more
-)
-HEALTHY_PAUSES = (
-  10  # a healthy period, in longest pauses: a role that works so long is up 90 % of the time
-)
+LONGEST_PAUSE_SECONDS = 60.0  # pauses double up to this, or stay at a greater `restart_seconds`
+HEALTHY_PAUSES = 10  # a healthy period, in longest pauses: such a role is up 90 % of the time
 HEALTHY_SECONDS = 60.0  # a healthy period at least: a wrong first step or round shows within that
 DUTY_SECONDS = 0.1  # cycle of a slowed process: it runs for a part of it and stands for the rest
 DOWN, UP, LEFT, GONE = "down", "up", "left", "gone"
@@ -98,7 +94,8 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class Strike:
-  """A planned fault is due: perform it on its role, which is up. Of a stall, `Hold` follows."""
+  """A planned fault is due: perform it on its role, which is up. Of a stall, `Hold` follows; of a
+  join, the learner's `Start`."""
 
   fault: Fault
 
@@ -126,21 +123,7 @@ class Lost:
   reason: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Joined:
-  """Say that a learner joins; its start follows."""
-
-  fault: Fault
-
-
-@dataclasses.dataclass(frozen=True)
-class Hopeless:
-  """The run can never reach its end. At most one for each run."""
-
-  reason: str
-
-
-Action = Start | Strike | Hold | Terminate | Lost | Joined | Hopeless
+Action = Start | Strike | Hold | Terminate | Lost
 
 # --- state ----------------------------------------------------------------------------------------
 
@@ -209,7 +192,7 @@ class Supervisor:
   roles: Mapping[str, Role] = dataclasses.field(default_factory=dict)  # in the order of starts
   joins: tuple[Fault, ...] = ()  # of learners that have not come yet
   planned: tuple[Fault, ...] = ()  # all other planned faults
-  hopeless: str = ""  # why the run is hopeless; "": it is not
+  hopeless: str = ""  # why the run can never reach its end; "": it can
 
 
 def init(
@@ -265,14 +248,13 @@ def supervise(state: Supervisor, event: Event) -> tuple[Supervisor, list[Action]
     case Requested(fault) if fault.action == "join":
       state = replace(state, joins=(*state.joins, fault))
     case Requested(fault):
-      state = _change(state, fault.role, lambda role: _plan(role, fault))
+      state = _change(state, fault.role, lambda r: replace(r, faults=(*r.faults, fault)))
     case Working(name, now):
-      state = _change(state, name, lambda role: _note_work(role, now))
+      state = _change(state, name, lambda r: replace(r, working_since=min(r.working_since, now)))
     case Left(name):
       state = _change(state, name, _leave)
     case Exited():
-      after = _change(state, event.role, lambda role: _lose(state, role, event, actions))
-      state = _judge(after, actions)
+      state = _judge(_change(state, event.role, lambda r: _lose(state, r, event, actions)))
     case Dismiss(kind):
       for name, role in members(state, kind).items():
         state = _put(state, name, _dismiss(name, role, actions))
@@ -290,7 +272,7 @@ def _welcome(state: Supervisor, tick: Tick, actions: list[Action]) -> Supervisor
       leaves_at = tick.now + fault.seconds if fault.seconds >= 0 else math.inf
       newcomer = Role(faults=_of(fault.role, state.planned), leaves_at=leaves_at)
       state = _put(state, fault.role, newcomer)
-      actions.append(Joined(fault))
+      actions.append(Strike(fault))
   return state
 
 
@@ -358,28 +340,16 @@ def _lose(state: Supervisor, role: Role, event: Exited, actions: list[Action]) -
   return replace(role, phase=DOWN, start_at=max(event.now + pause, earliest))
 
 
-def _judge(state: Supervisor, actions: list[Action]) -> Supervisor:
+def _judge(state: Supervisor) -> Supervisor:
   """Hopeless if a shard, or every possible quorum, is gone for good: nothing would ever merge."""
-  if state.hopeless:
-    return state
   shards = [name for name, role in members(state, "syncer-").items() if role.phase == GONE]
   left = sum(role.phase != GONE for role in members(state, "learner-").values())
+  reason = ""
   if shards:
     reason = f"{shards[0]} is gone for good, and no other shard merges its fragments"
   elif left < state.quorum:
     reason = f"{left} learners are left, and {state.quorum} are needed"
-  else:
-    return state
-  actions.append(Hopeless(reason))
-  return replace(state, hopeless=reason)
-
-
-def _plan(role: Role, fault: Fault) -> Role:
-  return replace(role, faults=(*role.faults, fault))
-
-
-def _note_work(role: Role, now: float) -> Role:
-  return replace(role, working_since=min(role.working_since, now))
+  return replace(state, hopeless=state.hopeless or reason)
 
 
 def _leave(role: Role) -> Role:

@@ -543,7 +543,7 @@ class Disturbances:
         world.start(role, None if nothing else world.storage.newest_of(name))
       case supervisor.Lost(name, reason):
         world.tell(None, events.Exit(target=name, reason=reason))
-      case supervisor.Joined(fault):
+      case supervisor.Strike(fault):  # a join
         self._struck(fault, chaos.detail(fault, world.step))
       case supervisor.Terminate(name):
         if (actor := world.actors.get(parse_role(name))) is not None:

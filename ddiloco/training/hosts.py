@@ -375,15 +375,14 @@ class LeadingIsland:
     return self.island.count()
 
   def _order(self, order: Call) -> None:
-    dropped = self._dropped[:]
+    dropped = tuple(self._dropped)
     del self._dropped[: len(dropped)]  # other threads may append meanwhile
-    messages = [msgspec.msgpack.encode(Drop(tuple(dropped)))] if dropped else []
-    messages.append(msgspec.msgpack.encode(order))
-    for message in messages:
+    for each in (Drop(dropped), order) if dropped else (order,):
+      message = msgspec.msgpack.encode(each)
       for link in self._orders:
         link.send(message)
-    self._progress.doing = _words(order)
-    self._progress.done += len(messages)
+      self._progress.doing = _words(order)
+      self._progress.done += 1
 
   def _value(self, number: int, arrays: Any) -> SharedValue:
     return SharedValue(number, arrays, self._dropped.append)
@@ -393,28 +392,28 @@ class LeadingIsland:
   def to_host(self, copied: SharedValue, fragment: int) -> np.ndarray:
     """As of `Island`; every host sends its parts."""
     flat = np.empty(self._plan.fragments[fragment].size, np.float32)
-    self._collect(
-      copied.number, "", copied.arrays, split_flat(self._plan.fragments[fragment], flat)
-    )
+    self._collect(copied.number, copied.arrays, self._pieces(fragment, [flat]))
     return flat
 
   def moments_to_host(self, copied: SharedValue, fragment: int) -> np.ndarray:
     """As of `Island`."""
-    flat = np.empty((len(copied.arrays), self._plan.fragments[fragment].size), np.float32)
-    views = [v for row in flat for v in split_flat(self._plan.fragments[fragment], row)]
-    self._collect(copied.number, "", list(itertools.chain(*copied.arrays)), views)
-    return flat.reshape(-1)
+    rows = np.empty((len(copied.arrays), self._plan.fragments[fragment].size), np.float32)
+    self._collect(copied.number, jax.tree.leaves(copied.arrays), self._pieces(fragment, rows))
+    return rows.reshape(-1)
 
   def stage(self, fragment: int, flat: np.ndarray) -> SharedValue:
     """As of `Island`; every host gets what it is to have."""
-    put = Put(next(self._numbers), fragment)
-    return self._put(put, split_flat(self._plan.fragments[fragment], flat))
+    return self._put(Put(next(self._numbers), fragment), self._pieces(fragment, [flat]))
 
   def stage_moments(self, fragment: int, flat: np.ndarray) -> SharedValue:
     """As of `Island`."""
     rows = self.island.rows_of_moments(fragment, flat)
-    views = [v for row in rows for v in split_flat(self._plan.fragments[fragment], row)]
-    return self._put(Put(next(self._numbers), fragment, moments=True), views)
+    put = Put(next(self._numbers), fragment, moments=True)
+    return self._put(put, self._pieces(fragment, rows))
+
+  def _pieces(self, fragment: int, rows: Iterable[np.ndarray]) -> list[np.ndarray]:
+    """Views of the fragment's pieces in these flat vectors."""
+    return [view for row in rows for view in split_flat(self._plan.fragments[fragment], row)]
 
   @contextlib.contextmanager
   def _alone(self) -> Iterator[None]:
@@ -430,11 +429,11 @@ class LeadingIsland:
   def _collect_one(self, captured: SharedValue, name: str) -> np.ndarray:
     array = captured.arrays.pop(name)
     whole = np.empty(array.shape, array.dtype)
-    self._collect(captured.number, name, [array], [whole])
+    self._collect(captured.number, [array], [whole], name)
     return whole
 
   def _collect(
-    self, number: int, name: str, arrays: Sequence[jax.Array], views: Sequence[np.ndarray]
+    self, number: int, arrays: Sequence[jax.Array], views: Sequence[np.ndarray], name: str = ""
   ) -> None:
     """Writes the arrays of a value into `views`: own parts, and the parts that other hosts send."""
     sent = [parts_sent(array.sharding, array.shape) for array in arrays]

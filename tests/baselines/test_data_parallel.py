@@ -10,13 +10,14 @@ import sys
 import jax
 import numpy as np
 import pytest
+from common import processes_of
 
 from ddiloco.baselines import data_parallel, member
 from ddiloco.baselines.data_parallel import DataParallel
 from ddiloco.baselines.member import PROGRAMS
 from ddiloco.config import ConfigError, from_dict
 from ddiloco.core.fragments import Plan
-from ddiloco.engines.children import Child, processes_of, spawn
+from ddiloco.engines.children import Child, spawn
 from ddiloco.observe.eventlog import Follower, Recorder, read_events
 from ddiloco.observe.goodput import Ledger
 from ddiloco.protocol.supervisor import Tick

@@ -96,7 +96,7 @@ def savers(storage):
   storage.go.set()
   for saver in made:
     saver.close(PATIENCE_SECONDS)
-    assert not saver._worker.running
+    assert not saver._worker._thread.is_alive()
 
 
 def state(role, own=0, **seen):
@@ -640,7 +640,7 @@ def test_to_close_ends_the_wait_for_others(storage, savers, complete):
   commit(saver, 1, ["learner-0"], patience_seconds=3600.0)
   storage.looked()
   saver.close(PATIENCE_SECONDS)
-  assert not saver._worker.running
+  assert not saver._worker._thread.is_alive()
   assert storage.committed() == ([1] if complete else [])
   assert events.none("snapshot" if not complete else "uncommitted")
   assert "syncer-0" in storage.parts(1), "others may still write theirs"

@@ -59,7 +59,7 @@ def main() -> int:
 
     def role() -> int:
       while not runner.stopped():
-        runner.pause(0.01)
+        runner.stop.wait(0.01)
       return role_process.FINISHED
 
     return runner.run(role)

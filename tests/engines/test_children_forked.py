@@ -10,9 +10,9 @@ from multiprocessing import forkserver as server
 from pathlib import Path
 
 import pytest
+from common import processes_of
 
 from ddiloco.engines import children
-from ddiloco.engines.children import processes_of
 
 SLEEPS = "print('here', flush=True); import time; time.sleep(100)"
 

@@ -7,9 +7,10 @@ import os
 import signal
 
 import pytest
+from common import processes_of
 
 from ddiloco.config import ConfigError, from_dict
-from ddiloco.engines.children import LOST, Child, processes_of, spawn
+from ddiloco.engines.children import LOST, Child, spawn
 from ddiloco.engines.island_hosts import check_hosts
 from ddiloco.engines.role_spec import RoleSpec
 from ddiloco.environment import BAD_USAGE

@@ -16,11 +16,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from common import processes_of
 
 from ddiloco.checkpoint import weights
 from ddiloco.config import ConfigError, Fault, RunConfig, from_dict
 from ddiloco.engines import processes
-from ddiloco.engines.children import Child, processes_of, spawn
+from ddiloco.engines.children import Child, spawn
 from ddiloco.engines.processes import SHORTEST_LIFE_SECONDS, ProcessesEngine, free_urls
 from ddiloco.protocol import events, supervisor
 from ddiloco.protocol.events import Event

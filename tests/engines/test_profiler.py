@@ -9,9 +9,11 @@ import time
 import jax
 import pytest
 
+from ddiloco.cli import main
 from ddiloco.config import ConfigError
 from ddiloco.engines import profiler as profiler_module
 from ddiloco.engines.profiler import Profiler, ProfileRequest, take_profile
+from ddiloco.environment import BAD_USAGE
 from ddiloco.protocol import events
 from ddiloco.workdir import OUTCOME, PROFILE_REQUESTS, append_request
 from tests.made_events import made
@@ -145,6 +147,16 @@ def test_what_no_run_can_do_is_refused(tmp_path):
   (tmp_path / OUTCOME).touch()
   with pytest.raises(ConfigError, match="its run is over"):
     take_profile(tmp_path, ProfileRequest("learner-0"), 0.0)
-  for fields in ({"steps": 0}, {"steps": 5000}, {"from_step": -1}, {"steps": 2.5}):
-    with pytest.raises(ConfigError, match="Fix"):
-      ProfileRequest("learner-0", **fields)
+
+
+@pytest.mark.parametrize("flag", ["steps=0", "steps=5000", "from_step=-1", "steps=2.5"])
+def test_a_request_out_of_range_is_refused_where_it_is_typed_and_where_it_is_read(
+  tmp_path, capsys, flag
+):
+  assert main(["profile", f"--workdir={tmp_path}", f"--{flag}"]) == BAD_USAGE
+  assert f"--{flag}" in capsys.readouterr().err
+  name, value = flag.split("=")
+  ask(tmp_path, **{name: json.loads(value)})
+  profiler = Profiler(tmp_path, [ROLE], lambda: None)
+  profiler.look()
+  assert profiler._thread is None and "asks for no trace" in capsys.readouterr().err

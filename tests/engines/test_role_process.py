@@ -9,11 +9,12 @@ import signal
 import time
 import urllib.error
 import urllib.request
+import weakref
 
 import pytest
 
 from ddiloco.config import ConfigError, from_dict
-from ddiloco.engines import role_process
+from ddiloco.engines import role_process, role_spec
 from ddiloco.engines.role_process import FINISHED, INTERRUPTED, LOST, RoleRunner, unreached
 from ddiloco.engines.role_spec import RoleSpec
 from ddiloco.observe.eventlog import read_events
@@ -148,7 +149,7 @@ def test_a_signal_lets_the_role_end_in_good_order(make, capsys, number, status):
   with make() as runner:
     os.kill(os.getpid(), number)
     assert runner.run(until(runner)) == status
-    assert runner.pause(100.0), "a pause ends at once"
+    assert runner.stop.wait(100.0), "a pause ends at once"
     time.sleep(0.05)  # for the line
   assert "was asked to end" in capsys.readouterr().out
   assert signal.getsignal(signal.SIGINT) == before
@@ -199,6 +200,22 @@ def test_a_fenced_role_ends_and_says_so(make, capsys):
   assert endpoint.closed_with == 0.0
 
 
+def test_a_role_in_a_long_step_waits_for_who_may_be_dead_all_the_same(make, monkeypatch, capsys):
+  """It was looked at again before its step was over, and its next life ended at once for that."""
+  monkeypatch.setattr(role_spec, "WAIT_SECONDS", 0.01)
+  lives = []
+
+  def role() -> int:
+    lives.append(runner.dial())
+    if len(lives) == 1:
+      lives[0].endpoint.fenced, lives[0].endpoint.outnumbered = "incarnation 8 is here", (9, 0)
+      time.sleep(0.2)  # a step, and many looks
+    return LOST if runner.stopped() else FINISHED
+
+  with make() as runner:
+    assert runner.run(role) == FINISHED and len(lives) == 2, capsys.readouterr().out
+
+
 def test_a_role_whose_network_thread_failed_says_that_and_not_that_it_is_fenced(make, capsys):
   with make() as runner:
     endpoint = runner.dial()
@@ -210,12 +227,31 @@ def test_a_role_whose_network_thread_failed_says_that_and_not_that_it_is_fenced(
   assert "Another process" not in out
 
 
+def test_nothing_of_a_life_is_kept_for_the_next_one(make):
+  """It has a copy of the whole model: both were in memory until the next life had begun."""
+
+  class Exchange:
+    """Of a life that was quarantined, for example."""
+
+  with make() as runner:
+    runner.dial()
+    exchange = Exchange()
+    gone = weakref.ref(exchange)
+    runner.ready = lambda exchange=exchange: ""
+    runner.progress = lambda exchange=exchange: "global step 7"
+    runner.usual_seconds = lambda exchange=exchange: 1.0
+    runner.disconnect()
+    del exchange
+    time.sleep(0.1)  # the runner's thread may just have looked
+    assert gone() is None and runner.ready() and runner.usual_seconds() == 1.0
+
+
 def test_what_a_role_does_between_two_lives_is_no_hang(make, tmp_path):
   with make(hang_seconds=0.1) as runner:
     runner.dial()
     runner.stopped()
     runner.disconnect()  # its loop is over
-    runner.pause(0.5)  # as after a quarantine
+    runner.stop.wait(0.5)  # as after a quarantine
     assert not [e for e in read_events(tmp_path / "r") if e.kind == "hung"]
     runner.dial()
     runner.stopped()

@@ -75,7 +75,7 @@ class World:
   def endpoint(self, address: str, incarnation: int):
     bind = self.url if address.startswith("syncer") else ""
     place = self.place(bind=bind)
-    each = role_process.connect(self.config, self.plan, place, address, incarnation)
+    each = role_process.connect(self.config, self.plan, place, address, incarnation, None)
     if not bind:
       each.dial("syncer-0", self.url)
     self.open.append(each)
@@ -105,10 +105,10 @@ def join(runner: RoleRunner) -> int:
   endpoint = runner.dial()
   while not is_up(endpoint, "syncer-0"):
     runner.stopped()
-    runner.pause(0.005)
+    runner.stop.wait(0.005)
   for _ in range(20):  # what is wrong with its number is seen by then
     runner.stopped()
-    runner.pause(0.005)
+    runner.stop.wait(0.005)
   return FINISHED
 
 

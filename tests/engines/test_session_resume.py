@@ -181,13 +181,13 @@ def test_what_a_run_goes_on_from_is_not_kept_beside_what_it_makes_of_it(
   corpus, workdir, monkeypatch
 ):
   """Values and momentum of a whole model stayed in memory until the run was over."""
-  found, restore_fragments = [], threads.restore_fragments
+  found, restore_fragments = [], threads.restore.restore_fragments
 
   def recorded(*arguments):
     found.append(restore_fragments(*arguments))
     return found[-1]
 
-  monkeypatch.setattr(threads, "restore_fragments", recorded)
+  monkeypatch.setattr(threads.restore, "restore_fragments", recorded)
   Ran(endless(), corpus, workdir, stop_after=lambda e: e.kind == "commit")
   (restored,) = found
   assert restored.snapshot and not restored.fragments
@@ -215,9 +215,9 @@ def test_a_learner_that_is_dead_is_gone_when_it_comes_back(corpus, tmp_path, mon
       kept.append(left())
     return begin_learner(new, *arguments)
 
-  begin_learner = threads.begin_learner
+  begin_learner = threads.restore.begin_learner
   monkeypatch.setattr(threads, "Learner", Mortal)
-  monkeypatch.setattr(threads, "begin_learner", begins)
+  monkeypatch.setattr(threads.restore, "begin_learner", begins)
   kill = {"action": "kill", "role": "learner-0", "at_step": 20, "seconds": 0.1}
   config = dataclasses.replace(endless(), chaos=from_dict({"chaos": {"faults": (kill,)}}).chaos)
   Ran(config, corpus, tmp_path, stop_after=lambda e: e.kind == "commit" and len(lives) > 1)

@@ -10,6 +10,7 @@ import types
 import pytest
 
 from ddiloco.checkpoint.buddy import Copies, pack
+from ddiloco.checkpoint.restore import open_storage
 from ddiloco.core.delta import Committed
 from ddiloco.core.fragments import owned_by
 from ddiloco.engines import single_roles
@@ -29,6 +30,7 @@ class Runner:
 
   def __init__(self, workdir):
     self.config, self.plan, self.place = CONFIG, PLAN, RoleSpec(workdir, "run", ())
+    self.storage = open_storage(CONFIG, PLAN, workdir, "run")
     self.started, self.incarnation = time.time() - 100, seconds_since_2020()
     self.recorder = types.SimpleNamespace(role="syncer-0")
     self.health, self.lines = Health(), list[str]()
@@ -53,7 +55,7 @@ def begin(runner, copies: dict[int, Committed], monkeypatch) -> tuple[dict, obje
 
 @pytest.fixture
 def storage(runner):
-  return single_roles.open_storage(CONFIG, PLAN, runner.place.workdir, runner.place.run_id)
+  return runner.storage
 
 
 def test_a_newer_snapshot_beats_a_copy_from_before_the_buddy_was_cut_off(
@@ -68,7 +70,7 @@ def test_a_newer_snapshot_beats_a_copy_from_before_the_buddy_was_cut_off(
 
 def test_as_old_a_snapshot_is_not_read(runner, storage, monkeypatch):
   test_restore.save_shards(storage, 3)
-  monkeypatch.setattr(single_roles, "restore_fragments", pytest.fail)
+  monkeypatch.setattr(single_roles.restore, "restore_fragments", pytest.fail)
   copies = {p: committed(p, 3 + (p == 2)) for p in OWNED}
   found, _ = begin(runner, copies, monkeypatch)
   assert_same(found, copies.values())

@@ -11,7 +11,7 @@ import threading
 import jax
 import pytest
 
-from ddiloco.config import from_dict
+from ddiloco.config import Fault, from_dict
 from ddiloco.engines.threads import ThreadsEngine
 from ddiloco.observe.eventlog import read_events
 from ddiloco.training import data, devices
@@ -25,11 +25,11 @@ class FakeSlice:
 
   def __init__(self, monkeypatch, members):
     self.ids, self.lost = {device.id for device in members}, threading.Event()
-    every, step, to_host = jax.devices, Island.step, Island.to_host
+    every = jax.devices
     listed = lambda *platform: [d for d in every(*platform) if not self.without(d.id)]  # noqa: E731
     monkeypatch.setattr(jax, "devices", listed)
-    monkeypatch.setattr(Island, "step", self.failing(step))
-    monkeypatch.setattr(Island, "to_host", self.failing(to_host))
+    for call in ("step", "to_host", "place", "reset"):
+      monkeypatch.setattr(Island, call, self.failing(getattr(Island, call)))
 
   def without(self, number: int) -> bool:
     return self.lost.is_set() and number in self.ids
@@ -44,7 +44,11 @@ class FakeSlice:
 
 
 @pytest.mark.timeout(180)
-def test_a_lost_slice_is_one_islands_failure_and_its_island_is_rebuilt(monkeypatch, tmp_path):
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_lost_slice_is_one_islands_failure_and_its_island_is_rebuilt(
+  monkeypatch, tmp_path, killed
+):
+  """Also one that is lost when its learner is down: that began on it again and again, in vain."""
   config = from_dict(
     {
       "model": {
@@ -71,6 +75,8 @@ def test_a_lost_slice_is_one_islands_failure_and_its_island_is_rebuilt(monkeypat
     if event.kind == "snapshot" and "learner-1" in event.roles and not saved:
       saved.append(event.snapshot)
       slice_1.lost.set()
+      if killed:
+        engine._faults["learner-1"].plan(Fault("kill", "learner-1", at_step=0, seconds=0.0))
     if event.kind == "step" and event.role == "learner-0" and slice_1.lost.is_set():
       alone[0] += 1
       if alone[0] == 60:
@@ -82,12 +88,13 @@ def test_a_lost_slice_is_one_islands_failure_and_its_island_is_rebuilt(monkeypat
   events = read_events(tmp_path)
   assert result.reason == "stopped" and alone[0] >= 60, "the other island trained on meanwhile"
   exits = [(e.target, e.reason) for e in events if e.kind == "exit"]
-  assert len(exits) == 1 and exits[0][0] == "learner-1" and LOST in exits[0][1]
+  assert {target for target, _ in exits} == {"learner-1"} and len(exits) == 1 + killed
+  assert LOST in exits[-1][1]
   assert not any(e.blocked_seconds for e in events if e.kind == "step" and e.role == "learner-0")
   assert engine.islands[1] is not first, "its programs are compiled anew"
   assert [e.target for e in events if e.kind == "compiled"].count("learner-1") == 2
   lives = [e.incarnation for e in events if e.kind == "joined" and e.role == "learner-1"]
-  assert lives == [0, 1]
+  assert lives == [0, 1 + killed]
   assert [e for e in events if e.kind == "restored" and e.role == "learner-1"]
 
 

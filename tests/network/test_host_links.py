@@ -18,12 +18,12 @@ from ddiloco.network.host_links import (
   HostBeat,
   HostHello,
   HostLink,
+  HostLinks,
   HostProgress,
   HostsApart,
   HostWatch,
   HostWelcome,
   IslandIdentity,
-  LifeLinks,
   Meeting,
   join,
 )
@@ -40,12 +40,12 @@ def url() -> str:
 
 def meet(url: str, keys=None, others=None):
   """The leader's links, and those of both other hosts."""
-  meeting = Meeting(url, ISLAND, "127.0.0.1:1", keys)
+  meeting = Meeting(url, ISLAND, keys)
   joined = {}
 
   def come(host: int) -> None:
     joined[host], coordinator = join(url, ISLAND, host, others or keys, PATIENCE_SECONDS)
-    assert coordinator == "127.0.0.1:1"
+    assert coordinator == meeting.coordinator
 
   threads = [threading.Thread(target=come, args=(host,)) for host in (1, 2)]
   for thread in threads:
@@ -59,6 +59,12 @@ def meet(url: str, keys=None, others=None):
 def keys_of(tmp_path, address: str) -> Keys:
   make_keys(tmp_path, 4, 1)
   return Keys.load(tmp_path, address)
+
+
+def close(*links: HostLinks) -> None:
+  for each in links:
+    for link in vars(each).values():
+      link.close()
 
 
 def say(link: HostLink, data: bytes) -> None:
@@ -85,11 +91,11 @@ def test_messages_and_bytes_arrive_in_order_on_each_kind_of_connection(url, tmp_
 
 
 def test_who_does_not_come_is_named(url):
-  meeting = Meeting(url, ISLAND, "", None)
+  meeting = Meeting(url, ISLAND, None)
   held = join(url, ISLAND, 2, None, PATIENCE_SECONDS)
   with pytest.raises(HostsApart, match=r"hosts \[1\] of 3 have not come within 0.2 s. Fix"):
     meeting.wait(0.2)
-  held[0].close()
+  close(held[0])
 
 
 @pytest.mark.parametrize(
@@ -104,7 +110,7 @@ def test_who_does_not_come_is_named(url):
   ],
 )
 def test_a_host_that_does_not_belong_is_refused_with_the_reason(url, island, host, reason):
-  meeting = Meeting(url, ISLAND, "", None)
+  meeting = Meeting(url, ISLAND, None)
   with pytest.raises(HostsApart, match=reason):
     join(url, island, host, None, PATIENCE_SECONDS)
   assert meeting.missing == [1, 2]
@@ -112,23 +118,32 @@ def test_a_host_that_does_not_belong_is_refused_with_the_reason(url, island, hos
 
 
 def test_a_second_host_of_the_same_number_is_refused(url):
-  meeting = Meeting(url, ISLAND, "", None)
+  meeting = Meeting(url, ISLAND, None)
   held = join(url, ISLAND, 1, None, PATIENCE_SECONDS)
   with pytest.raises(HostsApart, match="host 1 is here already"):
     join(url, ISLAND, 1, None, PATIENCE_SECONDS)
-  held[0].close()
+  close(held[0])
   meeting.close()
+
+
+def test_an_address_that_is_no_host_name_is_an_error_with_a_fix():
+  """No fix was named: such a name raises a UnicodeError, which is no OSError."""
+  long = f"tcp://{'x' * 64}:1"
+  with pytest.raises(HostsApart, match=r"host 0 is not reached.* Fix"):
+    join(long, ISLAND, 1, None, 0.0)
+  with pytest.raises(HostsApart, match=r"host 0 cannot listen there .*Fix"):
+    Meeting(long, ISLAND, None)
 
 
 @pytest.mark.parametrize("secured", [False, True])
 def test_a_host_that_ends_before_all_have_come_may_come_again(url, tmp_path, secured):
   """It was refused as here already until the last host came; then all had to start once more."""
   keys = keys_of(tmp_path, "learner-3") if secured else None
-  meeting = Meeting(url, ISLAND, "", keys)
+  meeting = Meeting(url, ISLAND, keys)
   for _ in range(2):
     links, _ = join(url, ISLAND, 1, keys, PATIENCE_SECONDS)
     assert meeting.missing == [2]
-    links.close()
+    close(links)
   until = time.monotonic() + PATIENCE_SECONDS
   while meeting.missing != [1, 2] and time.monotonic() < until:
     time.sleep(0.01)
@@ -141,7 +156,7 @@ def test_a_host_that_ends_before_all_have_come_may_come_again(url, tmp_path, sec
 
 def test_another_roles_key_and_no_key_do_not_open_an_island(url, tmp_path):
   mine, other = keys_of(tmp_path, "learner-3"), keys_of(tmp_path, "learner-2")
-  meeting = Meeting(url, ISLAND, "", mine)
+  meeting = Meeting(url, ISLAND, mine)
   stranger = HostLink(
     other.context_to(mine.public).wrap_socket(socket.create_connection(host_and_port(url), 5.0))
   )
@@ -158,12 +173,12 @@ def test_another_roles_key_and_no_key_do_not_open_an_island(url, tmp_path):
   "garbage", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b"\x04\x00\x00\x00abcd"]
 )
 def test_garbage_on_the_port_keeps_nobody_out(url, garbage):
-  meeting = Meeting(url, ISLAND, "", None)
+  meeting = Meeting(url, ISLAND, None)
   with socket.create_connection(host_and_port(url), 5.0) as stranger:
     stranger.sendall(garbage)
     held = join(url, ISLAND, 1, None, PATIENCE_SECONDS)
     assert meeting.missing == [2]
-  held[0].close()
+  close(held[0])
   meeting.close()
 
 
@@ -174,7 +189,7 @@ def test_callers_that_never_say_who_they_are_keep_nobody_out_for_long(
   monkeypatch.setattr(host_links, "MOST_CALLERS", 4)
   monkeypatch.setattr(host_links, "HELLO_SECONDS", 0.5)
   keys = keys_of(tmp_path, "learner-3") if secured else None
-  meeting = Meeting(url, ISLAND, "", keys)
+  meeting = Meeting(url, ISLAND, keys)
   strangers = [socket.create_connection(host_and_port(url), 5.0) for _ in range(12)]
   strangers[0].sendall(b"\x16\x03")  # the beginning of a greeting, with or without keys
   links, _ = join(url, ISLAND, 1, keys, PATIENCE_SECONDS)
@@ -184,7 +199,7 @@ def test_callers_that_never_say_who_they_are_keep_nobody_out_for_long(
     with contextlib.suppress(ConnectionResetError):
       assert stranger.recv(1) == b"", "cut off"
     stranger.close()
-  links.close()
+  close(links)
   meeting.close()
 
 
@@ -199,27 +214,26 @@ def test_a_caller_that_cannot_be_let_in_keeps_nobody_else_out(url, monkeypatch):
   monkeypatch.setattr(socket.socket, "accept", crowded)
   links, joined = meet(url)
   assert not failures and set(links) == set(joined) - {0} == {1, 2}
-  for each in (*links.values(), *joined.values()):
-    each.close()
+  close(*links.values(), *joined.values())
 
 
-def test_a_caller_for_whom_there_is_no_thread_keeps_nobody_else_out(url, monkeypatch):
+@pytest.mark.parametrize("timer", [False, True])
+def test_a_caller_for_whom_there_is_no_thread_keeps_nobody_else_out(url, monkeypatch, timer):
   start, failures = threading.Thread.start, [RuntimeError("can't start new thread")] * 2
 
   def crowded(thread):
-    if failures and "_admit" in thread.name:
+    if failures and (isinstance(thread, threading.Timer) if timer else "_admit" in thread.name):
       raise failures.pop()
     start(thread)
 
   monkeypatch.setattr(threading.Thread, "start", crowded)
   links, joined = meet(url)
   assert not failures
-  for each in (*links.values(), *joined.values()):
-    each.close()
+  close(*links.values(), *joined.values())
 
 
 def test_a_meeting_that_is_over_leaves_no_thread(url):
-  meeting = Meeting(url, ISLAND, "127.0.0.1:1", None)
+  meeting = Meeting(url, ISLAND, None)
   listeners = [each for each in threading.enumerate() if each.name == "hosts meet"]
   meeting.close()
   for each in listeners:
@@ -228,9 +242,9 @@ def test_a_meeting_that_is_over_leaves_no_thread(url):
 
 
 def test_a_port_that_is_taken_is_an_error_with_a_fix(url):
-  meeting = Meeting(url, ISLAND, "", None)
+  meeting = Meeting(url, ISLAND, None)
   with pytest.raises(HostsApart, match=r"host 0 cannot listen there .*Fix: end what has the port"):
-    Meeting(url, ISLAND, "", None)
+    Meeting(url, ISLAND, None)
   meeting.close()
 
 
@@ -252,7 +266,7 @@ class Watched:
     self.theirs = {host: HostLink(b) for host, (_, b) in pairs.items()}
     self.progress, self.told = HostProgress(doing="inside a step"), queue.Queue()
     self.asked = threading.Event()
-    mine = {host: LifeLinks(HostLink(a), HostLink(a)) for host, (a, _) in pairs.items()}
+    mine = {host: HostLinks(*[HostLink(a)] * 4) for host, (a, _) in pairs.items()}
     self.watch = HostWatch(
       mine,
       self.progress,

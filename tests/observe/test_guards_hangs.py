@@ -17,8 +17,8 @@ class Watched:
 
   def __init__(self, clock, least_seconds=30.0, usual=0.5):
     self.clock, self.usual, self.found = clock, usual, []
-    self.watch = HangWatch(least_seconds, lambda role: self.usual, lambda: self, clock)
-    self.watch.beat("learner-1")
+    self.watch = HangWatch(least_seconds, lambda: self, clock)
+    self.watch.beat("learner-1", usual)
 
   def record(self, event):
     self.found.append(event)
@@ -28,7 +28,7 @@ class Watched:
     for _ in range(round(2 * seconds)):
       self.clock.now += 0.5
       if beat:
-        self.watch.beat("learner-1")
+        self.watch.beat("learner-1", self.usual)
       self.watch.look()
 
 

@@ -19,8 +19,6 @@ from ddiloco.protocol.supervisor import (
   Dismiss,
   Exited,
   Hold,
-  Hopeless,
-  Joined,
   Left,
   Lost,
   Requested,
@@ -79,7 +77,6 @@ class World:
     self.held: set[str] = set()
     self.dying: set[str] = set()  # a planned kill was performed
     self.starts: collections.Counter[str] = collections.Counter()
-    self.hopeless = 0
 
   def _faults(self) -> list[Fault]:
     """One that can be planned, if this world has any such kind."""
@@ -93,8 +90,10 @@ class World:
 
   def tell(self, event: supervisor.Event) -> None:
     """The supervisor hears of it; what it says is checked and done."""
+    hopeless = self.play.state.hopeless
     for action in self.play(event):
       self.check(action, event)
+    assert hopeless in ("", self.play.state.hopeless), "the first reason stays"
     assert self.up == {n for n, r in self.play.state.roles.items() if r.phase == UP}
     assert self.held == {n for n, r in self.play.state.roles.items() if r.held}
 
@@ -107,6 +106,8 @@ class World:
         self.starts[name] += 1
         self.up.add(name)
         self.held.discard(name)
+      case Strike(fault) if fault.action == "join":
+        self.struck["join"] += 1
       case Strike(fault):
         assert fault.role in self.up and fault.role not in self.dying
         self.dying |= {fault.role} if fault.action == "kill" else set()
@@ -119,11 +120,6 @@ class World:
         self.held.discard(name)
       case Lost(name, _):
         assert name == event.role
-      case Joined(fault):
-        assert fault.action == "join"
-        self.struck["join"] += 1
-      case Hopeless():
-        self.hopeless += 1
 
   def end(self, name: str, kind: str = "") -> None:
     """A role that is up ends; by itself, or by a fault of this kind."""
@@ -163,7 +159,6 @@ def check(seed: int) -> collections.Counter[str]:
     down = [r for r in world.play.state.roles.values() if r.phase == DOWN]
     longest = max(20.0, LONGEST_PAUSE_SECONDS, world.run.restart_seconds)
     assert all(world.now < role.start_at <= world.now + longest for role in down)
-  assert world.hopeless <= 1 and bool(world.hopeless) == bool(world.play.state.hopeless)
   world.now += 100.0
   world.tell(Tick(world.now, world.global_step, world.now))
   for name, role in world.play.state.roles.items():
@@ -174,4 +169,4 @@ def check(seed: int) -> collections.Counter[str]:
   assert all(role.ended for role in world.play.state.roles.values())
   assert next_wake(world.play.state) == float("inf")
   starts = world.starts.total()
-  return world.struck + collections.Counter(starts=starts, hopeless=world.hopeless)
+  return world.struck + collections.Counter(starts=starts, hopeless=bool(world.play.state.hopeless))

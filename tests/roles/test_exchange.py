@@ -155,7 +155,7 @@ def bench():
   yield make
   for each in made:
     each.exchange.close()
-    assert not each.exchange._worker.running
+    assert not each.exchange._worker._thread.is_alive()
 
 
 def bits(x: np.ndarray) -> bytes:

@@ -37,13 +37,12 @@ POISON = {
 
 def together(mesh: str, folder) -> dict[str, np.ndarray]:
   """What comes out on two processes."""
-  url, coordinator = free_urls(2)
+  (url,) = free_urls(1)
   file = folder / "found.npz"
   command = [sys.executable, "-m", "tests.training.two_hosts"]
-  coordinator = coordinator.removeprefix("tcp://")
   processes = [
     subprocess.Popen(
-      [*command, str(host), url, coordinator, mesh, str(file)],
+      [*command, str(host), url, mesh, str(file)],
       env={**environment.bare(), **POISON},
       stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT,

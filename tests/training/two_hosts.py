@@ -1,6 +1,6 @@
 """One of two processes that are one island: the calls of a learner, and what came out of them.
 
-python -m tests.training.two_hosts HOST URL COORDINATOR MESH FILE
+python -m tests.training.two_hosts HOST URL MESH FILE
 """
 
 from __future__ import annotations
@@ -86,13 +86,14 @@ def calls(island: Any, plan: Plan, read: Any) -> dict[str, np.ndarray]:
   return out
 
 
-def main(host: int, url: str, coordinator: str, mesh: str, file: str) -> None:
+def main(host: int, url: str, mesh: str, file: str) -> None:
   environment.prepare(num_cpu_devices=DEVICES // HOSTS, cpu_only=True)
   config, agreed = config_of(mesh, HOSTS), IslandIdentity("run", "", 0, HOSTS)
   if host:
     links, coordinator = join(url, agreed, host, None, PATIENCE_SECONDS)
   else:
-    links = Meeting(url, agreed, coordinator, None).wait(PATIENCE_SECONDS)
+    meeting = Meeting(url, agreed, None)
+    links, coordinator = meeting.wait(PATIENCE_SECONDS), meeting.coordinator
   environment.join_hosts(coordinator, HOSTS, host, PATIENCE_SECONDS, PATIENCE_SECONDS)
   import jax
 
@@ -114,9 +115,9 @@ def main(host: int, url: str, coordinator: str, mesh: str, file: str) -> None:
     found = calls(leading, plan, lambda position: leading.batches(batches, position))
     assert leading.describe()["hosts"] == HOSTS
     collect, taken = leading._collect, []
-    leading._collect = lambda number, name, *rest: (
+    leading._collect = lambda number, arrays, views, name="": (
       taken.append(name),
-      collect(number, name, *rest),
+      collect(number, arrays, views, name),
     )
     captured, saved, values = leading.capture(), leading.capture(), leading.capture()
     assert not taken, "nothing of a capture moves until it is asked for"
