@@ -52,17 +52,6 @@ def fingerprint(value: jax.Array | np.ndarray) -> Fingerprint:
   return {"shape": list(host.shape), "dtype": host.dtype.name, "crc32": checksum}
 
 
-def refuse_odd_names(arrays: Arrays) -> None:
-  """Refuses names that cannot be told apart on storage.
-
-  Raises:
-    ValueError: a name has an empty component, as "", "a/" or "/a".
-  """
-  for name in arrays:
-    if not all(name.split("/")):
-      raise ValueError(f"array {name!r}: a name is parts joined by '/', none of them empty")
-
-
 def write_all(
   folder: epath.Path, arrays: MutableMapping[str, jax.Array | np.ndarray]
 ) -> tuple[dict[str, Fingerprint], list[list[str]]]:
@@ -83,14 +72,13 @@ def write_all(
   found: dict[str, Fingerprint] = {}
   windows: list[list[str]] = []
   window: dict[str, np.ndarray] = {}
-  names = list(arrays)
-  for name in names:
+  for name in [*arrays]:
     host = np.asarray(arrays.pop(name), order="C")
     found[name] = fingerprint(host)
     if host.size:  # Orbax refuses empty arrays
       window[name] = host
     del host
-    if window and (name == names[-1] or sum(v.nbytes for v in window.values()) >= WINDOW_BYTES):
+    if window and (not arrays or sum(v.nbytes for v in window.values()) >= WINDOW_BYTES):
       write(folder / str(len(windows)), window)
       windows.append(list(window))
       window = {}
@@ -157,11 +145,6 @@ fsspec.config.conf.setdefault("gs", {})["use_listings_cache"] = False
 Place = Callable[[str, np.ndarray], Any]  # (name, array) -> what a part has in its place
 
 
-def as_it_is(name: str, value: np.ndarray) -> np.ndarray:
-  """The array, on the host."""
-  return value
-
-
 @dataclasses.dataclass(frozen=True)
 class Part:
   """What one role saved for one snapshot, checked."""
@@ -184,8 +167,7 @@ class Storage:
   """
 
   def __init__(self, path: str | os.PathLike, plan_id: str, warn: Callable[[str], None]):
-    root = epath.Path(path)
-    self.path = root if root.is_absolute() else root.absolute()  # gs:// is absolute
+    self.path = weights.absolute(path)
     self._plan_id = plan_id
     self._warn = warn
 
@@ -208,13 +190,15 @@ class Storage:
         Emptied while arrays are written: this may free the last reference to their memory.
 
     Raises:
+      ValueError: a name has an empty component, as "", "a/" or "/a": storage cannot tell it apart.
       OSError: it cannot be written (full, denied, ...). Its remainder is deleted, if possible.
     """
     part = self._part(snapshot, role)
-    refuse_odd_names(arrays)
+    if odd := [name for name in arrays if not all(name.split("/"))]:
+      raise ValueError(f"array {odd[0]!r}: a name is parts joined by '/', none of them empty")
     try:
       with signed_json.one_error(part):
-        _delete(part, META)
+        _delete(part)
         part.mkdir(parents=True, exist_ok=True)
         self._note(snapshot, role).unlink(missing_ok=True)
         found, windows = write_all(part / ARRAYS, arrays)
@@ -236,25 +220,32 @@ class Storage:
     except OSError:
       # Frees room for other parts. If that fails too, the first error is raised: it tells more.
       with contextlib.suppress(OSError), signed_json.one_error(part):
-        _delete(part, META)
+        _delete(part)
       raise
     return meta
 
-  def meta(self, snapshot: int, role: str) -> SignedJson:
+  def meta(self, snapshot: int, role: str, committed: str = "") -> SignedJson:
     """The meta of a complete part: "state", "incarnation", "arrays", "digest", ...
 
+    Args:
+      committed: the digest that the manifest has for it; "": any.
+
     Raises:
-      Damaged: the meta is missing, or is not what this role saved for this snapshot and plan.
+      Damaged: the meta is missing, or is not what this role saved for this snapshot and plan, or
+        not what was committed.
     """
     path = self._part(snapshot, role) / META
     expected = {**self._expected("part", snapshot), "role": role}
-    return signed_json.patiently(lambda: signed_json.read(path, expected))
+    meta = signed_json.patiently(lambda: signed_json.read(path, expected))
+    if committed not in ("", meta["digest"]):
+      raise Damaged(path.parent, "is not the part that was committed")
+    return meta
 
   def load(
     self,
     snapshot: int,
     role: str,
-    place: Place = as_it_is,
+    place: Place = lambda name, value: value,
     names: Collection[str] | None = None,
   ) -> Part:
     """A part with its arrays, each checked bit by bit.
@@ -307,19 +298,10 @@ class Storage:
       OSError: the file system cannot be asked.
     """
     found = {}
-    for role in self._names(self._snapshot(snapshot)):
-      if _is_role(role):
-        with contextlib.suppress(Damaged):  # usually a part that is not complete yet
-          found[role] = self.meta(snapshot, role)
+    for role in self._roles(snapshot):
+      with contextlib.suppress(Damaged):  # usually a part that is not complete yet
+        found[role] = self.meta(snapshot, role)
     return found
-
-  def parts(self, snapshot: int) -> dict[str, str]:
-    """Role -> digest of the parts that are complete, whether committed or not.
-
-    Raises:
-      OSError: the file system cannot be asked.
-    """
-    return {role: meta["digest"] for role, meta in self.metas(snapshot).items()}
 
   # --- snapshots ----------------------------------------------------------------------------------
 
@@ -377,7 +359,7 @@ class Storage:
     """
     return [n for n in self._snapshots() if self.is_committed(n)]
 
-  def find(self, role: str, place: Place = as_it_is) -> Part | None:
+  def find(self, role: str, place: Place = lambda name, value: value) -> Part | None:
     """The newest committed and undamaged part of `role`, or None; warns of each one skipped.
 
     Snapshots without this role are skipped without a warning.
@@ -392,12 +374,8 @@ class Storage:
         if not self.is_committed(snapshot):
           continue
         digest = self.manifest(snapshot)["parts"].get(role)
-        if digest is None:
-          continue
-        meta = self.meta(snapshot, role)
-        if meta["digest"] != digest:
-          raise Damaged(self._part(snapshot, role), "is not the part that was committed")
-        return self._load(meta, place, None)
+        if digest is not None:
+          return self._load(self.meta(snapshot, role, digest), place, None)
       except (Damaged, OSError) as error:
         self._warn(f"checkpoint skipped: {error}")
     return None
@@ -454,7 +432,7 @@ class Storage:
 
   def _forget_all(self, snapshot: int) -> None:
     path = self._snapshot(snapshot)
-    for role in filter(_is_role, self._names(path)):
+    for role in self._roles(snapshot):
       self._forget(snapshot, role)
     if not self.is_committed(snapshot):  # without any part it cannot be committed any more
       with signed_json.one_error(path):
@@ -473,7 +451,7 @@ class Storage:
           hidden.replace(meta)
           return
       try:
-        _delete(folder / role, META)
+        _delete(folder / role)
       finally:
         meta.unlink(missing_ok=True)  # its former life may write it only now (`save`)
 
@@ -518,33 +496,26 @@ class Storage:
     numbers = {int(name) for name in self._names(self.path) if re.fullmatch(r"[0-9]{8,}", name)}
     return sorted(numbers, reverse=True)
 
+  def _roles(self, snapshot: int) -> list[str]:
+    """The roles that have a part, complete or not."""
+    return [*filter(_is_role, self._names(self._snapshot(snapshot)))]
+
   def _delete_but(self, snapshot: int, roles: Collection[str]) -> None:
+    """Deletes all other parts, without `roles` the snapshot; no remainder ever looks more complete
+    than it is."""
     path = self._snapshot(snapshot)
     with signed_json.one_error(path):
       if not roles:
-        return self._delete_all(snapshot)
-      for name in self._names(path):
-        if _is_role(name) and name not in roles:
-          _delete(path / name, META)
-
-  def _delete_all(self, snapshot: int) -> None:
-    """Deletes in such an order that no remainder ever looks more complete than it is."""
-    path = self._snapshot(snapshot)
-    _unlink(path / MANIFEST)
-    for name in self._names(path):
-      if _is_role(name):
-        _delete(path / name, META)
-    path.rmtree(missing_ok=True)
+        (path / MANIFEST).rmtree(missing_ok=True)
+      for role in set(self._roles(snapshot)).difference(roles):
+        _delete(path / role)
+      if not roles:
+        path.rmtree(missing_ok=True)
 
   def _expected(self, kind: str, snapshot: int) -> SignedJson:
     return {"format": FORMAT, "kind": kind, "plan": self._plan_id, "snapshot": snapshot}
 
-  def _load(
-    self,
-    meta: SignedJson,
-    place: Place,
-    names: Collection[str] | None,
-  ) -> Part:
+  def _load(self, meta: SignedJson, place: Place, names: Collection[str] | None) -> Part:
     path = self._part(meta["snapshot"], meta["role"]) / ARRAYS
     wanted = meta["arrays"] if names is None else {name: meta["arrays"][name] for name in names}
     arrays: dict[str, Any] = {
@@ -574,12 +545,7 @@ def _is_role(name: str) -> bool:
   return re.fullmatch(r"[A-Za-z0-9-]+", name) is not None
 
 
-def _delete(folder: epath.Path, voucher: str) -> None:
-  """Deletes the folder, beginning with the file that makes it look complete."""
-  _unlink(folder / voucher)
-  folder.rmtree(missing_ok=True)
-
-
-def _unlink(path: epath.Path) -> None:
-  if path.exists():
-    path.rmtree(missing_ok=True)  # a file too
+def _delete(part: epath.Path) -> None:
+  """Deletes a part, beginning with the file that makes it look complete."""
+  (part / META).rmtree(missing_ok=True)  # a file too
+  part.rmtree(missing_ok=True)

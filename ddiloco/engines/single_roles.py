@@ -163,7 +163,7 @@ def _life(runner: RoleRunner, number: int, island, batches: Batches, storage, af
   began = time.monotonic()
   runner.busy("restoring a snapshot")  # `stopped` may have been called before, by a former life
   found = None if afresh else storage
-  beginning = begin_learner(new, config, plan, island, found, recorder)
+  beginning = begin_learner(new, config, island, found, recorder)
   if beginning.arrays:
     runner.say(f"has its part of a snapshot, after {time.monotonic() - began:.1f} s")
   endpoint, saver = runner.dial(), runner.saver()

@@ -176,7 +176,7 @@ class ThreadsEngine(Engine):
     new = new_learner(config, self.plan, m, incarnation, afresh)
     if config.sync.num_shards:
       storage = None if afresh else self._storage  # after a quarantine: its state was bad
-      beginning = begin_learner(new, config, self.plan, island, storage, recorder)
+      beginning = begin_learner(new, config, island, storage, recorder)
     else:
       beginning = ResumeState(new)
       if incarnation:

@@ -65,7 +65,7 @@ def test_a_buddy_with_nothing_says_so_at_once_and_one_that_is_away_is_not_waited
   with Buddy(hub):
     assert ask(hub) == {}
   assert time.monotonic() - started < PATIENCE_SECONDS / 2
-  hub.find("syncer-1").close()
+  hub.endpoints["syncer-1"].close()
   assert ask(hub, give_up_seconds=0.2) == {}
 
 
