@@ -100,7 +100,7 @@ class Copies:
 
   def __init__(self, shard: int, incarnation: int, endpoint: Endpoint, plan: Plan, config: Config):
     self.shard, self.incarnation, self.endpoint = shard, incarnation, endpoint
-    self._plan, self._config = plan, config
+    self.plan, self._config = plan, config
     self._held: dict[tuple[int, int], Copy] = {}  # by owner and fragment
     self._lives: dict[int, int] = {}  # owner -> its newest incarnation
     self._answers: dict[int, GivenBack] = {}  # owner -> the newest answer
@@ -167,7 +167,7 @@ class Copies:
     # that got this value from a learner begins at an older momentum.
     same = known is not None and known.said.incarnation == message.incarnation
     try:
-      copy = unpack(message, self._plan, self._config, known if same else None)
+      copy = unpack(message, self.plan, self._config, known if same else None)
     except codec.CodecError:  # the change is half applied: the known copy is lost
       self._held.pop(key, None)
       copy = None
@@ -358,20 +358,15 @@ class Replication:
 
 
 def recover(
-  endpoint: Endpoint,
-  copies: Copies,
-  shard: int,
-  incarnation: int,
-  plan: Plan,
-  buddy: int,
-  keep_on: Callable[[float], bool],
-  time: Time = REAL_TIME,
+  copies: Copies, buddy: int, keep_on: Callable[[float], bool], time: Time = REAL_TIME
 ) -> dict[int, Committed]:
   """Asks the buddy for this shard's fragments until it has answered or `keep_on` says no.
 
   `keep_on` is called with the seconds since the newest copy came, or since the start: gigabytes
-  take long. Returns what the buddy had, by fragment. Meanwhile the neighbour's requests are served.
+  take long. Returns what the buddy had, by fragment. Meanwhile the neighbour's requests are served,
+  from `copies`.
   """
+  shard, incarnation, endpoint = copies.shard, copies.incarnation, copies.endpoint
   found: dict[int, Committed] = {}
   expected: set[int] | None = None  # the list overtakes the fragments, which are bulk
   came: collections.Counter[int] = collections.Counter()  # fragment -> how often its copy came
@@ -385,7 +380,7 @@ def recover(
     message = arrived[1] if arrived else None
     match message:
       case Replica(owner=owner) if owner == shard and message.shard == buddy:
-        copy = unpack(message, plan)
+        copy = unpack(message, copies.plan)
         if copy is not None:
           found[message.fragment] = committed_of(copy)
           came[message.fragment] += 1

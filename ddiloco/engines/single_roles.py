@@ -386,15 +386,7 @@ def _ask_buddy(runner: RoleRunner, shard: int, copies: Copies) -> dict[int, Comm
     runner.busy("recovering its fragments")
     return not stopped and quiet_seconds < runner.config.network.silence_seconds
 
-  found = recover(
-    copies.endpoint,
-    copies,
-    shard,
-    runner.incarnation,
-    runner.plan,
-    buddy,
-    keep_on,
-  )
+  found = recover(copies, buddy, keep_on)
   if found:
     versions = ", ".join(f"{p} at {c.state.version}" for p, c in sorted(found.items()))
     runner.say(f"has from its buddy: fragments {versions}")
