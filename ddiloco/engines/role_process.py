@@ -364,10 +364,7 @@ class RoleRunner:
 
   def _probe(self, waits_for: str) -> None:
     self._health.allow_seconds = self.usual_seconds()
-    if waits_for or self._failure:
-      self._health.not_ready(self._failure or waits_for)
-    else:
-      self._health.ready()
+    self._health.waits_for = self._failure or waits_for
 
   def _status(self) -> dict[str, Any]:
     endpoint, waits_for = self.endpoint, self._failure or self.ready()

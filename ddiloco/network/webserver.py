@@ -12,7 +12,6 @@ import dataclasses
 import http.server
 import io
 import json
-import math
 import socket
 import socketserver
 import sys
@@ -21,6 +20,8 @@ import time
 from collections.abc import Callable, Mapping
 from email.message import Message
 from typing import Any
+
+import msgspec
 
 from ddiloco.checks import ConfigError, require
 
@@ -253,6 +254,7 @@ class Health:
 
   Attributes:
     allow_seconds: how long the longest usual step of the role takes; it may change any time.
+    waits_for: why the role, though alive, cannot do its work now; "": it does.
     url: where the server listens, once it does.
   """
 
@@ -264,7 +266,7 @@ class Health:
     self._started = time.monotonic()
     self._beaten: float | None = None
     self._doing = "starting"  # the long work before the next beat
-    self._ready, self._reason = False, "starting"
+    self.waits_for = "starting"
     self._server: WebServer | None = None
 
   def beat(self) -> None:
@@ -275,38 +277,31 @@ class Health:
     """Until the next beat the main loop does long work: the limit is that of the start."""
     self._beaten, self._started, self._doing = None, time.monotonic(), what
 
-  def ready(self, reason: str = "") -> None:
-    """The role does its work."""
-    self._ready, self._reason = True, reason
-
-  def not_ready(self, reason: str) -> None:
-    """The role cannot do its work now, and why; it is still alive."""
-    self._ready, self._reason = False, reason
-
   def livez(self) -> tuple[int, str]:
     """(HTTP status, reason)."""
     now, beaten = time.monotonic(), self._beaten
     if beaten is None:
-      seconds, limit, since = now - self._started, START_SECONDS, f"{self._doing} for"
+      seconds, limit = now - self._started, START_SECONDS
+      text = f"{self._doing} for {seconds:.0f} s"
     else:
       seconds, limit = now - beaten, max(LIVE_SECONDS, 10 * self.allow_seconds)
-      since = "the main loop last came round"
-    text = f"{since} {seconds:.0f} s{'' if beaten is None else ' ago'} (allowed: {limit:.0f} s)"
-    return (200 if seconds < limit else 503), text
+      text = f"the main loop last came round {seconds:.0f} s ago"
+    return (200 if seconds < limit else 503), f"{text} (allowed: {limit:.0f} s)"
 
   def readyz(self) -> tuple[int, str]:
     """(HTTP status, reason)."""
     live, reason = self.livez()
-    if live != 200:
-      return live, reason
-    return (200, self._reason or "ready") if self._ready else (503, self._reason)
+    if live == 200:
+      reason = self.waits_for or "ready"
+    return (503 if self.waits_for else live), reason
 
   def status(self) -> tuple[int, str]:
     """(HTTP status, JSON)."""
     if not self._asking.acquire(timeout=1):
       return 503, json.dumps({"error": "the role is busy"})
     try:
-      return 200, json.dumps(_finite(self._status()), allow_nan=False)
+      text = msgspec.json.encode(self._status())  # null for NaN and infinity, which JSON lacks
+      return 200, msgspec.json.format(text, indent=0).decode()
     except Exception as error:  # an error of the status function must not end the role
       return 500, json.dumps({"error": f"the role's status failed: {type(error).__name__}"})
     finally:
@@ -318,9 +313,9 @@ class Health:
     Raises:
       ConfigError: `listen` is not HOST:PORT, or cannot be opened.
     """
-    self._server = WebServer(listen, self._answer, "--http")
-    self._server.start()
-    self.url = self._server.url
+    self._server = server = WebServer(listen, self._answer, "--http")
+    server.start()
+    self.url = server.url
     return self.url
 
   def close(self) -> None:
@@ -330,19 +325,8 @@ class Health:
       self._server = None
 
   def _answer(self, request: Request) -> Answer:
-    if request.path == "/status":
-      code, text = self.status()
-      return Answer(code, text + "\n", "application/json")
-    if request.path in ("/livez", "/readyz"):
-      code, text = self.livez() if request.path == "/livez" else self.readyz()
-      return Answer(code, text + "\n")
-    return Answer(404, "there are /livez, /readyz and /status\n")
-
-
-def _finite(value: Any) -> Any:
-  """The value with null for NaN and infinity, which JSON lacks."""
-  if isinstance(value, dict):
-    return {key: _finite(v) for key, v in value.items()}
-  if isinstance(value, list | tuple):
-    return [_finite(v) for v in value]
-  return None if isinstance(value, float) and not math.isfinite(value) else value
+    found = {"/livez": self.livez, "/readyz": self.readyz, "/status": self.status}
+    if request.path not in found:
+      return Answer(404, "there are /livez, /readyz and /status\n")
+    code, text = found[request.path]()
+    return Answer(code, text + "\n", "application/json" if request.path == "/status" else TEXT)
