@@ -397,6 +397,9 @@ def recover(
 
 # --- The message
 
+# What a fragment's state and the message have in common.
+_SAME = ("version", "merged_tokens", "last_round", "global_step", "participants", "snapshot")
+
 
 def _whole(published_value: np.ndarray, momentum: np.ndarray | None) -> np.ndarray:
   vectors = [published_value] if momentum is None else [published_value, momentum]
@@ -411,15 +414,10 @@ def header(committed: Committed, shard: int, incarnation: int) -> Replica:
     incarnation=incarnation,
     owner=shard,
     fragment=state.index,
-    version=state.version,
-    merged_tokens=state.merged_tokens,
-    last_round=state.last_round,
-    global_step=state.global_step,
+    **{name: getattr(state, name) for name in _SAME},
     momentum_round=committed.momentum_round,
-    participants=state.participants,
     merged_rounds=flat(state.merged_rounds),
     merged_global_steps=flat(state.merged_global_steps),
-    snapshot=state.snapshot,
     base_round=NOTHING,
     codec="f32",
     has_momentum=committed.momentum is not None,
@@ -470,14 +468,9 @@ def committed_of(copy: Copy) -> Committed:
   said, value = copy.said, copy.published_value
   state = FragmentState(
     said.fragment,
-    version=said.version,
-    merged_tokens=said.merged_tokens,
     merged_rounds=dict(pairs(said.merged_rounds)),
     merged_global_steps=dict(pairs(said.merged_global_steps)),
-    last_round=said.last_round,
-    global_step=said.global_step,
-    participants=said.participants,
-    snapshot=said.snapshot,
+    **{name: getattr(said, name) for name in _SAME},
   )
   return Committed(state, value, value, copy.momentum, said.momentum_round)
 

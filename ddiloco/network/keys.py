@@ -363,7 +363,7 @@ def require_keys(url: str, keys: Keys | None, flag: str) -> None:
   """
   match = _URL.fullmatch(url)
   host = match[1].strip("[]").lower() if match else ""
-  good = match is not None and int(match[2]) < 65536 and (":" not in host or _is_ip(host))
+  good = match is not None and int(match[2]) < 65536 and (":" not in host or _ip(host))
   rule = "must be tcp://HOST:PORT with a port of at most 65535"
   require(good, flag, url, rule, "write it as tcp://127.0.0.1:7000 or tcp://[::1]:7000")
   require(
@@ -378,12 +378,10 @@ def require_keys(url: str, keys: Keys | None, flag: str) -> None:
 def is_loopback(host: str) -> bool:
   """Whether only this machine can reach `host`, with or without brackets. Resolves no names."""
   host = host.strip("[]").lower()
-  return host == "localhost" or (_is_ip(host) and ipaddress.ip_address(host).is_loopback)
+  return host == "localhost" or bool((ip := _ip(host)) and ip.is_loopback)
 
 
-def _is_ip(host: str) -> bool:
-  try:
-    ipaddress.ip_address(host)
-  except ValueError:
-    return False
-  return True
+def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+  with contextlib.suppress(ValueError):
+    return ipaddress.ip_address(host)
+  return None

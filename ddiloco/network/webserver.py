@@ -26,7 +26,7 @@ import msgspec
 from ddiloco.checks import ConfigError, require
 
 REQUEST_SECONDS = 5.0  # for a request to arrive, and for its answer to leave
-REQUEST_BYTES = 8192  # of its head
+REQUEST_BYTES = 8192  # of its head, about
 BODY_BYTES = 4096
 MAX_CONNECTIONS = 32
 PAUSE_SECONDS = 0.1  # when no connection can be accepted
@@ -145,6 +145,31 @@ class WebServer(socketserver.ThreadingTCPServer):
       super().handle_error(request, client_address)
 
 
+class _Reader(io.RawIOBase):
+  """What a client sends: all of it within `REQUEST_SECONDS`, and not more than a request may have.
+
+  Raises:
+    TimeoutError: which ends the connection.
+  """
+
+  def __init__(self, connection: socket.socket):
+    self._connection, self._left = connection, REQUEST_BYTES + BODY_BYTES
+    self._deadline = time.monotonic() + REQUEST_SECONDS
+
+  def readable(self) -> bool:
+    return True
+
+  def readinto(self, buffer) -> int:
+    seconds = self._deadline - time.monotonic()
+    if seconds <= 0 or not self._left:
+      raise TimeoutError("the request is not complete")
+    self._connection.settimeout(seconds)
+    count = self._connection.recv_into(memoryview(buffer)[: self._left])
+    self._connection.settimeout(REQUEST_SECONDS)  # for the answer
+    self._left -= count
+    return count
+
+
 class _Handler(http.server.BaseHTTPRequestHandler):
   """One request, one answer, then the connection is closed."""
 
@@ -152,9 +177,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
   def setup(self) -> None:
     super().setup()
-    self._deadline = time.monotonic() + REQUEST_SECONDS
     self.rfile.close()
-    self.rfile = io.BytesIO(self._head())
+    self.rfile = io.BufferedReader(_Reader(self.connection))
 
   def do_GET(self) -> None:
     self._serve(b"")
@@ -170,7 +194,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     elif len(length) > 9 or int(length) > BODY_BYTES:
       self.send_error(413)
     else:
-      self._serve(self._body(int(length)))
+      body = self.rfile.read(int(length))
+      if len(body) == int(length):  # else the client has gone
+        self._serve(body)
 
   def _serve(self, body: bytes) -> None:
     path, _, query = self.path.partition("?")
@@ -202,36 +228,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     self.end_headers()
     if self.command != "HEAD":
       self.wfile.write(body)
-
-  def _head(self) -> bytes:
-    """The bytes until an empty line; TimeoutError, which ends the connection, if they are late."""
-    head = b""
-    while b"\r\n\r\n" not in head and b"\n\n" not in head:
-      if len(head) >= REQUEST_BYTES:
-        raise TimeoutError("the request is not complete")
-      received = self._receive(1024)
-      if not received:
-        break
-      head += received
-    self.connection.settimeout(REQUEST_SECONDS)
-    return head
-
-  def _body(self, length: int) -> bytes:
-    body = self.rfile.read()  # bytes of the body that came with the head
-    while len(body) < length:
-      received = self._receive(length - len(body))
-      if not received:
-        raise ConnectionError("the request ended early")
-      body += received
-    self.connection.settimeout(REQUEST_SECONDS)
-    return body[:length]
-
-  def _receive(self, size: int) -> bytes:
-    left = self._deadline - time.monotonic()
-    if left <= 0:
-      raise TimeoutError("the request is not complete")
-    self.connection.settimeout(left)
-    return self.connection.recv(size)
 
 
 # --- Health of a role over HTTP: is it alive, is it ready, what is its status

@@ -250,7 +250,8 @@ def test_a_request_that_does_not_end_is_cut_off(serve, monkeypatch):
   monkeypatch.setattr(webserver, "REQUEST_SECONDS", 10 * SECONDS)
   with connect(serve()) as connection:
     with contextlib.suppress(ConnectionError):
-      connection.sendall(b"X-More: " + b"x" * (webserver.REQUEST_BYTES + 1000))
+      most = webserver.REQUEST_BYTES + webserver.BODY_BYTES
+      connection.sendall(b"X-More: " + b"x" * (most + 1000))
     assert ended(connection) == b""
 
 
