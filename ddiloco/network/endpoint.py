@@ -169,14 +169,11 @@ class NetworkEndpoint(Endpoint):
       if peer is not None:
         peer.count_dropped(reason)
 
-  def on_frame(self, peer: Peer, wire: FrameSocket, frame: frames.Frame) -> None:
+  def on_frame(self, peer: Peer, frame: frames.Frame) -> None:
     match frame:
       case frames.Control(header):
         if peer.state == "up":
           self.put(peer.address, header, None, peer.incarnation)
-          if self._crowded(peer.address):
-            # Until the next check: read no faster than the role takes messages.
-            wire.rest(True)
       case frames.Beat(count, reason):
         if count:
           peer.drops = (peer.drops[0] + count, reason)
@@ -246,9 +243,9 @@ class NetworkEndpoint(Endpoint):
         peer.incoming.forget()
     wire = peer.control.wire
     if wire is not None:
-      crowded = self._crowded(peer.address)
-      wire.rest(crowded)
-      peer.heard_at = now if crowded else peer.heard_at  # the peer waits for us: it is not silent
+      if wire.waits:  # the peer waits for us: it is not silent
+        peer.heard_at = now
+        wire.wake()
       # A peer that sends and does not read gets no more beats: they would pile up here.
       if peer.state == "up" and now - peer.beat_at >= BEAT_SECONDS and not wire.behind:
         peer.beat_at = now

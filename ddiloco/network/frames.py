@@ -196,13 +196,15 @@ class Owner:
   def next(self, wire: FrameSocket) -> Parcel | None:
     """The next bytes to send; the kernel has all bytes of the parcel before."""
 
-  def room(self, wire: FrameSocket, frame: Bulk, size: int) -> memoryview | None:
-    """Memory for so many bytes of payload; None: no room until `wake`.
+  def room(self, wire: FrameSocket, frame: Frame, size: int) -> memoryview | None:
+    """Memory for a frame's payload of so many bytes, mostly none; None: no room until `wake`.
 
     Raises:
-      MalformedMessage, Forget: the connection reads and drops the payload.
+      MalformedMessage, Forget: the connection drops the frame, and reads and drops its payload.
     """
-    raise MalformedMessage("a fragment that no shard has")
+    if size or isinstance(frame, Bulk):
+      raise MalformedMessage(f"a {type(frame).__name__} with {size} bytes of payload")
+    return SCRATCH[:0]
 
   def arrived(self, wire: FrameSocket, frame: Frame) -> None:
     """A frame has arrived, and its payload is in the memory that `room` gave."""
@@ -241,10 +243,11 @@ class FrameSocket:
     self._tls = connected if isinstance(connected, ssl.SSLSocket) else None
     self._pace: Iterator[None] = itertools.repeat(None)
     self._shaking_hands = context is not None
-    self._doomed = self._leaves = self._rests = False
+    self._doomed = self._leaves = False
     self._leaving: collections.deque[memoryview] = collections.deque()  # bytes being sent now
     self._parser: Iterator[memoryview | None] = self._parse()
-    self._wanted: memoryview | None = next(self._parser)  # memory to fill; None: no room now
+    # Memory to fill; None: no room now, and the kernel holds the far end back.
+    self._wanted: memoryview | None = next(self._parser)
 
   def fileno(self) -> int:
     return self._socket.fileno()
@@ -266,12 +269,6 @@ class FrameSocket:
   def _turn_in(self, thread: IoThread) -> None:
     if self.thread is thread:  # the connection has not moved to another thread meanwhile
       self.turn()
-
-  def rest(self, rests: bool) -> None:
-    """Stops or resumes reading; while it rests, the kernel holds the far end back."""
-    if self._rests != rests:
-      self._rests = rests
-      self.wake()
 
   def hang_up(self) -> None:
     """Ends the connection, soon; from any thread."""
@@ -334,8 +331,13 @@ class FrameSocket:
       self.leave()  # the far end still has to read OpenSSL's alert
     self._shaking_hands = False
 
+  @property
+  def waits(self) -> bool:
+    """Whether a frame waits for room."""
+    return self._wanted is None
+
   def _listens(self) -> bool:
-    return self._leaves or (self._wanted is not None and not self._rests)
+    return self._leaves or not self.waits
 
   def _read(self) -> None:
     """Reads the data that is there, for one turn."""
@@ -367,14 +369,10 @@ class FrameSocket:
         raise MalformedMessage(f"begins with {bytes(prefix).hex()}, which no frame of ours does")
       data = bytearray(size)
       yield memoryview(data)
-      target: memoryview | None = None
       try:
         frame = decode(bytes(data))
-        if isinstance(frame, Bulk):
-          while (target := self.owner.room(self, frame, payload_bytes)) is None:
-            yield None
-        elif payload_bytes:
-          raise MalformedMessage(f"a {type(frame).__name__} with {payload_bytes} bytes of payload")
+        while (target := self.owner.room(self, frame, payload_bytes)) is None:
+          yield None
       except (MalformedMessage, Forget) as error:
         if isinstance(error, MalformedMessage):
           self.owner.malformed(self, str(error))

@@ -162,14 +162,16 @@ class Channel(frames.Owner):
       self.leaving = bool(self.waiting) and self.peer.state == "up"
       return self.waiting[0] if self.leaving else None
 
-  def room(self, wire: FrameSocket, frame: Bulk, size: int) -> memoryview | None:
+  def room(self, wire: FrameSocket, frame: frames.Frame, size: int) -> memoryview | None:
     # Read before the check: a new session's `incoming` is set only after this wire is detached.
     incoming = self.peer.incoming
     if self.wire is not wire:
       raise Forget
-    if self.number == CONTROL or incoming is None:
-      raise MalformedMessage("a fragment on a connection that is not for fragments")
-    return incoming.room(self.number, frame, size, wire)
+    if self.number != CONTROL and incoming is not None and isinstance(frame, Bulk):
+      return incoming.room(self.number, frame, size, wire)
+    if isinstance(frame, Control) and self.peer.caretaker.crowded(self.peer.address):
+      return None  # it is read no faster than the role takes its messages
+    return super().room(wire, frame, size)
 
   def arrived(self, wire: FrameSocket, frame: frames.Frame) -> None:
     peer, incoming = self.peer, self.peer.incoming  # before the check of the wire, as in `room`
@@ -177,7 +179,7 @@ class Channel(frames.Owner):
       return
     peer.heard_at = time.monotonic()
     if self.number == CONTROL:
-      peer.caretaker.on_frame(peer, wire, frame)
+      peer.caretaker.on_frame(peer, frame)
     elif not isinstance(frame, Bulk) or incoming is None:
       self.malformed(wire, f"a {type(frame).__name__} on a connection for fragments")
     elif (message := incoming.arrived(self.number)) is not None:

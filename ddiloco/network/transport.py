@@ -222,7 +222,7 @@ class Endpoint:
       self._dropped(sender, "too many of its messages wait here")
     return payload is None or not dropped
 
-  def _crowded(self, sender: str) -> bool:
+  def crowded(self, sender: str) -> bool:
     """Whether so much control of this sender is queued that the sender should be held back."""
     with self._ready:
       return self._waiting_control.crowded(sender)
