@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,8 +29,6 @@ from ddiloco.protocol.values import NotAState, from_json, readable, to_json
 
 if TYPE_CHECKING:  # this module imports Orbax and JAX, which not every role needs
   from ddiloco.checkpoint.snapshots import Part, Storage
-
-T = TypeVar("T")
 
 
 def open_storage(config: Config, plan: Plan, workdir: Path, run_id: str) -> Storage | None:
@@ -253,7 +251,7 @@ def restore_fragments(
   checked, and then dropped: for a supervisor, which alone reports what the run goes on from.
   """
   tried = [] if tried is None else tried
-  return _newest(storage, tried, lambda n: _restore(storage, plan, n, wanted, keep))
+  return storage.newest(lambda n: _restore(storage, plan, n, wanted, keep), tried)
 
 
 def newest_rounds(storage: Storage) -> dict[int, int]:
@@ -266,26 +264,7 @@ def newest_rounds(storage: Storage) -> dict[int, int]:
     parts = _parts(storage, snapshot)
     return {f.index: f.last_round for _, part in parts for f in part.fragments}
 
-  return _newest(storage, [], rounds) or {}
-
-
-def _newest(storage: Storage, tried: list[str], read: Callable[[int], T]) -> T | None:
-  """What `read` returns for the newest committed snapshot that it can read."""
-  try:
-    committed = storage.committed()
-  except OSError as error:
-    tried.append(f"checkpoints cannot be searched: {error}")
-    warn(tried[-1])
-    return None
-  for snapshot in committed:
-    try:
-      return read(snapshot)
-    except Damaged as damage:
-      tried.append(f"checkpoint skipped: {damage}")
-    except (NotAState, KeyError, TypeError, ValueError) as error:
-      tried.append(f"checkpoint {snapshot} skipped: {type(error).__name__}: {error}")
-    warn(tried[-1])
-  return None
+  return storage.newest(rounds, []) or {}
 
 
 def _restore(

@@ -26,7 +26,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Collection, Mapping, MutableMapping
-from typing import Any
+from typing import Any, TypeVar
 
 import fsspec.config
 import jax
@@ -142,6 +142,7 @@ ASIDE = "aside"  # 00000200.aside: no snapshot any more, never touched again
 fsspec.config.conf.setdefault("gs", {})["use_listings_cache"] = False
 
 
+T = TypeVar("T")
 Place = Callable[[str, np.ndarray], Any]  # (name, array) -> what a part has in its place
 
 
@@ -359,26 +360,42 @@ class Storage:
     """
     return [n for n in self._snapshots() if self.is_committed(n)]
 
+  def newest(self, read: Callable[[int], T | None], tried: list[str]) -> T | None:
+    """What `read` makes of the newest committed snapshot of which it makes something.
+
+    Snapshots that it cannot read are skipped, with a warning; the reasons are added to `tried`.
+    """
+
+    def skip(why: str) -> None:
+      tried.append(why)
+      self._warn(why)
+
+    try:
+      snapshots = self._snapshots()
+    except OSError as error:
+      skip(f"checkpoints cannot be searched: {error}")
+      return None
+    for snapshot in snapshots:
+      try:
+        if self.is_committed(snapshot) and (found := read(snapshot)) is not None:
+          return found
+      except (Damaged, OSError) as error:
+        skip(f"checkpoint skipped: {error}")
+      except (KeyError, TypeError, ValueError) as error:
+        skip(f"checkpoint {snapshot} skipped: {type(error).__name__}: {error}")
+    return None
+
   def find(self, role: str, place: Place = lambda name, value: value) -> Part | None:
     """The newest committed and undamaged part of `role`, or None; warns of each one skipped.
 
     Snapshots without this role are skipped without a warning.
     """
-    try:
-      snapshots = self._snapshots()
-    except OSError as error:
-      self._warn(f"checkpoints cannot be searched: {error}")
-      return None
-    for snapshot in snapshots:
-      try:
-        if not self.is_committed(snapshot):
-          continue
-        digest = self.manifest(snapshot)["parts"].get(role)
-        if digest is not None:
-          return self._load(self.meta(snapshot, role, digest), place, None)
-      except (Damaged, OSError) as error:
-        self._warn(f"checkpoint skipped: {error}")
-    return None
+
+    def part(snapshot: int) -> Part | None:
+      digest = self.manifest(snapshot)["parts"].get(role)
+      return digest and self._load(self.meta(snapshot, role, digest), place, None)
+
+    return self.newest(part, [])
 
   def prune(self, keep: int, over: int = 0) -> None:
     """Deletes all but the newest `keep` committed snapshots, and older ones never committed.
