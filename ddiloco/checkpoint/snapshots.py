@@ -248,6 +248,7 @@ class Storage:
     role: str,
     place: Place = lambda name, value: value,
     names: Collection[str] | None = None,
+    committed: str = "",
   ) -> Part:
     """A part with its arrays, each checked bit by bit.
 
@@ -255,13 +256,29 @@ class Storage:
       place: what becomes of each array once it has been checked on the host, before the next window
         is read.
       names: only these arrays; all if None.
+      committed: as of `meta`.
 
     Raises:
       Damaged: something of it is missing or changed.
       KeyError: the part has no array of this name.
       ValueError: `place` does not take an array.
     """
-    return self._load(self.meta(snapshot, role), place, names)
+    meta = self.meta(snapshot, role, committed)
+    path, stored = self._part(snapshot, role) / ARRAYS, meta["arrays"]
+    wanted = stored if names is None else {name: stored[name] for name in names}
+    arrays: dict[str, Any] = {
+      name: np.empty(each["shape"], np.dtype(each["dtype"]))
+      for name, each in wanted.items()
+      if 0 in each["shape"]
+    }
+    for number, window in enumerate(meta["windows"]):
+      mine = {name: wanted[name] for name in window if name in wanted}
+      if mine:
+        read = signed_json.patiently(functools.partial(_read_arrays, path, number, mine))
+        for name in mine:  # one after the other: what is placed is let go of here
+          arrays[name] = place(name, read.pop(name))
+    arrays = {name: arrays[name] for name in wanted}
+    return Part(role, snapshot, meta["incarnation"], meta["state"], arrays, meta["digest"])
 
   def decline(self, snapshot: int, role: str, reason: str) -> None:
     """Leaves a note that this role will save no part, so that no role waits for one.
@@ -393,7 +410,7 @@ class Storage:
 
     def part(snapshot: int) -> Part | None:
       digest = self.manifest(snapshot)["parts"].get(role)
-      return digest and self._load(self.meta(snapshot, role, digest), place, None)
+      return digest and self.load(snapshot, role, place, committed=digest)
 
     return self.newest(part, [])
 
@@ -531,24 +548,6 @@ class Storage:
 
   def _expected(self, kind: str, snapshot: int) -> SignedJson:
     return {"format": FORMAT, "kind": kind, "plan": self._plan_id, "snapshot": snapshot}
-
-  def _load(self, meta: SignedJson, place: Place, names: Collection[str] | None) -> Part:
-    path = self._part(meta["snapshot"], meta["role"]) / ARRAYS
-    wanted = meta["arrays"] if names is None else {name: meta["arrays"][name] for name in names}
-    arrays: dict[str, Any] = {
-      name: np.empty(each["shape"], np.dtype(each["dtype"]))
-      for name, each in wanted.items()
-      if 0 in each["shape"]
-    }
-    for number, stored in enumerate(meta["windows"]):
-      mine = {name: wanted[name] for name in stored if name in wanted}
-      if mine:
-        window = signed_json.patiently(functools.partial(_read_arrays, path, number, mine))
-        for name in mine:  # one after the other: what is placed is let go of here
-          arrays[name] = place(name, window.pop(name))
-    arrays = {name: arrays[name] for name in wanted}
-    fields = {name: meta[name] for name in ("role", "snapshot", "incarnation", "state", "digest")}
-    return Part(arrays=arrays, **fields)
 
 
 def _read_arrays(path: epath.Path, number: int, wanted: Mapping[str, Any]) -> dict[str, np.ndarray]:
