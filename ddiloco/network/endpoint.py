@@ -427,7 +427,6 @@ class NetworkEndpoint(Endpoint):
 
 # --- The listening side
 
-COMERS_A_TURN = 64
 # Each connection costs a descriptor; when none is left, the process can open no file and accept no
 # member. So this process raises its limit as far as the system allows, and strangers (connections
 # without a known peer) get at most a quarter of it. A stranger that takes too long is cut off; of
@@ -480,7 +479,7 @@ class Door(frames.Owner):
 
   def _listen(self) -> None:
     if self._listener.fileno() >= 0:
-      self._thread.loop.add_reader(self._listener, self._on_comers)
+      self._thread.loop.add_reader(self._listener, self._on_comer)
 
   def close(self) -> None:
     """Accepts no more connections."""
@@ -488,24 +487,20 @@ class Door(frames.Owner):
       self._thread.loop.remove_reader(self._listener)
       self._listener.close()
 
-  def _on_comers(self) -> None:
-    now = time.monotonic()
-    for _ in range(COMERS_A_TURN):
-      try:
-        connected, _ = self._listener.accept()
-      except BlockingIOError:  # no further connection waits
-        break
-      except OSError:  # no descriptor is left: a waiting connection would wake us again and again
-        self._thread.loop.remove_reader(self._listener)
-        self._thread.loop.call_later(TEND_SECONDS, self._listen)
-        break
-      try:
-        wire = FrameSocket(connected, self, self._keys.context() if self._keys else None)
-      except OSError:  # our key cannot be read now, or the far end has gone
-        connected.close()
-        continue
-      self._strangers[wire] = now
-      self._thread.add(wire)
+  def _on_comer(self) -> None:
+    try:
+      connected, _ = self._listener.accept()
+    except OSError:  # no descriptor is left: a waiting connection would wake us again and again
+      self._thread.loop.remove_reader(self._listener)
+      self._thread.loop.call_later(TEND_SECONDS, self._listen)
+      return
+    try:
+      wire = FrameSocket(connected, self, self._keys.context() if self._keys else None)
+    except OSError:  # our key cannot be read now, or the far end has gone
+      connected.close()
+      return
+    now = self._strangers[wire] = time.monotonic()
+    self._thread.add(wire)
     self.cut_off(now)
 
   def cut_off(self, now: float) -> None:

@@ -158,8 +158,7 @@ def bind(url: str) -> tuple[socket.socket, str]:
   if host != "*":
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, _, _, _, address = found[0]
-  options = {"family": family, "backlog": BACKLOG, "dualstack_ipv6": both}
-  listener = socket.create_server(address[:2], **options)
+  listener = socket.create_server(address[:2], family=family, backlog=BACKLOG, dualstack_ipv6=both)
   listener.setblocking(False)
   return listener, f"{url.rpartition(':')[0]}:{listener.getsockname()[1]}"
 
