@@ -113,15 +113,12 @@ class Recorder:
     pass
 
 
-class Counted:
+class Counted(NetworkEndpoint):
   """An endpoint that counts the payloads that it sends: of publishes, and of copies."""
 
-  def __init__(self, endpoint: Any):
-    self._endpoint = endpoint
+  def __init__(self, *arguments: Any, **options: Any):
     self.bytes = {"publish": 0, "copy": 0, "first_copy": 0}
-
-  def __getattr__(self, name: str) -> Any:
-    return getattr(self._endpoint, name)
+    super().__init__(*arguments, **options)
 
   def send(self, to: str, message: Any, spoil: Any = None) -> int:
     if isinstance(message, Publish) and to == learner_address(0) and message.payload is not None:
@@ -130,16 +127,14 @@ class Counted:
       kind = "copy" if message.base_round >= 0 else "first_copy"
       if to != syncer_address(message.shard):
         self.bytes[kind] += len(message.payload)
-    return self._endpoint.send(to, message, spoil)
+    return super().send(to, message, spoil)
 
 
 def serve(pipe: Any, shard: int, shards: int, values: int, fragments: int, learners: int) -> None:
   """A shard until it is told to end; sends its url, its commits, and its memory."""
   config, plan = config_of(learners, shards, fragments), plan_of(values, fragments)
   run = identity(plan)
-  endpoint = Counted(
-    NetworkEndpoint(syncer_address(shard), 1, run, config.network, bind="tcp://127.0.0.1:0")
-  )
+  endpoint = Counted(syncer_address(shard), 1, run, config.network, bind="tcp://127.0.0.1:0")
   store, owned = MemoryStore(outlives=False), owned_by(shard, shards, fragments)
   for p in owned:
     passes.compile_for(plan.fragments[p], config.outer)

@@ -91,7 +91,7 @@ JOURNEY = (
   # Over the network.
   Stop("protocol/messages.py", "encode",
        "The push becomes a checked header; the payload stays as it is.", "encode"),
-  Stop("network/transport.py", "InboxEndpoint.send",
+  Stop("network/transport.py", "Endpoint.send",
        "Every endpoint counts the message and passes it on.", "_post"),
   Stop("network/endpoint.py", "NetworkEndpoint._post",
        "The role's thread queues header and payload for that shard.", "post_bulk"),
@@ -107,7 +107,7 @@ JOURNEY = (
        "With the last part the message is complete.", "arrived"),
   Stop("network/peers.py", "Channel.arrived",
        "The message goes to the inbox, with the time of its arrival.", "put"),
-  Stop("network/transport.py", "InboxEndpoint.receive",
+  Stop("network/transport.py", "Endpoint.receive",
        "Senders take turns; the header is decoded and checked.", "Delivery"),
   # The shard merges.
   Stop("roles/syncer.py", "Syncer._measure",

@@ -100,7 +100,7 @@ class Copies:
 
   def __init__(self, shard: int, incarnation: int, endpoint: Endpoint, plan: Plan, config: Config):
     self.shard, self.incarnation, self.endpoint = shard, incarnation, endpoint
-    self._plan, self._config = plan, config
+    self.plan, self._config = plan, config
     self._held: dict[tuple[int, int], Copy] = {}  # by owner and fragment
     self._lives: dict[int, int] = {}  # owner -> its newest incarnation
     self._answers: dict[int, GivenBack] = {}  # owner -> the newest answer
@@ -167,7 +167,7 @@ class Copies:
     # that got this value from a learner begins at an older momentum.
     same = known is not None and known.said.incarnation == message.incarnation
     try:
-      copy = unpack(message, self._plan, self._config, known if same else None)
+      copy = unpack(message, self.plan, self._config, known if same else None)
     except codec.CodecError:  # the change is half applied: the known copy is lost
       self._held.pop(key, None)
       copy = None
@@ -358,20 +358,15 @@ class Replication:
 
 
 def recover(
-  endpoint: Endpoint,
-  copies: Copies,
-  shard: int,
-  incarnation: int,
-  plan: Plan,
-  buddy: int,
-  keep_on: Callable[[float], bool],
-  time: Time = REAL_TIME,
+  copies: Copies, buddy: int, keep_on: Callable[[float], bool], time: Time = REAL_TIME
 ) -> dict[int, Committed]:
   """Asks the buddy for this shard's fragments until it has answered or `keep_on` says no.
 
   `keep_on` is called with the seconds since the newest copy came, or since the start: gigabytes
-  take long. Returns what the buddy had, by fragment. Meanwhile the neighbour's requests are served.
+  take long. Returns what the buddy had, by fragment. Meanwhile the neighbour's requests are served,
+  from `copies`.
   """
+  shard, incarnation, endpoint = copies.shard, copies.incarnation, copies.endpoint
   found: dict[int, Committed] = {}
   expected: set[int] | None = None  # the list overtakes the fragments, which are bulk
   came: collections.Counter[int] = collections.Counter()  # fragment -> how often its copy came
@@ -385,7 +380,7 @@ def recover(
     message = arrived[1] if arrived else None
     match message:
       case Replica(owner=owner) if owner == shard and message.shard == buddy:
-        copy = unpack(message, plan)
+        copy = unpack(message, copies.plan)
         if copy is not None:
           found[message.fragment] = committed_of(copy)
           came[message.fragment] += 1
@@ -402,6 +397,9 @@ def recover(
 
 # --- The message
 
+# What a fragment's state and the message have in common.
+_SAME = ("version", "merged_tokens", "last_round", "global_step", "participants", "snapshot")
+
 
 def _whole(published_value: np.ndarray, momentum: np.ndarray | None) -> np.ndarray:
   vectors = [published_value] if momentum is None else [published_value, momentum]
@@ -416,15 +414,10 @@ def header(committed: Committed, shard: int, incarnation: int) -> Replica:
     incarnation=incarnation,
     owner=shard,
     fragment=state.index,
-    version=state.version,
-    merged_tokens=state.merged_tokens,
-    last_round=state.last_round,
-    global_step=state.global_step,
+    **{name: getattr(state, name) for name in _SAME},
     momentum_round=committed.momentum_round,
-    participants=state.participants,
     merged_rounds=flat(state.merged_rounds),
     merged_global_steps=flat(state.merged_global_steps),
-    snapshot=state.snapshot,
     base_round=NOTHING,
     codec="f32",
     has_momentum=committed.momentum is not None,
@@ -475,14 +468,9 @@ def committed_of(copy: Copy) -> Committed:
   said, value = copy.said, copy.published_value
   state = FragmentState(
     said.fragment,
-    version=said.version,
-    merged_tokens=said.merged_tokens,
     merged_rounds=dict(pairs(said.merged_rounds)),
     merged_global_steps=dict(pairs(said.merged_global_steps)),
-    last_round=said.last_round,
-    global_step=said.global_step,
-    participants=said.participants,
-    snapshot=said.snapshot,
+    **{name: getattr(said, name) for name in _SAME},
   )
   return Committed(state, value, value, copy.momentum, said.momentum_round)
 

@@ -7,12 +7,13 @@ becomes the run's.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,8 +29,6 @@ from ddiloco.protocol.values import NotAState, from_json, readable, to_json
 
 if TYPE_CHECKING:  # this module imports Orbax and JAX, which not every role needs
   from ddiloco.checkpoint.snapshots import Part, Storage
-
-T = TypeVar("T")
 
 
 def open_storage(config: Config, plan: Plan, workdir: Path, run_id: str) -> Storage | None:
@@ -64,13 +63,11 @@ def open_storage(config: Config, plan: Plan, workdir: Path, run_id: str) -> Stor
   return Storage(own, plan.plan_id, warn)
 
 
-def newest_global_step(config: Config, storage: Storage | None) -> int:
+def newest_global_step(storage: Storage | None) -> int:
   """Roughly the global step at which the run goes on; -1 if it begins."""
-  try:
-    committed = [] if storage is None else storage.committed()
-  except OSError:  # roles report it when they look for their parts
-    committed = []
-  return committed[0] if committed else -1
+  with contextlib.suppress(OSError):  # roles report it when they look for their parts
+    return max(storage.committed() if storage is not None else (), default=-1)
+  return -1
 
 
 # --- learners -------------------------------------------------------------------------------------
@@ -94,25 +91,18 @@ def new_learner(
 
   `afresh`: after a quarantine. It takes no peer's moments: they may have caused the quarantine.
   """
-  target = config.run.total_tokens
-  if not config.sync.num_shards:  # it trains alone, for its share
+  target, shards, checkpoint = config.run.total_tokens, config.sync.num_shards, config.checkpoint
+  if not shards:  # it trains alone, for its share
     target = config.planned_steps() * config.tokens_per_step(number)
-  checkpoint = config.checkpoint
+  owners = tuple(shard_of(p, shards) for p in range(len(plan.fragments))) if shards else ()
   asks = checkpoint.rejoin == "peer" and not afresh
   seconds = checkpoint.donor_seconds if asks else 0.0
-  owners = _owners(config, plan)
   return learner.init(number, incarnation, owners, target, donor_seconds=seconds)
-
-
-def _owners(config: Config, plan: Plan) -> tuple[int, ...]:
-  shards = config.sync.num_shards
-  return tuple(shard_of(p, shards) for p in range(len(plan.fragments))) if shards else ()
 
 
 def begin_learner(
   state: LearnerState,
   config: Config,
-  plan: Plan,
   island,
   storage: Storage | None,
   recorder: Records,
@@ -130,24 +120,20 @@ def begin_learner(
   part = storage.find(role, island.place)
   if part is not None:
     try:
-      beginning = _revived(part, state, config, plan, island)
+      beginning = _revived(part, state, island)
     except (ValueError, KeyError, TypeError) as error:  # NotAState is a ValueError
       what = f"{type(error).__name__}: {error}"
       warn(f"{role}: its part of snapshot {part.snapshot} does not fit: {what}. It starts afresh.")
     else:
-      recorder.record(
-        events.Restored(
-          snapshot=part.snapshot,
-          of_incarnation=part.incarnation,
-          seconds=round(now() - began, 3),
-        )
-      )
+      took = round(now() - began, 3)
+      life = part.incarnation
+      recorder.record(events.Restored(snapshot=part.snapshot, of_incarnation=life, seconds=took))
       return beginning
   island.reset()
   return ResumeState(state)
 
 
-def _revived(part: Part, new: LearnerState, config: Config, plan: Plan, island) -> ResumeState:
+def _revived(part: Part, new: LearnerState, island) -> ResumeState:
   captured = from_json(LearnerPart, part.state)
   old = captured.learner
   if len(old.fragments) != len(new.fragments) or old.learner != new.learner:
@@ -155,7 +141,8 @@ def _revived(part: Part, new: LearnerState, config: Config, plan: Plan, island) 
   mine = {n: value for n, value in part.arrays.items() if n.startswith(("params/", "inner/"))}
   island.restore(mine)
   rest = {name: value for name, value in part.arrays.items() if name not in mine}
-  revived = learner.revive(old, new.incarnation, _owners(config, plan), new.target_tokens)
+  owners = tuple(f.shard for f in new.fragments)
+  revived = learner.revive(old, new.incarnation, owners, new.target_tokens)
   revived = dataclasses.replace(revived, donor_seconds=new.donor_seconds)
   return ResumeState(revived, rest, captured.position, fresh=False)
 
@@ -251,15 +238,20 @@ def syncer_part(state: SyncerState, momentum_rounds: Mapping[int, int]) -> dict[
 
 
 def restore_fragments(
-  storage: Storage, plan: Plan, wanted: Collection[int], tried: list[str] | None = None
+  storage: Storage,
+  plan: Plan,
+  wanted: Collection[int],
+  tried: list[str] | None = None,
+  keep: bool = True,
 ) -> Restored | None:
   """These fragments as of the newest committed snapshot that has all of them undamaged.
 
   Any shard may have saved them: the number of shards may have changed. Skipped snapshots stay as
-  they are; the reason for each is added to `tried`.
+  they are; the reason for each is added to `tried`. Without `keep` every fragment is read and
+  checked, and then dropped: for a supervisor, which alone reports what the run goes on from.
   """
   tried = [] if tried is None else tried
-  return _newest(storage, tried, lambda n: _restore(storage, plan, n, set(wanted)))
+  return storage.newest(lambda n: _restore(storage, plan, n, wanted, keep), tried)
 
 
 def newest_rounds(storage: Storage) -> dict[int, int]:
@@ -272,79 +264,36 @@ def newest_rounds(storage: Storage) -> dict[int, int]:
     parts = _parts(storage, snapshot)
     return {f.index: f.last_round for _, part in parts for f in part.fragments}
 
-  return _newest(storage, [], rounds) or {}
+  return storage.newest(rounds, []) or {}
 
 
-def newest_whole(storage: Storage, plan: Plan, tried: list[str]) -> int | None:
-  """The snapshot that `restore_fragments` would take for all fragments; keeps no arrays.
-
-  For a supervisor: it reads everything once, before any role begins, and alone reports what the run
-  goes on from.
-  """
-  everything = set(range(len(plan.fragments)))
-  return _newest(storage, tried, lambda n: _check(storage, plan, n, everything))
-
-
-def _newest(storage: Storage, tried: list[str], read: Callable[[int], T]) -> T | None:
-  """What `read` returns for the newest committed snapshot that it can read."""
-  try:
-    committed = storage.committed()
-  except OSError as error:
-    tried.append(f"checkpoints cannot be searched: {error}")
-    warn(tried[-1])
-    return None
-  for snapshot in committed:
-    try:
-      return read(snapshot)
-    except Damaged as damage:
-      tried.append(f"checkpoint skipped: {damage}")
-    except (NotAState, KeyError, TypeError, ValueError) as error:
-      tried.append(f"checkpoint {snapshot} skipped: {type(error).__name__}: {error}")
-    warn(tried[-1])
-  return None
-
-
-def _restore(storage: Storage, plan: Plan, snapshot: int, wanted: set[int]) -> Restored:
-  found: dict[int, Committed] = {}
-  global_step, vector_clock = 0, {}
-  for state, committed in _shards(storage, plan, snapshot, wanted):
-    found[committed.state.index] = committed
-    global_step = max(global_step, state.global_step)
-    vector_clock = states.join_clocks(vector_clock, state.vector_clock)
-  _require_all(found, wanted)
-  return Restored(found, snapshot, global_step, vector_clock)
-
-
-def _check(storage: Storage, plan: Plan, snapshot: int, wanted: set[int]) -> int:
-  every = _shards(storage, plan, snapshot, wanted)
-  _require_all({committed.state.index for _, committed in every}, wanted)
-  return snapshot
-
-
-def _require_all(found: Collection[int], wanted: set[int]) -> None:
-  if lacks := sorted(wanted.difference(found)):
-    raise NotAState(f"it lacks fragments {lacks}")
-
-
-def _shards(
-  storage: Storage, plan: Plan, snapshot: int, wanted: set[int]
-) -> Iterator[tuple[SyncerPart, Committed]]:
-  """The wanted fragments one by one, each with the state of the shard that saved it."""
-  for meta, state in _parts(storage, snapshot):
-    for f in state.fragments:
+def _restore(
+  storage: Storage, plan: Plan, snapshot: int, wanted: Collection[int], keep: bool
+) -> Restored:
+  lacks, restored = {*wanted}, Restored({}, snapshot, 0, {})
+  for meta, part in _parts(storage, snapshot):
+    for f in part.fragments:
       if f.index in wanted:
-        yield state, _fragment(storage, plan, meta, f, state.momentum_rounds[f.index])
+        committed = _fragment(storage, plan, meta, f, part.momentum_rounds[f.index])
+        lacks.discard(f.index)
+        if keep:
+          restored.fragments[f.index] = committed
+        restored = dataclasses.replace(
+          restored,
+          global_step=max(restored.global_step, part.global_step),
+          vector_clock=states.join_clocks(restored.vector_clock, part.vector_clock),
+        )
+  if lacks:
+    raise NotAState(f"it lacks fragments {sorted(lacks)}")
+  return restored
 
 
 def _parts(storage: Storage, snapshot: int) -> Iterator[tuple[SignedJson, SyncerPart]]:
   """The parts of all shards without their arrays."""
   for role, digest in storage.manifest(snapshot)["parts"].items():
-    if not role.startswith("syncer-"):
-      continue
-    meta = storage.meta(snapshot, role)
-    if meta["digest"] != digest:
-      raise NotAState(f"{role} is not the part that was committed")
-    yield meta, from_json(SyncerPart, meta["state"])
+    if role.startswith("syncer-"):
+      meta = storage.meta(snapshot, role, digest)
+      yield meta, from_json(SyncerPart, meta["state"])
 
 
 def _fragment(
@@ -366,9 +315,6 @@ def _fragment(
 # them: they may be on a disk that is not mounted. A run that ended before its first snapshot was
 # complete has nothing to go on from; it begins again, and says so.
 
-if TYPE_CHECKING:
-  from ddiloco.checkpoint.snapshots import Storage
-
 SHOWN = 4  # entries of `tried` that a message shows at most
 
 
@@ -387,25 +333,44 @@ def go_on(
     tried: the snapshots that were skipped, and why.
 
   Raises:
-    ConfigError: there are snapshots, and the run can go on from none of them.
+    ConfigError: there are snapshots, and the run can go on from none of them; or newer ones cannot
+      be set aside.
   """
-  if snapshot is None:
-    refuse_lost_snapshots(config, workdir, storage, tried)
-    if _has_trained(workdir):
-      print(
-        f"\nThe run in {workdir} begins again from its initial values: {_why(config)}.", flush=True
-      )
-  elif storage is not None:
-    moved = _set_aside(storage, snapshot)
-    passed = f" Passed over and set aside: {', '.join(moved)}." if moved else ""
-    lacks = _lacking(config, storage, snapshot)
-    without = f" It lacks {', '.join(lacks)}: these take an older part, if any." if lacks else ""
-    print(f"\nThe run in {workdir} goes on from snapshot {snapshot}.{without}{passed}", flush=True)
+  if storage is not None and snapshot is not None:
+    print(f"\nThe run in {workdir} goes on from {_found(config, storage, snapshot)}", flush=True)
+  elif lost := lost_snapshots(config, workdir, storage, tried):
+    where = "the checkpoints" if storage is None else str(storage.path)
+    raise ConfigError(
+      f"--workdir={workdir}: {lost} Fix: bring {where} back as it was, or the config"
+      " that made it, and give the same command; or add --overwrite to begin anew."
+    )
+  elif _has_trained(workdir):
+    again = f"begins again from its initial values: {_why(config)}"
+    print(f"\nThe run in {workdir} {again}.", flush=True)
   if storage is not None:
     try:
       storage.forget()
     except OSError as error:
       warn(f"what was never committed cannot be deleted: {error}. The run goes on.")
+
+
+def _found(config: Config, storage: Storage, snapshot: int) -> str:
+  """The snapshot in words, with the learners that it lacks; sets newer snapshots aside."""
+  try:
+    moved = storage.set_aside(snapshot)
+  except OSError as error:
+    raise ConfigError(
+      f"checkpoints: snapshots newer than {snapshot} cannot be read, nor set aside ({error})."
+      f" Fix: make {storage.path} readable and writable, or move them away yourself."
+    ) from error
+  lacks = list[str]()
+  with contextlib.suppress(Damaged):  # read a moment ago; the roles that need it will report more
+    learners = (f"learner-{m}" for m in range(config.islands.num_learners))
+    parts = storage.manifest(snapshot)["parts"]
+    lacks = [role for role in learners if role not in parts]
+  without = f" It lacks {', '.join(lacks)}: these take an older part, if any." if lacks else ""
+  passed = f" Passed over and set aside: {', '.join(moved)}." if moved else ""
+  return f"snapshot {snapshot}.{without}{passed}"
 
 
 def _has_trained(workdir: Path) -> bool:
@@ -422,42 +387,6 @@ def _why(config: Config) -> str:
   if not config.sync.snapshot_steps:
     return "sync.snapshot_steps = 0 makes no snapshots"
   return "it was ended before its first snapshot was complete"
-
-
-def _lacking(config: Config, storage: Storage, snapshot: int) -> list[str]:
-  """Learners of the config that have no part in the snapshot."""
-  try:
-    parts = storage.manifest(snapshot)["parts"]
-  except Damaged:  # a moment ago it was not; the roles that need it will report more
-    return []
-  every = (f"learner-{m}" for m in range(config.islands.num_learners))
-  return [role for role in every if role not in parts]
-
-
-def _set_aside(storage: Storage, snapshot: int) -> list[str]:
-  try:
-    return storage.set_aside(snapshot)
-  except OSError as error:
-    raise ConfigError(
-      f"checkpoints: snapshots newer than {snapshot} cannot be read, nor set aside ({error})."
-      f" Fix: make {storage.path} readable and writable, or move them away yourself."
-    ) from error
-
-
-def refuse_lost_snapshots(
-  config: Config, workdir: Path, storage: Storage | None, tried: Sequence[str]
-) -> None:
-  """Refuses a run that has committed snapshots, none of which could be read.
-
-  Raises:
-    ConfigError: names what was tried, and what to do.
-  """
-  if lost := lost_snapshots(config, workdir, storage, tried):
-    where = "the checkpoints" if storage is None else str(storage.path)
-    raise ConfigError(
-      f"--workdir={workdir}: {lost} Fix: bring {where} back as it was, or the config"
-      " that made it, and give the same command; or add --overwrite to begin anew."
-    )
 
 
 def lost_snapshots(

@@ -57,14 +57,9 @@ class Saver:
     self.recorder = recorder
     self.hold: Callable[[], str] = lambda: ""  # why this role must save nothing now; "": it may
     self._disk, self._time = disk, time
-    self._busy = False  # from `save` to the end of its `then`
+    self.busy = False  # whether work for the newest snapshot is still under way
     self._worker = time.worker(f"save {role}", _lower_priority, self._say_failed)
     self._worker.put(self._forget())
-
-  @property
-  def busy(self) -> bool:
-    """Whether work for the newest snapshot is still under way."""
-    return self._busy
 
   @property
   def refusal(self) -> str:
@@ -89,7 +84,7 @@ class Saver:
       self.recorder.record(events.Unsaved(snapshot=snapshot, reason=reason))
       self._worker.put(self._leave_word(snapshot, reason))
       return
-    self._busy = True
+    self.busy = True
     self._worker.put(self._work(snapshot, state, arrays, then, at_last))
 
   def decline(self, snapshot: int, reason: str) -> None:
@@ -103,6 +98,9 @@ class Saver:
     with contextlib.suppress(OSError):  # if storage cannot tell, the role declines
       if self.storage.is_committed(snapshot):
         return
+    yield from self._unsaved(snapshot, reason)
+
+  def _unsaved(self, snapshot: int, reason: str) -> Job:
     self.recorder.record(events.Unsaved(snapshot=snapshot, reason=reason))
     yield from self._leave_word(snapshot, reason)
 
@@ -139,7 +137,7 @@ class Saver:
     if written:
       yield from then(snapshot)
     yield from at_last(snapshot)
-    self._busy = False
+    self.busy = False
 
   def _write(
     self, snapshot: int, state: Mapping[str, Any], arrays: MutableMapping[str, Any]
@@ -155,19 +153,13 @@ class Saver:
       meta = self.storage.save(snapshot, self.role, self.incarnation, state, arrays)
       yield None
     except Exception as error:  # any error: training goes on without this snapshot
-      reason = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+      reason = _reason(error)
       warn(f"{self.role}: its part of snapshot {snapshot} is not saved: {reason}. The run goes on.")
-      self.recorder.record(events.Unsaved(snapshot=snapshot, reason=reason))
-      yield from self._leave_word(snapshot, reason)
+      yield from self._unsaved(snapshot, reason)
       return False
-    self.recorder.record(
-      events.Saved(
-        snapshot=snapshot,
-        seconds=round(self._time.now() - started, 3),
-        bytes=size,
-        arrays={name: each["crc32"] for name, each in meta["arrays"].items()},
-      )
-    )
+    took = round(self._time.now() - started, 3)
+    arrays = {name: each["crc32"] for name, each in meta["arrays"].items()}
+    self.recorder.record(events.Saved(snapshot=snapshot, seconds=took, bytes=size, arrays=arrays))
     return True
 
   # --- shard 0 ------------------------------------------------------------------------------------
@@ -196,7 +188,7 @@ class Saver:
       self._disk()
       yield from self._commit(snapshot, set(shards), learners, patience_seconds, may_lack)
     except Exception as error:  # any error: training goes on without this snapshot
-      reason = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+      reason = _reason(error)
       warn(f"snapshot {snapshot} is not committed: {reason}. The run goes on.")
       self.recorder.record(events.Uncommitted(snapshot=snapshot, reason=reason))
 
@@ -249,14 +241,9 @@ class Saver:
       look_seconds = LOOK_SHARE * (self._time.now() - started)
       yield self._time.now() + min(max(look_seconds, LOOK_SECONDS), LOOK_SECONDS_MOST)
     self.storage.commit(snapshot, roles)
-    self.recorder.record(
-      events.Snapshot(
-        snapshot=snapshot,
-        roles=tuple(sorted(roles)),
-        lacks=tuple(sorted(known - roles)),
-        seconds=round(self._time.now() - started, 3),
-      )
-    )
+    took, lacks = round(self._time.now() - started, 3), tuple(sorted(known - roles))
+    mine = tuple(sorted(roles))
+    self.recorder.record(events.Snapshot(snapshot=snapshot, roles=mine, lacks=lacks, seconds=took))
 
 
 def consistent(states: Mapping[str, Mapping[str, Any]], shards: Collection[str]) -> set[str]:
@@ -279,6 +266,10 @@ def consistent(states: Mapping[str, Mapping[str, Any]], shards: Collection[str])
     for key in odd:
       del snapshot[key]
   return {names[key] for key in snapshot}
+
+
+def _reason(error: Exception) -> str:
+  return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 
 def _lower_priority() -> None:

@@ -26,7 +26,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Collection, Mapping, MutableMapping
-from typing import Any
+from typing import Any, TypeVar
 
 import fsspec.config
 import jax
@@ -52,17 +52,6 @@ def fingerprint(value: jax.Array | np.ndarray) -> Fingerprint:
   return {"shape": list(host.shape), "dtype": host.dtype.name, "crc32": checksum}
 
 
-def refuse_odd_names(arrays: Arrays) -> None:
-  """Refuses names that cannot be told apart on storage.
-
-  Raises:
-    ValueError: a name has an empty component, as "", "a/" or "/a".
-  """
-  for name in arrays:
-    if not all(name.split("/")):
-      raise ValueError(f"array {name!r}: a name is parts joined by '/', none of them empty")
-
-
 def write_all(
   folder: epath.Path, arrays: MutableMapping[str, jax.Array | np.ndarray]
 ) -> tuple[dict[str, Fingerprint], list[list[str]]]:
@@ -83,14 +72,13 @@ def write_all(
   found: dict[str, Fingerprint] = {}
   windows: list[list[str]] = []
   window: dict[str, np.ndarray] = {}
-  names = list(arrays)
-  for name in names:
+  for name in [*arrays]:
     host = np.asarray(arrays.pop(name), order="C")
     found[name] = fingerprint(host)
     if host.size:  # Orbax refuses empty arrays
       window[name] = host
     del host
-    if window and (name == names[-1] or sum(v.nbytes for v in window.values()) >= WINDOW_BYTES):
+    if window and (not arrays or sum(v.nbytes for v in window.values()) >= WINDOW_BYTES):
       write(folder / str(len(windows)), window)
       windows.append(list(window))
       window = {}
@@ -154,12 +142,8 @@ ASIDE = "aside"  # 00000200.aside: no snapshot any more, never touched again
 fsspec.config.conf.setdefault("gs", {})["use_listings_cache"] = False
 
 
+T = TypeVar("T")
 Place = Callable[[str, np.ndarray], Any]  # (name, array) -> what a part has in its place
-
-
-def as_it_is(name: str, value: np.ndarray) -> np.ndarray:
-  """The array, on the host."""
-  return value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,8 +168,7 @@ class Storage:
   """
 
   def __init__(self, path: str | os.PathLike, plan_id: str, warn: Callable[[str], None]):
-    root = epath.Path(path)
-    self.path = root if root.is_absolute() else root.absolute()  # gs:// is absolute
+    self.path = weights.absolute(path)
     self._plan_id = plan_id
     self._warn = warn
 
@@ -208,13 +191,15 @@ class Storage:
         Emptied while arrays are written: this may free the last reference to their memory.
 
     Raises:
+      ValueError: a name has an empty component, as "", "a/" or "/a": storage cannot tell it apart.
       OSError: it cannot be written (full, denied, ...). Its remainder is deleted, if possible.
     """
     part = self._part(snapshot, role)
-    refuse_odd_names(arrays)
+    if odd := [name for name in arrays if not all(name.split("/"))]:
+      raise ValueError(f"array {odd[0]!r}: a name is parts joined by '/', none of them empty")
     try:
       with signed_json.one_error(part):
-        _delete(part, META)
+        _delete(part)
         part.mkdir(parents=True, exist_ok=True)
         self._note(snapshot, role).unlink(missing_ok=True)
         found, windows = write_all(part / ARRAYS, arrays)
@@ -236,26 +221,34 @@ class Storage:
     except OSError:
       # Frees room for other parts. If that fails too, the first error is raised: it tells more.
       with contextlib.suppress(OSError), signed_json.one_error(part):
-        _delete(part, META)
+        _delete(part)
       raise
     return meta
 
-  def meta(self, snapshot: int, role: str) -> SignedJson:
+  def meta(self, snapshot: int, role: str, committed: str = "") -> SignedJson:
     """The meta of a complete part: "state", "incarnation", "arrays", "digest", ...
 
+    Args:
+      committed: the digest that the manifest has for it; "": any.
+
     Raises:
-      Damaged: the meta is missing, or is not what this role saved for this snapshot and plan.
+      Damaged: the meta is missing, or is not what this role saved for this snapshot and plan, or
+        not what was committed.
     """
     path = self._part(snapshot, role) / META
     expected = {**self._expected("part", snapshot), "role": role}
-    return signed_json.patiently(lambda: signed_json.read(path, expected))
+    meta = signed_json.patiently(lambda: signed_json.read(path, expected))
+    if committed not in ("", meta["digest"]):
+      raise Damaged(path.parent, "is not the part that was committed")
+    return meta
 
   def load(
     self,
     snapshot: int,
     role: str,
-    place: Place = as_it_is,
+    place: Place = lambda name, value: value,
     names: Collection[str] | None = None,
+    committed: str = "",
   ) -> Part:
     """A part with its arrays, each checked bit by bit.
 
@@ -263,13 +256,29 @@ class Storage:
       place: what becomes of each array once it has been checked on the host, before the next window
         is read.
       names: only these arrays; all if None.
+      committed: as of `meta`.
 
     Raises:
       Damaged: something of it is missing or changed.
       KeyError: the part has no array of this name.
       ValueError: `place` does not take an array.
     """
-    return self._load(self.meta(snapshot, role), place, names)
+    meta = self.meta(snapshot, role, committed)
+    path, stored = self._part(snapshot, role) / ARRAYS, meta["arrays"]
+    wanted = stored if names is None else {name: stored[name] for name in names}
+    arrays: dict[str, Any] = {
+      name: np.empty(each["shape"], np.dtype(each["dtype"]))
+      for name, each in wanted.items()
+      if 0 in each["shape"]
+    }
+    for number, window in enumerate(meta["windows"]):
+      mine = {name: wanted[name] for name in window if name in wanted}
+      if mine:
+        read = signed_json.patiently(functools.partial(_read_arrays, path, number, mine))
+        for name in mine:  # one after the other: what is placed is let go of here
+          arrays[name] = place(name, read.pop(name))
+    arrays = {name: arrays[name] for name in wanted}
+    return Part(role, snapshot, meta["incarnation"], meta["state"], arrays, meta["digest"])
 
   def decline(self, snapshot: int, role: str, reason: str) -> None:
     """Leaves a note that this role will save no part, so that no role waits for one.
@@ -307,19 +316,10 @@ class Storage:
       OSError: the file system cannot be asked.
     """
     found = {}
-    for role in self._names(self._snapshot(snapshot)):
-      if _is_role(role):
-        with contextlib.suppress(Damaged):  # usually a part that is not complete yet
-          found[role] = self.meta(snapshot, role)
+    for role in self._roles(snapshot):
+      with contextlib.suppress(Damaged):  # usually a part that is not complete yet
+        found[role] = self.meta(snapshot, role)
     return found
-
-  def parts(self, snapshot: int) -> dict[str, str]:
-    """Role -> digest of the parts that are complete, whether committed or not.
-
-    Raises:
-      OSError: the file system cannot be asked.
-    """
-    return {role: meta["digest"] for role, meta in self.metas(snapshot).items()}
 
   # --- snapshots ----------------------------------------------------------------------------------
 
@@ -377,30 +377,42 @@ class Storage:
     """
     return [n for n in self._snapshots() if self.is_committed(n)]
 
-  def find(self, role: str, place: Place = as_it_is) -> Part | None:
+  def newest(self, read: Callable[[int], T | None], tried: list[str]) -> T | None:
+    """What `read` makes of the newest committed snapshot of which it makes something.
+
+    Snapshots that it cannot read are skipped, with a warning; the reasons are added to `tried`.
+    """
+
+    def skip(why: str) -> None:
+      tried.append(why)
+      self._warn(why)
+
+    try:
+      snapshots = self._snapshots()
+    except OSError as error:
+      skip(f"checkpoints cannot be searched: {error}")
+      return None
+    for snapshot in snapshots:
+      try:
+        if self.is_committed(snapshot) and (found := read(snapshot)) is not None:
+          return found
+      except (Damaged, OSError) as error:
+        skip(f"checkpoint skipped: {error}")
+      except (KeyError, TypeError, ValueError) as error:
+        skip(f"checkpoint {snapshot} skipped: {type(error).__name__}: {error}")
+    return None
+
+  def find(self, role: str, place: Place = lambda name, value: value) -> Part | None:
     """The newest committed and undamaged part of `role`, or None; warns of each one skipped.
 
     Snapshots without this role are skipped without a warning.
     """
-    try:
-      snapshots = self._snapshots()
-    except OSError as error:
-      self._warn(f"checkpoints cannot be searched: {error}")
-      return None
-    for snapshot in snapshots:
-      try:
-        if not self.is_committed(snapshot):
-          continue
-        digest = self.manifest(snapshot)["parts"].get(role)
-        if digest is None:
-          continue
-        meta = self.meta(snapshot, role)
-        if meta["digest"] != digest:
-          raise Damaged(self._part(snapshot, role), "is not the part that was committed")
-        return self._load(meta, place, None)
-      except (Damaged, OSError) as error:
-        self._warn(f"checkpoint skipped: {error}")
-    return None
+
+    def part(snapshot: int) -> Part | None:
+      digest = self.manifest(snapshot)["parts"].get(role)
+      return digest and self.load(snapshot, role, place, committed=digest)
+
+    return self.newest(part, [])
 
   def prune(self, keep: int, over: int = 0) -> None:
     """Deletes all but the newest `keep` committed snapshots, and older ones never committed.
@@ -454,7 +466,7 @@ class Storage:
 
   def _forget_all(self, snapshot: int) -> None:
     path = self._snapshot(snapshot)
-    for role in filter(_is_role, self._names(path)):
+    for role in self._roles(snapshot):
       self._forget(snapshot, role)
     if not self.is_committed(snapshot):  # without any part it cannot be committed any more
       with signed_json.one_error(path):
@@ -473,7 +485,7 @@ class Storage:
           hidden.replace(meta)
           return
       try:
-        _delete(folder / role, META)
+        _delete(folder / role)
       finally:
         meta.unlink(missing_ok=True)  # its former life may write it only now (`save`)
 
@@ -518,49 +530,24 @@ class Storage:
     numbers = {int(name) for name in self._names(self.path) if re.fullmatch(r"[0-9]{8,}", name)}
     return sorted(numbers, reverse=True)
 
+  def _roles(self, snapshot: int) -> list[str]:
+    """The roles that have a part, complete or not."""
+    return [*filter(_is_role, self._names(self._snapshot(snapshot)))]
+
   def _delete_but(self, snapshot: int, roles: Collection[str]) -> None:
+    """Deletes all other parts, without `roles` the snapshot; no remainder ever looks more complete
+    than it is."""
     path = self._snapshot(snapshot)
     with signed_json.one_error(path):
       if not roles:
-        return self._delete_all(snapshot)
-      for name in self._names(path):
-        if _is_role(name) and name not in roles:
-          _delete(path / name, META)
-
-  def _delete_all(self, snapshot: int) -> None:
-    """Deletes in such an order that no remainder ever looks more complete than it is."""
-    path = self._snapshot(snapshot)
-    _unlink(path / MANIFEST)
-    for name in self._names(path):
-      if _is_role(name):
-        _delete(path / name, META)
-    path.rmtree(missing_ok=True)
+        (path / MANIFEST).rmtree(missing_ok=True)
+      for role in set(self._roles(snapshot)).difference(roles):
+        _delete(path / role)
+      if not roles:
+        path.rmtree(missing_ok=True)
 
   def _expected(self, kind: str, snapshot: int) -> SignedJson:
     return {"format": FORMAT, "kind": kind, "plan": self._plan_id, "snapshot": snapshot}
-
-  def _load(
-    self,
-    meta: SignedJson,
-    place: Place,
-    names: Collection[str] | None,
-  ) -> Part:
-    path = self._part(meta["snapshot"], meta["role"]) / ARRAYS
-    wanted = meta["arrays"] if names is None else {name: meta["arrays"][name] for name in names}
-    arrays: dict[str, Any] = {
-      name: np.empty(each["shape"], np.dtype(each["dtype"]))
-      for name, each in wanted.items()
-      if 0 in each["shape"]
-    }
-    for number, stored in enumerate(meta["windows"]):
-      mine = {name: wanted[name] for name in stored if name in wanted}
-      if mine:
-        window = signed_json.patiently(functools.partial(_read_arrays, path, number, mine))
-        for name in mine:  # one after the other: what is placed is let go of here
-          arrays[name] = place(name, window.pop(name))
-    arrays = {name: arrays[name] for name in wanted}
-    fields = {name: meta[name] for name in ("role", "snapshot", "incarnation", "state", "digest")}
-    return Part(arrays=arrays, **fields)
 
 
 def _read_arrays(path: epath.Path, number: int, wanted: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -574,12 +561,7 @@ def _is_role(name: str) -> bool:
   return re.fullmatch(r"[A-Za-z0-9-]+", name) is not None
 
 
-def _delete(folder: epath.Path, voucher: str) -> None:
-  """Deletes the folder, beginning with the file that makes it look complete."""
-  _unlink(folder / voucher)
-  folder.rmtree(missing_ok=True)
-
-
-def _unlink(path: epath.Path) -> None:
-  if path.exists():
-    path.rmtree(missing_ok=True)  # a file too
+def _delete(part: epath.Path) -> None:
+  """Deletes a part, beginning with the file that makes it look complete."""
+  (part / META).rmtree(missing_ok=True)  # a file too
+  part.rmtree(missing_ok=True)

@@ -26,12 +26,8 @@ from ddiloco.checks import ConfigError, require
 from ddiloco.observe.guards import warn
 
 SUFFIX = ".safetensors"
-_FLOATS = {
-  "F64": "float64",
-  "F32": "float32",
-  "F16": "float16",
-  "BF16": "bfloat16",
-}  # name in a safetensors header -> NumPy's name
+# Name in a safetensors header -> NumPy's name.
+_FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 ONE_SAVE = threading.Lock()
 SAVE_SECONDS = 60.0  # that a save which hangs in its disk may block others
 _SHOWN = 3  # misfit tensors that a message names at most
@@ -94,22 +90,21 @@ def save(
   """
   target = absolute(path)
   target.parent.mkdir(parents=True, exist_ok=True)
+  params, metadata = dict(params), dict(metadata or {})
   if target.name.endswith(SUFFIX):
     _save_file(target, params, metadata)
-  elif "://" in str(target):  # a bucket renames by copying: Orbax' own marker tells what is whole
+  else:  # a bucket renames by copying: Orbax' own marker tells what is whole
     with signed_json.one_error(target):
-      _save_checkpoint(target, params, metadata)
-  else:
-    with signed_json.one_error(target):
-      _save_folder(target, params, metadata)
+      (_save_checkpoint if "://" in str(target) else _save_folder)(target, params, metadata)
   return target
 
 
-def _save_checkpoint(
-  target: epath.Path, params: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None
-) -> None:
+Params = dict[str, np.ndarray]
+
+
+def _save_checkpoint(target: epath.Path, params: Params, metadata: dict[str, str]) -> None:
   with one_save(), ocp.StandardCheckpointer() as checkpointer:
-    checkpointer.save(target, dict(params), force=True, custom_metadata=dict(metadata or {}))
+    checkpointer.save(target, params, force=True, custom_metadata=metadata)
 
 
 def clear(path: str | os.PathLike) -> None:
@@ -124,9 +119,7 @@ def clear(path: str | os.PathLike) -> None:
       left.rmtree(missing_ok=True)
 
 
-def _save_folder(
-  target: epath.Path, params: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None
-) -> None:
+def _save_folder(target: epath.Path, params: Params, metadata: dict[str, str]) -> None:
   """Replaces an old checkpoint once the new one is whole; Orbax alone would delete it first."""
   prefix = f".{target.name}.{secrets.token_hex(8)}"
   mine, old = target.with_name(prefix), target.with_name(f"{prefix}.old")
@@ -145,15 +138,13 @@ def _save_folder(
       left.rmtree(missing_ok=True)
 
 
-def _save_file(
-  target: epath.Path, params: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None
-) -> None:
+def _save_file(target: epath.Path, params: Params, metadata: dict[str, str]) -> None:
   mine = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
   try:
     mine.touch()
     mode = os.stat(mine).st_mode  # what the umask allows; the library would allow only the owner
     whole = {name: np.asarray(value, order="C") for name, value in params.items()}
-    safetensors.numpy.save_file(whole, mine, dict(metadata or {}))
+    safetensors.numpy.save_file(whole, mine, metadata)
     os.chmod(mine, mode)
     with open(mine, "rb") as file:
       os.fsync(file.fileno())  # else a power cut could leave the name without the bytes
@@ -192,7 +183,12 @@ def leaves(path: str | os.PathLike, field: str = "weights") -> dict[str, Leaf]:
     if target.name.endswith(SUFFIX):
       with safetensors.safe_open(target, framework="np") as file:
         names = file.keys()
-        return {name: _file_leaf(file.get_slice(name)) for name in names}
+        headers = {name: file.get_slice(name) for name in names}
+        kinds = {name: header.get_dtype() for name, header in headers.items()}
+        return {
+          name: Leaf(tuple(header.get_shape()), _FLOATS.get(kinds[name], kinds[name]))
+          for name, header in headers.items()
+        }
     return {
       name: Leaf(tuple(getattr(leaf, "shape", ())), str(getattr(leaf, "dtype", leaf)))
       for name, leaf in _flat(_orbax_tree(target)).items()
@@ -289,11 +285,6 @@ def start(
       "use weights from before they diverged",
     )
     yield name, value
-
-
-def _file_leaf(header: Any) -> Leaf:
-  dtype = header.get_dtype()
-  return Leaf(tuple(header.get_shape()), _FLOATS.get(dtype, dtype))
 
 
 def _orbax_tree(target: epath.Path) -> Any:

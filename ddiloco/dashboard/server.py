@@ -205,7 +205,7 @@ class RunFollower:
       try:
         self._look()
       except (OSError, ConfigError) as error:  # file system out of reach; logs of another format
-        self.health.not_ready(str(error))
+        self.health.waits_for = str(error)
       self._ended.wait(POLL_SECONDS)
 
   def _look(self) -> None:

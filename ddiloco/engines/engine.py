@@ -192,7 +192,7 @@ class Engine:
   def _plan(self) -> None:
     """Sets the supervisor's first state; faults of steps before the current one are left out."""
     config = self.config
-    began_at = newest_global_step(config, self._open_storage())
+    began_at = newest_global_step(self._open_storage())
     self._planned = chaos.still_planned(config.chaos.of_roles(), began_at)
     self._requests = FaultRequests(self.workdir, news_only=True)
     self._state = supervisor.init(

@@ -16,7 +16,7 @@ import numpy as np
 
 from ddiloco import chaos, workdir
 from ddiloco.chaos import ask_for
-from ddiloco.checkpoint.restore import go_on, newest_whole, restore_fragments
+from ddiloco.checkpoint.restore import go_on, restore_fragments
 from ddiloco.config import Config, ConfigError, Fault
 from ddiloco.config.schema import INSIDE
 from ddiloco.engines.children import Child, Command, Spawn, spawn_forked, warm
@@ -71,8 +71,9 @@ class ProcessesEngine(Engine):
   def _begin(self) -> None:
     # Says what the run goes on from, or refuses; started roles find their snapshot themselves.
     storage, tried = self._open_storage(), list[str]()
-    whole = None if storage is None else newest_whole(storage, self.plan, tried)
-    go_on(self.config, self.workdir, storage, whole, tried)
+    every = range(len(self.plan.fragments))
+    found = storage and restore_fragments(storage, self.plan, every, tried, keep=False)
+    go_on(self.config, self.workdir, storage, found.snapshot if found else None, tried)
     warm()
     self._started = workdir.join(self.workdir, self.config)
     self._recorder = self._record("engine", 0)

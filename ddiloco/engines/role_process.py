@@ -350,10 +350,7 @@ class RoleRunner:
 
   def _probe(self, waits_for: str) -> None:
     self._health.allow_seconds = self.usual_seconds()
-    if waits_for or self._over:
-      self._health.not_ready(str(self._over or waits_for))
-    else:
-      self._health.ready()
+    self._health.waits_for = str(self._over or waits_for)
 
   def _status(self) -> dict[str, Any]:
     endpoint, waits_for = self.endpoint, str(self._over or self.ready())

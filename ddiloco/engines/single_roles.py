@@ -153,7 +153,7 @@ def _life(runner: RoleRunner, number: int, island, batches: Batches, afresh: boo
   began = time.monotonic()
   runner.busy("restoring a snapshot")  # `stopped` may have been called before, by a former life
   storage = None if afresh else runner.storage
-  beginning = restore.begin_learner(new, config, plan, island, storage, recorder)
+  beginning = restore.begin_learner(new, config, island, storage, recorder)
   if beginning.arrays:
     runner.say(f"has its part of a snapshot, after {time.monotonic() - began:.1f} s")
   endpoint, saver = runner.dial(), runner.saver()
@@ -371,8 +371,7 @@ def _ask_buddy(runner: RoleRunner, shard: int, copies: Copies) -> dict[int, Comm
     runner.busy("recovering its fragments")
     return not stopped and quiet_seconds < runner.config.network.silence_seconds
 
-  own = shard, runner.incarnation
-  found = recover(copies.endpoint, copies, *own, runner.plan, buddy, keep_on)
+  found = recover(copies, buddy, keep_on)
   if found:
     versions = ", ".join(f"{p} at {c.state.version}" for p, c in sorted(found.items()))
     runner.say(f"has from its buddy: fragments {versions}")

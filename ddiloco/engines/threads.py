@@ -172,7 +172,7 @@ class ThreadsEngine(Engine):
     new = restore.new_learner(config, self.plan, m, incarnation, afresh)
     if config.sync.num_shards:
       storage = None if afresh else self._storage  # after a quarantine: its state was bad
-      beginning = restore.begin_learner(new, config, self.plan, island, storage, recorder)
+      beginning = restore.begin_learner(new, config, island, storage, recorder)
     else:
       beginning = restore.ResumeState(new)
       if incarnation:

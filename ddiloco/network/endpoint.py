@@ -32,7 +32,7 @@ from ddiloco.network import frames, peers
 from ddiloco.network.frames import CONTROL, FrameSocket, Greeting, GreetingRefused, IoThread
 from ddiloco.network.keys import Keys
 from ddiloco.network.peers import BufferPool, Channel, Peer, RunIdentity
-from ddiloco.network.transport import Counters, InboxEndpoint
+from ddiloco.network.transport import Counters, Endpoint
 from ddiloco.observe.guards import ended
 from ddiloco.protocol import messages
 
@@ -47,7 +47,7 @@ MAX_DOUBLINGS = 4  # of the pause between two attempts
 MOST_THREADS = 4  # for fragments; each may encrypt on a core of its own
 
 
-class NetworkEndpoint(InboxEndpoint):
+class NetworkEndpoint(Endpoint):
   """One role's connection to the others.
 
   Args:
@@ -84,7 +84,7 @@ class NetworkEndpoint(InboxEndpoint):
     self._quiet_seconds = max(QUIET_BEATS * BEAT_SECONDS, QUIET_SHARE * settings.silence_seconds)
     who = (run.run_id, run.plan_id, address, incarnation, secrets.token_bytes(frames.SESSION_BYTES))
     self._greeting = Greeting(*who, settings.streams)
-    # Both are copied for each change, so that other threads may read them without a lock.
+    # Changed in one thread each; others read an item, or make a list of all, in one step.
     self._dialed: dict[str, Peer] = {}
     self._accepted: dict[str, Peer] = {}
     listener, self.bound = frames.bind(bind) if bind is not None else (None, "")
@@ -109,8 +109,7 @@ class NetworkEndpoint(InboxEndpoint):
   def dial(self, address: str, url: str) -> None:
     """Connects to the shard `address` at `url`; a later call may give another url."""
     if address not in self._dialed:
-      peer = Peer(address, self._run, self._settings.streams, self, url)
-      self._dialed = {**self._dialed, address: peer}
+      self._dialed[address] = Peer(address, self._run, self._settings.streams, self, url)
     self.call(self._redial, self._dialed[address], url)
 
   def _post(self, to: str, header: bytes, payload: messages.Payload) -> int:
@@ -133,7 +132,7 @@ class NetworkEndpoint(InboxEndpoint):
 
   def close(self, linger_seconds: float = 1.0) -> None:
     """Sends the queued messages, for at most so long, and disconnects."""
-    self._shut()
+    super().close()
     self._stop_at = self._stop_at or time.monotonic() + linger_seconds
     self.call(self._tick_soon)
     for thread in self._threads:
@@ -170,14 +169,11 @@ class NetworkEndpoint(InboxEndpoint):
       if peer is not None:
         peer.count_dropped(reason)
 
-  def on_frame(self, peer: Peer, wire: FrameSocket, frame: frames.Frame) -> None:
+  def on_frame(self, peer: Peer, frame: frames.Frame) -> None:
     match frame:
       case frames.Control(header):
         if peer.state == "up":
           self.put(peer.address, header, None, peer.incarnation)
-          if self._crowded(peer.address):
-            # Until the next check: read no faster than the role takes messages.
-            wire.rest(True)
       case frames.Beat(count, reason):
         if count:
           peer.drops = (peer.drops[0] + count, reason)
@@ -187,7 +183,7 @@ class NetworkEndpoint(InboxEndpoint):
         peer.state, peer.reason = "refused", f"{peer.url}: {reason}"
         if fenced:
           self.outnumbered, self.fenced = (after, silent_seconds), reason
-          self._shut()
+          super().close()
       case _:
         self.on_malformed(peer, f"a {type(frame).__name__} that was not asked for")
 
@@ -208,7 +204,7 @@ class NetworkEndpoint(InboxEndpoint):
 
   def _failed(self, error: Exception) -> None:
     self.broken = self.broken or f"its network thread failed: {error!r}"
-    self._shut()  # the role must not go on without a network
+    super().close()  # the role must not go on without a network
     for thread in self._threads:  # all of them: the control thread, which ends them, may be gone
       thread.stop()
 
@@ -242,14 +238,14 @@ class NetworkEndpoint(InboxEndpoint):
     if peer.state == "up" and silent > min(patience, self._quiet_seconds if peer.url else patience):
       self._begin_anew(peer, f"silent for {silent:.0f} s")
     if silent > patience:
-      self._drop_queue(peer)
+      peer.drop_queue()
       if peer.incoming is not None:
         peer.incoming.forget()
     wire = peer.control.wire
     if wire is not None:
-      crowded = self._crowded(peer.address)
-      wire.rest(crowded)
-      peer.heard_at = now if crowded else peer.heard_at  # the peer waits for us: it is not silent
+      if wire.waits:  # the peer waits for us: it is not silent
+        peer.heard_at = now
+        wire.wake()
       # A peer that sends and does not read gets no more beats: they would pile up here.
       if peer.state == "up" and now - peer.beat_at >= BEAT_SECONDS and not wire.behind:
         peer.beat_at = now
@@ -257,7 +253,7 @@ class NetworkEndpoint(InboxEndpoint):
     if peer.url and not (self.fenced or self.broken):
       for channel in peer.channels if peer.state == "up" else [peer.control]:
         if self._stop_at is None or not peer.idle():  # when closing, only for queued messages
-          self._reach(peer, channel, now)
+          self._reach(channel, now)
 
   def _look_at_keys(self, keys: Keys) -> None:
     """Disconnects peers whose key is no longer listed; dials a peer with a new key again with that.
@@ -272,34 +268,32 @@ class NetworkEndpoint(InboxEndpoint):
         with contextlib.suppress(ConfigError):  # a file that cannot be read changes nothing
           before, peer.key = peer.key, keys.server_key(peer.address)
           if peer.key != before:
-            self._drop_queue(peer, control=False)
+            peer.drop_queue(control=False)
             self._begin_anew(peer, f"its key was replaced in {keys.folder}")
     looked_at = self._looked_at + KEYS_A_LOOK
     self._looked_at = looked_at if looked_at < len(every) else 0
-
-  def _drop_queue(self, peer: Peer, control: bool = True) -> None:
-    self.counters.undelivered += peer.drop_queue(control)
 
   def _finish(self, now: float, stop_at: float) -> None:
     """Ends the threads when all is sent and all live peers have seen the end, or time is over."""
     if self._door:
       self._door.close()
-    waits = False
-    for peer in self._peers():
-      if now - peer.heard_at > QUIET_BEATS * BEAT_SECONDS:
-        continue
-      if peer.state != "up":  # its connection may have just broken: it is dialed once more
-        once = peer.state == "connecting" and peer.url and peer.control.attempts < 2
-        waits |= bool(once) and not peer.idle()
-        continue
-      waits |= peer.control.wire is not None
-      fragments = [channel.wire for channel in peer.bulk if channel.wire is not None]
-      for wire in fragments or [peer.control.wire]:  # control comes last: it carries the beats
-        if wire is not None and peer.idle():
-          wire.leave()
+    alive = [p for p in self._peers() if now - p.heard_at <= QUIET_BEATS * BEAT_SECONDS]
+    waits = [peer for peer in alive if self._leave(peer)]
     if not waits or now >= stop_at:
       for thread in self._threads:
         thread.stop()
+
+  def _leave(self, peer: Peer) -> bool:
+    """Ends the connections to a peer once all is sent; whether that is still under way."""
+    if peer.state != "up":  # its connection may have just broken: it is dialed once more
+      once = peer.state == "connecting" and peer.url and peer.control.attempts < 2
+      return bool(once) and not peer.idle()
+    if peer.idle():
+      bulk = [channel for channel in peer.bulk if channel.wire is not None]
+      for channel in bulk or [peer.control]:  # control comes last: it carries the beats
+        if (wire := channel.wire) is not None:
+          wire.leave()
+    return peer.control.wire is not None
 
   # --- peers that dialed us -----------------------------------------------------------------------
 
@@ -331,7 +325,7 @@ class NetworkEndpoint(InboxEndpoint):
         newer = f"a newer incarnation of {known.address} is here ({greeting.incarnation})"
         self._show_out(known, newer, fenced=True)
       peer = Peer(greeting.address, self._run, greeting.streams, self, key=wire.key())
-      self._accepted = {**self._accepted, greeting.address: peer}
+      self._accepted[peer.address] = peer
     peer.control.attach(wire)
     wire.say(self._greeting)
     peer.meet(greeting)
@@ -343,8 +337,9 @@ class NetworkEndpoint(InboxEndpoint):
       self._door.send_off(wire, GreetingRefused(fenced, reason))
     peer.hang_up()
     peer.incoming = None  # its channels refer to a peer: only a collection frees them and it
-    self._drop_queue(peer)
-    self._accepted = {a: each for a, each in self._accepted.items() if each is not peer}
+    peer.drop_queue()
+    if self._accepted.get(peer.address) is peer:
+      del self._accepted[peer.address]
 
   # --- peers that we dial -------------------------------------------------------------------------
 
@@ -357,11 +352,11 @@ class NetworkEndpoint(InboxEndpoint):
     """Ends the peer's connections and dials again; another incarnation may answer the greeting."""
     peer.down(reason)
     peer.hang_up()
-    for channel in peer.channels:
-      channel.attempts, channel.next_at = 0, 0.0
+    peer.dial_soon()
 
-  def _reach(self, peer: Peer, channel: Channel, now: float) -> None:
+  def _reach(self, channel: Channel, now: float) -> None:
     """Dials if there is no connection, or if the present one has waited too long for an answer."""
+    peer = channel.peer
     if channel.wire is not None:
       if peer.state == "up" or now < channel.answer_until:
         return
@@ -373,36 +368,38 @@ class NetworkEndpoint(InboxEndpoint):
     pause = self._settings.hello_seconds * 2 ** min(channel.attempts, MAX_DOUBLINGS)
     channel.attempts, channel.next_at = channel.attempts + 1, now + pause
     channel.dialing = True
-    context, name = None, f"dial-{peer.address}"
+    dial = functools.partial(self._dial, channel, peer.url, peer.key)
     try:
-      if self._keys is not None:
-        peer.key = peer.key or self._keys.server_key(peer.address)
-        context = self._keys.context_to(peer.key)
-      dial = functools.partial(self._connect, channel, (peer.url, peer.key), context)
-      threading.Thread(target=dial, name=name, daemon=True).start()
-    except (ConfigError, OSError, RuntimeError) as error:  # missing files; no more threads possible
-      self._connected(channel, (peer.url, peer.key), None, str(error))
+      threading.Thread(target=dial, name=f"dial-{peer.address}", daemon=True).start()
+    except RuntimeError as error:  # no more threads are possible
+      self._connected(channel, peer.url, peer.key, error)
 
-  def _connect(
-    self, channel: Channel, place: tuple[str, bytes], context: ssl.SSLContext | None
-  ) -> None:
-    """Runs in a thread of its own, since name resolution and the far end may be slow."""
-    connected = frames.connect(place[0], context, self._quiet_seconds)
-    self.call(self._connected, channel, place, *connected)
+  def _dial(self, channel: Channel, url: str, key: bytes) -> None:
+    """Runs in a thread of its own: name resolution, the far end and the disk may be slow."""
+    try:
+      context = None
+      if self._keys is not None:
+        key = key or self._keys.server_key(channel.peer.address)
+        context = self._keys.context_to(key)
+      connected = frames.connect(url, context, self._quiet_seconds)
+    except (ConfigError, OSError) as error:  # ConfigError: a key cannot be read
+      connected = error
+    self.call(self._connected, channel, url, key, connected)
 
   def _connected(
-    self, channel: Channel, place: tuple[str, bytes], connected: socket.socket | None, why: str
+    self, channel: Channel, url: str, key: bytes, connected: socket.socket | Exception
   ) -> None:
-    """Ends an attempt to connect; `place` is the url and key it used."""
+    """Ends an attempt to connect with this url and key."""
     channel.dialing = False
     peer, bulk = channel.peer, channel.number != CONTROL
-    elsewhere = place != (peer.url, peer.key)
-    if connected is None or elsewhere or (bulk and peer.state != "up"):
-      if connected is not None:
-        connected.close()
-      elif not bulk:
-        peer.down(why)
+    if isinstance(connected, Exception):
+      if not bulk:
+        peer.down(str(connected))
       return
+    if url != peer.url or peer.key not in (b"", key) or (bulk and peer.state != "up"):
+      connected.close()
+      return
+    peer.key = key
     wire = FrameSocket(connected, channel)
     channel.answer_until = time.monotonic() + self._quiet_seconds
     wire.say(dataclasses.replace(self._greeting, stream=channel.number))
@@ -421,17 +418,15 @@ class NetworkEndpoint(InboxEndpoint):
     if peer.session and greeting.session != peer.session:  # the peer has restarted
       for channel in peer.bulk:
         channel.hang_up()
-      self._drop_queue(peer, control=False)  # queued pushes were for its old incarnation
+      peer.drop_queue(control=False)  # queued pushes were for its old incarnation
     peer.meet(greeting)
-    for channel in peer.channels:
-      channel.attempts, channel.next_at = 0, 0.0
+    peer.dial_soon()
     peer.control.next_at = time.monotonic() + self._settings.hello_seconds  # if it breaks at once
     self._tick_soon()
 
 
 # --- The listening side
 
-COMERS_A_TURN = 64
 # Each connection costs a descriptor; when none is left, the process can open no file and accept no
 # member. So this process raises its limit as far as the system allows, and strangers (connections
 # without a known peer) get at most a quarter of it. A stranger that takes too long is cut off; of
@@ -484,7 +479,7 @@ class Door(frames.Owner):
 
   def _listen(self) -> None:
     if self._listener.fileno() >= 0:
-      self._thread.loop.add_reader(self._listener, self._on_comers)
+      self._thread.loop.add_reader(self._listener, self._on_comer)
 
   def close(self) -> None:
     """Accepts no more connections."""
@@ -492,24 +487,20 @@ class Door(frames.Owner):
       self._thread.loop.remove_reader(self._listener)
       self._listener.close()
 
-  def _on_comers(self) -> None:
-    now = time.monotonic()
-    for _ in range(COMERS_A_TURN):
-      try:
-        connected, _ = self._listener.accept()
-      except BlockingIOError:  # no further connection waits
-        break
-      except OSError:  # no descriptor is left: a waiting connection would wake us again and again
-        self._thread.loop.remove_reader(self._listener)
-        self._thread.loop.call_later(TEND_SECONDS, self._listen)
-        break
-      try:
-        wire = FrameSocket(connected, self, self._keys.context() if self._keys else None)
-      except OSError:  # our key cannot be read now, or the far end has gone
-        connected.close()
-        continue
-      self._strangers[wire] = now
-      self._thread.add(wire)
+  def _on_comer(self) -> None:
+    try:
+      connected, _ = self._listener.accept()
+    except OSError:  # no descriptor is left: a waiting connection would wake us again and again
+      self._thread.loop.remove_reader(self._listener)
+      self._thread.loop.call_later(TEND_SECONDS, self._listen)
+      return
+    try:
+      wire = FrameSocket(connected, self, self._keys.context() if self._keys else None)
+    except OSError:  # our key cannot be read now, or the far end has gone
+      connected.close()
+      return
+    now = self._strangers[wire] = time.monotonic()
+    self._thread.add(wire)
     self.cut_off(now)
 
   def cut_off(self, now: float) -> None:

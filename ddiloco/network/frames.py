@@ -16,6 +16,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import itertools
 import socket
 import ssl
 import struct
@@ -24,7 +25,7 @@ import threading
 import time
 import typing
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from msgspec import Meta
 
@@ -157,28 +158,28 @@ def bind(url: str) -> tuple[socket.socket, str]:
   if host != "*":
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, _, _, _, address = found[0]
-  options = {"family": family, "backlog": BACKLOG, "dualstack_ipv6": both}
-  listener = socket.create_server(address[:2], **options)
+  listener = socket.create_server(address[:2], family=family, backlog=BACKLOG, dualstack_ipv6=both)
   listener.setblocking(False)
   return listener, f"{url.rpartition(':')[0]}:{listener.getsockname()[1]}"
 
 
-def connect(
-  url: str, context: ssl.SSLContext | None, timeout_seconds: float
-) -> tuple[socket.socket | None, str]:
-  """Connects, with a TLS handshake if there is a context; (connection or None, why not)."""
+def connect(url: str, context: ssl.SSLContext | None, timeout_seconds: float) -> socket.socket:
+  """Connects, with a TLS handshake if there is a context.
+
+  Raises:
+    ConnectionError: says why not.
+  """
   try:
     connected = socket.create_connection(host_and_port(url), timeout_seconds)
   except (OSError, UnicodeError) as error:  # UnicodeError: not a host name
-    return None, f"nothing answers at {url} ({error})"
+    raise ConnectionError(f"nothing answers at {url} ({error})") from error
   try:
-    return (context.wrap_socket(connected) if context is not None else connected), ""
+    return connected if context is None else context.wrap_socket(connected)
   except OSError as error:  # as ssl.SSLError is
     connected.close()
-    if isinstance(error, TimeoutError):
-      return None, f"nothing answers at {url}"
-    other = f"{url} has another key than the one listed here, or one side has no keys"
-    return None, f"{other} ({error})"
+    why = f"{url} has another key than the one listed here, or one side has no keys ({error})"
+    late = isinstance(error, TimeoutError)
+    raise ConnectionError(f"nothing answers at {url}" if late else why) from error
 
 
 class Forget(Exception):
@@ -194,13 +195,15 @@ class Owner:
   def next(self, wire: FrameSocket) -> Parcel | None:
     """The next bytes to send; the kernel has all bytes of the parcel before."""
 
-  def room(self, wire: FrameSocket, frame: Bulk, size: int) -> memoryview | None:
-    """Memory for so many bytes of payload; None: no room until `wake`.
+  def room(self, wire: FrameSocket, frame: Frame, size: int) -> memoryview | None:
+    """Memory for a frame's payload of so many bytes, mostly none; None: no room until `wake`.
 
     Raises:
-      MalformedMessage, Forget: the connection reads and drops the payload.
+      MalformedMessage, Forget: the connection drops the frame, and reads and drops its payload.
     """
-    raise MalformedMessage("a fragment that no shard has")
+    if size or isinstance(frame, Bulk):
+      raise MalformedMessage(f"a {type(frame).__name__} with {size} bytes of payload")
+    return SCRATCH[:0]
 
   def arrived(self, wire: FrameSocket, frame: Frame) -> None:
     """A frame has arrived, and its payload is in the memory that `room` gave."""
@@ -233,26 +236,28 @@ class FrameSocket:
       connected = context.wrap_socket(connected, server_side=True, do_handshake_on_connect=False)
     self.owner = owner
     self.thread: IoThread | None = None
+    self.watched = False, False  # what its thread's loop waits for: to read, to write
     self.most_bytes = STRANGER_FRAME_BYTES  # longest frame that is accepted
     self._socket = connected
-    self._pace: Pacer | None = None
+    self._tls = connected if isinstance(connected, ssl.SSLSocket) else None
+    self._pace: Iterator[None] = itertools.repeat(None)
     self._shaking_hands = context is not None
-    self._doomed = self._leaves = self._rests = False
+    self._doomed = self._leaves = False
     self._leaving: collections.deque[memoryview] = collections.deque()  # bytes being sent now
     self._parser: Iterator[memoryview | None] = self._parse()
-    self._wanted: memoryview | None = next(self._parser)  # memory to fill; None: no room now
+    # Memory to fill; None: no room now, and the kernel holds the far end back.
+    self._wanted: memoryview | None = next(self._parser)
 
   def fileno(self) -> int:
     return self._socket.fileno()
 
   def key(self) -> bytes:
     """The certificate of the far end, DER; b"": it presented none."""
-    shown = self._socket.getpeercert(True) if isinstance(self._socket, ssl.SSLSocket) else None
-    return shown or b""
+    return (self._tls and self._tls.getpeercert(True)) or b""
 
   def keep_pace(self) -> None:
-    """Limits the rate on a slow link, with a `Pacer`: for a connection for fragments."""
-    self._pace = Pacer(self._socket)
+    """Limits the rate on a slow link, as `pace` says: for a connection for fragments."""
+    self._pace = pace(self._socket)
 
   def wake(self) -> None:
     """Checks again for bytes to send, and for room; from any thread."""
@@ -263,12 +268,6 @@ class FrameSocket:
   def _turn_in(self, thread: IoThread) -> None:
     if self.thread is thread:  # the connection has not moved to another thread meanwhile
       self.turn()
-
-  def rest(self, rests: bool) -> None:
-    """Stops or resumes reading; while it rests, the kernel holds the far end back."""
-    if self._rests != rests:
-      self._rests = rests
-      self.wake()
 
   def hang_up(self) -> None:
     """Ends the connection, soon; from any thread."""
@@ -320,28 +319,32 @@ class FrameSocket:
       self.close()
       self.owner.lost(self, error)
     if self.thread is not None:
-      self.thread.watch(self, self._listens(), bool(self._leaving))
+      self.thread.watch(self, self._listens(), self.behind)
 
   def _shake_hands(self) -> None:
-    assert isinstance(self._socket, ssl.SSLSocket)
     try:
       self._socket.do_handshake()
     except NOT_NOW:
       raise
     except OSError:
-      self._leaves = True  # OpenSSL has an alert for the far end, which `_write` sends
-      self._write()
+      self.leave()  # the far end still has to read OpenSSL's alert
     self._shaking_hands = False
 
+  @property
+  def waits(self) -> bool:
+    """Whether a frame waits for room."""
+    return self._wanted is None
+
   def _listens(self) -> bool:
-    return self._leaves or (self._wanted is not None and not self._rests)
+    return self._leaves or not self.waits
 
   def _read(self) -> None:
     """Reads the data that is there, for one turn."""
     left = BYTES_A_TURN
     if self._wanted is None:
       self._wanted = next(self._parser)
-    while self._listens() and (left > 0 or self._decrypted()):
+    # OpenSSL may hold bytes that the kernel does not report as readable.
+    while self._listens() and (left > 0 or (self._tls and self._tls.pending())):
       wanted = SCRATCH if self._leaves else self._wanted
       try:
         count = self._socket.recv_into(wanted[:CALL_BYTES])
@@ -352,12 +355,8 @@ class FrameSocket:
       left -= max(count, READ_COSTS_BYTES)
       if not self._leaves:
         self._wanted = wanted[count:] or next(self._parser)
-      if count < min(len(wanted), CALL_BYTES) and not isinstance(self._socket, ssl.SSLSocket):
+      if count < min(len(wanted), CALL_BYTES) and not self._tls:
         return  # the kernel has no more data
-
-  def _decrypted(self) -> int:
-    """Bytes that OpenSSL has read already: the kernel does not report them as readable."""
-    return self._socket.pending() if isinstance(self._socket, ssl.SSLSocket) else 0
 
   def _parse(self) -> Iterator[memoryview | None]:
     """Yields the memory to fill next, never empty; None while there is no room."""
@@ -369,14 +368,10 @@ class FrameSocket:
         raise MalformedMessage(f"begins with {bytes(prefix).hex()}, which no frame of ours does")
       data = bytearray(size)
       yield memoryview(data)
-      target: memoryview | None = None
       try:
         frame = decode(bytes(data))
-        if isinstance(frame, Bulk):
-          while (target := self.owner.room(self, frame, payload_bytes)) is None:
-            yield None
-        elif payload_bytes:
-          raise MalformedMessage(f"a {type(frame).__name__} with {payload_bytes} bytes of payload")
+        while (target := self.owner.room(self, frame, payload_bytes)) is None:
+          yield None
       except (MalformedMessage, Forget) as error:
         if isinstance(error, MalformedMessage):
           self.owner.malformed(self, str(error))
@@ -391,9 +386,8 @@ class FrameSocket:
   def _write(self) -> None:
     """Sends for one turn, or until the kernel has enough."""
     left = BYTES_A_TURN
-    if self._leaving and self._pace is not None:
-      self._pace.look(time.monotonic())
     while left > 0 and self._refill():
+      next(self._pace)
       count = self._socket.send(self._leaving[0][:CALL_BYTES])
       left -= count
       self._leaving[0] = self._leaving[0][count:]
@@ -407,7 +401,7 @@ class FrameSocket:
     elif not self._leaving and self._leaves:
       with contextlib.suppress(OSError):  # the far end has closed already
         self._socket.shutdown(socket.SHUT_WR)
-    return bool(self._leaving)
+    return self.behind
 
 
 class IoThread(threading.Thread):
@@ -423,7 +417,7 @@ class IoThread(threading.Thread):
     self.loop = asyncio.SelectorEventLoop()
     self.loop.set_exception_handler(self._on_exception)
     self._failed, self._error = failed, None
-    self._wires: dict[FrameSocket, tuple[bool, bool]] = {}  # (waits to read, waits to write)
+    self._wires: set[FrameSocket] = set()
 
   def call(self, function: Callable[..., Any], *arguments: Any) -> None:
     """Calls a function in this thread, soon; from any thread."""
@@ -432,23 +426,23 @@ class IoThread(threading.Thread):
 
   def add(self, wire: FrameSocket) -> None:
     """From now on the connection belongs to this thread; called in it."""
-    self._wires[wire] = False, False
+    self._wires.add(wire)
     wire.thread = self
     wire.turn()
 
   def watch(self, wire: FrameSocket, reads: bool, writes: bool) -> None:
     """Sets what the connection waits for."""
-    loop, (read, written) = self.loop, self._wires[wire]
+    loop, (read, written) = self.loop, wire.watched
     if reads != read:
       loop.add_reader(wire, wire.turn, True, False) if reads else loop.remove_reader(wire)
     if writes != written:
       loop.add_writer(wire, wire.turn, False, True) if writes else loop.remove_writer(wire)
-    self._wires[wire] = reads, writes
+    wire.watched = reads, writes
 
   def forget(self, wire: FrameSocket) -> None:
     """Removes a connection, which is closed or goes to another thread."""
     self.watch(wire, False, False)
-    del self._wires[wire]
+    self._wires.remove(wire)
     wire.thread = None
 
   def hand_over(self, wire: FrameSocket, thread: IoThread) -> None:
@@ -479,53 +473,62 @@ class IoThread(threading.Thread):
 # The kernel fills the buffer of the narrowest link, in this host or far away, and control messages
 # of another connection wait in the same queue. So a connection for fragments sends without a limit
 # for a moment, which measures the link's rate, and then at nine tenths of this rate for a while, so
-# that the queue drains. A fast link has no limit: its queue is short in time.
+# that the queue drains. A fast link has no limit: its queue is short in time. Nor has one whose far
+# end had no room: the rate would be that of the reader, not that of the link.
 
 FREE_SECONDS = 0.5  # of sending without a limit, to measure the link's rate
 LIMITED_SECONDS = 4.5
 SHARE = 0.9  # of the measured rate
 QUEUE_SECONDS = 0.005  # a shorter queue needs no limit
 FAST_BYTES = 125e6  # a second: a faster link has no limit
+FULL_SHARE = 0.1  # of the time, without room at the far end: then the link is not measured
 _SO_MAX_PACING_RATE = 47  # Linux; Python has no name for it
 _NO_LIMIT = (1 << 32) - 1
-# Of Linux's struct tcp_info: round trip (us), bytes acknowledged, the least round trip (us), and
-# how long there was something to send (us).
-_TCP_INFO = struct.Struct("=68xI48xQ20xI16xQ")
+# Of Linux's struct tcp_info: round trip (us), bytes acknowledged, the least round trip (us), how
+# long there was something to send (us), and how long of that the far end had no room.
+_TCP_INFO = struct.Struct("=68xI48xQ20xI16xQQ")
 
 
-class Pacer:
-  """Limits the rate at which one connection sends.
+def pace(connection: socket.socket) -> Iterator[None]:
+  """Limits the rate at which a connection sends; `next` is to be called while it sends."""
+  while sys.platform == "linux":
+    _limit(connection, _NO_LIMIT)
+    before = _measure(connection)
+    rate = 0.0
+    while not rate:
+      yield from _pause(FREE_SECONDS)
+      now = _measure(connection)
+      queue, acked, busy, full = now.queue, *(a - b for a, b in zip(now[1:], before[1:]))
+      if busy >= FREE_SECONDS / 2:
+        before = now
+        slow = queue > QUEUE_SECONDS and full < FULL_SHARE * busy and acked < FAST_BYTES * busy
+        rate = acked / busy if slow else 0.0
+    _limit(connection, int(SHARE * rate))
+    yield from _pause(LIMITED_SECONDS)
+  yield from itertools.repeat(None)
 
-  Args:
-    connection: the socket.
-  """
 
-  def __init__(self, connection: socket.socket):
-    self._socket = connection
-    self._until = 0.0 if sys.platform == "linux" else float("inf")  # end of the present phase
-    self._free = False
-    self._began = (0, 0)  # bytes acknowledged, and us of sending, when the free phase began
+class _Measured(NamedTuple):
+  """What the kernel tells of a connection; zeros where it is too old for that."""
 
-  def look(self, now: float) -> None:
-    """Sets the limit if the present phase is over; called repeatedly while the connection sends."""
-    if now < self._until:
-      return
-    info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-    if len(info) < _TCP_INFO.size:
-      self._until = float("inf")  # an older kernel without these fields
-      return
-    rtt, acked, least, busy = _TCP_INFO.unpack(info)
-    busy_seconds = (busy - self._began[1]) / 1e6
-    self._until = now + FREE_SECONDS
-    if not self._free:
-      self._free, self._began = True, (acked, busy)
-      self._limit(_NO_LIMIT)
-    elif busy_seconds >= FREE_SECONDS / 2:
-      rate = (acked - self._began[0]) / busy_seconds
-      self._began = acked, busy
-      if (rtt - least) / 1e6 > QUEUE_SECONDS and 0 < rate < FAST_BYTES:
-        self._free, self._until = False, now + LIMITED_SECONDS
-        self._limit(int(SHARE * rate))
+  queue: float  # seconds that a packet waits on the way
+  acked: int  # bytes, since the connection began
+  busy: float  # seconds in which there was something to send
+  full: float  # seconds of these in which the far end had no room
 
-  def _limit(self, rate: int) -> None:
-    self._socket.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("=I", rate))
+
+def _measure(connection: socket.socket) -> _Measured:
+  info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+  rtt, acked, least, busy, full = _TCP_INFO.unpack(info.ljust(_TCP_INFO.size, b"\0"))
+  return _Measured((rtt - least) / 1e6, acked, busy / 1e6, full / 1e6)
+
+
+def _limit(connection: socket.socket, rate: int) -> None:
+  packed = struct.pack("=I", rate)
+  connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, packed)
+
+
+def _pause(seconds: float) -> Iterator[None]:
+  until = time.monotonic() + seconds
+  while time.monotonic() < until:
+    yield

@@ -212,9 +212,9 @@ _LABEL = "[A-Za-z0-9_-]{1,63}"  # of a host name; Python raises UnicodeError for
 _URL = re.compile(rf"tcp://(\*|\[[0-9A-Fa-f:.]+\]|{_LABEL}(?:\.{_LABEL})*\.?):([0-9]{{1,5}})")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class Keys:
-  """The key of one role, and the public keys of all roles.
+  """The key of one role, and the public keys of all roles; follows changes of the folder.
 
   Attributes:
     folder: of the files.
@@ -227,7 +227,13 @@ class Keys:
   address: str
   public: bytes
   secret: bytes = dataclasses.field(repr=False)
-  _listed: _Listed = dataclasses.field(repr=False, compare=False)
+  _owners: dict[bytes, str] = dataclasses.field(repr=False)  # certificate -> address
+  _stamp: list[tuple[str, int, int]] = dataclasses.field(repr=False)  # of what was read
+
+  def __post_init__(self) -> None:
+    self._read_at = time.monotonic()
+    self._context: ssl.SSLContext | None = None
+    self._lock = threading.Lock()
 
   @classmethod
   def load(cls, folder: Path, address: str) -> Keys:
@@ -246,10 +252,11 @@ class Keys:
     require(fits, "--keys", str(path), "is damaged", made)
     fits = read(public_path)[0] == public
     require(fits, "--keys", str(public_path), "does not belong to this role's secret key", made)
+    stamp = _stamp(folder)
     owners, problems = read_public(folder)
     if problems:
       raise ConfigError(problems[0])
-    return cls(folder, address, public, secret or b"", _Listed(folder, path, owners))
+    return cls(folder, address, public, secret or b"", owners, stamp)
 
   def server_key(self, peer: str) -> bytes:
     """The certificate to expect of the shard `peer`, "syncer-0"; ConfigError if none is listed."""
@@ -257,7 +264,15 @@ class Keys:
 
   def owner(self, certificate: bytes) -> str | None:
     """The role that this key belongs to, "learner-3", by the folder as it is now; None: no role."""
-    return self._listed.owner(certificate)
+    with self._lock:
+      address = self._owners.get(certificate)
+      if address is not None:
+        with contextlib.suppress(ConfigError):  # its file is gone, or has no key any more
+          if _parse(public_file(self.folder, address))[0] == certificate:
+            return address
+      elif time.monotonic() - self._read_at < REREAD_SECONDS:
+        return None
+      return self._owners.get(certificate) if self._reread() else None
 
   def withdrawn(self, address: str, certificate: bytes) -> bool:
     """Whether the folder no longer lists this key as that of `address`.
@@ -274,15 +289,45 @@ class Keys:
       return False
 
   def context(self) -> ssl.SSLContext:
-    """For accepting connections: any listed key is valid; `owner` gives its role. OSError: a file
-    cannot be read now."""
-    return self._listed.context()
+    """For accepting connections: any listed key is valid; `owner` gives its role. Made again after
+    a change in the folder. OSError: a file cannot be read now."""
+    with self._lock:
+      if time.monotonic() - self._read_at >= REREAD_SECONDS:
+        self._read_at = time.monotonic()
+        if _stamp(self.folder) != self._stamp:
+          self._reread()
+      if self._context is None:
+        context = _context(ssl.PROTOCOL_TLS_SERVER, list(self._owners))
+        _show(context, secret_file(self.folder, self.address))
+        self._context = context  # not before: without our key no handshake would succeed
+      return self._context
 
   def context_to(self, certificate: bytes) -> ssl.SSLContext:
     """For dialing, as this role: only the shard with this certificate is accepted."""
     context = _context(ssl.PROTOCOL_TLS_CLIENT, [certificate])
     _show(context, secret_file(self.folder, self.address))
     return context
+
+  def _reread(self) -> bool:
+    """Reads the folder again; whether it could be read."""
+    self._read_at = time.monotonic()
+    stamp = _stamp(self.folder)
+    try:
+      self._owners, _ = read_public(self.folder)  # a damaged file is no role's key
+    except OSError:  # no disk or no descriptor now: the next call reads it again
+      return False
+    self._stamp, self._context = stamp, None
+    return True
+
+
+def _stamp(folder: Path) -> list[tuple[str, int, int]]:
+  """Names, times and inodes of the files: they change when a file, or who may read it, does."""
+  found = []
+  with contextlib.suppress(OSError):
+    for entry in os.scandir(folder / "public"):
+      stat = entry.stat()
+      found.append((entry.name, stat.st_ctime_ns, stat.st_ino))
+  return sorted(found)
 
 
 def _show(context: ssl.SSLContext, path: Path) -> None:
@@ -297,65 +342,6 @@ def _fits(path: Path) -> bool:
   except OSError:
     return False
   return True
-
-
-class _Listed:
-  """The public keys in a folder; follows changes of the folder."""
-
-  def __init__(self, folder: Path, own: Path, owners: dict[bytes, str]):
-    self._folder, self._own, self._owners = folder, own, owners
-    self._read_at = time.monotonic()
-    self._stamp = self._look()
-    self._context: ssl.SSLContext | None = None
-    self._lock = threading.Lock()
-
-  def owner(self, key: bytes) -> str | None:
-    with self._lock:
-      address = self._owners.get(key)
-      if address is not None and self._still(address, key):
-        return address
-      if address is None and time.monotonic() - self._read_at < REREAD_SECONDS:
-        return None
-      return self._owners.get(key) if self._reread() else None
-
-  def context(self) -> ssl.SSLContext:
-    """Made again after a change in the folder. OSError: a file cannot be read now."""
-    with self._lock:
-      if time.monotonic() - self._read_at >= REREAD_SECONDS:
-        self._read_at = time.monotonic()
-        if self._look() != self._stamp:
-          self._reread()
-      if self._context is None:
-        context = _context(ssl.PROTOCOL_TLS_SERVER, list(self._owners))
-        _show(context, self._own)
-        self._context = context  # not before: without our key no handshake would succeed
-      return self._context
-
-  def _reread(self) -> bool:
-    """Reads the folder again; whether it could be read."""
-    self._read_at = time.monotonic()
-    stamp = self._look()
-    try:
-      self._owners, _ = read_public(self._folder)  # a damaged file is no role's key
-    except OSError:  # no disk or no descriptor now: the next call reads it again
-      return False
-    self._stamp, self._context = stamp, None
-    return True
-
-  def _look(self) -> list[tuple[str, int, int]]:
-    """Names, times and inodes of the files: they change when a file, or who may read it, does."""
-    found = []
-    with contextlib.suppress(OSError):
-      for entry in os.scandir(self._folder / "public"):
-        stat = entry.stat()
-        found.append((entry.name, stat.st_ctime_ns, stat.st_ino))
-    return sorted(found)
-
-  def _still(self, address: str, key: bytes) -> bool:
-    try:
-      return _parse(public_file(self._folder, address))[0] == key
-    except ConfigError:  # the file is gone, or has no key any more
-      return False
 
 
 # --- The urls of roles
@@ -377,7 +363,7 @@ def require_keys(url: str, keys: Keys | None, flag: str) -> None:
   """
   match = _URL.fullmatch(url)
   host = match[1].strip("[]").lower() if match else ""
-  good = match is not None and int(match[2]) < 65536 and (":" not in host or _is_ip(host))
+  good = match is not None and int(match[2]) < 65536 and (":" not in host or _ip(host))
   rule = "must be tcp://HOST:PORT with a port of at most 65535"
   require(good, flag, url, rule, "write it as tcp://127.0.0.1:7000 or tcp://[::1]:7000")
   require(
@@ -392,12 +378,10 @@ def require_keys(url: str, keys: Keys | None, flag: str) -> None:
 def is_loopback(host: str) -> bool:
   """Whether only this machine can reach `host`, with or without brackets. Resolves no names."""
   host = host.strip("[]").lower()
-  return host == "localhost" or (_is_ip(host) and ipaddress.ip_address(host).is_loopback)
+  return host == "localhost" or bool((ip := _ip(host)) and ip.is_loopback)
 
 
-def _is_ip(host: str) -> bool:
-  try:
-    ipaddress.ip_address(host)
-  except ValueError:
-    return False
-  return True
+def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+  with contextlib.suppress(ValueError):
+    return ipaddress.ip_address(host)
+  return None

@@ -108,8 +108,7 @@ def doubt(incarnation: int, known: int) -> str:
 
 # --- One peer, and its connections
 
-MAX_WAITING_CONTROL = 1024  # control messages queued for a peer; beyond, the oldest is dropped
-MAX_QUEUED = 1024  # messages with payload queued for a peer
+MAX_QUEUED = 1024  # messages of a kind; beyond, control drops the oldest and bulk the new one
 MAX_REASON = 300  # characters
 
 
@@ -163,14 +162,16 @@ class Channel(frames.Owner):
       self.leaving = bool(self.waiting) and self.peer.state == "up"
       return self.waiting[0] if self.leaving else None
 
-  def room(self, wire: FrameSocket, frame: Bulk, size: int) -> memoryview | None:
+  def room(self, wire: FrameSocket, frame: frames.Frame, size: int) -> memoryview | None:
     # Read before the check: a new session's `incoming` is set only after this wire is detached.
     incoming = self.peer.incoming
     if self.wire is not wire:
       raise Forget
-    if self.number == CONTROL or incoming is None:
-      raise MalformedMessage("a fragment on a connection that is not for fragments")
-    return incoming.room(self.number, frame, size, wire)
+    if self.number != CONTROL and incoming is not None and isinstance(frame, Bulk):
+      return incoming.room(self.number, frame, size, wire)
+    if isinstance(frame, Control) and self.peer.caretaker.crowded(self.peer.address):
+      return None  # it is read no faster than the role takes its messages
+    return super().room(wire, frame, size)
 
   def arrived(self, wire: FrameSocket, frame: frames.Frame) -> None:
     peer, incoming = self.peer, self.peer.incoming  # before the check of the wire, as in `room`
@@ -178,7 +179,7 @@ class Channel(frames.Owner):
       return
     peer.heard_at = time.monotonic()
     if self.number == CONTROL:
-      peer.caretaker.on_frame(peer, wire, frame)
+      peer.caretaker.on_frame(peer, frame)
     elif not isinstance(frame, Bulk) or incoming is None:
       self.malformed(wire, f"a {type(frame).__name__} on a connection for fragments")
     elif (message := incoming.arrived(self.number)) is not None:
@@ -216,8 +217,7 @@ class Peer:
   ):
     self.address, self.run, self.caretaker = address, run, caretaker
     self.url, self.key = url, key
-    self.incarnation = -1
-    self.session = b""
+    self.incarnation, self.session = -1, b""
     self.state, self.reason = "connecting", "not reached yet"
     self.heard_at = time.monotonic()  # at first, when this peer was created
     self.beat_at = 0.0
@@ -239,7 +239,7 @@ class Peer:
     """Queues a control message; returns how many older ones were dropped for it."""
     with self.lock:
       waiting = self.control.waiting
-      full = len(waiting) >= MAX_WAITING_CONTROL
+      full = len(waiting) >= MAX_QUEUED
       if full:
         del waiting[self.control.leaving]  # the oldest that is not being sent
       waiting.append((memoryview(frames.encode(Control(header))),))
@@ -261,15 +261,15 @@ class Peer:
       channel.wake()
     return True
 
-  def drop_queue(self, control: bool) -> int:
-    """Drops queued fragments for this peer, and control if asked to; returns how many messages."""
+  def drop_queue(self, control: bool = True) -> None:
+    """Drops and counts queued fragments for this peer, and queued control unless told otherwise."""
     with self.lock:
       count = max(len(channel.waiting) for channel in self.bulk)
       count += len(self.control.waiting) if control else 0
+      self.caretaker.counters.undelivered += count
       for channel in self.channels if control else self.bulk:
         channel.waiting.clear()
         channel.leaving = False
-      return count
 
   def idle(self) -> bool:
     """Whether no message is queued for the peer."""
@@ -298,6 +298,11 @@ class Peer:
     """Ends all connections to the peer."""
     for channel in self.channels:
       channel.hang_up()
+
+  def dial_soon(self) -> None:
+    """The next attempts to connect, if any are needed, need not wait."""
+    for channel in self.channels:
+      channel.attempts, channel.next_at = 0, 0.0
 
   def count_dropped(self, reason: str) -> None:
     """Counts a message of this peer that was dropped here; the next beat tells the peer."""
@@ -359,6 +364,7 @@ class BufferPool:
 
 @dataclasses.dataclass
 class _Assembly:
+  number: int  # of the message
   header: bytes
   payload: np.ndarray  # uint8 [total]
   missing: set[int]  # streams whose part has not arrived
@@ -391,7 +397,7 @@ class Incoming:
     self._untaken = 0  # complete messages that the role has not taken
     self._whole = -1  # number of the newest complete message
     self._assemblies: dict[int, _Assembly] = {}  # by the message's number
-    self._newest = [-1] * streams  # message that each stream last got room for, or was refused
+    self._begun = -1  # number of the newest message that got room, or was refused
     self._under_way: list[_Assembly | None] = [None] * streams  # message that each is receiving
     self._full: set[FrameSocket] = set()  # connections that wait for room
 
@@ -410,25 +416,26 @@ class Incoming:
       self._drop(n for n, e in self._assemblies.items() if n < frame.number and stream in e.missing)
       assembly = self._assemblies.get(frame.number)
       if assembly is None:
-        if frame.number <= max(self._newest):
+        if frame.number <= self._begun:
           raise Forget
         if not self._has_room(frame):
           self._full.add(wire)
           return None
+        assembly = self._begin(frame)
       elif frame.total != len(assembly.payload):
         raise MalformedMessage(f"{frame.total} bytes in all, or {len(assembly.payload)}?")
-      self._newest[stream] = frame.number
-      self._under_way[stream] = assembly = assembly or self._begin(frame)
+      self._under_way[stream] = assembly
       return memoryview(assembly.payload)[place]
 
   def _begin(self, frame: Bulk) -> _Assembly:
     """Allocates a message; raises MalformedMessage if it is too large or not from this peer."""
-    most = self._run.max_payload_bytes
+    self._begun, most = frame.number, self._run.max_payload_bytes
     if frame.total > most:
       raise MalformedMessage(f"a payload of {frame.total} bytes exceeds {most}, this run's largest")
     self._check(frame.header)
     payload, missing = self._buffers.take(frame.total), set(range(self._streams))
-    assembly = self._assemblies[frame.number] = _Assembly(frame.header, payload, missing)
+    assembly = _Assembly(frame.number, frame.header, payload, missing)
+    self._assemblies[frame.number] = assembly
     self.bytes += assembly.size
     return assembly
 
@@ -448,7 +455,7 @@ class Incoming:
     """Drops all messages that are arriving; they may be sent again."""
     with self._lock:
       self._drop(self._assemblies)
-      self._newest = [self._whole] * self._streams
+      self._begun = self._whole
       self._under_way = [None] * self._streams
 
   def arrived(self, stream: int) -> tuple[bytes, np.ndarray] | None:
@@ -460,8 +467,8 @@ class Incoming:
       assembly.missing.discard(stream)
       if assembly.missing:
         return None
-      self._whole = self._newest[stream]
-      del self._assemblies[self._whole]
+      self._whole = assembly.number
+      del self._assemblies[assembly.number]
       self._untaken += 1
       return assembly.header, assembly.payload
 

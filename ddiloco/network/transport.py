@@ -19,7 +19,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ddiloco.protocol import messages
 from ddiloco.protocol.messages import EVALUATOR, Message
@@ -92,38 +92,6 @@ class Counters:
   refused: int = 0  # connections turned away: no listed key, another run, fenced, not our protocol
 
 
-class Endpoint(Protocol):
-  """One role's connection."""
-
-  counters: Counters
-
-  def send(self, to: str, message: Message, spoil: Spoil | None = None) -> int:
-    """Queues a message; returns its size in bytes on the wire. `spoil` damages its header, for a
-    planned fault."""
-    ...
-
-  def receive(self, timeout_seconds: float) -> Delivery | None:
-    """The next message, control first; None after the timeout or a `wake`."""
-    ...
-
-  @property
-  def waiting(self) -> int:
-    """About how many messages have arrived and are not received yet."""
-    ...
-
-  def unsent(self, peer: str) -> int:
-    """Bytes of payloads for this peer that are still queued here, and so cannot be lost."""
-    ...
-
-  def wake(self) -> None:
-    """Makes a waiting `receive` return None now."""
-    ...
-
-  def close(self) -> None:
-    """Ends sending and receiving."""
-    ...
-
-
 class _Frame(NamedTuple):
   """A frame that has arrived and waits for the role."""
 
@@ -177,8 +145,8 @@ def _bytes(frames: Iterable[_Frame]) -> int:
   return sum(frame.size for frame in frames)
 
 
-class InboxEndpoint:
-  """The common part of all endpoints: counters, and the queues of arrived messages.
+class Endpoint:
+  """One role's connection: counters, and the queues of arrived messages.
 
   Every sender has a bounded queue of its own, and the queues take turns: a sender that never stops
   fills its own queue and costs each of the others one turn. Control goes before bulk, but after
@@ -204,6 +172,8 @@ class InboxEndpoint:
     self._woken = self._closed = False
 
   def send(self, to: str, message: Message, spoil: Spoil | None = None) -> int:
+    """Queues a message; returns its size in bytes on the wire. `spoil` damages its header, for a
+    planned fault."""
     header, payload = messages.encode(message, *self._ids)
     header = header if spoil is None else spoil(header)
     size = messages.frame_bytes(header, payload)
@@ -216,6 +186,10 @@ class InboxEndpoint:
   def _post(self, to: str, header: bytes, payload: messages.Payload) -> int:
     """Passes a message on; returns how many were dropped, this one or older ones in its favour."""
     raise NotImplementedError
+
+  def unsent(self, peer: str) -> int:
+    """Bytes of payloads for this peer that are still queued here, and so cannot be lost."""
+    return 0
 
   def _dropped(self, sender: str, reason: str) -> None:
     """A message of this sender was dropped here."""
@@ -248,28 +222,28 @@ class InboxEndpoint:
       self._dropped(sender, "too many of its messages wait here")
     return payload is None or not dropped
 
-  def _crowded(self, sender: str) -> bool:
+  def crowded(self, sender: str) -> bool:
     """Whether so much control of this sender is queued that the sender should be held back."""
     with self._ready:
       return self._waiting_control.crowded(sender)
 
   def receive(self, timeout_seconds: float) -> Delivery | None:
+    """The next message, control first; None after the timeout or a `wake`."""
     deadline = time.monotonic() + timeout_seconds
     for _ in range(MAX_BULK):  # a flood of malformed frames must not keep the role forever
       taken = self._next(deadline - time.monotonic())
       if taken is None:
-        return None
+        break
       sender, frame = taken
       if frame.payload is not None:
         self.counters.payload_bytes += frame.size - len(frame.header)
         frame.taken()
       try:
         message = open_frame(self._ids, sender, frame.incarnation, frame.header, frame.payload)
+        return Delivery(sender, message, frame.at)
       except messages.MalformedMessage as error:
         self.counters.malformed += 1
         self._dropped(sender, str(error))
-        continue
-      return Delivery(sender, message, frame.at)
     return None
 
   def _next(self, timeout_seconds: float) -> tuple[str, _Frame] | None:
@@ -286,17 +260,19 @@ class InboxEndpoint:
 
   @property
   def waiting(self) -> int:
+    """About how many messages have arrived and are not received yet."""
     with self._ready:
       lines = self._waiting_control, self._waiting_bulk
       return sum(len(queue) for line in lines for queue in line.values())
 
   def wake(self) -> None:
+    """Makes a waiting `receive` return None now."""
     with self._ready:
       self._woken = True
       self._ready.notify_all()
 
-  def _shut(self) -> None:
-    """Drops all queued frames; from now on nothing is sent and nothing is received."""
+  def close(self) -> None:
+    """Ends sending and receiving; what is queued here is dropped."""
     with self._ready:
       self._closed = True
       self._waiting_control.clear()
@@ -305,51 +281,36 @@ class InboxEndpoint:
 
 
 class Hub:
-  """In-process queues between the roles of one process: real frames, payloads by reference."""
+  """In-process queues between the roles of one process: real frames, payloads by reference.
+
+  Args:
+    run_id: of the run.
+    plan_id: of its contract.
+    max_bulk_bytes: queued from one sender at one receiver.
+  """
 
   def __init__(self, run_id: str, plan_id: str, max_bulk_bytes: int = 4 << 30):
-    self.run_id = run_id
-    self.plan_id = plan_id
-    self.max_bulk_bytes = max_bulk_bytes  # per sender and receiver
-    self._endpoints: dict[str, QueueEndpoint] = {}
+    self.inbox = run_id, plan_id, max_bulk_bytes
+    self.endpoints: dict[str, QueueEndpoint] = {}  # the newest of each address; it may be closed
     self._lock = threading.Lock()
 
   def connect(self, address: str) -> QueueEndpoint:
     """Opens `address`; closes the endpoint that had it before."""
     endpoint = QueueEndpoint(self, address)
     with self._lock:
-      old = self._endpoints.get(address)
-      self._endpoints[address] = endpoint
+      old, self.endpoints[address] = self.endpoints.get(address), endpoint
     if old is not None:
       old.close()
     return endpoint
 
-  def find(self, address: str) -> QueueEndpoint | None:
-    """The open endpoint of an address, if any."""
-    with self._lock:
-      return self._endpoints.get(address)
 
-  def remove(self, endpoint: QueueEndpoint) -> None:
-    """Forgets an endpoint, unless a newer one has taken its address."""
-    with self._lock:
-      if self._endpoints.get(endpoint.address) is endpoint:
-        del self._endpoints[endpoint.address]
-
-
-class QueueEndpoint(InboxEndpoint):
+class QueueEndpoint(Endpoint):
   """One role's end of a `Hub`."""
 
   def __init__(self, hub: Hub, address: str):
-    super().__init__(address, hub.run_id, hub.plan_id, hub.max_bulk_bytes)
+    super().__init__(address, *hub.inbox)
     self._hub = hub
 
   def _post(self, to: str, header: bytes, payload: messages.Payload) -> int:
-    peer = self._hub.find(to)
+    peer = self._hub.endpoints.get(to)
     return int(peer is None or not peer.put(self.address, header, payload))
-
-  def unsent(self, peer: str) -> int:
-    return 0
-
-  def close(self) -> None:
-    self._shut()
-    self._hub.remove(self)

@@ -12,7 +12,6 @@ import dataclasses
 import http.server
 import io
 import json
-import math
 import socket
 import socketserver
 import sys
@@ -22,10 +21,12 @@ from collections.abc import Callable, Mapping
 from email.message import Message
 from typing import Any
 
+import msgspec
+
 from ddiloco.checks import ConfigError, require
 
 REQUEST_SECONDS = 5.0  # for a request to arrive, and for its answer to leave
-REQUEST_BYTES = 8192  # of its head
+REQUEST_BYTES = 8192  # of its head, about
 BODY_BYTES = 4096
 MAX_CONNECTIONS = 32
 PAUSE_SECONDS = 0.1  # when no connection can be accepted
@@ -144,6 +145,31 @@ class WebServer(socketserver.ThreadingTCPServer):
       super().handle_error(request, client_address)
 
 
+class _Reader(io.RawIOBase):
+  """What a client sends: all of it within `REQUEST_SECONDS`, and not more than a request may have.
+
+  Raises:
+    TimeoutError: which ends the connection.
+  """
+
+  def __init__(self, connection: socket.socket):
+    self._connection, self._left = connection, REQUEST_BYTES + BODY_BYTES
+    self._deadline = time.monotonic() + REQUEST_SECONDS
+
+  def readable(self) -> bool:
+    return True
+
+  def readinto(self, buffer) -> int:
+    seconds = self._deadline - time.monotonic()
+    if seconds <= 0 or not self._left:
+      raise TimeoutError("the request is not complete")
+    self._connection.settimeout(seconds)
+    count = self._connection.recv_into(memoryview(buffer)[: self._left])
+    self._connection.settimeout(REQUEST_SECONDS)  # for the answer
+    self._left -= count
+    return count
+
+
 class _Handler(http.server.BaseHTTPRequestHandler):
   """One request, one answer, then the connection is closed."""
 
@@ -151,9 +177,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
   def setup(self) -> None:
     super().setup()
-    self._deadline = time.monotonic() + REQUEST_SECONDS
     self.rfile.close()
-    self.rfile = io.BytesIO(self._head())
+    self.rfile = io.BufferedReader(_Reader(self.connection))
 
   def do_GET(self) -> None:
     self._serve(b"")
@@ -169,7 +194,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     elif len(length) > 9 or int(length) > BODY_BYTES:
       self.send_error(413)
     else:
-      self._serve(self._body(int(length)))
+      body = self.rfile.read(int(length))
+      if len(body) == int(length):  # else the client has gone
+        self._serve(body)
 
   def _serve(self, body: bytes) -> None:
     path, _, query = self.path.partition("?")
@@ -202,36 +229,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     if self.command != "HEAD":
       self.wfile.write(body)
 
-  def _head(self) -> bytes:
-    """The bytes until an empty line; TimeoutError, which ends the connection, if they are late."""
-    head = b""
-    while b"\r\n\r\n" not in head and b"\n\n" not in head:
-      if len(head) >= REQUEST_BYTES:
-        raise TimeoutError("the request is not complete")
-      received = self._receive(1024)
-      if not received:
-        break
-      head += received
-    self.connection.settimeout(REQUEST_SECONDS)
-    return head
-
-  def _body(self, length: int) -> bytes:
-    body = self.rfile.read()  # bytes of the body that came with the head
-    while len(body) < length:
-      received = self._receive(length - len(body))
-      if not received:
-        raise ConnectionError("the request ended early")
-      body += received
-    self.connection.settimeout(REQUEST_SECONDS)
-    return body[:length]
-
-  def _receive(self, size: int) -> bytes:
-    left = self._deadline - time.monotonic()
-    if left <= 0:
-      raise TimeoutError("the request is not complete")
-    self.connection.settimeout(left)
-    return self.connection.recv(size)
-
 
 # --- Health of a role over HTTP: is it alive, is it ready, what is its status
 # /livez    200 while the role's main loop makes turns, else 503: restart it
@@ -253,6 +250,7 @@ class Health:
 
   Attributes:
     allow_seconds: how long the longest usual step of the role takes; it may change any time.
+    waits_for: why the role, though alive, cannot do its work now; "": it does.
     url: where the server listens, once it does.
   """
 
@@ -264,7 +262,7 @@ class Health:
     self._started = time.monotonic()
     self._beaten: float | None = None
     self._doing = "starting"  # the long work before the next beat
-    self._ready, self._reason = False, "starting"
+    self.waits_for = "starting"
     self._server: WebServer | None = None
 
   def beat(self) -> None:
@@ -275,38 +273,31 @@ class Health:
     """Until the next beat the main loop does long work: the limit is that of the start."""
     self._beaten, self._started, self._doing = None, time.monotonic(), what
 
-  def ready(self, reason: str = "") -> None:
-    """The role does its work."""
-    self._ready, self._reason = True, reason
-
-  def not_ready(self, reason: str) -> None:
-    """The role cannot do its work now, and why; it is still alive."""
-    self._ready, self._reason = False, reason
-
   def livez(self) -> tuple[int, str]:
     """(HTTP status, reason)."""
     now, beaten = time.monotonic(), self._beaten
     if beaten is None:
-      seconds, limit, since = now - self._started, START_SECONDS, f"{self._doing} for"
+      seconds, limit = now - self._started, START_SECONDS
+      text = f"{self._doing} for {seconds:.0f} s"
     else:
       seconds, limit = now - beaten, max(LIVE_SECONDS, 10 * self.allow_seconds)
-      since = "the main loop last came round"
-    text = f"{since} {seconds:.0f} s{'' if beaten is None else ' ago'} (allowed: {limit:.0f} s)"
-    return (200 if seconds < limit else 503), text
+      text = f"the main loop last came round {seconds:.0f} s ago"
+    return (200 if seconds < limit else 503), f"{text} (allowed: {limit:.0f} s)"
 
   def readyz(self) -> tuple[int, str]:
     """(HTTP status, reason)."""
     live, reason = self.livez()
-    if live != 200:
-      return live, reason
-    return (200, self._reason or "ready") if self._ready else (503, self._reason)
+    if live == 200:
+      reason = self.waits_for or "ready"
+    return (503 if self.waits_for else live), reason
 
   def status(self) -> tuple[int, str]:
     """(HTTP status, JSON)."""
     if not self._asking.acquire(timeout=1):
       return 503, json.dumps({"error": "the role is busy"})
     try:
-      return 200, json.dumps(_finite(self._status()), allow_nan=False)
+      text = msgspec.json.encode(self._status())  # null for NaN and infinity, which JSON lacks
+      return 200, msgspec.json.format(text, indent=0).decode()
     except Exception as error:  # an error of the status function must not end the role
       return 500, json.dumps({"error": f"the role's status failed: {type(error).__name__}"})
     finally:
@@ -318,9 +309,9 @@ class Health:
     Raises:
       ConfigError: `listen` is not HOST:PORT, or cannot be opened.
     """
-    self._server = WebServer(listen, self._answer, "--http")
-    self._server.start()
-    self.url = self._server.url
+    self._server = server = WebServer(listen, self._answer, "--http")
+    server.start()
+    self.url = server.url
     return self.url
 
   def close(self) -> None:
@@ -330,19 +321,8 @@ class Health:
       self._server = None
 
   def _answer(self, request: Request) -> Answer:
-    if request.path == "/status":
-      code, text = self.status()
-      return Answer(code, text + "\n", "application/json")
-    if request.path in ("/livez", "/readyz"):
-      code, text = self.livez() if request.path == "/livez" else self.readyz()
-      return Answer(code, text + "\n")
-    return Answer(404, "there are /livez, /readyz and /status\n")
-
-
-def _finite(value: Any) -> Any:
-  """The value with null for NaN and infinity, which JSON lacks."""
-  if isinstance(value, dict):
-    return {key: _finite(v) for key, v in value.items()}
-  if isinstance(value, list | tuple):
-    return [_finite(v) for v in value]
-  return None if isinstance(value, float) and not math.isfinite(value) else value
+    found = {"/livez": self.livez, "/readyz": self.readyz, "/status": self.status}
+    if request.path not in found:
+      return Answer(404, "there are /livez, /readyz and /status\n")
+    code, text = found[request.path]()
+    return Answer(code, text + "\n", "application/json" if request.path == "/status" else TEXT)

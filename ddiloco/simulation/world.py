@@ -328,7 +328,7 @@ class World(VirtualTime):
     config, plan, faults = self.config, self.plan, actor.faults
     new, island = new_learner(config, plan, actor.number, actor.incarnation), self.island(actor)
     storage = self.storage.only(snapshot)
-    beginning = begin_learner(new, config, plan, island, storage, actor, actor.now)
+    beginning = begin_learner(new, config, island, storage, actor, actor.now)
     runtime = actor.runtime(self._saver(actor))
     actor.life = Learner(beginning, config, plan, island, batches, runtime)
     drain_seconds = config.network.drain_seconds

@@ -22,7 +22,7 @@ from tests.roles.fleet import PATIENCE_SECONDS, bits
 def ask(hub: Hub, give_up_seconds: float = PATIENCE_SECONDS) -> dict[int, Committed]:
   endpoint = hub.connect(syncer_address(0))
   copies = Copies(0, 12, endpoint, PLAN, CONFIG)
-  found = recover(endpoint, copies, 0, 12, PLAN, 1, lambda quiet: quiet < give_up_seconds)
+  found = recover(copies, 1, lambda quiet: quiet < give_up_seconds)
   endpoint.close()
   return found
 
@@ -65,7 +65,7 @@ def test_a_buddy_with_nothing_says_so_at_once_and_one_that_is_away_is_not_waited
   with Buddy(hub):
     assert ask(hub) == {}
   assert time.monotonic() - started < PATIENCE_SECONDS / 2
-  hub.find("syncer-1").close()
+  hub.endpoints["syncer-1"].close()
   assert ask(hub, give_up_seconds=0.2) == {}
 
 
@@ -123,9 +123,8 @@ def test_only_the_buddys_answer_to_this_life_counts():
     Recover(1, 50),  # it has restarted itself and asks me
     back(committed(0, 5)),
   )
-  found = recover(
-    wire, Copies(0, 12, wire, PLAN, CONFIG), 0, 12, PLAN, 1, lambda quiet: bool(wire.messages)
-  )
+  copies = Copies(0, 12, wire, PLAN, CONFIG)
+  found = recover(copies, 1, lambda quiet: bool(wire.messages))
   assert {p: c.state.version for p, c in found.items()} == {0: 5, 2: 4}
   assert Recovered(0, 12, 50, (1,)) in wire.sent, "it gets what I have of it"
 
@@ -162,7 +161,7 @@ class Late(Outbox):
     """Fragment -> version that it has back."""
     copies = Copies(0, 12, self, PLAN, CONFIG)
     still = lambda quiet: quiet < give_up_seconds  # noqa: E731
-    found = recover(self, copies, 0, 12, PLAN, 1, still, self.clock)
+    found = recover(copies, 1, still, self.clock)
     return {p: c.state.version for p, c in found.items()}
 
 

@@ -86,7 +86,7 @@ class MortalHub(Hub):
       return super().connect(address)
     endpoint = Mortal(self, address)
     with self._lock:
-      old, self._endpoints[address] = self._endpoints.get(address), endpoint
+      old, self.endpoints[address] = self.endpoints.get(address), endpoint
     if old is not None:
       old.close()
     return endpoint

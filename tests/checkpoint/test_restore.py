@@ -292,7 +292,7 @@ def begin(storage, incarnation=9, number=1, rejoin="own"):
   config = dataclasses.replace(CONFIG, checkpoint=settings)
   events, island = [], Island(number, PLAN)
   new = new_learner(config, PLAN, number, incarnation)
-  began = begin_learner(new, config, PLAN, island, storage, toy.ListRecorder(events))
+  began = begin_learner(new, config, island, storage, toy.ListRecorder(events))
   return began, island, events
 
 

@@ -148,10 +148,10 @@ def test_a_snapshot_that_comes_while_one_is_written_goes_without_this_role(stora
   assert all("not done yet" in e.reason for e in unsaved)
   storage.go.set()
   events.of("saved")
-  wait_until(lambda: not saver._busy)
+  wait_until(lambda: not saver.busy)
   saver.save(4, {}, {})
   assert [e.snapshot for e in events.of("saved", 2)] == [1, 4]
-  assert storage.parts(2) == storage.parts(3) == {}
+  assert storage.metas(2) == storage.metas(3) == {}
   assert "WARNING" not in capsys.readouterr().err, "nothing is wrong"
 
 
@@ -170,7 +170,7 @@ def test_a_snapshot_is_done_only_when_what_follows_is(storage, savers):
   saver.save(2, {}, {})
   assert [e.snapshot for e in events.of("unsaved")] == [2]
   go.set()
-  wait_until(lambda: not saver._busy)
+  wait_until(lambda: not saver.busy)
   saver.save(3, {}, {})
   assert [e.snapshot for e in events.of("saved", 2)] == [1, 3]
 
@@ -247,7 +247,7 @@ def test_copies_of_the_state_are_freed_before_anything_is_waited_for(storage, sa
       saver.save(number, {}, {"a": values}, then)
       del values
       assert done.wait(PATIENCE_SECONDS) if not fails else events.of("unsaved")
-    wait_until(lambda: not saver._busy)
+    wait_until(lambda: not saver.busy)
     return reference
 
   saved(1, fails=False)
@@ -271,7 +271,7 @@ def test_what_cannot_be_written_is_one_warning_and_the_role_goes_on(
     for snapshot in (1, 2):
       saver.save(snapshot, {}, {}, lambda _: pytest.fail("it is not written"))
       events.of("unsaved", snapshot)
-      wait_until(lambda: not saver._busy)
+      wait_until(lambda: not saver.busy)
   said = capsys.readouterr().err.splitlines()
   assert len(said) == 2
   for snapshot, line in enumerate(said, start=1):
@@ -297,7 +297,7 @@ def test_a_real_file_in_the_way_is_an_oserror_too(storage, savers, tmp_path, cap
   (unsaved,) = events.of("unsaved")
   assert str(tmp_path) in unsaved.reason and str(tmp_path) in capsys.readouterr().err
   (tmp_path / "checkpoints").unlink()
-  wait_until(lambda: not saver._busy)
+  wait_until(lambda: not saver.busy)
   saver.save(2, {}, {"a": np.ones(3)})
   events.of("saved")
 
@@ -335,7 +335,8 @@ def test_it_is_committed_once_all_parts_are_there(storage, savers):
     storage.save(1, role, 0, state(role), {})
   (snapshot,) = events.of("snapshot")
   assert snapshot.roles == ("learner-0", "learner-1", *SHARDS)
-  assert storage.manifest(1)["parts"] == storage.parts(1)
+  digests = {role: meta["digest"] for role, meta in storage.metas(1).items()}
+  assert storage.manifest(1)["parts"] == digests
 
 
 def test_it_waits_for_learners_only_while_they_live(storage, savers):
@@ -379,8 +380,8 @@ def test_a_new_life_forgets_what_was_never_committed(storage, savers, capsys, mo
   saver, events = savers("learner-0")
   saver.save(4, {}, {})
   events.of("saved")
-  assert [n for n in range(5) if "learner-0" in storage.parts(n)] == [2, 4]
-  assert all(storage.parts(n).keys() >= set(SHARDS) for n in (1, 2, 3)), "others are left alone"
+  assert [n for n in range(5) if "learner-0" in storage.metas(n)] == [2, 4]
+  assert all(storage.metas(n).keys() >= set(SHARDS) for n in (1, 2, 3)), "others are left alone"
 
   def denied(*_):
     raise OSError("denied")
@@ -509,7 +510,7 @@ def test_a_former_lifes_part_of_a_learner_does_not_count(storage, savers):
   assert storage.committed() == [], "the new part is waited for"
   storage.save(1, "learner-0", 1, state("learner-0", own=5, syncer_0=1), {})
   assert events.of("snapshot")[0].roles == ("learner-0", *SHARDS)
-  wait_until(lambda: not saver._busy)
+  wait_until(lambda: not saver.busy)
   storage.save(2, "syncer-1", 0, state("syncer-1"), {})
   storage.save(2, "learner-0", 0, state("learner-0", own=6, syncer_0=2), {})
   commit(saver, 2, ["learner-0"], patience_seconds=0.2, own=1, learner_0=5)
@@ -539,10 +540,10 @@ def test_old_ones_are_deleted(storage, savers):
       storage.save(n, "syncer-1", 0, state("syncer-1"), {})
     commit(saver, n, keep=2, patience_seconds=0.1 if n == 3 else PATIENCE_SECONDS)
     events.of("uncommitted" if n == 3 else "snapshot", 1 if n == 3 else n - (n > 3))
-    wait_until(lambda: not saver._busy)
+    wait_until(lambda: not saver.busy)
   saver.close(PATIENCE_SECONDS)
   assert storage.committed() == [5, 4]
-  assert all(storage.parts(n) == {} for n in (1, 2, 3))
+  assert all(storage.metas(n) == {} for n in (1, 2, 3))
 
 
 @pytest.mark.parametrize("lacks", SHARDS)
@@ -586,7 +587,7 @@ def test_a_snapshot_that_cannot_be_committed_is_said_and_the_next_one_is(
     patch.setattr(Gated, "commit", full)
     commit(saver, 1)
     assert "disk full" in events.of("uncommitted")[0].reason
-    wait_until(lambda: not saver._busy)
+    wait_until(lambda: not saver.busy)
   said = capsys.readouterr().err
   assert "snapshot 1 is not committed: disk full" in said and said.count("WARNING") == 1
   commit(saver, 2)
@@ -607,7 +608,7 @@ def test_to_close_does_not_wait_for_a_stuck_disk_and_half_a_part_does_not_count(
   started = time.monotonic()
   saver.close(0.1)
   assert time.monotonic() - started < 10
-  assert storage.parts(1) == {} and storage.committed() == []
+  assert storage.metas(1) == {} and storage.committed() == []
   assert events.none("saved", "snapshot")
   assert "save syncer-0 has not ended" in capsys.readouterr().err
 
@@ -616,7 +617,7 @@ def test_to_close_lets_a_part_be_finished_in_time(storage, savers):
   saver, events = savers()
   saver.save(1, {}, {"a": np.ones(1000)})
   saver.close(PATIENCE_SECONDS)
-  assert storage.parts(1).keys() == {"syncer-0"} and not events.none("saved")
+  assert storage.metas(1).keys() == {"syncer-0"} and not events.none("saved")
 
 
 def test_what_has_nothing_yet_saves_nothing(storage, savers):
@@ -629,7 +630,7 @@ def test_what_has_nothing_yet_saves_nothing(storage, savers):
   lacks.clear()
   saver.save(2, {}, {})
   events.of("saved")
-  assert storage.parts(1) == {} and storage.parts(2).keys() == {"syncer-0"}
+  assert storage.metas(1) == {} and storage.metas(2).keys() == {"syncer-0"}
 
 
 @pytest.mark.parametrize("complete", [True, False])
@@ -643,7 +644,7 @@ def test_to_close_ends_the_wait_for_others(storage, savers, complete):
   assert not saver._worker._thread.is_alive()
   assert storage.committed() == ([1] if complete else [])
   assert events.none("snapshot" if not complete else "uncommitted")
-  assert "syncer-0" in storage.parts(1), "others may still write theirs"
+  assert "syncer-0" in storage.metas(1), "others may still write theirs"
 
 
 # --- consistent snapshots -------------------------------------------------------------------------
@@ -688,7 +689,7 @@ def test_the_newest_part_of_who_is_away_outlives_its_snapshot(storage):
       storage.save(n, role, n, state(role), {"a": np.full(3, n)})
     storage.commit(n, roles)
     storage.prune(2)
-  assert {n: set(storage.parts(n)) for n in range(1, 7)} == {
+  assert {n: set(storage.metas(n)) for n in range(1, 7)} == {
     **{1: set(), 2: {"learner-0"}, 3: set(), 4: set()},
     **{5: {"learner-1", *SHARDS}, 6: set(SHARDS)},
   }
@@ -699,4 +700,4 @@ def test_the_newest_part_of_who_is_away_outlives_its_snapshot(storage):
     storage.save(7, role, 7, state(role), {})
   storage.commit(7, ["learner-0", *SHARDS])
   storage.prune(2)
-  assert storage.parts(2) == {} and storage.committed() == [7, 6, 5], "5 has learner 1's newest"
+  assert storage.metas(2) == {} and storage.committed() == [7, 6, 5], "5 has learner 1's newest"

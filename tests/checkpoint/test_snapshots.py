@@ -175,11 +175,12 @@ def test_saving_again_replaces_the_part(tmp_path):
 def test_a_snapshot_is_there_when_it_is_committed_and_not_before(tmp_path):
   storage = make(tmp_path)
   assert storage.committed() == [] and storage.find("syncer-0") is None
-  digests = {
-    role: storage.save(1, role, 1, {}, some(n))["digest"]
+  metas = {
+    role: storage.save(1, role, 1, {}, some(n))
     for n, role in enumerate(("syncer-0", "learner-0", "learner-10"))
   }
-  assert storage.parts(1) == digests and storage.parts(2) == {}
+  assert storage.metas(1) == metas and storage.metas(2) == {}
+  digests = {role: meta["digest"] for role, meta in metas.items()}
   assert storage.committed() == [] and storage.find("syncer-0") is None
   storage.commit(1, ["syncer-0", "learner-10"])
   assert storage.committed() == [1]
@@ -216,7 +217,7 @@ def test_another_plan_is_refused_by_name(tmp_path):
   other = make(tmp_path, "other plan", told)
   with pytest.raises(Damaged, match=r"another plan: 'plan', not 'other plan'"):
     other.load(1, "learner-0")
-  assert other.find("learner-0") is None and other.parts(1) == {}
+  assert other.find("learner-0") is None and other.metas(1) == {}
   assert len(told) == 1 and "00000001/manifest.json" in told[0]
 
 
@@ -328,7 +329,7 @@ def test_a_bucket_is_used_like_a_folder(monkeypatch):
   storage.prune(keep=2)
   assert storage.committed() == [3, 2]
   assert storage.find("learner-3").state == STATE
-  assert storage.parts(3) == storage.manifest(3)["parts"]
+  assert storage.metas(3)["learner-3"]["digest"] == storage.manifest(3)["parts"]["learner-3"]
   assert_same(storage.load(2, "learner-3").arrays, some(2))
   assert "gs://bucket/runs/one/00000003/learner-3/arrays/0" in written
   assert all(path.startswith("gs://bucket/runs/one") for path in asked), asked
@@ -359,11 +360,11 @@ def test_what_was_never_committed_is_forgotten(tmp_path):
     if snapshot < 3:
       storage.commit(snapshot, ["syncer-0", "learner-0"])
   storage.forget("learner-0")
-  assert storage.parts(3).keys() == {"syncer-0"}, "its own part alone"
+  assert storage.metas(3).keys() == {"syncer-0"}, "its own part alone"
   assert storage.committed() == [2, 1]
-  assert storage.parts(2).keys() == {"syncer-0", "learner-0"}
+  assert storage.metas(2).keys() == {"syncer-0", "learner-0"}
   storage.forget()
-  assert storage.parts(3) == {} and storage.parts(1).keys() == {"syncer-0", "learner-0"}
+  assert storage.metas(3) == {} and storage.metas(1).keys() == {"syncer-0", "learner-0"}
   assert storage.committed() == [2, 1], "what was committed is nobody's to forget"
   assert warnings == []
 
@@ -378,7 +379,7 @@ def test_a_snapshot_that_the_run_does_not_go_on_from_is_set_aside_whole(tmp_path
         storage.commit(snapshot, ["syncer-0"])
     (moved,) = storage.set_aside(newer_than=1)
     assert moved == str(tmp_path / ("00000002.aside" + "1" * again))
-    assert storage.committed() == [1] and storage.parts(3), "what is not committed stays"
+    assert storage.committed() == [1] and storage.metas(3), "what is not committed stays"
     storage.prune(keep=1)
   copies = sorted(path.name for path in tmp_path.iterdir() if "aside" in path.name)
   assert copies == ["00000002.aside", "00000002.aside1"]

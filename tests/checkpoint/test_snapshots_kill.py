@@ -144,7 +144,7 @@ def after_kill(path, case):
     check(part)
   newest = part.snapshot
   for snapshot in range(newest + 2):
-    for role in storage.parts(snapshot):
+    for role in storage.metas(snapshot):
       check(storage.load(snapshot, role))
     for role in ROLES:
       with contextlib.suppress(Damaged):
@@ -211,7 +211,7 @@ def test_what_is_half_deleted_does_not_look_complete(
       patched.setattr(os, "remove", until_stopped)
       delete(storage)
     for snapshot in (1, 2, 3):
-      for role in storage.parts(snapshot):
+      for role in storage.metas(snapshot):
         check(storage.load(snapshot, role))
     for role in ROLES:
       check(storage.find(role))
@@ -254,7 +254,7 @@ def test_a_full_disk_is_said_and_leaves_what_was_committed(committed, tmp_path, 
   storage = Storage(path, "plan", pytest.fail)
   with pytest.raises(OSError, match=r"File too large"), disk_of(size_bytes):
     storage.save(2, "learner-0", 2, {"mine": 2}, contents(2))
-  assert storage.parts(2) == {} and storage.committed() == [1]
+  assert storage.metas(2) == {} and storage.committed() == [1]
   check(storage.find("learner-0"))
   with pytest.raises(OSError), disk_of(0):
     storage.commit(1, ["learner-0"])

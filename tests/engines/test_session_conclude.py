@@ -275,7 +275,7 @@ def test_the_last_checkpoints_close_fails(tmp_path, monkeypatch, capsys):
   }
   assert all(storage.load(whole[0], role) for role in storage.manifest(whole[0])["parts"])
   unsaved = [e for e in ran.of("unsaved") if "the bucket hung up" in e.reason]
-  assert unsaved and all(storage.parts(e.snapshot) == {} for e in unsaved)
+  assert unsaved and all(storage.metas(e.snapshot) == {} for e in unsaved)
   assert Ran(soon_over(tmp_path, config), corpus, tmp_path).outcome.reason == "finished"
   assert storage.committed() == whole
   said = capsys.readouterr().err

@@ -307,12 +307,12 @@ def test_who_waits_while_no_descriptor_is_left_does_not_keep_the_thread_busy():
 
   door._listener = types.SimpleNamespace(fileno=listener.fileno, accept=accept)
   loop.readers = [door._listener]
-  door._on_comers()
+  door._on_comer()
   assert not loop.readers and len(loop.later) == 1
   loop.later.pop()()
   assert loop.readers == [door._listener], "a moment later it looks again"
   listener.close()
-  door._on_comers()
+  door._on_comer()
   loop.later.pop()()
   assert not loop.readers, "it was closed meanwhile"
 

@@ -279,7 +279,24 @@ def test_a_file_for_which_no_descriptor_was_left_is_read_again(folder, monkeypat
     mine.context()  # what handshakes are judged by
   now[0] += 10
   mine.context()
-  assert key in mine._listed._owners
+  assert key in mine._owners
+
+
+def test_a_key_that_is_added_while_a_role_reads_the_folder_is_not_missed(folder, monkeypatch):
+  now, real = [100.0], keys.read_public
+  monkeypatch.setattr(keys, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+
+  def read_and_added(there):
+    found = real(there)
+    make_keys(there, learners=3, shards=1)
+    return found
+
+  with monkeypatch.context() as patch:
+    patch.setattr(keys, "read_public", read_and_added)
+    mine = Keys.load(folder, "syncer-0")
+  now[0] += 10
+  mine.context()  # what handshakes are judged by
+  assert keys.read(public_file(folder, "learner-2"))[0] in mine._owners
 
 
 def test_a_shard_that_cannot_read_its_own_key_for_a_moment_accepts_connections_again(folder):
@@ -319,7 +336,7 @@ def test_a_file_that_nobody_could_read_is_read_once_its_mode_is_mended(folder, m
     late.chmod(mode)
     now[0] += 10
     mine.context()  # what handshakes are judged by
-    assert (key in mine._listed._owners) == listed
+    assert (key in mine._owners) == listed
     time.sleep(0.05)  # a file system's clock may be coarse
 
 

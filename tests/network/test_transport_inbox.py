@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ddiloco.network import transport
-from ddiloco.network.transport import BULK_AFTER, MAX_CONTROL, InboxEndpoint
+from ddiloco.network.transport import BULK_AFTER, MAX_CONTROL, Endpoint
 from ddiloco.protocol import messages
 from ddiloco.protocol.messages import Goodbye, Hello, Message, Push, Report, RequestMoments
 from tests import says
@@ -20,7 +20,7 @@ class Box:
 
   def __init__(self, **options):
     self.dropped = []
-    self.inbox = InboxEndpoint("syncer-0", "run", "plan", **options)
+    self.inbox = Endpoint("syncer-0", "run", "plan", **options)
     self.inbox._dropped = lambda *what: self.dropped.append(what)
     self.counters = self.inbox.counters
 

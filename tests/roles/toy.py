@@ -281,7 +281,7 @@ def run(
   for m, island in enumerate(islands):
     address = learner_address(m)
     new, endpoint = new_learner(config, plan, m, incarnation), hub.connect(address)
-    beginning = begin_learner(new, config, plan, island, resume, recorder(address))
+    beginning = begin_learner(new, config, island, resume, recorder(address))
     runtime = Runtime(endpoint, recorder(address), saver_of(address))
     role = Learner(beginning, config, plan, island, batches, runtime)
     learners.append(role)
