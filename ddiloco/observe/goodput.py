@@ -40,6 +40,7 @@ import statistics
 from array import array
 from collections.abc import Iterable, Mapping
 
+from ddiloco.observe.history import Idle
 from ddiloco.observe.islands import STALL_SECONDS, STALL_STEPS
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Event, parse_role
@@ -55,7 +56,6 @@ OLD_STEPS = 512  # sums kept of older steps, at equal distances
 MOST_PUSHED = 8  # pushes of an island and fragment that may still be committed; usually one
 CHAIN_SUMS = 250_000  # sums (one a learner and round) of all fragments together ...
 LEAST_ROUNDS = 128  # ... but at least so many rounds a fragment: two snapshot intervals are 17
-MOST_GAPS = 64  # times without any training that a step logged late may still fill
 OF_ISLAND = (
   *(events.Started, events.Captured, events.CopyOut, events.Resend, events.Apply),
   events.Stopped,
@@ -98,10 +98,7 @@ class Ledger:
     self.chains: dict[int, Chain] = collections.defaultdict(Chain)
     self._fragments = 0  # 0: there is no sync
     self._commits = 0
-    self._gaps: list[tuple[float, float]] = []  # the newest times without any training ...
-    self._idle = 0.0  # ... and the seconds of all earlier ones, since the first step
-    self._first = math.nan  # when the first step began
-    self._covered = math.nan  # until then some island always trained, except in the gaps
+    self._idle = Idle()
     self._now = 0.0
     self._ended = False
 
@@ -181,26 +178,12 @@ class Ledger:
     )
 
   def _uptime(self, now: float) -> float:
-    if math.isnan(self._covered):
+    idle = self._idle
+    if math.isnan(idle.end):
       return math.nan
-    end = max(self._covered, now) if not self._ended else self._covered
-    start = self._first
-    idle = self._idle + sum(b - a for a, b in self._gaps) + (end - self._covered)
-    return 1.0 - idle / (end - start) if end > start else 1.0
-
-  def _trained(self, start: float, end: float) -> None:
-    """An island trained from `start` to `end`; calls come in order of `end`."""
-    if math.isnan(self._covered):
-      self._first = self._covered = start
-    left = []
-    for a, b in self._gaps:
-      left += [(x, y) for x, y in ((a, min(b, start)), (max(a, end), b)) if x < y]
-    if start > self._covered:
-      left.append((self._covered, start))
-    if len(left) > MOST_GAPS:
-      first, *left = left
-      self._idle += first[1] - first[0]
-    self._gaps, self._covered = left, max(self._covered, end)
+    since = 0.0 if self._ended else max(0.0, now - idle.end)
+    whole = idle.end + since - idle.start
+    return 1.0 - (idle.seconds + since) / whole if whole > 0 else 1.0
 
   def _begin(self, event: events.RunStarted) -> None:
     self._ended = False
@@ -219,7 +202,7 @@ class Ledger:
     if kind == "learner":
       trained = self._at(m, event.time - passed).take(event)
       if trained is not None:
-        self._trained(*trained)
+        self._idle.train(*trained)
 
   def _at(self, m: int, now: float) -> IslandAccount:
     if m not in self._islands:

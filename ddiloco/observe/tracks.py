@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ddiloco.observe.history import Median
+from ddiloco.observe.history import Idle, Median
 from ddiloco.observe.islands import IslandState, phase, role_name
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Event, parse_role
@@ -258,7 +258,6 @@ class Kills:
 # --- What became of the faults of a run
 # PURE. Memory grows with faults, exits and lost rounds, not with steps and commits.
 
-MOST_STALLS = 64  # that a step which began before them may still fill
 SETTLED_ROUNDS = 1000  # of a fragment; older ones are judged once and for all
 
 
@@ -284,9 +283,7 @@ class Aftermath:
   def __init__(self) -> None:
     self.recoveries: list[Recovery] = []
     self._awaited: dict[int, float] = {}  # position of a recovery -> when its fault is over
-    self._stepped_at = math.inf  # the end of the newest step
-    self._stalls: list[tuple[float, float]] = []  # the newest, which a long step may still fill ...
-    self._stalled_seconds = 0.0  # ... and the longest of all before
+    self._idle = Idle()
     self._exits: list[events.Exit | events.Crash] = []  # that no kill explains
     self._poisoned: set[str] = set()
     self._rounds: dict[int, _Rounds] = defaultdict(_Rounds)  # by fragment
@@ -301,7 +298,7 @@ class Aftermath:
     """Takes one event."""
     match event:
       case events.Step():
-        self._step(event.time - event.seconds, event.time)
+        self._idle.train(event.time - event.seconds, event.time)
       case events.Stage() | events.Apply():
         self._rounds[event.fragment].had.add(event.round)
       case events.Commit():
@@ -319,19 +316,7 @@ class Aftermath:
   @property
   def longest_stall_seconds(self) -> float:
     """The longest time, between the first step and the last, in which no island was in a step."""
-    return max([self._stalled_seconds, *(b - a for a, b in self._stalls)])
-
-  def _step(self, began: float, ended: float) -> None:
-    """A step; they come in order of their ends."""
-    left = []
-    for a, b in self._stalls:
-      left += [(x, y) for x, y in ((a, min(b, began)), (max(a, ended), b)) if x < y]
-    if began > self._stepped_at:
-      left.append((self._stepped_at, began))
-    if len(left) > MOST_STALLS:
-      (a, b), *left = left
-      self._stalled_seconds = max(self._stalled_seconds, b - a)
-    self._stalls, self._stepped_at = left, ended
+    return self._idle.longest
 
   def _strike(self, event: events.Fault) -> None:
     lasts = event.seconds
