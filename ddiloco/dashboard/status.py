@@ -51,7 +51,7 @@ def status(
   now = max(now, run.time) if state in ("starting", "running") else run.time
   seen = now - LAG_SECONDS if state == "running" else now
   fragments = range(max([run.num_fragments, *(p + 1 for p in run.versions)]))
-  spans = run.tracks.spans(run.islands, now, seen)
+  spans = run.tracks.spans(now, seen)
   islands = [_island(run, m, state, seen, fragments) for m in sorted(run.islands)]
   speed, rate = UNKNOWN, None
   if state == "running":

@@ -37,11 +37,32 @@ DOWN = ("lost", "restarting")
 
 
 @dataclasses.dataclass
-class IslandState:
-  """One learner. `tokens` and `steps` are of all its incarnations, `step` is of the newest."""
+class MemberState:
+  """A learner or a shard."""
 
   state: str = "starting"  # joining, running, stalled, lost, left, quarantined, restarting
   incarnation: int = -1  # the newest that was seen
+  step_time: float = math.nan  # when the last step of an island ended
+
+  def state_at(self, time: float) -> str:
+    """Its state, judged at this time."""
+    return self.state
+
+
+@dataclasses.dataclass
+class ShardState(MemberState):
+  """One syncer shard."""
+
+  fragments: tuple[int, ...] = ()
+  commits: int = 0
+  rejected: int = 0
+  last_reason: str = ""  # why the last round was committed when it was
+
+
+@dataclasses.dataclass
+class IslandState(MemberState):
+  """One learner. `tokens` and `steps` are of all its incarnations, `step` is of the newest."""
+
   chips: int = 0  # its devices; 0: not known yet
   chip_kind: str = ""
   chip_kinds: dict[str, None] = dataclasses.field(default_factory=dict)  # of all lives, in order
@@ -57,7 +78,6 @@ class IslandState:
   life_tokens: int = 0  # of the newest incarnation and those it goes on from
   tokens_per_second: float = math.nan
   step_seconds: float = math.nan
-  step_time: float = math.nan  # when its last step ended
   commits: int = 0  # that it took part in
   # In the last commits, oldest first.
   took_part: deque[bool] = dataclasses.field(default_factory=lambda: deque(maxlen=RECENT_COMMITS))
@@ -68,8 +88,16 @@ class IslandState:
   returning: bool = False  # was down and has not been merged since
   versions: dict[int, int] = dataclasses.field(default_factory=dict)  # its version of each fragment
 
+  def live(self, incarnation: int) -> bool:
+    """Whether this is the newest incarnation; counts it as a new life if it is new."""
+    if incarnation > self.incarnation:
+      self.incarnation, self.lives = incarnation, self.lives + 1
+    return incarnation == self.incarnation
+
   def start(self, event: Started) -> None:
-    """Takes what a new incarnation says of its devices."""
+    """A new incarnation starts, on these devices; no version of a fragment is known of it yet."""
+    self.live(event.incarnation)
+    self.step, self.tokens_per_second, self.step_time, self.versions = 0, math.nan, math.nan, {}
     self.chip_kind = event.device_kind
     self.chips, self.flops_per_token = event.devices, event.flops_per_token
     self.chip_kinds |= {event.device_kind: None} if event.device_kind else {}
@@ -135,18 +163,6 @@ def speed(islands: Iterable[tuple[IslandState, float]]) -> Speed:
     rate / chips if counted else math.nan,
     sum(done) / sum(peaks) if counted and all(done) and all(peaks) else math.nan,
   )
-
-
-@dataclasses.dataclass
-class ShardState:
-  """One syncer shard."""
-
-  state: str = "starting"  # running, lost, restarting
-  incarnation: int = -1
-  fragments: tuple[int, ...] = ()
-  commits: int = 0
-  rejected: int = 0
-  last_reason: str = ""  # why the last round was committed when it was
 
 
 @dataclasses.dataclass(frozen=True)

@@ -349,7 +349,7 @@ _SHARD_COLOUR = "#7C8794"
 def timeline_figure(run: RunState) -> Figure:
   """Islands and shards as rows over time, coloured by state; faults and rejoins are marked."""
   end = run.time
-  spans = run.tracks.spans(run.islands, end, end)
+  spans = run.tracks.spans(end, end)
   order = sorted(spans, key=lambda role: (role.startswith("syncer"), parse_role(role)[1]))
   figure, (axes,) = new_figure(1.8 + ROW_INCHES * max(2, len(order)))
   axes.set_title("Islands and shards over time")

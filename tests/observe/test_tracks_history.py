@@ -14,7 +14,7 @@ from ddiloco.observe.tracks import Kills
 def role_spans(events):
   """By role, [start, end, state]."""
   run = RunState().read(events)
-  return dict(sorted(run.tracks.spans(run.islands, run.time, run.time).items()))
+  return dict(sorted(run.tracks.spans(run.time, run.time).items()))
 
 
 def followed(events):
