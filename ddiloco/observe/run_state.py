@@ -108,6 +108,7 @@ class RunState:
     self._before_this, self.time = self.time, max(self.time, event.time)
     self.num_events += 1
     self.kinds[type(event)] += 1
+    self._note(event, *note_of(event))
     if handler := getattr(self, f"_on_{event.kind}", None):
       handler(event)
     kind, number = parse_role(event.role)
@@ -225,14 +226,11 @@ class RunState:
     elif kind == "syncer" and number >= 0:
       self._shard(number, time, state)
 
-  def _note(self, event: Event, text: str, tone: str) -> None:
-    if any(
-      log_event.text == text and event.time - log_event.time < NOTE_SECONDS
-      for log_event in self.log_events
-    ):
-      return
-    self.log_events.append(LogEvent(event.time, text, tone))
-    self.num_log_events += 1
+  def _note(self, event: Event, text: str = "", tone: str = "") -> None:
+    since = event.time - NOTE_SECONDS
+    if text and not any(each.text == text and each.time > since for each in self.log_events):
+      self.log_events.append(LogEvent(event.time, text, tone))
+      self.num_log_events += 1
 
   # --- events -------------------------------------------------------------------------------------
   # `_on_KIND` is called with an event of that kind; `_learner_KIND` and `_shard_KIND` with one that
@@ -292,20 +290,6 @@ class RunState:
     island = self._island(m, event.time, "running")
     island.live(event.incarnation)
     island.global_step, island.step_time = event.global_step, event.time
-    text = f"joined at global step {event.global_step} after {event.seconds:.1f} s"
-    self._note(event, f"island {m} {text}", "good")
-
-  def _on_compiled(self, event: events.Compiled) -> None:
-    who, seconds = role_name(event.target), event.seconds
-    if not event.program:
-      self._note(event, f"{who} is compiled after {seconds:.0f} s", "plain")
-    elif seconds >= NOTED_COMPILE_SECONDS:
-      text = f"{who} compiled {event.program} in the middle of its work: {seconds:.1f} s"
-      self._note(event, text, "bad")
-
-  def _on_restored(self, event: events.Restored) -> None:
-    text = f"{role_name(event.role)} has its part of snapshot {event.snapshot}"
-    self._note(event, text, "good")
 
   def _on_owns(self, event: events.Owns | events.Recalled) -> None:
     """The fragment's value is this one, which may be older than its newest commit."""
@@ -315,24 +299,7 @@ class RunState:
     if known is not None:
       self.merged_tokens[p] = known
 
-  def _on_recalled(self, event: events.Recalled) -> None:
-    self._on_owns(event)
-    given = f"fragment {event.fragment} at version {event.version}"
-    text = f"{role_name(event.role)} got {given} back from island {event.learner}"
-    self._note(event, text, "good")
-
-  def _on_snapshot(self, event: events.Snapshot) -> None:
-    if event.lacks:
-      missing = ", ".join(map(role_name, event.lacks))
-      self._note(event, f"snapshot {event.snapshot} is committed without {missing}", "bad")
-
-  def _on_uncommitted(self, event: events.Uncommitted) -> None:
-    reason = event.reason or f"it lacks {', '.join(map(role_name, event.missing))}"
-    self._note(event, f"snapshot {event.snapshot} is given up: {reason}", "bad")
-
-  def _on_unsaved(self, event: events.Unsaved) -> None:
-    text = f"{role_name(event.role)} is not in snapshot {event.snapshot}: {event.reason}"
-    self._note(event, text, "bad")
+  _on_recalled = _on_owns
 
   def _learner_step(self, event: events.Step, m: int) -> None:
     island = self._island(m, event.time)
@@ -375,7 +342,6 @@ class RunState:
 
   def _learner_stopped(self, event: events.Stopped, m: int) -> None:
     self._island(m, event.time, "left")
-    self._note(event, f"island {m} stopped: {event.reason}", "plain")
 
   def _on_member(self, event: events.Member) -> None:
     m, state, time = event.learner, event.state, event.time
@@ -452,11 +418,9 @@ class RunState:
     self._count_rejected(event, s)
 
   def _on_fault(self, event: events.Fault) -> None:
-    detail = f" ({event.detail})" if event.detail else ""
     self.tracks.fault(event)
     if event.action in ("kill", "stall"):
       self._target_is(event.target, event.time, "lost" if event.action == "kill" else "stalled")
-    self._note(event, f"{role_name(event.target)}: planned {event.action}{detail}", "bad")
 
   def _on_exit(self, event: events.Exit) -> None:
     kind, number = parse_role(event.target)
@@ -470,27 +434,13 @@ class RunState:
   def _on_restart(self, event: events.Restart) -> None:
     self.tracks.restart(event)
     self._target_is(event.target, event.time, "restarting")
-    self._note(event, f"{role_name(event.target)} restarts", "plain")
 
   def _on_hung(self, event: events.Hung) -> None:
     self.hangs.append(event)
     self.num_hangs += 1
-    usual = f"a step takes {event.usual_seconds:.2g} s" if event.usual_seconds else "its first step"
-    text = f"hangs: silent for {event.seconds:.0f} s ({usual}); its log has all stacks"
-    self._note(event, f"{role_name(event.target)} {text}", "bad")
     self.tracks.mark(event.time, event.target, "hang", f"hangs for {event.seconds:.0f} s")
 
-  def _on_profiled(self, event: events.Profiled) -> None:
-    text = f"{event.steps} steps of {role_name(event.target)} are traced: {event.path}"
-    self._note(event, text, "plain")
-
-  def _on_unprofiled(self, event: events.Unprofiled) -> None:
-    text = f"{role_name(event.target)} could not be traced: {event.reason}"
-    self._note(event, text, "bad")
-
   def _on_evaluation(self, event: events.Evaluation) -> None:
-    if not math.isfinite(event.loss):
-      self._note(event, f"the held-out loss is {event.loss}", "bad")
     self.heldout_loss, self.heldout_measures = event.loss, event.measures
     if self.kinds[events.Evaluation] == 1:
       self.first_loss = event.loss
@@ -499,3 +449,52 @@ class RunState:
   def _on_traffic(self, event: events.Traffic) -> None:
     self.traffic.add(event)
     self.curves.add_sent(event.role, event.time, self.traffic.sent(event.role))
+
+
+def note_of(event: Event) -> tuple[str, str] | tuple[()]:
+  """What is noted of an event whatever the state of the run, and its tone; of most nothing."""
+  if isinstance(event, events.Step | events.CopyOut | events.Stage | events.Apply | events.Commit):
+    return ()  # most lines of a log
+  who = role_name(getattr(event, "target", event.role))
+  match event:
+    case events.Joined() if event.role.startswith("learner"):
+      return f"{who} joined at global step {event.global_step} after {event.seconds:.1f} s", "good"
+    case events.Stopped() if event.role.startswith("learner"):
+      return f"{who} stopped: {event.reason}", "plain"
+    case events.Compiled(program=""):
+      return f"{who} is compiled after {event.seconds:.0f} s", "plain"
+    case events.Compiled() if event.seconds >= NOTED_COMPILE_SECONDS:
+      when = f"in the middle of its work: {event.seconds:.1f} s"
+      return f"{who} compiled {event.program} {when}", "bad"
+    case events.Restored():
+      return f"{who} has its part of snapshot {event.snapshot}", "good"
+    case events.Unsaved():
+      return f"{who} is not in snapshot {event.snapshot}: {event.reason}", "bad"
+    case events.Snapshot() if event.lacks:
+      return f"snapshot {event.snapshot} is committed without {_names(event.lacks)}", "bad"
+    case events.Uncommitted():
+      reason = event.reason or f"it lacks {_names(event.missing)}"
+      return f"snapshot {event.snapshot} is given up: {reason}", "bad"
+    case events.Recalled():
+      given = f"fragment {event.fragment} at version {event.version}"
+      return f"{who} got {given} back from island {event.learner}", "good"
+    case events.Fault():
+      detail = f" ({event.detail})" if event.detail else ""
+      return f"{who}: planned {event.action}{detail}", "bad"
+    case events.Restart():
+      return f"{who} restarts", "plain"
+    case events.Hung():
+      usual = f"a step takes {event.usual_seconds:.2g} s"
+      silent = f"{event.seconds:.0f} s ({usual if event.usual_seconds else 'its first step'})"
+      return f"{who} hangs: silent for {silent}; its log has all stacks", "bad"
+    case events.Profiled():
+      return f"{event.steps} steps of {who} are traced: {event.path}", "plain"
+    case events.Unprofiled():
+      return f"{who} could not be traced: {event.reason}", "bad"
+    case events.Evaluation() if not math.isfinite(event.loss):
+      return f"the held-out loss is {event.loss}", "bad"
+  return ()
+
+
+def _names(roles: Iterable[str]) -> str:
+  return ", ".join(map(role_name, roles))
