@@ -278,7 +278,13 @@ class RunState:
   def _shard_started(self, event: events.Started, s: int) -> None:
     shard = self._shard(s, event.time, "running")
     shard.incarnation, shard.fragments = event.incarnation, event.fragments
-    self.num_shards = max(self.num_shards, s + 1)  # without an engine no event says it
+    self._know(s)
+
+  def _know(self, s: int) -> None:
+    """There is this shard: without an engine no event says how many there are."""
+    if not self.num_shards:
+      self._before = {}  # by fragment from now on
+    self.num_shards = max(self.num_shards, s + 1)
 
   def _learner_started(self, event: events.Started, m: int) -> None:
     island = self._island(m, event.time, "joining")
@@ -390,6 +396,7 @@ class RunState:
 
   def _count_commit(self, event: events.Commit, s: int) -> None:
     self.commits += 1
+    self._know(s)
     self.versions[event.fragment] = event.version
     self.merged_tokens[event.fragment] = event.merged_tokens
     known = self._tokens_at.setdefault(event.fragment, {})

@@ -200,6 +200,8 @@ class Kills:
       kill.step(m, event)
 
   def _learner(self, m: int, event: Event) -> None:
+    if isinstance(event, events.Started):
+      self._left.pop(m, None)
     if isinstance(event, events.Stopped):
       self._left.setdefault(m, event.time)
     elif isinstance(event, _HITS) and m not in self._left:

@@ -236,6 +236,16 @@ def test_the_time_left_of_a_run_that_goes_on_follows_from_its_pace_since_then(ma
     assert view.seconds_left(903.0) == pytest.approx(2.0 * 300 / 200)
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_a_shard_of_which_only_commits_are_told_is_part_of_the_pace(make, told):
+  """Clocks of hosts differ, and lines may be lost: a step comes before the shard's start."""
+  start = [make.event(1.5, "syncer-0", "started", fragments=[3])] if told else []
+  commits = [make.commit(2.0 + n, fragment=3, merged_tokens=100 * n, tokens=100) for n in (1, 2)]
+  view = _fold([make.step(1.0, 0, 1), *start, *commits])
+  view.total_tokens = 1000
+  assert view.num_shards == 1 and view.seconds_left(4.0) == pytest.approx(3.0 * 800 / 200)
+
+
 def test_a_shard_that_goes_back_takes_versions_and_tokens_with_it(make):
   """It is restored at version 5 of 7, gets 7 back from a learner, and at last begins anew."""
 
