@@ -12,11 +12,7 @@ from ddiloco.observe.run_state import RunState
 
 
 def _at(events, time):
-  view = RunState()
-  for event in events:
-    if event.time <= time:
-      view.add(event)
-  return view
+  return RunState().read(event for event in events if event.time <= time)
 
 
 def _text(view, now, width):
