@@ -129,7 +129,7 @@ def _island(run: RunState, m: int, state: str, seen: float, fragments: range) ->
     "tokens_per_second": rounded(speed.tokens_per_second),
     **speed.as_json(),
     "step_seconds": rounded(island.step_seconds),
-    "participation": round(island.commits / run.commits, 4) if run.commits else None,
+    "participation": run.participation(m),
     "participation_recent": rounded(island.participation),
     "versions": [island.versions.get(p) for p in fragments],
   }

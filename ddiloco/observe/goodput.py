@@ -130,14 +130,10 @@ class Ledger:
     """The account up to `now` (seconds since the run started), else up to the newest event."""
     now = self._now if now is None or self._ended else max(now, self._now)
     learners = {m: self._balance(m, now) for m in sorted(self._islands)}
-    causes: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
-    total = useful = first_start = 0.0
-    for m, (account, good) in learners.items():
-      for cause, seconds in account.items():
-        causes[cause] += seconds
-      useful += good
-      total += good + sum(account.values())
-      first_start += self._islands[m].first_start
+    causes = {cause: sum(account[cause] for account, _ in learners.values()) for cause in CAUSES}
+    useful = sum(good for _, good in learners.values())
+    total = useful + sum(causes.values())
+    first_start = sum(island.first_start for island in self._islands.values())
     return Goodput(
       total,
       useful / total if total else math.nan,
@@ -320,8 +316,7 @@ class IslandAccount:
     # By fragment and round.
     self._pushed: dict[int, dict[int, PushedSteps]] = collections.defaultdict(dict)
     self._recent: collections.deque[float] = collections.deque(maxlen=RECENT_STEPS)
-    self._capture_seconds = 0.0  # since the last step
-    self._compile_seconds = 0.0  # since the last step
+    self._known = {"save": 0.0, "compile": 0.0}  # since the last step, beside it
 
   def take(self, event: Event) -> tuple[float, float] | None:
     """Enters one event; for a step returns the (start, end) in which the island trained."""
@@ -342,7 +337,7 @@ class IslandAccount:
           self._settle(event.fragment, self.sums.number)
           self._pushed.pop(event.fragment, None)
       case events.Captured():
-        self._capture_seconds += positive(event.seconds)
+        self._known["save"] += positive(event.seconds)
       case events.Compiled():
         self._compile(now, positive(event.seconds))
       case events.Started():
@@ -413,7 +408,7 @@ class IslandAccount:
 
   def _compile(self, now: float, seconds: float) -> None:
     if self.phase == "training":  # a program compiled in the middle of its work
-      self._compile_seconds += seconds
+      self._known["compile"] += seconds
     else:
       self._spend_until(now - seconds, self.phase or "other")
       self._spend_until(now, "compile")
@@ -432,25 +427,22 @@ class IslandAccount:
       self.phase = "training"
     passed = now - self.since
     busy = min(seconds, passed)
-    stood = self._beyond(busy)
-    left = passed - busy
-    blocked = min(positive(event.blocked_seconds), left)
-    save = min(self._capture_seconds, left - blocked)
-    compiled = min(self._compile_seconds, left - blocked - save)
-    idle = left - blocked - save - compiled
-    stalled = self._beyond(idle)
-    spent = {"blocked": blocked, "save": save, "compile": compiled}
-    spent |= {"stalled": stood + stalled, "other": idle - stalled}
-    for cause, each in spent.items():
-      self._spend(each, cause)
+    stood, left = self._beyond(busy), passed - busy
+    for cause, known in {"blocked": positive(event.blocked_seconds), **self._known}.items():
+      self._spend(min(known, left), cause)
+      left -= min(known, left)
+    stalled = self._beyond(left)
+    self._spend(left - stalled, "other")
+    stalled += stood
+    self._spend(stalled, "stalled")
     busy -= stood
     self.allocated_seconds += busy
-    self.live_seconds += passed - stood - stalled
+    self.live_seconds += passed - stalled
     self.trained += busy * self.chips
     self.sums.add(busy * self.chips)
     self._recent.append(busy)
-    self.since, self._capture_seconds, self._compile_seconds = now, 0.0, 0.0
-    return now - (passed - stood - stalled), now
+    self.since, self._known = now, dict.fromkeys(self._known, 0.0)
+    return now - (passed - stalled), now
 
   def _beyond(self, seconds: float) -> float:
     """How many of these seconds were a stall."""

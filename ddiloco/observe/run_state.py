@@ -144,6 +144,10 @@ class RunState:
     """Share of the run that is done, 0 to 1."""
     return min(1.0, self.tokens_done / self.total_tokens) if self.total_tokens else 0.0
 
+  def participation(self, m: int) -> float | None:
+    """The share of all commits that an island took part in; None without commits."""
+    return round(self.islands[m].commits / self.commits, 4) if self.commits else None
+
   @property
   def outer_gradients(self) -> dict[str, float]:
     """The means of `OUTER_GRADIENTS` over the recent commits; NaN where there are none."""

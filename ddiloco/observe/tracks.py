@@ -251,7 +251,7 @@ class Kills:
 SETTLED_ROUNDS = 1000  # of a fragment; older ones are judged once and for all
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Recovery:
   """One fault. `seconds`: from its strike to the first commit after its end that has the learner's
   push, or that the shard made. NaN: the run ended before that commit."""
@@ -272,7 +272,7 @@ class Aftermath:
 
   def __init__(self) -> None:
     self.recoveries: list[Recovery] = []
-    self._awaited: dict[int, float] = {}  # position of a recovery -> when its fault is over
+    self._awaited: list[tuple[float, Recovery]] = []  # when its fault is over
     self._idle = Idle()
     self._exits: list[events.Exit | events.Crash] = []  # that no kill explains
     self._poisoned: set[str] = set()
@@ -309,22 +309,22 @@ class Aftermath:
     return self._idle.longest
 
   def _strike(self, event: events.Fault) -> None:
-    lasts = event.seconds
     if event.action == "poison":
       self._poisoned.add(event.target)
-    if event.action == "join":  # a join has not to end first: the learner is to take part at once
-      self._awaited[len(self.recoveries)] = event.time
-    elif lasts >= 0:
-      self._awaited[len(self.recoveries)] = event.time + lasts
-    self.recoveries.append(Recovery(event.time, event.target, event.action, lasts))
+    found = Recovery(event.time, event.target, event.action, event.seconds)
+    self.recoveries.append(found)
+    # A join has not to end first: the learner is to take part at once.
+    lasts = 0.0 if event.action == "join" else event.seconds
+    if lasts >= 0:
+      self._awaited.append((event.time + lasts, found))
 
   def _recover(self, event: events.Commit) -> None:
     there = {parse_role(event.role), *(("learner", m) for m in event.participants)}
-    for i, over in list(self._awaited.items()):
-      fault = self.recoveries[i]
+    for each in list(self._awaited):
+      over, fault = each
       if event.time > over and parse_role(fault.target) in there:
-        self.recoveries[i] = dataclasses.replace(fault, seconds=event.time - fault.time)
-        del self._awaited[i]
+        fault.seconds = event.time - fault.time
+        self._awaited.remove(each)
 
   def lost_rounds(self) -> list[tuple[int, int]]:
     """(fragment, round) of every commit that learners received but the newest value does not
