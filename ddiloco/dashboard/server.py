@@ -33,7 +33,7 @@ from ddiloco.dashboard.status import METRICS_KIND, exposition
 from ddiloco.dashboard.status import status as run_status
 from ddiloco.network.keys import is_loopback
 from ddiloco.network.webserver import Answer, Health, Request, WebServer, parse_address
-from ddiloco.observe.eventlog import Follower
+from ddiloco.observe.eventlog import Follower, Warnings
 from ddiloco.observe.guards import ended
 from ddiloco.observe.run_state import RunState
 from ddiloco.workdir import STARTED, outcome, run_name, saved_config
@@ -150,7 +150,8 @@ class RunFollower:
 
   def __init__(self, workdir: Path):
     self.workdir = workdir
-    self.health = Health()
+    self.health, self.follows = Health(), True
+    self._warn = Warnings()
     self._lock = threading.Lock()
     self._ended = threading.Event()
     self._thread = threading.Thread(target=self._follow, name="dashboard", daemon=True)
@@ -184,33 +185,33 @@ class RunFollower:
   def _make(self) -> dict[str, Any]:
     run, started = self._run, self._started
     now = run.time if started is None else time.time() - started
-    status = run_status(run, now, self._sync, self._reason)
+    status = run_status(run, now, self._config and self._config.sync, self._reason)
     if not self._caught_up and run.num_events:
       text = f"The log is being read: {run.num_events:,} events so far."
       status |= {"phase": "empty", "text": text}
     return status | {"name": status["name"] or run_name(self.workdir)}
 
   def _begin(self, started: float | None) -> None:
-    config = _config(self.workdir)
+    config, follower = _config(self.workdir), Follower(self.workdir)
     with self._lock:
-      self._started, self._config_known = started, config is not None
-      self._follower, self._run = Follower(self.workdir), RunState(config)
-      self._sync = None if config is None else config.sync
-      self._caught_up, self._reason = False, ""
-      self._status = None
+      self._started, self._config = started, config
+      self._follower, self._run = follower, RunState(config)
+      self._caught_up, self._reason, self._status = False, "", None
 
   def _follow(self) -> None:
     while not self._ended.is_set():
       self.health.beat()
       try:
         self._look()
+        self.follows = True
       except (OSError, ConfigError) as error:  # file system out of reach; logs of another format
-        self.health.waits_for = str(error)
+        self.follows = False
+        self._warn(str(error), f"the dashboard cannot follow the log: {error}")
       self._ended.wait(POLL_SECONDS)
 
   def _look(self) -> None:
     started = _started(self.workdir)
-    if started != self._started or not (self._config_known or self._run.num_events):
+    if started != self._started or not (self._config or self._run.num_events):
       self._begin(started)
     events = self._follower.stream()
     while batch := list(itertools.islice(events, BATCH_EVENTS)):
@@ -311,6 +312,8 @@ class Dashboard:
       return self._files[path]
     if path == "/healthz":
       code, text = self._run.health.livez()
+      if not self._run.follows:
+        code, text = 503, "the log cannot be followed"
       return Answer(code, text + "\n")
     if path == "/api/fault":
       return self._inject(request, host)

@@ -51,7 +51,7 @@ def status(
   now = max(now, run.time) if state in ("starting", "running") else run.time
   seen = now - LAG_SECONDS if state == "running" else now
   fragments = range(max([run.num_fragments, *(p + 1 for p in run.versions)]))
-  spans = run.tracks.spans(run.islands, now, seen)
+  spans = run.tracks.spans(now, seen)
   islands = [_island(run, m, state, seen, fragments) for m in sorted(run.islands)]
   speed, rate = UNKNOWN, None
   if state == "running":
@@ -129,7 +129,7 @@ def _island(run: RunState, m: int, state: str, seen: float, fragments: range) ->
     "tokens_per_second": rounded(speed.tokens_per_second),
     **speed.as_json(),
     "step_seconds": rounded(island.step_seconds),
-    "participation": round(island.commits / run.commits, 4) if run.commits else None,
+    "participation": run.participation(m),
     "participation_recent": rounded(island.participation),
     "versions": [island.versions.get(p) for p in fragments],
   }

@@ -8,7 +8,6 @@ incarnation says the log's format; a log of another format is refused.
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 import mmap
 import os
@@ -33,53 +32,47 @@ MOST_LINE_BYTES = 4 << 20  # of an event; a commit of 2,000 participants has 0.2
 DAMAGED = b"\0"  # replaces a line longer than MOST_LINE_BYTES; does not decode to an event
 SLACK_SECONDS = 1.0  # threads of one role may swap their lines by microseconds
 MOST_STRETCHES = 100  # of one log; if its clock goes back more often, the last holds all the rest
-_TIME = re.compile(rb'^\{(?:"kind": ?"\w+", ?)?"time": ?(-?[0-9.e+-]+)', re.MULTILINE)
+_TIME = re.compile(rb'\{(?:"kind": ?"\w+", ?)?"time": ?(-?\d+(?:\.\d+)?(?:e[+-]?\d+)?)')
 
 
 def lines_of(path: Path, start: int, end: int) -> Iterator[bytes]:
   """The lines in the bytes `start` to `end`, without their ends; the last may lack its own."""
-  held, too_long = b"", False
+  return (line for _, line in _lines_at(path, start, end))
+
+
+def _lines_at(path: Path, start: int, end: int) -> Iterator[tuple[int, bytes]]:
+  """The same, each with the place at which the next line begins."""
+  held, too_long, at = b"", False, start
   while piece := _read(path, start, min(end, start + PIECE_BYTES)):
     start += len(piece)
     *whole, held = (held + piece).split(b"\n")
     for line in whole:
-      yield DAMAGED if too_long else line
+      at += len(line) + 1
+      yield at, DAMAGED if too_long else line
       too_long = False
     if too_long or len(held) > MOST_LINE_BYTES:
+      at += len(held)
       held, too_long = b"", True
   if too_long or held:
-    yield DAMAGED if too_long else held
+    yield start, DAMAGED if too_long else held
 
 
 def stretches(path: Path, start: int, end: int) -> list[tuple[int, int]]:
   """The bytes `start` to `end` in parts (from, to) in which the times of events do not go back.
 
   Where a role's clock is set back, a new part begins, so that merging all parts by time puts every
-  event in its place. Only times are parsed: this is a tenth of the cost of reading the events.
+  event in its place. Only times are parsed: this is a fraction of the cost of reading the events.
   """
-  starts, newest = [start], -math.inf
-  for at, said in _times(path, start, end):
-    if said < newest - SLACK_SECONDS and len(starts) < MOST_STRETCHES:
-      starts.append(at)
-      newest = said
-    newest = max(newest, said)
+  starts, newest, at = [start], -math.inf, start
+  for after, line in _lines_at(path, start, end):
+    if match := _TIME.match(line):
+      said = float(match[1])
+      if said < newest - SLACK_SECONDS and len(starts) < MOST_STRETCHES:
+        starts.append(at)
+        newest = said
+      newest = max(newest, said)
+    at = after
   return list(zip(starts, [*starts[1:], end]))
-
-
-def _times(path: Path, start: int, end: int) -> Iterator[tuple[int, float]]:
-  held = b""
-  while piece := _read(path, start, min(end, start + SCAN_BYTES)):
-    block, at = held + piece, start - len(held)
-    start += len(piece)
-    whole = block.rfind(b"\n") + 1
-    for match in _TIME.finditer(block, 0, whole):
-      try:
-        yield at + match.start(), float(match[1])
-      except ValueError:
-        continue  # no number, and so no event
-    held = block[whole:]
-    if len(held) > MOST_LINE_BYTES:
-      held = DAMAGED  # only the end of this line matters: the next line begins after it
 
 
 def whole_lines_end(path: Path, start: int, end: int) -> int:
@@ -151,6 +144,18 @@ E = TypeVar("E", bound=Event)
 FLUSH_SECONDS = 1.0
 
 
+class Warnings:
+  """Warns of each thing once."""
+
+  def __init__(self) -> None:
+    self._said: set[Any] = set()
+
+  def __call__(self, about: Any, text: str) -> None:
+    if about not in self._said:
+      self._said.add(about)
+      warn(text)
+
+
 class Records(Protocol):
   """Takes a role's events: a `Recorder`, or a substitute for one."""
 
@@ -195,7 +200,7 @@ class Recorder:
     self._torn = False  # the last write stopped inside a line
     self._begins = True  # no batch was fully written yet: the next event says the format
     self._unwritten = 0
-    self._warned = self._slow = self._odd = False
+    self._warn = Warnings()
     check_format(self.path)
     self._drain = Drain(f"events of {role}", self._write, FLUSH_SECONDS)
 
@@ -218,9 +223,9 @@ class Recorder:
 
     If the disk is stuck, the wait ends after a second: a crash may then leave a gap in the log.
     """
-    if not self._drain.flush() and not self._slow:
-      self._slow = True
-      warn(f"{self.path}: is written too slowly to wait for. A crash may leave a gap in it.")
+    if not self._drain.flush():
+      text = f"{self.path}: is written too slowly to wait for. A crash may leave a gap in it."
+      self._warn("slow", text)
 
   @property
   def lost_events(self) -> int:
@@ -259,9 +264,8 @@ class Recorder:
     except OSError as error:
       self._torn = self._torn or written > 0
       self._unwritten += len(lines) - data[:written].lstrip(b"\n").count(b"\n")
-      if not self._warned:
-        warn(f"cannot write {self.path}: {error}. The run goes on without these events.")
-      self._warned = True
+      text = f"cannot write {self.path}: {error}. The run goes on without these events."
+      self._warn("unwritten", text)
 
   def _lines(self, batch: list[Event]) -> list[bytes]:
     """Encodes each event on its own: if one fails, the others of its batch are still written."""
@@ -271,11 +275,8 @@ class Recorder:
         lines.append(to_line(event, self._begins and not lines))
       except Exception as error:
         self._unwritten += 1
-        if not self._odd:
-          warn(
-            f"{self.path}: an event {event.kind!r} cannot be put into words: {error!r}. It is lost."
-          )
-        self._odd = True
+        text = f"an event {event.kind!r} cannot be put into words: {error!r}. It is lost."
+        self._warn("odd", f"{self.path}: {text}")
     return lines
 
   def _open(self) -> int:
@@ -286,27 +287,8 @@ class Recorder:
     return file
 
 
-class NullRecorder:
+class NullRecorder(Records):
   """Records nothing; for tests and for code that runs without a workdir."""
-
-  role = "null"
-  incarnation = 0
-  lost_events = 0
-
-  def __enter__(self) -> NullRecorder:
-    return self
-
-  def __exit__(self, *_: object) -> None:
-    self.close()
-
-  def record(self, event: Event) -> None:
-    """Forgets the event."""
-
-  def flush(self) -> None:
-    """Nothing to write."""
-
-  def close(self) -> None:
-    """Nothing to close."""
 
 
 class EventLog(list[Event]):
@@ -327,7 +309,10 @@ class LogPart(NamedTuple):
   path: Path
   start: int
   end: int
-  passed: int = 0  # lines already read, if an earlier attempt stopped before the end
+
+
+def _raise(part: LogPart, error: OSError) -> None:
+  raise error
 
 
 class EventStream:
@@ -338,9 +323,9 @@ class EventStream:
   """
 
   def __init__(
-    self, places: Iterable[LogPart], failed: Callable[[LogPart, OSError], None] | None = None
+    self, places: Iterable[LogPart], failed: Callable[[LogPart, OSError], None] = _raise
   ):
-    """`failed`: called with a part that cannot be read to its end, others go on; None: raises."""
+    """`failed`: called with what cannot be read of a part; if it returns, the others go on."""
     self.torn_lines = 0
     self._places, self._failed = tuple(places), failed
 
@@ -350,23 +335,17 @@ class EventStream:
     return (event for _, _, event in heapq.merge(*timed))
 
   def _parts(self, place: LogPart) -> list[LogPart]:
-    if place.passed:
-      return [place]  # not divided anew: `passed` counts lines from this part's start
-    path, start, end, _ = place
     try:
-      return [LogPart(path, a, b) for a, b in stretches(path, start, end)]
+      return [LogPart(place.path, a, b) for a, b in stretches(*place)]
     except OSError as error:
-      if self._failed is None:
-        raise
       self._failed(place, error)
       return []
 
   def _timed(self, i: int, part: LogPart) -> Iterator[tuple[float, int, Event]]:
-    path, start, end, passed = part
-    newest = -math.inf
+    at, newest = part.start, -math.inf
     try:
-      for line in itertools.islice(lines_of(path, start, end), passed, None):
-        passed += 1
+      for after, line in _lines_at(*part):
+        at = after
         event = events.decode(line)
         if event is None:
           self.torn_lines += bool(line)
@@ -374,9 +353,7 @@ class EventStream:
         newest = max(newest, event.time)
         yield newest, i, event
     except OSError as error:
-      if self._failed is None:
-        raise
-      self._failed(LogPart(path, start, end, passed), error)
+      self._failed(part._replace(start=at), error)
 
 
 def stream_events(workdir: str | os.PathLike[str]) -> EventStream:
@@ -456,10 +433,10 @@ class Follower:
     self.torn_lines = 0
     self._folder = Path(workdir) / "events"
     logs_in(workdir)
-    self._read: dict[Path, int] = {}  # bytes given out, up to the end of a line
-    self._seen: dict[Path, int] = {}  # bytes scanned; no line ends between `_read` and here
+    # By file: bytes given out, up to the end of a line; bytes in which no further line ends.
+    self._read: dict[Path, tuple[int, int]] = {}
     self._late: list[LogPart] = []  # parts that could not be read yet
-    self._told: set[Path] = set()  # unreadable files that were warned about
+    self._warn = Warnings()
 
   def poll(self) -> list[Event]:
     """Events since the last poll, by time; roles flush late, a later poll may have earlier ones."""
@@ -483,9 +460,8 @@ class Follower:
     self._tell(part.path, error)
 
   def _tell(self, path: Path, error: OSError) -> None:
-    if path not in self._told:
-      self._told.add(path)
-      warn(f"{path}: cannot be read now ({error}). It is tried again, the other logs are read.")
+    text = f"{path}: cannot be read now ({error}). It is tried again, the other logs are read."
+    self._warn(path, text)
 
   def _new(self) -> list[LogPart]:
     """The parts with new lines, and those that could not be read before."""
@@ -496,23 +472,21 @@ class Follower:
     for path in paths:
       if path in waiting:
         continue  # newer lines of this file wait until its late part is read
+      start, seen = self._read.get(path, (0, 0))
       try:
         size = path.stat().st_size
-      except OSError:
-        continue  # gone since the folder was listed, or out of reach: other files go on
-      start = self._read.get(path, 0)
-      if size < start:
-        start = self._read[path] = self._seen[path] = 0
-      seen = max(start, self._seen.get(path, 0))
-      try:
+        if size < start:
+          start = seen = 0
         end = whole_lines_end(path, seen, size)
+      except FileNotFoundError:
+        continue  # gone since the folder was listed
       except OSError as error:
         self._tell(path, error)
         continue
-      self._seen[path] = size
-      self._read[path] = start if end == seen else end
-      if end != seen:
+      if end > seen:
         found.append(LogPart(path, start, end))
+        start = end
+      self._read[path] = start, size
     return sorted(found)
 
 

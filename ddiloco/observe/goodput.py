@@ -40,6 +40,7 @@ import statistics
 from array import array
 from collections.abc import Iterable, Mapping
 
+from ddiloco.observe.history import Idle
 from ddiloco.observe.islands import STALL_SECONDS, STALL_STEPS
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Event, parse_role
@@ -55,7 +56,6 @@ OLD_STEPS = 512  # sums kept of older steps, at equal distances
 MOST_PUSHED = 8  # pushes of an island and fragment that may still be committed; usually one
 CHAIN_SUMS = 250_000  # sums (one a learner and round) of all fragments together ...
 LEAST_ROUNDS = 128  # ... but at least so many rounds a fragment: two snapshot intervals are 17
-MOST_GAPS = 64  # times without any training that a step logged late may still fill
 OF_ISLAND = (
   *(events.Started, events.Captured, events.CopyOut, events.Resend, events.Apply),
   events.Stopped,
@@ -98,10 +98,7 @@ class Ledger:
     self.chains: dict[int, Chain] = collections.defaultdict(Chain)
     self._fragments = 0  # 0: there is no sync
     self._commits = 0
-    self._gaps: list[tuple[float, float]] = []  # the newest times without any training ...
-    self._idle = 0.0  # ... and the seconds of all earlier ones, since the first step
-    self._first = math.nan  # when the first step began
-    self._covered = math.nan  # until then some island always trained, except in the gaps
+    self._idle = Idle()
     self._now = 0.0
     self._ended = False
 
@@ -133,14 +130,10 @@ class Ledger:
     """The account up to `now` (seconds since the run started), else up to the newest event."""
     now = self._now if now is None or self._ended else max(now, self._now)
     learners = {m: self._balance(m, now) for m in sorted(self._islands)}
-    causes: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
-    total = useful = first_start = 0.0
-    for m, (account, good) in learners.items():
-      for cause, seconds in account.items():
-        causes[cause] += seconds
-      useful += good
-      total += good + sum(account.values())
-      first_start += self._islands[m].first_start
+    causes = {cause: sum(account[cause] for account, _ in learners.values()) for cause in CAUSES}
+    useful = sum(good for _, good in learners.values())
+    total = useful + sum(causes.values())
+    first_start = sum(island.first_start for island in self._islands.values())
     return Goodput(
       total,
       useful / total if total else math.nan,
@@ -181,26 +174,12 @@ class Ledger:
     )
 
   def _uptime(self, now: float) -> float:
-    if math.isnan(self._covered):
+    idle = self._idle
+    if math.isnan(idle.end):
       return math.nan
-    end = max(self._covered, now) if not self._ended else self._covered
-    start = self._first
-    idle = self._idle + sum(b - a for a, b in self._gaps) + (end - self._covered)
-    return 1.0 - idle / (end - start) if end > start else 1.0
-
-  def _trained(self, start: float, end: float) -> None:
-    """An island trained from `start` to `end`; calls come in order of `end`."""
-    if math.isnan(self._covered):
-      self._first = self._covered = start
-    left = []
-    for a, b in self._gaps:
-      left += [(x, y) for x, y in ((a, min(b, start)), (max(a, end), b)) if x < y]
-    if start > self._covered:
-      left.append((self._covered, start))
-    if len(left) > MOST_GAPS:
-      first, *left = left
-      self._idle += first[1] - first[0]
-    self._gaps, self._covered = left, max(self._covered, end)
+    since = 0.0 if self._ended else max(0.0, now - idle.end)
+    whole = idle.end + since - idle.start
+    return 1.0 - (idle.seconds + since) / whole if whole > 0 else 1.0
 
   def _begin(self, event: events.RunStarted) -> None:
     self._ended = False
@@ -219,7 +198,7 @@ class Ledger:
     if kind == "learner":
       trained = self._at(m, event.time - passed).take(event)
       if trained is not None:
-        self._trained(*trained)
+        self._idle.train(*trained)
 
   def _at(self, m: int, now: float) -> IslandAccount:
     if m not in self._islands:
@@ -337,8 +316,7 @@ class IslandAccount:
     # By fragment and round.
     self._pushed: dict[int, dict[int, PushedSteps]] = collections.defaultdict(dict)
     self._recent: collections.deque[float] = collections.deque(maxlen=RECENT_STEPS)
-    self._capture_seconds = 0.0  # since the last step
-    self._compile_seconds = 0.0  # since the last step
+    self._known = {"save": 0.0, "compile": 0.0}  # since the last step, beside it
 
   def take(self, event: Event) -> tuple[float, float] | None:
     """Enters one event; for a step returns the (start, end) in which the island trained."""
@@ -359,7 +337,7 @@ class IslandAccount:
           self._settle(event.fragment, self.sums.number)
           self._pushed.pop(event.fragment, None)
       case events.Captured():
-        self._capture_seconds += positive(event.seconds)
+        self._known["save"] += positive(event.seconds)
       case events.Compiled():
         self._compile(now, positive(event.seconds))
       case events.Started():
@@ -430,7 +408,7 @@ class IslandAccount:
 
   def _compile(self, now: float, seconds: float) -> None:
     if self.phase == "training":  # a program compiled in the middle of its work
-      self._compile_seconds += seconds
+      self._known["compile"] += seconds
     else:
       self._spend_until(now - seconds, self.phase or "other")
       self._spend_until(now, "compile")
@@ -449,25 +427,22 @@ class IslandAccount:
       self.phase = "training"
     passed = now - self.since
     busy = min(seconds, passed)
-    stood = self._beyond(busy)
-    left = passed - busy
-    blocked = min(positive(event.blocked_seconds), left)
-    save = min(self._capture_seconds, left - blocked)
-    compiled = min(self._compile_seconds, left - blocked - save)
-    idle = left - blocked - save - compiled
-    stalled = self._beyond(idle)
-    spent = {"blocked": blocked, "save": save, "compile": compiled}
-    spent |= {"stalled": stood + stalled, "other": idle - stalled}
-    for cause, each in spent.items():
-      self._spend(each, cause)
+    stood, left = self._beyond(busy), passed - busy
+    for cause, known in {"blocked": positive(event.blocked_seconds), **self._known}.items():
+      self._spend(min(known, left), cause)
+      left -= min(known, left)
+    stalled = self._beyond(left)
+    self._spend(left - stalled, "other")
+    stalled += stood
+    self._spend(stalled, "stalled")
     busy -= stood
     self.allocated_seconds += busy
-    self.live_seconds += passed - stood - stalled
+    self.live_seconds += passed - stalled
     self.trained += busy * self.chips
     self.sums.add(busy * self.chips)
     self._recent.append(busy)
-    self.since, self._capture_seconds, self._compile_seconds = now, 0.0, 0.0
-    return now - (passed - stood - stalled), now
+    self.since, self._known = now, dict.fromkeys(self._known, 0.0)
+    return now - (passed - stalled), now
 
   def _beyond(self, seconds: float) -> float:
     """How many of these seconds were a stall."""

@@ -176,6 +176,42 @@ class UsualRate:
     return self._tokens / self._steps / usual if self._steps and usual > 0 else math.nan
 
 
+MOST_GAPS = 64  # times without any training that a step logged late may still fill
+
+
+class Idle:
+  """The times in which no island trained, since the first step began."""
+
+  def __init__(self) -> None:
+    self.start = self.end = math.nan  # of the first step, and of the newest
+    self._gaps: list[tuple[float, float]] = []  # the newest
+    self._seconds = self._longest = 0.0  # of all earlier ones
+
+  def train(self, start: float, end: float) -> None:
+    """An island trained from `start` to `end`; calls come in order of `end`."""
+    if math.isnan(self.end):
+      self.start = self.end = start
+    left = []
+    for a, b in self._gaps:
+      left += [(x, y) for x, y in ((a, min(b, start)), (max(a, end), b)) if x < y]
+    if start > self.end:
+      left.append((self.end, start))
+    if len(left) > MOST_GAPS:
+      (a, b), *left = left
+      self._seconds, self._longest = self._seconds + b - a, max(self._longest, b - a)
+    self._gaps, self.end = left, max(self.end, end)
+
+  @property
+  def seconds(self) -> float:
+    """All of them together."""
+    return self._seconds + sum(b - a for a, b in self._gaps)
+
+  @property
+  def longest(self) -> float:
+    """The seconds of the longest."""
+    return max([self._longest, *(b - a for a, b in self._gaps)])
+
+
 # --- Bytes that each role has sent and received, and its present rates
 
 WINDOW_SECONDS = 10.0  # over which the present rate is measured
@@ -185,24 +221,20 @@ class TrafficTotals:
   """Every role has one link; counters restart with each of its incarnations."""
 
   def __init__(self) -> None:
-    self._before: dict[str, tuple[int, int]] = {}  # by role, bytes of its earlier incarnations
-    self._newest: dict[str, tuple[int, int, int]] = {}  # incarnation, sent, received
+    # By role: its newest incarnation, and the bytes that all earlier ones have sent and received.
+    self._lives: dict[str, tuple[int, int, int]] = {}
     self._recent: dict[str, deque[tuple[float, int, int]]] = {}  # time, sent, received; totals
 
   def add(self, event: events.Traffic) -> None:
     """Takes a role's counters; those of an incarnation that was replaced are ignored."""
-    role, incarnation = event.role, event.incarnation
-    sent, received = event.sent_bytes, event.received_bytes
-    old, old_sent, old_received = self._newest.get(role, (incarnation, 0, 0))
-    if incarnation < old:
+    recent = self._recent.setdefault(event.role, deque())
+    newest, sent, received = self._lives.get(event.role, (event.incarnation, 0, 0))
+    if event.incarnation < newest:
       return
-    before = self._before.get(role, (0, 0))
-    if incarnation > old:
-      before = (before[0] + old_sent, before[1] + old_received)
-      self._before[role] = before
-    self._newest[role] = (incarnation, sent, received)
-    recent = self._recent.setdefault(role, deque())
-    recent.append((event.time, before[0] + sent, before[1] + received))
+    if event.incarnation > newest:
+      _, sent, received = recent[-1]
+    self._lives[event.role] = event.incarnation, sent, received
+    recent.append((event.time, sent + event.sent_bytes, received + event.received_bytes))
     while len(recent) > 2 and event.time - recent[1][0] >= WINDOW_SECONDS:
       recent.popleft()
 
@@ -224,19 +256,14 @@ class TrafficTotals:
     """By role: bytes so far, and bytes per second lately (0 if the role has fallen silent)."""
     rows = []
     for role, recent in self._recent.items():
-      (began, sent, received), (ended, all_sent, all_received) = recent[0], recent[-1]
+      (began, *before), (ended, *moved) = recent[0], recent[-1]
       seconds = ended - began
       moving = seconds > 0 and now - ended < WINDOW_SECONDS
-      rows.append(
-        {
-          "role": role,
-          "name": role_name(role),
-          "sent_bytes": all_sent,
-          "received_bytes": all_received,
-          "sent_bytes_per_second": round((all_sent - sent) / seconds) if moving else 0,
-          "received_bytes_per_second": round((all_received - received) / seconds) if moving else 0,
-        }
-      )
+      row = {"role": role, "name": role_name(role)}
+      for way, a, b in zip(("sent", "received"), before, moved):
+        row[f"{way}_bytes"] = b
+        row[f"{way}_bytes_per_second"] = round((b - a) / seconds) if moving else 0
+      rows.append(row)
     return sorted(rows, key=lambda row: parse_role(row["role"]))
 
 
@@ -411,9 +438,9 @@ class Rounds:
     self._open: dict[int, _Open] = {}  # by round
     self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT_ROUNDS)
     self._outcomes: Counter[str] = Counter()
-    self._left_out: dict[int, Counter[str]] = {}
+    self._left_out: dict[int, Counter[str]] = defaultdict(Counter)
     self._grace: dict[int, float] = {}  # by fragment, of its last round
-    self._closed_at: float | None = None
+    self._closed_at = -math.inf  # when a round has ended
 
   def add(self, event: Event) -> None:
     """Takes one event; kinds that are not about rounds are ignored."""
@@ -436,13 +463,13 @@ class Rounds:
 
   def waiting(self, islands: Mapping[int, IslandState], now: float, sync: SyncConfig | None) -> str:
     """Why the syncer waits, in plain words, as far as the log says by `now`."""
-    if not self._open and self._closed_at is None:
+    if not self._open and math.isinf(self._closed_at):
       ready = sum(island.state == "running" for island in islands.values())
       need = f" of the {sync.min_quorum} it needs" if sync else ""
       return f"The first round begins when enough islands have made a step: {ready}{need} are up."
     if not self._open:
       period = f" {sync.sync_period} steps after its last sync" if sync else ""
-      ago = f"the last round ended {max(0.0, now - (self._closed_at or 0.0)):.1f} s ago"
+      ago = f"the last round ended {max(0.0, now - self._closed_at):.1f} s ago"
       return f"No round is open: a fragment falls due{period}; {ago}."
     first = min(self._open.values(), key=lambda each: each.since)
     since = max(0.0, now - first.since)
@@ -502,7 +529,7 @@ class Rounds:
 
   def _close(self, event: events.Commit | events.Abandoned, took_part: list[int]) -> None:
     open_ = self._open.pop(event.round, None)
-    self._closed_at = max(self._closed_at or 0.0, event.time)
+    self._closed_at = max(self._closed_at, event.time)
     reason = event.reason
     known = (text for begins, text in OUTCOMES.items() if reason.startswith(begins))
     self._outcomes[next(known, _NUMBER.sub("…", reason))] += 1
@@ -514,9 +541,9 @@ class Rounds:
     missing = event.missing if committed else {}
     absent = {m: "counted as lost" if why == "lost" else why for m, why in missing.items()}
     absent |= {m: f"rejected: {why}" for m, why in event.rejected.items()}
+    absent.pop(-1, None)  # the evaluator
     for m, why in absent.items():
-      if m >= 0:
-        self._left_out.setdefault(m, Counter())[_NUMBER.sub("…", why)] += 1
+      self._left_out[m][_NUMBER.sub("…", why)] += 1
     self._recent.append(
       {
         "time": round(event.time, 2),
@@ -525,7 +552,7 @@ class Rounds:
         "took_part": took_part,
         "seconds": rounded(lasted, 3),
         "reason": reason,
-        "absent": {str(m): why for m, why in absent.items() if m >= 0},
+        "absent": {str(m): why for m, why in absent.items()},
       }
     )
 

@@ -37,11 +37,32 @@ DOWN = ("lost", "restarting")
 
 
 @dataclasses.dataclass
-class IslandState:
-  """One learner. `tokens` and `steps` are of all its incarnations, `step` is of the newest."""
+class MemberState:
+  """A learner or a shard."""
 
   state: str = "starting"  # joining, running, stalled, lost, left, quarantined, restarting
   incarnation: int = -1  # the newest that was seen
+  step_time: float = math.nan  # when the last step of an island ended
+
+  def state_at(self, time: float) -> str:
+    """Its state, judged at this time."""
+    return self.state
+
+
+@dataclasses.dataclass
+class ShardState(MemberState):
+  """One syncer shard."""
+
+  fragments: tuple[int, ...] = ()
+  commits: int = 0
+  rejected: int = 0
+  last_reason: str = ""  # why the last round was committed when it was
+
+
+@dataclasses.dataclass
+class IslandState(MemberState):
+  """One learner. `tokens` and `steps` are of all its incarnations, `step` is of the newest."""
+
   chips: int = 0  # its devices; 0: not known yet
   chip_kind: str = ""
   chip_kinds: dict[str, None] = dataclasses.field(default_factory=dict)  # of all lives, in order
@@ -57,7 +78,6 @@ class IslandState:
   life_tokens: int = 0  # of the newest incarnation and those it goes on from
   tokens_per_second: float = math.nan
   step_seconds: float = math.nan
-  step_time: float = math.nan  # when its last step ended
   commits: int = 0  # that it took part in
   # In the last commits, oldest first.
   took_part: deque[bool] = dataclasses.field(default_factory=lambda: deque(maxlen=RECENT_COMMITS))
@@ -68,8 +88,16 @@ class IslandState:
   returning: bool = False  # was down and has not been merged since
   versions: dict[int, int] = dataclasses.field(default_factory=dict)  # its version of each fragment
 
+  def live(self, incarnation: int) -> bool:
+    """Whether this is the newest incarnation; counts it as a new life if it is new."""
+    if incarnation > self.incarnation:
+      self.incarnation, self.lives = incarnation, self.lives + 1
+    return incarnation == self.incarnation
+
   def start(self, event: Started) -> None:
-    """Takes what a new incarnation says of its devices."""
+    """A new incarnation starts, on these devices; no version of a fragment is known of it yet."""
+    self.live(event.incarnation)
+    self.step, self.tokens_per_second, self.step_time, self.versions = 0, math.nan, math.nan, {}
     self.chip_kind = event.device_kind
     self.chips, self.flops_per_token = event.devices, event.flops_per_token
     self.chip_kinds |= {event.device_kind: None} if event.device_kind else {}
@@ -135,18 +163,6 @@ def speed(islands: Iterable[tuple[IslandState, float]]) -> Speed:
     rate / chips if counted else math.nan,
     sum(done) / sum(peaks) if counted and all(done) and all(peaks) else math.nan,
   )
-
-
-@dataclasses.dataclass
-class ShardState:
-  """One syncer shard."""
-
-  state: str = "starting"  # running, lost, restarting
-  incarnation: int = -1
-  fragments: tuple[int, ...] = ()
-  commits: int = 0
-  rejected: int = 0
-  last_reason: str = ""  # why the last round was committed when it was
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,8 +248,9 @@ class Rejoins:
   def __init__(self, most: int = MOST_REJOINS):
     self.found: deque[WayBack] = deque(maxlen=most)
     self.left_out = 0  # returns before these
-    self._open: dict[int, WayBack] = {}
-    self._seen: dict[int, tuple[int, float]] = {}  # incarnation and time of its own last event
+    # By role.
+    self._open: dict[str, WayBack] = {}
+    self._seen: dict[str, tuple[int, float]] = {}  # incarnation and time of its own last event
 
   def add(self, event: Event) -> None:
     """Takes one event; any event of a learner's own shows that it lives."""
@@ -245,17 +262,16 @@ class Rejoins:
       case events.Exit():
         self._exit(event)
       case events.Restart():
-        self._end(parse_role(event.target), "pause", event.time)
+        self._end(event.target, "pause", event.time)
       case events.Compiled(program=""):
-        who = parse_role(event.target)
         if event.role == event.target:
           self._hear(event)
-        self._end(who, "devices", event.time - max(0.0, event.seconds))
-        self._end(who, "compile", event.time)
+        self._end(event.target, "devices", event.time - max(0.0, event.seconds))
+        self._end(event.target, "compile", event.time)
       case events.Commit():
-        for m in event.participants:
-          self._merged(m, event.time)
-      case _ if event.role.startswith("learner-"):
+        for role in self._open.keys() & {f"learner-{m}" for m in event.participants}:
+          self._merged(role, event.time)
+      case _:
         self._hear(event)
 
   def as_json(self, most: int = MOST_REJOINS) -> list[dict[str, Any]]:
@@ -270,37 +286,30 @@ class Rejoins:
       for each in list(self.found)[-most:]
     ]
 
-  def _dies(self, target: str, time: float) -> WayBack | None:
-    kind, m = parse_role(target)
-    if kind != "learner" or m not in self._seen:  # a learner that never ran does not come back
-      return None
-    if len(self.found) == self.found.maxlen:
-      self.left_out += 1
-    self._open[m] = WayBack(m, time, reached=time)
-    self.found.append(self._open[m])
-    return self._open[m]
+  def _dies(self, role: str, time: float) -> None:
+    if role in self._seen:  # a learner that never ran does not come back
+      self.left_out += len(self.found) == self.found.maxlen
+      self._open[role] = WayBack(parse_role(role)[1], time, reached=time)
+      self.found.append(self._open[role])
 
   def _exit(self, event: events.Exit) -> None:
     """Ends `detect`, which began at a planned kill if there was one, or else at its last event."""
-    kind, m = parse_role(event.target)
-    if kind != "learner" or m not in self._seen:
-      return
-    open_ = self._open.get(m)
+    open_ = self._open.get(event.target)
     if open_ is None or open_.phases:
-      open_ = self._dies(event.target, min(event.time, self._seen[m][1]))
-    if open_ is not None:
-      open_.end("detect", event.time)
+      _, last = self._seen.get(event.target, (0, event.time))
+      self._dies(event.target, min(event.time, last))
+    self._end(event.target, "detect", event.time)
 
   def _hear(self, event: Event) -> None:
     """Takes an event that a learner itself recorded."""
-    who = parse_role(event.role)
-    m, (incarnation, last) = who[1], self._seen.get(who[1], (event.incarnation, event.time))
-    if event.incarnation < incarnation:
-      return  # a late event of an earlier incarnation
-    if event.incarnation > incarnation and m not in self._open:
-      self._dies(event.role, last)
-    self._seen[m] = event.incarnation, max(last, event.time)
-    open_ = self._open.get(m)
+    role = event.role
+    incarnation, last = self._seen.get(role, (event.incarnation, event.time))
+    if event.incarnation < incarnation or not role.startswith("learner-"):
+      return  # a late event of an earlier incarnation, or no learner's
+    if event.incarnation > incarnation and role not in self._open:
+      self._dies(role, last)
+    self._seen[role] = event.incarnation, max(last, event.time)
+    open_ = self._open.get(role)
     if open_ is None or event.time < open_.died:
       return
     match event:
@@ -315,14 +324,13 @@ class Rejoins:
       case events.Step() if "receive" in open_.phases:
         open_.end("first_step", event.time)
 
-  def _end(self, who: tuple[str, int], phase: str, time: float) -> None:
-    kind, m = who
-    if kind == "learner" and m in self._open:
-      self._open[m].end(phase, time)
+  def _end(self, role: str, phase: str, time: float) -> None:
+    if role in self._open:
+      self._open[role].end(phase, time)
 
-  def _merged(self, m: int, time: float) -> None:
-    open_ = self._open.get(m)
-    if open_ is not None and "first_step" in open_.phases:
+  def _merged(self, role: str, time: float) -> None:
+    open_ = self._open[role]
+    if "first_step" in open_.phases:
       open_.end("merge", time)
       open_.merged = time
-      del self._open[m]
+      del self._open[role]

@@ -15,7 +15,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,7 @@ def render(view: RunState, now: float, width: int = 100) -> RenderableType:
   if view.shards:
     parts += [Text(), _shards(view, gap)]
   if view.log_events:
-    parts.append(Text())
-    parts += [_log_event_line(log_event) for log_event in list(view.log_events)[-SHOWN_LOG_EVENTS:]]
+    parts += [Text(), *map(_log_event_line, list(view.log_events)[-SHOWN_LOG_EVENTS:])]
   return Group(*parts)
 
 
@@ -114,18 +113,22 @@ def _progress(view: RunState) -> Table:
   return grid
 
 
-def _table(gap: int) -> Table:
-  return Table(box=None, padding=(0, gap, 0, 0), expand=True, header_style="dim", pad_edge=False)
+def _table(gap: int, names: Iterable[str], numbers: Iterable[str], last: str) -> Table:
+  """A table with a column for each name, those of numbers to the right; the last takes the rest."""
+  look: dict[str, Any] = {"box": None, "expand": True, "header_style": "dim", "pad_edge": False}
+  table = Table(padding=(0, gap, 0, 0), **look)
+  for name in names:
+    table.add_column(name, no_wrap=True)
+  for name in numbers:
+    table.add_column(name, justify="right", no_wrap=True)
+  table.add_column(last, ratio=1, no_wrap=True, overflow="ellipsis")
+  return table
 
 
 def _islands(view: RunState, now: float, gap: int) -> Table:
-  table = _table(gap)
-  for name, justify in (("island", "left"), ("state", "left"), ("life", "right")):
-    table.add_column(name, justify=justify, no_wrap=True)
   known = any(math.isfinite(island.speed.mfu) for island in view.islands.values())
-  for name in ("step", "global step", "loss", "tok/s", *(["MFU"] * known), "merged"):
-    table.add_column(name, justify="right", no_wrap=True)
-  table.add_column("last missed round", ratio=1, no_wrap=True, overflow="ellipsis")
+  numbers = ("life", "step", "global step", "loss", "tok/s", *(["MFU"] * known), "merged")
+  table = _table(gap, ("island", "state"), numbers, "last missed round")
   for learner, island in sorted(view.islands.items()):
     state = island.state_at(now)
     table.add_row(
@@ -156,12 +159,7 @@ def _missed(island: IslandState, now: float) -> Text:
 
 
 def _shards(view: RunState, gap: int) -> Table:
-  table = _table(gap)
-  table.add_column("shard", no_wrap=True)
-  table.add_column("state", no_wrap=True)
-  for name in ("fragments", "rounds", "rejected"):
-    table.add_column(name, justify="right", no_wrap=True)
-  table.add_column("last round", ratio=1, no_wrap=True, overflow="ellipsis")
+  table = _table(gap, ("shard", "state"), ("fragments", "rounds", "rejected"), "last round")
   for number, shard in sorted(view.shards.items()):
     table.add_row(
       f"■ {number}",
@@ -180,31 +178,27 @@ def _log_event_line(log_event: LogEvent) -> Text:
 
 
 class LiveView:
-  """A listener of any number of recorders that draws the run on its own thread.
+  """A listener of any number of recorders that draws the run on its own thread, inside `with`.
 
   A call with an event only queues the event. The event `run_started` says all that the view needs
-  to know of the run. `start_time` is what `clock` showed when the run started, as for the
-  recorders; None: derived from the first event.
+  to know of the run, and the first event when the run started by `clock`.
   """
 
   def __init__(
     self,
     console: Console | None = None,
-    start_time: float | None = None,
     clock: Callable[[], float] = time.monotonic,
     plain_seconds: float = PLAIN_SECONDS,
   ):
     self.view = RunState()
-    self._start_time = start_time
+    self._start_time: float | None = None
     self._clock = clock
     self._console = console or Console()
-    self._plain_seconds = plain_seconds
-    self._next_plain = plain_seconds
+    self._plain_seconds = self._next_plain = plain_seconds
     self._live: Live | None = None
-    self._drain: Drain | None = None
     self._next_frame = 0.0
 
-  def start(self) -> None:
+  def __enter__(self) -> LiveView:
     """Takes the terminal and begins to draw."""
     if self._console.is_terminal:
       live = Live(console=self._console, auto_refresh=False, vertical_overflow="crop")
@@ -214,44 +208,28 @@ class LiveView:
       except (OSError, ValueError) as error:  # the run goes on without a view
         warn(f"the live view has no output: {error}")
     self._drain = Drain("live view", self._consume, FRAME_SECONDS)
-
-  def stop(self) -> None:
-    """Draws the last state, which stays on the screen, and gives the terminal back."""
-    if self._drain is None:
-      return
-    self._drain.close()
-    warned = self._drain.failures > 0
-    self._drain = None
-    try:
-      self._finish()
-    except (OSError, ValueError) as error:  # a closed terminal or pipe is no reason to lose a run
-      if not warned:
-        warn(f"the live view lost its output: {error}")
-
-  def _finish(self) -> None:
-    if self._live is None:
-      self._say(plain_line(self.view, self._now()))
-      return
-    self._draw(self._now())
-    self._live.stop()
-    self._live = None
-
-  def __enter__(self) -> LiveView:
-    self.start()
     return self
 
   def __exit__(self, *_: object) -> None:
-    self.stop()
+    """Draws the last state, which stays on the screen, and gives the terminal back."""
+    self._drain.close()
+    try:
+      if self._live is None:
+        self._say(plain_line(self.view, self._now()))
+      else:
+        self._draw(self._live, self._now())
+        self._live.stop()
+    except (OSError, ValueError) as error:  # a closed terminal or pipe is no reason to lose a run
+      if not self._drain.failures:
+        warn(f"the live view lost its output: {error}")
 
   def __call__(self, event: Event) -> None:
-    """Queues an event (before `start` and after `stop`: ignores it)."""
-    drain = self._drain
+    """Queues an event; after the end it is ignored."""
     if self._start_time is None:
       self._start_time = self._clock() - event.time
-    if drain is not None:
-      drain.put(event)
-      if type(event) in IMPORTANT:
-        drain.wake()
+    self._drain.put(event)
+    if type(event) in IMPORTANT:
+      self._drain.wake()
 
   def _now(self) -> float:
     return 0.0 if self._start_time is None else self._clock() - self._start_time
@@ -264,12 +242,11 @@ class LiveView:
     if self._live is None:
       self._print_plain(now, self.view.num_log_events - known)
     elif now >= self._next_frame:
-      self._draw(now)
+      self._draw(self._live, now)
 
-  def _draw(self, now: float) -> None:
-    if self._live is not None:
-      self._live.update(render(self.view, now, self._console.width), refresh=True)
-      self._next_frame = now + SHORTEST_FRAME_SECONDS
+  def _draw(self, live: Live, now: float) -> None:
+    live.update(render(self.view, now, self._console.width), refresh=True)
+    self._next_frame = now + SHORTEST_FRAME_SECONDS
 
   def _print_plain(self, now: float, new_log_events: int) -> None:
     for log_event in list(self.view.log_events)[-new_log_events:] if new_log_events else ():

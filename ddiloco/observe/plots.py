@@ -145,7 +145,7 @@ def _island_curve(axes: Axes, learner: int, loss: Series) -> list[float]:
 
 
 def _loss_axes(axes: Axes, drawn: list[float]) -> None:
-  from matplotlib.ticker import FuncFormatter
+  from matplotlib.ticker import EngFormatter
 
   low, high = min(drawn), max(drawn)
   if low > 0:
@@ -153,7 +153,7 @@ def _loss_axes(axes: Axes, drawn: list[float]) -> None:
   else:  # a model of one's own may have such a loss: a log scale cannot show it
     margin = 0.04 * (high - low) or 1.0
     axes.set_ylim(low - margin, high + margin)
-  axes.xaxis.set_major_formatter(FuncFormatter(_tokens_tick))
+  axes.xaxis.set_major_formatter(EngFormatter(sep=""))
   axes.set_xlim(0, max(1.0, axes.dataLim.x1 * 1.07))
   axes.set_xlabel("tokens trained by all islands / merged into the global model")
   axes.set_ylabel(f"loss (nats per token{', log scale' if low > 0 else ''})")
@@ -171,13 +171,6 @@ def _log_axis(axes: Axes, low: float, high: float) -> None:
   axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
   axes.yaxis.set_minor_formatter(NullFormatter())
   axes.yaxis.set_tick_params(which="minor", length=0)
-
-
-def _tokens_tick(value: float, _: int) -> str:
-  for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-    if value >= unit:
-      return f"{value / unit:g}{name}"
-  return f"{value:g}"
 
 
 def _smooth(values: np.ndarray, half: int) -> np.ndarray:
@@ -277,6 +270,8 @@ def _share_bars(axes: Axes, learners: Sequence[int], weights: Series) -> None:
 
 def traffic_figure(run: RunState) -> Figure:
   """Bytes on the wire over time: the sum by role, and the rate of all roles together."""
+  from matplotlib.ticker import EngFormatter
+
   series = _sent_bytes(run)
   figure, (total, rate) = new_figure(5.6, rows=2, sharex=bool(series), height_ratios=[1.5, 1])
   total.set_title("Bytes on the wire")
@@ -284,9 +279,6 @@ def traffic_figure(run: RunState) -> Figure:
     say_empty(total, "no traffic in the log")
     rate.set_axis_off()
     return figure
-  top = max(sent[-1] for _, sent in series.values())
-  units = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
-  unit, name = next((size, name) for size, name in units if top >= size)
   shards = sum(role.startswith("syncer") for role in series)
   for role, (times, sent) in series.items():
     kind, number = parse_role(role)
@@ -294,8 +286,9 @@ def traffic_figure(run: RunState) -> Figure:
     colour = island_colour(number) if learner else shard_colour(max(0, number), shards)
     dashes = (0, (4, 1.5)) if kind == "syncer" else (0, (1, 1))  # dotted: the evaluator
     style = {"lw": 1.7, "color": colour, "ls": "-" if learner else dashes}
-    total.plot(times, np.array(sent) / unit, label=role_name(role), **style)
-  total.set_ylabel(f"sent so far ({name})")
+    total.plot(times, sent, label=role_name(role), **style)
+  total.yaxis.set_major_formatter(EngFormatter("B"))
+  total.set_ylabel("sent so far")
   total.set_ylim(bottom=0)
   total.legend(loc="upper left", ncols=2 if len(series) > 4 else 1)
   _rate_panel(rate, series, run.time)
@@ -349,7 +342,7 @@ _SHARD_COLOUR = "#7C8794"
 def timeline_figure(run: RunState) -> Figure:
   """Islands and shards as rows over time, coloured by state; faults and rejoins are marked."""
   end = run.time
-  spans = run.tracks.spans(run.islands, end, end)
+  spans = run.tracks.spans(end, end)
   order = sorted(spans, key=lambda role: (role.startswith("syncer"), parse_role(role)[1]))
   figure, (axes,) = new_figure(1.8 + ROW_INCHES * max(2, len(order)))
   axes.set_title("Islands and shards over time")

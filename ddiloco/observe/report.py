@@ -53,7 +53,7 @@ def numbers(run: RunState) -> dict[str, Any]:
     "merged_tokens": round(run.tokens_done) if run.num_shards else 0,
     "trained_tokens": sum(island.tokens for island in run.islands.values()),
     "commits": run.commits,
-    "participation": {str(m): _participation(run, m) for m in sorted(run.islands)},
+    "participation": {str(m): run.participation(m) for m in sorted(run.islands)},
     "outer_gradients": {name: rounded(each) for name, each in run.outer_gradients.items()},
     "rejected_updates": run.rejected,
     "bytes_sent": sent,
@@ -69,32 +69,25 @@ def numbers(run: RunState) -> dict[str, Any]:
     "rejoins": run.rejoins.as_json(),
     "learners": _learners(run),
     **_account(run.ledger.report()),
-    **_measures(run),
     "torn_lines": run.torn_lines,
-    **{name: count for name, count in _only_if_any(run) if count},
-    **({"hangs": _hangs(run)} if run.num_hangs else {}),
+    **{name: value for name, value in _only_if_any(run).items() if value},
   }
 
 
-def _measures(run: RunState) -> dict[str, Any]:
-  """The newest evaluation's other measures, if the model has any beside its loss."""
-  found = {name: rounded(value) for name, value in run.heldout_measures.items()}
-  return {"heldout_measures_last": found} if found else {}
-
-
-def _only_if_any(run: RunState) -> list[tuple[str, int]]:
-  return [
-    ("odd_events", run.odd_events),  # events that this version does not write so
-    ("solo_rounds", run.solo_rounds),  # of one island round after round, though there were others
-    ("num_hangs", run.num_hangs),
-    ("rejoins_left_out", run.rejoins.left_out),  # older than those in `rejoins`
-    ("kills_left_out", run.kills.left_out),  # older than those in `kills`
-  ]
-
-
-def _participation(run: RunState, learner: int) -> float | None:
-  """The share of all commits that the learner took part in; None without commits."""
-  return round(run.islands[learner].commits / run.commits, 4) if run.commits else None
+def _only_if_any(run: RunState) -> dict[str, Any]:
+  return {
+    # The newest evaluation's other measures, if the model has any beside its loss.
+    "heldout_measures_last": {name: rounded(each) for name, each in run.heldout_measures.items()},
+    "odd_events": run.odd_events,  # events that this version does not write so
+    "solo_rounds": run.solo_rounds,  # of one island round after round, though there were others
+    "rejoins_left_out": run.rejoins.left_out,  # older than those in `rejoins`
+    "kills_left_out": run.kills.left_out,  # older than those in `kills`
+    "num_hangs": run.num_hangs,
+    "hangs": [  # the newest, with the stacks of every thread
+      {"role": e.target, "seconds": e.time, "silent_seconds": e.seconds, "stacks": e.stacks}
+      for e in run.hangs
+    ],
+  }
 
 
 def _kills(run: RunState) -> dict[str, Any]:
@@ -124,14 +117,6 @@ def _account(account: Goodput) -> dict[str, Any]:
     "lost_time": {cause: round(share, 6) for cause, share in account.causes.items()},
     "liveness": {str(m): rounded(each.liveness) for m, each in account.learners.items()},
   }
-
-
-def _hangs(run: RunState) -> list[dict[str, Any]]:
-  """The newest hangs, with the stacks of every thread."""
-  return [
-    {"role": e.target, "seconds": e.time, "silent_seconds": e.seconds, "stacks": e.stacks}
-    for e in run.hangs
-  ]
 
 
 def _learners(run: RunState) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import math
 import statistics
 from collections import Counter, deque
 from collections.abc import Iterable
+from typing import TypeVar
 
 from ddiloco.config import Config
 from ddiloco.observe.goodput import Ledger
@@ -42,6 +43,9 @@ LEAST_ROUNDS = 4  # for that: or as many as fragments if these are more, at most
 SHOWN_REASONS = 4
 KNOWN_ROUNDS = 256  # of a fragment, to which a restored shard may go back
 NOTED_COMPILE_SECONDS = 0.5
+_OWN = {"learner": "learner", "syncer": "shard"}  # kind of role: how handlers are called
+
+M = TypeVar("M", IslandState, ShardState)
 
 
 class RunState:
@@ -104,9 +108,12 @@ class RunState:
     self._before_this, self.time = self.time, max(self.time, event.time)
     self.num_events += 1
     self.kinds[type(event)] += 1
-    handler = getattr(self, f"_on_{event.kind}", None)
-    if handler is not None:
+    self._note(event, *note_of(event))
+    if handler := getattr(self, f"_on_{event.kind}", None):
       handler(event)
+    kind, number = parse_role(event.role)
+    if number >= 0 and (handler := getattr(self, f"_{_OWN.get(kind)}_{event.kind}", None)):
+      handler(event, number)
     self.kills.add(event)
     self.ledger.take(event)
     self.rounds.add(event)
@@ -136,6 +143,10 @@ class RunState:
   def progress(self) -> float:
     """Share of the run that is done, 0 to 1."""
     return min(1.0, self.tokens_done / self.total_tokens) if self.total_tokens else 0.0
+
+  def participation(self, m: int) -> float | None:
+    """The share of all commits that an island took part in; None without commits."""
+    return round(self.islands[m].commits / self.commits, 4) if self.commits else None
 
   @property
   def outer_gradients(self) -> dict[str, float]:
@@ -195,56 +206,39 @@ class RunState:
 
   # --- members ------------------------------------------------------------------------------------
 
-  def _island(self, m: int, time: float) -> IslandState:
-    if m not in self.islands:
-      self.islands[m] = IslandState()
-    self.tracks.begin(f"learner-{m}", time, self.islands[m].state)
-    return self.islands[m]
+  def _island(self, m: int, time: float, state: str = "") -> IslandState:
+    """The island, which is known from `time` on; and then in this state, if one is given."""
+    return self._member(self.islands.setdefault(m, IslandState()), f"learner-{m}", time, state)
 
-  def _island_is(self, m: int, time: float, state: str) -> IslandState:
-    """The island is in this state from `time` on."""
-    island = self._island(m, time)
-    self.tracks.turn(f"learner-{m}", time, island, state)
-    island.state = state
-    return island
+  def _shard(self, s: int, time: float, state: str = "") -> ShardState:
+    """The same for a shard."""
+    return self._member(self.shards.setdefault(s, ShardState()), f"syncer-{s}", time, state)
 
-  def _shard(self, s: int, time: float) -> ShardState:
-    if s not in self.shards:
-      self.shards[s] = ShardState()
-    self.tracks.begin(f"syncer-{s}", time, self.shards[s].state)
-    return self.shards[s]
-
-  def _shard_is(self, s: int, time: float, state: str) -> ShardState:
-    shard = self._shard(s, time)
-    self.tracks.turn(f"syncer-{s}", time, None, state)
-    shard.state = state
-    return shard
+  def _member(self, member: M, role: str, time: float, state: str) -> M:
+    self.tracks.begin(role, time, member)
+    if state:
+      self.tracks.turn(role, time, member, state)
+      member.state = state
+    return member
 
   def _target_is(self, target: str, time: float, state: str) -> None:
     kind, number = parse_role(target)
     if kind == "learner" and number >= 0:
-      island = self._island_is(number, time, state)
+      island = self._island(number, time, state)
       island.returning = island.returning or state in DOWN
       island.died = time if state == "lost" else island.died
     elif kind == "syncer" and number >= 0:
-      self._shard_is(number, time, state)
+      self._shard(number, time, state)
 
-  def _count_life(self, island: IslandState, incarnation: int) -> bool:
-    """Whether this is the newest incarnation; counts it as a new life if it is new."""
-    if incarnation > island.incarnation:
-      island.incarnation, island.lives = incarnation, island.lives + 1
-    return incarnation == island.incarnation
+  def _note(self, event: Event, text: str = "", tone: str = "") -> None:
+    since = event.time - NOTE_SECONDS
+    if text and not any(each.text == text and each.time > since for each in self.log_events):
+      self.log_events.append(LogEvent(event.time, text, tone))
+      self.num_log_events += 1
 
-  def _note(self, event: Event, text: str, tone: str) -> None:
-    if any(
-      log_event.text == text and event.time - log_event.time < NOTE_SECONDS
-      for log_event in self.log_events
-    ):
-      return
-    self.log_events.append(LogEvent(event.time, text, tone))
-    self.num_log_events += 1
-
-  # --- events: _on_KIND is called with an event of that kind --------------------------------------
+  # --- events -------------------------------------------------------------------------------------
+  # `_on_KIND` is called with an event of that kind; `_learner_KIND` and `_shard_KIND` with one that
+  # a learner or a shard itself recorded, and its number.
 
   def _on_odd(self, event: events.Odd) -> None:
     self._count_odd(event.said, event.reason)
@@ -270,59 +264,42 @@ class RunState:
   def _go_on(self, event: events.RunStarted) -> None:
     """A run that was killed, or is over, goes on: until now none of its roles was there."""
     self.tracks.go_on()
-    for m, island in self.islands.items():
-      if island.state != "starting":
-        there = m < event.num_learners
-        gone = island.state == "left" or self.finished or not there
-        self._island_is(m, self._before_this, "left" if gone else "lost")
-        if there:
-          self._island_is(m, event.time, "restarting")
-    for s, shard in self.shards.items():
-      if shard.state != "starting":
-        there = s < event.num_shards
-        self._shard_is(s, self._before_this, "left" if self.finished or not there else "lost")
-        if there:
-          self._shard_is(s, event.time, "restarting")
+    for members, turn, count in (
+      (self.islands, self._island, event.num_learners),
+      (self.shards, self._shard, event.num_shards),
+    ):
+      for number, member in members.items():
+        if member.state != "starting":
+          gone = member.state == "left" or self.finished or number >= count
+          turn(number, self._before_this, "left" if gone else "lost")
+          if number < count:
+            turn(number, event.time, "restarting")
 
   def _on_run_finished(self, event: events.RunFinished) -> None:
     self.finished = event.reason or "finished"
     self._note(event, f"the run is over: {self.finished}", "plain")
 
-  def _on_started(self, event: events.Started) -> None:
-    kind, number = parse_role(event.role)
-    if kind == "syncer":
-      shard = self._shard_is(number, event.time, "running")
-      shard.incarnation, shard.fragments = event.incarnation, event.fragments
-      self.num_shards = max(self.num_shards, number + 1)  # without an engine no event says it
-    elif kind == "learner":
-      island = self._island_is(number, event.time, "joining")
-      self._count_life(island, event.incarnation)
-      island.step, island.tokens_per_second, island.step_time = 0, math.nan, math.nan
-      island.versions = {}  # of a new life no version is known yet
-      if (event.devices, event.device_kind) != (island.chips, island.chip_kind):
-        self.usual_rates[number] = UsualRate()
-      island.start(event)
+  def _shard_started(self, event: events.Started, s: int) -> None:
+    shard = self._shard(s, event.time, "running")
+    shard.incarnation, shard.fragments = event.incarnation, event.fragments
+    self._know(s)
 
-  def _on_joined(self, event: events.Joined) -> None:
-    kind, number = parse_role(event.role)
-    if kind == "learner":
-      island = self._island_is(number, event.time, "running")
-      self._count_life(island, event.incarnation)
-      island.global_step, island.step_time = event.global_step, event.time
-      text = f"joined at global step {event.global_step} after {event.seconds:.1f} s"
-      self._note(event, f"{role_name(event.role)} {text}", "good")
+  def _know(self, s: int) -> None:
+    """There is this shard: without an engine no event says how many there are."""
+    if not self.num_shards:
+      self._before = {}  # by fragment from now on
+    self.num_shards = max(self.num_shards, s + 1)
 
-  def _on_compiled(self, event: events.Compiled) -> None:
-    who, seconds = role_name(event.target), event.seconds
-    if not event.program:
-      self._note(event, f"{who} is compiled after {seconds:.0f} s", "plain")
-    elif seconds >= NOTED_COMPILE_SECONDS:
-      text = f"{who} compiled {event.program} in the middle of its work: {seconds:.1f} s"
-      self._note(event, text, "bad")
+  def _learner_started(self, event: events.Started, m: int) -> None:
+    island = self._island(m, event.time, "joining")
+    if (event.devices, event.device_kind) != (island.chips, island.chip_kind):
+      self.usual_rates[m] = UsualRate()
+    island.start(event)
 
-  def _on_restored(self, event: events.Restored) -> None:
-    text = f"{role_name(event.role)} has its part of snapshot {event.snapshot}"
-    self._note(event, text, "good")
+  def _learner_joined(self, event: events.Joined, m: int) -> None:
+    island = self._island(m, event.time, "running")
+    island.live(event.incarnation)
+    island.global_step, island.step_time = event.global_step, event.time
 
   def _on_owns(self, event: events.Owns | events.Recalled) -> None:
     """The fragment's value is this one, which may be older than its newest commit."""
@@ -332,31 +309,11 @@ class RunState:
     if known is not None:
       self.merged_tokens[p] = known
 
-  def _on_recalled(self, event: events.Recalled) -> None:
-    self._on_owns(event)
-    given = f"fragment {event.fragment} at version {event.version}"
-    text = f"{role_name(event.role)} got {given} back from island {event.learner}"
-    self._note(event, text, "good")
+  _on_recalled = _on_owns
 
-  def _on_snapshot(self, event: events.Snapshot) -> None:
-    if event.lacks:
-      missing = ", ".join(map(role_name, event.lacks))
-      self._note(event, f"snapshot {event.snapshot} is committed without {missing}", "bad")
-
-  def _on_uncommitted(self, event: events.Uncommitted) -> None:
-    reason = event.reason or f"it lacks {', '.join(map(role_name, event.missing))}"
-    self._note(event, f"snapshot {event.snapshot} is given up: {reason}", "bad")
-
-  def _on_unsaved(self, event: events.Unsaved) -> None:
-    text = f"{role_name(event.role)} is not in snapshot {event.snapshot}: {event.reason}"
-    self._note(event, text, "bad")
-
-  def _on_step(self, event: events.Step) -> None:
-    kind, m = parse_role(event.role)
-    if kind != "learner":
-      return
+  def _learner_step(self, event: events.Step, m: int) -> None:
     island = self._island(m, event.time)
-    newest = self._count_life(island, event.incarnation)
+    newest = island.live(event.incarnation)
     island.steps += 1
     island.tokens += event.tokens
     self.blocked_seconds += event.blocked_seconds
@@ -367,7 +324,7 @@ class RunState:
 
   def _step(self, event: events.Step, m: int, island: IslandState) -> None:
     if island.state not in ("quarantined", "left") and event.time > island.died:  # else logged late
-      self._island_is(m, event.time, "running")
+      self._island(m, event.time, "running")
     passed = event.time - island.step_time if island.step else math.nan
     rate = event.tokens / passed if passed > 0 else event.tokens / max(1e-9, event.seconds)
     smoothed = 0.8 * island.tokens_per_second + 0.2 * rate if island.step > 1 else rate
@@ -385,23 +342,16 @@ class RunState:
     island.tokens_per_second = finite_or(smoothed, rate)
     island.step_seconds, island.step_time = event.seconds, event.time
 
-  def _on_apply(self, event: events.Apply | events.CopyOut) -> None:
-    kind, m = parse_role(event.role)
-    if kind == "learner":  # a copy-out of a restored life names the version it builds on
-      self._island(m, event.time).versions[event.fragment] = event.version
+  def _learner_apply(self, event: events.Apply | events.CopyOut, m: int) -> None:
+    self._island(m, event.time).versions[event.fragment] = event.version
 
-  _on_copy_out = _on_apply
+  _learner_copy_out = _learner_apply  # that of a restored life names the version it builds on
 
-  def _on_refused(self, event: events.Refused) -> None:
-    kind, m = parse_role(event.role)
-    if kind == "learner":
-      self._island(m, event.time).refused += 1
+  def _learner_refused(self, event: events.Refused, m: int) -> None:
+    self._island(m, event.time).refused += 1
 
-  def _on_stopped(self, event: events.Stopped) -> None:
-    kind, number = parse_role(event.role)
-    if kind == "learner":
-      self._island_is(number, event.time, "left")
-      self._note(event, f"{role_name(event.role)} stopped: {event.reason}", "plain")
+  def _learner_stopped(self, event: events.Stopped, m: int) -> None:
+    self._island(m, event.time, "left")
 
   def _on_member(self, event: events.Member) -> None:
     m, state, time = event.learner, event.state, event.time
@@ -411,17 +361,17 @@ class RunState:
     before = island.state
     stepping = before == "running" and island.state_at(time) == "running"
     if state == "quarantined" or (before == "running" and not stepping):
-      self._island_is(m, time, state)
+      self._island(m, time, state)
     island.missed_time, island.missed_reason = time, event.reason or state
     if state == "left" or before in DOWN or before == "left":
       return  # already noted
     why = f": {event.reason}" if event.reason else ""
     self._note(event, f"the syncer counts island {m} as {state}{why}", "bad")
 
-  def _on_commit(self, event: events.Commit) -> None:
+  def _shard_commit(self, event: events.Commit, s: int) -> None:
     before = self.solo
     taking = event.participants.keys()
-    self._count_commit(event, parse_role(event.role)[1])
+    self._count_commit(event, s)
     for m in taking:
       island = self._island(m, event.time)
       island.commits += 1
@@ -450,6 +400,7 @@ class RunState:
 
   def _count_commit(self, event: events.Commit, s: int) -> None:
     self.commits += 1
+    self._know(s)
     self.versions[event.fragment] = event.version
     self.merged_tokens[event.fragment] = event.merged_tokens
     known = self._tokens_at.setdefault(event.fragment, {})
@@ -473,16 +424,14 @@ class RunState:
     for m, why in event.rejected.items():
       self._note(event, f"update of island {m} rejected: {why}", "bad")
 
-  def _on_abandoned(self, event: events.Abandoned) -> None:
+  def _shard_abandoned(self, event: events.Abandoned, s: int) -> None:
     self._say_rejected(event)
-    self._count_rejected(event, parse_role(event.role)[1])
+    self._count_rejected(event, s)
 
   def _on_fault(self, event: events.Fault) -> None:
-    detail = f" ({event.detail})" if event.detail else ""
     self.tracks.fault(event)
     if event.action in ("kill", "stall"):
       self._target_is(event.target, event.time, "lost" if event.action == "kill" else "stalled")
-    self._note(event, f"{role_name(event.target)}: planned {event.action}{detail}", "bad")
 
   def _on_exit(self, event: events.Exit) -> None:
     kind, number = parse_role(event.target)
@@ -496,27 +445,13 @@ class RunState:
   def _on_restart(self, event: events.Restart) -> None:
     self.tracks.restart(event)
     self._target_is(event.target, event.time, "restarting")
-    self._note(event, f"{role_name(event.target)} restarts", "plain")
 
   def _on_hung(self, event: events.Hung) -> None:
     self.hangs.append(event)
     self.num_hangs += 1
-    usual = f"a step takes {event.usual_seconds:.2g} s" if event.usual_seconds else "its first step"
-    text = f"hangs: silent for {event.seconds:.0f} s ({usual}); its log has all stacks"
-    self._note(event, f"{role_name(event.target)} {text}", "bad")
     self.tracks.mark(event.time, event.target, "hang", f"hangs for {event.seconds:.0f} s")
 
-  def _on_profiled(self, event: events.Profiled) -> None:
-    text = f"{event.steps} steps of {role_name(event.target)} are traced: {event.path}"
-    self._note(event, text, "plain")
-
-  def _on_unprofiled(self, event: events.Unprofiled) -> None:
-    text = f"{role_name(event.target)} could not be traced: {event.reason}"
-    self._note(event, text, "bad")
-
   def _on_evaluation(self, event: events.Evaluation) -> None:
-    if not math.isfinite(event.loss):
-      self._note(event, f"the held-out loss is {event.loss}", "bad")
     self.heldout_loss, self.heldout_measures = event.loss, event.measures
     if self.kinds[events.Evaluation] == 1:
       self.first_loss = event.loss
@@ -525,3 +460,52 @@ class RunState:
   def _on_traffic(self, event: events.Traffic) -> None:
     self.traffic.add(event)
     self.curves.add_sent(event.role, event.time, self.traffic.sent(event.role))
+
+
+def note_of(event: Event) -> tuple[str, str] | tuple[()]:
+  """What is noted of an event whatever the state of the run, and its tone; of most nothing."""
+  if isinstance(event, events.Step | events.CopyOut | events.Stage | events.Apply | events.Commit):
+    return ()  # most lines of a log
+  who = role_name(getattr(event, "target", event.role))
+  match event:
+    case events.Joined() if event.role.startswith("learner"):
+      return f"{who} joined at global step {event.global_step} after {event.seconds:.1f} s", "good"
+    case events.Stopped() if event.role.startswith("learner"):
+      return f"{who} stopped: {event.reason}", "plain"
+    case events.Compiled(program=""):
+      return f"{who} is compiled after {event.seconds:.0f} s", "plain"
+    case events.Compiled() if event.seconds >= NOTED_COMPILE_SECONDS:
+      when = f"in the middle of its work: {event.seconds:.1f} s"
+      return f"{who} compiled {event.program} {when}", "bad"
+    case events.Restored():
+      return f"{who} has its part of snapshot {event.snapshot}", "good"
+    case events.Unsaved():
+      return f"{who} is not in snapshot {event.snapshot}: {event.reason}", "bad"
+    case events.Snapshot() if event.lacks:
+      return f"snapshot {event.snapshot} is committed without {_names(event.lacks)}", "bad"
+    case events.Uncommitted():
+      reason = event.reason or f"it lacks {_names(event.missing)}"
+      return f"snapshot {event.snapshot} is given up: {reason}", "bad"
+    case events.Recalled():
+      given = f"fragment {event.fragment} at version {event.version}"
+      return f"{who} got {given} back from island {event.learner}", "good"
+    case events.Fault():
+      detail = f" ({event.detail})" if event.detail else ""
+      return f"{who}: planned {event.action}{detail}", "bad"
+    case events.Restart():
+      return f"{who} restarts", "plain"
+    case events.Hung():
+      usual = f"a step takes {event.usual_seconds:.2g} s"
+      silent = f"{event.seconds:.0f} s ({usual if event.usual_seconds else 'its first step'})"
+      return f"{who} hangs: silent for {silent}; its log has all stacks", "bad"
+    case events.Profiled():
+      return f"{event.steps} steps of {who} are traced: {event.path}", "plain"
+    case events.Unprofiled():
+      return f"{who} could not be traced: {event.reason}", "bad"
+    case events.Evaluation() if not math.isfinite(event.loss):
+      return f"the held-out loss is {event.loss}", "bad"
+  return ()
+
+
+def _names(roles: Iterable[str]) -> str:
+  return ", ".join(map(role_name, roles))

@@ -9,11 +9,11 @@ import dataclasses
 import math
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
-from ddiloco.observe.history import Median
-from ddiloco.observe.islands import IslandState, phase, role_name
+from ddiloco.observe.history import Idle, Median
+from ddiloco.observe.islands import MemberState, phase, role_name
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Event, parse_role
 
@@ -29,51 +29,48 @@ class Tracks:
     self.num_absorbed = 0  # spans that are drawn as part of their neighbours
     self.marks: deque[dict[str, Any]] = deque(maxlen=MOST_MARKS)
     self._spans: dict[str, list[list]] = {}  # [start, end, state], closed
-    self._open: dict[str, tuple[float, str]] = {}  # (since, state)
+    self._open: dict[str, tuple[float, str, MemberState]] = {}  # since, state
     self._killed: set[str] = set()  # roles that a planned kill struck and that are still down
 
-  def begin(self, role: str, time: float, state: str) -> None:
-    """The role is known from `time` on, in this state; no effect if it is known already."""
+  def begin(self, role: str, time: float, member: MemberState) -> None:
+    """The role is known from `time` on; no effect if it is known already."""
     if role not in self._open:
-      self._open[role] = (time, phase(state))
+      self._open[role] = (time, phase(member.state), member)
+      self._spans[role] = []
 
-  def turn(self, role: str, time: float, island: IslandState | None, state: str) -> None:
-    """The role is in this state from `time` on; `island`: its island's state until then."""
+  def turn(self, role: str, time: float, member: MemberState, state: str) -> None:
+    """The role is in this state from `time` on; until then it is in that of `member`."""
     state = phase(state)
-    since, old = self._open.get(role, (time, ""))
-    silent = old == "running" and island is not None and island.state_at(time) == "stalled"
-    if state == old and not silent:
+    since, old, _ = self._open[role]
+    if state == old and not (old == "running" and member.state_at(time) == "stalled"):
       return
-    spans = self._spans.setdefault(role, [])
-    spans += _pieces(since, time, old, island, time)
-    self._open[role] = (time, state)
+    spans = self._spans[role]
+    spans += _pieces(since, time, old, member, time)
+    self._open[role] = (time, state, member)
     while len(spans) > MOST_SPANS:
       _absorb_shortest(spans)
       self.num_absorbed += 1
 
-  def spans(
-    self, islands: Mapping[int, IslandState], now: float, seen: float
-  ) -> dict[str, list[list]]:
+  def spans(self, now: float, seen: float) -> dict[str, list[list]]:
     """By role, [start, end, state] without gaps up to `now`; stalls are judged at time `seen`."""
-    result = {role: list(spans) for role, spans in self._spans.items()}
-    for role, (since, state) in self._open.items():
-      kind, number = parse_role(role)
-      island = islands.get(number) if kind == "learner" else None
-      result[role] = result.get(role, []) + _pieces(since, now, state, island, seen)
-    return {role: spans for role, spans in result.items() if spans}
+    found = {
+      role: self._spans[role] + _pieces(since, now, state, member, seen)
+      for role, (since, state, member) in self._open.items()
+    }
+    return {role: spans for role, spans in found.items() if spans}
 
   def fault(self, event: events.Fault) -> None:
     """A planned fault strikes; the exit that follows a planned kill gets no mark."""
     kill = event.action == "kill"
     if kill:
-      self._killed.add(_lane(event.target))
+      self._killed.add(event.target)
     text = f"{event.action}: {event.detail}".rstrip(": ")
-    self.mark(event.time, _lane(event.target), "kill" if kill else "fault", text)
+    self.mark(event.time, event.target, "kill" if kill else "fault", text)
 
   def exit(self, event: events.Exit) -> None:
     """A role is down."""
-    if _lane(event.target) not in self._killed:
-      self.mark(event.time, _lane(event.target), "exit", event.reason or "exit")
+    if event.target not in self._killed:
+      self.mark(event.time, event.target, "exit", event.reason or "exit")
 
   def go_on(self) -> None:
     """The whole run starts again, and with it every role that was down."""
@@ -81,8 +78,8 @@ class Tracks:
 
   def restart(self, event: events.Restart) -> None:
     """A role starts again."""
-    self._killed.discard(_lane(event.target))
-    self.mark(event.time, _lane(event.target), "restart", "restart")
+    self._killed.discard(event.target)
+    self.mark(event.time, event.target, "restart", "restart")
 
   def mark(self, time: float, role: str, kind: str, text: str) -> None:
     """Adds a mark; the newest are kept."""
@@ -91,22 +88,13 @@ class Tracks:
     self.marks.append(mark | {"text": f"{role_name(role)}: {text}"})
 
 
-def _lane(target: str) -> str:
-  return "-".join(map(str, parse_role(target)))
-
-
-def _pieces(
-  start: float, end: float, state: str, island: IslandState | None, seen: float
-) -> list[list]:
-  """The span; if the island fell silent before the span's end, the silent part is a stall."""
-  if not state or end <= start:
-    return []
-  if state == "running" and island is not None and island.state_at(seen) == "stalled":
-    silent_since = min(end, max(start, island.step_time))
-    return _pieces(start, silent_since, state, None, seen) + [
-      [round(silent_since, 2), round(end, 2), "stalled"]
-    ]
-  return [[round(start, 2), round(end, 2), state]]
+def _pieces(start: float, end: float, state: str, member: MemberState, seen: float) -> list[list]:
+  """The span; if an island fell silent before the span's end, the silent part is a stall."""
+  silent_since = end
+  if state == "running" and member.state_at(seen) == "stalled":
+    silent_since = min(end, max(start, member.step_time))
+  pieces = (start, silent_since, state), (silent_since, end, "stalled")
+  return [[round(a, 2), round(b, 2), each] for a, b, each in pieces if each and a < b]
 
 
 def _absorb_shortest(spans: list[list]) -> None:
@@ -212,6 +200,8 @@ class Kills:
       kill.step(m, event)
 
   def _learner(self, m: int, event: Event) -> None:
+    if isinstance(event, events.Started):
+      self._left.pop(m, None)
     if isinstance(event, events.Stopped):
       self._left.setdefault(m, event.time)
     elif isinstance(event, _HITS) and m not in self._left:
@@ -258,11 +248,10 @@ class Kills:
 # --- What became of the faults of a run
 # PURE. Memory grows with faults, exits and lost rounds, not with steps and commits.
 
-MOST_STALLS = 64  # that a step which began before them may still fill
 SETTLED_ROUNDS = 1000  # of a fragment; older ones are judged once and for all
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Recovery:
   """One fault. `seconds`: from its strike to the first commit after its end that has the learner's
   push, or that the shard made. NaN: the run ended before that commit."""
@@ -283,10 +272,8 @@ class Aftermath:
 
   def __init__(self) -> None:
     self.recoveries: list[Recovery] = []
-    self._awaited: dict[int, float] = {}  # position of a recovery -> when its fault is over
-    self._stepped_at = math.inf  # the end of the newest step
-    self._stalls: list[tuple[float, float]] = []  # the newest, which a long step may still fill ...
-    self._stalled_seconds = 0.0  # ... and the longest of all before
+    self._awaited: list[tuple[float, Recovery]] = []  # when its fault is over
+    self._idle = Idle()
     self._exits: list[events.Exit | events.Crash] = []  # that no kill explains
     self._poisoned: set[str] = set()
     self._rounds: dict[int, _Rounds] = defaultdict(_Rounds)  # by fragment
@@ -301,7 +288,7 @@ class Aftermath:
     """Takes one event."""
     match event:
       case events.Step():
-        self._step(event.time - event.seconds, event.time)
+        self._idle.train(event.time - event.seconds, event.time)
       case events.Stage() | events.Apply():
         self._rounds[event.fragment].had.add(event.round)
       case events.Commit():
@@ -319,37 +306,25 @@ class Aftermath:
   @property
   def longest_stall_seconds(self) -> float:
     """The longest time, between the first step and the last, in which no island was in a step."""
-    return max([self._stalled_seconds, *(b - a for a, b in self._stalls)])
-
-  def _step(self, began: float, ended: float) -> None:
-    """A step; they come in order of their ends."""
-    left = []
-    for a, b in self._stalls:
-      left += [(x, y) for x, y in ((a, min(b, began)), (max(a, ended), b)) if x < y]
-    if began > self._stepped_at:
-      left.append((self._stepped_at, began))
-    if len(left) > MOST_STALLS:
-      (a, b), *left = left
-      self._stalled_seconds = max(self._stalled_seconds, b - a)
-    self._stalls, self._stepped_at = left, ended
+    return self._idle.longest
 
   def _strike(self, event: events.Fault) -> None:
-    lasts = event.seconds
     if event.action == "poison":
       self._poisoned.add(event.target)
-    if event.action == "join":  # a join has not to end first: the learner is to take part at once
-      self._awaited[len(self.recoveries)] = event.time
-    elif lasts >= 0:
-      self._awaited[len(self.recoveries)] = event.time + lasts
-    self.recoveries.append(Recovery(event.time, event.target, event.action, lasts))
+    found = Recovery(event.time, event.target, event.action, event.seconds)
+    self.recoveries.append(found)
+    # A join has not to end first: the learner is to take part at once.
+    lasts = 0.0 if event.action == "join" else event.seconds
+    if lasts >= 0:
+      self._awaited.append((event.time + lasts, found))
 
   def _recover(self, event: events.Commit) -> None:
     there = {parse_role(event.role), *(("learner", m) for m in event.participants)}
-    for i, over in list(self._awaited.items()):
-      fault = self.recoveries[i]
+    for each in list(self._awaited):
+      over, fault = each
       if event.time > over and parse_role(fault.target) in there:
-        self.recoveries[i] = dataclasses.replace(fault, seconds=event.time - fault.time)
-        del self._awaited[i]
+        fault.seconds = event.time - fault.time
+        self._awaited.remove(each)
 
   def lost_rounds(self) -> list[tuple[int, int]]:
     """(fragment, round) of every commit that learners received but the newest value does not

@@ -8,9 +8,9 @@ value that is used was made. The end of an incarnation may be missing, since a k
 
 from __future__ import annotations
 
-import bisect
 import collections
 import dataclasses
+import itertools
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -91,26 +91,18 @@ class MergedSteps:
   """The rounds that merged the steps of one incarnation: ranges with their round."""
 
   def __init__(self) -> None:
-    self._entries: list[tuple[int, int, int]] = []  # first, last, round; by first
-    self._tops: list[int] = []  # the greatest `last` so far
+    # First, last, round, and the greatest `last` so far: ranges come nearly in order.
+    self._entries: list[tuple[int, int, int, int]] = []
 
   def rounds(self, first: int, last: int) -> list[int]:
     """The rounds that have merged any of these steps."""
-    found = []
-    i = bisect.bisect_right(self._entries, (last, 1 << 62, 0))
-    while i and self._tops[i - 1] >= first:
-      i -= 1
-      if self._entries[i][1] >= first:
-        found.append(self._entries[i][2])
-    return found
+    near = itertools.takewhile(lambda entry: entry[3] >= first, reversed(self._entries))
+    return [round_id for a, b, round_id, _ in near if a <= last and b >= first]
 
   def add(self, first: int, last: int, round_id: int) -> None:
     """Notes that this round merged these steps."""
-    i = bisect.bisect_right(self._entries, (first, last, round_id))
-    self._entries.insert(i, (first, last, round_id))
-    del self._tops[i:]
-    for _, end, _ in self._entries[i:]:
-      self._tops.append(max(end, self._tops[-1] if self._tops else end))
+    top = max(last, self._entries[-1][3]) if self._entries else last
+    self._entries.append((first, last, round_id, top))
 
 
 # --- The symbolic algebra: an array is represented by the steps in it

@@ -14,8 +14,7 @@ from collections.abc import Iterable, Mapping
 
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Event, parse_role
-
-INITIAL = -1  # the round of an initial value
+from ddiloco.protocol.messages import INITIAL
 
 Operation = (
   events.Started

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -34,19 +34,14 @@ def _lines(path: Path) -> Iterator[Event | None]:
   return map(events.decode, lines_of(path, 0, path.stat().st_size))
 
 
-def in_order(trace: Trace, roles: Iterable[str] = ()) -> Iterator[Entry]:
+def in_order(trace: Trace, roles: Collection[str] = ()) -> Iterator[Entry]:
   """The entries of these roles (none: of all) by time; each role keeps its own order.
 
   Clocks of several hosts differ, so entries of nearly the same time may be in the wrong order.
   """
-  chosen = list(roles) or list(trace.roles)
-  return (entry for _, _, entry in heapq.merge(*(_timed(trace, role) for role in chosen)))
-
-
-def _timed(trace: Trace, role: str) -> Iterator[tuple[float, tuple[str, int], Entry]]:
-  entries = trace.entries_of(role)
-  times = itertools.accumulate((e.time for e in entries), max)
-  return ((time, (role, i), e) for i, (time, e) in enumerate(zip(times, entries)))
+  logs = map(trace.entries_of, roles or trace.roles)
+  timed = (zip(itertools.accumulate((e.time for e in log), max), log) for log in logs)
+  return (entry for _, entry in heapq.merge(*timed, key=lambda pair: pair[0]))
 
 
 def line_of(entry: Entry) -> str:
@@ -55,18 +50,12 @@ def line_of(entry: Entry) -> str:
   return f"{entry.time:10.3f} s  {who:<14} {describe(entry.operation)}"
 
 
-def role_style(entry: Entry) -> str:
-  """The line's colour: an island's own, or grey."""
-  return island_colour(entry.number) if entry.role.startswith("learner") else MUTED
-
-
 def describe(operation: Operation) -> str:
   """What happened, in words."""
   match operation:
     case events.Started() as op:
       home = f": {op.devices} devices, mesh {list(op.mesh)}, batch {op.batch_size}"
-      where = home if op.devices else ""
-      return f"started{where}"
+      return f"started{home if op.devices else ''}"
     case events.Restored(snapshot=snapshot, of_incarnation=incarnation):
       return f"restored from snapshot {snapshot} of incarnation {incarnation}"
     case events.Step() as op:
@@ -151,8 +140,9 @@ def print_trace(trace: Trace, role: str = "") -> None:
   console = Console(highlight=False, soft_wrap=True)
   for entry in in_order(trace, [role] if role else []):
     line = line_of(entry)
-    if console.is_terminal:
-      console.print(Text(line, style=role_style(entry)))
+    if console.is_terminal:  # an island has its colour
+      style = island_colour(entry.number) if entry.role.startswith("learner") else MUTED
+      console.print(Text(line, style=style))
     else:
       print(line)
 

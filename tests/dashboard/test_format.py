@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 import ddiloco.dashboard
+from ddiloco.observe.goodput import CAUSES
+from ddiloco.observe.islands import PHASES
 
 PAGE = Path(ddiloco.dashboard.__file__).parent / "page"
 NODE = shutil.which("node")
@@ -22,3 +24,9 @@ def test_the_median_of_an_even_count_is_between_the_middle_two(values, middle, t
   command = [str(NODE), "--input-type=module", "-e", script]
   found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
   assert float(found.stdout) == middle
+
+
+@pytest.mark.parametrize("file, names", [("goodput.js", CAUSES), ("rejoins.js", PHASES)])
+def test_the_page_has_words_for_every_cause_and_phase(file, names):
+  text = (PAGE / file).read_text()
+  assert [name for name in names if f"\n  {name}: [" not in text] == []

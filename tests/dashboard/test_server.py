@@ -143,6 +143,18 @@ def test_a_new_run_in_the_workdir_replaces_the_old_one(serve, workdir):
   assert found["islands"][0]["loss"] is None
 
 
+def test_a_new_run_whose_log_cannot_be_read_is_said(serve, workdir, capsys):
+  dashboard = serve()
+  known(dashboard)
+  other = {"time": 0.0, "role": "engine", "incarnation": 0, "format": 1, "kind": "run_started"}
+  (workdir / "events" / "engine.jsonl").write_text(json.dumps(other | RUN) + "\n")
+  (workdir / STARTED).write_text(f"{time.time()}\n")
+  until(lambda: ask(dashboard, "/healthz")[:2] == (503, "the log cannot be followed\n"))
+  time.sleep(1.2 * module.POLL_SECONDS)
+  assert ask(dashboard, "/healthz")[0] == 503 and status(dashboard)["odd_events"] == 0
+  assert capsys.readouterr().err.count("is an event log of format 1") == 1
+
+
 def test_what_the_config_says_is_used(serve, workdir):
   (workdir / "config.json").write_text(Config().to_json())
   (workdir / "events" / "engine.jsonl").unlink()

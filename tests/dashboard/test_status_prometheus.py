@@ -9,9 +9,7 @@ SAMPLE = re.compile(r'(ddiloco_[a-z_]+)(\{[a-z]+="[^"]*"(?:,[a-z]+="[^"]*")*\})?
 
 
 def samples(events, **changes) -> dict[str, float]:
-  run = RunState()
-  for event in events:
-    run.add(event)
+  run = RunState().read(events)
   text = exposition(status(run, run.time) | changes)
   assert text.endswith("\n")
   found, kinds = {}, {}

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from ddiloco.observe.eventlog import to_line
+from ddiloco.observe.run_state import RunState
 from tests.made_events import changed
 from tests.made_events import made as event
 
@@ -195,6 +196,32 @@ def write_log(workdir, events):
     mine = [each for each in events if each.role == role]
     lines = [to_line(each, begins=not i) for i, each in enumerate(mine)]
     (workdir / "events" / f"{role}.jsonl").write_bytes(b"".join(lines))
+
+
+def fold(events) -> RunState:
+  """The state of a run after these events."""
+  return RunState().read(events)
+
+
+def line(time, role="learner-0", **fields) -> bytes:
+  """The line of a step."""
+  return to_line(event(time, role, "step", **fields), begins=True)
+
+
+def times(events) -> list[float]:
+  return [each.time for each in events]
+
+
+@pytest.fixture
+def log(tmp_path):
+  """Appends bytes to a role's log."""
+  (tmp_path / "events").mkdir()
+
+  def append(data: bytes, role: str = "learner-0") -> None:
+    with (tmp_path / "events" / f"{role}.jsonl").open("ab") as file:
+      file.write(data)
+
+  return append
 
 
 @pytest.fixture(scope="session")

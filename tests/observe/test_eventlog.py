@@ -14,7 +14,6 @@ from ddiloco.config import ConfigError
 from ddiloco.observe.eventlog import (
   EventLog,
   Follower,
-  NullRecorder,
   Recorder,
   newest_event,
   read_events,
@@ -269,13 +268,6 @@ def test_events_after_close_are_counted_not_raised(tmp_path):
   recorder.close()
   recorder.record(step(0))
   assert recorder.lost_events == 1
-
-
-def test_the_null_recorder_has_the_same_face():
-  public = {name for name in dir(Recorder) if not name.startswith("_")}
-  assert public <= {name for name in dir(NullRecorder()) if not name.startswith("_")}
-  with NullRecorder() as recorder:
-    recorder.record(step(1))
 
 
 @pytest.mark.parametrize(

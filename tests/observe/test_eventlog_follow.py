@@ -8,29 +8,9 @@ import random
 import pytest
 
 from ddiloco.observe import eventlog
-from ddiloco.observe.eventlog import Follower, Recorder, read_events, to_line
+from ddiloco.observe.eventlog import Follower, Recorder, read_events
 from ddiloco.protocol import events
-from tests.made_events import made
-
-
-def line(time: float, role: str = "learner-0", **fields) -> str:
-  return to_line(made(time, role, "step", **fields), begins=True).decode()
-
-
-@pytest.fixture
-def log(tmp_path):
-  """Appends text to a role's log."""
-  (tmp_path / "events").mkdir()
-
-  def append(text: str, role: str = "learner-0") -> None:
-    with (tmp_path / "events" / f"{role}.jsonl").open("a") as file:
-      file.write(text)
-
-  return append
-
-
-def times(events) -> list[float]:
-  return [event.time for event in events]
+from tests.observe.conftest import line, times
 
 
 def test_no_folder_yet_is_no_event(tmp_path):
@@ -57,7 +37,7 @@ def test_half_a_line_waits_for_its_other_half(tmp_path, log):
   assert follower.poll() == []
   log(whole[20:-1])
   assert follower.poll() == [], "its end is missing"
-  log("\n" + line(2.0)[:5])
+  log(b"\n" + line(2.0)[:5])
   (event,) = follower.poll()
   assert event.time == 1.0 and event.loss != event.loss
   log(line(2.0)[5:])
@@ -87,7 +67,7 @@ def test_a_file_that_was_replaced_is_read_from_its_start(tmp_path, log):
 def test_followed_in_any_pieces_it_is_what_is_read_at_the_end(tmp_path, log, seed):
   chance = random.Random(seed)
   texts = {
-    role: "".join(line(round(chance.random(), 3), role, position=i) for i in range(200))
+    role: b"".join(line(round(chance.random(), 3), role, position=i) for i in range(200))
     for role in ("learner-0", "learner-1", "syncer-0")
   }
   follower = Follower(tmp_path)
@@ -120,7 +100,7 @@ def test_a_log_that_cannot_be_read_for_once_loses_nothing_of_any_role(
   monkeypatch.setattr(eventlog, "PIECE_BYTES", 300)
   follower, read, left = Follower(tmp_path), eventlog._read, [good_reads]
   late = [2.0, 4.0, 6.0, 3.0, 5.0]  # its clock was set back
-  log("".join(map(line, late)) + line(1.0)[:9] + "\n" + line(8.0))
+  log(b"".join(map(line, late)) + line(1.0)[:9] + b"\n" + line(8.0))
   log(line(1.0, "syncer-0") + line(7.0, "syncer-0"), "syncer-0")
 
   def stale(path, start, end):

@@ -12,27 +12,7 @@ from ddiloco.observe import eventlog
 from ddiloco.observe.eventlog import Follower, read_events, stream_events, to_line
 from ddiloco.protocol.events import decode
 from tests.made_events import made
-
-
-def line(time, role="learner-0", **fields) -> bytes:
-  return to_line(made(time, role, "step", **fields), begins=True)
-
-
-@pytest.fixture
-def log(tmp_path):
-  """Appends bytes to a role's log."""
-  (tmp_path / "events").mkdir()
-
-  def append(data: bytes, role: str = "learner-0") -> None:
-    with (tmp_path / "events" / f"{role}.jsonl").open("ab") as file:
-      file.write(data)
-
-  return append
-
-
-def times(found) -> list[float]:
-  return [event.time for event in found]
-
+from tests.observe.conftest import line, times
 
 DAMAGE = {
   "deeply nested": b'{"time":2.0,"role":"x","kind":"k","a":' + b"[" * 200_000 + b"]" * 200_000,

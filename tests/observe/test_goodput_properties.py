@@ -8,7 +8,8 @@ import random
 import pytest
 
 from ddiloco.observe import goodput
-from ddiloco.observe.goodput import CAUSES, MOST_GAPS, OLD_STEPS, Ledger, StepSums
+from ddiloco.observe.goodput import CAUSES, OLD_STEPS, Ledger, StepSums
+from ddiloco.observe.history import MOST_GAPS
 from ddiloco.protocol.events import Event
 from tests.made_events import made
 
@@ -256,6 +257,6 @@ def test_uptime_of_thousands_of_pauses_is_exact_and_small():
     now += 1.0 + paused
     fields = {"step": n, "seconds": 1.0, "gap_seconds": 1.0 + paused}
     ledger.take(typed({"time": now, "role": "learner-0", "kind": "step", **fields}))
-  assert len(ledger._gaps) <= MOST_GAPS
+  assert len(ledger._idle._gaps) <= MOST_GAPS
   away = 29.0  # of each pause, but for the length of a usual step
   assert ledger.report().uptime == pytest.approx(1 - 799 * away / now)

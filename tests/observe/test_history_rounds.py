@@ -5,16 +5,9 @@ import pytest
 from ddiloco.config import SyncConfig
 from ddiloco.dashboard.status import status
 from ddiloco.observe.history import RECENT_ROUNDS
-from ddiloco.observe.run_state import RunState
+from tests.observe.conftest import fold
 
 SYNC = SyncConfig(min_quorum=2, sync_period=12)
-
-
-def feed(events):
-  run = RunState()
-  for event in events:
-    run.add(event)
-  return run
 
 
 @pytest.fixture
@@ -31,7 +24,7 @@ def push(make, time, learner):
 
 
 def says(events, now, sync=SYNC):
-  run = feed(events)
+  run = fold(events)
   if not run.num_shards:
     return status(run, now, sync)["waiting"]["text"]
   return run.rounds.waiting(run.islands, now, sync)
@@ -55,7 +48,7 @@ def test_a_dead_shard_collects_nothing(make, begun, kind, action):
   events = [*begun, make.event(11.0, "engine", kind, **gone)]
 
   def page(now):
-    return status(feed(events), now, SYNC)["waiting"]
+    return status(fold(events), now, SYNC)["waiting"]
 
   assert page(12.0)["open"] == 0
   assert page(12.0)["text"].startswith(
@@ -119,7 +112,7 @@ def test_what_rounds_came_to_is_counted_in_plain_words(make):
       reason="only 1 of 2 needed are left",
     ),
   ]  # fmt: skip
-  panel = feed(events).rounds.as_json()
+  panel = fold(events).rounds.as_json()
   assert [(each["text"], each["count"]) for each in panel["outcomes"]] == [
     ("all that were asked had answered", 5),
     ("there was a quorum, and its grace was over", 1),
@@ -139,12 +132,12 @@ def test_what_rounds_came_to_is_counted_in_plain_words(make):
 def test_a_round_that_was_given_up_took_its_time(make, begun):
   given_up = make.event(75.0, "syncer-1", "abandoned", fragment=3, round=7, reason="only 1 is left")
   unknown = make.event(76.0, "syncer-1", "abandoned", fragment=3, round=8, reason="only 1 is left")
-  recent = feed([*begun, given_up, unknown]).rounds.as_json()["recent"]
+  recent = fold([*begun, given_up, unknown]).rounds.as_json()["recent"]
   assert [each["seconds"] for each in recent] == [None, 65.0]
 
 
 def test_recent_rounds_are_few(make):
-  run = feed([make.commit(float(i), round=i) for i in range(500)])
+  run = fold([make.commit(float(i), round=i) for i in range(500)])
   panel = run.rounds.as_json()
   assert len(panel["recent"]) == RECENT_ROUNDS and panel["recent"][0]["time"] == 499.0
   assert run.commits == 500
@@ -157,8 +150,8 @@ def test_versions_by_island_and_fragment_and_a_new_life_has_none(make):
 
   events = [make.commit(1.0, fragment=0, version=4), make.commit(1.0, fragment=1, version=3)]
   events += [apply(0, 0, 4), apply(0, 1, 2), apply(1, 0, 3)]
-  run = feed(events)
+  run = fold(events)
   assert run.versions == {0: 4, 1: 3}
   assert [run.islands[m].versions for m in range(2)] == [{0: 4, 1: 2}, {0: 3}]
-  run = feed([*events, make.event(3.0, "learner-0", "started", 1), apply(0, 1, 3, "copy_out")])
+  run = fold([*events, make.event(3.0, "learner-0", "started", 1), apply(0, 1, 3, "copy_out")])
   assert [run.islands[m].versions for m in range(2)] == [{1: 3}, {0: 3}]

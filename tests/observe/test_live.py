@@ -12,11 +12,7 @@ from ddiloco.observe.run_state import RunState
 
 
 def _at(events, time):
-  view = RunState()
-  for event in events:
-    if event.time <= time:
-      view.add(event)
-  return view
+  return RunState().read(event for event in events if event.time <= time)
 
 
 def _text(view, now, width):
@@ -61,7 +57,7 @@ def test_plain_line(run_events):
 
 
 def _run_live(console, events, clock, **options):
-  with LiveView(console, start_time=0.0, clock=clock, **options) as live:
+  with LiveView(console, clock=clock, **options) as live:
     for event in events:
       clock.now = event.time
       live(event)
@@ -82,19 +78,17 @@ def test_without_a_terminal_there_are_plain_lines_and_all_notes(run_events, fake
 def test_important_events_do_not_wait_for_the_next_progress_line(make, fake_clock):
   shown = io.StringIO()
   console = Console(file=shown, width=100)
-  live = LiveView(console, start_time=0.0, clock=fake_clock, plain_seconds=1e9)
-  live.start()
-  drain = live._drain
-  live(make.run_started())
-  live(make.event(1.0, "engine", "restart", target="learner-1"))
-  drain.close()  # what was put is consumed; nothing but the note may have been printed
-  assert shown.getvalue() == "[0:01] island 1 restarts\n"
-  live.stop()
+  with LiveView(console, clock=fake_clock, plain_seconds=1e9) as live:
+    live(make.run_started())
+    live(make.event(1.0, "engine", "restart", target="learner-1"))
+    live._drain.close()  # what was put is consumed; nothing but the note may have been printed
+    assert shown.getvalue() == "[0:01] island 1 restarts\n"
 
 
 def test_progress_lines_come_at_their_interval(make, fake_clock):
   console = Console(file=io.StringIO(), width=100)
-  live = LiveView(console, start_time=0.0, clock=fake_clock, plain_seconds=10.0)
+  live = LiveView(console, clock=fake_clock, plain_seconds=10.0)
+  live._start_time = 0.0
   for now in (0.0, 9.0, 10.0, 15.0, 19.9, 20.1, 31.0):
     fake_clock.now = now
     live._consume([])
@@ -110,25 +104,20 @@ def test_on_a_terminal_the_last_frame_stays(run_events, fake_clock):
   assert text.rstrip().endswith("\x1b[?25h")  # the cursor is back
 
 
-def test_the_start_time_may_come_with_the_first_event(make, fake_clock):
+def test_the_start_time_comes_with_the_first_event(make, fake_clock):
   console = Console(file=io.StringIO(), width=100)
   fake_clock.now = 500.0
-  live = LiveView(console, clock=fake_clock)
-  live.start()
-  live(make.step(3.0, 0, 1))
-  fake_clock.now = 504.0
-  live.stop()
+  with LiveView(console, clock=fake_clock) as live:
+    live(make.step(3.0, 0, 1))
+    fake_clock.now = 504.0
   assert console.file.getvalue().startswith("[0:07]")
 
 
 def test_a_closed_output_is_one_warning(make, capsys, fake_clock):
   file = io.StringIO()
-  live = LiveView(Console(file=file, width=100), start_time=0.0, clock=fake_clock)
-  live.start()
-  drain = live._drain
-  file.close()
-  live(make.event(1.0, "engine", "restart", target="learner-1"))
-  drain.close()
-  live.stop()
-  assert drain.failures >= 1
+  with LiveView(Console(file=file, width=100), clock=fake_clock) as live:
+    file.close()
+    live(make.event(1.0, "engine", "restart", target="learner-1"))
+    live._drain.close()
+  assert live._drain.failures >= 1
   assert capsys.readouterr().err.count("WARNING") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 
@@ -12,13 +13,7 @@ from ddiloco.observe.style import clock_time, compact, island_colour
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Odd
 from tests.made_events import changed
-
-
-def _fold(events, run=None):
-  run = run or RunState()
-  for event in events:
-    run.add(event)
-  return run
+from tests.observe.conftest import fold
 
 
 def _states(events, learner):
@@ -47,7 +42,7 @@ def test_the_life_of_a_killed_island(run_events):
 
 
 def test_numbers_of_a_whole_run(run_events):
-  view = _fold(run_events)
+  view = fold(run_events)
   steps = [event for event in run_events if event.kind == "step"]
   mine = [event for event in steps if event.role == "learner-2"]
   island = view.islands[2]
@@ -79,7 +74,7 @@ def test_kill_and_rejoin_are_noted(make):
     make.commit(8.0, participants={0: 0.5, 2: 0.5}),
     make.commit(9.0, participants={0: 0.5, 2: 0.5}),
   ]
-  view = _fold(events)
+  view = fold(events)
   assert [(note.time, note.text) for note in view.log_events] == [
     (0.5, "island 2 joined at global step 0 after 0.2 s"),
     (2.0, "island 2: planned kill (back after 5 s)"),
@@ -93,7 +88,7 @@ def test_kill_and_rejoin_are_noted(make):
 
 
 def test_participation_counts_the_recent_commits(make):
-  view = _fold([make.run_started(num_learners=3)])
+  view = fold([make.run_started(num_learners=3)])
   for number in range(RECENT_COMMITS + 10):
     there = {0: 1.0} if number % 4 else {0: 0.5, 1: 0.5}
     view.add(make.commit(float(number), participants=there, missing={2: "no answer"}))
@@ -102,7 +97,7 @@ def test_participation_counts_the_recent_commits(make):
   assert view.islands[2].participation == 0.0
   assert len(view.islands[2].took_part) == RECENT_COMMITS
   assert (view.islands[2].missed_reason, view.islands[2].missed_time) == ("no answer", 41.0)
-  assert math.isnan(_fold([make.run_started()]).islands[0].participation)
+  assert math.isnan(fold([make.run_started()]).islands[0].participation)
 
 
 @pytest.mark.parametrize("name", ["agreement", "rho", "length", "staleness"])
@@ -121,7 +116,7 @@ def test_learner_numbers_may_be_text_as_json_makes_them(make):
   commit = make.commit(
     1.0, participants={"0": 0.5, "1": 0.5}, rejected={"2": "norm 9"}, missing={"3": "slow"}
   )
-  view = _fold([make.run_started(), commit])
+  view = fold([make.run_started(), commit])
   assert [list(view.islands[m].took_part) for m in range(4)] == [[True], [True], [False], [False]]
   assert view.islands[3].missed_reason == "slow"
   assert view.shards[0].rejected == 1
@@ -130,36 +125,36 @@ def test_learner_numbers_may_be_text_as_json_makes_them(make):
 
 def test_silence_is_a_stall_only_once_it_steps(make):
   joined = make.event(1.0, "learner-0", "joined", global_step=0, seconds=0.5)
-  view = _fold([make.run_started(), joined])
+  view = fold([make.run_started(), joined])
   assert view.islands[0].state_at(20.0) == "running"  # its first step compiles
-  view = _fold([make.step(21.0, 0, 1, seconds=0.1), make.step(21.1, 0, 2, seconds=0.5)], view)
+  view = view.read([make.step(21.0, 0, 1, seconds=0.1), make.step(21.1, 0, 2, seconds=0.5)])
   assert view.islands[0].state_at(26.0) == "running"  # ten steps of half a second
   assert view.islands[0].state_at(26.2) == "stalled"
-  assert _fold([make.step(27.0, 0, 3)], view).islands[0].state_at(27.5) == "running"
+  assert view.read([make.step(27.0, 0, 3)]).islands[0].state_at(27.5) == "running"
 
 
 def test_a_planned_stall_shows_at_once_and_ends_with_the_next_step(make):
   fault = make.event(2.0, "engine", "fault", target="learner-0", action="stall", detail="")
-  view = _fold([make.run_started(), make.step(1.9, 0, 1), fault])
+  view = fold([make.run_started(), make.step(1.9, 0, 1), fault])
   assert view.islands[0].state == "stalled"
-  assert _fold([make.step(7.0, 0, 2)], view).islands[0].state == "running"
+  assert view.read([make.step(7.0, 0, 2)]).islands[0].state == "running"
 
 
 def test_a_quarantined_island_stays_so_until_it_rejoins(make):
   member = make.event(2.0, "syncer-1", "member", learner=0, state="quarantined", reason="3 bad")
-  view = _fold([make.run_started(), make.step(1.9, 0, 1), member, make.step(2.1, 0, 2)])
+  view = fold([make.run_started(), make.step(1.9, 0, 1), member, make.step(2.1, 0, 2)])
   assert view.islands[0].state == "quarantined"
   joined = make.event(3.0, "learner-0", "joined", 1, global_step=9, seconds=0.1)
-  assert _fold([joined], view).islands[0].state == "running"
+  assert view.read([joined]).islands[0].state == "running"
 
 
 def test_lost_to_a_shard_while_it_steps_is_a_reason_not_a_state(make):
   events = [make.run_started(), make.step(1.8, 0, 1), make.step(1.9, 0, 2)]
   member = make.event(2.0, "syncer-1", "member", learner=0, state="lost", reason="cut off")
-  island = _fold([*events, member]).islands[0]
+  island = fold([*events, member]).islands[0]
   assert (island.state, island.missed_reason) == ("running", "cut off")
   late = make.changed(member, time=30.0)
-  assert _fold([*events, late]).islands[0].state == "lost"
+  assert fold([*events, late]).islands[0].state == "lost"
 
 
 def test_both_shards_tell_of_one_loss_in_one_note(make):
@@ -167,34 +162,29 @@ def test_both_shards_tell_of_one_loss_in_one_note(make):
     make.event(2.0 + shard / 10, f"syncer-{shard}", "member", learner=1, state="lost", reason="x")
     for shard in range(2)
   ]
-  view = _fold([make.run_started(), *events])
+  view = fold([make.run_started(), *events])
   assert [note.text for note in view.log_events] == ["the syncer counts island 1 as lost: x"]
 
 
 def test_words_of_an_older_life_are_ignored(make):
-  view = _fold([make.run_started(), make.step(5.0, 1, 4, incarnation=2)])
-  assert _fold([make.step(5.1, 1, 900, incarnation=1)], view).islands[1].step == 4
+  view = fold([make.run_started(), make.step(5.0, 1, 4, incarnation=2)])
+  assert view.read([make.step(5.1, 1, 900, incarnation=1)]).islands[1].step == 4
 
 
 def test_an_exit_in_good_order_is_no_loss(make):
   stopped = make.event(5.0, "learner-1", "stopped", reason="the run is over")
   exited = make.event(5.1, "engine", "exit", target="learner-1", reason="done")
-  view = _fold([make.run_started(), stopped, exited])
+  view = fold([make.run_started(), stopped, exited])
   assert view.islands[1].state == "left"
   assert len(view.log_events) == 1
 
 
 def test_a_shard_can_die_and_return(make):
   kill = make.event(2.0, "engine", "fault", target="syncer-1", action="kill", detail="")
-  view = _fold([make.run_started(), make.event(0.1, "syncer-1", "started", fragments=[1, 3]), kill])
+  view = fold([make.run_started(), make.event(0.1, "syncer-1", "started", fragments=[1, 3]), kill])
   assert (view.shards[1].state, view.shards[1].fragments) == ("lost", (1, 3))
-  view = _fold(
-    [
-      make.event(3.0, "engine", "restart", target="syncer-1"),
-      make.event(3.1, "syncer-1", "started", 1, fragments=[1, 3]),
-    ],
-    view,
-  )
+  back = make.event(3.1, "syncer-1", "started", 1, fragments=[1, 3])
+  view.read([make.event(3.0, "engine", "restart", target="syncer-1"), back])
   assert (view.shards[1].state, view.shards[1].incarnation) == ("running", 1)
 
 
@@ -202,15 +192,15 @@ def test_the_evaluator_is_no_island(make):
   member = make.event(1.0, "syncer-0", "member", learner=-1, state="lost", reason="")
   commit = make.commit(2.0, missing={-1: "never trains"})
   started = make.event(0.1, "evaluator", "started")
-  assert set(_fold([make.run_started(), started, member, commit]).islands) == {0, 1, 2, 3}
+  assert set(fold([make.run_started(), started, member, commit]).islands) == {0, 1, 2, 3}
 
 
 def test_progress_is_merged_tokens_or_without_shards_trained_ones(make):
   start = make.run_started(num_fragments=4, total_tokens=1000)
-  view = _fold([start, make.commit(10.0, fragment=0, merged_tokens=800)])
+  view = fold([start, make.commit(10.0, fragment=0, merged_tokens=800)])
   assert view.progress == 0.2  # 800 of one fragment, none of three
   alone = make.run_started(num_shards=0, num_fragments=0, total_tokens=1000)
-  view = _fold([alone, make.step(1.0, 0, 1, tokens=100), make.step(3.0, 1, 1, tokens=100)])
+  view = fold([alone, make.step(1.0, 0, 1, tokens=100), make.step(3.0, 1, 1, tokens=100)])
   assert view.progress == 0.2
   assert view.seconds_left(3.0) == pytest.approx(2.0 * 0.8 / 0.2)
   assert math.isnan(RunState().seconds_left(1.0))
@@ -229,10 +219,20 @@ def test_the_time_left_of_a_run_that_goes_on_follows_from_its_pace_since_then(ma
     return [changed(begun, time=time), *going]
 
   early, late = start(0.0, 100), start(900.0, 600)
-  assert _fold(early).seconds_left(3.0) == pytest.approx(2.0 * 800 / 200)
-  for view in (_fold(late), _fold([*early, *late])):  # in the terminal, and on the page
+  assert fold(early).seconds_left(3.0) == pytest.approx(2.0 * 800 / 200)
+  for view in (fold(late), fold([*early, *late])):  # in the terminal, and on the page
     assert view.progress == 0.7
     assert view.seconds_left(903.0) == pytest.approx(2.0 * 300 / 200)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_shard_of_which_only_commits_are_told_is_part_of_the_pace(make, told):
+  """Clocks of hosts differ, and lines may be lost: a step comes before the shard's start."""
+  start = [make.event(1.5, "syncer-0", "started", fragments=[3])] if told else []
+  commits = [make.commit(2.0 + n, fragment=3, merged_tokens=100 * n, tokens=100) for n in (1, 2)]
+  view = fold([make.step(1.0, 0, 1), *start, *commits])
+  view.total_tokens = 1000
+  assert view.num_shards == 1 and view.seconds_left(4.0) == pytest.approx(3.0 * 800 / 200)
 
 
 def test_a_shard_that_goes_back_takes_versions_and_tokens_with_it(make):
@@ -244,11 +244,11 @@ def test_a_shard_that_goes_back_takes_versions_and_tokens_with_it(make):
   def commit(n):
     return make.commit(float(n), round=n, version=n, merged_tokens=100 * n, tokens=100)
 
-  view = _fold([make.run_started(num_fragments=1, total_tokens=1000), *map(commit, range(1, 8))])
+  view = fold([make.run_started(num_fragments=1, total_tokens=1000), *map(commit, range(1, 8))])
   for kind, version, round_id, tokens in (
     ("owns", 5, 5, 500), ("recalled", 7, 7, 700), ("owns", 0, -1, 0),
   ):  # fmt: skip
-    _fold([has(10.0, kind, version, round_id)], view)
+    view.read([has(10.0, kind, version, round_id)])
     assert (view.versions[0], view.tokens_done) == (version, tokens)
 
 
@@ -256,14 +256,14 @@ def test_without_shards_a_life_that_begins_anew_does_not_count_its_steps_twice(m
   alone = make.run_started(num_shards=0, num_fragments=0, total_tokens=600)
   steps = [make.step(float(s), 0, s, tokens=100) for s in (1, 2, 3)]
   again = [make.step(10.0 + s, 0, s, tokens=100, incarnation=1) for s in (1, 2)]
-  view = _fold([alone, *steps, make.event(9.0, "learner-0", "started", incarnation=1), *again])
+  view = fold([alone, *steps, make.event(9.0, "learner-0", "started", incarnation=1), *again])
   assert view.progress == pytest.approx(200 / 600)
   assert view.islands[0].tokens == 500
 
 
 def test_a_late_step_of_an_earlier_life_counts_with_its_tokens(make):
   started = make.event(2.0, "learner-0", "started", incarnation=1)
-  view = _fold([make.step(1.0, 0, 1, tokens=100), started, make.step(2.1, 0, 2, tokens=100)])
+  view = fold([make.step(1.0, 0, 1, tokens=100), started, make.step(2.1, 0, 2, tokens=100)])
   assert (view.islands[0].steps, view.islands[0].tokens) == (2, 200)
 
 
@@ -271,7 +271,7 @@ def test_a_loss_that_is_not_finite_is_said_once_not_shown_as_unknown_alone(make)
   losses = [2.0, math.nan, math.nan, None, 2.0, math.inf]
   steps = [make.step(10.0 * n, 0, n, loss=loss) for n, loss in enumerate(losses, 1)]
   held = make.event(70.0, "evaluator", "evaluation", loss=math.nan)
-  said = [each.text for each in _fold([make.run_started(), *steps, held]).log_events]
+  said = [each.text for each in fold([make.run_started(), *steps, held]).log_events]
   assert said == [
     "island 0: its loss is nan",
     "island 0: its loss is inf",
@@ -281,7 +281,7 @@ def test_a_loss_that_is_not_finite_is_said_once_not_shown_as_unknown_alone(make)
 
 def test_steps_without_metrics_and_unknown_kinds(make):
   bare = make.step(1.0, 0, 1, loss=None, grad_norm=None)
-  view = _fold([bare, Odd(time=2.0, role="learner-0", said="something_new", reason="")])
+  view = fold([bare, Odd(time=2.0, role="learner-0", said="something_new", reason="")])
   assert view.islands[0].step == 1 and math.isnan(view.islands[0].loss)
   assert view.time == 2.0 and view.odd_events == 1
 
@@ -291,7 +291,7 @@ def test_notes_are_few(make):
     make.event(10.0 * k, "engine", "restart", target=f"learner-{k}")
     for k in range(RECENT_LOG_EVENTS + 3)
   ]
-  view = _fold(events)
+  view = fold(events)
   assert len(view.log_events) == RECENT_LOG_EVENTS and view.num_log_events == RECENT_LOG_EVENTS + 3
 
 
@@ -319,7 +319,7 @@ def test_eight_islands_have_eight_colours():
 def test_an_update_that_opposes_all_others_is_said_before_it_is_rejected(make):
   merged = make.commit(1.0, opposing={"2": -0.31})
   again = make.commit(2.0, opposing={"2": -0.31}, rejected={"2": "opposes all others"})
-  said = [note.text for note in _fold([make.run_started(), merged, again]).log_events]
+  said = [note.text for note in fold([make.run_started(), merged, again]).log_events]
   assert said[-2:] == [
     "update of island 2 points against all others'",
     "update of island 2 rejected: opposes all others",
@@ -334,7 +334,7 @@ def test_what_a_snapshot_lacks_is_said():
   )
   lost = events.Uncommitted(**common, snapshot=3, missing=("syncer-1",))
   full = events.Uncommitted(**common, snapshot=4, reason="no room")
-  said = [each.text for each in _fold([whole, lacking, lost, full]).log_events]
+  said = [each.text for each in fold([whole, lacking, lost, full]).log_events]
   assert said == [
     "snapshot 2 is committed without island 0",
     "snapshot 3 is given up: it lacks shard 1",
@@ -343,5 +343,6 @@ def test_what_a_snapshot_lacks_is_said():
 
 
 def test_every_handler_has_the_name_of_a_kind():
-  handled = {name.removeprefix("_on_") for name in vars(RunState) if name.startswith("_on_")}
-  assert handled and handled <= {"odd", *events.KINDS}
+  found = [re.fullmatch("_(on|learner|shard)_(.*)", name) for name in vars(RunState)]
+  handled = {match[2] for match in found if match}
+  assert len(handled) > 20 and handled <= {"odd", *events.KINDS}

@@ -10,7 +10,7 @@ from rich.console import Console
 from ddiloco.dashboard.status import status
 from ddiloco.observe.live import render
 from ddiloco.observe.report import key_numbers, summarise
-from ddiloco.observe.run_state import RunState
+from tests.observe.conftest import fold
 
 LATE = "no answer within the grace window"
 
@@ -33,35 +33,28 @@ def rounds(make):
   return rounds
 
 
-def view_of(events):
-  view = RunState()
-  for event in events:
-    view.add(event)
-  return view
-
-
 def test_a_minimum_quorum_of_1_must_not_silently_become_solo_runs(rounds):
   events = rounds((0, 1, 2), *[(0,)] * 4)
-  said = view_of(events).solo
+  said = fold(events).solo
   assert "4 of the last 4 rounds merged island 0 alone, of 3" in said
   assert f"island 1: {LATE}; island 2: {LATE}" in said and "sync.min_quorum" in said
-  found = status(RunState().read(events), events[-1].time + 1)
+  found = status(fold(events), events[-1].time + 1)
   assert found["phase"] == "running" and found["solo"] == said
   assert [note["text"] for note in found["log_events"] if note["tone"] == "bad"] == [said]
   screen = Console(file=io.StringIO(), width=100)
-  screen.print(render(view_of(events), 8.0))
+  screen.print(render(fold(events), 8.0))
   assert "rounds merged island 0 alone" in screen.file.getvalue()
 
 
 def test_it_is_over_when_several_are_merged_again(rounds):
   events = rounds(*[(0,)] * 6, (0, 1))
-  view = view_of(events)
+  view = fold(events)
   assert view.solo == "" and view.log_events[-1].text == "rounds merge several islands again"
   assert view.log_events[-1].tone == "good"
 
 
 def test_each_on_its_own_is_as_bad(rounds):
-  assert "merged one island at a time alone, of 3" in view_of(rounds((0,), (1,), (2,), (0,))).solo
+  assert "merged one island at a time alone, of 3" in fold(rounds((0,), (1,), (2,), (0,))).solo
 
 
 def test_the_report_counts_them(rounds):
@@ -72,13 +65,13 @@ def test_the_report_counts_them(rounds):
 
 
 def test_where_nobody_else_is_expected_it_is_as_it_should_be(make, rounds):
-  assert view_of(rounds(*[(0,)] * 9, learners=1)).solo == ""
+  assert fold(rounds(*[(0,)] * 9, learners=1)).solo == ""
   left = [make.event(1.5, f"learner-{m}", "stopped", reason="drained") for m in (1, 2)]
   events = rounds(*[(0,)] * 3)
-  assert view_of(events).solo == "", "three are not many"
+  assert fold(events).solo == "", "three are not many"
   more = [
     make.commit(9.0 + n, fragment=n, round=9 + n, participants={"0": 1.0}, missing={})
     for n in range(4)
   ]
-  assert view_of([*events, *left, *more]).solo == ""
-  assert view_of([*events, *more]).solo != ""
+  assert fold([*events, *left, *more]).solo == ""
+  assert fold([*events, *more]).solo != ""

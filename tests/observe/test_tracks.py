@@ -19,7 +19,7 @@ def feed(events):
 def spans(events, now=None):
   tracks, run = feed(events)
   now = run.time if now is None else now
-  return tracks.spans(run.islands, now, now)
+  return tracks.spans(now, now)
 
 
 def check_whole(of_role, end):
@@ -45,9 +45,9 @@ def test_a_kill_that_is_noticed_late_is_no_crash_but_the_next_exit_is(make):
 
   events = [make.run_started(), about(5.0, "fault", action="kill"), about(9.0, "exit", reason="x")]
   events += [about(10.0, "restart"), about(11.0, "exit", reason="OSError: no")]
-  lanes, run = feed(events)
+  lanes, _ = feed(events)
   assert [mark["kind"] for mark in lanes.marks] == ["kill", "restart", "exit"]
-  states = [state for _, _, state in lanes.spans(run.islands, 12.0, 12.0)["learner-1"]]
+  states = [state for _, _, state in lanes.spans(12.0, 12.0)["learner-1"]]
   assert states == ["joining", "down", "joining", "down"], "a new life joins once it is started"
 
 
@@ -107,8 +107,8 @@ def test_thousands_of_faults_do_not_make_it_grow(make, seed):
       make.event(times[2], "engine", "fault", target="learner-0", action="kill"),
       make.event(times[3], "engine", "restart", target="learner-0"),
     ]
-  lanes, run = feed(events)
-  found = lanes.spans(run.islands, time, time)["learner-0"]
+  lanes, _ = feed(events)
+  found = lanes.spans(time, time)["learner-0"]
   assert MOST_SPANS / 2 < len(found) <= MOST_SPANS + 1
   check_whole(found, round(time, 2))
   assert len(lanes.marks) == MOST_MARKS and lanes.num_marks == 4000
@@ -132,7 +132,7 @@ def went_on(make, *ended, learners=2, shards=2):
 
 
 def states(run):
-  return run.tracks.spans(run.islands, 110.0, 110.0)
+  return run.tracks.spans(110.0, 110.0)
 
 
 def test_a_run_that_was_killed_whole_was_down_until_it_went_on(make):

@@ -14,7 +14,7 @@ from ddiloco.observe.tracks import Kills
 def role_spans(events):
   """By role, [start, end, state]."""
   run = RunState().read(events)
-  return dict(sorted(run.tracks.spans(run.islands, run.time, run.time).items()))
+  return dict(sorted(run.tracks.spans(run.time, run.time).items()))
 
 
 def followed(events):
@@ -160,6 +160,15 @@ def test_an_island_with_a_fault_of_its_own_is_no_witness(make, action):
     kill,
   )
   assert _ratio(events) == pytest.approx(1.0)
+
+
+def test_an_island_that_left_and_came_back_is_a_witness_again(make):
+  """As all islands of a run that was stopped and goes on."""
+  left = [make.event(1.5, "learner-0", "stopped", reason="drained")]
+  back = [make.event(1.7, "learner-0", "started", 1), make.event(1.8, "learner-0", "joined", 1)]
+  kill = _kill(make, 5.0, 2, joined=8.0, merged=11.0)
+  events = _sorted(_steps(make, 0, [1, 2, 3, 4, 10, 11], first=2), left, back, kill)
+  assert _ratio(events) == pytest.approx(6.0)
 
 
 def test_an_island_that_was_down_at_the_kill_is_no_witness(make):

@@ -46,6 +46,13 @@ def test_the_longest_time_in_which_nobody_steps():
   assert Aftermath().longest_stall_seconds == 0.0
 
 
+def test_a_clock_that_was_set_back_makes_no_stall():
+  """Steps end at 1, 30, 10 and 31: nobody stepped from 10 to 29."""
+  ends = (1.0, 30.0, 10.0, 31.0)
+  steps = [event(end, f"learner-{end == 10.0:d}", "step", seconds=1.0) for end in ends]
+  assert Aftermath().read(steps).longest_stall_seconds == 19.0
+
+
 def test_a_long_step_of_one_island_is_no_stall_of_all():
   """Island 0 is in a step from 0 to 10 and from 12 to 22; island 1 is away from 2 to 18."""
 

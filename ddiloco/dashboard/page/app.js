@@ -1,7 +1,7 @@
 // Polls api/status about once a second and shows it; says when the run is over or the server gone.
 
 import { byId, clockTime, compact, percent, say } from "./format.js";
-import { drawChart, listen } from "./chart.js";
+import { drawChart, listenToChart } from "./chart.js";
 import { drawHeat, listenToHeat } from "./heat.js";
 import { drawPanels } from "./panels.js";
 import { listenForFaults, showFaults } from "./faults.js";
@@ -28,11 +28,8 @@ const query = new URLSearchParams(location.search);
 if (query.has("token")) {
   sessionStorage.setItem(KEY, query.get("token"));
   query.delete("token");
-  history.replaceState(
-    null,
-    "",
-    location.pathname + (query.size ? `?${query}` : "") + location.hash,
-  );
+  const rest = query.size ? `?${query}` : "";
+  history.replaceState(null, "", location.pathname + rest + location.hash);
 }
 
 export function authorized(headers = {}) {
@@ -128,11 +125,9 @@ function draw(status) {
   if (empty) return say("elapsed", "");
   const left = status.seconds_left === null ? "" : ` · about ${clockTime(status.seconds_left)} left`;
   say("elapsed", `${clockTime(status.seconds)} ${status.phase === "over" ? "long" : "elapsed"}${left}`);
+  const tokens = `${compact(status.tokens_done)} of ${compact(status.total_tokens)} tokens`;
   const verb = status.merging ? "merged" : "trained";
-  say(
-    "tokens",
-    `${percent(status.progress)} · ${compact(status.tokens_done)} of ${compact(status.total_tokens)} tokens ${verb}`,
-  );
+  say("tokens", `${percent(status.progress)} · ${tokens} ${verb}`);
   const track = document.querySelector(".track");
   track.setAttribute("aria-valuenow", Math.round(100 * status.progress));
   track.firstElementChild.style.width = percent(status.progress, 1);
@@ -156,13 +151,10 @@ function theme(name) {
 byId("theme").addEventListener("click", () =>
   theme(THEMES[(THEMES.indexOf(document.documentElement.dataset.theme) + 1) % 3]),
 );
-theme(
-  THEMES.includes(localStorage.getItem("ddiloco-theme"))
-    ? localStorage.getItem("ddiloco-theme")
-    : "system",
-);
+const kept = localStorage.getItem("ddiloco-theme");
+theme(THEMES.includes(kept) ? kept : "system");
 
-listen();
+listenToChart();
 listenToHeat();
 listenForFaults(authorized);
 poll();

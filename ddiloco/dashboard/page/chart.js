@@ -1,6 +1,6 @@
 // Islands, shards and losses over one time axis, with a cursor for mouse and keyboard.
 
-import { byId, clockTime, loss, percent, svg, html } from "./format.js";
+import { byId, clockTime, html, label, line, listen, loss, percent, svg } from "./format.js";
 import { lanes, patterns } from "./lanes.js";
 import { legend, marks } from "./marks.js";
 
@@ -26,15 +26,10 @@ export function drawChart(status) {
     ...curves(layout),
     ...marks(layout),
   );
-  const line = svg("line", {
-    class: "cursor",
-    y1: 0,
-    y2: layout.bottom,
-    visibility: "hidden",
-  });
-  picture.append(line);
+  const mark = line("cursor", 0, 0, 0, layout.bottom, { visibility: "hidden" });
+  picture.append(mark);
   box.replaceChildren(picture);
-  shown = { ...layout, line };
+  shown = { ...layout, mark };
   legend(layout);
   moveTo(cursor);
 }
@@ -46,11 +41,11 @@ function place(status, width) {
   const shards = lanes.filter((lane) => lane.role.startsWith("syncer"));
   const many = islands.length > MANY;
   const left = narrow ? 0 : many ? 92 : 176;
-  const label = narrow ? 17 : 0;
+  const space = narrow ? 17 : 0; // for a name above each row
   const bar = many ? 9 : 16,
     strip = many ? 0 : 6;
-  const pitch = label + bar + strip + (many ? 5 : 12);
-  const shardPitch = label + (many ? 12 : 19);
+  const pitch = space + bar + strip + (many ? 5 : 12);
+  const shardPitch = space + (many ? 12 : 19);
   const lossTop = islands.length * pitch + shards.length * shardPitch + GAP;
   const { loss: losses, heldout } = status.curves;
   const lossHeight =
@@ -59,20 +54,15 @@ function place(status, width) {
   const height = bottom + AXIS;
   const end = Math.max(1, status.seconds);
   const x = (seconds) => left + (Math.min(seconds, end) / end) * (width - left - RIGHT);
-  const rows = new Map();
-  islands.forEach((lane, i) =>
-    rows.set(lane.role, { lane, top: i * pitch + label, bar, strip, label }),
-  );
-  const below = islands.length * pitch + 4;
-  shards.forEach((lane, i) =>
-    rows.set(lane.role, {
-      lane,
-      top: below + i * shardPitch + label,
-      bar: many ? 6 : 8,
-      strip: 0,
-      label,
-    }),
-  );
+  const below = islands.length * pitch + 4 + space;
+  const shardBar = many ? 6 : 8;
+  const rows = new Map([
+    ...islands.map((lane, i) => [lane.role, { lane, top: i * pitch + space, bar, strip }]),
+    ...shards.map((lane, i) => [
+      lane.role,
+      { lane, top: below + i * shardPitch, bar: shardBar, strip: 0 },
+    ]),
+  ]);
   return { status, width, height, bottom, left, x, end, rows, lossTop, lossHeight, narrow, many };
 }
 
@@ -91,26 +81,12 @@ function axis({ end, x, width, height, bottom, left }) {
   );
   const parts = [];
   for (let t = 0; t <= end; t += step) {
-    parts.push(svg("line", { class: "grid", x1: x(t), x2: x(t), y1: 0, y2: bottom }));
-    if (x(t) < width - 50)
-      parts.push(
-        svg(
-          "text",
-          { x: x(t), y: height - 6, "text-anchor": t && x(t) > 14 ? "middle" : "start" },
-          clockTime(t),
-        ),
-      );
+    parts.push(line("grid", x(t), x(t), 0, bottom));
+    const anchor = t && x(t) > 14 ? "middle" : "start";
+    if (x(t) < width - 50) parts.push(label(x(t), height - 6, anchor, clockTime(t)));
   }
-  parts.push(svg("text", { x: width - RIGHT, y: height - 6, "text-anchor": "end" }, "min:s"));
-  parts.push(
-    svg("line", {
-      class: "axis",
-      x1: left,
-      x2: width - RIGHT,
-      y1: bottom,
-      y2: bottom,
-    }),
-  );
+  parts.push(label(width - RIGHT, height - 6, "end", "min:s"));
+  parts.push(line("axis", left, width - RIGHT, bottom, bottom));
   return parts;
 }
 
@@ -120,7 +96,7 @@ function curves({ status, x, left, lossTop, lossHeight, width, narrow }) {
     (value) => value !== null,
   );
   if (!values.length)
-    return [svg("text", { x: left, y: lossTop + 18 }, "The loss is not known yet.")];
+    return [label(left, lossTop + 18, "start", "The loss is not known yet.")];
   let low = Math.min(...values),
     high = Math.max(...values);
   if (high - low < 1e-3) [low, high] = [low - 0.5, high + 0.5];
@@ -131,43 +107,21 @@ function curves({ status, x, left, lossTop, lossHeight, width, narrow }) {
   for (let i = 0; low + i * step <= high + 1e-9; i++) {
     const value = low + i * step,
       digits = step < 0.1 ? 2 : 1;
+    parts.push(line("grid", left, width - RIGHT, y(value), y(value)));
+    const text = value.toFixed(digits);
     parts.push(
-      svg("line", { class: "grid", x1: left, x2: width - RIGHT, y1: y(value), y2: y(value) }),
-    );
-    parts.push(
-      svg(
-        "text",
-        {
-          x: narrow ? 0 : left - 10,
-          y: y(value) + (narrow ? -3 : 4),
-          "text-anchor": narrow ? "start" : "end",
-        },
-        value.toFixed(digits),
-      ),
+      narrow ? label(0, y(value) - 3, "start", text) : label(left - 10, y(value) + 4, "end", text),
     );
   }
+  const unit = svg("tspan", { x: 0, dy: 16 }, "nats per token");
   if (!narrow)
-    parts.push(
-      svg(
-        "text",
-        { x: 0, y: lossTop + 4 },
-        svg("tspan", { class: "name" }, "Loss"),
-        svg("tspan", { x: 0, dy: 16 }, "nats per token"),
-      ),
-    );
+    parts.push(label(0, lossTop + 4, "start", svg("tspan", { class: "name" }, "Loss"), unit));
   for (const island of status.islands) {
-    const line = path(
-      (losses[island.number] ?? []).map((value, i) =>
-        value === null ? null : [x((i + 0.5) * bin), y(value)],
-      ),
+    const points = (losses[island.number] ?? []).map((value, i) =>
+      value === null ? null : [x((i + 0.5) * bin), y(value)],
     );
-    parts.push(
-      svg(
-        "g",
-        { class: "island", "--colour": island.colour },
-        svg("path", { class: "curve", d: line }),
-      ),
-    );
+    const curve = svg("path", { class: "curve", d: path(points) });
+    parts.push(svg("g", { class: "island", "--colour": island.colour }, curve));
   }
   if (heldout.length) {
     const points = heldout.map(([time, value]) => [x(time), y(value)]);
@@ -198,15 +152,14 @@ function path(points, longest = 6) {
 function moveTo(seconds) {
   cursor = seconds;
   if (!shown) return;
-  const { status, line, x, end } = shown;
-  if (cursor === null) {
-    line.setAttribute("visibility", "hidden");
-    byId("readout").replaceChildren("Point at the chart, or focus it and use the arrow keys.");
-    return;
-  }
+  const { status, mark, x, end } = shown;
+  mark.setAttribute("visibility", cursor === null ? "hidden" : "visible");
+  if (cursor === null)
+    return byId("readout").replaceChildren(
+      "Point at the chart, or focus it and use the arrow keys.",
+    );
   cursor = Math.min(end, Math.max(0, cursor));
-  for (const name of ["x1", "x2"]) line.setAttribute(name, x(cursor));
-  line.setAttribute("visibility", "visible");
+  for (const name of ["x1", "x2"]) mark.setAttribute(name, x(cursor));
   byId("readout").replaceChildren(...readout(status, cursor));
 }
 
@@ -230,33 +183,29 @@ function readout(status, at) {
   return parts;
 }
 
-export function listen() {
+export function listenToChart() {
   const box = byId("chart");
-  box.addEventListener("pointermove", (event) => {
-    if (!shown) return;
-    const { left, width, end } = shown,
-      at = event.clientX - box.getBoundingClientRect().left;
-    moveTo(at < left ? null : ((at - left) / (width - left - RIGHT)) * end);
-  });
-  box.addEventListener("pointerleave", () => moveTo(null));
-  box.addEventListener("blur", () => moveTo(null));
-  box.addEventListener("keydown", (event) => {
-    if (!shown) return;
-    const step = Math.max(shown.status.curves.width_seconds, shown.end / 100),
-      now = cursor ?? shown.end;
-    const to = {
-      ArrowLeft: now - step,
-      ArrowRight: now + step,
-      PageUp: now - 10 * step,
-      PageDown: now + 10 * step,
-      Home: 0,
-      End: shown.end,
-      Escape: null,
-    }[event.key];
-    if (to === undefined) return;
-    event.preventDefault();
-    moveTo(to);
-  });
+  listen(
+    box,
+    moveTo,
+    (x) => {
+      const { left, width, end } = shown;
+      return x < left ? null : ((x - left) / (width - left - RIGHT)) * end;
+    },
+    () => {
+      const { status, end } = shown;
+      const step = Math.max(status.curves.width_seconds, end / 100),
+        now = cursor ?? end;
+      return {
+        ArrowLeft: now - step,
+        ArrowRight: now + step,
+        PageUp: now - 10 * step,
+        PageDown: now + 10 * step,
+        Home: 0,
+        End: end,
+      };
+    },
+  );
   new ResizeObserver(
     () => shown && shown.width !== Math.max(260, box.clientWidth) && drawChart(shown.status),
   ).observe(box);

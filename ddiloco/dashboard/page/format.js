@@ -35,6 +35,9 @@ export function clockTime(seconds) {
   return h ? `${h}:${two(m)}:${two(s)}` : `${m}:${two(s)}`;
 }
 
+export const sum = (values) => values.reduce((a, b) => a + b, 0);
+export const mean = (values) => sum(values) / values.length;
+
 /** Of numbers in any order; of an even count the mean of the middle two. */
 export function median(values) {
   const ordered = [...values].sort((a, b) => a - b);
@@ -42,7 +45,7 @@ export function median(values) {
   return (ordered[Math.floor(middle)] + ordered[Math.ceil(middle)]) / 2;
 }
 
-export const plural = (n, word) => `${n} ${word}${n === 1 ? "" : "s"}`;
+export const plural = (n, word, many = `${word}s`) => `${n} ${n === 1 ? word : many}`;
 
 export function join(words) {
   return words.length < 2 ? words.join("") : `${words.slice(0, -1).join(", ")} and ${words.at(-1)}`;
@@ -66,6 +69,37 @@ export const html = (tag, attributes, ...children) =>
 export const svg = (tag, attributes, ...children) =>
   make(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
 
+// Shapes of a picture. `more`: further attributes.
+export const line = (kind, x1, x2, y1, y2, more) => svg("line", { class: kind, x1, x2, y1, y2, ...more });
+export const label = (x, y, anchor, ...children) =>
+  svg("text", { x, y, "text-anchor": anchor }, ...children);
+
+/** A row for each item. A column is [name, what an item's cell has, kind], "row" for its head. */
+export function table(items, columns) {
+  const head = columns.map(([name, , kind]) =>
+    html("th", { scope: "col", class: kind === "number" && kind }, name),
+  );
+  const cell = ([, of, kind], item, i) =>
+    kind === "row"
+      ? html("th", { scope: "row" }, of(item, i))
+      : html("td", { class: kind }, of(item, i));
+  const rows = items.map((item, i) =>
+    html("tr", null, columns.map((column) => cell(column, item, i))),
+  );
+  return html("table", null, html("thead", null, html("tr", null, head)), html("tbody", null, rows));
+}
+
+/** A bar of colours: `parts` are [name, share, attributes], in order. */
+export const stack = (attributes, parts) =>
+  html(
+    "div",
+    { role: "img", ...attributes },
+    parts.map(([title, share, more]) => html("i", { ...more, "width%": percent(share, 2), title })),
+  );
+
+export const meter = (share) =>
+  html("span", { class: "meter" }, html("i", { "width%": percent(share, 1) }));
+
 export const byId = (id) => document.getElementById(id);
 
 /** Sets text only where it changed, so that nothing is announced or selected anew. */
@@ -73,4 +107,23 @@ export function say(id, text) {
   const node = byId(id);
   if (node.textContent !== text) node.textContent = text;
   node.hidden = false;
+}
+
+/**
+ * Moves a cursor in a box by mouse and keyboard; `move(null)` removes it. `at(x, y)` says what is
+ * at these pixels, `keys()` where each key leads.
+ */
+export function listen(box, move, at, keys) {
+  box.addEventListener("pointermove", (event) => {
+    const { left, top } = box.getBoundingClientRect();
+    move(at(event.clientX - left, event.clientY - top));
+  });
+  box.addEventListener("pointerleave", () => move(null));
+  box.addEventListener("blur", () => move(null));
+  box.addEventListener("keydown", (event) => {
+    const to = { ...keys(), Escape: null }[event.key];
+    if (to === undefined) return;
+    event.preventDefault();
+    move(to);
+  });
 }

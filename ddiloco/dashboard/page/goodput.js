@@ -1,8 +1,9 @@
 // Where the chip time went.
 
-import { byId, compact, html, percent, say } from "./format.js";
+import { byId, compact, html, percent, say, stack } from "./format.js";
 
 const CAUSES = {
+  useful: ["in the global model"],
   start_up: ["start-up", "a first life begins"],
   compile: ["compiling", "programs are made or loaded"],
   down: ["down", "dead, not yet started again"],
@@ -29,40 +30,26 @@ export function goodput(account) {
   say(
     "goodput-says",
     `${percent(account.goodput, 1)} of ${compact(account.chip_seconds)} chip-seconds are in the global model` +
-      (worst ? `; most else: ${CAUSES[worst[0]]?.[0] ?? worst[0]}` : ""),
+      (worst ? `; most else: ${CAUSES[worst[0]][0]}` : ""),
   );
   const shares = [["useful", account.goodput ?? 0], ...lost];
-  const name = (cause) =>
-    cause === "useful" ? "in the global model" : (CAUSES[cause]?.[0] ?? cause);
-  const stack = html(
-    "div",
-    {
-      class: "stack",
-      role: "img",
-      "aria-label": shares
-        .map(([cause, share]) => `${name(cause)} ${percent(share, 1)}`)
-        .join(", "),
-    },
-    shares.map(([cause, share]) =>
-      html("i", {
-        "data-cause": cause,
-        "width%": percent(share, 2),
-        title: `${name(cause)}: ${percent(share, 1)}`,
-      }),
+  const said = shares.map(([cause, share]) => `${CAUSES[cause][0]} ${percent(share, 1)}`);
+  const parts = shares.map(([cause, share]) => [
+    `${CAUSES[cause][0]}: ${percent(share, 1)}`,
+    share,
+    { "data-cause": cause },
+  ]);
+  const list = shares.map(([cause, share]) =>
+    html(
+      "li",
+      { "data-cause": cause, title: CAUSES[cause][1] },
+      html("i"),
+      CAUSES[cause][0],
+      html("b", null, percent(share, 1)),
     ),
   );
-  const list = html(
-    "ul",
-    { class: "causes" },
-    shares.map(([cause, share]) =>
-      html(
-        "li",
-        { "data-cause": cause, title: CAUSES[cause]?.[1] },
-        html("i"),
-        name(cause),
-        html("b", null, percent(share, 1)),
-      ),
-    ),
+  box.replaceChildren(
+    stack({ class: "stack", "aria-label": said.join(", ") }, parts),
+    html("ul", { class: "causes" }, list),
   );
-  box.replaceChildren(stack, list);
 }

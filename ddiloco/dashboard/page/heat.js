@@ -1,6 +1,6 @@
 // How long steps took: a row an island, a column a stretch of time, drawn on a canvas.
 
-import { byId, clockTime, html, percent, say } from "./format.js";
+import { byId, clockTime, html, listen, mean, percent, say } from "./format.js";
 
 const LEFT = 92,
   RIGHT = 14,
@@ -23,7 +23,6 @@ const OTHER = {
   s: "stalled",
   q: "quarantined",
   d: "down",
-  ".": "not there",
 };
 let shown = null; // {heat, islands, x, ...} of the last drawing
 let cursor = null; // {row, bin}
@@ -31,26 +30,25 @@ let cursor = null; // {row, bin}
 /** What a letter says: {ratio} to the island's median, or {state}. */
 function meaning(heat, letter) {
   const at = heat.levels.indexOf(letter);
-  if (at < 0) return { state: OTHER[letter] ?? "not there" };
+  if (at < 0) return { state: OTHER[letter] ?? "not there" }; // a dot
   return { ratio: heat.least_ratio * 2 ** (at / heat.per_octave) };
 }
 
 /** The class of a letter's colour: heat-0 (quick) to heat-6 (16 times the median), or heat-w, ... */
 function shade(heat, letter) {
   const { ratio } = meaning(heat, letter);
-  if (ratio === undefined) return letter === "." ? "none" : letter;
+  if (ratio === undefined) return letter;
   return String(STEPS.findLastIndex(([least]) => ratio >= least));
 }
 
 function legend(heat) {
-  const rows = Object.values(heat.rows);
-  const there = new Set(rows.flatMap((row) => [...new Set(row)]).map((each) => shade(heat, each)));
-  const item = (name, text) =>
-    html("li", { hidden: !there.has(name) }, html("i", { class: `heat heat-${name}` }), text);
-  const items = STEPS.map(([, text], i) => html("li", null, html("i", { class: `heat heat-${i}` }), text));
-  for (const [letter, text] of Object.entries(OTHER))
-    if (letter !== ".") items.push(item(letter, text));
-  byId("heat-legend").replaceChildren(...items);
+  const there = new Set(Object.values(heat.rows).join(""));
+  const item = (name, text, hidden) =>
+    html("li", { hidden }, html("i", { class: `heat heat-${name}` }), text);
+  byId("heat-legend").replaceChildren(
+    ...STEPS.map(([, text], i) => item(i, text)),
+    ...Object.entries(OTHER).map(([letter, text]) => item(letter, text, !there.has(letter))),
+  );
 }
 
 /** Colours as the style sheet has them for the present theme. */
@@ -126,8 +124,8 @@ function says(heat, islands) {
   const late = islands.flatMap((island) => {
     const letters = (heat.rows[island.number] ?? "").replace(/\.+$/, "").slice(-8);
     const ratios = [...letters].map((each) => meaning(heat, each).ratio).filter(Boolean);
-    const mean = ratios.reduce((a, b) => a + b, 0) / ratios.length;
-    return mean >= 1.5 ? [`island ${island.number} (${mean.toFixed(1)}×)`] : [];
+    const ratio = mean(ratios);
+    return ratio >= 1.5 ? [`island ${island.number} (${ratio.toFixed(1)}×)`] : [];
   });
   const more = late.length > 4 ? ` and ${late.length - 4} more` : "";
   say(
@@ -174,33 +172,27 @@ function readout(heat, island, bin) {
 }
 
 export function listenToHeat() {
-  const box = byId("heat");
-  box.addEventListener("pointermove", (event) => {
-    if (!shown) return;
-    const at = box.getBoundingClientRect();
-    const bin = Math.floor((event.clientX - at.left - LEFT) / shown.column);
-    const row = Math.floor((event.clientY - at.top) / shown.row);
-    const inside = bin >= 0 && bin < shown.bins && row >= 0 && row < shown.islands.length;
-    moveTo(inside ? { row, bin } : null);
-  });
-  box.addEventListener("pointerleave", () => moveTo(null));
-  box.addEventListener("blur", () => moveTo(null));
-  box.addEventListener("keydown", (event) => {
-    if (!shown) return;
-    const { row, bin } = cursor ?? { row: 0, bin: shown.bins - 1 };
-    const to = {
-      ArrowLeft: { row, bin: cursor ? bin - 1 : bin },
-      ArrowRight: { row, bin: bin + 1 },
-      ArrowUp: { row: row - 1, bin },
-      ArrowDown: { row: row + 1, bin },
-      PageUp: { row: row - 10, bin },
-      PageDown: { row: row + 10, bin },
-      Home: { row, bin: 0 },
-      End: { row, bin: shown.bins - 1 },
-      Escape: null,
-    }[event.key];
-    if (to === undefined) return;
-    event.preventDefault();
-    moveTo(to);
-  });
+  listen(
+    byId("heat"),
+    moveTo,
+    (x, y) => {
+      const bin = Math.floor((x - LEFT) / shown.column),
+        row = Math.floor(y / shown.row);
+      const inside = bin >= 0 && bin < shown.bins && row >= 0 && row < shown.islands.length;
+      return inside ? { row, bin } : null;
+    },
+    () => {
+      const { row, bin } = cursor ?? { row: 0, bin: shown.bins - 1 };
+      return {
+        ArrowLeft: { row, bin: cursor ? bin - 1 : bin },
+        ArrowRight: { row, bin: bin + 1 },
+        ArrowUp: { row: row - 1, bin },
+        ArrowDown: { row: row + 1, bin },
+        PageUp: { row: row - 10, bin },
+        PageDown: { row: row + 10, bin },
+        Home: { row, bin: 0 },
+        End: { row, bin: shown.bins - 1 },
+      };
+    },
+  );
 }

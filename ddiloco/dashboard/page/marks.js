@@ -1,12 +1,12 @@
 // Faults and what follows them, and the legend of all that is drawn.
 
-import { byId, clockTime, html, svg } from "./format.js";
+import { byId, clockTime, html, line, svg } from "./format.js";
 
-const STATES = ["joining", "running", "stalled", "quarantined", "down"];
+const CROSS = "M-4-4L4 4M4-4L-4 4"; // in a circle
 const MARKS = {
-  kill: ["killed on purpose", "M-4-4L4 4M4-4L-4 4", true],
+  kill: ["killed on purpose", CROSS],
   fault: ["another fault", "M-5-4H5L0 5Z"],
-  exit: ["crashed", "M-4-4L4 4M4-4L-4 4", true],
+  exit: ["crashed", CROSS],
   hang: ["hung: stacks are in its log", "M-4-5H4L-4 5H4Z"],
   restart: ["started again", "M-5 4H5L0-5Z"],
   merged: ["merged again", "M0-6L1.6-1.9 6-1.9 2.5.9 3.8 5.2 0 2.6-3.8 5.2-2.5.9-6-1.9-1.6-1.9Z"],
@@ -17,44 +17,27 @@ export function marks({ status, x, rows, bottom, many }) {
     size = many ? 0.75 : 1;
   for (const mark of status.timeline.marks) {
     const row = rows.get(mark.role);
-    if (!row || !MARKS[mark.kind]) continue;
-    if (mark.kind === "kill" || mark.kind === "fault" || mark.kind === "exit") {
-      parts.push(
-        svg("line", {
-          class: "strike",
-          x1: x(mark.time),
-          x2: x(mark.time),
-          y1: row.top,
-          y2: bottom,
-          opacity: many ? 0.25 : undefined,
-        }),
-      );
-    }
-    const glyph = symbol(mark.kind);
-    glyph.setAttribute(
-      "transform",
-      `translate(${x(mark.time)} ${row.top + row.bar / 2}) scale(${size})`,
-    );
+    if (!row) continue;
+    const at = x(mark.time);
+    if (["kill", "fault", "exit"].includes(mark.kind))
+      parts.push(line("strike", at, at, row.top, bottom, { opacity: many && 0.25 }));
+    const place = `translate(${at} ${row.top + row.bar / 2}) scale(${size})`;
+    const glyph = symbol(mark.kind, place);
     glyph.append(svg("title", null, `${clockTime(mark.time)} ${mark.text}`));
     parts.push(glyph);
   }
   return parts;
 }
 
-function symbol(kind) {
-  const [, shape, crossed] = MARKS[kind];
-  if (!crossed) return svg("g", null, svg("path", { class: `mark ${kind}`, d: shape }));
+function symbol(kind, transform) {
+  const [, d] = MARKS[kind];
+  if (d !== CROSS) return svg("g", { transform }, svg("path", { class: `mark ${kind}`, d }));
+  const pen = { stroke: "var(--card)", "stroke-width": 2.6, fill: "none" };
   return svg(
     "g",
-    null,
+    { transform },
     svg("circle", { class: `mark ${kind}`, r: 7 }),
-    svg("path", {
-      d: shape,
-      transform: "scale(.7)",
-      stroke: "var(--card)",
-      "stroke-width": 2.6,
-      fill: "none",
-    }),
+    svg("path", { d, transform: "scale(.7)", ...pen }),
   );
 }
 
@@ -75,39 +58,24 @@ export function legend({ status, many }) {
   const item = (picture, text) =>
     html("li", null, svg("svg", { viewBox: "0 0 18 12", "aria-hidden": "true" }, picture), text);
   const box = { x: 0, y: 1, width: 18, height: 10, rx: 1.5 };
-  const stripes = [2, 8, 14].map((i) =>
-    svg("path", { d: `M${i - 2} 11l6-10`, stroke: "var(--muted)", "stroke-width": 2 }),
-  );
+  const d = "M0 11l6-10M6 11l6-10M12 11l6-10";
+  const stripes = svg("path", { d, stroke: "var(--muted)", "stroke-width": 2 });
   const looks = {
-    running: svg("rect", { ...box, class: "key" }),
     joining: svg("rect", { ...box, class: "key", opacity: 0.28 }),
-    stalled: svg("g", null, stripes),
-    quarantined: svg(
-      "g",
-      null,
-      stripes.map((each) => each.cloneNode()),
-    ),
+    running: svg("rect", { ...box, class: "key" }),
+    stalled: stripes,
+    quarantined: stripes.cloneNode(),
     down: svg("rect", { ...box, class: "key-down" }),
   };
-  const items = STATES.filter((state) => states.has(state)).map((state) =>
-    item(looks[state], state),
-  );
-  if (!many)
-    items.push(
-      item(
-        svg("rect", { x: 0, y: 4, width: 18, height: 4, class: "key" }),
-        "below a lane: share of commits taken part in",
-      ),
-    );
-  for (const kind of Object.keys(MARKS).filter((each) => kinds.has(each))) {
-    const glyph = symbol(kind);
-    glyph.setAttribute("transform", "translate(9 6)");
-    items.push(item(glyph, MARKS[kind][0]));
-  }
+  const items = Object.entries(looks)
+    .filter(([state]) => states.has(state))
+    .map(([state, look]) => item(look, state));
+  const strip = svg("rect", { x: 0, y: 4, width: 18, height: 4, class: "key" });
+  if (!many) items.push(item(strip, "below a lane: share of commits taken part in"));
+  for (const [kind, [text]] of Object.entries(MARKS))
+    if (kinds.has(kind)) items.push(item(symbol(kind, "translate(9 6)"), text));
   if (status.curves.heldout.length)
-    items.push(
-      item(svg("line", { x1: 0, x2: 18, y1: 6, y2: 6 }), "held-out loss of the global model"),
-    );
+    items.push(item(line("", 0, 18, 6, 6), "held-out loss of the global model"));
   if (status.timeline.marks_left_out)
     items.push(html("li", null, `${status.timeline.marks_left_out} older marks are left out`));
   list.replaceChildren(...items);

@@ -10,14 +10,18 @@ import {
   html,
   join,
   loss,
+  mean,
+  meter,
   percent,
   plural,
   say,
+  sum,
+  table,
 } from "./format.js";
 import { goodput } from "./goodput.js";
 import { rejoins } from "./rejoins.js";
 
-const mean = (values) => (values.length ? values.reduce((a, b) => a + b, 0) / values.length : NaN);
+const known = (values) => values.filter((value) => value !== null);
 const islandName = (island) =>
   html(
     "span",
@@ -39,42 +43,39 @@ export function drawPanels(status) {
 }
 
 function figures(status) {
-  const shares = status.islands
-    .map((island) => island.participation_recent)
-    .filter((share) => share !== null);
-  const sent = status.links.reduce((sum, link) => sum + link.sent_bytes, 0);
-  const rate = status.links.reduce((sum, link) => sum + link.sent_bytes_per_second, 0);
-  const up = status.islands.filter((island) => island.state === "running").length;
+  const { islands, links, outer_gradients: found } = status;
+  const shares = known(islands.map((island) => island.participation_recent));
+  const rate = sum(links.map((link) => link.sent_bytes_per_second));
+  const up = islands.filter((island) => island.state === "running").length;
   const account = status.goodput ?? {};
   const over = status.phase === "over";
-  const restarts = status.islands.reduce((sum, island) => sum + island.restarts, 0);
+  const restarts = plural(sum(islands.map((island) => island.restarts)), "restart");
+  const training = percent(account.goodput_training, 1);
   const rows = [
     ["Held-out loss", loss(status.heldout_loss), measures(status.heldout_measures)],
     over
-      ? ["Islands", String(status.islands.length), plural(restarts, "restart")]
+      ? ["Islands", String(islands.length), restarts]
       : [
           "Islands up",
-          `${up} of ${status.islands.length}`,
-          status.tokens_per_second === null
-            ? plural(restarts, "restart")
-            : speed(status),
+          `${up} of ${islands.length}`,
+          status.tokens_per_second === null ? restarts : speed(status),
         ],
     [
       "Goodput",
       percent(account.goodput, 1),
-      account.goodput_training
-        ? `${percent(account.goodput_training, 1)} without start-up`
-        : "of the chip time",
+      account.goodput_training ? `${training} without start-up` : "of the chip time",
     ],
     ["Uptime", percent(account.uptime, 1), "some island was training"],
     [
       "Participation",
       percent(mean(shares)),
-      status.outer_gradients.staleness === null
-        ? "of the latest commits"
-        : `of commits; updates ${gradients(status.outer_gradients)}`,
+      found.staleness === null ? "of the latest commits" : `of commits; updates ${gradients(found)}`,
     ],
-    ["Sent", bytes(sent), over ? `${plural(status.commits, "commit")}` : `${bytes(rate)}/s now`],
+    [
+      "Sent",
+      bytes(sum(links.map((link) => link.sent_bytes))),
+      over ? plural(status.commits, "commit") : `${bytes(rate)}/s now`,
+    ],
   ];
   byId("figures").replaceChildren(
     ...rows.map(([name, value, more]) =>
@@ -86,11 +87,10 @@ function figures(status) {
 // What the islands' updates have in common.
 function gradients(found) {
   const names = { agreement: "cosine", rho: "rho", length: "length merged" };
-  const steps = found.staleness === null ? [] : [`of up to ${Math.round(found.staleness)} steps`];
   const said = Object.entries(names)
     .filter(([name]) => found[name] !== null)
     .map(([name, text]) => `${text} ${cosine(found[name])}`);
-  return [...steps, ...said].join(", ");
+  return [`of up to ${Math.round(found.staleness)} steps`, ...said].join(", ");
 }
 
 // What else the model measures, in the place of the loss's unit.
@@ -108,116 +108,75 @@ function speed(status) {
   return `${compact(status.tokens_per_second)} tokens/s${each}${mfu}`;
 }
 
-function overTime(status) {
-  const by = new Map();
-  for (const island of status.islands)
-    by.set(island.state, [...(by.get(island.state) ?? []), island.number]);
-  const order = [
-    "down",
-    "stalled",
-    "quarantined",
-    "joining",
-    "running",
-    "left",
-    "ended",
-    "unknown",
-  ];
-  const parts = order
-    .filter((state) => by.has(state))
-    .map((state) => {
-      const numbers = by.get(state);
-      return numbers.length === status.islands.length
-        ? `all ${numbers.length} islands: ${state}`
-        : `${state}: ${numbers.length > 6 ? numbers.length : join(numbers)}`;
-    });
-  if (status.phase === "over" || status.phase === "silent")
-    return say("over-time-says", struck(status.timeline.marks));
-  say("over-time-says", parts.join(" · ") || "no island has said hello yet");
+const STATES = "down stalled quarantined joining running left ended unknown".split(" ");
+
+function overTime({ phase, islands, timeline }) {
+  if (phase === "over" || phase === "silent") return say("over-time-says", struck(timeline.marks));
+  const parts = STATES.map((state) => {
+    const numbers = islands.filter((each) => each.state === state).map((each) => each.number);
+    if (!numbers.length) return "";
+    if (numbers.length === islands.length) return `all ${numbers.length} islands: ${state}`;
+    return `${state}: ${numbers.length > 6 ? numbers.length : join(numbers)}`;
+  });
+  say("over-time-says", parts.filter(Boolean).join(" · ") || "no island has said hello yet");
 }
+
+const STRUCK = [
+  ["kill", "kill"],
+  ["fault", "other fault"],
+  ["exit", "crash", "crashes"],
+  ["restart", "restart"],
+  ["hang", "hang"],
+];
 
 function struck(marks) {
-  const count = (...kinds) => marks.filter((mark) => kinds.includes(mark.kind)).length;
-  const parts = [
-    ["kill", count("kill")],
-    ["other fault", count("fault")],
-    ["crash", count("exit")],
-    ["restart", count("restart")],
-    ["hang", count("hang")],
-  ];
-  const there = parts
-    .filter(([, n]) => n)
-    .map(([word, n]) => (n > 1 && word === "crash" ? `${n} crashes` : plural(n, word)));
-  return join(there) || "nothing struck this run";
+  const there = STRUCK.map(([kind, ...words]) => {
+    const count = marks.filter((mark) => mark.kind === kind).length;
+    return count && plural(count, ...words);
+  });
+  return join(there.filter(Boolean)) || "nothing struck this run";
 }
 
-function bars(rows) {
+function bars(title, attributes, rows) {
+  if (!rows.length) return [];
   const items = rows.flatMap(([name, value, share]) => [
     html("span", null, name),
     html("b", null, value),
     html("span", { class: "bar" }, html("i", { "width%": percent(share, 2) })),
   ]);
-  return html("div", { class: "bars" }, items);
+  return [html("h3", attributes, title), html("div", { class: "bars" }, items)];
 }
 
-function waiting(status) {
-  say("waiting-says", status.waiting.text);
-  const { outcomes, left_out, recent } = status.waiting;
-  const parts = [];
-  if (outcomes.length) {
-    parts.push(html("h3", null, "Why rounds ended"));
-    parts.push(
-      bars(
-        outcomes.map((each) => [each.text, `${percent(each.share)} (${each.count})`, each.share]),
-      ),
-    );
-  }
-  if (left_out.length) {
-    const most = Math.max(...left_out.map((each) => each.count));
-    parts.push(html("h3", { class: "spaced" }, "Why islands were left out"));
-    parts.push(
-      bars(
-        left_out.map((each) => [
-          `island ${each.island}: ${each.reason}`,
-          `${each.count}×`,
-          each.count / most,
-        ]),
-      ),
-    );
-  }
-  byId("outcomes").replaceChildren(...parts);
+function waiting({ waiting: { text, outcomes, left_out, recent } }) {
+  say("waiting-says", text);
+  const most = Math.max(...left_out.map((each) => each.count));
+  const ended = outcomes.map((each) => [
+    each.text,
+    `${percent(each.share)} (${each.count})`,
+    each.share,
+  ]);
+  const left = left_out.map((each) => [
+    `island ${each.island}: ${each.reason}`,
+    `${each.count}×`,
+    each.count / most,
+  ]);
+  byId("outcomes").replaceChildren(
+    ...bars("Why rounds ended", null, ended),
+    ...bars("Why islands were left out", { class: "spaced" }, left),
+  );
   byId("rounds-details").hidden = !recent.length;
-  const head = ["ended", "fragment", "version", "took", "why it ended", "left out"];
-  const rows = recent.map((round) =>
-    html(
-      "tr",
-      null,
-      html("td", null, clockTime(round.time)),
-      html("td", { class: "number" }, String(round.fragment)),
-      html("td", { class: "number" }, String(round.version ?? "–")),
-      html("td", { class: "number" }, round.seconds === null ? DASH : `${round.seconds.toFixed(2)} s`),
-      html("td", { class: "text" }, round.reason),
-      html(
-        "td",
-        { class: "text" },
-        Object.entries(round.absent)
-          .map(([m, why]) => `island ${m}: ${why}`)
-          .join("; ") || "none",
-      ),
-    ),
-  );
-  byId("rounds").replaceChildren(table(head, rows));
-}
-
-function table(head, rows, numbers = []) {
-  const cells = head.map((name) =>
-    html("th", { scope: "col", class: numbers.includes(name) ? "number" : undefined }, name),
-  );
-  return html(
-    "table",
-    null,
-    html("thead", null, html("tr", null, cells)),
-    html("tbody", null, rows),
-  );
+  const seconds = (round) => (round.seconds === null ? DASH : `${round.seconds.toFixed(2)} s`);
+  const absent = (round) =>
+    Object.entries(round.absent).map(([m, why]) => `island ${m}: ${why}`).join("; ") || "none";
+  const columns = [
+    ["ended", (round) => clockTime(round.time)],
+    ["fragment", (round) => String(round.fragment), "number"],
+    ["version", (round) => String(round.version ?? DASH), "number"],
+    ["took", seconds, "number"],
+    ["why it ended", (round) => round.reason, "text"],
+    ["left out", absent, "text"],
+  ];
+  byId("rounds").replaceChildren(table(recent, columns));
 }
 
 function numbered(numbers) {
@@ -225,61 +184,39 @@ function numbered(numbers) {
   return `island${numbers.length > 1 ? "s" : ""} ${join(numbers)}`;
 }
 
-function versions(status) {
-  const count = status.fragments.length,
+function versions({ fragments, islands, merging }) {
+  const count = fragments.length,
     box = byId("versions");
   if (!count) {
-    say(
-      "versions-says",
-      status.merging ? "no fragment has been committed yet" : "no island syncs in this run",
-    );
+    const text = merging ? "no fragment has been committed yet" : "no island syncs in this run";
+    say("versions-says", text);
     return box.replaceChildren();
   }
-  const late = new Set();
+  const row = (name, cells) => html("tr", null, html("th", { scope: "row" }, name), cells);
   const head = html(
     "tr",
     null,
     html("th", { scope: "col" }, html("span", { class: "muted" }, "fragment")),
-    status.fragments.map((_, p) => html("th", { scope: "col" }, String(p))),
+    fragments.map((_, p) => html("th", { scope: "col" }, String(p))),
   );
-  const top = html(
-    "tr",
-    null,
-    html("th", { scope: "row" }, "global model"),
-    status.fragments.map((version) => html("td", { class: "global" }, String(version ?? "–"))),
+  const top = row(
+    "global model",
+    fragments.map((version) => html("td", { class: "global" }, String(version ?? DASH))),
   );
-  const rows = status.islands.map((island) =>
-    html(
-      "tr",
-      null,
-      html("th", { scope: "row" }, islandName(island)),
-      island.versions.map((version, p) => {
-        const behind = version === null ? null : status.fragments[p] - version;
-        if (behind > 1) late.add(island.number);
-        const kind = behind === null ? "" : behind <= 0 ? "now" : behind === 1 ? "one" : "late";
-        const text =
-          behind === null
-            ? "not received yet"
-            : behind <= 0
-              ? "up to date"
-              : `${plural(behind, "version")} behind`;
-        return html(
-          "td",
-          { class: kind, title: `island ${island.number}, fragment ${p}: ${text}` },
-          version === null ? "–" : String(version),
-        );
-      }),
+  const rows = islands.map((island) =>
+    row(
+      islandName(island),
+      island.versions.map((version, p) => versionCell(island, p, version, fragments[p] - version)),
     ),
   );
-  const any = status.islands.some((island) => island.versions.some((version) => version !== null));
-  say(
-    "versions-says",
-    !any
-      ? "no island has a version yet"
-      : late.size
-        ? `more than one version behind: ${numbered([...late])}`
-        : "no island is more than one version behind",
+  const late = islands.filter((island) =>
+    island.versions.some((version, p) => version !== null && fragments[p] - version > 1),
   );
+  const any = islands.some((island) => known(island.versions).length);
+  const said = late.length
+    ? `more than one version behind: ${numbered(late.map((island) => island.number))}`
+    : "no island is more than one version behind";
+  say("versions-says", any ? said : "no island has a version yet");
   box.replaceChildren(
     html(
       "table",
@@ -290,113 +227,74 @@ function versions(status) {
   );
 }
 
-function participation(status) {
-  const shares = status.islands
-    .map((island) => island.participation)
-    .filter((share) => share !== null);
-  say(
-    "participation-says",
-    shares.length
-      ? `an island is in ${percent(mean(shares))} of ${plural(status.commits, "commit")}, on average`
-      : "no commit yet",
-  );
-  const mfu = status.islands.some((island) => island.mfu !== null);
-  const numbers = ["restarts", "step", "loss", "live", "tokens/s a chip", "MFU"];
-  const head = ["island", "state", "all commits", "latest", "live", "step", "loss", "restarts"];
-  const kinds = status.islands.some((island) => island.chip_kinds.length);
-  if (kinds) head.push("chips");
-  if (status.phase === "running") head.push("tokens/s a chip", ...(mfu ? ["MFU"] : []));
-  const tone = { down: "bad", stalled: "warn", quarantined: "warn", running: "good" };
-  const rows = status.islands.map((island) =>
-    html(
-      "tr",
-      null,
-      html("th", { scope: "row" }, islandName(island)),
-      html("td", { class: tone[island.state] ?? "muted" }, island.state),
-      html(
-        "td",
-        { class: "island", "--colour": island.colour },
-        html(
-          "span",
-          { class: "meter" },
-          html("i", { "width%": percent(island.participation ?? 0) }),
-        ),
-        percent(island.participation),
-      ),
-      html("td", null, percent(island.participation_recent)),
-      html("td", { class: "number" }, percent(status.goodput?.islands[island.number]?.liveness)),
-      html("td", { class: "number" }, compact(island.global_step)),
-      html("td", { class: "number" }, loss(island.loss)),
-      html("td", { class: "number" }, String(island.restarts)),
-      kinds
-        ? html("td", { class: "muted" }, `${island.chips} ${island.chip_kinds.join(", then ")}`)
-        : null,
-      status.phase === "running"
-        ? html("td", { class: "number" }, compact(island.tokens_per_second_per_chip))
-        : null,
-      status.phase === "running" && mfu
-        ? html("td", { class: "number" }, percent(island.mfu, 1))
-        : null,
-    ),
-  );
-  byId("participation").replaceChildren(table(head, rows, numbers));
+function versionCell(island, p, version, behind) {
+  const [kind, text] =
+    version === null
+      ? ["", "not received yet"]
+      : behind <= 0
+        ? ["now", "up to date"]
+        : [behind === 1 ? "one" : "late", `${plural(behind, "version")} behind`];
+  const title = `island ${island.number}, fragment ${p}: ${text}`;
+  return html("td", { class: kind, title }, String(version ?? DASH));
 }
 
-function links(status) {
-  const moved = status.links.map((link) => link.sent_bytes + link.received_bytes);
-  const most = Math.max(1, ...moved),
-    total = status.links.reduce((sum, link) => sum + link.sent_bytes, 0);
-  const each = status.tokens_done ? `, ${bytes(total / status.tokens_done)} per merged token` : "";
-  say(
-    "links-says",
-    moved.length ? `${bytes(total)} sent in all${each}` : "nothing has been sent yet",
-  );
-  const over = status.phase === "over" || status.phase === "silent";
-  const rows = status.links.map((link, i) =>
+const TONES = { down: "bad", stalled: "warn", quarantined: "warn", running: "good" };
+
+function participation({ commits, goodput, islands, phase }) {
+  const shares = known(islands.map((island) => island.participation));
+  const said = `an island is in ${percent(mean(shares))} of ${plural(commits, "commit")}, on average`;
+  say("participation-says", shares.length ? said : "no commit yet");
+  const share = (island) =>
     html(
-      "tr",
-      null,
-      html("th", { scope: "row" }, link.name),
-      html(
-        "td",
-        null,
-        html("span", { class: "meter" }, html("i", { "width%": percent(moved[i] / most, 1) })),
-      ),
-      html("td", { class: "number" }, bytes(link.sent_bytes)),
-      html("td", { class: "number" }, bytes(link.received_bytes)),
-      over
-        ? null
-        : [
-            html("td", { class: "number" }, `${bytes(link.sent_bytes_per_second)}/s`),
-            html("td", { class: "number" }, `${bytes(link.received_bytes_per_second)}/s`),
-          ],
-    ),
-  );
-  const head = ["link of", "", "sent", "received", ...(over ? [] : ["sent now", "received now"])];
-  byId("links").replaceChildren(rows.length ? table(head, rows, head.slice(2)) : "");
+      "span",
+      { class: "island", "--colour": island.colour },
+      meter(island.participation ?? 0),
+      percent(island.participation),
+    );
+  const columns = [
+    ["island", islandName, "row"],
+    ["state", (each) => html("span", { class: TONES[each.state] ?? "muted" }, each.state)],
+    ["all commits", share],
+    ["latest", (island) => percent(island.participation_recent)],
+    ["live", (island) => percent(goodput?.islands[island.number]?.liveness), "number"],
+    ["step", (island) => compact(island.global_step), "number"],
+    ["loss", (island) => loss(island.loss), "number"],
+    ["restarts", (island) => String(island.restarts), "number"],
+  ];
+  if (islands.some((island) => island.chip_kinds.length))
+    columns.push(["chips", (each) => `${each.chips} ${each.chip_kinds.join(", then ")}`, "muted"]);
+  if (phase === "running")
+    columns.push(["tokens/s a chip", (each) => compact(each.tokens_per_second_per_chip), "number"]);
+  if (phase === "running" && islands.some((island) => island.mfu !== null))
+    columns.push(["MFU", (island) => percent(island.mfu, 1), "number"]);
+  byId("participation").replaceChildren(table(islands, columns));
+}
+
+function links({ links, phase, tokens_done }) {
+  const moved = links.map((link) => link.sent_bytes + link.received_bytes);
+  const most = Math.max(1, ...moved),
+    total = sum(links.map((link) => link.sent_bytes));
+  const each = tokens_done ? `, ${bytes(total / tokens_done)} per merged token` : "";
+  say("links-says", moved.length ? `${bytes(total)} sent in all${each}` : "nothing has been sent yet");
+  const columns = [
+    ["link of", (link) => link.name, "row"],
+    ["", (_, i) => meter(moved[i] / most)],
+    ["sent", (link) => bytes(link.sent_bytes), "number"],
+    ["received", (link) => bytes(link.received_bytes), "number"],
+  ];
+  if (phase !== "over" && phase !== "silent")
+    columns.push(
+      ["sent now", (link) => `${bytes(link.sent_bytes_per_second)}/s`, "number"],
+      ["received now", (link) => `${bytes(link.received_bytes_per_second)}/s`, "number"],
+    );
+  byId("links").replaceChildren(links.length ? table(links, columns) : "");
 }
 
 function logEvents(status) {
-  const rows = [...status.log_events]
-    .reverse()
-    .map((each) =>
-      html(
-        "li",
-        { class: each.tone },
-        html("time", null, clockTime(each.time)),
-        html("span", null, each.text),
-      ),
-    );
-  byId("log-events").replaceChildren(
-    ...(rows.length
-      ? rows
-      : [
-          html(
-            "li",
-            { class: "muted" },
-            html("span", null, "–"),
-            html("span", null, "nothing worth a line yet"),
-          ),
-        ]),
+  const row = (tone, when, text) => html("li", { class: tone }, when, html("span", null, text));
+  const rows = status.log_events.map((each) =>
+    row(each.tone, html("time", null, clockTime(each.time)), each.text),
   );
+  const none = row("muted", html("span", null, DASH), "nothing worth a line yet");
+  byId("log-events").replaceChildren(...(rows.length ? rows.reverse() : [none]));
 }

@@ -1,6 +1,6 @@
 // The ways back of learners: where the seconds from death to merge went.
 
-import { byId, clockTime, html, median, percent, say } from "./format.js";
+import { byId, clockTime, html, median, percent, say, stack, sum, table } from "./format.js";
 
 const PHASES = {
   detect: ["noticed", "until its supervisor noticed that it was dead"],
@@ -22,7 +22,7 @@ export function rejoins(status) {
   if (!found.length) return;
   const merged = found.filter((each) => each.seconds !== null);
   const usual = median(merged.map((each) => each.seconds));
-  const total = (each) => Object.values(each.phases).reduce((a, b) => a + b, 0);
+  const total = (each) => sum(Object.values(each.phases));
   const longest = Math.max(1e-9, ...found.map(total));
   say(
     "rejoins-says",
@@ -30,36 +30,34 @@ export function rejoins(status) {
       ? `from death to merge: ${seconds(usual)} in the median of the latest ${merged.length}`
       : "not merged yet",
   );
-  const rows = found.map((each) => {
+  const bar = (each) => {
     const parts = Object.entries(each.phases);
-    const said = parts.map(([phase, value]) => `${PHASES[phase]?.[0] ?? phase} ${seconds(value)}`);
-    const stack = html(
-      "span",
-      { class: "phases", role: "img", "aria-label": said.join(", "), "width%": percent(total(each) / longest, 1) },
-      parts.map(([phase, value]) =>
-        html("i", {
-          "data-phase-of": phase,
-          "width%": percent(value / Math.max(1e-9, total(each)), 2),
-          title: `${PHASES[phase]?.[0] ?? phase}: ${seconds(value)} (${PHASES[phase]?.[1] ?? ""})`,
-        }),
-      ),
+    const said = parts.map(([phase, value]) => `${PHASES[phase][0]} ${seconds(value)}`);
+    return stack(
+      {
+        class: "phases",
+        "aria-label": said.join(", "),
+        "width%": percent(total(each) / longest, 1),
+      },
+      parts.map(([phase, value]) => [
+        `${PHASES[phase][0]}: ${seconds(value)} (${PHASES[phase][1]})`,
+        value / Math.max(1e-9, total(each)),
+        { "data-phase-of": phase },
+      ]),
     );
-    return html(
-      "tr",
-      null,
-      html("th", { scope: "row" }, `island ${each.learner}`),
-      html("td", null, clockTime(each.time)),
-      html("td", { class: "wide-cell" }, stack),
-      html("td", { class: "number" }, each.seconds === null ? "not yet" : seconds(each.seconds)),
-    );
-  });
-  const head = ["", "died at", "", "merged after"].map((name) => html("th", { scope: "col" }, name));
+  };
+  const columns = [
+    ["", (each) => `island ${each.learner}`, "row"],
+    ["died at", (each) => clockTime(each.time)],
+    ["", bar, "wide-cell"],
+    ["merged after", (each) => (each.seconds === null ? "not yet" : seconds(each.seconds)), "number"],
+  ];
   const there = Object.keys(PHASES).filter((phase) => found.some((each) => phase in each.phases));
   const legend = there.map((phase) =>
     html("li", { title: PHASES[phase][1] }, html("i", { "data-phase-of": phase }), PHASES[phase][0]),
   );
   byId("rejoins").replaceChildren(
-    html("table", null, html("thead", null, html("tr", null, head)), html("tbody", null, rows)),
+    table(found, columns),
     html("ul", { class: "causes phases-legend" }, legend),
   );
 }
