@@ -17,9 +17,14 @@ class ConfigError(ValueError):
   """A config field breaks its rule. The text names field, value, rule and fix."""
 
 
+def refusal(field: str, value: Any, rule: str, fix: str) -> ConfigError:
+  """The error to raise for a value that breaks its rule."""
+  return ConfigError(f"{field} = {value!r}: {rule}. Fix: {fix}.")
+
+
 def require(ok: bool, field: str, value: Any, rule: str, fix: str) -> None:
   if not ok:
-    raise ConfigError(f"{field} = {value!r}: {rule}. Fix: {fix}.")
+    raise refusal(field, value, rule, fix)
 
 
 def must(section: str, config: Any, name: str, ok: bool, rule: str, fix: str) -> None:
