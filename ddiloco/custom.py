@@ -158,7 +158,7 @@ def flops_per_token(config: Config) -> float:
   """Training FLOPs, forward and backward, of one token.
 
   0.0 for a custom model without `flops_per_token` (`models.model.Model`). For ddiloco's own model
-  see `models.transformer.flops_per_token`.
+  see `models.transformer.LanguageModel`.
   """
   own = getattr(load_model(config.model), "flops_per_token", None)
   return float(own(config.data.sequence_length)) if own is not None else 0.0

@@ -15,8 +15,7 @@ import pytest
 from ddiloco import config as config_lib
 from ddiloco.config import ConfigError
 from ddiloco.core import fragments
-from ddiloco.models import transformer
-from ddiloco.models.transformer import LanguageModel, flops_per_token
+from ddiloco.models.transformer import LanguageModel, language_model
 from ddiloco.training import island as island_module
 from ddiloco.training.island import Island, IslandMaker
 from ddiloco.training.step import METRICS
@@ -46,7 +45,7 @@ def make(islands, model=(), sync=(), devices=None, learner=0):
   config = config_lib.from_dict(values)
   specs = [
     fragments.TensorSpec(name, leaf.shape, name.startswith("layers/"), name == "embedding")
-    for name, leaf in transformer.shapes(config.model).items()
+    for name, leaf in language_model(config.model).shapes().items()
   ]
   plan = fragments.make_plan(specs, config.sync)
   if devices is None:
@@ -58,7 +57,7 @@ def initial(config, seed=0):
   """Matrices of a sensible size, norms near 1; the model's own init takes longer to compile."""
   generator = np.random.default_rng(seed)
   params = {}
-  for name, leaf in transformer.shapes(config.model).items():
+  for name, leaf in language_model(config.model).shapes().items():
     values = 0.25 * generator.normal(size=leaf.shape).astype(np.float32)
     params[name] = 1 + 0.1 * values if name.endswith("scale") else values
   return params
@@ -91,7 +90,9 @@ def any_island(request):
 def test_describe(single, cube):
   both = {"batch_size": 8, "attention": "einsum"}
   both |= {"device_kind": "cpu", "peak_flops_per_second": 0.0}
-  both["flops_per_token"] = flops_per_token(single[2].model, single[2].data.sequence_length)
+  both["flops_per_token"] = language_model(single[2].model).flops_per_token(
+    single[2].data.sequence_length
+  )
   assert single[0].describe() == {"devices": 1, "mesh": [1, 1, 1], **both}
   assert cube[0].describe() == {"devices": 8, "mesh": [2, 2, 2], **both}
 
