@@ -55,12 +55,11 @@ def learning_rate(inner: InnerConfig, planned_steps: int, step: int) -> float:
 
 def decayed(axes: Mapping[str, Axes], params: Params) -> dict[str, bool]:
   """Where weight decay applies: matrices, in a stack of layers each layer's, and no biases."""
-
-  def matrix(name: str) -> bool:
-    stacked = axes.get(name, ())[:1] == ("layers",)
-    return params[name].ndim - stacked > 1 and not name.endswith(("scale", "bias"))
-
-  return {name: matrix(name) for name in params}
+  stacked = {name: axes.get(name, ())[:1] == ("layers",) for name in params}
+  return {
+    name: leaf.ndim - stacked[name] > 1 and not name.endswith(("scale", "bias"))
+    for name, leaf in params.items()
+  }
 
 
 def optimizer(inner: InnerConfig, axes: Mapping[str, Axes]) -> optax.GradientTransformation:
@@ -252,20 +251,20 @@ class StateLayout:
     Raises:
       ValueError: names, shapes or dtypes differ; the text says which.
     """
-    odd = sorted(arrays.keys() ^ self.leaves.keys())
-    if odd:
-      raise ValueError(
-        f"state: names that only one side has: {odd[:8]} ({len(odd)} in all). Fix: restore into"
-        " the model and optimizer that were saved."
-      )
+    fix = "Fix: restore into the model and optimizer that were saved."
+    if odd := sorted(arrays.keys() ^ self.leaves.keys()):
+      raise ValueError(f"state: names that only one side has: {odd[:8]} ({len(odd)} in all). {fix}")
     for name, leaf in self.leaves.items():
-      array = arrays[name]
-      if (array.shape, array.dtype) != (leaf.shape, leaf.dtype):
+      if not self.fits(name, array := arrays[name]):
         raise ValueError(
           f"state: {name} has shape {array.shape} and dtype {array.dtype}, this island's is"
-          f" {leaf.shape} and {leaf.dtype}. Fix: restore into the model and optimizer that were"
-          " saved."
+          f" {leaf.shape} and {leaf.dtype}. {fix}"
         )
+
+  def fits(self, name: str, array: jax.Array | np.ndarray) -> bool:
+    """Whether the state has an array of this name, shape and dtype."""
+    leaf = self.leaves.get(name)
+    return leaf is not None and (leaf.shape, leaf.dtype) == (array.shape, array.dtype)
 
 
 # --- The step on one mesh
@@ -301,6 +300,7 @@ class IslandStep:
     layout: the whole state, of which the parameters are a part.
     inputs: the batch.
     replicated: the layout of scalars.
+    on_cpu: whether the devices are CPUs.
     host_memory: see `devices.host_memory`.
     transform: the inner optimizer.
   """
@@ -322,6 +322,7 @@ class IslandStep:
         f" Fix: use {max(1, round(island.batch_size / whole)) * whole}."
       )
     self.replicated = NamedSharding(mesh, PartitionSpec())
+    self.on_cpu = mesh.devices.flat[0].platform == "cpu"
     self.host_memory = host_memory(mesh.devices.flat[0])
     self.execution = make_execution(mesh, island, config.model.compute_dtype)
     self._model = custom.load_model(config.model)
