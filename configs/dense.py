@@ -75,12 +75,16 @@ def get_config(preset: str = "1m") -> ml_collections.ConfigDict:
   Raises:
     ConfigError: there is no such preset.
   """
-  if preset not in PRESETS:
-    raise config.ConfigError(
-      f"preset = {preset!r}: configs/dense.py has {', '.join(PRESETS)}."
-      " Fix: for example --config=configs/dense.py:1m."
-    )
-  row = PRESETS[preset]
+  row = config.preset(PRESETS, preset)
+  c = sized(row)
+  c.islands.topology = TOPOLOGIES.get(preset, "")
+  if row.vocab == 256 and preset != "100k":  # of its 20 tensors 24 fragments are too many
+    c.sync.num_fragments = 24
+  return c
+
+
+def sized(row: Preset) -> ml_collections.ConfigDict:
+  """The run of one line of the table."""
   c = config.default()
   c.model.vocab_size = row.vocab
   c.model.num_layers = row.layers
@@ -91,12 +95,9 @@ def get_config(preset: str = "1m") -> ml_collections.ConfigDict:
   c.model.mlp_dim = row.mlp
   c.islands.batch_size = row.batch
   c.inner.learning_rate = row.learning_rate
-  c.islands.topology = TOPOLOGIES.get(preset, "")
   c.run.total_tokens = int(row.tokens)
   if row.vocab > 256:
     set_large(c)
-  elif preset != "100k":  # 100k has 20 tensors: of 24 fragments many would be empty
-    c.sync.num_fragments = 24
   return c
 
 

@@ -24,20 +24,13 @@ def _options() -> Any:
 
 
 def _check_custom(section: str, config: Any) -> None:
-  require(
-    not config.custom or CUSTOM.fullmatch(config.custom) is not None,
-    f"{section}.custom",
-    config.custom,
-    f"must name a function that makes the {section}, as FILE.py:NAME or PACKAGE.MODULE:NAME",
-    f"for example 'examples/own_model.py:{section}'; '' is ddiloco's own",
-  )
-  require(
-    bool(config.custom) or not config.options,
-    f"{section}.options",
-    config.options,
-    f"are for {section}.custom alone, which is empty",
-    f"set {section}.custom, or drop them",
-  )
+  good = not config.custom or CUSTOM.fullmatch(config.custom) is not None
+  rule = f"must name a function that makes the {section}, as FILE.py:NAME or PACKAGE.MODULE:NAME"
+  fix = f"for example 'examples/own_model.py:{section}'; '' is ddiloco's own"
+  must(section, config, "custom", good, rule, fix)
+  good = bool(config.custom) or not config.options
+  rule = f"are for {section}.custom alone, which is empty"
+  must(section, config, "options", good, rule, f"set {section}.custom, or drop them")
   _check_json(section, config, "options")
 
 
@@ -134,9 +127,7 @@ class DataConfig:
     positive("data", self, "sequence_length", "heldout_sequences")
     rule = "must lie between 0 and 1, so that something is held out and something trained on"
     must("data", self, "heldout_share", 0 < self.heldout_share < 1, rule, "use 0.05")
-    rule = (
-      f"is needed for sources text and tokens and unused for others (source is {self.source!r})"
-    )
+    rule = f"is needed for sources text and tokens, and only there (source is {self.source!r})"
     fix = "set data.path to a glob, or data.source to 'text' or 'tokens'"
     must("data", self, "path", bool(self.path) == (self.source in ("text", "tokens")), rule, fix)
     kind, _, file = self.tokenizer.partition(":")
@@ -190,9 +181,7 @@ class OuterConfig:
   def __post_init__(self):
     positive("outer", self, "learning_rate")
     share("outer", self, "momentum", "decay_share")
-    rule = (
-      "must lie in (0, 1]: a shard follows the momentum by its steps, so that there must be steps"
-    )
+    rule = "must lie in (0, 1]: a shard follows the momentum by its steps: there must be steps"
     must("outer", self, "final_share", 0 < self.final_share <= 1, rule, "use 0.05")
 
 
@@ -255,6 +244,13 @@ class IslandConfig:
     )
     return data, fsdp, tensor
 
+  def require_even_batch(self, devices: int, accumulation_steps: int, learner: int) -> None:
+    """Requires a batch that so many devices share evenly; 0: the number is not known yet."""
+    whole = accumulation_steps * (self.data_shards(devices) if devices else 1)
+    rule = f"must be a multiple of data x fsdp x inner.accumulation_steps = {whole} ({learner=})"
+    fix = f"use {max(1, round(self.batch_size / whole)) * whole}"
+    must("islands", self, "batch_size", self.batch_size % whole == 0, rule, fix)
+
   def data_shards(self, devices: int) -> int:
     """Into how many parts the batch is split: the data and fsdp axes together."""
     data, fsdp, _ = self.mesh_shape(devices)
@@ -276,13 +272,8 @@ class IslandsConfig(IslandConfig):
     super().__post_init__()
     positive("islands", self, "num_learners")
     for key, fields in self.overrides.items():
-      require(
-        is_number(key),
-        "islands.overrides",
-        key,
-        "keys are learner numbers, also of those that join later",
-        "rename the key, e.g. '2'",
-      )
+      rule, fix = "keys are learner numbers, also of those that join later", "rename it, e.g. '2'"
+      require(is_number(key), "islands.overrides", key, rule, fix)
       build(IslandConfig, fields, f"islands.overrides.{key}")  # checks names and types ...
       self.island(int(key))  # ... and the overrides together with the common settings
 
@@ -336,9 +327,7 @@ class SyncConfig:
     must("sync", self, "mix_alpha", 0 <= self.mix_alpha <= 1, "must lie in [0, 1]", "use 0.5")
     rule = "must be greater than 1"
     must("sync", self, "max_norm_ratio", self.max_norm_ratio > 1, rule, "use 10")
-    rule = (
-      f"must not exceed sync.num_fragments ({self.num_fragments}): a shard owns whole fragments"
-    )
+    rule = f"must not exceed sync.num_fragments ({self.num_fragments}): shards own whole fragments"
     fix = f"use at most {self.num_fragments}"
     must("sync", self, "num_shards", self.num_shards <= self.num_fragments, rule, fix)
     rule = f"must be smaller than sync.sync_period ({self.sync_period})"
@@ -469,13 +458,9 @@ class Fault:
     good = _is_role(self.role) or self.role.startswith("region-")
     must("chaos.faults", self, "role", good, rule, fix)
     for peer in self.peers:
-      require(
-        _is_role(peer.removeprefix("!")),
-        "chaos.faults.peers",
-        peer,
-        "must name a role",
-        "use 'syncer-0', or '!syncer-0' for all but it",
-      )
+      fix = "use 'syncer-0', or '!syncer-0' for all but it"
+      good = _is_role(peer.removeprefix("!"))
+      require(good, "chaos.faults.peers", peer, "must name a role", fix)
     require(
       (self.at_step >= 0) != (self.at_seconds >= 0),
       "chaos.faults.(at_step, at_seconds)",
@@ -506,18 +491,13 @@ class ChaosConfig:
   def __post_init__(self):
     for name, roles in self.regions.items():
       for role in roles:
-        require(
-          _is_role(role), f"chaos.regions.{name}", role, "must name a role", "use 'learner-2'"
-        )
+        field, rule = f"chaos.regions.{name}", "must name a role"
+        require(_is_role(role), field, role, rule, "use 'learner-2'")
     for fault in self.faults:
       kind, _, name = fault.role.partition("-")
-      require(
-        kind != "region" or name in self.regions,
-        "chaos.faults.role",
-        fault.role,
-        f"is none of chaos.regions ({', '.join(self.regions) or 'there are none'})",
-        "add it there: name -> list of roles",
-      )
+      good = kind != "region" or name in self.regions
+      rule = f"is none of chaos.regions ({', '.join(self.regions) or 'there are none'})"
+      must("chaos.faults", fault, "role", good, rule, "add it there: name -> list of roles")
 
   def num_joining(self) -> int:
     """How many learners join by plan."""

@@ -168,10 +168,8 @@ def open_data(data: DataConfig) -> Source:
   """
   if not data.custom:
     return open_corpus(data)
-  source = custom.make("data", data)
   wanted = ("batches", "heldout_batches")
-  custom.refuse_missing("data", data.custom, source, wanted, "ddiloco.training.data.Source")
-  return source
+  return custom.make(data, wanted, "ddiloco.training.data.Source")
 
 
 def open_corpus(data: DataConfig) -> Corpus:

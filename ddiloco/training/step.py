@@ -314,13 +314,7 @@ class IslandStep:
     """
     self._config, self.mesh = config, mesh
     island = config.islands.island(learner)
-    whole = island.data_shards(mesh.size) * config.inner.accumulation_steps
-    if island.batch_size % whole:
-      raise ConfigError(
-        f"islands.batch_size = {island.batch_size}: must be a multiple of data x fsdp x"
-        f" inner.accumulation_steps = {whole} (learner {learner} has {mesh.size} devices)."
-        f" Fix: use {max(1, round(island.batch_size / whole)) * whole}."
-      )
+    island.require_even_batch(mesh.size, config.inner.accumulation_steps, learner)
     self.replicated = NamedSharding(mesh, PartitionSpec())
     self.on_cpu = mesh.devices.flat[0].platform == "cpu"
     self.host_memory = host_memory(mesh.devices.flat[0])

@@ -21,7 +21,7 @@ def test_every_row_is_a_config_of_equal_tokens(script):
     for size in {"33k", *row.sizes}:
       run = compared.Run(size, row, compared.Point(), 2)
       config, tokens = run.config(), compared.SIZES[size].tokens
-      made = config.planned_steps() * config.planned_tokens_per_step()
+      made = config.planned_steps() * config.planned_tokens_per_step
       assert made == (tokens // row.learners if row.how == "alone" else tokens), name
       joins = [name for name, (begin, _) in row.presence.items() if begin]
       assert len(config.chaos.faults) == row.faults.get("count", 0) + len(joins)
