@@ -28,14 +28,14 @@ import ml_collections
 from ddiloco import config
 
 DENSE = runpy.run_path(str(Path(__file__).with_name("dense.py")))
-Preset = DENSE["Preset"]  # a line of the table; `mlp` is of one expert
 
+# Columns as in that file; F is of one expert.
 # fmt: off
 PRESETS = {
-  #              V       L   D     H   K  head F     B    lr    tokens   active parameters (all)
-  "tiny": Preset(256,    4,  64,   4,  2, 16,  96,   8,   8e-3, 4e6),   # 214,592 (362,048)
-  "2.8b": Preset(131072, 28, 2560, 20, 4, 128, 4608, 128, 4e-4, 72e9),  # 2,759,047,680 (16.6e9)
-  "3.8b": Preset(131072, 28, 3072, 24, 8, 128, 5120, 128, 3e-4, 72e9),  # 3,751,259,136 (22.2e9)
+  #        V       L   D     H   K  head F     B    lr    tokens   active parameters (all)
+  "tiny": (256,    4,  64,   4,  2, 16,  96,   8,   8e-3, 4e6),   # 214,592 (362,048)
+  "2.8b": (131072, 28, 2560, 20, 4, 128, 4608, 128, 4e-4, 72e9),  # 2,759,047,680 (16.6e9)
+  "3.8b": (131072, 28, 3072, 24, 8, 128, 5120, 128, 3e-4, 72e9),  # 3,751,259,136 (22.2e9)
 }
 # fmt: on
 EXPERTS = {"tiny": 4, "2.8b": 16, "3.8b": 16}

@@ -12,6 +12,8 @@ from typing import Any
 
 import ml_collections
 
+_MISSING = dataclasses.MISSING
+
 
 class ConfigError(ValueError):
   """A config field breaks its rule. The text names field, value, rule and fix."""
@@ -84,16 +86,21 @@ def refuse_unknown(where: str, values: Mapping[str, Any], cls: type) -> None:
 
 def build(cls: type, values: Mapping[str, Any], where: str) -> Any:
   """A frozen dataclass from a nested mapping, with types checked field by field."""
+  typed = typed_fields(cls, values, where)
+  needed = [f.name for f in dataclasses.fields(cls) if f.default is f.default_factory is _MISSING]
+  missing = [name for name in needed if name not in typed]
+  require(not missing, where, typed, f"must have {', '.join(missing)}", "give what is missing")
+  return cls(**typed)
+
+
+def typed_fields(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
+  """Values of some of the dataclass's fields, with names and types checked."""
   if isinstance(values, ml_collections.ConfigDict):
     values = values.to_dict()
   require(isinstance(values, Mapping), where or "config", values, "must be a mapping", "nest it")
   refuse_unknown(where, values, cls)
   hints = typing.get_type_hints(cls)
-  built = {n: coerce(hints[n], v, f"{where}.{n}".lstrip(".")) for n, v in values.items()}
-  try:
-    return cls(**built)
-  except TypeError as error:
-    raise ConfigError(f"{where}: {error}. Fix: give the missing field.") from error
+  return {n: coerce(hints[n], v, f"{where}.{n}".lstrip(".")) for n, v in values.items()}
 
 
 def coerce(hint: Any, value: Any, field: str) -> Any:

@@ -9,7 +9,16 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ddiloco.checks import build, is_number, must, not_negative, one_of, positive, require, share
+from ddiloco.checks import (
+  is_number,
+  must,
+  not_negative,
+  one_of,
+  positive,
+  require,
+  share,
+  typed_fields,
+)
 
 # --- What is trained, on what and how: model, data, inner and outer optimizer
 # Model, data and inner optimizer may be the user's own (`ddiloco/custom.py`): a section's `custom`
@@ -274,7 +283,7 @@ class IslandsConfig(IslandConfig):
     for key, fields in self.overrides.items():
       rule, fix = "keys are learner numbers, also of those that join later", "rename it, e.g. '2'"
       require(is_number(key), "islands.overrides", key, rule, fix)
-      build(IslandConfig, fields, f"islands.overrides.{key}")  # checks names and types ...
+      typed_fields(IslandConfig, fields, f"islands.overrides.{key}")  # refuses wrong ones ...
       self.island(int(key))  # ... and the overrides together with the common settings
 
   def island(self, learner: int) -> IslandConfig:

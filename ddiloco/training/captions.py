@@ -60,17 +60,12 @@ class PairOptions:
     require(size % _SCAN == 0, "data.options.image_size", size, rule, fix)
 
 
-def digits(data: DataConfig) -> Pairs:
-  """The function that `data.custom` names.
+class Pairs:
+  """A `training.data.Source` of rows with an image and rows of text alone.
 
   Raises:
     ConfigError: an option is missing or breaks its rule, or scikit-learn is not installed.
   """
-  return Pairs(data)
-
-
-class Pairs:
-  """A `training.data.Source` of rows with an image and rows of text alone."""
 
   def __init__(self, data: DataConfig):
     self._options: PairOptions = build(PairOptions, data.options, "data.options")
@@ -171,6 +166,9 @@ class Pairs:
     rule = f"must leave a batch of {batch_size} rows with an image and rows of text alone"
     require(0 < found < batch_size, "data.options.image_share", share, rule, "use 0.5")
     return found
+
+
+digits = Pairs  # the function that `data.custom` names
 
 
 def _scans(data: DataConfig) -> tuple[np.ndarray, np.ndarray]:

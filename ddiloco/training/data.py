@@ -358,9 +358,17 @@ def _own_batches(batches: Any, config: Config) -> grain.MapDataset[Batch]:
     f"batches() gives a {type(batches).__name__}, which has no batches by position",
     "return what batches[position] works on, or a Grain dataset",
   )
-  # Several batches wait in the queue of those that are read ahead, so each is a copy: a source may
-  # fill the same arrays again.
-  return by_position(lambda position: jax.tree.map(_kept, batches[position]))
+
+  def read(position: int) -> Batch:
+    try:
+      batch = batches[position]
+    except (IndexError, StopIteration) as error:
+      rule, fix = f"batches() ends before position {position}", "make it endless"
+      raise refusal("data.custom", config.data.custom, rule, fix) from error
+    # A copy, since a source may fill the same arrays again, and several batches are read ahead.
+    return jax.tree.map(_kept, batch)
+
+  return by_position(read)
 
 
 def _kept(leaf: Any) -> Any:

@@ -28,42 +28,37 @@ class HeldoutLoss:
   once, at the first call.
 
   Raises:
-    ValueError: there are no batches, or batches of different shapes.
-    ConfigError: a held-out token is not in the vocabulary of a language model.
+    ConfigError: there are no batches, or batches of different shapes; or a held-out token is not in
+      the vocabulary of a language model.
   """
 
   def __init__(
     self, model: ModelConfig, heldout_batches: Sequence[Batch], devices: Sequence[jax.Device]
   ):
-    shapes = {str(jax.tree.map(np.shape, batch)) for batch in heldout_batches}
-    if len(shapes) != 1:
-      raise ValueError(
-        f"heldout_batches have shapes {sorted(shapes)}: there must be at least one batch and all"
-        " must have the same shape. Fix: use data.heldout_batches()."
-      )
+    shapes = sorted({str(jax.tree.map(np.shape, batch)) for batch in heldout_batches})
+    rule = "there must be at least one batch, and all must have the same shape"
+    require(len(shapes) == 1, "heldout_batches()", shapes, rule, "give whole batches alone")
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *heldout_batches)
     if not model.custom:
-      stacked = stacked if model.image_size else stacked.astype(np.int32)
-      tokens = stacked["tokens"] if model.image_size else stacked.view(np.uint32)
+      tokens = stacked["tokens"] if model.image_size else stacked.astype(np.uint32)
       check_token_ids(tokens, model.vocab_size, "the held-out split")
     mesh = make_mesh(devices, IslandConfig(devices=len(devices)))
     evaluated = custom.load_model(dataclasses.replace(model, compute_dtype="float32"))
-    axes, shapes, evaluate = evaluated.logical_axes(), evaluated.shapes(), evaluated.evaluate
+    axes = evaluated.logical_axes()
     self.shardings = {
-      name: param_sharding(axes[name], leaf.shape, mesh) for name, leaf in shapes.items()
+      name: param_sharding(axes[name], leaf.shape, mesh)
+      for name, leaf in evaluated.shapes().items()
     }
 
     def place(leaf: np.ndarray) -> jax.Array:
       names = (None, "batch", *[None] * (leaf.ndim - 2))
       return jax.device_put(leaf, param_sharding(names, leaf.shape, mesh))
 
-    self._batches = jax.tree.map(place, stacked)
-
     def measure(params: Mapping[str, jax.Array], batches: Batch) -> dict[str, jax.Array]:
-      each = jax.lax.map(lambda batch: evaluate(params, batch), batches)
+      each = jax.lax.map(lambda batch: evaluated.evaluate(params, batch), batches)
       return jax.tree.map(jnp.mean, each)
 
-    self._measure = jax.jit(measure)
+    self._batches, self._measure = jax.tree.map(place, stacked), jax.jit(measure)
 
   def measure(self, params: Mapping[str, np.ndarray | jax.Array]) -> dict[str, float]:
     """ "loss" (of a language model nats per token), and what else the model measures.

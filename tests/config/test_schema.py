@@ -198,8 +198,8 @@ def test_a_learner_that_joins_may_be_struck_too():
 
 
 def test_a_fault_without_a_needed_field_names_it():
-  assert "chaos.faults[0]" in (text := refusal({"chaos": {"faults": [{"action": "kill"}]}}))
-  assert "'role'" in text
+  text = refusal({"chaos": {"faults": [{"action": "kill"}]}})
+  assert text.startswith("chaos.faults[0] = {'action': 'kill'}: must have role. Fix: ")
   assert "drop this fault" in refusal(
     {
       "sync": {"num_shards": 0},
@@ -337,6 +337,20 @@ def test_overrides_change_one_island_only():
   assert c.islands.island(1).data_shards(4) == 2
   assert [c.tokens_per_step(m) for m in range(3)] == [8 * 128, 6 * 128, 8 * 128]
   assert c.planned_steps() == math.ceil(4_000_000 / (22 * 128))
+
+
+@pytest.mark.parametrize(
+  ("common", "override"),
+  [
+    ({"devices": 4, "data": -1, "fsdp": 1}, {"fsdp": 2}),
+    ({"devices": 4}, {"tensor": 2}),
+    ({"devices": 4, "hosts": 2}, {"hosts": 4}),
+  ],
+)
+def test_an_override_is_checked_together_with_the_common_settings(common, override):
+  """Alone, with the defaults' one device, it would break a rule."""
+  c = from_dict({"islands": {**common, "overrides": {"1": override}}})
+  assert c.islands.island(1) == IslandConfig(**{**common, **override})
 
 
 def test_the_mesh_takes_what_the_devices_leave():

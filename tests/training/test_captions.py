@@ -162,7 +162,10 @@ OPTIONS = {"image_size": 8, "patch_size": 2, "image_channels": 1, "image_share":
   [
     ({"data": {"options": {**OPTIONS, "patch_size": 4}}}, "data.options.patch_size = 4: must be"),
     ({"data": {"options": {**OPTIONS, "image_share": 0.05}}}, "data.options.image_share = 0.05"),
-    ({"data": {"options": {"image_size": 8}}}, "data.options: PairOptions.__init__() missing 3"),
+    (
+      {"data": {"options": {"image_size": 8}}},
+      "data.options = {'image_size': 8}: must have patch_size, image_channels",
+    ),
     ({"data": {"options": {**OPTIONS, "image_size": 12}}}, "data.options.image_size = 12: must"),
     (
       {"data": {"options": {**OPTIONS, "patch_size": 0}}},

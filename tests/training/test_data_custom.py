@@ -51,6 +51,8 @@ class Numbers:
     numbers = grain.MapDataset.range(50).map(lambda i: rows(learner, i))
     if self.kind == "map":
       return numbers.repeat(2)
+    if self.kind in ("ending", "ends"):
+      return numbers.to_iter_dataset() if self.kind == "ending" else [rows(learner, 0)] * 50
     if self.kind == "iter":
       return numbers.to_iter_dataset()
     if self.kind == "filter":  # Grain cannot jump in it
@@ -128,6 +130,17 @@ def test_a_source_may_fill_the_same_arrays_again():
     first = next(ahead)
     time.sleep(0.2)  # the queue of those ahead is full by now
     assert [number(first), *(number(next(ahead)) for _ in range(5))] == list(range(1000, 1006))
+
+
+@pytest.mark.parametrize("kind", ["ending", "ends"])
+def test_batches_that_end_are_refused_where_they_do(kind):
+  one = stream(kind)
+  with closing(one.iterate(49)) as ahead:
+    next(ahead)
+    with pytest.raises(ConfigError, match=r"data.custom = .*ends before position 50. Fix: make it"):
+      next(ahead)
+  with pytest.raises(ConfigError, match="ends before position 90"):
+    one.batch(90)
 
 
 def test_learners_read_their_own():
