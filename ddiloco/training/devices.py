@@ -242,21 +242,6 @@ def param_sharding(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh)
   return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def placed(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-  """The leaf's shape and dtype, with this sharding."""
-  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def placed_inputs(inputs: Batch, mesh: Mesh) -> Batch:
-  """A batch's arrays, split over the mesh by their first axis."""
-
-  def place(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    axes = ("batch", *[None] * (len(leaf.shape) - 1))
-    return placed(leaf, param_sharding(axes, leaf.shape, mesh))
-
-  return jax.tree.map(place, inputs)
-
-
 def refuse_misfit(batch: Batch, inputs: Batch, taker: str) -> None:
   """Refuses a batch whose arrays, shapes or dtypes differ from those of `inputs`.
 

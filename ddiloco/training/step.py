@@ -25,8 +25,6 @@ from ddiloco.training.devices import (
   host_memory,
   make_execution,
   param_sharding,
-  placed,
-  placed_inputs,
 )
 
 # --- AdamW, Muon, or an optax transform of the user's own
@@ -180,6 +178,11 @@ def accumulate(value_and_grad: Callable, params: Params, batch: Batch, steps: in
   return jax.tree.map(lambda x: x / steps, total)
 
 
+def placed(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+  """The leaf's shape and dtype, with this sharding."""
+  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
 # --- The names of an island's state: everything it must remember, as one flat dict of arrays
 # "params/<name>" are the parameters, "inner/<path>" the leaves of the inner optimizer's state.
 # Adam's are "inner/1/mu/<name>", "inner/1/nu/<name>" and "inner/1/count"; an optimizer may have any
@@ -270,26 +273,6 @@ class StateLayout:
 # --- The step on one mesh
 
 
-def lower_step(
-  train_step: Callable, layout: StateLayout, inputs: Batch, replicated: NamedSharding
-) -> jax.stages.Lowered:
-  """`train_step` on a state: (state, batch, learning rate) -> (state, metrics), in place.
-
-  Metrics are one array, in the order of `METRICS`.
-  """
-
-  def step(state: dict[str, jax.Array], batch: Batch, rate: jax.Array):
-    params, opt_state = layout.trees(state)
-    params, opt_state, metrics = train_step(params, opt_state, batch, rate)
-    # One small array instead of several: one copy to the host per step.
-    small = jnp.stack([metrics[name] for name in METRICS])
-    return layout.flat(params, opt_state), small
-
-  rate = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)
-  jitted = jax.jit(step, out_shardings=(layout.shardings, replicated), donate_argnums=0)
-  return jitted.lower(layout.leaves, inputs, rate)
-
-
 class IslandStep:
   """The arrays of an island, their layouts, and the programs.
 
@@ -323,17 +306,34 @@ class IslandStep:
     axes = self._model.logical_axes()
     self.transform = optimizer(config.inner, axes)
     self.leaves = {
-      name: placed(leaf, param_sharding(axes[name], leaf.shape, mesh))
-      for name, leaf in self._model.shapes().items()
+      name: self._placed(leaf, axes[name]) for name, leaf in self._model.shapes().items()
     }
     self.layout = StateLayout(self.transform, self.leaves, self.replicated)
-    inputs = self._model.inputs(island.batch_size, config.data.sequence_length)
-    self.inputs = placed_inputs(inputs, mesh)
+    self.inputs = jax.tree.map(
+      lambda leaf: self._placed(leaf, ("batch", *[None] * (len(leaf.shape) - 1))),
+      self._model.inputs(island.batch_size, config.data.sequence_length),
+    )
+
+  def _placed(self, leaf: jax.ShapeDtypeStruct, axes: Axes) -> jax.ShapeDtypeStruct:
+    return placed(leaf, param_sharding(axes, leaf.shape, self.mesh))
 
   def lower(self) -> jax.stages.Lowered:
-    """Lowers the step: (state, batch, learning rate) -> (state, metrics), in place."""
+    """Lowers the step: (state, batch, learning rate) -> (state, metrics), in place.
+
+    Metrics are one array, in the order of `METRICS`.
+    """
+    layout, replicated = self.layout, self.replicated
     train_step = make_train_step(self._model, self._config.inner, self.execution)
-    return lower_step(train_step, self.layout, self.inputs, self.replicated)
+
+    def step(state: dict[str, jax.Array], batch: Batch, rate: jax.Array):
+      params, opt_state, metrics = train_step(*layout.trees(state), batch, rate)
+      # One small array instead of several: one copy to the host per step.
+      small = jnp.stack([metrics[name] for name in METRICS])
+      return layout.flat(params, opt_state), small
+
+    rate = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)
+    jitted = jax.jit(step, out_shardings=(layout.shardings, replicated), donate_argnums=0)
+    return jitted.lower(layout.leaves, self.inputs, rate)
 
   def lower_copy(self, memory: str | None = None) -> jax.stages.Lowered:
     """Lowers state -> a private copy, on the devices or in this kind of host memory."""
