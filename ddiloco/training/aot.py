@@ -203,7 +203,7 @@ class Fit:
   layer_bytes: int
   flops_per_token: float
   tokens: int
-  remedies: tuple[str, ...]
+  remedies: tuple[str, ...] = ()
 
   @property
   def fits(self) -> bool:
@@ -272,10 +272,10 @@ def fit(
     layer_bytes=4 * max(layer, table),
     flops_per_token=custom.flops_per_token(config),
     tokens=config.tokens_per_step(learner),
-    remedies=(),
   )
-  remedies = () if found.fits else _remedies(found, island, config)
-  return dataclasses.replace(found, remedies=remedies)
+  if found.fits:
+    return found
+  return dataclasses.replace(found, remedies=_remedies(found, island, config))
 
 
 def _local_bytes(leaf: jax.ShapeDtypeStruct) -> int:

@@ -333,19 +333,16 @@ class _Reader:
 
   def __getitem__(self, position: int) -> Batch:
     if position != self._next:
-      self._move(position)
-    self._next += 1
+      try:
+        grain_experimental.set_next_index(self._iterator, position)
+        self._next = position
+      except (NotImplementedError, ValueError):  # packing and filters cannot jump
+        if position < self._next:
+          self._iterator, self._next = iter(self._dataset), 0
+    for _ in range(position - self._next):
+      next(self._iterator)
+    self._next = position + 1
     return next(self._iterator)
-
-  def _move(self, position: int) -> None:
-    try:
-      grain_experimental.set_next_index(self._iterator, position)
-    except (NotImplementedError, ValueError):  # packing and filters cannot jump
-      if position < self._next:
-        self._iterator, self._next = iter(self._dataset), 0
-      for _ in range(position - self._next):
-        next(self._iterator)
-    self._next = position
 
 
 def _own_batches(batches: Any, config: Config) -> grain.MapDataset[Batch]:

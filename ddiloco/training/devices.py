@@ -73,20 +73,16 @@ def partition(devices: Sequence[Device], counts: Sequence[int]) -> list[list[Dev
   slices: dict[Any, list[Device]] = {}
   for device in devices:
     slices.setdefault(getattr(device, "slice_index", None), []).append(device)
+  groups = [slices[index] for index in sorted(slices)]
   if len(slices) <= 1:
     shared = max(0, len(devices) - sum(counts)) // max(1, asked.count(0))
-    groups = [list(devices)]
     counts = [n or shared or 1 for n in counts]
-  else:
-    groups = [slices[index] for index in sorted(slices)]
-    _require_enough(asked, "slices", asked.count(0), len(groups))
-  _require_enough(asked, "devices", sum(n or 1 for n in counts), len(devices))
-  given: dict[int, list[Device]] = {}
-  for m in sorted(range(len(counts)), key=lambda m: counts[m] != 0):  # whole slices first
-    given[m] = groups.pop(0) if counts[m] == 0 else _take(groups, counts[m])
-    if len(given[m]) < counts[m]:
-      needed = sum(n or len(given[i]) for i, n in enumerate(counts))
-      _require_enough(asked, "devices", needed, len(devices))
+  whole = [m for m, n in enumerate(counts) if not n]  # learners with a slice
+  _require_enough(asked, "slices", len(whole), len(groups))
+  needed = sum(map(len, groups[: len(whole)])) + sum(counts)
+  _require_enough(asked, "devices", needed, len(devices))
+  given = {m: groups.pop(0) for m in whole}
+  given |= {m: _take(groups, n) for m, n in enumerate(counts) if n}
   return [given[m] for m in range(len(counts))]
 
 

@@ -49,7 +49,8 @@ class PieceKind:
     leaf: f32, with its sharding.
     piece: f32, with its sharding.
     layered: the piece is in one layer of a stacked leaf.
-    start: the piece's first row in the leaf; None if every call gives it.
+    start: the piece's first row in the leaf; None if every call gives it. Where the rows are split
+      over devices, the compiler must know which rows a piece has.
   """
 
   leaf: jax.ShapeDtypeStruct
@@ -61,13 +62,13 @@ class PieceKind:
   def of(cls, piece: Piece, leaf: jax.ShapeDtypeStruct) -> PieceKind:
     """The kind of a piece of this leaf; `leaf` has a sharding."""
     assert isinstance(leaf.sharding, NamedSharding)
-    layered, start = piece.layer is not None, None
+    layered, start = piece.layer is not None, piece.start
     spec, shape = list(leaf.sharding.spec)[layered:], leaf.shape[layered:]
-    if piece.shape[:1] != shape[:1] and spec and spec[0] is not None:
-      # Where the rows are split over devices, the compiler must know which rows a piece has. If the
-      # split does not divide them, each device has all of them.
-      start = piece.start
-      if piece.shape[0] % (shape[0] // leaf.sharding.shard_shape(leaf.shape)[layered]):
+    if piece.shape[:1] != shape[:1]:
+      if not spec or spec[0] is None:
+        start = None
+      # A split that does not divide the rows: each device has all of them.
+      elif piece.shape[0] % (shape[0] // leaf.sharding.shard_shape(leaf.shape)[layered]):
         spec[0] = None
     sharding = NamedSharding(leaf.sharding.mesh, PartitionSpec(*spec))
     shaped = jax.ShapeDtypeStruct(piece.shape, jnp.float32, sharding=sharding)
@@ -91,11 +92,6 @@ class PiecePrograms:
   waits: bool  # the caller must block after dispatch
 
 
-def at(piece: Piece) -> np.ndarray:
-  """Where a piece is in its leaf, as the programs take it."""
-  return np.array([piece.layer or 0, piece.start], np.int32)
-
-
 def lower_piece(
   kind: PieceKind, replicated: NamedSharding
 ) -> tuple[jax.stages.Lowered, jax.stages.Lowered]:
@@ -105,11 +101,9 @@ def lower_piece(
 
   def start(at: jax.Array) -> list[Any]:
     """The piece's first value in the leaf, by axis."""
-    found: list[Any] = [at[0]] if kind.layered else []
-    if len(found) < len(shape):
-      whole = size[len(found)] == shape[len(found)]
-      found.append(0 if whole else at[1] if kind.start is None else kind.start)
-    return found + [0] * (len(shape) - len(found))
+    found = [at[0]] if kind.layered else []
+    found += [at[1] if kind.start is None else kind.start, *[0] * len(shape)]
+    return found[: len(shape)]
 
   def part(leaf: jax.Array, at: jax.Array) -> jax.Array:
     if size != shape:
@@ -204,22 +198,23 @@ class IslandPrograms:
       self.latest = jax.jit(latest, out_shardings=replicated).lower(kept).compile()
 
   def _compile_pieces(self) -> None:
-    replicated, on_cpu = self._parts.replicated, self._parts.on_cpu
-    for kind in itertools.chain(*self.kinds):
-      if kind not in self.pieces:
-        both = [lowered.compile() for lowered in lower_piece(kind, replicated)]
-        # On the CPU, islands share a thread pool in which their collectives could wait for each
-        # other (see `Island`), so the caller blocks after a program with a collective. Only pieces
-        # of rows of a tensor-cut embedding have one.
-        waits = on_cpu and any(_COLLECTIVE.search(each.as_text() or "") for each in both)
-        self.pieces[kind] = PiecePrograms(*both, waits)
-    self.moves = [
-      [
-        (p.name, self.pieces[kind], jax.device_put(at(p), replicated))
-        for p, kind in zip(fragment.pieces, kinds)
-      ]
-      for fragment, kinds in zip(self._plan.fragments, self.kinds)
-    ]
+    for fragment, kinds in zip(self._plan.fragments, self.kinds):
+      moves = []
+      for piece, kind in zip(fragment.pieces, kinds):
+        if kind not in self.pieces:
+          self.pieces[kind] = self._compiled(kind)
+        place = np.array([piece.layer or 0, piece.start], np.int32)
+        here = jax.device_put(place, self._parts.replicated)
+        moves.append((piece.name, self.pieces[kind], here))
+      self.moves.append(moves)
+
+  def _compiled(self, kind: PieceKind) -> PiecePrograms:
+    both = [lowered.compile() for lowered in lower_piece(kind, self._parts.replicated)]
+    # On the CPU, islands share a thread pool in which their collectives could wait for each other
+    # (see `Island`), so the caller blocks after a program with a collective. Only pieces of rows of
+    # a tensor-cut embedding have one.
+    found = any(_COLLECTIVE.search(program.as_text() or "") for program in both)
+    return PiecePrograms(*both, waits=self._parts.on_cpu and found)
 
 
 # --- The island itself

@@ -9,12 +9,13 @@ loaded.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import glob
 import importlib
 import os
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -64,57 +65,21 @@ class ByteTokenizer:
     return bytes(i if 0 <= i < 256 else 255 for i in map(int, ids)).decode("utf-8", "replace")
 
 
-class SentencePieceTokenizer:
-  """A SentencePiece .model file (package `sentencepiece`)."""
+@dataclasses.dataclass(frozen=True)
+class SubwordTokenizer:
+  """A tokenizer that a file defines."""
 
-  def __init__(self, file: str):
-    setting = f"sentencepiece:{file}"
-    self._processor: Any = _loaded(
-      setting,
-      "sentencepiece",
-      "a SentencePiece model",
-      lambda package: package.SentencePieceProcessor(model_file=file),
-    )
-    self.vocab_size = int(self._processor.vocab_size())
-    eos, bos = self._processor.eos_id(), self._processor.bos_id()
-    self.end_token: int = eos if eos >= 0 else bos
-    rule = "the model has neither an end nor a begin token to separate documents with"
-    require(self.end_token >= 0, "data.tokenizer", setting, rule, "train it with eos_id >= 0")
+  vocab_size: int
+  end_token: int
+  to_ids: Callable[[str], Sequence[int]]
+  to_text: Callable[[list[int]], str]
 
   def encode(self, text: str) -> np.ndarray:
-    return np.asarray(self._processor.encode(text), token_dtype(self.vocab_size))
+    return np.asarray(self.to_ids(text), token_dtype(self.vocab_size))
 
   def decode(self, ids: Iterable[int]) -> str:
-    return self._processor.decode(_known(ids, self.vocab_size))
-
-
-class HuggingFaceTokenizer:
-  """A tokenizer.json file (package `tokenizers`)."""
-
-  def __init__(self, file: str):
-    setting = f"huggingface:{file}"
-    self._tokenizer: Any = _loaded(
-      setting,
-      "tokenizers",
-      "a Hugging Face tokenizer.json",
-      lambda package: package.Tokenizer.from_file(file),
-    )
-    # Truncation and padding settings stored in the file would silently cut documents.
-    self._tokenizer.no_truncation()
-    self._tokenizer.no_padding()
-    ids = self._tokenizer.get_vocab(with_added_tokens=True)
-    self.vocab_size = max(ids.values(), default=-1) + 1  # ids may have gaps
-    self.end_token: int = next((ids[name] for name in END_TOKENS if name in ids), -1)
-    rule = f"the file has none of the end-of-text tokens {', '.join(END_TOKENS)}"
-    fix = "add one as a special token and save the file again"
-    require(self.end_token >= 0, "data.tokenizer", setting, rule, fix)
-
-  def encode(self, text: str) -> np.ndarray:
-    ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-    return np.asarray(ids, token_dtype(self.vocab_size))
-
-  def decode(self, ids: Iterable[int]) -> str:
-    return self._tokenizer.decode(_known(ids, self.vocab_size), skip_special_tokens=True)
+    # A model's padded vocabulary may have more ids, which have no text.
+    return self.to_text([i for i in map(int, ids) if 0 <= i < self.vocab_size])
 
 
 def load_tokenizer(setting: str) -> Tokenizer:
@@ -123,35 +88,64 @@ def load_tokenizer(setting: str) -> Tokenizer:
   Raises:
     ConfigError: the optional package is not installed, or the file is missing or corrupt.
   """
-  kind, _, file = setting.partition(":")
+  kind = setting.partition(":")[0]
   if kind == "sentencepiece":
-    return SentencePieceTokenizer(file)
-  return HuggingFaceTokenizer(file) if kind == "huggingface" else ByteTokenizer()
+    return _sentencepiece(setting)
+  return _huggingface(setting) if kind == "huggingface" else ByteTokenizer()
 
 
-def _loaded(setting: str, package: str, what: str, load: Callable[[ModuleType], Any]) -> Any:
-  """`load(package)`, which reads the setting's file, `what` it should be."""
+def _sentencepiece(setting: str) -> Tokenizer:
+  """A SentencePiece .model file (package `sentencepiece`)."""
+
+  def load(package: Any, file: str) -> Any:
+    return package.SentencePieceProcessor(model_file=file)
+
+  model = _loaded(setting, "sentencepiece", "a SentencePiece model", load)
+  end = model.eos_id() if model.eos_id() >= 0 else model.bos_id()
+  rule = "the model has neither an end nor a begin token to separate documents with"
+  require(end >= 0, "data.tokenizer", setting, rule, "train it with eos_id >= 0")
+  return SubwordTokenizer(int(model.vocab_size()), end, model.encode, model.decode)
+
+
+def _huggingface(setting: str) -> Tokenizer:
+  """A tokenizer.json file (package `tokenizers`)."""
+
+  def load(package: Any, file: str) -> Any:
+    return package.Tokenizer.from_file(file)
+
+  model = _loaded(setting, "tokenizers", "a Hugging Face tokenizer.json", load)
+  # Truncation and padding settings stored in the file would silently cut documents.
+  model.no_truncation()
+  model.no_padding()
+  ids = model.get_vocab(with_added_tokens=True)
+  end = next((ids[name] for name in END_TOKENS if name in ids), -1)
+  rule = f"the file has none of the end-of-text tokens {', '.join(END_TOKENS)}"
+  fix = "add one as a special token and save the file again"
+  require(end >= 0, "data.tokenizer", setting, rule, fix)
+  return SubwordTokenizer(
+    vocab_size=max(ids.values()) + 1,  # ids may have gaps
+    end_token=end,
+    to_ids=lambda text: model.encode(text, add_special_tokens=False).ids,
+    to_text=functools.partial(model.decode, skip_special_tokens=True),
+  )
+
+
+def _loaded(setting: str, package: str, what: str, load: Callable[[ModuleType, str], Any]) -> Any:
+  """`load(package, file)` of the setting's file, which should be `what`."""
   file = setting.partition(":")[2]
   try:
     module = importlib.import_module(package)
   except ImportError as error:
-    rule, fix = (
-      f"needs the optional package {package!r} ({error})",
-      "pip install 'ddiloco[tokenizers]'",
-    )
-    raise refusal("data.tokenizer", setting, rule, f"{fix}, or use 'bytes'") from error
+    rule = f"needs the optional package {package!r} ({error})"
+    fix = "pip install 'ddiloco[tokenizers]', or use 'bytes'"
+    raise refusal("data.tokenizer", setting, rule, fix) from error
   rule, fix = f"there is no file {file!r}", "give the path of an existing tokenizer file"
   require(Path(file).is_file(), "data.tokenizer", setting, rule, fix)
   try:
-    return load(module)
+    return load(module, file)
   except Exception as error:  # `tokenizers` raises plain Exception and nothing finer
     rule = f"the file is not {what} ({type(error).__name__}: {str(error).strip()})"
     raise refusal("data.tokenizer", setting, rule, "check the file, or copy it again") from error
-
-
-def _known(ids: Iterable[int], vocab_size: int) -> list[int]:
-  """The ids below `vocab_size`: a model's padded vocabulary may have more, which have no text."""
-  return [i for i in map(int, ids) if 0 <= i < vocab_size]
 
 
 # --- sources --------------------------------------------------------------------------------------
@@ -185,9 +179,8 @@ def read_parts(data: DataConfig, tokenizer: Tokenizer) -> tuple[np.ndarray, ...]
   for name, content in documents:
     if content:
       pieces += [_encode(name, content, tokenizer), end]
-  require(
-    bool(pieces), "data.path", data.path, "every matching file is empty", "give files with text"
-  )
+  rule = "every matching file is empty"
+  require(bool(pieces), "data.path", data.path, rule, "give files with text")
   return (np.concatenate(pieces),)
 
 

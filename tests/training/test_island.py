@@ -127,7 +127,7 @@ def test_a_piece_lies_as_its_leaf(cube, axes, shape, layer, rows, spec):
   piece = fragments.Piece("any", layer, 0, rows, (rows, shape[-1]), 0, average=False)
   kind = PieceKind.of(piece, leaf)
   assert kind.piece.sharding.spec == jax.sharding.PartitionSpec(*spec)
-  assert (kind.start is None) == (rows == shape[-2])
+  assert kind.start == 0
 
 
 def test_programs_grow_with_the_kinds_of_tensors_only():
