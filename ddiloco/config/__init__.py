@@ -144,11 +144,10 @@ def default() -> ml_collections.ConfigDict:
 def changeable(config: Config) -> ml_collections.ConfigDict:
   """The config's values as a ConfigDict that refuses unknown fields."""
   values = ml_collections.ConfigDict(dataclasses.asdict(config), allow_dotted_keys=True)
-  free = {"islands": ("overrides", "resources"), "chaos": ("regions",)}  # fields with free names
-  free |= dict.fromkeys(("model", "data", "inner"), ("options",))
-  for section, names in free.items():
-    for name in names:
-      values[section][name].unlock()
+  for section in values.values():
+    for field in section.values() if isinstance(section, ml_collections.ConfigDict) else ():
+      if isinstance(field, ml_collections.ConfigDict):  # a mapping, whose names are free
+        field.unlock()
   return values
 
 

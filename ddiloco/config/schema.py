@@ -226,31 +226,20 @@ class IslandConfig:
     one_of("islands", self, "attention", "auto", "einsum", "splash", "cudnn")
     one_of("islands", self, "remat", "none", "products", "attention", "full")
     axes = (self.data, self.fsdp, self.tensor)
-    require(
-      all(a == -1 or a > 0 for a in axes) and axes.count(-1) <= 1,
-      "islands.(data, fsdp, tensor)",
-      axes,
-      "mesh axes must be positive, at most one of them -1",
-      "use data=1, fsdp=-1, tensor=1",
-    )
-    known = math.prod(a for a in axes if a != -1)
-    rule = f"must match the mesh axes data, fsdp, tensor = {axes}"
-    fix = f"use a multiple of {known}, or other axes"
-    good = not self.devices or (self.devices % known == 0 if -1 in axes else self.devices == known)
-    must("islands", self, "devices", good, rule, fix)
+    good = all(a == -1 or a > 0 for a in axes) and axes.count(-1) <= 1
+    rule, fix = "must be positive, at most one of them -1", "use data=1, fsdp=-1, tensor=1"
+    require(good, "islands.(data, fsdp, tensor)", axes, rule, fix)
+    if self.devices:
+      self.mesh_shape(self.devices)
 
   def mesh_shape(self, devices: int) -> tuple[int, int, int]:
     """(data, fsdp, tensor) for an island that was given `devices` devices."""
     axes = (self.data, self.fsdp, self.tensor)
     known = math.prod(a for a in axes if a != -1)
     data, fsdp, tensor = (devices // known if a == -1 else a for a in axes)
-    require(
-      data * fsdp * tensor == devices,
-      "islands.(data, fsdp, tensor)",
-      axes,
-      f"must multiply to the island's {devices} devices",
-      "set one axis to -1",
-    )
+    rule = f"must multiply to the island's {devices} devices"
+    good = data * fsdp * tensor == devices
+    require(good, "islands.(data, fsdp, tensor)", axes, rule, "set one axis to -1")
     return data, fsdp, tensor
 
   def require_even_batch(self, devices: int, accumulation_steps: int, learner: int) -> None:
@@ -470,21 +459,16 @@ class Fault:
       fix = "use 'syncer-0', or '!syncer-0' for all but it"
       good = _is_role(peer.removeprefix("!"))
       require(good, "chaos.faults.peers", peer, "must name a role", fix)
-    require(
-      (self.at_step >= 0) != (self.at_seconds >= 0),
-      "chaos.faults.(at_step, at_seconds)",
-      (self.at_step, self.at_seconds),
-      "exactly one of them says when",
-      "set one and leave the other -1",
-    )
-    ends = self.action not in ("kill", "join")
+    when = (self.at_step, self.at_seconds)
+    good = (self.at_step >= 0) != (self.at_seconds >= 0)
+    rule, fix = "exactly one of them says when", "set one and leave the other -1"
+    require(good, "chaos.faults.(at_step, at_seconds)", when, rule, fix)
     rule = "must not be negative (kill and join take -1: for good)"
-    fix = "use 5"
-    good = self.seconds >= 0 or (not ends and self.seconds == -1)
-    must("chaos.faults", self, "seconds", good, rule, fix)
+    good = self.seconds >= 0 or (self.action in ("kill", "join") and self.seconds == -1)
+    must("chaos.faults", self, "seconds", good, rule, "use 5")
     least = 0 if self.action == "poison" else 1
-    good = self.factor >= least
-    must("chaos.faults", self, "factor", good, f"must be at least {least}", "use 2")
+    rule = f"must be at least {least}"
+    must("chaos.faults", self, "factor", self.factor >= least, rule, "use 2")
     must("chaos.faults", self, "share", 0 < self.share <= 1, "must lie in (0, 1]", "use 0.5")
     not_negative("chaos.faults", self, "delay_seconds")
     positive("chaos.faults", self, "bits_per_second")

@@ -145,16 +145,8 @@ def generate(
   require(highest < size, "model.vocab_size", size, rule, fix)
   buffer = np.zeros(context_length + num_tokens, np.int32)
   buffer[: len(ids)] = ids
-  out = _continue(
-    model,
-    num_tokens,
-    params,
-    buffer,
-    np.int32(len(ids)),
-    np.int32(tokenizer.vocab_size),
-    np.float32(temperature),
-    jax.random.key(seed),
-  )
+  lengths, key = (len(ids), tokenizer.vocab_size), jax.random.key(seed)
+  out = _continue(model, num_tokens, params, buffer, *lengths, float(temperature), key)
   return tokenizer.decode(np.asarray(out)[len(ids) : len(ids) + num_tokens])
 
 

@@ -19,7 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers, muon
 
 from ddiloco import custom
-from ddiloco.config import Config, ConfigError, InnerConfig
+from ddiloco.checks import require
+from ddiloco.config import Config, InnerConfig
 from ddiloco.models.model import Axes, Batch, Execution, Model, Params
 from ddiloco.training.devices import (
   host_memory,
@@ -72,9 +73,10 @@ def optimizer(inner: InnerConfig, axes: Mapping[str, Axes]) -> optax.GradientTra
   """
   if inner.custom:
     return custom.load_optimizer(inner)
+  adam = optax.scale_by_adam(inner.b1, inner.b2, inner.epsilon, mu_dtype=jnp.float32)
   return optax.chain(
     optax.clip_by_global_norm(inner.clip_norm) if inner.clip_norm else optax.identity(),
-    _adam(inner) if inner.optimizer == "adamw" else _muon(inner, axes),
+    adam if inner.optimizer == "adamw" else _muon(inner, axes),
     optax.add_decayed_weights(inner.weight_decay, mask=functools.partial(decayed, axes))
     if inner.weight_decay
     else optax.identity(),
@@ -82,19 +84,15 @@ def optimizer(inner: InnerConfig, axes: Mapping[str, Axes]) -> optax.GradientTra
   )
 
 
-def _adam(inner: InnerConfig) -> optax.GradientTransformation:
-  return optax.scale_by_adam(inner.b1, inner.b2, inner.epsilon, mu_dtype=jnp.float32)
-
-
 def _muon(inner: InnerConfig, axes: Mapping[str, Axes]) -> optax.GradientTransformation:
   """Orthogonalized momentum, with steps as long as Adam's, so that the same learning rates fit."""
   matrices = {name: hidden_matrix(each) for name, each in axes.items()}
-  if not any(matrices.values()):
-    raise ConfigError(
-      "inner.optimizer = 'muon': is for hidden matrices, and the model's logical_axes() name none:"
-      " no parameter of stacked layers has 'embed' and another axis of its matrix. Fix: name the"
-      " axes (ddiloco.Model), or use 'adamw'."
-    )
+  rule = (
+    "is for hidden matrices, and the model's logical_axes() name none: no parameter of stacked"
+    " layers has 'embed' and another axis of its matrix"
+  )
+  fix = "name the axes (ddiloco.Model), or use 'adamw'"
+  require(any(matrices.values()), "inner.optimizer", inner.optimizer, rule, fix)
   return muon(
     learning_rate=-1.0,  # keeps the gradient's sign, as `scale_by_adam` does
     adam_b1=inner.b1,

@@ -120,8 +120,8 @@ def _type_of(path: str) -> type:
     ({"data": {"source": "text"}}, "data.path", "source is 'text'"),
     ({"islands": {"data": -1}}, "islands.(data, fsdp, tensor)", "at most one of them -1"),
     ({"islands": {"tensor": 0}}, "islands.(data, fsdp, tensor)", "must be positive"),
-    ({"islands": {"devices": 3, "tensor": 2}}, "islands.devices", "match the mesh axes"),
-    ({"islands": {"devices": 4, "fsdp": 2}}, "islands.devices", "match the mesh axes"),
+    ({"islands": {"devices": 3, "tensor": 2}}, "islands.(data, fsdp, tensor)", "must multiply"),
+    ({"islands": {"devices": 4, "fsdp": 2}}, "islands.(data, fsdp, tensor)", "must multiply"),
     ({"islands": {"devices": 4, "batch_size": 6}}, "islands.batch_size", "accumulation_steps = 4"),
     (
       {"inner": {"optimizer": "muon"}, "checkpoint": {"rejoin": "peer"}},
@@ -137,7 +137,11 @@ def _type_of(path: str) -> type:
     ({"islands": {"overrides": {"²": {}}}}, "islands.overrides", "learner numbers"),
     ({"islands": {"overrides": {"1": 3}}}, "islands.overrides.1", "mapping"),
     ({"islands": {"overrides": 3}}, "islands.overrides", "mapping"),
-    ({"islands": {"overrides": {"1": {"fsdp": 2}}}}, "islands.devices", "match the mesh axes"),
+    (
+      {"islands": {"overrides": {"1": {"fsdp": 2}}}},
+      "islands.(data, fsdp, tensor)",
+      "must multiply",
+    ),
     ({"islands": {"overrides": {"1": {"devices": "2"}}}}, "islands.overrides.1.devices", "int"),
   ],
 )
