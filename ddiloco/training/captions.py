@@ -27,7 +27,7 @@ import numpy as np
 from ddiloco.checks import build, positive, refusal, require
 from ddiloco.config import Config, DataConfig
 from ddiloco.models.layers import NO_TEXT
-from ddiloco.training.data import ReadingOrder, by_position, check_token_ids, open_corpus
+from ddiloco.training.data import by_position, check_token_ids, open_corpus, reading_order
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 # The words for the three measured properties: each word names a third, or half, of all images.
@@ -96,11 +96,11 @@ class Pairs:
       f" and there are {len(trained_on)} to train on",
       "lower islands.num_learners, islands.batch_size or data.options.image_share",
     )
-    order = ReadingOrder(len(trained_on), config, learner)
+    order = reading_order(len(trained_on), config, learner)
 
     def read(position: int) -> dict[str, np.ndarray]:
       places = range(position * num_images, (position + 1) * num_images)
-      images = trained_on[[order[place] for place in places]]
+      images = trained_on[[*map(order, places)]]
       batch = self.rows(images, places, text[position])
       where = f"the captions (batch {position})"
       check_token_ids(batch["tokens"], config.model.vocab_size, where)

@@ -114,12 +114,12 @@ class Corpus:
     """See `Source`, and `Stream` for the windows of each learner. `batch_size` 0: the island's."""
     size = batch_size or config.islands.island(learner).batch_size
     self._check(config, learner)
-    order = ReadingOrder(len(self.train), config, learner)
+    order = reading_order(len(self.train), config, learner)
     files = self.data.path or self.data.source
 
     def read(position: int) -> np.ndarray:
       places = range(position * size, (position + 1) * size)
-      tokens_BxT1 = self.train.read([order[place] for place in places])
+      tokens_BxT1 = self.train.read([*map(order, places)])
       # As the file has them: an id of 2**31 or more is negative in int32.
       tokens = tokens_BxT1.view(np.uint32)
       check_token_ids(tokens, config.model.vocab_size, f"{files} (batch {position})")
@@ -245,29 +245,24 @@ def _bisection(lap: int) -> float:
   return int(bits[::-1], 2) / 2 ** len(bits)
 
 
-class ReadingOrder:
-  """A learner's endless sequence out of `count` things: each epoch is a new permutation.
+def reading_order(count: int, config: Config, learner: int) -> Callable[[int], int]:
+  """A learner's endless sequence out of `count` things, by place: each epoch is a new permutation.
 
   In its epoch, learner m of M reads places m, m + M, m + 2M, ... of the permutation of all things:
   the order of shuffle(seed)[m::M].repeat().
   """
+  num_streams = config.islands.num_learners
+  lap, stream = divmod(learner, num_streams)
+  epoch_size = len(range(stream, count, num_streams))
+  first_place = int(_bisection(lap) * epoch_size)
 
-  def __init__(self, count: int, config: Config, learner: int):
-    self._count, self._seed = count, config.seed
-    self._num_streams = config.islands.num_learners
-    lap, self._stream = divmod(learner, self._num_streams)
-    self._epoch = len(range(self._stream, count, self._num_streams))
-    self._first_place = int(_bisection(lap) * self._epoch)
+  def thing(place: int) -> int:
+    epoch, within = divmod(first_place + place, epoch_size)
+    seed = _shuffle_seed(config.seed, epoch)
+    index = stream + within * num_streams
+    return grain_experimental.index_shuffle(index, max_index=count - 1, seed=seed, rounds=4)
 
-  def __getitem__(self, place: int) -> int:
-    """The thing at a place of this learner's endless sequence."""
-    epoch, within = divmod(self._first_place + place, self._epoch)
-    return grain_experimental.index_shuffle(
-      self._stream + within * self._num_streams,
-      max_index=self._count - 1,
-      seed=_shuffle_seed(self._seed, epoch),
-      rounds=4,
-    )
+  return thing
 
 
 def by_position(read: Callable[[int], Batch]) -> grain.MapDataset[Batch]:

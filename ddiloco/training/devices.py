@@ -223,11 +223,9 @@ def param_sharding(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh)
   Raises:
     ValueError: `axes` and `shape` have different lengths.
   """
-  if len(axes) != len(shape):
-    raise ValueError(f"axes {tuple(axes)} and shape {tuple(shape)} must have the same length")
   used: set[str] = set()
   spec: list[Any] = []
-  for name, size in zip(axes, shape):
+  for name, size in zip(axes, shape, strict=True):
     split: list[str] = []
     for axis in RULES.get(name or "", ()):
       parts = math.prod(mesh.shape[a] for a in (*split, axis))
