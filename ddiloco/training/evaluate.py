@@ -133,6 +133,8 @@ def generate(
   require(0 <= seed < 1 << 32, "seed", seed, "must lie between 0 and 2**32 - 1", "use 0")
   known = prompt.encode("utf-8", "replace").decode("utf-8")
   require(prompt == known, "prompt", prompt, "has bytes that are no UTF-8", f"use {known!r}")
+  if not num_tokens:
+    return ""
   ids = tokenizer.encode(prompt).astype(np.int32)
   if not len(ids):
     ids = np.array([tokenizer.end_token], np.int32)
