@@ -348,17 +348,16 @@ def move_rows(
   return _take_rows(x_BxRxD, source_BxM // copies)
 
 
-def _move_rows_forward(copies, x_BxRxD, source_BxM, target_BxN):
-  return move_rows(copies, x_BxRxD, source_BxM, target_BxN), target_BxN
-
-
 def _move_rows_backward(copies, target_BxN, grad_BxMxD):
   grad_BxNxD = _take_rows(grad_BxMxD, target_BxN)
   b, n, d = grad_BxNxD.shape
   return jnp.sum(grad_BxNxD.reshape(b, n // copies, copies, d), axis=2), None, None
 
 
-move_rows.defvjp(_move_rows_forward, _move_rows_backward)
+move_rows.defvjp(
+  lambda copies, x, source, target: (move_rows(copies, x, source, target), target),
+  _move_rows_backward,
+)
 
 
 class MixtureOfExperts(nnx.Module):

@@ -209,10 +209,6 @@ def project(x_BxTxD: jax.Array, table_NxD: jax.Array) -> jax.Array:
   return jnp.einsum("BTD,ND->BTN", x_BxTxD, table_NxD, preferred_element_type=jnp.float32)
 
 
-def _project(x_BxTxD: jax.Array, table_NxD: jax.Array):
-  return project(x_BxTxD, table_NxD), (x_BxTxD, table_NxD)
-
-
 def _project_back(saved: tuple[jax.Array, jax.Array], gradient_BxTxN: jax.Array):
   x_BxTxD, table_NxD = saved
   gradient_BxTxN = gradient_BxTxN.astype(x_BxTxD.dtype)
@@ -222,7 +218,7 @@ def _project_back(saved: tuple[jax.Array, jax.Array], gradient_BxTxN: jax.Array)
   return of_x.astype(x_BxTxD.dtype), of_table.astype(table_NxD.dtype)
 
 
-project.defvjp(_project, _project_back)
+project.defvjp(lambda x, table: (project(x, table), (x, table)), _project_back)
 
 
 def cross_entropy_in_chunks(

@@ -115,7 +115,7 @@ def test_param_sharding(mesh, axes, shape, spec):
 
 
 def test_axes_must_match_the_shape(mesh):
-  with pytest.raises(ValueError, match="longer|shorter"):
+  with pytest.raises(ValueError, match=r"longer|shorter"):
     devices.param_sharding(("embed",), (2, 3), mesh)
 
 
