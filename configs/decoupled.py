@@ -9,9 +9,7 @@ Algorithm: balanced fragments, minimum quorum K = 1 with an adaptive grace windo
 Numbers:   held-out loss 5.29 +- 0.18 untrained, 1.237 +- 0.012 at the end (virtual time, three
            seeds: scripts/expected_loss.py). A real run ends when 4 M tokens are merged, not
            trained: overwriting discards a tenth of them or more. Each island made 1,173 steps, and
-           the loss was 1.200 (one run). The five algorithms' configs as they are, on equally many
-           trained tokens: data-parallel 1.147 +- 0.008, default 1.195 +- 0.004, streaming 1.224 +-
-           0.006, decoupled 1.237 +- 0.012, DiLoCo 1.242 +- 0.005. Tuned, each for itself:
+           the loss was 1.200 (one run). The other algorithms: configs/default.py; tuned:
            docs/results.md, "The algorithms".
 """
 

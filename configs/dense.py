@@ -20,41 +20,31 @@ paper's settings: 8 learners, 24 fragments, each synced every 24 steps, 2 syncs 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import ml_collections
 
 from ddiloco import config
 
-
-class Preset(NamedTuple):
-  """One line of the table."""
-
-  vocab: int  # V; 256 is bytes
-  layers: int  # L
-  dim: int  # D
-  heads: int  # H
-  kv_heads: int  # K
-  head_dim: int
-  mlp: int  # F
-  batch: int  # sequences a step and island
-  learning_rate: float
-  tokens: float  # of the whole run
-
+# The table's columns: V (256 is bytes), L, D, H, K, head dim, F, sequences a step and island, the
+# learning rate, and the tokens of the whole run.
+FIELDS = (
+  *("model.vocab_size", "model.num_layers", "model.model_dim", "model.num_heads"),
+  *("model.num_kv_heads", "model.head_dim", "model.mlp_dim", "islands.batch_size"),
+  *("inner.learning_rate", "run.total_tokens"),
+)
 
 # fmt: off
 PRESETS = {
-  #               V       L   D     H   K  head F      B    lr    tokens    parameters
-  "100k": Preset(256,     2,  64,   4,  2, 16,  160,   8,   8e-3, 4e6),    # 102,720
-  "1m":   Preset(256,     5,  128,  8,  4, 16,  384,   8,   6e-3, 20e6),   # 1,017,216
-  "10m":  Preset(256,     12, 256,  8,  4, 32,  768,   16,  3e-3, 200e6),  # 9,509,120
-  "100m": Preset(32_768,  12, 768,  12, 4, 64,  2048,  32,  1e-3, 2e9),   # 100,682,496
-  "500m": Preset(32_768,  26, 1280, 10, 2, 128, 3584,  32,  6e-4, 10e9),   # 502,073,600
-  "1b":   Preset(32_768,  20, 2048, 16, 4, 128, 6144,  64,  4e-4, 20e9),   # 1,031,882,752
-  "2b":   Preset(131_072, 24, 2560, 20, 4, 128, 6912,  64,  4e-4, 26e9),   # 1,987,176,960
-  "5b":   Preset(262_144, 36, 3072, 24, 8, 128, 9984,  128, 3e-4, 72e9),   # 5,023,951,872
-  "9b":   Preset(262_144, 36, 4096, 32, 8, 128, 14336, 128, 2e-4, 141e9),  # 8,925,777,920
-  "12b":  Preset(262_144, 38, 5120, 40, 8, 128, 14336, 128, 2e-4, 240e9),  # 12,100,961,280
+  #         V       L   D     H   K  head F      B    lr    tokens    parameters
+  "100k": (256,     2,  64,   4,  2, 16,  160,   8,   8e-3, 4e6),    # 102,720
+  "1m":   (256,     5,  128,  8,  4, 16,  384,   8,   6e-3, 20e6),   # 1,017,216
+  "10m":  (256,     12, 256,  8,  4, 32,  768,   16,  3e-3, 200e6),  # 9,509,120
+  "100m": (32_768,  12, 768,  12, 4, 64,  2048,  32,  1e-3, 2e9),   # 100,682,496
+  "500m": (32_768,  26, 1280, 10, 2, 128, 3584,  32,  6e-4, 10e9),   # 502,073,600
+  "1b":   (32_768,  20, 2048, 16, 4, 128, 6144,  64,  4e-4, 20e9),   # 1,031,882,752
+  "2b":   (131_072, 24, 2560, 20, 4, 128, 6912,  64,  4e-4, 26e9),   # 1,987,176,960
+  "5b":   (262_144, 36, 3072, 24, 8, 128, 9984,  128, 3e-4, 72e9),   # 5,023,951,872
+  "9b":   (262_144, 36, 4096, 32, 8, 128, 14336, 128, 2e-4, 141e9),  # 8,925,777,920
+  "12b":  (262_144, 38, 5120, 40, 8, 128, 14336, 128, 2e-4, 240e9),  # 12,100,961,280
 }
 # fmt: on
 # An island of each: what it fits, as `ddiloco compile` says (docs/accelerators.md).
@@ -75,28 +65,19 @@ def get_config(preset: str = "1m") -> ml_collections.ConfigDict:
   Raises:
     ConfigError: there is no such preset.
   """
-  if preset not in PRESETS:
-    raise config.ConfigError(
-      f"preset = {preset!r}: configs/dense.py has {', '.join(PRESETS)}."
-      " Fix: for example --config=configs/dense.py:1m."
-    )
-  row = PRESETS[preset]
-  c = config.default()
-  c.model.vocab_size = row.vocab
-  c.model.num_layers = row.layers
-  c.model.model_dim = row.dim
-  c.model.num_heads = row.heads
-  c.model.num_kv_heads = row.kv_heads
-  c.model.head_dim = row.head_dim
-  c.model.mlp_dim = row.mlp
-  c.islands.batch_size = row.batch
-  c.inner.learning_rate = row.learning_rate
+  c = sized(config.preset(PRESETS, preset))
   c.islands.topology = TOPOLOGIES.get(preset, "")
-  c.run.total_tokens = int(row.tokens)
-  if row.vocab > 256:
-    set_large(c)
-  elif preset != "100k":  # 100k has 20 tensors: of 24 fragments many would be empty
+  if preset in ("1m", "10m"):  # 100k has 20 tensors: of 24 fragments many would be empty
     c.sync.num_fragments = 24
+  return c
+
+
+def sized(row: tuple[float, ...]) -> ml_collections.ConfigDict:
+  """The run of one line of the table."""
+  c = config.default()
+  c.update_from_flattened_dict(dict(zip(FIELDS, (*row[:-1], int(row[-1])))))
+  if c.model.vocab_size > 256:
+    set_large(c)
   return c
 
 

@@ -6,10 +6,8 @@ Time:      161 s: 213,568 parameters, 4 M tokens, 977 steps of every island.
 Algorithm: strided layers as fragments; a sync may take tau steps, after which all learners wait for
            the new version; 4-bit outer gradients.
 Numbers:   held-out loss 5.29 +- 0.18 untrained, 1.224 +- 0.006 at the end (virtual time, three
-           seeds: scripts/expected_loss.py). The five algorithms' configs as they are, on equally
-           many trained tokens: data-parallel 1.147 +- 0.008, default 1.195 +- 0.004, streaming
-           1.224 +- 0.006, decoupled 1.237 +- 0.012, DiLoCo 1.242 +- 0.005. Tuned, each for itself:
-           docs/results.md, "The algorithms".
+           seeds: scripts/expected_loss.py). The other algorithms: configs/default.py;
+           tuned: docs/results.md, "The algorithms".
 """
 
 from ddiloco import config

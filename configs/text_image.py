@@ -41,12 +41,7 @@ def get_config(preset: str = "tiny") -> ml_collections.ConfigDict:
   Raises:
     ConfigError: there is no such preset.
   """
-  if preset not in PRESETS:
-    raise config.ConfigError(
-      f"preset = {preset!r}: configs/text_image.py has {', '.join(PRESETS)}."
-      " Fix: for example --config=configs/text_image.py:tiny."
-    )
-  return PRESETS[preset]()
+  return config.preset(PRESETS, preset)()
 
 
 def tiny() -> ml_collections.ConfigDict:

@@ -31,11 +31,7 @@ def get_config(preset: str = "decoupled") -> ml_collections.ConfigDict:
   Raises:
     ConfigError: there is no such preset.
   """
-  if preset not in STEPS:
-    raise config.ConfigError(
-      f"preset = {preset!r}: configs/wan.py has {', '.join(STEPS)}."
-      " Fix: for example --config=configs/wan.py:data_parallel."
-    )
+  steps = config.preset(STEPS, preset)
   c = config.default()
   c.model.num_layers = 4  # 1,820,352 parameters: 7.3 MB, a third of a second of the link
   c.model.model_dim = 192
@@ -47,7 +43,7 @@ def get_config(preset: str = "decoupled") -> ml_collections.ConfigDict:
   c.islands.num_learners = 2
   c.islands.batch_size = 4
   c.sync.num_shards = 2
-  c.run.total_tokens = STEPS[preset] * 2 * 4 * 128  # learners x batch x length
+  c.run.total_tokens = steps * 2 * 4 * 128  # learners x batch x length
   c.run.evaluations = 4  # few: evaluations share the islands' cores
   if preset == "data_parallel":
     set_data_parallel(c)

@@ -301,7 +301,8 @@ class Run:
     from ddiloco.observe.run_state import RunState
 
     run = RunState(self.config).read(stream_events(self.workdir))
-    now = time.time() - float((self.workdir / STARTED).read_text())
+    began = self.workdir / STARTED  # written a moment after the config
+    now = time.time() - float(began.read_text()) if began.exists() else 0.0
     return status(run, now, self.config.sync, outcome(self.workdir).get("reason", ""))
 
   def evaluate(self) -> dict[str, float]:

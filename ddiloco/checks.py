@@ -7,19 +7,26 @@ import difflib
 import math
 import sys
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import ml_collections
+
+_MISSING = dataclasses.MISSING
 
 
 class ConfigError(ValueError):
   """A config field breaks its rule. The text names field, value, rule and fix."""
 
 
+def refusal(field: str, value: Any, rule: str, fix: str) -> ConfigError:
+  """The error to raise for a value that breaks its rule."""
+  return ConfigError(f"{field} = {value!r}: {rule}. Fix: {fix}.")
+
+
 def require(ok: bool, field: str, value: Any, rule: str, fix: str) -> None:
   if not ok:
-    raise ConfigError(f"{field} = {value!r}: {rule}. Fix: {fix}.")
+    raise refusal(field, value, rule, fix)
 
 
 def must(section: str, config: Any, name: str, ok: bool, rule: str, fix: str) -> None:
@@ -40,10 +47,14 @@ def not_negative(section: str, config: Any, *names: str) -> None:
 
 
 def one_of(section: str, config: Any, name: str, *choices: str) -> None:
-  value = getattr(config, name)
-  close = difflib.get_close_matches(str(value), choices, 1) or choices[:1]
+  require_one_of(f"{section}.{name}", getattr(config, name), choices)
+
+
+def require_one_of(field: str, value: Any, choices: Iterable[str]) -> None:
+  choices = list(choices)
+  close = difflib.get_close_matches(str(value), choices, 1) or choices
   rule = f"must be one of {', '.join(choices)}"
-  must(section, config, name, value in choices, rule, f"for example {close[0]!r}")
+  require(value in choices, field, value, rule, f"for example {close[0]!r}")
 
 
 def share(section: str, config: Any, *names: str) -> None:
@@ -69,52 +80,45 @@ def refuse_unknown(where: str, values: Mapping[str, Any], cls: type) -> None:
   for name in values:
     close = difflib.get_close_matches(str(name), known, 1)
     fix = f"did you mean {close[0]!r}" if close else f"known fields are {', '.join(known)}"
-    require(
-      name in known, f"{where}.{name}".lstrip("."), values[name], "there is no such field", fix
-    )
+    field = f"{where}.{name}".lstrip(".")
+    require(name in known, field, values[name], "there is no such field", fix)
 
 
 def build(cls: type, values: Mapping[str, Any], where: str) -> Any:
   """A frozen dataclass from a nested mapping, with types checked field by field."""
+  typed = typed_fields(cls, values, where)
+  needed = [f.name for f in dataclasses.fields(cls) if f.default is f.default_factory is _MISSING]
+  missing = [name for name in needed if name not in typed]
+  require(not missing, where, typed, f"must have {', '.join(missing)}", "give what is missing")
+  return cls(**typed)
+
+
+def typed_fields(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
+  """Values of some of the dataclass's fields, with names and types checked."""
   if isinstance(values, ml_collections.ConfigDict):
     values = values.to_dict()
   require(isinstance(values, Mapping), where or "config", values, "must be a mapping", "nest it")
   refuse_unknown(where, values, cls)
   hints = typing.get_type_hints(cls)
-  built = {}
-  for name, value in values.items():
-    field = f"{where}.{name}".lstrip(".")
-    built[name] = coerce(hints[name], value, field)
-  try:
-    return cls(**built)
-  except TypeError as error:
-    raise ConfigError(f"{where}: {error}. Fix: give the missing field.") from error
+  return {n: coerce(hints[n], v, f"{where}.{n}".lstrip(".")) for n, v in values.items()}
 
 
 def coerce(hint: Any, value: Any, field: str) -> Any:
   if isinstance(hint, type) and dataclasses.is_dataclass(hint):
     return build(hint, value, field)
-  if typing.get_origin(hint) is tuple:
+  origin, each = typing.get_origin(hint), typing.get_args(hint)
+  if origin is tuple:
     require(isinstance(value, tuple | list), field, value, "must be a sequence", "use a tuple")
-    each = typing.get_args(hint)[0]
-    return tuple(coerce(each, v, f"{field}[{i}]") for i, v in enumerate(value))
-  if hint is float and isinstance(value, int) and not isinstance(value, bool):
-    rule, fix = "must be a finite number", "give a finite value"
-    require(abs(value) <= sys.float_info.max, field, value, rule, fix)
-    return float(value)
-  if typing.get_origin(hint) is Mapping:
+    return tuple(coerce(each[0], v, f"{field}[{i}]") for i, v in enumerate(value))
+  if origin is Mapping:
     require(isinstance(value, Mapping), field, value, "must be a mapping", "use {'2': {...}}")
-    each = typing.get_args(hint)[1]
-    if each is Any:
-      return dict(value)
-    return {name: coerce(each, v, f"{field}.{name}") for name, v in value.items()}
+    return {name: coerce(each[1], v, f"{field}.{name}") for name, v in value.items()}
+  if hint is Any:
+    return value
+  if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    value = float(value) if abs(value) <= sys.float_info.max else math.inf
   right = isinstance(value, hint) and not (hint is int and isinstance(value, bool))
   require(right, field, value, f"must be of type {hint.__name__}", f"give a {hint.__name__}")
-  require(
-    not isinstance(value, float) or math.isfinite(value),
-    field,
-    value,
-    "must be a finite number",
-    "give a finite value",
-  )
+  finite = not isinstance(value, float) or math.isfinite(value)
+  require(finite, field, value, "must be a finite number", "give a finite value")
   return value

@@ -17,12 +17,13 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
-from ddiloco.config import Config, ConfigError, InnerConfig, ModelConfig
+from ddiloco.checks import refusal
+from ddiloco.config import Config, ConfigError, DataConfig, InnerConfig, ModelConfig
 
 if TYPE_CHECKING:
   import optax
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
   from ddiloco.models.model import Model
 
 SECTIONS = ("model", "data", "inner")  # sections of a config that have a field `custom`
+Section: TypeAlias = ModelConfig | DataConfig | InnerConfig
 
 
 # --- The config's model and optimizer, ddiloco's own or the user's
@@ -47,22 +49,21 @@ def load_model(config: ModelConfig) -> Model:
 
   if not config.custom:
     return transformer.language_model(config)
-  model = make("model", config)
   wanted = [name for name in vars(Model) if not name.startswith("_")]
-  refuse_missing("model", config.custom, model, wanted, "ddiloco.models.model.Model")
-  shapes = _called("model", config.custom, "shapes()", model.shapes)
-  axes = _called("model", config.custom, "logical_axes()", model.logical_axes)
+  model = make(config, wanted, "ddiloco.models.model.Model")
+  shapes = _called(config, "shapes()", model.shapes)
+  axes = _called(config, "logical_axes()", model.logical_axes)
   for name, leaf in shapes.items():
+    has_shape = f"parameter {name} has shape {tuple(leaf.shape)}"
     if str(leaf.dtype) != "float32":
-      raise _unfit("model", config.custom, f"parameter {name} is {leaf.dtype}, must be float32")
+      _refuse(config, f"parameter {name} is {leaf.dtype}, must be float32")
     if 0 in leaf.shape:
-      text = f"parameter {name} has shape {tuple(leaf.shape)}"
-      raise _unfit("model", config.custom, f"{text}: it must have values, or nothing can save it")
+      _refuse(config, f"{has_shape}: it must have values, or nothing can save it")
     if len(axes.get(name, ())) != len(leaf.shape):
-      text = f"parameter {name} has shape {tuple(leaf.shape)}, and axes {axes.get(name)}"
-      raise _unfit("model", config.custom, f"{text}: there must be a name or None for each")
+      rule = f"{has_shape}, and axes {axes.get(name)}: there must be a name or None for each"
+      _refuse(config, rule)
   if not shapes or axes.keys() != shapes.keys():
-    raise _unfit("model", config.custom, "shapes() and logical_axes() must name the same, not none")
+    _refuse(config, "shapes() and logical_axes() must name the same, not none")
   return model
 
 
@@ -74,7 +75,7 @@ def check(config: Config) -> None:
       custom part has changed since this process read it.
   """
   for section in SECTIONS:
-    _refuse_changed(section, getattr(config, section).custom)
+    _refuse_changed(getattr(config, section))
   if config.model.custom:
     _check_model(config)
   if config.inner.custom:
@@ -84,52 +85,53 @@ def check(config: Config) -> None:
 def _check_model(config: Config) -> None:
   import jax
 
-  text, model = config.model.custom, load_model(config.model)
-  shapes, batch = model.shapes(), _inputs(config, 2)
+  own, model, rows = config.model, load_model(config.model), 2
+  shapes, length = model.shapes(), config.data.sequence_length
+  batch = _called(own, "inputs()", lambda: model.inputs(rows, length))
+  for leaf in jax.tree.leaves(batch):
+    if leaf.shape[:1] != (rows,):
+      rule = f"inputs({rows}, ...) has an array of shape {leaf.shape}"
+      _refuse(own, f"{rule}: its first axis must be the batch")
   key = jax.eval_shape(lambda: jax.random.key(0))
-  made = _called("model", text, "init()", lambda: jax.eval_shape(model.init, key))
+  made = _called(own, "init()", lambda: jax.eval_shape(model.init, key))
   if (given := _kinds(made)) != (wanted := _kinds(shapes)):
-    raise _unfit("model", text, f"init() gives {given}, must give what shapes() says: {wanted}")
+    _refuse(own, f"init() gives {given}, must give what shapes() says: {wanted}")
 
   def loss() -> dict[str, Any]:
     total, metrics = jax.eval_shape(model.loss, shapes, batch)
     return {"what is minimised": total, **metrics}
 
-  def evaluate() -> dict[str, Any]:
-    return dict(jax.eval_shape(model.evaluate, shapes, batch))
-
-  reported = _called("model", text, "loss()", loss)
+  reported = _called(own, "loss()", loss)
   if odd := sorted(reported.keys() - {"what is minimised", "loss", "load_balance"}):
-    raise _unfit("model", text, f"loss() also reports {odd}; evaluate() is the place")
-  measured = _called("model", text, "evaluate()", evaluate)
+    _refuse(own, f"loss() also reports {odd}; evaluate() is the place")
+  measured = _called(own, "evaluate()", lambda: dict(jax.eval_shape(model.evaluate, shapes, batch)))
   for where, found in (("loss()", reported), ("evaluate()", measured)):
     for name, value in {"loss": None, **found}.items():
       if value is None or value.shape or str(value.dtype) != "float32":
-        raise _unfit("model", text, f"{where} gives {name} = {value}, must give a float32 scalar")
+        _refuse(own, f"{where} gives {name} = {value}, must give a float32 scalar")
 
 
 def _check_optimizer(config: Config) -> None:
   import jax
 
-  transform, shapes = load_optimizer(config.inner), load_model(config.model).shapes()
+  own, shapes = config.inner, load_model(config.model).shapes()
+  transform = load_optimizer(own)
 
   def update() -> Any:
     state = jax.eval_shape(transform.init, shapes)
     return state, *jax.eval_shape(transform.update, shapes, state, shapes)
 
-  before, updates, after = _called("inner", config.inner.custom, "init() or update()", update)
+  before, updates, after = _called(own, "init() or update()", update)
   if (was := _state_kinds(before)) != (becomes := _state_kinds(after)):
-    text = f"update() makes the state {becomes}, must leave it what init() makes: {was}"
-    raise _unfit("inner", config.inner.custom, text)
+    _refuse(own, f"update() makes the state {becomes}, must leave it what init() makes: {was}")
   if keys := [name for name, kind in was.items() if kind.startswith("key<")]:
-    text = f"the state has keys ({', '.join(keys)}), which no snapshot can hold: it must have"
-    raise _unfit("inner", config.inner.custom, f"{text} their jax.random.key_data() instead")
+    rule = f"the state has keys ({', '.join(keys)}), which no snapshot can hold"
+    _refuse(own, f"{rule}: it must have their jax.random.key_data() instead")
   if (given := _kinds(updates)) != (wanted := _kinds(shapes)):
-    text = f"update() gives {given}, must give an update of every parameter: {wanted}"
-    raise _unfit("inner", config.inner.custom, text)
+    _refuse(own, f"update() gives {given}, must give an update of every parameter: {wanted}")
 
 
-def _kinds(arrays: Any) -> Any:
+def _kinds(arrays: Any) -> dict[str, str]:
   return {name: f"{value.dtype}{list(value.shape)}" for name, value in arrays.items()}
 
 
@@ -140,25 +142,11 @@ def _state_kinds(state: Any) -> dict[str, str]:
   return {"structure": str(structure)} | _kinds({jax.tree_util.keystr(p): x for p, x in leaves})
 
 
-def _inputs(config: Config, batch_size: int) -> Any:
-  import jax
-
-  model, length = load_model(config.model), config.data.sequence_length
-  inputs = _called(
-    "model", config.model.custom, "inputs()", lambda: model.inputs(batch_size, length)
-  )
-  for leaf in jax.tree.leaves(inputs):
-    if leaf.shape[:1] != (batch_size,):
-      text = f"inputs({batch_size}, ...) has an array of shape {leaf.shape}"
-      raise _unfit("model", config.model.custom, f"{text}: its first axis must be the batch")
-  return inputs
-
-
 def flops_per_token(config: Config) -> float:
   """Training FLOPs, forward and backward, of one token.
 
   0.0 for a custom model without `flops_per_token` (`models.model.Model`). For ddiloco's own model
-  see `models.transformer.flops_per_token`.
+  see `models.transformer.LanguageModel`.
   """
   own = getattr(load_model(config.model), "flops_per_token", None)
   return float(own(config.data.sequence_length)) if own is not None else 0.0
@@ -170,51 +158,34 @@ def load_optimizer(config: InnerConfig) -> optax.GradientTransformation:
   Raises:
     ConfigError: it cannot be made, or is no optax transform.
   """
-  made = make("inner", config)
-  refuse_missing("inner", config.custom, made, ("init", "update"), "optax.GradientTransformation")
-  return made
+  return make(config, ("init", "update"), "optax.GradientTransformation")
 
 
 # --- Names, and the functions they stand for
 
 
-def make(section: str, config: Any) -> Any:
+def make(config: Section, methods: Iterable[str], protocol: str) -> Any:
   """Calls the function that `config.custom` names with `config`, and returns its result.
 
-  Args:
-    section: "model", "data" or "inner".
-    config: that section.
-
   Raises:
-    ConfigError: there is no such file, module or function, or it fails.
+    ConfigError: there is no such file, module or function, it fails, or what it returns lacks one
+      of the methods that every object of the protocol has.
   """
   where, _, name = config.custom.rpartition(":")
-  module = _called(section, config.custom, where, lambda: _import(section, config.custom))
+  module = _called(config, where, lambda: _import(config))
   factory = getattr(module, name, None)
   if not callable(factory):
     known = [each for each in vars(module) if callable(getattr(module, each)) and each[0] != "_"]
-    raise ConfigError(
-      f"{section}.custom = {config.custom!r}: {where} has no function {name!r}. Fix: name one of"
-      f" its functions ({', '.join(known) or 'there are none'})."
-    )
-  return _called(section, config.custom, f"{name}()", lambda: factory(config))
-
-
-def refuse_missing(
-  section: str, text: str, made: Any, names: tuple[str, ...] | list[str], protocol: str
-) -> None:
-  """Refuses an object that lacks methods of the protocol.
-
-  Raises:
-    ConfigError: names the missing methods.
-  """
-  missing = [name for name in names if not callable(getattr(made, name, None))]
-  if missing:
+    fix = f"name one of its functions ({', '.join(known) or 'there are none'})"
+    raise refusal(_field(config), config.custom, f"{where} has no function {name!r}", fix)
+  made = _called(config, f"{name}()", lambda: factory(config))
+  if missing := [name for name in methods if not callable(getattr(made, name, None))]:
     what = f"it made a {type(made).__name__}, which has no {', '.join(missing)}"
-    raise _unfit(section, text, f"{what}; every {protocol} has")
+    _refuse(config, f"{what}; every {protocol} has")
+  return made
 
 
-def identity(config: Any) -> list[str]:
+def identity(config: Section) -> list[str]:
   """What all roles of a run must agree on: [function, digest of its source]; [] without `custom`.
 
   The path of the file may differ between machines.
@@ -225,8 +196,7 @@ def identity(config: Any) -> list[str]:
   if not config.custom:
     return []
   where, _, name = config.custom.rpartition(":")
-  section = type(config).__name__.removesuffix("Config").lower()
-  source = _source(section, config.custom)
+  source = _source(config)
   return [name, hashlib.sha256(source.read_bytes()).hexdigest()[:16] if source else where]
 
 
@@ -241,27 +211,29 @@ def absolute(config: Config) -> Config:
   return dataclasses.replace(config, **changed) if changed else config
 
 
-def _source(section: str, text: str) -> Path | None:
+def _field(config: Section) -> str:
+  return f"{type(config).__name__.removesuffix('Config').lower()}.custom"
+
+
+def _source(config: Section) -> Path | None:
   """The source file of the named function; None for a module without a file."""
-  where = text.rpartition(":")[0]
+  where = config.custom.rpartition(":")[0]
   if not where.endswith(".py"):
-    found = _called(section, text, where, lambda: importlib.util.find_spec(where))
+    found = _called(config, where, lambda: importlib.util.find_spec(where))
     return Path(found.origin) if found and found.origin and found.has_location else None
   path = Path(os.path.abspath(where))
   if not path.is_file():
-    raise ConfigError(
-      f"{section}.custom = {text!r}: {path} is no file. Fix: name a Python file that every process"
-      " of the run can read, or a module that is installed wherever they run."
-    )
+    fix = "name a Python file that every process of the run can read, or a module that is installed"
+    raise refusal(_field(config), config.custom, f"{path} is no file", f"{fix} wherever they run")
   return path
 
 
-def _import(section: str, text: str) -> ModuleType:
+def _import(config: Section) -> ModuleType:
   """The module; a file is executed once in a process, however its path is written."""
-  where = text.rpartition(":")[0]
+  where = config.custom.rpartition(":")[0]
   if not where.endswith(".py"):
     return importlib.import_module(where)
-  path = _source(section, text)
+  path = _source(config)
   assert path is not None
   name = _module_name(path)
   if name not in sys.modules:
@@ -284,35 +256,33 @@ def _module_name(path: Path) -> str:
   return f"_ddiloco_custom_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
 
 
-def _refuse_changed(section: str, text: str) -> None:
+def _refuse_changed(config: Section) -> None:
   """Refuses a file whose old text this process would run, under the digest of the new text."""
-  path = Path(os.path.abspath(text.rpartition(":")[0]))
+  path = Path(os.path.abspath(config.custom.rpartition(":")[0]))
   module = sys.modules.get(_module_name(path))
   if module and path.is_file() and getattr(module, _READ) != path.read_bytes():
-    raise ConfigError(
-      f"{section}.custom = {text!r}: {path} has changed since this process read it. Fix: train in a"
-      " new process (in a notebook: restart the kernel)."
-    )
+    rule = f"{path} has changed since this process read it"
+    fix = "train in a new process (in a notebook: restart the kernel)"
+    raise refusal(_field(config), config.custom, rule, fix)
 
 
-def _called(section: str, text: str, what: str, call: Callable[[], Any]) -> Any:
+def _called(config: Section, what: str, call: Callable[[], Any]) -> Any:
   """Returns `call()`; any exception of the user's code becomes a ConfigError."""
   try:
     return call()
   except ConfigError:
     raise
   except Exception as error:
-    where = text.rpartition(":")[0]
+    where = config.custom.rpartition(":")[0]
     home = getattr(sys.modules.get(where), "__file__", None) or os.path.abspath(where)
     frames = traceback.extract_tb(error.__traceback__)
     frame = ([each for each in frames if each.filename == home] or frames)[-1]
-    raise ConfigError(
-      f"{section}.custom = {text!r}: {what} fails at {frame.filename}, line {frame.lineno}"
-      f" ({type(error).__name__}: {error}). Fix: correct it there, or the name."
-    ) from error
+    rule = (
+      f"{what} fails at {frame.filename}, line {frame.lineno} ({type(error).__name__}: {error})"
+    )
+    raise refusal(_field(config), config.custom, rule, "correct it there, or the name") from error
 
 
-def _unfit(section: str, text: str, rule: str) -> ConfigError:
-  return ConfigError(
-    f"{section}.custom = {text!r}: {rule}. Fix: see examples/own_model.py, which has all of it."
-  )
+def _refuse(config: Section, rule: str) -> NoReturn:
+  fix = "see examples/own_model.py, which has all of it"
+  raise refusal(_field(config), config.custom, rule, fix)

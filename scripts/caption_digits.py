@@ -38,7 +38,8 @@ ROWS = 128  # at a time
 @functools.partial(jax.jit, static_argnums=0)
 def log_probability(model: ModelConfig, params: Any, tokens: jax.Array, image: jax.Array):
   """The log probability of each row's text: [rows]."""
-  log_p = jax.nn.log_softmax(transformer.apply(model, params, tokens[:, :-1], None, image)[0])
+  logits = transformer.language_model(model).logits(params, tokens[:, :-1], image)
+  log_p = jax.nn.log_softmax(logits)
   targets = tokens[:, 1:]
   chosen = jnp.take_along_axis(log_p, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
   return jnp.sum(jnp.where(targets >= 0, chosen, 0.0), axis=1)

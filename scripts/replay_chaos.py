@@ -116,7 +116,8 @@ class Bench:
   def __init__(self) -> None:
     config = config_of(0)
     self.corpus = data.open_corpus(config.data)
-    groups = devices.shared_on_cpu(devices.partition(jax.devices(), config.islands))
+    counts = [config.islands.island(m).devices for m in range(config.islands.num_learners)]
+    groups = devices.shared_on_cpu(devices.partition(jax.devices(), counts))
     make = IslandMaker(initial.make_plan(config))
     self._islands = {m: make(config, m, group) for m, group in enumerate(groups)}
     self._homes: dict[tuple[int, Started], Home] = {}

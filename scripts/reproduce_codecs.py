@@ -32,7 +32,7 @@ def final_loss(codec: str, seed: int, steps: int) -> float:
     "run.compare_alone": False,
   }
   config = common.config_of("quickstart", fields)
-  tokens = steps * config.planned_tokens_per_step()
+  tokens = steps * config.planned_tokens_per_step
   config = common.config_of("quickstart", {**fields, "run.total_tokens": tokens})
   return Valued(Text(config), seed).train()
 

@@ -66,8 +66,9 @@ def test_too_few_devices_are_named_before_the_run(tmp_path):
 def test_a_run_under_way_can_be_asked(tmp_path):
   (tmp_path / "events").mkdir()
   (tmp_path / "config.json").write_text(from_dict({}).to_json())
-  (tmp_path / "started").write_text("0\n")
   run = ddiloco.Run(tmp_path)
+  assert run.status()["phase"] == "empty"
+  (tmp_path / "started").write_text("0\n")
   assert run.status()["phase"] == "empty" and run.summary()["commits"] == 0
   with pytest.raises(ddiloco.ConfigError):
     run.params()

@@ -16,17 +16,16 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import serialize_executable
-from jax.sharding import NamedSharding, PartitionSpec
 
 from ddiloco import custom, environment
-from ddiloco.config import Config, IslandConfig
+from ddiloco.config import Config
 from ddiloco.engines.role_spec import end_with_parent
 from ddiloco.models.model import Batch
 from ddiloco.network.transport import learner_address
@@ -34,15 +33,8 @@ from ddiloco.observe.eventlog import Recorder
 from ddiloco.protocol import events
 from ddiloco.roles import initial
 from ddiloco.training import data
-from ddiloco.training.devices import make_execution, make_mesh, placed, placed_inputs
-from ddiloco.training.step import (
-  METRICS,
-  StateLayout,
-  learning_rate,
-  lower_step,
-  make_train_step,
-  optimizer,
-)
+from ddiloco.training.devices import make_mesh
+from ddiloco.training.step import METRICS, IslandStep, learning_rate
 from ddiloco.workdir import saved_config
 
 
@@ -138,17 +130,8 @@ class ProcessGroup:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(order.meeting, size, rank, initialization_timeout=MEET_SECONDS)
     self._config, self._rank, self._size = config, rank, size
-    batch = size * config.islands.batch_size
-    island = dataclasses.replace(
-      config.islands, devices=size, data=-1, fsdp=1, tensor=1, batch_size=batch
-    )
-    self._mesh = make_mesh(jax.devices(), island)
+    self._parts = replicas(config, jax.devices())
     self._planned_steps = config.planned_steps()
-    self._replicated = NamedSharding(self._mesh, PartitionSpec())
-    self._layout = layout(config, self._replicated)
-    self._model = custom.load_model(config.model)
-    inputs = self._model.inputs(batch, config.data.sequence_length)
-    self._inputs = placed_inputs(inputs, self._mesh)
     self._step: Any = None  # (state, batch, learning rate) -> (state, metrics)
     self._state: dict[str, jax.Array] = {}
 
@@ -163,24 +146,18 @@ class ProcessGroup:
     if self._rank == 0 and not path.exists():
       programs.mkdir(parents=True, exist_ok=True)
       mine = path.with_suffix(".new")
-      mine.write_bytes(pickle.dumps(serialize_executable.serialize(self._compiled())))
+      mine.write_bytes(pickle.dumps(serialize_executable.serialize(self._parts.lower().compile())))
       mine.replace(path)
     while not path.exists():
       time.sleep(POLL_SECONDS)
     self._step = serialize_executable.deserialize_and_load(*pickle.loads(path.read_bytes()))
     return time.perf_counter() - start
 
-  def _compiled(self) -> Any:
-    island, dtype = self._config.islands.island(0), self._config.model.compute_dtype
-    execution = make_execution(self._mesh, island, dtype)
-    train_step = make_train_step(self._model, self._config.inner, execution)
-    return lower_step(train_step, self._layout, self._inputs, self._replicated).compile()
-
   def load(self, arrays: Mapping[str, np.ndarray]) -> None:
     """Takes over a state, which must be the same in all processes."""
-    self._layout.check(arrays)
+    self._parts.layout.check(arrays)
     self._state = {
-      name: jax.make_array_from_process_local_data(self._replicated, array)
+      name: jax.make_array_from_process_local_data(self._parts.replicated, array)
       for name, array in arrays.items()
     }
 
@@ -192,7 +169,7 @@ class ProcessGroup:
     """
     everybodys = jax.tree.map(
       lambda leaf, mine: jax.make_array_from_process_local_data(leaf.sharding, mine, leaf.shape),
-      self._inputs,
+      self._parts.inputs,
       batch,
     )
     rate = learning_rate(self._config.inner, self._planned_steps, global_step)
@@ -212,20 +189,27 @@ def program(programs: Path, config: Config, size: int) -> Path:
   return programs / f"world-{size}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.pickle"
 
 
-def layout(config: Config, sharding: NamedSharding) -> StateLayout:
-  """The names and shapes of the state, every array with this sharding."""
-  model = custom.load_model(config.model)
-  leaves = {name: placed(leaf, sharding) for name, leaf in model.shapes().items()}
-  return StateLayout(optimizer(config.inner, model.logical_axes()), leaves, sharding)
+def replicas(config: Config, devices: Sequence[jax.Device]) -> IslandStep:
+  """The step of all islands together, each of which has a whole model on one of these devices."""
+  size = len(devices)
+  islands = dataclasses.replace(
+    config.islands,
+    devices=size,
+    data=-1,
+    fsdp=1,
+    tensor=1,
+    batch_size=size * config.islands.batch_size,
+    overrides={},
+  )
+  config = dataclasses.replace(config, islands=islands)
+  return IslandStep(config, 0, make_mesh(devices, islands))
 
 
 def initial_state(config: Config) -> dict[str, np.ndarray]:
   """The state in which every run of this config begins: initial parameters and fresh moments."""
   params = initial.initial_params(config)
-  mesh = make_mesh(jax.local_devices(backend="cpu")[:1], IslandConfig())
-  axes = custom.load_model(config.model).logical_axes()
-  moments = optimizer(config.inner, axes).init(params)
-  state = layout(config, NamedSharding(mesh, PartitionSpec())).flat(params, moments)
+  parts = replicas(config, jax.local_devices(backend="cpu")[:1])
+  state = parts.layout.flat(params, parts.transform.init(params))
   return {name: np.asarray(array) for name, array in state.items()}
 
 

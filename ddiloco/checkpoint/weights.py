@@ -2,7 +2,7 @@
 
 The path tells the format: a path that ends in .safetensors is one local file; any other is an Orbax
 checkpoint, a directory, local or gs://... Names and shapes are the model's own
-(`transformer.shapes`).
+(`LanguageModel.shapes`).
 """
 
 from __future__ import annotations

@@ -394,8 +394,10 @@ def compile_islands(arguments: list[str]) -> int:
   if not 0 < given.mfu <= 1:
     raise ConfigError(f"--mfu={given.mfu:g}: must lie in (0, 1]. Fix: give --mfu=0.4.")
   environment.describe_only()
-  slices, level = given.num_slices, given.level
-  found = fits(config, given.topology, slices, level)
+  import jax
+
+  jax.config.update("jax_optimization_level", given.level)
+  found = fits(config, given.topology, given.num_slices)
   mfu = given.mfu
   if given.json:
     print(json.dumps([{"islands": m, **fit_json(each, mfu)} for m, each in found]))
@@ -404,7 +406,7 @@ def compile_islands(arguments: list[str]) -> int:
   return FINISHED if all(each.fits for _, each in found) else LOST
 
 
-def fits(config: Config, topology: str, num_slices: int, level: str) -> list[tuple[list[int], Any]]:
+def fits(config: Config, topology: str, num_slices: int) -> list[tuple[list[int], Any]]:
   """(Learners, their islands' `training.aot.Fit`), one for each group of equal islands."""
   from ddiloco.roles import initial
   from ddiloco.training import aot, devices
@@ -431,8 +433,9 @@ def fits(config: Config, topology: str, num_slices: int, level: str) -> list[tup
       )
     described = aot.devices(shape, num_slices)
     if num_slices > 1:
-      described = devices.partition(described, config.islands)[learners[0]]
-    found.append((learners, aot.fit(config, learners[0], plan, shape, described, level)))
+      counts = [config.islands.island(m).devices for m in range(config.islands.num_learners)]
+      described = devices.partition(described, counts)[learners[0]]
+    found.append((learners, aot.fit(config, learners[0], plan, shape, described)))
   return found
 
 

@@ -18,15 +18,14 @@ from typing import Any
 
 import ml_collections
 
-from ddiloco.checks import ConfigError, build, refuse_unknown, require
+from ddiloco.checks import ConfigError as ConfigError
+from ddiloco.checks import build, must, refuse_unknown, require, require_one_of
 from ddiloco.config.schema import (
   MAX_LEARNERS,
   ChaosConfig,
   CheckpointConfig,
   DataConfig,
-  Fault,
   InnerConfig,
-  IslandConfig,
   IslandsConfig,
   ModelConfig,
   NetworkConfig,
@@ -34,27 +33,10 @@ from ddiloco.config.schema import (
   RunConfig,
   SyncConfig,
 )
+from ddiloco.config.schema import Fault as Fault
+from ddiloco.config.schema import IslandConfig as IslandConfig
 
-__all__ = [
-  "ChaosConfig",
-  "CheckpointConfig",
-  "Config",
-  "ConfigError",
-  "DataConfig",
-  "Fault",
-  "InnerConfig",
-  "IslandConfig",
-  "IslandsConfig",
-  "ModelConfig",
-  "NetworkConfig",
-  "OuterConfig",
-  "RunConfig",
-  "SyncConfig",
-  "changeable",
-  "check_field",
-  "default",
-  "from_dict",
-]
+_T = typing.TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,55 +56,29 @@ class Config:
   chaos: ChaosConfig = ChaosConfig()
 
   def __post_init__(self):
-    require(
-      0 <= self.seed < 1 << 32,
-      "seed",
-      self.seed,
-      "must lie between 0 and 2**32 - 1: initial values take no more bits of it",
-      f"use {self.seed % (1 << 32)}",
-    )
+    rule = "must lie between 0 and 2**32 - 1: initial values take no more bits of it"
+    fix = f"use {self.seed % (1 << 32)}"
+    require(0 <= self.seed < 1 << 32, "seed", self.seed, rule, fix)
     m = self.islands.num_learners
-    require(
-      self.num_islands() <= MAX_LEARNERS,
-      "islands.num_learners",
-      m,
+    rule = (
       f"must be at most {MAX_LEARNERS}, with those that join (chaos.faults): messages have no"
-      " greater numbers",
-      f"use at most {MAX_LEARNERS - self.chaos.num_joining()}",
+      " greater numbers"
     )
-    require(
-      self.sync.min_quorum <= m or not self.sync.num_shards,
-      "sync.min_quorum",
-      self.sync.min_quorum,
-      f"must not exceed islands.num_learners ({m}), or no round would ever commit",
-      f"use at most {m}",
-    )
+    fix = f"use at most {MAX_LEARNERS - self.chaos.num_joining()}"
+    must("islands", self.islands, "num_learners", self.num_islands() <= MAX_LEARNERS, rule, fix)
+    rule = f"must not exceed islands.num_learners ({m}), or no round would ever commit"
+    good = self.sync.min_quorum <= m or not self.sync.num_shards
+    must("sync", self.sync, "min_quorum", good, rule, f"use at most {m}")
     for learner in sorted({*range(self.num_islands()), *map(int, self.islands.overrides)}):
       island = self.islands.island(learner)
-      shards = island.data_shards(island.devices) if island.devices else 1
-      whole = shards * self.inner.accumulation_steps
-      require(
-        island.batch_size % whole == 0,
-        "islands.batch_size",
-        island.batch_size,
-        f"must be a multiple of data x fsdp x inner.accumulation_steps = {whole} ({learner=})",
-        f"use {max(1, round(island.batch_size / whole)) * whole}",
-      )
-      chunks = 1 if self.model.custom else island.loss_chunks
-      require(
-        self.model.vocab_size % chunks == 0,
-        "islands.loss_chunks",
-        chunks,
-        f"must divide model.vocab_size ({self.model.vocab_size}) ({learner=})",
-        f"use {math.gcd(chunks, self.model.vocab_size)}",
-      )
-    require(
-      (self.inner.optimizer, self.checkpoint.rejoin) != ("muon", "peer"),
-      "checkpoint.rejoin",
-      self.checkpoint.rejoin,
-      "a peer's moments are vectors as long as all parameters, which Muon does not have",
-      "use 'own'",
-    )
+      island.require_even_batch(island.devices, self.inner.accumulation_steps, learner)
+      chunks, vocab_size = island.loss_chunks, self.model.vocab_size
+      rule = f"must divide model.vocab_size ({vocab_size}) ({learner=})"
+      good = bool(self.model.custom) or vocab_size % chunks == 0
+      must("islands", island, "loss_chunks", good, rule, f"use {math.gcd(chunks, vocab_size)}")
+    rule = "a peer's moments are vectors as long as all parameters, which Muon does not have"
+    good = (self.inner.optimizer, self.checkpoint.rejoin) != ("muon", "peer")
+    must("checkpoint", self.checkpoint, "rejoin", good, rule, "use 'own'")
     _check_images(self.model, self.data)
     _check_faults(self.chaos, m, self.sync.num_shards)
 
@@ -135,17 +91,14 @@ class Config:
     own = self.islands.overrides.get(str(learner), {})  # checked by `IslandsConfig`
     return own.get("batch_size", self.islands.batch_size) * self.data.sequence_length
 
+  @functools.cached_property
   def planned_tokens_per_step(self) -> int:
     """Tokens that one inner step of all planned learners together trains on."""
-    return self._planned_tokens_per_step
-
-  @functools.cached_property
-  def _planned_tokens_per_step(self) -> int:
     return sum(self.tokens_per_step(m) for m in range(self.islands.num_learners))
 
   def planned_steps(self) -> int:
     """Inner steps each learner makes if all of them live and are equally fast."""
-    return max(1, math.ceil(self.run.total_tokens / self.planned_tokens_per_step()))
+    return max(1, math.ceil(self.run.total_tokens / self.planned_tokens_per_step))
 
   def to_json(self) -> str:
     """Every final value, for printing and saving."""
@@ -156,20 +109,13 @@ def _check_images(model: ModelConfig, data: DataConfig) -> None:
   """Requires images, and room for text, for a model that takes an image before the text."""
   if model.custom or not model.image_size:
     return
-  require(
-    bool(data.custom),
-    "model.image_size",
-    model.image_size,
-    "needs images and captions, and ddiloco's own corpora are text alone",
-    "set data.custom (configs/text_image.py does), or model.image_size = 0",
-  )
-  require(
-    data.sequence_length > model.num_patches,
-    "data.sequence_length",
-    data.sequence_length,
-    f"must leave text some room: an image takes the first {model.num_patches} positions",
-    f"use {2 * model.num_patches}, or larger patches (model.patch_size)",
-  )
+  rule = "needs images and captions, and ddiloco's own corpora are text alone"
+  fix = "set data.custom (configs/text_image.py does), or model.image_size = 0"
+  must("model", model, "image_size", bool(data.custom), rule, fix)
+  patches = model.num_patches
+  rule = f"must leave text some room: an image takes the first {patches} positions"
+  fix = f"use {2 * patches}, or larger patches (model.patch_size)"
+  must("data", data, "sequence_length", data.sequence_length > patches, rule, fix)
 
 
 def _check_faults(chaos: ChaosConfig, num_learners: int, num_shards: int) -> None:
@@ -180,21 +126,14 @@ def _check_faults(chaos: ChaosConfig, num_learners: int, num_shards: int) -> Non
     kind, _, number = fault.role.partition("-")
     count = num_learners if kind == "learner" else num_shards
     if fault.action == "join":
-      require(
-        kind == "learner" and count <= int(number) < count + len(joining),
-        "chaos.faults.role",
-        fault.role,
-        f"learners 0 to {count - 1} are there from the start, and others join in order",
-        f"use learner-{count}",
-      )
-      continue
-    require(
-      int(number) < count or fault.role in joining,
-      "chaos.faults.role",
-      fault.role,
-      f"the run has {count} of that kind",
-      f"use {kind}-0 to {kind}-{count - 1}" if count else "drop this fault",
-    )
+      good = kind == "learner" and count <= int(number) < count + len(joining)
+      rule = f"learners 0 to {count - 1} are there from the start, and others join in order"
+      fix = f"use learner-{count}"
+    else:
+      good = int(number) < count or fault.role in joining
+      rule = f"the run has {count} of that kind"
+      fix = f"use {kind}-0 to {kind}-{count - 1}" if count else "drop this fault"
+    must("chaos.faults", fault, "role", good, rule, fix)
 
 
 def default() -> ml_collections.ConfigDict:
@@ -205,11 +144,10 @@ def default() -> ml_collections.ConfigDict:
 def changeable(config: Config) -> ml_collections.ConfigDict:
   """The config's values as a ConfigDict that refuses unknown fields."""
   values = ml_collections.ConfigDict(dataclasses.asdict(config), allow_dotted_keys=True)
-  free = {"islands": ("overrides", "resources"), "chaos": ("regions",)}  # fields with free names
-  free |= dict.fromkeys(("model", "data", "inner"), ("options",))
-  for section, names in free.items():
-    for name in names:
-      values[section][name].unlock()
+  for section in values.values():
+    for field in section.values() if isinstance(section, ml_collections.ConfigDict) else ():
+      if isinstance(field, ml_collections.ConfigDict):  # a mapping, whose names are free
+        field.unlock()
   return values
 
 
@@ -233,3 +171,13 @@ def check_field(path: str, value: Any) -> None:
     require(inside, path, value, f"{where} has no fields", f"set {where} in the experiment file")
     refuse_unknown(where, {name: value}, typing.cast(type, cls))
     cls, where = typing.get_type_hints(cls)[name], f"{where}.{name}".lstrip(".")
+
+
+def preset(presets: Mapping[str, _T], name: str) -> _T:
+  """The preset that `--config=FILE:NAME` asks of an experiment file.
+
+  Raises:
+    ConfigError: the file has none of this name.
+  """
+  require_one_of("preset", name, presets)
+  return presets[name]

@@ -9,7 +9,16 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ddiloco.checks import build, is_number, must, not_negative, one_of, positive, require, share
+from ddiloco.checks import (
+  is_number,
+  must,
+  not_negative,
+  one_of,
+  positive,
+  require,
+  share,
+  typed_fields,
+)
 
 # --- What is trained, on what and how: model, data, inner and outer optimizer
 # Model, data and inner optimizer may be the user's own (`ddiloco/custom.py`): a section's `custom`
@@ -24,20 +33,13 @@ def _options() -> Any:
 
 
 def _check_custom(section: str, config: Any) -> None:
-  require(
-    not config.custom or CUSTOM.fullmatch(config.custom) is not None,
-    f"{section}.custom",
-    config.custom,
-    f"must name a function that makes the {section}, as FILE.py:NAME or PACKAGE.MODULE:NAME",
-    f"for example 'examples/own_model.py:{section}'; '' is ddiloco's own",
-  )
-  require(
-    bool(config.custom) or not config.options,
-    f"{section}.options",
-    config.options,
-    f"are for {section}.custom alone, which is empty",
-    f"set {section}.custom, or drop them",
-  )
+  good = not config.custom or CUSTOM.fullmatch(config.custom) is not None
+  rule = f"must name a function that makes the {section}, as FILE.py:NAME or PACKAGE.MODULE:NAME"
+  fix = f"for example 'examples/own_model.py:{section}'; '' is ddiloco's own"
+  must(section, config, "custom", good, rule, fix)
+  good = bool(config.custom) or not config.options
+  rule = f"are for {section}.custom alone, which is empty"
+  must(section, config, "options", good, rule, f"set {section}.custom, or drop them")
   _check_json(section, config, "options")
 
 
@@ -134,9 +136,7 @@ class DataConfig:
     positive("data", self, "sequence_length", "heldout_sequences")
     rule = "must lie between 0 and 1, so that something is held out and something trained on"
     must("data", self, "heldout_share", 0 < self.heldout_share < 1, rule, "use 0.05")
-    rule = (
-      f"is needed for sources text and tokens and unused for others (source is {self.source!r})"
-    )
+    rule = f"is needed for sources text and tokens, and only there (source is {self.source!r})"
     fix = "set data.path to a glob, or data.source to 'text' or 'tokens'"
     must("data", self, "path", bool(self.path) == (self.source in ("text", "tokens")), rule, fix)
     kind, _, file = self.tokenizer.partition(":")
@@ -190,9 +190,7 @@ class OuterConfig:
   def __post_init__(self):
     positive("outer", self, "learning_rate")
     share("outer", self, "momentum", "decay_share")
-    rule = (
-      "must lie in (0, 1]: a shard follows the momentum by its steps, so that there must be steps"
-    )
+    rule = "must lie in (0, 1]: a shard follows the momentum by its steps: there must be steps"
     must("outer", self, "final_share", 0 < self.final_share <= 1, rule, "use 0.05")
 
 
@@ -228,32 +226,28 @@ class IslandConfig:
     one_of("islands", self, "attention", "auto", "einsum", "splash", "cudnn")
     one_of("islands", self, "remat", "none", "products", "attention", "full")
     axes = (self.data, self.fsdp, self.tensor)
-    require(
-      all(a == -1 or a > 0 for a in axes) and axes.count(-1) <= 1,
-      "islands.(data, fsdp, tensor)",
-      axes,
-      "mesh axes must be positive, at most one of them -1",
-      "use data=1, fsdp=-1, tensor=1",
-    )
-    known = math.prod(a for a in axes if a != -1)
-    rule = f"must match the mesh axes data, fsdp, tensor = {axes}"
-    fix = f"use a multiple of {known}, or other axes"
-    good = not self.devices or (self.devices % known == 0 if -1 in axes else self.devices == known)
-    must("islands", self, "devices", good, rule, fix)
+    good = all(a == -1 or a > 0 for a in axes) and axes.count(-1) <= 1
+    rule, fix = "must be positive, at most one of them -1", "use data=1, fsdp=-1, tensor=1"
+    require(good, "islands.(data, fsdp, tensor)", axes, rule, fix)
+    if self.devices:
+      self.mesh_shape(self.devices)
 
   def mesh_shape(self, devices: int) -> tuple[int, int, int]:
     """(data, fsdp, tensor) for an island that was given `devices` devices."""
     axes = (self.data, self.fsdp, self.tensor)
     known = math.prod(a for a in axes if a != -1)
     data, fsdp, tensor = (devices // known if a == -1 else a for a in axes)
-    require(
-      data * fsdp * tensor == devices,
-      "islands.(data, fsdp, tensor)",
-      axes,
-      f"must multiply to the island's {devices} devices",
-      "set one axis to -1",
-    )
+    rule = f"must multiply to the island's {devices} devices"
+    good = data * fsdp * tensor == devices
+    require(good, "islands.(data, fsdp, tensor)", axes, rule, "set one axis to -1")
     return data, fsdp, tensor
+
+  def require_even_batch(self, devices: int, accumulation_steps: int, learner: int) -> None:
+    """Requires a batch that so many devices share evenly; 0: the number is not known yet."""
+    whole = accumulation_steps * (self.data_shards(devices) if devices else 1)
+    rule = f"must be a multiple of data x fsdp x inner.accumulation_steps = {whole} ({learner=})"
+    fix = f"use {max(1, round(self.batch_size / whole)) * whole}"
+    must("islands", self, "batch_size", self.batch_size % whole == 0, rule, fix)
 
   def data_shards(self, devices: int) -> int:
     """Into how many parts the batch is split: the data and fsdp axes together."""
@@ -276,14 +270,9 @@ class IslandsConfig(IslandConfig):
     super().__post_init__()
     positive("islands", self, "num_learners")
     for key, fields in self.overrides.items():
-      require(
-        is_number(key),
-        "islands.overrides",
-        key,
-        "keys are learner numbers, also of those that join later",
-        "rename the key, e.g. '2'",
-      )
-      build(IslandConfig, fields, f"islands.overrides.{key}")  # checks names and types ...
+      rule, fix = "keys are learner numbers, also of those that join later", "rename it, e.g. '2'"
+      require(is_number(key), "islands.overrides", key, rule, fix)
+      typed_fields(IslandConfig, fields, f"islands.overrides.{key}")  # refuses wrong ones ...
       self.island(int(key))  # ... and the overrides together with the common settings
 
   def island(self, learner: int) -> IslandConfig:
@@ -336,9 +325,7 @@ class SyncConfig:
     must("sync", self, "mix_alpha", 0 <= self.mix_alpha <= 1, "must lie in [0, 1]", "use 0.5")
     rule = "must be greater than 1"
     must("sync", self, "max_norm_ratio", self.max_norm_ratio > 1, rule, "use 10")
-    rule = (
-      f"must not exceed sync.num_fragments ({self.num_fragments}): a shard owns whole fragments"
-    )
+    rule = f"must not exceed sync.num_fragments ({self.num_fragments}): shards own whole fragments"
     fix = f"use at most {self.num_fragments}"
     must("sync", self, "num_shards", self.num_shards <= self.num_fragments, rule, fix)
     rule = f"must be smaller than sync.sync_period ({self.sync_period})"
@@ -469,28 +456,19 @@ class Fault:
     good = _is_role(self.role) or self.role.startswith("region-")
     must("chaos.faults", self, "role", good, rule, fix)
     for peer in self.peers:
-      require(
-        _is_role(peer.removeprefix("!")),
-        "chaos.faults.peers",
-        peer,
-        "must name a role",
-        "use 'syncer-0', or '!syncer-0' for all but it",
-      )
-    require(
-      (self.at_step >= 0) != (self.at_seconds >= 0),
-      "chaos.faults.(at_step, at_seconds)",
-      (self.at_step, self.at_seconds),
-      "exactly one of them says when",
-      "set one and leave the other -1",
-    )
-    ends = self.action not in ("kill", "join")
+      fix = "use 'syncer-0', or '!syncer-0' for all but it"
+      good = _is_role(peer.removeprefix("!"))
+      require(good, "chaos.faults.peers", peer, "must name a role", fix)
+    when = (self.at_step, self.at_seconds)
+    good = (self.at_step >= 0) != (self.at_seconds >= 0)
+    rule, fix = "exactly one of them says when", "set one and leave the other -1"
+    require(good, "chaos.faults.(at_step, at_seconds)", when, rule, fix)
     rule = "must not be negative (kill and join take -1: for good)"
-    fix = "use 5"
-    good = self.seconds >= 0 or (not ends and self.seconds == -1)
-    must("chaos.faults", self, "seconds", good, rule, fix)
+    good = self.seconds >= 0 or (self.action in ("kill", "join") and self.seconds == -1)
+    must("chaos.faults", self, "seconds", good, rule, "use 5")
     least = 0 if self.action == "poison" else 1
-    good = self.factor >= least
-    must("chaos.faults", self, "factor", good, f"must be at least {least}", "use 2")
+    rule = f"must be at least {least}"
+    must("chaos.faults", self, "factor", self.factor >= least, rule, "use 2")
     must("chaos.faults", self, "share", 0 < self.share <= 1, "must lie in (0, 1]", "use 0.5")
     not_negative("chaos.faults", self, "delay_seconds")
     positive("chaos.faults", self, "bits_per_second")
@@ -506,18 +484,13 @@ class ChaosConfig:
   def __post_init__(self):
     for name, roles in self.regions.items():
       for role in roles:
-        require(
-          _is_role(role), f"chaos.regions.{name}", role, "must name a role", "use 'learner-2'"
-        )
+        field, rule = f"chaos.regions.{name}", "must name a role"
+        require(_is_role(role), field, role, rule, "use 'learner-2'")
     for fault in self.faults:
       kind, _, name = fault.role.partition("-")
-      require(
-        kind != "region" or name in self.regions,
-        "chaos.faults.role",
-        fault.role,
-        f"is none of chaos.regions ({', '.join(self.regions) or 'there are none'})",
-        "add it there: name -> list of roles",
-      )
+      good = kind != "region" or name in self.regions
+      rule = f"is none of chaos.regions ({', '.join(self.regions) or 'there are none'})"
+      must("chaos.faults", fault, "role", good, rule, "add it there: name -> list of roles")
 
   def num_joining(self) -> int:
     """How many learners join by plan."""

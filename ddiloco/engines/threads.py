@@ -77,7 +77,8 @@ class ThreadsEngine(Engine):
     self._store = MemoryStore()
     visible = jax.devices()
     mine = visible[: max(0, len(visible) - config.run.evaluator_devices)]
-    groups = devices.partition(mine, config.islands, config.num_islands())
+    counts = [config.islands.island(m).devices for m in range(config.num_islands())]
+    groups = devices.partition(mine, counts)
     groups, make = devices.shared_on_cpu(groups), IslandMaker(self.plan)
     self.islands = islands or {m: make(config, m, group) for m, group in enumerate(groups)}
     self._lost_slices: set[int] = set()  # islands whose devices have failed

@@ -64,10 +64,10 @@ class KeyStream:
     return jax.random.fold_in(self._key, count)
 
 
-def truncated_normal(key: jax.Array, shape: tuple[int, ...], stddev: float) -> jax.Array:
-  """f32 normal values cut off at two standard deviations, with `stddev` after the cut."""
+def drawn(key: jax.Array, shape: tuple[int, ...], stddev: float, axes: Axes) -> nnx.Param:
+  """A `parameter` of f32 normal values cut off at two standard deviations; `stddev`: after that."""
   unit = jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32)
-  return unit * (stddev / _TRUNCATED_STDDEV)
+  return parameter(unit * (stddev / _TRUNCATED_STDDEV), axes)
 
 
 def residual_stddev(fan_in: int, num_layers: int) -> float:
@@ -95,11 +95,9 @@ class GatedMlp(nnx.Module):
   def __init__(self, model: ModelConfig, keys: KeyStream):
     d, f = model.model_dim, model.mlp_dim
     inward = 1 / math.sqrt(d)
-    self.gate = parameter(truncated_normal(keys(), (d, f), inward), ("embed", "mlp"))
-    self.up = parameter(truncated_normal(keys(), (d, f), inward), ("embed", "mlp"))
-    self.down = parameter(
-      truncated_normal(keys(), (f, d), residual_stddev(f, model.num_layers)), ("mlp", "embed")
-    )
+    self.gate = drawn(keys(), (d, f), inward, ("embed", "mlp"))
+    self.up = drawn(keys(), (d, f), inward, ("embed", "mlp"))
+    self.down = drawn(keys(), (f, d), residual_stddev(f, model.num_layers), ("mlp", "embed"))
 
   def __call__(self, x_BxTxD: jax.Array, execution: Execution) -> jax.Array:
     dtype = x_BxTxD.dtype
@@ -134,14 +132,11 @@ class Attention(nnx.Module):
     d, h, k, q = model.model_dim, model.num_heads, model.num_kv_heads, model.head_dim
     inward = 1 / math.sqrt(d)
     kv_axes = ("embed", "kv_heads", "head_dim")
-    self.query = parameter(
-      truncated_normal(keys(), (d, h, q), inward), ("embed", "heads", "head_dim")
-    )
-    self.key = parameter(truncated_normal(keys(), (d, k, q), inward), kv_axes)
-    self.value = parameter(truncated_normal(keys(), (d, k, q), inward), kv_axes)
-    self.output = parameter(
-      truncated_normal(keys(), (h, q, d), residual_stddev(h * q, model.num_layers)),
-      ("heads", "head_dim", "embed"),
+    self.query = drawn(keys(), (d, h, q), inward, ("embed", "heads", "head_dim"))
+    self.key = drawn(keys(), (d, k, q), inward, kv_axes)
+    self.value = drawn(keys(), (d, k, q), inward, kv_axes)
+    self.output = drawn(
+      keys(), (h, q, d), residual_stddev(h * q, model.num_layers), ("heads", "head_dim", "embed")
     )
 
   def __call__(
@@ -353,17 +348,16 @@ def move_rows(
   return _take_rows(x_BxRxD, source_BxM // copies)
 
 
-def _move_rows_forward(copies, x_BxRxD, source_BxM, target_BxN):
-  return move_rows(copies, x_BxRxD, source_BxM, target_BxN), target_BxN
-
-
 def _move_rows_backward(copies, target_BxN, grad_BxMxD):
   grad_BxNxD = _take_rows(grad_BxMxD, target_BxN)
   b, n, d = grad_BxNxD.shape
   return jnp.sum(grad_BxNxD.reshape(b, n // copies, copies, d), axis=2), None, None
 
 
-move_rows.defvjp(_move_rows_forward, _move_rows_backward)
+move_rows.defvjp(
+  lambda copies, x, source, target: (move_rows(copies, x, source, target), target),
+  _move_rows_backward,
+)
 
 
 class MixtureOfExperts(nnx.Module):
@@ -375,12 +369,11 @@ class MixtureOfExperts(nnx.Module):
     inward = 1 / math.sqrt(d)
     expert_axes = ("experts", "embed", "mlp")
     # The router is tiny: its expert axis has no name, so that no rule splits it.
-    self.router = parameter(truncated_normal(keys(), (d, e), inward), ("embed", None))
-    self.gate = parameter(truncated_normal(keys(), (e, d, f), inward), expert_axes)
-    self.up = parameter(truncated_normal(keys(), (e, d, f), inward), expert_axes)
-    self.down = parameter(
-      truncated_normal(keys(), (e, f, d), residual_stddev(f, model.num_layers)),
-      ("experts", "mlp", "embed"),
+    self.router = drawn(keys(), (d, e), inward, ("embed", None))
+    self.gate = drawn(keys(), (e, d, f), inward, expert_axes)
+    self.up = drawn(keys(), (e, d, f), inward, expert_axes)
+    self.down = drawn(
+      keys(), (e, f, d), residual_stddev(f, model.num_layers), ("experts", "mlp", "embed")
     )
 
   def __call__(self, x_BxTxD: jax.Array, execution: Execution) -> tuple[jax.Array, jax.Array]:
@@ -436,12 +429,8 @@ class Patches(nnx.Module):
     n, d = model.patch_size**2 * model.image_channels, model.model_dim
     # The standard deviation of a text's embedded rows (`transformer.embed`).
     length = d**-0.25
-    self.projection = parameter(
-      truncated_normal(rngs(), (n, d), length / math.sqrt(n)), (None, "embed")
-    )
-    self.places = parameter(
-      truncated_normal(rngs(), (model.num_patches, d), length), (None, "embed")
-    )
+    self.projection = drawn(rngs(), (n, d), length / math.sqrt(n), (None, "embed"))
+    self.places = drawn(rngs(), (model.num_patches, d), length, (None, "embed"))
 
   def __call__(self, image_BxIxIxC: jax.Array, execution: Execution, dtype: str) -> jax.Array:
     """(B, P, D) of images whose pixels are 0 to 255, uint8."""

@@ -215,15 +215,9 @@ def _move(there: NamedSharding, back: NamedSharding, x: jax.Array) -> jax.Array:
   return jax.lax.with_sharding_constraint(x, there)
 
 
-def _move_forward(there, back, x):
-  return _move(there, back, x), None
-
-
-def _move_backward(there, back, residuals, grad):
-  del there, residuals
-  return (jax.lax.with_sharding_constraint(grad, back),)
-
-
-_move.defvjp(_move_forward, _move_backward)
+_move.defvjp(
+  lambda there, back, x: (_move(there, back, x), None),
+  lambda there, back, nothing, grad: (jax.lax.with_sharding_constraint(grad, back),),
+)
 
 PLAIN = Execution()  # one device, the reference path, everything stored

@@ -30,30 +30,13 @@ from ddiloco.models.layers import (
   MixtureOfExperts,
   Patches,
   RMSNorm,
+  drawn,
   has_image,
-  parameter,
   rope_tables,
   stand_before,
-  truncated_normal,
   used,
 )
-from ddiloco.models.model import PLAIN, REMAT, Axes, Batch, Execution, NnxModel, Params
-
-__all__ = [
-  "LanguageModel",
-  "Layer",
-  "Transformer",
-  "apply",
-  "cross_entropy",
-  "flops_per_token",
-  "from_params",
-  "init",
-  "language_model",
-  "logical_axes",
-  "next_token_loss",
-  "shapes",
-]
-
+from ddiloco.models.model import PLAIN, REMAT, Batch, Execution, NnxModel, Params
 
 # A stack of at most so many layers is unrolled.
 _UNROLLED_LAYERS = 4
@@ -92,9 +75,8 @@ class Transformer(nnx.Module):
   def __init__(self, model: ModelConfig, *, rngs: nnx.Rngs):
     self.model = model
     d = model.model_dim
-    self.embedding = parameter(
-      truncated_normal(rngs(), (model.vocab_size, d), 1 / math.sqrt(d)), ("vocab", "embed")
-    )
+    table = (model.vocab_size, d)
+    self.embedding = drawn(rngs(), table, 1 / math.sqrt(d), ("vocab", "embed"))
     stack = nnx.vmap(
       lambda key: Layer(model, KeyStream(key)), transform_metadata={nnx.PARTITION_NAME: "layers"}
     )
@@ -109,7 +91,19 @@ class Transformer(nnx.Module):
     execution: Execution | None = None,
     image_BxIxIxC: jax.Array | None = None,
   ) -> tuple[jax.Array, jax.Array]:
-    """(logits (B, T, V) f32, load-balance loss averaged over layers, unweighted; 0 if dense)."""
+    """Logits of the next token at every position, and the raw auxiliary loss.
+
+    Args:
+      tokens_BxT: integer token ids.
+      execution: how devices compute it; by default one device and the reference path. Its layout
+        knows the logical axes "batch", "copies" (the batch axis of an array whose "embed" is cut),
+        "time", "heads", "kv_heads", "mlp", "experts", "vocab", "embed", or None: not to be split.
+      image_BxIxIxC: the images, used in rows that begin with one; None: all rows are text alone.
+
+    Returns:
+      logits (B, T, V) f32, and the load-balance loss averaged over layers (scalar f32, not yet
+      multiplied by `model.load_balance_weight`; 0 for a dense model).
+    """
     execution = execution or PLAIN
     x_BxTxD, balance = self.states(tokens_BxT, execution, image_BxIxIxC)
     table_VxD = used(self.embedding, execution, self.model.compute_dtype)
@@ -202,7 +196,7 @@ def cross_entropy(
   log_norm = jax.nn.logsumexp(logits, axis=-1)
   # A target outside the vocabulary must give NaN, not some other token's loss.
   chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="fill")
-  return _mean(log_norm - chosen[..., 0], counted)
+  return jnp.mean(log_norm - chosen[..., 0], where=counted)
 
 
 @jax.custom_vjp
@@ -215,10 +209,6 @@ def project(x_BxTxD: jax.Array, table_NxD: jax.Array) -> jax.Array:
   return jnp.einsum("BTD,ND->BTN", x_BxTxD, table_NxD, preferred_element_type=jnp.float32)
 
 
-def _project(x_BxTxD: jax.Array, table_NxD: jax.Array):
-  return project(x_BxTxD, table_NxD), (x_BxTxD, table_NxD)
-
-
 def _project_back(saved: tuple[jax.Array, jax.Array], gradient_BxTxN: jax.Array):
   x_BxTxD, table_NxD = saved
   gradient_BxTxN = gradient_BxTxN.astype(x_BxTxD.dtype)
@@ -228,13 +218,7 @@ def _project_back(saved: tuple[jax.Array, jax.Array], gradient_BxTxN: jax.Array)
   return of_x.astype(x_BxTxD.dtype), of_table.astype(table_NxD.dtype)
 
 
-project.defvjp(_project, _project_back)
-
-
-def _mean(loss: jax.Array, counted: jax.Array | None) -> jax.Array:
-  if counted is None:
-    return jnp.mean(loss)
-  return jnp.sum(jnp.where(counted, loss, 0.0)) / jnp.sum(counted)
+project.defvjp(lambda x, table: (project(x, table), (x, table)), _project_back)
 
 
 def cross_entropy_in_chunks(
@@ -289,34 +273,10 @@ def cross_entropy_in_chunks(
   # As in `cross_entropy`, a target outside the vocabulary must give NaN.
   known_BxT = (targets_BxT >= 0) & (targets_BxT < v)
   loss_BxT = highest_BxT + jnp.log(total_BxT) - chosen_BxT
-  return _mean(jnp.where(known_BxT, loss_BxT, jnp.nan), counted_BxT)
+  return jnp.mean(jnp.where(known_BxT, loss_BxT, jnp.nan), where=counted_BxT)
 
 
 # --- The functional interface: a model's functions, by its config
-
-
-def next_token_loss(
-  model: ModelConfig,
-  params: Params,
-  tokens_BxT1: jax.Array,
-  execution: Execution | None = None,
-  image_BxIxIxC: jax.Array | None = None,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """What a learner minimises on windows of T + 1 tokens (inputs [:, :-1], targets [:, 1:]).
-
-  With images the mean is over the batch's text: a caption of few tokens weighs little, and
-  micro-batches with more and less text weigh the same.
-
-  Returns:
-    total = cross entropy + model.load_balance_weight * load-balance loss, and
-    {"loss": cross entropy in nats per token, "load_balance": the auxiliary loss, unweighted}.
-    The load-balance loss looks at this learner's own batch only (Decoupled DiLoCo, MoE).
-  """
-  loss, load_balance = from_params(model, params).loss(
-    tokens_BxT1[:, :-1], tokens_BxT1[:, 1:], execution or PLAIN, image_BxIxIxC
-  )
-  total = loss + model.load_balance_weight * load_balance
-  return total, {"loss": loss, "load_balance": load_balance}
 
 
 class LanguageModel(NnxModel):
@@ -340,8 +300,22 @@ class LanguageModel(NnxModel):
   def loss(
     self, params: Params, batch: Batch, execution: Execution | None = None
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """What a learner minimises on windows of T + 1 tokens (inputs [:, :-1], targets [:, 1:]).
+
+    With images the mean is over the batch's text: a caption of few tokens weighs little, and
+    micro-batches with more and less text weigh the same.
+
+    Returns:
+      total = cross entropy + model.load_balance_weight * load-balance loss, and
+      {"loss": cross entropy in nats per token, "load_balance": the auxiliary loss, unweighted}.
+      The load-balance loss looks at this learner's own batch only (Decoupled DiLoCo, MoE).
+    """
     tokens_BxT1, image_BxIxIxC = self._parts(batch)
-    return next_token_loss(self._config, params, tokens_BxT1, execution, image_BxIxIxC)
+    loss, load_balance = self.module(params).loss(
+      tokens_BxT1[:, :-1], tokens_BxT1[:, 1:], execution or PLAIN, image_BxIxIxC
+    )
+    total = loss + self._config.load_balance_weight * load_balance
+    return total, {"loss": loss, "load_balance": load_balance}
 
   def evaluate(self, params: Params, batch: Batch) -> dict[str, jax.Array]:
     """{"loss": nats per token}; with images also "text_loss" of the rows without an image and
@@ -365,32 +339,36 @@ class LanguageModel(NnxModel):
     self, params: Params, tokens_BxT: jax.Array, image_BxIxIxC: jax.Array | None = None
   ) -> jax.Array:
     """Logits of the next token at every position: (B, T, V) f32."""
-    return apply(self._config, params, tokens_BxT, None, image_BxIxIxC)[0]
+    return self.module(params)(tokens_BxT, None, image_BxIxIxC)[0]
 
   def flops_per_token(self, sequence_length: int) -> float:
-    """Forward and backward, as `flops_per_token` of the config counts them."""
-    return flops_per_token(self._config, sequence_length)
+    """Training FLOPs (forward and backward) of one token, counting matrix products only.
+
+    Two FLOPs a multiply-add; the backward pass costs twice the forward pass. Of attention's scores
+    and their product with the values only the half that is not masked counts: 6 * parameters +
+    6 * L * H * Q * T for a dense model without norms. (PaLM, arXiv 2204.02311, appendix B, counts
+    both halves: 12.) Counted are the router, the k chosen experts and the logits. Not counted: the
+    embedding look-up, norms, softmax, optimizer, recomputation under remat, and a mixture's empty
+    slots. A patch of an image counts as a token, and its projection is added. Every row is taken to
+    have an image, since every row's patches are multiplied.
+    """
+    model = self._config
+    d, heads, kv_heads = model.model_dim, model.num_heads, model.num_kv_heads
+    experts = model.experts_per_token if model.num_experts else 1
+    attention = 2 * d * model.head_dim * (heads + kv_heads)  # queries and output; keys and values
+    weights = attention + d * model.num_experts + experts * 3 * d * model.mlp_dim
+    scores_and_values = heads * model.head_dim * sequence_length  # halves of two products
+    multiply_adds: float = model.num_layers * (weights + scores_and_values) + d * model.vocab_size
+    if model.image_size:
+      projection = model.patch_size**2 * model.image_channels * d
+      multiply_adds += projection * model.num_patches / sequence_length
+    return 3.0 * 2.0 * multiply_adds
 
 
 @functools.cache
 def language_model(model: ModelConfig) -> LanguageModel:
   """The `Model` of this config, traced once."""
   return LanguageModel(model)
-
-
-def logical_axes(model: ModelConfig) -> dict[str, Axes]:
-  """Logical axis names of every parameter, one a dimension; stacked leaves begin with "layers"."""
-  return language_model(model).logical_axes()
-
-
-def shapes(model: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
-  """Shape and dtype (f32) of every parameter, without making any."""
-  return language_model(model).shapes()
-
-
-def init(model: ModelConfig, key: jax.Array) -> dict[str, jax.Array]:
-  """Fresh parameters, a pure function of `key`; under jit, XLA drops the unused leaves."""
-  return language_model(model).init(key)
 
 
 def from_params(model: ModelConfig, params: Params) -> Transformer:
@@ -400,55 +378,3 @@ def from_params(model: ModelConfig, params: Params) -> Transformer:
     ValueError: a name is missing or unknown, or a shape is not the model's.
   """
   return language_model(model).module(params)
-
-
-def apply(
-  model: ModelConfig,
-  params: Params,
-  tokens_BxT: jax.Array,
-  execution: Execution | None = None,
-  image_BxIxIxC: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-  """Logits of the next token at every position, and the raw auxiliary loss.
-
-  Args:
-    model: what the parameters belong to.
-    params: flat names to arrays, as from `init`.
-    tokens_BxT: integer token ids.
-    execution: how devices compute it; by default one device and the reference path. Its layout
-      knows the logical axes "batch", "copies" (the batch axis of an array whose "embed" is cut),
-      "time", "heads", "kv_heads", "mlp", "experts", "vocab", "embed", or None: not to be split.
-    image_BxIxIxC: the images, used in rows that begin with one; None: all rows are text alone.
-
-  Returns:
-    logits (B, T, V) f32, and the load-balance loss averaged over layers (scalar f32, not yet
-    multiplied by `model.load_balance_weight`; 0 for a dense model).
-  """
-  return from_params(model, params)(tokens_BxT, execution, image_BxIxIxC)
-
-
-def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
-  """Training FLOPs (forward and backward) of one token, counting matrix products only.
-
-  Two FLOPs a multiply-add; the backward pass costs twice the forward pass. Of attention's scores
-  and their product with the values only the half that is not masked counts: 6 * parameters +
-  6 * L * H * Q * T for a dense model without norms. (PaLM, arXiv 2204.02311, appendix B, counts
-  both halves: 12.) Counted are the router, the k chosen experts and the logits. Not counted: the
-  embedding look-up, norms, softmax, optimizer, recomputation under remat, and a mixture's empty
-  slots. A patch of an image counts as a token, and its projection is added. Every row is taken to
-  have an image, since every row's patches are multiplied.
-
-  Args:
-    model: the model.
-    sequence_length: T, positions in a sequence.
-  """
-  d, heads, kv_heads = model.model_dim, model.num_heads, model.num_kv_heads
-  experts = model.experts_per_token if model.num_experts else 1
-  attention = 2 * d * model.head_dim * (heads + kv_heads)  # queries and output; keys and values
-  weights = attention + d * model.num_experts + experts * 3 * d * model.mlp_dim
-  scores_and_values = heads * model.head_dim * sequence_length  # halves of two products
-  multiply_adds: float = model.num_layers * (weights + scores_and_values) + d * model.vocab_size
-  if model.image_size:
-    projection = model.patch_size**2 * model.image_channels * d
-    multiply_adds += projection * model.num_patches / sequence_length
-  return 3.0 * 2.0 * multiply_adds

@@ -50,7 +50,7 @@ class Learner:
     self.recorder, self.time = runtime.recorder, runtime.time
     self._saver = runtime.saver
     self._min_step_seconds = config.islands.island(beginning.state.learner).min_step_seconds
-    self._planned_tokens = config.planned_tokens_per_step()
+    self._planned_tokens = config.planned_tokens_per_step
     self._step_tokens = config.tokens_per_step(beginning.state.learner)
     state = self._began = beginning.state
     # Data position - global step when the state was captured. Data goes on at the present global

@@ -23,7 +23,7 @@ import numpy as np
 
 from ddiloco.checkpoint import weights
 from ddiloco.checkpoint.snapshots import fingerprint
-from ddiloco.config import ChaosConfig, Config, IslandsConfig
+from ddiloco.config import ChaosConfig, Config
 from ddiloco.core import codec, delta
 from ddiloco.core.delta import Committed, Deltas, new_fragment
 from ddiloco.core.fragments import Plan, gather
@@ -183,7 +183,7 @@ class LearnerArrays(LearnerAlgebra):
   def restore(self, state: dict[str, np.ndarray]) -> None:
     if self.island is None:
       return  # this incarnation was killed before it had an island
-    self.island.restore({name: state[name] for name in self.island.shardings()})
+    self.island.restore({name: state[name] for name in self.island.layout.leaves})
     self._deltas.restore(state)
 
   def donate(self, fragment: int) -> tuple[np.ndarray, int]:
@@ -290,12 +290,7 @@ class ReplayIslands:
     self._config, self._make_island = config, IslandMaker(initial.make_plan(config))
     self._corpus = data.open_data(config.data)
     counts = trace.devices()
-    overrides = {
-      str(i): {"devices": count, "data": 1, "fsdp": -1, "tensor": 1}
-      for i, count in enumerate(counts.values())
-    }
-    islands = IslandsConfig(num_learners=len(counts), overrides=overrides)
-    groups = devices.shared_on_cpu(devices.partition(visible, islands))
+    groups = devices.shared_on_cpu(devices.partition(visible, list(counts.values())))
     self._devices = dict(zip(counts, groups))
     self._made: dict[int, tuple[events.Started, Home]] = {}
 

@@ -6,19 +6,22 @@ programs, except the FLOPs, which follow from the model's shape.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import importlib.util
+import itertools
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 
 from ddiloco import custom
-from ddiloco.config import Config, ConfigError, IslandConfig
-from ddiloco.core.fragments import Fragment, Plan
+from ddiloco.checks import refusal, require
+from ddiloco.config import Config, IslandConfig
+from ddiloco.core.fragments import Plan
 from ddiloco.training.devices import PEAK_FLOPS, make_mesh
 from ddiloco.training.island import lower_piece, piece_kinds
 from ddiloco.training.step import IslandStep
@@ -49,11 +52,9 @@ def chip(topology: str) -> Chip:
     ConfigError: the chip is not in `CHIPS`, or the topology has no valid shape.
   """
   kind = topology.partition(":")[0]
-  if kind not in CHIPS or not re.fullmatch(r"\w+:\d+(x\d+){1,2}", topology):
-    raise ConfigError(
-      f"topology = {topology!r}: must be a chip ({', '.join(CHIPS)}) and a shape. Fix: for example"
-      " v5p:4x4x4, v6e:8x8 or v5e:4x4."
-    )
+  good = kind in CHIPS and re.fullmatch(r"\w+:\d+(x\d+){1,2}", topology) is not None
+  rule = f"must be a chip ({', '.join(CHIPS)}) and a shape"
+  require(good, "topology", topology, rule, "for example v5p:4x4x4, v6e:8x8 or v5e:4x4")
   return CHIPS[kind]
 
 
@@ -70,17 +71,12 @@ def devices(topology: str, num_slices: int = 1) -> list[Any]:
   try:
     described = topologies.get_topology_desc(topology, "tpu", **slices)
   except Exception as error:
-    try:
-      import libtpu  # noqa: F401
-    except ImportError:
-      raise ConfigError(
-        f"topology = {topology!r}: compiling for TPUs needs libtpu, which is not installed."
-        " Fix: pip install 'ddiloco[tpu]'."
-      ) from error
-    raise ConfigError(
-      f"topology = {topology!r}: libtpu refuses it ({str(error).splitlines()[0]}). Fix: give a"
-      " shape that such chips are sold in, for example v5p:4x4x4 or v6e:8x8."
-    ) from error
+    rule = f"libtpu refuses it ({str(error).splitlines()[0]})"
+    fix = "give a shape that such chips are sold in, for example v5p:4x4x4 or v6e:8x8"
+    if importlib.util.find_spec("libtpu") is None:
+      rule = "compiling for TPUs needs libtpu, which is not installed"
+      fix = "pip install 'ddiloco[tpu]'"
+    raise refusal("topology", topology, rule, fix) from error
   return list(described.devices)
 
 
@@ -116,55 +112,38 @@ class Program:
 _WANTED = re.compile(r"(?:temporaries \(|Used )([\d.]+)([KMGT])")
 
 
-def compiled(
-  name: str, all_lowered: Sequence[jax.stages.Lowered], num_devices: int, level: str = "UNKNOWN"
-) -> Program:
-  """Compiles the programs at XLA's optimization `level`: "O0" to "O3", or "UNKNOWN", as islands do.
+def compiled(name: str, all_lowered: Sequence[jax.stages.Lowered], num_devices: int) -> Program:
+  """Compiles the programs.
 
   Raises:
     NoRoom: a program does not fit the devices' memory.
     AssertionError: a collective reaches beyond the `num_devices` devices of the island.
   """
-  found, start = [], time.process_time()
-  with _optimized(level):
-    programs = [_compile(lowered) for lowered in all_lowered]
+  start = time.process_time()
+  programs = [_compile(lowered) for lowered in all_lowered]
   seconds = time.process_time() - start
-  taken, added, host = [], [], []
-  for program in programs:
-    memory, text = program.memory_analysis(), program.as_text()
-    assert memory is not None and text is not None
-    found += find_collectives(text)
-    added.append(
-      memory.output_size_in_bytes
-      - memory.alias_size_in_bytes
-      + memory.temp_size_in_bytes
-      + memory.generated_code_size_in_bytes
-    )
-    taken.append(memory.argument_size_in_bytes + added[-1])
-    host.append(memory.host_output_size_in_bytes)
+  found = [each for program in programs for each in find_collectives(program.as_text() or "")]
   for each in found:
     outside = [d for d in each.devices if d >= num_devices]
     assert not outside, f"{name}: a collective reaches devices {outside} outside: {each.line}"
+  memory: list[Any] = [program.memory_analysis() for program in programs]
+  added = [
+    m.output_size_in_bytes
+    - m.alias_size_in_bytes
+    + m.temp_size_in_bytes
+    + m.generated_code_size_in_bytes
+    for m in memory
+  ]
   return Program(
     name=name,
-    hbm_bytes=max(taken),
+    hbm_bytes=max(m.argument_size_in_bytes + more for m, more in zip(memory, added)),
     added_bytes=max(added),
-    host_bytes=max(host),
+    host_bytes=max(m.host_output_size_in_bytes for m in memory),
     count=len(programs),
     cpu_seconds=seconds,
     collectives=by_kind(found),
     largest_collective_bytes=max((each.bytes for each in found), default=0),
   )
-
-
-@contextlib.contextmanager
-def _optimized(level: str) -> Iterator[None]:
-  before = jax.config.jax_optimization_level
-  jax.config.update("jax_optimization_level", level)
-  try:
-    yield
-  finally:
-    jax.config.update("jax_optimization_level", before)
 
 
 def _compile(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
@@ -224,7 +203,7 @@ class Fit:
   layer_bytes: int
   flops_per_token: float
   tokens: int
-  remedies: tuple[str, ...]
+  remedies: tuple[str, ...] = ()
 
   @property
   def fits(self) -> bool:
@@ -246,12 +225,7 @@ class Fit:
 
 
 def fit(
-  config: Config,
-  learner: int,
-  plan: Plan,
-  topology: str,
-  slice_devices: Sequence[Any],
-  level: str = "UNKNOWN",
+  config: Config, learner: int, plan: Plan, topology: str, slice_devices: Sequence[Any]
 ) -> Fit:
   """Compiles this learner's island for all these devices of the topology.
 
@@ -262,22 +236,19 @@ def fit(
   island = config.islands.island(learner)
   mesh = make_mesh(slice_devices, island)
   parts = IslandStep(config, learner, mesh)
-  largest = max(plan.fragments, key=lambda fragment: fragment.size)
-  kinds = dict.fromkeys(kind for each in plan.fragments for kind in piece_kinds(each, parts.leaves))
-  pieces = [lower_piece(kind, parts.replicated) for kind in kinds]
-  copies = [
-    compiled("copy out", [piece.copy_out for piece in pieces], mesh.size, level),
-    compiled("apply", [piece.apply for piece in pieces], mesh.size, level),
-  ]
-  beside, host = 2 * 4 * _local_size(parts, largest), 0
+  kinds = [piece_kinds(fragment, parts.leaves) for fragment in plan.fragments]
+  distinct = dict.fromkeys(itertools.chain(*kinds))
+  out, into = zip(*(lower_piece(kind, parts.replicated) for kind in distinct))
+  copies = [compiled("copy out", out, mesh.size), compiled("apply", into, mesh.size)]
+  beside, host = 2 * max(sum(_local_bytes(kind.piece) for kind in each) for each in kinds), 0
   if config.sync.snapshot_steps:
-    snapshot = compiled("snapshot", [parts.lower_copy(parts.host_memory)], mesh.size, level)
+    snapshot = compiled("snapshot", [parts.lower_copy(parts.host_memory)], mesh.size)
     beside, host = beside + snapshot.added_bytes, snapshot.host_bytes
     copies.append(snapshot)
   state = sum(_local_bytes(leaf) for leaf in parts.layout.leaves.values())
   step, needed = None, 0
   try:
-    step = compiled("step", [parts.lower()], mesh.size, level)
+    step = compiled("step", [parts.lower()], mesh.size)
     needed = step.hbm_bytes + beside
   except NoRoom as error:
     needed = state + error.hbm_bytes + beside
@@ -301,20 +272,15 @@ def fit(
     layer_bytes=4 * max(layer, table),
     flops_per_token=custom.flops_per_token(config),
     tokens=config.tokens_per_step(learner),
-    remedies=(),
   )
-  remedies = () if found.fits else _remedies(found, island, config)
-  return dataclasses.replace(found, remedies=remedies)
+  if found.fits:
+    return found
+  return dataclasses.replace(found, remedies=_remedies(found, island, config))
 
 
 def _local_bytes(leaf: jax.ShapeDtypeStruct) -> int:
   assert leaf.sharding is not None
   return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-
-
-def _local_size(parts: IslandStep, fragment: Fragment) -> int:
-  """Values of the fragment's pieces on one device."""
-  return sum(_local_bytes(kind.piece) // 4 for kind in piece_kinds(fragment, parts.leaves))
 
 
 def _remedies(found: Fit, island: IslandConfig, config: Config) -> tuple[str, ...]:
@@ -425,8 +391,7 @@ def _times(bodies: dict[str, list[str]], text: str) -> dict[str, int]:
   def visit(name: str, factor: int) -> None:
     times[name] = times.get(name, 0) + factor
     for line in bodies.get(name, ()):
-      loop = _WHILE.search(line)
-      if loop:
+      if loop := _WHILE.search(line):
         visit(loop["body"], factor * _trips(bodies[loop["condition"]]))
         continue
       for called in _CALL.findall(line):
@@ -463,29 +428,21 @@ def _devices(rest: str) -> frozenset[int]:
   Raises:
     ValueError: the form is unknown.
   """
-  listed = re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}", rest)
-  if listed:
+  if listed := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}", rest):
     groups = [group.split(",") for group in re.findall(r"[\d,]+", listed[1].replace("},", "} "))]
     return frozenset(int(n) for group in groups if len(group) > 1 for n in group)
-  iota = re.search(r"replica_groups=\[\d+,(?P<size>\d+)\]<=\[(?P<all>[\d,]+)\]", rest)
-  if iota:
+  if iota := re.search(r"replica_groups=\[\d+,(?P<size>\d+)\]<=\[(?P<all>[\d,]+)\]", rest):
     count = math.prod(int(n) for n in iota["all"].split(","))
     return frozenset(range(count if int(iota["size"]) > 1 else 0))
-  mesh = re.search(r"replica_groups=mesh\[(?P<axes>[^\]]*)\]", rest)
-  if mesh:
+  if mesh := re.search(r"replica_groups=mesh\[(?P<axes>[^\]]*)\]", rest):
     return frozenset(range(math.prod(int(n) for n in re.findall(r"=(\d+)", mesh["axes"]))))
   raise ValueError(f"a collective whose devices cannot be read: {rest[:300]}")
 
 
 def by_kind(found: Sequence[Collective]) -> tuple[CollectiveTotal, ...]:
   """The totals by kind, the kinds that move most first."""
-  kinds = {each.kind for each in found}
-  collectives = [
-    CollectiveTotal(
-      kind=kind,
-      times=sum(each.times for each in found if each.kind == kind),
-      bytes=sum(each.times * each.bytes for each in found if each.kind == kind),
-    )
-    for kind in kinds
-  ]
-  return tuple(sorted(collectives, key=lambda each: -each.bytes))
+  times, moved = Counter[str](), Counter[str]()
+  for each in found:
+    times[each.kind] += each.times
+    moved[each.kind] += each.times * each.bytes
+  return tuple(CollectiveTotal(kind, times[kind], total) for kind, total in moved.most_common())

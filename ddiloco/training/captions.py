@@ -24,10 +24,10 @@ from typing import Any
 
 import numpy as np
 
+from ddiloco.checks import build, positive, refusal, require
 from ddiloco.config import Config, DataConfig
 from ddiloco.models.layers import NO_TEXT
-from ddiloco.training.data import Corpus, ReadingOrder, check_token_ids, open_corpus
-from ddiloco.training.tokens import DataError
+from ddiloco.training.data import by_position, check_token_ids, open_corpus, reading_order
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 # The words for the three measured properties: each word names a third, or half, of all images.
@@ -44,55 +44,78 @@ _HELD_OUT = 5  # every fifth image
 _SHAPE = ("image_size", "patch_size", "image_channels")
 
 
-def digits(data: DataConfig) -> Pairs:
-  """The function that `data.custom` names.
+@dataclasses.dataclass(frozen=True)
+class PairOptions:
+  """What `data.options` must have."""
 
-  Raises:
-    DataError: an option is missing or breaks its rule, or scikit-learn is not installed.
-  """
-  return Pairs(data)
+  image_size: int
+  patch_size: int
+  image_channels: int
+  image_share: float
+
+  def __post_init__(self):
+    positive("data.options", self, *_SHAPE)
+    size, rule = self.image_size, f"must be a multiple of {_SCAN}, of which the scans are"
+    fix = f"use {_SCAN * max(1, size // _SCAN)}"
+    require(size % _SCAN == 0, "data.options.image_size", size, rule, fix)
 
 
 class Pairs:
-  """A `training.data.Source` of rows with an image and rows of text alone."""
+  """A `training.data.Source` of rows with an image and rows of text alone.
+
+  Raises:
+    ConfigError: an option is missing or breaks its rule, or scikit-learn is not installed.
+  """
 
   def __init__(self, data: DataConfig):
-    self._options = _checked(data)
-    self._corpus: Corpus = open_corpus(dataclasses.replace(data, custom="", options={}))
+    self._options: PairOptions = build(PairOptions, data.options, "data.options")
+    self._corpus = open_corpus(dataclasses.replace(data, custom="", options={}))
     self._length = data.sequence_length
     self._heldout_rows = data.heldout_sequences
     self.scans_NxYxX, self.labels_N = _scans(data)
     self.is_heldout_N = np.arange(len(self.labels_N)) % _HELD_OUT == 0
     self._words = _measured(self.scans_NxYxX, ~self.is_heldout_N)
 
-  def batches(self, config: Config, learner: int) -> Batches:
+  def batches(self, config: Config, learner: int) -> Any:
     """See `Source`: in an epoch, learners below M share neither images nor text."""
     for name in _SHAPE:
-      if (wanted := getattr(config.model, name)) != self._options[name]:
-        rule = f"must be model.{name} ({wanted}), whose patches take a caption's first positions"
-        raise DataError(f"data.options.{name}", self._options[name], rule, "set both")
+      wanted, given = getattr(config.model, name), getattr(self._options, name)
+      rule = f"must be model.{name} ({wanted}), whose patches take a caption's first positions"
+      require(wanted == given, f"data.options.{name}", given, rule, "set both")
     batch_size = config.islands.island(learner).batch_size
     num_images = self._num_images(batch_size)
-    # Text first: its checks refuse an invalid learner or corpus.
+    # Text first: its checks refuse an invalid corpus.
     text = self._corpus.batches(config, learner, batch_size - num_images)
     trained_on = np.flatnonzero(~self.is_heldout_N)
     learners = config.islands.num_learners
-    if learners * num_images > len(trained_on):
-      rule = f"{learners} learners with {num_images} images a batch need {learners * num_images} an"
-      rule = f"{rule} epoch, and there are {len(trained_on)} to train on"
-      fix = "lower islands.num_learners, islands.batch_size or data.options.image_share"
-      raise DataError("islands.num_learners", learners, rule, fix)
-    order = ReadingOrder(len(trained_on), config, learner)
-    return Batches(self, text, trained_on, order, num_images, config.model.vocab_size)
+    require(
+      learners * num_images <= len(trained_on),
+      "islands.num_learners",
+      learners,
+      f"{learners} learners with {num_images} images a batch need {learners * num_images} an epoch,"
+      f" and there are {len(trained_on)} to train on",
+      "lower islands.num_learners, islands.batch_size or data.options.image_share",
+    )
+    order = reading_order(len(trained_on), config, learner)
+
+    def read(position: int) -> dict[str, np.ndarray]:
+      places = range(position * num_images, (position + 1) * num_images)
+      images = trained_on[[*map(order, places)]]
+      batch = self.rows(images, places, text[position])
+      where = f"the captions (batch {position})"
+      check_token_ids(batch["tokens"], config.model.vocab_size, where)
+      return batch
+
+    return by_position(read)
 
   def heldout_batches(self, batch_size: int) -> list[dict[str, np.ndarray]]:
     """`data.heldout_sequences` rows, rounded to batches of at least two rows, one of each kind."""
     size = max(2, min(batch_size, self._heldout_rows))
     num_images, count = self._num_images(size), max(1, self._heldout_rows // size)
     heldout = np.flatnonzero(self.is_heldout_N)
-    if count * num_images > len(heldout):
-      rule = f"asks for {count * num_images} held-out images, and there are {len(heldout)}"
-      raise DataError("data.heldout_sequences", self._heldout_rows, rule, "lower it")
+    rule = f"asks for {count * num_images} held-out images, and there are {len(heldout)}"
+    enough = count * num_images <= len(heldout)
+    require(enough, "data.heldout_sequences", self._heldout_rows, rule, "lower it")
     images = heldout[np.arange(count * num_images) * len(heldout) // (count * num_images)]
     places = np.arange(count * (size - num_images))
     windows = places * len(self._corpus.heldout) // len(places)
@@ -118,65 +141,34 @@ class Pairs:
 
   def pixels(self, images: Sequence[int] | np.ndarray) -> np.ndarray:
     """uint8 [N, I, I, C]: the scans, each pixel enlarged to a square."""
-    scale = self._options["image_size"] // _SCAN
+    scale = self._options.image_size // _SCAN
     large = self.scans_NxYxX[np.asarray(images, int)].repeat(scale, 1).repeat(scale, 2)
-    return large[..., None].repeat(self._options["image_channels"], 3)
+    return large[..., None].repeat(self._options.image_channels, 3)
 
   def caption_row(self, caption: str) -> np.ndarray:
     """int32 [T + 1]: no text where the image is, the caption, its end, and no text again."""
     row_T1 = np.full(self._length + 1, NO_TEXT, np.int32)
-    first = (self._options["image_size"] // self._options["patch_size"]) ** 2
+    first = (self._options.image_size // self._options.patch_size) ** 2
     tokenizer = self._corpus.tokenizer
     ids = [*tokenizer.encode(caption), tokenizer.end_token]
-    if first + len(ids) > len(row_T1):
-      rule = f"{first} patches and the {len(ids)} tokens of a caption ({caption!r}) do not fit"
-      fix = f"use at least {first + len(ids) - 1}"
-      raise DataError("data.sequence_length", self._length, rule, fix)
-    row_T1[first : first + len(ids)] = ids
+    end = first + len(ids)
+    rule = f"{first} patches and the {len(ids)} tokens of a caption ({caption!r}) do not fit"
+    require(
+      end <= len(row_T1), "data.sequence_length", self._length, rule, f"use at least {end - 1}"
+    )
+    row_T1[first:end] = ids
     return row_T1
 
   def _num_images(self, batch_size: int) -> int:
     """How many rows of a batch have an image."""
-    found = round(self._options["image_share"] * batch_size)
-    if 0 < found < batch_size:
-      return found
+    share = self._options.image_share
+    found = round(share * batch_size)
     rule = f"must leave a batch of {batch_size} rows with an image and rows of text alone"
-    raise DataError("data.options.image_share", self._options["image_share"], rule, "use 0.5")
+    require(0 < found < batch_size, "data.options.image_share", share, rule, "use 0.5")
+    return found
 
 
-@dataclasses.dataclass(frozen=True)
-class Batches:
-  """One learner's batches: `batches[position]` is a pure function of the position."""
-
-  pairs: Pairs
-  text: Any  # rows of text alone, by position
-  trained_on: np.ndarray  # numbers of the images to train on
-  order: ReadingOrder  # of `trained_on`
-  num_images: int  # in a batch
-  vocab_size: int
-
-  def __getitem__(self, position: int) -> dict[str, np.ndarray]:
-    places = range(position * self.num_images, (position + 1) * self.num_images)
-    images = self.trained_on[[self.order[place] for place in places]]
-    batch = self.pairs.rows(images, places, self.text[position])
-    check_token_ids(batch["tokens"], self.vocab_size, f"the captions (batch {position})")
-    return batch
-
-
-def _checked(data: DataConfig) -> dict[str, Any]:
-  wanted = {**dict.fromkeys(_SHAPE, int), "image_share": float}
-  odd = data.options.keys() ^ wanted.keys()
-  if odd or not all(isinstance(data.options[name], kind) for name, kind in wanted.items()):
-    rule = f"must have {', '.join(_SHAPE)} (whole numbers) and image_share (a float), no more"
-    raise DataError("data.options", dict(data.options), rule, "see configs/text_image.py")
-  for name in _SHAPE:
-    if data.options[name] < 1:
-      raise DataError(f"data.options.{name}", data.options[name], "must be positive", "use 1")
-  size = data.options["image_size"]
-  if size < _SCAN or size % _SCAN:
-    rule = f"must be a multiple of {_SCAN}, of which the scans are"
-    raise DataError("data.options.image_size", size, rule, f"use {_SCAN * max(1, size // _SCAN)}")
-  return dict(data.options)
+digits = Pairs  # the function that `data.custom` names
 
 
 def _scans(data: DataConfig) -> tuple[np.ndarray, np.ndarray]:
@@ -185,7 +177,7 @@ def _scans(data: DataConfig) -> tuple[np.ndarray, np.ndarray]:
     from sklearn.datasets import load_digits
   except ImportError as error:
     rule = f"needs scikit-learn, which ships the images ({error})"
-    raise DataError("data.custom", data.custom, rule, "pip install 'ddiloco[examples]'") from error
+    raise refusal("data.custom", data.custom, rule, "pip install 'ddiloco[examples]'") from error
   found = load_digits()
   return np.round(found.images * (255 / 16)).astype(np.uint8), found.target
 

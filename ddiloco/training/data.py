@@ -2,7 +2,7 @@
 
 Everything is addressed by index. Window i of a part (one token array) covers its tokens
 [i T, i T + T]: T inputs and, shifted by one, T targets. A learner's batch is a pure function of
-(config, learner, position), so the state of a stream is one integer, {"position": batches so far}.
+(config, learner, position), so the state of a stream is one integer: how many batches were read.
 
 A user's own data (`data.custom`) are a `Source` too: batches of any arrays, by position.
 
@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import hashlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import grain
@@ -25,10 +25,11 @@ import numpy as np
 from grain import experimental as grain_experimental
 
 from ddiloco import custom
+from ddiloco.checks import refusal, require
 from ddiloco.config import Config, DataConfig
 from ddiloco.models.model import Batch
 from ddiloco.training.devices import refuse_misfit
-from ddiloco.training.tokens import DataError, Tokenizer, load_tokenizer, read_parts
+from ddiloco.training.tokens import Tokenizer, load_tokenizer, read_parts
 
 _MAX_BLOCK_WINDOWS = 16
 _MIN_BLOCK_WINDOWS = 4  # two of these are guards
@@ -57,38 +58,35 @@ class Source(Protocol):
 class Windows:
   """A random-access set of windows of T + 1 tokens, found by arithmetic for any corpus size.
 
-  Window k of the set is window `blocks[k // per_block] * block_windows + offset + k % per_block`
-  of the corpus, which numbers the windows of all parts one after the other.
+  Each of its blocks is `block_windows` windows of the corpus, less `guards` at either end. The
+  corpus numbers the windows of all parts one after the other.
   """
 
   parts: tuple[np.ndarray, ...]
   first_window: np.ndarray  # of each part
   sequence_length: int  # T
-  blocks: np.ndarray
   block_windows: int
-  per_block: int
-  offset: int
+  blocks: np.ndarray
+  guards: int
   length: int
 
   def __len__(self) -> int:
     return self.length
 
-  def locate(self, index: int) -> tuple[int, int]:
-    """(part, first token in it) of one window of the set."""
-    block, within = divmod(index, self.per_block)
-    window = int(self.blocks[block]) * self.block_windows + self.offset + within
-    part = 0
-    if len(self.parts) > 1:
-      part = int(np.searchsorted(self.first_window, window, side="right")) - 1
-    return part, (window - int(self.first_window[part])) * self.sequence_length
+  @property
+  def per_block(self) -> int:
+    """Windows of the set in a block."""
+    return self.block_windows - 2 * self.guards
 
-  def read(self, indices: Sequence[int]) -> np.ndarray:
+  def read(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
     """[len(indices), T + 1] int32, freshly copied."""
-    width = self.sequence_length + 1
-    tokens_NxT1 = np.empty((len(indices), width), np.int32)
-    for row, index in enumerate(indices):
-      part, start = self.locate(int(index))
-      tokens_NxT1[row] = self.parts[part][start : start + width]
+    block, within = np.divmod(indices, self.per_block)
+    window = self.blocks[block] * self.block_windows + self.guards + within
+    part = np.searchsorted(self.first_window, window, side="right") - 1
+    start = (window - self.first_window[part]) * self.sequence_length
+    tokens_NxT1 = np.empty((len(indices), self.sequence_length + 1), np.int32)
+    for row, (p, first) in enumerate(zip(part, start)):
+      tokens_NxT1[row] = self.parts[p][first : first + self.sequence_length + 1]
     return tokens_NxT1
 
 
@@ -102,10 +100,6 @@ class Corpus:
   train: Windows
   heldout: Windows
 
-  @property
-  def num_tokens(self) -> int:
-    return sum(len(part) for part in self.parts)
-
   @functools.cached_property
   def digest(self) -> str:
     """Of the length and both ends of each part: other files hardly have the same."""
@@ -118,12 +112,52 @@ class Corpus:
     self, config: Config, learner: int, batch_size: int = 0
   ) -> grain.MapDataset[np.ndarray]:
     """See `Source`, and `Stream` for the windows of each learner. `batch_size` 0: the island's."""
-    _check_stream(self, config, learner)
-    return _Batches(self, config, learner, batch_size)
+    size = batch_size or config.islands.island(learner).batch_size
+    self._check(config, learner)
+    order = reading_order(len(self.train), config, learner)
+    files = self.data.path or self.data.source
+
+    def read(position: int) -> np.ndarray:
+      places = range(position * size, (position + 1) * size)
+      tokens_BxT1 = self.train.read([*map(order, places)])
+      # As the file has them: an id of 2**31 or more is negative in int32.
+      tokens = tokens_BxT1.view(np.uint32)
+      check_token_ids(tokens, config.model.vocab_size, f"{files} (batch {position})")
+      return tokens_BxT1
+
+    return by_position(read)
 
   def heldout_batches(self, batch_size: int) -> list[np.ndarray]:
-    """See the function `heldout_batches`."""
-    return heldout_batches(self, self.data, batch_size)
+    """The fixed evaluation set: data.heldout_sequences windows, spread over the held-out split.
+
+    The set does not depend on `batch_size`, which is an upper bound: all batches are [B, T + 1]
+    with B the largest divisor of heldout_sequences that fits, so one compiled shape serves them all
+    and nothing is padded or dropped.
+    """
+    count = self.data.heldout_sequences
+    size = max(b for b in range(1, max(1, min(batch_size, count)) + 1) if count % b == 0)
+    chosen = np.arange(count) * len(self.heldout) // count
+    return [self.heldout.read(rows) for rows in chosen.reshape(-1, size)]
+
+  def _check(self, config: Config, learner: int) -> None:
+    """Refuses a corpus that is too small for all learners, or whose tokens the model lacks."""
+    learners, batch_size = config.islands.num_learners, config.islands.island(learner).batch_size
+    require(
+      len(self.train) >= learners * batch_size,
+      "islands.batch_size",
+      batch_size,
+      f"{learners} learners with such batches need {learners * batch_size} windows an epoch, and"
+      f" the corpus has {len(self.train)} of {self.data.sequence_length} tokens to train on",
+      "give more text, or lower islands.batch_size, islands.num_learners or data.sequence_length",
+    )
+    vocab_size, known = config.model.vocab_size, self.tokenizer.vocab_size
+    if self.data.source == "tokens":
+      for number, part in enumerate(self.parts):
+        for end in (part[:_CHECKED_TOKENS], part[-_CHECKED_TOKENS:]):
+          check_token_ids(end, vocab_size, f"{self.data.path} (file {number} in order of name)")
+    else:
+      rule = f"must be at least the tokenizer's {known} ({self.data.tokenizer})"
+      require(known <= vocab_size, "model.vocab_size", vocab_size, rule, f"set {known} or more")
 
 
 def open_data(data: DataConfig) -> Source:
@@ -134,10 +168,8 @@ def open_data(data: DataConfig) -> Source:
   """
   if not data.custom:
     return open_corpus(data)
-  source = custom.make("data", data)
   wanted = ("batches", "heldout_batches")
-  custom.refuse_missing("data", data.custom, source, wanted, "ddiloco.training.data.Source")
-  return source
+  return custom.make(data, wanted, "ddiloco.training.data.Source")
 
 
 def open_corpus(data: DataConfig) -> Corpus:
@@ -149,87 +181,52 @@ def open_corpus(data: DataConfig) -> Corpus:
   ever trained on. The split depends on the corpus, T and heldout_share, not on seed or learners.
 
   Raises:
-    DataError: see tokens.read_parts; or the corpus is too small for T or for the held-out split.
-    TokenizerError: the tokenizer cannot be loaded.
+    ConfigError: see tokens.read_parts; the corpus is too small for T or for the held-out split; or
+      the tokenizer cannot be loaded.
   """
   tokenizer = load_tokenizer(data.tokenizer)
   parts = read_parts(data, tokenizer)
-  length = data.sequence_length
+  length, share = data.sequence_length, data.heldout_share
   windows_of_part = [max(0, len(part) - 1) // length for part in parts]
-  num_windows = sum(windows_of_part)
-  num_tokens = sum(len(part) for part in parts)
-  if not num_windows:
-    raise DataError(
-      "data.sequence_length",
-      length,
-      f"the corpus has {num_tokens} tokens in {len(parts)} part(s); none holds the"
-      f" {length + 1} of one window",
-      "give more text, or lower data.sequence_length",
-    )
-  wanted_blocks = int(num_windows * data.heldout_share) // 8  # spread over at least about 8 places
+  num_windows, num_tokens = sum(windows_of_part), sum(map(len, parts))
+  require(
+    num_windows > 0,
+    "data.sequence_length",
+    length,
+    f"the corpus has {num_tokens} tokens in {len(parts)} part(s); none holds the {length + 1} of"
+    " one window",
+    "give more text, or lower data.sequence_length",
+  )
+  wanted_blocks = int(num_windows * share) // 8  # spread over at least about 8 places
   block_windows = min(_MAX_BLOCK_WINDOWS, max(_MIN_BLOCK_WINDOWS, wanted_blocks))
-  train_blocks, heldout_blocks = _split_blocks(num_windows // block_windows, data.heldout_share)
-  whole = len(train_blocks) * block_windows
-  remainder = num_windows % block_windows  # windows of the last, unfinished block are trained on
-  common = (parts, np.cumsum([0, *windows_of_part[:-1]]), length)
-  last = np.array([num_windows // block_windows])
-  train = Windows(
-    *common,
-    blocks=np.concatenate([train_blocks, last]),
-    block_windows=block_windows,
-    per_block=block_windows,
-    offset=0,
-    length=whole + remainder,
+  num_blocks, remainder = divmod(num_windows, block_windows)
+  # Of every prefix of the blocks the share is held out, rounded down.
+  held = np.diff(np.floor(np.arange(num_blocks + 1) * share)) > 0
+  of_corpus = (parts, np.cumsum([0, *windows_of_part[:-1]]), length, block_windows)
+  # The windows of the last, unfinished block are trained on.
+  train_blocks = np.flatnonzero(np.append(~held, True))
+  train_length = (len(train_blocks) - 1) * block_windows + remainder
+  train = Windows(*of_corpus, train_blocks, guards=0, length=train_length)
+  held_blocks = np.flatnonzero(held)
+  held_length = len(held_blocks) * (block_windows - 2)
+  heldout = Windows(*of_corpus, held_blocks, guards=1, length=held_length)
+  require(
+    len(heldout) >= data.heldout_sequences,
+    "data.heldout_sequences",
+    data.heldout_sequences,
+    f"data.heldout_share = {share} of {num_tokens} tokens gives only {len(heldout)} held-out"
+    f" sequences of {length} tokens",
+    "give more text, lower data.heldout_sequences or data.sequence_length, or raise"
+    " data.heldout_share",
   )
-  heldout = Windows(
-    *common,
-    blocks=heldout_blocks,
-    block_windows=block_windows,
-    per_block=block_windows - 2,
-    offset=1,
-    length=len(heldout_blocks) * (block_windows - 2),
+  require(
+    0 < len(train) <= 2**32,  # Grain's index shuffle counts in 32 bits
+    "data.heldout_share",
+    share,
+    f"leaves {len(train)} windows to train on; there must be at least 1 and at most 2**32",
+    "give more text or lower data.heldout_share; beyond 2**32 raise data.sequence_length",
   )
-  _check_sizes(data, train, heldout, num_tokens)
   return Corpus(data, tokenizer, parts, train, heldout)
-
-
-def _split_blocks(num_blocks: int, heldout_share: float) -> tuple[np.ndarray, np.ndarray]:
-  """(train, held-out) block numbers; of every prefix the share is held out, rounded down."""
-  held_so_far = np.floor(np.arange(num_blocks + 1) * heldout_share)
-  held = np.diff(held_so_far) > 0
-  return np.flatnonzero(~held), np.flatnonzero(held)
-
-
-def _check_sizes(data: DataConfig, train: Windows, heldout: Windows, num_tokens: int) -> None:
-  if len(heldout) < data.heldout_sequences:
-    raise DataError(
-      "data.heldout_sequences",
-      data.heldout_sequences,
-      f"data.heldout_share = {data.heldout_share} of {num_tokens} tokens gives only"
-      f" {len(heldout)} held-out sequences of {data.sequence_length} tokens",
-      "give more text, lower data.heldout_sequences or data.sequence_length,"
-      " or raise data.heldout_share",
-    )
-  if not 0 < len(train) <= 2**32:  # Grain's index shuffle counts in 32 bits
-    raise DataError(
-      "data.heldout_share",
-      data.heldout_share,
-      f"leaves {len(train)} windows to train on; there must be at least 1 and at most 2**32",
-      "give more text or lower data.heldout_share; beyond 2**32 raise data.sequence_length",
-    )
-
-
-def heldout_batches(corpus: Corpus, data: DataConfig, batch_size: int) -> list[np.ndarray]:
-  """The fixed evaluation set: data.heldout_sequences windows, spread over the held-out split.
-
-  The set does not depend on `batch_size`, which is an upper bound: all batches are [B, T + 1] with
-  B the largest divisor of heldout_sequences that fits, so one compiled shape serves them all and
-  nothing is padded or dropped.
-  """
-  count = data.heldout_sequences
-  size = max(b for b in range(1, max(1, min(batch_size, count)) + 1) if count % b == 0)
-  chosen = [k * len(corpus.heldout) // count for k in range(count)]
-  return [corpus.heldout.read(chosen[start : start + size]) for start in range(0, count, size)]
 
 
 @functools.lru_cache(maxsize=256)
@@ -248,68 +245,41 @@ def _bisection(lap: int) -> float:
   return int(bits[::-1], 2) / 2 ** len(bits)
 
 
-class ReadingOrder:
-  """A learner's endless sequence out of `count` things: each epoch is a new permutation.
+def reading_order(count: int, config: Config, learner: int) -> Callable[[int], int]:
+  """A learner's endless sequence out of `count` things, by place: each epoch is a new permutation.
 
   In its epoch, learner m of M reads places m, m + M, m + 2M, ... of the permutation of all things:
   the order of shuffle(seed)[m::M].repeat().
   """
+  num_streams = config.islands.num_learners
+  lap, stream = divmod(learner, num_streams)
+  epoch_size = len(range(stream, count, num_streams))
+  first_place = int(_bisection(lap) * epoch_size)
 
-  def __init__(self, count: int, config: Config, learner: int):
-    self._count, self._seed = count, config.seed
-    self._num_streams = config.islands.num_learners
-    lap, self._stream = divmod(learner, self._num_streams)
-    self._epoch = len(range(self._stream, count, self._num_streams))
-    self._first_place = int(_bisection(lap) * self._epoch)
+  def thing(place: int) -> int:
+    epoch, within = divmod(first_place + place, epoch_size)
+    seed = _shuffle_seed(config.seed, epoch)
+    index = stream + within * num_streams
+    return grain_experimental.index_shuffle(index, max_index=count - 1, seed=seed, rounds=4)
 
-  def __getitem__(self, place: int) -> int:
-    """The thing at a place of this learner's endless sequence."""
-    epoch, within = divmod(self._first_place + place, self._epoch)
-    return grain_experimental.index_shuffle(
-      self._stream + within * self._num_streams,
-      max_index=self._count - 1,
-      seed=_shuffle_seed(self._seed, epoch),
-      rounds=4,
-    )
+  return thing
 
 
-class _Batches(grain.MapDataset[np.ndarray]):
-  """Batch number -> tokens [B, T + 1] of the training windows, in the learner's `ReadingOrder`."""
-
-  def __init__(self, corpus: Corpus, config: Config, learner: int, batch_size: int):
-    super().__init__()
-    self._windows = corpus.train
-    self._path = corpus.data.path or corpus.data.source
-    self._vocab_size = config.model.vocab_size
-    self._batch_size = batch_size or config.islands.island(learner).batch_size
-    self._order = ReadingOrder(len(self._windows), config, learner)
-
-  def __len__(self) -> int:
-    return sys.maxsize // self._batch_size
-
-  def __getitem__(self, index):
-    if isinstance(index, slice):
-      return self.slice(index)
-    if index < 0:
-      raise IndexError(f"position {index}: must not be negative")
-    first = int(index) * self._batch_size
-    indices = [self._order[place] for place in range(first, first + self._batch_size)]
-    tokens_BxT1 = self._windows.read(indices)
-    # As the file has them: an id of 2**31 or more is negative in int32.
-    check_token_ids(tokens_BxT1.view(np.uint32), self._vocab_size, f"{self._path} (batch {index})")
-    return tokens_BxT1
+def by_position(read: Callable[[int], Batch]) -> grain.MapDataset[Batch]:
+  """Endless batches from a function position -> batch."""
+  return grain.MapDataset.range(sys.maxsize).map(read)
 
 
 def check_token_ids(tokens: np.ndarray, vocab_size: int, where: str) -> None:
-  """Raises DataError if a token has no row in the model's embedding."""
+  """Raises ConfigError if a token has no row in the model's embedding."""
   highest = int(tokens.max())
-  if highest >= vocab_size:
-    raise DataError(
-      "model.vocab_size",
-      vocab_size,
-      f"must exceed every token id, and there is a {highest} in {where}",
-      f"set at least {highest + 1}, or check data.token_dtype and data.tokenizer",
-    )
+  require(
+    highest < vocab_size,
+    "model.vocab_size",
+    vocab_size,
+    f"must exceed every token id, and there is a {highest} in {where}",
+    f"set at least {highest + 1}, or check data.token_dtype and data.tokenizer",
+  )
 
 
 class Stream:
@@ -338,64 +308,16 @@ class Stream:
     """Batch `position` (from 0), of tokens int32 [batch_size, T + 1]; read in this thread."""
     return self._batches[position]
 
-  def iterate(self, position: int = 0) -> BatchIterator:
-    """Batches from `position` on, prefetched by a background thread; restore with **state."""
-    return BatchIterator(self._open(), position)  # iterators that read ahead share no state
-
-
-class BatchIterator(Iterator[Batch]):
-  """Prefetches a few batches ahead. Used by one thread; close it, or use it as a context."""
-
-  def __init__(self, batches: grain.MapDataset[Batch], position: int):
-    if position < 0:
-      raise IndexError(f"position {position}: must not be negative")
-    self._iterator = iter(batches.to_iter_dataset(_READ_OPTIONS))
-    grain_experimental.set_next_index(self._iterator, int(position))
-    self._iterator.start_prefetch()
-
-  def __next__(self) -> Batch:
-    return next(self._iterator)
-
-  @property
-  def state(self) -> dict[str, int]:
-    """{"position": n}: the next batch is number n; prefetched batches do not count."""
-    return {"position": int(grain_experimental.get_next_index(self._iterator))}
-
-  def close(self) -> None:
-    """Stops the background thread; the iterator cannot be used afterwards."""
-    self._iterator.close()
-
-  def __enter__(self) -> BatchIterator:
-    return self
-
-  def __exit__(self, *_) -> None:
-    self.close()
+  def iterate(self, position: int = 0) -> grain.DatasetIterator[Batch]:
+    """Batches from `position` on, prefetched by a background thread, which `close()` ends."""
+    # Iterators that read ahead share no state.
+    iterator = iter(self._open().to_iter_dataset(_READ_OPTIONS))
+    grain_experimental.set_next_index(iterator, position)
+    iterator.start_prefetch()
+    return iterator
 
 
 # --- A user's own batches, endless and by position, as the streams of a corpus are
-
-
-class _Endless(grain.MapDataset[Batch]):
-  """Batches by position, from a function position -> batch, which may fill the same arrays again.
-
-  Several batches wait in the queue of those that are read ahead, so each is a copy.
-  """
-
-  def __init__(self, read: Callable[[int], Batch]):
-    super().__init__()
-    self._read = read
-
-  def __len__(self) -> int:
-    return sys.maxsize
-
-  def __getitem__(self, index):
-    if isinstance(index, slice):
-      return self.slice(index)
-    return jax.tree.map(_kept, self._read(int(index)))
-
-
-def _kept(leaf: Any) -> Any:
-  return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
 class _Reader:
@@ -404,34 +326,45 @@ class _Reader:
   def __init__(self, dataset: grain.IterDataset[Batch]):
     self._dataset, self._iterator, self._next = dataset, iter(dataset), 0
 
-  def __call__(self, position: int) -> Batch:
+  def __getitem__(self, position: int) -> Batch:
     if position != self._next:
-      self._move(position)
-    self._next += 1
+      try:
+        grain_experimental.set_next_index(self._iterator, position)
+        self._next = position
+      except (NotImplementedError, ValueError):  # packing and filters cannot jump
+        if position < self._next:
+          self._iterator, self._next = iter(self._dataset), 0
+    for _ in range(position - self._next):
+      next(self._iterator)
+    self._next = position + 1
     return next(self._iterator)
-
-  def _move(self, position: int) -> None:
-    try:
-      grain_experimental.set_next_index(self._iterator, position)
-    except (NotImplementedError, ValueError):  # packing and filters cannot jump
-      if position < self._next:
-        self._iterator, self._next = iter(self._dataset), 0
-      for _ in range(position - self._next):
-        next(self._iterator)
-    self._next = position
 
 
 def _own_batches(batches: Any, config: Config) -> grain.MapDataset[Batch]:
   if isinstance(batches, grain.IterDataset):
-    return _Endless(_Reader(batches))
-  if not hasattr(batches, "__getitem__"):
-    raise DataError(
-      "data.custom",
-      config.data.custom,
-      f"batches() gives a {type(batches).__name__}, which has no batches by position",
-      "return what batches[position] works on, or a Grain dataset",
-    )
-  return _Endless(batches.__getitem__)
+    batches = _Reader(batches)
+  require(
+    hasattr(batches, "__getitem__"),
+    "data.custom",
+    config.data.custom,
+    f"batches() gives a {type(batches).__name__}, which has no batches by position",
+    "return what batches[position] works on, or a Grain dataset",
+  )
+
+  def read(position: int) -> Batch:
+    try:
+      batch = batches[position]
+    except (IndexError, StopIteration) as error:
+      rule, fix = f"batches() ends before position {position}", "make it endless"
+      raise refusal("data.custom", config.data.custom, rule, fix) from error
+    # A copy, since a source may fill the same arrays again, and several batches are read ahead.
+    return jax.tree.map(_kept, batch)
+
+  return by_position(read)
+
+
+def _kept(leaf: Any) -> Any:
+  return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
 def _check_first(stream: Stream, config: Config, learner: int) -> None:
@@ -441,44 +374,12 @@ def _check_first(stream: Stream, config: Config, learner: int) -> None:
   first, again = stream.batch(0), stream.batch(0)
   try:
     refuse_misfit(first, inputs, "the model")
-    rule = "" if _same(first, again) else "batch 0 is another one when it is read again"
+    same = all(jax.tree.leaves(jax.tree.map(np.array_equal, first, again)))
+    rule = "" if same else "batch 0 is another one when it is read again"
   except ValueError as error:
     rule = str(error)
   if rule:
-    raise DataError(
-      "data.custom",
-      config.data.custom,
-      f"{rule} ({learner=})",
-      "a learner's batches are a function of its number and the position, as model.inputs() says",
+    fix = (
+      "a learner's batches are a function of its number and the position, as model.inputs() says"
     )
-
-
-def _same(a: Batch, b: Batch) -> bool:
-  return all(jax.tree.leaves(jax.tree.map(np.array_equal, a, b)))
-
-
-def _check_stream(corpus: Corpus, config: Config, learner: int) -> None:
-  if learner < 0:
-    raise DataError("learner", learner, "must not be negative", "learners count from 0")
-  learners, batch_size = config.islands.num_learners, config.islands.island(learner).batch_size
-  if len(corpus.train) < learners * batch_size:
-    raise DataError(
-      "islands.batch_size",
-      batch_size,
-      f"{learners} learners with such batches need {learners * batch_size} windows an epoch, and"
-      f" the corpus has {len(corpus.train)} of {corpus.data.sequence_length} tokens to train on",
-      "give more text, or lower islands.batch_size, islands.num_learners or data.sequence_length",
-    )
-  vocab_size = config.model.vocab_size
-  if corpus.data.source == "tokens":
-    for number, part in enumerate(corpus.parts):
-      where = f"{corpus.data.path} (file {number} in order of name)"
-      check_token_ids(part[:_CHECKED_TOKENS], vocab_size, where)
-      check_token_ids(part[-_CHECKED_TOKENS:], vocab_size, where)
-  elif corpus.tokenizer.vocab_size > vocab_size:
-    raise DataError(
-      "model.vocab_size",
-      vocab_size,
-      f"must be at least the tokenizer's {corpus.tokenizer.vocab_size} ({corpus.data.tokenizer})",
-      f"set {corpus.tokenizer.vocab_size} or more",
-    )
+    raise refusal("data.custom", config.data.custom, f"{rule} ({learner=})", fix)

@@ -8,7 +8,6 @@ become mesh axes through `RULES` alone.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import math
@@ -23,7 +22,8 @@ from jax.experimental import mesh_utils
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ddiloco.config import ConfigError, IslandConfig, IslandsConfig
+from ddiloco.checks import require
+from ddiloco.config import IslandConfig
 from ddiloco.models.model import Batch, Execution
 
 Device = Any  # a jax.Device; tests use stand-ins
@@ -58,43 +58,44 @@ PEAK_FLOPS = {
 }
 
 
-def partition(
-  devices: Sequence[Device], islands: IslandsConfig, num_islands: int = 0
-) -> list[list[Device]]:
+def partition(devices: Sequence[Device], counts: Sequence[int]) -> list[list[Device]]:
   """The devices of every learner, in learner order; no device serves two learners.
 
-  `num_islands` is greater than islands.num_learners where learners join later; 0: none joins.
-
-  A learner with a configured count gets so many devices, in order (inside one slice where they
-  fit). A learner with `devices = 0` gets a whole slice where devices have several distinct
-  `slice_index`, else an even share of what the configured counts leave. Spare devices stay unused.
+  `counts` are the learners' islands.devices. A learner with a count gets so many devices, in order
+  (inside one slice where they fit). A learner with 0 gets a whole slice where devices have several
+  distinct `slice_index`, else an even share of what the other counts leave. Spare devices stay
+  unused.
 
   Raises:
     ConfigError: there are too few devices or slices.
   """
-  if num_islands > islands.num_learners:
-    islands = dataclasses.replace(islands, num_learners=num_islands)
-  counts = [islands.island(m).devices for m in range(islands.num_learners)]
+  asked = list(counts)
   slices: dict[Any, list[Device]] = {}
   for device in devices:
     slices.setdefault(getattr(device, "slice_index", None), []).append(device)
+  groups = [slices[index] for index in sorted(slices)]
   if len(slices) <= 1:
-    shared = max(0, len(devices) - sum(counts)) // max(1, counts.count(0))
-    groups = [list(devices)]
+    shared = max(0, len(devices) - sum(counts)) // max(1, asked.count(0))
     counts = [n or shared or 1 for n in counts]
-  else:
-    groups = [slices[index] for index in sorted(slices)]
-    if counts.count(0) > len(groups):
-      raise _too_few("slices", counts.count(0), len(groups), islands)
-  if sum(n or 1 for n in counts) > len(devices):
-    raise _too_few("devices", sum(n or 1 for n in counts), len(devices), islands)
-  given: dict[int, list[Device]] = {}
-  for m in sorted(range(len(counts)), key=lambda m: counts[m] != 0):  # whole slices first
-    given[m] = groups.pop(0) if counts[m] == 0 else _take(groups, counts[m])
-    if len(given[m]) < counts[m]:
-      needed = sum(n or len(given[i]) for i, n in enumerate(counts))
-      raise _too_few("devices", needed, len(devices), islands)
+  whole = [m for m, n in enumerate(counts) if not n]  # learners with a slice
+  _require_enough(asked, "slices", len(whole), len(groups))
+  needed = sum(map(len, groups[: len(whole)])) + sum(counts)
+  _require_enough(asked, "devices", needed, len(devices))
+  given = {m: groups.pop(0) for m in whole}
+  given |= {m: _take(groups, n) for m, n in enumerate(counts) if n}
   return [given[m] for m in range(len(counts))]
+
+
+def _require_enough(asked: list[int], what: str, needed: int, available: int) -> None:
+  require(
+    needed <= available,
+    "islands.devices",
+    asked if len(set(asked)) > 1 else asked[0],
+    f"{len(asked)} learners need {needed} {what}, but {available} are available (0 means a whole"
+    " slice, or an even share)",
+    f"lower islands.devices or islands.num_learners (at most {available} learners fit), or give the"
+    " process more devices",
+  )
 
 
 def shared_on_cpu(groups: Sequence[Sequence[Device]]) -> list[list[Device]]:
@@ -120,16 +121,6 @@ def _take(groups: list[list[Device]], count: int) -> list[Device]:
   return taken
 
 
-def _too_few(what: str, needed: int, available: int, islands: IslandsConfig) -> ConfigError:
-  counts = [islands.island(m).devices for m in range(islands.num_learners)]
-  return ConfigError(
-    f"islands.devices = {counts if len(set(counts)) > 1 else counts[0]!r}: {islands.num_learners}"
-    f" learners need {needed} {what}, but {available} are available (0 means a whole slice, or an"
-    " even share). Fix: lower islands.devices or islands.num_learners (at most"
-    f" {available} learners fit), or give the process more devices."
-  )
-
-
 def island_devices(island: IslandConfig, visible: Sequence[Device], learner: int) -> list[Device]:
   """The devices that an island uses, of all that its processes see: the first ones of each host.
 
@@ -141,12 +132,14 @@ def island_devices(island: IslandConfig, visible: Sequence[Device], learner: int
     hosts.setdefault(device.process_index, []).append(device)
   share = (island.devices or len(visible)) // len(hosts)
   fewest = min(map(len, hosts.values()))
-  if share > fewest:
-    raise ConfigError(
-      f"islands.devices = {island.devices}: learner {learner} sees {len(visible)} devices"
-      f" (islands.hosts = {island.hosts}, the least on one of them: {fewest})."
-      " Fix: lower it, or give the process more devices."
-    )
+  require(
+    share <= fewest,
+    "islands.devices",
+    island.devices,
+    f"learner {learner} sees {len(visible)} devices (islands.hosts = {island.hosts}, the least on"
+    f" one of them: {fewest})",
+    "lower it, or give the process more devices",
+  )
   return [device for host in sorted(hosts) for device in hosts[host][:share]]
 
 
@@ -192,14 +185,15 @@ def require_processes(devices: Sequence[Device], hosts: int) -> None:
   """
   processes = jax.process_count()
   away = sum(device.process_index != jax.process_index() for device in devices)
-  if processes != hosts or (away and hosts == 1):
-    raise ConfigError(
-      f"islands.hosts = {hosts}: JAX has joined {processes} processes here, and {away} of this"
-      f" island's {len(devices)} devices belong to others. Of those it could not read its"
-      " parameters, and would push garbage. Fix: set islands.hosts to the island's processes and"
-      " let --engine=processes, or `ddiloco learner --hosts=... --host=...`, join them; do not call"
-      " jax.distributed.initialize."
-    )
+  require(
+    processes == hosts and not (away and hosts == 1),
+    "islands.hosts",
+    hosts,
+    f"JAX has joined {processes} processes here, and {away} of this island's {len(devices)} devices"
+    " belong to others. Of those it could not read its parameters, and would push garbage",
+    "set islands.hosts to the island's processes and let --engine=processes, or `ddiloco learner"
+    " --hosts=... --host=...`, join them; do not call jax.distributed.initialize",
+  )
 
 
 def make_mesh(devices: Sequence[Device], island: IslandConfig) -> Mesh:
@@ -211,9 +205,7 @@ def make_mesh(devices: Sequence[Device], island: IslandConfig) -> Mesh:
     ConfigError: the mesh axes do not multiply to the number of devices.
   """
   shape = island.mesh_shape(len(devices))
-  array = np.empty(len(devices), dtype=object)
-  array[:] = list(devices)
-  array = array.reshape(shape)
+  array = np.array(devices, object).reshape(shape)
   if devices[0].platform == "tpu":
     try:
       array = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
@@ -231,34 +223,17 @@ def param_sharding(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh)
   Raises:
     ValueError: `axes` and `shape` have different lengths.
   """
-  if len(axes) != len(shape):
-    raise ValueError(f"axes {tuple(axes)} and shape {tuple(shape)} must have the same length")
   used: set[str] = set()
   spec: list[Any] = []
-  for name, size in zip(axes, shape):
+  for name, size in zip(axes, shape, strict=True):
     split: list[str] = []
-    for axis in RULES.get(name, ()) if name else ():
-      parts = mesh.shape[axis] * math.prod(mesh.shape[a] for a in split)
+    for axis in RULES.get(name or "", ()):
+      parts = math.prod(mesh.shape[a] for a in (*split, axis))
       if axis not in used and mesh.shape[axis] > 1 and size % parts == 0:
         split.append(axis)
     used.update(split)
-    spec.append(None if not split else split[0] if len(split) == 1 else tuple(split))
+    spec.append(split[0] if len(split) == 1 else tuple(split) or None)
   return NamedSharding(mesh, PartitionSpec(*spec))
-
-
-def placed(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-  """The leaf's shape and dtype, with this sharding."""
-  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def placed_inputs(inputs: Batch, mesh: Mesh) -> Batch:
-  """A batch's arrays, split over the mesh by their first axis."""
-
-  def place(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    axes = ("batch", *[None] * (len(leaf.shape) - 1))
-    return placed(leaf, param_sharding(axes, leaf.shape, mesh))
-
-  return jax.tree.map(place, inputs)
 
 
 def refuse_misfit(batch: Batch, inputs: Batch, taker: str) -> None:
@@ -289,33 +264,20 @@ def make_execution(mesh: Mesh, island: IslandConfig, compute_dtype: str) -> Exec
   platform = mesh.devices.flat[0].platform
   own = {"tpu": "splash", "gpu": "cudnn" if compute_dtype == "bfloat16" else "einsum"}
   best = own.get(platform, "einsum")
-  if island.attention not in ("auto", "einsum", best):
-    raise ConfigError(
-      f"islands.attention = {island.attention!r}: must be einsum or {best} for devices of platform"
-      f" {platform!r} that compute in {compute_dtype}. Fix: use 'auto', which is {best} here."
-    )
+  require(
+    island.attention in ("auto", "einsum", best),
+    "islands.attention",
+    island.attention,
+    f"must be einsum or {best} for devices of platform {platform!r} that compute in"
+    f" {compute_dtype}",
+    f"use 'auto', which is {best} here",
+  )
   return Execution(
     layout=functools.partial(param_sharding, mesh=mesh) if mesh.size > 1 else None,
     attention=best if island.attention == "auto" else island.attention,
     remat=island.remat,
     loss_chunks=island.loss_chunks,
   )
-
-
-def piece_sharding(
-  leaf: NamedSharding, layer: int | None, rows: int, whole_rows: bool
-) -> NamedSharding:
-  """The layout of a fragment's piece: its leaf's, without the layer axis of a stacked leaf.
-
-  `rows` is the piece's first dimension; where the piece is only some rows of the leaf (`whole_rows`
-  False) and the split no longer divides them, that axis is kept whole.
-  """
-  spec = list(leaf.spec)[0 if layer is None else 1 :]
-  if spec and spec[0] is not None and not whole_rows:
-    names = (spec[0],) if isinstance(spec[0], str) else spec[0]
-    if rows % math.prod(leaf.mesh.shape[name] for name in names):
-      spec[0] = None
-  return NamedSharding(leaf.mesh, PartitionSpec(*spec))
 
 
 # --- Compiled programs outlive the process: a restarted role finds them in a folder

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ddiloco import custom
-from ddiloco.config import Config, ConfigError, IslandConfig, ModelConfig
+from ddiloco.checks import refusal, require
+from ddiloco.config import Config, IslandConfig, ModelConfig
 from ddiloco.models.model import Batch
 from ddiloco.training.data import check_token_ids
 from ddiloco.training.devices import make_mesh, param_sharding
-from ddiloco.training.tokens import DataError, Tokenizer
+from ddiloco.training.tokens import Tokenizer
 
 
 class HeldoutLoss:
@@ -27,42 +28,37 @@ class HeldoutLoss:
   once, at the first call.
 
   Raises:
-    ValueError: there are no batches, or batches of different shapes.
-    DataError: a held-out token is not in the vocabulary of a language model.
+    ConfigError: there are no batches, or batches of different shapes; or a held-out token is not in
+      the vocabulary of a language model.
   """
 
   def __init__(
     self, model: ModelConfig, heldout_batches: Sequence[Batch], devices: Sequence[jax.Device]
   ):
-    shapes = {str(jax.tree.map(np.shape, batch)) for batch in heldout_batches}
-    if len(shapes) != 1:
-      raise ValueError(
-        f"heldout_batches have shapes {sorted(shapes)}: there must be at least one batch and all"
-        " must have the same shape. Fix: use data.heldout_batches()."
-      )
+    shapes = sorted({str(jax.tree.map(np.shape, batch)) for batch in heldout_batches})
+    rule = "there must be at least one batch, and all must have the same shape"
+    require(len(shapes) == 1, "heldout_batches()", shapes, rule, "give whole batches alone")
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *heldout_batches)
     if not model.custom:
-      stacked = stacked if model.image_size else stacked.astype(np.int32)
-      tokens = stacked["tokens"] if model.image_size else stacked.view(np.uint32)
+      tokens = stacked["tokens"] if model.image_size else stacked.astype(np.uint32)
       check_token_ids(tokens, model.vocab_size, "the held-out split")
     mesh = make_mesh(devices, IslandConfig(devices=len(devices)))
     evaluated = custom.load_model(dataclasses.replace(model, compute_dtype="float32"))
-    axes, shapes, evaluate = evaluated.logical_axes(), evaluated.shapes(), evaluated.evaluate
+    axes = evaluated.logical_axes()
     self.shardings = {
-      name: param_sharding(axes[name], leaf.shape, mesh) for name, leaf in shapes.items()
+      name: param_sharding(axes[name], leaf.shape, mesh)
+      for name, leaf in evaluated.shapes().items()
     }
 
     def place(leaf: np.ndarray) -> jax.Array:
       names = (None, "batch", *[None] * (leaf.ndim - 2))
       return jax.device_put(leaf, param_sharding(names, leaf.shape, mesh))
 
-    self._batches = jax.tree.map(place, stacked)
-
     def measure(params: Mapping[str, jax.Array], batches: Batch) -> dict[str, jax.Array]:
-      each = jax.lax.map(lambda batch: evaluate(params, batch), batches)
+      each = jax.lax.map(lambda batch: evaluated.evaluate(params, batch), batches)
       return jax.tree.map(jnp.mean, each)
 
-    self._measure = jax.jit(measure)
+    self._batches, self._measure = jax.tree.map(place, stacked), jax.jit(measure)
 
   def measure(self, params: Mapping[str, np.ndarray | jax.Array]) -> dict[str, float]:
     """ "loss" (of a language model nats per token), and what else the model measures.
@@ -89,7 +85,7 @@ def refuse_unmeasured(config: Config, batches: Sequence[Batch]) -> None:
   """Refuses held-out batches of the user's own with which the model cannot be measured.
 
   Raises:
-    DataError: says what fails; else every evaluation of the run would.
+    ConfigError: says what fails; else every evaluation of the run would.
   """
   model, rule = custom.load_model(config.model), "heldout_batches() gives none"
   try:
@@ -100,7 +96,7 @@ def refuse_unmeasured(config: Config, batches: Sequence[Batch]) -> None:
     said = f"{type(error).__name__}: {error}"
     rule = f"the model's evaluate() fails with what heldout_batches() gives ({said})"
   fix = "give arrays as those of model.inputs(), or set run.evaluations = 0"
-  raise DataError("data.custom", config.data.custom, rule, fix)
+  raise refusal("data.custom", config.data.custom, rule, fix)
 
 
 # --- Text from a trained model: sampling in one compiled loop over a buffer of fixed length
@@ -130,38 +126,27 @@ def generate(
       vocabulary.
   """
   refuse_without_text(model)
-  _check("num_tokens", num_tokens, num_tokens >= 0, "must not be negative", "use 0 or more")
-  _check("temperature", temperature, temperature >= 0, "must not be negative", "use 0 to 1")
-  _check("context_length", context_length, context_length > 0, "must be positive", "use 128")
-  _check("seed", seed, 0 <= seed < 1 << 32, "must lie between 0 and 2**32 - 1", "use 0")
+  not_negative, fix = "must not be negative", "use 0 or more"
+  require(num_tokens >= 0, "num_tokens", num_tokens, not_negative, fix)
+  require(temperature >= 0, "temperature", temperature, not_negative, fix)
+  require(context_length > 0, "context_length", context_length, "must be positive", "use 128")
+  require(0 <= seed < 1 << 32, "seed", seed, "must lie between 0 and 2**32 - 1", "use 0")
   known = prompt.encode("utf-8", "replace").decode("utf-8")
-  _check("prompt", prompt, prompt == known, "has bytes that are no UTF-8", f"use {known!r}")
+  require(prompt == known, "prompt", prompt, "has bytes that are no UTF-8", f"use {known!r}")
   if not num_tokens:
     return ""
   ids = tokenizer.encode(prompt).astype(np.int32)
   if not len(ids):
     ids = np.array([tokenizer.end_token], np.int32)
   ids = ids[-context_length:]
-  highest = int(ids.max())
-  _check(
-    "model.vocab_size",
-    model.vocab_size,
-    highest < model.vocab_size,
-    f"must exceed every token of the prompt, and there is a {highest}",
-    "use the tokenizer that this model was trained with",
-  )
+  highest, size = int(ids.max()), model.vocab_size
+  rule = f"must exceed every token of the prompt, and there is a {highest}"
+  fix = "use the tokenizer that this model was trained with"
+  require(highest < size, "model.vocab_size", size, rule, fix)
   buffer = np.zeros(context_length + num_tokens, np.int32)
   buffer[: len(ids)] = ids
-  out = _continue(
-    model,
-    num_tokens,
-    params,
-    buffer,
-    np.int32(len(ids)),
-    np.int32(tokenizer.vocab_size),
-    np.float32(temperature),
-    jax.random.key(seed),
-  )
+  lengths, key = (len(ids), tokenizer.vocab_size), jax.random.key(seed)
+  out = _continue(model, num_tokens, params, buffer, *lengths, float(temperature), key)
   return tokenizer.decode(np.asarray(out)[len(ids) : len(ids) + num_tokens])
 
 
@@ -172,16 +157,9 @@ def makes_text(model: ModelConfig) -> bool:
 
 def refuse_without_text(model: ModelConfig) -> None:
   """Raises ConfigError if the model makes no text."""
-  if not makes_text(model):
-    raise ConfigError(
-      f"model.custom = {model.custom!r}: this model makes no text, since it has no logits(params,"
-      " tokens). Fix: use `ddiloco evaluate`, or `ddiloco export` and a program of your own."
-    )
-
-
-def _check(field: str, value: float, ok: bool, rule: str, fix: str) -> None:
-  if not ok:
-    raise ConfigError(f"{field} = {value!r}: {rule}. Fix: {fix}.")
+  rule = "this model makes no text, since it has no logits(params, tokens)"
+  fix = "use `ddiloco evaluate`, or `ddiloco export` and a program of your own"
+  require(makes_text(model), "model.custom", model.custom, rule, fix)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -224,7 +224,7 @@ def _place(leaf: jax.ShapeDtypeStruct, parts: Mapping[Part, np.ndarray]) -> jax.
 def _leaves(island: Island, put: Put) -> list[jax.ShapeDtypeStruct]:
   """The arrays of a value that is put."""
   if put.name:
-    return [island.state_leaves()[put.name]]
+    return [island.layout.leaves[put.name]]
   pieces = island.piece_leaves(put.fragment)
   return pieces * island.num_moments if put.moments else pieces
 
@@ -316,13 +316,13 @@ class LeadingIsland:
 
   def place(self, name: str, value: np.ndarray) -> SharedValue | np.ndarray:
     """As of `Island`: this host reads a state array by array, and hands each out at once."""
-    if not self.island.fits(name, value):
+    if not self.island.layout.fits(name, value):
       return value
     return self._put(Put(next(self._numbers), 0, name=name), [value])
 
   def restore(self, arrays: Mapping[str, SharedValue | np.ndarray]) -> None:
     """As of `Island`, of what `place` has made of each array."""
-    self.island.check({n: getattr(array, "arrays", array) for n, array in arrays.items()})
+    self.island.layout.check({n: getattr(array, "arrays", array) for n, array in arrays.items()})
     ready = {
       name: array if isinstance(array, SharedValue) else self.place(name, array)
       for name, array in arrays.items()

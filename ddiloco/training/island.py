@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ddiloco import custom
 from ddiloco.config import Config
@@ -28,7 +28,6 @@ from ddiloco.models.model import Batch
 from ddiloco.training.devices import (
   PEAK_FLOPS,
   make_mesh,
-  piece_sharding,
   refuse_misfit,
   require_processes,
 )
@@ -50,7 +49,8 @@ class PieceKind:
     leaf: f32, with its sharding.
     piece: f32, with its sharding.
     layered: the piece is in one layer of a stacked leaf.
-    start: the piece's first row in the leaf; None if every call gives it.
+    start: the piece's first row in the leaf; None if every call gives it. Where the rows are split
+      over devices, the compiler must know which rows a piece has.
   """
 
   leaf: jax.ShapeDtypeStruct
@@ -62,14 +62,17 @@ class PieceKind:
   def of(cls, piece: Piece, leaf: jax.ShapeDtypeStruct) -> PieceKind:
     """The kind of a piece of this leaf; `leaf` has a sharding."""
     assert isinstance(leaf.sharding, NamedSharding)
-    layered = piece.layer is not None
+    layered, start = piece.layer is not None, piece.start
     spec, shape = list(leaf.sharding.spec)[layered:], leaf.shape[layered:]
-    whole = piece.shape[:1] == shape[:1]
-    # Where the rows are split over devices, the compiler must know which rows a piece has.
-    fixed = not whole and bool(spec) and spec[0] is not None
-    sharding = piece_sharding(leaf.sharding, piece.layer, piece.stop - piece.start, whole)
+    if piece.shape[:1] != shape[:1]:
+      if not spec or spec[0] is None:
+        start = None
+      # A split that does not divide the rows: each device has all of them.
+      elif piece.shape[0] % (shape[0] // leaf.sharding.shard_shape(leaf.shape)[layered]):
+        spec[0] = None
+    sharding = NamedSharding(leaf.sharding.mesh, PartitionSpec(*spec))
     shaped = jax.ShapeDtypeStruct(piece.shape, jnp.float32, sharding=sharding)
-    return cls(leaf, shaped, layered, piece.start if fixed else None)
+    return cls(leaf, shaped, layered, start)
 
 
 def piece_kinds(fragment: Fragment, leaves: Mapping[str, jax.ShapeDtypeStruct]) -> list[PieceKind]:
@@ -89,42 +92,18 @@ class PiecePrograms:
   waits: bool  # the caller must block after dispatch
 
 
-def at(piece: Piece) -> np.ndarray:
-  """Where a piece is in its leaf, as the programs take it."""
-  return np.array([piece.layer or 0, piece.start], np.int32)
-
-
-@dataclasses.dataclass(frozen=True)
-class LoweredPiece:
-  """`PiecePrograms` before they are compiled."""
-
-  copy_out: jax.stages.Lowered
-  apply: jax.stages.Lowered
-
-  def compile(self, platform: str) -> PiecePrograms:
-    """Compiles both, for devices of this platform."""
-    copy_out, apply = self.copy_out.compile(), self.apply.compile()
-    # On the CPU, islands share a thread pool in which their collectives could wait for each other
-    # (see `Island`), so the caller blocks after a program with a collective. Only pieces of rows of
-    # a tensor-cut embedding have one.
-    waits = platform == "cpu" and any(
-      _COLLECTIVE.search(p.as_text() or "") for p in (copy_out, apply)
-    )
-    return PiecePrograms(copy_out, apply, waits)
-
-
-def lower_piece(kind: PieceKind, replicated: NamedSharding) -> LoweredPiece:
-  """Lowers both programs of a kind; `replicated` is the layout of scalars."""
+def lower_piece(
+  kind: PieceKind, replicated: NamedSharding
+) -> tuple[jax.stages.Lowered, jax.stages.Lowered]:
+  """Lowers `PiecePrograms.copy_out` and `apply`; `replicated` is the layout of scalars."""
   shape = kind.leaf.shape
   size = (1, *kind.piece.shape) if kind.layered else kind.piece.shape
 
   def start(at: jax.Array) -> list[Any]:
     """The piece's first value in the leaf, by axis."""
-    found: list[Any] = [at[0]] if kind.layered else []
-    if len(found) < len(shape):
-      whole = size[len(found)] == shape[len(found)]
-      found.append(0 if whole else at[1] if kind.start is None else kind.start)
-    return found + [0] * (len(shape) - len(found))
+    found = [at[0]] if kind.layered else []
+    found += [at[1] if kind.start is None else kind.start, *[0] * len(shape)]
+    return found[: len(shape)]
 
   def part(leaf: jax.Array, at: jax.Array) -> jax.Array:
     if size != shape:
@@ -145,7 +124,7 @@ def lower_piece(kind: PieceKind, replicated: NamedSharding) -> LoweredPiece:
   where = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=replicated)
   out = jax.jit(copy_out, out_shardings=kind.piece.sharding)
   into = jax.jit(apply, out_shardings=kind.leaf.sharding, donate_argnums=0)
-  return LoweredPiece(out.lower(kind.leaf, where), into.lower(kind.leaf, kind.piece, keep, where))
+  return out.lower(kind.leaf, where), into.lower(kind.leaf, kind.piece, keep, where)
 
 
 class IslandPrograms:
@@ -219,18 +198,23 @@ class IslandPrograms:
       self.latest = jax.jit(latest, out_shardings=replicated).lower(kept).compile()
 
   def _compile_pieces(self) -> None:
-    replicated, platform = self._parts.replicated, self._parts.mesh.devices.flat[0].platform
-    self.pieces = {
-      kind: lower_piece(kind, replicated).compile(platform)
-      for kind in dict.fromkeys(itertools.chain(*self.kinds))
-    }
-    self.moves = [
-      [
-        (p.name, self.pieces[kind], jax.device_put(at(p), replicated))
-        for p, kind in zip(fragment.pieces, kinds)
-      ]
-      for fragment, kinds in zip(self._plan.fragments, self.kinds)
-    ]
+    for fragment, kinds in zip(self._plan.fragments, self.kinds):
+      moves = []
+      for piece, kind in zip(fragment.pieces, kinds):
+        if kind not in self.pieces:
+          self.pieces[kind] = self._compiled(kind)
+        place = np.array([piece.layer or 0, piece.start], np.int32)
+        here = jax.device_put(place, self._parts.replicated)
+        moves.append((piece.name, self.pieces[kind], here))
+      self.moves.append(moves)
+
+  def _compiled(self, kind: PieceKind) -> PiecePrograms:
+    both = [lowered.compile() for lowered in lower_piece(kind, self._parts.replicated)]
+    # On the CPU, islands share a thread pool in which their collectives could wait for each other
+    # (see `Island`), so the caller blocks after a program with a collective. Only pieces of rows of
+    # a tensor-cut embedding have one.
+    found = any(_COLLECTIVE.search(program.as_text() or "") for program in both)
+    return PiecePrograms(*both, waits=self._parts.on_cpu and found)
 
 
 # --- The island itself
@@ -258,7 +242,13 @@ class IslandMaker:
 
 
 class Island:
-  """Trains one copy of the model on its devices; each section below names the thread that calls."""
+  """Trains one copy of the model on its devices; each section below names the thread that calls.
+
+  Attributes:
+    mesh: the devices.
+    programs: may be shared with equal islands.
+    layout: the names of the state's arrays, and where each lies on this mesh.
+  """
 
   def __init__(
     self,
@@ -285,16 +275,13 @@ class Island:
     require_processes(devices, self._island.hosts)
     self._config, self._plan = config, plan
     self._planned_steps = config.planned_steps()
-    self._cpu = devices[0].platform == "cpu"
+    self.mesh = make_mesh(devices, self._island)
+    self._parts = IslandStep(config, learner, self.mesh)
     # One step stays in flight, so that the devices never wait for Python. On the CPU every step is
     # waited for: fake devices share one thread pool, in which the collectives of several islands
     # could wait for each other.
-    self._pipelined = not self._cpu
-    self.mesh = make_mesh(devices, self._island)
-    self._parts = IslandStep(config, learner, self.mesh)
-    self._host_memory = self._parts.host_memory
-    self._leaves, self._layout = self._parts.leaves, self._parts.layout
-    self._inputs = self._parts.inputs
+    self._pipelined = not self._parts.on_cpu
+    self.layout = self._parts.layout
     self.programs = programs or IslandPrograms(self._parts, plan)
     # Names -> arrays, those of `StateLayout`.
     self._state: dict[str, jax.Array] = {}
@@ -331,62 +318,40 @@ class Island:
 
   def load(self, params: Mapping[str, np.ndarray]) -> None:
     """`reset`, and then these parameters (name -> array): for islands that train alone."""
-    if params.keys() != self._leaves.keys():
-      odd = sorted(params.keys() ^ self._leaves.keys())
-      raise ValueError(
-        f"params: names differ from the model's: {odd}. Fix: give exactly its leaves."
-      )
     self.reset()
     # A private copy: the CPU backend may use host memory as it is, and steps write in place.
-    mine = {PARAMS + name: np.array(params[name], np.float32) for name in self._leaves}
-    shardings = {name: self._layout.leaves[name].sharding for name in mine}
+    mine = {PARAMS + name: np.array(params[name], np.float32) for name in self._parts.leaves}
+    shardings = {name: self.layout.leaves[name].sharding for name in mine}
     self._state |= jax.block_until_ready(jax.device_put(mine, shardings))
-
-  def shardings(self) -> dict[str, NamedSharding]:
-    """The layout of every array of the state on this mesh, by the names that `capture` gives."""
-    return self._layout.shardings
-
-  def state_leaves(self) -> Mapping[str, jax.ShapeDtypeStruct]:
-    """Shape, dtype and sharding of every array of the state, by name."""
-    return self._layout.leaves
 
   def piece_leaves(self, fragment_index: int) -> list[jax.ShapeDtypeStruct]:
     """Shape, dtype and sharding of the arrays that `copy_out` and `stage` return."""
     return [kind.piece for kind in self.programs.kinds[fragment_index]]
-
-  def check(self, arrays: Mapping[str, jax.Array | np.ndarray]) -> None:
-    """Refuses what `restore` would refuse, with a ValueError."""
-    self._layout.check(arrays)
-
-  def fits(self, name: str, value: np.ndarray) -> bool:
-    """Whether the state has an array of this name, shape and dtype."""
-    leaf = self._layout.leaves.get(name)
-    return leaf is not None and (leaf.shape, leaf.dtype) == (value.shape, value.dtype)
 
   def place(self, name: str, value: np.ndarray) -> jax.Array | np.ndarray:
     """An array of a saved state as `restore` wants it: on the devices, in this mesh's layout.
 
     An array that does not fit is returned as it is; in a state, `restore` refuses it.
     """
-    if not self.fits(name, value):
+    if not self.layout.fits(name, value):
       return value
-    return jax.block_until_ready(jax.device_put(value, self._layout.leaves[name].sharding))
+    return jax.block_until_ready(jax.device_put(value, self.layout.leaves[name].sharding))
 
   def restore(self, arrays: Mapping[str, jax.Array | np.ndarray]) -> None:
     """Takes over a captured state of any mesh, bit by bit; instead of `reset`.
 
     Args:
-      arrays: exactly the names of `shardings()`. They are copied: the caller may keep or change
-        them. Arrays that lie on the devices as `shardings()` says make a second state there until
-        this returns; others come through the host.
+      arrays: exactly the names of `layout`. They are copied: the caller may keep or change them.
+        Arrays that lie on the devices as `layout` says make a second state there until this
+        returns; others come through the host.
 
     Raises:
       ValueError: names, shapes or dtypes are not this island's; nothing has changed.
     """
-    self.check(arrays)
+    self.layout.check(arrays)
     self.compile()
     ready = {}
-    for name, sharding in self._layout.shardings.items():
+    for name, sharding in self.layout.shardings.items():
       array = arrays[name]
       here = isinstance(array, jax.Array) and array.sharding == sharding
       # Not `device_put` from one mesh to another: it might compile, and communicate.
@@ -396,7 +361,7 @@ class Island:
 
   def params_on_host(self) -> dict[str, np.ndarray]:
     """All parameters as NumPy copies (step thread only)."""
-    return {name: np.array(self._state[PARAMS + name]) for name in self._leaves}
+    return {name: np.array(self._state[PARAMS + name]) for name in self._parts.leaves}
 
   # --- step thread --------------------------------------------------------------------------------
 
@@ -416,7 +381,7 @@ class Island:
       ValueError: the model does not take this batch.
       RuntimeError: there are no parameters yet.
     """
-    refuse_misfit(batch, self._inputs, "this island")
+    refuse_misfit(batch, self._parts.inputs, "this island")
     rate = learning_rate(self._config.inner, self._planned_steps, schedule_step)
     # The compiled call shards host values itself; a device_put of our own costs 0.3 ms more.
     with jax.profiler.StepTraceAnnotation("step", step_num=next(self._count)):
@@ -442,7 +407,7 @@ class Island:
     in the calling thread; that is how XLA runs cheap programs.)
 
     Returns:
-      "params/<name>" and "inner/<path>" -> private array, cut as `shardings()` says.
+      "params/<name>" and "inner/<path>" -> private array, cut as `layout` says.
 
     Raises:
       RuntimeError: there is no state yet.
@@ -465,17 +430,17 @@ class Island:
   @property
   def num_moments(self) -> int:
     """How many f32 values the inner optimizer keeps for every parameter: Adam's mu and nu are 2."""
-    return len(self._layout.moments)
+    return len(self.layout.moments)
 
   def copy_out_moments(self, fragment_index: int) -> list[list[jax.Array]]:
     """`copy_out` of every moment, in a fixed order; the caller also takes `count()`."""
-    return [self._copy_out(fragment_index, prefix) for prefix in self._layout.moments]
+    return [self._copy_out(fragment_index, prefix) for prefix in self.layout.moments]
 
   def apply_moments(
     self, fragment_index: int, staged: Sequence[Sequence[jax.Array]], count: int
   ) -> None:
     """Overwrites the fragment's moments, and the whole optimizer's count of updates; no wait."""
-    for prefix, pieces in zip(self._layout.moments, staged, strict=True):
+    for prefix, pieces in zip(self.layout.moments, staged, strict=True):
       self._apply(fragment_index, prefix, pieces, 0.0)
     self._state |= self.programs.counts(np.int32(count))
 
@@ -485,10 +450,10 @@ class Island:
     The greatest where several are counted: some begin again, such as those of micro-steps. 0 for
     an optimizer that does not count.
     """
-    if not self._layout.counts:
+    if not self.layout.counts:
       return np.int32(0)
     held = self._held()
-    count = self.programs.latest({name: held[name] for name in self._layout.counts})
+    count = self.programs.latest({name: held[name] for name in self.layout.counts})
     count.copy_to_host_async()
     return count
 
@@ -504,11 +469,11 @@ class Island:
         pieces.append(programs.copy_out(self._state[prefix + name], where))
         if programs.waits:
           jax.block_until_ready(pieces[-1])
-      if self._host_memory is None:
+      if self._parts.host_memory is None:
         for out in pieces:
           out.copy_to_host_async()
         return pieces
-      there = [out.sharding.with_memory_kind(self._host_memory) for out in pieces]
+      there = [out.sharding.with_memory_kind(self._parts.host_memory) for out in pieces]
       return jax.device_put(pieces, there)  # one transfer, beside the step
 
   def _apply(
@@ -560,15 +525,9 @@ class Island:
     """
     return [self.stage(fragment_index, row) for row in self.rows_of_moments(fragment_index, flat)]
 
-  def rows_of_moments(self, fragment_index: int, flat: np.ndarray) -> list[np.ndarray]:
+  def rows_of_moments(self, fragment_index: int, flat: np.ndarray) -> np.ndarray:
     """Each moment's flat vector; ValueError if `flat` has another size."""
-    size = self._plan.fragments[fragment_index].size
-    if flat.shape != (self.num_moments * size,):
-      raise ValueError(
-        f"fragment {fragment_index}: its moments have shape {flat.shape}, but this island keeps"
-        f" {self.num_moments} of {size} values each. Fix: take them from a peer of the same run."
-      )
-    return [flat[start : start + size] for start in range(0, flat.size, size)]
+    return flat.reshape(self.num_moments, self._plan.fragments[fragment_index].size)
 
 
 named = jax.profiler.TraceAnnotation  # names work in a trace; without a trace it costs 1 us

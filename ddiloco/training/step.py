@@ -19,14 +19,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers, muon
 
 from ddiloco import custom
-from ddiloco.config import Config, ConfigError, InnerConfig
+from ddiloco.checks import require
+from ddiloco.config import Config, InnerConfig
 from ddiloco.models.model import Axes, Batch, Execution, Model, Params
 from ddiloco.training.devices import (
   host_memory,
   make_execution,
   param_sharding,
-  placed,
-  placed_inputs,
 )
 
 # --- AdamW, Muon, or an optax transform of the user's own
@@ -55,12 +54,11 @@ def learning_rate(inner: InnerConfig, planned_steps: int, step: int) -> float:
 
 def decayed(axes: Mapping[str, Axes], params: Params) -> dict[str, bool]:
   """Where weight decay applies: matrices, in a stack of layers each layer's, and no biases."""
-
-  def matrix(name: str) -> bool:
-    stacked = axes.get(name, ())[:1] == ("layers",)
-    return params[name].ndim - stacked > 1 and not name.endswith(("scale", "bias"))
-
-  return {name: matrix(name) for name in params}
+  stacked = {name: axes.get(name, ())[:1] == ("layers",) for name in params}
+  return {
+    name: leaf.ndim - stacked[name] > 1 and not name.endswith(("scale", "bias"))
+    for name, leaf in params.items()
+  }
 
 
 def optimizer(inner: InnerConfig, axes: Mapping[str, Axes]) -> optax.GradientTransformation:
@@ -75,9 +73,10 @@ def optimizer(inner: InnerConfig, axes: Mapping[str, Axes]) -> optax.GradientTra
   """
   if inner.custom:
     return custom.load_optimizer(inner)
+  adam = optax.scale_by_adam(inner.b1, inner.b2, inner.epsilon, mu_dtype=jnp.float32)
   return optax.chain(
     optax.clip_by_global_norm(inner.clip_norm) if inner.clip_norm else optax.identity(),
-    _adam(inner) if inner.optimizer == "adamw" else _muon(inner, axes),
+    adam if inner.optimizer == "adamw" else _muon(inner, axes),
     optax.add_decayed_weights(inner.weight_decay, mask=functools.partial(decayed, axes))
     if inner.weight_decay
     else optax.identity(),
@@ -85,19 +84,15 @@ def optimizer(inner: InnerConfig, axes: Mapping[str, Axes]) -> optax.GradientTra
   )
 
 
-def _adam(inner: InnerConfig) -> optax.GradientTransformation:
-  return optax.scale_by_adam(inner.b1, inner.b2, inner.epsilon, mu_dtype=jnp.float32)
-
-
 def _muon(inner: InnerConfig, axes: Mapping[str, Axes]) -> optax.GradientTransformation:
   """Orthogonalized momentum, with steps as long as Adam's, so that the same learning rates fit."""
   matrices = {name: hidden_matrix(each) for name, each in axes.items()}
-  if not any(matrices.values()):
-    raise ConfigError(
-      "inner.optimizer = 'muon': is for hidden matrices, and the model's logical_axes() name none:"
-      " no parameter of stacked layers has 'embed' and another axis of its matrix. Fix: name the"
-      " axes (ddiloco.Model), or use 'adamw'."
-    )
+  rule = (
+    "is for hidden matrices, and the model's logical_axes() name none: no parameter of stacked"
+    " layers has 'embed' and another axis of its matrix"
+  )
+  fix = "name the axes (ddiloco.Model), or use 'adamw'"
+  require(any(matrices.values()), "inner.optimizer", inner.optimizer, rule, fix)
   return muon(
     learning_rate=-1.0,  # keeps the gradient's sign, as `scale_by_adam` does
     adam_b1=inner.b1,
@@ -181,6 +176,11 @@ def accumulate(value_and_grad: Callable, params: Params, batch: Batch, steps: in
   return jax.tree.map(lambda x: x / steps, total)
 
 
+def placed(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+  """The leaf's shape and dtype, with this sharding."""
+  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
 # --- The names of an island's state: everything it must remember, as one flat dict of arrays
 # "params/<name>" are the parameters, "inner/<path>" the leaves of the inner optimizer's state.
 # Adam's are "inner/1/mu/<name>", "inner/1/nu/<name>" and "inner/1/count"; an optimizer may have any
@@ -252,43 +252,23 @@ class StateLayout:
     Raises:
       ValueError: names, shapes or dtypes differ; the text says which.
     """
-    odd = sorted(arrays.keys() ^ self.leaves.keys())
-    if odd:
-      raise ValueError(
-        f"state: names that only one side has: {odd[:8]} ({len(odd)} in all). Fix: restore into"
-        " the model and optimizer that were saved."
-      )
+    fix = "Fix: restore into the model and optimizer that were saved."
+    if odd := sorted(arrays.keys() ^ self.leaves.keys()):
+      raise ValueError(f"state: names that only one side has: {odd[:8]} ({len(odd)} in all). {fix}")
     for name, leaf in self.leaves.items():
-      array = arrays[name]
-      if (array.shape, array.dtype) != (leaf.shape, leaf.dtype):
+      if not self.fits(name, array := arrays[name]):
         raise ValueError(
           f"state: {name} has shape {array.shape} and dtype {array.dtype}, this island's is"
-          f" {leaf.shape} and {leaf.dtype}. Fix: restore into the model and optimizer that were"
-          " saved."
+          f" {leaf.shape} and {leaf.dtype}. {fix}"
         )
+
+  def fits(self, name: str, array: jax.Array | np.ndarray) -> bool:
+    """Whether the state has an array of this name, shape and dtype."""
+    leaf = self.leaves.get(name)
+    return leaf is not None and (leaf.shape, leaf.dtype) == (array.shape, array.dtype)
 
 
 # --- The step on one mesh
-
-
-def lower_step(
-  train_step: Callable, layout: StateLayout, inputs: Batch, replicated: NamedSharding
-) -> jax.stages.Lowered:
-  """`train_step` on a state: (state, batch, learning rate) -> (state, metrics), in place.
-
-  Metrics are one array, in the order of `METRICS`.
-  """
-
-  def step(state: dict[str, jax.Array], batch: Batch, rate: jax.Array):
-    params, opt_state = layout.trees(state)
-    params, opt_state, metrics = train_step(params, opt_state, batch, rate)
-    # One small array instead of several: one copy to the host per step.
-    small = jnp.stack([metrics[name] for name in METRICS])
-    return layout.flat(params, opt_state), small
-
-  rate = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)
-  jitted = jax.jit(step, out_shardings=(layout.shardings, replicated), donate_argnums=0)
-  return jitted.lower(layout.leaves, inputs, rate)
 
 
 class IslandStep:
@@ -301,6 +281,7 @@ class IslandStep:
     layout: the whole state, of which the parameters are a part.
     inputs: the batch.
     replicated: the layout of scalars.
+    on_cpu: whether the devices are CPUs.
     host_memory: see `devices.host_memory`.
     transform: the inner optimizer.
   """
@@ -314,31 +295,43 @@ class IslandStep:
     """
     self._config, self.mesh = config, mesh
     island = config.islands.island(learner)
-    whole = island.data_shards(mesh.size) * config.inner.accumulation_steps
-    if island.batch_size % whole:
-      raise ConfigError(
-        f"islands.batch_size = {island.batch_size}: must be a multiple of data x fsdp x"
-        f" inner.accumulation_steps = {whole} (learner {learner} has {mesh.size} devices)."
-        f" Fix: use {max(1, round(island.batch_size / whole)) * whole}."
-      )
+    island.require_even_batch(mesh.size, config.inner.accumulation_steps, learner)
     self.replicated = NamedSharding(mesh, PartitionSpec())
+    self.on_cpu = mesh.devices.flat[0].platform == "cpu"
     self.host_memory = host_memory(mesh.devices.flat[0])
     self.execution = make_execution(mesh, island, config.model.compute_dtype)
     self._model = custom.load_model(config.model)
     axes = self._model.logical_axes()
     self.transform = optimizer(config.inner, axes)
     self.leaves = {
-      name: placed(leaf, param_sharding(axes[name], leaf.shape, mesh))
-      for name, leaf in self._model.shapes().items()
+      name: self._placed(leaf, axes[name]) for name, leaf in self._model.shapes().items()
     }
     self.layout = StateLayout(self.transform, self.leaves, self.replicated)
-    inputs = self._model.inputs(island.batch_size, config.data.sequence_length)
-    self.inputs = placed_inputs(inputs, mesh)
+    self.inputs = jax.tree.map(
+      lambda leaf: self._placed(leaf, ("batch", *[None] * (len(leaf.shape) - 1))),
+      self._model.inputs(island.batch_size, config.data.sequence_length),
+    )
+
+  def _placed(self, leaf: jax.ShapeDtypeStruct, axes: Axes) -> jax.ShapeDtypeStruct:
+    return placed(leaf, param_sharding(axes, leaf.shape, self.mesh))
 
   def lower(self) -> jax.stages.Lowered:
-    """Lowers the step: (state, batch, learning rate) -> (state, metrics), in place."""
+    """Lowers the step: (state, batch, learning rate) -> (state, metrics), in place.
+
+    Metrics are one array, in the order of `METRICS`.
+    """
+    layout, replicated = self.layout, self.replicated
     train_step = make_train_step(self._model, self._config.inner, self.execution)
-    return lower_step(train_step, self.layout, self.inputs, self.replicated)
+
+    def step(state: dict[str, jax.Array], batch: Batch, rate: jax.Array):
+      params, opt_state, metrics = train_step(*layout.trees(state), batch, rate)
+      # One small array instead of several: one copy to the host per step.
+      small = jnp.stack([metrics[name] for name in METRICS])
+      return layout.flat(params, opt_state), small
+
+    rate = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)
+    jitted = jax.jit(step, out_shardings=(layout.shardings, replicated), donate_argnums=0)
+    return jitted.lower(layout.leaves, self.inputs, rate)
 
   def lower_copy(self, memory: str | None = None) -> jax.stages.Lowered:
     """Lowers state -> a private copy, on the devices or in this kind of host memory."""

@@ -8,31 +8,27 @@ loaded.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import glob
 import importlib
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
 
-from ddiloco.config import ConfigError, DataConfig
+from ddiloco.checks import refusal, require
+from ddiloco.config import DataConfig
 
 # --- tokenizers -----------------------------------------------------------------------------------
 
 # Names under which tokenizer files keep their end-of-text token, most common first.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
-
-
-class TokenizerError(ConfigError):
-  """A tokenizer cannot be loaded. The text names the setting, its value, the rule and the fix."""
-
-  def __init__(self, value: str, rule: str, fix: str):
-    super().__init__(f"data.tokenizer = {value!r}: {rule}. Fix: {fix}.")
 
 
 class Tokenizer(Protocol):
@@ -69,112 +65,87 @@ class ByteTokenizer:
     return bytes(i if 0 <= i < 256 else 255 for i in map(int, ids)).decode("utf-8", "replace")
 
 
-class SentencePieceTokenizer:
-  """A SentencePiece .model file (package `sentencepiece`)."""
+@dataclasses.dataclass(frozen=True)
+class SubwordTokenizer:
+  """A tokenizer that a file defines."""
 
-  def __init__(self, file: str):
-    setting = f"sentencepiece:{file}"
-    package = _import("sentencepiece", setting)
-    _check_file(file, setting)
-    try:
-      self._processor: Any = package.SentencePieceProcessor(model_file=file)
-    except (OSError, RuntimeError) as error:
-      raise _corrupt(setting, "a SentencePiece model", error) from error
-    self.vocab_size = int(self._processor.vocab_size())
-    ids = (self._processor.eos_id(), self._processor.bos_id())
-    found = [i for i in ids if i >= 0]
-    if not found:
-      raise TokenizerError(
-        setting,
-        "the model has neither an end nor a begin token to separate documents with",
-        "train it with eos_id >= 0",
-      )
-    self.end_token = found[0]
+  vocab_size: int
+  end_token: int
+  to_ids: Callable[[str], Sequence[int]]
+  to_text: Callable[[list[int]], str]
 
   def encode(self, text: str) -> np.ndarray:
-    return np.asarray(self._processor.encode(text), token_dtype(self.vocab_size))
+    return np.asarray(self.to_ids(text), token_dtype(self.vocab_size))
 
   def decode(self, ids: Iterable[int]) -> str:
-    return self._processor.decode(_known(ids, self.vocab_size))
-
-
-class HuggingFaceTokenizer:
-  """A tokenizer.json file (package `tokenizers`)."""
-
-  def __init__(self, file: str):
-    setting = f"huggingface:{file}"
-    package = _import("tokenizers", setting)
-    _check_file(file, setting)
-    try:
-      self._tokenizer: Any = package.Tokenizer.from_file(file)
-    except Exception as error:  # the package raises plain Exception and nothing finer
-      raise _corrupt(setting, "a Hugging Face tokenizer.json", error) from error
-    # Truncation and padding settings stored in the file would silently cut documents.
-    self._tokenizer.no_truncation()
-    self._tokenizer.no_padding()
-    ids = self._tokenizer.get_vocab(with_added_tokens=True)
-    self.vocab_size = max(ids.values(), default=-1) + 1  # ids may have gaps
-    found = [ids[name] for name in END_TOKENS if name in ids]
-    if not found:
-      raise TokenizerError(
-        setting,
-        f"the file has none of the end-of-text tokens {', '.join(END_TOKENS)}",
-        "add one as a special token and save the file again",
-      )
-    self.end_token = found[0]
-
-  def encode(self, text: str) -> np.ndarray:
-    ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-    return np.asarray(ids, token_dtype(self.vocab_size))
-
-  def decode(self, ids: Iterable[int]) -> str:
-    return self._tokenizer.decode(_known(ids, self.vocab_size), skip_special_tokens=True)
+    # A model's padded vocabulary may have more ids, which have no text.
+    return self.to_text([i for i in map(int, ids) if 0 <= i < self.vocab_size])
 
 
 def load_tokenizer(setting: str) -> Tokenizer:
   """The tokenizer that `data.tokenizer` names: bytes, sentencepiece:FILE or huggingface:FILE.
 
   Raises:
-    TokenizerError: the optional package is not installed, or the file is missing or corrupt.
+    ConfigError: the optional package is not installed, or the file is missing or corrupt.
   """
-  kind, _, file = setting.partition(":")
-  if setting == "bytes":
-    return ByteTokenizer()
-  if kind == "sentencepiece" and file:
-    return SentencePieceTokenizer(file)
-  if kind == "huggingface" and file:
-    return HuggingFaceTokenizer(file)
-  raise TokenizerError(
-    setting, "must be bytes, sentencepiece:FILE or huggingface:FILE", "use 'bytes'"
+  kind = setting.partition(":")[0]
+  if kind == "sentencepiece":
+    return _sentencepiece(setting)
+  return _huggingface(setting) if kind == "huggingface" else ByteTokenizer()
+
+
+def _sentencepiece(setting: str) -> Tokenizer:
+  """A SentencePiece .model file (package `sentencepiece`)."""
+
+  def load(package: Any, file: str) -> Any:
+    return package.SentencePieceProcessor(model_file=file)
+
+  model = _loaded(setting, "sentencepiece", "a SentencePiece model", load)
+  end = model.eos_id() if model.eos_id() >= 0 else model.bos_id()
+  rule = "the model has neither an end nor a begin token to separate documents with"
+  require(end >= 0, "data.tokenizer", setting, rule, "train it with eos_id >= 0")
+  return SubwordTokenizer(int(model.vocab_size()), end, model.encode, model.decode)
+
+
+def _huggingface(setting: str) -> Tokenizer:
+  """A tokenizer.json file (package `tokenizers`)."""
+
+  def load(package: Any, file: str) -> Any:
+    return package.Tokenizer.from_file(file)
+
+  model = _loaded(setting, "tokenizers", "a Hugging Face tokenizer.json", load)
+  # Truncation and padding settings stored in the file would silently cut documents.
+  model.no_truncation()
+  model.no_padding()
+  ids = model.get_vocab(with_added_tokens=True)
+  end = next((ids[name] for name in END_TOKENS if name in ids), -1)
+  rule = f"the file has none of the end-of-text tokens {', '.join(END_TOKENS)}"
+  fix = "add one as a special token and save the file again"
+  require(end >= 0, "data.tokenizer", setting, rule, fix)
+  return SubwordTokenizer(
+    vocab_size=max(ids.values()) + 1,  # ids may have gaps
+    end_token=end,
+    to_ids=lambda text: model.encode(text, add_special_tokens=False).ids,
+    to_text=functools.partial(model.decode, skip_special_tokens=True),
   )
 
 
-def _import(package: str, setting: str) -> ModuleType:
+def _loaded(setting: str, package: str, what: str, load: Callable[[ModuleType, str], Any]) -> Any:
+  """`load(package, file)` of the setting's file, which should be `what`."""
+  file = setting.partition(":")[2]
   try:
-    return importlib.import_module(package)
+    module = importlib.import_module(package)
   except ImportError as error:
-    raise TokenizerError(
-      setting,
-      f"needs the optional package {package!r} ({error})",
-      "pip install 'ddiloco[tokenizers]', or use 'bytes'",
-    ) from error
-
-
-def _check_file(file: str, setting: str) -> None:
-  if not Path(file).is_file():
-    raise TokenizerError(
-      setting, f"there is no file {file!r}", "give the path of an existing tokenizer file"
-    )
-
-
-def _corrupt(setting: str, what: str, error: Exception) -> TokenizerError:
-  rule = f"the file is not {what} ({type(error).__name__}: {str(error).strip()})"
-  return TokenizerError(setting, rule, "check the file, or copy it again")
-
-
-def _known(ids: Iterable[int], vocab_size: int) -> list[int]:
-  """The ids below `vocab_size`: a model's padded vocabulary may have more, which have no text."""
-  return [i for i in map(int, ids) if 0 <= i < vocab_size]
+    rule = f"needs the optional package {package!r} ({error})"
+    fix = "pip install 'ddiloco[tokenizers]', or use 'bytes'"
+    raise refusal("data.tokenizer", setting, rule, fix) from error
+  rule, fix = f"there is no file {file!r}", "give the path of an existing tokenizer file"
+  require(Path(file).is_file(), "data.tokenizer", setting, rule, fix)
+  try:
+    return load(module, file)
+  except Exception as error:  # `tokenizers` raises plain Exception and nothing finer
+    rule = f"the file is not {what} ({type(error).__name__}: {str(error).strip()})"
+    raise refusal("data.tokenizer", setting, rule, "check the file, or copy it again") from error
 
 
 # --- sources --------------------------------------------------------------------------------------
@@ -188,18 +159,11 @@ _SYNTHETIC_LENGTH = 1023  # bytes a document; with its end token 2 Mi tokens in 
 _SYNTHETIC_ALPHABET = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz ,.:;\n", np.uint8)
 
 
-class DataError(ConfigError):
-  """Data break their rule. The text names field or file, the value, the rule and the fix."""
-
-  def __init__(self, field: str, value: Any, rule: str, fix: str):
-    super().__init__(f"{field} = {value!r}: {rule}. Fix: {fix}.")
-
-
 def read_parts(data: DataConfig, tokenizer: Tokenizer) -> tuple[np.ndarray, ...]:
   """The source's tokens as 1-D unsigned arrays, the same in every call.
 
   Raises:
-    DataError: no file matches the glob, or a file is unreadable, empty, not UTF-8 (unless
+    ConfigError: no file matches the glob, or a file is unreadable, empty, not UTF-8 (unless
       tokens are bytes) or not a whole number of tokens long.
   """
   if data.source == "tokens":
@@ -210,19 +174,14 @@ def read_parts(data: DataConfig, tokenizer: Tokenizer) -> tuple[np.ndarray, ...]
     documents = stdlib_documents()
   else:
     documents = synthetic_documents()
-  tokens = _tokenize(documents, tokenizer)
-  if not len(tokens):
-    raise DataError("data.path", data.path, "every matching file is empty", "give files with text")
-  return (tokens,)
-
-
-def _tokenize(documents: Iterable[Document], tokenizer: Tokenizer) -> np.ndarray:
   end = np.array([tokenizer.end_token], token_dtype(tokenizer.vocab_size))
   pieces = []
   for name, content in documents:
     if content:
       pieces += [_encode(name, content, tokenizer), end]
-  return np.concatenate(pieces) if pieces else end[:0]
+  rule = "every matching file is empty"
+  require(bool(pieces), "data.path", data.path, rule, "give files with text")
+  return (np.concatenate(pieces),)
 
 
 def _encode(name: str, content: bytes, tokenizer: Tokenizer) -> np.ndarray:
@@ -231,53 +190,46 @@ def _encode(name: str, content: bytes, tokenizer: Tokenizer) -> np.ndarray:
   try:
     return tokenizer.encode(content.decode("utf-8"))
   except UnicodeDecodeError as error:
-    raise DataError(
-      "data.path",
-      name,
-      f"this tokenizer needs UTF-8 text, and byte {error.start} is not ({error.reason})",
-      "narrow the glob, convert the file, or use data.tokenizer = 'bytes', which reads any file",
-    ) from error
+    rule = f"this tokenizer needs UTF-8 text, and byte {error.start} is not ({error.reason})"
+    fix = "narrow the glob, convert the file, or use data.tokenizer = 'bytes', which reads any file"
+    raise refusal("data.path", name, rule, fix) from error
 
 
 def _matches(pattern: str) -> list[str]:
   """Files matching a glob (** spans folders), sorted, so that the order is always the same."""
   found = glob.glob(os.path.expanduser(pattern), recursive=True)
   files = sorted(file for file in found if not os.path.isdir(file))
-  if not files:
-    raise DataError("data.path", pattern, "no file matches this glob", "check the path")
+  require(bool(files), "data.path", pattern, "no file matches this glob", "check the path")
   return files
 
 
-def _unreadable(file: str, error: OSError) -> DataError:
-  rule = f"this file cannot be read ({error.strerror or error})"
-  return DataError("data.path", file, rule, "check its permissions or narrow the glob")
+@contextlib.contextmanager
+def _reading(file: str) -> Iterator[None]:
+  try:
+    yield
+  except OSError as error:
+    rule = f"this file cannot be read ({error.strerror or error})"
+    raise refusal("data.path", file, rule, "check its permissions or narrow the glob") from error
 
 
 def _read(file: str) -> bytes:
-  try:
+  with _reading(file):
     return Path(file).read_bytes()
-  except OSError as error:
-    raise _unreadable(file, error) from error
 
 
 def _map_file(file: str, dtype_name: str) -> np.ndarray:
   """A .bin file of little-endian ids as a read-only memory-mapped array."""
   dtype = np.dtype(dtype_name).newbyteorder("<")
-  try:
+  with _reading(file):
     num_bytes = os.stat(file).st_size
-    if not num_bytes:
-      raise DataError("data.path", file, "this token file is empty", "remove it or write it again")
-    if num_bytes % dtype.itemsize:
-      raise DataError(
-        "data.path",
-        file,
-        f"its {num_bytes} bytes are no multiple of {dtype.itemsize}, the size of a {dtype_name}",
-        "check data.token_dtype, or copy the file again if it was cut off",
-      )
+    rule, fix = "this token file is empty", "remove it or write it again"
+    require(num_bytes > 0, "data.path", file, rule, fix)
+    size = dtype.itemsize
+    rule = f"its {num_bytes} bytes are no multiple of {size}, the size of a {dtype_name}"
+    fix = "check data.token_dtype, or copy the file again if it was cut off"
+    require(num_bytes % size == 0, "data.path", file, rule, fix)
     # A plain view of the map: slicing the memmap subclass itself costs much more per window.
     return np.memmap(file, dtype, mode="r").view(np.ndarray)
-  except OSError as error:
-    raise _unreadable(file, error) from error
 
 
 @functools.lru_cache(maxsize=1)

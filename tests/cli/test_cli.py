@@ -13,7 +13,7 @@ from ddiloco import cli, environment
 from ddiloco.checkpoint import weights
 from ddiloco.config import from_dict
 from ddiloco.engines import session
-from ddiloco.models import transformer
+from ddiloco.models.transformer import language_model
 from ddiloco.workdir import claim, saved_config
 
 ROOT = Path(__file__).parent.parent.parent
@@ -189,7 +189,7 @@ def finished(tmp_path) -> Path:
   random = np.random.default_rng(0)
   params = {
     name: 0.01 * random.standard_normal(leaf.shape, np.float32)
-    for name, leaf in transformer.shapes(config.model).items()
+    for name, leaf in language_model(config.model).shapes().items()
   }
   weights.save(tmp_path / "result", params)
   return tmp_path

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ddiloco import config
-from ddiloco.models import transformer
+from ddiloco.models.transformer import language_model
 from tests.models.small import active_params, forward, init_params, num_params, random_tokens
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
@@ -63,7 +63,7 @@ def test_mixture_size(preset):
 @pytest.mark.parametrize("module, preset", ALL, ids=lambda x: x if isinstance(x, str) else "")
 def test_settings_fit_the_size(module, preset):
   c = config.from_dict(module.get_config(preset))
-  shapes = transformer.shapes(c.model)
+  shapes = language_model(c.model).shapes()
   tensors = sum(s.shape[0] if n.startswith("layers/") else 1 for n, s in shapes.items())
   assert c.sync.num_fragments <= tensors
   if c.model.vocab_size == 256:

@@ -16,6 +16,7 @@ from ddiloco import environment
 from ddiloco.config import Config, ConfigError, from_dict
 from ddiloco.engines import session
 from ddiloco.models import transformer
+from ddiloco.models.transformer import language_model
 from ddiloco.observe.eventlog import Event, GrowingLog, read_events
 from ddiloco.observe.report import PICTURES
 from ddiloco.protocol.events import Commit
@@ -220,7 +221,7 @@ def test_an_interrupt_leaves_result_and_report(tmp_path):
   assert "Traceback" not in output
   summary = json.loads((workdir / "report" / "summary.json").read_text())
   assert summary["reason"] == "stopped" and np.isfinite(summary["loss_merged"])
-  assert session.load_result(workdir, config).keys() == transformer.shapes(config.model).keys()
+  assert session.load_result(workdir, config).keys() == language_model(config.model).shapes().keys()
 
 
 def test_devices_for_these_tests():

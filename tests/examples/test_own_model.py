@@ -65,7 +65,7 @@ def test_snapshots_have_the_inner_state(run):
   island = Island(config, 2, jax.devices()[:1], plan)
   assert island.num_moments == 1  # of SGD with momentum
   part = open_storage(config, plan, run.workdir, "").find("learner-2", island.place)
-  assert island.shardings().keys() <= part.arrays.keys()
+  assert island.layout.leaves.keys() <= part.arrays.keys()
   trace = [np.asarray(v) for n, v in part.arrays.items() if n.startswith("inner/")]
   assert len(trace) == len(run.params()) and all(each.any() for each in trace)
 

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ddiloco.config import ModelConfig
 from ddiloco.models import transformer
+from ddiloco.models.transformer import language_model
 
 DENSE = ModelConfig(
   vocab_size=32,
@@ -66,7 +67,7 @@ def random_tokens(model: ModelConfig, batch: int = 4, length: int = 8, seed: int
 def fresh(model: ModelConfig, seed: int = 0) -> dict[str, jax.Array]:
   """Random parameters without compiling `init`; norm scales differ from 1, so that each shows."""
   rng, params = np.random.default_rng(seed), {}
-  for name, leaf in transformer.shapes(model).items():
+  for name, leaf in language_model(model).shapes().items():
     noise = rng.standard_normal(leaf.shape, np.float32)
     value = 1 + 0.3 * noise if name.endswith("scale") else 0.25 * noise
     params[name] = jnp.asarray(value)
@@ -87,15 +88,20 @@ def filled(build: Callable[[], nnx.Module], seed: int = 0) -> nnx.Module:
 
 def loss(model: ModelConfig, params: dict[str, jax.Array], tokens_BxT: jax.Array, execution=None):
   """(Next-token cross-entropy plus the weighted auxiliary loss, logits)."""
-  logits, balance = transformer.apply(model, params, tokens_BxT, execution)
+  logits, balance = transformer.from_params(model, params)(tokens_BxT, execution)
   log_p = jax.nn.log_softmax(logits[:, :-1])
   picked = jnp.take_along_axis(log_p, tokens_BxT[:, 1:, None], axis=-1)
   return -jnp.mean(picked) + model.load_balance_weight * balance, logits
 
 
 # Compiled once for all tests that use the same model and shapes.
-init_params = jax.jit(transformer.init, static_argnums=0)
-forward = jax.jit(transformer.apply, static_argnums=(0, 3))
+init_params = jax.jit(lambda model, key: language_model(model).init(key), static_argnums=0)
+forward = jax.jit(
+  lambda model, params, tokens_BxT, execution=None: transformer.from_params(model, params)(
+    tokens_BxT, execution
+  ),
+  static_argnums=(0, 3),
+)
 gradient = jax.jit(jax.value_and_grad(loss, argnums=1, has_aux=True), static_argnums=(0, 3))
 
 

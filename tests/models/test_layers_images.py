@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from ddiloco.config import ConfigError, ModelConfig, from_dict
-from ddiloco.models import layers, transformer
+from ddiloco.models import layers
 from ddiloco.models.model import PLAIN, Execution
-from ddiloco.models.transformer import cross_entropy
+from ddiloco.models.transformer import cross_entropy, language_model
 from tests.models.small import (
   DENSE,
   MIXTURE,
@@ -44,13 +44,13 @@ def batch(model: ModelConfig = SEEING, seed: int = 3) -> dict[str, jax.Array]:
 
 @functools.partial(jax.jit, static_argnums=0)
 def logits(model, params, tokens, image):
-  return transformer.apply(model, params, tokens, None, image)[0]
+  return language_model(model).logits(params, tokens, image)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def loss_and_gradient(model, params, batch, execution=PLAIN):
   def loss(params):
-    return transformer.language_model(model).loss(params, batch, execution)[0]
+    return language_model(model).loss(params, batch, execution)[0]
 
   return jax.value_and_grad(loss)(params)
 
@@ -121,7 +121,7 @@ def test_a_target_outside_the_vocabulary_still_shows():
 
 def test_held_out_rows_are_told_apart():
   params, rows = fresh(SEEING), batch()
-  evaluate = transformer.language_model(SEEING).evaluate
+  evaluate = language_model(SEEING).evaluate
   measured = evaluate(params, rows)
   seen, alone = ({n: v[at] for n, v in rows.items()} for at in (slice(0, 2), slice(2, 4)))
   for name, part in (("image_loss", seen), ("text_loss", alone)):
@@ -146,7 +146,7 @@ def test_over_a_mesh_it_is_the_same(model, shape):
   execution = Execution(layout=lambda axes, size: layout(mesh, size, axes), loss_chunks=4)
   params, rows = fresh(model), batch(model)
   expected, wanted = loss_and_gradient(model, params, rows, Execution(loss_chunks=4))
-  axes = transformer.logical_axes(model)
+  axes = language_model(model).logical_axes()
   assert axes["patches/projection"] == (None, "embed") == axes["patches/places"]
   placed = {n: jax.device_put(v, layout(mesh, v.shape, axes[n])) for n, v in params.items()}
   value, gradient = loss_and_gradient(model, placed, rows, execution)
@@ -170,13 +170,13 @@ def test_counts_by_hand():
   more = 12 * 16 + P * 16  # the projection of 2 x 2 x 3 values, and the places
   assert num_params(SEEING) == num_params(DENSE) + more
   assert num_params(SEEING) == sum(v.size for v in fresh(SEEING).values())
-  extra = transformer.flops_per_token(SEEING, T) - transformer.flops_per_token(DENSE, T)
+  extra = language_model(SEEING).flops_per_token(T) - language_model(DENSE).flops_per_token(T)
   assert extra == pytest.approx(6 * 12 * 16 * P / T)
 
 
 def test_a_patch_starts_as_long_as_a_token():
   model = dataclasses.replace(SEEING, model_dim=64, vocab_size=256)
-  params = jax.jit(transformer.init, static_argnums=0)(model, jax.random.key(0))
+  params = jax.jit(language_model(model).init)(jax.random.key(0))
   token = np.asarray(params["embedding"]) * 64**0.25
   patch = np.asarray(params["patches/places"])
   assert np.std(patch) == pytest.approx(np.std(token), rel=0.1)

@@ -13,6 +13,7 @@ from flax import nnx
 from ddiloco.config import ModelConfig
 from ddiloco.models import layers, transformer
 from ddiloco.models.model import PLAIN, Execution
+from ddiloco.models.transformer import language_model
 from tests.models.small import (
   DENSE,
   MIXTURE,
@@ -132,7 +133,7 @@ def test_init_is_a_pure_function_of_the_key(model):
 
 
 def test_init_of_some_leaves_under_jit_equals_the_same_of_all():
-  some = jax.jit(lambda key: transformer.init(DENSE, key)["layers/mlp/up"])(jax.random.key(0))
+  some = jax.jit(lambda key: language_model(DENSE).init(key)["layers/mlp/up"])(jax.random.key(0))
   every = init_params(DENSE, jax.random.key(0))["layers/mlp/up"]
   np.testing.assert_allclose(some, every, rtol=1e-6)
 
@@ -153,7 +154,11 @@ def test_init_scales():
 
 @BOTH
 def test_shapes_and_axes_describe_the_real_parameters(model):
-  params, shapes, axes = fresh(model), transformer.shapes(model), transformer.logical_axes(model)
+  params, shapes, axes = (
+    fresh(model),
+    language_model(model).shapes(),
+    language_model(model).logical_axes(),
+  )
   assert list(params) == list(shapes) == list(axes)
   assert {name.split("/")[0] for name in params} == {"embedding", "layers", "final_norm"}
   for name, value in params.items():
@@ -166,7 +171,7 @@ def test_shapes_and_axes_describe_the_real_parameters(model):
 
 
 def test_axes_golden():
-  assert transformer.logical_axes(DENSE) == {
+  assert language_model(DENSE).logical_axes() == {
     "embedding": ("vocab", "embed"),
     "final_norm/scale": ("norm",),
     "layers/attention/key": ("layers", "embed", "kv_heads", "head_dim"),
@@ -179,7 +184,7 @@ def test_axes_golden():
     "layers/mlp/up": ("layers", "embed", "mlp"),
     "layers/mlp_norm/scale": ("layers", "norm"),
   }
-  mixture = transformer.logical_axes(MIXTURE)
+  mixture = language_model(MIXTURE).logical_axes()
   assert mixture["layers/moe/router"] == ("layers", "embed", None)
   assert mixture["layers/moe/gate"] == ("layers", "experts", "embed", "mlp")
   assert mixture["layers/moe/down"] == ("layers", "experts", "mlp", "embed")
@@ -217,9 +222,9 @@ def test_the_layout_is_asked_for_every_kind_of_array_with_one_name_per_axis():
   for model in (DENSE, MIXTURE):
 
     def apply(p, t, m=model):
-      return transformer.apply(m, p, t, Execution(layout=record))
+      return transformer.from_params(m, p)(t, Execution(layout=record))
 
-    jax.eval_shape(apply, transformer.shapes(model), random_tokens(model))
+    jax.eval_shape(apply, language_model(model).shapes(), random_tokens(model))
   weights = {axes for model in (DENSE, MIXTURE) for axes in used_axes(model)}
   gathered = {tuple(None if axis == "embed" else axis for axis in axes) for axes in weights}
   assert seen - weights - gathered == {
@@ -237,7 +242,7 @@ def test_the_layout_is_asked_for_every_kind_of_array_with_one_name_per_axis():
 
 def used_axes(model: ModelConfig):
   """Of every weight that is multiplied by, without the stack's axis."""
-  for axes in transformer.logical_axes(model).values():
+  for axes in language_model(model).logical_axes().values():
     if "norm" not in axes:
       yield tuple(axis for axis in axes if axis != "layers")
 
@@ -252,7 +257,7 @@ def sharded(model: ModelConfig, shape: tuple[int, int, int]):
   """(parameters, tokens, execution) laid out over a mesh of eight devices."""
   auto = (jax.sharding.AxisType.Auto,) * 3
   mesh = jax.make_mesh(shape, ("data", "fsdp", "tensor"), axis_types=auto)
-  axes, tokens = transformer.logical_axes(model), random_tokens(model)
+  axes, tokens = language_model(model).logical_axes(), random_tokens(model)
   params = {
     name: place(value, layout(mesh, value.shape, axes[name]))
     for name, value in fresh(model).items()
@@ -295,9 +300,9 @@ def test_init_can_be_born_sharded_and_needs_no_mesh():
   model = DENSE
   assert jax.sharding.get_abstract_mesh().empty
   mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"))
-  axes, shapes = transformer.logical_axes(model), transformer.shapes(model)
+  axes, shapes = language_model(model).logical_axes(), language_model(model).shapes()
   wanted = {n: layout(mesh, s.shape, axes[n]) for n, s in shapes.items()}
-  born = jax.jit(lambda key: transformer.init(model, key), out_shardings=wanted)(jax.random.key(0))
+  born = jax.jit(language_model(model).init, out_shardings=wanted)(jax.random.key(0))
   plain = init_params(model, jax.random.key(0))
   for name in plain:
     np.testing.assert_allclose(born[name], plain[name], rtol=1e-6, atol=1e-7, err_msg=name)

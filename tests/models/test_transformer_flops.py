@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from ddiloco.config import ModelConfig
-from ddiloco.models import transformer
-from ddiloco.models.transformer import flops_per_token
+from ddiloco.models.transformer import language_model
 from tests.models.small import DENSE, MIXTURE, active_params, forward, num_params
 
 
@@ -21,7 +20,7 @@ def test_dense_golden():
   assert active_params(DENSE) == num_params(DENSE)
   # 6 * (matrices + logits) + 6 * L * H * Q * T
   weights = 5 * (1024 + 512 + 1152) + 32 * 16
-  assert flops_per_token(DENSE, 10) == 6 * weights + 6 * 5 * 4 * 8 * 10
+  assert language_model(DENSE).flops_per_token(10) == 6 * weights + 6 * 5 * 4 * 8 * 10
 
 
 def test_mixture_golden():
@@ -29,7 +28,9 @@ def test_mixture_golden():
   assert num_params(MIXTURE) == 528 + 5 * (attention_and_norms + 16 * 4 + 4 * 1152)
   assert active_params(MIXTURE) == 528 + 5 * (attention_and_norms + 16 * 4 + 2 * 1152)
   more_experts = dataclasses.replace(MIXTURE, num_experts=8)
-  per_expert = flops_per_token(more_experts, 8) - flops_per_token(MIXTURE, 8)
+  per_expert = language_model(more_experts).flops_per_token(8) - language_model(
+    MIXTURE
+  ).flops_per_token(8)
   assert per_expert == 6 * 5 * 16 * 4  # four more router columns, no more experts a token
 
 
@@ -37,7 +38,7 @@ def test_mixture_golden():
   "model", [DENSE, MIXTURE, ModelConfig()], ids=["dense", "mixture", "default"]
 )
 def test_counts_equal_the_real_parameters(model):
-  real = sum(math.prod(s.shape) for s in transformer.shapes(model).values())
+  real = sum(math.prod(s.shape) for s in language_model(model).shapes().values())
   assert num_params(model) == real
 
 
@@ -54,8 +55,8 @@ def test_forward_flops_against_the_compiler(experts):
     capacity_factor=1.0,
   )
   tokens = jax.ShapeDtypeStruct((2, 64), jnp.int32)
-  lowered = forward.lower(model, transformer.shapes(model), tokens)
+  lowered = forward.lower(model, language_model(model).shapes(), tokens)
   cost = lowered.compile().cost_analysis()
   masked = 6 * model.num_layers * model.num_heads * model.head_dim * 64  # the einsum computes it
-  ratio = cost["flops"] / (2 * 64 * (flops_per_token(model, 64) + masked) / 3)
+  ratio = cost["flops"] / (2 * 64 * (language_model(model).flops_per_token(64) + masked) / 3)
   assert 0.99 < ratio < 1.05  # softmax, norms, SwiGLU and routing are on top

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ddiloco.models import transformer
 from ddiloco.models.model import PLAIN, Execution
-from ddiloco.models.transformer import cross_entropy, cross_entropy_in_chunks
+from ddiloco.models.transformer import cross_entropy, cross_entropy_in_chunks, language_model
 from tests.models.small import DENSE, MIXTURE, fresh, layout, normal, random_tokens
 
 MESH, AUTO = ("data", "fsdp", "tensor"), (jax.sharding.AxisType.Auto,) * 3
@@ -79,7 +78,7 @@ def test_the_models_loss_is_the_same_and_whole_logits_never_exist(model):
   params, tokens = fresh(model), random_tokens(model, batch=4, length=33)
 
   def loss(params, execution):
-    return transformer.next_token_loss(model, params, tokens, execution)[0]
+    return language_model(model).loss(params, tokens, execution)[0]
 
   step = jax.jit(jax.value_and_grad(loss), static_argnums=1)
   expected, gradients = step(params, PLAIN)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from ddiloco.config import ModelConfig
 from ddiloco.dashboard.status import exposition, status
-from ddiloco.models.transformer import flops_per_token
+from ddiloco.models.transformer import language_model
 from ddiloco.observe.live import plain_line, render, scalars
 from ddiloco.observe.report import key_numbers, numbers
 from ddiloco.observe.run_state import RunState
@@ -129,5 +129,5 @@ def test_a_dense_model_on_a_known_chip():
     num_layers=2, model_dim=8, num_heads=2, num_kv_heads=2, head_dim=4, mlp_dim=16
   )
   weights = 2 * (4 * 8 * 8 + 3 * 8 * 16) + 8 * model.vocab_size
-  assert flops_per_token(model, 10) == 6 * weights + 6 * 2 * 2 * 4 * 10
+  assert language_model(model).flops_per_token(10) == 6 * weights + 6 * 2 * 2 * 4 * 10
   assert PEAK_FLOPS["TPU v6 lite"] == 918e12 and "cpu" not in PEAK_FLOPS

@@ -9,7 +9,7 @@ import pytest
 from ddiloco.checkpoint import weights
 from ddiloco.config import Config, ConfigError, from_dict
 from ddiloco.core import fragments
-from ddiloco.models import transformer
+from ddiloco.models.transformer import language_model
 from ddiloco.roles import initial
 
 MODEL = {"num_layers": 2, "model_dim": 8, "num_heads": 1, "num_kv_heads": 1, "head_dim": 4,
@@ -87,7 +87,7 @@ def test_values_are_checked_when_they_are_loaded(tmp_path, params):
 
 
 def test_names_are_the_models(params):
-  assert list(params) == list(transformer.shapes(CONFIG.model))
+  assert list(params) == list(language_model(CONFIG.model).shapes())
   assert {"embedding", "final_norm/scale", "layers/attention/query"} <= params.keys()
 
 

@@ -20,7 +20,7 @@ def test_its_runs_are_those_of_the_config_at_equal_tokens(expected_loss):
     assert config.seed == 2
     whole = expected_loss.together(config, 0.5)
     assert whole.islands.num_learners == 1 and not whole.sync.num_shards and not whole.chaos.faults
-    tokens = [each.planned_steps() * each.planned_tokens_per_step() for each in (config, whole)]
+    tokens = [each.planned_steps() * each.planned_tokens_per_step for each in (config, whole)]
     assert tokens[0] == tokens[1] >= config.run.total_tokens
     assert whole.inner.learning_rate == config.inner.learning_rate / 2
 

@@ -3,6 +3,7 @@
 import sys
 import time
 import types
+from contextlib import closing
 
 import grain
 import jax
@@ -50,6 +51,8 @@ class Numbers:
     numbers = grain.MapDataset.range(50).map(lambda i: rows(learner, i))
     if self.kind == "map":
       return numbers.repeat(2)
+    if self.kind in ("ending", "ends"):
+      return numbers.to_iter_dataset() if self.kind == "ending" else [rows(learner, 0)] * 50
     if self.kind == "iter":
       return numbers.to_iter_dataset()
     if self.kind == "filter":  # Grain cannot jump in it
@@ -112,26 +115,32 @@ def test_every_position_gives_its_batch_however_it_is_come_to(kind, step):
   first = 1000
   for position in (0, 1, 2, 7, 3):
     assert number(one.batch(position)) == first + step * position
-  with one.iterate(4) as ahead, one.iterate(2) as behind:
+  with closing(one.iterate(4)) as ahead, closing(one.iterate(2)) as behind:
     read = [(number(next(ahead)), number(next(behind))) for _ in range(3)]
-    assert ahead.state == {"position": 7}
   assert read == [(first + step * (4 + i), first + step * (2 + i)) for i in range(3)]
-  # Saved after any batch, a stream goes on with the next.
-  with one.iterate() as whole:
-    for position in range(5):
-      assert whole.state == {"position": position}
-      with one.iterate(**whole.state) as restored:
-        assert number(next(restored)) == first + step * position
-      next(whole)
+  for position in range(5):
+    with closing(one.iterate(position)) as restored:
+      assert number(next(restored)) == first + step * position
 
 
 def test_a_source_may_fill_the_same_arrays_again():
   """Batches that are read ahead keep their values."""
   one = stream("filled", learner=1)
-  with one.iterate() as ahead:
+  with closing(one.iterate()) as ahead:
     first = next(ahead)
     time.sleep(0.2)  # the queue of those ahead is full by now
     assert [number(first), *(number(next(ahead)) for _ in range(5))] == list(range(1000, 1006))
+
+
+@pytest.mark.parametrize("kind", ["ending", "ends"])
+def test_batches_that_end_are_refused_where_they_do(kind):
+  one = stream(kind)
+  with closing(one.iterate(49)) as ahead:
+    next(ahead)
+    with pytest.raises(ConfigError, match=r"data.custom = .*ends before position 50. Fix: make it"):
+      next(ahead)
+  with pytest.raises(ConfigError, match="ends before position 90"):
+    one.batch(90)
 
 
 def test_learners_read_their_own():

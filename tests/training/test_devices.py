@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from ddiloco.config import ConfigError, IslandConfig, IslandsConfig
+from ddiloco.config import ConfigError, IslandConfig
 from ddiloco.training import devices
 
 
@@ -26,79 +26,57 @@ def _ids(groups):
   return [[device.id for device in group] for group in groups]
 
 
-def _partition(available, **fields):
-  return _ids(devices.partition(available, IslandsConfig(**fields)))
+def _partition(available, *counts):
+  return _ids(devices.partition(available, counts))
 
 
-def test_even_split():
-  assert _partition(jax.devices(), num_learners=4, devices=0) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-  assert _partition(jax.devices(), num_learners=3, devices=0) == [[0, 1], [2, 3], [4, 5]]
+@pytest.mark.parametrize(
+  ("available", "counts", "expected"),
+  [
+    (_slices(8), (0, 0, 0, 0), [[0, 1], [2, 3], [4, 5], [6, 7]]),
+    (_slices(8), (0, 0, 0), [[0, 1], [2, 3], [4, 5]]),
+    (_slices(8), (1, 4, 1), [[0], [1, 2, 3, 4], [5]]),
+    (_slices(8), (4, 0, 0), [[0, 1, 2, 3], [4, 5], [6, 7]]),  # a share of what the counts leave
+    (_slices(3, 2, 3), (0, 0, 0), [[0, 1, 2], [3, 4], [5, 6, 7]]),  # a slice each
+    (_slices(4), (0, 0), [[0, 1], [2, 3]]),
+    (_slices(4, 4), (3, 3), [[0, 1, 2], [4, 5, 6]]),  # inside a slice where they fit,
+    (_slices(2, 2), (3,), [[0, 1, 2]]),  # else across
+    (_slices(2, 2), (1, 0), [[2], [0, 1]]),  # whole slices come first
+  ],
+)
+def test_partition(available, counts, expected):
+  assert _partition(available, *counts) == expected
 
 
-def test_configured_counts_in_order():
-  overrides = {"1": {"devices": 4}}
-  assert _partition(jax.devices(), num_learners=3, devices=1, overrides=overrides) == [
-    [0],
-    [1, 2, 3, 4],
-    [5],
-  ]
+def test_devices_without_slices_are_one():
+  assert _partition(jax.devices(), 0, 0) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_slices_are_told_apart_in_any_order():
+  shuffled = [_slices(3, 2, 3)[i] for i in (5, 0, 3, 1, 6, 4, 2, 7)]
+  assert _partition(shuffled, 0, 0, 0) == [[0, 1, 2], [3, 4], [5, 6, 7]]
 
 
 def test_islands_of_one_cpu_device_share_it():
-  overrides = {"1": {"devices": 4}}
-  islands = IslandsConfig(num_learners=3, devices=1, overrides=overrides)
-  groups = devices.partition(jax.devices(), islands)
+  groups = devices.partition(jax.devices(), [1, 4, 1])
   assert _ids(devices.shared_on_cpu(groups)) == [[0], [1, 2, 3, 4], [0]]
   others = [[each] for each in _slices(1, 1)]
   assert devices.shared_on_cpu(others) == others, "an accelerator serves one island"
 
 
-def test_a_share_of_what_the_counts_leave():
-  overrides = {"0": {"devices": 4}}
-  assert _partition(jax.devices(), num_learners=3, devices=0, overrides=overrides) == [
-    [0, 1, 2, 3],
-    [4, 5],
-    [6, 7],
-  ]
-
-
-def test_one_slice_is_one_island():
-  shuffled = [_slices(3, 2, 3)[i] for i in (5, 0, 3, 1, 6, 4, 2, 7)]
-  assert _partition(shuffled, num_learners=3, devices=0) == [[0, 1, 2], [3, 4], [5, 6, 7]]
-
-
-def test_a_single_slice_is_split_evenly():
-  assert _partition(_slices(4), num_learners=2, devices=0) == [[0, 1], [2, 3]]
-
-
-def test_counts_stay_inside_a_slice_where_they_fit():
-  assert _partition(_slices(4, 4), num_learners=2, devices=3) == [[0, 1, 2], [4, 5, 6]]
-  assert _partition(_slices(2, 2), num_learners=1, devices=3) == [[0, 1, 2]]  # else across
-
-
-def test_whole_slices_come_before_counts():
-  overrides = {"0": {"devices": 1}}
-  groups = _partition(_slices(2, 2), num_learners=2, devices=0, overrides=overrides)
-  assert groups == [[2], [0, 1]]
-
-
 @pytest.mark.parametrize(
-  ("available", "fields", "needed"),
+  ("available", "counts", "needed"),
   [
-    (_slices(8), {"num_learners": 9, "devices": 1}, "need 9 devices, but 8 are"),
-    (_slices(8), {"num_learners": 2, "devices": 5}, "need 10 devices, but 8 are"),
-    (_slices(2), {"num_learners": 3, "devices": 0}, "need 3 devices, but 2 are"),
-    (_slices(4, 4), {"num_learners": 3, "devices": 0}, "need 3 slices, but 2 are"),
-    (
-      _slices(4, 4),
-      {"num_learners": 2, "devices": 0, "overrides": {"1": {"devices": 6}}},
-      "need 10 devices, but 8 are",
-    ),
+    (_slices(8), (1,) * 9, "need 9 devices, but 8 are"),
+    (_slices(8), (5, 5), "need 10 devices, but 8 are"),
+    (_slices(2), (0, 0, 0), "need 3 devices, but 2 are"),
+    (_slices(4, 4), (0, 0, 0), "need 3 slices, but 2 are"),
+    (_slices(4, 4), (0, 6), "need 10 devices, but 8 are"),
   ],
 )
-def test_too_few_devices_are_named(available, fields, needed):
+def test_too_few_devices_are_named(available, counts, needed):
   with pytest.raises(ConfigError, match=rf"^islands\.devices = .*{needed} available.*Fix: lower"):
-    devices.partition(available, IslandsConfig(**fields))
+    _partition(available, *counts)
 
 
 def test_make_mesh():
@@ -137,17 +115,8 @@ def test_param_sharding(mesh, axes, shape, spec):
 
 
 def test_axes_must_match_the_shape(mesh):
-  with pytest.raises(ValueError, match="same length"):
+  with pytest.raises(ValueError, match=r"longer|shorter"):
     devices.param_sharding(("embed",), (2, 3), mesh)
-
-
-def test_piece_sharding(mesh):
-  stacked = devices.param_sharding(("layers", "embed", "mlp"), (2, 16, 32), mesh)
-  assert devices.piece_sharding(stacked, 1, 16, True).spec == PartitionSpec("fsdp", "tensor")
-  table = devices.param_sharding(("vocab", "embed"), (10, 16), mesh)
-  assert devices.piece_sharding(table, None, 10, True).spec == PartitionSpec("tensor", "fsdp")
-  assert devices.piece_sharding(table, None, 4, False).spec == PartitionSpec("tensor", "fsdp")
-  assert devices.piece_sharding(table, None, 3, False).spec == PartitionSpec(None, "fsdp")
 
 
 def _execution(platform: str, dtype: str = "bfloat16", **fields):

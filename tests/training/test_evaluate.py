@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from ddiloco.config import ConfigError, ModelConfig
-from ddiloco.models import transformer
-from ddiloco.models.transformer import next_token_loss
+from ddiloco.models.transformer import Transformer, language_model
 from ddiloco.training.evaluate import HeldoutLoss
 
 MODEL = ModelConfig(
@@ -31,7 +30,7 @@ BATCHES = [np.random.default_rng(n).integers(0, 32, (2, 9), np.int32) for n in r
 @pytest.fixture(scope="module")
 def params():
   rng = np.random.default_rng(0)  # plain numbers: compiling the initialiser takes seconds
-  shapes = transformer.shapes(MODEL)
+  shapes = language_model(MODEL).shapes()
   return {n: jnp.asarray(rng.normal(0, 0.3, s.shape), jnp.float32) for n, s in shapes.items()}
 
 
@@ -41,7 +40,7 @@ def evaluator():
 
 
 def test_is_the_mean_of_the_training_loss(evaluator, params):
-  loss = jax.jit(lambda batch: next_token_loss(MODEL, params, batch)[1]["loss"])
+  loss = jax.jit(lambda batch: language_model(MODEL).loss(params, batch)[1]["loss"])
   expected = np.mean([float(loss(batch)) for batch in BATCHES])
   assert evaluator.loss(params) == pytest.approx(float(expected), rel=1e-5)
 
@@ -53,8 +52,8 @@ def test_a_model_that_knows_nothing_costs_log_vocabulary(evaluator, params):
 
 def test_takes_host_device_and_sharded_arrays_and_compiles_once(evaluator, params, monkeypatch):
   traces = []
-  apply = transformer.apply
-  monkeypatch.setattr(transformer, "apply", lambda *a: traces.append(1) or apply(*a))
+  states = Transformer.states
+  monkeypatch.setattr(Transformer, "states", lambda *a: traces.append(1) or states(*a))
   evaluator = HeldoutLoss(MODEL, BATCHES, jax.devices()[1:2])
   mesh = jax.make_mesh((2,), ("fsdp",), devices=jax.devices()[2:4])
   sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))

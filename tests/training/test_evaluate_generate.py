@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ddiloco.config import ConfigError, ModelConfig
-from ddiloco.models import transformer
+from ddiloco.models.transformer import Transformer, language_model
 from ddiloco.training import evaluate as generate_lib
 from ddiloco.training.tokens import ByteTokenizer
 
@@ -39,7 +39,7 @@ class Numbers:
 @pytest.fixture(scope="module")
 def params():
   rng = np.random.default_rng(3)  # plain numbers: compiling the initialiser takes seconds
-  shapes = transformer.shapes(MODEL)
+  shapes = language_model(MODEL).shapes()
   return {n: rng.normal(0, 0.5, s.shape).astype(np.float32) for n, s in shapes.items()}
 
 
@@ -58,7 +58,7 @@ def generate(params, prompt, num_tokens=12, temperature=0.0, seed=0, **fields):
 
 @jax.jit
 def logits_of(params, tokens):
-  return transformer.apply(MODEL, params, tokens)[0]
+  return language_model(MODEL).logits(params, tokens)
 
 
 def greedy_by_hand(params, ids, num_tokens, known=27):
@@ -113,8 +113,8 @@ def test_never_samples_what_the_tokenizer_does_not_have(params):
 
 def test_compiles_once_whatever_the_prompt_temperature_and_seed(params, monkeypatch):
   traces = []
-  apply = transformer.apply
-  monkeypatch.setattr(transformer, "apply", lambda *a: traces.append(1) or apply(*a))
+  states = Transformer.states
+  monkeypatch.setattr(Transformer, "states", lambda *a: traces.append(1) or states(*a))
   for prompt, temperature, seed in (("a", 0.0, 0), ("abcdefghijkl", 1.0, 1), ("", 0.5, 2)):
     generate(params, prompt, 17, temperature=temperature, seed=seed)
   assert len(traces) == 1

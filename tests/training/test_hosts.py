@@ -166,7 +166,7 @@ def test_what_a_failed_value_leaves_in_a_connection_is_no_other_value(led, monke
 def test_every_part_of_an_array_is_sent_once_and_by_who_has_it():
   config = config_of("2x2x2", 1)
   island = Island(config, 0, jax.devices()[:8], initial.make_plan(config))
-  for leaf in island.state_leaves().values():
+  for leaf in island.layout.leaves.values():
     held, sent = (parts(leaf.sharding, leaf.shape) for parts in (parts_held, parts_sent))
     seen = np.zeros(leaf.shape, int)
     for host, parts in sent.items():

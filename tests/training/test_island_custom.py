@@ -113,7 +113,9 @@ def test_steps_are_the_optimizers_own_by_hand():
 def test_a_mesh_and_micro_batches_compute_the_same(accumulation_steps):
   island, metrics = trained(CUBE, accumulation_steps)
   plain, wanted = trained({"devices": 1})
-  assert island.shardings()["params/table"].spec == jax.sharding.PartitionSpec("fsdp", "tensor")
+  assert island.layout.shardings["params/table"].spec == jax.sharding.PartitionSpec(
+    "fsdp", "tensor"
+  )
   np.testing.assert_allclose([m["loss"] for m in metrics], [m["loss"] for m in wanted], rtol=1e-5)
   # Its state goes to another mesh bit by bit, the optimizer's too.
   arrays = {name: np.asarray(value) for name, value in island.capture().items()}

@@ -33,7 +33,7 @@ def trained(**islands) -> tuple[Island, list[dict]]:
 def test_four_devices_compute_what_one_does():
   plain, wanted = trained(devices=1)
   cut, metrics = trained(devices=4, fsdp=2, tensor=2, remat="full", loss_chunks=4)
-  assert cut.shardings()["params/patches/projection"].spec == jax.sharding.PartitionSpec(
+  assert cut.layout.shardings["params/patches/projection"].spec == jax.sharding.PartitionSpec(
     None, "fsdp"
   )
   for name in ("loss", "grad_norm"):

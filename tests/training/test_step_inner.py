@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from ddiloco.config import ConfigError, InnerConfig, ModelConfig
-from ddiloco.models import transformer
-from ddiloco.models.transformer import LanguageModel, cross_entropy
+from ddiloco.models.transformer import LanguageModel, cross_entropy, language_model
 from ddiloco.training import step
 
 TINY = ModelConfig(
@@ -47,7 +46,7 @@ def test_learning_rate_settings():
 
 
 def test_weight_decay_spares_norms_alone():
-  params = {name: np.ones(s.shape, np.float32) for name, s in transformer.shapes(TINY).items()}
+  params = {name: np.ones(s.shape, np.float32) for name, s in language_model(TINY).shapes().items()}
   transform = step.optimizer(InnerConfig(weight_decay=0.25), {})
   zeros = jax.tree.map(np.zeros_like, params)
   updates, _ = jax.jit(transform.update)(zeros, jax.jit(transform.init)(params), params)
@@ -82,7 +81,7 @@ def test_first_update_is_the_sign_of_the_clipped_gradient():
 
 @pytest.mark.parametrize("experts", [0, 2])
 def test_hidden_matrices_are_those_between_features(experts):
-  axes = transformer.logical_axes(dataclasses.replace(TINY, num_experts=experts))
+  axes = language_model(dataclasses.replace(TINY, num_experts=experts)).logical_axes()
   found = {name: step.hidden_matrix(each) for name, each in axes.items()}
   sides = {name: (each.reduction_axis, each.output_axis) for name, each in found.items() if each}
   shift = int(experts > 0)

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from ddiloco.config import ModelConfig
-from ddiloco.models import transformer
-from ddiloco.models.transformer import cross_entropy, next_token_loss
+from ddiloco.models.transformer import cross_entropy, from_params, language_model
 
 
 def test_cross_entropy_by_hand():
@@ -45,11 +44,11 @@ def test_next_token_loss_shifts_by_one_and_adds_the_balance_term(num_experts):
     load_balance_weight=0.5,
   )
   rng = np.random.default_rng(0)
-  shapes = transformer.shapes(model)
+  shapes = language_model(model).shapes()
   params = {n: rng.normal(0, 0.3, s.shape).astype(np.float32) for n, s in shapes.items()}
   tokens = rng.integers(0, 16, (2, 9), np.int32)
-  total, metrics = jax.jit(lambda p, t: next_token_loss(model, p, t))(params, tokens)
-  logits, balance = jax.jit(lambda p, t: transformer.apply(model, p, t))(params, tokens[:, :8])
+  total, metrics = jax.jit(language_model(model).loss)(params, tokens)
+  logits, balance = jax.jit(lambda p, t: from_params(model, p)(t))(params, tokens[:, :8])
   log_p = np.asarray(jax.nn.log_softmax(logits))
   by_hand = -np.mean([log_p[b, t, tokens[b, t + 1]] for b in range(2) for t in range(8)])
   assert float(metrics["loss"]) == pytest.approx(float(by_hand), rel=1e-5)

@@ -37,7 +37,6 @@ def test_text_files_are_documents_separated_by_byte_zero(tmp_path):
   corpus = data_lib.open_corpus(data)
   text = corpus.parts[0].tobytes()
   assert text == b"first\0second \xff\xfe\0" + b"third" * 200 + b"\0"
-  assert corpus.num_tokens == len(text)
 
 
 def test_stdlib_corpus_is_large_and_deterministic():
