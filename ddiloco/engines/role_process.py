@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ddiloco import workdir
-from ddiloco.chaos import FaultRequests, Faults, FaultyEndpoint
+from ddiloco.chaos import Faults, FaultyEndpoint, fault_requests
 from ddiloco.checkpoint.restore import open_storage
 from ddiloco.checkpoint.saver import Saver
 from ddiloco.config import Config, ConfigError
@@ -138,7 +138,7 @@ class RoleRunner:
     self.usual_seconds: Callable[[], float] = lambda: 0.0  # of one step, for the liveness probe
     self._health = Health(self._status)
     self.faults = Faults((), 0.0, role=address)
-    self._asked = FaultRequests(place.workdir)
+    self._asked = fault_requests(place.workdir)
     self._reached_at = time.monotonic()
     self._drops_said: dict[str, tuple[int, float]] = {}  # peer -> (drops reported, quiet until)
     self._thread = threading.Thread(target=self._look, name=f"attend {address}", daemon=True)
