@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -420,16 +421,6 @@ class World(VirtualTime):
 # would let a thread wait, virtual time passes.
 
 
-class Pause:
-  """Stands for an event that a thread would wait for: virtual time passes instead."""
-
-  def __init__(self, world: World):
-    self._world = world
-
-  def wait(self, seconds: float) -> None:
-    self._world.spend(seconds)
-
-
 class Disturbances:
   """The fault plan of a world, and the roles that join, end and restart by it.
 
@@ -450,7 +441,7 @@ class Disturbances:
     for name, of in by_role.items():
       role = parse_role(name)
       planned = self._faults[role] = Faults(of, 0.0, self._struck, name, clock=world.clock)
-      planned.stopped = Pause(world)
+      planned.stopped = types.SimpleNamespace(wait=world.spend)  # an event waits in virtual time
       for fault in of:
         if fault.at_seconds >= 0:
           world.at(fault.at_seconds, self._wake, role)
