@@ -46,25 +46,24 @@ def launch(arguments: list[str]) -> int:
 
 
 def _add_common_flags(given: Flags) -> None:
-  given.add_text("name", "", "Of the run; all that is made begins with it.")
-  given.add_text("image", "", "Container image with ddiloco[tpu,gcs].")
-  given.add_text("bucket", "", "gs://BUCKET/FOLDER of the snapshots.")
-  given.add_text("keys", "keys", "Folder that `ddiloco keys` made.")
-  given.add_repeated(
+  given.add("name", "", "Of the run; all that is made begins with it.")
+  given.add("image", "", "Container image with ddiloco[tpu,gcs].")
+  given.add("bucket", "", "gs://BUCKET/FOLDER of the snapshots.")
+  given.add("keys", "keys", "Folder that `ddiloco keys` made.")
+  given.add(
     "place",
+    [],
     "WHERE=0,2-3: these islands are in this cluster (a kubectl context) or zone. Once for each;"
     " shards are where learner 0 is.",
   )
-  given.add_switch("spot", "Islands on machines that may be taken away.")
-  given.add_integer(
-    "max_restarts", 10, "Failures of an island or shard, after which it is given up.", 0
-  )
-  given.add_list("prices", "Dollars an hour of a chip and a shard's machine: v5p=4.2,shard=1.1.")
-  given.add_number("hours", 0.0, "How long you mean to keep it, for its cost.", 0.0)
-  given.add_number("watch_hours", 24.0, "The longest that watch watches.", 0.0)
-  given.add_number("poll_seconds", 20.0, "Between two looks.", 0.0)
-  given.add_switch("dry_run", "Print what would be done, and do nothing.")
-  given.add_switch("yes", "Do what costs money.")
+  given.add("spot", False, "Islands on machines that may be taken away.")
+  given.add("max_restarts", 10, "Failures of an island or shard, after which it is given up.", 0)
+  given.add("prices", (), "Dollars an hour of a chip and a shard's machine: v5p=4.2,shard=1.1.")
+  given.add("hours", 0.0, "How long you mean to keep it, for its cost.", 0.0)
+  given.add("watch_hours", 24.0, "The longest that watch watches.", 0.0)
+  given.add("poll_seconds", 20.0, "Between two looks.", 0.0)
+  given.add("dry_run", False, "Print what would be done, and do nothing.")
+  given.add("yes", False, "Do what costs money.")
 
 
 def _run(cls: type[_Run], given: Flags) -> _Run:
@@ -130,11 +129,10 @@ def _comments(lines: list[str]) -> str:
 
 
 def _gke(arguments: list[str], action: str) -> int:
-  given = Flags(arguments)
-  given.add_config()
+  given = Flags(arguments, "config")
   _add_common_flags(given)
   given.add_fields(gke.GkeRun)
-  given.add_number("delete_minutes", 10.0, "The longest that delete waits.", 0.0)
+  given.add("delete_minutes", 10.0, "The longest that delete waits.", 0.0)
   given.parse(launch.__doc__)
   run = _run(gke.GkeRun, given)
   if action == "create":
@@ -189,12 +187,11 @@ def _stays(run: gke.GkeRun) -> list[str]:
 
 
 def _tpu_vms(arguments: list[str], action: str) -> int:
-  given = Flags(arguments)
-  given.add_config()
+  given = Flags(arguments, "config")
   _add_common_flags(given)
   given.add_fields(tpu_vms.TpuVmRun)
-  given.add_number("slice_minutes", 60.0, "The longest wait for a slice.", 0.0)
-  given.add_integer("recreations", 20, "Of a slice that was taken away.", 0)
+  given.add("slice_minutes", 60.0, "The longest wait for a slice.", 0.0)
+  given.add("recreations", 20, "Of a slice that was taken away.", 0)
   given.parse(launch.__doc__)
   run = _run(tpu_vms.TpuVmRun, given)
   placement = run.placement
