@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import typing
 
 import numpy as np
 
-from ddiloco.checks import coerce, must, not_negative, option, positive
+from ddiloco.checks import must, not_negative, option, positive, typed
 
 # --- A fleet of chips that fail, and every assumption about what a failure costs
 # [paper]: "Decoupled DiLoCo for Resilient Distributed Pre-training" (arXiv 2604.21428) says so.
@@ -55,12 +54,10 @@ class Fleet:
   )  # fmt: skip
 
   def __post_init__(self):
-    hints = typing.get_type_hints(Fleet)
-    for name, hint in hints.items():
-      coerce(hint, getattr(self, name), f"simulate.{name}")
+    typed("simulate", self)
     names = ("chips", "learners", "days", "mtbi_chip_years", "chips_per_slice")
     positive("simulate", self, *names)
-    not_negative("simulate", self, *(name for name in hints if name not in names))
+    not_negative("simulate", self, *(f.name for f in dataclasses.fields(self)))
     enough = self.learners <= self.chips
     rule, fix = f"must not be more than chips = {self.chips}", "give every learner a chip"
     must("simulate", self, "learners", enough, rule, fix)
