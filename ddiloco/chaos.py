@@ -15,6 +15,7 @@ import dataclasses
 import errno
 import heapq
 import itertools
+import math
 import random
 import threading
 import time
@@ -24,7 +25,7 @@ from typing import Any
 
 from ddiloco.checks import build
 from ddiloco.config import Fault
-from ddiloco.config.schema import ACTIONS, INSIDE, TO_MESSAGES
+from ddiloco.config.schema import ACTIONS, TO_MESSAGES
 from ddiloco.network.transport import Delivery
 from ddiloco.protocol import events
 from ddiloco.protocol.messages import Message
@@ -192,20 +193,14 @@ class FaultyEndpoint:
       with self._lock:
         if self._coming and self._coming[0][0] <= now:
           return heapq.heappop(self._coming)[2]
-        next_at = self._coming[0][0] if self._coming else deadline
-      got = self.endpoint.receive(min(deadline, next_at) - now)
-      if got is None:
-        if time.monotonic() < min(deadline, next_at) or not self._due(deadline):
-          return None  # woken, or no message came in time
-        continue
-      if self._weather.calm and not self._coming:
+        until = min(deadline, self._coming[0][0]) if self._coming else deadline
+      got = self.endpoint.receive(until - now)
+      if got is None and (until == deadline or time.monotonic() < until):
+        return None  # no message came in time, or woken
+      if got is not None and self._weather.calm and not self._coming:
         return got
-      self._take(got)
-
-  def _due(self, deadline: float) -> bool:
-    """Whether a delayed message arrives before the deadline."""
-    with self._lock:
-      return bool(self._coming) and self._coming[0][0] <= deadline
+      if got is not None:
+        self._take(got)
 
   @property
   def waiting(self) -> int:
@@ -281,12 +276,11 @@ def struck(fault: Fault, said: str) -> events.Fault:
 
 
 class Killed(Exception):
-  """The planned end of a role. `seconds` until it is restarted, -1: never."""
+  """The planned end of a role."""
 
   def __init__(self, fault: Fault):
     super().__init__(killed(fault))
     self.fault = fault
-    self.seconds = fault.seconds
 
 
 class Faults:
@@ -312,11 +306,7 @@ class Faults:
     self._clock = clock
     self._start_time = start_time
     self._report = report
-    self._slow_until = 0.0
-    self._slow_factor = 1.0
-    self._disk_fails_until = 0.0
-    self._poison_until = 0.0
-    self._poison_factor = 1.0
+    self._lasting: dict[str, tuple[float, float]] = {}  # action -> (until, its factor)
     self.weather = MessageFaults(role)
     self.cut: Callable[[], None] = lambda: None  # closes the role's connection; set by the engine
     self.stopped = threading.Event()  # ends a stall early; the engine sets its own event here
@@ -349,19 +339,20 @@ class Faults:
   def begin(self, fault: Fault, seconds: float) -> None:
     """Begins a fault that lasts `seconds`: slow, or one of `INSIDE`."""
     until = self._clock() + seconds
-    if fault.action == "slow":
-      self._slow_until, self._slow_factor = until, fault.factor
-    elif fault.action == "disk":
-      self._disk_fails_until = until
-    elif fault.action == "poison":
-      self._poison_until, self._poison_factor = until, fault.factor
-    elif fault.action in INSIDE:
+    if fault.action in TO_MESSAGES:
       self.weather.begin(fault, until)
+    else:
+      self._lasting[fault.action] = until, fault.factor
+
+  def _factor(self, action: str) -> float | None:
+    """The factor of a fault that lasts; None: there is none, or it is over."""
+    until, factor = self._lasting.get(action, (-math.inf, 1.0))
+    return factor if self._clock() < until else None
 
   def drag(self, step_seconds: float) -> None:
     """Called after a piece of work (a step, a message): waits while the role is slow."""
-    if self._clock() < self._slow_until:
-      self.stopped.wait((self._slow_factor - 1) * step_seconds)
+    if (factor := self._factor("slow")) is not None:
+      self.stopped.wait((factor - 1) * step_seconds)
 
   def disk(self) -> None:
     """Called before a write to disk.
@@ -369,13 +360,14 @@ class Faults:
     Raises:
       OSError: the disk is full, by plan.
     """
-    if self._clock() < self._disk_fails_until:
+    if self._factor("disk") is not None:
       raise OSError(errno.ENOSPC, "no space left on the device, by plan")
 
   @property
   def poison(self) -> float:
     """The present factor of the role's outer gradients."""
-    return self._poison_factor if self._clock() < self._poison_until else 1.0
+    factor = self._factor("poison")
+    return 1.0 if factor is None else factor
 
 
 # --- Random plans: the same seed gives the same plan
@@ -438,10 +430,7 @@ def random_kills(
 
 
 def _drawn(rng: random.Random, action: str, role: str, at_seconds: float) -> Fault:
-  fault = Fault(
-    action, role, at_seconds=round(at_seconds, 3), seconds=round(rng.uniform(0.5, 3), 2)
-  )
-  changes: dict[str, float] = {}
+  seconds, changes = round(rng.uniform(0.5, 3), 2), dict[str, float]()
   if action in ("drop", "duplicate", "reorder", "corrupt"):
     changes["share"] = round(rng.uniform(0.1, 0.9), 2)
   if action in ("delay", "reorder"):
@@ -452,7 +441,7 @@ def _drawn(rng: random.Random, action: str, role: str, at_seconds: float) -> Fau
     changes["factor"] = round(rng.uniform(1.5, 4), 2)
   if action == "poison":
     changes["factor"] = float(rng.choice((0.0, 100.0, 1e6, 1e30)))
-  return dataclasses.replace(fault, **changes)
+  return Fault(action, role, at_seconds=round(at_seconds, 3), seconds=seconds, **changes)
 
 
 # --- Faults that are asked for while a run goes on: lines of WORKDIR/faults.jsonl
@@ -471,13 +460,7 @@ def ask_for(workdir: Path, fault: Fault) -> None:
   append_request(workdir / FAULTS, fields)
 
 
-class FaultRequests(RequestFile[Fault]):
-  """Reads the faults that are asked for, from the beginning of the file or only new ones."""
-
-  def __init__(self, workdir: Path, news_only: bool = False):
-    super().__init__(
-      workdir / FAULTS,
-      lambda fields: build(Fault, {"at_seconds": 0.0, **fields}, FAULTS),
-      "fault",
-      news_only,
-    )
+def fault_requests(workdir: Path, news_only: bool = False) -> RequestFile[Fault]:
+  """The faults that are asked for, from the beginning of the file or only new ones."""
+  parse = lambda fields: build(Fault, {"at_seconds": 0.0, **fields}, FAULTS)  # noqa: E731
+  return RequestFile(workdir / FAULTS, parse, "fault", news_only)

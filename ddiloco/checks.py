@@ -63,6 +63,12 @@ def share(section: str, config: Any, *names: str) -> None:
     must(section, config, name, ok, "must lie in [0, 1)", "set a share below 1")
 
 
+def typed(section: str, config: Any) -> None:
+  """Refuses fields of another type, and numbers that are not finite."""
+  for name, hint in typing.get_type_hints(type(config)).items():
+    coerce(hint, getattr(config, name), f"{section}.{name}")
+
+
 def option(default: Any, text: str) -> Any:
   """A dataclass field that is a command-line flag too (`cli/arguments.py`), with its help text."""
   return dataclasses.field(default=default, metadata={"help": text})

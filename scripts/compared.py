@@ -9,7 +9,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import jax
 import outer_gradients
 from ideas import ForgetfulTrainer, Recent, TriedMerger, mean_values
 from outer_gradients import Observer, Seen
-from virtual_training import STEP_SECONDS, Text, Trainer, Valued
+from virtual_training import STEP_SECONDS, Text, Valued
 
 from ddiloco.chaos import random_faults
 from ddiloco.config import Config, Fault
@@ -327,7 +327,7 @@ class Observed(Valued):
     merger = TriedMerger(fragments, self.kept, self.config)
     return merger.follow(self._ideas, self._recent).watch(self.seen)
 
-  def island(self, actor) -> Trainer:
+  def island(self, actor) -> Any:
     if "forget" not in self._ideas:
       return super().island(actor)
     island = ForgetfulTrainer(self.config, self, actor.number, f"{self.seed} {actor.role}")
@@ -414,18 +414,6 @@ def machine() -> str:
   return f"{os.cpu_count()} x {names[0] if names else platform.machine()}"
 
 
-def coordinates(
-  best: Point, learners: int, rates: Sequence[float], rates_alone: bool
-) -> Generator[list[Point], Point]:
-  """Yields the next points to try; gets the best point so far by `send`."""
-  best = yield [dataclasses.replace(best, rate=rate) for rate in rates]
-  if rates_alone:
-    return
-  batches = [batch for batch in BATCHES if batch >= learners]
-  best = yield [dataclasses.replace(best, batch=batch) for batch in batches]
-  yield [dataclasses.replace(best, factor=factor) for factor in (1.0, *FACTORS)]
-
-
 class Comparison:
   """All rows of one size.
 
@@ -467,20 +455,19 @@ class Comparison:
       return best
     size, learners = SIZES.get(self.size, QUICK), METHODS[row].learners
     best = dataclasses.replace(best, batch=size.batch or best.batch)
+    grid: dict[str, Sequence[Any]] = {"rate": size.rates}
+    if self._smaller is None:
+      grid["batch"] = [batch for batch in BATCHES if batch >= learners]
+      grid["factor"] = (1.0, *FACTORS)
     losses: dict[Point, float] = {}
-    steps = coordinates(best, learners, size.rates, rates_alone=self._smaller is not None)
-    points = next(steps)
-    while True:
-      for point in points:
+    for name, values in grid.items():  # one coordinate after the other, each from the best point
+      for point in [dataclasses.replace(best, **{name: value}) for value in values]:
         found = self.run(row, point, 0)
         if found is None:
           return None
         losses[point] = found["loss"]
       best = min(losses, key=losses.__getitem__)
-      try:
-        points = steps.send(best)
-      except StopIteration:
-        return best
+    return best
 
   def row(self, row: str) -> list[dict[str, Any]]:
     """The row's runs at its point, by seed, as far as they are there."""

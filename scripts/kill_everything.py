@@ -3,23 +3,24 @@
 `ddiloco train` of a tiny model; moments are uniform over the global step, a fifth of them while it
 starts and compiles, some in the second after its last step. After each kill the checkpoints and
 event logs must agree: the newest committed snapshot is undamaged and no older than before, the next
-life begins with exactly this snapshot, and in the rounds that lead to its values no push is counted
-twice and the tokens add up. In the end the run must be finished, with a held-out loss like that of
-undisturbed runs.
+life begins with exactly this snapshot, its values are those of logged commits with as many merged
+tokens, and the trace is proven, in which no step is merged twice. In the end the run must be
+finished, with a held-out loss like that of undisturbed runs.
 
   python scripts/kill_everything.py [--kills=50] [--seed=0] [--engine=threads] [--workdir=DIR]
 
 With --workdir all files stay there, and a script that was cut off goes on where it was. Prints a
 line for each kill; exit status 1 if a check fails. Last line: {"kills", "resumes", "snapshots",
-"versions_back", "counted_twice", "finished", "loss", "loss_undisturbed", "seconds", ...}.
+"versions_back", "finished", "loss", "loss_undisturbed", "seconds", "problems"}.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
+import contextlib
 import dataclasses
 import json
+import math
 import os
 import random
 import shutil
@@ -41,7 +42,7 @@ from ddiloco.protocol.events import Commit, Owns, Restored, Snapshot, Step
 from ddiloco.roles import initial
 from ddiloco.trace.check import check
 from ddiloco.trace.text import read_trace
-from ddiloco.workdir import CHECKPOINTS, COMPILED, OUTCOME
+from ddiloco.workdir import CHECKPOINTS, COMPILED, OUTCOME, outcome, write_whole
 
 LEARNERS, FRAGMENTS = 2, 2
 TOKENS = 8 * 32  # of a step: B = 8, T = 32
@@ -100,17 +101,13 @@ def moments(seed: int, kills: int, steps: int) -> list[Moment]:
 
 def kill_all(process: subprocess.Popen, workdir: Path) -> None:
   """Kills the process and its descendants with SIGKILL."""
-  while True:
-    there = [process.pid, *common.processes_of(workdir)]
+  there = [process.pid]
+  while there:
     for pid in there:
-      try:
+      with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-      except ProcessLookupError:
-        continue
     process.wait()
-    if not common.processes_of(workdir):
-      return
-    time.sleep(POLL_SECONDS)
+    there = common.processes_of(workdir)
 
 
 @dataclasses.dataclass
@@ -125,28 +122,22 @@ class Life:
 def live(workdir: Path, config: Config, engine: str, moment: Moment | None, start: float) -> Life:
   """Starts the run, and kills it at its moment; `start` is how long a start takes, in seconds."""
   follower, events = Follower(workdir), EventLog()
-  follower.poll()  # skips the events of earlier lives
-  began, stepped, reached = time.monotonic(), None, None
+  follower.skip()  # the events of earlier lives
+  began, stepped, newest, kill_at = time.monotonic(), None, -1, math.inf
   process = common.start(config, workdir, f"--engine={engine}")
   try:
-    while process.poll() is None:
-      now = time.monotonic()
+    while process.poll() is None and (now := time.monotonic()) < kill_at:
       new = follower.poll()
       events += new
-      steps_seen = [e.global_step for e in new if isinstance(e, Step)]
-      if (workdir / OUTCOME).exists():
-        moment = None  # the run is over, and is not killed while it writes its report
-      if steps_seen and stepped is None:
+      newest = max(newest, *(e.global_step for e in new if isinstance(e, Step)), -1)
+      if stepped is None and newest >= 0:
         stepped = now - began
-      newest = max(steps_seen, default=-1)
-      if moment is not None and 0 <= moment.global_step <= newest:
-        reached = reached or now
-      if moment is not None:
-        late = stepped is not None or now >= began + moment.wait * start
-        if (late and moment.global_step < 0) or (
-          reached is not None and now >= reached + moment.wait
-        ):
-          break
+      if (workdir / OUTCOME).exists():
+        moment, kill_at = None, math.inf  # it is over, and not killed while it writes its report
+      if moment is not None and moment.global_step < 0:
+        kill_at = now if stepped is not None else began + moment.wait * start
+      elif moment is not None and newest >= moment.global_step:
+        kill_at = min(kill_at, now + moment.wait)
       if now - began > LIFE_SECONDS:
         raise RuntimeError(f"after {LIFE_SECONDS:g} s the run in {workdir} is not done")
       time.sleep(POLL_SECONDS)
@@ -214,140 +205,77 @@ def begun_wrong(life: Life, before: Newest) -> list[str]:
   return wrong
 
 
-class Chains:
-  """The rounds that lead to a value."""
-
-  def __init__(self, events: EventLog):
-    self.commits = {(e.fragment, e.round): e for e in events.of(Commit)}
-
-  def counted_twice(self, fragment: int, round_id: int) -> int:
-    """How often pushes are in the value of this round again."""
-    pushes: collections.Counter = collections.Counter()
-    for commit in self.rounds(fragment, round_id):
-      whose = zip(commit.learners, commit.incarnations)
-      pushes.update((learner, life, commit.round) for learner, life in whose)
-    return sum(count - 1 for count in pushes.values())
-
-  def wrong_tokens(self, fragment: int, round_id: int, merged_tokens: int) -> list[str]:
-    """A message if the tokens of all rounds do not add up to those of the value."""
-    rounds = self.rounds(fragment, round_id)
-    summed = sum(commit.tokens for commit in rounds)
-    if summed != merged_tokens:
-      return [f"fragment {fragment}: {merged_tokens} tokens merged, its rounds make it {summed}"]
-    return []
-
-  def rounds(self, fragment: int, round_id: int) -> list[Commit]:
-    """The rounds, newest first; ends where the log has no commit."""
-    found = []
-    while (commit := self.commits.get((fragment, round_id))) is not None:
-      found.append(commit)
-      round_id = commit.base_round
-    return found
-
-  def last(self, fragment: int) -> Commit | None:
-    rounds = [r for p, r in self.commits if p == fragment]
-    return self.commits[fragment, max(rounds)] if rounds else None
+def saved_wrong(saved: Newest, log: EventLog) -> list[str]:
+  """The damages of a snapshot, and its differences from the commits of its values."""
+  tokens = {(e.fragment, e.round, e.version): e.merged_tokens for e in log.of(Commit)}
+  wrong = [f"committed, and not whole: {text}" for text in saved.damaged]
+  for p, (version, round_id, _) in saved.values.items():
+    said, mine = tokens.get((p, round_id, version), 0), saved.merged_tokens[p]
+    if said != mine:
+      wrong.append(f"fragment {p} is saved with {mine} merged tokens, its commit says {said}")
+  return wrong
 
 
 # --- the whole test -------------------------------------------------------------------------------
 
 
-class Record:
-  """The script's own state, on disk after every kill."""
+class Ordeal:
+  """The run, and the script's own numbers, which are on the disk after every life."""
 
-  def __init__(self, path: Path, seed: int):
-    self.path = path
-    self.data: dict[str, Any] = {
-      "seed": seed, "lives": 0, "kills": 0, "resumes": 0, "snapshots": 0, "versions_back": 0,
-      "counted_twice": 0, "problems": [], "seconds": 0.0, "start_seconds": FIRST_START_SECONDS,
-      "values": {},
+  def __init__(self, folder: Path, config: Config, engine: str):
+    self.run, self.config, self._folder, self._engine = folder / "run", config, folder, engine
+    self.run.mkdir(parents=True, exist_ok=True)
+    self._storage = Storage(self.run / CHECKPOINTS, initial.make_plan(config).plan_id, print)
+    self._file = folder / "kills.json"
+    self.said: dict[str, Any] = {
+      "lives": 0, "kills": 0, "resumes": 0, "snapshots": 0, "versions_back": 0, "problems": [],
+      "seconds": 0.0, "start_seconds": FIRST_START_SECONDS, "values": {},
     }  # fmt: skip
-    if path.exists():
-      self.data = json.loads(path.read_text())
+    if self._file.exists():
+      self.said = json.loads(self._file.read_text())
 
-  def add(self, **changes: Any) -> None:
-    self.data.update(changes)
-    mine = self.path.with_suffix(".new")
-    mine.write_text(json.dumps(self.data))
-    mine.replace(self.path)
+  def live(self, moment: Moment | None) -> int | None:
+    """One life: starts the run, kills it at its moment, checks the invariants; its exit status."""
+    said, before, began = self.said, newest(self._storage), time.monotonic()
+    life = live(self.run, self.config, self._engine, moment, said["start_seconds"])
+    after = newest(self._storage)
+    wrong = begun_wrong(life, before) + saved_wrong(after, read_events(self.run))
+    wrong += [str(problem) for problem in check(read_trace(self.run)).problems]
+    versions = {str(p): value[0] for p, value in after.values.items()}
+    said["lives"] += 1
+    said["kills"] += life.status is None
+    said["resumes"] += any(e.version for e in life.events.of(Owns))
+    said["snapshots"] += len(life.events.of(Snapshot))
+    said["versions_back"] += sum(versions.get(p, 0) < old for p, old in said["values"].items())
+    said["problems"] += [each for each in wrong if each not in said["problems"]]
+    said["seconds"] = round(said["seconds"] + time.monotonic() - began, 1)
+    said["start_seconds"] = life.start_seconds or said["start_seconds"]
+    said["values"] = versions
+    write_whole(self._file, json.dumps(said))
+    global_step = max((e.global_step for e in life.events.of(Step)), default=None)
+    when = "its start" if global_step is None else f"global step {global_step}"
+    print(
+      f"life {said['lives']}: {'killed' if life.status is None else f'exit {life.status}'} at"
+      f" {when}; snapshot {after.snapshot}, versions"
+      f" {list(versions.values())}{''.join(f'; WRONG: {w}' for w in wrong[:3])}",
+      flush=True,
+    )
+    return life.status
 
-
-def one_life(
-  record: Record,
-  run: Path,
-  config: Config,
-  storage: Storage,
-  engine: str,
-  moment: Moment | None,
-) -> Life:
-  """Starts the run, kills it at its moment, and checks the invariants."""
-  data, before, began = record.data, newest(storage), time.monotonic()
-  life = live(run, config, engine, moment, data["start_seconds"])
-  after, chains = newest(storage), Chains(read_events(run))
-  wrong = begun_wrong(life, before)
-  wrong += [f"committed, and not whole: {text}" for text in after.damaged]
-  wrong += [str(problem) for problem in check(read_trace(run)).problems]
-  twice = 0
-  for p, (_, round_id, _) in after.values.items():
-    wrong += chains.wrong_tokens(p, round_id, after.merged_tokens[p])
-    twice += chains.counted_twice(p, round_id)
-  versions = {str(p): value[0] for p, value in after.values.items()}
-  back = sum(versions.get(p, 0) < version for p, version in data["values"].items())
-  record.add(
-    lives=data["lives"] + 1,
-    kills=data["kills"] + (life.status is None),
-    resumes=data["resumes"] + any(e.version for e in life.events.of(Owns)),
-    snapshots=data["snapshots"] + len(life.events.of(Snapshot)),
-    versions_back=data["versions_back"] + back,
-    counted_twice=max(data["counted_twice"], twice),
-    problems=[*data["problems"], *(w for w in wrong if w not in data["problems"])],
-    seconds=round(data["seconds"] + time.monotonic() - began, 1),
-    start_seconds=life.start_seconds or data["start_seconds"],
-    values=versions,
-  )
-  global_step = max((e.global_step for e in life.events.of(Step)), default=None)
-  when = "its start" if global_step is None else f"global step {global_step}"
-  print(
-    f"life {data['lives']}: {'killed' if life.status is None else f'exit {life.status}'} at"
-    f" {when}; snapshot {after.snapshot}, versions"
-    f" {list(versions.values())}{''.join(f'; WRONG: {w}' for w in wrong[:3])}",
-    flush=True,
-  )
-  return life
-
-
-def loss_of(workdir: Path) -> float:
-  return json.loads((workdir / OUTCOME).read_text())["loss_merged"]
-
-
-def undisturbed(folder: Path, run: Path, seed: int, steps: int, engine: str) -> float:
-  """The loss of the same run without kills; uses the programs that are compiled already."""
-  workdir = folder / f"undisturbed-{seed}"
-  if not (workdir / OUTCOME).exists():
-    shutil.rmtree(workdir, ignore_errors=True)
-    if (run / COMPILED).exists():  # not there if the user has set a cache folder
-      shutil.copytree(run / COMPILED, workdir / COMPILED)
-    life = live(workdir, config_of(seed, steps), engine, None, 0.0)
-    if life.status:
-      raise RuntimeError(f"{workdir}: exit status {life.status}")
-  print(f"undisturbed, seed {seed}: loss {loss_of(workdir):.4f}", flush=True)
-  return loss_of(workdir)
-
-
-def final(record: Record, run: Path, status: int | None) -> None:
-  """Checks the values that the run ends with."""
-  chains, wrong, twice = Chains(read_events(run)), [], 0
-  for p in range(FRAGMENTS):
-    last = chains.last(p)
-    if last is None:
-      wrong.append(f"fragment {p} was never committed")
-      continue
-    wrong += chains.wrong_tokens(p, last.round, last.merged_tokens)
-    twice += chains.counted_twice(p, last.round)
-  finished = status == 0 and json.loads((run / OUTCOME).read_text())["reason"] == "finished"
-  problems = [*record.data["problems"], *wrong]
-  twice = max(record.data["counted_twice"], twice)
-  record.add(finished=finished, counted_twice=twice, problems=problems)
+  def undisturbed(self, seed: int) -> float:
+    """The loss of the same run without kills; uses the programs that are compiled already."""
+    workdir = self._folder / f"undisturbed-{seed}"
+    if not (workdir / OUTCOME).exists():
+      shutil.rmtree(workdir, ignore_errors=True)
+      if (self.run / COMPILED).exists():  # not there if the user has set a cache folder
+        shutil.copytree(self.run / COMPILED, workdir / COMPILED)
+      config = dataclasses.replace(self.config, seed=seed)
+      life = live(workdir, config, self._engine, None, 0.0)
+      if life.status:
+        raise RuntimeError(f"{workdir}: exit status {life.status}")
+    loss = outcome(workdir)["loss_merged"]
+    print(f"undisturbed, seed {seed}: loss {loss:.4f}", flush=True)
+    return loss
 
 
 def main() -> int:
@@ -365,32 +293,30 @@ def main() -> int:
 
 def whole(options: argparse.Namespace, folder: Path) -> int:
   steps = options.steps or 30 * max(10, options.kills)
-  config, run = config_of(options.seed, steps), folder / "run"
-  run.mkdir(parents=True, exist_ok=True)
-  record = Record(folder / "kills.json", options.seed)
+  ordeal = Ordeal(folder, config_of(options.seed, steps), options.engine)
+  said, status = ordeal.said, None
   print(f"seed {options.seed}: {options.kills} kills over {steps} steps in {folder}", flush=True)
-  storage = Storage(run / CHECKPOINTS, initial.make_plan(config).plan_id, print)
-  life = None
-  for moment in moments(options.seed, options.kills, steps)[record.data["kills"] :]:
-    life = one_life(record, run, config, storage, options.engine, moment)
-    if life.status is not None:  # the run ended before the last moments
+  for moment in [*moments(options.seed, options.kills, steps)[said["kills"] :], None]:
+    status = ordeal.live(moment)
+    if status is not None:  # the run ended, perhaps before the last moments
       break
-  if life is None or life.status is None:
-    life = one_life(record, run, config, storage, options.engine, None)
-  final(record, run, life.status)
-  names = ("kills", "resumes", "snapshots", "versions_back", "counted_twice", "finished")
-  result = {name: record.data[name] for name in names}
-  result["loss"] = loss_of(run) if result["finished"] else None
+  never = set(range(FRAGMENTS)) - {e.fragment for e in read_events(ordeal.run).of(Commit)}
+  said["problems"] += [f"fragment {p} was never committed" for p in sorted(never)]
+  ended = outcome(ordeal.run)
+  finished = status == 0 and ended["reason"] == "finished"
   seeds = range(options.seed, options.seed + options.undisturbed)
-  result["loss_undisturbed"] = [
-    undisturbed(folder, run, seed, steps, options.engine) for seed in seeds
-  ]
-  result |= {"seconds": record.data["seconds"], "problems": len(record.data["problems"])}
-  for problem in record.data["problems"]:
+  result = {
+    **{name: said[name] for name in ("kills", "resumes", "snapshots", "versions_back")},
+    "finished": finished,
+    "loss": ended["loss_merged"] if finished else None,
+    "loss_undisturbed": [ordeal.undisturbed(seed) for seed in seeds],
+    "seconds": said["seconds"],
+    "problems": len(said["problems"]),
+  }
+  for problem in said["problems"]:
     print(f"WRONG: {problem}")
   print(json.dumps(result))
-  bad = ("versions_back", "counted_twice", "problems")
-  return 0 if result["finished"] and not any(result[name] for name in bad) else 1
+  return int(not finished or said["versions_back"] > 0 or bool(said["problems"]))
 
 
 if __name__ == "__main__":

@@ -12,30 +12,27 @@ accepted and hang too, senders see back-pressure. When the link is healed, every
 it was, as after a partition shorter than TCP's timeouts. Connections that were opened and given up
 during the cut never reach the other end.
 
-Callbacks on one asyncio loop in a thread of its own; no busy waiting. Standard library only.
+Protocols of one asyncio loop in a thread of its own. Standard library only.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import concurrent.futures
-import enum
-import errno
-import itertools
+import contextlib
+import functools
 import signal
 import socket
 import struct
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # --- The parts of a `Link`: one direction of it, and the connections that share it
 # A `ShapedLink` gives its flows turns at one token bucket, then delays their bytes. A `Flow` is one
-# direction of one connection: it reads from one socket, passes the link, and writes to the other
-# socket, with bounded buffers. A `Connection` is two flows and their two sockets. All run on one
-# asyncio loop.
+# direction of one connection: it takes what one end receives through the link to the other end,
+# with bounded buffers. An `End` is one socket, a `Connection` two of them.
 
 PACKET_BYTES = 1500  # the least that one connection sends in a turn
 TURN_BYTES = 16 << 10  # the most that one connection sends in a turn
@@ -46,23 +43,10 @@ SLACK_SECONDS = 0.02  # the same in time, for fast links
 UNLIMITED = 1e9  # bits per second; bounds the buffers of an unlimited link
 READ_BYTES = 64 << 10
 KERNEL_BYTES = 256 << 10  # else the kernel's buffers would grow to uncounted megabytes
-_VECTORS = 64  # buffers handed to the kernel in one call
 
 
-class Mark(enum.Enum):
-  """A mark that travels between bytes, in order with them."""
-
-  OPEN = enum.auto()
-  END = enum.auto()
-  RESET = enum.auto()
-
-
-def new_socket() -> socket.socket:
-  """A TCP socket whose kernel buffers stay small."""
-  new = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-  new.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, KERNEL_BYTES)
-  new.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BYTES)
-  return new
+# Travels over the link: bytes, or what happens at the other end after all bytes before it.
+Item = memoryview | Callable[[], None]
 
 
 class ShapedLink:
@@ -75,7 +59,7 @@ class ShapedLink:
     self.cut_since: float | None = None
     self._loop = loop
     self._turns: deque[Flow] = deque()  # flows with data waiting, in order of their turns
-    self._pipe: deque[tuple[float, Flow, memoryview | Mark]] = deque()  # (arrival, ...)
+    self._pipe: deque[tuple[float, Flow, Item]] = deque()  # (arrival, ...)
     self._free_at = 0.0  # when the bucket will have let through all that it has taken
     self._timer: asyncio.Handle | None = None
 
@@ -86,16 +70,16 @@ class ShapedLink:
     """The most bytes of one connection that may be buffered."""
     return int((self.bits_per_second or UNLIMITED) / 8 * self.delay_seconds) + self.slack_bytes()
 
-  def push(self, flow: Flow, item: memoryview | Mark) -> None:
+  def push(self, flow: Flow, item: Item) -> None:
     if not flow.waiting:
       self._turns.append(flow)
     flow.waiting.append(item)
     self.wake()
 
   def wake(self) -> None:
-    """Schedules `_run` soon."""
+    """Runs soon, unless the link is cut."""
+    self._stop_timer()
     if self.cut_since is None:
-      self._stop_timer()
       self._timer = self._loop.call_soon(self._run)
 
   def cut(self) -> None:
@@ -122,9 +106,11 @@ class ShapedLink:
       self._serve(now)
     while self._pipe and self._pipe[0][0] <= now:
       _, flow, item = self._pipe.popleft()
-      if not isinstance(item, Mark):
+      if isinstance(item, memoryview):
         self.carried_bytes += len(item)
-      flow.deliver(item)
+        flow.deliver(item)
+      else:
+        item()
     nexts = ([self._free_at] if self._turns else []) + ([self._pipe[0][0]] if self._pipe else [])
     self._stop_timer()  # a delivery may have woken us
     if nexts:
@@ -134,7 +120,7 @@ class ShapedLink:
     """Serves one turn of the next flow."""
     flow = self._turns.popleft()
     item = flow.waiting.popleft()
-    if self.bits_per_second and not isinstance(item, Mark):
+    if self.bits_per_second and isinstance(item, memoryview):
       bytes_per_second = self.bits_per_second / 8
       turn = max(PACKET_BYTES, min(TURN_BYTES, int(bytes_per_second * TURN_SECONDS)))
       if len(item) > turn:
@@ -143,164 +129,140 @@ class ShapedLink:
       self._free_at += len(item) / bytes_per_second
     if flow.waiting:
       self._turns.append(flow)
-    due = max(self._free_at, now) + self.delay_seconds
-    if self._pipe:  # keeps the order if the delay was just made shorter
-      due = max(due, self._pipe[-1][0])
-    self._pipe.append((due, flow, item))
+    self._pipe.append((max(self._free_at, now) + self.delay_seconds, flow, item))
 
 
 class Flow:
   """One direction of one connection: bytes go from `source` through the lane to `sink`."""
 
   def __init__(self, lane: ShapedLink, connection: Connection):
-    self.lane = lane
-    self.waiting: deque[memoryview | Mark] = deque()  # for the lane
-    self.source: socket.socket | None = None
-    self.sink: socket.socket | None = None
+    self.lane, self._connection = lane, connection
+    self.waiting: deque[Item] = deque()  # for the lane
+    self.source: End | None = None
+    self.sink: End | None = None
     self.ended = False  # the source has ended
-    self.flushed = False  # the source has ended, and all its bytes have been written
-    self._sink_lost = False
-    self._arrived: deque[memoryview | Mark] = deque()  # not yet taken by the sink
+    self.flushed = False  # the source has ended, and all its bytes have been given to the sink
+    self._arrived: deque[memoryview] = deque()  # not yet taken by the sink; empty: the end
     self._buffered_bytes = 0
-    self._paused = False
-    self._connection = connection
-    self._loop = connection.loop
 
-  def listen(self, source: socket.socket) -> None:
-    self.source = source
-    self._loop.add_reader(source, self._read, source)
+  def take(self, data: bytes) -> None:
+    """Takes bytes of the source, which rests while too many are under way."""
+    self._buffered_bytes += len(data)
+    if self._buffered_bytes >= self.lane.limit_bytes() and self.source is not None:
+      self.source.transport.pause_reading()
+    self.lane.push(self, memoryview(data))
 
-  def end(self, mark: Mark) -> None:
-    """The source has ended; the mark follows its last bytes."""
+  def end(self, reset: bool) -> None:
+    """The source has ended, and so does the sink, after the last bytes."""
     self.ended = True
-    if self.source is not None:
-      self._loop.remove_reader(self.source)
-    self.lane.push(self, mark)
+    close = functools.partial(self._connection.close, reset=True)
+    self.lane.push(self, close if reset else memoryview(b""))
 
-  def deliver(self, item: memoryview | Mark) -> None:
-    """Takes an item at the lane's other end."""
-    if item is Mark.OPEN:
-      self._connection.dial()
-    elif item is Mark.RESET:
-      self._connection.close(reset=True)
-    elif not self._connection.closed:
-      self._arrived.append(item)
+  def deliver(self, data: memoryview) -> None:
+    """Takes bytes at the lane's other end."""
+    if not self._connection.closed:
+      self._arrived.append(data)
       self.flush()
 
   def flush(self) -> None:
     """Writes as much as the sink takes; the rest when it takes more."""
-    while self._arrived and self.sink is not None:
-      try:
-        if self._arrived[0] is Mark.END:
-          self.flushed = True
-          if not self._sink_lost:
-            self.sink.shutdown(socket.SHUT_WR)
-          self._arrived.popleft()
-        else:
-          self._written(self._send(self.sink))
-      except (BlockingIOError, InterruptedError):
-        self._loop.add_writer(self.sink, self._writable, self.sink)
-        return
-      except OSError:  # from now on all items are dropped
-        self._sink_lost = True
-        self._connection.lost(self)
-    if self.flushed:
-      self._connection.close_if_done()
-
-  def resume(self) -> None:
-    """Reads again if there is room."""
+    while self._arrived and self.sink is not None and self.sink.takes:
+      data = self._arrived.popleft()
+      self._buffered_bytes -= len(data)
+      if data:
+        self.sink.transport.write(data)
+      else:
+        self.flushed = True
+        self.sink.transport.write_eof()
+        self._connection.close_if_done()
     room = self.lane.limit_bytes() - self._buffered_bytes
-    if self._paused and not self.ended and 2 * room >= self.lane.slack_bytes():
-      self._paused = False
-      assert self.source is not None
-      self.listen(self.source)
+    if self.source is not None and not self.ended and 2 * room >= self.lane.slack_bytes():
+      self.source.transport.resume_reading()
 
-  def _send(self, sink: socket.socket) -> int:
-    first = itertools.islice(self._arrived, _VECTORS)
-    pieces = [item for item in first if not isinstance(item, Mark)]  # an end is the last item
-    return sum(map(len, pieces)) if self._sink_lost else sink.sendmsg(pieces)
 
-  def _written(self, count: int) -> None:
-    self._buffered_bytes -= count
-    while count:
-      head = self._arrived.popleft()
-      assert isinstance(head, memoryview)
-      if len(head) > count:
-        self._arrived.appendleft(head[count:])
-      count -= min(count, len(head))
-    self.resume()
+class End(asyncio.BufferedProtocol):
+  """One socket of a connection.
 
-  def _writable(self, sink: socket.socket) -> None:
-    self._loop.remove_writer(sink)
-    self.flush()
+  Args:
+    out: takes what the socket receives.
+    into: gives what is written to it.
+  """
 
-  def _read(self, source: socket.socket) -> None:
-    try:
-      data = source.recv(READ_BYTES)
-    except (BlockingIOError, InterruptedError):
+  transport: Any
+
+  def __init__(self, out: Flow, into: Flow):
+    self._out, self._into = out, into
+    self._memory = bytearray(READ_BYTES)
+    self.takes = True  # all that was written is in the kernel
+
+  def connection_made(self, transport: asyncio.BaseTransport) -> None:
+    self.transport = transport
+    self.transport.set_write_buffer_limits(0)
+    self._out.source = self._into.sink = self
+    self._into.flush()
+
+  def get_buffer(self, sizehint: int) -> bytearray:
+    return self._memory
+
+  def buffer_updated(self, nbytes: int) -> None:
+    self._out.take(bytes(self._memory[:nbytes]))
+
+  def eof_received(self) -> bool:
+    self._out.end(reset=False)
+    return True  # the other direction goes on
+
+  def pause_writing(self) -> None:
+    self.takes = False
+
+  def resume_writing(self) -> None:
+    self.takes = True
+    self._into.flush()
+
+  def connection_lost(self, error: Exception | None) -> None:
+    if error is not None:  # reset by its owner: so is the other end, a delay later
+      self._into.sink = None
+      self._out.end(reset=True)
+
+  def close(self, reset: bool) -> None:
+    if self.transport.is_closing():
       return
-    except OSError:
-      self.end(Mark.RESET)
-      return
-    if not data:
-      self.end(Mark.END)
-      return
-    self._buffered_bytes += len(data)
-    if self._buffered_bytes >= self.lane.limit_bytes():
-      self._paused = True
-      self._loop.remove_reader(source)
-    self.lane.push(self, memoryview(data))
+    if reset:
+      linger, mine = struct.pack("ii", 1, 0), self.transport.get_extra_info("socket")
+      mine.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+      self.transport.abort()
+    else:
+      self.transport.close()
 
 
 class Connection:
-  """One connection through the link: `near` has been accepted, `far` is dialled a delay later."""
+  """One connection through the link: the near end has been accepted, the far one is dialled a delay
+  later. `forget` is called with the connection when it has closed."""
 
   def __init__(
     self,
-    loop: asyncio.AbstractEventLoop,
     lanes: tuple[ShapedLink, ShapedLink],
-    near: socket.socket,
     target: tuple[str, int],
     forget: Callable[[Connection], None],
   ):
-    """`forget` is called with the connection when it has closed."""
-    self.loop = loop
     self.closed = False
-    self.opened = False
-    self._target = target
-    self._forget = forget
-    self._near = near
-    self._far: socket.socket | None = None
-    self.forward = Flow(lanes[0], self)
-    self.backward = Flow(lanes[1], self)
-    self.backward.sink = near
-    self.forward.lane.push(self.forward, Mark.OPEN)
-    self.forward.listen(near)
+    self._target, self._forget = target, forget
+    self.forward, self.backward = (Flow(lane, self) for lane in lanes)
+    self.near = End(self.forward, self.backward)
+    self.dialling: asyncio.Task | None = None  # the loop itself holds tasks weakly
+    self.forward.lane.push(self.forward, self.dial)
 
   def dial(self) -> None:
-    if self.closed:
-      return
-    self.opened = True
-    self._far = far = new_socket()
-    far.setblocking(False)
-    far.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if far.connect_ex(self._target) in (0, errno.EINPROGRESS):
-      self.loop.add_writer(far, self._dialled, far)
-    else:
-      self.backward.end(Mark.RESET)  # no route; the other end gets the reset a delay later
+    if not self.closed:
+      self.dialling = asyncio.ensure_future(self._dial())
 
-  def _dialled(self, far: socket.socket) -> None:
-    self.loop.remove_writer(far)
-    if far.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-      self.backward.end(Mark.RESET)  # refused
-      return
-    self.forward.sink = far
-    self.backward.listen(far)
-    self.forward.flush()
-
-  def lost(self, flow: Flow) -> None:
-    """Writing to the sink of `flow` failed, its owner is gone: resets the other end."""
-    (self.backward if flow is self.forward else self.forward).end(Mark.RESET)
+  async def _dial(self) -> None:
+    loop, far = asyncio.get_running_loop(), new_socket()
+    try:
+      await loop.sock_connect(far, self._target)
+      await loop.create_connection(lambda: End(self.backward, self.forward), sock=far)
+    except OSError:  # refused, or no route; the other end gets the reset a delay later
+      far.close()
+      self.backward.end(reset=True)
 
   def close_if_done(self) -> None:
     if self.forward.flushed and self.backward.flushed:
@@ -308,17 +270,14 @@ class Connection:
 
   def close(self, reset: bool) -> None:
     """Drops both ends; `reset`: abruptly, so that their owners get an error."""
-    if self.closed:
-      return
-    self.closed = True
-    self._forget(self)
-    for end in (self._near, self._far):
-      if end is not None:
-        self.loop.remove_reader(end)
-        self.loop.remove_writer(end)
-        if reset:
-          end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        end.close()
+    if not self.closed:
+      self.closed = True
+      self._forget(self)
+      if self.dialling is not None:
+        self.dialling.cancel()
+      for flow in (self.forward, self.backward):
+        if flow.source is not None:
+          flow.source.close(reset)
 
 
 CALL_SECONDS = 30.0  # for the link's thread to answer a call
@@ -362,8 +321,9 @@ class Link:
 
   def start(self) -> Link:
     """Opens the link; returns itself."""
-    self._loop.add_reader(self._listener, self._accept)
     self._thread.start()
+    serve = self._loop.create_server(self._accept, sock=self._listener)
+    self._server = asyncio.run_coroutine_threadsafe(serve, self._loop).result(CALL_SECONDS)
     return self
 
   def stop(self) -> None:
@@ -389,37 +349,15 @@ class Link:
     """Everything goes on where it was."""
     self._call(self._heal)
 
-  def set(self, delay_seconds: float | None = None, bits_per_second: float | None = None) -> None:
-    """Changes delay (one way) or rate from now on; None leaves it as it is."""
-
-    def change() -> None:
-      for lane in self._lanes:
-        if delay_seconds is not None:
-          lane.delay_seconds = delay_seconds
-        if bits_per_second is not None:
-          lane.bits_per_second = bits_per_second
-        lane.wake()
-      for connection in self._connections:
-        connection.forward.resume()
-        connection.backward.resume()
-
-    self._call(change)
-
   @property
   def bytes(self) -> PassedBytes:
     """The bytes that have passed so far."""
     return PassedBytes(*(lane.carried_bytes for lane in self._lanes))
 
-  def _accept(self) -> None:
-    try:
-      near, _ = self._listener.accept()
-    except (BlockingIOError, ConnectionAbortedError):
-      return  # the dialling side has given up already
-    near.setblocking(False)
-    near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    self._connections.add(
-      Connection(self._loop, self._lanes, near, self._target, self._connections.discard)
-    )
+  def _accept(self) -> End:
+    connection = Connection(self._lanes, self._target, self._connections.discard)
+    self._connections.add(connection)
+    return connection.near
 
   def _cut(self) -> None:
     for lane in self._lanes:
@@ -427,43 +365,42 @@ class Link:
 
   def _heal(self) -> None:
     for connection in list(self._connections):
-      if connection.forward.ended and not connection.opened:
+      if connection.forward.ended and connection.dialling is None:
         connection.close(reset=True)
     for lane in self._lanes:
       lane.heal()
 
   def _close(self) -> None:
-    self._loop.remove_reader(self._listener)
-    self._listener.close()
+    self._server.close()
     for connection in list(self._connections):
       connection.close(reset=True)
     self._cut()
 
   def _call(self, function: Callable[[], object]) -> None:
     """Runs `function` on the link's thread and waits for it."""
-    done: concurrent.futures.Future[None] = concurrent.futures.Future()
 
-    def run() -> None:
-      try:
-        function()
-        done.set_result(None)
-      except Exception as error:
-        done.set_exception(error)
+    async def call() -> None:
+      function()
 
-    self._loop.call_soon_threadsafe(run)
-    done.result(CALL_SECONDS)
+    asyncio.run_coroutine_threadsafe(call(), self._loop).result(CALL_SECONDS)
+
+
+def new_socket() -> socket.socket:
+  """A TCP socket that does not block, and whose kernel buffers stay small."""
+  new = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+  new.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, KERNEL_BYTES)
+  new.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BYTES)
+  new.setblocking(False)
+  return new
 
 
 def _listen(address: tuple[str, int]) -> socket.socket:
-  listener = new_socket()
-  try:
-    listener.setblocking(False)
+  with contextlib.ExitStack() as stack:
+    listener = stack.enter_context(new_socket())
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(address)
     listener.listen(128)
-  except BaseException:
-    listener.close()
-    raise
+    stack.pop_all()
   return listener
 
 

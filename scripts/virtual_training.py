@@ -160,22 +160,24 @@ class Text:
     return heldout_loss(self.config, island.params_on_host())
 
 
-class Trainer(VirtualIsland):
-  """A real island whose steps take virtual time, until it has made its quota."""
+class Trainer:
+  """A real island whose steps and copies take virtual time, until it has made its quota."""
 
   def __init__(self, config: Config, world: Valued, learner: int, seed: str):
-    super().__init__(world, learner, seed)
-    self._config, self._number, self._valued = config, learner, world
+    self._config, self._number, self._world = config, learner, world
+    self._virtual: Any = VirtualIsland(world, learner, seed)
     self._island, self._stream = new_island(config), _stream(config, learner)
-    self.num_moments = self._island.num_moments
+    self.describe, self.compile = self._virtual.describe, self._virtual.compile
 
-  def reset(self) -> None:
-    super().reset()
-    self._island.reset()
+  def apply(self, fragment: int, staged: Any, keep: float) -> None:
+    self._island.apply(fragment, staged, keep)
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._island, name)
 
   def step(self, batch: Any, schedule_step: int, rate_scale: float) -> None:
-    super().step(batch, schedule_step, rate_scale)
-    world, planned = self._valued, self._config.planned_steps()
+    self._virtual.step(batch, schedule_step, rate_scale)
+    world, planned = self._world, self._config.planned_steps()
     made, quota = world.made[self._number], world.quotas[self._number]
     begin, end = world.presence[self._number]
     now = round(begin * planned) + made * round((end - begin) * planned) // quota
@@ -185,41 +187,23 @@ class Trainer(VirtualIsland):
     if made + 1 >= quota:
       world.actors["learner", self._number].asked_to_end = True
 
-  def copy_out(self, fragment: int) -> Any:
-    return self._island.copy_out(fragment)
-
   def to_host(self, pieces: Any, fragment: int) -> np.ndarray:
-    return self._island.to_host(super().to_host(pieces, fragment), fragment)
+    return self._island.to_host(self._virtual.to_host(pieces, fragment), fragment)
 
   def stage(self, fragment: int, flat: Any) -> Any:
-    self._valued.spend(self._valued.pace.stage_seconds)
-    return self._island.stage(fragment, flat)
-
-  def apply(self, fragment: int, staged: Any, keep: float) -> None:
-    self._island.apply(fragment, staged, keep)
+    return self._island.stage(fragment, self._virtual.stage(fragment, flat))
 
   def capture(self) -> Mapping[str, Any]:
     return {name: np.array(value) for name, value in self._island.capture().items()}
-
-  def restore(self, arrays: Mapping[str, Any]) -> None:
-    self._island.restore(arrays)
-
-  def copy_out_moments(self, fragment: int) -> Any:
-    return self._island.copy_out_moments(fragment)
 
   def count(self) -> int:
     return int(self._island.count())
 
   def moments_to_host(self, pieces: Any, fragment: int) -> Any:
-    self._valued.spend(self._valued.pace.cut_seconds)
-    return self._island.moments_to_host(pieces, fragment)
+    return self._island.moments_to_host(self._virtual.moments_to_host(pieces, fragment), fragment)
 
   def stage_moments(self, fragment: int, flat: Any) -> Any:
-    self._valued.spend(self._valued.pace.stage_seconds)
-    return self._island.stage_moments(fragment, flat)
-
-  def apply_moments(self, fragment: int, staged: Any, count: int) -> None:
-    self._island.apply_moments(fragment, staged, count)
+    return self._island.stage_moments(fragment, self._virtual.stage_moments(fragment, flat))
 
 
 # --- Compiled or read once, and used by all runs of this process

@@ -19,7 +19,7 @@ def strikes(faults: Faults, global_step: int) -> float | None:
   try:
     faults.check(global_step)
   except Killed as killed:
-    return killed.seconds
+    return killed.fault.seconds
   return None
 
 
@@ -99,7 +99,7 @@ def test_slow_stretches_every_step_by_its_factor_until_it_ends():
   faults.drag(2.0)
   faults.drag(4.0)
   assert waits == pytest.approx([3.0, 6.0])
-  faults._slow_until = time.monotonic()  # its minute is over
+  faults._lasting["slow"] = time.monotonic(), 2.5  # its minute is over
   faults.drag(2.0)
   assert len(waits) == 2
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 
-from ddiloco.chaos import FaultRequests, ask_for
+from ddiloco.chaos import ask_for, fault_requests
 from ddiloco.config import Fault
 from ddiloco.workdir import FAULTS
 
 
 def test_what_is_asked_for_arrives_once_with_its_time(tmp_path):
-  asked = FaultRequests(tmp_path)
+  asked = fault_requests(tmp_path)
   assert list(asked.poll()) == []
   ask_for(tmp_path, Fault("kill", "learner-1", at_step=99, seconds=3.0))
   ((when, fault),) = asked.poll()
@@ -20,7 +20,7 @@ def test_what_is_asked_for_arrives_once_with_its_time(tmp_path):
 
 def test_who_wants_news_only_does_not_hear_of_the_past(tmp_path):
   ask_for(tmp_path, Fault("stall", "learner-1", at_seconds=0.0))
-  asked = FaultRequests(tmp_path, news_only=True)
+  asked = fault_requests(tmp_path, news_only=True)
   ask_for(tmp_path, Fault("cut", "syncer-0", at_seconds=0.0, peers=("learner-1",)))
   assert [fault.action for _, fault in asked.poll()] == ["cut"]
 
@@ -36,7 +36,7 @@ def test_garbage_is_said_and_skipped_and_half_a_line_is_waited_for(tmp_path, cap
   ]
   good = json.dumps({"time": 2.0, "action": "kill", "role": "learner-0"})
   (tmp_path / FAULTS).write_text("\n".join([*lines, good, good[:10]]))
-  asked = FaultRequests(tmp_path)
+  asked = fault_requests(tmp_path)
   assert [when for when, _ in asked.poll()] == [2.0]
   assert capsys.readouterr().err.count("asks for no fault") == len(lines)
   with (tmp_path / FAULTS).open("a") as file:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from pathlib import Path
 from typing import Any, TextIO
 
 from absl import flags
@@ -25,66 +26,51 @@ class Flags:
 
   Args:
     arguments: the command's name, and the arguments after it.
+    common: flags that several commands have: config, workdir (which must be given), cpu.
   """
 
-  def __init__(self, arguments: list[str]):
-    self._arguments = arguments
+  def __init__(self, arguments: list[str], *common: str):
+    self.experiment = ""  # file of --config; empty: not given
+    self._arguments, self._common = arguments, common
     self._values = flags.FlagValues()
-    self._needs_workdir = False
-    self._experiment = ""  # file of --config
+    if "config" in common:
+      self.add_config()
+    if "workdir" in common:
+      self.add("workdir", str, "Directory of the run; it is the run's identity.")
+    if "cpu" in common:
+      self.add("cpu", False, "Use CPU devices, also where JAX finds accelerators.")
 
   def __getattr__(self, name: str) -> Any:
     return getattr(self._values, name)
 
-  def add_text(self, name: str, default: str | None, what: str) -> None:
-    flags.DEFINE_string(name, default, what, self._values)
+  def add(self, name: str, default: Any, what: str, least: Any = None, most: Any = None) -> None:
+    """Adds a flag of the default's type; a type as default: the flag has none, and is None.
 
-  def add_list(self, name: str, what: str) -> None:
-    """Adds --NAME=ONE,TWO."""
-    flags.DEFINE_list(name, [], what, self._values)
-
-  def add_repeated(self, name: str, what: str) -> None:
-    """Adds --NAME=ONE --NAME=TWO."""
-    flags.DEFINE_multi_string(name, [], what, self._values)
+    A tuple: --NAME=ONE,TWO; a list: --NAME=ONE --NAME=TWO.
+    """
+    kind, default = (default, None) if isinstance(default, type) else (type(default), default)
+    if kind is int:
+      flags.DEFINE_integer(name, default, what, least, most, self._values)
+    elif kind is float:
+      flags.DEFINE_float(name, default, what, least, most, self._values)
+    else:
+      define = {
+        bool: flags.DEFINE_bool,
+        str: flags.DEFINE_string,
+        tuple: flags.DEFINE_list,
+        list: flags.DEFINE_multi_string,
+      }[kind]
+      define(name, list(default) if kind in (tuple, list) else default, what, self._values)
 
   def add_choice(self, name: str, choices: list[str], what: str) -> None:
     """Adds a flag with these values, of which the first is the default."""
     flags.DEFINE_enum(name, choices[0], choices, what, self._values)
 
-  def add_integer(
-    self,
-    name: str,
-    default: int | None,
-    what: str,
-    least: int | None = None,
-    most: int | None = None,
-  ) -> None:
-    flags.DEFINE_integer(name, default, what, least, most, self._values)
-
-  def add_number(
-    self, name: str, default: float | None, what: str, least: float | None = None
-  ) -> None:
-    flags.DEFINE_float(name, default, what, least, flag_values=self._values)
-
-  def add_switch(self, name: str, what: str) -> None:
-    flags.DEFINE_bool(name, False, what, self._values)
-
   def add_fields(self, cls: type) -> None:
-    """Adds a flag for each option field of a dataclass, with the field's name, type and default."""
+    """Adds a flag for each option field of a dataclass, with the field's name and default."""
     for field in dataclasses.fields(cls):
-      match field.type, field.metadata.get("help"):
-        case _, None:
-          continue
-        case "int", text:
-          self.add_integer(field.name, field.default, text)
-        case "float", text:
-          self.add_number(field.name, field.default, text)
-        case "str", text:
-          self.add_text(field.name, field.default, text)
-        case "bool", text:
-          self.add_switch(field.name, text)
-        case _, text:
-          self.add_list(field.name, text)
+      if "help" in field.metadata:
+        self.add(field.name, field.default, field.metadata["help"])
 
   def fields(self, cls: type) -> dict[str, Any]:
     """The values of the flags that `add_fields` added."""
@@ -92,18 +78,10 @@ class Flags:
     given = {name: getattr(self, name) for name in options}
     return {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
 
-  def add_workdir(self) -> None:
-    """Adds --workdir, which must be given."""
-    self._needs_workdir = True
-    self.add_text("workdir", None, "Directory of the run; it is the run's identity.")
-
-  def add_cpu(self) -> None:
-    self.add_switch("cpu", "Use CPU devices, also where JAX finds accelerators.")
-
   def add_config(self) -> None:
     """Adds --config and --config.FIELD."""
-    self._experiment, chaos, self._arguments = _take_config(self._arguments)
-    config = experiment(self._experiment, "config") if self._experiment else default()
+    self.experiment, chaos, self._arguments = _take_config(self._arguments)
+    config = experiment(self.experiment, "config") if self.experiment else default()
     if chaos:
       config.chaos = experiment(chaos, "config.chaos")
     try:
@@ -118,7 +96,7 @@ class Flags:
       )
     except AttributeError as error:  # an unknown name in `options`, which the file defines
       raise ConfigError(
-        f"--config: {error}. Fix: use an option that {self._experiment} gives."
+        f"--config: {error}. Fix: use an option that {self.experiment} gives."
       ) from error
     self._values["config"].default_as_str = None  # too long for --help; config/ has all defaults
 
@@ -144,7 +122,7 @@ class Flags:
       raise ConfigError(f"{error}. Fix: see `ddiloco {command} --help` and the file.") from error
     if rest[1:]:
       raise ConfigError(f"{rest[1]!r}: is not a flag. Fix: write --NAME=VALUE.")
-    if self._needs_workdir and not self.workdir:
+    if "workdir" in self._common and not self.workdir:
       raise ConfigError("--workdir: is needed. Fix: give --workdir=DIR, the directory of the run.")
 
   def needed(self, name: str, example: str) -> Any:
@@ -154,9 +132,10 @@ class Flags:
       raise ConfigError(f"--{name}: is needed. Fix: give --{name}={example}.")
     return value
 
-  def has_experiment(self) -> bool:
-    """Whether --config was given."""
-    return bool(self._experiment)
+  @property
+  def workdir(self) -> Any:
+    """The path of --workdir; None where it may be missing, and is."""
+    return Path(self._values.workdir) if self._values.workdir else None
 
   def final_config(self) -> Config:
     """The experiment file's config, with the changes of flags.
@@ -164,29 +143,24 @@ class Flags:
     Raises:
       ConfigError: --config is missing, or the config breaks a rule.
     """
-    if not self._experiment:
-      raise ConfigError(
-        "--config: is needed. Fix: give --config=configs/quickstart.py, for example."
-      )
+    if not self.experiment:
+      raise ConfigError("--config: is needed. Fix: give --config=configs/quickstart.py, say.")
     return custom.absolute(from_dict(self.config))
 
 
 def _take_config(arguments: list[str]) -> tuple[str, str, list[str]]:
   """(--config, --config.chaos, the other arguments); --config.FIELD is checked and stays."""
-  path, chaos, rest = "", "", []
+  files, rest = {"config": "", "config.chaos": ""}, []
   remaining = iter(arguments)
   for argument in remaining:
     name, equals, value = argument.lstrip("-").partition("=")
-    if argument.startswith("-") and name == "config":
-      path = value if equals else next(remaining, "")
-      continue
-    if argument.startswith("-") and name == "config.chaos":
-      chaos = value if equals else next(remaining, "")
+    if argument.startswith("-") and name in files:
+      files[name] = value if equals else next(remaining, "")
       continue
     if argument.startswith("-") and name.startswith("config."):
       check_field(name.removeprefix("config."), value)
     rest.append(argument)
-  return path, chaos, rest
+  return files["config"], files["config.chaos"], rest
 
 
 # --- Standard output of commands whose work must not end when printing fails

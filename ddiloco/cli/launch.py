@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TypeVar
 
 from ddiloco.checks import require
 from ddiloco.cli.arguments import Flags
@@ -16,7 +15,6 @@ from ddiloco.launch.placement import Placement, cost_lines, costs, place, prices
 from ddiloco.network.keys import public_file, secret_file
 
 ACTIONS = ("create", "status", "watch", "delete")
-_Run = TypeVar("_Run", gke.GkeRun, tpu_vms.TpuVmRun)
 
 
 def launch(arguments: list[str]) -> int:
@@ -30,71 +28,73 @@ def launch(arguments: list[str]) -> int:
   repeated: create goes on where it stopped. Give all actions the same flags. The slices are those
   of islands.topology. docs/launch.md leads through a run over two regions.
   """
-  targets = {"gke": _gke, "tpu-vms": _tpu_vms}
   words = [a for a in arguments[1:3] if not a.startswith("-")]
   wanted = [a for a in arguments if a in ("-h", "--help", "-help")]
   target, action = (*words, "create")[:2] if words else ("gke" if wanted else "", "create")
-  fix = f"for example `ddiloco launch gke --help`; there are {', '.join(targets)}"
-  require(target in targets, "ddiloco launch", target, "must name where", fix)
+  fix = f"for example `ddiloco launch gke --help`; there are {', '.join(TARGETS)}"
+  require(target in TARGETS, "ddiloco launch", target, "must name where", fix)
   require(action in ACTIONS, "ddiloco launch", action, f"must be one of {', '.join(ACTIONS)}", fix)
-  rest = [arguments[0], *arguments[1 + len(words) :]]
+  run_class, perform = TARGETS[target]
+  given = Flags([arguments[0], *arguments[1 + len(words) :]], "config")
+  _add_flags(given, run_class)
+  given.parse(launch.__doc__)
+  names = ("name", "place", "bucket", "image", "spot", "max_restarts")
+  placement = place(given.final_config(), *(getattr(given, name) for name in names))
+  run = run_class(placement, **given.fields(run_class))
+  run.check()
   try:
-    return targets[target](rest, action)
+    return perform(given, run, action)
   except LaunchError as error:
     say(str(error))
     return LOST
 
 
-def _add_common_flags(given: Flags) -> None:
-  given.add_text("name", "", "Of the run; all that is made begins with it.")
-  given.add_text("image", "", "Container image with ddiloco[tpu,gcs].")
-  given.add_text("bucket", "", "gs://BUCKET/FOLDER of the snapshots.")
-  given.add_text("keys", "keys", "Folder that `ddiloco keys` made.")
-  given.add_repeated(
+def _add_flags(given: Flags, run_class: type) -> None:
+  given.add("name", "", "Of the run; all that is made begins with it.")
+  given.add("image", "", "Container image with ddiloco[tpu,gcs].")
+  given.add("bucket", "", "gs://BUCKET/FOLDER of the snapshots.")
+  given.add("keys", "keys", "Folder that `ddiloco keys` made.")
+  given.add(
     "place",
+    [],
     "WHERE=0,2-3: these islands are in this cluster (a kubectl context) or zone. Once for each;"
     " shards are where learner 0 is.",
   )
-  given.add_switch("spot", "Islands on machines that may be taken away.")
-  given.add_integer(
-    "max_restarts", 10, "Failures of an island or shard, after which it is given up.", 0
-  )
-  given.add_list("prices", "Dollars an hour of a chip and a shard's machine: v5p=4.2,shard=1.1.")
-  given.add_number("hours", 0.0, "How long you mean to keep it, for its cost.", 0.0)
-  given.add_number("watch_hours", 24.0, "The longest that watch watches.", 0.0)
-  given.add_number("poll_seconds", 20.0, "Between two looks.", 0.0)
-  given.add_switch("dry_run", "Print what would be done, and do nothing.")
-  given.add_switch("yes", "Do what costs money.")
+  given.add("spot", False, "Islands on machines that may be taken away.")
+  given.add("max_restarts", 10, "Failures of an island or shard, after which it is given up.", 0)
+  given.add("prices", (), "Dollars an hour of a chip and a shard's machine: v5p=4.2,shard=1.1.")
+  given.add("hours", 0.0, "How long you mean to keep it, for its cost.", 0.0)
+  given.add("watch_hours", 24.0, "The longest that watch watches.", 0.0)
+  given.add("poll_seconds", 20.0, "Between two looks.", 0.0)
+  given.add("dry_run", False, "Print what would be done, and do nothing.")
+  given.add("yes", False, "Do what costs money.")
+  given.add_fields(run_class)
+  if run_class is gke.GkeRun:
+    given.add("delete_minutes", 10.0, "The longest that delete waits.", 0.0)
+  else:
+    given.add("slice_minutes", 60.0, "The longest wait for a slice.", 0.0)
+    given.add("recreations", 20, "Of a slice that was taken away.", 0)
 
 
-def _run(cls: type[_Run], given: Flags) -> _Run:
-  """The run that the flags describe, checked."""
-  names = ("name", "place", "bucket", "image", "spot", "max_restarts")
-  placement = place(given.final_config(), *(getattr(given, name) for name in names))
-  run = cls(placement, **given.fields(cls))
-  run.check()
-  return run
-
-
-def _keys(folder: Path, roles: list[str], dry_run: bool) -> tuple[dict[str, str], dict[str, str]]:
+def _keys(
+  given: Flags, placement: Placement, may_lack: bool
+) -> tuple[dict[str, str], dict[str, str]]:
   """(public keys, secret keys), by role.
 
   Raises:
-    ConfigError: a key is missing, and this is no dry run.
+    ConfigError: a key is missing and may not be.
   """
-  paths = [public_file(folder, role) for role in roles], [secret_file(folder, r) for r in roles]
-  missing = [str(path) for path in (*paths[0], *paths[1]) if not path.is_file()]
-  fix = f"make them with `ddiloco keys --keys={folder} --learners=... --shards=...`"
-  require(dry_run or not missing, "--keys", str(folder), f"lacks {missing[:3]}", fix)
-  found = [
-    {role: path.read_text() for role, path in zip(roles, each) if path.is_file()} for each in paths
-  ]
-  return found[0], found[1]
-
-
-def _roles(placement: Placement) -> list[str]:
+  folder, found, missing = Path(given.keys), ({}, {}), list[str]()
   islands = [island.role for island in placement.islands]
-  return [*islands, *(f"syncer-{s}" for s in placement.shards), "evaluator"]
+  for role in (*islands, *(f"syncer-{s}" for s in placement.shards), "evaluator"):
+    for keys, path in zip(found, (public_file(folder, role), secret_file(folder, role))):
+      if path.is_file():
+        keys[role] = path.read_text()
+      else:
+        missing.append(str(path))
+  fix = f"make them with `ddiloco keys --keys={folder} --learners=... --shards=...`"
+  require(may_lack or not missing, "--keys", str(folder), f"lacks {missing[:3]}", fix)
+  return found
 
 
 def _afford(given: Flags, placement: Placement, machines: int) -> list[str]:
@@ -129,14 +129,7 @@ def _comments(lines: list[str]) -> str:
 # --- GKE
 
 
-def _gke(arguments: list[str], action: str) -> int:
-  given = Flags(arguments)
-  given.add_config()
-  _add_common_flags(given)
-  given.add_fields(gke.GkeRun)
-  given.add_number("delete_minutes", 10.0, "The longest that delete waits.", 0.0)
-  given.parse(launch.__doc__)
-  run = _run(gke.GkeRun, given)
+def _on_gke(given: Flags, run: gke.GkeRun, action: str) -> int:
   if action == "create":
     return _create_in_clusters(given, run)
   if given.dry_run:
@@ -158,7 +151,7 @@ def _create_in_clusters(given: Flags, run: gke.GkeRun) -> int:
   dry_run = given.dry_run
   placement = run.placement
   lines = _afford(given, placement, machines=len(placement.shards) + 1)
-  public, secrets = _keys(Path(given.keys), _roles(placement), dry_run)
+  public, secrets = _keys(given, placement, may_lack=dry_run)
   found = run.documents(
     {f"{role}.key": text for role, text in public.items()},
     {f"{role}.key_secret": text for role, text in secrets.items()},
@@ -188,22 +181,14 @@ def _stays(run: gke.GkeRun) -> list[str]:
 # --- TPU VMs
 
 
-def _tpu_vms(arguments: list[str], action: str) -> int:
-  given = Flags(arguments)
-  given.add_config()
-  _add_common_flags(given)
-  given.add_fields(tpu_vms.TpuVmRun)
-  given.add_number("slice_minutes", 60.0, "The longest wait for a slice.", 0.0)
-  given.add_integer("recreations", 20, "Of a slice that was taken away.", 0)
-  given.parse(launch.__doc__)
-  run = _run(tpu_vms.TpuVmRun, given)
+def _on_tpu_vms(given: Flags, run: tpu_vms.TpuVmRun, action: str) -> int:
   placement = run.placement
   spends = action in ("create", "watch")
   lines = _afford(given, placement, machines=0) if spends else []
   if given.dry_run:
     print("\n".join([*([_comments(lines)] if lines else []), *_commands(run, action)]))
     return FINISHED
-  public, secrets = _keys(Path(given.keys), _roles(placement), dry_run=not spends)
+  public, secrets = _keys(given, placement, may_lack=not spends)
   files = {f"keys/public/{role}.key": text for role, text in public.items()}
   files["config/config.json"] = placement.config.to_json()
   limits = Limits(
@@ -248,3 +233,6 @@ def _commands(run: tpu_vms.TpuVmRun, action: str) -> list[str]:
     found.append(f"# {island.role}")
     found += [shlex.join(command) for command in steps.get(action, look)]
   return found
+
+
+TARGETS = {"gke": (gke.GkeRun, _on_gke), "tpu-vms": (tpu_vms.TpuVmRun, _on_tpu_vms)}

@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
@@ -33,61 +32,48 @@ def train(arguments: list[str]) -> int:
   With --dry_run it prints the final config, the islands, the fragments and their bytes on the wire,
   and touches no device.
   """
-  given = Flags(arguments)
-  given.add_config()
-  given.add_workdir()
-  given.add_switch("dry_run", "Print what would run, then exit.")
-  given.add_switch("overwrite", "Replace the run that is in workdir.")
-  given.add_text(
+  given = Flags(arguments, "config", "workdir", "cpu")
+  given.add("dry_run", False, "Print what would run, then exit.")
+  given.add("overwrite", False, "Replace the run that is in workdir.")
+  given.add(
     "engine",
     "threads",
     "threads: all of it in this process; processes: a process for each island and shard; ray: an"
     " actor for each, on this machine or a cluster.",
   )
-  given.add_text(
+  given.add(
     "ray_address",
     "",
     "With --engine=ray: HOST:PORT of a cluster, or auto; else a Ray of this machine alone. All"
     " nodes of a cluster must share workdir.",
   )
-  given.add_text(
+  given.add(
     "dashboard",
     "",
     "HOST:PORT that shows the run in a browser; 127.0.0.1:0: any free port. Else there is none.",
   )
   _add_access_flags(given)
-  given.add_cpu()
   given.parse(train.__doc__)
-  config, engine = given.final_config(), given.engine
-  options = _engine_options(given)
+  config, engine, address = given.final_config(), given.engine, given.ray_address
+  if address and engine != "ray":
+    raise ConfigError(
+      f"--ray_address={address}: --engine={engine} does not use Ray. Fix: add --engine=ray."
+    )
   cpu_only = given.cpu or given.dry_run  # Orbax looks for devices
   ready(config, cpu_only, supervises=engine != "threads")
   from ddiloco.engines import session
 
-  workdir = Path(given.workdir)
   if given.dry_run:
     print(session.describe(config))
     return FINISHED
   return session.train(
     config,
-    workdir,
+    given.workdir,
     overwrite=given.overwrite,
     engine=engine,
-    options=options,
+    options={"address": address, "cpu_only": given.cpu} if engine == "ray" else {},
     dashboard=_where(given, "dashboard") if given.dashboard else None,
   )
-
-
-def _engine_options(given: Flags) -> dict[str, Any]:
-  """The engine's arguments besides config and workdir."""
-  address, engine = given.ray_address, given.engine
-  if engine == "ray":
-    return {"address": address, "cpu_only": given.cpu}
-  if address:
-    raise ConfigError(
-      f"--ray_address={address}: --engine={engine} does not use Ray. Fix: add --engine=ray."
-    )
-  return {}
 
 
 # --- Watch a run: the dashboard, a trace of its next steps
@@ -98,19 +84,19 @@ def dashboard(arguments: list[str]) -> int:
 
   It reads only workdir, so it may run on any machine that can read workdir.
   """
-  given = Flags(arguments)
-  given.add_workdir()
-  given.add_text("bind", "127.0.0.1:0", "HOST:PORT, port 0: a free one.")
+  given = Flags(arguments, "workdir")
+  given.add("bind", "127.0.0.1:0", "HOST:PORT, port 0: a free one.")
   _add_access_flags(given)
   given.parse(dashboard.__doc__)
-  workdir = Path(given.workdir)
-  if not workdir.is_dir():
-    raise ConfigError(f"--workdir={workdir}: is no directory. Fix: name the directory of a run.")
+  if not given.workdir.is_dir():
+    raise ConfigError(
+      f"--workdir={given.workdir}: is no directory. Fix: name the directory of a run."
+    )
   ended = threading.Event()
   before = signal.signal(signal.SIGTERM, lambda *_: ended.set())
   try:
-    with Dashboard(workdir, _where(given, "bind")) as served:
-      print(f"Dashboard of {workdir}: {served.url}   (Ctrl-C ends it)", flush=True)
+    with Dashboard(given.workdir, _where(given, "bind")) as served:
+      print(f"Dashboard of {given.workdir}: {served.url}   (Ctrl-C ends it)", flush=True)
       ended.wait()
   except KeyboardInterrupt:
     print()
@@ -121,13 +107,13 @@ def dashboard(arguments: list[str]) -> int:
 
 def _add_access_flags(given: Flags) -> None:
   """Adds --token and --allow_faults."""
-  given.add_text(
+  given.add(
     "token",
     "",
     "What the dashboard asks for; needed off loopback. @FILE reads it from a file, which hides it"
     " from `ps`.",
   )
-  given.add_switch("allow_faults", "Faults may be injected from the dashboard.")
+  given.add("allow_faults", False, "Faults may be injected from the dashboard.")
 
 
 def _where(given: Flags, flag: str) -> Where:
@@ -150,20 +136,18 @@ def profile(arguments: list[str]) -> int:
   the whole run. Nothing is lost if this command is ended while it waits. Exit status 1: no profile
   was taken, or not yet.
   """
-  given = Flags(arguments)
-  given.add_workdir()
-  given.add_integer("learner", 0, "Whose steps.")
-  given.add_integer("steps", 5, "How many of them, as a whole.", least=1, most=MOST_STEPS)
+  given = Flags(arguments, "workdir")
+  given.add("learner", 0, "Whose steps.")
+  given.add("steps", 5, "How many of them, as a whole.", least=1, most=MOST_STEPS)
   first = "The first, as a global step; 0 or one that is over: the next."
-  given.add_integer("from_step", 0, first, least=0)
-  given.add_number("wait_seconds", 120.0, "For the trace to be there.")
+  given.add("from_step", 0, first, least=0)
+  given.add("wait_seconds", 120.0, "For the trace to be there.")
   given.parse(profile.__doc__)
-  workdir, role = Path(given.workdir), f"learner-{given.learner}"
-  request = ProfileRequest(role, given.steps, given.from_step)
-  there, said = take_profile(workdir, request, given.wait_seconds)
+  request = ProfileRequest(f"learner-{given.learner}", given.steps, given.from_step)
+  there, said = take_profile(given.workdir, request, given.wait_seconds)
   print(said)
   if there:
-    print(f"To look at it: tensorboard --logdir={workdir / PROFILES} (with xprof installed)")
+    print(f"To look at it: tensorboard --logdir={given.workdir / PROFILES} (with xprof installed)")
   return FINISHED if there else LOST
 
 
@@ -174,44 +158,40 @@ SUMMARY = Path("report", "summary.json")
 
 def generate(arguments: list[str]) -> int:
   """Lets the trained global model of a run continue a prompt."""
-  given = Flags(arguments)
-  given.add_workdir()
-  given.add_text("prompt", "", "Text to continue.")
-  given.add_integer("tokens", 200, "How many tokens.", least=1)
-  given.add_number("temperature", 0.7, "0: greedy.", least=0.0)
-  given.add_integer("seed", 0, "Of the sampling.")
+  given = Flags(arguments, "workdir")
+  given.add("prompt", "", "Text to continue.")
+  given.add("tokens", 200, "How many tokens.", least=1)
+  given.add("temperature", 0.7, "0: greedy.", least=0.0)
+  given.add("seed", 0, "Of the sampling.")
   given.parse(generate.__doc__)
-  config = saved_config(Path(given.workdir))
+  config = saved_config(given.workdir)
   ready(config, cpu=False)
   from ddiloco.engines import session
 
   get = {name: getattr(given, name) for name in ("prompt", "tokens", "temperature", "seed")}
-  print(session.sample(Path(given.workdir), config, **get))
+  print(session.sample(given.workdir, config, **get))
   return FINISHED
 
 
 def evaluate(arguments: list[str]) -> int:
   """Prints the held-out loss of the trained global model of a run, as one JSON line."""
-  given = Flags(arguments)
-  given.add_workdir()
+  given = Flags(arguments, "workdir")
   given.parse(evaluate.__doc__)
-  workdir = Path(given.workdir)
-  config = saved_config(workdir)
+  config = saved_config(given.workdir)
   ready(config, cpu=False)
   from ddiloco.engines import session
 
-  print(json.dumps({**session.measure(workdir, config), "workdir": str(workdir)}))
+  print(json.dumps({**session.measure(given.workdir, config), "workdir": str(given.workdir)}))
   return FINISHED
 
 
 def report(arguments: list[str]) -> int:
   """Draws the report of a run again from its event logs; also of a run that was cut off."""
-  given = Flags(arguments)
-  given.add_workdir()
+  given = Flags(arguments, "workdir")
   given.parse(report.__doc__)
   from ddiloco.engines import session
 
-  print(session.report(Path(given.workdir)))
+  print(session.report(given.workdir))
   return FINISHED
 
 
@@ -226,13 +206,12 @@ def export(arguments: list[str]) -> int:
 
   To start another run from it: ddiloco train --config.run.init_from=PATH.
   """
-  given = Flags(arguments)
-  given.add_workdir()
-  given.add_text("to", None, "What to write: NAME.safetensors, or an Orbax directory.")
-  given.add_switch("overwrite", "Replace what is there.")
+  given = Flags(arguments, "workdir")
+  given.add("to", str, "What to write: NAME.safetensors, or an Orbax directory.")
+  given.add("overwrite", False, "Replace what is there.")
   given.parse(export.__doc__)
   to = given.needed("to", "model.safetensors")
-  workdir, overwrite = Path(given.workdir), given.overwrite
+  workdir, overwrite = given.workdir, given.overwrite
   config = saved_config(workdir)
   environment.prepare(num_cpu_devices=1, cpu_only=True)
   from ddiloco.checkpoint import weights
@@ -308,11 +287,10 @@ def trace(arguments: list[str]) -> int:
   Exit status 1: they do not, and the last lines say what is wrong and where. The check needs all
   operations in memory: the trace of a long run takes about 0.6 kB an event (6 GB for ten million).
   """
-  given = Flags(arguments)
-  given.add_workdir()
-  given.add_text("role", "", "Print only this role's lines, e.g. learner-2.")
+  given = Flags(arguments, "workdir")
+  given.add("role", "", "Print only this role's lines, e.g. learner-2.")
   given.parse(trace.__doc__)
-  found = text.open_trace(Path(given.workdir))
+  found = text.open_trace(given.workdir)
   try:
     text.print_trace(found, given.role)
     status = FINISHED if text.print_invariants(found) else LOST
@@ -330,11 +308,9 @@ def replay(arguments: list[str]) -> int:
   saved states and the result. The last line is JSON; exit status 1: the trace does not fit
   together, or the replay differs from the run.
   """
-  given = Flags(arguments)
-  given.add_workdir()
-  given.add_cpu()
+  given = Flags(arguments, "workdir", "cpu")
   given.parse(replay.__doc__)
-  workdir = Path(given.workdir)
+  workdir = given.workdir
   found = text.open_trace(workdir)
   if not text.print_invariants(found):
     return LOST
@@ -363,9 +339,9 @@ def keys(arguments: list[str]) -> int:
   a key.
   """
   given = Flags(arguments)
-  given.add_text("keys", None, "Directory of the keys.")
-  given.add_integer("learners", None, "How many learners.", least=0)
-  given.add_integer("shards", None, "How many shards.", least=0)
+  given.add("keys", str, "Directory of the keys.")
+  given.add("learners", int, "How many learners.", least=0)
+  given.add("shards", int, "How many shards.", least=0)
   given.parse(keys.__doc__)
   folder = Path(given.needed("keys", "DIR, the directory of the keys"))
   learners, shards = given.needed("learners", "8"), given.needed("shards", "2")
@@ -383,14 +359,13 @@ def learner(arguments: list[str]) -> int:
   It may join a run at any time, under a number that no other learner has. Exit status 1: work was
   lost.
   """
-  given = Flags(arguments)
+  given = Flags(arguments, "config", "workdir", "cpu")
   _add_role_flags(given)
-  given.add_integer("learner", None, "Its number.", least=0, most=MAX_LEARNERS - 1)
-  given.add_text(
+  given.add("learner", int, "Its number.", least=0, most=MAX_LEARNERS - 1)
+  given.add(
     "hosts", "", "Where the hosts of an island meet (islands.hosts > 1): tcp://HOST:PORT of host 0."
   )
-  given.add_integer("host", 0, "Which of them this is; 0 leads.", least=0)
-  given.add_cpu()
+  given.add("host", 0, "Which of them this is; 0 leads.", least=0)
   given.parse(learner.__doc__)
   config, place = given.final_config(), _place(given)
   place = dataclasses.replace(place, hosts=given.hosts, host=given.host)
@@ -408,10 +383,10 @@ def syncer(arguments: list[str]) -> int:
   --syncers names all shards, this one too: each shard keeps copies of another one's fragments. Exit
   status 1: fragments were lost.
   """
-  given = Flags(arguments)
+  given = Flags(arguments, "config", "workdir")
   _add_role_flags(given)
-  given.add_integer("shard", None, "Its number.", least=0)
-  given.add_text("bind", None, "Where it listens, tcp://HOST:PORT.")
+  given.add("shard", int, "Its number.", least=0)
+  given.add("bind", str, "Where it listens, tcp://HOST:PORT.")
   given.parse(syncer.__doc__)
   config = given.final_config()
   shard = given.needed("shard", "0, its number")
@@ -429,9 +404,8 @@ def evaluator(arguments: list[str]) -> int:
 
   It trains nothing and delays no other role: a run goes on without it.
   """
-  given = Flags(arguments)
+  given = Flags(arguments, "config", "workdir", "cpu")
   _add_role_flags(given)
-  given.add_cpu()
   given.parse(evaluator.__doc__)
   config, place = given.final_config(), _place(given)
   devices = config.run.evaluator_devices
@@ -443,13 +417,11 @@ def evaluator(arguments: list[str]) -> int:
 
 def _add_role_flags(given: Flags) -> None:
   """Adds the flags of every role."""
-  given.add_config()
-  given.add_workdir()
-  given.add_list("syncers", "Urls of all syncer shards in order, tcp://HOST:PORT,...")
-  given.add_text("run_id", "", "Name of the run, the same for all its roles; else workdir's.")
-  given.add_text("keys", None, "Folder with this role's keys (ddiloco keys); not on loopback.")
-  given.add_text("http", "", "HOST:PORT that answers readiness and liveness probes.")
-  given.add_integer(
+  given.add("syncers", (), "Urls of all syncer shards in order, tcp://HOST:PORT,...")
+  given.add("run_id", "", "Name of the run, the same for all its roles; else workdir's.")
+  given.add("keys", str, "Folder with this role's keys (ddiloco keys); not on loopback.")
+  given.add("http", "", "HOST:PORT that answers readiness and liveness probes.")
+  given.add(
     "term_status",
     0,
     "Exit status of a role that SIGTERM has ended and that lost nothing. Kubernetes takes 0 to mean"
@@ -457,11 +429,11 @@ def _add_role_flags(given: Flags) -> None:
     0,
     255,
   )
-  given.add_switch("attached", "End at once when standard input is closed.")
+  given.add("attached", False, "End at once when standard input is closed.")
 
 
 def _place(given: Flags, bind: str = "") -> RoleSpec:
-  workdir = Path(given.workdir)
+  workdir = given.workdir
   if not given.syncers:
     raise ConfigError(
       "--syncers: is needed. Fix: give the url of every shard, --syncers=tcp://HOST:PORT,..."

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from ddiloco import environment
@@ -31,11 +30,10 @@ def plan(arguments: list[str]) -> int:
 
   Bytes are those of rounds in which every learner takes part; no device is touched.
   """
-  given = Flags(arguments)
-  given.add_config()
+  given = Flags(arguments, "config")
   _add_plan_flags(given)
   given.parse(plan.__doc__)
-  if not given.has_experiment() and given.parameters is None:
+  if not given.experiment and given.parameters is None:
     raise ConfigError(
       "--config: is needed, or --parameters. Fix: give --config=configs/dense.py:12b, for example."
     )
@@ -50,47 +48,43 @@ def plan(arguments: list[str]) -> int:
 
 def _add_plan_flags(given: Flags) -> None:
   """All flags but --config."""
-  given.add_number(
-    "parameters", None, "Size of the model, instead of the config's; fragments are equal."
-  )
-  given.add_integer("islands", None, "How many, instead of the config's.")
-  given.add_number("gbps", None, "Gbit/s of every island's link, in each direction.")
-  given.add_number("latency_ms", 0.0, "One way, between any two places.")
+  given.add("parameters", float, "Size of the model, instead of the config's; fragments are equal.")
+  given.add("islands", int, "How many, instead of the config's.")
+  given.add("gbps", float, "Gbit/s of every island's link, in each direction.")
+  given.add("latency_ms", 0.0, "One way, between any two places.")
   given.add_fields(planner.Setting)
-  given.add_text("codec", None, "Both ways, instead of the config's: f32, bf16, int8, int4.")
-  given.add_number(
+  given.add("codec", str, "Both ways, instead of the config's: f32, bf16, int8, int4.")
+  given.add(
     "step_seconds",
-    None,
+    float,
     "How long an inner step takes; else give --chips and --chip_teraflops (and --mfu, --tokens).",
   )
-  given.add_number("chips", None, "In one island.")
-  given.add_number("chip_teraflops", None, "Peak of one chip, in 1e12 FLOP/s.")
-  given.add_number("mfu", 0.5, "Share of the peak that a step reaches.")
-  given.add_number("tokens", None, "Of an island's step, instead of the config's.")
-  given.add_switch(
-    "measure", "Measure --core_gbytes on this machine, as a shard would merge: some seconds."
+  given.add("chips", float, "In one island.")
+  given.add("chip_teraflops", float, "Peak of one chip, in 1e12 FLOP/s.")
+  given.add("mfu", 0.5, "Share of the peak that a step reaches.")
+  given.add("tokens", float, "Of an island's step, instead of the config's.")
+  given.add(
+    "measure", False, "Measure --core_gbytes on this machine, as a shard would merge: some seconds."
   )
-  given.add_switch("json", "One JSON object instead of text.")
+  given.add("json", False, "One JSON object instead of text.")
 
 
 def _config(given: Flags) -> Config:
   """The config, with the changes of flags."""
   config: Any = given.config
-  codec = given.codec
   if given.islands is not None:
     config.islands.num_learners = given.islands
-  if codec is not None:
-    config.sync.push_codec = config.sync.publish_codec = codec
+  if given.codec is not None:
+    config.sync.push_codec = config.sync.publish_codec = given.codec
   return from_dict(config)
 
 
 def _setting(given: Flags, config: Config) -> planner.Setting:
-  gbps, step_seconds = _number(given, "gbps", "2"), _step_seconds(given, config)
   return planner.Setting.of(
     config,
-    _sizes(given, config),
-    step_seconds=step_seconds,
-    gbps=gbps,
+    gbps=_number(given, "gbps", "2"),
+    step_seconds=_step_seconds(given, config),
+    sizes=_sizes(given, config),
     latency_seconds=_number(given, "latency_ms", "30", may_be_zero=True) / 1000,
     shard_gbps=_number(given, "shard_gbps", "100", may_be_zero=True),
     core_gbytes=_core_gbytes(given, config),
@@ -170,8 +164,7 @@ def protocol(arguments: list[str]) -> int:
   --workdir keeps the events, for `ddiloco dashboard` and `ddiloco report`. An island whose
   islands.min_step_seconds is set takes that time for a step. Losses are not simulated.
   """
-  given = Flags(arguments)
-  given.add_config()
+  given = Flags(arguments, "config")
   _add_protocol_flags(given)
   given.parse(protocol.__doc__)
   config = given.final_config()
@@ -184,15 +177,8 @@ def protocol(arguments: list[str]) -> int:
     latency_seconds=tuple(ms / 1000 for ms in _numbers(given, "latency_ms")),
     **given.fields(Speeds),
   )
-  workdir = given.workdir
-  most = given.seconds
-  found = virtual.simulate(
-    config,
-    setting,
-    Path(workdir) if workdir else None,
-    given.overwrite,
-    math.inf if most is None else most,
-  )
+  most_seconds = math.inf if given.seconds is None else given.seconds
+  found = virtual.simulate(config, setting, given.workdir, given.overwrite, most_seconds)
   print(json.dumps(found) if given.json else _text(found))
   return FINISHED if found["reason"] != "failed" else LOST
 
@@ -202,17 +188,13 @@ def _add_protocol_flags(given: Flags) -> None:
   from ddiloco.simulation.run import Speeds
 
   given.add_fields(Speeds)
-  given.add_text("gbps", "0", "Gbit/s of every island's link, one or a list a,b,c; 0: no limit.")
-  given.add_text("latency_ms", "1", "One way, one for all islands or a list.")
-  given.add_integer(
-    "parameters", None, "Size of the model, in equal fragments; default: the config's."
-  )
-  given.add_number(
-    "seconds", None, "Of virtual time at most; default: until all tokens are merged.", 0.0
-  )
-  given.add_text("workdir", "", "Gets the events; empty: they are not kept.")
-  given.add_switch("overwrite", "Replace the run that is in workdir.")
-  given.add_switch("json", "Print one JSON object instead of text.")
+  given.add("gbps", "0", "Gbit/s of every island's link, one or a list a,b,c; 0: no limit.")
+  given.add("latency_ms", "1", "One way, one for all islands or a list.")
+  given.add("parameters", int, "Size of the model, in equal fragments; default: the config's.")
+  given.add("seconds", float, "Of virtual time at most; default: until all tokens are merged.", 0.0)
+  given.add("workdir", "", "Gets the events; empty: they are not kept.")
+  given.add("overwrite", False, "Replace the run that is in workdir.")
+  given.add("json", False, "Print one JSON object instead of text.")
 
 
 def _numbers(given: Flags, name: str) -> tuple[float, ...]:
@@ -306,22 +288,18 @@ def chips(arguments: list[str]) -> int:
   """
   given = Flags(arguments)
   given.add_fields(Fleet)
-  given.add_switch("json", "Print one JSON object instead of a table.")
+  given.add("json", False, "Print one JSON object instead of a table.")
   given.parse(chips.__doc__)
   fleet = Fleet(**given.fields(Fleet))
-  as_json = given.json
   rows: dict[str, ChipTime] = {}
-  for name, simulated in (
-    ("inelastic", inelastic),
-    ("elastic", elastic),
-    ("decoupled", decoupled),
-  ):
+  for simulated in (inelastic, elastic, decoupled):
+    name = simulated.__name__
     rows[name] = simulated(fleet)
-    if not as_json:
+    if not given.json:
       if len(rows) == 1:
         print(_heading(fleet, rows[name].failures))
       print(_row(_label(name, fleet), rows[name]), flush=True)
-  if as_json:
+  if given.json:
     found = {name: _shares(spent) for name, spent in rows.items()}
     failures = rows["decoupled"].failures
     print(json.dumps({"fleet": dataclasses.asdict(fleet), "failures": failures, **found}))
@@ -377,18 +355,17 @@ def compile_islands(arguments: list[str]) -> int:
   of CPU an island, and needs libtpu (pip install 'ddiloco[tpu]'). Exit status 1: an island does not
   fit.
   """
-  given = Flags(arguments)
-  given.add_config()
-  given.add_text("topology", "", "Of every island, instead of its islands.topology.")
-  given.add_integer("num_slices", 1, "Slices of one controller (Pathways), one an island.", 1)
-  given.add_number("mfu", 0.4, "Share of the peak that steps are assumed to reach.", 0.0)
+  given = Flags(arguments, "config")
+  given.add("topology", "", "Of every island, instead of its islands.topology.")
+  given.add("num_slices", 1, "Slices of one controller (Pathways), one an island.", 1)
+  given.add("mfu", 0.4, "Share of the peak that steps are assumed to reach.", 0.0)
   given.add_choice(
     "level",
     ["O0", "O1", "O2", "O3", "UNKNOWN"],
     "Of the compiler's search for quick programs: UNKNOWN is what islands run, and searches minutes"
     " long for the quickest tiles; O0 takes about as much memory, and a third of the time.",
   )
-  given.add_switch("json", "Print one JSON object instead of text.")
+  given.add("json", False, "Print one JSON object instead of text.")
   given.parse(compile_islands.__doc__)
   config = given.final_config()
   if not 0 < given.mfu <= 1:
@@ -397,8 +374,7 @@ def compile_islands(arguments: list[str]) -> int:
   import jax
 
   jax.config.update("jax_optimization_level", given.level)
-  found = fits(config, given.topology, given.num_slices)
-  mfu = given.mfu
+  found, mfu = fits(config, given.topology, given.num_slices), given.mfu
   if given.json:
     print(json.dumps([{"islands": m, **fit_json(each, mfu)} for m, each in found]))
   else:

@@ -18,7 +18,7 @@ from typing import TypeVar
 import numpy as np
 
 from ddiloco import chaos
-from ddiloco.chaos import FaultRequests
+from ddiloco.chaos import fault_requests
 from ddiloco.checkpoint import weights
 from ddiloco.checkpoint.restore import newest_global_step, open_storage
 from ddiloco.checkpoint.snapshots import Storage
@@ -194,7 +194,7 @@ class Engine:
     config = self.config
     began_at = newest_global_step(self._open_storage())
     self._planned = chaos.still_planned(config.chaos.of_roles(), began_at)
-    self._requests = FaultRequests(self.workdir, news_only=True)
+    self._requests = fault_requests(self.workdir, news_only=True)
     self._state = supervisor.init(
       config.run,
       self._roles(),

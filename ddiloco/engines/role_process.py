@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ddiloco import workdir
-from ddiloco.chaos import FaultRequests, Faults, FaultyEndpoint
+from ddiloco.chaos import Faults, FaultyEndpoint, fault_requests
 from ddiloco.checkpoint.buddy import buddy_of
 from ddiloco.checkpoint.restore import open_storage
 from ddiloco.checkpoint.saver import Saver
@@ -131,7 +131,7 @@ class RoleRunner:
     self._seen = RunState()
     self._health = Health(self._status)
     self.faults = Faults((), 0.0, role=address)
-    self._asked = FaultRequests(place.workdir)
+    self._asked = fault_requests(place.workdir)
     self._reached_at = time.monotonic()
     self._drops_said: dict[str, tuple[int, float]] = {}  # peer -> (drops reported, quiet until)
     self._thread = threading.Thread(target=self._look, name=f"attend {address}", daemon=True)

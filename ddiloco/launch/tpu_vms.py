@@ -62,10 +62,11 @@ class TpuVmRun:
   # --- commands ----------------------------------------------------------------------------------
 
   def _tpu(
-    self, group: str, verb: str, island: PlacedIsland, names: Sequence[str], *flags: str
+    self, what: str, island: PlacedIsland, *flags: str, names: Sequence[str] = ()
   ) -> list[str]:
+    """`what` is done to the island's slice, or to these `names`."""
     project = [f"--project={self.project}"] if self.project else []
-    words = ["gcloud", "compute", "tpus", group, verb, *names]
+    words = ["gcloud", "compute", "tpus", *what.split(), *(names or [self.slice_name(island)])]
     return [*words, f"--zone={island.where}", *project, "--quiet", *flags]
 
   def slice_name(self, island: PlacedIsland) -> str:
@@ -73,39 +74,32 @@ class TpuVmRun:
 
   def create(self, island: PlacedIsland) -> list[str]:
     """Makes the slice and waits for it; with queued resources only asks for it."""
-    name, shape = self.slice_name(island), island.shape
+    shape = island.shape
     runtime = self.runtime_version or shape.runtime_version
-    flags = [
-      f"--accelerator-type={shape.accelerator_type}",
-      f"--labels=ddiloco-run={self.name}",
-    ]
+    flags = [f"--accelerator-type={shape.accelerator_type}", f"--labels=ddiloco-run={self.name}"]
     flags += ["--spot"] if self.placement.spot else []
     if self.queued:
-      flags += [f"--runtime-version={runtime}", f"--node-id={name}"]
-      return self._tpu("queued-resources", "create", island, [name], *flags)
-    return self._tpu("tpu-vm", "create", island, [name], *flags, f"--version={runtime}")
+      flags += [f"--runtime-version={runtime}", f"--node-id={self.slice_name(island)}"]
+      return self._tpu("queued-resources create", island, *flags)
+    return self._tpu("tpu-vm create", island, *flags, f"--version={runtime}")
 
   def describe(self, island: PlacedIsland, group: str = "tpu-vm") -> list[str]:
-    name = self.slice_name(island)
-    return self._tpu(group, "describe", island, [name], "--format=json")
+    return self._tpu(f"{group} describe", island, "--format=json")
 
   def delete(self, island: PlacedIsland) -> list[str]:
     """Deletes the slice, and the request for it."""
-    name = self.slice_name(island)
     if self.queued:
-      return self._tpu("queued-resources", "delete", island, [name], "--force")
-    return self._tpu("tpu-vm", "delete", island, [name])
+      return self._tpu("queued-resources delete", island, "--force")
+    return self._tpu("tpu-vm delete", island)
 
   def copy(self, island: PlacedIsland, folder: str) -> list[str]:
     """Copies the local `folder`, whose name is STAGED, to the home of every host."""
-    name = f"{self.slice_name(island)}:."
-    return self._tpu("tpu-vm", "scp", island, [folder, name], "--recurse", "--worker=all")
+    names = folder, f"{self.slice_name(island)}:."
+    return self._tpu("tpu-vm scp", island, "--recurse", "--worker=all", names=names)
 
   def on_hosts(self, island: PlacedIsland, script: str) -> list[str]:
     """Runs `script` in a shell on every host."""
-    flags = ["--worker=all", f"--command={script}"]
-    name = self.slice_name(island)
-    return self._tpu("tpu-vm", "ssh", island, [name], *flags)
+    return self._tpu("tpu-vm ssh", island, "--worker=all", f"--command={script}")
 
   def start_script(self, island: PlacedIsland, leader: str) -> str:
     """Starts the role on a host, replacing a container there; `leader`: address of host 0."""

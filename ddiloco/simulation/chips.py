@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import typing
 
 import numpy as np
 
-from ddiloco.checks import coerce, option, require
+from ddiloco.checks import must, not_negative, option, positive, typed
 
 # --- A fleet of chips that fail, and every assumption about what a failure costs
 # [paper]: "Decoupled DiLoCo for Resilient Distributed Pre-training" (arXiv 2604.21428) says so.
@@ -55,30 +54,16 @@ class Fleet:
   )  # fmt: skip
 
   def __post_init__(self):
-    hints = typing.get_type_hints(Fleet)
-    for field in dataclasses.fields(self):
-      coerce(hints[field.name], getattr(self, field.name), field.name)
-    for name in ("chips", "learners", "days", "mtbi_chip_years", "chips_per_slice"):
-      value = getattr(self, name)
-      require(value > 0, name, value, "must be greater than 0", "set a positive value")
-    for name in [f.name for f in dataclasses.fields(self) if f.name.endswith("_seconds")]:
-      value = getattr(self, name)
-      require(value >= 0, name, value, "must not be negative", "set 0 or more")
-    require(self.seed >= 0, "seed", self.seed, "must not be negative", "set 0 or more")
-    require(
-      self.learners <= self.chips,
-      "learners",
-      self.learners,
-      f"must not be more than chips = {self.chips}",
-      "give every learner a chip",
-    )
-    require(
-      self.expected_failures <= MOST_FAILURES,
-      "days",
-      self.days,
-      f"means {self.expected_failures:,.0f} failures, more than {MOST_FAILURES:,}",
-      "simulate fewer days",
-    )
+    typed("simulate", self)
+    names = ("chips", "learners", "days", "mtbi_chip_years", "chips_per_slice")
+    positive("simulate", self, *names)
+    not_negative("simulate", self, *(f.name for f in dataclasses.fields(self)))
+    enough = self.learners <= self.chips
+    rule, fix = f"must not be more than chips = {self.chips}", "give every learner a chip"
+    must("simulate", self, "learners", enough, rule, fix)
+    count = self.expected_failures
+    rule = f"means {count:,.0f} failures, more than {MOST_FAILURES:,}"
+    must("simulate", self, "days", count <= MOST_FAILURES, rule, "simulate fewer days")
 
   @property
   def seconds(self) -> float:

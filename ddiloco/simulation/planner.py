@@ -29,7 +29,7 @@ import dataclasses
 import math
 import statistics
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ddiloco.checks import not_negative, option, positive, require
@@ -42,6 +42,7 @@ from ddiloco.simulation.bandwidth import (
   Exchanged,
   RoundCosts,
   TypicalRound,
+  payload_bytes_per_second,
   typical,
 )
 
@@ -111,6 +112,17 @@ class Setting:
   @property
   def apart(self) -> bool:
     return self.shard_gbps > 0
+
+  @property
+  def away(self) -> int:
+    """Learners whose pushes of a fragment cross a link."""
+    return self.islands if self.apart else self.islands - 1
+
+  @property
+  def rates(self) -> tuple[float, float]:
+    """Bytes of fragments a second over an island's link, and over a shard's."""
+    both = self.gbps, self.shard_gbps or self.gbps
+    return payload_bytes_per_second(both[0]), payload_bytes_per_second(both[1])
 
   @property
   def period_seconds(self) -> float:
@@ -193,7 +205,7 @@ def make(setting: Setting) -> ExchangePlan:
   usual = _usual(setting)
   load = max(link_load, core_load, host_load)
   period_steps, utilisation = _pace(setting, sync, usual, load)
-  values = sum(setting.sizes)
+  model_seconds = F32_BYTES * sum(setting.sizes) / setting.rates[0]
   return ExchangePlan(
     exchanged=bandwidth.exchanged(setting.sizes, setting.sync),
     average_gbps=average_gbps,
@@ -210,8 +222,7 @@ def make(setting: Setting) -> ExchangePlan:
     participation=usual.participation,
     period_steps=period_steps,
     utilisation=utilisation,
-    join_seconds=F32_BYTES * values / bandwidth.payload_bytes_per_second(setting.gbps)
-    + setting.latency_seconds,
+    join_seconds=model_seconds + setting.latency_seconds,
     memory=_memory(setting, sync),
     shards_for_links=_least_shards(setting, lambda sync: _links(setting, sync)[0]),
     shards_for_cores=_least_shards(setting, lambda sync: _core_load(setting, sync)),
@@ -253,11 +264,6 @@ def _host_load(setting: Setting) -> float:
   return touched / (setting.host_gbytes * 1e9) / setting.period_seconds
 
 
-def _away(setting: Setting) -> int:
-  """Learners whose pushes of a fragment cross a link."""
-  return setting.islands if setting.apart else setting.islands - 1
-
-
 def _copy_outs(setting: Setting) -> list[float]:
   """Mean times of the learners' copy-outs, in steps since they were asked, ascending.
 
@@ -265,7 +271,7 @@ def _copy_outs(setting: Setting) -> list[float]:
   """
   if setting.sync.blocking:
     return [0.0] * setting.islands
-  latency = setting.latency_seconds if _away(setting) else 0.0
+  latency = setting.latency_seconds if setting.away else 0.0
   asker = 1 - math.fmod(2 * latency / setting.step_seconds, 1.0)
   return sorted([asker, *(k / setting.islands for k in range(1, setting.islands))])
 
@@ -277,22 +283,19 @@ def _pushes(setting: Setting, size: int) -> list[tuple[float, float]]:
   from the k-th copy-out on over the shard's link without a gap. `begin` is in seconds from the last
   copy-out: 0 or less.
   """
-  m, away, at = setting.islands, _away(setting), _copy_outs(setting)
+  m, away, at = setting.islands, setting.away, _copy_outs(setting)
   if not away:
     return [(0.0, 0.0)]
   push_bytes = bandwidth.exchanged([size], setting.sync).push_bytes
-  each = push_bytes / bandwidth.payload_bytes_per_second(setting.shard_gbps or setting.gbps)
+  alone, each = (push_bytes / rate for rate in setting.rates)
   begun = [(at[k] - at[-1]) * setting.step_seconds for k in range(m - away, m)]
-  alone = push_bytes / bandwidth.payload_bytes_per_second(setting.gbps)
   return [(0.0, alone), *((before, (away - k) * each) for k, before in enumerate(begun))]
 
 
 def _sync_time(setting: Setting, size: int) -> SyncTime:
   """One sync of a fragment of `size` values."""
   sync, m = setting.sync, setting.islands
-  one, away, step = bandwidth.exchanged([size], sync), _away(setting), setting.step_seconds
-  rate = bandwidth.payload_bytes_per_second(setting.gbps)
-  shard_rate = bandwidth.payload_bytes_per_second(setting.shard_gbps or setting.gbps)
+  one, away, (rate, shard_rate) = bandwidth.exchanged([size], sync), setting.away, setting.rates
   at = _copy_outs(setting)
   listeners = away + setting.evaluator
   publish = max(bool(away) / rate, listeners / shard_rate) * one.publish_bytes if away else 0.0
@@ -302,7 +305,7 @@ def _sync_time(setting: Setting, size: int) -> SyncTime:
   touched = 1 + bandwidth.commit_vectors(sync, setting.momentum, m)  # the last push, the commit
   vector = F32_BYTES * size / 1e9
   return SyncTime(
-    copy_outs=(at[-1] - at[0]) * step,
+    copy_outs=(at[-1] - at[0]) * setting.step_seconds,
     encode=PUSH_VECTORS * vector / setting.host_gbytes,
     push=max(begun + seconds for begun, seconds in _pushes(setting, size)),
     merge=touched * vector / setting.core_gbytes,
@@ -314,8 +317,7 @@ def _sync_time(setting: Setting, size: int) -> SyncTime:
 
 
 def _peak_gbps(setting: Setting, sync: SyncTime) -> float:
-  """The rate of an island's link, others in proportion, at which tau just hides a sync; may be
-  infinite."""
+  """See `ExchangePlan`."""
   rest, least = sync.total - sync.on_links, 0.0
   for begun, seconds in _pushes(setting, max(setting.sizes)):
     spare = setting.overlap_seconds - rest - begun
@@ -340,15 +342,14 @@ def _round(setting: Setting, size: int) -> TypicalRound:
     after = sync.publish + sync.copy + sync.latency / 2
     before = sync.total - after - sync.stage
     return TypicalRound(max(config.overlap_steps, sync.total / step), 1.0, period, before, after)
-  push_bytes = bandwidth.exchanged([size], config).push_bytes
-  shard_rate = bandwidth.payload_bytes_per_second(setting.shard_gbps or setting.gbps)
+  push_bytes, (rate, shard_rate) = bandwidth.exchanged([size], config).push_bytes, setting.rates
   costs = RoundCosts(
     islands=setting.islands,
-    away=_away(setting),
+    away=setting.away,
     step=step,
     latency=setting.latency_seconds,
     encode=sync.encode,
-    push=push_bytes / bandwidth.payload_bytes_per_second(setting.gbps),
+    push=push_bytes / rate,
     shard_push=push_bytes / shard_rate,
     merge=sync.merge,
     copy=sync.copy + (2 * setting.latency_seconds if sync.copy else 0.0),
@@ -403,12 +404,7 @@ COLUMNS = 100
 
 def findings(setting: Setting, plan: ExchangePlan) -> list[str]:
   """What does not fit, each with its fix; empty if everything does."""
-  found = [
-    *_on_links(setting, plan),
-    *_cores(setting, plan),
-    *_hosts(setting, plan),
-    *_overlap(setting, plan),
-  ]
+  found = [*_overloads(setting, plan), *_overlap(setting, plan)]
   if found and plan.copy_share > 0.5:
     found.append(
       f"Copies for buddy shards are {plan.copy_share:.0%} of the busiest link's bytes: each is a"
@@ -477,52 +473,47 @@ def _hidden(setting: Setting, plan: ExchangePlan) -> bool:
   return plan.overlap_steps <= setting.sync.overlap_steps
 
 
-def _on_links(setting: Setting, plan: ExchangePlan) -> list[str]:
-  if plan.link_load <= 1:
-    return []
+def _overloads(setting: Setting, plan: ExchangePlan) -> Iterator[str]:
   sync = setting.sync
-  there = plan.average_gbps / plan.link_load
-  period = math.ceil(sync.sync_period * plan.link_load)
-  effect = f"each fragment syncs every {plan.period_steps:.3g} steps instead of {sync.sync_period}"
-  if sync.blocking:
-    effect = f"islands compute only {plan.utilisation:.0%} of the time"
-  fixes = [f"sync.sync_period = {period}"]
-  smaller = dataclasses.replace(sync, push_codec="int4", publish_codec="int4")
-  if smaller != sync:
-    needed = make(dataclasses.replace(setting, sync=smaller)).average_gbps
-    fixes.append(f"int4 for push_codec and publish_codec ({_rate(needed)})")
-  return [
-    f"The busiest link needs {_rate(plan.average_gbps)} where there are {_rate(there)}: {effect}."
-    f" Fix: {', or '.join([*_more_shards(setting, plan.shards_for_links), *fixes])}."
-  ]
+
+  def period(load: float) -> str:
+    return f"sync.sync_period = {math.ceil(sync.sync_period * load)}"
+
+  def shards(least: int | None) -> list[str]:
+    return [f"sync.num_shards = {least}"] if least and least > sync.num_shards else []
+
+  if plan.link_load > 1:
+    effect = f"each fragment syncs every {plan.period_steps:.3g} steps instead of"
+    effect += f" {sync.sync_period}"
+    if sync.blocking:
+      effect = f"islands compute only {plan.utilisation:.0%} of the time"
+    fixes = [*shards(plan.shards_for_links), period(plan.link_load)]
+    smaller = dataclasses.replace(sync, push_codec="int4", publish_codec="int4")
+    if smaller != sync:
+      needed = make(dataclasses.replace(setting, sync=smaller)).average_gbps
+      fixes.append(f"int4 for push_codec and publish_codec ({_rate(needed)})")
+    yield (
+      f"The busiest link needs {_rate(plan.average_gbps)} where there are"
+      f" {_rate(plan.average_gbps / plan.link_load)}: {effect}. Fix: {', or '.join(fixes)}."
+    )
+  if plan.core_load > 1:
+    fixes = [*shards(plan.shards_for_cores), period(plan.core_load)]
+    yield (
+      f"Merging would keep a shard busy {plan.core_load:.0%} of the time, at"
+      f" {setting.core_gbytes:.3g} GB/s. Fix: {', or '.join(fixes)}, or more cores (--measure)."
+    )
+  if plan.host_load > 1:
+    yield (
+      f"Pushes and new versions would keep a learner's host busy {plan.host_load:.0%} of the time,"
+      f" at {setting.host_gbytes:.3g} GB/s. Fix: {period(plan.host_load)}, or more cores"
+      " (--host_gbytes)."
+    )
 
 
-def _cores(setting: Setting, plan: ExchangePlan) -> list[str]:
-  if plan.core_load <= 1:
-    return []
-  period = math.ceil(setting.sync.sync_period * plan.core_load)
-  fixes = [*_more_shards(setting, plan.shards_for_cores), f"sync.sync_period = {period}"]
-  return [
-    f"Merging would keep a shard busy {plan.core_load:.0%} of the time, at"
-    f" {setting.core_gbytes:.3g} GB/s. Fix: {', or '.join(fixes)}, or more cores (--measure)."
-  ]
-
-
-def _hosts(setting: Setting, plan: ExchangePlan) -> list[str]:
-  if plan.host_load <= 1:
-    return []
-  period = math.ceil(setting.sync.sync_period * plan.host_load)
-  return [
-    f"Pushes and new versions would keep a learner's host busy {plan.host_load:.0%} of the time,"
-    f" at {setting.host_gbytes:.3g} GB/s. Fix: sync.sync_period = {period}, or more cores"
-    " (--host_gbytes)."
-  ]
-
-
-def _overlap(setting: Setting, plan: ExchangePlan) -> list[str]:
-  if _hidden(setting, plan):
-    return []
+def _overlap(setting: Setting, plan: ExchangePlan) -> Iterator[str]:
   sync, steps = setting.sync, plan.overlap_steps
+  if _hidden(setting, plan):
+    return
   effect = (
     f"No learner waits, but a version is {plan.applied_steps:.2g} steps old when it is applied"
   )
@@ -533,15 +524,10 @@ def _overlap(setting: Setting, plan: ExchangePlan) -> list[str]:
   fix = "use more, smaller fragments, fewer bytes (int4) or more bandwidth"
   if steps < sync.sync_period:
     fix = f"raise sync.overlap_steps to {steps}, or use more, smaller fragments"
-  return [
+  yield (
     f"tau = {sync.overlap_steps} steps hide {_seconds(setting.overlap_seconds)} of a sync's"
     f" {_seconds(plan.sync.total)}. {effect}. Fix: {fix}."
-  ]
-
-
-def _more_shards(setting: Setting, least: int | None) -> list[str]:
-  enough = least is not None and least > setting.sync.num_shards
-  return [f"sync.num_shards = {least}"] if enough else []
+  )
 
 
 def _least(plan: ExchangePlan) -> str:

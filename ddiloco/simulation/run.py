@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ddiloco.checkpoint.buddy import Replication, buddy_of
-from ddiloco.checks import not_negative, option, positive, require
+from ddiloco.checks import not_negative, option, positive, require, typed
 from ddiloco.config import Config
 from ddiloco.observe.goodput import Goodput, Ledger
 from ddiloco.observe.history import TrafficTotals
@@ -54,6 +54,7 @@ class Speeds:
   seed: int = option(0, "Of step times.")
 
   def __post_init__(self):
+    typed("simulate", self)
     positive("simulate", self, "step_seconds", "merge_gbytes", "host_gbytes")
     not_negative("simulate", self, "jitter", "shard_gbps", "copy_seconds", "late_seconds", "seed")
 

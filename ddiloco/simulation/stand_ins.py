@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from ddiloco.checkpoint.buddy import Copies, Replication
@@ -270,7 +270,7 @@ class VirtualStorage:
     arrays: Mapping[str, Sized],
   ) -> Mapping[str, Any]:
     world, part = self._world, SavedPart(snapshot, incarnation, state, arrays)
-    world.spend(world.disk_seconds(sum(each.nbytes for each in arrays.values())))
+    world.spend(world.pace.stage_seconds)
     world.at(world.clock(), self._is_there, role, part)
     return {"arrays": {}}
 
@@ -310,9 +310,3 @@ class VirtualStorage:
       if snapshot not in self.committed:
         for each in [role] if role is not None else list(parts):
           parts.pop(each, None)
-
-
-def batches(position: int) -> Iterator[None]:
-  """Endless batches without content."""
-  while True:
-    yield None

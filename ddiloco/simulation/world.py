@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import math
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -38,7 +40,6 @@ from ddiloco.simulation.stand_ins import (
   SizedMerger,
   VirtualIsland,
   VirtualStorage,
-  batches,
   plan_of,
 )
 from ddiloco.simulation.virtual_time import HEADER_BYTES, Role, Task, VirtualTime, VirtualWorker
@@ -298,10 +299,6 @@ class World(VirtualTime):
     """Seconds that a commit of so many pushes keeps a shard busy."""
     return self.pace.merge_seconds
 
-  def disk_seconds(self, size: int) -> float:
-    """Seconds to write a part of a snapshot."""
-    return self.pace.stage_seconds
-
   # --- lives --------------------------------------------------------------------------------------
 
   def start(self, role: Role, snapshot: int | None = None, recovery_seconds: float = 0.0) -> None:
@@ -313,7 +310,7 @@ class World(VirtualTime):
       return
     self._newest += role in self.starts
     self.starts[role] = self._newest
-    faults = self.disturbances.of(role) or self._calm
+    faults = self.disturbances.faults.get(role, self._calm)
     actor = self.actors[role] = Actor(self, role, self._newest, faults)
     before, self.spent = self.spent, 0.0  # the cost of beginning is not the running loop's
     if role[0] == "learner":
@@ -330,7 +327,8 @@ class World(VirtualTime):
     storage = self.storage.only(snapshot)
     beginning = begin_learner(new, config, island, storage, actor, actor.now)
     runtime = actor.runtime(self._saver(actor))
-    actor.life = Learner(beginning, config, plan, island, batches, runtime)
+    endless = lambda position: (None for _ in itertools.count())  # noqa: E731
+    actor.life = Learner(beginning, config, plan, island, endless, runtime)
     drain_seconds = config.network.drain_seconds
     loop = actor.life.live(faults, lambda: actor.asked_to_end, drain_seconds)
     actor.begin(loop, lambda error: self._ended(actor, error))
@@ -357,9 +355,9 @@ class World(VirtualTime):
       case None:
         pass
       case Killed():
-        self.disturbances.lose(actor, error)
+        self.disturbances.end(actor, kill=error.fault)
       case Quarantined():
-        self.disturbances.quarantine(actor, str(error))
+        self.disturbances.end(actor, f"quarantined: {error}", afresh=True)
       case _:
         raise error
 
@@ -420,16 +418,6 @@ class World(VirtualTime):
 # would let a thread wait, virtual time passes.
 
 
-class Pause:
-  """Stands for an event that a thread would wait for: virtual time passes instead."""
-
-  def __init__(self, world: World):
-    self._world = world
-
-  def wait(self, seconds: float) -> None:
-    self._world.spend(seconds)
-
-
 class Disturbances:
   """The fault plan of a world, and the roles that join, end and restart by it.
 
@@ -442,15 +430,15 @@ class Disturbances:
 
   def __init__(self, world: World, faults: Sequence[Fault]):
     self._world = world
-    self._faults: dict[Role, Faults] = {}
+    self.faults: dict[Role, Faults] = {}  # of the roles that are struck
     by_role = dict[str, list[Fault]]()
     for fault in faults:
       if fault.action != "join":
         by_role.setdefault(fault.role, []).append(fault)
     for name, of in by_role.items():
       role = parse_role(name)
-      planned = self._faults[role] = Faults(of, 0.0, self._struck, name, clock=world.clock)
-      planned.stopped = Pause(world)
+      planned = self.faults[role] = Faults(of, 0.0, self._struck, name, clock=world.clock)
+      planned.stopped = types.SimpleNamespace(wait=world.spend)  # an event waits in virtual time
       for fault in of:
         if fault.at_seconds >= 0:
           world.at(fault.at_seconds, self._wake, role)
@@ -472,12 +460,9 @@ class Disturbances:
     """Whether all roles of a kind are in one of these phases of the supervisor."""
     return all(role.phase in phases for role in supervisor.members(self._supervisor, kind).values())
 
-  def of(self, role: Role) -> Faults | None:
-    return self._faults.get(role)
-
   def fates(self, role: Role, peer: Role, incoming: bool, size: int) -> Sequence[MessageFate]:
     """The undamaged copies of a message that a role's weather lets through, and their times."""
-    now, faults = self._world.now, self._faults.get(role)
+    now, faults = self._world.now, self.faults.get(role)
     if faults is None or faults.weather.calm:
       return (MessageFate(now),)
     fates = faults.weather.fates(now, format_role(*peer), incoming, size > HEADER_BYTES, size)
@@ -498,20 +483,11 @@ class Disturbances:
 
   # --- roles that come and go ---------------------------------------------------------------------
 
-  def lose(self, actor: Actor, killed: Killed) -> None:
-    """Tells the supervisor that a role was killed by a planned fault."""
-    self._exit(actor, supervisor.Exited(actor.name, self._world.now, kill=killed.fault))
-
-  def quarantine(self, actor: Actor, reason: str) -> None:
-    """Tells the supervisor of a quarantine: the role starts afresh after a pause that doubles, up
-    to a number of times."""
-    name, now = actor.name, self._world.now
-    self._exit(actor, supervisor.Exited(name, now, f"quarantined: {reason}", afresh=True))
-
-  def _exit(self, actor: Actor, exited: supervisor.Exited) -> None:
+  def end(self, actor: Actor, *reason: str, **how: Any) -> None:
+    """Tells the supervisor that a role has ended; the arguments are those of its `Exited`."""
     self._world.kill(actor.role)
-    self._feed(supervisor.Working(exited.role, actor.born_at))
-    self._feed(exited)
+    self._feed(supervisor.Working(actor.name, actor.born_at))
+    self._feed(supervisor.Exited(actor.name, self._world.now, *reason, **how))
 
   def know(self, role: Role) -> None:
     """Tells the supervisor of a role that the world has started by itself."""

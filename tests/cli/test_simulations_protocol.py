@@ -91,6 +91,8 @@ def test_a_run_that_fails_has_status_1(tmp_path, capsys):
     ([*SMALL, "--parameters=2"], ["--parameters=2", "num_fragments"]),
     ([*SMALL, "--config.sync.num_shards=0"], ["sync.num_shards", "Fix"]),
     ([*SMALL, "--step_seconds=0"], ["step_seconds", "Fix"]),
+    ([*SMALL, "--step_seconds=inf"], ["step_seconds = inf", "Fix"]),
+    ([*SMALL, "--jitter=inf"], ["jitter = inf", "Fix"]),
     (["simulate", "weather"], ["chips, protocol"]),
   ],
   ids=lambda value: value[-1] if isinstance(value, list) else None,

@@ -182,4 +182,4 @@ def test_the_same_failures_strike_whatever_the_number_of_learners():
 def test_bad_assumptions_are_refused_by_name(changes, says):
   with pytest.raises(ConfigError) as error:
     Fleet(**changes)
-  assert str(error.value).startswith(says)
+  assert str(error.value).startswith(f"simulate.{says}")
