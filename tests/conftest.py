@@ -1,13 +1,12 @@
 """Every test runs on the CPU with eight fake devices; see ddiloco/environment.py for why so."""
 
 import atexit
-import gc
 import os
 import shutil
 import signal
 import tempfile
 
-from ddiloco import environment
+from ddiloco import environment, runtime
 
 QUICK_TO_COMPILE = "--xla_cpu_use_fusion_emitters=false"  # the old ones take a quarter of the time
 
@@ -37,6 +36,9 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish(session):
-  """What is imported stays, so the garbage collector need not look through it again and again."""
-  gc.collect()
-  gc.freeze()
+  """What is imported stays, so the garbage collector need not look through it again and again.
+
+  As if a role lived all the time: else each role of a test would begin with such a look.
+  """
+  session.short_collections = runtime.short_collections()
+  session.short_collections.__enter__()
