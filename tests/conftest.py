@@ -1,13 +1,14 @@
 """Every test runs on the CPU with eight fake devices; see ddiloco/environment.py for why so."""
 
 import atexit
-import gc
 import os
 import shutil
 import signal
 import tempfile
 
-from ddiloco import environment
+from ddiloco import environment, runtime
+
+QUICK_TO_COMPILE = "--xla_cpu_use_fusion_emitters=false"  # the old ones take a quarter of the time
 
 # What one test or one of its processes compiles, none compiles again, in none of pytest's workers.
 if "PYTEST_XDIST_WORKER" not in os.environ:
@@ -17,6 +18,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 # XLA's optimizations take longer than what they speed up here.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+os.environ["XLA_FLAGS"] = QUICK_TO_COMPILE
 environment.prepare(num_cpu_devices=8, cpu_only=True)
 
 # A shell starts what runs in its background with SIGINT ignored, which the processes of tests about
@@ -34,6 +36,9 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish(session):
-  """What is imported stays, so the garbage collector need not look through it again and again."""
-  gc.collect()
-  gc.freeze()
+  """What is imported stays, so the garbage collector need not look through it again and again.
+
+  As if a role lived all the time: else each role of a test would begin with such a look.
+  """
+  session.short_collections = runtime.short_collections()
+  session.short_collections.__enter__()
