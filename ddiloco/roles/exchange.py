@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-import queue
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, Protocol
@@ -26,7 +25,7 @@ from ddiloco.protocol import actions, events, learner
 from ddiloco.protocol.messages import MADE, ForwardMoments, Publish, Push, Value
 from ddiloco.protocol.states import LearnerState
 from ddiloco.protocol.values import replace
-from ddiloco.runtime import Job, Loop, Runtime, value_threads
+from ddiloco.runtime import Job, Loop, Runtime, WorkingRole
 
 # --- Where a learner's parameters are: an island, or plain arrays in the evaluator and in tests
 
@@ -68,9 +67,7 @@ class ParameterStore(Protocol):
 
 
 LOOK_SECONDS = 0.05  # between two checks of the stop signal during a wait
-CLOSE_SECONDS = 30.0  # for the worker to finish its present job
 HEARTBEAT_SECONDS = 0.5
-TRAFFIC_SECONDS = 1.0
 
 
 class Quarantined(Exception):
@@ -88,7 +85,7 @@ class Staging:
 Save = Callable[[int, LearnerState, dict[str, Any]], None]  # (snapshot, state, arrays by name)
 
 
-class Exchange:
+class Exchange(WorkingRole):
   """One incarnation of a learner, except its training.
 
   Args:
@@ -109,15 +106,15 @@ class Exchange:
     runtime: Runtime,
     save: Save | None = None,
   ):
+    # At most half of the cores: this process also dispatches the inner steps.
+    size = max(plan.sizes, default=0)
+    super().__init__(runtime, f"exchange-{state.learner}", config.sync, size, share=0.5)
     self.state = state
-    self.endpoint, self.recorder, self.time = runtime.endpoint, runtime.recorder, runtime.time
     self._sync = config.sync
     self._plan = plan
     self._store = store
-    self._save, self._saver = save, runtime.saver
+    self._save = save
     self._deltas = runtime.deltas(config.sync)
-    # At most half of the cores: this process also dispatches the inner steps.
-    self._threads = value_threads(config.sync, max(plan.sizes, default=0), share=0.5)
     self._deltas.share = self._threads.share
     self._make = runtime.initial
     self._made: Mapping[int, Any] = {}  # initial values, until it has joined
@@ -127,11 +124,9 @@ class Exchange:
     self._stagings: dict[int, collections.deque[Staging]] = collections.defaultdict(
       collections.deque
     )
-    self._finished: queue.SimpleQueue[actions.LearnerEvent] = queue.SimpleQueue()
     self.poison: Callable[[], float] = lambda: 1.0  # factor of a planned fault on pushes
     self._started_at = self.time.now()
-    self._heartbeat_at = self._traffic_at = -math.inf
-    self._worker = self.time.worker(f"exchange-{state.learner}", failed=self.endpoint.wake)
+    self._heartbeat_at = -math.inf
 
   # --- in the role's own loop, between two inner steps --------------------------------------------
 
@@ -172,20 +167,16 @@ class Exchange:
   def close(self) -> None:
     """Ends the worker; the jobs left are dropped."""
     self._count_traffic(always=True)
-    self._worker.close(0.0, CLOSE_SECONDS)
+    super().close()
     self._save = None  # it refers to the learner, a cycle that only a garbage collection would free
-    self._threads.shutdown(wait=False)
 
   def _arrived(self) -> actions.LearnerEvent | None:
-    if failure := self._worker.failure:
-      raise RuntimeError(f"the background thread failed: {failure!r}") from failure
-    try:
-      return self._finished.get_nowait()
-    except queue.Empty:
-      while arrived := self.endpoint.receive(0.0):
-        if received := self._received(arrived):
-          return received
-      return None
+    if (event := self._told()) is not None:
+      return event
+    while arrived := self.endpoint.receive(0.0):
+      if received := self._received(arrived):
+        return received
+    return None
 
   def _received(self, arrived: Delivery) -> actions.Received | None:
     """A message for the reducer; an initial value without its payload is completed first."""
@@ -212,12 +203,6 @@ class Exchange:
     self._heartbeat_at = self.time.now()
     self._perform(learner.reports(self.state, self._sync))
     self._count_traffic()
-
-  def _count_traffic(self, always: bool = False) -> None:
-    now = self.time.now()
-    if always or now - self._traffic_at >= TRAFFIC_SECONDS:
-      self._traffic_at = now
-      self.recorder.record(events.Traffic(**vars(self.endpoint.counters)))
 
   def _perform(self, todo) -> None:
     for action in todo:
@@ -308,10 +293,6 @@ class Exchange:
     )
 
   # --- jobs of the worker -------------------------------------------------------------------------
-
-  def _tell(self, event: actions.LearnerEvent) -> None:
-    self._finished.put(event)
-    self.endpoint.wake()
 
   def _complete(self, publish: Publish) -> Job:
     """Makes the initial values, and checks this one: another machine may compute other bits."""

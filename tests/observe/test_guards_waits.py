@@ -130,9 +130,9 @@ def test_an_exchange_whose_copy_is_stuck_can_be_closed(monkeypatch, capsys, stuc
   from ddiloco import runtime
   from ddiloco.roles import exchange
 
-  monkeypatch.setattr(exchange, "CLOSE_SECONDS", 0.01)
+  monkeypatch.setattr(runtime, "CLOSE_SECONDS", 0.01)
   closing = object.__new__(exchange.Exchange)
-  closing._count_traffic, closing._threads = lambda always: None, None
+  closing._count_traffic, closing._threads = lambda always: None, runtime.ValueThreads(1)
   closing._worker = object.__new__(runtime.ThreadWorker)
   closing._worker._closing, closing._worker._thread = threading.Event(), stuck
   closing._worker._jobs = runtime.queue.SimpleQueue()
