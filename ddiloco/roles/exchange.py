@@ -12,7 +12,7 @@ import dataclasses
 import math
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -26,45 +26,6 @@ from ddiloco.protocol.messages import MADE, ForwardMoments, Publish, Push, Value
 from ddiloco.protocol.states import LearnerState
 from ddiloco.protocol.values import replace
 from ddiloco.runtime import Job, Loop, Runtime, WorkingRole
-
-# --- Where a learner's parameters are: an island, or plain arrays in the evaluator and in tests
-
-
-class ParameterStore(Protocol):
-  """The parameters of a learner. Calls between two inner steps copy and apply without blocking."""
-
-  def copy_out(self, fragment: int) -> Any:
-    """A copy of one fragment, taken now without blocking."""
-
-  def to_host(self, pieces: Any, fragment: int) -> np.ndarray:
-    """The copy of `copy_out` as a flat f32 vector [size]; called in the background."""
-
-  def stage(self, fragment: int, flat: np.ndarray) -> Any:
-    """Brings a flat f32 vector to the devices; called in the background."""
-
-  def apply(self, fragment: int, staged: Any, keep: float) -> None:
-    """parameters <- keep * parameters + staged, without blocking; keep 0: <- staged."""
-
-  def capture(self) -> Mapping[str, Any]:
-    """Copies of all state on the devices, by name, taken now without blocking; for a snapshot."""
-
-  num_moments: int  # vectors of the inner optimizer that are as large as the parameters
-
-  def copy_out_moments(self, fragment: int) -> Any:
-    """A copy of one fragment's moments, taken now without blocking."""
-
-  def count(self) -> Any:
-    """The inner optimizer's steps so far; `int` of the result may block."""
-
-  def moments_to_host(self, pieces: Any, fragment: int) -> np.ndarray:
-    """The copy of `copy_out_moments` as flat f32 [num_moments * size]; called in the background."""
-
-  def stage_moments(self, fragment: int, flat: np.ndarray) -> Any:
-    """Brings moments to the devices; called in the background."""
-
-  def apply_moments(self, fragment: int, staged: Any, count: int) -> None:
-    """Puts staged moments into the optimizer state, without blocking."""
-
 
 LOOK_SECONDS = 0.05  # between two checks of the stop signal during a wait
 HEARTBEAT_SECONDS = 0.5
@@ -92,7 +53,7 @@ class Exchange(WorkingRole):
     state: the reducer's first state, from `protocol.learner.init`.
     config: the run's.
     plan: how the model is partitioned.
-    store: where the parameters live.
+    store: where the parameters live: `training.island.Island`, or a stand-in with its methods.
     runtime: this learner's clock, workers, endpoint, ...
     save: takes this learner's part of a snapshot, called in the background; None: no snapshots.
   """
@@ -102,7 +63,7 @@ class Exchange(WorkingRole):
     state: LearnerState,
     config: Config,
     plan: Plan,
-    store: ParameterStore,
+    store,
     runtime: Runtime,
     save: Save | None = None,
   ):
