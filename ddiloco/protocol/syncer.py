@@ -384,9 +384,9 @@ def _on_value(state: SyncerState, value: Value, event: Received, sync: SyncConfi
   request = state.recalls.get((value.fragment, value.learner))
   if i is None or request is None:
     return state, [ignored(value, "it was not asked for")]
-  if not event.read and request.reading:
+  if not event.read and request.reading == value.incarnation:
     return state, [ignored(value, "a duplicate")]
-  request = replace(request, reading=not event.read)
+  request = replace(request, reading=-1 if event.read else value.incarnation)
   state = replace(state, recalls={**state.recalls, (value.fragment, value.learner): request})
   if not event.read:
     return state, [actions.Read(value, now)]
