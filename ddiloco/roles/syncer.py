@@ -223,15 +223,14 @@ class Syncer(WorkingRole):
 
   # --- jobs of the worker, and what the loop does after each --------------------------------------
 
-  def _do(
-    self, work: Callable[[], T], then: Callable[[T], Loop[None]] = lambda result: iter(())
-  ) -> None:
+  def _do(self, work: Callable[[], T], then: Callable[[T], Loop[None]] | None = None) -> None:
     """Has the worker do `work`, and then the loop go on with its result."""
 
     def job() -> Job:
       result = work()
       yield None
-      self._tell(functools.partial(then, result))
+      if then is not None:
+        self._tell(functools.partial(then, result))
 
     self._worker.put(job())
 
