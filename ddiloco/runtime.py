@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import gc
 import itertools
+import math
 import os
 import queue
 import threading
@@ -34,6 +35,7 @@ from ddiloco.core.passes import COMPILED_FROM
 from ddiloco.network.transport import Endpoint
 from ddiloco.observe.eventlog import Records
 from ddiloco.observe.guards import ended
+from ddiloco.protocol import events
 
 T = TypeVar("T")
 Loop = Generator[float | None, Any, T]
@@ -189,6 +191,47 @@ def value_threads(sync: SyncConfig, size: int, share: float = 1.0) -> ValueThrea
   """
   count = sync.value_threads or int(share * len(os.sched_getaffinity(0)))
   return ValueThreads(count if count > 1 and size >= COMPILED_FROM else 1)
+
+
+CLOSE_SECONDS = 30.0  # for a role's worker to finish its present job
+TRAFFIC_SECONDS = 1.0  # between two lines of the log about a role's traffic
+
+
+class WorkingRole:
+  """The base of roles whose loop has a worker in the background, called `name`.
+
+  Jobs on the values of a fragment, up to `size` of them, may use that share of the cores.
+  """
+
+  def __init__(self, runtime: Runtime, name: str, sync: SyncConfig, size: int, share: float = 1.0):
+    self.endpoint, self.recorder, self.time = runtime.endpoint, runtime.recorder, runtime.time
+    self._saver = runtime.saver
+    self._worker = self.time.worker(name, failed=self.endpoint.wake)
+    self._threads = value_threads(sync, size, share)
+    self._news: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    self._traffic_at = -math.inf
+
+  def _tell(self, news: Any) -> None:
+    """Wakes the loop with news of a job."""
+    self._news.put(news)
+    self.endpoint.wake()
+
+  def _told(self) -> Any:
+    """The next news of a job, None if there is none; raises the error of a job that has failed."""
+    if failure := self._worker.failure:
+      raise RuntimeError(f"the background thread failed: {failure!r}") from failure
+    return None if self._news.empty() else self._news.get_nowait()
+
+  def _count_traffic(self, always: bool = False) -> None:
+    now = self.time.now()
+    if always or now - self._traffic_at >= TRAFFIC_SECONDS:
+      self._traffic_at = now
+      self.recorder.record(events.Traffic(**vars(self.endpoint.counters)))
+
+  def close(self) -> None:
+    """Ends the worker; the jobs left are dropped."""
+    self._worker.close(0.0, CLOSE_SECONDS)
+    self._threads.shutdown(wait=False)
 
 
 def drive(loop: Loop[T], endpoint: Endpoint, look_seconds: float) -> T:

@@ -25,7 +25,7 @@ ALLOWED = {
   "observe": {"config", "protocol"},
   "workdir": {"config", "observe"},
   "network": {"checks", "config", "protocol", "observe"},
-  "runtime": {"config", "core", "observe", "network"},
+  "runtime": {"config", "protocol", "core", "observe", "network"},
   "checkpoint": {"checks", "config", "protocol", "core", "observe", "network", "runtime"},
   "chaos": {"checks", "config", "protocol", "observe", "network", "workdir"},
   "roles": {

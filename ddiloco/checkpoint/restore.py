@@ -83,6 +83,10 @@ class ResumeState:
   position: int = 0  # of its data, when `state` was captured
   fresh: bool = True  # the inner optimizer's state is new
 
+  def part(self, state: LearnerState, position: int) -> dict[str, Any]:
+    """A later state of this incarnation as its part of a snapshot stores it; see `learner_part`."""
+    return learner_part(state, position)
+
 
 def new_learner(
   config: Config, plan: Plan, number: int, incarnation: int, afresh: bool = False
@@ -183,18 +187,18 @@ def new_syncer(
   owned = owned_by(shard, config.sync.num_shards, config.sync.num_fragments)
   newest = tuple(store.load(p).state for p in owned)
   islands = {*range(config.islands.num_learners), *map(int, config.islands.overrides)}
-  state = syncer.init(
+  return syncer.init(
     shard,
     incarnation,
     newest,
     config.run.total_tokens,
     recovery_deadline,
-    config.islands.num_learners,
-    step_tokens=max(config.tokens_per_step(m) for m in islands),
     first_round=first_round,
     began_at=time.monotonic() if began_at is None else began_at,
+    planned_learners=config.islands.num_learners,
+    step_tokens=max(config.tokens_per_step(m) for m in islands),
+    passes_moments=config.checkpoint.rejoin == "peer",
   )
-  return dataclasses.replace(state, passes_moments=config.checkpoint.rejoin == "peer")
 
 
 @dataclasses.dataclass(frozen=True)

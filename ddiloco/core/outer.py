@@ -183,11 +183,10 @@ def update(
   >>> update(np.float32([1, 2]), init(2, config), np.float32([2, -2]), config).tolist()
   [0.0, 3.0]
   """
-  step = np.empty_like(value) if scratch is None else scratch
   if momentum is None:
-    np.multiply(delta, config.learning_rate, out=step)
+    step = np.multiply(delta, config.learning_rate, out=scratch)
     return np.subtract(value, step, out=out)
-  np.multiply(momentum, config.momentum, out=step)
+  step = np.multiply(momentum, config.momentum, out=scratch)
   np.add(step, delta, out=step)
   if config.nesterov:
     np.multiply(step, config.momentum, out=step)
@@ -219,11 +218,10 @@ def followed(
   if momentum is None:
     return None
   old, new = factors(config)
-  out = np.empty_like(momentum) if out is None else out
   step = np.subtract(before, after, out=scratch)
   np.multiply(step, new, out=step)
-  np.multiply(momentum, old, out=out)
-  return np.add(out, step, out=out)
+  kept = np.multiply(momentum, old, out=out)
+  return np.add(kept, step, out=kept)
 
 
 def factors(config: OuterConfig) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -76,10 +76,8 @@ def segments(fragment: Fragment) -> list[Segment]:
   return [Segment(tuple(chunks[i : i + each])) for i in range(0, len(chunks), each)]
 
 
-class Share(Protocol):
-  """`map`, or the `map` of a thread pool, which runs the work on its threads."""
-
-  def __call__(self, work: Callable[[Any], Any], each: Iterable[Any], /) -> Iterable[Any]: ...
+# `map`, or the `map` of a thread pool, which runs the work on its threads.
+Share = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 
 
 def over_chunks(size: int, work: Callable[[slice], None], share: Share = map) -> None:
@@ -243,13 +241,14 @@ class Sum:
       return
     total.fill(0)
     runs = chunk.runs.tolist()
-    for push, mine in self._terms:
-      codec.decode_chunk(push, self.fragment.size, chunk.start, scratch)
-      for start, stop, piece in runs:
-        if mine[piece]:
-          product = scratch[start:stop]
-          product *= mine[piece]
-          total[start:stop] += product
+    with np.errstate(all="ignore"):  # a sum that is not finite is a result
+      for push, mine in self._terms:
+        codec.decode_chunk(push, self.fragment.size, chunk.start, scratch)
+        for start, stop, piece in runs:
+          if mine[piece]:
+            product = scratch[start:stop]
+            product *= mine[piece]
+            total[start:stop] += product
     if self._keeps:
       self._kept[chunk.start] = total.copy()
 

@@ -31,7 +31,7 @@ from ddiloco.observe.guards import Guard, warn
 from ddiloco.protocol import events, supervisor
 from ddiloco.roles import initial
 from ddiloco.roles.evaluator import Evaluator, Measure
-from ddiloco.roles.exchange import Quarantined
+from ddiloco.roles.learner import Quarantined
 from ddiloco.runtime import Runtime
 from ddiloco.workdir import RESULT, run_name
 

@@ -31,8 +31,7 @@ from ddiloco.protocol.messages import NOTHING
 from ddiloco.protocol.states import LearnerState, SyncerState
 from ddiloco.protocol.supervisor import after_exit
 from ddiloco.roles import initial
-from ddiloco.roles.exchange import Quarantined
-from ddiloco.roles.learner import Batches
+from ddiloco.roles.learner import Batches, Quarantined
 from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Runtime
 from ddiloco.workdir import COMPILED, RESULT, require_writable

@@ -72,7 +72,7 @@ class _State:
 # --- a learner ------------------------------------------------------------------------------------
 
 
-def _none() -> Any:
+def _empty() -> Any:
   """A field that is an empty mapping at first."""
   return dataclasses.field(default_factory=dict)
 
@@ -139,7 +139,7 @@ class LearnerState(_State, Frozen):
   waited_seconds: float = 0.0  # how long the newest publish waited for the end of a step
   idle_seconds: float = 0.0  # `waited_seconds`, and its second wait, after it was staged
   snapshot: int = 0  # the newest heard of; my state is captured for it
-  vector_clock: VectorClock = _none()
+  vector_clock: VectorClock = _empty()
   pushes_made: int = 0  # in this incarnation
   donor_seconds: float = 0.0  # how long it waits for a peer's moments when it joins
   wants: tuple[int, ...] = ()  # fragments whose moments it still waits for
@@ -223,11 +223,11 @@ class Round(Frozen):
   deadline: float  # when to look at the round again even if no message comes for it
   pulls: int = 1
   measuring: tuple[int, ...] = ()  # pending, but the push is here and being read
-  pushes: Mapping[int, messages.Push] = _none()  # accepted, without payload
-  norms: Mapping[int, float] = _none()
+  pushes: Mapping[int, messages.Push] = _empty()  # accepted, without payload
+  norms: Mapping[int, float] = _empty()
   # Inner products of two accepted pushes, the smaller learner first; where directions count.
-  products: Mapping[tuple[int, int], float] = _none()
-  refused: Mapping[int, str] = _none()
+  products: Mapping[tuple[int, int], float] = _empty()
+  refused: Mapping[int, str] = _empty()
   quorum_at: float | None = None
   reason: str = ""
 
@@ -245,10 +245,8 @@ class FragmentState(Frozen):
   index: int
   version: int = 0
   merged_tokens: int = 0
-  merged_rounds: Mapping[int, int] = _none()  # learner -> last round
-  merged_global_steps: Mapping[int, int] = (
-    _none()
-  )  # learner -> the global step when that round began
+  merged_rounds: Mapping[int, int] = _empty()  # learner -> last round
+  merged_global_steps: Mapping[int, int] = _empty()  # learner -> global step as that round began
   last_round: int = -1
   global_step: int = 0  # when the last round began
   participants: tuple[int, ...] = ()
@@ -262,7 +260,7 @@ class ValueRequest(Frozen):
   asked_at: float
   times: int
   round: int  # that made the value, as the learner says
-  reading: bool = False  # the value is here, and being decoded
+  reading: int = -1  # the learner's incarnation whose value is here, and being decoded
 
 
 class MomentTransfer(Frozen):
@@ -286,30 +284,32 @@ class SyncerState(_State, Frozen):
   target_tokens: int  # a fragment that has merged so many is complete
   step_tokens: int = 0  # of the largest step of any learner; 0: not known
   first_round: int = 0  # smaller rounds are not of this run
-  members: Mapping[int, Member] = _none()
+  members: Mapping[int, Member] = _empty()
   global_step: int = 0
   beliefs: Beliefs = Beliefs(reach_at=0.0)
   rounds: int = 0  # started in this incarnation
   snapshot: int = 0  # the newest heard of or begun; my state is captured for it
   saving: bool = False  # this snapshot is not committed or given up yet; shard 0 waits for that
-  vector_clock: VectorClock = _none()
+  vector_clock: VectorClock = _empty()
   commits: int = 0  # in this incarnation
   # fragment -> rounds up to this one are part of its value here, or their loss is logged
-  known_rounds: Mapping[int, int] = _none()
+  known_rounds: Mapping[int, int] = _empty()
   # Until then no round begins unless all awaited learners are here: they may have newer values.
   recovery_deadline: float = -math.inf
   planned_learners: int = 0  # awaited until then by a shard that knew no learner
   silent_at: float = math.inf  # no member is lost to silence before this time
   dirty: tuple[int, ...] = ()  # positions of fragments whose round may start or end now
-  asking: Mapping[int, tuple[int, ...]] = _none()  # learner -> fragments whose moments it waits for
+  asking: Mapping[int, tuple[int, ...]] = (
+    _empty()
+  )  # learner -> fragments whose moments it waits for
   donation: MomentTransfer | None = None  # under way; one at a time
   passes_moments: bool = True  # learners of this run may ask for a peer's moments
-  passed_on: Times = _none()  # moments of a fragment that learners got
-  given: Mapping[int, int] = _none()  # donor -> donations
-  farewells: Times = _none()  # pushes that were merged while their learners were leaving
-  recalls: Mapping[tuple[int, int], ValueRequest] = _none()  # by fragment and learner
+  passed_on: Times = _empty()  # moments of a fragment that learners got
+  given: Mapping[int, int] = _empty()  # donor -> donations
+  farewells: Times = _empty()  # pushes that were merged while their learners were leaving
+  recalls: Mapping[tuple[int, int], ValueRequest] = _empty()  # by fragment and learner
   # learner -> its updates in a row that opposed all others; outlives the learner's incarnations
-  opposed: Mapping[int, int] = _none()
+  opposed: Mapping[int, int] = _empty()
   delivery_seconds: float = 0.0  # smoothed over all members: from sending a version to its report
   quorum_seconds: float = 0.0  # smoothed, from pull to quorum
   awake_since: float = -math.inf  # this shard's process has not stood still since then

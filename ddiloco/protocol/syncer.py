@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from ddiloco.config import SyncConfig
 from ddiloco.protocol import actions, events, messages, moments, rounds, rules, states
@@ -25,10 +26,9 @@ def init(
   fragments: tuple[FragmentState, ...],
   target_tokens: int,
   recovery_deadline: float = -math.inf,
-  planned_learners: int = 0,
-  step_tokens: int = 0,
   first_round: int = 0,
   began_at: float = 0.0,
+  **more: Any,
 ) -> SyncerState:
   """A shard that owns these fragments: new ones, or the newest commits of an earlier incarnation.
 
@@ -42,10 +42,9 @@ def init(
     fragments: what it owns, as of their newest commits.
     target_tokens: to merge into every fragment.
     recovery_deadline: when it stops waiting for learners that may have newer values.
-    planned_learners: of the run.
-    step_tokens: of the largest step of any learner; 0: not known, so tokens have no bound.
     first_round: smaller rounds are of an earlier run, whose values are not taken here.
     began_at: when the run began, seconds on this shard's clock: bounds the global step.
+    more: of the run, fields of the state: `planned_learners`, `step_tokens`, `passes_moments`.
   """
   snapshot = max((f.snapshot for f in fragments), default=0)
   # On a host that has joined the run lately its start is not known, but the run is at least as old
@@ -56,7 +55,6 @@ def init(
     incarnation=incarnation,
     fragments=tuple(replace(f, snapshot=snapshot) for f in fragments),
     target_tokens=target_tokens,
-    step_tokens=step_tokens,
     first_round=min([first_round, *found]),
     beliefs=rules.Beliefs(reach_at=began_at),
     global_step=max((f.global_step for f in fragments), default=0),
@@ -64,7 +62,7 @@ def init(
     vector_clock={states.shard_key(shard): rules.numbered(incarnation, 0)},
     known_rounds={f.index: f.last_round for f in fragments},
     recovery_deadline=recovery_deadline,
-    planned_learners=planned_learners,
+    **more,
   )
 
 
@@ -182,11 +180,10 @@ def lost_at(state: SyncerState, member: Member, sync: SyncConfig) -> float:
 
 def _new_member(state: SyncerState, learner: int, incarnation: int, now: float) -> Member:
   """A learner, or its next incarnation, of which only its updates' past norms are still known."""
-  none = tuple(-1 for _ in state.fragments)
-  zero = tuple(0.0 for _ in state.fragments)
-  former = state.members.get(learner)
+  count, former = len(state.fragments), state.members.get(learner)
+  none, zero = (-1,) * count, (0.0,) * count
   norms = former.norms if former else zero
-  return Member(incarnation, now, none, tuple(0 for _ in none), none, zero, zero, norms)
+  return Member(incarnation, now, none, (0,) * count, none, zero, zero, norms)
 
 
 def _fault_of(state: SyncerState, message: messages.ToShard) -> str:
@@ -387,9 +384,9 @@ def _on_value(state: SyncerState, value: Value, event: Received, sync: SyncConfi
   request = state.recalls.get((value.fragment, value.learner))
   if i is None or request is None:
     return state, [ignored(value, "it was not asked for")]
-  if not event.read and request.reading:
+  if not event.read and request.reading == value.incarnation:
     return state, [ignored(value, "a duplicate")]
-  request = replace(request, reading=not event.read)
+  request = replace(request, reading=-1 if event.read else value.incarnation)
   state = replace(state, recalls={**state.recalls, (value.fragment, value.learner): request})
   if not event.read:
     return state, [actions.Read(value, now)]

@@ -13,7 +13,7 @@ from ddiloco.observe.guards import result, warn
 from ddiloco.protocol import events, learner
 from ddiloco.protocol.messages import EVALUATOR, INITIAL
 from ddiloco.roles import initial
-from ddiloco.roles.exchange import LOOK_SECONDS, Exchange
+from ddiloco.roles.learner import LOOK_SECONDS, Exchange
 from ddiloco.runtime import Loop, Runtime, drive, short_collections
 
 Measure = Callable[[Mapping[str, np.ndarray]], Mapping[str, float]]

@@ -1,33 +1,398 @@
 """A learner at work: the training loop of one island, which waits for no other role.
 
-Each incarnation: compile, say hello, receive every fragment, then step after step; between two
-steps the boundary of `roles.exchange` answers pulls and applies published versions.
+Each incarnation: compile, say hello, receive every fragment, then step after step. Between two
+inner steps the `boundary` of the exchange feeds arrived messages to `protocol.learner` and performs
+its actions: cheap dispatches only. Copies to the host, differences, encoding, decoding and
+transfers to the devices are jobs of one worker in the background, in order.
 """
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import math
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
+import msgspec
+import numpy as np
+
 from ddiloco.chaos import Faults
-from ddiloco.checkpoint.restore import ResumeState, learner_part
-from ddiloco.config import Config
+from ddiloco.config import Config, ConfigError
+from ddiloco.core import codec
 from ddiloco.core.fragments import Plan
-from ddiloco.protocol import events, learner
-from ddiloco.protocol.actions import StepDone
+from ddiloco.network.transport import Delivery, syncer_address
+from ddiloco.protocol import actions, events, learner
+from ddiloco.protocol.messages import MADE, ForwardMoments, Publish, Push, Value
 from ddiloco.protocol.states import LearnerState, schedule_step
-from ddiloco.roles.exchange import LOOK_SECONDS, Exchange
-from ddiloco.runtime import Loop, Runtime, drive, short_collections
+from ddiloco.protocol.values import replace
+from ddiloco.runtime import Job, Loop, Runtime, WorkingRole, drive, short_collections
 
 Batches = Callable[[int], Iterator[Any]]
+LOOK_SECONDS = 0.05  # between two checks of the stop signal during a wait
+HEARTBEAT_SECONDS = 0.5
+
+
+class Quarantined(Exception):
+  """A shard says this learner's state is bad: it must start afresh as a new incarnation."""
+
+
+@dataclasses.dataclass
+class Staging:
+  """A published version on its way to the devices: the worker fills in the fields."""
+
+  flat: np.ndarray | None = None  # the vector that `apply` adds
+  placed: Any = None  # the same vector on the devices
+
+
+Save = Callable[[int, LearnerState, dict[str, Any]], None]  # (snapshot, state, arrays by name)
+
+
+class Exchange(WorkingRole):
+  """One incarnation of a learner, except its training.
+
+  Args:
+    state: the reducer's first state, from `protocol.learner.init`.
+    config: the run's.
+    plan: how the model is partitioned.
+    store: where the parameters live: `training.island.Island`, or a stand-in with its methods.
+    runtime: this learner's clock, workers, endpoint, ...
+    save: takes this learner's part of a snapshot, called in the background; None: no snapshots.
+  """
+
+  def __init__(
+    self,
+    state: LearnerState,
+    config: Config,
+    plan: Plan,
+    store,
+    runtime: Runtime,
+    save: Save | None = None,
+  ):
+    # At most half of the cores: this process also dispatches the inner steps.
+    size = max(plan.sizes, default=0)
+    super().__init__(runtime, f"exchange-{state.learner}", config.sync, size, share=0.5)
+    self.state = state
+    self._sync = config.sync
+    self._plan = plan
+    self._store = store
+    self._save = save
+    self._deltas = runtime.deltas(config.sync)
+    self._deltas.share = self._threads.share
+    self._make = runtime.initial
+    self._made: Mapping[int, Any] = {}  # initial values, until it has joined
+    self._making: set[int] = set()  # fragments whose initial value is being made here
+    self._outbox: dict[int, Push] = {}
+    self._given: dict[int, weakref.ref[Any]] = {}  # fragment -> payload of its value, given back
+    self._stagings: dict[int, collections.deque[Staging]] = collections.defaultdict(
+      collections.deque
+    )
+    self.poison: Callable[[], float] = lambda: 1.0  # factor of a planned fault on pushes
+    self._started_at = self.time.now()
+    self._heartbeat_at = -math.inf
+
+  # --- in the role's own loop, between two inner steps --------------------------------------------
+
+  def boundary(self, *events: actions.LearnerEvent) -> None:
+    """Feeds `events`, then everything that has arrived, then reports to the shards."""
+    for event in events:
+      self._feed(event)
+    while (event := self._arrived()) is not None:
+      self._feed(event)
+    self._report()
+
+  def wait(self, until: float = math.inf) -> Loop[None]:
+    """Waits, without a step to make, for a message or a time; sends heartbeats."""
+    alive_at = self._heartbeat_at + HEARTBEAT_SECONDS
+    arrived = yield min(until, alive_at, learner.next_wake(self.state))
+    news = arrived is not None
+    if arrived and (received := self._received(arrived)):
+      self._feed(received)
+    while (event := self._arrived()) is not None:
+      self._feed(event)
+      news = True
+    now = self.time.now()  # after all arrived messages, since this process may have stood still
+    self._feed(actions.Tick(now))
+    if now >= alive_at or news:
+      self._report()
+
+  def drain(self) -> None:
+    """Makes no more steps; leaves when all its work is merged."""
+    self.state = learner.drain(self.state)
+    self._report()
+
+  def leave(self, reason: str) -> None:
+    """Says goodbye to the shards, and is done."""
+    if not self.state.done:
+      self.state, todo = learner.leave(self.state, reason)
+      self._perform(todo)
+
+  def close(self) -> None:
+    """Ends the worker; the jobs left are dropped."""
+    self._count_traffic(always=True)
+    super().close()
+    self._save = None  # it refers to the learner, a cycle that only a garbage collection would free
+
+  def _arrived(self) -> actions.LearnerEvent | None:
+    if (event := self._told()) is not None:
+      return event
+    while arrived := self.endpoint.receive(0.0):
+      if received := self._received(arrived):
+        return received
+    return None
+
+  def _received(self, arrived: Delivery) -> actions.Received | None:
+    """A message for the reducer; an initial value without its payload is completed first."""
+    message = arrived.message
+    if not isinstance(message, Publish) or message.codec != MADE or self._has(message):
+      return actions.Received(message, arrived.at)
+    if message.fragment not in self._making:
+      self._making.add(message.fragment)
+      self._worker.put(self._complete(message))
+    return None
+
+  def _has(self, publish: Publish) -> bool:
+    """Whether its value is here: making it again would take the memory of a whole model."""
+    p, known = publish.fragment, self.state.fragments
+    return p < len(known) and publish.round <= known[p].newest
+
+  def _feed(self, event: actions.LearnerEvent) -> None:
+    self.state, todo = learner.learner_on(self.state, event, self._sync)
+    self._perform(todo)
+
+  def _report(self) -> None:
+    if self.state.done:
+      return
+    self._heartbeat_at = self.time.now()
+    self._perform(learner.reports(self.state, self._sync))
+    self._count_traffic()
+
+  def _perform(self, todo) -> None:
+    for action in todo:
+      match action:
+        case actions.Send(to, message):
+          self.endpoint.send(syncer_address(to), message)
+        case actions.CopyOut(push):
+          self._copy_out(push)
+        case actions.Resend(push):
+          self._worker.put(self._push_again(push))
+        case actions.Stage(publish):
+          staging = Staging()
+          self._stagings[publish.fragment].append(staging)
+          self._worker.put(self._stage(action, staging))
+          self._record(
+            events.Stage,
+            fragment=publish.fragment,
+            version=publish.version,
+            round=publish.round,
+            mode=action.mode,
+            included=action.included,
+          )
+        case actions.SendValue(value):
+          self._worker.put(self._give(value))
+        case actions.TakeSnapshot():
+          self._capture(action)
+        case actions.SkipSnapshot(snapshot, reason) if self._saver is not None:
+          self._saver.decline(snapshot, reason)
+        case actions.SendMoments():
+          self._give_moments(action)
+        case actions.TakeMoments(inherit):
+          self._worker.put(self._take_moments(inherit))
+        case actions.ApplyMoments(content=(inherit, staged)):
+          self._apply_moments(inherit, staged)
+        case events.Joined():
+          self._made = {}
+          seconds = self.time.now() - self._started_at
+          self.recorder.record(msgspec.structs.replace(action, seconds=round(seconds, 3)))
+        case events.Apply():
+          self._apply(action)
+        case events.Event():
+          self.recorder.record(action)
+        case actions.Rejoin(reason):
+          raise Quarantined(reason)
+
+  def _record(self, kind: type[events.Event], **fields: Any) -> None:
+    self.recorder.record(kind(**fields))
+
+  def _copy_out(self, push: Push) -> None:
+    pieces, factor = self._store.copy_out(push.fragment), self.poison()
+    self._worker.put(self._push(push, pieces, factor))
+    base_round = self.state.fragments[push.fragment].round
+    self._record(events.CopyOut, **_said(push), base_round=base_round, factor=factor)
+
+  def _apply(self, action: events.Apply) -> None:
+    staging = self._stagings[action.fragment].popleft()
+    self._store.apply(action.fragment, staging.placed, self._deltas.keep(action.mode))
+    self.recorder.record(action)
+
+  def _capture(self, action: actions.TakeSnapshot) -> None:
+    """My part of a snapshot: the devices' state now, the rest when earlier jobs are done."""
+    if self._save is None:
+      return
+    if reason := self._saver.refusal:  # no step should wait for a copy that would be dropped
+      self._saver.decline(action.snapshot, reason)
+      return
+    began = self.time.now()
+    captured = self._store.capture()
+    seconds = round(self.time.now() - began, 6)
+    self._record(events.Captured, snapshot=action.snapshot, seconds=seconds)
+    stagings = {p: tuple(each) for p, each in self._stagings.items()}
+    self._worker.put(self._hand_over(action, captured, stagings))
+
+  def _give_moments(self, give: actions.SendMoments) -> None:
+    p, donation = give.moments.fragment, give.moments.donation
+    pieces, count = self._store.copy_out_moments(p), self._store.count()
+    self._worker.put(self._send_moments(give, pieces, count))
+    self._record(events.Donated, fragment=p, donation=donation)
+
+  def _apply_moments(self, inherit: ForwardMoments, staged: Any) -> None:
+    self._store.apply_moments(inherit.fragment, staged, inherit.count)
+    self._record(
+      events.Inherited,
+      fragment=inherit.fragment,
+      learner=inherit.donor,
+      incarnation_of_donor=inherit.donor_incarnation,
+      donation=inherit.donation,
+    )
+
+  # --- jobs of the worker -------------------------------------------------------------------------
+
+  def _complete(self, publish: Publish) -> Job:
+    """Makes the initial values, and checks this one: another machine may compute other bits."""
+    p, reason = publish.fragment, "it is another one here, or none"
+    if p not in self._made:
+      try:
+        self._made = self._make()
+      except ConfigError as error:
+        reason = str(error)
+    value = self._made.get(p)
+    complete = None if value is None else self._deltas.made(publish, value)
+    yield None
+    if complete is None:
+      text = f"the initial value of fragment {p} has to be sent: {reason}"
+      self._record(events.Ignored, message="Publish", reason=text)
+    now = self.time.now()
+    self._tell(actions.Unmade(now) if complete is None else actions.Received(complete, now))
+    self._making.discard(p)
+
+  def _push(self, push: Push, pieces: Any, factor: float) -> Job:
+    """Encodes and sends a push, and keeps it until a publish has answered it."""
+    p = push.fragment
+    payload = self._deltas.push(p, self._store.to_host(pieces, p), factor)
+    yield None
+    self._outbox[p] = replace(push, codec=self._sync.push_codec, payload=payload)
+    self.recorder.flush()  # the log on disk has every push that a shard may merge
+    self._record(events.Push, **_said(push), bytes=self._send_push(p))
+
+  def _push_again(self, push: Push) -> Job:
+    kept = self._outbox.get(push.fragment)
+    if kept is None or kept.base_version != push.base_version:
+      return
+    if kept.round != push.round:  # in lock-step the same push may answer another round
+      self._record(events.Resend, fragment=push.fragment, round=push.round, old_round=kept.round)
+      self.recorder.flush()
+      self._outbox[push.fragment] = replace(kept, round=push.round)
+    shard = self.state.fragments[push.fragment].shard
+    if not self.endpoint.unsent(syncer_address(shard)):  # else this push may still be queued
+      self._send_push(push.fragment)
+    yield None
+
+  def _send_push(self, p: int) -> int:
+    shard = self.state.fragments[p].shard
+    return self.endpoint.send(syncer_address(shard), self._outbox[p])
+
+  def _give(self, value: Value) -> Job:
+    """Gives back a value that its shard lost; not again while it waits to be sent: on a slow link
+    the shard asks again before a value of gigabytes has left."""
+    to = syncer_address(self.state.fragments[value.fragment].shard)
+    before = self._given.get(value.fragment)
+    if before is not None and before() is not None and self.endpoint.unsent(to):
+      return
+    payload = self._deltas.value(value.fragment)
+    self._given[value.fragment] = weakref.ref(payload)
+    yield None
+    self.endpoint.send(to, replace(value, payload=payload))
+
+  def _send_moments(self, give: actions.SendMoments, pieces: Any, count: Any) -> Job:
+    flat = self._store.moments_to_host(pieces, give.moments.fragment)
+    payload = self._deltas.send_moments(flat)
+    yield None
+    self.recorder.flush()  # the log on disk has all moments that a peer may take over
+    moments = replace(give.moments, count=int(count), payload=payload)
+    self.endpoint.send(syncer_address(give.shard), moments)
+
+  def _take_moments(self, inherit: ForwardMoments) -> Job:
+    p = inherit.fragment
+    size = self._plan.fragments[p].size * self._store.num_moments
+    try:
+      flat = self._deltas.take_moments(inherit.payload, size)
+    except codec.CodecError as error:  # wait for another donor's moments, or go on without
+      reason = str(error)
+      self._record(events.Ignored, message="ForwardMoments", learner=inherit.donor, reason=reason)
+      return
+    staged = self._store.stage_moments(p, flat)
+    yield None
+    header = replace(inherit, payload=None)
+    self._tell(actions.Taken(p, self.time.now(), (header, staged)))
+
+  def _stage(self, action: actions.Stage, staging: Staging) -> Job:
+    publish = action.publish
+    p = publish.fragment
+    self._outbox.pop(p, None)
+    size = self._plan.fragments[p].size
+    staging.flat = self._deltas.receive(publish, size, action.mode, action.included)
+    staging.placed = self._store.stage(p, staging.flat)
+    yield None
+    self._tell(actions.Staged(p, publish.version, self.time.now()))
+
+  def _hand_over(
+    self,
+    action: actions.TakeSnapshot,
+    captured: Mapping[str, Any],
+    stagings: Mapping[int, tuple[Staging, ...]],
+  ) -> Job:
+    arrays = {**captured, **self._deltas.arrays()}
+    for p, each in stagings.items():
+      for i, staging in enumerate(each):
+        arrays[f"staged/{p}/{i}"] = staging.flat
+    for p, f in enumerate(action.state.fragments):
+      if f.outstanding is not None:
+        arrays[f"outbox/{p}"] = self._outbox[p].payload
+    self._save(action.snapshot, action.state, arrays)
+    yield None
+
+  # --- after a restart, before the loop runs ------------------------------------------------------
+
+  def restore(self, arrays: MutableMapping[str, np.ndarray]) -> None:
+    """Takes over a snapshot's vectors; the reducer's state was revived from the same part.
+
+    Empties `arrays`: a caller that still held them would keep outdated vectors in memory.
+    """
+    self._deltas.restore(arrays)
+    for p, f in enumerate(self.state.fragments):
+      for i, _ in enumerate(f.incoming):
+        flat = arrays[f"staged/{p}/{i}"]
+        self._stagings[p].append(Staging(flat, self._store.stage(p, flat)))
+      if f.outstanding is not None:
+        payload = arrays[f"outbox/{p}"]
+        name = self._sync.push_codec
+        self._outbox[p] = replace(f.outstanding.push, codec=name, payload=payload)
+    arrays.clear()
+
+
+def _said(push: Push) -> dict[str, int]:
+  """A push, as events name it."""
+  said = {"fragment": push.fragment, "round": push.round, "version": push.base_version}
+  return {**said, "steps": push.steps, "tokens": push.tokens}
 
 
 class Learner:
   """One incarnation of a learner.
 
   Args:
-    beginning: the state it starts with (`checkpoint.restore`); the island holds the device arrays.
+    beginning: a `checkpoint.restore.ResumeState`, with which it starts; the island holds the arrays
+      of the devices.
     config: the run's.
     plan: how the model is partitioned.
     island: devices, compiled step and parameters (`training.island.Island`); outlives incarnations.
@@ -37,7 +402,7 @@ class Learner:
 
   def __init__(
     self,
-    beginning: ResumeState,
+    beginning,
     config: Config,
     plan: Plan,
     island,
@@ -56,7 +421,7 @@ class Learner:
     # Data position - global step when the state was captured. Data goes on at the present global
     # step plus this difference.
     self._ahead = beginning.position - state.global_step
-    self._fresh = beginning.fresh
+    self._fresh, self._part = beginning.fresh, beginning.part
     self._joined: LearnerState | None = None  # the state when it opened its data, at `_position`
     self._position = 0
     save = None if runtime.saver is None else self._save
@@ -146,7 +511,7 @@ class Learner:
     return min(1.0, (state.step - self._joined.step + 1) / warmup)
 
   def _save(self, snapshot: int, state: LearnerState, arrays: dict[str, Any]) -> None:
-    self._saver.save(snapshot, learner_part(state, self._next_position(state)), arrays)
+    self._saver.save(snapshot, self._part(state, self._next_position(state)), arrays)
 
   def _step(self, batch: Any, faults: Faults, last: float, blocked: float) -> Loop[float]:
     """One inner step and the boundary after it; returns when the step ended."""
@@ -176,5 +541,5 @@ class Learner:
         **(metrics or {}),
       )
     )
-    self.exchange.boundary(StepDone(ended, trained, ended - started))
+    self.exchange.boundary(actions.StepDone(ended, trained, ended - started))
     return ended

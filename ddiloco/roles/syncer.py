@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import math
-import queue
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -30,19 +29,16 @@ from ddiloco.protocol.actions import Commit, InstallValue, Received, SyncerActio
 from ddiloco.protocol.messages import EVALUATOR, BetweenShards, Message, Publish, Push, Value
 from ddiloco.protocol.states import FragmentState, SyncerState
 from ddiloco.protocol.values import replace
-from ddiloco.runtime import Job, Loop, Runtime, drive, short_collections, value_threads
+from ddiloco.runtime import Job, Loop, Runtime, WorkingRole, drive, short_collections
 
 LONGEST_WAIT_SECONDS = 0.5  # between two checks of faults and the stop signal
 STOOD_STILL_SECONDS = 1.0  # if a wait took so much longer, the process was stopped meanwhile
-TRAFFIC_SECONDS = 1.0
 IGNORED_SECONDS = 1.0
-CLOSE_SECONDS = 30.0  # for the worker to finish its present job
 
 T = TypeVar("T")
-Done = Callable[[], Loop[None]]  # what the loop does once a job is done
 
 
-class Syncer:
+class Syncer(WorkingRole):
   """One incarnation of a shard.
 
   Args:
@@ -68,27 +64,23 @@ class Syncer:
     replication: Replication | None = None,
     sealer: Sealer | None = None,
   ):
+    fragments = {f.index: plan.fragments[f.index] for f in state.fragments}
+    size = max(f.size for f in fragments.values())
+    super().__init__(runtime, f"merge-{state.shard}", config.sync, size)
     self.state = state
     self.config = config
-    self.endpoint, self.recorder, self.time = runtime.endpoint, runtime.recorder, runtime.time
     self.store = store
     self.replication = replication
     self.lost: dict[int, int] = {}  # fragment -> version that a learner has and this shard lost
-    fragments = {f.index: plan.fragments[f.index] for f in state.fragments}
     self.merger = runtime.merger(fragments, store, config)
-    self._saver = runtime.saver
-    self._worker = self.time.worker(f"merge-{state.shard}", failed=self.endpoint.wake)
+    self.merger.share = self._threads.share
     if replication is not None:
       replication.background = self._worker.put
-    self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
     self._at_work: dict[int, list[SyncerAction]] = {}  # fragment -> actions that wait for its job
     self._capturing = False
     self._drag: Callable[[float], None] = lambda seconds: None
-    self._threads = value_threads(config.sync, max(f.size for f in fragments.values()))
-    self.merger.share = self._threads.share
     self._sealer = sealer
     self._digests: dict[int, str] = {}  # of the published value of each fragment, for its seal
-    self._traffic_at = -math.inf
     self._ignored: dict[tuple, tuple[float, int]] = {}  # when logged, and how often seen since
     self.recorder.record(events.Started(fragments=tuple(fragments)))
     for p in fragments:
@@ -128,11 +120,6 @@ class Syncer:
     """
     with short_collections():
       drive(self.live(faults, stopped), self.endpoint, LONGEST_WAIT_SECONDS)
-
-  def close(self) -> None:
-    """Ends the worker; the jobs left are dropped, and no role has heard of their results."""
-    self._worker.close(0.0, CLOSE_SECONDS)
-    self._threads.shutdown(wait=False)
 
   def live(self, faults: Faults, stopped: Callable[[], bool]) -> Loop[None]:
     """The loop of `run`."""
@@ -198,10 +185,8 @@ class Syncer:
 
   def finish(self) -> Loop[None]:
     """Does what follows the jobs that are done."""
-    if failure := self._worker.failure:
-      raise RuntimeError(f"the merging thread failed: {failure!r}") from failure
-    while not self._done.empty():
-      yield from self._done.get_nowait()()
+    while (then := self._told()) is not None:
+      yield from then()
 
   def _perform(self, action: SyncerAction) -> None:
     p = _fragment_of(action)
@@ -238,16 +223,14 @@ class Syncer:
 
   # --- jobs of the worker, and what the loop does after each --------------------------------------
 
-  def _do(
-    self, work: Callable[[], T], then: Callable[[T], Loop[None]] = lambda result: iter(())
-  ) -> None:
+  def _do(self, work: Callable[[], T], then: Callable[[T], Loop[None]] | None = None) -> None:
     """Has the worker do `work`, and then the loop go on with its result."""
 
     def job() -> Job:
       result = work()
       yield None
-      self._done.put(functools.partial(then, result))
-      self.endpoint.wake()
+      if then is not None:
+        self._tell(functools.partial(then, result))
 
     self._worker.put(job())
 
@@ -402,12 +385,6 @@ class Syncer:
     else:
       self._ignored[key] = (now, 0)
       self.recorder.record(msgspec.structs.replace(event, times=times + 1))
-
-  def _count_traffic(self, always: bool = False) -> None:
-    now = self.time.now()
-    if always or now - self._traffic_at >= TRAFFIC_SECONDS:
-      self._traffic_at = now
-      self.recorder.record(events.Traffic(**vars(self.endpoint.counters)))
 
 
 def _fragment_of(action: SyncerAction) -> int | None:

@@ -29,8 +29,7 @@ from ddiloco.protocol import events, supervisor
 from ddiloco.protocol.events import Event, Step, format_role, parse_role, stamped
 from ddiloco.protocol.messages import BULK, Message
 from ddiloco.protocol.states import FragmentState
-from ddiloco.roles.exchange import Quarantined
-from ddiloco.roles.learner import Learner
+from ddiloco.roles.learner import Learner, Quarantined
 from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Loop, Runtime
 from ddiloco.simulation.bandwidth import F32_BYTES

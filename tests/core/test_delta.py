@@ -70,3 +70,11 @@ def test_a_value_is_inexact_only_if_it_was_given_back_with_a_codecs_rounding():
   ]:
     committed = Committed(FragmentState(0, version=version), value, published_value, None)
     assert committed.exact("int4") == expected and committed.exact("f32")
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_push_that_is_not_finite_is_measured_in_silence(merger):
+  bad = np.zeros(SIZE, np.float32)
+  bad.view(np.uint32)[:2] = 0x7F800001, 0x7F800000  # a signalling NaN, and infinity
+  push = Push(0, 0, 0, 0, 0, 1, 1, 0, 0, 0, "f32", exact(bad).payload)
+  assert not np.isfinite(merger.take_in(push, 0.0).norm)

@@ -11,7 +11,7 @@ from ddiloco.config import Fault
 from ddiloco.engines.engine import Engine, RunResult
 from ddiloco.observe.eventlog import Recorder, read_events
 from ddiloco.protocol.supervisor import GONE, LEFT, Dismiss, members
-from ddiloco.roles.exchange import Quarantined
+from ddiloco.roles.learner import Quarantined
 from tests.engines.test_threads import make_config
 
 NAME = "learner-0"

@@ -128,11 +128,11 @@ def test_a_result_that_does_not_come_is_named(capsys):
 
 def test_an_exchange_whose_copy_is_stuck_can_be_closed(monkeypatch, capsys, stuck):
   from ddiloco import runtime
-  from ddiloco.roles import exchange
+  from ddiloco.roles.learner import Exchange
 
-  monkeypatch.setattr(exchange, "CLOSE_SECONDS", 0.01)
-  closing = object.__new__(exchange.Exchange)
-  closing._count_traffic, closing._threads = lambda always: None, None
+  monkeypatch.setattr(runtime, "CLOSE_SECONDS", 0.01)
+  closing = object.__new__(Exchange)
+  closing._count_traffic, closing._threads = lambda always: None, runtime.ValueThreads(1)
   closing._worker = object.__new__(runtime.ThreadWorker)
   closing._worker._closing, closing._worker._thread = threading.Event(), stuck
   closing._worker._jobs = runtime.queue.SimpleQueue()

@@ -10,6 +10,7 @@ from ddiloco.config import SyncConfig
 from ddiloco.protocol import events, learner, rules, syncer
 from ddiloco.protocol.actions import (
   InstallValue,
+  Read,
   Received,
   Resend,
   Saved,
@@ -310,6 +311,20 @@ def test_a_value_that_cannot_be_is_not_adopted(lie):
   before = shard.state
   assert shard.feed(dataclasses.replace(VALUE, **lie)) == [] and shard.state == before
   assert InstallValue(0, 7) in shard.feed(VALUE)
+
+
+def test_a_value_is_read_once_in_each_of_its_learners_lives():
+  shard, values = Script(ALONE, incarnation=1), []
+  for life, now in ((0, 0.0), (1, 9.0)):
+    value = dataclasses.replace(VALUE, incarnation=life)
+    newer = says.report(0, life, 9, 0.1, (3, 0), (2, 2), rounds=(7, -1))
+    shard.feed(hello(0, life, (7, -1)), now)
+    assert Send(0, RequestValue(0, 1, life, 0)) in shard.feed(newer, now)
+    assert shard.feed(value, now, read=False) == [Read(value, now)]
+    assert shard.feed(value, now, read=False) == [], "a duplicate"
+    values.append(value)
+  assert shard.feed(values[0], 9.1, content="it") == [], "of the dead"
+  assert InstallValue(0, 7, "it") in shard.feed(values[1], 9.1, content="it")
 
 
 def test_a_value_is_not_adopted_in_place_of_what_was_made_since():

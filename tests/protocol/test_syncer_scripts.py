@@ -12,6 +12,7 @@ from ddiloco.protocol.actions import (
   Accept,
   Commit,
   CopyOut,
+  Read,
   Received,
   Rejoin,
   Resend,
@@ -489,3 +490,24 @@ def test_in_lock_step_a_snapshot_begins_once_a_quorum_is_back():
   shard.feed(hello(0, 0)), shard.feed(hello(1, 0))
   assert not taken(shard.feed(report(0, (0, 0), (1, 1), global_step=3), 0.1))
   assert taken(shard.feed(report(1, (0, 0), (1, 1), global_step=3), 0.1)) == [(0, 1)]
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_round_waits_for_a_push_that_is_being_read_unless_its_learner_is_gone(leaves):
+  shard = Script(ALONE)
+  for m in (0, 1):
+    shard.feed(hello(m, 0))
+    shard.feed(report(m, (0, 0), (0, 1)), 0.1)
+  pulls = [Send(m, says.pull(0, 0, 0, 1, 0, 0)) for m in (0, 1)]
+  assert shard.feed(report(0, (0, 0), (0, 2)), 0.2) == pulls
+  slow = push(0, 0, fragment=1)
+  assert shard.feed(slow, 0.3, read=False) == [Read(slow, 0.3)]
+  assert shard.feed(slow, 0.4, read=False) == [], "a duplicate"
+  assert shard.feed(push(1, 0, fragment=1), 0.5, norm=1.0) == [Accept(1, 0, 1)], "it waits"
+  assert shard.feed(Tick(9.0, heard_until=0.5)) == [], "past its deadline"
+  if leaves:
+    commit, *_ = shard.feed(Goodbye(0, 0), 9.1)
+    assert shard.feed(slow, 9.2, norm=1.0) == [], "late"
+  else:
+    _, commit, *_ = shard.feed(slow, 9.1, norm=1.0)
+  assert commit.learners == ((1,) if leaves else (0, 1))

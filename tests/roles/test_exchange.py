@@ -27,7 +27,7 @@ from ddiloco.protocol.messages import (
 from ddiloco.protocol.values import replace
 from ddiloco.roles import initial
 from ddiloco.roles.evaluator import Evaluator, GlobalView
-from ddiloco.roles.exchange import LOOK_SECONDS, Exchange
+from ddiloco.roles.learner import LOOK_SECONDS, Exchange
 from ddiloco.runtime import Runtime, drive
 from tests import says
 from tests.roles import toy

@@ -101,7 +101,7 @@ class Shard:
 
   def settle(self) -> None:
     """What follows from the jobs of the worker, which are done at once."""
-    while not self.syncer._done.empty():
+    while not self.syncer._news.empty():
       drive(self.syncer.finish(), self.outbox, 0.0)
 
   def handle(self, event) -> None:
