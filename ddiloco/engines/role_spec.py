@@ -38,6 +38,15 @@ class RoleSpec:
   hosts: str = ""  # where the hosts of an island meet: the url of host 0; "": it has one host
   host: int = 0  # number of this host
 
+  def command(self, role: str, *flags: str) -> list[str]:
+    """The command line of a role in a process of its own; `flags`: those of its kind alone."""
+    common = [
+      *(f"--config={self.workdir / 'config.json'}", f"--workdir={self.workdir}"),
+      *(f"--syncers={','.join(self.syncers)}", "--attached"),
+      *([f"--keys={self.keys}"] if self.keys else []),
+    ]
+    return [sys.executable, "-m", "ddiloco", role, *flags, *common]
+
 
 def check_spec(config: Config, place: RoleSpec) -> None:
   """Refuses a config or spec that no role can run with.
