@@ -317,11 +317,6 @@ class Forked:
   def kill(self) -> None:
     self.send_signal(signal.SIGKILL)
 
-  def wait(self, timeout_seconds: float | None = None) -> int | None:
-    """The exit status; None if it still runs after so long."""
-    self._process.join(timeout_seconds)
-    return self._process.exitcode
-
 
 def _become(
   command: list[str], variables: dict[str, str], folder: Path, log: Path, stdin: Connection

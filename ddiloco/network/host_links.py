@@ -16,13 +16,13 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import msgspec
 
 from ddiloco.network.frames import bind, connect
 from ddiloco.network.keys import Keys
 
-KINDS = ("orders", "values", "leader_lives", "host_lives")
 HELLO_BYTES = 1 << 12  # longest hello of a stranger
 HELLO_SECONDS = 5.0  # for handshake and hello of a new connection
 MOST_CALLERS = 64  # new connections at once: each costs a thread and a descriptor
@@ -92,14 +92,16 @@ class HostLink:
     self._socket.close()
 
 
-@dataclasses.dataclass(frozen=True)
-class HostLinks:
+class HostLinks(NamedTuple):
   """The four connections between the host that leads and another one of its island."""
 
   orders: HostLink
   values: HostLink
   leader_lives: HostLink  # written by the leader
   host_lives: HostLink  # written by the other
+
+
+KINDS = HostLinks._fields
 
 
 class IslandIdentity(msgspec.Struct, frozen=True):

@@ -63,7 +63,7 @@ def keys_of(tmp_path, address: str) -> Keys:
 
 def close(*links: HostLinks) -> None:
   for each in links:
-    for link in vars(each).values():
+    for link in each:
       link.close()
 
 
