@@ -27,8 +27,8 @@ from typing import Any
 import common
 
 from ddiloco import workdir as workdirs
-from ddiloco.engines.children import Command, Process, spawn
-from ddiloco.engines.role_spec import free_urls
+from ddiloco.engines.children import Process, spawn
+from ddiloco.engines.role_spec import RoleSpec, free_urls
 from ddiloco.observe.eventlog import EventLog, GrowingLog
 from ddiloco.observe.report import write_report
 from ddiloco.protocol.events import Commit, Restored, Snapshot, Started, Step
@@ -58,20 +58,19 @@ class Roles:
     )  # fmt: skip
     self.workdir, self._cpu = workdir, cpu
     workdirs.join(workdir, config)
-    self._urls = free_urls(1)
     (workdir / "logs").mkdir(exist_ok=True)
     self._processes: dict[str, Process] = {}
     self._log = GrowingLog(workdir)
-    self._spawn("syncer-0", self._command(False).syncer(0, self._urls[0]))
-
-  def _command(self, cpu: bool) -> Command:
-    return Command(self.workdir, self._urls, cpu=cpu)
+    self._spec = RoleSpec(workdir, workdirs.run_name(workdir), tuple(free_urls(1)))
+    shard = self._spec.command("syncer", "--shard=0", f"--bind={self._spec.syncers[0]}")
+    self._spawn("syncer-0", shard)
 
   def _spawn(self, name: str, command: list[str]) -> None:
     self._processes[name] = spawn(command, self.workdir / "logs" / f"{name}.log")
 
   def start(self, island: int, accelerator: bool) -> None:
-    (command,) = self._command(self._cpu or not accelerator).learner(island)
+    cpu = ["--cpu"] if self._cpu or not accelerator else []
+    command = self._spec.command("learner", f"--learner={island}", *cpu)
     self._spawn(f"learner-{island}", command)
 
   def kill(self, island: int) -> None:

@@ -85,41 +85,6 @@ def _signal_name(number: int) -> str:
     return f"signal {number}"
 
 
-class Command:
-  """The command lines of a run's roles.
-
-  Args:
-    workdir: of the run.
-    syncers: urls of all shards, in order.
-    keys: folder with the roles' keys; None: loopback only.
-    cpu: learners use fake CPU devices. Child processes inherit that setting and need no flag.
-  """
-
-  def __init__(
-    self, workdir: Path, syncers: Sequence[str], keys: Path | None = None, cpu: bool = False
-  ):
-    self._cpu = cpu
-    self._common = (
-      f"--config={workdir / 'config.json'}",
-      f"--workdir={workdir}",
-      f"--syncers={','.join(syncers)}",
-      "--attached",
-      *([f"--keys={keys}"] if keys else []),
-    )
-
-  def learner(self, number: int, hosts: int = 1, hosts_url: str = "") -> list[list[str]]:
-    """A command for each host of its island; several hosts meet at `hosts_url`."""
-    flags = [f"--learner={number}", *(["--cpu"] if self._cpu else [])]
-    own = [(f"--hosts={hosts_url}", f"--host={k}") for k in range(hosts)] if hosts > 1 else [()]
-    return [self._line("learner", *flags, *each) for each in own]
-
-  def syncer(self, shard: int, bind: str) -> list[str]:
-    return self._line("syncer", f"--shard={shard}", f"--bind={bind}")
-
-  def _line(self, role: str, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "ddiloco", role, *arguments, *self._common]
-
-
 class Child:
   """One role's processes, which start and end together; `protocol/supervisor.py` decides when.
 
@@ -351,11 +316,6 @@ class Forked:
 
   def kill(self) -> None:
     self.send_signal(signal.SIGKILL)
-
-  def wait(self, timeout_seconds: float | None = None) -> int | None:
-    """The exit status; None if it still runs after so long."""
-    self._process.join(timeout_seconds)
-    return self._process.exitcode
 
 
 def _become(

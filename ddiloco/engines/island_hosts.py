@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import ssl
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -152,6 +153,7 @@ def run_host(config: Config, number: int, place: RoleSpec) -> int:
   """
   address = f"{learner_address(number)} host {place.host}"
   progress, began = HostProgress(), time.time()
+  asked, joined = threading.Event(), threading.Event()  # to end; with the others, as one JAX
 
   def speak(text: str) -> None:
     say(f"[{time.strftime('%H:%M:%S')}] {address}: {text}")
@@ -162,13 +164,15 @@ def run_host(config: Config, number: int, place: RoleSpec) -> int:
 
   def hear() -> None:
     """Ends a host that was asked to: host 0 does not hear it before all hosts have come."""
-    if progress.asked_to_end.is_set() and not progress.joined:
+    progress.asked_to_end = asked.is_set()
+    if asked.is_set() and not joined.is_set():
       speak("was asked to end before its island had met; nothing is lost")
       os._exit(place.term_status)
 
-  with terminates(progress.asked_to_end):
+  shared = progress, asked, joined, speak, lost
+  with terminates(asked):
     try:
-      beside(lambda: _follow(config, number, place, progress, speak, lost), hear)
+      beside(lambda: _follow(config, number, place, *shared), hear)
     except HostsApart as error:
       speak(str(error))
       return LOST
@@ -181,7 +185,7 @@ def run_host(config: Config, number: int, place: RoleSpec) -> int:
       speak(f"{type(error).__name__}: {error}")
       os._exit(BAD_USAGE if isinstance(error, ConfigError) else LOST)
   speak(f"ends after {time.time() - began:.0f} s with its island; nothing is lost")
-  return place.term_status if progress.asked_to_end.is_set() else FINISHED
+  return place.term_status if asked.is_set() else FINISHED
 
 
 def _follow(
@@ -189,19 +193,21 @@ def _follow(
   number: int,
   place: RoleSpec,
   progress: HostProgress,
+  asked: threading.Event,
+  joined: threading.Event,
   speak: Callable[[str], None],
   lost: Callable[[int | None, str], None],
 ) -> None:
   keys = load_keys(place, learner_address(number))
   island, patience = _agreed(config, number, place), config.network.give_up_seconds
   speak(f"looks for host 0 at {place.hosts}")
-  asked = progress.asked_to_end.is_set
-  links, coordinator = host_links.join(place.hosts, island, place.host, keys, patience, asked)
+  me = island, place.host, keys, patience, asked.is_set
+  links, coordinator = host_links.join(place.hosts, *me)
   silence = config.network.silence_seconds
   limits = (lambda: silence,) * 2
   watch = HostWatch({0: links}, progress, *limits, lost, meet_seconds=patience)
   _join(coordinator, config, island, place.host)
-  progress.joined = True
+  joined.set()
   import jax
 
   from ddiloco.training import data, hosts

@@ -19,7 +19,7 @@ from ddiloco.chaos import ask_for
 from ddiloco.checkpoint.restore import go_on, restore_fragments
 from ddiloco.config import Config, ConfigError, Fault
 from ddiloco.config.schema import INSIDE
-from ddiloco.engines.children import Child, Command, Spawn, spawn_forked, warm
+from ddiloco.engines.children import Child, Spawn, spawn_forked, warm
 from ddiloco.engines.engine import PATIENCE_SECONDS, Engine, RunResult
 from ddiloco.engines.role_process import connect, load_keys
 from ddiloco.engines.role_spec import RoleSpec, above, free_urls, newest
@@ -81,11 +81,10 @@ class ProcessesEngine(Engine):
     self._follower.skip()  # events of an earlier session of this run are not news
 
   def _prepare(self) -> None:
-    self._spec = spec = self._place()
-    self._command = Command(spec.workdir, spec.syncers, spec.keys, self.cpu_only)
+    self._spec = self._place()
     now = peers.seconds_since_2020()
     self._first_evaluator = above(now, [newest(self.workdir, now, EVALUATOR_ADDRESS)])
-    self._evaluator_keys = load_keys(spec, EVALUATOR_ADDRESS)
+    self._evaluator_keys = load_keys(self._spec, EVALUATOR_ADDRESS)
 
   def _roles(self) -> list[str]:
     shards = [syncer_address(s) for s in range(self.config.sync.num_shards)]
@@ -118,11 +117,14 @@ class ProcessesEngine(Engine):
 
   def _commands(self, name: str) -> list[list[str]]:
     """The commands of a role's processes, for its next life."""
-    kind, number = parse_role(name)
+    (kind, number), spec = parse_role(name), self._spec
     if kind == "syncer":
-      return [self._command.syncer(number, self._spec.syncers[number])]
-    hosts = self.config.islands.island(number).hosts
-    return self._command.learner(number, hosts, self._meeting(number) if hosts > 1 else "")
+      return [spec.command("syncer", f"--shard={number}", f"--bind={spec.syncers[number]}")]
+    flags = [f"--learner={number}", *(["--cpu"] if self.cpu_only else [])]
+    if (hosts := self.config.islands.island(number).hosts) == 1:
+      return [spec.command("learner", *flags)]
+    flags.append(f"--hosts={self._meeting(number)}")
+    return [spec.command("learner", *flags, f"--host={k}") for k in range(hosts)]
 
   def _observe(self) -> None:
     if time.monotonic() >= self._follow_at:

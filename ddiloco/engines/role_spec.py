@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import errno
 import itertools
 import os
 import random
@@ -38,6 +39,15 @@ class RoleSpec:
   hosts: str = ""  # where the hosts of an island meet: the url of host 0; "": it has one host
   host: int = 0  # number of this host
 
+  def command(self, role: str, *flags: str) -> list[str]:
+    """The command line of a role in a process of its own; `flags`: those of its kind alone."""
+    common = [
+      *(f"--config={self.workdir / 'config.json'}", f"--workdir={self.workdir}"),
+      *(f"--syncers={','.join(self.syncers)}", "--attached"),
+      *([f"--keys={self.keys}"] if self.keys else []),
+    ]
+    return [sys.executable, "-m", "ddiloco", role, *flags, *common]
+
 
 def check_spec(config: Config, place: RoleSpec) -> None:
   """Refuses a config or spec that no role can run with.
@@ -62,7 +72,7 @@ def free_urls(count: int, host: str = "127.0.0.1") -> list[str]:
   """`count` urls of this machine, each with a port that is free now.
 
   Raises:
-    OSError: there are not so many free ports.
+    OSError: there are not so many free ports, or `host` is not this machine.
   """
   family = socket.AF_INET6 if ":" in host else socket.AF_INET
   shown = f"[{host}]" if ":" in host else host
@@ -72,8 +82,10 @@ def free_urls(count: int, host: str = "127.0.0.1") -> list[str]:
       each = held.enter_context(socket.socket(family))
       try:
         each.bind((host, port))
-      except OSError:
-        continue  # the port is taken
+      except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+          raise
+        continue
       urls.append(f"tcp://{shown}:{port}")
       if len(urls) == count:
         return urls

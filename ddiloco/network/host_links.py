@@ -9,20 +9,19 @@ between two owners of the island's own key.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import socket
 import ssl
 import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import msgspec
 
 from ddiloco.network.frames import bind, connect
 from ddiloco.network.keys import Keys
 
-KINDS = ("orders", "values", "leader_lives", "host_lives")
 HELLO_BYTES = 1 << 12  # longest hello of a stranger
 HELLO_SECONDS = 5.0  # for handshake and hello of a new connection
 MOST_CALLERS = 64  # new connections at once: each costs a thread and a descriptor
@@ -92,14 +91,16 @@ class HostLink:
     self._socket.close()
 
 
-@dataclasses.dataclass(frozen=True)
-class HostLinks:
+class HostLinks(NamedTuple):
   """The four connections between the host that leads and another one of its island."""
 
   orders: HostLink
   values: HostLink
   leader_lives: HostLink  # written by the leader
   host_lives: HostLink  # written by the other
+
+
+KINDS = HostLinks._fields
 
 
 class IslandIdentity(msgspec.Struct, frozen=True):
@@ -321,24 +322,13 @@ def _introduce(url: str, hello: HostHello, keys: Keys | None) -> tuple[HostLink,
 # --- Signs of life: which host is lost, and which one the others wait for
 
 
-class HostBeat(msgspec.Struct, frozen=True):
-  """A host's progress: orders done, bytes of values moved, present work, and if asked to end."""
+class HostProgress(msgspec.Struct):
+  """A host's sign of life: its own progress, written by the threads that work."""
 
-  done: int
-  moved_bytes: int
-  doing: str
-  asked_to_end: bool = False
-
-
-@dataclasses.dataclass
-class HostProgress:
-  """This host's own progress; written by the threads that work."""
-
-  done: int = 0
-  moved_bytes: int = 0
+  done: int = 0  # orders given, or carried out
+  moved_bytes: int = 0  # of values
   doing: str = "begins"
-  joined: bool = False  # with the other hosts, as one JAX
-  asked_to_end: threading.Event = dataclasses.field(default_factory=threading.Event)
+  asked_to_end: bool = False
 
 
 BEAT_SECONDS = 0.5
@@ -377,7 +367,7 @@ class HostWatch:
     self._over = threading.Event()
     now = time.monotonic()
     self._heard = dict.fromkeys(links, now)
-    self._beats: dict[int, HostBeat] = {}
+    self._beats: dict[int, HostProgress] = {}
     self._moved: tuple[object, float] = (None, now)  # the progress of all, and since when
     self._says: dict[int, HostLink] = {}
     for host, each in links.items():
@@ -396,7 +386,7 @@ class HostWatch:
   def _hear(self, host: int, link: HostLink) -> None:
     try:
       while True:
-        beat = msgspec.msgpack.decode(link.receive(), type=HostBeat)
+        beat = msgspec.msgpack.decode(link.receive(), type=HostProgress)
         self._heard[host], self._beats[host] = time.monotonic(), beat
         if beat.asked_to_end:
           self._asked()
@@ -418,9 +408,7 @@ class HostWatch:
       self._check_progress(now, self._order_seconds())
 
   def _beat(self) -> None:
-    mine = self._mine
-    beat = HostBeat(mine.done, mine.moved_bytes, mine.doing, mine.asked_to_end.is_set())
-    message = msgspec.msgpack.encode(beat)
+    message = msgspec.msgpack.encode(self._mine)
     for host, link in self._says.items():
       try:
         link.send(message)

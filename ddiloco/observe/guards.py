@@ -46,7 +46,6 @@ class Guard:
   """
 
   def __init__(self, who: str):
-    self.failures = 0
     self._who = who
     self._said: set[tuple[str, type[Exception]]] = set()
 
@@ -55,7 +54,6 @@ class Guard:
     try:
       return duty(*arguments)
     except Exception as error:
-      self.failures += 1
       name = getattr(duty, "__name__", str(duty)).strip("_")
       if (name, type(error)) not in self._said:
         self._said.add((name, type(error)))

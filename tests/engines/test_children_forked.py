@@ -13,6 +13,7 @@ import pytest
 from common import processes_of
 
 from ddiloco.engines import children
+from ddiloco.observe.guards import exited
 
 SLEEPS = "print('here', flush=True); import time; time.sleep(100)"
 
@@ -34,8 +35,12 @@ def start(tmp_path, monkeypatch):
   yield start
   for process in started:
     process.kill()
-    process.wait()
+    end_of(process)
     process.stdin.close()
+
+
+def end_of(process: children.Forked) -> int | None:
+  return exited(process, 60.0, "the process")
 
 
 def said(log: Path, process: children.Forked, word: str) -> str:
@@ -53,7 +58,7 @@ def test_it_has_the_streams_folder_environment_and_session_of_its_own(start, tmp
     print("and this", file=sys.stderr)
     sys.exit(7)
   """, "--one=1", "two")  # fmt: skip
-  assert process.wait() == process.poll() == 7
+  assert end_of(process) == process.poll() == 7
   first, second = sorted(log.read_text().splitlines())
   assert json.loads(first) == [["--one=1", "two"], str(tmp_path), "seen", process.pid, "__main__"]
   assert second == "and this"
@@ -67,7 +72,7 @@ def test_what_is_imported_need_not_be_imported_again(start):
     import jax
     print(jax._src.xla_bridge.backends_are_initialized())
   """)
-  assert process.wait() == 0
+  assert end_of(process) == 0
   assert log.read_text().split() == ["True", "True", "False"]
 
 
@@ -77,7 +82,7 @@ def test_the_script_that_starts_it_does_not_run_once_more_in_it(start, tmp_path,
   (tmp_path / "script.py").write_text("raise SystemExit('the script runs once more')")
   monkeypatch.setitem(sys.modules, "__main__", script)
   process, log = start("print(__name__)")
-  assert process.wait() == 0
+  assert end_of(process) == 0
   assert log.read_text() == "__main__\n"
   assert script.__spec__ is None
 
@@ -91,7 +96,7 @@ def test_it_may_have_processes_of_its_own(start):
     child.start()
     child.join()
   """)
-  assert process.wait() == 0
+  assert end_of(process) == 0
   assert log.read_text() == "None\nits own\n"
 
 
@@ -109,7 +114,7 @@ def test_it_is_told_by_the_end_of_its_input(start):
   process, log = start("import sys; print('here', flush=True); print(len(sys.stdin.read()))")
   said(log, process, "here")
   process.stdin.close()
-  assert process.wait() == 0
+  assert end_of(process) == 0
   assert log.read_text().split() == ["here", "0"]
 
 
@@ -119,7 +124,7 @@ def test_signals(start, number):
   said(log, process, "here")
   assert process.poll() is None
   process.send_signal(number)
-  assert process.wait() == (1 if number == signal.SIGINT else -number)
+  assert end_of(process) == (1 if number == signal.SIGINT else -number)
   process.send_signal(number)  # nobody is there: nothing happens
 
 
@@ -133,7 +138,7 @@ def test_its_command_line_names_it(start, tmp_path):
 
 def test_an_exception_is_in_its_log(start):
   process, log = start("raise ValueError('of its own')")
-  assert process.wait() == 1
+  assert end_of(process) == 1
   assert "ValueError: of its own" in log.read_text()
 
 
@@ -149,10 +154,10 @@ def test_the_fork_server_outlives_what_a_service_manager_sends_to_all(start):
   for number in (signal.SIGINT, signal.SIGTERM):
     os.kill(server._forkserver._forkserver_pid, number)
   again, _ = start("print('again')")
-  assert again.wait() == 0, "the server is there"
+  assert end_of(again) == 0, "the server is there"
   assert process.poll() is None
   process.stdin.close()
-  assert process.wait() == 0
+  assert end_of(process) == 0
 
 
 def test_another_fork_server_takes_over(start):
@@ -160,8 +165,8 @@ def test_another_fork_server_takes_over(start):
   process, log = start("import sys; print('here', flush=True); sys.stdin.read()")
   said(log, process, "here")
   os.kill(server._forkserver._forkserver_pid, signal.SIGKILL)
-  assert process.wait() == 255
+  assert end_of(process) == 255
   process.stdin.close()  # as a supervisor does: so it really ends
   again, log = start("print('again')")
-  assert again.wait() == 0
+  assert end_of(again) == 0
   assert log.read_text() == "again\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,13 @@ from ddiloco.engines.role_spec import RoleSpec
 def test_it_says_by_its_status_whether_it_was_asked(asked, status, monkeypatch):
   """Else Kubernetes would take a host that is evicted to be done."""
 
-  def follow(config, number, place, progress, speak, lost):
+  def follow(config, number, place, progress, told, joined, speak, lost):
+    joined.set()
     if asked:
       os.kill(os.getpid(), signal.SIGTERM)
-      assert progress.asked_to_end
-    progress.joined = True
+      assert told.wait(10.0)
+      while not progress.asked_to_end:  # host 0 hears it with the next sign of life
+        time.sleep(0.01)
 
   monkeypatch.setattr(island_hosts, "_follow", follow)
   place = RoleSpec(Path("w"), "run", (), hosts="tcp://127.0.0.1:7001", host=1, term_status=143)

@@ -140,6 +140,12 @@ def test_urls_have_free_ports():
       free.bind(("127.0.0.1", port))
 
 
+def test_a_host_that_is_another_machines_has_no_free_ports_and_that_is_said():
+  """Every port was tried, and too many open files were the reason that was given."""
+  with pytest.raises(OSError, match="Cannot assign requested address"):
+    free_urls(1, "192.0.2.1")
+
+
 def test_who_ends_in_good_order_is_not_started_again(make):
   engine = make("print('done')")
   engine.tick(0.0)

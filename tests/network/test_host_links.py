@@ -15,7 +15,6 @@ import pytest
 from ddiloco.engines.role_spec import free_urls
 from ddiloco.network import host_links
 from ddiloco.network.host_links import (
-  HostBeat,
   HostHello,
   HostLink,
   HostLinks,
@@ -63,7 +62,7 @@ def keys_of(tmp_path, address: str) -> Keys:
 
 def close(*links: HostLinks) -> None:
   for each in links:
-    for link in vars(each).values():
+    for link in each:
       link.close()
 
 
@@ -278,7 +277,7 @@ class Watched:
     )
 
   def beat(self, host: int, done: int, doing: str = "inside a step", **more) -> None:
-    self.theirs[host].send(msgspec.msgpack.encode(HostBeat(done, 0, doing, **more)))
+    self.theirs[host].send(msgspec.msgpack.encode(HostProgress(done, 0, doing, **more)))
 
 
 @pytest.fixture
@@ -362,10 +361,10 @@ def test_a_first_beat_that_comes_during_a_look_does_not_end_the_watch(socketpair
 
   class Orders(int):
     def __gt__(self, done: int) -> bool:
-      watched.watch._beats[2] = HostBeat(0, 0, "begins")  # as the thread of host 2 does
+      watched.watch._beats[2] = HostProgress(0, 0, "begins")  # as the thread of host 2 does
       return int(self) > done
 
-  watched.watch._beats = {1: HostBeat(0, 0, "begins")}
+  watched.watch._beats = {1: HostProgress(0, 0, "begins")}
   watched.progress.done = Orders(1)
   watched.watch._check_progress(time.monotonic(), 100.0)
   assert set(watched.watch._beats) == {1, 2}
