@@ -128,8 +128,8 @@ MOST_STEPS = 48
 def parts(data: bytes) -> bool:
   """Four bytes for each of up to 48 steps: [action, numbers skipped, total, header]. As over real
   connections, the message numbers of a stream only grow; some parts are lost on the way."""
-  incoming = peers.Incoming(STREAMS, NETWORK_RUN, peers.BufferPool(), _check)
-  wire, taken_from = _Wire(), list[int]()  # sizes of messages that the role has not taken yet
+  incoming = peers.Incoming(STREAMS, NETWORK_RUN, peers.BufferPool(), _check, lambda: None)
+  taken_from = list[int]()  # sizes of messages that the role has not taken yet
   newest, last = [-1] * STREAMS, -1
   at: list[int | None] = [None] * STREAMS  # numbers of messages under way
   for place in range(0, min(len(data), 4 * MOST_STEPS) - 3, 4):
@@ -141,8 +141,8 @@ def parts(data: bytes) -> bool:
       at[stream] = None  # the stream's connection has broken
     elif at[stream] is None:
       number = newest[stream] + 1 + ahead % 4 * (ahead > 127)
-      at[stream] = _offer(incoming, stream, number, total, header, what, wire)
-      newest[stream] = max(newest[stream], number if wire.heard else newest[stream])
+      heard, at[stream] = _offer(incoming, stream, number, total, header, what)
+      newest[stream] = max(newest[stream], number if heard else newest[stream])
     else:
       message = incoming.arrived(stream)
       at[stream] = None
@@ -158,33 +158,23 @@ def parts(data: bytes) -> bool:
   return last >= 0
 
 
-class _Wire:
-  """A stand-in for a connection that waits for room."""
-
-  heard = False  # the frame that was offered has been read
-
-  def wake(self) -> None:
-    return None
-
-
 def _offer(
-  incoming, stream: int, number: int, total: int, header: int, what: int, wire: _Wire
-) -> int | None:
-  """Offers a part of a message as a stream does; returns its number if it is let in and filled."""
+  incoming, stream: int, number: int, total: int, header: int, what: int
+) -> tuple[bool, int | None]:
+  """Offers a part of a message as a stream does; returns whether it was read, and its number if it
+  is let in and filled."""
   total = number * 7 % (LARGEST_BYTES + 16) if total < 192 else total  # mostly all streams agree
   name = b"?" if header % 16 == 15 else b"%d" % number
   place = frames.part(stream, STREAMS, total)
   size = place.stop - place.start + (what % 32 == 31)
-  wire.heard = True
   try:
-    memory = incoming.room(stream, frames.Bulk(number, total, name), size, wire)
+    memory = incoming.room(stream, frames.Bulk(number, total, name), size)
   except (messages.MalformedMessage, frames.Forget):  # later parts must still arrive
-    return None
-  wire.heard = memory is not None
+    return True, None
   if memory is None:
-    return None
+    return False, None
   memory[:] = _content(number, total)[place]
-  return number
+  return True, number
 
 
 def _check(header: bytes) -> None:

@@ -520,8 +520,7 @@ class Storage:
     return self._snapshot(snapshot) / role
 
   def _note(self, snapshot: int, role: str) -> epath.Path:
-    part = self._part(snapshot, role)
-    return part.with_name(part.name + DECLINED)
+    return self._snapshot(snapshot) / f"{role}{DECLINED}"
 
   def _names(self, path: epath.Path) -> list[str]:
     return signed_json.patiently(lambda: signed_json.listed(path))

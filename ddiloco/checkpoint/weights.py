@@ -134,8 +134,9 @@ def _save_folder(target: epath.Path, params: Params, metadata: dict[str, str]) -
         old.rename(target)
       raise
   finally:
-    for left in target.parent.glob(f"{prefix}*"):  # Orbax leaves files of a failed save
-      left.rmtree(missing_ok=True)
+    for left in target.parent.iterdir():
+      if left.name.startswith(prefix):  # Orbax leaves files of a failed save
+        left.rmtree(missing_ok=True)
 
 
 def _save_file(target: epath.Path, params: Params, metadata: dict[str, str]) -> None:

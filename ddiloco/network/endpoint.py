@@ -90,9 +90,7 @@ class NetworkEndpoint(Endpoint):
     listener, self.bound = frames.bind(bind) if bind is not None else (None, "")
     self._control = IoThread(f"network-{address}", self._failed)
     self.call = self._control.call  # runs a function in the control thread; from any thread
-    self._door = None
-    if listener is not None:
-      self._door = Door(listener, self._control, keys, self.counters, self._let_in)
+    self._door = listener and Door(listener, self._control, keys, self.counters, self._let_in)
     count = min(MOST_THREADS, os.cpu_count() or 1)
     self._bulk = [IoThread(f"bulk-{address}", self._failed) for _ in range(count)]
     self._threads = [self._control, *self._bulk]

@@ -168,7 +168,7 @@ class Channel(frames.Owner):
     if self.wire is not wire:
       raise Forget
     if self.number != CONTROL and incoming is not None and isinstance(frame, Bulk):
-      return incoming.room(self.number, frame, size, wire)
+      return incoming.room(self.number, frame, size)
     if isinstance(frame, Control) and self.peer.caretaker.crowded(self.peer.address):
       return None  # it is read no faster than the role takes its messages
     return super().room(wire, frame, size)
@@ -257,9 +257,13 @@ class Peer:
       for channel in self.bulk:
         part = payload[frames.part(channel.number, len(self.bulk), len(payload))]
         channel.waiting.append((memoryview(frames.encode(frame, len(part))), part))
+    self.wake_bulk()
+    return True
+
+  def wake_bulk(self) -> None:
+    """There is a fragment to send, or room for one."""
     for channel in self.bulk:
       channel.wake()
-    return True
 
   def drop_queue(self, control: bool = True) -> None:
     """Drops and counts queued fragments for this peer, and queued control unless told otherwise."""
@@ -284,11 +288,12 @@ class Peer:
     if self.incoming is None or self.session != greeting.session:
       who = (self.run.run_id, self.run.plan_id), self.address, greeting.incarnation
       check = functools.partial(open_frame, *who, payload=b"")  # of headers, before their payload
-      self.incoming = Incoming(len(self.bulk), self.run, self.caretaker.buffers, check)
+      buffers = self.caretaker.buffers
+      self.incoming = Incoming(len(self.bulk), self.run, buffers, check, self.wake_bulk)
     self.incarnation, self.session = greeting.incarnation, greeting.session
     self.state, self.reason, self.heard_at = "up", "", time.monotonic()
-    for channel in self.channels:
-      channel.wake()
+    self.control.wake()
+    self.wake_bulk()
 
   def down(self, reason: str) -> None:
     """The peer is out of reach for now."""
@@ -318,6 +323,7 @@ class Peer:
 
 # --- Arriving payloads
 
+Check, Wake = Callable[[bytes], object], Callable[[], None]
 MAX_UNTAKEN = 1024  # messages of a peer that are arriving, or that the role has not taken yet
 LEAST_KEPT_BYTES = 1 << 20  # smaller blocks are allocated fresh
 KEPT_SECONDS = 3.0  # pushes of a round come together; between rounds the memory is given back
@@ -386,23 +392,22 @@ class Incoming:
       is let in whatever its size if there is no other.
     buffers: for payloads.
     check: raises `MalformedMessage` if a header may not come from this peer.
+    wake: called when there is room again: connections may wait for it.
   """
 
-  def __init__(
-    self, streams: int, run: RunIdentity, buffers: BufferPool, check: Callable[[bytes], object]
-  ):
+  def __init__(self, streams: int, run: RunIdentity, buffers: BufferPool, check: Check, wake: Wake):
     self.bytes = 0  # of all messages that have begun to arrive and are not taken
-    self._streams, self._run, self._buffers, self._check = streams, run, buffers, check
+    self._streams, self._run, self._buffers = streams, run, buffers
+    self._check, self._wake = check, wake
     self._lock = threading.Lock()
     self._untaken = 0  # complete messages that the role has not taken
     self._whole = -1  # number of the newest complete message
     self._assemblies: dict[int, _Assembly] = {}  # by the message's number
     self._begun = -1  # number of the newest message that got room, or was refused
     self._under_way: list[_Assembly | None] = [None] * streams  # message that each is receiving
-    self._full: set[FrameSocket] = set()  # connections that wait for room
 
-  def room(self, stream: int, frame: Bulk, size: int, wire: FrameSocket) -> memoryview | None:
-    """Memory for this stream's part, `size` bytes; None: `wire` is resumed when there is room.
+  def room(self, stream: int, frame: Bulk, size: int) -> memoryview | None:
+    """Memory for this stream's part, `size` bytes; None: there is no room until `wake` is called.
 
     Raises:
       MalformedMessage: the part does not fit, or the message's header is wrong.
@@ -419,7 +424,6 @@ class Incoming:
         if frame.number <= self._begun:
           raise Forget
         if not self._has_room(frame):
-          self._full.add(wire)
           return None
         assembly = self._begin(frame)
       elif frame.total != len(assembly.payload):
@@ -478,8 +482,3 @@ class Incoming:
       self.bytes -= size
       self._untaken -= 1
       self._wake()
-
-  def _wake(self) -> None:
-    full, self._full = self._full, set()
-    for wire in full:
-      wire.wake()

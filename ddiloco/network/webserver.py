@@ -145,7 +145,7 @@ class WebServer(socketserver.ThreadingTCPServer):
       super().handle_error(request, client_address)
 
 
-class _Reader(io.RawIOBase):
+class _RequestReader(io.RawIOBase):
   """What a client sends: all of it within `REQUEST_SECONDS`, and not more than a request may have.
 
   Raises:
@@ -178,7 +178,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
   def setup(self) -> None:
     super().setup()
     self.rfile.close()
-    self.rfile = io.BufferedReader(_Reader(self.connection))
+    self.rfile = io.BufferedReader(_RequestReader(self.connection))
 
   def do_GET(self) -> None:
     self._serve(b"")

@@ -38,7 +38,8 @@ class PatientSaver(Saver):
     self.commits: list[tuple] = []
     super().__init__(*arguments)
 
-  busy = False  # the next snapshot begins whether or not this one is written
+  # The next snapshot begins whether or not this one is written.
+  busy = property(lambda saver: False, lambda saver, busy: None)
 
   def commit_when_complete(self, *arguments) -> Job:
     self.commits.append(arguments)

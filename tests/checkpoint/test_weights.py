@@ -111,6 +111,12 @@ def test_saving_again_replaces(path):
   assert [p.name for p in path.parent.iterdir()] == [path.name], "nothing half-written stays"
 
 
+def test_a_name_like_a_pattern_leaves_no_old_checkpoint_behind(tmp_path):
+  for seed in range(3):
+    weights.save(tmp_path / "result[1]", params(seed))
+  assert [p.name for p in tmp_path.iterdir()] == ["result[1]"]
+
+
 def test_a_relative_path_is_taken_from_here(path, monkeypatch):
   monkeypatch.chdir(path.parent)
   weights.save(path.name, params())

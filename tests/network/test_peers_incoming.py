@@ -21,27 +21,31 @@ from ddiloco.protocol.messages import MalformedMessage
 RUN = RunIdentity("run", "plan", max_payload_bytes=1000, queue_bytes=1500)
 
 
-class Wire:
-  woken = 0
-
-  def wake(self) -> None:
-    self.woken += 1
-
-
 def check(header: bytes) -> None:
   if header == b"bad":
     raise MalformedMessage("not from here")
 
 
-def incoming(streams: int = 2, run: RunIdentity = RUN) -> Incoming:
-  return Incoming(streams, run, BufferPool(), check)
+class Box(Incoming):
+  """One that counts how often it says that there is room."""
+
+  def __init__(self, streams: int, run: RunIdentity):
+    super().__init__(streams, run, BufferPool(), check, self.wake)
+    self.woken = 0
+
+  def wake(self) -> None:
+    self.woken += 1
 
 
-def part(box: Incoming, stream: int, number: int, total: int = 100, wire=None, header=b"h"):
+def incoming(streams: int = 2, run: RunIdentity = RUN) -> Box:
+  return Box(streams, run)
+
+
+def part(box: Incoming, stream: int, number: int, total: int = 100, header=b"h"):
   """A stream's part comes; what is whole now, or "no room"."""
   place = frames.part(stream, box._streams, total)
   bulk = frames.Bulk(number, total, header)
-  memory = box.room(stream, bulk, place.stop - place.start, wire or Wire())
+  memory = box.room(stream, bulk, place.stop - place.start)
   if memory is None:
     return "no room"
   memory[:] = bytes((number + k) % 256 for k in range(total))[place]
@@ -65,11 +69,11 @@ def test_one_that_lacks_the_part_of_a_stream_that_is_past_it_is_lost_and_holds_u
 
 
 def test_what_a_peer_began_to_send_and_never_ends_is_forgotten():
-  box, waiting = incoming(run=RunIdentity("run", "plan", 1000, queue_bytes=250)), Wire()
+  box = incoming(run=RunIdentity("run", "plan", 1000, queue_bytes=250))
   assert part(box, 0, 0) is part(box, 0, 1) is None
-  assert part(box, 0, 2, wire=waiting) == "no room"
+  assert part(box, 0, 2) == "no room" and not box.woken
   box.forget()
-  assert box.bytes == 0 and waiting.woken
+  assert box.bytes == 0 and box.woken
   assert part(box, 1, 1) is part(box, 0, 2) is None, "of what was forgotten nothing comes out"
   assert part(box, 1, 2)[1][0] == 2
 
@@ -77,14 +81,14 @@ def test_what_a_peer_began_to_send_and_never_ends_is_forgotten():
 def test_a_part_that_broke_off_comes_again_from_its_beginning():
   box = incoming()
   part(box, 0, 0)
-  box.room(1, frames.Bulk(0, 100, b"h"), 50, Wire())[:10] = bytes(10)
+  box.room(1, frames.Bulk(0, 100, b"h"), 50)[:10] = bytes(10)
   assert bytes(part(box, 1, 0)[1]) == bytes(range(100))
 
 
 def test_what_was_forgotten_while_it_arrived_is_no_part_of_what_comes_again():
   box = incoming()
   frame = frames.Bulk(0, 100, b"h")
-  memory = box.room(0, frame, 50, Wire())
+  memory = box.room(0, frame, 50)
   box.forget()
   assert part(box, 1, 0) is None
   memory[:] = bytes(50)
@@ -106,20 +110,20 @@ def test_what_is_whole_does_not_arrive_twice(streams):
 
 
 def test_what_has_no_room_waits_until_something_is_taken():
-  box, wire = incoming(1), Wire()
-  assert part(box, 0, 0, 900) and part(box, 0, 1, 900, wire) == "no room" and not wire.woken
+  box = incoming(1)
+  assert part(box, 0, 0, 900) and part(box, 0, 1, 900) == "no room" and not box.woken
   box.taken(901)
-  assert wire.woken == 1 and part(box, 0, 1, 900, wire)
+  assert box.woken == 1 and part(box, 0, 1, 900)
   box = incoming(1, RunIdentity("run", "plan", 1000, queue_bytes=10))
   assert part(box, 0, 0, 900), "one is let in whatever its size"
 
 
 def test_a_lost_message_makes_room_for_those_that_wait():
-  box, wire = incoming(2), Wire()
+  box = incoming(2)
   part(box, 0, 0, 900)
-  assert part(box, 0, 1, 900, wire) == "no room"
+  assert part(box, 0, 1, 900) == "no room"
   assert part(box, 1, 1, 900) is None, "stream 1 has lost its part of 0"
-  assert wire.woken == 1 and part(box, 0, 1, 900)
+  assert box.woken == 1 and part(box, 0, 1, 900)
 
 
 def test_what_another_stream_is_past_takes_no_room_from_what_can_be_whole():
@@ -141,7 +145,7 @@ def test_headers_that_are_not_let_in_take_no_memory():
 def test_a_connection_of_the_session_before_says_nothing_to_this_one():
   peer = Peer("syncer-0", RUN, 1, types.SimpleNamespace(buffers=BufferPool()), url="tcp://there")
   peer.meet(frames.Greeting("run", "plan", "syncer-0", 1, b"session1", 1))
-  before, now = Wire(), Wire()
+  before, now = object(), object()
   peer.bulk[0].wire = now
   with pytest.raises(Forget):
     peer.bulk[0].room(before, frames.Bulk(0, 100, b"h"), 100)
@@ -163,7 +167,7 @@ def test_what_may_not_come_is_said_once_and_takes_no_memory(total, header, why):
 @pytest.mark.parametrize("size", [0, 49, 51, 100])
 def test_a_part_of_another_size_is_malformed(size):
   with pytest.raises(MalformedMessage, match="are no part 1 of 100"):
-    incoming().room(1, frames.Bulk(0, 100, b"h"), size, Wire())
+    incoming().room(1, frames.Bulk(0, 100, b"h"), size)
 
 
 def test_streams_that_disagree_on_the_total_are_malformed():
