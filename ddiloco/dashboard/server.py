@@ -36,6 +36,7 @@ from ddiloco.network.webserver import Answer, Health, Request, WebServer, parse_
 from ddiloco.observe.eventlog import Follower, Warnings
 from ddiloco.observe.guards import ended
 from ddiloco.observe.run_state import RunState
+from ddiloco.protocol.events import parse_role
 from ddiloco.workdir import STARTED, outcome, run_name, saved_config
 
 # --- Which requests are answered: checks of host, token and origin. Pure functions of a request
@@ -177,10 +178,10 @@ class RunFollower:
 
   def has(self, role: str) -> bool:
     """Whether the run has this role, "learner-2" or "syncer-0"."""
-    kind, _, number = role.partition("-")
+    kind, number = parse_role(role)
     with self._lock:
       members = {"learner": self._run.islands, "syncer": self._run.shards}
-      return number.isdecimal() and int(number) in members.get(kind, {})
+      return number in members.get(kind, {})
 
   def _make(self) -> dict[str, Any]:
     run, started = self._run, self._started
