@@ -16,7 +16,7 @@ from typing import TypeVar
 from ddiloco.config import Config
 from ddiloco.observe.goodput import Ledger
 from ddiloco.observe.guards import warn
-from ddiloco.observe.history import Curves, Heat, Rounds, TrafficTotals, UsualRate
+from ddiloco.observe.history import Curves, Heat, Rounds, TrafficTotals
 from ddiloco.observe.islands import (
   DOWN,
   OUTER_GRADIENTS,
@@ -85,7 +85,6 @@ class RunState:
     self.ledger, self.tracks, self.kills = Ledger(), Tracks(), Kills()
     self.rounds, self.traffic, self.curves = Rounds(), TrafficTotals(), Curves()
     self.heat, self.rejoins = Heat(), Rejoins()
-    self.usual_rates: dict[int, UsualRate] = {}  # by learner
     self.hangs: deque[events.Hung] = deque(maxlen=RECENT_HANGS)  # the newest
     self.num_hangs = 0  # ever
     if config is not None:
@@ -183,17 +182,9 @@ class RunState:
     return speed((i, i.tokens_per_second) for i in islands if i.state_at(time) == "running")
 
   @property
-  def usual_speeds(self) -> dict[int, Speed]:
-    """The usual speed of every island on the chips that it had last."""
-    return {m: speed([(each, self._usual_rate(m))]) for m, each in sorted(self.islands.items())}
-
-  def _usual_rate(self, m: int) -> float:
-    return self.usual_rates[m].tokens_per_second if m in self.usual_rates else math.nan
-
-  @property
   def usual_speed(self) -> Speed:
     """The speed of all islands together, if each trains as usual."""
-    return speed((island, self._usual_rate(m)) for m, island in self.islands.items())
+    return speed((each, each.usual.tokens_per_second) for each in self.islands.values())
 
   def seconds_left(self, time: float) -> float:
     """Seconds to the end at the pace since the first step, of this start if the run was killed and
@@ -291,10 +282,7 @@ class RunState:
     self.num_shards = max(self.num_shards, s + 1)
 
   def _learner_started(self, event: events.Started, m: int) -> None:
-    island = self._island(m, event.time, "joining")
-    if (event.devices, event.device_kind) != (island.chips, island.chip_kind):
-      self.usual_rates[m] = UsualRate()
-    island.start(event)
+    self._island(m, event.time, "joining").start(event)
 
   def _learner_joined(self, event: events.Joined, m: int) -> None:
     island = self._island(m, event.time, "running")
@@ -335,7 +323,7 @@ class RunState:
       if not math.isfinite(event.loss) and not island.diverged:
         self._note(event, f"island {m}: its loss is {event.loss}", "bad")
       island.loss, island.diverged = event.loss, not math.isfinite(event.loss)
-    self.usual_rates.setdefault(m, UsualRate()).add(event)
+    island.usual.add(event)
     island.life_tokens = event.step * event.tokens
     if not self.num_shards:
       self._before.setdefault(m, island.life_tokens - event.tokens)
