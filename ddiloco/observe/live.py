@@ -88,18 +88,18 @@ def _losses(view: RunState) -> str:
 
 
 def _header(view: RunState, now: float) -> Text:
-  text = Text(no_wrap=True, overflow="ellipsis")
-  text.append(view.name or "ddiloco", style="bold")
-  text.append(f"   {clock_time(now)} elapsed", style="default")
-  if view.finished:
-    text.append(f"   {view.finished}", style="bold green")
-  else:
-    text.append(f"   {clock_time(view.seconds_left(now))} left")
-  text.append("   held-out loss ")
-  text.append(_losses(view), style="bold")
-  if speed := view.speed(now).text():
-    text.append(f"   {speed}", style="dim")
-  return text
+  left = f"   {clock_time(view.seconds_left(now))} left"
+  speed = view.speed(now).text()
+  return Text.assemble(
+    (view.name or "ddiloco", "bold"),
+    f"   {clock_time(now)} elapsed",
+    (f"   {view.finished}", "bold green") if view.finished else left,
+    "   held-out loss ",
+    (_losses(view), "bold"),
+    (f"   {speed}" if speed else "", "dim"),
+    no_wrap=True,
+    overflow="ellipsis",
+  )
 
 
 def _progress(view: RunState) -> Table:
