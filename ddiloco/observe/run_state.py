@@ -43,6 +43,7 @@ LEAST_ROUNDS = 4  # for that: or as many as fragments if these are more, at most
 SHOWN_REASONS = 4
 KNOWN_ROUNDS = 256  # of a fragment, to which a restored shard may go back
 NOTED_COMPILE_SECONDS = 0.5
+_FREQUENT = {events.Step, events.CopyOut, events.Push, events.Stage, events.Apply, events.Commit}
 _OWN = {"learner": "learner", "syncer": "shard"}  # kind of role: how handlers are called
 
 M = TypeVar("M", IslandState, ShardState)
@@ -107,11 +108,12 @@ class RunState:
     self._before_this, self.time = self.time, max(self.time, event.time)
     self.num_events += 1
     self.kinds[type(event)] += 1
-    self._note(event, *note_of(event))
-    if handler := getattr(self, f"_on_{event.kind}", None):
+    if said := note_of(event):
+      self._note(event, *said)
+    kind, (role, number) = event.kind, parse_role(event.role)
+    if handler := getattr(self, f"_on_{kind}", None):
       handler(event)
-    kind, number = parse_role(event.role)
-    if number >= 0 and (handler := getattr(self, f"_{_OWN.get(kind)}_{event.kind}", None)):
+    if number >= 0 and (handler := getattr(self, f"_{_OWN.get(role)}_{kind}", None)):
       handler(event, number)
     self.kills.add(event)
     self.ledger.take(event)
@@ -199,11 +201,15 @@ class RunState:
 
   def _island(self, m: int, time: float, state: str = "") -> IslandState:
     """The island, which is known from `time` on; and then in this state, if one is given."""
-    return self._member(self.islands.setdefault(m, IslandState()), f"learner-{m}", time, state)
+    if m not in self.islands:
+      self.islands[m] = IslandState()
+    return self._member(self.islands[m], f"learner-{m}", time, state)
 
   def _shard(self, s: int, time: float, state: str = "") -> ShardState:
     """The same for a shard."""
-    return self._member(self.shards.setdefault(s, ShardState()), f"syncer-{s}", time, state)
+    if s not in self.shards:
+      self.shards[s] = ShardState()
+    return self._member(self.shards[s], f"syncer-{s}", time, state)
 
   def _member(self, member: M, role: str, time: float, state: str) -> M:
     self.tracks.begin(role, time, member)
@@ -221,9 +227,9 @@ class RunState:
     elif kind == "syncer" and number >= 0:
       self._shard(number, time, state)
 
-  def _note(self, event: Event, text: str = "", tone: str = "") -> None:
+  def _note(self, event: Event, text: str, tone: str) -> None:
     since = event.time - NOTE_SECONDS
-    if text and not any(each.text == text and each.time > since for each in self.log_events):
+    if not any(each.text == text and each.time > since for each in self.log_events):
       self.log_events.append(LogEvent(event.time, text, tone))
       self.num_log_events += 1
 
@@ -452,8 +458,8 @@ class RunState:
 
 def note_of(event: Event) -> tuple[str, str] | tuple[()]:
   """What is noted of an event whatever the state of the run, and its tone; of most nothing."""
-  if isinstance(event, events.Step | events.CopyOut | events.Stage | events.Apply | events.Commit):
-    return ()  # most lines of a log
+  if type(event) in _FREQUENT:
+    return ()
   who = role_name(getattr(event, "target", event.role))
   match event:
     case events.Joined() if event.role.startswith("learner"):
