@@ -122,20 +122,7 @@ def to_line(event: Event, begins: bool = False) -> bytes:
   """One line of a log, with its newline; `begins`: the first of an incarnation says the format."""
   if begins:
     event = msgspec.structs.replace(event, format=events.LOG_FORMAT)
-  try:
-    return events.encode(event) + b"\n"
-  except UnicodeEncodeError:  # a text with a lone surrogate, as from a path that is not UTF-8
-    fields = {name: _escaped(value) for name, value in msgspec.structs.asdict(event).items()}
-    return events.encode(type(event)(**fields)) + b"\n"
-
-
-def _escaped(value: Any) -> Any:
-  """A copy whose strings can be encoded as UTF-8."""
-  if isinstance(value, str):
-    return value.encode(errors="backslashreplace").decode()
-  if isinstance(value, dict):
-    return {_escaped(key): _escaped(each) for key, each in value.items()}
-  return [_escaped(each) for each in value] if isinstance(value, list | tuple) else value
+  return events.encode(event) + b"\n"
 
 
 Listener = Callable[[Event], None]
@@ -287,8 +274,14 @@ class Recorder:
     return file
 
 
-class NullRecorder(Records):
+class NullRecorder:
   """Records nothing; for tests and for code that runs without a workdir."""
+
+  def record(self, event: Event) -> None:
+    """Forgets the event."""
+
+  def flush(self) -> None:
+    """Nothing to wait for."""
 
 
 class EventLog(list[Event]):

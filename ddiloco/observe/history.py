@@ -5,19 +5,15 @@ Curves, bytes of links, the heat map of step times, and rounds.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
-import itertools
 import math
 import re
-import statistics
-from array import array
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ddiloco.config import SyncConfig
-from ddiloco.observe.islands import DOWN, IslandState, outer_gradients, role_name
+from ddiloco.observe.islands import DOWN, IslandState, Median, outer_gradients, role_name
 from ddiloco.observe.style import rounded
 from ddiloco.protocol import events, rules
 from ddiloco.protocol.events import Event, Step, parse_role
@@ -120,60 +116,6 @@ class Thinned:
     """The items that are kept, and always the newest."""
     newest = self.count and (self.count - 1) % self.stride
     return [*self._kept, self._last] if newest else list(self._kept)
-
-
-class Median:
-  """The median of positive numbers: exact for few numbers, within a thousandth for many."""
-
-  EXACT = 512
-  PER_E_FOLD = 1000.0  # classes of equal ratio
-
-  def __init__(self) -> None:
-    self._few: array | None = array("d")
-    self._classes: Counter[int] = Counter()
-
-  def add(self, value: float) -> None:
-    """Adds a number; a number that is not finite or not positive is left out."""
-    if not 0 < value < math.inf:
-      return
-    if self._few is None:
-      self._classes[round(self.PER_E_FOLD * math.log(value))] += 1
-      return
-    self._few.append(value)
-    if len(self._few) > self.EXACT:
-      few, self._few = self._few, None
-      for each in few:
-        self.add(each)
-
-  @property
-  def value(self) -> float:
-    """The median; NaN without numbers."""
-    if self._few is not None:
-      return statistics.median(self._few) if self._few else math.nan
-    classes = sorted(self._classes)
-    counts = list(itertools.accumulate(self._classes[each] for each in classes))
-    middle = classes[bisect.bisect_left(counts, counts[-1] / 2)]
-    return math.exp(middle / self.PER_E_FOLD)
-
-
-class UsualRate:
-  """Of an island on its present chips: tokens a step over its median step-to-step time."""
-
-  def __init__(self) -> None:
-    self._steps = self._tokens = 0
-    self._gaps = Median()
-
-  def add(self, event: Step) -> None:
-    """Takes a step; the first step of an island, which compiles, has no say in its time."""
-    self._steps, self._tokens = self._steps + 1, self._tokens + event.tokens
-    if event.step > 1:
-      self._gaps.add(event.gap_seconds)
-
-  @property
-  def tokens_per_second(self) -> float:
-    """NaN before the second step."""
-    usual = self._gaps.value
-    return self._tokens / self._steps / usual if self._steps and usual > 0 else math.nan
 
 
 MOST_GAPS = 64  # times without any training that a step logged late may still fill

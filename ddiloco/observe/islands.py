@@ -5,9 +5,13 @@ And how islands that died came back, in named phases.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import itertools
 import math
-from collections import deque
+import statistics
+from array import array
+from collections import Counter, deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,6 +32,60 @@ def outer_gradients(commit: events.Commit) -> dict[str, float]:
   """The values of `OUTER_GRADIENTS` that this commit has."""
   found = {name: getattr(commit, name) for name in OUTER_GRADIENTS}
   return {name: value for name, value in found.items() if value is not None}
+
+
+class Median:
+  """The median of positive numbers: exact for few numbers, within a thousandth for many."""
+
+  EXACT = 512
+  PER_E_FOLD = 1000.0  # classes of equal ratio
+
+  def __init__(self) -> None:
+    self._few: array | None = array("d")
+    self._classes: Counter[int] = Counter()
+
+  def add(self, value: float) -> None:
+    """Adds a number; a number that is not finite or not positive is left out."""
+    if not 0 < value < math.inf:
+      return
+    if self._few is None:
+      self._classes[round(self.PER_E_FOLD * math.log(value))] += 1
+      return
+    self._few.append(value)
+    if len(self._few) > self.EXACT:
+      few, self._few = self._few, None
+      for each in few:
+        self.add(each)
+
+  @property
+  def value(self) -> float:
+    """The median; NaN without numbers."""
+    if self._few is not None:
+      return statistics.median(self._few) if self._few else math.nan
+    classes = sorted(self._classes)
+    counts = list(itertools.accumulate(self._classes[each] for each in classes))
+    middle = classes[bisect.bisect_left(counts, counts[-1] / 2)]
+    return math.exp(middle / self.PER_E_FOLD)
+
+
+class UsualRate:
+  """Of an island on its present chips: tokens a step over its median step-to-step time."""
+
+  def __init__(self) -> None:
+    self._steps = self._tokens = 0
+    self._gaps = Median()
+
+  def add(self, event: events.Step) -> None:
+    """Takes a step; the first step of an island, which compiles, has no say in its time."""
+    self._steps, self._tokens = self._steps + 1, self._tokens + event.tokens
+    if event.step > 1:
+      self._gaps.add(event.gap_seconds)
+
+  @property
+  def tokens_per_second(self) -> float:
+    """NaN before the second step."""
+    usual = self._gaps.value
+    return self._tokens / self._steps / usual if self._steps and usual > 0 else math.nan
 
 
 STALL_STEPS = 10.0  # stalled: silent for so many of its step times, at least for STALL_SECONDS
@@ -87,6 +145,7 @@ class IslandState(MemberState):
   died: float = -math.inf  # when it was last known to be dead
   returning: bool = False  # was down and has not been merged since
   versions: dict[int, int] = dataclasses.field(default_factory=dict)  # its version of each fragment
+  usual: UsualRate = dataclasses.field(default_factory=UsualRate)
 
   def live(self, incarnation: int) -> bool:
     """Whether this is the newest incarnation; counts it as a new life if it is new."""
@@ -98,6 +157,8 @@ class IslandState(MemberState):
     """A new incarnation starts, on these devices; no version of a fragment is known of it yet."""
     self.live(event.incarnation)
     self.step, self.tokens_per_second, self.step_time, self.versions = 0, math.nan, math.nan, {}
+    if (event.devices, event.device_kind) != (self.chips, self.chip_kind):
+      self.usual = UsualRate()
     self.chip_kind = event.device_kind
     self.chips, self.flops_per_token = event.devices, event.flops_per_token
     self.chip_kinds |= {event.device_kind: None} if event.device_kind else {}
@@ -107,6 +168,11 @@ class IslandState(MemberState):
   def speed(self) -> Speed:
     """The speed of this island now."""
     return speed([(self, self.tokens_per_second)])
+
+  @property
+  def usual_speed(self) -> Speed:
+    """Its usual speed on the chips that it had last."""
+    return speed([(self, self.usual.tokens_per_second)])
 
   @property
   def participation(self) -> float:

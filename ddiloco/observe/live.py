@@ -88,18 +88,18 @@ def _losses(view: RunState) -> str:
 
 
 def _header(view: RunState, now: float) -> Text:
-  text = Text(no_wrap=True, overflow="ellipsis")
-  text.append(view.name or "ddiloco", style="bold")
-  text.append(f"   {clock_time(now)} elapsed", style="default")
-  if view.finished:
-    text.append(f"   {view.finished}", style="bold green")
-  else:
-    text.append(f"   {clock_time(view.seconds_left(now))} left")
-  text.append("   held-out loss ")
-  text.append(_losses(view), style="bold")
-  if speed := view.speed(now).text():
-    text.append(f"   {speed}", style="dim")
-  return text
+  left = f"   {clock_time(view.seconds_left(now))} left"
+  speed = view.speed(now).text()
+  return Text.assemble(
+    (view.name or "ddiloco", "bold"),
+    f"   {clock_time(now)} elapsed",
+    (f"   {view.finished}", "bold green") if view.finished else left,
+    "   held-out loss ",
+    (_losses(view), "bold"),
+    (f"   {speed}" if speed else "", "dim"),
+    no_wrap=True,
+    overflow="ellipsis",
+  )
 
 
 def _progress(view: RunState) -> Table:
@@ -276,24 +276,20 @@ def scalars(event: Event, started: Started | None = None) -> tuple[int, dict[str
   `Started` event of the learner's incarnation; its devices and FLOPs give a step's speed and MFU.
   """
   if isinstance(event, Step):
-    measured = {  # None for most steps: these values are fetched late
-      "loss": event.loss,
-      "learning_rate": event.learning_rate,
-      "grad_norm": event.grad_norm,
-    }
-    seconds = event.seconds
-    rate = event.tokens / seconds if seconds > 0 else 0.0
+    rate = event.tokens / event.seconds if event.seconds > 0 else 0.0
     island = IslandState()
     if started is not None:
       island.start(started)
-    fast = speed([(island, rate)])
-    known = {"train/tokens_per_second_per_chip": fast.per_chip, "train/mfu": fast.mfu}
-    return event.global_step, {
-      "train/tokens_per_second": rate,
-      **{tag: value for tag, value in known.items() if math.isfinite(value)},
-      "train/step_seconds": seconds,
-      **{f"train/{name}": value for name, value in measured.items() if value is not None},
+    values = {
+      "tokens_per_second": rate,
+      **speed([(island, rate)]).as_json(),
+      "step_seconds": event.seconds,
+      "loss": event.loss,  # None for most steps, as the two below: they are fetched late
+      "learning_rate": event.learning_rate,
+      "grad_norm": event.grad_norm,
     }
+    known = {f"train/{name}": value for name, value in values.items() if value is not None}
+    return event.global_step, known
   if isinstance(event, Commit):
     took_part = len(event.participants)
     known = took_part + len(event.rejected) + len(event.missing)

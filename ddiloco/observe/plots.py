@@ -207,9 +207,7 @@ def participation_figure(run: RunState) -> Figure:
   rows.set_yticks(range(len(learners)), [f"island {m}" for m in learners])
   rows.set_ylim(len(learners) - 0.4, -0.6)
   rows.grid(False)
-  rows.tick_params(axis="y", length=0)
-  rows.tick_params(axis="x", labelbottom=False)
-  rows.tick_params(axis="x", length=0)
+  rows.tick_params(length=0, labelbottom=False)
   rows.spines[["left", "bottom"]].set_visible(False)
   place = {"ha": "right", "va": "top", "color": "#555555", "transform": rows.transAxes}
   rows.text(1.055, 0.0, "share of all commits", **place)

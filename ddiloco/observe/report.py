@@ -120,7 +120,6 @@ def _account(account: Goodput) -> dict[str, Any]:
 
 
 def _learners(run: RunState) -> dict[str, Any]:
-  speeds = run.usual_speeds
   return {
     str(m): {
       "lives": island.lives,
@@ -130,7 +129,7 @@ def _learners(run: RunState) -> dict[str, Any]:
       "tokens": island.tokens,
       "loss": rounded(island.loss),
       "median_step_gap_seconds": rounded(run.kills.medians[m].value),
-      **speeds[m].as_json(),
+      **island.usual_speed.as_json(),
       "refused_pushes": island.refused,
     }
     for m, island in sorted(run.islands.items())

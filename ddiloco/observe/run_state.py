@@ -16,7 +16,7 @@ from typing import TypeVar
 from ddiloco.config import Config
 from ddiloco.observe.goodput import Ledger
 from ddiloco.observe.guards import warn
-from ddiloco.observe.history import Curves, Heat, Rounds, TrafficTotals, UsualRate
+from ddiloco.observe.history import Curves, Heat, Rounds, TrafficTotals
 from ddiloco.observe.islands import (
   DOWN,
   OUTER_GRADIENTS,
@@ -43,6 +43,7 @@ LEAST_ROUNDS = 4  # for that: or as many as fragments if these are more, at most
 SHOWN_REASONS = 4
 KNOWN_ROUNDS = 256  # of a fragment, to which a restored shard may go back
 NOTED_COMPILE_SECONDS = 0.5
+_FREQUENT = {events.Step, events.CopyOut, events.Push, events.Stage, events.Apply, events.Commit}
 _OWN = {"learner": "learner", "syncer": "shard"}  # kind of role: how handlers are called
 
 M = TypeVar("M", IslandState, ShardState)
@@ -85,7 +86,6 @@ class RunState:
     self.ledger, self.tracks, self.kills = Ledger(), Tracks(), Kills()
     self.rounds, self.traffic, self.curves = Rounds(), TrafficTotals(), Curves()
     self.heat, self.rejoins = Heat(), Rejoins()
-    self.usual_rates: dict[int, UsualRate] = {}  # by learner
     self.hangs: deque[events.Hung] = deque(maxlen=RECENT_HANGS)  # the newest
     self.num_hangs = 0  # ever
     if config is not None:
@@ -108,11 +108,12 @@ class RunState:
     self._before_this, self.time = self.time, max(self.time, event.time)
     self.num_events += 1
     self.kinds[type(event)] += 1
-    self._note(event, *note_of(event))
-    if handler := getattr(self, f"_on_{event.kind}", None):
+    if said := note_of(event):
+      self._note(event, *said)
+    kind, (role, number) = event.kind, parse_role(event.role)
+    if handler := getattr(self, f"_on_{kind}", None):
       handler(event)
-    kind, number = parse_role(event.role)
-    if number >= 0 and (handler := getattr(self, f"_{_OWN.get(kind)}_{event.kind}", None)):
+    if number >= 0 and (handler := getattr(self, f"_{_OWN.get(role)}_{kind}", None)):
       handler(event, number)
     self.kills.add(event)
     self.ledger.take(event)
@@ -183,17 +184,9 @@ class RunState:
     return speed((i, i.tokens_per_second) for i in islands if i.state_at(time) == "running")
 
   @property
-  def usual_speeds(self) -> dict[int, Speed]:
-    """The usual speed of every island on the chips that it had last."""
-    return {m: speed([(each, self._usual_rate(m))]) for m, each in sorted(self.islands.items())}
-
-  def _usual_rate(self, m: int) -> float:
-    return self.usual_rates[m].tokens_per_second if m in self.usual_rates else math.nan
-
-  @property
   def usual_speed(self) -> Speed:
     """The speed of all islands together, if each trains as usual."""
-    return speed((island, self._usual_rate(m)) for m, island in self.islands.items())
+    return speed((each, each.usual.tokens_per_second) for each in self.islands.values())
 
   def seconds_left(self, time: float) -> float:
     """Seconds to the end at the pace since the first step, of this start if the run was killed and
@@ -208,11 +201,15 @@ class RunState:
 
   def _island(self, m: int, time: float, state: str = "") -> IslandState:
     """The island, which is known from `time` on; and then in this state, if one is given."""
-    return self._member(self.islands.setdefault(m, IslandState()), f"learner-{m}", time, state)
+    if m not in self.islands:
+      self.islands[m] = IslandState()
+    return self._member(self.islands[m], f"learner-{m}", time, state)
 
   def _shard(self, s: int, time: float, state: str = "") -> ShardState:
     """The same for a shard."""
-    return self._member(self.shards.setdefault(s, ShardState()), f"syncer-{s}", time, state)
+    if s not in self.shards:
+      self.shards[s] = ShardState()
+    return self._member(self.shards[s], f"syncer-{s}", time, state)
 
   def _member(self, member: M, role: str, time: float, state: str) -> M:
     self.tracks.begin(role, time, member)
@@ -230,9 +227,9 @@ class RunState:
     elif kind == "syncer" and number >= 0:
       self._shard(number, time, state)
 
-  def _note(self, event: Event, text: str = "", tone: str = "") -> None:
+  def _note(self, event: Event, text: str, tone: str) -> None:
     since = event.time - NOTE_SECONDS
-    if text and not any(each.text == text and each.time > since for each in self.log_events):
+    if not any(each.text == text and each.time > since for each in self.log_events):
       self.log_events.append(LogEvent(event.time, text, tone))
       self.num_log_events += 1
 
@@ -291,10 +288,7 @@ class RunState:
     self.num_shards = max(self.num_shards, s + 1)
 
   def _learner_started(self, event: events.Started, m: int) -> None:
-    island = self._island(m, event.time, "joining")
-    if (event.devices, event.device_kind) != (island.chips, island.chip_kind):
-      self.usual_rates[m] = UsualRate()
-    island.start(event)
+    self._island(m, event.time, "joining").start(event)
 
   def _learner_joined(self, event: events.Joined, m: int) -> None:
     island = self._island(m, event.time, "running")
@@ -335,7 +329,7 @@ class RunState:
       if not math.isfinite(event.loss) and not island.diverged:
         self._note(event, f"island {m}: its loss is {event.loss}", "bad")
       island.loss, island.diverged = event.loss, not math.isfinite(event.loss)
-    self.usual_rates.setdefault(m, UsualRate()).add(event)
+    island.usual.add(event)
     island.life_tokens = event.step * event.tokens
     if not self.num_shards:
       self._before.setdefault(m, island.life_tokens - event.tokens)
@@ -464,8 +458,8 @@ class RunState:
 
 def note_of(event: Event) -> tuple[str, str] | tuple[()]:
   """What is noted of an event whatever the state of the run, and its tone; of most nothing."""
-  if isinstance(event, events.Step | events.CopyOut | events.Stage | events.Apply | events.Commit):
-    return ()  # most lines of a log
+  if type(event) in _FREQUENT:
+    return ()
   who = role_name(getattr(event, "target", event.role))
   match event:
     case events.Joined() if event.role.startswith("learner"):

@@ -177,9 +177,8 @@ class Step(Event, frozen=True, kw_only=True):
   seconds: float  # of the step alone
   gap_seconds: float  # since the step before it ended
   blocked_seconds: float = 0.0  # of these, spent waiting for a shard
-  schedule_step: int | None = (
-    None  # that set the learning rate; None: the global step before this step
-  )
+  # The step that set the learning rate; None: the global step before this step.
+  schedule_step: int | None = None
   rate_scale: float = 1.0
   loss: float | None = None  # nats per token; not for every step, since reading it blocks
   load_balance: float | None = None  # of mixtures of experts
@@ -514,7 +513,10 @@ _decoder = msgspec.json.Decoder(_AnyEvent)
 
 def encode(event: Event) -> bytes:
   """The event's line, without its newline."""
-  line = _encoder.encode(event)
+  try:
+    line = _encoder.encode(event)
+  except UnicodeEncodeError:  # a text with a lone surrogate, as from a path that is not UTF-8
+    line = b"null"
   if b"null" in line:  # a number that is not finite, or a text that says so
     line = _encoder.encode(finite(msgspec.to_builtins(event, enc_hook=_plain)))
   return line
@@ -558,15 +560,18 @@ def _odd(fields: Any, reason: str) -> Odd | None:
 
 
 def finite(value: Any) -> Any:
-  """A copy that JSON can hold: "nan", "inf" and "-inf" for numbers that are not finite."""
+  """A copy that JSON can hold: "nan", "inf" and "-inf" for numbers that are not finite, and escapes
+  in a text that is no Unicode."""
   if isinstance(value, dict):
-    return {str(key): finite(each) for key, each in value.items()}
+    return {finite(str(key)): finite(each) for key, each in value.items()}
   if isinstance(value, list | tuple):
     return [finite(each) for each in value]
-  if not isinstance(value, str | int | float | None):
+  if isinstance(value, str):
+    return value.encode(errors="backslashreplace").decode()
+  if not isinstance(value, int | float | None):
     value = _plain(value)
   if isinstance(value, float) and not math.isfinite(value):
-    return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    return str(value)
   return value
 
 

@@ -55,7 +55,7 @@ class Proof:
 
   def say(self, entry: Entry, text: str) -> None:
     """Adds a problem that this operation shows."""
-    self.problems.append(Problem(entry.role, entry.incarnation, entry.line, text))
+    self.problems.append(entry.problem(text))
 
   def add(self, version: Version) -> Version:
     """Notes a new version; returns it."""

@@ -78,6 +78,10 @@ class Entry:
   time: float  # seconds since the run started, by the role's own clock
   operation: Operation
 
+  def problem(self, text: str) -> Problem:
+    """A problem that this line shows."""
+    return Problem(self.role, self.incarnation, self.line, text)
+
 
 @dataclasses.dataclass(frozen=True)
 class Problem:

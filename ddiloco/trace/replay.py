@@ -87,8 +87,8 @@ class ReplayDiff:
       return
     loss = metrics["loss"]
     same = loss == op.loss or (math.isnan(loss) and math.isnan(op.loss))
-    text = f"{_where(entry)}: the loss of step {op.step} is {loss!r}, it was {op.loss!r}"
-    self.count("losses", entry.time, [] if same else [text], 1)
+    problem = entry.problem(f"the loss of step {op.step} is {loss!r}, it was {op.loss!r}")
+    self.count("losses", entry.time, [] if same else [str(problem)], 1)
 
   def saved(self, entry: Entry) -> Mapping[str, int]:
     """The saved digests of the state captured here; none if it was never saved."""
@@ -103,12 +103,8 @@ class ReplayDiff:
       mine = fingerprint(arrays[name])["crc32"] if name in arrays else "missing"
       if mine != saved[name]:
         text = f"{name} of snapshot {entry.operation.snapshot} is {mine}, {saved[name]} was saved"
-        differences.append(f"{_where(entry)}: {text}")
+        differences.append(str(entry.problem(text)))
     self.count("digests", entry.time, differences, len(saved))
-
-
-def _where(entry: Entry) -> str:
-  return f"{entry.role}, incarnation {entry.incarnation}, line {entry.line}"
 
 
 # --- The algebra ----------------------------------------------------------------------------------

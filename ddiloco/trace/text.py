@@ -15,7 +15,6 @@ from ddiloco.config import ConfigError
 from ddiloco.observe.eventlog import lines_of, logs_in
 from ddiloco.observe.style import MUTED, island_colour
 from ddiloco.protocol import events
-from ddiloco.protocol.events import Event
 from ddiloco.trace.check import check
 from ddiloco.trace.operations import INITIAL, Entry, Operation, Trace, read_logs
 from ddiloco.workdir import saved_config
@@ -27,11 +26,8 @@ def read_trace(workdir: str | os.PathLike[str]) -> Trace:
   Raises:
     ConfigError: a log is of another format.
   """
-  return read_logs({path.stem: _lines(path) for path in logs_in(workdir)})
-
-
-def _lines(path: Path) -> Iterator[Event | None]:
-  return map(events.decode, lines_of(path, 0, path.stat().st_size))
+  logs = {path: lines_of(path, 0, path.stat().st_size) for path in logs_in(workdir)}
+  return read_logs({path.stem: map(events.decode, lines) for path, lines in logs.items()})
 
 
 def in_order(trace: Trace, roles: Collection[str] = ()) -> Iterator[Entry]:

@@ -173,8 +173,8 @@ function readout(status, at) {
       share = status.curves.participation[number]?.[bin];
     const more = [
       state,
-      value ? `loss ${loss(value)}` : "",
-      typeof share === "number" ? `in ${percent(share)} of commits` : "",
+      typeof value === "number" && `loss ${loss(value)}`,
+      typeof share === "number" && `in ${percent(share)} of commits`,
     ];
     parts.push(" · ", html("b", null, lane.name), " ", more.filter(Boolean).join(", "));
   }

@@ -70,7 +70,8 @@ export const svg = (tag, attributes, ...children) =>
   make(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
 
 // Shapes of a picture. `more`: further attributes.
-export const line = (kind, x1, x2, y1, y2, more) => svg("line", { class: kind, x1, x2, y1, y2, ...more });
+export const line = (kind, x1, x2, y1, y2, more) =>
+  svg("line", { class: kind, x1, x2, y1, y2, ...more });
 export const label = (x, y, anchor, ...children) =>
   svg("text", { x, y, "text-anchor": anchor }, ...children);
 
@@ -86,7 +87,8 @@ export function table(items, columns) {
   const rows = items.map((item, i) =>
     html("tr", null, columns.map((column) => cell(column, item, i))),
   );
-  return html("table", null, html("thead", null, html("tr", null, head)), html("tbody", null, rows));
+  const top = html("thead", null, html("tr", null, head));
+  return html("table", null, top, html("tbody", null, rows));
 }
 
 /** A bar of colours: `parts` are [name, share, attributes], in order. */

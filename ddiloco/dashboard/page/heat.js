@@ -60,26 +60,22 @@ function colours() {
 }
 
 export function drawHeat(status) {
-  const heat = status.heat,
-    islands = status.islands,
-    box = byId("heat");
+  const { heat, islands } = status;
   const known = Object.values(heat.rows).some((row) => /[A-Zw]/.test(row));
   byId("heat-card").hidden = !known;
   if (!known) return;
   legend(heat);
   says(heat, islands);
-  const width = Math.max(260, box.clientWidth),
-    many = islands.length > 24;
+  const width = Math.max(260, byId("heat").clientWidth);
   const row = Math.max(1, Math.min(TALLEST, Math.floor(ROOM / islands.length)));
   const bins = Math.max(...Object.values(heat.rows).map((each) => each.length));
   const column = (width - LEFT - RIGHT) / Math.max(1, status.seconds / heat.width_seconds);
-  const layout = { heat, islands, width, row, bins, column, height: row * islands.length, many };
-  paint(byId("heat-canvas"), layout, status.seconds);
-  shown = layout;
+  shown = { heat, islands, width, row, bins, column, height: row * islands.length };
+  paint(byId("heat-canvas"), shown, status.seconds);
   moveTo(cursor);
 }
 
-function paint(canvas, { heat, islands, width, row, column, height, many }, seconds) {
+function paint(canvas, { heat, islands, width, row, column, height }, seconds) {
   const scale = window.devicePixelRatio || 1,
     draw = canvas.getContext("2d"),
     fill = colours();
@@ -107,16 +103,18 @@ function paint(canvas, { heat, islands, width, row, column, height, many }, seco
   draw.fillStyle = style.color;
   draw.font = `12px ${style.fontFamily}`;
   draw.textBaseline = "middle";
-  draw.textAlign = "right";
-  const every = many || row < 12 ? Math.ceil(islands.length / Math.max(1, Math.floor(height / 28))) : 1;
+  const write = (text, x, y, align) => {
+    draw.textAlign = align;
+    draw.fillText(text, x, y);
+  };
+  const most = Math.max(1, Math.floor(height / 28)); // names
+  const every = islands.length > 24 || row < 12 ? Math.ceil(islands.length / most) : 1;
   islands.forEach((island, i) => {
-    if (i % every === 0)
-      draw.fillText(`island ${island.number}`, LEFT - 8, Math.max(6, (i + 0.5) * row));
+    const y = Math.max(6, (i + 0.5) * row);
+    if (i % every === 0) write(`island ${island.number}`, LEFT - 8, y, "right");
   });
-  draw.textAlign = "left";
-  draw.fillText("0:00", LEFT, height + AXIS / 2 + 2);
-  draw.textAlign = "right";
-  draw.fillText(`${clockTime(seconds)} min:s`, width - RIGHT, height + AXIS / 2 + 2);
+  write("0:00", LEFT, height + AXIS / 2 + 2, "left");
+  write(`${clockTime(seconds)} min:s`, width - RIGHT, height + AXIS / 2 + 2, "right");
 }
 
 /** The slowest lately, in a sentence. */

@@ -44,7 +44,7 @@ export function drawPanels(status) {
 
 function figures(status) {
   const { islands, links, outer_gradients: found } = status;
-  const shares = known(islands.map((island) => island.participation_recent));
+  const share = percent(mean(known(islands.map((island) => island.participation_recent))));
   const rate = sum(links.map((link) => link.sent_bytes_per_second));
   const up = islands.filter((island) => island.state === "running").length;
   const account = status.goodput ?? {};
@@ -66,11 +66,7 @@ function figures(status) {
       account.goodput_training ? `${training} without start-up` : "of the chip time",
     ],
     ["Uptime", percent(account.uptime, 1), "some island was training"],
-    [
-      "Participation",
-      percent(mean(shares)),
-      found.staleness === null ? "of the latest commits" : `of commits; updates ${gradients(found)}`,
-    ],
+    ["Participation", share, found.staleness === null ? "of the latest commits" : gradients(found)],
     [
       "Sent",
       bytes(sum(links.map((link) => link.sent_bytes))),
@@ -90,7 +86,8 @@ function gradients(found) {
   const said = Object.entries(names)
     .filter(([name]) => found[name] !== null)
     .map(([name, text]) => `${text} ${cosine(found[name])}`);
-  return [`of up to ${Math.round(found.staleness)} steps`, ...said].join(", ");
+  const steps = `of commits; updates of up to ${Math.round(found.staleness)} steps`;
+  return [steps, ...said].join(", ");
 }
 
 // What else the model measures, in the place of the loss's unit.
@@ -242,8 +239,8 @@ const TONES = { down: "bad", stalled: "warn", quarantined: "warn", running: "goo
 
 function participation({ commits, goodput, islands, phase }) {
   const shares = known(islands.map((island) => island.participation));
-  const said = `an island is in ${percent(mean(shares))} of ${plural(commits, "commit")}, on average`;
-  say("participation-says", shares.length ? said : "no commit yet");
+  const said = `${percent(mean(shares))} of ${plural(commits, "commit")}, on average`;
+  say("participation-says", shares.length ? `an island is in ${said}` : "no commit yet");
   const share = (island) =>
     html(
       "span",
@@ -275,7 +272,8 @@ function links({ links, phase, tokens_done }) {
   const most = Math.max(1, ...moved),
     total = sum(links.map((link) => link.sent_bytes));
   const each = tokens_done ? `, ${bytes(total / tokens_done)} per merged token` : "";
-  say("links-says", moved.length ? `${bytes(total)} sent in all${each}` : "nothing has been sent yet");
+  const said = `${bytes(total)} sent in all${each}`;
+  say("links-says", moved.length ? said : "nothing has been sent yet");
   const columns = [
     ["link of", (link) => link.name, "row"],
     ["", (_, i) => meter(moved[i] / most)],

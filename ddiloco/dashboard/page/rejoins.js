@@ -46,16 +46,18 @@ export function rejoins(status) {
       ]),
     );
   };
+  const after = (each) => (each.seconds === null ? "not yet" : seconds(each.seconds));
   const columns = [
     ["", (each) => `island ${each.learner}`, "row"],
     ["died at", (each) => clockTime(each.time)],
     ["", bar, "wide-cell"],
-    ["merged after", (each) => (each.seconds === null ? "not yet" : seconds(each.seconds)), "number"],
+    ["merged after", after, "number"],
   ];
   const there = Object.keys(PHASES).filter((phase) => found.some((each) => phase in each.phases));
-  const legend = there.map((phase) =>
-    html("li", { title: PHASES[phase][1] }, html("i", { "data-phase-of": phase }), PHASES[phase][0]),
-  );
+  const legend = there.map((phase) => {
+    const [name, title] = PHASES[phase];
+    return html("li", { title }, html("i", { "data-phase-of": phase }), name);
+  });
   byId("rejoins").replaceChildren(
     table(found, columns),
     html("ul", { class: "causes phases-legend" }, legend),
