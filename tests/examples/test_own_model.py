@@ -38,6 +38,7 @@ def small(steps: int = STEPS, **sections):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> ddiloco.Run:
+  jax.devices()  # eight, before `train` makes fewer for all later tests of this process
   workdir = tmp_path_factory.mktemp("digits") / "run"
   with killed_once_saved(workdir, "learner-2", hold_at=STEPS // 2):
     return ddiloco.train(small(), workdir, cpu=True)
