@@ -141,9 +141,9 @@ def _step_seconds(given: Flags, config: Config) -> float:
 
 def _number(given: Flags, name: str, example: str, may_be_zero: bool = False) -> float:
   value: Any = given.needed(name, example)
-  if not (0 < value < math.inf or (may_be_zero and value == 0)):
+  if value < 0 or (value == 0 and not may_be_zero):
     rule = "must not be negative" if may_be_zero else "must be greater than 0"
-    raise ConfigError(f"--{name}={value:g}: {rule}, and finite. Fix: give --{name}={example}.")
+    raise ConfigError(f"--{name}={value:g}: {rule}. Fix: give --{name}={example}.")
   return value
 
 
