@@ -216,13 +216,15 @@ def _text(found: dict[str, Any]) -> str:
   def share(value: float | None) -> str:
     return "–" if value is None else f"{value:.1%}"
 
+  most = sorted(found["causes"].items(), key=lambda item: -item[1])[:CAUSES_SHOWN]
+  causes = ", ".join(f"{cause} {value:.1%}" for cause, value in most)
   lines = [
     f"{found['learners']} learners, {found['virtual_seconds']:,.0f} s of virtual time in"
     f" {found['wall_seconds']:.1f} s: {found['reason']}.",
     f"{found['steps']:,} steps, {found['commits']:,} commits,"
     f" global step {found['global_step']:,}.",
     "",
-    f"goodput        {share(found['goodput'])}   ({_causes(found['causes'])})",
+    f"goodput        {share(found['goodput'])}   ({causes or 'nothing lost'})",
     f"uptime         {share(found['uptime'])}",
     f"liveness       {share(found['liveness'])}",
     f"participation  {share(found['participation'])}, the lowest"
@@ -252,11 +254,6 @@ def _text(found: dict[str, Any]) -> str:
     f" {found['lost_rounds']}, unplanned exits {found['unplanned']}"
   )
   return "\n".join(lines)
-
-
-def _causes(causes: dict[str, float]) -> str:
-  most = sorted(causes.items(), key=lambda item: -item[1])[:CAUSES_SHOWN]
-  return ", ".join(f"{cause} {value:.1%}" for cause, value in most) or "nothing lost"
 
 
 def _counted(title: str, counts: dict[str, int]) -> list[str]:
