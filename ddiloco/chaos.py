@@ -200,21 +200,18 @@ class FaultyEndpoint:
       if got is not None and self._weather.calm and not self._coming:
         return got
       if got is not None:
-        self._take(got)
+        bulk, size = _measure(got.message)
+        with self._lock:
+          for fate in self._weather.fates(time.monotonic(), got.sender, True, bulk, size):
+            if fate.corrupt:
+              self.endpoint.counters.malformed += 1
+            else:
+              late = got._replace(at=max(got.at, fate.at))  # its arrival, with the delay
+              heapq.heappush(self._coming, (fate.at, next(self._order), late))
 
   @property
   def waiting(self) -> int:
     return len(self._coming) + self.endpoint.waiting
-
-  def _take(self, got: Delivery) -> None:
-    bulk, size = _measure(got.message)
-    with self._lock:
-      for fate in self._weather.fates(time.monotonic(), got.sender, True, bulk, size):
-        if fate.corrupt:
-          self.endpoint.counters.malformed += 1
-        else:
-          late = got._replace(at=max(got.at, fate.at))  # its arrival, with the delay
-          heapq.heappush(self._coming, (fate.at, next(self._order), late))
 
   def _post(self) -> None:
     """Sends the copies that are due, in a thread of its own."""

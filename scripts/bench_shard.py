@@ -241,7 +241,6 @@ class Learner:
     self.asked_at: float | None = None
     self._stop = threading.Event()
     self._shards = len(urls)
-    self._said = threading.Lock()
     for s in range(self._shards):
       self.hello(s)
     self._thread = threading.Thread(target=self._live, daemon=True)
@@ -257,9 +256,8 @@ class Learner:
 
   def report(self, since: int) -> None:
     """Reports so many steps since the last sync of every fragment."""
-    with self._said:
-      self.step += since - self.since if since > self.since else 0
-      self.since = since
+    self.step += max(0, since - self.since)
+    self.since = since
     for s in range(self._shards):
       mine = self._of(s)
       self.endpoint.send(

@@ -76,9 +76,8 @@ class Progress:
 
   def __init__(self, seconds: float):
     self._seconds, self._said = seconds, 0.0
-    self._first = math.nan
 
-  def over(self, global_step: int, seconds: float) -> bool:
+  def __call__(self, global_step: int, seconds: float) -> bool:
     """Whether the run is over, so many seconds after its first step."""
     if seconds >= 0 and time.monotonic() - self._said >= PROGRESS_SECONDS:
       self._said = time.monotonic()
@@ -86,20 +85,23 @@ class Progress:
     return seconds >= self._seconds
 
 
-class Ends(Progress):
-  """Listens to a decoupled run and ends it."""
+def decoupled(config: Config, folder: Path, over: Progress) -> str:
+  """Makes the decoupled run; returns why it ended."""
+  workdirs.claim(folder, config, overwrite=True)
+  corpus = data.open_corpus(config.data)
+  engine = ProcessesEngine(config, folder, corpus, lambda params: {"loss": 0.0})
+  engine.cpu_only = True  # also on a machine with accelerators: all runs use the same cores
+  first = math.nan  # when the first step ended
 
-  def __init__(self, engine: ProcessesEngine, seconds: float):
-    super().__init__(seconds)
-    self._engine = engine
+  def listen(event: Event) -> None:
+    nonlocal first
+    if isinstance(event, Step):
+      first = event.time if math.isnan(first) else first
+      if over(event.global_step, event.time - first):
+        engine.stop.set()
 
-  def __call__(self, event: Event) -> None:
-    if not isinstance(event, Step):
-      return
-    if math.isnan(self._first):
-      self._first = event.time
-    if self.over(event.global_step, event.time - self._first):
-      self._engine.stop.set()
+  reason = engine.run([listen]).reason
+  return "finished" if engine.stop.is_set() else reason
 
 
 def run(part: str, config: Config, folder: Path, seconds: float) -> EventLog:
@@ -109,15 +111,9 @@ def run(part: str, config: Config, folder: Path, seconds: float) -> EventLog:
   print(f"{part}: begins", flush=True)
   shutil.rmtree(folder, ignore_errors=True)
   if part == "decoupled":
-    workdirs.claim(folder, config, overwrite=True)
-    corpus = data.open_corpus(config.data)
-    engine = ProcessesEngine(config, folder, corpus, lambda params: {"loss": 0.0})
-    engine.cpu_only = True  # also on a machine with accelerators: all runs use the same cores
-    ends = Ends(engine, seconds)
-    reason = engine.run([ends]).reason
-    reason = "finished" if engine.stop.is_set() else reason
+    reason = decoupled(config, folder, Progress(seconds))
   else:
-    reason = DataParallel(config, folder, part == "elastic").run(Progress(seconds).over)
+    reason = DataParallel(config, folder, part == "elastic").run(Progress(seconds))
   if reason != "finished":
     raise SystemExit(f"{part}: the run {reason}; see {folder / 'logs'}")
   return read_events(folder)

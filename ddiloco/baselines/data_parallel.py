@@ -203,14 +203,11 @@ class DataParallel:
       self._dissolve("an island is back")
     enough = 1 if self._elastic and self._global_step else len(self._islands)
     if not self._world and len(self._alive) >= enough:
-      self._begin(sorted(self._alive), now)
-
-  def _begin(self, members: list[int], now: float) -> None:
-    for m in sorted(self._out):
-      self._recorder.record(events.Restart(target=self._islands[m].name))
-    self._world, self._out, self._moved_at = tuple(members), set(), now
-    self._failing_since = None
-    self._tell(members, train=True)
+      for m in sorted(self._out):
+        self._recorder.record(events.Restart(target=self._islands[m].name))
+      self._world, self._out, self._moved_at = tuple(sorted(self._alive)), set(), now
+      self._failing_since = None
+      self._tell(self._world, train=True)
 
   def _failed(self, reason: str) -> None:
     """The world has failed, though its islands live."""

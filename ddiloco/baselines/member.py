@@ -229,55 +229,40 @@ def train(workdir: Path, learner: int, order: Order) -> None:
     if not order.train:
       return
     world.load(load(Path(order.state)))
+    planned = config.planned_steps()
     recorder.record(
-      events.Started(
-        devices=1,
-        learners=config.islands.num_learners,
-        planned_steps=config.planned_steps(),
-      )
+      events.Started(devices=1, learners=config.islands.num_learners, planned_steps=planned)
     )
-    _steps(config, workdir, world, stream, order, recorder)
-
-
-def _steps(
-  config: Config,
-  workdir: Path,
-  world: ProcessGroup,
-  stream: data.Stream,
-  order: Order,
-  recorder: Recorder,
-) -> None:
-  done, last = order.step, time.monotonic()
-  while True:
-    batch = stream.batch(done)
-    started = time.monotonic()
-    metrics = world.step(batch, done)
-    # The same pace as an island's. The exchange is part of the step: it is free if it fits.
-    if (early := config.islands.min_step_seconds - (time.monotonic() - started)) > 0:
-      time.sleep(early)
-    ended = time.monotonic()
-    done += 1
-    if order.remember:  # before the log: a logged step is not lost
-      save(folder(workdir, recorder.role), done, world.state())
-    recorder.record(
-      events.Step(
-        step=done,
-        global_step=done,
-        position=done - 1,
-        tokens=config.tokens_per_step(0),
-        seconds=ended - started,
-        gap_seconds=ended - last,
-        blocked_seconds=0.0,
-        **metrics,
+    done, last = order.step, time.monotonic()
+    while True:
+      batch = stream.batch(done)
+      started = time.monotonic()
+      metrics = world.step(batch, done)
+      # The same pace as an island's. The exchange is part of the step: it is free if it fits.
+      if (early := config.islands.min_step_seconds - (time.monotonic() - started)) > 0:
+        time.sleep(early)
+      ended = time.monotonic()
+      done += 1
+      if order.remember:  # before the log: a logged step is not lost
+        save(folder(workdir, name), done, world.state())
+      recorder.record(
+        events.Step(
+          step=done,
+          global_step=done,
+          position=done - 1,
+          tokens=config.tokens_per_step(0),
+          seconds=ended - started,
+          gap_seconds=ended - last,
+          **metrics,
+        )
       )
-    )
-    recorder.flush()  # the process may be killed at any time, also when another island dies
-    last = ended
-    every = config.sync.snapshot_steps
-    if order.rank == 0 and every and done % every == 0:
-      began = time.monotonic()
-      save(folder(workdir, CHECKPOINT), done, world.state(), durable=True)
-      recorder.record(events.Captured(snapshot=done, seconds=time.monotonic() - began))
+      recorder.flush()  # the process may be killed at any time, also when another island dies
+      last = ended
+      every = config.sync.snapshot_steps
+      if order.rank == 0 and every and done % every == 0:
+        began = time.monotonic()
+        save(folder(workdir, CHECKPOINT), done, world.state(), durable=True)
+        recorder.record(events.Captured(snapshot=done, seconds=time.monotonic() - began))
 
 
 def main() -> None:

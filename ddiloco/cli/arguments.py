@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from pathlib import Path
 from typing import Any, TextIO
@@ -120,6 +121,11 @@ class Flags:
       rest = self._values(self._arguments)
     except (AttributeError, KeyError, TypeError, ValueError, OSError) as error:
       raise ConfigError(f"{error}. Fix: see `ddiloco {command} --help` and the file.") from error
+    for name in self._values:
+      value = self._values[name].value
+      own = not name.startswith("config.")  # those are checked with the config
+      if own and isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"--{name}={value}: must be a finite number. Fix: give one.")
     if rest[1:]:
       raise ConfigError(f"{rest[1]!r}: is not a flag. Fix: write --NAME=VALUE.")
     if "workdir" in self._common and not self.workdir:

@@ -143,7 +143,10 @@ def _on_gke(given: Flags, run: gke.GkeRun, action: str) -> int:
     completed = clusters.watch(3600 * given.watch_hours, given.poll_seconds)
     return FINISHED if completed else LOST
   left = clusters.delete(60 * given.delete_minutes)
-  print("\n".join([*left, *_stays(run)]))
+  addresses = f", {len(run.shard_addresses)} addresses" if run.shard_addresses else ""
+  stays = f"node pools, {run.placement.config.checkpoint.path}, the claim {run.claim}{addresses}"
+  stays = f"Left alone, and paid for: {stays}. docs/launch.md ends with what deletes them."
+  print("\n".join([*left, stays]))
   return LOST if left else FINISHED
 
 
@@ -166,16 +169,6 @@ def _create_in_clusters(given: Flags, run: gke.GkeRun) -> int:
     print(f"# {'-' * 20} kubectl --context={context or 'CURRENT'} apply --server-side -f -\n---")
     print(as_yaml([gke.redacted(document) for document in documents]), end="")
   return FINISHED
-
-
-def _stays(run: gke.GkeRun) -> list[str]:
-  """The things that `delete` leaves alone, since `create` did not make them."""
-  addresses = f", {len(run.shard_addresses)} addresses" if run.shard_addresses else ""
-  bucket = run.placement.config.checkpoint.path
-  return [
-    f"Left alone, and paid for: node pools, {bucket}, the claim {run.claim}{addresses}."
-    " docs/launch.md ends with the commands that delete them."
-  ]
 
 
 # --- TPU VMs

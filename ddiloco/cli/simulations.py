@@ -141,9 +141,9 @@ def _step_seconds(given: Flags, config: Config) -> float:
 
 def _number(given: Flags, name: str, example: str, may_be_zero: bool = False) -> float:
   value: Any = given.needed(name, example)
-  if not (0 < value < math.inf or (may_be_zero and value == 0)):
+  if value < 0 or (value == 0 and not may_be_zero):
     rule = "must not be negative" if may_be_zero else "must be greater than 0"
-    raise ConfigError(f"--{name}={value:g}: {rule}, and finite. Fix: give --{name}={example}.")
+    raise ConfigError(f"--{name}={value:g}: {rule}. Fix: give --{name}={example}.")
   return value
 
 
@@ -216,13 +216,15 @@ def _text(found: dict[str, Any]) -> str:
   def share(value: float | None) -> str:
     return "–" if value is None else f"{value:.1%}"
 
+  most = sorted(found["causes"].items(), key=lambda item: -item[1])[:CAUSES_SHOWN]
+  causes = ", ".join(f"{cause} {value:.1%}" for cause, value in most)
   lines = [
     f"{found['learners']} learners, {found['virtual_seconds']:,.0f} s of virtual time in"
     f" {found['wall_seconds']:.1f} s: {found['reason']}.",
     f"{found['steps']:,} steps, {found['commits']:,} commits,"
     f" global step {found['global_step']:,}.",
     "",
-    f"goodput        {share(found['goodput'])}   ({_causes(found['causes'])})",
+    f"goodput        {share(found['goodput'])}   ({causes or 'nothing lost'})",
     f"uptime         {share(found['uptime'])}",
     f"liveness       {share(found['liveness'])}",
     f"participation  {share(found['participation'])}, the lowest"
@@ -252,11 +254,6 @@ def _text(found: dict[str, Any]) -> str:
     f" {found['lost_rounds']}, unplanned exits {found['unplanned']}"
   )
   return "\n".join(lines)
-
-
-def _causes(causes: dict[str, float]) -> str:
-  most = sorted(causes.items(), key=lambda item: -item[1])[:CAUSES_SHOWN]
-  return ", ".join(f"{cause} {value:.1%}" for cause, value in most) or "nothing lost"
 
 
 def _counted(title: str, counts: dict[str, int]) -> list[str]:

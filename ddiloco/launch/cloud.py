@@ -221,14 +221,9 @@ class Clusters:
         say(f"{what}: {done.reason}")
       what = f"{where}: what is left"
       there = attempt(what, _kubectl(context, "get", *which, "--output=name"), CALL_SECONDS)
-      left += _names(there, where)
+      known = there.out.split() if there.status == 0 else [f"not known ({there.reason})"]
+      left += [f"{where}: {name}" for name in known]
     return left
-
-
-def _names(there: Ran, where: str) -> list[str]:
-  if there.status != 0:
-    return [f"{where}: not known ({there.reason})"]
-  return [f"{where}: {name}" for name in there.out.split()]
 
 
 def _named(context: str) -> str:
@@ -407,17 +402,14 @@ class Slices:
       call(f"{role}: deletes its slice, which was taken away", self._run.delete(island), limit)
       life.recreations += 1
     elif need is Need.START:
-      self._start(island, seen)
+      with tempfile.TemporaryDirectory(prefix="ddiloco-launch-") as temporary:
+        folder = Path(temporary) / tpu_vms.STAGED
+        stage(folder, self._files, {f"{role}.key_secret": self._secrets[role]})
+        copy = self._run.copy(island, str(folder))
+        call(f"{role}: brings config and keys", copy, COPY_SECONDS)
+      command = self._run.on_hosts(island, self._run.start_script(island, seen.leader))
+      call(f"{role}: starts", command, START_SECONDS)
       life.started = True
-
-  def _start(self, island: PlacedIsland, seen: Seen) -> None:
-    with tempfile.TemporaryDirectory(prefix="ddiloco-launch-") as temporary:
-      folder = Path(temporary) / tpu_vms.STAGED
-      stage(folder, self._files, {f"{island.role}.key_secret": self._secrets[island.role]})
-      what = f"{island.role}: brings config and keys"
-      call(what, self._run.copy(island, str(folder)), COPY_SECONDS)
-    command = self._run.on_hosts(island, self._run.start_script(island, seen.leader))
-    call(f"{island.role}: starts", command, START_SECONDS)
 
   def _look(self, island: PlacedIsland) -> Seen:
     """The state of the slice and its roles; "UNSEEN" if a query failed."""

@@ -174,17 +174,15 @@ def place(
     fix = "name a module that is installed in the image, PACKAGE.MODULE:NAME"
     require(".py:" not in custom, f"{section}.custom", custom, rule, fix)
   count = config.islands.num_learners
-  where = _where(places, count)
-  shapes = []
-  for learner in range(count):
+  islands, overrides = [], dict(config.islands.overrides)
+  for learner, where in enumerate(_where(places, count)):
     topology, field = config.islands.island(learner).topology, f"islands.topology of {learner}"
     fix = "set it, or give --config.islands.topology=v6e:8x8, for example"
     require(bool(topology), field, topology, "a slice needs a topology", fix)
-    shapes.append(shape_of(topology, field))
-  overrides = {str(k): dict(v) for k, v in config.islands.overrides.items()}
-  for learner, shape in enumerate(shapes):
+    shape = shape_of(topology, field)
+    islands.append(PlacedIsland(learner, where, shape))
     own = {"devices": shape.chips, "hosts": shape.hosts}
-    overrides[str(learner)] = overrides.get(str(learner), {}) | own
+    overrides[str(learner)] = {**overrides.get(str(learner), {}), **own}
   network = config.network
   if spot:
     drain_seconds = min(network.drain_seconds, SPOT_DRAIN_SECONDS)
@@ -195,7 +193,6 @@ def place(
     network=network,
     checkpoint=dataclasses.replace(config.checkpoint, path=bucket),
   )
-  islands = (PlacedIsland(m, where[m], shape) for m, shape in enumerate(shapes))
   return Placement(name, config, tuple(islands), image, spot, max_restarts)
 
 

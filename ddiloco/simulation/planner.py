@@ -4,16 +4,9 @@ Pure arithmetic. Assumptions, besides those of `simulation.bandwidth`:
 
 - All islands have equal steps, and none fails. The ends of their steps are spread evenly, at
   random; in lock-step they coincide.
-- A round begins with the report of a learner, at the end of its step. So when that learner is
-  asked, it has nearly a whole step before it, less the latency there and back; the other learners
-  are anywhere in their steps. Each learner copies out at the end of its step, and the commit waits
-  for the last one (`_copy_outs`).
-- A learner sends the fragments that are due in a step together, and now and then one more
-  (`bandwidth.typical`). Pushes that are under way together share the shard's link; so do the
-  publishes of a new version, one for every learner and the evaluator. The last push's part of the
-  merge comes after all pushes.
-- A learner looks for a new version at the end of a step, brings it to its devices during the next
-  step or steps, and applies it at the end of a step again (`bandwidth.typical`).
+- Rounds go as in `bandwidth.typical`. For the time of a sync (`SyncTime`) the commit waits for the
+  last push, and the last push's part of the merge comes after all pushes.
+- Publishes of a version, one for every learner and the evaluator, share the shard's link.
 - A learner's host touches `PUSH_VECTORS` vectors to make a push and `STAGE_VECTORS` to take up a
   version, at `host_gbytes` GB/s of f32. A shard takes in a push in one pass over its values. A
   commit of M pushes touches each push and the fragment's state twice (`bandwidth.commit_vectors`).
@@ -200,12 +193,13 @@ class ExchangePlan:
 def make(setting: Setting) -> ExchangePlan:
   """The plan of one setting."""
   link_load, average_gbps, copy_share = _links(setting, setting.sync)
-  core_load, host_load = _core_load(setting, setting.sync), _host_load(setting)
+  core_load, model_bytes = _core_load(setting, setting.sync), F32_BYTES * sum(setting.sizes)
+  host_seconds = (PUSH_VECTORS + STAGE_VECTORS) * model_bytes / (setting.host_gbytes * 1e9)
+  host_load = host_seconds / setting.period_seconds
   sync = _sync_time(setting, max(setting.sizes))
   usual = _usual(setting)
   load = max(link_load, core_load, host_load)
   period_steps, utilisation = _pace(setting, sync, usual, load)
-  model_seconds = F32_BYTES * sum(setting.sizes) / setting.rates[0]
   return ExchangePlan(
     exchanged=bandwidth.exchanged(setting.sizes, setting.sync),
     average_gbps=average_gbps,
@@ -222,7 +216,7 @@ def make(setting: Setting) -> ExchangePlan:
     participation=usual.participation,
     period_steps=period_steps,
     utilisation=utilisation,
-    join_seconds=model_seconds + setting.latency_seconds,
+    join_seconds=model_bytes / setting.rates[0] + setting.latency_seconds,
     memory=_memory(setting, sync),
     shards_for_links=_least_shards(setting, lambda sync: _links(setting, sync)[0]),
     shards_for_cores=_least_shards(setting, lambda sync: _core_load(setting, sync)),
@@ -256,12 +250,6 @@ def _core_load(setting: Setting, sync: SyncConfig) -> float:
     sum(bandwidth.owned_sizes(setting.sizes, s, sync.num_shards)) for s in range(sync.num_shards)
   )
   return touched * largest / (setting.core_gbytes * 1e9) / setting.period_seconds
-
-
-def _host_load(setting: Setting) -> float:
-  """The share of a period in which a learner's host makes pushes and takes up versions."""
-  touched = F32_BYTES * (PUSH_VECTORS + STAGE_VECTORS) * sum(setting.sizes)
-  return touched / (setting.host_gbytes * 1e9) / setting.period_seconds
 
 
 def _copy_outs(setting: Setting) -> list[float]:

@@ -319,5 +319,7 @@ def test_under_random_faults_no_step_is_merged_twice_and_none_vanishes(apply):
 def test_what_cannot_be_simulated_says_so():
   with pytest.raises(ConfigError, match=r"sync\.num_shards"):
     VirtualRun(make(num_shards=0), setting(), print)
+  with pytest.raises(ConfigError, match=r"simulate\.jitter = inf: must be a finite number"):
+    setting(jitter=math.inf)  # its first step would never end
   with pytest.raises(ConfigError, match=r"gbps.*has 2 values for 3 learners"):
     VirtualRun(make(), setting(gbps=(1.0, 2.0)), print)
