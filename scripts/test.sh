@@ -10,5 +10,7 @@ fi
 .venv/bin/ruff format --check .
 marks="not slow"
 [ "${1:-}" != --all ] || marks=""
+# Where Python may not keep what it compiled, each process of the tests would compile the package again.
+.venv/bin/python -m compileall -q -x '/test_' ddiloco scripts tests
 # In three processes on two cores, since many tests wait more than they compute.
 exec .venv/bin/python -m pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder -m "$marks"

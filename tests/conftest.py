@@ -1,12 +1,15 @@
 """Every test runs on the CPU with eight fake devices; see ddiloco/environment.py for why so."""
 
 import atexit
+import gc
 import os
 import shutil
 import signal
 import tempfile
 
 from ddiloco import environment, runtime
+
+gc.disable()  # until all tests are imported
 
 QUICK_TO_COMPILE = "--xla_cpu_use_fusion_emitters=false"  # the old ones take a quarter of the time
 
@@ -42,3 +45,4 @@ def pytest_collection_finish(session):
   """
   session.short_collections = runtime.short_collections()
   session.short_collections.__enter__()
+  gc.enable()
