@@ -32,10 +32,18 @@ PROMISED = {
 }
 # Their steps are few, and what they compile is a whole island's, in each of its processes.
 FEW_STEPS = {f"bench_{name}.py" for name in ("accelerator", "checkpoint", "hosts", "kill")}
+HISTORY = "bench_history.py"
 LINES = [
-  *(f"{name} --cpu" if name == "bench_accelerator.py" else name for name in PROMISED),
+  *(f"{name} --cpu" if "accelerator" in name else name for name in PROMISED if name != HISTORY),
   pytest.param("bench_overhead.py --engine=ray", marks=RAY),
 ]
+
+
+def keeps_its_promise(script, result):
+  assert PROMISED[script] <= result.keys()
+  for name in PROMISED[script]:
+    each = result[name]
+    assert each if isinstance(each, dict) else math.isfinite(each)
 
 
 @pytest.mark.slow
@@ -44,10 +52,7 @@ LINES = [
 def test_quick_run_prints_the_promised_numbers(line):
   script = line.split()[0]
   result = commands.result(line, "--quick", seconds=380, optimized=script not in FEW_STEPS)
-  assert PROMISED[script] <= result.keys()
-  for name in PROMISED[script]:
-    each = result[name]
-    assert each if isinstance(each, dict) else math.isfinite(each)
+  keeps_its_promise(script, result)
   if script == "bench_overhead.py":
     assert result["blocked_seconds"] == 0 and result["rounds"] > 0
   if script == "bench_hosts.py":
@@ -74,8 +79,8 @@ def test_quick_run_prints_the_promised_numbers(line):
 def histories():
   """What every reader, in a process of its own, says of a short run and of a longer one."""
   found = {}
-  for events in (30_000, 120_000):
-    for line in commands.said("bench_history.py", f"--events={events}").splitlines():
+  for size in ("--quick", "--events=120000"):  # quick: 20,000
+    for line in commands.said(HISTORY, size).splitlines():
       found.setdefault(json.loads(line)["reader"], []).append(json.loads(line))
   return found
 
@@ -85,7 +90,8 @@ def histories():
 def test_reading_a_longer_run_takes_no_more_memory(reader, histories):
   """Held in memory, the events that the longer run has more would be 100 MB."""
   short, long = histories[reader]
-  assert long["bytes"] > 3.9 * short["bytes"]
+  keeps_its_promise(HISTORY, short)
+  assert long["bytes"] > 5.8 * short["bytes"]
   assert long["peak_mb"] < short["peak_mb"] + 20
 
 
