@@ -233,10 +233,13 @@ class Round(Frozen):
 
   def without(self, learner: int, **changes: Any) -> Round:
     """The round that waits for this learner no more; called at every push: no loop over all."""
-    at = self.pending.index(learner)
-    pending = (*self.pending[:at], *self.pending[at + 1 :])
-    measuring = tuple(m for m in self.measuring if m != learner)
+    pending, measuring = _less(self.pending, learner), _less(self.measuring, learner)
     return replace(self, pending=pending, measuring=measuring, **changes)
+
+
+def _less(learners: tuple[int, ...], learner: int) -> tuple[int, ...]:
+  at = learners.index(learner) if learner in learners else len(learners)
+  return (*learners[:at], *learners[at + 1 :])
 
 
 class FragmentState(Frozen):

@@ -392,6 +392,8 @@ def _fragment_of(action: SyncerAction) -> int | None:
   match action:
     case actions.Send(_, Publish(fragment=fragment)):
       return fragment
-    case Commit() | InstallValue() | events.Commit() | events.Abandoned():
+    case actions.Read(message):  # not before an earlier round's end is on its way to the worker
+      return message.fragment
+    case Commit() | InstallValue() | events.Commit():
       return action.fragment
   return None

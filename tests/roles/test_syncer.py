@@ -16,7 +16,7 @@ from ddiloco.core import codec, fragments
 from ddiloco.core.delta import Committed, MemoryStore, learner_weights, new_fragment
 from ddiloco.network.transport import Counters
 from ddiloco.protocol.actions import Commit, InstallValue, Tick
-from ddiloco.protocol.messages import Publish, Pull, Refusal, Value
+from ddiloco.protocol.messages import Goodbye, Publish, Pull, Refusal, Value
 from ddiloco.protocol.states import FragmentState, ValueRequest
 from ddiloco.protocol.values import replace
 from ddiloco.roles.syncer import Syncer
@@ -290,6 +290,38 @@ def test_values_that_are_given_back_again_and_again_do_not_wait_all_at_once():
   shard.settle()
   shard.hear(values[0])
   assert len(waiting) == 2, "one that was refused may be sent again"
+
+
+def test_a_round_that_ends_while_values_are_prepared_takes_no_push_from_the_next_one(monkeypatch):
+  """Its end waits for no job, in the log and in the worker, whose jobs are those of decisions."""
+  shard, jobs = Shard(2, sync={"min_quorum": 2}), []
+  worker = types.SimpleNamespace(put=jobs.append, failure=None)
+  monkeypatch.setattr(toy.AtOnce, "worker", lambda *_, **__: worker)
+  shard.start(incarnation=1)  # it compiles for long
+  for life in (0, 1):
+    shard.lives = dict.fromkeys(shard.learners, life)
+    for m in shard.learners:
+      shard.hear(says.hello(m, life, (-1, -1)))
+    for m in shard.learners:
+      shard.report(m, 99)
+    pulls = shard.outbox.take(Pull)
+    assert len(pulls) == 4
+    if life == 0:
+      for m in shard.learners:
+        shard.hear(Goodbye(m, life))
+  kinds = [e.kind for e in shard.events if e.kind in ("round", "abandoned")]
+  assert kinds == ["round", "round", "abandoned", "abandoned", "round", "round"]
+  for m, pull in pulls:
+    payload = codec.encode(np.ones(shard.plan.fragments[pull.fragment].size, np.float32), "f32")
+    shard.hear(says.push(m, 1, pull.fragment, pull.round, 0, 3, 30, 9, "f32", payload))
+  while jobs:
+    done, jobs[:] = list(jobs), []
+    for job in done:
+      for _ in job:
+        pass
+    shard.settle()
+    shard.handle(Tick(time.monotonic()))
+  assert [c.state.version for c in shard.syncer.committed.values()] == [1, 1]
 
 
 def test_what_was_committed_is_never_written_again():
