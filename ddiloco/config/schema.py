@@ -238,8 +238,9 @@ class IslandConfig:
     known = math.prod(a for a in axes if a != -1)
     data, fsdp, tensor = (devices // known if a == -1 else a for a in axes)
     rule = f"must multiply to the island's {devices} devices"
+    fix = f"use a multiple of {known} devices" if -1 in axes else "set one axis to -1"
     good = data * fsdp * tensor == devices
-    require(good, "islands.(data, fsdp, tensor)", axes, rule, "set one axis to -1")
+    require(good, "islands.(data, fsdp, tensor)", axes, rule, fix)
     return data, fsdp, tensor
 
   def require_even_batch(self, devices: int, accumulation_steps: int, learner: int) -> None:

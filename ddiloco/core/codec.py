@@ -102,11 +102,11 @@ def encode(x: np.ndarray, codec: str) -> np.ndarray:
   Raises:
     CodecError: unknown codec, or `x` is not a flat float32 vector.
   """
-  encoded = empty(x.size, codec)
   if x.dtype != np.float32 or x.ndim != 1:
     raise CodecError(f"encode: x is {x.dtype}{list(x.shape)}, must be a flat float32 vector")
   if codec == "f32":
     return np.ascontiguousarray(x).view(np.uint8)
+  encoded = empty(x.size, codec)
   scratch = np.empty(min(CHUNK, x.size), np.float32)
   for start in range(0, x.size, CHUNK):
     values = x[start : start + CHUNK]

@@ -305,9 +305,7 @@ def join(
 
 def _introduce(url: str, hello: HostHello, keys: Keys | None) -> tuple[HostLink, HostWelcome]:
   context = keys.context_to(keys.public) if keys is not None else None
-  connected, reason = connect(url, context, HELLO_SECONDS)
-  if connected is None:
-    raise ConnectionError(reason)
+  connected = connect(url, context, HELLO_SECONDS)
   try:
     link = HostLink(connected)
     link.send(msgspec.msgpack.encode(hello))

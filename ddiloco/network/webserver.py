@@ -21,8 +21,6 @@ from collections.abc import Callable, Mapping
 from email.message import Message
 from typing import Any
 
-import msgspec
-
 from ddiloco.checks import ConfigError, require
 
 REQUEST_SECONDS = 5.0  # for a request to arrive, and for its answer to leave
@@ -296,8 +294,9 @@ class Health:
     if not self._asking.acquire(timeout=1):
       return 503, json.dumps({"error": "the role is busy"})
     try:
-      text = msgspec.json.encode(self._status())  # null for NaN and infinity, which JSON lacks
-      return 200, msgspec.json.format(text, indent=0).decode()
+      text = json.dumps(self._status())
+      # JSON lacks NaN and infinity: null for them.
+      return 200, json.dumps(json.loads(text, parse_constant=lambda name: None))
     except Exception as error:  # an error of the status function must not end the role
       return 500, json.dumps({"error": f"the role's status failed: {type(error).__name__}"})
     finally:

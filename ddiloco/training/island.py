@@ -198,15 +198,20 @@ class IslandPrograms:
       self.latest = jax.jit(latest, out_shardings=replicated).lower(kept).compile()
 
   def _compile_pieces(self) -> None:
-    for fragment, kinds in zip(self._plan.fragments, self.kinds):
-      moves = []
-      for piece, kind in zip(fragment.pieces, kinds):
-        if kind not in self.pieces:
-          self.pieces[kind] = self._compiled(kind)
-        place = np.array([piece.layer or 0, piece.start], np.int32)
-        here = jax.device_put(place, self._parts.replicated)
-        moves.append((piece.name, self.pieces[kind], here))
-      self.moves.append(moves)
+    for kind in itertools.chain(*self.kinds):
+      if kind not in self.pieces:
+        self.pieces[kind] = self._compiled(kind)
+    self.moves = [  # all at once: compiling may fail, and be tried again
+      [
+        (piece.name, self.pieces[kind], self._place(piece))
+        for piece, kind in zip(each.pieces, kinds)
+      ]
+      for each, kinds in zip(self._plan.fragments, self.kinds)
+    ]
+
+  def _place(self, piece: Piece) -> jax.Array:
+    place = np.array([piece.layer or 0, piece.start], np.int32)
+    return jax.device_put(place, self._parts.replicated)
 
   def _compiled(self, kind: PieceKind) -> PiecePrograms:
     both = [lowered.compile() for lowered in lower_piece(kind, self._parts.replicated)]

@@ -359,8 +359,10 @@ def test_an_override_is_checked_together_with_the_common_settings(common, overri
 
 def test_the_mesh_takes_what_the_devices_leave():
   assert IslandConfig(devices=0, data=2, fsdp=-1, tensor=2).mesh_shape(12) == (2, 3, 2)
-  with pytest.raises(ConfigError, match="must multiply to the island's 6 devices"):
+  with pytest.raises(ConfigError, match=r"must multiply to the island's 6 devices.*multiple of 4"):
     IslandConfig(devices=0, data=2, fsdp=-1, tensor=2).mesh_shape(6)
+  with pytest.raises(ConfigError, match="set one axis to -1"):
+    IslandConfig(devices=0, data=2, fsdp=1).mesh_shape(6)
 
 
 def test_without_shards_a_quorum_means_nothing():

@@ -1,3 +1,5 @@
+import tracemalloc
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -222,3 +224,12 @@ def test_unaligned_and_strided_buffers(name):
   held[:] = payload
   np.testing.assert_array_equal(codec.decode(held, 700, name), codec.decode(payload, 700, name))
   np.testing.assert_array_equal(codec.encode(np.repeat(x, 2)[::2], name), payload)
+
+
+def test_f32_is_a_view_and_takes_no_memory():
+  x = np.zeros(1 << 20, np.float32)
+  tracemalloc.start()
+  payload = codec.encode(x, "f32")
+  peak = tracemalloc.get_traced_memory()[1]
+  tracemalloc.stop()
+  assert np.shares_memory(payload, x) and peak < 1 << 16

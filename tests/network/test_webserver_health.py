@@ -11,6 +11,7 @@ import time
 import types
 import urllib.parse
 
+import numpy as np
 import pytest
 
 from ddiloco.checks import ConfigError
@@ -169,6 +170,13 @@ def test_there_is_nothing_else(serve, path):
 def test_other_methods_are_refused(serve, method):
   code, text, _ = ask(serve(lambda: {"secret": 1}), "/status", method)
   assert code == 501 and "secret" not in text
+
+
+def test_a_status_names_a_run_whose_folder_is_no_unicode(serve):
+  """Such a name reaches Python as lone surrogates, which UTF-8 lacks."""
+  run, loss = os.fsdecode(b"run-\xff"), np.float64("nan")
+  code, text, _ = ask(serve(lambda: {"run": run, "loss": loss}), "/status")
+  assert (code, json.loads(text)) == (200, {"run": run, "loss": None})
 
 
 def test_a_status_that_fails_is_said_without_its_insides(serve):

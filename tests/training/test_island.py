@@ -1,6 +1,7 @@
 """Run as a script, this file is the stress program of `test_islands_step_concurrently`."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -279,6 +280,27 @@ def test_nothing_compiles_after_compile(any_island, request):
       island.apply(index, island.stage(index, np.zeros(size, np.float32)), 0.5 * global_step)
   island.params_on_host()
   assert compiled == []
+
+
+def test_pieces_are_compiled_again_if_that_failed(monkeypatch):
+  """A learner that is a thread begins again with the programs of its island as far as they came."""
+  island, plan, _ = make({"devices": 1})
+  programs, lower, calls = island.programs, island_module.lower_piece, []
+
+  def lower_with_a_failure(*arguments):
+    calls.append(arguments)
+    if len(calls) > len(set(programs.kinds[0])) and calls.count(arguments) == 1:
+      raise RuntimeError("no memory")
+    return lower(*arguments)
+
+  monkeypatch.setattr(island_module, "lower_piece", lower_with_a_failure)
+  monkeypatch.setattr(programs._parts, "lower", lambda: jax.jit(lambda x: x).lower(1))  # no step
+  while programs.step is None:
+    with contextlib.suppress(RuntimeError):
+      island.compile()
+  assert len(calls) > len(programs.pieces), "it did fail"
+  names = [[piece.name for piece in fragment.pieces] for fragment in plan.fragments]
+  assert [[name for name, _, _ in moves] for moves in programs.moves] == names
 
 
 def test_equal_islands_on_the_same_device_compile_once(single, monkeypatch):
