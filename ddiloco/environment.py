@@ -136,4 +136,4 @@ def take_over(variables: dict[str, str]) -> None:
 
 def bare() -> dict[str, str]:
   """The environment of a child that starts as from a shell and calls `prepare` itself."""
-  return {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
+  return {k: v for k, v in os.environ.items() if k != "NPROC"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import subprocess
 import sys
 import time
@@ -42,23 +41,18 @@ def tiny(steps: int, learners: int = 2, min_step_seconds: float = 0.0, **section
   )  # fmt: skip
 
 
-def bare() -> dict[str, str]:
-  """`environment.bare`, but a child compiles as the tests do, and finds what they have compiled."""
-  return environment.bare() | {"XLA_FLAGS": os.environ["XLA_FLAGS"]}
-
-
 def start(*arguments: str | Path, log: Path, module: str = "ddiloco") -> subprocess.Popen[bytes]:
   """`ddiloco ARGUMENTS` as a user types it, its output in `log`."""
   command = [sys.executable, "-m", module, *map(str, arguments)]
   with log.open("ab") as file:
-    return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=bare())
+    return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment.bare())
 
 
 def start_unheard(*arguments: str | Path) -> subprocess.Popen[bytes]:
   """As `start`, with a pipe for all that it says; whoever closes it breaks it."""
   command = [sys.executable, "-m", "ddiloco", *map(str, arguments)]
   pipe, both = subprocess.PIPE, subprocess.STDOUT
-  return subprocess.Popen(command, stdout=pipe, stderr=both, env=bare())
+  return subprocess.Popen(command, stdout=pipe, stderr=both, env=environment.bare())
 
 
 def wait_for(

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.engines.real import bare
+from ddiloco import environment
 
 # Unlike a test's own process most scripts make many steps: there XLA's optimizations pay.
 OPTIMIZED = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
@@ -22,7 +22,7 @@ def said(line: str, *arguments: str | Path, seconds: float = 300.0, optimized: b
   """
   script, *words = line.split()
   command = [sys.executable, str(SCRIPTS / script), *words, *map(str, arguments)]
-  env = bare() | (OPTIMIZED if optimized else {})
+  env = environment.bare() | (OPTIMIZED if optimized else {})
   done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=seconds)
   assert done.returncode == 0, f"status {done.returncode}:\n{done.stdout}{done.stderr}"
   return done.stdout

@@ -14,13 +14,13 @@ import msgspec
 import numpy as np
 import pytest
 
+from ddiloco import environment
 from ddiloco.engines.role_spec import free_urls
 from ddiloco.network.host_links import HostLink, HostProgress
 from ddiloco.roles import initial
 from ddiloco.training import hosts
 from ddiloco.training.hosts import parts_held, parts_sent
 from ddiloco.training.island import Island
-from tests.engines.real import bare
 from tests.training.two_hosts import batches, calls, config_of
 
 # What a multislice job or another launcher leaves in the environment of every process.
@@ -43,7 +43,7 @@ def together(mesh: str, folder) -> dict[str, np.ndarray]:
   processes = [
     subprocess.Popen(
       [*command, str(host), url, mesh, str(file)],
-      env=bare() | POISON,
+      env=environment.bare() | POISON,
       stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT,
       text=True,
