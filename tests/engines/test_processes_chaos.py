@@ -32,6 +32,11 @@ def world(tmp_path):
 
 
 @pytest.fixture
+def world_of_two_strikes(tmp_path):
+  yield from make_world(tmp_path, STEPS + STEPS_A_LIFE)
+
+
+@pytest.fixture
 def world_of_three_strikes(tmp_path):
   yield from make_world(tmp_path, STEPS + 2 * STEPS_A_LIFE)
 
@@ -281,8 +286,9 @@ def test_a_learner_beyond_the_planned_number_joins_and_leaves(world):
   check_the_end(world, range(LEARNERS))
 
 
-def test_an_older_incarnation_of_a_learner_is_turned_away(world):
+def test_an_older_incarnation_of_a_learner_is_turned_away(world_of_two_strikes):
   """A host whose clock is late, and one that was stopped while another took its place."""
+  world = world_of_two_strikes
   world.may_fail |= {"learner-2 late", "learner-2"}
   begin(world)
   late = world.start("learner-2", "--late_clock_seconds=1000", after=" late")
