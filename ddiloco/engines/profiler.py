@@ -99,6 +99,7 @@ class Profiler:
         with contextlib.suppress(queue.Empty):
           self._news.get(timeout=PATIENCE_SECONDS)
         continue
+      self._heeds = True  # `look` may have set it just before it was cleared above
       try:
         self._trace(request)
       except Exception as error:  # a trace is being taken already, no disk, ...: the run goes on
