@@ -10,7 +10,7 @@ import urllib.parse
 
 import pytest
 
-from ddiloco.chaos import FaultRequests
+from ddiloco.chaos import fault_requests
 from ddiloco.config import Config, ConfigError, Fault
 from ddiloco.dashboard import server as module
 from ddiloco.dashboard.server import Dashboard, Where
@@ -292,7 +292,7 @@ def inject(dashboard, fault=KILL, token=TOKEN, **headers):
 
 def asked(workdir):
   """As the run would read it."""
-  return list(FaultRequests(workdir).poll())
+  return list(fault_requests(workdir).poll())
 
 
 def test_faults_are_refused_unless_they_are_allowed(serve, workdir):
