@@ -121,6 +121,8 @@ class Flags:
       rest = self._values(self._arguments)
     except (AttributeError, KeyError, TypeError, ValueError, OSError) as error:
       raise ConfigError(f"{error}. Fix: see `ddiloco {command} --help` and the file.") from error
+    except flags.IllegalFlagValueError as error:
+      raise ConfigError(f"{error}. Fix: see `ddiloco {command} --help`.") from error
     for name in self._values:
       value = self._values[name].value
       own = not name.startswith("config.")  # those are checked with the config

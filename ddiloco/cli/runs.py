@@ -138,7 +138,8 @@ def profile(arguments: list[str]) -> int:
   """
   given = Flags(arguments, "workdir")
   given.add("learner", 0, "Whose steps.")
-  given.add("steps", 5, "How many of them, as a whole.", least=1, most=MOST_STEPS)
+  many = "How many of them, as a whole; a profile takes about a megabyte a step."
+  given.add("steps", 5, many, least=1, most=MOST_STEPS)
   first = "The first, as a global step; 0 or one that is over: the next."
   given.add("from_step", 0, first, least=0)
   given.add("wait_seconds", 120.0, "For the trace to be there.")

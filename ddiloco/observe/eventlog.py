@@ -469,7 +469,7 @@ class Follower:
       try:
         size = path.stat().st_size
         if size < start:
-          start = seen = 0
+          start, seen = self._read[path] = 0, 0  # also if it cannot be read now
         end = whole_lines_end(path, seen, size)
       except FileNotFoundError:
         continue  # gone since the folder was listed

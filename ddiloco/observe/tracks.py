@@ -194,14 +194,13 @@ class Kills:
 
   def _step(self, m: int, event: events.Step) -> None:
     self._stepped[m] = event.time
+    self._left.pop(m, None)  # it is back; its silence until now was no pause
     if event.step > 1:  # the first step of a life compiles
       self.medians[m].add(event.gap_seconds)
     for kill in self._watched:
       kill.step(m, event)
 
   def _learner(self, m: int, event: Event) -> None:
-    if isinstance(event, events.Started):
-      self._left.pop(m, None)
     if isinstance(event, events.Stopped):
       self._left.setdefault(m, event.time)
     elif isinstance(event, _HITS) and m not in self._left:

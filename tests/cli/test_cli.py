@@ -156,6 +156,12 @@ def test_wrong_flags_of_generate(refused, flag):
   assert flag.lstrip("-").split("=")[0] in refused("generate", "--workdir=x", flag)
 
 
+@pytest.mark.parametrize("flag", ["--steps=0", "--steps=100000", "--from_step=-1"])
+def test_wrong_flags_of_profile_are_said_with_a_fix(refused, flag):
+  text = refused("profile", "--workdir=x", flag)
+  assert flag in text and "Fix: " in text
+
+
 def test_config_as_two_words_and_several_changes(monkeypatch, tmp_path):
   seen = []
   monkeypatch.setattr(session, "train", lambda config, *a, **k: seen.append(config) or 0)

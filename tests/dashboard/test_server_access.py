@@ -166,5 +166,13 @@ def test_nothing_else_is(body):
   assert refused(fault, body) == 400
 
 
+@pytest.mark.parametrize("wrong", [{"seconds": "5"}, {"factor": -1e15}, {"role": 2}])
+def test_what_is_wrong_is_named(wrong):
+  with pytest.raises(RequestRefused) as caught:
+    fault({"action": "slow", "role": "learner-2", **wrong})
+  (name,) = wrong
+  assert str(caught.value).startswith(f"{name} ")
+
+
 def test_a_form_cannot_send_one():
   assert refused(fault, {"action": "kill", "role": "learner-2"}, "text/plain") == 415

@@ -63,6 +63,25 @@ def test_a_file_that_was_replaced_is_read_from_its_start(tmp_path, log):
   assert times(follower.poll()) == [7.0]
 
 
+def test_a_replaced_file_that_cannot_be_read_at_first_is_read_from_its_start(
+  tmp_path, log, monkeypatch
+):
+  follower, read = Follower(tmp_path), eventlog._read
+  log(line(1.0) + line(2.0))
+  follower.poll()
+  (tmp_path / "events" / "learner-0.jsonl").unlink()
+  log(line(7.0))
+
+  def stale(*_):
+    raise OSError("stale file handle")
+
+  monkeypatch.setattr(eventlog, "_read", stale)
+  assert follower.poll() == []
+  monkeypatch.setattr(eventlog, "_read", read)
+  log(line(8.0) + line(9.0))  # it is longer now than the one before
+  assert times(follower.poll()) == [7.0, 8.0, 9.0]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_followed_in_any_pieces_it_is_what_is_read_at_the_end(tmp_path, log, seed):
   chance = random.Random(seed)
