@@ -205,7 +205,10 @@ class Child:
   def _send(self, number: signal.Signals, for_good: bool = False) -> None:
     for each in self._processes:
       if each.poll() is None:
-        each.kill() if for_good else each.send_signal(number)
+        if for_good:
+          each.kill()
+        else:
+          each.send_signal(number)
 
 
 # --- Processes of this machine, forked from a server that has imported everything already

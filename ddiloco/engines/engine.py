@@ -139,6 +139,7 @@ class Engine:
 
   def _begin(self) -> None:
     """Finds what the run goes on from, and opens `_recorder`."""
+    raise NotImplementedError
 
   def _prepare(self) -> None:
     """Work that takes long, before the first role starts."""
@@ -156,6 +157,7 @@ class Engine:
 
   def _requested(self, fault: Fault) -> None:
     """Takes a fault that was requested during the run."""
+    raise NotImplementedError
 
   def _over(self) -> str | None:
     """Why the run is over: finished, stopped or failed; None: it goes on."""
@@ -163,6 +165,7 @@ class Engine:
 
   def _start(self, name: str, life: int, afresh: bool) -> None:
     """Starts a role's next life. An exception counts as the end of that life."""
+    raise NotImplementedError
 
   def _strike(self, fault: Fault) -> None:
     """Performs a planned fault and logs it; stalls of a role go by `_hold`, joins by `_start`."""
@@ -177,6 +180,7 @@ class Engine:
 
   def _end(self, reason: str) -> None:
     """Ends all roles that still live."""
+    raise NotImplementedError
 
   def _record(self, role: str, incarnation: int) -> Recorder:
     raise NotImplementedError

@@ -112,8 +112,8 @@ class Corpus:
     self, config: Config, learner: int, batch_size: int = 0
   ) -> grain.MapDataset[np.ndarray]:
     """See `Source`, and `Stream` for the windows of each learner. `batch_size` 0: the island's."""
-    size = batch_size or config.islands.island(learner).batch_size
     self._check(config, learner)
+    size = batch_size or config.islands.island(learner).batch_size
     order = reading_order(len(self.train), config, learner)
     files = self.data.path or self.data.source
 
@@ -141,6 +141,7 @@ class Corpus:
 
   def _check(self, config: Config, learner: int) -> None:
     """Refuses a corpus that is too small for all learners, or whose tokens the model lacks."""
+    require(learner >= 0, "learner", learner, "must not be negative", "learners count from 0")
     learners, batch_size = config.islands.num_learners, config.islands.island(learner).batch_size
     require(
       len(self.train) >= learners * batch_size,
@@ -306,15 +307,21 @@ class Stream:
 
   def batch(self, position: int) -> Batch:
     """Batch `position` (from 0), of tokens int32 [batch_size, T + 1]; read in this thread."""
-    return self._batches[position]
+    return self._batches[_from_0(position)]
 
   def iterate(self, position: int = 0) -> grain.DatasetIterator[Batch]:
     """Batches from `position` on, prefetched by a background thread, which `close()` ends."""
     # Iterators that read ahead share no state.
     iterator = iter(self._open().to_iter_dataset(_READ_OPTIONS))
-    grain_experimental.set_next_index(iterator, position)
+    grain_experimental.set_next_index(iterator, _from_0(position))
     iterator.start_prefetch()
     return iterator
+
+
+def _from_0(position: int) -> int:
+  if position < 0:
+    raise IndexError(f"position {position}: must not be negative")
+  return position
 
 
 # --- A user's own batches, endless and by position, as the streams of a corpus are

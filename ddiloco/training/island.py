@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import re
 import threading
 import time
@@ -323,6 +324,10 @@ class Island:
 
   def load(self, params: Mapping[str, np.ndarray]) -> None:
     """`reset`, and then these parameters (name -> array): for islands that train alone."""
+    if odd := sorted(params.keys() ^ self._parts.leaves.keys()):
+      raise ValueError(
+        f"params: names differ from the model's: {odd}. Fix: give exactly its leaves."
+      )
     self.reset()
     # A private copy: the CPU backend may use host memory as it is, and steps write in place.
     mine = {PARAMS + name: np.array(params[name], np.float32) for name in self._parts.leaves}
@@ -532,7 +537,13 @@ class Island:
 
   def rows_of_moments(self, fragment_index: int, flat: np.ndarray) -> np.ndarray:
     """Each moment's flat vector; ValueError if `flat` has another size."""
-    return flat.reshape(self.num_moments, self._plan.fragments[fragment_index].size)
+    rows = self.num_moments, self._plan.fragments[fragment_index].size
+    if flat.shape != (math.prod(rows),):
+      raise ValueError(
+        f"fragment {fragment_index}: its moments have shape {flat.shape}, but this island keeps"
+        f" {rows[0]} of {rows[1]} values each. Fix: take them from a peer of the same run."
+      )
+    return flat.reshape(rows)
 
 
 named = jax.profiler.TraceAnnotation  # names work in a trace; without a trace it costs 1 us

@@ -88,10 +88,14 @@ def load_tokenizer(setting: str) -> Tokenizer:
   Raises:
     ConfigError: the optional package is not installed, or the file is missing or corrupt.
   """
-  kind = setting.partition(":")[0]
-  if kind == "sentencepiece":
+  kind, _, file = setting.partition(":")
+  if kind == "sentencepiece" and file:
     return _sentencepiece(setting)
-  return _huggingface(setting) if kind == "huggingface" else ByteTokenizer()
+  if kind == "huggingface" and file:
+    return _huggingface(setting)
+  rule = "must be bytes, sentencepiece:FILE or huggingface:FILE"
+  require(setting == "bytes", "data.tokenizer", setting, rule, "use 'bytes'")
+  return ByteTokenizer()
 
 
 def _sentencepiece(setting: str) -> Tokenizer:

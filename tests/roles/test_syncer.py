@@ -370,7 +370,7 @@ def test_a_shard_that_alone_has_its_vectors_writes_over_them_and_over_nothing_le
 
 def test_the_store_keeps_the_newest_commit_of_each_fragment():
   store = MemoryStore()
-  with pytest.raises(KeyError):
+  with pytest.raises(ValueError, match=r"fragment 3: not in the store\. Fix: save"):
     store.load(3)
   value = np.ones(4, np.float32)
   commits = [Committed(FragmentState(3, version=v), value * v, value * v, None) for v in range(3)]

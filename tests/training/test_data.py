@@ -333,6 +333,15 @@ def test_corpus_too_small_for_the_learners(tmp_path):
   assert "islands.batch_size = 20" in text and "600 windows" in text
 
 
+def test_negative_learner_and_positions(tmp_path):
+  config = make_config(tmp_path)
+  assert "learner = -1" in error_of(open_streams, config, -1)
+  (stream,) = open_streams(config, 0)
+  for call in (stream.batch, stream.iterate):
+    with pytest.raises(IndexError, match="-1"):
+      call(-1)
+
+
 def test_token_beyond_the_vocabulary_at_open(tmp_path):
   config = make_config(tmp_path, vocab_size=4_999)
   text = error_of(open_streams, config, 0)

@@ -402,6 +402,8 @@ def test_errors_are_named(single):
   island.load(initial(config))
   with pytest.raises(ValueError, match=r"\(4, 9\), this island takes int32 \(8, 9\)"):
     island.step(batch(rows=4), 0)
+  with pytest.raises(ValueError, match=r"differ from the model's: \['embedding'\]"):
+    island.load({name: leaf for name, leaf in initial(config).items() if name != "embedding"})
   with pytest.raises(ValueError, match="fragment 0"):
     island.stage(0, np.zeros(plan.sizes[0] + 1, np.float32))
   with pytest.raises(ConfigError, match=r"^islands\.batch_size = 6: .* = 4 .*Fix: use 8\.$"):

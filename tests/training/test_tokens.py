@@ -149,3 +149,8 @@ def test_huggingface_file_without_an_end_token(huggingface_file, tmp_path):
   (tmp_path / "tiny.json").write_text(json.dumps(content))
   with pytest.raises(ConfigError, match="end-of-text"):
     tokens.load_tokenizer(f"huggingface:{tmp_path / 'tiny.json'}")
+
+
+def test_unknown_setting():
+  with pytest.raises(ConfigError, match="must be bytes, sentencepiece:FILE"):
+    tokens.load_tokenizer("words")
