@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 
-from ddiloco.config import SyncConfig
 from ddiloco.protocol import events, messages, syncer
 from ddiloco.protocol.actions import Received, Saved, SyncerAction, Tick
 from ddiloco.protocol.states import SyncerState
 
 
-def shard_on(state: SyncerState, event, sync: SyncConfig) -> tuple[SyncerState, list[SyncerAction]]:
+def shard_on(state: SyncerState, event) -> tuple[SyncerState, list[SyncerAction]]:
   """A shard that takes in one message and then decides, as it does when no more has arrived."""
-  state, actions = syncer.syncer_on(state, event, sync)
+  state, actions = syncer.syncer_on(state, event)
   if not isinstance(event, Received | Saved):
     return state, actions
-  state, decided = syncer.syncer_on(state, Tick(event.now), sync)
+  state, decided = syncer.syncer_on(state, Tick(event.now))
   return state, [*actions, *decided]
 
 

@@ -191,6 +191,7 @@ def new_syncer(
     shard,
     incarnation,
     newest,
+    config.sync,
     config.run.total_tokens,
     recovery_deadline,
     first_round=first_round,

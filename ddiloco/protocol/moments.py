@@ -8,7 +8,6 @@ than one.
 
 from __future__ import annotations
 
-from ddiloco.config import SyncConfig
 from ddiloco.protocol import actions, events, messages, rules, states
 from ddiloco.protocol.actions import LearnerAction, Send, SyncerAction
 from ddiloco.protocol.messages import ForwardMoments, Moments, ProvideMoments, RequestMoments
@@ -20,27 +19,27 @@ ASK_SECONDS = 1.0  # between two requests of a joiner
 # --- a shard --------------------------------------------------------------------------------------
 
 
-def on_ask(state: SyncerState, ask: RequestMoments, now: float, sync: SyncConfig) -> SyncerOutcome:
+def on_ask(state: SyncerState, ask: RequestMoments, now: float) -> SyncerOutcome:
   """A learner waits for moments of these fragments; it repeats the request until it has them."""
   if not state.passes_moments or ask.learner == messages.EVALUATOR:
     return state, [
       states.ignored(ask, "no moments are passed on: checkpoint.rejoin is not 'peer' here")
     ]
   mine = {f.index for f in state.fragments}
-  count = state.times(state.passed_on, ask.learner, sync)[1]
+  count = state.times(state.passed_on, ask.learner)[1]
   if count >= states.MOST_TIMES * len(mine):
     state = replace(state, asking={m: ps for m, ps in state.asking.items() if m != ask.learner})
     return state, [states.ignored(ask, f"it was given {count} fragments' moments lately")]
   asking = {**state.asking, ask.learner: tuple(sorted(mine.intersection(ask.fragments)))}
-  return _next(replace(state, asking=asking), now, sync)
+  return _next(replace(state, asking=asking), now)
 
 
-def on_moments(state: SyncerState, moments: Moments, now: float, sync: SyncConfig) -> SyncerOutcome:
+def on_moments(state: SyncerState, moments: Moments, now: float) -> SyncerOutcome:
   """A donation has arrived: forwards it to all learners that wait for it."""
   given = state.donation
   if given is None or (given.donor, given.fragment) != (moments.learner, moments.fragment):
     return state, [states.ignored(moments, "it is no longer asked for")]
-  if moments.count > state.global_step + rules.slack_steps(sync):
+  if moments.count > state.global_step + rules.slack_steps(state.sync):
     reason = f"claims {moments.count} optimizer steps, the run has made {state.global_step}"
     return state, [states.ignored(moments, reason)]
   todo: list[SyncerAction] = []
@@ -49,7 +48,7 @@ def on_moments(state: SyncerState, moments: Moments, now: float, sync: SyncConfi
     if member is None or moments.fragment not in fragments:
       continue
     left = tuple(p for p in fragments if p != moments.fragment)
-    passed_on = state.once_more(state.passed_on, learner, sync)
+    passed_on = state.once_more(state.passed_on, learner)
     state = replace(state, asking={**state.asking, learner: left}, passed_on=passed_on)
     inherit = ForwardMoments(
       *state.to(member.incarnation),
@@ -64,11 +63,11 @@ def on_moments(state: SyncerState, moments: Moments, now: float, sync: SyncConfi
     todo.append(Send(learner, inherit))
   donations = {**state.given, moments.learner: state.given.get(moments.learner, 0) + 1}
   state = replace(state, donation=None, given=donations)
-  state, more = _next(state, now, sync)
+  state, more = _next(state, now)
   return state, [*todo, *more]
 
 
-def _next(state: SyncerState, now: float, sync: SyncConfig) -> SyncerOutcome:
+def _next(state: SyncerState, now: float) -> SyncerOutcome:
   """Asks the next donor, unless a donation is under way and not late."""
   late = state.donation
   if late is not None and now < late.until:
@@ -80,7 +79,7 @@ def _next(state: SyncerState, now: float, sync: SyncConfig) -> SyncerOutcome:
     return replace(state, donation=None), []
   donor = min(donors, key=lambda m: (m == last, state.given.get(m, 0), m))
   member = state.members[donor]
-  patience = max(sync.liveness_seconds, 10 * member.step_seconds, 3 * member.delivery_seconds)
+  patience = max(state.sync.liveness_seconds, 10 * member.step_seconds, 3 * member.delivery_seconds)
   donation = states.MomentTransfer(wanted[0], donor, now + patience)
   ask = ProvideMoments(*state.to(member.incarnation), wanted[0])
   return replace(state, donation=donation), [Send(donor, ask)]

@@ -6,7 +6,6 @@ import math
 import statistics
 from collections.abc import Mapping
 
-from ddiloco.config import SyncConfig
 from ddiloco.protocol import events, rules
 from ddiloco.protocol.actions import Accept, Commit, Read, Received, Send, SyncerAction
 from ddiloco.protocol.messages import EVALUATOR, NOTHING, Pull, Push, Refusal
@@ -14,7 +13,7 @@ from ddiloco.protocol.states import FragmentState, Round, SyncerOutcome, SyncerS
 from ddiloco.protocol.values import put, replace
 
 
-def _value_due_at(state: SyncerState, f: FragmentState, sync: SyncConfig) -> float:
+def _value_due_at(state: SyncerState, f: FragmentState) -> float:
   """When a fragment stops waiting for newer values that learners were asked for; -inf: no value.
 
   Only the first request to each learner counts: a learner that has no such value does not hold the
@@ -25,18 +24,18 @@ def _value_due_at(state: SyncerState, f: FragmentState, sync: SyncConfig) -> flo
     for (p, _), each in state.recalls.items()
     if p == f.index and each.times == 1 and f.last_round < each.round < state.born
   ]
-  patience = max(sync.liveness_seconds, 3 * state.delivery_seconds)
+  patience = max(state.sync.liveness_seconds, 3 * state.delivery_seconds)
   return max(asked, default=-math.inf) + patience
 
 
-def may_start_at(state: SyncerState, sync: SyncConfig) -> float:
+def may_start_at(state: SyncerState) -> float:
   """When rounds of dirty fragments may start even if no message comes; inf: never."""
   idle = (state.fragments[i] for i in state.dirty if state.fragments[i].round is None)
-  due = min((_value_due_at(state, f, sync) for f in idle), default=math.inf)
+  due = min((_value_due_at(state, f) for f in idle), default=math.inf)
   return max(state.recovery_deadline, due)
 
 
-def start_rounds(state: SyncerState, now: float, sync: SyncConfig) -> SyncerOutcome:
+def start_rounds(state: SyncerState, now: float) -> SyncerOutcome:
   """Starts rounds of dirty fragments that a quorum is due for; all that can push are asked."""
   todo: list[SyncerAction] = []
   if not state.dirty or not state.recovery_over(now):
@@ -46,14 +45,14 @@ def start_rounds(state: SyncerState, now: float, sync: SyncConfig) -> SyncerOutc
     f = state.fragments[i]
     if f.round is not None or state.complete(f):
       continue
-    if now < _value_due_at(state, f, sync):
+    if now < _value_due_at(state, f):
       waiting.append(i)
       continue
-    asked = _available(state, i, sync)
-    due = [m for m in asked if state.is_due(m, i, sync)]
-    if any(state.brings_last_work(m, sync) for m in due) and not sync.blocking:
+    asked = _available(state, i)
+    due = [m for m in asked if state.is_due(m, i)]
+    if any(state.brings_last_work(m) for m in due) and not state.sync.blocking:
       due = asked  # a leaving learner cannot wait until a quorum is due
-    if len(due) < sync.min_quorum:
+    if len(due) < state.sync.min_quorum:
       continue
     # Unique over the shard's incarnations, so that no push for an earlier one is taken for ours.
     round_id = rules.numbered(state.incarnation, state.rounds)
@@ -71,7 +70,7 @@ def start_rounds(state: SyncerState, now: float, sync: SyncConfig) -> SyncerOutc
       sync_seconds=sync_seconds,
       global_step=state.global_step,
       pulled_at=now,
-      deadline=now + _pull_patience(state, 1, sync),
+      deadline=now + _pull_patience(state, 1),
     )
     state = replace(state, rounds=state.rounds + 1).with_fragment(i, round=current)
     todo += [_pull(state, f, current, m) for m in asked]
@@ -79,9 +78,9 @@ def start_rounds(state: SyncerState, now: float, sync: SyncConfig) -> SyncerOutc
   return replace(state, dirty=tuple(waiting)), todo
 
 
-def _available(state: SyncerState, i: int, sync: SyncConfig) -> list[int]:
+def _available(state: SyncerState, i: int) -> list[int]:
   """The members that could push this fragment now, and whose push would be believed."""
-  ahead = rules.too_far_ahead(state.beliefs, state.global_step, sync)
+  ahead = rules.too_far_ahead(state.beliefs, state.global_step, state.sync)
   return sorted(m for m in state.members if m != ahead and state.could_push(m, i))
 
 
@@ -111,7 +110,7 @@ def _stray(state: SyncerState, push: Push) -> str:
   return "a duplicate" if answered else "it is no longer asked for"
 
 
-def on_push(state: SyncerState, push: Push, event: Received, sync: SyncConfig) -> SyncerOutcome:
+def on_push(state: SyncerState, push: Push, event: Received) -> SyncerOutcome:
   """Keeps the first valid push of each asked learner; everything else is refused or counted."""
   if reason := _stray(state, push):
     return state, [ignored(push, reason)]
@@ -125,7 +124,7 @@ def on_push(state: SyncerState, push: Push, event: Received, sync: SyncConfig) -
       return state, [ignored(push, "a duplicate")]
     current = replace(current, measuring=(*current.measuring, me))
     return state.with_fragment(i, round=current), [Read(push, event.now)]
-  if fault := _fault_of(state, f, push, event, sync):
+  if fault := _fault_of(state, f, push, event):
     current = current.without(me, refused={**current.refused, me: fault})
     return state.with_round(i, current), []
   pairs = {(min(m, me), max(m, me)): product for m, product in event.products.items()}
@@ -135,7 +134,7 @@ def on_push(state: SyncerState, push: Push, event: Received, sync: SyncConfig) -
     norms={**current.norms, me: event.norm},
     products={**current.products, **pairs},
   )
-  if current.quorum_at is None and len(current.pushes) >= sync.min_quorum:
+  if current.quorum_at is None and len(current.pushes) >= state.sync.min_quorum:
     seconds = rules.smooth(state.quorum_seconds, _quorum_seconds(state, current, event.now))
     state = replace(state, quorum_seconds=seconds)
     current = replace(current, quorum_at=event.now)
@@ -143,14 +142,12 @@ def on_push(state: SyncerState, push: Push, event: Received, sync: SyncConfig) -
   return state, [Accept(f.index, current.id, me, event.content)]
 
 
-def _fault_of(
-  state: SyncerState, f: FragmentState, push: Push, event: Received, sync: SyncConfig
-) -> str:
+def _fault_of(state: SyncerState, f: FragmentState, push: Push, event: Received) -> str:
   """Why a push of the round is refused, or ""."""
   if push.base_version != f.version:
     return f"based on version {push.base_version}, the fragment is at {f.version}"
   since = f.merged_global_steps.get(push.learner, 0)
-  possible = max(0, state.global_step - since) + rules.slack_steps(sync)
+  possible = max(0, state.global_step - since) + rules.slack_steps(state.sync)
   claimed = rules.push_fault(push.steps, push.tokens, possible, state.step_tokens)
   finite = "" if math.isfinite(event.norm) else f"not finite ({event.norm})"
   return claimed or event.fault or finite
@@ -168,13 +165,13 @@ def _quorum_seconds(state: SyncerState, current: Round, now: float) -> float:
   return max(state.quorum_seconds, now - current.pulled_at)
 
 
-def _pull_patience(state: SyncerState, pulls: int, sync: SyncConfig) -> float:
+def _pull_patience(state: SyncerState, pulls: int) -> float:
   step = rules.usual_pace(state.beliefs)  # a learner answers a pull at the end of its step
   usual = 3 * max(state.quorum_seconds, step)
-  return rules.backed_off(max(sync.liveness_seconds, usual), pulls - 1)
+  return rules.backed_off(max(state.sync.liveness_seconds, usual), pulls - 1)
 
 
-def advance_rounds(state: SyncerState, now: float, sync: SyncConfig) -> SyncerOutcome:
+def advance_rounds(state: SyncerState, now: float) -> SyncerOutcome:
   """Looks at the rounds of dirty fragments and those past their deadline: ends them if they can.
 
   A round with a push that is here and not measured yet waits for the measurement.
@@ -185,58 +182,56 @@ def advance_rounds(state: SyncerState, now: float, sync: SyncConfig) -> SyncerOu
     if current is None or current.measuring or not (i in state.dirty or now >= current.deadline):
       continue
     # Under rebase a late version costs no work, so the wait for more learners may be longer.
-    way_back = 0.0 if sync.apply == "rebase" else current.sync_seconds
-    grace = rules.grace_seconds(current.step_seconds, state.quorum_seconds, way_back, sync)
+    way_back = 0.0 if state.sync.apply == "rebase" else current.sync_seconds
+    grace = rules.grace_seconds(current.step_seconds, state.quorum_seconds, way_back, state.sync)
     pending, count = current.pending, len(current.pushes)
-    decision = rules.decide(now, count, pending, current.quorum_at, grace, sync)
+    decision = rules.decide(now, count, pending, current.quorum_at, grace, state.sync)
     current = replace(current, reason=decision.reason)
     if decision.verdict == "wait":
-      again = now >= current.pulled_at + _pull_patience(state, current.pulls, sync)
+      again = now >= current.pulled_at + _pull_patience(state, current.pulls)
       if again:
         current = replace(current, pulled_at=now, pulls=current.pulls + 1)
         # A member that is heard, and whose pushes never come, must not stop the fragment: those
         # that have become able to push meanwhile are asked too.
-        more = {*_available(state, i, sync)} - {*pending, *current.pushes, *current.refused}
+        more = {*_available(state, i)} - {*pending, *current.pushes, *current.refused}
         if more:
           pending = tuple(sorted({*pending, *more}))
           current = replace(current, pending=pending)
           todo.append(_begun(f, current))
       deadline = min(
-        current.pulled_at + _pull_patience(state, current.pulls, sync),
+        current.pulled_at + _pull_patience(state, current.pulls),
         math.inf if decision.wake_at is None else decision.wake_at,
-        now + sync.liveness_seconds,  # patience is learned: it may be shorter by then
+        now + state.sync.liveness_seconds,  # patience is learned: it may be shorter by then
       )
       current = replace(current, deadline=deadline)
       state = state.with_fragment(i, round=current)
       if again:  # a pull or a push got lost; the same push comes again
         todo += [_pull(state, f, current, m) for m in pending]
       continue
-    state, ended = _end_round(state, i, current, now, sync)
+    state, ended = _end_round(state, i, current, now)
     todo += ended
   return state, todo
 
 
-def _end_round(
-  state: SyncerState, i: int, current: Round, now: float, sync: SyncConfig
-) -> SyncerOutcome:
+def _end_round(state: SyncerState, i: int, current: Round, now: float) -> SyncerOutcome:
   """Screens the pushes, commits if those left are a quorum, and publishes to all members."""
   before = state.fragments[i]
   # Smoothed norms per step of accepted updates; for a new member the usual one, 0: no update yet.
   known = {m: member.norms[i] for m, member in state.members.items() if member.norms[i]}
   usual = statistics.median(known.values()) if known else 0.0
   past = {m: known.get(m, usual) for m in current.norms}
-  steps = {m: rules.counted_steps(p.steps, sync) for m, p in current.pushes.items()}
+  steps = {m: rules.counted_steps(p.steps, state.sync) for m, p in current.pushes.items()}
   settled = len(known) > 1  # a past that one learner alone has may be a bad one's
-  ratio, period = sync.max_norm_ratio, sync.sync_period
+  ratio, period = state.sync.max_norm_ratio, state.sync.sync_period
   rejected = rules.screen(current.norms, steps, past, ratio, period, settled)
   candidates = sorted(m for m in current.pushes if m not in rejected)
   opposing = rules.opposing(current.products, candidates)
-  state, contrary = _count_opposing(state, candidates, opposing, sync)
+  state, contrary = _count_opposing(state, candidates, opposing)
   rejected = {**current.refused, **rejected, **contrary}
   merged = sorted(m for m in current.pushes if m not in rejected)
   todo: list[SyncerAction] = []
-  if len(merged) >= sync.min_quorum:
-    todo += _commit(state, i, current, merged, rejected, opposing, now, sync)
+  if len(merged) >= state.sync.min_quorum:
+    todo += _commit(state, i, current, merged, rejected, opposing, now)
     mine = rules.numbered(state.incarnation, state.commits + 1)
     state = replace(state, commits=state.commits + 1).heard(state.key, mine)
     global_steps = dict.fromkeys(merged, current.global_step)
@@ -251,15 +246,15 @@ def _end_round(
       participants=tuple(merged),
     )
   else:
-    reason = f"{len(merged)} of {sync.min_quorum} needed were left: {current.reason}"
+    reason = f"{len(merged)} of {state.sync.min_quorum} needed were left: {current.reason}"
     todo.append(
       events.Abandoned(fragment=before.index, round=current.id, reason=reason, rejected=rejected)
     )
   state = state.with_round(i, None)
   for m in merged:
-    state = _credit(state, m, i, current.norms[m] / steps[m], sync)
+    state = _credit(state, m, i, current.norms[m] / steps[m])
   for m, reason in rejected.items():
-    state, refusal = _reject(state, m, i, current.id, reason, sync)
+    state, refusal = _reject(state, m, i, current.id, reason)
     todo += refusal
   f, header = state.fragments[i], state.newest(i)
   for m in sorted(state.members):
@@ -280,7 +275,6 @@ def _commit(
   rejected: Mapping[int, str],
   opposing: Mapping[int, float],
   now: float,
-  sync: SyncConfig,
 ) -> list[SyncerAction]:
   f = state.fragments[i]
   pushes = [current.pushes[m] for m in merged]
@@ -308,7 +302,7 @@ def _commit(
     opposing={m: round(cosine, 4) for m, cosine in opposing.items()},
     agreement=None if agreement is None else round(agreement, 4),
     staleness=max(p.steps for p in pushes),
-    missing=_missing(state, i, current, sync),
+    missing=_missing(state, i, current),
     reason=current.reason,
     tokens=sum(tokens),
     merged_tokens=merged_tokens,
@@ -319,10 +313,10 @@ def _commit(
   return [commit, logged]
 
 
-def _missing(state: SyncerState, i: int, current: Round, sync: SyncConfig) -> dict[int, str]:
+def _missing(state: SyncerState, i: int, current: Round) -> dict[int, str]:
   """Why each member that trains had no part in this round, in plain words."""
   reasons = {}
-  ahead = rules.too_far_ahead(state.beliefs, state.global_step, sync)
+  ahead = rules.too_far_ahead(state.beliefs, state.global_step, state.sync)
   for learner, m in sorted(state.members.items()):
     if learner == EVALUATOR or learner in current.pushes or learner in current.refused:
       continue
@@ -341,20 +335,18 @@ def _missing(state: SyncerState, i: int, current: Round, sync: SyncConfig) -> di
   return reasons
 
 
-def _credit(
-  state: SyncerState, learner: int, i: int, norm_per_step: float, sync: SyncConfig
-) -> SyncerState:
+def _credit(state: SyncerState, learner: int, i: int, norm_per_step: float) -> SyncerState:
   member = state.members.get(learner)
   if member is None:
     return state
   norms = put(member.norms, i, rules.smooth(member.norms[i], norm_per_step))
   if member.leaving:
-    state = replace(state, farewells=state.once_more(state.farewells, learner, sync))
+    state = replace(state, farewells=state.once_more(state.farewells, learner))
   return state.with_member(learner, norms=norms, rejections=0)
 
 
 def _count_opposing(
-  state: SyncerState, learners: list[int], opposing: Mapping[int, float], sync: SyncConfig
+  state: SyncerState, learners: list[int], opposing: Mapping[int, float]
 ) -> tuple[SyncerState, dict[int, str]]:
   """Rejects learners whose updates pointed against all others' `quarantine_after` times in a row.
 
@@ -364,20 +356,18 @@ def _count_opposing(
   rejected = {}
   for m, cosine in opposing.items():
     opposed[m] = times = opposed.get(m, 0) + 1
-    if times >= sync.quarantine_after:
+    if times >= state.sync.quarantine_after:
       rejected[m] = f"opposes all others (cosine {cosine:.2f}), {times} times in a row"
   return (replace(state, opposed=opposed) if opposed != state.opposed else state), rejected
 
 
-def _reject(
-  state: SyncerState, learner: int, i: int, round_id: int, reason: str, sync: SyncConfig
-) -> SyncerOutcome:
+def _reject(state: SyncerState, learner: int, i: int, round_id: int, reason: str) -> SyncerOutcome:
   """The learner goes back to its base; rejected again and again, it must start afresh."""
   member = state.members.get(learner)
   if member is None:
     return state, []
   rejections = member.rejections + 1
-  quarantined = rejections >= sync.quarantine_after
+  quarantined = rejections >= state.sync.quarantine_after
   to, fragment = state.to(member.incarnation), state.fragments[i].index
   todo: list[SyncerAction] = [Send(learner, Refusal(*to, fragment, round_id, quarantined, reason))]
   if quarantined:

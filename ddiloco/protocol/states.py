@@ -284,6 +284,7 @@ class SyncerState(_State, Frozen):
   shard: int
   incarnation: int
   fragments: tuple[FragmentState, ...]
+  sync: SyncConfig
   target_tokens: int  # a fragment that has merged so many is complete
   step_tokens: int = 0  # of the largest step of any learner; 0: not known
   first_round: int = 0  # smaller rounds are not of this run
@@ -351,30 +352,30 @@ class SyncerState(_State, Frozen):
       and member.steps_since_sync[i] >= 1
     )
 
-  def times(self, times: Times, learner: int, sync: SyncConfig) -> tuple[int, int]:
+  def times(self, times: Times, learner: int) -> tuple[int, int]:
     """When the learner's present stretch began, and its times in it."""
     began, count = times.get(learner, (self.global_step, 0))
-    over = self.global_step - began >= STRETCH_PERIODS * sync.sync_period
+    over = self.global_step - began >= STRETCH_PERIODS * self.sync.sync_period
     return (self.global_step, 0) if over else (began, count)
 
-  def once_more(self, times: Times, learner: int, sync: SyncConfig) -> Times:
+  def once_more(self, times: Times, learner: int) -> Times:
     """`times` after the learner has caused such work once more."""
-    began, count = self.times(times, learner, sync)
+    began, count = self.times(times, learner)
     return {**times, learner: (began, count + 1)}
 
-  def brings_last_work(self, learner: int, sync: SyncConfig) -> bool:
+  def brings_last_work(self, learner: int) -> bool:
     """Whether the member makes no more steps, so that its unmerged work must be merged now.
 
     That takes one or two rounds a fragment; after `MOST_TIMES` the shard no longer waits for it.
     """
     most = MOST_TIMES * len(self.fragments)
-    return self.members[learner].leaving and self.times(self.farewells, learner, sync)[1] < most
+    return self.members[learner].leaving and self.times(self.farewells, learner)[1] < most
 
-  def is_due(self, learner: int, i: int, sync: SyncConfig) -> bool:
+  def is_due(self, learner: int, i: int) -> bool:
     """Whether the member has made the steps that a sync takes on this fragment, or makes none."""
     f, member = self.fragments[i], self.members[learner]
-    enough = member.steps_since_sync[i] >= rules.due_after(f.index, f.version, sync)
-    return enough or self.brings_last_work(learner, sync)
+    enough = member.steps_since_sync[i] >= rules.due_after(f.index, f.version, self.sync)
+    return enough or self.brings_last_work(learner)
 
   # --- the run as a whole
 
@@ -390,9 +391,7 @@ class SyncerState(_State, Frozen):
     awaited = known or set(range(self.planned_learners))
     return bool(awaited) and awaited <= self.members.keys()
 
-  def believe_global_step(
-    self, report: messages.Report, now: float, sync: SyncConfig
-  ) -> SyncerState:
+  def believe_global_step(self, report: messages.Report, now: float) -> SyncerState:
     """The global step, after a learner has said how far it is (`rules.raised_global_step`)."""
     if report.learner == EVALUATOR:
       return self
@@ -400,7 +399,7 @@ class SyncerState(_State, Frozen):
     most = rules.WASTE * self.target_tokens / self.step_tokens if self.step_tokens else math.inf
     here = self._num_here(report.learner) if self.recovery_over(now) else 0
     known, global_step = rules.raised_global_step(
-      known, self.global_step, report.learner, report.global_step, now, most, sync, here
+      known, self.global_step, report.learner, report.global_step, now, most, self.sync, here
     )
     return replace(self, beliefs=known, global_step=global_step)
 

@@ -24,6 +24,7 @@ def init(
   shard: int,
   incarnation: int,
   fragments: tuple[FragmentState, ...],
+  sync: SyncConfig,
   target_tokens: int,
   recovery_deadline: float = -math.inf,
   first_round: int = 0,
@@ -40,6 +41,7 @@ def init(
     shard: its number.
     incarnation: of the shard.
     fragments: what it owns, as of their newest commits.
+    sync: the protocol's settings.
     target_tokens: to merge into every fragment.
     recovery_deadline: when it stops waiting for learners that may have newer values.
     first_round: smaller rounds are of an earlier run, whose values are not taken here.
@@ -54,6 +56,7 @@ def init(
     shard=shard,
     incarnation=incarnation,
     fragments=tuple(replace(f, snapshot=snapshot) for f in fragments),
+    sync=sync,
     target_tokens=target_tokens,
     first_round=min([first_round, *found]),
     beliefs=rules.Beliefs(reach_at=began_at),
@@ -73,28 +76,28 @@ def finished(state: SyncerState, now: float, silence_seconds: float) -> bool:
   )
 
 
-def syncer_on(state: SyncerState, event: actions.SyncerEvent, sync: SyncConfig) -> SyncerOutcome:
+def syncer_on(state: SyncerState, event: actions.SyncerEvent) -> SyncerOutcome:
   """The shard's reducer. Messages only change the state; a `Tick` after them decides on rounds."""
   match event:
     case Received():
-      return _take_in(state, event, sync)
+      return _take_in(state, event)
     case actions.Resumed(now):
       return replace(state, awake_since=now), []
     case actions.Saved():
       return replace(state, saving=False), []
-  state, lost = lose_silent(state, min(event.now, event.heard_until), sync)
-  state, moved = rounds.advance_rounds(state, event.now, sync)
-  state, started = rounds.start_rounds(state, event.now, sync)
+  state, lost = lose_silent(state, min(event.now, event.heard_until))
+  state, moved = rounds.advance_rounds(state, event.now)
+  state, started = rounds.start_rounds(state, event.now)
   begun: list[SyncerAction] = []
   # In lock-step a run cannot go on from a snapshot that lacks the learners of a quorum.
-  enough = not sync.blocking or len(_here(state)) >= sync.min_quorum
+  enough = not state.sync.blocking or len(_here(state)) >= state.sync.min_quorum
   if state.shard == 0 and not state.saving and enough:
-    every = max(1, sync.snapshot_steps)
-    state, begun = _capture(state, state.global_step // every * every, sync)
+    every = max(1, state.sync.snapshot_steps)
+    state, begun = _capture(state, state.global_step // every * every)
   return state, [*lost, *moved, *started, *begun]
 
 
-def _take_in(state: SyncerState, event: Received, sync: SyncConfig) -> SyncerOutcome:
+def _take_in(state: SyncerState, event: Received) -> SyncerOutcome:
   message, now = event.message, event.now
   if not isinstance(message, messages.ToShard):
     return state, [ignored(message, "not for shards")]
@@ -102,28 +105,28 @@ def _take_in(state: SyncerState, event: Received, sync: SyncConfig) -> SyncerOut
     return state, [ignored(message, fault)]
   number = getattr(message, "snapshot", 0)
   if isinstance(message, Report):
-    state = state.believe_global_step(message, now, sync)
+    state = state.believe_global_step(message, now)
   # After a number from the future no other would ever begin. Snapshots begin by the global step,
   # which different roles see a little differently.
-  if number > state.global_step + 2 * sync.sync_period:
+  if number > state.global_step + 2 * state.sync.sync_period:
     return state, [ignored(message, "names a snapshot that the run has not reached")]
-  state, captured = _capture(state, number, sync)
+  state, captured = _capture(state, number)
   todo: list[SyncerAction] = []
   match message:
     case messages.Push():
-      state, todo = rounds.on_push(state, message, event, sync)
+      state, todo = rounds.on_push(state, message, event)
     case Hello():
-      state, todo = _on_hello(state, message, event, sync)
+      state, todo = _on_hello(state, message, event)
     case Report():
-      state, todo = _on_report(state, message, event, sync)
+      state, todo = _on_report(state, message, event)
     case Value():
-      state, todo = _on_value(state, message, event, sync)
+      state, todo = _on_value(state, message, event)
     case messages.RequestMoments() | messages.Moments() if message.learner not in state.members:
       todo = [ignored(message, "an unknown learner")]
     case messages.RequestMoments():
-      state, todo = moments.on_ask(state, message, now, sync)
+      state, todo = moments.on_ask(state, message, now)
     case messages.Moments():
-      state, todo = moments.on_moments(state, message, now, sync)
+      state, todo = moments.on_moments(state, message, now)
     case messages.Goodbye() if message.learner in state.members:
       others = {m: each for m, each in state.members.items() if m != message.learner}
       state = replace(state.forget_pending(message.learner), members=others)
@@ -131,7 +134,7 @@ def _take_in(state: SyncerState, event: Received, sync: SyncConfig) -> SyncerOut
   return state, [*captured, *todo]
 
 
-def _capture(state: SyncerState, snapshot: int, sync: SyncConfig) -> SyncerOutcome:
+def _capture(state: SyncerState, snapshot: int) -> SyncerOutcome:
   """A new snapshot: begun here by the global step, or heard of from a role that has captured.
 
   Its number is the global step at which it is due. So numbers also grow when a run goes on with
@@ -142,7 +145,7 @@ def _capture(state: SyncerState, snapshot: int, sync: SyncConfig) -> SyncerOutco
   skipped snapshots that come while it is busy, each would skip different ones, and no snapshot
   would ever be complete.
   """
-  every = sync.snapshot_steps
+  every = state.sync.snapshot_steps
   if snapshot <= state.snapshot or not every or snapshot % every:  # no other number is ever begun
     return state, []
   fragments = tuple(replace(f, snapshot=snapshot) for f in state.fragments)
@@ -159,23 +162,23 @@ def _here(state: SyncerState) -> tuple[int, ...]:
   )
 
 
-def next_wake(state: SyncerState, sync: SyncConfig) -> float | None:
+def next_wake(state: SyncerState) -> float | None:
   """When a `Tick` is needed even if no message comes and no push is read; None: never."""
   current = (f.round for f in state.fragments if f.round is not None)
   times = [r.deadline for r in current if not r.measuring]
-  wake_at = min([state.silent_at, rounds.may_start_at(state, sync), *times])
+  wake_at = min([state.silent_at, rounds.may_start_at(state), *times])
   return wake_at if math.isfinite(wake_at) else None
 
 
 # --- members: hello, reports, silence, goodbye, and versions they lack ---------------------------
 
 
-def lost_at(state: SyncerState, member: Member, sync: SyncConfig) -> float:
+def lost_at(state: SyncerState, member: Member) -> float:
   """When a learner that stays silent counts as lost; adapts to the learner's step time, which is
   known after its first step. Until then the usual one counts, and a minute if none is known."""
   step_seconds = member.step_seconds or rules.usual_pace(state.beliefs)
-  patience = sync.liveness_steps * step_seconds or FIRST_STEP_SECONDS
-  return member.heard_at + max(sync.liveness_seconds, patience)
+  patience = state.sync.liveness_steps * step_seconds or FIRST_STEP_SECONDS
+  return member.heard_at + max(state.sync.liveness_seconds, patience)
 
 
 def _new_member(state: SyncerState, learner: int, incarnation: int, now: float) -> Member:
@@ -202,7 +205,7 @@ def _fault_of(state: SyncerState, message: messages.ToShard) -> str:
   return ""
 
 
-def _on_hello(state: SyncerState, hello: Hello, event: Received, sync: SyncConfig) -> SyncerOutcome:
+def _on_hello(state: SyncerState, hello: Hello, event: Received) -> SyncerOutcome:
   todo: list[SyncerAction] = []
   now, member = event.now, state.members.get(hello.learner)
   if member is None or hello.incarnation > member.incarnation:
@@ -224,12 +227,12 @@ def _on_hello(state: SyncerState, hello: Hello, event: Received, sync: SyncConfi
     snapshot=state.snapshot,
   )
   todo.append(Send(hello.learner, welcome))
-  begun = _begun(state, sync)
-  state = _heard(state, hello.learner, replace(member, heard_at=now, lost=False), sync)
+  begun = _begun(state)
+  state = _heard(state, hello.learner, replace(member, heard_at=now, lost=False))
   # Versions go to the newcomer; if it completes the first quorum, to all members that waited.
   for learner in (hello.learner,) if begun else sorted(state.members):
     unsent = event.unsent and learner == hello.learner
-    state, sent = _catch_up(state, learner, now, sync, unsent)
+    state, sent = _catch_up(state, learner, now, unsent)
     todo += sent
   return state, todo
 
@@ -238,29 +241,27 @@ def _joined(learner: int, reason: str) -> events.Member:
   return events.Member(learner=learner, state="joined", reason=reason)
 
 
-def _heard(state: SyncerState, learner: int, member: Member, sync: SyncConfig) -> SyncerState:
+def _heard(state: SyncerState, learner: int, member: Member) -> SyncerState:
   """Keeps a member that has just been heard, and when the first member would be lost to silence."""
-  silent_at = min(state.silent_at, lost_at(state, member, sync))
+  silent_at = min(state.silent_at, lost_at(state, member))
   return replace(state, members={**state.members, learner: member}, silent_at=silent_at)
 
 
-def _begun(state: SyncerState, sync: SyncConfig) -> bool:
+def _begun(state: SyncerState) -> bool:
   """Initial values go out once a quorum is here: before that no round could commit anyway.
 
   So in lock-step all learners start at step 0 together.
   """
   if state.global_step > 0 or any(f.version > 0 for f in state.fragments):
     return True
-  return len(state.members) - (EVALUATOR in state.members) >= sync.min_quorum
+  return len(state.members) - (EVALUATOR in state.members) >= state.sync.min_quorum
 
 
-def _on_report(
-  state: SyncerState, report: Report, event: Received, sync: SyncConfig
-) -> SyncerOutcome:
+def _on_report(state: SyncerState, report: Report, event: Received) -> SyncerOutcome:
   now, member = event.now, state.members.get(report.learner)
   newer = {f.index: r for r, f in zip(report.rounds, state.fragments) if r > f.last_round}
   if newer:
-    return _recall(state, report, newer, now, sync)
+    return _recall(state, report, newer, now)
   state, todo = _note_lost(state, report)
   versions = _compared(state, report.rounds, report.versions)
   if member is None or report.incarnation > member.incarnation:
@@ -273,36 +274,34 @@ def _on_report(
     todo.append(_joined(report.learner, "heard again"))
     member = replace(member, resends=0, resent_at=-math.inf)
   member = _note_sync(state, member, versions, now, report.idle_seconds)
-  state, member = _note_delivered(state, member, versions, now, sync)
+  state, member = _note_delivered(state, member, versions, now)
   member = replace(
     member,
     heard_at=max(now, member.heard_at),
     versions=versions,
     steps_since_sync=tuple(
-      rules.believed_steps_since(s, state.global_step, f.global_step, sync)
+      rules.believed_steps_since(s, state.global_step, f.global_step, state.sync)
       for s, f in zip(report.steps_since_sync, state.fragments)
     ),
     step_seconds=rules.believed_step_seconds(state.beliefs, report.step_seconds),
     leaving=report.leaving,
     lost=False,
   )
-  state = _heard(state, report.learner, member, sync)
+  state = _heard(state, report.learner, member)
   if member.quarantined:
     refusal = Refusal(*state.to(report.incarnation), -1, -1, True, "quarantined")
     return state, [*todo, Send(report.learner, refusal)]
   state = state.mark_dirty(
     i
     for i, f in enumerate(state.fragments)
-    if f.round is None
-    and state.could_push(report.learner, i)
-    and state.is_due(report.learner, i, sync)
+    if f.round is None and state.could_push(report.learner, i) and state.is_due(report.learner, i)
   )
-  state, sent = _catch_up(state, report.learner, now, sync, event.unsent)
+  state, sent = _catch_up(state, report.learner, now, event.unsent)
   return state, [*todo, *sent]
 
 
 def _note_delivered(
-  state: SyncerState, member: Member, versions: tuple[int, ...], now: float, sync: SyncConfig
+  state: SyncerState, member: Member, versions: tuple[int, ...], now: float
 ) -> tuple[SyncerState, Member]:
   """How long publishes take, and which may still be on their way. `versions`: of the new report.
 
@@ -322,7 +321,7 @@ def _note_delivered(
     waited = now - min(since for _, since in complete)
     queued = now - min(at for at, _ in complete)
     # A single member that confirms late must not make all others wait longer for a resend.
-    believed = min(queued, 2 * state.delivery_seconds + sync.liveness_seconds)
+    believed = min(queued, 2 * state.delivery_seconds + state.sync.liveness_seconds)
     state = replace(state, delivery_seconds=rules.smooth(state.delivery_seconds, believed))
     delivery_seconds = rules.smooth(member.delivery_seconds, waited)
     member = replace(member, delivery_seconds=delivery_seconds, resends=0, resent_at=-math.inf)
@@ -357,7 +356,7 @@ def _compared(
 
 
 def _recall(
-  state: SyncerState, report: Report, rounds: Mapping[int, int], now: float, sync: SyncConfig
+  state: SyncerState, report: Report, rounds: Mapping[int, int], now: float
 ) -> SyncerOutcome:
   """This shard has lost what these rounds made (it and its copies died together), and this learner
   has it. Of several learners with a value of the same round one is asked at a time; learners with
@@ -366,9 +365,9 @@ def _recall(
   recalls = dict(state.recalls)
   for p, r in rounds.items():
     before = recalls.get((p, report.learner), states.ValueRequest(-math.inf, 0, r))
-    patience = rules.backed_off(sync.liveness_seconds, before.times - 1)
+    patience = rules.backed_off(state.sync.liveness_seconds, before.times - 1)
     asked = any(
-      q == p and each.round == r and now < each.asked_at + sync.liveness_seconds
+      q == p and each.round == r and now < each.asked_at + state.sync.liveness_seconds
       for (q, _), each in recalls.items()
     )
     if asked or now < before.asked_at + patience:
@@ -379,7 +378,7 @@ def _recall(
   return replace(state, recalls=recalls), todo
 
 
-def _on_value(state: SyncerState, value: Value, event: Received, sync: SyncConfig) -> SyncerOutcome:
+def _on_value(state: SyncerState, value: Value, event: Received) -> SyncerOutcome:
   i, now = state.position(value.fragment), event.now
   request = state.recalls.get((value.fragment, value.learner))
   if i is None or request is None:
@@ -393,7 +392,7 @@ def _on_value(state: SyncerState, value: Value, event: Received, sync: SyncConfi
   f = state.fragments[i]
   merged_rounds = dict(messages.pairs(value.merged_rounds))
   if event.fault:
-    return state, [ignored(value, event.fault), *_give_up(state, value, event.fault, sync)]
+    return state, [ignored(value, event.fault), *_give_up(state, value, event.fault)]
   if len(value.merged_rounds) % 2 or max(merged_rounds.values(), default=-1) > value.round:
     return state, [ignored(value, "cannot have merged what it says")]
   recalls = {k: r for k, r in state.recalls.items() if k[0] != f.index or r.round > value.round}
@@ -405,7 +404,7 @@ def _on_value(state: SyncerState, value: Value, event: Received, sync: SyncConfi
     merged_tokens=value.merged_tokens,
     merged_rounds=merged_rounds,
     last_round=value.round,
-    global_step=max(0, state.global_step - sync.sync_period),
+    global_step=max(0, state.global_step - state.sync.sync_period),
     participants=value.participants,
     snapshot=state.snapshot,
   )
@@ -430,10 +429,10 @@ def _on_value(state: SyncerState, value: Value, event: Received, sync: SyncConfi
   ]
 
 
-def _give_up(state: SyncerState, value: Value, fault: str, sync: SyncConfig) -> list[SyncerAction]:
+def _give_up(state: SyncerState, value: Value, fault: str) -> list[SyncerAction]:
   """A learner whose value is refused again and again starts afresh: it takes no older value, so it
   would never be a member again. If that befell all learners, the run would stand still."""
-  if state.recalls[value.fragment, value.learner].times < sync.quarantine_after:
+  if state.recalls[value.fragment, value.learner].times < state.sync.quarantine_after:
     return []
   reason = f"the value of fragment {value.fragment} that it gives back is refused: {fault}"
   refusal = Refusal(*state.to(value.incarnation), -1, -1, True, reason)
@@ -459,23 +458,23 @@ def _note_lost(state: SyncerState, report: Report) -> SyncerOutcome:
   return state, [events.Lost(learner=report.learner, versions=had, reason=reason)]
 
 
-def _catch_up(
-  state: SyncerState, learner: int, now: float, sync: SyncConfig, unsent: bool
-) -> SyncerOutcome:
+def _catch_up(state: SyncerState, learner: int, now: float, unsent: bool) -> SyncerOutcome:
   """Sends, whole, the versions that a member should have by now and lacks.
 
   A publish that is still queued here is not lost, however slow the link is: patience begins when it
   has left.
   """
   todo: list[SyncerAction] = []
-  if state.members[learner].lost or not _begun(state, sync):
+  if state.members[learner].lost or not _begun(state):
     return state, todo
   if unsent:
     state = state.with_member(learner, resent_at=now)
   member = state.members[learner]
   lacks = [i for i, f in enumerate(state.fragments) if member.versions[i] < f.version]
   since = member.waiting_since
-  patience = max(sync.liveness_seconds, 3 * state.delivery_seconds, 3 * member.delivery_seconds)
+  patience = max(
+    state.sync.liveness_seconds, 3 * state.delivery_seconds, 3 * member.delivery_seconds
+  )
   for i in sorted(lacks, key=lambda i: since[i]):
     f, member = state.fragments[i], state.members[learner]
     # Resend one at a time. The next resend is after a report of it, or after twice the patience: on
@@ -491,15 +490,15 @@ def _catch_up(
   return state, todo
 
 
-def lose_silent(state: SyncerState, now: float, sync: SyncConfig) -> SyncerOutcome:
+def lose_silent(state: SyncerState, now: float) -> SyncerOutcome:
   """Marks silent members as lost. Skips the loop until the first one can be: members are many."""
   todo: list[SyncerAction] = []
   if now < state.silent_at:
     return state, todo
   for learner, member in list(state.members.items()):
-    if not member.lost and now >= lost_at(state, member, sync):
+    if not member.lost and now >= lost_at(state, member):
       state = state.with_member(learner, lost=True).forget_pending(learner)
       reason = f"silent for {now - member.heard_at:.2f} s"
       todo.append(events.Member(learner=learner, state="lost", reason=reason))
-  there = [lost_at(state, member, sync) for member in state.members.values() if not member.lost]
+  there = [lost_at(state, member) for member in state.members.values() if not member.lost]
   return replace(state, silent_at=min(there, default=math.inf)), todo

@@ -128,7 +128,7 @@ class Syncer(WorkingRole):
     while not stopped():
       faults.check(self.state.global_step)
       yield None  # a planned stall may have passed
-      wake_at = syncer.next_wake(self.state, self.config.sync)
+      wake_at = syncer.next_wake(self.state)
       wake_at = deadline if wake_at is None else min(wake_at, deadline)
       started = yield from self._take_in(wake_at)
       yield from self.finish()
@@ -178,7 +178,7 @@ class Syncer(WorkingRole):
 
   def handle(self, event) -> Loop[None]:
     """One event through the reducer, and every action it decides, in order."""
-    self.state, todo = syncer.syncer_on(self.state, event, self.config.sync)
+    self.state, todo = syncer.syncer_on(self.state, event)
     yield None
     for action in todo:
       self._perform(action)

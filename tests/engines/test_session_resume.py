@@ -17,7 +17,7 @@ import pytest
 from ddiloco.checkpoint import restore, signed_json
 from ddiloco.checkpoint.restore import Unfounded
 from ddiloco.checkpoint.snapshots import Storage
-from ddiloco.config import CheckpointConfig, Config, ConfigError, from_dict
+from ddiloco.config import CheckpointConfig, Config, ConfigError, SyncConfig, from_dict
 from ddiloco.engines import session, threads
 from ddiloco.engines.processes import ProcessesEngine
 from ddiloco.observe.eventlog import newest_event, read_events
@@ -295,7 +295,7 @@ def shard(*fragments) -> SyncerState:
   """Of (fragment, version, whether a round is under way)."""
   under_way = Round(7, 0.0, (0,), 0.1, 0.0, 0, 0.0, 1.0)
   states = (FragmentState(p, v, round=under_way if going else None) for p, v, going in fragments)
-  return dataclasses.replace(syncer.init(0, 1, (), 100), fragments=tuple(states))
+  return dataclasses.replace(syncer.init(0, 1, (), SyncConfig(), 100), fragments=tuple(states))
 
 
 def test_a_shard_with_nothing_asks_and_waits_but_begins_no_round_from_nothing():

@@ -78,7 +78,7 @@ def test_in_lock_step_a_push_of_an_abandoned_round_is_due():
 def test_a_fragment_that_is_complete_is_never_pulled_again():
   shard = Script(ALONE)
   done = FragmentState(0, 3, merged_tokens=50, last_round=2)
-  shard.state = syncer.init(0, 1, (done, FragmentState(1)), 50)
+  shard.state = syncer.init(0, 1, (done, FragmentState(1)), ALONE, 50)
   sends = shard.feed(report(0, (3, 0), (9, 9)), 1.0)
   pulled = [a.message.fragment for a in sends if isinstance(a.message, Pull)]
   assert pulled == [1]
@@ -98,7 +98,7 @@ def test_lock_step_does_not_wait_for_the_pull_of_a_complete_fragment():
 
 def test_a_shard_is_finished_when_all_is_merged_and_everybody_has_left():
   shard = Script(ALONE)
-  shard.state = syncer.init(0, 0, (FragmentState(0), FragmentState(1)), 10)
+  shard.state = syncer.init(0, 0, (FragmentState(0), FragmentState(1)), ALONE, 10)
   shard.feed(hello(0, 0))
   for p in (0, 1):
     steps_since_sync = tuple(int(p == q) * 2 for q in (0, 1))

@@ -93,7 +93,7 @@ def is_forward(message) -> bool:
 
 def refused(shard: Script, m: int) -> str:
   """Why a learner's request for moments is not listened to; it changes nothing."""
-  state, actions = on_ask(shard.state, RequestMoments(m, 0, (0,)), 0.0, ALONE)
+  state, actions = on_ask(shard.state, RequestMoments(m, 0, (0,)), 0.0)
   (why,) = actions
   assert isinstance(why, Ignored) and state.donation is None
   return why.reason

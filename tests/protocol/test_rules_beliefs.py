@@ -35,7 +35,7 @@ HUGE = 1 << 39
 def shard(num_learners: int = 4, **init) -> syncer.SyncerState:
   """One that has learners with steps of 1 s, all of which have made a step."""
   fragments = (FragmentState(0), FragmentState(1))
-  state = syncer.init(0, 0, fragments, 1 << 60, **{"step_tokens": 10, **init})
+  state = syncer.init(0, 0, fragments, SYNC, 1 << 60, **{"step_tokens": 10, **init})
   for m in range(num_learners):
     state = told(state, says.hello(m, 0), 0.0)
     state = told(state, says.report(m, 0, 1, 1.0, (0, 0), (1, 1)), 1.0)
@@ -43,11 +43,11 @@ def shard(num_learners: int = 4, **init) -> syncer.SyncerState:
 
 
 def told(state, message, now: float, **measured):
-  return says.shard_on(state, Received(message, now, **measured), SYNC)[0]
+  return says.shard_on(state, Received(message, now, **measured))[0]
 
 
 def actions_of(state, message, now: float, **measured) -> list:
-  return says.shard_on(state, Received(message, now, **measured), SYNC)[1]
+  return says.shard_on(state, Received(message, now, **measured))[1]
 
 
 # --- the global step ------------------------------------------------------------------------------
@@ -71,13 +71,13 @@ def test_what_two_say_is_believed_at_once():
 def test_an_island_that_was_there_long_before_the_others_is_asked_when_their_pace_is_known():
   """Its work was refused: the shard did not believe how far it had come while it waited."""
   fragments = (FragmentState(0), FragmentState(1))
-  state = syncer.init(0, 0, fragments, 1 << 60, 60.0, planned_learners=3)
   alone = SyncConfig(num_shards=1, num_fragments=2, sync_period=10, overlap_steps=2, min_quorum=1)
+  state = syncer.init(0, 0, fragments, alone, 1 << 60, 60.0, planned_learners=3)
   asked, now = [], 0.0
 
   def tell(message) -> None:
     nonlocal state
-    state, actions = says.shard_on(state, Received(message, now), alone)
+    state, actions = says.shard_on(state, Received(message, now))
     for pull in [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, Pull)]:
       asked.append((actions[0].to, pull.fragment))
 
@@ -97,14 +97,14 @@ def test_an_island_that_was_there_long_before_the_others_is_asked_when_their_pac
   current = state.fragments[0].round
   assert current is not None and 0 in current.pending and state.global_step == step
   sent = says.push(0, 0, 0, current.id, 0, step, 10 * step, 1, "")
-  state = syncer.syncer_on(state, Received(sent, now, norm=1.0), alone)[0]
+  state = syncer.syncer_on(state, Received(sent, now, norm=1.0))[0]
   assert not state.fragments[0].round.refused and 0 in state.fragments[0].round.pushes
 
 
 @pytest.mark.parametrize("said", [1e-9, 1e300])
 def test_no_pace_that_a_third_one_makes_up_holds_up_the_faster_of_two(said):
   """Nor does it let the global step run away."""
-  state = syncer.init(0, 0, (FragmentState(0), FragmentState(1)), 1 << 60)
+  state = syncer.init(0, 0, (FragmentState(0), FragmentState(1)), SYNC, 1 << 60)
   for m in range(3):
     state = told(state, says.hello(m, 0), 0.0)
   for step in range(1, 400):
@@ -117,18 +117,18 @@ def test_no_pace_that_a_third_one_makes_up_holds_up_the_faster_of_two(said):
 
 def test_one_that_outlives_all_others_is_believed():
   """The others were lost before they made a step."""
-  state = syncer.init(0, 0, (FragmentState(0), FragmentState(1)), 1 << 60)
+  state = syncer.init(0, 0, (FragmentState(0), FragmentState(1)), SYNC, 1 << 60)
   for m in range(3):
     state = told(state, says.hello(m, 0), 0.0)
   for step in range(1, 400):
     now = 0.5 * step
     state = told(state, says.report(0, 0, step, 0.5, (0, 0), (1, 1)), now)
-    state = syncer.syncer_on(state, Tick(now, heard_until=now), SYNC)[0]
+    state = syncer.syncer_on(state, Tick(now, heard_until=now))[0]
   assert state.members[1].lost and state.global_step == step
 
 
 def test_a_learner_that_is_alone_makes_the_global_step_by_itself():
-  state = syncer.init(0, 0, (FragmentState(0), FragmentState(1)), 1 << 60)
+  state = syncer.init(0, 0, (FragmentState(0), FragmentState(1)), SYNC, 1 << 60)
   for step in range(1, 200):
     state = told(state, says.report(7, 0, step, 0.5, (0, 0), (1, 1)), 0.5 * step)
     assert state.global_step == step
@@ -158,7 +158,7 @@ def test_a_run_makes_no_more_steps_than_its_tokens_need_many_times_over():
 
 def test_a_restarted_shard_knows_the_clock_of_its_newest_commit():
   values = (FragmentState(0, global_step=700), FragmentState(1, global_step=640))
-  assert syncer.init(0, 3, values, 1 << 60).global_step == 700
+  assert syncer.init(0, 3, values, SYNC, 1 << 60).global_step == 700
 
 
 # --- a learner's own numbers ----------------------------------------------------------------------
@@ -168,24 +168,24 @@ def test_steps_of_a_million_years_do_not_keep_a_silent_learner():
   state = told(shard(), says.report(0, 0, 1, 1e300, (0, 0), (1, 1)), 2.0)
   assert state.members[0].step_seconds <= rules.LONGEST_STEP_SECONDS
   silent = 2.0 + SYNC.liveness_steps * rules.LONGEST_STEP_SECONDS + 1.0
-  assert says.shard_on(state, Tick(silent), SYNC)[0].members[0].lost
+  assert says.shard_on(state, Tick(silent))[0].members[0].lost
 
 
 def test_a_fragment_is_not_due_more_often_than_the_run_makes_steps():
   """A learner that always says it has made its steps would have everybody push at every step."""
   state = Script(ALONE).state
   for m in (0, 1):
-    state, _ = says.shard_on(state, Received(report(m, (0, 0), (1, 1)), 0.1), ALONE)
+    state, _ = says.shard_on(state, Received(report(m, (0, 0), (1, 1)), 0.1))
   rounds = 0
   for k in range(300):
     now = 0.2 + 0.001 * k
     lie = says.report(0, 0, 1, 0.1, (state.fragments[0].version, 0), (1 << 50, 0))
     lie = dataclasses.replace(lie, rounds=tuple(f.last_round for f in state.fragments))
-    state, actions = says.shard_on(state, Received(lie, now), ALONE)
+    state, actions = says.shard_on(state, Received(lie, now))
     for pull in [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, Pull)]:
       rounds += 1
       answer = push(0, pull.round, base=pull.base_version, fragment=pull.fragment)
-      state, _ = says.shard_on(state, Received(answer, now, norm=1.0), ALONE)
+      state, _ = says.shard_on(state, Received(answer, now, norm=1.0))
   assert rounds <= 3, rounds
 
 
@@ -195,10 +195,10 @@ def test_a_learner_that_leaves_again_and_again_is_not_waited_for():
     f = state.fragments[0]
     last = says.report(0, 0, k + 1, 0.1, (f.version, 0), (1, 0), leaving=True)
     last = dataclasses.replace(last, rounds=(f.last_round, -1))
-    state, actions = says.shard_on(state, Received(last, 0.1 * k), ALONE)
+    state, actions = says.shard_on(state, Received(last, 0.1 * k))
     for pull in [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, Pull)]:
       answer = push(0, pull.round, base=pull.base_version)
-      state, made = says.shard_on(state, Received(answer, 0.1 * k, norm=1.0), ALONE)
+      state, made = says.shard_on(state, Received(answer, 0.1 * k, norm=1.0))
       commits += any(isinstance(a, Commit) for a in made)
   assert commits < 60, "then it is due like the others"
 
@@ -206,12 +206,12 @@ def test_a_learner_that_leaves_again_and_again_is_not_waited_for():
 def test_one_whose_updates_are_far_too_short_does_not_take_the_run_over():
   """Nor do two others whose updates are far too long, once they have started afresh."""
   sync = SyncConfig(num_shards=1, num_fragments=1, sync_period=4, overlap_steps=2, min_quorum=3)
-  state = syncer.init(0, 1, (FragmentState(0),), 1 << 60)
+  state = syncer.init(0, 1, (FragmentState(0),), sync, 1 << 60)
   made: list = []
 
   def tell(message, now: float, **measured) -> None:
     nonlocal state
-    state, actions = syncer.syncer_on(state, Received(message, now, **measured), sync)
+    state, actions = syncer.syncer_on(state, Received(message, now, **measured))
     made.extend(actions)
 
   def round_of(now: float, life: int, *norms: float) -> events.Commit | events.Abandoned:
@@ -221,12 +221,12 @@ def test_one_whose_updates_are_far_too_short_does_not_take_the_run_over():
     for m in range(3):
       report = says.report(m, life, int(now), 1.0, (f.version,), (4,), rounds=(f.last_round,))
       tell(report, now)
-    state, _ = syncer.syncer_on(state, Tick(now), sync)
+    state, _ = syncer.syncer_on(state, Tick(now))
     current = state.fragments[0].round
     for m in range(3):
       sent = says.push(m, life, 0, current.id, f.version, 4, 40, int(now), "")
       tell(sent, now, norm=norms[m])
-    state, actions = syncer.syncer_on(state, Tick(now), sync)
+    state, actions = syncer.syncer_on(state, Tick(now))
     [end] = [a for a in (*made, *actions) if isinstance(a, events.Commit | events.Abandoned)]
     return end
 
@@ -238,12 +238,12 @@ def test_one_whose_updates_are_far_too_short_does_not_take_the_run_over():
 @pytest.mark.parametrize("turns", ["stays", "comes back", "is new"])
 def test_one_that_leaves_again_and_again_does_not_have_the_others_push_at_every_step(turns):
   sync = SyncConfig(num_shards=1, num_fragments=1, sync_period=24, overlap_steps=2, min_quorum=2)
-  state, commits, life = syncer.init(0, 1, (FragmentState(0),), 1 << 60), 0, 0
+  state, commits, life = syncer.init(0, 1, (FragmentState(0),), sync, 1 << 60), 0, 0
   since = 0
 
   def tell(message, **measured) -> list:
     nonlocal state
-    state, actions = says.shard_on(state, Received(message, float(step), **measured), sync)
+    state, actions = says.shard_on(state, Received(message, float(step), **measured))
     return actions
 
   for step in range(1, 241):
@@ -281,7 +281,7 @@ def test_a_push_holds_what_its_learner_can_have_made(steps, tokens, fault):
     state = told(state, says.report(m, 0, 1, 1.0, (0, 0), (9, 9)), 1.1)
   current = state.fragments[0].round
   sent = says.push(0, 0, 0, current.id, 0, steps, tokens, 1, "")
-  state = syncer.syncer_on(state, Received(sent, 1.2, norm=1.0), SYNC)[0]
+  state = syncer.syncer_on(state, Received(sent, 1.2, norm=1.0))[0]
   assert state.fragments[0].round.refused == ({0: fault} if fault else {})
 
 
@@ -295,9 +295,7 @@ def test_what_was_merged_once_is_not_claimed_again():
   current = state.fragments[0].round
   for m, most in ((0, 499 + 28), (1, 500 + 28)):
     lie = says.push(m, 0, 0, current.id, 0, most + 1, most + 1, 1, "")
-    assert (
-      syncer.syncer_on(state, Received(lie, 500.1, norm=1.0), SYNC)[0].fragments[0].round.refused
-    )
+    assert syncer.syncer_on(state, Received(lie, 500.1, norm=1.0))[0].fragments[0].round.refused
 
 
 @pytest.mark.parametrize("steps, worth", [(1, 1), (30, 30), (60, 15), (3_000, 0.3)])
@@ -311,7 +309,7 @@ def test_stale_work_weighs_less_the_staler_it_is(steps, worth):
 def test_a_fresh_empty_member_never_becomes_the_source_of_truth():
   """Neither by having nothing, nor by saying that it has something it cannot prove."""
   values = tuple(FragmentState(p, 5, 50, {0: 4}, {0: 4}, 4, 4, (0,)) for p in range(2))
-  state = syncer.init(0, 9, values, 1 << 60)
+  state = syncer.init(0, 9, values, ALONE, 1 << 60)
   before = state.fragments
   for rounds, versions in (
     ((NOTHING, NOTHING), (-1, -1)),
@@ -319,13 +317,13 @@ def test_a_fresh_empty_member_never_becomes_the_source_of_truth():
     ((7, 7), (99, 99)),  # newer, it says
   ):
     fresh = says.report(3, 1, 9, 0.1, versions, (0, 0), rounds=rounds)
-    state, actions = says.shard_on(state, Received(fresh, 1.0), ALONE)
+    state, actions = says.shard_on(state, Received(fresh, 1.0))
     for recall in [
       a.message for a in actions if isinstance(getattr(a, "message", 0), RequestValue)
     ]:
       empty = Value(3, 1, recall.fragment, 99, 7, 10**9, (3,), (3, 7), 0, 0, "00")
       fault = "is no value of this shard: its seal does not fit"
-      state, answered = says.shard_on(state, Received(empty, 1.1, fault=fault), ALONE)
+      state, answered = says.shard_on(state, Received(empty, 1.1, fault=fault))
       assert not any(isinstance(a, InstallValue) for a in answered)
       assert [a.reason for a in answered if isinstance(a, Event)] == [fault]
   assert state.fragments == before
@@ -333,10 +331,10 @@ def test_a_fresh_empty_member_never_becomes_the_source_of_truth():
 
 def test_a_new_run_takes_no_value_of_an_old_one():
   first = 1_000 << 24
-  state = syncer.init(0, 2_000, (FragmentState(0),), 1 << 60, first_round=first)
+  state = syncer.init(0, 2_000, (FragmentState(0),), ALONE, 1 << 60, first_round=first)
   for made, asked in ((first - 1, False), (first, True), ((2_000 << 24) - 1, True)):
     old = says.report(0, 0, 9, 0.1, (3,), (2,), rounds=(made,))
-    _, actions = says.shard_on(state, Received(old, 1.0), ALONE)
+    _, actions = says.shard_on(state, Received(old, 1.0))
     assert any(isinstance(getattr(a, "message", 0), RequestValue) for a in actions) == asked
 
 
@@ -344,35 +342,35 @@ def test_a_shard_on_a_new_host_takes_newer_values_of_the_run_whose_snapshot_it_h
   """Its empty workdir says that the run began today; a former life made the rounds days ago."""
   made = 500 << 24
   values = (FragmentState(0, version=6, last_round=made + 6, participants=(0,)),)
-  state = syncer.init(0, 2_000, values, 1 << 60, first_round=1_000 << 24)
+  state = syncer.init(0, 2_000, values, ALONE, 1 << 60, first_round=1_000 << 24)
   newer = says.report(0, 0, 9, 0.1, (9,), (2,), rounds=(made + 9,))
-  state, actions = says.shard_on(state, Received(newer, 1.0), ALONE)
+  state, actions = says.shard_on(state, Received(newer, 1.0))
   assert [a.message for a in actions if isinstance(a, Send)] == [RequestValue(0, 2_000, 0, 0)]
   value = Value(0, 0, 0, 9, made + 9, 90, (0,), (0, made + 9), snapshot=0, count=0, seal="")
-  state, actions = says.shard_on(state, Received(value, 1.1), ALONE)
+  state, actions = says.shard_on(state, Received(value, 1.1))
   assert state.fragments[0].version == 9
-  state, _ = says.shard_on(state, Received(newer, 1.2), ALONE)
+  state, _ = says.shard_on(state, Received(newer, 1.2))
   assert 0 in state.members and state.fragments[0].round, "and the run goes on"
 
 
 def test_a_learner_whose_value_is_refused_again_and_again_starts_afresh():
   """The shard's key was replaced, and its copies were lost: no learner has a value that fits."""
   value = FragmentState(0, version=6, last_round=6, participants=(0,))
-  state, now, refused = syncer.init(0, 2_000, (value,), 1 << 60), 0.0, 0
+  state, now, refused = syncer.init(0, 2_000, (value,), ALONE, 1 << 60), 0.0, 0
   newer = says.report(0, 0, 9, 0.1, (9,), (2,), rounds=(9,))
   given = Value(0, 0, 0, 9, 9, 90, (0,), (0, 9), snapshot=0, count=0, seal="00")
   while now < 60.0:
     now += 0.5
-    state, actions = says.shard_on(state, Received(newer, now), ALONE)
+    state, actions = says.shard_on(state, Received(newer, now))
     if any(isinstance(getattr(a, "message", 0), RequestValue) for a in actions):
       refused += 1
-      state, actions = says.shard_on(state, Received(given, now, fault="its seal is wrong"), ALONE)
+      state, actions = says.shard_on(state, Received(given, now, fault="its seal is wrong"))
       if sent := [a.message for a in actions if isinstance(a, Send)]:
         break
   assert refused == ALONE.quarantine_after and sent[0].rejoin and "seal" in sent[0].reason
-  state, _ = says.shard_on(state, Received(says.hello(0, 1), now), ALONE)
+  state, _ = says.shard_on(state, Received(says.hello(0, 1), now))
   fresh = says.report(0, 1, 10, 0.1, (6,), (2,), rounds=(6,))
-  state, _ = says.shard_on(state, Received(fresh, now + 0.1), ALONE)
+  state, _ = says.shard_on(state, Received(fresh, now + 0.1))
   assert state.fragments[0].round.pending == (0,), "and the run goes on"
 
 
@@ -392,7 +390,7 @@ def test_a_false_alarm_of_lost_work_is_said_once():
   said = 0
   for made in range(5, 50):
     claim = says.report(0, 0, 9, 0.1, (9, 0), (2, 2), rounds=(made, -1))
-    shard.state, actions = says.shard_on(shard.state, Received(claim, 1.0), ALONE)
+    shard.state, actions = says.shard_on(shard.state, Received(claim, 1.0))
     said += sum(isinstance(a, events.Lost) for a in actions)
   assert said == 1
 
@@ -401,7 +399,7 @@ def test_a_false_alarm_of_lost_work_is_said_once():
 
 
 def asked_donor(state) -> tuple[syncer.SyncerState, int]:
-  state, actions = says.shard_on(state, Received(RequestMoments(3, 0, (0,)), 2.0), SYNC)
+  state, actions = says.shard_on(state, Received(RequestMoments(3, 0, (0,)), 2.0))
   [donate] = [a for a in actions if isinstance(a, Send) and isinstance(a.message, ProvideMoments)]
   return state, donate.to
 
@@ -413,7 +411,7 @@ def test_the_donor_of_moments_dies_in_the_middle():
   later = 2.0 + max(SYNC.liveness_seconds, 10.0) + 0.1
   for m in {0, 1, 2, 3} - {donor}:
     state = told(state, says.report(m, 0, 2, 1.0, (0, 0), (1, 1)), later - 0.1)
-  state, actions = says.shard_on(state, Received(RequestMoments(3, 0, (0,)), later), SYNC)
+  state, actions = says.shard_on(state, Received(RequestMoments(3, 0, (0,)), later))
   [donate] = [a for a in actions if isinstance(a, Send) and isinstance(a.message, ProvideMoments)]
   assert donate.to != donor
   assert not any(
@@ -446,16 +444,16 @@ def round_of(state, global_step: int, products: dict[int, dict[int, float]]) -> 
     f = state.fragments[0]
     said = says.report(m, state.members[m].incarnation, global_step, 1.0, (f.version, 0), (99, 0))
     said = dataclasses.replace(said, rounds=(f.last_round, -1))
-    state = syncer.syncer_on(state, Received(said, now), SYNC)[0]
-  state = syncer.syncer_on(state, Tick(now), SYNC)[0]
+    state = syncer.syncer_on(state, Received(said, now))[0]
+  state = syncer.syncer_on(state, Tick(now))[0]
   current = state.fragments[0].round
   for m, each in products.items():
     sent = says.push(
       m, state.members[m].incarnation, 0, current.id, f.version, 9, 90, global_step, ""
     )
     event = Received(sent, now + 0.1, norm=1.0, products=each)
-    state = syncer.syncer_on(state, event, SYNC)[0]
-  state, actions = syncer.syncer_on(state, Tick(now + 0.2), SYNC)
+    state = syncer.syncer_on(state, event)[0]
+  state, actions = syncer.syncer_on(state, Tick(now + 0.2))
   [note] = [a for a in actions if isinstance(a, events.Commit)]
   return state, note
 
@@ -519,11 +517,11 @@ def test_a_wait_for_what_was_lost_is_no_measure_of_the_link():
   for m in range(2):
     state = told(state, says.report(m, 0, 1, 1.0, (0, 0), (9, 9)), 1.1)
   round_id, again = state.fragments[0].round.id, state.fragments[0].round.deadline
-  state = syncer.syncer_on(state, Tick(again), SYNC)[0]
+  state = syncer.syncer_on(state, Tick(again))[0]
   assert state.fragments[0].round.pulls == 2
   for m in range(2):
     sent = says.push(m, 0, 0, round_id, 0, 9, 90, 1, "")
-    state = syncer.syncer_on(state, Received(sent, again + 0.1, norm=1.0), SYNC)[0]
+    state = syncer.syncer_on(state, Received(sent, again + 0.1, norm=1.0))[0]
   assert state.quorum_seconds == pytest.approx(0.2)
 
 
@@ -539,7 +537,7 @@ def test_a_pull_is_not_repeated_before_it_can_be_answered_whatever_one_member_sa
   repeated = [
     now / 10
     for now in range(10, 400)
-    if (state := syncer.syncer_on(state, Tick(now / 10), SYNC)[0]).fragments[0].round.pulls == 2
+    if (state := syncer.syncer_on(state, Tick(now / 10))[0]).fragments[0].round.pulls == 2
   ]
   assert 18.0 <= repeated[0] - 1.0 <= 18.0 + SYNC.liveness_seconds
 

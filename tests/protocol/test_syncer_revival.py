@@ -63,7 +63,7 @@ def test_what_comes_too_late_to_be_given_back_is_said_to_be_lost():
   shard.feed(push(0, 1 << 24), norm=1.0)
   assert shard.state.fragments[0].version == 1
   late = says.report(2, 0, 9, 0.1, (3, 0), (1, 1), rounds=(7, -1))
-  shard.state, actions = says.shard_on(shard.state, Received(late, 1.0), ALONE)
+  shard.state, actions = says.shard_on(shard.state, Received(late, 1.0))
   [lost] = [a for a in actions if isinstance(a, events.Lost)]
   assert lost.versions == {0: 3}
   [publish] = [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, Publish)]
@@ -74,18 +74,20 @@ def test_a_shard_without_its_newest_values_waits_for_those_it_knew():
   newest = {"version": 4, "merged_tokens": 40, "merged_rounds": {0: 3, 1: 3}, "last_round": 3}
   known = (FragmentState(0, **newest, participants=(0, 1)), FragmentState(1))
   for here, started in (((0,), False), ((0, 1), True)):
-    state = syncer.init(0, 1, known, 1 << 60, recovery_deadline=50.0)
+    state = syncer.init(0, 1, known, ALONE, 1 << 60, recovery_deadline=50.0)
     for m in here:
       ready = says.report(m, 0, 9, 0.1, (4, 0), (2, 2))
-      state, _ = says.shard_on(state, Received(ready, 10.0), ALONE)
+      state, _ = says.shard_on(state, Received(ready, 10.0))
     assert any(f.round for f in state.fragments) == started
-  state, _ = says.shard_on(syncer.init(0, 1, known, 1 << 60, 50.0), Received(ready, 50.0), ALONE)
+  state, _ = says.shard_on(syncer.init(0, 1, known, ALONE, 1 << 60, 50.0), Received(ready, 50.0))
   assert state.fragments[0].round, "time is up"
 
 
 def test_a_new_shard_waits_for_all_planned_learners_and_no_longer():
   """At the start of a run nobody has anything; of a shard that lost all it had, somebody may."""
-  new = syncer.init(0, 5, (FragmentState(0), FragmentState(1)), 1 << 60, 50.0, planned_learners=2)
+  new = syncer.init(
+    0, 5, (FragmentState(0), FragmentState(1)), ALONE, 1 << 60, 50.0, planned_learners=2
+  )
   ready = [says.report(m, 0, 9, 0.1, (0, 0), (2, 2)) for m in (0, 1, 2)]
   has = says.report(1, 0, 9, 0.1, (3, 0), (2, 2), rounds=(7, -1))
   for reports, started in (
@@ -95,7 +97,7 @@ def test_a_new_shard_waits_for_all_planned_learners_and_no_longer():
   ):
     state = new
     for each in reports:
-      state, _ = says.shard_on(state, Received(each, 10.0), ALONE)
+      state, _ = says.shard_on(state, Received(each, 10.0))
     assert any(f.round for f in state.fragments) == started
 
 
@@ -103,8 +105,7 @@ def test_a_new_shard_waits_for_all_planned_learners_and_no_longer():
 
 
 def records(script: Script, event) -> list[TakeSnapshot]:
-  reducer = says.shard_on if script.shard else learner.learner_on
-  script.state, actions = reducer(script.state, Received(event, 0.0, norm=1.0), script.sync)
+  actions = script.feed_all(event, 0.0, norm=1.0)
   found = [a for a in actions if isinstance(a, TakeSnapshot)]
   assert not found or actions[0] in found or actions[-1] in found
   return found
@@ -122,7 +123,7 @@ def test_a_shard_captures_before_it_takes_in_who_has_captured_and_by_its_global_
   assert not records(shard, report(0, (0, 0), (1, 1), global_step=25)), (
     "the one before is not saved yet"
   )
-  shard.state, actions = says.shard_on(shard.state, Saved(0.0), OFTEN)
+  shard.state, actions = says.shard_on(shard.state, Saved(0.0))
   [begun] = [a for a in actions if isinstance(a, TakeSnapshot)]
   assert (begun.snapshot, begun.state.global_step) == (20, 25)
   assert not records(Script(ALONE), report(0, (0, 0), (1, 1), global_step=199))
@@ -134,7 +135,7 @@ def test_a_shard_captures_before_it_takes_in_who_has_captured_and_by_its_global_
 def test_a_shard_records_nothing_again_that_its_values_may_depend_on():
   values = (FragmentState(0, snapshot=30), FragmentState(1, snapshot=50))
   shard = Script(OFTEN)
-  shard.state = syncer.init(0, 1, values, 1 << 60, began_at=-1000.0)
+  shard.state = syncer.init(0, 1, values, OFTEN, 1 << 60, began_at=-1000.0)
   old = dataclasses.replace(report(0, (0, 0), (1, 1), global_step=59), snapshot=50)
   assert not records(shard, old)
   [new] = records(shard, dataclasses.replace(old, global_step=60, snapshot=60))
@@ -277,7 +278,9 @@ def test_an_update_to_another_value_of_the_same_version_is_not_taken():
 
 def test_who_has_another_value_of_the_same_version_is_not_asked():
   shard = Script(ALONE, incarnation=1)
-  shard.state = syncer.init(0, 1, (FragmentState(0, 3, last_round=9), FragmentState(1)), 1 << 60)
+  shard.state = syncer.init(
+    0, 1, (FragmentState(0, 3, last_round=9), FragmentState(1)), ALONE, 1 << 60
+  )
   sends = shard.feed(says.report(0, 0, 9, 0.1, (3, 0), (2, 0), rounds=(7, -1)))
   assert [(type(a.message), a.message.version) for a in sends] == [(Publish, 3)]
 
@@ -333,7 +336,7 @@ def test_a_value_is_not_adopted_in_place_of_what_was_made_since():
   shard.feed(report(1, (0, 0), (2, 0)))
   assert not shard.state.fragments[0].round, "it waits a while for the value it has asked for"
   shard.feed(report(1, (0, 0), (2, 0)), 0.9)
-  [pull] = shard.feed(Tick(syncer.next_wake(shard.state, ALONE)))
+  [pull] = shard.feed(Tick(syncer.next_wake(shard.state)))
   assert pull.message.round == 1 << 24
   shard.feed(push(1, 1 << 24), 1.0, norm=1.0)
   assert shard.state.fragments[0].last_round == 1 << 24
@@ -380,7 +383,7 @@ def test_a_run_that_goes_on_with_rarer_snapshots_hears_its_learners_and_saves_ag
   [begun] = records(shard, report(0, (0, 0), (1, 1), global_step=45))
   values = tuple(dataclasses.replace(f, global_step=45) for f in begun.state.fragments)
   shard, number = Script(OFTEN), begun.snapshot
-  shard.state = syncer.init(0, 1, values, 1 << 60, began_at=-1000.0)
+  shard.state = syncer.init(0, 1, values, OFTEN, 1 << 60, began_at=-1000.0)
   said = dataclasses.replace(report(0, (0, 0), (2, 2), global_step=46), snapshot=number)
   assert not any(isinstance(a, events.Ignored) for a in shard.feed(said))
   [next_one] = records(shard, dataclasses.replace(said, global_step=50))

@@ -36,7 +36,7 @@ def cost(state: SyncerState, message, **measured) -> int:
 
 
 def on(state: SyncerState, message, **measured) -> SyncerState:
-  return says.shard_on(state, Received(message, 1.0, **measured), SYNC)[0]
+  return says.shard_on(state, Received(message, 1.0, **measured))[0]
 
 
 def report(learner: int, steps_since_sync: int):
@@ -46,7 +46,7 @@ def report(learner: int, steps_since_sync: int):
 def shard_of(members: int) -> SyncerState:
   """All have everything, and have made a step."""
   fragments = tuple(FragmentState(p) for p in range(FRAGMENTS))
-  state = syncer.init(0, 0, fragments, 1 << 60)
+  state = syncer.init(0, 0, fragments, SYNC, 1 << 60)
   for m in range(members):
     state = on(on(state, says.hello(m, 0)), report(m, 1))
   return state

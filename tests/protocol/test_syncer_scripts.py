@@ -50,18 +50,26 @@ class Script:
     self.sync, self.shard = sync, role == "shard"
     if self.shard:
       both = (FragmentState(0), FragmentState(1))
-      self.state = syncer.init(0, incarnation, both, 1 << 60, began_at=-1000.0)
+      self.state = syncer.init(0, incarnation, both, sync, 1 << 60, began_at=-1000.0)
     else:
       self.state = learner.init(0, incarnation, (0, 0), target_tokens=10_000)
 
   def feed(self, event, now: float = 0.0, **measured) -> list:
+    """Its actions, without most lines of the log."""
+    return [
+      says.plain(a)
+      for a in self.feed_all(event, now, **measured)
+      if isinstance(a, Apply | Abandoned) or not isinstance(a, Event)
+    ]
+
+  def feed_all(self, event, now: float = 0.0, **measured) -> list:
     if not isinstance(event, StepDone | Staged | Taken | Tick):
       event = Received(event, now, **measured)
-    reducer = says.shard_on if self.shard else learner.learner_on
-    self.state, actions = reducer(self.state, event, self.sync)
-    return [
-      says.plain(a) for a in actions if isinstance(a, Apply | Abandoned) or not isinstance(a, Event)
-    ]
+    if self.shard:
+      self.state, actions = says.shard_on(self.state, event)
+    else:
+      self.state, actions = learner.learner_on(self.state, event, self.sync)
+    return actions
 
 
 def report(
@@ -305,14 +313,14 @@ def test_the_alarm_never_rings_too_early():
   for k in range(2000):
     shard = Script(ALONE)
     shard.feed(hello(0, 0), 0.1 * k + 0.037)
-    shard.feed(Tick(syncer.next_wake(shard.state, ALONE)))
+    shard.feed(Tick(syncer.next_wake(shard.state)))
     assert shard.state.members[0].lost
 
 
 def test_who_was_not_heard_while_the_shard_took_others_in_is_not_lost():
   shard = Script(ALONE)
   shard.feed(hello(0, 0), 0.0)
-  late = syncer.next_wake(shard.state, ALONE)
+  late = syncer.next_wake(shard.state)
   shard.feed(Tick(late + 5.0, heard_until=late - 0.01))
   assert not shard.state.members[0].lost
   shard.feed(Tick(late + 6.0, heard_until=late + 6.0))
@@ -325,7 +333,7 @@ def test_a_restarted_shard_still_says_what_it_has_merged():
   shard.feed(report(0, (0, 0), (1, 1)))
   shard.feed(push(0, 0), norm=1.0)
   stored = tuple(dataclasses.replace(f, round=None) for f in shard.state.fragments)
-  shard.state = syncer.init(0, 1, stored, 1 << 60)
+  shard.state = syncer.init(0, 1, stored, ALONE, 1 << 60)
   [publish] = shard.feed(report(0, (0, 0), (1, 1)), 1.0)
   assert (publish.message.version, publish.message.merged_round(0)) == (1, 0)
   assert publish.message.base_version == -1, "whole: nobody knows what it has"

@@ -11,20 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddiloco.config import SyncConfig
 from ddiloco.protocol import actions, messages, rules, states, syncer
 from ddiloco.protocol.learner import init
-from ddiloco.protocol.states import (
-  FragmentState,
-  LearnerState,
-  Outstanding,
-  SyncerState,
-)
+from ddiloco.protocol.states import FragmentState, LearnerState, Outstanding
 from ddiloco.protocol.values import NotAState, from_json, put, replace, to_json
 from tests import says
 
 STATES = [
   init(2, 7, (0, 1, 0), 100),
-  syncer.init(1, 3, (states.FragmentState(4),), 100),
+  syncer.init(1, 3, (states.FragmentState(4),), SyncConfig(), 100),
   states.Member(1, 0.5, (0,), (1,), (0,), (0.0,), (0.0,), (0.0,)),
   messages.Goodbye(3, 4),
 ]
@@ -101,7 +97,7 @@ def through_json(state):
   return json.loads(json.dumps(to_json(state)))
 
 
-@pytest.mark.parametrize("cls", [LearnerState, SyncerState, FragmentState])
+@pytest.mark.parametrize("cls", [LearnerState, FragmentState])
 @settings(deadline=None, max_examples=40)
 @given(data=st.data())
 def test_any_state_comes_back_from_json(cls, data):
