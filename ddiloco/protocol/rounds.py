@@ -219,7 +219,9 @@ def _end_round(state: SyncerState, i: int, current: Round, now: float) -> Syncer
   # Smoothed norms per step of accepted updates; for a new member the usual one, 0: no update yet.
   known = {m: member.norms[i] for m, member in state.members.items() if member.norms[i]}
   usual = statistics.median(known.values()) if known else 0.0
-  past = {m: known.get(m, usual) for m in current.norms}
+  # While a learning rate warms up, updates grow as the global step does.
+  since = {m: max(1, before.merged_global_steps.get(m, before.global_step)) for m in current.norms}
+  past = {m: known.get(m, usual) * max(1.0, current.global_step / since[m]) for m in current.norms}
   steps = {m: rules.counted_steps(p.steps, state.sync) for m, p in current.pushes.items()}
   settled = len(known) > 1  # a past that one learner alone has may be a bad one's
   ratio, period = state.sync.max_norm_ratio, state.sync.sync_period

@@ -487,6 +487,29 @@ def test_a_learner_that_is_new_and_alone_is_measured_by_what_is_usual_here():
   assert refusals == ["norm 1e+06 is over 10 x 2"] and shard.state.fragments[0].version == 1
 
 
+def test_while_the_learning_rate_warms_up_a_learner_alone_may_push_more_each_time():
+  """Its updates are the sums of the rates of their steps; with a hundred times that it is refused.
+
+  Found with 100M parameters: an island that a kill had left alone lost 25 steps of work.
+  """
+  shard = Script(dataclasses.replace(ALONE, sync_period=24, num_fragments=24))  # two of them here
+  shard.feed(hello(0, 0))
+
+  def pushed(version: int, first: int, last: int, factor: float = 1.0) -> int:
+    """The version after the push of these steps; step s has a learning rate of s."""
+    steps, now = last - first + 1, 10.0 * last
+    shard.feed(report(0, (version, 0), (steps, 0), global_step=last), now)
+    asked = shard.state.fragments[0].round.id
+    told = dataclasses.replace(push(0, asked, base=version), steps=steps)
+    shard.feed(told, now, norm=factor * sum(range(first, last + 1)))
+    return shard.state.fragments[0].version
+
+  assert pushed(0, 1, 3) == 1
+  assert pushed(1, 4, 52) == 2
+  assert pushed(2, 53, 77, factor=100.0) == 2
+  assert pushed(2, 53, 78) == 3
+
+
 def test_in_lock_step_a_snapshot_begins_once_a_quorum_is_back():
   """Without the learners that a round needs, the run could not go on from it."""
   sync = dataclasses.replace(SYNC, blocking=True, snapshot_steps=1)
