@@ -1,4 +1,4 @@
-"""What the docs name is there: the glossary's names in the code, the architecture's files."""
+"""What the docs name is there: the glossary's names in the code, the files of a page, its links."""
 
 import ast
 import collections
@@ -90,3 +90,23 @@ def test_what_a_page_calls_by_its_module_is_there(page):
     for name in names:
       assert name in known[holder], f"{page} says {called!r}: there is no {name!r} in {holder!r}"
       holder = name if name in known else holder
+
+
+def headings(page: Path) -> set[str]:
+  """The anchors of a page's headings, as GitHub makes them."""
+  titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+  return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+PAGES = [*sorted(DOCS.glob("*.md")), ROOT.parent / "README.md", ROOT.parent / "CONTRIBUTING.md"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+  for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+    path, _, anchor = link.partition("#")
+    if "://" in path:
+      continue
+    target = (page.parent / path).resolve() if path else page
+    assert target.exists(), f"{page.name} links to {link!r}, which is not there"
+    assert not anchor or anchor in headings(target), f"{page.name}: no heading for {link!r}"
