@@ -188,7 +188,7 @@ def schedule_step(state: LearnerState, tokens_per_step: int) -> int:
 
 
 class Member(Frozen):
-  """What this shard knows of one learner. Tuples run over the shard's own fragments."""
+  """What this shard knows of a learner, or of the evaluator. Tuples run over its own fragments."""
 
   incarnation: int
   heard_at: float

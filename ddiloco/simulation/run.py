@@ -89,7 +89,7 @@ class VirtualRun(World):
     pace = Pace(
       tuple(paces),
       setting.jitter,
-      cut_seconds=copy_seconds,
+      copy_out_seconds=copy_seconds,
       stage_seconds=copy_seconds,
       late_seconds=setting.late_seconds,
     )

@@ -50,7 +50,7 @@ class Pace:
 
   step_seconds: tuple[float, ...]  # by learner
   jitter: float = 0.1
-  cut_seconds: float = 0.004  # a copy from the devices to the host
+  copy_out_seconds: float = 0.004  # a copy from the devices to the host
   stage_seconds: float = 0.004  # a copy back to the devices; or writing a part of a snapshot
   merge_seconds: float = 0.004  # a commit; taking in a push takes a quarter of this
   late_seconds: float = 0.0  # a life's first step takes up to this longer
