@@ -384,7 +384,7 @@ class World(VirtualTime):
   # --- messages -----------------------------------------------------------------------------------
 
   def send(self, sender: Actor, to: Role, message: Message) -> int:
-    """Sends a message through the sender's weather, the network and the receiver's weather; returns
+    """Sends a message through the sender's faults, the network and the receiver's faults; returns
     its bytes."""
     payload = message.payload if isinstance(message, BULK) else None
     size = HEADER_BYTES + (0 if payload is None else payload.nbytes)
@@ -398,7 +398,7 @@ class World(VirtualTime):
   def _suffer(
     self, role: Role, peer: Role, incoming: bool, size: int, then: Callable, arguments: tuple
   ) -> None:
-    """Calls `then` for every copy of a message that a role's weather lets through, at its time."""
+    """Calls `then` for every copy of a message that a role's faults let through, at its time."""
     if self.disturbances.calm:
       return then(*arguments)
     for fate in self.disturbances.fates(role, peer, incoming, size):
@@ -460,11 +460,11 @@ class Disturbances:
     return all(role.phase in phases for role in supervisor.members(self._supervisor, kind).values())
 
   def fates(self, role: Role, peer: Role, incoming: bool, size: int) -> Sequence[MessageFate]:
-    """The undamaged copies of a message that a role's weather lets through, and their times."""
+    """The undamaged copies of a message that a role's faults let through, and their times."""
     now, faults = self._world.now, self.faults.get(role)
-    if faults is None or faults.weather.calm:
+    if faults is None or faults.messages.calm:
       return (MessageFate(now),)
-    fates = faults.weather.fates(now, format_role(*peer), incoming, size > HEADER_BYTES, size)
+    fates = faults.messages.fates(now, format_role(*peer), incoming, size > HEADER_BYTES, size)
     return [fate for fate in fates if not fate.corrupt]  # a checksum refuses corrupt copies
 
   def advance(self) -> None:
