@@ -92,6 +92,19 @@ def test_what_a_page_calls_by_its_module_is_there(page):
       holder = name if name in known else holder
 
 
+def test_what_pages_call_by_a_class_is_there():
+  known = collections.defaultdict(set)  # a class -> words in it
+  for path in ROOT.rglob("*.py"):
+    source = path.read_text()
+    for node in ast.walk(ast.parse(source)):
+      if isinstance(node, ast.ClassDef):
+        lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
+        known[node.name].update(re.findall(r"\w+", "\n".join(lines)))
+  for page in DOCS.glob("*.md"):
+    for owner, name in re.findall(r"`([A-Z]\w+)\.(\w+)`", page.read_text()):
+      assert name in known[owner], f"{page.name}: there is no {name!r} in the class {owner!r}"
+
+
 def headings(page: Path) -> set[str]:
   """The anchors of a page's headings, as GitHub makes them."""
   titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
