@@ -6,6 +6,8 @@ Time:      176 s: 213,568 parameters, 4 M merged tokens, about 1,170 steps of ev
 Algorithm: balanced fragments, minimum quorum K = 1 with an adaptive grace window, token weights,
            radial-directional averaging (embeddings averaged), P = H = 24, tau = 2.
            Outer learning rate and momentum are not published; these are Streaming DiLoCo's.
+           Pushes are screened and their weights bounded all the same (docs/design.md, "Where it
+           differs from the paper").
 Numbers:   held-out loss 5.29 +- 0.18 untrained, 1.237 +- 0.012 at the end (virtual time, three
            seeds: scripts/expected_loss.py). A real run ends when 4 M tokens are merged, not
            trained: overwriting discards a tenth of them or more. Each island made 1,173 steps, and

@@ -8,7 +8,7 @@ Numbers:   held-out loss 5.30 untrained, 1.65 best island alone, 1.405 merged. I
            three seeds (scripts/expected_loss.py): 1.689 +- 0.008 an island alone, 1.400 +- 0.008
            merged. Data-parallel with as many tokens and the best of four rates: 1.383 +- 0.007 with
            AdamW, so merged is 1.3 +- 1.1 % behind it, and 1.324 +- 0.009 with Muon, 5.8 +- 0.7 %
-           better than merged; in runs of four times as many tokens the gap is nearly closed
+           ahead of merged; in runs of four times as many tokens the gap is nearly closed
            (docs/results.md, "The algorithms").
 Data:      the source text of this Python's standard library, as bytes.
 """

@@ -156,12 +156,12 @@ class FaultyEndpoint:
 
   Args:
     endpoint: the real one.
-    weather: the role's message faults; they last over its incarnations.
+    faults: the role's message faults; they last over its incarnations.
   """
 
-  def __init__(self, endpoint: Any, weather: MessageFaults):
+  def __init__(self, endpoint: Any, faults: MessageFaults):
     self.endpoint = endpoint
-    self._weather = weather
+    self._faults = faults
     self._lock = threading.Lock()  # of both heaps
     self._order = itertools.count()
     self._going: list[tuple[float, int, str, Message, bool]] = []
@@ -174,14 +174,14 @@ class FaultyEndpoint:
     return getattr(self.endpoint, name)
 
   def send(self, to: str, message: Message) -> int:
-    if self._weather.calm and not self._going:
+    if self._faults.calm and not self._going:
       return self.endpoint.send(to, message)
     bulk, size = _measure(message)
     with self._lock:
-      for fate in self._weather.fates(time.monotonic(), to, False, bulk, size):
+      for fate in self._faults.fates(time.monotonic(), to, False, bulk, size):
         heapq.heappush(self._going, (fate.at, next(self._order), to, message, fate.corrupt))
       if self._thread is None and not self._closed:
-        self._thread = threading.Thread(target=self._post, name="weather", daemon=True)
+        self._thread = threading.Thread(target=self._post, name="message-faults", daemon=True)
         self._thread.start()
       self._turn.notify()
     return size
@@ -197,12 +197,12 @@ class FaultyEndpoint:
       got = self.endpoint.receive(until - now)
       if got is None and (until == deadline or time.monotonic() < until):
         return None  # no message came in time, or woken
-      if got is not None and self._weather.calm and not self._coming:
+      if got is not None and self._faults.calm and not self._coming:
         return got
       if got is not None:
         bulk, size = _measure(got.message)
         with self._lock:
-          for fate in self._weather.fates(time.monotonic(), got.sender, True, bulk, size):
+          for fate in self._faults.fates(time.monotonic(), got.sender, True, bulk, size):
             if fate.corrupt:
               self.endpoint.counters.malformed += 1
             else:
@@ -223,7 +223,7 @@ class FaultyEndpoint:
         if self._closed:
           return
         _, _, to, message, corrupt = heapq.heappop(self._going)
-      self.endpoint.send(to, message, self._weather.spoil if corrupt else None)
+      self.endpoint.send(to, message, self._faults.spoil if corrupt else None)
 
   def close(self, *arguments: Any) -> None:
     with self._lock:
@@ -304,7 +304,7 @@ class Faults:
     self._start_time = start_time
     self._report = report
     self._lasting: dict[str, tuple[float, float]] = {}  # action -> (until, its factor)
-    self.weather = MessageFaults(role)
+    self.messages = MessageFaults(role)
     self.cut: Callable[[], None] = lambda: None  # closes the role's connection; set by the engine
     self.stopped = threading.Event()  # ends a stall early; the engine sets its own event here
 
@@ -337,7 +337,7 @@ class Faults:
     """Begins a fault that lasts `seconds`: slow, or one of `INSIDE`."""
     until = self._clock() + seconds
     if fault.action in TO_MESSAGES:
-      self.weather.begin(fault, until)
+      self.messages.begin(fault, until)
     else:
       self._lasting[fault.action] = until, fault.factor
 

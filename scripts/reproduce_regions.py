@@ -102,7 +102,7 @@ def play(gbps: float, step_seconds: float, steps: int, merge_gbytes: float) -> d
       gbps=gbps,
       latency_seconds=LATENCY_SECONDS,
       shard_gbps=SHARD_GBPS,
-      core_gbytes=merge_gbytes,
+      merge_gbytes=merge_gbytes,
       host_gbytes=HOST_GBYTES,
     )
   )

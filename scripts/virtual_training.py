@@ -125,7 +125,7 @@ class Valued(World):
     return self.loss()
 
   def _all_left(self) -> bool:
-    if self.disturbances.hopeless:
+    if self.planned_faults.hopeless:
       raise RuntimeError("the run can never end. Fix: plan fewer kills of one role")
     return not self.working and all(made >= of for made, of in zip(self.made, self.quotas))
 

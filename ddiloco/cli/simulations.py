@@ -64,7 +64,7 @@ def _add_plan_flags(given: Flags) -> None:
   given.add("mfu", 0.5, "Share of the peak that a step reaches.")
   given.add("tokens", float, "Of an island's step, instead of the config's.")
   given.add(
-    "measure", False, "Measure --core_gbytes on this machine, as a shard would merge: some seconds."
+    "measure", False, "Measure --merge_gbytes on this machine, as a shard merges: some seconds."
   )
   given.add("json", False, "One JSON object instead of text.")
 
@@ -87,7 +87,7 @@ def _setting(given: Flags, config: Config) -> planner.Setting:
     sizes=_sizes(given, config),
     latency_seconds=_number(given, "latency_ms", "30", may_be_zero=True) / 1000,
     shard_gbps=_number(given, "shard_gbps", "100", may_be_zero=True),
-    core_gbytes=_core_gbytes(given, config),
+    merge_gbytes=_merge_gbytes(given, config),
     host_gbytes=_number(given, "host_gbytes", "100"),
   )
 
@@ -107,14 +107,14 @@ def _sizes(given: Flags, config: Config) -> tuple[int, ...]:
   return planner.equal_sizes(parameters, count)
 
 
-def _core_gbytes(given: Flags, config: Config) -> float:
+def _merge_gbytes(given: Flags, config: Config) -> float:
   if not given.measure:
-    return _number(given, "core_gbytes", "4")
+    return _number(given, "merge_gbytes", "4")
   from ddiloco.engines import virtual
 
   found = virtual.merge_gbytes(config)
   if not given.json:
-    print(f"This machine merges {found:.1f} GB/s of f32 (--core_gbytes={found:.1f}).\n")
+    print(f"This machine merges {found:.1f} GB/s of f32 (--merge_gbytes={found:.1f}).\n")
   return found
 
 

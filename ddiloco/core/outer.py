@@ -56,8 +56,8 @@ _NEGLIGIBLE = 1e-30  # of the longest norm: shorter ones count as zero, or u cou
 def token_weights(steps: Sequence[float], tokens: Sequence[float]) -> np.ndarray:
   """Weights [M] f64 of the learners: c_tokens * (c_tokens / c_steps), normalised to sum 1.
 
-  Quantity times quality ("Decoupled DiLoCo"). `steps` and `tokens` [M] count since the learner last
-  received the fragment. A learner without tokens or steps has weight 0, even if all weights are 0.
+  Quantity times quality ("Decoupled DiLoCo"). `steps` and `tokens` [M] are those in each push. A
+  learner without tokens or steps has weight 0, even if all weights are 0.
 
   >>> token_weights(steps=[4, 4, 2], tokens=[40, 40, 20]).tolist()  # the third made half the steps
   [0.4, 0.4, 0.2]

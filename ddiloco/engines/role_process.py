@@ -189,7 +189,7 @@ class RoleRunner:
     endpoint = connect(
       self.config, self.plan, self.place, self.address, self.incarnation, self.keys
     )
-    self.endpoint = FaultyEndpoint(endpoint, self.faults.weather)
+    self.endpoint = FaultyEndpoint(endpoint, self.faults.messages)
     self._drops_said = {}
     self._reached_at = time.monotonic()
     return self.endpoint

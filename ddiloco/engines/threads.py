@@ -251,7 +251,7 @@ class ThreadsEngine(Engine):
       self._global_step = max(self._global_step, event.global_step)
 
   def _connect(self, address: str, faults: Faults) -> FaultyEndpoint:
-    endpoint = FaultyEndpoint(self._hub.connect(address), faults.weather)
+    endpoint = FaultyEndpoint(self._hub.connect(address), faults.messages)
     faults.cut = endpoint.close
     return endpoint
 

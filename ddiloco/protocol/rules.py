@@ -248,8 +248,8 @@ def opposing(
   total = sum(towards.values())  # each pair counts twice
   found = {}
   for m, toward in towards.items():
-    agreement = (total - 2 * toward) / (others * (others - 1))
-    if agreement > AGREEMENT and toward / others < -OPPOSITION * agreement:
+    common = (total - 2 * toward) / (others * (others - 1))  # mean cosine among the others
+    if common > AGREEMENT and toward / others < -OPPOSITION * common:
       found[m] = toward / others
   return found
 

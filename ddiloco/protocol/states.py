@@ -100,7 +100,7 @@ class LearnerFragment(Frozen):
   version: int = -1  # in the parameters
   round: int = NOTHING  # that made this version: its identity, since version numbers may come twice
   received: int = -1  # newest version accepted; >= version
-  steps_since_sync: int = 0  # from the copy-out if the sync had my push, else from receipt
+  steps_since_sync: int = 0  # from the copy-out if the sync had my push, else from the apply
   steps: int = 0  # in my parameters and not merged yet
   tokens: int = 0  # of these steps
   merged_tokens: int = 0  # of the whole run, as the shard says
@@ -188,7 +188,7 @@ def schedule_step(state: LearnerState, tokens_per_step: int) -> int:
 
 
 class Member(Frozen):
-  """What this shard knows of one learner. Tuples run over the shard's own fragments."""
+  """What this shard knows of a learner, or of the evaluator. Tuples run over its own fragments."""
 
   incarnation: int
   heard_at: float

@@ -418,4 +418,5 @@ def strike(
 
 def killed(kill: Fault) -> str:
   """The reason of a life's end for a planned kill."""
-  return f"killed by plan, back in {kill.seconds:g} s"
+  back = f"back in {kill.seconds:g} s" if kill.seconds >= 0 else "for good"
+  return f"killed by plan, {back}"

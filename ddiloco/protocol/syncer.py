@@ -140,9 +140,9 @@ def _capture(state: SyncerState, snapshot: int) -> SyncerOutcome:
   Its number is the global step at which it is due. So numbers also grow when a run goes on with
   another `snapshot_steps`.
 
-  From now on every message of this shard carries the number, and a role that hears it captures its
-  state as well. Only shard 0 begins snapshots, each after the previous one is done. If each role
-  skipped snapshots that come while it is busy, each would skip different ones, and no snapshot
+  From now on this shard's pulls and publishes carry the number, and a role that hears it captures
+  its state as well. Only shard 0 begins snapshots, each after the previous one is done. If each
+  role skipped snapshots that come while it is busy, each would skip different ones, and no snapshot
   would ever be complete.
   """
   every = state.sync.snapshot_steps

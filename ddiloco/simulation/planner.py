@@ -10,7 +10,7 @@ Pure arithmetic. Assumptions, besides those of `simulation.bandwidth`:
 - A learner's host touches `PUSH_VECTORS` vectors to make a push and `STAGE_VECTORS` to take up a
   version, at `host_gbytes` GB/s of f32. A shard takes in a push in one pass over its values. A
   commit of M pushes touches each push and the fragment's state twice (`bandwidth.commit_vectors`).
-  `core_gbytes` is the GB/s of f32 that a shard's threads touch so (`ddiloco plan --measure`).
+  `merge_gbytes` is the GB/s of f32 that a shard's threads touch so (`ddiloco plan --measure`).
   Without a measurement 4.0 is assumed for both rates, which one slow core reaches.
 - Links are full duplex; `bandwidth.PAYLOAD_SHARE` of what they carry is fragments.
 """
@@ -66,13 +66,13 @@ class Setting:
   latency_seconds: float = 0.0  # one way, between any two places
   momentum: bool = False  # of the outer optimizer
   shard_gbps: float = option(0.0, ABOUT_SHARD_GBPS)
-  core_gbytes: float = option(CORE_GBYTES, "GB/s of f32 that a shard merges.")
+  merge_gbytes: float = option(CORE_GBYTES, "GB/s of f32 that a shard merges.")
   host_gbytes: float = option(CORE_GBYTES, ABOUT_HOST_GBYTES)
   evaluator: bool = False  # one more member that gets every version, at a place of its own
   window_bytes: int = 0  # under way to one peer at most; 0: no limit
 
   def __post_init__(self):
-    positive("plan", self, "islands", "step_seconds", "gbps", "core_gbytes", "host_gbytes")
+    positive("plan", self, "islands", "step_seconds", "gbps", "merge_gbytes", "host_gbytes")
     not_negative("plan", self, "latency_seconds", "shard_gbps", "window_bytes")
     require(
       self.sync.num_shards > 0,
@@ -249,7 +249,7 @@ def _core_load(setting: Setting, sync: SyncConfig) -> float:
   largest = max(
     sum(bandwidth.owned_sizes(setting.sizes, s, sync.num_shards)) for s in range(sync.num_shards)
   )
-  return touched * largest / (setting.core_gbytes * 1e9) / setting.period_seconds
+  return touched * largest / (setting.merge_gbytes * 1e9) / setting.period_seconds
 
 
 def _copy_outs(setting: Setting) -> list[float]:
@@ -296,7 +296,7 @@ def _sync_time(setting: Setting, size: int) -> SyncTime:
     copy_outs=(at[-1] - at[0]) * setting.step_seconds,
     encode=PUSH_VECTORS * vector / setting.host_gbytes,
     push=max(begun + seconds for begun, seconds in _pushes(setting, size)),
-    merge=touched * vector / setting.core_gbytes,
+    merge=touched * vector / setting.merge_gbytes,
     copy=copied * one.publish_bytes / shard_rate,
     publish=publish,
     stage=STAGE_VECTORS * vector / setting.host_gbytes,
@@ -488,7 +488,7 @@ def _overloads(setting: Setting, plan: ExchangePlan) -> Iterator[str]:
     fixes = [*shards(plan.shards_for_cores), period(plan.core_load)]
     yield (
       f"Merging would keep a shard busy {plan.core_load:.0%} of the time, at"
-      f" {setting.core_gbytes:.3g} GB/s. Fix: {', or '.join(fixes)}, or more cores (--measure)."
+      f" {setting.merge_gbytes:.3g} GB/s. Fix: {', or '.join(fixes)}, or more cores (--measure)."
     )
   if plan.host_load > 1:
     yield (

@@ -89,7 +89,7 @@ class VirtualRun(World):
     pace = Pace(
       tuple(paces),
       setting.jitter,
-      cut_seconds=copy_seconds,
+      copy_out_seconds=copy_seconds,
       stage_seconds=copy_seconds,
       late_seconds=setting.late_seconds,
     )
@@ -109,7 +109,7 @@ class VirtualRun(World):
   def finish(self, most_seconds: float = math.inf) -> str:
     """Runs to the end of the token budget, or for `most_seconds`; returns why the run ended."""
     self.run(most_seconds, self._is_over)
-    reason, struck = "finished" if self._is_over() else "stopped", self.disturbances
+    reason, struck = "finished" if self._is_over() else "stopped", self.planned_faults
     if struck.hopeless or (reason == "finished" and struck.all_are("learner-", GONE)):
       reason = "failed"
     for actor in self.actors.values():
@@ -118,7 +118,7 @@ class VirtualRun(World):
     return reason
 
   def _is_over(self) -> bool:
-    struck = self.disturbances
+    struck = self.planned_faults
     return struck.hopeless or (not self.working and struck.all_are("", UP, LEFT, GONE))
 
   def tell(self, actor: Actor | None, event: Event) -> None:

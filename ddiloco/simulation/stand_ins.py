@@ -86,7 +86,7 @@ class VirtualIsland:
     return None
 
   def to_host(self, pieces: Any, fragment: int) -> Any:
-    self._world.spend(self._world.pace.cut_seconds)
+    self._world.spend(self._world.pace.copy_out_seconds)
     return pieces
 
   def stage(self, fragment: int, flat: Sized) -> Sized:
@@ -111,7 +111,7 @@ class VirtualIsland:
     return self._updates
 
   def moments_to_host(self, pieces: Sized, fragment: int) -> Sized:
-    self._world.spend(self._world.pace.cut_seconds)
+    self._world.spend(self._world.pace.copy_out_seconds)
     return pieces
 
   def stage_moments(self, fragment: int, flat: Sized) -> Sized:

@@ -50,7 +50,7 @@ class Pace:
 
   step_seconds: tuple[float, ...]  # by learner
   jitter: float = 0.1
-  cut_seconds: float = 0.004  # a copy from the devices to the host
+  copy_out_seconds: float = 0.004  # a copy from the devices to the host
   stage_seconds: float = 0.004  # a copy back to the devices; or writing a part of a snapshot
   merge_seconds: float = 0.004  # a commit; taking in a push takes a quarter of this
   late_seconds: float = 0.0  # a life's first step takes up to this longer
@@ -219,7 +219,7 @@ class World(VirtualTime):
     self.working: set[Role] = set()  # learners that live and are not done
     self._newest = 0  # of all incarnations
     self._calm = Faults((), 0.0, clock=self.clock)
-    self.disturbances = Disturbances(self, faults)
+    self.planned_faults = PlannedFaults(self, faults)
     for s in range(config.sync.num_shards):
       self.start(("syncer", s))
     for m in range(config.islands.num_learners):
@@ -309,7 +309,7 @@ class World(VirtualTime):
       return
     self._newest += role in self.starts
     self.starts[role] = self._newest
-    faults = self.disturbances.faults.get(role, self._calm)
+    faults = self.planned_faults.faults.get(role, self._calm)
     actor = self.actors[role] = Actor(self, role, self._newest, faults)
     before, self.spent = self.spent, 0.0  # the cost of beginning is not the running loop's
     if role[0] == "learner":
@@ -318,7 +318,7 @@ class World(VirtualTime):
     else:
       self._start_shard(actor, self.now + recovery_seconds)
     self.spent = before
-    self.disturbances.know(role)
+    self.planned_faults.know(role)
 
   def _start_learner(self, actor: Actor, snapshot: int | None) -> None:
     config, plan, faults = self.config, self.plan, actor.faults
@@ -354,9 +354,9 @@ class World(VirtualTime):
       case None:
         pass
       case Killed():
-        self.disturbances.end(actor, kill=error.fault)
+        self.planned_faults.end(actor, kill=error.fault)
       case Quarantined():
-        self.disturbances.end(actor, f"quarantined: {error}", afresh=True)
+        self.planned_faults.end(actor, f"quarantined: {error}", afresh=True)
       case _:
         raise error
 
@@ -379,29 +379,29 @@ class World(VirtualTime):
     """Takes a global step that a learner has reached."""
     if step > self.step:
       self.step = step
-      self.disturbances.advance()
+      self.planned_faults.advance()
 
   # --- messages -----------------------------------------------------------------------------------
 
   def send(self, sender: Actor, to: Role, message: Message) -> int:
-    """Sends a message through the sender's weather, the network and the receiver's weather; returns
+    """Sends a message through the sender's faults, the network and the receiver's faults; returns
     its bytes."""
     payload = message.payload if isinstance(message, BULK) else None
     size = HEADER_BYTES + (0 if payload is None else payload.nbytes)
-    self._suffer(sender.role, to, False, size, self.travel, (sender.role, to, message, size))
+    self._strike(sender.role, to, False, size, self.travel, (sender.role, to, message, size))
     return size
 
   def enter(self, sender: Role, to: Role, message: Message, size: int) -> None:
     """Takes a message that has arrived at its receiver's place."""
-    self._suffer(to, sender, True, size, self._deliver, (to, message, size))
+    self._strike(to, sender, True, size, self._deliver, (to, message, size))
 
-  def _suffer(
+  def _strike(
     self, role: Role, peer: Role, incoming: bool, size: int, then: Callable, arguments: tuple
   ) -> None:
-    """Calls `then` for every copy of a message that a role's weather lets through, at its time."""
-    if self.disturbances.calm:
+    """Calls `then` for every copy of a message that a role's faults let through, at its time."""
+    if self.planned_faults.calm:
       return then(*arguments)
-    for fate in self.disturbances.fates(role, peer, incoming, size):
+    for fate in self.planned_faults.fates(role, peer, incoming, size):
       if fate.at > self.now:
         self.at(fate.at, then, *arguments)
       else:
@@ -417,7 +417,7 @@ class World(VirtualTime):
 # would let a thread wait, virtual time passes.
 
 
-class Disturbances:
+class PlannedFaults:
   """The fault plan of a world, and the roles that join, end and restart by it.
 
   `protocol/supervisor.py` decides about roles.
@@ -460,11 +460,11 @@ class Disturbances:
     return all(role.phase in phases for role in supervisor.members(self._supervisor, kind).values())
 
   def fates(self, role: Role, peer: Role, incoming: bool, size: int) -> Sequence[MessageFate]:
-    """The undamaged copies of a message that a role's weather lets through, and their times."""
+    """The undamaged copies of a message that a role's faults let through, and their times."""
     now, faults = self._world.now, self.faults.get(role)
-    if faults is None or faults.weather.calm:
+    if faults is None or faults.messages.calm:
       return (MessageFate(now),)
-    fates = faults.weather.fates(now, format_role(*peer), incoming, size > HEADER_BYTES, size)
+    fates = faults.messages.fates(now, format_role(*peer), incoming, size > HEADER_BYTES, size)
     return [fate for fate in fates if not fate.corrupt]  # a checksum refuses corrupt copies
 
   def advance(self) -> None:

@@ -146,5 +146,5 @@ def test_the_machines_own_rate_is_measured_and_used(capsys, monkeypatch):
   monkeypatch.setattr(virtual, "REPEATS", 1)
   assert cli.main([*SIZE, "--gbps=5", "--step_seconds=4", "--measure"]) == 0
   out = capsys.readouterr().out
-  [rate] = re.findall(r"This machine merges ([\d.]+) GB/s of f32 \(--core_gbytes=\1\)", out)
+  [rate] = re.findall(r"This machine merges ([\d.]+) GB/s of f32 \(--merge_gbytes=\1\)", out)
   assert float(rate) > 0

@@ -1,4 +1,4 @@
-"""What the docs name is there: the glossary's names in the code, the architecture's files."""
+"""What the docs name is there: the glossary's names in the code, the files of a page, its links."""
 
 import ast
 import collections
@@ -90,3 +90,36 @@ def test_what_a_page_calls_by_its_module_is_there(page):
     for name in names:
       assert name in known[holder], f"{page} says {called!r}: there is no {name!r} in {holder!r}"
       holder = name if name in known else holder
+
+
+def test_what_pages_call_by_a_class_is_there():
+  known = collections.defaultdict(set)  # a class -> words in it
+  for path in ROOT.rglob("*.py"):
+    source = path.read_text()
+    for node in ast.walk(ast.parse(source)):
+      if isinstance(node, ast.ClassDef):
+        lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
+        known[node.name].update(re.findall(r"\w+", "\n".join(lines)))
+  for page in DOCS.glob("*.md"):
+    for owner, name in re.findall(r"`([A-Z]\w+)\.(\w+)`", page.read_text()):
+      assert name in known[owner], f"{page.name}: there is no {name!r} in the class {owner!r}"
+
+
+def headings(page: Path) -> set[str]:
+  """The anchors of a page's headings, as GitHub makes them."""
+  titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+  return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+PAGES = [*sorted(DOCS.glob("*.md")), ROOT.parent / "README.md", ROOT.parent / "CONTRIBUTING.md"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+  for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+    path, _, anchor = link.partition("#")
+    if "://" in path:
+      continue
+    target = (page.parent / path).resolve() if path else page
+    assert target.exists(), f"{page.name} links to {link!r}, which is not there"
+    assert not anchor or anchor in headings(target), f"{page.name}: no heading for {link!r}"

@@ -108,7 +108,7 @@ ENDS = [  # (what is told of a life that began at 0 s, what is said, the role's 
   ),
   (
     Exited(LEARNER, 5.0, kill=kill(at_step=0, seconds=-1)),
-    [Lost(LEARNER, "killed by plan, back in -1 s")],
+    [Lost(LEARNER, "killed by plan, for good")],
     GONE,
   ),
   (Exited("learner-9", 5.0, "nobody"), [], UP),

@@ -61,7 +61,7 @@ def any_setting(draw):
 
 def test_hand_made_values():
   sync = SyncConfig(num_shards=2, num_fragments=2, sync_period=10, overlap_steps=3)
-  setting = Setting((1000, 500), sync, 2, 0.1, gbps=1e-3, latency_seconds=0.01, core_gbytes=1e-3)
+  setting = Setting((1000, 500), sync, 2, 0.1, gbps=1e-3, latency_seconds=0.01, merge_gbytes=1e-3)
   plan = planner.make(setting)
   # Island 0 pushes fragment 1 (2000 bytes), publishes fragment 0 (4000) and copies it (4000).
   # Of a link of 125 kB/s, headers leave less.
@@ -89,7 +89,7 @@ def test_hand_made_values():
   lossy = changed(setting, publish_codec="int8", momentum=True)
   memory = planner.make(lossy).memory  # value, published value, momentum, 1000 codes and 4 scales
   assert memory.state == 3 * 4000 + 1016 and memory.copies == 2 * 2000
-  alone = planner.make(changed(setting, num_shards=1, core_gbytes=1e-5))  # 4 s: both are under way
+  alone = planner.make(changed(setting, num_shards=1, merge_gbytes=1e-5))  # 4 s: both are under way
   assert alone.sync.total > 0.5 and alone.memory.rounds == 2 * (2 * 4000 + 4000)
   assert plan.join_seconds == pytest.approx(6000 / rate + 0.01)
   assert plan.least_shards == 1 and planner.findings(setting, plan) == []
@@ -98,7 +98,7 @@ def test_hand_made_values():
 def test_what_is_missing_stretches_the_period_or_makes_lock_step_wait():
   sync = SyncConfig(num_shards=1, num_fragments=2, sync_period=10, overlap_steps=1)
   # An island sends 1 MB in a period of 1 s over 4 Mbit/s; the shard's own link is no limit.
-  setting = Setting((125_000, 125_000), sync, 2, 0.1, gbps=0.004, shard_gbps=8.0, core_gbytes=1e6)
+  setting = Setting((125_000, 125_000), sync, 2, 0.1, gbps=0.004, shard_gbps=8.0, merge_gbytes=1e6)
   plan = planner.make(setting)
   assert plan.link_load == pytest.approx(2 / PAYLOAD_SHARE)
   assert plan.sync.total == pytest.approx(2 / PAYLOAD_SHARE + 0.05, rel=1e-3)
@@ -228,7 +228,7 @@ def test_a_window_smaller_than_the_link_is_said():
     ({"islands": 0}, "plan.islands = 0"),
     ({"latency_seconds": -1.0}, "plan.latency_seconds = -1.0"),
     ({"step_seconds": math.nan}, "plan.step_seconds = nan"),
-    ({"core_gbytes": 0.0}, "plan.core_gbytes = 0.0"),
+    ({"merge_gbytes": 0.0}, "plan.merge_gbytes = 0.0"),
     ({"sizes": (1, 2)}, "plan.sizes = (1, 2)"),
     ({"num_shards": 0}, "sync.num_shards = 0"),
   ],
