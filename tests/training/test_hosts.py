@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import socket
 import subprocess
 import sys
 import threading
+import typing
 import weakref
 from types import SimpleNamespace
 
@@ -94,6 +97,36 @@ def test_a_host_that_cannot_move_values_says_so():
   shelf.get = get
   hosts._move_values(None, link, shelf, HostProgress(), told.append)
   assert told == [error]
+
+
+def test_every_order_is_a_call_of_an_island():
+  for call, types in hosts.ORDERS.items():
+    if call not in ("open", "drop", "end"):
+      method = inspect.signature(getattr(Island, call))
+      method.bind("self", *["batch"] * (call == "step"), *typing.get_args(types))
+
+
+@pytest.mark.parametrize(
+  ("order", "refused"),
+  [
+    (hosts.Order("load", ({},)), "there is no order 'load'. Fix: "),
+    (hosts.Order("__init__"), "there is no order '__init__'"),
+    (hosts.Order("step", (1,)), "length 2, got 1"),
+    (hosts.Order("step", (1, "0.5")), "Expected `float`, got `str`"),
+    (hosts.Order("reset", (1,)), "length 0, got 1"),
+    (hosts.Order("apply", (1, 2, 0.5, False)), "Expected `object`, got `int`"),
+    (hosts.Order("copy_out", (1, False), "2"), "Expected `int | null`, got `str`"),
+    (hosts.Take(1), "missing required field `call`"),
+  ],
+)
+def test_a_wrong_order_is_refused(order, refused):
+  with pytest.raises(msgspec.ValidationError, match=re.escape(refused)):
+    hosts.read_order(msgspec.msgpack.encode(order))
+
+
+def test_an_order_arrives_as_it_was_sent():
+  order = hosts.Order("apply", (1, hosts.Handle(2), 0.5, True), 3)
+  assert hosts.read_order(msgspec.msgpack.encode(order)) == order
 
 
 @pytest.fixture
