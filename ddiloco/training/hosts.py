@@ -38,7 +38,7 @@ class Handle(msgspec.Struct, frozen=True):
   number: int
 
 
-class Order(msgspec.Struct, frozen=True):
+class HostOrder(msgspec.Struct, frozen=True):
   """A call that all hosts make.
 
   Attributes:
@@ -70,7 +70,7 @@ ORDERS: dict[str, Any] = {
 }
 
 
-def read_order(message: bytes) -> Order:
+def read_order(message: bytes) -> HostOrder:
   """The order in a message.
 
   Raises:
@@ -105,7 +105,7 @@ class Put(msgspec.Struct, frozen=True, tag=True):
   name: str = ""
 
 
-_ORDER, _MOVE = msgspec.msgpack.Decoder(Order), msgspec.msgpack.Decoder(Take | Put)
+_ORDER, _MOVE = msgspec.msgpack.Decoder(HostOrder), msgspec.msgpack.Decoder(Take | Put)
 DONE = b"done"
 
 
@@ -342,10 +342,10 @@ class LeadingIsland:
 
   def _order(self, call: str, *arguments: Any, result: int | None = None) -> None:
     named = _each(SharedValue, lambda value: Handle(value.number), arguments)
-    orders = [Order(call, named, result)]
+    orders = [HostOrder(call, named, result)]
     if dropped := list(self._dropped):
       del self._dropped[: len(dropped)]  # other threads may append meanwhile
-      orders.insert(0, Order("drop", (dropped,)))
+      orders.insert(0, HostOrder("drop", (dropped,)))
     for order in orders:
       message = msgspec.msgpack.encode(order)
       for link in self._orders:
@@ -469,31 +469,38 @@ def follow(
     links: to the leader.
     read: this learner's batches from a position on.
     progress: of this host.
-    failed: called by the thread that moves values, when it cannot go on. It should end the process:
-      the leader waits for values, and the calling thread may be stuck inside a program for ever.
+    failed: called by the thread that moves values, when it cannot go on before the order `end`. It
+      should end the process: the leader waits for values, and the calling thread may be stuck
+      inside a program for ever.
 
   Raises:
     OSError: the leader is gone.
   """
-  shelf = _Shelf()
-  moved = island, links.values, shelf, progress, failed
+  shelf, over = _Shelf(), threading.Event()
+
+  def broken(error: Exception) -> None:
+    if not over.is_set():
+      failed(error)
+
+  moved = island, links.values, shelf, progress, broken
   threading.Thread(target=_move_values, args=moved, name="values", daemon=True).start()
   batches: Iterator[Batch] = iter(())
   while True:
     order = read_order(links.orders.receive())
     progress.doing = _words(order)
     match order:
-      case Order("step", arguments):
+      case HostOrder("step", arguments):
         progress.doing = "waits for its next batch"
         batch = next(batches)
         progress.doing = _words(order)
         island.step(batch, *arguments)
-      case Order("open", (position,)):
+      case HostOrder("open", (position,)):
         getattr(batches, "close", lambda: None)()  # ends the reading ahead
         batches = read(position)
-      case Order("drop", (numbers,)):
+      case HostOrder("drop", (numbers,)):
         shelf.drop(numbers)
-      case Order("end"):
+      case HostOrder("end"):
+        over.set()
         progress.done += 1
         return
       case _:
@@ -501,14 +508,14 @@ def follow(
     progress.done += 1
 
 
-def _carry_out(island: Island, order: Order, shelf: _Shelf) -> None:
+def _carry_out(island: Island, order: HostOrder, shelf: _Shelf) -> None:
   arguments = _each(Handle, lambda handle: shelf.get(handle.number), order.arguments)
   result = getattr(island, order.call)(*arguments)
   if order.result is not None:
     shelf.put(order.result, result)
 
 
-def _words(order: Order) -> str:
+def _words(order: HostOrder) -> str:
   """What a host does, for one that asks why it is waited for."""
   known = {"step": "inside a step", "restore": "restores its state"}
   return known.get(order.call, f"{order.call}{order.arguments}")
@@ -521,7 +528,7 @@ def _move_values(
   progress: OwnProgress,
   failed: Callable[[Exception], None],
 ) -> None:
-  """Answers the leader's `Take` and `Put` until the leader is gone."""
+  """Answers the leader's `Take` and `Put`, until it cannot any more."""
   host = jax.process_index()
   try:
     while True:
@@ -541,7 +548,5 @@ def _move_values(
           jax.block_until_ready(arrays)
           shelf.put(put.value, arrays[0] if put.name else arrays)
           link.send(DONE)
-  except OSError:
-    return  # the thread of `follow` gets the same error
-  except Exception as error:  # a device without memory, or a copy that failed there
+  except Exception as error:  # the leader is gone, or a device has no memory
     failed(error)

@@ -323,9 +323,11 @@ class Island:
 
   def load(self, params: Mapping[str, np.ndarray]) -> None:
     """`reset`, and then these parameters (name -> array): for islands that train alone."""
-    if odd := sorted(params.keys() ^ self._parts.leaves.keys()):
+    wanted = {name: leaf.shape for name, leaf in self._parts.leaves.items()}
+    given = {name: np.shape(value) for name, value in params.items()}
+    if odd := sorted({name for name, _ in wanted.items() ^ given.items()}):
       raise ValueError(
-        f"params: names differ from the model's: {odd}. Fix: give exactly its leaves."
+        f"params: names or shapes differ from the model's: {odd}. Fix: give exactly its leaves."
       )
     self.reset()
     # A private copy: the CPU backend may use host memory as it is, and steps write in place.
@@ -430,11 +432,14 @@ class Island:
 
     The pieces are the fragment's, of the parameters or of every moment in turn. With moments the
     caller also takes `count()`.
+
+    Raises:
+      RuntimeError: there is no state yet.
     """
-    pieces = []
+    pieces, held = [], self._held()
     with named("copy_out", fragment=fragment_index):
       for name, programs, where in self._moves(fragment_index, moments):
-        pieces.append(programs.copy_out(self._state[name], where))
+        pieces.append(programs.copy_out(held[name], where))
         if programs.waits:
           jax.block_until_ready(pieces[-1])
       if self._parts.host_memory is None:
@@ -451,15 +456,17 @@ class Island:
 
     Overwrite is keep = 0; Streaming DiLoCo's mix (2501.18512) keep = alpha with
     staged = (1 - alpha) * global; rebase keep = 1 with staged = the shift. Does not wait.
+
+    Raises:
+      RuntimeError: there is no state yet.
     """
-    share = np.float32(keep)
+    share, held = np.float32(keep), self._held()
     with named("apply", fragment=fragment_index):
       moves = self._moves(fragment_index, moments)
       for (name, programs, where), value in zip(moves, staged, strict=True):
-        leaf = programs.apply(self._state[name], value, share, where)
-        self._state[name] = leaf
+        held[name] = programs.apply(held[name], value, share, where)
         if programs.waits:
-          jax.block_until_ready(leaf)
+          jax.block_until_ready(held[name])
 
   @property
   def num_moments(self) -> int:
@@ -481,7 +488,7 @@ class Island:
 
   def set_count(self, count: int) -> None:
     """Sets all that `count()` reads, for moments that came with this count; does not wait."""
-    self._state |= self.programs.counts(np.int32(count))
+    self._held().update(self.programs.counts(np.int32(count)))
 
   def _held(self) -> dict[str, jax.Array]:
     if not self._state:

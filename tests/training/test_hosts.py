@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import queue
 import re
 import socket
 import subprocess
@@ -99,6 +100,34 @@ def test_a_host_that_cannot_move_values_says_so():
   assert told == [error]
 
 
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_connection_for_values_that_ends_alone_is_told(ended):
+  """The thread ended without a word, and the leader may never hear that nobody answers. After the
+  order to end it is no loss."""
+  orders, threads, told = queue.SimpleQueue(), queue.SimpleQueue(), queue.SimpleQueue()
+  over = threading.Event()
+
+  def gone():
+    threads.put(threading.current_thread())
+    assert over.wait(60)
+    raise OSError("timed out")
+
+  links = SimpleNamespace(
+    orders=SimpleNamespace(receive=orders.get), values=SimpleNamespace(receive=gone)
+  )
+  args = None, links, None, HostProgress(), told.put
+  following = threading.Thread(target=hosts.follow, args=args)
+  following.start()
+  if ended:
+    orders.put(msgspec.msgpack.encode(hosts.HostOrder("end")))
+    following.join()
+  over.set()
+  threads.get().join()
+  orders.put(msgspec.msgpack.encode(hosts.HostOrder("end")))
+  following.join()
+  assert told.empty() == ended
+
+
 def test_every_order_is_a_call_of_an_island():
   for call, types in hosts.ORDERS.items():
     if call not in ("open", "drop", "end"):
@@ -109,13 +138,13 @@ def test_every_order_is_a_call_of_an_island():
 @pytest.mark.parametrize(
   ("order", "refused"),
   [
-    (hosts.Order("load", ({},)), "there is no order 'load'. Fix: "),
-    (hosts.Order("__init__"), "there is no order '__init__'"),
-    (hosts.Order("step", (1,)), "length 2, got 1"),
-    (hosts.Order("step", (1, "0.5")), "Expected `float`, got `str`"),
-    (hosts.Order("reset", (1,)), "length 0, got 1"),
-    (hosts.Order("apply", (1, 2, 0.5, False)), "Expected `object`, got `int`"),
-    (hosts.Order("copy_out", (1, False), "2"), "Expected `int | null`, got `str`"),
+    (hosts.HostOrder("load", ({},)), "there is no order 'load'. Fix: "),
+    (hosts.HostOrder("__init__"), "there is no order '__init__'"),
+    (hosts.HostOrder("step", (1,)), "length 2, got 1"),
+    (hosts.HostOrder("step", (1, "0.5")), "Expected `float`, got `str`"),
+    (hosts.HostOrder("reset", (1,)), "length 0, got 1"),
+    (hosts.HostOrder("apply", (1, 2, 0.5, False)), "Expected `object`, got `int`"),
+    (hosts.HostOrder("copy_out", (1, False), "2"), "Expected `int | null`, got `str`"),
     (hosts.Take(1), "missing required field `call`"),
   ],
 )
@@ -125,7 +154,7 @@ def test_a_wrong_order_is_refused(order, refused):
 
 
 def test_an_order_arrives_as_it_was_sent():
-  order = hosts.Order("apply", (1, hosts.Handle(2), 0.5, True), 3)
+  order = hosts.HostOrder("apply", (1, hosts.Handle(2), 0.5, True), 3)
   assert hosts.read_order(msgspec.msgpack.encode(order)) == order
 
 
