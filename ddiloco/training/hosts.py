@@ -288,6 +288,7 @@ class LeadingIsland:
     """As of `Island`: this host reads a state array by array, and hands each out at once."""
     if not self.island.layout.fits(name, value):
       return value
+    self._drop()  # of a damaged snapshot the other hosts may have all arrays but the last
     return self._put(Put(next(self._numbers), 0, name=name), [value])
 
   def restore(self, arrays: Mapping[str, SharedValue | np.ndarray]) -> None:
@@ -341,17 +342,21 @@ class LeadingIsland:
     return self._value(number, self._call(call, *arguments, result=number))
 
   def _order(self, call: str, *arguments: Any, result: int | None = None) -> None:
+    self._drop()
     named = _each(SharedValue, lambda value: Handle(value.number), arguments)
-    orders = [HostOrder(call, named, result)]
+    self._send(HostOrder(call, named, result))
+
+  def _drop(self) -> None:
     if dropped := list(self._dropped):
       del self._dropped[: len(dropped)]  # other threads may append meanwhile
-      orders.insert(0, HostOrder("drop", (dropped,)))
-    for order in orders:
-      message = msgspec.msgpack.encode(order)
-      for link in self._orders:
-        link.send(message)
-      self._progress.doing = _words(order)
-      self._progress.done += 1
+      self._send(HostOrder("drop", (dropped,)))
+
+  def _send(self, order: HostOrder) -> None:
+    message = msgspec.msgpack.encode(order)
+    for link in self._orders:
+      link.send(message)
+    self._progress.doing = _words(order)
+    self._progress.done += 1
 
   def _value(self, number: int, arrays: Any) -> SharedValue:
     return SharedValue(number, arrays, self._dropped.append)
