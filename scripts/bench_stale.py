@@ -115,10 +115,10 @@ class Sampler(VirtualIsland):
     values -= problem.config.inner.learning_rate * gradient
     self._values = np.split(values, len(self._values))
 
-  def copy_out(self, fragment: int) -> np.ndarray:
+  def copy_out(self, fragment: int, moments: bool = False) -> np.ndarray:
     return self._values[fragment]
 
-  def apply(self, fragment: int, staged: Any, keep: float) -> None:
+  def apply(self, fragment: int, staged: Any, keep: float, moments: bool = False) -> None:
     self._values[fragment] = np.float32(keep) * self._values[fragment] + staged
 
 

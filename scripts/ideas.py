@@ -91,9 +91,11 @@ class ForgetfulTrainer(Trainer):
 
   forgets = 0.0  # the share of the moment that is dropped
 
-  def apply(self, fragment: int, staged: Any, keep: float) -> None:
-    super().apply(fragment, staged, keep)
+  def apply(self, fragment: int, staged: Any, keep: float, moments: bool = False) -> None:
     island = self._island
-    flat = island.moments_to_host(island.copy_out_moments(fragment), fragment)
+    island.apply(fragment, staged, keep, moments)
+    if moments:
+      return
+    flat = island.to_host(island.copy_out(fragment, moments=True), fragment)
     flat[: flat.size // self.num_moments] *= np.float32(1 - self.forgets)
-    island.apply_moments(fragment, island.stage_moments(fragment, flat), int(island.count()))
+    island.apply(fragment, island.stage(fragment, flat, moments=True), 0.0, moments=True)

@@ -169,9 +169,6 @@ class Trainer:
     self._island, self._stream = new_island(config), _stream(config, learner)
     self.describe, self.compile = self._virtual.describe, self._virtual.compile
 
-  def apply(self, fragment: int, staged: Any, keep: float) -> None:
-    self._island.apply(fragment, staged, keep)
-
   def __getattr__(self, name: str) -> Any:
     return getattr(self._island, name)
 
@@ -190,20 +187,14 @@ class Trainer:
   def to_host(self, pieces: Any, fragment: int) -> np.ndarray:
     return self._island.to_host(self._virtual.to_host(pieces, fragment), fragment)
 
-  def stage(self, fragment: int, flat: Any) -> Any:
-    return self._island.stage(fragment, self._virtual.stage(fragment, flat))
+  def stage(self, fragment: int, flat: Any, moments: bool = False) -> Any:
+    return self._island.stage(fragment, self._virtual.stage(fragment, flat), moments)
 
   def capture(self) -> Mapping[str, Any]:
     return {name: np.array(value) for name, value in self._island.capture().items()}
 
   def count(self) -> int:
     return int(self._island.count())
-
-  def moments_to_host(self, pieces: Any, fragment: int) -> Any:
-    return self._island.moments_to_host(self._virtual.moments_to_host(pieces, fragment), fragment)
-
-  def stage_moments(self, fragment: int, flat: Any) -> Any:
-    return self._island.stage_moments(fragment, self._virtual.stage_moments(fragment, flat))
 
 
 # --- Compiled or read once, and used by all runs of this process

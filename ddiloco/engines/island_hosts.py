@@ -222,6 +222,8 @@ def _follow(
     speak(f"compiled in {trained.compile():.1f} s; follows host 0")
 
   def failed(error: Exception) -> None:
+    if isinstance(error, OSError):
+      lost(0, f"its connection for values has ended ({error})")
     traceback.print_exception(error)
     speak(f"cannot move values: {type(error).__name__}: {error}. It ends, to start again")
     os._exit(LOST)

@@ -284,20 +284,21 @@ def join(
   """
   until, links = time.monotonic() + seconds, dict[str, HostLink]()
   answer = HostWelcome()
-  for kind in KINDS:
-    hello = HostHello(island, host, kind)
-    while kind not in links:
-      try:
-        links[kind], answer = _introduce(url, hello, keys)
-      except (OSError, msgspec.MsgspecError) as error:
-        if stopped():
-          raise HostsApart("was asked to end before the island had met") from error
-        if time.monotonic() > until:
-          raise HostsApart(
-            f"--hosts={url}: host 0 is not reached: {error}. Fix: start it there, with these keys,"
-            " or raise network.give_up_seconds."
-          ) from error
-        time.sleep(PAUSE_SECONDS)
+  while len(links) < len(KINDS):
+    kind = KINDS[len(links)]
+    try:
+      links[kind], answer = _introduce(url, HostHello(island, host, kind), keys)
+    except (OSError, msgspec.MsgspecError) as error:
+      while links:  # host 0 may have ended: another one in its place needs all connections
+        links.popitem()[1].close()
+      if stopped():
+        raise HostsApart("was asked to end before the island had met") from error
+      if time.monotonic() > until:
+        raise HostsApart(
+          f"--hosts={url}: host 0 is not reached: {error}. Fix: start it there, with these keys,"
+          " or raise network.give_up_seconds."
+        ) from error
+      time.sleep(PAUSE_SECONDS)
     if answer.refused:
       raise HostsApart(f"--hosts={url}: host 0 refuses host {host}: {answer.refused}")
   return HostLinks(**links), answer.coordinator

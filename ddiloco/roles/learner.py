@@ -242,12 +242,13 @@ class Exchange(WorkingRole):
 
   def _give_moments(self, give: actions.SendMoments) -> None:
     p, donation = give.moments.fragment, give.moments.donation
-    pieces, count = self._store.copy_out_moments(p), self._store.count()
+    pieces, count = self._store.copy_out(p, moments=True), self._store.count()
     self._worker.put(self._send_moments(give, pieces, count))
     self._record(events.Donated, fragment=p, donation=donation)
 
   def _apply_moments(self, inherit: ForwardMoments, staged: Any) -> None:
-    self._store.apply_moments(inherit.fragment, staged, inherit.count)
+    self._store.apply(inherit.fragment, staged, 0.0, moments=True)
+    self._store.set_count(inherit.count)
     self._record(
       events.Inherited,
       fragment=inherit.fragment,
@@ -315,7 +316,7 @@ class Exchange(WorkingRole):
     self.endpoint.send(to, replace(value, payload=payload))
 
   def _send_moments(self, give: actions.SendMoments, pieces: Any, count: Any) -> Job:
-    flat = self._store.moments_to_host(pieces, give.moments.fragment)
+    flat = self._store.to_host(pieces, give.moments.fragment)
     payload = self._deltas.send_moments(flat)
     yield None
     self.recorder.flush()  # the log on disk has all moments that a peer may take over
@@ -331,7 +332,7 @@ class Exchange(WorkingRole):
       reason = str(error)
       self._record(events.Ignored, message="ForwardMoments", learner=inherit.donor, reason=reason)
       return
-    staged = self._store.stage_moments(p, flat)
+    staged = self._store.stage(p, flat, moments=True)
     yield None
     header = replace(inherit, payload=None)
     self._tell(actions.Taken(p, self.time.now(), (header, staged)))

@@ -82,18 +82,19 @@ class VirtualIsland:
     self._world.spend(pace.step_seconds[self._learner] * jitter + late_seconds)
     self._updates += 1
 
-  def copy_out(self, fragment: int) -> Any:
-    return None
+  def copy_out(self, fragment: int, moments: bool = False) -> Any:
+    size = self.num_moments * F32_BYTES * self._world.plan.fragments[fragment].size
+    return Sized(size) if moments else None
 
   def to_host(self, pieces: Any, fragment: int) -> Any:
     self._world.spend(self._world.pace.copy_out_seconds)
     return pieces
 
-  def stage(self, fragment: int, flat: Sized) -> Sized:
+  def stage(self, fragment: int, flat: Sized, moments: bool = False) -> Sized:
     self._world.spend(self._world.pace.stage_seconds)
     return flat
 
-  def apply(self, fragment: int, staged: Sized, keep: float) -> None:
+  def apply(self, fragment: int, staged: Sized, keep: float, moments: bool = False) -> None:
     pass
 
   def capture(self) -> Mapping[str, Sized]:
@@ -104,20 +105,10 @@ class VirtualIsland:
   def restore(self, arrays: Mapping[str, Sized]) -> None:
     self._updates = arrays["inner/moments"].content
 
-  def copy_out_moments(self, fragment: int) -> Sized:
-    return Sized(self.num_moments * F32_BYTES * self._world.plan.fragments[fragment].size)
-
   def count(self) -> int:
     return self._updates
 
-  def moments_to_host(self, pieces: Sized, fragment: int) -> Sized:
-    self._world.spend(self._world.pace.copy_out_seconds)
-    return pieces
-
-  def stage_moments(self, fragment: int, flat: Sized) -> Sized:
-    return self.stage(fragment, flat)
-
-  def apply_moments(self, fragment: int, staged: Sized, count: int) -> None:
+  def set_count(self, count: int) -> None:
     self._updates = count
 
 

@@ -183,12 +183,14 @@ class LearnerArrays(LearnerAlgebra):
     self._deltas.restore(state)
 
   def donate(self, fragment: int) -> tuple[np.ndarray, int]:
-    moments = self.island.copy_out_moments(fragment)
-    return self.island.moments_to_host(moments, fragment), int(self.island.count())
+    pieces = self.island.copy_out(fragment, moments=True)
+    return self.island.to_host(pieces, fragment), int(self.island.count())
 
   def inherit(self, fragment: int, moments: tuple[np.ndarray, int]) -> None:
     flat, count = moments  # flat f32 [moments * size], and the optimizer's count
-    self.island.apply_moments(fragment, self.island.stage_moments(fragment, flat), count)
+    staged = self.island.stage(fragment, flat, moments=True)
+    self.island.apply(fragment, staged, 0.0, moments=True)
+    self.island.set_count(count)
 
 
 class EvaluatorArrays(LearnerAlgebra):

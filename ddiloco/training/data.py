@@ -341,10 +341,12 @@ class _Reader:
       except (NotImplementedError, ValueError):  # packing and filters cannot jump
         if position < self._next:
           self._iterator, self._next = iter(self._dataset), 0
-    for _ in range(position - self._next):
+    ahead, self._next = position - self._next, sys.maxsize  # unknown, if the dataset raises now
+    for _ in range(ahead):
       next(self._iterator)
+    batch = next(self._iterator)
     self._next = position + 1
-    return next(self._iterator)
+    return batch
 
 
 def _own_batches(batches: Any, config: Config) -> grain.MapDataset[Batch]:
@@ -362,7 +364,8 @@ def _own_batches(batches: Any, config: Config) -> grain.MapDataset[Batch]:
     try:
       batch = batches[position]
     except (IndexError, StopIteration) as error:
-      rule, fix = f"batches() ends before position {position}", "make it endless"
+      rule = f"batches() ends before position {position} ({error!r})"
+      fix = "make it endless"
       raise refusal("data.custom", config.data.custom, rule, fix) from error
     # A copy, since a source may fill the same arrays again, and several batches are read ahead.
     return jax.tree.map(_kept, batch)
@@ -381,7 +384,8 @@ def _check_first(stream: Stream, config: Config, learner: int) -> None:
   first, again = stream.batch(0), stream.batch(0)
   try:
     refuse_misfit(first, inputs, "the model")
-    same = all(jax.tree.leaves(jax.tree.map(np.array_equal, first, again)))
+    equal = functools.partial(np.array_equal, equal_nan=True)
+    same = all(jax.tree.leaves(jax.tree.map(equal, first, again)))
     rule = "" if same else "batch 0 is another one when it is read again"
   except ValueError as error:
     rule = str(error)

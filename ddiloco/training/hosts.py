@@ -25,99 +25,78 @@ import msgspec
 import numpy as np
 from jax.sharding import NamedSharding
 
-from ddiloco.core.fragments import Plan, split_flat
+from ddiloco.core.fragments import Plan
 from ddiloco.models.model import Batch
-from ddiloco.training.island import Island
+from ddiloco.training.island import Island, split_rows
 
 # --- The leader's messages to the other hosts
 
 
-class Call(msgspec.Struct, frozen=True, tag=True):
-  """A call of `Island` that all hosts make. `value`: the number of an array or tree."""
+class Handle(msgspec.Struct, frozen=True):
+  """Stands in an order for a value: an array or list of arrays on the devices of all hosts."""
+
+  number: int
 
 
-class ResetCall(Call, frozen=True):
-  """`reset()`."""
+class HostOrder(msgspec.Struct, frozen=True):
+  """A call that all hosts make.
+
+  Attributes:
+    call: one of `ORDERS`: the name of a method of `Island`, or an order to `follow` itself.
+    arguments: of the types that `ORDERS` says, with handles for values.
+    result: the number of the value that the call returns; None: it is not kept.
+  """
+
+  call: str
+  arguments: tuple[Any, ...] = ()
+  result: int | None = None
 
 
-class RestoreCall(Call, frozen=True):
-  """`restore(values)`, by name."""
-
-  values: dict[str, int]
-
-
-class OpenCall(Call, frozen=True):
-  """The batches of the next steps are those from `position` on."""
-
-  position: int
-
-
-class StepCall(Call, frozen=True):
-  """`step(next batch, ...)`."""
-
-  schedule_step: int
-  rate_scale: float
-
-
-class FinishCall(Call, frozen=True):
-  """`finish()`."""
+# Call -> the types of its arguments.
+ORDERS: dict[str, Any] = {
+  "reset": tuple[()],
+  "restore": tuple[dict[str, Handle]],
+  "step": tuple[int, float],  # after the batch, which each host reads itself
+  "finish": tuple[()],
+  "capture": tuple[()],
+  "copy_out": tuple[int, bool],
+  "apply": tuple[int, Handle, float, bool],
+  "count": tuple[()],
+  "set_count": tuple[int],
+  # To `follow` itself:
+  "open": tuple[int],  # the batches of the next steps are those from this position on
+  "drop": tuple[list[int]],  # these values are no longer needed
+  "end": tuple[()],  # the island's work is over
+}
 
 
-class CaptureCall(Call, frozen=True):
-  """value = `capture()`."""
+def read_order(message: bytes) -> HostOrder:
+  """The order in a message.
 
-  value: int
-
-
-class CopyOutCall(Call, frozen=True):
-  """value = `copy_out(fragment)`, or of its moments."""
-
-  value: int
-  fragment: int
-  moments: bool = False
-
-
-class ApplyCall(Call, frozen=True):
-  """`apply(fragment, value, keep)`."""
-
-  value: int
-  fragment: int
-  keep: float
+  Raises:
+    msgspec.ValidationError: there is no such order, or its arguments are others.
+  """
+  order = _ORDER.decode(message)
+  if order.call not in ORDERS:
+    raise msgspec.ValidationError(
+      f"there is no order {order.call!r}. Fix: run the same version of ddiloco on all hosts."
+    )
+  arguments = msgspec.convert(order.arguments, ORDERS[order.call])
+  return msgspec.structs.replace(order, arguments=arguments)
 
 
-class ApplyMomentsCall(Call, frozen=True):
-  """`apply_moments(fragment, value, count)`."""
-
-  value: int
-  fragment: int
-  count: int
-
-
-class CountCall(Call, frozen=True):
-  """`count()`."""
-
-
-class Drop(Call, frozen=True):
-  """These values are no longer needed."""
-
-  values: tuple[int, ...]
-
-
-class End(Call, frozen=True):
-  """The island's work is over."""
-
-
-class Take(Call, frozen=True):
+class Take(msgspec.Struct, frozen=True, tag=True):
   """Send me your parts of a value; with a name, of one array of a captured state, and drop it."""
 
   value: int
   name: str = ""
 
 
-class Put(Call, frozen=True):
+class Put(msgspec.Struct, frozen=True, tag=True):
   """Your parts of a value follow; say when they are on your devices.
 
-  The value is a fragment's pieces, its moments, or with a name one array of the state.
+  The value is a fragment's pieces, of the parameters or of the moments, or with a name one array of
+  the state.
   """
 
   value: int
@@ -126,9 +105,7 @@ class Put(Call, frozen=True):
   name: str = ""
 
 
-WITHOUT_VALUE = ResetCall | RestoreCall | OpenCall | StepCall | FinishCall | CountCall | Drop | End
-WITH_VALUE = CaptureCall | CopyOutCall | ApplyCall | ApplyMomentsCall | Take | Put
-ANY = msgspec.msgpack.Decoder(WITHOUT_VALUE | WITH_VALUE)
+_ORDER, _MOVE = msgspec.msgpack.Decoder(HostOrder), msgspec.msgpack.Decoder(Take | Put)
 DONE = b"done"
 
 
@@ -225,18 +202,12 @@ def _leaves(island: Island, put: Put) -> list[jax.ShapeDtypeStruct]:
   """The arrays of a value that is put."""
   if put.name:
     return [island.layout.leaves[put.name]]
-  pieces = island.piece_leaves(put.fragment)
-  return pieces * island.num_moments if put.moments else pieces
+  return island.piece_leaves(put.fragment, put.moments)
 
 
-def _shaped(island: Island, put: Put, arrays: list[jax.Array]) -> Any:
-  """Those arrays as `Island` takes them."""
-  if put.name:
-    return arrays[0]
-  if not put.moments:
-    return arrays
-  size = len(island.piece_leaves(put.fragment))
-  return [arrays[start : start + size] for start in range(0, len(arrays), size)]
+def _each(kind: type, change: Callable[[Any], Any], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+  """The arguments of a call, all of this kind changed."""
+  return jax.tree.map(lambda each: change(each) if isinstance(each, kind) else each, arguments)
 
 
 # --- The host that leads
@@ -301,23 +272,23 @@ class LeadingIsland:
 
   def batches(self, read: Callable[[int], Iterator[Batch]], position: int) -> Iterator[Batch]:
     """`read(position)`, and the other hosts read theirs."""
-    self._order(OpenCall(position))
+    self._order("open", position)
     return read(position)
 
   def end(self) -> None:
     """Tells the other hosts that the work is over."""
-    self._order(End())
+    self._order("end")
 
   # --- the same calls as of `Island`, on all hosts ------------------------------------------------
 
   def reset(self) -> None:
-    self._order(ResetCall())
-    self.island.reset()
+    self._call("reset")
 
   def place(self, name: str, value: np.ndarray) -> SharedValue | np.ndarray:
     """As of `Island`: this host reads a state array by array, and hands each out at once."""
     if not self.island.layout.fits(name, value):
       return value
+    self._drop()  # of a damaged snapshot the other hosts may have all arrays but the last
     return self._put(Put(next(self._numbers), 0, name=name), [value])
 
   def restore(self, arrays: Mapping[str, SharedValue | np.ndarray]) -> None:
@@ -327,62 +298,65 @@ class LeadingIsland:
       name: array if isinstance(array, SharedValue) else self.place(name, array)
       for name, array in arrays.items()
     }
-    self._order(RestoreCall({name: value.number for name, value in ready.items()}))
-    self.island.restore({name: value.arrays for name, value in ready.items()})
+    self._call("restore", ready)
 
   def step(
     self, batch: Batch, schedule_step: int, rate_scale: float = 1.0
   ) -> dict[str, float] | None:
-    self._order(StepCall(schedule_step, rate_scale))
+    self._order("step", schedule_step, rate_scale)
     return self.island.step(batch, schedule_step, rate_scale)
 
   def finish(self) -> dict[str, float] | None:
-    self._order(FinishCall())
-    return self.island.finish()
+    return self._call("finish")
 
   def capture(self) -> dict[str, CapturedArray]:
     """As of `Island`. The thread that writes the state collects it array by array, between other
     values. So the state is never whole on this host, and no push waits for all of it."""
-    number = next(self._numbers)
-    self._order(CaptureCall(number))
-    value = self._value(number, self.island.capture())
+    value = self._shared("capture")
     return {name: CapturedArray(value, name, self._collect_one) for name in value.arrays}
 
-  def copy_out(self, fragment: int) -> SharedValue:
-    number = next(self._numbers)
-    self._order(CopyOutCall(number, fragment))
-    return self._value(number, self.island.copy_out(fragment))
+  def copy_out(self, fragment: int, moments: bool = False) -> SharedValue:
+    return self._shared("copy_out", fragment, moments)
 
-  def apply(self, fragment: int, staged: SharedValue, keep: float) -> None:
-    self._order(ApplyCall(staged.number, fragment, keep))
-    self.island.apply(fragment, staged.arrays, keep)
+  def apply(self, fragment: int, staged: SharedValue, keep: float, moments: bool = False) -> None:
+    self._call("apply", fragment, staged, keep, moments)
 
   @property
   def num_moments(self) -> int:
     return self.island.num_moments
 
-  def copy_out_moments(self, fragment: int) -> SharedValue:
-    number = next(self._numbers)
-    self._order(CopyOutCall(number, fragment, moments=True))
-    return self._value(number, self.island.copy_out_moments(fragment))
-
-  def apply_moments(self, fragment: int, staged: SharedValue, count: int) -> None:
-    self._order(ApplyMomentsCall(staged.number, fragment, count))
-    self.island.apply_moments(fragment, staged.arrays, count)
-
   def count(self) -> jax.Array | np.int32:
-    self._order(CountCall())
-    return self.island.count()
+    return self._call("count")
 
-  def _order(self, order: Call) -> None:
-    dropped = tuple(self._dropped)
-    del self._dropped[: len(dropped)]  # other threads may append meanwhile
-    for each in (Drop(dropped), order) if dropped else (order,):
-      message = msgspec.msgpack.encode(each)
-      for link in self._orders:
-        link.send(message)
-      self._progress.doing = _words(order)
-      self._progress.done += 1
+  def set_count(self, count: int) -> None:
+    self._call("set_count", count)
+
+  def _call(self, call: str, *arguments: Any, result: int | None = None) -> Any:
+    """Makes this call of `Island` on all hosts."""
+    self._order(call, *arguments, result=result)
+    return getattr(self.island, call)(*_each(SharedValue, lambda v: v.arrays, arguments))
+
+  def _shared(self, call: str, *arguments: Any) -> SharedValue:
+    """What this call of `Island` returns, on all hosts."""
+    number = next(self._numbers)
+    return self._value(number, self._call(call, *arguments, result=number))
+
+  def _order(self, call: str, *arguments: Any, result: int | None = None) -> None:
+    self._drop()
+    named = _each(SharedValue, lambda value: Handle(value.number), arguments)
+    self._send(HostOrder(call, named, result))
+
+  def _drop(self) -> None:
+    if dropped := list(self._dropped):
+      del self._dropped[: len(dropped)]  # other threads may append meanwhile
+      self._send(HostOrder("drop", (dropped,)))
+
+  def _send(self, order: HostOrder) -> None:
+    message = msgspec.msgpack.encode(order)
+    for link in self._orders:
+      link.send(message)
+    self._progress.doing = _words(order)
+    self._progress.done += 1
 
   def _value(self, number: int, arrays: Any) -> SharedValue:
     return SharedValue(number, arrays, self._dropped.append)
@@ -391,29 +365,15 @@ class LeadingIsland:
 
   def to_host(self, copied: SharedValue, fragment: int) -> np.ndarray:
     """As of `Island`; every host sends its parts."""
-    flat = np.empty(self._plan.fragments[fragment].size, np.float32)
-    self._collect(copied.number, copied.arrays, self._pieces(fragment, [flat]))
+    part = self._plan.fragments[fragment]
+    flat = np.empty(len(copied.arrays) // len(part.pieces) * part.size, np.float32)
+    self._collect(copied.number, copied.arrays, split_rows(part, flat))
     return flat
 
-  def moments_to_host(self, copied: SharedValue, fragment: int) -> np.ndarray:
-    """As of `Island`."""
-    rows = np.empty((len(copied.arrays), self._plan.fragments[fragment].size), np.float32)
-    self._collect(copied.number, jax.tree.leaves(copied.arrays), self._pieces(fragment, rows))
-    return rows.reshape(-1)
-
-  def stage(self, fragment: int, flat: np.ndarray) -> SharedValue:
+  def stage(self, fragment: int, flat: np.ndarray, moments: bool = False) -> SharedValue:
     """As of `Island`; every host gets what it is to have."""
-    return self._put(Put(next(self._numbers), fragment), self._pieces(fragment, [flat]))
-
-  def stage_moments(self, fragment: int, flat: np.ndarray) -> SharedValue:
-    """As of `Island`."""
-    rows = self.island.rows_of_moments(fragment, flat)
-    put = Put(next(self._numbers), fragment, moments=True)
-    return self._put(put, self._pieces(fragment, rows))
-
-  def _pieces(self, fragment: int, rows: Iterable[np.ndarray]) -> list[np.ndarray]:
-    """Views of the fragment's pieces in these flat vectors."""
-    return [view for row in rows for view in split_flat(self._plan.fragments[fragment], row)]
+    views = self.island.views(fragment, flat, moments)
+    return self._put(Put(next(self._numbers), fragment, moments), views)
 
   @contextlib.contextmanager
   def _alone(self) -> Iterator[None]:
@@ -470,7 +430,7 @@ class LeadingIsland:
       jax.block_until_ready(mine)
       for link in self._values.values():
         link.receive()  # it has them
-    return self._value(put.value, _shaped(self.island, put, mine))
+    return self._value(put.value, mine[0] if put.name else mine)
 
 
 # --- The hosts that follow
@@ -514,56 +474,56 @@ def follow(
     links: to the leader.
     read: this learner's batches from a position on.
     progress: of this host.
-    failed: called by the thread that moves values, when it cannot go on. It should end the process:
-      the leader waits for values, and the calling thread may be stuck inside a program for ever.
+    failed: called by the thread that moves values, when it cannot go on before the order `end`. It
+      should end the process: the leader waits for values, and the calling thread may be stuck
+      inside a program for ever.
 
   Raises:
     OSError: the leader is gone.
   """
-  shelf = _Shelf()
-  moved = island, links.values, shelf, progress, failed
+  shelf, over = _Shelf(), threading.Event()
+
+  def broken(error: Exception) -> None:
+    if not over.is_set():
+      failed(error)
+
+  moved = island, links.values, shelf, progress, broken
   threading.Thread(target=_move_values, args=moved, name="values", daemon=True).start()
   batches: Iterator[Batch] = iter(())
   while True:
-    order = ANY.decode(links.orders.receive())
+    order = read_order(links.orders.receive())
     progress.doing = _words(order)
     match order:
-      case StepCall(schedule_step, rate_scale):
+      case HostOrder("step", arguments):
         progress.doing = "waits for its next batch"
         batch = next(batches)
         progress.doing = _words(order)
-        island.step(batch, schedule_step, rate_scale)
-      case CopyOutCall(value, fragment, moments):
-        copy_out = island.copy_out_moments if moments else island.copy_out
-        shelf.put(value, copy_out(fragment))
-      case ApplyCall(value, fragment, keep):
-        island.apply(fragment, shelf.get(value), keep)
-      case ApplyMomentsCall(value, fragment, count):
-        island.apply_moments(fragment, shelf.get(value), count)
-      case CaptureCall(value):
-        shelf.put(value, island.capture())
-      case CountCall():
-        island.count()
-      case Drop(values):
-        shelf.drop(values)
-      case OpenCall(position):
+        island.step(batch, *arguments)
+      case HostOrder("open", (position,)):
         getattr(batches, "close", lambda: None)()  # ends the reading ahead
         batches = read(position)
-      case RestoreCall(values):
-        island.restore({name: shelf.get(number) for name, number in values.items()})
-      case ResetCall():
-        island.reset()
-      case FinishCall():
-        island.finish()
+      case HostOrder("drop", (numbers,)):
+        shelf.drop(numbers)
+      case HostOrder("end"):
+        over.set()
+        progress.done += 1
+        return
+      case _:
+        _carry_out(island, order, shelf)
     progress.done += 1
-    if isinstance(order, End):
-      return
 
 
-def _words(order: Call) -> str:
+def _carry_out(island: Island, order: HostOrder, shelf: _Shelf) -> None:
+  arguments = _each(Handle, lambda handle: shelf.get(handle.number), order.arguments)
+  result = getattr(island, order.call)(*arguments)
+  if order.result is not None:
+    shelf.put(order.result, result)
+
+
+def _words(order: HostOrder) -> str:
   """What a host does, for one that asks why it is waited for."""
-  known = {StepCall: "inside a step", RestoreCall: "restores its state"}
-  return known.get(type(order), str(order))
+  known = {"step": "inside a step", "restore": "restores its state"}
+  return known.get(order.call, f"{order.call}{order.arguments}")
 
 
 def _move_values(
@@ -573,11 +533,11 @@ def _move_values(
   progress: OwnProgress,
   failed: Callable[[Exception], None],
 ) -> None:
-  """Answers the leader's `Take` and `Put` until the leader is gone."""
+  """Answers the leader's `Take` and `Put`, until it cannot any more."""
   host = jax.process_index()
   try:
     while True:
-      match ANY.decode(link.receive()):
+      match _MOVE.decode(link.receive()):
         case Take(number, name):
           value = shelf.get(number)
           for array in [value.pop(name)] if name else jax.tree.leaves(value):
@@ -590,9 +550,8 @@ def _move_values(
             held = parts_held(leaf.sharding, leaf.shape)[host]
             parts = {part: _receive(link, part, leaf.dtype, progress) for part in held}
             arrays.append(_place(leaf, parts))
-          shelf.put(put.value, _shaped(island, put, jax.block_until_ready(arrays)))
+          jax.block_until_ready(arrays)
+          shelf.put(put.value, arrays[0] if put.name else arrays)
           link.send(DONE)
-  except OSError:
-    return  # the thread of `follow` gets the same error
-  except Exception as error:  # a device without memory, or a copy that failed there
+  except Exception as error:  # the leader is gone, or a device has no memory
     failed(error)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import re
 import threading
 import time
@@ -324,9 +323,11 @@ class Island:
 
   def load(self, params: Mapping[str, np.ndarray]) -> None:
     """`reset`, and then these parameters (name -> array): for islands that train alone."""
-    if odd := sorted(params.keys() ^ self._parts.leaves.keys()):
+    wanted = {name: leaf.shape for name, leaf in self._parts.leaves.items()}
+    given = {name: np.shape(value) for name, value in params.items()}
+    if odd := sorted({name for name, _ in wanted.items() ^ given.items()}):
       raise ValueError(
-        f"params: names differ from the model's: {odd}. Fix: give exactly its leaves."
+        f"params: names or shapes differ from the model's: {odd}. Fix: give exactly its leaves."
       )
     self.reset()
     # A private copy: the CPU backend may use host memory as it is, and steps write in place.
@@ -334,9 +335,10 @@ class Island:
     shardings = {name: self.layout.leaves[name].sharding for name in mine}
     self._state |= jax.block_until_ready(jax.device_put(mine, shardings))
 
-  def piece_leaves(self, fragment_index: int) -> list[jax.ShapeDtypeStruct]:
+  def piece_leaves(self, fragment_index: int, moments: bool = False) -> list[jax.ShapeDtypeStruct]:
     """Shape, dtype and sharding of the arrays that `copy_out` and `stage` return."""
-    return [kind.piece for kind in self.programs.kinds[fragment_index]]
+    pieces = [kind.piece for kind in self.programs.kinds[fragment_index]]
+    return pieces * len(self._trees(moments))
 
   def place(self, name: str, value: np.ndarray) -> jax.Array | np.ndarray:
     """An array of a saved state as `restore` wants it: on the devices, in this mesh's layout.
@@ -425,34 +427,51 @@ class Island:
     with named("capture"):
       return self.programs.capture(self._held())
 
-  def copy_out(self, fragment_index: int) -> list[jax.Array]:
-    """Copies the fragment's pieces on the devices, and starts the copy to the host; no wait."""
-    return self._copy_out(fragment_index, PARAMS)
+  def copy_out(self, fragment_index: int, moments: bool = False) -> list[jax.Array]:
+    """Copies pieces on the devices, and starts the copy to the host; no wait.
 
-  def apply(self, fragment_index: int, staged: Sequence[jax.Array], keep: float) -> None:
-    """piece <- staged if keep is 0, else keep * piece + staged; in place, only this fragment.
+    The pieces are the fragment's, of the parameters or of every moment in turn. With moments the
+    caller also takes `count()`.
+
+    Raises:
+      RuntimeError: there is no state yet.
+    """
+    pieces, held = [], self._held()
+    with named("copy_out", fragment=fragment_index):
+      for name, programs, where in self._moves(fragment_index, moments):
+        pieces.append(programs.copy_out(held[name], where))
+        if programs.waits:
+          jax.block_until_ready(pieces[-1])
+      if self._parts.host_memory is None:
+        for out in pieces:
+          out.copy_to_host_async()
+        return pieces
+      there = [out.sharding.with_memory_kind(self._parts.host_memory) for out in pieces]
+      return jax.device_put(pieces, there)  # one transfer, beside the step
+
+  def apply(
+    self, fragment_index: int, staged: Sequence[jax.Array], keep: float, moments: bool = False
+  ) -> None:
+    """piece <- staged if keep is 0, else keep * piece + staged; in place, only these pieces.
 
     Overwrite is keep = 0; Streaming DiLoCo's mix (2501.18512) keep = alpha with
     staged = (1 - alpha) * global; rebase keep = 1 with staged = the shift. Does not wait.
+
+    Raises:
+      RuntimeError: there is no state yet.
     """
-    self._apply(fragment_index, PARAMS, staged, keep)
+    share, held = np.float32(keep), self._held()
+    with named("apply", fragment=fragment_index):
+      moves = self._moves(fragment_index, moments)
+      for (name, programs, where), value in zip(moves, staged, strict=True):
+        held[name] = programs.apply(held[name], value, share, where)
+        if programs.waits:
+          jax.block_until_ready(held[name])
 
   @property
   def num_moments(self) -> int:
     """How many f32 values the inner optimizer keeps for every parameter: Adam's mu and nu are 2."""
     return len(self.layout.moments)
-
-  def copy_out_moments(self, fragment_index: int) -> list[list[jax.Array]]:
-    """`copy_out` of every moment, in a fixed order; the caller also takes `count()`."""
-    return [self._copy_out(fragment_index, prefix) for prefix in self.layout.moments]
-
-  def apply_moments(
-    self, fragment_index: int, staged: Sequence[Sequence[jax.Array]], count: int
-  ) -> None:
-    """Overwrites the fragment's moments, and the whole optimizer's count of updates; no wait."""
-    for prefix, pieces in zip(self.layout.moments, staged, strict=True):
-      self._apply(fragment_index, prefix, pieces, 0.0)
-    self._state |= self.programs.counts(np.int32(count))
 
   def count(self) -> jax.Array | np.int32:
     """How many updates the optimizer has seen; does not wait: call `int()` in the background.
@@ -467,86 +486,76 @@ class Island:
     count.copy_to_host_async()
     return count
 
+  def set_count(self, count: int) -> None:
+    """Sets all that `count()` reads, for moments that came with this count; does not wait."""
+    self._held().update(self.programs.counts(np.int32(count)))
+
   def _held(self) -> dict[str, jax.Array]:
     if not self._state:
       raise RuntimeError("the island has no state. Fix: call reset(), load() or restore() before")
     return self._state
 
-  def _copy_out(self, fragment_index: int, prefix: str) -> list[jax.Array]:
-    pieces = []
-    with named("copy_out", fragment=fragment_index):
-      for name, programs, where in self.programs.moves[fragment_index]:
-        pieces.append(programs.copy_out(self._state[prefix + name], where))
-        if programs.waits:
-          jax.block_until_ready(pieces[-1])
-      if self._parts.host_memory is None:
-        for out in pieces:
-          out.copy_to_host_async()
-        return pieces
-      there = [out.sharding.with_memory_kind(self._parts.host_memory) for out in pieces]
-      return jax.device_put(pieces, there)  # one transfer, beside the step
+  def _trees(self, moments: bool) -> tuple[str, ...]:
+    """Prefixes of the names of the parameters, or of each moment."""
+    return self.layout.moments if moments else (PARAMS,)
 
-  def _apply(
-    self, fragment_index: int, prefix: str, staged: Sequence[jax.Array], keep: float
-  ) -> None:
-    share = np.float32(keep)
-    with named("apply", fragment=fragment_index):
-      for (name, programs, where), value in zip(
-        self.programs.moves[fragment_index], staged, strict=True
-      ):
-        leaf = programs.apply(self._state[prefix + name], value, share, where)
-        self._state[prefix + name] = leaf
-        if programs.waits:
-          jax.block_until_ready(leaf)
+  def _moves(
+    self, fragment_index: int, moments: bool
+  ) -> list[tuple[str, PiecePrograms, jax.Array]]:
+    """For each piece: its array's name in the state, its programs, and its place in the array."""
+    return [
+      (tree + name, programs, where)
+      for tree in self._trees(moments)
+      for name, programs, where in self.programs.moves[fragment_index]
+    ]
 
   # --- background thread --------------------------------------------------------------------------
 
   def to_host(self, pieces: Sequence[jax.Array], fragment_index: int) -> np.ndarray:
-    """The result of `copy_out` as the fragment's flat f32 vector; waits until it has arrived."""
-    return self.moments_to_host([pieces], fragment_index)
+    """The result of `copy_out` as a flat f32 vector; waits until it has arrived.
 
-  def stage(self, fragment_index: int, flat: np.ndarray) -> list[jax.Array]:
-    """Brings a flat f32 vector onto the devices for `apply`; `flat` must not change afterwards."""
-    views = split_flat(self._plan.fragments[fragment_index], flat)
+    Returns:
+      [size] of a fragment's parameters, [num_moments * size] of its moments.
+    """
+    fragment = self._plan.fragments[fragment_index]
+    flat = np.empty(len(pieces) // len(fragment.pieces) * fragment.size, np.float32)
+    with named("to_host", fragment=fragment_index):
+      for view, piece in zip(split_rows(fragment, flat), pieces, strict=True):
+        for shard in piece.addressable_shards:
+          if shard.replica_id == 0:
+            view[shard.index] = shard.data
+    return flat
+
+  def stage(self, fragment_index: int, flat: np.ndarray, moments: bool = False) -> list[jax.Array]:
+    """Brings a vector as of `to_host` onto the devices for `apply`; it must not change afterwards.
+
+    Raises:
+      ValueError: it has another size.
+    """
+    views = self.views(fragment_index, flat, moments)
     # The wait is here, beside the step, so that `apply` never waits for a transfer.
-    shardings = [leaf.sharding for leaf in self.piece_leaves(fragment_index)]
+    shardings = [leaf.sharding for leaf in self.piece_leaves(fragment_index, moments)]
     with named("stage", fragment=fragment_index):
       return jax.block_until_ready(jax.device_put(views, shardings))
 
-  def moments_to_host(
-    self, moments: Sequence[Sequence[jax.Array]], fragment_index: int
-  ) -> np.ndarray:
-    """The result of `copy_out_moments`, in its order, as flat f32 [num_moments * size]; waits."""
+  def views(self, fragment_index: int, flat: np.ndarray, moments: bool) -> list[np.ndarray]:
+    """Views of the pieces in a vector as of `to_host`; ValueError if it has another size."""
     fragment = self._plan.fragments[fragment_index]
-    flat = np.empty((len(moments), fragment.size), np.float32)
-    with named("to_host", fragment=fragment_index):
-      for row, pieces in zip(flat, moments):
-        for view, piece in zip(split_flat(fragment, row), pieces):
-          for shard in piece.addressable_shards:
-            if shard.replica_id == 0:
-              view[shard.index] = shard.data
-    return flat.reshape(-1)
-
-  def stage_moments(self, fragment_index: int, flat: np.ndarray) -> list[list[jax.Array]]:
-    """`stage` for `apply_moments`; `flat`, f32 [num_moments * size], must not change afterwards.
-
-    Raises:
-      ValueError: `flat` has another size.
-    """
-    return [self.stage(fragment_index, row) for row in self.rows_of_moments(fragment_index, flat)]
-
-  def rows_of_moments(self, fragment_index: int, flat: np.ndarray) -> np.ndarray:
-    """Each moment's flat vector; ValueError if `flat` has another size."""
-    rows = self.num_moments, self._plan.fragments[fragment_index].size
-    if flat.shape != (math.prod(rows),):
+    size = len(self._trees(moments)) * fragment.size
+    if flat.shape != (size,):
       raise ValueError(
-        f"fragment {fragment_index}: its moments have shape {flat.shape}, but this island keeps"
-        f" {rows[0]} of {rows[1]} values each. Fix: take them from a peer of the same run."
+        f"fragment {fragment_index}: the vector has shape {flat.shape}, must be ({size},)"
+        f" ({moments=}). Fix: use a vector of this fragment and run."
       )
-    return flat.reshape(rows)
+    return split_rows(fragment, flat)
 
 
 named = jax.profiler.TraceAnnotation  # names work in a trace; without a trace it costs 1 us
+
+
+def split_rows(fragment: Fragment, flat: np.ndarray) -> list[np.ndarray]:
+  """Views of the fragment's pieces in a vector [n * size], n times: `split_flat` of each part."""
+  return [view for row in flat.reshape(-1, fragment.size) for view in split_flat(fragment, row)]
 
 
 def _as_floats(metrics: jax.Array) -> dict[str, float]:

@@ -153,6 +153,28 @@ def test_a_host_that_ends_before_all_have_come_may_come_again(url, tmp_path, sec
   assert links[0].orders.receive() == b"order"
 
 
+def test_a_leader_that_ends_between_two_connections_may_be_replaced(url):
+  """The host kept the first connection, to nobody, and the new leader waited for it in vain."""
+  island = IslandIdentity("run", "digest", learner=3, hosts=2)
+  with socket.create_server(host_and_port(url)) as first:
+    joined = queue.SimpleQueue()
+    come = lambda: joined.put(join(url, island, 1, None, PATIENCE_SECONDS))  # noqa: E731
+    threading.Thread(target=come, daemon=True).start()
+    orders, _ = first.accept()
+    HostLink(orders).receive()
+    HostLink(orders).send(msgspec.msgpack.encode(HostWelcome("", "127.0.0.1:1")))
+    values, _ = first.accept()
+  orders.close()
+  values.close()
+  meeting = Meeting(url, island, None)
+  links = meeting.wait(PATIENCE_SECONDS)
+  mine, coordinator = joined.get(timeout=PATIENCE_SECONDS)
+  assert coordinator == meeting.coordinator
+  links[1].orders.send(b"order")
+  assert mine.orders.receive() == b"order"
+  close(mine, *links.values())
+
+
 def test_another_roles_key_and_no_key_do_not_open_an_island(url, tmp_path):
   mine, other = keys_of(tmp_path, "learner-3"), keys_of(tmp_path, "learner-2")
   meeting = Meeting(url, ISLAND, mine)

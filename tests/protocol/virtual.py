@@ -69,12 +69,15 @@ class GhostIsland(VirtualIsland):
     super().reset()
     self._actor.parameters = self._ledger.new()
 
-  def copy_out(self, fragment: int) -> Any:
+  def copy_out(self, fragment: int, moments: bool = False) -> Any:
+    if moments:
+      return super().copy_out(fragment, moments)
     return self._ledger.copy_out(self._actor, fragment)
 
-  def apply(self, fragment: int, staged: Sized, keep: float) -> None:
-    self._ledger.apply(self._actor, fragment, staged.content)
-    self._actor.changed.add(fragment)
+  def apply(self, fragment: int, staged: Sized, keep: float, moments: bool = False) -> None:
+    if not moments:
+      self._ledger.apply(self._actor, fragment, staged.content)
+      self._actor.changed.add(fragment)
 
   def capture(self) -> Mapping[str, Sized]:
     return {**super().capture(), "params/values": Sized(4, self._actor.parameters)}

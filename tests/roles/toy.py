@@ -101,39 +101,29 @@ class ToyIsland:
     self.position += 1
     return {"loss": float(np.sum(self.params["scale"] ** 2))}
 
-  def copy_out(self, fragment: int) -> np.ndarray:
-    return fragments.gather(self.plan.fragments[fragment], self.params)
+  def _tree(self, moments: bool) -> dict[str, np.ndarray]:
+    return self.mean if moments else self.params
+
+  def copy_out(self, fragment: int, moments: bool = False) -> np.ndarray:
+    return fragments.gather(self.plan.fragments[fragment], self._tree(moments))
 
   def to_host(self, pieces: np.ndarray, fragment: int) -> np.ndarray:
     del fragment
     return pieces
 
-  def stage(self, fragment: int, flat: np.ndarray) -> np.ndarray:
-    del fragment
+  def stage(self, fragment: int, flat: np.ndarray, moments: bool = False) -> np.ndarray:
+    del fragment, moments
     return flat
 
-  def apply(self, fragment: int, staged: np.ndarray, keep: float) -> None:
-    piece = self.plan.fragments[fragment]
-    local = fragments.gather(piece, self.params)
-    mixed = staged if keep == 0 else np.float32(keep) * local + staged
-    fragments.scatter(piece, mixed, self.params)
-
-  def copy_out_moments(self, fragment: int) -> list[np.ndarray]:
-    return [fragments.gather(self.plan.fragments[fragment], self.mean)]
+  def apply(self, fragment: int, staged: np.ndarray, keep: float, moments: bool = False) -> None:
+    piece, tree = self.plan.fragments[fragment], self._tree(moments)
+    mixed = staged if keep == 0 else np.float32(keep) * fragments.gather(piece, tree) + staged
+    fragments.scatter(piece, mixed, tree)
 
   def count(self) -> int:
     return self.updates
 
-  def moments_to_host(self, moments: list[np.ndarray], fragment: int) -> np.ndarray:
-    del fragment
-    return np.concatenate(moments)
-
-  def stage_moments(self, fragment: int, flat: np.ndarray) -> list[np.ndarray]:
-    del fragment
-    return [flat]
-
-  def apply_moments(self, fragment: int, staged: list[np.ndarray], count: int) -> None:
-    fragments.scatter(self.plan.fragments[fragment], staged[0], self.mean)
+  def set_count(self, count: int) -> None:
     self.updates = count
 
   def capture(self) -> dict[str, np.ndarray]:

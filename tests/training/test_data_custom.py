@@ -57,6 +57,8 @@ class Numbers:
       return numbers.to_iter_dataset()
     if self.kind == "filter":  # Grain cannot jump in it
       return numbers.to_iter_dataset().filter(lambda batch: batch["x"][0, 0] % 2 == 0)
+    if self.kind == "flaky":
+      return numbers.to_iter_dataset().map(FailsOnce(1003)).filter(lambda batch: True)
     return types.SimpleNamespace(**ODD) if self.kind == "odd" else Indexed(self.kind, learner)
 
   def heldout_batches(self, batch_size):
@@ -74,8 +76,25 @@ class Indexed:
     if self.kind == "filled":
       self.own[:] = rows(self.learner, position)["x"]
       return {"x": self.own}
+    if self.kind == "wrong":
+      return [0][position + 1]
     batch = rows(self.learner, position + (self.reads if self.kind == "moving" else 0))
+    if self.kind == "missing":
+      batch["x"][0] = np.nan
     return {"wide": batch["x"]} if self.kind == "named" else batch
+
+
+class FailsOnce:
+  """Passes batches on, but raises when it first sees this number."""
+
+  def __init__(self, number: int):
+    self.numbers = [number]
+
+  def __call__(self, batch):
+    if number(batch) in self.numbers:
+      self.numbers.clear()
+      raise OSError("the storage does not answer")
+    return batch
 
 
 ODD = {"no": "positions"}
@@ -137,10 +156,28 @@ def test_batches_that_end_are_refused_where_they_do(kind):
   one = stream(kind)
   with closing(one.iterate(49)) as ahead:
     next(ahead)
-    with pytest.raises(ConfigError, match=r"data.custom = .*ends before position 50. Fix: make it"):
+    with pytest.raises(ConfigError, match=r"data.custom = .*position 50 \(.*\). Fix: make it"):
       next(ahead)
   with pytest.raises(ConfigError, match="ends before position 90"):
     one.batch(90)
+
+
+def test_a_source_that_raised_is_asked_again_for_the_same_batch():
+  """The batches that it had passed before it raised were counted twice."""
+  one = stream("flaky", learner=1)
+  with pytest.raises(OSError, match="does not answer"):
+    one.batch(5)
+  assert [number(one.batch(position)) for position in (5, 6, 2)] == [1005, 1006, 1002]
+
+
+def test_missing_values_are_the_same_when_they_are_read_again():
+  """A batch with NaN was refused as one that is no function of the position."""
+  assert np.isnan(stream("missing").batch(0)["x"][0, 0])
+
+
+def test_an_error_of_the_source_itself_is_named():
+  with pytest.raises(ConfigError, match=r"position 0 .*IndexError.*list index out of range"):
+    stream("wrong")
 
 
 def test_learners_read_their_own():

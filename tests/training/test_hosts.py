@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import queue
+import re
 import socket
 import subprocess
 import sys
 import threading
+import typing
 import weakref
 from types import SimpleNamespace
 
@@ -96,6 +100,64 @@ def test_a_host_that_cannot_move_values_says_so():
   assert told == [error]
 
 
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_connection_for_values_that_ends_alone_is_told(ended):
+  """The thread ended without a word, and the leader may never hear that nobody answers. After the
+  order to end it is no loss."""
+  orders, threads, told = queue.SimpleQueue(), queue.SimpleQueue(), queue.SimpleQueue()
+  over = threading.Event()
+
+  def gone():
+    threads.put(threading.current_thread())
+    assert over.wait(60)
+    raise OSError("timed out")
+
+  links = SimpleNamespace(
+    orders=SimpleNamespace(receive=orders.get), values=SimpleNamespace(receive=gone)
+  )
+  args = None, links, None, HostProgress(), told.put
+  following = threading.Thread(target=hosts.follow, args=args)
+  following.start()
+  if ended:
+    orders.put(msgspec.msgpack.encode(hosts.HostOrder("end")))
+    following.join()
+  over.set()
+  threads.get().join()
+  orders.put(msgspec.msgpack.encode(hosts.HostOrder("end")))
+  following.join()
+  assert told.empty() == ended
+
+
+def test_every_order_is_a_call_of_an_island():
+  for call, types in hosts.ORDERS.items():
+    if call not in ("open", "drop", "end"):
+      method = inspect.signature(getattr(Island, call))
+      method.bind("self", *["batch"] * (call == "step"), *typing.get_args(types))
+
+
+@pytest.mark.parametrize(
+  ("order", "refused"),
+  [
+    (hosts.HostOrder("load", ({},)), "there is no order 'load'. Fix: "),
+    (hosts.HostOrder("__init__"), "there is no order '__init__'"),
+    (hosts.HostOrder("step", (1,)), "length 2, got 1"),
+    (hosts.HostOrder("step", (1, "0.5")), "Expected `float`, got `str`"),
+    (hosts.HostOrder("reset", (1,)), "length 0, got 1"),
+    (hosts.HostOrder("apply", (1, 2, 0.5, False)), "Expected `object`, got `int`"),
+    (hosts.HostOrder("copy_out", (1, False), "2"), "Expected `int | null`, got `str`"),
+    (hosts.Take(1), "missing required field `call`"),
+  ],
+)
+def test_a_wrong_order_is_refused(order, refused):
+  with pytest.raises(msgspec.ValidationError, match=re.escape(refused)):
+    hosts.read_order(msgspec.msgpack.encode(order))
+
+
+def test_an_order_arrives_as_it_was_sent():
+  order = hosts.HostOrder("apply", (1, hosts.Handle(2), 0.5, True), 3)
+  assert hosts.read_order(msgspec.msgpack.encode(order)) == order
+
+
 @pytest.fixture
 def led(monkeypatch):
   """(An island's leader, what its one follower keeps); both have all devices, in this process."""
@@ -112,8 +174,11 @@ def led(monkeypatch):
   shelf, progress = hosts._Shelf(), HostProgress()
   moved = island, HostLink(far), shelf, progress, lambda error: None
   threading.Thread(target=hosts._move_values, args=moved, daemon=True).start()
-  links = SimpleNamespace(orders=SimpleNamespace(send=lambda order: None), values=HostLink(near))
-  yield hosts.LeadingIsland(island, plan, {1: links}, progress), shelf
+  orders = SimpleNamespace(send=lambda message: leader.sent.append(hosts.read_order(message)))
+  links = SimpleNamespace(orders=orders, values=HostLink(near))
+  leader = hosts.LeadingIsland(island, plan, {1: links}, progress)
+  leader.sent = []
+  yield leader, shelf
   links.values.close()
 
 
@@ -139,6 +204,18 @@ def test_a_captured_array_is_gone_once_it_is_collected(led):
     assert np.array_equal(np.asarray(captured.pop(name)), state[name])
   *names, _ = kept  # its thread may still hold the last one
   assert not any(array() is not None for name in names for array in kept[name])
+
+
+def test_arrays_of_a_damaged_snapshot_are_dropped_before_those_of_the_next(led):
+  """They stayed on the other hosts until the restore: up to three states where two have room."""
+  leader, _ = led
+  name, leaf = next(iter(leader.island.layout.leaves.items()))
+  value = np.zeros(leaf.shape, leaf.dtype)
+  damaged = leader.place(name, value)
+  number = damaged.number
+  del damaged
+  leader.place(name, value)
+  assert leader.sent == [hosts.HostOrder("drop", ([number],))]
 
 
 def test_what_a_failed_value_leaves_in_a_connection_is_no_other_value(led, monkeypatch):

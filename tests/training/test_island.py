@@ -399,11 +399,26 @@ def test_errors_are_named(single):
   fresh, _, _ = make({"devices": 1})
   with pytest.raises(RuntimeError, match=r"Fix: call reset\(\), load\(\) or restore\(\)"):
     fresh.step(batch(), 0)
+  fresh.compile()
+  staged = fresh.stage(0, np.zeros(plan.sizes[0], np.float32))
+  for call in (
+    lambda: fresh.copy_out(0),
+    lambda: fresh.apply(0, staged, 0.0),
+    lambda: fresh.set_count(3),
+    lambda: fresh.count(),
+    lambda: fresh.capture(),
+  ):
+    with pytest.raises(RuntimeError, match=r"has no state. Fix: "):
+      call()
   island.load(initial(config))
   with pytest.raises(ValueError, match=r"\(4, 9\), this island takes int32 \(8, 9\)"):
     island.step(batch(rows=4), 0)
   with pytest.raises(ValueError, match=r"differ from the model's: \['embedding'\]"):
     island.load({name: leaf for name, leaf in initial(config).items() if name != "embedding"})
+  before = island.params_on_host()
+  with pytest.raises(ValueError, match=r"shapes differ from the model's: \['final_norm/scale'\]"):
+    island.load(initial(config) | {"final_norm/scale": np.zeros(3, np.float32)})
+  assert all(np.array_equal(leaf, before[n]) for n, leaf in island.params_on_host().items())
   with pytest.raises(ValueError, match="fragment 0"):
     island.stage(0, np.zeros(plan.sizes[0] + 1, np.float32))
   with pytest.raises(ConfigError, match=r"^islands\.batch_size = 6: .* = 4 .*Fix: use 8\.$"):

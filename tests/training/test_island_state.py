@@ -260,11 +260,12 @@ def send_moments(donor, joiner, plan):
   """As a donor's and a joiner's threads do it; returns what was sent."""
   sent = []
   for p in range(len(plan.fragments)):
-    copies, count = donor.copy_out_moments(p), donor.count()
+    copies, count = donor.copy_out(p, moments=True), donor.count()
     donor.step(batch(), 5)  # what was copied out stays as it was
-    sent.append((donor.moments_to_host(copies, p), int(count)))
+    sent.append((donor.to_host(copies, p), int(count)))
     flat, count = sent[-1]
-    joiner.apply_moments(p, joiner.stage_moments(p, flat.copy()), count)
+    joiner.apply(p, joiner.stage(p, flat.copy(), moments=True), 0.0, moments=True)
+    joiner.set_count(count)
   return sent
 
 
@@ -305,7 +306,8 @@ def test_one_fragment_of_moments_leaves_the_others_alone(any_island):
   before = on_host(trained(island, config).capture())
   size = plan.sizes[1]
   flat = np.random.default_rng(5).normal(size=2 * size).astype(np.float32)
-  island.apply_moments(1, island.stage_moments(1, flat), 41)
+  island.apply(1, island.stage(1, flat, moments=True), 0.0, moments=True)
+  island.set_count(41)
   for k, prefix in enumerate(("inner/1/mu/", "inner/1/nu/")):
     params = {name: before[prefix + name] for name in initial(config)}
     fragments.scatter(plan.fragments[1], flat[k * size : (k + 1) * size], params)
@@ -318,10 +320,10 @@ def test_one_fragment_of_moments_leaves_the_others_alone(any_island):
 def test_moments_of_another_size_are_refused(single):
   island, plan, config = single
   before = on_host(trained(island, config).capture())
-  message = rf"fragment 0: its moments have shape .* keeps 2 of {plan.sizes[0]} values each\. Fix"
+  message = rf"fragment 0: the vector has shape .* must be \({2 * plan.sizes[0]},\) .*\. Fix"
   for size in (0, plan.sizes[0], 2 * plan.sizes[0] + 1, 3 * plan.sizes[0]):
     with pytest.raises(ValueError, match=message):
-      island.stage_moments(0, np.zeros(size, np.float32))
+      island.stage(0, np.zeros(size, np.float32), moments=True)
   assert_same_bits(island.capture(), before)
 
 
@@ -366,9 +368,10 @@ def test_an_island_with_another_optimizer(monkeypatch, momentum, kept):
   island, plan, config = cheap({"devices": 1}, sync={"num_fragments": 1})
   saved = on_host(trained(island, config).capture())
   assert island.num_moments == kept and int(island.count()) == 0
-  flat = island.moments_to_host(island.copy_out_moments(0), 0)
+  flat = island.to_host(island.copy_out(0, moments=True), 0)
   assert flat.shape == (kept * plan.sizes[0],) and flat.any() == bool(kept)
-  island.apply_moments(0, island.stage_moments(0, flat), 3)
+  island.apply(0, island.stage(0, flat, moments=True), 0.0, moments=True)
+  island.set_count(3)
   assert_same_bits(island.capture(), saved)
 
 
@@ -417,6 +420,7 @@ def test_nothing_compiles_for_states_and_moments(any_island, request):
     island.restore(state)
     island.step(batch(), 3, 0.25)
     for p in range(len(plan.fragments)):
-      flat = island.moments_to_host(island.copy_out_moments(p), p)
-      island.apply_moments(p, island.stage_moments(p, flat), int(island.count()) + 1)
+      flat = island.to_host(island.copy_out(p, moments=True), p)
+      island.apply(p, island.stage(p, flat, moments=True), 0.0, moments=True)
+      island.set_count(int(island.count()) + 1)
   assert compiled == []

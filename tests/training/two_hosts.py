@@ -72,10 +72,11 @@ def calls(island: Any, plan: Plan, read: Any) -> dict[str, np.ndarray]:
     out[f"copied/{p}"] = island.to_host(island.copy_out(p), p)
     shift = island.stage(p, random.normal(size=fragment.size, scale=1e-3).astype(np.float32))
     island.apply(p, shift, 1.0)
-    moments = island.moments_to_host(island.copy_out_moments(p), p)
+    moments = island.to_host(island.copy_out(p, moments=True), p)
     out[f"moments/{p}"] = moments
     out["count"] = np.array(int(island.count()))
-    island.apply_moments(p, island.stage_moments(p, moments / 2), 7)
+    island.apply(p, island.stage(p, moments / 2, moments=True), 0.0, moments=True)
+    island.set_count(7)
   captured = {name: np.array(value) for name, value in dict(island.capture()).items()}
   out |= {f"captured/{name}": value for name, value in captured.items()}
   steps("second", 4, 3)
