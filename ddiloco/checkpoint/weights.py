@@ -28,6 +28,7 @@ from ddiloco.observe.guards import warn
 SUFFIX = ".safetensors"
 # Name in a safetensors header -> NumPy's name.
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+MERGED_TOKENS = "merged_tokens"  # name in the metadata of a run's result, and of what is exported
 ONE_SAVE = threading.Lock()
 SAVE_SECONDS = 60.0  # that a save which hangs in its disk may block others
 _SHOWN = 3  # misfit tensors that a message names at most
@@ -216,6 +217,17 @@ def load(path: str | os.PathLike, field: str = "weights", only: str = "") -> dic
       arguments = ocp.args.PyTreeRestore(item=item, restore_args=host)
       restored = _flat(checkpointer.restore(target, arguments))
     return {name: np.asarray(restored[name]) for name in ([only] if only else restored)}
+
+
+def merged_tokens(path: str | os.PathLike) -> int:
+  """Tokens that an Orbax checkpoint has seen, by its metadata; 0: it says none, or is not there."""
+  try:
+    if not absolute(path).exists():  # Orbax would warn
+      return 0
+    with ocp.StandardCheckpointer() as checkpointer:
+      return int(checkpointer.metadata(absolute(path)).custom_metadata[MERGED_TOKENS])
+  except Exception:  # Orbax raises errors of many types for what is missing or damaged
+    return 0
 
 
 def require_fit(

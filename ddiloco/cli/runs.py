@@ -23,7 +23,7 @@ from ddiloco.engines.profiler import MOST_STEPS, ProfileRequest, take_profile
 from ddiloco.engines.role_spec import RoleSpec, end_with_parent
 from ddiloco.environment import FINISHED, LOST
 from ddiloco.trace import text
-from ddiloco.workdir import PROFILES, refuse_trained, run_name, saved_config
+from ddiloco.workdir import PROFILES, RESULT, refuse_trained, run_name, saved_config
 
 
 def train(arguments: list[str]) -> int:
@@ -154,8 +154,6 @@ def profile(arguments: list[str]) -> int:
 
 # --- Use the result of a run
 
-SUMMARY = Path("report", "summary.json")
-
 
 def generate(arguments: list[str]) -> int:
   """Lets the trained global model of a run continue a prompt."""
@@ -267,16 +265,15 @@ def _refuse_target(to: str, overwrite: bool) -> None:
 
 def _metadata(workdir: Path, config: Config) -> dict[str, str]:
   """The metadata for readers who have the weights alone."""
+  from ddiloco.checkpoint import weights
+
   known = {
     "format": "ddiloco",
     "model": json.dumps(dataclasses.asdict(config.model)),
     "tokenizer": config.data.tokenizer,
   }
-  try:
-    merged = json.loads((workdir / SUMMARY).read_text()).get("merged_tokens")
-  except (OSError, ValueError, AttributeError):
-    merged = None  # the result may have been copied here without a whole report
-  return known | ({"merged_tokens": str(merged)} if merged else {})
+  merged = weights.merged_tokens(workdir / RESULT)
+  return known | ({weights.MERGED_TOKENS: str(merged)} if merged else {})
 
 
 # --- Verify a run: its trace, printed and checked, and performed again
