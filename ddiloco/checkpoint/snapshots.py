@@ -477,7 +477,7 @@ class Storage:
     path = self._snapshot(snapshot)
     for role in set(self._roles(snapshot)).difference(but):
       self._forget(snapshot, role)
-    if not but and not self.is_committed(snapshot):  # without any part it cannot be committed any more
+    if not but and not self.is_committed(snapshot):  # without any part none can commit it any more
       with signed_json.one_error(path):
         path.rmtree(missing_ok=True)
 

@@ -62,8 +62,10 @@ def train(arguments: list[str]) -> int:
   cpu_only = given.cpu or given.dry_run  # Orbax looks for devices
   ready(config, cpu_only, supervises=engine != "threads")
   from ddiloco.engines import session
+  from ddiloco.training.data import check_here
 
   if given.dry_run:
+    check_here(config)
     print(session.describe(config))
     return FINISHED
   return session.train(
@@ -372,6 +374,7 @@ def learner(arguments: list[str]) -> int:
   environment.prepare(num_cpu_devices=island.devices // island.hosts or 1, cpu_only=given.cpu)
   from ddiloco.engines import single_roles
 
+  _check_data(given, config)
   return single_roles.run_learner(config, number, place)
 
 
@@ -410,7 +413,16 @@ def evaluator(arguments: list[str]) -> int:
   environment.prepare(num_cpu_devices=devices or 1, cpu_only=given.cpu or not devices)
   from ddiloco.engines import single_roles
 
+  _check_data(given, config)
   return single_roles.run_evaluator(config, place)
+
+
+def _check_data(given: Flags, config: Config) -> None:
+  """Refuses data that do not fit before the role's config becomes that of the workdir's run."""
+  from ddiloco.training.data import check_here
+
+  if not given.attached:  # else the supervisor has looked, and a restart should not take longer
+    check_here(config)
 
 
 def _add_role_flags(given: Flags) -> None:

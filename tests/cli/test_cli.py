@@ -122,7 +122,7 @@ def test_a_bad_experiment_file_is_named_with_its_line(refused, tmp_path, text, p
 
 def test_a_preset_that_is_not_there(refused):
   dense = ROOT / "configs" / "dense.py"
-  assert "preset = '7m': must be one of 100k, 1m" in refused(
+  assert f"--config={dense}:7m: preset = '7m': must be one of 100k, 1m" in refused(
     "train", f"--config={dense}:7m", "--workdir=x"
   )
   assert "get_config()" in refused("train", f"--config={QUICKSTART}:7m", "--workdir=x")
