@@ -8,6 +8,7 @@ checkpoint, a directory, local or gs://... Names and shapes are the model's own
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
 import threading
@@ -30,6 +31,7 @@ SUFFIX = ".safetensors"
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 MERGED_TOKENS = "merged_tokens"  # name in the metadata of a run's result, and of what is exported
 ONE_SAVE = threading.Lock()
+TAG_DIGITS = 16  # of the random number in a temporary name
 SAVE_SECONDS = 60.0  # that a save which hangs in its disk may block others
 _SHOWN = 3  # misfit tensors that a message names at most
 
@@ -108,6 +110,29 @@ def _save_checkpoint(target: epath.Path, params: Params, metadata: dict[str, str
     checkpointer.save(target, params, force=True, custom_metadata=metadata)
 
 
+@contextlib.contextmanager
+def sole_save(path: str | os.PathLike) -> Iterator[None]:
+  """In this context a save to a local `path` may be made; what killed ones have left is deleted.
+
+  It stays while another process saves in the same folder, and where the file system has no locks.
+
+  Raises:
+    OSError: the folder cannot be made.
+  """
+  folder = absolute(path).parent
+  folder.mkdir(parents=True, exist_ok=True)
+  lock = os.open(folder, os.O_RDONLY)
+  try:
+    with contextlib.suppress(OSError):
+      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      clear(path)
+    with contextlib.suppress(OSError):
+      fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    yield
+  finally:
+    os.close(lock)
+
+
 def clear(path: str | os.PathLike) -> None:
   """Deletes the remainders of killed saves beside `path`, each as large as the weights.
 
@@ -116,13 +141,13 @@ def clear(path: str | os.PathLike) -> None:
   """
   target = absolute(path)
   with contextlib.suppress(OSError):
-    for left in target.parent.glob(f".{target.name}.*"):
+    for left in target.parent.glob(f".{target.name}.{'[0-9a-f]' * TAG_DIGITS}*"):
       left.rmtree(missing_ok=True)
 
 
 def _save_folder(target: epath.Path, params: Params, metadata: dict[str, str]) -> None:
   """Replaces an old checkpoint once the new one is whole; Orbax alone would delete it first."""
-  prefix = f".{target.name}.{secrets.token_hex(8)}"
+  prefix = f".{target.name}.{secrets.token_hex(TAG_DIGITS // 2)}"
   mine, old = target.with_name(prefix), target.with_name(f"{prefix}.old")
   try:
     _save_checkpoint(mine, params, metadata)
@@ -141,7 +166,7 @@ def _save_folder(target: epath.Path, params: Params, metadata: dict[str, str]) -
 
 
 def _save_file(target: epath.Path, params: Params, metadata: dict[str, str]) -> None:
-  mine = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+  mine = target.with_name(f".{target.name}.{secrets.token_hex(TAG_DIGITS // 2)}")
   try:
     mine.touch()
     mode = os.stat(mine).st_mode  # what the umask allows; the library would allow only the owner

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -221,7 +222,9 @@ def export(arguments: list[str]) -> int:
   _refuse_target(to, overwrite)
   params = session.load_result(workdir, config)
   try:
-    written = weights.save(to, params, _metadata(workdir, config))
+    local = contextlib.nullcontext() if "://" in to else weights.sole_save(to)
+    with local:
+      written = weights.save(to, params, _metadata(workdir, config))
   except Exception as error:  # object stores and Orbax raise exceptions of their own
     raise ConfigError(
       f"--to={to}: cannot be written ({type(error).__name__}: {error})."

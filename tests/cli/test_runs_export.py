@@ -1,6 +1,8 @@
 """`ddiloco export` writes what others read, and replaces nothing that it was not told to."""
 
+import fcntl
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -111,6 +113,20 @@ def test_what_is_there_is_replaced_only_with_overwrite(workdir, params, tmp_path
   assert "exists. Fix: choose another path, or add --overwrite" in refused(to)
   assert export(workdir, to, "--overwrite") == 0
   assert weights.load(to).keys() == params.keys()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_a_killed_export_left_is_deleted_by_the_next(workdir, tmp_path, monkeypatch, form):
+  """Each is as large as the weights. While another export writes there, all of it stays."""
+  left, other = tmp_path / f".{form}.0123456789abcdef", tmp_path / f".{form}.notes"
+  for path in (left, other):
+    path.write_text("half of it")
+  folder = os.open(tmp_path, os.O_RDONLY)
+  fcntl.flock(folder, fcntl.LOCK_SH)
+  assert export(workdir, tmp_path / form) == 0 and left.exists()
+  os.close(folder)
+  assert export(workdir, tmp_path / form, "--overwrite") == 0
+  assert not left.exists() and other.exists()
 
 
 def test_foreign_things_are_never_replaced(tmp_path, refused):
