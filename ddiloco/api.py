@@ -61,7 +61,7 @@ def experiment(path: str, flag: str) -> ml_collections.ConfigDict:
     values = runpy.run_path(file)["get_config"](*([preset] if preset else []))
   except ConfigError as error:
     raise ConfigError(f"--{flag}={path}: {error}") from error
-  except Exception as error:  # a user's program: it may raise anything
+  except (Exception, SystemExit) as error:  # a user's program: it may raise anything
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
     line = f", line {frames[-1].lineno}" if frames else ""
     what = "has no get_config()" if error.args == ("get_config",) else str(error)

@@ -73,6 +73,9 @@ def test_data_that_do_not_fit_are_refused_before_anything_is_begun(capsys, tmp_p
 def test_a_plan_does_not_look_at_data_that_are_elsewhere(capsys, tmp_path):
   told = [QUICKSTART, "--config.data.source=text", f"--config.data.path={tmp_path}/*.txt"]
   assert cli.main(["plan", *told, "--gbps=1", "--step_seconds=1"]) == 0
+  (tmp_path / "gone.txt").symlink_to(tmp_path / "elsewhere")
+  (tmp_path / "folder.txt").mkdir()
+  assert cli.main(["plan", *told, "--gbps=1", "--step_seconds=1"]) == 0
   told[1:] = [f"--config.data.tokenizer=sentencepiece:{tmp_path / 'no.model'}"]
   assert cli.main(["plan", *told, "--gbps=1", "--step_seconds=1"]) == 0
 
