@@ -8,6 +8,7 @@ checkpoint, a directory, local or gs://... Names and shapes are the model's own
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
@@ -67,6 +68,12 @@ def absolute(path: str | os.PathLike) -> epath.Path:
   return there if there.is_absolute() else there.absolute()
 
 
+def _followed(path: str | os.PathLike) -> epath.Path:
+  """The absolute path of what a local link leads to: a result may be kept on another disk."""
+  target = absolute(path)
+  return target if "://" in str(target) else epath.Path(os.path.realpath(target))
+
+
 def is_checkpoint(path: epath.Path) -> bool:
   """Whether this directory is an Orbax checkpoint, or empty: then it may be replaced."""
   names = [inside.name for inside in path.iterdir()]
@@ -81,7 +88,7 @@ def save(
   """Writes name -> array, whole or not at all, and replaces what was there.
 
   Args:
-    path: where to; missing folders above it are made.
+    path: where to; missing folders above it are made. A link is followed.
     params: what to write, in the dtypes it has.
     metadata: goes into the file's header, or Orbax' custom metadata.
 
@@ -91,7 +98,9 @@ def save(
   Raises:
     OSError: it cannot be written.
   """
-  target = absolute(path)
+  target = _followed(path)
+  if not target.exists() and os.path.islink(path):
+    raise OSError(errno.ENOENT, f"is a link to {target}, where nothing is", str(path))
   target.parent.mkdir(parents=True, exist_ok=True)
   params, metadata = dict(params), dict(metadata or {})
   if target.name.endswith(SUFFIX):
@@ -119,7 +128,7 @@ def sole_save(path: str | os.PathLike) -> Iterator[None]:
   Raises:
     OSError: the folder cannot be made.
   """
-  folder = absolute(path).parent
+  folder = _followed(path).parent
   folder.mkdir(parents=True, exist_ok=True)
   lock = os.open(folder, os.O_RDONLY)
   try:
@@ -139,7 +148,7 @@ def clear(path: str | os.PathLike) -> None:
   `path` may be a pattern. No other save may be under way there. A remainder that cannot be deleted
   stays.
   """
-  target = absolute(path)
+  target = _followed(path)
   with contextlib.suppress(OSError):
     for left in target.parent.glob(f".{target.name}.{'[0-9a-f]' * TAG_DIGITS}*"):
       left.rmtree(missing_ok=True)

@@ -254,6 +254,24 @@ def test_what_is_no_weights_is_refused(tmp_path):
     assert "cannot be read" in refused(tmp_path / name), name
 
 
+@pytest.mark.parametrize("name", ["result", "model.safetensors"])
+def test_what_is_kept_elsewhere_behind_a_link_is_replaced_there(tmp_path, name):
+  """Once the link itself was moved, and deleting it failed after the save."""
+  far, link = tmp_path / "far" / name, tmp_path / name
+  for value in (1.0, 2.0):
+    weights.save(far, {"a": np.full(3, value - 1, np.float32)})
+    link.unlink(missing_ok=True)
+    link.symlink_to(far)
+    weights.save(link, {"a": np.full(3, value, np.float32)})
+    assert link.is_symlink() and weights.load(far)["a"][0] == value
+  assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["far", name])
+  assert [p.name for p in far.parent.iterdir()] == [name]
+  far.rename(tmp_path / "moved")
+  with pytest.raises(OSError, match=r"is a link to .*where nothing is"):
+    weights.save(link, {"a": np.zeros(3, np.float32)})
+  assert link.is_symlink()
+
+
 def test_the_workdir_of_a_run_is_its_result(tmp_path):
   (tmp_path / "config.json").touch()
   assert "is a run that has left no result yet" in refused(tmp_path)
