@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import secrets
 import threading
@@ -34,6 +35,8 @@ MERGED_TOKENS = "merged_tokens"  # name in the metadata of a run's result, and o
 ONE_SAVE = threading.Lock()
 TAG_DIGITS = 16  # of the random number in a temporary name
 SAVE_SECONDS = 60.0  # that a save which hangs in its disk may block others
+# Orbax raises its errors, which callers tell in a line, and also logs them with all their frames.
+logging.getLogger("absl").addFilter(lambda record: "/orbax/" not in record.pathname)
 _SHOWN = 3  # misfit tensors that a message names at most
 
 

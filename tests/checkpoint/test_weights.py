@@ -1,6 +1,8 @@
 """Weights at rest come back bit by bit, also to others; what is missing or damaged is said."""
 
+import contextlib
 import json
+import logging
 import os
 import shutil
 import stat
@@ -252,6 +254,15 @@ def test_what_is_no_weights_is_refused(tmp_path):
     (tmp_path / name).write_text("hello")
   for name in ("empty", "folder.safetensors", "file", "text.safetensors"):
     assert "cannot be read" in refused(tmp_path / name), name
+
+
+def test_what_orbax_raises_it_does_not_log_too(tmp_path, caplog):
+  """A full disk filled the terminal with frames of Orbax' threads."""
+  with ocp.StandardCheckpointer() as checkpointer, contextlib.suppress(Exception):
+    checkpointer.metadata(tmp_path / "nothing")
+  assert not caplog.records
+  logging.getLogger("absl").error("of another package")
+  assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize("name", ["result", "model.safetensors"])
