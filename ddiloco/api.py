@@ -59,9 +59,9 @@ def experiment(path: str, flag: str) -> ml_collections.ConfigDict:
   file, _, preset = path.partition(":")
   try:
     values = runpy.run_path(file)["get_config"](*([preset] if preset else []))
-  except ConfigError:
-    raise
-  except Exception as error:  # a user's program: it may raise anything
+  except ConfigError as error:
+    raise ConfigError(f"--{flag}={path}: {error}") from error
+  except (Exception, SystemExit) as error:  # a user's program: it may raise anything
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
     line = f", line {frames[-1].lineno}" if frames else ""
     what = "has no get_config()" if error.args == ("get_config",) else str(error)
@@ -79,12 +79,13 @@ def experiment(path: str, flag: str) -> ml_collections.ConfigDict:
 
 def _saved(path: Path, flag: str) -> ml_collections.ConfigDict:
   try:
-    values = json.loads(path.read_text())
-  except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    return changeable(from_dict(json.loads(path.read_text())))
+  except ConfigError as error:
+    raise ConfigError(f"--{flag}={path}: {error}") from error
+  except (OSError, ValueError, RecursionError) as error:  # no text, no JSON, ...
     raise ConfigError(
       f"--{flag}={path}: cannot be read ({error}). Fix: name the config.json of a run."
     ) from error
-  return changeable(from_dict(values))  # its errors are clearer than those of the update
 
 
 def _checked(config: Settings) -> Config:

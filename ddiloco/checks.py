@@ -13,6 +13,9 @@ from typing import Any
 import ml_collections
 
 _MISSING = dataclasses.MISSING
+_LARGEST = 1 << 53  # larger integers are rounded where they are computed with as floats
+_LONGEST_SECONDS = 1e9  # 31 years; threads cannot wait for more than some centuries
+_SHOWN = 200  # characters of a value in an error
 
 
 class ConfigError(ValueError):
@@ -21,7 +24,15 @@ class ConfigError(ValueError):
 
 def refusal(field: str, value: Any, rule: str, fix: str) -> ConfigError:
   """The error to raise for a value that breaks its rule."""
-  return ConfigError(f"{field} = {value!r}: {rule}. Fix: {fix}.")
+  return ConfigError(f"{field} = {_shown(value)}: {rule}. Fix: {fix}.")
+
+
+def _shown(value: Any) -> str:
+  try:
+    text = repr(value)
+  except ValueError:  # Python prints no integer of thousands of digits
+    return f"a {type(value).__name__} too long to print"
+  return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def require(ok: bool, field: str, value: Any, rule: str, fix: str) -> None:
@@ -125,6 +136,11 @@ def coerce(hint: Any, value: Any, field: str) -> Any:
     value = float(value) if abs(value) <= sys.float_info.max else math.inf
   right = isinstance(value, hint) and not (hint is int and isinstance(value, bool))
   require(right, field, value, f"must be of type {hint.__name__}", f"give a {hint.__name__}")
-  finite = not isinstance(value, float) or math.isfinite(value)
-  require(finite, field, value, "must be a finite number", "give a finite value")
+  if hint is float:
+    require(math.isfinite(value), field, value, "must be a finite number", "give a finite value")
+    good = not field.endswith("seconds") or abs(value) <= _LONGEST_SECONDS
+    require(good, field, value, f"must be at most {_LONGEST_SECONDS:g}", "give a shorter time")
+  if hint is int:
+    rule = f"must lie between -2**53 and 2**53 ({_LARGEST})"
+    require(abs(value) <= _LARGEST, field, value, rule, "give a number of usual size")
   return value

@@ -184,8 +184,8 @@ def claim(workdir: Path, config: Config, overwrite: bool) -> bool:
     with _deserted(workdir):
       for path in ours:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+      (workdir / OUTCOME).unlink(missing_ok=True)  # first: it is about the tokens of the old config
       write_whole(workdir / "config.json", config.to_json() + "\n")
-      (workdir / OUTCOME).unlink(missing_ok=True)
       start_time(workdir)
   return goes_on
 

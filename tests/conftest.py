@@ -8,6 +8,7 @@ import signal
 import tempfile
 
 from ddiloco import environment, runtime
+from tests.compile_cache import new_folder
 
 gc.disable()  # until all tests are imported
 
@@ -15,7 +16,7 @@ QUICK_TO_COMPILE = "--xla_cpu_use_fusion_emitters=false"  # the old ones take a 
 
 # What one test or one of its processes compiles, none compiles again, in none of pytest's workers.
 if "PYTEST_XDIST_WORKER" not in os.environ:
-  os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="ddiloco-compiled-")
+  os.environ["JAX_COMPILATION_CACHE_DIR"], _ = new_folder(tempfile.gettempdir())
   atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"

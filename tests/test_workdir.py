@@ -128,6 +128,33 @@ def test_what_is_said_of_a_run_is_nothing_where_it_is_torn(tmp_path):
     assert workdir.outcome(tmp_path) == said
 
 
+@pytest.mark.parametrize("kill_after", [0, 1, 2])
+def test_a_finished_run_that_is_killed_while_it_begins_to_go_on_still_goes_on(
+  tmp_path, monkeypatch, kill_after
+):
+  """Its config said more tokens already, and its outcome that it had finished them."""
+  workdir.claim(tmp_path, CONFIG, False)
+  (tmp_path / workdir.OUTCOME).write_text('{"reason": "finished"}')
+  run = dataclasses.replace(CONFIG.run, total_tokens=2 * CONFIG.run.total_tokens)
+  longer = dataclasses.replace(CONFIG, run=run)
+  calls = iter(range(9))
+
+  def killed(real):
+    def call(*arguments, **more):
+      if next(calls) == kill_after:
+        raise KeyboardInterrupt
+      return real(*arguments, **more)
+
+    return call
+
+  with monkeypatch.context() as patched:
+    patched.setattr(workdir, "write_whole", killed(workdir.write_whole))
+    patched.setattr(Path, "unlink", killed(Path.unlink))
+    with pytest.raises(KeyboardInterrupt):
+      workdir.claim(tmp_path, longer, False)
+  assert workdir.claim(tmp_path, longer, False), "it goes on"
+
+
 def test_to_overwrite_leaves_a_folder_that_is_elsewhere_alone(tmp_path):
   """A large disk, for example. Nothing is deleted before that is said."""
   run, large = tmp_path / "run", tmp_path / "large"

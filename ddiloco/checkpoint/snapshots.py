@@ -418,7 +418,8 @@ class Storage:
     """Deletes all but the newest `keep` committed snapshots, and older ones never committed.
 
     The newest part of every role stays, in any snapshot: a learner that was away for long still
-    finds its own. If a deletion fails, there is a warning, and the next call tries again.
+    finds its own. So does one that may still be written. If a deletion fails, there is a warning,
+    and the next call tries again.
 
     Args:
       keep: how many.
@@ -432,17 +433,20 @@ class Storage:
       raise ValueError(f"keep = {keep}: must be at least 1, or nothing could be restored")
     committed = self.committed()
     newer: set[str] = set()  # roles that have a part in a newer snapshot
+    begun: set[str] = set()  # the same, if their part is not complete either
     for snapshot in self._snapshots():
-      if snapshot > max([over, *committed]):
-        continue  # its parts are still being saved
       roles = set[str]()
       try:
+        parts = {*self._roles(snapshot)}
+        written, begun = self._written(snapshot, parts - begun), begun | parts
+        if snapshot > max([over, *committed]):
+          continue  # its parts are still being saved
         if snapshot not in committed:
-          self._forget_all(snapshot)
+          self._forget_all(snapshot, written)
           continue
         roles = self.manifest(snapshot)["parts"].keys() - newer
         if snapshot not in committed[:keep]:
-          self._delete_but(snapshot, roles)
+          self._delete_but(snapshot, roles, written)
       except Damaged as damage:  # another run's, or unreadable: not ours to delete
         self._warn(f"old checkpoint stays: {damage}")
       except OSError as error:
@@ -464,11 +468,16 @@ class Storage:
       if not self.is_committed(snapshot):
         self._forget(snapshot, role) if role else self._forget_all(snapshot)
 
-  def _forget_all(self, snapshot: int) -> None:
+  def _written(self, snapshot: int, roles: Collection[str]) -> set[str]:
+    """Those of the roles whose part is not complete: they may be writing it, one at a time."""
     path = self._snapshot(snapshot)
-    for role in self._roles(snapshot):
+    return {role for role in roles if META not in self._names(path / role)}
+
+  def _forget_all(self, snapshot: int, but: Collection[str] = ()) -> None:
+    path = self._snapshot(snapshot)
+    for role in set(self._roles(snapshot)).difference(but):
       self._forget(snapshot, role)
-    if not self.is_committed(snapshot):  # without any part it cannot be committed any more
+    if not but and not self.is_committed(snapshot):  # without any part none can commit it any more
       with signed_json.one_error(path):
         path.rmtree(missing_ok=True)
 
@@ -533,16 +542,16 @@ class Storage:
     """The roles that have a part, complete or not."""
     return [*filter(_is_role, self._names(self._snapshot(snapshot)))]
 
-  def _delete_but(self, snapshot: int, roles: Collection[str]) -> None:
+  def _delete_but(self, snapshot: int, roles: set[str], written: set[str]) -> None:
     """Deletes all other parts, without `roles` the snapshot; no remainder ever looks more complete
-    than it is."""
+    than it is. Parts that may be `written` at this moment stay."""
     path = self._snapshot(snapshot)
     with signed_json.one_error(path):
       if not roles:
         (path / MANIFEST).rmtree(missing_ok=True)
-      for role in set(self._roles(snapshot)).difference(roles):
+      for role in set(self._roles(snapshot)).difference(roles, written):
         _delete(path / role)
-      if not roles:
+      if not roles | written:
         path.rmtree(missing_ok=True)
 
   def _expected(self, kind: str, snapshot: int) -> SignedJson:

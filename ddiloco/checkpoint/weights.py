@@ -8,6 +8,9 @@ checkpoint, a directory, local or gs://... Names and shapes are the model's own
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
+import logging
 import os
 import secrets
 import threading
@@ -28,8 +31,12 @@ from ddiloco.observe.guards import warn
 SUFFIX = ".safetensors"
 # Name in a safetensors header -> NumPy's name.
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+MERGED_TOKENS = "merged_tokens"  # name in the metadata of a run's result, and of what is exported
 ONE_SAVE = threading.Lock()
+TAG_DIGITS = 16  # of the random number in a temporary name
 SAVE_SECONDS = 60.0  # that a save which hangs in its disk may block others
+# Orbax raises its errors, which callers tell in a line, and also logs them with all their frames.
+logging.getLogger("absl").addFilter(lambda record: "/orbax/" not in record.pathname)
 _SHOWN = 3  # misfit tensors that a message names at most
 
 
@@ -64,6 +71,12 @@ def absolute(path: str | os.PathLike) -> epath.Path:
   return there if there.is_absolute() else there.absolute()
 
 
+def _followed(path: str | os.PathLike) -> epath.Path:
+  """The absolute path of what a local link leads to: a result may be kept on another disk."""
+  target = absolute(path)
+  return target if "://" in str(target) else epath.Path(os.path.realpath(target))
+
+
 def is_checkpoint(path: epath.Path) -> bool:
   """Whether this directory is an Orbax checkpoint, or empty: then it may be replaced."""
   names = [inside.name for inside in path.iterdir()]
@@ -78,7 +91,7 @@ def save(
   """Writes name -> array, whole or not at all, and replaces what was there.
 
   Args:
-    path: where to; missing folders above it are made.
+    path: where to; missing folders above it are made. A link is followed.
     params: what to write, in the dtypes it has.
     metadata: goes into the file's header, or Orbax' custom metadata.
 
@@ -88,7 +101,9 @@ def save(
   Raises:
     OSError: it cannot be written.
   """
-  target = absolute(path)
+  target = _followed(path)
+  if not target.exists() and os.path.islink(path):
+    raise OSError(errno.ENOENT, f"is a link to {target}, where nothing is", str(path))
   target.parent.mkdir(parents=True, exist_ok=True)
   params, metadata = dict(params), dict(metadata or {})
   if target.name.endswith(SUFFIX):
@@ -107,21 +122,44 @@ def _save_checkpoint(target: epath.Path, params: Params, metadata: dict[str, str
     checkpointer.save(target, params, force=True, custom_metadata=metadata)
 
 
+@contextlib.contextmanager
+def sole_save(path: str | os.PathLike) -> Iterator[None]:
+  """In this context a save to a local `path` may be made; what killed ones have left is deleted.
+
+  It stays while another process saves in the same folder, and where the file system has no locks.
+
+  Raises:
+    OSError: the folder cannot be made.
+  """
+  folder = _followed(path).parent
+  folder.mkdir(parents=True, exist_ok=True)
+  lock = os.open(folder, os.O_RDONLY)
+  try:
+    with contextlib.suppress(OSError):
+      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      clear(path)
+    with contextlib.suppress(OSError):
+      fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    yield
+  finally:
+    os.close(lock)
+
+
 def clear(path: str | os.PathLike) -> None:
   """Deletes the remainders of killed saves beside `path`, each as large as the weights.
 
   `path` may be a pattern. No other save may be under way there. A remainder that cannot be deleted
   stays.
   """
-  target = absolute(path)
+  target = _followed(path)
   with contextlib.suppress(OSError):
-    for left in target.parent.glob(f".{target.name}.*"):
+    for left in target.parent.glob(f".{target.name}.{'[0-9a-f]' * TAG_DIGITS}*"):
       left.rmtree(missing_ok=True)
 
 
 def _save_folder(target: epath.Path, params: Params, metadata: dict[str, str]) -> None:
   """Replaces an old checkpoint once the new one is whole; Orbax alone would delete it first."""
-  prefix = f".{target.name}.{secrets.token_hex(8)}"
+  prefix = f".{target.name}.{secrets.token_hex(TAG_DIGITS // 2)}"
   mine, old = target.with_name(prefix), target.with_name(f"{prefix}.old")
   try:
     _save_checkpoint(mine, params, metadata)
@@ -140,7 +178,7 @@ def _save_folder(target: epath.Path, params: Params, metadata: dict[str, str]) -
 
 
 def _save_file(target: epath.Path, params: Params, metadata: dict[str, str]) -> None:
-  mine = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+  mine = target.with_name(f".{target.name}.{secrets.token_hex(TAG_DIGITS // 2)}")
   try:
     mine.touch()
     mode = os.stat(mine).st_mode  # what the umask allows; the library would allow only the owner
@@ -216,6 +254,17 @@ def load(path: str | os.PathLike, field: str = "weights", only: str = "") -> dic
       arguments = ocp.args.PyTreeRestore(item=item, restore_args=host)
       restored = _flat(checkpointer.restore(target, arguments))
     return {name: np.asarray(restored[name]) for name in ([only] if only else restored)}
+
+
+def merged_tokens(path: str | os.PathLike) -> int:
+  """Tokens that an Orbax checkpoint has seen, by its metadata; 0: it says none, or is not there."""
+  try:
+    if not absolute(path).exists():  # Orbax would warn
+      return 0
+    with ocp.StandardCheckpointer() as checkpointer:
+      return int(checkpointer.metadata(absolute(path)).custom_metadata[MERGED_TOKENS])
+  except Exception:  # Orbax raises errors of many types for what is missing or damaged
+    return 0
 
 
 def require_fit(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any, TextIO
@@ -132,6 +133,8 @@ class Flags:
       raise ConfigError(f"{rest[1]!r}: is not a flag. Fix: write --NAME=VALUE.")
     if "workdir" in self._common and not self.workdir:
       raise ConfigError("--workdir: is needed. Fix: give --workdir=DIR, the directory of the run.")
+    if "workdir" in self._common:
+      _require_path("workdir", self._values.workdir)
 
   def needed(self, name: str, example: str) -> Any:
     """The value of a flag that has no default; `example`: a value, for the error message."""
@@ -154,6 +157,18 @@ class Flags:
     if not self.experiment:
       raise ConfigError("--config: is needed. Fix: give --config=configs/quickstart.py, say.")
     return custom.absolute(from_dict(self.config))
+
+
+def _require_path(flag: str, path: str) -> None:
+  """Refuses what can be no path, or cannot be reached; nothing need be there yet."""
+  try:
+    os.stat(path)
+  except (FileNotFoundError, NotADirectoryError):
+    return
+  except (OSError, ValueError) as error:  # too long, a loop of links, denied, a zero in it, ...
+    raise ConfigError(
+      f"--{flag}={path[:200]}: cannot be reached ({str(error)[:100]}). Fix: choose another path."
+    ) from error
 
 
 def _take_config(arguments: list[str]) -> tuple[str, str, list[str]]:

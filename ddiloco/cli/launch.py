@@ -42,6 +42,10 @@ def launch(arguments: list[str]) -> int:
   placement = place(given.final_config(), *(getattr(given, name) for name in names))
   run = run_class(placement, **given.fields(run_class))
   run.check()
+  if action == "create":
+    from ddiloco.training.data import check_here
+
+    check_here(placement.config)
   try:
     return perform(given, run, action)
   except LaunchError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -23,7 +24,7 @@ from ddiloco.engines.profiler import MOST_STEPS, ProfileRequest, take_profile
 from ddiloco.engines.role_spec import RoleSpec, end_with_parent
 from ddiloco.environment import FINISHED, LOST
 from ddiloco.trace import text
-from ddiloco.workdir import PROFILES, refuse_trained, run_name, saved_config
+from ddiloco.workdir import PROFILES, RESULT, refuse_trained, run_name, saved_config
 
 
 def train(arguments: list[str]) -> int:
@@ -62,8 +63,10 @@ def train(arguments: list[str]) -> int:
   cpu_only = given.cpu or given.dry_run  # Orbax looks for devices
   ready(config, cpu_only, supervises=engine != "threads")
   from ddiloco.engines import session
+  from ddiloco.training.data import check_here
 
   if given.dry_run:
+    check_here(config)
     print(session.describe(config))
     return FINISHED
   return session.train(
@@ -154,8 +157,6 @@ def profile(arguments: list[str]) -> int:
 
 # --- Use the result of a run
 
-SUMMARY = Path("report", "summary.json")
-
 
 def generate(arguments: list[str]) -> int:
   """Lets the trained global model of a run continue a prompt."""
@@ -221,7 +222,9 @@ def export(arguments: list[str]) -> int:
   _refuse_target(to, overwrite)
   params = session.load_result(workdir, config)
   try:
-    written = weights.save(to, params, _metadata(workdir, config))
+    local = contextlib.nullcontext() if "://" in to else weights.sole_save(to)
+    with local:
+      written = weights.save(to, params, _metadata(workdir, config))
   except Exception as error:  # object stores and Orbax raise exceptions of their own
     raise ConfigError(
       f"--to={to}: cannot be written ({type(error).__name__}: {error})."
@@ -267,16 +270,15 @@ def _refuse_target(to: str, overwrite: bool) -> None:
 
 def _metadata(workdir: Path, config: Config) -> dict[str, str]:
   """The metadata for readers who have the weights alone."""
+  from ddiloco.checkpoint import weights
+
   known = {
     "format": "ddiloco",
     "model": json.dumps(dataclasses.asdict(config.model)),
     "tokenizer": config.data.tokenizer,
   }
-  try:
-    merged = json.loads((workdir / SUMMARY).read_text()).get("merged_tokens")
-  except (OSError, ValueError, AttributeError):
-    merged = None  # the result may have been copied here without a whole report
-  return known | ({"merged_tokens": str(merged)} if merged else {})
+  merged = weights.merged_tokens(workdir / RESULT)
+  return known | ({weights.MERGED_TOKENS: str(merged)} if merged else {})
 
 
 # --- Verify a run: its trace, printed and checked, and performed again
@@ -375,6 +377,7 @@ def learner(arguments: list[str]) -> int:
   environment.prepare(num_cpu_devices=island.devices // island.hosts or 1, cpu_only=given.cpu)
   from ddiloco.engines import single_roles
 
+  _check_data(given, config)
   return single_roles.run_learner(config, number, place)
 
 
@@ -413,7 +416,16 @@ def evaluator(arguments: list[str]) -> int:
   environment.prepare(num_cpu_devices=devices or 1, cpu_only=given.cpu or not devices)
   from ddiloco.engines import single_roles
 
+  _check_data(given, config)
   return single_roles.run_evaluator(config, place)
+
+
+def _check_data(given: Flags, config: Config) -> None:
+  """Refuses data that do not fit before the role's config becomes that of the workdir's run."""
+  from ddiloco.training.data import check_here
+
+  if not given.attached:  # else the supervisor has looked, and a restart should not take longer
+    check_here(config)
 
 
 def _add_role_flags(given: Flags) -> None:

@@ -37,7 +37,12 @@ def plan(arguments: list[str]) -> int:
     raise ConfigError(
       "--config: is needed, or --parameters. Fix: give --config=configs/dense.py:12b, for example."
     )
-  setting = _setting(given, _config(given))
+  config = _config(given)
+  if given.experiment:
+    from ddiloco.training.data import check_here
+
+    check_here(config)
+  setting = _setting(given, config)
   made = planner.make(setting)
   if given.json:
     print(json.dumps(planner.as_json(setting, made)))

@@ -27,6 +27,9 @@ from ddiloco.checks import (
 CUSTOM = re.compile(r"(?P<where>.+\.py|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)")
 
 
+MAX_LAYERS = 1 << 14
+
+
 def _options() -> Any:
   """Free names. They count for equality of sections, but not for the hash: a dict has none."""
   return dataclasses.field(default_factory=dict, hash=False)
@@ -95,6 +98,8 @@ class ModelConfig:
     positive("model", self, "head_dim", "mlp_dim", "rope_theta", "norm_epsilon")
     positive("model", self, "capacity_factor", "patch_size", "image_channels")
     not_negative("model", self, "num_experts", "load_balance_weight", "image_size")
+    rule = f"must be at most {MAX_LAYERS}: the plan of fragments lists all of them"
+    must("model", self, "num_layers", self.num_layers <= MAX_LAYERS, rule, "use fewer")
     rule = f"must be whole patches of model.patch_size ({self.patch_size}) a side"
     fix = f"use {self.patch_size * max(1, round(self.image_size / self.patch_size))}"
     must("model", self, "image_size", self.image_size % self.patch_size == 0, rule, fix)

@@ -52,6 +52,29 @@ class RunResult:
   lost: str = ""  # work that is lost although the run went on
   saved: bool = False  # `params` are in WORKDIR/result already
   untrained_loss: float | None = None  # held-out, of the initial parameters; None: not measured
+  merged_tokens: int = 0  # that `params` have seen; without shards, all tokens of all islands
+
+
+class NewerResult(Exception):
+  """The result that is there has seen more tokens, and stays."""
+
+
+def save_result(workdir: Path, params: Mapping[str, np.ndarray], merged_tokens: int) -> None:
+  """Saves the global model as the run's result.
+
+  A run that goes on begins at a snapshot, which is older than the result of its earlier start.
+
+  Raises:
+    NewerResult: as it says; nothing is changed.
+    OSError: it cannot be saved.
+  """
+  there = weights.merged_tokens(workdir / RESULT)
+  if there > merged_tokens:
+    raise NewerResult(
+      f"it has seen {merged_tokens:,} tokens, and the result of an earlier start, which stays, has"
+      f" seen {there:,}"
+    )
+  weights.save(workdir / RESULT, params, {weights.MERGED_TOKENS: str(merged_tokens)})
 
 
 class Engine:
@@ -316,17 +339,20 @@ class Engine:
     self._evaluated = role
     role.run(lambda: EVALUATOR_ADDRESS in self._told)
 
-  def _result(self, reason: str, params: Mapping[str, np.ndarray], saved: bool) -> RunResult:
-    """The result of a run with shards; `params`: the global model."""
+  def _result(
+    self, reason: str, params: Mapping[str, np.ndarray], merged_tokens: int, saved: bool
+  ) -> RunResult:
+    """The result of a run with shards; `params`: the global model, which has seen these tokens."""
     lost = "; ".join(f"{name}: {what}" for name, what in sorted(self._lost.items()))
     untrained_loss = None if self._evaluated is None else self._evaluated.untrained_loss
-    return RunResult(reason, params, {}, dict(self.steps), lost, saved, untrained_loss)
+    steps = dict(self.steps)
+    return RunResult(reason, params, {}, steps, lost, saved, untrained_loss, merged_tokens)
 
   def _initial_values(self) -> Mapping[int, np.ndarray]:
     """Fragment -> initial value, as far as this process can make it."""
     return initial.initial_values(self.config, self.plan, range(len(self.plan.fragments)))
 
-  def _save_result(self, params: initial.Assembled) -> None:
+  def _save_result(self, params: initial.Assembled, merged_tokens: int) -> None:
     """Saves the final model, as the evaluator has it, before it is measured."""
     with self._saving:
-      weights.save(self.workdir / RESULT, params)
+      save_result(self.workdir, params, merged_tokens)

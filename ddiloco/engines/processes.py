@@ -251,15 +251,18 @@ class ProcessesEngine(Engine):
 
   def _outcome(self, reason: str) -> RunResult:
     role = self._evaluated
-    joined = role is not None and role.exchange.state.joined
-    params = role.store.params() if joined else self._newest_params()
-    return self._result(reason, params, saved=role is not None and role.saved)
+    if role is not None and role.joined:
+      params, merged_tokens = role.store.params(), role.exchange.state.merged_tokens
+      return self._result(reason, params, merged_tokens, role.saved)
+    return self._result(reason, *self._newest_params(), saved=False)
 
-  def _newest_params(self) -> Mapping[str, np.ndarray]:
-    """The global model of the newest snapshot, if the evaluator never had a whole model."""
+  def _newest_params(self) -> tuple[Mapping[str, np.ndarray], int]:
+    """The global model of the newest snapshot, if the evaluator never had a whole model, and the
+    tokens that it has seen."""
     storage, everything = self._open_storage(), self.plan.fragments
     restored = storage and restore_fragments(storage, self.plan, range(len(everything)))
     if not restored:
-      return initial.initial_params(self.config)
+      return initial.initial_params(self.config), 0
     values = {p: committed.value for p, committed in restored.fragments.items()}
-    return initial.Assembled(self.plan, self.config, values)
+    seen = min(committed.state.merged_tokens for committed in restored.fragments.values())
+    return initial.Assembled(self.plan, self.config, values), seen

@@ -21,7 +21,7 @@ from ddiloco.checkpoint.restore import open_storage
 from ddiloco.config import Config, ConfigError
 from ddiloco.core import fragments
 from ddiloco.dashboard.server import Dashboard, Where
-from ddiloco.engines.engine import RunResult
+from ddiloco.engines.engine import NewerResult, RunResult, save_result
 from ddiloco.environment import FINISHED, INTERRUPTED, LOST
 from ddiloco.observe.eventlog import logs_in, newest_event, stream_events
 from ddiloco.observe.live import LiveView, TensorBoard
@@ -207,18 +207,23 @@ def conclude(
   Raises:
     OSError: the result cannot be saved. Then no outcome is written: the run can go on.
   """
-  _save(workdir, outcome)
   extra: dict[str, Any] = {
     "reason": outcome.reason,
     "learner_steps": {str(m): steps for m, steps in sorted(outcome.steps.items())},
   }
+  measured = lambda: _merged(workdir, outcome, loss)  # noqa: E731
+  try:
+    _save(workdir, outcome)
+  except NewerResult as newer:
+    extra["left_out"] = {"the model of this start": str(newer)}
+    measured = lambda: {"loss_merged": loss(load_result(workdir, config))}  # noqa: E731
   if outcome.lost:
     extra["lost"] = outcome.lost
   _write_outcome(workdir, extra)
   run = config.run
   if run.evaluations and loss is not None:
     _attempt("the untrained model's loss", extra, lambda: _untrained(config, outcome, loss))
-    _attempt("the result's loss", extra, lambda: _merged(workdir, outcome, loss))
+    _attempt("the result's loss", extra, measured)
     _attempt("the comparison", extra, compare)
   if run.sample_tokens and makes_text(config.model):
     arguments = run.prompt, run.sample_tokens, 0.7, config.seed
@@ -231,9 +236,13 @@ def conclude(
 
 
 def _save(workdir: Path, outcome: RunResult) -> None:
-  """Saves the result; of islands that trained alone all, since the best is not known yet."""
+  """Saves the result; of islands that trained alone all, since the best is not known yet.
+
+  Raises:
+    NewerResult: that of an earlier start has seen more tokens, and stays.
+  """
   if not outcome.saved:
-    weights.save(workdir / RESULT, outcome.params)
+    save_result(workdir, outcome.params, outcome.merged_tokens)
   if len(outcome.island_params) > 1:
     for m, params in outcome.island_params.items():
       weights.save(workdir / ISLANDS / f"learner-{m}", params)
@@ -324,7 +333,7 @@ def _merged(workdir: Path, outcome: RunResult, loss) -> dict[str, Any]:
   if not outcome.island_params:
     return {"loss_merged": loss(outcome.params)}
   best, value = _best(outcome, loss)
-  weights.save(workdir / RESULT, outcome.island_params[best])
+  save_result(workdir, outcome.island_params[best], outcome.merged_tokens)
   return {"loss_merged": value, "result_of_learner": best}
 
 

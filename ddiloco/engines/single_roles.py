@@ -398,7 +398,7 @@ def run_evaluator(config: Config, place: RoleSpec) -> int:
 def _evaluator(runner: RoleRunner) -> int:
   from ddiloco.checkpoint import weights
   from ddiloco.engines import session
-  from ddiloco.engines.engine import RunResult
+  from ddiloco.engines.engine import RunResult, save_result
   from ddiloco.roles.evaluator import Evaluator
   from ddiloco.training import data
 
@@ -411,12 +411,11 @@ def _evaluator(runner: RoleRunner) -> int:
     measure, loss = heldout.measure, heldout.loss
   endpoint = runner.dial()
   runtime = Runtime(endpoint, runner.recorder, initial=runner.initial_values)
-  result = runner.place.workdir / RESULT
-  weights.clear(result)
+  weights.clear(runner.place.workdir / RESULT)
 
-  def save(params: initial.Assembled) -> None:
+  def save(params: initial.Assembled, merged_tokens: int) -> None:
     runner.busy("saving and measuring the result")
-    weights.save(result, params)
+    save_result(runner.place.workdir, params, merged_tokens)
 
   role = Evaluator(*(config, runner.plan, measure, runtime, runner.incarnation), save=save)
   runner.ready = lambda: _joining(role.exchange.state, endpoint.links(), config)
@@ -431,7 +430,12 @@ def _evaluator(runner: RoleRunner) -> int:
   finished = state.merged_tokens >= config.run.total_tokens
   reason = "finished" if finished else "stopped"
   params, untrained_loss = role.store.params(), role.untrained_loss
-  outcome = RunResult(reason, params, {}, {}, saved=role.saved, untrained_loss=untrained_loss)
+  outcome = RunResult(
+    *(reason, params, {}, {}),
+    saved=role.saved,
+    untrained_loss=untrained_loss,
+    merged_tokens=state.merged_tokens,
+  )
   runner.busy("writing the report")
   try:
     session.conclude(config, runner.place.workdir, outcome, loss)

@@ -320,22 +320,25 @@ class ThreadsEngine(Engine):
     all_committed = (self._store.load(p) for p in range(len(self.plan.fragments)))
     return {c.state.index: c.value for c in all_committed if not c.state.version}
 
-  def _save_result(self, params: initial.Assembled) -> None:
+  def _save_result(self, params: initial.Assembled, merged_tokens: int) -> None:
     """Saves the shards' values, which are exact, instead of the evaluator's."""
-    params = self._global_params()
-    super()._save_result(params)
+    params, merged_tokens = self._global_params()
+    super()._save_result(params, merged_tokens)
     self._saved = params.values_of
 
-  def _global_params(self) -> initial.Assembled:
-    values = {f.index: self._store.load(f.index).value for f in self.plan.fragments}
-    return initial.Assembled(self.plan, self.config, values)
+  def _global_params(self) -> tuple[initial.Assembled, int]:
+    """The global model, and the tokens that it has seen."""
+    every = [self._store.load(f.index) for f in self.plan.fragments]
+    params = initial.Assembled(self.plan, self.config, {c.state.index: c.value for c in every})
+    return params, min(c.state.merged_tokens for c in every)
 
   def _outcome(self, reason: str) -> RunResult:
     if self.config.sync.num_shards:
-      params = self._global_params()
+      params, merged_tokens = self._global_params()
       same = [params.values_of[p] is value for p, value in self._saved.items()]
-      return self._result(reason, params, saved=bool(same) and all(same))
+      return self._result(reason, params, merged_tokens, saved=bool(same) and all(same))
     gone = {n for n, role in members(self._state).items() if role.phase == GONE}
     left = [m for m in self.islands if learner_address(m) not in gone] or list(self.islands)
     each = {m: self.islands[m].params_on_host() for m in left}
-    return RunResult(reason, each[left[0]], each, dict(self.steps))
+    seen = sum(n * self.config.tokens_per_step(m) for m, n in self.steps.items())
+    return RunResult(reason, each[left[0]], each, dict(self.steps), merged_tokens=seen)

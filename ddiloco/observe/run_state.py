@@ -41,7 +41,6 @@ NOTE_SECONDS = 5.0  # a text is noted once within so long: every shard reports t
 LONE_SHARE = 0.9  # if this share of recent rounds has one island each, `solo` reports it
 LEAST_ROUNDS = 4  # for that: or as many as fragments if these are more, at most RECENT_COMMITS
 SHOWN_REASONS = 4
-KNOWN_ROUNDS = 256  # of a fragment, to which a restored shard may go back
 NOTED_COMPILE_SECONDS = 0.5
 _FREQUENT = {events.Step, events.CopyOut, events.Push, events.Stage, events.Apply, events.Commit}
 _OWN = {"learner": "learner", "syncer": "shard"}  # kind of role: how handlers are called
@@ -69,7 +68,6 @@ class RunState:
     self.shards: dict[int, ShardState] = {}
     self.versions: dict[int, int] = {}  # of the global model, by fragment
     self.merged_tokens: dict[int, int] = {}  # by fragment, in its present value
-    self._tokens_at: dict[int, dict[int, int]] = {}  # the same in recent values, by round
     self.commits = 0
     self.rejected = 0  # updates
     self.solo_rounds = 0  # rounds of one island while `solo` holds
@@ -297,11 +295,8 @@ class RunState:
 
   def _on_owns(self, event: events.Owns | events.Recalled) -> None:
     """The fragment's value is this one, which may be older than its newest commit."""
-    p = event.fragment
-    self.versions[p] = event.version
-    known = 0 if not event.version else self._tokens_at.get(p, {}).get(event.round)
-    if known is not None:
-      self.merged_tokens[p] = known
+    self.versions[event.fragment] = event.version
+    self.merged_tokens[event.fragment] = event.merged_tokens
 
   _on_recalled = _on_owns
 
@@ -397,10 +392,6 @@ class RunState:
     self._know(s)
     self.versions[event.fragment] = event.version
     self.merged_tokens[event.fragment] = event.merged_tokens
-    known = self._tokens_at.setdefault(event.fragment, {})
-    known[event.round] = event.merged_tokens
-    if len(known) > KNOWN_ROUNDS:
-      del known[next(iter(known))]
     self._before.setdefault(event.fragment, event.merged_tokens - event.tokens)
     self.lone.append(min(event.participants) if len(event.participants) == 1 else -1)
     while len(self.lone) > min(RECENT_COMMITS, max(LEAST_ROUNDS, self.num_fragments)):

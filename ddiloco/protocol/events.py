@@ -291,6 +291,7 @@ class Owns(Event, frozen=True, kw_only=True):
   round: int
   momentum_round: int
   exact: bool = True  # False: the value that learners have, with a codec's rounding
+  merged_tokens: int = 0  # that the value has seen
 
 
 class Member(Event, frozen=True, kw_only=True):
@@ -355,6 +356,7 @@ class Recalled(Event, frozen=True, kw_only=True):
   version: int
   round: int
   learner: int
+  merged_tokens: int = 0  # that the value has seen
 
 
 class Lost(Event, frozen=True, kw_only=True):

@@ -425,7 +425,13 @@ def _on_value(state: SyncerState, value: Value, event: Received) -> SyncerOutcom
     )
   return state, [
     actions.InstallValue(f.index, f.last_round, event.content),
-    events.Recalled(fragment=f.index, version=f.version, round=f.last_round, learner=value.learner),
+    events.Recalled(
+      fragment=f.index,
+      version=f.version,
+      round=f.last_round,
+      learner=value.learner,
+      merged_tokens=f.merged_tokens,
+    ),
   ]
 
 

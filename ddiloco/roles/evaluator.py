@@ -57,7 +57,8 @@ class Evaluator:
       run.evaluations = 0.
     runtime: endpoint, log, clock, ...
     incarnation: how often it was started before.
-    save: keeps the final model; called before that is measured.
+    save: keeps the final model, which has seen so many merged tokens; called before that is
+      measured.
   """
 
   def __init__(
@@ -67,7 +68,7 @@ class Evaluator:
     measure: Measure | None,
     runtime: Runtime,
     incarnation: int = 0,
-    save: Callable[[initial.Assembled], None] = lambda params: None,
+    save: Callable[[initial.Assembled, int], None] = lambda params, merged_tokens: None,
   ):
     owners = tuple(shard_of(p, config.sync.num_shards) for p in range(len(plan.fragments)))
     state = learner.init(EVALUATOR, incarnation, owners, config.run.total_tokens, trains=False)
@@ -132,7 +133,7 @@ class Evaluator:
   def _save_end(self) -> None:
     """Saves the final model before it is used; if this fails, the caller of the run tries again."""
     try:
-      self._save(self.store.params())
+      self._save(self.store.params(), self.exchange.state.merged_tokens)
       self.saved = True
     except Exception as error:  # layers and file systems raise errors of many types
       warn(f"the result is not saved before it is measured: {error}. It goes on.")

@@ -104,6 +104,7 @@ class Syncer(WorkingRole):
         round=committed.state.last_round,
         momentum_round=committed.momentum_round,
         exact=committed.exact(self.config.sync.publish_codec),
+        merged_tokens=committed.state.merged_tokens,
       )
     )
 

@@ -396,6 +396,17 @@ class Replay:
     except BaseException as error:  # raised by `run`
       results.put((name, error))
 
+  @property
+  def merged_tokens(self) -> float:
+    """Tokens that the global model has seen at the end; infinite without shards."""
+    if not self._shards:
+      return math.inf
+    return min(self._newest(p).state.merged_tokens for p in range(len(self._plan.fragments)))
+
+  def _newest(self, p: int) -> Committed:
+    every = (shard.newest[p] for shard in self._shards if p in shard.newest)
+    return max(every, key=lambda committed: committed.state.last_round)
+
   def compare_result(self, result: Mapping[str, np.ndarray]) -> None:
     """Compares the global model that the run saved, fragment by fragment.
 
@@ -409,10 +420,7 @@ class Replay:
       return
     differences = []
     for p, fragment in enumerate(self._plan.fragments):
-      newest = max(
-        (shard.newest[p] for shard in self._shards if p in shard.newest),
-        key=lambda committed: committed.state.last_round,
-      )
+      newest = self._newest(p)
       known = [
         newest.value,
         newest.published_value,
@@ -453,8 +461,9 @@ def replay_run(
   config = saved_config(workdir)
   replay = Replay(config, trace, homes or ReplayIslands(config, trace, jax.devices()))
   replay.run(progress)
-  if (workdir / "result").exists():
-    replay.compare_result(weights.load(workdir / "result", "result"))
+  result = workdir / "result"
+  if result.exists() and weights.merged_tokens(result) <= replay.merged_tokens:
+    replay.compare_result(weights.load(result, "result"))  # else an earlier start left it
   compared, different = replay.diff.compared, replay.diff.different
   counts = {name: replay.counts.get(name, 0) for name in ("steps", "commits")}
   return {

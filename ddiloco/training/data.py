@@ -29,10 +29,11 @@ from ddiloco.checks import refusal, require
 from ddiloco.config import Config, DataConfig
 from ddiloco.models.model import Batch
 from ddiloco.training.devices import refuse_misfit
-from ddiloco.training.tokens import Tokenizer, load_tokenizer, read_parts
+from ddiloco.training.tokens import Tokenizer, load_tokenizer, read_parts, text_bytes_here
 
 _MAX_BLOCK_WINDOWS = 16
 _MIN_BLOCK_WINDOWS = 4  # two of these are guards
+_QUICK_BYTES = 8 << 20  # of text, which any tokenizer reads in seconds
 _CHECKED_TOKENS = 65_536  # at either end of each part, when a stream is opened
 _READ_OPTIONS = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
 
@@ -112,7 +113,7 @@ class Corpus:
     self, config: Config, learner: int, batch_size: int = 0
   ) -> grain.MapDataset[np.ndarray]:
     """See `Source`, and `Stream` for the windows of each learner. `batch_size` 0: the island's."""
-    self._check(config, learner)
+    self.check(config, learner)
     size = batch_size or config.islands.island(learner).batch_size
     order = reading_order(len(self.train), config, learner)
     files = self.data.path or self.data.source
@@ -139,8 +140,12 @@ class Corpus:
     chosen = np.arange(count) * len(self.heldout) // count
     return [self.heldout.read(rows) for rows in chosen.reshape(-1, size)]
 
-  def _check(self, config: Config, learner: int) -> None:
-    """Refuses a corpus that is too small for all learners, or whose tokens the model lacks."""
+  def check(self, config: Config, learner: int) -> None:
+    """Refuses a corpus that is too small for all learners, or whose tokens the model lacks.
+
+    Raises:
+      ConfigError: it is so.
+    """
     require(learner >= 0, "learner", learner, "must not be negative", "learners count from 0")
     learners, batch_size = config.islands.num_learners, config.islands.island(learner).batch_size
     require(
@@ -171,6 +176,25 @@ def open_data(data: DataConfig) -> Source:
     return open_corpus(data)
   wanted = ("batches", "heldout_batches")
   return custom.make(data, wanted, "ddiloco.training.data.Source")
+
+
+def check_here(config: Config) -> None:
+  """Refuses data that learners would refuse, for commands that train elsewhere or later.
+
+  Not looked at are a source of the user's own, data that are not on this machine, and text of more
+  than `_QUICK_BYTES`, which takes long to read.
+
+  Raises:
+    ConfigError: as `open_corpus`; or the corpus is too small for all learners, or the model lacks
+      its tokens.
+  """
+  if config.data.custom or not 0 <= text_bytes_here(config.data) <= _QUICK_BYTES:
+    return
+  corpus = open_corpus(config.data)
+  islands = range(config.num_islands())
+  by_size = {config.islands.island(m).batch_size: m for m in islands}
+  for m in by_size.values():  # the others are alike
+    corpus.check(config, m)
 
 
 def open_corpus(data: DataConfig) -> Corpus:

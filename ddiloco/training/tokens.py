@@ -188,6 +188,15 @@ def read_parts(data: DataConfig, tokenizer: Tokenizer) -> tuple[np.ndarray, ...]
   return (np.concatenate(pieces),)
 
 
+def text_bytes_here(data: DataConfig) -> int:
+  """Bytes of the text that `read_parts` would read; -1: a file of the data is not here."""
+  _, _, tokenizer_file = data.tokenizer.partition(":")
+  files = [*filter(os.path.isfile, glob.glob(os.path.expanduser(data.path), recursive=True))]
+  if (data.path and not files) or (tokenizer_file and not Path(tokenizer_file).is_file()):
+    return -1
+  return sum(map(os.path.getsize, files)) if data.source == "text" else 0
+
+
 def _encode(name: str, content: bytes, tokenizer: Tokenizer) -> np.ndarray:
   if isinstance(tokenizer, ByteTokenizer):
     return np.frombuffer(content, np.uint8)

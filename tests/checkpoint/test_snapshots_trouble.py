@@ -243,6 +243,43 @@ def test_what_is_forgotten_while_it_is_written_is_never_complete(path, monkeypat
   assert new.metas(3) == {}
 
 
+@pytest.mark.parametrize("committed", [False, True])
+def test_what_is_pruned_while_it_is_written_is_written_to_its_end(path, monkeypatch, committed):
+  """A slow learner's part of a snapshot that shard 0 has given up, or committed without it: the
+  deletion failed in the middle, and so did the learner's write."""
+  slow, shard = Storage(path, "plan", pytest.fail), Storage(path, "plan", pytest.fail)
+  for role in ROLES:
+    shard.save(3, role, 3, {}, {})
+  if committed:
+    shard.commit(3, ROLES)
+    for n in (4, 5):
+      for role in ROLES:
+        shard.save(n, role, n, {}, {})
+      shard.commit(n, ROLES)
+  write = arrays_lib.write
+
+  def pruned(folder, window):
+    write(folder, window)
+    shard.prune(1, over=3)
+    assert [*shard.metas(3)] == [], "complete parts are deleted"
+
+  monkeypatch.setattr(arrays_lib, "write", pruned)
+  slow.save(3, "learner-7", 3, {}, {"a": np.zeros(9)})
+  assert [*slow.metas(3)] == ["learner-7"] and 3 not in slow.committed()
+  shard.prune(1, over=3)
+  assert not (path / "00000003").exists()
+
+
+def test_half_a_part_is_deleted_once_its_role_has_begun_a_newer_one(path):
+  storage = Storage(path, "plan", pytest.fail)
+  for n in (3, 4):
+    (path / f"{n:08d}" / "learner-7" / "arrays").mkdir(parents=True)
+    storage.prune(9, over=4)
+  assert not (path / "00000003").exists() and (path / "00000004" / "learner-7").exists()
+  storage.forget()
+  assert not (path / "00000004").exists()
+
+
 def test_forgetting_leaves_others_parts_of_what_is_being_written(path):
   storage = Storage(path, "plan", pytest.fail)
   for role in ROLES:

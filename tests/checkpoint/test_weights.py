@@ -1,6 +1,8 @@
 """Weights at rest come back bit by bit, also to others; what is missing or damaged is said."""
 
+import contextlib
 import json
+import logging
 import os
 import shutil
 import stat
@@ -252,6 +254,33 @@ def test_what_is_no_weights_is_refused(tmp_path):
     (tmp_path / name).write_text("hello")
   for name in ("empty", "folder.safetensors", "file", "text.safetensors"):
     assert "cannot be read" in refused(tmp_path / name), name
+
+
+def test_what_orbax_raises_it_does_not_log_too(tmp_path, caplog):
+  """A full disk filled the terminal with frames of Orbax' threads."""
+  with ocp.StandardCheckpointer() as checkpointer, contextlib.suppress(Exception):
+    checkpointer.metadata(tmp_path / "nothing")
+  assert not caplog.records
+  logging.getLogger("absl").error("of another package")
+  assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("name", ["result", "model.safetensors"])
+def test_what_is_kept_elsewhere_behind_a_link_is_replaced_there(tmp_path, name):
+  """Once the link itself was moved, and deleting it failed after the save."""
+  far, link = tmp_path / "far" / name, tmp_path / name
+  for value in (1.0, 2.0):
+    weights.save(far, {"a": np.full(3, value - 1, np.float32)})
+    link.unlink(missing_ok=True)
+    link.symlink_to(far)
+    weights.save(link, {"a": np.full(3, value, np.float32)})
+    assert link.is_symlink() and weights.load(far)["a"][0] == value
+  assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["far", name])
+  assert [p.name for p in far.parent.iterdir()] == [name]
+  far.rename(tmp_path / "moved")
+  with pytest.raises(OSError, match=r"is a link to .*where nothing is"):
+    weights.save(link, {"a": np.zeros(3, np.float32)})
+  assert link.is_symlink()
 
 
 def test_the_workdir_of_a_run_is_its_result(tmp_path):

@@ -83,6 +83,13 @@ def test_the_workdir_is_needed(refused, command):
   assert "--workdir: is needed. Fix: " in refused(command, *config)
 
 
+@pytest.mark.parametrize("command", ["dashboard", "profile", "report", "trace", "evaluate"])
+def test_a_workdir_that_can_be_no_path(refused, command, tmp_path):
+  (tmp_path / "loop").symlink_to("loop")
+  for path in ("x" * 300, "a\0b", tmp_path / "loop"):
+    assert "cannot be reached (" in refused(command, f"--workdir={path}")
+
+
 def test_the_config_is_needed(refused):
   assert "--config: is needed. Fix: " in refused("train", "--workdir=x")
   assert "--config: is needed" in refused("train", "--workdir=x", "--config.seed=1")
@@ -98,6 +105,7 @@ def test_the_config_is_needed(refused):
     ("def get_config():\n  return 1 / 0\n", ["line 2", "ZeroDivisionError"]),
     ("import nowhere\n", ["line 1", "No module named 'nowhere'"]),
     ("def get_config():\n  pass\n", ["returned None", "default()"]),
+    ("def get_config():\n  raise SystemExit(3)\n", ["line 2", "SystemExit: 3"]),
     ("def get_config():\n  return {}\n", ["returned {}", "default()"]),
     (
       "from ddiloco import config\n"
@@ -122,7 +130,7 @@ def test_a_bad_experiment_file_is_named_with_its_line(refused, tmp_path, text, p
 
 def test_a_preset_that_is_not_there(refused):
   dense = ROOT / "configs" / "dense.py"
-  assert "preset = '7m': must be one of 100k, 1m" in refused(
+  assert f"--config={dense}:7m: preset = '7m': must be one of 100k, 1m" in refused(
     "train", f"--config={dense}:7m", "--workdir=x"
   )
   assert "get_config()" in refused("train", f"--config={QUICKSTART}:7m", "--workdir=x")

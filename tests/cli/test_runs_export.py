@@ -1,6 +1,8 @@
 """`ddiloco export` writes what others read, and replaces nothing that it was not told to."""
 
+import fcntl
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -40,10 +42,9 @@ def params() -> dict[str, np.ndarray]:
 def workdir(tmp_path, params) -> Path:
   """What a finished run leaves that matters here."""
   folder = tmp_path / "run"
-  (folder / "report").mkdir(parents=True)
+  folder.mkdir()
   (folder / "config.json").write_text(CONFIG.to_json())
-  (folder / "report" / "summary.json").write_text('{"merged_tokens": 12345}')
-  weights.save(folder / "result", params)
+  weights.save(folder / "result", params, {weights.MERGED_TOKENS: "12345"})
   return folder
 
 
@@ -98,8 +99,8 @@ def test_plain_libraries_read_the_weights_and_what_they_are(workdir, params, tmp
   assert from_dict({"model": json.loads(said["model"])}).model == CONFIG.model
 
 
-def test_without_a_report_nothing_is_said_of_tokens(workdir, tmp_path):
-  (workdir / "report" / "summary.json").write_text("{")
+def test_of_a_result_that_says_none_nothing_is_said_of_tokens(workdir, params, tmp_path):
+  weights.save(workdir / "result", params)
   assert export(workdir, tmp_path / "model.safetensors") == 0
   with safetensors.safe_open(tmp_path / "model.safetensors", framework="np") as opened:
     assert opened.metadata().keys() == {"format", "model", "tokenizer"}
@@ -112,6 +113,20 @@ def test_what_is_there_is_replaced_only_with_overwrite(workdir, params, tmp_path
   assert "exists. Fix: choose another path, or add --overwrite" in refused(to)
   assert export(workdir, to, "--overwrite") == 0
   assert weights.load(to).keys() == params.keys()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_a_killed_export_left_is_deleted_by_the_next(workdir, tmp_path, monkeypatch, form):
+  """Each is as large as the weights. While another export writes there, all of it stays."""
+  left, other = tmp_path / f".{form}.0123456789abcdef", tmp_path / f".{form}.notes"
+  for path in (left, other):
+    path.write_text("half of it")
+  folder = os.open(tmp_path, os.O_RDONLY)
+  fcntl.flock(folder, fcntl.LOCK_SH)
+  assert export(workdir, tmp_path / form) == 0 and left.exists()
+  os.close(folder)
+  assert export(workdir, tmp_path / form, "--overwrite") == 0
+  assert not left.exists() and other.exists()
 
 
 def test_foreign_things_are_never_replaced(tmp_path, refused):
@@ -131,13 +146,6 @@ def test_paths_that_cannot_be_are_refused(tmp_path, refused):
     assert "cannot be written (" in refused(tmp_path / "file" / form)
     assert "cannot be written (" in refused(f"/proc/nothing/{form}")
   assert "can only be local" in refused("gs://bucket/model.safetensors")
-
-
-@pytest.mark.parametrize("summary", ["[]", '{"merged_tokens', "\0"])
-def test_a_report_that_is_none_is_no_reason(workdir, tmp_path, capsys, summary):
-  """It says a number that goes into the header, and nothing more."""
-  (workdir / "report" / "summary.json").write_text(summary)
-  assert export(workdir, tmp_path / "model.safetensors") == 0, capsys.readouterr().err
 
 
 def test_a_full_disk_is_said(workdir, tmp_path, refused, monkeypatch):

@@ -48,6 +48,38 @@ def place(monkeypatch):
   return seen
 
 
+@pytest.mark.parametrize(
+  "command",
+  [
+    ["learner", SYNCERS, "--learner=0"],
+    ["evaluator", SYNCERS],
+    ["train", "--dry_run"],
+    ["plan", "--gbps=1", "--step_seconds=1"],
+    ["launch", "gke", "--name=run", "--bucket=gs://bucket/run", "--image=image:1", "--claim=work"],
+  ],
+)
+def test_data_that_do_not_fit_are_refused_before_anything_is_begun(capsys, tmp_path, command):
+  """A role's config would be that of the workdir's run, and no other one could follow."""
+  text, workdir = tmp_path / "text.txt", tmp_path / "run"
+  text.write_text("a few words")
+  told = [QUICKSTART, "--config.data.source=text", f"--config.data.path={text}"]
+  told += ["--config.islands.topology=v6e:1x1", "--config.sync.num_shards=1"]
+  told += [f"--workdir={workdir}"] * (command[0] not in ("plan", "launch"))
+  assert cli.main([*command, *told]) == 2
+  assert "data.sequence_length = " in capsys.readouterr().err
+  assert not workdir.exists()
+
+
+def test_a_plan_does_not_look_at_data_that_are_elsewhere(capsys, tmp_path):
+  told = [QUICKSTART, "--config.data.source=text", f"--config.data.path={tmp_path}/*.txt"]
+  assert cli.main(["plan", *told, "--gbps=1", "--step_seconds=1"]) == 0
+  (tmp_path / "gone.txt").symlink_to(tmp_path / "elsewhere")
+  (tmp_path / "folder.txt").mkdir()
+  assert cli.main(["plan", *told, "--gbps=1", "--step_seconds=1"]) == 0
+  told[1:] = [f"--config.data.tokenizer=sentencepiece:{tmp_path / 'no.model'}"]
+  assert cli.main(["plan", *told, "--gbps=1", "--step_seconds=1"]) == 0
+
+
 @pytest.fixture
 def refused(capsys, tmp_path):
   def run(*arguments: str) -> str:

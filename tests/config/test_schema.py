@@ -16,7 +16,7 @@ from ddiloco.config import Config, ConfigError, Fault, IslandConfig, default, fr
 from tests import golden_configs
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
-SECTIONS = ("model", "data", "inner", "islands", "sync", "outer", "run")
+SECTIONS = ("model", "data", "inner", "islands", "sync", "outer", "network", "run", "checkpoint")
 
 
 def nested(path: str, value) -> dict:
@@ -266,6 +266,23 @@ def test_a_whole_number_is_a_float_too():
   rate = from_dict({"outer": {"learning_rate": 1}}).outer.learning_rate
   assert rate == 1.0 and isinstance(rate, float)
   assert "must be a finite number" in refusal({"outer": {"learning_rate": 10**400}})
+
+
+NUMBERS = [(path, hint) for path, hint in _scalar_fields() if hint in (int, float)]
+
+
+@pytest.mark.parametrize("path, hint", NUMBERS)
+def test_a_giant_number_is_refused_by_name(path, hint):
+  giants = [10**400, -(10**400), 10**5000]
+  if hint is int or path.endswith("seconds"):
+    giants += [10**20, -(10**20)]
+  for value in giants:
+    text = refusal(nested(path, value))
+    assert text.startswith(f"{path} = ") and ". Fix: " in text and len(text) < 400
+
+
+def test_a_model_of_millions_of_layers_is_refused_at_once():
+  assert "model.num_layers = 1000000" in refusal({"model": {"num_layers": 10**6}})
 
 
 def test_a_number_of_thousands_of_digits_is_no_learner():

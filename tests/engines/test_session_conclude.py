@@ -196,6 +196,23 @@ def test_of_islands_that_cannot_be_compared_none_is_lost(tmp_path, evaluations):
   assert kept == {0: 7.0, 3: 2.0, 4: 5.0}
 
 
+@pytest.mark.parametrize("islands", [{}, ALONE])
+def test_a_result_of_fewer_tokens_replaces_none_and_the_one_that_stays_is_measured(
+  tmp_path, islands, capsys
+):
+  def ended(value: float, merged_tokens: int) -> RunResult:
+    each = {m: params(value + m) for m in islands}
+    return RunResult("stopped", params(value), each, {}, merged_tokens=merged_tokens)
+
+  conclude(tmp_path, ended(3, 500), first)
+  known = conclude(tmp_path, ended(1, 499), first)
+  assert first(session.load_result(tmp_path, CONFIG)) == known["loss_merged"] == 3.0
+  assert "it has seen 499 tokens" in known["left_out"]["the model of this start"]
+  assert "WARNING: the model of this start is left out" in capsys.readouterr().out
+  known = conclude(tmp_path, ended(2, 500), first)
+  assert first(session.load_result(tmp_path, CONFIG)) == known["loss_merged"] == 2.0
+
+
 # --- the exit status ------------------------------------------------------------------------------
 
 

@@ -359,15 +359,31 @@ def test_a_run_stopped_before_its_evaluator_had_the_model_leaves_that_of_the_new
   """And not the initial values, in place of a better result that is there."""
   config = endless()
   engine = ProcessesEngine(config, workdir, corpus, lambda params: {"loss": 0.0})
-  found = engine._newest_params()
+  found, merged_tokens = engine._newest_params()
   plan = initial.make_plan(config)
   restored = restore.restore_fragments(storage_of(workdir), plan, range(len(plan.fragments)))
   values = {p: c.value for p, c in restored.fragments.items()}
   expected = initial.Assembled(plan, config, values)
+  assert merged_tokens == min(c.state.merged_tokens for c in restored.fragments.values()) > 0
   assert {n: v.tobytes() for n, v in found.items()} == {n: v.tobytes() for n, v in expected.items()}
   shutil.rmtree(workdir / "checkpoints")
-  first = initial.initial_params(config)
-  assert {n: v.tobytes() for n, v in engine._newest_params().items()} != {
-    n: v.tobytes() for n, v in found.items()
-  }
-  assert engine._newest_params().keys() == first.keys()
+  first, merged_tokens = engine._newest_params()
+  assert {n: v.tobytes() for n, v in first.items()} != {n: v.tobytes() for n, v in found.items()}
+  assert first.keys() == initial.initial_params(config).keys() and not merged_tokens
+
+
+def test_a_run_that_goes_on_and_is_stopped_at_once_leaves_the_result_as_it_is(
+  corpus, workdir, capsys
+):
+  """Its newest snapshot is from before its end."""
+  config = soon_over(workdir, endless())
+  first = Ran(config, corpus, workdir)
+  assert first.outcome.reason == "finished"
+  session.conclude(config, workdir, first.outcome, None)
+  result, longer = session.load_result(workdir, config), endless()
+  again = Ran(longer, corpus, workdir, stop_after=lambda event: event.kind == "started")
+  assert 0 < again.outcome.merged_tokens < first.outcome.merged_tokens
+  session.conclude(longer, workdir, again.outcome, None)
+  assert f"has seen {first.outcome.merged_tokens:,}" in capsys.readouterr().out
+  for name, value in session.load_result(workdir, longer).items():
+    assert value.tobytes() == result[name].tobytes()

@@ -2,7 +2,6 @@
 
 import dataclasses
 import errno
-import itertools
 import random
 import socket
 import statistics
@@ -11,17 +10,15 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from proxy import Link
 
 from ddiloco.config import NetworkConfig
 from ddiloco.network import frames
 from ddiloco.network.peers import MAX_QUEUED, Peer, RunIdentity, objection, seconds_since_2020
 from ddiloco.protocol import messages
-from ddiloco.protocol.messages import Goodbye, Hello, MalformedMessage, Push, RequestMoments
+from ddiloco.protocol.messages import Goodbye, Hello, Push, RequestMoments
 from tests import says
-from tests.network.net import QUICK, Net, push
+from tests.network.net import QUICK, Net, hello, push
 
 SECONDS = 20.0
 
@@ -46,51 +43,6 @@ def link_to():
   yield make
   for link in links:
     link.stop()
-
-
-def hello(incarnation: int = 0) -> Hello:
-  return says.hello(0, incarnation)
-
-
-def test_a_shard_restarted_on_the_same_address_is_found_again(net):
-  first, learner = net.connect("syncer-0"), net.connect("learner-0")
-  learner.send("syncer-0", hello())
-  assert first.receive(SECONDS)
-  first.close()
-  second = net.open("syncer-0", incarnation=1)
-  net.wait_until(lambda: second.links().get("learner-0", {}).get("state") == "up")
-  learner.send("syncer-0", hello())
-  assert second.receive(SECONDS)[:2] == ("learner-0", hello())
-  second.send("learner-0", says.pull(0, 1, 0, 0, 7, 0))
-  assert learner.receive(SECONDS)[1].round == 7
-
-
-def test_a_restarted_shard_does_not_wait_for_what_was_meant_for_the_one_before(net):
-  first, learner = net.connect("syncer-0"), net.connect("learner-0")
-  first.close()
-  for number in (1, 2):
-    learner.send("syncer-0", push(number, 1000))
-  second = net.open("syncer-0", incarnation=1)
-  net.wait_until(lambda: learner.counters.undelivered == 2)
-  learner.send("syncer-0", push(3, 1000))
-  arrived = second.receive(SECONDS)
-  assert arrived and arrived[1].round == 3
-
-
-def test_the_older_of_two_learners_is_told_that_it_is_fenced(net):
-  net.connect("syncer-0")
-  old, new = net.open("learner-0", 4), net.open("learner-0", 5)
-  for endpoint in (old, new):
-    endpoint.dial("syncer-0", net.url("syncer-0"))
-  net.wait_until(lambda: old.fenced)
-  assert "incarnation" in old.fenced
-  assert "5" in old.fenced
-  net.wait_up(new, "syncer-0")
-  assert not new.fenced
-  late = net.open("learner-0", 5)
-  late.dial("syncer-0", net.url("syncer-0"))
-  net.wait_until(lambda: late.fenced)
-  assert old.receive(0) is None
 
 
 @pytest.mark.parametrize("field, value", [("run_id", "another"), ("plan_id", "another")])
@@ -308,20 +260,6 @@ def test_two_shards_that_dial_each_other(net):
   assert a.receive(SECONDS)[0] == "syncer-1"
 
 
-def test_a_restarted_shard_is_answered_before_it_has_been_dialed_again(net):
-  a, b = net.open("syncer-0", 0), net.open("syncer-1", 0)
-  a.dial("syncer-1", net.url("syncer-1"))
-  net.wait_up(a, "syncer-1")
-  b.close()
-  again = net.open("syncer-1", 1)
-  again.dial("syncer-0", net.url("syncer-0"))
-  net.wait_until(lambda: (there := a._find("syncer-1")).state == "up" and there.incarnation == 1)
-  publish = says.publish(0, 0, 0, 0, 1, 1, -1, 0, 0, (), (), "f32", np.arange(100, dtype=np.uint8))
-  a.send("syncer-1", publish)
-  arrived = again.receive(SECONDS)
-  assert arrived and bytes(arrived[1].payload) == bytes(range(100))
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_endpoint_whose_thread_has_failed_says_why_and_is_not_fenced(net):
   learner = net.open("learner-0", 0)
@@ -436,14 +374,6 @@ def test_odd_frames_of_a_member_are_dropped_and_it_goes_on(net):
   assert shard.counters.refused == 0
 
 
-def test_an_incarnation_from_the_future_is_refused(net):
-  net.connect("syncer-0")
-  learner = net.open("learner-0", seconds_since_2020() + 100_000)
-  learner.dial("syncer-0", net.url("syncer-0"))
-  net.wait_until(lambda: learner.links()["syncer-0"]["state"] == "refused")
-  assert "clock" in learner.links()["syncer-0"]["reason"]
-
-
 def test_nobody_listening_is_said(net):
   learner = net.open("learner-0", 0)
   learner.dial("syncer-0", net.url("syncer-0"))
@@ -491,127 +421,6 @@ def test_many_threads_may_send_at_once(net):
   assert learner.counters.undelivered == 0
 
 
-FRAMES = [
-  frames.Greeting("run", "plan", "learner-1", 5, b"12345678", 2),
-  frames.GreetingRefused(True, "why"),
-  frames.Beat(3, "why"),
-  frames.Control(b"header"),
-  frames.Bulk(1, 3, b"header"),
-]
-
-
-@pytest.mark.parametrize("frame", FRAMES, ids=lambda f: type(f).__name__)
-def test_frames_survive_the_way_there_and_nothing_less_does(frame):
-  data = frames.encode(frame, 7)
-  assert frames.PREFIX.unpack(data[: frames.PREFIX.size]) == (len(data) - frames.PREFIX.size, 7)
-  data = data[frames.PREFIX.size :]
-  assert frames.decode(data) == frame
-  for cut in range(len(data)):
-    with pytest.raises(MalformedMessage):
-      frames.decode(data[:cut])
-  with pytest.raises(MalformedMessage):
-    frames.decode(data + b"\x00")
-
-
-@given(data=st.binary(max_size=300))
-@settings(max_examples=2000, deadline=None)
-def test_any_bytes_are_a_frame_or_malformed(data):
-  try:
-    frame = frames.decode(data)
-  except MalformedMessage:
-    return
-  assert type(frame) in map(type, FRAMES)
-
-
-@given(which=st.sampled_from(FRAMES), place=st.integers(0, 200), byte=st.integers(0, 255))
-@settings(max_examples=2000, deadline=None)
-def test_a_changed_byte_gives_a_frame_or_malformed(which, place, byte):
-  data = bytearray(frames.encode(which)[frames.PREFIX.size :])
-  data[place % len(data)] = byte
-  try:
-    frame = frames.decode(bytes(data))
-  except MalformedMessage:
-    return
-  assert frames.decode(frames.encode(frame)[frames.PREFIX.size :]) == frame
-
-
-@given(total=st.integers(0, 1 << 40), streams=st.integers(1, 64))
-def test_the_parts_of_a_payload_are_all_of_it(total, streams):
-  parts = [frames.part(k, streams, total) for k in range(streams)]
-  assert parts[0].start == 0 and parts[-1].stop == total
-  assert all(a.stop == b.start for a, b in itertools.pairwise(parts))
-  assert max(p.stop - p.start for p in parts) == -(-total // streams)
-
-
 def test_settings_are_checked():
   with pytest.raises(ValueError, match=r"network.streams = 65: must be at most 64. Fix: "):
     NetworkConfig(streams=65)
-
-
-# --- two incarnations of a shard at once ----------------------------------------------------------
-
-
-class Front:
-  """One address for whichever shard listens at the url that it is told."""
-
-  def __init__(self, url: str):
-    self._link = self._open(url, ("127.0.0.1", 0))
-    self.url = f"tcp://127.0.0.1:{self._link.port}"
-
-  def _open(self, url: str, listen: tuple[str, int]) -> Link:
-    host, port = url.removeprefix("tcp://").split(":")
-    return Link((host, int(port)), listen=listen).start()
-
-  def leads_to(self, url: str) -> None:
-    self._link.stop()
-    self._link = self._open(url, ("127.0.0.1", self._link.port))
-
-  def close(self) -> None:
-    self._link.stop()
-
-
-def test_two_incarnations_of_a_shard_at_once_no_split(net):
-  """Whichever of the two a learner's connection leads to, it hears the newer one alone."""
-  old = net.open("syncer-0", 5)
-  old_url = net.urls.pop("syncer-0")
-  new = net.open("syncer-0", 6)
-  front = Front(old_url)
-  try:
-    learner = net.open("learner-0", 1)
-    learner.dial("syncer-0", front.url)
-    net.wait_up(learner, "syncer-0")
-    front.leads_to(net.url("syncer-0"))
-    net.wait_until(lambda: new.links().get("learner-0", {}).get("state") == "up")
-    new.send("learner-0", says.pull(0, 6, 1, 0, 7, 0))
-    assert learner.receive(SECONDS), "the learner has heard the newer one"
-    front.leads_to(old_url)  # which has come back, and knows nothing of the newer one
-    net.wait_until(lambda: learner.links()["syncer-0"]["state"] == "refused")
-    assert "incarnation 5 is an old one, 6 was here" in learner.links()["syncer-0"]["reason"]
-    old.send("learner-0", says.pull(0, 5, 1, 0, 7, 0))
-    learner.send("syncer-0", hello(1))
-    assert learner.receive(0.5) is None and old.receive(0.0) is None
-    front.leads_to(net.url("syncer-0"))
-    net.wait_up(learner, "syncer-0")
-    learner.send("syncer-0", hello(1))
-    assert new.receive(SECONDS)[:2] == ("learner-0", hello(1))
-  finally:
-    front.close()
-
-
-def test_the_older_of_two_shards_is_fenced_by_its_buddy_and_its_copies_reach_nobody(net):
-  net.connect("syncer-1")
-  old, new = net.open("syncer-0", 5), None
-  del net.urls["syncer-0"]
-  old.dial("syncer-1", net.url("syncer-1"))
-  net.wait_up(old, "syncer-1")
-  publish = says.publish(0, 5, 0, 0, 1, 1, -1, 0, 0, (), (), "f32", np.arange(100, dtype=np.uint8))
-  buddy = net.endpoints["syncer-1"]
-  old.send("syncer-1", publish)
-  assert buddy.receive(SECONDS), "as long as there is no newer one"
-  new = net.open("syncer-0", 6)
-  new.dial("syncer-1", net.url("syncer-1"))
-  net.wait_until(lambda: old.fenced)
-  assert "a newer incarnation of syncer-0 is here (6)" in old.fenced
-  assert old.outnumbered == (0, 0), "for good: the newer one lives"
-  old.send("syncer-1", publish)
-  assert buddy.receive(0.3) is None and not new.fenced

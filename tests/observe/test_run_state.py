@@ -238,18 +238,26 @@ def test_a_shard_of_which_only_commits_are_told_is_part_of_the_pace(make, told):
 def test_a_shard_that_goes_back_takes_versions_and_tokens_with_it(make):
   """It is restored at version 5 of 7, gets 7 back from a learner, and at last begins anew."""
 
-  def has(time, kind, version, round_id):
-    return make.event(time, "syncer-0", kind, fragment=0, version=version, round=round_id)
+  def has(kind, version, tokens):
+    value = {"fragment": 0, "version": version, "merged_tokens": tokens}
+    return make.event(10.0, "syncer-0", kind, **value)
 
   def commit(n):
     return make.commit(float(n), round=n, version=n, merged_tokens=100 * n, tokens=100)
 
   view = fold([make.run_started(num_fragments=1, total_tokens=1000), *map(commit, range(1, 8))])
-  for kind, version, round_id, tokens in (
-    ("owns", 5, 5, 500), ("recalled", 7, 7, 700), ("owns", 0, -1, 0),
-  ):  # fmt: skip
-    view.read([has(10.0, kind, version, round_id)])
+  for kind, version, tokens in (("owns", 5, 500), ("recalled", 7, 700), ("owns", 0, 0)):
+    view.read([has(kind, version, tokens)])
     assert (view.versions[0], view.tokens_done) == (version, tokens)
+
+
+def test_a_view_that_begins_with_a_later_start_knows_what_was_merged_before_it(make):
+  """The terminal's view sees no event of an earlier start."""
+  view = fold([make.run_started(num_fragments=2, total_tokens=1000)])
+  for p in (0, 1):
+    known = {"fragment": p, "version": 7, "merged_tokens": 700}
+    view.read([make.event(1.0, "syncer-0", "owns", **known)])
+  assert view.progress == 0.7
 
 
 def test_without_shards_a_life_that_begins_anew_does_not_count_its_steps_twice(make):

@@ -1,0 +1,61 @@
+"""Frames and parts of payloads: what is sent is what is read, and anything else is malformed."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddiloco.network import frames
+from ddiloco.protocol.messages import MalformedMessage
+
+FRAMES = [
+  frames.Greeting("run", "plan", "learner-1", 5, b"12345678", 2),
+  frames.GreetingRefused(True, "why"),
+  frames.Beat(3, "why"),
+  frames.Control(b"header"),
+  frames.Bulk(1, 3, b"header"),
+]
+
+
+@pytest.mark.parametrize("frame", FRAMES, ids=lambda f: type(f).__name__)
+def test_frames_survive_the_way_there_and_nothing_less_does(frame):
+  data = frames.encode(frame, 7)
+  assert frames.PREFIX.unpack(data[: frames.PREFIX.size]) == (len(data) - frames.PREFIX.size, 7)
+  data = data[frames.PREFIX.size :]
+  assert frames.decode(data) == frame
+  for cut in range(len(data)):
+    with pytest.raises(MalformedMessage):
+      frames.decode(data[:cut])
+  with pytest.raises(MalformedMessage):
+    frames.decode(data + b"\x00")
+
+
+@given(data=st.binary(max_size=300))
+@settings(max_examples=2000, deadline=None)
+def test_any_bytes_are_a_frame_or_malformed(data):
+  try:
+    frame = frames.decode(data)
+  except MalformedMessage:
+    return
+  assert type(frame) in map(type, FRAMES)
+
+
+@given(which=st.sampled_from(FRAMES), place=st.integers(0, 200), byte=st.integers(0, 255))
+@settings(max_examples=2000, deadline=None)
+def test_a_changed_byte_gives_a_frame_or_malformed(which, place, byte):
+  data = bytearray(frames.encode(which)[frames.PREFIX.size :])
+  data[place % len(data)] = byte
+  try:
+    frame = frames.decode(bytes(data))
+  except MalformedMessage:
+    return
+  assert frames.decode(frames.encode(frame)[frames.PREFIX.size :]) == frame
+
+
+@given(total=st.integers(0, 1 << 40), streams=st.integers(1, 64))
+def test_the_parts_of_a_payload_are_all_of_it(total, streams):
+  parts = [frames.part(k, streams, total) for k in range(streams)]
+  assert parts[0].start == 0 and parts[-1].stop == total
+  assert all(a.stop == b.start for a, b in itertools.pairwise(parts))
+  assert max(p.stop - p.start for p in parts) == -(-total // streams)
