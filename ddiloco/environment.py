@@ -46,9 +46,13 @@ def before_import() -> None:
   NPROC sizes XLA's CPU thread pool. Two meshes of fake CPU devices driven from two threads wait for
   each other inside that pool: with fewer threads than participants a collective never assembles
   and XLA aborts the process ("Termination timeout ... rendezvous").
+
+  CRC32C_SW_MODE is set by tensorboardX when it is imported, in the middle of a run. A new variable
+  moves the C library's table of variables, and XLA threads that read it crash: so it is set now.
   """
   os.environ.setdefault("NPROC", "32")
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+  os.environ.setdefault("CRC32C_SW_MODE", "auto")
   for name in [each for each in os.environ if each.startswith(_JOINS)]:
     del os.environ[name]
 
