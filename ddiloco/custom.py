@@ -17,7 +17,7 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
@@ -53,6 +53,11 @@ def load_model(config: ModelConfig) -> Model:
   model = make(config, wanted, "ddiloco.models.model.Model")
   shapes = _called(config, "shapes()", model.shapes)
   axes = _called(config, "logical_axes()", model.logical_axes)
+  for what, given in (("shapes()", shapes), ("logical_axes()", axes)):
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+      rule = f"{what} gives a {type(given).__name__}, must give a dict whose keys are names (str)"
+      _refuse(config, rule)
+  _require_arrays(config, "shapes()", shapes)
   for name, leaf in shapes.items():
     has_shape = f"parameter {name} has shape {tuple(leaf.shape)}"
     if str(leaf.dtype) != "float32":
@@ -85,9 +90,12 @@ def check(config: Config) -> None:
 def _check_model(config: Config) -> None:
   import jax
 
+  from ddiloco.models.model import PLAIN
+
   own, model, rows = config.model, load_model(config.model), 2
   shapes, length = model.shapes(), config.data.sequence_length
   batch = _called(own, "inputs()", lambda: model.inputs(rows, length))
+  _require_arrays(own, "inputs()", batch)
   for leaf in jax.tree.leaves(batch):
     if leaf.shape[:1] != (rows,):
       rule = f"inputs({rows}, ...) has an array of shape {leaf.shape}"
@@ -97,14 +105,19 @@ def _check_model(config: Config) -> None:
   if (given := _kinds(made)) != (wanted := _kinds(shapes)):
     _refuse(own, f"init() gives {given}, must give what shapes() says: {wanted}")
 
-  def loss() -> dict[str, Any]:
-    total, metrics = jax.eval_shape(model.loss, shapes, batch)
-    return {"what is minimised": total, **metrics}
+  def loss(params: Any, batch: Any) -> Any:
+    return model.loss(params, batch, PLAIN)  # as a step calls it
 
-  reported = _called(own, "loss()", loss)
+  found = _called(own, "loss()", lambda: jax.eval_shape(loss, shapes, batch))
+  if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):
+    rule = 'must give (what is minimised, {"loss": what is reported})'
+    _refuse(own, f"loss() gives {found}, {rule}")
+  reported = {"what is minimised": found[0], **found[1]}
   if odd := sorted(reported.keys() - {"what is minimised", "loss", "load_balance"}):
     _refuse(own, f"loss() also reports {odd}; evaluate() is the place")
-  measured = _called(own, "evaluate()", lambda: dict(jax.eval_shape(model.evaluate, shapes, batch)))
+  measured = _called(own, "evaluate()", lambda: jax.eval_shape(model.evaluate, shapes, batch))
+  if not isinstance(measured, Mapping):
+    _refuse(own, f'evaluate() gives {measured}, must give {{"loss": ...}}')
   for where, found in (("loss()", reported), ("evaluate()", measured)):
     for name, value in {"loss": None, **found}.items():
       if value is None or value.shape or str(value.dtype) != "float32":
@@ -129,6 +142,14 @@ def _check_optimizer(config: Config) -> None:
     _refuse(own, f"{rule}: it must have their jax.random.key_data() instead")
   if (given := _kinds(updates)) != (wanted := _kinds(shapes)):
     _refuse(own, f"update() gives {given}, must give an update of every parameter: {wanted}")
+
+
+def _require_arrays(config: Section, what: str, tree: Any) -> None:
+  import jax
+
+  for leaf in jax.tree.leaves(tree):
+    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+      _refuse(config, f"{what} has {leaf!r} where a jax.ShapeDtypeStruct must be")
 
 
 def _kinds(arrays: Any) -> dict[str, str]:
