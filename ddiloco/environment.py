@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import sys
+from collections.abc import Iterator
 from typing import NoReturn
 
 # Exit statuses of commands, runs and roles.
@@ -28,6 +30,23 @@ def end_now(status: int) -> NoReturn:
     with contextlib.suppress(OSError, ValueError, AttributeError):
       stream.flush()
   os._exit(status)
+
+
+@contextlib.contextmanager
+def reader_may_leave() -> Iterator[None]:
+  """A block that prints ends early, without an error, when its reader has enough (head, less)."""
+  try:
+    try:
+      yield
+    finally:
+      print(end="", flush=True)  # does nothing where there is no standard output
+  except BrokenPipeError:
+    output = sys.stdout.fileno()
+    poll = select.poll()
+    poll.register(output, 0)
+    if not poll.poll(0):  # its reader is there: another pipe broke
+      raise
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output)  # for Python's own last flush
 
 
 # Variables that make JAX or libtpu wait for processes or slices outside the island.

@@ -19,7 +19,7 @@ from ddiloco.cli.arguments import Helped, go_on_unheard
 from ddiloco.cli.launch import launch
 from ddiloco.cli.simulations import compile_islands, plan, simulate
 from ddiloco.config import ConfigError
-from ddiloco.environment import BAD_USAGE, FINISHED, INTERRUPTED, end_now
+from ddiloco.environment import BAD_USAGE, FINISHED, INTERRUPTED, end_now, reader_may_leave
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
   "train": runs.train,
@@ -85,7 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"ddiloco: there is no command {arguments[0]!r}.\n\n{USAGE}", file=sys.stderr)
     return BAD_USAGE
   try:
-    return command(arguments)
+    with reader_may_leave():
+      return command(arguments)
+    return FINISHED  # its reader left
   except Helped:
     return FINISHED
   except (ConfigError, flags.Error) as error:

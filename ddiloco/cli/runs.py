@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import signal
-import sys
 import threading
 from pathlib import Path
 
@@ -292,14 +290,8 @@ def trace(arguments: list[str]) -> int:
   given.add("role", "", "Print only this role's lines, e.g. learner-2.")
   given.parse(trace.__doc__)
   found = text.open_trace(given.workdir)
-  try:
-    text.print_trace(found, given.role)
-    status = FINISHED if text.print_invariants(found) else LOST
-    sys.stdout.flush()
-    return status
-  except BrokenPipeError:  # piped into head or less, which closed the pipe
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return FINISHED
+  text.print_trace(found, given.role)
+  return FINISHED if text.print_invariants(found) else LOST
 
 
 def replay(arguments: list[str]) -> int:
