@@ -299,8 +299,12 @@ class Stream:
   """
 
   def __init__(self, source: Source, config: Config, learner: int):
-    batches = source.batches(config, learner)
-    self._open = lambda: _own_batches(batches, config) if config.data.custom else batches
+    if config.data.custom:
+      own = custom.called(config.data, "batches()", lambda: source.batches(config, learner))
+      self._open = lambda: _own_batches(own, config)
+    else:
+      batches = source.batches(config, learner)
+      self._open = lambda: batches
     self._batches = self._open()
     if config.data.custom:
       _check_first(self, config, learner)
@@ -378,7 +382,9 @@ def _check_first(stream: Stream, config: Config, learner: int) -> None:
   """Refuses batches that the model does not take, or that are no function of the position."""
   batch_size = config.islands.island(learner).batch_size
   inputs = custom.load_model(config.model).inputs(batch_size, config.data.sequence_length)
-  first, again = stream.batch(0), stream.batch(0)
+  first, again = (
+    custom.called(config.data, "reading batch 0", lambda: stream.batch(0)) for _ in range(2)
+  )
   try:
     refuse_misfit(first, inputs, "the model")
     same = all(jax.tree.leaves(jax.tree.map(np.array_equal, first, again)))
