@@ -307,7 +307,10 @@ def called(config: Section, what: str, call: Callable[[], Any]) -> Any:
     rule = (
       f"{what} fails at {frame.filename}, line {frame.lineno} ({type(error).__name__}: {error})"
     )
-    raise refusal(_field(config), config.custom, rule, "correct it there, or the name") from error
+    fix = "correct it there, or the name"
+    if isinstance(error, ImportError):
+      fix = "install it; for a file of your own, set PYTHONPATH to its folder in every process"
+    raise refusal(_field(config), config.custom, rule, fix) from error
 
 
 def _refuse(config: Section, rule: str) -> NoReturn:

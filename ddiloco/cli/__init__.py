@@ -8,6 +8,7 @@ merged and saved.
 from __future__ import annotations
 
 import atexit
+import difflib
 import sys
 from collections.abc import Callable, Sequence
 
@@ -82,7 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return FINISHED
   command = COMMANDS.get(arguments[0])
   if command is None:
-    print(f"ddiloco: there is no command {arguments[0]!r}.\n\n{USAGE}", file=sys.stderr)
+    close = difflib.get_close_matches(arguments[0], COMMANDS, 1)
+    fix = f"did you mean {close[0]}?" if close else "use one of those above."
+    print(f"{USAGE}\n\nddiloco: there is no command {arguments[0]!r}. Fix: {fix}", file=sys.stderr)
     return BAD_USAGE
   try:
     with reader_may_leave():

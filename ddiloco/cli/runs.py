@@ -157,14 +157,14 @@ SUMMARY = Path("report", "summary.json")
 
 def generate(arguments: list[str]) -> int:
   """Lets the trained global model of a run continue a prompt."""
-  given = Flags(arguments, "workdir")
+  given = Flags(arguments, "workdir", "cpu")
   given.add("prompt", "", "Text to continue.")
   given.add("tokens", 200, "How many tokens.", least=1)
   given.add("temperature", 0.7, "0: greedy.", least=0.0)
   given.add("seed", 0, "Of the sampling.")
   given.parse(generate.__doc__)
   config = saved_config(given.workdir)
-  ready(config, cpu=False)
+  ready(config, cpu=given.cpu)
   from ddiloco.engines import session
 
   get = {name: getattr(given, name) for name in ("prompt", "tokens", "temperature", "seed")}
@@ -174,10 +174,10 @@ def generate(arguments: list[str]) -> int:
 
 def evaluate(arguments: list[str]) -> int:
   """Prints the held-out loss of the trained global model of a run, as one JSON line."""
-  given = Flags(arguments, "workdir")
+  given = Flags(arguments, "workdir", "cpu")
   given.parse(evaluate.__doc__)
   config = saved_config(given.workdir)
-  ready(config, cpu=False)
+  ready(config, cpu=given.cpu)
   from ddiloco.engines import session
 
   print(json.dumps({**session.measure(given.workdir, config), "workdir": str(given.workdir)}))
