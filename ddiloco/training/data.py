@@ -26,7 +26,7 @@ from grain import experimental as grain_experimental
 
 from ddiloco import custom
 from ddiloco.checks import refusal, require
-from ddiloco.config import Config, DataConfig
+from ddiloco.config import Config, ConfigError, DataConfig
 from ddiloco.models.model import Batch
 from ddiloco.training.devices import refuse_misfit
 from ddiloco.training.tokens import Tokenizer, load_tokenizer, read_parts
@@ -387,12 +387,10 @@ def _check_first(stream: Stream, config: Config, learner: int) -> None:
   )
   try:
     refuse_misfit(first, inputs, "the model")
-    same = all(jax.tree.leaves(jax.tree.map(np.array_equal, first, again)))
-    rule = "" if same else "batch 0 is another one when it is read again"
   except ValueError as error:
-    rule = str(error)
-  if rule:
-    fix = (
-      "a learner's batches are a function of its number and the position, as model.inputs() says"
-    )
-    raise refusal("data.custom", config.data.custom, f"{rule} ({learner=})", fix)
+    own = config.data.custom
+    raise ConfigError(f"data.custom = {own!r}: for learner {learner} {error}") from error
+  same = all(jax.tree.leaves(jax.tree.map(np.array_equal, first, again)))
+  rule = f"batch 0 is another one when it is read again ({learner=})"
+  fix = "give batches that are a function of the learner's number and the position alone"
+  require(same, "data.custom", config.data.custom, rule, fix)

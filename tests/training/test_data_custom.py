@@ -168,6 +168,7 @@ def test_what_does_not_fit_is_refused_when_it_is_opened(kind, rule):
     stream(kind)
   said = str(caught.value)
   assert said.startswith(f"data.custom = '{NAME}:data': ") and rule in said
+  assert said.count("Fix: ") == 1
 
 
 @pytest.mark.parametrize(
