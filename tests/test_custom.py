@@ -185,7 +185,7 @@ def test_without_a_name_the_model_is_the_transformer():
     ("number", r"has no function 'number'"),
     ("nosy", r"loss\(\) also reports \['wisdom'\]"),
     ("silent", r"loss\(\) gives loss = None, must give a float32 scalar"),
-    ("counting", r"shapes\(\) fails at .*are no nnx.Param"),
+    ("counting", r"shapes\(\) fails at .*are no nnx.Param.*\)\. Fix: normalise by LayerNorm"),
     ("bare", r"loss\(\) gives Shape.*, must give \(what is minimised, {\"loss\": what is rep"),
     ("unequal", r"loss\(\) fails at .*takes 2 positional arguments but 3 were given"),
     ("scored", r"evaluate\(\) gives ShapeDtypeStruct.*, must give {\"loss\": ...}"),
