@@ -65,9 +65,11 @@ def experiment(path: str, flag: str) -> ml_collections.ConfigDict:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
     line = f", line {frames[-1].lineno}" if frames else ""
     what = "has no get_config()" if error.args == ("get_config",) else str(error)
+    fix = "name a Python file whose get_config() returns a config, such as configs/quickstart.py"
+    if isinstance(error, ImportError):
+      fix = "install it; for a file of your own, set PYTHONPATH to its folder"
     raise ConfigError(
-      f"--{flag}={path}{line}: {type(error).__name__}: {what}."
-      " Fix: name a Python file whose get_config() returns a config, such as configs/quickstart.py."
+      f"--{flag}={path}{line}: {type(error).__name__}: {what}. Fix: {fix}."
     ) from error
   if not isinstance(values, ml_collections.ConfigDict):
     raise ConfigError(

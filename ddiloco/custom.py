@@ -17,7 +17,7 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
@@ -51,8 +51,13 @@ def load_model(config: ModelConfig) -> Model:
     return transformer.language_model(config)
   wanted = [name for name in vars(Model) if not name.startswith("_")]
   model = make(config, wanted, "ddiloco.models.model.Model")
-  shapes = _called(config, "shapes()", model.shapes)
-  axes = _called(config, "logical_axes()", model.logical_axes)
+  shapes = called(config, "shapes()", model.shapes)
+  axes = called(config, "logical_axes()", model.logical_axes)
+  for what, given in (("shapes()", shapes), ("logical_axes()", axes)):
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+      rule = f"{what} gives a {type(given).__name__}, must give a dict whose keys are names (str)"
+      _refuse(config, rule)
+  _require_arrays(config, "shapes()", shapes)
   for name, leaf in shapes.items():
     has_shape = f"parameter {name} has shape {tuple(leaf.shape)}"
     if str(leaf.dtype) != "float32":
@@ -85,26 +90,34 @@ def check(config: Config) -> None:
 def _check_model(config: Config) -> None:
   import jax
 
+  from ddiloco.models.model import PLAIN
+
   own, model, rows = config.model, load_model(config.model), 2
   shapes, length = model.shapes(), config.data.sequence_length
-  batch = _called(own, "inputs()", lambda: model.inputs(rows, length))
+  batch = called(own, "inputs()", lambda: model.inputs(rows, length))
+  _require_arrays(own, "inputs()", batch)
   for leaf in jax.tree.leaves(batch):
     if leaf.shape[:1] != (rows,):
       rule = f"inputs({rows}, ...) has an array of shape {leaf.shape}"
       _refuse(own, f"{rule}: its first axis must be the batch")
   key = jax.eval_shape(lambda: jax.random.key(0))
-  made = _called(own, "init()", lambda: jax.eval_shape(model.init, key))
+  made = called(own, "init()", lambda: jax.eval_shape(model.init, key))
   if (given := _kinds(made)) != (wanted := _kinds(shapes)):
     _refuse(own, f"init() gives {given}, must give what shapes() says: {wanted}")
 
-  def loss() -> dict[str, Any]:
-    total, metrics = jax.eval_shape(model.loss, shapes, batch)
-    return {"what is minimised": total, **metrics}
+  def loss(params: Any, batch: Any) -> Any:
+    return model.loss(params, batch, PLAIN)  # as a step calls it
 
-  reported = _called(own, "loss()", loss)
+  found = called(own, "loss()", lambda: jax.eval_shape(loss, shapes, batch))
+  if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):
+    rule = 'must give (what is minimised, {"loss": what is reported})'
+    _refuse(own, f"loss() gives {found}, {rule}")
+  reported = {"what is minimised": found[0], **found[1]}
   if odd := sorted(reported.keys() - {"what is minimised", "loss", "load_balance"}):
     _refuse(own, f"loss() also reports {odd}; evaluate() is the place")
-  measured = _called(own, "evaluate()", lambda: dict(jax.eval_shape(model.evaluate, shapes, batch)))
+  measured = called(own, "evaluate()", lambda: jax.eval_shape(model.evaluate, shapes, batch))
+  if not isinstance(measured, Mapping):
+    _refuse(own, f'evaluate() gives {measured}, must give {{"loss": ...}}')
   for where, found in (("loss()", reported), ("evaluate()", measured)):
     for name, value in {"loss": None, **found}.items():
       if value is None or value.shape or str(value.dtype) != "float32":
@@ -121,7 +134,7 @@ def _check_optimizer(config: Config) -> None:
     state = jax.eval_shape(transform.init, shapes)
     return state, *jax.eval_shape(transform.update, shapes, state, shapes)
 
-  before, updates, after = _called(own, "init() or update()", update)
+  before, updates, after = called(own, "init() or update()", update)
   if (was := _state_kinds(before)) != (becomes := _state_kinds(after)):
     _refuse(own, f"update() makes the state {becomes}, must leave it what init() makes: {was}")
   if keys := [name for name, kind in was.items() if kind.startswith("key<")]:
@@ -129,6 +142,14 @@ def _check_optimizer(config: Config) -> None:
     _refuse(own, f"{rule}: it must have their jax.random.key_data() instead")
   if (given := _kinds(updates)) != (wanted := _kinds(shapes)):
     _refuse(own, f"update() gives {given}, must give an update of every parameter: {wanted}")
+
+
+def _require_arrays(config: Section, what: str, tree: Any) -> None:
+  import jax
+
+  for leaf in jax.tree.leaves(tree):
+    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+      _refuse(config, f"{what} has {leaf!r} where a jax.ShapeDtypeStruct must be")
 
 
 def _kinds(arrays: Any) -> dict[str, str]:
@@ -172,13 +193,13 @@ def make(config: Section, methods: Iterable[str], protocol: str) -> Any:
       of the methods that every object of the protocol has.
   """
   where, _, name = config.custom.rpartition(":")
-  module = _called(config, where, lambda: _import(config))
+  module = called(config, where, lambda: _import(config))
   factory = getattr(module, name, None)
   if not callable(factory):
     known = [each for each in vars(module) if callable(getattr(module, each)) and each[0] != "_"]
     fix = f"name one of its functions ({', '.join(known) or 'there are none'})"
     raise refusal(_field(config), config.custom, f"{where} has no function {name!r}", fix)
-  made = _called(config, f"{name}()", lambda: factory(config))
+  made = called(config, f"{name}()", lambda: factory(config))
   if missing := [name for name in methods if not callable(getattr(made, name, None))]:
     what = f"it made a {type(made).__name__}, which has no {', '.join(missing)}"
     _refuse(config, f"{what}; every {protocol} has")
@@ -219,7 +240,7 @@ def _source(config: Section) -> Path | None:
   """The source file of the named function; None for a module without a file."""
   where = config.custom.rpartition(":")[0]
   if not where.endswith(".py"):
-    found = _called(config, where, lambda: importlib.util.find_spec(where))
+    found = called(config, where, lambda: importlib.util.find_spec(where))
     return Path(found.origin) if found and found.origin and found.has_location else None
   path = Path(os.path.abspath(where))
   if not path.is_file():
@@ -266,8 +287,14 @@ def _refuse_changed(config: Section) -> None:
     raise refusal(_field(config), config.custom, rule, fix)
 
 
-def _called(config: Section, what: str, call: Callable[[], Any]) -> Any:
-  """Returns `call()`; any exception of the user's code becomes a ConfigError."""
+def called(config: Section, what: str, call: Callable[[], Any]) -> Any:
+  """Returns `call()`; any exception of the user's code becomes a ConfigError.
+
+  Args:
+    config: the section that names the user's code.
+    what: is called, for the error.
+    call: calls it.
+  """
   try:
     return call()
   except ConfigError:
@@ -277,10 +304,12 @@ def _called(config: Section, what: str, call: Callable[[], Any]) -> Any:
     home = getattr(sys.modules.get(where), "__file__", None) or os.path.abspath(where)
     frames = traceback.extract_tb(error.__traceback__)
     frame = ([each for each in frames if each.filename == home] or frames)[-1]
-    rule = (
-      f"{what} fails at {frame.filename}, line {frame.lineno} ({type(error).__name__}: {error})"
-    )
-    raise refusal(_field(config), config.custom, rule, "correct it there, or the name") from error
+    said, _, fix = str(error).partition(" Fix: ")  # errors of `NnxModel` bring their fix
+    rule = f"{what} fails at {frame.filename}, line {frame.lineno} ({type(error).__name__}: {said})"
+    if isinstance(error, ImportError):
+      fix = "install it; for a file of your own, set PYTHONPATH to its folder in every process"
+    fix = fix.rstrip(".") or "correct it there, or the name"
+    raise refusal(_field(config), config.custom, rule, fix) from error
 
 
 def _refuse(config: Section, rule: str) -> NoReturn:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import sys
+from collections.abc import Iterator
 from typing import NoReturn
 
 # Exit statuses of commands, runs and roles.
@@ -30,6 +32,23 @@ def end_now(status: int) -> NoReturn:
   os._exit(status)
 
 
+@contextlib.contextmanager
+def reader_may_leave() -> Iterator[None]:
+  """A block that prints ends early, without an error, when its reader has enough (head, less)."""
+  try:
+    try:
+      yield
+    finally:
+      print(end="", flush=True)  # does nothing where there is no standard output
+  except BrokenPipeError:
+    output = sys.stdout.fileno()
+    poll = select.poll()
+    poll.register(output, 0)
+    if not poll.poll(0):  # its reader is there: another pipe broke
+      raise
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output)  # for Python's own last flush
+
+
 # Variables that make JAX or libtpu wait for processes or slices outside the island.
 _JOINS = (
   *("MEGASCALE_", "JAX_COORDINATOR_", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_LOCAL_DEVICE_"),
@@ -46,9 +65,13 @@ def before_import() -> None:
   NPROC sizes XLA's CPU thread pool. Two meshes of fake CPU devices driven from two threads wait for
   each other inside that pool: with fewer threads than participants a collective never assembles
   and XLA aborts the process ("Termination timeout ... rendezvous").
+
+  CRC32C_SW_MODE is set by tensorboardX when it is imported, in the middle of a run. A new variable
+  moves the C library's table of variables, and XLA threads that read it crash: so it is set now.
   """
   os.environ.setdefault("NPROC", "32")
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+  os.environ.setdefault("CRC32C_SW_MODE", "auto")
   for name in [each for each in os.environ if each.startswith(_JOINS)]:
     del os.environ[name]
 

@@ -22,6 +22,7 @@ from typing import Any
 import common
 
 import ddiloco
+from ddiloco import environment
 
 ROOT = Path(ddiloco.__file__).parent
 MOST_FILES, MOST_LINES = 16, 3500
@@ -199,4 +200,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  with environment.reader_may_leave():
+    sys.exit(main())

@@ -22,6 +22,7 @@ from pathlib import Path
 import common
 
 import ddiloco
+from ddiloco import environment
 
 ROOT = Path(ddiloco.__file__).parent
 _NO_CODE = (
@@ -167,4 +168,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  main()
+  with environment.reader_may_leave():
+    main()

@@ -106,6 +106,36 @@ def bare(config):
   made.loss = lambda params, batch, execution=None: jnp.zeros(())
   return made
 
+def unequal(config):
+  made = Line(3)
+  made.loss = lambda params, batch: Line.loss(made, params, batch)
+  return made
+
+def scored(config):
+  made = Line(3)
+  made.evaluate = lambda params, batch: made.loss(params, batch)[0]
+  return made
+
+def tuples(config):
+  made = Line(3)
+  made.inputs = lambda batch_size, length: {"x": (batch_size, 3), "y": (batch_size, 1)}
+  return made
+
+def sized(config):
+  made = Line(3)
+  made.shapes = lambda: {"kernel": (3, 1), "bias": (1,)}
+  return made
+
+def listed(config):
+  made = Line(3)
+  made.shapes = lambda: [jax.ShapeDtypeStruct((3, 1), jnp.float32)]
+  return made
+
+def numbered(config):
+  made = Line(3)
+  made.logical_axes = lambda: {0: (None,), 1: (None, None)}
+  return made
+
 def mismatched(config):
   made = Line(3)
   made.evaluate = lambda params, batch: {"loss": jnp.sum(batch["x"] @ batch["y"])}
@@ -155,8 +185,14 @@ def test_without_a_name_the_model_is_the_transformer():
     ("number", r"has no function 'number'"),
     ("nosy", r"loss\(\) also reports \['wisdom'\]"),
     ("silent", r"loss\(\) gives loss = None, must give a float32 scalar"),
-    ("counting", r"shapes\(\) fails at .*are no nnx.Param"),
-    ("bare", r"loss\(\) fails at .*TypeError: cannot unpack"),
+    ("counting", r"shapes\(\) fails at .*are no nnx.Param.*\)\. Fix: normalise by LayerNorm"),
+    ("bare", r"loss\(\) gives Shape.*, must give \(what is minimised, {\"loss\": what is rep"),
+    ("unequal", r"loss\(\) fails at .*takes 2 positional arguments but 3 were given"),
+    ("scored", r"evaluate\(\) gives ShapeDtypeStruct.*, must give {\"loss\": ...}"),
+    ("tuples", r"inputs\(\) has 2 where a jax.ShapeDtypeStruct must be"),
+    ("sized", r"shapes\(\) has 1 where a jax.ShapeDtypeStruct must be"),
+    ("listed", r"shapes\(\) gives a list, must give a dict whose keys are names"),
+    ("numbered", r"logical_axes\(\) gives a dict, must give a dict whose keys are names"),
     ("mismatched", r"evaluate\(\) fails at .*mine.py, line \d+ \(TypeError: dot_general"),
     ("empty", r"parameter kernel has shape \(0, 1\): it must have values"),
     ("wide", r"its first axis must be the batch"),

@@ -1,11 +1,21 @@
-"""What other launchers leave in the environment joins no island to what is not its own."""
+"""What other launchers leave in the environment joins no island to what is not its own.
+
+And the environment stays as it is while XLA threads read it.
+"""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
 
 from ddiloco import environment
 from tests.training.test_hosts import POISON
+
+ROOT = Path(__file__).parent.parent
 
 
 def test_what_would_join_slices_or_processes_is_taken_away(monkeypatch):
@@ -15,3 +25,61 @@ def test_what_would_join_slices_or_processes_is_taken_away(monkeypatch):
   environment.before_import()
   assert not POISON.keys() & os.environ.keys()
   assert os.environ["JAX_PLATFORMS"] == "cpu"
+
+
+IMPORTS_LATE = """
+import sys
+from ddiloco import environment
+
+environment.prepare(num_cpu_devices=1, cpu_only=True)
+import jax
+
+jax.devices()
+
+
+def changed(event, arguments):
+  if event in ("os.putenv", "os.unsetenv"):
+    raise AssertionError(f"{event}{arguments}")
+
+
+sys.addaudithook(changed)
+import matplotlib, numba, orbax.checkpoint, safetensors.numpy
+from tensorboardX.event_file_writer import EventsWriter
+"""
+
+
+def test_no_library_that_a_run_imports_late_sets_a_variable(tmp_path):
+  without = {k: v for k, v in environment.bare().items() if k != "CRC32C_SW_MODE"}
+  done = subprocess.run(
+    [sys.executable, "-c", IMPORTS_LATE],
+    env=without | {"MPLCONFIGDIR": str(tmp_path)},
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+  "arguments",
+  [
+    ["-m", "ddiloco", "simulate", "--chips=1000", "--learners=2"],
+    ["-m", "ddiloco", "plan", "--config=configs/tutorial.py", "--gbps=1", "--step_seconds=1"],
+    ["scripts/journey.py"],
+  ],
+)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_of_what_is_printed_may_leave(arguments, unbuffered):
+  reader, output = os.pipe()
+  os.close(reader)
+  try:
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=variables, stdout=output, stderr=subprocess.PIPE)
+  finally:
+    os.close(output)
+  assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_another_broken_pipe_is_an_error(capfd):
+  with pytest.raises(BrokenPipeError), environment.reader_may_leave():
+    raise BrokenPipeError(32, "Broken pipe")

@@ -8,6 +8,7 @@ merged and saved.
 from __future__ import annotations
 
 import atexit
+import difflib
 import sys
 from collections.abc import Callable, Sequence
 
@@ -19,7 +20,7 @@ from ddiloco.cli.arguments import Helped, go_on_unheard
 from ddiloco.cli.launch import launch
 from ddiloco.cli.simulations import compile_islands, plan, simulate
 from ddiloco.config import ConfigError
-from ddiloco.environment import BAD_USAGE, FINISHED, INTERRUPTED, end_now
+from ddiloco.environment import BAD_USAGE, FINISHED, INTERRUPTED, end_now, reader_may_leave
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
   "train": runs.train,
@@ -82,10 +83,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return FINISHED
   command = COMMANDS.get(arguments[0])
   if command is None:
-    print(f"ddiloco: there is no command {arguments[0]!r}.\n\n{USAGE}", file=sys.stderr)
+    close = difflib.get_close_matches(arguments[0], COMMANDS, 1)
+    fix = f"did you mean {close[0]}?" if close else "use one of those above."
+    print(f"{USAGE}\n\nddiloco: there is no command {arguments[0]!r}. Fix: {fix}", file=sys.stderr)
     return BAD_USAGE
   try:
-    return command(arguments)
+    with reader_may_leave():
+      return command(arguments)
+    return FINISHED  # its reader left
   except Helped:
     return FINISHED
   except (ConfigError, flags.Error) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import os
 import sys
@@ -122,8 +123,13 @@ class Flags:
       rest = self._values(self._arguments)
     except (AttributeError, KeyError, TypeError, ValueError, OSError) as error:
       raise ConfigError(f"{error}. Fix: see `ddiloco {command} --help` and the file.") from error
+    except flags.UnrecognizedFlagError as error:
+      close = difflib.get_close_matches(error.flagname, list(self._values), 1)
+      fix = f"did you mean --{close[0]}?" if close else f"see `ddiloco {command} --help`."
+      raise ConfigError(f"--{error.flagname}: is no flag of this command. Fix: {fix}") from error
     except flags.IllegalFlagValueError as error:
-      raise ConfigError(f"{error}. Fix: see `ddiloco {command} --help`.") from error
+      where = "ddiloco/config/schema.py" if "--config." in str(error) else "--help"
+      raise ConfigError(f"{error}. Fix: give a value of its type; {where} has it.") from error
     for name in self._values:
       value = self._values[name].value
       own = not name.startswith("config.")  # those are checked with the config

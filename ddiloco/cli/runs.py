@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import signal
-import sys
 import threading
 from pathlib import Path
 
@@ -160,14 +158,14 @@ def profile(arguments: list[str]) -> int:
 
 def generate(arguments: list[str]) -> int:
   """Lets the trained global model of a run continue a prompt."""
-  given = Flags(arguments, "workdir")
+  given = Flags(arguments, "workdir", "cpu")
   given.add("prompt", "", "Text to continue.")
   given.add("tokens", 200, "How many tokens.", least=1)
   given.add("temperature", 0.7, "0: greedy.", least=0.0)
   given.add("seed", 0, "Of the sampling.")
   given.parse(generate.__doc__)
   config = saved_config(given.workdir)
-  ready(config, cpu=False)
+  ready(config, cpu=given.cpu)
   from ddiloco.engines import session
 
   get = {name: getattr(given, name) for name in ("prompt", "tokens", "temperature", "seed")}
@@ -177,10 +175,10 @@ def generate(arguments: list[str]) -> int:
 
 def evaluate(arguments: list[str]) -> int:
   """Prints the held-out loss of the trained global model of a run, as one JSON line."""
-  given = Flags(arguments, "workdir")
+  given = Flags(arguments, "workdir", "cpu")
   given.parse(evaluate.__doc__)
   config = saved_config(given.workdir)
-  ready(config, cpu=False)
+  ready(config, cpu=given.cpu)
   from ddiloco.engines import session
 
   print(json.dumps({**session.measure(given.workdir, config), "workdir": str(given.workdir)}))
@@ -294,14 +292,8 @@ def trace(arguments: list[str]) -> int:
   given.add("role", "", "Print only this role's lines, e.g. learner-2.")
   given.parse(trace.__doc__)
   found = text.open_trace(given.workdir)
-  try:
-    text.print_trace(found, given.role)
-    status = FINISHED if text.print_invariants(found) else LOST
-    sys.stdout.flush()
-    return status
-  except BrokenPipeError:  # piped into head or less, which closed the pipe
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return FINISHED
+  text.print_trace(found, given.role)
+  return FINISHED if text.print_invariants(found) else LOST
 
 
 def replay(arguments: list[str]) -> int:

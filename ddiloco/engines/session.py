@@ -35,7 +35,7 @@ from ddiloco.training.evaluate import (
   HeldoutLoss,
   generate,
   makes_text,
-  refuse_unmeasured,
+  read_heldout,
   refuse_without_text,
 )
 from ddiloco.training.tokens import load_tokenizer
@@ -387,9 +387,8 @@ def evaluator(config: Config, corpus: data.Source) -> HeldoutLoss:
       " Fix: lower it, or 0: one device of the CPU."
     )
   fit = len(devices) * EVALUATION_LOGITS // (config.data.sequence_length * config.model.vocab_size)
-  batches = list(corpus.heldout_batches(max(len(devices), min(EVALUATION_BATCH, fit))))
-  if config.data.custom:
-    refuse_unmeasured(config, batches)
+  batch_size = max(len(devices), min(EVALUATION_BATCH, fit))
+  batches = read_heldout(config, corpus, batch_size)
   return HeldoutLoss(config.model, batches, devices)
 
 

@@ -26,7 +26,7 @@ from grain import experimental as grain_experimental
 
 from ddiloco import custom
 from ddiloco.checks import refusal, require
-from ddiloco.config import Config, DataConfig
+from ddiloco.config import Config, ConfigError, DataConfig
 from ddiloco.models.model import Batch
 from ddiloco.training.devices import refuse_misfit
 from ddiloco.training.tokens import Tokenizer, load_tokenizer, read_parts, text_bytes_here
@@ -323,8 +323,12 @@ class Stream:
   """
 
   def __init__(self, source: Source, config: Config, learner: int):
-    batches = source.batches(config, learner)
-    self._open = lambda: _own_batches(batches, config) if config.data.custom else batches
+    if config.data.custom:
+      own = custom.called(config.data, "batches()", lambda: source.batches(config, learner))
+      self._open = lambda: _own_batches(own, config)
+    else:
+      batches = source.batches(config, learner)
+      self._open = lambda: batches
     self._batches = self._open()
     if config.data.custom:
       _check_first(self, config, learner)
@@ -405,16 +409,16 @@ def _check_first(stream: Stream, config: Config, learner: int) -> None:
   """Refuses batches that the model does not take, or that are no function of the position."""
   batch_size = config.islands.island(learner).batch_size
   inputs = custom.load_model(config.model).inputs(batch_size, config.data.sequence_length)
-  first, again = stream.batch(0), stream.batch(0)
+  first, again = (
+    custom.called(config.data, "reading batch 0", lambda: stream.batch(0)) for _ in range(2)
+  )
   try:
     refuse_misfit(first, inputs, "the model")
-    equal = functools.partial(np.array_equal, equal_nan=True)
-    same = all(jax.tree.leaves(jax.tree.map(equal, first, again)))
-    rule = "" if same else "batch 0 is another one when it is read again"
   except ValueError as error:
-    rule = str(error)
-  if rule:
-    fix = (
-      "a learner's batches are a function of its number and the position, as model.inputs() says"
-    )
-    raise refusal("data.custom", config.data.custom, f"{rule} ({learner=})", fix)
+    own = config.data.custom
+    raise ConfigError(f"data.custom = {own!r}: for learner {learner} {error}") from error
+  equal = functools.partial(np.array_equal, equal_nan=True)
+  same = all(jax.tree.leaves(jax.tree.map(equal, first, again)))
+  rule = f"batch 0 is another one when it is read again ({learner=})"
+  fix = "give batches that are a function of the learner's number and the position alone"
+  require(same, "data.custom", config.data.custom, rule, fix)

@@ -245,7 +245,8 @@ def refuse_misfit(batch: Batch, inputs: Batch, taker: str) -> None:
   found, taken = ([_kind(leaf) for leaf in jax.tree.leaves(each)] for each in (batch, inputs))
   if found != taken or jax.tree.structure(batch) != jax.tree.structure(inputs):
     has, takes = (jax.tree.map(lambda x: "{} {}".format(*_kind(x)), t) for t in (batch, inputs))
-    raise ValueError(f"the batch has {has}, {taker} takes {takes}")
+    fix = "give every batch the arrays of the model's inputs()"
+    raise ValueError(f"the batch has {has}, {taker} takes {takes}. Fix: {fix}.")
 
 
 def _kind(leaf: Any) -> tuple[str, tuple[int, ...]]:

@@ -15,7 +15,7 @@ from ddiloco import custom
 from ddiloco.checks import refusal, require
 from ddiloco.config import Config, IslandConfig, ModelConfig
 from ddiloco.models.model import Batch
-from ddiloco.training.data import check_token_ids
+from ddiloco.training.data import Source, check_token_ids
 from ddiloco.training.devices import make_mesh, param_sharding
 from ddiloco.training.tokens import Tokenizer
 
@@ -81,17 +81,22 @@ class HeldoutLoss:
     return self.measure(params)["loss"]
 
 
-def refuse_unmeasured(config: Config, batches: Sequence[Batch]) -> None:
-  """Refuses held-out batches of the user's own with which the model cannot be measured.
+def read_heldout(config: Config, source: Source, batch_size: int) -> list[Batch]:
+  """All held-out batches; the user's own are refused if the model cannot be measured with them.
 
   Raises:
     ConfigError: says what fails; else every evaluation of the run would.
   """
+  if not config.data.custom:
+    return list(source.heldout_batches(batch_size))
+  batches = custom.called(
+    config.data, "heldout_batches()", lambda: list(source.heldout_batches(batch_size))
+  )
   model, rule = custom.load_model(config.model), "heldout_batches() gives none"
   try:
     if batches:
       jax.eval_shape(model.evaluate, model.shapes(), batches[0])
-      return
+      return batches
   except Exception as error:  # of the user's model and data
     said = f"{type(error).__name__}: {error}"
     rule = f"the model's evaluate() fails with what heldout_batches() gives ({said})"

@@ -48,6 +48,8 @@ class Numbers:
     self.kind = kind
 
   def batches(self, config, learner):
+    if self.kind == "no folder":
+      raise FileNotFoundError("wine/")
     numbers = grain.MapDataset.range(50).map(lambda i: rows(learner, i))
     if self.kind == "map":
       return numbers.repeat(2)
@@ -62,6 +64,8 @@ class Numbers:
     return types.SimpleNamespace(**ODD) if self.kind == "odd" else Indexed(self.kind, learner)
 
   def heldout_batches(self, batch_size):
+    if self.kind == "no part":
+      raise KeyError("test")
     held = [{"y": rows(9, 0)["x"]}] if self.kind == "unlike" else [rows(9, 0)]
     return iter(held if self.kind != "none" else [])
 
@@ -73,6 +77,8 @@ class Indexed:
 
   def __getitem__(self, position):
     self.reads += 1
+    if self.kind == "no file":
+      raise FileNotFoundError("wine/0")
     if self.kind == "filled":
       self.own[:] = rows(self.learner, position)["x"]
       return {"x": self.own}
@@ -189,6 +195,8 @@ def test_learners_read_their_own():
   [
     ("odd", "batches() gives a SimpleNamespace, which has no batches by position"),
     ("named", "the batch has {'wide': 'float32 (2, 1)'}, the model takes {'x': 'float32 (2, 1)'}"),
+    ("no folder", f"batches() fails at {__file__}, line "),
+    ("no file", f"reading batch 0 fails at {__file__}, line "),
     ("moving", "batch 0 is another one when it is read again (learner=1)"),
   ],
 )
@@ -197,12 +205,14 @@ def test_what_does_not_fit_is_refused_when_it_is_opened(kind, rule):
     stream(kind)
   said = str(caught.value)
   assert said.startswith(f"data.custom = '{NAME}:data': ") and rule in said
+  assert said.count("Fix: ") == 1
 
 
 @pytest.mark.parametrize(
   ("kind", "rule"),
   [
     ("none", "heldout_batches() gives none"),
+    ("no part", f"heldout_batches() fails at {__file__}, line "),
     ("unlike", "evaluate() fails with what heldout_batches() gives (KeyError: 'x')"),
   ],
 )
