@@ -101,7 +101,9 @@ def _take_in(state: SyncerState, event: Received) -> SyncerOutcome:
   message, now = event.message, event.now
   if not isinstance(message, messages.ToShard):
     return state, [ignored(message, "not for shards")]
-  if fault := _fault_of(state, message):
+  # A push that has been measured was judged when it arrived, and its round waits for it.
+  measured = event.read and isinstance(message, messages.Push)
+  if not measured and (fault := _fault_of(state, message)):
     return state, [ignored(message, fault)]
   number = getattr(message, "snapshot", 0)
   if isinstance(message, Report):
