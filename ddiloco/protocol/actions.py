@@ -78,7 +78,7 @@ class Taken(Frozen):
 
   fragment: int
   now: float
-  content: Any = None  # opaque, for `ApplyMoments`
+  content: Any = None  # opaque, for `ApplyMoments`; None: they could not be read
 
 
 class Resumed(Frozen):

@@ -143,6 +143,7 @@ class LearnerState(_State, Frozen):
   pushes_made: int = 0  # in this incarnation
   donor_seconds: float = 0.0  # how long it waits for a peer's moments when it joins
   wants: tuple[int, ...] = ()  # fragments whose moments it still waits for
+  staging: tuple[int, ...] = ()  # of these, fragments whose moments are here and being staged
   wants_until: float = 0.0
   ask_at: float = 0.0
   joined_global_step: int = 0  # the global step when it joined
@@ -428,6 +429,11 @@ class SyncerState(_State, Frozen):
         pending = less(f.round.pending, learner)
         state = state.with_round(i, replace(f.round, pending=pending))
     return state
+
+  def forget(self, learner: int) -> SyncerState:
+    """This life of the learner is over: no round waits for it, and it waits for no moments."""
+    asking = {m: fragments for m, fragments in self.asking.items() if m != learner}
+    return replace(self.forget_pending(learner), asking=asking)
 
   # --- publishes
 

@@ -126,12 +126,12 @@ def _take_in(state: SyncerState, event: Received) -> SyncerOutcome:
     case messages.RequestMoments() | messages.Moments() if message.learner not in state.members:
       todo = [ignored(message, "an unknown learner")]
     case messages.RequestMoments():
-      state, todo = moments.on_ask(state, message, now)
+      state, todo = moments.on_ask(state, message, now, event.unsent)
     case messages.Moments():
       state, todo = moments.on_moments(state, message, now)
     case messages.Goodbye() if message.learner in state.members:
       others = {m: each for m, each in state.members.items() if m != message.learner}
-      state = replace(state.forget_pending(message.learner), members=others)
+      state = replace(state.forget(message.learner), members=others)
       todo = [events.Member(learner=message.learner, state="left", reason="said goodbye")]
   return state, [*captured, *todo]
 
@@ -211,7 +211,7 @@ def _on_hello(state: SyncerState, hello: Hello, event: Received) -> SyncerOutcom
   todo: list[SyncerAction] = []
   now, member = event.now, state.members.get(hello.learner)
   if member is None or hello.incarnation > member.incarnation:
-    state = state.forget_pending(hello.learner)
+    state = state.forget(hello.learner)
     member = _new_member(state, hello.learner, hello.incarnation, now)
     if len(hello.rounds) == len(state.fragments):
       has = tuple(
@@ -268,7 +268,7 @@ def _on_report(state: SyncerState, report: Report, event: Received) -> SyncerOut
   versions = _compared(state, report.rounds, report.versions)
   if member is None or report.incarnation > member.incarnation:
     # This shard restarted, or the hello was lost: the report has all that the hello would say.
-    state = state.forget_pending(report.learner)
+    state = state.forget(report.learner)
     member = _new_member(state, report.learner, report.incarnation, now)
     member = replace(member, versions=versions, sent=versions)
     todo.append(_joined(report.learner, "reported"))
