@@ -17,14 +17,15 @@ def _value_due_at(state: SyncerState, f: FragmentState) -> float:
   """When a fragment stops waiting for newer values that learners were asked for; -inf: no value.
 
   Only the first request to each learner counts: a learner that has no such value does not hold the
-  fragment up forever.
+  fragment up forever. If it does not answer, another one that has the value is asked after
+  `liveness_seconds`: the fragment waits twice as long.
   """
   asked = [
     each.asked_at
     for (p, _), each in state.recalls.items()
     if p == f.index and each.times == 1 and f.last_round < each.round < state.born
   ]
-  patience = max(state.sync.liveness_seconds, 3 * state.delivery_seconds)
+  patience = max(2 * state.sync.liveness_seconds, 3 * state.delivery_seconds)
   return max(asked, default=-math.inf) + patience
 
 

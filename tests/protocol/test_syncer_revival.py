@@ -22,7 +22,7 @@ from ddiloco.protocol.actions import (
   TakeSnapshot,
   Tick,
 )
-from ddiloco.protocol.messages import MADE, NOTHING, Publish, Report, RequestValue, Value
+from ddiloco.protocol.messages import MADE, NOTHING, Publish, Pull, Report, RequestValue, Value
 from ddiloco.protocol.states import FragmentState
 from tests import says
 from tests.protocol.storms import calm
@@ -316,6 +316,21 @@ def test_a_value_that_cannot_be_is_not_adopted(lie):
   assert InstallValue(0, 7) in shard.feed(VALUE)
 
 
+def test_a_value_is_not_lost_with_the_learner_that_is_asked_for_it_first():
+  """Another one that has it is asked next, and no round begins before that one could answer."""
+  shard = Script(ALONE, incarnation=1)
+  newest = [says.report(m, 0, 9, 0.1, (3, 0), (2, 2), rounds=(7, -1)) for m in (0, 1)]
+  due = report(2, (0, 0), (2, 0))
+  [request] = shard.feed(newest[0])
+  assert (request.to, shard.feed(newest[1], 0.1)) == (0, [])
+  shard.feed(due, 0.2)
+  assert not any(isinstance(a.message, Pull) for a in shard.feed(due, 1.1)), "0 has died"
+  [request] = shard.feed(newest[1], 1.3)
+  assert request == Send(1, RequestValue(0, 1, 0, 0))
+  shard.feed(due, 2.1)
+  assert InstallValue(0, 7) in shard.feed(dataclasses.replace(VALUE, learner=1), 3.0)
+
+
 def test_a_value_is_read_once_in_each_of_its_learners_lives():
   shard, values = Script(ALONE, incarnation=1), []
   for life, now in ((0, 0.0), (1, 9.0)):
@@ -335,10 +350,10 @@ def test_a_value_is_not_adopted_in_place_of_what_was_made_since():
   shard.feed(says.report(0, 0, 9, 0.1, (3, 0), (2, 2), rounds=(7, -1)))
   shard.feed(report(1, (0, 0), (2, 0)))
   assert not shard.state.fragments[0].round, "it waits a while for the value it has asked for"
-  shard.feed(report(1, (0, 0), (2, 0)), 0.9)
+  shard.feed(report(1, (0, 0), (2, 0)), 1.9)
   [pull] = shard.feed(Tick(syncer.next_wake(shard.state)))
   assert pull.message.round == 1 << 24
-  shard.feed(push(1, 1 << 24), 1.0, norm=1.0)
+  shard.feed(push(1, 1 << 24), 2.1, norm=1.0)
   assert shard.state.fragments[0].last_round == 1 << 24
   assert shard.feed(VALUE) == [] and shard.state.fragments[0].version == 1
 
