@@ -94,6 +94,8 @@ def test_a_new_shard_waits_for_all_planned_learners_and_no_longer():
     ((ready[0], ready[1]), True),
     ((ready[0], ready[2]), False),
     ((ready[0], has), False),  # it is asked for its value first
+    ((hello(1, 1, (7, -1)), ready[0], ready[0]), False),  # and so is one that was restored
+    ((hello(1, 1, (FUTURE, -1)), ready[0], ready[0]), True),  # no such round was made
   ):
     state = new
     for each in reports:
@@ -335,14 +337,12 @@ def test_a_value_is_read_once_in_each_of_its_learners_lives():
   shard, values = Script(ALONE, incarnation=1), []
   for life, now in ((0, 0.0), (1, 9.0)):
     value = dataclasses.replace(VALUE, incarnation=life)
-    newer = says.report(0, life, 9, 0.1, (3, 0), (2, 2), rounds=(7, -1))
-    shard.feed(hello(0, life, (7, -1)), now)
-    assert Send(0, RequestValue(0, 1, life, 0)) in shard.feed(newer, now)
+    assert Send(0, RequestValue(0, 1, life, 0)) in shard.feed(hello(0, life, (7, -1)), now)
     assert shard.feed(value, now, read=False) == [Read(value, now)]
     assert shard.feed(value, now, read=False) == [], "a duplicate"
     values.append(value)
-  assert shard.feed(values[0], 9.1, content="it") == [], "of the dead"
-  assert InstallValue(0, 7, "it") in shard.feed(values[1], 9.1, content="it")
+  first, second = (shard.feed(value, 9.1, content="it") for value in values)
+  assert InstallValue(0, 7, "it") in first and second == [], "both lives had the same value"
 
 
 def test_a_value_is_not_adopted_in_place_of_what_was_made_since():
