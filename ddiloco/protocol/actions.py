@@ -48,7 +48,7 @@ class Received(Frozen):
   # By learner, inner products with the pushes accepted before in this round, and with itself.
   products: Mapping[int, float] = dataclasses.field(default_factory=dict)
   content: Any = None  # the payload decoded, opaque: the action that keeps it carries it
-  unsent: bool = False  # earlier messages to this learner are still queued here
+  unsent: bool = False  # earlier messages to this learner are, or may be, still queued here
 
 
 class StepDone(Frozen):
