@@ -9,13 +9,24 @@ from __future__ import annotations
 import dataclasses
 
 from ddiloco.protocol import events, messages, syncer
-from ddiloco.protocol.actions import Received, Saved, SyncerAction, Tick
+from ddiloco.protocol.actions import Read, Received, Saved, SyncerAction, Tick
 from ddiloco.protocol.states import SyncerState
+
+
+def take_in(state: SyncerState, event) -> tuple[SyncerState, list[SyncerAction]]:
+  """One event at a shard; a push with what was measured of it arrives first."""
+  if isinstance(event, Received) and isinstance(event.message, messages.Push) and event.read:
+    state, actions = syncer.syncer_on(state, dataclasses.replace(event, read=False))
+    if not any(isinstance(action, Read) for action in actions):
+      return state, actions
+    state, more = syncer.syncer_on(state, event)
+    return state, [*(a for a in actions if not isinstance(a, Read)), *more]
+  return syncer.syncer_on(state, event)
 
 
 def shard_on(state: SyncerState, event) -> tuple[SyncerState, list[SyncerAction]]:
   """A shard that takes in one message and then decides, as it does when no more has arrived."""
-  state, actions = syncer.syncer_on(state, event)
+  state, actions = take_in(state, event)
   if not isinstance(event, Received | Saved):
     return state, actions
   state, decided = syncer.syncer_on(state, Tick(event.now))

@@ -285,6 +285,11 @@ class Replication:
     else:
       do()
 
+  @property
+  def holding(self) -> bool:
+    """Whether any action waits for the buddy."""
+    return bool(self._held)
+
   def _waits_for(self, fragment: int, version: int) -> bool:
     newest = self._newest.get(fragment)
     return fragment in self._sent_at and newest is not None and version >= newest.state.version
@@ -382,7 +387,10 @@ def recover(
       case Replica(owner=owner) if owner == shard and message.shard == buddy:
         copy = unpack(message, copies.plan)
         if copy is not None:
-          found[message.fragment] = committed_of(copy)
+          before = found.get(message.fragment)
+          # An answer to an earlier incarnation may come late: the copy of the later round counts.
+          if before is None or copy.said.last_round >= before.state.last_round:
+            found[message.fragment] = committed_of(copy)
           came[message.fragment] += 1
           # If a copy was lost, all copies come a second time. A third time is no progress.
           if came[message.fragment] <= 2:

@@ -193,10 +193,13 @@ class OuterConfig:
   final_share: float = 0.05  # of the rate, at the end of the run
 
   def __post_init__(self):
-    positive("outer", self, "learning_rate")
     share("outer", self, "momentum", "decay_share")
     rule = "must lie in (0, 1]: a shard follows the momentum by its steps: there must be steps"
     must("outer", self, "final_share", 0 < self.final_share <= 1, rule, "use 0.05")
+    # Within these bounds no outer step overflows (docs/design.md, "Rejected updates").
+    bounded = self.learning_rate <= 1e3 and self.learning_rate * self.final_share >= 1e-12
+    rule = "must be at most 1000, and at least 1e-12 when it has fallen to outer.final_share"
+    must("outer", self, "learning_rate", bounded, rule, "use 0.5")
 
 
 # --- Where it is trained: the islands' devices, meshes and batches

@@ -145,7 +145,8 @@ def init(size: int, config: OuterConfig) -> np.ndarray | None:
 
 
 def at(config: OuterConfig, progress: float) -> OuterConfig:
-  """`config` with the learning rate of the step that brings a fragment to this share of the tokens.
+  """`config` with the learning rate of the step that brings a fragment to this share of the tokens,
+  from which it falls no further.
 
   >>> config = OuterConfig(learning_rate=0.4, decay_share=0.5, final_share=0.5)
   >>> [round(at(config, progress).learning_rate, 3) for progress in (0, 0.5, 0.75, 1, 1.1)]
@@ -155,7 +156,7 @@ def at(config: OuterConfig, progress: float) -> OuterConfig:
   if left >= config.decay_share:
     return config
   share = config.final_share + (1 - config.final_share) * left / config.decay_share
-  return dataclasses.replace(config, learning_rate=config.learning_rate * share)
+  return dataclasses.replace(config, learning_rate=config.learning_rate * share, final_share=1.0)
 
 
 def update(

@@ -48,7 +48,7 @@ class Received(Frozen):
   # By learner, inner products with the pushes accepted before in this round, and with itself.
   products: Mapping[int, float] = dataclasses.field(default_factory=dict)
   content: Any = None  # the payload decoded, opaque: the action that keeps it carries it
-  unsent: bool = False  # earlier messages to this learner are still queued here
+  unsent: bool = False  # earlier messages to this learner are, or may be, still queued here
 
 
 class StepDone(Frozen):
@@ -78,7 +78,7 @@ class Taken(Frozen):
 
   fragment: int
   now: float
-  content: Any = None  # opaque, for `ApplyMoments`
+  content: Any = None  # opaque, for `ApplyMoments`; None: they could not be read
 
 
 class Resumed(Frozen):

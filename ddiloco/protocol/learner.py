@@ -251,6 +251,7 @@ def revive(
     pushes_made=0,
     donations=0,
     wants=(),
+    staging=(),
     leaving=False,
     done=False,
   )

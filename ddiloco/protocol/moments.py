@@ -12,15 +12,21 @@ from ddiloco.protocol import actions, events, messages, rules, states
 from ddiloco.protocol.actions import LearnerAction, Send, SyncerAction
 from ddiloco.protocol.messages import ForwardMoments, Moments, ProvideMoments, RequestMoments
 from ddiloco.protocol.states import LearnerOutcome, LearnerState, SyncerOutcome, SyncerState
-from ddiloco.protocol.values import replace
+from ddiloco.protocol.values import less, replace
 
 ASK_SECONDS = 1.0  # between two requests of a joiner
 
 # --- a shard --------------------------------------------------------------------------------------
 
 
-def on_ask(state: SyncerState, ask: RequestMoments, now: float) -> SyncerOutcome:
-  """A learner waits for moments of these fragments; it repeats the request until it has them."""
+def on_ask(
+  state: SyncerState, ask: RequestMoments, now: float, unsent: bool = False
+) -> SyncerOutcome:
+  """A learner waits for moments of these fragments; it repeats the request until it has them.
+
+  While messages to it are still queued here (`unsent`), moments that it asks for again may be among
+  them.
+  """
   if not state.passes_moments or ask.learner == messages.EVALUATOR:
     return state, [
       states.ignored(ask, "no moments are passed on: checkpoint.rejoin is not 'peer' here")
@@ -30,8 +36,10 @@ def on_ask(state: SyncerState, ask: RequestMoments, now: float) -> SyncerOutcome
   if count >= states.MOST_TIMES * len(mine):
     state = replace(state, asking={m: ps for m, ps in state.asking.items() if m != ask.learner})
     return state, [states.ignored(ask, f"it was given {count} fragments' moments lately")]
-  asking = {**state.asking, ask.learner: tuple(sorted(mine.intersection(ask.fragments)))}
-  return _next(replace(state, asking=asking), now)
+  if not (unsent and ask.learner in state.asking):
+    asked = tuple(sorted(mine.intersection(ask.fragments)))
+    state = replace(state, asking={**state.asking, ask.learner: asked})
+  return _next(state, now)
 
 
 def on_moments(state: SyncerState, moments: Moments, now: float) -> SyncerOutcome:
@@ -114,12 +122,13 @@ def ask(state: LearnerState, now: float) -> LearnerOutcome:
     return state, []
   if now >= state.wants_until:
     logged = events.NoDonor(fragments=state.wants)
-    return replace(state, wants=()), [logged]
+    return replace(state, wants=(), staging=()), [logged]
   if now < state.ask_at:
     return state, []
   todo: list[LearnerAction] = []
   for shard in range(len(state.shards)):
-    mine = tuple(p for p in state.wants if state.fragments[p].shard == shard)
+    lacks = (p for p in state.wants if p not in state.staging)
+    mine = tuple(p for p in lacks if state.fragments[p].shard == shard)
     if mine:
       todo.append(Send(shard, RequestMoments(*state.me, mine)))
   return replace(state, ask_at=now + ASK_SECONDS), todo
@@ -142,14 +151,19 @@ def on_donate(state: LearnerState, donate: ProvideMoments) -> LearnerOutcome:
 
 def on_inherit(state: LearnerState, inherit: ForwardMoments) -> LearnerOutcome:
   """Takes a peer's moments; those of a straggler, from before the step I joined at, are ignored."""
-  if inherit.fragment not in state.wants or inherit.global_step < state.joined_global_step:
+  p = inherit.fragment
+  old = inherit.global_step < state.joined_global_step
+  if p not in state.wants or p in state.staging or old:
     return state, []
-  return state, [actions.TakeMoments(inherit)]
+  return replace(state, staging=(*state.staging, p)), [actions.TakeMoments(inherit)]
 
 
 def taken(state: LearnerState, event: actions.Taken) -> LearnerOutcome:
   """The moments lie on the devices now: they are applied, unless no longer wanted."""
-  if event.fragment not in state.wants:
+  p = event.fragment
+  if p not in state.wants:
     return state, []
-  wants = tuple(p for p in state.wants if p != event.fragment)
-  return replace(state, wants=wants), [actions.ApplyMoments(event.fragment, event.content)]
+  state = replace(state, staging=less(state.staging, p))
+  if event.content is None:  # it goes on asking: another donor's moments may be good
+    return state, []
+  return replace(state, wants=less(state.wants, p)), [actions.ApplyMoments(p, event.content)]

@@ -10,21 +10,22 @@ from ddiloco.protocol import events, rules
 from ddiloco.protocol.actions import Accept, Commit, Read, Received, Send, SyncerAction
 from ddiloco.protocol.messages import EVALUATOR, NOTHING, Pull, Push, Refusal
 from ddiloco.protocol.states import FragmentState, Round, SyncerOutcome, SyncerState, ignored
-from ddiloco.protocol.values import put, replace
+from ddiloco.protocol.values import less, put, replace
 
 
 def _value_due_at(state: SyncerState, f: FragmentState) -> float:
   """When a fragment stops waiting for newer values that learners were asked for; -inf: no value.
 
   Only the first request to each learner counts: a learner that has no such value does not hold the
-  fragment up forever.
+  fragment up forever. If it does not answer, another one that has the value is asked after
+  `liveness_seconds`: the fragment waits twice as long.
   """
   asked = [
     each.asked_at
     for (p, _), each in state.recalls.items()
     if p == f.index and each.times == 1 and f.last_round < each.round < state.born
   ]
-  patience = max(state.sync.liveness_seconds, 3 * state.delivery_seconds)
+  patience = max(2 * state.sync.liveness_seconds, 3 * state.delivery_seconds)
   return max(asked, default=-math.inf) + patience
 
 
@@ -94,42 +95,31 @@ def _begun(f: FragmentState, current: Round) -> events.Round:
   return events.Round(fragment=f.index, round=current.id, version=f.version, asked=asked)
 
 
-def _stray(state: SyncerState, push: Push) -> str:
-  """Why this push can have no part in a round, or ""."""
-  i, member = state.position(push.fragment), state.members.get(push.learner)
-  if i is None:
-    return f"fragment {push.fragment} is not mine"
-  if member is None or member.incarnation != push.incarnation:
-    return "an unknown learner or incarnation"
-  current = state.fragments[i].round
-  if current is None or push.round != current.id:
-    return "late: its round is over"
-  if push.learner in current.pending:
-    return ""
-  answered = push.learner in current.pushes or push.learner in current.refused
-  return "a duplicate" if answered else "it is no longer asked for"
-
-
 def on_push(state: SyncerState, push: Push, event: Received) -> SyncerOutcome:
-  """Keeps the first valid push of each asked learner; everything else is refused or counted."""
-  if reason := _stray(state, push):
-    return state, [ignored(push, reason)]
+  """Keeps the first valid push of each asked learner; everything else is refused or counted.
+
+  Its sender and its round are judged when it arrives, its content when it is measured.
+  """
   i, me = state.position(push.fragment), push.learner
-  assert i is not None, "it is not stray"
+  if i is None:
+    return state, [ignored(push, f"fragment {push.fragment} is not mine")]
   f = state.fragments[i]
-  assert f.round is not None, "it is not stray"
   current = f.round
+  if current is None or push.round != current.id:
+    return state, [ignored(push, "late: its round is over")]
   if not event.read:
-    if me in current.measuring:
-      return state, [ignored(push, "a duplicate")]
-    current = replace(current, measuring=(*current.measuring, me))
+    if reason := _stray(state, current, push):
+      return state, [ignored(push, reason)]
+    pending, measuring = less(current.pending, me), (*current.measuring, me)
+    current = replace(current, pending=pending, measuring=measuring)
     return state.with_fragment(i, round=current), [Read(push, event.now)]
+  current = replace(current, measuring=less(current.measuring, me))
   if fault := _fault_of(state, f, push, event):
-    current = current.without(me, refused={**current.refused, me: fault})
+    current = replace(current, refused={**current.refused, me: fault})
     return state.with_round(i, current), []
   pairs = {(min(m, me), max(m, me)): product for m, product in event.products.items()}
-  current = current.without(
-    me,
+  current = replace(
+    current,
     pushes={**current.pushes, me: replace(push, payload=None)},
     norms={**current.norms, me: event.norm},
     products={**current.products, **pairs},
@@ -140,6 +130,17 @@ def on_push(state: SyncerState, push: Push, event: Received) -> SyncerOutcome:
     current = replace(current, quorum_at=event.now)
   state = state.with_round(i, current).heard(me, push.count)
   return state, [Accept(f.index, current.id, me, event.content)]
+
+
+def _stray(state: SyncerState, current: Round, push: Push) -> str:
+  """Why a push that has arrived can have no part in its round, or ""."""
+  member, me = state.members.get(push.learner), push.learner
+  if member is None or member.incarnation != push.incarnation:
+    return "an unknown learner or incarnation"
+  if me in current.pending:
+    return ""
+  answered = any(me in each for each in (current.measuring, current.pushes, current.refused))
+  return "a duplicate" if answered else "it is no longer asked for"
 
 
 def _fault_of(state: SyncerState, f: FragmentState, push: Push, event: Received) -> str:

@@ -12,7 +12,7 @@ from ddiloco.protocol import events, messages, rules
 from ddiloco.protocol.actions import LearnerAction, Send, SyncerAction
 from ddiloco.protocol.messages import EVALUATOR, INITIAL, MADE, NOTHING, Publish
 from ddiloco.protocol.rules import Beliefs
-from ddiloco.protocol.values import Frozen, put, replace
+from ddiloco.protocol.values import Frozen, less, put, replace
 
 # A learner may cause work that takes all others' links only so many times a fragment in so many
 # sync periods, under whatever incarnation: rounds when it leaves, and moments when it joins.
@@ -143,6 +143,7 @@ class LearnerState(_State, Frozen):
   pushes_made: int = 0  # in this incarnation
   donor_seconds: float = 0.0  # how long it waits for a peer's moments when it joins
   wants: tuple[int, ...] = ()  # fragments whose moments it still waits for
+  staging: tuple[int, ...] = ()  # of these, fragments whose moments are here and being staged
   wants_until: float = 0.0
   ask_at: float = 0.0
   joined_global_step: int = 0  # the global step when it joined
@@ -222,7 +223,7 @@ class Round(Frozen):
   pulled_at: float
   deadline: float  # when to look at the round again even if no message comes for it
   pulls: int = 1
-  measuring: tuple[int, ...] = ()  # pending, but the push is here and being read
+  measuring: tuple[int, ...] = ()  # answered, and their pushes are being measured
   pushes: Mapping[int, messages.Push] = _empty()  # accepted, without payload
   norms: Mapping[int, float] = _empty()
   # Inner products of two accepted pushes, the smaller learner first; where directions count.
@@ -230,16 +231,6 @@ class Round(Frozen):
   refused: Mapping[int, str] = _empty()
   quorum_at: float | None = None
   reason: str = ""
-
-  def without(self, learner: int, **changes: Any) -> Round:
-    """The round that waits for this learner no more; called at every push: no loop over all."""
-    pending, measuring = _less(self.pending, learner), _less(self.measuring, learner)
-    return replace(self, pending=pending, measuring=measuring, **changes)
-
-
-def _less(learners: tuple[int, ...], learner: int) -> tuple[int, ...]:
-  at = learners.index(learner) if learner in learners else len(learners)
-  return (*learners[:at], *learners[at + 1 :])
 
 
 class FragmentState(Frozen):
@@ -435,8 +426,14 @@ class SyncerState(_State, Frozen):
     state = self
     for i, f in enumerate(self.fragments):
       if f.round is not None and learner in f.round.pending:
-        state = state.with_round(i, f.round.without(learner))
+        pending = less(f.round.pending, learner)
+        state = state.with_round(i, replace(f.round, pending=pending))
     return state
+
+  def forget(self, learner: int) -> SyncerState:
+    """This life of the learner is over: no round waits for it, and it waits for no moments."""
+    asking = {m: fragments for m, fragments in self.asking.items() if m != learner}
+    return replace(self.forget_pending(learner), asking=asking)
 
   # --- publishes
 

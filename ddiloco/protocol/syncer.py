@@ -101,7 +101,9 @@ def _take_in(state: SyncerState, event: Received) -> SyncerOutcome:
   message, now = event.message, event.now
   if not isinstance(message, messages.ToShard):
     return state, [ignored(message, "not for shards")]
-  if fault := _fault_of(state, message):
+  # A push that has been measured was judged when it arrived, and its round waits for it.
+  measured = event.read and isinstance(message, messages.Push)
+  if not measured and (fault := _fault_of(state, message)):
     return state, [ignored(message, fault)]
   number = getattr(message, "snapshot", 0)
   if isinstance(message, Report):
@@ -124,12 +126,12 @@ def _take_in(state: SyncerState, event: Received) -> SyncerOutcome:
     case messages.RequestMoments() | messages.Moments() if message.learner not in state.members:
       todo = [ignored(message, "an unknown learner")]
     case messages.RequestMoments():
-      state, todo = moments.on_ask(state, message, now)
+      state, todo = moments.on_ask(state, message, now, event.unsent)
     case messages.Moments():
       state, todo = moments.on_moments(state, message, now)
     case messages.Goodbye() if message.learner in state.members:
       others = {m: each for m, each in state.members.items() if m != message.learner}
-      state = replace(state.forget_pending(message.learner), members=others)
+      state = replace(state.forget(message.learner), members=others)
       todo = [events.Member(learner=message.learner, state="left", reason="said goodbye")]
   return state, [*captured, *todo]
 
@@ -206,10 +208,20 @@ def _fault_of(state: SyncerState, message: messages.ToShard) -> str:
 
 
 def _on_hello(state: SyncerState, hello: Hello, event: Received) -> SyncerOutcome:
-  todo: list[SyncerAction] = []
+  welcome = messages.Welcome(
+    *state.to(hello.incarnation),
+    global_step=state.global_step,
+    fragments=tuple(f.index for f in state.fragments),
+    rounds=tuple(f.last_round for f in state.fragments),
+    snapshot=state.snapshot,
+  )
+  todo: list[SyncerAction] = [Send(hello.learner, welcome)]
   now, member = event.now, state.members.get(hello.learner)
+  if newer := _newer(state, hello.rounds):
+    state, asked = _recall(state, hello, newer, now)
+    return state, [*todo, *asked]
   if member is None or hello.incarnation > member.incarnation:
-    state = state.forget_pending(hello.learner)
+    state = state.forget(hello.learner)
     member = _new_member(state, hello.learner, hello.incarnation, now)
     if len(hello.rounds) == len(state.fragments):
       has = tuple(
@@ -219,14 +231,6 @@ def _on_hello(state: SyncerState, hello: Hello, event: Received) -> SyncerOutcom
     todo.append(_joined(hello.learner, f"incarnation {hello.incarnation}"))
   if hello.whole and not member.whole:  # initial values that it should make count as not sent
     member = replace(member, whole=True, sent=member.versions)
-  welcome = messages.Welcome(
-    *state.to(hello.incarnation),
-    global_step=state.global_step,
-    fragments=tuple(f.index for f in state.fragments),
-    rounds=tuple(f.last_round for f in state.fragments),
-    snapshot=state.snapshot,
-  )
-  todo.append(Send(hello.learner, welcome))
   begun = _begun(state)
   state = _heard(state, hello.learner, replace(member, heard_at=now, lost=False))
   # Versions go to the newcomer; if it completes the first quorum, to all members that waited.
@@ -259,14 +263,13 @@ def _begun(state: SyncerState) -> bool:
 
 def _on_report(state: SyncerState, report: Report, event: Received) -> SyncerOutcome:
   now, member = event.now, state.members.get(report.learner)
-  newer = {f.index: r for r, f in zip(report.rounds, state.fragments) if r > f.last_round}
-  if newer:
+  if newer := _newer(state, report.rounds):
     return _recall(state, report, newer, now)
   state, todo = _note_lost(state, report)
   versions = _compared(state, report.rounds, report.versions)
   if member is None or report.incarnation > member.incarnation:
     # This shard restarted, or the hello was lost: the report has all that the hello would say.
-    state = state.forget_pending(report.learner)
+    state = state.forget(report.learner)
     member = _new_member(state, report.learner, report.incarnation, now)
     member = replace(member, versions=versions, sent=versions)
     todo.append(_joined(report.learner, "reported"))
@@ -355,8 +358,16 @@ def _compared(
   )
 
 
+def _newer(state: SyncerState, rounds: tuple[int, ...]) -> dict[int, int]:
+  """Fragment -> the round of a learner's value that is newer than the value here."""
+  if len(rounds) != len(state.fragments):
+    return {}
+  pairs = zip(rounds, state.fragments)
+  return {f.index: r for r, f in pairs if max(f.last_round, state.first_round - 1) < r < state.born}
+
+
 def _recall(
-  state: SyncerState, report: Report, rounds: Mapping[int, int], now: float
+  state: SyncerState, said: Hello | Report, rounds: Mapping[int, int], now: float
 ) -> SyncerOutcome:
   """This shard has lost what these rounds made (it and its copies died together), and this learner
   has it. Of several learners with a value of the same round one is asked at a time; learners with
@@ -364,7 +375,7 @@ def _recall(
   todo: list[SyncerAction] = []
   recalls = dict(state.recalls)
   for p, r in rounds.items():
-    before = recalls.get((p, report.learner), states.ValueRequest(-math.inf, 0, r))
+    before = recalls.get((p, said.learner), states.ValueRequest(-math.inf, 0, r))
     patience = rules.backed_off(state.sync.liveness_seconds, before.times - 1)
     asked = any(
       q == p and each.round == r and now < each.asked_at + state.sync.liveness_seconds
@@ -372,9 +383,9 @@ def _recall(
     )
     if asked or now < before.asked_at + patience:
       continue
-    recalls[p, report.learner] = replace(before, asked_at=now, times=before.times + 1, round=r)
-    recall = messages.RequestValue(*state.to(report.incarnation), p)
-    todo.append(Send(report.learner, recall))
+    recalls[p, said.learner] = replace(before, asked_at=now, times=before.times + 1, round=r)
+    recall = messages.RequestValue(*state.to(said.incarnation), p)
+    todo.append(Send(said.learner, recall))
   return replace(state, recalls=recalls), todo
 
 

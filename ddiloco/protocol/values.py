@@ -52,6 +52,12 @@ def put(values: tuple[T, ...], i: int, value: T) -> tuple[T, ...]:
   return (*values[:i], value, *values[i + 1 :])
 
 
+def less(values: tuple[T, ...], value: T) -> tuple[T, ...]:
+  """The tuple without this value, which it has once."""
+  i = values.index(value)
+  return (*values[:i], *values[i + 1 :])
+
+
 class NotAState(ValueError):
   """The JSON value is not one that `to_json` makes of this class; the text names the field."""
 
@@ -103,4 +109,4 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
       yield f"{path}.{name}", json.dumps(each)
 
 
-__all__ = ["Frozen", "NotAState", "from_json", "put", "readable", "replace", "to_json"]
+__all__ = ["Frozen", "NotAState", "from_json", "less", "put", "readable", "replace", "to_json"]

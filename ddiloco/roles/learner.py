@@ -331,6 +331,8 @@ class Exchange(WorkingRole):
     except codec.CodecError as error:  # wait for another donor's moments, or go on without
       reason = str(error)
       self._record(events.Ignored, message="ForwardMoments", learner=inherit.donor, reason=reason)
+      yield None
+      self._tell(actions.Taken(p, self.time.now()))
       return
     staged = self._store.stage(p, flat, moments=True)
     yield None

@@ -174,6 +174,7 @@ class Syncer(WorkingRole):
     """A message that arrived `now`; it may have waited since."""
     learner = getattr(message, "learner", EVALUATOR)
     unsent = self.endpoint.unsent(learner_address(learner)) > 0
+    unsent |= self.replication is not None and self.replication.holding
     read = not isinstance(message, Push | Value)
     yield from self.handle(Received(message, now, read=read, unsent=unsent))
 

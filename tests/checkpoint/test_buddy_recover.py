@@ -123,6 +123,7 @@ def test_only_the_buddys_answer_to_this_life_counts():
     Recover(1, 50),  # it has restarted itself and asks me
     back(committed(0, 5)),
   )
+  wire.messages[-2:-2] = [back(committed(2, 3))]  # late, of the answer to the life before
   copies = Copies(0, 12, wire, PLAN, CONFIG)
   found = recover(copies, 1, lambda quiet: bool(wire.messages))
   assert {p: c.state.version for p, c in found.items()} == {0: 5, 2: 4}

@@ -91,7 +91,9 @@ def test_defaults_are_valid_and_the_config_dict_says_the_same():
     ("sync.mix_alpha", 1.1, "[0, 1]"),
     ("sync.max_norm_ratio", 1.0, "greater than 1"),
     ("sync.error_feedback", True, "built into apply = 'rebase'"),
-    ("outer.learning_rate", 0.0, "greater than 0"),
+    ("outer.learning_rate", 0.0, "at least 1e-12"),
+    ("outer.learning_rate", 1e-40, "at least 1e-12"),
+    ("outer.learning_rate", 1e25, "at most 1000"),
     ("outer.momentum", 1.0, "[0, 1)"),
     ("run.total_tokens", 0, "greater than 0"),
     *[(f"run.{f}", -1, "not be negative") for f in

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from ddiloco.config import from_dict
-from ddiloco.core import delta
+from ddiloco.core import codec, delta
 from ddiloco.core.delta import Committed, MemoryStore, Merger
+from ddiloco.protocol import rules
 from ddiloco.protocol.actions import Accept, Commit
 from ddiloco.protocol.messages import Push
 from ddiloco.protocol.states import FragmentState
@@ -15,14 +16,14 @@ SIZE = 9000
 CONFIG = from_dict({"sync": {"num_fragments": 1, "num_shards": 1}})
 
 
-def merged(merger, round, pushes):
+def merged(merger, round, pushes, progress=0.0):
   """What the commit of these outer gradients says."""
   for m, each in enumerate(pushes):
     push = Push(m, 0, 0, round, round, 1, 1, round, 0, round, "f32", exact(each).payload)
     received = merger.take_in(push, 0.0)
     merger.accept(Accept(0, round, m, received.content))
   count = len(pushes)
-  what = Commit(0, round, round + 1, tuple(range(count)), (1,) * count, (1,) * count, 0.0)
+  what = Commit(0, round, round + 1, tuple(range(count)), (1,) * count, (1,) * count, progress)
   return merger.commit(what, FragmentState(0, round + 1, last_round=round))
 
 
@@ -31,6 +32,32 @@ def merger():
   fragment, store = fragment_of(SIZE - 100, 100, average=[1]), MemoryStore()
   store.save(delta.new_fragment(fragment, np.zeros(fragment.size, np.float32)))
   return Merger({0: fragment}, store, CONFIG)
+
+
+@pytest.mark.parametrize("name", codec.CODECS)
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("rate, share", [(1e3, 1.0), (1e-6, 1e-6)])
+def test_no_outer_step_on_what_the_screen_accepts_leaves_the_range_of_f32(
+  name, nesterov, rate, share
+):
+  """So a commit needs no check of its result. By hand: a merged value is at most as long as the
+  longest push, so momentum is at most MOST_NORM / (1 - mu), and a step rate times that: of the
+  longest steps that the config allows, 1e18 do not overflow."""
+  outer = {"learning_rate": rate, "momentum": 0.99, "final_share": share, "nesterov": nesterov}
+  sync = {"num_fragments": 1, "num_shards": 1, "publish_codec": name}
+  fragment, store = fragment_of(300, 300, average=[1]), MemoryStore()
+  store.save(delta.new_fragment(fragment, np.zeros(fragment.size, np.float32)))
+  merger = Merger({0: fragment}, store, from_dict({"sync": sync, "outer": outer}))
+  pushes = np.zeros((2, fragment.size), np.float32)
+  pushes[:, [0, 300]] = 0.7 * rules.MOST_NORM  # in a directed piece, and in an averaged one
+  pushes[1, 1] = 1e-30
+  longest = rate * share * rules.MOST_NORM / (1 - 0.99)
+  for n in range(30):
+    merged(merger, n, list(pushes), progress=1.0)
+    now = merger.committed[0]
+    for vector in (now.value, now.published_value, now.momentum):
+      assert np.isfinite(vector).all()
+    assert np.abs(now.value).max() <= 2 * (n + 1) * longest < 1e38 / 1e12
 
 
 def cosine(a, b):

@@ -75,9 +75,12 @@ def test_over_the_last_tokens_the_rate_falls_to_a_share_of_itself():
   config = OuterConfig(learning_rate=0.8, decay_share=0.25, final_share=0.1)
   rates = [outer.at(config, x).learning_rate for x in (0.0, 0.75, 0.875, 1.0, 1.5)]
   assert rates == pytest.approx([0.8, 0.8, 0.44, 0.08, 0.08])
-  assert outer.at(config, 0.9) == dataclasses.replace(
-    config, learning_rate=outer.at(config, 0.9).learning_rate
+  falling = outer.at(config, 0.9)
+  assert falling == dataclasses.replace(
+    config, learning_rate=falling.learning_rate, final_share=1.0
   )
+  slowest = OuterConfig(learning_rate=1e-6, final_share=1e-6)
+  assert outer.at(slowest, 1.0).learning_rate == pytest.approx(1e-12)
   for constant in (
     dataclasses.replace(config, decay_share=0.0),
     dataclasses.replace(config, final_share=1.0),

@@ -64,6 +64,23 @@ def test_one_donation_at_a_time_goes_to_all_who_wait():
   assert shard.feed(moments(1, 1)) == [], "nobody waits any more"
 
 
+def test_moments_that_are_queued_for_a_joiner_are_not_asked_for_again():
+  """On a slow link they take longer than the joiner waits before it repeats its request."""
+  shard = shard_with(0, 1, 2)
+  shard.feed(RequestMoments(2, 0, (0, 1)))
+  assert donor_of(shard.feed(moments(0, 0))) == [(1, 1)]
+  shard.feed(moments(1, 1))
+  assert donor_of(shard.feed(RequestMoments(2, 0, (0, 1)), 0.2, unsent=True)) == []
+  assert donor_of(shard.feed(RequestMoments(2, 0, (1,)), 0.4)) == [(0, 1)], "it got lost"
+
+
+def test_a_new_life_gets_no_moments_before_it_asks():
+  shard = shard_with(0, 1, 2)
+  assert donor_of(shard.feed(RequestMoments(2, 0, (0,)))) == [(0, 0)]
+  shard.feed(says.hello(2, 1))
+  assert not any(isinstance(a, Send) and is_forward(a.message) for a in shard.feed(moments(0, 0)))
+
+
 def test_a_donor_that_does_not_answer_is_replaced():
   shard = shard_with(0, 1, 2)
   assert donor_of(shard.feed(RequestMoments(2, 0, (0,)), 0.0)) == [(0, 0)]
@@ -135,9 +152,14 @@ def test_a_joiner_waits_for_moments_and_takes_none_that_are_older_than_its_welco
   assert one.feed(old) == [], "from before it was welcomed at global step 40"
   new = dataclasses.replace(old, global_step=40)
   assert one.feed(new) == [TakeMoments(new)]
-  assert one.feed(Taken(0, 10.2, "staged")) == [ApplyMoments(0, "staged")]
+  assert one.feed(new) == [], "a duplicate is not staged as well"
+  assert one.feed(Tick(11.1)) == [Send(0, RequestMoments(0, 0, (1,)))], "fragment 0 is being staged"
+  assert one.feed(Taken(0, 11.2)) == [], "it could not be read"
+  assert one.feed(Tick(12.2)) == [Send(0, RequestMoments(0, 0, (0, 1)))]
+  assert one.feed(new) == [TakeMoments(new)]
+  assert one.feed(Taken(0, 12.3, "staged")) == [ApplyMoments(0, "staged")]
   assert one.feed(new) == [], "it has them"
-  assert one.feed(Tick(11.5)) == [Send(0, RequestMoments(0, 0, (1,)))]
+  assert one.feed(Tick(13.3)) == [Send(0, RequestMoments(0, 0, (1,)))]
   one.feed(Tick(15.0))
   assert not one.state.wants and learner.can_step(one.state, one.sync), "goes on without the rest"
   assert one.feed(Taken(1, 15.1)) == []

@@ -97,7 +97,7 @@ def test_an_island_that_was_there_long_before_the_others_is_asked_when_their_pac
   current = state.fragments[0].round
   assert current is not None and 0 in current.pending and state.global_step == step
   sent = says.push(0, 0, 0, current.id, 0, step, 10 * step, 1, "")
-  state = syncer.syncer_on(state, Received(sent, now, norm=1.0))[0]
+  state = says.take_in(state, Received(sent, now, norm=1.0))[0]
   assert not state.fragments[0].round.refused and 0 in state.fragments[0].round.pushes
 
 
@@ -123,7 +123,7 @@ def test_one_that_outlives_all_others_is_believed():
   for step in range(1, 400):
     now = 0.5 * step
     state = told(state, says.report(0, 0, step, 0.5, (0, 0), (1, 1)), now)
-    state = syncer.syncer_on(state, Tick(now, heard_until=now))[0]
+    state = says.take_in(state, Tick(now, heard_until=now))[0]
   assert state.members[1].lost and state.global_step == step
 
 
@@ -211,7 +211,7 @@ def test_one_whose_updates_are_far_too_short_does_not_take_the_run_over():
 
   def tell(message, now: float, **measured) -> None:
     nonlocal state
-    state, actions = syncer.syncer_on(state, Received(message, now, **measured))
+    state, actions = says.take_in(state, Received(message, now, **measured))
     made.extend(actions)
 
   def round_of(now: float, life: int, *norms: float) -> events.Commit | events.Abandoned:
@@ -221,12 +221,12 @@ def test_one_whose_updates_are_far_too_short_does_not_take_the_run_over():
     for m in range(3):
       report = says.report(m, life, int(now), 1.0, (f.version,), (4,), rounds=(f.last_round,))
       tell(report, now)
-    state, _ = syncer.syncer_on(state, Tick(now))
+    state, _ = says.take_in(state, Tick(now))
     current = state.fragments[0].round
     for m in range(3):
       sent = says.push(m, life, 0, current.id, f.version, 4, 40, int(now), "")
       tell(sent, now, norm=norms[m])
-    state, actions = syncer.syncer_on(state, Tick(now))
+    state, actions = says.take_in(state, Tick(now))
     [end] = [a for a in (*made, *actions) if isinstance(a, events.Commit | events.Abandoned)]
     return end
 
@@ -281,7 +281,7 @@ def test_a_push_holds_what_its_learner_can_have_made(steps, tokens, fault):
     state = told(state, says.report(m, 0, 1, 1.0, (0, 0), (9, 9)), 1.1)
   current = state.fragments[0].round
   sent = says.push(0, 0, 0, current.id, 0, steps, tokens, 1, "")
-  state = syncer.syncer_on(state, Received(sent, 1.2, norm=1.0))[0]
+  state = says.take_in(state, Received(sent, 1.2, norm=1.0))[0]
   assert state.fragments[0].round.refused == ({0: fault} if fault else {})
 
 
@@ -295,7 +295,7 @@ def test_what_was_merged_once_is_not_claimed_again():
   current = state.fragments[0].round
   for m, most in ((0, 499 + 28), (1, 500 + 28)):
     lie = says.push(m, 0, 0, current.id, 0, most + 1, most + 1, 1, "")
-    assert syncer.syncer_on(state, Received(lie, 500.1, norm=1.0))[0].fragments[0].round.refused
+    assert says.take_in(state, Received(lie, 500.1, norm=1.0))[0].fragments[0].round.refused
 
 
 @pytest.mark.parametrize("steps, worth", [(1, 1), (30, 30), (60, 15), (3_000, 0.3)])
@@ -444,16 +444,16 @@ def round_of(state, global_step: int, products: dict[int, dict[int, float]]) -> 
     f = state.fragments[0]
     said = says.report(m, state.members[m].incarnation, global_step, 1.0, (f.version, 0), (99, 0))
     said = dataclasses.replace(said, rounds=(f.last_round, -1))
-    state = syncer.syncer_on(state, Received(said, now))[0]
-  state = syncer.syncer_on(state, Tick(now))[0]
+    state = says.take_in(state, Received(said, now))[0]
+  state = says.take_in(state, Tick(now))[0]
   current = state.fragments[0].round
   for m, each in products.items():
     sent = says.push(
       m, state.members[m].incarnation, 0, current.id, f.version, 9, 90, global_step, ""
     )
     event = Received(sent, now + 0.1, norm=1.0, products=each)
-    state = syncer.syncer_on(state, event)[0]
-  state, actions = syncer.syncer_on(state, Tick(now + 0.2))
+    state = says.take_in(state, event)[0]
+  state, actions = says.take_in(state, Tick(now + 0.2))
   [note] = [a for a in actions if isinstance(a, events.Commit)]
   return state, note
 
@@ -517,11 +517,11 @@ def test_a_wait_for_what_was_lost_is_no_measure_of_the_link():
   for m in range(2):
     state = told(state, says.report(m, 0, 1, 1.0, (0, 0), (9, 9)), 1.1)
   round_id, again = state.fragments[0].round.id, state.fragments[0].round.deadline
-  state = syncer.syncer_on(state, Tick(again))[0]
+  state = says.take_in(state, Tick(again))[0]
   assert state.fragments[0].round.pulls == 2
   for m in range(2):
     sent = says.push(m, 0, 0, round_id, 0, 9, 90, 1, "")
-    state = syncer.syncer_on(state, Received(sent, again + 0.1, norm=1.0))[0]
+    state = says.take_in(state, Received(sent, again + 0.1, norm=1.0))[0]
   assert state.quorum_seconds == pytest.approx(0.2)
 
 
@@ -537,7 +537,7 @@ def test_a_pull_is_not_repeated_before_it_can_be_answered_whatever_one_member_sa
   repeated = [
     now / 10
     for now in range(10, 400)
-    if (state := syncer.syncer_on(state, Tick(now / 10))[0]).fragments[0].round.pulls == 2
+    if (state := says.take_in(state, Tick(now / 10))[0]).fragments[0].round.pulls == 2
   ]
   assert 18.0 <= repeated[0] - 1.0 <= 18.0 + SYNC.liveness_seconds
 

@@ -22,7 +22,7 @@ from ddiloco.protocol.actions import (
   TakeSnapshot,
   Tick,
 )
-from ddiloco.protocol.messages import MADE, NOTHING, Publish, Report, RequestValue, Value
+from ddiloco.protocol.messages import MADE, NOTHING, Publish, Pull, Report, RequestValue, Value
 from ddiloco.protocol.states import FragmentState
 from tests import says
 from tests.protocol.storms import calm
@@ -94,6 +94,8 @@ def test_a_new_shard_waits_for_all_planned_learners_and_no_longer():
     ((ready[0], ready[1]), True),
     ((ready[0], ready[2]), False),
     ((ready[0], has), False),  # it is asked for its value first
+    ((hello(1, 1, (7, -1)), ready[0], ready[0]), False),  # and so is one that was restored
+    ((hello(1, 1, (FUTURE, -1)), ready[0], ready[0]), True),  # no such round was made
   ):
     state = new
     for each in reports:
@@ -316,18 +318,31 @@ def test_a_value_that_cannot_be_is_not_adopted(lie):
   assert InstallValue(0, 7) in shard.feed(VALUE)
 
 
+def test_a_value_is_not_lost_with_the_learner_that_is_asked_for_it_first():
+  """Another one that has it is asked next, and no round begins before that one could answer."""
+  shard = Script(ALONE, incarnation=1)
+  newest = [says.report(m, 0, 9, 0.1, (3, 0), (2, 2), rounds=(7, -1)) for m in (0, 1)]
+  due = report(2, (0, 0), (2, 0))
+  [request] = shard.feed(newest[0])
+  assert (request.to, shard.feed(newest[1], 0.1)) == (0, [])
+  shard.feed(due, 0.2)
+  assert not any(isinstance(a.message, Pull) for a in shard.feed(due, 1.1)), "0 has died"
+  [request] = shard.feed(newest[1], 1.3)
+  assert request == Send(1, RequestValue(0, 1, 0, 0))
+  shard.feed(due, 2.1)
+  assert InstallValue(0, 7) in shard.feed(dataclasses.replace(VALUE, learner=1), 3.0)
+
+
 def test_a_value_is_read_once_in_each_of_its_learners_lives():
   shard, values = Script(ALONE, incarnation=1), []
   for life, now in ((0, 0.0), (1, 9.0)):
     value = dataclasses.replace(VALUE, incarnation=life)
-    newer = says.report(0, life, 9, 0.1, (3, 0), (2, 2), rounds=(7, -1))
-    shard.feed(hello(0, life, (7, -1)), now)
-    assert Send(0, RequestValue(0, 1, life, 0)) in shard.feed(newer, now)
+    assert Send(0, RequestValue(0, 1, life, 0)) in shard.feed(hello(0, life, (7, -1)), now)
     assert shard.feed(value, now, read=False) == [Read(value, now)]
     assert shard.feed(value, now, read=False) == [], "a duplicate"
     values.append(value)
-  assert shard.feed(values[0], 9.1, content="it") == [], "of the dead"
-  assert InstallValue(0, 7, "it") in shard.feed(values[1], 9.1, content="it")
+  first, second = (shard.feed(value, 9.1, content="it") for value in values)
+  assert InstallValue(0, 7, "it") in first and second == [], "both lives had the same value"
 
 
 def test_a_value_is_not_adopted_in_place_of_what_was_made_since():
@@ -335,10 +350,10 @@ def test_a_value_is_not_adopted_in_place_of_what_was_made_since():
   shard.feed(says.report(0, 0, 9, 0.1, (3, 0), (2, 2), rounds=(7, -1)))
   shard.feed(report(1, (0, 0), (2, 0)))
   assert not shard.state.fragments[0].round, "it waits a while for the value it has asked for"
-  shard.feed(report(1, (0, 0), (2, 0)), 0.9)
+  shard.feed(report(1, (0, 0), (2, 0)), 1.9)
   [pull] = shard.feed(Tick(syncer.next_wake(shard.state)))
   assert pull.message.round == 1 << 24
-  shard.feed(push(1, 1 << 24), 1.0, norm=1.0)
+  shard.feed(push(1, 1 << 24), 2.1, norm=1.0)
   assert shard.state.fragments[0].last_round == 1 << 24
   assert shard.feed(VALUE) == [] and shard.state.fragments[0].version == 1
 

@@ -49,8 +49,8 @@ class Shard:
     self.step = int(now) + 1
     for m in range(3):
       report = says.report(m, 0, self.step, 1.0, (self.fragment.version,), (4,))
-      self.state, _ = syncer.syncer_on(self.state, Received(report, now))
-    self.state, _ = syncer.syncer_on(self.state, Tick(now))
+      self.state, _ = says.take_in(self.state, Received(report, now))
+    self.state, _ = says.take_in(self.state, Tick(now))
     assert self.fragment.round.pending == (0, 1, 2)
 
   def push(self, learner: int, now: float) -> None:
@@ -89,7 +89,7 @@ def after_delivery(seconds: float, pause=None, late: int = 0) -> float:
       shard.report(m, 0, 4, now)
     now += 0.1
   if pause is not None:
-    shard.state, _ = syncer.syncer_on(shard.state, Resumed(pause))
+    shard.state, _ = says.take_in(shard.state, Resumed(pause))
   for m in range(3 - late):
     shard.report(m, 1, 1, 10.0 + seconds)
   for m in range(3 - late, 3):
@@ -112,7 +112,7 @@ def test_a_pause_of_the_shard_is_no_way_back():
 def test_a_pause_of_the_shard_is_no_way_to_a_quorum():
   shard = Shard()
   shard.begin(10.0)
-  shard.state, _ = syncer.syncer_on(shard.state, Resumed(13.0))
+  shard.state, _ = says.take_in(shard.state, Resumed(13.0))
   for m in range(3):
     shard.push(m, 13.0)
   assert shard.fragment.version == 1 and shard.state.quorum_seconds == 0.0

@@ -17,6 +17,7 @@ from ddiloco.protocol.actions import StepDone
 from ddiloco.protocol.messages import (
   EVALUATOR,
   MADE,
+  ForwardMoments,
   Hello,
   Push,
   Refusal,
@@ -426,3 +427,19 @@ def test_an_initial_value_that_cannot_be_made_is_asked_for(make):
   bench.until(lambda: any(isinstance(m, Hello) and m.whole for m in bench.wire.sent))
   assert not bench.exchange.state.fragments[0].fresh
   bench.join()
+
+
+def test_moments_that_cannot_be_read_are_asked_for_again():
+  bench = Bench()
+  bench.join()
+  bench.exchange.state = replace(
+    bench.exchange.state, wants=(0, 1), wants_until=1e12, ask_at=-1e12, donor_seconds=1.0
+  )
+  damaged = np.zeros(3, np.uint8)
+  bench.give(ForwardMoments(0, 0, 0, 0, 1, 0, 1, 9, 9, damaged))
+  bench.until(lambda: not bench.wire.inbox and bench.exchange.state.staging == ())
+  assert bench.exchange.state.wants == (0, 1)
+  good = codec.encode(vector(bench.plan.fragments[0].size), "f32")
+  bench.give(ForwardMoments(0, 0, 0, 0, 2, 0, 1, 9, 9, good))
+  bench.until(lambda: bench.exchange.state.wants == (1,))
+  bench.exchange.close()

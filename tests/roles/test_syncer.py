@@ -250,6 +250,7 @@ def test_a_value_that_is_given_back_goes_whole_to_the_buddy_and_leaves_the_momen
 
   class Buddy:
     told: list = []
+    holding = False
 
     def changes(self, fragment: int) -> None:
       pass
@@ -273,6 +274,31 @@ def test_a_value_that_is_given_back_goes_whole_to_the_buddy_and_leaves_the_momen
   after = shard.syncer.committed[0]
   assert same(after.value, later) and same(after.momentum, momentum)
   assert after.momentum_round == before.momentum_round and Buddy.told == [(0, None)]
+
+
+def test_publishes_that_wait_for_the_buddy_are_not_sent_again():
+  """They are not lost, and each would go out whole as well as soon as the buddy has its copy."""
+
+  class Holding:
+    held: list = []
+    holding = property(lambda self: bool(self.held))
+
+    def changes(self, fragment: int) -> None:
+      pass
+
+    def committed(self, committed, change) -> None:
+      pass
+
+    def when_safe(self, fragment, version, do) -> None:
+      self.held.append((fragment, version))
+
+  shard = Shard(2, sync={"liveness_seconds": 1e-9, "min_quorum": 2})
+  shard.syncer.replication = Holding()
+  shard.round(deltas(shard.plan, shard.learners, seed=0))
+  for _ in range(3):
+    for m in shard.learners:
+      shard.report(m, 0)
+  assert sorted(Holding.held) == [(0, 1), (0, 1), (1, 1), (1, 1)], "once to each learner"
 
 
 def test_values_that_are_given_back_again_and_again_do_not_wait_all_at_once():
