@@ -108,7 +108,8 @@ def test_islands_as_processes_where_one_is_killed(tmp_path):
   summary = run.summary()
   assert summary["reason"] == "finished" and summary["restarts"] == 1
   inherited = [e for e in read_events(run.workdir) if e.kind == "inherited"]
-  assert {e.role for e in inherited} == {"learner-1"}
+  lives = {(e.role, e.incarnation) for e in inherited}
+  assert ("learner-1", 1) in lives, "an island that starts late may inherit too"
 
 
 def test_the_script_says_what_is_looked_at(run):
