@@ -57,6 +57,7 @@ def test_the_end_is_saved_before_it_is_measured():
   assert watched.role.saved
   last = watched.of("evaluation")[-1]
   assert (last.merged_tokens, last.loss, last.measures) == (TOKENS, 0.5, {"other": 2.0})
+  assert not watched.of("unevaluated"), "nothing is measured before the whole model is here"
 
 
 @pytest.mark.parametrize("joins", [False, True])
