@@ -27,6 +27,7 @@ from ddiloco.protocol.actions import (
 from ddiloco.protocol.events import Abandoned, Apply, Event
 from ddiloco.protocol.messages import MADE, Goodbye, Publish, Pull, Push, Refusal, Report
 from ddiloco.protocol.states import FragmentState
+from ddiloco.protocol.values import replace
 from tests import says
 from tests.says import hello, welcome
 
@@ -511,3 +512,28 @@ def test_a_round_waits_for_a_push_that_is_being_read_unless_its_learner_is_gone(
   else:
     _, commit, *_ = shard.feed(slow, 9.1, norm=1.0)
   assert commit.learners == ((1,) if leaves else (0, 1))
+
+
+def test_the_past_of_one_learner_alone_rejects_nobody():
+  """It may be a bad one's: far too short, and merged alone before the others came."""
+  shard = Script(dataclasses.replace(SYNC, min_quorum=3))
+  for m in (0, 1, 2):
+    shard.feed(hello(m, 0))
+  members = dict(shard.state.members)
+  members[2] = replace(members[2], norms=(1e-6, 0.0))
+  shard.state = replace(shard.state, members=members)
+  for m in (0, 1, 2):
+    shard.feed(report(m, (0, 0), (1, 1)), 0.1)
+  actions = [a for m in (0, 1, 2) for a in shard.feed(push(m, 0), 0.2, norm=(1.0, 1.0, 1e-6)[m])]
+  assert [a.learners for a in actions if isinstance(a, Commit)] == [(0, 1, 2)]
+
+
+def test_a_member_that_confirms_late_does_not_make_the_others_wait_for_a_resend():
+  shard = Script(dataclasses.replace(SYNC, liveness_seconds=10.0))
+  for m in (0, 1):
+    shard.feed(hello(m, 0))
+  shard.feed(report(0, (0, 0), (0, 0)), 2.0)
+  usual = shard.state.delivery_seconds
+  shard.feed(report(1, (0, 0), (0, 0)), 500.0)
+  assert usual == 2.0 and shard.state.members[1].delivery_seconds == 500.0
+  assert usual < shard.state.delivery_seconds <= 2 * usual + 10.0
