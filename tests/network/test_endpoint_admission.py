@@ -250,6 +250,28 @@ def test_a_process_that_was_stopped_does_not_take_its_own_pause_for_its_peers_si
 # --- who says nothing -----------------------------------------------------------------------------
 
 
+def test_a_stranger_that_does_not_greet_is_sent_off_at_once():
+  with contextlib.closing(Net("run", "plan")) as net:
+    shard = net.connect(SYNCER)
+    address = host_and_port(net.url(SYNCER))
+    with socket.create_connection(address, timeout=STRANGER_SECONDS / 2) as stranger:
+      stranger.sendall(frames.encode(frames.Beat()))
+      assert stranger.recv(100) == b"", "before it is too old"
+    assert shard.counters.malformed == shard.counters.refused == 1
+
+
+def test_a_connection_to_where_a_peer_was_is_not_greeted(net):
+  """It was being made while the peer moved."""
+  learner = net.open("learner-0", 0)
+  learner.dial(SYNCER, net.url(SYNCER))
+  mine, far = socket.socketpair()
+  control = learner._dialed[SYNCER].control
+  with mine, far:
+    learner.call(learner._connected, control, "tcp://127.0.0.1:1", b"", mine)
+    far.settimeout(SECONDS)
+    assert far.recv(100) == b""
+
+
 class Idler:
   """A connection that says nothing."""
 

@@ -532,7 +532,10 @@ def test_a_member_that_confirms_late_does_not_make_the_others_wait_for_a_resend(
   shard = Script(dataclasses.replace(SYNC, liveness_seconds=10.0))
   for m in (0, 1):
     shard.feed(hello(m, 0))
+  sent = {"sent_at": (0.0, 1.0), "waiting_since": (0.0, 1.0)}  # the longest wait counts
+  shard.state = shard.state.with_member(0, **sent)
   shard.feed(report(0, (0, 0), (0, 0)), 2.0)
+  assert shard.state.members[0].delivery_seconds == 2.0
   usual = shard.state.delivery_seconds
   shard.feed(report(1, (0, 0), (0, 0)), 500.0)
   assert usual == 2.0 and shard.state.members[1].delivery_seconds == 500.0
