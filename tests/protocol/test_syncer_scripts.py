@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from ddiloco.config import SyncConfig
-from ddiloco.protocol import learner, syncer
+from ddiloco.protocol import learner, rounds, syncer
 from ddiloco.protocol.actions import (
   Accept,
   Commit,
@@ -25,8 +25,8 @@ from ddiloco.protocol.actions import (
   Tick,
 )
 from ddiloco.protocol.events import Abandoned, Apply, Event
-from ddiloco.protocol.messages import MADE, Goodbye, Publish, Pull, Push, Refusal, Report
-from ddiloco.protocol.states import FragmentState
+from ddiloco.protocol.messages import EVALUATOR, MADE, Goodbye, Publish, Pull, Push, Refusal, Report
+from ddiloco.protocol.states import FragmentState, Round
 from ddiloco.protocol.values import replace
 from tests import says
 from tests.says import hello, welcome
@@ -533,10 +533,30 @@ def test_a_member_that_confirms_late_does_not_make_the_others_wait_for_a_resend(
   for m in (0, 1):
     shard.feed(hello(m, 0))
   sent = {"sent_at": (0.0, 1.0), "waiting_since": (0.0, 1.0)}  # the longest wait counts
-  shard.state = shard.state.with_member(0, **sent)
+  shard.state = shard.state.with_member(0, **sent, delivery_seconds=1.0)
   shard.feed(report(0, (0, 0), (0, 0)), 2.0)
-  assert shard.state.members[0].delivery_seconds == 2.0
+  assert shard.state.members[0].delivery_seconds == 1.0 + 0.2 * (2.0 - 1.0)
   usual = shard.state.delivery_seconds
   shard.feed(report(1, (0, 0), (0, 0)), 500.0)
   assert usual == 2.0 and shard.state.members[1].delivery_seconds == 500.0
   assert usual < shard.state.delivery_seconds <= 2 * usual + 10.0
+
+
+def test_a_commit_says_of_each_other_learner_why_it_has_no_part():
+  shard = Script(ALONE)
+  for m in (*range(7), EVALUATOR):
+    shard.feed(hello(m, 0))
+    shard.feed(report(m, (0, 0), (0, 0)))
+  state = shard.state.with_member(1, lost=True).with_member(2, quarantined=True)
+  state = state.with_member(4, versions=(-1, 0))
+  asked = {"pending": (3,), "pushes": {0: push(0, 0)}, "refused": {6: "odd"}}
+  current = Round(
+    0, 0.0, step_seconds=0.1, sync_seconds=0, global_step=1, pulled_at=0, deadline=9, **asked
+  )
+  assert rounds._missing(state, 0, current, ALONE) == {
+    1: "lost",
+    2: "quarantined",
+    3: "did not answer within the grace window",
+    4: "had not received version 0 yet",
+    5: "had made no step since its last sync when the round began",
+  }
