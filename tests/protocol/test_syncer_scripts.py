@@ -560,3 +560,22 @@ def test_a_commit_says_of_each_other_learner_why_it_has_no_part():
     4: "had not received version 0 yet",
     5: "had made no step since its last sync when the round began",
   }
+
+
+def test_a_quarantined_learner_hears_so_at_each_report_and_is_asked_for_nothing():
+  shard = Script(ALONE)
+  shard.feed(hello(0, 0))
+  shard.feed(report(0, (0, 0), (0, 0)))
+  shard.state = shard.state.with_member(0, quarantined=True)
+  told = Send(0, Refusal(0, 0, 0, -1, -1, True, "quarantined"))
+  for now in (0.1, 0.2):
+    assert shard.feed(report(0, (0, 0), (2, 2)), now) == [told]
+
+
+@pytest.mark.parametrize("version", [0, 1])
+def test_values_of_a_run_under_way_wait_for_no_quorum(version):
+  """Their global step may be 0: a value that was given back counts from a period before."""
+  shard, of = Script(), FragmentState(0, version=version, last_round=version - 1)
+  shard.state = syncer.init(0, 1, (of, FragmentState(1)), 1 << 60, began_at=-1000.0)
+  sent = [a.message for a in shard.feed(hello(0, 0)) if isinstance(a, Send)]
+  assert any(isinstance(m, Publish) for m in sent) == (version > 0)
