@@ -112,6 +112,8 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path):
     make_keys(tmp_path / "keys", learners=1, shards=1)
   with pytest.raises(ConfigError, match=r"--learners = -1: .*Fix: "):
     make_keys(tmp_path, learners=-1, shards=1)
+  with pytest.raises(ConfigError, match=r"--shards = -1: .*Fix: "):
+    make_keys(tmp_path, learners=1, shards=-1)
 
 
 def _drop_public(folder):
