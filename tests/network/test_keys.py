@@ -425,7 +425,8 @@ def test_a_key_that_is_not_listed_gets_nothing_through_until_it_is(net, tmp_path
   stranger = keys._context(ssl.PROTOCOL_TLS_CLIENT, [net.keys("syncer-0").public])
   keys._show(stranger, secret_file(tmp_path, "learner-5"))
   said = shake_hands(net, stranger, greeting)
-  assert b"alert" in said.lower(), said
+  # A greeting that the shard never reads may reset the connection before its alert is read here.
+  assert any(end in said.lower() for end in (b"alert", b"eof", b"reset")), said
   net.wait_until(lambda: shard.counters.refused == 1)
   assert not shard.links()
   shutil.copy(public_file(tmp_path, "learner-5"), public_file(net.folder, "learner-5"))
