@@ -302,10 +302,18 @@ class Replication:
     """
     match message:
       case Replica() | Recover():
+        # Of two shards each is the other's buddy, and may say in this way that it has restarted:
+        # copies that went to its former life are lost, and would never be confirmed.
+        if message.shard == self._buddy and self._is_new(message.incarnation):
+          self._met(message.incarnation, has=set())
         return self._copies.on(message)
       case Replicated():
         self._confirmed(message)
     return ()
+
+  def _is_new(self, incarnation: int) -> bool:
+    """Whether the buddy has restarted, and so has no copies."""
+    return incarnation > self._buddy_incarnation >= 0
 
   def _confirmed(self, message: Replicated) -> None:
     if message.shard != self._buddy or message.incarnation < self._buddy_incarnation:
@@ -315,21 +323,24 @@ class Replication:
       sent_at = self._sent_at.pop(p, None)
       if sent_at is not None:
         self._copy_seconds = smooth(self._copy_seconds, self._now() - sent_at)
-    again = message.incarnation > self._buddy_incarnation >= 0  # it restarted, and has no copies
+    again = self._is_new(message.incarnation)
     if self._away or again:
-      self._recorder.record(events.Replicated(buddy=self._buddy))
       # One that only was slow or cut off still has all that it ever confirmed.
       has = {p} if again else set(self._newest)
-      has -= self._sent_at.keys()
-      self._sent = {f: r for f, r in self._sent.items() if f in has}
-      self._away, self._buddy_incarnation = False, message.incarnation
-      self._all_whole(f for f in self._newest if f not in has)
+      self._met(message.incarnation, has - self._sent_at.keys())
     else:
       if not message.kept and newest is not None and p not in self._whole:
         self._whole.append(p)
       self._buddy_incarnation = message.incarnation
       self._next_whole()
     self._release()
+
+  def _met(self, incarnation: int, has: set[int]) -> None:
+    """The buddy is here again, with the newest copies of these fragments: it gets the others."""
+    self._recorder.record(events.Replicated(buddy=self._buddy))
+    self._sent = {f: r for f, r in self._sent.items() if f in has}
+    self._away, self._buddy_incarnation = False, incarnation
+    self._all_whole(f for f in self._newest if f not in has)
 
   def tick(self) -> float:
     """Gives up waiting for a buddy that is away; returns when to look again."""

@@ -311,7 +311,8 @@ class Owner:
     self.side.tick()
 
   def sent(self) -> list[tuple[int, int]]:
-    return [(m.fragment, m.version) for to, m in self.box.take() if to == "syncer-1"]
+    sent = [m for to, m in self.box.take() if to == "syncer-1" and isinstance(m, Replica)]
+    return [(m.fragment, m.version) for m in sent]
 
   def kinds(self) -> list[str]:
     return [e.kind for e in self.events]
@@ -437,6 +438,32 @@ def test_a_restarted_buddy_gets_everything_again():
   assert owner.sent() == [(2, 1)]
   owner.confirm(2, 1, incarnation=60)
   assert owner.side.missing() == [] and owner.done == [(0, 1), (1, 1), (2, 1), (1, 2)]
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_a_buddy_that_asks_for_its_own_fragments_has_restarted(away):
+  """The copies that its former life was sent are lost: a confirmation would never come."""
+  owner = Owner()
+  for p in (0, 2):
+    owner.commit(p, 1)
+    owner.confirm(p, 1)
+  for p in (0, 2):
+    owner.commit(p, 2)
+  owner.later(2.1 if away else 1.9)
+  owner.sent()
+  for shard, incarnation in ((1, 50), (1, 49), (3, 60)):
+    at_once(owner.side.on(Recover(shard, incarnation)))
+  assert owner.sent() == [], "another life, another shard"
+  at_once(owner.side.on(Recover(1, 60)))
+  assert owner.sent() == [(0, 2)], "one after the other"
+  at_once(owner.side.on(Recover(1, 60)))
+  assert owner.sent() == [], "it asks twice"
+  owner.later(1.9)
+  assert owner.kinds() == (["unreplicated"] if away else []) + ["replicated"]
+  owner.confirm(0, 2, incarnation=60)
+  assert owner.sent() == [(2, 2)]
+  owner.confirm(2, 2, incarnation=60)
+  assert owner.side.missing() == [] and owner.done[2:] == [(0, 2), (2, 2)]
 
 
 def test_a_buddy_that_is_back_with_an_old_copy_gets_the_newest():

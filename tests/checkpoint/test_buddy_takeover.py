@@ -96,7 +96,7 @@ class Mortals(Fleet):
   """Shards that die as their endpoints say; nothing of theirs is left but what the buddy has."""
 
   def __init__(self, config):
-    super().__init__(config, patience_seconds=PATIENCE_SECONDS)
+    super().__init__(config)
     self.hub = MortalHub("toy", self.plan.plan_id)
 
   def _serve(self, s: int, incarnation: int, kill: threading.Event) -> None:

@@ -88,6 +88,20 @@ def test_a_commit_of_zeros_has_no_direction(merger):
   assert merged(merger, 2, zeros).rho is None
 
 
+@pytest.mark.parametrize("name", ["f32", "int8"])
+def test_receivers_get_the_update_of_the_newest_commit_or_the_whole_value(name):
+  fragment, store = fragment_of(SIZE), MemoryStore()
+  store.save(delta.new_fragment(fragment, np.ones(SIZE, np.float32)))
+  sync = {"num_fragments": 1, "num_shards": 1, "publish_codec": name}
+  merger = Merger({0: fragment}, store, from_dict({"sync": sync}))
+  assert merger.change(0).codec == "f32"
+  merged(merger, 0, list(randoms(2, SIZE)))
+  change, value = merger.change(0), merger.committed[0].published_value
+  assert (change.codec, len(change.payload)) == (name, codec.payload_bytes(SIZE, name))
+  found = codec.decode(change.payload, SIZE, name)
+  np.testing.assert_array_equal(found if name == "f32" else 1 + found, value)
+
+
 def test_a_value_is_inexact_only_if_it_was_given_back_with_a_codecs_rounding():
   value, rounded = np.ones(3, np.float32), np.zeros(3, np.float32)
   for version, published_value, expected in [

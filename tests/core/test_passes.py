@@ -236,6 +236,9 @@ def test_the_sample_is_of_the_same_places_and_not_long():
   values = codec.decode(push.payload, small.size, "f32")
   whole = sample_of(small, push, [0, 2])
   np.testing.assert_array_equal(whole, np.r_[values[:10], values[5010:]])
+  apart = fragment_of(60_000, CHUNK, 5000)  # no more in all than is compared: whole, too
+  (push,) = encoded(randoms(1, apart.size), "f32")
+  assert sample_of(apart, push, [0, 2]).size == 65_000
   large = fragment_of(*LONG)
   pushes = encoded(randoms(2, large.size), "int4")
   samples = [sample_of(large, p, [0, 3, 5]) for p in pushes]

@@ -268,7 +268,7 @@ def test_an_endpoint_whose_thread_has_failed_says_why_and_is_not_fenced(net):
     raise ValueError("no cable")
 
   learner._bulk[0].call(fail)
-  net.wait_until(lambda: learner.broken)
+  net.wait_until(lambda: learner._closed)  # its role must not go on without a network
   assert learner.broken == "its network thread failed: ValueError('no cable')"
   assert not learner.fenced and learner.outnumbered == (0, 0)
   shard = net.open("syncer-0", 0)

@@ -31,6 +31,7 @@ from tests import says
 from tests.network.net import QUICK, Net
 
 SECONDS = 20.0
+START_SECONDS = 90.0  # for a process of its own, which first imports, on a busy machine
 SYNCER = "syncer-0"
 
 
@@ -233,20 +234,42 @@ def test_a_process_that_was_stopped_does_not_take_its_own_pause_for_its_peers_si
       env=environment.bare(),
     )
     try:
-      net.wait_until(lambda: link.bytes.forward > 500_000)
+      net.wait_until(lambda: link.bytes.forward > 500_000, START_SECONDS)
       process.send_signal(signal.SIGSTOP)
       net.wait_until(lambda: "silent" in shard.links()["learner-0"]["reason"])
       assert shard.receive(1.5) is None
       process.send_signal(signal.SIGCONT)
-      arrived = shard.receive(SECONDS)
+      arrived = shard.receive(START_SECONDS)
       assert arrived and arrived.message.round == 1, "it went on with what it was sending"
-      assert process.communicate("\n", timeout=SECONDS)[0].strip() == "0"
+      assert process.communicate("\n", timeout=START_SECONDS)[0].strip() == "0"
     finally:
       process.kill()
   net.close()
 
 
 # --- who says nothing -----------------------------------------------------------------------------
+
+
+def test_a_stranger_that_does_not_greet_is_sent_off_at_once():
+  with contextlib.closing(Net("run", "plan")) as net:
+    shard = net.connect(SYNCER)
+    address = host_and_port(net.url(SYNCER))
+    with socket.create_connection(address, timeout=STRANGER_SECONDS / 2) as stranger:
+      stranger.sendall(frames.encode(frames.Beat()))
+      assert stranger.recv(100) == b"", "before it is too old"
+    assert shard.counters.malformed == shard.counters.refused == 1
+
+
+def test_a_connection_to_where_a_peer_was_is_not_greeted(net):
+  """It was being made while the peer moved."""
+  learner = net.open("learner-0", 0)
+  learner.dial(SYNCER, net.url(SYNCER))
+  mine, far = socket.socketpair()
+  control = learner._dialed[SYNCER].control
+  with mine, far:
+    learner.call(learner._connected, control, "tcp://127.0.0.1:1", b"", mine)
+    far.settimeout(SECONDS)
+    assert far.recv(100) == b""
 
 
 class Idler:

@@ -115,3 +115,11 @@ def test_a_far_end_that_has_gone_is_not_waited_for():
     began = time.monotonic()
     learner.close(SECONDS)
     assert time.monotonic() - began < SECONDS / 2
+
+
+def test_a_far_end_that_has_seen_the_end_is_not_waited_for():
+  with contextlib.closing(Net("run", "plan")) as net:
+    net.connect("syncer-0")
+    learner, began = net.connect("learner-0"), time.monotonic()
+    learner.close(SECONDS)
+    assert time.monotonic() - began < SECONDS / 2

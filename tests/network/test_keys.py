@@ -112,6 +112,8 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path):
     make_keys(tmp_path / "keys", learners=1, shards=1)
   with pytest.raises(ConfigError, match=r"--learners = -1: .*Fix: "):
     make_keys(tmp_path, learners=-1, shards=1)
+  with pytest.raises(ConfigError, match=r"--shards = -1: .*Fix: "):
+    make_keys(tmp_path, learners=1, shards=-1)
 
 
 def _drop_public(folder):
@@ -423,7 +425,8 @@ def test_a_key_that_is_not_listed_gets_nothing_through_until_it_is(net, tmp_path
   stranger = keys._context(ssl.PROTOCOL_TLS_CLIENT, [net.keys("syncer-0").public])
   keys._show(stranger, secret_file(tmp_path, "learner-5"))
   said = shake_hands(net, stranger, greeting)
-  assert b"alert" in said.lower(), said
+  # A greeting that the shard never reads may reset the connection before its alert is read here.
+  assert any(end in said.lower() for end in (b"alert", b"eof", b"reset")), said
   net.wait_until(lambda: shard.counters.refused == 1)
   assert not shard.links()
   shutil.copy(public_file(tmp_path, "learner-5"), public_file(net.folder, "learner-5"))

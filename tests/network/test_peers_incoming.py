@@ -2,6 +2,7 @@
 
 import gc
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -94,6 +95,14 @@ def test_what_was_forgotten_while_it_arrived_is_no_part_of_what_comes_again():
   memory[:] = bytes(50)
   assert box.arrived(0) is None, "these bytes went elsewhere"
   assert bytes(part(box, 0, 0)[1]) == bytes(range(100))
+
+
+def test_what_was_forgotten_while_it_arrived_takes_no_memory():
+  box = incoming()
+  kept = weakref.ref(box.room(0, frames.Bulk(0, 100, b"h"), 50).obj)
+  assert kept() is not None
+  box.forget()
+  assert kept() is None
 
 
 @pytest.mark.parametrize("streams", [1, 2])

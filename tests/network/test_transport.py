@@ -76,6 +76,7 @@ def test_sending_to_nobody_is_counted_and_harmless(hub):
   a = hub.connect("learner-0")
   a.send("syncer-9", says.hello(0, 0))
   assert a.counters.undelivered == 1
+  assert a.unsent("syncer-9") == 0, "nothing of it waits here"
 
 
 def test_a_newer_connection_fences_the_older(hub):

@@ -1,6 +1,7 @@
 """What waits for a role: in turn, within bounds, and with the time at which it came."""
 
 import collections
+import functools
 import random
 import time
 import tracemalloc
@@ -116,6 +117,18 @@ def test_of_a_learners_reports_only_the_newest_waits():
     (m, 5 * MAX_CONTROL - 1) for m in (0, 1)
   ]
   assert box.counters.overflowed == 0
+
+
+def test_what_has_a_payload_is_no_report_whatever_its_header_says():
+  """Else the one that it replaces would never count as taken."""
+  box, taken = Box(), []
+  header, _ = messages.encode(report(0, 1), "run", "plan")
+  for number in range(2):
+    ended = functools.partial(taken.append, number)
+    box.inbox.put("learner-0", header, np.zeros(4, np.uint8), taken=ended)
+  for _ in range(3):
+    assert box.inbox.receive(0.0) is None
+  assert taken == [0, 1] and box.counters.malformed == 2
 
 
 def test_a_report_does_not_overtake_what_its_learner_said_before_it():

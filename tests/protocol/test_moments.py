@@ -147,6 +147,7 @@ def test_a_joiner_waits_for_moments_and_takes_none_that_are_older_than_its_welco
   assert one.state.joined and not learner.can_step(one.state, one.sync)
   [asked] = one.feed(Tick(10.0))
   assert asked == Send(0, RequestMoments(0, 0, (0, 1)))
+  assert learner.next_wake(one.state) == 11.0, "to ask again"
   assert one.feed(Tick(10.1)) == []
   old = ForwardMoments(0, 0, 0, 0, 3, 0, 1, 39, 7)
   assert one.feed(old) == [], "from before it was welcomed at global step 40"
@@ -160,8 +161,11 @@ def test_a_joiner_waits_for_moments_and_takes_none_that_are_older_than_its_welco
   assert one.feed(Taken(0, 12.3, "staged")) == [ApplyMoments(0, "staged")]
   assert one.feed(new) == [], "it has them"
   assert one.feed(Tick(13.3)) == [Send(0, RequestMoments(0, 0, (1,)))]
+  one.feed(Tick(14.9))
+  assert learner.next_wake(one.state) == 15.0, "to give up"
   one.feed(Tick(15.0))
   assert not one.state.wants and learner.can_step(one.state, one.sync), "goes on without the rest"
+  assert learner.next_wake(one.state) == math.inf
   assert one.feed(Taken(1, 15.1)) == []
 
 

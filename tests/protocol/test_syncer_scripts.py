@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from ddiloco.config import SyncConfig
-from ddiloco.protocol import learner, syncer
+from ddiloco.protocol import learner, rounds, syncer
 from ddiloco.protocol.actions import (
   Accept,
   Commit,
@@ -25,8 +25,9 @@ from ddiloco.protocol.actions import (
   Tick,
 )
 from ddiloco.protocol.events import Abandoned, Apply, Event
-from ddiloco.protocol.messages import MADE, Goodbye, Publish, Pull, Push, Refusal, Report
-from ddiloco.protocol.states import FragmentState
+from ddiloco.protocol.messages import EVALUATOR, MADE, Goodbye, Publish, Pull, Push, Refusal, Report
+from ddiloco.protocol.states import FragmentState, Round
+from ddiloco.protocol.values import replace
 from tests import says
 from tests.says import hello, welcome
 
@@ -542,3 +543,70 @@ def test_a_round_waits_for_a_push_that_is_being_read_also_if_its_learner_is_gone
   assert actions == [Accept(1, 0, 0)]
   commit, *_ = shard.feed(Tick(9.2))
   assert commit.learners == (0, 1)
+
+
+def test_the_past_of_one_learner_alone_rejects_nobody():
+  """It may be a bad one's: far too short, and merged alone before the others came."""
+  shard = Script(dataclasses.replace(SYNC, min_quorum=3))
+  for m in (0, 1, 2):
+    shard.feed(hello(m, 0))
+  members = dict(shard.state.members)
+  members[2] = replace(members[2], norms=(1e-6, 0.0))
+  shard.state = replace(shard.state, members=members)
+  for m in (0, 1, 2):
+    shard.feed(report(m, (0, 0), (1, 1)), 0.1)
+  actions = [a for m in (0, 1, 2) for a in shard.feed(push(m, 0), 0.2, norm=(1.0, 1.0, 1e-6)[m])]
+  assert [a.learners for a in actions if isinstance(a, Commit)] == [(0, 1, 2)]
+
+
+def test_a_member_that_confirms_late_does_not_make_the_others_wait_for_a_resend():
+  shard = Script(dataclasses.replace(SYNC, liveness_seconds=10.0))
+  for m in (0, 1):
+    shard.feed(hello(m, 0))
+  sent = {"sent_at": (0.0, 1.0), "waiting_since": (0.0, 1.0)}  # the longest wait counts
+  shard.state = shard.state.with_member(0, **sent, delivery_seconds=1.0)
+  shard.feed(report(0, (0, 0), (0, 0)), 2.0)
+  assert shard.state.members[0].delivery_seconds == 1.0 + 0.2 * (2.0 - 1.0)
+  usual = shard.state.delivery_seconds
+  shard.feed(report(1, (0, 0), (0, 0)), 500.0)
+  assert usual == 2.0 and shard.state.members[1].delivery_seconds == 500.0
+  assert usual < shard.state.delivery_seconds <= 2 * usual + 10.0
+
+
+def test_a_commit_says_of_each_other_learner_why_it_has_no_part():
+  shard = Script(ALONE)
+  for m in (*range(7), EVALUATOR):
+    shard.feed(hello(m, 0))
+    shard.feed(report(m, (0, 0), (0, 0)))
+  state = shard.state.with_member(1, lost=True).with_member(2, quarantined=True)
+  state = state.with_member(4, versions=(-1, 0))
+  asked = {"pending": (3,), "pushes": {0: push(0, 0)}, "refused": {6: "odd"}}
+  current = Round(
+    0, 0.0, step_seconds=0.1, sync_seconds=0, global_step=1, pulled_at=0, deadline=9, **asked
+  )
+  assert rounds._missing(state, 0, current) == {
+    1: "lost",
+    2: "quarantined",
+    3: "did not answer within the grace window",
+    4: "had not received version 0 yet",
+    5: "had made no step since its last sync when the round began",
+  }
+
+
+def test_a_quarantined_learner_hears_so_at_each_report_and_is_asked_for_nothing():
+  shard = Script(ALONE)
+  shard.feed(hello(0, 0))
+  shard.feed(report(0, (0, 0), (0, 0)))
+  shard.state = shard.state.with_member(0, quarantined=True)
+  told = Send(0, Refusal(0, 0, 0, -1, -1, True, "quarantined"))
+  for now in (0.1, 0.2):
+    assert shard.feed(report(0, (0, 0), (2, 2)), now) == [told]
+
+
+@pytest.mark.parametrize("version", [0, 1])
+def test_values_of_a_run_under_way_wait_for_no_quorum(version):
+  """Their global step may be 0: a value that was given back counts from a period before."""
+  shard, of = Script(), FragmentState(0, version=version, last_round=version - 1)
+  shard.state = syncer.init(0, 1, (of, FragmentState(1)), 1 << 60, began_at=-1000.0)
+  sent = [a.message for a in shard.feed(hello(0, 0)) if isinstance(a, Send)]
+  assert any(isinstance(m, Publish) for m in sent) == (version > 0)

@@ -41,7 +41,7 @@ class History(MemoryStore):
 class Fleet:
   """Two shards with replication and two toy learners, as threads around one hub."""
 
-  def __init__(self, config, patience_seconds: float = 5.0):
+  def __init__(self, config, patience_seconds: float = PATIENCE_SECONDS):
     self.patience_seconds = patience_seconds
     self.config, self.plan = config, fragments.make_plan(toy.SPECS, config.sync)
     self.hub, self.stop = Hub("toy", self.plan.plan_id), threading.Event()

@@ -22,6 +22,7 @@ from ddiloco.protocol.messages import (
   Push,
   Refusal,
   Report,
+  RequestMoments,
   RequestValue,
   Value,
 )
@@ -72,17 +73,18 @@ class Wire:
 class Bench:
   """One exchange with a toy island, and the messages a shard would send it."""
 
-  def __init__(self, island=None, initial=dict, saver=None, **sync):
+  def __init__(self, island=None, initial=dict, saver=None, donor_seconds=0.0, **sync):
     settings = {"num_shards": 1, "num_fragments": 2, "sync_period": 4, **sync}
     self.config: Config = from_dict({"sync": settings})
     self.plan = fragments.make_plan(toy.SPECS, self.config.sync)
     self.island = island or toy.ToyIsland(0, self.plan)
     self.wire = Wire()
-    state = learner.init(0, 0, (0, 0), 10**9)
-    runtime = Runtime(self.wire, NullRecorder(), saver, initial=initial)
+    state = learner.init(0, 0, (0, 0), 10**9, donor_seconds=donor_seconds)
+    self.events = []
+    runtime = Runtime(self.wire, toy.ListRecorder(self.events), saver, initial=initial)
     save = saver and saver.save
     self.exchange = Exchange(state, self.config, self.plan, self.island, runtime, save)
-    self.give(says.welcome(0, 0, 0, 0, (0, 1)))
+    self.give(says.welcome(0, 0, 0, 3 if donor_seconds else 0, (0, 1)))  # a run under way
 
   def give(self, message) -> None:
     with self.wire.ready:
@@ -355,6 +357,26 @@ def test_what_comes_back_from_a_snapshot_is_freed_when_it_is_replaced(bench):
   b.publish(0, 1, vector(values[0].size))
   b.until(lambda: b.version(0) == 1)
   assert base() is None and not beginning
+
+
+def test_moments_of_a_peer_lie_in_the_island_as_they_came_and_damaged_ones_are_ignored(bench):
+  one = bench(donor_seconds=PATIENCE_SECONDS)
+  one.join()
+  one.until(lambda: any(isinstance(m, RequestMoments) for m in one.wire.sent))
+  given = [vector(f.size) for f in one.plan.fragments]
+  for p, flat in enumerate(given):
+    unfit = np.full(flat.size, np.nan, np.float32)
+    for sent in (flat[1:], unfit, flat):
+      payload = codec.encode(sent, "f32")
+      one.give(ForwardMoments(0, 0, 0, p, 1, 0, p, global_step=9, count=7, payload=payload))
+    one.until(lambda: p not in one.exchange.state.wants)  # noqa: B023
+  ignored = [e.learner for e in one.events if e.kind == "ignored"]
+  assert ignored == [1] * 4
+  for f, flat in zip(one.plan.fragments, given, strict=True):
+    np.testing.assert_array_equal(fragments.gather(f, one.island.mean), flat)
+  assert one.island.updates == 7
+  took = [(e.fragment, e.learner, e.donation) for e in one.events if e.kind == "inherited"]
+  assert took == [(0, 1, 0), (1, 1, 1)]
 
 
 def test_the_evaluator_overwrites_whatever_the_learners_do(bench):

@@ -15,6 +15,7 @@ from ddiloco.config import from_dict
 from ddiloco.core import codec, fragments
 from ddiloco.core.delta import Committed, MemoryStore, learner_weights, new_fragment
 from ddiloco.network.transport import Counters
+from ddiloco.protocol import events
 from ddiloco.protocol.actions import Commit, InstallValue, Tick
 from ddiloco.protocol.messages import Goodbye, Publish, Pull, Refusal, Value
 from ddiloco.protocol.states import FragmentState, ValueRequest
@@ -413,6 +414,15 @@ def test_the_commit_event_says_who_and_why():
   assert set(weights) <= {0, 1} and sum(weights.values()) == pytest.approx(1, abs=1e-5)
   assert first.version == 1 and first.reason and first.merge_seconds >= 0
   assert first.step_tokens == (shard.config.tokens_per_step(0),) * len(first.learners)
+
+
+def test_a_flood_of_ignored_messages_is_a_line_a_second_that_counts_them():
+  shard, now = Shard(2), [1.0]
+  shard.syncer.time = types.SimpleNamespace(now=lambda: now[0])
+  for now[0], learner in ((1.0, 0), (1.1, 0), (1.2, 1), (1.9, 0), (2.1, 0), (2.2, 0), (3.5, 0)):
+    shard.syncer._note_ignored(events.Ignored(reason="odd", message="Push", learner=learner))
+  said = [(e.learner, e.times) for e in shard.events if e.kind == "ignored"]
+  assert said == [(0, 1), (1, 1), (0, 3), (0, 2)]
 
 
 def test_replay_weighs_a_commit_by_the_batches_that_its_shard_knew():

@@ -1,0 +1,86 @@
+"""The evaluator at work: what it measures and when, and that it saves the final model only."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ddiloco.config import from_dict
+from ddiloco.core import codec
+from ddiloco.protocol.messages import Goodbye
+from ddiloco.roles import initial
+from ddiloco.roles.evaluator import Evaluator
+from ddiloco.runtime import Runtime
+from tests import says
+from tests.roles import toy
+from tests.roles.test_learner_exchange import Wire
+
+TOKENS = 100
+
+
+class Watched:
+  """An evaluator of a run of `TOKENS` tokens, with the messages a shard would send it."""
+
+  def __init__(self, measure=lambda params: {"loss": 0.5}, save=None):
+    sync = {"num_shards": 1, "num_fragments": 2}
+    run = {"total_tokens": TOKENS, "evaluations": 2}
+    self.config = from_dict({"sync": sync, "model": {"num_layers": 1}, "run": run})
+    self.plan, self.wire = initial.make_plan(self.config), Wire()
+    self.events, self.saved = [], []
+    runtime = Runtime(self.wire, toy.ListRecorder(self.events))
+    self.role = Evaluator(self.config, self.plan, measure, runtime, save=save or self.saved.append)
+    self.wire.inbox.append(says.welcome(0, 0, 0, 0, (0, 1)))
+
+  def publish(self, version: int, merged_tokens: int) -> None:
+    for f in self.plan.fragments:
+      payload = codec.encode(np.full(f.size, version, np.float32), "f32")
+      tokens = 9, merged_tokens, (), ()
+      which = f.index, version - 1, version, -1
+      self.wire.inbox.append(says.publish(0, 0, 0, *which, *tokens, "f32", payload))
+
+  def of(self, kind: str) -> list:
+    return [e for e in self.events if e.kind == kind]
+
+
+def test_the_end_is_saved_before_it_is_measured():
+  order = []
+
+  def measure(params):
+    order.append(("measured", float(params["embedding"].max())))
+    return {"loss": 0.5, "other": 2.0}
+
+  watched = Watched(measure, save=lambda params: order.append("saved"))
+  watched.publish(0, 0)
+  watched.publish(1, TOKENS)
+  watched.role.run(lambda: False)
+  assert order[-2:] == ["saved", ("measured", 1.0)] and order.count("saved") == 1
+  assert watched.role.saved
+  last = watched.of("evaluation")[-1]
+  assert (last.merged_tokens, last.loss, last.measures) == (TOKENS, 0.5, {"other": 2.0})
+  assert not watched.of("unevaluated"), "nothing is measured before the whole model is here"
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_run_that_is_stopped_has_no_final_model(joins):
+  watched = Watched()
+  if joins:
+    watched.publish(0, 0)
+    watched.publish(1, TOKENS - 1)
+  state = lambda: watched.role.exchange.state  # noqa: E731
+  watched.role.run(lambda: not watched.wire.inbox and state().joined == joins)
+  assert state().joined == joins and not watched.role.finished
+  assert not watched.saved and not watched.role.saved
+  assert any(isinstance(m, Goodbye) for m in watched.wire.sent)
+
+
+def test_a_result_that_cannot_be_saved_or_measured_ends_nothing(capsys):
+  def fails(params):
+    raise OSError("no space left on device")
+
+  watched = Watched(fails, save=fails)
+  watched.publish(0, 0)
+  watched.publish(1, TOKENS)
+  watched.role.run(lambda: False)
+  assert not watched.role.saved and not watched.of("evaluation")
+  assert watched.of("unevaluated")[-1].reason == "OSError: no space left on device"
+  assert "the result is not saved" in capsys.readouterr().err
