@@ -607,6 +607,6 @@ def test_a_quarantined_learner_hears_so_at_each_report_and_is_asked_for_nothing(
 def test_values_of_a_run_under_way_wait_for_no_quorum(version):
   """Their global step may be 0: a value that was given back counts from a period before."""
   shard, of = Script(), FragmentState(0, version=version, last_round=version - 1)
-  shard.state = syncer.init(0, 1, (of, FragmentState(1)), 1 << 60, began_at=-1000.0)
+  shard.state = syncer.init(0, 1, (of, FragmentState(1)), shard.sync, 1 << 60, began_at=-1000.0)
   sent = [a.message for a in shard.feed(hello(0, 0)) if isinstance(a, Send)]
   assert any(isinstance(m, Publish) for m in sent) == (version > 0)

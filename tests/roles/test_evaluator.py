@@ -28,7 +28,8 @@ class Watched:
     self.plan, self.wire = initial.make_plan(self.config), Wire()
     self.events, self.saved = [], []
     runtime = Runtime(self.wire, toy.ListRecorder(self.events))
-    self.role = Evaluator(self.config, self.plan, measure, runtime, save=save or self.saved.append)
+    save = save or (lambda params, tokens: self.saved.append(tokens))
+    self.role = Evaluator(self.config, self.plan, measure, runtime, save=save)
     self.wire.inbox.append(says.welcome(0, 0, 0, 0, (0, 1)))
 
   def publish(self, version: int, merged_tokens: int) -> None:
@@ -49,7 +50,7 @@ def test_the_end_is_saved_before_it_is_measured():
     order.append(("measured", float(params["embedding"].max())))
     return {"loss": 0.5, "other": 2.0}
 
-  watched = Watched(measure, save=lambda params: order.append("saved"))
+  watched = Watched(measure, save=lambda params, tokens: order.append("saved"))
   watched.publish(0, 0)
   watched.publish(1, TOKENS)
   watched.role.run(lambda: False)
@@ -74,7 +75,7 @@ def test_a_run_that_is_stopped_has_no_final_model(joins):
 
 
 def test_a_result_that_cannot_be_saved_or_measured_ends_nothing(capsys):
-  def fails(params):
+  def fails(params, tokens=0):
     raise OSError("no space left on device")
 
   watched = Watched(fails, save=fails)
@@ -83,4 +84,4 @@ def test_a_result_that_cannot_be_saved_or_measured_ends_nothing(capsys):
   watched.role.run(lambda: False)
   assert not watched.role.saved and not watched.of("evaluation")
   assert watched.of("unevaluated")[-1].reason == "OSError: no space left on device"
-  assert "the result is not saved" in capsys.readouterr().err
+  assert "the result is not saved before it is measured: no space left" in capsys.readouterr().err

@@ -364,14 +364,16 @@ def test_moments_of_a_peer_lie_in_the_island_as_they_came_and_damaged_ones_are_i
   one.join()
   one.until(lambda: any(isinstance(m, RequestMoments) for m in one.wire.sent))
   given = [vector(f.size) for f in one.plan.fragments]
+  ignored = lambda: [e.learner for e in one.events if e.kind == "ignored"]  # noqa: E731
   for p, flat in enumerate(given):
     unfit = np.full(flat.size, np.nan, np.float32)
-    for sent in (flat[1:], unfit, flat):
+    for bad, sent in enumerate((flat[1:], unfit, flat), 1):
       payload = codec.encode(sent, "f32")
       one.give(ForwardMoments(0, 0, 0, p, 1, 0, p, global_step=9, count=7, payload=payload))
+      if sent is not flat:  # while moments are being staged, no others are taken
+        one.until(lambda: (len(ignored()), one.exchange.state.staging) == (2 * p + bad, ()))  # noqa: B023
     one.until(lambda: p not in one.exchange.state.wants)  # noqa: B023
-  ignored = [e.learner for e in one.events if e.kind == "ignored"]
-  assert ignored == [1] * 4
+  assert ignored() == [1] * 4
   for f, flat in zip(one.plan.fragments, given, strict=True):
     np.testing.assert_array_equal(fragments.gather(f, one.island.mean), flat)
   assert one.island.updates == 7
