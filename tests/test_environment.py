@@ -80,8 +80,31 @@ def test_a_reader_of_what_is_printed_may_leave(arguments, unbuffered):
   assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_an_error_after_the_reader_has_left_is_not_lost():
-  program = "from ddiloco.environment import *\nwith reader_may_leave(): print(1); print(1 / 0)"
+IN_A_BLOCK = """
+from ddiloco.environment import reader_may_leave
+
+with reader_may_leave():
+  print(1)
+  raise OSError("of another kind")
+"""
+
+OF_A_RUN = """
+import sys
+from ddiloco import cli
+
+
+def train(arguments):
+  print(1)
+  raise BrokenPipeError("of another kind")
+
+
+cli.COMMANDS["train"], sys.argv = train, ["ddiloco", "train"]
+cli.entry()
+"""
+
+
+@pytest.mark.parametrize("program", [IN_A_BLOCK, OF_A_RUN])
+def test_an_error_after_the_reader_has_left_is_not_lost(program):
   reader, output = os.pipe()
   os.close(reader)
   try:
@@ -90,7 +113,7 @@ def test_an_error_after_the_reader_has_left_is_not_lost():
     done = subprocess.run(command, env=variables, stdout=output, stderr=subprocess.PIPE)
   finally:
     os.close(output)
-  assert done.returncode == 1 and b"ZeroDivisionError" in done.stderr
+  assert done.returncode == 1 and b"of another kind" in done.stderr
 
 
 def test_another_broken_pipe_is_an_error(capfd):
