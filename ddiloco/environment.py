@@ -36,17 +36,17 @@ def end_now(status: int) -> NoReturn:
 def reader_may_leave() -> Iterator[None]:
   """A block that prints ends early, without an error, when its reader has enough (head, less)."""
   try:
-    try:
-      yield
-    finally:
-      print(end="", flush=True)  # does nothing where there is no standard output
+    yield
   except BrokenPipeError:
-    output = sys.stdout.fileno()
     poll = select.poll()
-    poll.register(output, 0)
+    poll.register(sys.stdout.fileno(), 0)
     if not poll.poll(0):  # its reader is there: another pipe broke
       raise
-    os.dup2(os.open(os.devnull, os.O_WRONLY), output)  # for Python's own last flush
+  finally:  # another error goes on, also if the reader has left
+    try:
+      print(end="", flush=True)  # does nothing where there is no standard output
+    except BrokenPipeError:  # Python's own last flush must not fail again
+      os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 # Variables that make JAX or libtpu wait for processes or slices outside the island.

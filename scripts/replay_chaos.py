@@ -31,8 +31,8 @@ if __name__ == "__main__":
 import common
 import jax
 
-from ddiloco.checkpoint import weights
 from ddiloco.config import Config, from_dict
+from ddiloco.engines.engine import save_result
 from ddiloco.engines.threads import ThreadsEngine
 from ddiloco.observe.eventlog import read_events
 from ddiloco.protocol.events import Event, Fault, Joined, Started
@@ -137,7 +137,7 @@ class Bench:
     outcome = self._engine(config, workdir).run()
     if outcome.reason != "finished":
       raise RuntimeError(f"{workdir}: the run {outcome.reason}")
-    weights.save(workdir / "result", outcome.params)
+    save_result(workdir, outcome.params, outcome.merged_tokens)
 
   def _engine(self, config: Config, workdir: Path) -> ThreadsEngine:
     return ThreadsEngine(config, workdir, self.corpus, lambda params: {"loss": 0.0}, self._islands)

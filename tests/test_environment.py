@@ -64,7 +64,7 @@ def test_no_library_that_a_run_imports_late_sets_a_variable(tmp_path):
   [
     ["-m", "ddiloco", "simulate", "--chips=1000", "--learners=2"],
     ["-m", "ddiloco", "plan", "--config=configs/tutorial.py", "--gbps=1", "--step_seconds=1"],
-    ["scripts/journey.py"],
+    ["scripts/lines.py"],
   ],
 )
 @pytest.mark.parametrize("unbuffered", ["", "1"])
@@ -78,6 +78,42 @@ def test_a_reader_of_what_is_printed_may_leave(arguments, unbuffered):
   finally:
     os.close(output)
   assert (done.returncode, done.stderr) == (0, b"")
+
+
+IN_A_BLOCK = """
+from ddiloco.environment import reader_may_leave
+
+with reader_may_leave():
+  print(1)
+  raise OSError("of another kind")
+"""
+
+OF_A_RUN = """
+import sys
+from ddiloco import cli
+
+
+def train(arguments):
+  print(1)
+  raise BrokenPipeError("of another kind")
+
+
+cli.COMMANDS["train"], sys.argv = train, ["ddiloco", "train"]
+cli.entry()
+"""
+
+
+@pytest.mark.parametrize("program", [IN_A_BLOCK, OF_A_RUN])
+def test_an_error_after_the_reader_has_left_is_not_lost(program):
+  reader, output = os.pipe()
+  os.close(reader)
+  try:
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=variables, stdout=output, stderr=subprocess.PIPE)
+  finally:
+    os.close(output)
+  assert done.returncode == 1 and b"of another kind" in done.stderr
 
 
 def test_another_broken_pipe_is_an_error(capfd):

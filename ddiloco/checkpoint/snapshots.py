@@ -433,20 +433,20 @@ class Storage:
       raise ValueError(f"keep = {keep}: must be at least 1, or nothing could be restored")
     committed = self.committed()
     newer: set[str] = set()  # roles that have a part in a newer snapshot
-    begun: set[str] = set()  # the same, if their part is not complete either
+    begun: set[str] = set()  # the same, also if that part is not complete
     for snapshot in self._snapshots():
       roles = set[str]()
       try:
         parts = {*self._roles(snapshot)}
-        written, begun = self._written(snapshot, parts - begun), begun | parts
+        last, begun = parts - begun, begun | parts
         if snapshot > max([over, *committed]):
           continue  # its parts are still being saved
         if snapshot not in committed:
-          self._forget_all(snapshot, written)
+          self._forget_all(snapshot, self._written(snapshot, last))
           continue
         roles = self.manifest(snapshot)["parts"].keys() - newer
         if snapshot not in committed[:keep]:
-          self._delete_but(snapshot, roles, written)
+          self._delete_but(snapshot, roles, self._written(snapshot, last))
       except Damaged as damage:  # another run's, or unreadable: not ours to delete
         self._warn(f"old checkpoint stays: {damage}")
       except OSError as error:

@@ -102,7 +102,7 @@ def save(
     OSError: it cannot be written.
   """
   target = _followed(path)
-  if not target.exists() and os.path.islink(path):
+  if os.path.islink(path) and not target.exists():
     raise OSError(errno.ENOENT, f"is a link to {target}, where nothing is", str(path))
   target.parent.mkdir(parents=True, exist_ok=True)
   params, metadata = dict(params), dict(metadata or {})

@@ -8,6 +8,7 @@ merged and saved.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import difflib
 import sys
 from collections.abc import Callable, Sequence
@@ -88,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{USAGE}\n\nddiloco: there is no command {arguments[0]!r}. Fix: {fix}", file=sys.stderr)
     return BAD_USAGE
   try:
-    with reader_may_leave():
+    with contextlib.nullcontext() if arguments[0] in WORKERS else reader_may_leave():
       return command(arguments)
     return FINISHED  # its reader left
   except Helped:

@@ -124,7 +124,7 @@ class Flags:
     except (AttributeError, KeyError, TypeError, ValueError, OSError) as error:
       raise ConfigError(f"{error}. Fix: see `ddiloco {command} --help` and the file.") from error
     except flags.UnrecognizedFlagError as error:
-      close = difflib.get_close_matches(error.flagname, list(self._values), 1)
+      close = difflib.get_close_matches(error.flagname, list(self._values), 1, 0.7)
       fix = f"did you mean --{close[0]}?" if close else f"see `ddiloco {command} --help`."
       raise ConfigError(f"--{error.flagname}: is no flag of this command. Fix: {fix}") from error
     except flags.IllegalFlagValueError as error:

@@ -52,7 +52,7 @@ class RunResult:
   lost: str = ""  # work that is lost although the run went on
   saved: bool = False  # `params` are in WORKDIR/result already
   untrained_loss: float | None = None  # held-out, of the initial parameters; None: not measured
-  merged_tokens: int = 0  # that `params` have seen; without shards, all tokens of all islands
+  merged_tokens: int = 0  # that `params` have seen; without shards, those of all islands
 
 
 class NewerResult(Exception):

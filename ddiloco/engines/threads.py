@@ -82,6 +82,7 @@ class ThreadsEngine(Engine):
     groups, make = devices.shared_on_cpu(groups), IslandMaker(self.plan)
     self.islands = islands or {m: make(config, m, group) for m, group in enumerate(groups)}
     self._lost_slices: set[int] = set()  # islands whose devices have failed
+    self._life_steps: dict[int, int] = {}  # learner -> steps of its newest life
     self._storage = self._open_storage()
     self._restored: restore.Restored | None = None
     self._saved: Mapping[int, np.ndarray] = {}  # fragment -> value, as saved in WORKDIR/result
@@ -199,6 +200,7 @@ class ThreadsEngine(Engine):
       self._hangs.end(name)
       made = role.exchange.state.step - beginning.state.step
       self.steps[m] = self.steps.get(m, 0) + made
+      self._life_steps[m] = made
       self._close(endpoint, saver)
 
   def _rebuild(self, m: int, faults: Faults) -> bool:
@@ -340,5 +342,6 @@ class ThreadsEngine(Engine):
     gone = {n for n, role in members(self._state).items() if role.phase == GONE}
     left = [m for m in self.islands if learner_address(m) not in gone] or list(self.islands)
     each = {m: self.islands[m].params_on_host() for m in left}
-    seen = sum(n * self.config.tokens_per_step(m) for m, n in self.steps.items())
+    furthest = max(self._life_steps.get(m, 0) for m in left)  # each life began anew
+    seen = furthest * self.config.planned_tokens_per_step
     return RunResult(reason, each[left[0]], each, dict(self.steps), merged_tokens=seen)

@@ -134,6 +134,7 @@ class LearnerArrays(LearnerAlgebra):
     self._config, self._home = config, home
     self._diff, self._wanted, self._alone = diff, wanted, alone
     self.island: Any = None
+    self.steps = 0  # that the island has made in its newest life
 
   def begin(self, incarnation: Incarnation) -> None:
     self._deltas = Deltas(self._config.sync)
@@ -142,6 +143,7 @@ class LearnerArrays(LearnerAlgebra):
     if started is None:
       return  # killed before it recorded its start
     self.island, self._batch = self._home(started)
+    self.steps = 0
     if self._alone is None:
       self.island.reset()
     else:
@@ -151,6 +153,7 @@ class LearnerArrays(LearnerAlgebra):
     at = op.global_step - 1 if op.schedule_step is None else op.schedule_step
     metrics = self.island.step(self._batch(op.position), at, op.rate_scale)
     self._diff.step(entry, op, metrics)
+    self.steps += 1
 
   def copy_out(self, op: events.CopyOut) -> tuple[int, int, np.ndarray]:
     local = self.island.to_host(self.island.copy_out(op.fragment), op.fragment)
@@ -241,6 +244,8 @@ class ShardArrays(ShardAlgebra):
       step_tokens=entry.operation.step_tokens,  # a resumed run may have another batch size
     )
     found, *_ = delta.commit(fragment, base.content, arrivals, what, self._config)
+    state = dataclasses.replace(found.state, merged_tokens=new.merged_tokens)
+    found = dataclasses.replace(found, state=state)
     self.newest[new.fragment] = found
     return found
 
@@ -336,7 +341,7 @@ class Replay:
     checked = check(trace)
     if checked.problems:
       raise ValueError(f"the trace does not fit together: {checked.problems[0]}")
-    self.counts, self.diff = checked.counts, ReplayDiff(trace)
+    self.counts, self.diff, self._config = checked.counts, ReplayDiff(trace), config
     self._plan, first = initial.make_plan(config), initial.initial_params(config)
     proof, made = Proof(), {}
     for p, fragment in enumerate(self._plan.fragments):
@@ -397,10 +402,11 @@ class Replay:
       results.put((name, error))
 
   @property
-  def merged_tokens(self) -> float:
-    """Tokens that the global model has seen at the end; infinite without shards."""
+  def merged_tokens(self) -> int:
+    """Tokens that the global model has seen at the end; as in `RunResult` without shards."""
     if not self._shards:
-      return math.inf
+      furthest = max((each.steps for each in self._learners), default=0)
+      return furthest * self._config.planned_tokens_per_step
     return min(self._newest(p).state.merged_tokens for p in range(len(self._plan.fragments)))
 
   def _newest(self, p: int) -> Committed:

@@ -280,6 +280,19 @@ def test_half_a_part_is_deleted_once_its_role_has_begun_a_newer_one(path):
   assert not (path / "00000004").exists()
 
 
+def test_parts_are_not_looked_into_where_nothing_is_to_be_deleted(path, monkeypatch):
+  """In a bucket each look is a request, and there is a part for every learner."""
+  storage, looked = Storage(path, "plan", pytest.fail), []
+  for role in ROLES:
+    storage.save(3, role, 3, {}, {})
+  storage.commit(3, ROLES)
+  storage.save(4, ROLES[0], 4, {}, {})
+  listed = signed_json.listed
+  monkeypatch.setattr(signed_json, "listed", lambda p: looked.append(p.name) or listed(p))
+  storage.prune(1)
+  assert looked and not {*looked} & {*ROLES}
+
+
 def test_forgetting_leaves_others_parts_of_what_is_being_written(path):
   storage = Storage(path, "plan", pytest.fail)
   for role in ROLES:

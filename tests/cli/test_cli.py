@@ -151,7 +151,7 @@ def test_a_preset_that_is_not_there(refused):
     (["--config.outer.momentum=nan"], ["outer.momentum = nan", "finite"]),
     (["--config.chaos.faults=3"], ["chaos.faults[0]"]),
     (["--wrokdir=x"], ["--wrokdir: is no flag", "Fix: did you mean --workdir?"]),
-    (["--gpu"], ["--gpu: is no flag", "Fix: "]),
+    (["--gpu"], ["--gpu: is no flag", "Fix: see `ddiloco train --help`"]),
     (["--dry_run=maybe"], ["--dry_run=maybe"]),
     (["stray"], ["'stray'", "--NAME=VALUE"]),
   ],

@@ -431,6 +431,14 @@ def test_islands_alone_finish_without_a_syncer(corpus, tmp_path):
   assert not ran.of("commit") and not ran.of("push")
 
 
+def test_what_an_island_alone_loses_counts_not_as_seen(corpus, tmp_path):
+  """Else the result of a start with many failures could never be replaced by a better one."""
+  config = make_config(learners=2, steps=20, sync={"num_shards": 0})
+  ran = Ran(config, corpus, tmp_path, [(0, 15, raises(OSError("cable")))])
+  assert ran.outcome.steps == {0: 34, 1: 20}
+  assert ran.outcome.merged_tokens == config.run.total_tokens
+
+
 @pytest.mark.parametrize("able", [True, False])
 def test_large_initial_values_are_made_by_learners_that_can(corpus, tmp_path, monkeypatch, able):
   """A process reads `run.init_from`, or computes; where it cannot, the shards send the values."""

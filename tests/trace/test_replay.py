@@ -167,6 +167,13 @@ def test_a_run_of_one_island_without_shards_is_replayed(bench, tmp_path):
   summary, difference = bench.replay(config, tmp_path / "alone")
   assert (summary["identical"], difference) == (True, "")
   assert summary["values_compared"] == 1 and summary["commits"] == 0
+  of_an_earlier_start = {weights.MERGED_TOKENS: str(config.run.total_tokens + 10**6)}
+  result = weights.load(tmp_path / "alone" / "result", "result")
+  changed = {name: value + 1 for name, value in result.items()}
+  weights.save(tmp_path / "alone" / "result", changed, of_an_earlier_start)
+  summary, difference = bench.replay(config, tmp_path / "alone")
+  assert (summary["identical"], difference) == (True, "")
+  assert summary["values_compared"] == 0
 
 
 def test_a_failure_in_one_role_ends_all(run):
