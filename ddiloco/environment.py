@@ -34,12 +34,13 @@ def end_now(status: int) -> NoReturn:
 
 @contextlib.contextmanager
 def reader_may_leave() -> Iterator[None]:
-  """A block that prints ends early, without an error, when its reader has enough (head, less)."""
+  """A block that prints ends early, without an error, when its reader has enough (head, less).
+
+  Any other exception of the block passes.
+  """
   try:
-    try:
-      yield
-    finally:
-      print(end="", flush=True)  # does nothing where there is no standard output
+    yield
+    print(end="", flush=True)  # does nothing where there is no standard output
   except BrokenPipeError:
     output = sys.stdout.fileno()
     poll = select.poll()
