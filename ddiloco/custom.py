@@ -293,8 +293,14 @@ def _refuse_changed(config: Section) -> None:
     raise refusal(_field(config), config.custom, rule, fix)
 
 
+_ABOUT_PATHS = FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError
+
+
 def called(config: Section, what: str, call: Callable[[], Any]) -> Any:
-  """Returns `call()`; any exception of the user's code becomes a ConfigError.
+  """Returns `call()`; an exception of the user's code becomes a ConfigError.
+
+  An OSError that is not about a path passes: a storage that does not answer may do so the next
+  time, and a role that ends with a ConfigError is not started again.
 
   Args:
     config: the section that names the user's code.
@@ -306,6 +312,8 @@ def called(config: Section, what: str, call: Callable[[], Any]) -> Any:
   except ConfigError:
     raise
   except Exception as error:
+    if isinstance(error, OSError) and not isinstance(error, _ABOUT_PATHS):
+      raise
     where = config.custom.rpartition(":")[0]
     home = getattr(sys.modules.get(where), "__file__", None) or os.path.abspath(where)
     frames = traceback.extract_tb(error.__traceback__)

@@ -50,6 +50,8 @@ class Numbers:
   def batches(self, config, learner):
     if self.kind == "no folder":
       raise FileNotFoundError("wine/")
+    if self.kind == "away":
+      raise ConnectionError("the storage is away")
     numbers = grain.MapDataset.range(50).map(lambda i: rows(learner, i))
     if self.kind == "map":
       return numbers.repeat(2)
@@ -66,6 +68,8 @@ class Numbers:
   def heldout_batches(self, batch_size):
     if self.kind == "no part":
       raise KeyError("test")
+    if self.kind == "away":
+      raise ConnectionError("the storage is away")
     held = [{"y": rows(9, 0)["x"]}] if self.kind == "unlike" else [rows(9, 0)]
     return iter(held if self.kind != "none" else [])
 
@@ -79,6 +83,8 @@ class Indexed:
     self.reads += 1
     if self.kind == "no file":
       raise FileNotFoundError("wine/0")
+    if self.kind == "mute":
+      raise TimeoutError("the storage is away")
     if self.kind == "filled":
       self.own[:] = rows(self.learner, position)["x"]
       return {"x": self.own}
@@ -206,6 +212,19 @@ def test_what_does_not_fit_is_refused_when_it_is_opened(kind, rule):
   said = str(caught.value)
   assert said.startswith(f"data.custom = '{NAME}:data': ") and rule in said
   assert said.count("Fix: ") == 1
+
+
+def test_a_storage_that_does_not_answer_is_no_error_of_the_config():
+  """A learner that was started again just then was given up for good."""
+  config = config_of("away")
+  reading = (
+    lambda: stream("away"),
+    lambda: stream("mute"),
+    lambda: session.evaluator(config, data.open_data(config.data)),
+  )
+  for read in reading:
+    with pytest.raises(OSError, match="is away"):
+      read()
 
 
 @pytest.mark.parametrize(
