@@ -181,8 +181,8 @@ def open_data(data: DataConfig) -> Source:
 def check_here(config: Config) -> None:
   """Refuses data that learners would refuse, for commands that train elsewhere or later.
 
-  Not looked at are a source of the user's own, data that are not on this machine, and text of more
-  than `_QUICK_BYTES`, which takes long to read.
+  Not looked at are a source of the user's own, data or a tokenizer that are not on this machine,
+  and text of more than `_QUICK_BYTES`, which takes long to read.
 
   Raises:
     ConfigError: as `open_corpus`; or the corpus is too small for all learners, or the model lacks
