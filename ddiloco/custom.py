@@ -318,12 +318,12 @@ def called(config: Section, what: str, call: Callable[[], Any]) -> Any:
     home = getattr(sys.modules.get(where), "__file__", None) or os.path.abspath(where)
     frames = traceback.extract_tb(error.__traceback__)
     frame = ([each for each in frames if each.filename == home] or frames)[-1]
+    usual = "correct it there, or the name"
+    if isinstance(error, ImportError):
+      usual = "install it; for a file of your own, set PYTHONPATH to its folder in every process"
     said, _, fix = str(error).partition(" Fix: ")  # errors of `NnxModel` bring their fix
     rule = f"{what} fails at {frame.filename}, line {frame.lineno} ({type(error).__name__}: {said})"
-    if isinstance(error, ImportError):
-      fix = "install it; for a file of your own, set PYTHONPATH to its folder in every process"
-    fix = fix.rstrip(".") or "correct it there, or the name"
-    raise refusal(_field(config), config.custom, rule, fix) from error
+    raise refusal(_field(config), config.custom, rule, fix.rstrip(".") or usual) from error
 
 
 def _refuse(config: Section, rule: str) -> NoReturn:

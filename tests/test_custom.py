@@ -44,6 +44,9 @@ def model(config):
 def broken(config):
   return 1 / 0
 
+def lacking(config):
+  raise ImportError("needs wheels. Fix: pip install wheels.")
+
 def half(config):
   made = Line(3)
   made.evaluate = None
@@ -209,6 +212,7 @@ def test_without_a_name_the_model_is_the_transformer():
   ("name", "rule"),
   [
     ("broken", r"broken\(\) fails at .*mine.py, line \d+ \(ZeroDivisionError: division by zero\)"),
+    ("lacking", r"lacking\(\) fails at .*needs wheels\.\)\. Fix: pip install wheels\.$"),
     ("half", r"it made a Line, which has no evaluate; every ddiloco.models.model.Model has"),
     ("momentum", r"momentum\(\) fails at .*KeyError"),
     ("missing", r"has no function 'missing'. Fix: name one of its functions \(.*model"),
