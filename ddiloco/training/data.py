@@ -395,14 +395,14 @@ def _own_batches(batches: Any, config: Config) -> grain.MapDataset[Batch]:
       rule = f"batches() ends before position {position} ({error!r})"
       fix = "make it endless"
       raise refusal("data.custom", config.data.custom, rule, fix) from error
-    # A copy, since a source may fill the same arrays again, and several batches are read ahead.
-    return jax.tree.map(_kept, batch)
+    return own_copy(batch)  # several batches are read ahead
 
   return by_position(read)
 
 
-def _kept(leaf: Any) -> Any:
-  return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+def own_copy(batch: Batch) -> Batch:
+  """A copy of a batch of the user's own, whose source may fill the same arrays again."""
+  return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, batch)
 
 
 def _check_first(stream: Stream, config: Config, learner: int) -> None:

@@ -15,7 +15,7 @@ from flax import nnx
 from ddiloco.config import Config, ConfigError, from_dict
 from ddiloco.engines import session
 from ddiloco.models.model import NnxModel
-from ddiloco.training import data
+from ddiloco.training import data, evaluate
 
 NAME = "own_parts_of_test_data_custom"
 
@@ -68,10 +68,18 @@ class Numbers:
   def heldout_batches(self, batch_size):
     if self.kind == "no part":
       raise KeyError("test")
+    if self.kind == "filled":
+      return self.refilled()
     if self.kind == "away":
       raise ConnectionError("the storage is away")
     held = [{"y": rows(9, 0)["x"]}] if self.kind == "unlike" else [rows(9, 0)]
     return iter(held if self.kind != "none" else [])
+
+  def refilled(self):
+    batch = rows(9, 0)
+    for number in range(3):
+      batch["x"][:] = number
+      yield batch
 
 
 class Indexed:
@@ -241,6 +249,13 @@ def test_held_out_batches_that_the_model_does_not_take_are_refused_before_the_ru
     session.evaluator(config, data.open_data(config.data))
   said = str(caught.value)
   assert said.startswith(f"data.custom = '{NAME}:data': ") and rule in said and "Fix: " in said
+
+
+def test_a_source_may_fill_the_same_held_out_arrays_again():
+  """All batches were the last one."""
+  config = config_of("filled")
+  found = evaluate.read_heldout(config, data.open_data(config.data), 2)
+  assert [number(batch) for batch in found] == [0, 1, 2]
 
 
 def test_held_out_batches_may_come_from_an_iterator():
