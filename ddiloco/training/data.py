@@ -362,16 +362,14 @@ class _Reader:
     self._dataset, self._iterator, self._next = dataset, iter(dataset), 0
 
   def __getitem__(self, position: int) -> Batch:
-    if position != self._next:
+    at, self._next = self._next, sys.maxsize  # unknown, if the dataset raises now
+    if position != at:
       try:
         grain_experimental.set_next_index(self._iterator, position)
-        self._next = position
       except (NotImplementedError, ValueError):  # packing and filters cannot jump
-        if position < self._next:
-          self._iterator, self._next = iter(self._dataset), 0
-    ahead, self._next = position - self._next, sys.maxsize  # unknown, if the dataset raises now
-    for _ in range(ahead):
-      next(self._iterator)
+        self._iterator = iter(self._dataset)  # a part of the old one may have jumped
+        for _ in range(position):
+          next(self._iterator)
     batch = next(self._iterator)
     self._next = position + 1
     return batch

@@ -3,7 +3,7 @@
 import sys
 import time
 import types
-from contextlib import closing
+from contextlib import closing, suppress
 
 import grain
 import jax
@@ -188,6 +188,22 @@ def test_a_source_that_raised_is_asked_again_for_the_same_batch():
   with pytest.raises(OSError, match="does not answer"):
     one.batch(5)
   assert [number(one.batch(position)) for position in (5, 6, 2)] == [1005, 1006, 1002]
+
+
+@pytest.mark.parametrize("error", [OSError("away"), NotImplementedError()])
+def test_a_jump_that_fails_half_way_leaves_no_wrong_batch(monkeypatch, error):
+  reader = data._Reader(grain.MapDataset.range(50).to_iter_dataset())
+  jump = data.grain_experimental.set_next_index
+
+  def half_way(iterator, position):
+    jump(iterator, position + 7)
+    raise error
+
+  with monkeypatch.context() as patch:
+    patch.setattr(data.grain_experimental, "set_next_index", half_way)
+    with suppress(OSError):
+      assert reader[20] == 20
+  assert [reader[position] for position in (0, 21, 3)] == [0, 21, 3]
 
 
 def test_missing_values_are_the_same_when_they_are_read_again():
