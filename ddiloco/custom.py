@@ -17,7 +17,7 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
@@ -53,18 +53,16 @@ def load_model(config: ModelConfig) -> Model:
   model = make(config, wanted, "ddiloco.models.model.Model")
   shapes = called(config, "shapes()", model.shapes)
   axes = called(config, "logical_axes()", model.logical_axes)
-  for what, given in (("shapes()", shapes), ("logical_axes()", axes)):
-    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-      rule = f"{what} gives a {type(given).__name__}, must give a dict whose keys are names (str)"
-      _refuse(config, rule)
-  _require_arrays(config, "shapes()", shapes)
+  _require_names(config, "shapes()", shapes)
+  _require_names(config, "logical_axes()", axes)
+  _require_arrays(config, "shapes()", shapes.values())
   for name, leaf in shapes.items():
     has_shape = f"parameter {name} has shape {tuple(leaf.shape)}"
     if str(leaf.dtype) != "float32":
       _refuse(config, f"parameter {name} is {leaf.dtype}, must be float32")
     if 0 in leaf.shape:
       _refuse(config, f"{has_shape}: it must have values, or nothing can save it")
-    if len(axes.get(name, ())) != len(leaf.shape):
+    if not isinstance(axes.get(name, ()), Sized) or len(axes.get(name, ())) != len(leaf.shape):
       rule = f"{has_shape}, and axes {axes.get(name)}: there must be a name or None for each"
       _refuse(config, rule)
   if not shapes or axes.keys() != shapes.keys():
@@ -95,13 +93,15 @@ def _check_model(config: Config) -> None:
   own, model, rows = config.model, load_model(config.model), 2
   shapes, length = model.shapes(), config.data.sequence_length
   batch = called(own, "inputs()", lambda: model.inputs(rows, length))
-  _require_arrays(own, "inputs()", batch)
+  _require_arrays(own, "inputs()", jax.tree.leaves(batch))
   for leaf in jax.tree.leaves(batch):
     if leaf.shape[:1] != (rows,):
       rule = f"inputs({rows}, ...) has an array of shape {leaf.shape}"
       _refuse(own, f"{rule}: its first axis must be the batch")
   key = jax.eval_shape(lambda: jax.random.key(0))
   made = called(own, "init()", lambda: jax.eval_shape(model.init, key))
+  _require_names(own, "init()", made)
+  _require_arrays(own, "init()", made.values())
   if (given := _kinds(made)) != (wanted := _kinds(shapes)):
     _refuse(own, f"init() gives {given}, must give what shapes() says: {wanted}")
 
@@ -109,7 +109,7 @@ def _check_model(config: Config) -> None:
     return model.loss(params, batch, PLAIN)  # as a step calls it
 
   found = called(own, "loss()", lambda: jax.eval_shape(loss, shapes, batch))
-  if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):
+  if not (isinstance(found, tuple | list) and len(found) == 2 and isinstance(found[1], Mapping)):
     rule = 'must give (what is minimised, {"loss": what is reported})'
     _refuse(own, f"loss() gives {found}, {rule}")
   reported = {"what is minimised": found[0], **found[1]}
@@ -120,7 +120,7 @@ def _check_model(config: Config) -> None:
     _refuse(own, f'evaluate() gives {measured}, must give {{"loss": ...}}')
   for where, found in (("loss()", reported), ("evaluate()", measured)):
     for name, value in {"loss": None, **found}.items():
-      if value is None or value.shape or str(value.dtype) != "float32":
+      if getattr(value, "shape", None) != () or str(value.dtype) != "float32":
         _refuse(own, f"{where} gives {name} = {value}, must give a float32 scalar")
 
 
@@ -140,16 +140,22 @@ def _check_optimizer(config: Config) -> None:
   if keys := [name for name, kind in was.items() if kind.startswith("key<")]:
     rule = f"the state has keys ({', '.join(keys)}), which no snapshot can hold"
     _refuse(own, f"{rule}: it must have their jax.random.key_data() instead")
+  _require_names(own, "update()", updates)
+  _require_arrays(own, "update()", updates.values())
   if (given := _kinds(updates)) != (wanted := _kinds(shapes)):
     _refuse(own, f"update() gives {given}, must give an update of every parameter: {wanted}")
 
 
-def _require_arrays(config: Section, what: str, tree: Any) -> None:
-  import jax
+def _require_names(config: Section, what: str, given: Any) -> None:
+  if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+    rule = f"{what} gives a {type(given).__name__}, must give a dict whose keys are names (str)"
+    _refuse(config, rule)
 
-  for leaf in jax.tree.leaves(tree):
-    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-      _refuse(config, f"{what} has {leaf!r} where a jax.ShapeDtypeStruct must be")
+
+def _require_arrays(config: Section, what: str, given: Iterable[Any]) -> None:
+  for each in given:
+    if not (hasattr(each, "shape") and hasattr(each, "dtype")):
+      _refuse(config, f"{what} has {each!r} where a jax.ShapeDtypeStruct must be")
 
 
 def _kinds(arrays: Any) -> dict[str, str]:
@@ -287,8 +293,14 @@ def _refuse_changed(config: Section) -> None:
     raise refusal(_field(config), config.custom, rule, fix)
 
 
+_ABOUT_PATHS = FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError
+
+
 def called(config: Section, what: str, call: Callable[[], Any]) -> Any:
-  """Returns `call()`; any exception of the user's code becomes a ConfigError.
+  """Returns `call()`; an exception of the user's code becomes a ConfigError.
+
+  An OSError that is not about a path passes: a storage that does not answer may do so the next
+  time, and a role that ends with a ConfigError is not started again.
 
   Args:
     config: the section that names the user's code.
@@ -300,16 +312,18 @@ def called(config: Section, what: str, call: Callable[[], Any]) -> Any:
   except ConfigError:
     raise
   except Exception as error:
+    if isinstance(error, OSError) and not isinstance(error, _ABOUT_PATHS):
+      raise
     where = config.custom.rpartition(":")[0]
     home = getattr(sys.modules.get(where), "__file__", None) or os.path.abspath(where)
     frames = traceback.extract_tb(error.__traceback__)
     frame = ([each for each in frames if each.filename == home] or frames)[-1]
+    usual = "correct it there, or the name"
+    if isinstance(error, ImportError):
+      usual = "install it; for a file of your own, set PYTHONPATH to its folder in every process"
     said, _, fix = str(error).partition(" Fix: ")  # errors of `NnxModel` bring their fix
     rule = f"{what} fails at {frame.filename}, line {frame.lineno} ({type(error).__name__}: {said})"
-    if isinstance(error, ImportError):
-      fix = "install it; for a file of your own, set PYTHONPATH to its folder in every process"
-    fix = fix.rstrip(".") or "correct it there, or the name"
-    raise refusal(_field(config), config.custom, rule, fix) from error
+    raise refusal(_field(config), config.custom, rule, fix.rstrip(".") or usual) from error
 
 
 def _refuse(config: Section, rule: str) -> NoReturn:

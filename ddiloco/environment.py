@@ -34,7 +34,10 @@ def end_now(status: int) -> NoReturn:
 
 @contextlib.contextmanager
 def reader_may_leave() -> Iterator[None]:
-  """A block that prints ends early, without an error, when its reader has enough (head, less)."""
+  """A block that prints ends early, without an error, when its reader has enough (head, less).
+
+  Any other exception of the block passes.
+  """
   try:
     yield
   except BrokenPipeError:

@@ -200,5 +200,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+  status = 0
   with environment.reader_may_leave():
-    sys.exit(main())
+    status = main()
+  sys.exit(status)

@@ -44,6 +44,9 @@ def model(config):
 def broken(config):
   return 1 / 0
 
+def lacking(config):
+  raise ImportError("needs wheels. Fix: pip install wheels.")
+
 def half(config):
   made = Line(3)
   made.evaluate = None
@@ -131,6 +134,36 @@ def listed(config):
   made.shapes = lambda: [jax.ShapeDtypeStruct((3, 1), jnp.float32)]
   return made
 
+def pair(config):
+  made = Line(3)
+  made.loss = lambda params, batch, execution=None: list(Line.loss(made, params, batch))
+  return made
+
+def nested(config):
+  made = Line(3)
+  made.shapes = lambda: {"layer": {"kernel": jax.ShapeDtypeStruct((3, 1), jnp.float32)}}
+  return made
+
+def unnamed(config):
+  made = Line(3)
+  made.logical_axes = lambda: {"kernel": None, "bias": None}
+  return made
+
+def begun(config):
+  made = Line(3)
+  made.init = lambda key: [jnp.zeros((3, 1)), jnp.zeros(1)]
+  return made
+
+def layered(config):
+  made = Line(3)
+  made.init = lambda key: {"layer": {"kernel": jnp.zeros((3, 1)), "bias": jnp.zeros(1)}}
+  return made
+
+def parted(config):
+  made = Line(3)
+  made.loss = lambda params, batch, execution=None: (jnp.zeros(()), {"loss": (jnp.zeros(()),)})
+  return made
+
 def numbered(config):
   made = Line(3)
   made.logical_axes = lambda: {0: (None,), 1: (None, None)}
@@ -179,6 +212,7 @@ def test_without_a_name_the_model_is_the_transformer():
   ("name", "rule"),
   [
     ("broken", r"broken\(\) fails at .*mine.py, line \d+ \(ZeroDivisionError: division by zero\)"),
+    ("lacking", r"lacking\(\) fails at .*needs wheels\.\)\. Fix: pip install wheels\.$"),
     ("half", r"it made a Line, which has no evaluate; every ddiloco.models.model.Model has"),
     ("momentum", r"momentum\(\) fails at .*KeyError"),
     ("missing", r"has no function 'missing'. Fix: name one of its functions \(.*model"),
@@ -190,8 +224,13 @@ def test_without_a_name_the_model_is_the_transformer():
     ("unequal", r"loss\(\) fails at .*takes 2 positional arguments but 3 were given"),
     ("scored", r"evaluate\(\) gives ShapeDtypeStruct.*, must give {\"loss\": ...}"),
     ("tuples", r"inputs\(\) has 2 where a jax.ShapeDtypeStruct must be"),
-    ("sized", r"shapes\(\) has 1 where a jax.ShapeDtypeStruct must be"),
+    ("sized", r"shapes\(\) has \(3, 1\) where a jax.ShapeDtypeStruct must be"),
     ("listed", r"shapes\(\) gives a list, must give a dict whose keys are names"),
+    ("nested", r"shapes\(\) has {'kernel': Shape.*} where a jax.ShapeDtypeStruct must be"),
+    ("unnamed", r"and axes None: there must be a name or None for each"),
+    ("begun", r"init\(\) gives a list, must give a dict whose keys are names"),
+    ("layered", r"init\(\) has {'bias': Shape.*} where a jax.ShapeDtypeStruct must be"),
+    ("parted", r"loss\(\) gives loss = \(Shape.*,\), must give a float32 scalar"),
     ("numbered", r"logical_axes\(\) gives a dict, must give a dict whose keys are names"),
     ("mismatched", r"evaluate\(\) fails at .*mine.py, line \d+ \(TypeError: dot_general"),
     ("empty", r"parameter kernel has shape \(0, 1\): it must have values"),
@@ -201,6 +240,10 @@ def test_without_a_name_the_model_is_the_transformer():
 def test_what_does_not_fit_is_refused_by_name(file, name, rule):
   with pytest.raises(ConfigError, match=r"^model.custom = '.*mine.py:" + name + "': .*" + rule):
     initial.make_plan(config("model", f"{file}:{name}"))
+
+
+def test_a_loss_and_its_metrics_may_be_a_list_as_in_jax(file):
+  initial.make_plan(config("model", f"{file}:pair"))
 
 
 def test_a_place_that_is_not_there_is_refused_by_name(tmp_path):

@@ -119,3 +119,27 @@ def test_an_error_after_the_reader_has_left_is_not_lost(program):
 def test_another_broken_pipe_is_an_error(capfd):
   with pytest.raises(BrokenPipeError), environment.reader_may_leave():
     raise BrokenPipeError(32, "Broken pipe")
+
+
+@pytest.mark.parametrize(("ends", "status"), [("return 1", 1), ("raise ConfigError('no')", 2)])
+def test_a_reader_that_leaves_takes_no_status_and_no_error_away(ends, status):
+  """A command that was refused had status 0, and said nothing, when its reader had left."""
+  script = (
+    "import sys\n"
+    "from ddiloco import cli\n"
+    "from ddiloco.config import ConfigError\n"
+    "def check(arguments):\n"
+    "  print('does not hold')\n"
+    f"  {ends}\n"
+    "cli.COMMANDS['check'] = check\n"
+    "sys.argv[1:] = ['check']\n"
+    "cli.entry()\n"
+  )
+  reader, output = os.pipe()
+  os.close(reader)
+  try:
+    variables = os.environ | {"PYTHONUNBUFFERED": ""}
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=variables, stdout=output)
+  finally:
+    os.close(output)
+  assert done.returncode == status

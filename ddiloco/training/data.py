@@ -181,8 +181,8 @@ def open_data(data: DataConfig) -> Source:
 def check_here(config: Config) -> None:
   """Refuses data that learners would refuse, for commands that train elsewhere or later.
 
-  Not looked at are a source of the user's own, data that are not on this machine, and text of more
-  than `_QUICK_BYTES`, which takes long to read.
+  Not looked at are a source of the user's own, data or a tokenizer that are not on this machine,
+  and text of more than `_QUICK_BYTES`, which takes long to read.
 
   Raises:
     ConfigError: as `open_corpus`; or the corpus is too small for all learners, or the model lacks
@@ -362,16 +362,14 @@ class _Reader:
     self._dataset, self._iterator, self._next = dataset, iter(dataset), 0
 
   def __getitem__(self, position: int) -> Batch:
-    if position != self._next:
+    at, self._next = self._next, sys.maxsize  # unknown, if the dataset raises now
+    if position != at:
       try:
         grain_experimental.set_next_index(self._iterator, position)
-        self._next = position
       except (NotImplementedError, ValueError):  # packing and filters cannot jump
-        if position < self._next:
-          self._iterator, self._next = iter(self._dataset), 0
-    ahead, self._next = position - self._next, sys.maxsize  # unknown, if the dataset raises now
-    for _ in range(ahead):
-      next(self._iterator)
+        self._iterator = iter(self._dataset)  # a part of the old one may have jumped
+        for _ in range(position):
+          next(self._iterator)
     batch = next(self._iterator)
     self._next = position + 1
     return batch
@@ -395,14 +393,14 @@ def _own_batches(batches: Any, config: Config) -> grain.MapDataset[Batch]:
       rule = f"batches() ends before position {position} ({error!r})"
       fix = "make it endless"
       raise refusal("data.custom", config.data.custom, rule, fix) from error
-    # A copy, since a source may fill the same arrays again, and several batches are read ahead.
-    return jax.tree.map(_kept, batch)
+    return own_copy(batch)  # several batches are read ahead
 
   return by_position(read)
 
 
-def _kept(leaf: Any) -> Any:
-  return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+def own_copy(batch: Batch) -> Batch:
+  """A copy of a batch of the user's own, whose source may fill the same arrays again."""
+  return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, batch)
 
 
 def _check_first(stream: Stream, config: Config, learner: int) -> None:

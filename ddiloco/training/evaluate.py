@@ -15,7 +15,7 @@ from ddiloco import custom
 from ddiloco.checks import refusal, require
 from ddiloco.config import Config, IslandConfig, ModelConfig
 from ddiloco.models.model import Batch
-from ddiloco.training.data import Source, check_token_ids
+from ddiloco.training.data import Source, check_token_ids, own_copy
 from ddiloco.training.devices import make_mesh, param_sharding
 from ddiloco.training.tokens import Tokenizer
 
@@ -89,9 +89,11 @@ def read_heldout(config: Config, source: Source, batch_size: int) -> list[Batch]
   """
   if not config.data.custom:
     return list(source.heldout_batches(batch_size))
-  batches = custom.called(
-    config.data, "heldout_batches()", lambda: list(source.heldout_batches(batch_size))
-  )
+
+  def read() -> list[Batch]:
+    return [*map(own_copy, source.heldout_batches(batch_size))]
+
+  batches = custom.called(config.data, "heldout_batches()", read)
   model, rule = custom.load_model(config.model), "heldout_batches() gives none"
   try:
     if batches:

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import glob
-import importlib
+import importlib.util
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -104,7 +104,7 @@ def _sentencepiece(setting: str) -> Tokenizer:
   def load(package: Any, file: str) -> Any:
     return package.SentencePieceProcessor(model_file=file)
 
-  model = _loaded(setting, "sentencepiece", "a SentencePiece model", load)
+  model = _loaded(setting, "a SentencePiece model", load)
   end = model.eos_id() if model.eos_id() >= 0 else model.bos_id()
   rule = "the model has neither an end nor a begin token to separate documents with"
   require(end >= 0, "data.tokenizer", setting, rule, "train it with eos_id >= 0")
@@ -117,7 +117,7 @@ def _huggingface(setting: str) -> Tokenizer:
   def load(package: Any, file: str) -> Any:
     return package.Tokenizer.from_file(file)
 
-  model = _loaded(setting, "tokenizers", "a Hugging Face tokenizer.json", load)
+  model = _loaded(setting, "a Hugging Face tokenizer.json", load)
   # Truncation and padding settings stored in the file would silently cut documents.
   model.no_truncation()
   model.no_padding()
@@ -134,9 +134,14 @@ def _huggingface(setting: str) -> Tokenizer:
   )
 
 
-def _loaded(setting: str, package: str, what: str, load: Callable[[ModuleType, str], Any]) -> Any:
+# Kind of tokenizer -> the optional package that reads its file.
+_PACKAGES = {"sentencepiece": "sentencepiece", "huggingface": "tokenizers"}
+
+
+def _loaded(setting: str, what: str, load: Callable[[ModuleType, str], Any]) -> Any:
   """`load(package, file)` of the setting's file, which should be `what`."""
-  file = setting.partition(":")[2]
+  kind, _, file = setting.partition(":")
+  package = _PACKAGES[kind]
   try:
     module = importlib.import_module(package)
   except ImportError as error:
@@ -189,11 +194,15 @@ def read_parts(data: DataConfig, tokenizer: Tokenizer) -> tuple[np.ndarray, ...]
 
 
 def text_bytes_here(data: DataConfig) -> int:
-  """Bytes of the text that `read_parts` would read; -1: a file of the data is not here."""
-  _, _, tokenizer_file = data.tokenizer.partition(":")
+  """Bytes of text that a tokenizer would have to encode; -1: not all that it takes is here."""
+  kind, _, tokenizer_file = data.tokenizer.partition(":")
   files = [*filter(os.path.isfile, glob.glob(os.path.expanduser(data.path), recursive=True))]
   if (data.path and not files) or (tokenizer_file and not Path(tokenizer_file).is_file()):
     return -1
+  if kind in _PACKAGES and importlib.util.find_spec(_PACKAGES[kind]) is None:
+    return -1
+  if data.source == "stdlib" and tokenizer_file:
+    return sum(len(text) for _, text in stdlib_documents())
   return sum(map(os.path.getsize, files)) if data.source == "text" else 0
 
 

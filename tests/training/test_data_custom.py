@@ -3,7 +3,7 @@
 import sys
 import time
 import types
-from contextlib import closing
+from contextlib import closing, suppress
 
 import grain
 import jax
@@ -15,7 +15,7 @@ from flax import nnx
 from ddiloco.config import Config, ConfigError, from_dict
 from ddiloco.engines import session
 from ddiloco.models.model import NnxModel
-from ddiloco.training import data
+from ddiloco.training import data, evaluate
 
 NAME = "own_parts_of_test_data_custom"
 
@@ -50,6 +50,8 @@ class Numbers:
   def batches(self, config, learner):
     if self.kind == "no folder":
       raise FileNotFoundError("wine/")
+    if self.kind == "away":
+      raise ConnectionError("the storage is away")
     numbers = grain.MapDataset.range(50).map(lambda i: rows(learner, i))
     if self.kind == "map":
       return numbers.repeat(2)
@@ -66,8 +68,18 @@ class Numbers:
   def heldout_batches(self, batch_size):
     if self.kind == "no part":
       raise KeyError("test")
+    if self.kind == "filled":
+      return self.refilled()
+    if self.kind == "away":
+      raise ConnectionError("the storage is away")
     held = [{"y": rows(9, 0)["x"]}] if self.kind == "unlike" else [rows(9, 0)]
     return iter(held if self.kind != "none" else [])
+
+  def refilled(self):
+    batch = rows(9, 0)
+    for number in range(3):
+      batch["x"][:] = number
+      yield batch
 
 
 class Indexed:
@@ -79,6 +91,8 @@ class Indexed:
     self.reads += 1
     if self.kind == "no file":
       raise FileNotFoundError("wine/0")
+    if self.kind == "mute":
+      raise TimeoutError("the storage is away")
     if self.kind == "filled":
       self.own[:] = rows(self.learner, position)["x"]
       return {"x": self.own}
@@ -176,6 +190,22 @@ def test_a_source_that_raised_is_asked_again_for_the_same_batch():
   assert [number(one.batch(position)) for position in (5, 6, 2)] == [1005, 1006, 1002]
 
 
+@pytest.mark.parametrize("error", [OSError("away"), NotImplementedError()])
+def test_a_jump_that_fails_half_way_leaves_no_wrong_batch(monkeypatch, error):
+  reader = data._Reader(grain.MapDataset.range(50).to_iter_dataset())
+  jump = data.grain_experimental.set_next_index
+
+  def half_way(iterator, position):
+    jump(iterator, position + 7)
+    raise error
+
+  with monkeypatch.context() as patch:
+    patch.setattr(data.grain_experimental, "set_next_index", half_way)
+    with suppress(OSError):
+      assert reader[20] == 20
+  assert [reader[position] for position in (0, 21, 3)] == [0, 21, 3]
+
+
 def test_missing_values_are_the_same_when_they_are_read_again():
   """A batch with NaN was refused as one that is no function of the position."""
   assert np.isnan(stream("missing").batch(0)["x"][0, 0])
@@ -208,6 +238,19 @@ def test_what_does_not_fit_is_refused_when_it_is_opened(kind, rule):
   assert said.count("Fix: ") == 1
 
 
+def test_a_storage_that_does_not_answer_is_no_error_of_the_config():
+  """A learner that was started again just then was given up for good."""
+  config = config_of("away")
+  reading = (
+    lambda: stream("away"),
+    lambda: stream("mute"),
+    lambda: session.evaluator(config, data.open_data(config.data)),
+  )
+  for read in reading:
+    with pytest.raises(OSError, match="is away"):
+      read()
+
+
 @pytest.mark.parametrize(
   ("kind", "rule"),
   [
@@ -222,6 +265,13 @@ def test_held_out_batches_that_the_model_does_not_take_are_refused_before_the_ru
     session.evaluator(config, data.open_data(config.data))
   said = str(caught.value)
   assert said.startswith(f"data.custom = '{NAME}:data': ") and rule in said and "Fix: " in said
+
+
+def test_a_source_may_fill_the_same_held_out_arrays_again():
+  """All batches were the last one."""
+  config = config_of("filled")
+  found = evaluate.read_heldout(config, data.open_data(config.data), 2)
+  assert [number(batch) for batch in found] == [0, 1, 2]
 
 
 def test_held_out_batches_may_come_from_an_iterator():
