@@ -174,9 +174,9 @@ class Syncer(WorkingRole):
     """A message that arrived `now`; it may have waited since."""
     learner = getattr(message, "learner", EVALUATOR)
     unsent = self.endpoint.unsent(learner_address(learner)) > 0
-    unsent |= self.replication is not None and self.replication.holding
+    held = () if self.replication is None else self.replication.held
     read = not isinstance(message, Push | Value)
-    yield from self.handle(Received(message, now, read=read, unsent=unsent))
+    yield from self.handle(Received(message, now, read=read, unsent=unsent, held=held))
 
   def handle(self, event) -> Loop[None]:
     """One event through the reducer, and every action it decides, in order."""

@@ -326,11 +326,13 @@ def test_nobody_hears_of_a_version_before_the_buddy_has_it():
   owner.confirm(0, 0)
   owner.confirm(0, 1, shard=3)
   assert owner.done == [], "another version, another shard"
+  assert set(owner.side.held) == {0, 2}
   owner.side.when_safe(0, 1, lambda: owner.done.append("newcomer"))
   owner.confirm(0, 1)
   assert owner.done == [(0, 1), "newcomer"], "in order"
   owner.side.when_safe(0, 1, lambda: owner.done.append("late"))
   assert owner.done[-1] == "late", "at once: the buddy has it"
+  assert set(owner.side.held) == {2}
   owner.confirm(2, 1)
   assert (2, 1) in owner.done and owner.side.missing() == [] and owner.events == []
 

@@ -578,6 +578,22 @@ def test_the_past_of_one_learner_alone_rejects_nobody():
   assert [a.learners for a in actions if isinstance(a, Commit)] == [(0, 1, 2)]
 
 
+def test_a_version_that_waits_for_the_buddy_is_not_lost_and_hides_no_other_one_that_is():
+  """Some fragment of a busy shard waits at nearly every report."""
+  shard = Script(ALONE)
+  first = FragmentState(0, 1, last_round=0), FragmentState(1, 1, last_round=0)
+  shard.state = syncer.init(0, 0, first, ALONE, 1 << 60, began_at=-1000.0)
+  assert resent(shard.feed(report(0, (0, 0), (0, 0)), 0.0)) == [0, 1]
+  patience, sends = ALONE.liveness_seconds, {}
+  for k in range(1, 60):
+    now = 0.1 * k * patience
+    sends[now] = resent(shard.feed(report(0, (0, 0), (0, 0)), now, held={0}))
+  assert [each for each in sends.values() if each] == [[1]] * 2, "the second after twice as long"
+  shard.state = shard.state.with_member(0, sent=(2, 1))
+  overdue = resent(shard.feed(report(0, (0, 0), (0, 0)), 99.0 * patience, held={0, 1}))
+  assert overdue == [0], "what waits is the version after the lost one"
+
+
 def test_a_member_that_confirms_late_does_not_make_the_others_wait_for_a_resend():
   shard = Script(dataclasses.replace(SYNC, liveness_seconds=10.0))
   for m in (0, 1):
