@@ -295,22 +295,18 @@ class Replication:
     newest = self._newest.get(fragment)
     return fragment in self._sent_at and newest is not None and version >= newest.state.version
 
-  def on(self, message: Replica | Replicated | Recover | Recovered) -> Job:
+  def on(self, message: Replica | Replicated | Recover | Recovered) -> None:
     """Takes a message of another shard: of the neighbour about its copies here, or of the buddy
-    about this shard's copies there.
-
-    Returns a job for the background.
-    """
+    about this shard's copies there."""
     match message:
       case Replica() | Recover():
+        self.background(self._copies.on(message))  # before copies of mine: it waits for the answer
         # Of two shards each is the other's buddy, and may say in this way that it has restarted:
         # copies that went to its former life are lost, and would never be confirmed.
         if message.shard == self._buddy and self._is_new(message.incarnation):
           self._met(message.incarnation, has=set())
-        return self._copies.on(message)
       case Replicated():
         self._confirmed(message)
-    return ()
 
   def _is_new(self, incarnation: int) -> bool:
     """Whether the buddy has restarted, and so has no copies."""

@@ -168,7 +168,7 @@ class Syncer(WorkingRole):
     if not isinstance(arrived.message, BetweenShards):
       yield from self.take(arrived.message, arrived.at)
     elif self.replication is not None:
-      self._worker.put(self.replication.on(arrived.message))
+      self.replication.on(arrived.message)
 
   def take(self, message: Message, now: float) -> Loop[None]:
     """A message that arrived `now`; it may have waited since."""
