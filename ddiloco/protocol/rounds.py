@@ -21,9 +21,9 @@ def _value_due_at(state: SyncerState, f: FragmentState) -> float:
   `liveness_seconds`: the fragment waits twice as long.
   """
   asked = [
-    each.asked_at
+    each.first_at
     for (p, _), each in state.recalls.items()
-    if p == f.index and each.times == 1 and f.last_round < each.round < state.born
+    if p == f.index and f.last_round < each.round < state.born
   ]
   patience = max(2 * state.sync.liveness_seconds, 3 * state.delivery_seconds)
   return max(asked, default=-math.inf) + patience

@@ -374,7 +374,8 @@ def _recall(
   todo: list[SyncerAction] = []
   recalls = dict(state.recalls)
   for p, r in rounds.items():
-    before = recalls.get((p, said.learner), states.ValueRequest(-math.inf, 0, r))
+    new = states.ValueRequest(-math.inf, 0, r, first_at=now)
+    before = recalls.get((p, said.learner), new)
     patience = rules.backed_off(state.sync.liveness_seconds, before.times - 1)
     asked = any(
       q == p and each.round == r and now < each.asked_at + state.sync.liveness_seconds
