@@ -213,7 +213,8 @@ class Replication:
     self._whole: list[int] = []  # fragments that are to be sent whole, one after the other
     self._sent_at: dict[int, float] = {}  # fragment -> when its unconfirmed copy was sent
     self._changing: set[int] = set()  # fragments whose next commit is being made
-    self._held: list[tuple[int, int, Callable[[], None]]] = []  # fragment, version, held action
+    # fragment -> versions and actions that wait for the buddy; one or more for each member
+    self._held: dict[int, list[tuple[int, Callable[[], None]]]] = {}
     self._buddy_incarnation = -1
     self._away = False
 
@@ -279,37 +280,33 @@ class Replication:
 
   def when_safe(self, fragment: int, version: int, do: Callable[[], None]) -> None:
     """Calls `do` as soon as the buddy has this version; at once if it has it already or is away."""
-    waits = any(f == fragment for f, _, _ in self._held) or self._waits_for(fragment, version)
+    waits = fragment in self._held or self._waits_for(fragment, version)
     if waits and not self._away:
-      self._held.append((fragment, version, do))
+      self._held.setdefault(fragment, []).append((version, do))
     else:
       do()
 
   @property
-  def holding(self) -> bool:
-    """Whether any action waits for the buddy."""
-    return bool(self._held)
+  def held(self) -> tuple[int, ...]:
+    """Fragments with actions that wait for the buddy; called at every message."""
+    return tuple(self._held)
 
   def _waits_for(self, fragment: int, version: int) -> bool:
     newest = self._newest.get(fragment)
     return fragment in self._sent_at and newest is not None and version >= newest.state.version
 
-  def on(self, message: Replica | Replicated | Recover | Recovered) -> Job:
+  def on(self, message: Replica | Replicated | Recover | Recovered) -> None:
     """Takes a message of another shard: of the neighbour about its copies here, or of the buddy
-    about this shard's copies there.
-
-    Returns a job for the background.
-    """
+    about this shard's copies there."""
     match message:
       case Replica() | Recover():
+        self.background(self._copies.on(message))  # before copies of mine: it waits for the answer
         # Of two shards each is the other's buddy, and may say in this way that it has restarted:
         # copies that went to its former life are lost, and would never be confirmed.
         if message.shard == self._buddy and self._is_new(message.incarnation):
           self._met(message.incarnation, has=set())
-        return self._copies.on(message)
       case Replicated():
         self._confirmed(message)
-    return ()
 
   def _is_new(self, incarnation: int) -> bool:
     """Whether the buddy has restarted, and so has no copies."""
@@ -350,7 +347,7 @@ class Replication:
       return now + patience
     # Only copies that something waits for: others may be far back in the row of whole copies, and
     # one that was lost on the way does not make the buddy silent.
-    waited_for = {fragment for fragment, _, _ in self._held} & self._sent_at.keys()
+    waited_for = self._held.keys() & self._sent_at.keys()
     until = min((self._sent_at[p] for p in waited_for), default=now) + patience
     if now >= until:
       self._away = True
@@ -361,12 +358,13 @@ class Replication:
     return until
 
   def _release(self) -> None:
-    held, self._held = self._held, []
-    for fragment, version, do in held:
-      if self._waits_for(fragment, version) and not self._away:
-        self._held.append((fragment, version, do))
-      else:
-        do()
+    held, self._held = self._held, {}
+    for fragment, actions in held.items():
+      for version, do in actions:
+        if self._waits_for(fragment, version) and not self._away:
+          self._held.setdefault(fragment, []).append((version, do))
+        else:
+          do()
 
   def missing(self) -> list[int]:
     """Fragments whose newest commit the buddy has not confirmed."""

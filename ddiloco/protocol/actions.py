@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ddiloco.protocol.events import Event, Mode
@@ -48,7 +48,8 @@ class Received(Frozen):
   # By learner, inner products with the pushes accepted before in this round, and with itself.
   products: Mapping[int, float] = dataclasses.field(default_factory=dict)
   content: Any = None  # the payload decoded, opaque: the action that keeps it carries it
-  unsent: bool = False  # earlier messages to this learner are, or may be, still queued here
+  unsent: bool = False  # earlier messages to this learner are still queued here
+  held: Collection[int] = ()  # fragments whose publishes wait here for the buddy
 
 
 class StepDone(Frozen):

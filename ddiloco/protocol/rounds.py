@@ -21,9 +21,9 @@ def _value_due_at(state: SyncerState, f: FragmentState) -> float:
   `liveness_seconds`: the fragment waits twice as long.
   """
   asked = [
-    each.asked_at
+    each.first_at
     for (p, _), each in state.recalls.items()
-    if p == f.index and each.times == 1 and f.last_round < each.round < state.born
+    if p == f.index and f.last_round < each.round < state.born
   ]
   patience = max(2 * state.sync.liveness_seconds, 3 * state.delivery_seconds)
   return max(asked, default=-math.inf) + patience
@@ -217,12 +217,13 @@ def advance_rounds(state: SyncerState, now: float) -> SyncerOutcome:
 def _end_round(state: SyncerState, i: int, current: Round, now: float) -> SyncerOutcome:
   """Screens the pushes, commits if those left are a quorum, and publishes to all members."""
   before = state.fragments[i]
-  # Smoothed norms per step of accepted updates; for a new member the usual one, 0: no update yet.
+  # Smoothed norms per step of accepted updates. They grow with the global step, as updates do while
+  # a learning rate warms up, but only since the fragment's last commit: one that was away for
+  # longer, or is new, is measured by what is usual now.
   known = {m: member.norms[i] for m, member in state.members.items() if member.norms[i]}
   usual = statistics.median(known.values()) if known else 0.0
-  # While a learning rate warms up, updates grow as the global step does.
-  since = {m: max(1, before.merged_global_steps.get(m, before.global_step)) for m in current.norms}
-  past = {m: known.get(m, usual) * max(1.0, current.global_step / since[m]) for m in current.norms}
+  growth = max(1.0, current.global_step / max(1, before.global_step))
+  past = {m: growth * max(known.get(m, 0.0), usual) for m in current.norms}
   steps = {m: rules.counted_steps(p.steps, state.sync) for m, p in current.pushes.items()}
   settled = len(known) > 1  # a past that one learner alone has may be a bad one's
   ratio, period = state.sync.max_norm_ratio, state.sync.sync_period

@@ -255,6 +255,7 @@ class ValueRequest(Frozen):
   times: int
   round: int  # that made the value, as the learner says
   reading: int = -1  # the learner's incarnation whose value is here, and being decoded
+  first_at: float = -math.inf  # when it was asked first
 
 
 class MomentTransfer(Frozen):

@@ -235,8 +235,7 @@ def _on_hello(state: SyncerState, hello: Hello, event: Received) -> SyncerOutcom
   state = _heard(state, hello.learner, replace(member, heard_at=now, lost=False))
   # Versions go to the newcomer; if it completes the first quorum, to all members that waited.
   for learner in (hello.learner,) if begun else sorted(state.members):
-    unsent = event.unsent and learner == hello.learner
-    state, sent = _catch_up(state, learner, now, unsent)
+    state, sent = _catch_up(state, learner, event, event.unsent and learner == hello.learner)
     todo += sent
   return state, todo
 
@@ -299,7 +298,7 @@ def _on_report(state: SyncerState, report: Report, event: Received) -> SyncerOut
     for i, f in enumerate(state.fragments)
     if f.round is None and state.could_push(report.learner, i) and state.is_due(report.learner, i)
   )
-  state, sent = _catch_up(state, report.learner, now, event.unsent)
+  state, sent = _catch_up(state, report.learner, event, event.unsent)
   return state, [*todo, *sent]
 
 
@@ -375,7 +374,8 @@ def _recall(
   todo: list[SyncerAction] = []
   recalls = dict(state.recalls)
   for p, r in rounds.items():
-    before = recalls.get((p, said.learner), states.ValueRequest(-math.inf, 0, r))
+    new = states.ValueRequest(-math.inf, 0, r, first_at=now)
+    before = recalls.get((p, said.learner), new)
     patience = rules.backed_off(state.sync.liveness_seconds, before.times - 1)
     asked = any(
       q == p and each.round == r and now < each.asked_at + state.sync.liveness_seconds
@@ -475,17 +475,23 @@ def _note_lost(state: SyncerState, report: Report) -> SyncerOutcome:
   return state, [events.Lost(learner=report.learner, versions=had, reason=reason)]
 
 
-def _catch_up(state: SyncerState, learner: int, now: float, unsent: bool) -> SyncerOutcome:
+def _catch_up(state: SyncerState, learner: int, event: Received, unsent: bool) -> SyncerOutcome:
   """Sends, whole, the versions that a member should have by now and lacks.
 
-  A publish that is still queued here is not lost, however slow the link is: patience begins when it
-  has left.
+  A publish that is still queued here, or waits for the buddy, is not lost, however slow the link
+  is: patience begins when it has left. For one that follows a lost one it has begun before.
   """
   todo: list[SyncerAction] = []
+  now = event.now
   if state.members[learner].lost or not _begun(state):
     return state, todo
   if unsent:
     state = state.with_member(learner, resent_at=now)
+  if held := event.held:
+    m = state.members[learner]
+    each = zip(state.fragments, m.versions, m.sent, m.waiting_since)
+    since = tuple(now if f.index in held and sent == v + 1 else at for f, v, sent, at in each)
+    state = state.with_member(learner, waiting_since=since)
   member = state.members[learner]
   lacks = [i for i, f in enumerate(state.fragments) if member.versions[i] < f.version]
   since = member.waiting_since

@@ -168,15 +168,15 @@ class Syncer(WorkingRole):
     if not isinstance(arrived.message, BetweenShards):
       yield from self.take(arrived.message, arrived.at)
     elif self.replication is not None:
-      self._worker.put(self.replication.on(arrived.message))
+      self.replication.on(arrived.message)
 
   def take(self, message: Message, now: float) -> Loop[None]:
     """A message that arrived `now`; it may have waited since."""
     learner = getattr(message, "learner", EVALUATOR)
     unsent = self.endpoint.unsent(learner_address(learner)) > 0
-    unsent |= self.replication is not None and self.replication.holding
+    held = () if self.replication is None else self.replication.held
     read = not isinstance(message, Push | Value)
-    yield from self.handle(Received(message, now, read=read, unsent=unsent))
+    yield from self.handle(Received(message, now, read=read, unsent=unsent, held=held))
 
   def handle(self, event) -> Loop[None]:
     """One event through the reducer, and every action it decides, in order."""

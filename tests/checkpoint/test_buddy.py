@@ -303,8 +303,7 @@ class Owner:
     self.side.when_safe(p, version, lambda: self.done.append((p, version)))
 
   def confirm(self, p: int, version: int, incarnation: int = 50, shard: int = 1) -> None:
-    for _ in self.side.on(Replicated(shard, incarnation, p, version, True)):
-      pass
+    self.side.on(Replicated(shard, incarnation, p, version, True))
 
   def later(self, seconds: float) -> None:
     self.now_is += seconds
@@ -326,11 +325,13 @@ def test_nobody_hears_of_a_version_before_the_buddy_has_it():
   owner.confirm(0, 0)
   owner.confirm(0, 1, shard=3)
   assert owner.done == [], "another version, another shard"
+  assert set(owner.side.held) == {0, 2}
   owner.side.when_safe(0, 1, lambda: owner.done.append("newcomer"))
   owner.confirm(0, 1)
   assert owner.done == [(0, 1), "newcomer"], "in order"
   owner.side.when_safe(0, 1, lambda: owner.done.append("late"))
   assert owner.done[-1] == "late", "at once: the buddy has it"
+  assert set(owner.side.held) == {2}
   owner.confirm(2, 1)
   assert (2, 1) in owner.done and owner.side.missing() == [] and owner.events == []
 
@@ -452,11 +453,11 @@ def test_a_buddy_that_asks_for_its_own_fragments_has_restarted(away):
   owner.later(2.1 if away else 1.9)
   owner.sent()
   for shard, incarnation in ((1, 50), (1, 49), (3, 60)):
-    at_once(owner.side.on(Recover(shard, incarnation)))
+    owner.side.on(Recover(shard, incarnation))
   assert owner.sent() == [], "another life, another shard"
-  at_once(owner.side.on(Recover(1, 60)))
+  owner.side.on(Recover(1, 60))
   assert owner.sent() == [(0, 2)], "one after the other"
-  at_once(owner.side.on(Recover(1, 60)))
+  owner.side.on(Recover(1, 60))
   assert owner.sent() == [], "it asks twice"
   owner.later(1.9)
   assert owner.kinds() == (["unreplicated"] if away else []) + ["replicated"]
@@ -464,6 +465,18 @@ def test_a_buddy_that_asks_for_its_own_fragments_has_restarted(away):
   assert owner.sent() == [(2, 2)]
   owner.confirm(2, 2, incarnation=60)
   assert owner.side.missing() == [] and owner.done[2:] == [(0, 2), (2, 2)]
+
+
+def test_a_buddy_that_has_restarted_gets_its_own_fragments_before_copies_of_others():
+  """It cannot go on without them, and waits only so long for them."""
+  owner = Owner()
+  owner.commit(0, 1)
+  owner.confirm(0, 1)
+  owner.side.on(received(pack(committed(1, 4), 1, 50)))
+  owner.box.take()
+  owner.side.on(Recover(1, 60))
+  sent = [getattr(m, "owner", type(m)) for _, m in owner.box.take()]
+  assert sent == [1, Recovered, 0], "Recovered lists what it was given"
 
 
 def test_a_buddy_that_is_back_with_an_old_copy_gets_the_newest():

@@ -333,6 +333,26 @@ def test_a_value_is_not_lost_with_the_learner_that_is_asked_for_it_first():
   assert InstallValue(0, 7) in shard.feed(dataclasses.replace(VALUE, learner=1), 3.0)
 
 
+def test_a_value_that_is_on_its_way_when_it_is_asked_for_again_is_waited_for():
+  """A second request did not count, and ended the wait for the first."""
+  shard = Script(ALONE, incarnation=1)
+  newest, due = says.report(0, 0, 9, 0.1, (3, 0), (2, 2), rounds=(7, -1)), report(1, (0, 0), (2, 0))
+  asked = [shard.feed(newest, now) for now in (0.0, 0.5, 1.0)]
+  assert [len(each) for each in asked] == [1, 0, 1], "again after `liveness_seconds`"
+  shard.feed(due, 1.9)
+  assert not shard.state.fragments[0].round
+  assert InstallValue(0, 7) in shard.feed(VALUE, 1.95)
+
+
+def test_a_value_that_never_comes_is_waited_for_once():
+  shard = Script(ALONE, incarnation=1)
+  newest, due = says.report(0, 0, 9, 0.1, (3, 0), (2, 2), rounds=(7, -1)), report(1, (0, 0), (2, 0))
+  for now in (0.0, 1.0, 2.0):
+    shard.feed(newest, now)
+    shard.feed(due, now)
+    assert bool(shard.state.fragments[0].round) == (now == 2.0)
+
+
 def test_a_value_is_read_once_in_each_of_its_learners_lives():
   shard, values = Script(ALONE, incarnation=1), []
   for life, now in ((0, 0.0), (1, 9.0)):

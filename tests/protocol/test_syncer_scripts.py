@@ -511,6 +511,25 @@ def test_while_the_learning_rate_warms_up_a_learner_alone_may_push_more_each_tim
   assert pushed(2, 53, 78) == 3
 
 
+@pytest.mark.parametrize("factor, merged", [(9.0, True), (11.0, False)])
+@pytest.mark.parametrize("own", [1.0, 0.0])
+def test_a_learner_that_was_away_is_measured_by_what_is_usual_when_it_is_back(own, factor, merged):
+  """Not by the growth of the global step since it was here: then the run was a thousandth as far.
+
+  With its own past alone it would be refused for ever if the warm-up went on meanwhile.
+  """
+  shard = Script(ALONE)
+  f = FragmentState(0, 2, merged_global_steps={0: 3000, 1: 3}, last_round=1, global_step=3000)
+  shard.state = syncer.init(0, 0, (f, FragmentState(1)), ALONE, 1 << 60, began_at=-1e6)
+  for m, norm in ((0, 30.0), (1, own), (2, 30.0)):
+    shard.feed(hello(m, 0))
+    shard.state = shard.state.with_member(m, norms=(norm, 0.0))
+    shard.feed(report(m, (2, 0), (2 * int(m == 1), 0), global_step=3009))
+  shard.feed(report(1, (2, 0), (2, 0), global_step=3009))
+  shard.feed(push(1, 0, base=2), norm=factor * 30.0 * ALONE.sync_period)
+  assert shard.state.fragments[0].version == 2 + merged
+
+
 def test_in_lock_step_a_snapshot_begins_once_a_quorum_is_back():
   """Without the learners that a round needs, the run could not go on from it."""
   sync = dataclasses.replace(SYNC, blocking=True, snapshot_steps=1)
@@ -557,6 +576,22 @@ def test_the_past_of_one_learner_alone_rejects_nobody():
     shard.feed(report(m, (0, 0), (1, 1)), 0.1)
   actions = [a for m in (0, 1, 2) for a in shard.feed(push(m, 0), 0.2, norm=(1.0, 1.0, 1e-6)[m])]
   assert [a.learners for a in actions if isinstance(a, Commit)] == [(0, 1, 2)]
+
+
+def test_a_version_that_waits_for_the_buddy_is_not_lost_and_hides_no_other_one_that_is():
+  """Some fragment of a busy shard waits at nearly every report."""
+  shard = Script(ALONE)
+  first = FragmentState(0, 1, last_round=0), FragmentState(1, 1, last_round=0)
+  shard.state = syncer.init(0, 0, first, ALONE, 1 << 60, began_at=-1000.0)
+  assert resent(shard.feed(report(0, (0, 0), (0, 0)), 0.0)) == [0, 1]
+  patience, sends = ALONE.liveness_seconds, {}
+  for k in range(1, 60):
+    now = 0.1 * k * patience
+    sends[now] = resent(shard.feed(report(0, (0, 0), (0, 0)), now, held={0}))
+  assert [each for each in sends.values() if each] == [[1]] * 2, "the second after twice as long"
+  shard.state = shard.state.with_member(0, sent=(2, 1))
+  overdue = resent(shard.feed(report(0, (0, 0), (0, 0)), 99.0 * patience, held={0, 1}))
+  assert overdue == [0], "what waits is the version after the lost one"
 
 
 def test_a_member_that_confirms_late_does_not_make_the_others_wait_for_a_resend():
