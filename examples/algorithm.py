@@ -192,11 +192,14 @@ class Syncer:
     self.round: list[Round | None] = [None] * P
     self.rounds = itertools.count(1)
     self.members: dict[int, Member] = {}
+    self.lives: dict[int, Learner] = {}  # the newest that has said hello, of each learner
     self.quorum_seconds = 0.0  # from a pull to the quorum, smoothed
 
-  def on_hello(self, number: int) -> None:
+  def on_hello(self, learner: Learner) -> None:
     """A learner has started: it gets all values."""
+    number = learner.number
     self.forget(number)
+    self.lives[number] = learner
     self.members[number] = Member(list(self.version), [0] * P)
     for p in range(P):
       self.publish(p, [number], ())
@@ -306,12 +309,12 @@ class World:
     self.at(self.now + seconds, call, *arguments)
 
   def to(self, number: int, method: str, *arguments) -> None:
-    """Sends a message to a learner, as it is now; to a later life it does not come."""
-    self.after(LATENCY, getattr(self.learners[number], method), *arguments)
+    """A message of the syncer to the life of a learner that it knows; no other life gets it."""
+    self.after(LATENCY, getattr(self.syncer.lives[number], method), *arguments)
 
   def start(self, number: int) -> None:
     self.learners[number] = Learner(self, number)
-    self.after(LATENCY, self.syncer.on_hello, number)
+    self.after(LATENCY, self.syncer.on_hello, self.learners[number])
 
   def kill(self, number: int) -> None:
     self.learners[number].alive = False

@@ -12,6 +12,11 @@ def test_the_roles_of_the_package_commit_the_same():
   assert struck(counted, [*one_file.KINDS, "differ"]) and counted["commits"] > 16 * 20
 
 
+def test_no_life_gets_what_was_sent_to_the_one_before():
+  """A learner starts anew, and a version is published before the syncer hears of that."""
+  one_file.check(777138)
+
+
 def test_together_they_learn_more_than_one_alone(capsys, monkeypatch):
   monkeypatch.setattr("sys.argv", ["algorithm.py"])
   one_file.algorithm_with()["main"]()
