@@ -6,9 +6,9 @@ Hardware:  2 CPU cores, 2 GiB; every island is one fake CPU device.
 Time:      67 s on 2 cores, comparison included; with installation about two minutes.
 Numbers:   held-out loss 5.30 untrained, 1.65 best island alone, 1.405 merged. In virtual time,
            three seeds (scripts/expected_loss.py): 1.689 +- 0.008 an island alone, 1.400 +- 0.008
-           merged. Data-parallel with as many tokens and the best of four rates: 1.383 +- 0.007 with
-           AdamW, so merged is 1.3 +- 1.1 % behind it, and 1.324 +- 0.009 with Muon, 5.8 +- 0.7 %
-           ahead of merged; in runs of four times as many tokens the gap is nearly closed
+           merged. Data-parallel with as many tokens and the best of four rates has 1.383 +- 0.007
+           with AdamW, and merged is 1.3 +- 1.1 % behind it; with Muon 1.324 +- 0.009, and merged is
+           5.8 +- 0.7 % behind. In runs of four times as many tokens the gap is nearly closed
            (docs/results.md, "The algorithms").
 Data:      the source text of this Python's standard library, as bytes.
 """

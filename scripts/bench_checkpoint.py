@@ -1,6 +1,6 @@
 """What snapshots cost a learner's steps, how fast parts are saved and restored, rejoin times.
 
-Four measurements, all on this machine's CPU, each in a run of its own; repeat it at quiet and at
+Four measurements, all on this machine's CPU, each in a run of its own; repeat them at quiet and at
 busy moments, and compare ratios rather than seconds.
 
 1. Steps. One island and one shard in one process, in turn: a block of steps in which the run takes

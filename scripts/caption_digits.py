@@ -1,6 +1,6 @@
 """Does the model of a text-and-image run use its images: which digit does it name?
 
-    python scripts/caption_digits.py --workdir=runs/text_image [--images=359]
+    python scripts/caption_digits.py --workdir=runs/text_image [--images=1000]
 
 For every held-out image the model gets the beginning of a caption, "a handwritten", and each of the
 ten digits is scored as its next word; the most probable one is the model's answer. Then the same

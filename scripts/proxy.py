@@ -1,6 +1,6 @@
 """A stand-in for a network link: a TCP proxy with a rate, a delay, and a switch that cuts it.
 
-    python scripts/proxy.py --listen=127.0.0.1:7000 --to=10.0.0.1:7000 --delay_ms=60
+    python scripts/proxy.py --listen=127.0.0.1:7000 --to=10.0.0.1:7000 --delay_ms=60 [--mbit=10]
 
 The model: all connections share one token bucket per direction, taking turns packet by packet; data
 come out `delay_seconds` after they went in, and so do connection requests, ends and resets. Not

@@ -1,7 +1,7 @@
 """Saves a role's parts of snapshots beside its work; on shard 0 also commits the snapshots.
 
 Saving never holds up the role. One worker of low priority writes; a snapshot that comes while the
-role still saves the one before goes without this role; and a part that cannot be written is a loud
+role still saves the one before goes without this role; and a part that cannot be written is only a
 warning. A snapshot is committed once it has the parts of all shards, and of all learners that were
 there when it began and still live. Shard 0 commits it: a snapshot needs shard 0's part anyway.
 """

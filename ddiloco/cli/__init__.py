@@ -1,7 +1,7 @@
 """The command line: `ddiloco COMMAND --config=FILE --workdir=DIR --config.FIELD=VALUE ...`.
 
 Wrong flags and configs are reported before a device is touched, with exit status 2. Exit status 1:
-work was lost (the run failed); 130: stopped by Ctrl-C, or a run by SIGTERM: the work done so far is
+work was lost, or a check failed; 130: stopped by Ctrl-C, or a run by SIGTERM: the work so far is
 merged and saved.
 """
 

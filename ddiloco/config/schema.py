@@ -348,7 +348,7 @@ class SyncConfig:
 
 @dataclasses.dataclass(frozen=True)
 class NetworkConfig:
-  """How messages travel between processes. Every timeout grows with what is measured."""
+  """How messages travel between processes. `patience_seconds` grows with what is measured."""
 
   streams: int = 1  # TCP connections per learner and shard that every fragment is spread over
   queue_bytes: int = 0  # of fragments queued for or from one peer; 0: three models in f32

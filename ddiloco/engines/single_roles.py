@@ -1,7 +1,7 @@
 """One process as one role: a learner, a syncer shard or the evaluator, in the foreground.
 
-For JobSet, systemd, `gcloud ssh` or a shell. Exit status 0: finished, or asked to end and nothing
-is lost; 1: work was lost (the last line says what); 130: Ctrl-C; wrong usage raises `ConfigError`.
+For JobSet, systemd, ssh or a shell. Exit status 0: finished, or asked to end and nothing is lost;
+1: work was lost (the last line says what); 130: Ctrl-C; wrong usage raises `ConfigError`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Islands on TPU VMs of Compute Engine: the commands, and each island's next need. PURE.
+"""Islands on TPU VMs of Compute Engine: the commands, and what each island needs next. PURE.
 
 A slice is made, watched and deleted by `gcloud compute tpus tpu-vm`, or, in the older way, asked
 for with `queued-resources`. Its hosts run the role in a container, which Docker restarts when it

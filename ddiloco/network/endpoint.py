@@ -1,4 +1,4 @@
-"""The network transport: the contract of `network.transport` between processes, over TCP and TLS.
+"""The network transport: the interface of `network.transport` between processes, over TCP and TLS.
 
 Syncer shards listen, all other roles dial them: one connection for control, some for fragments, so
 that control never queues behind bulk. With keys each connection is TLS 1.3.

@@ -1,6 +1,6 @@
-"""How messages travel: the contract every transport keeps, and the in-process queues.
+"""How messages travel: the rules that every transport keeps, and the in-process queues.
 
-The contract (`tests/network/test_transport.py` runs it over every transport):
+The rules (`tests/network/test_transport.py` tests them with every transport):
 - `send` never blocks and never fails because of the peer; undeliverable messages are counted.
 - Control messages never queue behind bulk (messages with a payload); each of the two keeps its
   order.

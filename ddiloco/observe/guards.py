@@ -1,6 +1,6 @@
 """Observing a run never ends it: printing and duties may fail, and a queue's thread does the I/O.
 
-Nor does it wait for ever: waits have limits, and loops that hang are noticed.
+Waits have limits, and loops that hang are noticed.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Received(Frozen):
 
   message: Message
   now: float  # when it arrived
-  read: bool = True  # False: a push or a value whose payload nobody has looked at (`Read`)
+  read: bool = True  # False: a push or a value whose payload has not been read yet (`Read`)
   norm: float = 0.0  # of the decoded outer gradient; not finite: to be rejected
   fault: str = ""  # why the payload could not be decoded, or is not the shard's own value
   # By learner, inner products with the pushes accepted before in this round, and with itself.

@@ -21,7 +21,7 @@ STALE_PERIODS = 4  # after more own sync periods and more missed versions, my wo
 HELLO_SECONDS = 0.5  # between two hellos to a shard that has not answered, doubling ...
 HELLO_SECONDS_MOST = 8.0  # ... up to this
 
-# --- How a learner handles a message: welcome, pull, recall, publish, refusal
+# --- How a learner handles a message: welcome, pull, request for a value, publish, refusal
 
 
 def on_message(state: LearnerState, message: messages.Message, sync: SyncConfig) -> LearnerOutcome:
