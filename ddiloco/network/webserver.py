@@ -17,11 +17,13 @@ import socketserver
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from email.message import Message
 from typing import Any
 
 from ddiloco.checks import ConfigError, require
+from ddiloco.observe.guards import warn
 
 REQUEST_SECONDS = 5.0  # for a request to arrive, and for its answer to leave
 REQUEST_BYTES = 8192  # of its head, about
@@ -201,10 +203,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     method = "GET" if self.command == "HEAD" else self.command
     try:
       answer = self.server.answer(Request(method, path, query, self.headers, body))
-    except Exception:
+    except Exception:  # said here, since `handle_error` takes an OSError for a broken connection
+      warn(f"a request could not be answered\n{traceback.format_exc()}")
       self.send_error(500)
-      raise  # for `handle_error`, which prints it on the server's side only
-    self._answer(answer)
+    else:
+      self._answer(answer)
 
   def send_error(self, code, message=None, explain=None) -> None:
     """Answers an error in plain words, without any text of the request."""

@@ -149,6 +149,11 @@ def _garbage_in_public(folder):
   public_file(folder, "learner-0").write_bytes(os.urandom(300) + b"\npublic-key\n")
 
 
+def _empty_certificate_in_public(folder):
+  text = "-----BEGIN CERTIFICATE-----\n-----END CERTIFICATE-----\n"
+  public_file(folder, "learner-0").write_text(text)
+
+
 def _curve_key_in_public(folder):
   text = '# CURVE key of learner-0\nmetadata\ncurve\n    public-key = "Yne@$w-vo<fVvi]a"\n'
   public_file(folder, "learner-0").write_text(text)
@@ -188,6 +193,7 @@ def _stranger_in_public(folder):
     (_encrypted_secret, r"learner-1.key_secret': is damaged"),
     (_two_roles_one_key, r"learner-7.key': is the same key as that of learner-0"),
     (_garbage_in_public, r"learner-0.key': is damaged"),
+    (_empty_certificate_in_public, r"learner-0.key': is damaged"),
     (_stranger_in_public, r"learner-00.key': is not named after a role"),
   ],
 )

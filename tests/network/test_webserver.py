@@ -81,18 +81,19 @@ def test_what_is_not_among_its_methods_is_refused(serve):
   assert ask(serve(echo, ("GET",)), "POST", "/", b"x")[0] == 501
 
 
-def test_an_answer_that_fails_is_printed_here_and_not_there(serve, monkeypatch):
+@pytest.mark.parametrize("error", [KeyError("secret"), OSError("secret")], ids=repr)
+def test_an_answer_that_fails_is_printed_here_and_not_there(serve, monkeypatch, error):
   heard = threading.Event()
 
   class Heard(io.StringIO):  # a thread of the server's writes: pytest's own capture would lose some
     def write(self, text: str) -> int:
       written = super().write(text)
-      if "KeyError: 'secret'" in self.getvalue():
+      if f"{type(error).__name__}: {error}" in self.getvalue():
         heard.set()
       return written
 
   def fail(request):
-    raise KeyError("secret")
+    raise error
 
   monkeypatch.setattr(sys, "stderr", Heard())
   code, text, _ = ask(serve(fail), "GET", "/")

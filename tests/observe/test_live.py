@@ -85,6 +85,25 @@ def test_important_events_do_not_wait_for_the_next_progress_line(make, fake_cloc
     assert shown.getvalue() == "[0:01] island 1 restarts\n"
 
 
+def _restarts(make, *roles):
+  return [make.event(1.0, "engine", "restart", target=role) for role in roles]
+
+
+def test_without_a_terminal_no_note_is_left_out_however_many_come_at_once(make, fake_clock):
+  shown = io.StringIO()
+  live = LiveView(Console(file=shown, width=100), clock=fake_clock)
+  live._consume(_restarts(make, *(f"learner-{m}" for m in range(20))))
+  assert shown.getvalue().splitlines() == [f"[0:01] island {m} restarts" for m in range(20)]
+
+
+def test_an_event_that_cannot_be_shown_takes_no_other_with_it(make, fake_clock):
+  """A line of a damaged log: a digit that is no number."""
+  shown = io.StringIO()
+  live = LiveView(Console(file=shown, width=100), clock=fake_clock)
+  live._consume(_restarts(make, "learner-²", "learner-1"))
+  assert shown.getvalue() == "[0:01] island 1 restarts\n" and live.view.odd_events == 1
+
+
 def test_progress_lines_come_at_their_interval(make, fake_clock):
   console = Console(file=io.StringIO(), width=100)
   live = LiveView(console, clock=fake_clock, plain_seconds=10.0)
