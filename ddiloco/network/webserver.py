@@ -99,9 +99,10 @@ class WebServer(socketserver.ThreadingTCPServer):
     self._lock = threading.Lock()
     try:
       super().__init__((host, port), _Handler)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: not a host name
+      reason = error.strerror if isinstance(error, OSError) else error
       raise ConfigError(
-        f"{flag} = {listen!r}: cannot be opened ({error.strerror})."
+        f"{flag} = {listen!r}: cannot be opened ({reason})."
         " Fix: give an address of this machine and a free port, or port 0."
       ) from error
     shown = f"[{host}]" if ":" in host else host
@@ -272,7 +273,8 @@ class Health:
 
   def busy(self, what: str) -> None:
     """Until the next beat the main loop does long work: the limit is that of the start."""
-    self._beaten, self._started, self._doing = None, time.monotonic(), what
+    self._started, self._doing = time.monotonic(), what
+    self._beaten = None  # last: `livez`, from another thread, then counts from the new start
 
   def livez(self) -> tuple[int, str]:
     """(HTTP status, reason)."""

@@ -217,9 +217,11 @@ class LiveView:
       if self._live is None:
         self._say(plain_line(self.view, self._now()))
       else:
-        self._draw(self._live, self._now())
-        self._live.stop()
-    except (OSError, ValueError) as error:  # a closed terminal or pipe is no reason to lose a run
+        try:
+          self._draw(self._live, self._now())
+        finally:
+          self._live.stop()
+    except Exception as error:  # a closed terminal, for example: no reason to lose a run
       if not self._drain.failures:
         warn(f"the live view lost its output: {error}")
 

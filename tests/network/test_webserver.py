@@ -124,6 +124,12 @@ def test_addresses():
       parse_address(wrong, "--x")
 
 
+@pytest.mark.parametrize("host", ["ä..b", 64 * "ä"])
+def test_what_is_no_host_name_is_refused_by_the_name_of_its_flag(host):
+  with pytest.raises(ConfigError, match=r"--x = .*cannot be opened \(.*\)\. Fix: give an address"):
+    WebServer(f"{host}:0", echo, "--x")
+
+
 def test_the_url_of_an_ipv6_address_has_brackets():
   if not socket.has_ipv6:
     pytest.skip("no IPv6 here")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 
 import pytest
 from rich.console import Console
@@ -102,6 +103,17 @@ def test_an_event_that_cannot_be_shown_takes_no_other_with_it(make, fake_clock):
   live = LiveView(Console(file=shown, width=100), clock=fake_clock)
   live._consume(_restarts(make, "learner-²", "learner-1"))
   assert shown.getvalue() == "[0:01] island 1 restarts\n" and live.view.odd_events == 1
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_what_cannot_be_drawn_at_the_end_loses_no_run(fake_clock, capsys, terminal):
+  console = Console(file=io.StringIO(), width=100, force_terminal=terminal)
+  live = LiveView(console, clock=fake_clock)
+  live._next_frame = math.inf
+  with live:
+    live.view.num_shards, live.view.total_tokens, live.view.merged_tokens = 1, 1, {0: 10**400}
+  assert "the live view lost its output" in capsys.readouterr().err
+  assert not terminal or console.file.getvalue().rstrip().endswith("\x1b[?25h"), "the cursor is back"
 
 
 def test_progress_lines_come_at_their_interval(make, fake_clock):
