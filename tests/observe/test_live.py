@@ -113,7 +113,8 @@ def test_what_cannot_be_drawn_at_the_end_loses_no_run(fake_clock, capsys, termin
   with live:
     live.view.num_shards, live.view.total_tokens, live.view.merged_tokens = 1, 1, {0: 10**400}
   assert "the live view lost its output" in capsys.readouterr().err
-  assert not terminal or console.file.getvalue().rstrip().endswith("\x1b[?25h"), "the cursor is back"
+  shown = console.file.getvalue().rstrip()
+  assert not terminal or shown.endswith("\x1b[?25h"), "the cursor is back"
 
 
 def test_progress_lines_come_at_their_interval(make, fake_clock):
