@@ -99,7 +99,7 @@ class WebServer(socketserver.ThreadingTCPServer):
     self._lock = threading.Lock()
     try:
       super().__init__((host, port), _Handler)
-    except (OSError, UnicodeError) as error:  # UnicodeError: not a host name
+    except (OSError, TypeError, ValueError) as error:  # not an OSError: it is no host name
       reason = error.strerror if isinstance(error, OSError) else error
       raise ConfigError(
         f"{flag} = {listen!r}: cannot be opened ({reason})."
