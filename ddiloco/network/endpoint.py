@@ -380,7 +380,7 @@ class NetworkEndpoint(Endpoint):
         key = key or self._keys.server_key(channel.peer.address)
         context = self._keys.context_to(key)
       connected = frames.connect(url, context, self._quiet_seconds)
-    except (ConfigError, OSError) as error:  # ConfigError: a key cannot be read
+    except Exception as error:  # of any kind: without an answer the peer is never dialed again
       connected = error
     self.call(self._connected, channel, url, key, connected)
 

@@ -328,6 +328,7 @@ class FrameSocket:
       raise
     except OSError:
       self.leave()  # the far end still has to read OpenSSL's alert
+      self._refill()  # ends TLS on this side: what comes now is read without it
     self._shaking_hands = False
 
   @property

@@ -146,7 +146,7 @@ def read(path: Path) -> tuple[bytes, bytes | None]:
   der, secret = _parse(path)
   try:
     _context(ssl.PROTOCOL_TLS_CLIENT, [der])
-  except OSError as error:  # as ssl.SSLError is
+  except (OSError, ValueError) as error:  # ssl.SSLError is an OSError; ValueError: it is empty
     raise ConfigError(f"--keys = {str(path)!r}: is damaged. Fix: {_COPY}.") from error
   return der, secret
 

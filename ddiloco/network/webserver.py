@@ -17,11 +17,13 @@ import socketserver
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from email.message import Message
 from typing import Any
 
 from ddiloco.checks import ConfigError, require
+from ddiloco.observe.guards import warn
 
 REQUEST_SECONDS = 5.0  # for a request to arrive, and for its answer to leave
 REQUEST_BYTES = 8192  # of its head, about
@@ -97,9 +99,10 @@ class WebServer(socketserver.ThreadingTCPServer):
     self._lock = threading.Lock()
     try:
       super().__init__((host, port), _Handler)
-    except OSError as error:
+    except (OSError, TypeError, ValueError) as error:  # not an OSError: it is no host name
+      reason = error.strerror if isinstance(error, OSError) else error
       raise ConfigError(
-        f"{flag} = {listen!r}: cannot be opened ({error.strerror})."
+        f"{flag} = {listen!r}: cannot be opened ({reason})."
         " Fix: give an address of this machine and a free port, or port 0."
       ) from error
     shown = f"[{host}]" if ":" in host else host
@@ -201,10 +204,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     method = "GET" if self.command == "HEAD" else self.command
     try:
       answer = self.server.answer(Request(method, path, query, self.headers, body))
-    except Exception:
+    except Exception:  # said here, since `handle_error` takes an OSError for a broken connection
+      warn(f"a request could not be answered\n{traceback.format_exc()}")
       self.send_error(500)
-      raise  # for `handle_error`, which prints it on the server's side only
-    self._answer(answer)
+    else:
+      self._answer(answer)
 
   def send_error(self, code, message=None, explain=None) -> None:
     """Answers an error in plain words, without any text of the request."""
@@ -269,7 +273,8 @@ class Health:
 
   def busy(self, what: str) -> None:
     """Until the next beat the main loop does long work: the limit is that of the start."""
-    self._beaten, self._started, self._doing = None, time.monotonic(), what
+    self._started, self._doing = time.monotonic(), what
+    self._beaten = None  # last: `livez`, from another thread, then counts from the new start
 
   def livez(self) -> tuple[int, str]:
     """(HTTP status, reason)."""

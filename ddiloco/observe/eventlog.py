@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import heapq
 import math
-import mmap
 import os
 import re
 import time
@@ -269,8 +268,12 @@ class Recorder:
   def _open(self) -> int:
     self.path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    size = os.fstat(file).st_size
-    self._torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
+    try:
+      size = os.fstat(file).st_size
+      self._torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
+    except OSError:
+      os.close(file)  # the next batch opens it again
+      raise
     return file
 
 
@@ -377,7 +380,7 @@ def read_events(workdir: str | os.PathLike[str]) -> EventLog:
   return EventLog(events, stream.torn_lines)
 
 
-# --- The newest event of a kind, searched from the end of a log, which is mapped, not read
+# --- The newest event of a kind, searched from the end of a log
 
 
 def newest_event(workdir: str | os.PathLike[str], kind: type[E], roles: str = "*") -> E | None:
@@ -392,20 +395,25 @@ def newest_event(workdir: str | os.PathLike[str], kind: type[E], roles: str = "*
 
 
 def _newest(path: Path, kind: type[E]) -> E | None:
-  if not path.stat().st_size:
-    return None  # nothing to map
   check_format(path)
   tag = kind.__struct_config__.tag
   wanted = f'"kind":"{tag}"'.encode()  # as `encode` writes it; inside a string \" would be escaped
-  with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as log:
-    at = log.rfind(wanted)
-    while at >= 0:
-      first, end = log.rfind(b"\n", 0, at) + 1, log.find(b"\n", at)
-      event = events.decode(log[first : end if end >= 0 else len(log)])
-      if isinstance(event, kind):
-        return event
-      at = log.rfind(wanted, 0, first)  # that line is torn: the one before it
+  for line in _lines_back(path):
+    if wanted in line and isinstance(event := events.decode(line), kind):
+      return event
   return None
+
+
+def _lines_back(path: Path) -> Iterator[bytes]:
+  """The lines of a log, the last one first; of one longer than MOST_LINE_BYTES only a part."""
+  end, rest = path.stat().st_size, b""
+  while end > 0:
+    start = max(0, end - SCAN_BYTES)
+    rest, *whole = (_read(path, start, end) + rest).split(b"\n")
+    yield from reversed(whole)
+    rest = rest if len(rest) <= MOST_LINE_BYTES else b""
+    end = start
+  yield rest
 
 
 # --- Follows the event logs of a run while other processes write them

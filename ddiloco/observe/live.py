@@ -217,9 +217,11 @@ class LiveView:
       if self._live is None:
         self._say(plain_line(self.view, self._now()))
       else:
-        self._draw(self._live, self._now())
-        self._live.stop()
-    except (OSError, ValueError) as error:  # a closed terminal or pipe is no reason to lose a run
+        try:
+          self._draw(self._live, self._now())
+        finally:
+          self._live.stop()
+    except Exception as error:  # a closed terminal, for example: no reason to lose a run
       if not self._drain.failures:
         warn(f"the live view lost its output: {error}")
 
@@ -235,21 +237,26 @@ class LiveView:
     return 0.0 if self._start_time is None else self._clock() - self._start_time
 
   def _consume(self, batch: list[Event]) -> None:
-    known = self.view.num_log_events
-    for event in batch:
-      self.view.add(event)
+    noted = [each for event in batch for each in self._take(event)]
     now = self._now()
     if self._live is None:
-      self._print_plain(now, self.view.num_log_events - known)
+      self._print_plain(now, noted)
     elif now >= self._next_frame:
       self._draw(self._live, now)
+
+  def _take(self, event: Event) -> list[LogEvent]:
+    """Adds an event to the view; returns what the view notes of it."""
+    known = self.view.num_log_events
+    self.view.read([event])
+    new = self.view.num_log_events - known
+    return list(self.view.log_events)[-new:] if new else []
 
   def _draw(self, live: Live, now: float) -> None:
     live.update(render(self.view, now, self._console.width), refresh=True)
     self._next_frame = now + SHORTEST_FRAME_SECONDS
 
-  def _print_plain(self, now: float, new_log_events: int) -> None:
-    for log_event in list(self.view.log_events)[-new_log_events:] if new_log_events else ():
+  def _print_plain(self, now: float, noted: list[LogEvent]) -> None:
+    for log_event in noted:
       self._say(f"[{clock_time(log_event.time)}] {log_event.text}")
     if now >= self._next_plain:
       self._say(plain_line(self.view, now))

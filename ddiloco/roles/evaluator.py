@@ -110,7 +110,7 @@ class Evaluator:
           result(measuring, MEASURE_SECONDS, "measuring the held-out loss")
         if self._evaluations and measured < self.exchange.state.merged_tokens:
           self._measure(*self._now())
-      self.exchange.leave("the run was stopped")
+      self.exchange.leave()
     finally:
       background.shutdown(wait=False)
       self.exchange.close()

@@ -122,10 +122,10 @@ class Exchange(WorkingRole):
     self.state = learner.drain(self.state)
     self._report()
 
-  def leave(self, reason: str) -> None:
+  def leave(self) -> None:
     """Says goodbye to the shards, and is done."""
     if not self.state.done:
-      self.state, todo = learner.leave(self.state, reason)
+      self.state, todo = learner.leave(self.state, "the run was stopped")
       self._perform(todo)
 
   def close(self) -> None:
@@ -478,7 +478,7 @@ class Learner:
           told, give_up_at = True, now() + drain_seconds
           exchange.drain()
         if told and (at_once() or now() >= give_up_at):
-          exchange.leave("the run was stopped")
+          exchange.leave()
         elif learner.can_step(exchange.state, self.config.sync):
           batches = batches or self._open()
           last = yield from self._step(next(batches), faults, last, blocked)
@@ -490,9 +490,9 @@ class Learner:
           if exchange.state.step == self._began.step:
             last, blocked = now(), 0.0  # joining, not blocked
     finally:
+      exchange.close()  # first: a user's source may raise
       if batches is not None:
         batches.close()
-      exchange.close()
 
   def _open(self) -> Iterator[Any]:
     """This learner's batches, from the present global step on."""

@@ -381,6 +381,20 @@ def test_nobody_listening_is_said(net):
   assert learner.links()["syncer-0"]["state"] == "connecting"
 
 
+def test_an_attempt_to_connect_is_not_the_last_however_it_fails(net, monkeypatch):
+  net.connect("syncer-0")
+  learner = net.open("learner-0", 0)
+
+  def odd(*_):
+    raise ValueError("no such cable")
+
+  with monkeypatch.context() as patch:
+    patch.setattr(frames, "connect", odd)
+    learner.dial("syncer-0", net.url("syncer-0"))
+    net.wait_until(lambda: "no such cable" in learner.links()["syncer-0"]["reason"])
+  net.wait_up(learner, "syncer-0")
+
+
 def test_a_taken_port_is_an_os_error_that_names_it(net):
   port = int(net.url("syncer-0").rpartition(":")[2])
   error = pytest.raises(OSError, match=f"already in use.*{port}")

@@ -81,18 +81,19 @@ def test_what_is_not_among_its_methods_is_refused(serve):
   assert ask(serve(echo, ("GET",)), "POST", "/", b"x")[0] == 501
 
 
-def test_an_answer_that_fails_is_printed_here_and_not_there(serve, monkeypatch):
+@pytest.mark.parametrize("error", [KeyError("secret"), OSError("secret")], ids=repr)
+def test_an_answer_that_fails_is_printed_here_and_not_there(serve, monkeypatch, error):
   heard = threading.Event()
 
   class Heard(io.StringIO):  # a thread of the server's writes: pytest's own capture would lose some
     def write(self, text: str) -> int:
       written = super().write(text)
-      if "KeyError: 'secret'" in self.getvalue():
+      if f"{type(error).__name__}: {error}" in self.getvalue():
         heard.set()
       return written
 
   def fail(request):
-    raise KeyError("secret")
+    raise error
 
   monkeypatch.setattr(sys, "stderr", Heard())
   code, text, _ = ask(serve(fail), "GET", "/")
@@ -121,6 +122,12 @@ def test_addresses():
   for wrong in ("", "80", ":80", "a:", "a:65536", "a:-1", "a:8o"):
     with pytest.raises(ConfigError, match=r"--x = .*must be HOST:PORT\. Fix: write --x="):
       parse_address(wrong, "--x")
+
+
+@pytest.mark.parametrize("host", ["ä..b", 64 * "ä"])
+def test_what_is_no_host_name_is_refused_by_the_name_of_its_flag(host):
+  with pytest.raises(ConfigError, match=r"--x = .*cannot be opened \(.*\)\. Fix: give an address"):
+    WebServer(f"{host}:0", echo, "--x")
 
 
 def test_the_url_of_an_ipv6_address_has_brackets():

@@ -84,6 +84,22 @@ def test_a_role_that_compiles_is_alive_and_not_ready(clock):
   assert health.livez()[0] == 503, "not for ever"
 
 
+def test_who_asks_while_long_work_begins_is_not_told_of_an_older_start(clock):
+  class Asked(Health):
+    def __setattr__(self, name, value):
+      super().__setattr__(name, value)
+      if hasattr(self, "_server"):
+        answers.append(self.livez()[0])
+
+  answers: list[int] = []
+  health = Asked()
+  clock.now += 4000
+  health.beat()
+  answers.clear()
+  health.busy("saving")
+  assert set(answers) == {200}
+
+
 def test_alive_as_long_as_the_main_loop_comes_round(clock):
   health = Health()
   health.beat()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -240,6 +242,22 @@ def test_a_full_disk_tears_one_line_and_is_counted(tmp_path, capsys, monkeypatch
   assert written == [0, "stopped"] and found.torn_lines == 1
   assert recorder.lost_events == 2
   assert "is the disk full?" in capsys.readouterr().err
+
+
+def test_a_log_whose_end_cannot_be_read_costs_no_descriptors(tmp_path, monkeypatch):
+  with Recorder(tmp_path, "learner-0", 0, start_time=0.0) as recorder:
+    recorder.record(step(0))
+
+  def broken(*_):
+    raise OSError(errno.EIO, "Input/output error")
+
+  monkeypatch.setattr(os, "pread", broken)
+  with Recorder(tmp_path, "learner-0", 1, start_time=0.0) as recorder:
+    for number in range(3):
+      recorder.record(step(number))
+      recorder.flush()
+    descriptors = [each.resolve() for each in Path("/proc/self/fd").iterdir()]
+    assert recorder.lost_events == 3 and recorder.path.resolve() not in descriptors
 
 
 def test_a_stuck_disk_does_not_hold_the_caller(tmp_path, monkeypatch):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import random
+import subprocess
+import sys
 import tracemalloc
 
 import pytest
 
+from ddiloco import environment
 from ddiloco.observe import eventlog
-from ddiloco.observe.eventlog import Follower, read_events, stream_events, to_line
-from ddiloco.protocol.events import decode
+from ddiloco.observe.eventlog import Follower, newest_event, read_events, stream_events, to_line
+from ddiloco.protocol.events import Commit, Restart, Step, decode
 from tests.made_events import made
 from tests.observe.conftest import line, times
 
@@ -60,6 +63,39 @@ def test_a_gigantic_line_is_passed_over_without_being_held(tmp_path, log, monkey
     tracemalloc.stop()
   assert (times(found), found.torn_lines) == ([0.5, 1.0, 3.0, 4.0], 1)
   assert peak < 2_000_000
+
+
+@pytest.mark.parametrize("block", [7, 64, 1 << 20])
+def test_the_newest_event_is_found_in_whatever_blocks_a_log_is_read(
+  tmp_path, log, monkeypatch, block
+):
+  monkeypatch.setattr(eventlog, "SCAN_BYTES", block)
+  monkeypatch.setattr(eventlog, "MOST_LINE_BYTES", 500)
+  log(line(1.0) + line(2.0) + b"\n" + to_line(made(3.0, "learner-0", "restart")))
+  log(b'{"kind":"step",' * 200 + b"\n" + line(4.0)[:-5])
+  assert newest_event(tmp_path, Step).time == 2.0
+  assert newest_event(tmp_path, Restart).time == 3.0
+  assert newest_event(tmp_path, Commit) is None
+
+
+CUT = """
+import os, pathlib, sys
+from ddiloco.observe import eventlog
+from ddiloco.protocol import events
+log, decode = pathlib.Path(sys.argv[1], "events", "learner-0.jsonl"), events.decode
+def cut(line):
+  if b"torn" in line:
+    os.truncate(log, 0)
+  return decode(line)
+events.decode = cut
+print(eventlog.newest_event(sys.argv[1], events.Joined))
+"""
+
+
+def test_a_log_that_is_cut_off_while_it_is_searched_kills_no_process(tmp_path, log):
+  log(line(1.0) * 30_000 + b'{"kind":"joined","torn')
+  command = [sys.executable, "-c", CUT, str(tmp_path)]
+  assert subprocess.check_output(command, env=environment.bare()) == b"None\n"
 
 
 def test_a_line_that_never_ends_is_not_scanned_at_every_look(tmp_path, log, monkeypatch):

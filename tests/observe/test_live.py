@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 
 import pytest
 from rich.console import Console
@@ -83,6 +84,37 @@ def test_important_events_do_not_wait_for_the_next_progress_line(make, fake_cloc
     live(make.event(1.0, "engine", "restart", target="learner-1"))
     live._drain.close()  # what was put is consumed; nothing but the note may have been printed
     assert shown.getvalue() == "[0:01] island 1 restarts\n"
+
+
+def _restarts(make, *roles):
+  return [make.event(1.0, "engine", "restart", target=role) for role in roles]
+
+
+def test_without_a_terminal_no_note_is_left_out_however_many_come_at_once(make, fake_clock):
+  shown = io.StringIO()
+  live = LiveView(Console(file=shown, width=100), clock=fake_clock)
+  live._consume(_restarts(make, *(f"learner-{m}" for m in range(20))))
+  assert shown.getvalue().splitlines() == [f"[0:01] island {m} restarts" for m in range(20)]
+
+
+def test_an_event_that_cannot_be_shown_takes_no_other_with_it(make, fake_clock):
+  """A line of a damaged log: a digit that is no number."""
+  shown = io.StringIO()
+  live = LiveView(Console(file=shown, width=100), clock=fake_clock)
+  live._consume(_restarts(make, "learner-²", "learner-1"))
+  assert shown.getvalue() == "[0:01] island 1 restarts\n" and live.view.odd_events == 1
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_what_cannot_be_drawn_at_the_end_loses_no_run(fake_clock, capsys, terminal):
+  console = Console(file=io.StringIO(), width=100, force_terminal=terminal)
+  live = LiveView(console, clock=fake_clock)
+  live._next_frame = math.inf
+  with live:
+    live.view.num_shards, live.view.total_tokens, live.view.merged_tokens = 1, 1, {0: 10**400}
+  assert "the live view lost its output" in capsys.readouterr().err
+  shown = console.file.getvalue().rstrip()
+  assert not terminal or shown.endswith("\x1b[?25h"), "the cursor is back"
 
 
 def test_progress_lines_come_at_their_interval(make, fake_clock):

@@ -171,3 +171,22 @@ def test_who_never_joined_leaves_without_waiting():
     assert run.stop("learner-0") < 5
     assert not role.exchange.state.joined and role.exchange.state.done
     assert [e.unmerged_tokens for e in run.of("learner-0", "stopped")] == [0]
+
+
+def test_data_that_cannot_be_closed_leave_no_worker_behind(monkeypatch):
+  endless = toy.batches
+
+  def batches(position):
+    try:
+      yield from endless(position)
+    finally:
+      raise OSError("stale file handle")
+
+  monkeypatch.setattr(toy, "batches", batches)
+  with Run(1) as run:
+    role = run.learner(0, drain_seconds=0)
+    run.until(lambda: role.exchange.state.step)
+    run.stop("learner-0")
+    assert not role.exchange._worker._thread.is_alive()
+    assert [str(error) for error in run.failures] == ["stale file handle"]
+    run.failures.clear()
