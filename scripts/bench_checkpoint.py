@@ -59,8 +59,11 @@ from ddiloco.network.transport import Hub, learner_address, syncer_address
 from ddiloco.observe.eventlog import E, Event, EventLog, NullRecorder
 from ddiloco.observe.guards import warn
 from ddiloco.protocol import events
+from ddiloco.protocol.actions import SyncerEvent
 from ddiloco.protocol.events import Commit, Compiled, Joined, Restart, Restored, Snapshot
+from ddiloco.protocol.values import replace
 from ddiloco.roles import initial
+from ddiloco.runtime import Loop
 from ddiloco.training.island import Island
 from ddiloco.workdir import start_time
 
@@ -126,7 +129,7 @@ class Blocks:
   def __init__(self, config: Config, block: int, pairs: int, logs: Sequence[Log]):
     self._tokens = itertools.cycle(in_process.batches(config))
     self._block, self._pairs, self._logs = block, pairs, logs
-    self.turn: Callable[[bool], None] = lambda on: None
+    self.taken = False  # whether the shard takes snapshots now
     self.stop = threading.Event()
 
   def __call__(self, position: int) -> Iterator[np.ndarray]:
@@ -135,13 +138,13 @@ class Blocks:
       if not begins:
         while any(log.under_way for log in self._logs):
           time.sleep(0.02)
-        self.turn(number % 2 == 1)  # a snapshot is due: the last one began 2 * block steps ago
+        self.taken = number % 2 == 1  # one is due: the last one began 2 * block steps ago
         if number % 2 == 0 and number > 2:
           print(f"pair {number // 2 - 1} of {self._pairs}", flush=True)
         if number >= 2 * (self._pairs + 1):
           self.stop.set()
       elif begins == self._block // 2:
-        self.turn(False)  # one snapshot a block
+        self.taken = False  # one snapshot a block
       yield next(self._tokens)
 
 
@@ -162,9 +165,16 @@ def measure_steps(config: Config, folder: Path, block: int, pairs: int) -> tuple
     recorder=logs["syncer-0"],
     saver=savers["syncer-0"],
   )
-  without = dataclasses.replace(config, sync=dataclasses.replace(config.sync, snapshot_steps=0))
   blocks = Blocks(config, block, pairs, list(logs.values()))
-  blocks.turn = lambda on: setattr(shard.role, "config", config if on else without)
+  without = dataclasses.replace(config.sync, snapshot_steps=0)
+  handle = shard.role.handle
+
+  def handle_in_turn(event: SyncerEvent) -> Loop[None]:  # in the shard's own thread
+    sync = config.sync if blocks.taken else without
+    shard.role.state = replace(shard.role.state, sync=sync)
+    return handle(event)
+
+  vars(shard.role)["handle"] = handle_in_turn
   in_process.train(
     config,
     plan,

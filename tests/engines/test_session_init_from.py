@@ -64,7 +64,8 @@ def test_islands_without_shards_start_from_a_workdir(first, tmp_path):
   config = make_config(2, learning_rate=1e-9, init_from=first)
   config = dataclasses.replace(config, sync=dataclasses.replace(config.sync, num_shards=0))
   islands = tmp_path / "alone" / "islands"
-  (islands / ".learner-1.4f3a").mkdir(parents=True)  # of an earlier save, which a kill cut off
+  cut_off = islands / f".learner-1.{'4f3a' * 4}"  # an earlier save, by a kill
+  cut_off.mkdir(parents=True)
   assert session.train(config, tmp_path / "alone") == 0
   assert sorted(path.name for path in islands.iterdir()) == ["learner-0", "learner-1"]
   new = outcome(tmp_path / "alone")
