@@ -243,7 +243,8 @@ def test_what_does_not_fit_is_refused_by_name(file, name, rule):
 
 
 def test_a_loss_and_its_metrics_may_be_a_list_as_in_jax(file):
-  initial.make_plan(config("model", f"{file}:pair"))
+  plan = initial.make_plan(config("model", f"{file}:pair"))
+  assert sum(plan.sizes) > 0
 
 
 def test_a_place_that_is_not_there_is_refused_by_name(tmp_path):

@@ -24,13 +24,6 @@ SECONDS = 20.0
 
 
 @pytest.fixture
-def net():
-  net = Net("run", "plan")
-  yield net
-  net.close()
-
-
-@pytest.fixture
 def link_to():
   """Makes links whose far end is a url; returns (link, url of the near end)."""
   links = []
@@ -393,6 +386,7 @@ def test_an_attempt_to_connect_is_not_the_last_however_it_fails(net, monkeypatch
     learner.dial("syncer-0", net.url("syncer-0"))
     net.wait_until(lambda: "no such cable" in learner.links()["syncer-0"]["reason"])
   net.wait_up(learner, "syncer-0")
+  assert learner.links()["syncer-0"]["state"] == "up"
 
 
 def test_a_taken_port_is_an_os_error_that_names_it(net):

@@ -1,21 +1,13 @@
 """Several incarnations of one role, one after the other or at once: only the newest is heard."""
 
 import numpy as np
-import pytest
 from proxy import Link
 
 from ddiloco.network.peers import seconds_since_2020
 from tests import says
-from tests.network.net import Net, hello, push
+from tests.network.net import hello, push
 
 SECONDS = 20.0
-
-
-@pytest.fixture
-def net():
-  net = Net("run", "plan")
-  yield net
-  net.close()
 
 
 def test_a_shard_restarted_on_the_same_address_is_found_again(net):
