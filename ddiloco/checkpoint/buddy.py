@@ -2,8 +2,9 @@
 
 Shard s streams every commit to its buddy, shard (s + 1) mod S, and publishes the version only when
 the buddy has the commit: no role hears of a version that only one process has. A restarted shard
-asks its buddy for all its fragments. A buddy that does not answer delays publishes only for a short
-while: then versions go out without a copy, which is logged, until the buddy is back.
+asks its buddy for all its fragments; the shard before it hears the question too, and sends the
+copies again that were lost. A buddy that does not answer delays publishes only for a short while:
+then versions go out without a copy, which is logged, until the buddy is back.
 
 A copy is the data that learners get: the update in the wire codec, or the value where values go out
 whole. The buddy adds an update to its copy of the published value, and computes the outer
@@ -60,6 +61,11 @@ def buddy_of(shard: int, num_shards: int) -> int:
   return (shard + 1) % num_shards
 
 
+def neighbours(shard: int, num_shards: int) -> list[int]:
+  """The shards that this one exchanges copies with: its buddy, and the one whose buddy it is."""
+  return sorted({buddy_of(shard, num_shards), (shard - 1) % num_shards} - {shard})
+
+
 @dataclasses.dataclass(frozen=True)
 class Copy:
   """A copy of a fragment: the message that brought it, and vectors f32 [size]."""
@@ -100,7 +106,7 @@ class Copies:
 
   def __init__(self, shard: int, incarnation: int, endpoint: Endpoint, plan: Plan, config: Config):
     self.shard, self.incarnation, self.endpoint = shard, incarnation, endpoint
-    self.plan, self._config = plan, config
+    self.plan, self.config = plan, config
     self._held: dict[tuple[int, int], Copy] = {}  # by owner and fragment
     self._lives: dict[int, int] = {}  # owner -> its newest incarnation
     self._answers: dict[int, GivenBack] = {}  # owner -> the newest answer
@@ -133,7 +139,7 @@ class Copies:
       kept = self._keep(message)
       yield None
       me = self.shard, self.incarnation
-      done = Replicated(*me, message.fragment, message.version, kept)
+      done = Replicated(*me, message.fragment, message.last_round, kept)
       self.endpoint.send(syncer_address(message.shard), done)
 
   def _give_back(self, message: Recover, answer: GivenBack | None) -> Job:
@@ -150,8 +156,14 @@ class Copies:
         )
         self.endpoint.send(owner, said)
       answer.made = True
-    me = self.shard, self.incarnation
-    self.endpoint.send(owner, Recovered(*me, asked_by=message.incarnation, fragments=tuple(held)))
+    listed = Recovered(
+      self.shard,
+      self.incarnation,
+      asked_by=message.incarnation,
+      fragments=tuple(held),
+      rounds=tuple(copy.said.last_round for copy in held.values()),
+    )
+    self.endpoint.send(owner, listed)
 
   def _keep(self, message: Replica) -> bool:
     """Keeps a copy; returns whether it, or a newer one, is here now."""
@@ -167,7 +179,7 @@ class Copies:
     # that got this value from a learner begins at an older momentum.
     same = known is not None and known.said.incarnation == message.incarnation
     try:
-      copy = unpack(message, self.plan, self._config, known if same else None)
+      copy = unpack(message, self.plan, self.config, known if same else None)
     except codec.CodecError:  # the change is half applied: the known copy is lost
       self._held.pop(key, None)
       copy = None
@@ -213,8 +225,8 @@ class Replication:
     self._whole: list[int] = []  # fragments that are to be sent whole, one after the other
     self._sent_at: dict[int, float] = {}  # fragment -> when its unconfirmed copy was sent
     self._changing: set[int] = set()  # fragments whose next commit is being made
-    # fragment -> versions and actions that wait for the buddy; one or more for each member
-    self._held: dict[int, list[tuple[int, Callable[[], None]]]] = {}
+    # fragment -> actions that wait for the buddy; one or more for each member
+    self._held: dict[int, list[Callable[[], None]]] = {}
     self._buddy_incarnation = -1
     self._away = False
 
@@ -226,8 +238,8 @@ class Replication:
 
   def _all_whole(self, fragments: Iterable[int]) -> None:
     """Sends these fragments whole, each when the one before is confirmed: together they may be a
-    whole model."""
-    self._whole = list(fragments)
+    whole model. Those that publishes wait for come first."""
+    self._whole = sorted(fragments, key=lambda p: p not in self._held)
     self._sent_at |= dict.fromkeys(self._whole, self._now())
     self._next_whole()
 
@@ -278,11 +290,10 @@ class Replication:
     yield None
     self._copies.endpoint.send(syncer_address(self._buddy), replica)
 
-  def when_safe(self, fragment: int, version: int, do: Callable[[], None]) -> None:
-    """Calls `do` as soon as the buddy has this version; at once if it has it already or is away."""
-    waits = fragment in self._held or self._waits_for(fragment, version)
-    if waits and not self._away:
-      self._held.setdefault(fragment, []).append((version, do))
+  def when_safe(self, fragment: int, do: Callable[[], None]) -> None:
+    """Calls `do` as soon as the buddy has the fragment's newest commit; at once if it is away."""
+    if fragment in self._sent_at and not self._away:
+      self._held.setdefault(fragment, []).append(do)
     else:
       do()
 
@@ -291,18 +302,14 @@ class Replication:
     """Fragments with actions that wait for the buddy; called at every message."""
     return tuple(self._held)
 
-  def _waits_for(self, fragment: int, version: int) -> bool:
-    newest = self._newest.get(fragment)
-    return fragment in self._sent_at and newest is not None and version >= newest.state.version
-
   def on(self, message: Replica | Replicated | Recover | Recovered) -> None:
     """Takes a message of another shard: of the neighbour about its copies here, or of the buddy
     about this shard's copies there."""
     match message:
       case Replica() | Recover():
         self.background(self._copies.on(message))  # before copies of mine: it waits for the answer
-        # Of two shards each is the other's buddy, and may say in this way that it has restarted:
-        # copies that went to its former life are lost, and would never be confirmed.
+        # The buddy says in this way that it has restarted: copies that went to its former life are
+        # lost, and would never be confirmed.
         if message.shard == self._buddy and self._is_new(message.incarnation):
           self._met(message.incarnation, has=set())
       case Replicated():
@@ -316,7 +323,9 @@ class Replication:
     if message.shard != self._buddy or message.incarnation < self._buddy_incarnation:
       return
     p, newest = message.fragment, self._newest.get(message.fragment)
-    if newest is not None and message.kept and message.version == newest.state.version:
+    # Only the round says which copy this is about: after a value that a learner gave back, the next
+    # commit may have the version number of a copy that is still on its way.
+    if newest is not None and message.kept and message.round == newest.state.last_round:
       sent_at = self._sent_at.pop(p, None)
       if sent_at is not None:
         self._copy_seconds = smooth(self._copy_seconds, self._now() - sent_at)
@@ -358,13 +367,9 @@ class Replication:
     return until
 
   def _release(self) -> None:
-    held, self._held = self._held, {}
-    for fragment, actions in held.items():
-      for version, do in actions:
-        if self._waits_for(fragment, version) and not self._away:
-          self._held.setdefault(fragment, []).append((version, do))
-        else:
-          do()
+    for fragment in [p for p in self._held if p not in self._sent_at or self._away]:
+      for do in self._held.pop(fragment):
+        do()
 
   def missing(self) -> list[int]:
     """Fragments whose newest commit the buddy has not confirmed."""
@@ -372,24 +377,29 @@ class Replication:
 
 
 def recover(
-  copies: Copies, buddy: int, keep_on: Callable[[float], bool], time: Time = REAL_TIME
+  copies: Copies, keep_on: Callable[[float], bool], time: Time = REAL_TIME
 ) -> dict[int, Committed]:
   """Asks the buddy for this shard's fragments until it has answered or `keep_on` says no.
 
   `keep_on` is called with the seconds since the newest copy came, or since the start: gigabytes
   take long. Returns what the buddy had, by fragment. Meanwhile the neighbour's requests are served,
-  from `copies`.
+  from `copies`; it hears the question too, and so that it has to send its copies again.
   """
   shard, incarnation, endpoint = copies.shard, copies.incarnation, copies.endpoint
+  num_shards = copies.config.sync.num_shards
+  buddy = buddy_of(shard, num_shards)
   found: dict[int, Committed] = {}
-  expected: set[int] | None = None  # the list overtakes the fragments, which are bulk
+  # Fragment -> the round of the buddy's copy. This list overtakes the copies, which are bulk. A
+  # copy of an earlier round is from an answer to an earlier life: it does not end the wait.
+  listed: dict[int, int] | None = None
   came: collections.Counter[int] = collections.Counter()  # fragment -> how often its copy came
   heard_at, ask_at, pause = time.now(), 0.0, ASK_SECONDS
-  while keep_on(time.now() - heard_at) and not (expected is not None and expected <= found.keys()):
+  while keep_on(time.now() - heard_at) and not _complete(found, listed):
     now = time.now()
     if now >= ask_at:  # again if copies are missing: some went to the former incarnation
       ask_at, pause = now + pause, min(2 * pause, MOST_ASK_SECONDS)
-      endpoint.send(syncer_address(buddy), Recover(shard, incarnation))
+      for each in neighbours(shard, num_shards):
+        endpoint.send(syncer_address(each), Recover(shard, incarnation))
     arrived = endpoint.receive(ASK_SECONDS)
     message = arrived[1] if arrived else None
     match message:
@@ -406,10 +416,17 @@ def recover(
             heard_at = time.now()
           ask_at = time.now() + pause  # the other copies are on their way
       case Recovered(shard=sender, asked_by=asked_by) if (sender, asked_by) == (buddy, incarnation):
-        expected = set(message.fragments)
+        listed = dict(zip(message.fragments, message.rounds))
       case Replica() | Recover():
         at_once(copies.on(message))
   return found
+
+
+def _complete(found: dict[int, Committed], listed: dict[int, int] | None) -> bool:
+  """Whether the buddy has said what it holds, and all of that, or newer, is found."""
+  return listed is not None and all(
+    p in found and found[p].state.last_round >= r for p, r in listed.items()
+  )
 
 
 # --- The message

@@ -17,7 +17,7 @@ import numpy as np
 
 from ddiloco import workdir
 from ddiloco.chaos import Faults, FaultyEndpoint, fault_requests
-from ddiloco.checkpoint.buddy import buddy_of
+from ddiloco.checkpoint.buddy import neighbours
 from ddiloco.checkpoint.restore import open_storage
 from ddiloco.checkpoint.saver import Saver
 from ddiloco.config import Config, ConfigError
@@ -202,7 +202,7 @@ class RoleRunner:
     return endpoint
 
   def listen(self, shard: int) -> FaultyEndpoint:
-    """`connect` as a shard, then dials the buddy.
+    """`connect` as a shard, then dials the shards with which it exchanges copies.
 
     Raises:
       Ended: another process has the port.
@@ -214,8 +214,8 @@ class RoleRunner:
         f"cannot listen at {self.place.bind} ({error})."
         " Fix: end the process that has it, or choose another --bind (and --syncers everywhere)."
       ) from error
-    if (buddy := buddy_of(shard, len(self.place.syncers))) != shard:
-      endpoint.dial(syncer_address(buddy), self.place.syncers[buddy])
+    for each in neighbours(shard, len(self.place.syncers)):
+      endpoint.dial(syncer_address(each), self.place.syncers[each])
     return endpoint
 
   def initial_values(self) -> Mapping[int, np.ndarray]:

@@ -309,7 +309,7 @@ def _recover(
   lost, learners must give the fragment back (`Unfounded`).
   """
   config, plan = runner.config, runner.plan
-  found, unfounded = _ask_buddy(runner, shard, copies), restore.Unfounded((), "")
+  found, unfounded = _ask_buddy(runner, copies), restore.Unfounded((), "")
   restored, tried, storage = None, list[str](), runner.storage
   # The former life may have gone on without its buddy, whose copies are then older than snapshots.
   rounds = restore.newest_rounds(storage) if found and storage is not None else {}
@@ -358,10 +358,9 @@ def _newer(last_round: int, than: Committed) -> bool:
   return last_round > than.state.last_round
 
 
-def _ask_buddy(runner: RoleRunner, shard: int, copies: Copies) -> dict[int, Committed]:
+def _ask_buddy(runner: RoleRunner, copies: Copies) -> dict[int, Committed]:
   """The buddy's copies of this shard's fragments; {} without a buddy, or if it does not answer."""
-  buddy = buddy_of(shard, runner.config.sync.num_shards)
-  if buddy == shard:
+  if runner.config.sync.num_shards == 1:
     return {}
 
   def keep_on(quiet_seconds: float) -> bool:
@@ -370,7 +369,7 @@ def _ask_buddy(runner: RoleRunner, shard: int, copies: Copies) -> dict[int, Comm
     runner.busy("recovering its fragments")
     return not stopped and quiet_seconds < runner.config.network.silence_seconds
 
-  found = recover(copies, buddy, keep_on)
+  found = recover(copies, keep_on)
   if found:
     versions = ", ".join(f"{p} at {c.state.version}" for p, c in sorted(found.items()))
     runner.say(f"has from its buddy: fragments {versions}")

@@ -256,15 +256,15 @@ class Replica(BetweenShards):
 
 
 class Replicated(BetweenShards):
-  """I hold your fragment at this version now, or lack the base of the update."""
+  """I hold your fragment as of this round now, or lack the base of the update."""
 
   fragment: CountOrNone
-  version: Count
+  round: CountOrNone  # of the copy: version numbers may come twice
   kept: bool  # False: send it whole
 
 
 class Recover(BetweenShards):
-  """I have restarted: send me the copies you hold of my fragments."""
+  """I have restarted: send me the copies you hold of my fragments, and those of your own anew."""
 
 
 class Recovered(BetweenShards):
@@ -272,6 +272,7 @@ class Recovered(BetweenShards):
 
   asked_by: Count  # incarnation of the owner that asked; a later one ignores this answer
   fragments: Counts
+  rounds: RoundIds  # that made these copies
 
 
 Message = ToShard | ToLearner | BetweenShards
@@ -294,7 +295,7 @@ def flat(mapping: Mapping[int, int]) -> tuple[int, ...]:
 
 # --- on the wire ----------------------------------------------------------------------------------
 
-WIRE_FORMAT = 6
+WIRE_FORMAT = 7
 SEAL_BYTES = 4  # at the end of every header
 MAX_HEADER_BYTES = 1 << 20
 SHOWN_BYTES = 256  # an error does not quote a wrong value that is longer

@@ -370,7 +370,7 @@ class Syncer(WorkingRole):
     if self.replication is None:
       send(publish)
     else:
-      self.replication.when_safe(publish.fragment, publish.version, lambda: send(publish))
+      self.replication.when_safe(publish.fragment, lambda: send(publish))
 
   def _note(self, event: events.Event) -> None:
     if isinstance(event, events.Lost):

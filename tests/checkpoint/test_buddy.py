@@ -13,6 +13,7 @@ from ddiloco.checkpoint.buddy import (
   at_once,
   committed_of,
   header,
+  neighbours,
   pack,
   unpack,
 )
@@ -35,6 +36,11 @@ OUTER = OuterConfig(learning_rate=0.7, momentum=0.9, decay_share=0.5)
 CONFIG = Config(outer=OUTER)
 
 
+def round_of(version: int) -> int:
+  """The round that made this version in `committed`."""
+  return (1 << 50) + version
+
+
 def committed(
   p: int, version: int, seed: int = 0, published_value: bool = True, momentum: bool = True
 ):
@@ -44,7 +50,7 @@ def committed(
   state = FragmentState(
     p, version, 700 + version, {0: 9, 3: 1 << 50}, {0: 8, 3: 40}, 1 << 50, 40, (0, 3)
   )
-  state = replace(state, last_round=(1 << 50) + version)
+  state = replace(state, last_round=round_of(version))
   return Committed(state, value, seen if published_value else value, speed if momentum else None)
 
 
@@ -119,7 +125,7 @@ def test_a_buddy_that_gets_what_learners_get_has_value_and_momentum_bit_by_bit(n
     newest, message = change(newest, name, seed)
     assert len(message.payload) == codec.payload_bytes(PLAN.sizes[1], name), "one publish"
     keep(copies, received(message))
-    assert box.take()[-1] == ("syncer-0", Replicated(1, 50, 1, newest.state.version, True))
+    assert box.take()[-1] == ("syncer-0", Replicated(1, 50, 1, newest.state.last_round, True))
   keep(copies, Recover(0, 10))
   [(_, whole), _] = box.take()
   expected = dataclasses.replace(newest, value=newest.published_value)
@@ -150,7 +156,7 @@ def test_a_change_does_not_continue_the_copy_of_the_life_before():
   second, message = change(dataclasses.replace(first, momentum=first.momentum * 0), "int8", 0)
   box.take()
   keep(copies, dataclasses.replace(message, incarnation=10))  # its first copy, whole, was lost
-  assert box.take() == [("syncer-0", Replicated(1, 50, 1, 6, False))]
+  assert box.take() == [("syncer-0", Replicated(1, 50, 1, round_of(6), False))]
   keep(copies, pack(second, 0, 10))
   assert given_back(copies, box, 0, 11) == {1: 6}
 
@@ -162,7 +168,7 @@ def test_a_change_of_what_a_buddy_does_not_have_is_not_kept():
   first.value[0] = 0
   second, message = change(first, "int8", 0)
   keep(copies, message)
-  assert box.take() == [("syncer-0", Replicated(1, 50, 1, 6, False))]
+  assert box.take() == [("syncer-0", Replicated(1, 50, 1, round_of(6), False))]
   keep(copies, pack(first, 0, 9))
   keep(copies, dataclasses.replace(message, payload=message.payload[:-1]))
   _, third = change(second, "int8", 1)
@@ -170,7 +176,7 @@ def test_a_change_of_what_a_buddy_does_not_have_is_not_kept():
   assert [m.kept for _, m in box.take()] == [True, False, False]
   keep(copies, message)
   keep(copies, third)
-  assert [(m.version, m.kept) for _, m in box.take()] == [(6, True), (7, True)]
+  assert [(m.round, m.kept) for _, m in box.take()] == [(round_of(6), True), (round_of(7), True)]
 
 
 @pytest.mark.parametrize(
@@ -211,10 +217,12 @@ def given_back(copies: Copies, box: Outbox, owner: int, incarnation: int) -> dic
   box.take()
   keep(copies, Recover(owner, incarnation))
   sent = [m for to, m in box.take() if to == syncer_address(owner)]
-  replicas = {m.fragment: m.version for m in sent if isinstance(m, Replica)}
+  replicas = [m for m in sent if isinstance(m, Replica)]
   [listed] = [m for m in sent if isinstance(m, Recovered)]
-  assert set(listed.fragments) == set(replicas) and listed.asked_by == incarnation
-  return replicas
+  assert listed.asked_by == incarnation
+  assert listed.fragments == tuple(m.fragment for m in replicas)
+  assert listed.rounds == tuple(m.last_round for m in replicas)
+  return {m.fragment: m.version for m in replicas}
 
 
 def test_a_buddy_keeps_the_newest_and_says_so():
@@ -222,7 +230,7 @@ def test_a_buddy_keeps_the_newest_and_says_so():
   copies = copies_of(box)
   for version in (3, 5, 4):
     keep(copies, pack(committed(1, version), 0, 9))
-    assert box.take() == [("syncer-0", Replicated(1, 50, 1, version, True))]
+    assert box.take() == [("syncer-0", Replicated(1, 50, 1, round_of(version), True))]
   keep(copies, pack(committed(2, 1), 0, 9))
   keep(copies, pack(committed(0, 8), 3, 9))  # of another neighbour
   assert given_back(copies, box, 0, 10) == {1: 5, 2: 1}
@@ -255,7 +263,7 @@ def test_nobody_replaces_the_fragments_of_another_shard():
   copies = copies_of(box)
   keep(copies, pack(committed(1, 7), 0, 9))
   keep(copies, dataclasses.replace(pack(committed(1, 8), 0, 9), shard=2))
-  assert box.take() == [("syncer-0", Replicated(1, 50, 1, 7, True))]
+  assert box.take() == [("syncer-0", Replicated(1, 50, 1, round_of(7), True))]
   assert given_back(copies, box, 0, 10) == {1: 7}
 
 
@@ -269,7 +277,7 @@ def test_copies_that_are_on_their_way_are_not_sent_twice_and_lost_ones_come_agai
   jobs = [copies.on(Recover(0, 10)) for _ in range(3)]  # asked while the worker was busy
   for job in jobs:
     at_once(job)
-  asks = [Recovered(1, 50, asked_by=10, fragments=(0, 2))] * 3
+  asks = [Recovered(1, 50, 10, fragments=(0, 2), rounds=(round_of(7),) * 2)] * 3
   assert [m.fragment for _, m in box.sent if isinstance(m, Replica)] == [0, 2]
   assert [m for _, m in box.sent if isinstance(m, Recovered)] == asks, "an answer may be lost too"
   del box.sent[0]  # one has left
@@ -281,6 +289,15 @@ def test_copies_that_are_on_their_way_are_not_sent_twice_and_lost_ones_come_agai
   keep(copies, Recover(0, 11))
   fresh = [m for _, m in box.sent if isinstance(m, Replica)]
   assert len(fresh) == 4 and first is box.sent, "what is sent to the life before helps nobody"
+
+
+@pytest.mark.parametrize(
+  ("shard", "count", "others"), [(0, 1, []), (1, 2, [0]), (0, 3, [1, 2]), (2, 5, [1, 3])]
+)
+def test_a_shard_exchanges_copies_with_its_buddy_and_with_the_shard_whose_buddy_it_is(
+  shard, count, others
+):
+  assert neighbours(shard, count) == others
 
 
 # --- the owner ------------------------------------------------------------------------------------
@@ -300,10 +317,10 @@ class Owner:
 
   def commit(self, p: int, version: int) -> None:
     self.side.committed(committed(p, version))
-    self.side.when_safe(p, version, lambda: self.done.append((p, version)))
+    self.side.when_safe(p, lambda: self.done.append((p, version)))
 
   def confirm(self, p: int, version: int, incarnation: int = 50, shard: int = 1) -> None:
-    self.side.on(Replicated(shard, incarnation, p, version, True))
+    self.side.on(Replicated(shard, incarnation, p, round_of(version), True))
 
   def later(self, seconds: float) -> None:
     self.now_is += seconds
@@ -326,14 +343,32 @@ def test_nobody_hears_of_a_version_before_the_buddy_has_it():
   owner.confirm(0, 1, shard=3)
   assert owner.done == [], "another version, another shard"
   assert set(owner.side.held) == {0, 2}
-  owner.side.when_safe(0, 1, lambda: owner.done.append("newcomer"))
+  owner.side.when_safe(0, lambda: owner.done.append("newcomer"))
   owner.confirm(0, 1)
   assert owner.done == [(0, 1), "newcomer"], "in order"
-  owner.side.when_safe(0, 1, lambda: owner.done.append("late"))
+  owner.side.when_safe(0, lambda: owner.done.append("late"))
   assert owner.done[-1] == "late", "at once: the buddy has it"
   assert set(owner.side.held) == {2}
   owner.confirm(2, 1)
   assert (2, 1) in owner.done and owner.side.missing() == [] and owner.events == []
+
+
+def test_a_version_number_that_comes_twice_is_confirmed_by_its_own_copy_alone():
+  """A shard began at version 9; a learner gave it version 8 of a later history; it commits on that.
+
+  The copy of the first version 9 is still on its way: its receipt says nothing about the second.
+  """
+
+  owner = Owner()
+  owner.side.begin([committed(0, 9)])
+  for version, made_in in ((8, round_of(100)), (9, round_of(101))):
+    c = committed(0, version)
+    owner.side.committed(dataclasses.replace(c, state=replace(c.state, last_round=made_in)))
+    owner.side.when_safe(0, lambda version=version: owner.done.append(version))
+  owner.confirm(0, 9)
+  assert owner.done == [] and owner.side.missing() == [0], "only this process has the second"
+  owner.confirm(0, 101)
+  assert owner.done == [8, 9] and owner.side.missing() == []
 
 
 def test_a_life_sends_its_fragments_one_by_one_and_copies_them_in_the_background():
@@ -358,7 +393,7 @@ def test_what_the_buddy_had_before_is_published_meanwhile():
   owner.commit(0, 1)
   owner.confirm(0, 1)
   owner.commit(0, 2)
-  owner.side.when_safe(3, 0, lambda: owner.done.append("initial value"))
+  owner.side.when_safe(3, lambda: owner.done.append("initial value"))
   assert owner.done == [(0, 1), "initial value"]
 
 
@@ -467,6 +502,20 @@ def test_a_buddy_that_asks_for_its_own_fragments_has_restarted(away):
   assert owner.side.missing() == [] and owner.done[2:] == [(0, 2), (2, 2)]
 
 
+def test_copies_that_publishes_wait_for_go_first_to_a_buddy_that_has_restarted():
+  """All together are a whole model: the last one would come long after the buddy counts as away."""
+  owner = Owner()
+  for p in (0, 1, 2):
+    owner.commit(p, 1)
+    owner.confirm(p, 1)
+  owner.commit(2, 2)
+  owner.sent()
+  owner.side.on(Recover(1, 60))
+  assert owner.sent() == [(2, 2)]
+  owner.confirm(2, 2, incarnation=60)
+  assert owner.done[-1] == (2, 2) and owner.sent() == [(0, 1)]
+
+
 def test_a_buddy_that_has_restarted_gets_its_own_fragments_before_copies_of_others():
   """It cannot go on without them, and waits only so long for them."""
   owner = Owner()
@@ -501,7 +550,7 @@ def test_waiting_versions_go_out_in_their_order_with_one_event():
   owner = Owner()
   for p in (2, 0, 1):
     owner.commit(p, 1)
-    owner.side.when_safe(p, 1, lambda p=p: owner.done.append((p, "again")))
+    owner.side.when_safe(p, lambda p=p: owner.done.append((p, "again")))
   assert owner.done == []
   owner.confirm(0, 1)
   assert owner.done == [(0, 1), (0, "again")]

@@ -9,11 +9,12 @@ import time
 import pytest
 
 from ddiloco.checkpoint.buddy import Copies, pack, recover
+from ddiloco.config import Config, SyncConfig
 from ddiloco.core.delta import Committed
 from ddiloco.network.transport import Counters, Hub, syncer_address
 from ddiloco.protocol.messages import Recover, Recovered, Replica
 from tests import says
-from tests.checkpoint.test_buddy import CONFIG, PLAN, Outbox, committed, keep
+from tests.checkpoint.test_buddy import CONFIG, PLAN, Outbox, committed, keep, round_of
 from tests.network.net import Net
 from tests.roles import toy
 from tests.roles.fleet import PATIENCE_SECONDS, bits
@@ -22,7 +23,7 @@ from tests.roles.fleet import PATIENCE_SECONDS, bits
 def ask(hub: Hub, give_up_seconds: float = PATIENCE_SECONDS) -> dict[int, Committed]:
   endpoint = hub.connect(syncer_address(0))
   copies = Copies(0, 12, endpoint, PLAN, CONFIG)
-  found = recover(copies, 1, lambda quiet: quiet < give_up_seconds)
+  found = recover(copies, lambda quiet: quiet < give_up_seconds)
   endpoint.close()
   return found
 
@@ -111,23 +112,29 @@ def back(c: Committed, shard: int = 1, owner: int = 0) -> Replica:
   return dataclasses.replace(pack(c, owner, 9), shard=shard, incarnation=50)
 
 
+def held(*copies: tuple[int, int]) -> Recovered:
+  """The buddy's list of what it holds: (fragment, version)."""
+  rounds = tuple(round_of(version) for _, version in copies)
+  return Recovered(1, 50, 12, tuple(p for p, _ in copies), rounds)
+
+
 def test_only_the_buddys_answer_to_this_life_counts():
   wire = Given(
-    Recovered(1, 50, 11, ()),  # asked by the life before: it knows of less
-    Recovered(2, 50, 12, ()),  # not my buddy
+    Recovered(1, 50, 11, (), ()),  # asked by the life before: it knows of less
+    Recovered(2, 50, 12, (), ()),  # not my buddy
     says.hello(0, 1),
     back(committed(0, 99), shard=2),
     back(committed(1, 3), owner=1),  # its own
-    Recovered(1, 50, 12, (0, 2)),  # overtakes what it lists
+    held((0, 5), (2, 4)),  # overtakes what it lists
     back(committed(2, 4)),
     Recover(1, 50),  # it has restarted itself and asks me
     back(committed(0, 5)),
   )
   wire.messages[-2:-2] = [back(committed(2, 3))]  # late, of the answer to the life before
   copies = Copies(0, 12, wire, PLAN, CONFIG)
-  found = recover(copies, 1, lambda quiet: bool(wire.messages))
+  found = recover(copies, lambda quiet: bool(wire.messages))
   assert {p: c.state.version for p, c in found.items()} == {0: 5, 2: 4}
-  assert Recovered(0, 12, 50, (1,)) in wire.sent, "it gets what I have of it"
+  assert Recovered(0, 12, 50, (1,), (round_of(3),)) in wire.sent, "it gets what I have of it"
 
 
 # --- asking and answering, on a clock turned by hand ----------------------------------------------
@@ -162,14 +169,14 @@ class Late(Outbox):
     """Fragment -> version that it has back."""
     copies = Copies(0, 12, self, PLAN, CONFIG)
     still = lambda quiet: quiet < give_up_seconds  # noqa: E731
-    found = recover(copies, 1, still, self.clock)
+    found = recover(copies, still, self.clock)
     return {p: c.state.version for p, c in found.items()}
 
 
 def test_a_buddy_that_answers_late_is_asked_ever_more_rarely():
   late = Late(
     [
-      (6.2, Recovered(1, 50, 12, (0, 2))),
+      (6.2, held((0, 7), (2, 4))),
       (6.3, back(committed(2, 4))),
       (6.4, back(committed(0, 7))),
     ],
@@ -179,6 +186,25 @@ def test_a_buddy_that_answers_late_is_asked_ever_more_rarely():
   assert late.now == pytest.approx(106.4), "not a moment longer"
 
 
+def test_a_copy_of_an_earlier_answer_does_not_end_the_wait_for_the_newest():
+  """The life before gave up on a buddy that stood still, and committed version 8 in its own round.
+
+  The buddy then answered both lives' questions, one before that commit and one after it.
+  """
+  late = Late([(0.1, back(committed(0, 7))), (0.2, held((0, 8))), (5.0, back(committed(0, 8)))])
+  assert late.recover(give_up_seconds=60.0) == {0: 8}
+
+
+def test_the_shard_whose_copies_are_lost_hears_of_the_restart_too():
+  """With three shards it is not the buddy; its publishes wait for receipts that the former life
+  owed."""
+  wire, config = Given(Recovered(2, 50, 12, (), ())), Config(sync=SyncConfig(num_shards=3))
+  asked = Outbox()
+  wire.send = asked.send
+  assert recover(Copies(1, 12, wire, PLAN, config), lambda quiet: bool(wire.messages)) == {}
+  assert asked.take() == [(syncer_address(s), Recover(1, 12)) for s in (0, 2)]
+
+
 def test_without_a_buddy_it_gives_up_when_it_is_told_to():
   nobody = Late([])
   assert nobody.recover(give_up_seconds=10.0) == {}
@@ -186,13 +212,13 @@ def test_without_a_buddy_it_gives_up_when_it_is_told_to():
 
 
 def test_a_buddy_that_ends_in_the_middle_has_given_what_it_gave():
-  half = Late([(0.1, Recovered(1, 50, 12, (0, 2))), (0.2, back(committed(2, 4)))])
+  half = Late([(0.1, held((0, 7), (2, 4))), (0.2, back(committed(2, 4)))])
   assert half.recover(give_up_seconds=10.0) == {2: 4}
   assert half.now >= 110.0
 
 
 def test_as_long_as_copies_come_it_does_not_give_up_and_hardly_asks():
-  listed = (0.1, Recovered(1, 50, 12, (0, 1, 2, 3)))
+  listed = (0.1, held(*((p, 7) for p in range(4))))
   long = Late([listed, *((2.0 + 8.0 * p, back(committed(p, 7))) for p in range(4))])
   assert long.recover(give_up_seconds=10.0) == dict.fromkeys(range(4), 7), "26 s in all"
   assert long.now == pytest.approx(126.0)
@@ -201,13 +227,13 @@ def test_as_long_as_copies_come_it_does_not_give_up_and_hardly_asks():
 
 def test_copies_that_come_again_and_again_without_the_missing_one_are_no_progress():
   again = [(5.0 * n, back(committed(2, 4))) for n in range(1, 50)]
-  stuck = Late([(0.1, Recovered(1, 50, 12, (0, 2))), *again])
+  stuck = Late([(0.1, held((0, 7), (2, 4))), *again])
   assert stuck.recover(give_up_seconds=12.0) == {2: 4}
   assert 120.0 <= stuck.now < 130.0, "the second copy is the last that counts"
 
 
 def test_a_copy_that_was_lost_late_is_asked_for_before_it_gives_up():
   copies = [(4.0 * n, back(committed(n - 1, 7))) for n in (1, 2, 3)]  # 3 stays away
-  late = Late([(0.1, Recovered(1, 50, 12, (0, 1, 2, 3))), *copies, (30.0, back(committed(3, 7)))])
+  late = Late([(0.1, held(*((p, 7) for p in range(4)))), *copies, (30.0, back(committed(3, 7)))])
   assert late.recover(give_up_seconds=20.0) == dict.fromkeys(range(4), 7)
   assert [at for at in late.asked_at if at > 12.0], "after the last one that came"

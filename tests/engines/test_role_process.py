@@ -95,7 +95,7 @@ def test_a_role_that_ends_by_itself(make, capsys):
   )
 
 
-def test_it_dials_every_shard_and_a_shard_its_buddy(make):
+def test_it_dials_every_shard_and_a_shard_its_neighbours(make):
   with make() as runner:
     endpoint = runner.dial()
     assert endpoint.dialed == {"syncer-0": SYNCERS[0], "syncer-1": SYNCERS[1]}

@@ -107,12 +107,12 @@ class Trickling:
 
 def ask(runner, endpoint) -> dict[int, Committed]:
   copies = Copies(0, runner.incarnation, endpoint, PLAN, runner.config)
-  return single_roles._ask_buddy(runner, 0, copies)
+  return single_roles._ask_buddy(runner, copies)
 
 
 def test_a_shard_that_asked_its_buddy_has_still_not_begun(runner):
   """Initial values or a snapshot of billions of parameters take minutes without a sign of life."""
-  assert ask(runner, Trickling(0.0, Recovered(1, 50, runner.incarnation, ()))) == {}
+  assert ask(runner, Trickling(0.0, Recovered(1, 50, runner.incarnation, (), ()))) == {}
   code, text = runner.health.livez()
   assert code == 200 and text.startswith("recovering its fragments for"), text
   assert f"{START_SECONDS:.0f} s" in text
@@ -122,7 +122,8 @@ def test_silence_ends_the_asking_and_not_the_time_that_copies_take(runner):
   network = dataclasses.replace(CONFIG.network, silence_seconds=1.0)
   runner.config = dataclasses.replace(CONFIG, network=network)
   held = [dataclasses.replace(pack(committed(p, 3), 0, 9), shard=1) for p in range(4)]
-  listed = Recovered(1, 50, runner.incarnation, tuple(range(4)))
+  rounds = tuple(each.last_round for each in held)
+  listed = Recovered(1, 50, runner.incarnation, tuple(range(4)), rounds)
   assert ask(runner, Trickling(0.4, *held, listed)).keys() == set(range(4)), "2 s in all"
   began = time.monotonic()
   assert ask(runner, Trickling(0.4, *held[:1], listed)).keys() == {0}

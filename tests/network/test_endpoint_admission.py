@@ -187,7 +187,7 @@ def test_a_peer_that_does_not_read_costs_no_memory_for_ever():
     greeting = frames.Greeting("run", "plan", "learner-0", 0, b"abcdefgh", 1)
     peer.sendall(frames.encode(greeting))
     net.wait_until(lambda: shard.links().get("learner-0", {}).get("state") == "up")
-    large = Recovered(0, 0, 0, tuple(range(50_000)))
+    large = Recovered(0, 0, 0, tuple(range(50_000)), ())
     for _ in range(2000):
       shard.send("learner-0", large)
       peer.sendall(frames.encode(frames.Beat()))  # and is not silent

@@ -88,7 +88,7 @@ EXAMPLES = [
   ),
   Replicated(2, 7, 5, 8, True),
   Recover(1, 8),
-  Recovered(2, 7, 8, (1, 3, 5)),
+  Recovered(2, 7, 8, (1, 3, 5), (1 << 40, 7, NOTHING)),
 ]
 
 

@@ -77,7 +77,7 @@ class Fleet:
     recorder = toy.ListRecorder(self.events[address])
     copies, buddy = Copies(s, incarnation, endpoint, self.plan, self.config), buddy_of(s, 2)
     replication = Replication(copies, buddy, self.patience_seconds, recorder)
-    found = recover(copies, buddy, lambda quiet: not self.stop.is_set())
+    found = recover(copies, lambda quiet: not self.stop.is_set())
     first = toy.initial_params()
     for p in owned_by(s, 2, len(self.plan.fragments)):
       fragment = self.plan.fragments[p]
