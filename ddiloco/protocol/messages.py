@@ -116,7 +116,7 @@ class Value(ToShard):
 class RequestMoments(ToShard):
   """I join a run under way: send me a peer's inner optimizer moments of these fragments."""
 
-  fragments: Counts
+  fragments: Counts  # (): I wait for none any more
 
 
 class Moments(ToShard):

@@ -22,7 +22,8 @@ ASK_SECONDS = 1.0  # between two requests of a joiner
 def on_ask(
   state: SyncerState, ask: RequestMoments, now: float, unsent: bool = False
 ) -> SyncerOutcome:
-  """A learner waits for moments of these fragments; it repeats the request until it has them.
+  """A learner waits for moments of these fragments; it repeats the request until it has them, or
+  until it waits for none any more.
 
   While messages to it are still queued here (`unsent`), moments that it asks for again may be among
   them.
@@ -36,9 +37,10 @@ def on_ask(
   if count >= states.MOST_TIMES * len(mine):
     state = replace(state, asking={m: ps for m, ps in state.asking.items() if m != ask.learner})
     return state, [states.ignored(ask, f"it was given {count} fragments' moments lately")]
-  if not (unsent and ask.learner in state.asking):
-    asked = tuple(sorted(mine.intersection(ask.fragments)))
-    state = replace(state, asking={**state.asking, ask.learner: asked})
+  asked = mine.intersection(ask.fragments)
+  if unsent:
+    asked &= {*state.asking.get(ask.learner, asked)}
+  state = replace(state, asking={**state.asking, ask.learner: tuple(sorted(asked))})
   return _next(state, now)
 
 
@@ -117,20 +119,18 @@ def want(state: LearnerState, now: float) -> LearnerState:
 
 
 def ask(state: LearnerState, now: float) -> LearnerOutcome:
-  """Asks the shards for the moments it still waits for; gives up at `wants_until`."""
-  if not state.wants:
-    return state, []
-  if now >= state.wants_until:
-    logged = events.NoDonor(fragments=state.wants)
-    return replace(state, wants=(), staging=()), [logged]
-  if now < state.ask_at:
+  """Asks the shards for the moments it still waits for; gives up at `wants_until`, and says so."""
+  over = now >= state.wants_until
+  if not state.wants or (now < state.ask_at and not over):
     return state, []
   todo: list[LearnerAction] = []
   for shard in range(len(state.shards)):
     lacks = (p for p in state.wants if p not in state.staging)
     mine = tuple(p for p in lacks if state.fragments[p].shard == shard)
     if mine:
-      todo.append(Send(shard, RequestMoments(*state.me, mine)))
+      todo.append(Send(shard, RequestMoments(*state.me, () if over else mine)))
+  if over:
+    return replace(state, wants=(), staging=()), [events.NoDonor(fragments=state.wants), *todo]
   return replace(state, ask_at=now + ASK_SECONDS), todo
 
 

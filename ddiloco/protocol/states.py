@@ -432,7 +432,7 @@ class SyncerState(_State, Frozen):
     return state
 
   def forget(self, learner: int) -> SyncerState:
-    """This life of the learner is over: no round waits for it, and it waits for no moments."""
+    """The learner is gone, or in a new life: no round waits for it, and it waits for no moments."""
     asking = {m: fragments for m, fragments in self.asking.items() if m != learner}
     return replace(self.forget_pending(learner), asking=asking)
 

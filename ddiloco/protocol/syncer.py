@@ -229,10 +229,13 @@ def _on_hello(state: SyncerState, hello: Hello, event: Received) -> SyncerOutcom
       )
       member = replace(member, versions=has, sent=has)
     todo.append(_joined(hello.learner, f"incarnation {hello.incarnation}"))
+  elif member.lost:
+    member, again = _heard_again(hello.learner, member)
+    todo.append(again)
   if hello.whole and not member.whole:  # initial values that it should make count as not sent
     member = replace(member, whole=True, sent=member.versions)
   begun = _begun(state)
-  state = _heard(state, hello.learner, replace(member, heard_at=now, lost=False))
+  state = _heard(state, hello.learner, replace(member, heard_at=now))
   # Versions go to the newcomer; if it completes the first quorum, to all members that waited.
   for learner in (hello.learner,) if begun else sorted(state.members):
     state, sent = _catch_up(state, learner, event, event.unsent and learner == hello.learner)
@@ -242,6 +245,12 @@ def _on_hello(state: SyncerState, hello: Hello, event: Received) -> SyncerOutcom
 
 def _joined(learner: int, reason: str) -> events.Member:
   return events.Member(learner=learner, state="joined", reason=reason)
+
+
+def _heard_again(learner: int, member: Member) -> tuple[Member, events.Member]:
+  """A member that was lost: resends of what it lacks need not wait."""
+  member = replace(member, lost=False, resends=0, resent_at=-math.inf)
+  return member, _joined(learner, "heard again")
 
 
 def _heard(state: SyncerState, learner: int, member: Member) -> SyncerState:
@@ -273,8 +282,8 @@ def _on_report(state: SyncerState, report: Report, event: Received) -> SyncerOut
     member = replace(member, versions=versions, sent=versions)
     todo.append(_joined(report.learner, "reported"))
   elif member.lost:
-    todo.append(_joined(report.learner, "heard again"))
-    member = replace(member, resends=0, resent_at=-math.inf)
+    member, again = _heard_again(report.learner, member)
+    todo.append(again)
   member = _note_sync(state, member, versions, now, report.idle_seconds)
   state, member = _note_delivered(state, member, versions, now)
   member = replace(
@@ -287,7 +296,6 @@ def _on_report(state: SyncerState, report: Report, event: Received) -> SyncerOut
     ),
     step_seconds=rules.believed_step_seconds(state.beliefs, report.step_seconds),
     leaving=report.leaving,
-    lost=False,
   )
   state = _heard(state, report.learner, member)
   if member.quarantined:
@@ -520,7 +528,7 @@ def lose_silent(state: SyncerState, now: float) -> SyncerOutcome:
     return state, todo
   for learner, member in list(state.members.items()):
     if not member.lost and now >= lost_at(state, member):
-      state = state.with_member(learner, lost=True).forget_pending(learner)
+      state = state.with_member(learner, lost=True).forget(learner)
       reason = f"silent for {now - member.heard_at:.2f} s"
       todo.append(events.Member(learner=learner, state="lost", reason=reason))
   there = [lost_at(state, member) for member in state.members.values() if not member.lost]

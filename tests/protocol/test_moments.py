@@ -81,6 +81,23 @@ def test_a_new_life_gets_no_moments_before_it_asks():
   assert not any(isinstance(a, Send) and is_forward(a.message) for a in shard.feed(moments(0, 0)))
 
 
+def test_a_joiner_that_waits_no_more_is_sent_no_more():
+  """A donor would copy out the rest of the model, over others' links, for nothing."""
+  shard = shard_with(0, 1, 2)
+  assert donor_of(shard.feed(RequestMoments(2, 0, (0, 1)))) == [(0, 0)]
+  shard.feed(RequestMoments(2, 0, ()), 0.2, unsent=True)
+  assert shard.feed(moments(0, 0), 0.3) == [] and shard.state.donation is None
+
+
+def test_a_joiner_that_is_lost_is_sent_no_more():
+  shard = shard_with(0, 1, 2)
+  shard.feed(RequestMoments(2, 0, (0, 1)))
+  for m in (0, 1):
+    shard.feed(report(m, (0, 0), (0, 0)), 50.0)
+  assert shard.state.members[2].lost
+  assert shard.feed(moments(0, 0), 50.1) == []
+
+
 def test_a_donor_that_does_not_answer_is_replaced():
   shard = shard_with(0, 1, 2)
   assert donor_of(shard.feed(RequestMoments(2, 0, (0,)), 0.0)) == [(0, 0)]
@@ -163,7 +180,7 @@ def test_a_joiner_waits_for_moments_and_takes_none_that_are_older_than_its_welco
   assert one.feed(Tick(13.3)) == [Send(0, RequestMoments(0, 0, (1,)))]
   one.feed(Tick(14.9))
   assert learner.next_wake(one.state) == 15.0, "to give up"
-  one.feed(Tick(15.0))
+  assert one.feed(Tick(15.0)) == [Send(0, RequestMoments(0, 0, ()))]
   assert not one.state.wants and learner.can_step(one.state, one.sync), "goes on without the rest"
   assert learner.next_wake(one.state) == math.inf
   assert one.feed(Taken(1, 15.1)) == []

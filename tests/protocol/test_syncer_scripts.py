@@ -24,7 +24,7 @@ from ddiloco.protocol.actions import (
   TakeSnapshot,
   Tick,
 )
-from ddiloco.protocol.events import Abandoned, Apply, Event
+from ddiloco.protocol.events import Abandoned, Apply, Event, Member
 from ddiloco.protocol.messages import EVALUATOR, MADE, Goodbye, Publish, Pull, Push, Refusal, Report
 from ddiloco.protocol.states import FragmentState, Round
 from ddiloco.protocol.values import replace
@@ -326,6 +326,19 @@ def test_who_was_not_heard_while_the_shard_took_others_in_is_not_lost():
   assert not shard.state.members[0].lost
   shard.feed(Tick(late + 6.0, heard_until=late + 6.0))
   assert shard.state.members[0].lost
+
+
+@pytest.mark.parametrize(
+  "heard", [hello(0, 0), report(0, (-1, -1), (0, 0))], ids=["hello", "report"]
+)
+def test_a_learner_that_was_lost_is_logged_as_joined_when_it_is_heard_again(heard):
+  """One that was stopped while it joined says hello before it reports."""
+  shard = Script(ALONE)
+  shard.feed(hello(0, 0))
+  shard.feed(Tick(1000.0))
+  assert shard.state.members[0].lost
+  logged = [a for a in shard.feed_all(heard, 1000.1) if isinstance(a, Member)]
+  assert [(a.state, a.reason) for a in logged] == [("joined", "heard again")]
 
 
 def test_a_restarted_shard_still_says_what_it_has_merged():
