@@ -71,7 +71,7 @@ class Watched(Valued):
       state = self.actors["learner", AWAY].state
       f = state.fragments[event.fragment]
       if f.outstanding is not None and f.outstanding.push.steps > 2 * self.sync.sync_period:
-        self.shares.append(event.participants[AWAY])
+        self.shares.append(event.weights[AWAY])
 
 
 # --- Least squares: 1/2 E (y - x w)^2 with y = x w* + noise, less half the noise's variance

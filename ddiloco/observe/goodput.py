@@ -4,7 +4,7 @@ Goodput is the share of allocated chip time that was spent on inner steps whose 
 global model. Fragments merge a step one by one: each of the P fragments that has merged the step
 counts for 1/P of its seconds. The global model is the chain of rounds behind every fragment's
 newest value, so rounds that a restored shard has rolled back do not count, unless they are
-recalled. Without shards, a step counts until a later life of its island does it again.
+regained. Without shards, a step counts until a later life of its island does it again.
 
 The ledger's size is bounded, however long a run is: steps and rounds that a restored role may still
 go back to are kept one by one, older ones are summed up.
@@ -24,7 +24,7 @@ allocated time. The right column is the bucket of ml-goodput-measurement that a 
 | stalled   | stood still in the middle of its work                         | OTHER                |
 | discarded | made steps that never reached the global model: lost with a   | WASTED_PROGRESS_...  |
 |           | life, or overwritten                                          |                      |
-| rejected  | made steps that the screen refused                            | WASTED_PROGRESS_...  |
+| rejected  | made steps of updates that were rejected                      | WASTED_PROGRESS_...  |
 | pending   | made steps that are not merged yet, or were not at the end    | (none)               |
 | save      | copied its part of a snapshot                                 | CHECKPOINT_SAVE_TIME |
 | other     | read data, copied and applied fragments, ended                | OTHER                |
@@ -116,7 +116,7 @@ class Ledger:
         self._take(event, event.role)
       case events.Commit():
         self._commit(event)
-      case events.Owns() | events.Recalled():
+      case events.Owns() | events.Regained():
         self._know(event.fragment)
         self.chains[event.fragment].head = event.round
       case events.RunStarted():
@@ -210,7 +210,7 @@ class Ledger:
     self._know(p)
     self._commits += 1
     gains = {}
-    for island in self._known(event.participants):
+    for island in self._known(event.weights):
       island.commits += 1
       gains[island.place] = island.answered(p, round_id) / self._fragments
     rounds = self._chain_sums / (self._fragments * max(1, len(self._islands)))
@@ -469,7 +469,7 @@ class IslandAccount:
       del by_round[min(by_round)]
 
   def answered(self, fragment: int, round_id: int) -> float:
-    """The chip-seconds of the push that this round merged or refused; 0.0 if none is known."""
+    """The chip-seconds of the push that this round merged or rejected; 0.0 if none is known."""
     pushed = self._pushed[fragment].pop(round_id, None)
     if pushed is None:
       return 0.0
@@ -497,7 +497,7 @@ class Chain:
   """
 
   def __init__(self) -> None:
-    self.head = INITIAL  # the newest value's round; a restore or a recall may change it
+    self.head = INITIAL  # the newest value's round; a restore or a regained value may change it
     self._rounds: dict[int, array] = {}  # chip-seconds, by an island's place; the newest rounds
 
   @property

@@ -239,7 +239,7 @@ class Curves:
 
   def add_commit(self, event: events.Commit, islands: Collection[int]) -> None:
     """A commit of a run with these islands."""
-    time, taking = event.time, event.participants
+    time, taking = event.time, event.weights
     self.page.add(f"commits {parse_role(event.role)[1]}", time)
     for name, value in outer_gradients(event).items():
       self.page.add(name, time, value)
@@ -393,7 +393,7 @@ class Rounds:
         self._begin(event)
       case events.Commit():
         self._grace[event.fragment] = event.grace_seconds
-        self._close(event, list(event.participants))
+        self._close(event, list(event.weights))
       case events.Abandoned():
         self._close(event, [])
       case events.Exit() | events.Fault(action="kill"):

@@ -139,7 +139,7 @@ class IslandState(MemberState):
   commits: int = 0  # that it took part in
   # In the last commits, oldest first.
   took_part: deque[bool] = dataclasses.field(default_factory=lambda: deque(maxlen=RECENT_COMMITS))
-  refused: int = 0  # pushes
+  rejected: int = 0  # pushes
   missed_time: float = math.nan
   missed_reason: str = ""  # why it missed the last commit that it missed
   died: float = -math.inf  # when it was last known to be dead
@@ -335,7 +335,7 @@ class Rejoins:
         self._end(event.target, "devices", event.time - max(0.0, event.seconds))
         self._end(event.target, "compile", event.time)
       case events.Commit():
-        for role in self._open.keys() & {f"learner-{m}" for m in event.participants}:
+        for role in self._open.keys() & {f"learner-{m}" for m in event.weights}:
           self._merged(role, event.time)
       case _:
         self._hear(event)

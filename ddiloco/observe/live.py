@@ -298,7 +298,7 @@ def scalars(event: Event, started: Started | None = None) -> tuple[int, dict[str
     known = {f"train/{name}": value for name, value in values.items() if value is not None}
     return event.global_step, known
   if isinstance(event, Commit):
-    took_part = len(event.participants)
+    took_part = len(event.weights)
     known = took_part + len(event.rejected) + len(event.missing)
     return event.merged_tokens, {
       "sync/participation": took_part / known if known else 0.0,

@@ -237,9 +237,9 @@ def _cosine_lines(axes: Axes, curves: Series) -> None:
 
 
 def _commit_ticks(axes: Axes, row: int, learner: int, commits: Sequence[Commit]) -> None:
-  taken = [e.time for e in commits if learner in e.participants]
+  taken = [e.time for e in commits if learner in e.weights]
   rejected = [e.time for e in commits if learner in e.rejected]
-  missed = [e.time for e in commits if learner not in {**e.participants, **e.rejected}]
+  missed = [e.time for e in commits if learner not in {**e.weights, **e.rejected}]
   width = min(2.5, max(0.6, 420 / len(commits)))
   axes.vlines(missed, row - 0.12, row + 0.12, color=FAINT, lw=width)
   axes.vlines(taken, row - 0.36, row + 0.36, color=island_colour(learner), lw=width)

@@ -130,7 +130,7 @@ def _learners(run: RunState) -> dict[str, Any]:
       "loss": rounded(island.loss),
       "median_step_gap_seconds": rounded(run.kills.medians[m].value),
       **island.usual_speed.as_json(),
-      "refused_pushes": island.refused,
+      "rejected_pushes": island.rejected,
     }
     for m, island in sorted(run.islands.items())
   }

@@ -293,12 +293,12 @@ class RunState:
     island.live(event.incarnation)
     island.global_step, island.step_time = event.global_step, event.time
 
-  def _on_owns(self, event: events.Owns | events.Recalled) -> None:
+  def _on_owns(self, event: events.Owns | events.Regained) -> None:
     """The fragment's value is this one, which may be older than its newest commit."""
     self.versions[event.fragment] = event.version
     self.merged_tokens[event.fragment] = event.merged_tokens
 
-  _on_recalled = _on_owns
+  _on_regained = _on_owns
 
   def _learner_step(self, event: events.Step, m: int) -> None:
     island = self._island(m, event.time)
@@ -336,8 +336,8 @@ class RunState:
 
   _learner_copy_out = _learner_apply  # that of a restored life names the version it builds on
 
-  def _learner_refused(self, event: events.Refused, m: int) -> None:
-    self._island(m, event.time).refused += 1
+  def _learner_rejected(self, event: events.Rejected, m: int) -> None:
+    self._island(m, event.time).rejected += 1
 
   def _learner_stopped(self, event: events.Stopped, m: int) -> None:
     self._island(m, event.time, "left")
@@ -359,7 +359,7 @@ class RunState:
 
   def _shard_commit(self, event: events.Commit, s: int) -> None:
     before = self.solo
-    taking = event.participants.keys()
+    taking = event.weights.keys()
     self._count_commit(event, s)
     for m in taking:
       island = self._island(m, event.time)
@@ -393,7 +393,7 @@ class RunState:
     self.versions[event.fragment] = event.version
     self.merged_tokens[event.fragment] = event.merged_tokens
     self._before.setdefault(event.fragment, event.merged_tokens - event.tokens)
-    self.lone.append(min(event.participants) if len(event.participants) == 1 else -1)
+    self.lone.append(min(event.weights) if len(event.weights) == 1 else -1)
     while len(self.lone) > min(RECENT_COMMITS, max(LEAST_ROUNDS, self.num_fragments)):
       self.lone.popleft()
     self._shard(s, event.time).commits += 1
@@ -471,7 +471,7 @@ def note_of(event: Event) -> tuple[str, str] | tuple[()]:
     case events.Uncommitted():
       reason = event.reason or f"it lacks {_names(event.missing)}"
       return f"snapshot {event.snapshot} is given up: {reason}", "bad"
-    case events.Recalled():
+    case events.Regained():
       given = f"fragment {event.fragment} at version {event.version}"
       return f"{who} got {given} back from island {event.learner}", "good"
     case events.Fault():

@@ -147,7 +147,7 @@ class Kill:
         if parse_role(event.role) == ("learner", self.learner):
           self.joined = event.time
       case events.Commit() if math.isnan(self.merged) and event.time > self.joined:
-        if self.learner in event.participants:
+        if self.learner in event.weights:
           self.merged = event.time
 
   def step(self, m: int, event: events.Step) -> None:
@@ -293,7 +293,7 @@ class Aftermath:
       case events.Commit():
         self._rounds[event.fragment].commit(event.round, event.base_round)
         self._recover(event)
-      case events.Owns() | events.Recalled():
+      case events.Owns() | events.Regained():
         self._rounds[event.fragment].head = event.round
       case events.Fault():
         self._strike(event)
@@ -318,7 +318,7 @@ class Aftermath:
       self._awaited.append((event.time + lasts, found))
 
   def _recover(self, event: events.Commit) -> None:
-    there = {parse_role(event.role), *(("learner", m) for m in event.participants)}
+    there = {parse_role(event.role), *(("learner", m) for m in event.weights)}
     for each in list(self._awaited):
       over, fault = each
       if event.time > over and parse_role(fault.target) in there:

@@ -15,7 +15,7 @@ from typing import Any, Literal, Union
 
 import msgspec
 
-LOG_FORMAT = 2  # version of kinds and fields; logs of the first version have no number
+LOG_FORMAT = 3  # version of kinds and fields; logs of the first version have no number
 MOST_SECONDS = 1e11  # three thousand years
 MOST_DEPTH = 16  # of nested lists and objects; no event has more than four levels
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -259,7 +259,7 @@ class NoDonor(Event, frozen=True, kw_only=True):
   fragments: tuple[int, ...]
 
 
-class Refused(Event, frozen=True, kw_only=True):
+class Rejected(Event, frozen=True, kw_only=True):
   """A shard rejected my push. `rejoin`: I am quarantined and start afresh."""
 
   shard: int
@@ -325,7 +325,7 @@ class Commit(Event, frozen=True, kw_only=True):
   tokens: int
   merged_tokens: int  # of the fragment, since the run began
   progress: float = 0.0  # the same as a share of the run's tokens: the outer rate follows it
-  participants: dict[int, float] = {}  # by learner, its weight in the merge
+  weights: dict[int, float] = {}  # by learner, its weight in the merge
   step_tokens: tuple[int, ...] = ()  # of a step of each learner, as the shard knows it
   rejected: dict[int, str] = {}  # by learner, why
   opposing: dict[int, float] = {}  # by learner, the cosine with the others' sum
@@ -349,7 +349,7 @@ class Abandoned(Event, frozen=True, kw_only=True):
   rejected: dict[int, str] = {}  # by learner, why
 
 
-class Recalled(Event, frozen=True, kw_only=True):
+class Regained(Event, frozen=True, kw_only=True):
   """A learner gave the shard a newer value than it had."""
 
   fragment: int
@@ -485,7 +485,7 @@ class RunFinished(Event, frozen=True, kw_only=True):
 
 
 IMPORTANT = frozenset(  # written to disk at once, since a kill often follows
-  {Started, Restored, Joined, Stopped, Refused, Recalled, Crash, Member, Snapshot, Unsaved}
+  {Started, Restored, Joined, Stopped, Rejected, Regained, Crash, Member, Snapshot, Unsaved}
   | {Fault, Exit, Restart, RunStarted, RunFinished, Hung, Profiled, Unprofiled}
 )
 

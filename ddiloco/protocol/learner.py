@@ -13,7 +13,7 @@ from typing import cast
 from ddiloco.config import SyncConfig
 from ddiloco.protocol import actions, events, messages, moments, rules, states
 from ddiloco.protocol.actions import LearnerAction, LearnerEvent, Send, Stage
-from ddiloco.protocol.messages import INITIAL, NOTHING, Publish, Pull, Push, Refusal
+from ddiloco.protocol.messages import INITIAL, NOTHING, Publish, Pull, Push, Rejection
 from ddiloco.protocol.states import IncomingVersion, LearnerFragment, LearnerOutcome, LearnerState
 from ddiloco.protocol.values import put, replace
 
@@ -21,7 +21,7 @@ STALE_PERIODS = 4  # after more own sync periods and more missed versions, my wo
 HELLO_SECONDS = 0.5  # between two hellos to a shard that has not answered, doubling ...
 HELLO_SECONDS_MOST = 8.0  # ... up to this
 
-# --- How a learner handles a message: welcome, pull, request for a value, publish, refusal
+# --- How a learner handles a message: welcome, pull, request for a value, publish, rejection
 
 
 def on_message(state: LearnerState, message: messages.Message, sync: SyncConfig) -> LearnerOutcome:
@@ -47,13 +47,13 @@ def on_message(state: LearnerState, message: messages.Message, sync: SyncConfig)
     case Pull() if owned:
       state, todo = _on_pull(state, message, sync)
     case messages.RequestValue() if owned:
-      state, todo = _on_recall(state, message)
+      state, todo = _on_value_request(state, message)
     case messages.ProvideMoments() if owned:
       state, todo = moments.on_donate(state, message)
     case Publish() if owned:
       state, todo = _on_publish(state, message, sync)
-    case Refusal():
-      state, todo = _on_refusal(state, message, state.fragments[p] if owned else None)
+    case Rejection():
+      state, todo = _on_rejection(state, message, state.fragments[p] if owned else None)
   return state, [*captured, *todo]
 
 
@@ -114,13 +114,13 @@ def _on_pull(state: LearnerState, pull: Pull, sync: SyncConfig) -> LearnerOutcom
   return state.with_fragment(pull.fragment, pull=pull), []
 
 
-def _on_recall(state: LearnerState, recall: messages.RequestValue) -> LearnerOutcome:
-  header = state.fragments[recall.fragment].base_header
+def _on_value_request(state: LearnerState, request: messages.RequestValue) -> LearnerOutcome:
+  header = state.fragments[request.fragment].base_header
   if header is None:
     return state, []
   value = messages.Value(
     *state.me,
-    fragment=recall.fragment,
+    fragment=request.fragment,
     version=header.version,
     round=header.round,
     merged_tokens=header.merged_tokens,
@@ -179,19 +179,21 @@ def _stage(
   return state, [Stage(publish, mode, included=merged is not None)]
 
 
-def _on_refusal(state: LearnerState, refusal: Refusal, f: LearnerFragment | None) -> LearnerOutcome:
+def _on_rejection(
+  state: LearnerState, rejection: Rejection, f: LearnerFragment | None
+) -> LearnerOutcome:
   """My push was rejected: go back to the base, which is staged again, without its payload."""
-  logged = events.Refused(
-    shard=refusal.shard,
-    shard_incarnation=refusal.incarnation,
-    fragment=refusal.fragment,
-    round=refusal.round,
-    rejoin=refusal.rejoin,
-    reason=refusal.reason,
+  logged = events.Rejected(
+    shard=rejection.shard,
+    shard_incarnation=rejection.incarnation,
+    fragment=rejection.fragment,
+    round=rejection.round,
+    rejoin=rejection.rejoin,
+    reason=rejection.reason,
   )
-  if refusal.rejoin:
-    return state, [logged, actions.Rejoin(refusal.reason)]
-  if f is None or f.outstanding is None or f.outstanding.push.round != refusal.round:
+  if rejection.rejoin:
+    return state, [logged, actions.Rejoin(rejection.reason)]
+  if f is None or f.outstanding is None or f.outstanding.push.round != rejection.round:
     return state, [logged]
   assert f.base_header is not None, "a push has a base"
   state, todo = _stage(state, f.base_header, "overwrite", None)

@@ -211,7 +211,7 @@ class Publish(ToLearner):
     return rounds[at] if at < len(rounds) else -1
 
 
-class Refusal(ToLearner):
+class Rejection(ToLearner):
   """Your push was rejected, and why: go back to the fragment's base, your changes are discarded."""
 
   fragment: CountOrNone

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from ddiloco.protocol import events, rules
 from ddiloco.protocol.actions import Accept, Commit, Read, Received, Send, SyncerAction
-from ddiloco.protocol.messages import EVALUATOR, NOTHING, Pull, Push, Refusal
+from ddiloco.protocol.messages import EVALUATOR, NOTHING, Pull, Push, Rejection
 from ddiloco.protocol.states import FragmentState, Round, SyncerOutcome, SyncerState, ignored
 from ddiloco.protocol.values import less, put, replace
 
@@ -22,7 +22,7 @@ def _value_due_at(state: SyncerState, f: FragmentState) -> float:
   """
   asked = [
     each.first_at
-    for (p, _), each in state.recalls.items()
+    for (p, _), each in state.value_requests.items()
     if p == f.index and f.last_round < each.round < state.born
   ]
   patience = max(2 * state.sync.liveness_seconds, 3 * state.delivery_seconds)
@@ -91,12 +91,12 @@ def _pull(state: SyncerState, f: FragmentState, current: Round, learner: int) ->
 
 
 def _begun(f: FragmentState, current: Round) -> events.Round:
-  asked = tuple(sorted({*current.pending, *current.pushes, *current.refused}))
+  asked = tuple(sorted({*current.pending, *current.pushes, *current.rejected}))
   return events.Round(fragment=f.index, round=current.id, version=f.version, asked=asked)
 
 
 def on_push(state: SyncerState, push: Push, event: Received) -> SyncerOutcome:
-  """Keeps the first valid push of each asked learner; everything else is refused or counted.
+  """Keeps the first valid push of each asked learner; everything else is rejected or ignored.
 
   Its sender and its round are judged when it arrives, its content when it is measured.
   """
@@ -115,7 +115,7 @@ def on_push(state: SyncerState, push: Push, event: Received) -> SyncerOutcome:
     return state.with_fragment(i, round=current), [Read(push, event.now)]
   current = replace(current, measuring=less(current.measuring, me))
   if fault := _fault_of(state, f, push, event):
-    current = replace(current, refused={**current.refused, me: fault})
+    current = replace(current, rejected={**current.rejected, me: fault})
     return state.with_round(i, current), []
   pairs = {(min(m, me), max(m, me)): product for m, product in event.products.items()}
   current = replace(
@@ -139,12 +139,12 @@ def _stray(state: SyncerState, current: Round, push: Push) -> str:
     return "an unknown learner or incarnation"
   if me in current.pending:
     return ""
-  answered = any(me in each for each in (current.measuring, current.pushes, current.refused))
+  answered = any(me in each for each in (current.measuring, current.pushes, current.rejected))
   return "a duplicate" if answered else "it is no longer asked for"
 
 
 def _fault_of(state: SyncerState, f: FragmentState, push: Push, event: Received) -> str:
-  """Why a push of the round is refused, or ""."""
+  """Why a push of the round is rejected, or ""."""
   if push.base_version != f.version:
     return f"based on version {push.base_version}, the fragment is at {f.version}"
   since = f.merged_global_steps.get(push.learner, 0)
@@ -194,7 +194,7 @@ def advance_rounds(state: SyncerState, now: float) -> SyncerOutcome:
         current = replace(current, pulled_at=now, pulls=current.pulls + 1)
         # A member that is heard, and whose pushes never come, must not stop the fragment: those
         # that have become able to push meanwhile are asked too.
-        more = {*_available(state, i)} - {*pending, *current.pushes, *current.refused}
+        more = {*_available(state, i)} - {*pending, *current.pushes, *current.rejected}
         if more:
           pending = tuple(sorted({*pending, *more}))
           current = replace(current, pending=pending)
@@ -231,7 +231,7 @@ def _end_round(state: SyncerState, i: int, current: Round, now: float) -> Syncer
   candidates = sorted(m for m in current.pushes if m not in rejected)
   opposing = rules.opposing(current.products, candidates)
   state, contrary = _count_opposing(state, candidates, opposing)
-  rejected = {**current.refused, **rejected, **contrary}
+  rejected = {**current.rejected, **rejected, **contrary}
   merged = sorted(m for m in current.pushes if m not in rejected)
   todo: list[SyncerAction] = []
   if len(merged) >= state.sync.min_quorum:
@@ -258,8 +258,8 @@ def _end_round(state: SyncerState, i: int, current: Round, now: float) -> Syncer
   for m in merged:
     state = _credit(state, m, i, current.norms[m] / steps[m])
   for m, reason in rejected.items():
-    state, refusal = _reject(state, m, i, current.id, reason)
-    todo += refusal
+    state, told = _reject(state, m, i, current.id, reason)
+    todo += told
   f, header = state.fragments[i], state.newest(i)
   for m in sorted(state.members):
     member = state.members[m]
@@ -322,7 +322,7 @@ def _missing(state: SyncerState, i: int, current: Round) -> dict[int, str]:
   reasons = {}
   ahead = rules.too_far_ahead(state.beliefs, state.global_step, state.sync)
   for learner, m in sorted(state.members.items()):
-    if learner == EVALUATOR or learner in current.pushes or learner in current.refused:
+    if learner == EVALUATOR or learner in current.pushes or learner in current.rejected:
       continue
     if m.lost:
       reasons[learner] = "lost"
@@ -373,7 +373,8 @@ def _reject(state: SyncerState, learner: int, i: int, round_id: int, reason: str
   rejections = member.rejections + 1
   quarantined = rejections >= state.sync.quarantine_after
   to, fragment = state.to(member.incarnation), state.fragments[i].index
-  todo: list[SyncerAction] = [Send(learner, Refusal(*to, fragment, round_id, quarantined, reason))]
+  rejection = Rejection(*to, fragment, round_id, quarantined, reason)
+  todo: list[SyncerAction] = [Send(learner, rejection)]
   if quarantined:
     reason = f"rejected {rejections} times: {reason}"
     todo.append(events.Member(learner=learner, state="quarantined", reason=reason))

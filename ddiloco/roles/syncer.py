@@ -279,7 +279,7 @@ class Syncer(WorkingRole):
     self.recorder.record(
       msgspec.structs.replace(
         first,
-        participants={m: round(float(w), 6) for m, w in zip(what.learners, merged.weights)},
+        weights={m: round(float(w), 6) for m, w in zip(what.learners, merged.weights)},
         step_tokens=tuple(self.config.tokens_per_step(m) for m in what.learners),
         length=None if merged.length is None else round(merged.length, 4),
         rho=None if merged.rho is None else round(merged.rho, 4),

@@ -189,12 +189,12 @@ _ALL = (
   *(events.Launched, events.Profiled, events.Unprofiled),
 )
 BYSTANDERS: Mapping[str, tuple[type[Event], ...]] = {
-  "learner": (*_ALL, events.Push, events.Refused, events.NoDonor),
+  "learner": (*_ALL, events.Push, events.Rejected, events.NoDonor),
   "syncer": (
     *(*_ALL, events.Member, events.Round, events.Abandoned, events.Unreplicated),
-    *(events.Replicated, events.Lost, events.Recalled, events.Snapshot, events.Uncommitted),
+    *(events.Replicated, events.Lost, events.Regained, events.Snapshot, events.Uncommitted),
   ),
-  "evaluator": (*(*_ALL, events.Started, events.Evaluation, events.Unevaluated, events.Refused),),
+  "evaluator": (*(*_ALL, events.Started, events.Evaluation, events.Unevaluated, events.Rejected),),
 }
 
 

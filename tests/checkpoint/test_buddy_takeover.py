@@ -162,7 +162,7 @@ def test_a_shard_that_dies_within_a_commit_loses_no_round(seed):
       assert np.abs(params[name] - value).max() < 0.05 * way, name
   assert fleet.hub.published > 100
   for m in (0, 1):
-    assert fleet.of(learner_address(m), "refused") == []
+    assert fleet.of(learner_address(m), "rejected") == []
   for s in (0, 1):
     kinds = {e.kind for e in fleet.events[syncer_address(s)]}
     assert "commit" in kinds and not kinds & {"lost", "unreplicated"}
@@ -206,7 +206,7 @@ def test_a_killed_shard_comes_back_from_its_buddy_bit_by_bit(publish_codec):
     fleet.end()
   assert max(v for _, v in lives) > 3, "it had something to come back with"
   for m in (0, 1):
-    assert fleet.of(learner_address(m), "refused") == []
+    assert fleet.of(learner_address(m), "rejected") == []
     assert "tokens are merged" in fleet.of(learner_address(m), "stopped")[0].reason
     applied = defaultdict(list)
     for e in fleet.of(learner_address(m), "apply"):

@@ -54,10 +54,10 @@ def test_total_loss_of_one_shards_disk_and_its_copies_loses_nothing(world, tmp_p
   at = world.send(KILL, *SHARDS)
   lose_disk(tmp_path)
   for name in SHARDS:
-    world.wait_for("recalled", name, at)
+    world.wait_for("regained", name, at)
   world.wait(
     "all fragments",
-    lambda: {e.fragment for e in world.find("recalled", after=at)} == {*range(4)},
+    lambda: {e.fragment for e in world.find("regained", after=at)} == {*range(4)},
   )
   assert set(world.wait_end().values()) == {0}
   for name in SHARDS:

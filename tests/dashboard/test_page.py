@@ -272,7 +272,7 @@ def test_what_is_in_a_log_stays_text(browser, tmp_path):
 def alone(event):
   """A commit of island 0 alone, instead of what it was."""
   late = dict.fromkeys((1, 2, 3), "no answer within the grace window")
-  return changed(event, participants={0: 1.0}, rejected={}, missing=late)
+  return changed(event, weights={0: 1.0}, rejected={}, missing=late)
 
 
 def test_rounds_of_one_that_repeat_are_said_at_the_top(browser, tmp_path):

@@ -145,7 +145,7 @@ def test_a_long_run_of_many_islands_stays_small(make, seed):
     m = rng.randrange(64)
     events += [
       make.step(1000.0 * i, m, i + 1),
-      make.commit(1000.0 * i + 1, fragment=i % 48, version=i, participants={m: 1.0}),
+      make.commit(1000.0 * i + 1, fragment=i % 48, version=i, weights={m: 1.0}),
       make.event(1000.0 * i + 2, "engine", "fault", target=f"learner-{m}", action="stall"),
     ]
   text = json.dumps(status(events), allow_nan=False, separators=(",", ":"))

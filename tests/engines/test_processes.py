@@ -418,7 +418,7 @@ def test_both_came_back_by_themselves_and_were_merged_again(chaos):
   lives = {e.incarnation for e in events_of(workdir, "started", "syncer-0")}
   assert len(lives) == 2
   after = [e for e in events_of(workdir, "commit", "syncer-0") if e.incarnation == max(lives)]
-  assert any(1 in e.participants for e in after if e.time > second.time)
+  assert any(1 in e.weights for e in after if e.time > second.time)
 
 
 @pytest.mark.slow

@@ -169,7 +169,7 @@ def test_two_shards_killed_at_once_get_their_values_back_from_the_learners(world
   begin(world)
   at = world.send(KILL, *shards)
   for name in shards:
-    world.wait_for("recalled", name, at)
+    world.wait_for("regained", name, at)
   check_the_end(world, range(LEARNERS))
 
 

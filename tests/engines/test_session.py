@@ -80,7 +80,7 @@ def test_the_chaotic_run_finishes_and_everybody_came_back(chaos):
     if (e.kind, e.role, e.incarnation) == ("joined", "learner-1", 1)
   )  # fmt: skip
   after = [e for e in events if e.kind == "commit" and e.time > rejoined.time]
-  assert any(1 in e.participants for e in after)
+  assert any(1 in e.weights for e in after)
   newest = {}
   for e in events:
     if e.kind == "commit":
@@ -162,7 +162,7 @@ def test_islands_of_one_run_may_differ(tmp_path):
   started = {e.role: e for e in events if e.kind == "started" and e.mesh}
   assert [started[f"learner-{m}"].mesh for m in range(3)] == [(1, 1, 1), (1, 2, 1), (2, 1, 2)]
   assert [started[f"learner-{m}"].batch_size for m in range(3)] == [2, 4, 2]
-  joint = [e.participants for e in events if e.kind == "commit" and len(e.participants) > 1]
+  joint = [e.weights for e in events if e.kind == "commit" and len(e.weights) > 1]
   assert {m for each in joint for m in each} == {0, 1, 2}
   assert summary["loss_merged"] < summary["loss_untrained"]
 

@@ -185,7 +185,7 @@ def test_a_run_put_together_by_hand(tmp_path):
   finally:
     for process in started.values():
       process.kill()
-  merged = {m for e in events_of(workdir, "commit") for m in e.participants}
+  merged = {m for e in events_of(workdir, "commit") for m in e.weights}
   assert merged == {0, 7}
   assert sum(e.blocked_seconds for e in events_of(workdir, "step", "learner-0")) == 0
   outcome = json.loads((workdir / "outcome.json").read_text())

@@ -208,7 +208,7 @@ def test_kills_a_stall_and_slowness_and_the_run_still_finishes(chaos):
   assert joined == [0, 1]
   assert [e.incarnation for e in chaos.of("started", "syncer-0")] == [0, 1]
   late = [e for e in chaos.of("commit") if e.time > chaos.of("joined", "learner-1")[1].time]
-  assert any(1 in e.participants for e in late), "it takes part again"
+  assert any(1 in e.weights for e in late), "it takes part again"
   assert chaos.of("run_finished")[0].reason == "finished"
 
 
@@ -282,7 +282,7 @@ def test_a_storm_is_survived_without_a_crash_a_block_or_a_lost_round(storm):
 def test_corrupt_messages_are_counted_and_poison_is_rejected(storm):
   assert sum(max((e.malformed for e in storm.of("traffic", f"syncer-{s}")), default=0)
     for s in range(2)) > 0  # fmt: skip
-  assert any("norm" in e.reason for e in storm.of("refused", "learner-0"))
+  assert any("norm" in e.reason for e in storm.of("rejected", "learner-0"))
   assert all(np.isfinite(value).all() for value in storm.outcome.params.values())
 
 
@@ -295,7 +295,7 @@ def test_islands_join_and_leave_with_their_work_merged(storm):
   stopped = storm.of("stopped", "learner-3")[0]
   assert stopped.unmerged_tokens == 0 and stopped.time < storm.of("run_finished")[0].time
   assert report.learners[3].participation > 0 and report.learners[4].participation > 0
-  merged = [e for e in storm.of("commit") if 4 in e.participants]
+  merged = [e for e in storm.of("commit") if 4 in e.weights]
   assert len({e.fragment for e in merged}) == 4
 
 

@@ -43,7 +43,7 @@ class Log:
     for m, count in steps.items():
       self.add(time, f"learner-{m}", "copy_out", fragment=p, round=round_id, steps=count)
     good = {str(m): 1.0 for m in steps if m not in bad}
-    fields = {"fragment": p, "round": round_id, "base_round": base, "participants": good}
+    fields = {"fragment": p, "round": round_id, "base_round": base, "weights": good}
     self.add(time, "syncer-0", "commit", **fields, rejected={str(m): "far" for m in bad})
 
   def report(self):
@@ -124,7 +124,7 @@ def test_a_rejected_update_is_no_goodput():
   assert [goodput.learners[m].participation for m in range(2)] == [1.0, 0.0]
 
 
-def test_what_a_restored_shard_rolled_back_counts_again_only_when_it_is_recalled():
+def test_what_a_restored_shard_rolled_back_counts_again_only_when_it_is_regained():
   log = Log(fragments=1)
   log.start(0.0)
   log.merge(log.steps(1, 5, 0.0), 0, 7, -1, {0: 5})
@@ -133,7 +133,7 @@ def test_what_a_restored_shard_rolled_back_counts_again_only_when_it_is_recalled
   log.add(10.0, "syncer-0", "owns", fragment=0, round=7)
   goodput = log.report()
   assert goodput.goodput == pytest.approx(0.5) and goodput.causes["discarded"] == pytest.approx(0.5)
-  log.add(10.0, "syncer-0", "recalled", fragment=0, round=8)
+  log.add(10.0, "syncer-0", "regained", fragment=0, round=8)
   assert log.report().goodput == pytest.approx(1.0)
 
 

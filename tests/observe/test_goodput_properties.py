@@ -69,7 +69,7 @@ class Story:
       taking = {str(m): 1.0 for m in range(ISLANDS) if chance.random() < 0.7}
       bad = {str(m): "far" for m in range(ISLANDS) if str(m) not in taking}
       fields |= {"role": "syncer-0", "fragment": p, "round": self.old_round()}
-      fields |= {"base_round": self.old_round(), "participants": taking, "rejected": bad}
+      fields |= {"base_round": self.old_round(), "weights": taking, "rejected": bad}
     elif kind == "owns":
       fields |= {"role": "syncer-0", "fragment": p, "round": self.old_round()}
     elif kind == "run_started":
@@ -160,7 +160,7 @@ def run(seed: int, length: int, back: int):
         yield typed({"time": now, "role": f"learner-{m}", "kind": "copy_out", **fields})
       bad = [m for m in taking if chance.random() < 0.05]
       fields = {"fragment": p, "round": round_id, "base_round": rounds[p][-1]}
-      fields |= {"participants": {str(m): 1.0 for m in taking if m not in bad}}
+      fields |= {"weights": {str(m): 1.0 for m in taking if m not in bad}}
       fields["rejected"] = {str(m): "far" for m in bad}
       yield typed({"time": now, "role": "syncer-0", "kind": "commit", **fields})
       rounds[p].append(round_id)
@@ -172,7 +172,7 @@ def run(seed: int, length: int, back: int):
       yield typed({"time": now, "role": "syncer-0", "kind": "owns", "fragment": p, "round": to})
       if chance.random() < 0.5:
         yield typed(
-          {"time": now, "role": "syncer-0", "kind": "recalled", "fragment": p, "round": old}
+          {"time": now, "role": "syncer-0", "kind": "regained", "fragment": p, "round": old}
         )
       else:
         rounds[p] = [-1] if to == -1 else [r for r in rounds[p] if r <= to]

@@ -34,7 +34,7 @@ def back(m=1, incarnation=1, at=20.0, process=True, merge=True):
   yield made(at + 7.0, role, "step", incarnation, step=4)
   yield made(at + 7.5, role, "step", incarnation, step=5)
   if merge:
-    yield made(at + 8.0, "syncer-0", "commit", participants={0: 0.5, m: 0.5})
+    yield made(at + 8.0, "syncer-0", "commit", weights={0: 0.5, m: 0.5})
 
 
 def test_a_planned_kill_of_a_process():
@@ -42,7 +42,7 @@ def test_a_planned_kill_of_a_process():
     made(10.0, "engine", "fault", target="learner-1", action="kill"),
     made(10.2, "engine", "exit", target="learner-1", reason="killed"),
     made(20.0, "engine", "restart", target="learner-1"),
-    made(12.0, "syncer-0", "commit", participants={0: 1.0, 1: 1.0}),  # of a push of before
+    made(12.0, "syncer-0", "commit", weights={0: 1.0, 1: 1.0}),  # of a push of before
   ]
   (found,) = read([*alive(), *engine, *back()]).as_json()
   assert found == {
@@ -105,7 +105,7 @@ def test_a_death_on_the_way_back_begins_another():
 def test_whoever_begins_does_not_rejoin():
   starts = [made(0.0, "engine", "run_started"), *alive(0), *alive(1)]
   failed = [made(0.5, "engine", "exit", target="learner-2", reason="cannot be started")]
-  assert read([*starts, *failed, made(4.0, "syncer-0", "commit", participants={1: 1.0})]).found == (
+  assert read([*starts, *failed, made(4.0, "syncer-0", "commit", weights={1: 1.0})]).found == (
     read([]).found
   )
 

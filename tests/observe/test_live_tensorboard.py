@@ -44,7 +44,7 @@ def test_scalars_of_a_step(make):
 
 
 def test_scalars_of_a_commit_and_an_evaluation(make):
-  commit = make.commit(1.0, participants={0: 1.0}, rejected={1: "big"}, missing={2: "", 3: ""})
+  commit = make.commit(1.0, weights={0: 1.0}, rejected={1: "big"}, missing={2: "", 3: ""})
   step, values = scalars(commit)
   assert step == 2048
   assert values == {

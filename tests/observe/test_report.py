@@ -141,7 +141,7 @@ def test_what_pictures_of_a_long_run_leave_out_is_counted_and_said(make, monkeyp
   run.add(make.run_started(num_learners=1, num_shards=1))
   for n in range(1, 3000):
     run.add(make.step(float(n), 0, n))
-    run.add(make.commit(n + 0.5, round=n, participants={"0": 1.0}))
+    run.add(make.commit(n + 0.5, round=n, weights={"0": 1.0}))
     run.add(make.event(n + 0.7, "syncer-0", "traffic", sent_bytes=n, received_bytes=n))
     if n % 10 == 0:
       run.add(make.event(n + 0.8, "engine", "fault", target="learner-0", action="kill"))

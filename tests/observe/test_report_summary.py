@@ -37,8 +37,8 @@ def test_golden(make):
     make.step(2.0, 1, 1, gap_seconds=9.0),
     make.step(3.0, 0, 3, gap_seconds=0.7, loss=float("nan")),
     make.commit(3.5, merged_tokens=2048, missing={}),
-    make.commit(4.0, fragment=1, participants={0: 1.0}, rejected={1: "nan"}, merged_tokens=1024),
-    make.event(4.0, "learner-1", "refused", fragment=1, round=2, reason="nan"),
+    make.commit(4.0, fragment=1, weights={0: 1.0}, rejected={1: "nan"}, merged_tokens=1024),
+    make.event(4.0, "learner-1", "rejected", fragment=1, round=2, reason="nan"),
     make.event(4.5, "learner-0", "traffic", sent_bytes=100, received_bytes=10),
     make.event(5.0, "evaluator", "evaluation", merged_tokens=1536, global_step=3, loss=4.5),
     make.event(6.0, "engine", "run_finished", reason="finished"),
@@ -81,7 +81,7 @@ def test_golden(make):
         "median_step_gap_seconds": 0.6,
         "tokens_per_second_per_chip": 1706.666667,
         "mfu": None,
-        "refused_pushes": 0,
+        "rejected_pushes": 0,
       },
       "1": {
         "lives": 1,
@@ -93,7 +93,7 @@ def test_golden(make):
         "median_step_gap_seconds": None,
         "tokens_per_second_per_chip": None,
         "mfu": None,
-        "refused_pushes": 1,
+        "rejected_pushes": 1,
       },
     },
     "torn_lines": 2,
@@ -154,7 +154,7 @@ def test_traffic_counters_restart_with_every_life(make):
 def test_participation_without_commits_says_nothing(make):
   start = make.run_started(num_learners=2)
   assert summarise([start])["participation"] == {"0": None, "1": None}
-  found = summarise([make.run_started(), make.commit(1.0, participants={0: 1.0})])
+  found = summarise([make.run_started(), make.commit(1.0, weights={0: 1.0})])
   assert (found["participation"]["0"], found["participation"]["3"]) == (1.0, 0.0)
 
 

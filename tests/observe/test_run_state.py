@@ -71,8 +71,8 @@ def test_kill_and_rejoin_are_noted(make):
     make.event(7.0, "engine", "restart", target="learner-2"),
     make.event(7.1, "learner-2", "started", 1, devices=1, mesh=[1, 1, 1], batch_size=8),
     make.event(7.5, "learner-2", "joined", 1, global_step=30, seconds=0.4),
-    make.commit(8.0, participants={0: 0.5, 2: 0.5}),
-    make.commit(9.0, participants={0: 0.5, 2: 0.5}),
+    make.commit(8.0, weights={0: 0.5, 2: 0.5}),
+    make.commit(9.0, weights={0: 0.5, 2: 0.5}),
   ]
   view = fold(events)
   assert [(note.time, note.text) for note in view.log_events] == [
@@ -91,7 +91,7 @@ def test_participation_counts_the_recent_commits(make):
   view = fold([make.run_started(num_learners=3)])
   for number in range(RECENT_COMMITS + 10):
     there = {0: 1.0} if number % 4 else {0: 0.5, 1: 0.5}
-    view.add(make.commit(float(number), participants=there, missing={2: "no answer"}))
+    view.add(make.commit(float(number), weights=there, missing={2: "no answer"}))
   assert view.islands[0].participation == 1.0
   assert view.islands[1].participation == 0.25
   assert view.islands[2].participation == 0.0
@@ -106,7 +106,7 @@ def test_outer_gradients_are_means_of_the_recent_commits_that_could_compare(make
   assert math.isnan(run.outer_gradients[name])
   for number in range(RECENT_COMMITS + 10):
     run.add(make.commit(float(number), **{name: 9 if number < 10 else 2}))
-  run.add(make.commit(99.0, participants={0: 1.0}))
+  run.add(make.commit(99.0, weights={0: 1.0}))
   assert run.outer_gradients[name] == 2
   curve = run.curves.page.means(name)
   assert curve[0] == 9 and curve[-1] == 2
@@ -114,7 +114,7 @@ def test_outer_gradients_are_means_of_the_recent_commits_that_could_compare(make
 
 def test_learner_numbers_may_be_text_as_json_makes_them(make):
   commit = make.commit(
-    1.0, participants={"0": 0.5, "1": 0.5}, rejected={"2": "norm 9"}, missing={"3": "slow"}
+    1.0, weights={"0": 0.5, "1": 0.5}, rejected={"2": "norm 9"}, missing={"3": "slow"}
   )
   view = fold([make.run_started(), commit])
   assert [list(view.islands[m].took_part) for m in range(4)] == [[True], [True], [False], [False]]
@@ -246,7 +246,7 @@ def test_a_shard_that_goes_back_takes_versions_and_tokens_with_it(make):
     return make.commit(float(n), round=n, version=n, merged_tokens=100 * n, tokens=100)
 
   view = fold([make.run_started(num_fragments=1, total_tokens=1000), *map(commit, range(1, 8))])
-  for kind, version, tokens in (("owns", 5, 500), ("recalled", 7, 700), ("owns", 0, 0)):
+  for kind, version, tokens in (("owns", 5, 500), ("regained", 7, 700), ("owns", 0, 0)):
     view.read([has(kind, version, tokens)])
     assert (view.versions[0], view.tokens_done) == (version, tokens)
 

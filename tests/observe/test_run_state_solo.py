@@ -26,8 +26,8 @@ def rounds(make):
       missing = {str(m): LATE for m in range(learners) if m not in taking}
       fields = {"fragment": n % 4, "round": n, "version": n // 4 + 1, "missing": missing}
       events += [make.step(2.0 + n, m, n + 2) for m in range(learners)]
-      participants = {str(m): 1 / len(taking) for m in taking}
-      events.append(make.commit(2.0 + n, participants=participants, **fields))
+      weights = {str(m): 1 / len(taking) for m in taking}
+      events.append(make.commit(2.0 + n, weights=weights, **fields))
     return events
 
   return rounds
@@ -70,8 +70,7 @@ def test_where_nobody_else_is_expected_it_is_as_it_should_be(make, rounds):
   events = rounds(*[(0,)] * 3)
   assert fold(events).solo == "", "three are not many"
   more = [
-    make.commit(9.0 + n, fragment=n, round=9 + n, participants={"0": 1.0}, missing={})
-    for n in range(4)
+    make.commit(9.0 + n, fragment=n, round=9 + n, weights={"0": 1.0}, missing={}) for n in range(4)
   ]
   assert fold([*events, *left, *more]).solo == ""
   assert fold([*events, *more]).solo != ""

@@ -50,7 +50,7 @@ def _kill(make, time, learner, joined=None, merged=None):
     events.append(make.event(joined - 0.5, role, "started", 1, devices=1, mesh=[1], batch_size=1))
     events.append(make.event(joined, role, "joined", 1, global_step=5, seconds=0.5))
   if merged:
-    events.append(make.commit(merged, participants={learner: 1.0}))
+    events.append(make.commit(merged, weights={learner: 1.0}))
   return events
 
 
@@ -94,7 +94,7 @@ def test_no_events_no_spans():
 
 
 def test_a_kill_is_followed_to_its_first_merge(make):
-  late_push = make.commit(10.2, participants={2: 1.0})  # pushed before the kill
+  late_push = make.commit(10.2, weights={2: 1.0})  # pushed before the kill
   events = _sorted([late_push], _kill(make, 10.0, 2, joined=15.0, merged=17.0))
   (kill,) = kills(events)
   assert (kill.learner, kill.time, kill.joined, kill.merged) == (2, 10.0, 15.0, 17.0)

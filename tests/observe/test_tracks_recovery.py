@@ -18,7 +18,7 @@ def fault(time, target, action="stall", seconds=2.0):
 def commit(time, shard, fragment, round_id, base, *learners):
   fields = {"fragment": fragment, "round": round_id, "base_round": base}
   taking = {str(m): 1.0 for m in learners}
-  return event(time, f"syncer-{shard}", "commit", participants=taking, **fields)
+  return event(time, f"syncer-{shard}", "commit", weights=taking, **fields)
 
 
 def test_a_role_is_back_with_the_first_commit_after_its_fault_is_over():
@@ -78,7 +78,7 @@ def test_rounds_are_lost_unless_the_last_value_was_made_from_them(kind):
   back = [*events, had, gone]
   assert lost_rounds(back) == [(0, 2)]
   assert lost_rounds([*back, commit(5, 0, 0, 9, 1)]) == [(0, 2)]
-  assert lost_rounds([*back, event(5, "syncer-0", "recalled", fragment=0, round=2)]) == []
+  assert lost_rounds([*back, event(5, "syncer-0", "regained", fragment=0, round=2)]) == []
 
 
 def test_a_long_run_is_not_kept_and_what_it_lost_early_stays_lost():

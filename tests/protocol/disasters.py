@@ -61,6 +61,6 @@ def check(seed: int) -> collections.Counter[str]:
   return world.struck + collections.Counter(
     commits=len(world.commits()),
     snapshots=len(world.snapshots),
-    recalled=len(notes(world, "recalled")),
+    regained=len(notes(world, "regained")),
     went_back=went_back,
   )

@@ -200,7 +200,7 @@ class Ledger:
       content = self.contents[p, state.last_round]
       for m, (incarnation, parameters) in learners.items():
         copy = parameters.copies[p]
-        lost = copy.known < born << 24  # by an earlier life of the shard: it is recalled, or lost
+        lost = copy.known < born << 24  # by an earlier life of the shard: it is regained, or lost
         known = self.stems_from(p, state.last_round, copy.known)
         assert known or lost, f"learner {m} has fragment {p} of {copy.known}, not {state}"
         pushed = (

@@ -147,8 +147,8 @@ class Liar(Actor):
       self.near(1), "f32", Sized(8, Delta((), -3)),
     )  # fmt: skip
 
-  def value(self, recall: RequestValue | None = None) -> Value:
-    p = recall.fragment if recall else self.random.randrange(self.world.sync.num_fragments)
+  def value(self, request: RequestValue | None = None) -> Value:
+    p = request.fragment if request else self.random.randrange(self.world.sync.num_fragments)
     published = [m for m in self.heard.get(Publish, ()) if m.fragment == p]
     who = (self.number, self.incarnation, p)
     if published and self.random.random() < 0.4:  # a true one, perhaps an old one
@@ -309,7 +309,7 @@ def check(seed: int) -> collections.Counter[str]:
     + world.liar.sent
     + collections.Counter(
       merged=sum(world.honest in c.learners for c in commits),
-      adopted=len(_notes(world, "recalled")),
+      adopted=len(_notes(world, "regained")),
       rejected=sum(bool(f.rejected) for f in _notes(world, "commit")),
       snapshots=len(world.snapshots),
     )
@@ -344,7 +344,7 @@ def _check_state(world: LiarWorld, actor: Actor) -> None:
   state, members = actor.state, world.honest + 1
   assert len(state.members) <= members and len(state.opposed) <= members
   assert len(state.vector_clock) <= members + world.sync.num_shards
-  assert len(state.recalls) <= members * len(state.fragments)
+  assert len(state.value_requests) <= members * len(state.fragments)
   assert len(state.asking) <= members and len(state.beliefs.claims) <= 2
   assert all(len(ps) <= len(state.fragments) for ps in state.asking.values())
   reached = state.global_step + 2 * world.sync.sync_period

@@ -30,9 +30,9 @@ def test_every_kind_says_when_it_is_written(kind):
 
 
 def test_numbers_by_learner_stay_numbers():
-  commit = made(1.0, "syncer-0", "commit", participants={3: 0.5}, missing={4: "lost"})
+  commit = made(1.0, "syncer-0", "commit", weights={3: 0.5}, missing={4: "lost"})
   found = decode(encode(commit))
-  assert found.participants == {3: 0.5} and found.missing == {4: "lost"}
+  assert found.weights == {3: 0.5} and found.missing == {4: "lost"}
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
@@ -46,9 +46,9 @@ def test_numbers_that_are_not_finite_are_valid_json(value):
 
 
 def test_a_number_that_is_not_finite_may_stand_beside_numbers_by_learner():
-  commit = made(1.0, "syncer-0", "commit", participants={3: math.nan}, rejected={5: "far"})
+  commit = made(1.0, "syncer-0", "commit", weights={3: math.nan}, rejected={5: "far"})
   found = decode(encode(commit))
-  assert math.isnan(found.participants[3])
+  assert math.isnan(found.weights[3])
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from ddiloco.protocol.messages import (
   Push,
   Recover,
   Recovered,
-  Refusal,
+  Rejection,
   Replica,
   Replicated,
   Report,
@@ -66,7 +66,7 @@ EXAMPLES = [
   ForwardMoments(1, 0, 2, 5, 3, 1, 2, 900, 880, BYTES),
   Publish(1, 0, 2, 5, 2**33, 8, 7, 9, 900, 10**9, (0, 3), (0, 2**33), 3, 7, "ab12", "bf16", BYTES),
   Publish(1, 0, 2, 5, -1, 0, -1, -2, 0, 0, (), (), 0, 0, "", "f32", BYTES),
-  Refusal(1, 0, 2, -1, -1, True, "norm 1e+06 is over 10 x 1"),
+  Rejection(1, 0, 2, -1, -1, True, "norm 1e+06 is over 10 x 1"),
   Replica(
     1,
     7,

@@ -98,7 +98,7 @@ def test_an_island_that_was_there_long_before_the_others_is_asked_when_their_pac
   assert current is not None and 0 in current.pending and state.global_step == step
   sent = says.push(0, 0, 0, current.id, 0, step, 10 * step, 1, "")
   state = says.take_in(state, Received(sent, now, norm=1.0))[0]
-  assert not state.fragments[0].round.refused and 0 in state.fragments[0].round.pushes
+  assert not state.fragments[0].round.rejected and 0 in state.fragments[0].round.pushes
 
 
 @pytest.mark.parametrize("said", [1e-9, 1e300])
@@ -282,7 +282,7 @@ def test_a_push_holds_what_its_learner_can_have_made(steps, tokens, fault):
   current = state.fragments[0].round
   sent = says.push(0, 0, 0, current.id, 0, steps, tokens, 1, "")
   state = says.take_in(state, Received(sent, 1.2, norm=1.0))[0]
-  assert state.fragments[0].round.refused == ({0: fault} if fault else {})
+  assert state.fragments[0].round.rejected == ({0: fault} if fault else {})
 
 
 def test_what_was_merged_once_is_not_claimed_again():
@@ -295,7 +295,7 @@ def test_what_was_merged_once_is_not_claimed_again():
   current = state.fragments[0].round
   for m, most in ((0, 499 + 28), (1, 500 + 28)):
     lie = says.push(m, 0, 0, current.id, 0, most + 1, most + 1, 1, "")
-    assert says.take_in(state, Received(lie, 500.1, norm=1.0))[0].fragments[0].round.refused
+    assert says.take_in(state, Received(lie, 500.1, norm=1.0))[0].fragments[0].round.rejected
 
 
 @pytest.mark.parametrize("steps, worth", [(1, 1), (30, 30), (60, 15), (3_000, 0.3)])
@@ -318,10 +318,10 @@ def test_a_fresh_empty_member_never_becomes_the_source_of_truth():
   ):
     fresh = says.report(3, 1, 9, 0.1, versions, (0, 0), rounds=rounds)
     state, actions = says.shard_on(state, Received(fresh, 1.0))
-    for recall in [
+    for request in [
       a.message for a in actions if isinstance(getattr(a, "message", 0), RequestValue)
     ]:
-      empty = Value(3, 1, recall.fragment, 99, 7, 10**9, (3,), (3, 7), 0, 0, "00")
+      empty = Value(3, 1, request.fragment, 99, 7, 10**9, (3,), (3, 7), 0, 0, "00")
       fault = "is no value of this shard: its seal does not fit"
       state, answered = says.shard_on(state, Received(empty, 1.1, fault=fault))
       assert not any(isinstance(a, InstallValue) for a in answered)

@@ -26,7 +26,7 @@ def test_disasters(block):
   """Nothing is merged twice on the way to any value, snapshots are cuts, and all recover."""
   counted = check_all(disasters.check, range(block * 40, block * 40 + 40))
   assert struck(counted, disasters.KINDS), counted
-  assert counted["snapshots"] > 50 and counted["recalled"] and counted["went_back"], counted
+  assert counted["snapshots"] > 50 and counted["regained"] and counted["went_back"], counted
 
 
 def test_runs_that_die_still_end_at_the_same_versions():
@@ -101,7 +101,7 @@ def test_a_lost_shard_gets_its_values_back(again, nothing):
       assert any(f.version < had[p] for p, f in world.store.items())
       world.run(world.now + 0.5)
       assert all(f.version >= had[p] for p, f in world.store.items()), f"{seed=}: lost"
-    assert notes(world, "recalled") and not notes(world, "lost")
+    assert notes(world, "regained") and not notes(world, "lost")
     heal(world)
     assert not any(a.idle_seconds for a in world.learners())
 
@@ -122,7 +122,7 @@ def test_who_comes_too_late_with_a_value_is_told_so():
     assert not notes(world, "lost")
     world.run(world.now + 1.0)
     assert {f.learner for _, f in notes(world, "lost")} == {1}, f"{seed=}"
-    assert not notes(world, "recalled")
+    assert not notes(world, "regained")
     heal(world)
 
 

@@ -25,7 +25,16 @@ from ddiloco.protocol.actions import (
   Tick,
 )
 from ddiloco.protocol.events import Abandoned, Apply, Event, Member
-from ddiloco.protocol.messages import EVALUATOR, MADE, Goodbye, Publish, Pull, Push, Refusal, Report
+from ddiloco.protocol.messages import (
+  EVALUATOR,
+  MADE,
+  Goodbye,
+  Publish,
+  Pull,
+  Push,
+  Rejection,
+  Report,
+)
 from ddiloco.protocol.states import FragmentState, Round
 from ddiloco.protocol.values import replace
 from tests import says
@@ -174,18 +183,18 @@ def test_golden_learner_two_fragments():
   assert one.state.fragments[1].steps == 3 and one.state.fragments[1].version == 0
 
 
-def test_refused_push_goes_back_to_the_base():
+def test_a_rejected_push_goes_back_to_the_base():
   one = Script(role="learner")
   base = join(one)
   one.feed(StepDone(0.1, 10, 0.1))
   one.feed(says.pull(0, 0, 0, 0, 0, 0))
-  [stage] = one.feed(Refusal(0, 0, 0, 0, 0, False, "not finite"))
+  [stage] = one.feed(Rejection(0, 0, 0, 0, 0, False, "not finite"))
   assert stage == Stage(base, "overwrite", False) and stage.publish.payload is None
   assert one.feed(Staged(0, 0, 0.1)) == [says.applied(0, 0, -1, "overwrite", False)]
   f = one.state.fragments[0]
   assert (f.steps, f.tokens, f.discarded_tokens) == (0, 0, 10)
-  assert one.feed(Refusal(0, 0, 0, 0, 0, False, "not finite")) == [], "a duplicate"
-  assert one.feed(Refusal(0, 0, 0, -1, -1, True, "quarantined")) == [Rejoin("quarantined")]
+  assert one.feed(Rejection(0, 0, 0, 0, 0, False, "not finite")) == [], "a duplicate"
+  assert one.feed(Rejection(0, 0, 0, -1, -1, True, "quarantined")) == [Rejoin("quarantined")]
 
 
 def test_a_pull_of_an_abandoned_round_does_not_replace_a_newer_push():
@@ -210,7 +219,7 @@ def test_a_pull_of_an_abandoned_round_does_not_replace_a_newer_push():
     says.pull(0, 0, 0, 0, 0, 0),
     welcome(0, 0, 0, 999, (0, 1)),
     says.publish(0, 0, 0, 0, 7, 1, -1, 999, 0, (), (0, 7), ""),
-    Refusal(0, 0, 0, -1, -1, True, "quarantined"),
+    Rejection(0, 0, 0, -1, -1, True, "quarantined"),
   ],
   ids=lambda message: type(message).__name__,
 )
@@ -230,7 +239,7 @@ def test_a_zombie_shard_is_fenced():
   for zombie in (
     says.pull(0, 0, 0, 0, 9, 0),
     says.publish(0, 0, 0, 0, 9, 1, -1, 999, 0, (), (0, 9), ""),
-    Refusal(0, 0, 0, 0, 9, False, "old"),
+    Rejection(0, 0, 0, 0, 9, False, "old"),
     welcome(0, 0, 0, 999, (0, 1)),
   ):
     assert one.feed(zombie) == [] and one.state == before
@@ -374,7 +383,7 @@ FOREIGN = [
   welcome(0, 0, 0, 0, (0, 1)),
   says.pull(0, 0, 0, 0, 0, 0),
   says.publish(0, 0, 0, 0, 0, 1, 0, 0, 0, (), (), ""),
-  Refusal(0, 0, 0, 0, 0, True, ""),
+  Rejection(0, 0, 0, 0, 0, True, ""),
   report(0, (0,), (1,)),
   report(0, (0, 0, 0), (1, 1, 1)),
   push(0, 0, fragment=7),
@@ -405,7 +414,7 @@ def test_nonsense_changes_nothing_at_a_shard(message):
     says.publish(0, 0, 0, 7, 0, 1, -1, 0, 0, (), (), ""),
     says.publish(0, 0, 0, 0, 0, 5, 4, 0, 0, (), (), ""),  # an update to a version I lack
     says.publish(0, 0, 0, 0, -1, 0, -1, 0, 0, (), (), ""),  # a version I have
-    Refusal(0, 0, 0, 0, 3, False, "of no push of mine"),
+    Rejection(0, 0, 0, 0, 3, False, "of no push of mine"),
   ],
   ids=lambda m: type(m).__name__,
 )
@@ -468,9 +477,9 @@ def test_empty_pushes_and_foreign_bases_are_refused_with_a_reason(steps, tokens,
   shard.feed(report(0, (0, 0), (1, 1)))
   bad = dataclasses.replace(push(0, 0, base=base), steps=steps, tokens=tokens)
   sent = [a.message for a in shard.feed(bad, norm=1.0) if isinstance(a, Send)]
-  [refusal] = [m for m in sent if isinstance(m, Refusal)]
-  assert refusal.reason and shard.state.fragments[0].version == 0
-  assert refusal.reason.startswith("based on version 5" if base else f"holds {steps} steps")
+  [rejection] = [m for m in sent if isinstance(m, Rejection)]
+  assert rejection.reason and shard.state.fragments[0].version == 0
+  assert rejection.reason.startswith("based on version 5" if base else f"holds {steps} steps")
 
 
 def test_one_liar_does_not_stretch_the_grace_window():
@@ -628,7 +637,7 @@ def test_a_commit_says_of_each_other_learner_why_it_has_no_part():
     shard.feed(report(m, (0, 0), (0, 0)))
   state = shard.state.with_member(1, lost=True).with_member(2, quarantined=True)
   state = state.with_member(4, versions=(-1, 0))
-  asked = {"pending": (3,), "pushes": {0: push(0, 0)}, "refused": {6: "odd"}}
+  asked = {"pending": (3,), "pushes": {0: push(0, 0)}, "rejected": {6: "odd"}}
   current = Round(
     0, 0.0, step_seconds=0.1, sync_seconds=0, global_step=1, pulled_at=0, deadline=9, **asked
   )
@@ -646,7 +655,7 @@ def test_a_quarantined_learner_hears_so_at_each_report_and_is_asked_for_nothing(
   shard.feed(hello(0, 0))
   shard.feed(report(0, (0, 0), (0, 0)))
   shard.state = shard.state.with_member(0, quarantined=True)
-  told = Send(0, Refusal(0, 0, 0, -1, -1, True, "quarantined"))
+  told = Send(0, Rejection(0, 0, 0, -1, -1, True, "quarantined"))
   for now in (0.1, 0.2):
     assert shard.feed(report(0, (0, 0), (2, 2)), now) == [told]
 

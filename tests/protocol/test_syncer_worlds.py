@@ -172,15 +172,15 @@ def test_a_quorum_goes_on_in_lock_step_without_those_that_died_for_good(seed):
   ids=["nan", "inf", "exploding", "malformed"],
 )
 @pytest.mark.parametrize("apply", ["rebase", "overwrite"])
-def test_bad_updates_are_refused_and_their_learner_rejoins(measured, reason, apply):
+def test_bad_updates_are_rejected_and_their_learner_rejoins(measured, reason, apply):
   world = calm(quarantine_after=3, apply=apply)
   good = {"norm": 1.0}
   world.measure = lambda push: measured if (push.learner, push.incarnation) == (1, 0) else good
   heal(world)
   assert world.starts["learner", 1] == 1, "told to rejoin once"
-  assert any(fields.rejoin for _, fields in notes(world, "refused"))
-  refused = [fields for _, fields in notes(world, "refused")]
-  assert len(refused) >= 3 and refused[0].reason == reason
+  assert any(fields.rejoin for _, fields in notes(world, "rejected"))
+  rejected = [fields for _, fields in notes(world, "rejected")]
+  assert len(rejected) >= 3 and rejected[0].reason == reason
   assert any(1 in c.learners for _, c in world.commits()), "takes part again"
   pushed = {s[:2] for delta in world.ledger.accepted.values() for s in delta.steps}
   merged = {s[:2] for content in world.ledger.contents.values() for s in content}

@@ -20,7 +20,7 @@ from ddiloco.protocol.messages import (
   ForwardMoments,
   Hello,
   Push,
-  Refusal,
+  Rejection,
   Report,
   RequestMoments,
   RequestValue,
@@ -270,7 +270,7 @@ def test_a_refusal_restores_the_base_bitwise_and_forgets_the_residual(bench):
   b.push(0, round=1, version=0)
   for value in b.island.params.values():
     value[:] = np.nan
-  b.give(Refusal(0, 0, 0, 0, 1, False, "not finite (nan)"))
+  b.give(Rejection(0, 0, 0, 0, 1, False, "not finite (nan)"))
   b.until(lambda: bits(b.local(0)) == bits(base))
   assert 0 not in b.exchange._deltas.residual
   assert np.isnan(b.local(1)).all(), "only that fragment was refused"

@@ -17,7 +17,7 @@ from ddiloco.core.delta import Committed, MemoryStore, learner_weights, new_frag
 from ddiloco.network.transport import Counters
 from ddiloco.protocol import events
 from ddiloco.protocol.actions import Commit, InstallValue, Tick
-from ddiloco.protocol.messages import Goodbye, Publish, Pull, Refusal, Value
+from ddiloco.protocol.messages import Goodbye, Publish, Pull, Rejection, Value
 from ddiloco.protocol.states import FragmentState, ValueRequest
 from ddiloco.protocol.values import replace
 from ddiloco.roles.syncer import Syncer
@@ -206,12 +206,12 @@ def test_a_bad_push_is_rejected_with_its_reason_and_changes_no_bit(kind):
   commits = [e for e in shard.events if e.kind == "commit" and e.version == 2]
   assert len(commits) == len(shard.plan.fragments)
   for event in commits:
-    assert set(event.participants) == {0, 2} and list(event.rejected) == [1]
+    assert set(event.weights) == {0, 2} and list(event.rejected) == [1]
     assert reason in event.rejected[1]
   for f in shard.plan.fragments:
     assert same(shard.syncer.committed[f.index].value, clean.syncer.committed[f.index].value)
-  refused = [m for learner, m in shard.outbox.take(Refusal) if learner == 1]
-  assert len(refused) == len(shard.plan.fragments) and reason in refused[0].reason
+  rejected = [m for learner, m in shard.outbox.take(Rejection) if learner == 1]
+  assert len(rejected) == len(shard.plan.fragments) and reason in rejected[0].reason
 
 
 def test_a_round_with_bad_pushes_only_changes_nothing_and_the_next_one_commits():
@@ -306,8 +306,8 @@ def test_values_that_are_given_back_again_and_again_do_not_wait_all_at_once():
   """A shard that compiles asks again, and a bad learner sends without being asked again."""
   shard, waiting = Shard(2), []
   shard.syncer._worker = types.SimpleNamespace(put=waiting.append, failure=None)
-  recalls = dict.fromkeys([(0, 0), (0, 1)], ValueRequest(0.0, 1, round=5))
-  shard.syncer.state = replace(shard.syncer.state, recalls=recalls)
+  requests = dict.fromkeys([(0, 0), (0, 1)], ValueRequest(0.0, 1, round=5))
+  shard.syncer.state = replace(shard.syncer.state, value_requests=requests)
   values = [Value(m, 0, 0, 1, 5, 10, (m,), (), 0, 0, "", np.zeros(4, np.uint8)) for m in (0, 1)]
   for value in 3 * values:
     shard.hear(value)
@@ -410,7 +410,7 @@ def test_the_store_keeps_the_newest_commit_of_each_fragment():
 def test_the_commit_event_says_who_and_why():
   shard = Shard(2, sync={"min_quorum": 1})
   (first, _) = shard.round(deltas(shard.plan, shard.learners, seed=0))[:2]
-  weights = first.participants
+  weights = first.weights
   assert set(weights) <= {0, 1} and sum(weights.values()) == pytest.approx(1, abs=1e-5)
   assert first.version == 1 and first.reason and first.merge_seconds >= 0
   assert first.step_tokens == (shard.config.tokens_per_step(0),) * len(first.learners)
