@@ -41,18 +41,23 @@ class Mortal(QueueEndpoint):
   def __init__(self, hub: MortalHub, address: str):
     super().__init__(hub, address)
     self.hub = hub
+    self.sent: dict[tuple[int, int], int] = {}  # the version of a fragment's round in a copy
     self.copied: dict[int, int] = defaultdict(int)  # fragment -> newest version the buddy confirmed
     self.published: dict[int, int] = defaultdict(int)  # fragment -> newest version anybody got
 
   def receive(self, timeout_seconds: float):
     arrived = super().receive(timeout_seconds)
     if arrived and isinstance(arrived[1], Replicated):
-      self.copied[arrived[1].fragment] = max(arrived[1].version, self.copied[arrived[1].fragment])
+      p, version = arrived[1].fragment, self.sent.get((arrived[1].fragment, arrived[1].round), 0)
+      self.copied[p] = max(version, self.copied[p])
+    if arrived and isinstance(arrived[1], Replica) and f"syncer-{arrived[1].owner}" != self.address:
+      self._perhaps_die("with a copy", arrived[1])
     return arrived
 
   def send(self, to, message) -> int:
     if isinstance(message, Replica) and f"syncer-{message.owner}" == self.address:
       self._perhaps_die("before the copy", message)
+      self.sent[message.fragment, message.last_round] = message.version
       size = super().send(to, message)
       self._perhaps_die("after the copy", message)
       return size
@@ -166,6 +171,25 @@ def test_a_shard_that_dies_within_a_commit_loses_no_round(seed):
   for s in (0, 1):
     kinds = {e.kind for e in fleet.events[syncer_address(s)]}
     assert "commit" in kinds and not kinds & {"lost", "unreplicated"}
+
+
+def test_a_buddy_that_dies_with_a_copy_holds_up_its_owner_only_until_it_is_back():
+  """In lock-step no other commit follows, whose copy would be answered by the next life."""
+  fleet = Mortals(toy.config(2, 60, **{**LOCK_STEP, "num_shards": 3}))
+  for s in (0, 1, 2):
+    fleet.shard(s, 1)
+  learners = [fleet.learner(m) for m in (0, 1)]
+  fleet.hub.deaths["syncer-1"] = ("with a copy", 3)
+  try:
+    fleet.until(lambda: "syncer-1" in fleet.hub.died)
+    fleet.shard(1, 2)
+    for thread in learners:
+      thread.join(PATIENCE_SECONDS)
+    assert not any(thread.is_alive() for thread in learners)
+  finally:
+    fleet.end()
+  kinds = {e.kind for e in fleet.events["syncer-0"]}
+  assert "replicated" in kinds and "unreplicated" not in kinds
 
 
 @pytest.mark.parametrize("publish_codec", ["f32", "int8"])

@@ -1,4 +1,4 @@
-"""Two shards that keep copies for each other, and two toy learners: threads around one hub."""
+"""Shards that keep copies for each other, and two toy learners: threads around one hub."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class History(MemoryStore):
 
 
 class Fleet:
-  """Two shards with replication and two toy learners, as threads around one hub."""
+  """Shards with replication and two toy learners, as threads around one hub."""
 
   def __init__(self, config, patience_seconds: float = PATIENCE_SECONDS):
     self.patience_seconds = patience_seconds
@@ -51,7 +51,6 @@ class Fleet:
     self.kills: dict[int, threading.Event] = {}
     self.stores: dict[int, History] = {}
     self.found: dict[int, dict[int, Committed]] = {}
-    self.ready = {s: threading.Event() for s in (0, 1)}
 
   def start(self, name: str, work, *args) -> threading.Thread:
     def guarded():
@@ -75,11 +74,12 @@ class Fleet:
     address = syncer_address(s)
     endpoint, store = self.hub.connect(address), History()
     recorder = toy.ListRecorder(self.events[address])
-    copies, buddy = Copies(s, incarnation, endpoint, self.plan, self.config), buddy_of(s, 2)
+    count = self.config.sync.num_shards
+    copies, buddy = Copies(s, incarnation, endpoint, self.plan, self.config), buddy_of(s, count)
     replication = Replication(copies, buddy, self.patience_seconds, recorder)
     found = recover(copies, lambda quiet: not self.stop.is_set())
     first = toy.initial_params()
-    for p in owned_by(s, 2, len(self.plan.fragments)):
+    for p in owned_by(s, count, len(self.plan.fragments)):
       fragment = self.plan.fragments[p]
       store.save(found.get(p) or new_fragment(fragment, fragments.gather(fragment, first)))
     self.found[s], self.stores[s] = found, store
