@@ -102,6 +102,8 @@ def test_a_donor_that_does_not_answer_is_replaced():
   shard = shard_with(0, 1, 2)
   assert donor_of(shard.feed(RequestMoments(2, 0, (0,)), 0.0)) == [(0, 0)]
   assert donor_of(shard.feed(RequestMoments(2, 0, (0,)), 0.5)) == []
+  for m in (0, 1, 2):
+    shard.feed(report(m, (0, 0), (0, 0)), 1.0)
   assert donor_of(shard.feed(RequestMoments(2, 0, (0,)), 1.5)) == [(1, 0)]
   assert shard.feed(moments(0, 0)) == [], "too late: the other one is at it"
   assert [a.to for a in shard.feed(moments(1, 0))] == [2]
