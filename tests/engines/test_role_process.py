@@ -106,6 +106,9 @@ def test_it_dials_every_shard_and_a_shard_its_neighbours(make):
   with make("syncer-1", bind=SYNCERS[1]) as runner:
     endpoint = runner.listen(1)
     assert endpoint.dialed == {"syncer-0": SYNCERS[0]} and endpoint.bind == SYNCERS[1]
+  with make("syncer-1", bind=SYNCERS[1]) as runner:
+    runner.place = dataclasses.replace(runner.place, syncers=(*SYNCERS, "tcp://127.0.0.1:3"))
+    assert runner.listen(1).dialed.keys() == {"syncer-0", "syncer-2"}, "its buddy, and whose it is"
 
 
 def test_a_port_that_is_taken_ends_the_shard(make, monkeypatch, capsys):
