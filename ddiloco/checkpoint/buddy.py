@@ -2,7 +2,7 @@
 
 Shard s streams every commit to its buddy, shard (s + 1) mod S, and publishes the version only when
 the buddy has the commit: no role hears of a version that only one process has. A restarted shard
-asks its buddy for all its fragments; the shard before it hears the question too, and sends the
+asks its buddy for all its fragments; its request also goes to the shard before it, which sends the
 copies again that were lost. A buddy that does not answer delays publishes only for a short while:
 then versions go out without a copy, which is logged, until the buddy is back.
 
@@ -383,7 +383,7 @@ def recover(
 
   `keep_on` is called with the seconds since the newest copy came, or since the start: gigabytes
   take long. Returns what the buddy had, by fragment. Meanwhile the neighbour's requests are served,
-  from `copies`; it hears the question too, and so that it has to send its copies again.
+  from `copies`. The request goes to the neighbour as well, which must send its copies again.
   """
   shard, incarnation, endpoint = copies.shard, copies.incarnation, copies.endpoint
   num_shards = copies.config.sync.num_shards
