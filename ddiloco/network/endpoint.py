@@ -26,21 +26,19 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ddiloco.checks import ConfigError
 from ddiloco.config import NetworkConfig
 from ddiloco.network import frames, peers
 from ddiloco.network.frames import CONTROL, FrameSocket, Greeting, GreetingRefused, IoThread
 from ddiloco.network.keys import Keys
 from ddiloco.network.peers import BufferPool, Channel, Peer, RunIdentity
 from ddiloco.network.transport import Counters, Endpoint
-from ddiloco.observe.guards import ended
+from ddiloco.observe.guards import Guard, ended
 from ddiloco.protocol import messages
 
 BEAT_SECONDS = 1.0
 TEND_SECONDS = 0.1  # between two checks of all peers
 STOOD_STILL_SECONDS = 1.0  # if two checks are so far apart, the process was stopped
 LOOK_SECONDS = 1.0  # between two checks of keys
-KEYS_A_LOOK = 100  # keys in one check; each is a file to read
 # A shard that is silent for so many beats, or this share of `silence_seconds`, is dialed again.
 QUIET_BEATS, QUIET_SHARE = 3, 1 / 3
 MAX_DOUBLINGS = 4  # of the pause between two attempts
@@ -96,11 +94,13 @@ class NetworkEndpoint(Endpoint):
     self._threads = [self._control, *self._bulk]
     self._places = itertools.cycle(self._bulk)  # the thread for the next fragment connection
     self._tended_at = time.monotonic()
-    self._looked_at = 0  # how many keys are checked in the present pass over all of them
     self._stop_at: float | None = None
     self._timer: asyncio.Handle = self._control.loop.call_soon(self._tick)
     for thread in self._threads:
       thread.start()
+    if keys is not None:
+      follow = functools.partial(self._follow, keys)
+      threading.Thread(target=follow, name=f"keys-{address}", daemon=True).start()
 
   # --- for the role, from any thread --------------------------------------------------------------
 
@@ -216,12 +216,9 @@ class NetworkEndpoint(Endpoint):
     """Periodic work for all peers."""
     self._timer = self._control.loop.call_later(TEND_SECONDS, self._tick)
     now = time.monotonic()
-    before, self._tended_at = self._tended_at, now
-    still = now - before
+    still, self._tended_at = now - self._tended_at, now
     if self._door:
       self._door.cut_off(now)
-    if self._keys and now // LOOK_SECONDS > before // LOOK_SECONDS:
-      self._look_at_keys(self._keys)
     self.buffers.release(now)
     for peer in self._peers():
       if still > STOOD_STILL_SECONDS:  # messages that came meanwhile are still in the kernel
@@ -253,23 +250,26 @@ class NetworkEndpoint(Endpoint):
         if self._stop_at is None or not peer.idle():  # when closing, only for queued messages
           self._reach(channel, now)
 
-  def _look_at_keys(self, keys: Keys) -> None:
-    """Disconnects peers whose key is no longer listed; dials a peer with a new key again with that.
+  def _follow(self, keys: Keys) -> None:
+    """Reads the keys again and again; in a thread of its own, since the disk may be slow."""
+    guard = Guard(f"the keys of {self.address}")
+    while self._control.is_alive():
+      guard(keys.refresh)
+      self.call(self._check_keys, keys)
+      self._control.join(LOOK_SECONDS)
 
-    The old key may be stolen.
-    """
-    every = self._peers()
-    for peer in every[self._looked_at : self._looked_at + KEYS_A_LOOK]:
-      if not peer.url and keys.withdrawn(peer.address, peer.key):
-        self._show_out(peer, f"the key of {peer.address} is not listed here any more", fenced=False)
-      elif peer.url and peer.key:
-        with contextlib.suppress(ConfigError):  # a file that cannot be read changes nothing
-          before, peer.key = peer.key, keys.server_key(peer.address)
-          if peer.key != before:
-            peer.drop_queue(control=False)
-            self._begin_anew(peer, f"its key was replaced in {keys.folder}")
-    looked_at = self._looked_at + KEYS_A_LOOK
-    self._looked_at = looked_at if looked_at < len(every) else 0
+  def _check_keys(self, keys: Keys) -> None:
+    """Disconnects peers whose key is no longer listed: it may be stolen."""
+    for peer in self._peers():
+      if peer.key in (b"", listed := keys.listed(peer.address)):
+        continue
+      reason = f"the key of {peer.address} is not listed here any more"
+      if not peer.url:
+        self._show_out(peer, reason, fenced=False)
+      else:  # dialed again with the key that is listed now
+        peer.key = listed
+        peer.drop_queue(control=False)
+        self._begin_anew(peer, reason)
 
   def _finish(self, now: float, stop_at: float) -> None:
     """Ends the threads when all is sent and all live peers have seen the end, or time is over."""
