@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any, NamedTuple
 
 from msgspec import Meta
@@ -132,14 +132,19 @@ UNSENT_BYTES = 1 << 19  # most unsent bytes in the kernel; the others wait in th
 SCRATCH = memoryview(bytearray(1 << 16))  # unwanted payloads are read into this
 KEEPALIVE_SECONDS = 20  # without data, until the kernel asks the far end for a sign of life
 DEAD_SECONDS = 120  # without an acknowledgement, until the kernel ends a connection
-SOCKET_OPTIONS = (  # set where the system has them
+# Options of sockets, set where the system has them. If a path is gone without notice (a firewall
+# forgot it, a host lost its power), a connection without data ends after `DEAD_SECONDS` ...
+ALIVE_OPTIONS = (
   (socket.IPPROTO_TCP, "TCP_NODELAY", 1),
-  (socket.IPPROTO_TCP, "TCP_NOTSENT_LOWAT", UNSENT_BYTES),
-  # If a path is gone without notice (a firewall forgot it), the connection ends within minutes;
-  # without these options its data would count as under way for a quarter of an hour.
   (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
   (socket.IPPROTO_TCP, "TCP_KEEPIDLE", KEEPALIVE_SECONDS),
   (socket.IPPROTO_TCP, "TCP_KEEPINTVL", KEEPALIVE_SECONDS),
+  (socket.IPPROTO_TCP, "TCP_KEEPCNT", DEAD_SECONDS // KEEPALIVE_SECONDS - 1),
+)
+# ... and with these options also one whose data would count as under way for a quarter of an hour.
+FRAME_OPTIONS = (
+  *ALIVE_OPTIONS,
+  (socket.IPPROTO_TCP, "TCP_NOTSENT_LOWAT", UNSENT_BYTES),
   (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", 1000 * DEAD_SECONDS),
 )
 NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
@@ -180,6 +185,13 @@ def connect(url: str, context: ssl.SSLContext | None, timeout_seconds: float) ->
     why = f"{url} has another key than the one listed here, or one side has no keys ({error})"
     late = isinstance(error, TimeoutError)
     raise ConnectionError(f"nothing answers at {url}" if late else why) from error
+
+
+def set_options(connected: socket.socket, options: Iterable[tuple[int, str, int]]) -> None:
+  """Sets those options that this system has."""
+  for level, name, value in options:
+    if hasattr(socket, name):
+      connected.setsockopt(level, getattr(socket, name), value)
 
 
 class Forget(Exception):
@@ -229,9 +241,7 @@ class FrameSocket:
 
   def __init__(self, connected: socket.socket, owner: Owner, context: ssl.SSLContext | None = None):
     connected.setblocking(False)
-    for level, name, value in SOCKET_OPTIONS:
-      if hasattr(socket, name):
-        connected.setsockopt(level, getattr(socket, name), value)
+    set_options(connected, FRAME_OPTIONS)
     if context is not None:
       connected = context.wrap_socket(connected, server_side=True, do_handshake_on_connect=False)
     self.owner = owner

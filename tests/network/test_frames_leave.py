@@ -59,7 +59,7 @@ def test_memory_of_what_broke_off_is_free_without_a_garbage_collection(breaks):
   kept = weakref.ref(memory)
   mine, far = socket.socketpair(socket.AF_UNIX)
   with mine, far, pytest.MonkeyPatch.context() as patched:
-    patched.setattr(frames, "SOCKET_OPTIONS", ())
+    patched.setattr(frames, "FRAME_OPTIONS", ())
     wire = frames.FrameSocket(mine, Receiver(memory))
     del memory
     far.sendall(frames.encode(frames.Bulk(0, 1000, b""), 1000) + bytes(500))
