@@ -30,8 +30,8 @@ from ddiloco.config import NetworkConfig
 from ddiloco.network import frames, peers
 from ddiloco.network.frames import CONTROL, FrameSocket, Greeting, GreetingRefused, IoThread
 from ddiloco.network.keys import Keys
-from ddiloco.network.peers import BufferPool, Channel, Peer, RunIdentity
-from ddiloco.network.transport import Counters, Endpoint
+from ddiloco.network.peers import BufferPool, Channel, Peer
+from ddiloco.network.transport import Counters, Endpoint, RunIdentity
 from ddiloco.observe.guards import Guard, ended
 from ddiloco.protocol import messages
 
@@ -69,7 +69,7 @@ class NetworkEndpoint(Endpoint):
     bind: str | None = None,
     keys: Keys | None = None,
   ):
-    super().__init__(address, run.run_id, run.plan_id)
+    super().__init__(address, run)
     self.incarnation = incarnation
     self.buffers = BufferPool()
     self.numbers = itertools.count()  # of messages with payload, to all peers
@@ -78,7 +78,7 @@ class NetworkEndpoint(Endpoint):
     # If fenced: (least incarnation that may follow the newer one once that is dead, seconds since
     # the newer one was heard). (0, 0): not fenced, or for good.
     self.outnumbered = (0, 0)
-    self._run, self._settings, self._keys = run, settings, keys
+    self._settings, self._keys = settings, keys
     self._quiet_seconds = max(QUIET_BEATS * BEAT_SECONDS, QUIET_SHARE * settings.silence_seconds)
     who = (run.run_id, run.plan_id, address, incarnation, secrets.token_bytes(frames.SESSION_BYTES))
     self._greeting = Greeting(*who, settings.streams)
@@ -107,7 +107,7 @@ class NetworkEndpoint(Endpoint):
   def dial(self, address: str, url: str) -> None:
     """Connects to the shard `address` at `url`; a later call may give another url."""
     if address not in self._dialed:
-      self._dialed[address] = Peer(address, self._run, self._settings.streams, self, url)
+      self._dialed[address] = Peer(address, self._settings.streams, self, url)
     self.call(self._redial, self._dialed[address], url)
 
   def _post(self, to: str, header: bytes, payload: messages.Payload) -> int:
@@ -119,14 +119,10 @@ class NetworkEndpoint(Endpoint):
     return int(not peer.post_bulk(header, memoryview(payload).cast("B")))
 
   def _find(self, to: str) -> Peer | None:
-    dialed, accepted = self._dialed.get(to), self._accepted.get(to)
-    if dialed and accepted and (dialed.state != "up" or accepted.incarnation > dialed.incarnation):
-      return accepted  # the dialed peer is out of reach, or is an older incarnation
-    return dialed or accepted
+    return max(self._named(to), key=lambda p: (p.state == "up", p.incarnation), default=None)
 
   def unsent(self, peer: str) -> int:
-    found = self._find(peer)
-    return 0 if found is None else found.queued_bytes
+    return sum(each.queued_bytes for each in self._named(peer))
 
   def close(self, linger_seconds: float = 1.0) -> None:
     """Sends the queued messages, for at most so long, and disconnects."""
@@ -163,9 +159,17 @@ class NetworkEndpoint(Endpoint):
     peer.count_dropped(reason)
 
   def _dropped(self, sender: str, reason: str) -> None:
-    for peer in (self._dialed.get(sender), self._accepted.get(sender)):
-      if peer is not None:
-        peer.count_dropped(reason)
+    for peer in self._named(sender):
+      peer.count_dropped(reason)
+
+  def _taken(self, sender: str) -> None:
+    for peer in self._named(sender):
+      peer.wake_bulk()
+
+  def _named(self, address: str) -> list[Peer]:
+    """The peers of this address: two shards that dial each other have both kinds."""
+    both = self._dialed.get(address), self._accepted.get(address)
+    return [peer for peer in both if peer is not None]
 
   def on_frame(self, peer: Peer, frame: frames.Frame) -> None:
     match frame:
@@ -306,7 +310,7 @@ class NetworkEndpoint(Endpoint):
     known = self._accepted.get(greeting.address)
     peer = known if known is not None and known.session == greeting.session else None
     owner = (self._keys.owner(wire.key()) or "") if self._keys else None
-    reason = peers.objection(self._run, greeting, owner)
+    reason = peers.objection(self.run, greeting, owner)
     if greeting.stream != CONTROL:
       if peer and not reason and wire.key() == peer.key and greeting.stream < len(peer.bulk):
         peer.bulk[greeting.stream].attach(wire)
@@ -322,7 +326,7 @@ class NetworkEndpoint(Endpoint):
       if known is not None:
         newer = f"a newer incarnation of {known.address} is here ({greeting.incarnation})"
         self._show_out(known, newer, fenced=True)
-      peer = Peer(greeting.address, self._run, greeting.streams, self, key=wire.key())
+      peer = Peer(greeting.address, greeting.streams, self, key=wire.key())
       self._accepted[peer.address] = peer
     peer.control.attach(wire)
     wire.say(self._greeting)

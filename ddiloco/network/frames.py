@@ -25,7 +25,7 @@ import threading
 import time
 import typing
 from collections.abc import Callable, Iterable, Iterator
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from msgspec import Meta
 
@@ -204,6 +204,8 @@ Parcel = tuple[memoryview, ...]  # bytes to send: a frame, and the payload after
 class Owner:
   """The owner of a connection; its methods are called in the connection's thread."""
 
+  most_bytes = STRANGER_FRAME_BYTES  # longest frame that is accepted
+
   def next(self, wire: FrameSocket) -> Parcel | None:
     """The next bytes to send; the kernel has all bytes of the parcel before."""
 
@@ -247,7 +249,6 @@ class FrameSocket:
     self.owner = owner
     self.thread: IoThread | None = None
     self.watched = False, False  # what its thread's loop waits for: to read, to write
-    self.most_bytes = STRANGER_FRAME_BYTES  # longest frame that is accepted
     self._socket = connected
     self._tls = connected if isinstance(connected, ssl.SSLSocket) else None
     self._pace: Iterator[None] = itertools.repeat(None)
@@ -375,7 +376,7 @@ class FrameSocket:
     while True:
       yield prefix
       size, payload_bytes = PREFIX.unpack(prefix)
-      if not 0 < size <= self.most_bytes:
+      if not 0 < size <= self.owner.most_bytes:
         raise MalformedMessage(f"begins with {bytes(prefix).hex()}, which no frame of ours does")
       data = bytearray(size)
       yield memoryview(data)
@@ -420,14 +421,14 @@ class IoThread(threading.Thread):
 
   Args:
     name: of the thread.
-    failed: called with the error that ended the thread.
+    failed: called with the error that ends the thread.
   """
 
   def __init__(self, name: str, failed: Callable[[Exception], None]):
     super().__init__(name=name, daemon=True)
     self.loop = asyncio.SelectorEventLoop()
     self.loop.set_exception_handler(self._on_exception)
-    self._failed, self._error = failed, None
+    self._failed = failed
     self._wires: set[FrameSocket] = set()
 
   def call(self, function: Callable[..., Any], *arguments: Any) -> None:
@@ -467,7 +468,8 @@ class IoThread(threading.Thread):
     self.call(self.loop.stop)
 
   def _on_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    self._error = self._error or context.get("exception") or RuntimeError(context["message"])
+    loop.default_exception_handler(context)  # prints the trace
+    self._failed(context.get("exception") or RuntimeError(context["message"]))
     loop.stop()
 
   def run(self) -> None:
@@ -475,9 +477,6 @@ class IoThread(threading.Thread):
     for wire in [*self._wires]:
       wire.close()
     self.loop.close()
-    if self._error is not None:
-      self._failed(self._error)
-      raise self._error
 
 
 # --- Keeps the queue of a slow link short, so that control need not wait there behind fragments
@@ -504,34 +503,29 @@ def pace(connection: socket.socket) -> Iterator[None]:
   """Limits the rate at which a connection sends; `next` is to be called while it sends."""
   while sys.platform == "linux":
     _limit(connection, _NO_LIMIT)
-    before = _measure(connection)
-    rate = 0.0
+    before, rate = _measure(connection), 0.0
     while not rate:
       yield from _pause(FREE_SECONDS)
       now = _measure(connection)
-      queue, acked, busy, full = now.queue, *(a - b for a, b in zip(now[1:], before[1:]))
+      queue_seconds, acked, busy, full = now[0], *(a - b for a, b in zip(now[1:], before[1:]))
       if busy >= FREE_SECONDS / 2:
         before = now
-        slow = queue > QUEUE_SECONDS and full < FULL_SHARE * busy and acked < FAST_BYTES * busy
-        rate = acked / busy if slow else 0.0
+        queues = queue_seconds > QUEUE_SECONDS and full < FULL_SHARE * busy
+        rate = acked / busy if queues and acked < FAST_BYTES * busy else 0.0
     _limit(connection, int(SHARE * rate))
     yield from _pause(LIMITED_SECONDS)
   yield from itertools.repeat(None)
 
 
-class _Measured(NamedTuple):
-  """What the kernel tells of a connection; zeros where it is too old for that."""
+def _measure(connection: socket.socket) -> tuple[float, int, float, float]:
+  """What the kernel tells of a connection; zeros where it is too old for that.
 
-  queue: float  # seconds that a packet waits on the way
-  acked: int  # bytes, since the connection began
-  busy: float  # seconds in which there was something to send
-  full: float  # seconds of these in which the far end had no room
-
-
-def _measure(connection: socket.socket) -> _Measured:
+  Returns (seconds that a packet waits on the way, bytes acknowledged since the beginning, seconds
+  in which there was something to send, seconds of these in which the far end had no room).
+  """
   info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
   rtt, acked, least, busy, full = _TCP_INFO.unpack(info.ljust(_TCP_INFO.size, b"\0"))
-  return _Measured((rtt - least) / 1e6, acked, busy / 1e6, full / 1e6)
+  return (rtt - least) / 1e6, acked, busy / 1e6, full / 1e6
 
 
 def _limit(connection: socket.socket, rate: int) -> None:
