@@ -146,8 +146,8 @@ def parts(data: bytes) -> bool:
     else:
       count, at[stream] = len(inbox.messages), None
       incoming.arrived(stream)
-      for header, payload in inbox.messages[count:]:
-        number = int(header)
+      for name, payload in inbox.messages[count:]:
+        number = int(name)
         assert number > last, f"message {number} came after {last}"
         assert bytes(payload) == _content(number, len(payload)), "not what was sent"
         last = number

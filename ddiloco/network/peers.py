@@ -329,7 +329,8 @@ class BufferPool:
       return np.empty(size, np.uint8)
     with self._lock:
       fits = [n for n, (_, each) in enumerate(self.free) if size <= len(each) <= 2 * size]
-      memory = self.free.pop(fits[0])[1] if fits else np.empty(size, np.uint8)
+      # The newest: the processor's caches may still have it, and the others' time runs out.
+      memory = self.free.pop(fits[-1])[1] if fits else np.empty(size, np.uint8)
     holder = (ctypes.c_uint8 * len(memory)).from_buffer(memory)  # all views hold it
     weakref.finalize(holder, self._give_back, memory).atexit = False
     return np.frombuffer(holder, np.uint8)[:size]

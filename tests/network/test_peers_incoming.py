@@ -244,3 +244,13 @@ def test_memory_that_is_much_too_large_is_not_taken_and_idle_memory_is_freed():
   assert len(pool.free) == 2
   pool.release(used_at + KEPT_SECONDS)
   assert not pool.free
+
+
+def test_of_memory_that_is_free_the_newest_is_used_first():
+  """With the oldest first, every payload came into memory that no cache had any more."""
+  pool = BufferPool()
+  held = [pool.take(LEAST_KEPT_BYTES) for _ in range(3)]
+  where = [address(each) for each in held]
+  while held:
+    held.pop(0)
+  assert [address(pool.take(LEAST_KEPT_BYTES)) for _ in range(2)] == [where[-1]] * 2
