@@ -23,7 +23,6 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 from ddiloco.config import NetworkConfig
@@ -31,7 +30,7 @@ from ddiloco.network import frames, peers
 from ddiloco.network.frames import CONTROL, FrameSocket, Greeting, GreetingRefused, IoThread
 from ddiloco.network.keys import Keys
 from ddiloco.network.peers import BufferPool, Channel, Peer
-from ddiloco.network.transport import Counters, Endpoint, RunIdentity
+from ddiloco.network.transport import Endpoint, RunIdentity
 from ddiloco.observe.guards import Guard, ended
 from ddiloco.protocol import messages
 
@@ -78,7 +77,7 @@ class NetworkEndpoint(Endpoint):
     # If fenced: (least incarnation that may follow the newer one once that is dead, seconds since
     # the newer one was heard). (0, 0): not fenced, or for good.
     self.outnumbered = (0, 0)
-    self._settings, self._keys = settings, keys
+    self.keys, self._settings = keys, settings
     self._quiet_seconds = max(QUIET_BEATS * BEAT_SECONDS, QUIET_SHARE * settings.silence_seconds)
     who = (run.run_id, run.plan_id, address, incarnation, secrets.token_bytes(frames.SESSION_BYTES))
     self._greeting = Greeting(*who, settings.streams)
@@ -86,16 +85,15 @@ class NetworkEndpoint(Endpoint):
     self._dialed: dict[str, Peer] = {}
     self._accepted: dict[str, Peer] = {}
     listener, self.bound = frames.bind(bind) if bind is not None else (None, "")
-    self._control = IoThread(f"network-{address}", self._failed)
-    self.call = self._control.call  # runs a function in the control thread; from any thread
-    self._door = listener and Door(listener, self._control, keys, self.counters, self._let_in)
+    self.control_thread = IoThread(f"network-{address}", self._failed)
+    self._door = Door(listener, self) if listener else None
     count = min(MOST_THREADS, os.cpu_count() or 1)
     self._bulk = [IoThread(f"bulk-{address}", self._failed) for _ in range(count)]
-    self._threads = [self._control, *self._bulk]
+    self._threads = [self.control_thread, *self._bulk]
     self._places = itertools.cycle(self._bulk)  # the thread for the next fragment connection
     self._tended_at = time.monotonic()
     self._stop_at: float | None = None
-    self._timer: asyncio.Handle = self._control.loop.call_soon(self._tick)
+    self._timer: asyncio.Handle = self.control_thread.loop.call_soon(self._tick)
     for thread in self._threads:
       thread.start()
     if keys is not None:
@@ -108,7 +106,7 @@ class NetworkEndpoint(Endpoint):
     """Connects to the shard `address` at `url`; a later call may give another url."""
     if address not in self._dialed:
       self._dialed[address] = Peer(address, self._settings.streams, self, url)
-    self.call(self._redial, self._dialed[address], url)
+    self.control_thread.call(self._redial, self._dialed[address], url)
 
   def _post(self, to: str, header: bytes, payload: messages.Payload) -> int:
     peer = self._find(to)
@@ -128,10 +126,10 @@ class NetworkEndpoint(Endpoint):
     """Sends the queued messages, for at most so long, and disconnects."""
     super().close()
     self._stop_at = self._stop_at or time.monotonic() + linger_seconds
-    self.call(self._tick_soon)
+    self.control_thread.call(self._tick_soon)
     for thread in self._threads:
       ended(thread, linger_seconds + 5.0)
-    if self._door and not self._control.is_alive():
+    if self._door and not self.control_thread.is_alive():
       self._door.close()  # a control thread that has failed has not done so
 
   def links(self) -> dict[str, dict[str, Any]]:
@@ -214,11 +212,11 @@ class NetworkEndpoint(Endpoint):
 
   def _tick_soon(self) -> None:
     self._timer.cancel()
-    self._timer = self._control.loop.call_soon(self._tick)
+    self._timer = self.control_thread.loop.call_soon(self._tick)
 
   def _tick(self) -> None:
     """Periodic work for all peers."""
-    self._timer = self._control.loop.call_later(TEND_SECONDS, self._tick)
+    self._timer = self.control_thread.loop.call_later(TEND_SECONDS, self._tick)
     now = time.monotonic()
     still, self._tended_at = now - self._tended_at, now
     if self._door:
@@ -257,10 +255,10 @@ class NetworkEndpoint(Endpoint):
   def _follow(self, keys: Keys) -> None:
     """Reads the keys again and again; in a thread of its own, since the disk may be slow."""
     guard = Guard(f"the keys of {self.address}")
-    while self._control.is_alive():
+    while self.control_thread.is_alive():
       guard(keys.refresh)
-      self.call(self._check_keys, keys)
-      self._control.join(LOOK_SECONDS)
+      self.control_thread.call(self._check_keys, keys)
+      self.control_thread.join(LOOK_SECONDS)
 
   def _check_keys(self, keys: Keys) -> None:
     """Disconnects peers whose key is no longer listed: it may be stolen."""
@@ -299,7 +297,7 @@ class NetworkEndpoint(Endpoint):
 
   # --- peers that dialed us -----------------------------------------------------------------------
 
-  def _let_in(self, wire: FrameSocket, greeting: Greeting) -> GreetingRefused | None:
+  def let_in(self, wire: FrameSocket, greeting: Greeting) -> GreetingRefused | None:
     """Gives a connection to the peer that its first frame names.
 
     With keys, that peer must be the owner of the connection's key, and the key must stay listed
@@ -309,12 +307,12 @@ class NetworkEndpoint(Endpoint):
     """
     known = self._accepted.get(greeting.address)
     peer = known if known is not None and known.session == greeting.session else None
-    owner = (self._keys.owner(wire.key()) or "") if self._keys else None
+    owner = (self.keys.owner(wire.key()) or "") if self.keys else None
     reason = peers.objection(self.run, greeting, owner)
     if greeting.stream != CONTROL:
       if peer and not reason and wire.key() == peer.key and greeting.stream < len(peer.bulk):
         peer.bulk[greeting.stream].attach(wire)
-        self.call(self._control.hand_over, wire, next(self._places))
+        self.control_thread.call(self.control_thread.hand_over, wire, next(self._places))
       return None
     if reason:
       return GreetingRefused(False, reason)
@@ -380,13 +378,13 @@ class NetworkEndpoint(Endpoint):
     """Runs in a thread of its own: name resolution, the far end and the disk may be slow."""
     try:
       context = None
-      if self._keys is not None:
-        key = key or self._keys.server_key(channel.peer.address)
-        context = self._keys.context_to(key)
+      if self.keys is not None:
+        key = key or self.keys.server_key(channel.peer.address)
+        context = self.keys.context_to(key)
       connected = frames.connect(url, context, self._quiet_seconds)
     except Exception as error:  # of any kind: without an answer the peer is never dialed again
       connected = error
-    self.call(self._connected, channel, url, key, connected)
+    self.control_thread.call(self._connected, channel, url, key, connected)
 
   def _connected(
     self, channel: Channel, url: str, key: bytes, connected: socket.socket | Exception
@@ -406,7 +404,7 @@ class NetworkEndpoint(Endpoint):
     channel.answer_until = time.monotonic() + self._quiet_seconds
     wire.say(dataclasses.replace(self._greeting, stream=channel.number))
     channel.attach(wire)
-    thread = next(self._places) if bulk else self._control
+    thread = next(self._places) if bulk else self.control_thread
     thread.call(thread.add, wire)
 
   def _on_answer(self, peer: Peer, greeting: Greeting) -> None:
@@ -454,55 +452,44 @@ class Door(frames.Owner):
   """Accepts connections; owns each until its first frame names a peer, and refused ones to the end.
 
   Only the endpoint's control thread uses it.
-
-  Args:
-    listener: a socket that listens.
-    thread: the thread that its connections belong to at first.
-    keys: of this role; None: without.
-    counters: the endpoint's.
-    let_in: gives a connection to the peer that its first frame names; see
-      `NetworkEndpoint._let_in`.
   """
 
-  def __init__(
-    self,
-    listener: socket.socket,
-    thread: IoThread,
-    keys: Keys | None,
-    counters: Counters,
-    let_in: Callable[[FrameSocket, Greeting], GreetingRefused | None],
-  ):
-    self._listener, self._thread = listener, thread
-    self._keys, self._counters, self._let_in = keys, counters, let_in
+  def __init__(self, listener: socket.socket, endpoint: NetworkEndpoint):
+    self._listener, self._endpoint = listener, endpoint
+    self._loop, self._counters = endpoint.control_thread.loop, endpoint.counters
     self._strangers: dict[FrameSocket, float] = {}  # since when, oldest first
     self._sent_off: set[FrameSocket] = set()  # strangers that are refused, and counted already
     self._most = min(MOST_STRANGERS, raise_limit() // 4)
+    with contextlib.suppress(OSError):  # our key cannot be read now: the first comer asks again
+      if endpoint.keys is not None:
+        endpoint.keys.context()  # now, since it takes long with many keys
     self._listen()
 
   def _listen(self) -> None:
     if self._listener.fileno() >= 0:
-      self._thread.loop.add_reader(self._listener, self._on_comer)
+      self._loop.add_reader(self._listener, self._on_comer)
 
   def close(self) -> None:
     """Accepts no more connections."""
     if self._listener.fileno() >= 0:
-      self._thread.loop.remove_reader(self._listener)
+      self._loop.remove_reader(self._listener)
       self._listener.close()
 
   def _on_comer(self) -> None:
     try:
       connected, _ = self._listener.accept()
     except OSError:  # no descriptor is left: a waiting connection would wake us again and again
-      self._thread.loop.remove_reader(self._listener)
-      self._thread.loop.call_later(TEND_SECONDS, self._listen)
+      self._loop.remove_reader(self._listener)
+      self._loop.call_later(TEND_SECONDS, self._listen)
       return
     try:
-      wire = FrameSocket(connected, self, self._keys.context() if self._keys else None)
+      keys = self._endpoint.keys
+      wire = FrameSocket(connected, self, keys.context() if keys else None)
     except OSError:  # our key cannot be read now, or the far end has gone
       connected.close()
       return
     now = self._strangers[wire] = time.monotonic()
-    self._thread.add(wire)
+    self._endpoint.control_thread.add(wire)
     self.cut_off(now)
 
   def cut_off(self, now: float) -> None:
@@ -541,7 +528,7 @@ class Door(frames.Owner):
     if not isinstance(frame, Greeting):
       self.malformed(wire, "no greeting")
       return
-    answer = self._let_in(wire, frame)
+    answer = self._endpoint.let_in(wire, frame)
     if wire.owner is self:
       self.send_off(wire, answer)
     else:

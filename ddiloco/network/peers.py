@@ -180,7 +180,7 @@ class Channel(frames.Owner):
     self.peer.caretaker.on_malformed(self.peer, reason)
 
   def lost(self, wire: FrameSocket, error: Exception) -> None:
-    self.peer.caretaker.call(self.peer.caretaker.on_lost, self, wire, error)
+    self.peer.caretaker.control_thread.call(self.peer.caretaker.on_lost, self, wire, error)
 
 
 class Peer:

@@ -266,7 +266,7 @@ def test_an_endpoint_whose_thread_has_failed_says_why_and_is_not_fenced(net):
   assert learner.broken == "its network thread failed: ValueError('no cable')"
   assert not learner.fenced and learner.outnumbered == (0, 0)
   shard = net.open("syncer-0", 0)
-  shard._control.call(fail)
+  shard.control_thread.call(fail)
   net.wait_until(lambda: not any(each.is_alive() for each in shard._threads))
   shard.close()
   net.open("syncer-0", 1)  # the port is free
@@ -281,13 +281,13 @@ def test_a_goodbye_is_still_delivered_by_close(net):
 
 def test_who_ends_does_not_come_back_while_another_far_end_lets_it_wait(net):
   shard, learner = net.open("syncer-0", 0), net.open("learner-0", 0)
-  greetings, let_in = [], shard._door._let_in
+  greetings, let_in = [], shard.let_in
 
   def noted(wire, frame):
     greetings.append(frame)
     return let_in(wire, frame)
 
-  shard._door._let_in = noted
+  shard.let_in = noted
   with socket.create_server(("127.0.0.1", 0)) as listener:
     learner.dial("syncer-0", net.url("syncer-0"))
     learner.dial("syncer-1", f"tcp://127.0.0.1:{listener.getsockname()[1]}")

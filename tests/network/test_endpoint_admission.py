@@ -226,8 +226,8 @@ def test_a_peer_that_does_not_read_costs_no_memory_for_ever():
     assert shard.counters.undelivered > 300
     told, member = threading.Event(), shard._accepted["learner-0"]
     for seconds in range(20):  # of signs of life
-      shard._control.call(shard._look_after, member, time.monotonic() + seconds)
-    shard._control.call(told.set)
+      shard.control_thread.call(shard._look_after, member, time.monotonic() + seconds)
+    shard.control_thread.call(told.set)
     assert told.wait(SECONDS)
     assert len(member.control.wire._leaving) <= 3
   net.close()
@@ -298,7 +298,7 @@ def test_a_connection_to_where_a_peer_was_is_not_greeted(net):
   mine, far = socket.socketpair()
   control = learner._dialed[SYNCER].control
   with mine, far:
-    learner.call(learner._connected, control, "tcp://127.0.0.1:1", b"", mine)
+    learner.control_thread.call(learner._connected, control, "tcp://127.0.0.1:1", b"", mine)
     far.settimeout(SECONDS)
     assert far.recv(100) == b""
 
@@ -328,8 +328,8 @@ class Loop:
 
 def open_door(loop: Loop, counters: Counters) -> Door:
   listener, _ = frames.bind("tcp://127.0.0.1:0")
-  thread = types.SimpleNamespace(loop=loop)
-  return Door(listener, thread, None, counters, lambda wire, frame: None)
+  control = types.SimpleNamespace(loop=loop)
+  return Door(listener, types.SimpleNamespace(control_thread=control, keys=None, counters=counters))
 
 
 def test_connections_of_nobody_are_cut_off_after_a_while_and_when_they_are_too_many():
