@@ -251,7 +251,10 @@ class Keys:
   secret: bytes = dataclasses.field(repr=False)
   _files: dict[str, PublicFile] = dataclasses.field(repr=False)  # by address
   _owners: dict[bytes, str] = dataclasses.field(repr=False)  # certificate -> address
-  _context: ssl.SSLContext | None = dataclasses.field(default=None, repr=False)
+  # For accepting connections: (owners whose keys are valid, context).
+  _accepts: tuple[dict[bytes, str], ssl.SSLContext] | None = dataclasses.field(
+    default=None, repr=False
+  )
 
   @classmethod
   def load(cls, folder: Path, address: str) -> Keys:
@@ -285,14 +288,12 @@ class Keys:
       self._files, owners, _ = read_public(self.folder, self._files)
     except OSError:
       owners = {}
-    if owners != self._owners:
-      self._owners = owners
-      if self._context is None:  # a role that dials needs none
-        return
+    self._owners = owners
+    if self._accepts is not None and self._accepts[0] != owners:  # a role that dials has none
       try:
-        self._context = self._accepting(owners)
+        self._accepts = self._accept(owners)
       except OSError:  # our own key cannot be read now: `context` tries again
-        self._context = None
+        self._accepts = None
 
   def server_key(self, peer: str) -> bytes:
     """The certificate to expect of the shard `peer`, "syncer-0"; ConfigError if none is listed."""
@@ -313,14 +314,15 @@ class Keys:
     Raises:
       OSError: our own key cannot be read now.
     """
-    if self._context is None:
-      self._context = self._accepting(self._owners)
-    return self._context
+    accepts = self._accepts
+    if accepts is None:
+      accepts = self._accepts = self._accept(self._owners)
+    return accepts[1]
 
-  def _accepting(self, owners: Mapping[bytes, str]) -> ssl.SSLContext:
+  def _accept(self, owners: dict[bytes, str]) -> tuple[dict[bytes, str], ssl.SSLContext]:
     context = _context(ssl.PROTOCOL_TLS_SERVER, [*owners])
     _show(context, secret_file(self.folder, self.address))
-    return context
+    return owners, context
 
   def context_to(self, certificate: bytes) -> ssl.SSLContext:
     """For dialing, as this role: only the shard with this certificate is accepted."""

@@ -363,8 +363,8 @@ class Incoming:
   Parts arrive in order over each stream. So messages are complete in order. A message that lacks
   the part of a stream that has gone on to a later message can never be complete: it is dropped.
 
-  Those that are arriving, and those that wait for the role, are bounded together: `MAX_BULK` and
-  `queue_bytes`. One is let in whatever its size if there is no other.
+  Messages that are arriving and messages that wait for the role are bounded together: `MAX_BULK`
+  of them, and `queue_bytes`. One is let in whatever its size if there is no other.
   """
 
   def __init__(self, peer: Peer, incarnation: int):
