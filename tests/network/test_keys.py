@@ -285,7 +285,7 @@ def test_a_file_for_which_no_descriptor_was_left_is_read_again(folder, monkeypat
   assert mine.owner(key) == "learner-2"
 
 
-def test_a_file_that_is_damaged_for_a_moment_ends_no_connection_and_lets_nobody_in(folder):
+def test_a_file_that_is_damaged_for_a_moment_ends_no_connection_and_admits_none(folder):
   """As while it is being copied."""
   mine, file = Keys.load(folder, "syncer-0"), public_file(folder, "learner-1")
   key, whole = mine.listed("learner-1"), file.read_bytes()
