@@ -236,8 +236,7 @@ class NetworkEndpoint(Endpoint):
       self._begin_anew(peer, f"silent for {silent:.0f} s")
     if silent > patience:
       peer.drop_queue()
-      if peer.incoming is not None:
-        peer.incoming.forget()
+      peer.incoming.forget()
     wire = peer.control.wire
     if wire is not None:
       if wire.waits:  # the peer waits for us: it is not silent
@@ -336,7 +335,8 @@ class NetworkEndpoint(Endpoint):
     if wire is not None and self._door:
       self._door.send_off(wire, GreetingRefused(fenced, reason))
     peer.hang_up()
-    peer.incoming = None  # its channels refer to a peer: only a collection frees them and it
+    # The old one's memory is free now; a collection frees the peer, since its channels refer to it.
+    peer.incoming = peers.Incoming(peer, peer.incarnation)
     peer.drop_queue()
     if self._accepted.get(peer.address) is peer:
       del self._accepted[peer.address]

@@ -158,7 +158,7 @@ class Channel(frames.Owner):
     incoming = self.peer.incoming
     if self.wire is not wire:
       raise Forget
-    if self.number != CONTROL and incoming is not None and isinstance(frame, Bulk):
+    if self.number != CONTROL and isinstance(frame, Bulk):
       return incoming.room(self.number, frame, size)
     if isinstance(frame, Control) and self.peer.caretaker.crowded(self.peer.address):
       return None  # it is read no faster than the role takes its messages
@@ -171,7 +171,7 @@ class Channel(frames.Owner):
     peer.heard_at = time.monotonic()
     if self.number == CONTROL:
       peer.caretaker.on_frame(peer, frame)
-    elif not isinstance(frame, Bulk) or incoming is None:
+    elif not isinstance(frame, Bulk):
       self.malformed(wire, f"a {type(frame).__name__} on a connection for fragments")
     else:
       incoming.arrived(self.number)
@@ -209,10 +209,10 @@ class Peer:
     self.heard_at = time.monotonic()  # at first, when this peer was created
     self.beat_at = 0.0
     self.lock = threading.RLock()
-    self.incoming: Incoming | None = None
     self.control = Channel(self, CONTROL)
     self.bulk = [Channel(self, number) for number in range(streams)]
     self.channels = [self.control, *self.bulk]
+    self.incoming = Incoming(self, self.incarnation)  # until a greeting: no connection uses it
     self.drops = (0, "")  # how many messages of ours the peer reports as dropped, and why
     self._untold = (0, "")  # how many of its messages we dropped and have not told it yet, and why
 
@@ -272,7 +272,7 @@ class Peer:
 
   def meet(self, greeting: Greeting) -> None:
     """Takes over the incarnation and session of a greeting: the peer is up."""
-    if self.incoming is None or self.session != greeting.session:
+    if self.session != greeting.session:
       self.incoming = Incoming(self, greeting.incarnation)
     self.incarnation, self.session = greeting.incarnation, greeting.session
     self.state, self.reason, self.heard_at = "up", "", time.monotonic()
