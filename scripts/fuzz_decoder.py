@@ -55,7 +55,7 @@ MAX_MEMORY_MB = 1024
 STREAMS, LARGEST_BYTES, QUEUE_BYTES = 3, 64, 128
 EXIT_MALFORMED, EXIT_USAGE = 1, 2
 PROGRESS_SECONDS = 10.0
-NETWORK_RUN = peers.RunIdentity(RUN, PLAN, LARGEST_BYTES, QUEUE_BYTES)
+NETWORK_RUN = transport.RunIdentity(RUN, PLAN, LARGEST_BYTES, QUEUE_BYTES)
 
 # --- targets: each returns whether the input was accepted -----------------------------------------
 
@@ -84,7 +84,7 @@ def _message(header: bytes, payload: bytes | None) -> bool:
   assert again == decoded, f"{decoded} became {again}"
   if payload is not None:  # the check before a payload's bytes are let in
     sender = transport.claimed_sender(decoded)
-    transport.open_frame((RUN, PLAN), sender, decoded.incarnation, header, payload)
+    transport.open_frame(NETWORK_RUN, sender, decoded.incarnation, header, payload)
   return True
 
 
@@ -128,15 +128,15 @@ MOST_STEPS = 48
 def parts(data: bytes) -> bool:
   """Four bytes for each of up to 48 steps: [action, numbers skipped, total, header]. As over real
   connections, the message numbers of a stream only grow; some parts are lost on the way."""
-  incoming = peers.Incoming(STREAMS, NETWORK_RUN, peers.BufferPool(), _check, lambda: None)
-  taken_from = list[int]()  # sizes of messages that the role has not taken yet
+  inbox = _Inbox()
+  incoming = _Incoming(peers.Peer("learner-0", STREAMS, inbox), 0)  # type: ignore
   newest, last = [-1] * STREAMS, -1
   at: list[int | None] = [None] * STREAMS  # numbers of messages under way
   for place in range(0, min(len(data), 4 * MOST_STEPS) - 3, 4):
     what, ahead, total, header = data[place : place + 4]
     stream = what % STREAMS
-    if what >= 224 and taken_from:
-      incoming.taken(taken_from.pop())
+    if what >= 224 and inbox.messages:
+      inbox.messages.pop()
     elif what >= 192:
       at[stream] = None  # the stream's connection has broken
     elif at[stream] is None:
@@ -144,18 +144,36 @@ def parts(data: bytes) -> bool:
       heard, at[stream] = _offer(incoming, stream, number, total, header, what)
       newest[stream] = max(newest[stream], number if heard else newest[stream])
     else:
-      message = incoming.arrived(stream)
-      at[stream] = None
-      if message is not None:
-        number = int(message[0])
+      count, at[stream] = len(inbox.messages), None
+      incoming.arrived(stream)
+      for name, payload in inbox.messages[count:]:
+        number = int(name)
         assert number > last, f"message {number} came after {last}"
-        assert bytes(message[1]) == _content(number, len(message[1])), "not what was sent"
+        assert bytes(payload) == _content(number, len(payload)), "not what was sent"
         last = number
-        taken_from.append(len(message[0]) + len(message[1]))
     held = sum(each.size for each in incoming._assemblies.values())
-    assert incoming.bytes == held + sum(taken_from), "miscounted"
-    assert incoming.bytes <= QUEUE_BYTES + LARGEST_BYTES + 4, "more than agreed"
+    assert held + inbox.waiting_bulk("")[1] <= QUEUE_BYTES + LARGEST_BYTES + 4, "more than agreed"
   return last >= 0
+
+
+class _Inbox:
+  """A stand-in for the endpoint: messages that the role has not taken yet."""
+
+  def __init__(self) -> None:
+    self.run, self.buffers = NETWORK_RUN, peers.BufferPool()
+    self.messages = list[tuple[bytes, np.ndarray]]()
+
+  def put(self, sender: str, header: bytes, payload: np.ndarray, incarnation: int) -> None:
+    self.messages.append((header, payload))
+
+  def waiting_bulk(self, sender: str) -> tuple[int, int]:
+    return len(self.messages), sum(len(h) + len(p) for h, p in self.messages)
+
+
+class _Incoming(peers.Incoming):
+  def _check(self, header: bytes) -> None:
+    if header == b"?":
+      raise messages.MalformedMessage("not from here")
 
 
 def _offer(
@@ -175,11 +193,6 @@ def _offer(
     return False, None
   memory[:] = _content(number, total)[place]
   return True, number
-
-
-def _check(header: bytes) -> None:
-  if header == b"?":
-    raise messages.MalformedMessage("not from here")
 
 
 def _content(number: int, size: int) -> bytes:

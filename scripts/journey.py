@@ -104,10 +104,10 @@ JOURNEY = (
        "The shard checks the header before it allocates memory for the payload.", "arrived"),
   Stop("network/frames.py", "FrameSocket._parse",
        "The payload is received straight into that memory.", "arrived"),
-  Stop("network/peers.py", "Incoming.arrived",
-       "With the last part the message is complete.", "arrived"),
   Stop("network/peers.py", "Channel.arrived",
-       "The message goes to the inbox, with the time of its arrival.", "put"),
+       "The connection belongs to the sender; this part of the payload is there.", "arrived"),
+  Stop("network/peers.py", "Incoming.arrived",
+       "With the last part the message goes to the inbox, with the time of its arrival.", "put"),
   Stop("network/transport.py", "Endpoint.receive",
        "Senders take turns; the header is decoded and checked.", "Delivery"),
   # The shard merges.

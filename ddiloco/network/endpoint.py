@@ -23,24 +23,21 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
-from ddiloco.checks import ConfigError
 from ddiloco.config import NetworkConfig
 from ddiloco.network import frames, peers
 from ddiloco.network.frames import CONTROL, FrameSocket, Greeting, GreetingRefused, IoThread
 from ddiloco.network.keys import Keys
-from ddiloco.network.peers import BufferPool, Channel, Peer, RunIdentity
-from ddiloco.network.transport import Counters, Endpoint
-from ddiloco.observe.guards import ended
+from ddiloco.network.peers import BufferPool, Channel, Peer
+from ddiloco.network.transport import Endpoint, RunIdentity
+from ddiloco.observe.guards import Guard, ended
 from ddiloco.protocol import messages
 
 BEAT_SECONDS = 1.0
 TEND_SECONDS = 0.1  # between two checks of all peers
 STOOD_STILL_SECONDS = 1.0  # if two checks are so far apart, the process was stopped
 LOOK_SECONDS = 1.0  # between two checks of keys
-KEYS_A_LOOK = 100  # keys in one check; each is a file to read
 # A shard that is silent for so many beats, or this share of `silence_seconds`, is dialed again.
 QUIET_BEATS, QUIET_SHARE = 3, 1 / 3
 MAX_DOUBLINGS = 4  # of the pause between two attempts
@@ -71,7 +68,7 @@ class NetworkEndpoint(Endpoint):
     bind: str | None = None,
     keys: Keys | None = None,
   ):
-    super().__init__(address, run.run_id, run.plan_id)
+    super().__init__(address, run)
     self.incarnation = incarnation
     self.buffers = BufferPool()
     self.numbers = itertools.count()  # of messages with payload, to all peers
@@ -80,7 +77,7 @@ class NetworkEndpoint(Endpoint):
     # If fenced: (least incarnation that may follow the newer one once that is dead, seconds since
     # the newer one was heard). (0, 0): not fenced, or for good.
     self.outnumbered = (0, 0)
-    self._run, self._settings, self._keys = run, settings, keys
+    self.keys, self._settings = keys, settings
     self._quiet_seconds = max(QUIET_BEATS * BEAT_SECONDS, QUIET_SHARE * settings.silence_seconds)
     who = (run.run_id, run.plan_id, address, incarnation, secrets.token_bytes(frames.SESSION_BYTES))
     self._greeting = Greeting(*who, settings.streams)
@@ -88,27 +85,28 @@ class NetworkEndpoint(Endpoint):
     self._dialed: dict[str, Peer] = {}
     self._accepted: dict[str, Peer] = {}
     listener, self.bound = frames.bind(bind) if bind is not None else (None, "")
-    self._control = IoThread(f"network-{address}", self._failed)
-    self.call = self._control.call  # runs a function in the control thread; from any thread
-    self._door = listener and Door(listener, self._control, keys, self.counters, self._let_in)
+    self.control_thread = IoThread(f"network-{address}", self._failed)
+    self._door = Door(listener, self) if listener else None
     count = min(MOST_THREADS, os.cpu_count() or 1)
     self._bulk = [IoThread(f"bulk-{address}", self._failed) for _ in range(count)]
-    self._threads = [self._control, *self._bulk]
+    self._threads = [self.control_thread, *self._bulk]
     self._places = itertools.cycle(self._bulk)  # the thread for the next fragment connection
     self._tended_at = time.monotonic()
-    self._looked_at = 0  # how many keys are checked in the present pass over all of them
     self._stop_at: float | None = None
-    self._timer: asyncio.Handle = self._control.loop.call_soon(self._tick)
+    self._timer: asyncio.Handle = self.control_thread.loop.call_soon(self._tick)
     for thread in self._threads:
       thread.start()
+    if keys is not None:
+      follow = functools.partial(self._follow, keys)
+      threading.Thread(target=follow, name=f"keys-{address}", daemon=True).start()
 
   # --- for the role, from any thread --------------------------------------------------------------
 
   def dial(self, address: str, url: str) -> None:
     """Connects to the shard `address` at `url`; a later call may give another url."""
     if address not in self._dialed:
-      self._dialed[address] = Peer(address, self._run, self._settings.streams, self, url)
-    self.call(self._redial, self._dialed[address], url)
+      self._dialed[address] = Peer(address, self._settings.streams, self, url)
+    self.control_thread.call(self._redial, self._dialed[address], url)
 
   def _post(self, to: str, header: bytes, payload: messages.Payload) -> int:
     peer = self._find(to)
@@ -119,23 +117,19 @@ class NetworkEndpoint(Endpoint):
     return int(not peer.post_bulk(header, memoryview(payload).cast("B")))
 
   def _find(self, to: str) -> Peer | None:
-    dialed, accepted = self._dialed.get(to), self._accepted.get(to)
-    if dialed and accepted and (dialed.state != "up" or accepted.incarnation > dialed.incarnation):
-      return accepted  # the dialed peer is out of reach, or is an older incarnation
-    return dialed or accepted
+    return max(self._named(to), key=lambda p: (p.state == "up", p.incarnation), default=None)
 
   def unsent(self, peer: str) -> int:
-    found = self._find(peer)
-    return 0 if found is None else found.queued_bytes
+    return sum(each.queued_bytes for each in self._named(peer))
 
   def close(self, linger_seconds: float = 1.0) -> None:
     """Sends the queued messages, for at most so long, and disconnects."""
     super().close()
     self._stop_at = self._stop_at or time.monotonic() + linger_seconds
-    self.call(self._tick_soon)
+    self.control_thread.call(self._tick_soon)
     for thread in self._threads:
       ended(thread, linger_seconds + 5.0)
-    if self._door and not self._control.is_alive():
+    if self._door and not self.control_thread.is_alive():
       self._door.close()  # a control thread that has failed has not done so
 
   def links(self) -> dict[str, dict[str, Any]]:
@@ -163,9 +157,17 @@ class NetworkEndpoint(Endpoint):
     peer.count_dropped(reason)
 
   def _dropped(self, sender: str, reason: str) -> None:
-    for peer in (self._dialed.get(sender), self._accepted.get(sender)):
-      if peer is not None:
-        peer.count_dropped(reason)
+    for peer in self._named(sender):
+      peer.count_dropped(reason)
+
+  def _taken(self, sender: str) -> None:
+    for peer in self._named(sender):
+      peer.wake_bulk()
+
+  def _named(self, address: str) -> list[Peer]:
+    """The peers of this address: two shards that dial each other have both kinds."""
+    both = self._dialed.get(address), self._accepted.get(address)
+    return [peer for peer in both if peer is not None]
 
   def on_frame(self, peer: Peer, frame: frames.Frame) -> None:
     match frame:
@@ -210,18 +212,15 @@ class NetworkEndpoint(Endpoint):
 
   def _tick_soon(self) -> None:
     self._timer.cancel()
-    self._timer = self._control.loop.call_soon(self._tick)
+    self._timer = self.control_thread.loop.call_soon(self._tick)
 
   def _tick(self) -> None:
     """Periodic work for all peers."""
-    self._timer = self._control.loop.call_later(TEND_SECONDS, self._tick)
+    self._timer = self.control_thread.loop.call_later(TEND_SECONDS, self._tick)
     now = time.monotonic()
-    before, self._tended_at = self._tended_at, now
-    still = now - before
+    still, self._tended_at = now - self._tended_at, now
     if self._door:
       self._door.cut_off(now)
-    if self._keys and now // LOOK_SECONDS > before // LOOK_SECONDS:
-      self._look_at_keys(self._keys)
     self.buffers.release(now)
     for peer in self._peers():
       if still > STOOD_STILL_SECONDS:  # messages that came meanwhile are still in the kernel
@@ -237,8 +236,7 @@ class NetworkEndpoint(Endpoint):
       self._begin_anew(peer, f"silent for {silent:.0f} s")
     if silent > patience:
       peer.drop_queue()
-      if peer.incoming is not None:
-        peer.incoming.forget()
+      peer.incoming.forget()
     wire = peer.control.wire
     if wire is not None:
       if wire.waits:  # the peer waits for us: it is not silent
@@ -253,23 +251,26 @@ class NetworkEndpoint(Endpoint):
         if self._stop_at is None or not peer.idle():  # when closing, only for queued messages
           self._reach(channel, now)
 
-  def _look_at_keys(self, keys: Keys) -> None:
-    """Disconnects peers whose key is no longer listed; dials a peer with a new key again with that.
+  def _follow(self, keys: Keys) -> None:
+    """Reads the keys again and again; in a thread of its own, since the disk may be slow."""
+    guard = Guard(f"the keys of {self.address}")
+    while self.control_thread.is_alive():
+      guard(keys.refresh)
+      self.control_thread.call(self._check_keys, keys)
+      self.control_thread.join(LOOK_SECONDS)
 
-    The old key may be stolen.
-    """
-    every = self._peers()
-    for peer in every[self._looked_at : self._looked_at + KEYS_A_LOOK]:
-      if not peer.url and keys.withdrawn(peer.address, peer.key):
-        self._show_out(peer, f"the key of {peer.address} is not listed here any more", fenced=False)
-      elif peer.url and peer.key:
-        with contextlib.suppress(ConfigError):  # a file that cannot be read changes nothing
-          before, peer.key = peer.key, keys.server_key(peer.address)
-          if peer.key != before:
-            peer.drop_queue(control=False)
-            self._begin_anew(peer, f"its key was replaced in {keys.folder}")
-    looked_at = self._looked_at + KEYS_A_LOOK
-    self._looked_at = looked_at if looked_at < len(every) else 0
+  def _check_keys(self, keys: Keys) -> None:
+    """Disconnects peers whose key is no longer listed: it may be stolen."""
+    for peer in self._peers():
+      if peer.key in (b"", listed := keys.listed(peer.address)):
+        continue
+      reason = f"the key of {peer.address} is not listed here any more"
+      if not peer.url:
+        self._show_out(peer, reason, fenced=False)
+      else:  # dialed again with the key that is listed now
+        peer.key = listed
+        peer.drop_queue(control=False)
+        self._begin_anew(peer, reason)
 
   def _finish(self, now: float, stop_at: float) -> None:
     """Ends the threads when all is sent and all live peers have seen the end, or time is over."""
@@ -295,7 +296,7 @@ class NetworkEndpoint(Endpoint):
 
   # --- peers that dialed us -----------------------------------------------------------------------
 
-  def _let_in(self, wire: FrameSocket, greeting: Greeting) -> GreetingRefused | None:
+  def let_in(self, wire: FrameSocket, greeting: Greeting) -> GreetingRefused | None:
     """Gives a connection to the peer that its first frame names.
 
     With keys, that peer must be the owner of the connection's key, and the key must stay listed
@@ -305,12 +306,12 @@ class NetworkEndpoint(Endpoint):
     """
     known = self._accepted.get(greeting.address)
     peer = known if known is not None and known.session == greeting.session else None
-    owner = (self._keys.owner(wire.key()) or "") if self._keys else None
-    reason = peers.objection(self._run, greeting, owner)
+    owner = (self.keys.owner(wire.key()) or "") if self.keys else None
+    reason = peers.objection(self.run, greeting, owner)
     if greeting.stream != CONTROL:
       if peer and not reason and wire.key() == peer.key and greeting.stream < len(peer.bulk):
         peer.bulk[greeting.stream].attach(wire)
-        self.call(self._control.hand_over, wire, next(self._places))
+        self.control_thread.call(self.control_thread.hand_over, wire, next(self._places))
       return None
     if reason:
       return GreetingRefused(False, reason)
@@ -322,7 +323,7 @@ class NetworkEndpoint(Endpoint):
       if known is not None:
         newer = f"a newer incarnation of {known.address} is here ({greeting.incarnation})"
         self._show_out(known, newer, fenced=True)
-      peer = Peer(greeting.address, self._run, greeting.streams, self, key=wire.key())
+      peer = Peer(greeting.address, greeting.streams, self, key=wire.key())
       self._accepted[peer.address] = peer
     peer.control.attach(wire)
     wire.say(self._greeting)
@@ -334,7 +335,8 @@ class NetworkEndpoint(Endpoint):
     if wire is not None and self._door:
       self._door.send_off(wire, GreetingRefused(fenced, reason))
     peer.hang_up()
-    peer.incoming = None  # its channels refer to a peer: only a collection frees them and it
+    # The old one's memory is free now; a collection frees the peer, since its channels refer to it.
+    peer.incoming = peers.Incoming(peer, peer.incarnation)
     peer.drop_queue()
     if self._accepted.get(peer.address) is peer:
       del self._accepted[peer.address]
@@ -376,13 +378,13 @@ class NetworkEndpoint(Endpoint):
     """Runs in a thread of its own: name resolution, the far end and the disk may be slow."""
     try:
       context = None
-      if self._keys is not None:
-        key = key or self._keys.server_key(channel.peer.address)
-        context = self._keys.context_to(key)
+      if self.keys is not None:
+        key = key or self.keys.server_key(channel.peer.address)
+        context = self.keys.context_to(key)
       connected = frames.connect(url, context, self._quiet_seconds)
     except Exception as error:  # of any kind: without an answer the peer is never dialed again
       connected = error
-    self.call(self._connected, channel, url, key, connected)
+    self.control_thread.call(self._connected, channel, url, key, connected)
 
   def _connected(
     self, channel: Channel, url: str, key: bytes, connected: socket.socket | Exception
@@ -402,7 +404,7 @@ class NetworkEndpoint(Endpoint):
     channel.answer_until = time.monotonic() + self._quiet_seconds
     wire.say(dataclasses.replace(self._greeting, stream=channel.number))
     channel.attach(wire)
-    thread = next(self._places) if bulk else self._control
+    thread = next(self._places) if bulk else self.control_thread
     thread.call(thread.add, wire)
 
   def _on_answer(self, peer: Peer, greeting: Greeting) -> None:
@@ -450,55 +452,44 @@ class Door(frames.Owner):
   """Accepts connections; owns each until its first frame names a peer, and refused ones to the end.
 
   Only the endpoint's control thread uses it.
-
-  Args:
-    listener: a socket that listens.
-    thread: the thread that its connections belong to at first.
-    keys: of this role; None: without.
-    counters: the endpoint's.
-    let_in: gives a connection to the peer that its first frame names; see
-      `NetworkEndpoint._let_in`.
   """
 
-  def __init__(
-    self,
-    listener: socket.socket,
-    thread: IoThread,
-    keys: Keys | None,
-    counters: Counters,
-    let_in: Callable[[FrameSocket, Greeting], GreetingRefused | None],
-  ):
-    self._listener, self._thread = listener, thread
-    self._keys, self._counters, self._let_in = keys, counters, let_in
+  def __init__(self, listener: socket.socket, endpoint: NetworkEndpoint):
+    self._listener, self._endpoint = listener, endpoint
+    self._loop, self._counters = endpoint.control_thread.loop, endpoint.counters
     self._strangers: dict[FrameSocket, float] = {}  # since when, oldest first
     self._sent_off: set[FrameSocket] = set()  # strangers that are refused, and counted already
     self._most = min(MOST_STRANGERS, raise_limit() // 4)
+    with contextlib.suppress(OSError):  # our key cannot be read now: the first comer asks again
+      if endpoint.keys is not None:
+        endpoint.keys.context()  # now, since it takes long with many keys
     self._listen()
 
   def _listen(self) -> None:
     if self._listener.fileno() >= 0:
-      self._thread.loop.add_reader(self._listener, self._on_comer)
+      self._loop.add_reader(self._listener, self._on_comer)
 
   def close(self) -> None:
     """Accepts no more connections."""
     if self._listener.fileno() >= 0:
-      self._thread.loop.remove_reader(self._listener)
+      self._loop.remove_reader(self._listener)
       self._listener.close()
 
   def _on_comer(self) -> None:
     try:
       connected, _ = self._listener.accept()
     except OSError:  # no descriptor is left: a waiting connection would wake us again and again
-      self._thread.loop.remove_reader(self._listener)
-      self._thread.loop.call_later(TEND_SECONDS, self._listen)
+      self._loop.remove_reader(self._listener)
+      self._loop.call_later(TEND_SECONDS, self._listen)
       return
     try:
-      wire = FrameSocket(connected, self, self._keys.context() if self._keys else None)
+      keys = self._endpoint.keys
+      wire = FrameSocket(connected, self, keys.context() if keys else None)
     except OSError:  # our key cannot be read now, or the far end has gone
       connected.close()
       return
     now = self._strangers[wire] = time.monotonic()
-    self._thread.add(wire)
+    self._endpoint.control_thread.add(wire)
     self.cut_off(now)
 
   def cut_off(self, now: float) -> None:
@@ -537,7 +528,7 @@ class Door(frames.Owner):
     if not isinstance(frame, Greeting):
       self.malformed(wire, "no greeting")
       return
-    answer = self._let_in(wire, frame)
+    answer = self._endpoint.let_in(wire, frame)
     if wire.owner is self:
       self.send_off(wire, answer)
     else:

@@ -24,8 +24,8 @@ import sys
 import threading
 import time
 import typing
-from collections.abc import Callable, Iterator
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated, Any
 
 from msgspec import Meta
 
@@ -132,14 +132,19 @@ UNSENT_BYTES = 1 << 19  # most unsent bytes in the kernel; the others wait in th
 SCRATCH = memoryview(bytearray(1 << 16))  # unwanted payloads are read into this
 KEEPALIVE_SECONDS = 20  # without data, until the kernel asks the far end for a sign of life
 DEAD_SECONDS = 120  # without an acknowledgement, until the kernel ends a connection
-SOCKET_OPTIONS = (  # set where the system has them
+# Options of sockets, set where the system has them. If a path is gone without notice (a firewall
+# forgot it, a host lost its power), a connection without data ends after `DEAD_SECONDS` ...
+ALIVE_OPTIONS = (
   (socket.IPPROTO_TCP, "TCP_NODELAY", 1),
-  (socket.IPPROTO_TCP, "TCP_NOTSENT_LOWAT", UNSENT_BYTES),
-  # If a path is gone without notice (a firewall forgot it), the connection ends within minutes;
-  # without these options its data would count as under way for a quarter of an hour.
   (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
   (socket.IPPROTO_TCP, "TCP_KEEPIDLE", KEEPALIVE_SECONDS),
   (socket.IPPROTO_TCP, "TCP_KEEPINTVL", KEEPALIVE_SECONDS),
+  (socket.IPPROTO_TCP, "TCP_KEEPCNT", DEAD_SECONDS // KEEPALIVE_SECONDS - 1),
+)
+# ... and with these options also one whose data would count as under way for a quarter of an hour.
+FRAME_OPTIONS = (
+  *ALIVE_OPTIONS,
+  (socket.IPPROTO_TCP, "TCP_NOTSENT_LOWAT", UNSENT_BYTES),
   (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", 1000 * DEAD_SECONDS),
 )
 NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
@@ -182,6 +187,13 @@ def connect(url: str, context: ssl.SSLContext | None, timeout_seconds: float) ->
     raise ConnectionError(f"nothing answers at {url}" if late else why) from error
 
 
+def set_options(connected: socket.socket, options: Iterable[tuple[int, str, int]]) -> None:
+  """Sets those options that this system has."""
+  for level, name, value in options:
+    if hasattr(socket, name):
+      connected.setsockopt(level, getattr(socket, name), value)
+
+
 class Forget(Exception):
   """A payload that is no longer wanted: the connection reads and drops it."""
 
@@ -191,6 +203,8 @@ Parcel = tuple[memoryview, ...]  # bytes to send: a frame, and the payload after
 
 class Owner:
   """The owner of a connection; its methods are called in the connection's thread."""
+
+  most_bytes = STRANGER_FRAME_BYTES  # longest frame that is accepted
 
   def next(self, wire: FrameSocket) -> Parcel | None:
     """The next bytes to send; the kernel has all bytes of the parcel before."""
@@ -229,15 +243,12 @@ class FrameSocket:
 
   def __init__(self, connected: socket.socket, owner: Owner, context: ssl.SSLContext | None = None):
     connected.setblocking(False)
-    for level, name, value in SOCKET_OPTIONS:
-      if hasattr(socket, name):
-        connected.setsockopt(level, getattr(socket, name), value)
+    set_options(connected, FRAME_OPTIONS)
     if context is not None:
       connected = context.wrap_socket(connected, server_side=True, do_handshake_on_connect=False)
     self.owner = owner
     self.thread: IoThread | None = None
     self.watched = False, False  # what its thread's loop waits for: to read, to write
-    self.most_bytes = STRANGER_FRAME_BYTES  # longest frame that is accepted
     self._socket = connected
     self._tls = connected if isinstance(connected, ssl.SSLSocket) else None
     self._pace: Iterator[None] = itertools.repeat(None)
@@ -365,7 +376,7 @@ class FrameSocket:
     while True:
       yield prefix
       size, payload_bytes = PREFIX.unpack(prefix)
-      if not 0 < size <= self.most_bytes:
+      if not 0 < size <= self.owner.most_bytes:
         raise MalformedMessage(f"begins with {bytes(prefix).hex()}, which no frame of ours does")
       data = bytearray(size)
       yield memoryview(data)
@@ -410,14 +421,14 @@ class IoThread(threading.Thread):
 
   Args:
     name: of the thread.
-    failed: called with the error that ended the thread.
+    failed: called with the error that ends the thread.
   """
 
   def __init__(self, name: str, failed: Callable[[Exception], None]):
     super().__init__(name=name, daemon=True)
     self.loop = asyncio.SelectorEventLoop()
     self.loop.set_exception_handler(self._on_exception)
-    self._failed, self._error = failed, None
+    self._failed = failed
     self._wires: set[FrameSocket] = set()
 
   def call(self, function: Callable[..., Any], *arguments: Any) -> None:
@@ -457,7 +468,8 @@ class IoThread(threading.Thread):
     self.call(self.loop.stop)
 
   def _on_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    self._error = self._error or context.get("exception") or RuntimeError(context["message"])
+    loop.default_exception_handler(context)  # prints the trace
+    self._failed(context.get("exception") or RuntimeError(context["message"]))
     loop.stop()
 
   def run(self) -> None:
@@ -465,9 +477,6 @@ class IoThread(threading.Thread):
     for wire in [*self._wires]:
       wire.close()
     self.loop.close()
-    if self._error is not None:
-      self._failed(self._error)
-      raise self._error
 
 
 # --- Keeps the queue of a slow link short, so that control need not wait there behind fragments
@@ -494,34 +503,29 @@ def pace(connection: socket.socket) -> Iterator[None]:
   """Limits the rate at which a connection sends; `next` is to be called while it sends."""
   while sys.platform == "linux":
     _limit(connection, _NO_LIMIT)
-    before = _measure(connection)
-    rate = 0.0
+    before, rate = _measure(connection), 0.0
     while not rate:
       yield from _pause(FREE_SECONDS)
       now = _measure(connection)
-      queue, acked, busy, full = now.queue, *(a - b for a, b in zip(now[1:], before[1:]))
+      queue_seconds, acked, busy, full = now[0], *(a - b for a, b in zip(now[1:], before[1:]))
       if busy >= FREE_SECONDS / 2:
         before = now
-        slow = queue > QUEUE_SECONDS and full < FULL_SHARE * busy and acked < FAST_BYTES * busy
-        rate = acked / busy if slow else 0.0
+        queues = queue_seconds > QUEUE_SECONDS and full < FULL_SHARE * busy
+        rate = acked / busy if queues and acked < FAST_BYTES * busy else 0.0
     _limit(connection, int(SHARE * rate))
     yield from _pause(LIMITED_SECONDS)
   yield from itertools.repeat(None)
 
 
-class _Measured(NamedTuple):
-  """What the kernel tells of a connection; zeros where it is too old for that."""
+def _measure(connection: socket.socket) -> tuple[float, int, float, float]:
+  """What the kernel tells of a connection; zeros where it is too old for that.
 
-  queue: float  # seconds that a packet waits on the way
-  acked: int  # bytes, since the connection began
-  busy: float  # seconds in which there was something to send
-  full: float  # seconds of these in which the far end had no room
-
-
-def _measure(connection: socket.socket) -> _Measured:
+  Returns (seconds that a packet waits on the way, bytes acknowledged since the beginning, seconds
+  in which there was something to send, seconds of these in which the far end had no room).
+  """
   info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
   rtt, acked, least, busy, full = _TCP_INFO.unpack(info.ljust(_TCP_INFO.size, b"\0"))
-  return _Measured((rtt - least) / 1e6, acked, busy / 1e6, full / 1e6)
+  return (rtt - least) / 1e6, acked, busy / 1e6, full / 1e6
 
 
 def _limit(connection: socket.socket, rate: int) -> None:

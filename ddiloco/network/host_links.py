@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from ddiloco.network.frames import bind, connect
+from ddiloco.network.frames import ALIVE_OPTIONS, bind, connect, set_options
 from ddiloco.network.keys import Keys
 
 HELLO_BYTES = 1 << 12  # longest hello of a stranger
@@ -38,7 +38,7 @@ class HostLink:
   """One connection. Every call blocks, and raises OSError when the far end is gone."""
 
   def __init__(self, connected: socket.socket):
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    set_options(connected, ALIVE_OPTIONS)  # some of the connections carry data rarely
     self._socket = connected
 
   def send(self, message: bytes) -> None:
@@ -363,7 +363,7 @@ class HostWatch:
     self._mine, self._meet_seconds = mine, meet_seconds
     self._silent_seconds, self._order_seconds = silent_seconds, order_seconds
     self._lost, self._asked = lost, asked
-    self._over = threading.Event()
+    self._over, self._telling = threading.Event(), threading.Lock()
     now = time.monotonic()
     self._heard = dict.fromkeys(links, now)
     self._beats: dict[int, HostProgress] = {}
@@ -380,7 +380,8 @@ class HostWatch:
 
   def end(self) -> None:
     """Reports nothing from now on."""
-    self._over.set()
+    with self._telling:
+      self._over.set()
 
   def _hear(self, host: int, link: HostLink) -> None:
     try:
@@ -426,6 +427,8 @@ class HostWatch:
       self._tell(host, f"nothing has moved for {limit:.0f} s; host 0: {self._mine.doing}, {what}")
 
   def _tell(self, host: int | None, reason: str) -> None:
-    if not self._over.is_set():
+    with self._telling:  # several threads may find a fault at once
+      first = not self._over.is_set()
       self._over.set()
+    if first:
       self._lost(host, reason)

@@ -12,15 +12,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import errno
+import functools
 import ipaddress
 import os
 import re
 import ssl
 import tempfile
-import threading
-import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from ddiloco.checks import ConfigError, require
 from ddiloco.network.transport import EVALUATOR_ADDRESS, learner_address, syncer_address
@@ -143,16 +143,6 @@ def read(path: Path) -> tuple[bytes, bytes | None]:
   Raises:
     ConfigError: the file is missing, cannot be read, is damaged, or is of an earlier version.
   """
-  der, secret = _parse(path)
-  try:
-    _context(ssl.PROTOCOL_TLS_CLIENT, [der])
-  except (OSError, ValueError) as error:  # ssl.SSLError is an OSError; ValueError: it is empty
-    raise ConfigError(f"--keys = {str(path)!r}: is damaged. Fix: {_COPY}.") from error
-  return der, secret
-
-
-def _parse(path: Path) -> tuple[bytes, bytes | None]:
-  """Like `read`, but does not check that the bytes are a certificate."""
   try:
     data = path.read_bytes()
   except OSError as error:
@@ -162,9 +152,16 @@ def _parse(path: Path) -> tuple[bytes, bytes | None]:
   certificate, secret = _CERTIFICATE.search(data), _PRIVATE.search(data)
   try:
     der = ssl.PEM_cert_to_DER_cert(certificate[0].decode().strip() if certificate else "")
-  except ValueError as error:
+    _probe().load_verify_locations(cadata=der)
+  except (OSError, ValueError) as error:  # ssl.SSLError is an OSError; ValueError: it is empty
     raise ConfigError(f"--keys = {str(path)!r}: is damaged. Fix: {_COPY}.") from error
   return der, secret and secret[0]
+
+
+@functools.cache
+def _probe() -> ssl.SSLContext:
+  """Loads certificates to check them, and never connects: making one for each takes longer."""
+  return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
 def _context(protocol: int, trusted: list[bytes]) -> ssl.SSLContext:
@@ -175,46 +172,71 @@ def _context(protocol: int, trusted: list[bytes]) -> ssl.SSLContext:
   context.verify_mode = ssl.CERT_REQUIRED
   if protocol == ssl.PROTOCOL_TLS_SERVER:
     context.num_tickets = 0  # no resumption: every connection presents its key
-  if trusted:
-    context.load_verify_locations(cadata=b"".join(trusted))
+  for certificate in trusted:  # one at a time: a call keeps all other threads waiting
+    context.load_verify_locations(cadata=certificate)
   return context
 
 
-def read_public(folder: Path) -> tuple[dict[bytes, str], list[str]]:
-  """(certificate -> address of the valid files, problems of the others).
+class PublicFile(NamedTuple):
+  """The file of a public key, as it was read last."""
+
+  stamp: tuple[int, int] | None  # of its contents; None: it is read again next time
+  certificate: bytes  # DER; b"": it could never be read
+
+
+def read_public(
+  folder: Path, known: Mapping[str, PublicFile]
+) -> tuple[dict[str, PublicFile], dict[bytes, str], list[str]]:
+  """(address -> file, certificate -> address, problems); reads files that are not as in `known`.
+
+  A file that cannot be read keeps the certificate that it had, which belongs to no role meanwhile.
 
   Raises:
-    OSError: the folder cannot be read now, or no descriptor is left.
+    OSError: the folder cannot be read now.
   """
-  owners: dict[bytes, str] = {}
-  problems, twice = [], set()
-  for path in sorted((folder / "public").glob("[!.]*.key")):
+  files, owners, problems = dict[str, PublicFile](), dict[bytes, list[str]](), list[str]()
+  for entry in sorted(os.scandir(folder / "public"), key=lambda each: each.name):
+    address, suffix = os.path.splitext(entry.name)
+    if suffix != ".key" or address.startswith("."):
+      continue
+    file, stamp = known.get(address, PublicFile(None, b"")), _stamp(entry)
     try:
-      known = _NAME.fullmatch(path.stem) is not None
-      require(known, "--keys", str(path), "is not named after a role", "remove or rename it")
-      key, address = read(path)[0], path.stem
-      other = owners.setdefault(key, address)
-      twice |= {key} if other != address else set()
-      rule = f"is the same key as that of {other}"
-      require(other == address, "--keys", str(path), rule, "remove one, and make a new one")
+      named = _NAME.fullmatch(address) is not None
+      require(named, "--keys", entry.path, "is not named after a role", "remove or rename it")
+      if stamp is None or stamp != file.stamp:
+        file = PublicFile(stamp, read(Path(entry.path))[0])
+      owners.setdefault(file.certificate, []).append(address)
     except ConfigError as error:
-      cause = error.__cause__
-      if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
-        raise cause from None  # the file may be as good as the others
       problems.append(str(error))
-  return {key: address for key, address in owners.items() if key not in twice}, problems
+      file = file._replace(stamp=None)
+    files[address] = file
+  for first, *others in owners.values():
+    problems += [
+      f"--keys = {str(public_file(folder, other))!r}: is the same key as that of {first}."
+      " Fix: remove one, and make a new one."
+      for other in others
+    ]
+  return files, {key: one for key, (one, *others) in owners.items() if not others}, problems
+
+
+def _stamp(entry: os.DirEntry) -> tuple[int, int] | None:
+  """Time and inode of a file: they change when the file, or who may read it, does."""
+  try:
+    stat = entry.stat()
+  except OSError:
+    return None
+  return stat.st_ctime_ns, stat.st_ino
 
 
 # --- The owner of each key
 
-REREAD_SECONDS = 1.0  # at least between two reads of the folder, however often strangers connect
 _LABEL = "[A-Za-z0-9_-]{1,63}"  # of a host name; Python raises UnicodeError for other ones
 _URL = re.compile(rf"tcp://(\*|\[[0-9A-Fa-f:.]+\]|{_LABEL}(?:\.{_LABEL})*\.?):([0-9]{{1,5}})")
 
 
 @dataclasses.dataclass(eq=False)
 class Keys:
-  """The key of one role, and the public keys of all roles; follows changes of the folder.
+  """The key of one role, and the public keys of all roles as `refresh` has read them last.
 
   Attributes:
     folder: of the files.
@@ -227,13 +249,12 @@ class Keys:
   address: str
   public: bytes
   secret: bytes = dataclasses.field(repr=False)
+  _files: dict[str, PublicFile] = dataclasses.field(repr=False)  # by address
   _owners: dict[bytes, str] = dataclasses.field(repr=False)  # certificate -> address
-  _stamp: list[tuple[str, int, int]] = dataclasses.field(repr=False)  # of what was read
-
-  def __post_init__(self) -> None:
-    self._read_at = time.monotonic()
-    self._context: ssl.SSLContext | None = None
-    self._lock = threading.Lock()
+  # For accepting connections: (owners whose keys are valid, context).
+  _accepts: tuple[dict[bytes, str], ssl.SSLContext] | None = dataclasses.field(
+    default=None, repr=False
+  )
 
   @classmethod
   def load(cls, folder: Path, address: str) -> Keys:
@@ -252,82 +273,62 @@ class Keys:
     require(fits, "--keys", str(path), "is damaged", made)
     fits = read(public_path)[0] == public
     require(fits, "--keys", str(public_path), "does not belong to this role's secret key", made)
-    stamp = _stamp(folder)
-    owners, problems = read_public(folder)
+    files, owners, problems = read_public(folder, {})
     if problems:
       raise ConfigError(problems[0])
-    return cls(folder, address, public, secret or b"", owners, stamp)
+    return cls(folder, address, public, secret or b"", files, owners)
+
+  def refresh(self) -> None:
+    """Reads files that are new or have changed; may take long, and is called in one thread.
+
+    When the folder cannot be read, all keys stay listed, so that a disk that is away for a moment
+    ends no connection; but newcomers are refused.
+    """
+    try:
+      self._files, owners, _ = read_public(self.folder, self._files)
+    except OSError:
+      owners = {}
+    self._owners = owners
+    if self._accepts is not None and self._accepts[0] != owners:  # a role that dials has none
+      try:
+        self._accepts = self._accept(owners)
+      except OSError:  # our own key cannot be read now: `context` tries again
+        self._accepts = None
 
   def server_key(self, peer: str) -> bytes:
     """The certificate to expect of the shard `peer`, "syncer-0"; ConfigError if none is listed."""
     return read(public_file(self.folder, peer))[0]
 
   def owner(self, certificate: bytes) -> str | None:
-    """The role that this key belongs to, "learner-3", by the folder as it is now; None: no role."""
-    with self._lock:
-      address = self._owners.get(certificate)
-      if address is not None:
-        with contextlib.suppress(ConfigError):  # its file is gone, or has no key any more
-          if _parse(public_file(self.folder, address))[0] == certificate:
-            return address
-      elif time.monotonic() - self._read_at < REREAD_SECONDS:
-        return None
-      return self._owners.get(certificate) if self._reread() else None
+    """The role that this key belongs to, "learner-3"; None: no role."""
+    return self._owners.get(certificate)
 
-  def withdrawn(self, address: str, certificate: bytes) -> bool:
-    """Whether the folder no longer lists this key as that of `address`.
-
-    A missing folder, or a file that cannot be read now, withdraws no key: newcomers are refused
-    then, but a disk that is away for a moment must not end a run.
-    """
-    path = public_file(self.folder, address)
-    try:
-      return _parse(path)[0] != certificate
-    except ConfigError:
-      with contextlib.suppress(OSError):  # a stale handle, no permission
-        return path.parent.is_dir() and not path.exists()
-      return False
+  def listed(self, address: str) -> bytes:
+    """The certificate that is listed for a role; b"": its file is gone."""
+    file = self._files.get(address)
+    return file.certificate if file else b""
 
   def context(self) -> ssl.SSLContext:
-    """For accepting connections: any listed key is valid; `owner` gives its role. Made again after
-    a change in the folder. OSError: a file cannot be read now."""
-    with self._lock:
-      if time.monotonic() - self._read_at >= REREAD_SECONDS:
-        self._read_at = time.monotonic()
-        if _stamp(self.folder) != self._stamp:
-          self._reread()
-      if self._context is None:
-        context = _context(ssl.PROTOCOL_TLS_SERVER, list(self._owners))
-        _show(context, secret_file(self.folder, self.address))
-        self._context = context  # not before: without our key no handshake would succeed
-      return self._context
+    """For accepting connections: any listed key is valid; `owner` gives its role.
+
+    Raises:
+      OSError: our own key cannot be read now.
+    """
+    accepts = self._accepts
+    if accepts is None:
+      accepts = self._accepts = self._accept(self._owners)
+    return accepts[1]
+
+  def _accept(self, owners: dict[bytes, str]) -> tuple[dict[bytes, str], ssl.SSLContext]:
+    context = _context(ssl.PROTOCOL_TLS_SERVER, [*owners])
+    _show(context, secret_file(self.folder, self.address))
+    return owners, context
 
   def context_to(self, certificate: bytes) -> ssl.SSLContext:
     """For dialing, as this role: only the shard with this certificate is accepted."""
     context = _context(ssl.PROTOCOL_TLS_CLIENT, [certificate])
     _show(context, secret_file(self.folder, self.address))
     return context
-
-  def _reread(self) -> bool:
-    """Reads the folder again; whether it could be read."""
-    self._read_at = time.monotonic()
-    stamp = _stamp(self.folder)
-    try:
-      self._owners, _ = read_public(self.folder)  # a damaged file is no role's key
-    except OSError:  # no disk or no descriptor now: the next call reads it again
-      return False
-    self._stamp, self._context = stamp, None
-    return True
-
-
-def _stamp(folder: Path) -> list[tuple[str, int, int]]:
-  """Names, times and inodes of the files: they change when a file, or who may read it, does."""
-  found = []
-  with contextlib.suppress(OSError):
-    for entry in os.scandir(folder / "public"):
-      stat = entry.stat()
-      found.append((entry.name, stat.st_ctime_ns, stat.st_ino))
-  return sorted(found)
 
 
 def _show(context: ssl.SSLContext, path: Path) -> None:

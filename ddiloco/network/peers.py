@@ -11,11 +11,10 @@ from __future__ import annotations
 import collections
 import ctypes
 import dataclasses
-import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,7 +30,7 @@ from ddiloco.network.frames import (
   Greeting,
   Parcel,
 )
-from ddiloco.network.transport import open_frame
+from ddiloco.network.transport import MAX_BULK, RunIdentity, open_frame
 from ddiloco.protocol.messages import MalformedMessage
 
 if TYPE_CHECKING:
@@ -41,16 +40,6 @@ if TYPE_CHECKING:
 
 FUTURE_SECONDS = 86_400  # clocks may be wrong by hours; incarnations further ahead are refused
 MAX_STREAMS = 64
-
-
-@dataclasses.dataclass(frozen=True)
-class RunIdentity:
-  """What a transport must know of its run; the same on every role."""
-
-  run_id: str
-  plan_id: str  # the contract: a digest of the settings that all roles must share
-  max_payload_bytes: int  # of one message
-  queue_bytes: int  # of fragments queued for, or from, one peer
 
 
 def incarnation_at(unix_seconds: float) -> int:
@@ -115,6 +104,8 @@ MAX_REASON = 300  # characters
 class Channel(frames.Owner):
   """One of the connections to a peer, made again whenever it breaks, and its queue."""
 
+  most_bytes = frames.MAX_FRAME_BYTES
+
   def __init__(self, peer: Peer, number: int):
     self.peer, self.number = peer, number
     self.wire: FrameSocket | None = None  # the connection at present
@@ -130,7 +121,7 @@ class Channel(frames.Owner):
     """Takes a new connection; a message that was being sent starts again from its beginning."""
     with self.peer.lock:
       old, self.wire, self.leaving = self.wire, wire, False
-    wire.owner, wire.most_bytes = self, frames.MAX_FRAME_BYTES
+    wire.owner = self
     if self.number != CONTROL:
       wire.keep_pace()
     if old is not None:
@@ -167,7 +158,7 @@ class Channel(frames.Owner):
     incoming = self.peer.incoming
     if self.wire is not wire:
       raise Forget
-    if self.number != CONTROL and incoming is not None and isinstance(frame, Bulk):
+    if self.number != CONTROL and isinstance(frame, Bulk):
       return incoming.room(self.number, frame, size)
     if isinstance(frame, Control) and self.peer.caretaker.crowded(self.peer.address):
       return None  # it is read no faster than the role takes its messages
@@ -180,18 +171,16 @@ class Channel(frames.Owner):
     peer.heard_at = time.monotonic()
     if self.number == CONTROL:
       peer.caretaker.on_frame(peer, frame)
-    elif not isinstance(frame, Bulk) or incoming is None:
+    elif not isinstance(frame, Bulk):
       self.malformed(wire, f"a {type(frame).__name__} on a connection for fragments")
-    elif (message := incoming.arrived(self.number)) is not None:
-      taken = functools.partial(incoming.taken, sum(map(len, message)))
-      if not peer.caretaker.put(peer.address, *message, peer.incarnation, taken):
-        taken()
+    else:
+      incoming.arrived(self.number)
 
   def malformed(self, wire: FrameSocket, reason: str) -> None:
     self.peer.caretaker.on_malformed(self.peer, reason)
 
   def lost(self, wire: FrameSocket, error: Exception) -> None:
-    self.peer.caretaker.call(self.peer.caretaker.on_lost, self, wire, error)
+    self.peer.caretaker.control_thread.call(self.peer.caretaker.on_lost, self, wire, error)
 
 
 class Peer:
@@ -199,7 +188,6 @@ class Peer:
 
   Args:
     address: of the peer.
-    run: the run it belongs to.
     streams: connections for fragments.
     caretaker: the endpoint that it belongs to.
     url: where we dial it; "": it has dialed us.
@@ -209,23 +197,22 @@ class Peer:
   def __init__(
     self,
     address: str,
-    run: RunIdentity,
     streams: int,
     caretaker: NetworkEndpoint,
     url: str = "",
     key: bytes = b"",
   ):
-    self.address, self.run, self.caretaker = address, run, caretaker
+    self.address, self.caretaker = address, caretaker
     self.url, self.key = url, key
     self.incarnation, self.session = -1, b""
     self.state, self.reason = "connecting", "not reached yet"
     self.heard_at = time.monotonic()  # at first, when this peer was created
     self.beat_at = 0.0
     self.lock = threading.RLock()
-    self.incoming: Incoming | None = None
     self.control = Channel(self, CONTROL)
     self.bulk = [Channel(self, number) for number in range(streams)]
     self.channels = [self.control, *self.bulk]
+    self.incoming = Incoming(self, self.incarnation)  # until a greeting: no connection uses it
     self.drops = (0, "")  # how many messages of ours the peer reports as dropped, and why
     self._untold = (0, "")  # how many of its messages we dropped and have not told it yet, and why
 
@@ -250,7 +237,7 @@ class Peer:
     """Queues a message with payload; False if there is no room."""
     with self.lock:
       queued = self.queued_bytes
-      full = queued and queued + len(payload) > self.run.queue_bytes
+      full = queued and queued + len(payload) > self.caretaker.run.queue_bytes
       if full or max(len(channel.waiting) for channel in self.bulk) >= MAX_QUEUED:
         return False
       frame = Bulk(next(self.caretaker.numbers), len(payload), header)
@@ -285,11 +272,8 @@ class Peer:
 
   def meet(self, greeting: Greeting) -> None:
     """Takes over the incarnation and session of a greeting: the peer is up."""
-    if self.incoming is None or self.session != greeting.session:
-      who = (self.run.run_id, self.run.plan_id), self.address, greeting.incarnation
-      check = functools.partial(open_frame, *who, payload=b"")  # of headers, before their payload
-      buffers = self.caretaker.buffers
-      self.incoming = Incoming(len(self.bulk), self.run, buffers, check, self.wake_bulk)
+    if self.session != greeting.session:
+      self.incoming = Incoming(self, greeting.incarnation)
     self.incarnation, self.session = greeting.incarnation, greeting.session
     self.state, self.reason, self.heard_at = "up", "", time.monotonic()
     self.control.wake()
@@ -323,49 +307,42 @@ class Peer:
 
 # --- Arriving payloads
 
-Check, Wake = Callable[[bytes], object], Callable[[], None]
-MAX_UNTAKEN = 1024  # messages of a peer that are arriving, or that the role has not taken yet
 LEAST_KEPT_BYTES = 1 << 20  # smaller blocks are allocated fresh
 KEPT_SECONDS = 3.0  # pushes of a round come together; between rounds the memory is given back
 
 
-@dataclasses.dataclass
-class _Block:
-  memory: np.ndarray
-  holder: Callable[[], object]  # a weak reference: None when the memory has no view left
-  used_at: float  # when it last had a view
-
-
 class BufferPool:
   """Memory for arriving payloads. Blocks without a reference left are used again: the first touch
-  of fresh memory may take longer than receiving the payload."""
+  of fresh memory may take longer than receiving the payload.
+
+  Attributes:
+    free: (since when, memory) of blocks without a reference left.
+  """
 
   def __init__(self) -> None:
+    self.free: list[tuple[float, np.ndarray]] = []
     self._lock = threading.Lock()
-    self._blocks: list[_Block] = []
-
-  def free(self) -> list[_Block]:
-    """Blocks without a reference left."""
-    return [block for block in self._blocks if block.holder() is None]
 
   def take(self, size: int) -> np.ndarray:
     """A uint8 [size], of any content; its memory is free again when no view of it is left."""
     if size < LEAST_KEPT_BYTES:
       return np.empty(size, np.uint8)
     with self._lock:
-      fitting = [block for block in self.free() if size <= len(block.memory) <= 2 * size]
-      memory = fitting[0].memory if fitting else np.empty(size, np.uint8)
-      holder = (ctypes.c_uint8 * len(memory)).from_buffer(memory)  # all views hold it
-      block = _Block(memory, weakref.ref(holder), time.monotonic())
-      self._blocks = [block, *(each for each in self._blocks if each.memory is not memory)]
+      fits = [n for n, (_, each) in enumerate(self.free) if size <= len(each) <= 2 * size]
+      # The newest: the processor's caches may still have it, and the others' time runs out.
+      memory = self.free.pop(fits[-1])[1] if fits else np.empty(size, np.uint8)
+    holder = (ctypes.c_uint8 * len(memory)).from_buffer(memory)  # all views hold it
+    weakref.finalize(holder, self._give_back, memory).atexit = False
     return np.frombuffer(holder, np.uint8)[:size]
 
+  def _give_back(self, memory: np.ndarray) -> None:
+    """Takes no lock: the last view may go at any moment, also while this thread has the lock."""
+    self.free.append((time.monotonic(), memory))
+
   def release(self, now: float) -> None:
-    """Gives back blocks that were not used for a while."""
+    """Gives blocks that were not used for a while back to the system."""
     with self._lock:
-      for block in self._blocks:
-        block.used_at = now if block.holder() is not None else block.used_at
-      self._blocks = [block for block in self._blocks if now - block.used_at < KEPT_SECONDS]
+      self.free = [each for each in self.free if now - each[0] < KEPT_SECONDS]
 
 
 @dataclasses.dataclass
@@ -386,34 +363,28 @@ class Incoming:
   Parts arrive in order over each stream. So messages are complete in order. A message that lacks
   the part of a stream that has gone on to a later message can never be complete: it is dropped.
 
-  Args:
-    streams: connections over which parts come.
-    run: limits a payload's bytes, and the bytes of all messages that are not taken yet; a message
-      is let in whatever its size if there is no other.
-    buffers: for payloads.
-    check: raises `MalformedMessage` if a header may not come from this peer.
-    wake: called when there is room again: connections may wait for it.
+  Messages that are arriving and messages that wait for the role are bounded together: `MAX_BULK`
+  of them, and `queue_bytes`. One is let in whatever its size if there is no other.
   """
 
-  def __init__(self, streams: int, run: RunIdentity, buffers: BufferPool, check: Check, wake: Wake):
-    self.bytes = 0  # of all messages that have begun to arrive and are not taken
-    self._streams, self._run, self._buffers = streams, run, buffers
-    self._check, self._wake = check, wake
+  def __init__(self, peer: Peer, incarnation: int):
+    self._peer, self._incarnation = peer, incarnation
     self._lock = threading.Lock()
-    self._untaken = 0  # complete messages that the role has not taken
     self._whole = -1  # number of the newest complete message
     self._assemblies: dict[int, _Assembly] = {}  # by the message's number
     self._begun = -1  # number of the newest message that got room, or was refused
-    self._under_way: list[_Assembly | None] = [None] * streams  # message that each is receiving
+    # The message that each stream is receiving.
+    self._under_way: list[_Assembly | None] = [None] * len(peer.bulk)
 
   def room(self, stream: int, frame: Bulk, size: int) -> memoryview | None:
-    """Memory for this stream's part, `size` bytes; None: there is no room until `wake` is called.
+    """Memory for this stream's part, `size` bytes; None: there is no room now, and the connection
+    is woken when there may be some.
 
     Raises:
       MalformedMessage: the part does not fit, or the message's header is wrong.
       Forget: a part of a message that is complete, lost or refused.
     """
-    place = frames.part(stream, self._streams, frame.total)
+    place = frames.part(stream, len(self._under_way), frame.total)
     if size != place.stop - place.start:
       raise MalformedMessage(f"{size} bytes are no part {stream} of {frame.total}")
     with self._lock:
@@ -433,52 +404,48 @@ class Incoming:
 
   def _begin(self, frame: Bulk) -> _Assembly:
     """Allocates a message; raises MalformedMessage if it is too large or not from this peer."""
-    self._begun, most = frame.number, self._run.max_payload_bytes
+    self._begun, most = frame.number, self._peer.caretaker.run.max_payload_bytes
     if frame.total > most:
       raise MalformedMessage(f"a payload of {frame.total} bytes exceeds {most}, this run's largest")
     self._check(frame.header)
-    payload, missing = self._buffers.take(frame.total), set(range(self._streams))
+    payload = self._peer.caretaker.buffers.take(frame.total)
+    missing = set(range(len(self._under_way)))
     assembly = _Assembly(frame.number, frame.header, payload, missing)
     self._assemblies[frame.number] = assembly
-    self.bytes += assembly.size
     return assembly
 
+  def _check(self, header: bytes) -> None:
+    open_frame(self._peer.caretaker.run, self._peer.address, self._incarnation, header, b"")
+
   def _has_room(self, frame: Bulk) -> bool:
-    if self._untaken + len(self._assemblies) >= MAX_UNTAKEN:
-      return False
-    size = len(frame.header) + frame.total
-    return not self.bytes or self.bytes + size <= self._run.queue_bytes
+    count, size = self._peer.caretaker.waiting_bulk(self._peer.address)
+    count += len(self._assemblies)
+    size += sum(each.size for each in self._assemblies.values())
+    size += len(frame.header) + frame.total
+    return not count or (count < MAX_BULK and size <= self._peer.caretaker.run.queue_bytes)
 
   def _drop(self, numbers: Iterable[int]) -> None:
     """Drops these messages, and frees their memory."""
-    if dropped := [self._assemblies.pop(number) for number in [*numbers]]:
-      self.bytes -= sum(each.size for each in dropped)
-      self._wake()
+    dropped = [self._assemblies.pop(number) for number in [*numbers]]
+    if dropped:
+      self._peer.wake_bulk()
 
   def forget(self) -> None:
     """Drops all messages that are arriving; they may be sent again."""
     with self._lock:
       self._drop(self._assemblies)
       self._begun = self._whole
-      self._under_way = [None] * self._streams
+      self._under_way = [None] * len(self._under_way)
 
-  def arrived(self, stream: int) -> tuple[bytes, np.ndarray] | None:
-    """This stream's part has arrived; returns (header, payload) if the message is complete now."""
+  def arrived(self, stream: int) -> None:
+    """This stream's part has arrived. With its last part a message goes to the role's queue."""
     with self._lock:
       assembly, self._under_way[stream] = self._under_way[stream], None
       if assembly is None:
-        return None
+        return
       assembly.missing.discard(stream)
-      if assembly.missing:
-        return None
-      self._whole = assembly.number
-      del self._assemblies[assembly.number]
-      self._untaken += 1
-      return assembly.header, assembly.payload
-
-  def taken(self, size: int) -> None:
-    """The role has taken a message of so many bytes, header and payload."""
-    with self._lock:
-      self.bytes -= size
-      self._untaken -= 1
-      self._wake()
+      if not assembly.missing:
+        self._whole = assembly.number
+        message = assembly.header, assembly.payload
+        self._peer.caretaker.put(self._peer.address, *message, self._incarnation)
+        del self._assemblies[assembly.number]  # not before: each message counts all the time

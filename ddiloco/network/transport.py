@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -57,8 +56,18 @@ def claimed_sender(message: Message) -> str:
   return syncer_address(message.shard)
 
 
+@dataclasses.dataclass(frozen=True)
+class RunIdentity:
+  """What a transport must know of its run; the same on every role."""
+
+  run_id: str
+  plan_id: str  # the contract: a digest of the settings that all roles must share
+  max_payload_bytes: int  # of one message
+  queue_bytes: int  # of fragments queued for, or from, one peer
+
+
 def open_frame(
-  run: tuple[str, str],
+  run: RunIdentity,
   sender: str,
   incarnation: int | None,
   header: bytes,
@@ -69,7 +78,7 @@ def open_frame(
   Raises:
     MalformedMessage: the frame is of another run (run id, plan id), or in another sender's name.
   """
-  message = messages.decode(header, payload, *run)
+  message = messages.decode(header, payload, run.run_id, run.plan_id)
   if claimed_sender(message) != sender:
     raise messages.MalformedMessage(f"{sender} speaks as {claimed_sender(message)}")
   if incarnation not in (None, message.incarnation):
@@ -100,14 +109,13 @@ class _Frame(NamedTuple):
   size: int
   at: float  # when it arrived
   incarnation: int | None  # of its sender, as in its greeting
-  taken: Callable[[], None]
   is_report: bool
 
 
 class _Line(collections.OrderedDict[str, collections.deque[_Frame]]):
   """Waiting frames of one kind: a bounded queue for each sender, in the order of their turns."""
 
-  def __init__(self, max_frames: int, max_bytes: float, drop_oldest: bool):
+  def __init__(self, max_frames: int, max_bytes: int, drop_oldest: bool):
     super().__init__()
     self._max_frames, self._max_bytes = max_frames, max_bytes  # of one sender
     self._drop_oldest = drop_oldest
@@ -155,26 +163,24 @@ class Endpoint:
 
   Args:
     address: of this role.
-    run_id: of this run ...
-    plan_id: ... and its contract; frames with other ids are malformed.
-    max_bulk_bytes: of the bulk messages queued from one sender; a single one is always let in.
+    run: that it belongs to; frames of another run are malformed. Of the bulk messages queued from
+      one sender, a single one is let in whatever its size.
   """
 
-  def __init__(self, address: str, run_id: str, plan_id: str, max_bulk_bytes: float = math.inf):
-    self.address = address
+  def __init__(self, address: str, run: RunIdentity):
+    self.address, self.run = address, run
     self.counters = Counters()
-    self._ids = run_id, plan_id
-    self._report = messages.report_start(run_id, plan_id)
+    self._report = messages.report_start(run.run_id, run.plan_id)
     self._ready = threading.Condition()
     self._waiting_control = _Line(MAX_CONTROL, MAX_CONTROL_BYTES, drop_oldest=True)
-    self._waiting_bulk = _Line(MAX_BULK, max_bulk_bytes, drop_oldest=False)
+    self._waiting_bulk = _Line(MAX_BULK, run.queue_bytes, drop_oldest=False)
     self._in_a_row = 0  # of control, while bulk waited
     self._woken = self._closed = False
 
   def send(self, to: str, message: Message, spoil: Spoil | None = None) -> int:
     """Queues a message; returns its size in bytes on the wire. `spoil` damages its header, for a
     planned fault."""
-    header, payload = messages.encode(message, *self._ids)
+    header, payload = messages.encode(message, self.run.run_id, self.run.plan_id)
     header = header if spoil is None else spoil(header)
     size = messages.frame_bytes(header, payload)
     if not self._closed:
@@ -194,22 +200,23 @@ class Endpoint:
   def _dropped(self, sender: str, reason: str) -> None:
     """A message of this sender was dropped here."""
 
+  def _taken(self, sender: str) -> None:
+    """The role has taken a message with payload of this sender: there is room for more."""
+
   def put(
     self,
     sender: str,
     header: bytes,
     payload: messages.Payload,
     incarnation: int | None = None,
-    taken: Callable[[], None] = lambda: None,
   ) -> bool:
     """Queues a frame from this incarnation of `sender` (None: any); False if it was not let in.
 
     When a queue is full, control drops the oldest message, and bulk the new one: its sender waits.
-    `taken` is called from the role's thread when it takes a message with payload.
     """
     size, at = messages.frame_bytes(header, payload), time.monotonic()
     is_report = payload is None and header.startswith(self._report)
-    frame = _Frame(header, payload, size, at, incarnation, taken, is_report)
+    frame = _Frame(header, payload, size, at, incarnation, is_report)
     with self._ready:
       if self._closed:
         return False
@@ -227,6 +234,12 @@ class Endpoint:
     with self._ready:
       return self._waiting_control.crowded(sender)
 
+  def waiting_bulk(self, sender: str) -> tuple[int, int]:
+    """(number, bytes) of the messages with payload that wait here from this sender."""
+    with self._ready:
+      queue = self._waiting_bulk.get(sender, ())
+      return len(queue), _bytes(queue)
+
   def receive(self, timeout_seconds: float) -> Delivery | None:
     """The next message, control first; None after the timeout or a `wake`."""
     deadline = time.monotonic() + timeout_seconds
@@ -237,9 +250,9 @@ class Endpoint:
       sender, frame = taken
       if frame.payload is not None:
         self.counters.payload_bytes += frame.size - len(frame.header)
-        frame.taken()
+        self._taken(sender)
       try:
-        message = open_frame(self._ids, sender, frame.incarnation, frame.header, frame.payload)
+        message = open_frame(self.run, sender, frame.incarnation, frame.header, frame.payload)
         return Delivery(sender, message, frame.at)
       except messages.MalformedMessage as error:
         self.counters.malformed += 1
@@ -290,7 +303,7 @@ class Hub:
   """
 
   def __init__(self, run_id: str, plan_id: str, max_bulk_bytes: int = 4 << 30):
-    self.inbox = run_id, plan_id, max_bulk_bytes
+    self.run = RunIdentity(run_id, plan_id, max_bulk_bytes, max_bulk_bytes)
     self.endpoints: dict[str, QueueEndpoint] = {}  # the newest of each address; it may be closed
     self._lock = threading.Lock()
 
@@ -308,7 +321,7 @@ class QueueEndpoint(Endpoint):
   """One role's end of a `Hub`."""
 
   def __init__(self, hub: Hub, address: str):
-    super().__init__(address, *hub.inbox)
+    super().__init__(address, hub.run)
     self._hub = hub
 
   def _post(self, to: str, header: bytes, payload: messages.Payload) -> int:

@@ -68,7 +68,7 @@ def parse_address(listen: str, flag: str) -> tuple[str, int]:
 
 
 class WebServer(socketserver.ThreadingTCPServer):
-  """Listens from the start; `start` answers, `close` ends it.
+  """Listens from the start; `start` answers, `close` ends it, started or not.
 
   Args:
     listen: "HOST:PORT"; port 0 picks a free one.
@@ -97,6 +97,9 @@ class WebServer(socketserver.ThreadingTCPServer):
     self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
     self._open: dict[socket.socket, None] = {}  # oldest first
     self._lock = threading.Lock()
+    self._answers = threading.Thread(
+      target=self.serve_forever, args=(0.1,), name="web", daemon=True
+    )
     try:
       super().__init__((host, port), _Handler)
     except (OSError, TypeError, ValueError) as error:  # not an OSError: it is no host name
@@ -110,11 +113,12 @@ class WebServer(socketserver.ThreadingTCPServer):
 
   def start(self) -> None:
     """Answers requests from now on, in threads of its own."""
-    threading.Thread(target=self.serve_forever, args=(0.1,), name="web", daemon=True).start()
+    self._answers.start()
 
   def close(self) -> None:
-    """Stops the server; only after `start`."""
-    self.shutdown()
+    """Stops the server."""
+    if self._answers.is_alive():  # else `shutdown` would wait for ever
+      self.shutdown()
     self.server_close()
 
   def get_request(self):
@@ -143,7 +147,7 @@ class WebServer(socketserver.ThreadingTCPServer):
 
   def handle_error(self, request, client_address) -> None:
     if not isinstance(sys.exception(), OSError):  # a broken connection is not our error
-      super().handle_error(request, client_address)
+      warn(f"a connection could not be served\n{traceback.format_exc()}")
 
 
 class _RequestReader(io.RawIOBase):

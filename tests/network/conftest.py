@@ -1,12 +1,19 @@
 """Fixtures of the network's tests."""
 
+import contextlib
+
 import pytest
 
 from tests.network.net import Net
 
 
 @pytest.fixture
-def net():
-  net = Net("run", "plan")
-  yield net
-  net.close()
+def secure() -> bool:
+  """Whether `net` has keys; a module, or a test's parameter, may say otherwise."""
+  return False
+
+
+@pytest.fixture
+def net(secure):
+  with contextlib.closing(Net("run", "plan", secure=secure)) as net:
+    yield net

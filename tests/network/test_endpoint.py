@@ -14,7 +14,8 @@ from proxy import Link
 
 from ddiloco.config import NetworkConfig
 from ddiloco.network import frames
-from ddiloco.network.peers import MAX_QUEUED, Peer, RunIdentity, objection, seconds_since_2020
+from ddiloco.network.peers import MAX_QUEUED, Peer, objection, seconds_since_2020
+from ddiloco.network.transport import RunIdentity
 from ddiloco.protocol import messages
 from ddiloco.protocol.messages import Goodbye, Hello, Push, RequestMoments
 from tests import says
@@ -78,7 +79,7 @@ def test_why_greetings_are_refused():
   ],
 )
 def test_a_place_is_taken_by_the_newer_of_two(net, session, incarnation, outnumbers):
-  peer = Peer("learner-3", net.run, 2, net.connect("syncer-0"))
+  peer = Peer("learner-3", 2, net.connect("syncer-0"))
   peer.meet(frames.Greeting("run", "plan", "learner-3", 7, b"12345678", 2))
   other = frames.Greeting("run", "plan", "learner-3", incarnation, session, 2)
   assert peer.outnumbers(other) == outnumbers
@@ -214,7 +215,8 @@ def test_what_has_no_room_waits_at_its_sender_and_comes_as_soon_as_there_is_some
   most = 0
   for i in range(count):
     assert shard.receive(SECONDS).message.round == i
-    most = max(most, peer.incoming.bytes)
+    arriving = sum(each.size for each in [*peer.incoming._assemblies.values()])
+    most = max(most, shard.waiting_bulk("learner-0")[1] + arriving)
   assert most <= 2 * size
   assert not learner.counters.undelivered
 
@@ -223,10 +225,10 @@ def test_memory_of_a_payload_is_free_when_its_role_has_done_with_it(net):
   sender, shard = net.connect("learner-0"), net.connect("syncer-0")
   sender.send("syncer-0", says.push(0, 0, 0, 7, 0, 1, 1, 0, "f32", np.zeros(4 << 20, np.uint8)))
   arrived = shard.receive(SECONDS)
-  assert not shard.buffers.free()
+  assert not shard.buffers.free
   assert arrived.message.payload.size == 4 << 20
   del arrived  # and nothing else arrives
-  net.wait_until(lambda: shard.buffers.free())
+  net.wait_until(lambda: shard.buffers.free)
 
 
 def test_a_peer_that_is_never_reached_has_a_bounded_queue_however_small_its_messages(net):
@@ -253,7 +255,6 @@ def test_two_shards_that_dial_each_other(net):
   assert a.receive(SECONDS)[0] == "syncer-1"
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_endpoint_whose_thread_has_failed_says_why_and_is_not_fenced(net):
   learner = net.open("learner-0", 0)
 
@@ -265,7 +266,7 @@ def test_an_endpoint_whose_thread_has_failed_says_why_and_is_not_fenced(net):
   assert learner.broken == "its network thread failed: ValueError('no cable')"
   assert not learner.fenced and learner.outnumbered == (0, 0)
   shard = net.open("syncer-0", 0)
-  shard._control.call(fail)
+  shard.control_thread.call(fail)
   net.wait_until(lambda: not any(each.is_alive() for each in shard._threads))
   shard.close()
   net.open("syncer-0", 1)  # the port is free
@@ -280,13 +281,13 @@ def test_a_goodbye_is_still_delivered_by_close(net):
 
 def test_who_ends_does_not_come_back_while_another_far_end_lets_it_wait(net):
   shard, learner = net.open("syncer-0", 0), net.open("learner-0", 0)
-  greetings, let_in = [], shard._door._let_in
+  greetings, let_in = [], shard.let_in
 
   def noted(wire, frame):
     greetings.append(frame)
     return let_in(wire, frame)
 
-  shard._door._let_in = noted
+  shard.let_in = noted
   with socket.create_server(("127.0.0.1", 0)) as listener:
     learner.dial("syncer-0", net.url("syncer-0"))
     learner.dial("syncer-1", f"tcp://127.0.0.1:{listener.getsockname()[1]}")

@@ -35,18 +35,12 @@ START_SECONDS = 90.0  # for a process of its own, which first imports, on a busy
 SYNCER = "syncer-0"
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "keys"])
-def any_net(request):
-  net = Net("run", "plan", secure=request.param)
-  yield net
-  net.close()
+with_and_without_keys = pytest.mark.parametrize("secure", [False, True], ids=["plain", "keys"])
 
 
 @pytest.fixture
-def net():
-  net = Net("run", "plan", secure=True)
-  yield net
-  net.close()
+def secure():
+  return True
 
 
 def file_of(net: Net, address: str) -> Path:
@@ -100,6 +94,41 @@ def test_a_folder_of_keys_that_is_away_for_a_moment_cuts_nobody_off(net):
   (folder / "away").rename(folder / "public")
 
 
+def test_a_disk_that_hangs_under_the_keys_holds_up_no_message(net, monkeypatch):
+  """The thread for control read the files: a thousand took it a second and a half."""
+  shard, learner = net.connect(SYNCER), net.connect("learner-0")
+  reads, goes_on, read = threading.Semaphore(0), threading.Event(), Path.read_bytes
+
+  def hangs(path: Path) -> bytes:
+    if path.suffix == ".key":
+      reads.release()
+      goes_on.wait(SECONDS)
+    return read(path)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(Path, "read_bytes", hangs)
+    file_of(net, "learner-1").touch()
+    for _ in (shard, learner):
+      assert reads.acquire(timeout=SECONDS)
+    learner.send(SYNCER, says.hello(0, 0))
+    assert shard.receive(SECONDS / 2)
+    shard.send("learner-0", says.pull(0, 0, 0, 0, 1, 0))
+    assert learner.receive(SECONDS / 2)
+    goes_on.set()
+
+
+def test_a_shard_whose_key_is_removed_is_not_spoken_to_any_more(net):
+  shard, learner = net.connect(SYNCER), net.connect("learner-0")
+  file = file_of(net, SYNCER)
+  kept = file.read_text()
+  file.unlink()
+  net.wait_until(lambda: "No such file" in learner.links()[SYNCER]["reason"])
+  learner.send(SYNCER, says.hello(0, 0))
+  assert shard.receive(0.5) is None
+  file.write_text(kept)
+  assert shard.receive(SECONDS)
+
+
 def test_a_shard_whose_key_cannot_be_read_for_a_moment_is_dialed_again(net, monkeypatch):
   shard, learner = net.connect(SYNCER), net.open("learner-0", 0)
   tried = threading.Event()
@@ -136,8 +165,9 @@ def test_a_shard_whose_key_was_replaced_is_not_spoken_to_any_more(net):
 # --- what is dropped is said ----------------------------------------------------------------------
 
 
-def test_a_role_whose_frames_are_dropped_is_told_so_and_why(any_net):
-  shard, learner = any_net.connect(SYNCER), any_net.connect("learner-0")
+@with_and_without_keys
+def test_a_role_whose_frames_are_dropped_is_told_so_and_why(net):
+  shard, learner = net.connect(SYNCER), net.connect("learner-0")
   assert learner.links()[SYNCER]["drops"] == (0, "")
 
   def damaged(header: bytes) -> bytes:
@@ -149,17 +179,18 @@ def test_a_role_whose_frames_are_dropped_is_told_so_and_why(any_net):
     learner.send(SYNCER, says.push(0, 0, 0, number, 0, 1, 1, 0, "f32", payload), damaged)
   learner.send(SYNCER, says.hello(0, 0))
   assert shard.receive(SECONDS)[1] == says.hello(0, 0)
-  any_net.wait_until(lambda: learner.links()[SYNCER]["drops"][0] == 10)
+  net.wait_until(lambda: learner.links()[SYNCER]["drops"][0] == 10)
   assert "CRC" in learner.links()[SYNCER]["drops"][1]
   shard.send("learner-0", says.pull(0, 0, 0, 0, 1, 0), damaged)
   assert learner.receive(0.5) is None
-  any_net.wait_until(lambda: shard.links()["learner-0"]["drops"][0] == 1)
+  net.wait_until(lambda: shard.links()["learner-0"]["drops"][0] == 1)
 
 
-def test_a_message_of_another_incarnation_than_was_greeted_is_dropped_and_its_sender_told(any_net):
-  shard, learner = any_net.open(SYNCER, 4), any_net.open("learner-0", 7)
-  learner.dial(SYNCER, any_net.url(SYNCER))
-  any_net.wait_up(learner, SYNCER)
+@with_and_without_keys
+def test_a_message_of_another_incarnation_than_was_greeted_is_dropped_and_its_sender_told(net):
+  shard, learner = net.open(SYNCER, 4), net.open("learner-0", 7)
+  learner.dial(SYNCER, net.url(SYNCER))
+  net.wait_up(learner, SYNCER)
   payload = np.zeros(100, np.uint8)
   for incarnation in (6, 8, 1 << 40):
     learner.send(SYNCER, says.hello(0, incarnation))
@@ -167,7 +198,7 @@ def test_a_message_of_another_incarnation_than_was_greeted_is_dropped_and_its_se
   learner.send(SYNCER, says.hello(0, 7))
   assert shard.receive(SECONDS)[1] == says.hello(0, 7)
   assert shard.receive(0.1) is None
-  any_net.wait_until(lambda: learner.links()[SYNCER]["drops"][0] == 6)
+  net.wait_until(lambda: learner.links()[SYNCER]["drops"][0] == 6)
   assert "greeted as incarnation 7" in learner.links()[SYNCER]["drops"][1]
   for incarnation in (3, 5, 4):
     shard.send("learner-0", says.pull(0, incarnation, 7, 0, 1, 0))
@@ -195,8 +226,8 @@ def test_a_peer_that_does_not_read_costs_no_memory_for_ever():
     assert shard.counters.undelivered > 300
     told, member = threading.Event(), shard._accepted["learner-0"]
     for seconds in range(20):  # of signs of life
-      shard._control.call(shard._look_after, member, time.monotonic() + seconds)
-    shard._control.call(told.set)
+      shard.control_thread.call(shard._look_after, member, time.monotonic() + seconds)
+    shard.control_thread.call(told.set)
     assert told.wait(SECONDS)
     assert len(member.control.wire._leaving) <= 3
   net.close()
@@ -267,7 +298,7 @@ def test_a_connection_to_where_a_peer_was_is_not_greeted(net):
   mine, far = socket.socketpair()
   control = learner._dialed[SYNCER].control
   with mine, far:
-    learner.call(learner._connected, control, "tcp://127.0.0.1:1", b"", mine)
+    learner.control_thread.call(learner._connected, control, "tcp://127.0.0.1:1", b"", mine)
     far.settimeout(SECONDS)
     assert far.recv(100) == b""
 
@@ -297,8 +328,8 @@ class Loop:
 
 def open_door(loop: Loop, counters: Counters) -> Door:
   listener, _ = frames.bind("tcp://127.0.0.1:0")
-  thread = types.SimpleNamespace(loop=loop)
-  return Door(listener, thread, None, counters, lambda wire, frame: None)
+  control = types.SimpleNamespace(loop=loop)
+  return Door(listener, types.SimpleNamespace(control_thread=control, keys=None, counters=counters))
 
 
 def test_connections_of_nobody_are_cut_off_after_a_while_and_when_they_are_too_many():

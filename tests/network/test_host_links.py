@@ -89,6 +89,15 @@ def test_messages_and_bytes_arrive_in_order_on_each_kind_of_connection(url, tmp_
       sender.join(PATIENCE_SECONDS)
 
 
+def test_a_host_that_vanishes_without_a_word_is_noticed_on_every_connection(url):
+  """Its machine lost its power, say: the connection for values stayed half open for ever."""
+  links, joined = meet(url)
+  for link in (each for links in (links, joined) for host in links.values() for each in host):
+    assert link._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    assert link._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+  close(*links.values(), *joined.values())
+
+
 def test_who_does_not_come_is_named(url):
   meeting = Meeting(url, ISLAND, None)
   held = join(url, ISLAND, 2, None, PATIENCE_SECONDS)
@@ -316,6 +325,26 @@ def test_a_host_whose_connection_ends_is_named_once(socketpair):
   watched.theirs[1].close()
   time.sleep(0)  # nothing to wait for: what must not come
   assert watched.told.empty()
+
+
+def test_faults_that_are_found_at_once_are_told_once(socketpair):
+  watched, found = Watched(limit_seconds=1e9), threading.Barrier(2)
+  watched.watch.end()
+
+  class Over(threading.Event):
+    def is_set(self) -> bool:
+      was = super().is_set()
+      with contextlib.suppress(threading.BrokenBarrierError):
+        found.wait(0.5)  # for the other thread, if it looks as well before this one has told
+      return was
+
+  watched.watch._over = Over()
+  threads = [threading.Thread(target=watched.watch._tell, args=(h, "lost")) for h in (1, 2)]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join(PATIENCE_SECONDS)
+  assert watched.told.qsize() == 1
 
 
 def test_a_host_that_falls_silent_is_named_and_one_that_beats_is_not(socketpair):

@@ -11,7 +11,6 @@ import ssl
 import subprocess
 import sys
 import time
-import types
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ from ddiloco.checks import ConfigError
 from ddiloco.network import frames, keys
 from ddiloco.network.keys import Keys, make_keys, public_file, require_keys, secret_file
 from tests import says
-from tests.network.net import Net
 
 SECONDS = 20  # until a test gives up on an event
 
@@ -98,7 +96,7 @@ def test_makers_that_are_killed_or_run_at_once_leave_whole_pairs(tmp_path):
     print(f"{made} keys so far")
   assert cut, "none was killed while it worked"
   make_keys(tmp_path, learners=100, shards=0)
-  owners, problems = keys.read_public(tmp_path)
+  _, owners, problems = keys.read_public(tmp_path, {})
   assert len(owners) == 101 and problems == []
   for address in owners.values():
     public, secret = keys.read(secret_file(tmp_path, address))
@@ -220,9 +218,7 @@ def test_the_secret_is_not_shown(folder):
 # --- who is who -----------------------------------------------------------------------------------
 
 
-def test_owner_follows_the_folder(folder, monkeypatch):
-  now = [100.0]
-  monkeypatch.setattr(keys, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+def test_owner_follows_the_folder(folder):
   mine = Keys.load(folder, "syncer-0")
   public = {a: Keys.load(folder, a).public for a in ("learner-0", "learner-1")}
   assert mine.owner(public["learner-1"]) == "learner-1"
@@ -230,30 +226,34 @@ def test_owner_follows_the_folder(folder, monkeypatch):
   assert mine.owner(stranger) is None
 
   public_file(folder, "learner-1").unlink()
-  assert mine.owner(public["learner-1"]) is None, "at once"
+  mine.refresh()
+  assert mine.owner(public["learner-1"]) is None and mine.listed("learner-1") == b""
   assert mine.owner(public["learner-0"]) == "learner-0"
 
-  now[0] += 10
   make_keys(folder, learners=4, shards=2)
   late = [keys.read(public_file(folder, f"learner-{m}"))[0] for m in (2, 3)]
-  assert mine.owner(late[0]) == "learner-2"
   shutil.copy(public_file(folder, "learner-0"), public_file(folder, "learner-9"))
-  now[0] += 10
-  assert mine.owner(stranger) is None
+  mine.refresh()
+  assert mine.owner(late[0]) == "learner-2"
   assert mine.owner(public["learner-0"]) is None, "a key of two roles is nobody's"
   assert mine.owner(late[1]) == "learner-3", "and disturbs no other"
+  public_file(folder, "learner-9").unlink()
+  mine.refresh()
+  assert mine.owner(public["learner-0"]) == "learner-0"
 
 
-def test_strangers_do_not_make_it_read_more_than_once_a_second(folder, monkeypatch):
-  now, reads, stranger = [100.0], [], new_certificate()
-  monkeypatch.setattr(keys, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
-  mine = Keys.load(folder, "syncer-0")
-  real = keys.read_public
-  monkeypatch.setattr(keys, "read_public", lambda f: reads.append(now[0]) or real(f))
-  for _ in range(1000):
-    now[0] += 0.01
-    assert mine.owner(stranger) is None
-  assert 8 <= len(reads) <= 10
+def test_only_files_that_are_new_or_have_changed_are_read_again(folder, monkeypatch):
+  """A thousand files took a second and a half, and every stranger had them read."""
+  mine, read, seen = Keys.load(folder, "syncer-0"), keys.read, []
+  monkeypatch.setattr(keys, "read", lambda path: seen.append(path.stem) or read(path))
+  for _ in range(100):
+    assert mine.owner(new_certificate()) is None and mine.context()
+  mine.refresh()
+  assert not seen
+  make_keys(folder, learners=3, shards=1)
+  seen.clear()
+  mine.refresh()
+  assert seen == ["learner-2"]
 
 
 def unreadable(path):
@@ -261,50 +261,68 @@ def unreadable(path):
 
 
 def test_a_folder_that_cannot_be_read_for_a_moment_is_read_again(folder, monkeypatch):
-  now = [100.0]
-  monkeypatch.setattr(keys, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
   mine = Keys.load(folder, "syncer-0")
   make_keys(folder, learners=3, shards=1)
   late = keys.read(public_file(folder, "learner-2"))[0]
-  now[0] += 10
   with monkeypatch.context() as patch:
-    patch.setattr(keys, "read_public", unreadable)
+    patch.setattr(os, "scandir", unreadable)
+    mine.refresh()
     assert mine.owner(late) is None
-  now[0] += 10
+  mine.refresh()
   assert mine.owner(late) == "learner-2"
 
 
 def test_a_file_for_which_no_descriptor_was_left_is_read_again(folder, monkeypatch):
-  now, read = [100.0], Path.read_bytes
-  monkeypatch.setattr(keys, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
-  mine = Keys.load(folder, "syncer-0")
+  mine, read = Keys.load(folder, "syncer-0"), Path.read_bytes
   make_keys(folder, learners=3, shards=1)
   late = public_file(folder, "learner-2")
   key = keys.read(late)[0]
-  now[0] += 10
   with monkeypatch.context() as patch:
     patch.setattr(Path, "read_bytes", lambda path: unreadable(path) if path == late else read(path))
-    mine.context()  # what handshakes are judged by
-  now[0] += 10
-  mine.context()
-  assert key in mine._owners
+    mine.refresh()
+    assert mine.owner(key) is None
+  mine.refresh()
+  assert mine.owner(key) == "learner-2"
+
+
+def test_a_file_that_is_damaged_for_a_moment_ends_no_connection_and_admits_none(folder):
+  """As while it is being copied."""
+  mine, file = Keys.load(folder, "syncer-0"), public_file(folder, "learner-1")
+  key, whole = mine.listed("learner-1"), file.read_bytes()
+  file.write_bytes(whole[:-50])
+  mine.refresh()
+  assert mine.owner(key) is None and mine.listed("learner-1") == key
+  file.write_bytes(whole)
+  mine.refresh()
+  assert mine.owner(key) == "learner-1"
 
 
 def test_a_key_that_is_added_while_a_role_reads_the_folder_is_not_missed(folder, monkeypatch):
-  now, real = [100.0], keys.read_public
-  monkeypatch.setattr(keys, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+  real = keys.read_public
 
-  def read_and_added(there):
-    found = real(there)
+  def read_and_added(there, known):
+    found = real(there, known)
     make_keys(there, learners=3, shards=1)
     return found
 
   with monkeypatch.context() as patch:
     patch.setattr(keys, "read_public", read_and_added)
     mine = Keys.load(folder, "syncer-0")
-  now[0] += 10
-  mine.context()  # what handshakes are judged by
-  assert keys.read(public_file(folder, "learner-2"))[0] in mine._owners
+  mine.refresh()
+  assert mine.owner(keys.read(public_file(folder, "learner-2"))[0]) == "learner-2"
+
+
+def shaken(shard: Keys, learner: Keys) -> bool:
+  """Whether both sides accept each other's key, after a handshake in memory."""
+  server = shard.context().wrap_bio(
+    to_server := ssl.MemoryBIO(), to_client := ssl.MemoryBIO(), True
+  )
+  client = learner.context_to(shard.public).wrap_bio(to_client, to_server)
+  for side in (client, server, client):
+    with contextlib.suppress(ssl.SSLWantReadError):
+      side.do_handshake()
+  server.do_handshake()
+  return client.getpeercert(True) == shard.public and server.getpeercert(True) == learner.public
 
 
 def test_a_shard_that_cannot_read_its_own_key_for_a_moment_accepts_connections_again(folder):
@@ -315,20 +333,32 @@ def test_a_shard_that_cannot_read_its_own_key_for_a_moment_accepts_connections_a
   with pytest.raises(OSError):
     shard.context()
   away.rename(secret)
-  server = shard.context().wrap_bio(
-    to_server := ssl.MemoryBIO(), to_client := ssl.MemoryBIO(), True
-  )
-  client = learner.context_to(shard.public).wrap_bio(to_client, to_server)
-  for side in (client, server, client):
-    with contextlib.suppress(ssl.SSLWantReadError):
-      side.do_handshake()
-  assert client.getpeercert(True) == shard.public
+  assert shaken(shard, learner)
+  make_keys(folder, learners=3, shards=0)
+  secret.rename(away)
+  shard.refresh()
+  with pytest.raises(OSError):
+    shard.context()
+  away.rename(secret)
+  assert shaken(shard, Keys.load(folder, "learner-2"))
+
+
+def test_a_replaced_key_is_accepted_in_place_of_the_old_one(folder):
+  """Both certificates name the same role."""
+  shard = Keys.load(folder, "syncer-0")
+  old = Keys.load(shutil.copytree(folder, folder / "old"), "learner-0")
+  assert shaken(shard, old)
+  secret_file(folder, "learner-0").unlink()
+  public_file(folder, "learner-0").unlink()
+  make_keys(folder, learners=1, shards=0)
+  shard.refresh()
+  assert shaken(shard, Keys.load(folder, "learner-0"))
+  with pytest.raises(ssl.SSLError):
+    shaken(shard, old)
 
 
 def test_a_file_that_nobody_could_read_is_read_once_its_mode_is_mended(folder, monkeypatch):
   """Its contents and their time do not change with the mode."""
-  now = [100.0]
-  monkeypatch.setattr(keys, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
   mine, read = Keys.load(folder, "syncer-0"), Path.read_bytes
   make_keys(folder, learners=3, shards=1)
   late = public_file(folder, "learner-2")
@@ -340,18 +370,17 @@ def test_a_file_that_nobody_could_read_is_read_once_its_mode_is_mended(folder, m
     return read(path)
 
   monkeypatch.setattr(Path, "read_bytes", denied)
-  for mode, listed in ((0o600, False), (0o644, True)):
+  for mode, owner in ((0o600, None), (0o644, "learner-2")):
     late.chmod(mode)
-    now[0] += 10
-    mine.context()  # what handshakes are judged by
-    assert (key in mine._owners) == listed
-    time.sleep(0.05)  # a file system's clock may be coarse
+    mine.refresh()
+    assert mine.owner(key) == owner
 
 
 def test_a_folder_that_vanishes_lets_nobody_in(folder):
   mine = Keys.load(folder, "syncer-0")
   learner = Keys.load(folder, "learner-0").public
   shutil.rmtree(folder / "public")
+  mine.refresh()
   assert mine.owner(learner) is None
   with pytest.raises(ConfigError, match=r"public/syncer-1.key': No such file"):
     mine.server_key("syncer-1")
@@ -361,10 +390,8 @@ def test_a_folder_that_vanishes_lets_nobody_in(folder):
 
 
 @pytest.fixture
-def net():
-  net = Net("run", "plan", secure=True)
-  yield net
-  net.close()
+def secure():
+  return True
 
 
 def shake_hands(net, context: ssl.SSLContext | None, say: bytes = b"") -> bytes:
@@ -535,14 +562,15 @@ def test_what_is_no_address_is_refused(folder, url):
 def test_a_folder_with_a_stale_handle_withdraws_nothing(folder, monkeypatch):
   mine = Keys.load(folder, "syncer-0")
   learner = keys.read(public_file(folder, "learner-0"))[0]
-  assert not mine.withdrawn("learner-0", learner)
+  assert mine.listed("learner-0") == learner
 
   def stale(path, *arguments, **options):
     raise OSError(errno.ESTALE, "Stale file handle")
 
   with monkeypatch.context() as patch:
-    for name in ("read_bytes", "is_dir", "exists"):
-      patch.setattr(keys.Path, name, stale)
-    assert not mine.withdrawn("learner-0", learner)
+    patch.setattr(os, "scandir", stale)
+    mine.refresh()
+    assert mine.listed("learner-0") == learner
   public_file(folder, "learner-0").unlink()
-  assert mine.withdrawn("learner-0", learner)
+  mine.refresh()
+  assert mine.listed("learner-0") == b""

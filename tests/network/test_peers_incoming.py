@@ -1,7 +1,6 @@
 """Parts of payloads may be lost with a connection; messages arrive whole, once, in order."""
 
 import gc
-import types
 import weakref
 
 import numpy as np
@@ -15,42 +14,68 @@ from ddiloco.network.peers import (
   BufferPool,
   Incoming,
   Peer,
-  RunIdentity,
 )
+from ddiloco.network.transport import RunIdentity
 from ddiloco.protocol.messages import MalformedMessage
 
 RUN = RunIdentity("run", "plan", max_payload_bytes=1000, queue_bytes=1500)
 
 
-def check(header: bytes) -> None:
-  if header == b"bad":
-    raise MalformedMessage("not from here")
+class Inbox:
+  """A stand-in for the endpoint: messages that the role has not taken yet."""
+
+  def __init__(self, run: RunIdentity):
+    self.run, self.buffers, self.messages = run, BufferPool(), []
+
+  def put(self, sender: str, header: bytes, payload: np.ndarray, incarnation: int) -> None:
+    self.messages.append((header, payload))
+
+  def waiting_bulk(self, sender: str) -> tuple[int, int]:
+    return len(self.messages), sum(len(h) + len(p) for h, p in self.messages)
 
 
 class Box(Incoming):
-  """One that counts how often it says that there is room."""
+  """One that counts how often connections are woken since there is room."""
 
   def __init__(self, streams: int, run: RunIdentity):
-    super().__init__(streams, run, BufferPool(), check, self.wake)
-    self.woken = 0
+    self.inbox, self.woken = Inbox(run), 0
+    peer = Peer("learner-0", streams, self.inbox)
+    peer.wake_bulk = self.wake
+    super().__init__(peer, 0)
+
+  def _check(self, header: bytes) -> None:
+    if header == b"bad":
+      raise MalformedMessage("not from here")
 
   def wake(self) -> None:
     self.woken += 1
+
+  @property
+  def bytes(self) -> int:
+    """Of the messages that are arriving, or are not taken yet."""
+    return sum(each.size for each in self._assemblies.values()) + self.inbox.waiting_bulk("")[1]
 
 
 def incoming(streams: int = 2, run: RunIdentity = RUN) -> Box:
   return Box(streams, run)
 
 
-def part(box: Incoming, stream: int, number: int, total: int = 100, header=b"h"):
+def part(box: Box, stream: int, number: int, total: int = 100, header=b"h"):
   """A stream's part comes; what is whole now, or "no room"."""
-  place = frames.part(stream, box._streams, total)
+  place = frames.part(stream, len(box._under_way), total)
   bulk = frames.Bulk(number, total, header)
   memory = box.room(stream, bulk, place.stop - place.start)
   if memory is None:
     return "no room"
   memory[:] = bytes((number + k) % 256 for k in range(total))[place]
-  return box.arrived(stream)
+  return arrived(box, stream)
+
+
+def arrived(box: Box, stream: int):
+  """The message that is whole now."""
+  count = len(box.inbox.messages)
+  box.arrived(stream)
+  return box.inbox.messages[-1] if len(box.inbox.messages) > count else None
 
 
 def test_a_message_is_whole_with_its_last_part():
@@ -93,7 +118,7 @@ def test_what_was_forgotten_while_it_arrived_is_no_part_of_what_comes_again():
   box.forget()
   assert part(box, 1, 0) is None
   memory[:] = bytes(50)
-  assert box.arrived(0) is None, "these bytes went elsewhere"
+  assert arrived(box, 0) is None, "these bytes went elsewhere"
   assert bytes(part(box, 0, 0)[1]) == bytes(range(100))
 
 
@@ -121,8 +146,8 @@ def test_what_is_whole_does_not_arrive_twice(streams):
 def test_what_has_no_room_waits_until_something_is_taken():
   box = incoming(1)
   assert part(box, 0, 0, 900) and part(box, 0, 1, 900) == "no room" and not box.woken
-  box.taken(901)
-  assert box.woken == 1 and part(box, 0, 1, 900)
+  box.inbox.messages.pop()
+  assert part(box, 0, 1, 900)
   box = incoming(1, RunIdentity("run", "plan", 1000, queue_bytes=10))
   assert part(box, 0, 0, 900), "one is let in whatever its size"
 
@@ -152,7 +177,7 @@ def test_headers_that_are_not_let_in_take_no_memory():
 
 
 def test_a_connection_of_the_session_before_says_nothing_to_this_one():
-  peer = Peer("syncer-0", RUN, 1, types.SimpleNamespace(buffers=BufferPool()), url="tcp://there")
+  peer = Peer("syncer-0", 1, Inbox(RUN), url="tcp://there")
   peer.meet(frames.Greeting("run", "plan", "syncer-0", 1, b"session1", 1))
   before, now = object(), object()
   peer.bulk[0].wire = now
@@ -213,9 +238,19 @@ def test_memory_that_is_much_too_large_is_not_taken_and_idle_memory_is_freed():
   pool = BufferPool()
   pool.take(10 * LEAST_KEPT_BYTES)
   pool.take(2 * LEAST_KEPT_BYTES)
-  assert len(pool.free()) == 2, "neither fits the other"
-  used_at = max(block.used_at for block in pool.free())
+  assert len(pool.free) == 2, "neither fits the other"
+  used_at = max(since for since, _ in pool.free)
   pool.release(used_at + KEPT_SECONDS / 2)
-  assert len(pool.free()) == 2
+  assert len(pool.free) == 2
   pool.release(used_at + KEPT_SECONDS)
-  assert not pool.free()
+  assert not pool.free
+
+
+def test_of_memory_that_is_free_the_newest_is_used_first():
+  """With the oldest first, every payload came into memory that no cache had any more."""
+  pool = BufferPool()
+  held = [pool.take(LEAST_KEPT_BYTES) for _ in range(3)]
+  where = [address(each) for each in held]
+  while held:
+    held.pop(0)
+  assert [address(pool.take(LEAST_KEPT_BYTES)) for _ in range(2)] == [where[-1]] * 2

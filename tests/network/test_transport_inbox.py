@@ -1,7 +1,6 @@
 """What waits for a role: in turn, within bounds, and with the time at which it came."""
 
 import collections
-import functools
 import random
 import time
 import tracemalloc
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 
 from ddiloco.network import transport
-from ddiloco.network.transport import BULK_AFTER, MAX_CONTROL, Endpoint
+from ddiloco.network.transport import BULK_AFTER, MAX_CONTROL, Endpoint, RunIdentity
 from ddiloco.protocol import messages
 from ddiloco.protocol.messages import Goodbye, Hello, Message, Push, Report, RequestMoments
 from tests import says
@@ -19,9 +18,9 @@ from tests import says
 class Box:
   """An inbox and what it was told."""
 
-  def __init__(self, **options):
+  def __init__(self, max_bulk_bytes: int = 1 << 30):
     self.dropped = []
-    self.inbox = Endpoint("syncer-0", "run", "plan", **options)
+    self.inbox = Endpoint("syncer-0", RunIdentity("run", "plan", 1 << 30, max_bulk_bytes))
     self.inbox._dropped = lambda *what: self.dropped.append(what)
     self.counters = self.inbox.counters
 
@@ -122,13 +121,15 @@ def test_of_a_learners_reports_only_the_newest_waits():
 def test_what_has_a_payload_is_no_report_whatever_its_header_says():
   """Else the one that it replaces would never count as taken."""
   box, taken = Box(), []
+  box.inbox._taken = taken.append
   header, _ = messages.encode(report(0, 1), "run", "plan")
-  for number in range(2):
-    ended = functools.partial(taken.append, number)
-    box.inbox.put("learner-0", header, np.zeros(4, np.uint8), taken=ended)
+  for _ in range(2):
+    box.inbox.put("learner-0", header, np.zeros(4, np.uint8))
+  assert box.inbox.waiting_bulk("learner-0") == (2, 2 * (len(header) + 4))
   for _ in range(3):
     assert box.inbox.receive(0.0) is None
-  assert taken == [0, 1] and box.counters.malformed == 2
+  assert taken == ["learner-0"] * 2 and box.counters.malformed == 2
+  assert box.inbox.waiting_bulk("learner-0") == (0, 0)
 
 
 def test_a_report_does_not_overtake_what_its_learner_said_before_it():
