@@ -192,7 +192,7 @@ METHODS: dict[str, Method] = {
   "Streaming, M = 4": Method(
     "streaming_diloco", {"sync.num_fragments": 2}, sizes=("33k", "115k", "115k, long")
   ),
-  "Decoupled as published, M = 4": Method("decoupled", TWELVE, sizes=(*LONG, "115k")),
+  "Decoupled as published, M = 4": Method("decoupled", TWELVE, sizes=(*LONG, "115k", "115k, long")),
   "Decoupled, Muon inside, M = 4": Method("decoupled", TWELVE | MUON, sizes=LONG),
   "DiLoCo without waiting, M = 4": Method("diloco", ASYNCHRONOUS, sizes=LONG),
   # Data-parallel, bit by bit.
