@@ -72,6 +72,8 @@ SIZES: dict[str, Size] = {
   "33k, long": Size(2, 32, 2_555_904, after="33k", rates=(2e-3, *RATES)),
   "115k": Size(2, 64, 983_040, after="33k"),
   "115k, long": Size(2, 64, 3_932_160, after="115k", rates=(1e-3, 2e-3, 4e-3, 8e-3, 16e-3)),
+  # As many layers as the default has fragments.
+  "123k, deep": Size(8, 32, 983_040, after="33k"),
   "250k, long": Size(2, 96, 8_257_536, after="115k, long", rates=(1e-3, 2e-3, 4e-3)),
   # For an accelerator: their steps have enough tokens to keep it busy.
   "1m": Size(5, 128, 10_240_000, "33k", 128, 32, (1e-3, 2e-3, 4e-3, 8e-3)),
@@ -137,12 +139,17 @@ def twice_the_rate(learners: int) -> Method:
   return variant(AVERAGE | {"outer.learning_rate": 1.0}, learners, sizes=("33k, long",))
 
 
+def cut(policy: str) -> Method:
+  """The default with fragments by this policy."""
+  return variant({"sync.fragmentation": policy}, sizes=(DEEP,))
+
+
 def kills(rejoin: str) -> Method:
   """The default, with an island killed every hundred steps; `rejoin`: the state it returns with."""
   return variant({"checkpoint.rejoin": rejoin}, faults={"count": 12, "kinds": ["kill"]})
 
 
-ALL = tuple(SIZES)
+ALL, DEEP = tuple(SIZES), "123k, deep"
 LONG = ("33k", "33k, long")
 SLOW = (1.0, 1.0, 1.2, 1.2)
 # Two islands stay, and two others are exchanged for new ones at every quarter of the run.
@@ -185,7 +192,7 @@ METHODS: dict[str, Method] = {
   "Streaming, M = 4": Method(
     "streaming_diloco", {"sync.num_fragments": 2}, sizes=("33k", "115k", "115k, long")
   ),
-  "Decoupled as published, M = 4": Method("decoupled", TWELVE, sizes=(*LONG, "115k")),
+  "Decoupled as published, M = 4": Method("decoupled", TWELVE, sizes=(*LONG, "115k", "115k, long")),
   "Decoupled, Muon inside, M = 4": Method("decoupled", TWELVE | MUON, sizes=LONG),
   "DiLoCo without waiting, M = 4": Method("diloco", ASYNCHRONOUS, sizes=LONG),
   # Data-parallel, bit by bit.
@@ -209,6 +216,9 @@ METHODS: dict[str, Method] = {
   "H = 48": variant({"sync.sync_period": 48}),
   "mix": variant({"sync.apply": "mix"}, sizes=LONG),
   "overwrite, H = 26": variant({"sync.apply": "overwrite", "sync.sync_period": 26}),
+  "fragments by layer": cut("layer"),
+  "fragments by tensor": cut("tensor"),
+  "layers strided": cut("strided"),
   "one fragment": variant({"sync.num_fragments": 1, "sync.num_shards": 1}),
   "tau = 1": variant({"sync.overlap_steps": 1}),
   "bf16 both ways": both_ways("bf16"),
