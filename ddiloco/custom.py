@@ -300,7 +300,7 @@ def called(config: Section, what: str, call: Callable[[], Any]) -> Any:
   """Returns `call()`; an exception of the user's code becomes a ConfigError.
 
   An OSError that is not about a path passes: a storage that does not answer may do so the next
-  time, and a role that ends with a ConfigError is not started again.
+  time.
 
   Args:
     config: the section that names the user's code.
