@@ -307,7 +307,8 @@ def _fragment(
   """One fragment of a shard's part, checked."""
   p = f.index
   names = [name for name in meta["arrays"] if int(name.partition("/")[0]) == p]
-  arrays = storage.load(meta["snapshot"], meta["role"], names=names).arrays
+  part = storage.load(meta["snapshot"], meta["role"], names=names, committed=meta["digest"])
+  arrays = part.arrays
   value = arrays[f"{p}/value"]
   if value.shape != (plan.fragments[p].size,):
     raise NotAState(f"fragment {p} has {value.shape[0]} values")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import io
 import json
 import os
 import re
@@ -71,9 +72,16 @@ def sign(content: Mapping[str, Any]) -> SignedJson:
 
 
 def write(path: epath.Path, signed: SignedJson) -> None:
-  """Writes a file whole or not at all: by a rename, or on an object store a copy, as atomic."""
+  """Writes a file whole or not at all: by a rename, or on an object store a copy, as atomic.
+
+  Its content is on the disk before it has its name: what it takes the place of may be deleted next.
+  """
   temporary = path.with_name(f"{path.name}.tmp")
-  temporary.write_text(json.dumps(signed))
+  with temporary.open("w") as file:
+    file.write(json.dumps(signed))
+    file.flush()
+    with contextlib.suppress(AttributeError, io.UnsupportedOperation):  # no file, but an object
+      os.fsync(file.fileno())
   temporary.replace(path)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import pwd
 import re
 import tempfile
 import threading
@@ -121,6 +122,28 @@ def test_who_may_not_read_for_a_while_passes_over_and_deletes_nothing(path):
   assert mine.committed() == [2, 1] and mine.find("syncer-0").snapshot == 2
 
 
+def test_a_lost_host_is_no_fault_of_a_snapshot(path):
+  """Where an island has several hosts, its arrays go to the others as they are read. Every snapshot
+  was passed over, with the lost connection as the reason."""
+
+  def place(name, value):
+    raise ConnectionError("host 1 is gone")
+
+  with pytest.raises(ConnectionError, match="host 1 is gone"):
+    Storage(path, "plan", pytest.fail).find("learner-0", place)
+
+
+def test_parts_are_seen_to_grow_where_the_user_has_no_name(path, monkeypatch):
+  """As in a container with a user id of its own: no snapshot was ever committed."""
+
+  def nameless(uid):
+    raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+  monkeypatch.setattr(pwd, "getpwuid", nameless)
+  found = Storage(path, "plan", pytest.fail).growth(2, [*ROLES, "learner-9"])
+  assert found.pop("learner-9") == 0 and min(found.values()) > 9 * 8
+
+
 def test_fragments_are_restored_from_an_older_snapshot_and_the_newest_stays(tmp_path, monkeypatch):
   told, tried = [], []
   storage = Storage(tmp_path, PLAN.plan_id, told.append)
@@ -145,6 +168,31 @@ def test_what_belongs_to_another_run_is_never_pruned(path):
   assert other.committed() == [4, 2, 1]
   assert len(told) == 2 and all("belongs to another plan" in text for text in told)
   assert Storage(path, "plan", lambda text: None).find("learner-0").snapshot == 2
+
+
+@pytest.mark.parametrize("file", ["learner-0/meta.json", "manifest.json"])
+def test_a_signed_file_is_on_the_disk_before_it_has_its_name(path, monkeypatch, file):
+  """With checkpoint.keep = 1 a power cut after a commit could take the old snapshot and the new."""
+  done, fsync, replace = [], os.fsync, os.replace
+
+  def synced(descriptor):
+    done.append(("on the disk", os.readlink(f"/proc/self/fd/{descriptor}")))
+    fsync(descriptor)
+
+  def named(source, target):
+    done.append(("named", str(target)))
+    replace(source, target)
+
+  monkeypatch.setattr(os, "fsync", synced)
+  monkeypatch.setattr(os, "replace", named)
+  storage = Storage(path, "plan", pytest.fail)
+  storage.save(3, "learner-0", 3, {}, {})
+  storage.commit(3, ["learner-0"])
+  there = str(path / "00000003" / file)
+  assert [what for what, name in done if name.removesuffix(".tmp") == there] == [
+    "on the disk",
+    "named",
+  ]
 
 
 # --- at the same moment ---------------------------------------------------------------------------
