@@ -14,8 +14,9 @@ import logging
 import os
 import re
 import secrets
+import sys
 import threading
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -40,6 +41,16 @@ MARK = "_CHECKPOINT_METADATA"  # a file of Orbax, in every checkpoint
 SAVE_SECONDS = 60.0  # that a save which hangs in its disk may block others
 # Orbax raises its errors, which callers tell in a line, and also logs them with all their frames.
 logging.getLogger("absl").addFilter(lambda record: "/orbax/" not in record.pathname)
+
+
+def _unraisable(told: Any, usual: Callable[[Any], object] = sys.unraisablehook) -> None:
+  """Leaves out what TensorStore says of writes that end after one that failed: Orbax has closed the
+  loop that waited for them, and each would fill the terminal with the frames of that."""
+  if str(told.exc_value) != "Event loop is closed":
+    usual(told)
+
+
+sys.unraisablehook = _unraisable
 # Orbax searches with `glob`, which takes these for patterns; TensorStore takes "\\" for "/".
 _ODD = "*?[\\"
 _SHOWN = 3  # misfit tensors that a message names at most

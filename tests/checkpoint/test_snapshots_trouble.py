@@ -10,8 +10,10 @@ import errno
 import os
 import pwd
 import re
+import sys
 import tempfile
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -363,7 +365,6 @@ def test_a_new_life_never_replaces_its_part_of_a_committed_snapshot(path):
 # --- what cannot be written -----------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Orbax
 @pytest.mark.parametrize("size_bytes", [0, 300_000])
 def test_a_limit_on_file_sizes_is_one_plain_oserror_and_leaves_no_half(tmp_path, size_bytes):
   storage = Storage(tmp_path / "checkpoints", "plan", pytest.fail)
@@ -374,6 +375,18 @@ def test_a_limit_on_file_sizes_is_one_plain_oserror_and_leaves_no_half(tmp_path,
   assert str(tmp_path / "checkpoints/00000002/learner-0") in str(refused.value)
   assert "tensorstore" not in str(refused.value).lower() and len(str(refused.value)) < 300
   assert not list((tmp_path / "checkpoints").rglob("learner-0")), "no half is left"
+
+
+def test_writes_that_end_after_one_that_failed_print_nothing(tmp_path, monkeypatch):
+  """A full disk printed a traceback for each of them, between the lines of the run."""
+  told, usual = [], sys.unraisablehook
+  monkeypatch.setattr(usual, "__defaults__", (told.append,))
+  arrays = {str(i): np.random.default_rng(i).standard_normal(60_000) for i in range(20)}
+  with pytest.raises(OSError), disk_of(100_000):
+    Storage(tmp_path, "plan", pytest.fail).save(2, "learner-0", 2, {}, arrays)
+  assert not told
+  usual(types.SimpleNamespace(exc_value=RuntimeError("of another kind")))
+  assert len(told) == 1, "all else is printed"
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT], ids=errno.errorcode.get)
@@ -389,7 +402,6 @@ def test_a_full_disk_or_quota_is_an_oserror_with_its_number(tmp_path, monkeypatc
   assert refused.value.errno == code and str(tmp_path) in str(refused.value)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Orbax
 def test_a_result_that_cannot_be_written_is_an_oserror_and_the_one_before_stays(tmp_path):
   params = {"a": np.random.default_rng(0).standard_normal(300_000).astype(np.float32)}
   weights.save(tmp_path / "result", {"a": params["a"][:9]})

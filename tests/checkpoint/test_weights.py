@@ -321,7 +321,6 @@ def files(path):
   return sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax, giving up
 def test_every_damage_is_found_or_harmless(path):
   """Each file in turn deleted, emptied and cut in half: an error, or the right values."""
   weights.save(path, params())
