@@ -292,8 +292,6 @@ def test_the_last_checkpoints_close_fails(tmp_path, monkeypatch, capsys):
   assert unsaved and all(storage.metas(e.snapshot) == {} for e in unsaved)
   assert Ran(soon_over(tmp_path, config), corpus, tmp_path).outcome.reason == "finished"
   assert storage.committed() == whole
-  said = capsys.readouterr().err
-  assert "is not saved: " in said and "the bucket hung up" in said and "The run goes on." in said
   monkeypatch.undo()
   longer = dataclasses.replace(
     config, run=dataclasses.replace(config.run, total_tokens=2 * 150 * 16)
