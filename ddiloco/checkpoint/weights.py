@@ -39,21 +39,23 @@ TAG_DIGITS = 16  # of the random number in a temporary name
 OLD = ".old"  # after that: a checkpoint that is being replaced
 MARK = "_CHECKPOINT_METADATA"  # a file of Orbax, in every checkpoint
 SAVE_SECONDS = 60.0  # that a save which hangs in its disk may block others
-# Orbax raises its errors, which callers tell in a line, and also logs them with all their frames.
+# Orbax searches with `glob`, which takes these for patterns; TensorStore takes "\\" for "/".
+_ODD = "*?[\\"
+_SHOWN = 3  # misfit tensors that a message names at most
+
+# Orbax raises the error of the first write that fails, which callers tell in a line. It also logs
+# it with all its frames; asyncio logs those of other writes, and prints a traceback for each write
+# that ends when Orbax has closed the loop that waited for it.
 logging.getLogger("absl").addFilter(lambda record: "/orbax/" not in record.pathname)
+logging.getLogger("asyncio").addFilter(lambda record: "tensorstore" not in record.getMessage())
 
 
 def _unraisable(told: Any, usual: Callable[[Any], object] = sys.unraisablehook) -> None:
-  """Leaves out what TensorStore says of writes that end after one that failed: Orbax has closed the
-  loop that waited for them, and each would fill the terminal with the frames of that."""
   if str(told.exc_value) != "Event loop is closed":
     usual(told)
 
 
 sys.unraisablehook = _unraisable
-# Orbax searches with `glob`, which takes these for patterns; TensorStore takes "\\" for "/".
-_ODD = "*?[\\"
-_SHOWN = 3  # misfit tensors that a message names at most
 
 
 class Leaf(NamedTuple):
