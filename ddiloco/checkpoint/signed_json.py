@@ -21,7 +21,10 @@ T = TypeVar("T")
 
 # Errors that say what is at a path; all others mean that the file system cannot tell just now.
 _TELLING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
-_BUSY = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "PERMISSION_DENIED")
+_BUSY = (  # how TensorStore begins the errors of a bucket that does not answer, or not this time
+  *("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "ABORTED", "UNKNOWN"),
+  *("PERMISSION_DENIED", "UNAUTHENTICATED"),
+)
 _NETWORK = {"aiohttp", "gcsfs", "google", "requests"}  # packages that raise network errors
 
 

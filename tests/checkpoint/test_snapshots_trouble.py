@@ -80,6 +80,20 @@ def test_what_fails_for_a_moment_is_read_again(path, monkeypatch, code, what):
   assert storage.find("learner-0").snapshot == 2
 
 
+@pytest.mark.parametrize("status", ["UNAVAILABLE", "UNAUTHENTICATED", "ABORTED", "UNKNOWN"])
+def test_what_a_bucket_does_not_give_for_a_moment_is_read_again(path, monkeypatch, status):
+  """A token that had expired cost the newest snapshot: it counted as damaged."""
+  errors, read = [ValueError(f"{status}: Error reading gs://bucket/run")] * 2, arrays_lib.read
+
+  def failing(*arguments):
+    if errors:
+      raise errors.pop()
+    return read(*arguments)
+
+  monkeypatch.setattr(arrays_lib, "read", failing)
+  assert Storage(path, "plan", pytest.fail).find("learner-0").snapshot == 2
+
+
 @pytest.mark.parametrize("code", PASSING, ids=errno.errorcode.get)
 def test_a_folder_that_cannot_be_listed_is_not_taken_for_an_empty_one(path, monkeypatch, code):
   storage, told = Storage(path, "plan", pytest.fail), []
