@@ -89,6 +89,7 @@ def write(path: epath.Path, window: dict[str, np.ndarray]) -> None:
   """Writes one window, all of it or nothing."""
   with weights.one_save(), _checkpointer() as checkpointer:
     checkpointer.save(path, args=ocp.args.PyTreeSave(window), force=True)
+  weights.to_disk(path)
 
 
 def read(path: epath.Path, wanted: Mapping[str, Fingerprint]) -> dict[str, np.ndarray]:

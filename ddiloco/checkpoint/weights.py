@@ -149,6 +149,17 @@ Params = dict[str, np.ndarray]
 def _save_checkpoint(target: epath.Path, params: Params, metadata: dict[str, str]) -> None:
   with one_save(), ocp.StandardCheckpointer() as checkpointer:
     checkpointer.save(target, params, force=True, custom_metadata=metadata)
+  to_disk(target)
+
+
+def to_disk(checkpoint: epath.Path) -> None:
+  """Waits until Orbax' own files, without which the arrays cannot be read, are on the disk too."""
+  if "://" in str(checkpoint):  # objects are where they stay
+    return
+  for file in checkpoint.iterdir():
+    if file.is_file():
+      with file.open("rb") as opened:
+        os.fsync(opened.fileno())
 
 
 @contextlib.contextmanager

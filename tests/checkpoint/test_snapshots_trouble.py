@@ -211,6 +211,23 @@ def test_a_signed_file_is_on_the_disk_before_it_has_its_name(path, monkeypatch, 
   ]
 
 
+def test_all_that_a_checkpoint_needs_is_on_the_disk(tmp_path, monkeypatch):
+  """TensorStore sees to its own files only: a power cut left values that Orbax could not find."""
+  done, fsync = set(), os.fsync
+
+  def synced(descriptor):
+    done.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+    fsync(descriptor)
+
+  monkeypatch.setattr(os, "fsync", synced)
+  arrays = {"a": np.ones(9, np.float32)}
+  Storage(tmp_path, "plan", pytest.fail).save(3, "learner-0", 3, {}, dict(arrays))
+  weights.save(tmp_path / "result", arrays)
+  for folder in ("00000003/learner-0/arrays/0", r"\.result\.[0-9a-f]{16}"):
+    for name in ("_METADATA", "_CHECKPOINT_METADATA"):
+      assert any(re.search(rf"/{folder}/{name}$", file) for file in done), (folder, name)
+
+
 # --- at the same moment ---------------------------------------------------------------------------
 
 
