@@ -319,6 +319,8 @@ def called(config: Section, what: str, call: Callable[[], Any]) -> Any:
     frames = traceback.extract_tb(error.__traceback__)
     frame = ([each for each in frames if each.filename == home] or frames)[-1]
     usual = "correct it there, or the name"
+    if isinstance(config, DataConfig):
+      usual = f"{usual}; if a storage did not answer, start again"
     if isinstance(error, ImportError):
       usual = "install it; for a file of your own, set PYTHONPATH to its folder in every process"
     said, _, fix = str(error).partition(" Fix: ")  # errors of `NnxModel` bring their fix

@@ -87,9 +87,14 @@ def absolute(path: str | os.PathLike) -> epath.Path:
   """`path` made absolute; gs://... as it is.
 
   Raises:
-    ConfigError: Orbax would write a checkpoint there that it cannot read.
+    ConfigError: Orbax would write a checkpoint there that it cannot read, or there is no such kind
+      of object store.
   """
-  there = epath.Path(path)
+  try:
+    there = epath.Path(path)
+  except KeyError as error:  # epath's word for it
+    said = f"{str(path)!r}: there is no object store of the kind {error}"
+    raise ConfigError(f"{said}. Fix: give a folder, or gs://BUCKET/PATH.") from None
   there = there if there.is_absolute() else there.absolute()
   odd = [c for c in str(there) if c in _ODD or "\ud800" <= c <= "\udfff"]  # or what is no UTF-8
   if odd and there.suffix != SUFFIX:

@@ -19,7 +19,8 @@ import safetensors
 import safetensors.numpy
 
 from ddiloco.checkpoint import weights
-from ddiloco.config import ConfigError
+from ddiloco.checkpoint.restore import open_storage
+from ddiloco.config import ConfigError, from_dict
 
 SHAPES = {"embedding": (7, 4), "layers/attention/query": (2, 4, 2, 2), "final_norm/scale": (4,)}
 FORMS = ["result", "model.safetensors"]
@@ -125,6 +126,17 @@ def test_a_path_that_orbax_cannot_read_is_refused(tmp_path, name):
   with pytest.raises(ConfigError, match="no path of a checkpoint"):
     weights.save(tmp_path / "link" / "result", params())
   assert [p.name for p in tmp_path.iterdir()] == ["link"]
+
+
+def test_an_object_store_that_is_not_known_is_refused_in_words(tmp_path):
+  for use in (lambda: weights.save("memory://x", params()), lambda: weights.load("memory://")):
+    with pytest.raises(
+      ConfigError, match=r"'memory://x?': there is no object store.* Fix: .*gs://"
+    ):
+      use()
+  config = from_dict({"checkpoint": {"path": "memory://x"}, "sync": {"snapshot_steps": 9}})
+  with pytest.raises(ConfigError, match=r"'memory://x': there is no object store"):
+    open_storage(config, None, tmp_path, "run")
 
 
 def test_a_file_may_have_any_name(tmp_path):
