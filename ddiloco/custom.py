@@ -60,6 +60,8 @@ def load_model(config: ModelConfig) -> Model:
     has_shape = f"parameter {name} has shape {tuple(leaf.shape)}"
     if str(leaf.dtype) != "float32":
       _refuse(config, f"parameter {name} is {leaf.dtype}, must be float32")
+    if not all(name.split("/")):  # no snapshot could tell "a/" from "a"
+      _refuse(config, f"parameter {name!r}: a name is parts joined by '/', none of them empty")
     if 0 in leaf.shape:
       _refuse(config, f"{has_shape}: it must have values, or nothing can save it")
     if not isinstance(axes.get(name, ()), Sized) or len(axes.get(name, ())) != len(leaf.shape):
