@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import json
 import math
@@ -362,7 +363,9 @@ def append_request(path: Path, fields: Mapping[str, Any]) -> None:
   line = json.dumps({"time": time.time(), **fields}) + "\n"  # unix seconds
   file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
   try:
-    os.write(file, line.encode())  # one call, so that lines of several processes do not mix
+    # One call, so that lines of several processes do not mix; a full disk takes the beginning.
+    if os.write(file, line.encode()) < len(line):
+      raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
   finally:
     os.close(file)
 
