@@ -60,6 +60,8 @@ def load_model(config: ModelConfig) -> Model:
     has_shape = f"parameter {name} has shape {tuple(leaf.shape)}"
     if str(leaf.dtype) != "float32":
       _refuse(config, f"parameter {name} is {leaf.dtype}, must be float32")
+    if not all(name.split("/")):  # no snapshot could tell "a/" from "a"
+      _refuse(config, f"parameter {name!r}: a name is parts joined by '/', none of them empty")
     if 0 in leaf.shape:
       _refuse(config, f"{has_shape}: it must have values, or nothing can save it")
     if not isinstance(axes.get(name, ()), Sized) or len(axes.get(name, ())) != len(leaf.shape):
@@ -300,7 +302,7 @@ def called(config: Section, what: str, call: Callable[[], Any]) -> Any:
   """Returns `call()`; an exception of the user's code becomes a ConfigError.
 
   An OSError that is not about a path passes: a storage that does not answer may do so the next
-  time, and a role that ends with a ConfigError is not started again.
+  time.
 
   Args:
     config: the section that names the user's code.
@@ -319,6 +321,8 @@ def called(config: Section, what: str, call: Callable[[], Any]) -> Any:
     frames = traceback.extract_tb(error.__traceback__)
     frame = ([each for each in frames if each.filename == home] or frames)[-1]
     usual = "correct it there, or the name"
+    if isinstance(config, DataConfig):
+      usual = f"{usual}; if a storage did not answer, start again"
     if isinstance(error, ImportError):
       usual = "install it; for a file of your own, set PYTHONPATH to its folder in every process"
     said, _, fix = str(error).partition(" Fix: ")  # errors of `NnxModel` bring their fix

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import json
 import math
@@ -22,6 +23,7 @@ from ddiloco.observe.guards import warn
 T = TypeVar("T")
 OUTCOME = "outcome.json"  # facts for the report that are not in the events
 RESULT = "result"  # the trained global model
+REMAINDERS = f".{RESULT}.{'[0-9a-f]' * 16}*"  # left by killed saves (`checkpoint/weights.py`)
 CORPUS = "corpus.digest"  # a digest of ddiloco's own corpus; "" where the data are the user's own
 STARTED = "started"  # when the run began, unix seconds: the zero of all its event times
 COMPILED = "compiled"  # compiled programs, for restarted learners
@@ -178,7 +180,7 @@ def claim(workdir: Path, config: Config, overwrite: bool) -> bool:
   goes_on = check(workdir, config, overwrite)
   with _writing(workdir):
     workdir.mkdir(parents=True, exist_ok=True)
-    ours = [workdir / name for name in OURS] if overwrite else []
+    ours = [*(workdir / name for name in OURS), *workdir.glob(REMAINDERS)] if overwrite else []
     _refuse_links(ours)
     _refuse_strangers(workdir, ours)
     with _deserted(workdir):
@@ -361,7 +363,9 @@ def append_request(path: Path, fields: Mapping[str, Any]) -> None:
   line = json.dumps({"time": time.time(), **fields}) + "\n"  # unix seconds
   file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
   try:
-    os.write(file, line.encode())  # one call, so that lines of several processes do not mix
+    # One call, so that lines of several processes do not mix; a full disk takes the beginning.
+    if os.write(file, line.encode()) < len(line):
+      raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
   finally:
     os.close(file)
 

@@ -169,6 +169,12 @@ def numbered(config):
   made.logical_axes = lambda: {0: (None,), 1: (None, None)}
   return made
 
+def rooted(config):
+  made = Line(3)
+  old = made.shapes()
+  made.shapes = lambda: {f"/{name}": leaf for name, leaf in old.items()}
+  return made
+
 def mismatched(config):
   made = Line(3)
   made.evaluate = lambda params, batch: {"loss": jnp.sum(batch["x"] @ batch["y"])}
@@ -233,6 +239,7 @@ def test_without_a_name_the_model_is_the_transformer():
     ("parted", r"loss\(\) gives loss = \(Shape.*,\), must give a float32 scalar"),
     ("numbered", r"logical_axes\(\) gives a dict, must give a dict whose keys are names"),
     ("mismatched", r"evaluate\(\) fails at .*mine.py, line \d+ \(TypeError: dot_general"),
+    ("rooted", r"parameter '/.*': a name is parts joined by '/', none of them empty"),
     ("empty", r"parameter kernel has shape \(0, 1\): it must have values"),
     ("wide", r"its first axis must be the batch"),
   ],

@@ -212,6 +212,15 @@ def test_no_run_begins_or_goes_on_where_roles_live(tmp_path, monkeypatch):
   assert not (tmp_path / "events").exists()
 
 
+def test_to_overwrite_deletes_what_a_killed_save_left_of_the_old_result(tmp_path):
+  """Else it would be taken for the result of the new run."""
+  workdir.claim(tmp_path, CONFIG, overwrite=False)
+  for name in (".result.0123456789abcdef.old", ".result.notes"):
+    (tmp_path / name).mkdir()
+  workdir.claim(tmp_path, CONFIG, overwrite=True)
+  assert [p.name for p in tmp_path.glob(".*")] == [".result.notes"]
+
+
 def test_to_overwrite_waits_for_roles_that_are_ending(tmp_path):
   """As those of a supervisor that was killed: they end when they notice."""
   workdir.join(tmp_path, CONFIG)

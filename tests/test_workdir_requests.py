@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from ddiloco.workdir import RequestFile, append_request
@@ -53,3 +55,11 @@ def test_what_is_there_already_is_no_news_where_only_news_are_wanted(path):
   requests = RequestFile(path, lambda fields: fields["n"], "number", news_only=True)
   append_request(path, {"n": 2})
   assert read(requests) == [2]
+
+
+def test_a_request_that_a_full_disk_cuts_off_is_an_error(tmp_path, monkeypatch):
+  """The dashboard said that a fault was requested, and no role ever heard of it."""
+  write = os.write
+  monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:9]))
+  with pytest.raises(OSError, match="No space left"):
+    append_request(tmp_path / "requests", {"n": 1})

@@ -38,12 +38,14 @@ def open_storage(config: Config, plan: Plan, workdir: Path, run_id: str) -> Stor
   another run's snapshots for its own.
 
   Raises:
-    ConfigError: checkpoint.path is a file, or in a bucket whose package is not installed.
+    ConfigError: checkpoint.path is a file, or in a bucket whose package is not installed, or as of
+      `weights.absolute`.
   """
   if not (config.sync.num_shards and config.sync.snapshot_steps):
     return None
   import fsspec
 
+  from ddiloco.checkpoint import weights
   from ddiloco.checkpoint.snapshots import Storage
 
   path = config.checkpoint.path
@@ -57,9 +59,7 @@ def open_storage(config: Config, plan: Plan, workdir: Path, run_id: str) -> Stor
       f"checkpoint.path = {path!r}: cannot be reached ({error})."
       " Fix: pip install 'ddiloco[gcs]' for gs://, or give a folder."
     ) from error
-  from etils import epath
-
-  own = epath.Path(path) / run_id if path else workdir / "checkpoints"
+  own = weights.absolute(path) / run_id if path else workdir / "checkpoints"
   return Storage(own, plan.plan_id, warn)
 
 
@@ -307,7 +307,8 @@ def _fragment(
   """One fragment of a shard's part, checked."""
   p = f.index
   names = [name for name in meta["arrays"] if int(name.partition("/")[0]) == p]
-  arrays = storage.load(meta["snapshot"], meta["role"], names=names).arrays
+  part = storage.load(meta["snapshot"], meta["role"], names=names, committed=meta["digest"])
+  arrays = part.arrays
   value = arrays[f"{p}/value"]
   if value.shape != (plan.fragments[p].size,):
     raise NotAState(f"fragment {p} has {value.shape[0]} values")

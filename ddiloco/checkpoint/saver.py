@@ -1,9 +1,10 @@
 """Saves a role's parts of snapshots beside its work; on shard 0 also commits the snapshots.
 
 Saving never holds up the role. One worker of low priority writes; a snapshot that comes while the
-role still saves the one before goes without this role; and a part that cannot be written is only a
-warning. A snapshot is committed once it has the parts of all shards, and of all learners that were
-there when it began and still live. Shard 0 commits it: a snapshot needs shard 0's part anyway.
+role still saves the one before goes without this role; and a part that cannot be written is only an
+event, which the terminal shows. A snapshot is committed once it has the parts of all shards, and of
+all learners that were there when it began and still live. Shard 0 commits it: a snapshot needs
+shard 0's part anyway.
 """
 
 from __future__ import annotations
@@ -153,9 +154,7 @@ class Saver:
       meta = self.storage.save(snapshot, self.role, self.incarnation, state, arrays)
       yield None
     except Exception as error:  # any error: training goes on without this snapshot
-      reason = _reason(error)
-      warn(f"{self.role}: its part of snapshot {snapshot} is not saved: {reason}. The run goes on.")
-      yield from self._unsaved(snapshot, reason)
+      yield from self._unsaved(snapshot, _reason(error))
       return False
     took = round(self._time.now() - started, 3)
     arrays = {name: each["crc32"] for name, each in meta["arrays"].items()}
@@ -188,9 +187,7 @@ class Saver:
       self._disk()
       yield from self._commit(snapshot, set(shards), learners, patience_seconds, may_lack)
     except Exception as error:  # any error: training goes on without this snapshot
-      reason = _reason(error)
-      warn(f"snapshot {snapshot} is not committed: {reason}. The run goes on.")
-      self.recorder.record(events.Uncommitted(snapshot=snapshot, reason=reason))
+      self.recorder.record(events.Uncommitted(snapshot=snapshot, reason=_reason(error)))
 
   def prune(self, keep: int, snapshot: int) -> Job:
     """Deletes all but the newest `keep` snapshots, and parts of uncommitted ones up to this one.

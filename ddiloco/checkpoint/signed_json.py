@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import io
 import json
 import os
 import re
@@ -20,7 +21,10 @@ T = TypeVar("T")
 
 # Errors that say what is at a path; all others mean that the file system cannot tell just now.
 _TELLING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
-_BUSY = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "PERMISSION_DENIED")
+_BUSY = (  # how TensorStore begins the errors of a bucket that does not answer, or not this time
+  *("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "ABORTED", "UNKNOWN"),
+  *("PERMISSION_DENIED", "UNAUTHENTICATED"),
+)
 _NETWORK = {"aiohttp", "gcsfs", "google", "requests"}  # packages that raise network errors
 
 
@@ -71,9 +75,16 @@ def sign(content: Mapping[str, Any]) -> SignedJson:
 
 
 def write(path: epath.Path, signed: SignedJson) -> None:
-  """Writes a file whole or not at all: by a rename, or on an object store a copy, as atomic."""
+  """Writes a file whole or not at all: by a rename, or on an object store a copy, as atomic.
+
+  Its content is on the disk before it has its name: what it takes the place of may be deleted next.
+  """
   temporary = path.with_name(f"{path.name}.tmp")
-  temporary.write_text(json.dumps(signed))
+  with temporary.open("w") as file:
+    file.write(json.dumps(signed))
+    file.flush()
+    with contextlib.suppress(AttributeError, io.UnsupportedOperation):  # no file, but an object
+      os.fsync(file.fileno())
   temporary.replace(path)
 
 

@@ -10,8 +10,8 @@ Arrays go to the disk and come back a window at a time, so that saving and resto
 memory of the host than the largest array and `WINDOW_BYTES`, however large the state is.
 
 Every file is written before the one that vouches for it, so a kill at any moment leaves a part
-without its meta, or a snapshot without its manifest. Orbax waits until values are on the disk;
-signed files do not wait, and one that a power cut tears does not match its digest.
+without its meta, or a snapshot without its manifest. Each waits until it is on the disk: after a
+power cut the newest snapshot is whole, and older ones may be deleted.
 
 A committed snapshot is deleted when newer snapshots are committed, and for no other reason. A
 reader that cannot read a snapshot tries again, then skips it: the fault may be the reader's own.
@@ -28,7 +28,7 @@ import zlib
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from typing import Any, TypeVar
 
-import fsspec.config
+import fsspec
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -89,6 +89,7 @@ def write(path: epath.Path, window: dict[str, np.ndarray]) -> None:
   """Writes one window, all of it or nothing."""
   with weights.one_save(), _checkpointer() as checkpointer:
     checkpointer.save(path, args=ocp.args.PyTreeSave(window), force=True)
+  weights.to_disk(path)
 
 
 def read(path: epath.Path, wanted: Mapping[str, Fingerprint]) -> dict[str, np.ndarray]:
@@ -262,6 +263,7 @@ class Storage:
       Damaged: something of it is missing or changed.
       KeyError: the part has no array of this name.
       ValueError: `place` does not take an array.
+      Exception: any other error of `place`.
     """
     meta = self.meta(snapshot, role, committed)
     path, stored = self._part(snapshot, role) / ARRAYS, meta["arrays"]
@@ -304,9 +306,13 @@ class Storage:
     """Role -> bytes of its part so far, complete or not: they grow while the part is written."""
     found = dict.fromkeys(roles, 0)
     for role in roles:
-      with contextlib.suppress(OSError):  # files are renamed meanwhile; the next call tells more
-        for folder, _, names in self._part(snapshot, role).walk():
-          found[role] += sum((folder / name).stat().length for name in names)
+      path = self._part(snapshot, role)
+      # Files are renamed meanwhile; the next call tells more.
+      with contextlib.suppress(OSError), signed_json.one_error(path):
+        # Not by epath's own `stat`, which fails where the user has no name, as in many containers.
+        kind, separator, _ = str(path).partition("://")
+        files = fsspec.filesystem(kind if separator else "file")
+        found[role] = sum(file["size"] for file in files.find(str(path), detail=True).values())
     return found
 
   def metas(self, snapshot: int) -> dict[str, SignedJson]:
@@ -381,6 +387,9 @@ class Storage:
     """What `read` makes of the newest committed snapshot of which it makes something.
 
     Snapshots that it cannot read are skipped, with a warning; the reasons are added to `tried`.
+
+    Raises:
+      OSError: of `read`, for a reason beside the storage: it has lost another host, for example.
     """
 
     def skip(why: str) -> None:
@@ -394,9 +403,14 @@ class Storage:
       return None
     for snapshot in snapshots:
       try:
-        if self.is_committed(snapshot) and (found := read(snapshot)) is not None:
+        committed = self.is_committed(snapshot)
+      except OSError as error:
+        skip(f"checkpoint skipped: {error}")
+        continue
+      try:
+        if committed and (found := read(snapshot)) is not None:
           return found
-      except (Damaged, OSError) as error:
+      except Damaged as error:
         skip(f"checkpoint skipped: {error}")
       except (KeyError, TypeError, ValueError) as error:
         skip(f"checkpoint {snapshot} skipped: {type(error).__name__}: {error}")

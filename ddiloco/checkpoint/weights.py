@@ -12,9 +12,11 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import secrets
+import sys
 import threading
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -34,10 +36,26 @@ _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 MERGED_TOKENS = "merged_tokens"  # name in the metadata of a run's result, and of what is exported
 ONE_SAVE = threading.Lock()
 TAG_DIGITS = 16  # of the random number in a temporary name
+OLD = ".old"  # after that: a checkpoint that is being replaced
+MARK = "_CHECKPOINT_METADATA"  # a file of Orbax, in every checkpoint
 SAVE_SECONDS = 60.0  # that a save which hangs in its disk may block others
-# Orbax raises its errors, which callers tell in a line, and also logs them with all their frames.
-logging.getLogger("absl").addFilter(lambda record: "/orbax/" not in record.pathname)
+# Orbax searches with `glob`, which takes these for patterns; TensorStore takes "\\" for "/".
+_ODD = "*?[\\"
 _SHOWN = 3  # misfit tensors that a message names at most
+
+# Orbax raises the error of the first write that fails, which callers tell in a line. It also logs
+# it with all its frames; asyncio logs those of other writes, and prints a traceback for each write
+# that ends when Orbax has closed the loop that waited for it.
+logging.getLogger("absl").addFilter(lambda record: "/orbax/" not in record.pathname)
+logging.getLogger("asyncio").addFilter(lambda record: "tensorstore" not in record.getMessage())
+
+
+def _unraisable(told: Any, usual: Callable[[Any], object] = sys.unraisablehook) -> None:
+  if str(told.exc_value) != "Event loop is closed":
+    usual(told)
+
+
+sys.unraisablehook = _unraisable
 
 
 class Leaf(NamedTuple):
@@ -66,21 +84,37 @@ def one_save() -> Iterator[None]:
 
 
 def absolute(path: str | os.PathLike) -> epath.Path:
-  """`path` made absolute; gs://... as it is."""
-  there = epath.Path(path)
-  return there if there.is_absolute() else there.absolute()
+  """`path` made absolute; gs://... as it is.
+
+  Raises:
+    ConfigError: Orbax would write a checkpoint there that it cannot read, or there is no such kind
+      of object store.
+  """
+  try:
+    there = epath.Path(path)
+  except KeyError as error:  # epath's word for it
+    said = f"{str(path)!r}: there is no object store of the kind {error}"
+    raise ConfigError(f"{said}. Fix: give a folder, or gs://BUCKET/PATH.") from None
+  there = there if there.is_absolute() else there.absolute()
+  odd = [c for c in str(there) if c in _ODD or "\ud800" <= c <= "\udfff"]  # or what is no UTF-8
+  if odd and there.suffix != SUFFIX:
+    raise ConfigError(
+      f"{str(there)!r}: no path of a checkpoint may have a {odd[0]!r}. Fix: rename the folder, or"
+      " choose another."
+    )
+  return there
 
 
 def _followed(path: str | os.PathLike) -> epath.Path:
   """The absolute path of what a local link leads to: a result may be kept on another disk."""
   target = absolute(path)
-  return target if "://" in str(target) else epath.Path(os.path.realpath(target))
+  return target if "://" in str(target) else absolute(os.path.realpath(target))
 
 
 def is_checkpoint(path: epath.Path) -> bool:
   """Whether this directory is an Orbax checkpoint, or empty: then it may be replaced."""
   names = [inside.name for inside in path.iterdir()]
-  return not names or "_CHECKPOINT_METADATA" in names
+  return not names or MARK in names
 
 
 def save(
@@ -120,6 +154,17 @@ Params = dict[str, np.ndarray]
 def _save_checkpoint(target: epath.Path, params: Params, metadata: dict[str, str]) -> None:
   with one_save(), ocp.StandardCheckpointer() as checkpointer:
     checkpointer.save(target, params, force=True, custom_metadata=metadata)
+  to_disk(target)
+
+
+def to_disk(checkpoint: epath.Path) -> None:
+  """Waits until Orbax' own files, without which the arrays cannot be read, are on the disk too."""
+  if "://" in str(checkpoint):  # objects are where they stay
+    return
+  for file in checkpoint.iterdir():
+    if file.is_file():
+      with file.open("rb") as opened:
+        os.fsync(opened.fileno())
 
 
 @contextlib.contextmanager
@@ -146,21 +191,51 @@ def sole_save(path: str | os.PathLike) -> Iterator[None]:
 
 
 def clear(path: str | os.PathLike) -> None:
-  """Deletes the remainders of killed saves beside `path`, each as large as the weights.
+  """Ends what killed saves have begun beside `path`, and deletes their remainders.
 
-  `path` may be a pattern. No other save may be under way there. A remainder that cannot be deleted
-  stays.
+  Each is as large as the weights. No other save may be under way there. A remainder that cannot be
+  deleted stays.
   """
   target = _followed(path)
   with contextlib.suppress(OSError):
-    for left in target.parent.glob(f".{target.name}.{'[0-9a-f]' * TAG_DIGITS}*"):
-      left.rmtree(missing_ok=True)
+    if (whole := standing(target)) != target:
+      whole.rename(target)
+    _discard(_remainders(target))
+
+
+def standing(path: epath.Path) -> epath.Path:
+  """`path`; where nothing is, the checkpoint that a killed save has left beside it, if any."""
+  if path.exists() or "://" in str(path):
+    return path
+  # The new checkpoint before the old one, and none that Orbax was still writing.
+  left = [each for each in _remainders(_followed(path)) if not each.suffix.startswith(".orbax-")]
+  return next((each for each in left if (each / MARK).exists()), path)
+
+
+def _remainders(target: epath.Path, tag: str = f"[0-9a-f]{{{TAG_DIGITS}}}") -> list[epath.Path]:
+  """What saves of `target` have left beside it, in order of name; [] if that cannot be listed."""
+  name = re.compile(rf"\.{re.escape(target.name)}\.{tag}(\{OLD}|\.orbax-.*)?")
+  with contextlib.suppress(OSError):
+    return sorted(left for left in target.parent.iterdir() if name.fullmatch(left.name))
+  return []
+
+
+def _discard(remainders: Iterable[epath.Path]) -> None:
+  """Deletes what it can, of each first the file that makes it look like a whole checkpoint."""
+  for left in remainders:
+    with contextlib.suppress(OSError):
+      (left / MARK).unlink()
+    with contextlib.suppress(OSError):
+      left.rmtree()
 
 
 def _save_folder(target: epath.Path, params: Params, metadata: dict[str, str]) -> None:
-  """Replaces an old checkpoint once the new one is whole; Orbax alone would delete it first."""
-  prefix = f".{target.name}.{secrets.token_hex(TAG_DIGITS // 2)}"
-  mine, old = target.with_name(prefix), target.with_name(f"{prefix}.old")
+  """Replaces an old checkpoint once the new one is whole; Orbax alone would delete it first.
+
+  A kill between the two renames leaves both, whole, under other names: `standing` finds them.
+  """
+  tag = secrets.token_hex(TAG_DIGITS // 2)
+  mine, old = (target.with_name(f".{target.name}.{tag}{end}") for end in ("", OLD))
   try:
     _save_checkpoint(mine, params, metadata)
     try:
@@ -172,9 +247,7 @@ def _save_folder(target: epath.Path, params: Params, metadata: dict[str, str]) -
         old.rename(target)
       raise
   finally:
-    for left in target.parent.iterdir():
-      if left.name.startswith(prefix):  # Orbax leaves files of a failed save
-        left.rmtree(missing_ok=True)
+    _discard(_remainders(target, tag))  # also what Orbax leaves of a failed save
 
 
 def _save_file(target: epath.Path, params: Params, metadata: dict[str, str]) -> None:
@@ -200,13 +273,13 @@ def locate(path: str | os.PathLike, field: str = "weights") -> epath.Path:
   Raises:
     ConfigError: nothing is there, or a run without a result; the text begins with `field`.
   """
-  target = absolute(path)
   fix = "finish a run there first, or name a file, a checkpoint or a workdir that is there"
-  with _reading(field, target):
+  with _reading(field, absolute(path)):
+    target = standing(absolute(path))
     require(target.exists(), field, str(target), "does not exist", fix)
     if not (target / "config.json").exists():
       return target
-    result = target / "result"
+    result = standing(target / "result")
     require(result.exists(), field, str(target), "is a run that has left no result yet", fix)
     return result
 
@@ -259,10 +332,11 @@ def load(path: str | os.PathLike, field: str = "weights", only: str = "") -> dic
 def merged_tokens(path: str | os.PathLike) -> int:
   """Tokens that an Orbax checkpoint has seen, by its metadata; 0: it says none, or is not there."""
   try:
-    if not absolute(path).exists():  # Orbax would warn
+    target = standing(absolute(path))
+    if not target.exists():  # Orbax would warn
       return 0
     with ocp.StandardCheckpointer() as checkpointer:
-      return int(checkpointer.metadata(absolute(path)).custom_metadata[MERGED_TOKENS])
+      return int(checkpointer.metadata(target).custom_metadata[MERGED_TOKENS])
   except Exception:  # Orbax raises errors of many types for what is missing or damaged
     return 0
 

@@ -23,7 +23,7 @@ from ddiloco.engines.children import Child, Spawn, spawn_forked, warm
 from ddiloco.engines.engine import PATIENCE_SECONDS, Engine, RunResult
 from ddiloco.engines.role_process import connect, load_keys
 from ddiloco.engines.role_spec import RoleSpec, above, free_urls, newest
-from ddiloco.environment import BAD_USAGE, LOST
+from ddiloco.environment import LOST
 from ddiloco.network import peers
 from ddiloco.network.transport import EVALUATOR_ADDRESS, learner_address, syncer_address
 from ddiloco.observe.eventlog import Event, Follower, Recorder
@@ -145,7 +145,7 @@ class ProcessesEngine(Engine):
         self._lost[name] = child.last_words()
       self._feed(Left(name))
     else:
-      self._feed(Exited(name, time.monotonic(), reason, for_good=status == BAD_USAGE))
+      self._feed(Exited(name, time.monotonic(), reason))
 
   def _strike(self, fault: Fault) -> None:
     if fault.action in INSIDE:

@@ -96,6 +96,7 @@ def train(
   """
   initial.make_plan(config)  # before a device is touched
   config = initial.absolute_start(config)
+  weights.absolute(workdir / RESULT)  # refused now, not when there is a result
   goes_on = check(workdir, config, overwrite)
   if not goes_on:
     initial.checked_start(config)
@@ -113,7 +114,8 @@ def train(
     with held(workdir), kept_in(workdir / COMPILED):
       goes_on = claim(workdir, config, overwrite)
       write_whole(workdir / CORPUS, f"{digest}\n")
-      for saved in (workdir / RESULT, workdir / ISLANDS / "learner-*"):
+      islands = (workdir / ISLANDS / f"learner-{m}" for m in range(config.num_islands()))
+      for saved in (workdir / RESULT, *islands):
         weights.clear(saved)
       with served or contextlib.nullcontext():
         if served:

@@ -7,6 +7,7 @@ incarnation says the log's format; a log of another format is refused.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import math
 import os
@@ -183,7 +184,7 @@ class Recorder:
     self._clock = clock
     self._listeners = tuple(listeners)
     self._file: int | None = None
-    self._torn = False  # the last write stopped inside a line
+    self._torn = False  # the file ends inside a line
     self._begins = True  # no batch was fully written yet: the next event says the format
     self._unwritten = 0
     self._warn = Warnings()
@@ -222,9 +223,8 @@ class Recorder:
   def close(self) -> None:
     """Writes what is queued and closes the file. Events recorded later count as lost."""
     self._drain.close()
-    if self._file is not None and not self._drain.running:
-      os.close(self._file)
-      self._file = None
+    if not self._drain.running:
+      self._shut()
 
   def __enter__(self) -> Recorder:
     return self
@@ -248,7 +248,7 @@ class Recorder:
         raise OSError(f"only {written} of {len(data)} bytes were written (is the disk full?)")
       self._torn = self._begins = False
     except OSError as error:
-      self._torn = self._torn or written > 0
+      self._shut()  # the next batch opens it again: a handle that has become stale stays so
       self._unwritten += len(lines) - data[:written].lstrip(b"\n").count(b"\n")
       text = f"cannot write {self.path}: {error}. The run goes on without these events."
       self._warn("unwritten", text)
@@ -275,6 +275,12 @@ class Recorder:
       os.close(file)  # the next batch opens it again
       raise
     return file
+
+  def _shut(self) -> None:
+    file, self._file = self._file, None
+    if file is not None:
+      with contextlib.suppress(OSError):  # what it says was said of the write
+        os.close(file)
 
 
 class NullRecorder:

@@ -442,6 +442,13 @@ class RunState:
       self.first_loss = event.loss
     self.curves.add_evaluation(event)
 
+  def _on_unsaved(self, event: events.Unsaved) -> None:
+    """What keeps many roles out of a snapshot, such as a full disk, is noted of the first one."""
+    what = f"is not in snapshot {event.snapshot}: "
+    cause, _, _ = event.reason.partition(": ")  # before a path, which is the role's own
+    if not any(what + cause in each.text for each in self.log_events):
+      self._note(event, f"{role_name(event.role)} {what}{event.reason}", "bad")
+
   def _on_traffic(self, event: events.Traffic) -> None:
     self.traffic.add(event)
     self.curves.add_sent(event.role, event.time, self.traffic.sent(event.role))
@@ -464,8 +471,6 @@ def note_of(event: Event) -> tuple[str, str] | tuple[()]:
       return f"{who} compiled {event.program} {when}", "bad"
     case events.Restored():
       return f"{who} has its part of snapshot {event.snapshot}", "good"
-    case events.Unsaved():
-      return f"{who} is not in snapshot {event.snapshot}: {event.reason}", "bad"
     case events.Snapshot() if event.lacks:
       return f"snapshot {event.snapshot} is committed without {_names(event.lacks)}", "bad"
     case events.Uncommitted():

@@ -54,7 +54,6 @@ class Exited:
   reason: str = ""
   kill: Fault | None = None  # planned, and performed by the role itself
   afresh: bool = False  # the role's state is bad: its next life begins without it
-  for_good: bool = False  # another life would end the same way
 
 
 @dataclasses.dataclass(frozen=True)
@@ -331,7 +330,6 @@ def _lose(state: Supervisor, role: Role, event: Exited, actions: list[Action]) -
   else:
     worked_seconds = max(0.0, event.now - role.working_since)
     deaths, pause = after_exit(deaths, worked_seconds, state.run)
-    pause = None if event.for_good else pause
   actions.append(Lost(event.role, reason))
   role = replace(role, deaths=deaths, kill=None, afresh=event.afresh, holds=Holds(), held=False)
   if pause is None or role.dismissed:

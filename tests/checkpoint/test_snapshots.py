@@ -328,6 +328,9 @@ def test_a_bucket_is_used_like_a_folder(monkeypatch):
     storage.commit(snapshot, ["learner-3"])
   storage.prune(keep=2)
   assert storage.committed() == [3, 2]
+  monkeypatch.setattr(fsspec, "filesystem", {"gs": bucket}.get)
+  grown = storage.growth(3, ["learner-3", "learner-4"])
+  assert grown["learner-3"] > grown["learner-4"] == 0
   assert storage.find("learner-3").state == STATE
   assert storage.metas(3)["learner-3"]["digest"] == storage.manifest(3)["parts"]["learner-3"]
   assert_same(storage.load(2, "learner-3").arrays, some(2))

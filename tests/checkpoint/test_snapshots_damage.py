@@ -14,9 +14,6 @@ from ddiloco.checkpoint.snapshots import Damaged, Storage
 
 SEED = 20260421
 ROLES = ("learner-0", "syncer-0")
-pytestmark = pytest.mark.filterwarnings(  # Orbax leaves things unfinished where it gives up
-  "ignore::pytest.PytestUnraisableExceptionWarning"
-)
 
 
 def contents(snapshot, role):

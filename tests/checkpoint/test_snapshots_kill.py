@@ -245,7 +245,6 @@ def denied(path, mode=0o500):
     os.chmod(path, 0o700)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Orbax
 @pytest.mark.parametrize("size_bytes", [0, 100, 5_000, 300_000])
 def test_a_full_disk_is_said_and_leaves_what_was_committed(committed, tmp_path, size_bytes):
   """Full when the first record is written, somewhere between, or in the middle of values."""

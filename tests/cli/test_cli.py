@@ -258,7 +258,6 @@ def test_a_run_without_a_result_is_refused(refused, tmp_path, command):
   assert "does not exist. Fix: finish a run" in refused(command, f"--workdir={tmp_path}")
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax, giving up
 @pytest.mark.parametrize("command", ["generate", "evaluate"])
 def test_a_damaged_result_is_refused(refused, finished, command):
   for path in (finished / "result").rglob("*"):

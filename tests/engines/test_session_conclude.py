@@ -261,9 +261,6 @@ def test_a_result_that_cannot_be_saved_is_said_and_the_run_can_go_on(tmp_path, m
 # --- the last checkpoint --------------------------------------------------------------------------
 
 
-# Shard 0 gives the snapshot up and deletes it, also parts that are being written. Orbax then closes
-# its event loop at the first write that fails, and later ones of the same part find it closed.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_the_last_checkpoints_close_fails(tmp_path, monkeypatch, capsys):
   """Others lost the end of their runs there: the one before counts, and nothing is deleted."""
   config = make_config(
@@ -295,8 +292,6 @@ def test_the_last_checkpoints_close_fails(tmp_path, monkeypatch, capsys):
   assert unsaved and all(storage.metas(e.snapshot) == {} for e in unsaved)
   assert Ran(soon_over(tmp_path, config), corpus, tmp_path).outcome.reason == "finished"
   assert storage.committed() == whole
-  said = capsys.readouterr().err
-  assert "is not saved: " in said and "the bucket hung up" in said and "The run goes on." in said
   monkeypatch.undo()
   longer = dataclasses.replace(
     config, run=dataclasses.replace(config.run, total_tokens=2 * 150 * 16)

@@ -238,6 +238,12 @@ def test_snapshots_elsewhere_that_cannot_be_searched_are_not_overwritten(
     session.train(config, Path(spelled), overwrite=True)
 
 
+def test_a_workdir_whose_checkpoints_could_not_be_read_is_refused_at_once(tmp_path):
+  with pytest.raises(ConfigError, match=r"no path of a checkpoint may have a '\['.* Fix: "):
+    session.train(endless(), tmp_path / "run[1]")
+  assert not [*tmp_path.iterdir()]
+
+
 def test_a_run_does_not_go_on_with_other_data(tmp_path, monkeypatch):
   """Other parts would be held out, some of which it has trained on."""
   text = tmp_path / "texts" / "m.txt"

@@ -244,6 +244,30 @@ def test_a_full_disk_tears_one_line_and_is_counted(tmp_path, capsys, monkeypatch
   assert "is the disk full?" in capsys.readouterr().err
 
 
+def test_a_log_goes_on_when_its_file_system_is_back(tmp_path, monkeypatch):
+  """A server of NFS that has restarted knows no old handle: no later event was written."""
+  write, stale = os.write, set()
+
+  def refuse(file, data):
+    if not stale or file in stale:
+      stale.add(file)
+      raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+    return write(file, data)
+
+  with Recorder(tmp_path, "learner-0", 0, start_time=0.0) as recorder:
+    recorder.record(step(0))
+    recorder.flush()
+    with monkeypatch.context() as patch:
+      patch.setattr(os, "write", refuse)
+      recorder.record(step(1))
+      recorder.flush()
+      other = os.open(os.devnull, os.O_RDONLY)  # takes the old handle's number
+      recorder.record(step(2))
+      recorder.flush()
+    os.close(other)
+  assert [event.step for event in read_events(tmp_path)] == [0, 2] and recorder.lost_events == 1
+
+
 def test_a_log_whose_end_cannot_be_read_costs_no_descriptors(tmp_path, monkeypatch):
   with Recorder(tmp_path, "learner-0", 0, start_time=0.0) as recorder:
     recorder.record(step(0))

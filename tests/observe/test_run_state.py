@@ -61,6 +61,19 @@ def test_numbers_of_a_whole_run(run_events):
   assert view.tokens_done == sum(view.merged_tokens.values()) / 4
 
 
+def test_what_keeps_many_roles_out_of_a_snapshot_is_noted_once(make):
+  """Thirteen lines for each snapshot, with a disk that stayed full."""
+  full = "[Errno 28] No space left on device: '/run/00000020/{}'"
+  view = RunState()
+  for n in (20, 40):
+    for role in ("syncer-0", "learner-0", "learner-1"):
+      view.add(make.event(1.0, role, "unsaved", snapshot=n, reason=full.format(role)))
+    view.add(make.event(1.0, "learner-2", "unsaved", snapshot=n, reason="not done yet"))
+  first = f"shard 0 is not in snapshot 20: {full.format('syncer-0')}"
+  notes = [first, "island 2 is not in snapshot 20: not done yet"]
+  assert [e.text for e in view.log_events] == notes + [n.replace("hot 20", "hot 40") for n in notes]
+
+
 def test_kill_and_rejoin_are_noted(make):
   events = [
     make.run_started(),

@@ -36,8 +36,13 @@ from tests.worlds import swarm
 RUN = RunConfig(restart_seconds=1.0, max_restarts=5)
 LEARNER, SHARD = "learner-3", "syncer-0"
 PLANNED = ("kill", "stall", "slow", "drop", "join")
-KINDS = (*PLANNED, "death", "leave", "for_good")  # a role dies by itself, leaves, cannot come back
+KINDS = (*PLANNED, "death", "leave", "for_good")  # a role dies, leaves, is killed for ever
 STEPS = 120  # of a world
+
+
+def for_good(name: str, now: float) -> Exited:
+  """The end of a life that was killed by plan, after which there is no other."""
+  return Exited(name, now, kill=Fault("kill", LEARNER, at_step=0, seconds=-1))
 
 
 class Play:
@@ -128,7 +133,7 @@ class World:
     self.dying.discard(name)
     self.struck[kind] += bool(kind)
     left = kind in ("leave", "dismissed")
-    exited = Exited(name, self.now, "x", for_good=kind == "for_good")
+    exited = for_good(name, self.now) if kind == "for_good" else Exited(name, self.now, "x")
     self.tell(Left(name) if left else exited)
 
   def step(self) -> None:

@@ -35,7 +35,7 @@ from ddiloco.protocol.supervisor import (
   strike,
 )
 from tests.protocol import supervised
-from tests.protocol.supervised import LEARNER, RUN, SHARD, Play
+from tests.protocol.supervised import LEARNER, RUN, SHARD, Play, for_good
 from tests.worlds import check_all, struck
 
 
@@ -100,7 +100,6 @@ def test_all_roles_start_at_the_first_tick_in_order_and_once():
 ENDS = [  # (what is told of a life that began at 0 s, what is said, the role's phase after it)
   (Left(LEARNER), [], LEFT),
   (Exited(LEARNER, 5.0, "broken"), [Lost(LEARNER, "broken")], DOWN),
-  (Exited(LEARNER, 5.0, "bad usage", for_good=True), [Lost(LEARNER, "bad usage")], GONE),
   (
     Exited(LEARNER, 5.0, "its words", kill=kill(at_step=0, seconds=4.0)),
     [Lost(LEARNER, "killed by plan, back in 4 s")],
@@ -304,11 +303,11 @@ def test_a_run_is_hopeless_without_a_shard_or_a_quorum_and_why_is_known(quorum, 
   play = Play(SHARD, "learner-0", "learner-1", "evaluator", quorum=quorum)
   play(Tick(0.0))
   for name in gone:
-    play(Exited(name, 1.0, "x", for_good=True))
+    play(for_good(name, 1.0))
   hopeless = play.state.hopeless
   assert hopeless.startswith(reason) and bool(hopeless) == bool(reason)
   for name in ("syncer-0", "learner-1"):
-    play(Exited(name, 2.0, "x", for_good=True))
+    play(for_good(name, 2.0))
   assert play.state.hopeless == (hopeless or play.state.hopeless), "the first reason stays"
 
 
@@ -318,7 +317,7 @@ def test_a_learner_that_left_is_still_counted_and_one_that_joined_counts_too():
   play(Left("learner-0"))
   play(Requested(Fault("join", "learner-2", at_seconds=0.0, seconds=-1)))
   play(Tick(1.0))
-  assert play(Exited("learner-1", 1.0, "x", for_good=True)) == [Lost("learner-1", "x")]
+  assert play(for_good("learner-1", 1.0)) == [Lost("learner-1", "killed by plan, for good")]
 
 
 @pytest.mark.parametrize("block", range(4))
