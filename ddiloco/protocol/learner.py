@@ -25,6 +25,7 @@ HELLO_SECONDS_MOST = 8.0  # ... up to this
 
 
 def on_message(state: LearnerState, message: messages.Message, sync: SyncConfig) -> LearnerOutcome:
+  """Takes a shard's message in, unless it is outdated or meant for another role."""
   if not isinstance(message, messages.ToLearner):
     return state, [events.Ignored(reason=f"{type(message).__name__} is not for learners")]
   if message.shard >= len(state.shards):
@@ -446,7 +447,7 @@ def _received(f: LearnerFragment, entry: IncomingVersion, step: int) -> dict:
   steps_since_sync = step - entry.merged.at_step if entry.merged else 0
   steps = f.steps - (entry.merged.push.steps if entry.merged else 0)
   tokens, discarded = f.tokens - mine, 0
-  if entry.mode != "rebase":
+  if entry.mode not in events.KEEPS_WORK:
     steps, tokens, discarded = 0, 0, tokens
   return {
     "version": entry.publish.version,

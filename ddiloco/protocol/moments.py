@@ -47,7 +47,7 @@ def on_moments(state: SyncerState, moments: Moments, now: float) -> SyncerOutcom
   given = state.donation
   if given is None or (given.donor, given.fragment) != (moments.learner, moments.fragment):
     return state, [states.ignored(moments, "it is no longer asked for")]
-  if moments.count > state.global_step + rules.slack_steps(state.sync):
+  if moments.count > state.global_step + rules.step_tolerance(state.sync):
     reason = f"claims {moments.count} optimizer steps, the run has made {state.global_step}"
     return state, [states.ignored(moments, reason)]
   todo: list[SyncerAction] = []

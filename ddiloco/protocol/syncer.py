@@ -90,7 +90,7 @@ def syncer_on(state: SyncerState, event: actions.SyncerEvent) -> SyncerOutcome:
   state, started = rounds.start_rounds(state, event.now)
   begun: list[SyncerAction] = []
   # In lock-step a run cannot go on from a snapshot that lacks the learners of a quorum.
-  enough = not state.sync.blocking or len(_here(state)) >= state.sync.min_quorum
+  enough = not state.sync.blocking or len(_here(state)) >= state.quorum
   if state.shard == 0 and not state.saving and enough:
     every = max(1, state.sync.snapshot_steps)
     state, begun = _capture(state, state.global_step // every * every)
@@ -202,7 +202,7 @@ def _fault_of(state: SyncerState, message: messages.ToShard) -> str:
   if counts != (len(state.fragments),) * 3:
     return f"counts {counts[0]} fragments, not mine"
   newer = [r for r, f in zip(message.rounds, state.fragments) if r > f.last_round]
-  if any(not state.first_round <= r < state.born for r in newer):
+  if any(not state.first_round <= r < state.first_own_round for r in newer):
     return "has a value of a round that never was"
   return ""
 
@@ -257,7 +257,7 @@ def _begun(state: SyncerState) -> bool:
   """
   if state.global_step > 0 or any(f.version > 0 for f in state.fragments):
     return True
-  return len(state.members) - (EVALUATOR in state.members) >= state.sync.min_quorum
+  return len(state.members) - (EVALUATOR in state.members) >= state.quorum
 
 
 def _on_report(state: SyncerState, report: Report, event: Received) -> SyncerOutcome:
@@ -362,7 +362,7 @@ def _newer(state: SyncerState, rounds: tuple[int, ...]) -> dict[int, int]:
   if len(rounds) != len(state.fragments):
     return {}
   pairs = zip(rounds, state.fragments)
-  return {f.index: r for r, f in pairs if max(f.last_round, state.first_round - 1) < r < state.born}
+  return {f.index: r for r, f in pairs if state.is_newer(f, r)}
 
 
 def _recall(
@@ -407,7 +407,7 @@ def _on_value(state: SyncerState, value: Value, event: Received) -> SyncerOutcom
   if len(value.merged_rounds) % 2 or max(merged_rounds.values(), default=-1) > value.round:
     return state, [ignored(value, "cannot have merged what it says")]
   recalls = {k: r for k, r in state.recalls.items() if k[0] != f.index or r.round > value.round}
-  if not max(f.last_round, state.first_round - 1) < value.round < state.born:
+  if not state.is_newer(f, value.round):
     return state, [ignored(value, "not newer than what is here, or never made")]
   f = FragmentState(
     f.index,
@@ -465,11 +465,11 @@ def _note_lost(state: SyncerState, report: Report) -> SyncerOutcome:
     for f, r, v in zip(state.fragments, report.rounds, report.versions)
     if max(state.known_rounds.get(f.index, -1), state.first_round - 1)
     < r
-    < min(state.born, f.last_round)
+    < min(state.first_own_round, f.last_round)
   }
   if not had:
     return state, []
-  known = {**state.known_rounds, **dict.fromkeys(had, state.born)}
+  known = {**state.known_rounds, **dict.fromkeys(had, state.first_own_round)}
   state = replace(state, known_rounds=known)
   reason = "has a version that this shard lost, and went on without"
   return state, [events.Lost(learner=report.learner, versions=had, reason=reason)]
