@@ -104,6 +104,7 @@ class Setting:
 
   @property
   def apart(self) -> bool:
+    """Whether shards have links of their own."""
     return self.shard_gbps > 0
 
   @property
@@ -143,6 +144,7 @@ class SyncTime:
 
   @property
   def total(self) -> float:
+    """From the first learner's copy-out until the version is ready at the learners."""
     return sum(dataclasses.astuple(self))
 
   @property
@@ -161,6 +163,7 @@ class Memory:
 
   @property
   def total(self) -> int:
+    """All of it."""
     return self.state + self.copies + self.rounds
 
 
