@@ -113,6 +113,15 @@ def test_what_pages_call_by_a_class_is_there():
       assert name in known[owner], f"{page.name}: there is no {name!r} in the class {owner!r}"
 
 
+def test_the_table_of_defaults_has_those_of_the_config():
+  text = (DOCS / "design.md").read_text().partition("## Defaults")[2]
+  rows = re.findall(r"^\| `(\w+)\.(\w+)` \| ([\w.-]+) \|", text, re.MULTILINE)
+  assert len(rows) > 5
+  for section, field, said in rows:
+    default = ddiloco.default()[section][field]
+    assert type(default)(said) == default, f"{section}.{field} is {default}, the table has {said}"
+
+
 def headings(page: Path) -> set[str]:
   """The anchors of a page's headings, as GitHub makes them."""
   titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
