@@ -146,7 +146,7 @@ class SendMoments(Frozen):
 class TakeMoments(Frozen):
   """Learner: bring these moments onto the devices, in the background."""
 
-  inherit: ForwardMoments
+  forwarded: ForwardMoments
 
 
 class ApplyMoments(Frozen):

@@ -44,13 +44,13 @@ def on_message(state: LearnerState, message: messages.Message, sync: SyncConfig)
     case messages.Welcome():
       state, todo = _on_welcome(state, message, sync)
     case messages.ForwardMoments():
-      state, todo = moments.on_inherit(state, message)
+      state, todo = moments.on_forward_moments(state, message)
     case Pull() if owned:
       state, todo = _on_pull(state, message, sync)
     case messages.RequestValue() if owned:
-      state, todo = _on_recall(state, message)
+      state, todo = _on_request_value(state, message)
     case messages.ProvideMoments() if owned:
-      state, todo = moments.on_donate(state, message)
+      state, todo = moments.on_provide_moments(state, message)
     case Publish() if owned:
       state, todo = _on_publish(state, message, sync)
     case Refusal():
@@ -115,13 +115,13 @@ def _on_pull(state: LearnerState, pull: Pull, sync: SyncConfig) -> LearnerOutcom
   return state.with_fragment(pull.fragment, pull=pull), []
 
 
-def _on_recall(state: LearnerState, recall: messages.RequestValue) -> LearnerOutcome:
-  header = state.fragments[recall.fragment].base_header
+def _on_request_value(state: LearnerState, request: messages.RequestValue) -> LearnerOutcome:
+  header = state.fragments[request.fragment].base_header
   if header is None:
     return state, []
   value = messages.Value(
     *state.me,
-    fragment=recall.fragment,
+    fragment=request.fragment,
     version=header.version,
     round=header.round,
     merged_tokens=header.merged_tokens,

@@ -20,7 +20,7 @@ def _value_due_at(state: SyncerState, f: FragmentState) -> float:
   fragment up forever. If it does not answer, another one that has the value is asked after
   `liveness_seconds`: the fragment waits twice as long.
   """
-  mine = [each for (p, _), each in state.recalls.items() if p == f.index]
+  mine = [each for (p, _), each in state.value_requests.items() if p == f.index]
   asked = [each.first_at for each in mine if state.is_newer(f, each.round)]
   patience = max(2 * state.sync.liveness_seconds, 3 * state.delivery_seconds)
   return max(asked, default=-math.inf) + patience

@@ -307,7 +307,7 @@ class SyncerState(_State, Frozen):
   passed_on: Times = _empty()  # moments of a fragment that learners got
   given: Mapping[int, int] = _empty()  # donor -> donations
   farewells: Times = _empty()  # pushes that were merged while their learners were leaving
-  recalls: Mapping[tuple[int, int], ValueRequest] = _empty()  # by fragment and learner
+  value_requests: Mapping[tuple[int, int], ValueRequest] = _empty()  # by fragment and learner
   # learner -> its updates in a row that opposed all others; outlives the learner's incarnations
   opposed: Mapping[int, int] = _empty()
   delivery_seconds: float = 0.0  # smoothed over all members: from sending a version to its report

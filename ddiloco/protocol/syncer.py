@@ -126,7 +126,7 @@ def _take_in(state: SyncerState, event: Received) -> SyncerOutcome:
     case messages.RequestMoments() | messages.Moments() if message.learner not in state.members:
       todo = [ignored(message, "an unknown learner")]
     case messages.RequestMoments():
-      state, todo = moments.on_ask(state, message, now, event.unsent)
+      state, todo = moments.on_request_moments(state, message, now, event.unsent)
     case messages.Moments():
       state, todo = moments.on_moments(state, message, now)
     case messages.Goodbye() if message.learner in state.members:
@@ -218,7 +218,7 @@ def _on_hello(state: SyncerState, hello: Hello, event: Received) -> SyncerOutcom
   todo: list[SyncerAction] = [Send(hello.learner, welcome)]
   now, member = event.now, state.members.get(hello.learner)
   if newer := _newer(state, hello.rounds):
-    state, asked = _recall(state, hello, newer, now)
+    state, asked = _request_values(state, hello, newer, now)
     return state, [*todo, *asked]
   if member is None or hello.incarnation > member.incarnation:
     state = state.forget(hello.learner)
@@ -263,7 +263,7 @@ def _begun(state: SyncerState) -> bool:
 def _on_report(state: SyncerState, report: Report, event: Received) -> SyncerOutcome:
   now, member = event.now, state.members.get(report.learner)
   if newer := _newer(state, report.rounds):
-    return _recall(state, report, newer, now)
+    return _request_values(state, report, newer, now)
   state, todo = _note_lost(state, report)
   versions = _compared(state, report.rounds, report.versions)
   if member is None or report.incarnation > member.incarnation:
@@ -365,39 +365,41 @@ def _newer(state: SyncerState, rounds: tuple[int, ...]) -> dict[int, int]:
   return {f.index: r for r, f in pairs if state.is_newer(f, r)}
 
 
-def _recall(
+def _request_values(
   state: SyncerState, said: Hello | Report, rounds: Mapping[int, int], now: float
 ) -> SyncerOutcome:
   """This shard has lost what these rounds made (it and its copies died together), and this learner
   has it. Of several learners with a value of the same round one is asked at a time; learners with
   values of different rounds are all asked."""
   todo: list[SyncerAction] = []
-  recalls = dict(state.recalls)
+  requests = dict(state.value_requests)
   for p, r in rounds.items():
     new = states.ValueRequest(-math.inf, 0, r, first_at=now)
-    before = recalls.get((p, said.learner), new)
+    before = requests.get((p, said.learner), new)
     patience = rules.backed_off(state.sync.liveness_seconds, before.times - 1)
     asked = any(
       q == p and each.round == r and now < each.asked_at + state.sync.liveness_seconds
-      for (q, _), each in recalls.items()
+      for (q, _), each in requests.items()
     )
     if asked or now < before.asked_at + patience:
       continue
-    recalls[p, said.learner] = replace(before, asked_at=now, times=before.times + 1, round=r)
-    recall = messages.RequestValue(*state.to(said.incarnation), p)
-    todo.append(Send(said.learner, recall))
-  return replace(state, recalls=recalls), todo
+    requests[p, said.learner] = replace(before, asked_at=now, times=before.times + 1, round=r)
+    request = messages.RequestValue(*state.to(said.incarnation), p)
+    todo.append(Send(said.learner, request))
+  return replace(state, value_requests=requests), todo
 
 
 def _on_value(state: SyncerState, value: Value, event: Received) -> SyncerOutcome:
   i, now = state.position(value.fragment), event.now
-  request = state.recalls.get((value.fragment, value.learner))
+  requests, key = state.value_requests, (value.fragment, value.learner)
+  request = requests.get(key)
   if i is None or request is None:
     return state, [ignored(value, "it was not asked for")]
   if not event.read and request.reading == value.incarnation:
     return state, [ignored(value, "a duplicate")]
   request = replace(request, reading=-1 if event.read else value.incarnation)
-  state = replace(state, recalls={**state.recalls, (value.fragment, value.learner): request})
+  requests = {**requests, key: request}
+  state = replace(state, value_requests=requests)
   if not event.read:
     return state, [actions.Read(value, now)]
   f = state.fragments[i]
@@ -406,7 +408,7 @@ def _on_value(state: SyncerState, value: Value, event: Received) -> SyncerOutcom
     return state, [ignored(value, event.fault), *_give_up(state, value, event.fault)]
   if len(value.merged_rounds) % 2 or max(merged_rounds.values(), default=-1) > value.round:
     return state, [ignored(value, "cannot have merged what it says")]
-  recalls = {k: r for k, r in state.recalls.items() if k[0] != f.index or r.round > value.round}
+  requests = {k: r for k, r in requests.items() if k[0] != f.index or r.round > value.round}
   if not state.is_newer(f, value.round):
     return state, [ignored(value, "not newer than what is here, or never made")]
   f = FragmentState(
@@ -423,7 +425,7 @@ def _on_value(state: SyncerState, value: Value, event: Received) -> SyncerOutcom
   state = replace(
     state.heard(value.learner, value.count),
     fragments=put(state.fragments, i, f),
-    recalls=recalls,
+    value_requests=requests,
     known_rounds=known,
   )
   for learner, m in state.members.items():  # until a report says that a member has this value
@@ -449,7 +451,7 @@ def _on_value(state: SyncerState, value: Value, event: Received) -> SyncerOutcom
 def _give_up(state: SyncerState, value: Value, fault: str) -> list[SyncerAction]:
   """A learner whose value is refused again and again starts afresh: it takes no older value, so it
   would never be a member again. If that befell all learners, the run would stand still."""
-  if state.recalls[value.fragment, value.learner].times < state.sync.quarantine_after:
+  if state.value_requests[value.fragment, value.learner].times < state.sync.quarantine_after:
     return []
   reason = f"the value of fragment {value.fragment} that it gives back is refused: {fault}"
   refusal = Refusal(*state.to(value.incarnation), -1, -1, True, reason)

@@ -344,7 +344,7 @@ def _check_state(world: LiarWorld, actor: Actor) -> None:
   state, members = actor.state, world.honest + 1
   assert len(state.members) <= members and len(state.opposed) <= members
   assert len(state.vector_clock) <= members + world.sync.num_shards
-  assert len(state.recalls) <= members * len(state.fragments)
+  assert len(state.value_requests) <= members * len(state.fragments)
   assert len(state.asking) <= members and len(state.beliefs.claims) <= 2
   assert all(len(ps) <= len(state.fragments) for ps in state.asking.values())
   reached = state.global_step + 2 * world.sync.sync_period

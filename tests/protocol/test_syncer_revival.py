@@ -50,7 +50,7 @@ def test_a_shard_that_lost_commits_takes_them_back_from_a_learner():
   assert (f.version, f.last_round, f.merged_tokens, f.merged_rounds) == (3, 7, 90, {0: 7, 2: 5})
   assert shard.feed(value) == [], "a duplicate"
   sends = shard.feed(newer, 2.0)
-  assert [a.message.fragment for a in sends] == [0, 1] and not shard.state.recalls
+  assert [a.message.fragment for a in sends] == [0, 1] and not shard.state.value_requests
   # Learner 2 lags: it is sent version 3, which says that its push of round 5 is in it.
   sends = shard.feed(says.report(2, 0, 9, 0.1, (1, 0), (1, 1), rounds=(4, -1)), 30.0)
   [publish] = [a.message for a in sends if isinstance(a, Send) and isinstance(a.message, Publish)]
