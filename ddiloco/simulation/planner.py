@@ -27,6 +27,7 @@ from typing import Any
 
 from ddiloco.checks import not_negative, option, positive, require
 from ddiloco.config import Config, SyncConfig
+from ddiloco.protocol import events
 from ddiloco.simulation import bandwidth
 from ddiloco.simulation.bandwidth import (
   F32_BYTES,
@@ -508,8 +509,8 @@ def _overlap(setting: Setting, plan: ExchangePlan) -> Iterator[str]:
   effect = (
     f"No learner waits, but a version is {plan.applied_steps:.2g} steps old when it is applied"
   )
-  if sync.apply == "overwrite":
-    effect += ", and overwrite discards those steps"
+  if sync.apply not in events.KEEPS_WORK:
+    effect += f", and {sync.apply} discards work of those steps"
   if sync.blocking:
     effect = f"All islands wait: they compute {plan.utilisation:.0%} of the time"
   fix = "use more, smaller fragments, fewer bytes (int4) or more bandwidth"
