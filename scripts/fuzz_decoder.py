@@ -61,9 +61,9 @@ NETWORK_RUN = transport.RunIdentity(RUN, PLAN, LARGEST_BYTES, QUEUE_BYTES)
 
 
 def message(data: bytes) -> bool:
-  """[with or without payload, with a right seal or as it is; header...]"""
+  """[with or without payload, with a right checksum or as it is; header...]"""
   first = data[0] if data else 0
-  header = messages.seal(data[1:]) if first % 2 else data[1:]
+  header = messages.with_checksum(data[1:]) if first % 2 else data[1:]
   return _message(header, b"payload" if first > 127 else None)
 
 
@@ -74,7 +74,7 @@ def fields(data: bytes) -> bool:
   bulk = kind in messages.BULK
   count = len(dataclasses.fields(kind)) - bulk
   start = msgpack.encode((kind.__name__, [None] * count))[:-count]  # a byte for each None
-  header = messages.seal(messages.envelope(RUN, PLAN) + start + data[1:])
+  header = messages.with_checksum(messages.envelope(RUN, PLAN) + start + data[1:])
   return _message(header, b"payload" if bulk else None)
 
 
@@ -226,7 +226,7 @@ def seeds() -> list[bytes]:
   inputs = []
   for number, kind in enumerate(messages.KINDS.values()):
     header = messages.encode(example(kind), RUN, PLAN)[0]
-    body = header[: -messages.SEAL_BYTES]
+    body = header[: -messages.CHECKSUM_BYTES]
     _, values = msgpack.decode(body)[-1]
     packed = b"".join(map(msgpack.encode, values))
     inputs.append((message, (b"\xfe" if kind in messages.BULK else b"\0") + header))

@@ -292,6 +292,8 @@ class IslandsConfig(IslandConfig):
 
 # --- How islands exchange what they learn: the protocol, and the network that carries it
 
+CODECS = ("f32", "bf16", "int8", "int4")  # `core/codec.py` has their layouts
+
 
 @dataclasses.dataclass(frozen=True)
 class SyncConfig:
@@ -328,8 +330,8 @@ class SyncConfig:
     one_of("sync", self, "fragmentation", "balanced", "layer", "tensor", "strided")
     one_of("sync", self, "apply", "overwrite", "mix", "rebase")
     one_of("sync", self, "merge", "rda", "average")
-    one_of("sync", self, "push_codec", "f32", "bf16", "int8", "int4")
-    one_of("sync", self, "publish_codec", "f32", "bf16", "int8", "int4")
+    one_of("sync", self, "push_codec", *CODECS)
+    one_of("sync", self, "publish_codec", *CODECS)
     share("sync", self, "grace_safety")
     must("sync", self, "mix_alpha", 0 <= self.mix_alpha <= 1, "must lie in [0, 1]", "use 0.5")
     rule = "must be greater than 1"

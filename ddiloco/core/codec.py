@@ -25,10 +25,11 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
+from ddiloco.config.schema import CODECS
+
 BLOCK = 256  # values that share a scale
-CODECS = ("f32", "bf16", "int8", "int4")
 CHUNK = 256 * BLOCK  # 64k values at a time: a chunk's scratch buffers stay in the core's own cache
-LEVELS = {"int8": 127, "int4": 7}
+LEVELS = {"int8": 127, "int4": 7}  # the codecs with scales, which `core/kernels.py` reads too
 _TYPES = {
   "f32": np.dtype(np.float32),
   "bf16": np.dtype(ml_dtypes.bfloat16),
@@ -57,9 +58,8 @@ def payload_bytes(size: int, codec: str) -> int:
     raise CodecError(f"codec {codec!r}: must be one of {', '.join(CODECS)}")
   if size < 0:
     raise CodecError(f"size {size}: must not be negative")
-  scales = 4 * -(-size // BLOCK)
-  codes = {"f32": 4 * size, "bf16": 2 * size, "int8": size, "int4": -(-size // 2)}[codec]
-  return codes + (scales if codec in LEVELS else 0)
+  scales = 4 * -(-size // BLOCK) if codec in LEVELS else 0
+  return scales + (-(-size // 2) if codec == "int4" else size * _TYPES[codec].itemsize)
 
 
 def digest(x: np.ndarray) -> bytes:

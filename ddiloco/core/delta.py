@@ -215,11 +215,17 @@ class MemoryStore:
     self._fragments: dict[int, Committed] = {}  # one operation on a dict is never half done
 
   def load(self, fragment: int) -> Committed:
+    """The fragment's newest commit.
+
+    Raises:
+      ValueError: there is none.
+    """
     if fragment not in self._fragments:
       raise ValueError(f"fragment {fragment}: not in the store. Fix: save its first value there.")
     return self._fragments[fragment]
 
   def save(self, committed: Committed) -> None:
+    """Replaces the newest commit of its fragment."""
     self._fragments[committed.state.index] = committed
 
 

@@ -23,8 +23,9 @@ DiLoCo (2311.08105) uses Nesterov 0.7/0.9, Streaming DiLoCo (2501.18512) 0.4/0.9
 the step is learning_rate * merged and the optimizer has no state.
 
 Over the last `decay_share` of the run's tokens the learning rate falls in a straight line to
-`final_share` of itself (`at`). With momentum 0.8, pushes that keep their direction move the value
-five times as far. The other components are noise in the newest value; only smaller steps remove it.
+`final_share` of itself (`at`). With momentum 0.8 what pushes have in common, round after round,
+moves the value five times as far as without. What they do not have in common is noise in the newest
+value; only smaller steps remove it.
 
 The momentum that is kept is computed from the published step, by the same formula solved for m:
 

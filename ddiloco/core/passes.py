@@ -323,7 +323,7 @@ def step(
     new = Vectors(value, np.empty(size, np.float32) if lossy else value, speed)
   update = codec.empty(size, name) if lossy else None
   stepper = None
-  if size >= COMPILED_FROM and name != "bf16":
+  if size >= COMPILED_FROM and name in ("f32", *codec.LEVELS):
     stepper = _kernels().Stepper(old, new, stretch, config, update)
 
   def work(segment: Segment) -> None:

@@ -333,7 +333,7 @@ class IslandAccount:
         if pushed is not None:
           self._keep(event.fragment, event.round, pushed)
       case events.Apply():
-        if event.mode != "rebase":  # local progress of the fragment is gone
+        if event.mode not in events.KEEPS_WORK:  # local progress of the fragment is gone
           self._settle(event.fragment, self.sums.number)
           self._pushed.pop(event.fragment, None)
       case events.Captured():

@@ -429,7 +429,7 @@ class Rounds:
     grace = self._grace.get(round_.fragment, 0.0)
     enough = len(round_.pushed) >= sync.min_quorum
     at = round_.pushed_at if enough else None
-    decision = rules.decide(now, len(round_.pushed), pending, at, grace, sync)
+    decision = rules.decide(now, len(round_.pushed), pending, at, grace, sync.min_quorum)
     return decision.reason if decision.verdict == "wait" else f"about to end, {decision.reason}"
 
   def as_json(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ payloads are opaque, and the role performs the actions in order (`ddiloco/roles`
 processes, virtual time and the property tests all drive these same two functions.
 
 The events here are inputs of reducers. Events of the event log are in `events.py`; a reducer
-returns them as actions.
+returns them as actions. Times are seconds on the role's own clock.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class StepDone(Frozen):
   """The learner finished one inner step."""
 
   now: float
-  tokens: int
-  seconds: float
+  tokens: int  # that the step trained on
+  seconds: float  # that the step took
 
 
 class Staged(Frozen):
@@ -146,7 +146,7 @@ class SendMoments(Frozen):
 class TakeMoments(Frozen):
   """Learner: bring these moments onto the devices, in the background."""
 
-  inherit: ForwardMoments
+  forwarded: ForwardMoments
 
 
 class ApplyMoments(Frozen):
@@ -211,8 +211,8 @@ class Commit(Frozen):
   round: int
   version: int  # the new one
   learners: tuple[int, ...]  # ascending, so that sums have one order
-  steps: tuple[int, ...]
-  tokens: tuple[int, ...]
+  steps: tuple[int, ...]  # inner steps in the push of each learner
+  tokens: tuple[int, ...]  # and its tokens
   progress: float  # share of the run's tokens that the fragment then has
   step_tokens: tuple[int, ...] = ()  # of a step of each learner; empty: as the config says
 

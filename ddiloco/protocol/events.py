@@ -21,6 +21,7 @@ MOST_DEPTH = 16  # of nested lists and objects; no event has more than four leve
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 Mode = Literal["overwrite", "mix", "rebase"]
+KEEPS_WORK = ("rebase",)  # modes under which unmerged work stays in the parameters
 
 
 def _kind(name: str) -> str:

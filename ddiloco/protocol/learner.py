@@ -25,6 +25,7 @@ HELLO_SECONDS_MOST = 8.0  # ... up to this
 
 
 def on_message(state: LearnerState, message: messages.Message, sync: SyncConfig) -> LearnerOutcome:
+  """Takes a shard's message in, unless it is outdated or meant for another role."""
   if not isinstance(message, messages.ToLearner):
     return state, [events.Ignored(reason=f"{type(message).__name__} is not for learners")]
   if message.shard >= len(state.shards):
@@ -43,13 +44,13 @@ def on_message(state: LearnerState, message: messages.Message, sync: SyncConfig)
     case messages.Welcome():
       state, todo = _on_welcome(state, message, sync)
     case messages.ForwardMoments():
-      state, todo = moments.on_inherit(state, message)
+      state, todo = moments.on_forward_moments(state, message)
     case Pull() if owned:
       state, todo = _on_pull(state, message, sync)
     case messages.RequestValue() if owned:
-      state, todo = _on_value_request(state, message)
+      state, todo = _on_request_value(state, message)
     case messages.ProvideMoments() if owned:
-      state, todo = moments.on_donate(state, message)
+      state, todo = moments.on_provide_moments(state, message)
     case Publish() if owned:
       state, todo = _on_publish(state, message, sync)
     case Rejection():
@@ -114,7 +115,7 @@ def _on_pull(state: LearnerState, pull: Pull, sync: SyncConfig) -> LearnerOutcom
   return state.with_fragment(pull.fragment, pull=pull), []
 
 
-def _on_value_request(state: LearnerState, request: messages.RequestValue) -> LearnerOutcome:
+def _on_request_value(state: LearnerState, request: messages.RequestValue) -> LearnerOutcome:
   header = state.fragments[request.fragment].base_header
   if header is None:
     return state, []
@@ -448,7 +449,7 @@ def _received(f: LearnerFragment, entry: IncomingVersion, step: int) -> dict:
   steps_since_sync = step - entry.merged.at_step if entry.merged else 0
   steps = f.steps - (entry.merged.push.steps if entry.merged else 0)
   tokens, discarded = f.tokens - mine, 0
-  if entry.mode != "rebase":
+  if entry.mode not in events.KEEPS_WORK:
     steps, tokens, discarded = 0, 0, tokens
   return {
     "version": entry.publish.version,

@@ -240,9 +240,7 @@ class Replica(BetweenShards):
   merged_tokens: Count
   last_round: CountOrNone
   global_step: GlobalStep  # when its round began
-  momentum_round: (
-    CountOrNone  # that made the momentum: an older one if a learner gave back only the value
-  )
+  momentum_round: CountOrNone  # that made the momentum: older if a learner gave back the value
   participants: Learners
   merged_rounds: CountsOrNone  # learner and its last merged round in turn
   merged_global_steps: CountsOrNone  # learner and the global step when that round began, in turn
@@ -296,7 +294,7 @@ def flat(mapping: Mapping[int, int]) -> tuple[int, ...]:
 # --- on the wire ----------------------------------------------------------------------------------
 
 WIRE_FORMAT = 7
-SEAL_BYTES = 4  # at the end of every header
+CHECKSUM_BYTES = 4  # at the end of every header
 MAX_HEADER_BYTES = 1 << 20
 SHOWN_BYTES = 256  # an error does not quote a wrong value that is longer
 Parts = Annotated[list[msgspec.Raw], Meta(max_length=64)]  # values as their encoded bytes
@@ -385,17 +383,17 @@ _SCHEMA = Schema(KINDS.values())
 
 def encode(message: Message, run_id: str, plan_id: str) -> tuple[bytes, Payload]:
   """(header, payload) of a message; the payload is not copied."""
-  header = seal(envelope(run_id, plan_id) + _SCHEMA.encode(message))
+  header = with_checksum(envelope(run_id, plan_id) + _SCHEMA.encode(message))
   return header, getattr(message, "payload", None)
 
 
-def seal(body: bytes) -> bytes:
+def with_checksum(body: bytes) -> bytes:
   """A header: its body and the body's CRC-32, so that a flipped bit never changes a number.
 
   Payloads have no checksum: links off loopback are authenticated (TLS), and a checksum over all
   bytes would cost as much as copying them. A shard screens the pushes that it merges.
   """
-  return body + zlib.crc32(body).to_bytes(SEAL_BYTES, "big")
+  return body + zlib.crc32(body).to_bytes(CHECKSUM_BYTES, "big")
 
 
 def decode(header: bytes, payload: Payload, run_id: str, plan_id: str) -> Message:
@@ -406,8 +404,8 @@ def decode(header: bytes, payload: Payload, run_id: str, plan_id: str) -> Messag
   """
   if len(header) > MAX_HEADER_BYTES:
     raise MalformedMessage(f"header of {len(header)} bytes exceeds {MAX_HEADER_BYTES}")
-  body, start = bytes(header[:-SEAL_BYTES]), envelope(run_id, plan_id)
-  if seal(body) != bytes(header):
+  body, start = bytes(header[:-CHECKSUM_BYTES]), envelope(run_id, plan_id)
+  if with_checksum(body) != bytes(header):
     raise MalformedMessage("header is damaged: its CRC-32 does not fit")
   if not body.startswith(start):
     raise MalformedMessage(_stranger(body, run_id, plan_id))

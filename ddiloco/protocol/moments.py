@@ -19,7 +19,7 @@ ASK_SECONDS = 1.0  # between two requests of a joiner
 # --- a shard --------------------------------------------------------------------------------------
 
 
-def on_ask(
+def on_request_moments(
   state: SyncerState, ask: RequestMoments, now: float, unsent: bool = False
 ) -> SyncerOutcome:
   """A learner waits for moments of these fragments; it repeats the request until it has them, or
@@ -49,7 +49,7 @@ def on_moments(state: SyncerState, moments: Moments, now: float) -> SyncerOutcom
   given = state.donation
   if given is None or (given.donor, given.fragment) != (moments.learner, moments.fragment):
     return state, [states.ignored(moments, "it is no longer asked for")]
-  if moments.count > state.global_step + rules.slack_steps(state.sync):
+  if moments.count > state.global_step + rules.step_tolerance(state.sync):
     reason = f"claims {moments.count} optimizer steps, the run has made {state.global_step}"
     return state, [states.ignored(moments, reason)]
   todo: list[SyncerAction] = []
@@ -60,7 +60,7 @@ def on_moments(state: SyncerState, moments: Moments, now: float) -> SyncerOutcom
     left = tuple(p for p in fragments if p != moments.fragment)
     passed_on = state.once_more(state.passed_on, learner)
     state = replace(state, asking={**state.asking, learner: left}, passed_on=passed_on)
-    inherit = ForwardMoments(
+    forwarded = ForwardMoments(
       *state.to(member.incarnation),
       fragment=moments.fragment,
       donor=moments.learner,
@@ -70,7 +70,7 @@ def on_moments(state: SyncerState, moments: Moments, now: float) -> SyncerOutcom
       count=moments.count,
       payload=moments.payload,
     )
-    todo.append(Send(learner, inherit))
+    todo.append(Send(learner, forwarded))
   donations = {**state.given, moments.learner: state.given.get(moments.learner, 0) + 1}
   state = replace(state, donation=None, given=donations)
   state, more = _next(state, now)
@@ -134,28 +134,28 @@ def ask(state: LearnerState, now: float) -> LearnerOutcome:
   return replace(state, ask_at=now + ASK_SECONDS), todo
 
 
-def on_donate(state: LearnerState, donate: ProvideMoments) -> LearnerOutcome:
+def on_provide_moments(state: LearnerState, provide: ProvideMoments) -> LearnerOutcome:
   """Copies the moments of one fragment at this step boundary, as for a push; costs no step."""
   if not (state.trains and state.joined) or state.wants or state.leaving:
     return state, []
   state = replace(state, donations=state.donations + 1)
   moments = Moments(
     *state.me,
-    fragment=donate.fragment,
+    fragment=provide.fragment,
     donation=state.donations,
     global_step=state.global_step,
     count=0,  # the role fills it in, with the payload
   )
-  return state, [actions.SendMoments(donate.shard, moments)]
+  return state, [actions.SendMoments(provide.shard, moments)]
 
 
-def on_inherit(state: LearnerState, inherit: ForwardMoments) -> LearnerOutcome:
+def on_forward_moments(state: LearnerState, forwarded: ForwardMoments) -> LearnerOutcome:
   """Takes a peer's moments; those of a straggler, from before the step I joined at, are ignored."""
-  p = inherit.fragment
-  old = inherit.global_step < state.joined_global_step
+  p = forwarded.fragment
+  old = forwarded.global_step < state.joined_global_step
   if p not in state.wants or p in state.staging or old:
     return state, []
-  return replace(state, staging=(*state.staging, p)), [actions.TakeMoments(inherit)]
+  return replace(state, staging=(*state.staging, p)), [actions.TakeMoments(forwarded)]
 
 
 def taken(state: LearnerState, event: actions.Taken) -> LearnerOutcome:

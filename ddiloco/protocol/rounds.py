@@ -20,11 +20,8 @@ def _value_due_at(state: SyncerState, f: FragmentState) -> float:
   fragment up forever. If it does not answer, another one that has the value is asked after
   `liveness_seconds`: the fragment waits twice as long.
   """
-  asked = [
-    each.first_at
-    for (p, _), each in state.value_requests.items()
-    if p == f.index and f.last_round < each.round < state.born
-  ]
+  mine = [each for (p, _), each in state.value_requests.items() if p == f.index]
+  asked = [each.first_at for each in mine if state.is_newer(f, each.round)]
   patience = max(2 * state.sync.liveness_seconds, 3 * state.delivery_seconds)
   return max(asked, default=-math.inf) + patience
 
@@ -53,7 +50,7 @@ def start_rounds(state: SyncerState, now: float) -> SyncerOutcome:
     due = [m for m in asked if state.is_due(m, i)]
     if any(state.brings_last_work(m) for m in due) and not state.sync.blocking:
       due = asked  # a leaving learner cannot wait until a quorum is due
-    if len(due) < state.sync.min_quorum:
+    if len(due) < state.quorum:
       continue
     # Unique over the shard's incarnations, so that no push for an earlier one is taken for ours.
     round_id = rules.numbered(state.incarnation, state.rounds)
@@ -124,7 +121,7 @@ def on_push(state: SyncerState, push: Push, event: Received) -> SyncerOutcome:
     norms={**current.norms, me: event.norm},
     products={**current.products, **pairs},
   )
-  if current.quorum_at is None and len(current.pushes) >= state.sync.min_quorum:
+  if current.quorum_at is None and len(current.pushes) >= state.quorum:
     seconds = rules.smooth(state.quorum_seconds, _quorum_seconds(state, current, event.now))
     state = replace(state, quorum_seconds=seconds)
     current = replace(current, quorum_at=event.now)
@@ -148,7 +145,7 @@ def _fault_of(state: SyncerState, f: FragmentState, push: Push, event: Received)
   if push.base_version != f.version:
     return f"based on version {push.base_version}, the fragment is at {f.version}"
   since = f.merged_global_steps.get(push.learner, 0)
-  possible = max(0, state.global_step - since) + rules.slack_steps(state.sync)
+  possible = max(0, state.global_step - since) + rules.step_tolerance(state.sync)
   claimed = rules.push_fault(push.steps, push.tokens, possible, state.step_tokens)
   finite = "" if math.isfinite(event.norm) else f"not finite ({event.norm})"
   return claimed or event.fault or finite
@@ -182,11 +179,11 @@ def advance_rounds(state: SyncerState, now: float) -> SyncerOutcome:
     current = f.round
     if current is None or current.measuring or not (i in state.dirty or now >= current.deadline):
       continue
-    # Under rebase a late version costs no work, so the wait for more learners may be longer.
-    way_back = 0.0 if state.sync.apply == "rebase" else current.sync_seconds
+    # Where a late version costs no work, the wait for more learners may be longer.
+    way_back = 0.0 if state.sync.apply in events.KEEPS_WORK else current.sync_seconds
     grace = rules.grace_seconds(current.step_seconds, state.quorum_seconds, way_back, state.sync)
     pending, count = current.pending, len(current.pushes)
-    decision = rules.decide(now, count, pending, current.quorum_at, grace, state.sync)
+    decision = rules.decide(now, count, pending, current.quorum_at, grace, state.quorum)
     current = replace(current, reason=decision.reason)
     if decision.verdict == "wait":
       again = now >= current.pulled_at + _pull_patience(state, current.pulls)
@@ -234,7 +231,7 @@ def _end_round(state: SyncerState, i: int, current: Round, now: float) -> Syncer
   rejected = {**current.rejected, **rejected, **contrary}
   merged = sorted(m for m in current.pushes if m not in rejected)
   todo: list[SyncerAction] = []
-  if len(merged) >= state.sync.min_quorum:
+  if len(merged) >= state.quorum:
     todo += _commit(state, i, current, merged, rejected, opposing, now)
     mine = rules.numbered(state.incarnation, state.commits + 1)
     state = replace(state, commits=state.commits + 1).heard(state.key, mine)
@@ -250,7 +247,7 @@ def _end_round(state: SyncerState, i: int, current: Round, now: float) -> Syncer
       participants=tuple(merged),
     )
   else:
-    reason = f"{len(merged)} of {state.sync.min_quorum} needed were left: {current.reason}"
+    reason = f"{len(merged)} of {state.quorum} needed were left: {current.reason}"
     todo.append(
       events.Abandoned(fragment=before.index, round=current.id, reason=reason, rejected=rejected)
     )

@@ -59,7 +59,7 @@ def numbered(incarnation: int, count: int) -> int:
 
 
 def smooth(old: float, new: float) -> float:
-  """Exponential moving average that starts at its first value."""
+  """Exponential moving average: a fifth of each new value, but all of the first one."""
   return new if old == 0 else old + 0.2 * (new - old)
 
 
@@ -67,9 +67,11 @@ def smooth(old: float, new: float) -> float:
 
 
 class Decision(Frozen):
+  """What happens to a round, and why."""
+
   verdict: str  # wait, commit or abandon
   reason: str
-  wake_at: float | None = None  # look again at this time even if nothing happens
+  wake_at: float | None = None  # seconds: look again then even if nothing happens
 
 
 def grace_seconds(
@@ -93,7 +95,7 @@ def decide(
   pending: Sequence[int],
   quorum_at: float | None,
   grace: float,
-  sync: SyncConfig,
+  quorum: int,
 ) -> Decision:
   """Verdict on one round.
 
@@ -103,20 +105,18 @@ def decide(
     pending: learners that were asked, live, and have not answered yet.
     quorum_at: when `pushed` reached the quorum, None if it has not.
     grace: seconds to wait after that.
-    sync: the protocol's settings.
+    quorum: learners that must have pushed.
 
-  >>> decide(7.0, 2, (5,), quorum_at=6.5, grace=1.0, sync=SyncConfig(min_quorum=2)).reason
+  >>> decide(7.0, 2, (5,), quorum_at=6.5, grace=1.0, quorum=2).reason
   'grace: 0.500 s left for 5'
   """
   names = ", ".join(map(str, pending[:MOST_NAMES]))
   if len(pending) > MOST_NAMES:
     names += f" and {len(pending) - MOST_NAMES} more"
-  if pushed < sync.min_quorum:
-    if (left := len(pending) + pushed) < sync.min_quorum:
-      return Decision("abandon", f"only {left} of {sync.min_quorum} needed are left")
-    return Decision(
-      "wait", f"quorum: {pushed} of {sync.min_quorum} have answered, waiting for {names}"
-    )
+  if pushed < quorum:
+    if (left := len(pending) + pushed) < quorum:
+      return Decision("abandon", f"only {left} of {quorum} needed are left")
+    return Decision("wait", f"quorum: {pushed} of {quorum} have answered, waiting for {names}")
   if not pending:
     return Decision("commit", f"all {pushed} asked have answered")
   deadline = (quorum_at if quorum_at is not None else now) + grace
@@ -274,7 +274,7 @@ class Beliefs(Frozen):
   usual_step_seconds: float = 0.0  # median of the learners asked last; 0: not known yet
 
 
-def slack_steps(sync: SyncConfig) -> int:
+def step_tolerance(sync: SyncConfig) -> int:
   """Steps by which the global step may differ between roles."""
   return 2 * sync.sync_period + 8
 
@@ -308,7 +308,7 @@ def raised_global_step(
   if claim <= global_step:
     return beliefs, global_step
   claims = _ranked(beliefs.claims, (-claim, learner), 2)
-  reach, reach_at = max(beliefs.reach, slack_steps(sync) / 2), beliefs.reach_at
+  reach, reach_at = max(beliefs.reach, step_tolerance(sync) / 2), beliefs.reach_at
   confirmed = -int(claims[1][0]) if len(claims) > 1 else 0
   front = claims[0][1]
   rate = _rate(beliefs.paces, front, num_learners) if num_learners else 0.0

@@ -1,4 +1,4 @@
-"""The states of a learner and of a shard. PURE."""
+"""The states of a learner and of a shard; times are seconds on the role's own clock. PURE."""
 
 from __future__ import annotations
 
@@ -119,12 +119,16 @@ class LearnerFragment(Frozen):
 
 
 class ShardView(Frozen):
+  """A shard, as a learner knows it."""
+
   incarnation: int = -1  # newest heard of; -1: not welcomed yet
   hellos: int = 0
   next_hello_at: float = 0.0
 
 
 class LearnerState(_State, Frozen):
+  """A learner, between two events."""
+
   learner: int
   incarnation: int
   shards: tuple[ShardView, ...]
@@ -159,6 +163,7 @@ class LearnerState(_State, Frozen):
 
   @property
   def joined(self) -> bool:
+    """Whether every fragment is here, and its shard had none newer."""
     return all(f.fresh and f.version >= 0 for f in self.fragments)
 
   @property
@@ -295,9 +300,8 @@ class SyncerState(_State, Frozen):
   planned_learners: int = 0  # awaited until then by a shard that knew no learner
   silent_at: float = math.inf  # no member is lost to silence before this time
   dirty: tuple[int, ...] = ()  # positions of fragments whose round may start or end now
-  asking: Mapping[int, tuple[int, ...]] = (
-    _empty()
-  )  # learner -> fragments whose moments it waits for
+  # learner -> fragments whose moments it waits for
+  asking: Mapping[int, tuple[int, ...]] = _empty()
   donation: MomentTransfer | None = None  # under way; one at a time
   passes_moments: bool = True  # learners of this run may ask for a peer's moments
   passed_on: Times = _empty()  # moments of a fragment that learners got
@@ -316,9 +320,18 @@ class SyncerState(_State, Frozen):
     return shard_key(self.shard)
 
   @property
-  def born(self) -> int:
+  def first_own_round(self) -> int:
     """Round ids of this incarnation are at least this number; those of earlier ones are smaller."""
     return rules.numbered(self.incarnation, 0)
+
+  def is_newer(self, f: FragmentState, round_id: int) -> bool:
+    """Whether an earlier incarnation made the value of this round after the fragment's value."""
+    return max(f.last_round, self.first_round - 1) < round_id < self.first_own_round
+
+  @property
+  def quorum(self) -> int:
+    """K: how many learners must be due for a round to start, and have pushed for a commit."""
+    return self.sync.min_quorum
 
   def to(self, incarnation: int) -> tuple[int, int, int]:
     """The first fields of a message to this incarnation of a learner (`messages.ToLearner`)."""
@@ -487,5 +500,6 @@ SyncerOutcome = tuple[SyncerState, list[SyncerAction]]  # what its reducer retur
 
 
 def ignored(message: messages.Message, reason: str) -> events.Ignored:
+  """The line of a shard's log about a message that changes nothing."""
   learner = message.learner if isinstance(message, messages.ToShard) else None
   return events.Ignored(message=type(message).__name__, learner=learner, reason=reason)

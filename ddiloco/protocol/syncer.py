@@ -90,7 +90,7 @@ def syncer_on(state: SyncerState, event: actions.SyncerEvent) -> SyncerOutcome:
   state, started = rounds.start_rounds(state, event.now)
   begun: list[SyncerAction] = []
   # In lock-step a run cannot go on from a snapshot that lacks the learners of a quorum.
-  enough = not state.sync.blocking or len(_here(state)) >= state.sync.min_quorum
+  enough = not state.sync.blocking or len(_here(state)) >= state.quorum
   if state.shard == 0 and not state.saving and enough:
     every = max(1, state.sync.snapshot_steps)
     state, begun = _capture(state, state.global_step // every * every)
@@ -126,7 +126,7 @@ def _take_in(state: SyncerState, event: Received) -> SyncerOutcome:
     case messages.RequestMoments() | messages.Moments() if message.learner not in state.members:
       todo = [ignored(message, "an unknown learner")]
     case messages.RequestMoments():
-      state, todo = moments.on_ask(state, message, now, event.unsent)
+      state, todo = moments.on_request_moments(state, message, now, event.unsent)
     case messages.Moments():
       state, todo = moments.on_moments(state, message, now)
     case messages.Goodbye() if message.learner in state.members:
@@ -202,7 +202,7 @@ def _fault_of(state: SyncerState, message: messages.ToShard) -> str:
   if counts != (len(state.fragments),) * 3:
     return f"counts {counts[0]} fragments, not mine"
   newer = [r for r, f in zip(message.rounds, state.fragments) if r > f.last_round]
-  if any(not state.first_round <= r < state.born for r in newer):
+  if any(not state.first_round <= r < state.first_own_round for r in newer):
     return "has a value of a round that never was"
   return ""
 
@@ -266,7 +266,7 @@ def _begun(state: SyncerState) -> bool:
   """
   if state.global_step > 0 or any(f.version > 0 for f in state.fragments):
     return True
-  return len(state.members) - (EVALUATOR in state.members) >= state.sync.min_quorum
+  return len(state.members) - (EVALUATOR in state.members) >= state.quorum
 
 
 def _on_report(state: SyncerState, report: Report, event: Received) -> SyncerOutcome:
@@ -370,7 +370,7 @@ def _newer(state: SyncerState, rounds: tuple[int, ...]) -> dict[int, int]:
   if len(rounds) != len(state.fragments):
     return {}
   pairs = zip(rounds, state.fragments)
-  return {f.index: r for r, f in pairs if max(f.last_round, state.first_round - 1) < r < state.born}
+  return {f.index: r for r, f in pairs if state.is_newer(f, r)}
 
 
 def _request_values(
@@ -392,20 +392,22 @@ def _request_values(
     if asked or now < before.asked_at + patience:
       continue
     requests[p, said.learner] = replace(before, asked_at=now, times=before.times + 1, round=r)
-    todo.append(Send(said.learner, messages.RequestValue(*state.to(said.incarnation), p)))
+    request = messages.RequestValue(*state.to(said.incarnation), p)
+    todo.append(Send(said.learner, request))
   return replace(state, value_requests=requests), todo
 
 
 def _on_value(state: SyncerState, value: Value, event: Received) -> SyncerOutcome:
   i, now = state.position(value.fragment), event.now
-  key, requests = (value.fragment, value.learner), state.value_requests
+  requests, key = state.value_requests, (value.fragment, value.learner)
   request = requests.get(key)
   if i is None or request is None:
     return state, [ignored(value, "it was not asked for")]
   if not event.read and request.reading == value.incarnation:
     return state, [ignored(value, "a duplicate")]
   request = replace(request, reading=-1 if event.read else value.incarnation)
-  state = replace(state, value_requests={**requests, key: request})
+  requests = {**requests, key: request}
+  state = replace(state, value_requests=requests)
   if not event.read:
     return state, [actions.Read(value, now)]
   f = state.fragments[i]
@@ -414,7 +416,8 @@ def _on_value(state: SyncerState, value: Value, event: Received) -> SyncerOutcom
     return state, [ignored(value, event.fault), *_give_up(state, value, event.fault)]
   if len(value.merged_rounds) % 2 or max(merged_rounds.values(), default=-1) > value.round:
     return state, [ignored(value, "cannot have merged what it says")]
-  if not max(f.last_round, state.first_round - 1) < value.round < state.born:
+  requests = {k: r for k, r in requests.items() if k[0] != f.index or r.round > value.round}
+  if not state.is_newer(f, value.round):
     return state, [ignored(value, "not newer than what is here, or never made")]
   f = FragmentState(
     f.index,
@@ -430,7 +433,7 @@ def _on_value(state: SyncerState, value: Value, event: Received) -> SyncerOutcom
   state = replace(
     state.heard(value.learner, value.count),
     fragments=put(state.fragments, i, f),
-    value_requests={k: r for k, r in requests.items() if k[0] != f.index or r.round > value.round},
+    value_requests=requests,
     known_rounds=known,
   )
   for learner, m in state.members.items():  # until a report says that a member has this value
@@ -472,11 +475,11 @@ def _note_lost(state: SyncerState, report: Report) -> SyncerOutcome:
     for f, r, v in zip(state.fragments, report.rounds, report.versions)
     if max(state.known_rounds.get(f.index, -1), state.first_round - 1)
     < r
-    < min(state.born, f.last_round)
+    < min(state.first_own_round, f.last_round)
   }
   if not had:
     return state, []
-  known = {**state.known_rounds, **dict.fromkeys(had, state.born)}
+  known = {**state.known_rounds, **dict.fromkeys(had, state.first_own_round)}
   state = replace(state, known_rounds=known)
   reason = "has a version that this shard lost, and went on without"
   return state, [events.Lost(learner=report.learner, versions=had, reason=reason)]

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 from ddiloco.config import SyncConfig
 from ddiloco.core import codec, fragments
-from ddiloco.protocol import rules
+from ddiloco.protocol import events, rules
 
 F32_BYTES = 4
 PUSH_VECTORS = 4  # that making a push touches: local, base, delta, and the delta as it arrives
@@ -186,7 +186,7 @@ def typical(costs: RoundCosts, sync: SyncConfig) -> TypicalRound:
   arrived = [_arrivals(costs, at, sync, chance) for at in drawn]
   quorum_seconds = statistics.mean(sorted(each)[least - 1] for each in arrived)
   way_back = costs.merge + costs.copy + costs.publish + costs.latency + costs.stage
-  known = 0.0 if sync.apply == "rebase" else way_back
+  known = 0.0 if sync.apply in events.KEEPS_WORK else way_back
   grace = rules.grace_seconds(costs.step, quorum_seconds, known, sync)
   taken: list[float] = []  # from copy-out to apply, of participants
   periods: list[float] = []

@@ -27,6 +27,7 @@ from typing import Any
 
 from ddiloco.checks import not_negative, option, positive, require
 from ddiloco.config import Config, SyncConfig
+from ddiloco.protocol import events
 from ddiloco.simulation import bandwidth
 from ddiloco.simulation.bandwidth import (
   F32_BYTES,
@@ -104,6 +105,7 @@ class Setting:
 
   @property
   def apart(self) -> bool:
+    """Whether shards have links of their own."""
     return self.shard_gbps > 0
 
   @property
@@ -143,6 +145,7 @@ class SyncTime:
 
   @property
   def total(self) -> float:
+    """From the first learner's copy-out until the version is ready at the learners."""
     return sum(dataclasses.astuple(self))
 
   @property
@@ -161,6 +164,7 @@ class Memory:
 
   @property
   def total(self) -> int:
+    """All of it."""
     return self.state + self.copies + self.rounds
 
 
@@ -505,8 +509,8 @@ def _overlap(setting: Setting, plan: ExchangePlan) -> Iterator[str]:
   effect = (
     f"No learner waits, but a version is {plan.applied_steps:.2g} steps old when it is applied"
   )
-  if sync.apply == "overwrite":
-    effect += ", and overwrite discards those steps"
+  if sync.apply not in events.KEEPS_WORK:
+    effect += f", and {sync.apply} discards work of those steps"
   if sync.blocking:
     effect = f"All islands wait: they compute {plan.utilisation:.0%} of the time"
   fix = "use more, smaller fragments, fewer bytes (int4) or more bandwidth"

@@ -227,6 +227,7 @@ class World(VirtualTime):
 
   @property
   def sync(self) -> SyncConfig:
+    """The protocol's settings."""
     return self.config.sync
 
   @property
@@ -366,6 +367,7 @@ class World(VirtualTime):
     return actor is not None and actor.incarnation == incarnation
 
   def kill(self, role: Role, for_seconds: float | None = None) -> None:
+    """Kills a role, with all that it has; it starts again after so long, or never."""
     if role in self.actors:
       self.actors.pop(role).die()
       self.working.discard(role)
@@ -373,6 +375,7 @@ class World(VirtualTime):
         self.at(self.now + for_seconds, self.start, role)
 
   def learners(self) -> list[Actor]:
+    """The learners that live."""
     return [actor for role, actor in self.actors.items() if role[0] == "learner"]
 
   def reach(self, step: int) -> None:

@@ -137,7 +137,7 @@ class LearnerSymbols(LearnerAlgebra):
     return None if included is None else included.content.end
 
   def apply(self, fragment: int, staged: int | None, mode: str) -> None:
-    if mode != "rebase":
+    if mode not in events.KEEPS_WORK:
       self._begins[fragment] = len(self._history)
     elif staged is not None:
       self._begins[fragment] = staged

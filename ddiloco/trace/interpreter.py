@@ -271,13 +271,13 @@ class LearnerRole(TraceRole):
     self._fragments[op.fragment] = replace(held, push=None, staged=(*held.staged, staged))
 
   def _agree(self, op: events.Stage, version: Version, push: Pushed, say: Say) -> None:
-    """Checks `op.included`: rebase drops the push's steps if it is set, and else keeps them."""
+    """Checks `op.included`: if it is set, a mode that keeps work drops the push's steps."""
     at = self.proof.ancestor(version, push.round)
     merged = at is not None and (push.learner, push.incarnation) in at.pushes
     what = f"its push for {round_name(push.round)}"
     if op.included and not merged:
       say(f"{round_name(op.round)} does not include {what}, but is said to")
-    if merged and not op.included and op.mode == "rebase":
+    if merged and not op.included and op.mode in events.KEEPS_WORK:
       say(
         f"{round_name(op.round)} includes {what}, but is said not to: its steps would count twice"
       )

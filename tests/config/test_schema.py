@@ -407,7 +407,8 @@ def test_experiment_files_load_validate_and_say_how_to_run_them(path):
   frozen = from_dict(module["get_config"]())
   assert from_dict(json.loads(frozen.to_json())) == frozen
   doc = module["__doc__"]
-  assert re.search(r"^Command: +\S", doc, re.M) and re.search(r"^Hardware: +\S", doc, re.M)
+  for what in ("Command", "Hardware", "Time", "Numbers"):
+    assert re.search(rf"^{what}: +\S", doc, re.M), what
   assert f"configs/{path.name}" in doc, "the command names the file itself"
 
 

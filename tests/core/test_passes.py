@@ -131,6 +131,21 @@ def test_kernels_and_threads_change_no_bit(name, config, compiled):
         np.testing.assert_array_equal(ours, theirs)
 
 
+def test_a_codec_whose_values_are_only_converted_needs_a_name_and_a_type(compiled, monkeypatch):
+  monkeypatch.setattr(codec, "CODECS", (*codec.CODECS, "f16"))
+  monkeypatch.setitem(codec._TYPES, "f16", np.dtype(np.float16))
+  fragment = fragment_of(*LONG, average=[3])
+  pushes = encoded(randoms(2, fragment.size), "f16")
+  assert pushes[0].payload.nbytes == codec.payload_bytes(fragment.size, "f16") == 2 * fragment.size
+  found = []
+  for kernels in (False, True):
+    compiled(kernels)
+    *_, stepped = stepped_of(fragment, pushes, NESTEROV, "f16")
+    found.append(all_of(stepped))
+  for plain, with_kernels in zip(*found, strict=True):
+    np.testing.assert_array_equal(plain, with_kernels)
+
+
 @pytest.mark.parametrize("name", ["int8", "int4"])
 @pytest.mark.parametrize("extreme", [0.0, 1e-45, 1e-39, 1e30, 3.4e38])
 def test_kernels_encode_extremes_as_numpy_does(name, extreme, compiled):

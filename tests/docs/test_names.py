@@ -12,6 +12,8 @@ from tests.test_journey import journey
 
 ROOT = Path(ddiloco.__file__).parent
 DOCS = ROOT.parent / "docs"
+NAMING = [*sorted(DOCS.glob("*.md")), ROOT.parent / "CONTRIBUTING.md"]  # pages about the code
+PAGES = [*NAMING, ROOT.parent / "README.md"]
 OTHERS = {"dataclasses", "jax", "json", "np", "optax"}  # whose names pages mention
 ENDINGS = {
   "html",
@@ -63,17 +65,23 @@ def test_the_glossary_has_a_sentence_for_each_term_once():
   assert all(sentence.endswith(".") for _, sentence, *_ in glossary())
 
 
-@pytest.mark.parametrize("page", ["architecture.md"])
+def named_files(page: Path) -> set[str]:
+  return set(re.findall(r"`((?:\w+/)+\w+\.py)`", page.read_text()))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_that_are_named_are_there(page):
-  text = (DOCS / page).read_text()
-  named = set(re.findall(r"`(\w+/\w+\.py)`", text))
-  missing = [f for f in named if not ((ROOT / f).exists() or (ROOT.parent / f).exists())]
-  assert not missing, f"{page} names {missing}"
-  left_out = set(journey.files()) - named
-  assert not left_out, f"{page} does not pass by {sorted(left_out)}"
+  homes = ROOT, ROOT.parent
+  missing = [f for f in named_files(page) if not any((home / f).exists() for home in homes)]
+  assert not missing, f"{page.name} names {missing}"
 
 
-@pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md")))
+def test_the_walk_passes_by_every_file_of_the_journey():
+  left_out = set(journey.files()) - named_files(DOCS / "architecture.md")
+  assert not left_out, f"architecture.md does not pass by {sorted(left_out)}"
+
+
+@pytest.mark.parametrize("page", NAMING, ids=lambda page: page.name)
 def test_what_a_page_calls_by_its_module_is_there(page):
   """`module.name`, `package.module.name`, or `section.field` of the config."""
   known = collections.defaultdict(set)  # a module, package or section -> words in it
@@ -83,12 +91,12 @@ def test_what_a_page_calls_by_its_module_is_there(page):
     known[path.parent.name].add(stem)
   for section, fields in ddiloco.default().items():
     known[section].update(fields if hasattr(fields, "items") else ())
-  for called in re.findall(r"`([a-z_/]+(?:\.\w+)+)(?:\([^`]*\))?`", (DOCS / page).read_text()):
+  for called in re.findall(r"`([a-z_/]+(?:\.\w+)+)(?:\([^`]*\))?`", page.read_text()):
     holder, *names = called.split("/")[-1].split(".")
     if names[-1] in ENDINGS or holder in OTHERS:
       continue
     for name in names:
-      assert name in known[holder], f"{page} says {called!r}: there is no {name!r} in {holder!r}"
+      assert name in known[holder], f"{page.name}: {called!r} names no {name!r} in {holder!r}"
       holder = name if name in known else holder
 
 
@@ -100,18 +108,24 @@ def test_what_pages_call_by_a_class_is_there():
       if isinstance(node, ast.ClassDef):
         lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
         known[node.name].update(re.findall(r"\w+", "\n".join(lines)))
-  for page in DOCS.glob("*.md"):
+  for page in NAMING:
     for owner, name in re.findall(r"`([A-Z]\w+)\.(\w+)`", page.read_text()):
       assert name in known[owner], f"{page.name}: there is no {name!r} in the class {owner!r}"
+
+
+def test_the_table_of_defaults_has_those_of_the_config():
+  text = (DOCS / "design.md").read_text().partition("## Defaults")[2]
+  rows = re.findall(r"^\| `(\w+)\.(\w+)` \| ([\w.-]+) \|", text, re.MULTILINE)
+  assert len(rows) > 5
+  for section, field, said in rows:
+    default = ddiloco.default()[section][field]
+    assert type(default)(said) == default, f"{section}.{field} is {default}, the table has {said}"
 
 
 def headings(page: Path) -> set[str]:
   """The anchors of a page's headings, as GitHub makes them."""
   titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
   return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
-
-
-PAGES = [*sorted(DOCS.glob("*.md")), ROOT.parent / "README.md", ROOT.parent / "CONTRIBUTING.md"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

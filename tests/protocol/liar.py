@@ -328,10 +328,10 @@ def _check_global_step(world: LiarWorld, actor: Actor, since: float, before: int
   """
   sync = world.sync
   fastest = min(world.pace.step_seconds)
-  most = rules.WASTE * TARGET_TOKENS / STEP_TOKENS + 2 * rules.slack_steps(sync)
+  most = rules.WASTE * TARGET_TOKENS / STEP_TOKENS + 2 * rules.step_tolerance(sync)
   assert actor.state.global_step <= most, f"{actor.role}: global step {actor.state.global_step}"
   if world.steady and actor.role[0] == "syncer" and not actor.state.shard:
-    ahead = rules.LEAD * (world.now - since + 2) / fastest + 3 * rules.slack_steps(sync)
+    ahead = rules.LEAD * (world.now - since + 2) / fastest + 3 * rules.step_tolerance(sync)
     assert actor.state.global_step <= before + ahead, (
       f"{actor.role}: {before} to {actor.state.global_step}"
     )
@@ -380,7 +380,7 @@ def _check_commits(world: LiarWorld, commits: list[Commit]) -> None:
     shares = outer.bounded_shares(weights, [STEP_TOKENS] * len(steps))
     assert shares[c.learners.index(world.honest)] <= 0.5 + 1e-9
   clocks = [a.state.global_step for _, a in _honest(world) if a.role[0] == "syncer"]
-  slack = rules.slack_steps(world.sync)
+  slack = rules.step_tolerance(world.sync)
   for (p, _), tokens in world.ledger.lied.items():
     rounds = sum(c.fragment == p and world.honest in c.learners for c in commits)
     assert tokens <= STEP_TOKENS * (max(clocks) + slack * (rounds + 1)), f"fragment {p}: {tokens}"

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from msgspec import msgpack
 
 from ddiloco.protocol.messages import (
+  CHECKSUM_BYTES,
   KINDS,
   MAX_HEADER_BYTES,
   MAX_LEARNERS,
   NOTHING,
-  SEAL_BYTES,
   WIRE_FORMAT,
   ForwardMoments,
   Goodbye,
@@ -40,7 +40,7 @@ from ddiloco.protocol.messages import (
   encode,
   flat,
   frame_bytes,
-  seal,
+  with_checksum,
 )
 
 RUN, PLAN = "run-2026-01-31-abcdef", "0123456789abcdef"
@@ -94,7 +94,7 @@ EXAMPLES = [
 
 def header_of(message) -> list:
   """[format, run id, plan id, kind, fields...]: flat, so that each can be changed."""
-  *envelope, (kind, fields) = msgpack.decode(encode(message, RUN, PLAN)[0][:-SEAL_BYTES])
+  *envelope, (kind, fields) = msgpack.decode(encode(message, RUN, PLAN)[0][:-CHECKSUM_BYTES])
   return [*envelope, kind, *fields]
 
 
@@ -104,7 +104,7 @@ def packed(header: list) -> bytes:
 
 def read(header: list | bytes, payload=None):
   header = header if isinstance(header, bytes) else packed(header)
-  return decode(seal(header), payload, RUN, PLAN)
+  return decode(with_checksum(header), payload, RUN, PLAN)
 
 
 def test_examples_cover_every_kind():
@@ -268,9 +268,9 @@ def test_a_value_is_written_in_one_way_only():
 
 
 def is_malformed_or_a_message(body: bytes, payload) -> bool:
-  """With a right seal, so that what is in it is looked at."""
+  """With a right checksum, so that what is in it is looked at."""
   try:
-    message = decode(seal(body), payload, RUN, PLAN)
+    message = decode(with_checksum(body), payload, RUN, PLAN)
   except MalformedMessage as error:
     return str(error) != ""
   again, same_payload = encode(message, RUN, PLAN)
@@ -287,7 +287,7 @@ def test_random_bytes(header, payload):
 @given(st.sampled_from(EXAMPLES), st.lists(st.tuples(st.integers(0, 10**6), st.binary(max_size=3))))
 def test_mutated_frames(message, edits):
   header, payload = encode(message, RUN, PLAN)
-  header = header[:-SEAL_BYTES]
+  header = header[:-CHECKSUM_BYTES]
   for where, new in edits:
     at = where % (len(header) + 1)
     header = header[:at] + new + header[at + where % 3 :]

@@ -24,7 +24,7 @@ from ddiloco.protocol.messages import (
   ProvideMoments,
   RequestMoments,
 )
-from ddiloco.protocol.moments import on_ask
+from ddiloco.protocol.moments import on_request_moments
 from ddiloco.protocol.states import MOST_TIMES, STRETCH_PERIODS
 from tests import says
 from tests.protocol.test_syncer_scripts import ALONE, Script, join, report
@@ -129,7 +129,7 @@ def is_forward(message) -> bool:
 
 def refused(shard: Script, m: int) -> str:
   """Why a learner's request for moments is not listened to; it changes nothing."""
-  state, actions = on_ask(shard.state, RequestMoments(m, 0, (0,)), 0.0)
+  state, actions = on_request_moments(shard.state, RequestMoments(m, 0, (0,)), 0.0)
   (why,) = actions
   assert isinstance(why, Ignored) and state.donation is None
   return why.reason

@@ -57,7 +57,7 @@ def test_one_learner_does_not_move_the_global_step_beyond_what_others_could():
   state = shard()
   for now in range(2, 102):
     state = told(state, says.report(3, 0, HUGE, 1e-9, (0, 0), (1, 1)), float(now))
-  slack = rules.slack_steps(SYNC)
+  slack = rules.step_tolerance(SYNC)
   assert 100 < state.global_step <= slack + 100 * rules.LEAD
 
 
@@ -112,7 +112,7 @@ def test_no_pace_that_a_third_one_makes_up_holds_up_the_faster_of_two(said):
     state = told(state, says.report(2, 0, HUGE if said < 1 else 0, said, (0, 0), (1, 1)), now)
     state = told(state, says.report(0, 0, step, 0.5, (0, 0), (1, 1)), now)
     state = told(state, says.report(1, 0, step // 3, 1.5, (0, 0), (1, 1)), now)
-    assert step <= state.global_step <= rules.slack_steps(SYNC) + rules.LEAD * step
+    assert step <= state.global_step <= rules.step_tolerance(SYNC) + rules.LEAD * step
 
 
 def test_one_that_outlives_all_others_is_believed():
@@ -143,7 +143,7 @@ def test_a_member_that_never_says_how_fast_it_is_does_not_hold_up_a_fast_one():
     return rules.raised_global_step(known, 0, learner, claim, 30.0, math.inf, SYNC, 3)[1]
 
   assert reached(300) == 300
-  most = rules.slack_steps(SYNC) / 2 + 30 * rules.LEAD / 0.3
+  most = rules.step_tolerance(SYNC) / 2 + 30 * rules.LEAD / 0.3
   assert reached(HUGE) == int(most)
   assert reached(HUGE, 0, ((1e-9, 0), (0.3, 1))) == int(most), "whatever it says of itself"
   assert reached(HUGE, 2) == int(most), "the silent one itself"

@@ -46,7 +46,7 @@ TWO = SyncConfig(min_quorum=2, overlap_steps=2, grace_safety=0.5)
   ],
 )
 def test_decision_table(now, pushed, pending, quorum_at, grace, expected):
-  assert decide(now, pushed, pending, quorum_at, grace, TWO) == expected
+  assert decide(now, pushed, pending, quorum_at, grace, TWO.min_quorum) == expected
 
 
 @pytest.mark.parametrize(
@@ -167,17 +167,16 @@ def test_screening_compares_with_the_median_of_all_others(updates, period, settl
   st.floats(0, 10),
   st.integers(1, 4),
 )
-def test_a_verdict_always_keeps_quorum_and_patience(now, pushed, pending, grace, min_quorum):
-  sync = SyncConfig(min_quorum=min_quorum)
-  decision = decide(now, pushed, pending, now if pushed >= min_quorum else None, grace, sync)
+def test_a_verdict_always_keeps_quorum_and_patience(now, pushed, pending, grace, quorum):
+  decision = decide(now, pushed, pending, now if pushed >= quorum else None, grace, quorum)
   assert decision.reason
   if decision.verdict == "commit":
-    assert pushed >= min_quorum and (not pending or now + grace <= now)
+    assert pushed >= quorum and (not pending or now + grace <= now)
   elif decision.verdict == "abandon":
-    assert pushed + len(pending) < min_quorum
+    assert pushed + len(pending) < quorum
   else:
-    assert pending and (decision.wake_at is None) == (pushed < min_quorum)
+    assert pending and (decision.wake_at is None) == (pushed < quorum)
     # Woken then, it commits: no alarm rings for nothing.
     if decision.wake_at is not None:
-      again = decide(decision.wake_at, pushed, pending, now, grace, sync)
+      again = decide(decision.wake_at, pushed, pending, now, grace, quorum)
       assert again.verdict == "commit"

@@ -11,6 +11,7 @@ import pytest
 from ddiloco.config import SyncConfig
 from ddiloco.protocol import events, learner
 from ddiloco.protocol.messages import ToLearner, ToShard
+from ddiloco.protocol.states import SyncerState
 from tests.protocol import storms
 from tests.protocol.storms import STORM_SECONDS, calm, heal, notes, random_world
 from tests.protocol.virtual import Pace, Weather, World
@@ -64,6 +65,15 @@ def test_a_slow_learner_slows_nobody():
   # A round waits for it at most one step of the others, the grace window.
   assert len(both.commits()) >= 0.8 * len(without.commits())
   assert any(2 in c.learners for _, c in both.commits()), "yet it takes part"
+
+
+def test_one_rule_says_how_many_are_a_quorum(monkeypatch):
+  """Another rule in place of `sync.min_quorum` counts where rounds start and where they commit."""
+  monkeypatch.setattr(SyncerState, "quorum", 3)
+  world = calm(min_quorum=1, grace_safety=0.0, jitter=0.5)
+  world.run(5.0)
+  merged = [len(commit.learners) for _, commit in world.commits()]
+  assert len(merged) > 10 and set(merged) == {3}
 
 
 def test_grace_waits_at_most_one_step():

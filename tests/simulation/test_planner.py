@@ -206,9 +206,10 @@ def test_what_tau_does_not_hide_is_said_in_plain_words():
   assert re.search(r"No learner waits, but a version is [23](\.\d)? steps old", text)
   assert "discards" not in text
   assert "raise sync.overlap_steps to 2" in text
-  overwrite = changed(setting, apply="overwrite")
-  text = " ".join(planner.findings(overwrite, planner.make(overwrite)))
-  assert "overwrite discards those steps" in text
+  for apply in ("overwrite", "mix"):
+    discarding = changed(setting, apply=apply)
+    text = " ".join(planner.findings(discarding, planner.make(discarding)))
+    assert f"{apply} discards work of those steps" in text
   blocking = changed(setting, blocking=True)
   text = " ".join(planner.findings(blocking, planner.make(blocking)))
   assert "All islands wait: they compute" in text
