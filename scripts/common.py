@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ddiloco import environment
 from ddiloco import workdir as workdirs
@@ -31,6 +31,23 @@ ROOT = Path(__file__).resolve().parent.parent
 SAID_CHARACTERS = 4000  # shown of the log of a run that failed
 PATIENCE_SECONDS = 300.0
 PROGRAM = (sys.executable, "-m", "ddiloco", "train")
+
+# --- A script from its start to its end
+
+
+def run_script(main: Callable[[], int | None]) -> NoReturn:
+  """Runs a script; ends this process with the status that `main` returns.
+
+  Neither Ctrl-C nor a reader that has enough (`| head`) makes a traceback.
+  """
+  status: int | None = environment.FINISHED
+  try:
+    with environment.reader_may_leave():
+      status = main()
+  except KeyboardInterrupt:
+    status = environment.INTERRUPTED
+  sys.exit(status)
+
 
 # --- Arguments
 

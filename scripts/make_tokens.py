@@ -78,4 +78,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  common.run_script(main)

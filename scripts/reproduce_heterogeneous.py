@@ -1,7 +1,7 @@
 """Islands of two speeds: what waiting for all of them costs, and what grace gives back.
 
-    python scripts/reproduce_heterogeneous.py [--steps=240] [--picture=docs/heterogeneous.png]
-                                              [--quick]
+    python scripts/reproduce_heterogeneous.py [--steps=240] [--seed=0]
+                                              [--picture=docs/heterogeneous.png] [--quick]
 
 The protocol's own decisions in virtual time (`ddiloco.simulation`): 4 fast and 4 slow islands, 18 %
 apart, every step up to 10 % longer by chance, P = H = 24, tau = 2. Assumed: a fast step takes 1 s;
@@ -118,7 +118,7 @@ def draw(rows: dict[str, dict[str, Any]], path: Path) -> None:
 def main() -> None:
   parser = common.parser(__doc__, "72 steps")
   parser.add_argument("--steps", type=int, default=240, help="of a slow island (240)")
-  parser.add_argument("--seed", type=int, default=0)
+  parser.add_argument("--seed", type=int, default=0, help="of the times of steps (0)")
   parser.add_argument("--picture", default="docs/heterogeneous.png", help="where; empty: none")
   args = parser.parse_args()
   if args.steps < 2 * PERIOD:
@@ -141,4 +141,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  main()
+  common.run_script(main)
