@@ -317,6 +317,23 @@ def process(*arguments: str, code: str = "") -> subprocess.CompletedProcess:
   return subprocess.run(command, capture_output=True, text=True, env=clean, timeout=100)
 
 
+@pytest.mark.parametrize(("hears", "status"), [("default_int_handler", 130), ("SIG_IGN", 0)])
+def test_an_interrupt_while_a_command_is_imported_is_no_traceback(hears, status):
+  """Where a shell has put it into the background, Ctrl-C is not for it."""
+  code = f"""
+import os, runpy, signal, sys
+class Interrupt:
+  def find_spec(self, name, *_):
+    if name == "ml_collections": os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+signal.signal(signal.SIGINT, signal.{hears})
+runpy.run_module("ddiloco", run_name="__main__", alter_sys=True)
+"""
+  done = process("simulate", "--chips=1000", "--learners=2", code=code)
+  assert (done.returncode, done.stderr) == (status, "")
+  assert bool(done.stdout) == (status == 0)
+
+
 @pytest.mark.slow
 def test_python_m_ddiloco_needs_no_path():
   done = process("--version")
