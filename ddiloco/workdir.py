@@ -160,6 +160,12 @@ def outcome(workdir: Path) -> dict[str, Any]:
   return _mapping(workdir / OUTCOME)
 
 
+def clear_stopped(workdir: Path) -> None:
+  """Deletes the outcome of a run that goes on: an evaluator that was stopped has left it."""
+  if outcome(workdir).get("reason") != "finished":
+    (workdir / OUTCOME).unlink(missing_ok=True)
+
+
 def _mapping(path: Path) -> dict[str, Any]:
   """The mapping in a file of JSON; empty if there is none, or no such file."""
   try:
