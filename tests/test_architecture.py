@@ -17,7 +17,7 @@ ALLOWED = {
   "checks": set(),
   "environment": set(),
   "config": {"checks"},
-  "protocol": {"config"},
+  "protocol": {"checks", "config"},
   "core": {"config", "protocol"},
   "models": {"config"},
   "custom": {"checks", "config", "models"},
