@@ -334,6 +334,16 @@ runpy.run_module("ddiloco", run_name="__main__", alter_sys=True)
   assert bool(done.stdout) == (status == 0)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a disk that is always full")
+def test_a_full_disk_under_what_is_printed_is_no_traceback():
+  command = [sys.executable, "-m", "ddiloco", "simulate", "--chips=1000", "--learners=2"]
+  with open("/dev/full", "w") as full:
+    done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100)
+  (line,) = done.stderr.splitlines()
+  assert done.returncode == 1
+  assert line.startswith("ddiloco simulate: ") and "No space left" in line and "Fix: " in line
+
+
 @pytest.mark.slow
 def test_python_m_ddiloco_needs_no_path():
   done = process("--version")
