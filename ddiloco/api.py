@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import runpy
 import time
 import traceback
@@ -56,6 +57,10 @@ def experiment(path: str, flag: str) -> ml_collections.ConfigDict:
   """
   if path.endswith(".json"):
     return _saved(Path(path), flag)
+  if os.path.isdir(path):
+    raise ConfigError(
+      f"--{flag}={path}: is a directory. Fix: name a file in it, such as the config.json of a run."
+    )
   file, _, preset = path.partition(":")
   try:
     values = runpy.run_path(file)["get_config"](*([preset] if preset else []))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ddiloco import environment
 from ddiloco import workdir as workdirs
-from ddiloco.config import Config, from_dict
+from ddiloco.config import Config, ConfigError, from_dict
 from ddiloco.observe import plots
 from ddiloco.observe.eventlog import EventLog, GrowingLog, read_events
 from ddiloco.protocol.events import RunFinished
@@ -38,12 +38,15 @@ PROGRAM = (sys.executable, "-m", "ddiloco", "train")
 def run_script(main: Callable[[], int | None]) -> NoReturn:
   """Runs a script; ends this process with the status that `main` returns.
 
-  Neither Ctrl-C nor a reader that has enough (`| head`) makes a traceback.
+  Neither Ctrl-C, nor a reader that has enough (`| head`), nor wrong usage makes a traceback.
   """
   status: int | None = environment.FINISHED
   try:
     with environment.reader_may_leave():
       status = main()
+  except ConfigError as error:
+    print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+    status = environment.BAD_USAGE
   except KeyboardInterrupt:
     status = environment.INTERRUPTED
   sys.exit(status)

@@ -129,6 +129,12 @@ def test_a_bad_experiment_file_is_named_with_its_line(refused, tmp_path, text, p
   assert ". Fix: " in said
 
 
+def test_a_workdir_is_no_experiment_file(refused, finished):
+  """Python's own error, of a folder without a program, told users to install a package."""
+  said = refused("train", f"--config={finished}", "--workdir=x")
+  assert f"--config={finished}: is a directory. Fix: name a file in it" in said
+
+
 def test_a_preset_that_is_not_there(refused):
   dense = ROOT / "configs" / "dense.py"
   assert f"--config={dense}:7m: preset = '7m': must be one of 100k, 1m" in refused(

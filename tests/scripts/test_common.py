@@ -129,10 +129,24 @@ def test_a_script_whose_reader_has_left_ends_without_a_traceback(said, status, u
   assert (done.returncode, done.stderr) == (0 if left else status, b"")
 
 
-def test_a_script_that_is_interrupted_says_nothing(script, capsys):
+@pytest.mark.parametrize(
+  ("error", "status", "said"),
+  [
+    (KeyboardInterrupt(), 130, ""),
+    (
+      config_lib.ConfigError("--seeds=x: must be a number."),
+      2,
+      "a.py: --seeds=x: must be a number.\n",
+    ),
+  ],
+)
+def test_neither_ctrl_c_nor_wrong_usage_is_a_traceback(
+  script, monkeypatch, capsys, error, status, said
+):
   def main():
-    raise KeyboardInterrupt
+    raise error
 
+  monkeypatch.setattr(sys, "argv", ["scripts/a.py"])
   with pytest.raises(SystemExit) as ended:
     script("common").run_script(main)
-  assert ended.value.code == 130 and capsys.readouterr() == ("", "")
+  assert ended.value.code == status and capsys.readouterr() == ("", said)
