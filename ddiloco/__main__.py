@@ -1,5 +1,6 @@
 """The command `ddiloco`, which `python -m ddiloco` is too."""
 
+import os
 import signal
 
 from ddiloco.environment import INTERRUPTED, end_now
@@ -7,14 +8,21 @@ from ddiloco.environment import INTERRUPTED, end_now
 
 def entry() -> None:
   """The console script."""
-  heard = signal.getsignal(signal.SIGINT)
-  if heard is signal.default_int_handler:  # else Ctrl-C is ignored, as in a shell's background
-    # The imports take a second, and some of them would swallow a KeyboardInterrupt.
-    signal.signal(signal.SIGINT, lambda *_: end_now(INTERRUPTED))
+  if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in the background of a shell
+    signal.signal(signal.SIGINT, _end)
   from ddiloco import cli
 
-  signal.signal(signal.SIGINT, heard)
   cli.entry()
+
+
+def _end(*_: object) -> None:
+  """Ends this process at once, without a KeyboardInterrupt.
+
+  Imports, which take seconds, and what JAX adds to the garbage collector would swallow that: the
+  command would go on.
+  """
+  os.write(2, b"ddiloco: interrupted\n")  # a print may be under way in this thread
+  end_now(INTERRUPTED)
 
 
 if __name__ == "__main__":

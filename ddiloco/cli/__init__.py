@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import difflib
 import errno
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -116,9 +117,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def entry() -> None:
-  """The console script."""
+  """What the console script calls."""
   if sys.argv[1:2] and sys.argv[1] in WORKERS:
     go_on_unheard()
+  elif signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what they hold is cleared away
   status = main()
   if status != INTERRUPTED:  # else a thread may be compiling, which cannot be interrupted
     atexit._run_exitfuncs()

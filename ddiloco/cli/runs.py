@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import signal
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +19,7 @@ from ddiloco.config import Config, ConfigError
 from ddiloco.config.schema import MAX_LEARNERS
 from ddiloco.dashboard.server import Dashboard, Where
 from ddiloco.engines.profiler import MOST_STEPS, ProfileRequest, take_profile
-from ddiloco.engines.role_spec import RoleSpec, end_with_parent
+from ddiloco.engines.role_spec import RoleSpec, end_with_parent, terminates
 from ddiloco.environment import FINISHED, LOST
 from ddiloco.trace import text
 from ddiloco.workdir import PROFILES, RESULT, refuse_trained, run_name, saved_config
@@ -98,15 +97,10 @@ def dashboard(arguments: list[str]) -> int:
       f"--workdir={given.workdir}: is no directory. Fix: name the directory of a run."
     )
   ended = threading.Event()
-  before = signal.signal(signal.SIGTERM, lambda *_: ended.set())
-  try:
-    with Dashboard(given.workdir, _where(given, "bind")) as served:
-      print(f"Dashboard of {given.workdir}: {served.url}   (Ctrl-C ends it)", flush=True)
-      ended.wait()
-  except KeyboardInterrupt:
-    print()
-  finally:
-    signal.signal(signal.SIGTERM, before)
+  with terminates(ended), Dashboard(given.workdir, _where(given, "bind")) as served:
+    print(f"Dashboard of {given.workdir}: {served.url}   (Ctrl-C ends it)", flush=True)
+    ended.wait()
+  print()  # after the terminal's own ^C
   return FINISHED
 
 

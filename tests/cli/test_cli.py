@@ -336,8 +336,24 @@ signal.signal(signal.SIGINT, signal.{hears})
 runpy.run_module("ddiloco", run_name="__main__", alter_sys=True)
 """
   done = process("simulate", "--chips=1000", "--learners=2", code=code)
-  assert (done.returncode, done.stderr) == (status, "")
+  assert (done.returncode, done.stderr) == (status, "ddiloco: interrupted\n" if status else "")
   assert bool(done.stdout) == (status == 0)
+
+
+def test_an_interrupt_that_python_would_swallow_ends_a_run():
+  """JAX calls Python when garbage is collected: the run trained to its end, with status 0."""
+  code = """
+import gc, os, runpy, signal, sys
+from ddiloco import cli
+def train(arguments):
+  gc.callbacks.append(lambda *_: os.kill(os.getpid(), signal.SIGINT))
+  gc.collect()
+  return 0
+cli.COMMANDS["train"], sys.argv = train, ["ddiloco", "train"]
+runpy.run_module("ddiloco", run_name="__main__")
+"""
+  done = process(code=code)
+  assert (done.returncode, done.stderr) == (130, "ddiloco: interrupted\n")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a disk that is always full")
