@@ -71,6 +71,8 @@ def experiment(path: str, flag: str) -> ml_collections.ConfigDict:
     line = f", line {frames[-1].lineno}" if frames else ""
     what = "has no get_config()" if error.args == ("get_config",) else str(error)
     fix = "name a Python file whose get_config() returns a config, such as configs/quickstart.py"
+    if preset:
+      fix = "give after the colon what its get_config() takes"
     if isinstance(error, ImportError):
       fix = "install it; for a file of your own, set PYTHONPATH to its folder"
     raise ConfigError(

@@ -141,6 +141,9 @@ def test_a_preset_that_is_not_there(refused):
     "train", f"--config={dense}:7m", "--workdir=x"
   )
   assert "get_config()" in refused("train", f"--config={QUICKSTART}:7m", "--workdir=x")
+  region = f"--config.chaos={ROOT / 'configs' / 'chaos' / 'region.py'}:east"
+  said = refused("train", f"--config={QUICKSTART}", region, "--workdir=x")
+  assert "ValueError: could not convert" in said and "Fix: give after the colon what" in said
 
 
 @pytest.mark.parametrize(
