@@ -109,7 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   except OSError as error:
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
       raise
-    print(f"ddiloco {arguments[0]}: {error}. Fix: make room there.", file=sys.stderr)
+    fix = "make room on the disk that it writes to"
+    print(f"ddiloco {arguments[0]}: {error}. Fix: {fix}.", file=sys.stderr)
     return LOST
   except KeyboardInterrupt:  # while compiling or drawing; a run handles Ctrl-C itself
     print(f"ddiloco {arguments[0]}: interrupted", file=sys.stderr)
