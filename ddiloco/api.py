@@ -16,7 +16,7 @@ import ml_collections
 
 from ddiloco import environment
 from ddiloco.config import Config, ConfigError, changeable, from_dict
-from ddiloco.workdir import STARTED, outcome, saved_config
+from ddiloco.workdir import outcome, saved_config, started
 
 if TYPE_CHECKING:
   import numpy as np
@@ -311,8 +311,8 @@ class Run:
     from ddiloco.observe.run_state import RunState
 
     run = RunState(self.config).read(stream_events(self.workdir))
-    began = self.workdir / STARTED  # written a moment after the config
-    now = time.time() - float(began.read_text()) if began.exists() else 0.0
+    began = started(self.workdir)  # written a moment after the config
+    now = 0.0 if began is None else time.time() - began
     return status(run, now, self.config.sync, outcome(self.workdir).get("reason", ""))
 
   def evaluate(self) -> dict[str, float]:

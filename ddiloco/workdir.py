@@ -243,6 +243,19 @@ def start_time(workdir: Path) -> float:
     ) from error
 
 
+def started(workdir: Path) -> float | None:
+  """When the run in `workdir` began, in unix seconds; None if no file says so, or it is torn.
+
+  Raises:
+    OSError: the directory cannot be reached.
+  """
+  try:
+    found = float((workdir / STARTED).read_text())
+  except (FileNotFoundError, NotADirectoryError, ValueError):
+    return None
+  return found if math.isfinite(found) else None
+
+
 def require_writable(workdir: Path) -> None:
   """Refuses a directory that cannot be made, or written.
 
