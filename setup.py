@@ -62,5 +62,5 @@ setup(
     "tpu": ["jax[tpu]>=0.10,<0.13"],
     "dev": [*TEST, "pre-commit>=4"],
   },
-  entry_points={"console_scripts": ["ddiloco = ddiloco.cli:entry"]},
+  entry_points={"console_scripts": ["ddiloco = ddiloco.__main__:entry"]},
 )

@@ -4,7 +4,7 @@ Command:   ddiloco simulate protocol --config=configs/thousands.py --parameters=
              --gbps=5 --latency_ms=30 --shard_gbps=10000 --merge_gbytes=400000
            Not for training. `configs/thousands.py:300` does the same with 300 islands.
 Hardware:  one core, 1 GiB.
-Time:      2 to 6 minutes of CPU for 2000 islands, 20 s for 200.
+Time:      2 to 6 minutes of CPU for 2000 islands, 10 s for 200.
 Setting:   2000 islands, a third of them half as fast as the others, one in a hundred eight times
            slower. Two shards of a hundred thousand cores each, with links to match, so that the
            shards do not limit the run.

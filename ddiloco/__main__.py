@@ -1,5 +1,29 @@
-"""`python -m ddiloco` is the command `ddiloco`."""
+"""The command `ddiloco`, which `python -m ddiloco` is too."""
 
-from ddiloco.cli import entry
+import os
+import signal
 
-entry()
+from ddiloco.environment import INTERRUPTED, end_now
+
+
+def entry() -> None:
+  """The console script."""
+  if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in the background of a shell
+    signal.signal(signal.SIGINT, _end)
+  from ddiloco import cli
+
+  cli.entry()
+
+
+def _end(*_: object) -> None:
+  """Ends this process at once, without a KeyboardInterrupt.
+
+  Imports, which take seconds, and what JAX adds to the garbage collector would swallow that: the
+  command would go on.
+  """
+  os.write(2, b"ddiloco: interrupted\n")  # a print may be under way in this thread
+  end_now(INTERRUPTED)
+
+
+if __name__ == "__main__":
+  entry()

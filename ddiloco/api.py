@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import runpy
 import time
 import traceback
@@ -15,7 +16,7 @@ import ml_collections
 
 from ddiloco import environment
 from ddiloco.config import Config, ConfigError, changeable, from_dict
-from ddiloco.workdir import STARTED, outcome, saved_config
+from ddiloco.workdir import outcome, saved_config, started
 
 if TYPE_CHECKING:
   import numpy as np
@@ -56,6 +57,10 @@ def experiment(path: str, flag: str) -> ml_collections.ConfigDict:
   """
   if path.endswith(".json"):
     return _saved(Path(path), flag)
+  if os.path.isdir(path):
+    raise ConfigError(
+      f"--{flag}={path}: is a directory. Fix: name a file in it, such as the config.json of a run."
+    )
   file, _, preset = path.partition(":")
   try:
     values = runpy.run_path(file)["get_config"](*([preset] if preset else []))
@@ -66,6 +71,8 @@ def experiment(path: str, flag: str) -> ml_collections.ConfigDict:
     line = f", line {frames[-1].lineno}" if frames else ""
     what = "has no get_config()" if error.args == ("get_config",) else str(error)
     fix = "name a Python file whose get_config() returns a config, such as configs/quickstart.py"
+    if preset:
+      fix = "give after the colon what its get_config() takes"
     if isinstance(error, ImportError):
       fix = "install it; for a file of your own, set PYTHONPATH to its folder"
     raise ConfigError(
@@ -304,8 +311,8 @@ class Run:
     from ddiloco.observe.run_state import RunState
 
     run = RunState(self.config).read(stream_events(self.workdir))
-    began = self.workdir / STARTED  # written a moment after the config
-    now = time.time() - float(began.read_text()) if began.exists() else 0.0
+    began = started(self.workdir)  # written a moment after the config
+    now = 0.0 if began is None else time.time() - began
     return status(run, now, self.config.sync, outcome(self.workdir).get("reason", ""))
 
   def evaluate(self) -> dict[str, float]:

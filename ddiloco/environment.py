@@ -27,7 +27,8 @@ def end_now(status: int) -> NoReturn:
   not rethrown" or a segmentation fault, and a success would count as a crash.
   """
   for stream in (sys.stdout, sys.stderr):
-    with contextlib.suppress(OSError, ValueError, AttributeError):
+    # RuntimeError: a signal's handler ends the process, and a print of this thread is under way.
+    with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):
       stream.flush()
   os._exit(status)
 

@@ -162,6 +162,12 @@ def outcome(workdir: Path) -> dict[str, Any]:
   return _mapping(workdir / OUTCOME)
 
 
+def clear_stopped(workdir: Path) -> None:
+  """Deletes the outcome of a run that goes on: an evaluator that was stopped has left it."""
+  if outcome(workdir).get("reason") != "finished":
+    (workdir / OUTCOME).unlink(missing_ok=True)
+
+
 def _mapping(path: Path) -> dict[str, Any]:
   """The mapping in a file of JSON; empty if there is none, or no such file."""
   try:
@@ -237,6 +243,19 @@ def start_time(workdir: Path) -> float:
       f"{workdir / STARTED}: says no time in unix seconds ({error}). Fix: write when the run began"
       " into it, or delete it: times of events then begin at 0 again."
     ) from error
+
+
+def started(workdir: Path) -> float | None:
+  """When the run in `workdir` began, in unix seconds; None if no file says so, or it is torn.
+
+  Raises:
+    OSError: the directory cannot be reached.
+  """
+  try:
+    found = float((workdir / STARTED).read_text())
+  except (FileNotFoundError, NotADirectoryError, ValueError):
+    return None
+  return found if math.isfinite(found) else None
 
 
 def require_writable(workdir: Path) -> None:

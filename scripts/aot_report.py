@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, parser
+from common import ROOT, parser, run_script
 
 # (config, topology); "" is the config's own.
 DENSE = [(f"dense.py:{p}", "") for p in ("100m", "500m", "1b", "2b", "5b", "9b", "12b")]
@@ -155,4 +155,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  main()
+  run_script(main)

@@ -285,4 +285,4 @@ def report(name: str, part: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-  main()
+  common.run_script(main)

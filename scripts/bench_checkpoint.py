@@ -328,4 +328,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  main()
+  common.run_script(main)

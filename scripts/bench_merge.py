@@ -147,4 +147,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  main()
+  common.run_script(main)

@@ -275,4 +275,4 @@ def compared(measured: Measured, pairs: int, block: int) -> dict[str, float]:
 ENGINES = {"threads": with_threads, "ray": with_ray}
 
 if __name__ == "__main__":
-  main()
+  common.run_script(main)

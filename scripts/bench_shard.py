@@ -15,7 +15,8 @@ publishes; this process plays M learners on loopback, message by message. Parts:
 - Copies: two shards with small fragments; bytes to the buddy over bytes of one learner's publishes,
   without the first copy of each fragment, which is whole (`buddy_bytes_vs_publish`).
 
-  python scripts/bench_shard.py [--values=508000000] [--fragments=1] [--learners=8] [--quick]
+  python scripts/bench_shard.py [--values=508000000] [--fragments=1] [--learners=8] [--repeats=5]
+                                [--quick]
 
 Full size takes about 13 bytes of memory for each value at rest and 18 while it is merged. The last
 line is one JSON object.
@@ -480,4 +481,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  main()
+  common.run_script(main)

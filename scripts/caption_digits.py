@@ -27,7 +27,7 @@ import numpy as np
 
 from ddiloco import environment
 from ddiloco.api import Run
-from ddiloco.config import Config, ModelConfig
+from ddiloco.config import Config, ConfigError, ModelConfig
 from ddiloco.models import transformer
 from ddiloco.training import captions, data
 
@@ -59,7 +59,8 @@ def scores(model: ModelConfig, params: Any, tokens: np.ndarray, image: np.ndarra
 def measure(config: Config, params: Mapping[str, np.ndarray], most: int) -> dict[str, Any]:
   """All numbers of the last line."""
   pairs = data.open_data(config.data)
-  assert isinstance(pairs, captions.Pairs), "--workdir is of no run with captions of digits"
+  if not isinstance(pairs, captions.Pairs):
+    raise ConfigError("--workdir: its run has no captions. Fix: name one of configs/text_image.py.")
   placed = {name: jnp.asarray(value) for name, value in params.items()}
   held_out = np.flatnonzero(pairs.is_heldout_N)[:most]
   pixels, labels = pairs.pixels(held_out), pairs.labels_N[held_out]
@@ -112,4 +113,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  main()
+  common.run_script(main)

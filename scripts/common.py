@@ -14,11 +14,11 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ddiloco import environment
 from ddiloco import workdir as workdirs
-from ddiloco.config import Config, from_dict
+from ddiloco.config import Config, ConfigError, from_dict
 from ddiloco.observe import plots
 from ddiloco.observe.eventlog import EventLog, GrowingLog, read_events
 from ddiloco.protocol.events import RunFinished
@@ -31,6 +31,26 @@ ROOT = Path(__file__).resolve().parent.parent
 SAID_CHARACTERS = 4000  # shown of the log of a run that failed
 PATIENCE_SECONDS = 300.0
 PROGRAM = (sys.executable, "-m", "ddiloco", "train")
+
+# --- A script from its start to its end
+
+
+def run_script(main: Callable[[], int | None]) -> NoReturn:
+  """Runs a script; ends this process with the status that `main` returns.
+
+  Neither Ctrl-C, nor a reader that has enough (`| head`), nor wrong usage makes a traceback.
+  """
+  status: int | None = environment.FINISHED
+  try:
+    with environment.reader_may_leave():
+      status = main()
+  except ConfigError as error:
+    print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+    status = environment.BAD_USAGE
+  except KeyboardInterrupt:
+    status = environment.INTERRUPTED
+  sys.exit(status)
+
 
 # --- Arguments
 

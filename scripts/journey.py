@@ -15,14 +15,12 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import common
 
 import ddiloco
-from ddiloco import environment
 
 ROOT = Path(ddiloco.__file__).parent
 MOST_FILES, MOST_LINES = 16, 3500
@@ -200,7 +198,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-  status = 0
-  with environment.reader_may_leave():
-    status = main()
-  sys.exit(status)
+  common.run_script(main)

@@ -7,9 +7,11 @@ life begins with exactly this snapshot, its values are those of logged commits w
 tokens, and the trace is proven, in which no step is merged twice. In the end the run must be
 finished, with a held-out loss like that of undisturbed runs.
 
-  python scripts/kill_everything.py [--kills=50] [--seed=0] [--engine=threads] [--workdir=DIR]
+  python scripts/kill_everything.py [--kills=50] [--steps=1500] [--undisturbed=3] [--seed=0]
+                                    [--engine=threads] [--workdir=DIR]
 
-With --workdir all files stay there, and a script that was cut off goes on where it was. Prints a
+Every learner makes --steps steps, by default 30 for each kill; --undisturbed: how many runs without
+kills. With --workdir all files stay there, and a script that was cut off goes on. Prints a
 line for each kill; exit status 1 if a check fails. Last line: {"kills", "resumes", "snapshots",
 "versions_back", "finished", "loss", "loss_undisturbed", "seconds", "problems"}.
 """
@@ -26,7 +28,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -320,4 +321,4 @@ def whole(options: argparse.Namespace, folder: Path) -> int:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  common.run_script(main)

@@ -22,7 +22,6 @@ from pathlib import Path
 import common
 
 import ddiloco
-from ddiloco import environment
 
 ROOT = Path(ddiloco.__file__).parent
 _NO_CODE = (
@@ -168,5 +167,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  with environment.reader_may_leave():
-    main()
+  common.run_script(main)

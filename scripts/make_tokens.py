@@ -63,13 +63,14 @@ def main() -> int:
     setting = f"huggingface:{file}"
     tokenizer = load_tokenizer(setting)
     [tokens] = read_parts(DataConfig(source=source, path=options.text), tokenizer)
+    dtype = "uint16" if tokenizer.vocab_size <= MOST_WITH_UINT16 else "uint32"
+    tokens.astype(np.dtype(dtype).newbyteorder("<")).tofile(options.to / "0.bin")
   except (ConfigError, ImportError, OSError) as error:
     print(f"make_tokens.py: {error}", file=sys.stderr)
     return 2
-  dtype = "uint16" if tokenizer.vocab_size <= MOST_WITH_UINT16 else "uint32"
-  tokens.astype(np.dtype(dtype).newbyteorder("<")).tofile(options.to / "0.bin")
   print(
-    f"--config.data.path='{options.to}/*.bin' --config.data.token_dtype={dtype} "
+    f"--config.data.source=tokens --config.data.path='{options.to}/*.bin' "
+    f"--config.data.token_dtype={dtype} "
     f"--config.data.tokenizer={setting} --config.model.vocab_size={tokenizer.vocab_size}"
   )
   figures = {"vocab_size": tokenizer.vocab_size, "tokens": len(tokens)}
@@ -78,4 +79,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  common.run_script(main)

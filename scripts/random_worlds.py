@@ -19,7 +19,6 @@ if a world failed.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import concurrent.futures
 import contextlib
@@ -84,7 +83,13 @@ def check_family(
   return {"worlds": len(worlds), "failed": failed, "seconds": seconds, **happened}
 
 
-def main(arguments: argparse.Namespace) -> int:
+def main() -> int:
+  parser = common.parser(__doc__, quick="")
+  parser.add_argument("--family", choices=["all", *FAMILIES], default="all", help="of worlds")
+  parser.add_argument("--seeds", type=int, default=10_000, help="how many worlds of each family")
+  parser.add_argument("--first", type=int, default=0, help="the first one's seed")
+  parser.add_argument("--processes", type=int, default=2, help="that share the work")
+  arguments = parser.parse_args()
   worlds = range(arguments.first, arguments.first + arguments.seeds)
   names = list(FAMILIES) if arguments.family == "all" else [arguments.family]
   with concurrent.futures.ProcessPoolExecutor(arguments.processes) as pool:
@@ -95,9 +100,4 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-  parser = common.parser(__doc__, quick="")
-  parser.add_argument("--family", choices=["all", *FAMILIES], default="all", help="of worlds")
-  parser.add_argument("--seeds", type=int, default=10_000, help="how many worlds of each family")
-  parser.add_argument("--first", type=int, default=0, help="the first one's seed")
-  parser.add_argument("--processes", type=int, default=2, help="that share the work")
-  sys.exit(main(parser.parse_args()))
+  common.run_script(main)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import collections
 import json
 import random
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -201,4 +200,4 @@ def counted(workdir: Path, summary: dict[str, Any]) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  common.run_script(main)

@@ -240,7 +240,7 @@ def draw(path: Path) -> None:
 
 def main() -> None:
   parser = common.parser(__doc__, quick="")
-  parser.add_argument("--picture", type=Path, default=None, help="where to draw it (nowhere)")
+  parser.add_argument("--picture", type=Path, help="draws it there")
   args = parser.parse_args()
   ours, error, inside = row_table()
   grid_notes()
@@ -260,4 +260,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  main()
+  common.run_script(main)

@@ -23,7 +23,6 @@ import json
 import math
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -315,4 +314,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  common.run_script(main)

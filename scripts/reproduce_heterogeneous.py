@@ -1,7 +1,7 @@
 """Islands of two speeds: what waiting for all of them costs, and what grace gives back.
 
-    python scripts/reproduce_heterogeneous.py [--steps=240] [--picture=docs/heterogeneous.png]
-                                              [--quick]
+    python scripts/reproduce_heterogeneous.py [--steps=240] [--seed=0]
+                                              [--picture=docs/heterogeneous.png] [--quick]
 
 The protocol's own decisions in virtual time (`ddiloco.simulation`): 4 fast and 4 slow islands, 18 %
 apart, every step up to 10 % longer by chance, P = H = 24, tau = 2. Assumed: a fast step takes 1 s;
@@ -118,8 +118,8 @@ def draw(rows: dict[str, dict[str, Any]], path: Path) -> None:
 def main() -> None:
   parser = common.parser(__doc__, "72 steps")
   parser.add_argument("--steps", type=int, default=240, help="of a slow island (240)")
-  parser.add_argument("--seed", type=int, default=0)
-  parser.add_argument("--picture", default="docs/heterogeneous.png", help="where; empty: none")
+  parser.add_argument("--seed", type=int, default=0, help="of the times of steps (0)")
+  parser.add_argument("--picture", type=Path, help="draws it there")
   args = parser.parse_args()
   if args.steps < 2 * PERIOD:
     parser.error(f"--steps={args.steps}: must be at least {2 * PERIOD}, two periods")
@@ -133,7 +133,7 @@ def main() -> None:
     cells = "".join(f"{value:>15.1f}" for value in shown)
     print(f"{row:16}{cells}{found['seconds_per_sync']:>15.2f}")
   if args.picture:
-    draw(rows, Path(args.picture))
+    draw(rows, args.picture)
   result = {name: {r: round(f[name], 2) for r, f in rows.items()} for name in rows["K = 8"]}
   errors = {r: round(f["goodput"] - PUBLISHED[r], 2) for r, f in rows.items()}
   wall = round(time.monotonic() - began, 1)
@@ -141,4 +141,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  main()
+  common.run_script(main)

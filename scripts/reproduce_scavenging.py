@@ -156,7 +156,7 @@ def main() -> None:
   parser = common.parser(__doc__, "one seed, 100 steps")
   parser.add_argument("--steps", type=int, default=900, help="of four islands alone (900)")
   parser.add_argument("--seeds", type=int, default=2, help="how many (2)")
-  parser.add_argument("--picture", default="docs/scavenging.png", help="where; empty: none")
+  parser.add_argument("--picture", type=Path, help="draws it there")
   args = parser.parse_args()
   if args.seeds < 1 or args.steps < 2 * PERIOD:
     parser.error(f"--seeds must be at least 1 and --steps at least {2 * PERIOD}")
@@ -170,7 +170,7 @@ def main() -> None:
     print(f"{name.replace('_', '-'):28}" + "".join(f"{cell:>15}" for cell in cells))
   print(f"{'of the extra, there':28}" + "".join(f"{found['present'][e]:>15.0%}" for e in EXTRA))
   if args.picture:
-    draw(found, Path(args.picture))
+    draw(found, args.picture)
   rounded = {what: {e: round(v, 3) for e, v in of.items()} for what, of in found.items()}
   errors = {
     name: {e: round(found[name][e] - PUBLISHED[name][e], 3) for e in EXTRA} for name in PUBLISHED
@@ -180,4 +180,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  main()
+  common.run_script(main)

@@ -131,7 +131,7 @@ def main() -> None:
   parser = common.parser(__doc__, "one seed, ten days")
   parser.add_argument("--seeds", type=int, default=5, help="how many (5)")
   parser.add_argument("--days", type=float, default=30.0, help="simulated (30)")
-  parser.add_argument("--picture", default="docs/table1.png", help="where; empty: none")
+  parser.add_argument("--picture", type=Path, help="draws it there")
   parser.add_argument("--sensitivity", action="store_true", help="change each assumption")
   args = parser.parse_args()
   if args.seeds < 1 or not args.days > 0:
@@ -149,7 +149,7 @@ def main() -> None:
   if args.sensitivity:
     print_sensitivity(days=min(days, 10.0))
   if args.picture:
-    draw(goodput, mean_miss.max(), Path(args.picture))
+    draw(goodput, mean_miss.max(), args.picture)
   result = {
     "cells": {row: [round(g, 2) for g in values] for row, values in goodput.items()},
     "uptime": {row: [round(u, 3) for u in values] for row, values in uptime.items()},
@@ -164,4 +164,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  main()
+  common.run_script(main)

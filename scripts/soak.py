@@ -24,7 +24,6 @@ import dataclasses
 import json
 import math
 import statistics
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -136,4 +135,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  common.run_script(main)

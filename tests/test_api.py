@@ -68,8 +68,9 @@ def test_a_run_under_way_can_be_asked(tmp_path):
   (tmp_path / "config.json").write_text(from_dict({}).to_json())
   run = ddiloco.Run(tmp_path)
   assert run.status()["phase"] == "empty"
-  (tmp_path / "started").write_text("0\n")
-  assert run.status()["phase"] == "empty" and run.summary()["commits"] == 0
+  for torn in ("", "nan\n", "0\n"):
+    (tmp_path / "started").write_text(torn)
+    assert run.status()["phase"] == "empty" and run.summary()["commits"] == 0
   with pytest.raises(ddiloco.ConfigError):
     run.params()
   (tmp_path / "outcome.json").write_text(json.dumps({"reason": "finished"}))

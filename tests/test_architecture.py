@@ -17,7 +17,7 @@ ALLOWED = {
   "checks": set(),
   "environment": set(),
   "config": {"checks"},
-  "protocol": {"config"},
+  "protocol": {"checks", "config"},
   "core": {"config", "protocol"},
   "models": {"config"},
   "custom": {"checks", "config", "models"},
@@ -58,7 +58,7 @@ ALLOWED = {
     *("config", "environment", "workdir", "custom", "network", "checkpoint", "roles", "dashboard"),
     *("checks", "training", "trace", "simulation", "engines", "launch"),
   },
-  "__main__": {"cli"},
+  "__main__": {"environment", "cli"},
 }
 IMPURE_MODULES = {
   "asyncio", "io", "logging", "multiprocessing", "os", "pathlib", "queue", "random", "shutil",

@@ -10,6 +10,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import difflib
+import errno
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -21,7 +23,14 @@ from ddiloco.cli.arguments import Helped, go_on_unheard
 from ddiloco.cli.launch import launch
 from ddiloco.cli.simulations import compile_islands, plan, simulate
 from ddiloco.config import ConfigError
-from ddiloco.environment import BAD_USAGE, FINISHED, INTERRUPTED, end_now, reader_may_leave
+from ddiloco.environment import (
+  BAD_USAGE,
+  FINISHED,
+  INTERRUPTED,
+  LOST,
+  end_now,
+  reader_may_leave,
+)
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
   "train": runs.train,
@@ -97,15 +106,23 @@ def main(argv: Sequence[str] | None = None) -> int:
   except (ConfigError, flags.Error) as error:
     print(f"ddiloco {arguments[0]}: {error}", file=sys.stderr)
     return BAD_USAGE
+  except OSError as error:
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+      raise
+    fix = "make room on the disk that it writes to"
+    print(f"ddiloco {arguments[0]}: {error}. Fix: {fix}.", file=sys.stderr)
+    return LOST
   except KeyboardInterrupt:  # while compiling or drawing; a run handles Ctrl-C itself
     print(f"ddiloco {arguments[0]}: interrupted", file=sys.stderr)
     return INTERRUPTED
 
 
 def entry() -> None:
-  """The console script."""
+  """What the console script calls."""
   if sys.argv[1:2] and sys.argv[1] in WORKERS:
     go_on_unheard()
+  elif signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what they hold is cleared away
   status = main()
   if status != INTERRUPTED:  # else a thread may be compiling, which cannot be interrupted
     atexit._run_exitfuncs()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import signal
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
@@ -19,10 +19,13 @@ from ddiloco.config import Config, ConfigError
 from ddiloco.config.schema import MAX_LEARNERS
 from ddiloco.dashboard.server import Dashboard, Where
 from ddiloco.engines.profiler import MOST_STEPS, ProfileRequest, take_profile
-from ddiloco.engines.role_spec import RoleSpec, end_with_parent
+from ddiloco.engines.role_spec import RoleSpec, end_with_parent, terminates
 from ddiloco.environment import FINISHED, LOST
 from ddiloco.trace import text
 from ddiloco.workdir import PROFILES, RESULT, refuse_trained, run_name, saved_config
+
+if TYPE_CHECKING:  # its module imports JAX
+  from ddiloco.training.data import Corpus
 
 
 def train(arguments: list[str]) -> int:
@@ -94,15 +97,10 @@ def dashboard(arguments: list[str]) -> int:
       f"--workdir={given.workdir}: is no directory. Fix: name the directory of a run."
     )
   ended = threading.Event()
-  before = signal.signal(signal.SIGTERM, lambda *_: ended.set())
-  try:
-    with Dashboard(given.workdir, _where(given, "bind")) as served:
-      print(f"Dashboard of {given.workdir}: {served.url}   (Ctrl-C ends it)", flush=True)
-      ended.wait()
-  except KeyboardInterrupt:
-    print()
-  finally:
-    signal.signal(signal.SIGTERM, before)
+  with terminates(ended), Dashboard(given.workdir, _where(given, "bind")) as served:
+    print(f"Dashboard of {given.workdir}: {served.url}   (Ctrl-C ends it)", flush=True)
+    ended.wait()
+  print()  # after the terminal's own ^C
   return FINISHED
 
 
@@ -369,8 +367,9 @@ def learner(arguments: list[str]) -> int:
   environment.prepare(num_cpu_devices=island.devices // island.hosts or 1, cpu_only=given.cpu)
   from ddiloco.engines import single_roles
 
-  _check_data(given, config)
-  return single_roles.run_learner(config, number, place)
+  # Host 0 looks for the others, whose config does not become that of the workdir's run.
+  corpus = None if place.host else _checked_data(given, config)
+  return single_roles.run_learner(config, number, place, corpus)
 
 
 def syncer(arguments: list[str]) -> int:
@@ -408,16 +407,17 @@ def evaluator(arguments: list[str]) -> int:
   environment.prepare(num_cpu_devices=devices or 1, cpu_only=given.cpu or not devices)
   from ddiloco.engines import single_roles
 
-  _check_data(given, config)
-  return single_roles.run_evaluator(config, place)
+  corpus = _checked_data(given, config) if config.run.evaluations else None
+  return single_roles.run_evaluator(config, place, corpus)
 
 
-def _check_data(given: Flags, config: Config) -> None:
-  """Refuses data that do not fit before the role's config becomes that of the workdir's run."""
+def _checked_data(given: Flags, config: Config) -> Corpus | None:
+  """The corpus, if it could be looked at. Data that do not fit are refused before the role's config
+  becomes that of the workdir's run."""
   from ddiloco.training.data import check_here
 
-  if not given.attached:  # else the supervisor has looked, and a restart should not take longer
-    check_here(config)
+  # The supervisor has looked for an attached role, whose restart should not take longer.
+  return None if given.attached else check_here(config)
 
 
 def _add_role_flags(given: Flags) -> None:

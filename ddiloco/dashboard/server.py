@@ -39,7 +39,8 @@ from ddiloco.observe.eventlog import Follower, Warnings
 from ddiloco.observe.guards import ended
 from ddiloco.observe.run_state import RunState
 from ddiloco.protocol.events import parse_role
-from ddiloco.workdir import STARTED, outcome, run_name, saved_config
+from ddiloco.workdir import outcome, run_name, saved_config
+from ddiloco.workdir import started as run_started
 
 # --- Which requests are answered: checks of host, token and origin. Pure functions of a request
 
@@ -212,7 +213,7 @@ class RunFollower:
       self._ended.wait(POLL_SECONDS)
 
   def _look(self) -> None:
-    started = _started(self.workdir)
+    started = run_started(self.workdir)
     if started != self._started or not (self._config or self._run.num_events):
       self._begin(started)
     events = self._follower.stream()
@@ -232,13 +233,6 @@ def _config(workdir: Path) -> Config | None:
     return saved_config(workdir)
   except ConfigError:
     return None  # not there yet, or of another version: events say most without it
-
-
-def _started(workdir: Path) -> float | None:
-  try:
-    return float((workdir / STARTED).read_text())
-  except (FileNotFoundError, NotADirectoryError, ValueError):
-    return None
 
 
 JSON = "application/json"

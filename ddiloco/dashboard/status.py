@@ -197,7 +197,7 @@ def _curves(run: RunState) -> dict[str, Any]:
   series, islands = run.curves.page, sorted(run.islands)
   return {
     "width_seconds": series.width_seconds,
-    "heldout": [(round(e.time, 2), round(e.loss, 4)) for e in run.curves.evaluations.items],
+    "heldout": [(round(e.time, 2), rounded(e.loss)) for e in run.curves.evaluations.items],
     "loss": {str(m): series.means(f"loss {m}") for m in islands},
     "participation": {str(m): series.means(f"participation {m}", 2) for m in islands},
     "commits": {str(s): series.counts(f"commits {s}") for s in sorted(run.shards)},

@@ -26,6 +26,7 @@ from ddiloco.environment import FINISHED, INTERRUPTED, LOST
 from ddiloco.observe.eventlog import logs_in, newest_event, stream_events
 from ddiloco.observe.live import LiveView, TensorBoard
 from ddiloco.observe.report import write_report
+from ddiloco.observe.style import loss_text
 from ddiloco.protocol.events import Step, parse_role
 from ddiloco.roles import initial
 from ddiloco.simulation import bandwidth
@@ -234,7 +235,7 @@ def conclude(
     _attempt("the steps before this start", extra, lambda: {"learner_steps": all_steps(workdir)})
   _attempt("the time of the run", extra, lambda: {"seconds": _seconds(workdir)})
   _attempt("the report", extra, lambda: _write_end(workdir, extra))
-  _print_end(workdir, extra, makes_text(config.model))
+  _print_end(config, workdir, extra)
 
 
 def _save(workdir: Path, outcome: RunResult) -> None:
@@ -464,16 +465,22 @@ def report(workdir: Path) -> str:
     ) from error
 
 
-def _print_end(workdir: Path, extra: Mapping[str, Any], text: bool) -> None:
-  losses = [n for n in ("loss_untrained", "loss_best_island_alone", "loss_merged") if n in extra]
-  if losses:
-    print(f"\nHeld-out loss{', nats per token' * text} (lower is better):")
-  for name in losses:
-    print(f"  {name:<24} {extra[name]:.4f}")
+def _print_end(config: Config, workdir: Path, extra: Mapping[str, Any]) -> None:
+  result = "merged model" if config.sync.num_shards else "best island"
+  losses = {
+    "untrained": extra.get("loss_untrained"),
+    "best island alone": extra.get("loss_best_island_alone"),
+    result: extra.get("loss_merged"),
+  }
+  if known := {name: loss for name, loss in losses.items() if loss is not None}:
+    unit = ", nats per token" * makes_text(config.model)
+    print(f"\nHeld-out loss{unit} (lower is better):")
+    for name, loss in known.items():
+      print(f"  {name:<18} {loss_text(loss)}")
   for what, reason in extra.get("left_out", {}).items():
     print(f"\nWARNING: {what} is left out: {reason}. The result is saved.")
   if "sample" in extra:
-    print(f"\nThe merged model writes:\n{extra['sample']}")
+    print(f"\nThe {result} writes:\n{extra['sample']}")
   if "lost" in extra:
     print(f"\nWork was lost: {extra['lost']}")
   drawn = "the report" not in extra.get("left_out", {})

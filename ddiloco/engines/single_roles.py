@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import time
+from typing import TYPE_CHECKING
 
 from ddiloco.checkpoint import restore
 from ddiloco.checkpoint.buddy import Copies, Replication, Sealer, buddy_of, recover
@@ -34,7 +35,10 @@ from ddiloco.roles import initial
 from ddiloco.roles.learner import Batches, Quarantined
 from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Runtime
-from ddiloco.workdir import COMPILED, RESULT, require_writable
+from ddiloco.workdir import COMPILED, RESULT, clear_stopped, require_writable
+
+if TYPE_CHECKING:  # its module imports JAX, which a shard need not have
+  from ddiloco.training.data import Source
 
 RECOVERY_HELLOS = 18  # hello periods: a learner that lost its shard retries within 16 of them
 EARLIEST_SECONDS = 86_400  # round ids begin so long before the run's start by this host's clock
@@ -42,32 +46,33 @@ EARLIEST_SECONDS = 86_400  # round ids begin so long before the run's start by t
 # --- learner --------------------------------------------------------------------------------------
 
 
-def run_learner(config: Config, number: int, place: RoleSpec) -> int:
+def run_learner(config: Config, number: int, place: RoleSpec, corpus: Source | None = None) -> int:
   """Trains one island on the devices of this process until the run is over, or SIGTERM.
 
   Any number is allowed, also above islands.num_learners: learners come and go during a run.
+  `corpus`: the data, if they are open already.
   """
   check_spec(config, place)
   check_hosts(config, number, place)
   if place.host:
     return run_host(config, number, place)
   with RoleRunner(learner_address(number), config, place) as runner:
-    status = runner.run(lambda: _learner(runner, number))
+    status = runner.run(lambda: _learner(runner, number, corpus))
   if place.hosts and status == LOST:
     os._exit(status)  # JAX would wait for the other hosts
   return status
 
 
-def _learner(runner: RoleRunner, number: int) -> int:
+def _learner(runner: RoleRunner, number: int, corpus: Source | None) -> int:
   runner.recorder.record(events.Launched())
   if not runner.place.hosts:
-    return _train(runner, number, None)
+    return _train(runner, number, corpus, None)
   try:
     hosts = Hosts(runner, number)
   except HostsApart as error:
     raise Ended(str(error)) from error
   try:
-    status = _train(runner, number, hosts)
+    status = _train(runner, number, corpus, hosts)
   except ConfigError as error:
     runner.say(str(error))
     runner.recorder.close()
@@ -79,7 +84,7 @@ def _learner(runner: RoleRunner, number: int) -> int:
   return status
 
 
-def _train(runner: RoleRunner, number: int, hosts: Hosts | None) -> int:
+def _train(runner: RoleRunner, number: int, corpus: Source | None, hosts: Hosts | None) -> int:
   """Trains on this process' devices, and on those of the other `hosts` of the island."""
   import jax
 
@@ -91,7 +96,7 @@ def _train(runner: RoleRunner, number: int, hosts: Hosts | None) -> int:
   config = runner.config
   # A restarted learner finds the programs that it, or another learner, has compiled before.
   with kept_in(runner.place.workdir / COMPILED):
-    stream = data.Stream(data.open_data(config.data), config, number)
+    stream = data.Stream(corpus or data.open_data(config.data), config, number)
     devices = island_devices(config.islands.island(number), jax.devices(), number)
     island = Island(config, number, devices, runner.plan)
     runner.ready = lambda: "compiling"
@@ -387,14 +392,17 @@ def _served(role: Syncer, config: Config) -> str:
 # --- evaluator ------------------------------------------------------------------------------------
 
 
-def run_evaluator(config: Config, place: RoleSpec) -> int:
-  """Follows and measures the global model, and leaves WORKDIR/result and the report at the end."""
+def run_evaluator(config: Config, place: RoleSpec, corpus: Source | None = None) -> int:
+  """Follows and measures the global model, and leaves WORKDIR/result and the report at the end.
+
+  `corpus`: the data, if they are open already.
+  """
   check_spec(config, place)
   with RoleRunner(EVALUATOR_ADDRESS, config, place) as runner:
-    return runner.run(lambda: _evaluator(runner))
+    return runner.run(lambda: _evaluator(runner, corpus))
 
 
-def _evaluator(runner: RoleRunner) -> int:
+def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
   from ddiloco.checkpoint import weights
   from ddiloco.engines import session
   from ddiloco.engines.engine import RunResult, save_result
@@ -403,10 +411,11 @@ def _evaluator(runner: RoleRunner) -> int:
 
   config = runner.config
   require_writable(runner.place.workdir)  # refused now, not at the end when there is a result
+  clear_stopped(runner.place.workdir)
   measure = loss = None
   if config.run.evaluations:
     runner.ready = lambda: "reading the held-out data"
-    heldout = session.evaluator(config, data.open_data(config.data))
+    heldout = session.evaluator(config, corpus or data.open_data(config.data))
     measure, loss = heldout.measure, heldout.loss
   endpoint = runner.dial()
   runtime = Runtime(endpoint, runner.recorder, initial=runner.initial_values)

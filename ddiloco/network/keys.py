@@ -58,7 +58,7 @@ def make_keys(folder: Path, learners: int, shards: int) -> list[str]:
     return [address for address in addresses if _make(folder, address)]
   except OSError as error:
     raise ConfigError(
-      f"--keys = {str(folder)!r}: cannot be written ({error.strerror}: {error.filename})."
+      f"--keys = {str(folder)!r}: cannot be written ({error})."
       " Fix: name a directory that you may write."
     ) from error
 

@@ -6,7 +6,6 @@ Waits have limits, and loops that hang are noticed.
 from __future__ import annotations
 
 import atexit
-import concurrent.futures
 import dataclasses
 import sys
 import threading
@@ -158,7 +157,7 @@ def ended(thread: threading.Thread, seconds: float) -> bool:
   """Whether a thread has ended within so long; if not, says so and leaves it running."""
   thread.join(seconds)
   if thread.is_alive():
-    _too_long(thread.name, "has not ended", seconds)
+    _too_long(thread.name, seconds)
   return not thread.is_alive()
 
 
@@ -167,26 +166,14 @@ def exited(process: Pollable, seconds: float, what: str) -> int | None:
   until = time.monotonic() + seconds
   while (status := process.poll()) is None:
     if time.monotonic() >= until:
-      _too_long(what, "has not ended", seconds)
+      _too_long(what, seconds)
       return None
     time.sleep(LOOK_SECONDS)
   return status
 
 
-def result(future: concurrent.futures.Future, seconds: float, what: str) -> Any:
-  """The result of a future.
-
-  Raises:
-    TimeoutError: it had no result within so long, which is said; or whatever the future raised.
-  """
-  if not concurrent.futures.wait([future], seconds).done:
-    _too_long(what, "is not done", seconds)
-    raise TimeoutError(f"{what} is not done within {seconds:g} s")
-  return future.result(0)
-
-
-def _too_long(what: str, how: str, seconds: float) -> None:
-  warn(f"{what} {how} within {seconds:g} s and is waited for no longer. The rest goes on.")
+def _too_long(what: str, seconds: float) -> None:
+  warn(f"{what} has not ended within {seconds:g} s and is waited for no longer. The rest goes on.")
 
 
 # --- Notices that a role's loop hangs, and prints once where all threads of its process are

@@ -59,7 +59,7 @@ class Series:
   def means(self, name: str, digits: int = 4) -> list[float | None]:
     """By bin, the mean of its values, None without values; a bin's time is its middle."""
     pairs = zip(self._sums.get(name, ()), self._counts.get(name, ()))
-    return [round(total / count, digits) if count else None for total, count in pairs]
+    return [rounded(total / count, digits) if count else None for total, count in pairs]
 
   def sums(self, name: str) -> list[float]:
     """By bin, the sum of its values."""

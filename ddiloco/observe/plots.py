@@ -17,7 +17,14 @@ import numpy as np
 from ddiloco.observe.history import MOST_CURVES, Series, Thinned
 from ddiloco.observe.islands import role_name
 from ddiloco.observe.run_state import RunState
-from ddiloco.observe.style import FAINT, GLOBAL_MODEL, MUTED, island_colour, shard_colour
+from ddiloco.observe.style import (
+  FAINT,
+  GLOBAL_MODEL,
+  MUTED,
+  island_colour,
+  loss_text,
+  shard_colour,
+)
 from ddiloco.protocol.events import Commit, parse_role
 
 if TYPE_CHECKING:
@@ -113,14 +120,13 @@ def loss_figure(run: RunState, alone: float | None = None) -> Figure:
     options = {"color": GLOBAL_MODEL, "lw": 2.0, "marker": "o", "ms": 5, "zorder": 5}
     axes.plot(x, y, label="global model, held-out", **options)
     drawn += y
-    last = f"{y[-1]:.3f}"
     place = {"xytext": (8, -3), "textcoords": "offset points", "annotation_clip": False}
-    axes.annotate(last, (x[-1], y[-1]), color=GLOBAL_MODEL, weight="bold", **place)
+    axes.annotate(loss_text(y[-1]), (x[-1], y[-1]), color=GLOBAL_MODEL, weight="bold", **place)
   if not drawn:
     say_empty(axes, "no steps and no evaluations in the log")
     return figure
   if alone is not None and math.isfinite(alone):
-    label = f"best island alone, held-out ({alone:.3f})"
+    label = f"best island alone, held-out ({loss_text(alone)})"
     axes.axhline(alone, color=GLOBAL_MODEL, ls=(0, (5, 3)), lw=1.3, label=label)
     drawn.append(alone)
   _loss_axes(axes, drawn)

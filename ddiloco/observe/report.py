@@ -205,9 +205,10 @@ def _draw(folder: Path, run: RunState, extra: Mapping[str, Any]) -> None:
 def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
   """(name, value with its unit) for the page; numbers that the run does not have are left out."""
   gradients = summary.get("outer_gradients", {})
+  result = "best island" if "result_of_learner" in summary else "merged model"
   rows = [
     ("held-out loss, untrained", _loss(summary.get("loss_untrained"))),
-    ("held-out loss, merged model", _loss(_first(summary, "loss_merged", "heldout_loss_last"))),
+    (f"held-out loss, {result}", _loss(_first(summary, "loss_merged", "heldout_loss_last"))),
     *(
       (f"held-out {plain(name)}, merged model", _loss(each))
       for name, each in summary.get("heldout_measures_last", {}).items()

@@ -34,8 +34,13 @@ def compact(value: float) -> str:
 
 
 def rounded(value: float, digits: int = 6) -> float | None:
-  """A rounded number for JSON, which has no infinity and no NaN: None for these."""
-  return round(value, digits) if math.isfinite(value) else None
+  """A number for JSON with so many decimals, below 1 with so many significant digits.
+
+  JSON has no infinity and no NaN: None for these.
+  """
+  if not math.isfinite(value):
+    return None
+  return round(value, digits) if abs(value) >= 1 else float(f"{value:.{digits}g}")
 
 
 def clock_time(seconds: float) -> str:
@@ -53,5 +58,10 @@ def plain(name: str) -> str:
 
 
 def loss_text(loss: float) -> str:
-  """A loss with three decimals, a dash before the first one."""
-  return f"{loss:.3f}" if math.isfinite(loss) else "–"
+  """A loss with three decimals, below 0.1 with three significant digits; a dash before the first.
+
+  The page has the same function in JavaScript (`loss` in dashboard/page/format.js).
+  """
+  if not math.isfinite(loss):
+    return "–"
+  return f"{loss:.3f}" if abs(loss) >= 0.1 else f"{loss:#.3g}"

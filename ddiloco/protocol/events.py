@@ -15,6 +15,8 @@ from typing import Any, Literal, Union
 
 import msgspec
 
+from ddiloco.checks import is_number
+
 LOG_FORMAT = 3  # version of kinds and fields; logs of the first version have no number
 MOST_SECONDS = 1e11  # three thousand years
 MOST_DEPTH = 16  # of nested lists and objects; no event has more than four levels
@@ -53,7 +55,7 @@ class Odd(Event, frozen=True, kw_only=True):
 def parse_role(role: str) -> tuple[str, int]:
   """("learner", 2) of "learner-2"; a role without a number gets -1."""
   kind, _, number = role.partition("-")
-  return kind, int(number) if number.isdigit() else -1
+  return kind, int(number) if is_number(number) else -1
 
 
 def format_role(kind: str, number: int) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import concurrent.futures
+import threading
 from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from ddiloco.config import Config
 from ddiloco.core.fragments import Plan, shard_of
-from ddiloco.observe.guards import result, warn
+from ddiloco.observe.guards import ended, warn
 from ddiloco.protocol import events, learner
 from ddiloco.protocol.messages import EVALUATOR, INITIAL
 from ddiloco.roles import initial
@@ -92,27 +92,25 @@ class Evaluator:
       drive(self._live(stopped), self.exchange.endpoint, LOOK_SECONDS)
 
   def _live(self, stopped: Callable[[], bool]) -> Loop[None]:
-    due, measured, measuring = 0.0, -1, None
-    background = concurrent.futures.ThreadPoolExecutor(1, "measure")
+    due, measured = 0.0, -1
+    measuring: threading.Thread | None = None
     try:
       while not self.exchange.state.done and not stopped():
         yield from self.exchange.wait()
-        if measuring is not None and measuring.done():
+        if measuring is not None and not measuring.is_alive():
           measuring = None
         merged = self.exchange.state.merged_tokens
         going_on = self.joined and not self.finished
         if self._evaluations and going_on and merged >= due and measuring is None:
-          measuring = background.submit(self._measure, *self._now())
+          measuring = self._begin_to_measure()
           due, measured = (merged // self._every + 1) * self._every, merged
       if self.finished:
         self._save_end()
-        if measuring is not None:
-          result(measuring, MEASURE_SECONDS, "measuring the held-out loss")
-        if self._evaluations and measured < self.exchange.state.merged_tokens:
+        idle = measuring is None or ended(measuring, MEASURE_SECONDS)
+        if idle and self._evaluations and measured < self.exchange.state.merged_tokens:
           self._measure(*self._now())
       self.exchange.leave()
     finally:
-      background.shutdown(wait=False)
       self.exchange.close()
 
   @property
@@ -137,6 +135,13 @@ class Evaluator:
       self.saved = True
     except Exception as error:  # layers and file systems raise errors of many types
       warn(f"the result is not saved before it is measured: {error}. It goes on.")
+
+  def _begin_to_measure(self) -> threading.Thread:
+    """Evaluates on a thread of its own, for which a process that ends does not wait."""
+    name, now = "measuring the held-out loss", self._now()
+    thread = threading.Thread(target=self._measure, args=now, name=name, daemon=True)
+    thread.start()
+    return thread
 
   def _measure(
     self, params: initial.Assembled, merged_tokens: int, global_step: int, untrained: bool

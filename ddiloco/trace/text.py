@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ddiloco.config import ConfigError
 from ddiloco.observe.eventlog import lines_of, logs_in
-from ddiloco.observe.style import MUTED, island_colour
+from ddiloco.observe.style import MUTED, island_colour, loss_text
 from ddiloco.protocol import events
 from ddiloco.trace.check import check
 from ddiloco.trace.operations import INITIAL, Entry, Operation, Trace, read_logs
@@ -56,7 +56,7 @@ def describe(operation: Operation) -> str:
       return f"restored from snapshot {snapshot} of incarnation {incarnation}"
     case events.Step() as op:
       slow = "" if op.rate_scale == 1 else f", rate x {op.rate_scale:.3g}"
-      loss = "" if op.loss is None else f", loss {op.loss:.4f}"
+      loss = "" if op.loss is None else f", loss {loss_text(op.loss)}"
       where = f"global step {op.global_step}, batch {op.position}"
       return f"step {op.step}: {where}, {op.tokens} tokens{slow}{loss}"
     case events.CopyOut() as op:

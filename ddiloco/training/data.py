@@ -178,23 +178,27 @@ def open_data(data: DataConfig) -> Source:
   return custom.make(data, wanted, "ddiloco.training.data.Source")
 
 
-def check_here(config: Config) -> None:
+def check_here(config: Config) -> Corpus | None:
   """Refuses data that learners would refuse, for commands that train elsewhere or later.
 
   Not looked at are a source of the user's own, data or a tokenizer that are not on this machine,
   and text of more than `_QUICK_BYTES`, which takes long to read.
+
+  Returns:
+    The corpus; None if it was not looked at.
 
   Raises:
     ConfigError: as `open_corpus`; or the corpus is too small for all learners, or the model lacks
       its tokens.
   """
   if config.data.custom or not 0 <= text_bytes_here(config.data) <= _QUICK_BYTES:
-    return
+    return None
   corpus = open_corpus(config.data)
   islands = range(config.num_islands())
   by_size = {config.islands.island(m).batch_size: m for m in islands}
   for m in by_size.values():  # the others are alike
     corpus.check(config, m)
+  return corpus
 
 
 def open_corpus(data: DataConfig) -> Corpus:

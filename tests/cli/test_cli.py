@@ -129,12 +129,21 @@ def test_a_bad_experiment_file_is_named_with_its_line(refused, tmp_path, text, p
   assert ". Fix: " in said
 
 
+def test_a_workdir_is_no_experiment_file(refused, finished):
+  """Python's own error, of a folder without a program, told users to install a package."""
+  said = refused("train", f"--config={finished}", "--workdir=x")
+  assert f"--config={finished}: is a directory. Fix: name a file in it" in said
+
+
 def test_a_preset_that_is_not_there(refused):
   dense = ROOT / "configs" / "dense.py"
   assert f"--config={dense}:7m: preset = '7m': must be one of 100k, 1m" in refused(
     "train", f"--config={dense}:7m", "--workdir=x"
   )
   assert "get_config()" in refused("train", f"--config={QUICKSTART}:7m", "--workdir=x")
+  region = f"--config.chaos={ROOT / 'configs' / 'chaos' / 'region.py'}:east"
+  said = refused("train", f"--config={QUICKSTART}", region, "--workdir=x")
+  assert "ValueError: could not convert" in said and "Fix: give after the colon what" in said
 
 
 @pytest.mark.parametrize(
@@ -314,6 +323,49 @@ def process(*arguments: str, code: str = "") -> subprocess.CompletedProcess:
   command = [sys.executable, *(["-c", code] if code else ["-m", "ddiloco"]), *arguments]
   clean = {k: v for k, v in environment.bare().items() if k != "PYTHONPATH"}
   return subprocess.run(command, capture_output=True, text=True, env=clean, timeout=100)
+
+
+@pytest.mark.parametrize(("hears", "status"), [("default_int_handler", 130), ("SIG_IGN", 0)])
+def test_an_interrupt_while_a_command_is_imported_is_no_traceback(hears, status):
+  """Where a shell has put it into the background, Ctrl-C is not for it."""
+  code = f"""
+import os, runpy, signal, sys
+class Interrupt:
+  def find_spec(self, name, *_):
+    if name == "ml_collections": os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+signal.signal(signal.SIGINT, signal.{hears})
+runpy.run_module("ddiloco", run_name="__main__", alter_sys=True)
+"""
+  done = process("simulate", "--chips=1000", "--learners=2", code=code)
+  assert (done.returncode, done.stderr) == (status, "ddiloco: interrupted\n" if status else "")
+  assert bool(done.stdout) == (status == 0)
+
+
+def test_an_interrupt_that_python_would_swallow_ends_a_run():
+  """JAX calls Python when garbage is collected: the run trained to its end, with status 0."""
+  code = """
+import gc, os, runpy, signal, sys
+from ddiloco import cli
+def train(arguments):
+  gc.callbacks.append(lambda *_: os.kill(os.getpid(), signal.SIGINT))
+  gc.collect()
+  return 0
+cli.COMMANDS["train"], sys.argv = train, ["ddiloco", "train"]
+runpy.run_module("ddiloco", run_name="__main__")
+"""
+  done = process(code=code)
+  assert (done.returncode, done.stderr) == (130, "ddiloco: interrupted\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a disk that is always full")
+def test_a_full_disk_under_what_is_printed_is_no_traceback():
+  command = [sys.executable, "-m", "ddiloco", "simulate", "--chips=1000", "--learners=2"]
+  with open("/dev/full", "w") as full:
+    done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100)
+  (line,) = done.stderr.splitlines()
+  assert done.returncode == 1
+  assert line.startswith("ddiloco simulate: ") and "No space left" in line and "Fix: " in line
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ def prepared(monkeypatch):
 
 @pytest.fixture
 def place(monkeypatch):
-  """(number, place) that the role was called with, instead of running it."""
+  """What the role was called with beside its config, instead of running it."""
   seen = []
 
   def run(config, *arguments):
@@ -68,6 +68,16 @@ def test_data_that_do_not_fit_are_refused_before_anything_is_begun(capsys, tmp_p
   assert cli.main([*command, *told]) == 2
   assert "data.sequence_length = " in capsys.readouterr().err
   assert not workdir.exists()
+
+
+def test_an_evaluator_that_measures_nothing_does_not_look_at_the_data(place, tmp_path):
+  text = tmp_path / "text.txt"
+  text.write_text("a few words")
+  told = [*ALL, "--config.data.source=text", f"--config.data.path={text}"]
+  told += [f"--workdir={tmp_path / 'run'}", "--config.run.evaluations=0"]
+  assert cli.main(["evaluator", *told]) == 7
+  ((_, corpus),) = place
+  assert corpus is None
 
 
 def test_a_plan_does_not_look_at_data_that_are_elsewhere(capsys, tmp_path):
@@ -143,8 +153,9 @@ def test_a_learner_gets_the_devices_of_its_island(place, prepared, tmp_path):
   changes = ["--config.islands.devices=4", "--config.islands.batch_size=8"]
   arguments = ["learner", *ALL, "--learner=11", f"--workdir={tmp_path / 'run'}", "--cpu", *changes]
   assert cli.main(arguments) == 7
-  ((number, where),) = place
+  ((number, where, corpus),) = place
   assert number == 11 and where.workdir == tmp_path / "run" and where.run_id == "run"
+  assert len(corpus.train), "the data that were looked at are not opened again"
   assert where.syncers == ("tcp://127.0.0.1:7000", "tcp://127.0.0.1:7002")
   assert (where.bind, where.keys, where.http) == ("", None, "")
   assert prepared == [{"num_cpu_devices": 4, "cpu_only": True}]

@@ -75,6 +75,25 @@ def test_a_run_that_is_over(browser, tmp_path):
     assert browser.complaints == []
 
 
+def test_tiny_losses_are_told_apart(browser, tmp_path):
+  """Of a model of one's own: its curves were a line at 0.0, between -0.5 and 0.5."""
+  tiny = [
+    changed(event, loss=1e-4 * event.loss) if getattr(event, "loss", None) else event
+    for event in make_run()
+  ]
+  write_log(tmp_path, tiny)
+  with Dashboard(tmp_path) as dashboard:
+    show(browser, dashboard, "over")
+    labels = browser.ask("[...document.querySelectorAll('#chart text')].map(n => n.textContent)")
+    numbers = {label for label in labels if label.startswith("0.000")}
+    assert {"0.0002", "0.0004"} <= numbers and len(numbers) > 3
+    heights = browser.ask(
+      "[...document.querySelectorAll('#chart .curve')].map(n => n.getBBox().height)"
+    )
+    assert min(heights) > 20
+    assert browser.complaints == []
+
+
 def test_step_times_by_island_and_time(browser, tmp_path):
   """A canvas: what it shows is looked at by colour, and read at the cursor."""
   with Dashboard(run(tmp_path)) as dashboard:

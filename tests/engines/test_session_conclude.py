@@ -187,6 +187,23 @@ def test_of_islands_that_trained_alone_all_are_saved_and_the_best_is_the_result(
   assert known["loss_merged"] == 2.0 and known["result_of_learner"] == 3
 
 
+@pytest.mark.parametrize(("shards", "result"), [(0, "best island"), (2, "merged model")])
+def test_the_end_names_what_the_result_is(tmp_path, capsys, monkeypatch, shards, result):
+  """It spoke of a merged model where nothing was merged."""
+  config = config_of(sample_tokens=3)
+  config = dataclasses.replace(config, sync=dataclasses.replace(config.sync, num_shards=shards))
+  monkeypatch.setattr(session, "sample", lambda *_: "def x")
+  islands = {} if shards else ALONE
+  outcome = RunResult("finished", ALONE[0], islands, {}, untrained_loss=3e-4)
+  conclude(tmp_path, outcome, first, config)
+  said = capsys.readouterr().out
+  loss = "7.000" if shards else "2.000"
+  assert f"  untrained          0.000300\n  {result:<18} {loss}\n" in said
+  assert f"The {result} writes:\ndef x\n" in said
+  rows = (tmp_path / "report" / "index.html").read_text()
+  assert f"<th>held-out loss, {result}</th><td>{loss}</td>" in rows
+
+
 @pytest.mark.parametrize("evaluations", [0, 1])
 def test_of_islands_that_cannot_be_compared_none_is_lost(tmp_path, evaluations):
   config = config_of(evaluations=evaluations)

@@ -18,7 +18,7 @@ import pytest
 from ddiloco.config import ConfigError, from_dict
 from ddiloco.core.delta import Committed
 from ddiloco.core.fragments import owned_by
-from ddiloco.engines import single_roles
+from ddiloco.engines import session, single_roles
 from ddiloco.engines.processes import free_urls
 from ddiloco.engines.role_process import FINISHED, LOST
 from ddiloco.engines.role_spec import RoleSpec
@@ -27,6 +27,7 @@ from ddiloco.network.peers import seconds_since_2020
 from ddiloco.protocol import learner
 from ddiloco.protocol.states import FragmentState
 from ddiloco.roles import initial
+from ddiloco.training import data
 from tests.engines.real import PATIENCE_SECONDS, events_of, start, tiny, wait_for
 
 CONFIG = from_dict({"sync": {"num_shards": 2, "num_fragments": 4, "min_quorum": 3}})
@@ -55,6 +56,15 @@ def test_what_a_joining_role_waits_for():
   assert single_roles._joining(back, UP, CONFIG).startswith("is back; 0 of 4 fragments")
   waits = single_roles._joining(dataclasses.replace(state(), wants=(1, 3)), UP, CONFIG)
   assert waits == "waits for a peer's moments of fragments [1, 3]"
+
+
+class Opened(Exception):
+  """What a role reads its data from."""
+
+
+def read(*arguments):
+  """Stands in for what reads the data."""
+  raise Opened(next(each for each in arguments if each != CONFIG))
 
 
 class Said:
@@ -97,7 +107,35 @@ def test_an_evaluator_that_could_not_save_the_result_is_refused_at_once(tmp_path
   monkeypatch.setattr("ddiloco.workdir.tempfile.TemporaryFile", read_only)
   runner = types.SimpleNamespace(config=CONFIG, place=RoleSpec(tmp_path, "run", ()))
   with pytest.raises(ConfigError, match=r"--workdir=.*cannot be written .*Read-only.*Fix: "):
-    single_roles._evaluator(runner)
+    single_roles._evaluator(runner, None)
+
+
+@pytest.mark.parametrize("reason", ["stopped", "finished"])
+def test_an_evaluator_that_comes_back_says_that_the_run_goes_on(tmp_path, monkeypatch, reason):
+  """Dashboard and profile took the run for over, since an evaluator before this one was stopped."""
+  file = tmp_path / "outcome.json"
+  file.write_text(json.dumps({"reason": reason}))
+  monkeypatch.setattr(session, "evaluator", read)
+  runner = types.SimpleNamespace(config=CONFIG, place=RoleSpec(tmp_path, "run", ()))
+  with pytest.raises(Opened):
+    single_roles._evaluator(runner, "open")
+  assert file.exists() == (reason == "finished")
+
+
+@pytest.mark.parametrize("role", ["learner", "evaluator"])
+def test_data_that_are_open_already_are_not_opened_again(tmp_path, monkeypatch, role):
+  """Text was tokenized twice."""
+  monkeypatch.setattr(data, "open_data", lambda _: "opened again")
+  monkeypatch.setattr(data, "Stream", read)
+  monkeypatch.setattr(session, "evaluator", read)
+  runner = types.SimpleNamespace(config=CONFIG, place=RoleSpec(tmp_path, "run", ()))
+  run = {
+    "learner": lambda corpus: single_roles._train(runner, 0, corpus, None),
+    "evaluator": lambda corpus: single_roles._evaluator(runner, corpus),
+  }[role]
+  for corpus, opened in (("open", "open"), (None, "opened again")):
+    with pytest.raises(Opened, match=f"^{opened}$"):
+      run(corpus)
 
 
 def test_a_port_that_is_really_taken_is_one_line_with_the_fix(tmp_path):

@@ -319,6 +319,9 @@ def test_events_after_close_are_counted_not_raised(tmp_path):
     ("learner-12", ("learner", 12)),
     ("engine", ("engine", -1)),
     ("", ("", -1)),
+    ("learner-²", ("learner", -1)),
+    ("learner-02", ("learner", -1)),
+    pytest.param(f"learner-{'9' * 5000}", ("learner", -1), id="a number too long for Python"),
   ],
 )
 def test_parse_role(role, parts):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import concurrent.futures
 import threading
 from pathlib import Path
 
@@ -111,19 +110,6 @@ def test_a_process_that_cannot_be_killed_is_named_and_left_behind(capsys):
   assert "learner-3 has not ended within 0.02 s" in said(capsys)
   process.status = -9
   assert guards.exited(process, 0.02, "learner-3") == -9
-
-
-def test_a_result_that_does_not_come_is_named(capsys):
-  future = concurrent.futures.Future()
-  with pytest.raises(TimeoutError, match=r"measuring is not done within 0.01 s"):
-    guards.result(future, 0.01, "measuring")
-  assert "measuring is not done" in said(capsys)
-  future.set_result(7)
-  assert guards.result(future, 0.01, "measuring") == 7
-  broken = concurrent.futures.Future()
-  broken.set_exception(ZeroDivisionError())
-  with pytest.raises(ZeroDivisionError):
-    guards.result(broken, 0.01, "measuring")
 
 
 def test_an_exchange_whose_copy_is_stuck_can_be_closed(monkeypatch, capsys, stuck):

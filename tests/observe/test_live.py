@@ -98,10 +98,10 @@ def test_without_a_terminal_no_note_is_left_out_however_many_come_at_once(make, 
 
 
 def test_an_event_that_cannot_be_shown_takes_no_other_with_it(make, fake_clock):
-  """A line of a damaged log: a digit that is no number."""
+  """A line of a damaged log: a number that no float can hold."""
   shown = io.StringIO()
   live = LiveView(Console(file=shown, width=100), clock=fake_clock)
-  live._consume(_restarts(make, "learner-²", "learner-1"))
+  live._consume([make.step(1.0, 0, 1, tokens=10**400), *_restarts(make, "learner-1")])
   assert shown.getvalue() == "[0:01] island 1 restarts\n" and live.view.odd_events == 1
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -72,6 +74,25 @@ def test_a_run_that_is_stopped_has_no_final_model(joins):
   assert state().joined == joins and not watched.role.finished
   assert not watched.saved and not watched.role.saved
   assert any(isinstance(m, Goodbye) for m in watched.wire.sent)
+
+
+def test_a_process_that_ends_does_not_wait_for_a_measurement():
+  """Python ends daemons alone without waiting for them."""
+  begun, go_on = threading.Event(), threading.Event()
+
+  def measure(params):
+    begun.set()
+    go_on.wait(60)
+    return {"loss": 0.5}
+
+  watched = Watched(measure)
+  watched.publish(0, 0)
+  watched.role.run(begun.is_set)
+  (thread,) = [each for each in threading.enumerate() if each.name.startswith("measur")]
+  assert thread.daemon and not watched.of("evaluation")
+  go_on.set()
+  thread.join(60)
+  assert [each.loss for each in watched.of("evaluation")] == [0.5]
 
 
 def test_a_result_that_cannot_be_saved_or_measured_ends_nothing(capsys):

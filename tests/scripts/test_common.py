@@ -1,12 +1,17 @@
 """What scripts start runs with: configs, commands, what is used again and what is refused."""
 
+import ast
 import json
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from ddiloco import config as config_lib
 from ddiloco.protocol.events import LOG_FORMAT
+from tests.scripts.commands import SCRIPTS
 
 
 @pytest.fixture
@@ -78,3 +83,70 @@ def test_help_is_the_whole_docstring(script, monkeypatch, capsys, name):
   with pytest.raises(SystemExit):
     module.main()
   assert module.__doc__ in capsys.readouterr().out
+
+
+# --- Every script
+
+
+def mains() -> list[Path]:
+  """The scripts that a user runs."""
+  return [path for path in sorted(SCRIPTS.glob("*.py")) if "__main__" in path.read_text()]
+
+
+@pytest.mark.parametrize("path", mains(), ids=lambda path: path.stem)
+def test_a_docstring_names_every_flag_of_its_script(path):
+  tree = ast.parse(path.read_text())
+  doc, flags = ast.get_docstring(tree) or "", list[str]()
+  for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+    kind = ast.unparse(call.func).rpartition(".")[2]
+    given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+    if kind == "add_argument" and given.get("help") != "argparse.SUPPRESS":
+      flags += [str(ast.literal_eval(name)) for name in call.args]
+    elif kind == "parser" and given.get("quick") != "''":  # that of common.py
+      flags.append("--quick")
+  assert [flag for flag in flags if flag not in doc] == []
+
+
+@pytest.mark.parametrize("path", mains(), ids=lambda path: path.stem)
+def test_every_script_ends_in_the_same_way(path):
+  own = {"fuzz_decoder": "libFuzzer ends it", "proxy": "it waits for Ctrl-C"}
+  assert "run_script(main)" in path.read_text().splitlines()[-1] or path.stem in own
+
+
+@pytest.mark.parametrize(("said", "status"), [("print(7)", 0), ("return print(7) or 3", 3)])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_script_whose_reader_has_left_ends_without_a_traceback(said, status, unbuffered):
+  code = f"import common\ndef main():\n  {said}\ncommon.run_script(main)"
+  reader, output = os.pipe()
+  os.close(reader)
+  try:
+    variables = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    command, pipes = [sys.executable, "-c", code], {"stdout": output, "stderr": subprocess.PIPE}
+    done = subprocess.run(command, cwd=SCRIPTS, env=variables, **pipes)
+  finally:
+    os.close(output)
+  left = unbuffered and status  # it ended early
+  assert (done.returncode, done.stderr) == (0 if left else status, b"")
+
+
+@pytest.mark.parametrize(
+  ("error", "status", "said"),
+  [
+    (KeyboardInterrupt(), 130, ""),
+    (
+      config_lib.ConfigError("--seeds=x: must be a number."),
+      2,
+      "a.py: --seeds=x: must be a number.\n",
+    ),
+  ],
+)
+def test_neither_ctrl_c_nor_wrong_usage_is_a_traceback(
+  script, monkeypatch, capsys, error, status, said
+):
+  def main():
+    raise error
+
+  monkeypatch.setattr(sys, "argv", ["scripts/a.py"])
+  with pytest.raises(SystemExit) as ended:
+    script("common").run_script(main)
+  assert ended.value.code == status and capsys.readouterr() == ("", said)

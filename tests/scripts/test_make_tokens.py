@@ -27,7 +27,10 @@ def test_a_run_reads_them_and_finds_the_text_again(tmp_path: Path, monkeypatch, 
   data = tmp_path / "data"
   arguments = (f"--to={data}", f"--text={tmp_path}/*.txt", "--vocab_size=320")
   assert run(monkeypatch, *arguments) == 0
-  figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+  flags, last = capsys.readouterr().out.splitlines()
+  told = [word.removeprefix("--config.data.") for word in flags.split()]
+  assert {"source=tokens", f"path='{data}/*.bin'", "token_dtype=uint16"} <= {*told}
+  figures = json.loads(last)
   tokenizer = load_tokenizer(f"huggingface:{data}/tokenizer.json")
   [tokens] = read_parts(DataConfig(source="tokens", path=f"{data}/*.bin"), tokenizer)
   assert figures["vocab_size"] == tokenizer.vocab_size <= 320

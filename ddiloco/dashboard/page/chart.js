@@ -99,23 +99,25 @@ function curves({ status, x, left, lossTop, lossHeight, width, narrow }) {
     return [label(left, lossTop + 18, "start", "The loss is not known yet.")];
   let low = Math.min(...values),
     high = Math.max(...values);
-  if (high - low < 1e-3) [low, high] = [low - 0.5, high + 0.5];
-  const step = niceStep(high - low, 5, [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10]);
+  const margin = Math.abs(high) / 2 || 0.5;
+  if (high - low < 1e-3 * margin) [low, high] = [low - margin, high + margin];
+  const unit = 10 ** Math.floor(Math.log10((high - low) / 5));
+  const step = niceStep(high - low, 5, [unit, 2 * unit, 5 * unit, 10 * unit]);
+  const digits = Math.max(1, -Math.floor(Math.log10(step)));
   [low, high] = [Math.floor(low / step) * step, Math.ceil(high / step) * step];
   const y = (value) => lossTop + lossHeight - ((value - low) / (high - low)) * lossHeight;
   const parts = [];
-  for (let i = 0; low + i * step <= high + 1e-9; i++) {
-    const value = low + i * step,
-      digits = step < 0.1 ? 2 : 1;
+  for (let i = 0; i <= Math.round((high - low) / step); i++) {
+    const value = low + i * step;
     parts.push(line("grid", left, width - RIGHT, y(value), y(value)));
     const text = value.toFixed(digits);
     parts.push(
       narrow ? label(0, y(value) - 3, "start", text) : label(left - 10, y(value) + 4, "end", text),
     );
   }
-  const unit = svg("tspan", { x: 0, dy: 16 }, "nats per token");
+  const nats = svg("tspan", { x: 0, dy: 16 }, "nats per token");
   if (!narrow)
-    parts.push(label(0, lossTop + 4, "start", svg("tspan", { class: "name" }, "Loss"), unit));
+    parts.push(label(0, lossTop + 4, "start", svg("tspan", { class: "name" }, "Loss"), nats));
   for (const island of status.islands) {
     const points = (losses[island.number] ?? []).map((value, i) =>
       value === null ? null : [x((i + 0.5) * bin), y(value)],

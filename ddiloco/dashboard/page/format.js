@@ -5,7 +5,11 @@ const known = (value) => typeof value === "number" && Number.isFinite(value);
 
 export const percent = (share, digits = 0) =>
   known(share) ? `${(100 * share).toFixed(digits)}%` : DASH;
-export const loss = (value) => (known(value) ? value.toFixed(3) : DASH);
+/** With three decimals, below 0.1 with three significant digits. */
+export function loss(value) {
+  if (!known(value)) return DASH;
+  return Math.abs(value) >= 0.1 ? value.toFixed(3) : value.toPrecision(3);
+}
 export const cosine = (value) => (known(value) ? value.toFixed(2) : DASH);
 
 export function compact(value) {
