@@ -280,7 +280,10 @@ class Exchange(WorkingRole):
   def _push(self, push: Push, pieces: Any, factor: float) -> Job:
     """Encodes and sends a push, and keeps it until a publish has answered it."""
     p = push.fragment
-    payload = self._deltas.push(p, self._store.to_host(pieces, p), factor)
+    local = self._store.to_host(pieces, p)
+    del pieces  # the devices need no copy while the push is made
+    payload = self._deltas.push(p, local, factor)
+    del local
     yield None
     self._outbox[p] = replace(push, codec=self._sync.push_codec, payload=payload)
     self.recorder.flush()  # the log on disk has every push that a shard may merge
@@ -317,6 +320,7 @@ class Exchange(WorkingRole):
 
   def _send_moments(self, give: actions.SendMoments, pieces: Any, count: Any) -> Job:
     flat = self._store.to_host(pieces, give.moments.fragment)
+    del pieces
     payload = self._deltas.send_moments(flat)
     yield None
     self.recorder.flush()  # the log on disk has all moments that a peer may take over

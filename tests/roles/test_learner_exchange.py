@@ -346,6 +346,35 @@ def test_a_snapshot_that_goes_without_a_learner_costs_it_no_copy(bench, monkeypa
   assert saver.declined == [(2, "the one before is not done yet")]
 
 
+def test_a_copy_is_freed_before_the_push_is_made(bench, monkeypatch):
+  """It lay on the devices, or in the pinned memory of their host, until the push was sent."""
+
+  class Copy:
+    def __init__(self, pieces):
+      self.pieces = pieces
+
+  b = bench()
+  b.join()
+  b.train()
+  copies, there = [], []
+  copy_out, push = b.island.copy_out, b.exchange._deltas.push
+
+  def copied(fragment):
+    copy = Copy(copy_out(fragment))
+    copies.append(weakref.ref(copy))
+    return copy
+
+  def encode(*arguments):
+    there.append(copies[-1]())
+    return push(*arguments)
+
+  monkeypatch.setattr(b.island, "copy_out", copied)
+  monkeypatch.setattr(b.island, "to_host", lambda copy, fragment: copy.pieces)
+  monkeypatch.setattr(b.exchange._deltas, "push", encode)
+  b.push(0, round=1, version=0)
+  assert there == [None]
+
+
 def test_what_comes_back_from_a_snapshot_is_freed_when_it_is_replaced(bench):
   """Who began the learner holds on to what it began with, for as long as it lives."""
   b = bench()
