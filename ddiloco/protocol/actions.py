@@ -57,7 +57,7 @@ class StepDone(Frozen):
 
   now: float
   tokens: int
-  seconds: float
+  seconds: float  # that it took; 0: not known yet
 
 
 class Staged(Frozen):

@@ -498,6 +498,12 @@ class Learner:
       if batches is not None:
         batches.close()
 
+  @property
+  def usual_seconds(self) -> float:
+    """Of a step; 0 before it is known: the first steps of a life also load programs."""
+    state = self.exchange.state
+    return state.step_seconds if state.step > self._began.step + 1 else 0.0
+
   def _open(self) -> Iterator[Any]:
     """This learner's batches, from the present global step on."""
     state = self.exchange.state
@@ -548,5 +554,7 @@ class Learner:
         **(metrics or {}),
       )
     )
-    self.exchange.boundary(actions.StepDone(ended, trained, ended - started))
+    # A step that was only dispatched says nothing of its time: the next one waits for it.
+    seconds = 0.0 if metrics is None else ended - started
+    self.exchange.boundary(actions.StepDone(ended, trained, seconds))
     return ended

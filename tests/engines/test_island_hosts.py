@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
+from types import SimpleNamespace
 
 import pytest
 from common import processes_of
 
 from ddiloco.config import ConfigError, from_dict
 from ddiloco.engines.children import LOST, Child, spawn
-from ddiloco.engines.island_hosts import check_hosts
+from ddiloco.engines.island_hosts import COMPILED_ORDERS, Hosts, check_hosts
 from ddiloco.engines.role_spec import RoleSpec
 from ddiloco.environment import BAD_USAGE
+from ddiloco.network.host_links import HostProgress
+from ddiloco.network.webserver import START_SECONDS
 from tests.engines.real import events_of, start, tiny, wait_for
 from tests.engines.test_processes import python
 
@@ -146,6 +150,47 @@ def test_wrong_usage_of_one_host_is_the_reason_and_not_the_failures_that_follow(
     wait_for(lambda each=each: each.poll() is not None, "its end")
   assert child.poll() == BAD_USAGE
   assert child.bury(child.poll()) == "exit status 2: data.path: is missing. Fix: copy it"
+
+
+def test_of_hosts_that_cannot_all_be_started_none_goes_on(tmp_path):
+  """The first one stayed, and its next life had three processes for two hosts."""
+
+  def refuse(command, log):
+    raise RuntimeError("no such actor")
+
+  child = Child("learner-3", tmp_path, [spawn, refuse])
+  for _ in range(2):
+    with pytest.raises(RuntimeError, match="no such actor"):
+      child.start([python(SLEEPS), python(SLEEPS)])
+    assert not child.running
+
+
+def test_an_order_may_take_long_until_the_usual_step_is_known():
+  """With 24 fragments the limit was that of usual steps before there had been one."""
+  config = from_dict({"network": {"silence_seconds": 30.0, "give_up_seconds": 600.0}})
+  hosts, usual_seconds = Hosts.__new__(Hosts), [0.0, 1.0, 43.0]
+  hosts.progress = HostProgress(done=50)
+  hosts._runner = SimpleNamespace(config=config, usual_seconds=lambda: usual_seconds.pop(0))
+  assert [hosts._order_seconds() for _ in range(3)] == [600.0, 30.0, 430.0]
+
+
+def test_a_host_that_does_not_come_to_its_end_of_compiling_is_named():
+  """The others waited for ever: it lives, and no order was given that it could be late for."""
+  hosts, ready = Hosts.__new__(Hosts), threading.Event()
+  values = SimpleNamespace(receive=lambda: ready.wait(60))
+  hosts.progress, hosts.links = HostProgress(), {1: SimpleNamespace(values=values)}
+  network = SimpleNamespace(give_up_seconds=0.0, silence_seconds=0.0)
+  config = SimpleNamespace(network=network)
+  hosts._runner = SimpleNamespace(config=config, usual_seconds=lambda: 0.0)
+  waiting = threading.Thread(target=hosts.wait_until_compiled)
+  waiting.start()
+  wait_for(lambda: hosts.progress.done == COMPILED_ORDERS, "the order")
+  assert hosts._order_seconds() == START_SECONDS
+  assert hosts._runner.ready() == "host 1 of its island, which still compiles"
+  ready.set()
+  waiting.join()
+  hosts.progress.done += 1
+  assert hosts._order_seconds() == 0.0
 
 
 # --- what is refused ------------------------------------------------------------------------------

@@ -347,6 +347,16 @@ def test_probes_tell_what_it_waits_for(make, capsys):
     assert status["links"]["syncer-0"]["state"] == "up"
 
 
+@pytest.mark.parametrize(("address", "allowed"), [("learner-3", 600), ("syncer-0", 60)])
+def test_a_learner_has_longer_for_its_first_steps(make, address, allowed):
+  """An island whose steps take two minutes was restarted before it had made one."""
+  with make(address, bind=SYNCERS[0] if address == "syncer-0" else "") as runner:
+    runner.stopped()
+    wait_for(lambda: f"(allowed: {allowed} s)" in runner._health.livez()[1])
+    runner.usual_seconds = lambda: 20.0
+    wait_for(lambda: "(allowed: 200 s)" in runner._health.livez()[1])
+
+
 def test_lines_of_progress_and_at_once_what_matters(make, capsys):
   with make() as runner:
     runner.ready = lambda: "compiling"

@@ -14,6 +14,7 @@ from ddiloco.checkpoint.restore import ResumeState, new_learner, new_syncer
 from ddiloco.core import fragments
 from ddiloco.core.delta import MemoryStore, new_fragment
 from ddiloco.network.transport import Hub, learner_address, syncer_address
+from ddiloco.observe.eventlog import NullRecorder
 from ddiloco.protocol.learner import unmerged_tokens
 from ddiloco.roles.learner import Learner
 from ddiloco.roles.syncer import Syncer
@@ -133,6 +134,28 @@ def test_a_step_takes_its_least_time_and_traffic_is_told_on_the_way():
     run.learner(0, drain_seconds=0)
     run.until(lambda: len(run.of("learner-0", "step")) >= 3 and run.of("learner-0", "traffic"))
     assert min(e.seconds for e in run.of("learner-0", "step")) >= 0.05
+
+
+def test_the_usual_time_of_a_step_is_that_of_one_that_was_waited_for():
+  """On accelerators the first step is only dispatched. Its shards were told that time, and took the
+  learner for lost during the second."""
+  config = toy.config(1, 4, num_shards=0, snapshot_steps=0)
+  plan, seen = fragments.make_plan(toy.SPECS, config.sync), []
+
+  class Pipelined(toy.ToyIsland):
+    def step(self, *arguments):
+      seen.append((role.exchange.state.step_seconds, role.usual_seconds))
+      if self.position:
+        time.sleep(0.05)
+      metrics = super().step(*arguments)
+      return metrics if self.position > 1 else None
+
+  runtime = Runtime(Hub("toy", plan.plan_id).connect("learner-0"), NullRecorder())
+  beginning = ResumeState(new_learner(config, plan, 0, 0))
+  role = Learner(beginning, config, plan, Pipelined(0, plan), toy.batches, runtime)
+  role.run(Faults((), time.monotonic()), lambda: False)
+  assert seen[:2] == [(0.0, 0.0)] * 2 and len(seen) == 4
+  assert all(step_seconds >= 0.05 and usual == step_seconds for step_seconds, usual in seen[2:])
 
 
 def test_without_time_to_drain_it_leaves_at_once_and_says_what_is_lost():
