@@ -19,6 +19,8 @@ from ddiloco.protocol.messages import (
   MADE,
   ForwardMoments,
   Hello,
+  Moments,
+  ProvideMoments,
   Push,
   Refusal,
   Report,
@@ -30,7 +32,7 @@ from ddiloco.protocol.values import replace
 from ddiloco.roles import initial
 from ddiloco.roles.evaluator import Evaluator, GlobalView
 from ddiloco.roles.learner import LOOK_SECONDS, Exchange
-from ddiloco.runtime import Runtime, drive
+from ddiloco.runtime import REAL_TIME, Runtime, drive
 from tests import says
 from tests.roles import toy
 
@@ -73,7 +75,9 @@ class Wire:
 class Bench:
   """One exchange with a toy island, and the messages a shard would send it."""
 
-  def __init__(self, island=None, initial=dict, saver=None, donor_seconds=0.0, **sync):
+  def __init__(
+    self, island=None, initial=dict, saver=None, donor_seconds=0.0, time=REAL_TIME, **sync
+  ):
     settings = {"num_shards": 1, "num_fragments": 2, "sync_period": 4, **sync}
     self.config: Config = from_dict({"sync": settings})
     self.plan = fragments.make_plan(toy.SPECS, self.config.sync)
@@ -81,7 +85,8 @@ class Bench:
     self.wire = Wire()
     state = learner.init(0, 0, (0, 0), 10**9, donor_seconds=donor_seconds)
     self.events = []
-    runtime = Runtime(self.wire, toy.ListRecorder(self.events), saver, initial=initial)
+    recorder = toy.ListRecorder(self.events)
+    runtime = Runtime(self.wire, recorder, saver, time, initial=initial)
     save = saver and saver.save
     self.exchange = Exchange(state, self.config, self.plan, self.island, runtime, save)
     self.give(says.welcome(0, 0, 0, 3 if donor_seconds else 0, (0, 1)))  # a run under way
@@ -95,9 +100,9 @@ class Bench:
     mine, round = (() if merged < 0 else (0, merged)), 100 * version - 1
     self.give(says.publish(0, 0, 0, p, round, version, base, 0, 0, (), mine, name, payload))
 
-  def publish_digest(self, p: int, of: np.ndarray) -> None:
+  def publish_digest(self, p: int, of: np.ndarray, incarnation: int = 0) -> None:
     digest = np.frombuffer(codec.digest(of), np.uint8)
-    self.give(says.publish(0, 0, 0, p, -1, 0, -1, 0, 0, (), (), MADE, digest))
+    self.give(says.publish(0, incarnation, 0, p, -1, 0, -1, 0, 0, (), (), MADE, digest))
 
   def pull(self, p: int, round: int, version: int) -> None:
     self.give(says.pull(0, 0, 0, p, round, version))
@@ -236,6 +241,27 @@ def test_a_push_that_got_lost_comes_again_as_the_very_same_bytes(bench):
   )  # fmt: skip
   fresh, _ = b.push(0, round=8, version=0)  # that round was abandoned: a newer one has newer work
   assert fresh.steps == 2 and bits(fresh.payload) != bits(first.payload)
+
+
+def test_the_log_on_disk_has_what_a_shard_may_use_before_it_is_sent():
+  """A copy was logged after its job had begun, whose flush might then come first."""
+  b = Bench(time=toy.AtOnce(), blocking=True, apply="overwrite")
+  b.join()
+  on_disk, seen, send = [], [], b.wire.send
+
+  def sent(to, message):
+    if isinstance(message, Push | Moments):
+      seen.append(on_disk[-1])
+    return send(to, message)
+
+  b.wire.send = sent
+  b.exchange.recorder.flush = lambda: on_disk.append(b.events[-1].kind)
+  b.train()
+  b.push(0, round=1, version=0)
+  b.push(0, round=2, version=0)  # its shard has restarted: the same push answers
+  b.give(ProvideMoments(0, 0, 0, 0))
+  b.until(lambda: len(seen) == 3)
+  assert seen == ["copy_out", "resend", "donated"]
 
 
 def test_a_value_that_waits_to_be_sent_is_not_sent_again(bench):
@@ -467,6 +493,28 @@ def test_an_initial_value_is_made_here_if_it_is_the_one_that_the_shard_has():
   assert done.wait(PATIENCE_SECONDS)
   assert len(made) == 1, "a whole model, for a value that is here"
   assert not any(isinstance(m, Hello) and m.whole for m in bench.wire.sent)
+
+
+def test_an_initial_value_is_made_again_if_its_shard_restarts_meanwhile(bench):
+  values, making, go_on = [], threading.Event(), threading.Event()
+
+  def make():
+    making.set()
+    assert go_on.wait(PATIENCE_SECONDS)
+    return dict(enumerate(values))
+
+  b = bench(initial=make)
+  values.extend(vector(f.size) for f in b.plan.fragments)
+  for p, value in enumerate(values):
+    b.publish_digest(p, value)
+  b.until(making.is_set)
+  b.give(says.welcome(0, 1, 0, 0, (0, 1)))
+  b.until(lambda: b.exchange.state.shards[0].incarnation == 1)
+  go_on.set()
+  b.until(lambda: sum(e.kind == "ignored" for e in b.events) == 2)
+  for p, value in enumerate(values):
+    b.publish_digest(p, value, incarnation=1)
+  b.until(lambda: b.exchange.state.joined)
 
 
 def unreadable():
