@@ -12,7 +12,7 @@ import pytest
 from common import processes_of
 
 from ddiloco.config import ConfigError, from_dict
-from ddiloco.engines.children import LOST, Child, spawn
+from ddiloco.engines.children import KILL_SECONDS, LOST, WORDS_SECONDS, Child, spawn
 from ddiloco.engines.island_hosts import COMPILED_ORDERS, Hosts, check_hosts
 from ddiloco.engines.role_spec import RoleSpec
 from ddiloco.environment import BAD_USAGE
@@ -95,6 +95,14 @@ def child_of(tmp_path, *codes: str) -> Child:
 SLEEPS = "import time; print('here', flush=True); time.sleep(1000)"
 
 
+def test_a_role_that_is_held_ends_when_it_is_asked_to(tmp_path):
+  child = child_of(tmp_path, SLEEPS, SLEEPS)
+  child.hold(True)
+  child.terminate()
+  assert wait_for(child.poll, "its end") == -signal.SIGTERM
+  child.bury(-signal.SIGTERM)
+
+
 def test_the_hosts_that_remain_may_say_what_they_know_before_their_end(tmp_path):
   says = "print('here', flush=True); import sys; sys.stdin.read(1); sys.exit('host 1 is lost')"
   child = child_of(tmp_path, says, SLEEPS)
@@ -131,6 +139,37 @@ def test_all_hosts_that_end_well_are_a_good_end_and_one_that_stays_is_not(tmp_pa
   assert wait_for(child.poll, "the end of patience") == LOST
   monkeypatch.undo()
   child.bury(LOST)
+
+
+@pytest.mark.parametrize(
+  ("status", "patience", "end"),
+  [(1, WORDS_SECONDS, 1), (BAD_USAGE, WORDS_SECONDS, BAD_USAGE), (0, KILL_SECONDS, LOST)],
+)
+def test_how_long_the_other_hosts_may_take_in_each_life(
+  tmp_path, monkeypatch, status, patience, end
+):
+  """After a failure to log what they know of it, after a good end to end as well."""
+  now, statuses = [100.0], {}
+
+  def process(number):
+    poll = lambda: statuses[number]  # noqa: E731
+    return SimpleNamespace(poll=poll, stdin=None, send_signal=lambda _: statuses.update({1: -9}))
+
+  clock = SimpleNamespace(monotonic=lambda: now[0])
+  monkeypatch.setattr("ddiloco.engines.children.time", clock)
+  child = Child("learner-3", tmp_path, [lambda *_, n=n: process(n) for n in (0, 1)])
+  for _ in range(2):
+    statuses |= {0: None, 1: None}
+    child.start([[], []])
+    now[0] += 1000.0
+    assert child.poll() is None
+    statuses[0] = status
+    assert child.poll() is None, "its words may follow"
+    now[0] += patience
+    assert child.poll() is None
+    now[0] += 0.1
+    assert child.poll() == end
+    child.bury(end)
 
 
 def test_a_signal_is_the_reason_and_not_the_failures_that_follow(tmp_path):

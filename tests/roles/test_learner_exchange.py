@@ -243,6 +243,18 @@ def test_a_push_that_got_lost_comes_again_as_the_very_same_bytes(bench):
   assert fresh.steps == 2 and bits(fresh.payload) != bits(first.payload)
 
 
+def test_a_push_that_waits_to_be_sent_is_not_sent_again():
+  b = Bench(time=toy.AtOnce())
+  b.join()
+  b.train()
+  b.push(0, round=1, version=0)
+  for unsent, count in ((1, 1), (0, 2)):
+    b.wire.unsent = lambda peer, unsent=unsent: unsent
+    b.pull(0, round=1, version=0)
+    b.until(lambda: not b.wire.inbox)
+    assert len(b.pushes(0)) == count
+
+
 def test_the_log_on_disk_has_what_a_shard_may_use_before_it_is_sent():
   """A copy was logged after its job had begun, whose flush might then come first."""
   b = Bench(time=toy.AtOnce(), blocking=True, apply="overwrite")
@@ -287,6 +299,8 @@ def test_a_value_that_waits_to_be_sent_is_not_sent_again(bench):
   b.wire.sent.remove(first)  # it has left, and was lost
   del first
   assert ask(0) == [1, 0]
+  b.wire.unsent = lambda peer: 0  # it has left, and its shard holds it in this process
+  assert ask(0) == [1, 0, 0]
 
 
 def test_a_refusal_restores_the_base_bitwise_and_forgets_the_residual(bench):
