@@ -363,8 +363,10 @@ class Refusing:
 
   def __init__(self):
     self.refusal, self.saved, self.declined = "", [], []
+    self.parts = {}
 
   def save(self, snapshot, state, arrays):
+    self.parts[snapshot] = state, dict(arrays)
     self.saved.append(snapshot)
 
   def decline(self, snapshot, reason):
@@ -413,6 +415,37 @@ def test_a_copy_is_freed_before_the_push_is_made(bench, monkeypatch):
   monkeypatch.setattr(b.exchange._deltas, "push", encode)
   b.push(0, round=1, version=0)
   assert there == [None]
+
+
+def test_a_version_on_its_way_to_the_devices_is_in_a_snapshot(bench):
+  saver, staging, go_on = Refusing(), threading.Event(), threading.Event()
+  b = bench(saver=saver, apply="rebase")
+  b.join()
+  b.train()
+  stage = b.island.stage
+
+  def wait(*arguments):
+    staging.set()
+    assert go_on.wait(PATIENCE_SECONDS)
+    return stage(*arguments)
+
+  b.island.stage = wait
+  before = b.local(0)
+  b.publish(0, 1, vector(before.size))
+  b.until(staging.is_set)
+  b.give(replace(says.pull(0, 0, 0, 1, 5, 0), snapshot=1))
+  b.until(lambda: b.exchange.state.snapshot == 1)
+  go_on.set()
+  b.until(lambda: saver.saved and b.version(0) == 1)
+  state, arrays = saver.parts[1]
+  assert [len(f.incoming) for f in state.fragments] == [1, 0]
+  again = bench(apply="rebase")
+  again.exchange.state = learner.revive(state, 0, (0, 0), 10**9)
+  again.island.params = {n: arrays[f"params/{n}"] for n in again.island.params}
+  assert bits(again.local(0)) == bits(before)
+  again.exchange.restore(arrays)
+  again.until(lambda: again.version(0) == 1)
+  assert bits(again.local(0)) == bits(b.local(0)) != bits(before)
 
 
 def test_what_comes_back_from_a_snapshot_is_freed_when_it_is_replaced(bench):
