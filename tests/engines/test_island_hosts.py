@@ -197,11 +197,19 @@ def test_of_hosts_that_cannot_all_be_started_none_goes_on(tmp_path):
   def refuse(command, log):
     raise RuntimeError("no such actor")
 
-  child = Child("learner-3", tmp_path, [spawn, refuse])
+  # Without `kill`, which would end the first one's actor for good.
+  status = []
+  first = SimpleNamespace(
+    poll=lambda: status[-1] if status else None,
+    send_signal=lambda number: status.append(-number),
+    stdin=None,
+  )
+  child = Child("learner-3", tmp_path, [lambda *_: first, refuse])
   for _ in range(2):
+    status.clear()
     with pytest.raises(RuntimeError, match="no such actor"):
-      child.start([python(SLEEPS), python(SLEEPS)])
-    assert not child.running
+      child.start([[], []])
+    assert not child.running and status == [-signal.SIGKILL]
 
 
 def test_an_order_may_take_long_until_the_usual_step_is_known():
