@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import signal
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -167,6 +168,23 @@ def test_a_scheduler_can_tell_a_role_that_left_from_one_that_is_done(make, numbe
     assert runner.run(lambda: LOST) == LOST
 
 
+def test_a_role_that_still_compiles_ends_soon_after_a_signal(make, monkeypatch, capsys):
+  over = threading.Event()
+
+  def exit_now(status):
+    raise SystemExit(status)
+
+  monkeypatch.setattr(role_process, "EARLY_SECONDS", 0.01)
+  monkeypatch.setattr(role_process.os, "_exit", exit_now)
+  with make() as runner:
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+      runner.run(lambda: over.wait(10.0) and LOST)
+    over.set()
+  assert ended.value.code == FINISHED
+  assert "was asked to end before it had begun; nothing is lost" in capsys.readouterr().out
+
+
 def test_lost_work_counts_more_than_a_signal(make):
   with make() as runner:
     os.kill(os.getpid(), signal.SIGINT)
@@ -273,6 +291,16 @@ def test_who_reaches_one_goes_on(make):
   with make(give_up_seconds=0.05) as runner:
     runner.dial()
     time.sleep(0.3)
+    assert not runner.stopped()
+
+
+def test_a_shard_that_reaches_nobody_goes_on(make):
+  """Learners and its buddy may come at any time."""
+  looks = []
+  with make("syncer-1", bind=SYNCERS[1], give_up_seconds=1e-6) as runner:
+    runner.listen(1).endpoint.state = "connecting"
+    runner.ready = lambda: looks.append(1) or ""
+    wait_for(lambda: len(looks) > 2)
     assert not runner.stopped()
 
 

@@ -243,6 +243,20 @@ def test_a_push_that_got_lost_comes_again_as_the_very_same_bytes(bench):
   assert fresh.steps == 2 and bits(fresh.payload) != bits(first.payload)
 
 
+def test_a_learner_that_waits_says_twice_a_second_that_it_lives():
+  clock = toy.AtOnce()
+  b = Bench(time=clock)
+  b.join()
+  at, said = time.monotonic() + 1.0, []
+  clock.now = lambda: at
+  for seconds in (0.0, 0.4, 0.2, 0.4, 0.1):
+    at += seconds
+    b.wire.sent.clear()
+    drive(b.exchange.wait(at), b.wire, 0.0)
+    said.append(sum(isinstance(m, Report) for m in b.wire.sent))
+  assert said == [1, 0, 1, 0, 1]
+
+
 def test_a_push_that_waits_to_be_sent_is_not_sent_again():
   b = Bench(time=toy.AtOnce())
   b.join()
