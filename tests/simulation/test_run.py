@@ -101,6 +101,18 @@ def test_initial_values_are_made_or_sent_about_once(made, monkeypatch):
   assert statistics.mean(len(e.learners) for e in of(events, "commit")) > 3
 
 
+def test_all_that_a_learner_in_lock_step_waits_is_booked_as_blocked():
+  config = make(learners=2, steps=40, blocking=True, apply="overwrite", min_quorum=2)
+  overrides = {"1": {"min_step_seconds": 0.7}}
+  islands = dataclasses.replace(config.islands, overrides=overrides)
+  _, events = play(dataclasses.replace(config, islands=islands), latency_seconds=(0.03,))
+  for m in range(2):
+    steps = [e for e in of(events, "step") if e.role == f"learner-{m}"]
+    waits = [e.gap_seconds - e.seconds for e in steps]
+    assert [e.blocked_seconds for e in steps] == pytest.approx(waits, abs=1e-5)
+    assert (max(waits) > 1.0) == (m == 0), "the faster one waits for several signs of life"
+
+
 def test_the_same_seed_is_the_same_run_to_the_last_event():
   plan = random_faults(3, 30, 5.0, 3, 2)
   first, second = (play(make(faults=plan), seed=5)[1] for _ in range(2))
