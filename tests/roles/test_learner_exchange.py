@@ -576,6 +576,7 @@ def test_an_initial_value_is_made_again_if_its_shard_restarts_meanwhile(bench):
   for p, value in enumerate(values):
     b.publish_digest(p, value, incarnation=1)
   b.until(lambda: b.exchange.state.joined)
+  assert not b.exchange._made, "a learner that has joined needs no initial values"
 
 
 def unreadable():
