@@ -294,6 +294,17 @@ def test_who_reaches_one_goes_on(make):
     assert not runner.stopped()
 
 
+def test_the_time_before_a_role_connects_is_no_silence(make):
+  """A large model compiles for longer than `network.give_up_seconds`."""
+  looks = []
+  with make() as runner:
+    runner._reached_at -= 1e6
+    runner.dial().endpoint.state = "connecting"
+    runner.ready = lambda: looks.append(1) or ""
+    wait_for(lambda: len(looks) > 2)
+    assert not runner.stopped()
+
+
 def test_a_shard_that_reaches_nobody_goes_on(make):
   """Learners and its buddy may come at any time."""
   looks = []

@@ -59,14 +59,14 @@ class Run:
     role = Syncer(state, self.config, self.plan, self.store, Runtime(endpoint, recorder))
     self.start(name, lambda stopped: role.run(faults, stopped))
 
-  def learner(self, m: int, drain_seconds: float) -> Learner:
+  def learner(self, m: int, drain_seconds: float, at_once=lambda: False) -> Learner:
     name, island = learner_address(m), toy.ToyIsland(m, self.plan, step_seconds=0.002)
     recorder, endpoint = toy.ListRecorder(self.events[name]), self.hub.connect(name)
     beginning = ResumeState(new_learner(self.config, self.plan, m, 0))
     runtime = Runtime(endpoint, recorder)
     role = Learner(beginning, self.config, self.plan, island, toy.batches, runtime)
     faults = Faults((), time.monotonic())
-    self.start(name, lambda stopped: role.run(faults, stopped, drain_seconds))
+    self.start(name, lambda stopped: role.run(faults, stopped, drain_seconds, at_once))
     return role
 
   def until(self, happened) -> None:
@@ -169,6 +169,13 @@ def test_without_time_to_drain_it_leaves_at_once_and_says_what_is_lost():
     # The first fragment is due after 10 000 steps: all of it is lost.
     assert stopped.unmerged_tokens == state.trained_tokens == unmerged_tokens(state) >= 20
     assert run.merged_tokens(0) == [0, 0, 0]
+
+
+def test_one_that_must_end_at_once_does_not_drain():
+  with Run(1, sync_period=30_000) as run:
+    role = run.learner(0, drain_seconds=1e9, at_once=lambda: True)
+    run.until(lambda: role.exchange.state.step >= 20)
+    assert run.stop("learner-0") < 5 and role.exchange.state.done
 
 
 def test_a_drain_that_cannot_succeed_ends_after_its_time():
