@@ -96,11 +96,16 @@ SLEEPS = "import time; print('here', flush=True); time.sleep(1000)"
 
 
 def test_a_role_that_is_held_ends_when_it_is_asked_to(tmp_path):
-  child = child_of(tmp_path, SLEEPS, SLEEPS)
+  hears = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); "
+  child = child_of(tmp_path, hears + SLEEPS, hears + SLEEPS)
+  for log in child._logs:
+    wait_for(lambda log=log: "here" in log.read_text(), "its first words")
   child.hold(True)
   child.terminate()
-  assert wait_for(child.poll, "its end") == -signal.SIGTERM
-  child.bury(-signal.SIGTERM)
+  try:
+    assert wait_for(child.poll, "its end") == 7
+  finally:
+    child.kill()
 
 
 def test_the_hosts_that_remain_may_say_what_they_know_before_their_end(tmp_path):

@@ -175,6 +175,7 @@ def test_one_that_must_end_at_once_does_not_drain():
   with Run(1, sync_period=30_000) as run:
     role = run.learner(0, drain_seconds=1e9, at_once=lambda: True)
     run.until(lambda: role.exchange.state.step >= 20)
+    run.stop("syncer-0")
     assert run.stop("learner-0") < 5 and role.exchange.state.done
 
 
