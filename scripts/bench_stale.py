@@ -31,7 +31,7 @@ import contextlib
 import json
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -106,14 +106,15 @@ class Sampler(VirtualIsland):
     self._chance = np.random.default_rng(list(seed.encode()))
     self._values = [value.copy() for value in problem.initial]
 
-  def step(self, batch: Any, schedule_step: int, rate_scale: float) -> None:
-    super().step(batch, schedule_step, rate_scale)
+  def step(self, batch: Any, schedule_step: int, rate_scale: float) -> Mapping[str, float]:
+    metrics = super().step(batch, schedule_step, rate_scale)
     problem, values = self._problem, np.concatenate(self._values)
     x = self._chance.standard_normal((BATCH, WEIGHTS), np.float32) * problem.scales
     noise = LABEL_NOISE * self._chance.standard_normal(BATCH, np.float32)
     gradient = (x @ (values - problem.best) - noise) @ x / BATCH
     values -= problem.config.inner.learning_rate * gradient
     self._values = np.split(values, len(self._values))
+    return metrics
 
   def copy_out(self, fragment: int, moments: bool = False) -> np.ndarray:
     return self._values[fragment]

@@ -172,8 +172,8 @@ class Trainer:
   def __getattr__(self, name: str) -> Any:
     return getattr(self._island, name)
 
-  def step(self, batch: Any, schedule_step: int, rate_scale: float) -> None:
-    self._virtual.step(batch, schedule_step, rate_scale)
+  def step(self, batch: Any, schedule_step: int, rate_scale: float) -> Mapping[str, float]:
+    metrics = self._virtual.step(batch, schedule_step, rate_scale)
     world, planned = self._world, self._config.planned_steps()
     made, quota = world.made[self._number], world.quotas[self._number]
     begin, end = world.presence[self._number]
@@ -183,6 +183,7 @@ class Trainer:
     world.made[self._number] += 1
     if made + 1 >= quota:
       world.actors["learner", self._number].asked_to_end = True
+    return metrics
 
   def to_host(self, pieces: Any, fragment: int) -> np.ndarray:
     return self._island.to_host(self._virtual.to_host(pieces, fragment), fragment)

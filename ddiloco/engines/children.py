@@ -119,14 +119,14 @@ class Child:
     """Starts a new life; each process must end when its standard input is closed.
 
     Raises:
-      OSError: no process or no memory is left, for example.
+      OSError: no process or no memory is left, for example. None of them runs then.
     """
     self._apart_at = None
     try:
       for spawn_one, command, log in zip(self._spawns, commands, self._logs, strict=True):
         self._processes.append(spawn_one(command, self._where_to_log(log)))
-    except OSError:
-      self.kill()
+    except BaseException:
+      self._end(for_good=False)
       raise
 
   def poll(self) -> int | None:

@@ -31,15 +31,16 @@ from ddiloco.network.host_links import (
 )
 from ddiloco.network.keys import require_keys
 from ddiloco.network.transport import learner_address
+from ddiloco.network.webserver import START_SECONDS
 from ddiloco.observe.guards import say
 from ddiloco.protocol import events
 from ddiloco.roles import initial
 from ddiloco.workdir import COMPILED
 
 SLOW_STEPS = 10  # an island that takes as long as so many usual steps does not stand still
-FIRST_ORDERS = 20  # of an island: programs are loaded, and the usual step is not known yet
 LEAST_HEARTBEAT_SECONDS = 100.0  # least value of JAX's own limit: `HostWatch` must strike first
 READY = b"ready"
+COMPILED_ORDERS = 1  # orders that a host has carried out once it has compiled
 
 
 def check_hosts(config: Config, number: int, place: RoleSpec) -> None:
@@ -105,12 +106,14 @@ class Hosts:
     meeting = Meeting(place.hosts, island, runner.keys)
     runner.ready = lambda: f"hosts {meeting.missing} of its island, which have not come"
     self.links = meeting.wait(config.network.give_up_seconds)
-    limits = self._silent_seconds, self._order_seconds
+    silence = config.network.silence_seconds
+    limits = (lambda: silence), self._order_seconds
     self._watch = HostWatch(self.links, self.progress, *limits, self._lost, runner.stop.set)
     _join(meeting.coordinator, config, island, 0)
 
   def wait_until_compiled(self) -> None:
-    """Waits until all hosts have compiled their programs."""
+    """Waits until all hosts have compiled their programs, which is their first order."""
+    self.progress.done, self.progress.doing = COMPILED_ORDERS, "has compiled"
     for host, each in self.links.items():
       self._runner.ready = lambda host=host: f"host {host} of its island, which still compiles"
       each.values.receive()
@@ -122,13 +125,14 @@ class Hosts:
     self._watch.end()
     jax.distributed.shutdown()
 
-  def _silent_seconds(self) -> float:
-    network, usual_seconds = self._runner.config.network, self._runner.usual_seconds()
-    return max(network.silence_seconds, SLOW_STEPS * usual_seconds)
-
   def _order_seconds(self) -> float:
-    first = self.progress.done < FIRST_ORDERS
-    return self._runner.config.network.give_up_seconds if first else self._silent_seconds()
+    """How long an order may take; before the usual step is known, programs are loaded."""
+    network, usual_seconds = self._runner.config.network, self._runner.usual_seconds()
+    if self.progress.done <= COMPILED_ORDERS:
+      return START_SECONDS
+    if not usual_seconds:
+      return network.give_up_seconds
+    return max(network.silence_seconds, SLOW_STEPS * usual_seconds)
 
   def _lost(self, host: int | None, reason: str) -> None:
     """Ends the whole process, since its main thread may wait inside a program for ever."""
@@ -220,6 +224,7 @@ def _follow(
     trained = Island(config, number, devices, initial.make_plan(config))
     progress.doing = "compiles"
     speak(f"compiled in {trained.compile():.1f} s; follows host 0")
+    progress.done = COMPILED_ORDERS
 
   def failed(error: Exception) -> None:
     if isinstance(error, OSError):

@@ -46,6 +46,7 @@ if TYPE_CHECKING:  # its module imports Orbax and JAX, which not every role need
 LOOK_SECONDS = 0.5  # between two looks at the role
 PROGRESS_SECONDS = 10.0
 CLOSE_SECONDS = 10.0  # for the runner's thread to end; its terminal may be stuck
+FIRST_STEP_SECONDS = 60.0  # for probes, a learner's usual step until it is known
 EARLY_SECONDS = 1.0  # for a role that has not begun yet to end by itself
 
 
@@ -349,7 +350,8 @@ class RoleRunner:
       self.say("was asked to end; brings out what it has (a second Ctrl-C ends it at once)")
 
   def _probe(self, waits_for: str) -> None:
-    self._health.allow_seconds = self.usual_seconds()
+    first = FIRST_STEP_SECONDS if self._kind == "learner" else 0.0
+    self._health.allow_seconds = self.usual_seconds() or first
     self._health.waits_for = str(self._over or waits_for)
 
   def _status(self) -> dict[str, Any]:

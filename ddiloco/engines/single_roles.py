@@ -166,7 +166,7 @@ def _life(runner: RoleRunner, number: int, island, batches: Batches, afresh: boo
   exchange = role.exchange
   runner.ready = lambda: _joining(exchange.state, endpoint.links(), config)
   runner.progress = lambda: _trained(exchange.state, config, runner.speed())
-  runner.usual_seconds = lambda: exchange.state.step_seconds
+  runner.usual_seconds = lambda: role.usual_seconds
 
   try:
     role.run(runner.faults, runner.stopped, config.network.drain_seconds)

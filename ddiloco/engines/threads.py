@@ -185,7 +185,7 @@ class ThreadsEngine(Engine):
     drain_seconds = config.network.drain_seconds if config.sync.num_shards else 0.0
 
     def stopped() -> bool:
-      self._hangs.beat(name, role.exchange.state.step_seconds)
+      self._hangs.beat(name, role.usual_seconds)
       return name in self._told or self.stop.is_set()
 
     def compiled(program: str, seconds: float) -> None:

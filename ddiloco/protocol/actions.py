@@ -57,7 +57,7 @@ class StepDone(Frozen):
 
   now: float
   tokens: int  # that the step trained on
-  seconds: float  # that the step took
+  seconds: float  # that the step took; 0: not known yet
 
 
 class Staged(Frozen):

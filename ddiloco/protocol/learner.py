@@ -407,7 +407,7 @@ def _count_step(state: LearnerState, event: actions.StepDone) -> LearnerState:
     step=state.step + 1,
     global_step=state.global_step + 1,
     trained_tokens=state.trained_tokens + event.tokens,
-    step_seconds=rules.smooth(state.step_seconds, event.seconds),
+    step_seconds=rules.smooth(state.step_seconds, event.seconds or state.step_seconds),
     stepped_at=event.now,
     idle_seconds=0.0,
     fragments=tuple(map(one_more, state.fragments)),

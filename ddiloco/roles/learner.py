@@ -180,7 +180,6 @@ class Exchange(WorkingRole):
         case actions.Stage(publish):
           staging = Staging()
           self._stagings[publish.fragment].append(staging)
-          self._worker.put(self._stage(action, staging))
           self._record(
             events.Stage,
             fragment=publish.fragment,
@@ -189,6 +188,7 @@ class Exchange(WorkingRole):
             mode=action.mode,
             included=action.included,
           )
+          self._worker.put(self._stage(action, staging))
         case actions.SendValue(value):
           self._worker.put(self._give(value))
         case actions.TakeSnapshot():
@@ -217,9 +217,9 @@ class Exchange(WorkingRole):
 
   def _copy_out(self, push: Push) -> None:
     pieces, factor = self._store.copy_out(push.fragment), self.poison()
-    self._worker.put(self._push(push, pieces, factor))
     base_round = self.state.fragments[push.fragment].round
     self._record(events.CopyOut, **_said(push), base_round=base_round, factor=factor)
+    self._worker.put(self._push(push, pieces, factor))  # last: its job flushes the log
 
   def _apply(self, action: events.Apply) -> None:
     staging = self._stagings[action.fragment].popleft()
@@ -243,8 +243,8 @@ class Exchange(WorkingRole):
   def _give_moments(self, give: actions.SendMoments) -> None:
     p, donation = give.moments.fragment, give.moments.donation
     pieces, count = self._store.copy_out(p, moments=True), self._store.count()
-    self._worker.put(self._send_moments(give, pieces, count))
     self._record(events.Donated, fragment=p, donation=donation)
+    self._worker.put(self._send_moments(give, pieces, count))
 
   def _apply_moments(self, inherit: ForwardMoments, staged: Any) -> None:
     self._store.apply(inherit.fragment, staged, 0.0, moments=True)
@@ -274,13 +274,16 @@ class Exchange(WorkingRole):
       text = f"the initial value of fragment {p} has to be sent: {reason}"
       self._record(events.Ignored, message="Publish", reason=text)
     now = self.time.now()
+    self._making.discard(p)  # before the loop hears of it: its shard may publish it anew
     self._tell(actions.Unmade(now) if complete is None else actions.Received(complete, now))
-    self._making.discard(p)
 
   def _push(self, push: Push, pieces: Any, factor: float) -> Job:
     """Encodes and sends a push, and keeps it until a publish has answered it."""
     p = push.fragment
-    payload = self._deltas.push(p, self._store.to_host(pieces, p), factor)
+    local = self._store.to_host(pieces, p)
+    del pieces  # the devices need no copy while the push is made
+    payload = self._deltas.push(p, local, factor)
+    del local
     yield None
     self._outbox[p] = replace(push, codec=self._sync.push_codec, payload=payload)
     self.recorder.flush()  # the log on disk has every push that a shard may merge
@@ -317,6 +320,7 @@ class Exchange(WorkingRole):
 
   def _send_moments(self, give: actions.SendMoments, pieces: Any, count: Any) -> Job:
     flat = self._store.to_host(pieces, give.moments.fragment)
+    del pieces
     payload = self._deltas.send_moments(flat)
     yield None
     self.recorder.flush()  # the log on disk has all moments that a peer may take over
@@ -494,6 +498,12 @@ class Learner:
       if batches is not None:
         batches.close()
 
+  @property
+  def usual_seconds(self) -> float:
+    """Of a step; 0 before it is known: the first steps of a life also load programs."""
+    state = self.exchange.state
+    return state.step_seconds if state.step > self._began.step + 1 else 0.0
+
   def _open(self) -> Iterator[Any]:
     """This learner's batches, from the present global step on."""
     state = self.exchange.state
@@ -544,5 +554,7 @@ class Learner:
         **(metrics or {}),
       )
     )
-    self.exchange.boundary(actions.StepDone(ended, trained, ended - started))
+    # A step that was only dispatched says nothing of its time: the next one waits for it.
+    seconds = 0.0 if metrics is None else ended - started
+    self.exchange.boundary(actions.StepDone(ended, trained, seconds))
     return ended

@@ -75,12 +75,13 @@ class VirtualIsland:
   def place(self, name: str, value: Any) -> Any:
     return value
 
-  def step(self, batch: Any, schedule_step: int, rate_scale: float) -> None:
+  def step(self, batch: Any, schedule_step: int, rate_scale: float) -> Mapping[str, float]:
     pace = self._world.pace
     jitter = 1 + pace.jitter * self._random.random()
     late_seconds, self._late_seconds = self._late_seconds, 0.0
     self._world.spend(pace.step_seconds[self._learner] * jitter + late_seconds)
     self._updates += 1
+    return {}
 
   def copy_out(self, fragment: int, moments: bool = False) -> Any:
     size = self.num_moments * F32_BYTES * self._world.plan.fragments[fragment].size

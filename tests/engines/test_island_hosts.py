@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
+from types import SimpleNamespace
 
 import pytest
 from common import processes_of
 
 from ddiloco.config import ConfigError, from_dict
-from ddiloco.engines.children import LOST, Child, spawn
-from ddiloco.engines.island_hosts import check_hosts
+from ddiloco.engines.children import KILL_SECONDS, LOST, WORDS_SECONDS, Child, spawn
+from ddiloco.engines.island_hosts import COMPILED_ORDERS, Hosts, check_hosts
 from ddiloco.engines.role_spec import RoleSpec
 from ddiloco.environment import BAD_USAGE
+from ddiloco.network.host_links import HostProgress
+from ddiloco.network.webserver import START_SECONDS
 from tests.engines.real import events_of, start, tiny, wait_for
 from tests.engines.test_processes import python
 
@@ -91,6 +95,19 @@ def child_of(tmp_path, *codes: str) -> Child:
 SLEEPS = "import time; print('here', flush=True); time.sleep(1000)"
 
 
+def test_a_role_that_is_held_ends_when_it_is_asked_to(tmp_path):
+  hears = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); "
+  child = child_of(tmp_path, hears + SLEEPS, hears + SLEEPS)
+  for log in child._logs:
+    wait_for(lambda log=log: "here" in log.read_text(), "its first words")
+  child.hold(True)
+  child.terminate()
+  try:
+    assert wait_for(child.poll, "its end") == 7
+  finally:
+    child.kill()
+
+
 def test_the_hosts_that_remain_may_say_what_they_know_before_their_end(tmp_path):
   says = "print('here', flush=True); import sys; sys.stdin.read(1); sys.exit('host 1 is lost')"
   child = child_of(tmp_path, says, SLEEPS)
@@ -129,6 +146,37 @@ def test_all_hosts_that_end_well_are_a_good_end_and_one_that_stays_is_not(tmp_pa
   child.bury(LOST)
 
 
+@pytest.mark.parametrize(
+  ("status", "patience", "end"),
+  [(1, WORDS_SECONDS, 1), (BAD_USAGE, WORDS_SECONDS, BAD_USAGE), (0, KILL_SECONDS, LOST)],
+)
+def test_how_long_the_other_hosts_may_take_in_each_life(
+  tmp_path, monkeypatch, status, patience, end
+):
+  """After a failure to log what they know of it, after a good end to end as well."""
+  now, statuses = [100.0], {}
+
+  def process(number):
+    poll = lambda: statuses[number]  # noqa: E731
+    return SimpleNamespace(poll=poll, stdin=None, send_signal=lambda _: statuses.update({1: -9}))
+
+  clock = SimpleNamespace(monotonic=lambda: now[0])
+  monkeypatch.setattr("ddiloco.engines.children.time", clock)
+  child = Child("learner-3", tmp_path, [lambda *_, n=n: process(n) for n in (0, 1)])
+  for _ in range(2):
+    statuses |= {0: None, 1: None}
+    child.start([[], []])
+    now[0] += 1000.0
+    assert child.poll() is None
+    statuses[0] = status
+    assert child.poll() is None, "its words may follow"
+    now[0] += patience
+    assert child.poll() is None
+    now[0] += 0.1
+    assert child.poll() == end
+    child.bury(end)
+
+
 def test_a_signal_is_the_reason_and_not_the_failures_that_follow(tmp_path):
   child = child_of(tmp_path, "raise SystemExit(1)", SLEEPS)
   child._processes[1].kill()
@@ -146,6 +194,55 @@ def test_wrong_usage_of_one_host_is_the_reason_and_not_the_failures_that_follow(
     wait_for(lambda each=each: each.poll() is not None, "its end")
   assert child.poll() == BAD_USAGE
   assert child.bury(child.poll()) == "exit status 2: data.path: is missing. Fix: copy it"
+
+
+def test_of_hosts_that_cannot_all_be_started_none_goes_on(tmp_path):
+  """The first one stayed, and its next life had three processes for two hosts."""
+
+  def refuse(command, log):
+    raise RuntimeError("no such actor")
+
+  # Without `kill`, which would end the first one's actor for good.
+  status = []
+  first = SimpleNamespace(
+    poll=lambda: status[-1] if status else None,
+    send_signal=lambda number: status.append(-number),
+    stdin=None,
+  )
+  child = Child("learner-3", tmp_path, [lambda *_: first, refuse])
+  for _ in range(2):
+    status.clear()
+    with pytest.raises(RuntimeError, match="no such actor"):
+      child.start([[], []])
+    assert not child.running and status == [-signal.SIGKILL]
+
+
+def test_an_order_may_take_long_until_the_usual_step_is_known():
+  """With 24 fragments the limit was that of usual steps before there had been one."""
+  config = from_dict({"network": {"silence_seconds": 30.0, "give_up_seconds": 600.0}})
+  hosts, usual_seconds = Hosts.__new__(Hosts), [0.0, 1.0, 43.0]
+  hosts.progress = HostProgress(done=50)
+  hosts._runner = SimpleNamespace(config=config, usual_seconds=lambda: usual_seconds.pop(0))
+  assert [hosts._order_seconds() for _ in range(3)] == [600.0, 30.0, 430.0]
+
+
+def test_a_host_that_does_not_come_to_its_end_of_compiling_is_named():
+  """The others waited for ever: it lives, and no order was given that it could be late for."""
+  hosts, ready = Hosts.__new__(Hosts), threading.Event()
+  values = SimpleNamespace(receive=lambda: ready.wait(60))
+  hosts.progress, hosts.links = HostProgress(), {1: SimpleNamespace(values=values)}
+  network = SimpleNamespace(give_up_seconds=0.0, silence_seconds=0.0)
+  config = SimpleNamespace(network=network)
+  hosts._runner = SimpleNamespace(config=config, usual_seconds=lambda: 0.0)
+  waiting = threading.Thread(target=hosts.wait_until_compiled)
+  waiting.start()
+  wait_for(lambda: hosts.progress.done == COMPILED_ORDERS, "the order")
+  assert hosts._order_seconds() == START_SECONDS
+  assert hosts._runner.ready() == "host 1 of its island, which still compiles"
+  ready.set()
+  waiting.join()
+  hosts.progress.done += 1
+  assert hosts._order_seconds() == 0.0
 
 
 # --- what is refused ------------------------------------------------------------------------------

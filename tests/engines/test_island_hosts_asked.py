@@ -7,12 +7,16 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from ddiloco.config import from_dict
+from ddiloco.config import ConfigError, from_dict
 from ddiloco.engines import island_hosts
 from ddiloco.engines.role_spec import RoleSpec
+from ddiloco.network.host_links import HostProgress
+
+PLACE = RoleSpec(Path("w"), "run", (), hosts="tcp://127.0.0.1:7001", host=1, term_status=143)
 
 
 @pytest.mark.parametrize(("asked", "status"), [(True, 143), (False, 0)])
@@ -28,8 +32,42 @@ def test_it_says_by_its_status_whether_it_was_asked(asked, status, monkeypatch):
         time.sleep(0.01)
 
   monkeypatch.setattr(island_hosts, "_follow", follow)
-  place = RoleSpec(Path("w"), "run", (), hosts="tcp://127.0.0.1:7001", host=1, term_status=143)
-  assert island_hosts.run_host(from_dict({}), 0, place) == status
+  assert island_hosts.run_host(from_dict({}), 0, PLACE) == status
+
+
+@pytest.mark.parametrize(("error", "status"), [(ConfigError("x: y"), 2), (ValueError("x"), 1)])
+def test_its_status_says_whether_another_start_may_help(error, status, monkeypatch):
+  def follow(*_):
+    raise error
+
+  def exit_now(status):
+    raise SystemExit(status)
+
+  monkeypatch.setattr(island_hosts, "_follow", follow)
+  monkeypatch.setattr(island_hosts, "name_lost_host", lambda: None)
+  monkeypatch.setattr(island_hosts.os, "_exit", exit_now)
+  with pytest.raises(SystemExit) as ended:
+    island_hosts.run_host(from_dict({}), 0, PLACE)
+  assert ended.value.code == status
+
+
+def test_it_has_carried_out_its_first_order_when_it_has_compiled(monkeypatch):
+  """Else host 0 would take it for late, whatever it is told to do."""
+  said, progress = [], HostProgress()
+  links = SimpleNamespace(values=SimpleNamespace(send=lambda _: said.append(progress.done)))
+  compiled = SimpleNamespace(compile=lambda: said.append(progress.done) or 1.0)
+  monkeypatch.setattr(island_hosts.host_links, "join", lambda *_: (links, "here"))
+  monkeypatch.setattr(island_hosts, "HostWatch", lambda *_, **__: SimpleNamespace(end=int))
+  monkeypatch.setattr(island_hosts, "_join", lambda *_: None)
+  monkeypatch.setattr(island_hosts.initial, "make_plan", lambda _: None)
+  monkeypatch.setattr("ddiloco.training.data.open_data", lambda _: None)
+  monkeypatch.setattr("ddiloco.training.data.Stream", lambda *_: SimpleNamespace(iterate=None))
+  monkeypatch.setattr("ddiloco.training.island.Island", lambda *_: compiled)
+  monkeypatch.setattr("ddiloco.training.hosts.follow", lambda *_: None)
+  monkeypatch.setattr("jax.distributed.shutdown", lambda: None)
+  shared = progress, threading.Event(), threading.Event(), lambda text: None, lambda *_: None
+  island_hosts._follow(from_dict({}), 0, PLACE, *shared)
+  assert said == [0, island_hosts.COMPILED_ORDERS]
 
 
 def test_a_host_ends_at_once_when_asked_before_its_island_has_met(monkeypatch):
@@ -45,8 +83,7 @@ def test_a_host_ends_at_once_when_asked_before_its_island_has_met(monkeypatch):
 
   monkeypatch.setattr(island_hosts, "_follow", follow)
   monkeypatch.setattr(island_hosts.os, "_exit", exit_now)
-  place = RoleSpec(Path("w"), "run", (), hosts="tcp://127.0.0.1:7001", host=1, term_status=143)
   with pytest.raises(SystemExit) as ended:
-    island_hosts.run_host(from_dict({}), 0, place)
+    island_hosts.run_host(from_dict({}), 0, PLACE)
   over.set()
   assert ended.value.code == 143

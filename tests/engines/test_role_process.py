@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import signal
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -170,6 +171,23 @@ def test_a_scheduler_can_tell_a_role_that_left_from_one_that_is_done(make, numbe
     assert runner.run(lambda: LOST) == LOST
 
 
+def test_a_role_that_still_compiles_ends_soon_after_a_signal(make, monkeypatch, capsys):
+  over = threading.Event()
+
+  def exit_now(status):
+    raise SystemExit(status)
+
+  monkeypatch.setattr(role_process, "EARLY_SECONDS", 0.01)
+  monkeypatch.setattr(role_process.os, "_exit", exit_now)
+  with make() as runner:
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+      runner.run(lambda: over.wait(10.0) and LOST)
+    over.set()
+  assert ended.value.code == FINISHED
+  assert "was asked to end before it had begun; nothing is lost" in capsys.readouterr().out
+
+
 def test_lost_work_counts_more_than_a_signal(make):
   with make() as runner:
     os.kill(os.getpid(), signal.SIGINT)
@@ -279,6 +297,27 @@ def test_who_reaches_one_goes_on(make):
     assert not runner.stopped()
 
 
+def test_the_time_before_a_role_connects_is_no_silence(make):
+  """A large model compiles for longer than `network.give_up_seconds`."""
+  looks = []
+  with make() as runner:
+    runner._reached_at -= 1e6
+    runner.dial().endpoint.state = "connecting"
+    runner.ready = lambda: looks.append(1) or ""
+    wait_for(lambda: len(looks) > 2)
+    assert not runner.stopped()
+
+
+def test_a_shard_that_reaches_nobody_goes_on(make):
+  """Learners and its buddy may come at any time."""
+  looks = []
+  with make("syncer-1", bind=SYNCERS[1], give_up_seconds=1e-6) as runner:
+    runner.listen(1).endpoint.state = "connecting"
+    runner.ready = lambda: looks.append(1) or ""
+    wait_for(lambda: len(looks) > 2)
+    assert not runner.stopped()
+
+
 def test_a_crash_is_logged_and_has_a_status(make, capsys, tmp_path):
   def broken() -> int:
     raise ValueError("no cable")
@@ -348,6 +387,16 @@ def test_probes_tell_what_it_waits_for(make, capsys):
     status = json.loads(ask(f"{url}/status")[1])
     assert status["role"] == "learner-3" and status["progress"] == "global step 7"
     assert status["links"]["syncer-0"]["state"] == "up"
+
+
+@pytest.mark.parametrize(("address", "allowed"), [("learner-3", 600), ("syncer-0", 60)])
+def test_a_learner_has_longer_for_its_first_steps(make, address, allowed):
+  """An island whose steps take two minutes was restarted before it had made one."""
+  with make(address, bind=SYNCERS[0] if address == "syncer-0" else "") as runner:
+    runner.stopped()
+    wait_for(lambda: f"(allowed: {allowed} s)" in runner._health.livez()[1])
+    runner.usual_seconds = lambda: 20.0
+    wait_for(lambda: "(allowed: 200 s)" in runner._health.livez()[1])
 
 
 def test_lines_of_progress_and_at_once_what_matters(make, capsys):

@@ -77,9 +77,10 @@ class Island(VirtualIsland):
     self.params = [np.zeros_like(first) for first in self._problem["FIRST"]]
 
   def step(self, batch, schedule_step, rate_scale):
-    super().step(batch, schedule_step, rate_scale)
+    metrics = super().step(batch, schedule_step, rate_scale)
     self._problem["inner_step"](self.params, self._learner, self._begun[self._learner])
     self._begun[self._learner] += 1
+    return metrics
 
   def copy_out(self, fragment):
     return self.params[fragment].reshape(-1).copy()

@@ -14,6 +14,7 @@ from ddiloco.checkpoint.restore import ResumeState, new_learner, new_syncer
 from ddiloco.core import fragments
 from ddiloco.core.delta import MemoryStore, new_fragment
 from ddiloco.network.transport import Hub, learner_address, syncer_address
+from ddiloco.observe.eventlog import NullRecorder
 from ddiloco.protocol.learner import unmerged_tokens
 from ddiloco.roles.learner import Learner
 from ddiloco.roles.syncer import Syncer
@@ -58,14 +59,14 @@ class Run:
     role = Syncer(state, self.config, self.plan, self.store, Runtime(endpoint, recorder))
     self.start(name, lambda stopped: role.run(faults, stopped))
 
-  def learner(self, m: int, drain_seconds: float) -> Learner:
+  def learner(self, m: int, drain_seconds: float, at_once=lambda: False) -> Learner:
     name, island = learner_address(m), toy.ToyIsland(m, self.plan, step_seconds=0.002)
     recorder, endpoint = toy.ListRecorder(self.events[name]), self.hub.connect(name)
     beginning = ResumeState(new_learner(self.config, self.plan, m, 0))
     runtime = Runtime(endpoint, recorder)
     role = Learner(beginning, self.config, self.plan, island, toy.batches, runtime)
     faults = Faults((), time.monotonic())
-    self.start(name, lambda stopped: role.run(faults, stopped, drain_seconds))
+    self.start(name, lambda stopped: role.run(faults, stopped, drain_seconds, at_once))
     return role
 
   def until(self, happened) -> None:
@@ -135,6 +136,28 @@ def test_a_step_takes_its_least_time_and_traffic_is_told_on_the_way():
     assert min(e.seconds for e in run.of("learner-0", "step")) >= 0.05
 
 
+def test_the_usual_time_of_a_step_is_that_of_one_that_was_waited_for():
+  """On accelerators the first step is only dispatched. Its shards were told that time, and took the
+  learner for lost during the second."""
+  config = toy.config(1, 4, num_shards=0, snapshot_steps=0)
+  plan, seen = fragments.make_plan(toy.SPECS, config.sync), []
+
+  class Pipelined(toy.ToyIsland):
+    def step(self, *arguments):
+      seen.append((role.exchange.state.step_seconds, role.usual_seconds))
+      if self.position:
+        time.sleep(0.05)
+      metrics = super().step(*arguments)
+      return metrics if self.position > 1 else None
+
+  runtime = Runtime(Hub("toy", plan.plan_id).connect("learner-0"), NullRecorder())
+  beginning = ResumeState(new_learner(config, plan, 0, 0))
+  role = Learner(beginning, config, plan, Pipelined(0, plan), toy.batches, runtime)
+  role.run(Faults((), time.monotonic()), lambda: False)
+  assert seen[:2] == [(0.0, 0.0)] * 2 and len(seen) == 4
+  assert all(step_seconds >= 0.05 and usual == step_seconds for step_seconds, usual in seen[2:])
+
+
 def test_without_time_to_drain_it_leaves_at_once_and_says_what_is_lost():
   with Run(1, sync_period=30_000) as run:
     role = run.learner(0, drain_seconds=0)
@@ -146,6 +169,14 @@ def test_without_time_to_drain_it_leaves_at_once_and_says_what_is_lost():
     # The first fragment is due after 10 000 steps: all of it is lost.
     assert stopped.unmerged_tokens == state.trained_tokens == unmerged_tokens(state) >= 20
     assert run.merged_tokens(0) == [0, 0, 0]
+
+
+def test_one_that_must_end_at_once_does_not_drain():
+  with Run(1, sync_period=30_000) as run:
+    role = run.learner(0, drain_seconds=1e9, at_once=lambda: True)
+    run.until(lambda: role.exchange.state.step >= 20)
+    run.stop("syncer-0")
+    assert run.stop("learner-0") < 5 and role.exchange.state.done
 
 
 def test_a_drain_that_cannot_succeed_ends_after_its_time():

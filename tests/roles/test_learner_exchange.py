@@ -19,6 +19,8 @@ from ddiloco.protocol.messages import (
   MADE,
   ForwardMoments,
   Hello,
+  Moments,
+  ProvideMoments,
   Push,
   Rejection,
   Report,
@@ -30,7 +32,7 @@ from ddiloco.protocol.values import replace
 from ddiloco.roles import initial
 from ddiloco.roles.evaluator import Evaluator, GlobalView
 from ddiloco.roles.learner import LOOK_SECONDS, Exchange
-from ddiloco.runtime import Runtime, drive
+from ddiloco.runtime import REAL_TIME, Runtime, drive
 from tests import says
 from tests.roles import toy
 
@@ -73,7 +75,9 @@ class Wire:
 class Bench:
   """One exchange with a toy island, and the messages a shard would send it."""
 
-  def __init__(self, island=None, initial=dict, saver=None, donor_seconds=0.0, **sync):
+  def __init__(
+    self, island=None, initial=dict, saver=None, donor_seconds=0.0, time=REAL_TIME, **sync
+  ):
     settings = {"num_shards": 1, "num_fragments": 2, "sync_period": 4, **sync}
     self.config: Config = from_dict({"sync": settings})
     self.plan = fragments.make_plan(toy.SPECS, self.config.sync)
@@ -81,7 +85,8 @@ class Bench:
     self.wire = Wire()
     state = learner.init(0, 0, (0, 0), 10**9, donor_seconds=donor_seconds)
     self.events = []
-    runtime = Runtime(self.wire, toy.ListRecorder(self.events), saver, initial=initial)
+    recorder = toy.ListRecorder(self.events)
+    runtime = Runtime(self.wire, recorder, saver, time, initial=initial)
     save = saver and saver.save
     self.exchange = Exchange(state, self.config, self.plan, self.island, runtime, save)
     self.give(says.welcome(0, 0, 0, 3 if donor_seconds else 0, (0, 1)))  # a run under way
@@ -95,9 +100,9 @@ class Bench:
     mine, round = (() if merged < 0 else (0, merged)), 100 * version - 1
     self.give(says.publish(0, 0, 0, p, round, version, base, 0, 0, (), mine, name, payload))
 
-  def publish_digest(self, p: int, of: np.ndarray) -> None:
+  def publish_digest(self, p: int, of: np.ndarray, incarnation: int = 0) -> None:
     digest = np.frombuffer(codec.digest(of), np.uint8)
-    self.give(says.publish(0, 0, 0, p, -1, 0, -1, 0, 0, (), (), MADE, digest))
+    self.give(says.publish(0, incarnation, 0, p, -1, 0, -1, 0, 0, (), (), MADE, digest))
 
   def pull(self, p: int, round: int, version: int) -> None:
     self.give(says.pull(0, 0, 0, p, round, version))
@@ -238,6 +243,52 @@ def test_a_push_that_got_lost_comes_again_as_the_very_same_bytes(bench):
   assert fresh.steps == 2 and bits(fresh.payload) != bits(first.payload)
 
 
+def test_a_learner_that_waits_says_twice_a_second_that_it_lives():
+  b = Bench(time=toy.AtOnce())
+  b.join()
+  at, said = time.monotonic() + 1.0, []
+  b.exchange.time.now = lambda: at
+  for seconds in (0.0, 0.4, 0.2, 0.4, 0.1):
+    at += seconds
+    b.wire.sent.clear()
+    drive(b.exchange.wait(at), b.wire, 0.0)
+    said.append(sum(isinstance(m, Report) for m in b.wire.sent))
+  assert said == [1, 0, 1, 0, 1]
+
+
+def test_a_push_that_waits_to_be_sent_is_not_sent_again():
+  b = Bench(time=toy.AtOnce())
+  b.join()
+  b.train()
+  b.push(0, round=1, version=0)
+  for unsent, count in ((1, 1), (0, 2)):
+    b.wire.unsent = lambda peer, unsent=unsent: unsent
+    b.pull(0, round=1, version=0)
+    b.until(lambda: not b.wire.inbox)
+    assert len(b.pushes(0)) == count
+
+
+def test_the_log_on_disk_has_what_a_shard_may_use_before_it_is_sent():
+  """A copy was logged after its job had begun, whose flush might then come first."""
+  b = Bench(time=toy.AtOnce(), blocking=True, apply="overwrite")
+  b.join()
+  on_disk, seen, send = [], [], b.wire.send
+
+  def sent(to, message):
+    if isinstance(message, Push | Moments):
+      seen.append(on_disk[-1])
+    return send(to, message)
+
+  b.wire.send = sent
+  b.exchange.recorder.flush = lambda: on_disk.append(b.events[-1].kind)
+  b.train()
+  b.push(0, round=1, version=0)
+  b.push(0, round=2, version=0)  # its shard has restarted: the same push answers
+  b.give(ProvideMoments(0, 0, 0, 0))
+  b.until(lambda: len(seen) == 3)
+  assert seen == ["copy_out", "resend", "donated"]
+
+
 def test_a_value_that_waits_to_be_sent_is_not_sent_again(bench):
   """A shard that lost everything asks every few seconds; a value takes minutes on a slow link."""
   b = bench()
@@ -261,6 +312,8 @@ def test_a_value_that_waits_to_be_sent_is_not_sent_again(bench):
   b.wire.sent.remove(first)  # it has left, and was lost
   del first
   assert ask(0) == [1, 0]
+  b.wire.unsent = lambda peer: 0  # it has left, and its shard holds it in this process
+  assert ask(0) == [1, 0, 0]
 
 
 def test_a_refusal_restores_the_base_bitwise_and_forgets_the_residual(bench):
@@ -322,9 +375,10 @@ class Refusing:
   """A saver that may be busy."""
 
   def __init__(self):
-    self.refusal, self.saved, self.declined = "", [], []
+    self.refusal, self.saved, self.declined, self.parts = "", [], [], {}
 
   def save(self, snapshot, state, arrays):
+    self.parts[snapshot] = state, dict(arrays)
     self.saved.append(snapshot)
 
   def decline(self, snapshot, reason):
@@ -344,6 +398,60 @@ def test_a_snapshot_that_goes_without_a_learner_costs_it_no_copy(bench, monkeypa
     b.until(lambda heard=snapshot: len(saver.saved) + len(saver.declined) == heard)
   assert saver.saved == [1, 3] and len(captured) == 2
   assert saver.declined == [(2, "the one before is not done yet")]
+
+
+def test_a_copy_is_freed_before_the_push_is_made(bench, monkeypatch):
+  """It lay on the devices, or in the pinned memory of their host, until the push was sent."""
+  b = bench()
+  b.join()
+  b.train()
+  copies, there = [], []
+  copy_out, push = b.island.copy_out, b.exchange._deltas.push
+
+  def copied(fragment):
+    pieces = copy_out(fragment)
+    copies.append(weakref.ref(pieces))
+    return pieces
+
+  def encode(*arguments):
+    there.append(copies[-1]() is not None)
+    return push(*arguments)
+
+  monkeypatch.setattr(b.island, "copy_out", copied)
+  monkeypatch.setattr(b.island, "to_host", lambda pieces, fragment: pieces.copy())
+  monkeypatch.setattr(b.exchange._deltas, "push", encode)
+  b.push(0, round=1, version=0)
+  assert there == [False]
+
+
+def test_a_version_on_its_way_to_the_devices_is_in_a_snapshot(bench):
+  saver, staging, go_on = Refusing(), threading.Event(), threading.Event()
+  b = bench(saver=saver, apply="rebase")
+  b.join()
+  b.train()
+  stage = b.island.stage
+
+  def wait(*arguments):
+    staging.set()
+    assert go_on.wait(PATIENCE_SECONDS)
+    return stage(*arguments)
+
+  b.island.stage = wait
+  before = b.local(0)
+  b.publish(0, 1, vector(before.size))
+  b.until(staging.is_set)
+  b.give(replace(says.pull(0, 0, 0, 1, 5, 0), snapshot=1))
+  b.until(lambda: b.exchange.state.snapshot == 1)
+  go_on.set()
+  b.until(lambda: saver.saved and b.version(0) == 1)
+  state, arrays = saver.parts[1]
+  again = bench(apply="rebase")
+  again.exchange.state = learner.revive(state, 0, (0, 0), 10**9)
+  again.island.params = {n: arrays[f"params/{n}"] for n in again.island.params}
+  assert bits(again.local(0)) == bits(before)
+  again.exchange.restore(arrays)
+  again.until(lambda: again.version(0) == 1)
+  assert bits(again.local(0)) == bits(b.local(0)) != bits(before)
 
 
 def test_what_comes_back_from_a_snapshot_is_freed_when_it_is_replaced(bench):
@@ -438,6 +546,29 @@ def test_an_initial_value_is_made_here_if_it_is_the_one_that_the_shard_has():
   assert done.wait(PATIENCE_SECONDS)
   assert len(made) == 1, "a whole model, for a value that is here"
   assert not any(isinstance(m, Hello) and m.whole for m in bench.wire.sent)
+
+
+def test_an_initial_value_is_made_again_if_its_shard_restarts_meanwhile(bench):
+  values, making, go_on = [], threading.Event(), threading.Event()
+
+  def make():
+    making.set()
+    assert go_on.wait(PATIENCE_SECONDS)
+    return dict(enumerate(values))
+
+  b = bench(initial=make)
+  values.extend(vector(f.size) for f in b.plan.fragments)
+  for p, value in enumerate(values):
+    b.publish_digest(p, value)
+  b.until(making.is_set)
+  b.give(says.welcome(0, 1, 0, 0, (0, 1)))
+  b.until(lambda: b.exchange.state.shards[0].incarnation == 1)
+  go_on.set()
+  b.until(lambda: sum(e.kind == "ignored" for e in b.events) == 2)
+  for p, value in enumerate(values):
+    b.publish_digest(p, value, incarnation=1)
+  b.until(lambda: b.exchange.state.joined)
+  assert not b.exchange._made, "a learner that has joined needs no initial values"
 
 
 def unreadable():

@@ -16,6 +16,7 @@ from ddiloco.observe.goodput import Ledger
 from ddiloco.observe.tracks import Aftermath
 from ddiloco.simulation.bandwidth import PAYLOAD_SHARE, PUSH_VECTORS, STAGE_VECTORS
 from ddiloco.simulation.run import Speeds, VirtualRun
+from ddiloco.simulation.stand_ins import VirtualIsland
 from ddiloco.simulation.virtual_time import HEADER_BYTES
 from tests.simulation.faulted import JudgedRun
 
@@ -60,8 +61,22 @@ def account(events: list[dict]):
 # --- without faults -------------------------------------------------------------------------------
 
 
-def test_no_learner_is_lost_while_it_makes_its_first_step():
-  """Steps take longer than `liveness_seconds`, and before the first one ends no report comes."""
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_no_learner_is_lost_while_it_makes_its_first_step(pipelined, monkeypatch):
+  """Steps take longer than `liveness_seconds`, and before the first one ends no report comes.
+
+  On accelerators the first one is only dispatched, and the second takes its time.
+  """
+  step = VirtualIsland.step
+
+  def dispatch(island, *arguments):
+    if island._updates:
+      return step(island, *arguments)
+    island._updates = 1
+    island._world.spend(0.01)
+
+  if pipelined:
+    monkeypatch.setattr(VirtualIsland, "step", dispatch)
   kill = Fault("kill", "learner-1", at_step=20, seconds=70.0)
   config = make(faults=[kill], liveness_seconds=2.0, snapshot_steps=0)
   _, events = play(config, step_seconds=6.0)
@@ -99,6 +114,18 @@ def test_initial_values_are_made_or_sent_about_once(made, monkeypatch):
     else:
       assert whole + updates <= received < 2 * whole + updates
   assert statistics.mean(len(e.learners) for e in of(events, "commit")) > 3
+
+
+def test_all_that_a_learner_in_lock_step_waits_is_booked_as_blocked():
+  config = make(learners=2, steps=40, blocking=True, apply="overwrite", min_quorum=2)
+  overrides = {"1": {"min_step_seconds": 0.7}}
+  islands = dataclasses.replace(config.islands, overrides=overrides)
+  _, events = play(dataclasses.replace(config, islands=islands), latency_seconds=(0.03,))
+  for m in range(2):
+    steps = [e for e in of(events, "step") if e.role == f"learner-{m}"]
+    waits = [e.gap_seconds - e.seconds for e in steps]
+    assert [e.blocked_seconds for e in steps] == pytest.approx(waits, abs=1e-5)
+    assert (max(waits) > 1.0) == (m == 0), "the faster one waits for several signs of life"
 
 
 def test_the_same_seed_is_the_same_run_to_the_last_event():

@@ -215,8 +215,29 @@ def test_arrays_of_a_damaged_snapshot_are_dropped_before_those_of_the_next(led):
   damaged = leader.place(name, value)
   number = damaged.number
   del damaged
-  leader.place(name, value)
+  another = leader.place(name, value).number
   assert leader.sent == [hosts.HostOrder("drop", ([number],))]
+  leader.finish()
+  assert leader.sent[1:] == [hosts.HostOrder("drop", ([another],)), hosts.HostOrder("finish")]
+
+
+def test_a_value_is_on_every_host_before_the_next_one_moves(led):
+  leader, shelf = led
+  staged = leader.stage(0, np.ones(leader._plan.fragments[0].size, np.float32))
+  assert staged.number in shelf._values
+  state = leader.island.capture()
+  for name, array in captured_by(led).items():
+    assert np.array_equal(np.asarray(array), state[name]), "what a host says is no part of a value"
+
+
+def test_a_host_that_has_no_part_of_a_value_is_not_asked_for_it(led, monkeypatch):
+  """It might hear so only after the value is dropped, and then wait for the value for ever."""
+  leader, _ = led
+  mine = lambda sharding, shape: {0: parts_held(sharding, shape)[0], 1: ()}  # noqa: E731
+  monkeypatch.setattr(hosts, "parts_sent", mine)
+  monkeypatch.setattr(leader._values[1], "send", None)
+  flat = leader.to_host(leader.copy_out(0), 0)
+  assert np.array_equal(flat, leader.island.to_host(leader.island.copy_out(0), 0))
 
 
 def test_what_a_failed_value_leaves_in_a_connection_is_no_other_value(led, monkeypatch):
@@ -239,6 +260,45 @@ def test_what_a_failed_value_leaves_in_a_connection_is_no_other_value(led, monke
   for name in names:
     with pytest.raises(OSError, match="not moved to its end"):
       np.asarray(captured[name])
+
+
+class Device(SimpleNamespace):
+  __hash__ = object.__hash__
+
+
+class Sharding:
+  """Four rows: each host has two devices, and some rows twice."""
+
+  def devices_indices_map(self, shape):
+    rows = {0: [(0, 2), (0, 2)], 1: [(0, 2), (2, 4)], 2: [(2, 4), (2, 4)]}
+    return {Device(process_index=host): (slice(*each),) for host in rows for each in rows[host]}
+
+
+def test_what_several_hosts_have_is_sent_by_the_first_of_them():
+  sharding = Sharding()
+  first, last = ((0, 2),), ((2, 4),)
+  assert parts_held(sharding, (4,)) == {0: (first,), 1: (first, last), 2: (last,)}
+  assert parts_sent(sharding, (4,)) == {0: (first,), 1: (last,), 2: ()}
+
+
+def test_each_time_an_island_begins_its_hosts_end_their_former_reading():
+  orders = [hosts.HostOrder("open", (5,)), hosts.HostOrder("open", (7,)), hosts.HostOrder("end")]
+  messages, opened = [msgspec.msgpack.encode(each) for each in reversed(orders)], []
+
+  class Batches:
+    def __init__(self, position):
+      self.position, self.closed = position, False
+      opened.append(self)
+
+    def close(self):
+      self.closed = True
+
+  gone = SimpleNamespace(receive=lambda: threading.Event().wait(60))
+  links = SimpleNamespace(orders=SimpleNamespace(receive=messages.pop), values=gone)
+  progress = HostProgress()
+  hosts.follow(None, links, Batches, progress, lambda error: None)
+  assert [(each.position, each.closed) for each in opened] == [(5, True), (7, False)]
+  assert progress.done == 3
 
 
 def test_every_part_of_an_array_is_sent_once_and_by_who_has_it():

@@ -322,8 +322,11 @@ def test_equal_islands_on_the_same_device_compile_once(single, monkeypatch):
     raced = list(pool.map(lambda m: make_island(config, m, [first]), (0, 1)))
   assert raced[0].programs is raced[1].programs
   made = [make_island(config, m, [d]) for m, d in enumerate((first, first, first, second))]
+  lower, lowered = made[0].programs._parts.lower, []
+  monkeypatch.setattr(made[0].programs._parts, "lower", lambda: lowered.append(1) or lower())
   with concurrent.futures.ThreadPoolExecutor(2) as pool:
     list(pool.map(Island.compile, [made[1], made[0]]))  # in any order, also at once
+  assert len(lowered) == 1
   assert made[0].programs is made[1].programs
   assert len({id(island.programs) for island in made}) == 3
   losses = []

@@ -1,6 +1,7 @@
 """What an island must remember: captured, restored onto other meshes, and sent to a peer."""
 
 import contextlib
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -134,6 +135,21 @@ def test_a_state_is_captured_in_the_hosts_memory_where_devices_copy_to_it(mesh, 
   island.restore(captured)
   assert {name: leaf.sharding for name, leaf in island._state.items()} == island.layout.shardings
   assert_same_bits(island.capture(), saved)
+
+
+def test_the_state_before_is_freed_before_another_is_restored(any_island, monkeypatch):
+  island, _, config = any_island
+  saved = on_host(trained(island, config).capture())
+  name, copy, there = next(iter(saved)), island.programs.copy, []
+  before = weakref.ref(island._state[name])
+
+  def copied(ready):
+    there.append(before())
+    return copy(ready)
+
+  monkeypatch.setattr(island.programs, "copy", copied)
+  island.restore(saved)
+  assert there == [None]
 
 
 @pytest.mark.parametrize("pipelined", [False, True])

@@ -4,6 +4,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from ddiloco.config import ConfigError, InnerConfig, ModelConfig
@@ -164,6 +165,8 @@ def test_train_step_accumulates_to_the_full_batch_and_takes_the_rate(monkeypatch
   new, _, metrics = after[1]
   assert set(metrics) == set(step.METRICS)
   assert metrics["learning_rate"] == np.float32(4e-3)
+  grads = jax.grad(lambda params: bigram_loss(None, params, tokens)[0])(params)
+  assert metrics["grad_norm"] == pytest.approx(float(optax.tree.norm(grads)), rel=1e-5)
   change = np.abs(new["embedding"] - params["embedding"]).max()
   assert 1e-3 < change < 0.01  # about the learning rate
   for steps in (2, 4):
