@@ -186,7 +186,7 @@ def claim(workdir: Path, config: Config, overwrite: bool) -> bool:
   goes_on = check(workdir, config, overwrite)
   with _writing(workdir):
     workdir.mkdir(parents=True, exist_ok=True)
-    ours = [*(workdir / name for name in OURS), *workdir.glob(REMAINDERS)] if overwrite else []
+    ours = left_by_a_run(workdir) if overwrite else []
     _refuse_links(ours)
     _refuse_strangers(workdir, ours)
     with _deserted(workdir):
@@ -196,6 +196,14 @@ def claim(workdir: Path, config: Config, overwrite: bool) -> bool:
       write_whole(workdir / "config.json", config.to_json() + "\n")
       start_time(workdir)
   return goes_on
+
+
+def left_by_a_run(workdir: Path) -> list[Path]:
+  """What --overwrite deletes, there or not: the files that tell of a run, config.json, come last.
+
+  A remainder of the old result that outlived them would be taken for the next run's result.
+  """
+  return [*workdir.glob(REMAINDERS), *(workdir / name for name in OURS)]
 
 
 def _refuse_links(paths: Collection[Path]) -> None:

@@ -2,6 +2,8 @@
 
 import concurrent.futures
 import dataclasses
+import itertools
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -219,6 +221,28 @@ def test_to_overwrite_deletes_what_a_killed_save_left_of_the_old_result(tmp_path
     (tmp_path / name).mkdir()
   workdir.claim(tmp_path, CONFIG, overwrite=True)
   assert [p.name for p in tmp_path.glob(".*")] == [".result.notes"]
+
+
+@pytest.mark.parametrize("kill", range(3))
+def test_to_overwrite_goes_on_wherever_it_was_killed(tmp_path, monkeypatch, kill):
+  """What a killed save had left outlived the config: the next --overwrite took it for a stranger's,
+  and a new run for its own result."""
+  workdir.claim(tmp_path, CONFIG, overwrite=False)
+  for name in (".result.0123456789abcdef.old", "events", "result"):
+    (tmp_path / name).mkdir()
+  rmtree, calls = shutil.rmtree, itertools.count()
+
+  def killed(path):
+    if next(calls) == kill:
+      raise KeyboardInterrupt
+    rmtree(path)
+
+  monkeypatch.setattr(shutil, "rmtree", killed)
+  with pytest.raises(KeyboardInterrupt):
+    workdir.claim(tmp_path, CONFIG, overwrite=True)
+  assert (tmp_path / "config.json").exists()
+  workdir.claim(tmp_path, CONFIG, overwrite=True)
+  assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "started"]
 
 
 def test_to_overwrite_waits_for_roles_that_are_ending(tmp_path):

@@ -59,7 +59,7 @@ def open_storage(config: Config, plan: Plan, workdir: Path, run_id: str) -> Stor
       f"checkpoint.path = {path!r}: cannot be reached ({error})."
       " Fix: pip install 'ddiloco[gcs]' for gs://, or give a folder."
     ) from error
-  own = weights.absolute(path) / run_id if path else workdir / "checkpoints"
+  own = weights.absolute(path, "checkpoint.path") / run_id if path else workdir / "checkpoints"
   return Storage(own, plan.plan_id, warn)
 
 

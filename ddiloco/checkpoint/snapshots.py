@@ -169,7 +169,7 @@ class Storage:
   """
 
   def __init__(self, path: str | os.PathLike, plan_id: str, warn: Callable[[str], None]):
-    self.path = weights.absolute(path)
+    self.path = weights.absolute(path, "checkpoints")
     self._plan_id = plan_id
     self._warn = warn
 

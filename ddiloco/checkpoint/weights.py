@@ -45,13 +45,14 @@ _SHOWN = 3  # misfit tensors that a message names at most
 
 # Orbax raises the error of the first write that fails, which callers tell in a line. It also logs
 # it with all its frames; asyncio logs those of other writes, and prints a traceback for each write
-# that ends when Orbax has closed the loop that waited for it.
+# that ends after Orbax has closed the loop that waited for it: on a slow disk, long after the save.
 logging.getLogger("absl").addFilter(lambda record: "/orbax/" not in record.pathname)
 logging.getLogger("asyncio").addFilter(lambda record: "tensorstore" not in record.getMessage())
 
 
 def _unraisable(told: Any, usual: Callable[[Any], object] = sys.unraisablehook) -> None:
-  if str(told.exc_value) != "Event loop is closed":
+  native = told.object is None and isinstance(told.exc_value, RuntimeError)  # no Python called it
+  if not (native and str(told.exc_value) == "Event loop is closed"):
     usual(told)
 
 
@@ -83,32 +84,36 @@ def one_save() -> Iterator[None]:
       ONE_SAVE.release()
 
 
-def absolute(path: str | os.PathLike) -> epath.Path:
+def absolute(path: str | os.PathLike, field: str = "weights") -> epath.Path:
   """`path` made absolute; gs://... as it is.
 
   Raises:
     ConfigError: Orbax would write a checkpoint there that it cannot read, or there is no such kind
-      of object store.
+      of object store; the text begins with `field`.
   """
   try:
     there = epath.Path(path)
   except KeyError as error:  # epath's word for it
-    said = f"{str(path)!r}: there is no object store of the kind {error}"
+    said = f"{field} = {str(path)!r}: there is no object store of the kind {error}"
     raise ConfigError(f"{said}. Fix: give a folder, or gs://BUCKET/PATH.") from None
   there = there if there.is_absolute() else there.absolute()
   odd = [c for c in str(there) if c in _ODD or "\ud800" <= c <= "\udfff"]  # or what is no UTF-8
   if odd and there.suffix != SUFFIX:
     raise ConfigError(
-      f"{str(there)!r}: no path of a checkpoint may have a {odd[0]!r}. Fix: rename the folder, or"
-      " choose another."
+      f"{field} = {str(there)!r}: no path of a checkpoint may have a {odd[0]!r}. Fix: rename the"
+      " folder, or choose another."
     )
   return there
 
 
-def _followed(path: str | os.PathLike) -> epath.Path:
-  """The absolute path of what a local link leads to: a result may be kept on another disk."""
-  target = absolute(path)
-  return target if "://" in str(target) else absolute(os.path.realpath(target))
+def followed(path: str | os.PathLike, field: str = "weights") -> epath.Path:
+  """The absolute path of what a local link leads to: a result may be kept on another disk.
+
+  Raises:
+    ConfigError: as `absolute`, of the path or of what it leads to.
+  """
+  target = absolute(path, field)
+  return target if "://" in str(target) else absolute(os.path.realpath(target), field)
 
 
 def is_checkpoint(path: epath.Path) -> bool:
@@ -135,7 +140,7 @@ def save(
   Raises:
     OSError: it cannot be written.
   """
-  target = _followed(path)
+  target = followed(path)
   if os.path.islink(path) and not target.exists():
     raise OSError(errno.ENOENT, f"is a link to {target}, where nothing is", str(path))
   target.parent.mkdir(parents=True, exist_ok=True)
@@ -176,7 +181,7 @@ def sole_save(path: str | os.PathLike) -> Iterator[None]:
   Raises:
     OSError: the folder cannot be made.
   """
-  folder = _followed(path).parent
+  folder = followed(path).parent
   folder.mkdir(parents=True, exist_ok=True)
   lock = os.open(folder, os.O_RDONLY)
   try:
@@ -196,7 +201,7 @@ def clear(path: str | os.PathLike) -> None:
   Each is as large as the weights. No other save may be under way there. A remainder that cannot be
   deleted stays.
   """
-  target = _followed(path)
+  target = followed(path)
   with contextlib.suppress(OSError):
     if (whole := standing(target)) != target:
       whole.rename(target)
@@ -208,7 +213,7 @@ def standing(path: epath.Path) -> epath.Path:
   if path.exists() or "://" in str(path):
     return path
   # The new checkpoint before the old one, and none that Orbax was still writing.
-  left = [each for each in _remainders(_followed(path)) if not each.suffix.startswith(".orbax-")]
+  left = [each for each in _remainders(followed(path)) if not each.suffix.startswith(".orbax-")]
   return next((each for each in left if (each / MARK).exists()), path)
 
 
@@ -247,7 +252,8 @@ def _save_folder(target: epath.Path, params: Params, metadata: dict[str, str]) -
         old.rename(target)
       raise
   finally:
-    _discard(_remainders(target, tag))  # also what Orbax leaves of a failed save
+    if standing(target) == target:  # else neither rename could be made, nor undone
+      _discard(_remainders(target, tag))  # also what Orbax leaves of a failed save
 
 
 def _save_file(target: epath.Path, params: Params, metadata: dict[str, str]) -> None:
@@ -274,8 +280,8 @@ def locate(path: str | os.PathLike, field: str = "weights") -> epath.Path:
     ConfigError: nothing is there, or a run without a result; the text begins with `field`.
   """
   fix = "finish a run there first, or name a file, a checkpoint or a workdir that is there"
-  with _reading(field, absolute(path)):
-    target = standing(absolute(path))
+  with _reading(field, target := absolute(path, field)):
+    target = standing(target)
     require(target.exists(), field, str(target), "does not exist", fix)
     if not (target / "config.json").exists():
       return target

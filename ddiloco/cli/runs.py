@@ -239,7 +239,7 @@ def _refuse_target(to: str, overwrite: bool) -> None:
   """
   from ddiloco.checkpoint import weights
 
-  path = weights.absolute(to)
+  path = weights.absolute(to, "--to")
   file = path.name.endswith(weights.SUFFIX)
   if file and "://" in to:
     raise ConfigError(

@@ -44,12 +44,12 @@ from ddiloco.workdir import (
   COMPILED,
   CORPUS,
   ISLANDS,
-  OURS,
   OUTCOME,
   RESULT,
   check,
   claim,
   held,
+  left_by_a_run,
   run_name,
   saved_config,
   start_time,
@@ -97,7 +97,7 @@ def train(
   """
   initial.make_plan(config)  # before a device is touched
   config = initial.absolute_start(config)
-  weights.absolute(workdir / RESULT)  # refused now, not when there is a result
+  weights.followed(workdir / RESULT, "--workdir")  # refused now, not when there is a result
   goes_on = check(workdir, config, overwrite)
   if not goes_on:
     initial.checked_start(config)
@@ -281,7 +281,7 @@ def _refuse_own_start(config: Config, workdir: Path, overwrite: bool) -> None:
   if not (overwrite and config.run.init_from):
     return
   start = Path(weights.locate(config.run.init_from, "run.init_from")).resolve()
-  if any((workdir / name).resolve() in (start, *start.parents) for name in OURS):
+  if any(path.resolve() in (start, *start.parents) for path in left_by_a_run(workdir)):
     raise ConfigError(
       f"run.init_from = {config.run.init_from!r}: --overwrite would delete it with the run in"
       f" --workdir={workdir}. Fix: give the new run another --workdir."

@@ -410,7 +410,9 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
   from ddiloco.training import data
 
   config = runner.config
+  result = runner.place.workdir / RESULT
   require_writable(runner.place.workdir)  # refused now, not at the end when there is a result
+  weights.followed(result, "--workdir")
   clear_stopped(runner.place.workdir)
   measure = loss = None
   if config.run.evaluations:
@@ -419,7 +421,7 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
     measure, loss = heldout.measure, heldout.loss
   endpoint = runner.dial()
   runtime = Runtime(endpoint, runner.recorder, initial=runner.initial_values)
-  weights.clear(runner.place.workdir / RESULT)
+  weights.clear(result)
 
   def save(params: initial.Assembled, merged_tokens: int) -> None:
     runner.busy("saving and measuring the result")

@@ -95,7 +95,7 @@ def absolute_start(config: Config) -> Config:
   config = custom.absolute(config)
   if not config.run.init_from:
     return config
-  start = str(weights.absolute(config.run.init_from))
+  start = str(weights.absolute(config.run.init_from, "run.init_from"))
   return dataclasses.replace(config, run=dataclasses.replace(config.run, init_from=start))
 
 

@@ -416,8 +416,11 @@ def test_writes_that_end_after_one_that_failed_print_nothing(tmp_path, monkeypat
   with pytest.raises(OSError), disk_of(100_000):
     Storage(tmp_path, "plan", pytest.fail).save(2, "learner-0", 2, {}, arrays)
   assert not told
-  usual(types.SimpleNamespace(exc_value=RuntimeError("of another kind")))
-  assert len(told) == 1, "all else is printed"
+  closed = "Event loop is closed"
+  for cause, said in ((None, "of another kind"), (usual, closed)):  # a user's own __del__
+    usual(types.SimpleNamespace(object=cause, exc_value=RuntimeError(said)))
+  usual(types.SimpleNamespace(object=None, exc_value=Exception(closed)))
+  assert len(told) == 3, "all else is printed"
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT], ids=errno.errorcode.get)

@@ -1,6 +1,7 @@
 """Weights at rest come back bit by bit, also to others; what is missing or damaged is said."""
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -304,6 +305,27 @@ def test_a_save_is_done_also_if_the_old_one_cannot_be_deleted(tmp_path, monkeypa
 
   with monkeypatch.context() as patch:
     patch.setattr(kind, "rmtree", busy)
+    weights.save(path, params(1))
+  assert_same(weights.load(path), params(1))
+  weights.clear(path)
+  assert [p.name for p in tmp_path.iterdir()] == ["result"]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_save_that_can_rename_nothing_deletes_neither_model(tmp_path, monkeypatch, there):
+  """As over NFS, where the server goes away between two calls."""
+  path, kind = tmp_path / "result", type(weights.absolute(tmp_path))
+  if there:
+    weights.save(path, params(0))
+  rename = kind.rename
+
+  def away(self, target):
+    if (there and target.name.endswith(weights.OLD)) or ".orbax-" in self.name:
+      return rename(self, target)
+    raise OSError(errno.EIO, "Input/output error")
+
+  with monkeypatch.context() as patch, pytest.raises(OSError):
+    patch.setattr(kind, "rename", away)
     weights.save(path, params(1))
   assert_same(weights.load(path), params(1))
   weights.clear(path)

@@ -36,7 +36,7 @@ def test_it_says_by_its_status_whether_it_was_asked(asked, status, monkeypatch):
 
 
 @pytest.mark.parametrize(("error", "status"), [(ConfigError("x: y"), 2), (ValueError("x"), 1)])
-def test_its_status_says_whether_another_start_may_help(error, status, monkeypatch):
+def test_its_status_says_whether_its_usage_was_wrong(error, status, monkeypatch):
   def follow(*_):
     raise error
 

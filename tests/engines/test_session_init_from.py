@@ -89,6 +89,10 @@ def test_a_run_cannot_replace_what_it_is_to_start_from(first, tmp_path):
   for start in (first, first / "result", tmp_path / "link"):
     with pytest.raises(ConfigError, match=r"--overwrite would delete it"):
       session.train(make_config(2, init_from=start), first, overwrite=True)
+  (first / "result").rename(first / f".result.{'4f3a' * 4}")  # by a kill
+  with pytest.raises(ConfigError, match=r"--overwrite would delete it"):
+    session.train(make_config(2, init_from=first), first, overwrite=True)
+  weights.clear(first / "result")
   assert session.load_result(first, make_config(2)).keys()
 
 

@@ -244,6 +244,15 @@ def test_a_workdir_whose_checkpoints_could_not_be_read_is_refused_at_once(tmp_pa
   assert not [*tmp_path.iterdir()]
 
 
+def test_a_result_that_a_link_leads_to_such_a_path_is_refused_before_anything_is_deleted(tmp_path):
+  (tmp_path / "run[1]" / "events").mkdir(parents=True)
+  (tmp_path / "link").symlink_to(tmp_path / "run[1]")
+  claim(tmp_path / "link", endless(), overwrite=False)
+  with pytest.raises(ConfigError, match=r"^--workdir = '.*run\[1\].* may have a '\['.* Fix: "):
+    session.train(endless(), tmp_path / "link", overwrite=True)
+  assert (tmp_path / "link" / "events").exists()
+
+
 def test_a_run_does_not_go_on_with_other_data(tmp_path, monkeypatch):
   """Other parts would be held out, some of which it has trained on."""
   text = tmp_path / "texts" / "m.txt"

@@ -110,6 +110,15 @@ def test_an_evaluator_that_could_not_save_the_result_is_refused_at_once(tmp_path
     single_roles._evaluator(runner, None)
 
 
+def test_an_evaluator_whose_result_could_not_be_read_is_refused_before_it_says_anything(tmp_path):
+  runner = types.SimpleNamespace(config=CONFIG, place=RoleSpec(tmp_path / "run*", "run", ()))
+  (tmp_path / "run*").mkdir()
+  (tmp_path / "run*" / "outcome.json").write_text("{}")
+  with pytest.raises(ConfigError, match=r"^--workdir = .* may have a '\*'\. Fix: "):
+    single_roles._evaluator(runner, None)
+  assert (tmp_path / "run*" / "outcome.json").exists()
+
+
 @pytest.mark.parametrize("reason", ["stopped", "finished"])
 def test_an_evaluator_that_comes_back_says_that_the_run_goes_on(tmp_path, monkeypatch, reason):
   """Dashboard and profile took the run for over, since an evaluator before this one was stopped."""
