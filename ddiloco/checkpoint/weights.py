@@ -39,7 +39,8 @@ TAG_DIGITS = 16  # of the random number in a temporary name
 OLD = ".old"  # after that: a checkpoint that is being replaced
 MARK = "_CHECKPOINT_METADATA"  # a file of Orbax, in every checkpoint
 SAVE_SECONDS = 60.0  # that a save which hangs in its disk may block others
-# Orbax searches with `glob`, which takes these for patterns; TensorStore takes "\\" for "/".
+# Orbax searches for what it has written with `glob`, which takes these for patterns: under "[1]" it
+# finds nothing, and under "run*" also what is in "run2". TensorStore takes "\\" for "/".
 _ODD = "*?[\\"
 _SHOWN = 3  # misfit tensors that a message names at most
 
@@ -88,8 +89,8 @@ def absolute(path: str | os.PathLike, field: str = "weights") -> epath.Path:
   """`path` made absolute; gs://... as it is.
 
   Raises:
-    ConfigError: Orbax would write a checkpoint there that it cannot read, or there is no such kind
-      of object store; the text begins with `field`.
+    ConfigError: Orbax could not read a checkpoint that it has written there, or could mix it with
+      another; or there is no such kind of object store. The text begins with `field`.
   """
   try:
     there = epath.Path(path)
