@@ -502,6 +502,34 @@ def test_a_buddy_that_asks_for_its_own_fragments_has_restarted(away):
   assert owner.side.missing() == [] and owner.done[2:] == [(0, 2), (2, 2)]
 
 
+def test_a_buddy_that_died_before_its_first_receipt_gets_the_copy_again():
+  """Its owner did not know which life had got the copy, and waited for a receipt in vain."""
+  owner = Owner()
+  owner.commit(0, 1)
+  assert owner.sent() == [(0, 1)]
+  owner.side.on(Recover(1, 60))
+  assert owner.sent() == [(0, 1)]
+  owner.side.on(Recover(1, 60))
+  assert owner.sent() == [] and owner.events == [], "the first life that is known is no news"
+  owner.side.on(Recover(1, 61))
+  assert owner.sent() == [(0, 1)] and owner.kinds() == ["replicated"]
+  owner.confirm(0, 1, incarnation=61)
+  assert owner.done == [(0, 1)] and owner.side.missing() == []
+
+
+def test_a_buddy_that_restarts_again_and_again_holds_up_nobody_for_long():
+  """Each life gets the copy anew, and ends before it could confirm it."""
+  owner = Owner()
+  owner.commit(0, 1)
+  owner.confirm(0, 1)
+  owner.commit(0, 2)
+  for incarnation in range(60, 64):
+    assert owner.done == [(0, 1)]
+    owner.later(1.3)
+    owner.side.on(Recover(1, incarnation))
+  assert owner.done == [(0, 1), (0, 2)] and "unreplicated" in owner.kinds()
+
+
 def test_copies_that_publishes_wait_for_go_first_to_a_buddy_that_has_restarted():
   """All together are a whole model: the last one would come long after the buddy counts as away."""
   owner = Owner()
