@@ -103,13 +103,16 @@ class Copies:
     endpoint: of this shard.
     plan: how the model is partitioned.
     config: the run's.
+
+  Attributes:
+    lives: by owner, its newest incarnation.
   """
 
   def __init__(self, shard: int, incarnation: int, endpoint: Endpoint, plan: Plan, config: Config):
     self.shard, self.incarnation, self.endpoint = shard, incarnation, endpoint
     self.plan, self.config = plan, config
     self._held: dict[tuple[int, int], Copy] = {}  # by owner and fragment
-    self._lives: dict[int, int] = {}  # owner -> its newest incarnation
+    self.lives: dict[int, int] = {}
     self._answers: dict[int, GivenBack] = {}  # owner -> the newest answer
 
   def on(self, message: Replica | Recover) -> Job:
@@ -131,9 +134,9 @@ class Copies:
     return answer
 
   def _do(self, message: Replica | Recover, answer: GivenBack | None) -> Job:
-    if message.incarnation < self._lives.get(message.shard, -1):
+    if message.incarnation < self.lives.get(message.shard, -1):
       return  # from a dead incarnation; the living one may have begun from another version
-    self._lives[message.shard] = message.incarnation
+    self.lives[message.shard] = message.incarnation
     if isinstance(message, Recover):
       yield from self._give_back(message, answer)
     elif message.owner == message.shard:
@@ -233,6 +236,8 @@ class Replication:
 
   def begin(self, found: Iterable[Committed]) -> None:
     """This incarnation begins with these fragments: the buddy, if it restarted too, needs them."""
+    # A buddy that began together with this shard has asked before, and goes on asking.
+    self._buddy_incarnation = self._copies.lives.get(self._buddy, -1)
     for committed in found:
       self._newest[committed.state.index] = committed
     self._all_whole(self._newest)

@@ -312,8 +312,8 @@ class Owner:
     recorder = toy.ListRecorder(self.events)
     clock = toy.AtOnce()
     clock.now = lambda: self.now_is
-    copies = Copies(0, 9, self.box, PLAN, CONFIG)
-    self.side = Replication(copies, 1, patience_seconds, recorder, clock)
+    self.copies = Copies(0, 9, self.box, PLAN, CONFIG)
+    self.side = Replication(self.copies, 1, patience_seconds, recorder, clock)
 
   def commit(self, p: int, version: int) -> None:
     self.side.committed(committed(p, version))
@@ -515,6 +515,18 @@ def test_a_buddy_that_died_before_its_first_receipt_gets_the_copy_again():
   assert owner.sent() == [(0, 1)] and owner.kinds() == ["replicated"]
   owner.confirm(0, 1, incarnation=61)
   assert owner.done == [(0, 1)] and owner.side.missing() == []
+
+
+def test_a_buddy_that_began_together_with_its_owner_gets_no_copy_twice():
+  """It asks its own buddy until that one answers; its first request came while the owner asked."""
+  owner = Owner()
+  keep(owner.copies, Recover(1, 60))
+  owner.side.begin([committed(0, 3)])
+  assert owner.sent() == [(0, 3)]
+  owner.side.on(Recover(1, 60))
+  assert owner.sent() == []
+  owner.side.on(Recover(1, 61))
+  assert owner.sent() == [(0, 3)]
 
 
 def test_a_buddy_that_restarts_again_and_again_holds_up_nobody_for_long():
