@@ -54,6 +54,7 @@ from ddiloco.runtime import REAL_TIME, Job, Time
 ASK_SECONDS = 0.5  # between two requests of a restarted shard, doubling up to ...
 MOST_ASK_SECONDS = 8.0  # ... this, so that it asks for a lost copy again before it gives up
 PATIENCE_FACTOR = 8.0  # over the usual time until a copy is confirmed
+RESTARTS_FACTOR = 2.0  # over that patience, for a buddy that restarts again and again
 
 
 def buddy_of(shard: int, num_shards: int) -> int:
@@ -102,13 +103,16 @@ class Copies:
     endpoint: of this shard.
     plan: how the model is partitioned.
     config: the run's.
+
+  Attributes:
+    lives: by owner, its newest incarnation.
   """
 
   def __init__(self, shard: int, incarnation: int, endpoint: Endpoint, plan: Plan, config: Config):
     self.shard, self.incarnation, self.endpoint = shard, incarnation, endpoint
     self.plan, self.config = plan, config
     self._held: dict[tuple[int, int], Copy] = {}  # by owner and fragment
-    self._lives: dict[int, int] = {}  # owner -> its newest incarnation
+    self.lives: dict[int, int] = {}
     self._answers: dict[int, GivenBack] = {}  # owner -> the newest answer
 
   def on(self, message: Replica | Recover) -> Job:
@@ -130,9 +134,9 @@ class Copies:
     return answer
 
   def _do(self, message: Replica | Recover, answer: GivenBack | None) -> Job:
-    if message.incarnation < self._lives.get(message.shard, -1):
+    if message.incarnation < self.lives.get(message.shard, -1):
       return  # from a dead incarnation; the living one may have begun from another version
-    self._lives[message.shard] = message.incarnation
+    self.lives[message.shard] = message.incarnation
     if isinstance(message, Recover):
       yield from self._give_back(message, answer)
     elif message.owner == message.shard:
@@ -225,13 +229,15 @@ class Replication:
     self._whole: list[int] = []  # fragments that are to be sent whole, one after the other
     self._sent_at: dict[int, float] = {}  # fragment -> when its unconfirmed copy was sent
     self._changing: set[int] = set()  # fragments whose next commit is being made
-    # fragment -> actions that wait for the buddy; one or more for each member
-    self._held: dict[int, list[Callable[[], None]]] = {}
+    # fragment -> since when actions wait for the buddy, and these: one or more for each member
+    self._held: dict[int, tuple[float, list[Callable[[], None]]]] = {}
     self._buddy_incarnation = -1
     self._away = False
 
   def begin(self, found: Iterable[Committed]) -> None:
     """This incarnation begins with these fragments: the buddy, if it restarted too, needs them."""
+    # A buddy that began together with this shard has asked before, and goes on asking.
+    self._buddy_incarnation = self._copies.lives.get(self._buddy, -1)
     for committed in found:
       self._newest[committed.state.index] = committed
     self._all_whole(self._newest)
@@ -293,7 +299,7 @@ class Replication:
   def when_safe(self, fragment: int, do: Callable[[], None]) -> None:
     """Calls `do` as soon as the buddy has the fragment's newest commit; at once if it is away."""
     if fragment in self._sent_at and not self._away:
-      self._held.setdefault(fragment, []).append(do)
+      self._held.setdefault(fragment, (self._now(), []))[1].append(do)
     else:
       do()
 
@@ -309,8 +315,10 @@ class Replication:
       case Replica() | Recover():
         self.background(self._copies.on(message))  # before copies of mine: it waits for the answer
         # The buddy says in this way that it has restarted: copies that went to its former life are
-        # lost, and would never be confirmed.
-        if message.shard == self._buddy and self._is_new(message.incarnation):
+        # lost, and would never be confirmed. If it has confirmed none yet, which life got them is
+        # not known: one too many is sent.
+        first = isinstance(message, Recover) and self._buddy_incarnation < 0
+        if message.shard == self._buddy and (first or self._is_new(message.incarnation)):
           self._met(message.incarnation, has=set())
       case Replicated():
         self._confirmed(message)
@@ -343,7 +351,8 @@ class Replication:
 
   def _met(self, incarnation: int, has: set[int]) -> None:
     """The buddy is here again, with the newest copies of these fragments: it gets the others."""
-    self._recorder.record(events.Replicated(buddy=self._buddy))
+    if self._away or self._is_new(incarnation):
+      self._recorder.record(events.Replicated(buddy=self._buddy))
     self._sent = {f: r for f, r in self._sent.items() if f in has}
     self._away, self._buddy_incarnation = False, incarnation
     self._all_whole(f for f in self._newest if f not in has)
@@ -355,9 +364,12 @@ class Replication:
     if not self._held:
       return now + patience
     # Only copies that something waits for: others may be far back in the row of whole copies, and
-    # one that was lost on the way does not make the buddy silent.
-    waited_for = self._held.keys() & self._sent_at.keys()
-    until = min((self._sent_at[p] for p in waited_for), default=now) + patience
+    # one that was lost on the way does not make the buddy silent. A buddy that restarts gets them
+    # anew; if no life of it is long enough to confirm them, they must not wait for ever.
+    until = min(
+      min(self._sent_at[p] + patience, since + RESTARTS_FACTOR * patience)
+      for p, (since, _) in self._held.items()
+    )
     if now >= until:
       self._away = True
       self._recorder.record(
@@ -368,7 +380,7 @@ class Replication:
 
   def _release(self) -> None:
     for fragment in [p for p in self._held if p not in self._sent_at or self._away]:
-      for do in self._held.pop(fragment):
+      for do in self._held.pop(fragment)[1]:
         do()
 
   def missing(self) -> list[int]:

@@ -486,7 +486,7 @@ def note_of(event: Event) -> tuple[str, str] | tuple[()]:
       return f"{who} restarts", "plain"
     case events.Hung():
       usual = f"a step takes {event.usual_seconds:.2g} s"
-      silent = f"{event.seconds:.0f} s ({usual if event.usual_seconds else 'its first step'})"
+      silent = f"{event.seconds:.0f} s ({usual if event.usual_seconds else 'its first steps'})"
       return f"{who} hangs: silent for {silent}; its log has all stacks", "bad"
     case events.Profiled():
       return f"{event.steps} steps of {who} are traced: {event.path}", "plain"

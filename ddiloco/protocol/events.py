@@ -477,7 +477,7 @@ class Hung(Event, frozen=True, kw_only=True):
 
   target: str
   seconds: float
-  usual_seconds: float  # of one of its steps; 0: it has not made one
+  usual_seconds: float  # of one of its steps; 0: not known yet, its first ones also load programs
   stacks: str  # of all threads of its process, the loop's own first
 
 

@@ -197,10 +197,10 @@ class Exchange(WorkingRole):
           self._saver.decline(snapshot, reason)
         case actions.SendMoments():
           self._give_moments(action)
-        case actions.TakeMoments(inherit):
-          self._worker.put(self._take_moments(inherit))
-        case actions.ApplyMoments(content=(inherit, staged)):
-          self._apply_moments(inherit, staged)
+        case actions.TakeMoments(forwarded):
+          self._worker.put(self._take_moments(forwarded))
+        case actions.ApplyMoments(content=(forwarded, staged)):
+          self._apply_moments(forwarded, staged)
         case events.Joined():
           self._made = {}
           seconds = self.time.now() - self._started_at
@@ -246,15 +246,15 @@ class Exchange(WorkingRole):
     self._record(events.Donated, fragment=p, donation=donation)
     self._worker.put(self._send_moments(give, pieces, count))
 
-  def _apply_moments(self, inherit: ForwardMoments, staged: Any) -> None:
-    self._store.apply(inherit.fragment, staged, 0.0, moments=True)
-    self._store.set_count(inherit.count)
+  def _apply_moments(self, forwarded: ForwardMoments, staged: Any) -> None:
+    self._store.apply(forwarded.fragment, staged, 0.0, moments=True)
+    self._store.set_count(forwarded.count)
     self._record(
       events.Inherited,
-      fragment=inherit.fragment,
-      learner=inherit.donor,
-      incarnation_of_donor=inherit.donor_incarnation,
-      donation=inherit.donation,
+      fragment=forwarded.fragment,
+      learner=forwarded.donor,
+      incarnation_of_donor=forwarded.donor_incarnation,
+      donation=forwarded.donation,
     )
 
   # --- jobs of the worker -------------------------------------------------------------------------
@@ -327,20 +327,20 @@ class Exchange(WorkingRole):
     moments = replace(give.moments, count=int(count), payload=payload)
     self.endpoint.send(syncer_address(give.shard), moments)
 
-  def _take_moments(self, inherit: ForwardMoments) -> Job:
-    p = inherit.fragment
+  def _take_moments(self, forwarded: ForwardMoments) -> Job:
+    p = forwarded.fragment
     size = self._plan.fragments[p].size * self._store.num_moments
     try:
-      flat = self._deltas.take_moments(inherit.payload, size)
+      flat = self._deltas.take_moments(forwarded.payload, size)
     except codec.CodecError as error:  # wait for another donor's moments, or go on without
       reason = str(error)
-      self._record(events.Ignored, message="ForwardMoments", learner=inherit.donor, reason=reason)
+      self._record(events.Ignored, message="ForwardMoments", learner=forwarded.donor, reason=reason)
       yield None
       self._tell(actions.Taken(p, self.time.now()))
       return
     staged = self._store.stage(p, flat, moments=True)
     yield None
-    header = replace(inherit, payload=None)
+    header = replace(forwarded, payload=None)
     self._tell(actions.Taken(p, self.time.now(), (header, staged)))
 
   def _stage(self, action: actions.Stage, staging: Staging) -> Job:

@@ -327,9 +327,8 @@ class Syncer(WorkingRole):
   def _collected(self, action: TakeSnapshot, result: tuple[Any, Mapping[str, Any]]) -> Loop[None]:
     self._capturing = False
     self.recorder.record(events.Captured(snapshot=action.snapshot))  # after its commits' lines
-    sync = self.config.sync
     # Others may have begun it: in lock-step no run can go on from it without a quorum of learners.
-    useless = sync.blocking and len(action.learners) < sync.min_quorum
+    useless = self.config.sync.blocking and len(action.learners) < self.state.quorum
     if self.state.shard or useless:
       self._saver.save(action.snapshot, *result)
     else:

@@ -312,8 +312,8 @@ class Owner:
     recorder = toy.ListRecorder(self.events)
     clock = toy.AtOnce()
     clock.now = lambda: self.now_is
-    copies = Copies(0, 9, self.box, PLAN, CONFIG)
-    self.side = Replication(copies, 1, patience_seconds, recorder, clock)
+    self.copies = Copies(0, 9, self.box, PLAN, CONFIG)
+    self.side = Replication(self.copies, 1, patience_seconds, recorder, clock)
 
   def commit(self, p: int, version: int) -> None:
     self.side.committed(committed(p, version))
@@ -500,6 +500,46 @@ def test_a_buddy_that_asks_for_its_own_fragments_has_restarted(away):
   assert owner.sent() == [(2, 2)]
   owner.confirm(2, 2, incarnation=60)
   assert owner.side.missing() == [] and owner.done[2:] == [(0, 2), (2, 2)]
+
+
+def test_a_buddy_that_died_before_its_first_receipt_gets_the_copy_again():
+  """Its owner did not know which life had got the copy, and waited for a receipt in vain."""
+  owner = Owner()
+  owner.commit(0, 1)
+  assert owner.sent() == [(0, 1)]
+  owner.side.on(Recover(1, 60))
+  assert owner.sent() == [(0, 1)]
+  owner.side.on(Recover(1, 60))
+  assert owner.sent() == [] and owner.events == [], "the first life that is known is no news"
+  owner.side.on(Recover(1, 61))
+  assert owner.sent() == [(0, 1)] and owner.kinds() == ["replicated"]
+  owner.confirm(0, 1, incarnation=61)
+  assert owner.done == [(0, 1)] and owner.side.missing() == []
+
+
+def test_a_buddy_that_began_together_with_its_owner_gets_no_copy_twice():
+  """It asks its own buddy until that one answers; its first request came while the owner asked."""
+  owner = Owner()
+  keep(owner.copies, Recover(1, 60))
+  owner.side.begin([committed(0, 3)])
+  assert owner.sent() == [(0, 3)]
+  owner.side.on(Recover(1, 60))
+  assert owner.sent() == []
+  owner.side.on(Recover(1, 61))
+  assert owner.sent() == [(0, 3)]
+
+
+def test_a_buddy_that_restarts_again_and_again_holds_up_nobody_for_long():
+  """Each life gets the copy anew, and ends before it could confirm it."""
+  owner = Owner()
+  owner.commit(0, 1)
+  owner.confirm(0, 1)
+  owner.commit(0, 2)
+  for incarnation in range(60, 64):
+    assert owner.done == [(0, 1)]
+    owner.later(1.3)
+    owner.side.on(Recover(1, incarnation))
+  assert owner.done == [(0, 1), (0, 2)] and "unreplicated" in owner.kinds()
 
 
 def test_copies_that_publishes_wait_for_go_first_to_a_buddy_that_has_restarted():

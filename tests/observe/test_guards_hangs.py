@@ -119,7 +119,7 @@ def test_stacks_have_every_thread_by_name_and_the_roles_own_first(monkeypatch):
       thread.join(10)
 
 
-@pytest.mark.parametrize("usual, said", [(0.5, "a step takes 0.5 s"), (0.0, "its first step")])
+@pytest.mark.parametrize("usual, said", [(0.5, "a step takes 0.5 s"), (0.0, "its first steps")])
 def test_the_report_shows_what_the_log_says(make, usual, said):
   hung = make.event(
     50.0, "engine", "hung", target="learner-1", seconds=61.0, usual_seconds=usual, stacks="a < b"
