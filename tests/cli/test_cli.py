@@ -135,6 +135,15 @@ def test_a_workdir_is_no_experiment_file(refused, finished):
   assert f"--config={finished}: is a directory. Fix: name a file in it" in said
 
 
+@pytest.mark.parametrize("text, part", [(None, "No such file"), ("x = 1\n", "no get_config()")])
+def test_a_preset_of_a_file_that_is_no_experiment(refused, tmp_path, text, part):
+  file = tmp_path / "experiment.py"
+  if text is not None:
+    file.write_text(text)
+  said = refused("train", f"--config={file}:east", "--workdir=x")
+  assert part in said and "Fix: name a Python file whose get_config()" in said
+
+
 def test_a_preset_that_is_not_there(refused):
   dense = ROOT / "configs" / "dense.py"
   assert f"--config={dense}:7m: preset = '7m': must be one of 100k, 1m" in refused(
