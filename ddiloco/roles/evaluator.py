@@ -137,9 +137,13 @@ class Evaluator:
       warn(f"the result is not saved before it is measured: {error}. It goes on.")
 
   def _begin_to_measure(self) -> threading.Thread:
-    """Evaluates on a thread of its own, for which a process that ends does not wait."""
+    """Evaluates on a thread of its own.
+
+    It is no daemon: JAX aborts a user's program that ends while JAX computes. Commands end without
+    Python's own shutdown (`environment.end_now`), and wait for no thread.
+    """
     name, now = "measuring the held-out loss", self._now()
-    thread = threading.Thread(target=self._measure, args=now, name=name, daemon=True)
+    thread = threading.Thread(target=self._measure, args=now, name=name, daemon=False)
     thread.start()
     return thread
 
