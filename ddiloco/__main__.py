@@ -1,5 +1,6 @@
 """The command `ddiloco`, which `python -m ddiloco` is too."""
 
+import contextlib
 import os
 import signal
 
@@ -21,7 +22,10 @@ def _end(*_: object) -> None:
   Imports, which take seconds, and what JAX adds to the garbage collector would swallow that: the
   command would go on.
   """
-  os.write(2, b"ddiloco: interrupted\n")  # a print may be under way in this thread
+  with contextlib.suppress(OSError):  # an exception could be swallowed as well
+    if os.isatty(1):
+      os.write(1, b"\x1b[?25h")  # shows the cursor, which the live view hides
+    os.write(2, b"ddiloco: interrupted\n")  # a print may be under way in this thread
   end_now(INTERRUPTED)
 
 

@@ -62,17 +62,18 @@ def experiment(path: str, flag: str) -> ml_collections.ConfigDict:
       f"--{flag}={path}: is a directory. Fix: name a file in it, such as the config.json of a run."
     )
   file, _, preset = path.partition(":")
+  fix = "name a Python file whose get_config() returns a config, such as configs/quickstart.py"
   try:
-    values = runpy.run_path(file)["get_config"](*([preset] if preset else []))
+    get_config = runpy.run_path(file)["get_config"]
+    if preset:
+      fix = "give after the colon what its get_config() takes"
+    values = get_config(*([preset] if preset else []))
   except ConfigError as error:
     raise ConfigError(f"--{flag}={path}: {error}") from error
   except (Exception, SystemExit) as error:  # a user's program: it may raise anything
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
     line = f", line {frames[-1].lineno}" if frames else ""
     what = "has no get_config()" if error.args == ("get_config",) else str(error)
-    fix = "name a Python file whose get_config() returns a config, such as configs/quickstart.py"
-    if preset:
-      fix = "give after the colon what its get_config() takes"
     if isinstance(error, ImportError):
       fix = "install it; for a file of your own, set PYTHONPATH to its folder"
     raise ConfigError(

@@ -118,11 +118,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def entry() -> None:
-  """What the console script calls."""
+  """Runs the command of this process, and ends the process; `ddiloco.__main__` calls it."""
   if sys.argv[1:2] and sys.argv[1] in WORKERS:
     go_on_unheard()
   elif signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # what they hold is cleared away
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # so that blocks clean up
   status = main()
   if status != INTERRUPTED:  # else a thread may be compiling, which cannot be interrupted
     atexit._run_exitfuncs()

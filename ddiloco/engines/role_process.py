@@ -311,7 +311,7 @@ class RoleRunner:
     return Recorder(self.place.workdir, *who, self.started, time.time, listeners)
 
   def _listen(self, event: Event) -> None:
-    """Prints the events that the live view would show: joined, refused, stopped, ..."""
+    """Prints the events that the live view would show: joined, rejected, stopped, ..."""
     known = self._seen.num_log_events
     self._seen.add(event)
     if self._seen.num_log_events > known:  # one event makes one line at most

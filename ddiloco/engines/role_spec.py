@@ -194,8 +194,9 @@ def end_with_parent() -> None:
 def terminates(asked: threading.Event) -> Iterator[list[int]]:
   """In this context SIGTERM and the first Ctrl-C set `asked`; works in the main thread alone.
 
-  A second Ctrl-C raises KeyboardInterrupt there. Other threads cannot handle signals. Yields the
-  list of the signals that have come, in order.
+  A second Ctrl-C raises KeyboardInterrupt there. Other threads cannot handle signals. Where SIGINT
+  is ignored, as in the background of a shell, it stays so. Yields the list of the signals that have
+  come, in order.
   """
   heard: list[int] = []
   if threading.current_thread() is not threading.main_thread():
@@ -208,7 +209,10 @@ def terminates(asked: threading.Event) -> Iterator[list[int]]:
     heard.append(number)
     asked.set()
 
-  before = {number: signal.signal(number, hear) for number in (signal.SIGTERM, signal.SIGINT)}
+  heeded = [signal.SIGTERM]
+  if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+    heeded.append(signal.SIGINT)
+  before = {number: signal.signal(number, hear) for number in heeded}
   try:
     yield heard
   finally:

@@ -185,7 +185,7 @@ class Recorder:
     self._listeners = tuple(listeners)
     self._file: int | None = None
     self._torn = False  # the file ends inside a line
-    self._begins = True  # no batch was fully written yet: the next event says the format
+    self._begins = True  # the next event says the format: it may be the first of the file
     self._unwritten = 0
     self._warn = Warnings()
     check_format(self.path)
@@ -248,7 +248,8 @@ class Recorder:
         raise OSError(f"only {written} of {len(data)} bytes were written (is the disk full?)")
       self._torn = self._begins = False
     except OSError as error:
-      self._shut()  # the next batch opens it again: a handle that has become stale stays so
+      self._shut()  # the next batch opens it again: a handle that has become stale stays so, ...
+      self._begins = True  # ... as one does whose file was deleted
       self._unwritten += len(lines) - data[:written].lstrip(b"\n").count(b"\n")
       text = f"cannot write {self.path}: {error}. The run goes on without these events."
       self._warn("unwritten", text)

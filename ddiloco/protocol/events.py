@@ -36,7 +36,7 @@ class Event(msgspec.Struct, frozen=True, tag_field="kind", tag=_kind, omit_defau
   time: float = math.nan  # seconds since the run started, by the role's own clock
   role: str = ""  # the role whose log the event is in
   incarnation: int = 0  # of the role
-  format: int = 0  # `LOG_FORMAT`, in the first event that an incarnation writes
+  format: int = 0  # `LOG_FORMAT`, in what an incarnation writes first, also after a failed write
 
   @property
   def kind(self) -> str:

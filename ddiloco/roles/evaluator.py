@@ -139,8 +139,8 @@ class Evaluator:
   def _begin_to_measure(self) -> threading.Thread:
     """Evaluates on a thread of its own.
 
-    A user's script that ends waits for it: a daemon that is inside JAX then would abort the process
-    after all was done. Commands do not wait (`environment.end_now`).
+    It is no daemon: JAX aborts a user's program that ends while JAX computes. Commands end without
+    Python's own shutdown (`environment.end_now`), and wait for no thread.
     """
     name, now = "measuring the held-out loss", self._now()
     thread = threading.Thread(target=self._measure, args=now, name=name, daemon=False)

@@ -1,6 +1,7 @@
 """What is typed wrong is said on stderr in plain words, with status 2, before a device is used."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -133,6 +134,15 @@ def test_a_workdir_is_no_experiment_file(refused, finished):
   """Python's own error, of a folder without a program, told users to install a package."""
   said = refused("train", f"--config={finished}", "--workdir=x")
   assert f"--config={finished}: is a directory. Fix: name a file in it" in said
+
+
+@pytest.mark.parametrize("text, part", [(None, "No such file"), ("x = 1\n", "no get_config()")])
+def test_a_preset_of_a_file_that_is_no_experiment(refused, tmp_path, text, part):
+  file = tmp_path / "experiment.py"
+  if text is not None:
+    file.write_text(text)
+  said = refused("train", f"--config={file}:east", "--workdir=x")
+  assert part in said and "Fix: name a Python file whose get_config()" in said
 
 
 def test_a_preset_that_is_not_there(refused):
@@ -342,9 +352,7 @@ runpy.run_module("ddiloco", run_name="__main__", alter_sys=True)
   assert bool(done.stdout) == (status == 0)
 
 
-def test_an_interrupt_that_python_would_swallow_ends_a_run():
-  """JAX calls Python when garbage is collected: the run trained to its end, with status 0."""
-  code = """
+SWALLOWED = """
 import gc, os, runpy, signal, sys
 from ddiloco import cli
 def train(arguments):
@@ -354,11 +362,37 @@ def train(arguments):
 cli.COMMANDS["train"], sys.argv = train, ["ddiloco", "train"]
 runpy.run_module("ddiloco", run_name="__main__")
 """
-  done = process(code=code)
+HAS_FULL = pytest.mark.skipif(
+  not Path("/dev/full").exists(), reason="Linux has a disk that is always full"
+)
+
+
+def test_an_interrupt_that_python_would_swallow_ends_a_run():
+  """JAX calls Python when garbage is collected: the run trained to its end, with status 0."""
+  done = process(code=SWALLOWED)
   assert (done.returncode, done.stderr) == (130, "ddiloco: interrupted\n")
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a disk that is always full")
+@HAS_FULL
+def test_an_interrupt_that_cannot_be_said_ends_a_run_too():
+  with open("/dev/full", "w") as full:
+    assert (
+      subprocess.run([sys.executable, "-c", SWALLOWED], stderr=full, timeout=100).returncode == 130
+    )
+
+
+def test_an_interrupt_gives_the_cursor_back_that_the_live_view_hides():
+  ours, terminal = os.openpty()
+  try:
+    command = [sys.executable, "-c", SWALLOWED]
+    assert subprocess.run(command, stdout=terminal, stderr=terminal, timeout=100).returncode == 130
+    assert os.read(ours, 100) == b"\x1b[?25hddiloco: interrupted\r\n"
+  finally:
+    os.close(terminal)
+    os.close(ours)
+
+
+@HAS_FULL
 def test_a_full_disk_under_what_is_printed_is_no_traceback():
   command = [sys.executable, "-m", "ddiloco", "simulate", "--chips=1000", "--learners=2"]
   with open("/dev/full", "w") as full:

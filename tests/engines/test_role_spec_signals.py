@@ -151,3 +151,15 @@ def test_the_first_ctrl_c_asks_and_the_second_one_interrupts():
       os.kill(os.getpid(), signal.SIGINT)
       time.sleep(10)
   assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_ctrl_c_stays_ignored_in_the_background_of_a_shell():
+  asked, before = threading.Event(), signal.signal(signal.SIGINT, signal.SIG_IGN)
+  try:
+    with terminates(asked) as heard:
+      os.kill(os.getpid(), signal.SIGINT)
+      os.kill(os.getpid(), signal.SIGTERM)
+      assert asked.wait(10) and heard == [signal.SIGTERM]
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+  finally:
+    signal.signal(signal.SIGINT, before)

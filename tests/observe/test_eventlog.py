@@ -17,6 +17,7 @@ from ddiloco.observe.eventlog import (
   EventLog,
   Follower,
   Recorder,
+  check_format,
   newest_event,
   read_events,
 )
@@ -266,6 +267,25 @@ def test_a_log_goes_on_when_its_file_system_is_back(tmp_path, monkeypatch):
       recorder.flush()
     os.close(other)
   assert [event.step for event in read_events(tmp_path)] == [0, 2] and recorder.lost_events == 1
+
+
+def test_a_log_that_was_deleted_says_its_format_anew(tmp_path, monkeypatch):
+  """A stale handle may be that of a deleted file; without its format no role starts again."""
+
+  def stale(file, data):
+    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+  with Recorder(tmp_path, "learner-0", 0, start_time=0.0) as recorder:
+    recorder.record(step(0))
+    recorder.flush()
+    recorder.path.unlink()
+    with monkeypatch.context() as patch:
+      patch.setattr(os, "write", stale)
+      recorder.record(step(1))
+      recorder.flush()
+    recorder.record(step(2))
+  check_format(recorder.path)
+  assert [event.step for event in read_events(tmp_path)] == [2]
 
 
 def test_a_log_whose_end_cannot_be_read_costs_no_descriptors(tmp_path, monkeypatch):

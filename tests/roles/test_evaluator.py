@@ -76,8 +76,8 @@ def test_a_run_that_is_stopped_has_no_final_model(joins):
   assert any(isinstance(m, Goodbye) for m in watched.wire.sent)
 
 
-def test_a_role_that_is_stopped_does_not_wait_for_a_measurement_but_its_process_does():
-  """A daemon was inside JAX when Python ended: a script that had succeeded was aborted (134)."""
+def test_a_stopped_evaluator_waits_for_no_measurement_but_the_end_of_a_program_does():
+  """JAX aborts a program that ends while a daemon computes: status 134."""
   begun, go_on = threading.Event(), threading.Event()
 
   def measure(params):
@@ -87,9 +87,11 @@ def test_a_role_that_is_stopped_does_not_wait_for_a_measurement_but_its_process_
 
   watched = Watched(measure)
   watched.publish(0, 0)
-  watched.role.run(begun.is_set)
+  run = threading.Thread(target=watched.role.run, args=(begun.is_set,), daemon=True)
+  run.start()  # a daemon, as in the engines
+  run.join(60)
   (thread,) = [each for each in threading.enumerate() if each.name.startswith("measur")]
-  assert not (thread.daemon or watched.of("evaluation"))
+  assert not thread.daemon and not watched.of("evaluation")
   go_on.set()
   thread.join(60)
   assert [each.loss for each in watched.of("evaluation")] == [0.5]
