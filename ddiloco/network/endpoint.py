@@ -262,7 +262,8 @@ class NetworkEndpoint(Endpoint):
   def _check_keys(self, keys: Keys) -> None:
     """Disconnects peers whose key is no longer listed: it may be stolen."""
     for peer in self._peers():
-      if peer.key in (b"", listed := keys.listed(peer.address)):
+      listed = keys.listed(peer.address)
+      if peer.key in (b"", listed):
         continue
       reason = f"the key of {peer.address} is not listed here any more"
       if not peer.url:

@@ -273,7 +273,13 @@ class Keys:
     require(fits, "--keys", str(path), "is damaged", made)
     fits = read(public_path)[0] == public
     require(fits, "--keys", str(public_path), "does not belong to this role's secret key", made)
-    files, owners, problems = read_public(folder, {})
+    try:
+      files, owners, problems = read_public(folder, {})
+    except OSError as error:
+      raise ConfigError(
+        f"--keys = {str(public_path.parent)!r}: cannot be listed ({error.strerror})."
+        " Fix: let this user read the folder."
+      ) from error
     if problems:
       raise ConfigError(problems[0])
     return cls(folder, address, public, secret or b"", files, owners)
@@ -285,15 +291,13 @@ class Keys:
     ends no connection; but newcomers are refused.
     """
     try:
-      self._files, owners, _ = read_public(self.folder, self._files)
+      self._files, self._owners, _ = read_public(self.folder, self._files)
     except OSError:
-      owners = {}
-    self._owners = owners
-    if self._accepts is not None and self._accepts[0] != owners:  # a role that dials has none
-      try:
-        self._accepts = self._accept(owners)
-      except OSError:  # our own key cannot be read now: `context` tries again
-        self._accepts = None
+      self._owners = {}
+      return
+    if self._accepts is not None and self._accepts[0] != self._owners:  # a role that dials has none
+      with contextlib.suppress(OSError):  # our own key cannot be read now
+        self._accepts = self._accept(self._owners)
 
   def server_key(self, peer: str) -> bytes:
     """The certificate to expect of the shard `peer`, "syncer-0"; ConfigError if none is listed."""
@@ -309,10 +313,11 @@ class Keys:
     return file.certificate if file else b""
 
   def context(self) -> ssl.SSLContext:
-    """For accepting connections: any listed key is valid; `owner` gives its role.
+    """For accepting connections: any listed key is valid; `owner` gives its role, or none where a
+    key was removed a moment ago. Reads a file only in the first call that succeeds.
 
     Raises:
-      OSError: our own key cannot be read now.
+      OSError: our own key cannot be read now, and never was in an earlier call.
     """
     accepts = self._accepts
     if accepts is None:

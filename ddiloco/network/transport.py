@@ -186,7 +186,8 @@ class Endpoint:
     if not self._closed:
       self.counters.sent_bytes += size
       self.counters.payload_bytes += size - len(header)
-      self.counters.undelivered += self._post(to, header, payload)
+      undelivered = self._post(to, header, payload)  # other threads count too in the meantime
+      self.counters.undelivered += undelivered
     return size
 
   def _post(self, to: str, header: bytes, payload: messages.Payload) -> int:

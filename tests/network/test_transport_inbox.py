@@ -132,6 +132,17 @@ def test_what_has_a_payload_is_no_report_whatever_its_header_says():
   assert box.inbox.waiting_bulk("learner-0") == (0, 0)
 
 
+def test_what_another_thread_drops_while_a_message_is_sent_is_counted():
+  class Sender(Endpoint):
+    def _post(self, to: str, header: bytes, payload: messages.Payload) -> int:
+      self.counters.undelivered += 5  # as the thread for control does when a peer has restarted
+      return 1
+
+  sender = Sender("learner-0", RunIdentity("run", "plan", 1 << 30, 1 << 30))
+  sender.send("syncer-0", report(0, 1))
+  assert sender.counters.undelivered == 6
+
+
 def test_a_report_does_not_overtake_what_its_learner_said_before_it():
   box = Box()
   for message in (
