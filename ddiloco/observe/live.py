@@ -200,7 +200,8 @@ class LiveView:
 
   def __enter__(self) -> LiveView:
     """Takes the terminal and begins to draw."""
-    if self._console.is_terminal:
+    # On a terminal that can only append (TERM=dumb) a picture would stay away until the end.
+    if self._console.is_terminal and not self._console.is_dumb_terminal:
       live = Live(console=self._console, auto_refresh=False, vertical_overflow="crop")
       try:
         live.start()

@@ -106,7 +106,8 @@ def test_an_event_that_cannot_be_shown_takes_no_other_with_it(make, fake_clock):
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_what_cannot_be_drawn_at_the_end_loses_no_run(fake_clock, capsys, terminal):
+def test_what_cannot_be_drawn_at_the_end_loses_no_run(fake_clock, capsys, monkeypatch, terminal):
+  monkeypatch.setenv("TERM", "xterm")
   console = Console(file=io.StringIO(), width=100, force_terminal=terminal)
   live = LiveView(console, clock=fake_clock)
   live._next_frame = math.inf
@@ -128,12 +129,21 @@ def test_progress_lines_come_at_their_interval(make, fake_clock):
   assert [line[:6] for line in lines] == ["[0:10]", "[0:20]", "[0:31]"]
 
 
-def test_on_a_terminal_the_last_frame_stays(run_events, fake_clock):
+def test_on_a_terminal_the_last_frame_stays(run_events, fake_clock, monkeypatch):
+  monkeypatch.setenv("TERM", "xterm")
   console = Console(file=io.StringIO(), width=100, height=40, force_terminal=True)
   text = _run_live(console, run_events, fake_clock)
   assert "\x1b" in text
   assert "all tokens merged" in text.rsplit("quickstart", 1)[1]
   assert text.rstrip().endswith("\x1b[?25h")  # the cursor is back
+
+
+def test_a_terminal_that_can_only_append_gets_lines_during_the_run(make, fake_clock, monkeypatch):
+  monkeypatch.setenv("TERM", "dumb")
+  console = Console(file=io.StringIO(), width=100, force_terminal=True)
+  with LiveView(console, clock=fake_clock) as live:
+    live._consume(_restarts(make, "learner-1"))
+    assert console.file.getvalue() == "[0:01] island 1 restarts\n"
 
 
 def test_the_start_time_comes_with_the_first_event(make, fake_clock):
