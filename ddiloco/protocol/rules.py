@@ -260,7 +260,7 @@ def opposing(
 # could make: a global step that another learner confirms or that one learner alone can have
 # reached, steps that fit into the time since its last merge, tokens that fit into its steps. A
 # greater claim is cut down where it steers the shard's own work (global step, due steps, step
-# time), and refused where it would count as work done (pushes). docs/design.md, "Whom a shard
+# time), and rejected where it would count as work done (pushes). docs/design.md, "Whom a shard
 # believes", has the model.
 
 
@@ -325,7 +325,7 @@ def raised_global_step(
 
 
 def too_far_ahead(beliefs: Beliefs, global_step: int, sync: SyncConfig) -> int | None:
-  """The learner that claims a step so far beyond the global step that its push would be refused.
+  """The learner that claims a step so far beyond the global step that its push would be rejected.
 
   It may be an island that trained while the others started: it is asked when their pace is known.
   """
