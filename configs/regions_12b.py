@@ -8,8 +8,8 @@ Hardware:  islands 0 and 1: v5p:4x4x4; 2 and 3: v6e:8x8; a region each. Twelve s
            regions, of 24 GB each, on machines with 25 Gbit/s between them.
 Time:      not run. A step takes 1.7 s at 40 % of the peak on both: a v6e has twice a v5p's FLOP/s,
            so its islands take twice the batch. 240e9 tokens are 153,000 steps, or three days.
-Links:     5 Gbit/s an island each way, half of it used on average (`ddiloco plan`). At 30 ms one way
-           a single TCP connection with Linux's usual buffers would carry a ninth of that.
+Links:     5 Gbit/s an island each way, half of it used on average (`ddiloco plan`). At 30 ms one
+           way a single TCP connection with Linux's usual buffers would carry a ninth of that.
 Algorithm: the protocol of configs/dense.py:12b, with int4 pushes, which lost nothing in the paper
            ("Decoupled DiLoCo", outer-gradient precision), and int8 publishes of the update. 96
            fragments, so that a sync is over after the three steps of overlap.
