@@ -106,8 +106,7 @@ class Hosts:
     meeting = Meeting(place.hosts, island, runner.keys)
     runner.ready = lambda: f"hosts {meeting.missing} of its island, which have not come"
     self.links = meeting.wait(config.network.give_up_seconds)
-    silence = config.network.silence_seconds
-    limits = (lambda: silence), self._order_seconds
+    limits = config.network.silence_seconds, self._order_seconds
     self._watch = HostWatch(self.links, self.progress, *limits, self._lost, runner.stop.set)
     _join(meeting.coordinator, config, island, 0)
 
@@ -208,7 +207,7 @@ def _follow(
   me = island, place.host, keys, patience, asked.is_set
   links, coordinator = host_links.join(place.hosts, *me)
   silence = config.network.silence_seconds
-  limits = (lambda: silence,) * 2
+  limits = silence, lambda: silence
   watch = HostWatch({0: links}, progress, *limits, lost, meet_seconds=patience)
   _join(coordinator, config, island, place.host)
   joined.set()

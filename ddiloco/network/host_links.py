@@ -342,7 +342,7 @@ class HostWatch:
   Args:
     links: host -> its connections; host 0 is among them where this host follows.
     mine: this host's progress; on the leader `done` counts the orders given.
-    silent_seconds: how long a host may be silent; called at each check.
+    silent_seconds: how long a host may be silent.
     order_seconds: how long an order may take without any progress; called at each check.
     lost: called with `(host or None, reason)`, on a thread of this watch.
     asked: called when another host was asked to end.
@@ -354,7 +354,7 @@ class HostWatch:
     self,
     links: Mapping[int, HostLinks],
     mine: HostProgress,
-    silent_seconds: Callable[[], float],
+    silent_seconds: float,
     order_seconds: Callable[[], float],
     lost: Callable[[int | None, str], None],
     asked: Callable[[], None] = lambda: None,
@@ -403,7 +403,7 @@ class HostWatch:
       self._beat()
       host = min(self._heard, key=lambda h: self._heard[h])
       least = 0.0 if host in self._beats else self._meet_seconds
-      if now - self._heard[host] > max(least, self._silent_seconds()):
+      if now - self._heard[host] > max(least, self._silent_seconds):
         self._tell(host, f"it was not heard for {now - self._heard[host]:.0f} s")
       self._check_progress(now, self._order_seconds())
 

@@ -397,6 +397,7 @@ def test_a_learner_has_longer_for_its_first_steps(make, address, allowed):
     wait_for(lambda: f"(allowed: {allowed} s)" in runner._health.livez()[1])
     runner.usual_seconds = lambda: 20.0
     wait_for(lambda: "(allowed: 200 s)" in runner._health.livez()[1])
+    assert runner._health.livez()[0] == 200
 
 
 def test_lines_of_progress_and_at_once_what_matters(make, capsys):

@@ -300,7 +300,7 @@ class Watched:
     self.watch = HostWatch(
       mine,
       self.progress,
-      lambda: limit_seconds,
+      limit_seconds,
       lambda: limit_seconds if order_seconds is None else order_seconds,
       lambda host, reason: self.told.put((host, reason)),
       self.asked.set,
