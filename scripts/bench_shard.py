@@ -4,8 +4,9 @@ A shard runs in a process of its own, with the outer optimizer's momentum, int4 
 publishes; this process plays M learners on loopback, message by message. Parts:
 
 - Together: all learners push at the same time, and all pushes must be merged (`together_merged`).
-  Meanwhile hellos must be answered: the longest answer while the shard measured and merged is
-  `control_ms_while_merging`. `sync_seconds`: from the first push's arrival to the last publish's.
+  Meanwhile reports of one that joins must be answered: the longest answer while the shard measured
+  and merged is `control_ms_while_merging`. `sync_seconds`: from the first push's arrival to that of
+  the last publish.
 - After a pause: the shard is stopped for 3 s (SIGSTOP) while pushes arrive; all of them must be
   merged, and no learner called lost (`after_pause_merged`).
 - Commit: the shard's own arithmetic in this process, in turn with a copy of the same bytes on the
@@ -52,7 +53,6 @@ from ddiloco.network.transport import learner_address, syncer_address
 from ddiloco.protocol.events import Commit, Event, Member
 from ddiloco.protocol.messages import (
   INITIAL,
-  Hello,
   Publish,
   Pull,
   Push,
@@ -232,7 +232,7 @@ class Learner:
     self.rounds = dict.fromkeys(range(len(plan.fragments)), INITIAL)
     self.versions = dict.fromkeys(range(len(plan.fragments)), 0)
     self.got_at: dict[tuple[int, int], float] = {}
-    self.answers: list[float] = []  # seconds until a hello was answered
+    self.answers: list[float] = []  # seconds until a welcome came
     self.welcomes = 0  # received
     self.pushed_at: list[float] = []
     self._pushed_round = -1
@@ -252,29 +252,30 @@ class Learner:
 
   def hello(self, shard: int = 0) -> None:
     self.asked_at = time.monotonic()
-    rounds = tuple(self.rounds[p] for p in self._of(shard))
-    self.endpoint.send(syncer_address(shard), Hello(self.number, 1, rounds))
+    self._report(shard, joins=True)
 
   def report(self, since: int) -> None:
     """Reports so many steps since the last sync of every fragment."""
     self.step += max(0, since - self.since)
     self.since = since
     for s in range(self._shards):
-      mine = self._of(s)
-      self.endpoint.send(
-        syncer_address(s),
-        Report(
-          learner=self.number,
-          incarnation=1,
-          global_step=self.step,
-          step_seconds=STEP_SECONDS,
-          versions=tuple(self.versions[p] for p in mine),
-          rounds=tuple(self.rounds[p] for p in mine),
-          steps_since_sync=tuple(since for _ in mine),
-          leaving=False,
-          snapshot=0,
-        ),
-      )
+      self._report(s)
+
+  def _report(self, shard: int, joins: bool = False) -> None:
+    mine = self._of(shard)
+    report = Report(
+      learner=self.number,
+      incarnation=1,
+      global_step=self.step,
+      step_seconds=STEP_SECONDS,
+      versions=tuple(self.versions[p] for p in mine),
+      rounds=tuple(self.rounds[p] for p in mine),
+      steps_since_sync=tuple(self.since for _ in mine),
+      leaving=False,
+      snapshot=0,
+      joins=joins,
+    )
+    self.endpoint.send(syncer_address(shard), report)
 
   def _live(self) -> None:
     while not self._stop.is_set():
@@ -354,7 +355,7 @@ class Bench:
   def round(self, ask_seconds: float = 0.0) -> tuple[float, list[int]]:
     """(seconds from the first push to the last publish, pushes merged in each fragment).
 
-    With `ask_seconds` learner 0 says hello that often meanwhile, and notes the answers.
+    With `ask_seconds` learner 0 asks for a welcome that often meanwhile, and notes the answers.
     """
     self.version += 1
     over, asker = threading.Event(), self.learners[0]
@@ -403,7 +404,7 @@ def bench_rounds(values: int, fragments: int, learners: int) -> dict[str, Any]:
     time.sleep(REST_SECONDS)
     resident, peak, _ = bench.shards.memory()
     print(f"together: {together} of {learners} merged in {seconds:.2f} s;", end=" ")
-    print(f"hellos answered in {1e3 * control[len(control) // 2]:.1f} ms, at most", end=" ")
+    print(f"welcomes came in {1e3 * control[len(control) // 2]:.1f} ms, at most", end=" ")
     print(f"{1e3 * control[-1]:.1f} ms ({len(control)})", flush=True)
     paused = pause(bench)
     print(f"after a pause of {PAUSE_SECONDS:g} s: {paused} merged, lost: {bench.shards.lost}")

@@ -31,7 +31,7 @@ import tempfile
 import time
 import traceback
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -211,7 +211,7 @@ EXAMPLES = {
   bool: True,
   bytes: b"12345678",
   tuple[int, ...]: (3, 1),
-  tuple[tuple[int, int], ...]: ((3, 1),),
+  Mapping[int, int]: {3: 1},
 }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from ddiloco.protocol import events, messages, syncer
-from ddiloco.protocol.actions import Read, Received, Saved, SyncerAction, Tick
+from ddiloco.protocol.actions import Read, Received, SyncerAction, Tick
 from ddiloco.protocol.states import SyncerState
 
 
@@ -27,7 +27,7 @@ def take_in(state: SyncerState, event) -> tuple[SyncerState, list[SyncerAction]]
 def shard_on(state: SyncerState, event) -> tuple[SyncerState, list[SyncerAction]]:
   """A shard that takes in one message and then decides, as it does when no more has arrived."""
   state, actions = take_in(state, event)
-  if not isinstance(event, Received | Saved):
+  if not isinstance(event, Received):
     return state, actions
   state, decided = syncer.syncer_on(state, Tick(event.now))
   return state, [*actions, *decided]
@@ -39,8 +39,18 @@ def applied(fragment: int, version: int, made_by: int, mode: str, included: bool
   )
 
 
-def hello(learner: int, incarnation: int, rounds: tuple[int, ...] = ()) -> messages.Hello:
-  return messages.Hello(learner, incarnation, rounds)
+def hello(
+  learner: int, incarnation: int, rounds: tuple[int, ...] = (messages.NOTHING,) * 2
+) -> messages.Report:
+  """The first report of a life, which has nothing yet unless `rounds` says so."""
+  versions = tuple(max(-1, r + 1) for r in rounds)
+  steps = tuple(0 for _ in rounds)
+  return report(learner, incarnation, 0, 0.0, versions, steps, rounds=rounds, joins=True)
+
+
+def request(learner: int, incarnation: int) -> messages.RequestMoments:
+  """A message that is no report: of a learner's reports only the newest waits for a shard."""
+  return messages.RequestMoments(learner, incarnation, ())
 
 
 def report(
@@ -118,9 +128,14 @@ def publish(
   base_round = messages.NOTHING if base_version < 0 else base_version - 1
   which = (shard, incarnation, learner_incarnation, fragment, round, version, base_version)
   return messages.Publish(
-    *which, base_round, global_step, merged_tokens, participants, merged_rounds,
+    *which, base_round, global_step, merged_tokens, participants, by_learner(*merged_rounds),
     snapshot=0, count=0, seal="", codec=codec, payload=payload,
   )  # fmt: skip
+
+
+def by_learner(*numbers: int) -> dict[int, int]:
+  """Of learner, number, learner, number, ..."""
+  return dict(zip(numbers[::2], numbers[1::2], strict=True))
 
 
 def plain(thing):

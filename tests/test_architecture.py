@@ -88,7 +88,7 @@ PURE = {
 }
 STANDARD = {
   "__future__", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq",
-  "itertools", "json", "math", "operator", "reprlib", "statistics", "struct", "sys", "types",
+  "itertools", "json", "math", "operator", "re", "reprlib", "statistics", "struct", "sys", "types",
   "typing", "zlib",
 }  # fmt: skip
 # These know no arrays, files, clocks or chance either.

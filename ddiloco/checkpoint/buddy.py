@@ -44,8 +44,6 @@ from ddiloco.protocol.messages import (
   Replica,
   Replicated,
   Value,
-  flat,
-  pairs,
 )
 from ddiloco.protocol.rules import smooth
 from ddiloco.protocol.states import FragmentState
@@ -76,24 +74,6 @@ class Copy:
   momentum: np.ndarray | None
 
 
-@dataclasses.dataclass
-class GivenBack:
-  """One answer to an incarnation of an owner: the copies of its fragments."""
-
-  asked_by: int  # incarnation of the owner
-  made: bool = False  # all copies are sent
-  memory: list[weakref.ref[Any]] = dataclasses.field(default_factory=list)
-
-  @property
-  def under_way(self) -> bool:
-    """Whether some copies have not left yet: a payload that has left has no reference any more.
-
-    `Endpoint.unsent` would not tell: of two shards each is the buddy of the other, so it counts
-    other payloads too.
-    """
-    return not self.made or any(payload() is not None for payload in self.memory)
-
-
 class Copies:
   """The copies that this shard holds: the newest commit of each of its neighbour's fragments.
 
@@ -113,32 +93,16 @@ class Copies:
     self.plan, self.config = plan, config
     self._held: dict[tuple[int, int], Copy] = {}  # by owner and fragment
     self.lives: dict[int, int] = {}
-    self._answers: dict[int, GivenBack] = {}  # owner -> the newest answer
+    # Owner -> its incarnation that was answered last, and the payloads of that answer.
+    self._answers: dict[int, tuple[int, list[weakref.ref[Any]]]] = {}
 
   def on(self, message: Replica | Recover) -> Job:
-    """Keeps a copy if it is the newest, or gives back all copies of the sender's fragments.
-
-    Returns a job for the background.
-    """
-    # Decided on arrival: repeated requests that queue behind an answer get no answer of their own.
-    return self._do(message, self._new_answer(message) if isinstance(message, Recover) else None)
-
-  def _new_answer(self, message: Recover) -> GivenBack | None:
-    """None while an earlier answer is under way: a second would send the same gigabytes again."""
-    last = self._answers.get(message.shard)
-    if last is not None:
-      again = message.incarnation == last.asked_by
-      if message.incarnation < last.asked_by or (again and last.under_way):
-        return None
-    answer = self._answers[message.shard] = GivenBack(message.incarnation)
-    return answer
-
-  def _do(self, message: Replica | Recover, answer: GivenBack | None) -> Job:
+    """Job: keeps a copy if it is the newest, or gives back all copies of the sender's fragments."""
     if message.incarnation < self.lives.get(message.shard, -1):
       return  # from a dead incarnation; the living one may have begun from another version
     self.lives[message.shard] = message.incarnation
     if isinstance(message, Recover):
-      yield from self._give_back(message, answer)
+      yield from self._give_back(message)
     elif message.owner == message.shard:
       kept = self._keep(message)
       yield None
@@ -146,20 +110,26 @@ class Copies:
       done = Replicated(*me, message.fragment, message.last_round, kept)
       self.endpoint.send(syncer_address(message.shard), done)
 
-  def _give_back(self, message: Recover, answer: GivenBack | None) -> Job:
-    """Sends the copies, unless they are on their way already, and then the list of fragments."""
+  def _give_back(self, message: Recover) -> Job:
+    """Sends the copies, unless they are on their way already, and then the list of fragments.
+
+    A payload that has left has no reference any more. `Endpoint.unsent` would not tell: of two
+    shards each is the buddy of the other, so it counts other payloads too.
+    """
     owner = syncer_address(message.shard)
     held = {p: copy for (o, p), copy in sorted(self._held.items()) if o == message.shard}
-    if answer is not None:
+    asked_by, payloads = self._answers.get(message.shard, (-1, []))
+    if message.incarnation > asked_by or not any(payload() is not None for payload in payloads):
+      payloads = []
       for copy in held.values():
         payload = _whole(copy.published_value, copy.momentum)
-        answer.memory.append(weakref.ref(payload.base))
+        payloads.append(weakref.ref(payload.base))
         yield None
         said = dataclasses.replace(
           copy.said, shard=self.shard, incarnation=self.incarnation, payload=payload
         )
         self.endpoint.send(owner, said)
-      answer.made = True
+      self._answers[message.shard] = message.incarnation, payloads
     listed = Recovered(
       self.shard,
       self.incarnation,
@@ -210,6 +180,8 @@ class Replication:
 
   Attributes:
     background: runs jobs on values, one after the other.
+    held: by fragment, since when actions wait for the buddy, and these: one or more for each
+      member.
   """
 
   def __init__(
@@ -225,12 +197,11 @@ class Replication:
     self._patience_seconds = patience_seconds
     self._copy_seconds = 0.0  # from sending a copy to its confirmation, smoothed
     self._newest: dict[int, Committed] = {}  # fragment -> the commit that the buddy should have
-    self._sent: dict[int, int] = {}  # fragment -> the round whose value this buddy was sent last
-    self._whole: list[int] = []  # fragments that are to be sent whole, one after the other
+    # Fragment -> the round whose value this buddy was sent last; without one it goes out whole.
+    self._sent: dict[int, int] = {}
     self._sent_at: dict[int, float] = {}  # fragment -> when its unconfirmed copy was sent
     self._changing: set[int] = set()  # fragments whose next commit is being made
-    # fragment -> since when actions wait for the buddy, and these: one or more for each member
-    self._held: dict[int, tuple[float, list[Callable[[], None]]]] = {}
+    self.held: dict[int, tuple[float, list[Callable[[], None]]]] = {}
     self._buddy_incarnation = -1
     self._away = False
 
@@ -238,20 +209,22 @@ class Replication:
     """This incarnation begins with these fragments: the buddy, if it restarted too, needs them."""
     # A buddy that began together with this shard has asked before, and goes on asking.
     self._buddy_incarnation = self._copies.lives.get(self._buddy, -1)
-    for committed in found:
-      self._newest[committed.state.index] = committed
-    self._all_whole(self._newest)
+    self._newest |= {committed.state.index: committed for committed in found}
+    self._send_anew(list(self._newest))
 
-  def _all_whole(self, fragments: Iterable[int]) -> None:
-    """Sends these fragments whole, each when the one before is confirmed: together they may be a
-    whole model. Those that publishes wait for come first."""
-    self._whole = sorted(fragments, key=lambda p: p not in self._held)
-    self._sent_at |= dict.fromkeys(self._whole, self._now())
+  def _send_anew(self, fragments: Iterable[int]) -> None:
+    """The buddy lacks the newest commits of these fragments. They go out whole, each when the one
+    before is confirmed: together they may be a whole model."""
+    for p in fragments:
+      self._sent.pop(p, None)
+      self._sent_at[p] = self._now()
     self._next_whole()
 
   def _next_whole(self) -> None:
-    if self._whole:
-      self._send(self._whole[0])
+    """Sends a fragment that the buddy lacks whole; those that publishes wait for come first."""
+    lacking = [p for p in self._newest if p not in self._sent and p not in self._changing]
+    if lacking:
+      self._send(min(lacking, key=lambda p: p not in self.held))
 
   def changes(self, fragment: int) -> None:
     """The fragment's vectors change from now until `committed`: they cannot be sent meanwhile."""
@@ -276,11 +249,6 @@ class Replication:
   def _send(self, fragment: int, base_round: int = NOTHING, change: Encoded | None = None) -> None:
     """Sends `change`, made to the value of `base_round`; without a change the whole fragment."""
     committed, copies = self._newest[fragment], self._copies
-    if fragment in self._whole:
-      self._whole.remove(fragment)
-    if fragment in self._changing:  # it goes out whole after its commit
-      self._sent.pop(fragment, None)
-      return
     self._sent_at[fragment] = self._now()
     self._sent[fragment] = committed.state.last_round
     if change is None:  # the loop must not wait while gigabytes are copied
@@ -299,14 +267,9 @@ class Replication:
   def when_safe(self, fragment: int, do: Callable[[], None]) -> None:
     """Calls `do` as soon as the buddy has the fragment's newest commit; at once if it is away."""
     if fragment in self._sent_at and not self._away:
-      self._held.setdefault(fragment, (self._now(), []))[1].append(do)
+      self.held.setdefault(fragment, (self._now(), []))[1].append(do)
     else:
       do()
-
-  @property
-  def held(self) -> tuple[int, ...]:
-    """Fragments with actions that wait for the buddy; called at every message."""
-    return tuple(self._held)
 
   def on(self, message: Replica | Replicated | Recover | Recovered) -> None:
     """Takes a message of another shard: of the neighbour about its copies here, or of the buddy
@@ -319,7 +282,7 @@ class Replication:
         # not known: one too many is sent.
         first = isinstance(message, Recover) and self._buddy_incarnation < 0
         if message.shard == self._buddy and (first or self._is_new(message.incarnation)):
-          self._met(message.incarnation, has=set())
+          self._met(message.incarnation, lacks=list(self._newest))
       case Replicated():
         self._confirmed(message)
 
@@ -337,38 +300,34 @@ class Replication:
       sent_at = self._sent_at.pop(p, None)
       if sent_at is not None:
         self._copy_seconds = smooth(self._copy_seconds, self._now() - sent_at)
-    again = self._is_new(message.incarnation)
-    if self._away or again:
-      # One that only was slow or cut off still has all that it ever confirmed.
-      has = {p} if again else set(self._newest)
-      self._met(message.incarnation, has - self._sent_at.keys())
+    if self._is_new(message.incarnation):
+      self._met(message.incarnation, [f for f in self._newest if f != p or f in self._sent_at])
+    elif self._away:  # one that only was slow or cut off still has all that it ever confirmed
+      self._met(message.incarnation, list(self._sent_at))
     else:
-      if not message.kept and newest is not None and p not in self._whole:
-        self._whole.append(p)
       self._buddy_incarnation = message.incarnation
-      self._next_whole()
+      self._send_anew([p] if newest is not None and not message.kept else [])
     self._release()
 
-  def _met(self, incarnation: int, has: set[int]) -> None:
-    """The buddy is here again, with the newest copies of these fragments: it gets the others."""
+  def _met(self, incarnation: int, lacks: list[int]) -> None:
+    """The buddy is here again, without the newest copies of these fragments: it gets them."""
     if self._away or self._is_new(incarnation):
       self._recorder.record(events.Replicated(buddy=self._buddy))
-    self._sent = {f: r for f, r in self._sent.items() if f in has}
     self._away, self._buddy_incarnation = False, incarnation
-    self._all_whole(f for f in self._newest if f not in has)
+    self._send_anew(lacks)
 
   def tick(self) -> float:
     """Gives up waiting for a buddy that is away; returns when to look again."""
     now = self._now()
     patience = max(self._patience_seconds, PATIENCE_FACTOR * self._copy_seconds)
-    if not self._held:
+    if not self.held:
       return now + patience
     # Only copies that something waits for: others may be far back in the row of whole copies, and
     # one that was lost on the way does not make the buddy silent. A buddy that restarts gets them
     # anew; if no life of it is long enough to confirm them, they must not wait for ever.
     until = min(
       min(self._sent_at[p] + patience, since + RESTARTS_FACTOR * patience)
-      for p, (since, _) in self._held.items()
+      for p, (since, _) in self.held.items()
     )
     if now >= until:
       self._away = True
@@ -379,8 +338,8 @@ class Replication:
     return until
 
   def _release(self) -> None:
-    for fragment in [p for p in self._held if p not in self._sent_at or self._away]:
-      for do in self._held.pop(fragment)[1]:
+    for fragment in [p for p in self.held if p not in self._sent_at or self._away]:
+      for do in self.held.pop(fragment)[1]:
         do()
 
   def missing(self) -> list[int]:
@@ -444,7 +403,10 @@ def _complete(found: dict[int, Committed], listed: dict[int, int] | None) -> boo
 # --- The message
 
 # What a fragment's state and the message have in common.
-_SAME = ("version", "merged_tokens", "last_round", "global_step", "participants", "snapshot")
+_SAME = (
+  *("version", "merged_tokens", "merged_rounds", "merged_global_steps", "last_round"),
+  *("global_step", "participants", "snapshot"),
+)
 
 
 def _whole(published_value: np.ndarray, momentum: np.ndarray | None) -> np.ndarray:
@@ -462,8 +424,6 @@ def header(committed: Committed, shard: int, incarnation: int) -> Replica:
     fragment=state.index,
     **{name: getattr(state, name) for name in _SAME},
     momentum_round=committed.momentum_round,
-    merged_rounds=flat(state.merged_rounds),
-    merged_global_steps=flat(state.merged_global_steps),
     base_round=NOTHING,
     codec="f32",
     has_momentum=committed.momentum is not None,
@@ -486,8 +446,7 @@ def unpack(
   Raises:
     CodecError: the change has a code that no encoder writes.
   """
-  odd = len(replica.merged_rounds) % 2 or len(replica.merged_global_steps) % 2
-  if not 0 <= replica.fragment < len(plan.fragments) or odd or replica.payload is None:
+  if not 0 <= replica.fragment < len(plan.fragments):
     return None
   size = plan.fragments[replica.fragment].size
   said = dataclasses.replace(replica, payload=None, base_round=NOTHING, codec="f32")
@@ -512,12 +471,7 @@ def unpack(
 def committed_of(copy: Copy) -> Committed:
   """The fragment with which its shard begins again: its value is the published value."""
   said, value = copy.said, copy.published_value
-  state = FragmentState(
-    said.fragment,
-    merged_rounds=dict(pairs(said.merged_rounds)),
-    merged_global_steps=dict(pairs(said.merged_global_steps)),
-    **{name: getattr(said, name) for name in _SAME},
-  )
+  state = FragmentState(said.fragment, **{name: getattr(said, name) for name in _SAME})
   return Committed(state, value, value, copy.momentum, said.momentum_round)
 
 
@@ -540,6 +494,14 @@ class Sealer:
 
   def __init__(self, secret: bytes, run_id: str, plan_id: str):
     self._secret, self._run = secret, (run_id, plan_id)
+    self._newest: dict[int, tuple[int, str]] = {}  # fragment -> its newest round, that digest
+
+  def sealed(self, publish: Publish, value: np.ndarray) -> Publish:
+    """The publish of this value f32 [size] with its seal; the newest value is read only once."""
+    if self._newest.get(publish.fragment, (None, ""))[0] != publish.round:
+      self._newest[publish.fragment] = publish.round, self.digest(value)
+    seal = self.seal(publish, self._newest[publish.fragment][1])
+    return dataclasses.replace(publish, seal=seal)
 
   def digest(self, value: np.ndarray) -> str:
     """The digest of a fragment's value f32 [size], for `seal`; takes as long as reading it all."""
@@ -548,7 +510,7 @@ class Sealer:
   def seal(self, of: Publish | Value, digest: str) -> str:
     """The seal of the fragment's value that has this digest and is described by `of`."""
     said = (of.fragment, of.round, of.version, of.merged_tokens, of.participants, of.merged_rounds)
-    text = json.dumps([*self._run, *said, digest])
+    text = json.dumps([*self._run, *said, digest], sort_keys=True)
     return hmac.new(self._secret, text.encode(), hashlib.sha256).hexdigest()
 
   def fits(self, of: Value, value: np.ndarray) -> bool:

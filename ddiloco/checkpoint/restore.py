@@ -145,10 +145,7 @@ def _revived(part: Part, new: LearnerState, island) -> ResumeState:
   mine = {n: value for n, value in part.arrays.items() if n.startswith(("params/", "inner/"))}
   island.restore(mine)
   rest = {name: value for name, value in part.arrays.items() if name not in mine}
-  owners = tuple(f.shard for f in new.fragments)
-  revived = learner.revive(old, new.incarnation, owners, new.target_tokens)
-  revived = dataclasses.replace(revived, donor_seconds=new.donor_seconds)
-  return ResumeState(revived, rest, captured.position, fresh=False)
+  return ResumeState(learner.revive(old, new), rest, captured.position, fresh=False)
 
 
 @readable

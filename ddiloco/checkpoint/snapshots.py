@@ -131,7 +131,7 @@ def _checkpointer() -> ocp.Checkpointer:
   return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
-FORMAT = 4
+FORMAT = 5
 WINDOW_BYTES = 128 << 20  # of arrays that are on the host at once, beside the largest array
 MANIFEST = "manifest.json"
 META = "meta.json"

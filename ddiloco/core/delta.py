@@ -28,7 +28,7 @@ from ddiloco.core.codec import Encoded
 from ddiloco.core.fragments import Fragment
 from ddiloco.core.passes import Share, Vectors
 from ddiloco.protocol import rules
-from ddiloco.protocol.actions import Accept, Commit, InstallValue, Received
+from ddiloco.protocol.actions import Commit, InstallValue, Received
 from ddiloco.protocol.messages import INITIAL, MADE, Publish, Push, Value
 from ddiloco.protocol.states import FragmentState
 from ddiloco.protocol.values import Frozen, replace
@@ -256,8 +256,7 @@ class ReceivedPushes:
 
   def __init__(self, fragment: Fragment, round: int):
     self.round = round
-    self.pushes: dict[int, Measured] = {}  # by learner
-    self._samples: dict[int, np.ndarray] = {}  # by learner; also of pushes not accepted later
+    self.pushes: dict[int, Measured] = {}  # by learner; also those not accepted later
     self._fragment = fragment
     self._compared = outer.compared_pieces(fragment)
 
@@ -272,15 +271,15 @@ class ReceivedPushes:
     alone = passes.Sum(self._fragment, [push], ones)
     return Measured(push, squares, passes.sample(alone, ones[0], self._compared))
 
-  def products(self, learner: int, measured: Measured) -> dict[int, float]:
-    """Inner products of this sample with the samples measured before, and with itself.
+  def products(self, learner: int) -> dict[int, float]:
+    """Inner products of this learner's sample with all that are here, itself included.
 
     Empty where a sample has so few values that its direction is chance.
     """
-    mine = self._samples[learner] = measured.sample
+    mine = self.pushes[learner].sample
     if mine.size < FEWEST_COMPARED:
       return {}
-    return {m: passes.dot(each, mine) for m, each in self._samples.items()}
+    return {m: passes.dot(each.sample, mine) for m, each in self.pushes.items()}
 
 
 class Merged(Frozen):
@@ -415,7 +414,8 @@ class Merger:
     return Encoded("f32", codec.encode(self._lend(fragment).published_value, "f32"))
 
   def take_in(self, push: Push, now: float) -> Received:
-    """Measures a push of a round under way here, so that the reducer can judge it."""
+    """Measures a push of a round under way here, so that the reducer can judge it, and keeps it
+    until that round's commit, or until the first push of a later round."""
     fragment, arrivals = self._fragments[push.fragment], self._arrivals.get(push.fragment)
     if arrivals is None or arrivals.round != push.round:
       arrivals = self._arrivals[push.fragment] = ReceivedPushes(fragment, push.round)
@@ -424,8 +424,9 @@ class Merger:
       measured = arrivals.measure(encoded, self.share)
     except codec.CodecError as error:
       return Received(push, now, fault=str(error))
-    products = arrivals.products(push.learner, measured)
-    return Received(push, now, norm=measured.norm, products=products, content=measured)
+    arrivals.pushes[push.learner] = measured
+    products = arrivals.products(push.learner)
+    return Received(push, now, norm=measured.norm, products=products)
 
   def take_back(self, value: Value, now: float) -> Received:
     """Decodes a value that this shard has lost and that a learner gives back."""
@@ -436,14 +437,6 @@ class Merger:
     if not np.isfinite(flat).all():
       return Received(value, now, fault="not finite")
     return Received(value, now, content=flat.copy())  # `flat` is in the message's memory
-
-  def accept(self, accept: Accept) -> None:
-    """Keeps an accepted push until its round ends."""
-    self._arrivals[accept.fragment].pushes[accept.learner] = accept.content
-
-  def abandon(self, fragment: int) -> None:
-    """Forgets the pushes of a round that ends without a commit."""
-    self._arrivals.pop(fragment, None)
 
   def commit(self, what: Commit, state: FragmentState) -> Merged:
     """Merges the round's pushes; the fragment's newest commit is the result, with this state.
@@ -467,8 +460,8 @@ class Merger:
   def install(self, what: InstallValue, state: FragmentState) -> None:
     """Takes a value that a learner gave back, and forgets the pushes of the round under way; the
     momentum stays as it is, of an older round."""
-    self.abandon(what.fragment)
     p, value = what.fragment, what.content
+    self._arrivals.pop(p, None)
     self._update.pop(p, None)
     old = self.committed[p]
     self.committed[p] = dataclasses.replace(old, state=state, value=value, published_value=value)

@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ddiloco.protocol.events import Event, Mode
-from ddiloco.protocol.messages import ForwardMoments, Message, Moments, Publish, Push, Value
+from ddiloco.protocol.messages import ForwardMoments, Message, Publish, Push, Value
 from ddiloco.protocol.values import Frozen
 
 # --- events ---------------------------------------------------------------------------------------
@@ -32,6 +32,7 @@ class Tick(Frozen):
 
   now: float
   heard_until: float = math.inf  # all messages that arrived by then are taken in
+  saved: bool = False  # the newest snapshot is committed or given up: shard 0 may begin another one
 
 
 class Received(Frozen):
@@ -88,14 +89,8 @@ class Resumed(Frozen):
   now: float
 
 
-class Saved(Frozen):
-  """The newest snapshot is committed or given up: shard 0 may begin another one."""
-
-  now: float
-
-
 LearnerEvent = Tick | Received | StepDone | Staged | Taken | Unmade
-SyncerEvent = Tick | Received | Resumed | Saved
+SyncerEvent = Tick | Received | Resumed
 
 # --- actions --------------------------------------------------------------------------------------
 # An event of `events.py` as an action: record it in the event log. Before the role records an
@@ -104,7 +99,10 @@ SyncerEvent = Tick | Received | Resumed | Saved
 
 
 class Send(Frozen):
-  """Send to a peer, a shard's or learner's number. The role adds a publish's payload."""
+  """Send to a peer, a shard's or learner's number.
+
+  The role adds the payload of a publish, a value, or moments, which it copies off the devices now.
+  """
 
   to: int
   message: Message
@@ -130,19 +128,6 @@ class Stage(Frozen):
   included: bool  # my outstanding push is part of it
 
 
-class SendValue(Frozen):
-  """Learner: send the fragment as last received to its shard, which has lost it."""
-
-  value: Value  # without payload
-
-
-class SendMoments(Frozen):
-  """Learner: copy the fragment's moments off the devices now and send them to this shard."""
-
-  shard: int
-  moments: Moments  # without count and payload
-
-
 class TakeMoments(Frozen):
   """Learner: bring these moments onto the devices, in the background."""
 
@@ -157,18 +142,14 @@ class ApplyMoments(Frozen):
 
 
 class TakeSnapshot(Frozen):
-  """Both: `state`, with its arrays, is my part of this snapshot; save it in the background."""
+  """Both: `state`, with its arrays, is my part of this snapshot; save it in the background.
+
+  A learner that has not joined has no part: no role should wait for it.
+  """
 
   snapshot: int
   state: Any  # LearnerState or SyncerState
   learners: tuple[int, ...] = ()  # shard: the learners whose parts are expected
-
-
-class SkipSnapshot(Frozen):
-  """Learner: I have no part of this snapshot; no role should wait for it."""
-
-  snapshot: int
-  reason: str
 
 
 class Rejoin(Frozen):
@@ -185,15 +166,6 @@ class Read(Frozen):
 
   message: Push | Value
   now: float  # when it arrived
-
-
-class Accept(Frozen):
-  """Shard: keep this outer gradient until its round ends."""
-
-  fragment: int
-  round: int
-  learner: int
-  content: Any = None  # of the `Received` that brought it
 
 
 class InstallValue(Frozen):
@@ -217,6 +189,6 @@ class Commit(Frozen):
   step_tokens: tuple[int, ...] = ()  # of a step of each learner; empty: as the config says
 
 
-Transfer = CopyOut | Resend | Stage | SendValue | SendMoments | TakeMoments | ApplyMoments
-LearnerAction = Send | Event | Transfer | TakeSnapshot | SkipSnapshot | Rejoin
-SyncerAction = Send | Event | Read | Accept | InstallValue | Commit | TakeSnapshot
+Transfer = CopyOut | Resend | Stage | TakeMoments | ApplyMoments
+LearnerAction = Send | Event | Transfer | TakeSnapshot | Rejoin
+SyncerAction = Send | Event | Read | InstallValue | Commit | TakeSnapshot

@@ -18,25 +18,29 @@ from ddiloco.protocol.states import IncomingVersion, LearnerFragment, LearnerOut
 from ddiloco.protocol.values import put, replace
 
 STALE_PERIODS = 4  # after more own sync periods and more missed versions, my work is given up
-HELLO_SECONDS = 0.5  # between two hellos to a shard that has not answered, doubling ...
-HELLO_SECONDS_MOST = 8.0  # ... up to this
 
 # --- How a learner handles a message: welcome, pull, request for a value, publish, rejection
 
 
 def on_message(state: LearnerState, message: messages.Message, sync: SyncConfig) -> LearnerOutcome:
   """Takes a shard's message in, unless it is outdated or meant for another role."""
-  if not isinstance(message, messages.ToLearner):
-    return state, [events.Ignored(reason=f"{type(message).__name__} is not for learners")]
-  if message.shard >= len(state.shards):
-    return state, [events.Ignored(reason=f"no shard {message.shard} in this run")]
-  known = state.shards[message.shard].incarnation
-  if message.incarnation < known:
-    return state, [events.Ignored(reason=f"shard {message.shard} is an old incarnation")]
-  if message.learner_incarnation != state.incarnation:
-    return state, [events.Ignored(reason="meant for another incarnation of this learner")]
-  if message.incarnation > known:
-    state = _meet_shard(state, message.shard, message.incarnation)
+  if (
+    not isinstance(message, messages.ToLearner)
+    or message.shard >= len(state.shards)
+    or message.incarnation < state.shards[message.shard]
+    or message.learner_incarnation != state.incarnation
+  ):
+    reason = "not for this incarnation of the learner, or from an old one of its shard"
+    return state, [events.Ignored(message=type(message).__name__, reason=reason)]
+  if message.incarnation > state.shards[message.shard]:
+    # A new incarnation of a shard fences the old one, whose pulls are void.
+    state = replace(
+      state,
+      shards=put(state.shards, message.shard, message.incarnation),
+      fragments=tuple(
+        replace(f, pull=None) if f.shard == message.shard else f for f in state.fragments
+      ),
+    )
   state, captured = _capture(state, message)
   p, todo = getattr(message, "fragment", -1), list[LearnerAction]()
   owned = 0 <= p < len(state.fragments) and state.fragments[p].shard == message.shard
@@ -69,19 +73,7 @@ def _capture(state: LearnerState, message: messages.ToLearner) -> LearnerOutcome
   if number <= state.snapshot:
     return state, []
   state = replace(state, snapshot=number)
-  if not state.trains:
-    return state, []
-  if state.joined:
-    return state, [actions.TakeSnapshot(number, state)]
-  lacks = [p for p, f in enumerate(state.fragments) if not f.fresh]
-  return state, [actions.SkipSnapshot(number, f"it has not joined: it waits for fragments {lacks}")]
-
-
-def _meet_shard(state: LearnerState, shard: int, incarnation: int) -> LearnerState:
-  """A new incarnation of a shard fences the old one, whose pulls are void."""
-  shards = put(state.shards, shard, replace(state.shards[shard], incarnation=incarnation))
-  fragments = tuple(replace(f, pull=None) if f.shard == shard else f for f in state.fragments)
-  return replace(state, shards=shards, fragments=fragments)
+  return state, [actions.TakeSnapshot(number, state)] if state.trains else []
 
 
 def _on_welcome(state: LearnerState, welcome: messages.Welcome, sync: SyncConfig) -> LearnerOutcome:
@@ -119,19 +111,14 @@ def _on_request_value(state: LearnerState, request: messages.RequestValue) -> Le
   header = state.fragments[request.fragment].base_header
   if header is None:
     return state, []
+  same = ("fragment", "version", "round", "merged_tokens", "participants", "merged_rounds", "seal")
   value = messages.Value(
     *state.me,
-    fragment=request.fragment,
-    version=header.version,
-    round=header.round,
-    merged_tokens=header.merged_tokens,
-    participants=header.participants,
-    merged_rounds=header.merged_rounds,
+    **{name: getattr(header, name) for name in same},
     snapshot=state.snapshot,
     count=state.vector_clock[state.learner],
-    seal=header.seal,
   )
-  return state, [actions.SendValue(value)]
+  return state, [Send(request.shard, value)]
 
 
 def _on_publish(state: LearnerState, publish: Publish, sync: SyncConfig) -> LearnerOutcome:
@@ -174,9 +161,7 @@ def _stage(
 ) -> LearnerOutcome:
   header = replace(publish, payload=None)
   incoming = (*state.fragments[publish.fragment].incoming, IncomingVersion(header, mode, merged))
-  state = state.with_fragment(
-    publish.fragment, received=publish.version, outstanding=None, incoming=incoming
-  )
+  state = state.with_fragment(publish.fragment, outstanding=None, incoming=incoming)
   return state, [Stage(publish, mode, included=merged is not None)]
 
 
@@ -216,7 +201,7 @@ def init(
   return LearnerState(
     learner=learner,
     incarnation=incarnation,
-    shards=tuple(states.ShardView() for _ in range(max(owners, default=-1) + 1)),
+    shards=(-1,) * (max(owners, default=-1) + 1),
     fragments=tuple(LearnerFragment(shard) for shard in owners),
     target_tokens=target_tokens,
     trains=trains,
@@ -225,38 +210,32 @@ def init(
   )
 
 
-def revive(
-  saved: LearnerState, incarnation: int, owners: tuple[int, ...], target_tokens: int
-) -> LearnerState:
+def revive(saved: LearnerState, new: LearnerState) -> LearnerState:
   """A learner that goes on from its captured state: with its own unmerged progress and counters.
 
   It makes no step before every shard has said what is newer. Fragments may have other owners now.
+
+  Args:
+    saved: its captured state.
+    new: the same learner's next incarnation, as `init` makes it.
   """
 
   def mine(f: LearnerFragment, shard: int) -> LearnerFragment:
     sent = f.outstanding
     if sent is not None:
-      sent = replace(sent, push=replace(sent.push, incarnation=incarnation))
+      sent = replace(sent, push=replace(sent.push, incarnation=new.incarnation))
     incoming = tuple(replace(entry, ready=True) for entry in f.incoming)
     return replace(f, shard=shard, fresh=False, outstanding=sent, pull=None, incoming=incoming)
 
-  new = init(saved.learner, incarnation, owners, target_tokens, saved.trains)
   return replace(
-    saved,
-    incarnation=incarnation,
-    shards=new.shards,
-    fragments=tuple(map(mine, saved.fragments, owners)),
-    target_tokens=target_tokens,
+    new,
+    fragments=tuple(mine(f, other.shard) for f, other in zip(saved.fragments, new.fragments)),
+    step=saved.step,
+    global_step=saved.global_step,
+    trained_tokens=saved.trained_tokens,
+    step_seconds=saved.step_seconds,
+    snapshot=saved.snapshot,
     vector_clock=states.join_clocks(saved.vector_clock, new.vector_clock),
-    stepped_at=0.0,  # by another process's clock
-    waited_seconds=0.0,
-    idle_seconds=0.0,
-    pushes_made=0,
-    donations=0,
-    wants=(),
-    staging=(),
-    leaving=False,
-    done=False,
   )
 
 
@@ -297,10 +276,8 @@ def waiting_for(state: LearnerState, sync: SyncConfig) -> str:
 def reports(state: LearnerState, sync: SyncConfig) -> list[LearnerAction]:
   """The reports that the role sends at the end of every step boundary, and as a sign of life."""
   sends: list[LearnerAction] = []
-  owned: list[list[tuple[int, LearnerFragment]]] = [[] for _ in state.shards]
-  for p, f in enumerate(state.fragments):
-    owned[f.shard].append((p, f))
-  for shard, mine in enumerate(owned):
+  for shard, incarnation in enumerate(state.shards):
+    mine = [(p, f) for p, f in enumerate(state.fragments) if f.shard == shard]
     report = messages.Report(
       *state.me,
       global_step=state.global_step,
@@ -311,6 +288,8 @@ def reports(state: LearnerState, sync: SyncConfig) -> list[LearnerAction]:
       leaving=state.leaving,
       snapshot=state.snapshot,
       idle_seconds=state.idle_seconds,
+      joins=incarnation < 0 or not all(f.fresh for _, f in mine),
+      whole=state.whole,
     )
     sends.append(Send(shard, report))
   return sends
@@ -337,14 +316,11 @@ def learner_on(state: LearnerState, event: LearnerEvent, sync: SyncConfig) -> Le
   before = state.joined
   match event:
     case actions.Tick(now):
-      state, todo = _say_hello(state, now)
-      state, asked = moments.ask(state, now)
-      todo += asked
+      state, todo = moments.ask(state, now)
     case actions.Taken():
       state, todo = moments.taken(state, event)
     case actions.Unmade():
-      shards = tuple(replace(view, hellos=0, next_hello_at=0.0) for view in state.shards)
-      state, todo = _say_hello(replace(state, whole=True, shards=shards), event.now)
+      state, todo = replace(state, whole=True), []
     case actions.StepDone():
       state, todo = _count_step(state, event), []
     case actions.Staged(fragment, version, now):
@@ -363,37 +339,6 @@ def learner_on(state: LearnerState, event: LearnerEvent, sync: SyncConfig) -> Le
   state, answered = _answer_pulls(state)
   state, finished = _finish(state)
   return state, [*todo, *applied, *joined, *answered, *finished]
-
-
-def _say_hello(state: LearnerState, now: float) -> LearnerOutcome:
-  lacking = _lacking(state)
-  if not lacking:
-    return state, []
-  shards = list(state.shards)
-  todo: list[LearnerAction] = []
-  for number, view in enumerate(shards):
-    if number in lacking and now >= view.next_hello_at:
-      pause = min(HELLO_SECONDS * 2**view.hellos, HELLO_SECONDS_MOST)
-      shards[number] = replace(view, hellos=view.hellos + 1, next_hello_at=now + pause)
-      rounds = tuple(f.round for f in state.fragments if f.shard == number)
-      todo.append(Send(number, messages.Hello(*state.me, rounds, state.whole)))
-  return replace(state, shards=tuple(shards)), todo
-
-
-def next_wake(state: LearnerState) -> float:
-  """When a `Tick` does something even if no message comes, seconds; inf: never."""
-  lacking = _lacking(state)
-  times = [state.shards[s].next_hello_at for s in lacking]
-  if state.wants:
-    times += [state.ask_at, state.wants_until]
-  return min(times, default=math.inf)
-
-
-def _lacking(state: LearnerState) -> set[int]:
-  """Shards that have not welcomed this learner, or not sent all it needs."""
-  lacking = {f.shard for f in state.fragments if not f.fresh}
-  lacking.update(s for s, view in enumerate(state.shards) if view.incarnation < 0)
-  return lacking
 
 
 def _count_step(state: LearnerState, event: actions.StepDone) -> LearnerState:
@@ -472,8 +417,8 @@ def _answer_pulls(state: LearnerState) -> LearnerOutcome:
     if f.pull.base_version < f.version:
       state = state.with_fragment(p, pull=None)
     elif f.pull.base_version == f.version and f.steps > 0:
-      mine = rules.numbered(state.incarnation, state.pushes_made + 1)
-      state = replace(state, pushes_made=state.pushes_made + 1).heard(state.learner, mine)
+      count = state.vector_clock[state.learner] + 1
+      state = state.heard(state.learner, count)
       push = Push(
         *state.me,
         fragment=p,
@@ -483,7 +428,7 @@ def _answer_pulls(state: LearnerState) -> LearnerOutcome:
         tokens=f.tokens,
         global_step=state.global_step,
         snapshot=state.snapshot,
-        count=mine,
+        count=count,
         codec="",  # the role fills it in, with the payload
       )
       sent = states.Outstanding(push, state.step)

@@ -12,13 +12,13 @@ transports count and drop.
 from __future__ import annotations
 
 import functools
-import itertools
+import re
 import reprlib
 import sys
 import types
 import typing
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -47,6 +47,7 @@ Counts = Annotated[tuple[Count, ...], _Long]
 CountsOrNone = Annotated[tuple[CountOrNone, ...], _Long]
 RoundIds = Annotated[tuple[RoundId, ...], _Long]
 Learners = Annotated[tuple[Learner, ...], _Long]
+ByLearner = Annotated[Mapping[Learner, CountOrNone], _Long]  # its round, or its global step
 if TYPE_CHECKING:
   Payload = Any  # bytes-like to the transports, opaque to the protocol, no part of a header
 else:
@@ -63,15 +64,11 @@ class ToShard(Frozen):
   incarnation: Count  # of the learner
 
 
-class Hello(ToShard):
-  """I am (newly) here: welcome me and send what I lack of the fragments you own."""
-
-  rounds: RoundIds  # rounds of the versions I have, as in `Report`; (): I have none
-  whole: bool = False  # I cannot make the initial values that you have: send them
-
-
 class Report(ToShard):
-  """Sent after every inner step: how far I am, per fragment of this shard (same order as owned)."""
+  """Sent after every inner step: how far I am, per fragment of this shard (same order as owned).
+
+  The first report to a shard makes its sender a member, to which the shard sends what it lacks.
+  """
 
   global_step: GlobalStep  # as I know it
   step_seconds: Seconds  # smoothed duration of my inner step
@@ -81,6 +78,8 @@ class Report(ToShard):
   leaving: bool  # I make no more steps: merge what I have, then I leave
   snapshot: Count  # the newest snapshot that my state is captured for
   idle_seconds: Seconds = 0.0  # how long the newest version waited here for the ends of my steps
+  joins: bool = False  # I do not know yet whether my values are the newest: welcome me
+  whole: bool = False  # I cannot make the initial values that you have: send them
 
 
 class Push(ToShard):
@@ -106,7 +105,7 @@ class Value(ToShard):
   round: CountOrNone
   merged_tokens: Count
   participants: Learners
-  merged_rounds: CountsOrNone
+  merged_rounds: ByLearner
   snapshot: Count
   count: Count  # as in `Push`
   seal: Text  # as received with the value
@@ -145,7 +144,7 @@ class ToLearner(Frozen):
 
 
 class Welcome(ToLearner):
-  """Answer to hello: the run's step, and which fragments I own; what you lack follows."""
+  """Answer to one that joins: the run's step, and which fragments I own; what you lack follows."""
 
   global_step: GlobalStep
   fragments: Counts
@@ -197,7 +196,7 @@ class Publish(ToLearner):
   global_step: GlobalStep
   merged_tokens: Count  # merged into this fragment so far
   participants: Learners  # of the round that made this version
-  merged_rounds: CountsOrNone  # learner and the last round its push was merged in, in turn
+  merged_rounds: ByLearner  # the last round that merged its push
   snapshot: Count
   count: Count  # commits of this shard, for consistent snapshots (`protocol/states.py`)
   seal: Text  # proves that this value is the shard's (`Sealer`); "": the run has no keys
@@ -205,10 +204,8 @@ class Publish(ToLearner):
   payload: Payload = None
 
   def merged_round(self, learner: int) -> int:
-    """The last round this learner's push was merged in; -1: none."""
-    learners, rounds = self.merged_rounds[::2], self.merged_rounds[1::2]  # no dict: may be long
-    at = learners.index(learner) if learner in learners else len(rounds)
-    return rounds[at] if at < len(rounds) else -1
+    """The last round that merged this learner's push; -1: none."""
+    return self.merged_rounds.get(learner, -1)
 
 
 class Rejection(ToLearner):
@@ -216,7 +213,7 @@ class Rejection(ToLearner):
 
   fragment: CountOrNone
   round: CountOrNone
-  rejoin: bool  # you are quarantined: start afresh and say hello
+  rejoin: bool  # you are quarantined: start afresh
   reason: Text
 
 
@@ -242,8 +239,8 @@ class Replica(BetweenShards):
   global_step: GlobalStep  # when its round began
   momentum_round: CountOrNone  # that made the momentum: older if a learner gave back the value
   participants: Learners
-  merged_rounds: CountsOrNone  # learner and its last merged round in turn
-  merged_global_steps: CountsOrNone  # learner and the global step when that round began, in turn
+  merged_rounds: ByLearner
+  merged_global_steps: ByLearner  # the global step when that round began
   snapshot: Count  # the newest one that its owner's state was captured for before this commit
   # Payload: either whole, in f32: the published value, then the momentum if any. Or the update that
   # learners get, to the value that `base_round` made.
@@ -281,22 +278,11 @@ KINDS: Mapping[str, type] = {
 BULK = tuple(kind for kind in KINDS.values() if hasattr(kind, "payload"))
 
 
-def pairs(flat: tuple[int, ...]) -> list[tuple[int, int]]:
-  """((a, b), (c, d)) of (a, b, c, d); an unpaired last number is left out."""
-  return list(zip(flat[::2], flat[1::2]))
-
-
-def flat(mapping: Mapping[int, int]) -> tuple[int, ...]:
-  """A mapping as messages carry it: keys and values in turn, in order of the keys."""
-  return tuple(itertools.chain.from_iterable(sorted(mapping.items())))
-
-
 # --- on the wire ----------------------------------------------------------------------------------
 
-WIRE_FORMAT = 7
+WIRE_FORMAT = 8
 CHECKSUM_BYTES = 4  # at the end of every header
 MAX_HEADER_BYTES = 1 << 20
-SHOWN_BYTES = 256  # an error does not quote a wrong value that is longer
 Parts = Annotated[list[msgspec.Raw], Meta(max_length=64)]  # values as their encoded bytes
 _REFUSED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # no text; nested too deeply
 _KIND_AND_FIELDS = msgpack.Decoder(tuple[Text, msgspec.Raw])
@@ -314,12 +300,12 @@ class Schema:
   """
 
   def __init__(self, kinds: Iterable[type]):
-    self._kinds: dict[str, tuple[type, Mapping[str, Any], msgpack.Decoder]] = {}
+    self._kinds: dict[str, tuple[type, Sequence[str], msgpack.Decoder]] = {}
     for kind in kinds:
       hints = typing.get_type_hints(kind, include_extras=True)
       hints.pop("payload", None)
       decoder = msgpack.Decoder(types.GenericAlias(tuple, tuple(hints.values())))
-      self._kinds[kind.__name__] = kind, hints, decoder
+      self._kinds[kind.__name__] = kind, tuple(hints), decoder
 
   def encode(self, value: Any) -> bytes:
     """The list of a value of one of the kinds."""
@@ -338,44 +324,21 @@ class Schema:
       raise MalformedMessage(f"not a msgpack list of kind and fields: {error}") from error
     if name not in self._kinds:
       raise MalformedMessage(f"unknown kind {reprlib.repr(name)}")
-    kind, hints, decoder = self._kinds[name]
+    kind, names, decoder = self._kinds[name]
     try:
       values = decoder.decode(fields)
     except _REFUSED as error:
-      raise MalformedMessage(_fault(name, hints, fields)) from error
+      raise MalformedMessage(f"{name} is not valid: {_named(str(error), names)}") from error
     if msgpack.encode((name, values)) != data:
-      raise MalformedMessage(_fault(name, hints, fields))
+      parts = msgpack.decode(fields, type=list[msgspec.Raw])
+      odd = [n for n, v, part in zip(names, values, parts) if msgpack.encode(v) != bytes(part)]
+      raise MalformedMessage(f"{name} has fields {odd} of another type, or written in another way")
     return kind, values
 
 
-def _fault(kind: str, hints: Mapping[str, Any], fields: msgspec.Raw) -> str:
-  """What is wrong with the fields of a kind."""
-  try:
-    parts = msgpack.decode(fields, type=Parts)
-  except _REFUSED as error:
-    return f"the fields of {kind} are not a msgpack list: {error}"
-  if len(parts) != len(hints):
-    return f"{kind} has {len(hints)} fields, got {len(parts)}"
-  for (name, hint), part in zip(hints.items(), parts):
-    try:
-      if msgpack.encode(msgpack.decode(part, type=hint)) == bytes(part):
-        continue
-      reason = "another type, or written in another way"
-    except _REFUSED as error:
-      reason = str(error)
-    return f"{kind}.{name} = {_shown(part)} is not valid: {reason}"
-  return f"{kind} is written in another way"
-
-
-def _shown(part: msgspec.Raw) -> str:
-  """A value for an error, shortened."""
-  data = bytes(part)
-  if len(data) > SHOWN_BYTES:
-    return f"({len(data)} bytes of msgpack)"
-  try:
-    return reprlib.repr(msgpack.decode(data))
-  except (*_REFUSED, TypeError, ValueError):  # for example a mapping with an unhashable key
-    return reprlib.repr(data)
+def _named(text: str, names: Sequence[str]) -> str:
+  """msgspec's text about a list, with the field's name for its place in the list."""
+  return re.sub(r"`\$\[(\d+)\]", lambda found: f"`{names[int(found[1])]}", text)
 
 
 _SCHEMA = Schema(KINDS.values())
@@ -430,14 +393,12 @@ def report_start(run_id: str, plan_id: str) -> bytes:
 def _stranger(body: bytes, run_id: str, plan_id: str) -> str:
   """Why a header that begins otherwise than `envelope` does not belong to this run."""
   try:
-    parts = msgpack.decode(body, type=Parts)
-  except _REFUSED as error:
-    return f"header is not a msgpack list of format, run id, plan id and message: {error}"
-  expected = {"format": WIRE_FORMAT, "run id": run_id, "plan id": plan_id}
-  for (name, want), part in zip(expected.items(), parts):
-    if bytes(part) != msgpack.encode(want):
-      return f"{name} is {_shown(part)}, this run has {want!r}"
-  return f"header is a list of {len(parts)} values, not of format, run id, plan id and message"
+    parts = msgpack.decode(body, type=Parts)[:3]
+    said = [reprlib.repr(msgpack.decode(part)) for part in parts]
+  except (*_REFUSED, TypeError, ValueError):  # for example a mapping with an unhashable key
+    said = ["no msgpack list"]
+  own = f"format {WIRE_FORMAT}, run id {run_id!r} and plan id {plan_id!r}"
+  return f"header begins with {', '.join(said)}, those of this run with {own}"
 
 
 def frame_bytes(header: bytes, payload: Payload) -> int:

@@ -1,7 +1,7 @@
 """Inner optimizer moments of a healthy learner, for one that joins a run under way. PURE.
 
 Learners have no open ports, so the moments of a fragment travel from donor to joiner through the
-shard that owns it. A shard has one donation under way at a time. It asks the learner that has given
+shard that owns it. A shard has one donation under way at a time. It asks the learner that was asked
 least, and forwards the donation to all learners that wait for it: many joiners cost a donor no more
 than one.
 """
@@ -60,39 +60,34 @@ def on_moments(state: SyncerState, moments: Moments, now: float) -> SyncerOutcom
     left = tuple(p for p in fragments if p != moments.fragment)
     passed_on = state.once_more(state.passed_on, learner)
     state = replace(state, asking={**state.asking, learner: left}, passed_on=passed_on)
+    same = ("fragment", "donation", "global_step", "count", "payload")
     forwarded = ForwardMoments(
       *state.to(member.incarnation),
-      fragment=moments.fragment,
       donor=moments.learner,
       donor_incarnation=moments.incarnation,
-      donation=moments.donation,
-      global_step=moments.global_step,
-      count=moments.count,
-      payload=moments.payload,
+      **{name: getattr(moments, name) for name in same},
     )
     todo.append(Send(learner, forwarded))
-  donations = {**state.given, moments.learner: state.given.get(moments.learner, 0) + 1}
-  state = replace(state, donation=None, given=donations)
-  state, more = _next(state, now)
+  state, more = _next(replace(state, donation=None), now)
   return state, [*todo, *more]
 
 
 def _next(state: SyncerState, now: float) -> SyncerOutcome:
   """Asks the next donor, unless a donation is under way and not late."""
-  late = state.donation
-  if late is not None and now < late.until:
+  if state.donation is not None and now < state.donation.until:
     return state, []
   wanted = sorted({p for m, ps in state.asking.items() if m in state.members for p in ps})
-  last = late.donor if late is not None else None
   donors = [m for m in state.members if _can_give(state, m)]
   if not wanted or not donors:
     return replace(state, donation=None), []
-  donor = min(donors, key=lambda m: (m == last, state.given.get(m, 0), m))
+  asked = state.donors_asked
+  donor = min(donors, key=lambda m: (asked.get(m, 0), m))
   member = state.members[donor]
   patience = max(state.sync.liveness_seconds, 10 * member.step_seconds, 3 * member.delivery_seconds)
   donation = states.MomentTransfer(wanted[0], donor, now + patience)
   ask = ProvideMoments(*state.to(member.incarnation), wanted[0])
-  return replace(state, donation=donation), [Send(donor, ask)]
+  asked = {**asked, donor: asked.get(donor, 0) + 1}
+  return replace(state, donation=donation, donors_asked=asked), [Send(donor, ask)]
 
 
 def _can_give(state: SyncerState, learner: int) -> bool:
@@ -146,7 +141,7 @@ def on_provide_moments(state: LearnerState, provide: ProvideMoments) -> LearnerO
     global_step=state.global_step,
     count=0,  # the role fills it in, with the payload
   )
-  return state, [actions.SendMoments(provide.shard, moments)]
+  return state, [Send(provide.shard, moments)]
 
 
 def on_forward_moments(state: LearnerState, forwarded: ForwardMoments) -> LearnerOutcome:

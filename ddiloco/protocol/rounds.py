@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping
+from typing import Any
 
 from ddiloco.protocol import events, rules
-from ddiloco.protocol.actions import Accept, Commit, Read, Received, Send, SyncerAction
-from ddiloco.protocol.messages import EVALUATOR, NOTHING, Pull, Push, Rejection
+from ddiloco.protocol.actions import Commit, Read, Received, Send, SyncerAction
+from ddiloco.protocol.messages import EVALUATOR, Pull, Push, Rejection
 from ddiloco.protocol.states import FragmentState, Round, SyncerOutcome, SyncerState, ignored
 from ddiloco.protocol.values import less, put, replace
 
@@ -24,13 +25,6 @@ def _value_due_at(state: SyncerState, f: FragmentState) -> float:
   asked = [each.first_at for each in mine if state.is_newer(f, each.round)]
   patience = max(2 * state.sync.liveness_seconds, 3 * state.delivery_seconds)
   return max(asked, default=-math.inf) + patience
-
-
-def may_start_at(state: SyncerState) -> float:
-  """When rounds of dirty fragments may start even if no message comes; inf: never."""
-  idle = (state.fragments[i] for i in state.dirty if state.fragments[i].round is None)
-  due = min((_value_due_at(state, f) for f in idle), default=math.inf)
-  return max(state.recovery_deadline, due)
 
 
 def start_rounds(state: SyncerState, now: float) -> SyncerOutcome:
@@ -105,8 +99,9 @@ def on_push(state: SyncerState, push: Push, event: Received) -> SyncerOutcome:
   if current is None or push.round != current.id:
     return state, [ignored(push, "late: its round is over")]
   if not event.read:
-    if reason := _stray(state, current, push):
-      return state, [ignored(push, reason)]
+    if me not in current.pending:
+      answered = me in {*current.measuring, *current.pushes, *current.rejected}
+      return state, [ignored(push, "a duplicate" if answered else "it is no longer asked for")]
     pending, measuring = less(current.pending, me), (*current.measuring, me)
     current = replace(current, pending=pending, measuring=measuring)
     return state.with_fragment(i, round=current), [Read(push, event.now)]
@@ -125,19 +120,7 @@ def on_push(state: SyncerState, push: Push, event: Received) -> SyncerOutcome:
     seconds = rules.smooth(state.quorum_seconds, _quorum_seconds(state, current, event.now))
     state = replace(state, quorum_seconds=seconds)
     current = replace(current, quorum_at=event.now)
-  state = state.with_round(i, current).heard(me, push.count)
-  return state, [Accept(f.index, current.id, me, event.content)]
-
-
-def _stray(state: SyncerState, current: Round, push: Push) -> str:
-  """Why a push that has arrived can have no part in its round, or ""."""
-  member, me = state.members.get(push.learner), push.learner
-  if member is None or member.incarnation != push.incarnation:
-    return "an unknown learner or incarnation"
-  if me in current.pending:
-    return ""
-  answered = any(me in each for each in (current.measuring, current.pushes, current.rejected))
-  return "a duplicate" if answered else "it is no longer asked for"
+  return state.with_round(i, current).heard(me, push.count), []
 
 
 def _fault_of(state: SyncerState, f: FragmentState, push: Push, event: Received) -> str:
@@ -212,7 +195,8 @@ def advance_rounds(state: SyncerState, now: float) -> SyncerOutcome:
 
 
 def _end_round(state: SyncerState, i: int, current: Round, now: float) -> SyncerOutcome:
-  """Screens the pushes, commits if those left are a quorum, and publishes to all members."""
+  """Screens the pushes, and commits if those left are a quorum. Members that were sent the version
+  before get the update; any other one gets the whole value when it reports next."""
   before = state.fragments[i]
   # Smoothed norms per step of accepted updates. They grow with the global step, as updates do while
   # a learning rate warms up, but only since the fragment's last commit: one that was away for
@@ -233,8 +217,7 @@ def _end_round(state: SyncerState, i: int, current: Round, now: float) -> Syncer
   todo: list[SyncerAction] = []
   if len(merged) >= state.quorum:
     todo += _commit(state, i, current, merged, rejected, opposing, now)
-    mine = rules.numbered(state.incarnation, state.commits + 1)
-    state = replace(state, commits=state.commits + 1).heard(state.key, mine)
+    state = state.heard(state.key, state.vector_clock[state.key] + 1)
     global_steps = dict.fromkeys(merged, current.global_step)
     state = state.with_fragment(
       i,
@@ -257,13 +240,10 @@ def _end_round(state: SyncerState, i: int, current: Round, now: float) -> Syncer
   for m, reason in rejected.items():
     state, told = _reject(state, m, i, current.id, reason)
     todo += told
-  f, header = state.fragments[i], state.newest(i)
-  for m in sorted(state.members):
-    member = state.members[m]
-    if member.sent[i] < f.version and not member.lost:
-      follows = member.sent[i] == before.version == f.version - 1
-      base_round = before.last_round if follows else NOTHING
-      state, publish = state.publish_to(i, m, now, header, base_round)
+  header = state.newest(i)
+  for m, member in sorted(state.members.items()) if header.version > before.version else ():
+    if member.sent[i] == before.version and not member.lost:
+      state, publish = state.publish_to(i, m, now, header, before.last_round)
       todo.append(publish)
   return state, todo
 
@@ -282,21 +262,17 @@ def _commit(
   tokens = tuple(p.tokens for p in pushes)
   merged_tokens = f.merged_tokens + sum(tokens)
   agreement = rules.agreement(current.products, merged)
-  commit = Commit(
-    fragment=f.index,
-    round=current.id,
-    version=f.version + 1,
-    learners=tuple(merged),
-    steps=tuple(p.steps for p in pushes),
-    tokens=tokens,
-    progress=merged_tokens / state.target_tokens,
-  )
+  same: dict[str, Any] = {
+    "fragment": f.index,
+    "round": current.id,
+    "version": f.version + 1,
+    "learners": tuple(merged),
+    "progress": merged_tokens / state.target_tokens,
+  }
+  commit = Commit(**same, steps=tuple(p.steps for p in pushes), tokens=tokens)
   logged = events.Commit(
-    fragment=f.index,
-    round=current.id,
-    version=f.version + 1,
+    **same,
     base_round=f.last_round,
-    learners=tuple(merged),
     incarnations=tuple(p.incarnation for p in pushes),
     steps=sum(p.steps for p in pushes),
     rejected=dict(rejected),
@@ -307,7 +283,6 @@ def _commit(
     reason=current.reason,
     tokens=sum(tokens),
     merged_tokens=merged_tokens,
-    progress=commit.progress,
     quorum_seconds=(current.quorum_at or now) - current.started_at,
     grace_seconds=now - (current.quorum_at or now),
   )

@@ -99,7 +99,6 @@ class LearnerFragment(Frozen):
   shard: int
   version: int = -1  # in the parameters
   round: int = NOTHING  # that made this version: its identity, since version numbers may come twice
-  received: int = -1  # newest version accepted; >= version
   steps_since_sync: int = 0  # from the copy-out if the sync had my push, else from the apply
   steps: int = 0  # in my parameters and not merged yet
   tokens: int = 0  # of these steps
@@ -113,17 +112,14 @@ class LearnerFragment(Frozen):
   incoming: tuple[IncomingVersion, ...] = ()
 
   @property
+  def received(self) -> int:
+    """The newest version accepted; >= version."""
+    return self.base_header.version if self.base_header else -1
+
+  @property
   def newest(self) -> int:
     """The round that made the newest version accepted."""
     return self.base_header.round if self.base_header else NOTHING
-
-
-class ShardView(Frozen):
-  """A shard, as a learner knows it."""
-
-  incarnation: int = -1  # newest heard of; -1: not welcomed yet
-  hellos: int = 0
-  next_hello_at: float = 0.0
 
 
 class LearnerState(_State, Frozen):
@@ -131,7 +127,7 @@ class LearnerState(_State, Frozen):
 
   learner: int
   incarnation: int
-  shards: tuple[ShardView, ...]
+  shards: tuple[int, ...]  # the newest incarnation heard of; -1: none yet
   fragments: tuple[LearnerFragment, ...]
   target_tokens: int  # merged from all learners; without shards: trained by me
   trains: bool = True
@@ -144,7 +140,6 @@ class LearnerState(_State, Frozen):
   idle_seconds: float = 0.0  # `waited_seconds`, and its second wait, after it was staged
   snapshot: int = 0  # the newest heard of; my state is captured for it
   vector_clock: VectorClock = _empty()
-  pushes_made: int = 0  # in this incarnation
   donor_seconds: float = 0.0  # how long it waits for a peer's moments when it joins
   wants: tuple[int, ...] = ()  # fragments whose moments it still waits for
   staging: tuple[int, ...] = ()  # of these, fragments whose moments are here and being staged
@@ -202,10 +197,9 @@ class Member(Frozen):
   steps_since_sync: tuple[int, ...]
   sent: tuple[int, ...]  # newest version sent, -1: none
   sent_at: tuple[float, ...]  # when the oldest version was sent that no report has confirmed
-  waiting_since: tuple[float, ...]  # the same, or later: when an earlier publish was confirmed
   norms: tuple[float, ...]  # smoothed norm per step of accepted pushes, 0: none yet
   step_seconds: float = 0.0
-  delivery_seconds: float = 0.0  # smoothed, from `waiting_since` until a report has the version
+  delivery_seconds: float = 0.0  # smoothed, from `sent_at` until a report has the version
   sync_seconds: float = 0.0  # smoothed, from the decision to commit until its version is ready here
   resends: int = 0  # in a row without progress
   resent_at: float = -math.inf  # the newest of these resends
@@ -292,7 +286,6 @@ class SyncerState(_State, Frozen):
   snapshot: int = 0  # the newest heard of or begun; my state is captured for it
   saving: bool = False  # this snapshot is not committed or given up yet; shard 0 waits for that
   vector_clock: VectorClock = _empty()
-  commits: int = 0  # in this incarnation
   # fragment -> rounds up to this one are part of its value here, or their loss is logged
   known_rounds: Mapping[int, int] = _empty()
   # Until then no round begins unless all awaited learners are here: they may have newer values.
@@ -305,7 +298,7 @@ class SyncerState(_State, Frozen):
   donation: MomentTransfer | None = None  # under way; one at a time
   passes_moments: bool = True  # learners of this run may ask for a peer's moments
   passed_on: Times = _empty()  # moments of a fragment that learners got
-  given: Mapping[int, int] = _empty()  # donor -> donations
+  donors_asked: Mapping[int, int] = _empty()  # donor -> how often it was asked
   farewells: Times = _empty()  # pushes that were merged while their learners were leaving
   value_requests: Mapping[tuple[int, int], ValueRequest] = _empty()  # by fragment and learner
   # learner -> its updates in a row that opposed all others; outlives the learner's incarnations
@@ -435,19 +428,15 @@ class SyncerState(_State, Frozen):
     new = set(positions).difference(self.dirty)
     return replace(self, dirty=(*self.dirty, *sorted(new))) if new else self
 
-  def forget_pending(self, learner: int) -> SyncerState:
-    """No round waits for this learner any more; a push it already sent still counts."""
-    state = self
+  def forget(self, learner: int) -> SyncerState:
+    """The learner is gone, or in a new life: no round waits for it, though a push it already sent
+    still counts, and it waits for no moments."""
+    state = replace(self, asking={m: ps for m, ps in self.asking.items() if m != learner})
     for i, f in enumerate(self.fragments):
       if f.round is not None and learner in f.round.pending:
         pending = less(f.round.pending, learner)
         state = state.with_round(i, replace(f.round, pending=pending))
     return state
-
-  def forget(self, learner: int) -> SyncerState:
-    """The learner is gone, or in a new life: no round waits for it, and it waits for no moments."""
-    asking = {m: fragments for m, fragments in self.asking.items() if m != learner}
-    return replace(self.forget_pending(learner), asking=asking)
 
   # --- publishes
 
@@ -468,7 +457,7 @@ class SyncerState(_State, Frozen):
       global_step=self.global_step,
       merged_tokens=f.merged_tokens,
       participants=f.participants,
-      merged_rounds=messages.flat(f.merged_rounds),
+      merged_rounds=f.merged_rounds,
       snapshot=self.snapshot,
       count=self.vector_clock[self.key],
       seal="",
@@ -488,11 +477,10 @@ class SyncerState(_State, Frozen):
       base_round=base_round,
       codec=MADE if f.last_round == INITIAL and not member.whole else "",
     )
-    sent_at, waiting_since = member.sent_at, member.waiting_since
+    sent_at = member.sent_at
     if not update or member.versions[i] >= member.sent[i]:  # else the time of the older one stays
-      sent_at, waiting_since = put(sent_at, i, now), put(waiting_since, i, now)
-    sent = put(member.sent, i, f.version)
-    state = self.with_member(learner, sent=sent, sent_at=sent_at, waiting_since=waiting_since)
+      sent_at = put(sent_at, i, now)
+    state = self.with_member(learner, sent=put(member.sent, i, f.version), sent_at=sent_at)
     return state, Send(learner, publish)
 
 

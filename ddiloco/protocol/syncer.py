@@ -13,7 +13,7 @@ from typing import Any
 from ddiloco.config import SyncConfig
 from ddiloco.protocol import actions, events, messages, moments, rounds, rules, states
 from ddiloco.protocol.actions import Received, Send, SyncerAction
-from ddiloco.protocol.messages import EVALUATOR, INITIAL, Hello, Rejection, Report, Value
+from ddiloco.protocol.messages import EVALUATOR, INITIAL, Rejection, Report, Value
 from ddiloco.protocol.states import FragmentState, Member, SyncerOutcome, SyncerState, ignored
 from ddiloco.protocol.values import put, replace
 
@@ -83,14 +83,13 @@ def syncer_on(state: SyncerState, event: actions.SyncerEvent) -> SyncerOutcome:
       return _take_in(state, event)
     case actions.Resumed(now):
       return replace(state, awake_since=now), []
-    case actions.Saved():
-      return replace(state, saving=False), []
   state, lost = lose_silent(state, min(event.now, event.heard_until))
   state, moved = rounds.advance_rounds(state, event.now)
   state, started = rounds.start_rounds(state, event.now)
   begun: list[SyncerAction] = []
   # In lock-step a run cannot go on from a snapshot that lacks the learners of a quorum.
   enough = not state.sync.blocking or len(_here(state)) >= state.quorum
+  state = replace(state, saving=state.saving and not event.saved)
   if state.shard == 0 and not state.saving and enough:
     every = max(1, state.sync.snapshot_steps)
     state, begun = _capture(state, state.global_step // every * every)
@@ -117,19 +116,15 @@ def _take_in(state: SyncerState, event: Received) -> SyncerOutcome:
   match message:
     case messages.Push():
       state, todo = rounds.on_push(state, message, event)
-    case Hello():
-      state, todo = _on_hello(state, message, event)
     case Report():
       state, todo = _on_report(state, message, event)
     case Value():
       state, todo = _on_value(state, message, event)
-    case messages.RequestMoments() | messages.Moments() if message.learner not in state.members:
-      todo = [ignored(message, "an unknown learner")]
     case messages.RequestMoments():
       state, todo = moments.on_request_moments(state, message, now, event.unsent)
     case messages.Moments():
       state, todo = moments.on_moments(state, message, now)
-    case messages.Goodbye() if message.learner in state.members:
+    case messages.Goodbye():
       others = {m: each for m, each in state.members.items() if m != message.learner}
       state = replace(state.forget(message.learner), members=others)
       todo = [events.Member(learner=message.learner, state="left", reason="said goodbye")]
@@ -164,15 +159,14 @@ def _here(state: SyncerState) -> tuple[int, ...]:
   )
 
 
-def next_wake(state: SyncerState) -> float | None:
-  """When a `Tick` is needed even if no message comes and no push is read; None: never."""
+def next_wake(state: SyncerState) -> float:
+  """When a round needs a `Tick` even if no message comes; inf: never. What else waits for a time
+  is less urgent: the role ticks several times a second anyway."""
   current = (f.round for f in state.fragments if f.round is not None)
-  times = [r.deadline for r in current if not r.measuring]
-  wake_at = min([state.silent_at, rounds.may_start_at(state), *times])
-  return wake_at if math.isfinite(wake_at) else None
+  return min((r.deadline for r in current if not r.measuring), default=math.inf)
 
 
-# --- members: hello, reports, silence, goodbye, and versions they lack ---------------------------
+# --- members: reports, silence, and versions they lack --------------------------------------------
 
 
 def lost_at(state: SyncerState, member: Member) -> float:
@@ -188,7 +182,7 @@ def _new_member(state: SyncerState, learner: int, incarnation: int, now: float) 
   count, former = len(state.fragments), state.members.get(learner)
   none, zero = (-1,) * count, (0.0,) * count
   norms = former.norms if former else zero
-  return Member(incarnation, now, none, (0,) * count, none, zero, zero, norms)
+  return Member(incarnation, now, none, (0,) * count, none, zero, norms)
 
 
 def _fault_of(state: SyncerState, message: messages.ToShard) -> str:
@@ -197,7 +191,8 @@ def _fault_of(state: SyncerState, message: messages.ToShard) -> str:
   if member is not None and message.incarnation < member.incarnation:
     return "an old incarnation of this learner"
   if not isinstance(message, Report):
-    return ""
+    known = member is not None and message.incarnation == member.incarnation
+    return "" if known or isinstance(message, Value) else "an unknown learner or incarnation"
   counts = (len(message.versions), len(message.rounds), len(message.steps_since_sync))
   if counts != (len(state.fragments),) * 3:
     return f"counts {counts[0]} fragments, not mine"
@@ -205,58 +200,6 @@ def _fault_of(state: SyncerState, message: messages.ToShard) -> str:
   if any(not state.first_round <= r < state.first_own_round for r in newer):
     return "has a value of a round that never was"
   return ""
-
-
-def _on_hello(state: SyncerState, hello: Hello, event: Received) -> SyncerOutcome:
-  welcome = messages.Welcome(
-    *state.to(hello.incarnation),
-    global_step=state.global_step,
-    fragments=tuple(f.index for f in state.fragments),
-    rounds=tuple(f.last_round for f in state.fragments),
-    snapshot=state.snapshot,
-  )
-  todo: list[SyncerAction] = [Send(hello.learner, welcome)]
-  now, member = event.now, state.members.get(hello.learner)
-  if newer := _newer(state, hello.rounds):
-    state, asked = _request_values(state, hello, newer, now)
-    return state, [*todo, *asked]
-  if member is None or hello.incarnation > member.incarnation:
-    state = state.forget(hello.learner)
-    member = _new_member(state, hello.learner, hello.incarnation, now)
-    if len(hello.rounds) == len(state.fragments):
-      has = tuple(
-        f.version if r >= f.last_round else -1 for r, f in zip(hello.rounds, state.fragments)
-      )
-      member = replace(member, versions=has, sent=has)
-    todo.append(_joined(hello.learner, f"incarnation {hello.incarnation}"))
-  elif member.lost:
-    member, again = _heard_again(hello.learner, member)
-    todo.append(again)
-  if hello.whole and not member.whole:  # initial values that it should make count as not sent
-    member = replace(member, whole=True, sent=member.versions)
-  begun = _begun(state)
-  state = _heard(state, hello.learner, replace(member, heard_at=now))
-  # Versions go to the newcomer; if it completes the first quorum, to all members that waited.
-  for learner in (hello.learner,) if begun else sorted(state.members):
-    state, sent = _catch_up(state, learner, event, event.unsent and learner == hello.learner)
-    todo += sent
-  return state, todo
-
-
-def _joined(learner: int, reason: str) -> events.Member:
-  return events.Member(learner=learner, state="joined", reason=reason)
-
-
-def _heard_again(learner: int, member: Member) -> tuple[Member, events.Member]:
-  """A member that was lost: resends of what it lacks need not wait."""
-  member = replace(member, lost=False, resends=0, resent_at=-math.inf)
-  return member, _joined(learner, "heard again")
-
-
-def _heard(state: SyncerState, learner: int, member: Member) -> SyncerState:
-  """Keeps a member that has just been heard, and when the first member would be lost to silence."""
-  silent_at = min(state.silent_at, lost_at(state, member))
-  return replace(state, members={**state.members, learner: member}, silent_at=silent_at)
 
 
 def _begun(state: SyncerState) -> bool:
@@ -270,20 +213,27 @@ def _begun(state: SyncerState) -> bool:
 
 
 def _on_report(state: SyncerState, report: Report, event: Received) -> SyncerOutcome:
-  now, member = event.now, state.members.get(report.learner)
+  now, me, todo = event.now, report.learner, list[SyncerAction]()
+  if report.joins:
+    todo.append(Send(me, _welcome(state, report.incarnation)))
   if newer := _newer(state, report.rounds):
-    return _request_values(state, report, newer, now)
-  state, todo = _note_lost(state, report)
-  versions = _compared(state, report.rounds, report.versions)
+    state, asked = _request_values(state, report, newer, now)
+    return state, [*todo, *asked]
+  state, lost = _note_lost(state, report)
+  todo += lost
+  versions, member = _compared(state, report.rounds, report.versions), state.members.get(me)
   if member is None or report.incarnation > member.incarnation:
-    # This shard restarted, or the hello was lost: the report has all that the hello would say.
-    state = state.forget(report.learner)
-    member = _new_member(state, report.learner, report.incarnation, now)
+    state = state.forget(me)
+    member = _new_member(state, me, report.incarnation, now)
     member = replace(member, versions=versions, sent=versions)
-    todo.append(_joined(report.learner, "reported"))
-  elif member.lost:
-    member, again = _heard_again(report.learner, member)
-    todo.append(again)
+    reason = f"incarnation {report.incarnation}"
+    todo.append(events.Member(learner=me, state="joined", reason=reason))
+  elif member.lost:  # resends of what it lacks need not wait
+    member = replace(member, lost=False, resends=0, resent_at=-math.inf)
+    todo.append(events.Member(learner=me, state="joined", reason="heard again"))
+  if report.whole and not member.whole:  # initial values that it should make count as not sent
+    member = replace(member, whole=True, sent=versions)
+  begun = _begun(state)
   member = _note_sync(state, member, versions, now, report.idle_seconds)
   state, member = _note_delivered(state, member, versions, now)
   member = replace(
@@ -297,45 +247,47 @@ def _on_report(state: SyncerState, report: Report, event: Received) -> SyncerOut
     step_seconds=rules.believed_step_seconds(state.beliefs, report.step_seconds),
     leaving=report.leaving,
   )
-  state = _heard(state, report.learner, member)
+  silent_at = min(state.silent_at, lost_at(state, member))
+  state = replace(state, members={**state.members, me: member}, silent_at=silent_at)
   if member.quarantined:
     rejection = Rejection(*state.to(report.incarnation), -1, -1, True, "quarantined")
-    return state, [*todo, Send(report.learner, rejection)]
+    return state, [*todo, Send(me, rejection)]
   state = state.mark_dirty(
     i
     for i, f in enumerate(state.fragments)
-    if f.round is None and state.could_push(report.learner, i) and state.is_due(report.learner, i)
+    if f.round is None and state.could_push(me, i) and state.is_due(me, i)
   )
-  state, sent = _catch_up(state, report.learner, event, event.unsent)
-  return state, [*todo, *sent]
+  # Versions go to the one that reports; if it completes the first quorum, to all that waited.
+  for learner in (me,) if begun else sorted(state.members):
+    state, sent = _catch_up(state, learner, event, event.unsent and learner == me)
+    todo += sent
+  return state, todo
+
+
+def _welcome(state: SyncerState, incarnation: int) -> messages.Welcome:
+  return messages.Welcome(
+    *state.to(incarnation),
+    global_step=state.global_step,
+    fragments=tuple(f.index for f in state.fragments),
+    rounds=tuple(f.last_round for f in state.fragments),
+    snapshot=state.snapshot,
+  )
 
 
 def _note_delivered(
   state: SyncerState, member: Member, versions: tuple[int, ...], now: float
 ) -> tuple[SyncerState, Member]:
-  """How long publishes take, and which may still be on their way. `versions`: of the new report.
-
-  Publishes arrive one after the other. While publishes arrive that were sent before another, or
-  with it, that other one is not lost but waits for the link: a resend would only make the queue
-  longer.
-  """
-  was = list(zip(versions, member.versions, member.sent, member.sent_at, member.waiting_since))
-  came = [(v == sent, at, since) for v, old, sent, at, since in was if v > old]
+  """How long publishes take. `versions`: of the new report."""
+  was = zip(versions, member.versions, member.sent, member.sent_at)
+  came = [at for v, old, sent, at in was if old < v == sent]
   if not came:
     return state, member
-  first = min(at for _, at, _ in came)
-  waiting_since = tuple(now if v < sent and at >= first else since for v, _, sent, at, since in was)
-  member = replace(member, waiting_since=waiting_since)
-  complete = [(at, since) for newest, at, since in came if newest]
-  if complete:
-    waited = now - min(since for _, since in complete)
-    queued = now - min(at for at, _ in complete)
-    # A single member that confirms late must not make all others wait longer for a resend.
-    believed = min(queued, 2 * state.delivery_seconds + state.sync.liveness_seconds)
-    state = replace(state, delivery_seconds=rules.smooth(state.delivery_seconds, believed))
-    delivery_seconds = rules.smooth(member.delivery_seconds, waited)
-    member = replace(member, delivery_seconds=delivery_seconds, resends=0, resent_at=-math.inf)
-  return state, member
+  took = now - min(came)
+  # A single member that confirms late must not make all others wait longer for a resend.
+  believed = min(took, 2 * state.delivery_seconds + state.sync.liveness_seconds)
+  state = replace(state, delivery_seconds=rules.smooth(state.delivery_seconds, believed))
+  delivery_seconds = rules.smooth(member.delivery_seconds, took)
+  return state, replace(member, delivery_seconds=delivery_seconds, resends=0, resent_at=-math.inf)
 
 
 def _note_sync(
@@ -367,14 +319,11 @@ def _compared(
 
 def _newer(state: SyncerState, rounds: tuple[int, ...]) -> dict[int, int]:
   """Fragment -> the round of a learner's value that is newer than the value here."""
-  if len(rounds) != len(state.fragments):
-    return {}
-  pairs = zip(rounds, state.fragments)
-  return {f.index: r for r, f in pairs if state.is_newer(f, r)}
+  return {f.index: r for r, f in zip(rounds, state.fragments) if state.is_newer(f, r)}
 
 
 def _request_values(
-  state: SyncerState, said: Hello | Report, rounds: Mapping[int, int], now: float
+  state: SyncerState, said: Report, rounds: Mapping[int, int], now: float
 ) -> SyncerOutcome:
   """This shard has lost what these rounds made (it and its copies died together), and this learner
   has it. Of several learners with a value of the same round one is asked at a time; learners with
@@ -398,7 +347,7 @@ def _request_values(
 
 
 def _on_value(state: SyncerState, value: Value, event: Received) -> SyncerOutcome:
-  i, now = state.position(value.fragment), event.now
+  i = state.position(value.fragment)
   requests, key = state.value_requests, (value.fragment, value.learner)
   request = requests.get(key)
   if i is None or request is None:
@@ -409,12 +358,11 @@ def _on_value(state: SyncerState, value: Value, event: Received) -> SyncerOutcom
   requests = {**requests, key: request}
   state = replace(state, value_requests=requests)
   if not event.read:
-    return state, [actions.Read(value, now)]
+    return state, [actions.Read(value, event.now)]
   f = state.fragments[i]
-  merged_rounds = dict(messages.pairs(value.merged_rounds))
   if event.fault:
     return state, [ignored(value, event.fault), *_give_up(state, value, event.fault)]
-  if len(value.merged_rounds) % 2 or max(merged_rounds.values(), default=-1) > value.round:
+  if max(value.merged_rounds.values(), default=-1) > value.round:
     return state, [ignored(value, "cannot have merged what it says")]
   requests = {k: r for k, r in requests.items() if k[0] != f.index or r.round > value.round}
   if not state.is_newer(f, value.round):
@@ -423,7 +371,7 @@ def _on_value(state: SyncerState, value: Value, event: Received) -> SyncerOutcom
     f.index,
     version=value.version,
     merged_tokens=value.merged_tokens,
-    merged_rounds=merged_rounds,
+    merged_rounds=value.merged_rounds,
     last_round=value.round,
     global_step=max(0, state.global_step - state.sync.sync_period),
     participants=value.participants,
@@ -437,13 +385,7 @@ def _on_value(state: SyncerState, value: Value, event: Received) -> SyncerOutcom
     known_rounds=known,
   )
   for learner, m in state.members.items():  # until a report says that a member has this value
-    state = state.with_member(
-      learner,
-      versions=put(m.versions, i, -1),
-      sent=put(m.sent, i, f.version),
-      sent_at=put(m.sent_at, i, now),
-      waiting_since=put(m.waiting_since, i, now),
-    )
+    state = state.with_member(learner, versions=put(m.versions, i, -1), sent=put(m.sent, i, -1))
   return state, [
     actions.InstallValue(f.index, f.last_round, event.content),
     events.Regained(
@@ -488,8 +430,8 @@ def _note_lost(state: SyncerState, report: Report) -> SyncerOutcome:
 def _catch_up(state: SyncerState, learner: int, event: Received, unsent: bool) -> SyncerOutcome:
   """Sends, whole, the versions that a member should have by now and lacks.
 
-  A publish that is still queued here, or waits for the buddy, is not lost, however slow the link
-  is: patience begins when it has left. For one that follows a lost one it has begun before.
+  A publish that is still queued here is not lost, however slow the link is: patience begins when
+  the queue is empty. Nor is one lost that waits for the buddy.
   """
   todo: list[SyncerAction] = []
   now = event.now
@@ -497,14 +439,9 @@ def _catch_up(state: SyncerState, learner: int, event: Received, unsent: bool) -
     return state, todo
   if unsent:
     state = state.with_member(learner, resent_at=now)
-  if held := event.held:
-    m = state.members[learner]
-    each = zip(state.fragments, m.versions, m.sent, m.waiting_since)
-    since = tuple(now if f.index in held and sent == v + 1 else at for f, v, sent, at in each)
-    state = state.with_member(learner, waiting_since=since)
   member = state.members[learner]
   lacks = [i for i, f in enumerate(state.fragments) if member.versions[i] < f.version]
-  since = member.waiting_since
+  since = member.sent_at
   patience = max(
     state.sync.liveness_seconds, 3 * state.delivery_seconds, 3 * member.delivery_seconds
   )
@@ -514,8 +451,8 @@ def _catch_up(state: SyncerState, learner: int, event: Received, unsent: bool) -
     # a slow link a resend costs as much as the publish that it replaces.
     waited = now - max(since[i], member.resent_at)
     overdue = waited > rules.backed_off(patience, member.resends, math.inf)
-    if member.sent[i] < f.version or overdue:
-      again = member.sent[i] == f.version
+    again = member.sent[i] == f.version
+    if not again or (overdue and f.index not in event.held):
       state, publish = state.publish_to(i, learner, now, state.newest(i))
       if again:
         state = state.with_member(learner, resends=member.resends + 1, resent_at=now)

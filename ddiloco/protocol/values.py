@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform
 
 import msgspec
@@ -59,7 +58,7 @@ def less(values: tuple[T, ...], value: T) -> tuple[T, ...]:
 
 
 class NotAState(ValueError):
-  """The JSON value is not one that `to_json` makes of this class; the text names the field."""
+  """The JSON value is not one that `to_json` makes of this class; the text says why."""
 
 
 def to_json(value: Any) -> Any:
@@ -94,19 +93,8 @@ def from_json(cls: type[T], value: Any) -> T:
   # msgspec fills missing fields with defaults and drops unknown ones: compare to find both.
   read = to_json(dataclasses.asdict(state))
   if json.dumps(read, sort_keys=True) != json.dumps(value, sort_keys=True):
-    where, _ = min(set(_leaves(read)) ^ set(_leaves(value)), default=("", ""))
-    raise NotAState(f"{cls.__name__}{where} is missing, unknown or written in another way")
+    raise NotAState(f"{cls.__name__}: a field is missing, unknown or written in another way")
   return state
-
-
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-  """(path, text) of every leaf of a JSON value: of all that has no parts."""
-  parts = value.items() if isinstance(value, dict) else enumerate(value)
-  for name, each in parts:
-    if each and isinstance(each, dict | list | tuple):
-      yield from _leaves(each, f"{path}.{name}")
-    else:
-      yield f"{path}.{name}", json.dumps(each)
 
 
 __all__ = ["Frozen", "NotAState", "from_json", "less", "put", "readable", "replace", "to_json"]

@@ -1,6 +1,6 @@
 """A learner at work: the training loop of one island, which waits for no other role.
 
-Each incarnation: compile, say hello, receive every fragment, then step after step. Between two
+Each incarnation: compile, report, receive every fragment, then step after step. Between two
 inner steps the `boundary` of the exchange feeds arrived messages to `protocol.learner` and performs
 its actions: cheap dispatches only. Copies to the host, differences, encoding, decoding and
 transfers to the devices are jobs of one worker in the background, in order.
@@ -24,7 +24,7 @@ from ddiloco.core import codec
 from ddiloco.core.fragments import Plan
 from ddiloco.network.transport import Delivery, syncer_address
 from ddiloco.protocol import actions, events, learner
-from ddiloco.protocol.messages import MADE, ForwardMoments, Publish, Push, Value
+from ddiloco.protocol.messages import MADE, ForwardMoments, Moments, Publish, Push, Value
 from ddiloco.protocol.states import LearnerState, schedule_step
 from ddiloco.protocol.values import replace
 from ddiloco.runtime import Job, Loop, Runtime, WorkingRole, drive, short_collections
@@ -82,7 +82,6 @@ class Exchange(WorkingRole):
     self._deltas.share = self._threads.share
     self._make = runtime.initial
     self._made: Mapping[int, Any] = {}  # initial values, until it has joined
-    self._making: set[int] = set()  # fragments whose initial value is being made here
     self._outbox: dict[int, Push] = {}
     self._given: dict[int, weakref.ref[Any]] = {}  # fragment -> payload of its value, given back
     self._stagings: dict[int, collections.deque[Staging]] = collections.defaultdict(
@@ -90,6 +89,7 @@ class Exchange(WorkingRole):
     )
     self.poison: Callable[[], float] = lambda: 1.0  # factor of a planned fault on pushes
     self._started_at = self.time.now()
+    self._reports: list[actions.LearnerAction] = []  # sent last, at ...
     self._heartbeat_at = -math.inf
 
   # --- in the role's own loop, between two inner steps --------------------------------------------
@@ -103,18 +103,17 @@ class Exchange(WorkingRole):
     self._report()
 
   def wait(self, until: float = math.inf) -> Loop[None]:
-    """Waits, without a step to make, for a message or a time; sends heartbeats."""
+    """Waits, without a step to make, for a message or a time; reports what changes, and that it
+    lives."""
     alive_at = self._heartbeat_at + HEARTBEAT_SECONDS
-    arrived = yield min(until, alive_at, learner.next_wake(self.state))
-    news = arrived is not None
+    arrived = yield min(until, alive_at)
     if arrived and (received := self._received(arrived)):
       self._feed(received)
     while (event := self._arrived()) is not None:
       self._feed(event)
-      news = True
     now = self.time.now()  # after all arrived messages, since this process may have stood still
     self._feed(actions.Tick(now))
-    if now >= alive_at or news:
+    if now >= alive_at or learner.reports(self.state, self._sync) != self._reports:
       self._report()
 
   def drain(self) -> None:
@@ -145,17 +144,12 @@ class Exchange(WorkingRole):
   def _received(self, arrived: Delivery) -> actions.Received | None:
     """A message for the reducer; an initial value without its payload is completed first."""
     message = arrived.message
-    if not isinstance(message, Publish) or message.codec != MADE or self._has(message):
+    if not isinstance(message, Publish) or message.codec != MADE:
       return actions.Received(message, arrived.at)
-    if message.fragment not in self._making:
-      self._making.add(message.fragment)
+    # To make a value that is here already would take the memory of a whole model.
+    if message.round > self.state.fragments[message.fragment].newest:
       self._worker.put(self._complete(message))
     return None
-
-  def _has(self, publish: Publish) -> bool:
-    """Whether its value is here: making it again would take the memory of a whole model."""
-    p, known = publish.fragment, self.state.fragments
-    return p < len(known) and publish.round <= known[p].newest
 
   def _feed(self, event: actions.LearnerEvent) -> None:
     self.state, todo = learner.learner_on(self.state, event, self._sync)
@@ -165,12 +159,17 @@ class Exchange(WorkingRole):
     if self.state.done:
       return
     self._heartbeat_at = self.time.now()
-    self._perform(learner.reports(self.state, self._sync))
+    self._reports = learner.reports(self.state, self._sync)
+    self._perform(self._reports)
     self._count_traffic()
 
   def _perform(self, todo) -> None:
     for action in todo:
       match action:
+        case actions.Send(to, Value() as value):
+          self._worker.put(self._give(to, value))
+        case actions.Send(to, Moments() as moments):
+          self._give_moments(to, moments)
         case actions.Send(to, message):
           self.endpoint.send(syncer_address(to), message)
         case actions.CopyOut(push):
@@ -180,23 +179,18 @@ class Exchange(WorkingRole):
         case actions.Stage(publish):
           staging = Staging()
           self._stagings[publish.fragment].append(staging)
-          self._record(
-            events.Stage,
-            fragment=publish.fragment,
-            version=publish.version,
-            round=publish.round,
-            mode=action.mode,
-            included=action.included,
+          self.recorder.record(
+            events.Stage(
+              fragment=publish.fragment,
+              version=publish.version,
+              round=publish.round,
+              mode=action.mode,
+              included=action.included,
+            )
           )
           self._worker.put(self._stage(action, staging))
-        case actions.SendValue(value):
-          self._worker.put(self._give(value))
         case actions.TakeSnapshot():
           self._capture(action)
-        case actions.SkipSnapshot(snapshot, reason) if self._saver is not None:
-          self._saver.decline(snapshot, reason)
-        case actions.SendMoments():
-          self._give_moments(action)
         case actions.TakeMoments(forwarded):
           self._worker.put(self._take_moments(forwarded))
         case actions.ApplyMoments(content=(forwarded, staged)):
@@ -212,13 +206,10 @@ class Exchange(WorkingRole):
         case actions.Rejoin(reason):
           raise Quarantined(reason)
 
-  def _record(self, kind: type[events.Event], **fields: Any) -> None:
-    self.recorder.record(kind(**fields))
-
   def _copy_out(self, push: Push) -> None:
     pieces, factor = self._store.copy_out(push.fragment), self.poison()
     base_round = self.state.fragments[push.fragment].round
-    self._record(events.CopyOut, **_said(push), base_round=base_round, factor=factor)
+    self.recorder.record(events.CopyOut(**_said(push), base_round=base_round, factor=factor))
     self._worker.put(self._push(push, pieces, factor))  # last: its job flushes the log
 
   def _apply(self, action: events.Apply) -> None:
@@ -230,31 +221,36 @@ class Exchange(WorkingRole):
     """My part of a snapshot: the devices' state now, the rest when earlier jobs are done."""
     if self._save is None:
       return
-    if reason := self._saver.refusal:  # no step should wait for a copy that would be dropped
+    reason = self._saver.refusal  # no step should wait for a copy that would be dropped
+    if not action.state.joined:
+      lacks = [p for p, f in enumerate(action.state.fragments) if not f.fresh]
+      reason = f"it has not joined: it waits for fragments {lacks}"
+    if reason:
       self._saver.decline(action.snapshot, reason)
       return
     began = self.time.now()
     captured = self._store.capture()
     seconds = round(self.time.now() - began, 6)
-    self._record(events.Captured, snapshot=action.snapshot, seconds=seconds)
+    self.recorder.record(events.Captured(snapshot=action.snapshot, seconds=seconds))
     stagings = {p: tuple(each) for p, each in self._stagings.items()}
     self._worker.put(self._hand_over(action, captured, stagings))
 
-  def _give_moments(self, give: actions.SendMoments) -> None:
-    p, donation = give.moments.fragment, give.moments.donation
+  def _give_moments(self, shard: int, moments: Moments) -> None:
+    p, donation = moments.fragment, moments.donation
     pieces, count = self._store.copy_out(p, moments=True), self._store.count()
-    self._record(events.Donated, fragment=p, donation=donation)
-    self._worker.put(self._send_moments(give, pieces, count))
+    self.recorder.record(events.Donated(fragment=p, donation=donation))
+    self._worker.put(self._send_moments(shard, moments, pieces, count))
 
   def _apply_moments(self, forwarded: ForwardMoments, staged: Any) -> None:
     self._store.apply(forwarded.fragment, staged, 0.0, moments=True)
     self._store.set_count(forwarded.count)
-    self._record(
-      events.Inherited,
-      fragment=forwarded.fragment,
-      learner=forwarded.donor,
-      incarnation_of_donor=forwarded.donor_incarnation,
-      donation=forwarded.donation,
+    self.recorder.record(
+      events.Inherited(
+        fragment=forwarded.fragment,
+        learner=forwarded.donor,
+        incarnation_of_donor=forwarded.donor_incarnation,
+        donation=forwarded.donation,
+      )
     )
 
   # --- jobs of the worker -------------------------------------------------------------------------
@@ -272,9 +268,8 @@ class Exchange(WorkingRole):
     yield None
     if complete is None:
       text = f"the initial value of fragment {p} has to be sent: {reason}"
-      self._record(events.Ignored, message="Publish", reason=text)
+      self.recorder.record(events.Ignored(message="Publish", reason=text))
     now = self.time.now()
-    self._making.discard(p)  # before the loop hears of it: its shard may publish it anew
     self._tell(actions.Unmade(now) if complete is None else actions.Received(complete, now))
 
   def _push(self, push: Push, pieces: Any, factor: float) -> Job:
@@ -287,14 +282,16 @@ class Exchange(WorkingRole):
     yield None
     self._outbox[p] = replace(push, codec=self._sync.push_codec, payload=payload)
     self.recorder.flush()  # the log on disk has every push that a shard may merge
-    self._record(events.Push, **_said(push), bytes=self._send_push(p))
+    self.recorder.record(events.Push(**_said(push), bytes=self._send_push(p)))
 
   def _push_again(self, push: Push) -> Job:
     kept = self._outbox.get(push.fragment)
     if kept is None or kept.base_version != push.base_version:
       return
     if kept.round != push.round:  # in lock-step the same push may answer another round
-      self._record(events.Resend, fragment=push.fragment, round=push.round, old_round=kept.round)
+      self.recorder.record(
+        events.Resend(fragment=push.fragment, round=push.round, old_round=kept.round)
+      )
       self.recorder.flush()
       self._outbox[push.fragment] = replace(kept, round=push.round)
     shard = self.state.fragments[push.fragment].shard
@@ -306,10 +303,10 @@ class Exchange(WorkingRole):
     shard = self.state.fragments[p].shard
     return self.endpoint.send(syncer_address(shard), self._outbox[p])
 
-  def _give(self, value: Value) -> Job:
+  def _give(self, shard: int, value: Value) -> Job:
     """Gives back a value that its shard lost; not again while it waits to be sent: on a slow link
     the shard asks again before a value of gigabytes has left."""
-    to = syncer_address(self.state.fragments[value.fragment].shard)
+    to = syncer_address(shard)
     before = self._given.get(value.fragment)
     if before is not None and before() is not None and self.endpoint.unsent(to):
       return
@@ -318,14 +315,14 @@ class Exchange(WorkingRole):
     yield None
     self.endpoint.send(to, replace(value, payload=payload))
 
-  def _send_moments(self, give: actions.SendMoments, pieces: Any, count: Any) -> Job:
-    flat = self._store.to_host(pieces, give.moments.fragment)
+  def _send_moments(self, shard: int, moments: Moments, pieces: Any, count: Any) -> Job:
+    flat = self._store.to_host(pieces, moments.fragment)
     del pieces
     payload = self._deltas.send_moments(flat)
     yield None
     self.recorder.flush()  # the log on disk has all moments that a peer may take over
-    moments = replace(give.moments, count=int(count), payload=payload)
-    self.endpoint.send(syncer_address(give.shard), moments)
+    moments = replace(moments, count=int(count), payload=payload)
+    self.endpoint.send(syncer_address(shard), moments)
 
   def _take_moments(self, forwarded: ForwardMoments) -> Job:
     p = forwarded.fragment
@@ -334,7 +331,9 @@ class Exchange(WorkingRole):
       flat = self._deltas.take_moments(forwarded.payload, size)
     except codec.CodecError as error:  # wait for another donor's moments, or go on without
       reason = str(error)
-      self._record(events.Ignored, message="ForwardMoments", learner=forwarded.donor, reason=reason)
+      self.recorder.record(
+        events.Ignored(message="ForwardMoments", learner=forwarded.donor, reason=reason)
+      )
       yield None
       self._tell(actions.Taken(p, self.time.now()))
       return
@@ -429,8 +428,7 @@ class Learner:
     # step plus this difference.
     self._ahead = beginning.position - state.global_step
     self._fresh, self._part = beginning.fresh, beginning.part
-    self._joined: LearnerState | None = None  # the state when it opened its data, at `_position`
-    self._position = 0
+    self._joined: LearnerState | None = None  # the state when it opened its data
     save = None if runtime.saver is None else self._save
     self.exchange = Exchange(state, config, plan, island, runtime, save)
     self.exchange.restore(beginning.arrays)
@@ -506,15 +504,13 @@ class Learner:
 
   def _open(self) -> Iterator[Any]:
     """This learner's batches, from the present global step on."""
-    state = self.exchange.state
-    self._joined, self._position = state, state.global_step + self._ahead
-    return self.batches(self._position)
+    self._joined = self.exchange.state
+    return self.batches(self._next_position(self._joined))
 
   def _next_position(self, state: LearnerState) -> int:
     """The number of the batch that the step after `state` trains on."""
-    if self._joined is None:
-      return state.global_step + self._ahead
-    return self._position + state.step - self._joined.step
+    joined = self._joined or state
+    return joined.global_step + self._ahead + state.step - joined.step
 
   def _rate_scale(self, state: LearnerState) -> float:
     """Warms up fresh moments in the middle of a run: Adam's first updates are large."""

@@ -1,17 +1,18 @@
 """A syncer shard at work: receives, lets `protocol.syncer` decide, merges, publishes.
 
 The loop only decides, records and sends. All work on the values of a fragment (norms of a push,
-merging, copies for the buddy) is done by one worker in the background, job after job in the order
-of the decisions, so a report is answered while half a billion values are merged. Everything that
-follows a decision waits for the fragment's job: the log line, the store, the buddy and the
-publishes, in this order.
+merging, payloads of publishes, copies for the buddy) is done by one worker in the background, job
+after job in the order of the decisions, so a report is answered while half a billion values are
+merged. What follows from a job the loop does when the job is done, in the same order: of a commit
+the log line, the store, the buddy, and then the publishes.
 """
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,10 +23,17 @@ from ddiloco.checkpoint.restore import syncer_part
 from ddiloco.config import Config
 from ddiloco.core.delta import Committed, MemoryStore, Merged
 from ddiloco.core.fragments import Plan
-from ddiloco.network.transport import Delivery, learner_address
+from ddiloco.network.transport import learner_address
 from ddiloco.observe.guards import warn
 from ddiloco.protocol import actions, events, syncer
-from ddiloco.protocol.actions import Commit, InstallValue, Received, SyncerAction, TakeSnapshot
+from ddiloco.protocol.actions import (
+  Commit,
+  InstallValue,
+  Received,
+  Send,
+  SyncerAction,
+  TakeSnapshot,
+)
 from ddiloco.protocol.messages import EVALUATOR, BetweenShards, Message, Publish, Push, Value
 from ddiloco.protocol.states import FragmentState, SyncerState
 from ddiloco.protocol.values import replace
@@ -76,18 +84,16 @@ class Syncer(WorkingRole):
     self.merger.share = self._threads.share
     if replication is not None:
       replication.background = self._worker.put
-    self._at_work: dict[int, list[SyncerAction]] = {}  # fragment -> actions that wait for its job
+    self._unfinished = 0  # jobs of which the loop has not yet done what follows
+    self._lines: collections.deque[events.Commit] = collections.deque()  # of commits under way
     self._capturing = False
     self._drag: Callable[[float], None] = lambda seconds: None
     self._sealer = sealer
-    self._digests: dict[int, str] = {}  # of the published value of each fragment, for its seal
     self._ignored: dict[tuple, tuple[float, int]] = {}  # when logged, and how often seen since
     self.recorder.record(events.Started(fragments=tuple(fragments)))
     for p in fragments:
       self._say_owned(p)
-      self._at_work[p] = []
-    for p in fragments:
-      self._do(functools.partial(self._prepare, p), functools.partial(self._go_on, p))
+      self._do(functools.partial(self._prepare, p))
 
   @property
   def committed(self) -> Mapping[int, Committed]:
@@ -110,8 +116,8 @@ class Syncer(WorkingRole):
 
   @property
   def idle(self) -> bool:
-    """Whether no fragment has a job under way."""
-    return not self._at_work
+    """Whether no job is under way."""
+    return not self._unfinished
 
   def run(self, faults: Faults, stopped: Callable[[], bool]) -> None:
     """Serves until `stopped()`, on this thread; it may be run again until it is closed.
@@ -129,14 +135,11 @@ class Syncer(WorkingRole):
     while not stopped():
       faults.check(self.state.global_step)
       yield None  # a planned stall may have passed
-      wake_at = syncer.next_wake(self.state)
-      wake_at = deadline if wake_at is None else min(wake_at, deadline)
-      started = yield from self._take_in(wake_at)
+      started = yield from self._take_in(min(deadline, syncer.next_wake(self.state)))
       yield from self.finish()
       deadline = math.inf if self.replication is None else self.replication.tick()
-      yield from self.handle(actions.Tick(now(), heard_until=started))
-      if self.state.saving and not (self._capturing or (self._saver and self._saver.busy)):
-        yield from self.handle(actions.Saved(now()))
+      saved = not (self._capturing or (self._saver and self._saver.busy))
+      yield from self.handle(actions.Tick(now(), heard_until=started, saved=saved))
       faults.drag(now() - started)
       yield None
       self._count_traffic()
@@ -159,16 +162,13 @@ class Syncer(WorkingRole):
       arrived = arrived or self.endpoint.receive(0.0)
     started, left = self.time.now(), self.endpoint.waiting
     while arrived is not None:
-      yield from self._take(arrived)
+      if not isinstance(arrived.message, BetweenShards):
+        yield from self.take(arrived.message, arrived.at)
+      elif self.replication is not None:
+        self.replication.on(arrived.message)
       arrived = self.endpoint.receive(0.0) if left > 0 else None
       left -= 1
     return started
-
-  def _take(self, arrived: Delivery) -> Loop[None]:
-    if not isinstance(arrived.message, BetweenShards):
-      yield from self.take(arrived.message, arrived.at)
-    elif self.replication is not None:
-      self.replication.on(arrived.message)
 
   def take(self, message: Message, now: float) -> Loop[None]:
     """A message that arrived `now`; it may have waited since."""
@@ -182,74 +182,67 @@ class Syncer(WorkingRole):
     """One event through the reducer, and every action it decides, in order."""
     self.state, todo = syncer.syncer_on(self.state, event)
     yield None
+    publishes = []
     for action in todo:
-      self._perform(action)
+      if isinstance(action, Send) and isinstance(action.message, Publish):
+        publishes.append(action)
+      else:
+        self._perform(action)
+    if publishes:
+      self._do(functools.partial(self._with_payloads, publishes), self._publish)
 
   def finish(self) -> Loop[None]:
     """Does what follows the jobs that are done."""
     while (then := self._told()) is not None:
+      self._unfinished -= 1
       yield from then()
 
   def _perform(self, action: SyncerAction) -> None:
-    p = _fragment_of(action)
-    if p in self._at_work:  # the fragment's new value is not ready yet
-      self._at_work[p].append(action)
-      return
     match action:
-      case actions.Send(to, message):
-        self._send(to, message)
+      case Send(to, message):
+        self.endpoint.send(learner_address(to), message)
       case actions.Read(message, now):
         work = self._measure if isinstance(message, Push) else self._check
         self._do(functools.partial(work, message, now), self.handle)
-      case actions.Accept():
-        self._do(functools.partial(self.merger.accept, action))
       case Commit(fragment):
         if self.replication is not None:
           self.replication.changes(fragment)
-        self._at_work[fragment] = []
         work = functools.partial(self._commit, action, self._state_of(fragment))
         self._do(work, functools.partial(self._merged, action))
       case InstallValue(fragment):
-        self._at_work[fragment] = []
-        work = functools.partial(self._install, action, self._state_of(fragment))
+        work = functools.partial(self.merger.install, action, self._state_of(fragment))
         self._do(work, functools.partial(self._installed, fragment))
-      case TakeSnapshot():
-        self._capture(action)
-      case events.Abandoned():
-        self._do(functools.partial(self.merger.abandon, action.fragment))
-        self._note(action)
+      case TakeSnapshot() if self._saver is not None:
+        self._capturing = True
+        work = functools.partial(self._collect, action.state)
+        self._do(work, functools.partial(self._collected, action))
+      case events.Commit():  # recorded when its commit is done
+        self._lines.append(action)
       case events.Ignored():
         self._note_ignored(action)
       case events.Event():
-        self._note(action)
+        if isinstance(action, events.Lost):
+          self.lost |= {p: max(v, self.lost.get(p, 0)) for p, v in action.versions.items()}
+        self.recorder.record(action)
 
   # --- jobs of the worker, and what the loop does after each --------------------------------------
 
-  def _do(self, work: Callable[[], T], then: Callable[[T], Loop[None]] | None = None) -> None:
+  def _do(
+    self, work: Callable[[], T], then: Callable[[T], Iterable[None]] = lambda result: ()
+  ) -> None:
     """Has the worker do `work`, and then the loop go on with its result."""
 
     def job() -> Job:
       result = work()
       yield None
-      if then is not None:
-        self._tell(functools.partial(then, result))
+      self._tell(functools.partial(then, result))
 
+    self._unfinished += 1
     self._worker.put(job())
-
-  def _digest(self, fragment: int) -> None:
-    if self._sealer is not None:
-      self._digests[fragment] = self._sealer.digest(self.committed[fragment].published_value)
 
   def _prepare(self, fragment: int) -> None:
     if reason := self.merger.prepare(fragment):
       warn(f"what is compiled for commits cannot be kept on disk: {reason}. The run goes on.")
-    self._digest(fragment)
-
-  def _go_on(self, fragment: int, result: None = None) -> Loop[None]:
-    """Performs the actions that waited for the fragment's job, which has ended."""
-    for action in self._at_work.pop(fragment):
-      self._perform(action)
-    yield None
 
   def _measure(self, push: Push, now: float) -> Received:
     started = self.time.now()
@@ -266,7 +259,6 @@ class Syncer(WorkingRole):
   def _commit(self, what: Commit, state: FragmentState) -> tuple[Merged, float]:
     started = self.time.now()
     merged = self.merger.commit(what, state)
-    self._digest(what.fragment)
     self._drag(self.time.now() - started)
     return merged, self.time.now() - started
 
@@ -274,11 +266,9 @@ class Syncer(WorkingRole):
     """A commit is stored and in the log before any other role hears of it."""
     p, (merged, seconds) = what.fragment, result
     self.store.save(self.committed[p])
-    first = self._at_work[p].pop(0)
-    assert isinstance(first, events.Commit), "its line in the log comes first"
     self.recorder.record(
       msgspec.structs.replace(
-        first,
+        self._lines.popleft(),
         weights={m: round(float(w), 6) for m, w in zip(what.learners, merged.weights)},
         step_tokens=tuple(self.config.tokens_per_step(m) for m in what.learners),
         length=None if merged.length is None else round(merged.length, 4),
@@ -287,19 +277,15 @@ class Syncer(WorkingRole):
       )
     )
     self._announce(p)
-    yield from self._go_on(p)
-
-  def _install(self, what: InstallValue, state: FragmentState) -> None:
-    """Installs a value that this shard lost and a learner gave back."""
-    self.merger.install(what, state)
-    self._digest(what.fragment)
+    yield None
 
   def _installed(self, fragment: int, result: None) -> Loop[None]:
+    """A value that this shard had lost, and a learner gave back, is here."""
     self.store.save(self.committed[fragment])
     self._say_owned(fragment)
     # Whole: from an update the buddy would compute momentum, and this jump is no outer step.
     self._announce(fragment, whole=True)
-    yield from self._go_on(fragment)
+    yield None
 
   def _state_of(self, fragment: int) -> FragmentState:
     """The fragment's state as it outlives this incarnation: without the round under way."""
@@ -312,13 +298,6 @@ class Syncer(WorkingRole):
     if self.replication is not None:
       change = None if whole else self.merger.change(fragment)
       self.replication.committed(self.committed[fragment], change)
-
-  def _capture(self, action: TakeSnapshot) -> None:
-    """Captures this shard's part of a snapshot, with the values that all earlier jobs made."""
-    if self._saver is not None:
-      self._capturing = True
-      collected = functools.partial(self._collected, action)
-      self._do(functools.partial(self._collect, action.state), collected)
 
   def _collect(self, state: SyncerState) -> tuple[Any, Mapping[str, Any]]:
     momentum_rounds = {p: c.momentum_round for p, c in self.committed.items()}
@@ -358,24 +337,24 @@ class Syncer(WorkingRole):
 
   # --- messages and log lines ---------------------------------------------------------------------
 
-  def _send(self, to: int, message) -> None:
-    send = functools.partial(self.endpoint.send, learner_address(to))
-    if not isinstance(message, Publish):
-      send(message)
-      return
-    publish = self.merger.with_payload(message)
-    if self._sealer is not None:
-      publish = replace(publish, seal=self._sealer.seal(publish, self._digests[publish.fragment]))
-    if self.replication is None:
-      send(publish)
-    else:
-      self.replication.when_safe(publish.fragment, lambda: send(publish))
+  def _with_payloads(self, publishes: list[Send]) -> list[tuple[int, Publish]]:
+    """(learner, publish) of each, as the fragment is now: between two commits of it."""
+    found = []
+    for to, message in ((action.to, action.message) for action in publishes):
+      publish = self.merger.with_payload(message)
+      if self._sealer is not None:
+        publish = self._sealer.sealed(publish, self.committed[publish.fragment].published_value)
+      found.append((to, publish))
+    return found
 
-  def _note(self, event: events.Event) -> None:
-    if isinstance(event, events.Lost):
-      for p, version in event.versions.items():
-        self.lost[p] = max(version, self.lost.get(p, 0))
-    self.recorder.record(event)
+  def _publish(self, publishes: list[tuple[int, Publish]]) -> Loop[None]:
+    for to, publish in publishes:
+      send = functools.partial(self.endpoint.send, learner_address(to), publish)
+      if self.replication is None:
+        send()
+      else:
+        self.replication.when_safe(publish.fragment, send)
+    yield None
 
   def _note_ignored(self, event: events.Ignored) -> None:
     """At most a line a second for each learner and kind of message: a flood must not fill disks."""
@@ -386,15 +365,3 @@ class Syncer(WorkingRole):
     else:
       self._ignored[key] = (now, 0)
       self.recorder.record(msgspec.structs.replace(event, times=times + 1))
-
-
-def _fragment_of(action: SyncerAction) -> int | None:
-  """The fragment whose values an action needs, if it needs any."""
-  match action:
-    case actions.Send(_, Publish(fragment=fragment)):
-      return fragment
-    case actions.Read(message):  # not before an earlier round's end is on its way to the worker
-      return message.fragment
-    case Commit() | InstallValue() | events.Commit():
-      return action.fragment
-  return None

@@ -17,7 +17,7 @@ from ddiloco.core import codec
 from ddiloco.core.codec import Encoded
 from ddiloco.core.delta import Committed, Deltas, MemoryStore, Merged, Merger, learner_weights
 from ddiloco.core.fragments import Fragment, Piece, Plan
-from ddiloco.protocol.actions import Accept, Commit, InstallValue, Received
+from ddiloco.protocol.actions import Commit, InstallValue, Received
 from ddiloco.protocol.messages import INITIAL, NOTHING, Publish, Push, Replica, Value
 from ddiloco.protocol.states import FragmentState
 from ddiloco.protocol.values import replace
@@ -166,7 +166,7 @@ class SizedMerger(Merger):
 
   def take_in(self, push: Push, now: float) -> Received:
     self._world.spend(self._world.take_in_seconds(push.fragment))
-    return Received(push, now, content=push.payload, **self.measure(push))
+    return Received(push, now, **self.measure(push))
 
   def measure(self, push: Push) -> Mapping[str, Any]:
     """What the merger measures of a push; see `Received`."""
@@ -174,12 +174,6 @@ class SizedMerger(Merger):
 
   def take_back(self, value: Value, now: float) -> Received:
     return Received(value, now, content=value.payload)
-
-  def accept(self, accept: Accept) -> None:
-    pass
-
-  def abandon(self, fragment: int) -> None:
-    pass
 
   def commit(self, what: Commit, state: FragmentState) -> Merged:
     p = what.fragment

@@ -188,10 +188,8 @@ def test_a_change_of_what_a_buddy_does_not_have_is_not_kept():
     {"has_momentum": False},
     {"codec": "int8"},
     {"base_round": 7},
-    {"payload": None},
     {"payload": b""},
     {"payload": b"123"},
-    {"merged_rounds": (1, 2, 3)},
   ],
   ids=str,
 )

@@ -87,7 +87,7 @@ def test_what_has_left_over_a_real_connection_is_given_again_when_it_is_asked_fo
         arrived = asking.receive(PATIENCE_SECONDS)
         assert arrived is not None, "it takes the copies before for copies on their way"
         came.append(type(arrived.message))
-      net.wait_until(lambda: not copies._answers[0].under_way)
+      net.wait_until(lambda: not any(payload() is not None for payload in copies._answers[0][1]))
   finally:
     net.close()
 

@@ -90,7 +90,7 @@ def test_what_the_shard_has_made_is_taken_back_bit_by_bit(lost):
     {"version": 99},
     {"merged_tokens": 10**12},
     {"participants": (0,)},
-    {"merged_rounds": (0, 0)},
+    {"merged_rounds": {0: 0}},
     {"seal": ""},
     {"seal": "00" * 32},
   ],

@@ -277,7 +277,7 @@ def test_a_shard_keeps_in_mind_the_newest_version_that_is_lost():
   shard = Shard(2)
   assert shard.syncer.lost == {}
   for learner, versions in ((0, {0: 3}), (1, {0: 2}), (1, {1: 5})):
-    shard.syncer._note(Lost(learner=learner, versions=versions, reason=""))
+    shard.syncer._perform(Lost(learner=learner, versions=versions, reason=""))
   assert shard.syncer.lost == {0: 3, 1: 5}
   lost = [(e.learner, e.versions) for e in shard.events if e.kind == "lost"]
   assert lost == [(0, {0: 3}), (1, {0: 2}), (1, {1: 5})]

@@ -7,7 +7,7 @@ from ddiloco.config import from_dict
 from ddiloco.core import codec, delta
 from ddiloco.core.delta import Committed, MemoryStore, Merger
 from ddiloco.protocol import rules
-from ddiloco.protocol.actions import Accept, Commit
+from ddiloco.protocol.actions import Commit
 from ddiloco.protocol.messages import Push
 from ddiloco.protocol.states import FragmentState
 from tests.core.test_outer_merge import exact, fragment_of, randoms
@@ -20,8 +20,7 @@ def merged(merger, round, pushes, progress=0.0):
   """What the commit of these outer gradients says."""
   for m, each in enumerate(pushes):
     push = Push(m, 0, 0, round, round, 1, 1, round, 0, round, "f32", exact(each).payload)
-    received = merger.take_in(push, 0.0)
-    merger.accept(Accept(0, round, m, received.content))
+    merger.take_in(push, 0.0)
   count = len(pushes)
   what = Commit(0, round, round + 1, tuple(range(count)), (1,) * count, (1,) * count, progress)
   return merger.commit(what, FragmentState(0, round + 1, last_round=round))

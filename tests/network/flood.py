@@ -28,7 +28,6 @@ def main(url: str, keys: str, run_id: str, plan_id: str, learner: int, fragments
   connection.sendall(frames.encode(greeting))
   none = (-1,) * fragments
   say = [
-    messages.Hello(learner, incarnation, ()),
     messages.Report(learner, incarnation, 1, 0.01, none, none, (0,) * fragments, False, 0),
     messages.RequestMoments(learner, incarnation, tuple(range(fragments))),
     messages.Goodbye(learner, incarnation),

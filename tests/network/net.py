@@ -14,16 +14,16 @@ import numpy as np
 from ddiloco.config import NetworkConfig
 from ddiloco.network.endpoint import NetworkEndpoint, RunIdentity
 from ddiloco.network.keys import Keys, make_keys
-from ddiloco.protocol.messages import Hello, Push
+from ddiloco.protocol.messages import Push, RequestMoments
 from tests import says
 
 QUICK = NetworkConfig(streams=2, hello_seconds=0.1)
 SECONDS = 20.0
 
 
-def hello(incarnation: int = 0) -> Hello:
+def hello(incarnation: int = 0) -> RequestMoments:
   """Learner 0's."""
-  return says.hello(0, incarnation)
+  return says.request(0, incarnation)
 
 
 def push(number: int, size: int) -> Push:

@@ -17,7 +17,7 @@ from ddiloco.network import frames
 from ddiloco.network.peers import MAX_QUEUED, Peer, objection, seconds_since_2020
 from ddiloco.network.transport import RunIdentity
 from ddiloco.protocol import messages
-from ddiloco.protocol.messages import Goodbye, Hello, Push, RequestMoments
+from ddiloco.protocol.messages import Goodbye, Push, RequestMoments
 from tests import says
 from tests.network.net import QUICK, Net, hello, push
 
@@ -172,7 +172,7 @@ def test_a_member_that_is_slow_by_seconds_is_still_in(link_to, secure):
   learner.send("syncer-0", message)
   # Control and fragments have connections of their own, and either may be up first.
   arrived = {type(each): each for each in (shard.receive(SECONDS)[1], shard.receive(SECONDS)[1])}
-  assert arrived[Hello] == hello()
+  assert arrived[RequestMoments] == hello()
   assert arrived[Push].payload.tobytes() == message.payload.tobytes()
   shard.send("learner-0", says.pull(0, 0, 0, 0, 7, 0))
   assert learner.receive(SECONDS)[1].round == 7

@@ -53,7 +53,7 @@ def file_of(net: Net, address: str) -> Path:
 @pytest.mark.parametrize("how", ["removed", "replaced"])
 def test_a_key_that_is_no_longer_listed_is_cut_off_while_its_connection_is_open(net, how):
   shard, learner, other = (net.connect(a) for a in (SYNCER, "learner-0", "learner-1"))
-  learner.send(SYNCER, says.hello(0, 0))
+  learner.send(SYNCER, says.request(0, 0))
   assert shard.receive(SECONDS)
   value = np.zeros(100, np.uint8)
   publish = says.publish(0, 0, 0, 0, 1, 1, -1, 0, 0, (), (), "f32", value)
@@ -71,8 +71,8 @@ def test_a_key_that_is_no_longer_listed_is_cut_off_while_its_connection_is_open(
   assert "the key of learner-0 is not listed" in learner.links()[SYNCER]["reason"]
   assert not learner.fenced, "nobody else has its place"
   assert list(shard.links()) == ["learner-1"] and shard.counters.refused
-  learner.send(SYNCER, says.hello(0, 0))
-  other.send(SYNCER, says.hello(1, 0))
+  learner.send(SYNCER, says.request(0, 0))
+  other.send(SYNCER, says.request(1, 0))
   assert shard.receive(SECONDS)[0] == "learner-1"
   assert shard.receive(0.2) is None
 
@@ -89,7 +89,7 @@ def test_a_folder_of_keys_that_is_away_for_a_moment_cuts_nobody_off(net):
   folder = net.folder
   (folder / "public").rename(folder / "away")
   assert shard.receive(2.5) is None
-  learner.send(SYNCER, says.hello(0, 0))
+  learner.send(SYNCER, says.request(0, 0))
   assert shard.receive(SECONDS)[0] == "learner-0" and shard.counters.refused == 0
   (folder / "away").rename(folder / "public")
 
@@ -110,7 +110,7 @@ def test_a_disk_that_hangs_under_the_keys_holds_up_no_message(net, monkeypatch):
     file_of(net, "learner-1").touch()
     for _ in (shard, learner):
       assert reads.acquire(timeout=SECONDS)
-    learner.send(SYNCER, says.hello(0, 0))
+    learner.send(SYNCER, says.request(0, 0))
     assert shard.receive(SECONDS / 2)
     shard.send("learner-0", says.pull(0, 0, 0, 0, 1, 0))
     assert learner.receive(SECONDS / 2)
@@ -123,7 +123,7 @@ def test_a_shard_whose_key_is_removed_is_not_spoken_to_any_more(net):
   kept = file.read_text()
   file.unlink()
   net.wait_until(lambda: "No such file" in learner.links()[SYNCER]["reason"])
-  learner.send(SYNCER, says.hello(0, 0))
+  learner.send(SYNCER, says.request(0, 0))
   assert shard.receive(0.5) is None
   file.write_text(kept)
   assert shard.receive(SECONDS)
@@ -143,7 +143,7 @@ def test_a_shard_whose_key_cannot_be_read_for_a_moment_is_dialed_again(net, monk
     assert tried.wait(SECONDS)
     net.wait_until(lambda: "open files" in learner.links()[SYNCER]["reason"])
   net.wait_up(learner, SYNCER)
-  learner.send(SYNCER, says.hello(0, 0))
+  learner.send(SYNCER, says.request(0, 0))
   assert shard.receive(SECONDS)
 
 
@@ -153,7 +153,7 @@ def test_a_shard_whose_key_was_replaced_is_not_spoken_to_any_more(net):
   make_keys(folder / "new", learners=0, shards=1)
   shutil.copy(public_file(folder / "new", SYNCER), file_of(net, SYNCER))
   net.wait_until(lambda: learner.links()[SYNCER]["state"] != "up")
-  learner.send(SYNCER, says.hello(0, 0))
+  learner.send(SYNCER, says.request(0, 0))
   assert shard.receive(0.5) is None, "it may be in the hands of whoever stole the old key"
   net.wait_until(lambda: "another key" in learner.links()[SYNCER]["reason"])
   shard.close()
@@ -177,8 +177,8 @@ def test_a_role_whose_frames_are_dropped_is_told_so_and_why(net):
   for number in range(5):
     learner.send(SYNCER, RequestMoments(0, 0, (number,)), damaged)
     learner.send(SYNCER, says.push(0, 0, 0, number, 0, 1, 1, 0, "f32", payload), damaged)
-  learner.send(SYNCER, says.hello(0, 0))
-  assert shard.receive(SECONDS)[1] == says.hello(0, 0)
+  learner.send(SYNCER, says.request(0, 0))
+  assert shard.receive(SECONDS)[1] == says.request(0, 0)
   net.wait_until(lambda: learner.links()[SYNCER]["drops"][0] == 10)
   assert "CRC" in learner.links()[SYNCER]["drops"][1]
   shard.send("learner-0", says.pull(0, 0, 0, 0, 1, 0), damaged)
@@ -193,10 +193,10 @@ def test_a_message_of_another_incarnation_than_was_greeted_is_dropped_and_its_se
   net.wait_up(learner, SYNCER)
   payload = np.zeros(100, np.uint8)
   for incarnation in (6, 8, 1 << 40):
-    learner.send(SYNCER, says.hello(0, incarnation))
+    learner.send(SYNCER, says.request(0, incarnation))
     learner.send(SYNCER, says.push(0, incarnation, 0, 1, 0, 1, 1, 0, "f32", payload))
-  learner.send(SYNCER, says.hello(0, 7))
-  assert shard.receive(SECONDS)[1] == says.hello(0, 7)
+  learner.send(SYNCER, says.request(0, 7))
+  assert shard.receive(SECONDS)[1] == says.request(0, 7)
   assert shard.receive(0.1) is None
   net.wait_until(lambda: learner.links()[SYNCER]["drops"][0] == 6)
   assert "greeted as incarnation 7" in learner.links()[SYNCER]["drops"][1]
@@ -406,7 +406,7 @@ while True:  # a burst may have them all, until it is cut off a moment later
   assert time.monotonic() < deadline, "no descriptors are left for files"
   time.sleep(0.01)
 print("comes", net._folder.name if net._folder else "", flush=True)
-early.send("syncer-0", says.hello(0, 0))
+early.send("syncer-0", says.request(0, 0))
 for _ in range(2):
   sender, _, _ = shard.receive(60.0)
   shard.send(sender, says.pull(0, 0, 0, 0, 1, 0))
@@ -432,7 +432,7 @@ deadline = time.monotonic() + 40.0
 while learner.links()["syncer-0"]["state"] != "up":
   assert time.monotonic() < deadline, learner.links()
   time.sleep(0.01)
-learner.send("syncer-0", says.hello(1, 0))
+learner.send("syncer-0", says.request(1, 0))
 print(learner.receive(20.0).sender, flush=True)
 learner.close(linger_seconds=0)
 """

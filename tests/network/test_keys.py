@@ -449,7 +449,7 @@ def test_garbage_on_the_port_is_counted_once_and_harms_nobody(net, garbage):
     while stranger.recv(4096):
       pass
   net.wait_until(lambda: shard.counters.refused == 1)
-  learner.send("syncer-0", says.hello(0, 0))
+  learner.send("syncer-0", says.request(0, 0))
   assert shard.receive(SECONDS).sender == "learner-0"
   assert shard.receive(0.1) is None
   assert shard.counters.refused == 1 and list(shard.links()) == ["learner-0"]
@@ -469,7 +469,7 @@ def test_a_key_that_is_not_listed_gets_nothing_through_until_it_is(net, tmp_path
   shutil.copy(public_file(tmp_path, "learner-5"), public_file(net.folder, "learner-5"))
   shutil.copy(secret_file(tmp_path, "learner-5"), secret_file(net.folder, "learner-5"))
   late = net.connect("learner-5")
-  late.send("syncer-0", says.hello(5, 0))
+  late.send("syncer-0", says.request(5, 0))
   assert shard.receive(SECONDS).sender == "learner-5"
 
 

@@ -74,7 +74,7 @@ def test_control_overtakes_bulk_and_each_keeps_its_order(hub):
 
 def test_sending_to_nobody_is_counted_and_harmless(hub):
   a = hub.connect("learner-0")
-  a.send("syncer-9", says.hello(0, 0))
+  a.send("syncer-9", says.request(0, 0))
   assert a.counters.undelivered == 1
   assert a.unsent("syncer-9") == 0, "nothing of it waits here"
 
@@ -82,8 +82,8 @@ def test_sending_to_nobody_is_counted_and_harmless(hub):
 def test_a_newer_connection_fences_the_older(hub):
   old = hub.connect("learner-0")
   new, shard = hub.connect("learner-0"), hub.connect("syncer-0")
-  old.send("syncer-0", says.hello(0, 0))
-  new.send("syncer-0", says.hello(0, 1))
+  old.send("syncer-0", says.request(0, 0))
+  new.send("syncer-0", says.request(0, 1))
   assert shard.receive(SECONDS)[1].incarnation == 1
   assert shard.receive(0.1) is None
   shard.send("learner-0", pull(1))
@@ -109,7 +109,7 @@ def test_a_closed_endpoint_is_silent(hub):
   b.send("learner-0", Goodbye(1, 0))
   a.close()
   assert a.receive(0) is None
-  a.send("syncer-0", says.hello(0, 0))
+  a.send("syncer-0", says.request(0, 0))
   assert b.receive(0.1) is None
 
 
@@ -127,10 +127,10 @@ def test_malformed_frames_are_dropped_and_counted():
 
 def test_nobody_speaks_in_somebody_elses_name(hub):
   a, b = hub.connect("learner-0"), hub.connect("syncer-0")
-  a.send("syncer-0", says.hello(1, 0))
+  a.send("syncer-0", says.request(1, 0))
   a.send("syncer-0", pull(1))
-  a.send("syncer-0", says.hello(0, 0))
-  assert b.receive(SECONDS)[1] == says.hello(0, 0)
+  a.send("syncer-0", says.request(0, 0))
+  assert b.receive(SECONDS)[1] == says.request(0, 0)
   assert b.counters.malformed == 2
 
 
@@ -170,7 +170,7 @@ def test_messages_come_with_the_time_at_which_they_arrived(hub):
   a, b = hub.connect("learner-0"), hub.connect("syncer-0")
   before = time.monotonic()
   a.send("syncer-0", push(1))
-  a.send("syncer-0", says.hello(0, 0))
+  a.send("syncer-0", says.request(0, 0))
   if isinstance(hub, Net):
     hub.wait_until(lambda: b.waiting == 2)
   after = time.monotonic()

@@ -11,7 +11,7 @@ import pytest
 from ddiloco.network import transport
 from ddiloco.network.transport import BULK_AFTER, MAX_CONTROL, Endpoint, RunIdentity
 from ddiloco.protocol import messages
-from ddiloco.protocol.messages import Goodbye, Hello, Message, Push, Report, RequestMoments
+from ddiloco.protocol.messages import Goodbye, Message, Push, Report, RequestMoments
 from tests import says
 
 
@@ -147,14 +147,14 @@ def test_a_report_does_not_overtake_what_its_learner_said_before_it():
   box = Box()
   for message in (
     report(0, 1),
-    Hello(0, 1, ()),
+    Goodbye(0, 1),
     report(0, 2, 1),
     RequestMoments(0, 1, ()),
     report(0, 3, 1),
   ):
     box.put(message)
   got = box.all()
-  assert [type(m).__name__ for m in got] == ["Hello", "RequestMoments", "Report"]
+  assert [type(m).__name__ for m in got] == ["Goodbye", "RequestMoments", "Report"]
   assert got[-1].global_step == 3
 
 
@@ -196,7 +196,7 @@ def test_a_role_is_not_kept_by_a_flood_of_what_is_no_message():
 
 def test_who_greeted_as_one_incarnation_does_not_speak_as_another():
   box = Box()
-  for message in (Hello(0, 6, ()), report(0, 1, 7), push(0, 1), says.pull(0, 8, 0, 0, 1, 0)):
+  for message in (Goodbye(0, 6), report(0, 1, 7), push(0, 1), says.pull(0, 8, 0, 0, 1, 0)):
     box.put(message, incarnation=7)
   assert box.all() == [report(0, 1, 7)]
   assert box.counters.malformed == 3

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 
 from ddiloco.config import SyncConfig
 from ddiloco.protocol import events
-from ddiloco.protocol.actions import Accept, Commit, InstallValue
-from ddiloco.protocol.messages import INITIAL, NOTHING, Publish
+from ddiloco.protocol.actions import Commit, InstallValue
+from ddiloco.protocol.messages import INITIAL, NOTHING, Publish, Push
 from ddiloco.protocol.states import FragmentState
 from ddiloco.protocol.values import replace
 
@@ -74,7 +74,7 @@ class Ledger:
       self.contents[p, INITIAL], self.bases[p, INITIAL] = frozenset(), NOTHING
       self.versions[p, INITIAL] = 0
     self.held = dict.fromkeys(fragments, INITIAL)  # round of the value that its shard has
-    self.accepted: dict[tuple[int, int, int], Delta] = {}
+    self.taken_in: dict[tuple[int, int, int], Delta] = {}
     self.forfeited: collections.Counter = collections.Counter()  # by cause: overwritten, not merged
 
   def new(self) -> Parameters:
@@ -153,10 +153,10 @@ class Ledger:
 
   # --- shards -------------------------------------------------------------------------------------
 
-  def accept(self, accept: Accept, delta: Delta) -> None:
-    key = accept.fragment, accept.round, accept.learner
-    assert key not in self.accepted, f"accepted twice: {key}"
-    self.accepted[key] = delta
+  def take_in(self, push: Push) -> None:
+    key = push.fragment, push.round, push.learner
+    assert key not in self.taken_in, f"taken in twice: {key}"
+    self.taken_in[key] = push.payload.content
 
   def commit(self, commit: Commit) -> None:
     """These are merged; `hold` says when it counts."""
@@ -165,7 +165,7 @@ class Ledger:
     assert (p, commit.round) not in self.contents and commit.round > base, "rounds only grow"
     content = set(self.contents[p, base])
     for m, steps, tokens in zip(commit.learners, commit.steps, commit.tokens, strict=True):
-      delta = self.accepted[p, commit.round, m]
+      delta = self.taken_in[p, commit.round, m]
       assert delta.base == base, "delta of another base"
       assert (steps, tokens) == (len(delta.steps), len(delta.steps) * self.tokens_per_step)
       assert content.isdisjoint(delta.steps), f"merged twice: {delta}"

@@ -20,7 +20,6 @@ from ddiloco.protocol.actions import Commit
 from ddiloco.protocol.events import Event
 from ddiloco.protocol.messages import (
   Goodbye,
-  Hello,
   Message,
   Moments,
   Publish,
@@ -125,10 +124,13 @@ class Liar(Actor):
     who = (self.number, self.incarnation, global_step, seconds)
     return Report(*who, versions, rounds, steps_since_sync, leaving, snapshot)
 
-  def hello(self) -> Hello:
+  def hello(self) -> Report:
     if self.random.random() < 0.3:
       self.incarnation += self.random.choice((0, 1, 1, 5))
-    return Hello(self.number, self.incarnation, self.several(least=-2))
+    rounds = self.several(least=-2)
+    none, steps = (-1,) * len(rounds), (0,) * len(rounds)
+    who = (self.number, self.incarnation, 0, 0.0)
+    return Report(*who, none, rounds, steps, leaving=False, snapshot=0, joins=True)
 
   def push(self, pull: Pull | None = None) -> Push:
     asked = pull or self._any(Pull)
@@ -155,7 +157,7 @@ class Liar(Actor):
       m = self.random.choice(published)
       what = (m.version, m.round, m.merged_tokens, m.participants, m.merged_rounds)
       return Value(*who, *what, m.snapshot, 0, m.seal, Sized(8, m.round))
-    what = (self.near(3), self.near(5), self.near(100), (0, 1), (0, self.near(3)))
+    what = (self.near(3), self.near(5), self.near(100), (0, 1), {0: self.near(3)})
     return Value(*who, *what, self.near(self._snapshot(), 0), self.near(1), "ab", FORGED)
 
   def other(self) -> Message:
@@ -197,7 +199,7 @@ class LiarLedger(Ledger):
     honest = [each for each in work if each[0] != self.liar]
     content: set[Step] = set(self.contents[p, base])
     for m, steps, tokens in honest:
-      delta = self.accepted[p, commit.round, m]
+      delta = self.taken_in[p, commit.round, m]
       assert delta.base == base, "delta of another base"
       assert (steps, tokens) == (len(delta.steps), len(delta.steps) * STEP_TOKENS)
       assert content.isdisjoint(delta.steps), f"merged twice: {delta}"

@@ -53,11 +53,15 @@ def test_in_lock_step_fragments_take_turns(first, second, waits):
   lock_step = dataclasses.replace(SYNC, blocking=True)
   one = Script(lock_step, role="learner")
   join(one)
-  fragments = tuple(
-    dataclasses.replace(f, version=version, received=version, steps_since_sync=steps, steps=steps)
-    for f, (version, steps) in zip(one.state.fragments, (first, second))
-  )
-  one.state = dataclasses.replace(one.state, fragments=fragments)
+  fragments = []
+  for f, (version, steps) in zip(one.state.fragments, (first, second)):
+    newest = dataclasses.replace(f.base_header, version=version)
+    fragments.append(
+      dataclasses.replace(
+        f, version=version, base_header=newest, steps_since_sync=steps, steps=steps
+      )
+    )
+  one.state = dataclasses.replace(one.state, fragments=tuple(fragments))
   assert learner.waiting_for(one.state, lock_step) == waits
 
 

@@ -19,7 +19,6 @@ from ddiloco.protocol.messages import (
   WIRE_FORMAT,
   ForwardMoments,
   Goodbye,
-  Hello,
   MalformedMessage,
   Moments,
   ProvideMoments,
@@ -38,7 +37,6 @@ from ddiloco.protocol.messages import (
   Welcome,
   decode,
   encode,
-  flat,
   frame_bytes,
   with_checksum,
 )
@@ -51,11 +49,10 @@ LEAST = {  # of numbers that may be negative
 }
 BYTES = bytes(range(64))
 EXAMPLES = [
-  Hello(3, 1, (2**33, -1, -2)),
-  Hello(-1, 0, (), True),
   Report(3, 1, 17, 0.25, (4, -1), (2**33, -2), (2, 0), False, 3),
+  Report(-1, 0, 0, 0.0, (), (), (), False, 0, joins=True, whole=True),
   Push(3, 1, 5, 2**33, 7, 24, 24_576, 900, 3, 2**52, "int4", BYTES),
-  Value(3, 1, 5, 8, 2**33, 10**9, (0, 3), (0, 2**33, 3, 7), 3, 2**52, "ab12", BYTES),
+  Value(3, 1, 5, 8, 2**33, 10**9, (0, 3), {0: 2**33, 3: 7}, 3, 2**52, "ab12", BYTES),
   RequestMoments(3, 1, (0, 5)),
   Moments(3, 1, 5, 2, 900, 880, BYTES),
   Goodbye(3, 1),
@@ -64,8 +61,8 @@ EXAMPLES = [
   RequestValue(1, 0, 2, 5),
   ProvideMoments(1, 0, 2, 5),
   ForwardMoments(1, 0, 2, 5, 3, 1, 2, 900, 880, BYTES),
-  Publish(1, 0, 2, 5, 2**33, 8, 7, 9, 900, 10**9, (0, 3), (0, 2**33), 3, 7, "ab12", "bf16", BYTES),
-  Publish(1, 0, 2, 5, -1, 0, -1, -2, 0, 0, (), (), 0, 0, "", "f32", BYTES),
+  Publish(1, 0, 2, 5, 2**33, 8, 7, 9, 900, 10**9, (0, 3), {0: 2**33}, 3, 7, "ab12", "bf16", BYTES),
+  Publish(1, 0, 2, 5, -1, 0, -1, -2, 0, 0, (), {}, 0, 0, "", "f32", BYTES),
   Rejection(1, 0, 2, -1, -1, True, "norm 1e+06 is over 10 x 1"),
   Replica(
     1,
@@ -78,8 +75,8 @@ EXAMPLES = [
     900,
     -1,
     (0, 3),
-    (0, 2**33, 3, 2**33),
-    (0, 900),
+    {0: 2**33, 3: 2**33},
+    {0: 900},
     3,
     -2,
     "f32",
@@ -141,6 +138,8 @@ def field_cases():
         wrong += [7, "ab", [0, True], [1.0], [LEAST.get(f.name, 0) - 1], [1 << 62]]
       elif type(good) is bool:
         wrong += [0, 1, "True"]
+      elif type(good) is dict:
+        wrong += [7, {0: True}, {0: -2}, {-2: 0}, {1 << 15: 0}]
       elif type(good) is str:
         wrong += [7, b"f32", True]
       yield from ((message, f.name, value) for value in wrong)
@@ -149,10 +148,10 @@ def field_cases():
 def test_what_no_honest_peer_says_is_refused():
   """Else one report would push the global step to its end, or one number cost gigabytes."""
   for message, field, most in [
-    (Hello(3, 1, (2**33, -1, -2)), "learner", (1 << 15) - 1),
+    (Goodbye(3, 1), "learner", (1 << 15) - 1),
     (Report(3, 1, 17, 0.25, (4,), (3,), (2,), False, 3), "global_step", (1 << 40) - 1),
     (
-      Publish(1, 0, 2, 5, 9, 8, 7, 6, 900, 10, (0, 3), (0, 9), 3, 7, "", "f32", BYTES),
+      Publish(1, 0, 2, 5, 9, 8, 7, 6, 900, 10, (0, 3), {0: 9}, 3, 7, "", "f32", BYTES),
       "participants",
       (32_767,),
     ),
@@ -160,7 +159,7 @@ def test_what_no_honest_peer_says_is_refused():
     more = (32_768,) if field == "participants" else most + 1
     good = dataclasses.replace(message, **{field: most})
     assert read(header_of(good), getattr(message, "payload", None)) == good
-    with pytest.raises(MalformedMessage, match=f"{field} = "):
+    with pytest.raises(MalformedMessage, match=f"`{field}"):
       bad = dataclasses.replace(message, **{field: more})
       read(header_of(bad), getattr(message, "payload", None))
 
@@ -168,8 +167,8 @@ def test_what_no_honest_peer_says_is_refused():
 def test_a_version_fits_a_header_whoever_has_had_a_part_in_it():
   """Learners come and go under ever new numbers, and a version names all that were ever merged."""
   last = (1 << 53) - 1
-  merged = flat({m: last for m in range(MAX_LEARNERS)})
-  steps = flat({m: 1 << 39 for m in range(MAX_LEARNERS)})
+  merged = dict.fromkeys(range(MAX_LEARNERS), last)
+  steps = dict.fromkeys(range(MAX_LEARNERS), 1 << 39)
   publish = Publish(1, 0, 2, 5, 9, 8, 7, 6, 900, 10, (0, 3), merged, 3, 7, "", "f32", BYTES)
   replica = Replica(
     1, 7, 0, 3, 9, 64, 12, 5, 12, (0, 3), merged, steps, 2, NOTHING, "f32", True, BYTES
@@ -185,60 +184,61 @@ def test_every_wrong_field_is_refused_and_named():
     header, payload = header_of(message), getattr(message, "payload", None)
     names = [f.name for f in dataclasses.fields(message) if f.name != "payload"]
     header[4 + names.index(name)] = value
-    with pytest.raises(MalformedMessage, match=f"{type(message).__name__}.{name} = "):
+    what = rf"{type(message).__name__} (.*`{name}|has fields \['{name}'\] of another type)"
+    with pytest.raises(MalformedMessage, match=what):
       read(header, payload)
 
 
-@pytest.mark.parametrize("kind", ["Hello", "Report", "Push", "Goodbye", "Welcome", "Publish"])
+@pytest.mark.parametrize("kind", ["Report", "Push", "Goodbye", "Welcome", "Publish"])
 def test_only_what_may_be_minus_one_is(kind):
   message = next(m for m in EXAMPLES if type(m).__name__ == kind)
-  with pytest.raises(MalformedMessage, match=f"{kind}.incarnation = -1"):
+  with pytest.raises(MalformedMessage, match=f"{kind} is not valid: .*>= 0 - at `incarnation`"):
     read(header_of(dataclasses.replace(message, incarnation=-1)), BYTES)
 
 
 @pytest.mark.parametrize(
   "place, value, text",
   [
-    (0, WIRE_FORMAT + 1, "format is"),
-    (0, True, "format is True, this run has"),
-    (0, 1.0, "format is 1.0, this run has"),
-    (1, "another", "run id is 'another', this run has"),
-    (2, "another", "plan id is 'another', this run has"),
-    (2, None, "plan id is None"),
+    (0, WIRE_FORMAT + 1, f"begins with {WIRE_FORMAT + 1}, .* with format {WIRE_FORMAT}"),
+    (0, True, "begins with True, "),
+    (0, 1.0, "begins with 1.0, "),
+    (1, "another", f", 'another', .* run id '{RUN}'"),
+    (2, "another", f", 'another', .* plan id '{PLAN}'"),
+    (2, None, ", None, those of this run"),
     (3, "Helo", "unknown kind 'Helo'"),
     (3, 7, "Expected `str`, got `int`"),
     (3, ["Hello"], "Expected `str`, got `array`"),
   ],
 )
 def test_wrong_envelope(place, value, text):
-  header = header_of(Hello(3, 1, (2**33, -1, -2)))
+  header = header_of(RequestMoments(3, 1, (2, 1, 0)))
   header[place] = value
   with pytest.raises(MalformedMessage, match=text):
     read(header)
 
 
 def test_wrong_frames():
-  good = header_of(Hello(3, 1, (2**33, -1, -2)))
+  good = header_of(RequestMoments(3, 1, (2, 1, 0)))
   for header, text in [
-    (b"", "not a msgpack list"),
-    (b"\xc1", "not a msgpack list"),
+    (b"", "no msgpack list"),
+    (b"\xc1", "no msgpack list"),
     (packed(good) + b"\x00", "not a msgpack list"),
     (packed(good)[:-1], "not a msgpack list"),
-    (msgpack.encode({"a": 1}), "not a msgpack list"),
-    (msgpack.encode(good[:3]), "a list of 3 values, not of format"),
-    (msgpack.encode([3, *good[1:]]), f"format is 3, this run has {WIRE_FORMAT}"),
+    (msgpack.encode({"a": 1}), "no msgpack list"),
+    (msgpack.encode(good[:3]), f"begins with {WIRE_FORMAT}, '{RUN}', '{PLAN}', those of this run"),
+    (msgpack.encode([3, *good[1:]]), f"begins with 3, .* with format {WIRE_FORMAT}"),
     (msgpack.encode([*good[:3], good[3:]]), "not a msgpack list of kind and fields"),
-    (packed([*good, 1]), "Hello has 4 fields, got 5"),
-    (packed(good[:-1]), "Hello has 4 fields, got 3"),
+    (packed([*good, 1]), "RequestMoments is not valid: Expected `array` of length 3, got 4"),
+    (packed(good[:-1]), "RequestMoments is not valid: Expected `array` of length 3, got 2"),
     (bytes(MAX_HEADER_BYTES + 1), "exceeds"),
-    (b"\x91" * 100_000, "not a msgpack list"),
+    (b"\x91" * 100_000, "no msgpack list"),
     (packed(good[:4])[:-1] + b"\x91" * 100_000, "not a msgpack list"),
-    (b"\xdd\xff\xff\xff\xff", "not a msgpack list"),
+    (b"\xdd\xff\xff\xff\xff", "no msgpack list"),
     (packed(good[:4])[:-1] + b"\xdd\xff\xff\xff\xff", "not a msgpack list"),
   ]:
     with pytest.raises(MalformedMessage, match=text):
       read(header)
-  with pytest.raises(MalformedMessage, match="Hello carries no payload"):
+  with pytest.raises(MalformedMessage, match="RequestMoments carries no payload"):
     read(good, BYTES)
 
 
@@ -263,7 +263,7 @@ def test_a_value_is_written_in_one_way_only():
   good = packed(header_of(Goodbye(3, 1)))
   assert good.endswith(b"\x92\x03\x01")
   for longer in (b"\x92\x03\xcc\x01", b"\xdc\x00\x02\x03\x01"):
-    with pytest.raises(MalformedMessage, match=r"Goodbye(\.incarnation = 1)? is .*written in"):
+    with pytest.raises(MalformedMessage, match=r"Goodbye has fields \[.*written in"):
       read(good[:-3] + longer)
 
 

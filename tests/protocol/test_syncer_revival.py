@@ -13,9 +13,7 @@ from ddiloco.protocol.actions import (
   Read,
   Received,
   Resend,
-  Saved,
   Send,
-  SkipSnapshot,
   Stage,
   Staged,
   StepDone,
@@ -44,7 +42,7 @@ def test_a_shard_that_lost_commits_takes_them_back_from_a_learner():
   assert shard.feed(newer) == [], "asked once, and again only after a while"
   assert shard.feed(newer, 1.5) == [sent]
   value = Value(0, 0, 0, version=3, round=7, merged_tokens=90, participants=(0, 2),
-    merged_rounds=(0, 7, 2, 5), snapshot=0, count=0, seal="")  # fmt: skip
+    merged_rounds={0: 7, 2: 5}, snapshot=0, count=0, seal="")  # fmt: skip
   assert shard.feed(value, content="it") == [InstallValue(0, 7, "it")]
   f = shard.state.fragments[0]
   assert (f.version, f.last_round, f.merged_tokens, f.merged_rounds) == (3, 7, 90, {0: 7, 2: 5})
@@ -95,7 +93,7 @@ def test_a_new_shard_waits_for_all_planned_learners_and_no_longer():
     ((ready[0], ready[2]), False),
     ((ready[0], has), False),  # it is asked for its value first
     ((hello(1, 1, (7, -1)), ready[0], ready[0]), False),  # and so is one that was restored
-    ((hello(1, 1, (FUTURE, -1)), ready[0], ready[0]), True),  # no such round was made
+    ((hello(1, 1, (FUTURE, -1)), ready[0], ready[0]), False),  # no such round was made
   ):
     state = new
     for each in reports:
@@ -125,7 +123,7 @@ def test_a_shard_captures_before_it_takes_in_who_has_captured_and_by_its_global_
   assert not records(shard, report(0, (0, 0), (1, 1), global_step=25)), (
     "the one before is not saved yet"
   )
-  shard.state, actions = says.shard_on(shard.state, Saved(0.0))
+  shard.state, actions = says.shard_on(shard.state, Tick(0.0, saved=True))
   [begun] = [a for a in actions if isinstance(a, TakeSnapshot)]
   assert (begun.snapshot, begun.state.global_step) == (20, 25)
   assert not records(Script(ALONE), report(0, (0, 0), (1, 1), global_step=199))
@@ -153,10 +151,9 @@ def test_a_learner_records_before_it_takes_the_message_in():
   assert one.state.fragments[0].received == 1
   assert one.feed(newer) == []
   fresh = Script(role="learner")
-  [skip, stage] = fresh.feed(dataclasses.replace(whole, snapshot=4))
-  assert isinstance(stage, Stage) and fresh.state.snapshot == 4, "it has nothing to record"
-  lacks = list(range(len(fresh.state.fragments)))
-  assert skip == SkipSnapshot(0, f"it has not joined: it waits for fragments {lacks}")
+  [take, stage] = fresh.feed(dataclasses.replace(whole, snapshot=4))
+  assert isinstance(stage, Stage) and fresh.state.snapshot == 4
+  assert not take.state.joined, "it has nothing to record"
 
 
 # --- revived learners -----------------------------------------------------------------------------
@@ -168,7 +165,7 @@ def revived(*steps, sync: SyncConfig = SYNC) -> Script:
   join(one)
   for event in steps:
     one.feed(event)
-  one.state = learner.revive(one.state, 1, (0, 0), 10_000)
+  one.state = learner.revive(one.state, learner.init(0, 1, (0, 0), 10_000))
   return one
 
 
@@ -182,9 +179,11 @@ def test_a_revived_learner_waits_until_its_shard_has_said_what_is_newer():
   assert one.state.vector_clock[0] == rules.numbered(1, 0) > rules.numbered(0, 10**6), (
     "or no snapshot is consistent"
   )
-  assert one.feed(Tick(0.0)) == [Send(0, hello(0, 1, (-1, -1)))]
+  [report] = learner.reports(one.state, SYNC)
+  assert report.message.joins and report.message.rounds == (-1, -1)
   one.feed(says.pull(0, 0, 1, 0, 3, 0))  # overtakes the welcome, which is lost
-  assert not one.state.joined and one.feed(Tick(9.0)), "it goes on saying hello"
+  [report] = learner.reports(one.state, SYNC)
+  assert not one.state.joined and report.message.joins, "it goes on asking"
   one.feed(dataclasses.replace(welcome(0, 0, 1, 60, (0, 1)), rounds=(7, -1)))
   assert [f.fresh for f in one.state.fragments] == [False, True] and one.state.global_step == 60
   one.feed(MERGED)
@@ -217,7 +216,7 @@ def test_what_became_of_the_steps_of_a_revived_learner(steps, merged, fate, welc
   if welcomed:
     one.feed(welcome(0, 0, 1, 50, (0, 1)))
     assert one.state.joined
-  one.feed(dataclasses.replace(MERGED, merged_rounds=merged))
+  one.feed(dataclasses.replace(MERGED, merged_rounds=says.by_learner(*merged)))
   [apply] = [a for a in one.feed(Staged(0, 1, 0.2)) if isinstance(a, events.Apply)]
   f = one.state.fragments[0]
   assert (f.steps, f.acknowledged_tokens, f.discarded_tokens) == fate
@@ -246,7 +245,7 @@ def test_lock_step_answers_a_new_pull_with_the_same_push_and_keeps_its_own_globa
   one = revived(STEP, says.pull(0, 0, 0, 0, 5, 0), sync=lock_step)
   made = one.state.fragments[0].outstanding.push
   assert (made.incarnation, made.round, made.global_step) == (1, 5, 1)
-  later = dataclasses.replace(MERGED, merged_rounds=(0, 5))
+  later = dataclasses.replace(MERGED, merged_rounds={0: 5})
   also = Script(lock_step, role="learner")
   also.state = one.state
   [again] = one.feed(says.pull(0, 1, 1, 0, 1 << 24, 0))
@@ -290,7 +289,7 @@ def test_who_has_another_value_of_the_same_version_is_not_asked():
 # --- liars ----------------------------------------------------------------------------------------
 
 VALUE = Value(
-  0, 0, 0, version=3, round=7, merged_tokens=90, participants=(0, 2), merged_rounds=(0, 7, 2, 5),
+  0, 0, 0, version=3, round=7, merged_tokens=90, participants=(0, 2), merged_rounds={0: 7, 2: 5},
   snapshot=0, count=0, seal="",
 )  # fmt: skip
 
@@ -303,9 +302,8 @@ VALUE = Value(
     {"round": -1},
     {"fragment": 1},  # nobody asked
     {"fragment": 7},
-    {"merged_rounds": (0, 8)},
-    {"merged_rounds": (0, FUTURE)},
-    {"merged_rounds": (0, 7, 2)},
+    {"merged_rounds": {0: 8}},
+    {"merged_rounds": {0: FUTURE}},
     {"snapshot": FUTURE},
   ],
   ids=str,
@@ -371,7 +369,7 @@ def test_a_value_is_not_adopted_in_place_of_what_was_made_since():
   shard.feed(report(1, (0, 0), (2, 0)))
   assert not shard.state.fragments[0].round, "it waits a while for the value it has asked for"
   shard.feed(report(1, (0, 0), (2, 0)), 1.9)
-  [pull] = shard.feed(Tick(syncer.next_wake(shard.state)))
+  [pull] = shard.feed(Tick(2.0))
   assert pull.message.round == 1 << 24
   shard.feed(push(1, 1 << 24), 2.1, norm=1.0)
   assert shard.state.fragments[0].last_round == 1 << 24

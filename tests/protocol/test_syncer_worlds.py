@@ -192,7 +192,7 @@ def test_bad_updates_are_rejected_and_their_learner_rejoins(measured, reason, ap
   rejected = [fields for _, fields in notes(world, "rejected")]
   assert len(rejected) >= 3 and rejected[0].reason == reason
   assert any(1 in c.learners for _, c in world.commits()), "takes part again"
-  pushed = {s[:2] for delta in world.ledger.accepted.values() for s in delta.steps}
+  pushed = {s[:2] for delta in world.ledger.taken_in.values() for s in delta.steps}
   merged = {s[:2] for content in world.ledger.contents.values() for s in content}
   assert merged == pushed - {(1, 0)} and (1, 1) in merged
 

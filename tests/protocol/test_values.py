@@ -133,9 +133,9 @@ def test_a_state_of_another_shape_is_refused_wherever_it_differs():
         from_json(LearnerState, wrong)
   for field in good:
     without = {name: value for name, value in good.items() if name != field}
-    with pytest.raises(NotAState, match=rf"missing required field `{field}`|LearnerState\.{field}"):
+    with pytest.raises(NotAState, match=rf"missing required field `{field}`|a field is missing"):
       from_json(LearnerState, without)
-  with pytest.raises(NotAState, match=r"LearnerState\.another is .*unknown"):
+  with pytest.raises(NotAState, match=r"LearnerState: a field is .*unknown"):
     from_json(LearnerState, {**good, "another": 1})
   outstanding = Outstanding(says.push(1, 5, 0, 7, 3, 2, 20, 1, "f32"), at_step=4)
   with_push = through_json(state.with_fragment(0, outstanding=outstanding))

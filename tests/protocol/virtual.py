@@ -27,7 +27,7 @@ from ddiloco.config import (
 from ddiloco.core.delta import Committed, MemoryStore
 from ddiloco.core.fragments import owned_by
 from ddiloco.protocol import events
-from ddiloco.protocol.actions import Accept, Commit, InstallValue, Received
+from ddiloco.protocol.actions import Commit, InstallValue, Received
 from ddiloco.protocol.events import Event, parse_role
 from ddiloco.protocol.messages import NOTHING, Message, Publish, Push, Value
 from ddiloco.protocol.states import FragmentState, clock_violations
@@ -124,9 +124,9 @@ class GhostMerger(SizedMerger):
     found = super().take_back(value, now)
     return dataclasses.replace(found, fault=found.fault or self._ghosts.value_fault(value))
 
-  def accept(self, accept: Accept) -> None:
-    super().accept(accept)
-    self._ledger.accept(accept, accept.content.content)
+  def take_in(self, push: Push, now: float) -> Received:
+    self._ledger.take_in(push)
+    return super().take_in(push, now)
 
   def commit(self, what: Commit, state: FragmentState) -> Any:
     self._ledger.commit(what)
@@ -138,7 +138,7 @@ class GhostMerger(SizedMerger):
     super().install(what, state)
 
   def with_payload(self, publish: Publish) -> Publish:
-    assert publish.round == self._ledger.held[publish.fragment], "it has no other"
+    assert publish.round == self.committed[publish.fragment].state.last_round, "it has no other"
     return super().with_payload(publish)
 
 

@@ -18,7 +18,6 @@ from ddiloco.protocol.messages import (
   EVALUATOR,
   MADE,
   ForwardMoments,
-  Hello,
   Moments,
   ProvideMoments,
   Push,
@@ -446,7 +445,7 @@ def test_a_version_on_its_way_to_the_devices_is_in_a_snapshot(bench):
   b.until(lambda: saver.saved and b.version(0) == 1)
   state, arrays = saver.parts[1]
   again = bench(apply="rebase")
-  again.exchange.state = learner.revive(state, 0, (0, 0), 10**9)
+  again.exchange.state = learner.revive(state, learner.init(0, 0, (0, 0), 10**9))
   again.island.params = {n: arrays[f"params/{n}"] for n in again.island.params}
   assert bits(again.local(0)) == bits(before)
   again.exchange.restore(arrays)
@@ -545,7 +544,7 @@ def test_an_initial_value_is_made_here_if_it_is_the_one_that_the_shard_has():
   bench.exchange._worker.put(done.set() for _ in [0])
   assert done.wait(PATIENCE_SECONDS)
   assert len(made) == 1, "a whole model, for a value that is here"
-  assert not any(isinstance(m, Hello) and m.whole for m in bench.wire.sent)
+  assert not any(isinstance(m, Report) and m.whole for m in bench.wire.sent)
 
 
 def test_an_initial_value_is_made_again_if_its_shard_restarts_meanwhile(bench):
@@ -562,7 +561,7 @@ def test_an_initial_value_is_made_again_if_its_shard_restarts_meanwhile(bench):
     b.publish_digest(p, value)
   b.until(making.is_set)
   b.give(says.welcome(0, 1, 0, 0, (0, 1)))
-  b.until(lambda: b.exchange.state.shards[0].incarnation == 1)
+  b.until(lambda: b.exchange.state.shards[0] == 1)
   go_on.set()
   b.until(lambda: sum(e.kind == "ignored" for e in b.events) == 2)
   for p, value in enumerate(values):
@@ -579,7 +578,7 @@ def unreadable():
 def test_an_initial_value_that_cannot_be_made_is_asked_for(make):
   bench = Bench(initial=(lambda: {0: vector(bench.plan.sizes[0])}) if make == "others" else make)
   bench.publish_digest(0, vector(bench.plan.sizes[0]))
-  bench.until(lambda: any(isinstance(m, Hello) and m.whole for m in bench.wire.sent))
+  bench.until(lambda: any(isinstance(m, Report) and m.whole for m in bench.wire.sent))
   assert not bench.exchange.state.fragments[0].fresh
   bench.join()
 
