@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 import types
@@ -32,7 +33,7 @@ from ddiloco.protocol.states import FragmentState
 from ddiloco.roles.learner import Learner, Quarantined
 from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Loop, Runtime
-from ddiloco.simulation.bandwidth import F32_BYTES
+from ddiloco.simulation.bandwidth import F32_BYTES, commit_vectors
 from ddiloco.simulation.stand_ins import (
   Sized,
   SizedDeltas,
@@ -54,6 +55,9 @@ class Pace:
   stage_seconds: float = 0.004  # a copy back to the devices; or writing a part of a snapshot
   merge_seconds: float = 0.004  # a commit; taking in a push takes a quarter of this
   late_seconds: float = 0.0  # a life's first step takes up to this longer
+  # GB/s of f32 that a learner's host and a shard touch; what this takes comes on top.
+  host_gbytes: float = math.inf
+  merge_gbytes: float = math.inf
 
 
 class Actor:
@@ -74,7 +78,7 @@ class Actor:
     self.born_at = world.now
     self.counters = Counters()
     self._inbox: collections.deque[Delivery] = collections.deque()
-    self._task: Task | None = None
+    self._task: Task  # from `begin` on
     self._workers: list[VirtualWorker] = []
 
   @property
@@ -85,29 +89,33 @@ class Actor:
   @property
   def over(self) -> bool:
     """Whether the role has ended."""
-    return self._task is not None and self._task.over
+    return self._task.over
 
-  def runtime(self, saver: Saver | None) -> Runtime:
+  def runtime(self) -> Runtime:
     """The runtime of its role."""
+    world, saver = self.world, None
+    if world.sync.snapshot_steps:
+      disk = self.faults.disk
+      saver = Saver(world.storage, self.name, self.incarnation, self, disk, self)
     return Runtime(
       self,
       self,
       saver,
       time=self,
-      deltas=lambda sync: self.world.deltas(self),
-      merger=lambda fragments, store, config: self.world.merger(self, fragments),
-      initial=self.world.initial_values,
+      deltas=lambda sync: world.deltas(self),
+      merger=lambda fragments, store, config: world.merger(self, fragments),
+      initial=world.initial_values,
     )
 
-  def begin(self, loop: Loop[None], ended: Callable[[Exception | None], None]) -> None:
+  def begin(self, loop: Loop[None]) -> None:
     """Starts its role's loop."""
+    ended = functools.partial(self.world.ended, self)
     self._task = Task(self.world, loop, lambda: self.receive(0.0), ended)
 
   def die(self) -> None:
     """Kills the role: nothing that it does afterwards is seen."""
     self.alive = False
-    if self._task is not None:
-      self._task.end()
+    self._task.end()
     for worker in self._workers:
       worker.close()
 
@@ -149,8 +157,7 @@ class Actor:
     if not self.over:
       self.counters.received_bytes += size
       self._inbox.append(Delivery(claimed_sender(message), message, self.world.now))
-      if self._task is not None:
-        self._task.arrived()
+      self._task.arrived()
 
   def receive(self, timeout_seconds: float) -> Delivery | None:
     return self._inbox.popleft() if self._inbox else None
@@ -163,8 +170,7 @@ class Actor:
     return self.world.unsent(self.role, parse_role(peer))
 
   def wake(self) -> None:
-    if self._task is not None:
-      self._task.wake()
+    self._task.wake()
 
   def close(self) -> None:
     self._inbox.clear()
@@ -194,21 +200,12 @@ class World(VirtualTime):
     config: the run's.
     pace: how long everything takes; learners beyond `islands.num_learners` may join later.
     seed: of all random numbers.
-    sizes: values of each fragment.
-    faults: planned faults, those of regions already given to their roles.
   """
 
-  def __init__(
-    self,
-    config: Config,
-    pace: Pace,
-    seed: int = 0,
-    sizes: Sequence[int] = (),
-    faults: Sequence[Fault] = (),
-  ):
+  def __init__(self, config: Config, pace: Pace, seed: int = 0):
     super().__init__()
     self.config, self.pace, self.seed = config, pace, seed
-    self.plan = self.new_plan(sizes or (1,) * config.sync.num_fragments)
+    self.plan = self.new_plan()
     self.step = 0  # the global step, as far as any learner has come
     self.storage = VirtualStorage(self)
     self.kept = self.new_store()  # commits outlive their shards
@@ -219,7 +216,7 @@ class World(VirtualTime):
     self.working: set[Role] = set()  # learners that live and are not done
     self._newest = 0  # of all incarnations
     self._calm = Faults((), 0.0, clock=self.clock)
-    self.planned_faults = PlannedFaults(self, faults)
+    self.planned_faults = PlannedFaults(self, config.chaos.of_roles())
     for s in range(config.sync.num_shards):
       self.start(("syncer", s))
     for m in range(config.islands.num_learners):
@@ -229,11 +226,6 @@ class World(VirtualTime):
   def sync(self) -> SyncConfig:
     """The protocol's settings."""
     return self.config.sync
-
-  @property
-  def target_tokens(self) -> int:
-    """Tokens to merge into every fragment; then the fragment is complete."""
-    return self.config.run.total_tokens
 
   @property
   def store(self) -> Mapping[int, FragmentState]:
@@ -252,16 +244,16 @@ class World(VirtualTime):
 
   # --- what subclasses may replace ----------------------------------------------------------------
 
-  def new_plan(self, sizes: Sequence[int]) -> Plan:
+  def new_plan(self) -> Plan:
     """How the model is partitioned."""
-    return plan_of(sizes)
+    return plan_of((1,) * self.sync.num_fragments)
 
   def new_store(self) -> MemoryStore:
     """Where shards keep what they have committed."""
     return MemoryStore()
 
   def tell(self, actor: Actor | None, event: Event) -> None:
-    """Takes an event of a role or, if `actor` is None, of the supervisor."""
+    """Takes an event of a role or, if `actor` is None, of the engine."""
 
   def island(self, actor: Actor) -> VirtualIsland:
     """The island that a learner trains on."""
@@ -287,17 +279,27 @@ class World(VirtualTime):
     """Bytes of payloads that are still on their way between these two."""
     return 0
 
+  # --- what work on vectors takes -----------------------------------------------------------------
+
   def host_seconds(self, fragment: int, vectors: int) -> float:
     """Seconds that a learner's host takes to touch so many vectors."""
-    return 0.0
+    return self._touched(fragment, vectors, self.pace.host_gbytes)
 
   def take_in_seconds(self, fragment: int) -> float:
     """Seconds that a shard needs to take in a push."""
-    return self.pace.merge_seconds / 4
+    return self.pace.merge_seconds / 4 + self._touched(fragment, 1, self.pace.merge_gbytes)
 
   def merge_seconds(self, fragment: int, pushes: int) -> float:
     """Seconds that a commit of so many pushes keeps a shard busy."""
-    return self.pace.merge_seconds
+    vectors = commit_vectors(self.sync, self.config.outer.momentum > 0, pushes)
+    return self.pace.merge_seconds + self._touched(fragment, vectors, self.pace.merge_gbytes)
+
+  def _touched(self, fragment: int, vectors: int, gbytes: float) -> float:
+    return vectors * F32_BYTES * self.plan.fragments[fragment].size / (gbytes * 1e9)
+
+  def say(self, event: Event) -> None:
+    """Tells of an event of the engine."""
+    self.tell(None, stamped(event, self.now, "engine", 0))
 
   # --- lives --------------------------------------------------------------------------------------
 
@@ -326,39 +328,29 @@ class World(VirtualTime):
     new, island = new_learner(config, plan, actor.number, actor.incarnation), self.island(actor)
     storage = self.storage.only(snapshot)
     beginning = begin_learner(new, config, island, storage, actor, actor.now)
-    runtime = actor.runtime(self._saver(actor))
     endless = lambda position: (None for _ in itertools.count())  # noqa: E731
-    actor.life = Learner(beginning, config, plan, island, endless, runtime)
+    actor.life = Learner(beginning, config, plan, island, endless, actor.runtime())
     drain_seconds = config.network.drain_seconds
-    loop = actor.life.live(faults, lambda: actor.asked_to_end, drain_seconds)
-    actor.begin(loop, lambda error: self._ended(actor, error))
+    actor.begin(actor.life.live(faults, lambda: actor.asked_to_end, drain_seconds))
 
   def _start_shard(self, actor: Actor, recovery_deadline: float) -> None:
     config, number, incarnation = self.config, actor.number, actor.incarnation
     state = new_syncer(config, number, incarnation, self.kept, recovery_deadline, began_at=0.0)
-    replication, runtime = self.replication(actor), actor.runtime(self._saver(actor))
-    actor.life = Syncer(state, config, self.plan, self.kept, runtime, replication)
+    replication = self.replication(actor)
+    actor.life = Syncer(state, config, self.plan, self.kept, actor.runtime(), replication)
     if replication is not None:
       replication.begin(c for c in actor.life.committed.values() if c.state.version)
-    loop = actor.life.live(actor.faults, lambda: actor.asked_to_end)
-    actor.begin(loop, lambda error: self._ended(actor, error))
+    actor.begin(actor.life.live(actor.faults, lambda: actor.asked_to_end))
 
-  def _saver(self, actor: Actor) -> Saver | None:
-    if not self.sync.snapshot_steps:
-      return None
-    disk = actor.faults.disk
-    return Saver(self.storage, actor.name, actor.incarnation, actor, disk, actor)
-
-  def _ended(self, actor: Actor, error: Exception | None) -> None:
+  def ended(self, actor: Actor, error: Exception | None) -> None:
+    """A role's loop has ended, by itself or with this error."""
     self.working.discard(actor.role)
     match error:
-      case None:
-        pass
       case Killed():
         self.planned_faults.end(actor, kill=error.fault)
       case Quarantined():
         self.planned_faults.end(actor, f"quarantined: {error}", afresh=True)
-      case _:
+      case Exception():
         raise error
 
   def lives(self, name: str, incarnation: int) -> bool:
@@ -481,7 +473,7 @@ class PlannedFaults:
       actor.wake()
 
   def _struck(self, fault: Fault, said: str) -> None:
-    self._world.tell(None, chaos.struck(fault, said))
+    self._world.say(chaos.struck(fault, said))
 
   # --- roles that come and go ---------------------------------------------------------------------
 
@@ -516,11 +508,11 @@ class PlannedFaults:
       case supervisor.Start(name, life, afresh):
         role = parse_role(name)
         if life:
-          world.tell(None, events.Restart(target=name))
+          world.say(events.Restart(target=name))
         nothing = afresh or not life or role[0] == "syncer"
         world.start(role, None if nothing else world.storage.newest_of(name))
       case supervisor.Lost(name, reason):
-        world.tell(None, events.Exit(target=name, reason=reason))
+        world.say(events.Exit(target=name, reason=reason))
       case supervisor.Strike(fault):  # a join
         self._struck(fault, chaos.detail(fault, world.step))
       case supervisor.Terminate(name):
