@@ -128,14 +128,13 @@ class DataParallel:
       RuntimeError: the wait takes too long.
     """
     deadline = time.monotonic() + START_SECONDS
-    while running := [island for island in self._islands if island.running]:
-      for island in running:
-        status = island.poll()
-        if status is not None:
-          island.bury(status)
-        elif time.monotonic() > deadline:
+    for island in self._islands:
+      while island.running and (status := island.poll()) is None:
+        if time.monotonic() > deadline:
           raise RuntimeError(f"compiling takes too long. {_last_words(island)}")
-      time.sleep(TURN_SECONDS)
+        time.sleep(TURN_SECONDS)
+      if island.running:
+        island.bury(status)
 
   # --- while it runs ------------------------------------------------------------------------------
 

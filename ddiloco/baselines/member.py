@@ -65,7 +65,6 @@ def command(workdir: Path, learner: int, order: Order) -> list[str]:
 # for the memory of an elastic island, which only the death of this island erases.
 
 CHECKPOINT = "checkpoint"
-_DIGITS = 9
 
 
 def folder(workdir: Path, name: str) -> Path:
@@ -79,12 +78,11 @@ def save(into: Path, step: int, arrays: Mapping[str, np.ndarray], durable: bool 
   `durable`: the state is on the disk when this returns, as a checkpoint must be; a file that stands
   for an island's memory need not be.
   """
-  named: dict[str, Any] = dict(arrays)
   into.mkdir(parents=True, exist_ok=True)
-  path = into / f"{step:0{_DIGITS}}.npz"
+  path = into / f"{step:09}.npz"
   mine = into / "new"
   with mine.open("wb") as file:
-    np.savez(file, **named)
+    np.savez(file, **arrays)
     if durable:
       file.flush()
       os.fsync(file.fileno())
@@ -101,15 +99,8 @@ def load(path: Path) -> dict[str, np.ndarray]:
 
 
 def newest(workdir: Path) -> tuple[int, Path]:
-  """(step, file) of the newest state that any island has.
-
-  Raises:
-    FileNotFoundError: there is none.
-  """
-  found = list((workdir / "states").glob("*/*.npz"))
-  if not found:
-    raise FileNotFoundError(f"{workdir / 'states'}: holds no state to begin with")
-  path = max(found, key=lambda path: path.name)
+  """(step, file) of the newest state that any island has; a run begins with one."""
+  path = max((workdir / "states").glob("*/*.npz"), key=lambda path: path.name)
   return int(path.stem), path
 
 

@@ -259,9 +259,18 @@ def elastic(fleet: Fleet) -> ChipTime:
 
 
 def _account(fleet: Fleet, history: History) -> ChipTime:
-  """Adds up a history."""
+  """Adds up a history: between two moments at which anything changes all counts stay the same."""
+  stretches = np.arange(history.num_jobs) * history.span
+  pauses, upscale = np.array([history.pause_starts, history.pause_ends]), history.is_upscale
+  intervals = [
+    (stretches, stretches + fleet.seconds),
+    (history.absent_from, history.absent_until),
+    pauses[:, ~upscale],
+    pauses[:, upscale],
+  ]
+  times = np.sort(np.concatenate([edge for pair in intervals for edge in pair]))
+  inside, absent, shrinks, grows = (_covering(*pair, times)[:-1] for pair in intervals)
   slice_chips = fleet.chips / (history.num_jobs * history.slices_per_job)
-  times, (inside, absent, shrinks, grows) = _levels(fleet, history)
   lengths = np.diff(times) * inside
   away = np.minimum(absent, history.slices_per_job)
   present = history.slices_per_job - away
@@ -276,45 +285,22 @@ def _account(fleet: Fleet, history: History) -> ChipTime:
     downscale=chip_seconds(present * (shrinks > 0)),
     upscale=chip_seconds(present * (grows > 0)),
     absent=chip_seconds(away),
-    uptime=_any_share(times, inside.astype(bool) & ~still & (present > 0), history, fleet.seconds),
+    uptime=_any_share(times, (inside > 0) & ~still & (present > 0), history, fleet.seconds),
     failures=history.num_failures,
   )
 
 
-def _levels(fleet: Fleet, history: History) -> tuple[np.ndarray, list[np.ndarray]]:
-  """Times [t] at which anything changes, and four levels between them, each [t - 1] int.
-
-  The levels: 1 inside the simulated time; the number of absent slices; 1 in a pause that shrinks or
-  restarts the job; 1 in an upscale pause.
-  """
-  stretches = np.arange(history.num_jobs) * history.span
-  pauses = (history.pause_starts, history.pause_ends)
-  intervals = [
-    (stretches, stretches + fleet.seconds),
-    (history.absent_from, history.absent_until),
-    tuple(edge[~history.is_upscale] for edge in pauses),
-    tuple(edge[history.is_upscale] for edge in pauses),
-  ]
-  edges = [np.concatenate(pair) for pair in intervals]
-  times = np.concatenate(edges)
-  order = np.argsort(times, kind="stable")
-  levels, first = [], 0
-  for edge in edges:
-    change = np.zeros(len(times), np.int32)
-    change[first : first + len(edge) // 2] = 1
-    change[first + len(edge) // 2 : first + len(edge)] = -1
-    levels.append(np.cumsum(change[order])[:-1])
-    first += len(edge)
-  return times[order], levels
+def _covering(starts: np.ndarray, ends: np.ndarray, times: np.ndarray) -> np.ndarray:
+  """How many of these intervals contain each of the times; an end is outside."""
+  begun, over = (np.searchsorted(np.sort(edge), times, side="right") for edge in (starts, ends))
+  return begun - over
 
 
 def _any_share(times: np.ndarray, trains: np.ndarray, history: History, seconds: float) -> float:
   """Share of the simulated time in which at least one job trains; trains: [t - 1] bool."""
   change = np.diff(trains.astype(np.int32), prepend=0, append=0)
-  at = np.flatnonzero(change)
   half_a_margin = (history.span - seconds) / 2  # so that rounding reaches no other job's stretch
-  moments = times[at] - np.floor((times[at] + half_a_margin) / history.span) * history.span
-  order = np.argsort(moments, kind="stable")
-  training = np.cumsum(change[at][order])
-  lengths = np.diff(moments[order], append=seconds)
-  return float(lengths @ (training > 0)) / seconds
+  moments = times - np.floor((times + half_a_margin) / history.span) * history.span
+  order = np.sort(moments)
+  training = _covering(moments[change > 0], moments[change < 0], order)
+  return float(np.diff(order, append=seconds) @ (training > 0)) / seconds

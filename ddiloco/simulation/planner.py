@@ -57,6 +57,7 @@ class ExchangePlan(TypicalRound):
   host_load: float  # of a learner's host, beside its steps
   sync: SyncTime
   overlap_steps: int  # the tau that would hide a sync
+  hidden: bool  # whether tau hides it
   utilisation: float  # share of the time that islands compute
   join_seconds: float  # until a joining island has the model
   memory_bytes: int  # of the shard that needs most
@@ -70,8 +71,8 @@ def make(setting: Setting) -> ExchangePlan:
   host_seconds = (PUSH_VECTORS + STAGE_VECTORS) * model_bytes / (setting.host_gbytes * 1e9)
   host_load = host_seconds / setting.period_seconds
   sync, usual = bandwidth.sync_time(setting, max(setting.sizes)), _usual(setting)
-  load = max(link_load, core_load, host_load)
-  period_steps, utilisation = _pace(setting, sync, usual, load)
+  overlap_steps = math.ceil(sync.total / setting.step_seconds)
+  period_steps, utilisation = _pace(setting, sync, usual, max(link_load, core_load, host_load))
   return ExchangePlan(
     **{**dataclasses.asdict(usual), "period_steps": period_steps},
     exchanged=bandwidth.exchanged(setting.sizes, setting.sync),
@@ -81,7 +82,8 @@ def make(setting: Setting) -> ExchangePlan:
     core_load=core_load,
     host_load=host_load,
     sync=sync,
-    overlap_steps=math.ceil(sync.total / setting.step_seconds),
+    overlap_steps=overlap_steps,
+    hidden=overlap_steps <= setting.sync.overlap_steps,
     utilisation=utilisation,
     join_seconds=model_bytes / setting.rates[0] + setting.latency_seconds,
     memory_bytes=_memory_bytes(setting, sync),
@@ -188,14 +190,9 @@ def as_json(setting: Setting, plan: ExchangePlan) -> dict[str, Any]:
     "bytes_per_step": plan.exchanged.per_step(setting.sync),
     **dataclasses.asdict(plan),
     "sync_seconds": plan.sync.total,
-    "hidden": _hidden(setting, plan),
     "findings": findings(setting, plan),
   }
   return {k: None if v == math.inf else v for k, v in content.items()}
-
-
-def _hidden(setting: Setting, plan: ExchangePlan) -> bool:
-  return plan.overlap_steps <= setting.sync.overlap_steps
 
 
 def _overloads(setting: Setting, plan: ExchangePlan) -> Iterator[str]:
@@ -217,7 +214,7 @@ def _overloads(setting: Setting, plan: ExchangePlan) -> Iterator[str]:
 
 def _overlap(setting: Setting, plan: ExchangePlan) -> Iterator[str]:
   sync, steps = setting.sync, plan.overlap_steps
-  if _hidden(setting, plan):
+  if plan.hidden:
     return
   effect = (
     f"No learner waits, but a version is {plan.applied_steps:.2g} steps old when it is applied"

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ddiloco import chaos
-from ddiloco.chaos import Faults, Killed, MessageFate
+from ddiloco.chaos import Faults, Killed
 from ddiloco.checkpoint.buddy import Replication
 from ddiloco.checkpoint.restore import begin_learner, new_learner, new_syncer
 from ddiloco.checkpoint.saver import Saver
@@ -394,9 +394,12 @@ class World(VirtualTime):
     self, role: Role, peer: Role, incoming: bool, size: int, then: Callable, arguments: tuple
   ) -> None:
     """Calls `then` for every copy of a message that a role's faults let through, at its time."""
-    if self.planned_faults.calm:
+    faults = self.planned_faults.faults.get(role, self._calm).messages
+    if faults.calm:
       return then(*arguments)
-    for fate in self.planned_faults.fates(role, peer, incoming, size):
+    for fate in faults.fates(self.now, format_role(*peer), incoming, size > HEADER_BYTES, size):
+      if fate.corrupt:
+        continue  # a checksum refuses it
       if fate.at > self.now:
         self.at(fate.at, then, *arguments)
       else:
@@ -425,23 +428,17 @@ class PlannedFaults:
   def __init__(self, world: World, faults: Sequence[Fault]):
     self._world = world
     self.faults: dict[Role, Faults] = {}  # of the roles that are struck
-    by_role = dict[str, list[Fault]]()
+    by_role, joins = collections.defaultdict[Role, list[Fault]](list), list[Fault]()
     for fault in faults:
-      if fault.action != "join":
-        by_role.setdefault(fault.role, []).append(fault)
-    for name, of in by_role.items():
-      role = parse_role(name)
-      planned = self.faults[role] = Faults(of, 0.0, self._struck, name, clock=world.clock)
-      planned.stopped = types.SimpleNamespace(wait=world.spend)  # an event waits in virtual time
-      for fault in of:
-        if fault.at_seconds >= 0:
-          world.at(fault.at_seconds, self._wake, role)
-    joins = [fault for fault in faults if fault.action == "join"]
-    self._by_step = any(fault.at_step >= 0 for fault in joins)
-    for fault in joins:
+      role = parse_role(fault.role)
+      (joins if fault.action == "join" else by_role[role]).append(fault)
       if fault.at_seconds >= 0:
-        world.at(fault.at_seconds, self._tick)
-    self.calm = not by_role
+        world.at(fault.at_seconds, self._due, role)
+    for role, of in by_role.items():
+      planned = Faults(of, 0.0, self._struck, format_role(*role), clock=world.clock)
+      planned.stopped = types.SimpleNamespace(wait=world.spend)  # an event waits in virtual time
+      self.faults[role] = planned
+    self._by_step = any(fault.at_step >= 0 for fault in joins)
     config = world.config
     self._supervisor = supervisor.init(config.run, (), joins, config.sync.min_quorum)
 
@@ -454,23 +451,16 @@ class PlannedFaults:
     """Whether all roles of a kind are in one of these phases of the supervisor."""
     return all(role.phase in phases for role in supervisor.members(self._supervisor, kind).values())
 
-  def fates(self, role: Role, peer: Role, incoming: bool, size: int) -> Sequence[MessageFate]:
-    """The undamaged copies of a message that a role's faults let through, and their times."""
-    now, faults = self._world.now, self.faults.get(role)
-    if faults is None or faults.messages.calm:
-      return (MessageFate(now),)
-    fates = faults.messages.fates(now, format_role(*peer), incoming, size > HEADER_BYTES, size)
-    return [fate for fate in fates if not fate.corrupt]  # a checksum refuses corrupt copies
-
   def advance(self) -> None:
     """To be called when the global step has grown."""
     if self._by_step and self._supervisor.joins:
       self._tick()
 
-  def _wake(self, role: Role) -> None:
-    actor = self._world.actors.get(role)
-    if actor is not None:
-      actor.wake()
+  def _due(self, role: Role) -> None:
+    """The time of a fault has come: the role performs its own, the supervisor the joins."""
+    if role in self._world.actors:
+      self._world.actors[role].wake()
+    self._tick()
 
   def _struck(self, fault: Fault, said: str) -> None:
     self._world.say(chaos.struck(fault, said))

@@ -3,7 +3,6 @@
 import shutil
 
 import numpy as np
-import pytest
 
 from ddiloco.baselines import member
 
@@ -37,8 +36,3 @@ def test_only_one_state_is_kept_and_a_torn_one_is_none(tmp_path):
   (folder / "new").write_bytes(b"killed while writing this")
   assert [path.name for path in folder.glob("*.npz")] == ["000000002.npz"]
   assert member.newest(tmp_path)[0] == 2
-
-
-def test_no_state_at_all_is_an_error(tmp_path):
-  with pytest.raises(FileNotFoundError, match="no state"):
-    member.newest(tmp_path)
