@@ -226,7 +226,7 @@ class DataParallel:
 
   def _tell(self, members: Sequence[int], train: bool) -> None:
     self._orders += 1
-    step, state = member.newest(self._workdir)
+    state = str(member.newest(self._workdir))
     meeting = free_urls(1)[0].removeprefix("tcp://")
     for rank, m in enumerate(members):
       order = Order(
@@ -235,8 +235,7 @@ class DataParallel:
         size=len(members),
         meeting=meeting,
         started=self._started,
-        state=str(state),
-        step=step,
+        state=state,
         remember=self._elastic,
         train=train,
       )

@@ -47,8 +47,7 @@ class Order:
   size: int
   meeting: str  # HOST:PORT of rank 0, free
   started: float  # unix seconds; event times count from there
-  state: str  # file with the state to begin with
-  step: int  # the steps that this state has had
+  state: str  # file with the state to begin with; its name says how many steps that has had
   remember: bool  # keep every step's state for the next world, as an elastic island's memory does
   train: bool = True  # else only compile this world's program
 
@@ -98,10 +97,9 @@ def load(path: Path) -> dict[str, np.ndarray]:
     return {name: file[name] for name in file.files}
 
 
-def newest(workdir: Path) -> tuple[int, Path]:
-  """(step, file) of the newest state that any island has; a run begins with one."""
-  path = max((workdir / "states").glob("*/*.npz"), key=lambda path: path.name)
-  return int(path.stem), path
+def newest(workdir: Path) -> Path:
+  """The file of the newest state that any island has; a run begins with one."""
+  return max((workdir / "states").glob("*/*.npz"), key=lambda path: path.name)
 
 
 # --- One world of synchronous data-parallel: the processes that train together, a replica in each
@@ -224,7 +222,7 @@ def train(workdir: Path, learner: int, order: Order) -> None:
     recorder.record(
       events.Started(devices=1, learners=config.islands.num_learners, planned_steps=planned)
     )
-    done, last = order.step, time.monotonic()
+    done, last = int(Path(order.state).stem), time.monotonic()
     while True:
       batch = stream.batch(done)
       started = time.monotonic()

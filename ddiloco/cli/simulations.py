@@ -50,7 +50,11 @@ def plan(arguments: list[str]) -> int:
     check_here(config)
   rates = given.fields(planner.Setting)
   if given.measure:
-    rates["merge_gbytes"] = _measured(given, config)
+    from ddiloco.engines import virtual
+
+    found = rates["merge_gbytes"] = virtual.merge_gbytes(config)
+    if not given.json:
+      print(f"This machine merges {found:.1f} GB/s of f32 (--merge_gbytes={found:.1f}).\n")
   setting = planner.Setting.of(
     config,
     gbps=given.needed("gbps", "2"),
@@ -59,12 +63,12 @@ def plan(arguments: list[str]) -> int:
     step_seconds=given.needed("step_seconds", "1"),
     **rates,
   )
-  found = planner.as_json(setting, planner.make(setting))
+  made = planner.as_json(setting, planner.make(setting))
   if given.json:
-    print(json.dumps(found))
+    print(json.dumps(made))
   else:
-    findings = [f"- {finding}" for finding in found.pop("findings")] or ["Everything fits."]
-    print("\n".join(_text(found)), "", sep="\n")
+    findings = [f"- {finding}" for finding in made.pop("findings")] or ["Everything fits."]
+    print("\n".join(_text(made)), "", sep="\n")
     for finding in findings:
       print(textwrap.fill(finding, 100, subsequent_indent="  ", break_on_hyphens=False))
   return FINISHED
@@ -115,15 +119,6 @@ def _sizes(given: Flags, config: Config) -> tuple[int, ...]:
   return planner.equal_sizes(parameters, count)
 
 
-def _measured(given: Flags, config: Config) -> float:
-  from ddiloco.engines import virtual
-
-  found = virtual.merge_gbytes(config)
-  if not given.json:
-    print(f"This machine merges {found:.1f} GB/s of f32 (--merge_gbytes={found:.1f}).\n")
-  return found
-
-
 # --- The command that simulates a config's run in virtual time
 
 
@@ -139,13 +134,20 @@ def protocol(arguments: list[str]) -> int:
   --workdir keeps the events, for `ddiloco dashboard` and `ddiloco report`. An island whose
   islands.min_step_seconds is set takes that time for a step. Losses are not simulated.
   """
-  given = Flags(arguments, "config")
-  _add_protocol_flags(given)
-  given.parse(protocol.__doc__)
-  config = given.final_config()
   from ddiloco.engines import virtual
   from ddiloco.simulation.run import Speeds
 
+  given = Flags(arguments, "config")
+  given.add_fields(Speeds)
+  given.add("gbps", "0", "Gbit/s of every island's link, one or a list a,b,c; 0: no limit.")
+  given.add("latency_ms", "1", "One way, one for all islands or a list.")
+  given.add("parameters", int, "Size of the model, in equal fragments; default: the config's.")
+  given.add("seconds", float, "Of virtual time at most; default: until all tokens are merged.", 0.0)
+  given.add("workdir", "", "Gets the events; empty: they are not kept.")
+  given.add("overwrite", False, "Replace the run that is in workdir.")
+  given.add("json", False, "Print one JSON object instead of text.")
+  given.parse(protocol.__doc__)
+  config = given.final_config()
   setting = Speeds(
     sizes=_sizes(given, config),
     gbps=_numbers(given, "gbps"),
@@ -158,31 +160,14 @@ def protocol(arguments: list[str]) -> int:
   return FINISHED if found["reason"] != "failed" else LOST
 
 
-def _add_protocol_flags(given: Flags) -> None:
-  """All flags but --config."""
-  from ddiloco.simulation.run import Speeds
-
-  given.add_fields(Speeds)
-  given.add("gbps", "0", "Gbit/s of every island's link, one or a list a,b,c; 0: no limit.")
-  given.add("latency_ms", "1", "One way, one for all islands or a list.")
-  given.add("parameters", int, "Size of the model, in equal fragments; default: the config's.")
-  given.add("seconds", float, "Of virtual time at most; default: until all tokens are merged.", 0.0)
-  given.add("workdir", "", "Gets the events; empty: they are not kept.")
-  given.add("overwrite", False, "Replace the run that is in workdir.")
-  given.add("json", False, "Print one JSON object instead of text.")
-
-
 def _numbers(given: Flags, name: str) -> tuple[float, ...]:
   text = getattr(given, name)
   try:
-    found = tuple(map(float, text.split(",")))
-  except ValueError:
-    found = (math.nan,)
-  if not all(0 <= each < math.inf for each in found):
+    return tuple(map(float, text.split(",")))
+  except ValueError as error:
     raise ConfigError(
-      f"--{name}={text}: must be numbers from 0 on. Fix: give --{name}=1 or --{name}=1,1,0.2."
-    )
-  return found
+      f"--{name}={text}: must be numbers. Fix: give --{name}=1 or --{name}=1,1,0.2."
+    ) from error
 
 
 # --- The command that simulates failures at any size
@@ -267,7 +252,7 @@ def compile_islands(arguments: list[str]) -> int:
   given = Flags(arguments, "config")
   given.add("topology", "", "Of every island, instead of its islands.topology.")
   given.add("num_slices", 1, "Slices of one controller (Pathways), one an island.", 1)
-  given.add("mfu", 0.4, "Share of the peak that steps are assumed to reach.", 0.0)
+  given.add("mfu", 0.4, "Share of the peak that steps are assumed to reach.", 0.01, 1.0)
   given.add_choice(
     "level",
     ["O0", "O1", "O2", "O3", "UNKNOWN"],
@@ -277,8 +262,6 @@ def compile_islands(arguments: list[str]) -> int:
   given.add("json", False, "Print one JSON object instead of text.")
   given.parse(compile_islands.__doc__)
   config = given.final_config()
-  if not 0 < given.mfu <= 1:
-    raise ConfigError(f"--mfu={given.mfu:g}: must lie in (0, 1]. Fix: give --mfu=0.4.")
   environment.describe_only()
   import jax
 

@@ -28,16 +28,7 @@ from ddiloco.config import SyncConfig
 from ddiloco.observe.style import compact
 from ddiloco.protocol import events
 from ddiloco.simulation import bandwidth
-from ddiloco.simulation.bandwidth import (
-  CONNECTION_BYTES,
-  F32_BYTES,
-  PUSH_VECTORS,
-  STAGE_VECTORS,
-  Exchanged,
-  Setting,
-  SyncTime,
-  TypicalRound,
-)
+from ddiloco.simulation.bandwidth import F32_BYTES, Exchanged, Setting, SyncTime, TypicalRound
 
 
 def equal_sizes(parameters: int, fragments: int) -> tuple[int, ...]:
@@ -68,7 +59,9 @@ def make(setting: Setting) -> ExchangePlan:
   """The plan of one setting; its `period_steps` is the effective H."""
   link_load, average_gbps = _links(setting, setting.sync)
   core_load, model_bytes = _core_load(setting, setting.sync), F32_BYTES * sum(setting.sizes)
-  host_seconds = (PUSH_VECTORS + STAGE_VECTORS) * model_bytes / (setting.host_gbytes * 1e9)
+  host_seconds = (
+    (bandwidth.PUSH_VECTORS + bandwidth.STAGE_VECTORS) * model_bytes / (setting.host_gbytes * 1e9)
+  )
   host_load = host_seconds / setting.period_seconds
   sync, usual = bandwidth.sync_time(setting, max(setting.sizes)), _usual(setting)
   overlap_steps = math.ceil(sync.total / setting.step_seconds)
@@ -171,28 +164,7 @@ def _least_shards(setting: Setting) -> int | None:
 
 def findings(setting: Setting, plan: ExchangePlan) -> list[str]:
   """What does not fit, each with its fix; empty if everything does."""
-  found = [*_overloads(setting, plan), *_overlap(setting, plan)]
-  window_bytes = 2 * setting.latency_seconds * setting.gbps * 1e9 / 8
-  if 0 < setting.window_bytes < window_bytes:
-    found.append(
-      f"The link holds {compact(window_bytes)}B until an answer is back, more than the"
-      f" {compact(setting.window_bytes)}B that Linux lets one peer have under way. Fix: set"
-      f" network.streams = {math.ceil(window_bytes / CONNECTION_BYTES)}, or raise"
-      " net.ipv4.tcp_wmem and tcp_rmem on both sides."
-    )
-  return found
-
-
-def as_json(setting: Setting, plan: ExchangePlan) -> dict[str, Any]:
-  """The whole plan; None where no bandwidth or number of shards is enough."""
-  content = {
-    "parameters": sum(setting.sizes),
-    "bytes_per_step": plan.exchanged.per_step(setting.sync),
-    **dataclasses.asdict(plan),
-    "sync_seconds": plan.sync.total,
-    "findings": findings(setting, plan),
-  }
-  return {k: None if v == math.inf else v for k, v in content.items()}
+  return [*_overloads(setting, plan), *_lateness(setting, plan), *_window(setting)]
 
 
 def _overloads(setting: Setting, plan: ExchangePlan) -> Iterator[str]:
@@ -212,27 +184,43 @@ def _overloads(setting: Setting, plan: ExchangePlan) -> Iterator[str]:
       yield f"{what} would be busy {load:.0%} of the time. Fix: {', or '.join([longer, *fixes])}."
 
 
-def _overlap(setting: Setting, plan: ExchangePlan) -> Iterator[str]:
+def _lateness(setting: Setting, plan: ExchangePlan) -> Iterator[str]:
   sync, steps = setting.sync, plan.overlap_steps
   if plan.hidden:
     return
-  effect = (
-    f"No learner waits, but a version is {plan.applied_steps:.2g} steps old when it is applied"
-  )
-  if sync.apply not in events.KEEPS_WORK:
-    effect += f", and {sync.apply} discards work of those steps"
   if sync.blocking:
     effect = f"All islands wait: they compute {plan.utilisation:.0%} of the time"
+  else:
+    effect = f"No learner waits, but a version is {plan.applied_steps:.2g} steps old when applied"
+    if sync.apply not in events.KEEPS_WORK:
+      effect += f", and {sync.apply} discards work of those steps"
   fix = "use more, smaller fragments, fewer bytes (int4) or more bandwidth"
   if steps < sync.sync_period:
     fix = f"raise sync.overlap_steps to {steps}, or use more, smaller fragments"
   yield (
-    f"tau = {sync.overlap_steps} steps hide {_seconds(setting.overlap_seconds)} of a sync's"
-    f" {_seconds(plan.sync.total)}. {effect}. Fix: {fix}."
+    f"tau = {sync.overlap_steps} steps hide {setting.overlap_seconds:.3g} s of a sync's"
+    f" {plan.sync.total:.3g} s. {effect}. Fix: {fix}."
   )
 
 
-def _seconds(seconds: float) -> str:
-  if seconds < 0.1:
-    return f"{1000 * seconds:.2g} ms"
-  return f"{seconds:.2g} s" if seconds < 100 else f"{seconds:,.0f} s"
+def _window(setting: Setting) -> Iterator[str]:
+  needed = 2 * setting.latency_seconds * setting.gbps * 1e9 / 8
+  if 0 < setting.window_bytes < needed:
+    streams = math.ceil(needed / bandwidth.CONNECTION_BYTES)
+    yield (
+      f"The link holds {compact(needed)}B until an answer is back, more than the"
+      f" {compact(setting.window_bytes)}B that Linux lets one peer have under way. Fix: set"
+      f" network.streams = {streams}, or raise net.ipv4.tcp_wmem and tcp_rmem on both sides."
+    )
+
+
+def as_json(setting: Setting, plan: ExchangePlan) -> dict[str, Any]:
+  """The whole plan; None where no bandwidth or number of shards is enough."""
+  content = {
+    "parameters": sum(setting.sizes),
+    "bytes_per_step": plan.exchanged.per_step(setting.sync),
+    **dataclasses.asdict(plan),
+    "sync_seconds": plan.sync.total,
+    "findings": findings(setting, plan),
+  }
+  return {k: None if v == math.inf else v for k, v in content.items()}

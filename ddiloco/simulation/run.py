@@ -29,11 +29,6 @@ from ddiloco.protocol.events import Event, stamped
 from ddiloco.protocol.messages import Message
 from ddiloco.protocol.supervisor import GONE, LEFT, UP
 from ddiloco.simulation import bandwidth
-from ddiloco.simulation.bandwidth import (
-  ABOUT_HOST_GBYTES,
-  ABOUT_SHARD_GBPS,
-  CORE_GBYTES,
-)
 from ddiloco.simulation.stand_ins import SizedCopies, SizedReplication, plan_of
 from ddiloco.simulation.virtual_time import LinkRate, Links, Role
 from ddiloco.simulation.world import Actor, Pace, World
@@ -48,12 +43,12 @@ class Speeds:
   jitter: float = option(0.1, "A step lasts up to this share longer.")
   gbps: tuple[float, ...] = (0.0,)  # of every island's link, one for all or one each; 0: no limit
   latency_seconds: tuple[float, ...] = (0.001,)  # one way; one for all or one each
-  shard_gbps: float = option(0.0, ABOUT_SHARD_GBPS)
+  shard_gbps: float = option(0.0, bandwidth.ABOUT_SHARD_GBPS)
   copy_seconds: float = 0.004  # a copy-out or a new version between devices and host
   merge_gbytes: float = option(
-    CORE_GBYTES, "GB/s of f32 that a shard merges (`ddiloco plan --measure`)."
+    bandwidth.CORE_GBYTES, "GB/s of f32 that a shard merges (`ddiloco plan --measure`)."
   )
-  host_gbytes: float = option(CORE_GBYTES, ABOUT_HOST_GBYTES)
+  host_gbytes: float = option(bandwidth.CORE_GBYTES, bandwidth.ABOUT_HOST_GBYTES)
   late_seconds: float = 0.0  # a life's first step takes up to this longer: learners spread
   seed: int = option(0, "Of step times.")
 

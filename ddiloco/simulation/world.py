@@ -33,7 +33,7 @@ from ddiloco.protocol.states import FragmentState
 from ddiloco.roles.learner import Learner, Quarantined
 from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Loop, Runtime
-from ddiloco.simulation.bandwidth import F32_BYTES, commit_vectors
+from ddiloco.simulation.bandwidth import F32_BYTES
 from ddiloco.simulation.stand_ins import (
   Sized,
   SizedDeltas,
@@ -65,7 +65,7 @@ class Actor:
 
   Attributes:
     life: the role itself, `roles.learner.Learner` or `roles.syncer.Syncer`.
-    alive: the role was not killed; it may have ended by itself (`over`).
+    alive: the role was not killed; it may have ended by itself.
     asked_to_end: the role was told to end in good order.
   """
 
@@ -85,11 +85,6 @@ class Actor:
   def state(self) -> Any:
     """The state of its reducer."""
     return self.life.exchange.state if self.role[0] == "learner" else self.life.state
-
-  @property
-  def over(self) -> bool:
-    """Whether the role has ended."""
-    return self._task.over
 
   def runtime(self) -> Runtime:
     """The runtime of its role."""
@@ -154,7 +149,7 @@ class Actor:
 
   def deliver(self, message: Message, size: int) -> None:
     """Puts a message that has arrived into the inbox."""
-    if not self.over:
+    if not self._task.over:
       self.counters.received_bytes += size
       self._inbox.append(Delivery(claimed_sender(message), message, self.world.now))
       self._task.arrived()
@@ -235,12 +230,12 @@ class World(VirtualTime):
 
   def put(self, state: FragmentState) -> None:
     """Stores a fragment's state, with which its shard begins from now on."""
-    value = Sized(F32_BYTES * self.plan.fragments[state.index].size)
+    value = self.value(state.index)
     self.kept.save(Committed(state, value, value, None, state.last_round))
 
   def initial_values(self) -> Mapping[int, Sized]:
     """Fragment -> initial value, which learners make themselves."""
-    return {p: Sized(F32_BYTES * size) for p, size in enumerate(self.plan.sizes)}
+    return {p: self.value(p) for p in range(self.sync.num_fragments)}
 
   # --- what subclasses may replace ----------------------------------------------------------------
 
@@ -279,23 +274,15 @@ class World(VirtualTime):
     """Bytes of payloads that are still on their way between these two."""
     return 0
 
-  # --- what work on vectors takes -----------------------------------------------------------------
+  # --- for its roles and stand-ins ----------------------------------------------------------------
 
-  def host_seconds(self, fragment: int, vectors: int) -> float:
-    """Seconds that a learner's host takes to touch so many vectors."""
-    return self._touched(fragment, vectors, self.pace.host_gbytes)
+  def value(self, fragment: int) -> Sized:
+    """Stands for a fragment's value, in f32."""
+    return Sized(F32_BYTES * self.plan.fragments[fragment].size)
 
-  def take_in_seconds(self, fragment: int) -> float:
-    """Seconds that a shard needs to take in a push."""
-    return self.pace.merge_seconds / 4 + self._touched(fragment, 1, self.pace.merge_gbytes)
-
-  def merge_seconds(self, fragment: int, pushes: int) -> float:
-    """Seconds that a commit of so many pushes keeps a shard busy."""
-    vectors = commit_vectors(self.sync, self.config.outer.momentum > 0, pushes)
-    return self.pace.merge_seconds + self._touched(fragment, vectors, self.pace.merge_gbytes)
-
-  def _touched(self, fragment: int, vectors: int, gbytes: float) -> float:
-    return vectors * F32_BYTES * self.plan.fragments[fragment].size / (gbytes * 1e9)
+  def touch(self, fragment: int, vectors: int, gbytes: float) -> None:
+    """Spends the time of touching so many f32 vectors of a fragment, at so many GB/s."""
+    self.spend(vectors * F32_BYTES * self.plan.fragments[fragment].size / (gbytes * 1e9))
 
   def say(self, event: Event) -> None:
     """Tells of an event of the engine."""

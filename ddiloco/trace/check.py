@@ -9,7 +9,6 @@ value that is used was made. The end of an incarnation may be missing, since a k
 from __future__ import annotations
 
 import collections
-import copy
 import dataclasses
 import itertools
 import typing
@@ -112,7 +111,8 @@ class LearnerSymbols(LearnerAlgebra):
     return list(self._history), dict(self._begins)
 
   def restore(self, state: Any) -> None:
-    self._history, self._begins = map(copy.copy, state)
+    history, begins = state
+    self._history, self._begins = list(history), dict(begins)
 
 
 class ShardSymbols(ShardAlgebra):

@@ -126,8 +126,8 @@ Say = Callable[[str], None]
 class TraceRole:
   """One role over all its incarnations."""
 
-  def __init__(self, proof: Proof):
-    self.proof = proof
+  def __init__(self, proof: Proof, algebra: Any):
+    self.proof, self.algebra = proof, algebra
     self._incarnation: int | None = None
 
   def perform(self, entry: Entry, given: Sequence[Any]) -> dict[Key, Any]:
@@ -182,9 +182,7 @@ class Held:
 class LearnerRole(TraceRole):
   """A learner, or the evaluator, which only receives."""
 
-  def __init__(self, proof: Proof, algebra: LearnerAlgebra):
-    super().__init__(proof)
-    self.algebra = algebra
+  algebra: LearnerAlgebra
 
   def begin(self, started: events.Started | None) -> None:
     self.algebra.begin(started)
@@ -315,8 +313,7 @@ class ShardRole(TraceRole):
   """A shard: the fragments it owns, and the outer steps it takes on them."""
 
   def __init__(self, proof: Proof, algebra: ShardAlgebra):
-    super().__init__(proof)
-    self.algebra = algebra
+    super().__init__(proof, algebra)
     self._last_round: dict[int, int] = {}  # of all incarnations
 
   def begin(self, started: events.Started | None) -> None:

@@ -48,8 +48,6 @@ from ddiloco.training import data, devices
 from ddiloco.training.island import IslandMaker
 from ddiloco.workdir import saved_config
 
-PATIENCE_SECONDS = 3600.0  # for the next role under way to end its turn
-
 # --- The comparison: with the losses and the saved digests in the trace
 
 
@@ -350,11 +348,7 @@ class Replay:
           threading.Thread(target=self._perform, args=turn, daemon=True).start()
       if not busy:
         break
-      try:
-        role, made = results.get(timeout=PATIENCE_SECONDS)
-      except queue.Empty:
-        text = f"nothing was made for {PATIENCE_SECONDS:g} s; {', '.join(sorted(busy))}"
-        raise TimeoutError(f"{text} did not come to an end") from None
+      role, made = results.get()
       if isinstance(made, BaseException):
         raise made
       busy.remove(role)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import os
 from collections.abc import Collection, Iterator
+from itertools import accumulate
 from pathlib import Path
 
 import msgspec
@@ -34,8 +33,8 @@ def in_order(trace: Trace, roles: Collection[str] = ()) -> Iterator[Operation]:
   Clocks of several hosts differ, so operations of nearly the same time may be in the wrong order.
   """
   logs = ([e.operation for e in trace.roles[role]] for role in roles or trace.roles)
-  timed = (zip(itertools.accumulate((op.time for op in log), max), log) for log in logs)
-  return (op for _, op in heapq.merge(*timed, key=lambda pair: pair[0]))
+  timed = [pair for log in logs for pair in zip(accumulate((op.time for op in log), max), log)]
+  return (op for _, op in sorted(timed, key=lambda pair: pair[0]))
 
 
 def line_of(op: Operation) -> str:

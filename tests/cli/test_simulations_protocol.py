@@ -92,7 +92,7 @@ def test_a_run_that_fails_has_status_1(tmp_path, capsys):
     (["simulate", "protocol"], ["--config", "Fix"]),
     ([*SMALL, "--gbps=fast"], ["--gbps=fast", "Fix"]),
     ([*SMALL, "--gbps=1,2"], ["gbps", "2 values for 4 learners"]),
-    ([*SMALL, "--latency_ms=-1"], ["--latency_ms=-1", "Fix"]),
+    ([*SMALL, "--latency_ms=-1"], ["latency_seconds = -0.001", "Fix"]),
     ([*SMALL, "--parameters=2"], ["--parameters=2", "num_fragments"]),
     ([*SMALL, "--config.sync.num_shards=0"], ["sync.num_shards", "Fix"]),
     ([*SMALL, "--step_seconds=0"], ["step_seconds", "Fix"]),

@@ -202,7 +202,7 @@ def test_twelve_billion_over_four_regions():
 def test_what_tau_does_not_hide_is_said_in_plain_words():
   setting = changed(REGIONS, gbps=2.0, shard_gbps=20.0, overlap_steps=0)
   text = " ".join(planner.findings(setting, planner.make(setting)))
-  assert re.search(r"tau = 0 steps hide 0 ms of a sync's [\d.]+ s\.", text)
+  assert re.search(r"tau = 0 steps hide 0 s of a sync's [\d.]+ s\.", text)
   assert re.search(r"No learner waits, but a version is [23](\.\d)? steps old", text)
   assert "discards" not in text
   assert "raise sync.overlap_steps to 2" in text

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import json
 import shutil
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +16,8 @@ from ddiloco import cli, environment
 from ddiloco.checkpoint import weights
 from ddiloco.observe.eventlog import read_events
 from ddiloco.trace import replay
-from ddiloco.trace.operations import read_logs
 from ddiloco.trace.replay import replay_run
 from ddiloco.trace.text import open_trace
-from tests.trace.traces import good, typed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SEEDS = (0, 1, 2)  # scripts/replay_chaos.py runs as many as one likes
@@ -188,19 +185,3 @@ def test_a_failure_in_one_role_ends_all(run, monkeypatch):
   monkeypatch.setattr(replay, "islands", lambda *arguments: broken)
   with pytest.raises(RuntimeError, match="no island for learner"):
     replay_run(workdir, trace)
-
-
-def test_a_role_that_hangs_is_named(monkeypatch):
-  monkeypatch.setattr(replay, "PATIENCE_SECONDS", 0.01)
-  end = threading.Event()
-
-  class Hangs:
-    def perform(self, entry, given):
-      end.wait(60)
-
-  found = replay.Replay.__new__(replay.Replay)
-  found._roles = {"learner-0": Hangs()}
-  found._schedule = replay.Schedule(read_logs({"learner-0": typed(good())["learner-0"]}), {}, None)
-  with pytest.raises(TimeoutError, match=r"made for 0.01 s; learner-0 did not come to an end"):
-    found.run()
-  end.set()
