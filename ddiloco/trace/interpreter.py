@@ -180,9 +180,7 @@ class Held:
 
 
 class LearnerRole(TraceRole):
-  """A learner, or the evaluator, which only receives."""
-
-  algebra: LearnerAlgebra
+  """A learner, or the evaluator, which only receives; `algebra` is a `LearnerAlgebra`."""
 
   def begin(self, started: events.Started | None) -> None:
     self.algebra.begin(started)
