@@ -92,7 +92,7 @@ def read(reader: str, workdir: Path) -> None:
     assert not follower.poll()
   elif reader == "trace":
     checked = check(read_trace(workdir))
-    assert checked.counts["commits"], "the trace is empty"
+    assert checked.counts["commit"], "the trace is empty"
   else:
     run = RunFollower(workdir)
     run.start()

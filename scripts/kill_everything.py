@@ -241,7 +241,7 @@ class Ordeal:
     life = live(self.run, self.config, self._engine, moment, said["start_seconds"])
     after = newest(self._storage)
     wrong = begun_wrong(life, before) + saved_wrong(after, read_events(self.run))
-    wrong += [str(problem) for problem in check(read_trace(self.run)).problems]
+    wrong += check(read_trace(self.run)).problems
     versions = {str(p): value[0] for p, value in after.values.items()}
     said["lives"] += 1
     said["kills"] += life.status is None

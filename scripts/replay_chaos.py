@@ -34,9 +34,9 @@ from ddiloco.config import Config, from_dict
 from ddiloco.engines.engine import save_result
 from ddiloco.engines.threads import ThreadsEngine
 from ddiloco.observe.eventlog import read_events
-from ddiloco.protocol.events import Event, Fault, Joined, Started
+from ddiloco.protocol.events import Event, Fault, Joined
 from ddiloco.roles import initial
-from ddiloco.trace.replay import Home, ReplayIslands, replay_run
+from ddiloco.trace.replay import replay_run
 from ddiloco.trace.text import open_trace
 from ddiloco.training import data, devices
 from ddiloco.training.island import IslandMaker
@@ -110,7 +110,7 @@ def config_of(seed: int) -> Config:
 
 
 class Bench:
-  """Runs and replays them; programs are compiled once for the runs and once for the replays."""
+  """Makes runs, with programs that are compiled once."""
 
   def __init__(self) -> None:
     config = config_of(0)
@@ -119,7 +119,6 @@ class Bench:
     groups = devices.shared_on_cpu(devices.partition(jax.devices(), counts))
     make = IslandMaker(initial.make_plan(config))
     self._islands = {m: make(config, m, group) for m, group in enumerate(groups)}
-    self._homes: dict[tuple[int, Started], Home] = {}
 
   def run(self, config: Config, workdir: Path, stop_at: int | None = None) -> None:
     """Makes one run as `ddiloco train` does; `stop_at`: stops it at that step and resumes it."""
@@ -141,20 +140,6 @@ class Bench:
   def _engine(self, config: Config, workdir: Path) -> ThreadsEngine:
     return ThreadsEngine(config, workdir, self.corpus, lambda params: {"loss": 0.0}, self._islands)
 
-  def replay(self, config: Config, workdir: Path) -> tuple[dict[str, Any], str]:
-    """(summary, first difference) of a replay, as by `ddiloco replay`."""
-    trace = open_trace(workdir)
-    fresh = ReplayIslands(config, trace, jax.devices())
-
-    def home(learner: int, started: Started) -> Home:
-      key = learner, started
-      if key not in self._homes:
-        self._homes[key] = fresh(learner, started)
-      island, _ = self._homes[key]
-      return island, fresh.batches(learner, started)  # of this run's seed
-
-    return replay_run(workdir, trace, homes=home)
-
 
 def main() -> int:
   parser = common.parser(__doc__, quick="")
@@ -169,7 +154,7 @@ def main() -> int:
       config = config_of(seed)
       stop_at = STEPS * 2 // 3 if config.sync.snapshot_steps and seed % 2 else None
       bench.run(config, workdir, stop_at)
-      summary, difference = bench.replay(config, workdir)
+      summary, difference = replay_run(workdir, open_trace(workdir))
       count = counted(workdir, summary)
       total.update(count)
       sync, faults = config.sync, config.chaos.faults

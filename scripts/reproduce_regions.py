@@ -91,7 +91,7 @@ def play(gbps: float, step_seconds: float, steps: int, merge_gbytes: float) -> d
   reason = VirtualRun(config, setting, watch.take).finish()
   if reason != "finished" or watch.merged is None or watch.came is None:
     raise RuntimeError(f"the virtual run ended otherwise: {reason}, merged at {watch.merged}")
-  found = watch.account.summary()
+  found, learners = watch.account.summary(), watch.account.ledger.report().learners
   began = 1.0 - found["causes"].get("start_up", 0.0) - found["causes"].get("rejoin", 0.0)
   waited = sum(found["causes"].get(cause, 0.0) for cause in WAITING)
   plan = planner.make(
@@ -109,8 +109,7 @@ def play(gbps: float, step_seconds: float, steps: int, merge_gbytes: float) -> d
   return {
     "utilisation": 100 * (1 - waited / began),
     "planned_utilisation": 100 * plan.utilisation,
-    "participation": 100
-    * statistics.mean(watch.account.goodput().learners[m].participation for m in range(ISLANDS)),
+    "participation": 100 * statistics.mean(learners[m].participation for m in range(ISLANDS)),
     "sync_seconds": found["seconds_per_sync"]["mean"],
     "planned_sync_seconds": plan.applied_steps * step_seconds * (1 + JITTER / 2),
     "planned_participation": 100 * plan.participation,

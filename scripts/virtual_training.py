@@ -96,9 +96,10 @@ class Valued(World):
     self.quotas = [round(total * share) for share in weights / weights.sum()]
     self.made = [0] * learners
     pace = Pace(tuple((STEP_SECONDS * times).tolist()))
-    super().__init__(problem.config, pace, seed, faults=faults)
+    chaos = ChaosConfig(tuple(faults))
+    super().__init__(dataclasses.replace(problem.config, chaos=chaos), pace, seed)
 
-  def new_plan(self, sizes: Sequence[int]) -> Plan:
+  def new_plan(self) -> Plan:
     return self.problem.plan
 
   def put(self, state: FragmentState) -> None:

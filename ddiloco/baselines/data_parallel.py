@@ -128,14 +128,13 @@ class DataParallel:
       RuntimeError: the wait takes too long.
     """
     deadline = time.monotonic() + START_SECONDS
-    while running := [island for island in self._islands if island.running]:
-      for island in running:
-        status = island.poll()
-        if status is not None:
-          island.bury(status)
-        elif time.monotonic() > deadline:
+    for island in self._islands:
+      while island.running and (status := island.poll()) is None:
+        if time.monotonic() > deadline:
           raise RuntimeError(f"compiling takes too long. {_last_words(island)}")
-      time.sleep(TURN_SECONDS)
+        time.sleep(TURN_SECONDS)
+      if island.running:
+        island.bury(status)
 
   # --- while it runs ------------------------------------------------------------------------------
 
@@ -227,7 +226,7 @@ class DataParallel:
 
   def _tell(self, members: Sequence[int], train: bool) -> None:
     self._orders += 1
-    step, state = member.newest(self._workdir)
+    state = str(member.newest(self._workdir))
     meeting = free_urls(1)[0].removeprefix("tcp://")
     for rank, m in enumerate(members):
       order = Order(
@@ -236,8 +235,7 @@ class DataParallel:
         size=len(members),
         meeting=meeting,
         started=self._started,
-        state=str(state),
-        step=step,
+        state=state,
         remember=self._elastic,
         train=train,
       )

@@ -47,8 +47,7 @@ class Order:
   size: int
   meeting: str  # HOST:PORT of rank 0, free
   started: float  # unix seconds; event times count from there
-  state: str  # file with the state to begin with
-  step: int  # the steps that this state has had
+  state: str  # file with the state to begin with; its name says how many steps that has had
   remember: bool  # keep every step's state for the next world, as an elastic island's memory does
   train: bool = True  # else only compile this world's program
 
@@ -65,7 +64,6 @@ def command(workdir: Path, learner: int, order: Order) -> list[str]:
 # for the memory of an elastic island, which only the death of this island erases.
 
 CHECKPOINT = "checkpoint"
-_DIGITS = 9
 
 
 def folder(workdir: Path, name: str) -> Path:
@@ -79,12 +77,11 @@ def save(into: Path, step: int, arrays: Mapping[str, np.ndarray], durable: bool 
   `durable`: the state is on the disk when this returns, as a checkpoint must be; a file that stands
   for an island's memory need not be.
   """
-  named: dict[str, Any] = dict(arrays)
   into.mkdir(parents=True, exist_ok=True)
-  path = into / f"{step:0{_DIGITS}}.npz"
+  path = into / f"{step:09}.npz"
   mine = into / "new"
   with mine.open("wb") as file:
-    np.savez(file, **named)
+    np.savez(file, **arrays)
     if durable:
       file.flush()
       os.fsync(file.fileno())
@@ -100,17 +97,9 @@ def load(path: Path) -> dict[str, np.ndarray]:
     return {name: file[name] for name in file.files}
 
 
-def newest(workdir: Path) -> tuple[int, Path]:
-  """(step, file) of the newest state that any island has.
-
-  Raises:
-    FileNotFoundError: there is none.
-  """
-  found = list((workdir / "states").glob("*/*.npz"))
-  if not found:
-    raise FileNotFoundError(f"{workdir / 'states'}: holds no state to begin with")
-  path = max(found, key=lambda path: path.name)
-  return int(path.stem), path
+def newest(workdir: Path) -> Path:
+  """The file of the newest state that any island has; a run begins with one."""
+  return max((workdir / "states").glob("*/*.npz"), key=lambda path: path.name)
 
 
 # --- One world of synchronous data-parallel: the processes that train together, a replica in each
@@ -233,7 +222,7 @@ def train(workdir: Path, learner: int, order: Order) -> None:
     recorder.record(
       events.Started(devices=1, learners=config.islands.num_learners, planned_steps=planned)
     )
-    done, last = order.step, time.monotonic()
+    done, last = int(Path(order.state).stem), time.monotonic()
     while True:
       batch = stream.batch(done)
       started = time.monotonic()

@@ -307,7 +307,8 @@ def replay(arguments: list[str]) -> int:
   found = text.open_trace(workdir)
   if not text.print_invariants(found):
     return LOST
-  environment.prepare(num_cpu_devices=text.devices_needed(found), cpu_only=given.cpu)
+  needed = max(1, sum(found.devices().values()))
+  environment.prepare(num_cpu_devices=needed, cpu_only=given.cpu)
   from ddiloco.trace.replay import replay_run
 
   columns = (*Progress.get_default_columns(), TimeElapsedColumn())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ddiloco import environment
@@ -22,11 +23,11 @@ def plan(arguments: list[str]) -> int:
   """Says what a run needs of its links and shards, and what to change where it does not fit.
 
   The run is a config's, with its real fragments, or has --parameters in equal fragments, with the
-  protocol of --config.sync. The time of a step is given, or follows from chips and tokens:
+  protocol of --config.sync:
 
     ddiloco plan --config=configs/dense.py:12b --gbps=5 --latency_ms=30 --step_seconds=4
     ddiloco plan --parameters=12e9 --islands=4 --gbps=2 --latency_ms=30 --codec=int4 \\
-      --chips=64 --chip_teraflops=459 --tokens=262144 --config.sync.num_fragments=96
+      --step_seconds=4 --config.sync.num_fragments=96
 
   Bytes are those of rounds in which every learner takes part; no device is touched.
   """
@@ -37,18 +38,55 @@ def plan(arguments: list[str]) -> int:
     raise ConfigError(
       "--config: is needed, or --parameters. Fix: give --config=configs/dense.py:12b, for example."
     )
-  config = _config(given)
+  changed: Any = given.config
+  if given.islands is not None:
+    changed.islands.num_learners = given.islands
+  if given.codec is not None:
+    changed.sync.push_codec = changed.sync.publish_codec = given.codec
+  config = from_dict(changed)
   if given.experiment:
     from ddiloco.training.data import check_here
 
     check_here(config)
-  setting = _setting(given, config)
-  made = planner.make(setting)
+  rates = given.fields(planner.Setting)
+  if given.measure:
+    from ddiloco.engines import virtual
+
+    found = rates["merge_gbytes"] = virtual.merge_gbytes(config)
+    if not given.json:
+      print(f"This machine merges {found:.1f} GB/s of f32 (--merge_gbytes={found:.1f}).\n")
+  setting = planner.Setting.of(
+    config,
+    gbps=given.needed("gbps", "2"),
+    sizes=_sizes(given, config),
+    latency_seconds=given.latency_ms / 1000,
+    step_seconds=given.needed("step_seconds", "1"),
+    **rates,
+  )
+  made = planner.as_json(setting, planner.make(setting))
   if given.json:
-    print(json.dumps(planner.as_json(setting, made)))
+    print(json.dumps(made))
   else:
-    print("\n".join(planner.lines(setting, made)))
+    findings = [f"- {finding}" for finding in made.pop("findings")] or ["Everything fits."]
+    print("\n".join(_text(made)), "", sep="\n")
+    for finding in findings:
+      print(textwrap.fill(finding, 100, subsequent_indent="  ", break_on_hyphens=False))
   return FINISHED
+
+
+def _text(found: Mapping[str, Any], indent: str = "") -> list[str]:
+  """For people: a line for each number, and below a name the several that it has."""
+  lines = []
+  for name, value in found.items():
+    title = f"{indent}{name.replace('_', ' ')}"
+    if isinstance(value, dict):
+      lines += [f"{'':>20}  {title}:", *_text(value, "  ")]
+    else:
+      shown = str(value)
+      if isinstance(value, int | float) and not isinstance(value, bool):
+        shown = f"{value:,.4f}".rstrip("0").rstrip(".")
+      lines.append(f"{shown:>20}  {title}")
+  return lines
 
 
 def _add_plan_flags(given: Flags) -> None:
@@ -59,42 +97,11 @@ def _add_plan_flags(given: Flags) -> None:
   given.add("latency_ms", 0.0, "One way, between any two places.")
   given.add_fields(planner.Setting)
   given.add("codec", str, "Both ways, instead of the config's: f32, bf16, int8, int4.")
-  given.add(
-    "step_seconds",
-    float,
-    "How long an inner step takes; else give --chips and --chip_teraflops (and --mfu, --tokens).",
-  )
-  given.add("chips", float, "In one island.")
-  given.add("chip_teraflops", float, "Peak of one chip, in 1e12 FLOP/s.")
-  given.add("mfu", 0.5, "Share of the peak that a step reaches.")
-  given.add("tokens", float, "Of an island's step, instead of the config's.")
+  given.add("step_seconds", float, "How long an inner step takes (see `ddiloco compile`).")
   given.add(
     "measure", False, "Measure --merge_gbytes on this machine, as a shard merges: some seconds."
   )
   given.add("json", False, "One JSON object instead of text.")
-
-
-def _config(given: Flags) -> Config:
-  """The config, with the changes of flags."""
-  config: Any = given.config
-  if given.islands is not None:
-    config.islands.num_learners = given.islands
-  if given.codec is not None:
-    config.sync.push_codec = config.sync.publish_codec = given.codec
-  return from_dict(config)
-
-
-def _setting(given: Flags, config: Config) -> planner.Setting:
-  return planner.Setting.of(
-    config,
-    gbps=_number(given, "gbps", "2"),
-    step_seconds=_step_seconds(given, config),
-    sizes=_sizes(given, config),
-    latency_seconds=_number(given, "latency_ms", "30", may_be_zero=True) / 1000,
-    shard_gbps=_number(given, "shard_gbps", "100", may_be_zero=True),
-    merge_gbytes=_merge_gbytes(given, config),
-    host_gbytes=_number(given, "host_gbytes", "100"),
-  )
 
 
 def _sizes(given: Flags, config: Config) -> tuple[int, ...]:
@@ -103,7 +110,7 @@ def _sizes(given: Flags, config: Config) -> tuple[int, ...]:
     from ddiloco.roles import initial  # imports JAX, which takes seconds
 
     return initial.make_plan(config).sizes
-  parameters, count = int(_number(given, "parameters", "12e9")), config.sync.num_fragments
+  parameters, count = int(given.parameters), config.sync.num_fragments
   if parameters < count:
     raise ConfigError(
       f"--parameters={parameters}: must be at least sync.num_fragments ({count})."
@@ -112,49 +119,7 @@ def _sizes(given: Flags, config: Config) -> tuple[int, ...]:
   return planner.equal_sizes(parameters, count)
 
 
-def _merge_gbytes(given: Flags, config: Config) -> float:
-  if not given.measure:
-    return _number(given, "merge_gbytes", "4")
-  from ddiloco.engines import virtual
-
-  found = virtual.merge_gbytes(config)
-  if not given.json:
-    print(f"This machine merges {found:.1f} GB/s of f32 (--merge_gbytes={found:.1f}).\n")
-  return found
-
-
-def _step_seconds(given: Flags, config: Config) -> float:
-  """As given, or the FLOPs of a step over an island's FLOPs a second."""
-  if given.step_seconds is not None:
-    return _number(given, "step_seconds", "1")
-  if given.chips is None:
-    raise ConfigError(
-      "--step_seconds: is needed, or --chips and --chip_teraflops."
-      " Fix: give --step_seconds=1, or what a step takes."
-    )
-  rate = _number(given, "chips", "64") * _number(given, "chip_teraflops", "459") * 1e12
-  rate *= _number(given, "mfu", "0.5")
-  if given.parameters is not None:
-    return 6 * given.parameters * _number(given, "tokens", "262144") / rate
-  from ddiloco.roles import initial
-
-  flops = initial.step_flops(config)
-  if given.tokens is not None:
-    flops *= _number(given, "tokens", "262144") / config.tokens_per_step(0)
-  return flops / rate
-
-
-def _number(given: Flags, name: str, example: str, may_be_zero: bool = False) -> float:
-  value: Any = given.needed(name, example)
-  if value < 0 or (value == 0 and not may_be_zero):
-    rule = "must not be negative" if may_be_zero else "must be greater than 0"
-    raise ConfigError(f"--{name}={value:g}: {rule}. Fix: give --{name}={example}.")
-  return value
-
-
 # --- The command that simulates a config's run in virtual time
-
-CAUSES_SHOWN = 4
 
 
 def protocol(arguments: list[str]) -> int:
@@ -169,29 +134,10 @@ def protocol(arguments: list[str]) -> int:
   --workdir keeps the events, for `ddiloco dashboard` and `ddiloco report`. An island whose
   islands.min_step_seconds is set takes that time for a step. Losses are not simulated.
   """
-  given = Flags(arguments, "config")
-  _add_protocol_flags(given)
-  given.parse(protocol.__doc__)
-  config = given.final_config()
   from ddiloco.engines import virtual
   from ddiloco.simulation.run import Speeds
 
-  setting = Speeds(
-    sizes=_sizes(given, config),
-    gbps=_numbers(given, "gbps"),
-    latency_seconds=tuple(ms / 1000 for ms in _numbers(given, "latency_ms")),
-    **given.fields(Speeds),
-  )
-  most_seconds = math.inf if given.seconds is None else given.seconds
-  found = virtual.simulate(config, setting, given.workdir, given.overwrite, most_seconds)
-  print(json.dumps(found) if given.json else _text(found))
-  return FINISHED if found["reason"] != "failed" else LOST
-
-
-def _add_protocol_flags(given: Flags) -> None:
-  """All flags but --config."""
-  from ddiloco.simulation.run import Speeds
-
+  given = Flags(arguments, "config")
   given.add_fields(Speeds)
   given.add("gbps", "0", "Gbit/s of every island's link, one or a list a,b,c; 0: no limit.")
   given.add("latency_ms", "1", "One way, one for all islands or a list.")
@@ -200,69 +146,28 @@ def _add_protocol_flags(given: Flags) -> None:
   given.add("workdir", "", "Gets the events; empty: they are not kept.")
   given.add("overwrite", False, "Replace the run that is in workdir.")
   given.add("json", False, "Print one JSON object instead of text.")
+  given.parse(protocol.__doc__)
+  config = given.final_config()
+  setting = Speeds(
+    sizes=_sizes(given, config),
+    gbps=_numbers(given, "gbps"),
+    latency_seconds=tuple(ms / 1000 for ms in _numbers(given, "latency_ms")),
+    **given.fields(Speeds),
+  )
+  most_seconds = math.inf if given.seconds is None else given.seconds
+  found = virtual.simulate(config, setting, given.workdir, given.overwrite, most_seconds)
+  print(json.dumps(found) if given.json else "\n".join(_text(found)))
+  return FINISHED if found["reason"] != "failed" else LOST
 
 
 def _numbers(given: Flags, name: str) -> tuple[float, ...]:
   text = getattr(given, name)
   try:
-    found = tuple(float(each) for each in text.split(","))
-  except ValueError:
-    found = (math.nan,)
-  if not all(0 <= each < math.inf for each in found):
+    return tuple(map(float, text.split(",")))
+  except ValueError as error:
     raise ConfigError(
-      f"--{name}={text}: must be numbers from 0 on. Fix: give --{name}=1 or --{name}=1,1,0.2."
-    )
-  return found
-
-
-def _text(found: dict[str, Any]) -> str:
-  """For people."""
-
-  def share(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1%}"
-
-  most = sorted(found["causes"].items(), key=lambda item: -item[1])[:CAUSES_SHOWN]
-  causes = ", ".join(f"{cause} {value:.1%}" for cause, value in most)
-  lines = [
-    f"{found['learners']} learners, {found['virtual_seconds']:,.0f} s of virtual time in"
-    f" {found['wall_seconds']:.1f} s: {found['reason']}.",
-    f"{found['steps']:,} steps, {found['commits']:,} commits,"
-    f" global step {found['global_step']:,}.",
-    "",
-    f"goodput        {share(found['goodput'])}   ({causes or 'nothing lost'})",
-    f"uptime         {share(found['uptime'])}",
-    f"liveness       {share(found['liveness'])}",
-    f"participation  {share(found['participation'])}, the lowest"
-    f" {share(found['lowest_participation'])}",
-  ]
-  if found["seconds_per_sync"]:
-    seconds = found["seconds_per_sync"]
-    lines.append(
-      f"a sync         {seconds['median']:.3g} s from copy-out to apply"
-      f" ({seconds['tenth']:.3g} to {seconds['nine_tenths']:.3g})"
-    )
-  lines.append(
-    f"links          a learner sent {found['learner_sent_bytes'] / 1e6:,.1f} MB and received"
-    f" {found['learner_received_bytes'] / 1e6:,.1f} MB"
-  )
-  lines += _counted("rounds committed because", found["committed_because"])
-  lines += _counted("learners had no part because", found["had_no_part_because"])
-  if found["faults"]:
-    lines += ["", f"{found['faults']} faults, {found['recovered']} recovered"]
-    if found["recovered"]:
-      lines[-1] += (
-        f" (median {found['median_recovery_seconds']:g} s, worst"
-        f" {found['worst_recovery_seconds']:g} s)"
-      )
-  lines.append(
-    f"longest time without any step {found['longest_stall_seconds']:g} s, lost rounds"
-    f" {found['lost_rounds']}, unplanned exits {found['unplanned']}"
-  )
-  return "\n".join(lines)
-
-
-def _counted(title: str, counts: dict[str, int]) -> list[str]:
-  return ["", f"{title}:", *(f"  {n:8,} x {why}" for why, n in counts.items())] if counts else []
+      f"--{name}={text}: must be numbers. Fix: give --{name}=1 or --{name}=1,1,0.2."
+    ) from error
 
 
 # --- The command that simulates failures at any size
@@ -293,42 +198,29 @@ def chips(arguments: list[str]) -> int:
   given.add("json", False, "Print one JSON object instead of a table.")
   given.parse(chips.__doc__)
   fleet = Fleet(**given.fields(Fleet))
-  rows: dict[str, ChipTime] = {}
-  for simulated in (inelastic, elastic, decoupled):
-    name = simulated.__name__
-    rows[name] = simulated(fleet)
-    if not given.json:
-      if len(rows) == 1:
-        print(_heading(fleet, rows[name].failures))
-      print(_row(_label(name, fleet), rows[name]), flush=True)
+  jobs = {
+    "data-parallel, not elastic": inelastic,
+    "data-parallel, elastic": elastic,
+    f"decoupled, {fleet.learners} learner{'s' * (fleet.learners > 1)}": decoupled,
+  }
+  spent = {label: job(fleet) for label, job in jobs.items()}
+  shares = {label: _shares(each) for label, each in spent.items()}
+  failures = next(iter(spent.values())).failures
   if given.json:
-    found = {name: _shares(spent) for name, spent in rows.items()}
-    failures = rows["decoupled"].failures
-    print(json.dumps({"fleet": dataclasses.asdict(fleet), "failures": failures, **found}))
-  return FINISHED
-
-
-def _label(name: str, fleet: Fleet) -> str:
-  if name == "decoupled":
-    return f"decoupled, {fleet.learners} learner{'s' * (fleet.learners > 1)}"
-  return {"inelastic": "data-parallel, not elastic", "elastic": "data-parallel, elastic"}[name]
-
-
-def _heading(fleet: Fleet, failures: int) -> str:
+    rows = {job.__name__: shares[label] for label, job in jobs.items()}
+    print(json.dumps({"fleet": dataclasses.asdict(fleet), "failures": failures, **rows}))
+    return FINISHED
   often = f", one every {fleet.seconds / failures:.3g} s" if failures else ""
-  head = (
+  print(
     f"{fleet.chips:,} chips, {fleet.days:g} days, {fleet.mtbi_chip_years:g} years between failures"
-    f" of one chip: {failures:,} failures{often} (seed {fleet.seed})."
+    f" of one chip: {failures:,} failures{often} (seed {fleet.seed}).\n"
   )
-  columns = "".join(f"{name:>10}" for name in ("goodput", "uptime", *CAUSES))
-  return f"{head}\n\n{'':27}{columns}"
-
-
-def _row(label: str, spent: ChipTime) -> str:
-  shares = _shares(spent)
-  cells = [f"{shares[name]:10.2%}" for name in ("goodput", "uptime")]
-  cells += [f"{shares[name]:10.2%}" if shares[name] else f"{'–':>10}" for name in CAUSES]
-  return f"{label:27}" + "".join(cells)
+  columns = ("goodput", "uptime", *CAUSES)
+  print(f"{'':27}" + "".join(f"{name:>10}" for name in columns))
+  for label, row in shares.items():
+    cells = (f"{row[name]:10.2%}" if row[name] else f"{'–':>10}" for name in columns)
+    print(f"{label:27}" + "".join(cells))
+  return FINISHED
 
 
 def _shares(spent: ChipTime) -> dict[str, float]:
@@ -360,7 +252,7 @@ def compile_islands(arguments: list[str]) -> int:
   given = Flags(arguments, "config")
   given.add("topology", "", "Of every island, instead of its islands.topology.")
   given.add("num_slices", 1, "Slices of one controller (Pathways), one an island.", 1)
-  given.add("mfu", 0.4, "Share of the peak that steps are assumed to reach.", 0.0)
+  given.add("mfu", 0.4, "Share of the peak that steps are assumed to reach.", 0.01, 1.0)
   given.add_choice(
     "level",
     ["O0", "O1", "O2", "O3", "UNKNOWN"],
@@ -370,15 +262,13 @@ def compile_islands(arguments: list[str]) -> int:
   given.add("json", False, "Print one JSON object instead of text.")
   given.parse(compile_islands.__doc__)
   config = given.final_config()
-  if not 0 < given.mfu <= 1:
-    raise ConfigError(f"--mfu={given.mfu:g}: must lie in (0, 1]. Fix: give --mfu=0.4.")
   environment.describe_only()
   import jax
 
   jax.config.update("jax_optimization_level", given.level)
   found, mfu = fits(config, given.topology, given.num_slices), given.mfu
   if given.json:
-    print(json.dumps([{"islands": m, **fit_json(each, mfu)} for m, each in found]))
+    print(json.dumps([{"islands": m, **_fields(each, mfu)} for m, each in found]))
   else:
     print("\n\n".join("\n".join(fit_lines(m, each, mfu)) for m, each in found))
   return FINISHED if all(each.fits for _, each in found) else LOST
@@ -417,12 +307,11 @@ def fits(config: Config, topology: str, num_slices: int) -> list[tuple[list[int]
   return found
 
 
-def fit_json(found: Any, mfu: float) -> dict[str, Any]:
+def _fields(found: Any, mfu: float) -> dict[str, Any]:
   """All fields and derived values."""
   return {
     **dataclasses.asdict(found),
-    "fits": found.fits,
-    "gathers_by_layer": found.gathers_by_layer,
+    **{name: getattr(found, name) for name in ("fits", "gathers_by_layer")},
     "mfu": mfu,
     "step_seconds": found.step_seconds(mfu),
   }

@@ -13,13 +13,16 @@ model that a joining island gets (once, in f32).
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import random
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
-from ddiloco.config import SyncConfig
+from ddiloco.checks import not_negative, option, positive, require
+from ddiloco.config import Config, SyncConfig
 from ddiloco.core import codec, fragments
 from ddiloco.protocol import events, rules
 
@@ -46,20 +49,6 @@ class Exchanged:
   def per_step(self, sync: SyncConfig) -> float:
     """Bytes per inner step, both ways together."""
     return (self.push_bytes + self.publish_bytes) / sync.sync_period
-
-
-@dataclasses.dataclass(frozen=True)
-class LinkTraffic:
-  """Bytes over one place's link in one period, each way."""
-
-  sent_bytes: int
-  received_bytes: int
-  copy_bytes: int  # the part of the sum of both that is copies for buddies
-
-  @property
-  def busier_bytes(self) -> int:
-    """Bytes of the direction that carries more: links are full duplex."""
-    return max(self.sent_bytes, self.received_bytes)
 
 
 def exchanged(sizes: Sequence[int], sync: SyncConfig) -> Exchanged:
@@ -92,8 +81,9 @@ def owned_sizes(sizes: Sequence[int], shard: int, num_shards: int) -> list[int]:
 
 def flows(
   sizes: Sequence[int], sync: SyncConfig, islands: int, apart: bool, listeners: int = 0
-) -> list[LinkTraffic]:
-  """The traffic of every place's link in one period: islands first, then shards that stand apart.
+) -> list[tuple[int, int]]:
+  """(sent, received) bytes over every place's link in one period: islands first, then shards that
+  stand apart.
 
   Args:
     sizes: values of every fragment.
@@ -107,28 +97,182 @@ def flows(
   places = islands + count if apart else islands
   owned = [exchanged(owned_sizes(sizes, s, count), sync) for s in range(count)]
   push_bytes, publish_bytes = [0] * places, [0] * places  # of a place's shards, per learner
-  copies_sent, copies_received = [0] * places, [0] * places
+  sent, received = [0] * places, [0] * places
   for s, (place, mine) in enumerate(zip(at, owned)):
     push_bytes[place] += mine.push_bytes
     publish_bytes[place] += mine.publish_bytes
     buddy = at[(s + 1) % count]
     if buddy != place:
-      copies_sent[place] += mine.publish_bytes
-      copies_received[buddy] += mine.publish_bytes
-  found = []
+      sent[place] += mine.publish_bytes
+      received[buddy] += mine.publish_bytes
   for place in range(places):
     here = int(place < islands)  # learners at this place
     away = islands - here
-    to_shards = here * (sum(push_bytes) - push_bytes[place])
-    from_shards = here * (sum(publish_bytes) - publish_bytes[place])
-    found.append(
-      LinkTraffic(
-        sent_bytes=to_shards + (away + listeners) * publish_bytes[place] + copies_sent[place],
-        received_bytes=from_shards + away * push_bytes[place] + copies_received[place],
-        copy_bytes=copies_sent[place] + copies_received[place],
-      )
+    sent[place] += here * (sum(push_bytes) - push_bytes[place])
+    sent[place] += (away + listeners) * publish_bytes[place]
+    received[place] += here * (sum(publish_bytes) - publish_bytes[place])
+    received[place] += away * push_bytes[place]
+  return list(zip(sent, received))
+
+
+# --- The time of one sync, if it has the links to itself
+
+CORE_GBYTES = 4.0
+ABOUT_SHARD_GBPS = (
+  "Gbit/s of shards that stand on their own; 0: they stand beside the islands and share links."
+)
+ABOUT_HOST_GBYTES = "GB/s of f32 that a learner's host touches beside its step."
+CONNECTION_BYTES = 4 << 20  # under way over one TCP connection at most: Linux's default
+
+
+def require_shards(sync: SyncConfig) -> None:
+  rule = "without shards nothing is exchanged, so there is nothing to plan or to simulate"
+  require(sync.num_shards > 0, "sync.num_shards", sync.num_shards, rule, "use 1 or more")
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+  """The run, and the links and machines that it runs on."""
+
+  sizes: tuple[int, ...]  # values of every fragment
+  sync: SyncConfig
+  islands: int
+  step_seconds: float
+  gbps: float  # of every island's link, in each direction
+  latency_seconds: float = 0.0  # one way, between any two places
+  momentum: bool = False  # of the outer optimizer
+  shard_gbps: float = option(0.0, ABOUT_SHARD_GBPS)
+  merge_gbytes: float = option(CORE_GBYTES, "GB/s of f32 that a shard merges.")
+  host_gbytes: float = option(CORE_GBYTES, ABOUT_HOST_GBYTES)
+  evaluator: bool = False  # one more member that gets every version, at a place of its own
+  window_bytes: int = 0  # under way to one peer at most; 0: no limit
+
+  def __post_init__(self):
+    positive("plan", self, "islands", "step_seconds", "gbps", "merge_gbytes", "host_gbytes")
+    not_negative("plan", self, "latency_seconds", "shard_gbps", "window_bytes")
+    require_shards(self.sync)
+    require(
+      len(self.sizes) == self.sync.num_fragments and min(self.sizes) > 0,
+      "plan.sizes",
+      self.sizes,
+      f"must be positive, one for each of sync.num_fragments = {self.sync.num_fragments}",
+      "use the sizes of the plan",
     )
-  return found
+
+  @classmethod
+  def of(cls, config: Config, sizes: tuple[int, ...], **rates: Any) -> Setting:
+    """The setting of this config's run, with fragments of these sizes; `rates`: other fields."""
+    return cls(
+      sizes=sizes,
+      sync=config.sync,
+      islands=config.islands.num_learners,
+      momentum=config.outer.momentum > 0,
+      evaluator=config.run.evaluations > 0,
+      window_bytes=config.network.streams * CONNECTION_BYTES,
+      **rates,
+    )
+
+  @property
+  def apart(self) -> bool:
+    """Whether shards have links of their own."""
+    return self.shard_gbps > 0
+
+  @property
+  def away(self) -> int:
+    """Learners whose pushes of a fragment cross a link."""
+    return self.islands if self.apart else self.islands - 1
+
+  @property
+  def rates(self) -> tuple[float, float]:
+    """Bytes of fragments a second over an island's link, and over a shard's."""
+    both = self.gbps, self.shard_gbps or self.gbps
+    return payload_bytes_per_second(both[0]), payload_bytes_per_second(both[1])
+
+  @property
+  def period_seconds(self) -> float:
+    """H steps."""
+    return self.sync.sync_period * self.step_seconds
+
+  @property
+  def overlap_seconds(self) -> float:
+    """tau steps: what a sync may take."""
+    return self.sync.overlap_steps * self.step_seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class SyncTime:
+  """Seconds of one sync of the largest fragment, in order of time, up to the staged version."""
+
+  copy_outs: float  # from the first learner's end of a step to the last learner's
+  encode: float  # by a learner's host: the push
+  push: float
+  merge: float
+  copy: float  # to the buddy, before any learner hears of the version
+  publish: float
+  stage: float  # by a learner's host: the value to stage
+  latency: float
+
+  @property
+  def total(self) -> float:
+    """From the first learner's copy-out until the version is ready at the learners."""
+    return sum(dataclasses.astuple(self))
+
+  @property
+  def on_links(self) -> float:
+    """The part that more bandwidth shortens."""
+    return self.push + self.copy + self.publish
+
+
+def _copy_outs(setting: Setting) -> list[float]:
+  """Mean times of the learners' copy-outs, in steps since they were asked, ascending.
+
+  The learner whose report began the round has a whole step before it, less the latency.
+  """
+  if setting.sync.blocking:
+    return [0.0] * setting.islands
+  latency = setting.latency_seconds if setting.away else 0.0
+  asker = 1 - math.fmod(2 * latency / setting.step_seconds, 1.0)
+  return sorted([asker, *(k / setting.islands for k in range(1, setting.islands))])
+
+
+def pushes(setting: Setting, size: int) -> list[tuple[float, float]]:
+  """Bounds on the time at which all pushes of `size` values are there, of which the latest holds.
+
+  Each is (begin, seconds on the link): the last learner's push over its own link, and all pushes
+  from the k-th copy-out on over the shard's link without a gap. `begin` is in seconds from the last
+  copy-out: 0 or less.
+  """
+  m, away, at = setting.islands, setting.away, _copy_outs(setting)
+  if not away:
+    return [(0.0, 0.0)]
+  push_bytes = exchanged([size], setting.sync).push_bytes
+  alone, each = (push_bytes / rate for rate in setting.rates)
+  begun = [(at[k] - at[-1]) * setting.step_seconds for k in range(m - away, m)]
+  return [(0.0, alone), *((before, (away - k) * each) for k, before in enumerate(begun))]
+
+
+def sync_time(setting: Setting, size: int) -> SyncTime:
+  """One sync of a fragment of `size` values."""
+  sync, m = setting.sync, setting.islands
+  one, away, (rate, shard_rate) = exchanged([size], sync), setting.away, setting.rates
+  at = _copy_outs(setting)
+  listeners = away + setting.evaluator
+  publish = max(bool(away) / rate, listeners / shard_rate) * one.publish_bytes if away else 0.0
+  places = {s if setting.apart else s % m for s in range(sync.num_shards)}
+  copied = len(places) > 1  # else the buddy is the shard itself, or its neighbour at one place
+  hops = 2 * min(away, 1) + 2 * copied  # push and publish, copy and its receipt
+  touched = 1 + commit_vectors(sync, setting.momentum, m)  # the last push, the commit
+  vector = F32_BYTES * size / 1e9
+  return SyncTime(
+    copy_outs=(at[-1] - at[0]) * setting.step_seconds,
+    encode=PUSH_VECTORS * vector / setting.host_gbytes,
+    push=max(begun + seconds for begun, seconds in pushes(setting, size)),
+    merge=touched * vector / setting.merge_gbytes,
+    copy=copied * one.publish_bytes / shard_rate,
+    publish=publish,
+    stage=STAGE_VECTORS * vector / setting.host_gbytes,
+    latency=hops * setting.latency_seconds,
+  )
 
 
 # --- The time of a round where learners are at random points of their steps: the mean of many draws
@@ -140,7 +284,8 @@ def flows(
 # the grace window. A version is taken up at the end of a learner's step, and applied at the end of
 # a later step.
 #
-# The draws are the same every time.
+# The draws are the same every time. Of the learners, the first `away` are behind a link; the others
+# stand beside the shard.
 
 DRAWS = 100
 # Fragments are due in turn, P in H steps. A late fragment may fall together with the next one; the
@@ -151,96 +296,93 @@ TOGETHER = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
-class RoundCosts:
-  """Seconds, except the counts `islands` and `away`."""
-
-  islands: int
-  away: int  # learners behind a link; the others stand beside the shard
-  step: float
-  latency: float  # one way
-  encode: float  # by a learner's host
-  push: float  # one push alone, over its learner's link ...
-  shard_push: float  # ... and over the shard's
-  merge: float
-  copy: float  # to the buddy, and the receipt back
-  publish: float  # until all learners have the version
-  stage: float  # by a learner's host
-
-
-@dataclasses.dataclass(frozen=True)
 class TypicalRound:
   """Means over many rounds."""
 
   applied_steps: float  # from a participant's copy-out to its apply
-  participation: float  # share of the learners
+  participation: float  # share of the learners: grace may end before the last push is there
   period_steps: float  # until the fragment's next round begins
   round_seconds: float  # from its beginning to the commit
   delivery_seconds: float  # from the commit until learners take the version up
 
 
-def typical(costs: RoundCosts, sync: SyncConfig) -> TypicalRound:
-  """The means of rounds in which nothing fails and no learner waits (without `sync.blocking`)."""
+def typical(setting: Setting, size: int) -> TypicalRound:
+  """The means of rounds of a fragment of `size` values, in which nothing fails."""
+  config, step, sync = setting.sync, setting.step_seconds, sync_time(setting, size)
+  if config.blocking:  # all learners copy out together, and wait for the version
+    after = sync.publish + sync.copy + sync.latency / 2
+    before = sync.total - after - sync.stage
+    steps = max(config.overlap_steps, sync.total / step)
+    return TypicalRound(steps, 1.0, float(config.sync_period), before, after)
   chance = random.Random(0)
-  drawn = [_copied_out(costs, chance) for _ in range(DRAWS)]
-  least = min(sync.min_quorum, costs.islands)
-  arrived = [_arrivals(costs, at, sync, chance) for at in drawn]
+  drawn = [_copied_out(setting, chance) for _ in range(DRAWS)]
+  least = min(config.min_quorum, setting.islands)
+  push_bytes = exchanged([size], config).push_bytes
+  pushed = sync.encode, *(push_bytes / rate for rate in setting.rates)
+  arrived = [_arrivals(setting, at, chance, *pushed) for at in drawn]
   quorum_seconds = statistics.mean(sorted(each)[least - 1] for each in arrived)
-  way_back = costs.merge + costs.copy + costs.publish + costs.latency + costs.stage
-  known = 0.0 if sync.apply in events.KEEPS_WORK else way_back
-  grace = rules.grace_seconds(costs.step, quorum_seconds, known, sync)
+  copied = sync.copy and sync.copy + 2 * setting.latency_seconds  # with the buddy's receipt
+  way_back = sync.merge + copied + sync.publish + setting.latency_seconds + sync.stage
+  known = 0.0 if config.apply in events.KEEPS_WORK else way_back
+  grace = rules.grace_seconds(step, quorum_seconds, known, config)
   taken: list[float] = []  # from copy-out to apply, of participants
   periods: list[float] = []
   rounds: list[float] = []
   deliveries: list[float] = []
   for copied_out, there in zip(drawn, arrived):
     decided = min(max(there), sorted(there)[least - 1] + grace)
-    rounds.append(decided + costs.merge)
+    rounds.append(decided + sync.merge)
     due = []
     for i, at in enumerate(copied_out):
-      taken_up, merged = _taken_up(costs, i, at, rounds[-1]), there[i] <= decided
-      applied = taken_up + max(1, math.ceil(costs.stage / costs.step)) * costs.step
+      latency = _latency(setting, i)
+      here = rounds[-1] + copied + (sync.publish + latency if i < setting.away else 0.0)
+      taken_up = at + max(1, math.ceil((here - at) / step - 1e-9)) * step
+      applied = taken_up + max(1, math.ceil(sync.stage / step)) * step
       deliveries.append(taken_up - rounds[-1])
+      merged = there[i] <= decided
       if merged:
         taken.append(applied - at)
       counted = at if merged else applied  # from then on steps count towards the next sync
-      due.append(max(counted + sync.sync_period * costs.step, applied) + _latency(costs, i))
+      due.append(max(counted + setting.period_seconds, applied) + latency)
     periods.append(sorted(due)[least - 1])
   return TypicalRound(
-    applied_steps=statistics.mean(taken) / costs.step,
-    participation=len(taken) / (DRAWS * costs.islands),
-    period_steps=statistics.mean(periods) / costs.step,
+    applied_steps=statistics.mean(taken) / step,
+    participation=len(taken) / (DRAWS * setting.islands),
+    period_steps=statistics.mean(periods) / step,
     round_seconds=statistics.mean(rounds),
     delivery_seconds=statistics.mean(deliveries),
   )
 
 
-def _latency(costs: RoundCosts, learner: int) -> float:
-  return costs.latency if learner < costs.away else 0.0
+def _latency(setting: Setting, learner: int) -> float:
+  return setting.latency_seconds if learner < setting.away else 0.0
 
 
-def _copied_out(costs: RoundCosts, chance: random.Random) -> list[float]:
+def _copied_out(setting: Setting, chance: random.Random) -> list[float]:
   """When each learner copies out. The learner that reported has nearly a whole step before it; the
   others are anywhere in their steps."""
-  asker, found = chance.randrange(costs.islands), []
-  for i in range(costs.islands):
-    asked = _latency(costs, i)
+  asker, step, found = chance.randrange(setting.islands), setting.step_seconds, []
+  for i in range(setting.islands):
+    asked = _latency(setting, i)
     if i == asker:
-      steps = math.floor(2 * asked / costs.step) + 1
-      found.append(steps * costs.step - asked)
+      found.append((math.floor(2 * asked / step) + 1) * step - asked)
     else:
-      found.append(asked + chance.random() * costs.step)
+      found.append(asked + chance.random() * step)
   return found
 
 
 def _arrivals(
-  costs: RoundCosts, copied_out: list[float], sync: SyncConfig, chance: random.Random
+  setting: Setting,
+  copied_out: list[float],
+  chance: random.Random,
+  encode: float,
+  alone: float,
+  narrow: float,
 ) -> list[float]:
-  """When each learner's push is at the shard."""
-  begun = [
-    at + costs.encode + _others(sync, chance) * (costs.encode + costs.push) for at in copied_out
-  ]
-  over = dict(shared(begun[: costs.away], costs.push, costs.shard_push))
-  return [over[i] + costs.latency if i in over else at for i, at in enumerate(begun)]
+  """When each learner's push is at the shard; the last arguments are seconds of one push."""
+  begun = [at + encode + _others(setting.sync, chance) * (encode + alone) for at in copied_out]
+  over = shared(begun[: setting.away], alone, narrow)
+  return [end + setting.latency_seconds for end in over] + begun[setting.away :]
 
 
 def _others(sync: SyncConfig, chance: random.Random) -> int:
@@ -250,37 +392,27 @@ def _others(sync: SyncConfig, chance: random.Random) -> int:
   return sum(math.floor(mean + chance.random()) for mean in (in_turn, by_chance))
 
 
-def shared(begun: list[float], alone: float, narrow: float) -> list[tuple[int, float]]:
-  """(index, end) of equal transfers that begin at these times and share one link.
+def shared(begun: list[float], alone: float, narrow: float) -> list[float]:
+  """When equal transfers end that begin at these times and share one link.
 
   Args:
     begun: seconds.
     alone: seconds of one transfer over its own link.
     narrow: seconds of one transfer over the shared link, if no other uses it.
   """
-  waiting = sorted(range(len(begun)), key=lambda i: begun[i])
-  left: dict[int, float] = {}  # transfer under way -> the share of it that has not moved
-  over: list[tuple[int, float]] = []
-  now = 0.0
-  while waiting or left:
-    seconds = max(alone, narrow * len(left))  # of a whole transfer, at the present rate
-    ends = now + min(left.values(), default=math.inf) * seconds
-    begins = begun[waiting[0]] if waiting else math.inf
-    until = min(ends, begins)
-    moved = (until - now) / seconds if seconds else 1.0
-    left = {i: share - moved for i, share in left.items()}
-    now = until
-    if begins < ends:
-      left[waiting.pop(0)] = 1.0
+  order = sorted(range(len(begun)), key=lambda i: begun[i])  # also that of the ends
+  ends = [0.0] * len(begun)
+  waiting, moving = collections.deque(order), collections.deque[tuple[int, float]]()
+  now = moved = 0.0  # the sum of the shares by which each transfer under way has moved
+  while waiting or moving:
+    seconds = max(alone, narrow * len(moving))  # of a whole transfer, at the present rate
+    until = now + (moving[0][1] - moved) * seconds if moving else math.inf
+    if waiting and begun[waiting[0]] < until:
+      moved += (begun[waiting[0]] - now) / seconds
+      now = begun[waiting[0]]
+      moving.append((waiting.popleft(), moved + 1))
     else:
-      first = min(left, key=lambda i: left[i])
-      del left[first]
-      over.append((first, now))
-  return over
-
-
-def _taken_up(costs: RoundCosts, learner: int, copied_out: float, committed: float) -> float:
-  here = committed + costs.copy
-  if learner < costs.away:
-    here += costs.publish + costs.latency
-  return copied_out + max(1, math.ceil((here - copied_out) / costs.step - 1e-9)) * costs.step
+      now = until
+      first, moved = moving.popleft()
+      ends[first] = now
+  return ends

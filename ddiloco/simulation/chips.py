@@ -81,11 +81,11 @@ class Fleet:
     return max(1, round(self.chips / self.learners / self.chips_per_slice))
 
 
-# --- Which failures strike, and when learners stand still because of them. No loop over events
+# --- Which failures strike, and when learners stand still because of them
 # All learners lie one after the other on one axis of time, each on a stretch of its own with a
 # margin behind it, so that one pass handles all learners: learner m's second t is at m * span + t.
 # The next event that counts depends on the current event alone. So a history is the orbit of the
-# first event under "the next event that counts", found in log2(n) steps by doubling.
+# first event under "the next event that counts".
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,15 +117,6 @@ def strike(fleet: Fleet) -> tuple[np.ndarray, np.ndarray]:
   return np.sort(rng.uniform(0.0, fleet.seconds, count)), rng.uniform(0.0, 1.0, count)
 
 
-def inelastic_history(fleet: Fleet) -> History:
-  """One job over all chips that needs all of them: each failure stops and restarts it."""
-  times, _ = strike(fleet)
-  away = fleet.notice_seconds + fleet.inelastic_pause_seconds
-  stops, back = _stops(fleet, times, away)
-  quiet, none = np.zeros(len(stops), bool), np.zeros(0)
-  return History(1, 1, fleet.seconds + away + 1.0, len(times), stops, back, quiet, none, none)
-
-
 def elastic_history(fleet: Fleet) -> History:
   """`fleet.learners` jobs, each of which shrinks by the failed slices and later grows again.
 
@@ -135,10 +126,11 @@ def elastic_history(fleet: Fleet) -> History:
   count = fleet.slices_per_learner
   slices = (places * (fleet.learners * count)).astype(np.int64)
   span = fleet.seconds + 2.0 * _longest(fleet)
+  if count == 1:
+    away = max(fleet.recovery_seconds, fleet.notice_seconds) + fleet.upscale_pause_seconds
+    return _all_or_nothing(fleet, np.sort(times + slices * span), span, away)
   kept = _strikes_on_present(times, slices, fleet.recovery_seconds, span)
   failures = np.sort(times[kept] + (slices[kept] // count) * span)
-  if count == 1:
-    return _waiting_for_its_only_slice(fleet, failures, span, len(times))
   starts, ends, upscale = _pauses(fleet, failures)
   absorbed_by = np.searchsorted(ends, failures, side="left")
   rejoins_at = np.searchsorted(ends, failures + fleet.recovery_seconds, side="left")
@@ -153,6 +145,14 @@ def elastic_history(fleet: Fleet) -> History:
     absent_from=np.maximum(failures, starts[absorbed_by]),
     absent_until=ends[rejoins_at],
   )
+
+
+def _all_or_nothing(fleet: Fleet, failures: np.ndarray, span: float, away: float) -> History:
+  """`fleet.learners` jobs of one slice, which is back `away` seconds after a failure; failures
+  until then do not count."""
+  struck = failures[_orbit(_first_after(failures, failures + away))]
+  none, absent = np.zeros(0), (struck + fleet.notice_seconds, struck + away)
+  return History(fleet.learners, 1, span, len(failures), none, none, none.astype(bool), *absent)
 
 
 def _pauses(fleet: Fleet, failures: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -179,23 +179,6 @@ def _pauses(fleet: Fleet, failures: np.ndarray) -> tuple[np.ndarray, np.ndarray,
   return stops[chosen], ends[chosen], chosen >= num_failures
 
 
-def _waiting_for_its_only_slice(
-  fleet: Fleet, failures: np.ndarray, span: float, num_failures: int
-) -> History:
-  """Learners of one slice: absent until the slice has recovered and a pause has taken it in."""
-  away = max(fleet.recovery_seconds, fleet.notice_seconds) + fleet.upscale_pause_seconds
-  stops, back = _stops(fleet, failures, away)
-  upscale = np.ones(len(stops), bool)
-  return History(fleet.learners, 1, span, num_failures, stops, back, upscale, stops, back)
-
-
-def _stops(fleet: Fleet, failures: np.ndarray, away: float) -> tuple[np.ndarray, np.ndarray]:
-  """(starts, ends) of a job's pauses. Each ends `away` seconds after its failure; failures until
-  then do not count."""
-  struck = failures[_orbit(_first_after(failures, failures + away))]
-  return struck + fleet.notice_seconds, struck + away
-
-
 def _strikes_on_present(
   times: np.ndarray, slices: np.ndarray, recovery_seconds: float, span: float
 ) -> np.ndarray:
@@ -215,13 +198,11 @@ def _orbit(following: np.ndarray) -> np.ndarray:
 
   following: [n] int; n stands for the end, which every orbit must reach.
   """
-  end = len(following)
-  jump = np.append(following, end)
-  orbit = np.zeros(1, np.int64)
-  while orbit[-1] != end:
-    orbit = np.concatenate([orbit, jump[orbit]])
-    jump = jump[jump]
-  return orbit[orbit != end]
+  then, at, found = following.tolist(), 0, []
+  while at < len(then):
+    found.append(at)
+    at = then[at]
+  return np.array(found, np.int64)
 
 
 def _longest(fleet: Fleet) -> float:
@@ -244,11 +225,10 @@ class ChipTime:
   useful: float
   downscale: float  # standing still to go on with fewer slices
   upscale: float  # standing still to take slices in again
-  restart: float  # standing still until everything has started again (not elastic)
   absent: float  # of slices from when their learner goes on without them until they are back
   uptime: float  # share of time in which at least one learner trains
   failures: int
-  pauses: int
+  restart: float = 0.0  # standing still until everything has started again (not elastic)
 
   @property
   def goodput(self) -> float:
@@ -257,14 +237,20 @@ class ChipTime:
 
 
 def inelastic(fleet: Fleet) -> ChipTime:
-  """Data-parallel over all chips, which needs all of them. `fleet.learners` has no meaning."""
-  history = inelastic_history(fleet)
-  return _account(fleet, history, shrinking="restart")
+  """Data-parallel over all chips, which needs all of them: each failure stops and restarts it.
+
+  `fleet.learners` has no meaning.
+  """
+  times, _ = strike(fleet)
+  away = fleet.notice_seconds + fleet.inelastic_pause_seconds
+  whole = dataclasses.replace(fleet, learners=1)
+  spent = _account(whole, _all_or_nothing(whole, times, fleet.seconds + away + 1.0, away))
+  return dataclasses.replace(spent, absent=0.0, restart=spent.absent)
 
 
 def decoupled(fleet: Fleet) -> ChipTime:
   """`fleet.learners` learners, each data-parallel and elastic, none waiting for another."""
-  return _account(fleet, elastic_history(fleet), shrinking="downscale")
+  return _account(fleet, elastic_history(fleet))
 
 
 def elastic(fleet: Fleet) -> ChipTime:
@@ -272,66 +258,49 @@ def elastic(fleet: Fleet) -> ChipTime:
   return decoupled(dataclasses.replace(fleet, learners=1))
 
 
-def _account(fleet: Fleet, history: History, shrinking: str) -> ChipTime:
-  """Adds up a history. `shrinking`: the name for pauses that are not for upscaling."""
+def _account(fleet: Fleet, history: History) -> ChipTime:
+  """Adds up a history: between two moments at which anything changes all counts stay the same."""
+  stretches = np.arange(history.num_jobs) * history.span
+  pauses, upscale = np.array([history.pause_starts, history.pause_ends]), history.is_upscale
+  intervals = [
+    (stretches, stretches + fleet.seconds),
+    (history.absent_from, history.absent_until),
+    pauses[:, ~upscale],
+    pauses[:, upscale],
+  ]
+  times = np.sort(np.concatenate([edge for pair in intervals for edge in pair]))
+  inside, absent, shrinks, grows = (_covering(*pair, times)[:-1] for pair in intervals)
   slice_chips = fleet.chips / (history.num_jobs * history.slices_per_job)
-  times, (inside, absent, shrinks, grows) = _levels(fleet, history)
   lengths = np.diff(times) * inside
   away = np.minimum(absent, history.slices_per_job)
   present = history.slices_per_job - away
   still = (shrinks + grows) > 0
-  spent = {
-    "useful": present * ~still,
-    shrinking: present * (shrinks > 0),
-    "upscale": present * (grows > 0),
-    "absent": away,
-  }
-  seconds = dict.fromkeys(("downscale", "upscale", "restart"), 0.0)
-  seconds |= {name: slice_chips * float(lengths @ count) for name, count in spent.items()}
-  trains = inside.astype(bool) & ~still & (present > 0)
+
+  def chip_seconds(slices: np.ndarray) -> float:
+    return slice_chips * float(lengths @ slices)
+
   return ChipTime(
     total=fleet.chips * fleet.seconds,
-    uptime=_any_share(times, trains, history, fleet.seconds),
+    useful=chip_seconds(present * ~still),
+    downscale=chip_seconds(present * (shrinks > 0)),
+    upscale=chip_seconds(present * (grows > 0)),
+    absent=chip_seconds(away),
+    uptime=_any_share(times, (inside > 0) & ~still & (present > 0), history, fleet.seconds),
     failures=history.num_failures,
-    pauses=int(np.sum(history.pause_starts % history.span < fleet.seconds)),
-    **seconds,
   )
 
 
-def _levels(fleet: Fleet, history: History) -> tuple[np.ndarray, list[np.ndarray]]:
-  """Times [t] at which anything changes, and four levels between them, each [t - 1] int.
-
-  The levels: 1 inside the simulated time; the number of absent slices; 1 in a pause that shrinks or
-  restarts the job; 1 in an upscale pause.
-  """
-  stretches = np.arange(history.num_jobs) * history.span
-  pauses = (history.pause_starts, history.pause_ends)
-  intervals = [
-    (stretches, stretches + fleet.seconds),
-    (history.absent_from, history.absent_until),
-    tuple(edge[~history.is_upscale] for edge in pauses),
-    tuple(edge[history.is_upscale] for edge in pauses),
-  ]
-  edges = [np.concatenate(pair) for pair in intervals]
-  times = np.concatenate(edges)
-  order = np.argsort(times, kind="stable")
-  levels, first = [], 0
-  for edge in edges:
-    change = np.zeros(len(times), np.int32)
-    change[first : first + len(edge) // 2] = 1
-    change[first + len(edge) // 2 : first + len(edge)] = -1
-    levels.append(np.cumsum(change[order])[:-1])
-    first += len(edge)
-  return times[order], levels
+def _covering(starts: np.ndarray, ends: np.ndarray, times: np.ndarray) -> np.ndarray:
+  """How many of these intervals contain each of the times; an end is outside."""
+  begun, over = (np.searchsorted(np.sort(edge), times, side="right") for edge in (starts, ends))
+  return begun - over
 
 
 def _any_share(times: np.ndarray, trains: np.ndarray, history: History, seconds: float) -> float:
   """Share of the simulated time in which at least one job trains; trains: [t - 1] bool."""
   change = np.diff(trains.astype(np.int32), prepend=0, append=0)
-  at = np.flatnonzero(change)
   half_a_margin = (history.span - seconds) / 2  # so that rounding reaches no other job's stretch
-  moments = times[at] - np.floor((times[at] + half_a_margin) / history.span) * history.span
-  order = np.argsort(moments, kind="stable")
-  training = np.cumsum(change[at][order])
-  lengths = np.diff(moments[order], append=seconds)
-  return float(lengths @ (training > 0)) / seconds
+  moments = times - np.floor((times + half_a_margin) / history.span) * history.span
+  order = np.sort(moments)
+  training = _covering(moments[change > 0], moments[change < 0], order)
+  return float(np.diff(order, append=seconds) @ (training > 0)) / seconds

@@ -21,7 +21,8 @@ from ddiloco.protocol.actions import Commit, InstallValue, Received
 from ddiloco.protocol.messages import INITIAL, NOTHING, Publish, Push, Replica, Value
 from ddiloco.protocol.states import FragmentState
 from ddiloco.protocol.values import replace
-from ddiloco.simulation.bandwidth import F32_BYTES, PUSH_VECTORS, STAGE_VECTORS
+from ddiloco.simulation import bandwidth
+from ddiloco.simulation.bandwidth import F32_BYTES
 
 if TYPE_CHECKING:
   from ddiloco.simulation.world import World
@@ -121,35 +122,31 @@ class SizedDeltas(Deltas):
     self._world = world
 
   def push(self, fragment: int, local: Any, factor: float = 1.0) -> Any:
-    self._spend(fragment, PUSH_VECTORS)
-    self.sent[fragment] = Sized(F32_BYTES * self._size(fragment))
-    return Sized(codec.payload_bytes(self._size(fragment), self._world.sync.push_codec), factor)
+    world = self._world
+    world.touch(fragment, bandwidth.PUSH_VECTORS, world.pace.host_gbytes)
+    self.sent[fragment] = world.value(fragment)
+    size = world.plan.fragments[fragment].size
+    return Sized(codec.payload_bytes(size, world.sync.push_codec), factor)
 
   def made(self, publish: Publish, value: Any) -> Publish:
-    self._spend(publish.fragment, MADE_VECTORS)
+    self._world.touch(publish.fragment, MADE_VECTORS, self._world.pace.host_gbytes)
     return replace(publish, codec="f32", payload=value)
 
   def receive(self, publish: Publish, size: int, mode: str, included: bool) -> Any:
     p = publish.fragment
-    self._spend(p, STAGE_VECTORS)
+    self._world.touch(p, bandwidth.STAGE_VECTORS, self._world.pace.host_gbytes)
     self.sent.pop(p, None)
-    self.base[p] = Sized(F32_BYTES * self._size(p))
+    self.base[p] = self._world.value(p)
     return self.base[p]
 
   def value(self, fragment: int) -> Any:
-    return Sized(F32_BYTES * self._size(fragment))
+    return self._world.value(fragment)
 
   def send_moments(self, flat: Any) -> Any:
     return flat
 
   def take_moments(self, payload: Any, size: int) -> Any:
     return payload
-
-  def _size(self, fragment: int) -> int:
-    return self._world.plan.fragments[fragment].size
-
-  def _spend(self, fragment: int, vectors: int) -> None:
-    self._world.spend(self._world.host_seconds(fragment, vectors))
 
 
 class SizedMerger(Merger):
@@ -165,7 +162,9 @@ class SizedMerger(Merger):
     return ""
 
   def take_in(self, push: Push, now: float) -> Received:
-    self._world.spend(self._world.take_in_seconds(push.fragment))
+    pace = self._world.pace
+    self._world.spend(pace.merge_seconds / 4)
+    self._world.touch(push.fragment, 1, pace.merge_gbytes)
     return Received(push, now, **self.measure(push))
 
   def measure(self, push: Push) -> Mapping[str, Any]:
@@ -176,10 +175,12 @@ class SizedMerger(Merger):
     return Received(value, now, content=value.payload)
 
   def commit(self, what: Commit, state: FragmentState) -> Merged:
-    p = what.fragment
-    self._world.spend(self._world.merge_seconds(p, len(what.learners)))
+    p, pace, sync = what.fragment, self._world.pace, self._world.sync
+    vectors = bandwidth.commit_vectors(sync, self._config.outer.momentum > 0, len(what.learners))
+    self._world.spend(pace.merge_seconds)
+    self._world.touch(p, vectors, pace.merge_gbytes)
     self._set(p, state, what.round)
-    name = self._world.sync.publish_codec
+    name = sync.publish_codec
     if name != "f32":
       size = self._fragments[p].size
       self._update[p] = Encoded(name, cast(Any, Sized(codec.payload_bytes(size, name))))
@@ -190,7 +191,7 @@ class SizedMerger(Merger):
     self._set(what.fragment, state, self.committed[what.fragment].momentum_round)
 
   def _set(self, p: int, state: FragmentState, momentum_round: int) -> None:
-    value: Any = Sized(F32_BYTES * self._fragments[p].size)
+    value: Any = self._world.value(p)
     self.committed[p] = Committed(state, value, value, None, momentum_round)
 
   def _whole(self, fragment: int) -> Encoded:

@@ -13,7 +13,7 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ddiloco.checks import not_negative
@@ -108,31 +108,24 @@ class Task:
   def _go_on(self, planned: int) -> None:
     if planned != self._planned or self.over:
       return
-    time, news = self._time, None
-    if self._until is not None:
-      alarm, self._waits = self._waits, False
-      news = self._receive()
-      if news is None and not (alarm or self._woken) and self._until > time.now:
-        return self._wait(self._until)
-      self._woken = False
+    time, until, self._waits = self._time, self._until, False
     try:
       while True:
-        until = self._loop.send(news)
         news = None
+        if until is not None:
+          news = self._receive()
+          if news is None and not self._woken and until > time.now:
+            return self._wait(until)
+          self._woken = False
+          self._turns = 0 if news is not None else self._turns + 1
+          if self._turns > MOST_TURNS:
+            raise RuntimeError(f"a loop turns without end at {time.now} s: it waits for {until}")
+        until = self._loop.send(news)
         if self.over:  # the loop itself has led to a call of `end`
           return self._loop.close()
         if time.spent:
           self._turns, self._until = 0, until
           return self._plan(time.clock())
-        if until is None:
-          continue
-        news = self._receive()
-        if news is None and not self._woken and until > time.now:
-          return self._wait(until)
-        self._woken = False
-        self._turns = 0 if news is not None else self._turns + 1
-        if self._turns > MOST_TURNS:
-          raise RuntimeError(f"a loop turns without end at {time.now} s: it waits for {until}")
     except StopIteration:
       self._end(None)
     except Exception as error:
@@ -190,7 +183,7 @@ def _raise(error: Exception | None) -> None:
     raise error
 
 
-# --- Links: when a message arrives, and what every role has moved
+# --- Links: when a message arrives
 #
 # Every island has one link, full duplex. Shard s stands beside island s mod M and shares its link,
 # or stands at a place of its own; traffic within one place crosses no link. Fragments between two
@@ -198,6 +191,9 @@ def _raise(error: Exception | None) -> None:
 # connections do in the long run: none could have more unless another with less gave some up
 # (max-min fairness). The last byte arrives a latency after it has left. Control messages have
 # connections of their own and never queue behind fragments; they take the latency only.
+
+
+UNLIMITED = 1e30  # bytes a second
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,11 +208,9 @@ class LinkRate:
 
   @property
   def bytes_per_second(self) -> float:
-    """Bytes of payloads a second; infinite without a limit."""
-    return bandwidth.payload_bytes_per_second(self.gbps) if self.gbps else math.inf
+    """Bytes of payloads a second."""
+    return bandwidth.payload_bytes_per_second(self.gbps) if self.gbps else UNLIMITED
 
-
-CLOSE = 1e-9  # rates whose relative difference is less are the same
 
 End = tuple[Role, bool]  # one direction of a link: its place, and whether transfers come in there
 
@@ -253,8 +247,6 @@ class Links:
     num_planned: int,
     shards: LinkRate | None = None,
   ):
-    self.sent_bytes: dict[Role, int] = collections.defaultdict(int)
-    self.received_bytes: dict[Role, int] = collections.defaultdict(int)
     self._time, self._islands, self._planned, self._shards = time, islands, num_planned, shards
     self._waiting: dict[tuple[Role, Role], collections.deque[Transfer]] = {}  # the first one moves
     self._moving: dict[End, dict[Transfer, None]] = collections.defaultdict(dict)
@@ -270,8 +262,6 @@ class Links:
 
   def carry(self, sender: Role, to: Role, size: int, arrived: Callable[[], None]) -> None:
     """Calls `arrived` when a message of so many bytes that is sent now has arrived."""
-    self.sent_bytes[sender] += size
-    self.received_bytes[to] += size
     now, here, there = self._time.now, self.place(sender), self.place(to)
     if here == there:
       return self._time.at(now, arrived)
@@ -292,8 +282,7 @@ class Links:
 
   def _left(self, transfer: Transfer) -> float:
     """Bytes that have not moved yet."""
-    seconds = self._time.now - transfer.since
-    return max(0.0, transfer.left_bytes - (transfer.rate * seconds if seconds else 0.0))
+    return max(0.0, transfer.left_bytes - transfer.rate * (self._time.now - transfer.since))
 
   def _link(self, place: Role) -> LinkRate:
     if place[0] == "learner":
@@ -319,8 +308,7 @@ class Links:
       if not self._moving[end]:
         del self._moving[end], self._used[end]
       for other in self._moving.get(end, ()) if self._holds[end] else ():
-        if other.held_by == end:
-          self._change(other)
+        self._change(other)
     queue = self._waiting[transfer.pair]
     queue.popleft()
     if queue:
@@ -334,16 +322,18 @@ class Links:
     self._changed[transfer] = None
 
   def _share(self) -> None:
-    """Finds the rates of changed transfers, and of all transfers whose rates follow from these."""
+    """Finds the rates of changed transfers, and of all others at links that hold or held any."""
     found, self._changed = {t: None for t in self._changed if t in self._moving[t.ends[0]]}, {}
-    while found:
+    while True:
       rates = self._found(found)
-      follow = self._followers(found, rates)
-      if not follow:
+      full = {held_by for _, held_by in rates.values()}
+      ends = dict.fromkeys(end for t in found for end in t.ends if end in full or self._holds[end])
+      before = len(found)
+      found.update((other, None) for end in ends for other in self._moving[end])
+      if len(found) == before:
         break
-      found |= follow
     now = self._time.now
-    for transfer, (rate, held_by) in rates.items() if found else ():
+    for transfer, (rate, held_by) in rates.items():
       transfer.left_bytes = self._left(transfer)
       for end in transfer.ends:
         self._used[end] += rate - transfer.rate
@@ -354,7 +344,7 @@ class Links:
       over_at = now + transfer.left_bytes / rate
       self._time.at(over_at, self._over, transfer, transfer.planned)
 
-  def _found(self, those: Iterable[Transfer]) -> dict[Transfer, tuple[float, End | None]]:
+  def _found(self, those: Iterable[Transfer]) -> dict[Transfer, tuple[float, End]]:
     """The rate of each of `those`, and the link that holds it, if all others keep their rates.
 
     The transfers of the narrowest link share it evenly; then the same for the other transfers.
@@ -364,49 +354,22 @@ class Links:
     for each in those:
       for end in each.ends:
         over[end][each] = None
-        if end not in left:
-          capacity = self._link(end[0]).bytes_per_second
-          left[end] = capacity if math.isinf(capacity) else capacity - self._used[end]
-        if not math.isinf(left[end]):
-          left[end] += each.rate
+        free = self._link(end[0]).bytes_per_second - self._used[end]
+        left[end] = left.get(end, free) + each.rate
     narrow = [(max(0.0, left[end]) / len(each), end) for end, each in over.items()]
     heapq.heapify(narrow)
-    rates: dict[Transfer, tuple[float, End | None]] = {}
+    rates: dict[Transfer, tuple[float, End]] = {}
     while narrow:
       rate, narrowest = heapq.heappop(narrow)
       if narrowest not in over or rate < max(0.0, left[narrowest]) / len(over[narrowest]):
         continue  # all its transfers have rates, or there is a newer entry
       for each in list(over[narrowest]):
-        rates[each] = rate, None if math.isinf(rate) else narrowest
+        rates[each] = rate, narrowest
         for end in each.ends:
-          if not math.isinf(left[end]):
-            left[end] -= rate
+          left[end] -= rate
           del over[end][each]
           if not over[end]:
             del over[end]
           elif end != narrowest:
             heapq.heappush(narrow, (max(0.0, left[end]) / len(over[end]), end))
     return rates
-
-  def _followers(
-    self, found: Mapping[Transfer, None], rates: Mapping[Transfer, tuple[float, End | None]]
-  ) -> dict[Transfer, None]:
-    """Other transfers that must give some rate up, or may have more now, at a link that holds them
-    or one of `found`."""
-    at: dict[End, list[Transfer]] = collections.defaultdict(list)
-    for each in found:
-      for end in each.ends:
-        at[end].append(each)
-    follow: dict[Transfer, None] = {}
-    for end, here in at.items():
-      held = [rates[each][0] for each in here if rates[each][1] == end]
-      if not held and not self._holds[end]:
-        continue  # the link was wide enough before, and still is
-      most, least = max(rates[each][0] for each in here), min(held, default=math.inf)
-      used = self._used[end] + sum(rates[each][0] - each.rate for each in here)
-      free = used < self._link(end[0]).bytes_per_second * (1 - CLOSE)
-      for other in self._moving[end]:
-        gains = other.held_by == end and (free or other.rate < most * (1 - CLOSE))
-        if other not in found and (gains or other.rate > least * (1 + CLOSE)):
-          follow[other] = None
-    return follow

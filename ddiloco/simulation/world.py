@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 import types
@@ -17,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ddiloco import chaos
-from ddiloco.chaos import Faults, Killed, MessageFate
+from ddiloco.chaos import Faults, Killed
 from ddiloco.checkpoint.buddy import Replication
 from ddiloco.checkpoint.restore import begin_learner, new_learner, new_syncer
 from ddiloco.checkpoint.saver import Saver
@@ -54,6 +55,9 @@ class Pace:
   stage_seconds: float = 0.004  # a copy back to the devices; or writing a part of a snapshot
   merge_seconds: float = 0.004  # a commit; taking in a push takes a quarter of this
   late_seconds: float = 0.0  # a life's first step takes up to this longer
+  # GB/s of f32 that a learner's host and a shard touch; what this takes comes on top.
+  host_gbytes: float = math.inf
+  merge_gbytes: float = math.inf
 
 
 class Actor:
@@ -61,7 +65,7 @@ class Actor:
 
   Attributes:
     life: the role itself, `roles.learner.Learner` or `roles.syncer.Syncer`.
-    alive: the role was not killed; it may have ended by itself (`over`).
+    alive: the role was not killed; it may have ended by itself.
     asked_to_end: the role was told to end in good order.
   """
 
@@ -74,7 +78,7 @@ class Actor:
     self.born_at = world.now
     self.counters = Counters()
     self._inbox: collections.deque[Delivery] = collections.deque()
-    self._task: Task | None = None
+    self._task: Task  # from `begin` on
     self._workers: list[VirtualWorker] = []
 
   @property
@@ -82,32 +86,31 @@ class Actor:
     """The state of its reducer."""
     return self.life.exchange.state if self.role[0] == "learner" else self.life.state
 
-  @property
-  def over(self) -> bool:
-    """Whether the role has ended."""
-    return self._task is not None and self._task.over
-
-  def runtime(self, saver: Saver | None) -> Runtime:
+  def runtime(self) -> Runtime:
     """The runtime of its role."""
+    world, saver = self.world, None
+    if world.sync.snapshot_steps:
+      disk = self.faults.disk
+      saver = Saver(world.storage, self.name, self.incarnation, self, disk, self)
     return Runtime(
       self,
       self,
       saver,
       time=self,
-      deltas=lambda sync: self.world.deltas(self),
-      merger=lambda fragments, store, config: self.world.merger(self, fragments),
-      initial=self.world.initial_values,
+      deltas=lambda sync: world.deltas(self),
+      merger=lambda fragments, store, config: world.merger(self, fragments),
+      initial=world.initial_values,
     )
 
-  def begin(self, loop: Loop[None], ended: Callable[[Exception | None], None]) -> None:
+  def begin(self, loop: Loop[None]) -> None:
     """Starts its role's loop."""
+    ended = functools.partial(self.world.ended, self)
     self._task = Task(self.world, loop, lambda: self.receive(0.0), ended)
 
   def die(self) -> None:
     """Kills the role: nothing that it does afterwards is seen."""
     self.alive = False
-    if self._task is not None:
-      self._task.end()
+    self._task.end()
     for worker in self._workers:
       worker.close()
 
@@ -146,11 +149,10 @@ class Actor:
 
   def deliver(self, message: Message, size: int) -> None:
     """Puts a message that has arrived into the inbox."""
-    if not self.over:
+    if not self._task.over:
       self.counters.received_bytes += size
       self._inbox.append(Delivery(claimed_sender(message), message, self.world.now))
-      if self._task is not None:
-        self._task.arrived()
+      self._task.arrived()
 
   def receive(self, timeout_seconds: float) -> Delivery | None:
     return self._inbox.popleft() if self._inbox else None
@@ -163,8 +165,7 @@ class Actor:
     return self.world.unsent(self.role, parse_role(peer))
 
   def wake(self) -> None:
-    if self._task is not None:
-      self._task.wake()
+    self._task.wake()
 
   def close(self) -> None:
     self._inbox.clear()
@@ -194,21 +195,12 @@ class World(VirtualTime):
     config: the run's.
     pace: how long everything takes; learners beyond `islands.num_learners` may join later.
     seed: of all random numbers.
-    sizes: values of each fragment.
-    faults: planned faults, those of regions already given to their roles.
   """
 
-  def __init__(
-    self,
-    config: Config,
-    pace: Pace,
-    seed: int = 0,
-    sizes: Sequence[int] = (),
-    faults: Sequence[Fault] = (),
-  ):
+  def __init__(self, config: Config, pace: Pace, seed: int = 0):
     super().__init__()
     self.config, self.pace, self.seed = config, pace, seed
-    self.plan = self.new_plan(sizes or (1,) * config.sync.num_fragments)
+    self.plan = self.new_plan()
     self.step = 0  # the global step, as far as any learner has come
     self.storage = VirtualStorage(self)
     self.kept = self.new_store()  # commits outlive their shards
@@ -219,7 +211,7 @@ class World(VirtualTime):
     self.working: set[Role] = set()  # learners that live and are not done
     self._newest = 0  # of all incarnations
     self._calm = Faults((), 0.0, clock=self.clock)
-    self.planned_faults = PlannedFaults(self, faults)
+    self.planned_faults = PlannedFaults(self, config.chaos.of_roles())
     for s in range(config.sync.num_shards):
       self.start(("syncer", s))
     for m in range(config.islands.num_learners):
@@ -231,11 +223,6 @@ class World(VirtualTime):
     return self.config.sync
 
   @property
-  def target_tokens(self) -> int:
-    """Tokens to merge into every fragment; then the fragment is complete."""
-    return self.config.run.total_tokens
-
-  @property
   def store(self) -> Mapping[int, FragmentState]:
     """Every fragment as of its newest commit."""
     found = (self.kept.load(p) for p in range(self.sync.num_fragments))
@@ -243,25 +230,25 @@ class World(VirtualTime):
 
   def put(self, state: FragmentState) -> None:
     """Stores a fragment's state, with which its shard begins from now on."""
-    value = Sized(F32_BYTES * self.plan.fragments[state.index].size)
+    value = self.value(state.index)
     self.kept.save(Committed(state, value, value, None, state.last_round))
 
   def initial_values(self) -> Mapping[int, Sized]:
     """Fragment -> initial value, which learners make themselves."""
-    return {p: Sized(F32_BYTES * size) for p, size in enumerate(self.plan.sizes)}
+    return {p: self.value(p) for p in range(self.sync.num_fragments)}
 
   # --- what subclasses may replace ----------------------------------------------------------------
 
-  def new_plan(self, sizes: Sequence[int]) -> Plan:
+  def new_plan(self) -> Plan:
     """How the model is partitioned."""
-    return plan_of(sizes)
+    return plan_of((1,) * self.sync.num_fragments)
 
   def new_store(self) -> MemoryStore:
     """Where shards keep what they have committed."""
     return MemoryStore()
 
   def tell(self, actor: Actor | None, event: Event) -> None:
-    """Takes an event of a role or, if `actor` is None, of the supervisor."""
+    """Takes an event of a role or, if `actor` is None, of the engine."""
 
   def island(self, actor: Actor) -> VirtualIsland:
     """The island that a learner trains on."""
@@ -287,17 +274,19 @@ class World(VirtualTime):
     """Bytes of payloads that are still on their way between these two."""
     return 0
 
-  def host_seconds(self, fragment: int, vectors: int) -> float:
-    """Seconds that a learner's host takes to touch so many vectors."""
-    return 0.0
+  # --- for its roles and stand-ins ----------------------------------------------------------------
 
-  def take_in_seconds(self, fragment: int) -> float:
-    """Seconds that a shard needs to take in a push."""
-    return self.pace.merge_seconds / 4
+  def value(self, fragment: int) -> Sized:
+    """Stands for a fragment's value, in f32."""
+    return Sized(F32_BYTES * self.plan.fragments[fragment].size)
 
-  def merge_seconds(self, fragment: int, pushes: int) -> float:
-    """Seconds that a commit of so many pushes keeps a shard busy."""
-    return self.pace.merge_seconds
+  def touch(self, fragment: int, vectors: int, gbytes: float) -> None:
+    """Spends the time of touching so many f32 vectors of a fragment, at so many GB/s."""
+    self.spend(vectors * F32_BYTES * self.plan.fragments[fragment].size / (gbytes * 1e9))
+
+  def say(self, event: Event) -> None:
+    """Tells of an event of the engine."""
+    self.tell(None, stamped(event, self.now, "engine", 0))
 
   # --- lives --------------------------------------------------------------------------------------
 
@@ -326,39 +315,29 @@ class World(VirtualTime):
     new, island = new_learner(config, plan, actor.number, actor.incarnation), self.island(actor)
     storage = self.storage.only(snapshot)
     beginning = begin_learner(new, config, island, storage, actor, actor.now)
-    runtime = actor.runtime(self._saver(actor))
     endless = lambda position: (None for _ in itertools.count())  # noqa: E731
-    actor.life = Learner(beginning, config, plan, island, endless, runtime)
+    actor.life = Learner(beginning, config, plan, island, endless, actor.runtime())
     drain_seconds = config.network.drain_seconds
-    loop = actor.life.live(faults, lambda: actor.asked_to_end, drain_seconds)
-    actor.begin(loop, lambda error: self._ended(actor, error))
+    actor.begin(actor.life.live(faults, lambda: actor.asked_to_end, drain_seconds))
 
   def _start_shard(self, actor: Actor, recovery_deadline: float) -> None:
     config, number, incarnation = self.config, actor.number, actor.incarnation
     state = new_syncer(config, number, incarnation, self.kept, recovery_deadline, began_at=0.0)
-    replication, runtime = self.replication(actor), actor.runtime(self._saver(actor))
-    actor.life = Syncer(state, config, self.plan, self.kept, runtime, replication)
+    replication = self.replication(actor)
+    actor.life = Syncer(state, config, self.plan, self.kept, actor.runtime(), replication)
     if replication is not None:
       replication.begin(c for c in actor.life.committed.values() if c.state.version)
-    loop = actor.life.live(actor.faults, lambda: actor.asked_to_end)
-    actor.begin(loop, lambda error: self._ended(actor, error))
+    actor.begin(actor.life.live(actor.faults, lambda: actor.asked_to_end))
 
-  def _saver(self, actor: Actor) -> Saver | None:
-    if not self.sync.snapshot_steps:
-      return None
-    disk = actor.faults.disk
-    return Saver(self.storage, actor.name, actor.incarnation, actor, disk, actor)
-
-  def _ended(self, actor: Actor, error: Exception | None) -> None:
+  def ended(self, actor: Actor, error: Exception | None) -> None:
+    """A role's loop has ended, by itself or with this error."""
     self.working.discard(actor.role)
     match error:
-      case None:
-        pass
       case Killed():
         self.planned_faults.end(actor, kill=error.fault)
       case Quarantined():
         self.planned_faults.end(actor, f"quarantined: {error}", afresh=True)
-      case _:
+      case Exception():
         raise error
 
   def lives(self, name: str, incarnation: int) -> bool:
@@ -402,9 +381,12 @@ class World(VirtualTime):
     self, role: Role, peer: Role, incoming: bool, size: int, then: Callable, arguments: tuple
   ) -> None:
     """Calls `then` for every copy of a message that a role's faults let through, at its time."""
-    if self.planned_faults.calm:
+    faults = self.planned_faults.faults.get(role, self._calm).messages
+    if faults.calm:
       return then(*arguments)
-    for fate in self.planned_faults.fates(role, peer, incoming, size):
+    for fate in faults.fates(self.now, format_role(*peer), incoming, size > HEADER_BYTES, size):
+      if fate.corrupt:
+        continue  # a checksum refuses it
       if fate.at > self.now:
         self.at(fate.at, then, *arguments)
       else:
@@ -433,23 +415,17 @@ class PlannedFaults:
   def __init__(self, world: World, faults: Sequence[Fault]):
     self._world = world
     self.faults: dict[Role, Faults] = {}  # of the roles that are struck
-    by_role = dict[str, list[Fault]]()
+    by_role, joins = collections.defaultdict[Role, list[Fault]](list), list[Fault]()
     for fault in faults:
-      if fault.action != "join":
-        by_role.setdefault(fault.role, []).append(fault)
-    for name, of in by_role.items():
-      role = parse_role(name)
-      planned = self.faults[role] = Faults(of, 0.0, self._struck, name, clock=world.clock)
-      planned.stopped = types.SimpleNamespace(wait=world.spend)  # an event waits in virtual time
-      for fault in of:
-        if fault.at_seconds >= 0:
-          world.at(fault.at_seconds, self._wake, role)
-    joins = [fault for fault in faults if fault.action == "join"]
-    self._by_step = any(fault.at_step >= 0 for fault in joins)
-    for fault in joins:
+      role = parse_role(fault.role)
+      (joins if fault.action == "join" else by_role[role]).append(fault)
       if fault.at_seconds >= 0:
-        world.at(fault.at_seconds, self._tick)
-    self.calm = not by_role
+        world.at(fault.at_seconds, self._due, role)
+    for role, of in by_role.items():
+      planned = Faults(of, 0.0, self._struck, format_role(*role), clock=world.clock)
+      planned.stopped = types.SimpleNamespace(wait=world.spend)  # an event waits in virtual time
+      self.faults[role] = planned
+    self._by_step = any(fault.at_step >= 0 for fault in joins)
     config = world.config
     self._supervisor = supervisor.init(config.run, (), joins, config.sync.min_quorum)
 
@@ -462,26 +438,19 @@ class PlannedFaults:
     """Whether all roles of a kind are in one of these phases of the supervisor."""
     return all(role.phase in phases for role in supervisor.members(self._supervisor, kind).values())
 
-  def fates(self, role: Role, peer: Role, incoming: bool, size: int) -> Sequence[MessageFate]:
-    """The undamaged copies of a message that a role's faults let through, and their times."""
-    now, faults = self._world.now, self.faults.get(role)
-    if faults is None or faults.messages.calm:
-      return (MessageFate(now),)
-    fates = faults.messages.fates(now, format_role(*peer), incoming, size > HEADER_BYTES, size)
-    return [fate for fate in fates if not fate.corrupt]  # a checksum refuses corrupt copies
-
   def advance(self) -> None:
     """To be called when the global step has grown."""
     if self._by_step and self._supervisor.joins:
       self._tick()
 
-  def _wake(self, role: Role) -> None:
-    actor = self._world.actors.get(role)
-    if actor is not None:
-      actor.wake()
+  def _due(self, role: Role) -> None:
+    """The time of a fault has come: the role performs its own, the supervisor the joins."""
+    if role in self._world.actors:
+      self._world.actors[role].wake()
+    self._tick()
 
   def _struck(self, fault: Fault, said: str) -> None:
-    self._world.tell(None, chaos.struck(fault, said))
+    self._world.say(chaos.struck(fault, said))
 
   # --- roles that come and go ---------------------------------------------------------------------
 
@@ -516,11 +485,11 @@ class PlannedFaults:
       case supervisor.Start(name, life, afresh):
         role = parse_role(name)
         if life:
-          world.tell(None, events.Restart(target=name))
+          world.say(events.Restart(target=name))
         nothing = afresh or not life or role[0] == "syncer"
         world.start(role, None if nothing else world.storage.newest_of(name))
       case supervisor.Lost(name, reason):
-        world.tell(None, events.Exit(target=name, reason=reason))
+        world.say(events.Exit(target=name, reason=reason))
       case supervisor.Strike(fault):  # a join
         self._struck(fault, chaos.detail(fault, world.step))
       case supervisor.Terminate(name):

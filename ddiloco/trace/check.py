@@ -12,7 +12,7 @@ import collections
 import dataclasses
 import itertools
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ddiloco.protocol import events
@@ -27,13 +27,12 @@ from ddiloco.trace.interpreter import (
   ShardRole,
   TraceRole,
   Version,
-  perform_all,
 )
-from ddiloco.trace.operations import INITIAL, Entry, Incarnation, Key, Problem, Trace, round_name
+from ddiloco.trace.operations import INITIAL, Entry, Key, Trace, round_name
 
 # --- Which inner steps a learner has made, and which rounds merged them
 # A step is (incarnation, number) of a learner. The unmerged steps of a learner, and so its pushes,
-# are consecutive ranges of its history, since steps are merged or discarded from the beginning on.
+# are the last steps of its history, since steps are merged or discarded from the beginning on.
 
 
 class StepRange(typing.NamedTuple):
@@ -47,44 +46,15 @@ class StepRange(typing.NamedTuple):
     return f"steps {self.first} to {self.last} of incarnation {self.incarnation}"
 
 
-class StepHistory:
-  """All steps in a learner's parameters, in order."""
-
-  def __init__(self) -> None:
-    # By range of consecutive steps: the place, incarnation and number of its first step.
-    self._starts: list[tuple[int, int, int]] = []
-    self._tokens = [0]  # of all steps before a place
-
-  def __len__(self) -> int:
-    return len(self._tokens) - 1
-
-  def add(self, incarnation: int, step: int, tokens: int) -> None:
-    """Adds a step."""
-    start, *last = self._starts[-1] if self._starts else (0, -1, 0)
-    if last != [incarnation, step - (len(self) - start)]:
-      self._starts.append((len(self), incarnation, step))
-    self._tokens.append(self._tokens[-1] + tokens)
-
-  def copy(self) -> StepHistory:
-    """An independent copy."""
-    copy = StepHistory()
-    copy._starts, copy._tokens = list(self._starts), list(self._tokens)
-    return copy
-
-  def tokens(self, begin: int, end: int) -> int:
-    """The tokens of the steps at places `begin` to `end` - 1."""
-    return self._tokens[end] - self._tokens[begin]
-
-  def ranges(self, begin: int, end: int) -> tuple[StepRange, ...]:
-    """The steps at places `begin` to `end` - 1."""
-    found = []
-    stop = end
-    for place, incarnation, step in reversed(self._starts):
-      low = max(begin, place)
-      if low < stop:
-        found.append(StepRange(incarnation, step + low - place, step + stop - 1 - place))
-        stop = low
-    return tuple(reversed(found))
+def ranges(steps: Iterable[events.Step]) -> list[StepRange]:
+  """These steps, consecutive ones together."""
+  found: list[StepRange] = []
+  for each in steps:
+    if found and found[-1][::2] == (each.incarnation, each.step - 1):
+      found[-1] = found[-1]._replace(last=each.step)
+    else:
+      found.append(StepRange(each.incarnation, each.step, each.step))
+  return found
 
 
 class MergedSteps:
@@ -108,33 +78,28 @@ class MergedSteps:
 # --- The symbolic algebra: an array is represented by the steps in it
 
 
-@dataclasses.dataclass(frozen=True)
-class Steps:
-  """The content of a push."""
-
-  ranges: tuple[StepRange, ...]
-  end: int  # the place after its last step in the learner's history
-
-
 class LearnerSymbols(LearnerAlgebra):
-  """A learner's history, and for each fragment the place from which on steps are not merged."""
+  """A learner's history, and for each fragment the place from which on steps are not merged.
 
-  def begin(self, incarnation: Incarnation) -> None:
-    self._history = StepHistory()
+  The content of a push is its steps, and the place after its last one in the history.
+  """
+
+  def begin(self, started: events.Started | None) -> None:
+    self._history: list[events.Step] = []
     self._begins: dict[int, int] = {}
 
-  def step(self, entry: Entry, op: events.Step) -> None:
-    self._history.add(entry.incarnation, op.step, op.tokens)
+  def step(self, entry: Entry) -> None:
+    self._history.append(entry.operation)
 
-  def copy_out(self, op: events.CopyOut) -> tuple[int, int, Steps]:
+  def copy_out(self, op: events.CopyOut) -> tuple[int, int, tuple[list[StepRange], int]]:
     end = len(self._history)
     begin = self._begins.setdefault(op.fragment, end)
-    content = Steps(self._history.ranges(begin, end), end)
-    return end - begin, self._history.tokens(begin, end), content
+    steps = self._history[begin:]
+    return len(steps), sum(each.tokens for each in steps), (ranges(steps), end)
 
   def stage(self, op: events.Stage, version: Version | None, included: Pushed | None) -> int | None:
     self._begins.setdefault(op.fragment, len(self._history))
-    return None if included is None else included.content.end
+    return None if included is None else included.content[1]
 
   def apply(self, fragment: int, staged: int | None, mode: str) -> None:
     if mode not in events.KEEPS_WORK:
@@ -143,11 +108,11 @@ class LearnerSymbols(LearnerAlgebra):
       self._begins[fragment] = staged
 
   def capture(self, entry: Entry, fragments: Mapping[int, Held]) -> Any:
-    return self._history.copy(), dict(self._begins)
+    return list(self._history), dict(self._begins)
 
   def restore(self, state: Any) -> None:
     history, begins = state
-    self._history, self._begins = history.copy(), dict(begins)
+    self._history, self._begins = list(history), dict(begins)
 
 
 class ShardSymbols(ShardAlgebra):
@@ -161,7 +126,7 @@ class ShardSymbols(ShardAlgebra):
   def commit(self, entry: Entry, base: Version, new: Version, pushes: Sequence[Pushed]) -> None:
     self.counts["merged"] += len(pushes)
     for push in pushes:
-      for steps in push.content.ranges:
+      for steps in push.content[0]:
         self._merge(entry, new, push.learner, steps)
 
   def _merge(self, entry: Entry, new: Version, learner: int, steps: StepRange) -> None:
@@ -176,37 +141,27 @@ class ShardSymbols(ShardAlgebra):
 
 # --- The verdict
 
-_COUNTED: Mapping[type, str] = {
-  events.Step: "steps",
-  events.CopyOut: "pushes",
-  events.Commit: "commits",
-  events.Apply: "applies",
-  events.Captured: "snapshots",
-  events.Restored: "restores",
-  events.Inherited: "inherited",
-}
-
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
   """The result: the problems, and how much was checked."""
 
-  problems: tuple[Problem, ...]
-  counts: Mapping[str, int]  # learners, incarnations, steps, pushes, merged, commits, applies, ...
+  problems: tuple[str, ...]
+  counts: collections.Counter[str]  # of operations by kind, learners, merged pushes, ...
 
   @property
   def summary(self) -> tuple[str, ...]:
     """What was checked, a line for each invariant."""
-    c: Mapping[str, int] = collections.defaultdict(int, self.counts)
+    c = self.counts
     return (
-      f"{c['steps']:,} steps of {c['learners']:,} learners in {c['incarnations']:,} incarnations:"
+      f"{c['step']:,} steps of {c['learners']:,} learners in {c['incarnations']:,} incarnations:"
       " consecutive, global steps never go back, no batch twice in an incarnation",
-      f"{c['pushes']:,} pushes: each holds exactly the steps and tokens that it says",
-      f"{c['commits']:,} commits of {c['merged']:,} pushes on the values these were made from:"
+      f"{c['copy_out']:,} pushes: each holds exactly the steps and tokens that it says",
+      f"{c['commit']:,} commits of {c['merged']:,} pushes on the values these were made from:"
       " versions grow by one, rounds grow, tokens add up",
       f"{c['ranges']:,} ranges of steps merged, none twice on the way to any value",
-      f"{c['applies']:,} versions applied: each exists, and contains the pushes that it must",
-      f"{c['snapshots']:,} states captured, {c['restores']:,} restored,"
+      f"{c['apply']:,} versions applied: each exists, and contains the pushes that it must",
+      f"{c['captured']:,} states captured, {c['restored']:,} restored,"
       f" {c['inherited']:,} optimizer states inherited",
     )
 
@@ -219,12 +174,11 @@ def check(trace: Trace) -> Checked:
   for role in trace.roles:
     shard = role.startswith("syncer")
     roles[role] = ShardRole(proof, merged) if shard else LearnerRole(proof, LearnerSymbols())
-  initial = {Key("value", INITIAL, p): proof.add(Version(p, INITIAL, 0)) for p in trace.fragments()}
-  perform_all(Schedule(trace, initial, proof), roles)
-  learners = [found for role, found in trace.roles.items() if role.startswith("learner")]
-  found = collections.Counter(
-    _COUNTED[type(e.operation)] for e in trace.entries() if type(e.operation) in _COUNTED
-  )
-  counts = {**found, **merged.counts, "learners": len(learners)}
-  counts["incarnations"] = sum(map(len, learners))
+  fragments = {getattr(op, "fragment", None) for op in trace.operations()} - {None}
+  initial = {Key("value", INITIAL, p): proof.add(Version(p, INITIAL, 0)) for p in fragments}
+  Schedule(trace, initial, proof).perform_all(roles)
+  counts = collections.Counter(op.kind for op in trace.operations())
+  learners = [role for role in trace.roles if role.startswith("learner")]
+  lives = {(op.role, op.incarnation) for op in trace.operations() if op.role in learners}
+  counts.update(merged.counts, learners=len(learners), incarnations=len(lives))
   return Checked((*trace.problems, *proof.problems), counts)

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ddiloco.protocol import events
+from ddiloco.protocol.events import parse_role
 from ddiloco.protocol.values import replace
 from ddiloco.trace import operations as ops
-from ddiloco.trace.operations import INITIAL, Entry, Incarnation, Key, Problem, Trace, round_name
+from ddiloco.trace.operations import INITIAL, Entry, Key, Trace, round_name
 
 # --- Values that move between roles ---------------------------------------------------------------
 
@@ -50,7 +52,7 @@ class Proof:
   """Shared by all roles: the problems, and all versions by round, each with its base's round."""
 
   def __init__(self) -> None:
-    self.problems: list[Problem] = []
+    self.problems: list[str] = []
     self.versions: dict[tuple[int, int], Version] = {}  # fragment, round; without content
 
   def say(self, entry: Entry, text: str) -> None:
@@ -74,10 +76,10 @@ class Proof:
 class LearnerAlgebra:
   """A learner's parameters, optimizer and exchange. What a subclass leaves out has no effect."""
 
-  def begin(self, incarnation: Incarnation) -> None:
-    """An incarnation starts, with nothing."""
+  def begin(self, started: events.Started | None) -> None:
+    """An incarnation starts, with nothing; None: it does not say how."""
 
-  def step(self, entry: Entry, op: events.Step) -> None:
+  def step(self, entry: Entry) -> None:
     """One inner step."""
 
   def copy_out(self, op: events.CopyOut) -> tuple[int, int, Any]:
@@ -124,28 +126,39 @@ Say = Callable[[str], None]
 class TraceRole:
   """One role over all its incarnations."""
 
-  def __init__(self, proof: Proof):
-    self.proof = proof
+  def __init__(self, proof: Proof, algebra: Any):
+    self.proof, self.algebra = proof, algebra
+    self._incarnation: int | None = None
 
-  def begin(self, incarnation: Incarnation) -> None:
-    """Checks that it started once, before all but its `Restored`; a kill may leave no entries."""
-    self._snapshots: set[int] = set()
-    entries = incarnation.entries
-    starts = [e for e in entries if isinstance(e.operation, events.Started)]
-    others = [e for e in entries if not isinstance(e.operation, events.Started | events.Restored)]
-    if incarnation.number >= 0 and (len(starts) > 1 or (others and not starts)):
-      where = (starts or others)[-1]
-      self.proof.say(where, f"this incarnation says {len(starts)} times that it started")
-
-  def perform(self, entry: Entry, given: Sequence[Any]) -> Sequence[Any]:
+  def perform(self, entry: Entry, given: Sequence[Any]) -> dict[Key, Any]:
     """Performs an operation with what it `needs` (None: missing); returns what it `makes`."""
-    match entry.operation:
-      case events.Captured(snapshot=snapshot):
-        self._snapshots.add(snapshot)
-      case events.Saved(snapshot=snapshot):
-        if snapshot not in self._snapshots:
-          self.proof.say(entry, f"snapshot {snapshot} was saved, but never captured")
-    return self._perform(entry, given, lambda text: self.proof.say(entry, text))
+    op, say = entry.operation, functools.partial(self.proof.say, entry)
+    if op.incarnation != self._incarnation:
+      self._incarnation, self._begun = op.incarnation, False
+      self._restored: Any = None  # what it starts with
+      self._snapshots: set[int] = set()
+    match op:
+      case events.Restored():
+        self._restored = given[0]
+        return {}
+      case events.Started():
+        if self._begun:
+          say("this incarnation says again that it started")
+        self.begin(op)
+      case _ if not self._begun:
+        if parse_role(op.role)[1] >= 0:  # the evaluator does not say it
+          say("this incarnation does not say that it started")
+        self.begin(None)
+      case events.Captured():
+        self._snapshots.add(op.snapshot)
+      case events.Saved() if op.snapshot not in self._snapshots:
+        say(f"snapshot {op.snapshot} was saved, but never captured")
+    self._begun = True
+    return dict(zip(ops.makes(op), self._perform(entry, given, say)))
+
+  def begin(self, started: events.Started | None) -> None:
+    """Begins an incarnation, with what it has restored."""
+    raise NotImplementedError
 
   def _perform(self, entry: Entry, given: Sequence[Any], say: Say) -> Sequence[Any]:
     raise NotImplementedError
@@ -166,37 +179,28 @@ class Held:
     return self.staged[-1][0].round if self.staged else self.round
 
 
-_NO_STEP = events.Step(step=-1, global_step=-1, position=-1, tokens=0, seconds=0.0, gap_seconds=0.0)
-
-
 class LearnerRole(TraceRole):
-  """A learner, or the evaluator, which only receives."""
+  """A learner, or the evaluator, which only receives; `algebra` is a `LearnerAlgebra`."""
 
-  def __init__(self, proof: Proof, algebra: LearnerAlgebra):
-    super().__init__(proof)
-    self.algebra = algebra
-
-  def begin(self, incarnation: Incarnation) -> None:
-    super().begin(incarnation)
-    self.algebra.begin(incarnation)
+  def begin(self, started: events.Started | None) -> None:
+    self.algebra.begin(started)
     self._fragments: dict[int, Held] = {}
-    self._newest_step = _NO_STEP
+    if self._restored is not None:
+      state, fragments = self._restored
+      self._fragments = dict(fragments)
+      self.algebra.restore(state)
+    self._newest_step: events.Step | None = None
     self._answered: dict[int, int] = {}  # fragment -> the last round it has pushed for
 
   def _perform(self, entry: Entry, given: Sequence[Any], say: Say) -> Sequence[Any]:
     match entry.operation:
-      case events.Restored():
-        if given[0] is not None:
-          state, fragments = given[0]
-          self._fragments = dict(fragments)
-          self.algebra.restore(state)
       case events.Step() as op:
         self._step(op, say)
-        self.algebra.step(entry, op)
+        self.algebra.step(entry)
       case events.CopyOut() as op:
-        return (self._copy_out(op, entry, say),)
+        return (self._copy_out(op, say),)
       case events.Resend() as op:
-        return (self._resend(op, entry, say),)
+        return (self._resend(op, say),)
       case events.Stage() as op:
         self._stage(op, given[0], say)
       case events.Apply() as op:
@@ -211,22 +215,25 @@ class LearnerRole(TraceRole):
 
   def _step(self, op: events.Step, say: Say) -> None:
     before, self._newest_step = self._newest_step, op
-    if before.step >= 0 and op.step != before.step + 1:
+    if op.tokens < 1:
+      say(f"a step of {op.tokens} tokens")
+    if before is None:
+      return
+    if op.step != before.step + 1:
       say(f"step {op.step} follows step {before.step}")
     if op.global_step <= before.global_step:
       say(f"the global step went back from {before.global_step} to {op.global_step}")
     if op.position <= before.position:
       say(f"batch {op.position} follows batch {before.position}")
-    if op.tokens < 1:
-      say(f"a step of {op.tokens} tokens")
 
-  def _copy_out(self, op: events.CopyOut, entry: Entry, say: Say) -> Pushed:
+  def _copy_out(self, op: events.CopyOut, say: Say) -> Pushed:
     held = self._fragments.get(op.fragment)
     if held is None or held.staged:
       say(f"copies out fragment {op.fragment}, while it has none or a newer one is on its way")
     held = held or Held(op.base_round, op.version)
     steps, tokens, content = self.algebra.copy_out(op)
-    push = Pushed(entry.number, entry.incarnation, op.round, op.base_round, steps, tokens, content)
+    learner = parse_role(op.role)[1]
+    push = Pushed(learner, op.incarnation, op.round, op.base_round, steps, tokens, content)
     if (op.base_round, op.version) != (held.round, held.version):
       base = f"version {held.version} of {round_name(held.round)}"
       say(
@@ -237,12 +244,12 @@ class LearnerRole(TraceRole):
       say(f"copy-out says {op.steps} steps and {op.tokens} tokens, but {text}")
     return self._answer(op.fragment, held, push, say)
 
-  def _resend(self, op: events.Resend, entry: Entry, say: Say) -> Pushed | None:
+  def _resend(self, op: events.Resend, say: Say) -> Pushed | None:
     held = self._fragments.get(op.fragment)
     if held is None or held.push is None or held.push.round != op.old_round:
       say(f"sends the push for {round_name(op.old_round)} again, which is not its newest")
       return None
-    push = replace(held.push, incarnation=entry.incarnation, round=op.round)
+    push = replace(held.push, incarnation=op.incarnation, round=op.round)
     return self._answer(op.fragment, held, push, say)
 
   def _answer(self, fragment: int, held: Held, push: Pushed, say: Say) -> Pushed:
@@ -304,12 +311,10 @@ class ShardRole(TraceRole):
   """A shard: the fragments it owns, and the outer steps it takes on them."""
 
   def __init__(self, proof: Proof, algebra: ShardAlgebra):
-    super().__init__(proof)
-    self.algebra = algebra
+    super().__init__(proof, algebra)
     self._last_round: dict[int, int] = {}  # of all incarnations
 
-  def begin(self, incarnation: Incarnation) -> None:
-    super().begin(incarnation)
+  def begin(self, started: events.Started | None) -> None:
     self._owned: dict[int, Version] = {}
 
   def _perform(self, entry: Entry, given: Sequence[Any], say: Say) -> Sequence[Any]:
@@ -381,8 +386,6 @@ class ShardRole(TraceRole):
 
 # --- All roles ------------------------------------------------------------------------------------
 
-Turn = Incarnation | Entry  # a role's turn: its next incarnation begins, or an operation
-
 
 class Schedule:
   """Says which roles may go on: a role waits while its next operation needs a value not made yet.
@@ -397,48 +400,36 @@ class Schedule:
   """
 
   def __init__(self, trace: Trace, made: Mapping[Key, Any], proof: Proof):
-    entries = trace.entries()
-    self._uses = collections.Counter(key for entry in entries for key in ops.needs(entry))
-    self._ever = {*made, *(key for entry in entries for key in ops.makes(entry))}
+    self._uses = collections.Counter(key for op in trace.operations() for key in ops.needs(op))
+    self._ever = {*made, *(key for op in trace.operations() for key in ops.makes(op))}
     self._made: dict[Key, Any] = {}
     self._proof = proof
-    self._turns: dict[str, collections.deque[Turn]] = {}
-    for role, incarnations in trace.roles.items():
-      turns = self._turns[role] = collections.deque()
-      for incarnation in incarnations:
-        turns += (incarnation, *incarnation.entries)
+    self._left = {role: collections.deque(entries) for role, entries in trace.roles.items()}
     self.put(made)
 
   @property
   def left(self) -> int:
-    """The number of turns left of all roles."""
-    return sum(map(len, self._turns.values()))
+    """The number of operations left of all roles."""
+    return sum(map(len, self._left.values()))
 
   def may_go(self, role: str) -> bool:
-    """Whether the role has a next turn and need not wait."""
-    turns = self._turns[role]
-    if not turns or isinstance(turns[0], Incarnation):
-      return bool(turns)
-    return not any(key in self._ever and key not in self._made for key in ops.needs(turns[0]))
+    """Whether the role has a next operation and need not wait."""
+    left = self._left[role]
+    return bool(left) and not any(
+      key in self._ever and key not in self._made for key in ops.needs(left[0].operation)
+    )
 
-  def waiting(self) -> str:
-    """A role that has turns left."""
-    return next(role for role, turns in self._turns.items() if turns)
-
-  def next(self, role: str) -> tuple[Turn, list[Any]]:
-    """The role's next turn, and the values that it needs."""
-    turn = self._turns[role].popleft()
-    given: list[Any] = []
-    if isinstance(turn, Incarnation):
-      return turn, given
-    for key in ops.needs(turn):
+  def next(self, role: str) -> tuple[Entry, list[Any]]:
+    """The role's next operation, and the values that it needs."""
+    entry, given = self._left[role].popleft(), []
+    for key in ops.needs(entry.operation):
       if key not in self._made:
-        self._proof.say(turn, f"needs {key}, which was never made")
+        self._proof.say(entry, f"needs {key}, which was never made")
       given.append(self._made.get(key))
       self._uses[key] -= 1
       if not self.wanted(key):
         self._made.pop(key, None)
-    return turn, given
+    return entry, given
 
   def wanted(self, key: Key) -> bool:
     """Whether an operation will still need it."""
@@ -448,20 +439,11 @@ class Schedule:
     """Adds values that were made."""
     self._made |= {key: thing for key, thing in made.items() if self.wanted(key)}
 
-
-def perform(role: TraceRole, turn: Turn, given: list[Any]) -> dict[Key, Any]:
-  """Performs one turn of a role; returns what it makes."""
-  if isinstance(turn, Incarnation):
-    role.begin(turn)
-    return {}
-  return dict(zip(ops.makes(turn), role.perform(turn, given)))
-
-
-def perform_all(schedule: Schedule, roles: Mapping[str, TraceRole]) -> None:
-  """Performs all turns, one role after the other as far as each can go."""
-  while schedule.left:
-    able = [role for role in roles if schedule.may_go(role)]
-    for role in able or [schedule.waiting()]:  # if all wait for each other, the trace is of no run
-      schedule.put(perform(roles[role], *schedule.next(role)))
-      while schedule.may_go(role):
-        schedule.put(perform(roles[role], *schedule.next(role)))
+  def perform_all(self, roles: Mapping[str, TraceRole]) -> None:
+    """Performs all operations, one role after the other as far as each can go."""
+    while waiting := [role for role, left in self._left.items() if left]:
+      able = [role for role in waiting if self.may_go(role)]
+      for role in able or waiting[:1]:  # if all wait for each other, the trace is of no run
+        self.put(roles[role].perform(*self.next(role)))
+        while self.may_go(role):
+          self.put(roles[role].perform(*self.next(role)))

@@ -8,8 +8,8 @@ run's own arithmetic: `core/delta.py`, `training/island.py`.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-import functools
 import math
 import queue
 import threading
@@ -28,6 +28,7 @@ from ddiloco.core import codec, delta
 from ddiloco.core.delta import Committed, Deltas, new_fragment
 from ddiloco.core.fragments import Plan, gather
 from ddiloco.protocol import actions, events
+from ddiloco.protocol.events import parse_role
 from ddiloco.roles import initial
 from ddiloco.trace.check import check
 from ddiloco.trace.interpreter import (
@@ -40,16 +41,12 @@ from ddiloco.trace.interpreter import (
   ShardAlgebra,
   ShardRole,
   TraceRole,
-  Turn,
   Version,
-  perform,
 )
-from ddiloco.trace.operations import INITIAL, Entry, Incarnation, Key, Trace, makes
+from ddiloco.trace.operations import INITIAL, Entry, Key, Trace, makes
 from ddiloco.training import data, devices
 from ddiloco.training.island import IslandMaker
 from ddiloco.workdir import saved_config
-
-PATIENCE_SECONDS = 3600.0  # for the next role under way to end its turn
 
 # --- The comparison: with the losses and the saved digests in the trace
 
@@ -59,52 +56,44 @@ class ReplayDiff:
 
   def __init__(self, trace: Trace):
     self._saved = {
-      (e.role, e.incarnation, e.operation.snapshot): e.operation.arrays
-      for e in trace.entries()
-      if isinstance(e.operation, events.Saved)
+      (op.role, op.incarnation, op.snapshot): op.arrays
+      for op in trace.operations()
+      if isinstance(op, events.Saved)
     }
     self._lock = threading.Lock()
     self.compared = {"losses": 0, "digests": 0, "values": 0}
-    self.different = {"losses": 0, "digests": 0, "values": 0}
-    self._first: tuple[float, str] | None = None
+    self.differences: list[tuple[float, str, str]] = []  # time of the run, what, text
 
-  @property
-  def first(self) -> str:
-    """The first difference in order of time, or ''."""
-    return self._first[1] if self._first else ""
-
-  def count(self, what: str, time: float, differences: list[str], compared: int) -> None:
+  def count(self, what: str, time: float, differences: Sequence[str], compared: int = 1) -> None:
     """Adds `compared` comparisons with these differences, at this time of the run."""
     with self._lock:
       self.compared[what] += compared
-      self.different[what] += len(differences)
-      if differences and (self._first is None or time < self._first[0]):
-        self._first = time, differences[0]
+      self.differences += ((time, what, text) for text in differences)
 
-  def step(self, entry: Entry, op: events.Step, metrics: Mapping[str, float] | None) -> None:
+  def step(self, entry: Entry, metrics: Mapping[str, float] | None) -> None:
     """Compares the losses of a step, if both the run and the replay have one."""
+    op = entry.operation
     if op.loss is None or metrics is None:
       return
     loss = metrics["loss"]
     same = loss == op.loss or (math.isnan(loss) and math.isnan(op.loss))
     problem = entry.problem(f"the loss of step {op.step} is {loss!r}, it was {op.loss!r}")
-    self.count("losses", entry.time, [] if same else [str(problem)], 1)
+    self.count("losses", op.time, [] if same else [problem])
 
-  def saved(self, entry: Entry) -> Mapping[str, int]:
+  def saved(self, captured: events.Captured) -> Mapping[str, int]:
     """The saved digests of the state captured here; none if it was never saved."""
-    assert isinstance(entry.operation, events.Captured)
-    return self._saved.get((entry.role, entry.incarnation, entry.operation.snapshot), {})
+    return self._saved.get((captured.role, captured.incarnation, captured.snapshot), {})
 
   def state(self, entry: Entry, arrays: Mapping[str, np.ndarray]) -> None:
     """Compares a captured state with its saved digests, if it was saved."""
-    assert isinstance(entry.operation, events.Captured)
-    saved, differences = self.saved(entry), []
+    op, differences = entry.operation, []
+    saved = self.saved(op)
     for name in sorted(saved):
       mine = fingerprint(arrays[name])["crc32"] if name in arrays else "missing"
       if mine != saved[name]:
-        text = f"{name} of snapshot {entry.operation.snapshot} is {mine}, {saved[name]} was saved"
-        differences.append(str(entry.problem(text)))
-    self.count("digests", entry.time, differences, len(saved))
+        text = f"{name} of snapshot {op.snapshot} is {mine}, {saved[name]} was saved"
+        differences.append(entry.problem(text))
+    self.count("digests", op.time, differences, len(saved))
 
 
 # --- The algebra ----------------------------------------------------------------------------------
@@ -117,7 +106,7 @@ class LearnerArrays(LearnerAlgebra):
 
   Args:
     config: the run's.
-    home: the island and data of an incarnation, from its `Started` event.
+    home: makes the island and data of an incarnation, from its `Started` event.
     diff: told of every loss and every captured state.
     wanted: whether an operation will still need a value.
     alone: initial parameters if there are no shards; None: shards send them.
@@ -136,12 +125,8 @@ class LearnerArrays(LearnerAlgebra):
     self.island: Any = None
     self.steps = 0  # that the island has made in its newest life
 
-  def begin(self, incarnation: Incarnation) -> None:
+  def begin(self, started: events.Started | None) -> None:
     self._deltas = Deltas(self._config.sync)
-    operations = [e.operation for e in incarnation.entries]
-    started = next((op for op in operations if isinstance(op, events.Started)), None)
-    if started is None:
-      return  # killed before it recorded its start
     self.island, self._batch = self._home(started)
     self.steps = 0
     if self._alone is None:
@@ -149,10 +134,10 @@ class LearnerArrays(LearnerAlgebra):
     else:
       self.island.load(self._alone)
 
-  def step(self, entry: Entry, op: events.Step) -> None:
+  def step(self, entry: Entry) -> None:
+    op = entry.operation
     at = op.global_step - 1 if op.schedule_step is None else op.schedule_step
-    metrics = self.island.step(self._batch(op.position), at, op.rate_scale)
-    self._diff.step(entry, op, metrics)
+    self._diff.step(entry, self.island.step(self._batch(op.position), at, op.rate_scale))
     self.steps += 1
 
   def copy_out(self, op: events.CopyOut) -> tuple[int, int, np.ndarray]:
@@ -168,7 +153,8 @@ class LearnerArrays(LearnerAlgebra):
     self.island.apply(fragment, self.island.stage(fragment, staged), self._deltas.keep(mode))
 
   def capture(self, entry: Entry, fragments: Mapping[int, Held]) -> dict[str, np.ndarray]:
-    if not (self._wanted(makes(entry)[0]) or self._diff.saved(entry)):
+    op = entry.operation
+    if not (self._wanted(makes(op)[0]) or self._diff.saved(op)):
       return {}
     captured = {name: np.asarray(value) for name, value in self.island.capture().items()}
     arrays = {**captured, **self._deltas.arrays()}
@@ -180,8 +166,6 @@ class LearnerArrays(LearnerAlgebra):
     return arrays
 
   def restore(self, state: dict[str, np.ndarray]) -> None:
-    if self.island is None:
-      return  # this incarnation was killed before it had an island
     self.island.restore({name: state[name] for name in self.island.layout.leaves})
     self._deltas.restore(state)
 
@@ -227,7 +211,6 @@ class ShardArrays(ShardAlgebra):
   def commit(
     self, entry: Entry, base: Version, new: Version, pushes: Sequence[Pushed]
   ) -> Committed:
-    assert isinstance(entry.operation, events.Commit)
     fragment = self._plan.fragments[new.fragment]
     arrivals = delta.ReceivedPushes(fragment, new.round)
     for push in pushes:
@@ -277,8 +260,10 @@ def live_config(config: Config, learner: int, started: events.Started) -> Config
   return dataclasses.replace(config, islands=islands, inner=inner, chaos=ChaosConfig())
 
 
-class ReplayIslands:
-  """Islands and data of all learners of a trace, each compiled when its learner's thread asks.
+def islands(
+  config: Config, trace: Trace, visible: Sequence[jax.Device]
+) -> Callable[[events.Started], Home]:
+  """A function that makes the compiled island and the data of an incarnation.
 
   Args:
     config: the run's.
@@ -286,39 +271,21 @@ class ReplayIslands:
     visible: devices to use; learners take theirs in order of their numbers.
 
   Raises:
-    ConfigError: there are too few devices.
+    ConfigError: there are too few devices; the function: such an island cannot be made here.
   """
+  make, corpus = IslandMaker(initial.make_plan(config)), data.open_data(config.data)
+  counts = trace.devices()
+  groups = devices.shared_on_cpu(devices.partition(visible, list(counts.values())))
+  owned = dict(zip(counts, groups))
 
-  def __init__(self, config: Config, trace: Trace, visible: Sequence[Any]):
-    self._config, self._make_island = config, IslandMaker(initial.make_plan(config))
-    self._corpus = data.open_data(config.data)
-    counts = trace.devices()
-    groups = devices.shared_on_cpu(devices.partition(visible, list(counts.values())))
-    self._devices = dict(zip(counts, groups))
-    self._made: dict[int, tuple[events.Started, Home]] = {}
-
-  def __call__(self, learner: int, started: events.Started) -> Home:
-    """The island and data of an incarnation; those of the one before if both started alike.
-
-    Raises:
-      ConfigError: such an island cannot be made here.
-    """
-    before = self._made.pop(learner, None)
-    if before is None or before[0] != started:
-      before = started, self._make(learner, started)
-    self._made[learner] = before
-    return before[1]
-
-  def batches(self, learner: int, started: events.Started) -> Callable[[int], np.ndarray]:
-    """The learner's batch at a position."""
-    config = live_config(self._config, learner, started)
-    return data.Stream(self._corpus, config, learner).batch
-
-  def _make(self, learner: int, started: events.Started) -> Home:
-    config = live_config(self._config, learner, started)
-    island = self._make_island(config, learner, self._devices[learner][: started.devices])
+  def home(started: events.Started) -> Home:
+    learner = parse_role(started.role)[1]
+    live = live_config(config, learner, started)
+    island = make(live, learner, owned[learner][: started.devices])
     island.compile()
-    return island, self.batches(learner, started)
+    return island, data.Stream(corpus, live, learner).batch
+
+  return home
 
 
 # --- The replay, and its verdict -----------------------------------------------------------------
@@ -330,14 +297,13 @@ class Replay:
   Args:
     config: the run's.
     trace: its trace.
-    homes: the island and the data of (a learner, its `Started` event), called in the learner's
-      thread.
+    home: makes the island and the data of an incarnation, in the learner's thread.
 
   Raises:
     ValueError: the trace has problems; the text is the first. Without any, no role waits for ever.
   """
 
-  def __init__(self, config: Config, trace: Trace, homes: Callable[[int, events.Started], Home]):
+  def __init__(self, config: Config, trace: Trace, home: Callable[[events.Started], Home]):
     checked = check(trace)
     if checked.problems:
       raise ValueError(f"the trace does not fit together: {checked.problems[0]}")
@@ -353,9 +319,8 @@ class Replay:
     self._shards: list[ShardArrays] = []
     self._evaluator = EvaluatorArrays()
     self._roles: dict[str, TraceRole] = {}
-    for role, incarnations in trace.roles.items():
+    for role in trace.roles:
       if role.startswith("learner"):
-        home = functools.partial(homes, incarnations[0].number)
         mine = LearnerArrays(config, home, self.diff, self._schedule.wanted, alone)
         self._learners.append(mine)
         self._roles[role] = LearnerRole(proof, mine)
@@ -366,7 +331,7 @@ class Replay:
         self._roles[role] = LearnerRole(proof, self._evaluator)
 
   def run(self, progress: Callable[[int, int], None] = lambda done, of: None) -> None:
-    """Performs the whole trace; `progress` is called with the turns done, and of all.
+    """Performs the whole trace; `progress` is called with the operations done, and of all.
 
     Raises:
       Exception: an exception of a role's thread.
@@ -375,31 +340,27 @@ class Replay:
     results: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
     busy: set[str] = set()
     while True:
-      for name in self._roles:
-        if name not in busy and schedule.may_go(name):
-          busy.add(name)
-          turn = name, *schedule.next(name), results
+      for role in self._roles:
+        if role not in busy and schedule.may_go(role):
+          busy.add(role)
+          turn = role, *schedule.next(role), results
+          # A daemon thread: Ctrl-C and failures wait for none.
           threading.Thread(target=self._perform, args=turn, daemon=True).start()
       if not busy:
         break
-      try:
-        name, made = results.get(timeout=PATIENCE_SECONDS)
-      except queue.Empty:
-        text = f"nothing was made for {PATIENCE_SECONDS:g} s; {', '.join(sorted(busy))}"
-        raise TimeoutError(f"{text} did not come to an end") from None
+      role, made = results.get()
       if isinstance(made, BaseException):
         raise made
-      busy.remove(name)
+      busy.remove(role)
       schedule.put(made)
       progress(of - schedule.left - len(busy), of)
     assert not schedule.left, "roles wait for each other, and `check` has let it pass"
 
-  def _perform(self, name: str, turn: Turn, given: list[Any], results: queue.SimpleQueue) -> None:
-    """Runs one turn, in a daemon thread of its own: Ctrl-C and failures wait for no thread."""
+  def _perform(self, role: str, entry: Entry, given: list[Any], results: queue.SimpleQueue) -> None:
     try:
-      results.put((name, perform(self._roles[name], turn, given)))
+      results.put((role, self._roles[role].perform(entry, given)))
     except BaseException as error:  # raised by `run`
-      results.put((name, error))
+      results.put((role, error))
 
   @property
   def merged_tokens(self) -> int:
@@ -422,19 +383,15 @@ class Replay:
     if not self._shards:
       models = [each.island.params_on_host() for each in self._learners if each.island]
       same = any(all(_same(mine[name], result[name]) for name in result) for mine in models)
-      self.diff.count("values", math.inf, [] if same else ["the result is no island's"], 1)
+      self.diff.count("values", math.inf, [] if same else ["the result is no island's"])
       return
-    differences = []
     for p, fragment in enumerate(self._plan.fragments):
-      newest = self._newest(p)
-      known = [
-        newest.value,
-        newest.published_value,
-        self._evaluator.published_values.get(p, newest.published_value),
-      ]
-      if not any(_same(gather(fragment, result), value) for value in known):
-        differences.append(f"fragment {p} of the result is another than the replay's")
-    self.diff.count("values", math.inf, differences, len(self._plan.fragments))
+      newest, mine = self._newest(p), gather(fragment, result)
+      known = [newest.value, newest.published_value]
+      known.append(self._evaluator.published_values.get(p, newest.value))
+      same = any(_same(mine, value) for value in known)
+      text = f"fragment {p} of the result is another than the replay's"
+      self.diff.count("values", math.inf, [] if same else [text])
 
 
 def _same(a: np.ndarray, b: np.ndarray) -> bool:
@@ -443,18 +400,14 @@ def _same(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def replay_run(
-  workdir: Path,
-  trace: Trace,
-  progress: Callable[[int, int], None] = lambda done, of: None,
-  homes: Callable[..., Any] | None = None,
+  workdir: Path, trace: Trace, progress: Callable[[int, int], None] = lambda done, of: None
 ) -> tuple[dict[str, Any], str]:
-  """Replays a run and compares it with its losses, saved states and result.
+  """Replays a run on this process's devices; compares its losses, saved states and result.
 
   Args:
     workdir: of the run.
     trace: its trace, without problems.
-    progress: called with the turns done, and of all.
-    homes: islands and data (see `Replay`); None: new ones on the devices of this process.
+    progress: called with the operations done, and of all.
 
   Returns:
     (counts, and "identical": whether there were comparisons and no differences; the first
@@ -465,19 +418,20 @@ def replay_run(
   """
   started = time.monotonic()
   config = saved_config(workdir)
-  replay = Replay(config, trace, homes or ReplayIslands(config, trace, jax.devices()))
+  replay = Replay(config, trace, islands(config, trace, jax.devices()))
   replay.run(progress)
   result = workdir / "result"
   if result.exists() and weights.merged_tokens(result) <= replay.merged_tokens:
     replay.compare_result(weights.load(result, "result"))  # else an earlier start left it
-  compared, different = replay.diff.compared, replay.diff.different
-  counts = {name: replay.counts.get(name, 0) for name in ("steps", "commits")}
+  compared, differences = replay.diff.compared, sorted(replay.diff.differences)
+  different = collections.Counter(what for _, what, _ in differences)
   return {
-    "identical": sum(different.values()) == 0 < sum(compared.values()),
-    **counts,
+    "identical": not differences and any(compared.values()),
+    "steps": replay.counts["step"],
+    "commits": replay.counts["commit"],
     "learners": replay.counts["learners"],
     "incarnations": replay.counts["incarnations"],
     **{f"{name}_compared": compared[name] for name in compared},
-    **{f"{name}_different": different[name] for name in different},
+    **{f"{name}_different": different[name] for name in compared},
     "seconds": round(time.monotonic() - started, 1),
-  }, replay.diff.first
+  }, differences[0][2] if differences else ""

@@ -35,9 +35,14 @@ def test_the_text_says_what_the_json_says_and_why_rounds_committed(capsys):
   found = json.loads(capsys.readouterr().out)
   assert cli.main(SMALL) == 0
   out = capsys.readouterr().out
-  assert f"{found['steps']:,} steps, {found['commits']:,} commits" in out
-  assert f"participation  {found['participation']:.1%}" in out
-  assert "rounds committed because:" in out and "lost rounds 0" in out
+  said = {line[22:]: line[:20].strip() for line in out.splitlines()}
+  assert said["steps"] == f"{found['steps']:,}" and said["commits"] == f"{found['commits']:,}"
+  assert (
+    said["participation"] == f"{found['participation']:.4f}".rstrip("0").rstrip(".")
+    and said["lost rounds"] == "0"
+  )
+  for why, count in found["committed_because"].items():
+    assert said[f"  {why.replace('_', ' ')}"] == f"{count:,}"
 
 
 def test_a_plan_file_strikes_and_a_workdir_gets_the_events(tmp_path, capsys):
@@ -87,7 +92,7 @@ def test_a_run_that_fails_has_status_1(tmp_path, capsys):
     (["simulate", "protocol"], ["--config", "Fix"]),
     ([*SMALL, "--gbps=fast"], ["--gbps=fast", "Fix"]),
     ([*SMALL, "--gbps=1,2"], ["gbps", "2 values for 4 learners"]),
-    ([*SMALL, "--latency_ms=-1"], ["--latency_ms=-1", "Fix"]),
+    ([*SMALL, "--latency_ms=-1"], ["latency_seconds = -0.001", "Fix"]),
     ([*SMALL, "--parameters=2"], ["--parameters=2", "num_fragments"]),
     ([*SMALL, "--config.sync.num_shards=0"], ["sync.num_shards", "Fix"]),
     ([*SMALL, "--step_seconds=0"], ["step_seconds", "Fix"]),

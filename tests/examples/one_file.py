@@ -99,7 +99,7 @@ class Roles(World):
     pace = Pace(algorithm["STEP_SECONDS"], 0.0, 0.0, STAGE_SECONDS, 0.0)
     super().__init__(config_of(algorithm), pace)
 
-  def new_plan(self, sizes):
+  def new_plan(self):
     shapes = [first.shape for first in self.algorithm["FIRST"]]
     return Plan(
       tuple(

@@ -132,7 +132,7 @@ def drained(world: World, role: tuple[str, int], within_seconds: float) -> None:
     world.run(world.now + 0.1)
   assert learner.unmerged_tokens(actor.state) == 0
   for p, f in enumerate(actor.state.fragments):
-    if world.store[p].merged_tokens >= world.target_tokens:
+    if world.store[p].merged_tokens >= world.config.run.total_tokens:
       continue
     discarded = actor.parameters.copies[p].discarded
     lost = world.ledger.lost_steps(actor, p)

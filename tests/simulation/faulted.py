@@ -137,7 +137,7 @@ def _check_ends(run: JudgedRun) -> None:
   ended = {p: f.version for p, f in run.store.items()}
   for p, f in run.store.items():
     merged = STEP_TOKENS * len(run.ledger.contents[p, f.last_round])
-    assert f.merged_tokens == merged >= run.target_tokens
+    assert f.merged_tokens == merged >= run.config.run.total_tokens
   for actor in run.learners():
     versions = {p: f.version for p, f in enumerate(actor.state.fragments)}
     assert actor.asked_to_end or versions == ended, f"{actor.role} ends at {versions}, not {ended}"

@@ -78,7 +78,7 @@ def test_a_history_by_hand(monkeypatch):
   assert spent.absent == pytest.approx(50 * (320 + 312 + 320))
   assert spent.downscale == pytest.approx(22 * 2 * 500 - 50 * (22 + 14 + 22))
   assert spent.upscale == pytest.approx(22 * 2 * 500 - 50 * 22 * 3)
-  assert spent.uptime == 1 and spent.failures == 3 and spent.pauses == 4
+  assert spent.uptime == 1 and spent.failures == 3
 
 
 def test_a_pause_takes_in_whatever_has_recovered(monkeypatch):
@@ -94,7 +94,7 @@ def test_a_pause_takes_in_whatever_has_recovered(monkeypatch):
 @pytest.mark.parametrize("job", [chip_time.inelastic, chip_time.elastic, chip_time.decoupled])
 def test_without_failures_everything_is_useful(job):
   spent = job(Fleet(mtbi_chip_years=1e12))
-  assert spent.failures == spent.pauses == 0
+  assert spent.failures == 0
   assert spent.goodput == pytest.approx(1, abs=1e-12) and spent.uptime == pytest.approx(
     1, abs=1e-12
   )
@@ -129,7 +129,8 @@ def test_pauses_are_in_order_and_absences_end_with_one(fleet):
   history = chip_time.elastic_history(fleet)
   starts, ends = history.pause_starts, history.pause_ends
   assert (starts <= ends).all() and (ends[:-1] <= starts[1:]).all()
-  assert np.isin(history.absent_until, ends).all()
+  if fleet.slices_per_learner > 1:  # else its learner is absent, and makes no pause
+    assert np.isin(history.absent_until, ends).all()
   assert (history.absent_from <= history.absent_until).all()
   assert ends.max(initial=0) < history.num_jobs * history.span
 

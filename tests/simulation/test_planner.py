@@ -84,13 +84,14 @@ def test_hand_made_values():
   # Asked a moment after it is due, who was not the one to report copies out in half a step or so.
   assert 10.2 < plan.period_steps < 10.8 and plan.utilisation == 1
   assert 2.7 < plan.applied_steps < 3.1 and 0.85 < plan.participation < 1
-  assert plan.memory.state == 4000 and plan.memory.copies == 2000
-  assert plan.memory.rounds == 2 * 4000 + 4000
+  # State, copies of the neighbour's values, and a round: two pushes and the result.
+  assert plan.memory_bytes == 4000 + 2000 + (2 * 4000 + 4000)
   lossy = changed(setting, publish_codec="int8", momentum=True)
-  memory = planner.make(lossy).memory  # value, published value, momentum, 1000 codes and 4 scales
-  assert memory.state == 3 * 4000 + 1016 and memory.copies == 2 * 2000
+  # Value, published value, momentum, 1000 codes and 4 scales; of the neighbour's, the last three.
+  rounds = 2 * 4000 + 3 * 4000
+  assert planner.make(lossy).memory_bytes == 3 * 4000 + 1016 + 2 * 2000 + rounds
   alone = planner.make(changed(setting, num_shards=1, merge_gbytes=1e-5))  # 4 s: both are under way
-  assert alone.sync.total > 0.5 and alone.memory.rounds == 2 * (2 * 4000 + 4000)
+  assert alone.sync.total > 0.5 and alone.memory_bytes == 6000 + 2 * (2 * 4000 + 4000)
   assert plan.join_seconds == pytest.approx(6000 / rate + 0.01)
   assert plan.least_shards == 1 and planner.findings(setting, plan) == []
 
@@ -158,7 +159,6 @@ def test_utilisation_falls_only_where_learners_wait_and_words_follow_numbers(set
   loads = plan.link_load, plan.core_load, plan.host_load
   fits = max(loads) <= 1 and plan.overlap_steps <= setting.sync.overlap_steps
   assert fits == (planner.findings(setting, plan) == [])
-  assert fits == (planner.lines(setting, plan)[-1] == "Everything fits.")
   if plan.least_shards is not None:
     enough = planner.make(changed(setting, num_shards=plan.least_shards))
     assert enough.link_load <= 1 and enough.core_load <= 1
@@ -175,9 +175,9 @@ def test_its_fixes_are_fixes(setting):
         assert better.sync.total <= setting.step_seconds * int(value) * (1 + 1e-9)
       elif finding.startswith("The busiest link"):
         assert better.link_load <= 1 + 1e-9
-      elif finding.startswith("Merging"):
+      elif finding.startswith("A shard"):
         assert better.core_load <= 1 + 1e-9
-      elif finding.startswith("Pushes"):
+      elif finding.startswith("A learner's host"):
         assert better.host_load <= 1 + 1e-9
 
 
@@ -196,13 +196,13 @@ def test_twelve_billion_over_four_regions():
   bare = planner.make(changed(REGIONS, num_shards=4, shard_gbps=50.0, gbps=2.0))
   assert bare.average_gbps == pytest.approx(12e9 * 4.125 / 24 / 4 / 1e9 / PAYLOAD_SHARE, rel=1e-3)
   narrow = planner.make(changed(REGIONS, gbps=2.0))
-  assert narrow.link_load < 0.5 and narrow.copy_share == pytest.approx(1 / 7, rel=1e-3)
+  assert narrow.link_load < 0.5
 
 
 def test_what_tau_does_not_hide_is_said_in_plain_words():
   setting = changed(REGIONS, gbps=2.0, shard_gbps=20.0, overlap_steps=0)
   text = " ".join(planner.findings(setting, planner.make(setting)))
-  assert re.search(r"tau = 0 steps hide 0 ms of a sync's [\d.]+ s\.", text)
+  assert re.search(r"tau = 0 steps hide 0 s of a sync's [\d.]+ s\.", text)
   assert re.search(r"No learner waits, but a version is [23](\.\d)? steps old", text)
   assert "discards" not in text
   assert "raise sync.overlap_steps to 2" in text
@@ -218,7 +218,7 @@ def test_what_tau_does_not_hide_is_said_in_plain_words():
 def test_a_window_smaller_than_the_link_is_said():
   setting = changed(REGIONS, latency_seconds=0.5, window_bytes=1 << 20)
   (text,) = planner.findings(setting, planner.make(setting))
-  assert "more than the 1.05 MB that" in text
+  assert "more than the 1.0MB that" in text
   assert f"network.streams = {math.ceil(5 * 10**9 / 8 / (4 << 20))}, or" in text
 
 

@@ -108,7 +108,7 @@ def test_initial_values_are_made_or_sent_about_once(made, monkeypatch):
   whole = 4 * 24 * 500_000_000
   updates = sum(e.version > 0 for e in of(events, "commit")) * whole / 24 / 8
   for m in range(4):
-    received = run.links.received_bytes["learner", m]
+    received = run.actors["learner", m].counters.received_bytes
     if made:
       assert updates <= received < 1.1 * updates
     else:
@@ -137,7 +137,7 @@ def test_the_same_seed_is_the_same_run_to_the_last_event():
 
 def test_an_undisturbed_run_ends_with_the_tokens_merged_and_nobody_waits():
   run, events = play(make())
-  assert all(f.merged_tokens >= run.target_tokens for f in run.store.values())
+  assert all(f.merged_tokens >= run.config.run.total_tokens for f in run.store.values())
   assert not any(event.blocked_seconds for event in of(events, "step"))
   aftermath = Aftermath().read(events)
   assert aftermath.longest_stall_seconds == 0 and not aftermath.lost_rounds()
@@ -219,11 +219,11 @@ def test_slow_links_make_syncs_longer_but_never_a_step():
 def test_traffic_is_what_was_pushed_and_published():
   run, events = play(make())
   pushed = sum(e.bytes for e in of(events, "push"))
-  sent = sum(run.links.sent_bytes["learner", m] for m in range(3))
+  counted = [run.actors["learner", m].counters.sent_bytes for m in range(3)]
   reports = 64 * 2 * len(of(events, "step"))
-  assert pushed + reports <= sent <= pushed + 1.5 * reports
+  assert pushed + reports <= sum(counted) <= pushed + 1.5 * reports
   last = {e.role: e.sent_bytes for e in of(events, "traffic")}
-  assert last["learner-1"] == run.links.sent_bytes["learner", 1]
+  assert last["learner-1"] == counted[1]
 
 
 # --- faults ---------------------------------------------------------------------------------------

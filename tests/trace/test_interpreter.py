@@ -12,10 +12,8 @@ from ddiloco.trace.interpreter import (
   ShardAlgebra,
   ShardRole,
   Version,
-  perform,
-  perform_all,
 )
-from ddiloco.trace.operations import INITIAL, Incarnation, Key, makes, needs, read_logs
+from ddiloco.trace.operations import INITIAL, Key, makes, needs, read_logs
 from tests.trace.traces import find, good, typed
 
 INITIAL_VALUE = Key("value", INITIAL, 0)
@@ -28,25 +26,23 @@ def schedule(logs, made=None) -> tuple[Schedule, Proof]:
 
 
 class Nothing:
-  """Performs turns and makes what they make, out of nothing."""
-
-  def begin(self, incarnation):
-    pass
+  """Performs operations and makes what they make, out of nothing."""
 
   def perform(self, entry, given):
-    assert len(given) == len(needs(entry))
-    return [f"{key} of {entry.role}" for key in makes(entry)]
+    op = entry.operation
+    assert len(given) == len(needs(op))
+    return {key: f"{key} of {op.role}" for key in makes(op)}
 
 
 def test_a_role_goes_on_when_all_it_needs_is_made():
   found, _ = schedule(good())
-  turns = found.left
-  turn, given = found.next("syncer-0")
-  assert isinstance(turn, Incarnation) and given == []
+  operations = found.left
+  entry, given = found.next("syncer-0")
+  assert (entry.line, entry.operation.kind, given) == (1, "started", [])
   while found.may_go("syncer-0"):
-    found.put(perform(Nothing(), *found.next("syncer-0")))
-  assert found.left == turns - 3, "it begins, starts and owns; its first commit needs pushes"
-  perform_all(found, collections.defaultdict(Nothing, {role: Nothing() for role in good()}))
+    found.put(Nothing().perform(*found.next("syncer-0")))
+  assert found.left == operations - 2, "it starts and owns; its first commit needs pushes"
+  found.perform_all(collections.defaultdict(Nothing))
   assert found.left == 0
 
 
@@ -56,11 +52,11 @@ def test_what_is_taken_for_the_last_time_is_forgotten():
   taken = 0
   while found.wanted(INITIAL_VALUE):
     role = next(role for role in good() if found.may_go(role))
-    turn, given = found.next(role)
+    entry, given = found.next(role)
     taken += given == ["initial"]
-    found.put(perform(Nothing(), turn, given))
+    found.put(Nothing().perform(entry, given))
   assert taken == 3, "by the shard and two learners"
-  perform_all(found, {role: Nothing() for role in good()})
+  found.perform_all(collections.defaultdict(Nothing))
   assert found._made == {}
 
 
@@ -68,11 +64,9 @@ def test_what_was_never_made_is_said_and_left_out():
   logs = good()
   logs["learner-0"].remove(find(logs, "learner-0", "donated"))
   found, proof = schedule(logs)
-  perform_all(found, {role: Nothing() for role in logs})
+  found.perform_all(collections.defaultdict(Nothing))
   (problem,) = proof.problems
-  assert "needs donation 1 of fragment 0 by learner 0 (incarnation 0), which was never made" in str(
-    problem
-  )
+  assert "needs donation 1 of fragment 0 by learner-0 (incarnation 0), which was never" in problem
 
 
 def test_an_algebra_is_asked_in_the_order_of_the_trace():
@@ -109,7 +103,7 @@ def test_an_algebra_is_asked_in_the_order_of_the_trace():
   shard.remove(find(logs, "syncer-0", "commit", round=2))
   found, proof = schedule(logs)
   roles = {"learner-0": LearnerRole(proof, Listens()), "syncer-0": ShardRole(proof, Adds())}
-  perform_all(found, roles)
+  found.perform_all(roles)
   assert proof.problems == []
   assert told == [
     "stage -1, None", "apply staged -1, overwrite", "copy_out 0",

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import json
 import shutil
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +15,9 @@ import replay_chaos as chaos
 from ddiloco import cli, environment
 from ddiloco.checkpoint import weights
 from ddiloco.observe.eventlog import read_events
-from ddiloco.trace import replay, text
-from ddiloco.trace.operations import read_logs
+from ddiloco.trace import replay
 from ddiloco.trace.replay import replay_run
-from tests.trace.traces import good, typed
+from ddiloco.trace.text import open_trace
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SEEDS = (0, 1, 2)  # scripts/replay_chaos.py runs as many as one likes
@@ -53,7 +51,7 @@ def test_a_chaotic_run_is_replayed_bit_by_bit(seed, run, bench):
   events = read_events(workdir)
   struck = [e for e in events if e.kind == "fault" and e.action == "kill"]
   assert struck, "no chaos at all"
-  summary, difference = bench.replay(config, workdir)
+  summary, difference = replay_run(workdir, open_trace(workdir))
   assert (summary["identical"], difference) == (True, "")
   steps = [e for e in events if e.kind == "step"]
   assert summary["steps"] == summary["losses_compared"] == len(steps) > 100
@@ -92,12 +90,12 @@ CHANGES = [
 
 @pytest.mark.parametrize(("field", "to", "at_once"), CHANGES, ids=[c[0] for c in CHANGES])
 def test_a_changed_trace_is_found_out(field, to, at_once, run, bench, tmp_path):
-  config, workdir = run(SEEDS[0])
+  _, workdir = run(SEEDS[0])
   workdir = copied(workdir, tmp_path / "changed")
   where = change(workdir, "learner-0", "step", **{field: to})
   if field == "position":
     keep_growing(workdir / "events" / "learner-0.jsonl", field)
-  summary, difference = bench.replay(config, workdir)
+  summary, difference = replay_run(workdir, open_trace(workdir))
   assert not summary["identical"] and summary["losses_different"] >= 1
   assert difference.startswith("learner-0, ")
   assert (where in difference) == at_once
@@ -114,11 +112,11 @@ def keep_growing(path: Path, field: str) -> None:
 
 def test_another_digest_is_found_out(run, bench, tmp_path):
   seed = next(s for s in range(100) if chaos.config_of(s).sync.snapshot_steps)
-  config, workdir = run(seed)
+  _, workdir = run(seed)
   workdir = copied(workdir, tmp_path / "changed")
   name = next(n for n in first_saved(workdir) if n.startswith("inner/"))
   change(workdir, "learner-0", "saved", arrays=lambda e: {**e["arrays"], name: 1})
-  summary, difference = bench.replay(config, workdir)
+  summary, difference = replay_run(workdir, open_trace(workdir))
   assert (summary["digests_different"], summary["identical"]) == (1, False)
   assert difference.startswith("learner-0, ") and name in difference
 
@@ -129,12 +127,12 @@ def first_saved(workdir: Path) -> dict:
 
 
 def test_another_result_is_found_out(run, bench, tmp_path):
-  config, workdir = run(SEEDS[0])
+  _, workdir = run(SEEDS[0])
   workdir = copied(workdir, tmp_path / "changed")
   params = weights.load(workdir / "result", "result")
   params["embedding"] = np.nextafter(params["embedding"], np.float32(1e9))
   weights.save(workdir / "result", params)
-  summary, difference = bench.replay(config, workdir)
+  summary, difference = replay_run(workdir, open_trace(workdir))
   assert not summary["identical"] and summary["values_different"] >= 1
   assert "of the result is another than the replay's" in difference
 
@@ -164,41 +162,26 @@ def test_a_run_of_one_island_without_shards_is_replayed(bench, tmp_path):
     ),
   )
   bench.run(config, tmp_path / "alone")
-  summary, difference = bench.replay(config, tmp_path / "alone")
+  summary, difference = replay_run(tmp_path / "alone", open_trace(tmp_path / "alone"))
   assert (summary["identical"], difference) == (True, "")
   assert summary["values_compared"] == 1 and summary["commits"] == 0
   of_an_earlier_start = {weights.MERGED_TOKENS: str(config.run.total_tokens + 10**6)}
   result = weights.load(tmp_path / "alone" / "result", "result")
   changed = {name: value + 1 for name, value in result.items()}
   weights.save(tmp_path / "alone" / "result", changed, of_an_earlier_start)
-  summary, difference = bench.replay(config, tmp_path / "alone")
+  summary, difference = replay_run(tmp_path / "alone", open_trace(tmp_path / "alone"))
   assert (summary["identical"], difference) == (True, "")
   assert summary["values_compared"] == 0
 
 
-def test_a_failure_in_one_role_ends_all(run):
+def test_a_failure_in_one_role_ends_all(run, monkeypatch):
   """No role waits for what will never be made."""
   _, workdir = run(SEEDS[0])
-  trace = text.open_trace(workdir)
+  trace = open_trace(workdir)
 
-  def broken(learner, started):
-    raise RuntimeError(f"no island for learner {learner}")
+  def broken(started):
+    raise RuntimeError(f"no island for {started.role}")
 
+  monkeypatch.setattr(replay, "islands", lambda *arguments: broken)
   with pytest.raises(RuntimeError, match="no island for learner"):
-    replay_run(workdir, trace, homes=broken)
-
-
-def test_a_role_that_hangs_is_named(monkeypatch):
-  monkeypatch.setattr(replay, "PATIENCE_SECONDS", 0.01)
-  end = threading.Event()
-
-  class Hangs:
-    def begin(self, incarnation):
-      end.wait(60)
-
-  found = replay.Replay.__new__(replay.Replay)
-  found._roles = {"learner-0": Hangs()}
-  found._schedule = replay.Schedule(read_logs({"learner-0": typed(good())["learner-0"]}), {}, None)
-  with pytest.raises(TimeoutError, match=r"made for 0.01 s; learner-0 did not come to an end"):
-    found.run()
-  end.set()
+    replay_run(workdir, trace)

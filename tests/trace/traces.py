@@ -19,8 +19,10 @@ class Log:
     self.role, self.events, self._incarnation, self._time = role, [], 0, itertools.count()
     self._step = self._global_step = 0
 
-  def on(self, incarnation: int, global_step: int = 0) -> Log:
+  def on(self, incarnation: int, global_step: int = 0, **restored: int) -> Log:
     self._incarnation, self._step, self._global_step = incarnation, 0, global_step
+    if restored:
+      self.add("restored", **restored)
     return self.add("started")
 
   def add(self, kind: str, **fields) -> Log:
@@ -71,7 +73,7 @@ def good() -> Logs:
   one.apply(1, 2, included=True).steps(1).copy_out(2, 2, 1, steps=1)
   one.add("donated", fragment=0, donation=1)
   shard.commit(2, 3, 1, {0: 0}, steps=1, merged=8)
-  two.on(1, global_step=9).add("restored", snapshot=1, of_incarnation=0)
+  two.on(1, global_step=9, snapshot=1, of_incarnation=0)
   moments = {"learner": 0, "incarnation_of_donor": 0, "donation": 1}
   two.apply(1, 2).add("inherited", fragment=0, **moments)
   two.apply(2, 3).steps(2).copy_out(3, 3, 2, steps=5)
