@@ -130,7 +130,6 @@ def _island(run: RunState, m: int, state: str, seen: float, fragments: range) ->
     "tokens": island.tokens,
     "tokens_per_second": rounded(speed.tokens_per_second),
     **speed.as_json(),
-    "step_seconds": rounded(island.step_seconds),
     "participation": run.participation(m),
     "participation_recent": rounded(island.participation),
     "missed_reason": island.missed_reason,
@@ -146,7 +145,6 @@ def _shards(run: RunState) -> list[dict[str, Any]]:
       "fragments": list(shard.fragments),
       "commits": shard.commits,
       "rejected": shard.rejected,
-      "reason": shard.last_reason,
     }
     for s, shard in sorted(run.shards.items())
   ]

@@ -118,6 +118,8 @@ class RoleRunner:
     self.usual_seconds: Callable[[], float] = lambda: 0.0
     self._profiler = Profiler(place.workdir, [address], lambda: self.recorder)
     self._hangs = HangWatch(config.run.hang_seconds, lambda: self.recorder)
+    # Prints the events that the live view would show: joined, rejected, stopped, ...
+    self._seen = RunState(noted=lambda note: self.say(note.text))
     self.recorder = self._record()
     self.endpoint: FaultyEndpoint | None = None
     self._signals = contextlib.ExitStack()
@@ -129,8 +131,6 @@ class RoleRunner:
     self._began = False  # the role checks for signals itself, or other roles may know of it
     self._waited = False  # whether the role has waited for a newer life to fall silent
     self._end_at = math.inf  # when the process ends if the role has not begun by then
-    # Prints the events that the live view would show: joined, rejected, stopped, ...
-    self._seen = RunState(noted=lambda note: self.say(note.text))
     self._health = Health(self._status)
     self.faults = Faults((), 0.0, role=address)
     self._asked = fault_requests(place.workdir)

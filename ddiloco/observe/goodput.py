@@ -326,15 +326,11 @@ class IslandAccount:
       case events.Started():
         self._start(now, max(1, event.devices))
       case events.Exit():
-        if self.phase:  # a step under way is lost with the life
-          self._spend_until(now, "discarded" if self.phase == "training" else self.phase)
-          self.phase = "down"
+        self.end(now, "discarded", "down")  # a step under way is lost with the life
       case events.Restart():
         self.restart(now)
       case events.Stopped():
-        if self.phase:
-          self._spend_until(now, "other")
-          self.phase = ""
+        self.end(now)
     return None
 
   def restart(self, now: float) -> None:
@@ -348,11 +344,11 @@ class IslandAccount:
     if isinstance(event, events.Compiled | events.Step | events.Started):
       self.since, self.phase = max(self.since, _since(event)), "rejoin"
 
-  def end(self, now: float) -> None:
-    """The run is over."""
+  def end(self, now: float, under_way: str = "other", phase: str = "") -> None:
+    """A life is over, or the run; `under_way`: the cause of the time since the last step."""
     if self.phase:
-      self._spend_until(now, "other" if self.phase == "training" else self.phase)
-      self.phase = ""
+      self._spend_until(now, under_way if self.phase == "training" else self.phase)
+      self.phase = phase
 
   def _spend_until(self, until: float, cause: str) -> None:
     """Books the time from the last entry to `until` as `cause`."""

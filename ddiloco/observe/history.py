@@ -186,11 +186,6 @@ class TrafficTotals:
     """(sent, received) bytes of all incarnations of each role."""
     return {role: recent[-1][1:] for role, recent in self._recent.items()}
 
-  def totals(self) -> tuple[int, int]:
-    """(sent, received) bytes of all roles."""
-    moved = self.by_role.values()
-    return sum(sent for sent, _ in moved), sum(received for _, received in moved)
-
   def as_json(self, now: float) -> list[dict[str, Any]]:
     """By role: bytes so far, and bytes per second lately (0 if the role has fallen silent)."""
     rows = []
@@ -213,9 +208,8 @@ class Curves:
   """The curves that the page draws over time, and the report over tokens and time."""
 
   def __init__(self) -> None:
-    self.page = (
-      Series()
-    )  # over time: "loss M", "step M", "wait M", "participation M", "commits S", ...
+    # Over time: "loss M", "step M", "wait M", "participation M", "commits S", OUTER_GRADIENTS.
+    self.page = Series()
     self.loss = Series(LOSS_BINS, 1.0)  # over the tokens of all islands, by learner and life
     self.evaluations = Thinned(MOST_EVALUATIONS)  # those with a finite held-out loss
     self.commits = Thinned(MOST_COMMITS)
@@ -247,11 +241,6 @@ class Curves:
     for m in islands:
       self.page.add(f"participation {m}", time, float(m in taking))
     self.commits.add(event)
-
-  def add_evaluation(self, event: events.Evaluation) -> None:
-    """Takes an evaluation; a held-out loss that is not finite is not drawn."""
-    if math.isfinite(event.loss):
-      self.evaluations.add(event)
 
 
 # --- The heat map: how long every island's steps took over time, relative to its own median
@@ -344,7 +333,7 @@ class _Open:
 
 
 class Rounds:
-  """Follows every round from its beginning to its end; its length is the number of open ones."""
+  """Follows every round from its beginning to its end."""
 
   def __init__(self) -> None:
     self._open: dict[int, _Open] = {}  # by round
@@ -396,10 +385,6 @@ class Rounds:
     at = round_.pushed_at if enough else None
     decision = rules.decide(now, len(round_.pushed), pending, at, grace, sync.min_quorum)
     return decision.reason if decision.verdict == "wait" else f"about to end, {decision.reason}"
-
-  def __len__(self) -> int:
-    """How many are open."""
-    return len(self._open)
 
   def _begin(self, event: events.Round) -> None:
     p, known = event.fragment, self._open.get(event.round)

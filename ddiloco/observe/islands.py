@@ -88,7 +88,6 @@ class ShardState(MemberState):
   fragments: tuple[int, ...] = ()
   commits: int = 0
   rejected: int = 0
-  last_reason: str = ""  # why the last round was committed when it was
 
 
 @dataclasses.dataclass

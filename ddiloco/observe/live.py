@@ -66,37 +66,26 @@ def plain_line(view: RunState, now: float) -> str:
     state = island.state_at(now)
     at = f"step {island.global_step}" if island.step or state == "running" else ""
     islands.append(f"{learner} {state} {at}".rstrip())
-  left = view.seconds_left(now)
+  known = [f"[{clock_time(now)}] {view.progress:4.0%}", *_figures(view, now)]
+  return " · ".join(known + ["islands: " + ", ".join(islands)] * bool(islands))
+
+
+def _figures(view: RunState, now: float) -> list[str]:
+  """Time left, held-out loss followed by the model's other measures, and speed: what is known."""
+  left, loss = view.seconds_left(now), f"held-out loss {loss_text(view.heldout_loss)}"
+  others = [f"{plain(name)} {loss_text(each)}" for name, each in view.heldout_measures.items()]
   parts = [
-    f"[{clock_time(now)}] {view.progress:4.0%}",
-    f"{clock_time(left)} left" if math.isfinite(left) and not view.finished else "",
-    f"held-out loss {_losses(view)}" if math.isfinite(view.heldout_loss) else "",
+    view.finished or (f"{clock_time(left)} left" if math.isfinite(left) else ""),
+    loss + f" ({', '.join(others)})" * bool(others) if math.isfinite(view.heldout_loss) else "",
     view.speed(now).text(),
-    "islands: " + ", ".join(islands) if islands else "",
   ]
-  return " · ".join(part for part in parts if part)
-
-
-def _losses(view: RunState) -> str:
-  """The held-out loss, followed by the model's other measures."""
-  others = (f"{plain(name)} {loss_text(each)}" for name, each in view.heldout_measures.items())
-  behind = ", ".join(others)
-  return loss_text(view.heldout_loss) + (f" ({behind})" if behind else "")
+  return [part for part in parts if part]
 
 
 def _header(view: RunState, now: float) -> Text:
-  left = f"   {clock_time(view.seconds_left(now))} left"
-  speed = view.speed(now).text()
-  return Text.assemble(
-    (view.name or "ddiloco", "bold"),
-    f"   {clock_time(now)} elapsed",
-    (f"   {view.finished}", "bold green") if view.finished else left,
-    "   held-out loss ",
-    (_losses(view), "bold"),
-    (f"   {speed}" if speed else "", "dim"),
-    no_wrap=True,
-    overflow="ellipsis",
-  )
+  said = "   ".join(["", f"{clock_time(now)} elapsed", *_figures(view, now)])
+  name = (view.name or "ddiloco", "bold")
+  return Text.assemble(name, said, no_wrap=True, overflow="ellipsis")
 
 
 def _progress(view: RunState) -> Table:

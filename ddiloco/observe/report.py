@@ -40,7 +40,7 @@ def numbers(run: RunState) -> dict[str, Any]:
     median step on the chips that they had last; a CPU has no MFU.
     `goodput`, `uptime` and the causes in `lost_time` are those of `observe/goodput.py`.
   """
-  kinds, (sent, received) = run.kinds, run.traffic.totals()
+  kinds, traffic = run.kinds, run.traffic.by_role.values()
   return {
     "name": run.name or None,
     "finished": run.finished or None,
@@ -56,8 +56,8 @@ def numbers(run: RunState) -> dict[str, Any]:
     "participation": {str(m): run.participation(m) for m in sorted(run.islands)},
     "outer_gradients": {name: rounded(each) for name, each in run.outer_gradients.items()},
     "rejected_updates": run.rejected,
-    "bytes_sent": sent,
-    "bytes_received": received,
+    "bytes_sent": sum(sent for sent, _ in traffic),
+    "bytes_received": sum(received for _, received in traffic),
     "heldout_loss_first": rounded(next((e.loss for e in run.curves.evaluations.items), math.nan)),
     "heldout_loss_last": rounded(run.heldout_loss),
     "faults": kinds[Fault],
@@ -82,10 +82,6 @@ def _only_if_any(run: RunState) -> dict[str, Any]:
     "solo_rounds": run.solo_rounds,  # of one island round after round, though there were others
     "rejoins_left_out": run.rejoins.left_out,  # older than those in `rejoins` and `kills`
     "num_hangs": run.kinds[Hung],
-    "hangs": [  # the newest, with the stacks of every thread
-      {"role": e.target, "seconds": e.time, "silent_seconds": e.seconds, "stacks": e.stacks}
-      for e in run.hangs
-    ],
   }
 
 

@@ -35,7 +35,6 @@ from ddiloco.protocol import events
 from ddiloco.protocol.events import Event, parse_role
 
 RECENT_LOG_EVENTS = 8
-RECENT_HANGS = 8
 MOST_MARKS = 200
 NOTE_SECONDS = 5.0  # a text is noted once within so long: every shard reports the same member
 LONE_SHARE = 0.9  # if this share of recent rounds has one island each, `solo` reports it
@@ -89,7 +88,6 @@ class RunState:
     self.marks: deque[LogEvent] = deque(maxlen=MOST_MARKS)  # those that a timeline shows
     self.num_marks = 0  # ever
     self._killed: set[str] = set()  # roles that a planned kill struck and that are still down
-    self.hangs: deque[events.Hung] = deque(maxlen=RECENT_HANGS)  # the newest
     if config is not None:
       self.total_tokens, self.num_shards = config.run.total_tokens, config.sync.num_shards
       for m in range(config.islands.num_learners):
@@ -165,8 +163,6 @@ class RunState:
     who = f"island {min(alone)}" if len(alone) == 1 else "one island at a time"
     others = sorted(m for m in there if alone != {m} and self.islands[m].missed_reason)
     reasons = [f"island {m}: {self.islands[m].missed_reason}" for m in others[:SHOWN_REASONS]]
-    if len(others) > SHOWN_REASONS:
-      reasons.append(f"and {len(others) - SHOWN_REASONS} more")
     why = f" Why: {'; '.join(reasons)}." if reasons else ""
     return (
       f"{count} of the last {needed} rounds merged {who} alone, of {len(there)}: what the"
@@ -396,9 +392,7 @@ class RunState:
 
   def _shard_abandoned(self, event: events.Commit | events.Abandoned, s: int) -> None:
     """A round is over, with or without a commit."""
-    shard = self._shard(s, event.time)
-    shard.last_reason = event.reason
-    shard.rejected += len(event.rejected)
+    self._shard(s, event.time).rejected += len(event.rejected)
     self.rejected += len(event.rejected)
     for m, why in event.rejected.items():
       self._note(event, f"update of island {m} rejected: {why}", "bad")
@@ -423,12 +417,10 @@ class RunState:
     self._killed.discard(event.target)
     self._target_is(event.target, event.time, "restarting")
 
-  def _on_hung(self, event: events.Hung) -> None:
-    self.hangs.append(event)
-
   def _on_evaluation(self, event: events.Evaluation) -> None:
     self.heldout_loss, self.heldout_measures = event.loss, event.measures
-    self.curves.add_evaluation(event)
+    if math.isfinite(event.loss):
+      self.curves.evaluations.add(event)
 
   def _on_unsaved(self, event: events.Unsaved) -> None:
     """What keeps many roles out of a snapshot, such as a full disk, is noted of the first one."""

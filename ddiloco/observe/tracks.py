@@ -18,10 +18,6 @@ from ddiloco.protocol.events import Event, parse_role
 # --- A learner that comes back: how the seconds from its death to its merge were spent
 # And how long the others paused meanwhile
 
-PHASES = (
-  *("detect", "pause", "away", "process", "devices", "compile", "restore", "receive"),
-  *("first_step", "merge"),
-)
 MOST_REJOINS = 200  # the newest are kept
 FOR_GOOD_SECONDS = 30.0  # others are watched for so long when a learner is killed for good
 MOST_WATCHED = 32  # kills at once; of more, the oldest are no longer watched

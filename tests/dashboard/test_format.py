@@ -11,7 +11,7 @@ import pytest
 import ddiloco.dashboard
 from ddiloco.observe.goodput import CAUSES
 from ddiloco.observe.style import loss_text, rounded
-from ddiloco.observe.tracks import PHASES
+from tests.observe.test_tracks_rejoins import PHASES
 
 PAGE = Path(ddiloco.dashboard.__file__).parent / "page"
 NODE = shutil.which("node")

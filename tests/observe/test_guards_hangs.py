@@ -128,11 +128,11 @@ def test_the_report_shows_what_the_log_says(make, usual, said):
   assert run.log_events[-1].tone == "bad" and said in run.log_events[-1].text
   assert (run.marks[-1].mark, run.marks[-1].role) == ("hang", "learner-1")
   summary = numbers(run)
-  assert summary["num_hangs"] == 1 and summary["hangs"][0]["stacks"] == "a < b"
+  assert summary["num_hangs"] == 1
   assert ("times that a learner hung", "1") in key_numbers(summary)
   from ddiloco.observe import plots
 
   with plots.styled():
     legend = plots.timeline_figure(run).legends[0]
   assert "hung: stacks are in the log" in [text.get_text() for text in legend.get_texts()]
-  assert "hangs" not in numbers(RunState().read([make.run_started()]))
+  assert "num_hangs" not in numbers(RunState().read([make.run_started()]))

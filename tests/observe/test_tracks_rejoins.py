@@ -5,8 +5,21 @@ from __future__ import annotations
 import pytest
 
 from ddiloco.observe.run_state import RunState
-from ddiloco.observe.tracks import MOST_REJOINS, PHASES, Rejoins
+from ddiloco.observe.tracks import MOST_REJOINS, Rejoins
 from tests.made_events import made
+
+PHASES = [
+  "detect",
+  "pause",
+  "away",
+  "process",
+  "devices",
+  "compile",
+  "restore",
+  "receive",
+  "first_step",
+  "merge",
+]
 
 
 def read(events, most=MOST_REJOINS):
