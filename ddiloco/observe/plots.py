@@ -151,14 +151,16 @@ def _island_curve(axes: Axes, learner: int, loss: Series) -> list[float]:
 
 
 def _loss_axes(axes: Axes, drawn: list[float]) -> None:
-  from matplotlib.ticker import EngFormatter
+  from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 
   low, high = min(drawn), max(drawn)
   if low > 0:
     axes.set_yscale("log")  # the long flat end is the interesting part
     axes.set_ylim(low * 0.96, high * 1.04)
+    wide = high > 1.5 * low
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 6)) if wide else MaxNLocator())
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}" if high < 3 * low else "")
   else:  # a model of one's own may have such a loss: a log scale cannot show it
     margin = 0.04 * (high - low) or 1.0
     axes.set_ylim(low - margin, high + margin)

@@ -173,15 +173,12 @@ def _draw(folder: Path, run: RunState, extra: Mapping[str, Any]) -> None:
   from ddiloco.observe import plots
 
   alone = extra.get("loss_best_island_alone")
-  figures: dict[str, Callable[[], Any]] = {
-    "loss.png": lambda: plots.loss_figure(run, None if alone is None else float(alone)),
-    "timeline.png": lambda: plots.timeline_figure(run),
-    "participation.png": lambda: plots.participation_figure(run),
-    "traffic.png": lambda: plots.traffic_figure(run),
-  }
   with plots.styled():
-    for name, make in figures.items():
-      plots.save(make(), folder / name)
+    loss = plots.loss_figure(run, None if alone is None else float(alone))
+    plots.save(loss, folder / "loss.png")
+    plots.save(plots.timeline_figure(run), folder / "timeline.png")
+    plots.save(plots.participation_figure(run), folder / "participation.png")
+    plots.save(plots.traffic_figure(run), folder / "traffic.png")
 
 
 def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -189,3 +189,20 @@ def test_a_loss_that_is_not_positive_is_in_the_picture(make, losses):
   low, high = axes.get_ylim()
   assert low < min(losses) and max(losses) < high and axes.get_yscale() == "linear"
   assert "log" not in axes.get_ylabel()
+
+
+@pytest.mark.parametrize("losses", [[5.5, 3.0, 1.55], [1.6, 1.58, 1.55], [20.0, 0.003]])
+def test_the_axis_of_losses_has_numbers(make, losses):
+  """Also where no power of ten is between the losses."""
+  run = RunState()
+  run.add(make.run_started(num_learners=1, total_tokens=1000))
+  for n, loss in enumerate(losses, 1):
+    run.add(make.step(float(n), 0, n, loss=loss, tokens=100))
+  with plots.styled():
+    figure = plots.loss_figure(run)
+    figure.draw_without_rendering()
+  (axes,) = figure.axes
+  low, high = axes.get_ylim()
+  ticks = [each for each in axes.get_yticks() if low <= each <= high]
+  texts = [label.get_text() for label in axes.get_yticklabels()]
+  assert len(ticks) >= 2 and all(texts)
