@@ -300,18 +300,18 @@ class Run:
 
     For a run that is not over they cover the events so far.
     """
-    from ddiloco.observe.eventlog import stream_events
+    from ddiloco.observe.eventlog import EventStream
     from ddiloco.observe.report import summarise
 
-    return summarise(stream_events(self.workdir)) | outcome(self.workdir)
+    return summarise(EventStream(self.workdir)) | outcome(self.workdir)
 
   def status(self) -> dict[str, Any]:
     """How the run stands now: "phase", "progress", its islands, shards and rounds, ..."""
     from ddiloco.dashboard.status import status
-    from ddiloco.observe.eventlog import stream_events
+    from ddiloco.observe.eventlog import EventStream
     from ddiloco.observe.run_state import RunState
 
-    run = RunState(self.config).read(stream_events(self.workdir))
+    run = RunState(self.config).read(EventStream(self.workdir))
     began = started(self.workdir)  # written a moment after the config
     now = 0.0 if began is None else time.time() - began
     return status(run, now, self.config.sync, outcome(self.workdir).get("reason", ""))

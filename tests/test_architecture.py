@@ -37,7 +37,7 @@ ALLOWED = {
     *("checks", "config", "protocol", "core", "observe", "network", "runtime", "checkpoint"),
     *("chaos", "roles"),
   },
-  "dashboard": {"config", "protocol", "observe", "network", "chaos", "workdir"},
+  "dashboard": {"config", "protocol", "observe", "network", "chaos", "checks", "workdir"},
   "trace": {
     *("config", "workdir", "protocol", "core", "training", "observe", "checkpoint", "roles"),
   },

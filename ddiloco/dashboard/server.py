@@ -30,24 +30,22 @@ from typing import Any
 import msgspec
 
 from ddiloco.chaos import ask_for
+from ddiloco.checks import build
 from ddiloco.config import Config, ConfigError, Fault
 from ddiloco.dashboard.status import METRICS_KIND, exposition
 from ddiloco.dashboard.status import status as run_status
 from ddiloco.network.keys import is_loopback
 from ddiloco.network.webserver import Answer, Health, Request, WebServer, parse_address
-from ddiloco.observe.eventlog import Follower, Warnings
-from ddiloco.observe.guards import ended
+from ddiloco.observe.eventlog import Follower
+from ddiloco.observe.guards import Warnings, ended
 from ddiloco.observe.run_state import RunState
-from ddiloco.protocol.events import parse_role
 from ddiloco.workdir import outcome, run_name, saved_config
 from ddiloco.workdir import started as run_started
 
 # --- Which requests are answered: checks of host, token and origin. Pure functions of a request
 
 LEAST_TOKEN = 16  # characters of a token for a server off loopback
-MOST = 1e15  # absolute value of any number in a fault
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
-_NUMBERS = ("seconds", "factor", "share", "delay_seconds", "bits_per_second")
 
 
 class RequestRefused(Exception):
@@ -116,25 +114,18 @@ def require_same_origin(request: Request, host: str) -> None:
 
 
 def parse_fault(request: Request) -> Fault:
-  """The fault in a request's body: action, role, and any other fields of `chaos.faults`."""
+  """The fault in a request's body: action, role, and any other fields of `chaos.faults`.
+
+  It strikes at once.
+  """
   if request.headers.get_content_type() != "application/json":
     raise RequestRefused(415, "a fault is application/json")
   try:
-    fields = msgspec.json.decode(request.body, type=dict[str, str | float])
-  except (ValueError, RecursionError) as error:
-    raise RequestRefused(400, "a fault is a JSON object of texts and numbers") from error
-  names = {"action", "role"}
-  if not names <= fields.keys() <= {*names, *_NUMBERS}:
-    raise RequestRefused(400, f"a fault has action and role, and may have {', '.join(_NUMBERS)}")
-  for name, value in fields.items():
-    if isinstance(value, str) != (name in names):
-      raise RequestRefused(400, f"{name} has the wrong type")
-    if isinstance(value, float) and not abs(value) < MOST:
-      raise RequestRefused(400, f"{name} must be finite, and less than {MOST:g}")
-  try:
-    return Fault(**fields, at_seconds=0.0)
+    return build(Fault, {"at_seconds": 0.0, **msgspec.json.decode(request.body)}, "fault")
   except ConfigError as error:
     raise RequestRefused(400, str(error)) from error
+  except (TypeError, ValueError, RecursionError) as error:
+    raise RequestRefused(400, "a fault is a JSON object") from error
 
 
 # --- The state of a run, read from its workdir by a thread of its own
@@ -180,10 +171,8 @@ class RunFollower:
 
   def has(self, role: str) -> bool:
     """Whether the run has this role, "learner-2" or "syncer-0"."""
-    kind, number = parse_role(role)
     with self._lock:
-      members = {"learner": self._run.islands, "syncer": self._run.shards}
-      return number in members.get(kind, {})
+      return role in self._run.members()
 
   def _make(self) -> dict[str, Any]:
     run, started = self._run, self._started
@@ -216,7 +205,7 @@ class RunFollower:
     started = run_started(self.workdir)
     if started != self._started or not (self._config or self._run.num_events):
       self._begin(started)
-    events = self._follower.stream()
+    events = iter(self._follower)
     while batch := list(itertools.islice(events, BATCH_EVENTS)):
       with self._lock:
         self._run.read(batch)
@@ -238,7 +227,6 @@ def _config(workdir: Path) -> Config | None:
 JSON = "application/json"
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 PAGE = "index.html"
-FAULT_SECONDS = 1.0  # between two injected faults
 HEADERS = {
   "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"
   " connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -277,7 +265,6 @@ class Dashboard:
     self._loopback, self._allow_faults = is_loopback(host), where.allow_faults
     self._files = _page_files()
     self._run = RunFollower(workdir)
-    self._fault_at = -FAULT_SECONDS
     self._server = WebServer(where.bind, self._answer, where.flag, methods=("GET", "POST"))
     made_up = f"/?token={self._token}" if self._token != where.token else "/"
     self.url = self._server.url + made_up
@@ -300,10 +287,9 @@ class Dashboard:
 
   def _route(self, request: Request, host: str) -> Answer:
     path = request.path
-    if request.method != ("POST" if path == "/api/fault" else "GET"):
-      raise RequestRefused(
-        405, "not in this way", Allow="POST" if path == "/api/fault" else "GET, HEAD"
-      )
+    allowed = "POST" if path == "/api/fault" else "GET, HEAD"
+    if request.method not in allowed:
+      raise RequestRefused(405, "not in this way", Allow=allowed)
     if path in self._files:
       return self._files[path]
     if path == "/healthz":
@@ -332,10 +318,6 @@ class Dashboard:
       raise RequestRefused(400, f"there is no {fault.role} in this run")
     if self._run.status()["phase"] in ("over", "silent"):
       raise RequestRefused(409, "there is no run under way")
-    now = time.monotonic()
-    if now - self._fault_at < FAULT_SECONDS:
-      raise RequestRefused(429, "one fault a second", **{"Retry-After": "1"})
-    self._fault_at = now
     ask_for(self._run.workdir, fault)
     return Answer(202, json.dumps({"asked": dataclasses.asdict(fault)}) + "\n", JSON)
 
@@ -343,10 +325,9 @@ class Dashboard:
 def _page_files() -> dict[str, Answer]:
   """The page's files by path, read once: no request makes the server open a file."""
   folder = importlib.resources.files("ddiloco.dashboard") / "page"
-  files = {}
-  for file in folder.iterdir():
-    kind = KINDS.get(Path(file.name).suffix)
-    if kind:
-      answer = Answer(200, file.read_bytes(), f"{kind}; charset=utf-8")
-      files["/" if file.name == PAGE else f"/{file.name}"] = answer
-  return files
+  files = {
+    f"/{file.name}": Answer(200, file.read_bytes(), f"{kind}; charset=utf-8")
+    for file in folder.iterdir()
+    if (kind := KINDS.get(Path(file.name).suffix))
+  }
+  return files | {"/": files.pop(f"/{PAGE}")}

@@ -11,9 +11,9 @@ from typing import Any
 
 from ddiloco.config import SyncConfig
 from ddiloco.observe.eventlog import FLUSH_SECONDS
+from ddiloco.observe.history import heat_map
 from ddiloco.observe.islands import (
   DOWN,
-  OUTER_GRADIENTS,
   UNKNOWN,
   IslandState,
   finite_or,
@@ -22,7 +22,7 @@ from ddiloco.observe.islands import (
 )
 from ddiloco.observe.run_state import RunState
 from ddiloco.observe.style import clock_time, island_colour, rounded
-from ddiloco.protocol.events import parse_role
+from ddiloco.protocol.events import Hung, parse_role
 
 LAG_SECONDS = 2 * FLUSH_SECONDS  # an event may be so old when it is read: that is no stall
 SILENT_SECONDS = 60.0  # a run without new events for so long is silent: no role writes ...
@@ -51,7 +51,7 @@ def status(
   now = max(now, run.time) if state in ("starting", "running") else run.time
   seen = now - LAG_SECONDS if state == "running" else now
   fragments = range(max([run.num_fragments, *(p + 1 for p in run.versions)]))
-  spans = run.tracks.spans(now, seen)
+  spans, account = run.spans(now, seen), run.ledger.report(run.time)
   islands = [_island(run, m, state, seen, fragments) for m in sorted(run.islands)]
   speed, rate = UNKNOWN, None
   if state == "running":
@@ -78,12 +78,14 @@ def status(
     "shards": _shards(run),
     "fragments": [run.versions.get(p) for p in fragments],
     "waiting": _waiting(run, state, sync),
-    "goodput": _goodput(run),
+    "goodput": account.as_json() if account.chip_seconds else None,
     "timeline": _timeline(run, spans),
     "curves": _curves(run),
-    "heat": run.heat.as_json(spans, sorted(run.islands), now),
+    "heat": heat_map(
+      run.curves.page, spans, {m: run.islands[m].usual_gap for m in sorted(run.islands)}, now
+    ),
     "rejoins": run.rejoins.as_json(SHOWN_REJOINS),
-    "hangs": run.num_hangs,
+    "hangs": run.kinds[Hung],
     "links": run.traffic.as_json(seen),
     "odd_events": run.odd_events,
     "log_events": [
@@ -128,9 +130,9 @@ def _island(run: RunState, m: int, state: str, seen: float, fragments: range) ->
     "tokens": island.tokens,
     "tokens_per_second": rounded(speed.tokens_per_second),
     **speed.as_json(),
-    "step_seconds": rounded(island.step_seconds),
     "participation": run.participation(m),
     "participation_recent": rounded(island.participation),
+    "missed_reason": island.missed_reason,
     "versions": [island.versions.get(p) for p in fragments],
   }
 
@@ -143,18 +145,18 @@ def _shards(run: RunState) -> list[dict[str, Any]]:
       "fragments": list(shard.fragments),
       "commits": shard.commits,
       "rejected": shard.rejected,
-      "reason": shard.last_reason,
     }
     for s, shard in sorted(run.shards.items())
   ]
 
 
-def _waiting(run: RunState, state: str, sync: SyncConfig | None) -> dict[str, Any]:
-  panel = run.rounds.as_json()
+def _waiting(run: RunState, state: str, sync: SyncConfig | None) -> str:
   if state in ("over", "silent"):
-    return panel | {"text": "No role waits: there is no run under way.", "open": 0}
+    return "No role waits: there is no run under way."
   if not run.num_shards and not run.shards:
-    return panel | {"text": "There is no syncer: every island trains alone."}
+    return "There is no syncer: every island trains alone."
+  if sync is None:
+    return "The run's config cannot be read, so it is not known."
   # At the time of the newest event: nothing later is known.
   text = run.rounds.waiting(run.islands, run.time, sync)
   down = [s for s, shard in sorted(run.shards.items()) if shard.state in DOWN]
@@ -163,33 +165,18 @@ def _waiting(run: RunState, state: str, sync: SyncConfig | None) -> dict[str, An
     verb, whose, they = ("is", "its", "it is") if len(down) == 1 else ("are", "their", "they are")
     others = "" if len(down) == len(run.shards) else f" {text}"
     text = f"{who} {verb} down: {whose} fragments have no rounds until {they} back.{others}"
-  return panel | {"text": text}
-
-
-def _goodput(run: RunState) -> dict[str, Any] | None:
-  account = run.ledger.report(run.time)
-  if not account.chip_seconds:
-    return None
-  return {
-    "goodput": rounded(account.goodput),
-    "goodput_training": rounded(account.goodput_training),
-    "uptime": rounded(account.uptime),
-    "chip_seconds": round(account.chip_seconds, 1),
-    "causes": {name: round(share, 5) for name, share in account.causes.items()},
-    "islands": {
-      str(m): {"goodput": rounded(each.goodput), "liveness": rounded(each.liveness)}
-      for m, each in account.learners.items()
-    },
-  }
+  return text
 
 
 def _timeline(run: RunState, spans: dict[str, list[list]]) -> dict[str, Any]:
-  tracks = run.tracks
   order = sorted(spans, key=parse_role)
   return {
     "lanes": [{"role": r, "name": role_name(r), "spans": spans[r]} for r in order],
-    "marks": list(tracks.marks),
-    "marks_left_out": tracks.num_marks - len(tracks.marks),
+    "marks": [
+      {"time": round(each.time, 2), "role": each.role, "kind": each.mark, "text": each.text}
+      for each in run.marks
+    ],
+    "marks_left_out": run.num_marks - len(run.marks),
   }
 
 
@@ -218,91 +205,67 @@ def _shown(island: IslandState, run: str, seen: float) -> str:
 METRICS_KIND = "text/plain; version=0.0.4; charset=utf-8"
 PHASES = ("empty", "starting", "running", "silent", "over")
 STATES = ("joining", "running", "stalled", "quarantined", "down", "left", "ended", "unknown")
-OF_RUN = (  # name, key of the status, help
-  ("run_seconds", "seconds", "Seconds since the run started."),
-  ("run_progress_ratio", "progress", "Share of the token budget that is merged."),
-  ("run_tokens", "tokens_done", "Tokens in the global model."),
-  ("run_tokens_per_second", "tokens_per_second", "Tokens trained per second now."),
-  ("run_tokens_per_second_per_chip", "tokens_per_second_per_chip", "Of chips at work."),
-  ("run_mfu_ratio", "mfu", "Model FLOPs utilisation of the chips at work."),
-  ("heldout_loss", "heldout_loss", "Nats per token of the global model."),
-  ("commits_total", "commits", "Rounds that were committed."),
-  ("hangs_total", "hangs", "Times that a learner's loop hung."),
-)
-OF_ISLANDS = (  # the same for each island
-  ("global_step", "global_step", "The global step as this island knows it."),
-  ("loss", "loss", "Training loss of the last step, nats per token."),
-  ("tokens_total", "tokens", "Tokens trained in all its lives."),
-  ("tokens_per_second", "tokens_per_second", "Tokens trained per second now."),
-  ("tokens_per_second_per_chip", "tokens_per_second_per_chip", "Tokens per second and chip now."),
-  ("mfu_ratio", "mfu", "Model FLOPs utilisation now; not where it is unknown."),
-  ("restarts_total", "restarts", "How often it was started again."),
-  ("participation_ratio", "participation", "Share of all commits it is in."),
-)
-Samples = list[tuple[dict[str, str], Any]]  # labels, value
+OF_RUN = {  # name: key of the status
+  "run_seconds": "seconds",
+  "run_progress_ratio": "progress",
+  "run_tokens": "tokens_done",
+  "run_tokens_per_second": "tokens_per_second",
+  "run_tokens_per_second_per_chip": "tokens_per_second_per_chip",
+  "run_mfu_ratio": "mfu",
+  "heldout_loss": "heldout_loss",
+  "commits_total": "commits",
+  "hangs_total": "hangs",
+}
+OF_ISLANDS = {  # the same for each island
+  "global_step": "global_step",
+  "loss": "loss",
+  "tokens_total": "tokens",
+  "tokens_per_second": "tokens_per_second",
+  "tokens_per_second_per_chip": "tokens_per_second_per_chip",
+  "mfu_ratio": "mfu",
+  "restarts_total": "restarts",
+  "participation_ratio": "participation",
+}
+Metric = tuple[str, str, Mapping[Any, Any]]  # its name, its labels, and values by those of labels
 
 
 def exposition(status: Mapping[str, Any]) -> str:
-  """Every number of `status`; unknown ones are left out."""
+  """Every number of `status`, in its units; unknown ones are left out."""
   lines = []
-  for name, help_, samples in _metrics(status):
-    known = [(labels, value) for labels, value in samples if value is not None]
-    if not known:
-      continue
-    kind = "counter" if name.endswith("_total") else "gauge"
-    lines += [f"# HELP ddiloco_{name} {help_}", f"# TYPE ddiloco_{name} {kind}"]
-    lines += [f"ddiloco_{name}{_labels(labels)} {float(value)!r}" for labels, value in known]
+  for name, labels, values in _metrics(status):
+    known = [(each, value) for each, value in values.items() if value is not None]
+    if known:
+      kind = "counter" if name.endswith("_total") else "gauge"
+      lines.append(f"# TYPE ddiloco_{name} {kind}")
+    for each, value in known:
+      pairs = zip(labels.split(), each if isinstance(each, tuple) else (each,))
+      text = ",".join(f'{label}="{_escaped(str(of))}"' for label, of in pairs)
+      lines.append(f"ddiloco_{name}{f'{{{text}}}' if text else ''} {float(value)!r}")
   return "\n".join(lines) + "\n"
 
 
-def _metrics(status: Mapping[str, Any]) -> Iterator[tuple[str, str, Samples]]:
-  """The name, the help and the samples of each metric."""
-  islands, links = status["islands"], status["links"]
-  phases = {phase: status["phase"] == phase for phase in PHASES}
-  yield "run_phase", "1 for the phase the run is in.", _each("phase", phases)
-  for name, key, help_ in OF_RUN:
-    yield name, help_, [({}, status[key])]
-  for name, what in OUTER_GRADIENTS.items():
-    value = status["outer_gradients"][name]
-    yield f"outer_gradient_{name}", f"{what.capitalize()}, lately.", [({}, value)]
-  measures = _each("measure", status["heldout_measures"])
-  yield "heldout_measure", "What else held-out data say of the global model.", measures
-  states: Samples = [
-    ({"island": str(i["number"]), "state": state}, i["state"] == state)
-    for i in islands
-    for state in STATES
-  ]
-  yield "island_state", "1 for the state the island is in.", states
-  for name, key, help_ in OF_ISLANDS:
-    yield f"island_{name}", help_, _each("island", {i["number"]: i[key] for i in islands})
-  versions = _each("fragment", dict(enumerate(status["fragments"])))
-  yield "fragment_version", "Version of the global model.", versions
-  rejected = _each("shard", {s["number"]: s["rejected"] for s in status["shards"]})
-  yield "rejected_updates_total", "Updates that were rejected.", rejected
+def _metrics(status: Mapping[str, Any]) -> Iterator[Metric]:
+  islands = {each["number"]: each for each in status["islands"]}
+  account = status["goodput"] or {}
+  single = {name: status[key] for name, key in OF_RUN.items()}
+  single |= {f"outer_gradient_{name}": value for name, value in status["outer_gradients"].items()}
+  single |= {"goodput_ratio": account.get("goodput"), "uptime_ratio": account.get("uptime")}
+  for name, value in single.items():
+    yield name, "", {"": value}
+  yield "run_phase", "phase", {phase: status["phase"] == phase for phase in PHASES}
+  yield "heldout_measure", "measure", status["heldout_measures"]
+  states = {(m, s): each["state"] == s for m, each in islands.items() for s in STATES}
+  yield "island_state", "island state", states
+  for name, key in OF_ISLANDS.items():
+    yield f"island_{name}", "island", {m: each[key] for m, each in islands.items()}
+  yield "fragment_version", "fragment", dict(enumerate(status["fragments"]))
+  rejected = {shard["number"]: shard["rejected"] for shard in status["shards"]}
+  yield "rejected_updates_total", "shard", rejected
   for way in ("sent", "received"):
-    moved = _each("role", {link["role"]: link[f"{way}_bytes"] for link in links})
-    yield f"{way}_bytes_total", f"Bytes {way} by a role.", moved
-  yield from _goodput_metrics(status["goodput"] or {})
+    moved = {link["role"]: link[f"{way}_bytes"] for link in status["links"]}
+    yield f"{way}_bytes_total", "role", moved
+  yield "lost_time_ratio", "cause", account.get("lost_time", {})
 
 
-def _goodput_metrics(account: Mapping[str, Any]) -> Iterator[tuple[str, str, Samples]]:
-  useful = "Share of chip time whose work is in the global model."
-  yield "goodput_ratio", useful, [({}, account.get("goodput"))]
-  up = "Share of time in which some island trained."
-  yield "uptime_ratio", up, [({}, account.get("uptime"))]
-  causes = _each("cause", account.get("causes", {}))
-  yield "lost_time_ratio", "Share of chip time by cause; adds up to 1 - goodput.", causes
-
-
-def _each(label: str, values: Mapping[Any, Any]) -> Samples:
-  """A sample for each value, with its key as the label."""
-  return [({label: str(name)}, value) for name, value in values.items()]
-
-
-def _labels(labels: Mapping[str, str]) -> str:
-  escaped = (
-    (name, value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n"))
-    for name, value in labels.items()
-  )
-  text = ",".join(f'{name}="{value}"' for name, value in escaped)
-  return f"{{{text}}}" if text else ""
+def _escaped(label: str) -> str:
+  return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

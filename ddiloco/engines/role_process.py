@@ -37,7 +37,7 @@ from ddiloco.observe.guards import Guard, HangWatch, ended, say
 from ddiloco.observe.run_state import RunState
 from ddiloco.observe.style import clock_time
 from ddiloco.protocol import events
-from ddiloco.protocol.events import Event, parse_role
+from ddiloco.protocol.events import parse_role
 from ddiloco.roles import initial
 
 if TYPE_CHECKING:  # its module imports Orbax and JAX, which not every role needs
@@ -118,6 +118,8 @@ class RoleRunner:
     self.usual_seconds: Callable[[], float] = lambda: 0.0
     self._profiler = Profiler(place.workdir, [address], lambda: self.recorder)
     self._hangs = HangWatch(config.run.hang_seconds, lambda: self.recorder)
+    # Prints the events that the live view would show: joined, rejected, stopped, ...
+    self._seen = RunState(noted=lambda note: self.say(note.text))
     self.recorder = self._record()
     self.endpoint: FaultyEndpoint | None = None
     self._signals = contextlib.ExitStack()
@@ -129,7 +131,6 @@ class RoleRunner:
     self._began = False  # the role checks for signals itself, or other roles may know of it
     self._waited = False  # whether the role has waited for a newer life to fall silent
     self._end_at = math.inf  # when the process ends if the role has not begun by then
-    self._seen = RunState()
     self._health = Health(self._status)
     self.faults = Faults((), 0.0, role=address)
     self._asked = fault_requests(place.workdir)
@@ -307,15 +308,8 @@ class RoleRunner:
 
   def _record(self) -> Recorder:
     who = self.address, self.incarnation
-    listeners = [self._listen, self._profiler]
+    listeners = [self._seen.add, self._profiler]
     return Recorder(self.place.workdir, *who, self.started, time.time, listeners)
-
-  def _listen(self, event: Event) -> None:
-    """Prints the events that the live view would show: joined, rejected, stopped, ..."""
-    known = self._seen.num_log_events
-    self._seen.add(event)
-    if self._seen.num_log_events > known:  # one event makes one line at most
-      self.say(self._seen.log_events[-1].text)
 
   def _asked_status(self) -> int:
     """The exit status of a role that a signal has ended, and that lost nothing."""

@@ -23,7 +23,7 @@ from ddiloco.core import fragments
 from ddiloco.dashboard.server import Dashboard, Where
 from ddiloco.engines.engine import NewerResult, RunResult, save_result
 from ddiloco.environment import FINISHED, INTERRUPTED, LOST
-from ddiloco.observe.eventlog import logs_in, newest_event, stream_events
+from ddiloco.observe.eventlog import EventStream, logs_in, newest_event
 from ddiloco.observe.live import LiveView, TensorBoard
 from ddiloco.observe.report import write_report
 from ddiloco.observe.style import loss_text
@@ -155,7 +155,7 @@ def _train(
 def all_steps(workdir: Path) -> dict[str, int]:
   """Inner steps of every learner, in all its incarnations of all starts of the run."""
   made: Counter[int] = Counter()
-  for event in stream_events(workdir):
+  for event in EventStream(workdir):
     kind, m = parse_role(event.role)
     made[m] += isinstance(event, Step) and kind == "learner"
   return {str(m): count for m, count in sorted(made.items()) if count}

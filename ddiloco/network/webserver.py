@@ -25,7 +25,7 @@ from typing import Any
 from ddiloco.checks import ConfigError, require
 from ddiloco.observe.guards import warn
 
-REQUEST_SECONDS = 5.0  # for a request to arrive, and for its answer to leave
+REQUEST_SECONDS = 10.0  # for a request to arrive and its answer to leave, together
 REQUEST_BYTES = 8192  # of its head, about
 BODY_BYTES = 4096
 MAX_CONNECTIONS = 32
@@ -95,7 +95,7 @@ class WebServer(socketserver.ThreadingTCPServer):
     host, port = parse_address(listen, flag)
     self.answer, self.methods = answer, methods
     self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    self._open: dict[socket.socket, None] = {}  # oldest first
+    self._open: dict[socket.socket, float] = {}  # since when, oldest first
     self._lock = threading.Lock()
     self._answers = threading.Thread(
       target=self.serve_forever, args=(0.1,), name="web", daemon=True
@@ -130,15 +130,22 @@ class WebServer(socketserver.ThreadingTCPServer):
 
   def process_request(self, request, client_address) -> None:
     with self._lock:
-      self._open[request] = None
-      waiting = list(self._open)
-    for oldest in waiting[:-MAX_CONNECTIONS]:
-      with contextlib.suppress(OSError):  # the connection has just ended
-        oldest.shutdown(socket.SHUT_RDWR)  # wakes its thread, which closes it
-    if len(waiting) > 2 * MAX_CONNECTIONS:
+      self._open[request] = time.monotonic()
+      full = len(self._open) > 2 * MAX_CONNECTIONS
+    if full:
       self.shutdown_request(request)  # the old ones do not end: refuse the new one
     else:
       super().process_request(request, client_address)
+
+  def service_actions(self) -> None:
+    """Cuts off connections that take too long, and the oldest ones when there are too many."""
+    late = time.monotonic() - REQUEST_SECONDS
+    with self._lock:
+      newest_first = list(reversed(self._open.items()))
+    for i, (connection, since) in enumerate(newest_first):
+      if i >= MAX_CONNECTIONS or since < late:
+        with contextlib.suppress(OSError):  # the connection has just ended
+          connection.shutdown(socket.SHUT_RDWR)  # wakes its thread, which closes it
 
   def shutdown_request(self, request) -> None:
     with self._lock:
@@ -151,26 +158,18 @@ class WebServer(socketserver.ThreadingTCPServer):
 
 
 class _RequestReader(io.RawIOBase):
-  """What a client sends: all of it within `REQUEST_SECONDS`, and not more than a request may have.
-
-  Raises:
-    TimeoutError: which ends the connection.
-  """
+  """What a client sends, up to the most that a request may have."""
 
   def __init__(self, connection: socket.socket):
     self._connection, self._left = connection, REQUEST_BYTES + BODY_BYTES
-    self._deadline = time.monotonic() + REQUEST_SECONDS
 
   def readable(self) -> bool:
     return True
 
   def readinto(self, buffer) -> int:
-    seconds = self._deadline - time.monotonic()
-    if seconds <= 0 or not self._left:
-      raise TimeoutError("the request is not complete")
-    self._connection.settimeout(seconds)
+    if not self._left:
+      raise TimeoutError("the request does not end")  # which ends the connection
     count = self._connection.recv_into(memoryview(buffer)[: self._left])
-    self._connection.settimeout(REQUEST_SECONDS)  # for the answer
     self._left -= count
     return count
 

@@ -7,20 +7,18 @@ incarnation says the log's format; a log of another format is refused.
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import math
 import os
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from ddiloco.config import ConfigError
-from ddiloco.observe.guards import Drain, warn
+from ddiloco.observe.guards import Drain, Warnings, warn
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Event
 
@@ -30,9 +28,14 @@ PIECE_BYTES = 1 << 15  # of each log in memory at a time
 SCAN_BYTES = 1 << 20
 MOST_LINE_BYTES = 4 << 20  # of an event; a commit of 2,000 participants has 0.2 MB
 DAMAGED = b"\0"  # replaces a line longer than MOST_LINE_BYTES; does not decode to an event
-SLACK_SECONDS = 1.0  # threads of one role may swap their lines by microseconds
-MOST_STRETCHES = 100  # of one log; if its clock goes back more often, the last holds all the rest
-_TIME = re.compile(rb'\{(?:"kind": ?"\w+", ?)?"time": ?(-?\d+(?:\.\d+)?(?:e[+-]?\d+)?)')
+
+
+class LogPart(NamedTuple):
+  """The bytes `start` to `end` of a log, which are whole lines, but for the last of a file."""
+
+  path: Path
+  start: int
+  end: int
 
 
 def lines_of(path: Path, start: int, end: int) -> Iterator[bytes]:
@@ -41,7 +44,7 @@ def lines_of(path: Path, start: int, end: int) -> Iterator[bytes]:
 
 
 def _lines_at(path: Path, start: int, end: int) -> Iterator[tuple[int, bytes]]:
-  """The same, each with the place at which the next line begins."""
+  """The same, each with the place where the next line begins."""
   held, too_long, at = b"", False, start
   while piece := _read(path, start, min(end, start + PIECE_BYTES)):
     start += len(piece)
@@ -57,33 +60,16 @@ def _lines_at(path: Path, start: int, end: int) -> Iterator[tuple[int, bytes]]:
     yield start, DAMAGED if too_long else held
 
 
-def stretches(path: Path, start: int, end: int) -> list[tuple[int, int]]:
-  """The bytes `start` to `end` in parts (from, to) in which the times of events do not go back.
-
-  Where a role's clock is set back, a new part begins, so that merging all parts by time puts every
-  event in its place. Only times are parsed: this is a fraction of the cost of reading the events.
-  """
-  starts, newest, at = [start], -math.inf, start
-  for after, line in _lines_at(path, start, end):
-    if match := _TIME.match(line):
-      said = float(match[1])
-      if said < newest - SLACK_SECONDS and len(starts) < MOST_STRETCHES:
-        starts.append(at)
-        newest = said
-      newest = max(newest, said)
-    at = after
-  return list(zip(starts, [*starts[1:], end]))
-
-
-def whole_lines_end(path: Path, start: int, end: int) -> int:
-  """The end of the last whole line within `start` to `end`; `start` if there is none."""
+def _lines_back(path: Path, start: int, end: int) -> Iterator[bytes]:
+  """These lines, the last one first; of one longer than MOST_LINE_BYTES only a part."""
+  rest = b""
   while end > start:
     first = max(start, end - SCAN_BYTES)
-    found = _read(path, first, end).rfind(b"\n")
-    if found >= 0:
-      return first + found + 1
+    rest, *whole = (_read(path, first, end) + rest).split(b"\n")
+    yield from reversed(whole)
+    rest = rest if len(rest) <= MOST_LINE_BYTES else b""
     end = first
-  return start
+  yield rest
 
 
 def _read(path: Path, start: int, end: int) -> bytes:
@@ -131,18 +117,6 @@ E = TypeVar("E", bound=Event)
 FLUSH_SECONDS = 1.0
 
 
-class Warnings:
-  """Warns of each thing once."""
-
-  def __init__(self) -> None:
-    self._said: set[Any] = set()
-
-  def __call__(self, about: Any, text: str) -> None:
-    if about not in self._said:
-      self._said.add(about)
-      warn(text)
-
-
 class Records(Protocol):
   """Takes a role's events: a `Recorder`, or a substitute for one."""
 
@@ -183,9 +157,7 @@ class Recorder:
     self._start_time = start_time
     self._clock = clock
     self._listeners = tuple(listeners)
-    self._file: int | None = None
-    self._torn = False  # the file ends inside a line
-    self._begins = True  # the next event says the format: it may be the first of the file
+    self._begins = True  # the next event says the format
     self._unwritten = 0
     self._warn = Warnings()
     check_format(self.path)
@@ -221,10 +193,8 @@ class Recorder:
     return self._unwritten + self._drain.lost
 
   def close(self) -> None:
-    """Writes what is queued and closes the file. Events recorded later count as lost."""
+    """Writes what is queued. Events recorded later count as lost."""
     self._drain.close()
-    if not self._drain.running:
-      self._shut()
 
   def __enter__(self) -> Recorder:
     return self
@@ -233,23 +203,26 @@ class Recorder:
     self.close()
 
   def _write(self, batch: list[Event]) -> None:
-    """On the background thread: the whole batch in one append."""
+    """On the background thread: the whole batch in one append.
+
+    The file is opened for each batch: a handle may become stale, and its file may be deleted.
+    """
     lines = self._lines(batch)
     if not lines:
       return
     data, written = b"".join(lines), 0
     try:
-      if self._file is None:
-        self._file = self._open()
-      if self._torn:  # ends the torn line, or it would spoil the first new one
-        data = b"\n" + data
-      written = os.write(self._file, data)
+      self.path.parent.mkdir(parents=True, exist_ok=True)
+      with self.path.open("a+b", buffering=0) as file:
+        size = file.tell()
+        if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+          data = b"\n" + data  # ends the torn line, or it would spoil the first new one
+        written = os.write(file.fileno(), data)
       if written < len(data):
         raise OSError(f"only {written} of {len(data)} bytes were written (is the disk full?)")
-      self._torn = self._begins = False
+      self._begins = False
     except OSError as error:
-      self._shut()  # the next batch opens it again: a handle that has become stale stays so, ...
-      self._begins = True  # ... as one does whose file was deleted
+      self._begins = True  # it may be another file that is there next time
       self._unwritten += len(lines) - data[:written].lstrip(b"\n").count(b"\n")
       text = f"cannot write {self.path}: {error}. The run goes on without these events."
       self._warn("unwritten", text)
@@ -265,23 +238,6 @@ class Recorder:
         text = f"an event {event.kind!r} cannot be put into words: {error!r}. It is lost."
         self._warn("odd", f"{self.path}: {text}")
     return lines
-
-  def _open(self) -> int:
-    self.path.parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-      size = os.fstat(file).st_size
-      self._torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
-    except OSError:
-      os.close(file)  # the next batch opens it again
-      raise
-    return file
-
-  def _shut(self) -> None:
-    file, self._file = self._file, None
-    if file is not None:
-      with contextlib.suppress(OSError):  # what it says was said of the write
-        os.close(file)
 
 
 class NullRecorder:
@@ -306,43 +262,30 @@ class EventLog(list[Event]):
     return [e for e in self if isinstance(e, kind) and e.role.startswith(role)]
 
 
-class LogPart(NamedTuple):
-  """The bytes `start` to `end` of a log, which are whole lines."""
-
-  path: Path
-  start: int
-  end: int
-
-
-def _raise(part: LogPart, error: OSError) -> None:
-  raise error
-
-
 class EventStream:
-  """The events in some parts of log files, in order of time, read as they are iterated over.
+  """The events that all roles have written under WORKDIR/events by now, in order of time.
 
-  Memory is bounded by the number of roles, not by the length of the run. Events of a role stay in
-  order, except where its clock was set back. `torn_lines` counts the unreadable lines so far.
+  They are read as they are iterated over, in memory that is bounded by the number of roles, not by
+  the length of the run. Events of a role stay in order: if its clock is set back, they count as of
+  the newest time before. No folder: no events.
+
+  Attributes:
+    torn_lines: unreadable lines so far.
+
+  Raises:
+    ConfigError: a log is of another format.
   """
 
-  def __init__(
-    self, places: Iterable[LogPart], failed: Callable[[LogPart, OSError], None] = _raise
-  ):
-    """`failed`: called with what cannot be read of a part; if it returns, the others go on."""
+  def __init__(self, workdir: str | os.PathLike[str]):
     self.torn_lines = 0
-    self._places, self._failed = tuple(places), failed
+    self._logs = logs_in(workdir)
 
   def __iter__(self) -> Iterator[Event]:
-    parts = [part for place in self._places for part in self._parts(place)]
+    return self._merged(LogPart(path, 0, path.stat().st_size) for path in self._logs)
+
+  def _merged(self, parts: Iterable[LogPart]) -> Iterator[Event]:
     timed = [self._timed(i, part) for i, part in enumerate(parts)]
     return (event for _, _, event in heapq.merge(*timed))
-
-  def _parts(self, place: LogPart) -> list[LogPart]:
-    try:
-      return [LogPart(place.path, a, b) for a, b in stretches(*place)]
-    except OSError as error:
-      self._failed(place, error)
-      return []
 
   def _timed(self, i: int, part: LogPart) -> Iterator[tuple[float, int, Event]]:
     at, newest = part.start, -math.inf
@@ -358,14 +301,9 @@ class EventStream:
     except OSError as error:
       self._failed(part._replace(start=at), error)
 
-
-def stream_events(workdir: str | os.PathLike[str]) -> EventStream:
-  """The events that all roles have written under WORKDIR/events by now. No folder: no events.
-
-  Raises:
-    ConfigError: a log is of another format.
-  """
-  return EventStream(LogPart(path, 0, path.stat().st_size) for path in logs_in(workdir))
+  def _failed(self, part: LogPart, error: OSError) -> None:
+    """What cannot be read of a part; if it returns, the others go on."""
+    raise error
 
 
 def logs_in(workdir: str | os.PathLike[str]) -> list[Path]:
@@ -382,7 +320,7 @@ def logs_in(workdir: str | os.PathLike[str]) -> list[Path]:
 
 def read_events(workdir: str | os.PathLike[str]) -> EventLog:
   """All events of a run at once, for runs that fit into memory (1 to 2 kB an event)."""
-  stream = stream_events(workdir)
+  stream = EventStream(workdir)
   events = list(stream)
   return EventLog(events, stream.torn_lines)
 
@@ -405,91 +343,67 @@ def _newest(path: Path, kind: type[E]) -> E | None:
   check_format(path)
   tag = kind.__struct_config__.tag
   wanted = f'"kind":"{tag}"'.encode()  # as `encode` writes it; inside a string \" would be escaped
-  for line in _lines_back(path):
+  for line in _lines_back(path, 0, path.stat().st_size):
     if wanted in line and isinstance(event := events.decode(line), kind):
       return event
   return None
 
 
-def _lines_back(path: Path) -> Iterator[bytes]:
-  """The lines of a log, the last one first; of one longer than MOST_LINE_BYTES only a part."""
-  end, rest = path.stat().st_size, b""
-  while end > 0:
-    start = max(0, end - SCAN_BYTES)
-    rest, *whole = (_read(path, start, end) + rest).split(b"\n")
-    yield from reversed(whole)
-    rest = rest if len(rest) <= MOST_LINE_BYTES else b""
-    end = start
-  yield rest
-
-
 # --- Follows the event logs of a run while other processes write them
 
 
-class Follower:
-  """Reads WORKDIR/events/*.jsonl as they grow: each whole line once, including those of new files.
+class Follower(EventStream):
+  """Reads the logs as they grow: each whole line once, including those of new files.
+
+  Each time it is iterated over it has the events since the last time; roles flush late, so later
+  ones may be earlier. Those that are not taken from it do not come again.
 
   A line is read when its end is there; a line torn by a kill is counted in `torn_lines` as soon as
   more is written after it. A file that shrank was replaced, and is read from its start. A file that
   cannot be read now does not hold up the others: reading resumes later, where it stopped.
-
-  Raises:
-    ConfigError: a log that is there already is of another format.
   """
 
   def __init__(self, workdir: str | os.PathLike[str]):
-    self.torn_lines = 0
+    super().__init__(workdir)
     self._folder = Path(workdir) / "events"
-    logs_in(workdir)
-    # By file: bytes given out, up to the end of a line; bytes in which no further line ends.
+    # By file: bytes given out, up to the end of a line; its size then.
     self._read: dict[Path, tuple[int, int]] = {}
     self._late: list[LogPart] = []  # parts that could not be read yet
     self._warn = Warnings()
 
-  def poll(self) -> list[Event]:
-    """Events since the last poll, by time; roles flush late, a later poll may have earlier ones."""
-    return list(self.stream())
+  def __iter__(self) -> Iterator[Event]:
+    return self._merged(self._new())
 
-  def stream(self) -> Iterator[Event]:
-    """The same one by one, in bounded memory. Events not taken from it do not come again."""
-    stream = EventStream(self._new(), self._put_off)
-    torn = self.torn_lines
-    for event in stream:
-      self.torn_lines = torn + stream.torn_lines
-      yield event
-    self.torn_lines = torn + stream.torn_lines
+  def poll(self) -> list[Event]:
+    """All of them at once."""
+    return list(self)
 
   def skip(self) -> None:
     """Skips all that is written by now, without reading it."""
     self._new()
 
-  def _put_off(self, part: LogPart, error: OSError) -> None:
-    self._late.append(part)
-    self._tell(part.path, error)
-
-  def _tell(self, path: Path, error: OSError) -> None:
-    text = f"{path}: cannot be read now ({error}). It is tried again, the other logs are read."
-    self._warn(path, text)
+  def _failed(self, part: LogPart, error: OSError) -> None:
+    if part.end > part.start:
+      self._late.append(part)
+    text = f"{part.path}: cannot be read now ({error}). It is tried again, the other logs are read."
+    self._warn(part.path, text)
 
   def _new(self) -> list[LogPart]:
     """The parts with new lines, and those that could not be read before."""
-    paths = sorted(self._folder.glob("*.jsonl"), reverse=True)
     found, self._late = self._late, []
-    waiting = {part.path for part in found}
+    waiting = {part.path for part in found}  # newer lines of these files wait for the older ones
     # Sizes of shards' logs before those of learners: no commit is read without its pushes.
-    for path in paths:
-      if path in waiting:
-        continue  # newer lines of this file wait until its late part is read
+    for path in sorted({*self._folder.glob("*.jsonl")} - waiting, reverse=True):
       start, seen = self._read.get(path, (0, 0))
       try:
         size = path.stat().st_size
         if size < start:
           start, seen = self._read[path] = 0, 0  # also if it cannot be read now
-        end = whole_lines_end(path, seen, size)
+        end = size - len(next(_lines_back(path, seen, size)))
       except FileNotFoundError:
         continue  # gone since the folder was listed
       except OSError as error:
-        self._tell(path, error)
+        self._failed(LogPart(path, start, start), error)
         continue
       if end > seen:
         found.append(LogPart(path, start, end))

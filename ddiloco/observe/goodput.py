@@ -32,16 +32,17 @@ allocated time. The right column is the bucket of ml-goodput-measurement that a 
 
 from __future__ import annotations
 
-import bisect
 import collections
 import dataclasses
 import math
 import statistics
 from array import array
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from ddiloco.observe.history import Idle
 from ddiloco.observe.islands import STALL_SECONDS, STALL_STEPS
+from ddiloco.observe.style import rounded
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Event, parse_role
 from ddiloco.protocol.messages import INITIAL
@@ -52,13 +53,12 @@ CAUSES = (
 )
 RECENT_STEPS = 33  # a step or pause longer than STALL_STEPS times the median of these is a stall
 EXACT_STEPS = 2048  # steps of an island kept one by one: two snapshot intervals are 400
-OLD_STEPS = 512  # sums kept of older steps, at equal distances
 MOST_PUSHED = 8  # pushes of an island and fragment that may still be committed; usually one
 CHAIN_SUMS = 250_000  # sums (one a learner and round) of all fragments together ...
 LEAST_ROUNDS = 128  # ... but at least so many rounds a fragment: two snapshot intervals are 17
 OF_ISLAND = (
-  *(events.Started, events.Captured, events.CopyOut, events.Resend, events.Apply),
-  events.Stopped,
+  *(events.Started, events.Captured, events.CopyOut, events.Resend, events.Apply, events.Stopped),
+  *(events.Step, events.Compiled, events.Exit, events.Restart),
 )
 
 
@@ -73,6 +73,17 @@ class Goodput:
   causes: Mapping[str, float]
   uptime: float  # share of the time since the first step in which at least one island trained
   learners: Mapping[int, LearnerGoodput]
+
+  def as_json(self) -> dict[str, Any]:
+    """How chip time was spent, in shares; and each learner's liveness."""
+    return {
+      "chip_seconds": rounded(self.chip_seconds),
+      "goodput": rounded(self.goodput),
+      "goodput_training": rounded(self.goodput_training),
+      "uptime": rounded(self.uptime),
+      "lost_time": {cause: round(share, 6) for cause, share in self.causes.items()},
+      "liveness": {str(m): rounded(each.liveness) for m, each in self.learners.items()},
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,14 +117,8 @@ class Ledger:
     """Enters one event. Kinds that say nothing about time or merges are ignored."""
     self._now = max(self._now, event.time)
     match event:
-      case events.Step():
-        self._take(event, event.role, positive(event.gap_seconds))
-      case events.Compiled():
-        self._take(event, event.target, positive(event.seconds))
-      case events.Exit() | events.Restart():
-        self._take(event, event.target)
       case _ if isinstance(event, OF_ISLAND):
-        self._take(event, event.role)
+        self._take(event)
       case events.Commit():
         self._commit(event)
       case events.Owns() | events.Regained():
@@ -192,11 +197,11 @@ class Ledger:
       if m >= event.num_learners:  # the run goes on without it, unless it joins
         island.phase = ""
 
-  def _take(self, event: Event, role: str, passed: float = 0.0) -> None:
-    """Enters an event of one learner, which accounts for the last `passed` seconds."""
-    kind, m = parse_role(role)
+  def _take(self, event: Event) -> None:
+    """Enters an event of, or about, one learner."""
+    kind, m = parse_role(getattr(event, "target", event.role))
     if kind == "learner":
-      trained = self._at(m, event.time - passed).take(event)
+      trained = self._at(m, _since(event)).take(event)
       if trained is not None:
         self._idle.train(*trained)
 
@@ -229,29 +234,21 @@ class Ledger:
 # --- The ledger's parts: an account for each island, a chain of rounds for each fragment
 
 
-@dataclasses.dataclass(frozen=True)
-class PushedSteps:
-  """The steps in a push: their chip-seconds, and the last of them by its learner's number."""
-
-  step: int
-  chip_seconds: float
-
-
 class StepSums:
-  """Cumulative chip-seconds of an island's steps: of all recent steps, and of some older ones.
+  """Cumulative chip-seconds of an island's steps, one by one for recent ones.
 
-  Between two older steps that are kept, `at` interpolates linearly.
+  All steps before these are taken for equally long.
   """
 
   def __init__(self, exact: int = EXACT_STEPS):
     self._exact = exact
-    self._stride = 1  # older steps are kept if their numbers are multiples of it
-    self._steps, self._sums = array("q", [0]), array("d", [0.0])
+    self._first = 0  # the number of the first step that is kept
+    self._sums = array("d", [0.0])  # up to and with it, and each that follows
 
   @property
   def number(self) -> int:
     """The number of the newest step."""
-    return self._steps[-1]
+    return self._first + len(self._sums) - 1
 
   @property
   def last(self) -> float:
@@ -260,39 +257,25 @@ class StepSums:
 
   def add(self, chip_seconds: float) -> None:
     """Adds a step."""
-    self._steps.append(self.number + 1)
     self._sums.append(self.last + chip_seconds)
-    if len(self._steps) > 2 * self._exact + OLD_STEPS:
-      self._thin()
+    if len(self._sums) > 2 * self._exact:
+      self._first += self._exact
+      del self._sums[: self._exact]
 
   def at(self, step: int) -> float:
     """The sum up to and with this step; 0 is before the first."""
-    i = bisect.bisect_left(self._steps, step)
-    if i == len(self._steps):
-      return self.last
-    if i == 0 or self._steps[i] == step:
-      return self._sums[i]
-    (a, b), (low, high) = self._steps[i - 1 : i + 1], self._sums[i - 1 : i + 1]
-    return low + (high - low) * (step - a) / (b - a)
+    step = max(0, step)
+    if step >= self._first:
+      return self._sums[min(step - self._first, len(self._sums) - 1)]
+    return self._sums[0] * step / self._first
 
   def go_to(self, step: int) -> None:
     """Makes `step` the newest: later steps are dropped, missing ones took no time."""
     step = max(0, step)
-    chip_seconds, i = self.at(step), bisect.bisect_left(self._steps, step)
-    del self._steps[i:], self._sums[i:]
-    self._steps.append(step)
-    self._sums.append(chip_seconds)
-
-  def _thin(self) -> None:
-    """Drops some of the older steps; the first entry, step 0 with the sum 0, always stays."""
-    old = len(self._steps) - self._exact
-    kept = [i for i in range(old) if self._steps[i] % self._stride == 0]
-    while len(kept) > OLD_STEPS:
-      self._stride *= 2
-      kept = [i for i in kept if self._steps[i] % self._stride == 0]
-    kept += range(old, len(self._steps))
-    self._steps = array("q", [self._steps[i] for i in kept])
-    self._sums = array("d", [self._sums[i] for i in kept])
+    if self._first <= step <= self.number:
+      del self._sums[step - self._first + 1 :]
+    else:
+      self._first, self._sums = step, array("d", [self.at(step)])
 
 
 class IslandAccount:
@@ -313,8 +296,8 @@ class IslandAccount:
     self.commits = 0
     # By fragment: the step up to which all is merged or given up, and the sum up to this step.
     self._settled: dict[int, tuple[int, float]] = {}
-    # By fragment and round.
-    self._pushed: dict[int, dict[int, PushedSteps]] = collections.defaultdict(dict)
+    # By fragment and round: the last step in a push, and the chip-seconds of all its steps.
+    self._pushed: dict[int, dict[int, tuple[int, float]]] = collections.defaultdict(dict)
     self._recent: collections.deque[float] = collections.deque(maxlen=RECENT_STEPS)
     self._known = {"save": 0.0, "compile": 0.0}  # since the last step, beside it
 
@@ -343,15 +326,11 @@ class IslandAccount:
       case events.Started():
         self._start(now, max(1, event.devices))
       case events.Exit():
-        if self.phase:  # a step under way is lost with the life
-          self._spend_until(now, "discarded" if self.phase == "training" else self.phase)
-          self.phase = "down"
+        self.end(now, "discarded", "down")  # a step under way is lost with the life
       case events.Restart():
         self.restart(now)
       case events.Stopped():
-        if self.phase:
-          self._spend_until(now, "other")
-          self.phase = ""
+        self.end(now)
     return None
 
   def restart(self, now: float) -> None:
@@ -362,22 +341,14 @@ class IslandAccount:
 
   def _come_back(self, event: Event) -> None:
     """An island that gave its chips back has them again: the time between is not charged."""
-    match event:
-      case events.Compiled():
-        since = event.time - positive(event.seconds)
-      case events.Step():
-        since = event.time - positive(event.gap_seconds)
-      case events.Started():
-        since = event.time
-      case _:
-        return
-    self.since, self.phase = max(self.since, since), "rejoin"
+    if isinstance(event, events.Compiled | events.Step | events.Started):
+      self.since, self.phase = max(self.since, _since(event)), "rejoin"
 
-  def end(self, now: float) -> None:
-    """The run is over."""
+  def end(self, now: float, under_way: str = "other", phase: str = "") -> None:
+    """A life is over, or the run; `under_way`: the cause of the time since the last step."""
     if self.phase:
-      self._spend_until(now, "other" if self.phase == "training" else self.phase)
-      self.phase = ""
+      self._spend_until(now, under_way if self.phase == "training" else self.phase)
+      self.phase = phase
 
   def _spend_until(self, until: float, cause: str) -> None:
     """Books the time from the last entry to `until` as `cause`."""
@@ -460,9 +431,9 @@ class IslandAccount:
   def _copy_out(self, event: events.CopyOut) -> None:
     now = self.sums.number
     covered = self.sums.last - self.sums.at(now - max(0, event.steps))
-    self._keep(event.fragment, event.round, PushedSteps(now, covered))
+    self._keep(event.fragment, event.round, (now, covered))
 
-  def _keep(self, fragment: int, round_id: int, pushed: PushedSteps) -> None:
+  def _keep(self, fragment: int, round_id: int, pushed: tuple[int, float]) -> None:
     by_round = self._pushed[fragment]
     by_round[round_id] = pushed
     if len(by_round) > MOST_PUSHED:
@@ -470,11 +441,9 @@ class IslandAccount:
 
   def answered(self, fragment: int, round_id: int) -> float:
     """The chip-seconds of the push that this round merged or rejected; 0.0 if none is known."""
-    pushed = self._pushed[fragment].pop(round_id, None)
-    if pushed is None:
-      return 0.0
-    self._settle(fragment, pushed.step)
-    return pushed.chip_seconds
+    step, chip_seconds = self._pushed[fragment].pop(round_id, (0, 0.0))
+    self._settle(fragment, step)
+    return chip_seconds
 
   def _settle(self, fragment: int, step: int) -> None:
     """Of the fragment, no step up to this one is pending any more."""
@@ -522,6 +491,16 @@ class Chain:
     self.head = round_id
     while len(self._rounds) > most_rounds:
       del self._rounds[next(iter(self._rounds))]
+
+
+def _since(event: Event) -> float:
+  """When what the event tells of began."""
+  match event:
+    case events.Step():
+      return event.time - positive(event.gap_seconds)
+    case events.Compiled():
+      return event.time - positive(event.seconds)
+  return event.time
 
 
 def positive(seconds: float) -> float:

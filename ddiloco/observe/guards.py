@@ -34,6 +34,18 @@ def warn(text: str) -> None:
   say(f"ddiloco: WARNING: {text}", sys.stderr)
 
 
+class Warnings:
+  """Warns of each thing once."""
+
+  def __init__(self) -> None:
+    self._said: set[Any] = set()
+
+  def __call__(self, about: Any, text: str) -> None:
+    if about not in self._said:
+      self._said.add(about)
+      warn(text)
+
+
 class Guard:
   """Calls the duties of a loop that must not end.
 
@@ -45,8 +57,7 @@ class Guard:
   """
 
   def __init__(self, who: str):
-    self._who = who
-    self._said: set[tuple[str, type[Exception]]] = set()
+    self._who, self._warn = who, Warnings()
 
   def __call__(self, duty: Callable[..., Any], *arguments: Any, instead: Any = None) -> Any:
     """What `duty(*arguments)` returns; `instead` if it fails."""
@@ -54,10 +65,8 @@ class Guard:
       return duty(*arguments)
     except Exception as error:
       name = getattr(duty, "__name__", str(duty)).strip("_")
-      if (name, type(error)) not in self._said:
-        self._said.add((name, type(error)))
-        trace = traceback.format_exc()
-        warn(f"{self._who}: {name} failed, which is said once; it goes on\n{trace}")
+      text = f"{self._who}: {name} failed, which is said once; it goes on"
+      self._warn((name, type(error)), f"{text}\n{traceback.format_exc()}")
       return instead
 
 

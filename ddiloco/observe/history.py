@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
-from collections import Counter, defaultdict, deque
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ddiloco.config import SyncConfig
-from ddiloco.observe.islands import DOWN, IslandState, Median, outer_gradients, role_name
+from ddiloco.observe.islands import DOWN, IslandState, outer_gradients, role_name
 from ddiloco.observe.style import rounded
 from ddiloco.protocol import events, rules
-from ddiloco.protocol.events import Event, Step, parse_role
+from ddiloco.protocol.events import Event, parse_role
 
 FIRST_WIDTH_SECONDS = 0.25
-PAGE_VALUES = 4000  # of one kind of curve on the page, all islands together
+PAGE_BINS = 240
+PAGE_VALUES = 6000  # of one kind of curve on the page, all islands together
 LOSS_BINS = 480  # of a curve of the report ...
 LOSS_VALUES = 40_000  # ... but at most so many values of all islands together
 MOST_CURVES = 8  # lives of an island with a line of their own; the last line has all later lives
@@ -27,7 +27,6 @@ MOST_COMMITS = 1000  # that are drawn, of few islands ...
 COMMIT_MEMBERS = 100_000  # ... or so many members of commits
 MOST_POINTS = 500  # of one role's traffic
 MOST_EVALUATIONS = 240
-WEIGHT_BINS = 60
 
 
 class Series:
@@ -37,7 +36,7 @@ class Series:
   data sent to a page are bounded, and curves on one time axis stay comparable.
   """
 
-  def __init__(self, most: int = 240, width_seconds: float = FIRST_WIDTH_SECONDS):
+  def __init__(self, most: int = PAGE_BINS, width_seconds: float = FIRST_WIDTH_SECONDS):
     self.width_seconds = width_seconds
     self._most = most
     self._sums: dict[str, list[float]] = {}
@@ -166,6 +165,7 @@ class TrafficTotals:
     # By role: its newest incarnation, and the bytes that all earlier ones have sent and received.
     self._lives: dict[str, tuple[int, int, int]] = {}
     self._recent: dict[str, deque[tuple[float, int, int]]] = {}  # time, sent, received; totals
+    self.sent: dict[str, Thinned] = {}  # by role, (time, bytes sent so far)
 
   def add(self, event: events.Traffic) -> None:
     """Takes a role's counters; those of an incarnation that was replaced are ignored."""
@@ -177,22 +177,14 @@ class TrafficTotals:
       _, sent, received = recent[-1]
     self._lives[event.role] = event.incarnation, sent, received
     recent.append((event.time, sent + event.sent_bytes, received + event.received_bytes))
+    self.sent.setdefault(event.role, Thinned(MOST_POINTS)).add(recent[-1][:2])
     while len(recent) > 2 and event.time - recent[1][0] >= WINDOW_SECONDS:
       recent.popleft()
-
-  def sent(self, role: str) -> int:
-    """Bytes that all incarnations of a role have sent."""
-    return self._recent[role][-1][1]
 
   @property
   def by_role(self) -> dict[str, tuple[int, int]]:
     """(sent, received) bytes of all incarnations of each role."""
     return {role: recent[-1][1:] for role, recent in self._recent.items()}
-
-  def totals(self) -> tuple[int, int]:
-    """(sent, received) bytes of all roles."""
-    moved = self.by_role.values()
-    return sum(sent for sent, _ in moved), sum(received for _, received in moved)
 
   def as_json(self, now: float) -> list[dict[str, Any]]:
     """By role: bytes so far, and bytes per second lately (0 if the role has fallen silent)."""
@@ -216,12 +208,11 @@ class Curves:
   """The curves that the page draws over time, and the report over tokens and time."""
 
   def __init__(self) -> None:
-    self.page = Series()  # over time: "loss M", "participation M", "commits S", OUTER_GRADIENTS
+    # Over time: "loss M", "step M", "wait M", "participation M", "commits S", OUTER_GRADIENTS.
+    self.page = Series()
     self.loss = Series(LOSS_BINS, 1.0)  # over the tokens of all islands, by learner and life
     self.evaluations = Thinned(MOST_EVALUATIONS)  # those with a finite held-out loss
     self.commits = Thinned(MOST_COMMITS)
-    self.weights = Series(WEIGHT_BINS)  # in the merge, by learner
-    self.sent: dict[str, Thinned] = {}  # by role, (time, bytes so far)
     self._tokens = 0
 
   def limit(self, islands: int) -> None:
@@ -233,6 +224,10 @@ class Curves:
   def add_step(self, event: events.Step, m: int, life: int) -> None:
     """A step of an island in one of its lives."""
     self._tokens += event.tokens
+    waited = min(event.blocked_seconds, event.gap_seconds)
+    if event.step > 1 and 0 <= event.gap_seconds - waited < math.inf:  # the first one compiles
+      self.page.add(f"step {m}", event.time, event.gap_seconds - waited)
+      self.page.add(f"wait {m}", event.time, waited)
     if event.loss is not None:
       self.page.add(f"loss {m}", event.time, event.loss)
       self.loss.add(f"{m} {min(life, MOST_CURVES)}", self._tokens, event.loss)
@@ -246,27 +241,12 @@ class Curves:
     for m in islands:
       self.page.add(f"participation {m}", time, float(m in taking))
     self.commits.add(event)
-    total = sum(taking.values()) or 1.0
-    for m, weight in taking.items():
-      self.weights.add(str(m), time, weight / total)
-
-  def add_evaluation(self, event: events.Evaluation) -> None:
-    """Takes an evaluation; a held-out loss that is not finite is not drawn."""
-    if math.isfinite(event.loss):
-      self.evaluations.add(event)
-
-  def add_sent(self, role: str, time: float, sent_bytes: int) -> None:
-    """Takes the bytes that all incarnations of a role have sent so far."""
-    self.sent.setdefault(role, Thinned(MOST_POINTS)).add((time, sent_bytes))
 
 
 # --- The heat map: how long every island's steps took over time, relative to its own median
 # A row is an island, a cell a stretch of time. A cell says the mean step time in it, or what the
 # island did instead of making steps.
 
-MOST_BINS = 240
-LEAST_BINS = 60
-MOST_CELLS = 100_000  # of all islands together: with five hundred islands, 200 each
 LEVELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # of step times, each a fifth of an octave longer
 PER_OCTAVE = 5
 LEAST_RATIO = 0.5  # of level A, to the median; Z is 16 times the median
@@ -275,60 +255,48 @@ STATES = {"joining": "j", "stalled": "s", "quarantined": "q", "down": "d"}
 ABSENT = "."
 
 
-class Heat:
-  """Takes an island's steps; its size depends on the number of islands alone."""
+def heat_map(
+  curves: Series,
+  spans: Mapping[str, Sequence[Sequence[Any]]],
+  medians: Mapping[int, float],
+  now: float,
+) -> dict[str, Any]:
+  """By island, a string with a letter for each cell, up to `now`.
 
-  def __init__(self) -> None:
-    self._cells = Series(MOST_BINS, FIRST_WIDTH_SECONDS)  # "M": seconds; "M w": of these, waiting
-    self._medians: dict[int, Median] = defaultdict(Median)
+  Args:
+    curves: "step M" has the seconds of the steps of island M without waiting, "wait M" the waits.
+    spans: by role, [start, end, state].
+    medians: of the time from step to step, by island.
+  """
+  cells = min(PAGE_BINS, math.ceil(max(0.0, now) / curves.width_seconds))
+  return {
+    "width_seconds": curves.width_seconds,
+    "levels": LEVELS,
+    "least_ratio": LEAST_RATIO,
+    "per_octave": PER_OCTAVE,
+    "median_seconds": {str(m): rounded(median) for m, median in medians.items()},
+    "rows": {
+      str(m): _row(curves, m, median, _states(spans.get(f"learner-{m}", ()), curves, cells))
+      for m, median in medians.items()
+    },
+  }
 
-  def limit(self, islands: int) -> None:
-    """Limits the number of cells: the more islands there are, the longer a cell's time is."""
-    self._cells.keep_at_most(max(LEAST_BINS, MOST_CELLS // max(1, islands)))
 
-  def add(self, event: Step, m: int) -> None:
-    """Takes a step of island `m`; the first step of an incarnation, which compiles, is left out."""
-    waited = min(event.blocked_seconds, event.gap_seconds)
-    seconds = event.gap_seconds - waited
-    if event.step > 1 and 0 <= seconds < math.inf:
-      self._medians[m].add(seconds)
-      self._cells.add(f"{m}", event.time, seconds)
-      self._cells.add(f"{m} w", event.time, waited)
-
-  def as_json(
-    self, spans: Mapping[str, Sequence[Sequence[Any]]], islands: Sequence[int], now: float
-  ) -> dict[str, Any]:
-    """By island, a string with a letter for each cell, up to `now`.
-
-    `spans`: by role, [start, end, state], of `observe.tracks`.
-    """
-    width = self._cells.width_seconds
-    bins = min(MOST_BINS, math.ceil(max(0.0, now) / width))
-    return {
-      "width_seconds": width,
-      "levels": LEVELS,
-      "least_ratio": LEAST_RATIO,
-      "per_octave": PER_OCTAVE,
-      "median_seconds": {str(m): rounded(self._medians[m].value) for m in islands},
-      "rows": {str(m): self._row(m, spans.get(f"learner-{m}", ()), bins) for m in islands},
-    }
-
-  def _row(self, m: int, spans: Sequence[Sequence[Any]], bins: int) -> str:
-    """One island's string. A cell in which no step ended has the letter of the step under way."""
-    width, median = self._cells.width_seconds, self._medians[m].value
-    seconds, counts = self._cells.sums(f"{m}"), self._cells.counts(f"{m}")
-    waited = self._cells.sums(f"{m} w")
-    row, states, under_way = [ABSENT] * bins, _states(spans, width, bins), ""
-    for i in reversed(range(bins)):
-      if i < len(counts) and counts[i]:
-        under_way = level(seconds[i] / counts[i], median)
-        under_way = WAITING if waited[i] > seconds[i] else under_way
-        row[i] = under_way
-      else:
-        row[i] = (under_way or ABSENT) if states[i] == "running" else STATES.get(states[i], ABSENT)
-      if states[i] != "running":
-        under_way = ""
-    return "".join(row)
+def _row(curves: Series, m: int, median: float, states: Sequence[str]) -> str:
+  """One island's string. A cell in which no step ended has the letter of the step under way."""
+  seconds, waits = curves.means(f"step {m}"), curves.means(f"wait {m}")
+  row, under_way = "", ""
+  for i in reversed(range(len(states))):
+    ended = seconds[i] if i < len(seconds) else None
+    if ended is not None:
+      letter = under_way = WAITING if waits[i] > ended else level(ended, median)
+    else:
+      running = states[i] == "running"
+      letter = (under_way or ABSENT) if running else STATES.get(states[i], ABSENT)
+    if states[i] != "running":
+      under_way = ""
+    row = letter + row
+  return row
 
 
 def level(seconds: float, median: float) -> str:
@@ -339,11 +307,11 @@ def level(seconds: float, median: float) -> str:
   return LEVELS[min(len(LEVELS) - 1, max(0, round(octaves * PER_OCTAVE)))]
 
 
-def _states(spans: Sequence[Sequence[Any]], width: float, bins: int) -> list[str]:
+def _states(spans: Sequence[Sequence[Any]], curves: Series, cells: int) -> list[str]:
   """The island's state in the middle of each cell."""
-  found, at = [""] * bins, 0
-  for i in range(bins):
-    middle = (i + 0.5) * width
+  found, at = [""] * cells, 0
+  for i in range(cells):
+    middle = (i + 0.5) * curves.width_seconds
     while at < len(spans) and spans[at][1] < middle:
       at += 1
     if at < len(spans) and spans[at][0] <= middle:
@@ -351,16 +319,7 @@ def _states(spans: Sequence[Sequence[Any]], width: float, bins: int) -> list[str
   return found
 
 
-# --- The syncer's rounds: open rounds, closed rounds, and why learners were left out
-
-RECENT_ROUNDS = 12
-MOST_REASONS = 8
-OUTCOMES = {  # the beginning of the syncer's reason: what it means
-  "all ": "all that were asked had answered",
-  "quorum of ": "there was a quorum, and its grace was over",
-  "only ": "given up: too few could still answer",
-}
-_NUMBER = re.compile(r"\d+(\.\d+)?(e[+-]?\d+)?")
+# --- The syncer's open rounds
 
 
 @dataclasses.dataclass
@@ -378,9 +337,6 @@ class Rounds:
 
   def __init__(self) -> None:
     self._open: dict[int, _Open] = {}  # by round
-    self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT_ROUNDS)
-    self._outcomes: Counter[str] = Counter()
-    self._left_out: dict[int, Counter[str]] = defaultdict(Counter)
     self._grace: dict[int, float] = {}  # by fragment, of its last round
     self._closed_at = -math.inf  # when a round has ended
 
@@ -391,11 +347,11 @@ class Rounds:
         self._push(event)
       case events.Round():
         self._begin(event)
-      case events.Commit():
-        self._grace[event.fragment] = event.grace_seconds
-        self._close(event, list(event.weights))
-      case events.Abandoned():
-        self._close(event, [])
+      case events.Commit() | events.Abandoned():
+        if isinstance(event, events.Commit):
+          self._grace[event.fragment] = event.grace_seconds
+        self._open.pop(event.round, None)
+        self._closed_at = max(self._closed_at, event.time)
       case events.Exit() | events.Fault(action="kill"):
         self._drop(event.target)
       case events.Started():
@@ -403,16 +359,16 @@ class Rounds:
       case events.RunStarted():
         self._open = {}
 
-  def waiting(self, islands: Mapping[int, IslandState], now: float, sync: SyncConfig | None) -> str:
+  def waiting(self, islands: Mapping[int, IslandState], now: float, sync: SyncConfig) -> str:
     """Why the syncer waits, in plain words, as far as the log says by `now`."""
     if not self._open and math.isinf(self._closed_at):
       ready = sum(island.state == "running" for island in islands.values())
-      need = f" of the {sync.min_quorum} it needs" if sync else ""
-      return f"The first round begins when enough islands have made a step: {ready}{need} are up."
+      need = f"{ready} of the {sync.min_quorum} it needs are up"
+      return f"The first round begins when enough islands have made a step: {need}."
     if not self._open:
-      period = f" {sync.sync_period} steps after its last sync" if sync else ""
+      due = f"a fragment falls due {sync.sync_period} steps after its last sync"
       ago = f"the last round ended {max(0.0, now - self._closed_at):.1f} s ago"
-      return f"No round is open: a fragment falls due{period}; {ago}."
+      return f"No round is open: {due}; {ago}."
     first = min(self._open.values(), key=lambda each: each.since)
     since = max(0.0, now - first.since)
     more = f" and {len(self._open) - 1} more" if len(self._open) > 1 else ""
@@ -420,36 +376,15 @@ class Rounds:
     return f"Collecting fragment {first.fragment}{more} for {since:.1f} s; {why}."
 
   def _reason(
-    self, round_: _Open, islands: Mapping[int, IslandState], now: float, sync: SyncConfig | None
+    self, round_: _Open, islands: Mapping[int, IslandState], now: float, sync: SyncConfig
   ) -> str:
     gone = {m for m, island in islands.items() if island.state in (*DOWN, "left")}
     pending = sorted(set(round_.asked) - round_.pushed - gone)
-    if sync is None:
-      return f"waiting for {_islands(pending)}" if pending else "all have answered"
     grace = self._grace.get(round_.fragment, 0.0)
     enough = len(round_.pushed) >= sync.min_quorum
     at = round_.pushed_at if enough else None
     decision = rules.decide(now, len(round_.pushed), pending, at, grace, sync.min_quorum)
     return decision.reason if decision.verdict == "wait" else f"about to end, {decision.reason}"
-
-  def as_json(self) -> dict[str, Any]:
-    """Open and recent rounds, and the counts of outcomes of all rounds."""
-    total = max(1, sum(self._outcomes.values()))
-    outcomes = [
-      {"text": text, "count": count, "share": round(count / total, 4)}
-      for text, count in self._outcomes.most_common(MOST_REASONS)
-    ]
-    left_out: list[dict[str, Any]] = [
-      {"island": m, "reason": text, "count": count}
-      for m, reasons in sorted(self._left_out.items())
-      for text, count in reasons.most_common(2)
-    ]
-    return {
-      "open": len(self._open),
-      "recent": list(reversed(self._recent)),
-      "outcomes": outcomes,
-      "left_out": sorted(left_out, key=lambda each: -each["count"])[:MOST_REASONS],
-    }
 
   def _begin(self, event: events.Round) -> None:
     p, known = event.fragment, self._open.get(event.round)
@@ -468,36 +403,3 @@ class Rounds:
     if open_ is not None:
       open_.pushed.add(parse_role(event.role)[1])
       open_.pushed_at = max(open_.pushed_at, event.time)
-
-  def _close(self, event: events.Commit | events.Abandoned, took_part: list[int]) -> None:
-    open_ = self._open.pop(event.round, None)
-    self._closed_at = max(self._closed_at, event.time)
-    reason = event.reason
-    known = (text for begins, text in OUTCOMES.items() if reason.startswith(begins))
-    self._outcomes[next(known, _NUMBER.sub("…", reason))] += 1
-    committed = isinstance(event, events.Commit)
-    if committed:
-      lasted = event.quorum_seconds + event.grace_seconds
-    else:
-      lasted = event.time - open_.since if open_ is not None else math.nan
-    missing = event.missing if committed else {}
-    absent = {m: "counted as lost" if why == "lost" else why for m, why in missing.items()}
-    absent |= {m: f"rejected: {why}" for m, why in event.rejected.items()}
-    absent.pop(-1, None)  # the evaluator
-    for m, why in absent.items():
-      self._left_out[m][_NUMBER.sub("…", why)] += 1
-    self._recent.append(
-      {
-        "time": round(event.time, 2),
-        "fragment": event.fragment,
-        "version": event.version if committed else None,
-        "took_part": took_part,
-        "seconds": rounded(lasted, 3),
-        "reason": reason,
-        "absent": {str(m): why for m, why in absent.items()},
-      }
-    )
-
-
-def _islands(numbers: list[int]) -> str:
-  return ("island " if len(numbers) == 1 else "islands ") + ", ".join(map(str, numbers))

@@ -1,6 +1,6 @@
 """Listeners of events that show a run while it goes on: the terminal's view, and TensorBoard.
 
-On a terminal: a header with progress, a table of islands, a line per shard, the latest log events.
+On a terminal: a header with progress, a table of islands, the latest log events.
 Anywhere else (a pipe, a log file, CI): plain lines without control codes, one about every ten
 seconds, and one at once for every log event (fault, exit, restart, joined, ...).
 
@@ -15,7 +15,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +50,10 @@ _TONE_STYLES = {"bad": "red", "good": "green", "plain": "default"}
 
 def render(view: RunState, now: float, width: int = 100) -> RenderableType:
   """The view as it looks `now` (seconds since the run started), for 80 columns or more."""
-  gap = 2 if width >= 100 else 1
   parts: list[RenderableType] = [_header(view, now), _progress(view), Text()]
   if view.solo:
     parts += [Text(view.solo, style="bold yellow"), Text()]
-  parts.append(_islands(view, now, gap))
-  if view.shards:
-    parts += [Text(), _shards(view, gap)]
+  parts.append(_islands(view, now, gap=2 if width >= 100 else 1))
   if view.log_events:
     parts += [Text(), *map(_log_event_line, list(view.log_events)[-SHOWN_LOG_EVENTS:])]
   return Group(*parts)
@@ -69,37 +66,26 @@ def plain_line(view: RunState, now: float) -> str:
     state = island.state_at(now)
     at = f"step {island.global_step}" if island.step or state == "running" else ""
     islands.append(f"{learner} {state} {at}".rstrip())
-  left = view.seconds_left(now)
+  known = [f"[{clock_time(now)}] {view.progress:4.0%}", *_figures(view, now)]
+  return " · ".join(known + ["islands: " + ", ".join(islands)] * bool(islands))
+
+
+def _figures(view: RunState, now: float) -> list[str]:
+  """Time left, held-out loss followed by the model's other measures, and speed: what is known."""
+  left, loss = view.seconds_left(now), f"held-out loss {loss_text(view.heldout_loss)}"
+  others = [f"{plain(name)} {loss_text(each)}" for name, each in view.heldout_measures.items()]
   parts = [
-    f"[{clock_time(now)}] {view.progress:4.0%}",
-    f"{clock_time(left)} left" if math.isfinite(left) and not view.finished else "",
-    f"held-out loss {_losses(view)}" if math.isfinite(view.heldout_loss) else "",
+    view.finished or (f"{clock_time(left)} left" if math.isfinite(left) else ""),
+    loss + f" ({', '.join(others)})" * bool(others) if math.isfinite(view.heldout_loss) else "",
     view.speed(now).text(),
-    "islands: " + ", ".join(islands) if islands else "",
   ]
-  return " · ".join(part for part in parts if part)
-
-
-def _losses(view: RunState) -> str:
-  """The held-out loss, followed by the model's other measures."""
-  others = (f"{plain(name)} {loss_text(each)}" for name, each in view.heldout_measures.items())
-  behind = ", ".join(others)
-  return loss_text(view.heldout_loss) + (f" ({behind})" if behind else "")
+  return [part for part in parts if part]
 
 
 def _header(view: RunState, now: float) -> Text:
-  left = f"   {clock_time(view.seconds_left(now))} left"
-  speed = view.speed(now).text()
-  return Text.assemble(
-    (view.name or "ddiloco", "bold"),
-    f"   {clock_time(now)} elapsed",
-    (f"   {view.finished}", "bold green") if view.finished else left,
-    "   held-out loss ",
-    (_losses(view), "bold"),
-    (f"   {speed}" if speed else "", "dim"),
-    no_wrap=True,
-    overflow="ellipsis",
-  )
+  said = "   ".join(["", f"{clock_time(now)} elapsed", *_figures(view, now)])
+  name = (view.name or "ddiloco", "bold")
+  return Text.assemble(name, said, no_wrap=True, overflow="ellipsis")
 
 
 def _progress(view: RunState) -> Table:
@@ -113,22 +99,16 @@ def _progress(view: RunState) -> Table:
   return grid
 
 
-def _table(gap: int, names: Iterable[str], numbers: Iterable[str], last: str) -> Table:
-  """A table with a column for each name, those of numbers to the right; the last takes the rest."""
-  look: dict[str, Any] = {"box": None, "expand": True, "header_style": "dim", "pad_edge": False}
-  table = Table(padding=(0, gap, 0, 0), **look)
-  for name in names:
-    table.add_column(name, no_wrap=True)
-  for name in numbers:
-    table.add_column(name, justify="right", no_wrap=True)
-  table.add_column(last, ratio=1, no_wrap=True, overflow="ellipsis")
-  return table
-
-
 def _islands(view: RunState, now: float, gap: int) -> Table:
   known = any(math.isfinite(island.speed.mfu) for island in view.islands.values())
   numbers = ("life", "step", "global step", "loss", "tok/s", *(["MFU"] * known), "merged")
-  table = _table(gap, ("island", "state"), numbers, "last missed round")
+  look: dict[str, Any] = {"box": None, "expand": True, "header_style": "dim", "pad_edge": False}
+  table = Table(padding=(0, gap, 0, 0), **look)
+  for name in ("island", "state"):
+    table.add_column(name, no_wrap=True)
+  for name in numbers:
+    table.add_column(name, justify="right", no_wrap=True)
+  table.add_column("last missed round", ratio=1, no_wrap=True, overflow="ellipsis")
   for learner, island in sorted(view.islands.items()):
     state = island.state_at(now)
     table.add_row(
@@ -158,20 +138,6 @@ def _missed(island: IslandState, now: float) -> Text:
   return Text(f"{clock_time(now - island.missed_time)} ago: {island.missed_reason}", style="dim")
 
 
-def _shards(view: RunState, gap: int) -> Table:
-  table = _table(gap, ("shard", "state"), ("fragments", "rounds", "rejected"), "last round")
-  for number, shard in sorted(view.shards.items()):
-    table.add_row(
-      f"■ {number}",
-      Text(shard.state, style=_STATE_STYLES.get(shard.state, "default")),
-      str(len(shard.fragments)),
-      str(shard.commits),
-      Text(str(shard.rejected), style="red" if shard.rejected else "default"),
-      Text(shard.last_reason or "–", style="default" if shard.last_reason else "dim"),
-    )
-  return table
-
-
 def _log_event_line(log_event: LogEvent) -> Text:
   line = Text(f"{clock_time(log_event.time):>7}  ", style="dim", no_wrap=True, overflow="ellipsis")
   return line.append(log_event.text, style=_TONE_STYLES[log_event.tone])
@@ -190,7 +156,8 @@ class LiveView:
     clock: Callable[[], float] = time.monotonic,
     plain_seconds: float = PLAIN_SECONDS,
   ):
-    self.view = RunState()
+    self._noted: list[LogEvent] = []
+    self.view = RunState(noted=self._noted.append)
     self._start_time: float | None = None
     self._clock = clock
     self._console = console or Console()
@@ -238,26 +205,20 @@ class LiveView:
     return 0.0 if self._start_time is None else self._clock() - self._start_time
 
   def _consume(self, batch: list[Event]) -> None:
-    noted = [each for event in batch for each in self._take(event)]
+    self.view.read(batch)
     now = self._now()
     if self._live is None:
-      self._print_plain(now, noted)
+      self._print_plain(now)
     elif now >= self._next_frame:
       self._draw(self._live, now)
-
-  def _take(self, event: Event) -> list[LogEvent]:
-    """Adds an event to the view; returns what the view notes of it."""
-    known = self.view.num_log_events
-    self.view.read([event])
-    new = self.view.num_log_events - known
-    return list(self.view.log_events)[-new:] if new else []
+    self._noted.clear()
 
   def _draw(self, live: Live, now: float) -> None:
     live.update(render(self.view, now, self._console.width), refresh=True)
     self._next_frame = now + SHORTEST_FRAME_SECONDS
 
-  def _print_plain(self, now: float, noted: list[LogEvent]) -> None:
-    for log_event in noted:
+  def _print_plain(self, now: float) -> None:
+    for log_event in self._noted:
       self._say(f"[{clock_time(log_event.time)}] {log_event.text}")
     if now >= self._next_plain:
       self._say(plain_line(self.view, now))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ddiloco.observe.history import MOST_CURVES, Series, Thinned
-from ddiloco.observe.islands import role_name
+from ddiloco.observe.islands import LogEvent, role_name
 from ddiloco.observe.run_state import RunState
 from ddiloco.observe.style import (
   FAINT,
@@ -151,11 +151,16 @@ def _island_curve(axes: Axes, learner: int, loss: Series) -> list[float]:
 
 
 def _loss_axes(axes: Axes, drawn: list[float]) -> None:
-  from matplotlib.ticker import EngFormatter
+  from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 
   low, high = min(drawn), max(drawn)
   if low > 0:
-    _log_axis(axes, low, high)
+    axes.set_yscale("log")  # the long flat end is the interesting part
+    axes.set_ylim(low * 0.96, high * 1.04)
+    wide = high > 1.5 * low
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 6)) if wide else MaxNLocator())
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter("{x:g}")
   else:  # a model of one's own may have such a loss: a log scale cannot show it
     margin = 0.04 * (high - low) or 1.0
     axes.set_ylim(low - margin, high + margin)
@@ -166,42 +171,24 @@ def _loss_axes(axes: Axes, drawn: list[float]) -> None:
   axes.legend(loc="upper right", ncols=2 if len(axes.get_lines()) > 6 else 1)
 
 
-def _log_axis(axes: Axes, low: float, high: float) -> None:
-  from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-  axes.set_yscale("log")  # the long flat end is the interesting part
-  axes.set_ylim(low * 0.96, high * 1.04)
-  wide = high / low > 1.5
-  subs = (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8) if wide else tuple(1 + k / 20 for k in range(180))
-  axes.yaxis.set_major_locator(LogLocator(subs=subs))
-  axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-  axes.yaxis.set_minor_formatter(NullFormatter())
-  axes.yaxis.set_tick_params(which="minor", length=0)
-
-
 def _smooth(values: np.ndarray, half: int) -> np.ndarray:
   """A centred moving average over 2 * half + 1 points; shorter at the ends."""
-  sums = np.concatenate([[0.0], np.cumsum(values)])
-  index = np.arange(len(values))
-  low = np.maximum(0, index - half)
-  high = np.minimum(len(values), index + half + 1)
-  return (sums[high] - sums[low]) / (high - low)
+  kernel = np.ones(min(2 * half + 1, len(values)))
+  return np.convolve(values, kernel, "same") / np.convolve(np.ones(len(values)), kernel, "same")
 
 
 def participation_figure(run: RunState) -> Figure:
   """The islands that took part in each commit: a row of ticks per island; below, over time, the
-  merge weights and the mean cosines of two updates."""
+  mean cosines of two updates."""
   learners = sorted(run.islands)
   commits = run.curves.commits.items
-  height = 5.0 + 0.36 * max(1, len(learners))
-  ratios = [0.55 + 0.36 * max(1, len(learners)), 2.2, 1.4]
-  figure, (rows, shares, agreement) = new_figure(
-    height, rows=3, sharex=bool(commits), gridspec_kw={"height_ratios": ratios}
+  ratios = [0.55 + 0.36 * max(1, len(learners)), 1.4]
+  figure, (rows, agreement) = new_figure(
+    1.0 + sum(ratios), rows=2, sharex=bool(commits), height_ratios=ratios
   )
   rows.set_title("Participation in every commit")
   if not commits:
     say_empty(rows, "no commits in the log")
-    shares.set_axis_off()
     agreement.set_axis_off()
     return figure
   say_left_out(rows, every(run.curves.commits, "commits"))
@@ -218,7 +205,6 @@ def participation_figure(run: RunState) -> Figure:
   place = {"ha": "right", "va": "top", "color": "#555555", "transform": rows.transAxes}
   rows.text(1.055, 0.0, "share of all commits", **place)
   rows.set_xlim(0, run.time)
-  _share_bars(shares, learners, run.curves.weights)
   _cosine_lines(agreement, run.curves.page)
   return figure
 
@@ -253,79 +239,33 @@ def _commit_ticks(axes: Axes, row: int, learner: int, commits: Sequence[Commit])
   axes.scatter(rejected, [row] * len(rejected), **marks)
 
 
-def _share_bars(axes: Axes, learners: Sequence[int], weights: Series) -> None:
-  """Mean merge weight of each island, stacked, in equal slices of time."""
-  sums = [weights.sums(str(m)) for m in learners]
-  count = max(map(len, sums), default=0)
-  shares = np.array([each + [0.0] * (count - len(each)) for each in sums])
-  total = shares.sum(axis=0)
-  shares = np.divide(shares, total, out=np.zeros_like(shares), where=total > 0)
-  edges = np.arange(count) * weights.width_seconds
-  bottom = np.zeros(count)
-  for row, learner in enumerate(learners):
-    options = {"align": "edge", "color": island_colour(learner), "edgecolor": "white", "lw": 0.4}
-    axes.bar(edges, shares[row], weights.width_seconds, bottom, **options)
-    bottom += shares[row]
-  axes.set_ylim(0, 1)
-  axes.set_yticks([0, 0.25, 0.5, 0.75, 1.0], ["0%", "25%", "50%", "75%", "100%"])
-  axes.set_ylabel("weight in the merge")
-  axes.grid(False, axis="x")
-
-
 def traffic_figure(run: RunState) -> Figure:
-  """Bytes on the wire over time: the sum by role, and the rate of all roles together."""
+  """Bytes on the wire over time, by role."""
   from matplotlib.ticker import EngFormatter
 
-  series = _sent_bytes(run)
-  figure, (total, rate) = new_figure(5.6, rows=2, sharex=bool(series), height_ratios=[1.5, 1])
-  total.set_title("Bytes on the wire")
+  # By role, (time, bytes sent so far).
+  series = {role: points.items for role, points in sorted(run.traffic.sent.items())}
+  series = {role: points for role, points in series.items() if points[-1][1] > 0}
+  figure, (axes,) = new_figure(3.8)
+  axes.set_title("Bytes on the wire")
   if not series:
-    say_empty(total, "no traffic in the log")
-    rate.set_axis_off()
+    say_empty(axes, "no traffic in the log")
     return figure
   shards = sum(role.startswith("syncer") for role in series)
-  for role, (times, sent) in series.items():
+  for role, points in series.items():
     kind, number = parse_role(role)
     learner = kind == "learner"
     colour = island_colour(number) if learner else shard_colour(max(0, number), shards)
     dashes = (0, (4, 1.5)) if kind == "syncer" else (0, (1, 1))  # dotted: the evaluator
     style = {"lw": 1.7, "color": colour, "ls": "-" if learner else dashes}
-    total.plot(times, sent, label=role_name(role), **style)
-  total.yaxis.set_major_formatter(EngFormatter("B"))
-  total.set_ylabel("sent so far")
-  total.set_ylim(bottom=0)
-  total.legend(loc="upper left", ncols=2 if len(series) > 4 else 1)
-  _rate_panel(rate, series, run.time)
-  return figure
-
-
-def _rate_panel(
-  axes: Axes, series: Mapping[str, tuple[list[float], list[int]]], end: float
-) -> None:
-  count = int(min(90, max(2, end)))
-  edges = np.linspace(0.0, max(end, 1e-3), count + 1)
-  sent = sum(np.interp(edges, times, values, left=0.0) for times, values in series.values())
-  megabytes_per_second = np.diff(sent) / np.diff(edges) / 1e6
-  heights = np.append(megabytes_per_second, megabytes_per_second[-1])  # the last bin ends there
-  axes.fill_between(edges, heights, step="post", color=MUTED, alpha=0.45, lw=0)
-  mean = sent[-1] / edges[-1] / 1e6
-  axes.axhline(mean, color=GLOBAL_MODEL, lw=1.1, ls=(0, (5, 3)))
-  place = {"ha": "right", "va": "top", "color": GLOBAL_MODEL, "transform": axes.transAxes}
-  axes.text(0.995, 0.98, f"mean {mean:.3g} MB/s", **place)
-  axes.set_ylim(0, max(1e-6, megabytes_per_second.max()) * 1.25)
-  axes.set_ylabel("all roles (MB/s)")
+    axes.plot(*zip((0.0, 0), *points), label=role_name(role), **style)
+  axes.yaxis.set_major_formatter(EngFormatter("B"))
+  axes.set_ylabel("sent so far")
+  axes.set_ylim(bottom=0)
+  axes.set_xlim(0, run.time)
   axes.set_xlabel("seconds since the run started")
-  axes.set_xlim(0, edges[-1])
-
-
-def _sent_bytes(run: RunState) -> dict[str, tuple[list[float], list[int]]]:
-  """By role, (times, bytes sent so far); a new life's counter starts at the last one's end."""
-  series = {}
-  for role, points in sorted(run.curves.sent.items()):
-    times, sent = zip(*[(0.0, 0), *points.items])
-    if sent[-1] > 0:
-      series[role] = list(times), list(sent)
-  return series
+  axes.legend(loc="upper left", ncols=2 if len(series) > 4 else 1)
+  return figure
 
 
 # --- The report's timeline: the states of every island and shard over time, with faults marked
@@ -346,7 +286,7 @@ _SHARD_COLOUR = "#7C8794"
 def timeline_figure(run: RunState) -> Figure:
   """Islands and shards as rows over time, coloured by state; faults and rejoins are marked."""
   end = run.time
-  spans = run.tracks.spans(end, end)
+  spans = run.spans(end, end)
   order = sorted(spans, key=lambda role: (role.startswith("syncer"), parse_role(role)[1]))
   figure, (axes,) = new_figure(1.8 + ROW_INCHES * max(2, len(order)))
   axes.set_title("Islands and shards over time")
@@ -356,8 +296,7 @@ def timeline_figure(run: RunState) -> Figure:
   for row, role in enumerate(order):
     for span in spans[role]:
       _bar(axes, row, role, *span)
-    _commit_marks(axes, row, [e.time for e in run.curves.commits.items if e.role == role])
-  used = _marks(axes, run.tracks.marks, {role: row for row, role in enumerate(order)})
+  used = _marks(axes, run.marks, {role: row for row, role in enumerate(order)})
   _left_out(axes, run)
   axes.set_yticks(range(len(order)), [role_name(role) for role in order])
   axes.set_ylim(max(2, len(order)) - 0.45, -0.55)
@@ -371,11 +310,10 @@ def timeline_figure(run: RunState) -> Figure:
 
 
 def _left_out(axes: Axes, run: RunState) -> None:
-  lanes = run.tracks
-  drawn = len(lanes.marks)
-  marks = f"the newest {drawn} of {lanes.num_marks:,} marks" if lanes.num_marks > drawn else ""
-  spans = f"{lanes.num_absorbed:,} short spans are part of others" if lanes.num_absorbed else ""
-  say_left_out(axes, marks, spans, every(run.curves.commits, "commits"))
+  drawn, absorbed = len(run.marks), sum(m.num_absorbed for m in run.members().values())
+  marks = f"the newest {drawn} of {run.num_marks:,} marks" if run.num_marks > drawn else ""
+  spans = f"{absorbed:,} short spans are part of others" if absorbed else ""
+  say_left_out(axes, marks, spans)
 
 
 def _bar_style(state: str, colour: str) -> dict:
@@ -396,18 +334,12 @@ def _bar(axes: Axes, row: int, role: str, start: float, end: float, state: str) 
   axes.barh(row, end - start, **place, **_bar_style(state, colour))
 
 
-def _commit_marks(axes: Axes, row: int, times: Sequence[float]) -> None:
-  """Draws a fine line per commit on a shard's row."""
-  width = min(1.0, max(0.25, 200 / max(1, len(times))))
-  axes.vlines(times, row - BAR_HEIGHT / 2, row + BAR_HEIGHT / 2, color="white", lw=width, alpha=0.8)
-
-
-def _marks(axes: Axes, marks: Iterable[Mapping[str, Any]], rows: dict[str, int]) -> list[str]:
+def _marks(axes: Axes, marks: Iterable[LogEvent], rows: dict[str, int]) -> list[str]:
   """Draws the marks and returns their kinds, for the legend."""
   places: dict[str, list[tuple[float, int]]] = {name: [] for name in MARKS}
-  for mark in marks:
-    if mark["role"] in rows:
-      places[mark["kind"]].append((mark["time"], rows[mark["role"]]))
+  for each in marks:
+    if each.role in rows:
+      places[each.mark].append((each.time, rows[each.role]))
   for name, where in places.items():
     if where:
       marker, face, _ = MARKS[name]

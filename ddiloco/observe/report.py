@@ -9,16 +9,15 @@ import html
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ddiloco.observe.eventlog import stream_events
-from ddiloco.observe.goodput import Goodput
-from ddiloco.observe.islands import OUTER_GRADIENTS, PHASES
+from ddiloco.observe.eventlog import EventStream
+from ddiloco.observe.islands import OUTER_GRADIENTS
 from ddiloco.observe.run_state import RunState
 from ddiloco.observe.style import clock_time, compact, loss_text, plain, rounded
-from ddiloco.protocol.events import Event, Fault, Restart, RunStarted, Snapshot, finite
+from ddiloco.protocol.events import Event, Fault, Hung, Restart, RunStarted, Snapshot, finite
 
 # --- The key numbers of a run, from its events alone
 
@@ -35,12 +34,13 @@ def numbers(run: RunState) -> dict[str, Any]:
     Plain JSON values. `participation` is by learner, the share of all commits it took part in;
     `bytes_sent` and `bytes_received` add up all roles, so each message counts once in either;
     `survivor_max_gap_ratio` is the longest pause of a surviving island around a planned kill of
-    another (kill to its first merge after rejoining, else 30 s) over its own median step gap.
+    another (kill to its first merge after rejoining; 30 s if it was killed for good) over its own
+    median step gap.
     `tokens_per_second_per_chip` and `mfu` (docs/accelerators.md) are those of islands at their
     median step on the chips that they had last; a CPU has no MFU.
     `goodput`, `uptime` and the causes in `lost_time` are those of `observe/goodput.py`.
   """
-  kinds, (sent, received) = run.kinds, run.traffic.totals()
+  kinds, traffic = run.kinds, run.traffic.by_role.values()
   return {
     "name": run.name or None,
     "finished": run.finished or None,
@@ -56,9 +56,9 @@ def numbers(run: RunState) -> dict[str, Any]:
     "participation": {str(m): run.participation(m) for m in sorted(run.islands)},
     "outer_gradients": {name: rounded(each) for name, each in run.outer_gradients.items()},
     "rejected_updates": run.rejected,
-    "bytes_sent": sent,
-    "bytes_received": received,
-    "heldout_loss_first": rounded(run.first_loss),
+    "bytes_sent": sum(sent for sent, _ in traffic),
+    "bytes_received": sum(received for _, received in traffic),
+    "heldout_loss_first": rounded(next((e.loss for e in run.curves.evaluations.items), math.nan)),
     "heldout_loss_last": rounded(run.heldout_loss),
     "faults": kinds[Fault],
     "snapshots": kinds[Snapshot],
@@ -68,7 +68,7 @@ def numbers(run: RunState) -> dict[str, Any]:
     "blocked_seconds": rounded(run.blocked_seconds),
     "rejoins": run.rejoins.as_json(),
     "learners": _learners(run),
-    **_account(run.ledger.report()),
+    **run.ledger.report().as_json(),
     "torn_lines": run.torn_lines,
     **{name: value for name, value in _only_if_any(run).items() if value},
   }
@@ -80,43 +80,26 @@ def _only_if_any(run: RunState) -> dict[str, Any]:
     "heldout_measures_last": {name: rounded(each) for name, each in run.heldout_measures.items()},
     "odd_events": run.odd_events,  # events that this version does not write so
     "solo_rounds": run.solo_rounds,  # of one island round after round, though there were others
-    "rejoins_left_out": run.rejoins.left_out,  # older than those in `rejoins`
-    "kills_left_out": run.kills.left_out,  # older than those in `kills`
-    "num_hangs": run.num_hangs,
-    "hangs": [  # the newest, with the stacks of every thread
-      {"role": e.target, "seconds": e.time, "silent_seconds": e.seconds, "stacks": e.stacks}
-      for e in run.hangs
-    ],
+    "rejoins_left_out": run.rejoins.left_out,  # older than those in `rejoins` and `kills`
+    "num_hangs": run.kinds[Hung],
   }
 
 
 def _kills(run: RunState) -> dict[str, Any]:
-  found = run.kills.found
-  ratios = [run.kills.ratio(kill, run.time) for kill in found]
+  found = [way for way in run.rejoins.found if way.planned]
+  ratios = [run.rejoins.gap_ratio(way, run.time) for way in found]
   kills = [
     {
-      "learner": kill.learner,
-      "seconds": kill.time,
-      "down_seconds": rounded(kill.joined - kill.time),
-      "merged_again_seconds": rounded(kill.merged - kill.time),
+      "learner": way.learner,
+      "seconds": way.died,
+      "down_seconds": rounded(way.seconds("receive")),
+      "merged_again_seconds": rounded(way.seconds()),
       "survivor_gap_ratio": rounded(ratio),
     }
-    for kill, ratio in zip(found, ratios)
+    for way, ratio in zip(found, ratios)
   ]
   worst = max(filter(math.isfinite, ratios), default=math.nan)
   return {"kills": kills, "survivor_max_gap_ratio": rounded(worst)}
-
-
-def _account(account: Goodput) -> dict[str, Any]:
-  """How chip time was spent, in shares; and each learner's liveness."""
-  return {
-    "chip_seconds": rounded(account.chip_seconds),
-    "goodput": rounded(account.goodput),
-    "goodput_training": rounded(account.goodput_training),
-    "uptime": rounded(account.uptime),
-    "lost_time": {cause: round(share, 6) for cause, share in account.causes.items()},
-    "liveness": {str(m): rounded(each.liveness) for m, each in account.learners.items()},
-  }
 
 
 def _learners(run: RunState) -> dict[str, Any]:
@@ -128,7 +111,7 @@ def _learners(run: RunState) -> dict[str, Any]:
       "steps": island.steps,
       "tokens": island.tokens,
       "loss": rounded(island.loss),
-      "median_step_gap_seconds": rounded(run.kills.medians[m].value),
+      "median_step_gap_seconds": rounded(island.usual_gap),
       **island.usual_speed.as_json(),
       "rejected_pushes": island.rejected,
     }
@@ -136,7 +119,6 @@ def _learners(run: RunState) -> dict[str, Any]:
   }
 
 
-SHOWN_REJOINS = 20
 PICTURES = {  # file: (title, caption)
   "loss.png": (
     "Loss",
@@ -144,20 +126,20 @@ PICTURES = {  # file: (title, caption)
   ),
   "timeline.png": (
     "Timeline",
-    "What every island and every syncer shard was doing. Fine lines on a shard are its commits.",
+    "What every island and every syncer shard was doing.",
   ),
   "participation.png": (
     "Participation",
     "Above, one tick per commit: tall and coloured if the island took part, short and grey if it "
     "did not, a cross if its update was rejected; at the right its share of all commits. Below, "
-    "the islands' weights in the merge, and the mean cosine of two islands' updates: what both "
+    "the mean cosine of two islands' updates: what both "
     "have learned, against the noise of their batches. Grey: of a fragment's update with the one "
     "before, which outer momentum adds up.",
   ),
   "traffic.png": (
     "Traffic",
-    "Bytes sent by every role, and all of them together per second: islands send mostly their "
-    "pushes, shards new versions, to members and to their buddies.",
+    "Bytes sent by every role: islands send mostly their pushes, shards new versions, to members "
+    "and to their buddies.",
   ),
 }
 
@@ -175,7 +157,7 @@ def write_report(workdir: str | os.PathLike[str], extra: Mapping[str, Any] | Non
   Raises:
     OSError: the folder cannot be written.
   """
-  run = RunState().read(stream_events(workdir))
+  run = RunState().read(EventStream(workdir))
   extra = dict(extra or {})
   summary = {**numbers(run), **extra}
   folder = Path(workdir) / "report"
@@ -191,54 +173,58 @@ def _draw(folder: Path, run: RunState, extra: Mapping[str, Any]) -> None:
   from ddiloco.observe import plots
 
   alone = extra.get("loss_best_island_alone")
-  figures: dict[str, Callable[[], Any]] = {
-    "loss.png": lambda: plots.loss_figure(run, None if alone is None else float(alone)),
-    "timeline.png": lambda: plots.timeline_figure(run),
-    "participation.png": lambda: plots.participation_figure(run),
-    "traffic.png": lambda: plots.traffic_figure(run),
-  }
   with plots.styled():
-    for name, make in figures.items():
-      plots.save(make(), folder / name)
+    loss = plots.loss_figure(run, None if alone is None else float(alone))
+    plots.save(loss, folder / "loss.png")
+    plots.save(plots.timeline_figure(run), folder / "timeline.png")
+    plots.save(plots.participation_figure(run), folder / "participation.png")
+    plots.save(plots.traffic_figure(run), folder / "traffic.png")
 
 
 def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
   """(name, value with its unit) for the page; numbers that the run does not have are left out."""
-  gradients = summary.get("outer_gradients", {})
+
+  def said(text: Callable[[Any], str], *names: str) -> str:
+    """The first of these numbers that is known, in words."""
+    return next((text(summary[name]) for name in names if summary.get(name) is not None), "")
+
+  gradients, merged = summary.get("outer_gradients", {}), said(compact, "merged_tokens")
   result = "best island" if "result_of_learner" in summary else "merged model"
+  of = f" of {said(compact, 'total_tokens')}" if summary.get("total_tokens") else ""
+  damaged = (summary.get("torn_lines") or 0) + (summary.get("odd_events") or 0)
   rows = [
-    ("held-out loss, untrained", _loss(summary.get("loss_untrained"))),
-    (f"held-out loss, {result}", _loss(_first(summary, "loss_merged", "heldout_loss_last"))),
+    ("held-out loss, untrained", said(_loss, "loss_untrained")),
+    (f"held-out loss, {result}", said(_loss, "loss_merged", "heldout_loss_last")),
     *(
       (f"held-out {plain(name)}, merged model", _loss(each))
       for name, each in summary.get("heldout_measures_last", {}).items()
     ),
-    ("held-out loss, best island alone", _loss(summary.get("loss_best_island_alone"))),
-    ("time (min:s)", _with(summary.get("seconds"), clock_time)),
-    ("tokens merged", _tokens(summary)),
-    ("commits", _with(summary.get("commits"), str)),
-    ("commits that repeated one island alone", str(summary.get("solo_rounds") or "")),
+    ("held-out loss, best island alone", said(_loss, "loss_best_island_alone")),
+    ("time (min:s)", said(clock_time, "seconds")),
+    ("tokens merged", merged + of if summary.get("num_shards") else ""),
+    ("commits", said(str, "commits")),
+    ("commits that repeated one island alone", said(str, "solo_rounds")),
     *(
-      (f"{what}, at last", _with(gradients.get(name), lambda c: f"{c:.3g}"))
+      (f"{what}, at last", "" if gradients.get(name) is None else f"{gradients[name]:.3g}")
       for name, what in OUTER_GRADIENTS.items()
     ),
-    ("updates rejected", _with(summary.get("rejected_updates"), str)),
+    ("updates rejected", said(str, "rejected_updates")),
     ("faults and restarts", f"{summary.get('faults', 0)} and {summary.get('restarts', 0)}"),
     (
       "longest pause of a survivor around a kill",
-      _with(summary.get("survivor_max_gap_ratio"), lambda r: f"{r:.2f} × its median step"),
+      said("{:.2f} × its median step".format, "survivor_max_gap_ratio"),
     ),
-    ("times that a learner hung", str(summary.get("num_hangs") or "")),
-    ("goodput, without the first start-up", _share(summary.get("goodput_training"))),
-    ("goodput", _share(summary.get("goodput"))),
-    ("where the rest of the chip time went", _causes(summary)),
-    ("uptime", _share(summary.get("uptime"))),
-    ("tokens per second and chip", _with(summary.get("tokens_per_second_per_chip"), compact)),
-    ("MFU", _share(summary.get("mfu"))),
-    ("time learners were blocked", _with(summary.get("blocked_seconds"), lambda s: f"{s:.3g} s")),
-    ("bytes sent", _with(summary.get("bytes_sent"), lambda b: f"{compact(b)}B")),
-    ("lines of the log that cannot be read", _damaged(summary)),
-    ("how the run ended", _first(summary, "finished", "reason") or "it did not end in good order"),
+    ("times that a learner hung", said(str, "num_hangs")),
+    ("goodput, without the first start-up", said(_share, "goodput_training")),
+    ("goodput", said(_share, "goodput")),
+    ("where the rest of the chip time went", said(_causes, "lost_time")),
+    ("uptime", said(_share, "uptime")),
+    ("tokens per second and chip", said(compact, "tokens_per_second_per_chip")),
+    ("MFU", said(_share, "mfu")),
+    ("time learners were blocked", said("{:.3g} s".format, "blocked_seconds")),
+    ("bytes sent", said(lambda sent: f"{compact(sent)}B", "bytes_sent")),
+    ("lines of the log that cannot be read", f"{damaged:,}" if damaged else ""),
+    ("how the run ended", said(str, "finished", "reason") or "it did not end in good order"),
   ]
   return [(name, value) for name, value in rows if value]
 
@@ -257,8 +243,7 @@ def page(summary: Mapping[str, Any]) -> str:
   )
   sample = summary.get("sample")
   text = f"<h2>A sample of its text</h2><pre>{html.escape(str(sample))}</pre>" if sample else ""
-  tables = _learner_table(summary) + _rejoin_table(summary) + _hang_texts(summary)
-  body = f"<h1>{name}</h1><table>{numbers}</table>{tables}{pictures}{text}"
+  body = f"<h1>{name}</h1><table>{numbers}</table>{_learner_table(summary)}{pictures}{text}"
   footer = '<p>All numbers: <a href="summary.json">summary.json</a></p>'
   head = f'<meta charset="utf-8"><title>{name}: ddiloco report</title><style>{_CSS}</style>'
   view = '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -267,96 +252,44 @@ def page(summary: Mapping[str, Any]) -> str:
 
 
 def _learner_table(summary: Mapping[str, Any]) -> str:
-  learners = summary.get("learners") or {}
-  if not learners:
-    return ""
+  """A table of all islands; a dash stands for an unknown value."""
   shares, alive = summary.get("participation") or {}, summary.get("liveness") or {}
-  rows = [
-    (
-      *(m, ", then ".join(each["chip_kinds"]), str(each["lives"]), str(each["steps"])),
-      *(compact(each["tokens"]), _loss(each["loss"]), _share(alive.get(m))),
-      _with(shares.get(m), lambda share: f"{share:.0%}"),
-      _with(each["median_step_gap_seconds"], lambda s: f"{1000 * s:.0f} ms"),
-      _with(each.get("tokens_per_second_per_chip"), compact),
-      _share(each.get("mfu")),
-    )
-    for m, each in learners.items()
+  table = [
+    ("island", "chips", "lives", "steps", "tokens", "last loss", "time training")
+    + ("commits joined", "median step", "tokens/s a chip", "MFU"),
+    *(
+      (
+        *(m, ", then ".join(each["chip_kinds"]), str(each["lives"]), str(each["steps"])),
+        *(
+          compact(each["tokens"]),
+          _loss(each["loss"]),
+          _share(alive.get(m)),
+          _share(shares.get(m)),
+        ),
+        f"{1000 * (each['median_step_gap_seconds'] or math.nan):.0f} ms",
+        compact(each["tokens_per_second_per_chip"] or math.nan),
+        _share(each["mfu"]),
+      )
+      for m, each in (summary.get("learners") or {}).items()
+    ),
   ]
-  names = ("island", "chips", "lives", "steps", "tokens", "last loss")
-  names += ("time training", "commits joined", "median step", "tokens/s a chip", "MFU")
-  return _table(names, rows)
+  rows = ("".join(f"<td>{html.escape(cell or '–')}</td>" for cell in row) for row in table)
+  return '<table class="wide">' + "".join(f"<tr>{row}</tr>" for row in rows) + "</table>"
 
 
-def _rejoin_table(summary: Mapping[str, Any]) -> str:
-  """The phases of recent rejoins in seconds, the newest last; phases that none has are left out."""
-  rejoins = (summary.get("rejoins") or [])[-SHOWN_REJOINS:]
-  if not rejoins:
-    return ""
-  phases = [phase for phase in PHASES if any(phase in each["phases"] for each in rejoins)]
-  names = ("island", "died at", *(phase.replace("_", " ") for phase in phases), "all")
-  rows = [
-    (
-      *(str(each["learner"]), clock_time(each["time"])),
-      *(_with(each["phases"].get(phase), "{:.2f}".format) for phase in phases),
-      _with(each["seconds"], "{:.2f}".format) or "not merged",
-    )
-    for each in rejoins
-  ]
-  return f"<h2>Rejoins, from death to merge, in seconds</h2>{_table(names, rows)}"
-
-
-def _table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-  """A table in HTML; a dash stands for an unknown value."""
-  header = "".join(f"<th>{name}</th>" for name in names)
-  cells = ("".join(f"<td>{html.escape(cell or '–')}</td>" for cell in row) for row in rows)
-  body = "".join(f"<tr>{row}</tr>" for row in cells)
-  return f'<table class="wide"><tr>{header}</tr>{body}</table>'
-
-
-def _hang_texts(summary: Mapping[str, Any]) -> str:
-  return "".join(
-    f"<details><summary>{html.escape(each['role'])} hung at {clock_time(each['seconds'])}:"
-    f" where its threads were</summary><pre>{html.escape(each['stacks'])}</pre></details>"
-    for each in summary.get("hangs") or []
-  )
-
-
-def _damaged(summary: Mapping[str, Any]) -> str:
-  count = (summary.get("torn_lines") or 0) + (summary.get("odd_events") or 0)
-  return f"{count:,}" if count else ""
-
-
-def _first(summary: Mapping[str, Any], *names: str) -> Any:
-  return next((summary[name] for name in names if summary.get(name) is not None), None)
-
-
-def _with(value: Any, text: Callable[[Any], str]) -> str:
-  return "" if value is None else text(value)
-
-
-def _share(value: Any) -> str:
+def _share(value: float | None) -> str:
   return "" if value is None else f"{value:.1%}"
 
 
-def _causes(summary: Mapping[str, Any]) -> str:
+def _causes(lost_time: Mapping[str, float]) -> str:
   """The causes of at least half a percent, the greatest first."""
-  lost = sorted((summary.get("lost_time") or {}).items(), key=lambda each: -each[1])
-  return ", ".join(
-    f"{cause.replace('_', ' ')} {share:.1%}" for cause, share in lost if share >= 5e-3
-  )
+  lost = sorted(lost_time.items(), key=lambda each: -each[1])
+  return ", ".join(f"{plain(cause)} {share:.1%}" for cause, share in lost if share >= 5e-3)
 
 
 def _loss(value: Any) -> str:
   number = math.nan if value is None else float(value)  # a summary read back says "nan"
   return loss_text(number) if math.isfinite(number) else ""
-
-
-def _tokens(summary: Mapping[str, Any]) -> str:
-  if not summary.get("num_shards"):
-    return ""
-  total = summary.get("total_tokens")
-  of = f" of {compact(total)}" if total else ""
-  return f"{compact(summary.get('merged_tokens') or 0)}{of}"
 
 
 _CSS = """

@@ -10,20 +10,19 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, deque
-from collections.abc import Iterable
-from typing import TypeVar
+from collections.abc import Callable, Iterable
 
 from ddiloco.config import Config
 from ddiloco.observe.goodput import Ledger
 from ddiloco.observe.guards import warn
-from ddiloco.observe.history import Curves, Heat, Rounds, TrafficTotals
+from ddiloco.observe.history import Curves, Rounds, TrafficTotals
 from ddiloco.observe.islands import (
   DOWN,
   OUTER_GRADIENTS,
   RECENT_COMMITS,
   IslandState,
   LogEvent,
-  Rejoins,
+  MemberState,
   ShardState,
   Speed,
   finite_or,
@@ -31,12 +30,12 @@ from ddiloco.observe.islands import (
   role_name,
   speed,
 )
-from ddiloco.observe.tracks import Kills, Tracks
+from ddiloco.observe.tracks import Rejoins
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Event, parse_role
 
 RECENT_LOG_EVENTS = 8
-RECENT_HANGS = 8
+MOST_MARKS = 200
 NOTE_SECONDS = 5.0  # a text is noted once within so long: every shard reports the same member
 LONE_SHARE = 0.9  # if this share of recent rounds has one island each, `solo` reports it
 LEAST_ROUNDS = 4  # for that: or as many as fragments if these are more, at most RECENT_COMMITS
@@ -45,8 +44,6 @@ NOTED_COMPILE_SECONDS = 0.5
 _FREQUENT = {events.Step, events.CopyOut, events.Push, events.Stage, events.Apply, events.Commit}
 _OWN = {"learner": "learner", "syncer": "shard"}  # kind of role: how handlers are called
 
-M = TypeVar("M", IslandState, ShardState)
-
 
 class RunState:
   """The state of the whole run.
@@ -54,9 +51,13 @@ class RunState:
   Args:
     config: the run's, for what its events may not say (without an engine, no event says how many
       roles there should be); None: not known.
+    noted: called with each log event when it is noted.
   """
 
-  def __init__(self, config: Config | None = None):
+  def __init__(
+    self, config: Config | None = None, noted: Callable[[LogEvent], None] = lambda note: None
+  ):
+    self._noted = noted
     self.name = ""
     self.time = self._before_this = 0.0  # of the newest event, and of the newest one before it
     self.num_events = 0
@@ -67,25 +68,26 @@ class RunState:
     self.islands: dict[int, IslandState] = {}
     self.shards: dict[int, ShardState] = {}
     self.versions: dict[int, int] = {}  # of the global model, by fragment
-    self.merged_tokens: dict[int, int] = {}  # by fragment, in its present value
+    # By fragment, in its present value; without shards, by island, trained in its newest life.
+    self.merged_tokens: dict[int, int] = {}
     self.commits = 0
     self.rejected = 0  # updates
     self.solo_rounds = 0  # rounds of one island while `solo` holds
     self.blocked_seconds = 0.0
-    self.first_loss = self.heldout_loss = math.nan  # held-out, the first and the newest
+    self.heldout_loss = math.nan  # the newest
     self.heldout_measures: dict[str, float] = {}  # of the newest evaluation, beside its loss
-    self.lone: deque[int] = deque()  # by recent commit, the only learner in it; -1: several
+    # By recent commit, the only learner in it; -1: several.
+    self.lone: deque[int] = deque(maxlen=RECENT_COMMITS)
     self._gradients = {name: deque[float](maxlen=RECENT_COMMITS) for name in OUTER_GRADIENTS}
     self.log_events: deque[LogEvent] = deque(maxlen=RECENT_LOG_EVENTS)
-    self.num_log_events = 0  # ever
     self.first_step_time = math.nan  # since the run was started, or went on, the last time ...
-    self._before: dict[int, int] = {}  # ... and the tokens until then: by fragment, or by island
+    self._before: dict[int, int] = {}  # ... and the merged tokens until then
     self.finished = ""  # why the run ended
-    self.ledger, self.tracks, self.kills = Ledger(), Tracks(), Kills()
-    self.rounds, self.traffic, self.curves = Rounds(), TrafficTotals(), Curves()
-    self.heat, self.rejoins = Heat(), Rejoins()
-    self.hangs: deque[events.Hung] = deque(maxlen=RECENT_HANGS)  # the newest
-    self.num_hangs = 0  # ever
+    self.ledger, self.rejoins, self.rounds = Ledger(), Rejoins(self.islands), Rounds()
+    self.traffic, self.curves = TrafficTotals(), Curves()
+    self.marks: deque[LogEvent] = deque(maxlen=MOST_MARKS)  # those that a timeline shows
+    self.num_marks = 0  # ever
+    self._killed: set[str] = set()  # roles that a planned kill struck and that are still down
     if config is not None:
       self.total_tokens, self.num_shards = config.run.total_tokens, config.sync.num_shards
       for m in range(config.islands.num_learners):
@@ -106,6 +108,7 @@ class RunState:
     self._before_this, self.time = self.time, max(self.time, event.time)
     self.num_events += 1
     self.kinds[type(event)] += 1
+    self.rejoins.add(event)
     if said := note_of(event):
       self._note(event, *said)
     kind, (role, number) = event.kind, parse_role(event.role)
@@ -113,10 +116,8 @@ class RunState:
       handler(event)
     if number >= 0 and (handler := getattr(self, f"_{_OWN.get(role)}_{kind}", None)):
       handler(event, number)
-    self.kills.add(event)
     self.ledger.take(event)
     self.rounds.add(event)
-    self.rejoins.add(event)
 
   # --- what follows from the state ----------------------------------------------------------------
 
@@ -124,14 +125,7 @@ class RunState:
   def tokens_done(self) -> float:
     """Merged tokens, the mean over fragments; without shards, those of every island's newest life:
     it begins anew."""
-    return self._mean(self._tokens)
-
-  @property
-  def _tokens(self) -> dict[int, int]:
-    """By fragment; without shards, by island."""
-    if self.num_shards:
-      return self.merged_tokens
-    return {m: island.life_tokens for m, island in self.islands.items()}
+    return self._mean(self.merged_tokens)
 
   def _mean(self, tokens: dict[int, int]) -> float:
     """Of all fragments; without shards, the sum of all islands."""
@@ -158,21 +152,20 @@ class RunState:
   def solo(self) -> str:
     """Says that round after round merged one island alone, though there are others, and why; ""."""
     needed = min(RECENT_COMMITS, max(LEAST_ROUNDS, self.num_fragments))
-    count = sum(m >= 0 for m in self.lone)
-    if self.finished or len(self.lone) < needed or count < LONE_SHARE * needed:
+    recent = list(self.lone)[-needed:]
+    count = sum(m >= 0 for m in recent)
+    if self.finished or count < LONE_SHARE * needed or len(recent) < needed:
       return ""
     there = [m for m, island in self.islands.items() if island.state != "left"]
     if len(there) < 2:
       return ""
-    alone = {m for m in self.lone if m >= 0}
+    alone = {m for m in recent if m >= 0}
     who = f"island {min(alone)}" if len(alone) == 1 else "one island at a time"
     others = sorted(m for m in there if alone != {m} and self.islands[m].missed_reason)
     reasons = [f"island {m}: {self.islands[m].missed_reason}" for m in others[:SHOWN_REASONS]]
-    if len(others) > SHOWN_REASONS:
-      reasons.append(f"and {len(others) - SHOWN_REASONS} more")
     why = f" Why: {'; '.join(reasons)}." if reasons else ""
     return (
-      f"{count} of the last {len(self.lone)} rounds merged {who} alone, of {len(there)}: what the"
+      f"{count} of the last {needed} rounds merged {who} alone, of {len(there)}: what the"
       f" others do is not in the global model.{why} sync.min_quorum allows it."
     )
 
@@ -184,52 +177,61 @@ class RunState:
   @property
   def usual_speed(self) -> Speed:
     """The speed of all islands together, if each trains as usual."""
-    return speed((each, each.usual.tokens_per_second) for each in self.islands.values())
+    return speed((each, each.usual_rate) for each in self.islands.values())
 
   def seconds_left(self, time: float) -> float:
     """Seconds to the end at the pace since the first step, of this start if the run was killed and
     goes on; NaN during the first percent."""
     left, elapsed = self.total_tokens - self.tokens_done, time - self.first_step_time
-    now = self._tokens
-    gained = self._mean({each: now[each] - before for each, before in self._before.items()})
+    gained = self._mean({p: self.merged_tokens[p] - each for p, each in self._before.items()})
     known = elapsed > 0 and gained > 0.01 * self.total_tokens > 0
     return elapsed * max(0.0, left) / gained if known else math.nan
+
+  def members(self) -> dict[str, MemberState]:
+    """All islands and shards, by role."""
+    islands = {f"learner-{m}": island for m, island in self.islands.items()}
+    return islands | {f"syncer-{s}": shard for s, shard in self.shards.items()}
+
+  def spans(self, now: float, seen: float) -> dict[str, list[list]]:
+    """By role, [start, end, state] without gaps up to `now`; stalls are judged at time `seen`."""
+    found = {role: member.spans(now, seen) for role, member in self.members().items()}
+    return {role: spans for role, spans in found.items() if spans}
 
   # --- members ------------------------------------------------------------------------------------
 
   def _island(self, m: int, time: float, state: str = "") -> IslandState:
     """The island, which is known from `time` on; and then in this state, if one is given."""
     if m not in self.islands:
-      self.islands[m] = IslandState()
-    return self._member(self.islands[m], f"learner-{m}", time, state)
+      self.islands[m] = IslandState(since=time)
+    if state:
+      self.islands[m].turn(time, state)
+    return self.islands[m]
 
   def _shard(self, s: int, time: float, state: str = "") -> ShardState:
     """The same for a shard."""
     if s not in self.shards:
-      self.shards[s] = ShardState()
-    return self._member(self.shards[s], f"syncer-{s}", time, state)
-
-  def _member(self, member: M, role: str, time: float, state: str) -> M:
-    self.tracks.begin(role, time, member)
+      self.shards[s] = ShardState(since=time)
     if state:
-      self.tracks.turn(role, time, member, state)
-      member.state = state
-    return member
+      self.shards[s].turn(time, state)
+    return self.shards[s]
 
   def _target_is(self, target: str, time: float, state: str) -> None:
     kind, number = parse_role(target)
     if kind == "learner" and number >= 0:
       island = self._island(number, time, state)
-      island.returning = island.returning or state in DOWN
       island.died = time if state == "lost" else island.died
     elif kind == "syncer" and number >= 0:
       self._shard(number, time, state)
 
-  def _note(self, event: Event, text: str, tone: str) -> None:
-    since = event.time - NOTE_SECONDS
+  def _note(self, event: Event, text: str, tone: str, mark: str = "", role: str = "") -> None:
+    """`mark`: of what kind it is on the timeline of the role; "": it is not on it."""
+    note, since = LogEvent(event.time, text, tone, mark, role), event.time - NOTE_SECONDS
     if not any(each.text == text and each.time > since for each in self.log_events):
-      self.log_events.append(LogEvent(event.time, text, tone))
-      self.num_log_events += 1
+      self.log_events.append(note)
+      self._noted(note)
+    if mark:
+      self.marks.append(note)
+      self.num_marks += 1
 
   # --- events -------------------------------------------------------------------------------------
   # `_on_KIND` is called with an event of that kind; `_learner_KIND` and `_shard_KIND` with one that
@@ -254,21 +256,17 @@ class RunState:
     for s in range(event.num_shards):
       self._shard(s, event.time)
     self.curves.limit(len(self.islands))
-    self.heat.limit(len(self.islands))
 
   def _go_on(self, event: events.RunStarted) -> None:
     """A run that was killed, or is over, goes on: until now none of its roles was there."""
-    self.tracks.go_on()
-    for members, turn, count in (
-      (self.islands, self._island, event.num_learners),
-      (self.shards, self._shard, event.num_shards),
-    ):
+    self._killed.clear()
+    for members, count in ((self.islands, event.num_learners), (self.shards, event.num_shards)):
       for number, member in members.items():
         if member.state != "starting":
           gone = member.state == "left" or self.finished or number >= count
-          turn(number, self._before_this, "left" if gone else "lost")
+          member.turn(self._before_this, "left" if gone else "lost")
           if number < count:
-            turn(number, event.time, "restarting")
+            member.turn(event.time, "restarting")
 
   def _on_run_finished(self, event: events.RunFinished) -> None:
     self.finished = event.reason or "finished"
@@ -282,7 +280,7 @@ class RunState:
   def _know(self, s: int) -> None:
     """There is this shard: without an engine no event says how many there are."""
     if not self.num_shards:
-      self._before = {}  # by fragment from now on
+      self.merged_tokens, self._before = {}, {}  # by fragment from now on
     self.num_shards = max(self.num_shards, s + 1)
 
   def _learner_started(self, event: events.Started, m: int) -> None:
@@ -307,7 +305,6 @@ class RunState:
     island.tokens += event.tokens
     self.blocked_seconds += event.blocked_seconds
     self.curves.add_step(event, m, island.lives)
-    self.heat.add(event, m)
     if newest:  # else a late step of an earlier incarnation
       self._step(event, m, island)
 
@@ -324,12 +321,14 @@ class RunState:
       if not math.isfinite(event.loss) and not island.diverged:
         self._note(event, f"island {m}: its loss is {event.loss}", "bad")
       island.loss, island.diverged = event.loss, not math.isfinite(event.loss)
-    island.usual.add(event)
-    island.life_tokens = event.step * event.tokens
+    if event.step > 1 and 0 < event.gap_seconds < math.inf:
+      island.gaps.append(event.gap_seconds)
     if not self.num_shards:
-      self._before.setdefault(m, island.life_tokens - event.tokens)
+      self.merged_tokens[m] = event.step * event.tokens
+      self._before.setdefault(m, self.merged_tokens[m] - event.tokens)
     island.tokens_per_second = finite_or(smoothed, rate)
     island.step_seconds, island.step_time = event.seconds, event.time
+    island.step_tokens = event.tokens
 
   def _learner_apply(self, event: events.Apply | events.CopyOut, m: int) -> None:
     self._island(m, event.time).versions[event.fragment] = event.version
@@ -358,23 +357,19 @@ class RunState:
     self._note(event, f"the syncer counts island {m} as {state}{why}", "bad")
 
   def _shard_commit(self, event: events.Commit, s: int) -> None:
-    before = self.solo
-    taking = event.weights.keys()
+    before, taking = self.solo, event.weights.keys()
     self._count_commit(event, s)
     for m in taking:
-      island = self._island(m, event.time)
-      island.commits += 1
-      if island.returning and island.state == "running":
-        island.returning = False
-        self._note(event, f"island {m} is merged again", "good")
-        self.tracks.mark(event.time, f"learner-{m}", "merged", "is merged again")
+      self._island(m, event.time).commits += 1
+    for m in self.rejoins.merge(event):
+      self._note(event, f"island {m} is merged again", "good", "merged", f"learner-{m}")
     for m, why in {**event.missing, **event.rejected}.items():
       if m >= 0:
         island = self._island(m, event.time)
         island.missed_time, island.missed_reason = event.time, why
     for m, island in self.islands.items():
       island.took_part.append(m in taking)
-    self._say_rejected(event)
+    self._shard_abandoned(event, s)
     for m in event.opposing.keys() - event.rejected.keys():
       self._note(event, f"update of island {m} points against all others'", "bad")
     self.curves.add_commit(event, self.islands)
@@ -382,10 +377,9 @@ class RunState:
       self._gradients[name].append(value)
     solo = self.solo
     self.solo_rounds += len(taking) == 1 and bool(solo)
-    if solo and not before:
-      self._note(event, solo, "bad")
-    elif before and not solo and not self.finished:
-      self._note(event, "rounds merge several islands again", "good")
+    if bool(solo) != bool(before):
+      text = solo or "rounds merge several islands again"
+      self._note(event, text, "bad" if solo else "good")
 
   def _count_commit(self, event: events.Commit, s: int) -> None:
     self.commits += 1
@@ -394,27 +388,18 @@ class RunState:
     self.merged_tokens[event.fragment] = event.merged_tokens
     self._before.setdefault(event.fragment, event.merged_tokens - event.tokens)
     self.lone.append(min(event.weights) if len(event.weights) == 1 else -1)
-    while len(self.lone) > min(RECENT_COMMITS, max(LEAST_ROUNDS, self.num_fragments)):
-      self.lone.popleft()
     self._shard(s, event.time).commits += 1
-    self._count_rejected(event, s)
 
-  def _count_rejected(self, event: events.Commit | events.Abandoned, s: int) -> None:
-    shard = self._shard(s, event.time)
-    shard.rejected += len(event.rejected)
-    shard.last_reason = event.reason
+  def _shard_abandoned(self, event: events.Commit | events.Abandoned, s: int) -> None:
+    """A round is over, with or without a commit."""
+    self._shard(s, event.time).rejected += len(event.rejected)
     self.rejected += len(event.rejected)
-
-  def _say_rejected(self, event: events.Commit | events.Abandoned) -> None:
     for m, why in event.rejected.items():
       self._note(event, f"update of island {m} rejected: {why}", "bad")
 
-  def _shard_abandoned(self, event: events.Abandoned, s: int) -> None:
-    self._say_rejected(event)
-    self._count_rejected(event, s)
-
   def _on_fault(self, event: events.Fault) -> None:
-    self.tracks.fault(event)
+    if event.action == "kill":
+      self._killed.add(event.target)
     if event.action in ("kill", "stall"):
       self._target_is(event.target, event.time, "lost" if event.action == "kill" else "stalled")
 
@@ -423,24 +408,19 @@ class RunState:
     island = self.islands.get(number) if kind == "learner" else None
     if self.finished or (island is not None and island.state == "left"):
       return  # an exit in good order
-    self.tracks.exit(event)
     self._target_is(event.target, event.time, "lost")
-    self._note(event, f"{role_name(event.target)} is down: {event.reason}", "bad")
+    mark = "" if event.target in self._killed else "exit"
+    text = f"{role_name(event.target)} is down: {event.reason}"
+    self._note(event, text, "bad", mark, event.target)
 
   def _on_restart(self, event: events.Restart) -> None:
-    self.tracks.restart(event)
+    self._killed.discard(event.target)
     self._target_is(event.target, event.time, "restarting")
-
-  def _on_hung(self, event: events.Hung) -> None:
-    self.hangs.append(event)
-    self.num_hangs += 1
-    self.tracks.mark(event.time, event.target, "hang", f"hangs for {event.seconds:.0f} s")
 
   def _on_evaluation(self, event: events.Evaluation) -> None:
     self.heldout_loss, self.heldout_measures = event.loss, event.measures
-    if self.kinds[events.Evaluation] == 1:
-      self.first_loss = event.loss
-    self.curves.add_evaluation(event)
+    if math.isfinite(event.loss):
+      self.curves.evaluations.add(event)
 
   def _on_unsaved(self, event: events.Unsaved) -> None:
     """What keeps many roles out of a snapshot, such as a full disk, is noted of the first one."""
@@ -451,11 +431,11 @@ class RunState:
 
   def _on_traffic(self, event: events.Traffic) -> None:
     self.traffic.add(event)
-    self.curves.add_sent(event.role, event.time, self.traffic.sent(event.role))
 
 
-def note_of(event: Event) -> tuple[str, str] | tuple[()]:
-  """What is noted of an event whatever the state of the run, and its tone; of most nothing."""
+def note_of(event: Event) -> tuple[str, ...]:
+  """What is noted of an event whatever the state of the run, its tone, and for a timeline what kind
+  of mark it is, and of whom; of most events nothing."""
   if type(event) in _FREQUENT:
     return ()
   who = role_name(getattr(event, "target", event.role))
@@ -481,13 +461,15 @@ def note_of(event: Event) -> tuple[str, str] | tuple[()]:
       return f"{who} got {given} back from island {event.learner}", "good"
     case events.Fault():
       detail = f" ({event.detail})" if event.detail else ""
-      return f"{who}: planned {event.action}{detail}", "bad"
+      mark = "kill" if event.action == "kill" else "fault"
+      return f"{who}: planned {event.action}{detail}", "bad", mark, event.target
     case events.Restart():
-      return f"{who} restarts", "plain"
+      return f"{who} restarts", "plain", "restart", event.target
     case events.Hung():
       usual = f"a step takes {event.usual_seconds:.2g} s"
       silent = f"{event.seconds:.0f} s ({usual if event.usual_seconds else 'its first steps'})"
-      return f"{who} hangs: silent for {silent}; its log has all stacks", "bad"
+      text = f"{who} hangs: silent for {silent}; its log has all stacks"
+      return text, "bad", "hang", event.target
     case events.Profiled():
       return f"{event.steps} steps of {who} are traced: {event.path}", "plain"
     case events.Unprofiled():

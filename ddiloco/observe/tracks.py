@@ -1,7 +1,4 @@
-"""The timeline of the dashboard and the report: each role's states, and the faults. PURE.
-
-It is kept up to date event by event, and bounded in size.
-"""
+"""What became of islands that died, and of the faults of a run. PURE, and bounded in size."""
 
 from __future__ import annotations
 
@@ -9,239 +6,234 @@ import dataclasses
 import math
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ddiloco.observe.history import Idle, Median
-from ddiloco.observe.islands import MemberState, phase, role_name
+from ddiloco.observe.history import Idle
+from ddiloco.observe.islands import IslandState
+from ddiloco.observe.style import rounded
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Event, parse_role
 
-MOST_SPANS = 200  # of one role; of more, the shortest are drawn as part of their neighbours
-MOST_MARKS = 200
+# --- A learner that comes back: how the seconds from its death to its merge were spent
+# And how long the others paused meanwhile
 
-
-class Tracks:
-  """Spans of states by role, and marks for faults, exits, restarts and first merges after them."""
-
-  def __init__(self) -> None:
-    self.num_marks = 0
-    self.num_absorbed = 0  # spans that are drawn as part of their neighbours
-    self.marks: deque[dict[str, Any]] = deque(maxlen=MOST_MARKS)
-    self._spans: dict[str, list[list]] = {}  # [start, end, state], closed
-    self._open: dict[str, tuple[float, str, MemberState]] = {}  # since, state
-    self._killed: set[str] = set()  # roles that a planned kill struck and that are still down
-
-  def begin(self, role: str, time: float, member: MemberState) -> None:
-    """The role is known from `time` on; no effect if it is known already."""
-    if role not in self._open:
-      self._open[role] = (time, phase(member.state), member)
-      self._spans[role] = []
-
-  def turn(self, role: str, time: float, member: MemberState, state: str) -> None:
-    """The role is in this state from `time` on; until then it is in that of `member`."""
-    state = phase(state)
-    since, old, _ = self._open[role]
-    if state == old and not (old == "running" and member.state_at(time) == "stalled"):
-      return
-    spans = self._spans[role]
-    spans += _pieces(since, time, old, member, time)
-    self._open[role] = (time, state, member)
-    while len(spans) > MOST_SPANS:
-      _absorb_shortest(spans)
-      self.num_absorbed += 1
-
-  def spans(self, now: float, seen: float) -> dict[str, list[list]]:
-    """By role, [start, end, state] without gaps up to `now`; stalls are judged at time `seen`."""
-    found = {
-      role: self._spans[role] + _pieces(since, now, state, member, seen)
-      for role, (since, state, member) in self._open.items()
-    }
-    return {role: spans for role, spans in found.items() if spans}
-
-  def fault(self, event: events.Fault) -> None:
-    """A planned fault strikes; the exit that follows a planned kill gets no mark."""
-    kill = event.action == "kill"
-    if kill:
-      self._killed.add(event.target)
-    text = f"{event.action}: {event.detail}".rstrip(": ")
-    self.mark(event.time, event.target, "kill" if kill else "fault", text)
-
-  def exit(self, event: events.Exit) -> None:
-    """A role is down."""
-    if event.target not in self._killed:
-      self.mark(event.time, event.target, "exit", event.reason or "exit")
-
-  def go_on(self) -> None:
-    """The whole run starts again, and with it every role that was down."""
-    self._killed.clear()
-
-  def restart(self, event: events.Restart) -> None:
-    """A role starts again."""
-    self._killed.discard(event.target)
-    self.mark(event.time, event.target, "restart", "restart")
-
-  def mark(self, time: float, role: str, kind: str, text: str) -> None:
-    """Adds a mark; the newest are kept."""
-    self.num_marks += 1
-    mark = {"time": round(time, 2), "role": role, "kind": kind}
-    self.marks.append(mark | {"text": f"{role_name(role)}: {text}"})
-
-
-def _pieces(start: float, end: float, state: str, member: MemberState, seen: float) -> list[list]:
-  """The span; if an island fell silent before the span's end, the silent part is a stall."""
-  silent_since = end
-  if state == "running" and member.state_at(seen) == "stalled":
-    silent_since = min(end, max(start, member.step_time))
-  pieces = (start, silent_since, state), (silent_since, end, "stalled")
-  return [[round(a, 2), round(b, 2), each] for a, b, each in pieces if each and a < b]
-
-
-def _absorb_shortest(spans: list[list]) -> None:
-  """Drops the shortest span; the span before it takes over its time."""
-  i = min(range(1, len(spans)), key=lambda i: spans[i][1] - spans[i][0])
-  spans[i - 1][1] = spans[i][1]
-  del spans[i]
-
-
-# --- Planned kills of learners, and the pauses of the islands that survived them
-# PURE, and bounded: of many kills the newest are kept.
-
-KILL_WINDOW_SECONDS = 30.0  # a kill's window lasts until its learner is merged, or for so long
-MOST_KILLS = 200
+MOST_REJOINS = 200  # the newest are kept
+FOR_GOOD_SECONDS = 30.0  # others are watched for so long when a learner is killed for good
 MOST_WATCHED = 32  # kills at once; of more, the oldest are no longer watched
-# An island that such an event hits is no witness of another's kill. Engines record these of a
-# target, a role records `Started` itself.
-_OF_TARGETS = (events.Fault, events.Exit, events.Restart)
-_HITS = (*_OF_TARGETS, events.Started)
-_DOWN = ("kill", "stall", "exit", "restart", "started")  # an island's last event if it is not there
 
 
-class Kill:
-  """A planned kill of a learner, and its witnesses: the other islands that ran when it struck."""
+@dataclasses.dataclass(eq=False)
+class WayBack:
+  """The return of one learner. `planned`: a fault of the plan killed it.
 
-  def __init__(self, learner: int, time: float, witnesses: set[int]):
-    self.learner, self.time = learner, time
-    self.joined = math.nan  # when its next life joined; NaN: it has not
-    self.merged = math.nan  # the first commit with a push of that life; NaN: there is none
-    self.hit: dict[int, float] = {}  # learners that something struck later, and when first
-    # Longest pauses by witness: `soon` of those that began in the 30 s, `late` before the merge.
-    self.soon = dict.fromkeys(witnesses, 0.0)
-    self.late = dict.fromkeys(witnesses, 0.0)
-    self._past: set[int] = set()  # witnesses with a step that began after the window
+  `pauses` has, by witness of a planned kill, its longest pause until the learner was merged again.
+  """
 
-  @property
-  def window_end(self) -> float:
-    """The end of the window in which a survivor's pause counts as this kill's effect."""
-    return self.time + KILL_WINDOW_SECONDS if math.isnan(self.merged) else self.merged
+  learner: int
+  died: float
+  planned: bool = False
+  ends: dict[str, float] = dataclasses.field(default_factory=dict)  # by phase, in their order
+  pauses: dict[int, float] = dataclasses.field(default_factory=dict)
+  watched_until: float = math.inf  # at most
 
-  @property
-  def pauses(self) -> dict[int, float]:
-    """By witness, the longest pause that overlaps the window."""
-    return self.soon if math.isnan(self.merged) else self.late
+  def end(self, phase: str, time: float) -> None:
+    """The phase ends. If several events end it, the first counts; time does not go back."""
+    self.ends.setdefault(phase, max([self.died, time, *self.ends.values()]))
 
-  def follow(self, event: Event) -> None:
-    """Notes when the killed learner joins and is merged again."""
-    match event:
-      case events.Joined() if math.isnan(self.joined) and event.time > self.time:
-        if parse_role(event.role) == ("learner", self.learner):
-          self.joined = event.time
-      case events.Commit() if math.isnan(self.merged) and event.time > self.joined:
-        if self.learner in event.weights:
-          self.merged = event.time
-
-  def step(self, m: int, event: events.Step) -> None:
-    """A step of an island."""
-    gap, began = event.gap_seconds, event.time - event.gap_seconds
-    if m not in self.late or event.time <= self.time:
-      return
-    if began < self.time + KILL_WINDOW_SECONDS:
-      self.soon[m] = max(self.soon[m], gap)
-    if math.isnan(self.merged) or began < self.merged:
-      self.late[m] = max(self.late[m], gap)
-    elif began >= self.window_end:
-      self._past.add(m)
+  def seconds(self, phase: str = "merge") -> float:
+    """From its death to the end of a phase; NaN until then."""
+    return self.ends.get(phase, math.nan) - self.died
 
   @property
-  def over(self) -> bool:
-    """Whether no later event can change it."""
-    return not math.isnan(self.merged) and self._past >= self.late.keys()
+  def phases(self) -> dict[str, float]:
+    """The seconds of each phase."""
+    starts = [self.died, *self.ends.values()]
+    return {phase: end - start for (phase, end), start in zip(self.ends.items(), starts)}
 
 
-class Kills:
-  """The planned kills of a run. Takes its events in order of time."""
+class Rejoins:
+  """Returns of learners in named phases. Takes a run's events in order of time.
 
-  def __init__(self) -> None:
-    self.found: list[Kill] = []  # the newest
-    self.left_out = 0  # kills before these
-    self.medians: dict[int, Median] = defaultdict(Median)  # by learner, of its gaps between steps
-    self._watched: list[Kill] = []
-    self._said: dict[int, str] = {}  # by learner, the kind of its last event
-    self._left: dict[int, float] = {}
-    self._stepped: dict[int, float] = {}  # by learner, when its last step ended
+  A phase lasts from the end of the one before it to the event that ends it:
+
+  | phase      | ends when                                          | event                        |
+  |------------|----------------------------------------------------|------------------------------|
+  | detect     | its supervisor has noticed that it is dead         | `exit`, after a planned kill |
+  | pause      | its next incarnation is started                    | `restart`                    |
+  | away       | (instead of both, where no engine starts it) it    | `launched` or `started`      |
+  |            | runs again                                         |                              |
+  | process    | its process runs and has its imports               | `launched`                   |
+  | devices    | JAX has its devices, and data are open             | `compiled`, less its seconds |
+  | compile    | its programs are compiled, or were in the cache    | `compiled`                   |
+  | restore    | its part of a snapshot is on the devices           | `started`                    |
+  | receive    | every fragment has arrived                         | `joined`                     |
+  | first_step | its first step has ended                           | `step`                       |
+  | merge      | a commit has its push                              | `commit`                     |
+
+  A phase that an engine does not have is left out: a thread has no `process`.
+
+  A planned kill has witnesses: the other islands that train when it strikes. One that is struck
+  itself, or starts anew, before the killed learner is merged again, is none.
+  """
+
+  def __init__(self, islands: Mapping[int, IslandState], most: int = MOST_REJOINS):
+    """`islands`: their states, as they are before the next event."""
+    self.found: deque[WayBack] = deque(maxlen=most)
+    self.left_out = 0  # returns before these
+    self._islands = islands
+    # By role.
+    self._open: dict[str, WayBack] = {}
+    self._seen: dict[str, tuple[int, float]] = {}  # incarnation and time of its own last event
+    self._watched: deque[WayBack] = deque(maxlen=MOST_WATCHED)
 
   def add(self, event: Event) -> None:
-    """One event."""
-    about = parse_role(event.target if isinstance(event, _OF_TARGETS) else event.role)
-    if isinstance(event, events.Step):
-      self._step(about[1], event)
-    else:
-      for kill in self._watched:
-        kill.follow(event)
-    if about[0] == "learner":
-      self._learner(about[1], event)
-    self._watched = [kill for kill in self._watched if not kill.over]
+    """Takes one event; any event of a learner's own shows that it lives."""
+    for way in [each for each in self._watched if event.time > each.watched_until]:
+      self._watch_no_more(way, way.watched_until)
+    match event:
+      case events.RunStarted():
+        self._open, self._seen = {}, {}  # the whole run starts or resumes: no learner rejoins
+        self._watched.clear()
+      case events.Fault():
+        self._strike(event.target)
+        if event.action == "kill":
+          self._die(event.target, event.time, event)
+      case events.Exit():
+        self._strike(event.target)
+        self._exit(event)
+      case events.Restart():
+        self._strike(event.target)
+        self._end(event.target, "pause", event.time)
+      case events.Compiled(program=""):
+        if event.role == event.target:
+          self._hear(event)
+        self._end(event.target, "devices", event.time - max(0.0, event.seconds))
+        self._end(event.target, "compile", event.time)
+      case _:
+        self._hear(event)
 
-  def _step(self, m: int, event: events.Step) -> None:
-    self._stepped[m] = event.time
-    self._left.pop(m, None)  # it is back; its silence until now was no pause
-    if event.step > 1:  # the first step of a life compiles
-      self.medians[m].add(event.gap_seconds)
-    for kill in self._watched:
-      kill.step(m, event)
+  def merge(self, event: events.Commit) -> list[int]:
+    """Takes a commit; returns the learners whose way back ends with it."""
+    back = [
+      way
+      for role in sorted(self._open.keys() & {f"learner-{m}" for m in event.weights})
+      if "first_step" in (way := self._open[role]).ends
+    ]
+    for way in back:
+      way.end("merge", event.time)
+      del self._open[f"learner-{way.learner}"]
+      self._watch_no_more(way, event.time)
+    return [way.learner for way in back]
 
-  def _learner(self, m: int, event: Event) -> None:
-    if isinstance(event, events.Stopped):
-      self._left.setdefault(m, event.time)
-    elif isinstance(event, _HITS) and m not in self._left:
-      for kill in self._watched:
-        kill.hit.setdefault(m, event.time)
-    if isinstance(event, events.Fault) and event.action == "kill":
-      self._begin(m, event.time)
-    if isinstance(event, (*_HITS, events.Joined, events.Step)):
-      self._said[m] = event.action if isinstance(event, events.Fault) else event.kind
+  def as_json(self, most: int = MOST_REJOINS) -> list[dict[str, Any]]:
+    """The newest `most` returns, oldest first; `seconds` is None for a learner not merged yet."""
+    return [
+      {
+        "learner": each.learner,
+        "time": round(each.died, 3),
+        "seconds": rounded(each.seconds(), 3),
+        "phases": {phase: round(seconds, 3) for phase, seconds in each.phases.items()},
+      }
+      for each in list(self.found)[-most:]
+    ]
 
-  def _begin(self, learner: int, time: float) -> None:
-    witnesses = {
-      m
-      for m in self._stepped
-      if m != learner and m not in self._left and self._said.get(m) not in _DOWN
-    }
-    kill = Kill(learner, time, witnesses)
-    self.found.append(kill)
-    self._watched.append(kill)
-    del self._watched[:-MOST_WATCHED]
-    if len(self.found) > MOST_KILLS:
-      self.found.pop(0)
-      self.left_out += 1
-
-  def ratio(self, kill: Kill, now: float) -> float:
+  def gap_ratio(self, way: WayBack, now: float) -> float:
     """Longest pause of a surviving island around a kill, over its own median step gap; the worst.
 
-    A survivor is an island that ran before the kill, was not itself hit by a fault, exit or start
-    inside the window (kill to first merge of the killed learner, else 30 s), and had not left.
-    Pauses that overlap the window count in full. If a survivor never steps again, its silence
-    counts up to the window's end. `gap_seconds` of a step: since the end of the step before. NaN:
-    no survivor. `now`: the time of the newest event.
+    A pause that began before the kill counts in full; silence counts up to the merge of the killed
+    learner, or for 30 s after a kill for good. `gap_seconds` of a step: since the end of the step
+    before. NaN: no survivor. `now`: the time of the newest event.
     """
-    end = min(kill.window_end, now)
-    ratios = []
-    for m, pause in kill.pauses.items():
-      usual = self.medians[m].value
-      if usual > 0 and kill.hit.get(m, math.inf) > end:
-        silent = min(end, self._left.get(m, end)) - self._stepped[m]
-        ratios.append(max(pause, silent, 0.0) / usual)
-    return max(ratios, default=math.nan)
+    pauses = self._pauses(way, now) if way in self._watched else way.pauses
+    ratios = (pause / self._islands[m].usual_gap for m, pause in pauses.items())
+    return max((ratio for ratio in ratios if math.isfinite(ratio)), default=math.nan)
+
+  def _die(self, role: str, time: float, kill: events.Fault | None = None) -> None:
+    if role not in self._seen:  # a learner that never ran does not come back
+      return
+    if role in self._open:
+      self._watch_no_more(self._open[role], time)
+    self.left_out += len(self.found) == self.found.maxlen
+    way = self._open[role] = WayBack(parse_role(role)[1], time, kill is not None)
+    self.found.append(way)
+    if kill is not None:
+      way.pauses = {
+        m: 0.0
+        for m, island in self._islands.items()
+        if m != way.learner and island.state == "running" and island.step
+      }
+      if kill.seconds < 0:
+        way.watched_until = time + FOR_GOOD_SECONDS
+      self._watched.append(way)
+
+  def _exit(self, event: events.Exit) -> None:
+    """Ends `detect`, which began at a planned kill if there was one, or else at its last event."""
+    open_ = self._open.get(event.target)
+    if open_ is None or open_.ends:
+      _, last = self._seen.get(event.target, (0, event.time))
+      self._die(event.target, min(event.time, last))
+    self._end(event.target, "detect", event.time)
+
+  def _hear(self, event: Event) -> None:
+    """Takes an event that a learner itself recorded."""
+    role, m = event.role, parse_role(event.role)[1]
+    incarnation, last = self._seen.get(role, (event.incarnation, event.time))
+    if event.incarnation < incarnation or not role.startswith("learner-"):
+      return  # a late event of an earlier incarnation, or no learner's
+    if event.incarnation > incarnation and role not in self._open:
+      self._die(role, last)
+    self._seen[role] = event.incarnation, max(last, event.time)
+    if self._watched:
+      self._watch(event, m)
+    open_ = self._open.get(role)
+    if open_ is None or event.time < open_.died:
+      return
+    match event:
+      case events.Launched() | events.Started() if not open_.ends:
+        open_.end("away", event.time)
+      case events.Launched():
+        open_.end("process", event.time)
+      case events.Started():
+        open_.end("restore", event.time)
+      case events.Joined():
+        open_.end("receive", event.time)
+      case events.Step() if "receive" in open_.ends:
+        open_.end("first_step", event.time)
+
+  def _end(self, role: str, phase: str, time: float) -> None:
+    if role in self._open:
+      self._open[role].end(phase, time)
+
+  def _watch(self, event: Event, m: int) -> None:
+    """Notes how long a witness paused; one that leaves was silent until then."""
+    island = self._islands.get(m)
+    match event:
+      case events.Started() if island is None or island.state != "left":
+        self._strike(event.role)
+      case events.Step() | events.Stopped():
+        for way in self._watched:
+          if m in way.pauses and event.time > way.died:
+            stopped = isinstance(event, events.Stopped)
+            pause = event.time - island.step_time if stopped else event.gap_seconds
+            way.pauses[m] = max(way.pauses[m], pause)
+
+  def _strike(self, role: str) -> None:
+    """An island that something strikes is no witness of another's kill."""
+    kind, m = parse_role(role)
+    for way in self._watched if kind == "learner" else ():
+      way.pauses.pop(m, None)
+
+  def _watch_no_more(self, way: WayBack, time: float) -> None:
+    if way in self._watched:
+      way.pauses = self._pauses(way, time)
+      self._watched.remove(way)
+
+  def _pauses(self, way: WayBack, until: float) -> dict[int, float]:
+    """By witness its longest pause; that of one which trains counts up to this time."""
+    silent = {m: until - self._islands[m].step_time for m in way.pauses}
+    there = {m for m in way.pauses if self._islands[m].state == "running"}
+    return {m: max(pause, silent[m] if m in there else 0.0) for m, pause in way.pauses.items()}
 
 
 # --- What became of the faults of a run

@@ -10,8 +10,8 @@ import pytest
 
 import ddiloco.dashboard
 from ddiloco.observe.goodput import CAUSES
-from ddiloco.observe.islands import PHASES
 from ddiloco.observe.style import loss_text, rounded
+from tests.observe.test_tracks_rejoins import PHASES
 
 PAGE = Path(ddiloco.dashboard.__file__).parent / "page"
 NODE = shutil.which("node")

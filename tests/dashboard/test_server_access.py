@@ -171,7 +171,7 @@ def test_what_is_wrong_is_named(wrong):
   with pytest.raises(RequestRefused) as caught:
     fault({"action": "slow", "role": "learner-2", **wrong})
   (name,) = wrong
-  assert str(caught.value).startswith(f"{name} ")
+  assert f".{name} = " in str(caught.value)
 
 
 def test_a_form_cannot_send_one():

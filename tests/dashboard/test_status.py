@@ -108,8 +108,8 @@ def test_versions_are_a_grid(make):
 
 def test_goodput_and_its_causes_add_up_to_all_time(run_events):
   account = status(run_events)["goodput"]
-  assert account["goodput"] + sum(account["causes"].values()) == pytest.approx(1, abs=1e-3)
-  assert account["causes"]["down"] > 0 and set(account["islands"]) == {"0", "1", "2", "3"}
+  assert account["goodput"] + sum(account["lost_time"].values()) == pytest.approx(1, abs=1e-3)
+  assert account["lost_time"]["down"] > 0 and set(account["liveness"]) == {"0", "1", "2", "3"}
 
 
 def test_every_evaluation_is_on_the_curve_until_there_are_too_many(make):

@@ -115,10 +115,10 @@ def test_a_log_that_vanishes_between_two_looks_is_no_error(tmp_path, log):
 def test_a_log_that_cannot_be_read_for_once_loses_nothing_of_any_role(
   tmp_path, log, monkeypatch, capsys, good_reads
 ):
-  """Its first reads look for the end of lines and for the times, the later ones for events."""
+  """Its first read looks for the end of lines, the later ones for events."""
   monkeypatch.setattr(eventlog, "PIECE_BYTES", 300)
   follower, read, left = Follower(tmp_path), eventlog._read, [good_reads]
-  late = [2.0, 4.0, 6.0, 3.0, 5.0]  # its clock was set back
+  late = [2.0, 4.0, 6.0, 3.0, 5.0]
   log(b"".join(map(line, late)) + line(1.0)[:9] + b"\n" + line(8.0))
   log(line(1.0, "syncer-0") + line(7.0, "syncer-0"), "syncer-0")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import pytest
 
 from ddiloco import environment
 from ddiloco.observe import eventlog
-from ddiloco.observe.eventlog import Follower, newest_event, read_events, stream_events, to_line
+from ddiloco.observe.eventlog import EventStream, Follower, newest_event, read_events, to_line
 from ddiloco.protocol.events import Commit, Restart, Step, decode
 from tests.made_events import made
 from tests.observe.conftest import line, times
@@ -54,14 +53,14 @@ def test_a_gigantic_line_is_passed_over_without_being_held(tmp_path, log, monkey
   log(line(1.0))
   for _ in range(30):
     log(b'{"time":2.0,"role":"x","kind":"k","text":"' + b"y" * 1_000_000)
-  log(b'"}\n' + line(3.0) + line(0.5) + line(4.0))
+  log(b'"}\n' + line(3.0) + line(4.0))
   tracemalloc.start()
   try:
     found = read_events(tmp_path)
     peak = tracemalloc.get_traced_memory()[1]
   finally:
     tracemalloc.stop()
-  assert (times(found), found.torn_lines) == ([0.5, 1.0, 3.0, 4.0], 1)
+  assert (times(found), found.torn_lines) == ([1.0, 3.0, 4.0], 1)
   assert peak < 2_000_000
 
 
@@ -109,12 +108,11 @@ def test_a_line_that_never_ends_is_not_scanned_at_every_look(tmp_path, log, monk
   assert follower.poll() == [] and looked == []
 
 
-def test_a_clock_that_was_set_back_spoils_only_its_own_times(tmp_path, log):
-  """A role wrote with a clock two hours ahead, died and came back with the right one."""
-  ahead = [10.0, 7211.0, 7212.0, 13.0, 14.0, 15.0]
-  log(b"".join(line(t) for t in ahead))
-  log(b"".join(line(t, "syncer-0") for t in (10.5, 13.5, 14.5, 20.0)), "syncer-0")
-  assert times(read_events(tmp_path)) == sorted([*ahead, 10.5, 13.5, 14.5, 20.0])
+def test_where_a_clock_was_set_back_a_roles_events_keep_their_order(tmp_path, log):
+  """A role died and came back on a machine whose clock is half an hour behind."""
+  log(b"".join(line(t) for t in (10.0, 1811.0, 13.0, 14.0, 1820.0)))
+  log(b"".join(line(t, "syncer-0") for t in (10.5, 1812.0)), "syncer-0")
+  assert times(read_events(tmp_path)) == [10.0, 10.5, 1811.0, 13.0, 14.0, 1812.0, 1820.0]
 
 
 def test_what_threads_of_a_role_swapped_keeps_its_order(tmp_path, log):
@@ -131,7 +129,7 @@ def test_merged_lazily_it_is_what_sorting_all_of_it_gives(tmp_path, log, seed, m
   for role in ("engine", "learner-0", "learner-1", "syncer-0"):
     time = 0.0
     for n in range(200):
-      time = max(0.0, time + chance.choice([0.0, 0.5, 1.0, chance.uniform(-60, 80)]))
+      time += chance.choice([0.0, 0.5, 1.0, chance.uniform(0, 20)])
       if chance.random() < 0.1:
         log(DAMAGE["binary"] + b"\n\n", role)
       log(line(round(time, 3), role, position=n), role)
@@ -140,11 +138,8 @@ def test_merged_lazily_it_is_what_sorting_all_of_it_gives(tmp_path, log, seed, m
   def key(event):
     return event.time, event.role, event.position
 
-  stream = stream_events(tmp_path)
-  found = list(stream)
-  assert sorted(map(key, found)) == sorted(map(key, wrote)) and stream.torn_lines > 20
-  order = [event.time for event in found]
-  assert all(b >= a - eventlog.SLACK_SECONDS for a, b in itertools.pairwise(order))
+  stream = EventStream(tmp_path)
+  assert list(map(key, stream)) == sorted(map(key, wrote)) and stream.torn_lines > 20
 
 
 def test_a_follower_passes_over_what_is_no_news(tmp_path, log):

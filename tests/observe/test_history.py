@@ -2,11 +2,10 @@
 
 import math
 import random
-import statistics
 
 import pytest
 
-from ddiloco.observe.history import FIRST_WIDTH_SECONDS, Median, Series, Thinned
+from ddiloco.observe.history import FIRST_WIDTH_SECONDS, Series, Thinned
 
 
 def test_values_of_a_bin_are_averaged_and_gaps_are_none():
@@ -79,17 +78,3 @@ def test_of_many_things_every_second_stays_and_always_the_newest():
   assert things.items == [*range(0, 1000, 128), 999]
   things.keep_at_most(4)
   assert things.items == [0, 256, 512, 768, 999]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_median_is_exact_of_few_and_close_of_many(seed):
-  chance, median, values = random.Random(seed), Median(), []
-  assert math.isnan(median.value)
-  for n in range(5000):
-    values.append(chance.lognormvariate(0, 3))
-    median.add(values[-1])
-    median.add(chance.choice([math.nan, math.inf, 0.0, -1.0]))
-    if n in (0, 1, 100, 511):
-      assert median.value == statistics.median(values)
-  assert median.value == pytest.approx(statistics.median(values), rel=2e-3)
-  assert len(median._classes) < 5000 and median._few is None

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import json
+import math
 import random
+import statistics
 
 import pytest
 
-from ddiloco.observe.history import LEVELS, MOST_BINS, Heat, level
+from ddiloco.observe.history import LEVELS, PAGE_BINS, Curves, heat_map, level
 from tests.made_events import made
 
 
-def heat(steps, islands=1):
-  found = Heat()
-  found.limit(islands)
+def heat(steps):
+  """The curves, and the median of the times from step to step."""
+  found = Curves()
   for n, (time, gap, blocked) in enumerate(steps):
-    found.add(
-      made(time, "learner-0", "step", step=n + 2, gap_seconds=gap, blocked_seconds=blocked), 0
-    )
-  return found
+    fields = {"step": n + 2, "gap_seconds": gap, "blocked_seconds": blocked}
+    found.add_step(made(time, "learner-0", "step", **fields), 0, 1)
+  return found.page, statistics.median([gap for _, gap, _ in steps] or [math.nan])
 
 
 def row(found, now, spans=None):
+  curves, median = found
   spans = [[0.0, now, "running"]] if spans is None else spans
-  return found.as_json({"learner-0": spans}, [0], now)["rows"]["0"]
+  return heat_map(curves, {"learner-0": spans}, {0: median}, now)["rows"]["0"]
 
 
 @pytest.mark.parametrize(
@@ -55,12 +57,13 @@ def test_what_is_not_known_yet_is_absent():
 
 def test_five_hundred_islands_stay_small_however_long_the_run_is():
   rng = random.Random(3)
-  found = Heat()
+  found = Curves()
   found.limit(500)
   for n in range(20_000):
     m = n % 500
-    found.add(made(0.5 * n, f"learner-{m}", "step", step=n, gap_seconds=rng.random()), m)
-  said = found.as_json({}, range(500), 10_000.0)
+    step = made(0.5 * n, f"learner-{m}", "step", step=n, gap_seconds=rng.random())
+    found.add_step(step, m, 1)
+  said = heat_map(found.page, {}, dict.fromkeys(range(500), 0.5), 10_000.0)
   assert len(json.dumps(said)) < 130_000
   assert len({len(each) for each in said["rows"].values()}) == 1
   assert set("".join(said["rows"].values())) <= {*LEVELS, "."}
@@ -68,4 +71,4 @@ def test_five_hundred_islands_stay_small_however_long_the_run_is():
 
 def test_few_islands_have_fine_cells():
   found = heat([(float(n), 1.0, 0.0) for n in range(1, 1000)])
-  assert MOST_BINS / 2 <= len(row(found, 1000.0)) <= MOST_BINS
+  assert PAGE_BINS / 2 <= len(row(found, 1000.0)) <= PAGE_BINS

@@ -6,20 +6,19 @@ import random
 import pytest
 
 from ddiloco.dashboard.status import status
-from ddiloco.observe.run_state import RunState
-from ddiloco.observe.tracks import MOST_MARKS, MOST_SPANS
+from ddiloco.observe.islands import MOST_SPANS
+from ddiloco.observe.run_state import MOST_MARKS, RunState
 from tests.made_events import changed
 
 
 def feed(events):
-  run = RunState().read(events)
-  return run.tracks, run
+  return RunState().read(events)
 
 
 def spans(events, now=None):
-  tracks, run = feed(events)
+  run = feed(events)
   now = run.time if now is None else now
-  return tracks.spans(now, now)
+  return run.spans(now, now)
 
 
 def check_whole(of_role, end):
@@ -30,13 +29,13 @@ def check_whole(of_role, end):
 
 
 def test_a_kill_is_one_mark_and_so_are_restart_and_first_merge(run_events):
-  lanes, _ = feed(run_events)
-  assert [(mark["kind"], mark["role"]) for mark in lanes.marks] == [
+  lanes = feed(run_events)
+  assert [(mark.mark, mark.role) for mark in lanes.marks] == [
     ("kill", "learner-2"),
     ("restart", "learner-2"),
     ("merged", "learner-2"),
   ]
-  assert lanes.marks[0]["text"] == "island 2: kill: restart after 4 s"
+  assert lanes.marks[0].text == "island 2: planned kill (restart after 4 s)"
 
 
 def test_a_kill_that_is_noticed_late_is_no_crash_but_the_next_exit_is(make):
@@ -45,8 +44,8 @@ def test_a_kill_that_is_noticed_late_is_no_crash_but_the_next_exit_is(make):
 
   events = [make.run_started(), about(5.0, "fault", action="kill"), about(9.0, "exit", reason="x")]
   events += [about(10.0, "restart"), about(11.0, "exit", reason="OSError: no")]
-  lanes, _ = feed(events)
-  assert [mark["kind"] for mark in lanes.marks] == ["kill", "restart", "exit"]
+  lanes = feed(events)
+  assert [mark.mark for mark in lanes.marks] == ["kill", "restart", "exit"]
   states = [state for _, _, state in lanes.spans(12.0, 12.0)["learner-1"]]
   assert states == ["joining", "down", "joining", "down"], "a new life joins once it is started"
 
@@ -73,10 +72,10 @@ def test_an_exit_nobody_planned_is_a_crash(make):
     make.event(5.0, "engine", "exit", target="learner-1", reason="ValueError: no"),
     make.event(6.0, "engine", "fault", target="syncer-0", action="stall", detail="for 3 s"),
   ]
-  lanes, _ = feed(events)
-  assert [(m["time"], m["role"], m["kind"], m["text"]) for m in lanes.marks] == [
-    (5.0, "learner-1", "exit", "island 1: ValueError: no"),
-    (6.0, "syncer-0", "fault", "shard 0: stall: for 3 s"),
+  lanes = feed(events)
+  assert [(m.time, m.role, m.mark, m.text) for m in lanes.marks] == [
+    (5.0, "learner-1", "exit", "island 1 is down: ValueError: no"),
+    (6.0, "syncer-0", "fault", "shard 0: planned stall (for 3 s)"),
   ]
 
 
@@ -107,7 +106,7 @@ def test_thousands_of_faults_do_not_make_it_grow(make, seed):
       make.event(times[2], "engine", "fault", target="learner-0", action="kill"),
       make.event(times[3], "engine", "restart", target="learner-0"),
     ]
-  lanes, _ = feed(events)
+  lanes = feed(events)
   found = lanes.spans(time, time)["learner-0"]
   assert MOST_SPANS / 2 < len(found) <= MOST_SPANS + 1
   check_whole(found, round(time, 2))
@@ -132,7 +131,7 @@ def went_on(make, *ended, learners=2, shards=2):
 
 
 def states(run):
-  return run.tracks.spans(110.0, 110.0)
+  return run.spans(110.0, 110.0)
 
 
 def test_a_run_that_was_killed_whole_was_down_until_it_went_on(make):
@@ -162,11 +161,11 @@ def test_roles_without_which_a_killed_run_goes_on_are_gone(make):
   assert run.islands[1].state == "left"
   found = run.ledger.report()
   assert found.learners[1].chip_seconds == 10.0, "nor has it chips"
-  assert "Shard 1" not in status(run, 110.0)["waiting"]["text"]
+  assert "Shard 1" not in status(run, 110.0)["waiting"]
 
 
 def test_a_crash_is_marked_though_a_kill_was_followed_by_no_restart_but_a_new_start(make):
   kill = make.event(9.0, "engine", "fault", target="learner-1", action="kill")
   run = went_on(make, kill)
   run.read([make.event(111.0, "engine", "exit", target="learner-1", reason="OSError: no")])
-  assert [mark["kind"] for mark in run.tracks.marks] == ["kill", "exit"]
+  assert [mark.mark for mark in run.marks] == ["kill", "exit"]

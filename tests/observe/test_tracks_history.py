@@ -8,24 +8,20 @@ import math
 import pytest
 
 from ddiloco.observe.run_state import RunState
-from ddiloco.observe.tracks import Kills
 
 
 def role_spans(events):
   """By role, [start, end, state]."""
   run = RunState().read(events)
-  return dict(sorted(run.tracks.spans(run.time, run.time).items()))
+  return dict(sorted(run.spans(run.time, run.time).items()))
 
 
 def followed(events):
-  found = Kills()
-  for event in events:
-    found.add(event)
-  return found
+  return RunState().read(events)
 
 
 def kills(events):
-  return followed(events).found
+  return [each for each in followed(events).rejoins.found if each.planned]
 
 
 def _steps(make, learner, times, gap=0.1, first=1):
@@ -42,13 +38,15 @@ def _sorted(*groups):
   return sorted((e for group in groups for e in group), key=lambda event: event.time)
 
 
-def _kill(make, time, learner, joined=None, merged=None):
-  events = [make.event(time, "engine", "fault", target=f"learner-{learner}", action="kill")]
+def _kill(make, time, learner, joined=None, merged=None, seconds=5.0):
+  fault = {"target": f"learner-{learner}", "action": "kill", "seconds": seconds}
+  events = [make.step(0.5, learner, 1), make.event(time, "engine", "fault", **fault)]
   if joined:
     events.append(make.event(joined - 1, "engine", "restart", target=f"learner-{learner}"))
     role = f"learner-{learner}"
     events.append(make.event(joined - 0.5, role, "started", 1, devices=1, mesh=[1], batch_size=1))
     events.append(make.event(joined, role, "joined", 1, global_step=5, seconds=0.5))
+    events.append(make.step(joined + 0.1, learner, 2, incarnation=1, gap_seconds=1.0))
   if merged:
     events.append(make.commit(merged, weights={learner: 1.0}))
   return events
@@ -97,14 +95,16 @@ def test_a_kill_is_followed_to_its_first_merge(make):
   late_push = make.commit(10.2, weights={2: 1.0})  # pushed before the kill
   events = _sorted([late_push], _kill(make, 10.0, 2, joined=15.0, merged=17.0))
   (kill,) = kills(events)
-  assert (kill.learner, kill.time, kill.joined, kill.merged) == (2, 10.0, 15.0, 17.0)
-  assert kill.window_end == 17.0
+  assert (kill.learner, kill.died) == (2, 10.0)
+  assert (kill.ends["receive"], kill.ends["merge"]) == (15.0, 17.0)
 
 
-def test_a_kill_without_return_is_watched_thirty_seconds(make):
-  (kill,) = kills(_kill(make, 10.0, 2))
-  assert math.isnan(kill.joined) and math.isnan(kill.merged)
-  assert kill.window_end == 40.0
+def test_a_kill_for_good_is_watched_thirty_seconds(make):
+  pauses = [1, 2, 3, 4, 10, 11, 12, 90, 91]
+  events = _sorted(_steps(make, 0, pauses), _kill(make, 5.0, 2, seconds=-1.0))
+  (kill,) = kills(events)
+  assert math.isnan(kill.seconds("receive")) and math.isnan(kill.seconds())
+  assert _ratio(events) == pytest.approx(23.0), "silent from 12 to 35"
 
 
 def test_only_planned_kills_of_learners_count(make):
@@ -119,20 +119,21 @@ def test_only_planned_kills_of_learners_count(make):
 def test_median_gap_leaves_out_the_compile(make):
   gaps = ((1, 9.0), (2, 1.0), (3, 2.0), (4, 3.0))
   steps = [make.step(float(k), 0, k, gap_seconds=g) for k, g in gaps]
-  assert followed(steps).medians[0].value == 2.0
-  assert math.isnan(followed(steps[:1]).medians[0].value)
+  assert followed(steps).islands[0].usual_gap == 2.0
+  assert math.isnan(followed(steps[:1]).islands[0].usual_gap)
 
 
 def _ratio(events):
-  found = followed(events)
-  return found.ratio(found.found[0], events[-1].time)
+  run = followed(events)
+  kill = next(each for each in run.rejoins.found if each.planned)
+  return run.rejoins.gap_ratio(kill, events[-1].time)
 
 
 def test_the_longest_pause_in_the_window_over_the_own_median(make):
   slow = [1, 2, 3, 4, 10, 11, 12, 13]  # a pause of 6 s, median gap 1 s
   fast = [k / 2 for k in range(1, 30)]
   kill = _kill(make, 5.0, 2, joined=8.0, merged=11.5)
-  events = _sorted(_steps(make, 0, slow), _steps(make, 1, fast), _steps(make, 2, [1, 2, 3]), kill)
+  events = _sorted(_steps(make, 0, slow), _steps(make, 1, fast), kill)
   assert _ratio(events) == pytest.approx(6.0)
 
 
@@ -167,7 +168,9 @@ def test_an_island_that_left_and_came_back_is_a_witness_again(make):
   left = [make.event(1.5, "learner-0", "stopped", reason="drained")]
   back = [make.event(1.7, "learner-0", "started", 1), make.event(1.8, "learner-0", "joined", 1)]
   kill = _kill(make, 5.0, 2, joined=8.0, merged=11.0)
-  events = _sorted(_steps(make, 0, [1, 2, 3, 4, 10, 11], first=2), left, back, kill)
+  first, *later = _steps(make, 0, [1, 2, 3, 4, 10, 11], first=2)
+  later = [make.changed(step, incarnation=1) for step in later]
+  events = _sorted([first], later, left, back, kill)
   assert _ratio(events) == pytest.approx(6.0)
 
 

@@ -23,7 +23,7 @@ export function goodput(account) {
     say("goodput-says", "not known yet");
     return box.replaceChildren();
   }
-  const lost = Object.entries(account.causes)
+  const lost = Object.entries(account.lost_time)
     .filter(([, share]) => share >= 0.0005)
     .sort((a, b) => b[1] - a[1]);
   const [worst] = lost;

@@ -33,7 +33,7 @@ const islandName = (island) =>
 export function drawPanels(status) {
   figures(status);
   overTime(status);
-  waiting(status);
+  say("waiting-says", status.waiting);
   goodput(status.goodput);
   rejoins(status);
   versions(status);
@@ -134,48 +134,6 @@ function struck(marks) {
   return join(there.filter(Boolean)) || "nothing struck this run";
 }
 
-function bars(title, attributes, rows) {
-  if (!rows.length) return [];
-  const items = rows.flatMap(([name, value, share]) => [
-    html("span", null, name),
-    html("b", null, value),
-    html("span", { class: "bar" }, html("i", { "width%": percent(share, 2) })),
-  ]);
-  return [html("h3", attributes, title), html("div", { class: "bars" }, items)];
-}
-
-function waiting({ waiting: { text, outcomes, left_out, recent } }) {
-  say("waiting-says", text);
-  const most = Math.max(...left_out.map((each) => each.count));
-  const ended = outcomes.map((each) => [
-    each.text,
-    `${percent(each.share)} (${each.count})`,
-    each.share,
-  ]);
-  const left = left_out.map((each) => [
-    `island ${each.island}: ${each.reason}`,
-    `${each.count}×`,
-    each.count / most,
-  ]);
-  byId("outcomes").replaceChildren(
-    ...bars("Why rounds ended", null, ended),
-    ...bars("Why islands were left out", { class: "spaced" }, left),
-  );
-  byId("rounds-details").hidden = !recent.length;
-  const seconds = (round) => (round.seconds === null ? DASH : `${round.seconds.toFixed(2)} s`);
-  const absent = (round) =>
-    Object.entries(round.absent).map(([m, why]) => `island ${m}: ${why}`).join("; ") || "none";
-  const columns = [
-    ["ended", (round) => clockTime(round.time)],
-    ["fragment", (round) => String(round.fragment), "number"],
-    ["version", (round) => String(round.version ?? DASH), "number"],
-    ["took", seconds, "number"],
-    ["why it ended", (round) => round.reason, "text"],
-    ["left out", absent, "text"],
-  ];
-  byId("rounds").replaceChildren(table(recent, columns));
-}
-
 function numbered(numbers) {
   if (numbers.length > 6) return plural(numbers.length, "island");
   return `island${numbers.length > 1 ? "s" : ""} ${join(numbers)}`;
@@ -253,10 +211,11 @@ function participation({ commits, goodput, islands, phase }) {
     ["state", (each) => html("span", { class: TONES[each.state] ?? "muted" }, each.state)],
     ["all commits", share],
     ["latest", (island) => percent(island.participation_recent)],
-    ["live", (island) => percent(goodput?.islands[island.number]?.liveness), "number"],
+    ["live", (island) => percent(goodput?.liveness[island.number]), "number"],
     ["step", (island) => compact(island.global_step), "number"],
     ["loss", (island) => loss(island.loss), "number"],
     ["restarts", (island) => String(island.restarts), "number"],
+    ["why not in its last missed round", (island) => island.missed_reason || DASH, "text"],
   ];
   if (islands.some((island) => island.chip_kinds.length))
     columns.push(["chips", (each) => `${each.chips} ${each.chip_kinds.join(", then ")}`, "muted"]);
