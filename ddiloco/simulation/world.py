@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 import types
@@ -433,13 +434,13 @@ class PlannedFaults:
   def __init__(self, world: World, faults: Sequence[Fault]):
     self._world = world
     self.faults: dict[Role, Faults] = {}  # of the roles that are struck
-    by_role = dict[str, list[Fault]]()
+    by_role, tell = dict[str, list[Fault]](), functools.partial(world.tell, None)
     for fault in faults:
       if fault.action != "join":
         by_role.setdefault(fault.role, []).append(fault)
     for name, of in by_role.items():
       role = parse_role(name)
-      planned = self.faults[role] = Faults(of, 0.0, self._struck, name, clock=world.clock)
+      planned = self.faults[role] = Faults(of, 0.0, tell, name, clock=world.clock)
       planned.stopped = types.SimpleNamespace(wait=world.spend)  # an event waits in virtual time
       for fault in of:
         if fault.at_seconds >= 0:
@@ -451,7 +452,7 @@ class PlannedFaults:
         world.at(fault.at_seconds, self._tick)
     self.calm = not by_role
     config = world.config
-    self._supervisor = supervisor.init(config.run, (), joins, config.sync.min_quorum)
+    self._supervisor = supervisor.Supervisor(config.run, {}, tuple(joins), config.sync.min_quorum)
 
   @property
   def hopeless(self) -> bool:
@@ -472,16 +473,13 @@ class PlannedFaults:
 
   def advance(self) -> None:
     """To be called when the global step has grown."""
-    if self._by_step and self._supervisor.joins:
+    if self._by_step and self._supervisor.planned:
       self._tick()
 
   def _wake(self, role: Role) -> None:
     actor = self._world.actors.get(role)
     if actor is not None:
       actor.wake()
-
-  def _struck(self, fault: Fault, said: str) -> None:
-    self._world.tell(None, chaos.struck(fault, said))
 
   # --- roles that come and go ---------------------------------------------------------------------
 
@@ -522,7 +520,7 @@ class PlannedFaults:
       case supervisor.Lost(name, reason):
         world.tell(None, events.Exit(target=name, reason=reason))
       case supervisor.Strike(fault):  # a join
-        self._struck(fault, chaos.detail(fault, world.step))
+        world.tell(None, chaos.struck(fault, world.step))
       case supervisor.Terminate(name):
         if (actor := world.actors.get(parse_role(name))) is not None:
           actor.drain()  # it leaves without losing anything, or when its patience is over
