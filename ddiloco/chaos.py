@@ -1,12 +1,13 @@
-"""Faults on purpose: a plan is data (`config.chaos`). `strike` of the supervisor's policy gives the
-fault that is due.
+"""Faults on purpose: a plan is data (`config.chaos`). `due` of the supervisor's policy says when a
+fault strikes.
 
 A fault is performed in one of two ways. Inside, by `Faults`: the role's thread calls
 `check(global_step)` between two pieces of work; a kill there is abrupt for all other roles (the
 role's connection is cut first, it sends and saves nothing, and its state is gone). From outside:
 the supervisor's policy (`protocol/supervisor.py`) says when a process is killed, stands still and
-goes on. Faults of a role's messages, disk and outer gradients (`INSIDE`) are always performed by
-its own `Faults`; a supervisor in another process only tells it that a fault `begin`s.
+goes on. What slows a role, and faults of its messages, disk and outer gradients (`INSIDE`), are
+always performed by its own `Faults`; a supervisor in another process only tells it that a fault
+`begin`s.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddiloco.checks import build
 from ddiloco.config import Fault
@@ -37,8 +38,7 @@ from ddiloco.workdir import FAULTS, RequestFile, append_request
 # message's `fates`, one for every copy that arrives.
 
 
-@dataclasses.dataclass(frozen=True)
-class MessageFate:
+class MessageFate(NamedTuple):
   """When one copy of a message arrives, and whether with flipped bits."""
 
   at: float  # seconds, on the clock of the `now` given to `fates`
@@ -162,11 +162,10 @@ class FaultyEndpoint:
   def __init__(self, endpoint: Any, faults: MessageFaults):
     self.endpoint = endpoint
     self._faults = faults
-    self._lock = threading.Lock()  # of both heaps
     self._order = itertools.count()
-    self._going: list[tuple[float, int, str, Message, bool]] = []
-    self._coming: list[tuple[float, int, Delivery]] = []
-    self._turn = threading.Condition(self._lock)
+    self._going: list[tuple[float, int, str, Message, bool]] = []  # a heap
+    self._coming: list[tuple[float, int, Delivery]] = []  # a heap; of the role's own thread
+    self._turn = threading.Condition()  # of `_going`
     self._thread: threading.Thread | None = None  # started when the first copy has to wait
     self._closed = False
 
@@ -177,7 +176,7 @@ class FaultyEndpoint:
     if self._faults.calm and not self._going:
       return self.endpoint.send(to, message)
     bulk, size = _measure(message)
-    with self._lock:
+    with self._turn:
       for fate in self._faults.fates(time.monotonic(), to, False, bulk, size):
         heapq.heappush(self._going, (fate.at, next(self._order), to, message, fate.corrupt))
       if self._thread is None and not self._closed:
@@ -187,27 +186,20 @@ class FaultyEndpoint:
     return size
 
   def receive(self, timeout_seconds: float) -> Delivery | None:
-    deadline = time.monotonic() + timeout_seconds
-    while True:
-      now = time.monotonic()
-      with self._lock:
-        if self._coming and self._coming[0][0] <= now:
-          return heapq.heappop(self._coming)[2]
-        until = min(deadline, self._coming[0][0]) if self._coming else deadline
-      got = self.endpoint.receive(until - now)
+    deadline, coming = time.monotonic() + timeout_seconds, self._coming
+    while not coming or coming[0][0] > time.monotonic():
+      until = min(deadline, coming[0][0]) if coming else deadline
+      got = self.endpoint.receive(until - time.monotonic())
       if got is None and (until == deadline or time.monotonic() < until):
         return None  # no message came in time, or woken
-      if got is not None and self._faults.calm and not self._coming:
-        return got
       if got is not None:
         bulk, size = _measure(got.message)
-        with self._lock:
-          for fate in self._faults.fates(time.monotonic(), got.sender, True, bulk, size):
-            if fate.corrupt:
-              self.endpoint.counters.malformed += 1
-            else:
-              late = got._replace(at=max(got.at, fate.at))  # its arrival, with the delay
-              heapq.heappush(self._coming, (fate.at, next(self._order), late))
+        for fate in self._faults.fates(got.at, got.sender, True, bulk, size):
+          if fate.corrupt:
+            self.endpoint.counters.malformed += 1
+          else:  # it arrives with the delay
+            heapq.heappush(coming, (fate.at, next(self._order), got._replace(at=fate.at)))
+    return heapq.heappop(coming)[2]
 
   @property
   def waiting(self) -> int:
@@ -216,7 +208,7 @@ class FaultyEndpoint:
   def _post(self) -> None:
     """Sends the copies that are due, in a thread of its own."""
     while True:
-      with self._lock:
+      with self._turn:
         while not self._closed and (not self._going or self._going[0][0] > time.monotonic()):
           wait = self._going[0][0] - time.monotonic() if self._going else IDLE_SECONDS
           self._turn.wait(wait)
@@ -226,7 +218,7 @@ class FaultyEndpoint:
       self.endpoint.send(to, message, self._faults.spoil if corrupt else None)
 
   def close(self, *arguments: Any) -> None:
-    with self._lock:
+    with self._turn:
       self._closed = True
       self._turn.notify()
     self.endpoint.close(*arguments)
@@ -267,8 +259,9 @@ def _links(peers: Sequence[str]) -> str:
   return f"with {'' if named else 'all but '}{', '.join(named or others)}" if peers else ""
 
 
-def struck(fault: Fault, said: str) -> events.Fault:
-  """The log event of a fault that strikes; `said` is its `detail`."""
+def struck(fault: Fault, global_step: int) -> events.Fault:
+  """The log event of a fault that strikes."""
+  said = detail(fault, global_step)
   return events.Fault(target=fault.role, action=fault.action, seconds=fault.seconds, detail=said)
 
 
@@ -286,7 +279,7 @@ class Faults:
   Args:
     plan: the faults that the role's own thread performs.
     start_time: of the run, on `clock`.
-    report: called as report(fault, detail) when one of them strikes.
+    report: takes the event of each that strikes.
     role: the name of the role.
     clock: seconds; in virtual time not the machine's.
   """
@@ -295,7 +288,7 @@ class Faults:
     self,
     plan: Sequence[Fault],
     start_time: float,
-    report: Callable[[Fault, str], None] = lambda fault, detail: None,
+    report: Callable[[events.Fault], None] = lambda event: None,
     role: str = "",
     clock: Callable[[], float] = time.monotonic,
   ):
@@ -324,7 +317,7 @@ class Faults:
       if fault is None:
         return
       self._waiting = tuple(left) + self._waiting[len(waiting) :]  # some may have been added
-      self._report(fault, detail(fault, global_step))
+      self._report(struck(fault, global_step))
       if fault.action == "kill":
         self.cut()
         raise Killed(fault)
@@ -334,7 +327,7 @@ class Faults:
         self.begin(fault, fault.seconds)
 
   def begin(self, fault: Fault, seconds: float) -> None:
-    """Begins a fault that lasts `seconds`: slow, or one of `INSIDE`."""
+    """Begins a fault of `INSIDE` that lasts `seconds`."""
     until = self._clock() + seconds
     if fault.action in TO_MESSAGES:
       self.messages.begin(fault, until)

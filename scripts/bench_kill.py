@@ -49,7 +49,17 @@ from ddiloco.engines.children import Spawn
 from ddiloco.engines.processes import ProcessesEngine
 from ddiloco.observe.eventlog import EventLog, read_events
 from ddiloco.observe.style import GLOBAL_MODEL, PALETTE
-from ddiloco.protocol.events import Commit, Event, Fault, Joined, Push, Restart, Started, Step
+from ddiloco.protocol.events import (
+  Commit,
+  Event,
+  Fault,
+  Joined,
+  Push,
+  Restart,
+  Started,
+  Step,
+  parse_role,
+)
 from ddiloco.training import data
 
 WARM_UP_SECONDS, QUICK_WARM_UP_SECONDS = 10.0, 3.0  # from the first step to the first window
@@ -110,6 +120,7 @@ class Ends:
   def __init__(self, engine: ProcessesEngine, seconds: float):
     self.engine, self.seconds = engine, seconds
     self.events = EventLog()
+    self.steps = dict.fromkeys(range(engine.config.islands.num_learners), 0)
     self.said = time.monotonic()
     self.over = False
     self._all_train_at = math.inf
@@ -120,13 +131,15 @@ class Ends:
     if isinstance(event, (Fault, Restart, Joined)):
       who = event.role if isinstance(event, Joined) else event.target
       print(f"{event.time:6.1f} s {who} {event.kind}")
-    if math.isinf(self._all_train_at) and all(self.engine.steps.values()):
+    if isinstance(event, Step):
+      self.steps[parse_role(event.role)[1]] += 1
+    if math.isinf(self._all_train_at) and all(self.steps.values()):
       self._all_train_at = event.time
     lasted = max(0.0, event.time - self._all_train_at)
     if time.monotonic() - self.said >= PROGRESS_SECONDS:
       self.said = time.monotonic()
-      print(f"{lasted:.0f} of {self.seconds:.0f} s, {sum(self.engine.steps.values())}"
-            " steps", flush=True)  # fmt: skip
+      made = sum(self.steps.values())
+      print(f"{lasted:.0f} of {self.seconds:.0f} s, {made} steps", flush=True)
     if lasted < self.seconds or not isinstance(event, Commit) or self.over:
       return
     waits = any(math.isinf(back) for _, back in restarts(self.events)[-1:])

@@ -19,6 +19,7 @@ import json
 import math
 import signal
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +28,7 @@ from typing import Any
 import common
 
 from ddiloco import workdir as workdirs
-from ddiloco.engines.children import Process, spawn
+from ddiloco.engines.children import spawn
 from ddiloco.engines.role_spec import RoleSpec, free_urls
 from ddiloco.observe.eventlog import EventLog, GrowingLog
 from ddiloco.observe.report import write_report
@@ -59,7 +60,7 @@ class Roles:
     self.workdir, self._cpu = workdir, cpu
     workdirs.join(workdir, config)
     (workdir / "logs").mkdir(exist_ok=True)
-    self._processes: dict[str, Process] = {}
+    self._processes: dict[str, subprocess.Popen[bytes]] = {}
     self._log = GrowingLog(workdir)
     self._spec = RoleSpec(workdir, workdirs.run_name(workdir), tuple(free_urls(1)))
     shard = self._spec.command("syncer", "--shard=0", f"--bind={self._spec.syncers[0]}")

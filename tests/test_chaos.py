@@ -26,7 +26,7 @@ def strikes(faults: Faults, global_step: int) -> float | None:
 def test_a_kill_by_step_strikes_once_at_the_first_step_that_reaches_it():
   log = []
   plan = [kill(at_step=5, seconds=3.0)]
-  note = lambda fault, said: log.append((fault.action, said))  # noqa: E731
+  note = lambda event: log.append((event.action, event.detail))  # noqa: E731
   faults = Faults(plan, time.monotonic(), note)
   cuts = []
   faults.cut = lambda: cuts.append(len(log))
@@ -60,7 +60,7 @@ def test_two_kills_that_are_due_together_take_two_incarnations():
 def test_a_fault_before_the_kill_of_the_same_step_strikes_too():
   log = []
   plan = [Fault("slow", "learner-0", at_step=5), kill(at_step=5)]
-  faults = Faults(plan, time.monotonic(), lambda fault, said: log.append(fault.action))
+  faults = Faults(plan, time.monotonic(), lambda event: log.append(event.action))
   assert strikes(faults, 5) == 5.0
   assert log == ["slow", "kill"]
 
@@ -78,7 +78,7 @@ def test_the_end_of_the_run_ends_a_stall_and_a_drag():
   plan = [Fault("stall", "syncer-0", at_step=0, seconds=3600.0)]
   plan += [Fault("slow", "syncer-0", at_step=0, seconds=3600.0, factor=1e6)]
   struck = threading.Event()
-  faults = Faults(plan, time.monotonic(), lambda fault, said: struck.set())
+  faults = Faults(plan, time.monotonic(), lambda event: struck.set())
   role = threading.Thread(target=lambda: (faults.check(0), faults.drag(1.0)), daemon=True)
   role.start()
   assert struck.wait(10)

@@ -61,7 +61,8 @@ class DataParallel:
     names = [learner_address(m) for m in range(config.islands.num_learners)]
     self._islands = [Child(name, workdir, [spawn_forked]) for name in names]
     quorum = 1 if elastic else len(names)
-    self._state = supervisor.init(config.run, names, config.chaos.faults, quorum)
+    roles = supervisor.all_down(names)
+    self._state = supervisor.Supervisor(config.run, roles, tuple(config.chaos.faults), quorum)
     self._alive: set[int] = set()  # living islands
     self._world: tuple[int, ...] = ()  # islands that train now
     self._out: set[int] = set()  # living islands of ended worlds, which wait for the next world
@@ -177,7 +178,7 @@ class DataParallel:
             self._recorder.record(events.Restart(target=name))
           self._alive.add(parse_role(name)[1])
         case Strike(fault):
-          self._recorder.record(chaos.struck(fault, chaos.detail(fault, self._global_step)))
+          self._recorder.record(chaos.struck(fault, self._global_step))
           self._feed(Exited(fault.role, time.monotonic()))
         case Lost(name, reason):
           self._lost(parse_role(name)[1], reason)

@@ -418,10 +418,9 @@ class CheckpointConfig:
 
 # --- Planned faults: a plan is data, whatever engine performs it
 
-TO_ROLES = ("kill", "stall", "slow", "join")
 TO_MESSAGES = ("cut", "drop", "delay", "duplicate", "reorder", "corrupt", "throttle")
-INSIDE = (*TO_MESSAGES, "disk", "poison")  # performed by the role itself, not from outside
-ACTIONS = (*TO_ROLES, *INSIDE)
+INSIDE = ("slow", *TO_MESSAGES, "disk", "poison")  # performed by the role itself in all engines
+ACTIONS = ("kill", "stall", *INSIDE, "join")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import setproctitle
 
@@ -35,16 +35,12 @@ WORDS_SECONDS = 5.0  # for the other hosts of an island to log what they know of
 LAST_WORDS_BYTES = 1 << 16  # only the end of a log is read: a log of months is large
 
 
-class Closable(Protocol):
-  def close(self) -> None: ...
-
-
 class Process(Protocol):
   """What a `Child` needs of its process: a part of `subprocess.Popen`; it may be far away."""
 
   @property
-  def stdin(self) -> Closable | None:
-    """Closed once the process has ended."""
+  def stdin(self) -> Any:
+    """What is closed once the process has ended; None: nothing."""
     ...
 
   def poll(self) -> int | None:
@@ -55,15 +51,11 @@ class Process(Protocol):
     """Sends a signal; another process may be started in its place, also after a SIGKILL."""
     ...
 
-  def kill(self) -> None:
-    """SIGKILL; no other process is started in its place."""
-    ...
-
 
 Spawn = Callable[[list[str], Path], Process]  # (command, log to which its output is appended)
 
 
-def spawn(command: list[str], log: Path) -> Process:
+def spawn(command: list[str], log: Path) -> subprocess.Popen[bytes]:
   """A process of this machine; its standard input closes when this process ends.
 
   It starts from the beginning; where many start on one machine, `spawn_forked` is quicker.
@@ -102,14 +94,9 @@ class Child:
     self._spawns = spawns
     more = (f"{name}-host-{k}" for k in range(1, len(spawns)))
     self._logs = [workdir / "logs" / f"{each}.log" for each in (name, *more)]
+    self.log = self._logs[0]  # of the first process
     self._processes: list[Process] = []
     self._apart_at: float | None = None  # when the first of several processes was seen to end
-    self._unlogged = False
-
-  @property
-  def log(self) -> Path:
-    """The log of the first process."""
-    return self._logs[0]
 
   @property
   def running(self) -> bool:
@@ -126,7 +113,7 @@ class Child:
       for spawn_one, command, log in zip(self._spawns, commands, self._logs, strict=True):
         self._processes.append(spawn_one(command, self._where_to_log(log)))
     except BaseException:
-      self._end(for_good=False)
+      self.kill()
       raise
 
   def poll(self) -> int | None:
@@ -150,7 +137,7 @@ class Child:
     """Clears away an ended life; returns the reason of its end in words."""
     statuses = [each.poll() for each in self._processes]
     refused = statuses.index(status) if status == BAD_USAGE and status in statuses else 0
-    self._end(for_good=False)
+    self.kill()
     how = f"killed by {_signal_name(-status)}" if status < 0 else f"exit status {status}"
     return f"{how}: {self.last_words(refused)}"
 
@@ -159,12 +146,10 @@ class Child:
     try:
       log.parent.mkdir(parents=True, exist_ok=True)
       log.open("ab").close()
-      return log
     except OSError as error:
-      if not self._unlogged:
-        warn(f"{log}: cannot be written: {error}. {self.name} runs without a log.")
-      self._unlogged = True
+      warn(f"{log}: cannot be written: {error}. {self.name} runs without a log.")
       return Path(os.devnull)
+    return log
 
   def last_words(self, number: int = 0) -> str:
     """The last line of a process' log, without the time and name that every line has."""
@@ -186,29 +171,23 @@ class Child:
     self._send(signal.SIGCONT)
     self._send(signal.SIGTERM)
 
-  def strike(self, for_good: bool) -> None:
+  def strike(self) -> None:
     """Sends SIGKILL; `poll` tells when the role has ended."""
-    self._send(signal.SIGKILL, for_good)
+    self._send(signal.SIGKILL)
 
   def kill(self) -> None:
-    """Kills the role for good, and waits until it has ended."""
-    self._end(for_good=True)
-
-  def _end(self, for_good: bool) -> None:
-    self._send(signal.SIGKILL, for_good)
+    """Kills the role, and waits until it has ended."""
+    self._send(signal.SIGKILL)
     for each in self._processes:
       exited(each, KILL_SECONDS, f"{self.name}, which was killed,")
       if each.stdin is not None:
         each.stdin.close()
     self._processes = []
 
-  def _send(self, number: signal.Signals, for_good: bool = False) -> None:
+  def _send(self, number: signal.Signals) -> None:
     for each in self._processes:
       if each.poll() is None:
-        if for_good:
-          each.kill()
-        else:
-          each.send_signal(number)
+        each.send_signal(number)
 
 
 # --- Processes of this machine, forked from a server that has imported everything already
@@ -263,7 +242,8 @@ def spawn_forked(command: list[str], log: Path) -> Forked:
     log: the process' output is appended to this file.
 
   Raises:
-    OSError: the log cannot be written, or no process can be started.
+    OSError, EOFError: the log cannot be written, or no process can be started: the server was
+      killed, or the machine has no memory for it.
   """
   warm()
   log.open("ab").close()  # raises here if the log cannot be written
@@ -271,22 +251,9 @@ def spawn_forked(command: list[str], log: Path) -> Forked:
   stdin, ours = context.Pipe(duplex=False)
   arguments = (command, environment.whole(), Path.cwd(), log, stdin)
   process = context.Process(target=_become, args=arguments, daemon=True)
-  with stdin:  # the child's end
-    _start(process)
+  with stdin, _server_unheard(), _main_unsaid():  # the child's end of the pipe is not needed here
+    process.start()
   return Forked(process, ours)
-
-
-def _start(process: BaseProcess) -> None:
-  """Starts it, also if the server was just killed: a new server starts once the old is a zombie."""
-  why: Exception | None = None
-  with _server_unheard(), _main_unsaid():
-    for _ in range(100):
-      try:
-        return process.start()
-      except (ConnectionError, EOFError) as error:
-        why = error
-        time.sleep(0.02)
-  raise OSError("what forks the roles ends again and again: no memory, or no process?") from why
 
 
 @contextlib.contextmanager
@@ -316,9 +283,6 @@ class Forked:
     if self.poll() is None:
       with contextlib.suppress(ProcessLookupError):  # it has ended; its status comes in a moment
         os.kill(self.pid, number)
-
-  def kill(self) -> None:
-    self.send_signal(signal.SIGKILL)
 
 
 def _become(
@@ -364,7 +328,7 @@ class RoleActor:
   """
 
   def __init__(self) -> None:
-    self._process: Process | None = None
+    self._process: subprocess.Popen[bytes] | None = None
 
   async def free_url(self, host: str) -> str:
     """A free url on this machine, whose address is `host`; "": the address that Ray knows."""

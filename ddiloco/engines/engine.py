@@ -6,29 +6,38 @@ and performs the actions it returns, on one thread, in turns.
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import math
+import queue
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ddiloco import chaos
 from ddiloco.chaos import fault_requests
 from ddiloco.checkpoint import weights
-from ddiloco.checkpoint.restore import newest_global_step, open_storage
+from ddiloco.checkpoint.restore import (
+  Restored,
+  go_on,
+  newest_global_step,
+  open_storage,
+  restore_fragments,
+)
 from ddiloco.checkpoint.snapshots import Storage
 from ddiloco.config import Config, Fault
+from ddiloco.config.schema import INSIDE
 from ddiloco.core.fragments import Plan
 from ddiloco.engines.role_spec import terminates
-from ddiloco.network.transport import EVALUATOR_ADDRESS, Endpoint
+from ddiloco.network.transport import EVALUATOR_ADDRESS, learner_address, syncer_address
 from ddiloco.observe.eventlog import Listener, Recorder
-from ddiloco.observe.guards import Guard, warn
+from ddiloco.observe.guards import Guard, ended, warn
 from ddiloco.protocol import events, supervisor
+from ddiloco.protocol.values import Frozen
 from ddiloco.roles import initial
 from ddiloco.roles.evaluator import Evaluator, Measure
 from ddiloco.roles.learner import Quarantined
@@ -37,18 +46,16 @@ from ddiloco.workdir import RESULT, run_name
 
 T = TypeVar("T")
 TURN_SECONDS = 0.05
-PRESSING_TURN_SECONDS = 0.01  # while a process is held up on purpose
 PATIENCE_SECONDS = 10.0  # for roles to end, beyond the time to drain
+MEASURE_SECONDS = 60.0  # for the evaluator to get the last versions, or to finish a measurement
 
 
-@dataclasses.dataclass(frozen=True)
-class RunResult:
+class RunResult(Frozen):
   """What a run leaves: the global model, every learner's steps, and why the run ended."""
 
   reason: str  # finished, stopped or failed
   params: Mapping[str, np.ndarray]  # global model; without shards of the first remaining learner
   island_params: dict[int, dict[str, np.ndarray]]  # of remaining learners; only without shards
-  steps: dict[int, int]  # inner steps of every learner over all incarnations
   lost: str = ""  # work that is lost although the run went on
   saved: bool = False  # `params` are in WORKDIR/result already
   untrained_loss: float | None = None  # held-out, of the initial parameters; None: not measured
@@ -87,28 +94,28 @@ class Engine:
   """
 
   shortest_life_seconds = 0.0  # between two starts of a role
-  strikes_roles = False  # whether the supervisor performs planned faults, and not the roles
+  processes = False  # whether learners and shards are processes; else threads of this one
 
   def __init__(self, config: Config, workdir: Path, measure: Measure | None):
     self.config, self.workdir = config, workdir
     self.plan: Plan = initial.make_plan(config)
     self.leave = threading.Event()  # learners push what they have, and leave
     self.stop = threading.Event()  # as `leave`; where roles are threads, all end at once
-    self.steps: dict[int, int] = {}
+    self._storage: Storage | None = open_storage(config, self.plan, workdir, run_name(workdir))
     self._measure = measure
     self._listeners: Sequence[Listener] = ()
     self._recorder: Recorder
-    self._state = supervisor.init(config.run, ())
+    self._state = supervisor.Supervisor(config.run, {})
     self._global_step = 0  # the run's, as far as learners have reported it
+    self._training_since = math.inf  # when training began; inf: it has not
     self._guard = Guard("the supervisor")  # if the supervisor ended, all roles would end
-    self._lock = threading.RLock()  # roles that are threads feed the supervisor themselves
-    self._news = threading.Event()  # a role that is a thread has fed its end
+    # What happens to roles that are threads, as events of the moment when they are taken.
+    self._news: queue.SimpleQueue[Callable[[], supervisor.Event]] = queue.SimpleQueue()
     self._threads: dict[str, threading.Thread] = {}  # of each role's newest life
     self._told: set[str] = set()  # roles whose threads are asked to end
     self._evaluated: Evaluator | None = None  # of the newest incarnation
     self._saving = threading.Lock()  # held while the model of the end is saved
-    self._drains = False  # asked to end in good order
-    self._ending = False  # the run is over, and roles end
+    self._ending = False  # the run is over, and roles end in good order
     self._lost: dict[str, str] = {}  # role -> its work that was not merged at the end
 
   def run(self, listeners: Sequence[Listener] = ()) -> RunResult:
@@ -117,13 +124,21 @@ class Engine:
     `listeners` get every event of every role (live view, TensorBoard).
 
     Raises:
-      KeyboardInterrupt: the run was asked to end before anything was trained, or asked again while
-        it ended.
+      KeyboardInterrupt: the run was asked to end before anything was trained.
     """
     self._listeners = listeners
     with terminates(self.leave):
       self._begin()
-      self._say_started()
+      num_shards = self.config.sync.num_shards
+      self._recorder.record(
+        events.RunStarted(
+          name=run_name(self.workdir),
+          num_learners=self.config.islands.num_learners,
+          num_shards=num_shards,
+          num_fragments=len(self.plan.fragments) if num_shards else 0,
+          total_tokens=self.config.run.total_tokens,
+        )
+      )
       try:
         self._prepare()
       except KeyboardInterrupt:
@@ -132,13 +147,14 @@ class Engine:
       self._plan()
       try:
         reason = self._take_turns(self._over)
-        assert reason is not None, "there is no limit"
-        if reason == "failed" and self._state.hopeless:
+        if reason == "failed":
           warn(f"the run cannot reach its end any more: {self._state.hopeless}.")
+        self._ending = True
+        self._end(reason)
       except KeyboardInterrupt:  # a second Ctrl-C: do not wait until work is merged
-        reason, self._drains = "stopped", False
-      self._ending = True
-      self._end(reason)
+        reason, self._ending = "stopped", False
+      finally:
+        self._kill()
     self._finish(reason)
     with self._saving:
       return self._outcome(reason)
@@ -146,53 +162,41 @@ class Engine:
   def close(self) -> None:
     """Lets go of what the engine has held since its construction, whether it ran or was refused."""
 
-  def _say_started(self) -> None:
-    """Logs all that a reader of the log needs to know of the run."""
-    config = self.config
-    started = events.RunStarted(
-      name=run_name(self.workdir),
-      num_learners=config.islands.num_learners,
-      num_shards=config.sync.num_shards,
-      num_fragments=len(self.plan.fragments) if config.sync.num_shards else 0,
-      total_tokens=config.run.total_tokens,
-    )
-    self._recorder.record(started)
-
   # --- for subclasses to define -------------------------------------------------------------------
 
   def _begin(self) -> None:
     """Finds what the run goes on from, and opens `_recorder`."""
-    raise NotImplementedError
 
   def _prepare(self) -> None:
     """Work that takes long, before the first role starts."""
 
   def _roles(self) -> list[str]:
     """The names of the run's first roles, in the order in which they start."""
-    raise NotImplementedError
-
-  def _seconds(self) -> float:
-    """Seconds since training began, 0 before."""
-    raise NotImplementedError
+    shards = [syncer_address(s) for s in range(self.config.sync.num_shards)]
+    learners = [learner_address(m) for m in range(self.config.islands.num_learners)]
+    # The result of processes is the evaluator's.
+    watched = shards and (self.processes or self.config.run.evaluations)
+    return [*shards, *learners, *([EVALUATOR_ADDRESS] if watched else [])]
 
   def _observe(self) -> None:
     """Feeds what has happened to roles since the last turn, except to those that are threads."""
 
   def _requested(self, fault: Fault) -> None:
-    """Takes a fault that was requested during the run."""
-    raise NotImplementedError
+    """Takes a fault that was requested during the run, by `_strike` perhaps."""
+    if fault.action in INSIDE:  # its role has heard of it, too
+      self._recorder.record(chaos.struck(fault, self._global_step))
+    else:
+      self._feed(supervisor.Requested(fault))
 
-  def _over(self) -> str | None:
-    """Why the run is over: finished, stopped or failed; None: it goes on."""
-    raise NotImplementedError
+  def _merged(self) -> bool:
+    """Whether the run has reached its end."""
 
   def _start(self, name: str, life: int, afresh: bool) -> None:
     """Starts a role's next life. An exception counts as the end of that life."""
-    raise NotImplementedError
 
   def _strike(self, fault: Fault) -> None:
     """Performs a planned fault and logs it; stalls of a role go by `_hold`, joins by `_start`."""
-    self._note_fault(fault, chaos.detail(fault, self._global_step))
+    self._recorder.record(chaos.struck(fault, self._global_step))
 
   def _hold(self, name: str, held: bool) -> None:
     """Stops a role where it is, or lets it go on."""
@@ -201,31 +205,63 @@ class Engine:
     """Asks a role to end in good order."""
     self._told.add(name)
 
-  def _end(self, reason: str) -> None:
-    """Ends all roles that still live."""
-    raise NotImplementedError
-
   def _record(self, role: str, incarnation: int) -> Recorder:
-    raise NotImplementedError
+    """The recorder of a life's events."""
 
   def _outcome(self, reason: str) -> RunResult:
-    raise NotImplementedError
+    """What the run leaves, once all its roles have ended."""
 
-  def _open_storage(self) -> Storage | None:
-    return open_storage(self.config, self.plan, self.workdir, run_name(self.workdir))
+  # --- from the beginning to the end --------------------------------------------------------------
+
+  def _go_on(self, keep: bool) -> Restored | None:
+    """Says what the run goes on from, or refuses; with the snapshot's fragments if `keep`."""
+    storage, tried, every = self._storage, list[str](), range(len(self.plan.fragments))
+    found = restore_fragments(storage, self.plan, every, tried, keep) if storage else None
+    go_on(self.config, self.workdir, storage, found.snapshot if found else None, tried)
+    return found
+
+  def _over(self) -> str | None:
+    """Why the run is over: finished, stopped or failed; None: it goes on."""
+    if self._merged():
+      return "finished"
+    if self.leave.is_set() or self.stop.is_set():
+      return "stopped"
+    return "failed" if self._state.hopeless else None
+
+  def _end(self, reason: str) -> None:
+    """Ends learners and shards in good order: learners push their work while shards merge it."""
+    if reason == "finished":  # learners know it and end by themselves
+      self._wait([*supervisor.members(self._state, "learner-")], PATIENCE_SECONDS)
+    self._dismiss("learner-")
+    if reason == "finished":
+      self._wait([EVALUATOR_ADDRESS], MEASURE_SECONDS, self.leave.is_set)
+    self._dismiss("syncer-")
+
+  def _dismiss(self, kind: str) -> None:
+    """Asks all roles of a kind to end, and waits until they have brought out what they have."""
+    self._feed(supervisor.Dismiss(kind))
+    seconds = self.config.network.drain_seconds + PATIENCE_SECONDS
+    if late := self._wait([*supervisor.members(self._state, kind)], seconds):
+      warn(f"{', '.join(late)}: not ended within {seconds:g} s. They are killed.")
+
+  def _kill(self) -> None:
+    """Ends at once all roles that still live."""
+    self._feed(supervisor.Dismiss(""))
+    for thread in self._threads.values():
+      ended(thread, MEASURE_SECONDS)
 
   # --- turns --------------------------------------------------------------------------------------
 
   def _plan(self) -> None:
     """Sets the supervisor's first state; faults of steps before the current one are left out."""
     config = self.config
-    began_at = newest_global_step(self._open_storage())
+    began_at = newest_global_step(self._storage)
     self._planned = chaos.still_planned(config.chaos.of_roles(), began_at)
     self._requests = fault_requests(self.workdir, news_only=True)
-    self._state = supervisor.init(
+    self._state = supervisor.Supervisor(
       config.run,
-      self._roles(),
-      [f for f in self._planned if self.strikes_roles or f.action == "join"],
+      supervisor.all_down(self._roles()),
+      tuple(f for f in self._planned if self.processes or f.action == "join"),
       config.sync.min_quorum if config.sync.num_shards else 1,
       self.shortest_life_seconds,
     )
@@ -236,15 +272,14 @@ class Engine:
     while True:
       for duty in (self._observe, self._hear):
         self._guard(duty)
-      self._feed(supervisor.Tick(time.monotonic(), self._global_step, self._seconds()))
+      now = time.monotonic()
+      trained_seconds = max(0.0, now - self._training_since)
+      self._feed(supervisor.Tick(now, self._global_step, trained_seconds))
       if (found := over()) or time.monotonic() >= deadline:
         return found
-      # The next turn is earlier if a restart is due or a role is held up on purpose.
-      now = time.monotonic()
-      pressing = supervisor.pressing(self._state, now)
-      wake_at = now + (PRESSING_TURN_SECONDS if pressing else TURN_SECONDS)
-      self._news.wait(max(0.0, min(wake_at, supervisor.next_wake(self._state)) - now))
-      self._news.clear()
+      due_seconds = supervisor.next_wake(self._state) - time.monotonic()  # a restart, for example
+      with contextlib.suppress(queue.Empty):
+        self._feed(self._news.get(timeout=max(0.0, min(TURN_SECONDS, due_seconds)))())
 
   def _wait(
     self, names: Sequence[str], seconds: float, unless: Callable[[], bool] = lambda: False
@@ -259,10 +294,9 @@ class Engine:
 
   def _feed(self, event: supervisor.Event) -> None:
     """Tells the supervisor, and performs its actions; a failed action holds up no other."""
-    with self._lock:
-      self._state, actions = supervisor.supervise(self._state, event)
-      for action in actions:
-        self._guard(self._perform, action)
+    self._state, actions = supervisor.supervise(self._state, event)
+    for action in actions:
+      self._guard(self._perform, action)
 
   def _perform(self, action: supervisor.Action) -> None:
     match action:
@@ -274,7 +308,7 @@ class Engine:
           self._start(name, life, afresh)
         except Exception as error:  # no memory is left, for example: an exit like any other
           self._feed(supervisor.Exited(name, time.monotonic(), f"cannot be started: {error}"))
-          if not isinstance(error, OSError):
+          if not isinstance(error, (OSError, EOFError)):
             raise
       case supervisor.Lost(name, reason):
         self._recorder.record(events.Exit(target=name, reason=reason))
@@ -290,63 +324,48 @@ class Engine:
     for _, fault in self._requests.poll():
       self._requested(fault)
 
-  def _note_fault(self, fault: Fault, said: str) -> None:
-    self._recorder.record(chaos.struck(fault, said))
-
   def _finish(self, reason: str) -> None:
     self._recorder.record(events.RunFinished(reason=reason))
     self._recorder.close()
 
   # --- roles that are threads ---------------------------------------------------------------------
 
-  def _start_thread(
-    self, name: str, incarnation: int, live: Callable[[int, Recorder], None]
-  ) -> None:
-    """Starts a life, `live(incarnation, recorder)`; its failure ends no other thread."""
-    arguments = name, incarnation, live
-    self._threads[name] = threading.Thread(
-      target=self._live, args=arguments, name=name, daemon=True
-    )
-    self._threads[name].start()
+  def _start_thread(self, name: str, incarnation: int, live: Callable[[Recorder], None]) -> None:
+    """Starts a life, `live(recorder)`; its failure ends no other thread."""
+    arguments = name, self._record(name, incarnation), live
+    thread = threading.Thread(target=self._live, args=arguments, name=name, daemon=True)
+    self._threads[name] = thread
+    thread.start()
 
-  def _live(self, name: str, incarnation: int, live: Callable[[int, Recorder], None]) -> None:
-    end: supervisor.Event = supervisor.Left(name)
+  def _live(self, name: str, recorder: Recorder, live: Callable[[Recorder], None]) -> None:
+    how: dict[str, Any] = {}  # it ended; nothing: in good order
     # Islands are compiled before a life begins.
-    self._feed(supervisor.Working(name, time.monotonic()))
-    try:
-      with self._record(name, incarnation) as recorder:
-        try:
-          live(incarnation, recorder)
-        except (chaos.Killed, Quarantined):
-          raise
-        except Exception:
-          recorder.record(events.Crash(trace=traceback.format_exc()))
-          raise
-    except chaos.Killed as killed:
-      end = supervisor.Exited(name, time.monotonic(), kill=killed.fault)
-    except Quarantined as error:
-      end = supervisor.Exited(name, time.monotonic(), f"quarantined: {error}", afresh=True)
-    except Exception as error:
-      end = supervisor.Exited(name, time.monotonic(), f"{type(error).__name__}: {error}")
-    finally:
-      self._feed(end)
-      self._news.set()
+    self._news.put(lambda: supervisor.Working(name, time.monotonic()))
+    with recorder:
+      try:
+        live(recorder)
+      except chaos.Killed as killed:
+        how = {"kill": killed.fault}
+      except Quarantined as error:
+        how = {"reason": f"quarantined: {error}", "afresh": True}
+      except BaseException as error:  # a user's program may also raise SystemExit
+        recorder.record(events.Crash(trace=traceback.format_exc()))
+        how = {"reason": f"{type(error).__name__}: {error}"}
+    exited = lambda: supervisor.Exited(name, time.monotonic(), **how)  # noqa: E731
+    self._news.put(exited if how else lambda: supervisor.Left(name))
 
-  def _evaluate(self, endpoint: Endpoint, incarnation: int, recorder: Recorder) -> None:
+  def _evaluate(self, runtime: Runtime) -> None:
     """One life of the evaluator."""
-    runtime = Runtime(endpoint, recorder, initial=self._initial_values)
-    role = Evaluator(self.config, self.plan, self._measure, runtime, incarnation, self._save_result)
-    self._evaluated = role
+    life = runtime, runtime.recorder.incarnation, self._save_result
+    self._evaluated = role = Evaluator(self.config, self.plan, self._measure, *life)
     role.run(lambda: EVALUATOR_ADDRESS in self._told)
 
-  def _result(
-    self, reason: str, params: Mapping[str, np.ndarray], merged_tokens: int, saved: bool
-  ) -> RunResult:
+  def _result(self, reason: str, params: Mapping[str, np.ndarray], merged_tokens: int) -> RunResult:
     """The result of a run with shards; `params`: the global model, which has seen these tokens."""
     lost = "; ".join(f"{name}: {what}" for name, what in sorted(self._lost.items()))
-    untrained_loss = None if self._evaluated is None else self._evaluated.untrained_loss
-    steps = dict(self.steps)
-    return RunResult(reason, params, {}, steps, lost, saved, untrained_loss, merged_tokens)
+    known = self._evaluated
+    saved, untrained_loss = (known.saved, known.untrained_loss) if known else (False, None)
+    return RunResult(reason, params, {}, lost, saved, untrained_loss, merged_tokens)
 
   def _initial_values(self) -> Mapping[int, np.ndarray]:
     """Fragment -> initial value, as far as this process can make it."""

@@ -13,7 +13,6 @@ import ssl
 import threading
 import time
 import traceback
-from collections.abc import Callable
 
 from ddiloco import environment
 from ddiloco.config import Config, ConfigError, require
@@ -147,95 +146,91 @@ class Hosts:
 # --- the others -----------------------------------------------------------------------------------
 
 
-def run_host(config: Config, number: int, place: RoleSpec) -> int:
-  """Follows host 0 of its island, until host 0 says that the work is over.
+class FollowingHost:
+  """A host that follows host 0 of its island, until host 0 says that the work is over.
 
   A signal is passed on to host 0, which pushes the island's work and then ends all hosts.
-
-  Returns the exit status: 1 if host 0 is gone or has refused this host.
   """
-  address = f"{learner_address(number)} host {place.host}"
-  progress, began = HostProgress(), time.time()
-  asked, joined = threading.Event(), threading.Event()  # to end; with the others, as one JAX
 
-  def speak(text: str) -> None:
-    say(f"[{time.strftime('%H:%M:%S')}] {address}: {text}")
+  def __init__(self, config: Config, number: int, place: RoleSpec):
+    self._config, self._number, self._place = config, number, place
+    self._address = f"{learner_address(number)} host {place.host}"
+    self.progress = HostProgress()
+    self.asked = threading.Event()  # to end
+    self.joined = threading.Event()  # with the others, as one JAX
 
-  def lost(host: int | None, reason: str) -> None:
-    speak(f"host 0 is lost: {reason}; it ends, to start again with it")
-    os._exit(LOST)
+  def run(self) -> int:
+    """Returns the exit status: 1 if host 0 is gone or has refused this host."""
+    began = time.time()
+    with terminates(self.asked):
+      try:
+        beside(self._follow, self._hear)
+      except HostsApart as error:
+        self._say(str(error))
+        return LOST
+      except KeyboardInterrupt:
+        self._say("ends at once, as asked")
+        os._exit(INTERRUPTED)
+      except Exception as error:  # JAX would wait for the other hosts before it lets a process end
+        name_lost_host()
+        self._fail(error, BAD_USAGE if isinstance(error, ConfigError) else LOST)
+    self._say(f"ends after {time.time() - began:.0f} s with its island; nothing is lost")
+    return self._place.term_status if self.asked.is_set() else FINISHED
 
-  def hear() -> None:
+  def _say(self, text: str) -> None:
+    say(f"[{time.strftime('%H:%M:%S')}] {self._address}: {text}")
+
+  def _hear(self) -> None:
     """Ends a host that was asked to: host 0 does not hear it before all hosts have come."""
-    progress.asked_to_end = asked.is_set()
-    if asked.is_set() and not joined.is_set():
-      speak("was asked to end before its island had met; nothing is lost")
-      os._exit(place.term_status)
+    self.progress.asked_to_end = self.asked.is_set()
+    if self.asked.is_set() and not self.joined.is_set():
+      self._say("was asked to end before its island had met; nothing is lost")
+      os._exit(self._place.term_status)
 
-  shared = progress, asked, joined, speak, lost
-  with terminates(asked):
-    try:
-      beside(lambda: _follow(config, number, place, *shared), hear)
-    except HostsApart as error:
-      speak(str(error))
-      return LOST
-    except KeyboardInterrupt:
-      speak("ends at once, as asked")
-      os._exit(INTERRUPTED)
-    except Exception as error:  # JAX would wait for the other hosts before it lets a process end
-      name_lost_host()
-      traceback.print_exc()
-      speak(f"{type(error).__name__}: {error}")
-      os._exit(BAD_USAGE if isinstance(error, ConfigError) else LOST)
-  speak(f"ends after {time.time() - began:.0f} s with its island; nothing is lost")
-  return place.term_status if asked.is_set() else FINISHED
-
-
-def _follow(
-  config: Config,
-  number: int,
-  place: RoleSpec,
-  progress: HostProgress,
-  asked: threading.Event,
-  joined: threading.Event,
-  speak: Callable[[str], None],
-  lost: Callable[[int | None, str], None],
-) -> None:
-  keys = load_keys(place, learner_address(number))
-  island, patience = _agreed(config, number, place), config.network.give_up_seconds
-  speak(f"looks for host 0 at {place.hosts}")
-  me = island, place.host, keys, patience, asked.is_set
-  links, coordinator = host_links.join(place.hosts, *me)
-  silence = config.network.silence_seconds
-  limits = silence, lambda: silence
-  watch = HostWatch({0: links}, progress, *limits, lost, meet_seconds=patience)
-  _join(coordinator, config, island, place.host)
-  joined.set()
-  import jax
-
-  from ddiloco.training import data, hosts
-  from ddiloco.training.devices import island_devices, kept_in
-  from ddiloco.training.island import Island
-
-  with kept_in(place.workdir / COMPILED):
-    stream = data.Stream(data.open_data(config.data), config, number)
-    devices = island_devices(config.islands.island(number), jax.devices(), number)
-    trained = Island(config, number, devices, initial.make_plan(config))
-    progress.doing = "compiles"
-    speak(f"compiled in {trained.compile():.1f} s; follows host 0")
-    progress.done = COMPILED_ORDERS
-
-  def failed(error: Exception) -> None:
-    if isinstance(error, OSError):
-      lost(0, f"its connection for values has ended ({error})")
-    traceback.print_exception(error)
-    speak(f"cannot move values: {type(error).__name__}: {error}. It ends, to start again")
+  def _lost(self, host: int | None, reason: str) -> None:
+    self._say(f"host 0 is lost: {reason}; it ends, to start again with it")
     os._exit(LOST)
 
-  try:
-    links.values.send(READY)
-    hosts.follow(trained, links, stream.iterate, progress, failed)
-  except (ConnectionError, ssl.SSLError) as error:
-    lost(0, str(error))
-  watch.end()
-  jax.distributed.shutdown()
+  def _fail(self, error: Exception, status: int = LOST) -> None:
+    traceback.print_exception(error)
+    self._say(f"{type(error).__name__}: {error}")
+    os._exit(status)
+
+  def _follow(self) -> None:
+    config, number, place = self._config, self._number, self._place
+    keys = load_keys(place, learner_address(number))
+    island, patience = _agreed(config, number, place), config.network.give_up_seconds
+    self._say(f"looks for host 0 at {place.hosts}")
+    me = island, place.host, keys, patience, self.asked.is_set
+    links, coordinator = host_links.join(place.hosts, *me)
+    silence = config.network.silence_seconds
+    limits = silence, lambda: silence
+    watch = HostWatch({0: links}, self.progress, *limits, self._lost, meet_seconds=patience)
+    _join(coordinator, config, island, place.host)
+    self.joined.set()
+    import jax
+
+    from ddiloco.training import data, hosts
+    from ddiloco.training.devices import island_devices, kept_in
+    from ddiloco.training.island import Island
+
+    with kept_in(place.workdir / COMPILED):
+      stream = data.Stream(data.open_data(config.data), config, number)
+      devices = island_devices(config.islands.island(number), jax.devices(), number)
+      trained = Island(config, number, devices, initial.make_plan(config))
+      self.progress.doing = "compiles"
+      self._say(f"compiled in {trained.compile():.1f} s; follows host 0")
+      self.progress.done = COMPILED_ORDERS
+
+    def failed(error: Exception) -> None:
+      if isinstance(error, OSError):
+        self._lost(0, f"its connection for values has ended ({error})")
+      self._fail(error)
+
+    try:
+      links.values.send(READY)
+      hosts.follow(trained, links, stream.iterate, self.progress, failed)
+    except (ConnectionError, ssl.SSLError) as error:
+      self._lost(0, str(error))
+    watch.end()
+    jax.distributed.shutdown()

@@ -9,35 +9,34 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
-from ddiloco import chaos, workdir
+from ddiloco import workdir
 from ddiloco.chaos import ask_for
-from ddiloco.checkpoint.restore import go_on, restore_fragments
-from ddiloco.config import Config, ConfigError, Fault
+from ddiloco.checkpoint.restore import restore_fragments
+from ddiloco.config import Config, Fault
 from ddiloco.config.schema import INSIDE
 from ddiloco.engines.children import Child, Spawn, spawn_forked, warm
-from ddiloco.engines.engine import PATIENCE_SECONDS, Engine, RunResult
+from ddiloco.engines.engine import MEASURE_SECONDS, Engine, RunResult
 from ddiloco.engines.role_process import connect, load_keys
-from ddiloco.engines.role_spec import RoleSpec, above, free_urls, newest
+from ddiloco.engines.role_spec import RoleSpec, free_urls, newest, require_shards
 from ddiloco.environment import LOST
 from ddiloco.network import peers
-from ddiloco.network.transport import EVALUATOR_ADDRESS, learner_address, syncer_address
-from ddiloco.observe.eventlog import Event, Follower, Recorder
-from ddiloco.observe.guards import ended, warn
+from ddiloco.network.transport import EVALUATOR_ADDRESS
+from ddiloco.observe.eventlog import Follower, Recorder
 from ddiloco.protocol.events import parse_role
-from ddiloco.protocol.supervisor import Dismiss, Exited, Left, Requested, Working, members
+from ddiloco.protocol.supervisor import Exited, Left, Working, members
 from ddiloco.roles import initial
 from ddiloco.roles.evaluator import Measure
+from ddiloco.runtime import Runtime
 from ddiloco.training import data
 
 FOLLOW_SECONDS = 0.2
 SHORTEST_LIFE_SECONDS = 1.1  # between two starts: incarnations count whole seconds
 AT_WORK = ("joined", "owns")  # events after which a role counts as started
-MEASURE_SECONDS = 60.0  # for the evaluator to get the last versions, or to finish a measurement
 
 
 class ProcessesEngine(Engine):
@@ -50,30 +49,20 @@ class ProcessesEngine(Engine):
     measure: the held-out measures of a parameter tree, for the evaluator.
   """
 
-  shortest_life_seconds, strikes_roles = SHORTEST_LIFE_SECONDS, True
+  shortest_life_seconds, processes = SHORTEST_LIFE_SECONDS, True
   cpu_only = False  # whether learners get the flag --cpu; children of this process inherit it
 
   def __init__(self, config: Config, workdir: Path, corpus: data.Source, measure: Measure | None):
-    if not config.sync.num_shards:
-      raise ConfigError(
-        "sync.num_shards = 0: processes meet at a syncer shard."
-        " Fix: set it to 1 or more, or use --engine=threads."
-      )
+    require_shards(config)
     for m in range(config.num_islands()):
       data.Stream(corpus, config, m)  # refuses what the children would refuse
     super().__init__(config, workdir, measure)
-    self.steps = {m: 0 for m in range(config.islands.num_learners)}
-    self._training_since: float | None = None  # unix seconds, of the first step
     self._follow_at = 0.0
     self._lived_at = time.monotonic()  # when a learner was last there, or was to come
     self._children: dict[str, Child] = {}
 
   def _begin(self) -> None:
-    # Says what the run goes on from, or refuses; started roles find their snapshot themselves.
-    storage, tried = self._open_storage(), list[str]()
-    every = range(len(self.plan.fragments))
-    found = storage and restore_fragments(storage, self.plan, every, tried, keep=False)
-    go_on(self.config, self.workdir, storage, found.snapshot if found else None, tried)
+    self._go_on(keep=False)  # roles find their parts of the snapshot themselves
     warm()
     self._started = workdir.join(self.workdir, self.config)
     self._recorder = self._record("engine", 0)
@@ -83,13 +72,7 @@ class ProcessesEngine(Engine):
   def _prepare(self) -> None:
     self._spec = self._place()
     now = peers.seconds_since_2020()
-    self._first_evaluator = above(now, [newest(self.workdir, now, EVALUATOR_ADDRESS)])
-    self._evaluator_keys = load_keys(self._spec, EVALUATOR_ADDRESS)
-
-  def _roles(self) -> list[str]:
-    shards = [syncer_address(s) for s in range(self.config.sync.num_shards)]
-    learners = [learner_address(m) for m in range(self.config.islands.num_learners)]
-    return [*shards, *learners, EVALUATOR_ADDRESS]
+    self._first_evaluator = max(now, newest(self.workdir, now, EVALUATOR_ADDRESS) + 1)
 
   # --- supervision --------------------------------------------------------------------------------
 
@@ -151,15 +134,8 @@ class ProcessesEngine(Engine):
     if fault.action in INSIDE:
       return ask_for(self.workdir, fault)
     if fault.action == "kill":
-      self._children[fault.role].strike(for_good=fault.seconds < 0)
+      self._children[fault.role].strike()
     super()._strike(fault)
-
-  def _requested(self, fault: Fault) -> None:
-    """Takes a fault that the dashboard requested, or that `_strike` requested of a role."""
-    if fault.action in INSIDE:
-      self._note_fault(fault, chaos.detail(fault, self._global_step))
-    else:
-      self._feed(Requested(fault))
 
   def _hold(self, name: str, held: bool) -> None:
     self._children[name].hold(held)
@@ -169,21 +145,12 @@ class ProcessesEngine(Engine):
     if name in self._children:
       self._children[name].terminate()
 
-  def _seconds(self) -> float:
-    return 0.0 if self._training_since is None else time.time() - self._training_since
-
   def _over(self) -> str | None:
     now, learners = time.monotonic(), members(self._state, "learner-").values()
-    if self._merged():
-      return "finished"
-    if self.leave.is_set() or self.stop.is_set():
-      return "stopped"
-    if self._state.hopeless:
-      return "failed"
     if not all(role.ended for role in learners):
       self._lived_at = now
     late = now - self._lived_at > MEASURE_SECONDS  # the evaluator is not only a moment behind
-    return "stopped" if late else None
+    return super()._over() or ("stopped" if late else None)
 
   def _merged(self) -> bool:
     """Whether the global model is final, and the evaluator has it."""
@@ -191,29 +158,14 @@ class ProcessesEngine(Engine):
     return role is not None and role.exchange.state.merged_tokens >= self.config.run.total_tokens
 
   def _end(self, reason: str) -> None:
-    """Ends all roles in good order: learners push their work while shards still merge it."""
-    try:
-      for kind in ("learner-", "syncer-"):
-        names = list(members(self._state, kind))
-        if reason == "finished":  # these roles know it and end by themselves
-          self._wait_for(names, PATIENCE_SECONDS)
-        self._feed(Dismiss(kind))
-        self._wait_for(names, self.config.network.drain_seconds + PATIENCE_SECONDS)
-        if reason == "finished":
-          self._wait([EVALUATOR_ADDRESS], MEASURE_SECONDS)
-      # After a stop: the shards' last messages have arrived, and the evaluator's next turn takes
-      # them in.
-      self._wait([EVALUATOR_ADDRESS], 1.0)
-      self._feed(Dismiss(EVALUATOR_ADDRESS))
-      if EVALUATOR_ADDRESS in self._threads:
-        ended(self._threads[EVALUATOR_ADDRESS], PATIENCE_SECONDS)
-    finally:  # also after a second Ctrl-C
-      for child in self._children.values():
-        child.kill()
+    super()._end(reason)
+    # The shards' last messages have arrived, and the evaluator's next turn takes them in.
+    self._wait([EVALUATOR_ADDRESS], 1.0)
 
-  def _wait_for(self, names: Sequence[str], seconds: float) -> None:
-    if late := self._wait(names, seconds):
-      warn(f"{', '.join(late)}: not ended within {seconds:g} s. They are told to, and then killed.")
+  def _kill(self) -> None:
+    for child in self._children.values():
+      child.kill()
+    super()._kill()
 
   def _finish(self, reason: str) -> None:
     super()._finish(reason)
@@ -228,39 +180,30 @@ class ProcessesEngine(Engine):
     """Passes new events to the listeners, and takes the global step from them."""
     for event in self._follower.poll():
       if event.kind == "step":
-        self._count(event)
+        self._global_step = max(self._global_step, event.global_step)
+        ago = time.time() - self._started - event.time
+        self._training_since = min(self._training_since, time.monotonic() - ago)
       elif event.kind in AT_WORK:
         self._feed(Working(event.role, time.monotonic()))
       for listener in self._listeners:
         self._guard(listener, event)
 
-  def _count(self, event: Event) -> None:
-    number = parse_role(event.role)[1]
-    self.steps[number] = self.steps.get(number, 0) + 1
-    self._global_step = max(self._global_step, event.global_step)
-    if self._training_since is None:
-      self._training_since = self._started + event.time
-
-  def _run_evaluator(self, incarnation: int, recorder: Recorder) -> None:
-    spec, keys = self._spec, self._evaluator_keys
-    endpoint = connect(self.config, self.plan, spec, EVALUATOR_ADDRESS, incarnation, keys)
-    with contextlib.closing(endpoint):
-      for shard, url in enumerate(spec.syncers):
-        endpoint.dial(syncer_address(shard), url)
-      self._evaluate(endpoint, incarnation, recorder)
+  def _run_evaluator(self, recorder: Recorder) -> None:
+    who = EVALUATOR_ADDRESS, recorder.incarnation, load_keys(self._spec, EVALUATOR_ADDRESS)
+    with contextlib.closing(connect(self.config, self.plan, self._spec, *who)) as endpoint:
+      self._evaluate(Runtime(endpoint, recorder, initial=self._initial_values))
 
   def _outcome(self, reason: str) -> RunResult:
     role = self._evaluated
     if role is not None and role.joined:
-      params, merged_tokens = role.store.params(), role.exchange.state.merged_tokens
-      return self._result(reason, params, merged_tokens, role.saved)
-    return self._result(reason, *self._newest_params(), saved=False)
+      return self._result(reason, role.store.params(), role.exchange.state.merged_tokens)
+    return self._result(reason, *self._newest_params())
 
   def _newest_params(self) -> tuple[Mapping[str, np.ndarray], int]:
     """The global model of the newest snapshot, if the evaluator never had a whole model, and the
     tokens that it has seen."""
-    storage, everything = self._open_storage(), self.plan.fragments
-    restored = storage and restore_fragments(storage, self.plan, range(len(everything)))
+    storage, every = self._storage, range(len(self.plan.fragments))
+    restored = storage and restore_fragments(storage, self.plan, every)
     if not restored:
       return initial.initial_params(self.config), 0
     values = {p: committed.value for p, committed in restored.fragments.items()}

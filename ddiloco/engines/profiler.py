@@ -20,7 +20,7 @@ import msgspec
 
 from ddiloco.config import ConfigError
 from ddiloco.observe.eventlog import Follower, Records
-from ddiloco.observe.guards import ended
+from ddiloco.observe.guards import Guard, ended
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Event
 from ddiloco.workdir import OUTCOME, PROFILE_REQUESTS, PROFILES, RequestFile, append_request
@@ -46,6 +46,9 @@ class Profiler:
     workdir: traces go to `workdir/profiles/ROLE`.
     roles: the learners of this process.
     record: returns the recorder of events; called each time, since roles have several lives.
+
+  Attributes:
+    steps: role -> the global step after its last step.
   """
 
   def __init__(self, workdir: Path, roles: Collection[str], record: Callable[[], Records]):
@@ -53,72 +56,52 @@ class Profiler:
     parse = lambda fields: msgspec.convert(fields, ProfileRequest)  # noqa: E731
     self._requests = RequestFile[ProfileRequest](workdir / PROFILE_REQUESTS, parse, "trace")
     self._began = time.time()
-    self._look_at = 0.0
-    # Requests that are not begun. `look` appends to these lists, the thread alone removes.
-    self._asked: list[ProfileRequest] = []
-    self._old: list[ProfileRequest] = []  # an earlier process may have answered them
-    self._thread: threading.Thread | None = None  # from the first request on
-    self._at: dict[str, int] = {}  # role -> the global step after its last step
-    self._heeds = False  # steps are news for the thread
-    self._news: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # None: a request or the end
-    self._closing = False
+    self.steps: dict[str, int] = {}
+    self._news: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()  # steps during a trace
+    self._tracing = False
+    self._closing = threading.Event()
+    self._thread = threading.Thread(target=self._serve, name="profiler", daemon=True)
+    self._thread.start()
 
   def __call__(self, event: Event) -> None:
     """Takes an event of a role, on the role's thread."""
     if type(event) is events.Step:
-      self._at[event.role] = event.global_step
-      if self._heeds:
-        self._news.put(event)
-
-  def look(self) -> None:
-    """Reads new requests; to be called now and then."""
-    if time.monotonic() < self._look_at:
-      return
-    self._look_at = time.monotonic() + LOOK_SECONDS
-    for when, request in self._requests.poll():
-      if request.role in self._roles and (when >= self._began or request.from_step):
-        (self._old if when < self._began else self._asked).append(request)
-        self._heeds = True
-        self._news.put(None)
-        if self._thread is None:
-          self._thread = threading.Thread(target=self._serve, name="profiler", daemon=True)
-          self._thread.start()
+      self.steps[event.role] = event.global_step
+      if self._tracing:
+        self._news.put((event.role, event.global_step))
 
   def close(self) -> None:
     """Ends the trace under way as it is; no other trace is begun."""
-    self._closing = True
-    self._news.put(None)
-    if (thread := self._thread) is not None:
-      ended(thread, CLOSE_SECONDS)
+    self._closing.set()
+    self._news.put(("", 0))  # wakes the thread
+    ended(self._thread, CLOSE_SECONDS)
 
   def _serve(self) -> None:
     """Takes the traces that are asked for, until `close`."""
-    while not self._closing:
-      if (request := self._take_due()) is None:
-        self._heeds = bool(self._asked or self._old)
-        with contextlib.suppress(queue.Empty):
-          self._news.get(timeout=PATIENCE_SECONDS)
-        continue
-      self._heeds = True  # `look` may have set it just before it was cleared above
-      try:
-        self._trace(request)
-      except Exception as error:  # a trace is being taken already, no disk, ...: the run goes on
-        reason = f"{type(error).__name__}: {error}"
-        self._record().record(events.Unprofiled(target=request.role, reason=reason))
-
-  def _take_due(self) -> ProfileRequest | None:
-    """The first request whose steps are the next ones."""
-    for request in self._old[:]:
-      at = self._at.get(request.role)
-      if at is not None:  # the global step tells now whether it was answered
-        self._old.remove(request)
-        self._asked += [request] if at < request.from_step else []
-    for request in self._asked[:]:
+    asked, guard = list[ProfileRequest](), Guard("what takes traces")
+    while not self._closing.wait(LOOK_SECONDS):
+      asked += guard(self._read, instead=())
       # The step under way when a trace begins is not whole; the next one, `from_step`, must be.
-      if self._at.get(request.role, 0) >= request.from_step - 2:
-        self._asked.remove(request)
-        return request
-    return None
+      due = [each for each in asked if self.steps.get(each.role, 0) >= each.from_step - 2]
+      for request in due[:1]:
+        asked.remove(request)
+        try:
+          self._trace(request)
+        except Exception as error:  # a trace is being taken already, no disk, ...: the run goes on
+          reason = f"{type(error).__name__}: {error}"
+          self._record().record(events.Unprofiled(target=request.role, reason=reason))
+
+  def _read(self) -> list[ProfileRequest]:
+    """New requests of this process' learners, once a step tells which ones of an earlier process
+    that had answered."""
+    if not self.steps:
+      return []
+    return [
+      request
+      for when, request in self._requests.poll()
+      if request.role in self._roles
+      and (when >= self._began or self.steps.get(request.role, 0) < request.from_step)
+    ]
 
   def _trace(self, request: ProfileRequest) -> None:
     import jax
@@ -127,11 +110,12 @@ class Profiler:
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # Python's calls would be most of the trace, and slow it down
     jax.profiler.start_trace(path, profiler_options=options)
-    began = time.monotonic()
+    began, self._tracing = time.monotonic(), True
     try:
       whole = self._whole_steps(request)
       seconds = time.monotonic() - began
     finally:
+      self._tracing = False
       jax.profiler.stop_trace()
     self._record().record(
       events.Profiled(
@@ -146,15 +130,15 @@ class Profiler:
   def _whole_steps(self, request: ProfileRequest) -> list[int]:
     """The global steps that are whole in the trace; fewer than asked if no further step comes."""
     while not self._news.empty():
-      self._news.get_nowait()  # steps that ended before the trace began
+      self._news.get_nowait()  # of the trace before
     wanted = 1 + request.steps + 1  # one was under way, and the last may still be on the devices
     found: list[int] = []
     until = time.monotonic() + PATIENCE_SECONDS
     with contextlib.suppress(queue.Empty):
-      while len(found) < wanted and not self._closing:
-        event = self._news.get(timeout=max(0.0, until - time.monotonic()))
-        if isinstance(event, events.Step) and event.role == request.role:
-          found.append(event.global_step)
+      while len(found) < wanted and not self._closing.is_set():
+        role, global_step = self._news.get(timeout=max(0.0, until - time.monotonic()))
+        if role == request.role:
+          found.append(global_step)
           until = time.monotonic() + PATIENCE_SECONDS
     return found[1 : 1 + request.steps]
 

@@ -16,7 +16,7 @@ import contextlib
 import logging
 import signal
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,13 +26,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ddiloco.config import Config, ConfigError
 from ddiloco.engines.children import MEETING, RoleActor, Spawn
-from ddiloco.engines.engine import RunResult
 from ddiloco.engines.processes import ProcessesEngine
 from ddiloco.engines.role_spec import RoleSpec
 from ddiloco.environment import LOST
 from ddiloco.network import keys as key_files
 from ddiloco.network.transport import learner_address, syncer_address
-from ddiloco.observe.eventlog import Listener
 from ddiloco.roles.evaluator import Measure
 from ddiloco.training import data
 from ddiloco.workdir import run_name
@@ -45,7 +43,7 @@ END_SECONDS = 10.0  # for an actor to be ended
 
 
 class RayEngine(ProcessesEngine):
-  """One run. Joins or starts Ray on construction, and leaves it after `run`, or when closed.
+  """One run. Joins or starts Ray on construction, and leaves it when closed.
 
   Args:
     config: the run's.
@@ -81,17 +79,10 @@ class RayEngine(ProcessesEngine):
       self.close()
       raise
 
-  def run(self, listeners: Sequence[Listener] = ()) -> RunResult:
-    """As of the processes engine."""
-    try:
-      return super().run(listeners)
-    finally:
-      for actor in self._actors.values():
-        ray.kill(actor)
-      self.close()
-
   def close(self) -> None:
-    """Leaves Ray, if this engine joined or started it."""
+    """Ends all actors, and leaves Ray, if this engine joined or started it."""
+    while self._actors:
+      ray.kill(self._actors.popitem()[1])
     if self._connected:
       self._connected = False
       ray.shutdown()
@@ -182,10 +173,6 @@ class RemoteProcess:
     else:
       self._actor.signal.remote(int(number))
 
-  def kill(self) -> None:
-    """Kills the actor for good, which frees what it has reserved."""
-    ray.kill(self._actor)
-
   def _result(self) -> int:
     """The exit status that `run` returned; LOST if the actor died."""
     try:
@@ -206,20 +193,17 @@ def connect(address: str) -> bool:
     return False
   quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
   if not address:
-    with warnings.catch_warnings():
-      # JAX warns of every fork, but Ray's forks become another program at once.
-      warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
-      ray.init(
-        address="local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet
-      )
-    return True
-  try:
-    ray.init(address=address, **quiet)
-  except (ConnectionError, RuntimeError, ValueError) as error:
-    raise ConfigError(
-      f"--ray_address={address}: cannot be joined ({_line(error)})."
-      " Fix: give HOST:PORT of a running head node, as `ray start --head` prints it."
-    ) from error
+    quiet |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+  with warnings.catch_warnings():
+    # JAX warns of every fork, but Ray's forks become another program at once.
+    warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
+    try:
+      ray.init(address=address or "local", **quiet)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+      raise ConfigError(
+        f"--ray_address={address}: cannot be joined ({_line(error)})."
+        " Fix: give HOST:PORT of a running head node, as `ray start --head` prints it."
+      ) from error
   return True
 
 

@@ -29,6 +29,7 @@ from ddiloco.engines.role_spec import Outnumbered, RoleSpec, another_life, besid
 from ddiloco.environment import FINISHED, INTERRUPTED, LOST
 from ddiloco.network import peers
 from ddiloco.network.endpoint import NetworkEndpoint, RunIdentity
+from ddiloco.network.host_links import HostsApart
 from ddiloco.network.keys import Keys, require_keys
 from ddiloco.network.transport import syncer_address
 from ddiloco.network.webserver import Health
@@ -38,7 +39,9 @@ from ddiloco.observe.run_state import RunState
 from ddiloco.observe.style import clock_time
 from ddiloco.protocol import events
 from ddiloco.protocol.events import parse_role
+from ddiloco.protocol.supervisor import after_exit
 from ddiloco.roles import initial
+from ddiloco.roles.learner import Quarantined
 
 if TYPE_CHECKING:  # its module imports Orbax and JAX, which not every role needs
   from ddiloco.checkpoint.snapshots import Storage
@@ -67,14 +70,18 @@ def load_keys(place: RoleSpec, address: str) -> Keys | None:
 def connect(
   config: Config, plan: Plan, place: RoleSpec, address: str, incarnation: int, keys: Keys | None
 ) -> NetworkEndpoint:
-  """A role's endpoint; it dials no peer yet."""
+  """A role's endpoint: it dials every shard, a shard those with which it exchanges copies."""
   run = RunIdentity(
     run_id=place.run_id,
     plan_id=initial.contract(config, plan),
     max_payload_bytes=12 * max(plan.sizes),  # a copy: value, published value and momentum, f32
     queue_bytes=config.network.queue_bytes or 12 * sum(plan.sizes),
   )
-  return NetworkEndpoint(address, incarnation, run, config.network, place.bind or None, keys)
+  endpoint = NetworkEndpoint(address, incarnation, run, config.network, place.bind or None, keys)
+  (kind, number), count = parse_role(address), len(place.syncers)
+  for shard in neighbours(number, count) if kind == "syncer" else range(count):
+    endpoint.dial(syncer_address(shard), place.syncers[shard])
+  return endpoint
 
 
 class Ended(Exception):
@@ -112,7 +119,7 @@ class RoleRunner:
     self._former = role_spec.newest(place.workdir, now, address)
     # A shard has its port to itself, so none of its former lives can still run. Any other role
     # learns from the shards whether a former life still runs.
-    self.incarnation = role_spec.above(now, [self._former] if place.bind else [])
+    self.incarnation = max(now, self._former + 1) if place.bind else max(now, 0)
     self.ready: Callable[[], str] = lambda: "starting"
     self.progress: Callable[[], str] = lambda: ""
     self.usual_seconds: Callable[[], float] = lambda: 0.0
@@ -161,22 +168,18 @@ class RoleRunner:
   # --- for the role -------------------------------------------------------------------------------
 
   def run(self, role: Callable[[], int]) -> int:
-    """Runs the role; returns the exit status of the process."""
+    """Runs the role, as one incarnation after another; returns the exit status of the process."""
     try:
-      status = beside(role, self._hear)
+      status = beside(lambda: self.lives(lambda afresh: role()), self._hear)
     except ConfigError:
       raise  # bad usage; the command line prints the text
     except KeyboardInterrupt:
       self._over = Ended("ends at once, as asked")
       self.say(str(self._over))
       return INTERRUPTED
-    except Ended as error:
+    except (Ended, HostsApart) as error:
       self.say(str(error))
       return LOST
-    except Outnumbered as refusal:
-      if not self.begin_anew(refusal):
-        return self.run(role)
-      status = FINISHED
     except Exception as error:  # any error is logged, and the exit status tells of it
       self.recorder.record(events.Crash(trace=traceback.format_exc()))
       traceback.print_exc()
@@ -184,41 +187,59 @@ class RoleRunner:
       return LOST
     return self._asked_status() if status == FINISHED and self.stop.is_set() else status
 
+  def lives(self, life: Callable[[bool], int]) -> int:
+    """Runs `life(afresh)` for one incarnation after another; returns the exit status of the last.
+
+    A life that was refused for its number begins anew. After a quarantine the next lives begin
+    `afresh`, with nothing: the state was bad.
+
+    Raises:
+      Ended: the role was quarantined once too often in a row.
+    """
+    deaths, afresh, after = 0, False, 0
+    while True:
+      began = time.monotonic()
+      try:
+        return life(afresh)
+      except Outnumbered as refusal:
+        why, pause, after = f"{refusal}; begins anew", refusal.wait_seconds, refusal.after
+      except Quarantined as error:
+        deaths, pause = after_exit(deaths, time.monotonic() - began, self.config.run)
+        if pause is None:
+          raise Ended(
+            f"was quarantined ({error}) for the {deaths}th time in a row; run.max_restarts allows"
+            " no more"
+          ) from error
+        why, afresh = f"was quarantined ({error}); starts afresh", True
+      self.say(f"{why} in {pause:g} s")
+      self.disconnect()
+      self._over = None
+      if self.stop.wait(pause):
+        return FINISHED  # the life had done nothing, or its work was rejected: nothing is lost
+      self.reborn(after)
+
   def connect(self) -> FaultyEndpoint:
-    """Replaces the connection by a new one of the present incarnation."""
-    self._began = True
-    self.disconnect()
-    endpoint = connect(
-      self.config, self.plan, self.place, self.address, self.incarnation, self.keys
-    )
-    self.endpoint = FaultyEndpoint(endpoint, self.faults.messages)
-    self._drops_said = {}
-    self._reached_at = time.monotonic()
-    return self.endpoint
-
-  def dial(self) -> FaultyEndpoint:
-    """`connect`, then dials every shard."""
-    endpoint = self.connect()
-    for shard, url in enumerate(self.place.syncers):
-      endpoint.dial(syncer_address(shard), url)
-    return endpoint
-
-  def listen(self, shard: int) -> FaultyEndpoint:
-    """`connect` as a shard, then dials the shards with which it exchanges copies.
+    """Replaces the connection by a new one of the present incarnation.
 
     Raises:
       Ended: another process has the port.
     """
+    self._began = True
+    self.disconnect()
+    who = self.address, self.incarnation, self.keys
     try:
-      endpoint = self.connect()
+      endpoint = connect(self.config, self.plan, self.place, *who)
     except OSError as error:
+      if not self.place.bind:
+        raise
       raise Ended(
         f"cannot listen at {self.place.bind} ({error})."
         " Fix: end the process that has it, or choose another --bind (and --syncers everywhere)."
       ) from error
-    for each in neighbours(shard, len(self.place.syncers)):
-      endpoint.dial(syncer_address(each), self.place.syncers[each])
-    return endpoint
+    self.endpoint = FaultyEndpoint(endpoint, self.faults.messages)
+    self._drops_said = {}
+    self._reached_at = time.monotonic()
+    return self.endpoint
 
   def initial_values(self) -> Mapping[int, np.ndarray]:
     """Flat initial values of all fragments, made here.
@@ -263,15 +284,6 @@ class RoleRunner:
     """
     if incarnation >= self.incarnation:
       raise Outnumbered(f"finds what incarnation {incarnation} has left", incarnation + 1)
-
-  def begin_anew(self, refusal: Outnumbered) -> bool:
-    """Begins a new life after this one was refused; True if a signal came before that."""
-    self.say(f"{refusal}; begins anew in {refusal.wait_seconds:g} s")
-    self.disconnect()
-    self._over = None
-    asked = self.stop.wait(refusal.wait_seconds)
-    self.reborn(refusal.after)
-    return asked
 
   def stopped(self) -> bool:
     """Whether a signal asked the role to end.
@@ -323,7 +335,6 @@ class RoleRunner:
       guard(self._check_links)
       guard(self._suffer)
       guard(self._hangs.look)
-      guard(self._profiler.look)
       waits_for = guard(self.ready, instead="cannot tell what it waits for")
       guard(self._probe, waits_for)
       if time.monotonic() >= next_line:
@@ -360,33 +371,44 @@ class RoleRunner:
     }
 
   def _check_links(self) -> None:
-    endpoint, now = self.endpoint, time.monotonic()
-    if endpoint is None:
+    """Has `stopped` raise soon if this life cannot go on."""
+    if (endpoint := self.endpoint) is None:
       return
-    if endpoint.broken:
-      what = (
-        f"cannot speak any more: {endpoint.broken}. What it had not sent is lost. Fix: start it"
-        " again; if that repeats, report it with the trace that stands above."
-      )
-      return self._end_life(Ended(what))
-    if endpoint.fenced:
-      return self._on_fenced(endpoint)
     links = endpoint.links()
     for peer, link in links.items():
       self._say_drops(peer, *link.get("drops", (0, "")))
+    self._over = self._over or self._verdict(endpoint, links)
+    if self._over is not None:
+      endpoint.wake()
+
+  def _verdict(self, endpoint: FaultyEndpoint, links: dict) -> Ended | Outnumbered | None:
+    """Why this life cannot go on; None: it can."""
+    settings, now = self.config.network, time.monotonic()
+    if endpoint.broken:
+      return Ended(
+        f"cannot speak any more: {endpoint.broken}. What it had not sent is lost. Fix: start it"
+        " again; if that repeats, report it with the trace that stands above."
+      )
+    if endpoint.fenced:  # if the newer life is dead, this host's clock has stepped back
+      heard = *endpoint.outnumbered, settings.silence_seconds, self._waited
+      self._waited = True
+      return another_life(endpoint.fenced, *heard) or Ended(
+        f"may not speak any more: {endpoint.fenced}. Another process runs as {self.address}."
+        " Fix: end one of them, or give it another number."
+      )
     up = any(link["state"] == "up" for link in links.values())
     if up and self._former >= self.incarnation:  # before this host's clock stepped back
       reason = f"was here as incarnation {self._former} before, and is let in"
-      self._end_life(Outnumbered(reason, self._former + 1))
+      return Outnumbered(reason, self._former + 1)
     if up or self.place.bind:
       self._reached_at = now
-    patience = self.config.network.give_up_seconds
-    if now - self._reached_at > patience:
-      what = (
-        f"has reached no shard for {patience:g} s: {unreached(links)}. Fix: check --syncers and"
-        " --keys and that the shards run, or raise network.give_up_seconds."
-      )
-      self._end_life(Ended(what))
+    patience = settings.give_up_seconds
+    if now - self._reached_at <= patience:
+      return None
+    return Ended(
+      f"has reached no shard for {patience:g} s: {unreached(links)}. Fix: check --syncers and"
+      " --keys and that the shards run, or raise network.give_up_seconds."
+    )
 
   def _say_drops(self, peer: str, count: int, reason: str) -> None:
     """Reports messages of this role that a peer has dropped: a line now and then, and an event."""
@@ -395,23 +417,6 @@ class RoleRunner:
       self._drops_said[peer] = count, time.monotonic() + PROGRESS_SECONDS
       self.recorder.record(events.Dropped(peer=peer, count=count - known, reason=reason))
       self.say(f"{peer} has dropped {count - known} messages of this role: {reason}")
-
-  def _on_fenced(self, endpoint: FaultyEndpoint) -> None:
-    """Ends the role, unless the newer life is dead: then this host's clock has stepped back."""
-    silence_seconds = self.config.network.silence_seconds
-    life = another_life(endpoint.fenced, *endpoint.outnumbered, silence_seconds, self._waited)
-    self._waited = True
-    what = (
-      f"may not speak any more: {endpoint.fenced}. Another process runs as {self.address}."
-      " Fix: end one of them, or give it another number."
-    )
-    self._end_life(life or Ended(what))
-
-  def _end_life(self, why: Ended | Outnumbered) -> None:
-    """Has `stopped` raise this soon."""
-    self._over = self._over or why
-    if self.endpoint is not None:
-      self.endpoint.wake()
 
   def _suffer(self) -> None:
     """Begins requested faults inside this role, or goes on with them if they still last."""

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import errno
-import itertools
 import os
 import random
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +19,12 @@ from ddiloco.config import Config, ConfigError
 from ddiloco.network.peers import FUTURE_SECONDS
 from ddiloco.observe.eventlog import lines_of
 from ddiloco.protocol.events import decode
+from ddiloco.protocol.values import Frozen
 
 PORTS = range(10_000, 32_000)  # below the ports that the system gives to outgoing connections
 
 
-@dataclasses.dataclass(frozen=True)
-class RoleSpec:
+class RoleSpec(Frozen):
   """Where a role runs and the peers it reaches: all that its process gets beside the config."""
 
   workdir: Path
@@ -49,18 +47,23 @@ class RoleSpec:
     return [sys.executable, "-m", "ddiloco", role, *flags, *common]
 
 
+def require_shards(config: Config) -> None:
+  """Refuses a config without shards for roles that are processes."""
+  if not config.sync.num_shards:
+    raise ConfigError(
+      "sync.num_shards = 0: roles of their own meet at a syncer shard."
+      " Fix: set it to 1 or more, or use `ddiloco train --engine=threads`."
+    )
+
+
 def check_spec(config: Config, place: RoleSpec) -> None:
   """Refuses a config or spec that no role can run with.
 
   Raises:
     ConfigError: the config has no shards, or the spec has not one url for each.
   """
+  require_shards(config)
   shards = config.sync.num_shards
-  if not shards:
-    raise ConfigError(
-      "sync.num_shards = 0: roles of their own meet at a syncer shard."
-      " Fix: set it to 1 or more, or use `ddiloco train --engine=threads`."
-    )
   if len(place.syncers) != shards:
     raise ConfigError(
       f"--syncers={','.join(place.syncers)}: names {len(place.syncers)} shards, the config has"
@@ -145,24 +148,15 @@ def newest(workdir: Path, now: int, role: str = "*") -> int:
   Numbers too far ahead of the clock are left out: they were never let in, and one wrong clock must
   not force larger numbers on later lives.
   """
-  logs = (workdir / "events").glob(f"{role}.jsonl")
-  numbers = itertools.chain.from_iterable(map(_numbers, logs))
-  return max((n for n in numbers if n <= now + FUTURE_SECONDS), default=-1)
-
-
-def above(now: int, known: Iterable[int]) -> int:
-  """The clock's number, or the first number above all that are known."""
-  return max(now, *(number + 1 for number in known), 0)
-
-
-def _numbers(path: Path) -> Iterable[int]:
-  try:
-    size = path.stat().st_size
-    for line in lines_of(path, max(0, size - TAIL_BYTES), size):
-      if (event := decode(line)) is not None:
-        yield event.incarnation
-  except OSError:
-    return  # a log that cannot be read is no bound; the shards know the number too
+  found = -1
+  for path in (workdir / "events").glob(f"{role}.jsonl"):
+    with contextlib.suppress(OSError):  # it is no bound then; the shards know the number too
+      size = path.stat().st_size
+      for line in lines_of(path, max(0, size - TAIL_BYTES), size):
+        event = decode(line)
+        if event is not None and found < event.incarnation <= now + FUTURE_SECONDS:
+          found = event.incarnation
+  return found
 
 
 # --- How a run's process learns that it should end, also while a compiler is at work

@@ -10,12 +10,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import jax
-import msgspec
 import numpy as np
 
+from ddiloco import workdir as workdirs
 from ddiloco.checkpoint import weights
 from ddiloco.checkpoint.restore import open_storage
 from ddiloco.config import Config, ConfigError
@@ -23,7 +23,7 @@ from ddiloco.core import fragments
 from ddiloco.dashboard.server import Dashboard, Where
 from ddiloco.engines.engine import NewerResult, RunResult, save_result
 from ddiloco.environment import FINISHED, INTERRUPTED, LOST
-from ddiloco.observe.eventlog import EventStream, logs_in, newest_event
+from ddiloco.observe.eventlog import EventStream
 from ddiloco.observe.live import LiveView, TensorBoard
 from ddiloco.observe.report import write_report
 from ddiloco.observe.style import loss_text
@@ -40,46 +40,11 @@ from ddiloco.training.evaluate import (
   refuse_without_text,
 )
 from ddiloco.training.tokens import load_tokenizer
-from ddiloco.workdir import (
-  COMPILED,
-  CORPUS,
-  ISLANDS,
-  OUTCOME,
-  RESULT,
-  check,
-  claim,
-  held,
-  left_by_a_run,
-  run_name,
-  saved_config,
-  start_time,
-  write_whole,
-)
 
 EXIT_STATUS = {"finished": FINISHED, "failed": LOST, "stopped": INTERRUPTED}
-ENGINES = {  # imported only when used: Ray may not be installed
-  "threads": ("ddiloco.engines.threads", "ThreadsEngine"),
-  "processes": ("ddiloco.engines.processes", "ProcessesEngine"),
-  "ray": ("ddiloco.engines.ray", "RayEngine"),
-}
+ENGINES = ("threads", "processes", "ray")  # imported only when used: Ray may not be installed
 EVALUATION_BATCH = 16  # sequences at most ...
 EVALUATION_LOGITS = 1 << 26  # ... and values of logits at once: 256 MiB
-
-
-class Outcome(TypedDict, total=False):
-  """What outcome.json holds; losses are held-out."""
-
-  reason: str
-  learner_steps: dict[str, int]
-  lost: str
-  loss_untrained: float
-  loss_merged: float
-  result_of_learner: int
-  loss_best_island_alone: float
-  steps_alone: int
-  sample: str
-  left_out: dict[str, str]
-  seconds: float
 
 
 def train(
@@ -97,8 +62,9 @@ def train(
   """
   initial.make_plan(config)  # before a device is touched
   config = initial.absolute_start(config)
-  weights.followed(workdir / RESULT, "--workdir")  # refused now, not when there is a result
-  goes_on = check(workdir, config, overwrite)
+  # Refused now, not when there is a result.
+  weights.followed(workdir / workdirs.RESULT, "--workdir")
+  goes_on = workdirs.check(workdir, config, overwrite)
   if not goes_on:
     initial.checked_start(config)
     _refuse_own_start(config, workdir, overwrite)
@@ -112,25 +78,20 @@ def train(
   runner = make_engine(engine)(config, workdir, corpus, measure, **(options or {}))
   with contextlib.closing(runner):
     served = Dashboard(workdir, dashboard) if dashboard else None  # opens its port, or is refused
-    with held(workdir), kept_in(workdir / COMPILED):
-      goes_on = claim(workdir, config, overwrite)
-      write_whole(workdir / CORPUS, f"{digest}\n")
-      islands = (workdir / ISLANDS / f"learner-{m}" for m in range(config.num_islands()))
-      for saved in (workdir / RESULT, *islands):
+    with workdirs.held(workdir), kept_in(workdir / workdirs.COMPILED):
+      workdirs.claim(workdir, config, overwrite)
+      workdirs.write_whole(workdir / workdirs.CORPUS, f"{digest}\n")
+      islands = (workdir / workdirs.ISLANDS / f"learner-{m}" for m in range(config.num_islands()))
+      for saved in (workdir / workdirs.RESULT, *islands):
         weights.clear(saved)
       with served or contextlib.nullcontext():
         if served:
           print(f"Dashboard: {served.url}")
-        return _train(runner, config, workdir, corpus, heldout, goes_on)
+        return _train(runner, config, workdir, corpus, heldout)
 
 
 def _train(
-  runner: Any,
-  config: Config,
-  workdir: Path,
-  corpus: data.Source,
-  heldout: HeldoutLoss | None,
-  goes_on: bool,
+  runner: Any, config: Config, workdir: Path, corpus: data.Source, heldout: HeldoutLoss | None
 ) -> int:
   print(config.to_json())
   board = TensorBoard(workdir)
@@ -141,11 +102,11 @@ def _train(
   def compare() -> dict[str, float]:
     if heldout is None or not config.run.compare_alone or outcome.reason != "finished":
       return {}
-    steps = max([*runner.steps.values(), *last_steps(workdir)])
+    steps = max(all_steps(workdir).values())
     return _train_alone(config, workdir, corpus, heldout, runner, steps)
 
   try:
-    conclude(config, workdir, outcome, heldout and heldout.loss, compare, goes_on)
+    conclude(config, workdir, outcome, heldout and heldout.loss, compare)
   except OSError as error:
     print(f"\nThe run's end is not saved: {error}. Fix: make room; give the same command again.")
     return EXIT_STATUS["failed"]
@@ -161,24 +122,16 @@ def all_steps(workdir: Path) -> dict[str, int]:
   return {str(m): count for m, count in sorted(made.items()) if count}
 
 
-def last_steps(workdir: Path) -> list[int]:
-  """By learner, the global step after its last step: it counts those before this start too."""
-  roles = {path.stem for path in logs_in(workdir)}
-  found = [newest_event(workdir, Step, role) for role in roles if parse_role(role)[0] == "learner"]
-  return [step.global_step for step in found if step is not None]
-
-
 def make_engine(name: str) -> Callable[..., Any]:
-  """The engine's class: (config, workdir, corpus, measure), run(listeners) -> RunResult, and steps.
+  """The engine's class: (config, workdir, corpus, measure), and run(listeners) -> RunResult.
 
   Raises:
     ConfigError: there is no engine of that name, or a package that it needs is not installed.
   """
   if name not in ENGINES:
     raise ConfigError(f"--engine={name}: must be one of {', '.join(ENGINES)}. Fix: use threads.")
-  module, cls = ENGINES[name]
   try:
-    return getattr(importlib.import_module(module), cls)
+    return getattr(importlib.import_module(f"ddiloco.engines.{name}"), f"{name.title()}Engine")
   except ModuleNotFoundError as error:
     raise ConfigError(
       f"--engine={name}: needs a package that is not installed ({error.name})."
@@ -192,7 +145,6 @@ def conclude(
   outcome: RunResult,
   loss: Callable[[Mapping[str, np.ndarray]], float] | None,
   compare: Callable[[], Mapping[str, Any]] = dict,
-  goes_on: bool = False,
 ) -> None:
   """Leaves result, outcome and report in `workdir`, and prints the main numbers.
 
@@ -205,15 +157,11 @@ def conclude(
     outcome: what the run's engine returned.
     loss: held-out loss of a parameter tree; None where nothing is evaluated.
     compare: called once the result is saved; returns the numbers to compare it with.
-    goes_on: `outcome` has the steps since the last start alone; the log has all of them.
 
   Raises:
     OSError: the result cannot be saved. Then no outcome is written: the run can go on.
   """
-  extra: dict[str, Any] = {
-    "reason": outcome.reason,
-    "learner_steps": {str(m): steps for m, steps in sorted(outcome.steps.items())},
-  }
+  extra: dict[str, Any] = {"reason": outcome.reason}
   measured = lambda: _merged(workdir, outcome, loss)  # noqa: E731
   try:
     _save(workdir, outcome)
@@ -231,9 +179,10 @@ def conclude(
   if run.sample_tokens and makes_text(config.model):
     arguments = run.prompt, run.sample_tokens, 0.7, config.seed
     _attempt("the sample", extra, lambda: {"sample": sample(workdir, config, *arguments)})
-  if goes_on:
-    _attempt("the steps before this start", extra, lambda: {"learner_steps": all_steps(workdir)})
-  _attempt("the time of the run", extra, lambda: {"seconds": _seconds(workdir)})
+  _attempt("the count of steps", extra, lambda: {"learner_steps": all_steps(workdir)})
+  began = workdirs.start_time  # of the run, also if it went on
+  took = lambda: {"seconds": max(0.0, round(time.time() - began(workdir), 1))}  # noqa: E731
+  _attempt("the time of the run", extra, took)
   _attempt("the report", extra, lambda: _write_end(workdir, extra))
   _print_end(config, workdir, extra)
 
@@ -248,16 +197,11 @@ def _save(workdir: Path, outcome: RunResult) -> None:
     save_result(workdir, outcome.params, outcome.merged_tokens)
   if len(outcome.island_params) > 1:
     for m, params in outcome.island_params.items():
-      weights.save(workdir / ISLANDS / f"learner-{m}", params)
+      weights.save(workdir / workdirs.ISLANDS / f"learner-{m}", params)
 
 
 def _write_outcome(workdir: Path, extra: Mapping[str, Any]) -> None:
-  write_whole(workdir / OUTCOME, json.dumps(extra, indent=2) + "\n")
-
-
-def _seconds(workdir: Path) -> float:
-  """Since the run began, also if this process is a later start of it."""
-  return max(0.0, round(time.time() - start_time(workdir), 1))
+  workdirs.write_whole(workdir / workdirs.OUTCOME, json.dumps(extra, indent=2) + "\n")
 
 
 def _write_end(workdir: Path, extra: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -281,7 +225,7 @@ def _refuse_own_start(config: Config, workdir: Path, overwrite: bool) -> None:
   if not (overwrite and config.run.init_from):
     return
   start = Path(weights.locate(config.run.init_from, "run.init_from")).resolve()
-  if any(path.resolve() in (start, *start.parents) for path in left_by_a_run(workdir)):
+  if any(path.resolve() in (start, *start.parents) for path in workdirs.left_by_a_run(workdir)):
     raise ConfigError(
       f"run.init_from = {config.run.init_from!r}: --overwrite would delete it with the run in"
       f" --workdir={workdir}. Fix: give the new run another --workdir."
@@ -292,7 +236,7 @@ def _refuse_other_data(config: Config, workdir: Path, digest: str) -> None:
   """Refuses to go on with other data: what was trained on might be held out then, and be measured
   as if it had never been seen."""
   try:
-    before = (workdir / CORPUS).read_text().strip()
+    before = (workdir / workdirs.CORPUS).read_text().strip()
   except FileNotFoundError:  # the run's roles were started by hand
     return
   if before != digest:
@@ -307,8 +251,8 @@ def _refuse_other_data(config: Config, workdir: Path, digest: str) -> None:
 def _refuse_others_snapshots(config: Config, workdir: Path, overwrite: bool) -> None:
   """Refuses to overwrite a run with snapshots outside the workdir: they would not be deleted, and
   the new run would go on from them."""
-  path = config.checkpoint.path
-  storage = open_storage(config, initial.make_plan(config), workdir, run_name(workdir))
+  path, name = config.checkpoint.path, workdirs.run_name(workdir)
+  storage = open_storage(config, initial.make_plan(config), workdir, name)
   if not (overwrite and path and storage is not None):
     return
   try:
@@ -320,7 +264,7 @@ def _refuse_others_snapshots(config: Config, workdir: Path, overwrite: bool) -> 
     ) from error
   if there:
     raise ConfigError(
-      f"checkpoint.path = {path!r}: has snapshots of {run_name(workdir)!r}, and --overwrite"
+      f"checkpoint.path = {path!r}: has snapshots of {name!r}, and --overwrite"
       " deletes only what is in workdir. Fix: choose another path or name, or delete them yourself."
     )
 
@@ -401,7 +345,7 @@ def load_result(workdir: Path, config: Config) -> dict[str, np.ndarray]:
   Raises:
     ConfigError: there is no result, or it is damaged or of another model.
   """
-  path = workdir / RESULT
+  path = workdir / workdirs.RESULT
   params = weights.load(path, "result")
   weights.require_fit(path, params, initial.shapes(config.model), "result")
   return params
@@ -416,16 +360,9 @@ def sample(
     ConfigError: the model makes no text, or there is no result.
   """
   refuse_without_text(config.model)
-  return prompt + generate(
-    config.model,
-    load_result(workdir, config),
-    load_tokenizer(config.data.tokenizer),
-    prompt,
-    tokens,
-    temperature=temperature,
-    seed=seed,
-    context_length=config.data.sequence_length,
-  )
+  params, tokenizer = load_result(workdir, config), load_tokenizer(config.data.tokenizer)
+  how = {"temperature": temperature, "seed": seed, "context_length": config.data.sequence_length}
+  return prompt + generate(config.model, params, tokenizer, prompt, tokens, **how)
 
 
 def measure(workdir: Path, config: Config) -> dict[str, float]:
@@ -447,17 +384,9 @@ def report(workdir: Path) -> str:
   Raises:
     ConfigError: there is no run, a file of it cannot be read, or the report cannot be written.
   """
-  saved_config(workdir)
-  known = workdir / OUTCOME
+  workdirs.saved_config(workdir)
   try:
-    found = json.loads(known.read_text()) if known.exists() else {}
-    extra = msgspec.convert(found, Outcome)
-  except (OSError, ValueError) as error:  # ValueError: it is no text, no JSON or no Outcome
-    raise ConfigError(
-      f"{known}: cannot be read ({error}). Fix: delete it; the report then shows the events alone."
-    ) from error
-  try:
-    return str(write_report(workdir, extra) / "index.html")
+    return str(write_report(workdir, workdirs.outcome(workdir)) / "index.html")
   except OSError as error:
     raise ConfigError(
       f"--workdir={workdir}: its report cannot be drawn ({error}). Fix: make room, its events"
@@ -485,7 +414,7 @@ def _print_end(config: Config, workdir: Path, extra: Mapping[str, Any]) -> None:
     print(f"\nWork was lost: {extra['lost']}")
   drawn = "the report" not in extra.get("left_out", {})
   report = f"Report: {workdir / 'report' / 'index.html'}   " if drawn else ""
-  print(f"\n{report}Result: {workdir / RESULT}")
+  print(f"\n{report}Result: {workdir / workdirs.RESULT}")
 
 
 def describe(config: Config) -> str:

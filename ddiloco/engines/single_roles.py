@@ -16,11 +16,10 @@ from ddiloco.checkpoint.buddy import Copies, Replication, Sealer, buddy_of, reco
 from ddiloco.config import Config, ConfigError
 from ddiloco.core.delta import Committed, MemoryStore, new_fragment
 from ddiloco.core.fragments import owned_by
-from ddiloco.engines.island_hosts import Hosts, check_hosts, name_lost_host, run_host
+from ddiloco.engines.island_hosts import FollowingHost, Hosts, check_hosts, name_lost_host
 from ddiloco.engines.role_process import Ended, RoleRunner, unreached
-from ddiloco.engines.role_spec import Outnumbered, RoleSpec, check_spec
+from ddiloco.engines.role_spec import RoleSpec, check_spec
 from ddiloco.environment import BAD_USAGE, FINISHED, LOST
-from ddiloco.network.host_links import HostsApart
 from ddiloco.network.peers import incarnation_at
 from ddiloco.network.transport import EVALUATOR_ADDRESS, learner_address, syncer_address
 from ddiloco.observe.eventlog import newest_event
@@ -30,9 +29,8 @@ from ddiloco.protocol import syncer as syncer_rules
 from ddiloco.protocol.learner import unmerged_tokens
 from ddiloco.protocol.messages import NOTHING
 from ddiloco.protocol.states import LearnerState, SyncerState
-from ddiloco.protocol.supervisor import after_exit
 from ddiloco.roles import initial
-from ddiloco.roles.learner import Batches, Quarantined
+from ddiloco.roles.learner import Batches, Learner
 from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Runtime
 from ddiloco.workdir import COMPILED, RESULT, clear_stopped, require_writable
@@ -55,7 +53,7 @@ def run_learner(config: Config, number: int, place: RoleSpec, corpus: Source | N
   check_spec(config, place)
   check_hosts(config, number, place)
   if place.host:
-    return run_host(config, number, place)
+    return FollowingHost(config, number, place).run()
   with RoleRunner(learner_address(number), config, place) as runner:
     status = runner.run(lambda: _learner(runner, number, corpus))
   if place.hosts and status == LOST:
@@ -67,10 +65,7 @@ def _learner(runner: RoleRunner, number: int, corpus: Source | None) -> int:
   runner.recorder.record(events.Launched())
   if not runner.place.hosts:
     return _train(runner, number, corpus, None)
-  try:
-    hosts = Hosts(runner, number)
-  except HostsApart as error:
-    raise Ended(str(error)) from error
+  hosts = Hosts(runner, number)
   try:
     status = _train(runner, number, corpus, hosts)
   except ConfigError as error:
@@ -119,39 +114,12 @@ def _record_compiled(runner: RoleRunner, program: str, seconds: float) -> None:
 
 
 def live(runner: RoleRunner, number: int, island, batches: Batches) -> int:
-  """Trains on a compiled island; after a quarantine it starts afresh as a new incarnation.
-
-  Returns the exit status.
-
-  Raises:
-    Ended: the learner was quarantined once too often in a row.
-  """
-  deaths, afresh = 0, False
-  while True:
-    began = time.monotonic()
-    try:
-      return _life(runner, number, island, batches, afresh)
-    except Quarantined as error:
-      afresh = True  # its state was bad: from now on the learner begins with nothing
-      deaths, pause = after_exit(deaths, time.monotonic() - began, runner.config.run)
-      text = f"was quarantined ({error})"
-      if pause is None:
-        raise Ended(
-          f"{text} for the {deaths}th time in a row; run.max_restarts allows no more"
-        ) from error
-      runner.say(f"{text}; starts afresh in {pause:g} s")
-      if runner.stop.wait(pause):
-        return FINISHED  # its work was rejected: there is nothing to lose
-      runner.reborn()
-    except Outnumbered as refusal:
-      if runner.begin_anew(refusal):
-        return FINISHED  # the refused life had done nothing
+  """Trains on a compiled island, in one incarnation after another; returns the exit status."""
+  return runner.lives(lambda afresh: _life(runner, number, island, batches, afresh))
 
 
 def _life(runner: RoleRunner, number: int, island, batches: Batches, afresh: bool) -> int:
   """One incarnation; `afresh`, or in a run without snapshots, it begins with nothing."""
-  from ddiloco.roles.learner import Learner
-
   config, plan, recorder = runner.config, runner.plan, runner.recorder
   new = restore.new_learner(config, plan, number, runner.incarnation, afresh)
   began = time.monotonic()
@@ -160,7 +128,7 @@ def _life(runner: RoleRunner, number: int, island, batches: Batches, afresh: boo
   beginning = restore.begin_learner(new, config, island, storage, recorder)
   if beginning.arrays:
     runner.say(f"has its part of a snapshot, after {time.monotonic() - began:.1f} s")
-  endpoint, saver = runner.dial(), runner.saver()
+  endpoint, saver = runner.connect(), runner.saver()
   runtime = Runtime(endpoint, recorder, saver, initial=runner.initial_values)
   role = Learner(beginning, config, plan, island, batches, runtime)
   exchange = role.exchange
@@ -237,7 +205,7 @@ def run_syncer(config: Config, shard: int, place: RoleSpec) -> int:
 def _syncer(runner: RoleRunner, shard: int) -> int:
   config, recorder = runner.config, runner.recorder
   owned = owned_by(shard, config.sync.num_shards, config.sync.num_fragments)
-  endpoint = runner.listen(shard)
+  endpoint = runner.connect()
   runner.ready = lambda: f"looks for fragments {list(owned)}"
   settings, buddy = config.network, buddy_of(shard, config.sync.num_shards)
   copies = Copies(shard, runner.incarnation, endpoint, runner.plan, config)
@@ -318,14 +286,15 @@ def _recover(
   restored, tried, storage = None, list[str](), runner.storage
   # The former life may have gone on without its buddy, whose copies are then older than snapshots.
   rounds = restore.newest_rounds(storage) if found and storage is not None else {}
-  wanted = [p for p in owned if p not in found or _newer(rounds.get(p, NOTHING), found[p])]
+  copied = {p: committed.state.last_round for p, committed in found.items()}
+  wanted = [p for p in owned if p not in copied or rounds.get(p, NOTHING) > copied[p]]
   if wanted and storage is not None:
     restored = restore.restore_fragments(storage, plan, wanted, tried)
   if restored is not None:
     taken = {
       p: committed
       for p, committed in restored.fragments.items()  # may be old, if newer snapshots are damaged
-      if p not in found or _newer(committed.state.last_round, found[p])
+      if p not in copied or committed.state.last_round > copied[p]
     }
     found |= taken
     if taken:
@@ -357,10 +326,6 @@ def _recover(
     first_round=max(0, incarnation_at(runner.started) - EARLIEST_SECONDS) << 24,
   )
   return store, restored.resume(state) if restored is not None else state, unfounded
-
-
-def _newer(last_round: int, than: Committed) -> bool:
-  return last_round > than.state.last_round
 
 
 def _ask_buddy(runner: RoleRunner, copies: Copies) -> dict[int, Committed]:
@@ -419,7 +384,7 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
     runner.ready = lambda: "reading the held-out data"
     heldout = session.evaluator(config, corpus or data.open_data(config.data))
     measure, loss = heldout.measure, heldout.loss
-  endpoint = runner.dial()
+  endpoint = runner.connect()
   runtime = Runtime(endpoint, runner.recorder, initial=runner.initial_values)
   weights.clear(result)
 
@@ -439,13 +404,8 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
     raise Ended("ends before it had received the whole model: there is no result")
   finished = state.merged_tokens >= config.run.total_tokens
   reason = "finished" if finished else "stopped"
-  params, untrained_loss = role.store.params(), role.untrained_loss
-  outcome = RunResult(
-    *(reason, params, {}, {}),
-    saved=role.saved,
-    untrained_loss=untrained_loss,
-    merged_tokens=state.merged_tokens,
-  )
+  seen = role.saved, role.untrained_loss, state.merged_tokens
+  outcome = RunResult(reason, role.store.params(), {}, "", *seen)
   runner.busy("writing the report")
   try:
     session.conclude(config, runner.place.workdir, outcome, loss)

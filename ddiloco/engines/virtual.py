@@ -27,7 +27,7 @@ from ddiloco.core.fragments import Fragment, Piece
 from ddiloco.core.passes import Share, compile_for
 from ddiloco.observe.eventlog import to_line
 from ddiloco.protocol import actions
-from ddiloco.protocol.events import Commit, Event, Step
+from ddiloco.protocol.events import Commit, Event
 from ddiloco.protocol.states import FragmentState
 from ddiloco.runtime import ValueThreads
 from ddiloco.simulation import bandwidth
@@ -35,7 +35,7 @@ from ddiloco.simulation.bandwidth import F32_BYTES
 from ddiloco.simulation.run import Account, Speeds, VirtualRun
 
 LINES = 1000  # of one role that are kept until they are written
-TELL_SECONDS = 5.0  # between two lines of progress
+TELL_SECONDS = 5.0  # between two lines of progress, on stderr
 
 
 class Logs:
@@ -63,30 +63,6 @@ class Logs:
     lines.clear()
 
 
-class Progress:
-  """Prints the progress of a long run on stderr."""
-
-  def __init__(self, config: Config):
-    self._total, self._steps = config.run.total_tokens, 0
-    self._merged = dict.fromkeys(range(config.sync.num_fragments), 0)
-    self._next_at = time.monotonic() + TELL_SECONDS
-
-  def take(self, event: Event) -> None:
-    self._steps += isinstance(event, Step)
-    if not isinstance(event, Commit):
-      return
-    self._merged[event.fragment] = event.merged_tokens
-    if time.monotonic() < self._next_at:
-      return
-    self._next_at = time.monotonic() + TELL_SECONDS
-    merged = min(1.0, min(self._merged.values()) / self._total)
-    print(
-      f"{event.time:,.0f} s of virtual time: {self._steps:,} steps, {merged:.0%} merged",
-      file=sys.stderr,
-      flush=True,
-    )
-
-
 def simulate(
   config: Config,
   setting: Speeds,
@@ -107,18 +83,22 @@ def simulate(
     ConfigError: a value in config or setting is invalid, or the workdir is another run's.
   """
   began, account = time.monotonic(), Account()
-  takers = [account.take, Progress(config).take]
-  if workdir is not None:
-    logs = Logs(workdir)
-    takers.append(logs.take)
+  logs, tell_at = Logs(workdir) if workdir is not None else None, began + TELL_SECONDS
 
   def emit(event: Event) -> None:
-    for take in takers:
-      take(event)
+    nonlocal tell_at
+    account.take(event)
+    if logs is not None:
+      logs.take(event)
+    if isinstance(event, Commit) and time.monotonic() >= tell_at:
+      tell_at = time.monotonic() + TELL_SECONDS
+      merged = min(1.0, min(f.merged_tokens for f in run.store.values()) / config.run.total_tokens)
+      text = f"{event.time:,.0f} s of virtual time: {account.steps:,} steps, {merged:.0%} merged"
+      print(text, file=sys.stderr, flush=True)
 
   run = VirtualRun(config, setting, emit)
   with contextlib.ExitStack() as stack:
-    if workdir is not None:  # it is touched only after the checks
+    if workdir is not None and logs is not None:  # it is touched only after the checks
       _refuse_another(workdir, overwrite)
       stack.enter_context(workdirs.held(workdir))
       workdirs.claim(workdir, config, overwrite)

@@ -12,24 +12,21 @@ cannot stay up ends the run.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 from ddiloco.config import Fault, RunConfig
-from ddiloco.protocol.values import replace
+from ddiloco.protocol.values import Frozen, replace
 
 LONGEST_PAUSE_SECONDS = 60.0  # pauses double up to this, or stay at a greater `restart_seconds`
 HEALTHY_PAUSES = 10  # a healthy period, in longest pauses: such a role is up 90 % of the time
 HEALTHY_SECONDS = 60.0  # a healthy period at least: a wrong first step or round shows within that
-DUTY_SECONDS = 0.1  # cycle of a slowed process: it runs for a part of it and stands for the rest
 DOWN, UP, LEFT, GONE = "down", "up", "left", "gone"
 
 # --- events ---------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Tick:
+class Tick(Frozen):
   """Time has passed."""
 
   now: float
@@ -37,16 +34,14 @@ class Tick:
   seconds: float = 0.0  # since training began
 
 
-@dataclasses.dataclass(frozen=True)
-class Working:
+class Working(Frozen):
   """A role does its work in this life: its healthy period counts from the first such event."""
 
   role: str
   now: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Exited:
+class Exited(Frozen):
   """A life has ended, and not in good order."""
 
   role: str
@@ -56,22 +51,19 @@ class Exited:
   afresh: bool = False  # the role's state is bad: its next life begins without it
 
 
-@dataclasses.dataclass(frozen=True)
-class Left:
+class Left(Frozen):
   """A role has ended in good order, or is no longer needed: it never starts again."""
 
   role: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Requested:
+class Requested(Frozen):
   """A fault was asked for while the run goes on."""
 
   fault: Fault
 
 
-@dataclasses.dataclass(frozen=True)
-class Dismiss:
+class Dismiss(Frozen):
   """All roles whose names begin with `kind` must end in good order; those that are down stay so."""
 
   kind: str
@@ -82,8 +74,7 @@ Event = Tick | Working | Exited | Left | Requested | Dismiss
 # --- actions --------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Start:
+class Start(Frozen):
   """Start the role's next life."""
 
   role: str
@@ -91,31 +82,27 @@ class Start:
   afresh: bool  # without its last life's state, which is bad
 
 
-@dataclasses.dataclass(frozen=True)
-class Strike:
+class Strike(Frozen):
   """A planned fault is due: perform it on its role, which is up. Of a stall, `Hold` follows; of a
   join, the learner's `Start`."""
 
   fault: Fault
 
 
-@dataclasses.dataclass(frozen=True)
-class Hold:
+class Hold(Frozen):
   """Suspend the role's process, or let it go on."""
 
   role: str
   held: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class Terminate:
+class Terminate(Frozen):
   """Ask the role to end in good order."""
 
   role: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Lost:
+class Lost(Frozen):
   """Say that a life has ended, and why."""
 
   role: str
@@ -127,37 +114,7 @@ Action = Start | Strike | Hold | Terminate | Lost
 # --- state ----------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Holds:
-  """The stalls and slow times of one process. `now`: seconds, always of the same clock."""
-
-  stalled_until: float = -math.inf
-  slow_since: float = -math.inf
-  slow_until: float = -math.inf
-  slow_factor: float = 1.0
-
-  def add(self, fault: Fault, now: float) -> Holds:
-    """A stall or a slowness begins."""
-    until = now + fault.seconds
-    if fault.action == "stall":
-      return replace(self, stalled_until=max(self.stalled_until, until))
-    return replace(self, slow_since=now, slow_until=until, slow_factor=fault.factor)
-
-  def active(self, now: float) -> bool:
-    """Whether a stall or slowness lasts, so that `held` may change soon."""
-    return now < max(self.stalled_until, self.slow_until)
-
-  def held(self, now: float) -> bool:
-    """Whether the process should stand still: stalled, or in the idle part of a duty cycle."""
-    if now < self.stalled_until:
-      return True
-    if now >= self.slow_until:
-      return False
-    return (now - self.slow_since) % DUTY_SECONDS >= DUTY_SECONDS / self.slow_factor
-
-
-@dataclasses.dataclass(frozen=True)
-class Role:
+class Role(Frozen):
   """One role over all its lives. Nothing follows the phases LEFT and GONE."""
 
   phase: str = DOWN  # or UP, LEFT (in good order), GONE (given up, or killed for good)
@@ -167,10 +124,8 @@ class Role:
   started_at: float = -math.inf  # when its newest life started
   working_since: float = math.inf  # in this life; inf: it does not work yet
   afresh: bool = False  # its next life begins without a state
-  faults: tuple[Fault, ...] = ()  # planned for it, and not performed yet
   kill: Fault | None = None  # performed; None again when the life's end is seen
-  holds: Holds = Holds()  # of this life
-  held: bool = False  # its process is suspended because of `holds`
+  held_until: float = -math.inf  # its process is suspended: a stall of this life; -inf: it is not
   leaves_at: float = math.inf  # when it is asked to end
   asked_to_end: bool = False  # in this life
   dismissed: bool = False  # it is not started again
@@ -181,31 +136,20 @@ class Role:
     return self.phase in (LEFT, GONE)
 
 
-@dataclasses.dataclass(frozen=True)
-class Supervisor:
+class Supervisor(Frozen):
   """All roles of a run."""
 
   run: RunConfig  # how often and how soon roles are started again
+  roles: Mapping[str, Role]  # in the order of starts
+  planned: tuple[Fault, ...] = ()  # joins, and faults to perform, that are not performed yet
   quorum: int = 0  # with fewer learners that are not gone the run is hopeless
   shortest_life_seconds: float = 0.0  # between two starts of a role
-  roles: Mapping[str, Role] = dataclasses.field(default_factory=dict)  # in the order of starts
-  joins: tuple[Fault, ...] = ()  # of learners that have not come yet
-  planned: tuple[Fault, ...] = ()  # all other planned faults
   hopeless: str = ""  # why the run can never reach its end; "": it can
 
 
-def init(
-  run: RunConfig,
-  roles: Iterable[str],
-  planned: Sequence[Fault] = (),
-  quorum: int = 0,
-  shortest_life_seconds: float = 0.0,
-) -> Supervisor:
-  """All roles are down, and start at the first `Tick`; `planned`: joins, and faults to perform."""
-  joins = tuple(fault for fault in planned if fault.action == "join")
-  others = tuple(fault for fault in planned if fault.action != "join")
-  first = {name: Role(faults=_of(name, others)) for name in roles}
-  return Supervisor(run, quorum, shortest_life_seconds, first, joins, others)
+def all_down(names: Iterable[str]) -> dict[str, Role]:
+  """Roles that start at the first `Tick`."""
+  return {name: Role() for name in names}
 
 
 def add_running(state: Supervisor, name: str) -> Supervisor:
@@ -218,15 +162,11 @@ def members(state: Supervisor, kind: str = "") -> dict[str, Role]:
   return {name: role for name, role in state.roles.items() if name.startswith(kind)}
 
 
-def pressing(state: Supervisor, now: float) -> bool:
-  """Whether a role is stalled or slowed by plan, so that the next `Tick` should come soon."""
-  return any(role.phase == UP and role.holds.active(now) for role in state.roles.values())
-
-
 def next_wake(state: Supervisor) -> float:
-  """When a restart or a departure is due next; inf: none is foreseen."""
+  """When a restart, a departure or the end of a stall is due next; inf: none is foreseen."""
   times = [role.start_at for role in state.roles.values() if role.phase == DOWN]
   stays = [role for role in state.roles.values() if role.phase == UP and not role.asked_to_end]
+  times += [role.held_until for role in stays if role.held_until > -math.inf]
   return min([*times, *(role.leaves_at for role in stays)], default=math.inf)
 
 
@@ -241,17 +181,15 @@ def supervise(state: Supervisor, event: Event) -> tuple[Supervisor, list[Action]
   actions: list[Action] = []
   match event:
     case Tick():
-      state = _welcome(state, event, actions)
-      for name, role in state.roles.items():
-        state = _put(state, name, _turn(name, role, event, actions))
-    case Requested(fault) if fault.action == "join":
-      state = replace(state, joins=(*state.joins, fault))
+      state = _perform_planned(state, event, actions)
+      turned = {name: _turn(name, role, event.now, actions) for name, role in state.roles.items()}
+      state = replace(state, roles=turned)
     case Requested(fault):
-      state = _change(state, fault.role, lambda r: replace(r, faults=(*r.faults, fault)))
+      state = replace(state, planned=(*state.planned, fault))
     case Working(name, now):
       state = _change(state, name, lambda r: replace(r, working_since=min(r.working_since, now)))
     case Left(name):
-      state = _change(state, name, _leave)
+      state = _change(state, name, lambda r: replace(r, phase=LEFT))
     case Exited():
       state = _judge(_change(state, event.role, lambda r: _lose(state, r, event, actions)))
     case Dismiss(kind):
@@ -260,24 +198,36 @@ def supervise(state: Supervisor, event: Event) -> tuple[Supervisor, list[Action]
   return state, actions
 
 
-def _welcome(state: Supervisor, tick: Tick, actions: list[Action]) -> Supervisor:
-  """Adds the learners that join now; a join of a learner that is there already has no effect."""
-  while state.joins:
-    fault, joins = strike(state.joins, tick.global_step, tick.seconds)
-    if fault is None:
-      break
-    state = replace(state, joins=joins)
-    if fault.role not in state.roles:
-      leaves_at = tick.now + fault.seconds if fault.seconds >= 0 else math.inf
-      newcomer = Role(faults=_of(fault.role, state.planned), leaves_at=leaves_at)
-      state = _put(state, fault.role, newcomer)
+def _perform_planned(state: Supervisor, tick: Tick, actions: list[Action]) -> Supervisor:
+  """Performs the faults that are due; those of a role that is down, or is killed now, wait."""
+  roles, left = dict(state.roles), list[Fault]()
+  for fault in state.planned:
+    role, joins = roles.get(fault.role), fault.action == "join"
+    ready = joins or (role is not None and role.phase == UP and role.kill is None)
+    if not (ready and due(fault, tick.global_step, tick.seconds)):
+      left.append(fault)
+    elif not joins or role is None:  # a learner that is there already cannot join
       actions.append(Strike(fault))
-  return state
+      roles[fault.role] = _struck(role or Role(), fault, tick.now, actions)
+  return replace(state, roles=roles, planned=tuple(left))
 
 
-def _turn(name: str, role: Role, tick: Tick, actions: list[Action]) -> Role:
-  """Does what is due for one role at a tick: a start, faults, its departure."""
-  now = tick.now
+def _struck(role: Role, fault: Fault, now: float, actions: list[Action]) -> Role:
+  """The role once a fault was performed on it."""
+  match fault.action:
+    case "kill":
+      return replace(role, kill=fault)
+    case "stall":
+      if role.held_until == -math.inf:
+        actions.append(Hold(fault.role, True))
+      return replace(role, held_until=max(role.held_until, now + fault.seconds))
+    case "join" if fault.seconds >= 0:
+      return replace(role, leaves_at=now + fault.seconds)
+  return role
+
+
+def _turn(name: str, role: Role, now: float, actions: list[Action]) -> Role:
+  """Does what is due for one role at a tick: a start, its departure, the end of a stall."""
   if role.phase == DOWN and now >= role.start_at:
     actions.append(Start(name, role.lives, role.afresh))
     return replace(
@@ -287,38 +237,27 @@ def _turn(name: str, role: Role, tick: Tick, actions: list[Action]) -> Role:
       started_at=now,
       working_since=math.inf,
       afresh=False,
+      held_until=-math.inf,
       asked_to_end=False,
     )
-  if role.phase != UP:
-    return role
-  while role.faults and role.kill is None:  # faults after a kill are for the next life
-    fault, left = strike(role.faults, tick.global_step, tick.seconds)
-    if fault is None:
-      break
-    actions.append(Strike(fault))
-    role = replace(role, faults=left)
-    if fault.action == "kill":
-      role = replace(role, kill=fault)
-    elif fault.action in ("stall", "slow"):
-      role = replace(role, holds=role.holds.add(fault, now))
-  if now >= role.leaves_at and not role.asked_to_end:
+  if role.phase == UP and now >= role.leaves_at and not role.asked_to_end:
     role = _terminate(name, role, actions)
-  if role.holds.held(now) != role.held:
-    role = replace(role, held=not role.held)
-    actions.append(Hold(name, role.held))
+  if role.phase == UP and -math.inf < role.held_until <= now:
+    role = replace(role, held_until=-math.inf)
+    actions.append(Hold(name, False))
   return role
 
 
 def _terminate(name: str, role: Role, actions: list[Action]) -> Role:
   """Asks the role to end, and no longer holds its process, so that it can hear that."""
   actions.append(Terminate(name))
-  return replace(role, asked_to_end=True, holds=Holds(), held=False)
+  return replace(role, asked_to_end=True, held_until=-math.inf)
 
 
 def _dismiss(name: str, role: Role, actions: list[Action]) -> Role:
   if role.phase == UP:
     return replace(_terminate(name, role, actions), dismissed=True)
-  return _leave(role) if role.phase == DOWN else role
+  return replace(role, phase=LEFT) if role.phase == DOWN else role
 
 
 def _lose(state: Supervisor, role: Role, event: Exited, actions: list[Action]) -> Role:
@@ -331,7 +270,7 @@ def _lose(state: Supervisor, role: Role, event: Exited, actions: list[Action]) -
     worked_seconds = max(0.0, event.now - role.working_since)
     deaths, pause = after_exit(deaths, worked_seconds, state.run)
   actions.append(Lost(event.role, reason))
-  role = replace(role, deaths=deaths, kill=None, afresh=event.afresh, holds=Holds(), held=False)
+  role = replace(role, deaths=deaths, kill=None, afresh=event.afresh)
   if pause is None or role.dismissed:
     return replace(role, phase=GONE if pause is None else LEFT)
   earliest = role.started_at + state.shortest_life_seconds
@@ -350,10 +289,6 @@ def _judge(state: Supervisor) -> Supervisor:
   return replace(state, hopeless=state.hopeless or reason)
 
 
-def _leave(role: Role) -> Role:
-  return replace(role, phase=LEFT, holds=Holds(), held=False)
-
-
 def _change(state: Supervisor, name: str, change: Callable[[Role], Role]) -> Supervisor:
   """The state with `change` applied to this role, if it exists and has not ended."""
   role = state.roles.get(name)
@@ -361,12 +296,7 @@ def _change(state: Supervisor, name: str, change: Callable[[Role], Role]) -> Sup
 
 
 def _put(state: Supervisor, name: str, role: Role) -> Supervisor:
-  same = state.roles.get(name) is role
-  return state if same else replace(state, roles={**state.roles, name: role})
-
-
-def _of(name: str, faults: Sequence[Fault]) -> tuple[Fault, ...]:
-  return tuple(fault for fault in faults if fault.role == name)
+  return replace(state, roles={**state.roles, name: role})
 
 
 # --- rules ----------------------------------------------------------------------------------------
@@ -408,10 +338,14 @@ def strike(
     seconds: since training began.
   """
   for i, fault in enumerate(plan):
-    due = global_step >= fault.at_step if fault.at_step >= 0 else seconds >= fault.at_seconds
-    if due:
+    if due(fault, global_step, seconds):
       return fault, plan[:i] + plan[i + 1 :]
   return None, plan
+
+
+def due(fault: Fault, global_step: int, seconds: float) -> bool:
+  """Whether it is time for a fault: by the run's global step, or seconds since training began."""
+  return global_step >= fault.at_step if fault.at_step >= 0 else seconds >= fault.at_seconds
 
 
 def killed(kill: Fault) -> str:

@@ -422,12 +422,12 @@ class PlannedFaults:
       if fault.at_seconds >= 0:
         world.at(fault.at_seconds, self._due, role)
     for role, of in by_role.items():
-      planned = Faults(of, 0.0, self._struck, format_role(*role), clock=world.clock)
+      planned = Faults(of, 0.0, world.say, format_role(*role), clock=world.clock)
       planned.stopped = types.SimpleNamespace(wait=world.spend)  # an event waits in virtual time
       self.faults[role] = planned
     self._by_step = any(fault.at_step >= 0 for fault in joins)
     config = world.config
-    self._supervisor = supervisor.init(config.run, (), joins, config.sync.min_quorum)
+    self._supervisor = supervisor.Supervisor(config.run, {}, tuple(joins), config.sync.min_quorum)
 
   @property
   def hopeless(self) -> bool:
@@ -440,7 +440,7 @@ class PlannedFaults:
 
   def advance(self) -> None:
     """To be called when the global step has grown."""
-    if self._by_step and self._supervisor.joins:
+    if self._by_step and self._supervisor.planned:
       self._tick()
 
   def _due(self, role: Role) -> None:
@@ -448,9 +448,6 @@ class PlannedFaults:
     if role in self._world.actors:
       self._world.actors[role].wake()
     self._tick()
-
-  def _struck(self, fault: Fault, said: str) -> None:
-    self._world.say(chaos.struck(fault, said))
 
   # --- roles that come and go ---------------------------------------------------------------------
 
@@ -491,7 +488,7 @@ class PlannedFaults:
       case supervisor.Lost(name, reason):
         world.say(events.Exit(target=name, reason=reason))
       case supervisor.Strike(fault):  # a join
-        self._struck(fault, chaos.detail(fault, world.step))
+        world.say(chaos.struck(fault, world.step))
       case supervisor.Terminate(name):
         if (actor := world.actors.get(parse_role(name))) is not None:
           actor.drain()  # it leaves without losing anything, or when its patience is over

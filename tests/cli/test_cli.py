@@ -317,13 +317,12 @@ def test_evaluate_and_generate_a_result(finished, capsys):
   assert texts[0] == texts[1] and texts[0].startswith("ab") and len(texts[0]) > 3
 
 
-def test_report_of_a_run_that_was_cut_off(finished, capsys, refused):
-  assert cli.main(["report", f"--workdir={finished}"]) == 0
-  page = Path(capsys.readouterr().out.strip())
-  assert page == finished / "report" / "index.html" and page.exists()
-  for torn in ('{"reason": "fin', "[]", '{"loss_merged": "low"}', '{"loss_untrained": [1.0]}'):
+def test_report_of_a_run_that_was_cut_off(finished, capsys):
+  for torn in ("", '{"reason": "fin', "[]"):
     (finished / "outcome.json").write_text(torn)
-    assert "outcome.json: cannot be read" in refused("report", f"--workdir={finished}")
+    assert cli.main(["report", f"--workdir={finished}"]) == 0
+    page = Path(capsys.readouterr().out.strip())
+    assert page == finished / "report" / "index.html" and page.exists()
 
 
 # --- whole processes ------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The commands that make a process one role: what is wrong is said with status 2, at once."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -212,7 +213,8 @@ def test_who_supervises_leaves_the_accelerators_to_the_others(monkeypatch, tmp_p
 def test_an_unknown_engine_and_one_that_is_not_installed(refused, monkeypatch, tmp_path):
   train = ["train", QUICKSTART, f"--workdir={tmp_path / 'run'}", "--config.data.source=synthetic"]
   assert "must be one of threads, processes, ray" in refused(*train, "--engine=thread")
-  monkeypatch.setitem(session.ENGINES, "ray", ("no_such_package.engine", "RayEngine"))
+  monkeypatch.setitem(sys.modules, "ray", None)
+  monkeypatch.delitem(sys.modules, "ddiloco.engines.ray", raising=False)
   assert "Fix: pip install 'ddiloco[ray]'" in refused(*train, "--engine=ray")
 
 

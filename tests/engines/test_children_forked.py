@@ -34,7 +34,7 @@ def start(tmp_path, monkeypatch):
 
   yield start
   for process in started:
-    process.kill()
+    process.send_signal(signal.SIGKILL)
     end_of(process)
     process.stdin.close()
 
@@ -100,16 +100,6 @@ def test_it_may_have_processes_of_its_own(start):
   assert log.read_text() == "None\nits own\n"
 
 
-def test_a_server_that_never_comes_up_is_an_os_error(monkeypatch):
-  class Process:
-    def start(self):
-      raise EOFError("unexpected EOF")
-
-  monkeypatch.setattr(children.time, "sleep", lambda seconds: None)
-  with pytest.raises(OSError, match="no memory"):
-    children._start(Process())
-
-
 def test_it_is_told_by_the_end_of_its_input(start):
   process, log = start("import sys; print('here', flush=True); print(len(sys.stdin.read()))")
   said(log, process, "here")
@@ -164,8 +154,11 @@ def test_another_fork_server_takes_over(start):
   """One that was killed (out of memory) counts as the end of all it has started."""
   process, log = start("import sys; print('here', flush=True); sys.stdin.read()")
   said(log, process, "here")
-  os.kill(server._forkserver._forkserver_pid, signal.SIGKILL)
+  pid = server._forkserver._forkserver_pid
+  os.kill(pid, signal.SIGKILL)
   assert end_of(process) == 255
+  while Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z":
+    continue  # its status is there in a moment
   process.stdin.close()  # as a supervisor does: so it really ends
   again, log = start("print('again')")
   assert end_of(again) == 0

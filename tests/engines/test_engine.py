@@ -35,15 +35,12 @@ class Toy(Engine):
   def _roles(self) -> list[str]:
     return [NAME]
 
-  def _seconds(self) -> float:
-    return 0.0
-
   def _start(self, name: str, life: int, afresh: bool) -> None:
     self.starts.append((life, afresh))
     what = self.lives.pop(0)
     if isinstance(what, Exception):
       raise what
-    self._start_thread(name, life, lambda incarnation, recorder: what())
+    self._start_thread(name, life, lambda recorder: what())
 
   def _over(self) -> str | None:
     (role,) = members(self._state).values()
@@ -53,7 +50,7 @@ class Toy(Engine):
     return
 
   def _outcome(self, reason: str) -> RunResult:
-    return RunResult(reason, {}, {}, {})
+    return RunResult(reason, {}, {})
 
   def reasons(self) -> list[str]:
     return [e.reason for e in read_events(self.workdir) if e.kind == "exit"]

@@ -13,8 +13,8 @@ import pytest
 
 from ddiloco.config import ConfigError, from_dict
 from ddiloco.engines import island_hosts
+from ddiloco.engines.island_hosts import FollowingHost
 from ddiloco.engines.role_spec import RoleSpec
-from ddiloco.network.host_links import HostProgress
 
 PLACE = RoleSpec(Path("w"), "run", (), hosts="tcp://127.0.0.1:7001", host=1, term_status=143)
 
@@ -23,16 +23,16 @@ PLACE = RoleSpec(Path("w"), "run", (), hosts="tcp://127.0.0.1:7001", host=1, ter
 def test_it_says_by_its_status_whether_it_was_asked(asked, status, monkeypatch):
   """Else Kubernetes would take a host that is evicted to be done."""
 
-  def follow(config, number, place, progress, told, joined, speak, lost):
-    joined.set()
+  def follow(host):
+    host.joined.set()
     if asked:
       os.kill(os.getpid(), signal.SIGTERM)
-      assert told.wait(10.0)
-      while not progress.asked_to_end:  # host 0 hears it with the next sign of life
+      assert host.asked.wait(10.0)
+      while not host.progress.asked_to_end:  # host 0 hears it with the next sign of life
         time.sleep(0.01)
 
-  monkeypatch.setattr(island_hosts, "_follow", follow)
-  assert island_hosts.run_host(from_dict({}), 0, PLACE) == status
+  monkeypatch.setattr(FollowingHost, "_follow", follow)
+  assert FollowingHost(from_dict({}), 0, PLACE).run() == status
 
 
 @pytest.mark.parametrize(("error", "status"), [(ConfigError("x: y"), 2), (ValueError("x"), 1)])
@@ -43,17 +43,18 @@ def test_its_status_says_whether_its_usage_was_wrong(error, status, monkeypatch)
   def exit_now(status):
     raise SystemExit(status)
 
-  monkeypatch.setattr(island_hosts, "_follow", follow)
+  monkeypatch.setattr(FollowingHost, "_follow", follow)
   monkeypatch.setattr(island_hosts, "name_lost_host", lambda: None)
   monkeypatch.setattr(island_hosts.os, "_exit", exit_now)
   with pytest.raises(SystemExit) as ended:
-    island_hosts.run_host(from_dict({}), 0, PLACE)
+    FollowingHost(from_dict({}), 0, PLACE).run()
   assert ended.value.code == status
 
 
 def test_it_has_carried_out_its_first_order_when_it_has_compiled(monkeypatch):
   """Else host 0 would take it for late, whatever it is told to do."""
-  said, progress = [], HostProgress()
+  said, host = [], FollowingHost(from_dict({}), 0, PLACE)
+  progress = host.progress
   links = SimpleNamespace(values=SimpleNamespace(send=lambda _: said.append(progress.done)))
   compiled = SimpleNamespace(compile=lambda: said.append(progress.done) or 1.0)
   monkeypatch.setattr(island_hosts.host_links, "join", lambda *_: (links, "here"))
@@ -65,8 +66,7 @@ def test_it_has_carried_out_its_first_order_when_it_has_compiled(monkeypatch):
   monkeypatch.setattr("ddiloco.training.island.Island", lambda *_: compiled)
   monkeypatch.setattr("ddiloco.training.hosts.follow", lambda *_: None)
   monkeypatch.setattr("jax.distributed.shutdown", lambda: None)
-  shared = progress, threading.Event(), threading.Event(), lambda text: None, lambda *_: None
-  island_hosts._follow(from_dict({}), 0, PLACE, *shared)
+  host._follow()
   assert said == [0, island_hosts.COMPILED_ORDERS]
 
 
@@ -81,9 +81,9 @@ def test_a_host_ends_at_once_when_asked_before_its_island_has_met(monkeypatch):
   def exit_now(status):
     raise SystemExit(status)
 
-  monkeypatch.setattr(island_hosts, "_follow", follow)
+  monkeypatch.setattr(FollowingHost, "_follow", follow)
   monkeypatch.setattr(island_hosts.os, "_exit", exit_now)
   with pytest.raises(SystemExit) as ended:
-    island_hosts.run_host(from_dict({}), 0, PLACE)
+    FollowingHost(from_dict({}), 0, PLACE).run()
   over.set()
   assert ended.value.code == 143

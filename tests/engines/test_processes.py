@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from common import processes_of
 
+from ddiloco.chaos import fault_requests
 from ddiloco.checkpoint import weights
 from ddiloco.config import ConfigError, Fault, RunConfig, from_dict
 from ddiloco.engines import processes
@@ -49,11 +50,13 @@ class Engine(ProcessesEngine):
     self.said: list[tuple[str, str]] = []  # what was logged: kind, reason or action
     self._recorder = self
     self._guard = lambda duty, *arguments: duty(*arguments)
-    self._lock, self._told, self._lost = contextlib.nullcontext(), set(), {}
+    self._told, self._lost = set(), {}
     self._ending, self._global_step = False, 0
     self._children, self._code = {name: Child(name, workdir, [spawn])}, code
     shortest = self.shortest_life_seconds
-    self._state = supervisor.init(RUN, [name], faults, shortest_life_seconds=shortest)
+    self._state = supervisor.Supervisor(
+      RUN, supervisor.all_down([name]), faults, shortest_life_seconds=shortest
+    )
     self.name, self.child = name, self._children[name]
 
   def _commands(self, name: str) -> list[list[str]]:
@@ -277,13 +280,15 @@ def test_a_stall_is_a_real_stop_and_it_goes_on_afterwards(started):
   wait_for(lambda: state(engine) == "S", "its going on")
 
 
-@pytest.mark.skipif(not LINUX, reason="looks into /proc")
-def test_slow_stops_and_continues_in_turns(started):
-  engine = started(SLEEP, Fault("slow", NAME, at_step=5, seconds=2.0, factor=2.0))
+def test_the_role_itself_is_told_to_be_slow(started, tmp_path):
+  slow = Fault("slow", NAME, at_step=5, seconds=2.0, factor=2.0)
+  engine = started(SLEEP, slow)
+  asked = fault_requests(tmp_path)
   engine.tick(10.0, global_step=5)
-  for now, expected in [(10.01, "S"), (10.07, "T"), (10.11, "S"), (10.17, "T"), (12.0, "S")]:
-    engine.tick(now, global_step=5)
-    wait_for(lambda expected=expected: state(engine) == expected, f"{expected} at {now}")
+  ((_, told),) = asked.poll()
+  assert told == dataclasses.replace(slow, at_step=-1, at_seconds=0.0)
+  engine._requested(told)  # as it is heard from the file
+  assert engine.said == [("fault", "slow")]
 
 
 def test_who_is_stopped_hears_that_it_should_end(started):

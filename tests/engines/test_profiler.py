@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 
 import jax
 import pytest
@@ -16,6 +15,7 @@ from ddiloco.engines.profiler import Profiler, ProfileRequest, take_profile
 from ddiloco.environment import BAD_USAGE
 from ddiloco.protocol import events
 from ddiloco.workdir import OUTCOME, PROFILE_REQUESTS, append_request
+from tests.engines.real import wait_for
 from tests.made_events import made
 
 ROLE, SECONDS = "learner-1", 60.0
@@ -45,7 +45,6 @@ class Steps:
       with jax.profiler.StepTraceAnnotation("step", step_num=self.at + 1):
         self.at += 1
       self.profiler(made(0.0, ROLE, "step", global_step=self.at))
-      self.profiler.look()
 
   def record(self, event):
     with self._news:
@@ -93,12 +92,9 @@ def test_it_begins_with_the_step_that_was_chosen(tmp_path, monkeypatch):
 
 def test_a_trace_ends_when_the_learner_makes_no_more_steps(tmp_path, monkeypatch):
   monkeypatch.setattr(profiler_module, "PATIENCE_SECONDS", 0.3)
-  monkeypatch.setattr(profiler_module, "LOOK_SECONDS", 0.01)
   learner = Steps(tmp_path, monkeypatch)
-  ask_at = time.time() + 1e-3
-  learner.profiler._began = ask_at - 1
   ask(tmp_path, steps=4)
-  learner.profiler.look()
+  learner.profiler(made(0.0, ROLE, "step", global_step=100))
   found = learner.wait()
   learner.profiler.close()
   assert isinstance(found, events.Profiled) and found.steps == 0
@@ -151,12 +147,12 @@ def test_what_no_run_can_do_is_refused(tmp_path):
 
 @pytest.mark.parametrize("flag", ["steps=0", "steps=5000", "from_step=-1", "steps=2.5"])
 def test_a_request_out_of_range_is_refused_where_it_is_typed_and_where_it_is_read(
-  tmp_path, capsys, flag
+  tmp_path, monkeypatch, capsys, flag
 ):
   assert main(["profile", f"--workdir={tmp_path}", f"--{flag}"]) == BAD_USAGE
   assert f"--{flag}" in capsys.readouterr().err
   name, value = flag.split("=")
   ask(tmp_path, **{name: json.loads(value)})
-  profiler = Profiler(tmp_path, [ROLE], lambda: None)
-  profiler.look()
-  assert profiler._thread is None and "asks for no trace" in capsys.readouterr().err
+  with Steps(tmp_path, monkeypatch) as learner:
+    wait_for(lambda: "asks for no trace" in capsys.readouterr().err, "the warning")
+  assert not learner.recorded

@@ -98,18 +98,18 @@ def test_a_role_that_ends_by_itself(make, capsys):
 
 def test_it_dials_every_shard_and_a_shard_its_neighbours(make):
   with make() as runner:
-    endpoint = runner.dial()
+    endpoint = runner.connect()
     assert endpoint.dialed == {"syncer-0": SYNCERS[0], "syncer-1": SYNCERS[1]}
     assert (endpoint.address, endpoint.bind) == ("learner-3", None)
     assert endpoint.run.run_id == "r" and len(endpoint.run.plan_id) == 16
     assert endpoint.run.max_payload_bytes == 12 * max(runner.plan.sizes)
   assert endpoint.closed_with == runner.config.network.drain_seconds
   with make("syncer-1", bind=SYNCERS[1]) as runner:
-    endpoint = runner.listen(1)
+    endpoint = runner.connect()
     assert endpoint.dialed == {"syncer-0": SYNCERS[0]} and endpoint.bind == SYNCERS[1]
   with make("syncer-1", bind=SYNCERS[1]) as runner:
     runner.place = dataclasses.replace(runner.place, syncers=(*SYNCERS, "tcp://127.0.0.1:3"))
-    assert runner.listen(1).dialed.keys() == {"syncer-0", "syncer-2"}, "its buddy, and whose it is"
+    assert runner.connect().dialed.keys() == {"syncer-0", "syncer-2"}, "its buddy, and whose it is"
 
 
 def test_a_port_that_is_taken_ends_the_shard(make, monkeypatch, capsys):
@@ -118,14 +118,14 @@ def test_a_port_that_is_taken_ends_the_shard(make, monkeypatch, capsys):
 
   monkeypatch.setattr(role_process, "NetworkEndpoint", taken)
   with make("syncer-0", bind=SYNCERS[0]) as runner:
-    assert runner.run(lambda: runner.listen(0)) == LOST
+    assert runner.run(lambda: runner.connect()) == LOST
   assert f"cannot listen at {SYNCERS[0]}" in capsys.readouterr().out
 
 
 def test_a_role_whose_messages_are_dropped_says_so_now_and_then(make, capsys, tmp_path):
   reason = "global_step is\x1b[2J\nout of range"  # whatever a peer likes to say
   with make() as runner:
-    endpoint = runner.dial()
+    endpoint = runner.connect()
     links, drops = endpoint.links, [(0, "")]
     endpoint.endpoint.links = lambda: {p: {**v, "drops": drops[0]} for p, v in links().items()}
 
@@ -204,7 +204,7 @@ def test_a_second_interrupt_ends_at_once(make, capsys):
     raise AssertionError("it should have ended")
 
   with make() as runner:
-    endpoint = runner.dial()
+    endpoint = runner.connect()
     assert runner.run(stubborn) == INTERRUPTED
   assert endpoint.closed_with == 0.0, "nothing is waited for"
   assert "ends at once" in capsys.readouterr().out
@@ -212,7 +212,7 @@ def test_a_second_interrupt_ends_at_once(make, capsys):
 
 def test_a_fenced_role_ends_and_says_so(make, capsys):
   with make() as runner:
-    endpoint = runner.dial()
+    endpoint = runner.connect()
     endpoint.fenced = "a newer incarnation of learner-3 is here"
     assert runner.run(until(runner)) == LOST
     assert endpoint.woken
@@ -227,7 +227,7 @@ def test_a_role_in_a_long_step_waits_for_who_may_be_dead_all_the_same(make, monk
   lives = []
 
   def role() -> int:
-    lives.append(runner.dial())
+    lives.append(runner.connect())
     if len(lives) == 1:
       lives[0].endpoint.fenced, lives[0].endpoint.outnumbered = "incarnation 8 is here", (9, 0)
       time.sleep(0.2)  # a step, and many looks
@@ -239,7 +239,7 @@ def test_a_role_in_a_long_step_waits_for_who_may_be_dead_all_the_same(make, monk
 
 def test_a_role_whose_network_thread_failed_says_that_and_not_that_it_is_fenced(make, capsys):
   with make() as runner:
-    endpoint = runner.dial()
+    endpoint = runner.connect()
     endpoint.endpoint.broken = "its network thread failed: MemoryError()"
     assert runner.run(until(runner)) == LOST
     assert endpoint.woken
@@ -255,7 +255,7 @@ def test_nothing_of_a_life_is_kept_for_the_next_one(make):
     """Of a life that was quarantined, for example."""
 
   with make() as runner:
-    runner.dial()
+    runner.connect()
     exchange = Exchange()
     gone = weakref.ref(exchange)
     runner.ready = lambda exchange=exchange: ""
@@ -269,19 +269,19 @@ def test_nothing_of_a_life_is_kept_for_the_next_one(make):
 
 def test_what_a_role_does_between_two_lives_is_no_hang(make, tmp_path):
   with make(hang_seconds=0.1) as runner:
-    runner.dial()
+    runner.connect()
     runner.stopped()
     runner.disconnect()  # its loop is over
     runner.stop.wait(0.5)  # as after a quarantine
     assert not [e for e in read_events(tmp_path / "r") if e.kind == "hung"]
-    runner.dial()
+    runner.connect()
     runner.stopped()
     wait_for(lambda: [e for e in read_events(tmp_path / "r") if e.kind == "hung"])
 
 
 def test_who_reaches_nobody_gives_up(make, capsys):
   with make(give_up_seconds=0.2) as runner:
-    runner.dial().endpoint.state = "connecting"
+    runner.connect().endpoint.state = "connecting"
     began = time.monotonic()
     assert runner.run(until(runner)) == LOST
     assert time.monotonic() - began >= 0.2
@@ -292,7 +292,7 @@ def test_who_reaches_nobody_gives_up(make, capsys):
 
 def test_who_reaches_one_goes_on(make):
   with make(give_up_seconds=0.05) as runner:
-    runner.dial()
+    runner.connect()
     time.sleep(0.3)
     assert not runner.stopped()
 
@@ -302,7 +302,7 @@ def test_the_time_before_a_role_connects_is_no_silence(make):
   looks = []
   with make() as runner:
     runner._reached_at -= 1e6
-    runner.dial().endpoint.state = "connecting"
+    runner.connect().endpoint.state = "connecting"
     runner.ready = lambda: looks.append(1) or ""
     wait_for(lambda: len(looks) > 2)
     assert not runner.stopped()
@@ -312,7 +312,7 @@ def test_a_shard_that_reaches_nobody_goes_on(make):
   """Learners and its buddy may come at any time."""
   looks = []
   with make("syncer-1", bind=SYNCERS[1], give_up_seconds=1e-6) as runner:
-    runner.listen(1).endpoint.state = "connecting"
+    runner.connect().endpoint.state = "connecting"
     runner.ready = lambda: looks.append(1) or ""
     wait_for(lambda: len(looks) > 2)
     assert not runner.stopped()
@@ -383,7 +383,7 @@ def test_probes_tell_what_it_waits_for(make, capsys):
     assert ask(f"{url}/readyz")[0] == 503 and ask(f"{url}/livez")[0] == 200
     runner.ready, runner.progress = lambda: "", lambda: "global step 7"
     wait_for(lambda: ask(f"{url}/readyz")[0] == 200)
-    runner.dial()
+    runner.connect()
     status = json.loads(ask(f"{url}/status")[1])
     assert status["role"] == "learner-3" and status["progress"] == "global step 7"
     assert status["links"]["syncer-0"]["state"] == "up"

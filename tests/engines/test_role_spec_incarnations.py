@@ -12,7 +12,7 @@ import pytest
 from ddiloco.config import from_dict
 from ddiloco.engines import role_process, role_spec
 from ddiloco.engines.role_process import FINISHED, LOST, RoleRunner
-from ddiloco.engines.role_spec import Outnumbered, RoleSpec, above, another_life, free_urls, newest
+from ddiloco.engines.role_spec import Outnumbered, RoleSpec, another_life, free_urls, newest
 from ddiloco.network import peers
 from ddiloco.network.peers import FUTURE_SECONDS, ahead, doubt
 from ddiloco.observe.eventlog import Recorder
@@ -76,8 +76,6 @@ class World:
     bind = self.url if address.startswith("syncer") else ""
     place = self.place(bind=bind)
     each = role_process.connect(self.config, self.plan, place, address, incarnation, None)
-    if not bind:
-      each.dial("syncer-0", self.url)
     self.open.append(each)
     return each
 
@@ -102,7 +100,7 @@ def is_up(endpoint, peer: str) -> bool:
 
 def join(runner: RoleRunner) -> int:
   """A role that is done as soon as it is let in; `live`s on until then."""
-  endpoint = runner.dial()
+  endpoint = runner.connect()
   while not is_up(endpoint, "syncer-0"):
     runner.stopped()
     runner.stop.wait(0.005)
@@ -190,7 +188,7 @@ def test_a_number_from_a_clock_that_was_hours_ahead_locks_nobody_out(world, cloc
   with world.runner("syncer-0", bind=world.url) as corrected:
     assert corrected.incarnation == NOW + 10 * HOUR + 1
     knows, new = world.endpoint("learner-0", NOW), world.endpoint("learner-1", NOW)
-    endpoint = corrected.listen(0)
+    endpoint = corrected.connect()
     for learner in (knows, new):
       wait_for(lambda learner=learner: is_up(learner, "syncer-0"))
     assert corrected.incarnation == endpoint.incarnation
@@ -227,10 +225,11 @@ def test_a_number_nobody_can_have_let_in_binds_nobody(tmp_path):
 # --- in pieces ------------------------------------------------------------------------------------
 
 
-def test_numbers_are_the_clock_or_after_all_that_are_known():
-  assert above(NOW, [-1]) == above(NOW, []) == above(NOW, [NOW - 1]) == NOW
-  assert above(NOW - HOUR, [NOW, 3]) == NOW + 1
-  assert above(-HOUR, []) == 0, "a clock from before 2020"
+def test_a_clock_from_before_2020_is_no_negative_number(world, clocks):
+  clocks.here = -HOUR
+  for address, bind in (("learner-0", ""), ("syncer-0", world.url)):
+    with world.runner(address, bind=bind) as runner:
+      assert runner.incarnation == 0
 
 
 def test_round_numbers_fit_into_floats_for_every_number_that_is_let_in_until_2036():

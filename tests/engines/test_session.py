@@ -20,6 +20,7 @@ from ddiloco.models.transformer import language_model
 from ddiloco.observe.eventlog import Event, GrowingLog, read_events
 from ddiloco.observe.report import PICTURES
 from ddiloco.protocol.events import Commit
+from ddiloco.workdir import saved_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 MODEL = {"num_layers": 1, "model_dim": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8,
@@ -117,7 +118,7 @@ def test_the_result_is_a_plain_orbax_checkpoint_of_the_model(chaos):
   module = transformer.from_params(config.model, params)
   logits_BxTxV, _ = module(np.zeros((1, 4), np.int32))
   assert logits_BxTxV.shape == (1, 4, 256) and np.isfinite(logits_BxTxV).all()
-  said = session.measure(workdir, session.saved_config(workdir))
+  said = session.measure(workdir, saved_config(workdir))
   assert said["loss"] == pytest.approx(summary["loss_merged"], rel=1e-5)
 
 

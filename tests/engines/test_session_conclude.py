@@ -66,19 +66,19 @@ def test_the_result_is_there_before_the_first_loss_is_asked_for(tmp_path):
     seen.append(json.loads((tmp_path / OUTCOME).read_text())["reason"])
     return 1.0
 
-  known = conclude(tmp_path, RunResult("finished", params(3), {}, {0: 5}), loss)
+  known = conclude(tmp_path, RunResult("finished", params(3), {}), loss)
   assert seen == [3.0, "finished"] * 2
   assert known["loss_untrained"] == known["loss_merged"] == 1.0
 
 
 def test_the_time_of_a_run_is_that_since_it_began_not_since_its_last_start(tmp_path):
   (tmp_path / STARTED).write_text(f"{time.time() - 7200}\n")
-  known = conclude(tmp_path, RunResult("finished", params(3), {}, {0: 5}), lambda tree: 1.0)
+  known = conclude(tmp_path, RunResult("finished", params(3), {}), lambda tree: 1.0)
   assert 7200 <= known["seconds"] < 7260
 
 
 def test_steps_are_those_of_all_starts_of_a_run(tmp_path):
-  """Learner 0 made 8 steps, one of them twice; the engine knows of the 4 since the run went on."""
+  """Learner 0 made 8 steps, one of them twice."""
   (tmp_path / "events").mkdir()
   log = [made(float(n), "learner-0", "step", step=n, global_step=n) for n in range(1, 6)]
   log += [made(60.0 + n, "learner-0", "step", 1, step=n, global_step=n) for n in range(5, 9)]
@@ -87,14 +87,12 @@ def test_steps_are_those_of_all_starts_of_a_run(tmp_path):
     mine = [each for each in log if each.role == role]
     lines = [to_line(each, each is mine[0]) for each in mine]
     (tmp_path / "events" / f"{role}.jsonl").write_bytes(b"".join(lines))
-  assert session.last_steps(tmp_path) == [8], "for the islands that train alone as long"
-  outcome = RunResult("finished", params(3), {}, {0: 4})
-  session.conclude(CONFIG, tmp_path, outcome, lambda tree: 1.0, goes_on=True)
-  assert json.loads((tmp_path / OUTCOME).read_text())["learner_steps"] == {"0": 9}
+  known = conclude(tmp_path, RunResult("finished", params(3), {}), lambda tree: 1.0)
+  assert known["learner_steps"] == {"0": 9}
 
 
 def test_a_disk_that_is_full_at_the_end_leaves_the_first_outcome(tmp_path, monkeypatch, capsys):
-  outcome = RunResult("finished", params(3), {}, {0: 5})
+  outcome = RunResult("finished", params(3), {})
   write_text = type(tmp_path).write_text
 
   def fails(self, text) -> int:
@@ -114,7 +112,7 @@ def test_a_report_that_cannot_be_written_is_no_lost_work(tmp_path, capsys):
   workdir = tmp_path / "run"
   workdir.mkdir()
   (workdir / "report").write_text("a file in its way")
-  assert train(workdir, RunResult("finished", params(3), {}, {0: 5}), lambda tree: 1.0) == 0
+  assert train(workdir, RunResult("finished", params(3), {}), lambda tree: 1.0) == 0
   said = capsys.readouterr().out
   assert "WARNING: the report is left out: FileExistsError" in said and "is not saved" not in said
   assert f"Result: {workdir / 'result'}" in said
@@ -125,9 +123,7 @@ def test_a_report_that_cannot_be_written_is_no_lost_work(tmp_path, capsys):
 
 
 def test_a_failed_evaluation_loses_nothing_and_is_named(tmp_path, capsys):
-  known = conclude(
-    tmp_path, RunResult("finished", params(3), {}, {0: 5}, "one step"), out_of_memory
-  )
+  known = conclude(tmp_path, RunResult("finished", params(3), {}, "one step"), out_of_memory)
   assert first(session.load_result(tmp_path, CONFIG)) == 3.0
   assert known["reason"] == "finished" and known["lost"] == "one step"
   assert "loss_merged" not in known and "loss_untrained" not in known
@@ -144,9 +140,8 @@ def test_a_failed_comparison_or_sample_loses_nothing(tmp_path, monkeypatch, caps
 
   monkeypatch.setattr(session, "sample", broken)
   config = config_of(sample_tokens=3)
-  known = conclude(
-    tmp_path, RunResult("finished", params(3), {}, {}), lambda _: 2.0, config, broken
-  )
+  ended = RunResult("finished", params(3), {})
+  known = conclude(tmp_path, ended, lambda _: 2.0, config, broken)
   assert known["loss_merged"] == 2.0
   said = capsys.readouterr().out
   assert "the comparison is left out: RuntimeError: no device" in said
@@ -156,7 +151,7 @@ def test_a_failed_comparison_or_sample_loses_nothing(tmp_path, monkeypatch, caps
 def test_with_no_evaluations_nothing_is_evaluated(tmp_path, capsys):
   never = lambda *_: pytest.fail("it is evaluated")  # noqa: E731
   config = config_of(evaluations=0)
-  known = conclude(tmp_path, RunResult("finished", params(3), {}, {0: 5}), never, config, never)
+  known = conclude(tmp_path, RunResult("finished", params(3), {}), never, config, never)
   assert first(session.load_result(tmp_path, config)) == 3.0
   assert not [name for name in known if "loss" in name] and "left_out" not in known
   assert "loss" not in capsys.readouterr().out
@@ -181,7 +176,7 @@ def test_of_islands_that_trained_alone_all_are_saved_and_the_best_is_the_result(
     before.update({m: first(weights.load(tmp_path / "islands" / f"learner-{m}")) for m in ALONE})
     return first(tree)
 
-  known = conclude(tmp_path, RunResult("finished", ALONE[0], ALONE, {}), loss)
+  known = conclude(tmp_path, RunResult("finished", ALONE[0], ALONE), loss)
   assert before == {0: 7.0, 3: 2.0, 4: 5.0}
   assert first(session.load_result(tmp_path, CONFIG)) == 2.0
   assert known["loss_merged"] == 2.0 and known["result_of_learner"] == 3
@@ -194,7 +189,7 @@ def test_the_end_names_what_the_result_is(tmp_path, capsys, monkeypatch, shards,
   config = dataclasses.replace(config, sync=dataclasses.replace(config.sync, num_shards=shards))
   monkeypatch.setattr(session, "sample", lambda *_: "def x")
   islands = {} if shards else ALONE
-  outcome = RunResult("finished", ALONE[0], islands, {}, untrained_loss=3e-4)
+  outcome = RunResult("finished", ALONE[0], islands, untrained_loss=3e-4)
   conclude(tmp_path, outcome, first, config)
   said = capsys.readouterr().out
   loss = "7.000" if shards else "2.000"
@@ -207,7 +202,7 @@ def test_the_end_names_what_the_result_is(tmp_path, capsys, monkeypatch, shards,
 @pytest.mark.parametrize("evaluations", [0, 1])
 def test_of_islands_that_cannot_be_compared_none_is_lost(tmp_path, evaluations):
   config = config_of(evaluations=evaluations)
-  conclude(tmp_path, RunResult("finished", ALONE[0], ALONE, {}), out_of_memory, config)
+  conclude(tmp_path, RunResult("finished", ALONE[0], ALONE), out_of_memory, config)
   assert first(session.load_result(tmp_path, config)) == 7.0
   kept = {m: first(weights.load(tmp_path / "islands" / f"learner-{m}")) for m in ALONE}
   assert kept == {0: 7.0, 3: 2.0, 4: 5.0}
@@ -219,7 +214,7 @@ def test_a_result_of_fewer_tokens_replaces_none_and_the_one_that_stays_is_measur
 ):
   def ended(value: float, merged_tokens: int) -> RunResult:
     each = {m: params(value + m) for m in islands}
-    return RunResult("stopped", params(value), each, {}, merged_tokens=merged_tokens)
+    return RunResult("stopped", params(value), each, merged_tokens=merged_tokens)
 
   conclude(tmp_path, ended(3, 500), first)
   known = conclude(tmp_path, ended(1, 499), first)
@@ -234,8 +229,6 @@ def test_a_result_of_fewer_tokens_replaces_none_and_the_one_that_stays_is_measur
 
 
 class Runner:
-  steps = {0: 5}
-
   def __init__(self, outcome: RunResult):
     self._outcome = outcome
 
@@ -247,7 +240,7 @@ def train(workdir, outcome, loss) -> int:
   workdir.mkdir(exist_ok=True)
   (workdir / "config.json").write_text(CONFIG.to_json())
   heldout = types.SimpleNamespace(loss=loss)
-  return session._train(Runner(outcome), CONFIG, workdir, None, heldout, False)
+  return session._train(Runner(outcome), CONFIG, workdir, None, heldout)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +248,7 @@ def train(workdir, outcome, loss) -> int:
   [("finished", "", 0), ("finished", "7 tokens", 1), ("stopped", "", 130), ("failed", "", 1)],
 )
 def test_the_exit_status_is_about_the_training(tmp_path, reason, lost, status):
-  outcome = RunResult(reason, params(3), {}, {0: 5}, lost)
+  outcome = RunResult(reason, params(3), {}, lost)
   assert train(tmp_path / "run", outcome, out_of_memory) == status
   assert first(session.load_result(tmp_path / "run", CONFIG)) == 3.0
 
@@ -266,7 +259,7 @@ def test_a_result_that_cannot_be_saved_is_said_and_the_run_can_go_on(tmp_path, m
 
   monkeypatch.setattr(weights, "save", full)
   never = lambda _: pytest.fail("it is evaluated")  # noqa: E731
-  assert train(tmp_path / "run", RunResult("finished", params(3), {}, {0: 5}), never) == 1
+  assert train(tmp_path / "run", RunResult("finished", params(3), {}), never) == 1
   said = capsys.readouterr().out
   assert (
     "The run's end is not saved: [Errno 28] No space left on device" in said and "Fix: " in said
@@ -328,7 +321,7 @@ def test_the_results_close_fails_and_the_result_before_stays(tmp_path, monkeypat
       raise RuntimeError("the bucket hung up")
 
     patch.setattr(ocp.StandardCheckpointer, "close", fails)
-    assert train(workdir, RunResult("finished", params(3), {}, {0: 5}), out_of_memory) == 1
+    assert train(workdir, RunResult("finished", params(3), {}), out_of_memory) == 1
   assert first(session.load_result(workdir, CONFIG)) == 1.0
   assert "The run's end is not saved: " in capsys.readouterr().out
   assert [p.name for p in workdir.iterdir() if p.name.startswith(".")] == []

@@ -104,7 +104,7 @@ def test_a_run_does_not_end_badly_because_its_start_is_gone(first, tmp_path, cap
   params = session.load_result(first, config)
   workdir = tmp_path / "run"
   workdir.mkdir()
-  session.conclude(gone, workdir, session.RunResult("finished", params, {}, {}), lambda _: 1.0)
+  session.conclude(gone, workdir, session.RunResult("finished", params, {}), lambda _: 1.0)
   assert "loss_untrained" not in outcome(workdir) and outcome(workdir)["loss_merged"] == 1.0
   assert "left out: run.init_from = '/nowhere': does not exist" in capsys.readouterr().out
 

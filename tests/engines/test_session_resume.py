@@ -181,13 +181,13 @@ def test_what_a_run_goes_on_from_is_not_kept_beside_what_it_makes_of_it(
   corpus, workdir, monkeypatch
 ):
   """Values and momentum of a whole model stayed in memory until the run was over."""
-  found, restore_fragments = [], threads.restore.restore_fragments
+  found, restore_fragments = [], restore.restore_fragments
 
   def recorded(*arguments):
     found.append(restore_fragments(*arguments))
     return found[-1]
 
-  monkeypatch.setattr(threads.restore, "restore_fragments", recorded)
+  monkeypatch.setattr("ddiloco.engines.engine.restore_fragments", recorded)
   Ran(endless(), corpus, workdir, stop_after=lambda e: e.kind == "commit")
   (restored,) = found
   assert restored.snapshot and not restored.fragments

@@ -6,6 +6,7 @@ Every one of its actions is checked; in the end every role is up, has left or wa
 from __future__ import annotations
 
 import collections
+import math
 import random
 
 from ddiloco.config import Fault, RunConfig
@@ -49,7 +50,7 @@ class Play:
   """One state, what it was told, and what it said."""
 
   def __init__(self, *roles: str, run: RunConfig = RUN, **more):
-    self.state: Supervisor = supervisor.init(run, roles, **more)
+    self.state: Supervisor = Supervisor(run, supervisor.all_down(roles), **more)
 
   def __call__(self, event: supervisor.Event) -> list:
     self.state, actions = supervise(self.state, event)
@@ -100,7 +101,8 @@ class World:
       self.check(action, event)
     assert hopeless in ("", self.play.state.hopeless), "the first reason stays"
     assert self.up == {n for n, r in self.play.state.roles.items() if r.phase == UP}
-    assert self.held == {n for n, r in self.play.state.roles.items() if r.held}
+    up = {n: r for n, r in self.play.state.roles.items() if r.phase == UP}
+    assert self.held == {n for n, r in up.items() if r.held_until > -math.inf}
 
   def check(self, action: supervisor.Action, event: supervisor.Event) -> None:
     """Whether the action can be done to these roles; then it is."""

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,6 @@ import ddiloco
 from ddiloco.config import Fault, RunConfig
 from ddiloco.protocol.supervisor import (
   DOWN,
-  DUTY_SECONDS,
   GONE,
   LEFT,
   LONGEST_PAUSE_SECONDS,
@@ -18,7 +18,6 @@ from ddiloco.protocol.supervisor import (
   Dismiss,
   Exited,
   Hold,
-  Holds,
   Left,
   Lost,
   Requested,
@@ -31,7 +30,6 @@ from ddiloco.protocol.supervisor import (
   healthy_seconds,
   next_wake,
   pause_seconds,
-  pressing,
   strike,
 )
 from tests.protocol import supervised
@@ -204,13 +202,22 @@ def test_a_stalled_role_is_held_let_go_and_heard_when_it_should_end():
   stall = Fault("stall", LEARNER, at_step=5, seconds=2.0)
   play = Play(LEARNER, planned=[stall, dataclasses.replace(stall, at_step=6, seconds=1e6)])
   play(Tick(0.0))
-  assert not pressing(play.state, 0.0)
   assert play(Tick(10.0, global_step=5)) == [Strike(stall), Hold(LEARNER, True)]
-  assert pressing(play.state, 11.9) and play(Tick(11.9, global_step=5)) == []
+  assert next_wake(play.state) == 12.0 and play(Tick(11.9, global_step=5)) == []
   assert play(Tick(12.0, global_step=5)) == [Hold(LEARNER, False)]
   play(Tick(13.0, global_step=6))
   assert play(Dismiss("learner-")) == [Terminate(LEARNER)]
-  assert play(Tick(14.0, global_step=6)) == [] and not pressing(play.state, 14.0)
+  assert play(Tick(14.0, global_step=6)) == [] and next_wake(play.state) == math.inf
+
+
+def test_a_short_stall_inside_a_long_one_does_not_end_it():
+  long = Fault("stall", LEARNER, at_step=5, seconds=9.0)
+  play = Play(LEARNER, planned=[long, dataclasses.replace(long, at_step=6, seconds=1.0)])
+  play(Tick(0.0))
+  play(Tick(10.0, global_step=5))
+  play(Tick(11.0, global_step=6))
+  assert next_wake(play.state) == 19.0 and play(Tick(18.9, global_step=6)) == []
+  assert play(Tick(19.0, global_step=6)) == [Hold(LEARNER, False)]
 
 
 def test_a_new_life_is_not_held_for_what_the_last_one_suffered():
@@ -228,33 +235,6 @@ def test_strike_takes_the_first_fault_that_is_due_and_leaves_the_others():
   assert strike(plan, global_step=5, seconds=0.0) == (early, (late, by_time))
   assert strike(plan, global_step=5, seconds=3.0) == (by_time, (late, early))
   assert strike((), global_step=10**9, seconds=1e9) == (None, ())
-
-
-def test_a_stalled_process_stands_still_until_its_time_is_over():
-  holds = Holds()
-  assert not holds.held(10.0) and not holds.active(10.0)
-  holds = holds.add(Fault("stall", "syncer-0", at_step=1, seconds=2.0), now=10.0)
-  assert holds.held(10.0) and holds.held(11.9) and holds.active(11.9)
-  assert not holds.held(12.0) and not holds.active(12.0)
-
-
-@pytest.mark.parametrize("factor", [1.0, 2.0, 5.0])
-def test_a_slow_process_runs_for_one_part_of_factor(factor):
-  holds = Holds()
-  holds = holds.add(Fault("slow", "learner-0", at_step=1, seconds=60.0, factor=factor), now=3.0)
-  times = [3.0 + i * DUTY_SECONDS / 1000 for i in range(100_000)]
-  runs = sum(not holds.held(t) for t in times) / len(times)
-  assert runs == pytest.approx(1 / factor, abs=0.01)
-  assert not holds.held(3.0), "a turn begins with running"
-  assert holds.active(62.9) and not holds.held(63.0) and not holds.active(63.0)
-
-
-def test_a_stall_inside_a_slow_time_comes_first_and_the_slow_time_goes_on():
-  holds = Holds()
-  holds = holds.add(Fault("slow", "learner-0", at_step=1, seconds=60.0, factor=2.0), now=0.0)
-  holds = holds.add(Fault("stall", "learner-0", at_step=1, seconds=1.0), now=1.0)
-  assert all(holds.held(1.0 + i / 1000) for i in range(1000))
-  assert not holds.held(2.01) and holds.active(2.01)
 
 
 # --- joins, departures, the end -------------------------------------------------------------------
