@@ -46,7 +46,7 @@ from ddiloco.trace.interpreter import (
 )
 from ddiloco.trace.operations import INITIAL, Entry, Incarnation, Key, Trace, makes
 from ddiloco.training import data, devices
-from ddiloco.training.island import IslandMaker
+from ddiloco.training.island import Island
 from ddiloco.workdir import saved_config
 
 PATIENCE_SECONDS = 3600.0  # for the next role under way to end its turn
@@ -290,10 +290,11 @@ class ReplayIslands:
   """
 
   def __init__(self, config: Config, trace: Trace, visible: Sequence[Any]):
-    self._config, self._make_island = config, IslandMaker(initial.make_plan(config))
+    self._config, self._plan = config, initial.make_plan(config)
+    self._shared: dict = {}  # equal islands' programs
     self._corpus = data.open_data(config.data)
     counts = trace.devices()
-    groups = devices.shared_on_cpu(devices.partition(visible, list(counts.values())))
+    groups = devices.partition(visible, list(counts.values()))
     self._devices = dict(zip(counts, groups))
     self._made: dict[int, tuple[events.Started, Home]] = {}
 
@@ -316,7 +317,8 @@ class ReplayIslands:
 
   def _make(self, learner: int, started: events.Started) -> Home:
     config = live_config(self._config, learner, started)
-    island = self._make_island(config, learner, self._devices[learner][: started.devices])
+    group = self._devices[learner][: started.devices]
+    island = Island(config, learner, group, self._plan, self._shared)
     island.compile()
     return island, self.batches(learner, started)
 

@@ -21,12 +21,8 @@ from optax.contrib import MuonDimensionNumbers, muon
 from ddiloco import custom
 from ddiloco.checks import require
 from ddiloco.config import Config, InnerConfig
-from ddiloco.models.model import Axes, Batch, Execution, Model, Params
-from ddiloco.training.devices import (
-  host_memory,
-  make_execution,
-  param_sharding,
-)
+from ddiloco.models.model import Axes, Batch, Params
+from ddiloco.training.devices import host_memory, make_execution, param_sharding
 
 # --- AdamW, Muon, or an optax transform of the user's own
 # The learning rate follows the run's progress in tokens, not the island's own count of steps. So a
@@ -122,38 +118,6 @@ def hidden_matrix(axes: Axes) -> MuonDimensionNumbers | None:
     return None
   inward, outward = (embed, others) if embed < others else (others, embed)
   return MuonDimensionNumbers(inward, outward)
-
-
-def make_train_step(
-  model: Model, inner: InnerConfig, execution: Execution | None = None
-) -> Callable[..., tuple[dict[str, jax.Array], optax.OptState, dict[str, jax.Array]]]:
-  """One inner step: the function `train_step(params, opt_state, batch, rate)`.
-
-  `rate` is the learning rate, an f32 scalar. `train_step` returns (params, opt_state, metrics).
-  Metrics are f32 scalars: "loss" (of the model: nats per token, ...), "load_balance" (0 where the
-  model reports none), "grad_norm" (before clipping) and "learning_rate". B, the first axis of the
-  batch's arrays, must be a multiple of `inner.accumulation_steps`. The gradient is the mean over
-  the micro-batches, which for a dense model is the gradient of the full batch (a mixture's
-  load-balance loss is taken per micro-batch).
-  """
-  transform = optimizer(inner, model.logical_axes())
-
-  def value_and_grad(params: Params, batch: Batch):
-    def loss(params: Params):
-      return model.loss(params, batch, execution)
-
-    (_, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params)
-    return grads, metrics
-
-  def train_step(params: Params, opt_state: optax.OptState, batch: Batch, rate: jax.Array):
-    grads, metrics = accumulate(value_and_grad, params, batch, inner.accumulation_steps)
-    updates, opt_state = transform.update(grads, opt_state, params)
-    params = {name: value + rate * updates[name] for name, value in params.items()}
-    metrics = {"load_balance": jnp.zeros(()), **metrics}
-    metrics |= {"grad_norm": optax.tree.norm(grads), "learning_rate": rate}
-    return params, opt_state, metrics
-
-  return train_step
 
 
 def accumulate(value_and_grad: Callable, params: Params, batch: Batch, steps: int):
@@ -252,15 +216,13 @@ class StateLayout:
     Raises:
       ValueError: names, shapes or dtypes differ; the text says which.
     """
-    fix = "Fix: restore into the model and optimizer that were saved."
-    if odd := sorted(arrays.keys() ^ self.leaves.keys()):
-      raise ValueError(f"state: names that only one side has: {odd[:8]} ({len(odd)} in all). {fix}")
-    for name, leaf in self.leaves.items():
-      if not self.fits(name, array := arrays[name]):
-        raise ValueError(
-          f"state: {name} has shape {array.shape} and dtype {array.dtype}, this island's is"
-          f" {leaf.shape} and {leaf.dtype}. {fix}"
-        )
+    given, wanted = (
+      {n: f"{x.dtype} {x.shape}" for n, x in t.items()} for t in (arrays, self.leaves)
+    )
+    if odd := sorted({name for name, _ in given.items() ^ wanted.items()}):
+      each = (f"{n} is {given.get(n, 'missing')}, not {wanted.get(n, 'known')}" for n in odd[:8])
+      fix = "restore into the model and optimizer that were saved"
+      raise ValueError(f"state: {'; '.join(each)} ({len(odd)} in all). Fix: {fix}.")
 
   def fits(self, name: str, array: jax.Array | np.ndarray) -> bool:
     """Whether the state has an array of this name, shape and dtype."""
@@ -293,9 +255,9 @@ class IslandStep:
       ConfigError: the batch cannot be cut evenly over the mesh, or the mesh's platform does not run
         the configured path of attention.
     """
-    self._config, self.mesh = config, mesh
+    self.mesh, self._accumulation_steps = mesh, config.inner.accumulation_steps
     island = config.islands.island(learner)
-    island.require_even_batch(mesh.size, config.inner.accumulation_steps, learner)
+    island.require_even_batch(mesh.size, self._accumulation_steps, learner)
     self.replicated = NamedSharding(mesh, PartitionSpec())
     self.on_cpu = mesh.devices.flat[0].platform == "cpu"
     self.host_memory = host_memory(mesh.devices.flat[0])
@@ -318,13 +280,28 @@ class IslandStep:
   def lower(self) -> jax.stages.Lowered:
     """Lowers the step: (state, batch, learning rate) -> (state, metrics), in place.
 
-    Metrics are one array, in the order of `METRICS`.
+    Metrics are one array of f32, in the order of `METRICS`: "loss" (of the model: nats per token,
+    ...), "load_balance" (0 where the model reports none), "grad_norm" (before clipping) and
+    "learning_rate". The gradient is the mean over `inner.accumulation_steps` micro-batches, which
+    for a dense model is the gradient of the full batch (a mixture's load-balance loss is taken per
+    micro-batch).
     """
     layout, replicated = self.layout, self.replicated
-    train_step = make_train_step(self._model, self._config.inner, self.execution)
+
+    def value_and_grad(params: Params, batch: Batch):
+      def loss(params: Params):
+        return self._model.loss(params, batch, self.execution)
+
+      (_, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params)
+      return grads, metrics
 
     def step(state: dict[str, jax.Array], batch: Batch, rate: jax.Array):
-      params, opt_state, metrics = train_step(*layout.trees(state), batch, rate)
+      params, opt_state = layout.trees(state)
+      grads, metrics = accumulate(value_and_grad, params, batch, self._accumulation_steps)
+      updates, opt_state = self.transform.update(grads, opt_state, params)
+      params = {name: value + rate * updates[name] for name, value in params.items()}
+      metrics = {"load_balance": jnp.zeros(()), **metrics}
+      metrics |= {"grad_norm": optax.tree.norm(grads), "learning_rate": rate}
       # One small array instead of several: one copy to the host per step.
       small = jnp.stack([metrics[name] for name in METRICS])
       return layout.flat(params, opt_state), small
