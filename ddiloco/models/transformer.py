@@ -77,7 +77,7 @@ class Transformer(nnx.Module):
   def __call__(
     self,
     tokens_BxT: jax.Array,
-    execution: Execution | None = None,
+    execution: Execution = PLAIN,
     image_BxIxIxC: jax.Array | None = None,
   ) -> tuple[jax.Array, jax.Array]:
     """Logits of the next token at every position, and the raw auxiliary loss.
@@ -93,7 +93,6 @@ class Transformer(nnx.Module):
       logits (B, T, V) f32, and the load-balance loss averaged over layers (scalar f32, not yet
       multiplied by `model.load_balance_weight`; 0 for a dense model).
     """
-    execution = execution or PLAIN
     x_BxTxD, balance = self.states(tokens_BxT, execution, image_BxIxIxC)
     table_VxD = layers.used(self.embedding, execution, self.model.compute_dtype)
     logits_BxTxV = project(x_BxTxD, table_VxD)
@@ -316,7 +315,7 @@ class LanguageModel(NnxModel):
     self, params: Params, tokens_BxT: jax.Array, image_BxIxIxC: jax.Array | None = None
   ) -> jax.Array:
     """Logits of the next token at every position: (B, T, V) f32."""
-    return self.module(params)(tokens_BxT, None, image_BxIxIxC)[0]
+    return self.module(params)(tokens_BxT, PLAIN, image_BxIxIxC)[0]
 
   def flops_per_token(self, sequence_length: int) -> float:
     """Training FLOPs (forward and backward) of one token, counting matrix products only.

@@ -229,12 +229,11 @@ def fit(
     beside, host = beside + snapshot.added_bytes, snapshot.host_bytes
     copies.append(snapshot)
   state = sum(_local_bytes(leaf) for leaf in parts.layout.leaves.values())
-  step, needed = None, 0
   try:
     step = compiled("step", [parts.lower()], mesh.size)
     needed = step.hbm_bytes + beside
   except jax.errors.JaxRuntimeError as error:
-    needed = state + wanted_bytes(error) + beside
+    step, needed = None, state + wanted_bytes(error) + beside
   layers = [leaf for name, leaf in parts.leaves.items() if name.startswith("layers/")]
   layer = sum(math.prod(leaf.shape) for leaf in layers) // config.model.num_layers
   table = config.model.vocab_size * config.model.model_dim // island.loss_chunks
@@ -256,13 +255,11 @@ def fit(
     flops_per_token=custom.flops_per_token(config),
     tokens=config.tokens_per_step(learner),
   )
-  if found.fits:
-    return found
-  return dataclasses.replace(found, remedies=_remedies(found, island, config))
+  remedies = () if found.fits else _remedies(found, island, config)
+  return dataclasses.replace(found, remedies=remedies)
 
 
 def _local_bytes(leaf: jax.ShapeDtypeStruct) -> int:
-  assert leaf.sharding is not None
   return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
@@ -332,7 +329,9 @@ def find_collectives(text: str, num_devices: int) -> Iterator[Collective]:
     times[name] += factor
     for line in bodies[name]:
       if loop := _WHILE.search(line):
-        visit(loop["body"], factor * _trips(bodies[loop["condition"]]))
+        # A loop counts from 0: its condition compares with the bound.
+        bounds = re.findall(r"constant\((\d+)\)", " ".join(bodies[loop["condition"]]))
+        visit(loop["body"], factor * max(map(int, bounds), default=1))
         continue
       for called in re.findall(r"%([\w.\-]+)", " ".join(_CALL.findall(line))):
         if called in bodies:
@@ -351,12 +350,6 @@ def find_collectives(text: str, num_devices: int) -> Iterator[Collective]:
         size = _bytes(found["shape"], bool(found["start"]) and found["kind"] != "all-reduce")
         count = times[name] or 1
         yield Collective(found["kind"], count, count * size)
-
-
-def _trips(condition: Sequence[str]) -> int:
-  """How often a loop runs that counts from 0: the bound that its condition compares with."""
-  bounds = [int(n) for line in condition for n in re.findall(r"constant\((\d+)\)", line)]
-  return max(bounds, default=1)
 
 
 def _bytes(shape: str, started: bool) -> int:

@@ -127,14 +127,14 @@ class Corpus:
       require(known <= vocab_size, "model.vocab_size", vocab_size, rule, f"set {known} or more")
     size = batch_size or config.islands.island(learner).batch_size
     order = reading_order(len(self.train), config, learner, size)
-    files = self.data.path or self.data.source
 
     def read(position: int) -> np.ndarray:
       places = range(position * size, (position + 1) * size)
       tokens_BxT1 = self.train.read([*map(order, places)])
       # As the file has them: an id of 2**31 or more is negative in int32.
       tokens = tokens_BxT1.view(np.uint32)
-      check_token_ids(tokens, config.model.vocab_size, f"{files} (batch {position})")
+      where = f"{self.data.path or self.data.source} (batch {position})"
+      check_token_ids(tokens, vocab_size, where)
       return tokens_BxT1
 
     return by_position(read)
@@ -160,8 +160,7 @@ def open_data(data: DataConfig) -> Source:
   """
   if not data.custom:
     return open_corpus(data)
-  wanted = ("batches", "heldout_batches")
-  return custom.make(data, wanted, "ddiloco.training.data.Source")
+  return custom.make(data, ("batches", "heldout_batches"), "ddiloco.training.data.Source")
 
 
 def check_here(config: Config) -> Corpus | None:
@@ -180,10 +179,9 @@ def check_here(config: Config) -> Corpus | None:
   if config.data.custom or not is_here(config.data, _QUICK_BYTES):
     return None
   corpus = open_corpus(config.data)
-  islands = range(config.num_islands())
-  by_size = {config.islands.island(m).batch_size: m for m in islands}
+  by_size = {config.islands.island(m).batch_size: m for m in range(config.num_islands())}
   for m in by_size.values():  # the others are alike
-    corpus.batches(config, m)
+    Stream(corpus, config, m)
   return corpus
 
 
@@ -230,8 +228,7 @@ def open_corpus(data: DataConfig) -> Corpus:
 @functools.lru_cache(maxsize=256)
 def _shuffle_seed(seed: int, epoch: int) -> int:
   """32 bits from two numbers; unlike a sum, no two epochs of nearby seeds coincide."""
-  entropy = [seed % 2**64, 0, epoch]
-  return int(np.random.SeedSequence(entropy).generate_state(1, np.uint32)[0])
+  return int(np.random.SeedSequence([seed % 2**64, 0, epoch]).generate_state(1, np.uint32)[0])
 
 
 def _bisection(lap: int) -> float:
@@ -295,22 +292,16 @@ class Stream:
   of the two learners of a stream reaches the place where the other began. The first M learners have
   then read half the corpus, if no other learner joined.
 
-  Every batch is checked against model.vocab_size as it is read. Opening a stream also checks the
-  tokenizer or, for token files, both ends of each file, so that most mistakes show at once. Of a
-  custom source the model must take every batch, and the first one must be the same arrays when it
-  is read again.
+  The model must take every batch, of a corpus also every token. Opening a stream also checks the
+  tokenizer or, for token files, both ends of each file, so that most mistakes show at once; and the
+  first batch must be the same arrays when it is read again.
   """
 
   def __init__(self, source: Source, config: Config, learner: int):
-    data = config.data
-    if not data.custom:
-      self._batches = source.batches(config, learner)
-      self._open = lambda: self._batches
-      return
-    size = config.islands.island(learner).batch_size
-    inputs = custom.load_model(config.model).inputs(size, data.sequence_length)
-    own = custom.called(data, "batches()", lambda: source.batches(config, learner))
-    self._open = lambda: _own_batches(own, data, inputs)
+    data, batch_size = config.data, config.islands.island(learner).batch_size
+    inputs = custom.load_model(config.model).inputs(batch_size, data.sequence_length)
+    batches = custom.called(data, "batches()", lambda: source.batches(config, learner))
+    self._open = lambda: _checked(batches, data, inputs)
     self._batches = self._open()
     twice = (custom.called(data, "reading batch 0", lambda: self.batch(0)) for _ in range(2))
     equal = jax.tree.map(functools.partial(np.array_equal, equal_nan=True), *twice)
@@ -331,7 +322,7 @@ class Stream:
     return iterator
 
 
-# --- A user's own batches, endless and by position, as the streams of a corpus are
+# --- The batches of any source by position, each checked
 
 
 class _Reader:
@@ -341,28 +332,24 @@ class _Reader:
     self._dataset, self._iterator, self._next = dataset, iter(dataset), 0
 
   def __getitem__(self, position: int) -> Batch:
-    if position != self._next:
-      self._iterator = _iterator_at(self._dataset, position)
-    self._next = -1  # unknown, if the dataset raises now
+    at, self._next = self._next, -1  # unknown, if the dataset raises now
+    if position != at:
+      try:
+        grain_experimental.set_next_index(self._iterator, position)
+      except (NotImplementedError, ValueError):  # packing and filters cannot jump
+        self._iterator = iter(self._dataset)  # a part of the old one may have jumped
+        for _ in range(position):
+          next(self._iterator)
     batch = next(self._iterator)
     self._next = position + 1
     return batch
 
 
-def _iterator_at(dataset: grain.IterDataset[Batch], position: int) -> Any:
-  iterator = iter(dataset)
-  try:
-    grain_experimental.set_next_index(iterator, position)
-  except (NotImplementedError, ValueError):  # packing and filters cannot jump
-    iterator = iter(dataset)  # a part of the other one may have jumped
-    for _ in range(position):
-      next(iterator)
-  return iterator
-
-
-def _own_batches(batches: Any, data: DataConfig, inputs: Batch) -> grain.MapDataset[Batch]:
+def _checked(batches: Any, data: DataConfig, inputs: Batch) -> grain.MapDataset[Batch]:
+  """A source's batches, each of which the model must take."""
   if isinstance(batches, grain.IterDataset):
     batches = _Reader(batches)
+  takes = jax.tree.map(_kind, inputs)
 
   def read(position: int) -> Batch:
     try:
@@ -370,7 +357,7 @@ def _own_batches(batches: Any, data: DataConfig, inputs: Batch) -> grain.MapData
     except (IndexError, StopIteration) as error:
       rule = f"batches() ends before position {position} ({error!r})"
       raise refusal("data.custom", data.custom, rule, "make it endless") from error
-    has, takes = (jax.tree.map(lambda x: f"{x.dtype} {x.shape}", t) for t in (batch, inputs))
+    has = jax.tree.map(_kind, batch)
     rule = f"batch {position} has {has}, the model takes {takes}"
     fix = "give every batch the arrays of the model's inputs()"
     same = jax.tree.flatten(has) == jax.tree.flatten(takes)
@@ -378,3 +365,7 @@ def _own_batches(batches: Any, data: DataConfig, inputs: Batch) -> grain.MapData
     return batch
 
   return by_position(read)
+
+
+def _kind(leaf: Any) -> str:
+  return f"{leaf.dtype} {leaf.shape}"

@@ -89,10 +89,7 @@ def partition(devices: Sequence[Device], counts: Sequence[int]) -> list[list[Dev
       free = [[device for device in group if device not in given[m]] for group in free]
     else:
       given[m] = free.pop(0) if free else []
-    rule = (
-      f"{len(counts)} learners need more than the {len(devices)} devices that are available, in"
-      f" {len(slices)} slices (0 means a whole slice, or an even share)"
-    )
+    rule = f"{len(counts)} learners need more than {len(devices)} devices in {len(slices)} slices"
     fix = "lower it or islands.num_learners, or give the process more devices"
     require(len(given[m]) >= max(1, count), "islands.devices", list(counts), rule, fix)
   alone = [group[0] for _, group in sorted(given.items()) if len(group) == 1]
@@ -128,11 +125,9 @@ def host_memory(device: Device) -> str | None:
 
 def lost_devices(error: BaseException | None) -> bool:
   """Whether an error comes from the runtime, such as of a failed slice, not from the program."""
-  while error is not None:
-    if isinstance(error, jax.errors.JaxRuntimeError):
-      return True
-    error = error.__cause__
-  return False
+  return error is not None and (
+    isinstance(error, jax.errors.JaxRuntimeError) or lost_devices(error.__cause__)
+  )
 
 
 def answering(devices: Sequence[Device]) -> list[Device] | None:
@@ -152,10 +147,7 @@ def answering(devices: Sequence[Device]) -> list[Device] | None:
 
 def require_processes(hosts: int) -> None:
   """Refuses to go on (ConfigError) if JAX joins more or fewer processes than an island's hosts."""
-  rule = (
-    f"JAX has joined {jax.process_count()} processes here: the island could not read its parameters"
-    " on the devices of others, and would push garbage"
-  )
+  rule = f"JAX has joined {jax.process_count()} processes, whose devices this one could not read"
   fix = (
     "set islands.hosts to the island's processes and let --engine=processes, or `ddiloco learner"
     " --hosts=... --host=...`, join them; do not call jax.distributed.initialize"
@@ -229,12 +221,6 @@ def make_execution(mesh: Mesh, island: IslandConfig, compute_dtype: str) -> Exec
 
 # --- Compiled programs outlive the process: a restarted role finds them in a folder
 
-# Quickly compiled programs are kept too: a role has a hundred small programs.
-_KEEP_ALL = {
-  "jax_persistent_cache_min_compile_time_secs": 0.0,
-  "jax_persistent_cache_min_entry_size_bytes": -1,
-}
-
 
 @contextlib.contextmanager
 def kept_in(folder: str | os.PathLike[str]) -> Iterator[None]:
@@ -243,8 +229,12 @@ def kept_in(folder: str | os.PathLike[str]) -> Iterator[None]:
   Several processes may share the folder. A program whose entry a kill has torn is compiled again. A
   user's own folder (JAX_COMPILATION_CACHE_DIR), which many runs may share, takes precedence.
   """
-  chosen = jax.config.jax_compilation_cache_dir or os.fspath(folder)
-  settings = {"jax_compilation_cache_dir": chosen, **_KEEP_ALL}
+  settings = {
+    "jax_compilation_cache_dir": jax.config.jax_compilation_cache_dir or os.fspath(folder),
+    # Quickly compiled programs are kept too: a role has a hundred small programs.
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+  }
   before = {name: getattr(jax.config, name) for name in settings}
   _use(settings)
   try:

@@ -115,7 +115,7 @@ def generate(
   seed: int = 0,
   context_length: int = 128,
 ) -> str:
-  """Continues `prompt` by `num_tokens` tokens; returns the continuation only.
+  """Continues `prompt` by `num_tokens` tokens of a model that makes text; without the prompt.
 
   The model always looks at the last `context_length` tokens (give the T it was trained with). Of a
   longer prompt the tail is used; an empty prompt is replaced by the tokenizer's end token.
@@ -124,11 +124,9 @@ def generate(
   (model, num_tokens, context_length), whatever the prompt, temperature and seed.
 
   Raises:
-    ConfigError: the model makes no text, num_tokens or temperature is negative, the seed takes more
-      than 32 bits, the context is empty, or the prompt is no text or has tokens outside the model's
-      vocabulary.
+    ConfigError: num_tokens or temperature is negative, the seed takes more than 32 bits, the
+      context is empty, or the prompt is no text or has tokens outside the model's vocabulary.
   """
-  refuse_without_text(model)
   not_negative, fix = "must not be negative", "use 0 or more"
   require(num_tokens >= 0, "num_tokens", num_tokens, not_negative, fix)
   require(temperature >= 0, "temperature", temperature, not_negative, fix)
@@ -136,12 +134,8 @@ def generate(
   require(0 <= seed < 1 << 32, "seed", seed, "must lie between 0 and 2**32 - 1", "use 0")
   known = prompt.encode("utf-8", "replace").decode("utf-8")
   require(prompt == known, "prompt", prompt, "has bytes that are no UTF-8", f"use {known!r}")
-  if not num_tokens:
-    return ""
-  ids = tokenizer.encode(prompt).astype(np.int32)
-  if not len(ids):
-    ids = np.array([tokenizer.end_token], np.int32)
-  ids = ids[-context_length:]
+  whole = [*tokenizer.encode(prompt)] or [tokenizer.end_token]
+  ids = np.array(whole[-context_length:], np.int32)
   check_token_ids(ids, model.vocab_size, "the prompt")
   buffer = np.zeros(context_length + num_tokens, np.int32)
   buffer[: len(ids)] = ids

@@ -59,14 +59,15 @@ class HostOrder(msgspec.Struct, frozen=True):
 
 
 class Take(msgspec.Struct, frozen=True, tag=True):
-  """Send me your parts of a value; with a name, of one array of a captured state, and drop it."""
+  """Say which parts of a value you send, and send them; with a name, those of one array of a
+  captured state, and drop it."""
 
   value: int
   name: str = ""
 
 
 class Put(msgspec.Struct, frozen=True, tag=True):
-  """Your parts of a value follow; say when they are on your devices.
+  """Say which parts of a value you hold; they follow. Say when they are on your devices.
 
   The value is a fragment's pieces, of the parameters or of the moments, or with a name one array of
   the state.
@@ -79,7 +80,6 @@ class Put(msgspec.Struct, frozen=True, tag=True):
 
 
 _ORDER, _MOVE = msgspec.msgpack.Decoder(HostOrder), msgspec.msgpack.Decoder(Take | Put)
-DONE = b"done"
 
 
 # --- The parts of an array over all hosts' devices: before they move, the other host says which
@@ -239,7 +239,7 @@ class LeadingIsland:
   def apply(self, fragment: int, staged: SharedValue, keep: float, moments: bool = False) -> None:
     self._call("apply", fragment, staged, keep, moments)
 
-  def count(self) -> jax.Array | np.int32:
+  def count(self) -> jax.Array:
     return self._call("count")
 
   def set_count(self, count: int) -> None:
@@ -254,10 +254,8 @@ class LeadingIsland:
   def _shared(self, call: Any, *arguments: Any) -> SharedValue:
     """What this call of `Island` returns, on all hosts."""
     number = next(self._numbers)
-    return self._value(number, self._call(call, *arguments, result=number))
-
-  def _value(self, number: int, arrays: Any) -> SharedValue:
-    return SharedValue(number, arrays, self._dropped.append)
+    mine = self._call(call, *arguments, result=number)
+    return SharedValue(number, mine, self._dropped.append)
 
   def _order(self, call: Any, *arguments: Any, result: int | None = None) -> None:
     self._drop()
@@ -334,7 +332,7 @@ class LeadingIsland:
       jax.block_until_ready(mine)
       for link in links:
         link.receive()  # it has them
-    return self._value(put.value, mine[0] if put.name else mine)
+    return SharedValue(put.value, mine[0] if put.name else mine, self._dropped.append)
 
 
 # --- The hosts that follow
@@ -379,12 +377,7 @@ def follow(
     OSError: the leader is gone.
   """
   shelf, over = _Shelf(), threading.Event()
-
-  def broken(error: Exception) -> None:
-    if not over.is_set():
-      failed(error)
-
-  moved = island, links.values, shelf, progress, broken
+  moved = island, links.values, shelf, progress, lambda error: over.is_set() or failed(error)
   threading.Thread(target=_move_values, args=moved, name="values", daemon=True).start()
   batches: Any = None
   while not over.is_set():
@@ -423,7 +416,7 @@ def _words(order: HostOrder) -> str:
 
 
 def _move_values(
-  island: Island, link: Any, shelf: _Shelf, progress: Any, failed: Callable[[Exception], None]
+  island: Island, link: Any, shelf: _Shelf, progress: Any, failed: Callable[[Exception], Any]
 ) -> None:
   """Answers the leader's `Take` and `Put`, until it cannot any more."""
   try:
@@ -446,6 +439,6 @@ def _move_values(
           ]
           jax.block_until_ready(arrays)
           shelf.put(put.value, arrays[0] if put.name else arrays)
-          link.send(DONE)
+          link.send(b"done")
   except Exception as error:  # the leader is gone, or a device has no memory
     failed(error)

@@ -56,7 +56,6 @@ class PieceKind:
   @classmethod
   def of(cls, piece: Piece, leaf: jax.ShapeDtypeStruct) -> PieceKind:
     """The kind of a piece of this leaf; `leaf` has a sharding."""
-    assert isinstance(leaf.sharding, NamedSharding)
     layered, start = piece.layer is not None, piece.start
     spec, shape = list(leaf.sharding.spec)[layered:], leaf.shape[layered:]
     if piece.shape[:1] != shape[:1]:
@@ -166,7 +165,8 @@ class IslandPrograms:
       return {name: jnp.copy(count).astype(layout.leaves[name].dtype) for name in layout.counts}
 
     def latest(counts: dict[str, jax.Array]) -> jax.Array:
-      return jnp.max(jnp.stack([each.astype(jnp.int32) for each in counts.values()]))
+      each = (count.astype(jnp.int32) for count in counts.values())
+      return jnp.max(jnp.stack([jnp.int32(0), *each]))
 
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=parts.replicated)
     self.fresh = jax.jit(fresh, out_shardings=layout.shardings).lower().compile()
@@ -174,8 +174,8 @@ class IslandPrograms:
     if parts.host_memory is not None:
       self.capture = parts.lower_copy(parts.host_memory).compile()
     self.counts = jax.jit(counts, out_shardings=parts.replicated).lower(count).compile()
-    if kept := {name: layout.leaves[name] for name in layout.counts}:
-      self.latest = jax.jit(latest, out_shardings=parts.replicated).lower(kept).compile()
+    kept = {name: layout.leaves[name] for name in layout.counts}
+    self.latest = jax.jit(latest, out_shardings=parts.replicated).lower(kept).compile()
 
   def _compile_pieces(self) -> None:
     self.moves = []
@@ -203,6 +203,8 @@ class Island:
     mesh: the devices.
     programs: may be shared with equal islands.
     layout: the names of the state's arrays, and where each lies on this mesh.
+    num_moments: f32 values that the inner optimizer keeps for every parameter: Adam's mu and nu are
+      2.
   """
 
   def __init__(
@@ -238,6 +240,7 @@ class Island:
     # which the collectives of several islands could wait for each other.
     self._pipelined = not self._parts.on_cpu
     self.layout = self._parts.layout
+    self.num_moments = len(self.layout.moments)
     # Configs may differ in `inner`'s schedule, which only a user's own optimizer may read.
     kind = repr((self._island, config.inner if config.inner.custom else None)), *devices
     programs = {} if shared is None else shared
@@ -406,19 +409,12 @@ class Island:
         if waits:
           jax.block_until_ready(state[name])
 
-  @property
-  def num_moments(self) -> int:
-    """How many f32 values the inner optimizer keeps for every parameter: Adam's mu and nu are 2."""
-    return len(self.layout.moments)
-
-  def count(self) -> jax.Array | np.int32:
+  def count(self) -> jax.Array:
     """How many updates the optimizer has seen; does not wait: call `int()` in the background.
 
     The greatest where several are counted: some begin again, such as those of micro-steps. 0 for
     an optimizer that does not count.
     """
-    if not self.layout.counts:
-      return np.int32(0)
     count = self.programs.latest({name: self._state[name] for name in self.layout.counts})
     count.copy_to_host_async()
     return count

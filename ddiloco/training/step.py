@@ -83,10 +83,7 @@ def optimizer(inner: InnerConfig, axes: Mapping[str, Axes]) -> optax.GradientTra
 def _muon(inner: InnerConfig, axes: Mapping[str, Axes]) -> optax.GradientTransformation:
   """Orthogonalized momentum, with steps as long as Adam's, so that the same learning rates fit."""
   matrices = {name: hidden_matrix(each) for name, each in axes.items()}
-  rule = (
-    "is for hidden matrices, and the model's logical_axes() name none: no parameter of stacked"
-    " layers has 'embed' and another axis of its matrix"
-  )
+  rule = "is for hidden matrices (`hidden_matrix`), and the model's logical_axes() name none"
   fix = "name the axes (ddiloco.Model), or use 'adamw'"
   require(any(matrices.values()), "inner.optimizer", inner.optimizer, rule, fix)
   return muon(
@@ -140,11 +137,6 @@ def accumulate(value_and_grad: Callable, params: Params, batch: Batch, steps: in
   return jax.tree.map(lambda x: x / steps, total)
 
 
-def placed(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-  """The leaf's shape and dtype, with this sharding."""
-  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
 # --- The names of an island's state: everything it must remember, as one flat dict of arrays
 # "params/<name>" are the parameters, "inner/<path>" the leaves of the inner optimizer's state.
 # Adam's are "inner/1/mu/<name>", "inner/1/nu/<name>" and "inner/1/count"; an optimizer may have any
@@ -158,6 +150,7 @@ class StateLayout:
 
   Attributes:
     leaves: name -> shape, dtype and sharding, in a fixed order.
+    shardings: name -> the sharding alone.
     moments: prefixes of the optimizer's subtrees that are shaped like the parameters, in order:
       prefix + parameter name is a name of the state.
     counts: names of the optimizer's integer scalars: how many updates it has seen.
@@ -178,27 +171,17 @@ class StateLayout:
       name = jax.tree_util.keystr(path, simple=True, separator="/")
       like = params.get(getattr(path[-1], "key", ""), leaf)
       alike = like.sharding is not None and like.shape == leaf.shape
-      self.leaves[name] = placed(leaf, like.sharding if alike else replicated)
+      sharding = like.sharding if alike else replicated
+      self.leaves[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     if len(self.leaves) != len(found):
       raise ValueError(f"two leaves of the optimizer's state have one name: {sorted(self.leaves)}")
-    inner = {name: leaf for name, leaf in self.leaves.items() if name.startswith("inner/")}
-    first = "/" + next(iter(params))
-    prefixes = [name.removesuffix(first) + "/" for name in inner if name.endswith(first)]
-    self.moments = tuple(
-      prefix
-      for prefix in prefixes
-      if all(self.leaves.get(prefix + name) == leaf for name, leaf in params.items())
-    )
-    self.counts = tuple(
-      name
-      for name, leaf in inner.items()
-      if not leaf.shape and jnp.issubdtype(leaf.dtype, jnp.integer)
-    )
-
-  @property
-  def shardings(self) -> dict[str, NamedSharding]:
-    """The layout of each array."""
-    return {name: leaf.sharding for name, leaf in self.leaves.items()}
+    leaves, first = self.leaves.items(), "/" + next(iter(params))
+    self.shardings = {name: leaf.sharding for name, leaf in leaves}
+    prefixes = [name.removesuffix(first) + "/" for name in self.leaves if name.endswith(first)]
+    whole = {p for p in prefixes if all(self.leaves.get(p + n) == x for n, x in params.items())}
+    self.moments = tuple(prefix for prefix in prefixes if prefix in whole - {PARAMS})
+    integers = {name for name, leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.integer)}
+    self.counts = tuple(name for name, leaf in leaves if name in integers and not leaf.shape)
 
   def flat(self, params: Any, opt_state: Any) -> dict[str, jax.Array]:
     """The two trees as one flat dict."""
@@ -275,7 +258,8 @@ class IslandStep:
     )
 
   def _placed(self, leaf: jax.ShapeDtypeStruct, axes: Axes) -> jax.ShapeDtypeStruct:
-    return placed(leaf, param_sharding(axes, leaf.shape, self.mesh))
+    sharding = param_sharding(axes, leaf.shape, self.mesh)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
   def lower(self) -> jax.stages.Lowered:
     """Lowers the step: (state, batch, learning rate) -> (state, metrics), in place.
@@ -289,10 +273,8 @@ class IslandStep:
     layout, replicated = self.layout, self.replicated
 
     def value_and_grad(params: Params, batch: Batch):
-      def loss(params: Params):
-        return self._model.loss(params, batch, self.execution)
-
-      (_, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params)
+      loss = jax.value_and_grad(self._model.loss, has_aux=True)
+      (_, metrics), grads = loss(params, batch, self.execution)
       return grads, metrics
 
     def step(state: dict[str, jax.Array], batch: Batch, rate: jax.Array):

@@ -8,14 +8,13 @@ loaded.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import glob
 import importlib.util
 import os
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -77,16 +76,11 @@ def load_tokenizer(setting: str) -> Tokenizer:
     return BYTES
   package, load = _PACKAGES[kind]
   try:
-    module = importlib.import_module(package)
-  except ImportError as error:
-    rule = f"needs the optional package {package!r} ({error})"
-    fix = "pip install 'ddiloco[tokenizers]', or use 'bytes'"
-    raise refusal("data.tokenizer", setting, rule, fix) from error
-  try:
-    return load(module, file)
+    return load(importlib.import_module(package), file)
   except Exception as error:  # `tokenizers` raises plain Exception and nothing finer
-    rule = f"the file is no tokenizer of this kind ({type(error).__name__}: {str(error).strip()})"
-    raise refusal("data.tokenizer", setting, rule, "check the file, or copy it again") from error
+    rule = f"cannot be loaded ({type(error).__name__}: {str(error).strip()})"
+    fix = f"check the file; package {package!r} reads it: pip install 'ddiloco[tokenizers]'"
+    raise refusal("data.tokenizer", setting, rule, fix) from error
 
 
 def _sentencepiece(package: Any, file: str) -> Tokenizer:
@@ -125,8 +119,6 @@ _PACKAGES = {
 
 # --- sources --------------------------------------------------------------------------------------
 
-Document = tuple[str, bytes]  # where it is from (for errors), its content
-
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _GENERATED = ("_sysconfigdata", "config-")  # files and folders made for one machine
 _SYNTHETIC_SEED = 20_260_421  # fixed: the corpus is the same for every run and learner
@@ -142,14 +134,16 @@ def read_parts(data: DataConfig, tokenizer: Tokenizer) -> tuple[np.ndarray, ...]
     ConfigError: no file matches the glob, or a file is unreadable, empty, not UTF-8 (unless
       tokens are bytes) or not a whole number of tokens long.
   """
-  if data.source == "tokens":
-    return tuple(_map_file(file, data.token_dtype) for file in _matches(data.path))
-  if data.source == "text":
-    documents: Iterable[Document] = ((file, _read(file)) for file in _matches(data.path))
-  elif data.source == "stdlib":
-    documents = stdlib_documents()
-  else:
-    documents = synthetic_documents()
+  try:
+    if data.source == "tokens":
+      return tuple(_map_file(file, data.token_dtype) for file in _matches(data.path))
+    if data.source == "text":
+      documents = [(file, Path(file).read_bytes()) for file in _matches(data.path)]
+    else:
+      documents = stdlib_documents() if data.source == "stdlib" else synthetic_documents()
+  except OSError as error:
+    rule, fix = f"cannot be read ({error.strerror or error})", "check the permissions of the file"
+    raise refusal("data.path", error.filename, rule, fix) from error
   end = np.array([tokenizer.end_token], token_dtype(tokenizer.vocab_size))
   pieces = []
   for name, content in documents:
@@ -162,13 +156,11 @@ def read_parts(data: DataConfig, tokenizer: Tokenizer) -> tuple[np.ndarray, ...]
 
 def is_here(data: DataConfig, most_bytes: int) -> bool:
   """Whether all that tokenizing takes is on this machine, and is at most so many bytes of text."""
-  kind, _, tokenizer_file = data.tokenizer.partition(":")
-  if tokenizer_file and not (
-    Path(tokenizer_file).is_file() and importlib.util.find_spec(_PACKAGES[kind][0])
-  ):
+  kind, _, file = data.tokenizer.partition(":")
+  if file and not (Path(file).is_file() and importlib.util.find_spec(_PACKAGES[kind][0])):
     return False
   if data.source == "stdlib":
-    return not tokenizer_file  # bytes are tokens as they are
+    return not file  # bytes are tokens as they are
   files = [*filter(os.path.isfile, glob.glob(os.path.expanduser(data.path), recursive=True))]
   if data.path and not files:
     return False
@@ -194,36 +186,20 @@ def _matches(pattern: str) -> list[str]:
   return files
 
 
-@contextlib.contextmanager
-def _reading(file: str) -> Iterator[None]:
-  try:
-    yield
-  except OSError as error:
-    rule = f"this file cannot be read ({error.strerror or error})"
-    raise refusal("data.path", file, rule, "check its permissions or narrow the glob") from error
-
-
-def _read(file: str) -> bytes:
-  with _reading(file):
-    return Path(file).read_bytes()
-
-
 def _map_file(file: str, dtype_name: str) -> np.ndarray:
   """A .bin file of little-endian ids as a read-only memory-mapped array."""
-  dtype = np.dtype(dtype_name).newbyteorder("<")
-  with _reading(file):
-    num_bytes = os.stat(file).st_size
-    whole = num_bytes > 0 and num_bytes % dtype.itemsize == 0
-    rule = f"has {num_bytes} bytes, which are no whole number of {dtype_name} ids, or none"
-    fix = "check data.token_dtype; if the file was cut off, copy it again, or remove it"
-    require(whole, "data.path", file, rule, fix)
-    # A plain view of the map: slicing the memmap subclass itself costs much more per window.
-    return np.memmap(file, dtype, mode="r").view(np.ndarray)
+  dtype, num_bytes = np.dtype(dtype_name).newbyteorder("<"), os.stat(file).st_size
+  whole = num_bytes > 0 and num_bytes % dtype.itemsize == 0
+  rule = f"has {num_bytes} bytes, which are no whole number of {dtype_name} ids, or none"
+  fix = "check data.token_dtype; if the file was cut off, copy it again, or remove it"
+  require(whole, "data.path", file, rule, fix)
+  # A plain view of the map: slicing the memmap subclass itself costs much more per window.
+  return np.memmap(file, dtype, mode="r").view(np.ndarray)
 
 
 @functools.lru_cache(maxsize=1)
-def stdlib_documents() -> tuple[Document, ...]:
-  """Every .py file of the running Python's own library, in order of path; about 12 MB.
+def stdlib_documents() -> tuple[tuple[str, bytes], ...]:
+  """(name, content) of every .py file of the running Python's library, by path; about 12 MB.
 
   The result is the same on all machines with one Python version: tests, installed packages, files
   generated for one machine (_sysconfigdata, config-*) and files this user may not read are left
@@ -236,11 +212,11 @@ def stdlib_documents() -> tuple[Document, ...]:
       file = f"{folder}/{name}"
       if name.endswith(".py") and not name.startswith(_GENERATED) and os.access(file, os.R_OK):
         names.append(file[len(root) + 1 :].replace(os.sep, "/"))
-  return tuple((name, _read(f"{root}/{name}")) for name in sorted(names))
+  return tuple((name, Path(root, name).read_bytes()) for name in sorted(names))
 
 
 @functools.lru_cache(maxsize=1)
-def synthetic_documents() -> tuple[Document, ...]:
+def synthetic_documents() -> tuple[tuple[str, bytes], ...]:
   """Order-2 Markov text over 32 symbols: given two symbols, the next costs about 0.8 nats.
 
   Each pair of symbols has four successors (70, 20, 7 and 3 %), drawn once with a fixed seed.

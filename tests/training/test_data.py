@@ -349,19 +349,20 @@ def test_a_token_too_large_for_int32_in_a_batch(tmp_path, monkeypatch):
   tokens = np.zeros(5_000, np.uint32)
   tokens[5:-5] = 2**32 - 7
   tokens.tofile(tmp_path / "a.bin")
-  (stream,) = open_streams(make_config(tmp_path, token_dtype="uint32"), 0)
-  assert "a 4294967289 in" in error_of(stream.batch, 0)
+  text = error_of(open_streams, make_config(tmp_path, token_dtype="uint32"), 0)
+  assert "a 4294967289 in" in text and "(batch 0)" in text
 
 
 def test_token_beyond_the_vocabulary_in_a_batch(tmp_path, monkeypatch):
   monkeypatch.setattr(data_lib, "_CHECKED_TOKENS", 5)
-  tokens = np.zeros(5_000, np.uint16)
-  tokens[5:-5] = 300
+  config, tokens = make_config(tmp_path, vocab_size=50_000), np.arange(5_000, dtype=np.uint16)
+  (stream,) = open_streams(config, 0)
+  tokens[stream.batch(3)[0, 4]] = 60_000
   tokens.tofile(tmp_path / "a.bin")
-  (stream,) = open_streams(make_config(tmp_path, vocab_size=256), 0)
-  assert "a 300 in" in error_of(stream.batch, 0)
-  with contextlib.closing(stream.iterate()) as iterator:  # also out of the background thread
-    assert "batch 0" in error_of(next, iterator)
+  (stream,) = open_streams(config, 0)
+  assert "a 60000 in" in error_of(stream.batch, 3)
+  with contextlib.closing(stream.iterate(3)) as iterator:  # also out of the background thread
+    assert "batch 3" in error_of(next, iterator)
 
 
 def test_tokenizer_larger_than_the_model(tmp_path):

@@ -122,7 +122,7 @@ def test_missing_package_missing_file_and_corrupt_file(kind, package, tmp_path, 
     with pytest.raises(ConfigError) as caught:
       tokens.load_tokenizer(f"{kind}:{file}")
     text = str(caught.value)
-    assert f"data.tokenizer = '{kind}:{file}': the file is no tokenizer" in text
+    assert f"data.tokenizer = '{kind}:{file}': cannot be loaded" in text
     assert ("No such file" in text) == (file != corrupt) and "Fix:" in text
   monkeypatch.setitem(sys.modules, package, None)
   with pytest.raises(ConfigError, match=r"pip install 'ddiloco\[tokenizers\]'"):
