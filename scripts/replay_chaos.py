@@ -39,7 +39,7 @@ from ddiloco.roles import initial
 from ddiloco.trace.replay import replay_run
 from ddiloco.trace.text import open_trace
 from ddiloco.training import data, devices
-from ddiloco.training.island import IslandMaker
+from ddiloco.training.island import Island
 
 FACTOR = 6.0  # of slow steps
 STEPS = 150  # of every learner if all live
@@ -116,9 +116,9 @@ class Bench:
     config = config_of(0)
     self.corpus = data.open_corpus(config.data)
     counts = [config.islands.island(m).devices for m in range(config.islands.num_learners)]
-    groups = devices.shared_on_cpu(devices.partition(jax.devices(), counts))
-    make = IslandMaker(initial.make_plan(config))
-    self._islands = {m: make(config, m, group) for m, group in enumerate(groups)}
+    groups = devices.partition(jax.devices(), counts)
+    plan, shared = initial.make_plan(config), dict[Any, Any]()
+    self._islands = {m: Island(config, m, group, plan, shared) for m, group in enumerate(groups)}
 
   def run(self, config: Config, workdir: Path, stop_at: int | None = None) -> None:
     """Makes one run as `ddiloco train` does; `stop_at`: stops it at that step and resumes it."""

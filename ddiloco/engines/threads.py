@@ -39,7 +39,7 @@ from ddiloco.roles.learner import Learner
 from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Runtime
 from ddiloco.training import data, devices
-from ddiloco.training.island import Island, IslandMaker
+from ddiloco.training.island import Island
 from ddiloco.workdir import run_name, start_time
 
 DEVICES_SECONDS = 1.0  # between two looks whether a lost slice is back
@@ -75,9 +75,11 @@ class ThreadsEngine(Engine):
     visible = jax.devices()
     mine = visible[: max(0, len(visible) - config.run.evaluator_devices)]
     counts = [config.islands.island(m).devices for m in range(config.num_islands())]
-    groups = devices.partition(mine, counts)
-    groups, make = devices.shared_on_cpu(groups), IslandMaker(self.plan)
-    self.islands = islands or {m: make(config, m, group) for m, group in enumerate(groups)}
+    shared: dict = {}  # equal islands' programs
+    self.islands = islands or {
+      m: Island(config, m, group, self.plan, shared)
+      for m, group in enumerate(devices.partition(mine, counts))
+    }
     self._lost_slices: set[int] = set()  # islands whose devices have failed
     self._life_steps: dict[int, int] = {}  # learner -> steps of its newest life
     self._restored: restore.Restored | None = None

@@ -9,20 +9,21 @@ M = E * C slots. Of an image: I pixels a side, C channels, P patches, N values i
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.pallas.ops.tpu.splash_attention import (
-  splash_attention_kernel,
-  splash_attention_mask,
-)
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import PartitionSpec
 
 from ddiloco.config import ModelConfig
 from ddiloco.models.model import ATTENTION_OUTPUT, Axes, Execution
+
+Keys = Callable[[], jax.Array]  # a new key a call
 
 # Standard deviation of a unit normal that is cut off at two standard deviations.
 _TRUNCATED_STDDEV = 0.87962566103423978
@@ -48,20 +49,14 @@ def used(weight: nnx.Param, execution: Execution, dtype: str | jnp.dtype) -> jax
   return execution.gathered(value, weight.get_metadata("out_sharding")[-value.ndim :])
 
 
-class KeyStream:
-  """One new key a call: the same keys that calls of `nnx.Rngs(key)` give.
+def key_stream(key: jax.Array) -> Keys:
+  """A new key a call: the same keys that calls of `nnx.Rngs(key)` give.
 
   The count is a Python integer. Under a trace each call of `nnx.Rngs` prints the program so far
   (flax 0.12), which took up to half of the time of tracing a model.
   """
-
-  def __init__(self, key: jax.Array):
-    self._key, self._count = key, 0
-
-  def __call__(self) -> jax.Array:
-    count = jnp.uint32(self._count)
-    self._count += 1
-    return jax.random.fold_in(self._key, count)
+  counts = itertools.count()
+  return lambda: jax.random.fold_in(key, jnp.uint32(next(counts)))
 
 
 def drawn(key: jax.Array, shape: tuple[int, ...], stddev: float, axes: Axes) -> nnx.Param:
@@ -89,10 +84,20 @@ class RMSNorm(nnx.Module):
     return (wide * jax.lax.rsqrt(mean_square + self.epsilon) * scale).astype(x.dtype)
 
 
+def gated(
+  mlp: nnx.Module, x: jax.Array, execution: Execution, axes: Axes, inward: str, outward: str
+) -> jax.Array:
+  """(silu(x gate) * (x up)) down; `axes` and the two products say what else the arrays have."""
+  gate = jnp.einsum(inward, x, used(mlp.gate, execution, x.dtype))
+  up = jnp.einsum(inward, x, used(mlp.up, execution, x.dtype))
+  hidden = execution(jax.nn.silu(gate) * up, axes)
+  return jnp.einsum(outward, hidden, used(mlp.down, execution, x.dtype))
+
+
 class GatedMlp(nnx.Module):
   """(silu(x gate) * (x up)) down, SwiGLU (arXiv 2002.05202)."""
 
-  def __init__(self, model: ModelConfig, keys: KeyStream):
+  def __init__(self, model: ModelConfig, keys: Keys):
     d, f = model.model_dim, model.mlp_dim
     inward = 1 / math.sqrt(d)
     self.gate = drawn(keys(), (d, f), inward, ("embed", "mlp"))
@@ -100,11 +105,8 @@ class GatedMlp(nnx.Module):
     self.down = drawn(keys(), (f, d), residual_stddev(f, model.num_layers), ("mlp", "embed"))
 
   def __call__(self, x_BxTxD: jax.Array, execution: Execution) -> jax.Array:
-    dtype = x_BxTxD.dtype
-    gate_BxTxF = jnp.einsum("BTD,DF->BTF", x_BxTxD, used(self.gate, execution, dtype))
-    up_BxTxF = jnp.einsum("BTD,DF->BTF", x_BxTxD, used(self.up, execution, dtype))
-    hidden_BxTxF = execution(jax.nn.silu(gate_BxTxF) * up_BxTxF, ("batch", "time", "mlp"))
-    return jnp.einsum("BTF,FD->BTD", hidden_BxTxF, used(self.down, execution, dtype))
+    axes = ("batch", "time", "mlp")
+    return gated(self, x_BxTxD, execution, axes, "BTD,DF->BTF", "BTF,FD->BTD")
 
 
 # --- Causal attention, by three paths that compute the same: the reference, a TPU and a GPU kernel
@@ -128,7 +130,7 @@ def apply_rope(x_BxHxTxQ: jax.Array, sin_TxQ: jax.Array, cos_TxQ: jax.Array) -> 
 class Attention(nnx.Module):
   """Causal attention; G = H/K query heads share one key and value head (arXiv 2305.13245)."""
 
-  def __init__(self, model: ModelConfig, keys: KeyStream):
+  def __init__(self, model: ModelConfig, keys: Keys):
     d, h, k, q = model.model_dim, model.num_heads, model.num_kv_heads, model.head_dim
     inward = 1 / math.sqrt(d)
     kv_axes = ("embed", "kv_heads", "head_dim")
@@ -171,7 +173,7 @@ def attend(
   if execution.attention == "einsum":
     mixed = einsum_attention(query_BxHxTxQ, key_BxKxSxQ, value_BxKxSxQ)
     return checkpoint_name(mixed, ATTENTION_OUTPUT) if execution.remat != "none" else mixed
-  kernel = functools.partial(_KERNELS[execution.attention], interpret=execution.interpret)
+  kernel = _KERNELS[execution.attention]
   if execution.layout is None:
     return kernel(query_BxHxTxQ, key_BxKxSxQ, value_BxKxSxQ)
   queries = execution.layout(("batch", "heads", None, None), query_BxHxTxQ.shape)
@@ -216,18 +218,21 @@ def splash_attention(
   value_BxKxSxQ: jax.Array,
   interpret: bool = False,
 ) -> jax.Array:
-  """JAX's Pallas kernel for TPUs: no (T, T) array exists, and blocks in the future are skipped."""
+  """JAX's Pallas kernel for TPUs: no (T, T) array exists, and blocks in the future are skipped.
+
+  Tests `interpret` it, on a platform that cannot run it.
+  """
   _, h, t, q = query_BxHxTxQ.shape
   padded, block = _blocks(t)
   # One kernel for all three gradients: fewer products, less memory and less to compile than two do.
-  sizes = splash_attention_kernel.BlockSizes(
+  sizes = splash.BlockSizes(
     **dict.fromkeys(("block_q", "block_kv", "block_kv_compute"), block),
     **dict.fromkeys(("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute"), block),
     use_fused_bwd_kernel=True,
   )
-  mask = splash_attention_mask.CausalMask((padded, padded))
-  kernel = splash_attention_kernel.make_splash_mha_single_device(
-    splash_attention_mask.MultiHeadMask([mask] * h),
+  mask = splash.CausalMask((padded, padded))
+  kernel = splash.make_splash_mha_single_device(
+    splash.MultiHeadMask([mask] * h),
     block_sizes=sizes,
     residual_checkpoint_name=ATTENTION_OUTPUT,
     interpret=interpret,
@@ -256,15 +261,15 @@ def fused_attention(
   query_BxHxTxQ: jax.Array,
   key_BxKxSxQ: jax.Array,
   value_BxKxSxQ: jax.Array,
-  interpret: bool = False,
+  implementation: str = "cudnn",
 ) -> jax.Array:
-  """cuDNN's kernel for GPUs, through JAX; with `interpret` XLA's form of the same call.
+  """cuDNN's kernel for GPUs, through JAX; it takes bf16 and a head dim that is a multiple of 8.
 
-  The kernel takes bf16 and a head dim that is a multiple of 8.
+  Tests take XLA's `implementation` of the same call.
   """
   arrays = (x.swapaxes(1, 2) for x in (query_BxHxTxQ, key_BxKxSxQ, value_BxKxSxQ))
   mixed_BxTxHxQ = jax.nn.dot_product_attention(
-    *arrays, is_causal=True, implementation="xla" if interpret else "cudnn"
+    *arrays, is_causal=True, implementation=implementation
   )
   return checkpoint_name(mixed_BxTxHxQ, ATTENTION_OUTPUT).swapaxes(1, 2)
 
@@ -363,7 +368,7 @@ move_rows.defvjp(
 class MixtureOfExperts(nnx.Module):
   """Returns (the gated sum of each token's experts (B, T, D), load-balance loss, a scalar)."""
 
-  def __init__(self, model: ModelConfig, keys: KeyStream):
+  def __init__(self, model: ModelConfig, keys: Keys):
     d, e, f = model.model_dim, model.num_experts, model.mlp_dim
     self.model = model
     inward = 1 / math.sqrt(d)
@@ -388,22 +393,15 @@ class MixtureOfExperts(nnx.Module):
     gate_BxTxk, expert_BxTxk = route(probability_BxTxE, k)
     slot_BxN, choice_BxM = assign_slots(expert_BxTxk.reshape(b, t * k), e, c)
 
-    slots_BxMxD = move_rows(k, x_BxTxD, choice_BxM, slot_BxN)
-    out_BxExCxD = self._experts(slots_BxMxD.reshape(b, e, c, d), execution)
+    slots_BxExCxD = move_rows(k, x_BxTxD, choice_BxM, slot_BxN).reshape(b, e, c, d)
+    slots_BxExCxD = execution(slots_BxExCxD, ("batch", "experts", None, None))
+    axes = ("batch", "experts", None, "mlp")
+    out_BxExCxD = gated(self, slots_BxExCxD, execution, axes, "BECD,EDF->BECF", "BECF,EFD->BECD")
+    out_BxExCxD = execution(out_BxExCxD, ("batch", "experts", None, None))
     out_BxNxD = move_rows(1, out_BxExCxD.reshape(b, e * c, d), slot_BxN, choice_BxM)
     out_BxTxkxD = out_BxNxD.reshape(b, t, k, d)
     mixed_BxTxD = jnp.einsum("BTkD,BTk->BTD", out_BxTxkxD, gate_BxTxk.astype(x_BxTxD.dtype))
     return mixed_BxTxD, load_balance_loss(probability_BxTxE, expert_BxTxk)
-
-  def _experts(self, slots_BxExCxD: jax.Array, execution: Execution) -> jax.Array:
-    dtype = slots_BxExCxD.dtype
-    slots_BxExCxD = execution(slots_BxExCxD, ("batch", "experts", None, None))
-    gate_BxExCxF = jnp.einsum("BECD,EDF->BECF", slots_BxExCxD, used(self.gate, execution, dtype))
-    up_BxExCxF = jnp.einsum("BECD,EDF->BECF", slots_BxExCxD, used(self.up, execution, dtype))
-    hidden_BxExCxF = jax.nn.silu(gate_BxExCxF) * up_BxExCxF
-    hidden_BxExCxF = execution(hidden_BxExCxF, ("batch", "experts", None, "mlp"))
-    out_BxExCxD = jnp.einsum("BECF,EFD->BECD", hidden_BxExCxF, used(self.down, execution, dtype))
-    return execution(out_BxExCxD, ("batch", "experts", None, None))
 
 
 # --- An image as the first tokens of a row: patches through one matrix, before the text

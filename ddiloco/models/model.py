@@ -137,19 +137,12 @@ class NnxModel:
       ValueError: a name is missing or unknown, or a shape is not the model's.
     """
     graph, abstract = self._abstract
-    missing = sorted(abstract.keys() - params.keys())
-    unknown = sorted(params.keys() - abstract.keys())
-    if missing or unknown:
-      raise ValueError(
-        f"params: missing {missing}, unknown {unknown}: the names must be exactly those of the"
-        " model's shapes(). Fix: use the model config these parameters were trained with."
-      )
-    for name, (_, leaf) in abstract.items():
-      if tuple(params[name].shape) != tuple(leaf.shape):
-        raise ValueError(
-          f"params[{name!r}] has shape {tuple(params[name].shape)}, the model needs"
-          f" {tuple(leaf.shape)}. Fix: use the model config these parameters were trained with."
-        )
+    wanted = {name: tuple(leaf.shape) for name, (_, leaf) in abstract.items()}
+    given = {name: tuple(value.shape) for name, value in params.items()}
+    if odd := sorted({name for name, _ in wanted.items() ^ given.items()}):
+      each = (f"{n} is {given.get(n, 'missing')}, not {wanted.get(n, 'known')}" for n in odd[:8])
+      fix = "use the model config these parameters were trained with"
+      raise ValueError(f"params: {'; '.join(each)} ({len(odd)} in all). Fix: {fix}.")
     flat = {path: leaf.replace(params[name]) for name, (path, leaf) in abstract.items()}
     return nnx.merge(graph, nnx.from_flat_state(flat))
 
@@ -181,14 +174,12 @@ class Execution:
     attention: the path of `models.layers.attend`: einsum, splash or cudnn.
     remat: what a layer keeps for its backward pass: a name in `REMAT`.
     loss_chunks: parts of the vocabulary; the logits of one part exist at a time. 1: all logits.
-    interpret: interpret the kernels, on a platform that cannot run them (tests).
   """
 
   layout: Layout | None = None
   attention: str = "einsum"
   remat: str = "none"
   loss_chunks: int = 1
-  interpret: bool = False
 
   def __call__(self, x: jax.Array, axes: Axes) -> jax.Array:
     if self.layout is None:

@@ -23,19 +23,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ddiloco.config import ModelConfig
-from ddiloco.models.layers import (
-  Attention,
-  GatedMlp,
-  KeyStream,
-  MixtureOfExperts,
-  Patches,
-  RMSNorm,
-  drawn,
-  has_image,
-  rope_tables,
-  stand_before,
-  used,
-)
+from ddiloco.models import layers
 from ddiloco.models.model import PLAIN, REMAT, Batch, Execution, NnxModel, Params
 
 # A stack of at most so many layers is unrolled.
@@ -45,14 +33,14 @@ _UNROLLED_LAYERS = 4
 class Layer(nnx.Module):
   """Pre-norm attention and (mixture of) gated MLP, each added to the residual stream."""
 
-  def __init__(self, model: ModelConfig, keys: KeyStream):
-    self.attention_norm = RMSNorm(model)
-    self.attention = Attention(model, keys)
-    self.mlp_norm = RMSNorm(model)
+  def __init__(self, model: ModelConfig, keys: layers.Keys):
+    self.attention_norm = layers.RMSNorm(model)
+    self.attention = layers.Attention(model, keys)
+    self.mlp_norm = layers.RMSNorm(model)
     if model.num_experts:
-      self.moe = MixtureOfExperts(model, keys)
+      self.moe = layers.MixtureOfExperts(model, keys)
     else:
-      self.mlp = GatedMlp(model, keys)
+      self.mlp = layers.GatedMlp(model, keys)
 
   def __call__(
     self, x_BxTxD: jax.Array, rope: tuple[jax.Array, jax.Array], execution: Execution
@@ -76,19 +64,20 @@ class Transformer(nnx.Module):
     self.model = model
     d = model.model_dim
     table = (model.vocab_size, d)
-    self.embedding = drawn(rngs(), table, 1 / math.sqrt(d), ("vocab", "embed"))
+    self.embedding = layers.drawn(rngs(), table, 1 / math.sqrt(d), ("vocab", "embed"))
     stack = nnx.vmap(
-      lambda key: Layer(model, KeyStream(key)), transform_metadata={nnx.PARTITION_NAME: "layers"}
+      lambda key: Layer(model, layers.key_stream(key)),
+      transform_metadata={nnx.PARTITION_NAME: "layers"},
     )
     self.layers = stack(jax.random.split(rngs(), model.num_layers))
-    self.final_norm = RMSNorm(model)
+    self.final_norm = layers.RMSNorm(model)
     if model.image_size:
-      self.patches = Patches(model, rngs)
+      self.patches = layers.Patches(model, rngs)
 
   def __call__(
     self,
     tokens_BxT: jax.Array,
-    execution: Execution | None = None,
+    execution: Execution = PLAIN,
     image_BxIxIxC: jax.Array | None = None,
   ) -> tuple[jax.Array, jax.Array]:
     """Logits of the next token at every position, and the raw auxiliary loss.
@@ -104,31 +93,10 @@ class Transformer(nnx.Module):
       logits (B, T, V) f32, and the load-balance loss averaged over layers (scalar f32, not yet
       multiplied by `model.load_balance_weight`; 0 for a dense model).
     """
-    execution = execution or PLAIN
     x_BxTxD, balance = self.states(tokens_BxT, execution, image_BxIxIxC)
-    table_VxD = used(self.embedding, execution, self.model.compute_dtype)
+    table_VxD = layers.used(self.embedding, execution, self.model.compute_dtype)
     logits_BxTxV = project(x_BxTxD, table_VxD)
     return execution(logits_BxTxV, ("batch", "time", "vocab")), balance
-
-  def loss(
-    self,
-    tokens_BxT: jax.Array,
-    targets_BxT: jax.Array,
-    execution: Execution,
-    image_BxIxIxC: jax.Array | None = None,
-  ) -> tuple[jax.Array, jax.Array]:
-    """(Cross entropy in nats per token, load-balance loss), in `execution.loss_chunks` parts.
-
-    With images only targets that are text count: those >= 0.
-    """
-    counted_BxT = None if image_BxIxIxC is None else targets_BxT >= 0
-    if execution.loss_chunks == 1:
-      logits_BxTxV, balance = self(tokens_BxT, execution, image_BxIxIxC)
-      return cross_entropy(logits_BxTxV, targets_BxT, counted_BxT), balance
-    x_BxTxD, balance = self.states(tokens_BxT, execution, image_BxIxIxC)
-    table_VxD = self.embedding[...]
-    loss = cross_entropy_in_chunks(x_BxTxD, table_VxD, targets_BxT, execution, counted_BxT)
-    return loss, balance
 
   def states(
     self,
@@ -141,9 +109,9 @@ class Transformer(nnx.Module):
     x_BxTxD = embed(self.embedding[...], tokens_BxT, model.compute_dtype, execution)
     if image_BxIxIxC is not None:
       patches_BxPxD = self.patches(image_BxIxIxC, execution, model.compute_dtype)
-      x_BxTxD = stand_before(x_BxTxD, patches_BxPxD, tokens_BxT)
+      x_BxTxD = layers.stand_before(x_BxTxD, patches_BxPxD, tokens_BxT)
       x_BxTxD = execution(x_BxTxD, ("batch", "time", None))
-    rope = rope_tables(tokens_BxT.shape[1], model.head_dim, model.rope_theta)
+    rope = layers.rope_tables(tokens_BxT.shape[1], model.head_dim, model.rope_theta)
     graph, stacked = nnx.split(self.layers)
 
     def step(x_BxTxD: jax.Array, state: nnx.State) -> tuple[jax.Array, jax.Array]:
@@ -302,18 +270,26 @@ class LanguageModel(NnxModel):
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """What a learner minimises on windows of T + 1 tokens (inputs [:, :-1], targets [:, 1:]).
 
-    With images the mean is over the batch's text: a caption of few tokens weighs little, and
-    micro-batches with more and less text weigh the same.
+    With images the mean is over the batch's text, targets >= 0: a caption of few tokens weighs
+    little, and micro-batches with more and less text weigh the same.
 
     Returns:
       total = cross entropy + model.load_balance_weight * load-balance loss, and
       {"loss": cross entropy in nats per token, "load_balance": the auxiliary loss, unweighted}.
       The load-balance loss looks at this learner's own batch only (Decoupled DiLoCo, MoE).
     """
+    module, execution = self.module(params), execution or PLAIN
     tokens_BxT1, image_BxIxIxC = self._parts(batch)
-    loss, load_balance = self.module(params).loss(
-      tokens_BxT1[:, :-1], tokens_BxT1[:, 1:], execution or PLAIN, image_BxIxIxC
-    )
+    seen = tokens_BxT1[:, :-1], execution, image_BxIxIxC
+    targets_BxT = tokens_BxT1[:, 1:]
+    counted_BxT = None if image_BxIxIxC is None else targets_BxT >= 0
+    if execution.loss_chunks == 1:
+      logits_BxTxV, load_balance = module(*seen)
+      loss = cross_entropy(logits_BxTxV, targets_BxT, counted_BxT)
+    else:
+      x_BxTxD, load_balance = module.states(*seen)
+      table_VxD = module.embedding[...]
+      loss = cross_entropy_in_chunks(x_BxTxD, table_VxD, targets_BxT, execution, counted_BxT)
     total = loss + self._config.load_balance_weight * load_balance
     return total, {"loss": loss, "load_balance": load_balance}
 
@@ -325,7 +301,7 @@ class LanguageModel(NnxModel):
     logits_BxTxV = self.logits(params, tokens_BxT1[:, :-1], image_BxIxIxC)
     if image_BxIxIxC is None:
       return {"loss": cross_entropy(logits_BxTxV, targets_BxT)}
-    counted_BxT, seen_Bx1 = targets_BxT >= 0, has_image(tokens_BxT1)
+    counted_BxT, seen_Bx1 = targets_BxT >= 0, layers.has_image(tokens_BxT1)
     return {
       "loss": cross_entropy(logits_BxTxV, targets_BxT, counted_BxT),
       "text_loss": cross_entropy(logits_BxTxV, targets_BxT, counted_BxT & ~seen_Bx1),
@@ -339,7 +315,7 @@ class LanguageModel(NnxModel):
     self, params: Params, tokens_BxT: jax.Array, image_BxIxIxC: jax.Array | None = None
   ) -> jax.Array:
     """Logits of the next token at every position: (B, T, V) f32."""
-    return self.module(params)(tokens_BxT, None, image_BxIxIxC)[0]
+    return self.module(params)(tokens_BxT, PLAIN, image_BxIxIxC)[0]
 
   def flops_per_token(self, sequence_length: int) -> float:
     """Training FLOPs (forward and backward) of one token, counting matrix products only.

@@ -45,7 +45,7 @@ from ddiloco.trace.interpreter import (
 )
 from ddiloco.trace.operations import INITIAL, Entry, Key, Trace, makes
 from ddiloco.training import data, devices
-from ddiloco.training.island import IslandMaker
+from ddiloco.training.island import Island
 from ddiloco.workdir import saved_config
 
 # --- The comparison: with the losses and the saved digests in the trace
@@ -273,15 +273,16 @@ def islands(
   Raises:
     ConfigError: there are too few devices; the function: such an island cannot be made here.
   """
-  make, corpus = IslandMaker(initial.make_plan(config)), data.open_data(config.data)
+  plan, corpus = initial.make_plan(config), data.open_data(config.data)
+  shared: dict[Any, Any] = {}  # equal islands' programs
   counts = trace.devices()
-  groups = devices.shared_on_cpu(devices.partition(visible, list(counts.values())))
+  groups = devices.partition(visible, list(counts.values()))
   owned = dict(zip(counts, groups))
 
   def home(started: events.Started) -> Home:
     learner = parse_role(started.role)[1]
     live = live_config(config, learner, started)
-    island = make(live, learner, owned[learner][: started.devices])
+    island = Island(live, learner, owned[learner][: started.devices], plan, shared)
     island.compile()
     return island, data.Stream(corpus, live, learner).batch
 

@@ -7,7 +7,6 @@ programs, except the FLOPs, which follow from the model's shape.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import itertools
 import math
 import re
@@ -71,11 +70,8 @@ def devices(topology: str, num_slices: int = 1) -> list[Any]:
   try:
     described = topologies.get_topology_desc(topology, "tpu", **slices)
   except Exception as error:
-    rule = f"libtpu refuses it ({str(error).splitlines()[0]})"
-    fix = "give a shape that such chips are sold in, for example v5p:4x4x4 or v6e:8x8"
-    if importlib.util.find_spec("libtpu") is None:
-      rule = "compiling for TPUs needs libtpu, which is not installed"
-      fix = "pip install 'ddiloco[tpu]'"
+    rule = f"libtpu refuses it, or is not installed ({str(error).splitlines()[0]})"
+    fix = "pip install 'ddiloco[tpu]'; give a shape that such chips are sold in, such as v6e:8x8"
     raise refusal("topology", topology, rule, fix) from error
   return list(described.devices)
 
@@ -104,28 +100,17 @@ class Program:
   host_bytes: int
   count: int
   cpu_seconds: float
-  collectives: tuple[CollectiveTotal, ...]
+  collectives: tuple[Collective, ...]
   largest_collective_bytes: int
 
 
-# The compiler's error for a program that does not fit: "... HLO temporaries (99.67G) exceeds ...".
-_WANTED = re.compile(r"(?:temporaries \(|Used )([\d.]+)([KMGT])")
-
-
 def compiled(name: str, all_lowered: Sequence[jax.stages.Lowered], num_devices: int) -> Program:
-  """Compiles the programs.
-
-  Raises:
-    NoRoom: a program does not fit the devices' memory.
-    AssertionError: a collective reaches beyond the `num_devices` devices of the island.
-  """
+  """Compiles the programs of an island of so many devices; raises as `find_collectives`."""
   start = time.process_time()
-  programs = [_compile(lowered) for lowered in all_lowered]
+  programs = [lowered.compile() for lowered in all_lowered]
   seconds = time.process_time() - start
-  found = [each for program in programs for each in find_collectives(program.as_text() or "")]
-  for each in found:
-    outside = [d for d in each.devices if d >= num_devices]
-    assert not outside, f"{name}: a collective reaches devices {outside} outside: {each.line}"
+  texts = (program.as_text() or "" for program in programs)
+  found = [each for text in texts for each in find_collectives(text, num_devices)]
   memory: list[Any] = [program.memory_analysis() for program in programs]
   added = [
     m.output_size_in_bytes
@@ -142,26 +127,24 @@ def compiled(name: str, all_lowered: Sequence[jax.stages.Lowered], num_devices: 
     count=len(programs),
     cpu_seconds=seconds,
     collectives=by_kind(found),
-    largest_collective_bytes=max((each.bytes for each in found), default=0),
+    largest_collective_bytes=max((each.bytes // each.times for each in found), default=0),
   )
 
 
-def _compile(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-  try:
-    return lowered.compile()
-  except jax.errors.JaxRuntimeError as error:
-    wanted = _WANTED.search(str(error))
-    if "RESOURCE_EXHAUSTED" not in str(error) or wanted is None:
-      raise
-    raise NoRoom(int(float(wanted[1]) * 1024 ** (1 + "KMGT".index(wanted[2])))) from error
+# The compiler's error for a program that does not fit: "... HLO temporaries (99.67G) exceeds ...".
+_WANTED = re.compile(r"RESOURCE_EXHAUSTED.*(?:temporaries \(|Used )([\d.]+)([KMGT])", re.DOTALL)
 
 
-class NoRoom(Exception):
-  """The temporaries of a program need `hbm_bytes` of each device, which is more than it has."""
+def wanted_bytes(error: jax.errors.JaxRuntimeError) -> int:
+  """The temporaries of a program that the compiler refuses because the memory is too small.
 
-  def __init__(self, hbm_bytes: int):
-    super().__init__(f"needs {hbm_bytes / _GIB:.1f} GiB a device")
-    self.hbm_bytes = hbm_bytes
+  Raises:
+    JaxRuntimeError: this error, if it is about something else.
+  """
+  wanted = _WANTED.search(str(error))
+  if wanted is None:
+    raise error
+  return int(float(wanted[1]) * 1024 ** (1 + "KMGT".index(wanted[2])))
 
 
 # --- The memory that an island takes on its slice
@@ -180,7 +163,7 @@ class Fit:
     beside_bytes: may lie on the chip beside a step: the on-chip part of a snapshot's copy of the
       state, one fragment on its way out and one on its way in.
     host_bytes: the part of a snapshot's copy that lies in the host's memory.
-    step: the inner step; None if the compiler refuses it because the memory is too small.
+    step: the inner step; None if the compiler refuses it (`wanted_bytes`).
     needed_bytes: of the step and of `beside_bytes` together.
     copies: the programs that copy pieces of fragments out, the programs that write them, and the
       program that copies the state for a snapshot, if the run has snapshots.
@@ -246,12 +229,11 @@ def fit(
     beside, host = beside + snapshot.added_bytes, snapshot.host_bytes
     copies.append(snapshot)
   state = sum(_local_bytes(leaf) for leaf in parts.layout.leaves.values())
-  step, needed = None, 0
   try:
     step = compiled("step", [parts.lower()], mesh.size)
     needed = step.hbm_bytes + beside
-  except NoRoom as error:
-    needed = state + error.hbm_bytes + beside
+  except jax.errors.JaxRuntimeError as error:
+    step, needed = None, state + wanted_bytes(error) + beside
   layers = [leaf for name, leaf in parts.leaves.items() if name.startswith("layers/")]
   layer = sum(math.prod(leaf.shape) for leaf in layers) // config.model.num_layers
   table = config.model.vocab_size * config.model.model_dim // island.loss_chunks
@@ -273,13 +255,11 @@ def fit(
     flops_per_token=custom.flops_per_token(config),
     tokens=config.tokens_per_step(learner),
   )
-  if found.fits:
-    return found
-  return dataclasses.replace(found, remedies=_remedies(found, island, config))
+  remedies = () if found.fits else _remedies(found, island, config)
+  return dataclasses.replace(found, remedies=remedies)
 
 
 def _local_bytes(leaf: jax.ShapeDtypeStruct) -> int:
-  assert leaf.sharding is not None
   return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
@@ -288,31 +268,27 @@ def _remedies(found: Fit, island: IslandConfig, config: Config) -> tuple[str, ..
   fixed = found.beside_bytes + found.state_bytes + found.state_bytes // 3  # with the gradients
   if fixed > 0.9 * found.chip.hbm_bytes:
     chips = math.ceil(found.chips * fixed / (0.8 * found.chip.hbm_bytes))
-    cut = "islands.data = 1, " if island.data > 1 else ""
-    return (f"mesh: parameters, moments and gradients alone are too much: {cut}{chips} chips",)
-  remedies = []
-  if island.remat != "full":
-    remedies.append("remat: islands.remat = 'full'")
+    text = "mesh: parameters, moments and gradients alone are too much: islands.data = 1"
+    return (f"{text}, {chips} chips",)
   chunks = math.gcd(8, config.model.vocab_size)  # others would be refused
-  if island.loss_chunks == 1 < chunks:
-    remedies.append(f"loss: islands.loss_chunks = {chunks}")
-  rows = island.data_shards(found.chips)
+  rows = island.data_shards(found.chips) * config.inner.accumulation_steps
   share = (0.9 * found.chip.hbm_bytes - fixed) / (found.needed_bytes - fixed)
-  whole = rows * config.inner.accumulation_steps
-  batch = int(island.batch_size * share) // whole * whole
-  if batch:
-    remedies.append(f"batch: islands.batch_size = {batch}, or as many inner.accumulation_steps")
-  else:
-    remedies.append(f"mesh: fewer rows a step than its {rows} parts: raise islands.tensor")
-  return tuple(remedies)
+  batch = int(island.batch_size * share) // rows * rows
+  remedies = {
+    "remat: islands.remat = 'full'": island.remat != "full",
+    f"loss: islands.loss_chunks = {chunks}": island.loss_chunks == 1 < chunks,
+    f"batch: islands.batch_size = {batch}, or as many inner.accumulation_steps": batch > 0,
+    f"mesh: fewer rows a step than its {rows} parts: raise islands.tensor": not batch,
+  }
+  return tuple(remedy for remedy, helps in remedies.items() if helps)
 
 
 # --- The collectives of a program, read from its text
 
 
 @dataclasses.dataclass(frozen=True)
-class CollectiveTotal:
-  """All collectives of one kind in one program.
+class Collective:
+  """A collective of a program's text, or all of one kind.
 
   `times` counts every iteration of a loop; `bytes` are the results on each device, of all times
   together.
@@ -323,35 +299,45 @@ class CollectiveTotal:
   bytes: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Collective:
-  """One collective of a program's text; `times` says how often its loops run it."""
-
-  kind: str
-  bytes: int
-  times: int
-  devices: frozenset[int]
-  line: str
-
-
 _KIND = r"all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
 _COLLECTIVE = re.compile(rf"= (?P<shape>.*?) (?P<kind>{_KIND})(?P<start>-start)?\((?P<rest>.*)$")
 _FAR = re.compile(r"= .*? (?:send|recv)(?:-done)?\(")  # between slices, by the hosts' network
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%(?P<name>\S+) \(.*\{$")
+_COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%(?P<name>\S+) \(.*\{$")
 _CALL = re.compile(r"(?:calls|to_apply|body|condition|branch_computations)=\{?(%[\w.\-, %]+)")
 _WHILE = re.compile(r" while\(.*condition=%(?P<condition>[\w.\-]+), body=%(?P<body>[\w.\-]+)")
 _ARRAY = re.compile(r"(?P<type>[a-z]+\d*\w*)\[(?P<dims>[\d,]*)\]")
 _BITS = {"pred": 8, "bf16": 16, "s4": 4, "u4": 4}
 
 
-def find_collectives(text: str) -> Iterator[Collective]:
-  """Every collective of an optimized program's text.
+def find_collectives(text: str, num_devices: int) -> Iterator[Collective]:
+  """Every collective of an optimized program's text, for an island of so many devices.
 
   Raises:
     ValueError: the program talks to other hosts by send and recv, which may leave the island.
+    AssertionError: a collective reaches beyond the island.
   """
-  bodies = _computations(text)
-  times = _times(bodies, text)
+  bodies, lines, entry = dict[str, list[str]](), list[str](), ""
+  for line in text.splitlines():
+    if start := _COMPUTATION.match(line):
+      lines = bodies[start["name"]] = []
+      entry = start["name"] if start["entry"] else entry
+    elif line.startswith(" "):
+      lines.append(line)
+  times = Counter[str]()
+
+  def visit(name: str, factor: int) -> None:
+    times[name] += factor
+    for line in bodies[name]:
+      if loop := _WHILE.search(line):
+        # A loop counts from 0: its condition compares with the bound.
+        bounds = re.findall(r"constant\((\d+)\)", " ".join(bodies[loop["condition"]]))
+        visit(loop["body"], factor * max(map(int, bounds), default=1))
+        continue
+      for called in re.findall(r"%([\w.\-]+)", " ".join(_CALL.findall(line))):
+        if called in bodies:
+          visit(called, factor)
+
+  visit(entry, 1)
   for name, lines in bodies.items():
     for line in lines:
       if _FAR.search(line) and "is_host_transfer=true" not in line:
@@ -359,54 +345,11 @@ def find_collectives(text: str) -> Iterator[Collective]:
       found = _COLLECTIVE.search(line)
       devices = _devices(found["rest"]) if found else None
       if found and devices:  # else every device is alone in its group
-        yield Collective(
-          kind=found["kind"],
-          # An all-reduce that starts has the shape of its results, as one that does not.
-          bytes=_bytes(found["shape"], bool(found["start"]) and found["kind"] != "all-reduce"),
-          times=times.get(name, 1),
-          devices=devices,
-          line=line.strip()[:200],
-        )
-
-
-def _computations(text: str) -> dict[str, list[str]]:
-  """Computation -> its lines."""
-  found: dict[str, list[str]] = {}
-  lines: list[str] = []
-  for line in text.splitlines():
-    start = _COMPUTATION.match(line)
-    if start:
-      lines = found[start["name"]] = []
-    elif line.startswith(" "):
-      lines.append(line)
-  return found
-
-
-def _times(bodies: dict[str, list[str]], text: str) -> dict[str, int]:
-  """Computation -> how often it runs in one run of the program."""
-  entry = re.search(r"^ENTRY %(\S+)", text, re.MULTILINE)
-  assert entry is not None, "a program has an entry"
-  times: dict[str, int] = {}
-
-  def visit(name: str, factor: int) -> None:
-    times[name] = times.get(name, 0) + factor
-    for line in bodies.get(name, ()):
-      if loop := _WHILE.search(line):
-        visit(loop["body"], factor * _trips(bodies[loop["condition"]]))
-        continue
-      for called in _CALL.findall(line):
-        for each in re.findall(r"%([\w.\-]+)", called):
-          if each in bodies:
-            visit(each, factor)
-
-  visit(entry[1], 1)
-  return times
-
-
-def _trips(condition: Sequence[str]) -> int:
-  """How often a loop runs that counts from 0: the bound that its condition compares with."""
-  bounds = [int(n) for line in condition for n in re.findall(r"constant\((\d+)\)", line)]
-  return max(bounds, default=1)
+        assert max(devices) < num_devices, f"it reaches beyond its island: {line.strip()[:200]}"
+        # An all-reduce that starts has the shape of its results, as one that does not.
+        size = _bytes(found["shape"], bool(found["start"]) and found["kind"] != "all-reduce")
+        count = times[name] or 1
+        yield Collective(found["kind"], count, count * size)
 
 
 def _bytes(shape: str, started: bool) -> int:
@@ -422,27 +365,26 @@ def _bytes(shape: str, started: bool) -> int:
   return sum(sizes)
 
 
-def _devices(rest: str) -> frozenset[int]:
+def _devices(rest: str) -> set[int]:
   """The devices that take part in a collective, in any known form of writing the groups.
 
   Raises:
     ValueError: the form is unknown.
   """
   if listed := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}", rest):
-    groups = [group.split(",") for group in re.findall(r"[\d,]+", listed[1].replace("},", "} "))]
-    return frozenset(int(n) for group in groups if len(group) > 1 for n in group)
-  if iota := re.search(r"replica_groups=\[\d+,(?P<size>\d+)\]<=\[(?P<all>[\d,]+)\]", rest):
-    count = math.prod(int(n) for n in iota["all"].split(","))
-    return frozenset(range(count if int(iota["size"]) > 1 else 0))
-  if mesh := re.search(r"replica_groups=mesh\[(?P<axes>[^\]]*)\]", rest):
-    return frozenset(range(math.prod(int(n) for n in re.findall(r"=(\d+)", mesh["axes"]))))
+    groups = (group.split(",") for group in re.findall(r"\{([\d,]*)\}", listed[1]))
+    return {int(n) for group in groups if len(group) > 1 for n in group}
+  if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=", rest):  # (groups, devices in each)
+    return set(range(int(iota[1]) * int(iota[2]) if int(iota[2]) > 1 else 0))
+  if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\]", rest):
+    return set(range(math.prod(int(n) for n in re.findall(r"=(\d+)", mesh[1]))))
   raise ValueError(f"a collective whose devices cannot be read: {rest[:300]}")
 
 
-def by_kind(found: Sequence[Collective]) -> tuple[CollectiveTotal, ...]:
+def by_kind(found: Sequence[Collective]) -> tuple[Collective, ...]:
   """The totals by kind, the kinds that move most first."""
   times, moved = Counter[str](), Counter[str]()
   for each in found:
     times[each.kind] += each.times
-    moved[each.kind] += each.times * each.bytes
-  return tuple(CollectiveTotal(kind, times[kind], total) for kind, total in moved.most_common())
+    moved[each.kind] += each.bytes
+  return tuple(Collective(kind, times[kind], total) for kind, total in moved.most_common())

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from ddiloco.checks import build, positive, refusal, require
+from ddiloco.checks import build, require
 from ddiloco.config import Config, DataConfig
 from ddiloco.models.layers import NO_TEXT
 from ddiloco.training.data import by_position, check_token_ids, open_corpus, reading_order
@@ -46,33 +46,30 @@ _SHAPE = ("image_size", "patch_size", "image_channels")
 
 @dataclasses.dataclass(frozen=True)
 class PairOptions:
-  """What `data.options` must have."""
+  """What `data.options` must have; images are a multiple of a scan's size."""
 
   image_size: int
   patch_size: int
   image_channels: int
   image_share: float
 
-  def __post_init__(self):
-    positive("data.options", self, *_SHAPE)
-    size, rule = self.image_size, f"must be a multiple of {_SCAN}, of which the scans are"
-    fix = f"use {_SCAN * max(1, size // _SCAN)}"
-    require(size % _SCAN == 0, "data.options.image_size", size, rule, fix)
-
 
 class Pairs:
   """A `training.data.Source` of rows with an image and rows of text alone.
 
   Raises:
-    ConfigError: an option is missing or breaks its rule, or scikit-learn is not installed.
+    ConfigError: an option is missing or of another type.
+    ImportError: scikit-learn, which ships the images, is not installed.
   """
 
   def __init__(self, data: DataConfig):
+    from sklearn.datasets import load_digits  # an extra, `ddiloco[examples]`
+
     self._options: PairOptions = build(PairOptions, data.options, "data.options")
     self._corpus = open_corpus(dataclasses.replace(data, custom="", options={}))
-    self._length = data.sequence_length
-    self._heldout_rows = data.heldout_sequences
-    self.scans_NxYxX, self.labels_N = _scans(data)
+    self._data, found = data, load_digits()
+    self.scans_NxYxX = np.round(found.images * (255 / 16)).astype(np.uint8)
+    self.labels_N = found.target
     self.is_heldout_N = np.arange(len(self.labels_N)) % _HELD_OUT == 0
     self._words = _measured(self.scans_NxYxX, ~self.is_heldout_N)
 
@@ -87,16 +84,7 @@ class Pairs:
     # Text first: its checks refuse an invalid corpus.
     text = self._corpus.batches(config, learner, batch_size - num_images)
     trained_on = np.flatnonzero(~self.is_heldout_N)
-    learners = config.islands.num_learners
-    require(
-      learners * num_images <= len(trained_on),
-      "islands.num_learners",
-      learners,
-      f"{learners} learners with {num_images} images a batch need {learners * num_images} an epoch,"
-      f" and there are {len(trained_on)} to train on",
-      "lower islands.num_learners, islands.batch_size or data.options.image_share",
-    )
-    order = reading_order(len(trained_on), config, learner)
+    order = reading_order(len(trained_on), config, learner, num_images)
 
     def read(position: int) -> dict[str, np.ndarray]:
       places = range(position * num_images, (position + 1) * num_images)
@@ -110,12 +98,12 @@ class Pairs:
 
   def heldout_batches(self, batch_size: int) -> list[dict[str, np.ndarray]]:
     """`data.heldout_sequences` rows, rounded to batches of at least two rows, one of each kind."""
-    size = max(2, min(batch_size, self._heldout_rows))
-    num_images, count = self._num_images(size), max(1, self._heldout_rows // size)
-    heldout = np.flatnonzero(self.is_heldout_N)
+    rows, heldout = self._data.heldout_sequences, np.flatnonzero(self.is_heldout_N)
+    size = max(2, min(batch_size, rows))
+    num_images, count = self._num_images(size), max(1, rows // size)
     rule = f"asks for {count * num_images} held-out images, and there are {len(heldout)}"
     enough = count * num_images <= len(heldout)
-    require(enough, "data.heldout_sequences", self._heldout_rows, rule, "lower it")
+    require(enough, "data.heldout_sequences", rows, rule, "lower it")
     images = heldout[np.arange(count * num_images) * len(heldout) // (count * num_images)]
     places = np.arange(count * (size - num_images))
     windows = places * len(self._corpus.heldout) // len(places)
@@ -147,15 +135,14 @@ class Pairs:
 
   def caption_row(self, caption: str) -> np.ndarray:
     """int32 [T + 1]: no text where the image is, the caption, its end, and no text again."""
-    row_T1 = np.full(self._length + 1, NO_TEXT, np.int32)
+    length = self._data.sequence_length
+    row_T1 = np.full(length + 1, NO_TEXT, np.int32)
     first = (self._options.image_size // self._options.patch_size) ** 2
     tokenizer = self._corpus.tokenizer
     ids = [*tokenizer.encode(caption), tokenizer.end_token]
     end = first + len(ids)
     rule = f"{first} patches and the {len(ids)} tokens of a caption ({caption!r}) do not fit"
-    require(
-      end <= len(row_T1), "data.sequence_length", self._length, rule, f"use at least {end - 1}"
-    )
+    require(end <= length + 1, "data.sequence_length", length, rule, f"use at least {end - 1}")
     row_T1[first:end] = ids
     return row_T1
 
@@ -169,17 +156,6 @@ class Pairs:
 
 
 digits = Pairs  # the function that `data.custom` names
-
-
-def _scans(data: DataConfig) -> tuple[np.ndarray, np.ndarray]:
-  """(uint8 [N, 8, 8], digits [N])."""
-  try:
-    from sklearn.datasets import load_digits
-  except ImportError as error:
-    rule = f"needs scikit-learn, which ships the images ({error})"
-    raise refusal("data.custom", data.custom, rule, "pip install 'ddiloco[examples]'") from error
-  found = load_digits()
-  return np.round(found.images * (255 / 16)).astype(np.uint8), found.target
 
 
 def _measured(scans_NxYxX: np.ndarray, trained_on_N: np.ndarray) -> dict[str, list[str]]:

@@ -26,10 +26,9 @@ from grain import experimental as grain_experimental
 
 from ddiloco import custom
 from ddiloco.checks import refusal, require
-from ddiloco.config import Config, ConfigError, DataConfig
+from ddiloco.config import Config, DataConfig
 from ddiloco.models.model import Batch
-from ddiloco.training.devices import refuse_misfit
-from ddiloco.training.tokens import Tokenizer, load_tokenizer, read_parts, text_bytes_here
+from ddiloco.training.tokens import Tokenizer, is_here, load_tokenizer, read_parts
 
 _MAX_BLOCK_WINDOWS = 16
 _MIN_BLOCK_WINDOWS = 4  # two of these are guards
@@ -81,7 +80,7 @@ class Windows:
 
   def read(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
     """[len(indices), T + 1] int32, freshly copied."""
-    block, within = np.divmod(indices, self.per_block)
+    block, within = np.divmod(np.asarray(indices, int), self.per_block)
     window = self.blocks[block] * self.block_windows + self.guards + within
     part = np.searchsorted(self.first_window, window, side="right") - 1
     start = (window - self.first_window[part]) * self.sequence_length
@@ -112,18 +111,30 @@ class Corpus:
   def batches(
     self, config: Config, learner: int, batch_size: int = 0
   ) -> grain.MapDataset[np.ndarray]:
-    """See `Source`, and `Stream` for the windows of each learner. `batch_size` 0: the island's."""
-    self.check(config, learner)
+    """See `Source`, and `Stream` for the windows of each learner. `batch_size` 0: the island's.
+
+    Raises:
+      ConfigError: the corpus is too small for all learners, or the model lacks its tokens.
+    """
+    require(learner >= 0, "learner", learner, "must not be negative", "learners count from 0")
+    vocab_size, known = config.model.vocab_size, self.tokenizer.vocab_size
+    if self.data.source == "tokens":
+      for number, part in enumerate(self.parts):
+        for end in (part[:_CHECKED_TOKENS], part[-_CHECKED_TOKENS:]):
+          check_token_ids(end, vocab_size, f"{self.data.path} (file {number} in order of name)")
+    else:
+      rule = f"must be at least the tokenizer's {known} ({self.data.tokenizer})"
+      require(known <= vocab_size, "model.vocab_size", vocab_size, rule, f"set {known} or more")
     size = batch_size or config.islands.island(learner).batch_size
-    order = reading_order(len(self.train), config, learner)
-    files = self.data.path or self.data.source
+    order = reading_order(len(self.train), config, learner, size)
 
     def read(position: int) -> np.ndarray:
       places = range(position * size, (position + 1) * size)
       tokens_BxT1 = self.train.read([*map(order, places)])
       # As the file has them: an id of 2**31 or more is negative in int32.
       tokens = tokens_BxT1.view(np.uint32)
-      check_token_ids(tokens, config.model.vocab_size, f"{files} (batch {position})")
+      where = f"{self.data.path or self.data.source} (batch {position})"
+      check_token_ids(tokens, vocab_size, where)
       return tokens_BxT1
 
     return by_position(read)
@@ -140,31 +151,6 @@ class Corpus:
     chosen = np.arange(count) * len(self.heldout) // count
     return [self.heldout.read(rows) for rows in chosen.reshape(-1, size)]
 
-  def check(self, config: Config, learner: int) -> None:
-    """Refuses a corpus that is too small for all learners, or whose tokens the model lacks.
-
-    Raises:
-      ConfigError: it is so.
-    """
-    require(learner >= 0, "learner", learner, "must not be negative", "learners count from 0")
-    learners, batch_size = config.islands.num_learners, config.islands.island(learner).batch_size
-    require(
-      len(self.train) >= learners * batch_size,
-      "islands.batch_size",
-      batch_size,
-      f"{learners} learners with such batches need {learners * batch_size} windows an epoch, and"
-      f" the corpus has {len(self.train)} of {self.data.sequence_length} tokens to train on",
-      "give more text, or lower islands.batch_size, islands.num_learners or data.sequence_length",
-    )
-    vocab_size, known = config.model.vocab_size, self.tokenizer.vocab_size
-    if self.data.source == "tokens":
-      for number, part in enumerate(self.parts):
-        for end in (part[:_CHECKED_TOKENS], part[-_CHECKED_TOKENS:]):
-          check_token_ids(end, vocab_size, f"{self.data.path} (file {number} in order of name)")
-    else:
-      rule = f"must be at least the tokenizer's {known} ({self.data.tokenizer})"
-      require(known <= vocab_size, "model.vocab_size", vocab_size, rule, f"set {known} or more")
-
 
 def open_data(data: DataConfig) -> Source:
   """The corpus, or the source that `data.custom` names.
@@ -174,8 +160,7 @@ def open_data(data: DataConfig) -> Source:
   """
   if not data.custom:
     return open_corpus(data)
-  wanted = ("batches", "heldout_batches")
-  return custom.make(data, wanted, "ddiloco.training.data.Source")
+  return custom.make(data, ("batches", "heldout_batches"), "ddiloco.training.data.Source")
 
 
 def check_here(config: Config) -> Corpus | None:
@@ -191,13 +176,12 @@ def check_here(config: Config) -> Corpus | None:
     ConfigError: as `open_corpus`; or the corpus is too small for all learners, or the model lacks
       its tokens.
   """
-  if config.data.custom or not 0 <= text_bytes_here(config.data) <= _QUICK_BYTES:
+  if config.data.custom or not is_here(config.data, _QUICK_BYTES):
     return None
   corpus = open_corpus(config.data)
-  islands = range(config.num_islands())
-  by_size = {config.islands.island(m).batch_size: m for m in islands}
+  by_size = {config.islands.island(m).batch_size: m for m in range(config.num_islands())}
   for m in by_size.values():  # the others are alike
-    corpus.check(config, m)
+    Stream(corpus, config, m)
   return corpus
 
 
@@ -218,14 +202,6 @@ def open_corpus(data: DataConfig) -> Corpus:
   length, share = data.sequence_length, data.heldout_share
   windows_of_part = [max(0, len(part) - 1) // length for part in parts]
   num_windows, num_tokens = sum(windows_of_part), sum(map(len, parts))
-  require(
-    num_windows > 0,
-    "data.sequence_length",
-    length,
-    f"the corpus has {num_tokens} tokens in {len(parts)} part(s); none holds the {length + 1} of"
-    " one window",
-    "give more text, or lower data.sequence_length",
-  )
   wanted_blocks = int(num_windows * share) // 8  # spread over at least about 8 places
   block_windows = min(_MAX_BLOCK_WINDOWS, max(_MIN_BLOCK_WINDOWS, wanted_blocks))
   num_blocks, remainder = divmod(num_windows, block_windows)
@@ -239,30 +215,20 @@ def open_corpus(data: DataConfig) -> Corpus:
   held_blocks = np.flatnonzero(held)
   held_length = len(held_blocks) * (block_windows - 2)
   heldout = Windows(*of_corpus, held_blocks, guards=1, length=held_length)
-  require(
-    len(heldout) >= data.heldout_sequences,
-    "data.heldout_sequences",
-    data.heldout_sequences,
+  count = data.heldout_sequences
+  rule = (
     f"data.heldout_share = {share} of {num_tokens} tokens gives only {len(heldout)} held-out"
-    f" sequences of {length} tokens",
-    "give more text, lower data.heldout_sequences or data.sequence_length, or raise"
-    " data.heldout_share",
+    f" sequences of {length} tokens"
   )
-  require(
-    0 < len(train) <= 2**32,  # Grain's index shuffle counts in 32 bits
-    "data.heldout_share",
-    share,
-    f"leaves {len(train)} windows to train on; there must be at least 1 and at most 2**32",
-    "give more text or lower data.heldout_share; beyond 2**32 raise data.sequence_length",
-  )
+  fix = "give more text, lower it or data.sequence_length, or raise data.heldout_share"
+  require(len(heldout) >= count, "data.heldout_sequences", count, rule, fix)
   return Corpus(data, tokenizer, parts, train, heldout)
 
 
 @functools.lru_cache(maxsize=256)
 def _shuffle_seed(seed: int, epoch: int) -> int:
   """32 bits from two numbers; unlike a sum, no two epochs of nearby seeds coincide."""
-  entropy = [seed % 2**64, 0, epoch]
-  return int(np.random.SeedSequence(entropy).generate_state(1, np.uint32)[0])
+  return int(np.random.SeedSequence([seed % 2**64, 0, epoch]).generate_state(1, np.uint32)[0])
 
 
 def _bisection(lap: int) -> float:
@@ -274,13 +240,23 @@ def _bisection(lap: int) -> float:
   return int(bits[::-1], 2) / 2 ** len(bits)
 
 
-def reading_order(count: int, config: Config, learner: int) -> Callable[[int], int]:
+def reading_order(count: int, config: Config, learner: int, each: int) -> Callable[[int], int]:
   """A learner's endless sequence out of `count` things, by place: each epoch is a new permutation.
 
   In its epoch, learner m of M reads places m, m + M, m + 2M, ... of the permutation of all things:
-  the order of shuffle(seed)[m::M].repeat().
+  the order of shuffle(seed)[m::M].repeat(). A batch has `each` of the things.
+
+  Raises:
+    ConfigError: there are too few for a batch of every learner.
   """
   num_streams = config.islands.num_learners
+  needed, batch_size = num_streams * each, config.islands.island(learner).batch_size
+  rule = (
+    f"{num_streams} learners that read {each} rows a batch need {needed} an epoch, and the data"
+    f" have {count} to train on (Grain's shuffle takes at most 2**32)"
+  )
+  fix = "give more data, or lower it, islands.num_learners or data.sequence_length"
+  require(needed <= count <= 2**32, "islands.batch_size", batch_size, rule, fix)
   lap, stream = divmod(learner, num_streams)
   epoch_size = len(range(stream, count, num_streams))
   first_place = int(_bisection(lap) * epoch_size)
@@ -302,13 +278,9 @@ def by_position(read: Callable[[int], Batch]) -> grain.MapDataset[Batch]:
 def check_token_ids(tokens: np.ndarray, vocab_size: int, where: str) -> None:
   """Raises ConfigError if a token has no row in the model's embedding."""
   highest = int(tokens.max())
-  require(
-    highest < vocab_size,
-    "model.vocab_size",
-    vocab_size,
-    f"must exceed every token id, and there is a {highest} in {where}",
-    f"set at least {highest + 1}, or check data.token_dtype and data.tokenizer",
-  )
+  rule = f"must exceed every token id, and there is a {highest} in {where}"
+  fix = f"set at least {highest + 1}, or check data.token_dtype and data.tokenizer"
+  require(highest < vocab_size, "model.vocab_size", vocab_size, rule, fix)
 
 
 class Stream:
@@ -320,43 +292,37 @@ class Stream:
   of the two learners of a stream reaches the place where the other began. The first M learners have
   then read half the corpus, if no other learner joined.
 
-  Every batch is checked against model.vocab_size as it is read. Opening a stream also checks the
-  tokenizer or, for token files, both ends of each file, so that most mistakes show at once. Of a
-  custom source the first batch is checked: the model must take it, and a second reading must give
-  the same arrays.
+  The model must take every batch, of a corpus also every token. Opening a stream also checks the
+  tokenizer or, for token files, both ends of each file, so that most mistakes show at once; and the
+  first batch must be the same arrays when it is read again.
   """
 
   def __init__(self, source: Source, config: Config, learner: int):
-    if config.data.custom:
-      own = custom.called(config.data, "batches()", lambda: source.batches(config, learner))
-      self._open = lambda: _own_batches(own, config)
-    else:
-      batches = source.batches(config, learner)
-      self._open = lambda: batches
+    data, batch_size = config.data, config.islands.island(learner).batch_size
+    inputs = custom.load_model(config.model).inputs(batch_size, data.sequence_length)
+    batches = custom.called(data, "batches()", lambda: source.batches(config, learner))
+    self._open = lambda: _checked(batches, data, inputs)
     self._batches = self._open()
-    if config.data.custom:
-      _check_first(self, config, learner)
+    twice = (custom.called(data, "reading batch 0", lambda: self.batch(0)) for _ in range(2))
+    equal = jax.tree.map(functools.partial(np.array_equal, equal_nan=True), *twice)
+    rule = f"batch 0 is another one when it is read again ({learner=})"
+    fix = "give batches that are a function of the learner's number and the position alone"
+    require(all(jax.tree.leaves(equal)), "data.custom", data.custom, rule, fix)
 
   def batch(self, position: int) -> Batch:
     """Batch `position` (from 0), of tokens int32 [batch_size, T + 1]; read in this thread."""
-    return self._batches[_from_0(position)]
+    return self._batches[position]
 
   def iterate(self, position: int = 0) -> grain.DatasetIterator[Batch]:
     """Batches from `position` on, prefetched by a background thread, which `close()` ends."""
     # Iterators that read ahead share no state.
     iterator = iter(self._open().to_iter_dataset(_READ_OPTIONS))
-    grain_experimental.set_next_index(iterator, _from_0(position))
+    grain_experimental.set_next_index(iterator, position)
     iterator.start_prefetch()
     return iterator
 
 
-def _from_0(position: int) -> int:
-  if position < 0:
-    raise IndexError(f"position {position}: must not be negative")
-  return position
-
-
-# --- A user's own batches, endless and by position, as the streams of a corpus are
+# --- The batches of any source by position, each checked
 
 
 class _Reader:
@@ -366,7 +332,7 @@ class _Reader:
     self._dataset, self._iterator, self._next = dataset, iter(dataset), 0
 
   def __getitem__(self, position: int) -> Batch:
-    at, self._next = self._next, sys.maxsize  # unknown, if the dataset raises now
+    at, self._next = self._next, -1  # unknown, if the dataset raises now
     if position != at:
       try:
         grain_experimental.set_next_index(self._iterator, position)
@@ -379,48 +345,27 @@ class _Reader:
     return batch
 
 
-def _own_batches(batches: Any, config: Config) -> grain.MapDataset[Batch]:
+def _checked(batches: Any, data: DataConfig, inputs: Batch) -> grain.MapDataset[Batch]:
+  """A source's batches, each of which the model must take."""
   if isinstance(batches, grain.IterDataset):
     batches = _Reader(batches)
-  require(
-    hasattr(batches, "__getitem__"),
-    "data.custom",
-    config.data.custom,
-    f"batches() gives a {type(batches).__name__}, which has no batches by position",
-    "return what batches[position] works on, or a Grain dataset",
-  )
+  takes = jax.tree.map(_kind, inputs)
 
   def read(position: int) -> Batch:
     try:
-      batch = batches[position]
+      batch = jax.tree.map(np.array, batches[position])  # the source may fill its arrays again
     except (IndexError, StopIteration) as error:
       rule = f"batches() ends before position {position} ({error!r})"
-      fix = "make it endless"
-      raise refusal("data.custom", config.data.custom, rule, fix) from error
-    return own_copy(batch)  # several batches are read ahead
+      raise refusal("data.custom", data.custom, rule, "make it endless") from error
+    has = jax.tree.map(_kind, batch)
+    rule = f"batch {position} has {has}, the model takes {takes}"
+    fix = "give every batch the arrays of the model's inputs()"
+    same = jax.tree.flatten(has) == jax.tree.flatten(takes)
+    require(same, "data.custom", data.custom, rule, fix)
+    return batch
 
   return by_position(read)
 
 
-def own_copy(batch: Batch) -> Batch:
-  """A copy of a batch of the user's own, whose source may fill the same arrays again."""
-  return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, batch)
-
-
-def _check_first(stream: Stream, config: Config, learner: int) -> None:
-  """Refuses batches that the model does not take, or that are no function of the position."""
-  batch_size = config.islands.island(learner).batch_size
-  inputs = custom.load_model(config.model).inputs(batch_size, config.data.sequence_length)
-  first, again = (
-    custom.called(config.data, "reading batch 0", lambda: stream.batch(0)) for _ in range(2)
-  )
-  try:
-    refuse_misfit(first, inputs, "the model")
-  except ValueError as error:
-    own = config.data.custom
-    raise ConfigError(f"data.custom = {own!r}: for learner {learner} {error}") from error
-  equal = functools.partial(np.array_equal, equal_nan=True)
-  same = all(jax.tree.leaves(jax.tree.map(equal, first, again)))
-  rule = f"batch 0 is another one when it is read again ({learner=})"
-  fix = "give batches that are a function of the learner's number and the position alone"
-  require(same, "data.custom", config.data.custom, rule, fix)
+def _kind(leaf: Any) -> str:
+  return f"{leaf.dtype} {leaf.shape}"

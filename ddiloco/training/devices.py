@@ -24,7 +24,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ddiloco.checks import require
 from ddiloco.config import IslandConfig
-from ddiloco.models.model import Batch, Execution
+from ddiloco.models.model import Execution
 
 Device = Any  # a jax.Device; tests use stand-ins
 
@@ -59,66 +59,42 @@ PEAK_FLOPS = {
 
 
 def partition(devices: Sequence[Device], counts: Sequence[int]) -> list[list[Device]]:
-  """The devices of every learner, in learner order; no device serves two learners.
+  """The devices of every learner, in learner order.
 
   `counts` are the learners' islands.devices. A learner with a count gets so many devices, in order
   (inside one slice where they fit). A learner with 0 gets a whole slice where devices have several
   distinct `slice_index`, else an even share of what the other counts leave. Spare devices stay
   unused.
 
+  On the CPU, all islands of one device share the first of their devices. Fake devices are the same
+  cores anyway, and a program compiled for one device runs on no other; so these islands compile
+  once. Islands of several devices keep their own: on shared devices their collectives would wait
+  for each other.
+
   Raises:
     ConfigError: there are too few devices or slices.
   """
-  asked = list(counts)
   slices: dict[Any, list[Device]] = {}
   for device in devices:
     slices.setdefault(getattr(device, "slice_index", None), []).append(device)
-  groups = [slices[index] for index in sorted(slices)]
+  free, wanted = [slices[index] for index in sorted(slices)], list(counts)
   if len(slices) <= 1:
-    shared = max(0, len(devices) - sum(counts)) // max(1, asked.count(0))
-    counts = [n or shared or 1 for n in counts]
-  whole = [m for m, n in enumerate(counts) if not n]  # learners with a slice
-  _require_enough(asked, "slices", len(whole), len(groups))
-  needed = sum(map(len, groups[: len(whole)])) + sum(counts)
-  _require_enough(asked, "devices", needed, len(devices))
-  given = {m: groups.pop(0) for m in whole}
-  given |= {m: _take(groups, n) for m, n in enumerate(counts) if n}
-  return [given[m] for m in range(len(counts))]
-
-
-def _require_enough(asked: list[int], what: str, needed: int, available: int) -> None:
-  require(
-    needed <= available,
-    "islands.devices",
-    asked if len(set(asked)) > 1 else asked[0],
-    f"{len(asked)} learners need {needed} {what}, but {available} are available (0 means a whole"
-    " slice, or an even share)",
-    f"lower islands.devices or islands.num_learners (at most {available} learners fit), or give the"
-    " process more devices",
-  )
-
-
-def shared_on_cpu(groups: Sequence[Sequence[Device]]) -> list[list[Device]]:
-  """On the CPU, all islands of one device share the first of their devices.
-
-  Fake devices are the same cores anyway, and a program compiled for one device runs on no other; so
-  these islands compile once. Islands of several devices keep their own: on shared devices their
-  collectives would wait for each other.
-  """
-  alone = [group[0] for group in groups if len(group) == 1 and group[0].platform == "cpu"]
-  return [[alone[0]] if group[0] in alone else list(group) for group in groups]
-
-
-def _take(groups: list[list[Device]], count: int) -> list[Device]:
-  """Removes `count` devices: from the first slice with enough, else across slices in order."""
-  source = next((group for group in groups if len(group) >= count), None)
-  if source is not None:
-    taken, source[:] = source[:count], source[count:]
-    return taken
-  taken = [device for group in groups for device in group][:count]
-  for group in groups:
-    group[:] = [device for device in group if device not in taken]
-  return taken
+    shared = (len(devices) - sum(counts)) // max(1, wanted.count(0))
+    wanted = [count or max(1, shared) for count in counts]
+  given: dict[int, list[Device]] = {}
+  for m, count in sorted(enumerate(wanted), key=lambda each: each[1] > 0):  # slices come first
+    if count:
+      every = [device for group in free for device in group]
+      given[m] = next((group for group in free if len(group) >= count), every)[:count]
+      free = [[device for device in group if device not in given[m]] for group in free]
+    else:
+      given[m] = free.pop(0) if free else []
+    rule = f"{len(counts)} learners need more than {len(devices)} devices in {len(slices)} slices"
+    fix = "lower it or islands.num_learners, or give the process more devices"
+    require(len(given[m]) >= max(1, count), "islands.devices", list(counts), rule, fix)
+  alone = [group[0] for _, group in sorted(given.items()) if len(group) == 1]
+  shared = alone[0] if alone and alone[0].platform == "cpu" else None
+  return [[shared] if shared and len(given[m]) == 1 else given[m] for m in range(len(counts))]
 
 
 def island_devices(island: IslandConfig, visible: Sequence[Device], learner: int) -> list[Device]:
@@ -131,15 +107,9 @@ def island_devices(island: IslandConfig, visible: Sequence[Device], learner: int
   for device in visible:
     hosts.setdefault(device.process_index, []).append(device)
   share = (island.devices or len(visible)) // len(hosts)
-  fewest = min(map(len, hosts.values()))
-  require(
-    share <= fewest,
-    "islands.devices",
-    island.devices,
-    f"learner {learner} sees {len(visible)} devices (islands.hosts = {island.hosts}, the least on"
-    f" one of them: {fewest})",
-    "lower it, or give the process more devices",
-  )
+  fewest, fix = min(map(len, hosts.values())), "lower it, or give the process more devices"
+  rule = f"learner {learner} sees {len(visible)} devices on {len(hosts)} hosts, {fewest} on one"
+  require(share <= fewest, "islands.devices", island.devices, rule, fix)
   return [device for host in sorted(hosts) for device in hosts[host][:share]]
 
 
@@ -155,11 +125,9 @@ def host_memory(device: Device) -> str | None:
 
 def lost_devices(error: BaseException | None) -> bool:
   """Whether an error comes from the runtime, such as of a failed slice, not from the program."""
-  while error is not None:
-    if isinstance(error, jax.errors.JaxRuntimeError):
-      return True
-    error = error.__cause__
-  return False
+  return error is not None and (
+    isinstance(error, jax.errors.JaxRuntimeError) or lost_devices(error.__cause__)
+  )
 
 
 def answering(devices: Sequence[Device]) -> list[Device] | None:
@@ -177,23 +145,14 @@ def answering(devices: Sequence[Device]) -> list[Device] | None:
   return found if len(found) == len(devices) else None
 
 
-def require_processes(devices: Sequence[Device], hosts: int) -> None:
-  """Checks that JAX joins as many processes as the island has hosts.
-
-  Raises:
-    ConfigError: JAX joins another number, so that some of the island's devices are out of reach.
-  """
-  processes = jax.process_count()
-  away = sum(device.process_index != jax.process_index() for device in devices)
-  require(
-    processes == hosts and not (away and hosts == 1),
-    "islands.hosts",
-    hosts,
-    f"JAX has joined {processes} processes here, and {away} of this island's {len(devices)} devices"
-    " belong to others. Of those it could not read its parameters, and would push garbage",
+def require_processes(hosts: int) -> None:
+  """Refuses to go on (ConfigError) if JAX joins more or fewer processes than an island's hosts."""
+  rule = f"JAX has joined {jax.process_count()} processes, whose devices this one could not read"
+  fix = (
     "set islands.hosts to the island's processes and let --engine=processes, or `ddiloco learner"
-    " --hosts=... --host=...`, join them; do not call jax.distributed.initialize",
+    " --hosts=... --host=...`, join them; do not call jax.distributed.initialize"
   )
+  require(jax.process_count() == hosts, "islands.hosts", hosts, rule, fix)
 
 
 def make_mesh(devices: Sequence[Device], island: IslandConfig) -> Mesh:
@@ -236,23 +195,6 @@ def param_sharding(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh)
   return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def refuse_misfit(batch: Batch, inputs: Batch, taker: str) -> None:
-  """Refuses a batch whose arrays, shapes or dtypes differ from those of `inputs`.
-
-  Raises:
-    ValueError: says what the batch has, and what `taker` takes.
-  """
-  found, taken = ([_kind(leaf) for leaf in jax.tree.leaves(each)] for each in (batch, inputs))
-  if found != taken or jax.tree.structure(batch) != jax.tree.structure(inputs):
-    has, takes = (jax.tree.map(lambda x: "{} {}".format(*_kind(x)), t) for t in (batch, inputs))
-    fix = "give every batch the arrays of the model's inputs()"
-    raise ValueError(f"the batch has {has}, {taker} takes {takes}. Fix: {fix}.")
-
-
-def _kind(leaf: Any) -> tuple[str, tuple[int, ...]]:
-  return str(getattr(leaf, "dtype", type(leaf).__name__)), np.shape(leaf)
-
-
 def make_execution(mesh: Mesh, island: IslandConfig, compute_dtype: str) -> Execution:
   """How this island's devices compute a model.
 
@@ -265,14 +207,10 @@ def make_execution(mesh: Mesh, island: IslandConfig, compute_dtype: str) -> Exec
   platform = mesh.devices.flat[0].platform
   own = {"tpu": "splash", "gpu": "cudnn" if compute_dtype == "bfloat16" else "einsum"}
   best = own.get(platform, "einsum")
-  require(
-    island.attention in ("auto", "einsum", best),
-    "islands.attention",
-    island.attention,
-    f"must be einsum or {best} for devices of platform {platform!r} that compute in"
-    f" {compute_dtype}",
-    f"use 'auto', which is {best} here",
-  )
+  good = island.attention in ("auto", "einsum", best)
+  rule = f"must be einsum or {best} for platform {platform!r} and a model in {compute_dtype}"
+  fix = f"use 'auto', which is {best} here"
+  require(good, "islands.attention", island.attention, rule, fix)
   return Execution(
     layout=functools.partial(param_sharding, mesh=mesh) if mesh.size > 1 else None,
     attention=best if island.attention == "auto" else island.attention,
@@ -283,12 +221,6 @@ def make_execution(mesh: Mesh, island: IslandConfig, compute_dtype: str) -> Exec
 
 # --- Compiled programs outlive the process: a restarted role finds them in a folder
 
-# Quickly compiled programs are kept too: a role has a hundred small programs.
-_KEEP_ALL = {
-  "jax_persistent_cache_min_compile_time_secs": 0.0,
-  "jax_persistent_cache_min_entry_size_bytes": -1,
-}
-
 
 @contextlib.contextmanager
 def kept_in(folder: str | os.PathLike[str]) -> Iterator[None]:
@@ -297,8 +229,12 @@ def kept_in(folder: str | os.PathLike[str]) -> Iterator[None]:
   Several processes may share the folder. A program whose entry a kill has torn is compiled again. A
   user's own folder (JAX_COMPILATION_CACHE_DIR), which many runs may share, takes precedence.
   """
-  chosen = jax.config.jax_compilation_cache_dir or os.fspath(folder)
-  settings = {"jax_compilation_cache_dir": chosen, **_KEEP_ALL}
+  settings = {
+    "jax_compilation_cache_dir": jax.config.jax_compilation_cache_dir or os.fspath(folder),
+    # Quickly compiled programs are kept too: a role has a hundred small programs.
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+  }
   before = {name: getattr(jax.config, name) for name in settings}
   _use(settings)
   try:

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ddiloco import custom
-from ddiloco.checks import refusal, require
+from ddiloco.checks import require
 from ddiloco.config import Config, IslandConfig, ModelConfig
 from ddiloco.models.model import Batch
-from ddiloco.training.data import Source, check_token_ids, own_copy
+from ddiloco.training.data import Source, check_token_ids
 from ddiloco.training.devices import make_mesh, param_sharding
 from ddiloco.training.tokens import Tokenizer
 
@@ -87,23 +87,19 @@ def read_heldout(config: Config, source: Source, batch_size: int) -> list[Batch]
   Raises:
     ConfigError: says what fails; else every evaluation of the run would.
   """
-  if not config.data.custom:
+  data = config.data
+  if not data.custom:
     return list(source.heldout_batches(batch_size))
+  model = custom.load_model(config.model)
 
-  def read() -> list[Batch]:
-    return [*map(own_copy, source.heldout_batches(batch_size))]
+  def read() -> list[Batch]:  # the source may fill its arrays again
+    return [jax.tree.map(np.array, batch) for batch in source.heldout_batches(batch_size)]
 
-  batches = custom.called(config.data, "heldout_batches()", read)
-  model, rule = custom.load_model(config.model), "heldout_batches() gives none"
-  try:
-    if batches:
-      jax.eval_shape(model.evaluate, model.shapes(), batches[0])
-      return batches
-  except Exception as error:  # of the user's model and data
-    said = f"{type(error).__name__}: {error}"
-    rule = f"the model's evaluate() fails with what heldout_batches() gives ({said})"
-  fix = "give arrays as those of model.inputs(), or set run.evaluations = 0"
-  raise refusal("data.custom", config.data.custom, rule, fix)
+  batches = custom.called(data, "heldout_batches()", read)
+  for batch in batches[:1]:
+    taken = functools.partial(jax.eval_shape, model.evaluate, model.shapes(), batch)
+    custom.called(data, "the model's evaluate() of what heldout_batches() gives", taken)
+  return batches
 
 
 # --- Text from a trained model: sampling in one compiled loop over a buffer of fixed length
@@ -119,7 +115,7 @@ def generate(
   seed: int = 0,
   context_length: int = 128,
 ) -> str:
-  """Continues `prompt` by `num_tokens` tokens; returns the continuation only.
+  """Continues `prompt` by `num_tokens` tokens of a model that makes text; without the prompt.
 
   The model always looks at the last `context_length` tokens (give the T it was trained with). Of a
   longer prompt the tail is used; an empty prompt is replaced by the tokenizer's end token.
@@ -128,11 +124,9 @@ def generate(
   (model, num_tokens, context_length), whatever the prompt, temperature and seed.
 
   Raises:
-    ConfigError: the model makes no text, num_tokens or temperature is negative, the seed takes more
-      than 32 bits, the context is empty, or the prompt is no text or has tokens outside the model's
-      vocabulary.
+    ConfigError: num_tokens or temperature is negative, the seed takes more than 32 bits, the
+      context is empty, or the prompt is no text or has tokens outside the model's vocabulary.
   """
-  refuse_without_text(model)
   not_negative, fix = "must not be negative", "use 0 or more"
   require(num_tokens >= 0, "num_tokens", num_tokens, not_negative, fix)
   require(temperature >= 0, "temperature", temperature, not_negative, fix)
@@ -140,16 +134,9 @@ def generate(
   require(0 <= seed < 1 << 32, "seed", seed, "must lie between 0 and 2**32 - 1", "use 0")
   known = prompt.encode("utf-8", "replace").decode("utf-8")
   require(prompt == known, "prompt", prompt, "has bytes that are no UTF-8", f"use {known!r}")
-  if not num_tokens:
-    return ""
-  ids = tokenizer.encode(prompt).astype(np.int32)
-  if not len(ids):
-    ids = np.array([tokenizer.end_token], np.int32)
-  ids = ids[-context_length:]
-  highest, size = int(ids.max()), model.vocab_size
-  rule = f"must exceed every token of the prompt, and there is a {highest}"
-  fix = "use the tokenizer that this model was trained with"
-  require(highest < size, "model.vocab_size", size, rule, fix)
+  whole = [*tokenizer.encode(prompt)] or [tokenizer.end_token]
+  ids = np.array(whole[-context_length:], np.int32)
+  check_token_ids(ids, model.vocab_size, "the prompt")
   buffer = np.zeros(context_length + num_tokens, np.int32)
   buffer[: len(ids)] = ids
   lengths, key = (len(ids), tokenizer.vocab_size), jax.random.key(seed)

@@ -7,27 +7,27 @@ for an answer; hosts wait for each other only inside the program. So all hosts c
 the same step boundary, and a learner on the leader need not know that there are several hosts.
 
 Values leave and enter a device on the device's own host. The leader collects the parts of a copy,
-and hands out the parts of a staged value, on another connection and beside the steps.
+and hands out the parts of a staged value, on another connection and beside the steps. Connections
+are `network.host_links.HostLinks`; each call on one blocks until it is complete.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from concurrent.futures import Future
+from typing import Any, Literal
 
 import jax
 import msgspec
 import numpy as np
-from jax.sharding import NamedSharding
 
 from ddiloco.core.fragments import Plan
 from ddiloco.models.model import Batch
-from ddiloco.training.island import Island, split_rows
+from ddiloco.training.island import Island, own_shards, split_rows
 
 # --- The leader's messages to the other hosts
 
@@ -42,106 +42,50 @@ class HostOrder(msgspec.Struct, frozen=True):
   """A call that all hosts make.
 
   Attributes:
-    call: one of `ORDERS`: the name of a method of `Island`, or an order to `follow` itself.
-    arguments: of the types that `ORDERS` says, with handles for values.
+    call: the name of a method of `Island`, or of the last three an order to `follow` itself: the
+      batches of the next steps are those from a position on; some values are no longer needed; the
+      island's work is over.
+    arguments: of the call. A step's batch is not among them, since each host reads it itself. The
+      arrays that are restored are in the order of `Island.layout`.
     result: the number of the value that the call returns; None: it is not kept.
   """
 
-  call: str
-  arguments: tuple[Any, ...] = ()
+  call: Literal[
+    *("reset", "restore", "step", "finish", "capture", "copy_out", "apply", "count", "set_count"),
+    *("open", "drop", "end"),
+  ]
+  arguments: tuple[Handle | bool | int | float, ...] = ()
   result: int | None = None
 
 
-# Call -> the types of its arguments.
-ORDERS: dict[str, Any] = {
-  "reset": tuple[()],
-  "restore": tuple[dict[str, Handle]],
-  "step": tuple[int, float],  # after the batch, which each host reads itself
-  "finish": tuple[()],
-  "capture": tuple[()],
-  "copy_out": tuple[int, bool],
-  "apply": tuple[int, Handle, float, bool],
-  "count": tuple[()],
-  "set_count": tuple[int],
-  # To `follow` itself:
-  "open": tuple[int],  # the batches of the next steps are those from this position on
-  "drop": tuple[list[int]],  # these values are no longer needed
-  "end": tuple[()],  # the island's work is over
-}
-
-
-def read_order(message: bytes) -> HostOrder:
-  """The order in a message.
-
-  Raises:
-    msgspec.ValidationError: there is no such order, or its arguments are others.
-  """
-  order = _ORDER.decode(message)
-  if order.call not in ORDERS:
-    raise msgspec.ValidationError(
-      f"there is no order {order.call!r}. Fix: run the same version of ddiloco on all hosts."
-    )
-  arguments = msgspec.convert(order.arguments, ORDERS[order.call])
-  return msgspec.structs.replace(order, arguments=arguments)
-
-
 class Take(msgspec.Struct, frozen=True, tag=True):
-  """Send me your parts of a value; with a name, of one array of a captured state, and drop it."""
+  """Say which parts of a value you send, and send them; with a name, those of one array of a
+  captured state, and drop it."""
 
   value: int
   name: str = ""
 
 
 class Put(msgspec.Struct, frozen=True, tag=True):
-  """Your parts of a value follow; say when they are on your devices.
+  """Say which parts of a value you hold; they follow. Say when they are on your devices.
 
   The value is a fragment's pieces, of the parameters or of the moments, or with a name one array of
   the state.
   """
 
   value: int
-  fragment: int
+  fragment: int = 0
   moments: bool = False
   name: str = ""
 
 
 _ORDER, _MOVE = msgspec.msgpack.Decoder(HostOrder), msgspec.msgpack.Decoder(Take | Put)
-DONE = b"done"
 
 
-class HostConnection(Protocol):
-  """A connection to another host; every call blocks until it is complete."""
-
-  def send(self, message: bytes) -> None: ...
-  def receive(self) -> bytes: ...
-
-  def write(self, data: memoryview) -> None:
-    """Sends bytes that follow a message."""
-
-  def fill(self, view: memoryview) -> None:
-    """Reads the bytes that follow a message into `view`."""
-
-
-class HostConnections(Protocol):
-  """The two connections to one other host."""
-
-  @property
-  def orders(self) -> HostConnection: ...
-  @property
-  def values(self) -> HostConnection: ...
-
-
-class OwnProgress(Protocol):
-  """What this host reports of itself."""
-
-  done: int  # orders given, or carried out
-  moved_bytes: int
-  doing: str
-
-
-# --- Which host has what: the parts of an array over all hosts' devices
+# --- The parts of an array over all hosts' devices: before they move, the other host says which
 
 Part = tuple[tuple[int, int], ...]  # (start, stop) along every axis
+_PARTS = msgspec.msgpack.Decoder(list[list[Part]])
 
 
 def _part(index: tuple[slice, ...], shape: Sequence[int]) -> Part:
@@ -152,43 +96,10 @@ def _slices(part: Part) -> tuple[slice, ...]:
   return tuple(slice(*each) for each in part)
 
 
-@functools.cache
-def parts_held(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[int, tuple[Part, ...]]:
-  """Host -> the distinct parts that its devices have, in the same order everywhere."""
-  found: dict[int, dict[Part, None]] = {}
-  for device, index in sharding.devices_indices_map(shape).items():
-    found.setdefault(device.process_index, {})[_part(index, shape)] = None
-  return {host: tuple(sorted(parts)) for host, parts in found.items()}
-
-
-@functools.cache
-def parts_sent(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[int, tuple[Part, ...]]:
-  """Host -> the parts that no earlier host has: together the whole array, once."""
-  held, seen = parts_held(sharding, shape), set[Part]()
-  sent = {}
-  for host in sorted(held):
-    sent[host] = tuple(part for part in held[host] if part not in seen)
-    seen.update(held[host])
-  return sent
-
-
-def _own(array: jax.Array, host: int) -> Iterator[tuple[Part, np.ndarray]]:
-  """The parts of an array that this host sends (`parts_sent`), in the host's memory."""
-  here = {_part(shard.index, array.shape): shard for shard in array.addressable_shards}
-  for part in parts_sent(array.sharding, array.shape)[host]:
-    yield part, np.asarray(here[part].data)
-
-
-def _bytes(array: np.ndarray) -> memoryview:
-  # Viewed as uint8, since bf16 arrays export no buffer.
-  return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-
-
-def _receive(link: HostConnection, part: Part, dtype: Any, progress: OwnProgress) -> np.ndarray:
-  array = np.empty([stop - start for start, stop in part], dtype)
-  link.fill(_bytes(array))
-  progress.moved_bytes += array.nbytes
-  return array
+def _held(leaf: jax.ShapeDtypeStruct) -> list[Part]:
+  """The distinct parts that this host's devices have."""
+  indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
+  return sorted({_part(index, leaf.shape) for index in indices})
 
 
 def _place(leaf: jax.ShapeDtypeStruct, parts: Mapping[Part, np.ndarray]) -> jax.Array:
@@ -198,16 +109,29 @@ def _place(leaf: jax.ShapeDtypeStruct, parts: Mapping[Part, np.ndarray]) -> jax.
   )
 
 
+def _bytes(array: np.ndarray) -> memoryview:
+  # Viewed as uint8, since bf16 arrays export no buffer.
+  return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+
+
+def _write(link: Any, arrays: Iterable[np.ndarray], progress: Any) -> None:
+  for array in arrays:
+    link.write(_bytes(array))
+    progress.moved_bytes += array.nbytes
+
+
+def _read(link: Any, part: Part, dtype: Any, progress: Any) -> np.ndarray:
+  array = np.empty([stop - start for start, stop in part], dtype)
+  link.fill(_bytes(array))
+  progress.moved_bytes += array.nbytes
+  return array
+
+
 def _leaves(island: Island, put: Put) -> list[jax.ShapeDtypeStruct]:
   """The arrays of a value that is put."""
   if put.name:
     return [island.layout.leaves[put.name]]
   return island.piece_leaves(put.fragment, put.moments)
-
-
-def _each(kind: type, change: Callable[[Any], Any], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-  """The arguments of a call, all of this kind changed."""
-  return jax.tree.map(lambda each: change(each) if isinstance(each, kind) else each, arguments)
 
 
 # --- The host that leads
@@ -230,15 +154,16 @@ class CapturedArray:
   Then it is gone there, with the copy that JAX keeps on the host of an array that was read.
   """
 
-  def __init__(
-    self, value: SharedValue, name: str, collect: Callable[[SharedValue, str], np.ndarray]
-  ):
+  def __init__(self, leader: LeadingIsland, value: SharedValue, name: str):
     array = value.arrays[name]
     self.shape, self.dtype, self.nbytes = array.shape, array.dtype, array.nbytes
-    self._value, self._name, self._collect = value, name, collect
+    self._leader, self._value, self._name = leader, value, name
 
   def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-    return self._collect(self._value, self._name).astype(dtype or self.dtype, copy=False)
+    whole = np.empty(self.shape, self.dtype)
+    array = self._value.arrays.pop(self._name)
+    self._leader.collect(self._value.number, [array], [whole], self._name)
+    return whole.astype(dtype or self.dtype, copy=False)
 
 
 class LeadingIsland:
@@ -248,15 +173,15 @@ class LeadingIsland:
     island: over the devices of all hosts.
     plan: how the model is partitioned.
     links: host -> connections to it, for all other hosts.
-    progress: of this host; `done` counts the orders.
+    progress: of this host (`network.host_links.HostProgress`); `done` counts the orders.
   """
 
-  def __init__(
-    self, island: Island, plan: Plan, links: Mapping[int, HostConnections], progress: OwnProgress
-  ):
+  def __init__(self, island: Island, plan: Plan, links: Mapping[int, Any], progress: Any):
     self.island, self._plan, self._progress = island, plan, progress
-    self._orders = [each.orders for each in links.values()]
-    self._values = {host: each.values for host, each in sorted(links.items())}
+    self.compile = island.compile  # every other host compiles for itself before it follows
+    self.num_moments = island.num_moments
+    self._order_links = [link.orders for link in links.values()]
+    self._value_links = [link.values for link in links.values()]
     self._numbers = itertools.count()
     self._dropped: list[int] = []
     self._moving = threading.Lock()  # one value at a time uses the connections
@@ -264,11 +189,7 @@ class LeadingIsland:
 
   def describe(self) -> dict[str, Any]:
     """As of `Island`, with the number of hosts."""
-    return {**self.island.describe(), "hosts": 1 + len(self._orders)}
-
-  def compile(self) -> float:
-    """Compiles on this host; every other host compiles for itself before it follows."""
-    return self.island.compile()
+    return {**self.island.describe(), "hosts": 1 + len(self._order_links)}
 
   def batches(self, read: Callable[[int], Iterator[Batch]], position: int) -> Iterator[Batch]:
     """`read(position)`, and the other hosts read theirs."""
@@ -289,16 +210,13 @@ class LeadingIsland:
     if not self.island.layout.fits(name, value):
       return value
     self._drop()  # of a damaged snapshot the other hosts may have all arrays but the last
-    return self._put(Put(next(self._numbers), 0, name=name), [value])
+    return self._put(Put(next(self._numbers), name=name), [value])
 
-  def restore(self, arrays: Mapping[str, SharedValue | np.ndarray]) -> None:
+  def restore(self, arrays: Mapping[str, Any]) -> None:
     """As of `Island`, of what `place` has made of each array."""
     self.island.layout.check({n: getattr(array, "arrays", array) for n, array in arrays.items()})
-    ready = {
-      name: array if isinstance(array, SharedValue) else self.place(name, array)
-      for name, array in arrays.items()
-    }
-    self._call("restore", ready)
+    self._order("restore", *(arrays[name] for name in self.island.layout.leaves))
+    self.island.restore({name: value.arrays for name, value in arrays.items()})
 
   def step(
     self, batch: Batch, schedule_step: int, rate_scale: float = 1.0
@@ -313,7 +231,7 @@ class LeadingIsland:
     """As of `Island`. The thread that writes the state collects it array by array, between other
     values. So the state is never whole on this host, and no push waits for all of it."""
     value = self._shared("capture")
-    return {name: CapturedArray(value, name, self._collect_one) for name in value.arrays}
+    return {name: CapturedArray(self, value, name) for name in value.arrays}
 
   def copy_out(self, fragment: int, moments: bool = False) -> SharedValue:
     return self._shared("copy_out", fragment, moments)
@@ -321,58 +239,53 @@ class LeadingIsland:
   def apply(self, fragment: int, staged: SharedValue, keep: float, moments: bool = False) -> None:
     self._call("apply", fragment, staged, keep, moments)
 
-  @property
-  def num_moments(self) -> int:
-    return self.island.num_moments
-
-  def count(self) -> jax.Array | np.int32:
+  def count(self) -> jax.Array:
     return self._call("count")
 
   def set_count(self, count: int) -> None:
     self._call("set_count", count)
 
-  def _call(self, call: str, *arguments: Any, result: int | None = None) -> Any:
+  def _call(self, call: Any, *arguments: Any, result: int | None = None) -> Any:
     """Makes this call of `Island` on all hosts."""
     self._order(call, *arguments, result=result)
-    return getattr(self.island, call)(*_each(SharedValue, lambda v: v.arrays, arguments))
+    mine = (each.arrays if isinstance(each, SharedValue) else each for each in arguments)
+    return getattr(self.island, call)(*mine)
 
-  def _shared(self, call: str, *arguments: Any) -> SharedValue:
+  def _shared(self, call: Any, *arguments: Any) -> SharedValue:
     """What this call of `Island` returns, on all hosts."""
     number = next(self._numbers)
-    return self._value(number, self._call(call, *arguments, result=number))
+    mine = self._call(call, *arguments, result=number)
+    return SharedValue(number, mine, self._dropped.append)
 
-  def _order(self, call: str, *arguments: Any, result: int | None = None) -> None:
+  def _order(self, call: Any, *arguments: Any, result: int | None = None) -> None:
     self._drop()
-    named = _each(SharedValue, lambda value: Handle(value.number), arguments)
-    self._send(HostOrder(call, named, result))
+    named = (Handle(each.number) if isinstance(each, SharedValue) else each for each in arguments)
+    self._send(HostOrder(call, tuple(named), result))
 
   def _drop(self) -> None:
     if dropped := list(self._dropped):
       del self._dropped[: len(dropped)]  # other threads may append meanwhile
-      self._send(HostOrder("drop", (dropped,)))
+      self._send(HostOrder("drop", tuple(map(Handle, dropped))))
 
   def _send(self, order: HostOrder) -> None:
     message = msgspec.msgpack.encode(order)
-    for link in self._orders:
+    for link in self._order_links:
       link.send(message)
     self._progress.doing = _words(order)
     self._progress.done += 1
-
-  def _value(self, number: int, arrays: Any) -> SharedValue:
-    return SharedValue(number, arrays, self._dropped.append)
 
   # --- background thread --------------------------------------------------------------------------
 
   def to_host(self, copied: SharedValue, fragment: int) -> np.ndarray:
     """As of `Island`; every host sends its parts."""
-    part = self._plan.fragments[fragment]
-    flat = np.empty(len(copied.arrays) // len(part.pieces) * part.size, np.float32)
-    self._collect(copied.number, copied.arrays, split_rows(part, flat))
+    flat = np.empty(sum(array.size for array in copied.arrays), np.float32)
+    views = split_rows(self._plan.fragments[fragment], flat)
+    self.collect(copied.number, copied.arrays, views)
     return flat
 
   def stage(self, fragment: int, flat: np.ndarray, moments: bool = False) -> SharedValue:
     """As of `Island`; every host gets what it is to have."""
-    views = self.island.views(fragment, flat, moments)
+    views = split_rows(self._plan.fragments[fragment], flat)
     return self._put(Put(next(self._numbers), fragment, moments), views)
 
   @contextlib.contextmanager
@@ -386,51 +299,40 @@ class LeadingIsland:
       yield
       self._torn = False
 
-  def _collect_one(self, captured: SharedValue, name: str) -> np.ndarray:
-    array = captured.arrays.pop(name)
-    whole = np.empty(array.shape, array.dtype)
-    self._collect(captured.number, [array], [whole], name)
-    return whole
-
-  def _collect(
+  def collect(
     self, number: int, arrays: Sequence[jax.Array], views: Sequence[np.ndarray], name: str = ""
   ) -> None:
     """Writes the arrays of a value into `views`: own parts, and the parts that other hosts send."""
-    sent = [parts_sent(array.sharding, array.shape) for array in arrays]
-    # A host without a part is not asked: it might read the `Take` only after the value is dropped.
-    asked = {h: link for h, link in self._values.items() if any(parts[h] for parts in sent)}
+    links, message = self._value_links, msgspec.msgpack.encode(Take(number, name))
     with self._alone():
-      for link in asked.values():
-        link.send(msgspec.msgpack.encode(Take(number, name)))
+      for link in links:
+        link.send(message)
       for array, view in zip(arrays, views, strict=True):
-        for part, data in _own(array, jax.process_index()):
-          view[_slices(part)] = data
-      for host, link in asked.items():
-        for array, view, parts in zip(arrays, views, sent):
-          for part in parts[host]:
-            view[_slices(part)] = _receive(link, part, array.dtype, self._progress)
+        for shard in own_shards(array):
+          view[shard.index] = shard.data
+      for link in links:
+        for view, parts in zip(views, _PARTS.decode(link.receive()), strict=True):
+          for part in parts:
+            view[_slices(part)] = _read(link, part, view.dtype, self._progress)
 
   def _put(self, put: Put, arrays: Sequence[np.ndarray]) -> SharedValue:
     """Brings arrays onto the devices of all hosts; they are there when this returns."""
-    leaves, message = _leaves(self.island, put), msgspec.msgpack.encode(put)
-    held = [parts_held(leaf.sharding, leaf.shape) for leaf in leaves]
+    links, message = self._value_links, msgspec.msgpack.encode(put)
     with self._alone():
-      for host, link in self._values.items():
+      for link in links:
         link.send(message)
-        for array, parts in zip(arrays, held, strict=True):
-          for part in parts[host]:
-            data = _bytes(array[_slices(part)])
-            link.write(data)
-            self._progress.moved_bytes += data.nbytes
+      for link in links:
+        for array, parts in zip(arrays, _PARTS.decode(link.receive()), strict=True):
+          _write(link, (array[_slices(part)] for part in parts), self._progress)
       mine = [
         # A private copy: a CPU device may use host memory as it is.
-        _place(leaf, {p: np.array(a[_slices(p)]) for p in parts[jax.process_index()]})
-        for a, leaf, parts in zip(arrays, leaves, held)
+        _place(leaf, {part: np.array(array[_slices(part)]) for part in _held(leaf)})
+        for array, leaf in zip(arrays, _leaves(self.island, put), strict=True)
       ]
       jax.block_until_ready(mine)
-      for link in self._values.values():
+      for link in links:
         link.receive()  # it has them
-    return self._value(put.value, mine[0] if put.name else mine)
+    return SharedValue(put.value, mine[0] if put.name else mine, self._dropped.append)
 
 
 # --- The hosts that follow
@@ -440,34 +342,27 @@ class _Shelf:
   """Values by number, shared by the thread that carries out orders and `_move_values`."""
 
   def __init__(self) -> None:
-    self._values: dict[int, Any] = {}
-    self._changed = threading.Condition()
+    self._values: dict[int, Future[Any]] = {}
 
   def put(self, number: int, value: Any) -> None:
-    with self._changed:
-      self._values[number] = value
-      self._changed.notify_all()
+    self._values.setdefault(number, Future()).set_result(value)
 
   def get(self, number: int) -> Any:
     """Waits until the value is there: the order that makes it may be under way."""
-    with self._changed:
-      self._changed.wait_for(lambda: number in self._values)
-      return self._values[number]
+    return self._values.setdefault(number, Future()).result()
 
-  def drop(self, numbers: Iterable[int]) -> None:
-    with self._changed:
-      for number in numbers:
-        self._values.pop(number, None)
+  def drop(self, number: int) -> None:
+    self._values.pop(number, None)
 
 
 def follow(
   island: Island,
-  links: HostConnections,
+  links: Any,
   read: Callable[[int], Iterator[Batch]],
-  progress: OwnProgress,
+  progress: Any,
   failed: Callable[[Exception], None],
 ) -> None:
-  """Carries out the leader's orders until the order `End`.
+  """Carries out the leader's orders until the order `end`.
 
   Args:
     island: over the devices of all hosts, compiled.
@@ -482,42 +377,36 @@ def follow(
     OSError: the leader is gone.
   """
   shelf, over = _Shelf(), threading.Event()
-
-  def broken(error: Exception) -> None:
-    if not over.is_set():
-      failed(error)
-
-  moved = island, links.values, shelf, progress, broken
+  moved = island, links.values, shelf, progress, lambda error: over.is_set() or failed(error)
   threading.Thread(target=_move_values, args=moved, name="values", daemon=True).start()
-  batches: Iterator[Batch] = iter(())
-  while True:
-    order = read_order(links.orders.receive())
+  batches: Any = None
+  while not over.is_set():
+    order = _ORDER.decode(links.orders.receive())
     progress.doing = _words(order)
-    match order:
-      case HostOrder("step", arguments):
+    match order.call, order.arguments:
+      case "step", arguments:
         progress.doing = "waits for its next batch"
         batch = next(batches)
         progress.doing = _words(order)
         island.step(batch, *arguments)
-      case HostOrder("open", (position,)):
-        getattr(batches, "close", lambda: None)()  # ends the reading ahead
+      case "restore", handles:
+        values = (shelf.get(handle.number) for handle in handles)
+        island.restore(dict(zip(island.layout.leaves, values, strict=True)))
+      case "open", (position,):
+        if batches is not None:
+          batches.close()  # ends the reading ahead
         batches = read(position)
-      case HostOrder("drop", (numbers,)):
-        shelf.drop(numbers)
-      case HostOrder("end"):
+      case "drop", handles:
+        for handle in handles:
+          shelf.drop(handle.number)
+      case "end", ():
         over.set()
-        progress.done += 1
-        return
-      case _:
-        _carry_out(island, order, shelf)
+      case call, arguments:
+        mine = (shelf.get(a.number) if isinstance(a, Handle) else a for a in arguments)
+        result = getattr(island, call)(*mine)
+        if order.result is not None:
+          shelf.put(order.result, result)
     progress.done += 1
-
-
-def _carry_out(island: Island, order: HostOrder, shelf: _Shelf) -> None:
-  arguments = _each(Handle, lambda handle: shelf.get(handle.number), order.arguments)
-  result = getattr(island, order.call)(*arguments)
-  if order.result is not None:
-    shelf.put(order.result, result)
 
 
 def _words(order: HostOrder) -> str:
@@ -527,31 +416,29 @@ def _words(order: HostOrder) -> str:
 
 
 def _move_values(
-  island: Island,
-  link: HostConnection,
-  shelf: _Shelf,
-  progress: OwnProgress,
-  failed: Callable[[Exception], None],
+  island: Island, link: Any, shelf: _Shelf, progress: Any, failed: Callable[[Exception], Any]
 ) -> None:
   """Answers the leader's `Take` and `Put`, until it cannot any more."""
-  host = jax.process_index()
   try:
     while True:
       match _MOVE.decode(link.receive()):
         case Take(number, name):
           value = shelf.get(number)
-          for array in [value.pop(name)] if name else jax.tree.leaves(value):
-            for _, data in _own(array, host):
-              link.write(_bytes(data))
-              progress.moved_bytes += data.nbytes
+          arrays = [value.pop(name)] if name else jax.tree.leaves(value)
+          shards = [own_shards(array) for array in arrays]
+          parts = [[_part(s.index, a.shape) for s in own] for a, own in zip(arrays, shards)]
+          link.send(msgspec.msgpack.encode(parts))
+          _write(link, (np.asarray(s.data) for own in shards for s in own), progress)
         case Put() as put:
-          arrays = []
-          for leaf in _leaves(island, put):
-            held = parts_held(leaf.sharding, leaf.shape)[host]
-            parts = {part: _receive(link, part, leaf.dtype, progress) for part in held}
-            arrays.append(_place(leaf, parts))
+          leaves = _leaves(island, put)
+          held = [_held(leaf) for leaf in leaves]
+          link.send(msgspec.msgpack.encode(held))
+          arrays = [
+            _place(leaf, {part: _read(link, part, leaf.dtype, progress) for part in parts})
+            for leaf, parts in zip(leaves, held)
+          ]
           jax.block_until_ready(arrays)
           shelf.put(put.value, arrays[0] if put.name else arrays)
-          link.send(DONE)
+          link.send(b"done")
   except Exception as error:  # the leader is gone, or a device has no memory
     failed(error)

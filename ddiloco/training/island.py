@@ -13,7 +13,7 @@ import itertools
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,12 +25,7 @@ from ddiloco import custom
 from ddiloco.config import Config
 from ddiloco.core.fragments import Fragment, Piece, Plan, split_flat
 from ddiloco.models.model import Batch
-from ddiloco.training.devices import (
-  PEAK_FLOPS,
-  make_mesh,
-  refuse_misfit,
-  require_processes,
-)
+from ddiloco.training.devices import PEAK_FLOPS, make_mesh, require_processes
 from ddiloco.training.step import METRICS, PARAMS, IslandStep, learning_rate
 
 # --- Two compiled programs that move a piece between its leaf and an array of its own
@@ -61,7 +56,6 @@ class PieceKind:
   @classmethod
   def of(cls, piece: Piece, leaf: jax.ShapeDtypeStruct) -> PieceKind:
     """The kind of a piece of this leaf; `leaf` has a sharding."""
-    assert isinstance(leaf.sharding, NamedSharding)
     layered, start = piece.layer is not None, piece.start
     spec, shape = list(leaf.sharding.spec)[layered:], leaf.shape[layered:]
     if piece.shape[:1] != shape[:1]:
@@ -80,22 +74,13 @@ def piece_kinds(fragment: Fragment, leaves: Mapping[str, jax.ShapeDtypeStruct]) 
   return [PieceKind.of(piece, leaves[piece.name]) for piece in fragment.pieces]
 
 
-@dataclasses.dataclass(frozen=True)
-class PiecePrograms:
-  """`copy_out(leaf, at) -> piece` copies; `apply(leaf, staged, keep, at) -> leaf` is in place.
-
-  `at` is i32 [2]: the piece's layer and first row.
-  """
-
-  copy_out: Callable[[jax.Array, np.ndarray], jax.Array]
-  apply: Callable[[jax.Array, jax.Array, np.float32, np.ndarray], jax.Array]
-  waits: bool  # the caller must block after dispatch
-
-
 def lower_piece(
   kind: PieceKind, replicated: NamedSharding
 ) -> tuple[jax.stages.Lowered, jax.stages.Lowered]:
-  """Lowers `PiecePrograms.copy_out` and `apply`; `replicated` is the layout of scalars."""
+  """Lowers `copy_out(leaf, at) -> piece`, and `apply(leaf, staged, keep, at) -> leaf`, in place.
+
+  `at` is i32 [2]: the piece's layer and first row. `replicated` is the layout of scalars.
+  """
   shape = kind.leaf.shape
   size = (1, *kind.piece.shape) if kind.layered else kind.piece.shape
 
@@ -144,21 +129,15 @@ class IslandPrograms:
     counts: count -> the part of a state that counts updates.
     latest: that part -> its greatest count.
     kinds: by fragment, the kind of each piece.
-    pieces: by kind, the programs that copy a piece out and write it back.
+    pieces: by kind, the programs of `lower_piece`, and whether the caller must wait for each.
     moves: by fragment, for each piece: its leaf's name, its programs, and its place in the leaf.
   """
 
-  step: Any = None
-  fresh: Any = None
-  copy: Any = None
-  capture: Any = None
-  counts: Any = None
-  latest: Any = None
+  step: Any = None  # last of all: then the others are there
 
   def __init__(self, parts: IslandStep, plan: Plan):
     self.kinds = [piece_kinds(fragment, parts.leaves) for fragment in plan.fragments]
-    self.pieces: dict[PieceKind, PiecePrograms] = {}
-    self.moves: list[list[tuple[str, PiecePrograms, jax.Array]]] = []
+    self.pieces: dict[PieceKind, tuple[jax.stages.Compiled, jax.stages.Compiled, bool]] = {}
     self._parts, self._plan = parts, plan
     self._compiling = threading.Lock()
 
@@ -175,75 +154,46 @@ class IslandPrograms:
     return time.perf_counter() - start
 
   def _compile_state(self) -> None:
-    layout, replicated = self._parts.layout, self._parts.replicated
+    parts, layout = self._parts, self._parts.layout
 
     def fresh() -> dict[str, jax.Array]:
-      leaves = self._parts.leaves.items()
+      leaves = parts.leaves.items()
       params = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in leaves}
-      return layout.flat(params, self._parts.transform.init(params))
+      return layout.flat(params, parts.transform.init(params))
 
     def counts(count: jax.Array) -> dict[str, jax.Array]:
       return {name: jnp.copy(count).astype(layout.leaves[name].dtype) for name in layout.counts}
 
     def latest(counts: dict[str, jax.Array]) -> jax.Array:
-      return jnp.max(jnp.stack([each.astype(jnp.int32) for each in counts.values()]))
+      each = (count.astype(jnp.int32) for count in counts.values())
+      return jnp.max(jnp.stack([jnp.int32(0), *each]))
 
-    count = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
+    count = jax.ShapeDtypeStruct((), jnp.int32, sharding=parts.replicated)
     self.fresh = jax.jit(fresh, out_shardings=layout.shardings).lower().compile()
-    self.copy = self.capture = self._parts.lower_copy().compile()
-    if self._parts.host_memory is not None:
-      self.capture = self._parts.lower_copy(self._parts.host_memory).compile()
-    self.counts = jax.jit(counts, out_shardings=replicated).lower(count).compile()
-    if kept := {name: layout.leaves[name] for name in layout.counts}:
-      self.latest = jax.jit(latest, out_shardings=replicated).lower(kept).compile()
+    self.copy = self.capture = parts.lower_copy().compile()
+    if parts.host_memory is not None:
+      self.capture = parts.lower_copy(parts.host_memory).compile()
+    self.counts = jax.jit(counts, out_shardings=parts.replicated).lower(count).compile()
+    kept = {name: layout.leaves[name] for name in layout.counts}
+    self.latest = jax.jit(latest, out_shardings=parts.replicated).lower(kept).compile()
 
   def _compile_pieces(self) -> None:
-    for kind in itertools.chain(*self.kinds):
-      if kind not in self.pieces:
-        self.pieces[kind] = self._compiled(kind)
-    self.moves = [  # all at once: compiling may fail, and be tried again
-      [
-        (piece.name, self.pieces[kind], self._place(piece))
-        for piece, kind in zip(each.pieces, kinds)
-      ]
-      for each, kinds in zip(self._plan.fragments, self.kinds)
-    ]
-
-  def _place(self, piece: Piece) -> jax.Array:
-    place = np.array([piece.layer or 0, piece.start], np.int32)
-    return jax.device_put(place, self._parts.replicated)
-
-  def _compiled(self, kind: PieceKind) -> PiecePrograms:
-    both = [lowered.compile() for lowered in lower_piece(kind, self._parts.replicated)]
-    # On the CPU, islands share a thread pool in which their collectives could wait for each other
-    # (see `Island`), so the caller blocks after a program with a collective. Only pieces of rows of
-    # a tensor-cut embedding have one.
-    found = any(_COLLECTIVE.search(program.as_text() or "") for program in both)
-    return PiecePrograms(*both, waits=self._parts.on_cpu and found)
+    self.moves = []
+    for fragment, kinds in zip(self._plan.fragments, self.kinds):
+      moves = []
+      for piece, kind in zip(fragment.pieces, kinds):
+        if kind not in self.pieces:
+          out, into = (each.compile() for each in lower_piece(kind, self._parts.replicated))
+          # Only pieces of rows of a tensor-cut embedding have a collective.
+          found = any(_COLLECTIVE.search(each.as_text() or "") for each in (out, into))
+          self.pieces[kind] = out, into, self._parts.on_cpu and found
+        place = np.array([piece.layer or 0, piece.start], np.int32)
+        at = jax.device_put(place, self._parts.replicated)
+        moves.append((piece.name, self.pieces[kind], at))
+      self.moves.append(moves)
 
 
 # --- The island itself
-
-
-class IslandMaker:
-  """Makes islands; equal islands on the same devices share their programs.
-
-  Args:
-    plan: how the model is partitioned into fragments.
-  """
-
-  def __init__(self, plan: Plan):
-    self._plan = plan
-    self._programs: dict[tuple[Any, ...], IslandPrograms] = {}
-
-  def __call__(self, config: Config, learner: int, devices: Sequence[jax.Device]) -> Island:
-    """Arguments as of `Island`; calls may come from several threads, with configs of one run."""
-    # Configs may differ in `inner`'s schedule, which only a user's own optimizer may read.
-    own = config.inner if config.inner.custom else None
-    kind = repr((config.islands.island(learner), own)), *devices
-    island = Island(config, learner, devices, self._plan, self._programs.get(kind))
-    island.programs = self._programs.setdefault(kind, island.programs)
-    return island
 
 
 class Island:
@@ -253,6 +203,8 @@ class Island:
     mesh: the devices.
     programs: may be shared with equal islands.
     layout: the names of the state's arrays, and where each lies on this mesh.
+    num_moments: f32 values that the inner optimizer keeps for every parameter: Adam's mu and nu are
+      2.
   """
 
   def __init__(
@@ -261,7 +213,7 @@ class Island:
     learner: int,
     devices: Sequence[jax.Device],
     plan: Plan,
-    programs: IslandPrograms | None = None,
+    shared: dict[tuple[Any, ...], IslandPrograms] | None = None,
   ):
     """Touches no device memory yet; `compile()`, `reset()`, `load()` and `restore()` do.
 
@@ -270,24 +222,29 @@ class Island:
       learner: number of the learner.
       devices: all of them, in order.
       plan: how the model is partitioned into fragments.
-      programs: of an island with the same config and devices; None: its own.
+      shared: the programs of other islands of this run and plan; equal islands on the same devices
+        share theirs. Islands may be made in several threads.
 
     Raises:
       ConfigError: the batch cannot be split evenly over these devices, the mesh does not fit them,
         or JAX joins other processes than the island's.
     """
     self._island = config.islands.island(learner)
-    require_processes(devices, self._island.hosts)
+    require_processes(self._island.hosts)
     self._config, self._plan = config, plan
     self._planned_steps = config.planned_steps()
     self.mesh = make_mesh(devices, self._island)
     self._parts = IslandStep(config, learner, self.mesh)
     # One step stays in flight, so that the devices never wait for Python. On the CPU every step is
-    # waited for: fake devices share one thread pool, in which the collectives of several islands
-    # could wait for each other.
+    # waited for, and every other program with a collective: fake devices share one thread pool, in
+    # which the collectives of several islands could wait for each other.
     self._pipelined = not self._parts.on_cpu
     self.layout = self._parts.layout
-    self.programs = programs or IslandPrograms(self._parts, plan)
+    self.num_moments = len(self.layout.moments)
+    # Configs may differ in `inner`'s schedule, which only a user's own optimizer may read.
+    kind = repr((self._island, config.inner if config.inner.custom else None)), *devices
+    programs = {} if shared is None else shared
+    self.programs = programs.setdefault(kind, IslandPrograms(self._parts, plan))
     # Names -> arrays, those of `StateLayout`.
     self._state: dict[str, jax.Array] = {}
     self._in_flight: jax.Array | None = None
@@ -323,22 +280,17 @@ class Island:
 
   def load(self, params: Mapping[str, np.ndarray]) -> None:
     """`reset`, and then these parameters (name -> array): for islands that train alone."""
-    wanted = {name: leaf.shape for name, leaf in self._parts.leaves.items()}
-    given = {name: np.shape(value) for name, value in params.items()}
-    if odd := sorted({name for name, _ in wanted.items() ^ given.items()}):
-      raise ValueError(
-        f"params: names or shapes differ from the model's: {odd}. Fix: give exactly its leaves."
-      )
-    self.reset()
     # A private copy: the CPU backend may use host memory as it is, and steps write in place.
-    mine = {PARAMS + name: np.array(params[name], np.float32) for name in self._parts.leaves}
-    shardings = {name: self.layout.leaves[name].sharding for name in mine}
-    self._state |= jax.block_until_ready(jax.device_put(mine, shardings))
+    mine = {PARAMS + name: np.array(value, np.float32) for name, value in params.items()}
+    rest = {name: leaf for name, leaf in self.layout.leaves.items() if name.startswith("inner/")}
+    self.layout.check(rest | mine)
+    self.reset()
+    self._state |= {name: self.place(name, value) for name, value in mine.items()}
 
   def piece_leaves(self, fragment_index: int, moments: bool = False) -> list[jax.ShapeDtypeStruct]:
     """Shape, dtype and sharding of the arrays that `copy_out` and `stage` return."""
     pieces = [kind.piece for kind in self.programs.kinds[fragment_index]]
-    return pieces * len(self._trees(moments))
+    return pieces * (self.num_moments if moments else 1)
 
   def place(self, name: str, value: np.ndarray) -> jax.Array | np.ndarray:
     """An array of a saved state as `restore` wants it: on the devices, in this mesh's layout.
@@ -390,14 +342,12 @@ class Island:
       the step before, and None on the first step.
 
     Raises:
-      ValueError: the model does not take this batch.
-      RuntimeError: there are no parameters yet.
+      TypeError: the model does not take this batch, or there is no state yet.
     """
-    refuse_misfit(batch, self._parts.inputs, "this island")
     rate = learning_rate(self._config.inner, self._planned_steps, schedule_step)
     # The compiled call shards host values itself; a device_put of our own costs 0.3 ms more.
     with jax.profiler.StepTraceAnnotation("step", step_num=next(self._count)):
-      self._state, metrics = self.programs.step(self._held(), batch, np.float32(rate_scale * rate))
+      self._state, metrics = self.programs.step(self._state, batch, np.float32(rate_scale * rate))
       if not self._pipelined:
         # Waits for every device, not only for the one that the values are read from.
         return _as_floats(jax.block_until_ready(metrics))
@@ -420,27 +370,21 @@ class Island:
 
     Returns:
       "params/<name>" and "inner/<path>" -> private array, cut as `layout` says.
-
-    Raises:
-      RuntimeError: there is no state yet.
     """
     with named("capture"):
-      return self.programs.capture(self._held())
+      return self.programs.capture(self._state)
 
   def copy_out(self, fragment_index: int, moments: bool = False) -> list[jax.Array]:
     """Copies pieces on the devices, and starts the copy to the host; no wait.
 
     The pieces are the fragment's, of the parameters or of every moment in turn. With moments the
     caller also takes `count()`.
-
-    Raises:
-      RuntimeError: there is no state yet.
     """
-    pieces, held = [], self._held()
+    pieces = []
     with named("copy_out", fragment=fragment_index):
-      for name, programs, where in self._moves(fragment_index, moments):
-        pieces.append(programs.copy_out(held[name], where))
-        if programs.waits:
+      for name, (copy_out, _, waits), at in self._moves(fragment_index, moments):
+        pieces.append(copy_out(self._state[name], at))
+        if waits:
           jax.block_until_ready(pieces[-1])
       if self._parts.host_memory is None:
         for out in pieces:
@@ -456,58 +400,34 @@ class Island:
 
     Overwrite is keep = 0; Streaming DiLoCo's mix (2501.18512) keep = alpha with
     staged = (1 - alpha) * global; rebase keep = 1 with staged = the shift. Does not wait.
-
-    Raises:
-      RuntimeError: there is no state yet.
     """
-    share, held = np.float32(keep), self._held()
+    share, state = np.float32(keep), self._state
     with named("apply", fragment=fragment_index):
       moves = self._moves(fragment_index, moments)
-      for (name, programs, where), value in zip(moves, staged, strict=True):
-        held[name] = programs.apply(held[name], value, share, where)
-        if programs.waits:
-          jax.block_until_ready(held[name])
+      for (name, (_, apply, waits), at), value in zip(moves, staged, strict=True):
+        state[name] = apply(state[name], value, share, at)
+        if waits:
+          jax.block_until_ready(state[name])
 
-  @property
-  def num_moments(self) -> int:
-    """How many f32 values the inner optimizer keeps for every parameter: Adam's mu and nu are 2."""
-    return len(self.layout.moments)
-
-  def count(self) -> jax.Array | np.int32:
+  def count(self) -> jax.Array:
     """How many updates the optimizer has seen; does not wait: call `int()` in the background.
 
     The greatest where several are counted: some begin again, such as those of micro-steps. 0 for
     an optimizer that does not count.
     """
-    if not self.layout.counts:
-      return np.int32(0)
-    held = self._held()
-    count = self.programs.latest({name: held[name] for name in self.layout.counts})
+    count = self.programs.latest({name: self._state[name] for name in self.layout.counts})
     count.copy_to_host_async()
     return count
 
   def set_count(self, count: int) -> None:
     """Sets all that `count()` reads, for moments that came with this count; does not wait."""
-    self._held().update(self.programs.counts(np.int32(count)))
+    self._state |= self.programs.counts(np.int32(count))
 
-  def _held(self) -> dict[str, jax.Array]:
-    if not self._state:
-      raise RuntimeError("the island has no state. Fix: call reset(), load() or restore() before")
-    return self._state
-
-  def _trees(self, moments: bool) -> tuple[str, ...]:
-    """Prefixes of the names of the parameters, or of each moment."""
-    return self.layout.moments if moments else (PARAMS,)
-
-  def _moves(
-    self, fragment_index: int, moments: bool
-  ) -> list[tuple[str, PiecePrograms, jax.Array]]:
+  def _moves(self, fragment_index: int, moments: bool) -> Iterator[tuple[str, Any, jax.Array]]:
     """For each piece: its array's name in the state, its programs, and its place in the array."""
-    return [
-      (tree + name, programs, where)
-      for tree in self._trees(moments)
-      for name, programs, where in self.programs.moves[fragment_index]
-    ]
+    for tree in self.layout.moments if moments else (PARAMS,):
+      for name, programs, at in self.programs.moves[fragment_index]:
+        yield tree + name, programs, at
 
   # --- background thread --------------------------------------------------------------------------
 
@@ -517,13 +437,12 @@ class Island:
     Returns:
       [size] of a fragment's parameters, [num_moments * size] of its moments.
     """
-    fragment = self._plan.fragments[fragment_index]
-    flat = np.empty(len(pieces) // len(fragment.pieces) * fragment.size, np.float32)
+    flat = np.empty(sum(piece.size for piece in pieces), np.float32)
+    views = split_rows(self._plan.fragments[fragment_index], flat)
     with named("to_host", fragment=fragment_index):
-      for view, piece in zip(split_rows(fragment, flat), pieces, strict=True):
-        for shard in piece.addressable_shards:
-          if shard.replica_id == 0:
-            view[shard.index] = shard.data
+      for view, piece in zip(views, pieces, strict=True):
+        for shard in own_shards(piece):
+          view[shard.index] = shard.data
     return flat
 
   def stage(self, fragment_index: int, flat: np.ndarray, moments: bool = False) -> list[jax.Array]:
@@ -532,22 +451,11 @@ class Island:
     Raises:
       ValueError: it has another size.
     """
-    views = self.views(fragment_index, flat, moments)
+    views = split_rows(self._plan.fragments[fragment_index], flat)
     # The wait is here, beside the step, so that `apply` never waits for a transfer.
     shardings = [leaf.sharding for leaf in self.piece_leaves(fragment_index, moments)]
     with named("stage", fragment=fragment_index):
       return jax.block_until_ready(jax.device_put(views, shardings))
-
-  def views(self, fragment_index: int, flat: np.ndarray, moments: bool) -> list[np.ndarray]:
-    """Views of the pieces in a vector as of `to_host`; ValueError if it has another size."""
-    fragment = self._plan.fragments[fragment_index]
-    size = len(self._trees(moments)) * fragment.size
-    if flat.shape != (size,):
-      raise ValueError(
-        f"fragment {fragment_index}: the vector has shape {flat.shape}, must be ({size},)"
-        f" ({moments=}). Fix: use a vector of this fragment and run."
-      )
-    return split_rows(fragment, flat)
 
 
 named = jax.profiler.TraceAnnotation  # names work in a trace; without a trace it costs 1 us
@@ -556,6 +464,11 @@ named = jax.profiler.TraceAnnotation  # names work in a trace; without a trace i
 def split_rows(fragment: Fragment, flat: np.ndarray) -> list[np.ndarray]:
   """Views of the fragment's pieces in a vector [n * size], n times: `split_flat` of each part."""
   return [view for row in flat.reshape(-1, fragment.size) for view in split_flat(fragment, row)]
+
+
+def own_shards(array: jax.Array) -> list[Any]:
+  """The parts of an array that this process collects: each part once over all processes."""
+  return [shard for shard in array.addressable_shards if shard.replica_id == 0]
 
 
 def _as_floats(metrics: jax.Array) -> dict[str, float]:

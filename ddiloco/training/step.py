@@ -21,12 +21,8 @@ from optax.contrib import MuonDimensionNumbers, muon
 from ddiloco import custom
 from ddiloco.checks import require
 from ddiloco.config import Config, InnerConfig
-from ddiloco.models.model import Axes, Batch, Execution, Model, Params
-from ddiloco.training.devices import (
-  host_memory,
-  make_execution,
-  param_sharding,
-)
+from ddiloco.models.model import Axes, Batch, Params
+from ddiloco.training.devices import host_memory, make_execution, param_sharding
 
 # --- AdamW, Muon, or an optax transform of the user's own
 # The learning rate follows the run's progress in tokens, not the island's own count of steps. So a
@@ -87,10 +83,7 @@ def optimizer(inner: InnerConfig, axes: Mapping[str, Axes]) -> optax.GradientTra
 def _muon(inner: InnerConfig, axes: Mapping[str, Axes]) -> optax.GradientTransformation:
   """Orthogonalized momentum, with steps as long as Adam's, so that the same learning rates fit."""
   matrices = {name: hidden_matrix(each) for name, each in axes.items()}
-  rule = (
-    "is for hidden matrices, and the model's logical_axes() name none: no parameter of stacked"
-    " layers has 'embed' and another axis of its matrix"
-  )
+  rule = "is for hidden matrices (`hidden_matrix`), and the model's logical_axes() name none"
   fix = "name the axes (ddiloco.Model), or use 'adamw'"
   require(any(matrices.values()), "inner.optimizer", inner.optimizer, rule, fix)
   return muon(
@@ -124,38 +117,6 @@ def hidden_matrix(axes: Axes) -> MuonDimensionNumbers | None:
   return MuonDimensionNumbers(inward, outward)
 
 
-def make_train_step(
-  model: Model, inner: InnerConfig, execution: Execution | None = None
-) -> Callable[..., tuple[dict[str, jax.Array], optax.OptState, dict[str, jax.Array]]]:
-  """One inner step: the function `train_step(params, opt_state, batch, rate)`.
-
-  `rate` is the learning rate, an f32 scalar. `train_step` returns (params, opt_state, metrics).
-  Metrics are f32 scalars: "loss" (of the model: nats per token, ...), "load_balance" (0 where the
-  model reports none), "grad_norm" (before clipping) and "learning_rate". B, the first axis of the
-  batch's arrays, must be a multiple of `inner.accumulation_steps`. The gradient is the mean over
-  the micro-batches, which for a dense model is the gradient of the full batch (a mixture's
-  load-balance loss is taken per micro-batch).
-  """
-  transform = optimizer(inner, model.logical_axes())
-
-  def value_and_grad(params: Params, batch: Batch):
-    def loss(params: Params):
-      return model.loss(params, batch, execution)
-
-    (_, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params)
-    return grads, metrics
-
-  def train_step(params: Params, opt_state: optax.OptState, batch: Batch, rate: jax.Array):
-    grads, metrics = accumulate(value_and_grad, params, batch, inner.accumulation_steps)
-    updates, opt_state = transform.update(grads, opt_state, params)
-    params = {name: value + rate * updates[name] for name, value in params.items()}
-    metrics = {"load_balance": jnp.zeros(()), **metrics}
-    metrics |= {"grad_norm": optax.tree.norm(grads), "learning_rate": rate}
-    return params, opt_state, metrics
-
-  return train_step
-
-
 def accumulate(value_and_grad: Callable, params: Params, batch: Batch, steps: int):
   """Mean of `value_and_grad(params, micro_batch)`'s tree over `steps` micro-batches, by a scan."""
   if steps == 1:
@@ -176,11 +137,6 @@ def accumulate(value_and_grad: Callable, params: Params, batch: Batch, steps: in
   return jax.tree.map(lambda x: x / steps, total)
 
 
-def placed(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-  """The leaf's shape and dtype, with this sharding."""
-  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
 # --- The names of an island's state: everything it must remember, as one flat dict of arrays
 # "params/<name>" are the parameters, "inner/<path>" the leaves of the inner optimizer's state.
 # Adam's are "inner/1/mu/<name>", "inner/1/nu/<name>" and "inner/1/count"; an optimizer may have any
@@ -194,6 +150,7 @@ class StateLayout:
 
   Attributes:
     leaves: name -> shape, dtype and sharding, in a fixed order.
+    shardings: name -> the sharding alone.
     moments: prefixes of the optimizer's subtrees that are shaped like the parameters, in order:
       prefix + parameter name is a name of the state.
     counts: names of the optimizer's integer scalars: how many updates it has seen.
@@ -214,27 +171,17 @@ class StateLayout:
       name = jax.tree_util.keystr(path, simple=True, separator="/")
       like = params.get(getattr(path[-1], "key", ""), leaf)
       alike = like.sharding is not None and like.shape == leaf.shape
-      self.leaves[name] = placed(leaf, like.sharding if alike else replicated)
+      sharding = like.sharding if alike else replicated
+      self.leaves[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     if len(self.leaves) != len(found):
       raise ValueError(f"two leaves of the optimizer's state have one name: {sorted(self.leaves)}")
-    inner = {name: leaf for name, leaf in self.leaves.items() if name.startswith("inner/")}
-    first = "/" + next(iter(params))
-    prefixes = [name.removesuffix(first) + "/" for name in inner if name.endswith(first)]
-    self.moments = tuple(
-      prefix
-      for prefix in prefixes
-      if all(self.leaves.get(prefix + name) == leaf for name, leaf in params.items())
-    )
-    self.counts = tuple(
-      name
-      for name, leaf in inner.items()
-      if not leaf.shape and jnp.issubdtype(leaf.dtype, jnp.integer)
-    )
-
-  @property
-  def shardings(self) -> dict[str, NamedSharding]:
-    """The layout of each array."""
-    return {name: leaf.sharding for name, leaf in self.leaves.items()}
+    leaves, first = self.leaves.items(), "/" + next(iter(params))
+    self.shardings = {name: leaf.sharding for name, leaf in leaves}
+    prefixes = [name.removesuffix(first) + "/" for name in self.leaves if name.endswith(first)]
+    whole = {p for p in prefixes if all(self.leaves.get(p + n) == x for n, x in params.items())}
+    self.moments = tuple(prefix for prefix in prefixes if prefix in whole - {PARAMS})
+    integers = {name for name, leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.integer)}
+    self.counts = tuple(name for name, leaf in leaves if name in integers and not leaf.shape)
 
   def flat(self, params: Any, opt_state: Any) -> dict[str, jax.Array]:
     """The two trees as one flat dict."""
@@ -252,15 +199,13 @@ class StateLayout:
     Raises:
       ValueError: names, shapes or dtypes differ; the text says which.
     """
-    fix = "Fix: restore into the model and optimizer that were saved."
-    if odd := sorted(arrays.keys() ^ self.leaves.keys()):
-      raise ValueError(f"state: names that only one side has: {odd[:8]} ({len(odd)} in all). {fix}")
-    for name, leaf in self.leaves.items():
-      if not self.fits(name, array := arrays[name]):
-        raise ValueError(
-          f"state: {name} has shape {array.shape} and dtype {array.dtype}, this island's is"
-          f" {leaf.shape} and {leaf.dtype}. {fix}"
-        )
+    given, wanted = (
+      {n: f"{x.dtype} {x.shape}" for n, x in t.items()} for t in (arrays, self.leaves)
+    )
+    if odd := sorted({name for name, _ in given.items() ^ wanted.items()}):
+      each = (f"{n} is {given.get(n, 'missing')}, not {wanted.get(n, 'known')}" for n in odd[:8])
+      fix = "restore into the model and optimizer that were saved"
+      raise ValueError(f"state: {'; '.join(each)} ({len(odd)} in all). Fix: {fix}.")
 
   def fits(self, name: str, array: jax.Array | np.ndarray) -> bool:
     """Whether the state has an array of this name, shape and dtype."""
@@ -293,9 +238,9 @@ class IslandStep:
       ConfigError: the batch cannot be cut evenly over the mesh, or the mesh's platform does not run
         the configured path of attention.
     """
-    self._config, self.mesh = config, mesh
+    self.mesh, self._accumulation_steps = mesh, config.inner.accumulation_steps
     island = config.islands.island(learner)
-    island.require_even_batch(mesh.size, config.inner.accumulation_steps, learner)
+    island.require_even_batch(mesh.size, self._accumulation_steps, learner)
     self.replicated = NamedSharding(mesh, PartitionSpec())
     self.on_cpu = mesh.devices.flat[0].platform == "cpu"
     self.host_memory = host_memory(mesh.devices.flat[0])
@@ -313,18 +258,32 @@ class IslandStep:
     )
 
   def _placed(self, leaf: jax.ShapeDtypeStruct, axes: Axes) -> jax.ShapeDtypeStruct:
-    return placed(leaf, param_sharding(axes, leaf.shape, self.mesh))
+    sharding = param_sharding(axes, leaf.shape, self.mesh)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
   def lower(self) -> jax.stages.Lowered:
     """Lowers the step: (state, batch, learning rate) -> (state, metrics), in place.
 
-    Metrics are one array, in the order of `METRICS`.
+    Metrics are one array of f32, in the order of `METRICS`: "loss" (of the model: nats per token,
+    ...), "load_balance" (0 where the model reports none), "grad_norm" (before clipping) and
+    "learning_rate". The gradient is the mean over `inner.accumulation_steps` micro-batches, which
+    for a dense model is the gradient of the full batch (a mixture's load-balance loss is taken per
+    micro-batch).
     """
     layout, replicated = self.layout, self.replicated
-    train_step = make_train_step(self._model, self._config.inner, self.execution)
+
+    def value_and_grad(params: Params, batch: Batch):
+      loss = jax.value_and_grad(self._model.loss, has_aux=True)
+      (_, metrics), grads = loss(params, batch, self.execution)
+      return grads, metrics
 
     def step(state: dict[str, jax.Array], batch: Batch, rate: jax.Array):
-      params, opt_state, metrics = train_step(*layout.trees(state), batch, rate)
+      params, opt_state = layout.trees(state)
+      grads, metrics = accumulate(value_and_grad, params, batch, self._accumulation_steps)
+      updates, opt_state = self.transform.update(grads, opt_state, params)
+      params = {name: value + rate * updates[name] for name, value in params.items()}
+      metrics = {"load_balance": jnp.zeros(()), **metrics}
+      metrics |= {"grad_norm": optax.tree.norm(grads), "learning_rate": rate}
       # One small array instead of several: one copy to the host per step.
       small = jnp.stack([metrics[name] for name in METRICS])
       return layout.flat(params, opt_state), small

@@ -8,17 +8,15 @@ loaded.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import glob
 import importlib.util
 import os
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -31,55 +29,37 @@ from ddiloco.config import DataConfig
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
 
 
-class Tokenizer(Protocol):
-  """What the data and the sampler need of a tokenizer. Ids lie in [0, vocab_size)."""
-
-  vocab_size: int
-  end_token: int  # follows every document; also stands for an empty prompt
-
-  def encode(self, text: str) -> np.ndarray:
-    """Token ids of `text`, without any special token, in the smallest fitting unsigned type."""
-    ...
-
-  def decode(self, ids: Iterable[int]) -> str:
-    """The text of `ids`; ids that are no text become the replacement character, never an error."""
-    ...
-
-
 def token_dtype(vocab_size: int) -> np.dtype:
   """The smallest unsigned type that holds every id below `vocab_size`."""
   return np.min_scalar_type(vocab_size - 1)
 
 
-class ByteTokenizer:
-  """UTF-8 bytes are the tokens; byte 0, which text never contains, ends a document."""
-
-  vocab_size = 256
-  end_token = 0
-
-  def encode(self, text: str) -> np.ndarray:
-    return np.frombuffer(text.encode("utf-8"), np.uint8)
-
-  def decode(self, ids: Iterable[int]) -> str:
-    # Byte 255 never occurs in UTF-8, so an id that is no byte becomes the replacement character.
-    return bytes(i if 0 <= i < 256 else 255 for i in map(int, ids)).decode("utf-8", "replace")
-
-
 @dataclasses.dataclass(frozen=True)
-class SubwordTokenizer:
-  """A tokenizer that a file defines."""
+class Tokenizer:
+  """What the data and the sampler need of a tokenizer. Ids lie in [0, vocab_size)."""
 
   vocab_size: int
-  end_token: int
-  to_ids: Callable[[str], Sequence[int]]
+  end_token: int  # follows every document; also stands for an empty prompt
+  to_ids: Callable[[str], Any]  # a sequence of ids, without any special token
   to_text: Callable[[list[int]], str]
 
   def encode(self, text: str) -> np.ndarray:
+    """Token ids of `text`, without any special token, in the smallest fitting unsigned type."""
     return np.asarray(self.to_ids(text), token_dtype(self.vocab_size))
 
   def decode(self, ids: Iterable[int]) -> str:
+    """The text of `ids`; ids that are no text become the replacement character, never an error."""
     # A model's padded vocabulary may have more ids, which have no text.
     return self.to_text([i for i in map(int, ids) if 0 <= i < self.vocab_size])
+
+
+# UTF-8 bytes are the tokens; byte 0, which text never contains, ends a document.
+BYTES = Tokenizer(
+  vocab_size=256,
+  end_token=0,
+  to_ids=lambda text: np.frombuffer(text.encode("utf-8"), np.uint8),
+  to_text=lambda ids: bytes(ids).decode("utf-8", "replace"),
+)
 
 
 def load_tokenizer(setting: str) -> Tokenizer:
@@ -89,44 +69,40 @@ def load_tokenizer(setting: str) -> Tokenizer:
     ConfigError: the optional package is not installed, or the file is missing or corrupt.
   """
   kind, _, file = setting.partition(":")
-  if kind == "sentencepiece" and file:
-    return _sentencepiece(setting)
-  if kind == "huggingface" and file:
-    return _huggingface(setting)
   rule = "must be bytes, sentencepiece:FILE or huggingface:FILE"
-  require(setting == "bytes", "data.tokenizer", setting, rule, "use 'bytes'")
-  return ByteTokenizer()
+  good = setting == "bytes" or (kind in _PACKAGES and bool(file))
+  require(good, "data.tokenizer", setting, rule, "use 'bytes'")
+  if not file:
+    return BYTES
+  package, load = _PACKAGES[kind]
+  try:
+    return load(importlib.import_module(package), file)
+  except Exception as error:  # `tokenizers` raises plain Exception and nothing finer
+    rule = f"cannot be loaded ({type(error).__name__}: {str(error).strip()})"
+    fix = f"check the file; package {package!r} reads it: pip install 'ddiloco[tokenizers]'"
+    raise refusal("data.tokenizer", setting, rule, fix) from error
 
 
-def _sentencepiece(setting: str) -> Tokenizer:
-  """A SentencePiece .model file (package `sentencepiece`)."""
-
-  def load(package: Any, file: str) -> Any:
-    return package.SentencePieceProcessor(model_file=file)
-
-  model = _loaded(setting, "a SentencePiece model", load)
+def _sentencepiece(package: Any, file: str) -> Tokenizer:
+  """A SentencePiece .model file."""
+  model = package.SentencePieceProcessor(model_file=file)
   end = model.eos_id() if model.eos_id() >= 0 else model.bos_id()
-  rule = "the model has neither an end nor a begin token to separate documents with"
-  require(end >= 0, "data.tokenizer", setting, rule, "train it with eos_id >= 0")
-  return SubwordTokenizer(int(model.vocab_size()), end, model.encode, model.decode)
+  if end < 0:
+    raise ValueError("no end or begin token separates documents: train it with eos_id >= 0")
+  return Tokenizer(int(model.vocab_size()), end, model.encode, model.decode)
 
 
-def _huggingface(setting: str) -> Tokenizer:
-  """A tokenizer.json file (package `tokenizers`)."""
-
-  def load(package: Any, file: str) -> Any:
-    return package.Tokenizer.from_file(file)
-
-  model = _loaded(setting, "a Hugging Face tokenizer.json", load)
+def _huggingface(package: Any, file: str) -> Tokenizer:
+  """A tokenizer.json file."""
+  model = package.Tokenizer.from_file(file)
   # Truncation and padding settings stored in the file would silently cut documents.
   model.no_truncation()
   model.no_padding()
   ids = model.get_vocab(with_added_tokens=True)
-  end = next((ids[name] for name in END_TOKENS if name in ids), -1)
-  rule = f"the file has none of the end-of-text tokens {', '.join(END_TOKENS)}"
-  fix = "add one as a special token and save the file again"
-  require(end >= 0, "data.tokenizer", setting, rule, fix)
-  return SubwordTokenizer(
+  end = next((ids[name] for name in END_TOKENS if name in ids), None)
+  if end is None:
+    raise ValueError(f"a special token must be one of the end-of-text tokens {END_TOKENS}")
+  return Tokenizer(
     vocab_size=max(ids.values()) + 1,  # ids may have gaps
     end_token=end,
     to_ids=lambda text: model.encode(text, add_special_tokens=False).ids,
@@ -134,34 +110,17 @@ def _huggingface(setting: str) -> Tokenizer:
   )
 
 
-# Kind of tokenizer -> the optional package that reads its file.
-_PACKAGES = {"sentencepiece": "sentencepiece", "huggingface": "tokenizers"}
-
-
-def _loaded(setting: str, what: str, load: Callable[[ModuleType, str], Any]) -> Any:
-  """`load(package, file)` of the setting's file, which should be `what`."""
-  kind, _, file = setting.partition(":")
-  package = _PACKAGES[kind]
-  try:
-    module = importlib.import_module(package)
-  except ImportError as error:
-    rule = f"needs the optional package {package!r} ({error})"
-    fix = "pip install 'ddiloco[tokenizers]', or use 'bytes'"
-    raise refusal("data.tokenizer", setting, rule, fix) from error
-  rule, fix = f"there is no file {file!r}", "give the path of an existing tokenizer file"
-  require(Path(file).is_file(), "data.tokenizer", setting, rule, fix)
-  try:
-    return load(module, file)
-  except Exception as error:  # `tokenizers` raises plain Exception and nothing finer
-    rule = f"the file is not {what} ({type(error).__name__}: {str(error).strip()})"
-    raise refusal("data.tokenizer", setting, rule, "check the file, or copy it again") from error
+# Kind of tokenizer -> the optional package that reads its file, and how.
+_PACKAGES = {
+  "sentencepiece": ("sentencepiece", _sentencepiece),
+  "huggingface": ("tokenizers", _huggingface),
+}
 
 
 # --- sources --------------------------------------------------------------------------------------
 
-Document = tuple[str, bytes]  # where it is from (for errors), its content
-
-_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_GENERATED = ("_sysconfigdata", "config-")  # files and folders made for one machine
 _SYNTHETIC_SEED = 20_260_421  # fixed: the corpus is the same for every run and learner
 _SYNTHETIC_DOCUMENTS = 2048
 _SYNTHETIC_LENGTH = 1023  # bytes a document; with its end token 2 Mi tokens in all
@@ -175,14 +134,16 @@ def read_parts(data: DataConfig, tokenizer: Tokenizer) -> tuple[np.ndarray, ...]
     ConfigError: no file matches the glob, or a file is unreadable, empty, not UTF-8 (unless
       tokens are bytes) or not a whole number of tokens long.
   """
-  if data.source == "tokens":
-    return tuple(_map_file(file, data.token_dtype) for file in _matches(data.path))
-  if data.source == "text":
-    documents: Iterable[Document] = ((file, _read(file)) for file in _matches(data.path))
-  elif data.source == "stdlib":
-    documents = stdlib_documents()
-  else:
-    documents = synthetic_documents()
+  try:
+    if data.source == "tokens":
+      return tuple(_map_file(file, data.token_dtype) for file in _matches(data.path))
+    if data.source == "text":
+      documents = [(file, Path(file).read_bytes()) for file in _matches(data.path)]
+    else:
+      documents = stdlib_documents() if data.source == "stdlib" else synthetic_documents()
+  except OSError as error:
+    rule, fix = f"cannot be read ({error.strerror or error})", "check the permissions of the file"
+    raise refusal("data.path", error.filename, rule, fix) from error
   end = np.array([tokenizer.end_token], token_dtype(tokenizer.vocab_size))
   pieces = []
   for name, content in documents:
@@ -193,21 +154,21 @@ def read_parts(data: DataConfig, tokenizer: Tokenizer) -> tuple[np.ndarray, ...]
   return (np.concatenate(pieces),)
 
 
-def text_bytes_here(data: DataConfig) -> int:
-  """Bytes of text that a tokenizer would have to encode; -1: not all that it takes is here."""
-  kind, _, tokenizer_file = data.tokenizer.partition(":")
+def is_here(data: DataConfig, most_bytes: int) -> bool:
+  """Whether all that tokenizing takes is on this machine, and is at most so many bytes of text."""
+  kind, _, file = data.tokenizer.partition(":")
+  if file and not (Path(file).is_file() and importlib.util.find_spec(_PACKAGES[kind][0])):
+    return False
+  if data.source == "stdlib":
+    return not file  # bytes are tokens as they are
   files = [*filter(os.path.isfile, glob.glob(os.path.expanduser(data.path), recursive=True))]
-  if (data.path and not files) or (tokenizer_file and not Path(tokenizer_file).is_file()):
-    return -1
-  if kind in _PACKAGES and importlib.util.find_spec(_PACKAGES[kind]) is None:
-    return -1
-  if data.source == "stdlib" and tokenizer_file:
-    return sum(len(text) for _, text in stdlib_documents())
-  return sum(map(os.path.getsize, files)) if data.source == "text" else 0
+  if data.path and not files:
+    return False
+  return data.source != "text" or sum(map(os.path.getsize, files)) <= most_bytes
 
 
 def _encode(name: str, content: bytes, tokenizer: Tokenizer) -> np.ndarray:
-  if isinstance(tokenizer, ByteTokenizer):
+  if tokenizer is BYTES:
     return np.frombuffer(content, np.uint8)
   try:
     return tokenizer.encode(content.decode("utf-8"))
@@ -225,63 +186,37 @@ def _matches(pattern: str) -> list[str]:
   return files
 
 
-@contextlib.contextmanager
-def _reading(file: str) -> Iterator[None]:
-  try:
-    yield
-  except OSError as error:
-    rule = f"this file cannot be read ({error.strerror or error})"
-    raise refusal("data.path", file, rule, "check its permissions or narrow the glob") from error
-
-
-def _read(file: str) -> bytes:
-  with _reading(file):
-    return Path(file).read_bytes()
-
-
 def _map_file(file: str, dtype_name: str) -> np.ndarray:
   """A .bin file of little-endian ids as a read-only memory-mapped array."""
-  dtype = np.dtype(dtype_name).newbyteorder("<")
-  with _reading(file):
-    num_bytes = os.stat(file).st_size
-    rule, fix = "this token file is empty", "remove it or write it again"
-    require(num_bytes > 0, "data.path", file, rule, fix)
-    size = dtype.itemsize
-    rule = f"its {num_bytes} bytes are no multiple of {size}, the size of a {dtype_name}"
-    fix = "check data.token_dtype, or copy the file again if it was cut off"
-    require(num_bytes % size == 0, "data.path", file, rule, fix)
-    # A plain view of the map: slicing the memmap subclass itself costs much more per window.
-    return np.memmap(file, dtype, mode="r").view(np.ndarray)
+  dtype, num_bytes = np.dtype(dtype_name).newbyteorder("<"), os.stat(file).st_size
+  whole = num_bytes > 0 and num_bytes % dtype.itemsize == 0
+  rule = f"has {num_bytes} bytes, which are no whole number of {dtype_name} ids, or none"
+  fix = "check data.token_dtype; if the file was cut off, copy it again, or remove it"
+  require(whole, "data.path", file, rule, fix)
+  # A plain view of the map: slicing the memmap subclass itself costs much more per window.
+  return np.memmap(file, dtype, mode="r").view(np.ndarray)
 
 
 @functools.lru_cache(maxsize=1)
-def stdlib_documents() -> tuple[Document, ...]:
-  """Every .py file of the running Python's own library, in order of path; about 12 MB.
+def stdlib_documents() -> tuple[tuple[str, bytes], ...]:
+  """(name, content) of every .py file of the running Python's library, by path; about 12 MB.
 
   The result is the same on all machines with one Python version: tests, installed packages, files
   generated for one machine (_sysconfigdata, config-*) and files this user may not read are left
   out.
   """
-  root = sysconfig.get_path("stdlib")
-  return tuple((name, _read(f"{root}/{name}")) for name in sorted(_stdlib_files(root)))
-
-
-def _stdlib_files(root: str) -> Iterator[str]:
+  root, names = sysconfig.get_path("stdlib"), list[str]()
   for folder, folders, files in os.walk(root):
-    folders[:] = [each for each in folders if each not in _SKIPPED_FOLDERS and not _generated(each)]
+    folders[:] = [f for f in folders if f not in _SKIPPED and not f.startswith(_GENERATED)]
     for name in files:
       file = f"{folder}/{name}"
-      if name.endswith(".py") and not _generated(name) and os.access(file, os.R_OK):
-        yield file[len(root) + 1 :].replace(os.sep, "/")
-
-
-def _generated(name: str) -> bool:
-  """Whether a file or folder is made for one machine."""
-  return name.startswith(("_sysconfigdata", "config-"))
+      if name.endswith(".py") and not name.startswith(_GENERATED) and os.access(file, os.R_OK):
+        names.append(file[len(root) + 1 :].replace(os.sep, "/"))
+  return tuple((name, Path(root, name).read_bytes()) for name in sorted(names))
 
 
 @functools.lru_cache(maxsize=1)
-def synthetic_documents() -> tuple[Document, ...]:
+def synthetic_documents() -> tuple[tuple[str, bytes], ...]:
   """Order-2 Markov text over 32 symbols: given two symbols, the next costs about 0.8 nats.
 
   Each pair of symbols has four successors (70, 20, 7 and 3 %), drawn once with a fixed seed.

@@ -16,7 +16,7 @@ from ddiloco import cli, environment
 from ddiloco.cli.simulations import fit_lines
 from ddiloco.config import Config, ConfigError, from_dict
 from ddiloco.training import aot
-from ddiloco.training.aot import CollectiveTotal
+from ddiloco.training.aot import Collective
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--config=configs/dense.py:100k", "--config.islands.batch_size=8"]
@@ -31,7 +31,7 @@ STEP = aot.Program(
   host_bytes=0,
   count=1,
   cpu_seconds=50.0,
-  collectives=(CollectiveTotal("all-gather", 76, 4 << 30),),
+  collectives=(Collective("all-gather", 76, 4 << 30),),
   largest_collective_bytes=9,
 )
 
@@ -119,24 +119,12 @@ def test_without_libtpu_it_says_what_to_install(capsys, monkeypatch):
   assert "ddiloco[tpu]" in capsys.readouterr().err
 
 
-class Refused:
-  """A lowered program that has no room."""
-
-  def __init__(self, text: str):
-    self.text = text
-
-  def compile(self):
-    raise jax.errors.JaxRuntimeError(self.text)
-
-
 def test_a_program_without_room_says_what_it_needs():
   said = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO"
-  with pytest.raises(aot.NoRoom) as error:
-    refused = Refused(f"{said} temporaries (99.5G) exceeds available HBM (15.75G).")
-    aot.compiled("step", [refused], 4)
-  assert error.value.hbm_bytes == 99.5 * (1 << 30)
+  refused = f"{said} temporaries (99.5G) exceeds available HBM (15.75G)."
+  assert aot.wanted_bytes(jax.errors.JaxRuntimeError(refused)) == 99.5 * (1 << 30)
   with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
-    aot.compiled("step", [Refused("INTERNAL: something else")], 4)
+    aot.wanted_bytes(jax.errors.JaxRuntimeError("INTERNAL: something else (Used 3G)"))
 
 
 def test_a_model_of_the_users_own_is_refused(capsys, monkeypatch):

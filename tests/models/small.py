@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ddiloco.config import ModelConfig
 from ddiloco.models import transformer
+from ddiloco.models.model import PLAIN
 from ddiloco.models.transformer import language_model
 
 DENSE = ModelConfig(
@@ -86,7 +87,7 @@ def filled(build: Callable[[], nnx.Module], seed: int = 0) -> nnx.Module:
   return nnx.merge(graph, jax.tree.map(jnp.asarray, values))
 
 
-def loss(model: ModelConfig, params: dict[str, jax.Array], tokens_BxT: jax.Array, execution=None):
+def loss(model: ModelConfig, params: dict[str, jax.Array], tokens_BxT: jax.Array, execution=PLAIN):
   """(Next-token cross-entropy plus the weighted auxiliary loss, logits)."""
   logits, balance = transformer.from_params(model, params)(tokens_BxT, execution)
   log_p = jax.nn.log_softmax(logits[:, :-1])
@@ -97,7 +98,7 @@ def loss(model: ModelConfig, params: dict[str, jax.Array], tokens_BxT: jax.Array
 # Compiled once for all tests that use the same model and shapes.
 init_params = jax.jit(lambda model, key: language_model(model).init(key), static_argnums=0)
 forward = jax.jit(
-  lambda model, params, tokens_BxT, execution=None: transformer.from_params(model, params)(
+  lambda model, params, tokens_BxT, execution=PLAIN: transformer.from_params(model, params)(
     tokens_BxT, execution
   ),
   static_argnums=(0, 3),

@@ -115,7 +115,7 @@ def test_gated_mlp_against_plain_numpy():
 
 
 def test_keys_are_those_of_nnx():
-  ours, theirs = layers.KeyStream(jax.random.key(7)), nnx.Rngs(jax.random.key(7))
+  ours, theirs = layers.key_stream(jax.random.key(7)), nnx.Rngs(jax.random.key(7))
   for _ in range(3):
     np.testing.assert_array_equal(jax.random.key_data(ours()), jax.random.key_data(theirs()))
 

@@ -156,10 +156,10 @@ def test_over_a_mesh_it_is_the_same(model, shape):
 
 
 @pytest.mark.parametrize("attention", ["splash", "cudnn"])
-def test_fused_attention_serves_as_it_is(attention):
+def test_fused_attention_serves_as_it_is(attention, interpreted_kernels):
   params, rows = fresh(SEEING), batch()
   expected, wanted = loss_and_gradient(SEEING, params, rows)
-  fused = Execution(attention=attention, interpret=True)
+  fused = Execution(attention=attention)
   value, gradient = loss_and_gradient(SEEING, params, rows, fused)
   np.testing.assert_allclose(value, expected, rtol=1e-4)
   for name in ("patches/projection", "patches/places", "embedding"):

@@ -204,9 +204,14 @@ def test_from_params_is_the_module_and_round_trips():
 
 def test_from_params_names_what_is_wrong():
   params = fresh(DENSE)
-  with pytest.raises(ValueError, match=r"missing \['layers/moe/down'.*unknown \['layers/mlp/down'"):
+  with pytest.raises(
+    ValueError,
+    match=r"layers/mlp/down is \(5, 24, 16\), not known.*layers/moe/down is missing, not \(",
+  ):
     transformer.from_params(MIXTURE, params)
-  with pytest.raises(ValueError, match=r"'embedding'.*\(31, 16\).*\(32, 16\)"):
+  with pytest.raises(
+    ValueError, match=r"embedding is \(31, 16\), not \(32, 16\) \(1 in all\)\. Fix"
+  ):
     transformer.from_params(DENSE, {**params, "embedding": params["embedding"][:-1]})
 
 

@@ -16,7 +16,7 @@ from ddiloco.models.layers import NO_TEXT
 from ddiloco.roles import initial
 from ddiloco.training import captions, data
 from ddiloco.training.evaluate import HeldoutLoss
-from ddiloco.training.tokens import ByteTokenizer
+from ddiloco.training.tokens import BYTES
 
 pytest.importorskip("sklearn")
 PATCHES = 16
@@ -47,7 +47,7 @@ def texts(batch) -> list[str]:
   """The captions of a batch's images."""
   rows = [row[row >= 0] for row in batch["tokens"] if row[0] < 0]
   assert all(row[-1] == 0 for row in rows)  # the end token
-  return [ByteTokenizer().decode(row[:-1]) for row in rows]
+  return [BYTES.decode(row[:-1]) for row in rows]
 
 
 def test_a_batch_is_what_the_model_reads(streams):
@@ -169,13 +169,13 @@ OPTIONS = {"image_size": 8, "patch_size": 2, "image_channels": 1, "image_share":
     ({"data": {"options": {**OPTIONS, "image_size": 12}}}, "data.options.image_size = 12: must"),
     (
       {"data": {"options": {**OPTIONS, "patch_size": 0}}},
-      "data.options.patch_size = 0: must be greater than 0",
+      "data.options.patch_size = 0: must be model.patch_size (2)",
     ),
     ({"data": {"sequence_length": 60}}, "data.sequence_length = 60: 16 patches and the"),
     (
       {"islands": {"num_learners": 1500, "batch_size": 2}},
-      "islands.num_learners = 1500: 1500 learners with 1 images a batch need 1500 an epoch, and"
-      " there are 1437 to train on",
+      "islands.batch_size = 2: 1500 learners that read 1 rows a batch need 1500 an epoch, and the"
+      " data have 1437 to train on",
     ),
   ],
 )
@@ -200,5 +200,5 @@ def test_too_many_held_out_images_are_refused():
 
 def test_without_scikit_learn_it_says_what_to_install(monkeypatch):
   monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-  with pytest.raises(ConfigError, match=r"needs scikit-learn.*pip install 'ddiloco\[examples\]'"):
+  with pytest.raises(ConfigError, match=r"digits\(\) fails at .*sklearn.*Fix: install it"):
     data.open_data(CONFIG.data)

@@ -58,24 +58,22 @@ def test_slices_are_told_apart_in_any_order():
 
 
 def test_islands_of_one_cpu_device_share_it():
-  groups = devices.partition(jax.devices(), [1, 4, 1])
-  assert _ids(devices.shared_on_cpu(groups)) == [[0], [1, 2, 3, 4], [0]]
-  others = [[each] for each in _slices(1, 1)]
-  assert devices.shared_on_cpu(others) == others, "an accelerator serves one island"
+  assert _partition(jax.devices(), 1, 4, 1) == [[0], [1, 2, 3, 4], [0]]
+  assert _partition(_slices(1, 1), 1, 1) == [[0], [1]], "an accelerator serves one island"
 
 
 @pytest.mark.parametrize(
   ("available", "counts", "needed"),
   [
-    (_slices(8), (1,) * 9, "need 9 devices, but 8 are"),
-    (_slices(8), (5, 5), "need 10 devices, but 8 are"),
-    (_slices(2), (0, 0, 0), "need 3 devices, but 2 are"),
-    (_slices(4, 4), (0, 0, 0), "need 3 slices, but 2 are"),
-    (_slices(4, 4), (0, 6), "need 10 devices, but 8 are"),
+    (_slices(8), (1,) * 9, "9 learners need more than 8 devices"),
+    (_slices(8), (5, 5), "2 learners need more than 8 devices"),
+    (_slices(2), (0, 0, 0), "3 learners need more than 2 devices"),
+    (_slices(4, 4), (0, 0, 0), "need more than 8 devices in 2 slices"),
+    (_slices(4, 4), (0, 6), "2 learners need more than 8 devices"),
   ],
 )
 def test_too_few_devices_are_named(available, counts, needed):
-  with pytest.raises(ConfigError, match=rf"^islands\.devices = .*{needed} available.*Fix: lower"):
+  with pytest.raises(ConfigError, match=rf"^islands\.devices = .*{needed}.*Fix: lower"):
     _partition(available, *counts)
 
 
@@ -167,5 +165,5 @@ def test_an_island_takes_the_same_share_of_what_each_of_its_processes_sees():
   assert len(taken(0, 2, seen)) == 6
   with pytest.raises(ConfigError, match=r"islands.devices = 2: learner 7 sees 1 devices.*Fix"):
     taken(2, 1, seen[:1])
-  with pytest.raises(ConfigError, match=r"islands.devices = 6: learner 7 sees 5 devices.*one.*: 2"):
+  with pytest.raises(ConfigError, match=r"islands.devices = 6: learner 7 sees 5 devices.*2 on one"):
     taken(6, 2, seen[:5])

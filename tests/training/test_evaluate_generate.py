@@ -9,7 +9,7 @@ import pytest
 from ddiloco.config import ConfigError, ModelConfig
 from ddiloco.models.transformer import Transformer, language_model
 from ddiloco.training import evaluate as generate_lib
-from ddiloco.training.tokens import ByteTokenizer
+from ddiloco.training.tokens import BYTES
 
 MODEL = ModelConfig(
   vocab_size=260,  # padded: four ids that no byte has
@@ -121,9 +121,9 @@ def test_compiles_once_whatever_the_prompt_temperature_and_seed(params, monkeypa
 
 
 def test_bytes_and_device_parameters(params):
-  text = generate(jax.device_put(params), "def ", 30, tokenizer=ByteTokenizer())
-  assert isinstance(text, str) and text == generate(params, "def ", 30, tokenizer=ByteTokenizer())
-  assert generate(params, "def ", 0) == ""
+  text = generate(jax.device_put(params), "def ", 30, tokenizer=BYTES)
+  assert isinstance(text, str) and text == generate(params, "def ", 30, tokenizer=BYTES)
+  assert generate(params, "abc", 0) == ""
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_refuses_bad_numbers(params, field, value):
 def test_refuses_a_prompt_that_is_no_text(params):
   """As a shell gives it: a byte that is no UTF-8."""
   with pytest.raises(ConfigError, match=r"^prompt = 'a.udcff': has bytes that are no UTF-8. Fix: "):
-    generate(params, "a\udcff", tokenizer=ByteTokenizer())
+    generate(params, "a\udcff", tokenizer=BYTES)
 
 
 def test_refuses_a_prompt_the_model_has_no_tokens_for(params):

@@ -125,14 +125,6 @@ def test_a_mesh_and_micro_batches_compute_the_same(accumulation_steps):
     np.testing.assert_array_equal(np.asarray(value), arrays[name], err_msg=name)
 
 
-def test_another_batch_is_refused_with_what_it_has():
-  island, _ = trained({"devices": 1})
-  with pytest.raises(ValueError, match=r"the batch has .*\(4, 4\).*this island takes .*\(8, 4\)"):
-    island.step({name: value[:4] for name, value in batch(0).items()}, 0)
-  with pytest.raises(ValueError, match=r"this island takes .*}\. Fix: give every batch"):
-    island.step({"x": batch(0)["x"]}, 0)
-
-
 def test_everything_that_the_model_measures_is_told():
   config = make({"devices": 1})[1]
   params = initial.initial_params(config)

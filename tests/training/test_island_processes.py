@@ -43,7 +43,7 @@ def test_an_island_of_several_processes_is_refused_before_it_compiles(monkeypatc
 
 def test_the_devices_of_this_process_are_fine():
   assert {device.process_index for device in jax.devices()} == {jax.process_index()}
-  require_processes(jax.devices(), 1)  # raises if not
+  require_processes(1)  # raises if not
 
 
 @pytest.mark.slow
@@ -64,6 +64,4 @@ def test_two_processes_that_have_joined_jax_are_both_refused():
   for child in children:
     said, _ = child.communicate(timeout=240)
     assert "refused: islands.hosts = 1: JAX has joined 2 processes" in said
-    assert (
-      "1 of this island's 2 devices belong to others" in said and "Fix: set islands.hosts" in said
-    )
+    assert "Fix: set islands.hosts" in said

@@ -80,7 +80,7 @@ def calls(island: Any, plan: Plan, read: Any) -> dict[str, np.ndarray]:
   captured = {name: np.array(value) for name, value in dict(island.capture()).items()}
   out |= {f"captured/{name}": value for name, value in captured.items()}
   steps("second", 4, 3)
-  island.restore(captured)
+  island.restore({name: island.place(name, value) for name, value in captured.items()})
   again = {name: np.array(value) for name, value in dict(island.capture()).items()}
   assert all(np.array_equal(again[name], captured[name]) for name in captured)
   steps("again", 4, 3)
@@ -115,8 +115,8 @@ def main(host: int, url: str, mesh: str, file: str) -> None:
     leading = hosts.LeadingIsland(island, plan, links, progress := HostProgress())
     found = calls(leading, plan, lambda position: leading.batches(batches, position))
     assert leading.describe()["hosts"] == HOSTS
-    collect, taken = leading._collect, []
-    leading._collect = lambda number, arrays, views, name="": (
+    collect, taken = leading.collect, []
+    leading.collect = lambda number, arrays, views, name="": (
       taken.append(name),
       collect(number, arrays, views, name),
     )
