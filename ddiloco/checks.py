@@ -80,9 +80,9 @@ def typed(section: str, config: Any) -> None:
     coerce(hint, getattr(config, name), f"{section}.{name}")
 
 
-def option(default: Any, text: str) -> Any:
+def option(default: Any, text: str, least: Any = None) -> Any:
   """A dataclass field that is a command-line flag too (`cli/arguments.py`), with its help text."""
-  return dataclasses.field(default=default, metadata={"help": text})
+  return dataclasses.field(default=default, metadata={"help": text, "least": least})
 
 
 def is_number(text: Any) -> bool:
