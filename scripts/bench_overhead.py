@@ -240,13 +240,8 @@ def with_ray(settings: tuple) -> tuple[Measured, int]:
 
 
 def main() -> None:
-  parser = common.parser(__doc__)
-  parser.add_argument("--engine", choices=ENGINES, default="threads", help="where the roles live")
-  parser.add_argument("--pairs", type=int, default=40, help="pairs of blocks that count")
-  parser.add_argument("--block", type=int, default=FRAGMENTS, help="steps in a block")
-  args = parser.parse_args()
-  if args.quick:
-    args.pairs, args.block = 1, 8
+  engine = {"choices": list(ENGINES), "default": "threads"}
+  args = common.options(__doc__, {"pairs": 1}, engine=engine, pairs=40, block=FRAGMENTS)
   prepare()
   config = make_config(layers=1 if args.quick else 4)
   measured, rounds = ENGINES[args.engine]((config, args.pairs, args.block))

@@ -98,10 +98,8 @@ def measure(config: Config, params: Mapping[str, np.ndarray], most: int) -> dict
 
 
 def main() -> None:
-  parser = common.parser(__doc__, quick="")
-  parser.add_argument("--workdir", type=Path, required=True, help="of a run that has a result")
-  parser.add_argument("--images", type=int, default=1000, help="held-out ones at most")
-  options = parser.parse_args()
+  workdir = {"type": Path, "required": True}
+  options = common.options(__doc__, workdir=workdir, images=(1000, "held-out ones at most"))
   environment.prepare(num_cpu_devices=1, cpu_only=True)
   run = Run(options.workdir)
   found = measure(run.config, run.params(), options.images)

@@ -2,10 +2,10 @@
 
   python scripts/reproduce_bandwidth.py [--picture=docs/bandwidth.png]
 
-Four tables: the published row of Streaming DiLoCo (arXiv 2501.18512; a 10B model, 0.8 s a step,
+Three tables: the published row of Streaming DiLoCo (arXiv 2501.18512; a 10B model, 0.8 s a step,
 H = 100, fragments of 3 layers) computed by `utilisation.py`; Decoupled's "198 against 0.84
-Gbit/s between 8 data centres" (arXiv 2604.21428); model sizes and numbers of sites; and a 12B
-model over four regions on 2 to 5 Gbit/s. Nothing is fitted: quantities that the published row lacks
+Gbit/s between 8 data centres" (arXiv 2604.21428); and a 12B model over four regions on 2 to 5
+Gbit/s. Nothing is fitted: quantities that the published row lacks
 are in ASSUMED below. No device and no network is used; takes three seconds.
 
 Last line: {"required_gbps": {method: {percent: Gbit/s}}, "published_gbps", "max_ratio_error",
@@ -132,7 +132,7 @@ def grid_notes() -> None:
 
 
 def sites_tables() -> dict[str, float]:
-  """Prints 8 data centres, then model sizes and sites; returns the reductions."""
+  """Prints 8 data centres; returns the reductions."""
   eight = dataclasses.replace(ASSUMED, sites=8, step_seconds=1.0)
   int4 = average_gbps(eight, decoupled("int4"))
   reductions = {}
@@ -143,21 +143,8 @@ def sites_tables() -> dict[str, float]:
     print(f"  Decoupled, int4, against gradients in {dtype:4} {reductions[dtype]:6.1f}")
   published, second = (pair[0] / pair[1] for pair in (EIGHT_SITES, ONE_SECOND))
   print(f"  published: 198 / 0.84 = {published:.1f}; model, step and dtypes are not given")
-  reading = _reading()
-  print(
-    f"  104 / 1.7 = {second:.1f} (1 s a step) are the two figures of the row above at 50 %.\n\n"
-    "Gbit/s per site at 1 s a step: data-parallel for 95 % | Decoupled bf16 | int4, H = 24"
-  )
-  print("  parameters" + "".join(f"{f'{sites} sites':>26}" for sites in (2, 4, 8)))
-  for billions in (2, 5, 10, 12, 100):
-    cells = []
-    for sites in (2, 4, 8):
-      work = Workload(billions * 1e9, 1.0, sites)
-      needed = required_gbps(work, DATA_PARALLEL, 0.95)
-      average = [average_gbps(work, decoupled(name)) for name in ("bf16", "int4")]
-      cells.append(f"{needed:.0f} | {average[0]:.2f} | {average[1]:.2f}")
-    print(f"  {f'{billions}B':10}" + "".join(f"{cell:>26}" for cell in cells))
-  return {**reductions, "published": round(published, 1), "closest_reading": reading}
+  print(f"  104 / 1.7 = {second:.1f} (1 s a step) are the two figures of the row above at 50 %.")
+  return {**reductions, "published": round(published, 1), "closest_reading": _reading()}
 
 
 def _reading() -> float:
@@ -239,9 +226,7 @@ def draw(path: Path) -> None:
 
 
 def main() -> None:
-  parser = common.parser(__doc__, quick="")
-  parser.add_argument("--picture", type=Path, help="draws it there")
-  args = parser.parse_args()
+  args = common.options(__doc__, picture=Path)
   ours, error, inside = row_table()
   grid_notes()
   reductions = sites_tables()

@@ -216,11 +216,9 @@ def compare(workdirs: Sequence[Path], mbit: float, delay_ms: float) -> dict[str,
 
 
 def main() -> None:
-  parser = common.parser(__doc__, quick="")
-  parser.add_argument("--workdir", type=Path, required=True, action="append")
-  parser.add_argument("--mbit", type=float, required=True)
-  parser.add_argument("--delay_ms", type=float, required=True)
-  args = parser.parse_args()
+  workdir = {"type": Path, "required": True, "action": "append"}
+  number = {"type": float, "required": True}
+  args = common.options(__doc__, workdir=workdir, mbit=number, delay_ms=number)
   result = summarise(args.workdir[-1])
   for m, share in result["utilisation"].items():
     print(
