@@ -345,39 +345,36 @@ class Slices:
       elif math.isinf(must_run_by):
         must_run_by = now + self._slice_seconds
         say(f"{role}: waits until it runs (at most {self._slice_seconds:g} s)")
-      often = need is Need.DELETE and not recreations
-      if wrong := self._wrong(need, seen, now >= deadline, now >= must_run_by, often):
-        raise LaunchError(f"{role}: {wrong}.")
+      for wrong, why, fix in (
+        (
+          need is Need.FAILED,
+          f"its role has used up its --max_restarts ({_roles(seen)})",
+          f"see `sudo docker logs {self._run.name}` on its hosts, then create again",
+        ),
+        (
+          now >= deadline,
+          f"is not done within {self._watch_seconds:g} s; it goes on",
+          "watch it again, or delete it",
+        ),
+        (
+          now >= must_run_by,
+          f"does not run after {self._slice_seconds:g} s ({seen.slice.lower()})",
+          "see above what was refused; raise --slice_minutes, or take another zone",
+        ),
+        (
+          need is Need.DELETE and not recreations,
+          f"its slice was taken away once more, --recreations = {self._run.recreations}",
+          "raise that, take another zone, or leave out --spot",
+        ),
+      ):
+        if wrong:
+          raise LaunchError(f"{role}: {why}. Fix: {fix}.")
       try:
         self._do(island, need, seen)
         started, recreations = started or need is Need.START, recreations - (need is Need.DELETE)
       except LaunchError as error:  # no capacity now, no answer, no ssh yet: tries again
         say(str(error))
       self._ended.wait(self._poll_seconds)
-
-  def _wrong(self, need: Need, seen: Seen, late: bool, absent: bool, often: bool) -> str:
-    """Why an island is given up, and what to do; "" if it is not."""
-    if need is Need.FAILED:
-      return (
-        f"its role has used up its --max_restarts ({_roles(seen)})."
-        f" Fix: see `sudo docker logs {self._run.name}` on its hosts, then create again"
-      )
-    if late:
-      return (
-        f"is not done within {self._watch_seconds:g} s; it goes on."
-        " Fix: watch it again, or delete it"
-      )
-    if absent:
-      return (
-        f"does not run after {self._slice_seconds:g} s ({seen.slice.lower()})."
-        " Fix: see above what was refused; raise --slice_minutes, or take another zone"
-      )
-    if often:
-      return (
-        f"its slice was taken away once more, --recreations = {self._run.recreations}."
-        " Fix: raise that, take another zone, or leave out --spot"
-      )
-    return ""
 
   def _do(self, island: PlacedIsland, need: Need, seen: Seen) -> None:
     role, limit = island.role, self._slice_seconds
