@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -56,16 +56,19 @@ QUICK_PACE_SECONDS = 0.2  # of a step then: leaves cores to a process that start
 LENGTHS = (2048, 512, 200)  # in positions; the last is no multiple of a block
 SHARE_OF_MEMORY = "0.4"  # of the device, for each of two islands
 COPIES = 5
+EMPTY: Mapping[str, Any] = {}
 
 
-def config_of(preset: str, batch: int, remat: str, chunks: int, **islands: Any) -> Config:
-  """A preset on one device, without data of its own."""
+def config_of(
+  preset: str, batch: int, remat: str, chunks: int, more: Mapping[str, Any] = EMPTY
+) -> Config:
+  """A preset on one device, without data of its own; `more`: other fields."""
   fields = {
     "islands.batch_size": batch, "islands.remat": remat, "islands.loss_chunks": chunks,
     "islands.num_learners": 1, "islands.topology": "", "sync.num_shards": 1,
     "data.source": "synthetic", "data.path": "", "data.tokenizer": "bytes",
     "run.total_tokens": 1 << 50,
-    **{f"islands.{name}": value for name, value in islands.items()},
+    **more,
   }  # fmt: skip
   return common.config_of("dense", fields, preset)
 
@@ -108,16 +111,17 @@ def speed(preset: tuple, steps: int) -> dict[str, Any]:
 def attention(preset: tuple, steps: int, lengths: Sequence[int]) -> dict[str, Any]:
   """How much longer a step takes with the einsum, and the error of both against f32 arithmetic."""
   seconds = {}
-  name, batch, *others = preset
-  for path in ("auto", "einsum"):  # fewer sequences, since the einsum keeps its scores
-    config = config_of(name, min(batch, 4), *others, attention=path)
+  name, batch, remat, chunks = preset
+  paths: list[Any] = ["auto", "einsum"]
+  for path in paths:  # fewer sequences, since the einsum keeps its scores
+    config = config_of(name, min(batch, 4), remat, chunks, {"islands.attention": path})
     seconds[path] = step_seconds(make_island(config), config, steps)
   ratio = round(seconds["einsum"] / seconds["auto"], 3)
-  errors = {path: error_of(path, config.model, lengths) for path in seconds}
+  errors = {path: error_of(path, config.model, lengths) for path in paths}
   return {"einsum_vs_own": ratio, **errors}
 
 
-def error_of(path: str, model: ModelConfig, lengths: Sequence[int]) -> dict[str, float]:
+def error_of(path: Any, model: ModelConfig, lengths: Sequence[int]) -> dict[str, float]:
   """|found - exact| / |exact| of the output and of each gradient, the largest over all lengths.
 
   The inputs are normal, rounded to the model's type; exact is the einsum in f32.
@@ -196,17 +200,11 @@ def killed(folder: Path, cpu: bool, quick: bool) -> dict[str, Any]:
   """Two islands on one device; one is killed, and its work merged again."""
   preset, kill_at, around = ("100k", 3.0, 3.0) if quick else ("10m", 30.0, 10.0)
   fault = {"action": "kill", "role": "learner-1", "at_seconds": kill_at, "seconds": 0.5}
-  config = common.config_of(
-    "dense",
-    {
-      "islands.num_learners": 2, "islands.batch_size": 4, "islands.topology": "",
-      "data.source": "synthetic", "data.tokenizer": "bytes", "sync.num_shards": 1,
-      "sync.min_quorum": 1, "sync.snapshot_steps": 50, "run.evaluations": 0,
-      "run.total_tokens": 1 << 50, "chaos.faults": (fault,),
-      "islands.min_step_seconds": QUICK_PACE_SECONDS if quick else 0.0,
-    },
-    preset,
-  )  # fmt: skip
+  more = {
+    "islands.num_learners": 2, "sync.snapshot_steps": 50, "run.evaluations": 0,
+    "chaos.faults": (fault,), "islands.min_step_seconds": QUICK_PACE_SECONDS if quick else 0.0,
+  }  # fmt: skip
+  config = config_of(preset, 4, "none", 1, more)
 
   with mock.patch.dict(os.environ, XLA_PYTHON_CLIENT_MEM_FRACTION=SHARE_OF_MEMORY):
     run = common.Run(config, folder / "run", cpu=cpu)

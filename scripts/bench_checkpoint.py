@@ -56,6 +56,7 @@ import numpy as np
 from ddiloco.checkpoint.saver import Saver
 from ddiloco.checkpoint.snapshots import Storage
 from ddiloco.config import Config, from_dict
+from ddiloco.engines.virtual import seconds_of
 from ddiloco.network.transport import Hub, learner_address, syncer_address
 from ddiloco.observe.eventlog import E, Event, EventLog, NullRecorder
 from ddiloco.observe.guards import warn
@@ -250,12 +251,7 @@ def measure_bytes(folder: Path, mib: int, times: int) -> dict[str, Any]:
   for _ in range(times + 1):  # the first warms up
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     for name, do in work.items():
-      started = time.perf_counter()
-      do()
-      seconds[name].append(time.perf_counter() - started)
-    print(
-      f"{size / 1e9:.2f} GB: {', '.join(f'{name} {s[-1]:.2f} s' for name, s in seconds.items())}"
-    )
+      seconds[name].append(seconds_of(do))
   return {
     f"{name}_gbps": common.middle([size / s / 1e9 for s in each[1:]])
     for name, each in seconds.items()

@@ -102,12 +102,7 @@ def main() -> None:
   options = common.options(__doc__, workdir=workdir, images=(1000, "held-out ones at most"))
   environment.prepare(num_cpu_devices=1, cpu_only=True)
   run = Run(options.workdir)
-  found = measure(run.config, run.params(), options.images)
-  for name, share in found["accuracy"].items():
-    print(
-      f"{name:<10} image: names {share:.1%} of the digits, {found['image_loss'][name]:.4f} nats"
-    )
-  print(json.dumps(found))
+  print(json.dumps(measure(run.config, run.params(), options.images)))
 
 
 if __name__ == "__main__":

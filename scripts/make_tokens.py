@@ -49,16 +49,17 @@ def train_bpe(text: bytes, vocab_size: int, to: Path) -> None:
 def main() -> int:
   to = {"type": Path, "required": True, "help": "is made if needed"}
   options = common.options(__doc__, to=to, text=("", "glob of UTF-8 files"), vocab_size=32_768)
-  source, size = "text" if options.text else "stdlib", options.vocab_size
+  size = options.vocab_size
+  data = DataConfig(source="text" if options.text else "stdlib", path=options.text)
   try:
     require(size >= 300, "--vocab_size", size, "each byte has a token", "give 300 or more")
-    [text] = read_parts(DataConfig(source=source, path=options.text), load_tokenizer("bytes"))
+    [text] = read_parts(data, load_tokenizer("bytes"))
     options.to.mkdir(parents=True, exist_ok=True)
     file = options.to / "tokenizer.json"
     train_bpe(text.tobytes(), size, file)
     setting = f"huggingface:{file}"
     tokenizer = load_tokenizer(setting)
-    [tokens] = read_parts(DataConfig(source=source, path=options.text), tokenizer)
+    [tokens] = read_parts(data, tokenizer)
     dtype = "uint16" if tokenizer.vocab_size <= MOST_WITH_UINT16 else "uint32"
     tokens.astype(np.dtype(dtype).newbyteorder("<")).tofile(options.to / "0.bin")
   except (ConfigError, ImportError, OSError) as error:

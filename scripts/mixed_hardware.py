@@ -155,8 +155,6 @@ def main() -> None:
   roles = Roles(given.workdir, given.cpu)
   swap(roles, given.commits)
   found = lives(roles)
-  for each in found:
-    print(json.dumps(each))
   proof = text.print_invariants(text.open_trace(given.workdir))
   print(f"Report: {write_report(given.workdir)}")
   blocked = round(sum(e.blocked_seconds for e in roles.log.of(Step)), 6)

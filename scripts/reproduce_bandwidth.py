@@ -84,20 +84,19 @@ def nearest(gbps: float) -> float:
 
 def row_table() -> tuple[dict[str, dict[str, float]], float, int]:
   """Prints the published row beside ours; (ours, largest ratio error, cells inside)."""
-  print("Gbit/s for a share of the time computing: ours / published. 10B, 0.8 s a step, two sites.")
-  print(f"  {'':24}" + "".join(f"{p:>15} %" for p in PERCENT))
+  print("Gbit/s for a share of the time computing: ours, published. 10B, 0.8 s a step, two sites.")
   ours: dict[str, dict[str, float]] = {}
+  shown: dict[str, dict[str, float]] = {}
   errors, inside = [], 0
   for key, method in METHODS.items():
     needed = [required_gbps(ASSUMED, method, p / 100) for p in PERCENT]
     ours[key] = {str(p): round(n, 3) for p, n in zip(PERCENT, needed)}
-    published = PUBLISHED.get(key)
-    cells = [f"{n:.1f}" for n in needed]
-    if published:
-      cells = [f"{n:.1f} / {p:g}" for n, p in zip(needed, published)]
+    shown[method.name] = ours[key]
+    if published := PUBLISHED.get(key):
+      shown[f"  published, {key}"] = dict(zip(ours[key], published))
       errors += [max(n / p, p / n) - 1 for n, p in zip(needed, published)]
       inside += sum(rounded_up(n) == nearest(p) for n, p in zip(needed, published))
-    print(f"  {method.name:24}" + "".join(f"{cell:>17}" for cell in cells))
+  common.show(shown, digits=1)
   print("  Decoupled never waits: its row is for that share of the planned syncs (H = 24).")
   count = sum(map(len, PUBLISHED.values()))
   print(f"  largest ratio error {max(errors):.3f}; {inside} of {count} round up to the published")
@@ -163,24 +162,20 @@ def _reading() -> float:
 
 def case_12b() -> dict:
   """Prints the 12B model over four regions on 2 to 5 Gbit/s."""
-  print("\n12B over four regions: Gbit/s that keep H = 24, and how many times faster than")
-  print("data-parallel (bf16) on 2 and 5 Gbit/s, where the schedule is kept (else in brackets)")
-  print(
-    f"  {'step':>6}" + "".join(f"{name:>10}{'on 2':>9}{'on 5':>9}" for name in ("bf16", "int4"))
-  )
+  print("\n12B over four regions: Gbit/s that keep H = 24, and how many times as long a step of")
+  print("data-parallel (bf16) takes on 2 and 5 Gbit/s")
   rows: dict = {}
+  shown: dict[str, dict[str, float]] = {}
   for seconds in (1.0, 2.0, 4.0, 8.0):
-    work, text = Workload(12e9, seconds, 4), f"  {seconds:4g} s"
+    work = Workload(12e9, seconds, 4)
     faster = {g: 1 / utilisation(work, DATA_PARALLEL, g) for g in (2, 5)}
     needed = {name: average_gbps(work, decoupled(name)) for name in ("bf16", "int4")}
-    for gbps in needed.values():
-      cells = [f"{x:.1f}" if gbps <= g else f"({x:.1f})" for g, x in faster.items()]
-      text += f"{gbps:>10.2f}" + "".join(f"{cell:>9}" for cell in cells)
-    print(text)
+    shown[f"{seconds:g} s a step"] = {**needed, **{f"on {g}": x for g, x in faster.items()}}
     rows[f"{seconds:g}"] = {
       "needed_gbps": {name: round(gbps, 3) for name, gbps in needed.items()},
       "speedup": {str(g): round(x, 1) for g, x in faster.items()},
     }
+  common.show(shown)
   full = {}
   for name in ("bf16", "int4"):  # the step at which the link is just full; the same at any Gbit/s
     shortest = average_gbps(Workload(12e9, 1.0, 4), decoupled(name)) / 2
