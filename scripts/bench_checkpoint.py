@@ -162,7 +162,6 @@ def measure_steps(config: Config, folder: Path, block: int, pairs: int) -> tuple
   shard = in_process.Shard(
     config,
     plan,
-    in_process.store_of(plan, initial.initial_params(config)),
     hub.connect(syncer_address(0)),
     recorder=logs["syncer-0"],
     saver=savers["syncer-0"],

@@ -175,9 +175,8 @@ class Shard:
   """The syncer, in a thread of the current process."""
 
   def __init__(self, bench: Bench, endpoint: Endpoint):
-    store = in_process.store_of(bench.plan, initial.initial_params(bench.config))
     self._steps = Steps()
-    self._shard = in_process.Shard(bench.config, bench.plan, store, endpoint, recorder=self._steps)
+    self._shard = in_process.Shard(bench.config, bench.plan, endpoint, recorder=self._steps)
 
   def end(self) -> int:
     """Stops the syncer; returns how many rounds it has committed."""

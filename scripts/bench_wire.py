@@ -14,6 +14,7 @@ over bytes of payload, the largest of all codecs.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import threading
@@ -75,29 +76,25 @@ def make_config(learners: int, periods: int, name: str, quick: bool) -> config_l
 def measure(config: config_lib.Config, plan: fragments.Plan) -> tuple[float, float]:
   """Bytes and payload bytes per step and learner, over whole periods after the join."""
   hub, stop = Hub("bench", plan.plan_id), threading.Event()
-  store = in_process.store_of(plan, initial.initial_params(config))
   marks: list[tuple[int, int, int]] = []  # learner 0's step, bytes and payload after each period
 
-  def read(position: int) -> Iterator[np.ndarray]:
-    return itertools.cycle(in_process.batches(config))
-
-  def read_and_mark(position: int) -> Iterator[np.ndarray]:
-    for step, batch in enumerate(read(position), position):
-      if step and step % config.sync.sync_period == 0:
-        counters = endpoints[0].counters
+  def read(learner: int, position: int) -> Iterator[np.ndarray]:
+    counters = endpoints[learner].counters
+    for step, batch in enumerate(itertools.cycle(in_process.batches(config)), position):
+      if learner == 0 and step and step % config.sync.sync_period == 0:
         total = counters.sent_bytes + counters.received_bytes
         marks.append((step, total, counters.payload_bytes))
       yield batch
 
   shards = [
-    in_process.Shard(config, plan, store, hub.connect(syncer_address(s)), s)
+    in_process.Shard(config, plan, hub.connect(syncer_address(s)), s)
     for s in range(config.sync.num_shards)
   ]
   learners = range(config.islands.num_learners)
   endpoints = [hub.connect(learner_address(m)) for m in learners]
   threads = []
   for m in learners:
-    reads = read if m else read_and_mark
+    reads = functools.partial(read, m)
     role = config, plan, endpoints[m], Holder(plan, m), reads, stop.is_set, m
     threads.append(threading.Thread(target=in_process.train, args=role, daemon=True))
     threads[-1].start()
