@@ -56,11 +56,10 @@ QUICK_PACE_SECONDS = 0.2  # of a step then: leaves cores to a process that start
 LENGTHS = (2048, 512, 200)  # in positions; the last is no multiple of a block
 SHARE_OF_MEMORY = "0.4"  # of the device, for each of two islands
 COPIES = 5
-EMPTY: Mapping[str, Any] = {}
 
 
 def config_of(
-  preset: str, batch: int, remat: str, chunks: int, more: Mapping[str, Any] = EMPTY
+  preset: str, batch: int, remat: str, chunks: int, more: Mapping[str, Any] | None = None
 ) -> Config:
   """A preset on one device, without data of its own; `more`: other fields."""
   fields = {
@@ -68,7 +67,7 @@ def config_of(
     "islands.num_learners": 1, "islands.topology": "", "sync.num_shards": 1,
     "data.source": "synthetic", "data.path": "", "data.tokenizer": "bytes",
     "run.total_tokens": 1 << 50,
-    **more,
+    **(more or {}),
   }  # fmt: skip
   return common.config_of("dense", fields, preset)
 

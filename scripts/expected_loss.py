@@ -34,16 +34,15 @@ from ddiloco.training.devices import kept_in
 
 CONFIGS = "quickstart;default;decoupled;streaming_diloco;diloco;data_parallel;tutorial;dense:100k"
 RATES = "0.35;0.5;0.7;1"
-EMPTY: Mapping[str, Any] = {}
 LOSSY = ("bf16", "int8", "int4")
 KINDS = ("untrained", "alone", "together", "adamw", "merged", *LOSSY)
 DATA_PARALLEL = {"together": {}, "adamw": {"optimizer": "adamw"}}  # changes of `inner`
 
 
-def config_of(name: str, seed: int, more: Mapping[str, Any] = EMPTY) -> Config:
+def config_of(name: str, seed: int, more: Mapping[str, Any] | None = None) -> Config:
   """The config of configs/NAME.py, or of its preset NAME:PRESET; islands have one device each."""
   module, _, preset = name.partition(":")
-  fields = {"seed": seed, "islands.devices": 1, "network.drain_seconds": 1e3, **more}
+  fields = {"seed": seed, "islands.devices": 1, "network.drain_seconds": 1e3} | dict(more or {})
   return common.config_of(module, fields, *filter(None, [preset]))
 
 
