@@ -98,7 +98,6 @@ def set_large(c: ml_collections.ConfigDict) -> None:
 
   c.islands.num_learners = 8
   c.islands.devices = 0  # an even share: a whole slice where devices have slices
-  c.islands.fsdp = -1
   c.islands.remat = "full"
   c.islands.loss_chunks = 8  # parts of the vocabulary; all logits would be the largest array
 

@@ -36,7 +36,6 @@ def get_config(
   c.model.model_dim = 32
   c.model.num_heads = 2
   c.model.num_kv_heads = 1
-  c.model.head_dim = 16
   c.model.mlp_dim = 64
   c.data.source = "synthetic"
   c.data.sequence_length = 32
@@ -45,7 +44,6 @@ def get_config(
   c.islands.num_learners = learners
   c.islands.batch_size = 4
   c.islands.min_step_seconds = PACE_SECONDS
-  c.sync.num_shards = 2
   c.sync.num_fragments = 4
   c.sync.sync_period = 4
   c.sync.overlap_steps = 1

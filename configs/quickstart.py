@@ -19,17 +19,7 @@ from ddiloco import config
 def get_config():
   c = config.default()
   c.model.num_layers = 2
-  c.model.model_dim = 64
-  c.model.num_heads = 4
-  c.model.num_kv_heads = 2
-  c.model.head_dim = 16
-  c.model.mlp_dim = 192
-
-  c.islands.num_learners = 4
   c.islands.batch_size = 4
-  c.data.sequence_length = 128
-
-  c.sync.num_shards = 2
   c.sync.num_fragments = 6
   c.sync.sync_period = 6
 

@@ -32,7 +32,6 @@ def get_config(learners: str = "2000") -> ml_collections.ConfigDict:
   """The run, to be frozen by `config.from_dict`."""
   count = int(learners)
   c = config.default()
-  c.data.sequence_length = 128
   c.islands.num_learners = count
   c.islands.batch_size = 4
   c.islands.min_step_seconds = 1.0
@@ -41,8 +40,6 @@ def get_config(learners: str = "2000") -> ml_collections.ConfigDict:
     for m in range(count)
     if m % 3 == 0 or m % 100 == 50
   }
-  c.sync.num_shards = 2
-  c.sync.num_fragments = 8
   c.sync.sync_period = 8
   c.sync.snapshot_steps = 20
   c.run.total_tokens = STEPS * count * 4 * 128 * 2 // 3  # a third of islands is slow, some are down

@@ -17,15 +17,12 @@ def get_config():
   c.model.model_dim = 32
   c.model.num_heads = 2
   c.model.num_kv_heads = 1
-  c.model.head_dim = 16
   c.model.mlp_dim = 96
 
-  c.islands.num_learners = 4
   c.islands.batch_size = 4
   c.islands.min_step_seconds = 0.02  # equal on all machines: planned faults strike at like steps
   c.data.sequence_length = 64
 
-  c.sync.num_shards = 2
   c.sync.num_fragments = 3
   c.sync.sync_period = 8
   c.sync.snapshot_steps = 50

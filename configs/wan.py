@@ -42,7 +42,6 @@ def get_config(preset: str = "decoupled") -> ml_collections.ConfigDict:
 
   c.islands.num_learners = 2
   c.islands.batch_size = 4
-  c.sync.num_shards = 2
   c.run.total_tokens = steps * 2 * 4 * 128  # learners x batch x length
   c.run.evaluations = 4  # few: evaluations share the islands' cores
   if preset == "data_parallel":

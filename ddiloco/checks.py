@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import sys
 import typing
@@ -57,10 +58,6 @@ def not_negative(section: str, config: Any, *names: str) -> None:
     must(section, config, name, ok, "must not be negative", "set 0 or more")
 
 
-def one_of(section: str, config: Any, name: str, *choices: str) -> None:
-  require_one_of(f"{section}.{name}", getattr(config, name), choices)
-
-
 def require_one_of(field: str, value: Any, choices: Iterable[str]) -> None:
   choices = list(choices)
   close = difflib.get_close_matches(str(value), choices, 1) or choices
@@ -74,15 +71,27 @@ def share(section: str, config: Any, *names: str) -> None:
     must(section, config, name, ok, "must lie in [0, 1)", "set a share below 1")
 
 
+_hints = functools.cache(functools.partial(typing.get_type_hints, include_extras=True))
+
+
+def check(section: str, config: Any) -> None:
+  """Refuses values that break the rules in their fields' types: a Literal, or Annotated ones."""
+  for name, hint in _hints(type(config)).items():
+    if typing.get_origin(hint) is typing.Literal:
+      require_one_of(f"{section}.{name}", getattr(config, name), typing.get_args(hint))
+    for rule in getattr(hint, "__metadata__", ()):
+      rule(section, config, name)
+
+
 def typed(section: str, config: Any) -> None:
   """Refuses fields of another type, and numbers that are not finite."""
   for name, hint in typing.get_type_hints(type(config)).items():
     coerce(hint, getattr(config, name), f"{section}.{name}")
 
 
-def option(default: Any, text: str) -> Any:
+def option(default: Any, text: str, least: Any = None) -> Any:
   """A dataclass field that is a command-line flag too (`cli/arguments.py`), with its help text."""
-  return dataclasses.field(default=default, metadata={"help": text})
+  return dataclasses.field(default=default, metadata={"help": text, "least": least})
 
 
 def is_number(text: Any) -> bool:
@@ -124,6 +133,8 @@ def coerce(hint: Any, value: Any, field: str) -> Any:
   if isinstance(hint, type) and dataclasses.is_dataclass(hint):
     return build(hint, value, field)
   origin, each = typing.get_origin(hint), typing.get_args(hint)
+  if origin is typing.Literal:
+    hint = str  # the section itself says which
   if origin is tuple:
     require(isinstance(value, tuple | list), field, value, "must be a sequence", "use a tuple")
     return tuple(coerce(each[0], v, f"{field}[{i}]") for i, v in enumerate(value))

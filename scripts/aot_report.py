@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, parser, run_script
+from common import ROOT, options, run_script
 
 # (config, topology); "" is the config's own.
 DENSE = [(f"dense.py:{p}", "") for p in ("100m", "500m", "1b", "2b", "5b", "9b", "12b")]
@@ -114,44 +114,35 @@ def seconds(row: dict[str, Any]) -> float:
 
 
 def main() -> None:
-  arguments = parser(__doc__, quick="")
-  arguments.add_argument("--only", default="", help="a part of 'CONFIG TOPOLOGY': dense.py:12b")
-  arguments.add_argument("--largest", action="store_true")
-  arguments.add_argument("--mfu", type=float, default=0.4)
-  arguments.add_argument("--rows", type=Path, default=ROOT / "runs" / "aot.json")
-  arguments.add_argument("--docs", type=Path)
-  options = arguments.parse_args()
-  wanted = [row for row in ROWS if options.only in " ".join(row)]
+  rows_file = {"type": Path, "default": ROOT / "runs" / "aot.json"}
+  given = options(__doc__, only="", largest=False, mfu=0.4, rows=rows_file, docs=Path)
+  wanted = [row for row in ROWS if given.only in " ".join(row)]
   if not wanted:
-    known = ", ".join(" ".join(row).strip() for row in ROWS)
-    arguments.error(f"--only={options.only}: part of no row. Fix: a part of one of {known}")
-  before = json.loads(options.rows.read_text()) if options.rows.exists() else []
+    sys.exit(f"--only={given.only}: part of no row. Fix: a part of one of {ROWS}")
+  before = json.loads(given.rows.read_text()) if given.rows.exists() else []
   kept = {name(row): row for row in before}
   for config, topology in wanted:
-    found = compiled(config, topology, options.mfu)
-    if options.largest and (config, topology) in LARGEST:
-      found.append(largest(config, topology, options.mfu, found[0]))
+    found = compiled(config, topology, given.mfu)
+    if given.largest and (config, topology) in LARGEST:
+      found.append(largest(config, topology, given.mfu, found[0]))
     for row in found:
       kept[name(row)] = row
       print(f"{name(row)}: {step_bytes(row) / _GIB:.2f} GiB a chip", flush=True)
-    options.rows.parent.mkdir(parents=True, exist_ok=True)
-    options.rows.write_text(json.dumps(list(kept.values()), indent=1))
+    given.rows.parent.mkdir(parents=True, exist_ok=True)
+    given.rows.write_text(json.dumps(list(kept.values()), indent=1))
   rows = [kept[each] for each in sorted(kept)]
   print("\n" + table(rows) + "\n")
-  if options.docs:
-    before, _, rest = options.docs.read_text().partition(BEGIN)
+  if given.docs:
+    before, _, rest = given.docs.read_text().partition(BEGIN)
     after = rest.partition(END)[2]
-    options.docs.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{after}")
-  print(
-    json.dumps(
-      {
-        "rows": len(rows),
-        "all_fit": all(row["fits"] for row in rows),
-        "by_layer": all(row["gathers_by_layer"] for row in rows),
-        "slowest_compile_seconds": max(map(seconds, rows), default=0.0),
-      }
-    )
-  )
+    given.docs.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{after}")
+  sums = {
+    "rows": len(rows),
+    "all_fit": all(row["fits"] for row in rows),
+    "by_layer": all(row["gathers_by_layer"] for row in rows),
+    "slowest_compile_seconds": max(map(seconds, rows), default=0.0),
+  }
+  print(json.dumps(sums))
 
 
 if __name__ == "__main__":

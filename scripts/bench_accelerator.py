@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -44,8 +44,7 @@ from ddiloco.config import Config, IslandConfig, ModelConfig
 from ddiloco.engines.virtual import seconds_of
 from ddiloco.models.layers import attend
 from ddiloco.models.model import PLAIN, Execution
-from ddiloco.observe.eventlog import EventLog
-from ddiloco.protocol.events import Commit, Fault, Started, Step
+from ddiloco.protocol.events import Fault, Step
 from ddiloco.roles import initial
 from ddiloco.training import devices
 from ddiloco.training.island import Island
@@ -53,22 +52,22 @@ from ddiloco.training.island import Island
 # What one device of 40 GB or more holds: (preset, sequences a step, remat, loss chunks).
 PRESETS = [("100m", 16, "attention", 8), ("1b", 8, "attention", 8)]
 QUICK = [("100k", 2, "none", 1)]
-KILL_AT_SECONDS, AROUND_SECONDS = 30.0, 10.0
-QUICK_KILL_AT_SECONDS, QUICK_AROUND_SECONDS = 3.0, 3.0
 QUICK_PACE_SECONDS = 0.2  # of a step then: leaves cores to a process that starts again
 LENGTHS = (2048, 512, 200)  # in positions; the last is no multiple of a block
 SHARE_OF_MEMORY = "0.4"  # of the device, for each of two islands
 COPIES = 5
 
 
-def config_of(preset: str, batch: int, remat: str, chunks: int, **islands: Any) -> Config:
-  """A preset on one device, without data of its own."""
+def config_of(
+  preset: str, batch: int, remat: str, chunks: int, more: Mapping[str, Any] | None = None
+) -> Config:
+  """A preset on one device, without data of its own; `more`: other fields."""
   fields = {
     "islands.batch_size": batch, "islands.remat": remat, "islands.loss_chunks": chunks,
     "islands.num_learners": 1, "islands.topology": "", "sync.num_shards": 1,
     "data.source": "synthetic", "data.path": "", "data.tokenizer": "bytes",
     "run.total_tokens": 1 << 50,
-    **{f"islands.{name}": value for name, value in islands.items()},
+    **(more or {}),
   }  # fmt: skip
   return common.config_of("dense", fields, preset)
 
@@ -111,16 +110,17 @@ def speed(preset: tuple, steps: int) -> dict[str, Any]:
 def attention(preset: tuple, steps: int, lengths: Sequence[int]) -> dict[str, Any]:
   """How much longer a step takes with the einsum, and the error of both against f32 arithmetic."""
   seconds = {}
-  name, batch, *others = preset
-  for path in ("auto", "einsum"):  # fewer sequences, since the einsum keeps its scores
-    config = config_of(name, min(batch, 4), *others, attention=path)
+  name, batch, remat, chunks = preset
+  paths: list[Any] = ["auto", "einsum"]
+  for path in paths:  # fewer sequences, since the einsum keeps its scores
+    config = config_of(name, min(batch, 4), remat, chunks, {"islands.attention": path})
     seconds[path] = step_seconds(make_island(config), config, steps)
   ratio = round(seconds["einsum"] / seconds["auto"], 3)
-  errors = {path: error_of(path, config.model, lengths) for path in seconds}
+  errors = {path: error_of(path, config.model, lengths) for path in paths}
   return {"einsum_vs_own": ratio, **errors}
 
 
-def error_of(path: str, model: ModelConfig, lengths: Sequence[int]) -> dict[str, float]:
+def error_of(path: Any, model: ModelConfig, lengths: Sequence[int]) -> dict[str, float]:
   """|found - exact| / |exact| of the output and of each gradient, the largest over all lengths.
 
   The inputs are normal, rounded to the model's type; exact is the einsum in f32.
@@ -195,42 +195,29 @@ def copies(preset: tuple) -> dict[str, Any]:
   }
 
 
-def killed(preset: str, folder: Path, cpu: bool, quick: bool) -> dict[str, Any]:
-  """Two islands on one device; one is killed."""
-  kill_at, around = KILL_AT_SECONDS, AROUND_SECONDS
-  if quick:
-    kill_at, around = QUICK_KILL_AT_SECONDS, QUICK_AROUND_SECONDS
+def killed(folder: Path, cpu: bool, quick: bool) -> dict[str, Any]:
+  """Two islands on one device; one is killed, and its work merged again."""
+  preset, kill_at, around = ("100k", 3.0, 3.0) if quick else ("10m", 30.0, 10.0)
   fault = {"action": "kill", "role": "learner-1", "at_seconds": kill_at, "seconds": 0.5}
-  config = common.config_of(
-    "dense",
-    {
-      "islands.num_learners": 2, "islands.batch_size": 4, "islands.topology": "",
-      "data.source": "synthetic", "data.tokenizer": "bytes", "sync.num_shards": 1,
-      "sync.min_quorum": 1, "sync.snapshot_steps": 50, "run.evaluations": 0,
-      "run.total_tokens": 1 << 50, "chaos.faults": (fault,),
-      "islands.min_step_seconds": QUICK_PACE_SECONDS if quick else 0.0,
-    },
-    preset,
-  )  # fmt: skip
-
-  def merged_again(log: EventLog) -> float | None:
-    lives = [e.incarnation for e in log.of(Started, "learner-1")]
-    for e in log.of(Commit):
-      if len(lives) > 1 and (1, lives[-1]) in zip(e.learners, e.incarnations):
-        return e.time
-    return None
+  more = {
+    "islands.num_learners": 2, "sync.snapshot_steps": 50, "run.evaluations": 0,
+    "chaos.faults": (fault,), "islands.min_step_seconds": QUICK_PACE_SECONDS if quick else 0.0,
+  }  # fmt: skip
+  config = config_of(preset, 4, "none", 1, more)
 
   with mock.patch.dict(os.environ, XLA_PYTHON_CLIENT_MEM_FRACTION=SHARE_OF_MEMORY):
     run = common.Run(config, folder / "run", cpu=cpu)
   with run:
-    again = run.wait_for("the killed island", merged_again)
+    again = run.wait_for("the killed island", lambda log: common.merged(log, 1, lives=2))[0].time
     time.sleep(around)
   struck = run.log.of(Fault)[0].time
   steps = run.log.of(Step, "learner-0")
-  before = [e.gap_seconds for e in steps if struck - around < e.time < struck]
-  after = [e.gap_seconds for e in steps if struck <= e.time < struck + around]
+  before, after = (
+    statistics.median(e.gap_seconds for e in steps if start <= e.time < start + around)
+    for start in (struck - around, struck)
+  )
   return {
-    "survivor_step_ratio": round(statistics.median(after) / statistics.median(before), 3),
+    "survivor_step_ratio": round(after / before, 3),
     "survivor_blocked_seconds": round(sum(e.blocked_seconds for e in steps), 6),
     "seconds_until_merged_again": round(again - struck, 2),
   }
@@ -243,40 +230,31 @@ def has_accelerator() -> bool:
 
 
 def main() -> None:
-  parser = common.parser(__doc__, "models of 100 thousand parameters")
-  parser.add_argument("--steps", type=int, default=20)
-  parser.add_argument("--pairs", type=int, default=20)
-  parser.add_argument("--cpu", action="store_true", help="on a CPU, to test this script")
-  given = parser.parse_args()
+  given = common.options(__doc__, {"steps": 3, "pairs": 1}, steps=20, pairs=20, cpu=False)
   if not given.cpu and not has_accelerator():
     print("No GPU or TPU here: nothing is measured.")
     print(json.dumps({"accelerator": None}))
     return
-  presets = QUICK if given.quick else PRESETS
-  steps, pairs = (3, 1) if given.quick else (given.steps, given.pairs)
-  lengths = LENGTHS[-1:] if given.quick else LENGTHS
+  presets, lengths = (QUICK, LENGTHS[-1:]) if given.quick else (PRESETS, LENGTHS)
   found: dict[str, Any] = {}
   with tempfile.TemporaryDirectory(prefix="ddiloco-accelerator-") as folder:
-    struck = "100k" if given.quick else "10m"
-    part = functools.partial(killed, struck, Path(folder), given.cpu, given.quick)
-    found["two_islands"] = report("two islands on one device, a kill", part)
+    found["two_islands"] = report("two islands", killed, Path(folder), given.cpu, given.quick)
   environment.prepare(num_cpu_devices=1, cpu_only=given.cpu)
   found["accelerator"] = jax.devices()[0].device_kind
   for preset in presets:
-    found[preset[0]] = report(preset[0], functools.partial(speed, preset, steps))
-  first = presets[0]
-  found["attention"] = report("attention", functools.partial(attention, first, steps, lengths))
-  found["overhead"] = report("overhead", functools.partial(overhead, first, pairs))
-  found["copies"] = report("copies", functools.partial(copies, presets[-1]))
+    found[preset[0]] = report(preset[0], speed, preset, given.steps)
+  found["attention"] = report("attention", attention, presets[0], given.steps, lengths)
+  found["overhead"] = report("overhead", overhead, presets[0], given.pairs)
+  found["copies"] = report("copies", copies, presets[-1])
   print(json.dumps(found))
   if any("failed" in part for part in found.values()):
     sys.exit(1)
 
 
-def report(name: str, part: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def report(name: str, part: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
   """The results of one part, printed at once: a later part may fail."""
   try:
-    found = part()
+    found = part(*arguments)
   except Exception as error:
     found = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"}
   gc.collect()

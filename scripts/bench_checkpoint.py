@@ -30,6 +30,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import os
 import shutil
 import statistics
@@ -55,6 +56,7 @@ import numpy as np
 from ddiloco.checkpoint.saver import Saver
 from ddiloco.checkpoint.snapshots import Storage
 from ddiloco.config import Config, from_dict
+from ddiloco.engines.virtual import seconds_of
 from ddiloco.network.transport import Hub, learner_address, syncer_address
 from ddiloco.observe.eventlog import E, Event, EventLog, NullRecorder
 from ddiloco.observe.guards import warn
@@ -160,7 +162,6 @@ def measure_steps(config: Config, folder: Path, block: int, pairs: int) -> tuple
   shard = in_process.Shard(
     config,
     plan,
-    in_process.store_of(plan, initial.initial_params(config)),
     hub.connect(syncer_address(0)),
     recorder=logs["syncer-0"],
     saver=savers["syncer-0"],
@@ -249,12 +250,7 @@ def measure_bytes(folder: Path, mib: int, times: int) -> dict[str, Any]:
   for _ in range(times + 1):  # the first warms up
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     for name, do in work.items():
-      started = time.perf_counter()
-      do()
-      seconds[name].append(time.perf_counter() - started)
-    print(
-      f"{size / 1e9:.2f} GB: {', '.join(f'{name} {s[-1]:.2f} s' for name, s in seconds.items())}"
-    )
+      seconds[name].append(seconds_of(do))
   return {
     f"{name}_gbps": common.middle([size / s / 1e9 for s in each[1:]])
     for name, each in seconds.items()
@@ -270,52 +266,38 @@ def measure_rejoin(folder: Path, quick: bool) -> dict[str, Any]:
   # A pace leaves cores to a process that starts again.
   islands = {"min_step_seconds": 0.2 if quick else 0.0}
   config = make_config(2, 64, 2, sync=sync, islands=islands, checkpoint={"patience_seconds": 5.0})
+  killed = "learner-1"
+
+  def saved(log: EventLog, after: float = 0.0) -> bool:
+    return any(e.time > after and killed in e.roles for e in log.of(Snapshot))
+
+  def after_restart(log: EventLog, kind: type[E]) -> list[E]:
+    restart = min((e.time for e in log.of(Restart)), default=math.inf)
+    return [e for e in log.of(kind, killed) if e.time > restart]
+
   with common.Run(config, folder / "run") as run:
-    run.wait_for("a snapshot", lambda events: later(events, Snapshot, 0.0))
+    run.wait_for("a snapshot", saved)
     run.kill("--learner=1")
-    joined = run.wait_for("the killed learner", lambda events: came_back(events, "learner-1"))
-    run.wait_for("one more snapshot", lambda events: later(events, Snapshot, joined["joined"]))
+    joined = run.wait_for("the killed learner", lambda log: after_restart(log, Joined))[0]
+    run.wait_for("one more snapshot", lambda log: saved(log, joined.time))
+    compiled, restored = after_restart(run.log, Compiled)[0], after_restart(run.log, Restored)[0]
+    restart = run.log.of(Restart)[0].time
   with common.Run(config, folder / "run") as again:
     began = again.began - start_time(again.workdir)
-    merged = again.wait_for("a merged push", lambda events: later(events, Commit, began))
-  rejoin = {name: seconds for name, seconds in joined.items() if name != "joined"}
-  return {"rejoin": rejoin, "resume_seconds": round(merged.time - began, 2)}
-
-
-def later(events: EventLog, kind: type[E], seconds: float, role: str = "") -> E | None:
-  """The first of this kind after that time of the run; of snapshots, one with learner 1."""
-  found = (e for e in events.of(kind, role) if e.time > seconds)
-  return next((e for e in found if "learner-1" in getattr(e, "roles", ["learner-1"])), None)
-
-
-def came_back(events: EventLog, role: str) -> dict[str, float] | None:
-  """Seconds of each part of a restarted learner's return; "joined": when it had joined."""
-  restart = next((e.time for e in events.of(Restart)), None)
-  if restart is None:
-    return None
-  compiled = later(events, Compiled, restart, role)
-  restored, joined = later(events, Restored, restart, role), later(events, Joined, restart, role)
-  if joined is None:
-    return None
-  if compiled is None or restored is None:
-    raise SystemExit(f"{role} came back without its part of a snapshot")
-  return {
+    later = lambda log: [e.time for e in log.of(Commit) if e.time > began]  # noqa: E731
+    merged = again.wait_for("a merged push", later)[0]
+  rejoin = {
     "restart_seconds": round(compiled.time - compiled.seconds - restart, 3),
     "compile_seconds": compiled.seconds,
     "restore_seconds": restored.seconds,
     "fragments_seconds": joined.seconds,
-    "joined": joined.time,
   }
+  return {"rejoin": rejoin, "resume_seconds": round(merged - began, 2)}
 
 
 def main() -> None:
-  parser = common.parser(__doc__)
-  parser.add_argument("--pairs", type=int, default=12, help="pairs of blocks that count")
-  parser.add_argument("--block", type=int, default=100, help="steps in a block, one snapshot in it")
-  parser.add_argument("--mib", type=int, default=256, help="size of the part that is saved")
-  args = parser.parse_args()
-  if args.quick:
-    args.pairs, args.block, args.mib = 1, 8, 8
+  quick = {"pairs": 1, "block": 8, "mib": 8}
+  args = common.options(__doc__, quick, pairs=12, block=100, mib=256)
   layers, width = (1, 64) if args.quick else (6, 256)
   config = make_config(layers, width, 1, sync={"num_shards": 1, "snapshot_steps": 2 * args.block})
   with tempfile.TemporaryDirectory() as scratch:

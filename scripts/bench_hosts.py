@@ -37,8 +37,7 @@ from ddiloco.config import Config
 from ddiloco.engines.role_spec import free_urls
 from ddiloco.network import host_links
 from ddiloco.network.transport import learner_address, syncer_address
-from ddiloco.observe.eventlog import EventLog
-from ddiloco.protocol.events import Commit, Crash, Snapshot, Started, Step
+from ddiloco.protocol.events import Crash, Snapshot, Step
 from ddiloco.training import hosts
 from ddiloco.training.island import Island
 
@@ -140,18 +139,17 @@ def as_shard(bench: bench_overhead.Bench, url: str) -> None:
 
 def two_processes(quick: bool, pairs: int, block: int, folder: Path) -> dict[str, Any]:
   url, syncer = free_urls(2)
-  command = [sys.executable, __file__, f"--pairs={pairs}", f"--block={block}"]
-  command += [f"--url={url}", f"--syncer={syncer}", f"--folder={folder}"]
-  command += ["--quick"] if quick else []
   log = folder / "hosts.log"
   with log.open("wb") as file:
-    pipe = subprocess.PIPE
-    shard = subprocess.Popen([*command, "--shard"], stdin=pipe, stdout=pipe, stderr=file)
-    processes = [
-      subprocess.Popen([*command, f"--host={host}"], stdout=file, stderr=file)
-      for host in range(HOSTS)
-    ]
-    statuses = [each.wait() for each in processes]
+
+    def start(name: str, **streams: Any) -> subprocess.Popen[bytes]:
+      command = [sys.executable, __file__, f"--pairs={pairs}", f"--block={block}"]
+      command += [*(["--quick"] if quick else []), "--process", name, url, syncer, str(folder)]
+      return subprocess.Popen(command, stderr=file, **streams)
+
+    shard = start("shard", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    both = [start(str(host), stdout=file) for host in range(HOSTS)]
+    statuses = [each.wait() for each in both]
     committed, _ = shard.communicate()
     statuses.append(shard.returncode)
   if any(statuses):
@@ -180,15 +178,10 @@ def two_islands() -> Config:
 
 
 def killed_host(folder: Path) -> dict[str, Any]:
-  def merged(log: EventLog, after: int) -> list[Commit]:
-    commits = log.of(Commit)
-    return [e for e in commits if any(m and n > after for m, n in zip(e.learners, e.incarnations))]
-
   with common.Run(two_islands(), folder / "run") as run:
-    run.wait_for("a snapshot and a merge", lambda log: log.of(Snapshot) and merged(log, 0))
-    life = run.log.of(Started, "learner-1")[-1].incarnation
+    run.wait_for("a snapshot and a merge", lambda log: log.of(Snapshot) and common.merged(log, 1))
     run.kill("--learner=1", "--host=1")
-    again = run.wait_for("its next life", lambda log: merged(log, life))[0].time
+    again = run.wait_for("its next life", lambda log: common.merged(log, 1, lives=2))[0].time
     down = run.wait_for("its end", lambda log: log.of(Crash, "learner-1"))[0].time
     steps = run.log.of(Step, "learner-0")
   meanwhile = [e for e in steps if down <= e.time <= again]
@@ -200,30 +193,20 @@ def killed_host(folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-  parser = common.parser(
-    __doc__, "a smaller model, four pairs, and no killed host, which the tests have"
-  )
-  parser.add_argument("--pairs", type=int, default=60)
-  parser.add_argument("--block", type=int, default=8)
-  for name in ("url", "syncer", "folder"):
-    parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
-  parser.add_argument("--host", type=int, help=argparse.SUPPRESS)
-  parser.add_argument("--shard", action="store_true", help=argparse.SUPPRESS)
-  given = parser.parse_args()
-  if given.shard or given.host is not None:
+  of_process = {"nargs": 4, "help": argparse.SUPPRESS}  # of a process that this script starts
+  given = common.options(__doc__, {"pairs": 4}, pairs=60, block=8, process=of_process)
+  if given.process:
+    name, url, syncer, folder = given.process
     bench = bench_overhead.Bench(one_island(given.quick), given.pairs, given.block)
-  if given.shard:
-    return as_shard(bench, given.syncer)
-  if given.host is not None:
-    where = given.url, given.syncer, Path(given.folder)
+    if name == "shard":
+      return as_shard(bench, syncer)
     try:
-      return as_host(bench, given.host, *where)
+      return as_host(bench, int(name), url, syncer, Path(folder))
     except Exception:  # else JAX would wait for the other host at this process's end
       traceback.print_exc()
       os._exit(1)
-  pairs = 4 if given.quick else given.pairs
   with tempfile.TemporaryDirectory(prefix="ddiloco-hosts-") as folder:
-    found = two_processes(given.quick, pairs, given.block, Path(folder))
+    found = two_processes(given.quick, given.pairs, given.block, Path(folder))
     if not given.quick:
       found |= killed_host(Path(folder))
   print(json.dumps(found))

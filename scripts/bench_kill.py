@@ -29,9 +29,7 @@ import json
 import math
 import os
 import statistics
-import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -43,31 +41,19 @@ import common
 from common import middle
 
 from ddiloco import workdir as workdirs
-from ddiloco.config import Config, from_dict
+from ddiloco.config import Config, ConfigError, from_dict
 from ddiloco.engines import children
 from ddiloco.engines.children import Spawn
 from ddiloco.engines.processes import ProcessesEngine
 from ddiloco.observe.eventlog import EventLog, read_events
 from ddiloco.observe.style import GLOBAL_MODEL, PALETTE
-from ddiloco.protocol.events import (
-  Commit,
-  Event,
-  Fault,
-  Joined,
-  Push,
-  Restart,
-  Started,
-  Step,
-  parse_role,
-)
+from ddiloco.protocol.events import Commit, Event, Fault, Restart, Started, Step, parse_role
 from ddiloco.training import data
 
 WARM_UP_SECONDS, QUICK_WARM_UP_SECONDS = 10.0, 3.0  # from the first step to the first window
 QUICK_PACE_SECONDS = 0.2  # of a step: leaves cores to a process that starts again
 BACK_SECONDS = 0.5  # from a kill to the restart
 REJOIN_SECONDS = 90.0  # limit for the rejoin after the last kill
-EXIT_USAGE = 2
-PROGRESS_SECONDS = 10.0
 Steps = list[tuple[float, float]]  # (when it ended, seconds since the one before ended)
 
 
@@ -114,50 +100,32 @@ class Pinned(ProcessesEngine):
     return pinned
 
 
-class Ends:
-  """Listens to a run, prints its progress, and ends it after `seconds`, when all are back."""
-
-  def __init__(self, engine: ProcessesEngine, seconds: float):
-    self.engine, self.seconds = engine, seconds
-    self.events = EventLog()
-    self.steps = dict.fromkeys(range(engine.config.islands.num_learners), 0)
-    self.said = time.monotonic()
-    self.over = False
-    self._all_train_at = math.inf
-
-  def __call__(self, event: Event) -> None:
-    if isinstance(event, (Fault, Push, Commit, Started)):
-      self.events.append(event)
-    if isinstance(event, (Fault, Restart, Joined)):
-      who = event.role if isinstance(event, Joined) else event.target
-      print(f"{event.time:6.1f} s {who} {event.kind}")
-    if isinstance(event, Step):
-      self.steps[parse_role(event.role)[1]] += 1
-    if math.isinf(self._all_train_at) and all(self.steps.values()):
-      self._all_train_at = event.time
-    lasted = max(0.0, event.time - self._all_train_at)
-    if time.monotonic() - self.said >= PROGRESS_SECONDS:
-      self.said = time.monotonic()
-      made = sum(self.steps.values())
-      print(f"{lasted:.0f} of {self.seconds:.0f} s, {made} steps", flush=True)
-    if lasted < self.seconds or not isinstance(event, Commit) or self.over:
-      return
-    waits = any(math.isinf(back) for _, back in restarts(self.events)[-1:])
-    if not waits or lasted > self.seconds + REJOIN_SECONDS:
-      self.over = True
-      self.engine.stop.set()
-
-
 def run(config: Config, folder: Path, seconds: float, mine: frozenset[int]) -> None:
-  """Makes the run in `folder`, unless it is there already."""
+  """Makes the run in `folder`, unless it is there already; it ends when all are back."""
   if common.done_before(config, folder):
     return
   workdirs.claim(folder, config, overwrite=True)
   engine = Pinned(config, folder, data.open_corpus(config.data), lambda params: {"loss": 0.0})
   engine.mine = mine
-  ends = Ends(engine, seconds)
-  outcome = engine.run([ends])
-  if not ends.over:
+  events, all_train_at = EventLog(), math.inf
+
+  def listen(event: Event) -> None:
+    nonlocal all_train_at
+    if isinstance(event, Fault | Commit | Started):
+      events.append(event)
+    if isinstance(event, Fault | Restart):
+      print(f"{event.time:6.1f} s {event.target} {event.kind}", flush=True)
+    if math.isinf(all_train_at) and all(engine.steps.values()):
+      all_train_at = event.time
+      print(f"{event.time:6.1f} s all train; goes on for {seconds:.0f} s", flush=True)
+    lasted = event.time - all_train_at
+    if lasted >= seconds and isinstance(event, Commit):
+      waits = any(math.isinf(back) for _, back in restarts(events)[-1:])
+      if not waits or lasted > seconds + REJOIN_SECONDS:
+        engine.stop.set()
+
+  outcome = engine.run([listen])
+  if not engine.stop.is_set():
     raise SystemExit(f"the run {outcome.reason} too early; see {folder / 'logs'}")
 
 
@@ -168,16 +136,10 @@ def restarts(events: EventLog) -> list[tuple[float, float]]:
   """(kill, first merged push of the next incarnation) for each kill; inf: not until the next."""
   kills = [(e.time, e.target) for e in events.of(Fault)]
   spans = []
-  for i, (killed, role) in enumerate(kills):
-    until = kills[i + 1][0] if i + 1 < len(kills) else math.inf
+  for (killed, role), (until, _) in itertools.pairwise([*kills, (math.inf, "")]):
     later = EventLog(e for e in events if killed < e.time < until)
-    lives = {e.incarnation for e in later.of(Started, role)}
-    pushed = {(e.fragment, e.round) for e in later.of(Push, role) if e.incarnation in lives}
-    number = int(role.partition("-")[2])
-    merged = (
-      e.time for e in later.of(Commit) if number in e.learners and (e.fragment, e.round) in pushed
-    )
-    spans.append((killed, min(merged, default=math.inf)))
+    merged = common.merged(later, parse_role(role)[1])
+    spans.append((killed, min((e.time for e in merged), default=math.inf)))
   return spans
 
 
@@ -187,9 +149,7 @@ def steps_of(events: EventLog, learner: int) -> Steps:
   return [(after, after - before) for before, after in itertools.pairwise(times)]
 
 
-def between(
-  steps: list[tuple[float, float]], start: float, end: float
-) -> list[tuple[float, float]]:
+def between(steps: Steps, start: float, end: float) -> Steps:
   return steps[bisect.bisect_left(steps, (start, 0.0)) : bisect.bisect_left(steps, (end, 0.0))]
 
 
@@ -268,21 +228,17 @@ def draw(path: Path, folder: Path, survivors: int, every: float, result: dict[st
 
 def main() -> None:
   cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-  parser = common.parser(__doc__)
-  parser.add_argument("--kills", type=int, default=6)
-  parser.add_argument("--every", type=float, default=20.0, help="seconds of a window")
-  parser.add_argument("--learners", type=int, default=max(2, min(4, len(cores))))
-  parser.add_argument("--workdir", type=Path, help="keeps the runs; default: a temporary folder")
-  parser.add_argument("--picture", type=Path, help="draws it there")
-  args = parser.parse_args()
-  if len(cores) < 2:
-    print("scripts/bench_kill.py needs Linux and two cores: survivors must have their own.",
-          file=sys.stderr)  # fmt: skip
-    raise SystemExit(EXIT_USAGE)
-  if args.learners < 2 or args.kills < 1:
-    parser.error(f"--learners={args.learners} --kills={args.kills}: at least 2 learners and 1 kill")
-  if args.quick:
-    args.kills, args.every, args.learners = 1, 4.0, 2
+  args = common.options(
+    __doc__,
+    {"kills": 1, "every": 4.0, "learners": 2},
+    kills=6,
+    every=20.0,
+    learners=max(2, min(4, len(cores))),
+    workdir=(Path, "keeps the run; default: a temporary folder"),
+    picture=Path,
+  )
+  if len(cores) < 2 or args.learners < 2:
+    raise ConfigError("needs Linux, two cores, so that survivors have their own, and --learners=2")
   warm_up = QUICK_WARM_UP_SECONDS if args.quick else WARM_UP_SECONDS
   mine, rest = frozenset(cores[:-1]), cores[-1:]
   os.sched_setaffinity(0, rest)  # child processes inherit it

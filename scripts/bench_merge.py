@@ -20,12 +20,13 @@ import tracemalloc
 import common
 import numpy as np
 
-from ddiloco.config import SyncConfig, from_dict
+from ddiloco.config import from_dict
 from ddiloco.core import codec
 from ddiloco.core.delta import ReceivedPushes
-from ddiloco.core.fragments import Fragment, TensorSpec, make_plan
+from ddiloco.core.fragments import Fragment
 from ddiloco.engines import virtual
 from ddiloco.engines.virtual import seconds_of
+from ddiloco.roles import initial
 from ddiloco.runtime import ValueThreads
 
 CONFIG = from_dict(
@@ -38,36 +39,24 @@ CONFIG = from_dict(
 
 def fragment_of(values: int) -> Fragment:
   """Two decoder layers and an embedding with at least `values` values: matrices and tiny norms."""
-  dim = 64
-  while 37 * dim * dim + 5 * dim < values:
-    dim += 64
-  stacked = {
-    "query": (dim, dim),
-    "key": (dim, dim // 4),
-    "value": (dim, dim // 4),
-    "output": (dim, dim),
-    "gate": (dim, 4 * dim),
-    "up": (dim, 4 * dim),
-    "down": (4 * dim, dim),
-    "attention_norm": (dim,),
-    "mlp_norm": (dim,),
-  }
-  specs = [
-    TensorSpec("embedding", (8 * dim, dim), stacked=False, embedding=True),
-    *(TensorSpec(f"layers/{n}", (2, *shape), True, False) for n, shape in stacked.items()),
-    TensorSpec("final_norm", (dim,), stacked=False, embedding=False),
-  ]
-  sync = SyncConfig(num_shards=1, num_fragments=1)
-  return make_plan(specs, sync).fragments[0]
+  width = 64
+  while 37 * width * width + 5 * width < values:
+    width += 64
+  model = {"vocab_size": 8 * width, **common.small_model(2, width, heads=4, kv_heads=1, mlp=4)}
+  sync = {"num_shards": 1, "num_fragments": 1}
+  return initial.make_plan(from_dict({"model": model, "sync": sync})).fragments[0]
 
 
-def bench_codec(delta: np.ndarray, repeats: int) -> tuple[float, float, np.ndarray]:
-  """Median GB/s of f32 that int4 encodes and decodes, and the payload."""
+def bench_codec(size: int, repeats: int) -> dict[str, float]:
+  """Median GB/s of f32 that int4 encodes and decodes on one thread."""
+  delta = np.random.default_rng(0).standard_normal(size, np.float32)
   payload = codec.encode(delta, "int4")
   encode = [seconds_of(lambda: codec.encode(delta, "int4")) for _ in range(repeats)]
-  decode = [seconds_of(lambda: codec.decode(payload, delta.size, "int4")) for _ in range(repeats)]
-  gigabytes = delta.nbytes / 1e9
-  return gigabytes / statistics.median(encode), gigabytes / statistics.median(decode), payload
+  decode = [seconds_of(lambda: codec.decode(payload, size, "int4")) for _ in range(repeats)]
+  return {
+    "int4_encode_gbps": delta.nbytes / 1e9 / statistics.median(encode),
+    "int4_decode_gbps": delta.nbytes / 1e9 / statistics.median(decode),
+  }
 
 
 def bench_commit(fragment: Fragment, learners: int, repeats: int) -> dict[str, float]:
@@ -113,37 +102,16 @@ def bench_commit(fragment: Fragment, learners: int, repeats: int) -> dict[str, f
 
 
 def main() -> None:
-  parser = common.parser(__doc__, "tiny sizes: is the script alive?")
-  parser.add_argument("--learners", type=int, default=8, help="pushes that are merged (8)")
-  parser.add_argument("--values", type=int, default=32 << 20, help="least size of the fragment")
-  parser.add_argument("--repeats", type=int, default=7, help="of every measurement (7)")
-  args = parser.parse_args()
-  if min(args.learners, args.values, args.repeats) < 1:
-    parser.error("--learners, --values and --repeats must be at least 1")
-  values, repeats = (200_000, 2) if args.quick else (args.values, args.repeats)
-
-  fragment = fragment_of(values)
-  delta = np.random.default_rng(0).standard_normal(min(fragment.size, 32 << 20), np.float32)
-  encode_gbps, decode_gbps, _ = bench_codec(delta, repeats)
-  found = bench_commit(fragment, args.learners, repeats)
-
-  print(
-    f"{args.learners} learners, {fragment.size:,} values in {len(fragment.pieces)} pieces,", end=" "
-  )
-  print(f"{found['threads']} threads, medians of {repeats}")
-  for name, text in {
-    "commit": f"{found['commit_gbps']:8.2f} GB/s   {found['commit_seconds'] * 1e3:8.1f} ms",
-    "plain NumPy copy": f"{found['copy_gbps']:8.2f} GB/s",
-    "commit / copy": f"{found['commit_vs_copy']:8.2f}        wanted: at least 0.50",
-    "int4 encode": f"{encode_gbps:8.2f} GB/s   one thread",
-    "int4 decode": f"{decode_gbps:8.2f} GB/s   one thread",
-    "arrival": f"{found['arrival_seconds'] * 1e3:8.1f} ms     norms and a sample of one push",
-    "extra memory": f"{found['extra_fragments']:8.3f} fragments: new vectors, update, chunks",
-  }.items():
-    print(f"  {name:<24}{text}")
+  quick = {"values": 200_000, "repeats": 2}
+  args = common.options(__doc__, quick, learners=8, values=32 << 20, repeats=7)
+  fragment = fragment_of(args.values)
+  found = bench_commit(fragment, args.learners, args.repeats)
+  found |= bench_codec(min(fragment.size, 32 << 20), args.repeats)
+  found |= {"learners": args.learners, "values": fragment.size}
   rounded = {name: round(value, 4) for name, value in found.items()}
-  codecs = {"int4_encode_gbps": round(encode_gbps, 2), "int4_decode_gbps": round(decode_gbps, 2)}
-  print(json.dumps({**rounded, **codecs, "learners": args.learners, "values": fragment.size}))
+  for name, value in rounded.items():
+    print(f"  {name:<20}{value:>16,}")
+  print(json.dumps(rounded))
 
 
 if __name__ == "__main__":

@@ -175,9 +175,8 @@ class Shard:
   """The syncer, in a thread of the current process."""
 
   def __init__(self, bench: Bench, endpoint: Endpoint):
-    store = in_process.store_of(bench.plan, initial.initial_params(bench.config))
     self._steps = Steps()
-    self._shard = in_process.Shard(bench.config, bench.plan, store, endpoint, recorder=self._steps)
+    self._shard = in_process.Shard(bench.config, bench.plan, endpoint, recorder=self._steps)
 
   def end(self) -> int:
     """Stops the syncer; returns how many rounds it has committed."""
@@ -240,13 +239,8 @@ def with_ray(settings: tuple) -> tuple[Measured, int]:
 
 
 def main() -> None:
-  parser = common.parser(__doc__)
-  parser.add_argument("--engine", choices=ENGINES, default="threads", help="where the roles live")
-  parser.add_argument("--pairs", type=int, default=40, help="pairs of blocks that count")
-  parser.add_argument("--block", type=int, default=FRAGMENTS, help="steps in a block")
-  args = parser.parse_args()
-  if args.quick:
-    args.pairs, args.block = 1, 8
+  engine = {"choices": list(ENGINES), "default": "threads"}
+  args = common.options(__doc__, {"pairs": 1}, engine=engine, pairs=40, block=FRAGMENTS)
   prepare()
   config = make_config(layers=1 if args.quick else 4)
   measured, rounds = ENGINES[args.engine]((config, args.pairs, args.block))

@@ -13,8 +13,8 @@ publishes; this process plays M learners on loopback, message by message. Parts:
   same threads, as `bench_merge.py` measures it: `commit_vs_copy`, a ratio of medians.
 - Memory of the shard's process, less what it had before its fragments, per parameter: at rest (5 s
   after a round), and the most ever (`bytes_per_parameter`, `peak_bytes_per_parameter`).
-- Copies: two shards with small fragments; bytes to the buddy over bytes of one learner's publishes,
-  without the first copy of each fragment, which is whole (`buddy_bytes_vs_publish`).
+- Copies: two shards with small fragments; bytes to the buddy over bytes to one learner, without the
+  first round, in which copies are whole (`buddy_bytes_vs_publish`).
 
   python scripts/bench_shard.py [--values=508000000] [--fragments=1] [--learners=8] [--repeats=5]
                                 [--quick]
@@ -31,7 +31,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import bench_merge
@@ -56,7 +56,6 @@ from ddiloco.protocol.messages import (
   Publish,
   Pull,
   Push,
-  Replica,
   Report,
   Welcome,
 )
@@ -79,16 +78,10 @@ def plan_of(values: int, fragments: int) -> Plan:
 
 
 def config_of(learners: int, shards: int, fragments: int) -> Config:
-  sync: dict[str, Any] = {
-    "num_shards": shards,
-    "num_fragments": fragments,
-    "sync_period": 2,
-    "overlap_steps": 1,
-  }
-  sync |= {"push_codec": "int4", "publish_codec": "int4", "min_quorum": 1, "grace_safety": 0.9}
-  outer_settings = {"learning_rate": 0.4, "momentum": 0.9}
-  islands = {"num_learners": learners}
-  return from_dict({"islands": islands, "sync": sync, "outer": outer_settings})
+  sync = {"num_shards": shards, "num_fragments": fragments, "sync_period": 2, "overlap_steps": 1}
+  codecs = {"push_codec": "int4", "publish_codec": "int4"}
+  outer = {"learning_rate": 0.4, "momentum": 0.9}
+  return from_dict({"islands": {"num_learners": learners}, "sync": sync | codecs, "outer": outer})
 
 
 # --- The shard: a process of its own
@@ -114,28 +107,12 @@ class Recorder:
     pass
 
 
-class Counted(NetworkEndpoint):
-  """An endpoint that counts the payloads that it sends: of publishes, and of copies."""
-
-  def __init__(self, *arguments: Any, **options: Any):
-    self.bytes = {"publish": 0, "copy": 0, "first_copy": 0}
-    super().__init__(*arguments, **options)
-
-  def send(self, to: str, message: Any, spoil: Any = None) -> int:
-    if isinstance(message, Publish) and to == learner_address(0) and message.payload is not None:
-      self.bytes["publish"] += len(message.payload)
-    if isinstance(message, Replica) and message.owner == message.shard:
-      kind = "copy" if message.base_round >= 0 else "first_copy"
-      if to != syncer_address(message.shard):
-        self.bytes[kind] += len(message.payload)
-    return super().send(to, message, spoil)
-
-
 def serve(pipe: Any, shard: int, shards: int, values: int, fragments: int, learners: int) -> None:
   """A shard until it is told to end; sends its url, its commits, and its memory."""
   config, plan = config_of(learners, shards, fragments), plan_of(values, fragments)
   run = identity(plan)
-  endpoint = Counted(syncer_address(shard), 1, run, config.network, bind="tcp://127.0.0.1:0")
+  address = syncer_address(shard)
+  endpoint = NetworkEndpoint(address, 1, run, config.network, bind="tcp://127.0.0.1:0")
   store, owned = MemoryStore(outlives=False), owned_by(shard, shards, fragments)
   for p in owned:
     passes.compile_for(plan.fragments[p], config.outer)
@@ -153,7 +130,7 @@ def serve(pipe: Any, shard: int, shards: int, values: int, fragments: int, learn
 
   def listen() -> None:
     while pipe.recv() != "end":
-      pipe.send(("memory", memory_bytes(), memory_bytes("VmHWM"), dict(endpoint.bytes)))
+      pipe.send(("memory", memory_bytes(), memory_bytes("VmHWM"), endpoint.counters.sent_bytes))
     stop.set()
 
   threading.Thread(target=listen, daemon=True).start()
@@ -206,9 +183,11 @@ class Shards:
       self._next(self.pipes[fragment % len(self.pipes)], "commit")
     return self.commits[fragment, version]
 
-  def memory(self, shard: int = 0) -> tuple[int, int, Mapping[str, int]]:
+  def memory(self, shard: int = 0) -> tuple[int, int, int]:
+    """A shard's memory now, the most that it had, and the bytes that it has sent."""
     self.pipes[shard].send("memory")
-    return self._next(self.pipes[shard], "memory")[1:]
+    _, resident, peak, sent = self._next(self.pipes[shard], "memory")
+    return resident, peak, sent
 
   def end(self) -> None:
     for pipe in self.pipes:
@@ -403,11 +382,9 @@ def bench_rounds(values: int, fragments: int, learners: int) -> dict[str, Any]:
     control = sorted(asker.answers)
     time.sleep(REST_SECONDS)
     resident, peak, _ = bench.shards.memory()
-    print(f"together: {together} of {learners} merged in {seconds:.2f} s;", end=" ")
-    print(f"welcomes came in {1e3 * control[len(control) // 2]:.1f} ms, at most", end=" ")
-    print(f"{1e3 * control[-1]:.1f} ms ({len(control)})", flush=True)
+    print(f"together: {together} of {learners} merged in {seconds:.2f} s", flush=True)
     paused = pause(bench)
-    print(f"after a pause of {PAUSE_SECONDS:g} s: {paused} merged, lost: {bench.shards.lost}")
+    print(f"after a pause of {PAUSE_SECONDS:g} s: {paused} merged", flush=True)
     parameters = values * fragments
     return {
       "together_merged": min(together) / learners,
@@ -446,34 +423,33 @@ def pause(bench: Bench) -> list[int]:
 def bench_copies(values: int, learners: int) -> dict[str, Any]:
   """Bytes to a buddy over bytes of one learner's publishes."""
   bench = Bench(2, values, 2, learners)
+
+  def moved() -> np.ndarray:
+    """Bytes to buddies, and to a learner on average: all that shards send are these."""
+    sent = sum(bench.shards.memory(s)[2] for s in (0, 1))
+    received = sum(each.endpoint.counters.received_bytes for each in bench.learners)
+    return np.array([sent - received, received / learners])
+
   try:
-    for _ in range(4):
+    bench.round()
+    first = moved()
+    for _ in range(3):
       bench.round()
-    sent = [bench.shards.memory(s)[2] for s in (0, 1)]
+    copies, publishes = moved() - first
   finally:
     bench.end()
-  copies, published = (sum(each[kind] for each in sent) for kind in ("copy", "publish"))
-  per_publish = published / (2 * bench.version)
-  per_copy = copies / (2 * (bench.version - 1))
-  print(f"a copy for the buddy: {per_copy:,.0f} bytes; a publish: {per_publish:,.0f} bytes")
-  return {"buddy_bytes_vs_publish": round(per_copy / per_publish, 3)}
+  return {"buddy_bytes_vs_publish": round(copies / publishes, 3)}
 
 
 def main() -> None:
-  parser = common.parser(__doc__, "small fragments: is the script alive?")
-  parser.add_argument("--values", type=int, default=508_000_000, help="of each fragment")
-  parser.add_argument("--fragments", type=int, default=1, help="of the shard (1)")
-  parser.add_argument("--learners", type=int, default=8, help="that push (8)")
-  parser.add_argument("--repeats", type=int, default=5, help="of the commit (5)")
-  args = parser.parse_args()
-  if min(args.values - 1000, args.fragments, args.learners, args.repeats) < 1:
-    parser.error("--values must be over 1000, the others at least 1")
-  values = 5_000_000 if args.quick else args.values
+  quick = {"values": 5_000_000}
+  args = common.options(
+    __doc__, quick, values=508_000_000, fragments=1, learners=8, repeats=(5, "of the commit")
+  )
+  values = args.values
   result = bench_rounds(values, args.fragments, args.learners)
   fragment = plan_of(min(values, 128_000_000), 1).fragments[0]
   found = bench_merge.bench_commit(fragment, args.learners, args.repeats)
-  print(f"commit: {found['commit_gbps']:.2f} GB/s; a copy of as many bytes:", end=" ")
-  print(f"{found['copy_gbps']:.2f} GB/s; {found['threads']} threads")
   names = "commit_vs_copy", "commit_seconds", "arrival_seconds", "threads"
   result |= {name: round(found[name], 3) for name in names}
   result |= bench_copies(min(values, 8_000_000), args.learners)

@@ -206,18 +206,18 @@ def make_problem(name: str, seed: int, period: int, quick: bool) -> Problem:
 
 
 def main() -> None:
-  parser = common.parser(__doc__)
   problems = common.names_of(("regression", "text"))
-  parser.add_argument("--problems", type=problems, default="regression,text")
-  parser.add_argument("--away", default="600,2000", help="steps")
-  parser.add_argument("--before", type=int, default=200, help="steps until it goes")
-  parser.add_argument("--after", type=int, default=200, help="steps from its return to the end")
-  parser.add_argument("--period", type=int, default=24, help="sync.sync_period, steps")
-  parser.add_argument("--rules", type=common.names_of(RULES), default="kept")
-  parser.add_argument("--seed", type=int, default=0)
-  options = parser.parse_args()
-  if options.quick:
-    options.away, options.before, options.after, options.period = "110", 20, 40, 12
+  options = common.options(
+    __doc__,
+    {"away": "110", "before": 20, "after": 40, "period": 12},
+    problems={"type": problems, "default": "regression,text"},
+    away=("600,2000", "steps"),
+    before=200,
+    after=(200, "steps from its return to the end"),
+    period=(24, "sync.sync_period, steps"),
+    rules={"type": common.names_of(RULES), "default": "kept"},
+    seed=0,
+  )
   environment.prepare(1, cpu_only=True)
   result: dict[str, Any] = {}
   for name in options.problems:
@@ -234,9 +234,7 @@ def main() -> None:
         found[rule] = compare(here, without, options.before, back, per_step)
         print(f"{name}, away for {away} steps, {rule}: {found[rule]}", flush=True)
       result[name][str(away)] = found
-  kept = [
-    found["kept"]["worst"] for each in result.values() for found in each.values() if "kept" in found
-  ]
+  kept = [f["kept"]["worst"] for each in result.values() for f in each.values() if "kept" in f]
   print(json.dumps({**result, "worst": max(kept, default=math.nan)}))
 
 

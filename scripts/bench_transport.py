@@ -17,6 +17,7 @@ MB), "control_rtt_ms_under_load", "control_rtt_ms_slow_link"}.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -37,7 +38,7 @@ import numpy as np
 from ddiloco.config import NetworkConfig
 from ddiloco.network.endpoint import NetworkEndpoint, RunIdentity
 from ddiloco.network.keys import Keys, make_keys
-from ddiloco.network.transport import Hub, learner_address
+from ddiloco.network.transport import Endpoint, Hub, learner_address
 from ddiloco.protocol.messages import Pull, Push, RequestMoments
 
 RUN = RunIdentity("bench", "plan", max_payload_bytes=1 << 30, queue_bytes=2 << 30)
@@ -89,18 +90,20 @@ def far_end(pipe, folder: str, most_bytes: int) -> None:
   pipe.recv()  # until the bench is over
 
 
-def over(endpoint, learner: int = 0) -> Callable[[np.ndarray], None]:
+def over(endpoint: Endpoint, learner: int = 0) -> Callable[[np.ndarray], None]:
   """Sends a payload over `endpoint` and waits for the shard's answer."""
-  count = 0
+  numbers = itertools.count(1)
 
   def transfer(payload: np.ndarray) -> None:
-    nonlocal count
-    count += 1
-    endpoint.send(SHARD, Push(learner, 0, 0, count, 0, 1, 1, 0, 0, 0, "f32", payload))
-    arrived = endpoint.receive(SECONDS)
-    assert arrived is not None and arrived[1].round == count, "the fragment was lost"
+    number = next(numbers)
+    endpoint.send(SHARD, push(learner, number, payload))
+    assert answered(endpoint) == number, "the fragment was lost"
 
   return transfer
+
+
+def push(learner: int, number: int, payload: np.ndarray) -> Push:
+  return Push(learner, 0, 0, number, 0, 1, 1, 0, 0, 0, "f32", payload)
 
 
 def over_socket(connection: socket.socket) -> Callable[[np.ndarray], None]:
@@ -123,7 +126,7 @@ def dial(url: str, keys: Keys | None, streams: int = 2, learner: int = 0) -> Net
   return endpoint
 
 
-def answered(endpoint: NetworkEndpoint) -> int:
+def answered(endpoint: Endpoint) -> int:
   """The round that the next answer names."""
   delivery = endpoint.receive(SECONDS)
   assert delivery is not None, "no answer"
@@ -136,7 +139,7 @@ def control_under_load(endpoint: NetworkEndpoint, payload: np.ndarray, count: in
   answers, seconds, pushes = 0, [], 0
   for number in range(1_000_000, 1_000_000 + count):
     while pushes - answers < 2:
-      endpoint.send(SHARD, Push(0, 0, 0, pushes, 0, 1, 1, 0, 0, 0, "f32", payload))
+      endpoint.send(SHARD, push(0, pushes, payload))
       pushes += 1
     before = time.perf_counter()
     endpoint.send(SHARD, RequestMoments(0, 0, (number,)))
@@ -153,14 +156,11 @@ def slow_link(count: int) -> float | None:
   root."""
   command = ["unshare", "--net", "sh", "-c", SLOW, sys.executable, __file__, f"--slow={count}"]
   try:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=4 * SECONDS)
-  except OSError as error:
+    said = subprocess.check_output(command, text=True, timeout=4 * SECONDS)
+  except (OSError, subprocess.CalledProcessError) as error:
     print(f"no slow link: {error}")
     return None
-  if done.returncode:
-    print(f"no slow link: {done.stderr.strip()}")
-    return None
-  return json.loads(done.stdout.splitlines()[-1])
+  return json.loads(said.splitlines()[-1])
 
 
 def on_slow_link(count: int) -> None:
@@ -169,7 +169,6 @@ def on_slow_link(count: int) -> None:
   threading.Thread(target=serve, args=(shard, lambda: False), daemon=True).start()
   learner = dial(shard.bound, None)
   seconds = control_under_load(learner, np.zeros(32 * 10**6, np.uint8), count)
-  print(f"{[round(1e3 * s, 1) for s in sorted(seconds)[:: max(1, len(seconds) // 10)]]}")
   print(round(1e3 * statistics.median(seconds), 3))
   sys.stdout.flush()
   os._exit(0)
@@ -195,14 +194,11 @@ def measure(
 
 
 def main() -> None:
-  parser = common.parser(__doc__)
-  parser.add_argument("--rounds", type=int, default=12, help="transfers of each size and way")
-  parser.add_argument("--slow", type=int, default=0, help=argparse.SUPPRESS)
-  args = parser.parse_args()
+  slow = {"type": int, "help": argparse.SUPPRESS}  # of the process behind the slow link
+  args = common.options(__doc__, {"rounds": 2}, rounds=(12, "of each size and way"), slow=slow)
   if args.slow:
     return on_slow_link(args.slow)
-  sizes = [1, 32] if args.quick else [1, 32, 256]
-  rounds, count = (2, 20) if args.quick else (args.rounds, 300)
+  sizes, count = ([1, 32], 20) if args.quick else ([1, 32, 256], 300)
   with tempfile.TemporaryDirectory() as folder:
     make_keys(Path(folder), learners=1 + len(STREAMS), shards=1)
     context = multiprocessing.get_context("spawn")
@@ -225,7 +221,7 @@ def main() -> None:
       "plain": over(plain),
       **{f"secured_{n}": over(each, m) for m, (n, each) in enumerate(secured.items(), 1)},
     }
-    rates = measure(ways, sizes, rounds)
+    rates = measure(ways, sizes, args.rounds)
     ratios = [p / s for p, s in zip(rates["plain"][32], rates["socket"][32])]
     seconds = control_under_load(plain, np.zeros(32 * 10**6, np.uint8), count)
     stop.set()
@@ -234,11 +230,8 @@ def main() -> None:
     pipe.send("over")
     child.join(10)
   medians = {
-    way: {str(mb): round(statistics.median(each), 3) for mb, each in by.items()}
-    for way, by in rates.items()
+    way: {str(mb): common.middle(each, 3) for mb, each in by.items()} for way, by in rates.items()
   }
-  tenths = [round(1e3 * s, 2) for s in sorted(seconds)[:: len(seconds) // 10]]
-  print(f"control under load, tenths: {tenths} ms")
   result = {
     "gbps": medians,
     "plain_vs_socket": round(statistics.median(ratios), 3),

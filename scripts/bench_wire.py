@@ -14,9 +14,11 @@ over bytes of payload, the largest of all codecs.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import common
 import in_process
@@ -24,7 +26,6 @@ import numpy as np
 
 from ddiloco import config as config_lib
 from ddiloco.core import codec, fragments
-from ddiloco.core.delta import MemoryStore, new_fragment
 from ddiloco.network.transport import Hub, learner_address, syncer_address
 from ddiloco.roles import initial
 
@@ -72,41 +73,29 @@ def make_config(learners: int, periods: int, name: str, quick: bool) -> config_l
   return config_lib.from_dict(c)
 
 
-def batches_of(config: config_lib.Config, count: Callable[[int], None]):
-  """Batches of zeros; calls `count` with its number before each batch."""
-  shape = (config.islands.batch_size, config.data.sequence_length + 1)
-
-  def batches(position: int) -> Iterator[np.ndarray]:
-    for number in range(position, 1 << 30):
-      count(number)
-      yield np.zeros(shape, np.int32)
-
-  return batches
-
-
 def measure(config: config_lib.Config, plan: fragments.Plan) -> tuple[float, float]:
   """Bytes and payload bytes per step and learner, over whole periods after the join."""
-  hub, store, stop = Hub("bench", plan.plan_id), MemoryStore(), threading.Event()
-  for fragment in plan.fragments:
-    store.save(new_fragment(fragment, np.zeros(fragment.size, np.float32)))
+  hub, stop = Hub("bench", plan.plan_id), threading.Event()
   marks: list[tuple[int, int, int]] = []  # learner 0's step, bytes and payload after each period
 
-  def mark(step: int) -> None:
-    if step and step % config.sync.sync_period == 0:
-      counters = endpoints[0].counters
-      total = counters.sent_bytes + counters.received_bytes
-      marks.append((step, total, counters.payload_bytes))
+  def read(learner: int, position: int) -> Iterator[np.ndarray]:
+    counters = endpoints[learner].counters
+    for step, batch in enumerate(itertools.cycle(in_process.batches(config)), position):
+      if learner == 0 and step and step % config.sync.sync_period == 0:
+        total = counters.sent_bytes + counters.received_bytes
+        marks.append((step, total, counters.payload_bytes))
+      yield batch
 
   shards = [
-    in_process.Shard(config, plan, store, hub.connect(syncer_address(s)), s)
+    in_process.Shard(config, plan, hub.connect(syncer_address(s)), s)
     for s in range(config.sync.num_shards)
   ]
   learners = range(config.islands.num_learners)
   endpoints = [hub.connect(learner_address(m)) for m in learners]
   threads = []
   for m in learners:
-    read = batches_of(config, (lambda step: None) if m else mark)
-    role = config, plan, endpoints[m], Holder(plan, m), read, stop.is_set, m
+    reads = functools.partial(read, m)
+    role = config, plan, endpoints[m], Holder(plan, m), reads, stop.is_set, m
     threads.append(threading.Thread(target=in_process.train, args=role, daemon=True))
     threads[-1].start()
   for thread in threads:
@@ -120,26 +109,18 @@ def measure(config: config_lib.Config, plan: fragments.Plan) -> tuple[float, flo
 
 
 def main() -> None:
-  parser = common.parser(__doc__, "a small model, one period")
-  parser.add_argument("--learners", type=int, default=4)
-  parser.add_argument("--periods", type=int, default=8, help="sync periods that count")
-  args = parser.parse_args()
-  periods = 2 if args.quick else args.periods + 1
+  args = common.options(__doc__, {"periods": 1}, learners=4, periods=(8, "that count"))
+  periods = args.periods + 1
   result: dict = {"bytes_per_step": {}, "versus_data_parallel": {}, "framing_overhead": 0.0}
   for name in codec.CODECS:
     config = make_config(args.learners, periods, name, args.quick)
     plan = initial.make_plan(config)
     total, payload = measure(config, plan)
-    values = sum(plan.sizes)
-    data_parallel = 2 * 2 * (args.learners - 1) / args.learners * 4 * values
-    overhead = (total - payload) / payload
+    data_parallel = 2 * 2 * (args.learners - 1) / args.learners * 4 * sum(plan.sizes)
+    overhead = round((total - payload) / payload, 5)
     result["bytes_per_step"][name] = round(total)
     result["versus_data_parallel"][name] = round(data_parallel / total, 1)
-    result["framing_overhead"] = max(result["framing_overhead"], round(overhead, 5))
-    print(
-      f"{name:5} {total:12,.0f} bytes a step, {data_parallel / total:6.1f} times fewer than"
-      f" data-parallel's {data_parallel:,.0f}; {overhead:.3%} is not payload"
-    )
+    result["framing_overhead"] = max(result["framing_overhead"], overhead)
   print(json.dumps(result))
 
 

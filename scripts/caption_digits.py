@@ -98,18 +98,11 @@ def measure(config: Config, params: Mapping[str, np.ndarray], most: int) -> dict
 
 
 def main() -> None:
-  parser = common.parser(__doc__, quick="")
-  parser.add_argument("--workdir", type=Path, required=True, help="of a run that has a result")
-  parser.add_argument("--images", type=int, default=1000, help="held-out ones at most")
-  options = parser.parse_args()
+  workdir = {"type": Path, "required": True}
+  options = common.options(__doc__, workdir=workdir, images=(1000, "held-out ones at most"))
   environment.prepare(num_cpu_devices=1, cpu_only=True)
   run = Run(options.workdir)
-  found = measure(run.config, run.params(), options.images)
-  for name, share in found["accuracy"].items():
-    print(
-      f"{name:<10} image: names {share:.1%} of the digits, {found['image_loss'][name]:.4f} nats"
-    )
-  print(json.dumps(found))
+  print(json.dumps(measure(run.config, run.params(), options.images)))
 
 
 if __name__ == "__main__":

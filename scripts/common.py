@@ -21,7 +21,7 @@ from ddiloco import workdir as workdirs
 from ddiloco.config import Config, ConfigError, from_dict
 from ddiloco.observe import plots
 from ddiloco.observe.eventlog import EventLog, GrowingLog, read_events
-from ddiloco.protocol.events import RunFinished
+from ddiloco.protocol.events import Commit, RunFinished, Started
 
 if TYPE_CHECKING:
   from matplotlib.axes import Axes
@@ -44,7 +44,7 @@ def run_script(main: Callable[[], int | None]) -> NoReturn:
   try:
     with environment.reader_may_leave():
       status = main()
-  except ConfigError as error:
+  except (ConfigError, FileExistsError) as error:
     print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
     status = environment.BAD_USAGE
   except KeyboardInterrupt:
@@ -55,16 +55,42 @@ def run_script(main: Callable[[], int | None]) -> NoReturn:
 # --- Arguments
 
 
-def parser(
-  text: str | None, quick: str = "a smoke test: numbers mean little"
-) -> argparse.ArgumentParser:
-  """A parser whose --help is the script's docstring; it has --quick unless `quick` is empty."""
-  found = argparse.ArgumentParser(
-    description=text, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
-  if quick:
-    found.add_argument("--quick", action="store_true", help=quick)
+class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+  """--help is the script's docstring, and the flags with their defaults."""
+
+
+def options(
+  text: str | None, quick: Mapping[str, Any] | None = None, /, **flags: Any
+) -> argparse.Namespace:
+  """The values of a script's flags.
+
+  Args:
+    text: the script's docstring.
+    quick: the values of flags with --quick; None: there is no --quick.
+    flags: by name a default, or (default, help). A type is a flag without default, False a switch,
+      a dict what `add_argument` takes. Numbers whose default is positive must be positive.
+  """
+  parser = argparse.ArgumentParser(description=text, formatter_class=_Help)
+  told = {name: flag if isinstance(flag, tuple) else (flag, " ") for name, flag in flags.items()}
+  if quick is not None:
+    told["quick"] = False, "a smoke test: numbers mean little"
+  for name, (default, what) in told.items():
+    how = {"type": type(default), "default": default}
+    if isinstance(default, type | dict):
+      how = default if isinstance(default, dict) else {"type": default}
+    elif default is False:
+      how = {"action": "store_true"}
+    parser.add_argument(f"--{name}", **{"help": what, **how})
+  found = parser.parse_args()
+  vars(found).update(quick if quick and found.quick else {})
+  for name, (default, _) in told.items():
+    value = getattr(found, name)
+    if isinstance(default, int | float) and default > 0 and not value > 0:
+      parser.error(f"--{name}={value}: must be above 0. Fix: for example --{name}={default}")
   return found
+
+
+ENGINE = {"choices": ["threads", "processes"], "default": "threads"}  # a flag
 
 
 def names_of(known: Iterable[str], separator: str = ",") -> Callable[[str], list[str]]:
@@ -132,12 +158,10 @@ def start(config: Config, workdir: Path, *flags: str, cpu: bool = True) -> subpr
 
 
 def train(config: Config, workdir: Path, *flags: str) -> EventLog:
-  """The events of a finished run: an earlier one of the same config, or a new one."""
-  outcome = workdir / workdirs.OUTCOME
-  if not (outcome.exists() and workdirs.saved_config(workdir) == config):
+  """The events of a run that has ended: an earlier one, or a new one."""
+  if not done_before(config, workdir):
     print(f"--- {workdir.name}: output in {log_of(workdir)}", flush=True)
-    status = start(config, workdir, "--overwrite", *flags).wait()
-    if status:
+    if status := start(config, workdir, "--overwrite", *flags).wait():
       sys.exit(f"{workdir.name} failed with status {status}:\n{last_words(workdir)}")
   return read_events(workdir)
 
@@ -204,6 +228,15 @@ class Run:
         os.kill(pid, signal.SIGKILL)
 
 
+def merged(log: EventLog, learner: int, lives: int = 1) -> list[Commit]:
+  """The commits with pushes of a learner's newest life, once it has had so many lives."""
+  incarnations = {e.incarnation for e in log.of(Started, f"learner-{learner}")}
+  if len(incarnations) < lives:
+    return []
+  own = learner, max(incarnations)
+  return [e for e in log.of(Commit) if own in zip(e.learners, e.incarnations)]
+
+
 def processes_of(workdir: Path, *flags: str) -> list[int]:
   """Other live processes whose command line names the workdir: a run and its roles (Linux).
 
@@ -249,6 +282,15 @@ class Kept:
       file.write(json.dumps(found) + "\n")
     self._found[self._key_of(found)] = found
     return found
+
+
+def show(rows: Mapping[str, Mapping[str, Any]], digits: int = 2) -> None:
+  """Prints rows by name; the columns are those of the first row."""
+  for name, row in {"": {column: column for column in next(iter(rows.values()))}, **rows}.items():
+    cells = (
+      f"{each:.{digits}f}" if isinstance(each, float) else str(each) for each in row.values()
+    )
+    print(f"{name:<28}" + "".join(f"{cell:>16}" for cell in cells), flush=True)
 
 
 def middle(values: Sequence[float], digits: int = 4) -> float | None:

@@ -210,18 +210,20 @@ def _draw_course(axes: Axes, comparison: Comparison) -> None:
 
 
 def main() -> None:
-  parser = common.parser(__doc__)
-  parser.add_argument("--workdir", type=Path, default=common.ROOT / "runs" / "compare")
   sizes, rows = (common.names_of(names, ";") for names in (SIZES, METHODS))
-  parser.add_argument("--sizes", type=sizes, default="33k;115k", help="separated by ';'")
-  parser.add_argument("--accelerator", action="store_true", help="on this machine's, not its CPU")
-  parser.add_argument("--only", type=rows, default="", help="names of rows, separated by ';'")
-  parser.add_argument("--seeds", type=int, default=3)
-  parser.add_argument("--table", action="store_true", help="runs nothing")
-  parser.add_argument("--picture", type=Path, default=None, help="draws; runs nothing")
-  options = parser.parse_args()
+  options = common.options(
+    __doc__,
+    {"seeds": 1},
+    workdir={"type": Path, "default": common.ROOT / "runs" / "compare"},
+    sizes={"type": sizes, "default": "33k;115k"},
+    only={"type": rows, "default": "", "help": "these rows alone"},
+    seeds=3,
+    accelerator=(False, "on this machine's, not its CPU"),
+    table=False,
+    picture=Path,
+  )
   environment.prepare(1, cpu_only=not options.accelerator)
-  workdir, seeds = options.workdir.absolute(), 1 if options.quick else options.seeds
+  workdir, seeds = options.workdir.absolute(), options.seeds
 
   def comparisons(trains: bool) -> list[Comparison]:
     runs = Runs(workdir, trains)

@@ -7,9 +7,10 @@
 A run is a function of its config and seed alone (virtual_training.py), whatever else the machine
 does; the config's own faults strike it. "alone" is one island without exchange for as many
 steps, "together" data-parallel with the batches of all islands, at equal tokens, with the config's
-inner rate times the best of --rates at seed 0; "adamw" is the same with AdamW inside. Every run
-that has ended is a line of WORKDIR/runs.jsonl and is not made again. A run takes half a minute to
-five minutes of a core; all of them take hours.
+inner rate times the best of --rates at seed 0; "adamw" is the same with AdamW inside. "int4",
+"int8" and "bf16" are "merged" with this codec for pushes and publishes: what rounding costs. Every
+run that has ended is a line of WORKDIR/runs.jsonl and is not made again. A run takes half a minute
+to five minutes of a core; all of them take hours.
 
 Last line: {CONFIG: {"merged": [by seed], "alone": [...], "together": [...], "untrained": [...]}}.
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +34,15 @@ from ddiloco.training.devices import kept_in
 
 CONFIGS = "quickstart;default;decoupled;streaming_diloco;diloco;data_parallel;tutorial;dense:100k"
 RATES = "0.35;0.5;0.7;1"
-KINDS = ("untrained", "alone", "together", "adamw", "merged")
+LOSSY = ("bf16", "int8", "int4")
+KINDS = ("untrained", "alone", "together", "adamw", "merged", *LOSSY)
 DATA_PARALLEL = {"together": {}, "adamw": {"optimizer": "adamw"}}  # changes of `inner`
 
 
-def config_of(name: str, seed: int) -> Config:
+def config_of(name: str, seed: int, more: Mapping[str, Any] | None = None) -> Config:
   """The config of configs/NAME.py, or of its preset NAME:PRESET; islands have one device each."""
   module, _, preset = name.partition(":")
-  fields = {"seed": seed, "islands.devices": 1, "network.drain_seconds": 1e3}
+  fields = {"seed": seed, "islands.devices": 1, "network.drain_seconds": 1e3} | dict(more or {})
   return common.config_of(module, fields, *filter(None, [preset]))
 
 
@@ -64,7 +67,7 @@ def loss(kind: str, config: Config) -> float:
   text = Text(config)
   if kind == "untrained":
     return text.loss(text.initial)
-  if kind != "merged" or not config.sync.num_shards:
+  if kind not in ("merged", *LOSSY) or not config.sync.num_shards:
     return text.trained_alone(config.planned_steps())
   return Valued(text, config.seed, config.chaos.faults).train()
 
@@ -101,6 +104,9 @@ def expected(
       best = min(tried, key=tried.__getitem__)
       of_kind = [together(config, best, **changes) for config in configs]
       found[f"rate of {kind}"] = of_kind[0].inner.learning_rate
+    if kind in LOSSY:
+      codecs = {"sync.push_codec": kind, "sync.publish_codec": kind}
+      of_kind = [config_of(name, seed, codecs) for seed in range(seeds)]
     found[kind] = [runs(name, kind, config) for config in of_kind]
   return found
 
@@ -108,24 +114,27 @@ def expected(
 def said(name: str, found: dict[str, Any]) -> str:
   """In one line."""
   parts = [f"{kind} {spread(found[kind], 3)}" for kind in KINDS if kind in found]
-  for kind in DATA_PARALLEL:
-    if kind in found and "merged" in found:
-      relative = [100 * (m / t - 1) for m, t in zip(found["merged"], found[kind])]
-      rate = found[f"rate of {kind}"]
-      parts.append(f"merged against {kind} {spread(relative, 2, '+')} % (rate {rate:g})")
+  for one, other in (
+    *(("merged", kind) for kind in DATA_PARALLEL),
+    *((k, "merged") for k in LOSSY),
+  ):
+    if one in found and other in found:
+      relative = [100 * (m / t - 1) for m, t in zip(found[one], found[other])]
+      rate = found.get(f"rate of {other}")
+      of_rate = f" (rate {rate:g})" if rate else ""
+      parts.append(f"{one} against {other} {spread(relative, 2, '+')} %{of_rate}")
   return f"{name}: {', '.join(parts)}"
 
 
 def main() -> None:
-  parser = common.parser(__doc__, quick="")
-  parser.add_argument("--configs", default=CONFIGS, help="names of files in configs/, apart by ;")
-  kinds = common.names_of(KINDS, ";")
-  default = ";".join(kind for kind in KINDS if kind != "adamw")
-  parser.add_argument("--kinds", type=kinds, default=default, help="of loss, apart by ;")
-  parser.add_argument("--seeds", type=int, default=3)
-  parser.add_argument("--workdir", type=Path, default=Path("runs/expected_loss"))
-  parser.add_argument("--rates", default=RATES, help="of data-parallel, times the config's own")
-  options = parser.parse_args()
+  options = common.options(
+    __doc__,
+    configs=CONFIGS,
+    kinds={"type": common.names_of(KINDS, ";"), "default": "untrained;alone;together;merged"},
+    seeds=3,
+    workdir={"type": Path, "default": Path("runs/expected_loss")},
+    rates=RATES,
+  )
   rates = [float(rate) for rate in options.rates.split(";")]
   environment.prepare(1, cpu_only=True)
   runs, result = Runs(options.workdir), {}

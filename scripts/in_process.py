@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from ddiloco.core.delta import MemoryStore, new_fragment
 from ddiloco.core.fragments import Plan, gather
 from ddiloco.network.transport import Endpoint
 from ddiloco.observe.eventlog import NullRecorder, Records
+from ddiloco.roles import initial
 from ddiloco.roles.learner import Learner
 from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Runtime
@@ -31,27 +32,21 @@ def batches(config: Config) -> list[np.ndarray]:
   return [random.integers(0, config.model.vocab_size, shape, np.int32) for _ in range(BATCHES)]
 
 
-def store_of(plan: Plan, params: Mapping[str, np.ndarray]) -> MemoryStore:
-  """A store with every fragment, with these values."""
-  store = MemoryStore()
-  for fragment in plan.fragments:
-    store.save(new_fragment(fragment, gather(fragment, params)))
-  return store
-
-
 class Shard:
-  """A syncer in a thread of its own, which starts at once."""
+  """A syncer in a thread of its own, which starts at once, with the config's initial values."""
 
   def __init__(
     self,
     config: Config,
     plan: Plan,
-    store: MemoryStore,
     endpoint: Endpoint,
     number: int = 0,
     recorder: Records | None = None,
     saver: Saver | None = None,
   ):
+    store, params = MemoryStore(), initial.initial_params(config)
+    for fragment in plan.fragments:
+      store.save(new_fragment(fragment, gather(fragment, params)))
     runtime = Runtime(endpoint, recorder or NullRecorder(), saver)
     self.role = Syncer(new_syncer(config, number, 0, store), config, plan, store, runtime)
     self._stop = threading.Event()

@@ -5,18 +5,15 @@
 Prints every stop in order: the file, the function, and what happens there; then every file with its
 lines. Files count that work on the delta, on messages that carry it or decide on it, or on its
 round; not the settings, the event log, or code that only starts and ends roles. With --brief only
-the files. Last line: {"files", "lines", "lines_of_stops", "most_files", "most_lines"}, of which
-`lines_of_stops` are those of the functions alone; exit status 1 if there are more files or lines
-than `most_files` or `most_lines`. `tests/test_journey.py` keeps the list true.
+the files. Last line: {"files", "lines", "most_files", "most_lines"}; exit status 1 if there are
+more files or lines than `most_files` or `most_lines`. `tests/test_journey.py` keeps the list true.
 """
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import common
 
@@ -170,30 +167,14 @@ def files() -> dict[str, int]:
   return {stop.file: (ROOT / stop.file).read_text().count("\n") for stop in JOURNEY}
 
 
-def stop_lines() -> int:
-  """Lines of the functions at the stops, each counted once."""
-  total = 0
-  for file in files():
-    wanted = {stop.function for stop in JOURNEY if stop.file == file}
-    named: dict[str, Any] = {}
-    for node in ast.parse((ROOT / file).read_text()).body:
-      named[getattr(node, "name", "")] = node
-      if isinstance(node, ast.ClassDef):
-        named |= {f"{node.name}.{getattr(each, 'name', '')}": each for each in node.body}
-    total += sum(named[n].end_lineno - named[n].lineno + 1 for n in wanted & named.keys())
-  return total
-
-
 def main() -> int:
-  parser = common.parser(__doc__, quick="")
-  parser.add_argument("--brief", action="store_true", help="only the files")
-  options = parser.parse_args()
+  options = common.options(__doc__, brief=False)
   found = files()
   for number, stop in enumerate(() if options.brief else JOURNEY, 1):
     print(f"{number:3}  {stop.file}  {stop.function}: {stop.what}")
   for number, (file, lines) in enumerate(found.items(), 1):
     print(f"{number:3}  {lines:4} lines  {file}")
-  total = {"files": len(found), "lines": sum(found.values()), "lines_of_stops": stop_lines()}
+  total = {"files": len(found), "lines": sum(found.values())}
   print(json.dumps({**total, "most_files": MOST_FILES, "most_lines": MOST_LINES}))
   return int(total["files"] > MOST_FILES or total["lines"] > MOST_LINES)
 

@@ -11,14 +11,15 @@ finished, with a held-out loss like that of undisturbed runs.
                                     [--engine=threads] [--workdir=DIR]
 
 Every learner makes --steps steps, by default 30 for each kill; --undisturbed: how many runs without
-kills. With --workdir all files stay there, and a script that was cut off goes on. Prints a
-line for each kill; exit status 1 if a check fails. Last line: {"kills", "resumes", "snapshots",
+kills. With --workdir, which must be new, all files stay there. Prints a line for each kill; exit
+status 1 if a check fails. Last line: {"kills", "resumes", "snapshots",
 "versions_back", "finished", "loss", "loss_undisturbed", "seconds", "problems"}.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import json
@@ -31,7 +32,6 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import common
 
@@ -43,11 +43,12 @@ from ddiloco.protocol.events import Commit, Owns, Restored, Snapshot, Step
 from ddiloco.roles import initial
 from ddiloco.trace.check import check
 from ddiloco.trace.text import read_trace
-from ddiloco.workdir import CHECKPOINTS, COMPILED, OUTCOME, outcome, write_whole
+from ddiloco.workdir import CHECKPOINTS, COMPILED, OUTCOME, outcome
 
 LEARNERS, FRAGMENTS = 2, 2
 TOKENS = 8 * 32  # of a step: B = 8, T = 32
 POLL_SECONDS = 0.02
+COUNTED = ("kills", "resumes", "snapshots", "versions_back")
 LIFE_SECONDS = 240.0  # after which a life that has not ended is given up
 FIRST_START_SECONDS = 20.0  # until the first step, while nothing is compiled
 
@@ -221,44 +222,36 @@ def saved_wrong(saved: Newest, log: EventLog) -> list[str]:
 
 
 class Ordeal:
-  """The run, and the script's own numbers, which are on the disk after every life."""
+  """The run, and the script's own numbers."""
 
   def __init__(self, folder: Path, config: Config, engine: str):
     self.run, self.config, self._folder, self._engine = folder / "run", config, folder, engine
-    self.run.mkdir(parents=True, exist_ok=True)
+    self.run.mkdir(parents=True)
     self._storage = Storage(self.run / CHECKPOINTS, initial.make_plan(config).plan_id, print)
-    self._file = folder / "kills.json"
-    self.said: dict[str, Any] = {
-      "lives": 0, "kills": 0, "resumes": 0, "snapshots": 0, "versions_back": 0, "problems": [],
-      "seconds": 0.0, "start_seconds": FIRST_START_SECONDS, "values": {},
-    }  # fmt: skip
-    if self._file.exists():
-      self.said = json.loads(self._file.read_text())
+    self._start_seconds, self._versions = FIRST_START_SECONDS, dict[int, int]()
+    self.counted = collections.Counter[str]()
+    self.problems: dict[str, None] = {}  # each once, in order
 
   def live(self, moment: Moment | None) -> int | None:
     """One life: starts the run, kills it at its moment, checks the invariants; its exit status."""
-    said, before, began = self.said, newest(self._storage), time.monotonic()
-    life = live(self.run, self.config, self._engine, moment, said["start_seconds"])
+    before = newest(self._storage)
+    life = live(self.run, self.config, self._engine, moment, self._start_seconds)
     after = newest(self._storage)
     wrong = begun_wrong(life, before) + saved_wrong(after, read_events(self.run))
     wrong += check(read_trace(self.run)).problems
-    versions = {str(p): value[0] for p, value in after.values.items()}
-    said["lives"] += 1
-    said["kills"] += life.status is None
-    said["resumes"] += any(e.version for e in life.events.of(Owns))
-    said["snapshots"] += len(life.events.of(Snapshot))
-    said["versions_back"] += sum(versions.get(p, 0) < old for p, old in said["values"].items())
-    said["problems"] += [each for each in wrong if each not in said["problems"]]
-    said["seconds"] = round(said["seconds"] + time.monotonic() - began, 1)
-    said["start_seconds"] = life.start_seconds or said["start_seconds"]
-    said["values"] = versions
-    write_whole(self._file, json.dumps(said))
-    global_step = max((e.global_step for e in life.events.of(Step)), default=None)
-    when = "its start" if global_step is None else f"global step {global_step}"
+    versions = {p: value[0] for p, value in after.values.items()}
+    self.counted["kills"] += life.status is None
+    self.counted["resumes"] += any(e.version for e in life.events.of(Owns))
+    self.counted["snapshots"] += len(life.events.of(Snapshot))
+    back = sum(versions.get(p, 0) < old for p, old in self._versions.items())
+    self.counted["versions_back"] += back
+    self.problems |= dict.fromkeys(wrong)
+    self._start_seconds, self._versions = life.start_seconds or self._start_seconds, versions
+    steps = [e.global_step for e in life.events.of(Step)]
     print(
-      f"life {said['lives']}: {'killed' if life.status is None else f'exit {life.status}'} at"
-      f" {when}; snapshot {after.snapshot}, versions"
-      f" {list(versions.values())}{''.join(f'; WRONG: {w}' for w in wrong[:3])}",
+      f"{'killed' if life.status is None else f'exit {life.status}'} after"
+      f" {f'global step {max(steps)}' if steps else 'no step'}; snapshot {after.snapshot},"
+      f" versions {list(versions.values())}{''.join(f'; WRONG: {w}' for w in wrong[:3])}",
       flush=True,
     )
     return life.status
@@ -266,28 +259,26 @@ class Ordeal:
   def undisturbed(self, seed: int) -> float:
     """The loss of the same run without kills; uses the programs that are compiled already."""
     workdir = self._folder / f"undisturbed-{seed}"
-    if not (workdir / OUTCOME).exists():
-      shutil.rmtree(workdir, ignore_errors=True)
-      if (self.run / COMPILED).exists():  # not there if the user has set a cache folder
-        shutil.copytree(self.run / COMPILED, workdir / COMPILED)
-      config = dataclasses.replace(self.config, seed=seed)
-      life = live(workdir, config, self._engine, None, 0.0)
-      if life.status:
-        raise RuntimeError(f"{workdir}: exit status {life.status}")
+    if (self.run / COMPILED).exists():  # not there if the user has set a cache folder
+      shutil.copytree(self.run / COMPILED, workdir / COMPILED)
+    config = dataclasses.replace(self.config, seed=seed)
+    if status := live(workdir, config, self._engine, None, 0.0).status:
+      raise RuntimeError(f"{workdir}: exit status {status}")
     loss = outcome(workdir)["loss_merged"]
     print(f"undisturbed, seed {seed}: loss {loss:.4f}", flush=True)
     return loss
 
 
 def main() -> int:
-  parser = common.parser(__doc__, quick="")
-  parser.add_argument("--kills", type=int, default=50)
-  parser.add_argument("--seed", type=int, default=0)
-  parser.add_argument("--steps", type=int, default=0, help="of every learner; 0: 30 for each kill")
-  parser.add_argument("--undisturbed", type=int, default=3, help="runs to compare the loss with")
-  parser.add_argument("--engine", choices=["threads", "processes"], default="threads")
-  parser.add_argument("--workdir", type=Path, default=None)
-  options = parser.parse_args()
+  options = common.options(
+    __doc__,
+    kills=50,
+    steps=int,
+    undisturbed={"type": int, "default": 3},
+    seed=0,
+    engine=common.ENGINE,
+    workdir=Path,
+  )
   with tempfile.TemporaryDirectory() as temporary:
     return whole(options, (options.workdir or Path(temporary)).absolute())
 
@@ -295,29 +286,30 @@ def main() -> int:
 def whole(options: argparse.Namespace, folder: Path) -> int:
   steps = options.steps or 30 * max(10, options.kills)
   ordeal = Ordeal(folder, config_of(options.seed, steps), options.engine)
-  said, status = ordeal.said, None
+  problems, status, began = ordeal.problems, None, time.monotonic()
   print(f"seed {options.seed}: {options.kills} kills over {steps} steps in {folder}", flush=True)
-  for moment in [*moments(options.seed, options.kills, steps)[said["kills"] :], None]:
+  for moment in [*moments(options.seed, options.kills, steps), None]:
     status = ordeal.live(moment)
     if status is not None:  # the run ended, perhaps before the last moments
       break
   never = set(range(FRAGMENTS)) - {e.fragment for e in read_events(ordeal.run).of(Commit)}
-  said["problems"] += [f"fragment {p} was never committed" for p in sorted(never)]
+  problems |= dict.fromkeys(f"fragment {p} was never committed" for p in sorted(never))
+  seconds = round(time.monotonic() - began, 1)
   ended = outcome(ordeal.run)
   finished = status == 0 and ended["reason"] == "finished"
   seeds = range(options.seed, options.seed + options.undisturbed)
   result = {
-    **{name: said[name] for name in ("kills", "resumes", "snapshots", "versions_back")},
+    **{name: ordeal.counted[name] for name in COUNTED},
     "finished": finished,
     "loss": ended["loss_merged"] if finished else None,
     "loss_undisturbed": [ordeal.undisturbed(seed) for seed in seeds],
-    "seconds": said["seconds"],
-    "problems": len(said["problems"]),
+    "seconds": seconds,
+    "problems": len(problems),
   }
-  for problem in said["problems"]:
+  for problem in problems:
     print(f"WRONG: {problem}")
   print(json.dumps(result))
-  return int(not finished or said["versions_back"] > 0 or bool(said["problems"]))
+  return int(not finished or ordeal.counted["versions_back"] > 0 or bool(problems))
 
 
 if __name__ == "__main__":

@@ -149,10 +149,7 @@ def _sum(each: Sequence[Module], what: str) -> int:
 
 
 def main() -> None:
-  parser = common.parser(__doc__, quick="")
-  parser.add_argument("--files", action="store_true", help="the modules of each, too")
-  parser.add_argument("--markdown", action="store_true", help="as in docs/design.md")
-  options = parser.parse_args()
+  options = common.options(__doc__, files=False, markdown=False)
   found = by_capability()
   if options.markdown:
     print(*table(found), sep="\n")

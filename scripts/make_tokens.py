@@ -18,7 +18,7 @@ from pathlib import Path
 import common
 import numpy as np
 
-from ddiloco.checks import ConfigError
+from ddiloco.checks import ConfigError, require
 from ddiloco.config import DataConfig
 from ddiloco.training.tokens import END_TOKENS, load_tokenizer, read_parts
 
@@ -47,22 +47,19 @@ def train_bpe(text: bytes, vocab_size: int, to: Path) -> None:
 
 
 def main() -> int:
-  parser = common.parser(__doc__, quick="")
-  parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="is made if needed")
-  parser.add_argument("--text", default="", help="glob of UTF-8 files (default: Python's library)")
-  parser.add_argument("--vocab_size", type=int, default=32_768, help="tokens (default: 32768)")
-  options = parser.parse_args()
-  if options.vocab_size < 300:
-    parser.error(f"--vocab_size={options.vocab_size}: each byte has a token. Fix: 300 or more")
-  source = "text" if options.text else "stdlib"
+  to = {"type": Path, "required": True, "help": "is made if needed"}
+  options = common.options(__doc__, to=to, text=("", "glob of UTF-8 files"), vocab_size=32_768)
+  size = options.vocab_size
+  data = DataConfig(source="text" if options.text else "stdlib", path=options.text)
   try:
-    [text] = read_parts(DataConfig(source=source, path=options.text), load_tokenizer("bytes"))
+    require(size >= 300, "--vocab_size", size, "each byte has a token", "give 300 or more")
+    [text] = read_parts(data, load_tokenizer("bytes"))
     options.to.mkdir(parents=True, exist_ok=True)
     file = options.to / "tokenizer.json"
-    train_bpe(text.tobytes(), options.vocab_size, file)
+    train_bpe(text.tobytes(), size, file)
     setting = f"huggingface:{file}"
     tokenizer = load_tokenizer(setting)
-    [tokens] = read_parts(DataConfig(source=source, path=options.text), tokenizer)
+    [tokens] = read_parts(data, tokenizer)
     dtype = "uint16" if tokenizer.vocab_size <= MOST_WITH_UINT16 else "uint32"
     tokens.astype(np.dtype(dtype).newbyteorder("<")).tofile(options.to / "0.bin")
   except (ConfigError, ImportError, OSError) as error:

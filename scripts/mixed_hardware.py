@@ -74,15 +74,13 @@ class Roles:
     command = self._spec.command("learner", f"--learner={island}", *cpu)
     self._spawn(f"learner-{island}", command)
 
-  def kill(self, island: int) -> None:
-    self._end(f"learner-{island}", signal.SIGKILL)
-
   def end(self) -> None:
     """Ends the learners, which leave when their work is merged, then the shard."""
     for name in sorted(self._processes):  # learners first
-      self._end(name, signal.SIGTERM)
+      self.signal(name, signal.SIGTERM)
 
-  def _end(self, name: str, number: signal.Signals) -> None:
+  def signal(self, name: str, number: signal.Signals) -> None:
+    """Ends a role by this signal."""
     process = self._processes.pop(name)
     process.send_signal(number)
     self.wait(f"the end of {name}", lambda: process.poll() is not None)
@@ -92,24 +90,10 @@ class Roles:
     """All events so far."""
     return self._log.read()
 
-  def merged(self, island: int, life: int) -> list[Commit]:
-    return [e for e in self.log.of(Commit) if (island, life) in zip(e.learners, e.incarnations)]
-
   def wait_merged(self, island: int, lives: int, commits: int) -> None:
     """Waits until this life of an island, counted from 1, is in so many commits."""
-
-    def enough() -> bool:
-      started = self.log.of(Started, f"learner-{island}")
-      return len(started) >= lives and (
-        len(self.merged(island, started[lives - 1].incarnation)) >= commits
-      )
-
+    enough = lambda: len(common.merged(self.log, island, lives)) >= commits  # noqa: E731
     self.wait(f"island {island} in {commits} commits", enough)
-
-  def wait_saved(self, island: int) -> None:
-    """Waits until a snapshot has the island's part."""
-    role = f"learner-{island}"
-    self.wait(f"a part of {role}", lambda: any(role in e.roles for e in self.log.of(Snapshot)))
 
   def wait(self, what: str, found: Callable[[], Any]) -> None:
     """Waits for `found()`; if a process ends meanwhile, kills all, and the script ends."""
@@ -130,8 +114,10 @@ def swap(roles: Roles, commits: int) -> None:
   roles.wait_merged(0, 1, commits)
   roles.wait_merged(1, 1, commits)
   for island, accelerator in ((0, False), (1, True)):
-    roles.wait_saved(island)
-    roles.kill(island)
+    role = f"learner-{island}"
+    saved = lambda role=role: any(role in e.roles for e in roles.log.of(Snapshot))  # noqa: E731
+    roles.wait(f"a part of {role}", saved)
+    roles.signal(role, signal.SIGKILL)
     roles.start(island, accelerator)
     roles.wait_merged(island, 2, commits)
   roles.end()
@@ -139,14 +125,13 @@ def swap(roles: Roles, commits: int) -> None:
 
 def lives(roles: Roles) -> list[dict[str, Any]]:
   """The numbers of each life of each island."""
-  steps, restored = roles.log.of(Step), roles.log.of(Restored)
-  found = []
-  for started in roles.log.of(Started, "learner"):
-    role, life = started.role, started.incarnation
-    island = int(role.removeprefix("learner-"))
-    own = [e for e in steps if (e.role, e.incarnation) == (role, life)]
-    back = [e.snapshot for e in restored if (e.role, e.incarnation) == (role, life)]
-    first = min((e.time for e in roles.merged(island, started.incarnation)), default=math.nan)
+  log, found = roles.log, []
+  for started in log.of(Started, "learner"):
+    life = EventLog(e for e in log if e.incarnation == started.incarnation or isinstance(e, Commit))
+    island = int(started.role.removeprefix("learner-"))
+    own = life.of(Step, started.role)
+    back = [e.snapshot for e in life.of(Restored, started.role)]
+    first = min((e.time for e in common.merged(life, island)), default=math.nan)
     found.append(
       {
         "island": island,
@@ -163,18 +148,14 @@ def lives(roles: Roles) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-  parser = common.parser(__doc__, quick="")
-  parser.add_argument("--workdir", type=Path, default=Path("runs/mixed"), help="must be new")
-  parser.add_argument("--commits", type=int, default=40, help="that each life takes part in")
-  parser.add_argument("--cpu", action="store_true", help="both on CPUs")
-  given = parser.parse_args()
+  workdir = {"type": Path, "default": Path("runs/mixed"), "help": "must be new"}
+  commits = 40, "that each life takes part in"
+  given = common.options(__doc__, workdir=workdir, commits=commits, cpu=False)
   if given.workdir.exists():
     sys.exit(f"--workdir={given.workdir}: exists. Fix: delete it, or give another.")
   roles = Roles(given.workdir, given.cpu)
   swap(roles, given.commits)
   found = lives(roles)
-  for each in found:
-    print(json.dumps(each))
   proof = text.print_invariants(text.open_trace(given.workdir))
   print(f"Report: {write_report(given.workdir)}")
   blocked = round(sum(e.blocked_seconds for e in roles.log.of(Step)), 6)

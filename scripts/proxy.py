@@ -12,7 +12,7 @@ accepted and hang too, senders see back-pressure. When the link is healed, every
 it was, as after a partition shorter than TCP's timeouts. Connections that were opened and given up
 during the cut never reach the other end.
 
-Protocols of one asyncio loop in a thread of its own. Standard library only.
+Streams of one asyncio loop in a thread of its own. Standard library only.
 """
 
 from __future__ import annotations
@@ -20,19 +20,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import functools
 import signal
 import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple
 
-# --- The parts of a `Link`: one direction of it, and the connections that share it
-# A `ShapedLink` gives its flows turns at one token bucket, then delays their bytes. A `Flow` is one
-# direction of one connection: it takes what one end receives through the link to the other end,
-# with bounded buffers. An `End` is one socket, a `Connection` two of them.
+# --- A `Lane` is one direction of the link, a `Flow` one direction of one of its connections
 
 PACKET_BYTES = 1500  # the least that one connection sends in a turn
 TURN_BYTES = 16 << 10  # the most that one connection sends in a turn
@@ -44,240 +40,124 @@ UNLIMITED = 1e9  # bits per second; bounds the buffers of an unlimited link
 READ_BYTES = 64 << 10
 KERNEL_BYTES = 256 << 10  # else the kernel's buffers would grow to uncounted megabytes
 
-
 # Travels over the link: bytes, or what happens at the other end after all bytes before it.
-Item = memoryview | Callable[[], None]
+OPEN, END, RESET = "open", "end", "reset"
+Item = bytes | str
 
 
-class ShapedLink:
+class Lane:
   """One direction of the link: turns at the bucket, then a first-in-first-out pipe of one delay."""
 
-  def __init__(self, loop: asyncio.AbstractEventLoop, bits_per_second: float, delay_seconds: float):
-    self.bits_per_second = bits_per_second
-    self.delay_seconds = delay_seconds
-    self.carried_bytes = 0
-    self.cut_since: float | None = None
-    self._loop = loop
-    self._turns: deque[Flow] = deque()  # flows with data waiting, in order of their turns
-    self._pipe: deque[tuple[float, Flow, Item]] = deque()  # (arrival, ...)
+  def __init__(self, bits_per_second: float, delay_seconds: float):
+    self.delay_seconds, self.carried_bytes = delay_seconds, 0
+    self._bytes_per_second = bits_per_second / 8
+    turn = int(self._bytes_per_second * TURN_SECONDS)
+    self._turn_bytes = max(PACKET_BYTES, min(TURN_BYTES, turn)) if turn else READ_BYTES
+    rate = (bits_per_second or UNLIMITED) / 8
+    self.limit_bytes = int(rate * delay_seconds + max(SLACK_BYTES, rate * SLACK_SECONDS))
+    self._turns = asyncio.Queue[Flow]()  # flows with data waiting, in order of their turns
+    self._pipe = asyncio.Queue[tuple[float, Flow, Item]]()  # (arrival, ...)
     self._free_at = 0.0  # when the bucket will have let through all that it has taken
-    self._timer: asyncio.Handle | None = None
+    self.open = asyncio.Event()  # unless the link is cut
+    self.open.set()
+    self.stood_seconds = self._cut_at = 0.0
 
-  def slack_bytes(self) -> int:
-    return max(SLACK_BYTES, int(self.bits_per_second / 8 * SLACK_SECONDS))
+  def clock(self) -> float:
+    """Seconds, without those in which the link was cut."""
+    now = asyncio.get_running_loop().time()
+    return (now if self.open.is_set() else self._cut_at) - self.stood_seconds
 
-  def limit_bytes(self) -> int:
-    """The most bytes of one connection that may be buffered."""
-    return int((self.bits_per_second or UNLIMITED) / 8 * self.delay_seconds) + self.slack_bytes()
+  def cut(self) -> None:
+    if self.open.is_set():
+      self._cut_at = asyncio.get_running_loop().time()
+      self.open.clear()
+
+  def heal(self) -> None:
+    if not self.open.is_set():
+      self.stood_seconds += asyncio.get_running_loop().time() - self._cut_at
+      self.open.set()
 
   def push(self, flow: Flow, item: Item) -> None:
     if not flow.waiting:
-      self._turns.append(flow)
+      self._turns.put_nowait(flow)
     flow.waiting.append(item)
-    self.wake()
 
-  def wake(self) -> None:
-    """Runs soon, unless the link is cut."""
-    self._stop_timer()
-    if self.cut_since is None:
-      self._timer = self._loop.call_soon(self._run)
+  async def serve(self) -> None:
+    """Lets flows take turns at the bucket, for ever."""
+    while True:
+      flow = await self._turns.get()
+      await self._until(self._free_at)
+      item, size = flow.waiting.popleft(), 0
+      if isinstance(item, bytes):
+        if rest := item[self._turn_bytes :]:
+          flow.waiting.appendleft(rest)
+        item = item[: self._turn_bytes]
+        size = len(item)
+      now = self.clock()
+      self._free_at = max(self._free_at, now - BURST_SECONDS)
+      if self._bytes_per_second:
+        self._free_at += size / self._bytes_per_second
+      if flow.waiting:
+        self._turns.put_nowait(flow)
+      self._pipe.put_nowait((max(self._free_at, now) + self.delay_seconds, flow, item))
 
-  def cut(self) -> None:
-    if self.cut_since is None:
-      self.cut_since = self._loop.time()
-      self._stop_timer()
+  async def deliver(self) -> None:
+    """Gives flows what has arrived at the other end, for ever."""
+    while True:
+      due, flow, item = await self._pipe.get()
+      await self._until(due)
+      self.carried_bytes += len(item) if isinstance(item, bytes) else 0
+      flow.arrived.put_nowait(item)
 
-  def heal(self) -> None:
-    if self.cut_since is not None:
-      lost_seconds = self._loop.time() - self.cut_since
-      self.cut_since = None
-      self._pipe = deque((due + lost_seconds, flow, item) for due, flow, item in self._pipe)
-      self.wake()
-
-  def _stop_timer(self) -> None:
-    if self._timer is not None:
-      self._timer.cancel()
-      self._timer = None
-
-  def _run(self) -> None:
-    now = self._loop.time()
-    self._free_at = max(self._free_at, now - BURST_SECONDS)
-    while self._turns and self._free_at <= now:
-      self._serve(now)
-    while self._pipe and self._pipe[0][0] <= now:
-      _, flow, item = self._pipe.popleft()
-      if isinstance(item, memoryview):
-        self.carried_bytes += len(item)
-        flow.deliver(item)
-      else:
-        item()
-    nexts = ([self._free_at] if self._turns else []) + ([self._pipe[0][0]] if self._pipe else [])
-    self._stop_timer()  # a delivery may have woken us
-    if nexts:
-      self._timer = self._loop.call_at(min(nexts), self._run)
-
-  def _serve(self, now: float) -> None:
-    """Serves one turn of the next flow."""
-    flow = self._turns.popleft()
-    item = flow.waiting.popleft()
-    if self.bits_per_second and isinstance(item, memoryview):
-      bytes_per_second = self.bits_per_second / 8
-      turn = max(PACKET_BYTES, min(TURN_BYTES, int(bytes_per_second * TURN_SECONDS)))
-      if len(item) > turn:
-        flow.waiting.appendleft(item[turn:])
-        item = item[:turn]
-      self._free_at += len(item) / bytes_per_second
-    if flow.waiting:
-      self._turns.append(flow)
-    self._pipe.append((max(self._free_at, now) + self.delay_seconds, flow, item))
+  async def _until(self, due: float) -> None:
+    await self.open.wait()
+    while (left := due - self.clock()) > 0:
+      await asyncio.sleep(left)
+      await self.open.wait()
 
 
 class Flow:
-  """One direction of one connection: bytes go from `source` through the lane to `sink`."""
+  """One direction of one connection, with bounded buffers."""
 
-  def __init__(self, lane: ShapedLink, connection: Connection):
-    self.lane, self._connection = lane, connection
+  def __init__(self, lane: Lane):
+    self.lane = lane
     self.waiting: deque[Item] = deque()  # for the lane
-    self.source: End | None = None
-    self.sink: End | None = None
+    self.arrived = asyncio.Queue[Item]()
     self.ended = False  # the source has ended
-    self.flushed = False  # the source has ended, and all its bytes have been given to the sink
-    self._arrived: deque[memoryview] = deque()  # not yet taken by the sink; empty: the end
-    self._buffered_bytes = 0
+    self.buffered_bytes = 0
+    self._taken = asyncio.Event()  # the sink has taken some
 
-  def take(self, data: bytes) -> None:
-    """Takes bytes of the source, which rests while too many are under way."""
-    self._buffered_bytes += len(data)
-    if self._buffered_bytes >= self.lane.limit_bytes() and self.source is not None:
-      self.source.transport.pause_reading()
-    self.lane.push(self, memoryview(data))
-
-  def end(self, reset: bool) -> None:
-    """The source has ended, and so does the sink, after the last bytes."""
-    self.ended = True
-    close = functools.partial(self._connection.close, reset=True)
-    self.lane.push(self, close if reset else memoryview(b""))
-
-  def deliver(self, data: memoryview) -> None:
-    """Takes bytes at the lane's other end."""
-    if not self._connection.closed:
-      self._arrived.append(data)
-      self.flush()
-
-  def flush(self) -> None:
-    """Writes as much as the sink takes; the rest when it takes more."""
-    while self._arrived and self.sink is not None and self.sink.takes:
-      data = self._arrived.popleft()
-      self._buffered_bytes -= len(data)
-      if data:
-        self.sink.transport.write(data)
-      else:
-        self.flushed = True
-        self.sink.transport.write_eof()
-        self._connection.close_if_done()
-    room = self.lane.limit_bytes() - self._buffered_bytes
-    if self.source is not None and not self.ended and 2 * room >= self.lane.slack_bytes():
-      self.source.transport.resume_reading()
-
-
-class End(asyncio.BufferedProtocol):
-  """One socket of a connection.
-
-  Args:
-    out: takes what the socket receives.
-    into: gives what is written to it.
-  """
-
-  transport: Any
-
-  def __init__(self, out: Flow, into: Flow):
-    self._out, self._into = out, into
-    self._memory = bytearray(READ_BYTES)
-    self.takes = True  # all that was written is in the kernel
-
-  def connection_made(self, transport: asyncio.BaseTransport) -> None:
-    self.transport = transport
-    self.transport.set_write_buffer_limits(0)
-    self._out.source = self._into.sink = self
-    self._into.flush()
-
-  def get_buffer(self, sizehint: int) -> bytearray:
-    return self._memory
-
-  def buffer_updated(self, nbytes: int) -> None:
-    self._out.take(bytes(self._memory[:nbytes]))
-
-  def eof_received(self) -> bool:
-    self._out.end(reset=False)
-    return True  # the other direction goes on
-
-  def pause_writing(self) -> None:
-    self.takes = False
-
-  def resume_writing(self) -> None:
-    self.takes = True
-    self._into.flush()
-
-  def connection_lost(self, error: Exception | None) -> None:
-    if error is not None:  # reset by its owner: so is the other end, a delay later
-      self._into.sink = None
-      self._out.end(reset=True)
-
-  def close(self, reset: bool) -> None:
-    if self.transport.is_closing():
-      return
-    if reset:
-      linger, mine = struct.pack("ii", 1, 0), self.transport.get_extra_info("socket")
-      mine.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-      self.transport.abort()
-    else:
-      self.transport.close()
-
-
-class Connection:
-  """One connection through the link: the near end has been accepted, the far one is dialled a delay
-  later. `forget` is called with the connection when it has closed."""
-
-  def __init__(
-    self,
-    lanes: tuple[ShapedLink, ShapedLink],
-    target: tuple[str, int],
-    forget: Callable[[Connection], None],
-  ):
-    self.closed = False
-    self._target, self._forget = target, forget
-    self.forward, self.backward = (Flow(lane, self) for lane in lanes)
-    self.near = End(self.forward, self.backward)
-    self.dialling: asyncio.Task | None = None  # the loop itself holds tasks weakly
-    self.forward.lane.push(self.forward, self.dial)
-
-  def dial(self) -> None:
-    if not self.closed:
-      self.dialling = asyncio.ensure_future(self._dial())
-
-  async def _dial(self) -> None:
-    loop, far = asyncio.get_running_loop(), new_socket()
+  async def read(self, source: asyncio.StreamReader) -> None:
+    """Takes what the source gives, which rests while too much is under way."""
+    end = END
     try:
-      await loop.sock_connect(far, self._target)
-      await loop.create_connection(lambda: End(self.backward, self.forward), sock=far)
-    except OSError:  # refused, or no route; the other end gets the reset a delay later
-      far.close()
-      self.backward.end(reset=True)
+      while data := await source.read(READ_BYTES):
+        self.buffered_bytes += len(data)
+        self.lane.push(self, data)
+        while self.buffered_bytes >= self.lane.limit_bytes:
+          self._taken.clear()
+          await self._taken.wait()
+    except OSError:
+      end = RESET
+    self.ended = True
+    self.lane.push(self, end)
 
-  def close_if_done(self) -> None:
-    if self.forward.flushed and self.backward.flushed:
-      self.close(reset=False)
+  async def write(self, sink: asyncio.StreamWriter) -> None:
+    """Gives the sink what arrives, to its end.
 
-  def close(self, reset: bool) -> None:
-    """Drops both ends; `reset`: abruptly, so that their owners get an error."""
-    if not self.closed:
-      self.closed = True
-      self._forget(self)
-      if self.dialling is not None:
-        self.dialling.cancel()
-      for flow in (self.forward, self.backward):
-        if flow.source is not None:
-          flow.source.close(reset)
+    Raises:
+      ConnectionResetError: it was a reset.
+    """
+    while (item := await self.arrived.get()) != END:
+      if not isinstance(item, bytes):
+        raise ConnectionResetError
+      with contextlib.suppress(OSError):  # reset by its owner, as the other flow hears
+        sink.write(item)
+        await sink.drain()
+      self.buffered_bytes -= len(item)
+      self._taken.set()
+    with contextlib.suppress(OSError):
+      sink.write_eof()
 
 
 CALL_SECONDS = 30.0  # for the link's thread to answer a call
@@ -313,26 +193,23 @@ class Link:
     self._target = socket.gethostbyname(target[0]), target[1]
     self._listener = _listen(listen)
     self.host, self.port = self._listener.getsockname()
+    self._lanes = [Lane(bits_per_second, delay_seconds) for _ in range(2)]
+    self._tasks: list[asyncio.Task[None]] = []  # of the lanes
+    self._connections: dict[asyncio.Task | None, Flow] = {}  # the way there of each
     self._loop = asyncio.new_event_loop()
-    rate_and_delay = bits_per_second, delay_seconds
-    self._lanes = ShapedLink(self._loop, *rate_and_delay), ShapedLink(self._loop, *rate_and_delay)
-    self._connections: set[Connection] = set()
     self._thread = threading.Thread(target=self._loop.run_forever, name="link", daemon=True)
 
   def start(self) -> Link:
     """Opens the link; returns itself."""
     self._thread.start()
-    serve = self._loop.create_server(self._accept, sock=self._listener)
-    self._server = asyncio.run_coroutine_threadsafe(serve, self._loop).result(CALL_SECONDS)
+    self._call(self._open())
     return self
 
   def stop(self) -> None:
     """Closes the link and resets its connections."""
-    self._call(self._close)
+    self._call(self._close())
     self._loop.call_soon_threadsafe(self._loop.stop)
     self._thread.join(CALL_SECONDS)
-    if self._thread.is_alive():
-      raise TimeoutError(f"the link's thread has not ended within {CALL_SECONDS:g} s")
     self._loop.close()
 
   def __enter__(self) -> Link:
@@ -343,46 +220,87 @@ class Link:
 
   def cut(self) -> None:
     """Stops all traffic from now on, without an error at either end."""
-    self._call(self._cut)
+    self._call(self._each(Lane.cut))
 
   def heal(self) -> None:
     """Everything goes on where it was."""
-    self._call(self._heal)
+    self._call(self._each(Lane.heal))
 
   @property
   def bytes(self) -> PassedBytes:
     """The bytes that have passed so far."""
     return PassedBytes(*(lane.carried_bytes for lane in self._lanes))
 
-  def _accept(self) -> End:
-    connection = Connection(self._lanes, self._target, self._connections.discard)
-    self._connections.add(connection)
-    return connection.near
+  def _call(self, work: Coroutine[Any, Any, None]) -> None:
+    """Runs `work` on the link's thread and waits for it."""
+    asyncio.run_coroutine_threadsafe(work, self._loop).result(CALL_SECONDS)
 
-  def _cut(self) -> None:
+  async def _each(self, what: Callable[[Lane], None]) -> None:
     for lane in self._lanes:
-      lane.cut()
+      what(lane)
 
-  def _heal(self) -> None:
-    for connection in list(self._connections):
-      if connection.forward.ended and connection.dialling is None:
-        connection.close(reset=True)
-    for lane in self._lanes:
-      lane.heal()
+  async def _open(self) -> None:
+    works = [work for lane in self._lanes for work in (lane.serve(), lane.deliver())]
+    self._tasks = [asyncio.create_task(work) for work in works]
+    self._server = await asyncio.start_server(self._carry, sock=self._listener)
 
-  def _close(self) -> None:
+  async def _close(self) -> None:
     self._server.close()
-    for connection in list(self._connections):
-      connection.close(reset=True)
-    self._cut()
+    tasks = [*self._tasks, *filter(None, self._connections)]
+    for task in tasks:
+      task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
-  def _call(self, function: Callable[[], object]) -> None:
-    """Runs `function` on the link's thread and waits for it."""
+  async def _carry(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    """One connection: its near end has been accepted, the far one is dialled a delay later."""
+    forward, backward = (Flow(lane) for lane in self._lanes)
+    task, sinks, reset = asyncio.current_task(), [sink], True
+    self._connections[task] = forward
+    sink.transport.set_write_buffer_limits(0)
+    stood_seconds = forward.lane.stood_seconds
+    forward.lane.push(forward, OPEN)
+    try:
+      async with asyncio.TaskGroup() as ends:
+        ends.create_task(forward.read(source))
+        ends.create_task(backward.write(sink))
+        await forward.arrived.get()
+        if forward.ended and forward.lane.stood_seconds > stood_seconds:
+          raise ConnectionResetError  # given up during a cut
+        try:
+          far = await self._dial()
+        except OSError:  # refused, or no route; the other end gets the reset a delay later
+          backward.lane.push(backward, RESET)
+        else:
+          sinks.append(far[1])
+          ends.create_task(backward.read(far[0]))
+          ends.create_task(forward.write(far[1]))
+      reset = False
+    except* ConnectionResetError:
+      pass
+    finally:
+      del self._connections[task]
+      for each in sinks:
+        _close(each, reset)
 
-    async def call() -> None:
-      function()
+  async def _dial(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    far = new_socket()
+    try:
+      await asyncio.get_running_loop().sock_connect(far, self._target)
+    except OSError:
+      far.close()
+      raise
+    source, sink = await asyncio.open_connection(sock=far)
+    sink.transport.set_write_buffer_limits(0)
+    return source, sink
 
-    asyncio.run_coroutine_threadsafe(call(), self._loop).result(CALL_SECONDS)
+
+def _close(sink: asyncio.StreamWriter, reset: bool) -> None:
+  """Closes a socket; `reset`: abruptly, so that its owner gets an error."""
+  if reset and not sink.is_closing():
+    linger = struct.pack("ii", 1, 0)
+    sink.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    sink.transport.abort()
+  sink.close()
 
 
 def new_socket() -> socket.socket:

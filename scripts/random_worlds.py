@@ -75,7 +75,7 @@ def check_family(
     failed += len(failures)
     for line in failures:
       print(line, flush=True)
-    if sys.stderr.isatty() or done % 20 == 0 or done == len(blocks):
+    if done % 20 == 0 or done == len(blocks):
       so_far = min(done * BLOCK, len(worlds))
       print(f"{family}: {so_far} worlds, {failed} failed", file=sys.stderr, flush=True)
   seconds = round(time.monotonic() - began, 1)
@@ -84,12 +84,9 @@ def check_family(
 
 
 def main() -> int:
-  parser = common.parser(__doc__, quick="")
-  parser.add_argument("--family", choices=["all", *FAMILIES], default="all", help="of worlds")
-  parser.add_argument("--seeds", type=int, default=10_000, help="how many worlds of each family")
-  parser.add_argument("--first", type=int, default=0, help="the first one's seed")
-  parser.add_argument("--processes", type=int, default=2, help="that share the work")
-  arguments = parser.parse_args()
+  family = {"choices": ["all", *FAMILIES], "default": "all"}
+  seeds = 10_000, "how many worlds of each family"
+  arguments = common.options(__doc__, family=family, seeds=seeds, first=0, processes=2)
   worlds = range(arguments.first, arguments.first + arguments.seeds)
   names = list(FAMILIES) if arguments.family == "all" else [arguments.family]
   with concurrent.futures.ProcessPoolExecutor(arguments.processes) as pool:

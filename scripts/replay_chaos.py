@@ -142,11 +142,7 @@ class Bench:
 
 
 def main() -> int:
-  parser = common.parser(__doc__, quick="")
-  parser.add_argument("--runs", type=int, default=20)
-  parser.add_argument("--seed", type=int, default=0, help="of the first run")
-  parser.add_argument("--workdir", type=Path, default=None)
-  options = parser.parse_args()
+  options = common.options(__doc__, runs=20, seed=(0, "of the first run"), workdir=Path)
   bench, total = Bench(), collections.Counter[str]()
   with tempfile.TemporaryDirectory() as temporary:
     for seed in range(options.seed, options.seed + options.runs):
@@ -158,13 +154,11 @@ def main() -> int:
       count = counted(workdir, summary)
       total.update(count)
       sync, faults = config.sync, config.chaos.faults
-      kinds = [f"{f.action} {f.role}" for f in faults if f.factor != FACTOR]
+      kinds = ", ".join(f"{f.action} {f.role}" for f in faults if f.factor != FACTOR)
       verdict = "identical" if summary["identical"] else f"DIFFERENT: {difference}"
+      how = f"{sync.apply}, {sync.push_codec}, rejoin {config.checkpoint.rejoin}; {kinds}"
       print(
-        f"seed {seed}: {verdict}; {count['steps']} steps, {count['commits']} commits,"
-        f" {count['digests_compared']} digests; {sync.apply}, {sync.push_codec},"
-        f" rejoin {config.checkpoint.rejoin}; {', '.join(kinds)}{', resumed' * bool(stop_at)}",
-        flush=True,
+        f"seed {seed}: {verdict}; {dict(count)}; {how}{', resumed' * bool(stop_at)}", flush=True
       )
   print(json.dumps({"runs": options.runs, **total}))
   return 0 if total["identical"] == options.runs else 1

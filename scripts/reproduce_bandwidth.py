@@ -2,10 +2,10 @@
 
   python scripts/reproduce_bandwidth.py [--picture=docs/bandwidth.png]
 
-Four tables: the published row of Streaming DiLoCo (arXiv 2501.18512; a 10B model, 0.8 s a step,
+Three tables: the published row of Streaming DiLoCo (arXiv 2501.18512; a 10B model, 0.8 s a step,
 H = 100, fragments of 3 layers) computed by `utilisation.py`; Decoupled's "198 against 0.84
-Gbit/s between 8 data centres" (arXiv 2604.21428); model sizes and numbers of sites; and a 12B
-model over four regions on 2 to 5 Gbit/s. Nothing is fitted: quantities that the published row lacks
+Gbit/s between 8 data centres" (arXiv 2604.21428); and a 12B model over four regions on 2 to 5
+Gbit/s. Nothing is fitted: quantities that the published row lacks
 are in ASSUMED below. No device and no network is used; takes three seconds.
 
 Last line: {"required_gbps": {method: {percent: Gbit/s}}, "published_gbps", "max_ratio_error",
@@ -84,20 +84,19 @@ def nearest(gbps: float) -> float:
 
 def row_table() -> tuple[dict[str, dict[str, float]], float, int]:
   """Prints the published row beside ours; (ours, largest ratio error, cells inside)."""
-  print("Gbit/s for a share of the time computing: ours / published. 10B, 0.8 s a step, two sites.")
-  print(f"  {'':24}" + "".join(f"{p:>15} %" for p in PERCENT))
+  print("Gbit/s for a share of the time computing: ours, published. 10B, 0.8 s a step, two sites.")
   ours: dict[str, dict[str, float]] = {}
+  shown: dict[str, dict[str, float]] = {}
   errors, inside = [], 0
   for key, method in METHODS.items():
     needed = [required_gbps(ASSUMED, method, p / 100) for p in PERCENT]
     ours[key] = {str(p): round(n, 3) for p, n in zip(PERCENT, needed)}
-    published = PUBLISHED.get(key)
-    cells = [f"{n:.1f}" for n in needed]
-    if published:
-      cells = [f"{n:.1f} / {p:g}" for n, p in zip(needed, published)]
+    shown[method.name] = ours[key]
+    if published := PUBLISHED.get(key):
+      shown[f"  published, {key}"] = dict(zip(ours[key], published))
       errors += [max(n / p, p / n) - 1 for n, p in zip(needed, published)]
       inside += sum(rounded_up(n) == nearest(p) for n, p in zip(needed, published))
-    print(f"  {method.name:24}" + "".join(f"{cell:>17}" for cell in cells))
+  common.show(shown, digits=1)
   print("  Decoupled never waits: its row is for that share of the planned syncs (H = 24).")
   count = sum(map(len, PUBLISHED.values()))
   print(f"  largest ratio error {max(errors):.3f}; {inside} of {count} round up to the published")
@@ -132,7 +131,7 @@ def grid_notes() -> None:
 
 
 def sites_tables() -> dict[str, float]:
-  """Prints 8 data centres, then model sizes and sites; returns the reductions."""
+  """Prints 8 data centres; returns the reductions."""
   eight = dataclasses.replace(ASSUMED, sites=8, step_seconds=1.0)
   int4 = average_gbps(eight, decoupled("int4"))
   reductions = {}
@@ -143,21 +142,8 @@ def sites_tables() -> dict[str, float]:
     print(f"  Decoupled, int4, against gradients in {dtype:4} {reductions[dtype]:6.1f}")
   published, second = (pair[0] / pair[1] for pair in (EIGHT_SITES, ONE_SECOND))
   print(f"  published: 198 / 0.84 = {published:.1f}; model, step and dtypes are not given")
-  reading = _reading()
-  print(
-    f"  104 / 1.7 = {second:.1f} (1 s a step) are the two figures of the row above at 50 %.\n\n"
-    "Gbit/s per site at 1 s a step: data-parallel for 95 % | Decoupled bf16 | int4, H = 24"
-  )
-  print("  parameters" + "".join(f"{f'{sites} sites':>26}" for sites in (2, 4, 8)))
-  for billions in (2, 5, 10, 12, 100):
-    cells = []
-    for sites in (2, 4, 8):
-      work = Workload(billions * 1e9, 1.0, sites)
-      needed = required_gbps(work, DATA_PARALLEL, 0.95)
-      average = [average_gbps(work, decoupled(name)) for name in ("bf16", "int4")]
-      cells.append(f"{needed:.0f} | {average[0]:.2f} | {average[1]:.2f}")
-    print(f"  {f'{billions}B':10}" + "".join(f"{cell:>26}" for cell in cells))
-  return {**reductions, "published": round(published, 1), "closest_reading": reading}
+  print(f"  104 / 1.7 = {second:.1f} (1 s a step) are the two figures of the row above at 50 %.")
+  return {**reductions, "published": round(published, 1), "closest_reading": _reading()}
 
 
 def _reading() -> float:
@@ -176,24 +162,20 @@ def _reading() -> float:
 
 def case_12b() -> dict:
   """Prints the 12B model over four regions on 2 to 5 Gbit/s."""
-  print("\n12B over four regions: Gbit/s that keep H = 24, and how many times faster than")
-  print("data-parallel (bf16) on 2 and 5 Gbit/s, where the schedule is kept (else in brackets)")
-  print(
-    f"  {'step':>6}" + "".join(f"{name:>10}{'on 2':>9}{'on 5':>9}" for name in ("bf16", "int4"))
-  )
+  print("\n12B over four regions: Gbit/s that keep H = 24, and how many times as long a step of")
+  print("data-parallel (bf16) takes on 2 and 5 Gbit/s")
   rows: dict = {}
+  shown: dict[str, dict[str, float]] = {}
   for seconds in (1.0, 2.0, 4.0, 8.0):
-    work, text = Workload(12e9, seconds, 4), f"  {seconds:4g} s"
+    work = Workload(12e9, seconds, 4)
     faster = {g: 1 / utilisation(work, DATA_PARALLEL, g) for g in (2, 5)}
     needed = {name: average_gbps(work, decoupled(name)) for name in ("bf16", "int4")}
-    for gbps in needed.values():
-      cells = [f"{x:.1f}" if gbps <= g else f"({x:.1f})" for g, x in faster.items()]
-      text += f"{gbps:>10.2f}" + "".join(f"{cell:>9}" for cell in cells)
-    print(text)
+    shown[f"{seconds:g} s a step"] = {**needed, **{f"on {g}": x for g, x in faster.items()}}
     rows[f"{seconds:g}"] = {
       "needed_gbps": {name: round(gbps, 3) for name, gbps in needed.items()},
       "speedup": {str(g): round(x, 1) for g, x in faster.items()},
     }
+  common.show(shown)
   full = {}
   for name in ("bf16", "int4"):  # the step at which the link is just full; the same at any Gbit/s
     shortest = average_gbps(Workload(12e9, 1.0, 4), decoupled(name)) / 2
@@ -239,9 +221,7 @@ def draw(path: Path) -> None:
 
 
 def main() -> None:
-  parser = common.parser(__doc__, quick="")
-  parser.add_argument("--picture", type=Path, help="draws it there")
-  args = parser.parse_args()
+  args = common.options(__doc__, picture=Path)
   ours, error, inside = row_table()
   grid_notes()
   reductions = sites_tables()

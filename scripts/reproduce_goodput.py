@@ -24,8 +24,7 @@ import math
 import shutil
 import statistics
 import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +39,7 @@ from ddiloco.baselines.data_parallel import DataParallel
 from ddiloco.config import Config
 from ddiloco.engines.processes import ProcessesEngine
 from ddiloco.observe.eventlog import Event, EventLog, read_events
-from ddiloco.observe.goodput import CAUSES, Goodput, Ledger
+from ddiloco.observe.goodput import Goodput, Ledger
 from ddiloco.observe.style import GLOBAL_MODEL, island_colour
 from ddiloco.protocol.events import Fault, Step, parse_role
 from ddiloco.training import data
@@ -56,7 +55,6 @@ TITLES = {
 }
 # "Decoupled DiLoCo" (arXiv 2604.21428), simulated: 1.2 M chips, a failure a year each, 8 learners.
 PUBLISHED = {"decoupled": 0.88, "elastic": 0.58, "inelastic": 0.27}
-PROGRESS_SECONDS = 10.0
 SHORTEST_PAUSE_SECONDS = 0.25  # between two steps it takes milliseconds
 QUICK = {"minutes": 20 / 60, "kills_per_minute": 5.0, "learners": 3, "seed": 53}  # two kills
 
@@ -70,21 +68,7 @@ def make_config(options: argparse.Namespace) -> Config:
 # --- the runs -------------------------------------------------------------------------------------
 
 
-class Progress:
-  """Prints a run's progress, and says when the run has lasted long enough."""
-
-  def __init__(self, seconds: float):
-    self._seconds, self._said = seconds, 0.0
-
-  def __call__(self, global_step: int, seconds: float) -> bool:
-    """Whether the run is over, so many seconds after its first step."""
-    if seconds >= 0 and time.monotonic() - self._said >= PROGRESS_SECONDS:
-      self._said = time.monotonic()
-      print(f"  {seconds:.0f} of {self._seconds:.0f} s, step {global_step}", flush=True)
-    return seconds >= self._seconds
-
-
-def decoupled(config: Config, folder: Path, over: Progress) -> str:
+def decoupled(config: Config, folder: Path, over: Callable[[int, float], bool]) -> str:
   """Makes the decoupled run; returns why it ended."""
   workdirs.claim(folder, config, overwrite=True)
   corpus = data.open_corpus(config.data)
@@ -107,12 +91,13 @@ def run(part: str, config: Config, folder: Path, seconds: float) -> EventLog:
   """The events of one run; a finished run in `folder` is not made again."""
   if common.done_before(config, folder):
     return read_events(folder)
-  print(f"{part}: begins", flush=True)
+  print(f"{part}: begins, and lasts {seconds:.0f} s", flush=True)
   shutil.rmtree(folder, ignore_errors=True)
+  over = lambda global_step, lasted: lasted >= seconds  # noqa: E731
   if part == "decoupled":
-    reason = decoupled(config, folder, Progress(seconds))
+    reason = decoupled(config, folder, over)
   else:
-    reason = DataParallel(config, folder, part == "elastic").run(Progress(seconds))
+    reason = DataParallel(config, folder, part == "elastic").run(over)
   if reason != "finished":
     raise SystemExit(f"{part}: the run {reason}; see {folder / 'logs'}")
   return read_events(folder)
@@ -138,10 +123,9 @@ def kills(events: EventLog) -> list[tuple[float, str]]:
   return [(e.time - start, e.target) for e in events.of(Fault)]
 
 
-def typical(events: EventLog) -> tuple[float, float]:
-  """(median, ninth decile) of the steps' seconds, which show whether the pace was kept."""
-  steps = sorted(event.seconds for event in events.of(Step))
-  return steps[len(steps) // 2], steps[9 * len(steps) // 10]
+def typical(events: EventLog) -> float:
+  """The median of the steps' seconds, which shows whether the pace was kept."""
+  return statistics.median(event.seconds for event in events.of(Step))
 
 
 def pauses(events: EventLog) -> list[float]:
@@ -155,46 +139,21 @@ def pauses(events: EventLog) -> list[float]:
   return found
 
 
-def kill_log(logs: dict[str, EventLog], config: Config) -> str:
-  """Every planned kill beside the times at which the runs performed it."""
-  done = {part: kills(log) for part, log in logs.items()}
-  lines = ["kills, in seconds since a run's first step (a dead island's waits until it is back)"]
-  lines.append(f"  {'planned':>8}  {'island':<10}" + "".join(f"{part:>11}" for part in logs))
-  for fault in config.chaos.faults:
-    times = []
-    for performed in done.values():
-      due = (k for k in performed if k[1] == fault.role and k[0] >= fault.at_seconds - 1)
-      hit = next(due, None)
-      if hit:
-        performed.remove(hit)
-      times.append(f"{hit[0]:11.1f}" if hit else f"{'-':>11}")
-    lines.append(f"  {fault.at_seconds:8.1f}  {fault.role:<10}" + "".join(times))
-  return "\n".join(lines)
-
-
-def table(reports: dict[str, Goodput], logs: dict[str, EventLog]) -> str:
-  """Goodput and the causes of lost time, a column for each run."""
-  rows = [("", [f"{part:>11}" for part in reports])]
-
-  def row(name: str, values: Sequence[float]) -> None:
-    rows.append((name, [f"{100 * value:10.1f}%" for value in values]))
-
-  row("goodput", [report.goodput_training for report in reports.values()])
-  row("  published, simulated", [PUBLISHED[part] for part in reports])
-  row("uptime", [report.uptime for report in reports.values()])
-  row("of all chip time: goodput", [report.goodput for report in reports.values()])
-  for cause in CAUSES:
-    shares = [report.causes[cause] for report in reports.values()]
-    if any(share >= 0.0005 for share in shares):
-      row(f"  {cause}", shares)
-  rows.append(("kills", [f"{len(kills(log)):11}" for log in logs.values()]))
-  standing = [pauses(log) for log in logs.values()]
-  rows.append(("pauses of all islands", [f"{len(each):11}" for each in standing]))
-  middle = [f"{statistics.median(each):11.2f}" if each else f"{'-':>11}" for each in standing]
-  rows.append(("  their median s", middle))
-  rows.append(("step, median s", [f"{typical(log)[0]:11.3f}" for log in logs.values()]))
-  rows.append(("step, 9th decile s", [f"{typical(log)[1]:11.3f}" for log in logs.values()]))
-  return "\n".join(f"{name:<28}" + "".join(cells) for name, cells in rows)
+def table(reports: dict[str, Goodput], logs: dict[str, EventLog]) -> dict[str, dict[str, Any]]:
+  """Goodput and the causes of lost time in %, a row for each run."""
+  return {
+    part: {
+      "goodput": 100 * report.goodput_training,
+      "published": 100 * PUBLISHED[part],
+      "uptime": 100 * report.uptime,
+      "with start-up": 100 * report.goodput,
+      "kills": len(kills(logs[part])),
+      "pauses of all": len(pauses(logs[part])),
+      "median s": common.middle(pauses(logs[part]), 2),
+      "step s": typical(logs[part]),
+    }
+    for part, report in reports.items()
+  }
 
 
 # --- the picture ----------------------------------------------------------------------------------
@@ -268,7 +227,7 @@ def result(
       for part, r in reports.items()
     },
     "pauses": {part: len(pauses(log)) for part, log in logs.items()},
-    "step_seconds": {part: round(typical(log)[0], 4) for part, log in logs.items()},
+    "step_seconds": {part: round(typical(log), 4) for part, log in logs.items()},
     "published": PUBLISHED,
     "minutes": options.minutes,
     "learners": options.learners,
@@ -286,8 +245,7 @@ def whole(options: argparse.Namespace, folder: Path) -> int:
   )
   logs = {part: run(part, config, folder / part, seconds) for part in PARTS}
   reports = {part: account(log) for part, log in logs.items()}
-  print(kill_log(logs, config))
-  print(table(reports, logs))
+  common.show(table(reports, logs))
   if options.plot is not None:
     draw(options.plot, reports, logs, seconds)
   print(json.dumps(result(reports, logs, options)))
@@ -295,20 +253,16 @@ def whole(options: argparse.Namespace, folder: Path) -> int:
 
 
 def main() -> int:
-  parser = common.parser(__doc__)
-  parser.add_argument("--minutes", type=float, default=5.0, help="of each run, after its start")
-  parser.add_argument(
-    "--kills_per_minute", type=float, default=12.0, help="of all islands together"
+  options = common.options(
+    __doc__,
+    QUICK,
+    minutes=(5.0, "of each run, after its start"),
+    kills_per_minute=(12.0, "of all islands together"),
+    seed=0,
+    learners=8,
+    workdir=Path,
+    plot=(Path, "draws the picture there"),
   )
-  parser.add_argument("--seed", type=int, default=0)
-  parser.add_argument("--learners", type=int, default=8)
-  parser.add_argument("--workdir", type=Path, help="keeps the runs; default: a temporary folder")
-  parser.add_argument("--plot", type=Path, help="draws the picture there")
-  options = parser.parse_args()
-  if options.quick:
-    vars(options).update(QUICK)
-  if options.learners < 2 or options.minutes <= 0 or options.kills_per_minute <= 0:
-    parser.error("at least 2 learners, and minutes and kills_per_minute above 0")
   with tempfile.TemporaryDirectory() as scratch:
     return whole(options, (options.workdir or Path(scratch)).absolute())
 

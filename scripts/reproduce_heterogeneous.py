@@ -27,7 +27,7 @@ from typing import Any
 
 import common
 
-from ddiloco import config as config_lib
+from ddiloco.config import Config
 from ddiloco.engines import virtual
 from ddiloco.observe.style import FAINT, PALETTE
 from ddiloco.simulation import planner
@@ -36,34 +36,32 @@ from ddiloco.simulation.run import Speeds
 # Goodput in %, arXiv 2604.21428: 4 islands of TPU v6e and 4 of v5p, 18 % apart, 10 % variance.
 PUBLISHED = {"K = 8": 84.0, "K = 1": 100.0, "K = 1 + grace": 100.0}
 ROWS: dict[str, dict[str, Any]] = {
-  "K = 8": {"min_quorum": 8, "blocking": True, "grace_safety": 0.0},
-  "K = 1": {"min_quorum": 1, "grace_safety": 0.0},
-  "K = 1 + grace": {"min_quorum": 1, "grace_safety": 0.9},
+  "K = 8": {"sync.min_quorum": 8, "sync.blocking": True, "sync.grace_safety": 0.0},
+  "K = 1": {"sync.grace_safety": 0.0},
+  "K = 1 + grace": {},
 }
 FAST, SLOW, APART, VARIANCE = 4, 4, 1.18, 0.10
 PARAMETERS, PERIOD, TAU = 2_000_000_000, 24, 2
 WAITING = ("blocked", "stalled", "down", "rejoin")
 
 
-def make_config(row: str, steps: int) -> config_lib.Config:
-  """One row's run."""
-  c = config_lib.default()
-  c.islands.num_learners, c.islands.batch_size, c.data.sequence_length = FAST + SLOW, 1, 1024
-  c.islands.overrides.update(
-    {str(m): {"min_step_seconds": APART} for m in range(FAST, FAST + SLOW)}
-  )
-  c.sync.update(num_shards=4, num_fragments=PERIOD, sync_period=PERIOD, overlap_steps=TAU)
-  c.sync.update(apply="overwrite", push_codec="bf16", publish_codec="bf16", **ROWS[row])
-  c.sync.snapshot_steps = 0
-  c.run.total_tokens = steps * (FAST + SLOW) * 1024
-  return config_lib.from_dict(c)
+def config_of(islands: int, steps: int, fields: dict[str, Any]) -> Config:
+  """The config of a virtual run of so many steps, which ends by its tokens."""
+  return common.config_of(
+    "default",
+    {
+      "islands.num_learners": islands, "islands.batch_size": 1, "data.sequence_length": 1024,
+      "sync.num_shards": 4, "sync.num_fragments": PERIOD, "sync.sync_period": PERIOD,
+      "sync.overlap_steps": TAU, "sync.push_codec": "bf16", "sync.publish_codec": "bf16",
+      "sync.snapshot_steps": 0, "run.total_tokens": steps * islands * 1024, **fields,
+    },
+  )  # fmt: skip
 
 
-def play(row: str, steps: int, seed: int) -> dict[str, Any]:
-  """One run's numbers, all in %."""
-  setting = Speeds(
-    sizes=planner.equal_sizes(PARAMETERS, PERIOD),
-    step_seconds=1.0,
+def speeds_of(fragments: int, seed: int) -> Speeds:
+  """The assumed links, shards and hosts, and the assumed model."""
+  return Speeds(
+    planner.equal_sizes(PARAMETERS, fragments),
     jitter=VARIANCE,
     gbps=(5.0,),
     latency_seconds=(0.01,),
@@ -72,8 +70,15 @@ def play(row: str, steps: int, seed: int) -> dict[str, Any]:
     host_gbytes=100.0,
     seed=seed,
   )
+
+
+def play(row: str, steps: int, seed: int) -> dict[str, Any]:
+  """One run's numbers, all in %."""
+  slow = {str(m): {"min_step_seconds": APART} for m in range(FAST, FAST + SLOW)}
+  fields = {"islands.overrides": slow, "sync.apply": "overwrite", **ROWS[row]}
   # Overwriting discards the steps that a round lacks, so tokens merge slowly: stop at a time.
-  found = virtual.simulate(make_config(row, 100 * steps), setting, most_seconds=steps * APART)
+  config = config_of(FAST + SLOW, 100 * steps, fields)
+  found = virtual.simulate(config, speeds_of(PERIOD, seed), most_seconds=steps * APART)
   began = 1.0 - found["causes"].get("start_up", 0.0)
   waited = sum(found["causes"].get(cause, 0.0) for cause in WAITING)
   return {
@@ -116,22 +121,11 @@ def draw(rows: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-  parser = common.parser(__doc__, "72 steps")
-  parser.add_argument("--steps", type=int, default=240, help="of a slow island (240)")
-  parser.add_argument("--seed", type=int, default=0, help="of the times of steps (0)")
-  parser.add_argument("--picture", type=Path, help="draws it there")
-  args = parser.parse_args()
-  if args.steps < 2 * PERIOD:
-    parser.error(f"--steps={args.steps}: must be at least {2 * PERIOD}, two periods")
-  steps, began = 72 if args.quick else args.steps, time.monotonic()
-  rows = {row: play(row, steps, args.seed) for row in ROWS}
-  head = ("goodput", "published", "merged", "participation", "lowest", "a sync, s")
-  print(f"{'':16}" + "".join(f"{name:>15}" for name in head))
-  for row, found in rows.items():
-    shown = [found["goodput"], PUBLISHED[row]]
-    shown += [found[name] for name in ("merged", "participation", "lowest")]
-    cells = "".join(f"{value:>15.1f}" for value in shown)
-    print(f"{row:16}{cells}{found['seconds_per_sync']:>15.2f}")
+  steps, seed = (240, "of a slow island"), (0, "of the times of steps")
+  args = common.options(__doc__, {"steps": 72}, steps=steps, seed=seed, picture=Path)
+  began = time.monotonic()
+  rows = {row: play(row, args.steps, args.seed) for row in ROWS}
+  common.show({row: {"published": PUBLISHED[row], **found} for row, found in rows.items()})
   if args.picture:
     draw(rows, args.picture)
   result = {name: {r: round(f[name], 2) for r, f in rows.items()} for name in rows["K = 8"]}

@@ -112,19 +112,17 @@ def summarise(logs: dict[str, list[EventLog]], tokens: int) -> dict[str, Any]:
 
 
 def main() -> None:
-  parser = common.parser(__doc__)
-  parser.add_argument("--seeds", type=int, default=3)
-  parser.add_argument("--tokens", type=int, default=600 * LEARNERS * BATCH * LENGTH)
-  parser.add_argument("--faults", type=int, default=40, help="in each chaotic run")
-  known, each = common.names_of(KINDS), "of faults, each as often"
-  parser.add_argument("--kinds", type=known, default=",".join(KINDS), help=each)
-  parser.add_argument("--workdir", type=Path, default=common.ROOT / "runs" / "quality")
-  parser.add_argument("--picture", type=Path, help="draws it there")
-  options = parser.parse_args()
-  if options.quick:
-    options.seeds, options.tokens, options.faults = 1, 40 * LEARNERS * BATCH * LENGTH, 6
-  if options.seeds < 1 or options.faults < 1 or options.tokens < 20 * LEARNERS * BATCH * LENGTH:
-    parser.error("at least one seed, one fault and the tokens of 20 steps")
+  step_tokens = LEARNERS * BATCH * LENGTH
+  options = common.options(
+    __doc__,
+    {"seeds": 1, "tokens": 40 * step_tokens, "faults": 6},
+    seeds=3,
+    tokens=600 * step_tokens,
+    faults=(40, "in each chaotic run"),
+    kinds={"type": common.names_of(KINDS), "default": ",".join(KINDS)},
+    workdir={"type": Path, "default": common.ROOT / "runs" / "quality"},
+    picture=Path,
+  )
   kinds = options.kinds
   pace = 0.0 if options.quick else PACE_SECONDS
   names = dict(zip(ROWS, ROWS))

@@ -22,7 +22,6 @@ Last line: {"decoupled": {"+25 %": time relative to +0 %, ...}, "data_parallel":
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import random
 import statistics
@@ -31,14 +30,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import common
+from reproduce_heterogeneous import config_of, speeds_of
 
-from ddiloco import config as config_lib
-from ddiloco.config import Fault
 from ddiloco.engines import virtual
 from ddiloco.observe.style import GLOBAL_MODEL, PALETTE
-from ddiloco.simulation import planner
 from ddiloco.simulation.chips import Fleet
-from ddiloco.simulation.run import Speeds
 
 EXTRA = {"+25 %": 1, "+50 %": 2, "+100 %": 4, "+300 %": 12}  # islands
 # Training time relative to +0 %, arXiv 2604.21428.
@@ -48,7 +44,7 @@ PUBLISHED = {
 }
 ALWAYS, AWAY_SECONDS = 4, 300.0
 PAUSE_SECONDS = Fleet().downscale_pause_seconds
-PARAMETERS, PERIOD, FRAGMENTS = 2_000_000_000, 24, 12
+FRAGMENTS = 12
 Spell = tuple[float, float]  # from, until
 
 
@@ -67,27 +63,12 @@ def spells(islands: int, span_seconds: float, seed: int) -> list[Spell]:
 
 def decoupled(there: Sequence[Spell], steps: int, seed: int) -> float:
   """Seconds until as many tokens are merged as four islands make in so many steps."""
-  c = config_lib.default()
-  c.islands.num_learners, c.islands.batch_size, c.data.sequence_length = ALWAYS, 1, 1024
-  c.sync.update(num_shards=4, num_fragments=FRAGMENTS, sync_period=PERIOD, snapshot_steps=0)
-  c.sync.update(push_codec="bf16", publish_codec="bf16")
-  c.run.total_tokens = steps * ALWAYS * 1024
-  c.chaos.faults = tuple(
-    dataclasses.asdict(
-      Fault("join", f"learner-{ALWAYS + i}", at_seconds=begin, seconds=end - begin)
-    )
-    for i, (begin, end) in enumerate(there)
+  joins = tuple(
+    {"action": "join", "role": f"learner-{m}", "at_seconds": begin, "seconds": end - begin}
+    for m, (begin, end) in enumerate(there, ALWAYS)
   )
-  setting = Speeds(
-    sizes=planner.equal_sizes(PARAMETERS, FRAGMENTS),
-    gbps=(5.0,),
-    latency_seconds=(0.01,),
-    shard_gbps=100.0,
-    merge_gbytes=100.0,
-    host_gbytes=100.0,
-    seed=seed,
-  )
-  found = virtual.simulate(config_lib.from_dict(c), setting)
+  config = config_of(ALWAYS, steps, {"sync.num_fragments": FRAGMENTS, "chaos.faults": joins})
+  found = virtual.simulate(config, speeds_of(FRAGMENTS, seed))
   if found["reason"] != "finished":
     raise RuntimeError(f"the virtual run did not end: {found}")
   return found["virtual_seconds"]
@@ -153,22 +134,11 @@ def draw(found: dict[str, dict[str, float]], path: Path) -> None:
 
 
 def main() -> None:
-  parser = common.parser(__doc__, "one seed, 100 steps")
-  parser.add_argument("--steps", type=int, default=900, help="of four islands alone (900)")
-  parser.add_argument("--seeds", type=int, default=2, help="how many (2)")
-  parser.add_argument("--picture", type=Path, help="draws it there")
-  args = parser.parse_args()
-  if args.seeds < 1 or args.steps < 2 * PERIOD:
-    parser.error(f"--seeds must be at least 1 and --steps at least {2 * PERIOD}")
-  steps, seeds, began = args.steps, args.seeds, time.monotonic()
-  if args.quick:
-    steps, seeds = 100, 1
-  found = play(steps, range(seeds))
-  print(f"{'time, relative (published)':28}" + "".join(f"{name:>15}" for name in EXTRA))
-  for name in PUBLISHED:
-    cells = [f"{found[name][e]:.2f} ({PUBLISHED[name][e]:.2f})" for e in EXTRA]
-    print(f"{name.replace('_', '-'):28}" + "".join(f"{cell:>15}" for cell in cells))
-  print(f"{'of the extra, there':28}" + "".join(f"{found['present'][e]:>15.0%}" for e in EXTRA))
+  steps, quick = (900, "of four islands alone"), {"steps": 100, "seeds": 1}
+  args = common.options(__doc__, quick, steps=steps, seeds=2, picture=Path)
+  began = time.monotonic()
+  found = play(args.steps, range(args.seeds))
+  common.show({**found, **{f"published, {name}": of for name, of in PUBLISHED.items()}})
   if args.picture:
     draw(found, args.picture)
   rounded = {what: {e: round(v, 3) for e, v in of.items()} for what, of in found.items()}

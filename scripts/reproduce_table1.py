@@ -75,27 +75,16 @@ def errors(cells: dict[str, np.ndarray]) -> np.ndarray:
   return np.array([cells[row][:, :, 0] - np.array(PUBLISHED[row])[:, None] for row in PUBLISHED])
 
 
-def print_table(title: str, rows: dict[str, list[str]]) -> None:
-  print(f"{title:<28}" + "".join(f"{n // 1000:>11,}k" for n in CHIPS))
-  for row, texts in rows.items():
-    print(f"{NAMES.get(row, row):<28}" + "".join(f"{text:>12}" for text in texts))
-  print()
-
-
 def print_sensitivity(days: float) -> None:
-  """Errors with one assumption halved, and doubled."""
-  as_is = np.abs(errors(table(Fleet(days=days), range(1))))
-  print(f"error in points, worst (mean), one seed, {days:g} days")
-  print(f"{'':<28}{'halved':>16}{'doubled':>16}")
-  for name in INFERRED:
-    texts = []
-    for factor in (0.5, 2.0):
+  """Errors in points, worst (mean), of one seed with one assumption halved, and doubled."""
+  rows: dict[str, dict[str, str]] = {}
+  for name in ("days", *INFERRED):  # days: nothing is changed
+    for title, factor in (("halved", 0.5), ("doubled", 2.0)):
       value = getattr(Fleet, name)
-      changed = Fleet(**{"days": days, name: type(value)(value * factor)})
+      changed = Fleet(**{name: type(value)(value * factor), "days": days})
       miss = np.abs(errors(table(changed, range(1))))
-      texts.append(f"{miss.max():.1f} ({miss.mean():.1f})")
-    print(f"{name:<28}{texts[0]:>16}{texts[1]:>16}", flush=True)
-  print(f"{'none':<28}{f'{as_is.max():.1f} ({as_is.mean():.1f})':>16}\n")
+      rows.setdefault(name, {})[title] = f"{miss.max():.1f} ({miss.mean():.1f})"
+  common.show({"nothing": rows.pop("days"), **rows})
 
 
 def draw(goodput: dict[str, np.ndarray], worst: float, path: Path) -> None:
@@ -128,24 +117,18 @@ def draw(goodput: dict[str, np.ndarray], worst: float, path: Path) -> None:
 
 
 def main() -> None:
-  parser = common.parser(__doc__, "one seed, ten days")
-  parser.add_argument("--seeds", type=int, default=5, help="how many (5)")
-  parser.add_argument("--days", type=float, default=30.0, help="simulated (30)")
-  parser.add_argument("--picture", type=Path, help="draws it there")
-  parser.add_argument("--sensitivity", action="store_true", help="change each assumption")
-  args = parser.parse_args()
-  if args.seeds < 1 or not args.days > 0:
-    parser.error("--seeds must be at least 1 and --days greater than 0")
-  days, seeds = (10.0, 1) if args.quick else (args.days, args.seeds)
-
+  quick = {"seeds": 1, "days": 10.0}
+  args = common.options(__doc__, quick, seeds=5, days=30.0, picture=Path, sensitivity=False)
+  days, seeds = args.days, args.seeds
   found = table(Fleet(days=days), range(seeds))
   goodput = {row: cells[:, :, 0].mean(axis=1) for row, cells in found.items()}
   uptime = {row: cells[:, :, 1].min(axis=1) for row, cells in found.items()}
   miss = errors(found)
   mean_miss = np.abs(miss.mean(axis=2))
-  both = {r: [f"{g:.1f} ({p})" for g, p in zip(goodput[r], PUBLISHED[r])] for r in PUBLISHED}
-  print_table("goodput, % (published)", both)
-  print_table("uptime, %", {r: [f"{u:.2f}" for u in uptime[r]] for r in PUBLISHED})
+  titles = [f"{n // 1000}k" for n in CHIPS]
+  for row in PUBLISHED:
+    numbers = {"goodput": goodput[row], "published": PUBLISHED[row], "uptime": uptime[row]}
+    common.show({f"{row}, {name}, %": dict(zip(titles, of)) for name, of in numbers.items()})
   if args.sensitivity:
     print_sensitivity(days=min(days, 10.0))
   if args.picture:

@@ -11,16 +11,16 @@ round is the first in the run's second half that merged all islands and had a gr
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import common
 
 from ddiloco.config import Config, from_dict
+from ddiloco.observe.eventlog import EventLog
 from ddiloco.observe.style import FAINT, GLOBAL_MODEL, MUTED, island_colour
 from ddiloco.protocol import events
-from ddiloco.protocol.events import Event, parse_role
+from ddiloco.protocol.events import parse_role
 from ddiloco.simulation.run import Speeds, VirtualRun
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ PERIOD, OVERLAP, STEPS = 12, 3, 100
 SLOWER, LATENCY, GBPS = 1.2, 0.08, 0.2
 PUSH_SECONDS = 32 * SIZES[0] / (GBPS * 1e9)
 LIGHT = "#C7C7C7"
-E = TypeVar("E", bound=Event)
 
 
 def make_config(islands: int) -> Config:
@@ -50,9 +49,9 @@ def make_config(islands: int) -> Config:
   )
 
 
-def play(islands: int) -> list[Event]:
+def play(islands: int) -> EventLog:
   """All events of the run."""
-  found: list[Event] = []
+  found = EventLog()
   speeds = Speeds(
     SIZES, gbps=(GBPS,), latency_seconds=(LATENCY,), shard_gbps=0.8, late_seconds=1.0, seed=1
   )
@@ -60,47 +59,43 @@ def play(islands: int) -> list[Event]:
   return found
 
 
-def chosen(run: Sequence[Event], islands: int) -> events.Commit:
+def chosen(run: EventLog, islands: int) -> events.Commit:
   """The commit of the round that is drawn."""
-  commits = of(run, events.Commit)
+  commits = run.of(events.Commit)
   for commit in commits[len(commits) // 2 :]:
     if len(commit.learners) == islands and commit.grace_seconds > 0.3:
       return commit
   raise SystemExit("no round waited for all. Fix: fewer islands")
 
 
-def of(run: Sequence[Event], kind: type[E], commit: events.Commit | None = None) -> list[E]:
-  """The events of a kind; only of the commit's round, if a commit is given."""
-  found: list[Any] = [event for event in run if isinstance(event, kind)]
-  if commit is None:
-    return found
-  return [e for e in found if (e.fragment, e.round) == (commit.fragment, commit.round)]
-
-
-def draw(axes: Axes, run: Sequence[Event], commit: events.Commit, islands: int) -> float:
+def draw(axes: Axes, run: EventLog, commit: events.Commit, islands: int) -> float:
   """Islands above, the shard below; returns the seconds until the last apply."""
-  (begun,) = of(run, events.Round, commit)
+
+  def of(kind: type) -> list[Any]:
+    """The events of the commit's round."""
+    found: list[Any] = run.of(kind)
+    return [e for e in found if (e.fragment, e.round) == (commit.fragment, commit.round)]
+
+  (begun,) = of(events.Round)
   began = begun.time
-  applies = of(run, events.Apply, commit)
+  applies = of(events.Apply)
   end = max(event.time for event in applies) - began
   shard = islands
-  for step in of(run, events.Step):
+  for step in run.of(events.Step, "learner-"):
     start, stop = step.time - step.seconds - began, step.time - began
-    if step.role.startswith("learner-") and start < end + 1 and stop > -1.2:
+    if start < end + 1 and stop > -1.2:
       row = parse_role(step.role)[1]
       axes.barh(row, stop - start, left=start, height=0.5, color=FAINT, edgecolor="white", lw=2)
   decided = commit.quorum_seconds + commit.grace_seconds
-  for left, width, color, text, side in (
-    (0.0, commit.quorum_seconds, MUTED, "until a quorum", "right"),
-    (commit.quorum_seconds, commit.grace_seconds, LIGHT, "grace", "left"),
-  ):
-    axes.barh(shard, width, left=left, height=0.5, color=color)
-    place = commit.quorum_seconds + (0.03 if side == "left" else -0.03)
-    axes.text(place, shard + 0.45, text, ha=side, va="center", size=10)
+  quorum = commit.quorum_seconds
+  axes.barh(shard, quorum, height=0.5, color=MUTED)
+  axes.barh(shard, commit.grace_seconds, left=quorum, height=0.5, color=LIGHT)
+  axes.text(quorum - 0.03, shard + 0.45, "until a quorum", ha="right", va="center", size=10)
+  axes.text(quorum + 0.03, shard + 0.45, "grace", ha="left", va="center", size=10)
   axes.plot([decided, decided], [shard - 0.25, shard + 0.25], color=GLOBAL_MODEL, lw=3)
   axes.text(decided + 0.06, shard + 0.12, "commit", va="center", size=10)
-  pushed = {push.role: push.time - began for push in of(run, events.Push, commit)}
-  for event in of(run, events.CopyOut, commit):
+  pushed = {push.role: push.time - began for push in of(events.Push)}
+  for event in of(events.CopyOut):
     row, at = parse_role(event.role)[1], event.time - began
     axes.annotate(
       "",
@@ -109,7 +104,7 @@ def draw(axes: Axes, run: Sequence[Event], commit: events.Commit, islands: int) 
       arrowprops={"arrowstyle": "->", "color": island_colour(row), "lw": 1.6},
     )
     axes.plot(at, row, "o", color=island_colour(row), ms=9)
-  for stage in of(run, events.Stage, commit):
+  for stage in of(events.Stage):
     row, at = parse_role(stage.role)[1], stage.time - began
     axes.annotate(
       "",
@@ -125,21 +120,18 @@ def draw(axes: Axes, run: Sequence[Event], commit: events.Commit, islands: int) 
 
 
 def legend(axes: Axes) -> None:
-  marks: tuple[tuple[str, str, str], ...] = (
+  for marker, fill, text in (
     ("o", GLOBAL_MODEL, "at the end of a step the fragment is copied out, and pushed"),
     ("D", "white", "the new version is there, and goes to the devices"),
     ("D", GLOBAL_MODEL, "it is applied between two steps"),
-  )
-  for marker, fill, text in marks:
+  ):
     axes.plot([], [], marker, mfc=fill, mec=GLOBAL_MODEL, ms=8, ls="", label=text)
   axes.legend(loc="lower right", frameon=False, fontsize=10)
 
 
 def main() -> None:
-  parser = common.parser(__doc__, quick="")
-  parser.add_argument("--picture", type=Path, default=Path("docs/round.png"))
-  parser.add_argument("--islands", type=int, default=4)
-  options = parser.parse_args()
+  picture = {"type": Path, "default": Path("docs/round.png")}
+  options = common.options(__doc__, picture=picture, islands=4)
   run = play(options.islands)
   commit = chosen(run, options.islands)
   with common.picture(options.picture, 5.6) as (_, (axes,)):

@@ -7,7 +7,7 @@ role off) or `--engine=processes` (kill -9, SIGSTOP). Afterwards the event logs 
 - `lost_rounds`: commits that the final global model does not contain;
 - `unplanned`: crashes, and exits that no fault explains;
 - `blocked_seconds` of all islands;
-- WORKDIR/recovery.tsv: of every fault the seconds from its strike to the next commit with its role.
+- a table of the seconds from a fault's strike to the next commit with its role, by kind of fault.
 
   python scripts/soak.py [--faults=500] [--minutes=12] [--seed=0] [--engine=threads] [--workdir=DIR]
 
@@ -23,7 +23,6 @@ import collections
 import dataclasses
 import json
 import math
-import statistics
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +32,7 @@ import common
 
 from ddiloco import config as config_lib
 from ddiloco.chaos import random_faults
-from ddiloco.observe.eventlog import EventLog, read_events
+from ddiloco.observe.eventlog import EventLog
 from ddiloco.observe.goodput import Ledger
 from ddiloco.observe.tracks import Aftermath, Recovery
 from ddiloco.protocol.events import RunFinished, Step
@@ -81,54 +80,45 @@ def judge(
   }
 
 
-def table(found: Sequence[Recovery]) -> str:
-  """Recovery by kind of fault, as a table to show."""
-  lines = ["| fault | struck | planned seconds, median | back after, median | worst | not back |"]
-  lines.append("|---|---|---|---|---|---|")
+def table(found: Sequence[Recovery]) -> dict[str, dict[str, Any]]:
+  """Recovery by kind of fault, in seconds."""
+  rows = {}
   for action in sorted({each.action for each in found}):
     of = [each for each in found if each.action == action]
     back = [each.seconds for each in of if math.isfinite(each.seconds)]
-    middle, worst = (statistics.median(back), max(back)) if back else (math.nan, math.nan)
-    planned = statistics.median(each.planned_seconds for each in of)
-    lines.append(
-      f"| {action} | {len(of)} | {planned:.1f} | {middle:.2f} | {worst:.2f} |"
-      f" {len(of) - len(back)} |"
-    )
-  return "\n".join(lines)
+    rows[action] = {
+      "struck": len(of),
+      "planned": common.middle([each.planned_seconds for each in of], 1),
+      "back after": common.middle(back, 2),
+      "worst": max(back, default=math.nan),
+      "not back": len(of) - len(back),
+    }
+  return rows
 
 
 def main() -> int:
-  parser = common.parser(__doc__, quick="")
-  parser.add_argument("--faults", type=int, default=500)
-  parser.add_argument("--minutes", type=float, default=12.0, help="in which they strike")
-  parser.add_argument("--seed", type=int, default=0)
-  parser.add_argument("--engine", choices=("threads", "processes"), default="threads")
-  parser.add_argument("--stall_seconds", type=float, default=5.0, help="without any step: a stall")
-  parser.add_argument("--workdir", type=Path, help="kept; default: a temporary one")
-  args = parser.parse_args()
+  args = common.options(
+    __doc__,
+    faults=500,
+    minutes=(12.0, "in which they strike"),
+    seed=0,
+    engine=common.ENGINE,
+    stall_seconds=5.0,
+    workdir=Path,
+  )
   config = make_config(args.faults, 60 * args.minutes, args.seed)
   with tempfile.TemporaryDirectory() as folder:
     workdir = args.workdir or Path(folder) / "soak"
-    if not (workdir / "outcome.json").exists():
-      print(f"{args.faults} faults in {args.minutes:g} minutes, seed {args.seed}", flush=True)
-      common.start(config, workdir, f"--engine={args.engine}").wait()
-    events = read_events(workdir)
+    print(f"{args.faults} faults in {args.minutes:g} minutes, seed {args.seed}", flush=True)
+    events = common.train(config, workdir, f"--engine={args.engine}")
     aftermath = Aftermath().read(events)
     found = aftermath.recoveries
-    rows = ["time\ttarget\taction\tplanned_seconds\trecovery_seconds"]
-    rows += [
-      f"{each.time:.3f}\t{each.target}\t{each.action}\t{each.planned_seconds:g}\t{each.seconds:.3f}"
-      for each in found
-    ]
-    (workdir / "recovery.tsv").write_text("\n".join(rows) + "\n")
     result = judge(events, aftermath, args.faults, args.stall_seconds)
     for event in aftermath.unplanned():
       print(f"unplanned: {event}")
     for fragment, round_id in aftermath.lost_rounds():
       print(f"lost: round {round_id} of fragment {fragment}")
-    if args.workdir is None and result["finished"] != "finished":
-      print(common.last_words(workdir))
-  print(table(found))
+  common.show(table(found))
   print(json.dumps(result))
   bad = result["global_stalls"] or result["lost_rounds"] or result["unplanned"]
   return int(bool(bad) or result["finished"] != "finished")

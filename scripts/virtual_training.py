@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -22,16 +21,8 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from ddiloco.config import (
-  ChaosConfig,
-  Config,
-  Fault,
-  IslandsConfig,
-  OuterConfig,
-  RunConfig,
-  SyncConfig,
-  from_dict,
-)
+from ddiloco.config import ChaosConfig, Config, Fault
+from ddiloco.config.schema import DataConfig, InnerConfig, IslandsConfig, ModelConfig, SyncConfig
 from ddiloco.core.delta import Committed, Deltas, Merger
 from ddiloco.core.fragments import Fragment, Plan, gather, scatter
 from ddiloco.network.transport import learner_address
@@ -204,56 +195,42 @@ class Trainer:
 
 def new_island(config: Config) -> Island:
   """An island of this config whose learning rate is 1: `rate_scale` is the rate."""
-  whole = config.sync
-  sync = SyncConfig(
-    num_shards=1,
-    num_fragments=whole.num_fragments,
-    fragmentation=whole.fragmentation,
-    max_rows=whole.max_rows,
-    average_embeddings=whole.average_embeddings,
-  )
+  of_plan = ("num_fragments", "fragmentation", "max_rows", "average_embeddings")
   constant: dict[str, Any] = {"learning_rate": 1.0, "warmup_steps": 0, "decay_steps": 1}
-  same = dataclasses.replace(
-    config,
-    seed=0,
-    inner=dataclasses.replace(config.inner, **constant, final_share=1.0),
-    islands=IslandsConfig(num_learners=1, batch_size=config.islands.batch_size),
-    sync=sync,
-    outer=OuterConfig(),
-    run=RunConfig(),
-    chaos=ChaosConfig(),
+  compiled = _compiled(
+    config.model,
+    config.data,
+    dataclasses.replace(config.inner, **constant, final_share=1.0),
+    SyncConfig(num_shards=1, **{name: getattr(config.sync, name) for name in of_plan}),
+    config.islands.batch_size,
   )
-  return copy.copy(_compiled(same.to_json()))  # shares the programs, has a state of its own
+  return copy.copy(compiled)  # shares the programs, has a state of its own
 
 
 @functools.cache
-def _compiled(config_json: str) -> Island:
-  config = from_dict(json.loads(config_json))
+def _compiled(
+  model: ModelConfig, data: DataConfig, inner: InnerConfig, sync: SyncConfig, batch_size: int
+) -> Island:
+  islands = IslandsConfig(num_learners=1, batch_size=batch_size)
+  config = Config(model=model, data=data, inner=inner, islands=islands, sync=sync)
   island = Island(config, 0, jax.devices()[:1], initial.make_plan(config))
   island.compile()
   return island
 
 
-@functools.cache
-def _source(data_json: str) -> Any:
-  return open_data(from_dict({"data": json.loads(data_json)}).data)
+_source = functools.cache(open_data)
 
 
 def _stream(config: Config, learner: int) -> Stream:
-  return Stream(_source(_json(config.data)), config, learner)
+  return Stream(_source(config.data), config, learner)
 
 
 @functools.cache
-def _heldout(model_json: str, data_json: str) -> HeldoutLoss:
-  model = from_dict({"model": json.loads(model_json), "data": json.loads(data_json)}).model
-  batches = _source(data_json).heldout_batches(HELDOUT_ROWS)
+def _heldout(model: ModelConfig, data: DataConfig) -> HeldoutLoss:
+  batches = _source(data).heldout_batches(HELDOUT_ROWS)
   return HeldoutLoss(model, batches, jax.devices()[:1])
 
 
 def heldout_loss(config: Config, params: Mapping[str, np.ndarray]) -> float:
   """Nats per token of the config's held-out sequences."""
-  return _heldout(_json(config.model), _json(config.data)).loss(params)
-
-
-def _json(section: Any) -> str:
-  return json.dumps(dataclasses.asdict(section))
+  return _heldout(config.model, config.data).loss(params)

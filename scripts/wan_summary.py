@@ -47,14 +47,10 @@ from ddiloco.simulation.run import Speeds, VirtualRun
 
 JITTER = 0.02  # of virtual steps
 SEEDS = 5  # virtual runs; their mean is reported
-TITLES = {
-  "round_seconds": "a round, until it commits, s",
-  "delivery_seconds": "until the version is taken up, s",
-  "sync_seconds": "a sync, copy-out to apply, s",
-  "mbit": "of a learner, Mbit/s",
-  "participation": "participation",
-  "first_version_seconds": "until the first version, s",
-}
+COMPARED = (
+  *("round_seconds", "delivery_seconds", "sync_seconds", "mbit", "participation"),
+  "first_version_seconds",
+)
 
 
 def utilisation(steps: list[events.Step]) -> float | None:
@@ -92,7 +88,7 @@ def summarise(workdir: Path) -> dict[str, Any]:
 
 
 def measure(run: Sequence[Event], learners: int) -> dict[str, float]:
-  """The numbers of `TITLES`, and `step_seconds` from step to step, of a run's events.
+  """The numbers of `COMPARED`, and `step_seconds` from step to step, of a run's events.
 
   Raises:
     SystemExit: the run has too few rounds.
@@ -192,20 +188,15 @@ def compare(workdirs: Sequence[Path], mbit: float, delay_ms: float) -> dict[str,
   real = [measure(sorted(read_events(w), key=lambda e: e.time), learners) for w in workdirs]
   step = statistics.mean(run["step_seconds"] for run in real)
   planned, virtual = plan(config, sizes, step, links), play(config, sizes, step, links)
-  mean = {name: statistics.mean(run[name] for run in real) for name in TITLES}
+  mean = {name: statistics.mean(run[name] for run in real) for name in COMPARED}
   errors = {
-    who: {name: round(100 * (said[name] / mean[name] - 1), 1) for name in TITLES if mean[name]}
+    who: {name: round(100 * (said[name] / mean[name] - 1), 1) for name in COMPARED if mean[name]}
     for who, said in (("planned", planned), ("virtual", virtual))
   }
   print(f"\nsteps of {step:.3g} s; {' + '.join(str(r['rounds']) for r in real)} rounds")
-  heads = ["planned", "virtual", *(f"run {n}" for n in range(1, len(real) + 1)), "mean"]
-  print(f"{'':34}" + "".join(f"{head:>10}" for head in [*heads, "planned", "virtual"]))
-  for name, title in TITLES.items():
-    cells = [planned[name], virtual[name], *(run[name] for run in real), mean[name]]
-    off = [errors[who].get(name, math.nan) for who in ("planned", "virtual")]
-    print(
-      f"{title:34}" + "".join(f"{x:>10.3g}" for x in cells) + "".join(f"{x:>+9.1f}%" for x in off)
-    )
+  told = {"planned": planned, "virtual": virtual, "real, mean": mean}
+  told |= {f"{who}, off by %": each for who, each in errors.items()}
+  common.show({n: {who: each.get(n, math.nan) for who, each in told.items()} for n in COMPARED}, 3)
   rounded = [{k: round(v, 4) for k, v in each.items()} for each in (planned, virtual, *real)]
   return {
     "planned": rounded[0],
@@ -216,18 +207,11 @@ def compare(workdirs: Sequence[Path], mbit: float, delay_ms: float) -> dict[str,
 
 
 def main() -> None:
-  parser = common.parser(__doc__, quick="")
-  parser.add_argument("--workdir", type=Path, required=True, action="append")
-  parser.add_argument("--mbit", type=float, required=True)
-  parser.add_argument("--delay_ms", type=float, required=True)
-  args = parser.parse_args()
+  workdir = {"type": Path, "required": True, "action": "append"}
+  number = {"type": float, "required": True}
+  args = common.options(__doc__, workdir=workdir, mbit=number, delay_ms=number)
   result = summarise(args.workdir[-1])
-  for m, share in result["utilisation"].items():
-    print(
-      f"island {m}: {result['steps'][m]} steps of {1e3 * result['step_seconds'][m]:.0f} ms,"
-      f" {'?' if share is None else f'{share:.1%}'} of the time in steps,"
-      f" blocked {result['blocked_seconds'][m]:g} s, {result['bytes'][m] / 1e6:.1f} MB moved"
-    )
+  common.show({name: by for name, by in result.items() if name != "loss"}, digits=4)  # by island
   if (args.workdir[0] / "config.json").exists():
     result |= compare(args.workdir, args.mbit, args.delay_ms)
   print(json.dumps({**result, "mbit": args.mbit, "delay_ms": args.delay_ms}))

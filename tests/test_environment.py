@@ -98,7 +98,7 @@ def train(arguments):
   raise BrokenPipeError("of another kind")
 
 
-cli.COMMANDS["train"], sys.argv = train, ["ddiloco", "train"]
+cli.COMMANDS["train"], sys.argv = (train, "", ""), ["ddiloco", "train"]
 cli.entry()
 """
 
@@ -131,7 +131,7 @@ def test_a_reader_that_leaves_takes_no_status_and_no_error_away(ends, status):
     "def check(arguments):\n"
     "  print('does not hold')\n"
     f"  {ends}\n"
-    "cli.COMMANDS['check'] = check\n"
+    "cli.COMMANDS['check'] = check, '', ''\n"
     "sys.argv[1:] = ['check']\n"
     "cli.entry()\n"
   )

@@ -15,8 +15,6 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
-from absl import flags
-
 import ddiloco
 from ddiloco.cli import runs
 from ddiloco.cli.arguments import Helped, go_on_unheard
@@ -32,54 +30,38 @@ from ddiloco.environment import (
   reader_may_leave,
 )
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {
-  "train": runs.train,
-  "learner": runs.learner,
-  "syncer": runs.syncer,
-  "evaluator": runs.evaluator,
-  "keys": runs.keys,
-  "generate": runs.generate,
-  "evaluate": runs.evaluate,
-  "report": runs.report,
-  "dashboard": runs.dashboard,
-  "plan": plan,
-  "compile": compile_islands,
-  "launch": launch,
-  "profile": runs.profile,
-  "trace": runs.trace,
-  "replay": runs.replay,
-  "export": runs.export,
-  "simulate": simulate,
+# By name: the function, flags that are usual, and what the command does.
+COMMANDS: dict[str, tuple[Callable[[list[str]], int], str, str]] = {
+  "train": (runs.train, "--config=FILE --workdir=DIR", "train; makes DIR/report"),
+  "generate": (runs.generate, "--workdir=DIR --prompt=TEXT", "let the result write"),
+  "evaluate": (runs.evaluate, "--workdir=DIR", "held-out loss of it"),
+  "report": (runs.report, "--workdir=DIR", "draw DIR/report again"),
+  "dashboard": (runs.dashboard, "--workdir=DIR [--bind=127.0.0.1:0]", "watch it in a browser"),
+  "profile": (runs.profile, "--workdir=DIR --learner=2 --steps=5", "trace of its next steps"),
+  "trace": (runs.trace, "--workdir=DIR [--role=learner-2]", "what happened, checked"),
+  "replay": (runs.replay, "--workdir=DIR", "do it again and compare"),
+  "export": (runs.export, "--workdir=DIR --to=PATH", "the result, for others"),
+  "simulate": (simulate, "--chips=1200000 | protocol --config=FILE", "in virtual time"),
+  "plan": (plan, "--config=FILE --gbps=2 --step_seconds=1 ...", "do links carry it?"),
+  "compile": (compile_islands, "--config=FILE --topology=v5p:4x4x4", "does it fit a TPU?"),
+  "launch": (launch, "gke|tpu-vms --config=FILE --dry_run ...", "bring it to a cloud"),
+  "learner": (runs.learner, "--config=FILE --workdir=DIR --learner=3 ...", "one role"),
+  "syncer": (runs.syncer, "--config=FILE --workdir=DIR --shard=0 ...", "one role"),
+  "evaluator": (runs.evaluator, "--config=FILE --workdir=DIR --syncers=...", "one role"),
+  "keys": (runs.keys, "--keys=DIR --learners=8 --shards=2", "for several machines"),
 }
 
 WORKERS = ("train", "learner", "syncer", "evaluator", "dashboard")  # others only print
 
-USAGE = """ddiloco: one model, trained across islands that may be far apart and failing.
-
-  ddiloco train     --config=FILE --workdir=DIR [--config.FIELD=VALUE ...]   train; makes DIR/report
-  ddiloco generate  --workdir=DIR --prompt=TEXT                              let the result write
-  ddiloco evaluate  --workdir=DIR                                            held-out loss of it
-  ddiloco report    --workdir=DIR                                            draw DIR/report again
-  ddiloco dashboard --workdir=DIR [--bind=127.0.0.1:0]                       watch it in a browser
-  ddiloco profile   --workdir=DIR --learner=2 --steps=5                      trace of its next steps
-  ddiloco trace     --workdir=DIR [--role=learner-2]                         what happened, checked
-  ddiloco replay    --workdir=DIR                                            do it again and compare
-  ddiloco export    --workdir=DIR --to=PATH                                  the result, for others
-  ddiloco simulate  --chips=1200000 --learners=8                             failures at any size
-  ddiloco simulate  protocol --config=FILE --step_seconds=1                  a run in virtual time
-  ddiloco plan      --config=FILE --gbps=2 --step_seconds=1 ...              do links carry it?
-  ddiloco compile   --config=FILE --topology=v5p:4x4x4                       does it fit a TPU?
-  ddiloco launch    gke|tpu-vms --config=FILE --name=RUN --dry_run ...       bring it to a cloud
-
-One process, one role, in the foreground (for systemd, JobSet, ssh):
-
-  ddiloco learner   --config=FILE --workdir=DIR --learner=3 --syncers=tcp://HOST:PORT,...
-  ddiloco syncer    --config=FILE --workdir=DIR --shard=0 --bind=tcp://HOST:PORT --syncers=...
-  ddiloco evaluator --config=FILE --workdir=DIR --syncers=...                leaves DIR/result
-  ddiloco keys      --keys=DIR --learners=8 --shards=2                       for several machines
-
-`ddiloco COMMAND --help` lists a command's flags. Experiments are files in configs/, or the
-config.json of a run."""
+USAGE = "\n".join(
+  [
+    "ddiloco: one model, trained across islands that may be far apart and failing.\n",
+    *(f"  ddiloco {name:<10}{used:<44} {what}" for name, (_, used, what) in COMMANDS.items()),
+    "\n`ddiloco COMMAND --help` lists a command's flags; --config.FIELD=VALUE changes a field. One",
+    "role is one process, in the foreground (for systemd, JobSet, ssh). Experiments are files in",
+    "configs/, or the config.json of a run.",
+  ]
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,19 +73,18 @@ def main(argv: Sequence[str] | None = None) -> int:
   if arguments[0] == "--version":
     print(f"ddiloco {ddiloco.__version__}")
     return FINISHED
-  command = COMMANDS.get(arguments[0])
-  if command is None:
+  if arguments[0] not in COMMANDS:
     close = difflib.get_close_matches(arguments[0], COMMANDS, 1)
     fix = f"did you mean {close[0]}?" if close else "use one of those above."
     print(f"{USAGE}\n\nddiloco: there is no command {arguments[0]!r}. Fix: {fix}", file=sys.stderr)
     return BAD_USAGE
   try:
     with contextlib.nullcontext() if arguments[0] in WORKERS else reader_may_leave():
-      return command(arguments)
+      return COMMANDS[arguments[0]][0](arguments)
     return FINISHED  # its reader left
   except Helped:
     return FINISHED
-  except (ConfigError, flags.Error) as error:
+  except ConfigError as error:
     print(f"ddiloco {arguments[0]}: {error}", file=sys.stderr)
     return BAD_USAGE
   except OSError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import os
 import sys
@@ -73,7 +72,7 @@ class Flags:
     """Adds a flag for each option field of a dataclass, with the field's name and default."""
     for field in dataclasses.fields(cls):
       if "help" in field.metadata:
-        self.add(field.name, field.default, field.metadata["help"])
+        self.add(field.name, field.default, field.metadata["help"], field.metadata["least"])
 
   def fields(self, cls: type) -> dict[str, Any]:
     """The values of the flags that `add_fields` added."""
@@ -121,15 +120,9 @@ class Flags:
       raise Helped
     try:
       rest = self._values(self._arguments)
-    except (AttributeError, KeyError, TypeError, ValueError, OSError) as error:
-      raise ConfigError(f"{error}. Fix: see `ddiloco {command} --help` and the file.") from error
-    except flags.UnrecognizedFlagError as error:
-      close = difflib.get_close_matches(error.flagname, list(self._values), 1, 0.7)
-      fix = f"did you mean --{close[0]}?" if close else f"see `ddiloco {command} --help`."
-      raise ConfigError(f"--{error.flagname}: is no flag of this command. Fix: {fix}") from error
-    except flags.IllegalFlagValueError as error:
-      where = "ddiloco/config/schema.py" if "--config." in str(error) else "--help"
-      raise ConfigError(f"{error}. Fix: give a value of its type; {where} has it.") from error
+    except (AttributeError, KeyError, TypeError, ValueError, OSError, flags.Error) as error:
+      fix = f"`ddiloco {command} --help` has all flags, ddiloco/config/schema.py all fields"
+      raise ConfigError(f"{error}. Fix: {fix}.") from error
     for name in self._values:
       value = self._values[name].value
       own = not name.startswith("config.")  # those are checked with the config

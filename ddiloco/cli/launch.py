@@ -10,8 +10,15 @@ from ddiloco.cli.arguments import Flags
 from ddiloco.config import ConfigError
 from ddiloco.environment import FINISHED, LOST
 from ddiloco.launch import gke, tpu_vms
-from ddiloco.launch.cloud import Clusters, LaunchError, Limits, Slices, as_yaml, say
-from ddiloco.launch.placement import Placement, cost_lines, costs, place, prices_of, require_prices
+from ddiloco.launch.cloud import Clusters, LaunchError, Slices, as_yaml, say
+from ddiloco.launch.placement import (
+  Placement,
+  cost_lines,
+  paid_for,
+  place,
+  prices_of,
+  require_prices,
+)
 from ddiloco.network.keys import public_file, secret_file
 
 ACTIONS = ("create", "status", "watch", "delete")
@@ -73,17 +80,12 @@ def _add_flags(given: Flags, run_class: type) -> None:
   given.add("dry_run", False, "Print what would be done, and do nothing.")
   given.add("yes", False, "Do what costs money.")
   given.add_fields(run_class)
-  if run_class is gke.GkeRun:
-    given.add("delete_minutes", 10.0, "The longest that delete waits.", 0.0)
-  else:
-    given.add("slice_minutes", 60.0, "The longest wait for a slice.", 0.0)
-    given.add("recreations", 20, "Of a slice that was taken away.", 0)
 
 
 def _keys(
   given: Flags, placement: Placement, may_lack: bool
 ) -> tuple[dict[str, str], dict[str, str]]:
-  """(public keys, secret keys), by role.
+  """(public keys, secret keys), by file name.
 
   Raises:
     ConfigError: a key is missing and may not be.
@@ -93,7 +95,7 @@ def _keys(
   for role in (*islands, *(f"syncer-{s}" for s in placement.shards), "evaluator"):
     for keys, path in zip(found, (public_file(folder, role), secret_file(folder, role))):
       if path.is_file():
-        keys[role] = path.read_text()
+        keys[path.name] = path.read_text()
       else:
         missing.append(str(path))
   fix = f"make them with `ddiloco keys --keys={folder} --learners=... --shards=...`"
@@ -107,20 +109,19 @@ def _afford(given: Flags, placement: Placement, machines: int) -> list[str]:
   Raises:
     ConfigError: --yes, --hours or a price is missing.
   """
-  found = costs(placement, prices_of(given.prices), machines)
-  hours = given.hours
+  counts, prices, hours = paid_for(placement, machines), prices_of(given.prices), given.hours
   where = {i.where for i in placement.islands}
   lines = [f"{placement.name}: {len(placement.islands)} islands in {len(where)} places"]
   for island in placement.islands:
     shape = island.shape
-    text = f"{shape.kind} {shape.topology}, {shape.hosts} hosts of {shape.chips_per_host} chips"
+    text = f"{shape.name} {shape.topology}, {shape.hosts} hosts of {shape.chips_per_host} chips"
     lines.append(f"  {island.role} in {island.where or 'the current cluster'}: {text}")
-  lines += cost_lines(found, hours)
+  lines += cost_lines(counts, prices, hours)
   if given.dry_run:
     return lines
   for line in lines:
     say(line)
-  require_prices(found, hours)
+  require_prices(counts, prices, hours)
   if not given.yes:
     raise ConfigError("--yes: was not given, nothing was made. Fix: add it to spend this money.")
   return lines
@@ -146,7 +147,7 @@ def _on_gke(given: Flags, run: gke.GkeRun, action: str) -> int:
   if action == "watch":
     completed = clusters.watch(3600 * given.watch_hours, given.poll_seconds)
     return FINISHED if completed else LOST
-  left = clusters.delete(60 * given.delete_minutes)
+  left = clusters.delete(60 * run.delete_minutes)
   addresses = f", {len(run.shard_addresses)} addresses" if run.shard_addresses else ""
   stays = f"node pools, {run.placement.config.checkpoint.path}, the claim {run.claim}{addresses}"
   stays = f"Left alone, and paid for: {stays}. docs/launch.md ends with what deletes them."
@@ -155,15 +156,9 @@ def _on_gke(given: Flags, run: gke.GkeRun, action: str) -> int:
 
 
 def _create_in_clusters(given: Flags, run: gke.GkeRun) -> int:
-  dry_run = given.dry_run
-  placement = run.placement
-  lines = _afford(given, placement, machines=len(placement.shards) + 1)
-  public, secrets = _keys(given, placement, may_lack=dry_run)
-  found = run.documents(
-    {f"{role}.key": text for role, text in public.items()},
-    {f"{role}.key_secret": text for role, text in secrets.items()},
-  )
-  if not dry_run:
+  lines = _afford(given, run.placement, machines=len(run.placement.shards) + 1)
+  found = run.documents(*_keys(given, run.placement, may_lack=given.dry_run))
+  if not given.dry_run:
     Clusters(run).create(found)
     say("Now: `ddiloco launch gke watch` with the same flags; `... delete` ends what it costs.")
     return FINISHED
@@ -186,15 +181,9 @@ def _on_tpu_vms(given: Flags, run: tpu_vms.TpuVmRun, action: str) -> int:
     print("\n".join([*([_comments(lines)] if lines else []), *_commands(run, action)]))
     return FINISHED
   public, secrets = _keys(given, placement, may_lack=not spends)
-  files = {f"keys/public/{role}.key": text for role, text in public.items()}
+  files = {f"keys/public/{name}": text for name, text in public.items()}
   files["config/config.json"] = placement.config.to_json()
-  limits = Limits(
-    slice_seconds=60 * given.slice_minutes,
-    recreations=given.recreations,
-    watch_seconds=3600 * given.watch_hours,
-    poll_seconds=given.poll_seconds,
-  )
-  slices = Slices(run, files, secrets, limits)
+  slices = Slices(run, files, secrets, 3600 * given.watch_hours, given.poll_seconds)
   if action == "create":
     slices.create()
     say("Now: `ddiloco launch tpu-vms watch` with the same flags; `... delete` ends what it costs.")

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
@@ -215,12 +215,20 @@ def export(arguments: list[str]) -> int:
   from ddiloco.checkpoint import weights
   from ddiloco.engines import session
 
-  _refuse_target(to, overwrite)
-  params = session.load_result(workdir, config)
+  merged = weights.merged_tokens(workdir / RESULT)
+  metadata = {  # for readers who have the weights alone
+    "format": "ddiloco",
+    "model": json.dumps(dataclasses.asdict(config.model)),
+    "tokenizer": config.data.tokenizer,
+    **({weights.MERGED_TOKENS: str(merged)} if merged else {}),
+  }
   try:
-    local = contextlib.nullcontext() if "://" in to else weights.sole_save(to)
-    with local:
-      written = weights.save(to, params, _metadata(workdir, config))
+    _refuse_target(to, overwrite)
+    params = session.load_result(workdir, config)
+    with contextlib.nullcontext() if "://" in to else weights.sole_save(to):
+      written = weights.save(to, params, metadata)
+  except ConfigError:
+    raise
   except Exception as error:  # object stores and Orbax raise exceptions of their own
     raise ConfigError(
       f"--to={to}: cannot be written ({type(error).__name__}: {error})."
@@ -246,15 +254,9 @@ def _refuse_target(to: str, overwrite: bool) -> None:
       f"--to={to}: a safetensors file can only be local. Fix: write it here and copy it, or leave"
       f" out {weights.SUFFIX} for an Orbax checkpoint."
     )
-  try:
-    if not path.exists():
-      return
-    ours = path.is_file() if file else path.is_dir() and weights.is_checkpoint(path)
-  except Exception as error:
-    raise ConfigError(
-      f"--to={to}: cannot be reached ({type(error).__name__}: {error}). Fix: choose another path."
-    ) from error
-  if not ours:
+  if not path.exists():
+    return
+  if not (path.is_file() if file else path.is_dir() and weights.is_checkpoint(path)):
     kind = "no file" if file else "no Orbax checkpoint"
     raise ConfigError(
       f"--to={to}: exists and is {kind}; it is left alone, also with --overwrite."
@@ -262,19 +264,6 @@ def _refuse_target(to: str, overwrite: bool) -> None:
     )
   if not overwrite:
     raise ConfigError(f"--to={to}: exists. Fix: choose another path, or add --overwrite.")
-
-
-def _metadata(workdir: Path, config: Config) -> dict[str, str]:
-  """The metadata for readers who have the weights alone."""
-  from ddiloco.checkpoint import weights
-
-  known = {
-    "format": "ddiloco",
-    "model": json.dumps(dataclasses.asdict(config.model)),
-    "tokenizer": config.data.tokenizer,
-  }
-  merged = weights.merged_tokens(workdir / RESULT)
-  return known | ({weights.MERGED_TOKENS: str(merged)} if merged else {})
 
 
 # --- Verify a run: its trace, printed and checked, and performed again
@@ -361,8 +350,7 @@ def learner(arguments: list[str]) -> int:
   )
   given.add("host", 0, "Which of them this is; 0 leads.", least=0)
   given.parse(learner.__doc__)
-  config, place = given.final_config(), _place(given)
-  place = dataclasses.replace(place, hosts=given.hosts, host=given.host)
+  config, place = given.final_config(), _place(given, hosts=given.hosts, host=given.host)
   number = given.needed("learner", "3, its number")
   island = config.islands.island(number)
   environment.prepare(num_cpu_devices=island.devices // island.hosts or 1, cpu_only=given.cpu)
@@ -438,7 +426,7 @@ def _add_role_flags(given: Flags) -> None:
   given.add("attached", False, "End at once when standard input is closed.")
 
 
-def _place(given: Flags, bind: str = "") -> RoleSpec:
+def _place(given: Flags, **more: Any) -> RoleSpec:
   workdir = given.workdir
   if not given.syncers:
     raise ConfigError(
@@ -455,8 +443,8 @@ def _place(given: Flags, bind: str = "") -> RoleSpec:
     workdir=workdir,
     run_id=run_id,
     syncers=tuple(given.syncers),
-    bind=bind,
     keys=Path(given.keys) if given.keys else None,
     http=given.http,
     term_status=given.term_status,
+    **more,
   )

@@ -6,19 +6,27 @@ import dataclasses
 import json
 import math
 import re
+import typing
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from ddiloco.checks import (
+  check,
   is_number,
   must,
   not_negative,
-  one_of,
   positive,
   require,
   share,
   typed_fields,
 )
+
+# Types of fields: their rules are checked with every section.
+Count = Annotated[int, positive]
+Natural = Annotated[int, not_negative]
+Positive = Annotated[float, positive]
+NotNegative = Annotated[float, not_negative]
+Share = Annotated[float, share]  # below 1
 
 # --- What is trained, on what and how: model, data, inner and outer optimizer
 # Model, data and inner optimizer may be the user's own (`ddiloco/custom.py`): a section's `custom`
@@ -67,25 +75,26 @@ class ModelConfig:
 
   custom: str = ""  # FILE.py:NAME or PACKAGE.MODULE:NAME of a function: ModelConfig -> Model
   options: Mapping[str, Any] = _options()  # for `custom`
-  vocab_size: int = 256  # at least the tokenizer's; bytes need 256
-  num_layers: int = 4
-  model_dim: int = 64  # D
-  num_heads: int = 4  # H, query heads
-  num_kv_heads: int = 2  # K, shared by groups of H/K query heads
-  head_dim: int = 16
-  mlp_dim: int = 192  # F, hidden width of the gated MLP (of each expert in a mixture)
-  num_experts: int = 0  # E; 0 is dense
+  vocab_size: Count = 256  # at least the tokenizer's; bytes need 256
+  num_layers: Count = 4
+  model_dim: Count = 64  # D
+  num_heads: Count = 4  # H, query heads
+  num_kv_heads: Count = 2  # K, shared by groups of H/K query heads
+  head_dim: Count = 16
+  mlp_dim: Count = 192  # F, hidden width of the gated MLP (of each expert in a mixture)
+  num_experts: Natural = 0  # E; 0 is dense
   experts_per_token: int = 2  # top-k of the router
-  capacity_factor: float = 2.0  # slots of an expert per sequence over its even share
-  load_balance_weight: float = 0.01  # of the auxiliary loss, computed inside one learner only
-  rope_theta: float = 10_000.0
-  norm_epsilon: float = 1e-6
-  compute_dtype: str = "float32"  # of activations and matmuls; parameters stay f32
+  capacity_factor: Positive = 2.0  # slots of an expert per sequence over its even share
+  load_balance_weight: NotNegative = 0.01  # of the auxiliary loss, computed inside one learner only
+  rope_theta: Positive = 10_000.0
+  norm_epsilon: Positive = 1e-6
+  # Of activations and matmuls; parameters stay f32.
+  compute_dtype: Literal["float32", "bfloat16"] = "float32"
   # A row's first positions may be an image's patches (models/layers.py). Such a model needs pairs
   # of images and captions, which `data.custom` must provide.
-  image_size: int = 0  # pixels a side; 0: text alone
-  patch_size: int = 2  # pixels a side of a patch, which becomes one token
-  image_channels: int = 1  # 3: colour
+  image_size: Natural = 0  # pixels a side; 0: text alone
+  patch_size: Count = 2  # pixels a side of a patch, which becomes one token
+  image_channels: Count = 1  # 3: colour
 
   @property
   def num_patches(self) -> int:
@@ -94,16 +103,12 @@ class ModelConfig:
 
   def __post_init__(self):
     _check_custom("model", self)
-    positive("model", self, "vocab_size", "num_layers", "model_dim", "num_heads", "num_kv_heads")
-    positive("model", self, "head_dim", "mlp_dim", "rope_theta", "norm_epsilon")
-    positive("model", self, "capacity_factor", "patch_size", "image_channels")
-    not_negative("model", self, "num_experts", "load_balance_weight", "image_size")
+    check("model", self)
     rule = f"must be at most {MAX_LAYERS}: the plan of fragments lists all of them"
     must("model", self, "num_layers", self.num_layers <= MAX_LAYERS, rule, "use fewer")
     rule = f"must be whole patches of model.patch_size ({self.patch_size}) a side"
     fix = f"use {self.patch_size * max(1, round(self.image_size / self.patch_size))}"
     must("model", self, "image_size", self.image_size % self.patch_size == 0, rule, fix)
-    one_of("model", self, "compute_dtype", "float32", "bfloat16")
     rule = f"must divide model.num_heads ({self.num_heads})"
     fix = f"use {math.gcd(self.num_heads, self.num_kv_heads)}"
     must("model", self, "num_kv_heads", self.num_heads % self.num_kv_heads == 0, rule, fix)
@@ -126,19 +131,17 @@ class DataConfig:
   custom: str = ""  # names a function: DataConfig -> Source
   options: Mapping[str, Any] = _options()  # for `custom`
   # stdlib: the source files of Python's standard library; text: files by glob; tokens; synthetic.
-  source: str = "stdlib"
+  source: Literal["stdlib", "text", "tokens", "synthetic"] = "stdlib"
   path: str = ""  # glob for text, file or glob for tokens (.bin)
-  token_dtype: str = "uint16"  # of .bin files: uint16 or uint32
+  token_dtype: Literal["uint16", "uint32"] = "uint16"  # of .bin files
   tokenizer: str = "bytes"  # bytes, sentencepiece:FILE.model or huggingface:FILE.json
-  sequence_length: int = 128  # T, tokens that a sequence predicts
+  sequence_length: Count = 128  # T, tokens that a sequence predicts
   heldout_share: float = 0.05  # of the text: a fixed part that is never trained on
-  heldout_sequences: int = 64  # in one evaluation
+  heldout_sequences: Count = 64  # in one evaluation
 
   def __post_init__(self):
     _check_custom("data", self)
-    one_of("data", self, "source", "stdlib", "text", "tokens", "synthetic")
-    one_of("data", self, "token_dtype", "uint16", "uint32")
-    positive("data", self, "sequence_length", "heldout_sequences")
+    check("data", self)
     rule = "must lie between 0 and 1, so that something is held out and something trained on"
     must("data", self, "heldout_share", 0 < self.heldout_share < 1, rule, "use 0.05")
     rule = f"is needed for sources text and tokens, and only there (source is {self.source!r})"
@@ -161,24 +164,22 @@ class InnerConfig:
 
   custom: str = ""  # names a function: InnerConfig -> optax.GradientTransformation
   options: Mapping[str, Any] = _options()  # for `custom`
-  optimizer: str = "adamw"  # muon: hidden matrices take orthogonalized steps, all else Adam's
-  learning_rate: float = 8e-3  # for tiny models; larger ones want less (configs/dense.py)
-  warmup_steps: int = 50
-  decay_steps: int = 0  # cosine to the end; 0: derived from run.total_tokens and all islands
+  # muon: hidden matrices take orthogonalized steps, all else Adam's.
+  optimizer: Literal["adamw", "muon"] = "adamw"
+  learning_rate: Positive = 8e-3  # for tiny models; larger ones want less (configs/dense.py)
+  warmup_steps: Natural = 50
+  decay_steps: Natural = 0  # cosine to the end; 0: derived from run.total_tokens and all islands
   final_share: float = 0.1  # of learning_rate, at the end of the decay
-  b1: float = 0.9
-  b2: float = 0.95
-  epsilon: float = 1e-8
-  weight_decay: float = 0.1  # on matrices only, not on norms
-  clip_norm: float = 1.0  # global gradient norm; 0 turns clipping off
-  accumulation_steps: int = 1  # micro-batches a step
+  b1: Share = 0.9
+  b2: Share = 0.95
+  epsilon: Positive = 1e-8
+  weight_decay: NotNegative = 0.1  # on matrices only, not on norms
+  clip_norm: NotNegative = 1.0  # global gradient norm; 0 turns clipping off
+  accumulation_steps: Count = 1  # micro-batches a step
 
   def __post_init__(self):
     _check_custom("inner", self)
-    one_of("inner", self, "optimizer", "adamw", "muon")
-    positive("inner", self, "learning_rate", "epsilon", "accumulation_steps")
-    not_negative("inner", self, "warmup_steps", "decay_steps", "weight_decay", "clip_norm")
-    share("inner", self, "b1", "b2")
+    check("inner", self)
     must("inner", self, "final_share", 0 <= self.final_share <= 1, "must lie in [0, 1]", "use 0.1")
 
 
@@ -187,13 +188,13 @@ class OuterConfig:
   """Outer SGD on the merged outer gradient; momentum 0 is plain SGD."""
 
   learning_rate: float = 0.5
-  momentum: float = 0.8
+  momentum: Share = 0.8
   nesterov: bool = True
-  decay_share: float = 0.25  # the rate falls over this last share of the run's tokens; 0: never
+  decay_share: Share = 0.25  # the rate falls over this last share of the run's tokens; 0: never
   final_share: float = 0.05  # of the rate, at the end of the run
 
   def __post_init__(self):
-    share("outer", self, "momentum", "decay_share")
+    check("outer", self)
     rule = "must lie in (0, 1]: a shard follows the momentum by its steps: there must be steps"
     must("outer", self, "final_share", 0 < self.final_share <= 1, rule, "use 0.05")
     # Within these bounds no outer step overflows (docs/design.md, "Rejected updates").
@@ -209,30 +210,35 @@ class OuterConfig:
 class IslandConfig:
   """One island: its devices, its mesh and its batch. Islands of one run may all differ."""
 
-  devices: int = 1  # 0: an even share of what JAX sees (a whole slice where devices have slices)
-  hosts: int = 1  # processes, each with an even share of the devices; one leads (training/hosts.py)
+  devices: Natural = (
+    1  # 0: an even share of what JAX sees (a whole slice where devices have slices)
+  )
+  hosts: Count = (
+    1  # processes, each with an even share of the devices; one leads (training/hosts.py)
+  )
   data: int = 1  # mesh axes; one may be -1: what the devices leave
   fsdp: int = -1
   tensor: int = 1
-  batch_size: int = 8  # B, sequences a step
+  batch_size: Count = 8  # B, sequences a step
   # How the step is computed: these change its time and memory, not its result.
-  attention: str = "auto"  # einsum, splash (TPU), cudnn (GPU, bf16); auto: the platform's best
-  remat: str = "none"  # layers keep all (none), products, attention or only their inputs (full)
-  loss_chunks: int = 1  # parts of the vocabulary; only one part's logits exist at a time
+  # splash: TPU; cudnn: GPU, bf16; auto: the platform's best.
+  attention: Literal["auto", "einsum", "splash", "cudnn"] = "auto"
+  # Layers keep all (none), products, attention or only their inputs (full).
+  remat: Literal["none", "products", "attention", "full"] = "none"
+  loss_chunks: Count = 1  # parts of the vocabulary; only one part's logits exist at a time
   topology: str = ""  # of TPUs, e.g. "v5p:4x4x4": the target of `ddiloco compile`
-  min_step_seconds: float = 0.0  # a step lasts at least so long: for islands that share devices
+  min_step_seconds: NotNegative = (
+    0.0  # a step lasts at least so long: for islands that share devices
+  )
   # Resources that a cluster (Ray) reserves for this island, e.g. {"TPU": 4}; empty: none.
   resources: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
-    not_negative("islands", self, "devices", "min_step_seconds")
-    positive("islands", self, "hosts", "batch_size", "loss_chunks")
+    check("islands", self)
     rule = f"must be shared evenly by islands.hosts = {self.hosts} processes"
     fix = f"use {self.hosts * max(1, self.devices // self.hosts)}, or 0: all that each of them sees"
     must("islands", self, "devices", self.devices % self.hosts == 0, rule, fix)
     _check_json("islands", self, "resources")
-    one_of("islands", self, "attention", "auto", "einsum", "splash", "cudnn")
-    one_of("islands", self, "remat", "none", "products", "attention", "full")
     axes = (self.data, self.fsdp, self.tensor)
     good = all(a == -1 or a > 0 for a in axes) and axes.count(-1) <= 1
     rule, fix = "must be positive, at most one of them -1", "use data=1, fsdp=-1, tensor=1"
@@ -272,12 +278,11 @@ MAX_LEARNERS = 1 << 15
 class IslandsConfig(IslandConfig):
   """All islands: common settings, and `overrides` by learner number, e.g. {"2": {"devices": 4}}."""
 
-  num_learners: int = 4  # M, as planned; learners may come and go
+  num_learners: Count = 4  # M, as planned; learners may come and go
   overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
     super().__post_init__()
-    positive("islands", self, "num_learners")
     for key, fields in self.overrides.items():
       rule, fix = "keys are learner numbers, also of those that join later", "rename it, e.g. '2'"
       require(is_number(key), "islands.overrides", key, rule, fix)
@@ -292,47 +297,42 @@ class IslandsConfig(IslandConfig):
 
 # --- How islands exchange what they learn: the protocol, and the network that carries it
 
-CODECS = ("f32", "bf16", "int8", "int4")  # `core/codec.py` has their layouts
+Codec = Literal["f32", "bf16", "int8", "int4"]  # `core/codec.py` has their layouts
+CODECS = typing.get_args(Codec)
 
 
 @dataclasses.dataclass(frozen=True)
 class SyncConfig:
   """The protocol. Symbols of the paper in brackets; docs/design.md says what was measured."""
 
-  num_shards: int = 2  # syncer shards; 0: no sync, every island trains alone
-  num_fragments: int = 8  # P
-  fragmentation: str = "balanced"  # balanced, layer, tensor or strided
-  max_rows: int = 0  # embeddings with more rows are split into pieces of at most these; 0: never
-  sync_period: int = 24  # H: inner steps between two syncs of the same fragment
-  overlap_steps: int = 2  # tau: steps a sync may take without delaying a learner
-  min_quorum: int = 1  # K: learners that must have pushed before a round commits
-  grace_safety: float = 0.9  # gamma: share of the slack that waiting for more learners may use
+  num_shards: Natural = 2  # syncer shards; 0: no sync, every island trains alone
+  num_fragments: Count = 8  # P
+  fragmentation: Literal["balanced", "layer", "tensor", "strided"] = "balanced"
+  max_rows: Natural = (
+    0  # embeddings with more rows are split into pieces of at most these; 0: never
+  )
+  sync_period: Count = 24  # H: inner steps between two syncs of the same fragment
+  overlap_steps: Natural = 2  # tau: steps a sync may take without delaying a learner
+  min_quorum: Count = 1  # K: learners that must have pushed before a round commits
+  grace_safety: Share = 0.9  # gamma: share of the slack that waiting for more learners may use
   blocking: bool = False  # True: lock-step (DiLoCo, Streaming DiLoCo); learners wait for versions
-  apply: str = "rebase"  # overwrite (the paper), mix (Streaming), rebase (no work is lost)
+  # overwrite: the paper; mix: Streaming; rebase: no work is lost.
+  apply: Literal["overwrite", "mix", "rebase"] = "rebase"
   mix_alpha: float = 0.5  # share of the local value that `mix` keeps
-  merge: str = "rda"  # rda or average
+  merge: Literal["rda", "average"] = "rda"
   average_embeddings: bool = True  # embeddings are averaged also under rda
-  push_codec: str = "f32"  # learner to shard: f32, bf16, int8 or int4
-  publish_codec: str = "f32"  # shard to learner; a lossy codec is for updates, never for values
-  value_threads: int = 0  # for the work on a fragment; 0: one a core, on a learner half of that
+  push_codec: Codec = "f32"  # learner to shard
+  publish_codec: Codec = "f32"  # shard to learner; a lossy codec is for updates, never for values
+  value_threads: Natural = 0  # for the work on a fragment; 0: one a core, on a learner half of that
   error_feedback: bool = False  # learners add the rounding error of a push to their next one
-  liveness_steps: float = 10.0  # a learner silent for so many of its own steps is lost ...
-  liveness_seconds: float = 2.0  # ... but never sooner than this
+  liveness_steps: Positive = 10.0  # a learner silent for so many of its own steps is lost ...
+  liveness_seconds: Positive = 2.0  # ... but never sooner than this
   max_norm_ratio: float = 10.0  # rejects updates so much longer than others' and the learner's past
-  quarantine_after: int = 3  # rejections in a row until a learner must rejoin
-  snapshot_steps: int = 200  # global steps between two snapshots of the whole run; 0: never
+  quarantine_after: Count = 3  # rejections in a row until a learner must rejoin
+  snapshot_steps: Natural = 200  # global steps between two snapshots of the whole run; 0: never
 
   def __post_init__(self):
-    not_negative("sync", self, "num_shards", "overlap_steps", "max_rows", "snapshot_steps")
-    not_negative("sync", self, "value_threads")
-    positive("sync", self, "num_fragments", "sync_period", "min_quorum", "liveness_steps")
-    positive("sync", self, "liveness_seconds", "quarantine_after")
-    one_of("sync", self, "fragmentation", "balanced", "layer", "tensor", "strided")
-    one_of("sync", self, "apply", "overwrite", "mix", "rebase")
-    one_of("sync", self, "merge", "rda", "average")
-    one_of("sync", self, "push_codec", *CODECS)
-    one_of("sync", self, "publish_codec", *CODECS)
-    share("sync", self, "grace_safety")
+    check("sync", self)
     must("sync", self, "mix_alpha", 0 <= self.mix_alpha <= 1, "must lie in [0, 1]", "use 0.5")
     rule = "must be greater than 1"
     must("sync", self, "max_norm_ratio", self.max_norm_ratio > 1, rule, "use 10")
@@ -352,18 +352,18 @@ class SyncConfig:
 class NetworkConfig:
   """How messages travel between processes. `patience_seconds` grows with what is measured."""
 
-  streams: int = 1  # TCP connections per learner and shard that every fragment is spread over
-  queue_bytes: int = 0  # of fragments queued for or from one peer; 0: three models in f32
-  hello_seconds: float = 0.5  # between two attempts to reach a peer, doubling to 16 times this
-  patience_seconds: float = 2.0  # least wait until a shard's buddy counts as away
-  silence_seconds: float = 30.0  # messages for a peer that is silent for so long are dropped
-  give_up_seconds: float = 600.0  # a learner that reaches no shard for so long ends, with an error
-  drain_seconds: float = 25.0  # a role that is told to end has so long to get its work merged
+  streams: Count = 1  # TCP connections per learner and shard that every fragment is spread over
+  queue_bytes: Natural = 0  # of fragments queued for or from one peer; 0: three models in f32
+  hello_seconds: Positive = 0.5  # between two attempts to reach a peer, doubling to 16 times this
+  patience_seconds: Positive = 2.0  # least wait until a shard's buddy counts as away
+  silence_seconds: Positive = 30.0  # messages for a peer that is silent for so long are dropped
+  give_up_seconds: Positive = (
+    600.0  # a learner that reaches no shard for so long ends, with an error
+  )
+  drain_seconds: NotNegative = 25.0  # a role that is told to end has so long to get its work merged
 
   def __post_init__(self):
-    positive("network", self, "streams", "hello_seconds", "patience_seconds")
-    positive("network", self, "silence_seconds", "give_up_seconds")
-    not_negative("network", self, "queue_bytes", "drain_seconds")
+    check("network", self)
     must("network", self, "streams", self.streams <= 64, "must be at most 64", "use 8")
 
 
@@ -374,26 +374,24 @@ class NetworkConfig:
 class RunConfig:
   """How long, how often to look, and what to leave behind."""
 
-  total_tokens: int = 4_000_000  # merged into the global model; the run ends there
+  total_tokens: Count = 4_000_000  # merged into the global model; the run ends there
   init_from: str = ""  # weights to start from, else random: .safetensors, Orbax or a run's workdir
-  evaluations: int = 20  # of the global model on the held-out split, over the run; 0: none
-  evaluator_devices: int = 0  # of the evaluator alone (fsdp), no island's; 0: one CPU device
+  evaluations: Natural = 20  # of the global model on the held-out split, over the run; 0: none
+  evaluator_devices: Natural = 0  # of the evaluator alone (fsdp), no island's; 0: one CPU device
   compare_alone: bool = False  # afterwards train every island alone on as many of its own steps
   prompt: str = "def "  # of the sample that is printed at the end
-  sample_tokens: int = 160
+  sample_tokens: Natural = 160
   # A role that dies is started again after restart_seconds, doubled with every death in a row, up
   # to a minute; after more than max_restarts in a row it is given up. A healthy period ends the row
   # (protocol/supervisor.py), and planned faults do not count.
-  restart_seconds: float = 1.0
-  max_restarts: int = 5
+  restart_seconds: NotNegative = 1.0
+  max_restarts: Natural = 5
   # A learner whose loop has made no turn for so long, and for 20 of its usual steps, hangs: the
   # stacks of all its threads are logged, and it is left running. 0: learners are not watched.
-  hang_seconds: float = 60.0
+  hang_seconds: NotNegative = 60.0
 
   def __post_init__(self):
-    positive("run", self, "total_tokens")
-    not_negative("run", self, "evaluations", "sample_tokens", "restart_seconds", "max_restarts")
-    not_negative("run", self, "hang_seconds", "evaluator_devices")
+    check("run", self)
 
 
 # --- Snapshots: where they are, and how a restarted learner goes on
@@ -404,23 +402,22 @@ class CheckpointConfig:
   """Snapshots of the whole run; `sync.snapshot_steps` says how often."""
 
   path: str = ""  # all roles must reach PATH/RUN, also gs://...; empty: WORKDIR/checkpoints
-  keep: int = 2  # committed snapshots; older ones are deleted
-  patience_seconds: float = 60.0  # for a learner's part of a snapshot, since that last grew
-  rejoin: str = "own"  # inner optimizer of a restarted learner: own, peer or fresh
-  warmup_steps: int = 20  # of the learning rate, for a learner that joins with fresh moments
-  donor_seconds: float = 10.0  # how long rejoin = peer waits for another learner's moments
+  keep: Count = 2  # committed snapshots; older ones are deleted
+  patience_seconds: Positive = 60.0  # for a learner's part of a snapshot, since that last grew
+  rejoin: Literal["own", "peer", "fresh"] = "own"  # inner optimizer of a restarted learner
+  warmup_steps: Natural = 20  # of the learning rate, for a learner that joins with fresh moments
+  donor_seconds: NotNegative = 10.0  # how long rejoin = peer waits for another learner's moments
 
   def __post_init__(self):
-    positive("checkpoint", self, "keep", "patience_seconds")
-    not_negative("checkpoint", self, "warmup_steps", "donor_seconds")
-    one_of("checkpoint", self, "rejoin", "own", "peer", "fresh")
+    check("checkpoint", self)
 
 
 # --- Planned faults: a plan is data, whatever engine performs it
 
-TO_MESSAGES = ("cut", "drop", "delay", "duplicate", "reorder", "corrupt", "throttle")
-INSIDE = ("slow", *TO_MESSAGES, "disk", "poison")  # performed by the role itself in all engines
-ACTIONS = ("kill", "stall", *INSIDE, "join")
+ToMessages = Literal["cut", "drop", "delay", "duplicate", "reorder", "corrupt", "throttle"]
+Inside = Literal["slow", ToMessages, "disk", "poison"]  # performed by the role itself
+Action = Literal["kill", "stall", Inside, "join"]
+TO_MESSAGES, INSIDE, ACTIONS = map(typing.get_args, (ToMessages, Inside, Action))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -448,19 +445,19 @@ class Fault:
   or all its links.
   """
 
-  action: str  # one of those above
+  action: Action  # one of those above
   role: str  # "learner-2", "syncer-0", or "region-NAME": all of chaos.regions.NAME at once
   at_step: int = -1  # the global step; -1: by time
   at_seconds: float = -1.0  # since training began; -1: by step
   seconds: float = 5.0  # how long
   factor: float = 2.0
   share: float = 1.0
-  delay_seconds: float = 0.5
-  bits_per_second: float = 1e6
+  delay_seconds: NotNegative = 0.5
+  bits_per_second: Positive = 1e6
   peers: tuple[str, ...] = ()  # roles; "!learner-2": all but this one. Empty: all
 
   def __post_init__(self):
-    one_of("chaos.faults", self, "action", *ACTIONS)
+    check("chaos.faults", self)
     rule = "must name a role or a region"
     fix = "use 'learner-2', 'syncer-0' or 'region-NAME'"
     good = _is_role(self.role) or self.role.startswith("region-")
@@ -480,8 +477,6 @@ class Fault:
     rule = f"must be at least {least}"
     must("chaos.faults", self, "factor", self.factor >= least, rule, "use 2")
     must("chaos.faults", self, "share", 0 < self.share <= 1, "must lie in (0, 1]", "use 0.5")
-    not_negative("chaos.faults", self, "delay_seconds")
-    positive("chaos.faults", self, "bits_per_second")
 
 
 @dataclasses.dataclass(frozen=True)

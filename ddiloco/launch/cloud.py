@@ -9,6 +9,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import shlex
 import signal
@@ -187,18 +188,15 @@ class Clusters:
       LaunchError: they have not ended within the limit.
     """
     expected = len(self._run.placement.islands) + 2  # the shards, the evaluator
-    until, said = time.monotonic() + limit_seconds, dict[str, str]()
+    until, seen = time.monotonic() + limit_seconds, list[JobSetState]()
     say(f"{self._run.name}: watches {expected} JobSets (at most {limit_seconds:g} s)")
     while True:
       try:
-        seen = self.status()
+        before, seen = seen, self.status()
+        for each in (state for state in seen if state not in before):
+          say(str(each))
       except LaunchError as error:
         say(str(error))
-        seen = []
-      for each in seen:
-        if said.get(each.name) != str(each):
-          said[each.name] = str(each)
-          say(str(each))
       if len(seen) >= expected and all(each.end for each in seen):
         return all(each.end == "Completed" for each in seen)
       if time.monotonic() >= until:
@@ -240,40 +238,15 @@ COPY_SECONDS = 300.0
 START_SECONDS = 1200.0  # the image is fetched first
 
 
-@dataclasses.dataclass(frozen=True)
-class Limits:
-  """Limits of an island's life."""
-
-  slice_seconds: float  # from the loss of a slice, or from the start, until the role runs
-  recreations: int  # of a slice that was taken away
-  watch_seconds: float  # until the role is done
-  poll_seconds: float  # between two looks
-
-
-@dataclasses.dataclass
-class _Life:
-  """The progress of one island."""
-
-  recreations: int = 0
-  waits_until: float | None = None  # the deadline for its role to run; None while the role runs
-  started: bool = False  # whether this object's owner has started the role
-  said: str = ""
-
-  def say(self, text: str) -> None:
-    """Logs the text if it has changed."""
-    if text != self.said:
-      self.said = text
-      say(text)
-
-
 class Slices:
   """All islands of a run; each has a thread of its own here.
 
   Args:
     run: the run, already checked.
     files: files of every host, by path under its folder: config and public keys.
-    secrets: secret keys by role; a host gets that of its own role alone.
-    limits: of every wait.
+    secrets: secret keys by file name; a host gets that of its own role alone.
+    watch_seconds: the longest until roles are done.
+    poll_seconds: between two looks.
   """
 
   def __init__(
@@ -281,10 +254,12 @@ class Slices:
     run: TpuVmRun,
     files: Mapping[str, str],
     secrets: Mapping[str, str],
-    limits: Limits,
+    watch_seconds: float,
+    poll_seconds: float,
   ):
-    self._run, self._limits, self._islands = run, limits, run.placement.islands
+    self._run, self._islands, self._slice_seconds = run, run.placement.islands, run.slice_seconds
     self._files, self._secrets = files, secrets
+    self._watch_seconds, self._poll_seconds = watch_seconds, poll_seconds
     self._ended = threading.Event()  # set by Ctrl-C
 
   def create(self) -> None:
@@ -321,7 +296,7 @@ class Slices:
         stop = self._run.on_hosts(island, self._run.stop_script())
         attempt(f"{role}: stops", stop, self._run.stop_seconds + CALL_SECONDS)
       command = self._run.delete(island)
-      ran = attempt(f"{role}: deletes its slice", command, self._limits.slice_seconds)
+      ran = attempt(f"{role}: deletes its slice", command, self._slice_seconds)
       if ran.status != 0 and "NOT_FOUND" not in ran.error:
         return f"{name}: {ran.reason}"
       left = self._look(island).slice
@@ -347,69 +322,75 @@ class Slices:
     return [each.result() for each in done]
 
   def _keep(self, island: PlacedIsland, until: tuple[Need, ...], again: bool) -> None:
-    """Does what the island needs until that is in `until`; `again`: restarts a role that failed."""
-    life, limits = _Life(), self._limits
-    deadline = time.monotonic() + limits.watch_seconds
+    """Does what the island needs until that is in `until`; `again`: restarts a role that failed.
+
+    Raises:
+      LaunchError: the island has failed, has not run for too long, or was made anew too often.
+    """
+    role, said, started = island.role, "", False
+    deadline = time.monotonic() + self._watch_seconds
+    must_run_by, recreations = math.inf, self._run.recreations
     while not self._ended.is_set():
-      seen = self._look(island)
-      need = tpu_vms.next_need(seen)
-      if need is Need.FAILED and again and not life.started:
+      seen, now = self._look(island), time.monotonic()
+      need, before = tpu_vms.next_need(seen), said
+      if need is Need.FAILED and again and not started:
         need = Need.START
-      life.say(f"{island.role}: {need.value} ({seen.slice.lower()}, hosts {_roles(seen)})")
+      said = f"{role}: {need.value} ({seen.slice.lower()}, hosts {_roles(seen)})"
+      if said != before:
+        say(said)
       if need in until:
         return
-      if need is Need.FAILED:
-        raise LaunchError(
-          f"{island.role}: its role has used up its --max_restarts ({_roles(seen)})."
-          f" Fix: see `sudo docker logs {self._run.name}` on its hosts, then create again."
-        )
-      if time.monotonic() >= deadline:
-        raise LaunchError(
-          f"{island.role}: is not done within {limits.watch_seconds:g} s; it goes on."
-          " Fix: watch it again, or delete it."
-        )
-      self._check(island, need, seen, life)
+      if need is Need.RUN:
+        must_run_by = math.inf
+      elif math.isinf(must_run_by):
+        must_run_by = now + self._slice_seconds
+        say(f"{role}: waits until it runs (at most {self._slice_seconds:g} s)")
+      for wrong, why, fix in (
+        (
+          need is Need.FAILED,
+          f"its role has used up its --max_restarts ({_roles(seen)})",
+          f"see `sudo docker logs {self._run.name}` on its hosts, then create again",
+        ),
+        (
+          now >= deadline,
+          f"is not done within {self._watch_seconds:g} s; it goes on",
+          "watch it again, or delete it",
+        ),
+        (
+          now >= must_run_by,
+          f"does not run after {self._slice_seconds:g} s ({seen.slice.lower()})",
+          "see above what was refused; raise --slice_minutes, or take another zone",
+        ),
+        (
+          need is Need.DELETE and not recreations,
+          f"its slice was taken away once more, --recreations = {self._run.recreations}",
+          "raise that, take another zone, or leave out --spot",
+        ),
+      ):
+        if wrong:
+          raise LaunchError(f"{role}: {why}. Fix: {fix}.")
       try:
-        self._do(island, need, seen, life)
+        self._do(island, need, seen)
+        started, recreations = started or need is Need.START, recreations - (need is Need.DELETE)
       except LaunchError as error:  # no capacity now, no answer, no ssh yet: tries again
         say(str(error))
-      self._ended.wait(limits.poll_seconds)
+      self._ended.wait(self._poll_seconds)
 
-  def _check(self, island: PlacedIsland, need: Need, seen: Seen, life: _Life) -> None:
-    """Raises LaunchError if the island has not run for too long, or was made anew too often."""
-    now, limits = time.monotonic(), self._limits
-    if need is Need.RUN:
-      life.waits_until = None
-    elif life.waits_until is None:
-      life.waits_until = now + limits.slice_seconds
-      say(f"{island.role}: waits until it runs (at most {limits.slice_seconds:g} s)")
-    elif now >= life.waits_until:
-      raise LaunchError(
-        f"{island.role}: does not run after {limits.slice_seconds:g} s ({seen.slice.lower()})."
-        " Fix: see above what was refused; raise --slice_minutes, or take another zone."
-      )
-    if need is Need.DELETE and life.recreations >= limits.recreations:
-      raise LaunchError(
-        f"{island.role}: its slice was taken away once more, --recreations = {limits.recreations}."
-        " Fix: raise that, take another zone, or leave out --spot."
-      )
-
-  def _do(self, island: PlacedIsland, need: Need, seen: Seen, life: _Life) -> None:
-    role, limit = island.role, self._limits.slice_seconds
+  def _do(self, island: PlacedIsland, need: Need, seen: Seen) -> None:
+    role, limit = island.role, self._slice_seconds
     if need is Need.CREATE:
       call(f"{role}: asks for its slice", self._run.create(island), limit)
     elif need is Need.DELETE:
       call(f"{role}: deletes its slice, which was taken away", self._run.delete(island), limit)
-      life.recreations += 1
     elif need is Need.START:
       with tempfile.TemporaryDirectory(prefix="ddiloco-launch-") as temporary:
         folder = Path(temporary) / tpu_vms.STAGED
-        stage(folder, self._files, {f"{role}.key_secret": self._secrets[role]})
+        secret = f"{role}.key_secret"
+        stage(folder, self._files, {secret: self._secrets[secret]})
         copy = self._run.copy(island, str(folder))
         call(f"{role}: brings config and keys", copy, COPY_SECONDS)
       command = self._run.on_hosts(island, self._run.start_script(island, seen.leader))
       call(f"{role}: starts", command, START_SECONDS)
-      life.started = True
 
   def _look(self, island: PlacedIsland) -> Seen:
     """The state of the slice and its roles; "UNSEEN" if a query failed."""
@@ -431,8 +412,7 @@ class Slices:
     command = self._run.describe(island, group)
     ran = attempt(f"{island.role}: its {group}", command, CALL_SECONDS, looks=True)
     if ran.status == 0:
-      read = tpu_vms.seen_slice if group == "tpu-vm" else tpu_vms.seen_request
-      return read(ran.out)
+      return tpu_vms.seen_slice(ran.out)
     return Seen("ABSENT" if "NOT_FOUND" in ran.error else f"UNSEEN: {ran.reason}")
 
 

@@ -43,7 +43,7 @@ class GkeRun:
   namespace: str = option("default", "In every cluster.")
   service_account: str = option("", "Of the pods: may write the bucket; else the namespace's own.")
   cluster_domain: str = option("cluster.local", "Of names in a cluster.")
-  shard_cpus: int = option(8, "Of each shard, which has a machine to itself, and the evaluator.")
+  shard_cpus: int = option(8, "Of each shard, which has a machine to itself, and the evaluator.", 1)
   shard_memory: str = option("32Gi", "Of each shard (`ddiloco plan` says it).")
   evaluator_memory: str = option(
     "", "Of the evaluator, which takes 12 bytes a parameter to save the result; else as a shard."
@@ -51,6 +51,7 @@ class GkeRun:
   shard_addresses: tuple[str, ...] = option(
     (), "Reserved internal addresses of the shards, where there are two clusters."
   )
+  delete_minutes: float = option(10.0, "The longest that delete waits.", 0.0)
 
   @property
   def name(self) -> str:
@@ -65,8 +66,6 @@ class GkeRun:
     rule = "workdir (event logs, result) must outlive pods, on a volume that many can write"
     fix = "make a ReadWriteMany claim in every cluster (docs/launch.md) and give --claim=NAME"
     require(bool(self.claim), "--claim", self.claim, rule, fix)
-    rule, fix = "must be at least 1", "for example --shard_cpus=8"
-    require(self.shard_cpus > 0, "--shard_cpus", self.shard_cpus, rule, fix)
     spare = _POOL_NAME - max(len(f"-{island.role}") for island in self.placement.islands)
     rule = f"names node pools, which have at most {_POOL_NAME} characters, with NAME-learner-NUMBER"
     fix = f"use at most {spare}"
@@ -173,7 +172,7 @@ class GkeRun:
     spot = "cloud.google.com/gke-spot"
     pod: Document = {
       "nodeSelector": {
-        "cloud.google.com/gke-tpu-accelerator": shape.gke_accelerator,
+        "cloud.google.com/gke-tpu-accelerator": shape.kind.gke_accelerator,
         "cloud.google.com/gke-tpu-topology": shape.topology,
         **({spot: "true"} if self.placement.spot else {}),
       }

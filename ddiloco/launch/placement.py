@@ -24,10 +24,10 @@ from ddiloco.environment import TERMINATED
 
 
 @dataclasses.dataclass(frozen=True)
-class _Kind:
+class Kind:
   """One generation of TPUs."""
 
-  gke_accelerator: str
+  gke_accelerator: str  # selects GKE's nodes, together with the topology
   machine: str  # machine type in GKE, without the chips of a host
   accelerator: str  # accelerator type of the TPU API, without the number of cores
   runtime: str  # image of TPU VMs
@@ -37,11 +37,11 @@ class _Kind:
 
 
 KINDS = {
-  "v5e": _Kind(
+  "v5e": Kind(
     "tpu-v5-lite-podslice", "ct5lp-hightpu", "v5litepod", "v2-alpha-tpuv5-lite", 1, 2, (1, 4, 8)
   ),
-  "v5p": _Kind("tpu-v5p-slice", "ct5p-hightpu", "v5p", "v2-alpha-tpuv5", 2, 3, (4,)),
-  "v6e": _Kind("tpu-v6e-slice", "ct6e-standard", "v6e", "v2-alpha-tpuv6e", 1, 2, (1, 4, 8)),
+  "v5p": Kind("tpu-v5p-slice", "ct5p-hightpu", "v5p", "v2-alpha-tpuv5", 2, 3, (4,)),
+  "v6e": Kind("tpu-v6e-slice", "ct6e-standard", "v6e", "v2-alpha-tpuv6e", 1, 2, (1, 4, 8)),
 }
 CHIPS_PER_HOST = 4  # of a slice of several hosts
 _TOPOLOGY = re.compile(r"(?P<kind>\w+):(?P<shape>[1-9]\d*(x[1-9]\d*)*)")
@@ -51,18 +51,28 @@ _TOPOLOGY = re.compile(r"(?P<kind>\w+):(?P<shape>[1-9]\d*(x[1-9]\d*)*)")
 class Shape:
   """A slice, with the cloud's names of it."""
 
-  kind: str  # "v5p"
+  name: str  # of its kind, "v5p"
   topology: str  # "4x4x4", chips along each axis
   chips: int  # in all
   hosts: int  # machines, each with an even share of the chips
-  gke_accelerator: str  # selects GKE's nodes, together with the topology
-  machine_type: str  # of a node pool in GKE
-  accelerator_type: str  # the TPU API's name of the slice; it counts two cores a chip for v5p
-  runtime_version: str  # image of its VMs
+
+  @property
+  def kind(self) -> Kind:
+    return KINDS[self.name]
 
   @property
   def chips_per_host(self) -> int:
     return self.chips // self.hosts
+
+  @property
+  def machine_type(self) -> str:
+    """Of a node pool in GKE."""
+    return f"{self.kind.machine}-{self.chips_per_host}t"
+
+  @property
+  def accelerator_type(self) -> str:
+    """The TPU API's name of the slice; it counts two cores a chip for v5p."""
+    return f"{self.kind.accelerator}-{self.chips * self.kind.cores_per_chip}"
 
 
 def shape_of(topology: str, field: str = "islands.topology") -> Shape:
@@ -86,17 +96,7 @@ def shape_of(topology: str, field: str = "islands.topology") -> Shape:
   one_host = chips in kind.one_host
   rule = f"{chips} chips are neither one host nor whole hosts of {CHIPS_PER_HOST}"
   require(one_host or chips % CHIPS_PER_HOST == 0, field, topology, rule, fix)
-  per_host = chips if one_host else CHIPS_PER_HOST
-  return Shape(
-    kind=name,
-    topology=shape,
-    chips=chips,
-    hosts=chips // per_host,
-    gke_accelerator=kind.gke_accelerator,
-    machine_type=f"{kind.machine}-{per_host}t",
-    accelerator_type=f"{kind.accelerator}-{chips * kind.cores_per_chip}",
-    runtime_version=kind.runtime,
-  )
+  return Shape(name, shape, chips, hosts=1 if one_host else chips // CHIPS_PER_HOST)
 
 
 # --- Each role's place and flags
@@ -200,22 +200,18 @@ def _where(places: Sequence[str], count: int) -> list[str]:
   """The place of every learner; "" if `places` is empty."""
   if not places:
     return [""] * count
-  found: dict[int, str] = {}
+  named: list[tuple[int, str]] = []
   for text in places:
     where, _, learners = text.rpartition("=")
     ranges = [_RANGE.fullmatch(part) for part in learners.split(",")]
     fix = "write --place=WHERE=0,1 or --place=WHERE=0-3, once for each cluster or zone"
     require(bool(where) and all(ranges), "--place", text, "must say where islands are", fix)
     for match in filter(None, ranges):
-      for learner in range(int(match[1]), int(match[2] or match[1]) + 1):
-        twice = f"learner {learner} has a place already ({found.get(learner)})"
-        require(learner not in found, "--place", text, twice, "name each learner once")
-        rule = f"there is no learner {learner}: islands.num_learners = {count}"
-        require(learner < count, "--place", text, rule, "drop it")
-        found[learner] = where
-  missing = [m for m in range(count) if m not in found]
-  rule = f"learners {missing} have no place"
-  require(not missing, "--place", " ".join(places), rule, "name them too")
+      named += [(m, where) for m in range(int(match[1]), int(match[2] or match[1]) + 1)]
+  learners, found = [m for m, _ in sorted(named)], dict(named)
+  rule = f"must name each of the learners 0 to {count - 1} once, not {learners}"
+  fix = "change that, or islands.num_learners"
+  require(learners == list(range(count)), "--place", " ".join(places), rule, fix)
   return [found[m] for m in range(count)]
 
 
@@ -277,19 +273,6 @@ NOT_COUNTED = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Cost:
-  """One kind of machine."""
-
-  what: str  # the kind's name
-  count: int  # chips, or machines
-  price: float | None  # of one for an hour, US dollars; None: not known
-
-  @property
-  def hourly(self) -> float | None:
-    return None if self.price is None else self.count * self.price
-
-
 def prices_of(texts: Sequence[str]) -> dict[str, float]:
   """The prices in `--prices`: dollars an hour, by kind of chip, and for a machine ("shard").
 
@@ -310,38 +293,38 @@ def prices_of(texts: Sequence[str]) -> dict[str, float]:
   return found
 
 
-def costs(placement: Placement, prices: Mapping[str, float], machines: int) -> list[Cost]:
-  """The costs of chips by kind, and of `machines` machines for shards and evaluator."""
-  chips: Counter[str] = Counter()
+def paid_for(placement: Placement, machines: int) -> dict[str, int]:
+  """How many chips of each kind, and machines for shards and evaluator ("shard"), cost money."""
+  found: Counter[str] = Counter()
   for island in placement.islands:
-    chips[island.shape.kind] += island.shape.chips
-  found = [Cost(f"{kind} chips", count, prices.get(kind)) for kind, count in sorted(chips.items())]
-  shards = Cost("machines of shards and evaluator", machines, prices.get("shard"))
-  return [*found, shards] if machines else found
+    found[island.shape.name] += island.shape.chips
+  return {**dict(sorted(found.items())), **({"shard": machines} if machines else {})}
 
 
-def cost_lines(found: Sequence[Cost], hours: float) -> list[str]:
+def cost_lines(counts: Mapping[str, int], prices: Mapping[str, float], hours: float) -> list[str]:
   """The costs as lines to show, with their sum; a missing price is named."""
-  lines = []
-  for each in found:
-    price = "price not given" if each.price is None else f"{each.price:,.2f} $/h each"
-    hourly = "" if each.hourly is None else f" = {each.hourly:,.2f} $/h"
-    lines.append(f"{each.count:>6} {each.what}: {price}{hourly}")
-  known = [each.hourly for each in found if each.hourly is not None]
-  total = sum(known)
-  partly = "" if len(known) == len(found) else " and what has no price"
+  lines, total, partly = list[str](), 0.0, ""
+  for name, count in counts.items():
+    what = "machines of shards and evaluator" if name == "shard" else f"{name} chips"
+    if name in prices:
+      hourly = count * prices[name]
+      total += hourly
+      lines.append(f"{count:>6} {what}: {prices[name]:,.2f} $/h each = {hourly:,.2f} $/h")
+    else:
+      lines.append(f"{count:>6} {what}: price not given")
+      partly = " and what has no price"
   span = f", {total * hours:,.2f} $ in {hours:g} h" if hours else "; for how long: --hours"
   return [*lines, f"Together {total:,.2f} $ an hour{partly}{span}.", NOT_COUNTED]
 
 
-def require_prices(found: Sequence[Cost], hours: float) -> None:
+def require_prices(counts: Mapping[str, int], prices: Mapping[str, float], hours: float) -> None:
   """Refuses to start without a known cost.
 
   Raises:
     ConfigError: a price or the hours are missing.
   """
   fix = "give --prices=v5p=DOLLARS,shard=DOLLARS for an hour of a chip and of a shard's machine"
-  for each in found:
-    require(each.price is not None, "--prices", each.what, "has no price", fix)
+  for name in counts:
+    require(name in prices, "--prices", name, "has no price", fix)
   fix = "give --hours, how long you mean to keep it; nothing ends by itself then"
   require(hours > 0, "--hours", hours, "must be greater than 0", fix)

@@ -12,6 +12,7 @@ import enum
 import json
 import shlex
 from collections.abc import Sequence
+from typing import Any
 
 from ddiloco.checks import option, require
 from ddiloco.launch.placement import PlacedIsland, Placement, host_flags, require_urls, role_command
@@ -37,10 +38,16 @@ class TpuVmRun:
     "/var/lib/ddiloco", "Of a host: its workdirs; what is not shared there ends with the slice."
   )
   runtime_version: str = option("", "Image of the VMs; else the topology's own.")
+  slice_minutes: float = option(60.0, "The longest wait for a slice.", 0.0)
+  recreations: int = option(20, "Of a slice that was taken away.", 0)
 
   @property
   def name(self) -> str:
     return self.placement.name
+
+  @property
+  def slice_seconds(self) -> float:
+    return 60 * self.slice_minutes
 
   def check(self) -> None:
     """Refuses options that cannot work.
@@ -75,7 +82,7 @@ class TpuVmRun:
   def create(self, island: PlacedIsland) -> list[str]:
     """Makes the slice and waits for it; with queued resources only asks for it."""
     shape = island.shape
-    runtime = self.runtime_version or shape.runtime_version
+    runtime = self.runtime_version or shape.kind.runtime
     flags = [f"--accelerator-type={shape.accelerator_type}", f"--labels=ddiloco-run={self.name}"]
     flags += ["--spot"] if self.placement.spot else []
     if self.queued:
@@ -189,18 +196,16 @@ def next_need(seen: Seen) -> Need:
 
 
 def seen_slice(described: str) -> Seen:
-  """The state in `describe --format=json` of a TPU VM, without its roles."""
+  """The state in `describe --format=json` of a TPU VM, without its roles, or of a queued resource:
+  if that is "ACTIVE", see the TPU VM."""
   node = json.loads(described)
+  state: Any = node.get("state", "STATE_UNSPECIFIED")
   endpoints: Sequence[dict[str, str]] = node.get("networkEndpoints") or [{}]
-  return Seen(node.get("state", "STATE_UNSPECIFIED"), leader=endpoints[0].get("ipAddress", ""))
+  leader = endpoints[0].get("ipAddress", "")
+  return Seen(state["state"] if isinstance(state, dict) else state, leader=leader)
 
 
 def seen_roles(said: str) -> tuple[str, ...]:
   """The roles' states in the output of `look_script` on all hosts; other lines are ignored."""
   lines = [line for line in said.splitlines() if line.startswith(_ROLE)]
   return tuple(line.removeprefix(_ROLE).strip() for line in lines)
-
-
-def seen_request(described: str) -> Seen:
-  """The state in `describe --format=json` of a queued resource; if "ACTIVE", see the TPU VM."""
-  return Seen(json.loads(described).get("state", {}).get("state", "STATE_UNSPECIFIED"))

@@ -26,6 +26,15 @@ COMMANDS = {
   "evaluate": ["workdir", "cpu"],
   "report": ["workdir"],
 }
+ROLE = ["config", "workdir", "syncers", "run_id", "keys", "http", "term_status", "attached"]
+FLAGS = {  # the words that --help has, of each command
+  **COMMANDS,
+  "learner": [*ROLE, "learner", "hosts", "host"],
+  "syncer": [*ROLE, "shard", "bind"],
+  "evaluator": [*ROLE, "cpu"],
+  "keys": ["keys", "learners", "shards"],
+  "export": ["workdir", "to", "overwrite"],
+}
 
 
 @pytest.fixture(autouse=True)
@@ -53,21 +62,22 @@ def snapshot(folder: Path) -> dict[str, bytes | None]:
   return {str(p): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", FLAGS)
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_every_command_has_help(command, flag, capsys):
   assert cli.main([command, flag]) == 0
   out, err = capsys.readouterr()
   assert out.startswith(f"ddiloco {command}: ") and err == ""
-  for name in COMMANDS[command]:
+  for name in FLAGS[command]:
     assert f"--{name}:" in out or f"--[no]{name}:" in out
+  assert ("--workdir" in out) == ("workdir" in FLAGS[command])
   assert not {"absl", "flagfile", "undefok", "pdb"} & set(out.replace(".", " ").split())
 
 
 def test_usage_and_version(capsys):
   assert cli.main(["--help"]) == 0
   out = capsys.readouterr().out
-  assert all(f"ddiloco {command}" in out for command in COMMANDS)
+  assert all(f"ddiloco {command} " in out for command in FLAGS)
   assert cli.main([]) == 2
   assert cli.main(["--version"]) == 0
   assert capsys.readouterr().out.endswith(f"ddiloco {ddiloco.__version__}\n")
@@ -169,8 +179,8 @@ def test_a_preset_that_is_not_there(refused):
     (["--config.sync.min_quorum=9"], ["sync.min_quorum = 9", "at most 4"]),
     (["--config.outer.momentum=nan"], ["outer.momentum = nan", "finite"]),
     (["--config.chaos.faults=3"], ["chaos.faults[0]"]),
-    (["--wrokdir=x"], ["--wrokdir: is no flag", "Fix: did you mean --workdir?"]),
-    (["--gpu"], ["--gpu: is no flag", "Fix: see `ddiloco train --help`"]),
+    (["--wrokdir=x"], ["flag 'wrokdir'", "Did you mean: workdir"]),
+    (["--gpu"], ["flag 'gpu'", "Fix: `ddiloco train --help`"]),
     (["--dry_run=maybe"], ["--dry_run=maybe"]),
     (["stray"], ["'stray'", "--NAME=VALUE"]),
   ],
@@ -358,7 +368,7 @@ def train(arguments):
   gc.callbacks.append(lambda *_: os.kill(os.getpid(), signal.SIGINT))
   gc.collect()
   return 0
-cli.COMMANDS["train"], sys.argv = train, ["ddiloco", "train"]
+cli.COMMANDS["train"], sys.argv = (train, "", ""), ["ddiloco", "train"]
 runpy.run_module("ddiloco", run_name="__main__")
 """
 HAS_FULL = pytest.mark.skipif(

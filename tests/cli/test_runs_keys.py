@@ -29,16 +29,6 @@ def test_makes_keys_and_says_what_to_copy_where(tmp_path, capsys):
   assert {role: Keys.load(folder, role).public for role in ROLES} == public
 
 
-def test_help(capsys):
-  assert cli.main(["keys", "--help"]) == 0
-  out = capsys.readouterr().out
-  assert out.startswith("ddiloco keys: Makes keys")
-  assert all(f"--{flag}:" in out for flag in ("keys", "learners", "shards"))
-  assert "workdir" not in out
-  assert cli.main(["--help"]) == 0
-  assert "ddiloco keys " in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
   "arguments, says",
   [

@@ -247,6 +247,7 @@ def test_a_path_is_checked_before_anything_is_parsed():
 def _scalar_fields():
   for section in SECTIONS:
     for name, hint in typing.get_type_hints(typing.get_type_hints(Config)[section]).items():
+      hint = str if typing.get_origin(hint) is typing.Literal else hint
       if hint in (int, float, bool, str):
         yield f"{section}.{name}", hint
 

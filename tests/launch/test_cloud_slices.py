@@ -8,26 +8,29 @@ import re
 
 import pytest
 
-from ddiloco.launch.cloud import LaunchError, Limits, Slices
+from ddiloco.launch.cloud import LaunchError, Slices
 from tests.launch.placed import placed
 from tests.launch.test_tpu_vms import MADE, RUN
 
-LIMITS = Limits(slice_seconds=100.0, recreations=2, watch_seconds=100.0, poll_seconds=0.01)
 FILES = {"config/config.json": "{}", "keys/public/learner-0.key": "public"}
-SECRETS = {"learner-0": "secret of 0", "learner-1": "secret of 1", "syncer-0": "of a shard"}
+SECRETS = {
+  f"{role}.key_secret": f"secret of {role}" for role in ("learner-0", "learner-1", "syncer-0")
+}
 NAMES = ["run-learner-0", "run-learner-1"]
 
 
 @pytest.fixture
 def islands(cloud):
-  """Made with changed options and limits; each slice has two hosts here, or one."""
+  """Made with changed options; each slice has two hosts here, or one."""
   cloud.has("hosts", "1")
 
-  def make(limits: Limits = LIMITS, **changed) -> Slices:
-    run = dataclasses.replace(RUN, **{"placement": MADE, **changed})
+  def make(watch_seconds: float = 100.0, **changed) -> Slices:
+    usual = {"placement": MADE, "slice_minutes": 100 / 60, "recreations": 2}
+    run = dataclasses.replace(RUN, **{**usual, **changed})
     alone = tuple(map(one_host, run.placement.islands))
     made = dataclasses.replace(run.placement, islands=alone)
-    return Slices(dataclasses.replace(run, placement=made), FILES, SECRETS, limits)
+    run = dataclasses.replace(run, placement=made)
+    return Slices(run, FILES, SECRETS, watch_seconds, poll_seconds=0.01)
 
   return make
 
@@ -54,7 +57,7 @@ def test_slices_are_made_and_their_roles_started(cloud, islands, capsys):
   home = cloud.folder / "home-run-learner-0" / "ddiloco"
   assert (home / "config" / "config.json").read_text() == "{}"
   (secret,) = (home / "keys" / "secret").iterdir()
-  assert secret.name == "learner-0.key_secret" and secret.read_text() == "secret of 0"
+  assert secret.name == "learner-0.key_secret" and secret.read_text() == "secret of learner-0"
   err = capsys.readouterr().err
   assert "learner-0: it runs (ready, hosts running 0)" in err
   assert "secret of" not in err + json.dumps(cloud.asked())
@@ -93,9 +96,8 @@ def test_there_is_a_limit_to_making_anew(cloud, islands):
   islands().create()
   cloud.has("plan-run-learner-0", "PREEMPTED same PREEMPTED same PREEMPTED")
   cloud.has("plan-run-learner-1", "same exited-0")
-  limits = dataclasses.replace(LIMITS, recreations=1)
   with pytest.raises(LaunchError, match=r"learner-0: its slice was taken away once more.*Fix: "):
-    islands(limits).watch()
+    islands(recreations=1).watch()
 
 
 def test_want_of_capacity_is_waited_out_within_a_limit(cloud, islands, capsys):
@@ -108,7 +110,7 @@ def test_want_of_capacity_is_waited_out_within_a_limit(cloud, islands, capsys):
   (cloud.folder / "slice-run-learner-0").unlink()
   cloud.has("plan-run-learner-0", "full " * 1000)
   with pytest.raises(LaunchError, match=r"learner-0: does not run after 0.5 s .absent..*Fix: "):
-    islands(dataclasses.replace(LIMITS, slice_seconds=0.5)).create()
+    islands(slice_minutes=0.5 / 60).create()
 
 
 def test_hosts_that_do_not_answer_yet_are_asked_again(cloud, islands, capsys):
@@ -145,7 +147,7 @@ def test_a_role_that_failed_ends_the_watch_and_create_starts_it_again(cloud, isl
 def test_watching_has_a_limit(cloud, islands):
   islands().create()
   with pytest.raises(LaunchError, match=r"learner-1: is not done within 0.2 s; it goes on. Fix: "):
-    islands(dataclasses.replace(LIMITS, watch_seconds=0.2)).watch()
+    islands(watch_seconds=0.2).watch()
 
 
 def test_the_state_of_all_is_told(cloud, islands):

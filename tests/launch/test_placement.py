@@ -5,8 +5,8 @@ import pytest
 from ddiloco.config import ConfigError, from_dict
 from ddiloco.launch.placement import (
   cost_lines,
-  costs,
   host_flags,
+  paid_for,
   place,
   prices_of,
   require_prices,
@@ -98,9 +98,9 @@ def test_places_name_every_learner_once():
     (("a",), "must say where islands are"),
     (("a=",), "must say where islands are"),
     (("a=x",), "must say where islands are"),
-    (("a=0", "b=0-1"), "learner 0 has a place already"),
-    (("a=0-2",), "there is no learner 2"),
-    (("a=0",), r"learners \[1\] have no place"),
+    (("a=0", "b=0-1"), r"learners 0 to 1 once, not \[0, 0, 1\]"),
+    (("a=0-2",), r"learners 0 to 1 once, not \[0, 1, 2\]"),
+    (("a=0",), r"learners 0 to 1 once, not \[0\]"),
   ],
 )
 def test_wrong_places_are_refused(places, said):
@@ -151,23 +151,25 @@ MADE = placed(["v5p:4x4x4", "v5p:2x2x2", "v6e:8x8"])
 
 
 def test_chips_and_machines_by_the_hour():
-  found = costs(MADE, {"v5p": 4.0, "v6e": 2.5, "shard": 1.0}, machines=3)
-  assert [(each.count, each.hourly) for each in found] == [(72, 288.0), (64, 160.0), (3, 3.0)]
-  text = "\n".join(cost_lines(found, hours=10))
+  counts, prices = paid_for(MADE, machines=3), {"v5p": 4.0, "v6e": 2.5, "shard": 1.0}
+  assert counts == {"v5p": 72, "v6e": 64, "shard": 3}
+  text = "\n".join(cost_lines(counts, prices, hours=10))
+  for sum_of_one in ("288.00 $/h", "160.00 $/h", "3.00 $/h"):
+    assert f"each = {sum_of_one}" in text
   assert "Together 451.00 $ an hour, 4,510.00 $ in 10 h." in text and "Not counted" in text
-  require_prices(found, hours=10)
+  require_prices(counts, prices, hours=10)
 
 
 def test_what_has_no_price_is_said_to_have_none_and_is_not_spent():
-  found = costs(MADE, prices_of(["v5p=4.2"]), machines=3)
-  text = "\n".join(cost_lines(found, hours=0))
+  counts, prices = paid_for(MADE, machines=3), prices_of(["v5p=4.2"])
+  text = "\n".join(cost_lines(counts, prices, hours=0))
   assert "64 v6e chips: price not given" in text
   assert "Together 302.40 $ an hour and what has no price; for how long: --hours" in text
-  with pytest.raises(ConfigError, match=r"--prices = 'v6e chips': has no price.*Fix: "):
-    require_prices(found, hours=10)
-  known = costs(MADE, prices_of(["v5p=4", "v6e=2", "shard=0"]), machines=3)
+  with pytest.raises(ConfigError, match=r"--prices = 'v6e': has no price.*Fix: "):
+    require_prices(counts, prices, hours=10)
+  known = prices_of(["v5p=4", "v6e=2", "shard=0"])
   with pytest.raises(ConfigError, match=r"--hours = 0.0: .*Fix: "):
-    require_prices(known, hours=0.0)
+    require_prices(counts, known, hours=0.0)
 
 
 @pytest.mark.parametrize("text", ["v5p", "v5p=", "=3", "v5p=-1", "v5p=nan", "v5p=inf", "v5p=two"])

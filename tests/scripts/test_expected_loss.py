@@ -30,17 +30,20 @@ def test_a_kind_that_is_none_is_refused(expected_loss, monkeypatch, capsys):
   with pytest.raises(SystemExit):
     expected_loss.main()
   said = capsys.readouterr().err
-  assert "--kinds: best is none of untrained, alone, together, adamw, merged" in said
+  assert "--kinds: best is none of untrained, alone, together, adamw, merged, bf16" in said
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_tutorials_loss_and_once_only(tmp_path):
+  kinds = "untrained;alone;together;merged;int4"
   line = f"expected_loss.py --configs=tutorial --seeds=1 --rates=1 --workdir={tmp_path}"
+  line += f" --kinds={kinds}"
   found = commands.result(line, seconds=280)["tutorial"]
   losses = {kind: found[kind][0] for kind in ("untrained", "alone", "together", "merged")}
   assert losses["untrained"] > losses["alone"] > losses["merged"] > losses["together"], losses
+  assert 0 < abs(found["int4"][0] / losses["merged"] - 1) < 0.05, "rounded, which costs little"
   runs = [json.loads(each) for each in (tmp_path / "runs.jsonl").read_text().splitlines()]
-  assert [each["kind"] for each in runs] == ["untrained", "alone", "together", "merged"]
+  assert [each["kind"] for each in runs] == kinds.split(";")
   assert commands.result(line)["tutorial"] == found
-  assert len((tmp_path / "runs.jsonl").read_text().splitlines()) == 4
+  assert len((tmp_path / "runs.jsonl").read_text().splitlines()) == 5

@@ -42,7 +42,7 @@ def test_a_run_reads_them_and_finds_the_text_again(tmp_path: Path, monkeypatch, 
 
 @pytest.mark.parametrize(
   "arguments, said",
-  [(("--text=/nowhere/*",), "no file matches"), (("--vocab_size=9",), "Fix: 300")],
+  [(("--text=/nowhere/*",), "no file matches"), (("--vocab_size=9",), "Fix: give 300")],
 )
 def test_wrong_arguments_are_named_and_nothing_is_written(
   arguments, said, tmp_path, monkeypatch, capsys
