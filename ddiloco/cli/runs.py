@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import threading
@@ -218,9 +217,8 @@ def export(arguments: list[str]) -> int:
   _refuse_target(to, overwrite)
   params = session.load_result(workdir, config)
   try:
-    local = contextlib.nullcontext() if "://" in to else weights.sole_save(to)
-    with local:
-      written = weights.save(to, params, _metadata(workdir, config))
+    weights.clear(to)
+    written = weights.save(to, params, _metadata(workdir, config))
   except Exception as error:  # object stores and Orbax raise exceptions of their own
     raise ConfigError(
       f"--to={to}: cannot be written ({type(error).__name__}: {error})."
