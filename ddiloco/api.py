@@ -15,7 +15,7 @@ import ml_collections
 
 from ddiloco import environment
 from ddiloco.config import Config, ConfigError, changeable, from_dict
-from ddiloco.workdir import outcome, read_config, saved_config, started
+from ddiloco.workdir import ISLANDS, outcome, read_config, saved_config, started
 
 if TYPE_CHECKING:
   import numpy as np
@@ -272,7 +272,6 @@ class Run:
     """
     from ddiloco.checkpoint import weights
     from ddiloco.engines import session
-    from ddiloco.workdir import ISLANDS
 
     if learner is None:
       return session.load_result(self.workdir, self.config)

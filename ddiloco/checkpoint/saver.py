@@ -152,8 +152,7 @@ class Saver:
     try:
       self._disk()
       if self.storage.is_committed(snapshot):  # with a part of an earlier incarnation
-        self.recorder.record(events.Unsaved(snapshot=snapshot, reason="it is committed already"))
-        return False
+        raise OSError("it is committed already")
       meta = self.storage.save(snapshot, self.role, self.incarnation, state, arrays)
       yield None
     except Exception as error:  # any error: training goes on without this snapshot
