@@ -29,20 +29,7 @@ _HOMES = {
   "train": "ddiloco.api",
 }
 
-__all__ = [
-  "Config",
-  "ConfigError",
-  "Model",
-  "NnxModel",
-  "Run",
-  "Source",
-  "__version__",
-  "default",
-  "load",
-  "plan",
-  "simulate",
-  "train",
-]
+__all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str):

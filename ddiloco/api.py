@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import runpy
@@ -16,7 +15,7 @@ import ml_collections
 
 from ddiloco import environment
 from ddiloco.config import Config, ConfigError, changeable, from_dict
-from ddiloco.workdir import outcome, saved_config, started
+from ddiloco.workdir import ISLANDS, outcome, read_config, saved_config, started
 
 if TYPE_CHECKING:
   import numpy as np
@@ -38,29 +37,24 @@ def load(source: str | Path) -> ml_collections.ConfigDict:
     ConfigError: `source` holds no config. A field or value that breaks its rule is refused here or
       when the config is used.
   """
-  if Path(source).is_dir():
-    return changeable(saved_config(Path(source)))
   return experiment(str(source), "config")
 
 
 def experiment(path: str, flag: str) -> ml_collections.ConfigDict:
   """What `get_config` of an experiment file returns; FILE:PRESET passes it the preset.
 
-  A file named .json holds the values themselves, as a run leaves them in its workdir.
+  A file named .json holds the values themselves; a run leaves it in its workdir.
 
   Args:
-    path: of the file.
+    path: of the file, or of a workdir.
     flag: of the command line that named it, for errors.
 
   Raises:
     ConfigError: there is no such file, it fails, or get_config returns no ConfigDict.
   """
-  if path.endswith(".json"):
-    return _saved(Path(path), flag)
-  if os.path.isdir(path):
-    raise ConfigError(
-      f"--{flag}={path}: is a directory. Fix: name a file in it, such as the config.json of a run."
-    )
+  saved = Path(path, "config.json") if os.path.isdir(path) else Path(path)
+  if saved.suffix == ".json":
+    return changeable(read_config(saved, f"--{flag}={path}"))
   file, _, preset = path.partition(":")
   fix = "name a Python file whose get_config() returns a config, such as configs/quickstart.py"
   try:
@@ -85,17 +79,6 @@ def experiment(path: str, flag: str) -> ml_collections.ConfigDict:
       " Fix: start from ddiloco.config.default(), change lines, and return it."
     )
   return values
-
-
-def _saved(path: Path, flag: str) -> ml_collections.ConfigDict:
-  try:
-    return changeable(from_dict(json.loads(path.read_text())))
-  except ConfigError as error:
-    raise ConfigError(f"--{flag}={path}: {error}") from error
-  except (OSError, ValueError, RecursionError) as error:  # no text, no JSON, ...
-    raise ConfigError(
-      f"--{flag}={path}: cannot be read ({error}). Fix: name the config.json of a run."
-    ) from error
 
 
 def _checked(config: Settings) -> Config:
@@ -289,7 +272,6 @@ class Run:
     """
     from ddiloco.checkpoint import weights
     from ddiloco.engines import session
-    from ddiloco.workdir import ISLANDS
 
     if learner is None:
       return session.load_result(self.workdir, self.config)

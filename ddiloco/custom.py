@@ -51,24 +51,17 @@ def load_model(config: ModelConfig) -> Model:
     return transformer.language_model(config)
   wanted = [name for name in vars(Model) if not name.startswith("_")]
   model = make(config, wanted, "ddiloco.models.model.Model")
-  shapes = called(config, "shapes()", model.shapes)
+  shapes = _by_name(config, "shapes()", model.shapes)
   axes = called(config, "logical_axes()", model.logical_axes)
-  _require_names(config, "shapes()", shapes)
-  _require_names(config, "logical_axes()", axes)
-  _require_arrays(config, "shapes()", shapes.values())
+  if not shapes or not isinstance(axes, Mapping) or axes.keys() != shapes.keys():
+    _refuse(config, "shapes() and logical_axes() must be dicts that name the same, not none")
   for name, leaf in shapes.items():
-    has_shape = f"parameter {name} has shape {tuple(leaf.shape)}"
-    if str(leaf.dtype) != "float32":
-      _refuse(config, f"parameter {name} is {leaf.dtype}, must be float32")
-    if not all(name.split("/")):  # no snapshot could tell "a/" from "a"
-      _refuse(config, f"parameter {name!r}: a name is parts joined by '/', none of them empty")
-    if 0 in leaf.shape:
-      _refuse(config, f"{has_shape}: it must have values, or nothing can save it")
-    if not isinstance(axes.get(name, ()), Sized) or len(axes.get(name, ())) != len(leaf.shape):
-      rule = f"{has_shape}, and axes {axes.get(name)}: there must be a name or None for each"
-      _refuse(config, rule)
-  if not shapes or axes.keys() != shapes.keys():
-    _refuse(config, "shapes() and logical_axes() must name the same, not none")
+    good = str(leaf.dtype) == "float32" and 0 not in leaf.shape  # nothing can save what is empty
+    good = good and isinstance(axes[name], Sized) and len(axes[name]) == len(leaf.shape)
+    if not (good and all(name.split("/"))):  # no snapshot could tell "a/" from "a"
+      rule = "must be float32, have values, and a name or None for each axis; its name is parts"
+      what = f"parameter {name!r} is {leaf.dtype}{list(leaf.shape)}, with the axes {axes[name]}"
+      _refuse(config, f"{what}: it {rule} joined by '/', none of them empty")
   return model
 
 
@@ -95,17 +88,12 @@ def _check_model(config: Config) -> None:
   own, model, rows = config.model, load_model(config.model), 2
   shapes, length = model.shapes(), config.data.sequence_length
   batch = called(own, "inputs()", lambda: model.inputs(rows, length))
-  _require_arrays(own, "inputs()", jax.tree.leaves(batch))
-  for leaf in jax.tree.leaves(batch):
+  for leaf in _arrays(own, "inputs()", jax.tree.leaves(batch)):
     if leaf.shape[:1] != (rows,):
       rule = f"inputs({rows}, ...) has an array of shape {leaf.shape}"
       _refuse(own, f"{rule}: its first axis must be the batch")
   key = jax.eval_shape(lambda: jax.random.key(0))
-  made = called(own, "init()", lambda: jax.eval_shape(model.init, key))
-  _require_names(own, "init()", made)
-  _require_arrays(own, "init()", made.values())
-  if (given := _kinds(made)) != (wanted := _kinds(shapes)):
-    _refuse(own, f"init() gives {given}, must give what shapes() says: {wanted}")
+  _require_like(own, "init()", lambda: jax.eval_shape(model.init, key), shapes)
 
   def loss(params: Any, batch: Any) -> Any:
     return model.loss(params, batch, PLAIN)  # as a step calls it
@@ -114,14 +102,14 @@ def _check_model(config: Config) -> None:
   if not (isinstance(found, tuple | list) and len(found) == 2 and isinstance(found[1], Mapping)):
     rule = 'must give (what is minimised, {"loss": what is reported})'
     _refuse(own, f"loss() gives {found}, {rule}")
-  reported = {"what is minimised": found[0], **found[1]}
-  if odd := sorted(reported.keys() - {"what is minimised", "loss", "load_balance"}):
+  if odd := sorted(found[1].keys() - {"loss", "load_balance"}):
     _refuse(own, f"loss() also reports {odd}; evaluate() is the place")
   measured = called(own, "evaluate()", lambda: jax.eval_shape(model.evaluate, shapes, batch))
   if not isinstance(measured, Mapping):
     _refuse(own, f'evaluate() gives {measured}, must give {{"loss": ...}}')
-  for where, found in (("loss()", reported), ("evaluate()", measured)):
-    for name, value in {"loss": None, **found}.items():
+  reported = {"what is minimised": found[0], **found[1]}
+  for where, values in (("loss()", reported), ("evaluate()", measured)):
+    for name, value in {"loss": None, **values}.items():
       if getattr(value, "shape", None) != () or str(value.dtype) != "float32":
         _refuse(own, f"{where} gives {name} = {value}, must give a float32 scalar")
 
@@ -137,38 +125,43 @@ def _check_optimizer(config: Config) -> None:
     return state, *jax.eval_shape(transform.update, shapes, state, shapes)
 
   before, updates, after = called(own, "init() or update()", update)
-  if (was := _state_kinds(before)) != (becomes := _state_kinds(after)):
+  was, becomes = _kinds(before), _kinds(after)
+  if jax.tree.flatten(was) != jax.tree.flatten(becomes):
     _refuse(own, f"update() makes the state {becomes}, must leave it what init() makes: {was}")
-  if keys := [name for name, kind in was.items() if kind.startswith("key<")]:
-    rule = f"the state has keys ({', '.join(keys)}), which no snapshot can hold"
+  if any(kind.startswith("key<") for kind in jax.tree.leaves(was)):
+    rule = f"the state {was} has keys, which no snapshot can hold"
     _refuse(own, f"{rule}: it must have their jax.random.key_data() instead")
-  _require_names(own, "update()", updates)
-  _require_arrays(own, "update()", updates.values())
-  if (given := _kinds(updates)) != (wanted := _kinds(shapes)):
-    _refuse(own, f"update() gives {given}, must give an update of every parameter: {wanted}")
+  _require_like(own, "update()", lambda: updates, shapes)
 
 
-def _require_names(config: Section, what: str, given: Any) -> None:
+def _by_name(config: Section, what: str, call: Callable[[], Any]) -> Mapping[str, Any]:
+  """What `call` gives: arrays, or their shapes and dtypes, by name."""
+  given = called(config, what, call)
   if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
     rule = f"{what} gives a {type(given).__name__}, must give a dict whose keys are names (str)"
     _refuse(config, rule)
+  _arrays(config, what, given.values())
+  return given
 
 
-def _require_arrays(config: Section, what: str, given: Iterable[Any]) -> None:
+def _arrays(config: Section, what: str, given: Iterable[Any]) -> Iterable[Any]:
   for each in given:
     if not (hasattr(each, "shape") and hasattr(each, "dtype")):
       _refuse(config, f"{what} has {each!r} where a jax.ShapeDtypeStruct must be")
+  return given
 
 
-def _kinds(arrays: Any) -> dict[str, str]:
-  return {name: f"{value.dtype}{list(value.shape)}" for name, value in arrays.items()}
+def _require_like(
+  config: Section, what: str, call: Callable[[], Any], shapes: Mapping[str, Any]
+) -> None:
+  if (gives := _kinds(_by_name(config, what, call))) != (wanted := _kinds(shapes)):
+    _refuse(config, f"{what} gives {gives}, must give what shapes() says: {wanted}")
 
 
-def _state_kinds(state: Any) -> dict[str, str]:
+def _kinds(tree: Any) -> Any:
   import jax
 
-  leaves, structure = jax.tree_util.tree_flatten_with_path(state)
-  return {"structure": str(structure)} | _kinds({jax.tree_util.keystr(p): x for p, x in leaves})
+  return jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", tree)
 
 
 def flops_per_token(config: Config) -> float:

@@ -26,7 +26,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ddiloco.config import Config, SyncConfig
 from ddiloco.core.delta import Deltas, MemoryStore, Merger
@@ -42,48 +42,18 @@ Loop = Generator[float | None, Any, T]
 Job = Iterable[float | None]
 
 
-class BackgroundWorker(Protocol):
-  """Does jobs in the background, one after the other."""
-
-  failure: Exception | None  # of a job; after a failure no further job is done
-
-  def put(self, job: Job) -> None:
-    """Adds a job after all others."""
-    ...
-
-  @property
-  def ending(self) -> bool:
-    """Whether the worker was told to end: a job that waits for other roles should give up."""
-    ...
-
-  def close(self, patience_seconds: float, most_seconds: float) -> None:
-    """Ends the worker: all jobs get `patience_seconds`, the one then under way `most_seconds`."""
-    ...
-
-
-class Time(Protocol):
-  """A clock, sleep and background workers, in real or in virtual time."""
-
-  def now(self) -> float:
-    """Seconds on the role's clock, which is also that of its messages' arrivals."""
-    ...
-
-  def sleep(self, seconds: float) -> None:
-    """Lets so much time pass; in virtual time it passes when the loop next yields None."""
-    ...
-
-  def worker(
-    self,
-    name: str,
-    begin: Callable[[], None] = lambda: None,
-    failed: Callable[[], None] = lambda: None,
-  ) -> BackgroundWorker:
-    """A new worker. It calls `begin` first, and `failed` when a job has failed."""
-    ...
-
-
 class ThreadWorker:
-  """A worker with a thread of its own."""
+  """Does jobs in the background, one after the other, on a thread of its own.
+
+  Args:
+    name: of the thread.
+    begin: called first, on the thread.
+    failed: called when a job has failed.
+
+  Attributes:
+    failure: the exception of a job; after a failure no further job is done.
+    ending: whether the worker was told to end: a job that waits for other roles should give up.
+  """
 
   def __init__(
     self,
@@ -100,9 +70,11 @@ class ThreadWorker:
     self._thread.start()
 
   def put(self, job: Job) -> None:
+    """Adds a job after all others."""
     self._jobs.put(job)
 
   def close(self, patience_seconds: float, most_seconds: float) -> None:
+    """Ends the worker: all jobs get `patience_seconds`, the one then under way `most_seconds`."""
     self.ending = True
     self._jobs.put(None)
     self._thread.join(patience_seconds)
@@ -123,19 +95,24 @@ class ThreadWorker:
       self._jobs.get()
 
 
-class RealTime:
-  """The machine's clock, threads, and waits that block."""
+class Time:
+  """The machine's clock, sleep and background workers.
+
+  In virtual time the roles have another object with these methods (`simulation/world.py`).
+  """
 
   worker = ThreadWorker
 
   def now(self) -> float:
+    """Seconds on the role's clock, which is also that of its messages' arrivals."""
     return time.monotonic()
 
   def sleep(self, seconds: float) -> None:
+    """Lets so much time pass; in virtual time it passes when the loop next yields None."""
     time.sleep(seconds)
 
 
-REAL_TIME = RealTime()
+REAL_TIME = Time()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +138,7 @@ class ValueThreads(concurrent.futures.ThreadPoolExecutor):
   """
 
   def __init__(self, count: int):
-    super().__init__(count, "values")
+    super().__init__(max(1, count), "values")
     self.count = count
 
   def share(self, work: Callable[[Any], Any], each: Iterable[Any]) -> list[Any]:
@@ -181,18 +158,6 @@ class ValueThreads(concurrent.futures.ThreadPoolExecutor):
     return results
 
 
-def value_threads(sync: SyncConfig, size: int, share: float = 1.0) -> ValueThreads:
-  """Threads for the work on fragments of up to `size` values; one is the caller's own.
-
-  Args:
-    sync: its `value_threads` is their number; 0: a share of the cores that this process may use.
-    size: of the largest fragment; work on small ones would be done before threads have begun.
-    share: of the cores.
-  """
-  count = sync.value_threads or int(share * len(os.sched_getaffinity(0)))
-  return ValueThreads(count if count > 1 and size >= COMPILED_FROM else 1)
-
-
 CLOSE_SECONDS = 30.0  # for a role's worker to finish its present job
 TRAFFIC_SECONDS = 1.0  # between two lines of the log about a role's traffic
 
@@ -200,14 +165,17 @@ TRAFFIC_SECONDS = 1.0  # between two lines of the log about a role's traffic
 class WorkingRole:
   """The base of roles whose loop has a worker in the background, called `name`.
 
-  Jobs on the values of a fragment, up to `size` of them, may use that share of the cores.
+  Jobs on the values of a fragment, up to `size` of them, may use `sync.value_threads` threads, one
+  of which is the caller's own; 0: that share of the cores that this process may use.
   """
 
   def __init__(self, runtime: Runtime, name: str, sync: SyncConfig, size: int, share: float = 1.0):
     self.endpoint, self.recorder, self.time = runtime.endpoint, runtime.recorder, runtime.time
     self._saver = runtime.saver
     self._worker = self.time.worker(name, failed=self.endpoint.wake)
-    self._threads = value_threads(sync, size, share)
+    count = sync.value_threads or int(share * len(os.sched_getaffinity(0)))
+    # Work on small fragments would be done before threads have begun.
+    self._threads = ValueThreads(count if size >= COMPILED_FROM else 1)
     self._news: queue.SimpleQueue[Any] = queue.SimpleQueue()
     self._traffic_at = -math.inf
 

@@ -40,6 +40,13 @@ OURS = (
   *("alone", COMPILED, CHECKPOINTS, ISLANDS, "events", "logs", "tensorboard", "report", RESULT),
   *(PROFILES, PROFILE_REQUESTS, OUTCOME, STARTED, CORPUS, FAULTS, "config.json"),
 )
+_TRAINED = (
+  "another process trains in it at this moment. Fix: end that run, or choose another directory."
+)
+_ROLES_LIVE = (
+  "roles of its run live (ddiloco learner, syncer or evaluator), whose files a run would delete, or"
+  " mix with its own. Fix: end them first, or choose another directory."
+)
 # Sections in which roles of a run may differ; all the rest of the config must be the same.
 FREE_SECTIONS = ("islands", "network", "checkpoint", "run", "chaos")
 # Further fields that may change when a run goes on.
@@ -62,22 +69,25 @@ def held(workdir: Path) -> Iterator[None]:
     with _writing(workdir):
       workdir.mkdir(parents=True, exist_ok=True)
       file = stack.enter_context((workdir / LOCK).open("a"))
-      if not _lock(file, fcntl.LOCK_EX):
-        raise _trained(workdir)
+      _lock(file, fcntl.LOCK_EX, f"--workdir={workdir}: {_TRAINED}")
     yield  # outside the inner context: an error of the caller is not about the lock
 
 
-def _lock(file: IO[str], kind: int) -> bool:
-  """Whether this process has the kernel lock of the file now; does not wait for it.
+def _lock(file: IO[str], kind: int, refusal: str, seconds: float = 0.0) -> None:
+  """Takes the kernel lock of a file, for which it waits at most so long.
 
   Raises:
+    ConfigError: `refusal`, if another process has it.
     OSError: the file system has no locks.
   """
-  try:
-    fcntl.flock(file, kind | fcntl.LOCK_NB)
-  except BlockingIOError:
-    return False
-  return True
+  until = time.monotonic() + seconds
+  while True:
+    try:
+      return fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+      if time.monotonic() >= until:
+        raise ConfigError(refusal) from None
+    time.sleep(LOOK_SECONDS)
 
 
 def refuse_trained(workdir: Path) -> None:
@@ -86,19 +96,9 @@ def refuse_trained(workdir: Path) -> None:
   Raises:
     ConfigError: a run trains there.
   """
-  try:
-    with (workdir / LOCK).open() as file:
-      if not _lock(file, fcntl.LOCK_SH):
-        raise _trained(workdir)
-  except OSError:  # no run ever trained there; or a file system without locks, where none can
-    return
-
-
-def _trained(workdir: Path) -> ConfigError:
-  return ConfigError(
-    f"--workdir={workdir}: another process trains in it at this moment. Fix: end that run, or"
-    " choose another directory."
-  )
+  # No run ever trained there; or a file system without locks, where none can.
+  with contextlib.suppress(OSError), (workdir / LOCK).open() as file:
+    _lock(file, fcntl.LOCK_SH, f"--workdir={workdir}: {_TRAINED}")
 
 
 def live_in(workdir: Path) -> IO[str] | None:
@@ -107,34 +107,11 @@ def live_in(workdir: Path) -> IO[str] | None:
   The mark is a kernel lock, which other machines see too, over NFS. A file system without locks is
   no reason to refuse: no run can train there, so none can overwrite.
   """
-  try:
+  with contextlib.suppress(OSError):
     file = (workdir / ROLES).open("a+")
-    return file if _lock(file, fcntl.LOCK_SH) else None
-  except OSError:
-    return None
-
-
-@contextlib.contextmanager
-def _deserted(workdir: Path) -> Iterator[None]:
-  """In this context no role lives here.
-
-  Raises:
-    ConfigError: a role still lives here after `END_SECONDS`.
-  """
-  if not (workdir / ROLES).exists():  # no role ever lived here
-    yield
-    return
-  until = time.monotonic() + END_SECONDS
-  with (workdir / ROLES).open("a+") as file:
-    while not _lock(file, fcntl.LOCK_EX):
-      if time.monotonic() >= until:
-        raise ConfigError(
-          f"--workdir={workdir}: roles of its run live (ddiloco learner, syncer or evaluator), and"
-          " a run that begins or goes on here would delete their files, or mix its own with theirs."
-          " Fix: end them first, or choose another directory."
-        )
-      time.sleep(LOOK_SECONDS)
-    yield
+    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return file
+  return None
 
 
 def check(workdir: Path, config: Config, overwrite: bool) -> bool:
@@ -163,9 +140,15 @@ def outcome(workdir: Path) -> dict[str, Any]:
 
 
 def clear_stopped(workdir: Path) -> None:
-  """Deletes the outcome of a run that goes on: an evaluator that was stopped has left it."""
-  if outcome(workdir).get("reason") != "finished":
-    (workdir / OUTCOME).unlink(missing_ok=True)
+  """Deletes the outcome of a run that goes on: an evaluator that was stopped has left it.
+
+  Raises:
+    ConfigError: the directory cannot be written.
+  """
+  with _writing(workdir):
+    tempfile.TemporaryFile(dir=workdir).close()
+    if outcome(workdir).get("reason") != "finished":
+      (workdir / OUTCOME).unlink(missing_ok=True)
 
 
 def _mapping(path: Path) -> dict[str, Any]:
@@ -187,9 +170,11 @@ def claim(workdir: Path, config: Config, overwrite: bool) -> bool:
   with _writing(workdir):
     workdir.mkdir(parents=True, exist_ok=True)
     ours = left_by_a_run(workdir) if overwrite else []
-    _refuse_links(ours)
-    _refuse_strangers(workdir, ours)
-    with _deserted(workdir):
+    _refuse_to_delete(workdir, ours)
+    with contextlib.ExitStack() as stack:
+      if (workdir / ROLES).exists():  # else no role ever lived here
+        roles = stack.enter_context((workdir / ROLES).open("a+"))
+        _lock(roles, fcntl.LOCK_EX, f"--workdir={workdir}: {_ROLES_LIVE}", END_SECONDS)
       for path in ours:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
       (workdir / OUTCOME).unlink(missing_ok=True)  # first: it is about the tokens of the old config
@@ -206,30 +191,22 @@ def left_by_a_run(workdir: Path) -> list[Path]:
   return [*workdir.glob(REMAINDERS), *(workdir / name for name in OURS)]
 
 
-def _refuse_links(paths: Collection[Path]) -> None:
-  """Refuses links to folders elsewhere, before anything is deleted."""
+def _refuse_to_delete(workdir: Path, paths: Collection[Path]) -> None:
+  """Refuses links to folders elsewhere, and what no run has left here: other programs' files have
+  such names too. A run's config may be torn, or that of another version."""
   for path in paths:
     if path.is_symlink() and path.is_dir():
       raise ConfigError(
         f"{path}: is a link to {os.readlink(path)}, and --overwrite deletes only what is in the"
         " workdir itself. Fix: remove the link, and what it leads to if that is not needed."
       )
-
-
-def _refuse_strangers(workdir: Path, paths: Collection[Path]) -> None:
-  """Refuses to delete what no run has left here: other programs' files have such names too."""
   there = [path.name for path in paths if path.exists()]
-  if there and not _has_run(workdir):
+  values = _mapping(workdir / "config.json")
+  if there and not ((workdir / STARTED).exists() or {"islands", "sync"} <= values.keys()):
     raise ConfigError(
       f"--workdir={workdir}: --overwrite would delete {', '.join(there)} in it, but it holds no run"
       " (no config.json of one). Fix: choose another directory, or move them away."
     )
-
-
-def _has_run(workdir: Path) -> bool:
-  """Whether a run has been here; its config may be torn, or that of another version."""
-  values = _mapping(workdir / "config.json")
-  return (workdir / STARTED).exists() or {"islands", "sync"} <= values.keys()
 
 
 def start_time(workdir: Path) -> float:
@@ -241,16 +218,12 @@ def start_time(workdir: Path) -> float:
   """
   workdir.mkdir(parents=True, exist_ok=True)
   _write_once(workdir / STARTED, f"{time.time()}\n")
-  try:
-    found = float((workdir / STARTED).read_text())
-    if not math.isfinite(found):
-      raise ValueError(f"{found} is no time")
-    return found
-  except ValueError as error:
+  if (found := started(workdir)) is None:
     raise ConfigError(
-      f"{workdir / STARTED}: says no time in unix seconds ({error}). Fix: write when the run began"
-      " into it, or delete it: times of events then begin at 0 again."
-    ) from error
+      f"{workdir / STARTED}: says no time in unix seconds. Fix: write when the run began into it,"
+      " or delete it: times of events then begin at 0 again."
+    )
+  return found
 
 
 def started(workdir: Path) -> float | None:
@@ -264,17 +237,6 @@ def started(workdir: Path) -> float | None:
   except (FileNotFoundError, NotADirectoryError, ValueError):
     return None
   return found if math.isfinite(found) else None
-
-
-def require_writable(workdir: Path) -> None:
-  """Refuses a directory that cannot be made, or written.
-
-  Raises:
-    ConfigError: the directory cannot be made or written.
-  """
-  with _writing(workdir):
-    workdir.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=workdir).close()
 
 
 @contextlib.contextmanager
@@ -294,23 +256,23 @@ def saved_config(workdir: Path) -> Config:
   Raises:
     ConfigError: there is no run in `workdir`, or its config is torn or of another version.
   """
-  path = workdir / "config.json"
+  return read_config(workdir / "config.json", str(workdir / "config.json"))
+
+
+def read_config(path: Path, named: str) -> Config:
+  """The config in a file, which errors name so.
+
+  Raises:
+    ConfigError: the file cannot be read, is torn, or is of another version.
+  """
   try:
     return from_dict(json.loads(path.read_text()))
   except ConfigError as error:
-    raise ConfigError(f"{path}: {error}") from error
-  except (FileNotFoundError, NotADirectoryError) as error:
+    raise ConfigError(f"{named}: {error}") from error
+  except (OSError, ValueError, RecursionError) as error:
     raise ConfigError(
-      f"--workdir={workdir}: holds no run ({error}). Fix: name the directory of a run."
-    ) from error
-  except OSError as error:
-    raise ConfigError(
-      f"{path}: cannot be read ({error}). Fix: make it a file that you may read."
-    ) from error
-  except (ValueError, RecursionError) as error:
-    raise ConfigError(
-      f"{path}: is torn ({error}). Fix: copy it again, or move it away and give the command that"
-      " trained: with the same --config it goes on, and writes this file."
+      f"{named}: holds no run's config ({error}). Fix: name the directory of a run. If the file is"
+      " torn, copy it again, or move it away and repeat the command that trained: it goes on."
     ) from error
 
 
@@ -377,9 +339,6 @@ def _fixed(config: Config) -> dict[str, Any]:
 # Write access to the file is enough to make a request. The process that can carry out the request
 # polls the file.
 
-# What a line that is no request may raise: it may hold deeply nested brackets or huge numbers.
-_NO_REQUEST = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
-
 
 def append_request(path: Path, fields: Mapping[str, Any]) -> None:
   """Appends a request, with the time of now.
@@ -431,5 +390,5 @@ class RequestFile(Generic[T]):
         fields = json.loads(line)
         when = float(fields.pop("time"))
         yield when, self._parse(fields)
-      except (ConfigError, *_NO_REQUEST) as error:
+      except Exception as error:  # anything may be in the file
         warn(f"{self._path}: a line asks for no {self._what} ({error}). It is ignored.")

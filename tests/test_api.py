@@ -42,7 +42,7 @@ def test_a_config_is_the_same_from_wherever_it_is_loaded(tmp_path):
 
 
 def test_what_is_not_there_is_named(tmp_path):
-  with pytest.raises(ddiloco.ConfigError, match="holds no run"):
+  with pytest.raises(ddiloco.ConfigError, match=r"--config=.*holds no run's config"):
     ddiloco.load(tmp_path)
   with pytest.raises(ddiloco.ConfigError, match="holds no run"):
     ddiloco.Run(tmp_path)

@@ -11,13 +11,14 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ddiloco.checkpoint.signed_json import Damaged, SignedJson
+from ddiloco.checks import refusal, require
 from ddiloco.config import Config, ConfigError
 from ddiloco.core.delta import Committed, MemoryStore
 from ddiloco.core.fragments import Plan, owned_by, shard_of
@@ -48,18 +49,17 @@ def open_storage(config: Config, plan: Plan, workdir: Path, run_id: str) -> Stor
   from ddiloco.checkpoint import weights
   from ddiloco.checkpoint.snapshots import Storage
 
-  path = config.checkpoint.path
-  kind, separator, _ = path.partition("://")
-  try:
-    fsspec.get_filesystem_class(kind if separator else "file")
-    if Path(path).is_file():
-      raise ValueError("it is a file")
-  except (ImportError, ValueError) as error:
-    raise ConfigError(
-      f"checkpoint.path = {path!r}: cannot be reached ({error})."
-      " Fix: pip install 'ddiloco[gcs]' for gs://, or give a folder."
-    ) from error
-  own = weights.absolute(path, "checkpoint.path") / run_id if path else workdir / "checkpoints"
+  own: Any = workdir / "checkpoints"
+  if path := config.checkpoint.path:
+    file = any(each.is_file() for each in (Path(path), Path(path, run_id)))
+    require(not file, "checkpoint.path", path, f"it, or its {run_id}, is a file", "give a folder")
+    own = weights.absolute(path, "checkpoint.path") / run_id
+    kind, store, _ = path.partition("://")
+    try:
+      fsspec.get_filesystem_class(kind if store else "file")
+    except ImportError as error:
+      fix = "pip install 'ddiloco[gcs]' for gs://, or give a folder"
+      raise refusal("checkpoint.path", path, f"cannot be reached ({error})", fix) from error
   return Storage(own, plan.plan_id, warn)
 
 
@@ -112,29 +112,21 @@ def begin_learner(
   recorder: Records,
   now: Callable[[], float] = time.monotonic,
 ) -> ResumeState:
-  """Brings the island to where this learner begins: its own newest part, or zeros.
+  """Brings the island to where this learner begins: its own newest part that fits, or zeros.
 
   `state` is that of `new_learner`; `now` is a clock in seconds.
   """
   island.compile()
-  if storage is None or config.checkpoint.rejoin == "fresh":
+  role, began, found = f"learner-{state.learner}", now(), None
+  if storage is not None and config.checkpoint.rejoin != "fresh":
+    found = storage.find(role, island.place, lambda part: (part, _revived(part, state, island)))
+  if found is None:
     island.reset()
     return ResumeState(state)
-  role, began = f"learner-{state.learner}", now()
-  part = storage.find(role, island.place)
-  if part is not None:
-    try:
-      beginning = _revived(part, state, island)
-    except (ValueError, KeyError, TypeError) as error:  # NotAState is a ValueError
-      what = f"{type(error).__name__}: {error}"
-      warn(f"{role}: its part of snapshot {part.snapshot} does not fit: {what}. It starts afresh.")
-    else:
-      took = round(now() - began, 3)
-      life = part.incarnation
-      recorder.record(events.Restored(snapshot=part.snapshot, of_incarnation=life, seconds=took))
-      return beginning
-  island.reset()
-  return ResumeState(state)
+  part, beginning = found
+  took, life = round(now() - began, 3), part.incarnation
+  recorder.record(events.Restored(snapshot=part.snapshot, of_incarnation=life, seconds=took))
+  return beginning
 
 
 def _revived(part: Part, new: LearnerState, island) -> ResumeState:
@@ -199,14 +191,14 @@ def new_syncer(
   )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Restored:
   """What a snapshot has of some fragments."""
 
   fragments: dict[int, Committed]
   snapshot: int
-  global_step: int
-  vector_clock: Mapping[int, int]
+  global_step: int = 0
+  vector_clock: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
   def resume(self, state: SyncerState) -> SyncerState:
     """The state of a new shard that has these fragments, at the progress of their capture."""
@@ -245,57 +237,47 @@ def restore_fragments(
   wanted: Collection[int],
   tried: list[str] | None = None,
   keep: bool = True,
+  than: Mapping[int, int] | None = None,
 ) -> Restored | None:
   """These fragments as of the newest committed snapshot that has all of them undamaged.
 
   Any shard may have saved them: the number of shards may have changed. Skipped snapshots stay as
   they are; the reason for each is added to `tried`. Without `keep` every fragment is read and
-  checked, and then dropped: for a supervisor, which alone reports what the run goes on from.
+  checked, and then dropped: for a supervisor, which alone reports what the run goes on from. `than`
+  is fragment -> the last round of a value that the caller has: of these fragments only newer values
+  are read, and none is missed.
   """
   tried = [] if tried is None else tried
-  return storage.newest(lambda n: _restore(storage, plan, n, wanted, keep), tried)
-
-
-def newest_rounds(storage: Storage) -> dict[int, int]:
-  """Fragment -> its last round in the newest committed snapshot.
-
-  Arrays are not read here: they may prove damaged later.
-  """
-
-  def rounds(snapshot: int) -> dict[int, int]:
-    parts = _parts(storage, snapshot)
-    return {f.index: f.last_round for _, part in parts for f in part.fragments}
-
-  return storage.newest(rounds, []) or {}
+  return storage.newest(lambda n: _restore(storage, plan, n, wanted, keep, than or {}), tried)
 
 
 def _restore(
-  storage: Storage, plan: Plan, snapshot: int, wanted: Collection[int], keep: bool
+  storage: Storage,
+  plan: Plan,
+  snapshot: int,
+  wanted: Collection[int],
+  keep: bool,
+  than: Mapping[int, int],
 ) -> Restored:
-  lacks, restored = {*wanted}, Restored({}, snapshot, 0, {})
-  for meta, part in _parts(storage, snapshot):
-    for f in part.fragments:
-      if f.index in wanted:
-        committed = _fragment(storage, plan, meta, f, part.momentum_rounds[f.index])
-        lacks.discard(f.index)
-        if keep:
-          restored.fragments[f.index] = committed
-        restored = dataclasses.replace(
-          restored,
-          global_step=max(restored.global_step, part.global_step),
-          vector_clock=states.join_clocks(restored.vector_clock, part.vector_clock),
-        )
+  lacks, restored = {*wanted} - than.keys(), Restored({}, snapshot)
+  for role, digest in storage.manifest(snapshot)["parts"].items():
+    if not role.startswith("syncer-"):
+      continue
+    meta = storage.meta(snapshot, role, digest)
+    part = from_json(SyncerPart, meta["state"])
+    mine = [f for f in part.fragments if f.index in wanted]
+    mine = [f for f in mine if f.last_round > than.get(f.index, -math.inf)]
+    for f in mine:
+      committed = _fragment(storage, plan, meta, f, part.momentum_rounds[f.index])
+      lacks.discard(f.index)
+      if keep:
+        restored.fragments[f.index] = committed
+    if mine:
+      restored.global_step = max(restored.global_step, part.global_step)
+      restored.vector_clock = states.join_clocks(restored.vector_clock, part.vector_clock)
   if lacks:
     raise NotAState(f"it lacks fragments {sorted(lacks)}")
   return restored
-
-
-def _parts(storage: Storage, snapshot: int) -> Iterator[tuple[SignedJson, SyncerPart]]:
-  """The parts of all shards without their arrays."""
-  for role, digest in storage.manifest(snapshot)["parts"].items():
-    if role.startswith("syncer-"):
-      meta = storage.meta(snapshot, role, digest)
-      yield meta, from_json(SyncerPart, meta["state"])
 
 
 def _fragment(
@@ -318,8 +300,6 @@ def _fragment(
 # them: they may be on a disk that is not mounted. A run that ended before its first snapshot was
 # complete has nothing to go on from; it begins again, and says so.
 
-SHOWN = 4  # entries of `tried` that a message shows at most
-
 
 def go_on(
   config: Config, workdir: Path, storage: Storage | None, snapshot: int | None, tried: Sequence[str]
@@ -340,14 +320,24 @@ def go_on(
       be set aside.
   """
   if storage is not None and snapshot is not None:
-    print(f"\nThe run in {workdir} goes on from {_found(config, storage, snapshot)}", flush=True)
+    try:
+      moved = storage.set_aside(snapshot)
+    except OSError as error:
+      raise ConfigError(
+        f"checkpoints: snapshots newer than {snapshot} cannot be read, nor set aside ({error})."
+        f" Fix: make {storage.path} readable and writable, or move them away yourself."
+      ) from error
+    passed = f" Passed over and set aside: {', '.join(moved)}." if moved else ""
+    lacks = _lacks(config, storage, snapshot)
+    said = f"goes on from snapshot {snapshot}.{lacks}{passed}"
+    print(f"\nThe run in {workdir} {said}", flush=True)
   elif lost := lost_snapshots(config, workdir, storage, tried):
     where = "the checkpoints" if storage is None else str(storage.path)
     raise ConfigError(
       f"--workdir={workdir}: {lost} Fix: bring {where} back as it was, or the config"
       " that made it, and give the same command; or add --overwrite to begin anew."
     )
-  elif _has_trained(workdir):
+  elif (workdir / "events").exists():
     again = f"begins again from its initial values: {_why(config)}"
     print(f"\nThe run in {workdir} {again}.", flush=True)
   if storage is not None:
@@ -357,31 +347,14 @@ def go_on(
       warn(f"what was never committed cannot be deleted: {error}. The run goes on.")
 
 
-def _found(config: Config, storage: Storage, snapshot: int) -> str:
-  """The snapshot in words, with the learners that it lacks; sets newer snapshots aside."""
-  try:
-    moved = storage.set_aside(snapshot)
-  except OSError as error:
-    raise ConfigError(
-      f"checkpoints: snapshots newer than {snapshot} cannot be read, nor set aside ({error})."
-      f" Fix: make {storage.path} readable and writable, or move them away yourself."
-    ) from error
-  lacks = list[str]()
+def _lacks(config: Config, storage: Storage, snapshot: int) -> str:
+  """A sentence about the learners that the snapshot lacks."""
   with contextlib.suppress(Damaged):  # read a moment ago; the roles that need it will report more
-    learners = (f"learner-{m}" for m in range(config.islands.num_learners))
     parts = storage.manifest(snapshot)["parts"]
-    lacks = [role for role in learners if role not in parts]
-  without = f" It lacks {', '.join(lacks)}: these take an older part, if any." if lacks else ""
-  passed = f" Passed over and set aside: {', '.join(moved)}." if moved else ""
-  return f"snapshot {snapshot}.{without}{passed}"
-
-
-def _has_trained(workdir: Path) -> bool:
-  """Whether something was trained here; True if a log cannot be read."""
-  try:
-    return any(newest_event(workdir, kind) for kind in (events.Step, events.Commit))
-  except OSError:
-    return True
+    learners = (f"learner-{m}" for m in range(config.islands.num_learners))
+    if lacks := [role for role in learners if role not in parts]:
+      return f" It lacks {', '.join(lacks)}: these take an older part, if any."
+  return ""
 
 
 def _why(config: Config) -> str:
@@ -407,8 +380,7 @@ def lost_snapshots(
     tried = [f"none is looked for, as {_why(config)}"]
   elif not tried:
     tried = [f"there is none in {storage.path}"]
-  more = f"; and {len(tried) - SHOWN} more" if len(tried) > SHOWN else ""
-  return f"its run has snapshots, {known}, and none can be read: {'; '.join(tried[:SHOWN])}{more}."
+  return f"its run has snapshots, {known}, and none can be read: {'; '.join(tried)}."
 
 
 class Unfounded:

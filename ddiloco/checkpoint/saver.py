@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
+from ddiloco.checkpoint.signed_json import brief
 from ddiloco.observe.eventlog import Records
 from ddiloco.observe.guards import warn
 from ddiloco.protocol import events
@@ -72,21 +73,22 @@ class Saver:
     snapshot: int,
     state: Mapping[str, Any],
     arrays: MutableMapping[str, Any],
-    then: Callable[[int], Job] = lambda snapshot: (),
-    at_last: Callable[[int], Job] = lambda snapshot: (),
+    commit: Callable[[], Job] = lambda: (),
+    keep: int = 0,
   ) -> None:
     """Queues this role's part: its state as JSON values, and arrays that are not changed any more;
     `arrays` is emptied while they are written.
 
-    Once the part is written, the job `then(snapshot)` runs in the background. After that, or if the
-    part cannot be written, the job `at_last(snapshot)` runs.
+    On shard 0 the job `commit()` (`commit_when_complete`) runs in the background once the part is
+    written. After that, or if the part cannot be written, all but the newest `keep` snapshots are
+    deleted; 0: none is.
     """
     if reason := self.refusal:
       self.recorder.record(events.Unsaved(snapshot=snapshot, reason=reason))
       self._worker.put(self._leave_word(snapshot, reason))
       return
     self.busy = True
-    self._worker.put(self._work(snapshot, state, arrays, then, at_last))
+    self._worker.put(self._work(snapshot, state, arrays, commit, keep))
 
   def decline(self, snapshot: int, reason: str) -> None:
     """Tells the log, and shard 0, which would otherwise wait, that this role will save no part.
@@ -99,9 +101,6 @@ class Saver:
     with contextlib.suppress(OSError):  # if storage cannot tell, the role declines
       if self.storage.is_committed(snapshot):
         return
-    yield from self._unsaved(snapshot, reason)
-
-  def _unsaved(self, snapshot: int, reason: str) -> Job:
     self.recorder.record(events.Unsaved(snapshot=snapshot, reason=reason))
     yield from self._leave_word(snapshot, reason)
 
@@ -130,14 +129,18 @@ class Saver:
     snapshot: int,
     state: Mapping[str, Any],
     arrays: MutableMapping[str, Any],
-    then: Callable[[int], Job],
-    at_last: Callable[[int], Job],
+    commit: Callable[[], Job],
+    keep: int,
   ) -> Job:
     written = yield from self._write(snapshot, state, arrays)
     del arrays  # a copy of an island's whole state: free it before waiting for anything
-    if written:
-      yield from then(snapshot)
-    yield from at_last(snapshot)
+    try:
+      if written:
+        yield from commit()
+    except Exception as error:  # any error: training goes on without this snapshot
+      self.recorder.record(events.Uncommitted(snapshot=snapshot, reason=brief(error)))
+    if keep:
+      yield from self._prune(snapshot, keep)
     self.busy = False
 
   def _write(
@@ -149,12 +152,13 @@ class Saver:
     try:
       self._disk()
       if self.storage.is_committed(snapshot):  # with a part of an earlier incarnation
-        self.recorder.record(events.Unsaved(snapshot=snapshot, reason="it is committed already"))
-        return False
+        raise OSError("it is committed already")
       meta = self.storage.save(snapshot, self.role, self.incarnation, state, arrays)
       yield None
     except Exception as error:  # any error: training goes on without this snapshot
-      yield from self._unsaved(snapshot, _reason(error))
+      reason = brief(error)
+      self.recorder.record(events.Unsaved(snapshot=snapshot, reason=reason))
+      yield from self._leave_word(snapshot, reason)
       return False
     took = round(self._time.now() - started, 3)
     arrays = {name: each["crc32"] for name, each in meta["arrays"].items()}
@@ -183,14 +187,40 @@ class Saver:
       may_lack: whether learners that live may decline, for instance since they are busy. A run in
         lock-step, which repeats lost work bit by bit, needs the parts of all.
     """
-    try:
-      self._disk()
-      yield from self._commit(snapshot, set(shards), learners, patience_seconds, may_lack)
-    except Exception as error:  # any error: training goes on without this snapshot
-      self.recorder.record(events.Uncommitted(snapshot=snapshot, reason=_reason(error)))
+    self._disk()
+    shards, started = {*shards}, self._time.now()
+    known = {*shards, *learners()}  # other roles may have left a part before the run went on
+    grew_at, sizes = started, self.storage.growth(snapshot, known)
+    while True:
+      # Read before the parts are: a part that arrives in between is not counted as late.
+      now, ending = self._time.now(), self._worker.ending
+      declined, metas = self.storage.declined(snapshot), self.storage.metas(snapshot)
+      roles = consistent({r: meta["state"] for r, meta in metas.items() if r in known}, shards)
+      expected = {*shards, *learners()}
+      missing, needed = expected - declined - roles, shards if may_lack else expected
+      late = ending or now - grew_at > patience_seconds
+      most = now - started > MOST_PATIENCE * patience_seconds
+      if late and missing and not (ending or most):  # a part that grows is still being written
+        grown = self.storage.growth(snapshot, known)
+        if any(grown[role] > sizes[role] for role in missing & known):
+          grew_at, sizes, late = now, grown, False
+      if late or declined & needed:
+        missing = needed - roles
+        break
+      if not missing:
+        break
+      look_seconds = LOOK_SHARE * (self._time.now() - started)
+      yield self._time.now() + min(max(look_seconds, LOOK_SECONDS), LOOK_SECONDS_MOST)
+    if missing:
+      self.recorder.record(events.Uncommitted(snapshot=snapshot, missing=tuple(sorted(missing))))
+      return
+    self.storage.commit(snapshot, roles)
+    took, lacks = round(self._time.now() - started, 3), tuple(sorted(known - roles))
+    mine = tuple(sorted(roles))
+    self.recorder.record(events.Snapshot(snapshot=snapshot, roles=mine, lacks=lacks, seconds=took))
 
-  def prune(self, keep: int, snapshot: int) -> Job:
-    """Deletes all but the newest `keep` snapshots, and parts of uncommitted ones up to this one.
+  def _prune(self, snapshot: int, keep: int) -> Job:
+    """Deletes old snapshots, and parts of uncommitted ones up to this one.
 
     While the role ends, and so perhaps the run, uncommitted parts stay: other roles may still be
     writing theirs.
@@ -198,49 +228,8 @@ class Saver:
     try:
       self.storage.prune(keep, 0 if self._worker.ending else snapshot)
     except Exception as error:
-      warn(f"old checkpoints cannot be deleted: {type(error).__name__}: {error}. The run goes on.")
+      warn(f"old checkpoints cannot be deleted: {brief(error)}. The run goes on.")
     yield None
-
-  def _commit(
-    self,
-    snapshot: int,
-    shards: set[str],
-    learners: Callable[[], Collection[str]],
-    patience_seconds: float,
-    may_lack: bool,
-  ) -> Job:
-    started = self._time.now()
-    known = {*shards, *learners()}  # other roles may have left a part before the run went on
-    grew_at, sizes = started, self.storage.growth(snapshot, known)
-    while True:
-      # Read before the parts are: a part that arrives in between is not counted as late.
-      now, ending = self._time.now(), self._worker.ending
-      declined = self.storage.declined(snapshot)
-      metas = self.storage.metas(snapshot)
-      states = {role: meta["state"] for role, meta in metas.items() if role in known}
-      roles = consistent(states, shards)
-      missing = {*shards, *learners()} - declined - roles
-      late = ending or now - grew_at > patience_seconds
-      most = now - started > MOST_PATIENCE * patience_seconds
-      if late and missing and not (ending or most):  # a part that grows is still being written
-        grown = self.storage.growth(snapshot, known)
-        if any(grown[role] > sizes[role] for role in missing & known):
-          grew_at, sizes, late = now, grown, False
-      needed = shards if may_lack else {*shards, *learners()}
-      refused = declined & needed
-      if late or refused:
-        missing = needed - roles
-      if not missing:
-        break
-      if late or refused:
-        self.recorder.record(events.Uncommitted(snapshot=snapshot, missing=tuple(sorted(missing))))
-        return
-      look_seconds = LOOK_SHARE * (self._time.now() - started)
-      yield self._time.now() + min(max(look_seconds, LOOK_SECONDS), LOOK_SECONDS_MOST)
-    self.storage.commit(snapshot, roles)
-    took, lacks = round(self._time.now() - started, 3), tuple(sorted(known - roles))
-    mine = tuple(sorted(roles))
-    self.recorder.record(events.Snapshot(snapshot=snapshot, roles=mine, lacks=lacks, seconds=took))
 
 
 def consistent(states: Mapping[str, Mapping[str, Any]], shards: Collection[str]) -> set[str]:
@@ -250,10 +239,8 @@ def consistent(states: Mapping[str, Mapping[str, Any]], shards: Collection[str])
   same number does not fit. A learner's is left out; with a shard's there is no snapshot until that
   part is replaced.
   """
-  names = {state["key"]: role for role, state in states.items()}
-  snapshot = {
-    s["key"]: {int(who): n for who, n in s["vector_clock"].items()} for s in states.values()
-  }
+  names = {str(state["key"]): role for role, state in states.items()}  # text, as in JSON
+  snapshot = {str(state["key"]): state["vector_clock"] for state in states.values()}
   while bad := clock_violations(snapshot):
     # A learner of which others know more is too old; a learner that knows more of a shard is too
     # new.
@@ -263,10 +250,6 @@ def consistent(states: Mapping[str, Mapping[str, Any]], shards: Collection[str])
     for key in odd:
       del snapshot[key]
   return {names[key] for key in snapshot}
-
-
-def _reason(error: Exception) -> str:
-  return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 
 def _lower_priority() -> None:

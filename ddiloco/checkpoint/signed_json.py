@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import io
 import json
@@ -19,66 +18,54 @@ SignedJson = dict[str, Any]
 PAUSES_SECONDS = (0.1, 1.0, 4.0)  # before a failed read is repeated
 T = TypeVar("T")
 
-# Errors that say what is at a path; all others mean that the file system cannot tell just now.
-_TELLING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
-_BUSY = (  # how TensorStore begins the errors of a bucket that does not answer, or not this time
-  *("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "ABORTED", "UNKNOWN"),
-  *("PERMISSION_DENIED", "UNAUTHENTICATED"),
-)
-_NETWORK = {"aiohttp", "gcsfs", "google", "requests"}  # packages that raise network errors
 
-
-class Damaged(Exception):
-  """A file that must not be restored. The text names the path and what is wrong with it."""
+class Damaged(OSError):
+  """What must not be restored, or cannot be read. The text names the path and what is wrong."""
 
   def __init__(self, path: epath.Path, what: str):
     super().__init__(f"{path}: {what}")
 
 
-class Unreadable(Damaged):
-  """A file that could not be read this time. Its content is unknown, and may be whole."""
+def patiently(path: epath.Path, read: Callable[[], T]) -> T:
+  """What `read` returns of `path`. It is called again after pauses while it fails: a disk or a
+  network may answer the next time.
+
+  Raises:
+    Damaged: `read` raises it, or nothing is there, or it still fails.
+  """
+  pauses = list(PAUSES_SECONDS)
+  while True:
+    try:
+      return read()
+    except Damaged:
+      raise
+    except Exception as error:  # of Orbax, TensorStore, file systems: all kinds
+      if is_missing(error):
+        raise Damaged(path, "is missing") from None
+      if not pauses:
+        raise Damaged(path, f"cannot be read ({brief(error)})") from error
+    time.sleep(pauses.pop(0))
 
 
-def not_read(path: epath.Path, what: str, error: Exception) -> Damaged:
-  """The exception for an error while reading: Unreadable if the error is passing, else Damaged."""
-  kind = Unreadable if is_passing(error) else Damaged
-  return kind(path, f"{what} ({brief(error)})")
+def is_missing(error: Exception) -> bool:
+  """Whether a file system says that nothing is at a path."""
+  named = type(error).__name__ == "NotFoundError"  # of TensorFlow's file systems
+  return named or isinstance(error, FileNotFoundError | NotADirectoryError)
 
 
-def is_passing(error: Exception) -> bool:
-  """Whether an error comes from a disk or a network, and so says nothing of the content."""
-  code = _errno(error)
-  if code is not None:
-    return code not in _TELLING
-  if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
-    return False  # raised without an errno
-  package = type(error).__module__.partition(".")[0]
-  return isinstance(error, OSError) or package in _NETWORK or str(error).startswith(_BUSY)
+def write(path: epath.Path, content: Mapping[str, Any]) -> SignedJson:
+  """Writes a record whole or not at all: by a rename, or on an object store a copy, as atomic.
 
+  Its content is on the disk before it has its name: what it takes the place of may be deleted next.
 
-def _errno(error: Exception) -> int | None:
-  """The errno behind an error; TensorStore raises ValueErrors, with the errno in their text."""
-  if isinstance(error, OSError):
-    return error.errno
-  found = re.search(r"os_error_code='(\d+)'", str(error))
-  return int(found[1]) if found else None
-
-
-def sign(content: Mapping[str, Any]) -> SignedJson:
-  """The content as a reader will see it (JSON: lists for tuples), and a digest of that.
+  Returns:
+    The content as a reader will see it (JSON: lists for tuples), and a digest of that.
 
   Raises:
     TypeError: JSON has no such value.
   """
   signed = json.loads(json.dumps(dict(content)))
-  return {**signed, "digest": _digest(signed)}
-
-
-def write(path: epath.Path, signed: SignedJson) -> None:
-  """Writes a file whole or not at all: by a rename, or on an object store a copy, as atomic.
-
-  Its content is on the disk before it has its name: what it takes the place of may be deleted next.
-  """
+  signed = {**signed, "digest": _digest(signed)}
   temporary = path.with_name(f"{path.name}.tmp")
   with temporary.open("w") as file:
     file.write(json.dumps(signed))
@@ -86,6 +73,7 @@ def write(path: epath.Path, signed: SignedJson) -> None:
     with contextlib.suppress(AttributeError, io.UnsupportedOperation):  # no file, but an object
       os.fsync(file.fileno())
   temporary.replace(path)
+  return signed
 
 
 def read(path: epath.Path, expected: Mapping[str, Any]) -> SignedJson:
@@ -95,14 +83,13 @@ def read(path: epath.Path, expected: Mapping[str, Any]) -> SignedJson:
     expected: fields that the record must have, with these values.
 
   Raises:
-    Damaged: the file is missing, changed, or of something else; Unreadable: it may be whole.
+    Damaged: the file is missing, changed, of something else, or cannot be read.
   """
+  text = patiently(path, path.read_bytes)
   try:
-    signed = json.loads(path.read_text())
-  except FileNotFoundError:
-    raise Damaged(path, "is missing") from None
-  except Exception as error:  # not text, not JSON, a folder, denied, a disk that fails, ...
-    raise not_read(path, "cannot be read", error) from error
+    signed = json.loads(text)
+  except (ValueError, RecursionError) as error:
+    raise Damaged(path, f"cannot be read ({brief(error)})") from error
   digest = signed.pop("digest", None) if isinstance(signed, dict) else None
   if digest is None or digest != _digest(signed):
     raise Damaged(path, "is not what was written (its digest differs)")
@@ -120,49 +107,38 @@ def one_error(path: epath.Path) -> Iterator[None]:
   """
   try:
     yield
-  except Exception as error:
-    code, named = _errno(error), getattr(error, "filename", None)
-    if code is not None and named is None:  # a full disk, a quota, a limit on file sizes, ...
-      raise OSError(code, os.strerror(code), str(path)) from error
-    if isinstance(error, OSError):
+  except OSError as error:
+    if error.errno is None or error.filename is not None:
       raise
+    raise OSError(error.errno, error.strerror, str(path)) from error
+  except Exception as error:
+    if found := re.search(r"os_error_code='(\d+)'", str(error)):  # a full disk, a quota, ...
+      raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
     raise OSError(f"{path}: {brief(error)}") from error
 
 
-def patiently(read: Callable[[], T]) -> T:
-  """What `read` returns; it is called again after pauses while the file system fails."""
-  for pause in PAUSES_SECONDS:
-    try:
-      return read()
-    except (Unreadable, OSError) as error:
-      if isinstance(error, OSError) and not is_passing(error):
-        raise
-      time.sleep(pause)
-  return read()
-
-
 def listed(path: epath.Path) -> list[str]:
-  """The names in a folder; [] if it is missing, which `exists` would not tell from a failure.
+  """The names in a folder; [] where there is none.
 
   Raises:
-    OSError: the file system cannot be asked.
+    Damaged: it cannot be listed.
   """
-  with one_error(path):
+
+  def names() -> list[str]:
     try:
       return sorted(inside.name for inside in path.iterdir())
-    except FileNotFoundError:
-      return []
     except Exception as error:
-      missing = type(error).__name__ == "NotFoundError"  # of TensorFlow's file systems
-      above = isinstance(error, NotADirectoryError) and not path.exists()
-      if not (missing or above):
-        raise
-      return []
+      if is_missing(error):
+        return []
+      raise
+
+  return patiently(path, names)
 
 
 def brief(error: Exception) -> str:
   """One line with both ends of the text: TensorStore says first what failed, and last why."""
-  text, *_ = " ".join(f"{type(error).__name__}: {error}".split()).split(" [tensorstore_spec=")
+  kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
+  text, *_ = " ".join(f"{kind}{error}".split()).split(" [tensorstore_spec=")
   return text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}"
 
 

@@ -25,23 +25,21 @@ import functools
 import os
 import re
 import zlib
-from collections.abc import Callable, Collection, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Set
 from typing import Any, TypeVar
 
 import fsspec
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from etils import epath
 
 from ddiloco.checkpoint import signed_json, weights
-from ddiloco.checkpoint.signed_json import Damaged, SignedJson, Unreadable
+from ddiloco.checkpoint.signed_json import Damaged, SignedJson
 
 # --- Flat trees name -> array at rest: Orbax writes and reads them, fingerprints prove them
 # A fingerprint is {"shape": [...], "dtype": "float32", "crc32": ...} over the bytes in C order.
 # Orbax keeps checksums of its own over its indices, but none over the values.
 
-Arrays = Mapping[str, jax.Array | np.ndarray]
 Fingerprint = dict[str, Any]
 
 
@@ -79,56 +77,26 @@ def write_all(
       window[name] = host
     del host
     if window and (not arrays or sum(v.nbytes for v in window.values()) >= WINDOW_BYTES):
-      write(folder / str(len(windows)), window)
+      weights.write(folder / str(len(windows)), window)
       windows.append(list(window))
       window = {}
   return found, windows
 
 
-def write(path: epath.Path, window: dict[str, np.ndarray]) -> None:
-  """Writes one window, all of it or nothing."""
-  with weights.one_save(), _checkpointer() as checkpointer:
-    checkpointer.save(path, args=ocp.args.PyTreeSave(window), force=True)
-  weights.to_disk(path)
-
-
-def read(path: epath.Path, wanted: Mapping[str, Fingerprint]) -> dict[str, np.ndarray]:
+def read(
+  path: epath.Path, window: Collection[str], wanted: Mapping[str, Fingerprint]
+) -> dict[str, np.ndarray]:
   """The arrays `wanted` of one window, on the host, bit by bit as they were written.
 
   Raises:
-    Exception: they cannot be read, or are not what their fingerprints say.
+    Damaged: they are not what their fingerprints say.
+    Exception: they cannot be read.
   """
-  host = ocp.RestoreArgs(restore_type=np.ndarray)
-  arguments = ocp.args.PyTreeRestore(
-    item=dict.fromkeys(wanted, 0),  # the 0 comes back where the checkpoint has no such name
-    restore_args=dict.fromkeys(wanted, host),
-    partial_restore=True,
-  )
-  checkpointer = _checkpointer()
-  try:
-    found = checkpointer.restore(path, args=arguments)
-  finally:
-    with contextlib.suppress(Exception):  # the fingerprints decide whether the read was good
-      checkpointer.close()
+  found = weights.read(path, dict.fromkeys(window, 0), wanted)
   for name, expected in wanted.items():
-    if not isinstance(found[name], np.ndarray):
-      raise ValueError(f"array {name!r} is missing")
     if (actual := fingerprint(found[name])) != expected:
-      raise ValueError(f"array {name!r} is {actual}, but {expected} was saved")
-  return {name: found[name] for name in wanted}
-
-
-def _checkpointer() -> ocp.Checkpointer:
-  """A checkpointer that saves in the caller's thread, and is done when the call returns.
-
-  Uncompressed: weights hardly shrink, and a learner trains meanwhile. One database (OCDBT, Orbax'
-  default) suits object stores better than one file per array. Only this process takes part, also
-  where JAX has joined others: Orbax would wait for them inside a program on the devices.
-  """
-  me = jax.process_index()
-  alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
-  handler = ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=alone)
-  return ocp.Checkpointer(handler, multiprocessing_options=alone)
+      raise Damaged(path.parent, f"array {name!r} is {actual}, but {expected} was saved")
+  return found
 
 
 FORMAT = 5
@@ -136,6 +104,7 @@ WINDOW_BYTES = 128 << 20  # of arrays that are on the host at once, beside the l
 MANIFEST = "manifest.json"
 META = "meta.json"
 ARRAYS = "arrays"
+ROLE = re.compile(r"[A-Za-z0-9-]+")
 DECLINED = ".declined"  # 00000200/learner-3.declined: why learner 3 will save no part
 ASIDE = "aside"  # 00000200.aside: no snapshot any more, never touched again
 
@@ -151,12 +120,10 @@ Place = Callable[[str, np.ndarray], Any]  # (name, array) -> what a part has in 
 class Part:
   """What one role saved for one snapshot, checked."""
 
-  role: str
   snapshot: int
   incarnation: int  # of the role, when it saved this
   state: dict[str, Any]
   arrays: dict[str, Any]  # as `Place` has made them
-  digest: str  # of its meta, and through that of everything in it
 
 
 class Storage:
@@ -204,27 +171,25 @@ class Storage:
         part.mkdir(parents=True, exist_ok=True)
         self._note(snapshot, role).unlink(missing_ok=True)
         found, windows = write_all(part / ARRAYS, arrays)
-        meta = signed_json.sign(
-          {
-            **self._expected("part", snapshot),
-            "role": role,
-            "incarnation": incarnation,
-            "state": dict(state),
-            "arrays": found,
-            "windows": windows,
-          }
-        )
-        signed_json.write(part / META, meta)
+        meta = {
+          **self._expected("part", snapshot),
+          "role": role,
+          "incarnation": incarnation,
+          "state": dict(state),
+          "arrays": found,
+          "windows": windows,
+        }
+        signed = signed_json.write(part / META, meta)
         # A new life of this role may be deleting the part (`_forget`): both sides write first and
         # look afterwards.
-        if {str(n) for n in range(len(windows))}.difference(self._names(part / ARRAYS)):
+        if {str(n) for n in range(len(windows))}.difference(signed_json.listed(part / ARRAYS)):
           raise OSError(f"{part}: was deleted while it was written")
     except OSError:
       # Frees room for other parts. If that fails too, the first error is raised: it tells more.
       with contextlib.suppress(OSError), signed_json.one_error(part):
         _delete(part)
       raise
-    return meta
+    return signed
 
   def meta(self, snapshot: int, role: str, committed: str = "") -> SignedJson:
     """The meta of a complete part: "state", "incarnation", "arrays", "digest", ...
@@ -238,7 +203,7 @@ class Storage:
     """
     path = self._part(snapshot, role) / META
     expected = {**self._expected("part", snapshot), "role": role}
-    meta = signed_json.patiently(lambda: signed_json.read(path, expected))
+    meta = signed_json.read(path, expected)
     if committed not in ("", meta["digest"]):
       raise Damaged(path.parent, "is not the part that was committed")
     return meta
@@ -276,11 +241,12 @@ class Storage:
     for number, window in enumerate(meta["windows"]):
       mine = {name: wanted[name] for name in window if name in wanted}
       if mine:
-        read = signed_json.patiently(functools.partial(_read_arrays, path, number, mine))
+        reads = functools.partial(read, path / str(number), window, mine)
+        found = signed_json.patiently(path, reads)
         for name in mine:  # one after the other: what is placed is let go of here
-          arrays[name] = place(name, read.pop(name))
+          arrays[name] = place(name, found.pop(name))
     arrays = {name: arrays[name] for name in wanted}
-    return Part(role, snapshot, meta["incarnation"], meta["state"], arrays, meta["digest"])
+    return Part(snapshot, meta["incarnation"], meta["state"], arrays)
 
   def decline(self, snapshot: int, role: str, reason: str) -> None:
     """Leaves a note that this role will save no part, so that no role waits for one.
@@ -299,7 +265,7 @@ class Storage:
     Raises:
       OSError: the file system cannot be asked.
     """
-    names = self._names(self._snapshot(snapshot))
+    names = signed_json.listed(self._snapshot(snapshot))
     return {name.removesuffix(DECLINED) for name in names if name.endswith(DECLINED)}
 
   def growth(self, snapshot: int, roles: Collection[str]) -> dict[str, int]:
@@ -322,7 +288,7 @@ class Storage:
       OSError: the file system cannot be asked.
     """
     found = {}
-    for role in self._roles(snapshot):
+    for role in sorted(self._roles(snapshot)):
       with contextlib.suppress(Damaged):  # usually a part that is not complete yet
         found[role] = self.meta(snapshot, role)
     return found
@@ -337,18 +303,16 @@ class Storage:
       OSError: the manifest cannot be written.
     """
     digests = self._digests(snapshot, roles)
-    manifest = signed_json.sign({**self._expected("manifest", snapshot), "parts": digests})
     path = self._snapshot(snapshot) / MANIFEST
     with signed_json.one_error(path):
-      signed_json.write(path, manifest)
+      signed_json.write(path, {**self._expected("manifest", snapshot), "parts": digests})
     try:
-      same = self._digests(snapshot, roles) == digests
-    except Damaged as damage:
-      same = isinstance(damage, Unreadable)
-    if not same:  # a new incarnation of a role has just deleted its part (`_forget`)
+      if self._digests(snapshot, roles) != digests:
+        raise Damaged(path, "is withdrawn: a part was replaced while it was committed")
+    except Damaged:  # a new incarnation of a role has just deleted its part (`_forget`)
       with signed_json.one_error(path):
         path.rmtree(missing_ok=True)  # a file too
-      raise Damaged(path, "was withdrawn: a part was replaced while it was committed")
+      raise
 
   def is_committed(self, snapshot: int) -> bool:
     """Whether the snapshot has a manifest, unchecked: then its parts must not be replaced.
@@ -356,10 +320,7 @@ class Storage:
     Raises:
       OSError: the file system cannot be asked.
     """
-    try:
-      return MANIFEST in self._names(self._snapshot(snapshot))
-    except NotADirectoryError:  # a file of another program with such a name
-      return False
+    return MANIFEST in signed_json.listed(self._snapshot(snapshot))
 
   def _digests(self, snapshot: int, roles: Collection[str]) -> dict[str, str]:
     return {role: self.meta(snapshot, role)["digest"] for role in sorted(roles)}
@@ -371,9 +332,7 @@ class Storage:
       Damaged: the manifest is missing, or is not what was committed for this snapshot and plan.
     """
     path = self._snapshot(snapshot) / MANIFEST
-    return signed_json.patiently(
-      lambda: signed_json.read(path, self._expected("manifest", snapshot))
-    )
+    return signed_json.read(path, self._expected("manifest", snapshot))
 
   def committed(self) -> list[int]:
     """Snapshots that have a manifest, unchecked, the newest first.
@@ -392,39 +351,38 @@ class Storage:
       OSError: of `read`, for a reason beside the storage: it has lost another host, for example.
     """
 
-    def skip(why: str) -> None:
-      tried.append(why)
-      self._warn(why)
+    def skip(which: str, error: Exception) -> None:
+      tried.append(f"{which} skipped: {signed_json.brief(error)}")
+      self._warn(tried[-1])
 
     try:
       snapshots = self._snapshots()
-    except OSError as error:
-      skip(f"checkpoints cannot be searched: {error}")
+    except Damaged as error:
+      skip("checkpoints", error)
       return None
     for snapshot in snapshots:
       try:
-        committed = self.is_committed(snapshot)
-      except OSError as error:
-        skip(f"checkpoint skipped: {error}")
-        continue
-      try:
-        if committed and (found := read(snapshot)) is not None:
+        if self.is_committed(snapshot) and (found := read(snapshot)) is not None:
           return found
-      except Damaged as error:
-        skip(f"checkpoint skipped: {error}")
-      except (KeyError, TypeError, ValueError) as error:
-        skip(f"checkpoint {snapshot} skipped: {type(error).__name__}: {error}")
+      except (Damaged, KeyError, TypeError, ValueError) as error:
+        skip(f"checkpoint {snapshot}", error)
     return None
 
-  def find(self, role: str, place: Place = lambda name, value: value) -> Part | None:
-    """The newest committed and undamaged part of `role`, or None; warns of each one skipped.
+  def find(
+    self,
+    role: str,
+    place: Place = lambda name, value: value,
+    use: Callable[[Part], Any] = lambda part: part,
+  ) -> Any | None:
+    """What `use` makes of the newest committed part of `role` that is undamaged, and of which it
+    makes something; None if there is none. Warns of each one skipped.
 
     Snapshots without this role are skipped without a warning.
     """
 
-    def part(snapshot: int) -> Part | None:
+    def part(snapshot: int) -> Any | None:
       digest = self.manifest(snapshot)["parts"].get(role)
-      return digest and self.load(snapshot, role, place, committed=digest)
+      return digest and use(self.load(snapshot, role, place, committed=digest))
 
     return self.newest(part, [])
 
@@ -436,35 +394,29 @@ class Storage:
     and the next call tries again.
 
     Args:
-      keep: how many.
+      keep: how many, at least 1.
       over: this snapshot and those before it will not be committed any more: their parts would fill
         the disk as long as no snapshot can be committed.
 
     Raises:
       OSError: the file system cannot be asked.
     """
-    if keep < 1:
-      raise ValueError(f"keep = {keep}: must be at least 1, or nothing could be restored")
     committed = self.committed()
     newer: set[str] = set()  # roles that have a part in a newer snapshot
     begun: set[str] = set()  # the same, also if that part is not complete
     for snapshot in self._snapshots():
       roles = set[str]()
       try:
-        parts = {*self._roles(snapshot)}
+        parts = self._roles(snapshot)
         last, begun = parts - begun, begun | parts
         if snapshot > max([over, *committed]):
           continue  # its parts are still being saved
-        if snapshot not in committed:
-          self._forget_all(snapshot, self._written(snapshot, last))
-          continue
-        roles = self.manifest(snapshot)["parts"].keys() - newer
+        whole = snapshot in committed
+        roles = self.manifest(snapshot)["parts"].keys() - newer if whole else set()
         if snapshot not in committed[:keep]:
-          self._delete_but(snapshot, roles, self._written(snapshot, last))
-      except Damaged as damage:  # another run's, or unreadable: not ours to delete
-        self._warn(f"old checkpoint stays: {damage}")
-      except OSError as error:
-        self._warn(f"old checkpoint cannot be deleted: {error}")
+          self._clear(snapshot, whole, roles, last)
+      except OSError as error:  # also if it is another run's, or unreadable: not ours to delete
+        self._warn(f"old checkpoint stays: {error}")
       newer |= roles
 
   def forget(self, role: str = "") -> None:
@@ -480,19 +432,26 @@ class Storage:
     """
     for snapshot in self._snapshots():
       if not self.is_committed(snapshot):
-        self._forget(snapshot, role) if role else self._forget_all(snapshot)
+        self._forget(snapshot, role) if role else self._clear(snapshot, False)
 
-  def _written(self, snapshot: int, roles: Collection[str]) -> set[str]:
-    """Those of the roles whose part is not complete: they may be writing it, one at a time."""
-    path = self._snapshot(snapshot)
-    return {role for role in roles if META not in self._names(path / role)}
+  def _clear(
+    self, snapshot: int, whole: bool, roles: Set[str] = frozenset(), last: Set[str] = frozenset()
+  ) -> None:
+    """Deletes a snapshot; no remainder ever looks more complete than it is.
 
-  def _forget_all(self, snapshot: int, but: Collection[str] = ()) -> None:
+    Args:
+      whole: it is committed.
+      roles: whose parts stay.
+      last: roles that have begun no newer part: one without a meta may still be written, and stays.
+    """
     path = self._snapshot(snapshot)
-    for role in set(self._roles(snapshot)).difference(but):
-      self._forget(snapshot, role)
-    if not but and not self.is_committed(snapshot):  # without any part none can commit it any more
-      with signed_json.one_error(path):
+    with signed_json.one_error(path):
+      stay = roles | {role for role in last if META not in signed_json.listed(path / role)}
+      if whole and not roles:
+        (path / MANIFEST).rmtree(missing_ok=True)  # a file too
+      for role in self._roles(snapshot) - stay:
+        _delete(path / role) if whole else self._forget(snapshot, role)
+      if not stay and (whole or not self.is_committed(snapshot)):
         path.rmtree(missing_ok=True)
 
   def _forget(self, snapshot: int, role: str) -> None:
@@ -502,7 +461,7 @@ class Storage:
       # Shard 0 may commit the snapshot at this moment. Both sides write first and look afterwards,
       # so at least one of them sees the other, and gives way (`commit`).
       meta, hidden = folder / role / META, folder / role / f"{META}.old"
-      if META in self._names(folder / role):
+      if META in signed_json.listed(folder / role):
         meta.replace(hidden)
         if self.is_committed(snapshot):
           hidden.replace(meta)
@@ -524,7 +483,7 @@ class Storage:
     moved = []
     for snapshot in self.committed():
       if snapshot > newer_than:
-        path, names = self._snapshot(snapshot), self._names(self.path)
+        path, names = self._snapshot(snapshot), signed_json.listed(self.path)
         aside = (f"{path.name}.{ASIDE}{n or ''}" for n in range(len(names) + 1))
         target = path.with_name(next(name for name in aside if name not in names))
         with signed_json.one_error(path):
@@ -538,49 +497,23 @@ class Storage:
     return self.path / f"{snapshot:08d}"
 
   def _part(self, snapshot: int, role: str) -> epath.Path:
-    if not _is_role(role):
+    if not ROLE.fullmatch(role):
       raise ValueError(f"role {role!r}: must be letters, digits and '-' (learner-3), for a folder")
     return self._snapshot(snapshot) / role
 
   def _note(self, snapshot: int, role: str) -> epath.Path:
     return self._snapshot(snapshot) / f"{role}{DECLINED}"
 
-  def _names(self, path: epath.Path) -> list[str]:
-    return signed_json.patiently(lambda: signed_json.listed(path))
-
   def _snapshots(self) -> list[int]:
-    numbers = {int(name) for name in self._names(self.path) if re.fullmatch(r"[0-9]{8,}", name)}
-    return sorted(numbers, reverse=True)
+    names = signed_json.listed(self.path)
+    return sorted((int(name) for name in names if re.fullmatch(r"[0-9]{8,}", name)), reverse=True)
 
-  def _roles(self, snapshot: int) -> list[str]:
+  def _roles(self, snapshot: int) -> set[str]:
     """The roles that have a part, complete or not."""
-    return [*filter(_is_role, self._names(self._snapshot(snapshot)))]
-
-  def _delete_but(self, snapshot: int, roles: set[str], written: set[str]) -> None:
-    """Deletes all other parts, without `roles` the snapshot; no remainder ever looks more complete
-    than it is. Parts that may be `written` at this moment stay."""
-    path = self._snapshot(snapshot)
-    with signed_json.one_error(path):
-      if not roles:
-        (path / MANIFEST).rmtree(missing_ok=True)
-      for role in set(self._roles(snapshot)).difference(roles, written):
-        _delete(path / role)
-      if not roles | written:
-        path.rmtree(missing_ok=True)
+    return {*filter(ROLE.fullmatch, signed_json.listed(self._snapshot(snapshot)))}
 
   def _expected(self, kind: str, snapshot: int) -> SignedJson:
     return {"format": FORMAT, "kind": kind, "plan": self._plan_id, "snapshot": snapshot}
-
-
-def _read_arrays(path: epath.Path, number: int, wanted: Mapping[str, Any]) -> dict[str, np.ndarray]:
-  try:
-    return read(path / str(number), wanted)
-  except Exception as error:  # on damage Orbax and the layers below raise all kinds of errors
-    raise signed_json.not_read(path, "cannot be restored", error) from error
-
-
-def _is_role(name: str) -> bool:
-  return re.fullmatch(r"[A-Za-z0-9-]+", name) is not None
 
 
 def _delete(part: epath.Path) -> None:

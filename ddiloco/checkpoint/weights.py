@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import re
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -26,10 +25,11 @@ import safetensors
 import safetensors.numpy
 from etils import epath
 
-from ddiloco.checkpoint import signed_json
-from ddiloco.checks import ConfigError, require
+from ddiloco.checkpoint.signed_json import brief, one_error
+from ddiloco.checks import ConfigError, refusal, require
 from ddiloco.observe.guards import warn
 
+Params = dict[str, np.ndarray]
 SUFFIX = ".safetensors"
 # Name in a safetensors header -> NumPy's name.
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -95,15 +95,13 @@ def absolute(path: str | os.PathLike, field: str = "weights") -> epath.Path:
   try:
     there = epath.Path(path)
   except KeyError as error:  # epath's word for it
-    said = f"{field} = {str(path)!r}: there is no object store of the kind {error}"
-    raise ConfigError(f"{said}. Fix: give a folder, or gs://BUCKET/PATH.") from None
+    rule = f"there is no object store of the kind {error}"
+    raise refusal(field, str(path), rule, "give a folder, or gs://BUCKET/PATH") from None
   there = there if there.is_absolute() else there.absolute()
   odd = [c for c in str(there) if c in _ODD or "\ud800" <= c <= "\udfff"]  # or what is no UTF-8
   if odd and there.suffix != SUFFIX:
-    raise ConfigError(
-      f"{field} = {str(there)!r}: no path of a checkpoint may have a {odd[0]!r}. Fix: rename the"
-      " folder, or choose another."
-    )
+    fix = "rename the folder, or choose another"
+    raise refusal(field, str(there), f"no path of a checkpoint may have a {odd[0]!r}", fix)
   return there
 
 
@@ -146,62 +144,58 @@ def save(
     raise OSError(errno.ENOENT, f"is a link to {target}, where nothing is", str(path))
   target.parent.mkdir(parents=True, exist_ok=True)
   params, metadata = dict(params), dict(metadata or {})
-  if target.name.endswith(SUFFIX):
-    _save_file(target, params, metadata)
-  else:  # a bucket renames by copying: Orbax' own marker tells what is whole
-    with signed_json.one_error(target):
-      (_save_checkpoint if "://" in str(target) else _save_folder)(target, params, metadata)
+  with one_error(target):
+    if "://" in str(target):  # a bucket renames by copying: Orbax' own marker tells what is whole
+      write(target, params, metadata)
+    else:
+      _replace(target, params, metadata)
   return target
 
 
-Params = dict[str, np.ndarray]
+def checkpointer() -> ocp.Checkpointer:
+  """A checkpointer that saves in the caller's thread, and is done when the call returns.
+
+  Uncompressed: weights hardly shrink, and a learner trains meanwhile. One database (OCDBT, Orbax'
+  default) suits object stores better than one file per array. Only this process takes part, also
+  where JAX has joined others: Orbax would wait for them inside a program on the devices.
+  """
+  me = jax.process_index()
+  alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
+  handler = ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=alone)
+  return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
-def _save_checkpoint(target: epath.Path, params: Params, metadata: dict[str, str]) -> None:
-  with one_save(), ocp.StandardCheckpointer() as checkpointer:
-    checkpointer.save(target, params, force=True, custom_metadata=metadata)
-  to_disk(target)
-
-
-def to_disk(checkpoint: epath.Path) -> None:
-  """Waits until Orbax' own files, without which the arrays cannot be read, are on the disk too."""
-  if "://" in str(checkpoint):  # objects are where they stay
+def write(path: epath.Path, arrays: Params, metadata: dict[str, str] | None = None) -> None:
+  """Writes an Orbax checkpoint, all of it or nothing; replaces what was there."""
+  with one_save(), checkpointer() as orbax:
+    orbax.save(path, args=ocp.args.PyTreeSave(arrays), force=True, custom_metadata=metadata)
+  if "://" in str(path):  # objects are where they stay
     return
-  for file in checkpoint.iterdir():
+  for file in path.iterdir():  # Orbax' own files, without which the arrays cannot be read
     if file.is_file():
       with file.open("rb") as opened:
         os.fsync(opened.fileno())
 
 
-@contextlib.contextmanager
-def sole_save(path: str | os.PathLike) -> Iterator[None]:
-  """In this context a save to a local `path` may be made; what killed ones have left is deleted.
-
-  It stays while another process saves in the same folder, and where the file system has no locks.
-
-  Raises:
-    OSError: the folder cannot be made.
-  """
-  folder = followed(path).parent
-  folder.mkdir(parents=True, exist_ok=True)
-  lock = os.open(folder, os.O_RDONLY)
-  try:
-    with contextlib.suppress(OSError):
-      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-      clear(path)
-    with contextlib.suppress(OSError):
-      fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    yield
-  finally:
-    os.close(lock)
+def read(path: epath.Path, tree: Any, wanted: Collection[str]) -> Params:
+  """The arrays `wanted` of an Orbax checkpoint whose structure is that of `tree`, on the host."""
+  item = jax.tree_util.tree_map_with_path(
+    lambda path, leaf: leaf if _name(path) in wanted else ocp.PLACEHOLDER, tree
+  )
+  host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+  with checkpointer() as orbax:
+    found = _flat(orbax.restore(path, args=ocp.args.PyTreeRestore(item=item, restore_args=host)))
+  return {name: np.asarray(found[name]) for name in wanted}
 
 
 def clear(path: str | os.PathLike) -> None:
   """Ends what killed saves have begun beside `path`, and deletes their remainders.
 
-  Each is as large as the weights. No other save may be under way there. A remainder that cannot be
-  deleted stays.
+  Each is as large as the weights. Another save to this path that is under way fails. A remainder
+  that cannot be deleted stays.
   """
+  if "://" in str(path):
+    return
   target = followed(path)
   with contextlib.suppress(OSError):
     if (whole := standing(target)) != target:
@@ -235,43 +229,35 @@ def _discard(remainders: Iterable[epath.Path]) -> None:
       left.rmtree()
 
 
-def _save_folder(target: epath.Path, params: Params, metadata: dict[str, str]) -> None:
-  """Replaces an old checkpoint once the new one is whole; Orbax alone would delete it first.
+def _replace(target: epath.Path, params: Params, metadata: dict[str, str]) -> None:
+  """Replaces what was there once the new one is whole; Orbax alone would delete it first.
 
-  A kill between the two renames leaves both, whole, under other names: `standing` finds them.
+  A kill or an error between the two renames of a checkpoint leaves both, whole, under other names:
+  `standing` finds them.
   """
   tag = secrets.token_hex(TAG_DIGITS // 2)
   mine, old = (target.with_name(f".{target.name}.{tag}{end}") for end in ("", OLD))
   try:
-    _save_checkpoint(mine, params, metadata)
-    try:
+    if target.name.endswith(SUFFIX):
+      _write_file(mine, params, metadata)
+    else:
+      write(mine, params, metadata)
       if target.exists():
         target.rename(old)
-      mine.rename(target)
-    except BaseException:
-      if old.exists() and not target.exists():
-        old.rename(target)
-      raise
+    mine.replace(target)
   finally:
-    if standing(target) == target:  # else neither rename could be made, nor undone
+    if standing(target) == target:  # else only the remainders are whole
       _discard(_remainders(target, tag))  # also what Orbax leaves of a failed save
 
 
-def _save_file(target: epath.Path, params: Params, metadata: dict[str, str]) -> None:
-  mine = target.with_name(f".{target.name}.{secrets.token_hex(TAG_DIGITS // 2)}")
-  try:
-    mine.touch()
-    mode = os.stat(mine).st_mode  # what the umask allows; the library would allow only the owner
-    whole = {name: np.asarray(value, order="C") for name, value in params.items()}
-    safetensors.numpy.save_file(whole, mine, metadata)
-    os.chmod(mine, mode)
-    with open(mine, "rb") as file:
-      os.fsync(file.fileno())  # else a power cut could leave the name without the bytes
-    os.replace(mine, target)
-  except safetensors.SafetensorError as error:
-    raise OSError(str(error)) from error
-  finally:
-    mine.unlink(missing_ok=True)
+def _write_file(path: epath.Path, params: Params, metadata: dict[str, str]) -> None:
+  path.touch()
+  mode = os.stat(path).st_mode  # what the umask allows; the library would allow only the owner
+  whole = {name: np.asarray(value, order="C") for name, value in params.items()}
+  safetensors.numpy.save_file(whole, path, metadata)
+  os.chmod(path, mode)
+  with path.open("rb") as file:
+    os.fsync(file.fileno())  # else a power cut could leave the name without the bytes
 
 
 def locate(path: str | os.PathLike, field: str = "weights") -> epath.Path:
@@ -301,11 +287,9 @@ def leaves(path: str | os.PathLike, field: str = "weights") -> dict[str, Leaf]:
   with _reading(field, target):
     if target.name.endswith(SUFFIX):
       with safetensors.safe_open(target, framework="np") as file:
-        names = file.keys()
-        headers = {name: file.get_slice(name) for name in names}
-        kinds = {name: header.get_dtype() for name, header in headers.items()}
+        headers = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         return {
-          name: Leaf(tuple(header.get_shape()), _FLOATS.get(kinds[name], kinds[name]))
+          name: Leaf(tuple(header.get_shape()), _FLOATS.get(kind := header.get_dtype(), kind))
           for name, header in headers.items()
         }
     return {
@@ -326,14 +310,7 @@ def load(path: str | os.PathLike, field: str = "weights", only: str = "") -> dic
       with safetensors.safe_open(target, framework="np") as file:
         return {name: file.get_tensor(name) for name in ([only] if only else file.keys())}
     tree = _orbax_tree(target)
-    host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-    item = jax.tree_util.tree_map_with_path(
-      lambda path, leaf: leaf if only in ("", _name(path)) else ocp.PLACEHOLDER, tree
-    )
-    with ocp.PyTreeCheckpointer() as checkpointer:
-      arguments = ocp.args.PyTreeRestore(item=item, restore_args=host)
-      restored = _flat(checkpointer.restore(target, arguments))
-    return {name: np.asarray(restored[name]) for name in ([only] if only else restored)}
+    return read(target, tree, [only] if only else _flat(tree))
 
 
 def merged_tokens(path: str | os.PathLike) -> int:
@@ -359,14 +336,12 @@ def require_fit(
   Raises:
     ConfigError: names the first odd ones, what was found and what is expected.
   """
-  odd = []
-  for name in sorted(found.keys() | shapes.keys()):
-    if name not in found:
-      odd.append(f"{name} {shapes[name]} is missing")
-    elif name not in shapes:
-      odd.append(f"{name} {tuple(found[name].shape)} is none of the model's")
-    elif tuple(found[name].shape) != shapes[name]:
-      odd.append(f"{name} has shape {tuple(found[name].shape)}, where the model has {shapes[name]}")
+  there = {name: tuple(value.shape) for name, value in found.items()}
+  odd = [
+    f"{name} is {there.get(name, 'missing')}, and {shapes.get(name, 'nothing')} in the model"
+    for name in sorted(there.keys() | shapes.keys())
+    if there.get(name) != shapes.get(name)
+  ]
   more = f"; {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else ""
   require(
     not odd,
@@ -445,8 +420,5 @@ def _reading(field: str, target: epath.Path) -> Iterator[None]:
   except ConfigError:
     raise
   except Exception as error:
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    raise ConfigError(
-      f"{field} = {str(target)!r}: cannot be read ({text[:300]})."
-      " Fix: name a whole .safetensors file or plain Orbax checkpoint, or the workdir of a run."
-    ) from error
+    fix = "name a whole .safetensors file or plain Orbax checkpoint, or the workdir of a run"
+    raise refusal(field, str(target), f"cannot be read ({brief(error)})", fix) from error

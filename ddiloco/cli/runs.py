@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import threading
@@ -225,8 +224,8 @@ def export(arguments: list[str]) -> int:
   try:
     _refuse_target(to, overwrite)
     params = session.load_result(workdir, config)
-    with contextlib.nullcontext() if "://" in to else weights.sole_save(to):
-      written = weights.save(to, params, metadata)
+    weights.clear(to)
+    written = weights.save(to, params, metadata)
   except ConfigError:
     raise
   except Exception as error:  # object stores and Orbax raise exceptions of their own

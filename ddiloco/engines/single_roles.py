@@ -27,13 +27,12 @@ from ddiloco.observe.style import compact
 from ddiloco.protocol import events
 from ddiloco.protocol import syncer as syncer_rules
 from ddiloco.protocol.learner import unmerged_tokens
-from ddiloco.protocol.messages import NOTHING
 from ddiloco.protocol.states import LearnerState, SyncerState
 from ddiloco.roles import initial
 from ddiloco.roles.learner import Batches, Learner
 from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Runtime
-from ddiloco.workdir import COMPILED, RESULT, clear_stopped, require_writable
+from ddiloco.workdir import COMPILED, RESULT, clear_stopped
 
 if TYPE_CHECKING:  # its module imports JAX, which a shard need not have
   from ddiloco.training.data import Source
@@ -284,21 +283,14 @@ def _recover(
   config, plan = runner.config, runner.plan
   found, unfounded = _ask_buddy(runner, copies), restore.Unfounded((), "")
   restored, tried, storage = None, list[str](), runner.storage
-  # The former life may have gone on without its buddy, whose copies are then older than snapshots.
-  rounds = restore.newest_rounds(storage) if found and storage is not None else {}
-  copied = {p: committed.state.last_round for p, committed in found.items()}
-  wanted = [p for p in owned if p not in copied or rounds.get(p, NOTHING) > copied[p]]
-  if wanted and storage is not None:
-    restored = restore.restore_fragments(storage, plan, wanted, tried)
+  if storage is not None:
+    # The former life may have gone on without its buddy, whose copies are then older.
+    rounds = {p: committed.state.last_round for p, committed in found.items()}
+    restored = restore.restore_fragments(storage, plan, owned, tried, than=rounds)
   if restored is not None:
-    taken = {
-      p: committed
-      for p, committed in restored.fragments.items()  # may be old, if newer snapshots are damaged
-      if p not in copied or committed.state.last_round > copied[p]
-    }
-    found |= taken
-    if taken:
-      runner.say(f"has from snapshot {restored.snapshot}: fragments {sorted(taken)}")
+    found |= restored.fragments
+    if taken := sorted(restored.fragments):
+      runner.say(f"has from snapshot {restored.snapshot}: fragments {taken}")
   elif missing := [p for p in owned if p not in found]:
     for p, value in initial.initial_values(config, plan, missing).items():
       found[p] = new_fragment(plan.fragments[p], value)
@@ -376,9 +368,8 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
 
   config = runner.config
   result = runner.place.workdir / RESULT
-  require_writable(runner.place.workdir)  # refused now, not at the end when there is a result
+  clear_stopped(runner.place.workdir)  # refused now, not at the end when there is a result
   weights.followed(result, "--workdir")
-  clear_stopped(runner.place.workdir)
   measure = loss = None
   if config.run.evaluations:
     runner.ready = lambda: "reading the held-out data"

@@ -311,12 +311,11 @@ class Syncer(WorkingRole):
     if self.state.shard or useless:
       self._saver.save(action.snapshot, *result)
     else:
-      then = functools.partial(self._commit_snapshot, action)
-      at_last = functools.partial(self._saver.prune, self.config.checkpoint.keep)
-      self._saver.save(action.snapshot, *result, then, at_last)
+      commit = functools.partial(self._commit_snapshot, action)
+      self._saver.save(action.snapshot, *result, commit, self.config.checkpoint.keep)
     yield None
 
-  def _commit_snapshot(self, action: TakeSnapshot, snapshot: int) -> Job:
+  def _commit_snapshot(self, action: TakeSnapshot) -> Job:
     """Job of the saver: commits the snapshot once all expected learners have saved their parts.
 
     Expected are the learners of the capture that still live in the same incarnation.
@@ -332,8 +331,8 @@ class Syncer(WorkingRole):
       ]
 
     shards = [f"syncer-{s}" for s in range(self.config.sync.num_shards)]
-    patience_seconds, may_lack = settings.patience_seconds, not self.config.sync.blocking
-    return self._saver.commit_when_complete(snapshot, shards, expected, patience_seconds, may_lack)
+    how = settings.patience_seconds, not self.config.sync.blocking
+    return self._saver.commit_when_complete(action.snapshot, shards, expected, *how)
 
   # --- messages and log lines ---------------------------------------------------------------------
 

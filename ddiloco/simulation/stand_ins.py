@@ -232,10 +232,12 @@ class VirtualStorage:
     self._declined: dict[int, set[str]] = {}  # by snapshot, roles that will save no part
     self._world = world
 
-  def find(self, role: str, place: Callable[[str, Any], Any]) -> SavedPart | None:
-    """Its part of the newest committed snapshot that has one."""
+  def find(
+    self, role: str, place: Callable[[str, Any], Any], use: Callable[[SavedPart], Any]
+  ) -> Any | None:
+    """What `use` makes of its part of the newest committed snapshot that has one."""
     snapshot = self.newest_of(role)
-    return None if snapshot is None else self.parts[snapshot][role]
+    return None if snapshot is None else use(self.parts[snapshot][role])
 
   def newest_of(self, role: str) -> int | None:
     """The newest committed snapshot that has a part of this role."""

@@ -15,7 +15,6 @@ from ddiloco.checkpoint.restore import (
   learner_part,
   new_learner,
   new_syncer,
-  newest_rounds,
   open_storage,
   restore_fragments,
   syncer_part,
@@ -108,6 +107,7 @@ def said():
 @pytest.fixture
 def storage(tmp_path, said, monkeypatch):
   monkeypatch.setattr("ddiloco.checkpoint.restore.warn", said.append)
+  monkeypatch.setattr("ddiloco.checkpoint.signed_json.PAUSES_SECONDS", ())
   return Storage(tmp_path, PLAN.plan_id, said.append)
 
 
@@ -163,17 +163,17 @@ def test_what_its_buddy_had_newer_keeps_its_place_in_the_run(storage):
   assert (state.global_step, state.snapshot) == (57, 5), "snapshot 4 is not captured again"
 
 
-def test_last_rounds_are_told_without_reading_arrays(storage, said, tmp_path):
-  assert newest_rounds(storage) == {}
+def test_only_what_is_newer_than_what_a_caller_has_is_read(storage, said, tmp_path):
+  """A shard's buddy may have been away: its copies are then older than a snapshot."""
   save_shards(storage, 2)
   save_shards(storage, 3)
-  save_shard(storage, 4, 0, 2)  # never committed
+  have = {0: 3000, 1: 3000, 2: 9999}  # all the newest, older, newer; nothing of 3
+  restored = restore_fragments(storage, PLAN, ALL, than=have)
+  assert_same(restored.fragments, [committed(p, 3) for p in (1, 3)])
   for arrays in tmp_path.glob("*/*/arrays"):
     shutil.rmtree(arrays)
-  assert not said and newest_rounds(storage) == {p: 3000 + p for p in ALL}
-  (tmp_path / "00000003" / "manifest.json").write_text("{")
-  assert newest_rounds(storage) == {p: 2000 + p for p in ALL}
-  assert len(said) == 1 and "3" in said[0]
+  nothing = restore_fragments(storage, PLAN, ALL, than={p: 3000 + p for p in ALL})
+  assert nothing.fragments == {} and not said, "no array is read"
 
 
 def test_the_newest_snapshot_that_has_all_of_them(storage, said):
@@ -363,8 +363,15 @@ MISFITS = {
 def test_a_part_that_does_not_fit_is_named_and_the_learner_starts_afresh(storage, said, change):
   save_learner(storage, change=change)
   assert_afresh(*begin(storage))
-  assert len(said) == 1 and "learner-1: its part of snapshot 3 does not fit" in said[0], said
-  assert "starts afresh" in said[0]
+  assert len(said) == 1 and "checkpoint 3 skipped: NotAState: " in said[0], said
+
+
+def test_a_part_that_does_not_fit_is_skipped_for_an_older_one(storage, said):
+  save_learner(storage, 2, change=lambda state: {**state, "position": 17})
+  save_learner(storage, 3, change=MISFITS["plan"])
+  began, island, events = begin(storage)
+  assert island.began == "restored" and began.position == 17 and events[0].snapshot == 2
+  assert len(said) == 1 and "checkpoint 3 skipped: " in said[0]
 
 
 def test_a_part_of_another_plan_is_named_and_the_learner_starts_afresh(storage, said, tmp_path):

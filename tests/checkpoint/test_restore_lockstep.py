@@ -45,7 +45,7 @@ class PatientSaver(Saver):
     self.commits.append(arguments)
     return ()
 
-  def prune(self, keep: int, snapshot: int) -> Job:
+  def _prune(self, snapshot: int, keep: int) -> Job:
     return ()
 
   def close(self, patience_seconds: float = 0.0) -> None:

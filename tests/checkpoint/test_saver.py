@@ -118,8 +118,7 @@ def test_a_part_is_saved_in_the_background_with_its_checksums(storage, savers):
   saver, events = savers("learner-3")
   values, then = np.arange(5, dtype=np.float32), threading.Event()
 
-  def written(snapshot):
-    assert snapshot == 7
+  def written():
     then.set()
     return ()
 
@@ -160,12 +159,12 @@ def test_a_snapshot_is_done_only_when_what_follows_is(storage, savers):
   saver, events = savers()
   inside, go = threading.Event(), threading.Event()
 
-  def then(snapshot):
+  def commits():
     inside.set()
     assert go.wait(PATIENCE_SECONDS)
     return ()
 
-  saver.save(1, {}, {}, then)
+  saver.save(1, {}, {}, commits)
   assert inside.wait(PATIENCE_SECONDS)
   saver.save(2, {}, {})
   assert [e.snapshot for e in events.of("unsaved")] == [2]
@@ -236,7 +235,7 @@ def test_copies_of_the_state_are_freed_before_anything_is_waited_for(storage, sa
     values = np.ones(3, np.float32)
     reference, done = weakref.ref(values), threading.Event()
 
-    def then(snapshot):
+    def commits():
       freed[number] = reference() is None
       done.set()
       return ()
@@ -244,7 +243,7 @@ def test_copies_of_the_state_are_freed_before_anything_is_waited_for(storage, sa
     with monkeypatch.context() as patch:
       if fails:
         patch.setattr(Gated, "save", lambda *_: (_ for _ in ()).throw(OSError("full")))
-      saver.save(number, {}, {"a": values}, then)
+      saver.save(number, {}, {"a": values}, commits)
       del values
       assert done.wait(PATIENCE_SECONDS) if not fails else events.of("unsaved")
     wait_until(lambda: not saver.busy)
@@ -269,7 +268,7 @@ def test_what_cannot_be_written_is_one_event_and_the_role_goes_on(
   with monkeypatch.context() as patch:
     patch.setattr(Gated, "save", refuse)
     for snapshot in (1, 2):
-      saver.save(snapshot, {}, {}, lambda _: pytest.fail("it is not written"))
+      saver.save(snapshot, {}, {}, lambda: pytest.fail("it is not written"))
       events.of("unsaved", snapshot)
       wait_until(lambda: not saver.busy)
   assert [e.snapshot for e in events.of("unsaved")] == [1, 2]
@@ -318,8 +317,8 @@ def commit(
     snapshot,
     state("syncer-0", own, **seen),
     {},
-    lambda n: saver.commit_when_complete(n, SHARDS, lambda: learners, *how),
-    lambda n: saver.prune(keep, n),
+    lambda: saver.commit_when_complete(snapshot, SHARDS, lambda: learners, *how),
+    keep,
   )
 
 
@@ -620,7 +619,7 @@ def test_what_has_nothing_yet_saves_nothing(storage, savers):
   saver, events = savers()
   lacks = ["it has nothing to save yet"]
   saver.hold = lambda: lacks[0] if lacks else ""
-  saver.save(1, {}, {}, lambda _: pytest.fail("it is not saved"))
+  saver.save(1, {}, {}, lambda: pytest.fail("it is not saved"))
   assert events.of("unsaved")[0].reason == lacks[0] and not saver.busy
   lacks.clear()
   saver.save(2, {}, {})

@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ddiloco.checkpoint import snapshots as arrays_lib
+from ddiloco.checkpoint import weights
 from ddiloco.checkpoint.snapshots import Damaged, Storage
 
 ROOT = Path(__file__).parents[2]
@@ -75,8 +76,8 @@ def test_arrays_and_state_come_back_bit_by_bit(tmp_path):
   assert_same(part.arrays, some())
   assert all(type(value) is np.ndarray for value in part.arrays.values())
   assert part.state == STATE
-  assert (part.role, part.snapshot, part.incarnation) == ("learner-3", 7, 12345)
-  assert part.digest == meta["digest"] and meta == storage.meta(7, "learner-3")
+  assert (part.snapshot, part.incarnation) == (7, 12345)
+  assert meta == storage.meta(7, "learner-3")
 
 
 @pytest.mark.parametrize("arrays", [{}, {"nothing": np.zeros((2, 0), jnp.bfloat16)}])
@@ -185,7 +186,7 @@ def test_a_snapshot_is_there_when_it_is_committed_and_not_before(tmp_path):
   storage.commit(1, ["syncer-0", "learner-10"])
   assert storage.committed() == [1]
   assert storage.manifest(1)["parts"] == {r: digests[r] for r in ("syncer-0", "learner-10")}
-  assert storage.find("learner-10").digest == digests["learner-10"]
+  assert_same(storage.find("learner-10").arrays, some(2))
   assert storage.find("learner-0") is None, "it was not part of the snapshot"
 
 
@@ -248,8 +249,6 @@ def test_pruning_keeps_the_newest_and_what_is_under_way(tmp_path):
     "00000007",
     "00000008",
   ]
-  with pytest.raises(ValueError, match="at least 1"):
-    storage.prune(keep=0)
 
 
 def test_saving_is_silent_needs_no_main_thread_and_leaves_none(tmp_path, caplog):
@@ -318,8 +317,8 @@ def test_a_bucket_is_used_like_a_folder(monkeypatch):
     written[str(path)] = dict(arrays)
     bucket.pipe_file(f"{path}/d", b"")
 
-  monkeypatch.setattr(arrays_lib, "write", write)
-  monkeypatch.setattr(arrays_lib, "read", lambda path, wanted: written[str(path)])
+  monkeypatch.setattr(weights, "write", write)
+  monkeypatch.setattr(arrays_lib, "read", lambda path, *_: written[str(path)])
   storage = make("gs://bucket/runs/one")
   assert storage.find("learner-3") is None
   for snapshot in (1, 2, 3):

@@ -140,10 +140,10 @@ def test_a_bad_experiment_file_is_named_with_its_line(refused, tmp_path, text, p
   assert ". Fix: " in said
 
 
-def test_a_workdir_is_no_experiment_file(refused, finished):
+def test_a_folder_without_a_run_is_no_experiment(refused, tmp_path):
   """Python's own error, of a folder without a program, told users to install a package."""
-  said = refused("train", f"--config={finished}", "--workdir=x")
-  assert f"--config={finished}: is a directory. Fix: name a file in it" in said
+  said = refused("train", f"--config={tmp_path}", "--workdir=x")
+  assert f"--config={tmp_path}: holds no run's config" in said and ". Fix: " in said
 
 
 @pytest.mark.parametrize("text, part", [(None, "No such file"), ("x = 1\n", "no get_config()")])

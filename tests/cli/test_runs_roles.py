@@ -225,8 +225,8 @@ def test_the_saved_config_of_a_run_is_a_config(monkeypatch, tmp_path, refused):
 @pytest.mark.parametrize(
   "text, part",
   [
-    (None, "cannot be read"),
-    ("{", "cannot be read"),
+    (None, "holds no run's config"),
+    ("{", "holds no run's config"),
     (json.dumps({"sync": {"min_qurum": 3}}), "did you mean 'min_quorum'"),
     (json.dumps([1]), "must be a mapping"),
   ],

@@ -188,7 +188,8 @@ def test_a_run_goes_on_with_other_numbers_of_learners_and_shards(tmp_path):
   finally:
     killed(second)
   assert run.begun() == run.saved(older), "the newest one is damaged"
-  assert re.search(f"WARNING: checkpoint skipped: .*{newest:08d}.*syncer-0", run.log.read_text())
+  said = f"WARNING: checkpoint {newest} skipped: .*{newest:08d}.*syncer-0"
+  assert re.search(said, run.log.read_text())
   newest = run.storage.committed()[0]
   saved = run.saved(newest)
   third = run.train("--config.sync.num_shards=3", "--config.islands.num_learners=1")

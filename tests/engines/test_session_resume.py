@@ -234,7 +234,7 @@ def test_snapshots_elsewhere_that_cannot_be_searched_are_not_overwritten(
   (tmp_path / "shared" / "run").write_text("no folder")
   config = endless()
   config = dataclasses.replace(config, checkpoint=CheckpointConfig(path=str(tmp_path / "shared")))
-  with pytest.raises(ConfigError, match=r"^checkpoint.path = .*cannot be searched.*Fix: "):
+  with pytest.raises(ConfigError, match=r"^checkpoint.path = .*is a file.*Fix: "):
     session.train(config, Path(spelled), overwrite=True)
 
 

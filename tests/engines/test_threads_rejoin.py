@@ -246,7 +246,7 @@ def test_a_state_that_is_none_is_named_and_that_learner_starts_afresh(
   ran = Ran(shorter(config, tmp_path), corpus, tmp_path)
   assert ran.outcome.reason == "finished"
   assert [e.role for e in ran.of("restored")] == ["learner-0"]
-  assert len(said) == 1 and f"learner-1: its part of snapshot {newest} does not fit" in said[0]
+  assert len(said) == 1 and f"checkpoint {newest} skipped: NotAState" in said[0]
   assert "$.learner.global_step" in said[0]
 
 

@@ -22,7 +22,7 @@ from ddiloco.observe.eventlog import NullRecorder, Recorder
 from ddiloco.protocol.events import Event
 from ddiloco.roles.learner import Learner
 from ddiloco.roles.syncer import Syncer
-from ddiloco.runtime import RealTime, Runtime
+from ddiloco.runtime import Runtime, Time
 
 if TYPE_CHECKING:  # processes of toy roles import this file, and do without JAX
   from ddiloco.checkpoint.snapshots import Storage
@@ -196,7 +196,7 @@ class _AtOnce:
     pass
 
 
-class AtOnce(RealTime):
+class AtOnce(Time):
   """No job is in the background: tests see what follows from it."""
 
   def worker(self, name, begin=lambda: None, failed=lambda: None):
