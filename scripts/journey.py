@@ -134,7 +134,7 @@ JOURNEY = (
        "Weights, merge, outer step, and the update for the learners.", "Directions"),
   Stop("core/outer.py", "Directions",
        "The coefficient of each push, by radial-directional averaging.", "pieces"),
-  Stop("core/passes.py", "sum_squares",
+  Stop("core/passes.py", "squares",
        "The first pass adds the pushes, chunk by chunk, for the length of their sum.", "step"),
   Stop("core/passes.py", "_step",
        "The second pass makes the outer step and the update for the learners.", "update"),

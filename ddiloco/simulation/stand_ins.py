@@ -39,7 +39,7 @@ class Sized:
 
   def view(self, dtype: Any) -> Sized:
     """Its bytes."""
-    return self
+    return dataclasses.replace(self)
 
 
 def plan_of(sizes: Sequence[int]) -> Plan:
@@ -136,12 +136,6 @@ class SizedDeltas(Deltas):
     self.base[p] = Sized(F32_BYTES * self._size(p))
     return self.base[p]
 
-  def value(self, fragment: int) -> Any:
-    return Sized(F32_BYTES * self._size(fragment))
-
-  def send_moments(self, flat: Any) -> Any:
-    return flat
-
   def take_moments(self, payload: Any, size: int) -> Any:
     return payload
 
@@ -198,9 +192,6 @@ class SizedMerger(Merger):
   def _set(self, p: int, state: FragmentState, momentum_round: int) -> None:
     value: Any = Sized(F32_BYTES * self._fragments[p].size)
     self.committed[p] = Committed(state, value, value, None, momentum_round)
-
-  def _whole(self, fragment: int) -> Encoded:
-    return Encoded("f32", self.committed[fragment].published_value)
 
 
 class SizedCopies(Copies):
