@@ -106,8 +106,8 @@ JOURNEY = (
        "The connection belongs to the sender; this part of the payload is there.", "arrived"),
   Stop("network/peers.py", "Incoming.arrived",
        "With the last part the message goes to the inbox, with the time of its arrival.", "put"),
-  Stop("network/transport.py", "Endpoint.receive",
-       "Senders take turns; the header is decoded and checked.", "Delivery"),
+  Stop("network/transport.py", "Endpoint.put",
+       "The header is decoded and checked; the message waits for its sender's turn.", "Delivery"),
   # The shard merges.
   Stop("roles/syncer.py", "Syncer._measure",
        "The reducer wants the push measured; the worker does that in the background.", "take_in"),

@@ -5,15 +5,17 @@ payload bytes after it; the frame itself is one msgpack list [kind, [fields...]]
 only exactly well-formed frames and raises `MalformedMessage` on everything else, like
 `protocol.messages.decode`.
 
-A connection belongs to one thread, and only that thread uses its socket; other threads use
-`IoThread.call`. The kernel keeps order and holds back a sender that is too fast; OpenSSL encrypts.
-Both work without the GIL.
+Two ends that do not know each other yet shake hands and greet in a thread for this connection
+alone, which may block. From then on a connection belongs to an `IoThread`, with others, and only
+that thread uses its socket. The kernel keeps order and holds back a sender that is too fast;
+OpenSSL encrypts. Both work without the GIL.
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
@@ -25,7 +27,7 @@ import threading
 import time
 import typing
 from collections.abc import Callable, Iterable, Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol, TypeVar
 
 from msgspec import Meta
 
@@ -38,6 +40,8 @@ from ddiloco.protocol.messages import (
   Schema,
   Text,
 )
+
+T = TypeVar("T")
 
 PREFIX = struct.Struct(">IQ")
 MAX_FRAME_BYTES = MAX_HEADER_BYTES + 4096
@@ -123,13 +127,10 @@ def part(stream: int, streams: int, total: int) -> slice:
   return slice(min(total, stream * size), min(total, (stream + 1) * size))
 
 
-# --- One connection, and the thread that it belongs to
+# --- Sockets, until both ends know each other
 
-BYTES_A_TURN = 1 << 20  # about, each way; then it is another connection's turn
-READ_COSTS_BYTES = 1 << 11  # of a turn, at least: a turn of small frames is at most 512 reads
-CALL_BYTES = 1 << 20  # in one call, without the GIL; smaller calls cost a third of the rate
+SCRATCH = memoryview(bytearray(1 << 16))  # unwanted bytes are read into this
 UNSENT_BYTES = 1 << 19  # most unsent bytes in the kernel; the others wait in this process
-SCRATCH = memoryview(bytearray(1 << 16))  # unwanted payloads are read into this
 KEEPALIVE_SECONDS = 20  # without data, until the kernel asks the far end for a sign of life
 DEAD_SECONDS = 120  # without an acknowledgement, until the kernel ends a connection
 # Options of sockets, set where the system has them. If a path is gone without notice (a firewall
@@ -147,7 +148,7 @@ FRAME_OPTIONS = (
   (socket.IPPROTO_TCP, "TCP_NOTSENT_LOWAT", UNSENT_BYTES),
   (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", 1000 * DEAD_SECONDS),
 )
-NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+ANSWER_SECONDS = 10.0  # for a thread that never blocks
 BACKLOG = 1024  # many learners may connect at once; the system has a limit of its own
 
 
@@ -164,7 +165,6 @@ def bind(url: str) -> tuple[socket.socket, str]:
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, _, _, _, address = found[0]
   listener = socket.create_server(address[:2], family=family, backlog=BACKLOG, dualstack_ipv6=both)
-  listener.setblocking(False)
   return listener, f"{url.rpartition(':')[0]}:{listener.getsockname()[1]}"
 
 
@@ -194,6 +194,45 @@ def set_options(connected: socket.socket, options: Iterable[tuple[int, str, int]
       connected.setsockopt(level, getattr(socket, name), value)
 
 
+def certificate(connected: socket.socket) -> bytes:
+  """The certificate of the far end, DER; b"" without TLS."""
+  return (isinstance(connected, ssl.SSLSocket) and connected.getpeercert(True)) or b""
+
+
+def fill(connected: socket.socket, view: memoryview) -> None:
+  """Reads as many bytes as `view` has into it; blocks."""
+  while view:
+    count = connected.recv_into(view)
+    if not count:
+      raise ConnectionError("the connection was closed")
+    view = view[count:]
+
+
+def read_frame(connected: socket.socket) -> Frame:
+  """The first frame of a connection; blocks.
+
+  Raises:
+    MalformedMessage: it is no short frame without payload.
+    OSError: it does not come.
+  """
+  prefix = bytearray(PREFIX.size)
+  fill(connected, memoryview(prefix))
+  size, payload_bytes = PREFIX.unpack(prefix)
+  if not 0 < size <= STRANGER_FRAME_BYTES or payload_bytes:
+    raise MalformedMessage(f"begins with {bytes(prefix).hex()}, which no greeting does")
+  data = bytearray(size)
+  fill(connected, memoryview(data))
+  return decode(bytes(data))
+
+
+# --- One connection, and the thread that it belongs to
+
+BYTES_A_TURN = 1 << 20  # about, each way; then it is another connection's turn
+READ_COSTS_BYTES = 1 << 11  # of a turn, at least: a turn of small frames is at most 512 reads
+CALL_BYTES = 1 << 20  # in one call, without the GIL; smaller calls cost a third of the rate
+NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
 class Forget(Exception):
   """A payload that is no longer wanted: the connection reads and drops it."""
 
@@ -201,10 +240,8 @@ class Forget(Exception):
 Parcel = tuple[memoryview, ...]  # bytes to send: a frame, and the payload after it if any
 
 
-class Owner:
+class Owner(Protocol):
   """The owner of a connection; its methods are called in the connection's thread."""
-
-  most_bytes = STRANGER_FRAME_BYTES  # longest frame that is accepted
 
   def next(self, wire: FrameSocket) -> Parcel | None:
     """The next bytes to send; the kernel has all bytes of the parcel before."""
@@ -215,9 +252,6 @@ class Owner:
     Raises:
       MalformedMessage, Forget: the connection drops the frame, and reads and drops its payload.
     """
-    if size or isinstance(frame, Bulk):
-      raise MalformedMessage(f"a {type(frame).__name__} with {size} bytes of payload")
-    return SCRATCH[:0]
 
   def arrived(self, wire: FrameSocket, frame: Frame) -> None:
     """A frame has arrived, and its payload is in the memory that `room` gave."""
@@ -235,24 +269,20 @@ class FrameSocket:
   Only its thread calls its methods, except those that are marked for any thread.
 
   Args:
-    connected: the socket.
-    owner: its first owner.
-    context: for the TLS handshake of the accepting side; None: the handshake is done, or the run
-      has no keys.
+    connected: the socket, after its handshake.
+    owner: of the connection.
+    paced: whether its rate is limited on a slow link: it is for fragments.
   """
 
-  def __init__(self, connected: socket.socket, owner: Owner, context: ssl.SSLContext | None = None):
+  def __init__(self, connected: socket.socket, owner: Owner, paced: bool = False):
     connected.setblocking(False)
     set_options(connected, FRAME_OPTIONS)
-    if context is not None:
-      connected = context.wrap_socket(connected, server_side=True, do_handshake_on_connect=False)
     self.owner = owner
     self.thread: IoThread | None = None
     self.watched = False, False  # what its thread's loop waits for: to read, to write
     self._socket = connected
     self._tls = connected if isinstance(connected, ssl.SSLSocket) else None
-    self._pace: Iterator[None] = itertools.repeat(None)
-    self._shaking_hands = context is not None
+    self._pace = pace(connected) if paced else itertools.repeat(None)
     self._doomed = self._leaves = False
     self._leaving: collections.deque[memoryview] = collections.deque()  # bytes being sent now
     self._parser: Iterator[memoryview | None] = self._parse()
@@ -262,23 +292,11 @@ class FrameSocket:
   def fileno(self) -> int:
     return self._socket.fileno()
 
-  def key(self) -> bytes:
-    """The certificate of the far end, DER; b"": it presented none."""
-    return (self._tls and self._tls.getpeercert(True)) or b""
-
-  def keep_pace(self) -> None:
-    """Limits the rate on a slow link, as `pace` says: for a connection for fragments."""
-    self._pace = pace(self._socket)
-
   def wake(self) -> None:
     """Checks again for bytes to send, and for room; from any thread."""
     thread = self.thread
     if thread is not None:  # else the connection checks when it joins a thread
-      thread.call(self._turn_in, thread)
-
-  def _turn_in(self, thread: IoThread) -> None:
-    if self.thread is thread:  # the connection has not moved to another thread meanwhile
-      self.turn()
+      thread.call(self.turn)
 
   def hang_up(self) -> None:
     """Ends the connection, soon; from any thread."""
@@ -318,8 +336,6 @@ class FrameSocket:
       self.close()
       return
     try:
-      if self._shaking_hands:
-        self._shake_hands()
       if reads:
         self._read()
       if writes:
@@ -331,16 +347,6 @@ class FrameSocket:
       self.owner.lost(self, error)
     if self.thread is not None:
       self.thread.watch(self, self._listens(), self.behind)
-
-  def _shake_hands(self) -> None:
-    try:
-      self._socket.do_handshake()
-    except NOT_NOW:
-      raise
-    except OSError:
-      self.leave()  # the far end still has to read OpenSSL's alert
-      self._refill()  # ends TLS on this side: what comes now is read without it
-    self._shaking_hands = False
 
   @property
   def waits(self) -> bool:
@@ -376,7 +382,7 @@ class FrameSocket:
     while True:
       yield prefix
       size, payload_bytes = PREFIX.unpack(prefix)
-      if not 0 < size <= self.owner.most_bytes:
+      if not 0 < size <= MAX_FRAME_BYTES:
         raise MalformedMessage(f"begins with {bytes(prefix).hex()}, which no frame of ours does")
       data = bytearray(size)
       yield memoryview(data)
@@ -436,6 +442,16 @@ class IoThread(threading.Thread):
     with contextlib.suppress(RuntimeError):  # the loop has ended
       self.loop.call_soon_threadsafe(function, *arguments)
 
+  def ask(self, function: Callable[..., T], *arguments: Any) -> T:
+    """Calls a function in this thread, and waits for its result; from any other thread.
+
+    Raises:
+      TimeoutError: the thread has ended.
+    """
+    answer = concurrent.futures.Future[T]()
+    self.call(lambda: answer.set_result(function(*arguments)))
+    return answer.result(ANSWER_SECONDS)
+
   def add(self, wire: FrameSocket) -> None:
     """From now on the connection belongs to this thread; called in it."""
     self._wires.add(wire)
@@ -452,16 +468,10 @@ class IoThread(threading.Thread):
     wire.watched = reads, writes
 
   def forget(self, wire: FrameSocket) -> None:
-    """Removes a connection, which is closed or goes to another thread."""
+    """Removes a connection, which is closed."""
     self.watch(wire, False, False)
     self._wires.remove(wire)
     wire.thread = None
-
-  def hand_over(self, wire: FrameSocket, thread: IoThread) -> None:
-    """Gives the connection to another thread; called in this one, not from the wire's `turn`."""
-    if wire.thread is self:
-      self.forget(wire)
-      thread.call(thread.add, wire)
 
   def stop(self) -> None:
     """Ends the thread and its connections."""

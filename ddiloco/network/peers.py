@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import ctypes
 import dataclasses
+import socket
 import threading
 import time
 import weakref
@@ -28,6 +29,7 @@ from ddiloco.network.frames import (
   Forget,
   FrameSocket,
   Greeting,
+  IoThread,
   Parcel,
 )
 from ddiloco.network.transport import MAX_BULK, RunIdentity, open_frame
@@ -101,31 +103,25 @@ MAX_QUEUED = 1024  # messages of a kind; beyond, control drops the oldest and bu
 MAX_REASON = 300  # characters
 
 
-class Channel(frames.Owner):
+class Channel:
   """One of the connections to a peer, made again whenever it breaks, and its queue."""
-
-  most_bytes = frames.MAX_FRAME_BYTES
 
   def __init__(self, peer: Peer, number: int):
     self.peer, self.number = peer, number
     self.wire: FrameSocket | None = None  # the connection at present
-    self.dialing = False  # a thread tries to connect
-    self.attempts = 0  # without success, in a row
-    self.next_at = 0.0  # when to try next
-    self.answer_until = 0.0  # without an answer by then, dial again
     # The peer's lock guards these two.
     self.waiting: collections.deque[Parcel] = collections.deque()
     self.leaving = False  # the first of `waiting` is being sent; the kernel has not all of it yet
 
-  def attach(self, wire: FrameSocket) -> None:
+  def attach(self, connected: socket.socket, thread: IoThread) -> FrameSocket:
     """Takes a new connection; a message that was being sent starts again from its beginning."""
+    wire = FrameSocket(connected, self, paced=self.number != CONTROL)
     with self.peer.lock:
       old, self.wire, self.leaving = self.wire, wire, False
-    wire.owner = self
-    if self.number != CONTROL:
-      wire.keep_pace()
     if old is not None:
       old.hang_up()
+    thread.call(thread.add, wire)
+    return wire
 
   def detach(self) -> FrameSocket | None:
     """Gives up the connection, and returns it."""
@@ -158,11 +154,14 @@ class Channel(frames.Owner):
     incoming = self.peer.incoming
     if self.wire is not wire:
       raise Forget
-    if self.number != CONTROL and isinstance(frame, Bulk):
+    bulk = isinstance(frame, Bulk)
+    if bulk == (self.number == CONTROL) or (size and not bulk):
+      raise MalformedMessage(f"a {type(frame).__name__} with {size} bytes of payload")
+    if bulk:
       return incoming.room(self.number, frame, size)
     if isinstance(frame, Control) and self.peer.caretaker.crowded(self.peer.address):
       return None  # it is read no faster than the role takes its messages
-    return super().room(wire, frame, size)
+    return frames.SCRATCH[:0]
 
   def arrived(self, wire: FrameSocket, frame: frames.Frame) -> None:
     peer, incoming = self.peer, self.peer.incoming  # before the check of the wire, as in `room`
@@ -171,8 +170,6 @@ class Channel(frames.Owner):
     peer.heard_at = time.monotonic()
     if self.number == CONTROL:
       peer.caretaker.on_frame(peer, frame)
-    elif not isinstance(frame, Bulk):
-      self.malformed(wire, f"a {type(frame).__name__} on a connection for fragments")
     else:
       incoming.arrived(self.number)
 
@@ -180,7 +177,7 @@ class Channel(frames.Owner):
     self.peer.caretaker.on_malformed(self.peer, reason)
 
   def lost(self, wire: FrameSocket, error: Exception) -> None:
-    self.peer.caretaker.control_thread.call(self.peer.caretaker.on_lost, self, wire, error)
+    self.peer.caretaker.control_thread.call(self.peer.caretaker.on_lost, self, wire)
 
 
 class Peer:
@@ -208,6 +205,7 @@ class Peer:
     self.state, self.reason = "connecting", "not reached yet"
     self.heard_at = time.monotonic()  # at first, when this peer was created
     self.beat_at = 0.0
+    self.attempts = 0  # to dial, without success, in a row
     self.lock = threading.RLock()
     self.control = Channel(self, CONTROL)
     self.bulk = [Channel(self, number) for number in range(streams)]
@@ -279,19 +277,10 @@ class Peer:
     self.control.wake()
     self.wake_bulk()
 
-  def down(self, reason: str) -> None:
-    """The peer is out of reach for now."""
-    self.state, self.reason = "connecting", reason
-
   def hang_up(self) -> None:
     """Ends all connections to the peer."""
     for channel in self.channels:
       channel.hang_up()
-
-  def dial_soon(self) -> None:
-    """The next attempts to connect, if any are needed, need not wait."""
-    for channel in self.channels:
-      channel.attempts, channel.next_at = 0, 0.0
 
   def count_dropped(self, reason: str) -> None:
     """Counts a message of this peer that was dropped here; the next beat tells the peer."""

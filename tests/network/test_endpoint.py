@@ -120,19 +120,6 @@ def test_broken_connections_are_made_again_and_a_fragment_that_was_leaving_leave
     assert not learner.counters.undelivered
 
 
-def test_a_shard_that_has_moved_is_dialed_again(net):
-  here, there = net.connect("syncer-0"), net.open("syncer-1", 0)
-  learner = net.connect("learner-0")
-  here.close()
-  moved = net.urls["syncer-0"] = net.urls["syncer-1"]
-  there.close()
-  shard = net.open("syncer-0", 1)
-  learner.dial("syncer-0", moved)
-  net.wait_until(lambda: shard.links().get("learner-0", {}).get("state") == "up")
-  learner.send("syncer-0", hello())
-  assert shard.receive(SECONDS)[:2] == ("learner-0", hello())
-
-
 def test_bulk_data_does_not_starve_heartbeats_at_10_mbit_s(net, link_to):
   """The link is kept busy for as long as it takes: control goes there and back beside it."""
   shard = net.connect("syncer-0")

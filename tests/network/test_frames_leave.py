@@ -99,8 +99,10 @@ def test_memory_of_what_an_older_incarnation_was_sending_is_free_without_a_colle
 def test_a_goodbye_goes_over_the_next_connection_if_the_last_one_has_just_broken():
   with contextlib.closing(Net("run", "plan")) as net:
     shard, learner = net.connect("syncer-0"), net.connect("learner-0")
-    learner._dialed["syncer-0"].control.wire._socket.shutdown(socket.SHUT_RDWR)
-    net.wait_until(lambda: learner.links()["syncer-0"]["state"] == "connecting")
+    control = learner._dialed["syncer-0"].control
+    broken = control.wire
+    broken._socket.shutdown(socket.SHUT_RDWR)
+    net.wait_until(lambda: control.wire is not broken)
     learner.send("syncer-0", Goodbye(0, 0))
     learner.close(SECONDS)
     assert shard.receive(SECONDS).message == Goodbye(0, 0)
