@@ -231,7 +231,7 @@ class NetworkEndpoint(Endpoint):
       self._begin_anew(peer, f"silent for {silent:.0f} s")
     if silent > patience:
       peer.drop_queue()
-      peer.incoming.forget()
+      peer.forget()
     wire = peer.control.wire
     if wire is not None:
       if wire.waits:  # the peer waits for us: it is not silent
@@ -335,7 +335,7 @@ class NetworkEndpoint(Endpoint):
       self.control_thread.loop.call_later(LEAVE_SECONDS, wire.hang_up)
     peer.hang_up()
     # The old one's memory is free now; a collection frees the peer, since its channels refer to it.
-    peer.incoming = peers.Incoming(peer, peer.incarnation)
+    peer.forget()
     peer.drop_queue()
     if self._accepted.get(peer.address) is peer:
       del self._accepted[peer.address]

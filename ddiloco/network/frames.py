@@ -46,9 +46,10 @@ T = TypeVar("T")
 PREFIX = struct.Struct(">IQ")
 MAX_FRAME_BYTES = MAX_HEADER_BYTES + 4096
 STRANGER_FRAME_BYTES = 1 << 16  # longest frame from a sender that is not known yet
+MAX_STREAMS = 64
 SESSION_BYTES = 8
 CONTROL = -1  # number of the control connection; the streams, for fragments, begin at 0
-Session = Annotated[bytes, Meta(max_length=SESSION_BYTES)]
+Session = Annotated[bytes, Meta(min_length=SESSION_BYTES, max_length=SESSION_BYTES)]
 Header = Annotated[bytes, Meta(max_length=MAX_HEADER_BYTES)]
 
 
@@ -61,7 +62,9 @@ class Greeting:
   address: Text
   incarnation: Count
   session: Session  # random, of this endpoint
-  streams: Count  # connections for fragments that the dialing side makes
+  streams: Annotated[
+    int, Meta(ge=1, le=MAX_STREAMS)
+  ]  # connections for fragments that the dialing side makes
   stream: CountOrNone = CONTROL  # the number of this connection
 
 
@@ -271,19 +274,19 @@ class FrameSocket:
   Args:
     connected: the socket, after its handshake.
     owner: of the connection.
+    thread: to which it belongs; `IoThread.add` begins to serve it.
     paced: whether its rate is limited on a slow link: it is for fragments.
   """
 
-  def __init__(self, connected: socket.socket, owner: Owner, paced: bool = False):
+  def __init__(self, connected: socket.socket, owner: Owner, thread: IoThread, paced: bool = False):
     connected.setblocking(False)
     set_options(connected, FRAME_OPTIONS)
-    self.owner = owner
-    self.thread: IoThread | None = None
+    self.owner, self.thread = owner, thread
     self.watched = False, False  # what its thread's loop waits for: to read, to write
     self._socket = connected
     self._tls = connected if isinstance(connected, ssl.SSLSocket) else None
     self._pace = pace(connected) if paced else itertools.repeat(None)
-    self._doomed = self._leaves = False
+    self._leaves = False
     self._leaving: collections.deque[memoryview] = collections.deque()  # bytes being sent now
     self._parser: Iterator[memoryview | None] = self._parse()
     # Memory to fill; None: no room now, and the kernel holds the far end back.
@@ -294,14 +297,11 @@ class FrameSocket:
 
   def wake(self) -> None:
     """Checks again for bytes to send, and for room; from any thread."""
-    thread = self.thread
-    if thread is not None:  # else the connection checks when it joins a thread
-      thread.call(self.turn)
+    self.thread.call(self.turn)
 
   def hang_up(self) -> None:
     """Ends the connection, soon; from any thread."""
-    self._doomed = True
-    self.wake()
+    self.thread.call(self.close)
 
   def say(self, frame: Frame) -> None:
     """Sends a frame of the connection itself, before the owner's. Not after `leave`: that would
@@ -323,8 +323,7 @@ class FrameSocket:
 
   def close(self) -> None:
     """Ends the connection now, without a call of the owner's `lost`."""
-    if self.thread is not None:
-      self.thread.forget(self)
+    self.thread.forget(self)
     self._socket.close()
     # The parser refers to this object, a cycle that would keep payloads until a collection.
     self._parser, self._wanted = iter(()), None
@@ -332,8 +331,7 @@ class FrameSocket:
 
   def turn(self, reads: bool = True, writes: bool = True) -> None:
     """Reads and writes as much as is possible now."""
-    if self._doomed or self.fileno() < 0:
-      self.close()
+    if self.fileno() < 0:  # closed
       return
     try:
       if reads:
@@ -345,8 +343,8 @@ class FrameSocket:
     except (OSError, MalformedMessage) as error:
       self.close()
       self.owner.lost(self, error)
-    if self.thread is not None:
-      self.thread.watch(self, self._listens(), self.behind)
+      return
+    self.thread.watch(self, self._listens(), self.behind)
 
   @property
   def waits(self) -> bool:
@@ -453,9 +451,8 @@ class IoThread(threading.Thread):
     return answer.result(ANSWER_SECONDS)
 
   def add(self, wire: FrameSocket) -> None:
-    """From now on the connection belongs to this thread; called in it."""
+    """Begins to serve a connection; called in this thread."""
     self._wires.add(wire)
-    wire.thread = self
     wire.turn()
 
   def watch(self, wire: FrameSocket, reads: bool, writes: bool) -> None:
@@ -470,8 +467,7 @@ class IoThread(threading.Thread):
   def forget(self, wire: FrameSocket) -> None:
     """Removes a connection, which is closed."""
     self.watch(wire, False, False)
-    self._wires.remove(wire)
-    wire.thread = None
+    self._wires.discard(wire)
 
   def stop(self) -> None:
     """Ends the thread and its connections."""

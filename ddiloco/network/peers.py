@@ -15,7 +15,6 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +22,6 @@ import numpy as np
 from ddiloco.network import frames
 from ddiloco.network.frames import (
   CONTROL,
-  SESSION_BYTES,
   Bulk,
   Control,
   Forget,
@@ -41,7 +39,6 @@ if TYPE_CHECKING:
 # --- Which roles are accepted: the identity of a run, and objections to a greeting
 
 FUTURE_SECONDS = 86_400  # clocks may be wrong by hours; incarnations further ahead are refused
-MAX_STREAMS = 64
 
 
 def incarnation_at(unix_seconds: float) -> int:
@@ -74,8 +71,6 @@ def objection(run: RunIdentity, greeting: Greeting, owner: str | None) -> str:
     owner: the role that the key of its connection belongs to, "": no listed one; None: no keys.
   """
   address = greeting.address
-  if not 1 <= greeting.streams <= MAX_STREAMS or len(greeting.session) != SESSION_BYTES:
-    return f"{greeting.streams} streams (1 to {MAX_STREAMS}), or its session, are out of range"
   if owner == "":
     return f"the key of {address} is not listed here any more"
   if owner is not None and owner != address:
@@ -115,7 +110,7 @@ class Channel:
 
   def attach(self, connected: socket.socket, thread: IoThread) -> FrameSocket:
     """Takes a new connection; a message that was being sent starts again from its beginning."""
-    wire = FrameSocket(connected, self, paced=self.number != CONTROL)
+    wire = FrameSocket(connected, self, thread, paced=self.number != CONTROL)
     with self.peer.lock:
       old, self.wire, self.leaving = self.wire, wire, False
     if old is not None:
@@ -210,7 +205,7 @@ class Peer:
     self.control = Channel(self, CONTROL)
     self.bulk = [Channel(self, number) for number in range(streams)]
     self.channels = [self.control, *self.bulk]
-    self.incoming = Incoming(self, self.incarnation)  # until a greeting: no connection uses it
+    self.forget()
     self.drops = (0, "")  # how many messages of ours the peer reports as dropped, and why
     self._untold = (0, "")  # how many of its messages we dropped and have not told it yet, and why
 
@@ -270,12 +265,16 @@ class Peer:
 
   def meet(self, greeting: Greeting) -> None:
     """Takes over the incarnation and session of a greeting: the peer is up."""
-    if self.session != greeting.session:
-      self.incoming = Incoming(self, greeting.incarnation)
-    self.incarnation, self.session = greeting.incarnation, greeting.session
+    known, self.incarnation, self.session = self.session, greeting.incarnation, greeting.session
+    if known != self.session:
+      self.forget()
     self.state, self.reason, self.heard_at = "up", "", time.monotonic()
     self.control.wake()
     self.wake_bulk()
+
+  def forget(self) -> None:
+    """Drops all messages that are arriving; they may be sent again."""
+    self.incoming = Incoming(self, self.incarnation)
 
   def hang_up(self) -> None:
     """Ends all connections to the peer."""
@@ -359,7 +358,6 @@ class Incoming:
   def __init__(self, peer: Peer, incarnation: int):
     self._peer, self._incarnation = peer, incarnation
     self._lock = threading.Lock()
-    self._whole = -1  # number of the newest complete message
     self._assemblies: dict[int, _Assembly] = {}  # by the message's number
     self._begun = -1  # number of the newest message that got room, or was refused
     # The message that each stream is receiving.
@@ -378,7 +376,11 @@ class Incoming:
       raise MalformedMessage(f"{size} bytes are no part {stream} of {frame.total}")
     with self._lock:
       # Messages before this one whose part of this stream was lost with a connection.
-      self._drop(n for n, e in self._assemblies.items() if n < frame.number and stream in e.missing)
+      lost = [n for n, e in self._assemblies.items() if n < frame.number and stream in e.missing]
+      for number in lost:
+        del self._assemblies[number]
+      if lost:
+        self._peer.wake_bulk()
       assembly = self._assemblies.get(frame.number)
       if assembly is None:
         if frame.number <= self._begun:
@@ -413,19 +415,6 @@ class Incoming:
     size += len(frame.header) + frame.total
     return not count or (count < MAX_BULK and size <= self._peer.caretaker.run.queue_bytes)
 
-  def _drop(self, numbers: Iterable[int]) -> None:
-    """Drops these messages, and frees their memory."""
-    dropped = [self._assemblies.pop(number) for number in [*numbers]]
-    if dropped:
-      self._peer.wake_bulk()
-
-  def forget(self) -> None:
-    """Drops all messages that are arriving; they may be sent again."""
-    with self._lock:
-      self._drop(self._assemblies)
-      self._begun = self._whole
-      self._under_way = [None] * len(self._under_way)
-
   def arrived(self, stream: int) -> None:
     """This stream's part has arrived. With its last part a message goes to the role's queue."""
     with self._lock:
@@ -434,7 +423,6 @@ class Incoming:
         return
       assembly.missing.discard(stream)
       if not assembly.missing:
-        self._whole = assembly.number
         message = assembly.header, assembly.payload
         self._peer.caretaker.put(self._peer.address, *message, self._incarnation)
         del self._assemblies[assembly.number]  # not before: each message counts all the time

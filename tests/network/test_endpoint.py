@@ -62,9 +62,6 @@ def test_why_greetings_are_refused():
     ({"run_id": "b"}, None, "this is run 'run', not 'b'"),
     ({"plan_id": "b"}, None, "other settings"),
     ({"incarnation": ahead}, None, "clock"),
-    ({"streams": 0}, None, "out of range"),
-    ({"streams": 1 << 40}, None, "out of range"),
-    ({"session": b"short"}, None, "out of range"),
   ]:
     assert words in objection(run, dataclasses.replace(good, **changes), owner)
 
