@@ -108,14 +108,17 @@ def run(config: Config, folder: Path, seconds: float, mine: frozenset[int]) -> N
   engine = Pinned(config, folder, data.open_corpus(config.data), lambda params: {"loss": 0.0})
   engine.mine = mine
   events, all_train_at = EventLog(), math.inf
+  yet_to_step = set(range(config.islands.num_learners))
 
   def listen(event: Event) -> None:
     nonlocal all_train_at
+    if isinstance(event, Step):
+      yet_to_step.discard(parse_role(event.role)[1])
     if isinstance(event, Fault | Commit | Started):
       events.append(event)
     if isinstance(event, Fault | Restart):
       print(f"{event.time:6.1f} s {event.target} {event.kind}", flush=True)
-    if math.isinf(all_train_at) and all(engine.steps.values()):
+    if math.isinf(all_train_at) and not yet_to_step:
       all_train_at = event.time
       print(f"{event.time:6.1f} s all train; goes on for {seconds:.0f} s", flush=True)
     lasted = event.time - all_train_at

@@ -115,7 +115,7 @@ def serve(pipe: Any, shard: int, shards: int, values: int, fragments: int, learn
   endpoint = NetworkEndpoint(address, 1, run, config.network, bind="tcp://127.0.0.1:0")
   store, owned = MemoryStore(outlives=False), owned_by(shard, shards, fragments)
   for p in owned:
-    passes.compile_for(plan.fragments[p], config.outer)
+    passes.compile_for(plan.fragments[p], config)
   before = memory_bytes()
   for p in owned:
     store.save(new_fragment(plan.fragments[p], np.full(values, 0.02, np.float32)))

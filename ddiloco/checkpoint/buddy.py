@@ -152,11 +152,7 @@ class Copies:
     # No change continues a copy of the incarnation before, even if the value is the same: an owner
     # that got this value from a learner begins at an older momentum.
     same = known is not None and known.said.incarnation == message.incarnation
-    try:
-      copy = unpack(message, self.plan, self.config, known if same else None)
-    except codec.CodecError:  # the change is half applied: the known copy is lost
-      self._held.pop(key, None)
-      copy = None
+    copy = unpack(message, self.plan, self.config, known if same else None)
     if copy is not None:
       self._held[key] = copy
     return copy is not None
@@ -442,9 +438,6 @@ def unpack(
   """The copy that a message brings, made from `base` if it is a change; None if it is invalid.
 
   A change is applied in the vectors of `base`, which must not be used any more.
-
-  Raises:
-    CodecError: the change has a code that no encoder writes.
   """
   if not 0 <= replica.fragment < len(plan.fragments):
     return None

@@ -36,7 +36,6 @@ _TYPES = {
   "int8": np.dtype(np.int8),
   "int4": np.dtype(np.uint8),
 }
-_NO_SCALES = np.empty(0, np.float32)
 _SMALLEST_NORMAL = np.finfo(np.float32).tiny
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -74,21 +73,22 @@ class Encoded(NamedTuple):
   payload: np.ndarray  # uint8 [payload_bytes(size, codec)]
 
 
+def parts(encoded: Encoded, size: int) -> tuple[np.ndarray, np.ndarray]:
+  """(scales f32 [blocks], codes as bytes) of a payload of `size` values, as views; f32 and bf16
+  have no scales."""
+  scale_bytes = 4 * -(-size // BLOCK) if encoded.codec in LEVELS else 0
+  return encoded.payload[:scale_bytes].view(np.float32), encoded.payload[scale_bytes:]
+
+
 def _part(encoded: Encoded, size: int, start: int) -> tuple[np.ndarray, np.ndarray]:
   """(scales, codes) of one chunk in a payload of `size` values, as views.
 
-  Scales are f32, one for each block, and none for f32 and bf16. Codes are f32, bf16 or int8 values,
-  or bytes of two int4 codes.
+  Codes are f32, bf16 or int8 values, or bytes of two int4 codes.
   """
-  name, payload = encoded
-  stop = min(start + CHUNK, size)
-  if name not in LEVELS:
-    return _NO_SCALES, payload.view(_TYPES[name])[start:stop]
-  all_scales = payload[: 4 * -(-size // BLOCK)].view(np.float32)
-  codes, per_byte = payload[all_scales.nbytes :], 2 if name == "int4" else 1
-  first = start // per_byte
-  codes = codes[first : first + -(-(stop - start) // per_byte)].view(_TYPES[name])
-  return all_scales[start // BLOCK : -(-stop // BLOCK)], codes
+  scales, codes = parts(encoded, size)
+  stop, per_byte = min(start + CHUNK, size), 2 if encoded.codec == "int4" else 1
+  codes = codes.view(_TYPES[encoded.codec])[start // per_byte : -(-stop // per_byte)]
+  return scales[start // BLOCK : -(-stop // BLOCK)], codes
 
 
 def empty(size: int, codec: str) -> Encoded:
@@ -134,14 +134,15 @@ def encode_chunk(
 
 
 def decode(payload: np.ndarray, size: int, codec: str) -> np.ndarray:
-  """Unpacks a uint8 payload into a float32 vector [size]; non-finite values pass through.
+  """Unpacks a uint8 payload into a float32 vector [size]; non-finite values pass through, and codes
+  that no encoder writes (-128, or -8 in int4) are numbers like the others.
 
   >>> payload = encode(np.float32([7, -3, 0.4]), "int4")  # a scale of 4 bytes, half a byte a value
   >>> payload.nbytes, decode(payload, 3, "int4").tolist()
   (6, [7.0, -3.0, 0.0])
 
   Raises:
-    CodecError: unknown codec, wrong length, a negative scale, or a code that no encoder writes.
+    CodecError: unknown codec, or wrong length.
   """
   encoded = checked(payload, size, codec)
   if codec == "f32":
@@ -153,7 +154,7 @@ def decode(payload: np.ndarray, size: int, codec: str) -> np.ndarray:
 
 
 def checked(payload: np.ndarray, size: int, codec: str) -> Encoded:
-  """A payload of the right length for `size` values, contiguous; its content is not checked.
+  """A payload of the right length for `size` values, contiguous; any content is a vector.
 
   Raises:
     CodecError: unknown codec, or wrong length.
@@ -168,23 +169,15 @@ def checked(payload: np.ndarray, size: int, codec: str) -> Encoded:
 
 
 def decode_chunk(encoded: Encoded, size: int, start: int, out: np.ndarray) -> None:
-  """Reads a chunk of `size` values into `out` f32, as long as the chunk; see `encode_chunk`.
-
-  Raises:
-    CodecError: a scale is negative, or a code that no encoder writes.
-  """
+  """Reads a chunk of `size` values into `out` f32, as long as the chunk; see `encode_chunk`."""
   scales, codes = _part(encoded, size, start)
   with np.errstate(all="ignore"):
-    if encoded.codec not in LEVELS:
-      np.copyto(out, codes)
-      return
-    if (scales < 0).any():
-      raise CodecError(f"{encoded.codec} payload: a scale is negative")
-    if encoded.codec == "int8":
-      _unpack_int8(codes, out)
+    if encoded.codec == "int4":
+      _unpack(codes, out)
     else:
-      _unpack_int4(codes, out)
-    _blockwise(np.multiply, out, scales, out)
+      np.copyto(out, codes)
+    if encoded.codec in LEVELS:
+      _blockwise(np.multiply, out, scales, out)
 
 
 def _blockwise(
@@ -246,19 +239,9 @@ def _pack(quantised: np.ndarray, codes: np.ndarray) -> None:
   np.copyto(codes, low, casting="unsafe")
 
 
-def _unpack_int4(codes: np.ndarray, values: np.ndarray) -> None:
+def _unpack(codes: np.ndarray, values: np.ndarray) -> None:
   low, high = codes & 15, codes >> 4
-  if not (low.min() and high.min()):
-    raise CodecError("int4 payload: a nibble is 0 (code -8), codes are -7..7")
-  if values.size % 2 and high[-1] != 8:
-    raise CodecError(f"int4 payload: the padding nibble is {high[-1]}, must be 8 (code 0)")
   for nibbles, target in ((low, values[: codes.size]), (high, values[codes.size :])):
     signed = nibbles.view(np.int8)
     np.subtract(signed, np.int8(8), out=signed)
     np.copyto(target, signed[: target.size])
-
-
-def _unpack_int8(codes: np.ndarray, values: np.ndarray) -> None:
-  if codes.min() == -128:
-    raise CodecError("int8 payload: a code is -128, codes are -127..127")
-  np.copyto(values, codes)

@@ -145,14 +145,6 @@ class Deltas:
     """Share of the local value that `apply` keeps."""
     return {"overwrite": 0.0, "mix": self._sync.mix_alpha, "rebase": 1.0}[mode]
 
-  def value(self, fragment: int) -> np.ndarray:
-    """The payload of the base, f32."""
-    return codec.encode(self.base[fragment], "f32")
-
-  def send_moments(self, flat: np.ndarray) -> np.ndarray:
-    """The payload of inner optimizer moments [num_moments * size], f32."""
-    return codec.encode(flat, "f32")
-
   def take_moments(self, payload: np.ndarray, size: int) -> np.ndarray:
     """Moments [size] out of a payload that a peer has sent.
 
@@ -242,7 +234,7 @@ class Measured(Frozen):
   """A push in the wire codec, and its measurements."""
 
   push: Encoded
-  squares: np.ndarray  # f64 [pieces], `passes.squares`
+  squares: np.ndarray  # f64 [pieces], of the values of each piece
   sample: np.ndarray  # f32, `passes.sample`: the values by which directions are compared
 
   @property
@@ -261,14 +253,10 @@ class ReceivedPushes:
     self._compared = outer.compared_pieces(fragment)
 
   def measure(self, push: Encoded, share: Share = map) -> Measured:
-    """The measurements of one more push, for the round, the screening and the merge.
-
-    Raises:
-      CodecError: the push has a code that no encoder writes.
-    """
-    squares = passes.squares(self._fragment, push, share)
-    ones = np.ones((1, squares.size), np.float32)
+    """The measurements of one more push, for the round, the screening and the merge."""
+    ones = np.ones((1, len(self._fragment.pieces)), np.float32)
     alone = passes.Sum(self._fragment, [push], ones)
+    squares = passes.squares(alone, share)
     return Measured(push, squares, passes.sample(alone, ones[0], self._compared))
 
   def products(self, learner: int) -> dict[int, float]:
@@ -331,7 +319,7 @@ def commit(
   squares = np.stack([measured.squares for measured in chosen])
   directions = outer.Directions(fragment, squares, weights)
   total = passes.Sum(fragment, [measured.push for measured in chosen], directions.units)
-  summed = passes.sum_squares(total, share)
+  summed = passes.squares(total, share)
   stretch = directions.stretch(summed)
   long = math.sqrt(float(stretch**2 @ summed))
   sample = passes.sample(total, stretch, outer.compared_pieces(fragment))
@@ -395,7 +383,7 @@ class Merger:
 
   def prepare(self, fragment: int) -> str:
     """Compiles the kernels for this fragment if it is large; see `passes.compile_for`."""
-    reason = passes.compile_for(self._fragments[fragment], self._config.outer)
+    reason = passes.compile_for(self._fragments[fragment], self._config)
     committed = self.committed[fragment]
     if committed.state.last_round == INITIAL and self._is_made(fragment):
       self._initial[fragment] = np.frombuffer(codec.digest(committed.value), np.uint8)
@@ -411,7 +399,7 @@ class Merger:
     return self._whole(fragment) if update is None else update
 
   def _whole(self, fragment: int) -> Encoded:
-    return Encoded("f32", codec.encode(self._lend(fragment).published_value, "f32"))
+    return Encoded("f32", self._lend(fragment).published_value.view(np.uint8))
 
   def take_in(self, push: Push, now: float) -> Received:
     """Measures a push of a round under way here, so that the reducer can judge it, and keeps it
@@ -421,12 +409,11 @@ class Merger:
       arrivals = self._arrivals[push.fragment] = ReceivedPushes(fragment, push.round)
     try:
       encoded = codec.checked(push.payload, fragment.size, push.codec)
-      measured = arrivals.measure(encoded, self.share)
     except codec.CodecError as error:
       return Received(push, now, fault=str(error))
-    arrivals.pushes[push.learner] = measured
-    products = arrivals.products(push.learner)
-    return Received(push, now, norm=measured.norm, products=products)
+    arrivals.pushes[push.learner] = arrivals.measure(encoded, self.share)
+    norm, products = arrivals.pushes[push.learner].norm, arrivals.products(push.learner)
+    return Received(push, now, norm=norm, products=products)
 
   def take_back(self, value: Value, now: float) -> Received:
     """Decodes a value that this shard has lost and that a learner gives back."""

@@ -70,12 +70,6 @@ class _Writer:
     function = cgutils.get_or_insert_function(self.llvm.module, kind, name)
     return self.llvm.call(function, arguments)
 
-  def followed(self, momentum: Any, before: Any, after: Any, factors: Any) -> Any:
-    """The momentum after a published step, as in `outer.followed`."""
-    kept, gained = factors
-    gain = self.llvm.fmul(self.llvm.fsub(before, after), gained)
-    return self.llvm.fadd(self.llvm.fmul(momentum, kept), gain)
-
 
 def _instruction(result: Any, *kinds: Any) -> Callable[[Callable[..., Any]], Any]:
   """A numba intrinsic of a function: each call of it becomes the code that the function writes.
@@ -130,30 +124,6 @@ def peak(w: _Writer, values: Any) -> Any:
   return w.llvm.bitcast(w.call("llvm.vector.reduce.umax.v16i32", _I32, largest), _F32)
 
 
-@_instruction(types.Tuple((types.int32, types.int32, _FLAG)), _ADDRESS, _FLAG)
-def squares_of_block(w: _Writer, codes: Any, int4: Any) -> Any:
-  """Of the BLOCK bytes at this address: the sum of squares of the low codes, that of the high codes
-  (0 for int8), and whether there is a code that no encoder writes."""
-  sums, least = [_same(_INTS, 0), _same(_INTS, 0)], _same(_INTS, 0)
-  for offset in range(0, BLOCK, 16):
-    packed = w.load(codes, _BYTES, offset)
-    low, high = _int4_codes(w, w.llvm.zext(packed, _INTS))
-    low = w.llvm.select(int4, low, w.llvm.sext(packed, _INTS))
-    high = w.llvm.select(int4, high, _same(_INTS, 0))
-    for part, code in enumerate((low, high)):
-      sums[part] = w.llvm.add(sums[part], w.llvm.mul(code, code))
-      least = w.llvm.select(w.llvm.icmp_signed("<", code, least), code, least)
-  lowest = w.call("llvm.vector.reduce.smin.v16i32", _I32, least)
-  odd = w.llvm.icmp_signed("==", lowest, w.llvm.select(int4, _I32(-8), _I32(-128)))
-  return *(w.call("llvm.vector.reduce.add.v16i32", _I32, each) for each in sums), odd
-
-
-def _int4_codes(w: _Writer, byte: Any) -> tuple[Any, Any]:
-  """The low and the high codes, i32 [16], of 16 bytes."""
-  low, high = w.llvm.and_(byte, _same(_INTS, 15)), w.llvm.lshr(byte, _same(_INTS, 4))
-  return w.llvm.sub(low, _same(_INTS, 8)), w.llvm.sub(high, _same(_INTS, 8))
-
-
 @_instruction(types.void, _ADDRESS, _ADDRESS, _OF_EACH)
 def set_tables(w: _Writer, tables: Any, units: Any, scales: Any) -> None:
   """Writes f32 [TOGETHER, ROW] at `tables`: for each push, the values of its codes in one block and
@@ -202,7 +172,8 @@ def multiply_16(w: _Writer, low: Any, high: Any, tables: Any, codes: Any, int4: 
     value = w.load(place, _FLOATS)
     for k, there in enumerate(w.each(codes, TOGETHER)):
       packed, row = w.load(there, _BYTES), 4 * ROW * (TOGETHER * part + k)
-      code = _int4_codes(w, w.llvm.zext(packed, _INTS))[part]
+      shifted = w.llvm.lshr(w.llvm.zext(packed, _INTS), _same(_INTS, 4 * part))
+      code = w.llvm.sub(w.llvm.and_(shifted, _same(_INTS, 15)), _same(_INTS, 8))
       if not part:
         code = w.llvm.select(int4, code, w.llvm.sext(packed, _INTS))
       product = w.llvm.sitofp(code, _FLOATS)
@@ -216,9 +187,9 @@ def multiply_16(w: _Writer, low: Any, high: Any, tables: Any, codes: Any, int4: 
     add(high, 1)
 
 
-@_instruction(types.void, _ADDRESS, _NUMBER, _TRIPLE, _PAIR, _RATES, types.int64, _FLAG)
+@_instruction(types.void, _ADDRESS, _NUMBER, _TRIPLE, _ADDRESS, _RATES, types.int64)
 def move_16(
-  w: _Writer, delta: Any, stretch: Any, old: Any, new: Any, rates: Any, kind: Any, whole: Any
+  w: _Writer, delta: Any, stretch: Any, old: Any, new: Any, rates: Any, kind: Any
 ) -> None:
   """The outer step of 16 values. Their delta becomes new value - published value.
 
@@ -226,24 +197,20 @@ def move_16(
     delta: address of 16 values of the pushes' sum.
     stretch: factor of the sum.
     old: addresses of value, published value, momentum.
-    new: addresses of the new value and the new momentum, which is set only if `whole`.
+    new: address of the new value.
     rates: learning rate, momentum, and the two factors of `outer.followed`.
     kind: of momentum; 0: none, 1: plain, 2: Nesterov's.
-    whole: whether learners get whole values.
   """
-  rate, mu, *factors = (w.spread(number) for number in w.each(rates, 4))
+  rate, mu = (w.spread(number) for number in w.each(rates, 2))
   value, published, momentum = (w.load(there, _FLOATS) for there in w.each(old, 3))
-  to_value, to_momentum = w.each(new, 2)
   merged = w.llvm.fmul(w.load(delta, _FLOATS), w.spread(stretch))
   plain = w.llvm.fadd(w.llvm.fmul(momentum, mu), merged)
   nesterov = w.llvm.fadd(w.llvm.fmul(plain, mu), merged)
   none, one = (w.llvm.icmp_signed("==", kind, _I64(k)) for k in (0, 1))
   step = w.llvm.select(none, merged, w.llvm.select(one, plain, nesterov))
   moved = w.llvm.fsub(value, w.llvm.fmul(step, rate))
-  w.store(moved, to_value)
+  w.store(moved, new)
   w.store(w.llvm.fsub(moved, published), delta)
-  with w.llvm.if_then(w.llvm.and_(whole, w.llvm.not_(none))):
-    w.store(w.followed(momentum, published, moved, factors), to_momentum)
 
 
 @_instruction(types.void, _ADDRESS, _NUMBER, _NUMBER, _PAIR, _TRIPLE, _RATES, types.int64)
@@ -258,10 +225,10 @@ def publish_16(
     scale: of the values' block.
     old: addresses of published value and momentum.
     new: addresses of the codes, and of new published value and momentum.
-    rates: as in `move_16`.
+    rates: as in `move_16`; the momentum follows as in `outer.followed`.
     kind: of momentum; 0: none.
   """
-  factors = [w.spread(number) for number in w.each(rates, 4)[2:]]
+  kept, gained = (w.spread(number) for number in w.each(rates, 4)[2:])
   published, momentum = (w.load(there, _FLOATS) for there in w.each(old, 2))
   to_codes, to_published, to_momentum = w.each(new, 3)
   nearest = _same(_FLOATS, _NEAREST)
@@ -271,4 +238,5 @@ def publish_16(
   after = w.llvm.fadd(published, w.llvm.fmul(code, w.spread(scale)))
   w.store(after, to_published)
   with w.llvm.if_then(w.llvm.icmp_signed("!=", kind, _I64(0))):
-    w.store(w.followed(momentum, published, after, factors), to_momentum)
+    gain = w.llvm.fmul(w.llvm.fsub(published, after), gained)
+    w.store(w.llvm.fadd(w.llvm.fmul(momentum, kept), gain), to_momentum)

@@ -1,5 +1,5 @@
-"""The passes of `core/passes.py` over one segment, compiled by numba: the same operations in the
-same order, so the same bits; only sums of squares are rounded differently.
+"""The passes of `core/passes.py` over one segment, compiled by numba for int8 and int4: the same
+operations in the same order, so the same bits; only sums of squares are rounded differently.
 
 The loops over pieces, blocks and pushes are here; `core/instructions.py` has the operations on 16
 values. Eight int4 pushes are decoded and added at 0.5 ns a value and core, where NumPy takes 18 and
@@ -29,13 +29,14 @@ from ddiloco.core.codec import BLOCK, CHUNK, Encoded
 from ddiloco.core.instructions import ROW, TOGETHER
 
 if TYPE_CHECKING:
-  from ddiloco.core.passes import Chunk, Segment
+  from ddiloco.core.passes import Chunk, Segment, Vectors
 
 LOOKS_UP = instructions.LOOKS_UP
 TILE = 8 * BLOCK  # bytes of codes: the sums for so many codes stay in the L1 cache
 _TINY = np.finfo(np.float32).tiny
 _MAX = np.finfo(np.float32).max
 _NONE = np.empty(0, np.float32)
+_INT4_LEVELS = codec.LEVELS["int4"]
 
 _KERNELS: list[Any] = []  # all functions compiled here
 
@@ -50,40 +51,27 @@ def _compiled(function: Any, **options: Any) -> Any:
   return kernel
 
 
-class Opened:
-  """A payload of `size` values in int8 or int4, as the kernels read or write it."""
-
-  def __init__(self, encoded: Encoded, size: int, written: bool = False):
-    scale_bytes = 4 * -(-size // BLOCK)
-    scales = encoded.payload[:scale_bytes].view(np.float32)
-    self.scales = np.require(scales, requirements="A")  # a copy if the payload is unaligned
-    self.codes = encoded.payload[scale_bytes:]
-    self.int4 = encoded.codec == "int4"
-    # Writable and read-only arrays are two types to numba, each compiled for itself: fix one.
-    self.scales.flags.writeable = self.codes.flags.writeable = written
-
-
-def squares(push: Opened, segment: Segment, sums: np.ndarray) -> bool:
-  """Adds each piece's sum of squares to `sums`; False, and `sums` invalid, if a code is invalid."""
-  return not _squares(push.scales, push.codes, push.int4, segment.spans, segment.runs, sums)
-
-
 class Pushes:
-  """Some pushes in the same codec, int8 or int4, to be added up; see `passes.Sum`.
+  """Some pushes in the same codec to be added up; see `passes.Sum`.
 
   Args:
+    size: of each, in values.
     pushes: M of them.
-    units: f32 [M, pieces].
+    units: f32 [pieces] of each.
   """
 
-  def __init__(self, pushes: Sequence[Opened], units: np.ndarray):
-    self._pushes = pushes  # keeps their memory alive, whose addresses the kernels use
+  def __init__(self, size: int, pushes: Sequence[Encoded], units: Sequence[np.ndarray]):
+    # Kept since the kernels have only their addresses; scales are copied if they are unaligned.
+    self._parts = [
+      (np.require(scales, requirements="A"), codes)
+      for scales, codes in (codec.parts(push, size) for push in pushes)
+    ]
     rows = -(-len(pushes) // TOGETHER) * TOGETHER
-    padded = np.zeros((units.shape[1], rows), np.float32)  # by piece; 0 beyond the last push
-    padded[:, : len(pushes)] = units.T
-    each = [pushes[min(m, len(pushes) - 1)] for m in range(rows)]
-    addresses = np.array([(p.scales.ctypes.data, p.codes.ctypes.data) for p in each], np.int64)
-    int4 = pushes[0].int4
+    padded = np.zeros((len(units[0]), rows), np.float32)  # by piece; 0 beyond the last push
+    padded[:, : len(pushes)] = np.transpose(units)
+    each = [self._parts[min(m, len(pushes) - 1)] for m in range(rows)]
+    addresses = np.array([[part.ctypes.data for part in parts] for parts in each], np.int64)
+    int4 = pushes[0].codec == "int4"
     self.arguments = addresses, padded, int4, int4 and LOOKS_UP
 
   def read(self, chunk: Chunk, total: np.ndarray) -> None:
@@ -96,30 +84,29 @@ class Pushes:
 
 
 class Stepper:
-  """Takes one outer step of a fragment; see `passes.step`."""
+  """Takes one outer step of a fragment on the sum of these pushes; see `passes.step`."""
 
   def __init__(
-    self, old: Any, new: Any, stretch: np.ndarray, config: OuterConfig, update: Encoded | None
+    self,
+    pushes: Pushes,
+    old: Vectors,
+    new: Vectors,
+    stretch: np.ndarray,
+    config: OuterConfig,
+    update: Encoded,
   ):
     rates = np.array([config.learning_rate, config.momentum, *outer.factors(config)], np.float32)
     kind = 0 if old.momentum is None else 2 if config.nesterov else 1
     arrays = tuple(_NONE if each is None else each for each in (*old, *new))
-    wire = _NONE, _NONE.view(np.uint8), False, np.float32(0)
-    if update is not None:
-      opened = Opened(update, old.value.size, written=True)
-      wire = opened.scales, opened.codes, opened.int4, np.float32(codec.LEVELS[update.codec])
-    self._stretch, self._step = stretch, (arrays, rates, kind, wire)
+    wire = *codec.parts(update, old.value.size), np.float32(codec.LEVELS[update.codec])
+    self._pushes, self._step = pushes, (stretch, arrays, rates, kind, wire)
 
-  def chunk(self, chunk: Chunk, total: np.ndarray) -> None:
-    """Steps one chunk, given the pushes' sum `total` f32 [chunk], which is written over."""
-    _step(chunk.start, chunk.runs, self._stretch, total, *self._step)
-
-  def segment(self, segment: Segment, pushes: Pushes) -> None:
-    """Steps a segment, with the sum of these pushes."""
-    _step_segment(pushes.arguments, segment.spans, segment.runs, self._stretch, *self._step)
+  def step(self, segment: Segment) -> None:
+    """Steps a segment."""
+    _step_segment(self._pushes.arguments, segment.spans, segment.runs, *self._step)
 
 
-def compile_all(segment: Segment, vectors: Any, config: OuterConfig) -> str:
+def compile_all(segment: Segment, vectors: Vectors, config: OuterConfig) -> str:
   """Compiles all kernels, or loads them from the cache, by a run on this chunk of one piece.
 
   A broken cache must not end a shard: if it cannot be written or read, nothing is cached. Returns
@@ -135,20 +122,16 @@ def compile_all(segment: Segment, vectors: Any, config: OuterConfig) -> str:
   return ""
 
 
-def _call_all(segment: Segment, vectors: Any, config: OuterConfig) -> None:
-  one, value, (chunk,) = np.ones(1, np.float32), vectors.value, segment.chunks
-  encoded = Encoded("int8", codec.encode(value, "int8"))
-  push = Opened(encoded, value.size)
-  squares(push, segment, np.zeros(1))
-  pushes = Pushes([push], one[:, None])
+def _call_all(segment: Segment, vectors: Vectors, config: OuterConfig) -> None:
+  one, value, (chunk,) = np.ones(1, np.float32), vectors.value, segment.chunks()
+  push = Encoded("int8", codec.encode(value, "int8"))
+  pushes = Pushes(value.size, [push], [one])
   pushes.read(chunk, value)
   pushes.add_squares(segment, np.zeros(1))
-  stepper = Stepper(vectors, vectors, one, config, encoded)
-  stepper.chunk(chunk, np.ones_like(value))
-  stepper.segment(segment, pushes)
+  Stepper(pushes, vectors, vectors, one, config, push).step(segment)
 
 
-# --- A push, measured
+# --- Pushes, added up
 
 
 @_compiled
@@ -165,48 +148,6 @@ def _alike(at, end, half, size, runs, run):
         run[part] += 1
       to = min(to, min(runs[run[part], 1], (place // BLOCK + 1) * BLOCK) - part * half)
   return to
-
-
-@_compiled
-def _squares(scales, codes, int4, spans, runs, sums):
-  """Adds each piece's sum of squares; True if a scale or a code is one that no encoder writes."""
-  for c in range(spans.shape[0]):
-    start, stop, first, last = spans[c]
-    if _squares_of_chunk(scales, codes, int4, start, stop - start, runs[first:last], sums):
-      return True
-  return False
-
-
-@_compiled
-def _squares_of_chunk(scales, codes, int4, start, size, runs, sums):
-  half, at, run = (size + 1) // 2 if int4 else size, 0, np.zeros(2, np.int64)
-  nothing, few = np.uint8(0x88 if int4 else 0), np.empty(BLOCK, np.uint8)
-  first, block = start // 2 if int4 else start, start // BLOCK
-  for scale in scales[block : block + (size + BLOCK - 1) // BLOCK]:
-    if scale < 0:
-      return True
-  if int4 and size % 2 and codes[first + half - 1] >> np.uint8(4) != 8:  # the padding nibble
-    return True
-  while at < half:
-    to = _alike(at, half, half, size, runs, run)
-    codes_at = codes.ctypes.data + first + at
-    if to - at < BLOCK:  # filled up with codes 0
-      few[:] = nothing
-      _copy(codes[first + at : first + to], few)
-      codes_at = few.ctypes.data
-    low, high, odd = instructions.squares_of_block(codes_at, int4)
-    if odd:
-      return True
-    scale = np.float64(scales[block + at // BLOCK])
-    sums[runs[run[0], 2]] += scale * scale * low
-    if half + at < size:
-      scale = np.float64(scales[block + (half + at) // BLOCK])
-      sums[runs[run[1], 2]] += scale * scale * high
-    at = to
-  return False
-
-
-# --- Pushes, added up
 
 
 @_compiled
@@ -307,13 +248,11 @@ def _step_segment(pushes, spans, runs, stretch, arrays, rates, kind, wire):
 
 @_compiled
 def _step(start, runs, stretch, delta, arrays, rates, kind, wire):
-  """The outer step of one chunk, block by block."""
+  """The outer step of one chunk, block by block; overwrites the delta, which is the pushes' sum."""
   value, published, momentum, new_value, new_published, new_momentum = arrays
-  scales, payload, int4, levels = wire
+  scales, payload, levels = wire
   if kind == 0:  # no momentum: any vector may be read in its place, and none is written
     momentum = new_momentum = value
-  if not levels:
-    new_published = new_value
   at, run, size, block = 0, 0, delta.size, start // BLOCK
   codes, rows = np.empty(size + BLOCK, np.int8), np.empty((4, BLOCK), np.float32)
   old = value.ctypes.data, published.ctypes.data, momentum.ctypes.data
@@ -326,7 +265,7 @@ def _step(start, runs, stretch, delta, arrays, rates, kind, wire):
       here, long = delta.ctypes.data + 4 * at, stretch[runs[run, 2]]
       before = old[0] + there, old[1] + there, old[2] + there
       after = new[0] + there, new[1] + there, new[2] + there
-      scale = _step_block(here, long, before, after, rates, kind, levels, to)
+      scales[block] = _step_block(here, long, before, after, rates, kind, levels, to)
     else:  # a block of several pieces, or the last one: step a copy, filled up with zeros
       stop = min(size, stop)
       n, here = stop - at, slice(start + at, start + stop)
@@ -334,19 +273,14 @@ def _step(start, runs, stretch, delta, arrays, rates, kind, wire):
       _stretched(delta[at:stop], at, runs[run:], stretch, rows[0])
       for row, source in ((1, value), (2, published), (3, momentum)):
         _copy(source[here], rows[row, :n])
-      beside = rows[1].ctypes.data, rows[2].ctypes.data, rows[3].ctypes.data
-      one = np.float32(1)
-      scale = _step_block(rows.ctypes.data, one, beside, beside, rates, kind, levels, to)
+      beside, one = (rows[1].ctypes.data, rows[2].ctypes.data, rows[3].ctypes.data), np.float32(1)
+      scales[block] = _step_block(rows.ctypes.data, one, beside, beside, rates, kind, levels, to)
       _copy(rows[1, :n], new_value[here])
-      if levels:
-        _copy(rows[2, :n], new_published[here])
+      _copy(rows[2, :n], new_published[here])
       if kind:
         _copy(rows[3, :n], new_momentum[here])
-    if levels:
-      scales[block] = scale
     at, block = stop, block + 1
-  if levels:
-    _pack(codes[:size], int4, start, payload)
+  _pack(codes[:size], levels == _INT4_LEVELS, start, payload)
 
 
 @_compiled
@@ -366,12 +300,10 @@ def _step_block(delta, long, old, new, rates, kind, levels, codes):
   Returns the block's scale. `delta` and `codes` are addresses. `old` and `new` are addresses of
   value, published value and momentum, and may be the same.
   """
-  numbers, whole = (rates[0], rates[1], rates[2], rates[3]), levels == 0
+  numbers = rates[0], rates[1], rates[2], rates[3]
   for i in range(0, 4 * BLOCK, 64):
-    before, after = (old[0] + i, old[1] + i, old[2] + i), (new[0] + i, new[2] + i)
-    instructions.move_16(delta + i, long, before, after, numbers, kind, whole)
-  if whole:
-    return np.float32(0)
+    before = old[0] + i, old[1] + i, old[2] + i
+    instructions.move_16(delta + i, long, before, new[0] + i, numbers, kind)
   scale = _scale(instructions.peak(delta), levels)
   divisor = scale
   if not scale > 0:  # a block of zeros, or one with a NaN or infinity: all codes are 0

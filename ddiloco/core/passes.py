@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ddiloco.config import OuterConfig
+from ddiloco.config import Config, OuterConfig
 from ddiloco.core import codec, outer
 from ddiloco.core.codec import CHUNK, Encoded
 from ddiloco.core.fragments import Fragment
-from ddiloco.protocol.values import Frozen
 
 COMPILED_FROM = 1 << 22  # values of a fragment; below, compiling takes longer than it saves
 SEGMENT = 16 * CHUNK  # a million values: a thread's unit of work
@@ -31,7 +30,7 @@ _DOT_CHUNK = 1 << 13  # short enough that BLAS uses one thread, so bits do not d
 _DOT_TRUSTED = 1e-30  # below, f32 products may have underflowed: they are computed again in f64
 
 
-class Chunk(Frozen):
+class Chunk(NamedTuple):
   """Values [start, stop) of a fragment, and the runs of pieces within them."""
 
   start: int
@@ -39,41 +38,37 @@ class Chunk(Frozen):
   runs: np.ndarray  # i64 [runs, 3]: from, to (counted from `start`), index of the piece
 
 
-class Segment(Frozen):
-  """Consecutive chunks: a thread's unit of work."""
+class Segment(NamedTuple):
+  """Consecutive chunks: a thread's unit of work. As arrays, for the kernels."""
 
-  chunks: tuple[Chunk, ...]
+  spans: np.ndarray  # i64 [chunks, 4]: start, stop, and the chunk's range in `runs`
+  runs: np.ndarray  # i64 [runs, 3], of the whole fragment
 
-  @functools.cached_property
-  def spans(self) -> np.ndarray:
-    """i64 [chunks, 4], for the kernels: start, stop, and the range of the chunk's `runs`."""
-    ends = np.cumsum([0, *(len(chunk.runs) for chunk in self.chunks)])
-    places = zip(self.chunks, ends, ends[1:], strict=False)
-    return np.array([(c.start, c.stop, first, end) for c, first, end in places], np.int64)
-
-  @functools.cached_property
-  def runs(self) -> np.ndarray:
-    """i64 [runs, 3] of all chunks."""
-    return np.concatenate([chunk.runs for chunk in self.chunks])
+  def chunks(self) -> Iterator[Chunk]:
+    """Its chunks."""
+    for start, stop, first, end in self.spans.tolist():
+      yield Chunk(start, stop, self.runs[first:end])
 
 
 @functools.lru_cache(maxsize=256)
 def segments(fragment: Fragment) -> list[Segment]:
   """The segments of a fragment, which cover all its values."""
-  chunks: list[Chunk] = []
+  spans: list[list[int]] = []
   runs: list[tuple[int, int, int]] = []
   for index, piece in enumerate(fragment.pieces):
     at, end = piece.offset, piece.offset + piece.size
     while at < end:
       start = at - at % CHUNK
+      if at == start:
+        spans.append([start, start, len(runs), len(runs)])
       stop = min(end, start + CHUNK)
       runs.append((at - start, stop - start, index))
+      spans[-1][1], spans[-1][3] = stop, len(runs)
       at = stop
-      if at == start + CHUNK or at == fragment.size:
-        chunks.append(Chunk(start, at, np.array(runs, np.int64)))
-        runs = []
-  each = SEGMENT // CHUNK
-  return [Segment(tuple(chunks[i : i + each])) for i in range(0, len(chunks), each)]
+  places, each = np.array(spans, np.int64), SEGMENT // CHUNK
+  return [
+    Segment(places[i : i + each], np.array(runs, np.int64)) for i in range(0, len(spans), each)
+  ]
 
 
 # `map`, or the `map` of a thread pool, which runs the work on its threads.
@@ -97,71 +92,81 @@ def _kernels() -> Any:
   return kernels
 
 
-def compile_for(fragment: Fragment, config: OuterConfig) -> str:
-  """Compiles the kernels for a fragment of this size, so that the first push need not wait for it.
+def compile_for(fragment: Fragment, config: Config) -> str:
+  """Compiles the kernels for a fragment of this size and codec, so that the first push need not
+  wait for it.
 
   Returns why the compiled code cannot be kept for the next process; "" if it can.
   """
-  if fragment.size >= COMPILED_FROM:
-    size = 2 * codec.BLOCK
-    one, speed = np.ones(size, np.float32), outer.init(size, config)
-    segment = Segment((Chunk(0, size, np.array([[0, size, 0]], np.int64)),))
-    reason: str = _kernels().compile_all(segment, Vectors(one, one, speed), config)
-    return reason
-  return ""
+  if not _by_kernels(fragment, config.sync.push_codec):
+    return ""
+  size = 2 * codec.BLOCK
+  one, speed = np.ones(size, np.float32), outer.init(size, config.outer)
+  segment = Segment(np.array([[0, size, 0, 1]]), np.array([[0, size, 0]]))
+  reason: str = _kernels().compile_all(segment, Vectors(one, one, speed), config.outer)
+  return reason
 
 
-def _opened(fragment: Fragment, encoded: Encoded) -> Any:
-  """A payload for the kernels; None: NumPy reads it."""
-  if fragment.size >= COMPILED_FROM and encoded.codec in codec.LEVELS:
-    return _kernels().Opened(encoded, fragment.size)
-  return None
+def _by_kernels(fragment: Fragment, name: str) -> bool:
+  """Whether kernels read or write payloads in this codec: those of f32 and bf16 cost so much more
+  on the network that faster arithmetic would save nothing."""
+  return fragment.size >= COMPILED_FROM and name in codec.LEVELS
 
 
-# --- One push: its norms
+class Sum:
+  """sum_m units[m, piece] * push_m, chunk by chunk, never as a whole vector.
 
+  Sums run in the order of `pushes`: sort them by learner for results that do not depend on the
+  order of arrival. A push adds nothing where its unit is 0, whatever its scale.
 
-def squares(fragment: Fragment, push: Encoded, share: Share = map) -> np.ndarray:
-  """|delta|^2 of each piece, f64 [pieces]; not finite exactly where a value is not.
-
-  Raises:
-    CodecError: a code that no encoder writes.
+  Args:
+    fragment: the pieces' fragment.
+    pushes: M of them.
+    units: f32 [M, pieces].
   """
-  opened = _opened(fragment, push)
 
-  def add(segment: Segment, sums: np.ndarray) -> None:
-    if opened is not None and _kernels().squares(opened, segment, sums):
+  def __init__(self, fragment: Fragment, pushes: Sequence[Encoded], units: np.ndarray):
+    self.fragment = fragment
+    self._terms = [(push, mine) for push, mine in zip(pushes, units) if mine.any()]
+    names = {push.codec for push, _ in self._terms}
+    self.compiled: Any = None
+    if len(names) == 1 and _by_kernels(fragment, names.pop()):
+      self.compiled = _kernels().Pushes(fragment.size, *zip(*self._terms))
+
+  def read(self, chunk: Chunk, total: np.ndarray, scratch: np.ndarray) -> None:
+    """Writes a chunk of the sum into `total` [chunk] f32; `scratch`, as long, is written over."""
+    if self.compiled is not None:
+      self.compiled.read(chunk, total)
       return
-    sums.fill(0)  # of a bad payload NumPy's error says what is wrong
-    row = np.empty(CHUNK, np.float32)
-    for chunk in segment.chunks:
-      here = row[: chunk.stop - chunk.start]
-      codec.decode_chunk(push, fragment.size, chunk.start, here)
-      _add_squares(here, chunk.runs, sums)
+    total.fill(0)
+    with np.errstate(all="ignore"):  # a sum that is not finite is a result
+      for push, mine in self._terms:
+        codec.decode_chunk(push, self.fragment.size, chunk.start, scratch)
+        for start, stop, piece in chunk.runs.tolist():
+          if mine[piece]:
+            product = scratch[start:stop]
+            product *= mine[piece]
+            total[start:stop] += product
 
-  return _summed(fragment, add, share)
 
-
-def _summed(
-  fragment: Fragment, add: Callable[[Segment, np.ndarray], None], share: Share
-) -> np.ndarray:
-  """The sums that `add` makes, per piece, over all segments: f64 [pieces]."""
+def squares(total: Sum, share: Share = map) -> np.ndarray:
+  """|sum|^2 of each piece, f64 [pieces]; not finite exactly where a value is not."""
 
   def work(segment: Segment) -> np.ndarray:
-    sums = np.zeros(len(fragment.pieces))
-    add(segment, sums)
+    sums = np.zeros(len(total.fragment.pieces))
+    if total.compiled is not None:
+      total.compiled.add_squares(segment, sums)
+      return sums
+    rows = np.empty((2, CHUNK), np.float32)
+    for chunk in segment.chunks():
+      here, scratch = rows[:, : chunk.stop - chunk.start]
+      total.read(chunk, here, scratch)
+      for start, stop, piece in chunk.runs.tolist():
+        sums[piece] += dot(here[start:stop], here[start:stop])
     return sums
 
-  total = np.zeros(len(fragment.pieces))
   with np.errstate(all="ignore"):  # a sum that is not finite is a result, for the screening
-    for sums in share(work, segments(fragment)):
-      total += sums
-  return total
-
-
-def _add_squares(values: np.ndarray, runs: np.ndarray, sums: np.ndarray) -> None:
-  for start, stop, piece in runs.tolist():
-    sums[piece] += dot(values[start:stop], values[start:stop])
+    return sum(share(work, segments(total.fragment)), np.zeros(len(total.fragment.pieces)))
 
 
 def dot(a: np.ndarray, b: np.ndarray) -> float:
@@ -180,101 +185,24 @@ def dot(a: np.ndarray, b: np.ndarray) -> float:
 
 
 @functools.lru_cache(maxsize=256)
-def _sampled(
-  fragment: Fragment, compared: tuple[int, ...]
-) -> list[tuple[Chunk, list[tuple[int, int, int]]]]:
-  """All values of a small fragment; of a large one an equal number from each of 16 chunks."""
-  found = []
-  for segment in segments(fragment):
-    for chunk in segment.chunks:
-      runs = [tuple(run) for run in chunk.runs.tolist() if run[2] in compared]
-      if runs:
-        found.append((chunk, runs))
-  if sum(stop - start for _, runs in found for start, stop, _ in runs) <= SAMPLED:
-    return found
-  spread = [found[i * len(found) // 16] for i in range(16)] if len(found) > 16 else found
-  return [(chunk, _first(runs, SAMPLED // len(spread))) for chunk, runs in spread]
-
-
-def _first(runs: list[tuple[int, int, int]], count: int) -> list[tuple[int, int, int]]:
-  kept = []
-  for start, stop, piece in runs:
-    stop = min(stop, start + count)
-    kept.append((start, stop, piece))
-    count -= stop - start
-    if not count:
-      break
-  return kept
-
-
-# --- A commit: the length of the pushes' sum, then the outer step on it
-
-
-class Sum:
-  """sum_m units[m, piece] * push_m, chunk by chunk; of a large fragment never as a whole vector.
-
-  Sums run in the order of `pushes`: sort them by learner for results that do not depend on the
-  order of arrival. A push adds nothing where its unit is 0, whatever its scale.
-
-  Args:
-    fragment: the pieces' fragment.
-    pushes: M of them, whose codes were checked by `squares`.
-    units: f32 [M, pieces].
-  """
-
-  def __init__(self, fragment: Fragment, pushes: Sequence[Encoded], units: np.ndarray):
-    self.fragment = fragment
-    self._terms = [(push, mine) for push, mine in zip(pushes, units) if mine.any()]
-    opened = [_opened(fragment, push) for push, _ in self._terms]
-    together = len({push.codec for push, _ in self._terms}) == 1 and opened[0] is not None
-    self.compiled: Any = _kernels().Pushes(opened, units[units.any(axis=1)]) if together else None
-    self._keeps = fragment.size < COMPILED_FROM  # for these, adding again would take longer
-    self._kept: dict[int, np.ndarray] = {}  # sums by the chunk's start
-
-  def read(self, chunk: Chunk, total: np.ndarray, scratch: np.ndarray) -> None:
-    """Writes a chunk of the sum into `total` [chunk] f32; `scratch`, as long, is written over."""
-    if self.compiled is not None:
-      self.compiled.read(chunk, total)
-      return
-    if (kept := self._kept.get(chunk.start)) is not None:
-      total[:] = kept
-      return
-    total.fill(0)
-    runs = chunk.runs.tolist()
-    with np.errstate(all="ignore"):  # a sum that is not finite is a result
-      for push, mine in self._terms:
-        codec.decode_chunk(push, self.fragment.size, chunk.start, scratch)
-        for start, stop, piece in runs:
-          if mine[piece]:
-            product = scratch[start:stop]
-            product *= mine[piece]
-            total[start:stop] += product
-    if self._keeps:
-      self._kept[chunk.start] = total.copy()
-
-
-def sum_squares(total: Sum, share: Share = map) -> np.ndarray:
-  """|sum|^2 of each piece, f64 [pieces]."""
-
-  def add(segment: Segment, sums: np.ndarray) -> None:
-    rows = np.empty((2, CHUNK), np.float32)
-    for chunk in segment.chunks:
-      here, scratch = rows[:, : chunk.stop - chunk.start]
-      total.read(chunk, here, scratch)
-      _add_squares(here, chunk.runs, sums)
-
-  compiled = total.compiled
-  return _summed(total.fragment, add if compiled is None else compiled.add_squares, share)
+def _sampled(fragment: Fragment, compared: tuple[int, ...]) -> list[Chunk]:
+  """At most 16 chunks, evenly spread, with their runs of these pieces."""
+  chunks = [chunk for segment in segments(fragment) for chunk in segment.chunks()]
+  found = [c._replace(runs=c.runs[np.isin(c.runs[:, 2], compared)]) for c in chunks]
+  found = [chunk for chunk in found if len(chunk.runs)]
+  count = min(16, len(found))
+  return [found[i * len(found) // count] for i in range(count)]
 
 
 def sample(total: Sum, stretch: np.ndarray, compared: Sequence[int]) -> np.ndarray:
   """`stretch * total` at [at most SAMPLED] places in the pieces `compared`, f32; `stretch` is f32
-  [pieces]. The places depend on the fragment only."""
-  values = [np.empty(0, np.float32)]
-  for chunk, runs in _sampled(total.fragment, tuple(compared)):
+  [pieces]. The places depend on the fragment only: an equal number in each of some chunks."""
+  chunks, values = _sampled(total.fragment, tuple(compared)), [np.empty(0, np.float32)]
+  for chunk in chunks:
     row, scratch = np.empty((2, chunk.stop - chunk.start), np.float32)
     total.read(chunk, row, scratch)
-    values += [row[start:stop] * stretch[piece] for start, stop, piece in runs]
+    parts = [row[start:stop] * stretch[piece] for start, stop, piece in chunk.runs.tolist()]
+    values.append(np.concatenate(parts)[: SAMPLED // len(chunks)])
   return np.concatenate(values)
 
 
@@ -323,21 +251,18 @@ def step(
     new = Vectors(value, np.empty(size, np.float32) if lossy else value, speed)
   update = codec.empty(size, name) if lossy else None
   stepper = None
-  if size >= COMPILED_FROM and name in ("f32", *codec.LEVELS):
-    stepper = _kernels().Stepper(old, new, stretch, config, update)
+  if total.compiled is not None and name in codec.LEVELS:
+    stepper = _kernels().Stepper(total.compiled, old, new, stretch, config, update)
 
   def work(segment: Segment) -> None:
-    if stepper is not None and total.compiled is not None:
-      stepper.segment(segment, total.compiled)
+    if stepper is not None:
+      stepper.step(segment)
       return
     rows = np.empty((3, CHUNK), np.float32)
-    for chunk in segment.chunks:
+    for chunk in segment.chunks():
       here = rows[:, : chunk.stop - chunk.start]
       total.read(chunk, here[0], here[1])
-      if stepper is not None:
-        stepper.chunk(chunk, here[0])
-      else:
-        _step(chunk, here, old, new, stretch, config, update)
+      _step(chunk, here, old, new, stretch, config, update)
 
   list(share(work, segments(fragment)))
   return new, update
@@ -389,9 +314,6 @@ def follow(
     momentum: [size] f32, before; becomes the new one. None without.
     change: in the wire codec.
     config: of the outer optimizer.
-
-  Raises:
-    CodecError: a code that no encoder writes; the vectors are invalid then.
   """
   rows = np.empty((3, CHUNK), np.float32)
 

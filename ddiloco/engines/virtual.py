@@ -144,7 +144,7 @@ def random_push(size: int, name: str) -> Encoded:
 
 def commits(fragment: Fragment, config: Config, pushes: int, share: Share) -> Callable[[], object]:
   """A function that makes the same commit, of `pushes` random pushes, at every call."""
-  compile_for(fragment, config.outer)
+  compile_for(fragment, config)
   value = np.full(fragment.size, 0.02, np.float32)
   published = value if config.sync.publish_codec == "f32" else value - np.float32(1e-5)
   momentum = value * np.float32(0.05) if config.outer.momentum else None

@@ -11,7 +11,6 @@ that control never queues behind bulk. With keys each connection is TLS 1.3.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -23,6 +22,7 @@ import socket
 import ssl
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from ddiloco.config import NetworkConfig
@@ -30,7 +30,7 @@ from ddiloco.network import frames, peers
 from ddiloco.network.frames import CONTROL, FrameSocket, Greeting, GreetingRefused, IoThread
 from ddiloco.network.keys import Keys
 from ddiloco.network.peers import BufferPool, Channel, Peer
-from ddiloco.network.transport import Endpoint, RunIdentity
+from ddiloco.network.transport import Counters, Endpoint, RunIdentity
 from ddiloco.observe.guards import Guard, ended
 from ddiloco.protocol import messages
 
@@ -41,7 +41,12 @@ LOOK_SECONDS = 1.0  # between two checks of keys
 # A shard that is silent for so many beats, or this share of `silence_seconds`, is dialed again.
 QUIET_BEATS, QUIET_SHARE = 3, 1 / 3
 MAX_DOUBLINGS = 4  # of the pause between two attempts
+LEAVE_SECONDS = 5.0  # for a far end to read why it is shown out
 MOST_THREADS = 4  # for fragments; each may encrypt on a core of its own
+
+
+class Refused(Exception):
+  """The far end does not let us in, or is not who we look for."""
 
 
 class NetworkEndpoint(Endpoint):
@@ -86,16 +91,19 @@ class NetworkEndpoint(Endpoint):
     self._accepted: dict[str, Peer] = {}
     listener, self.bound = frames.bind(bind) if bind is not None else (None, "")
     self.control_thread = IoThread(f"network-{address}", self._failed)
-    self._door = Door(listener, self) if listener else None
     count = min(MOST_THREADS, os.cpu_count() or 1)
     self._bulk = [IoThread(f"bulk-{address}", self._failed) for _ in range(count)]
     self._threads = [self.control_thread, *self._bulk]
     self._places = itertools.cycle(self._bulk)  # the thread for the next fragment connection
     self._tended_at = time.monotonic()
     self._stop_at: float | None = None
-    self._timer: asyncio.Handle = self.control_thread.loop.call_soon(self._tick)
+    self.control_thread.call(self._tick)
     for thread in self._threads:
       thread.start()
+    self._door = None
+    if listener:
+      most = min(MOST_STRANGERS, raise_limit() // 4)
+      self._door = Door(listener, keys, self._meet, most, STRANGER_SECONDS, self.counters)
     if keys is not None:
       follow = functools.partial(self._follow, keys)
       threading.Thread(target=follow, name=f"keys-{address}", daemon=True).start()
@@ -103,10 +111,11 @@ class NetworkEndpoint(Endpoint):
   # --- for the role, from any thread --------------------------------------------------------------
 
   def dial(self, address: str, url: str) -> None:
-    """Connects to the shard `address` at `url`; a later call may give another url."""
+    """Connects to the shard `address` at `url`, and again whenever the connection breaks."""
     if address not in self._dialed:
-      self._dialed[address] = Peer(address, self._settings.streams, self, url)
-    self.control_thread.call(self._redial, self._dialed[address], url)
+      peer = self._dialed[address] = Peer(address, self._settings.streams, self, url)
+      reach = functools.partial(self._reach, peer)
+      threading.Thread(target=reach, name=f"dial-{address}", daemon=True).start()
 
   def _post(self, to: str, header: bytes, payload: messages.Payload) -> int:
     peer = self._find(to)
@@ -126,11 +135,11 @@ class NetworkEndpoint(Endpoint):
     """Sends the queued messages, for at most so long, and disconnects."""
     super().close()
     self._stop_at = self._stop_at or time.monotonic() + linger_seconds
-    self.control_thread.call(self._tick_soon)
+    if self._door:
+      self._door.close()
+    self.control_thread.call(self._tend)
     for thread in self._threads:
       ended(thread, linger_seconds + 5.0)
-    if self._door and not self.control_thread.is_alive():
-      self._door.close()  # a control thread that has failed has not done so
 
   def links(self) -> dict[str, dict[str, Any]]:
     """For display: every peer's state, reason, seconds since it was heard, and how many messages of
@@ -177,8 +186,6 @@ class NetworkEndpoint(Endpoint):
       case frames.Beat(count, reason):
         if count:
           peer.drops = (peer.drops[0] + count, reason)
-      case Greeting() if peer.url:
-        self._on_answer(peer, frame)
       case GreetingRefused(fenced, reason, after, silent_seconds) if peer.url:
         peer.state, peer.reason = "refused", f"{peer.url}: {reason}"
         if fenced:
@@ -187,20 +194,11 @@ class NetworkEndpoint(Endpoint):
       case _:
         self.on_malformed(peer, f"a {type(frame).__name__} that was not asked for")
 
-  def on_lost(self, channel: Channel, wire: FrameSocket, error: Exception) -> None:
-    if channel.wire is not wire:
-      return
-    peer = channel.peer
-    channel.detach()
-    if channel.number == CONTROL and peer.state == "up":
-      peer.down("its connection broke")  # another peer may be at the url now
-    elif channel.number == CONTROL and peer.state == "connecting" and peer.url:
-      refused = isinstance(error, ssl.SSLError) and "ALERT" in str(error.reason)
-      if refused:  # the far end checks our key after the handshake has ended on this side
-        peer.state, peer.reason = "refused", f"{peer.url}: the key of {self.address} is not listed"
-      else:
-        peer.reason = f"{peer.url} answers no greeting, or one side has no keys ({error})"
-    self._tick_soon()
+  def on_lost(self, channel: Channel, wire: FrameSocket) -> None:
+    if channel.wire is wire:
+      channel.detach()
+      if channel.number == CONTROL and channel.peer.state == "up":  # who is at the url now?
+        channel.peer.state, channel.peer.reason = "connecting", "its connection broke"
 
   def _failed(self, error: Exception) -> None:
     self.broken = self.broken or f"its network thread failed: {error!r}"
@@ -210,17 +208,14 @@ class NetworkEndpoint(Endpoint):
 
   # --- the thread for control ---------------------------------------------------------------------
 
-  def _tick_soon(self) -> None:
-    self._timer.cancel()
-    self._timer = self.control_thread.loop.call_soon(self._tick)
-
   def _tick(self) -> None:
+    self.control_thread.loop.call_later(TEND_SECONDS, self._tick)
+    self._tend()
+
+  def _tend(self) -> None:
     """Periodic work for all peers."""
-    self._timer = self.control_thread.loop.call_later(TEND_SECONDS, self._tick)
     now = time.monotonic()
     still, self._tended_at = now - self._tended_at, now
-    if self._door:
-      self._door.cut_off(now)
     self.buffers.release(now)
     for peer in self._peers():
       if still > STOOD_STILL_SECONDS:  # messages that came meanwhile are still in the kernel
@@ -236,7 +231,7 @@ class NetworkEndpoint(Endpoint):
       self._begin_anew(peer, f"silent for {silent:.0f} s")
     if silent > patience:
       peer.drop_queue()
-      peer.incoming.forget()
+      peer.forget()
     wire = peer.control.wire
     if wire is not None:
       if wire.waits:  # the peer waits for us: it is not silent
@@ -246,10 +241,6 @@ class NetworkEndpoint(Endpoint):
       if peer.state == "up" and now - peer.beat_at >= BEAT_SECONDS and not wire.behind:
         peer.beat_at = now
         wire.say(frames.Beat(*peer.take_untold()))
-    if peer.url and not (self.fenced or self.broken):
-      for channel in peer.channels if peer.state == "up" else [peer.control]:
-        if self._stop_at is None or not peer.idle():  # when closing, only for queued messages
-          self._reach(channel, now)
 
   def _follow(self, keys: Keys) -> None:
     """Reads the keys again and again; in a thread of its own, since the disk may be slow."""
@@ -275,8 +266,6 @@ class NetworkEndpoint(Endpoint):
 
   def _finish(self, now: float, stop_at: float) -> None:
     """Ends the threads when all is sent and all live peers have seen the end, or time is over."""
-    if self._door:
-      self._door.close()
     alive = [p for p in self._peers() if now - p.heard_at <= QUIET_BEATS * BEAT_SECONDS]
     waits = [peer for peer in alive if self._leave(peer)]
     if not waits or now >= stop_at:
@@ -286,7 +275,7 @@ class NetworkEndpoint(Endpoint):
   def _leave(self, peer: Peer) -> bool:
     """Ends the connections to a peer once all is sent; whether that is still under way."""
     if peer.state != "up":  # its connection may have just broken: it is dialed once more
-      once = peer.state == "connecting" and peer.url and peer.control.attempts < 2
+      once = peer.state == "connecting" and peer.url and peer.attempts < 2
       return bool(once) and not peer.idle()
     if peer.idle():
       bulk = [channel for channel in peer.bulk if channel.wire is not None]
@@ -297,25 +286,33 @@ class NetworkEndpoint(Endpoint):
 
   # --- peers that dialed us -----------------------------------------------------------------------
 
-  def let_in(self, wire: FrameSocket, greeting: Greeting) -> GreetingRefused | None:
-    """Gives a connection to the peer that its first frame names.
+  def _meet(self, connected: socket.socket) -> bool:
+    """Greets whoever has come; in a thread of its own."""
+    greeting = frames.read_frame(connected)
+    if not isinstance(greeting, Greeting):
+      raise messages.MalformedMessage("no greeting")
+    refusal = self.control_thread.ask(self.let_in, connected, greeting)
+    if refusal is not None and greeting.stream == CONTROL:
+      connected.sendall(frames.encode(refusal))
+    return refusal is None
+
+  def let_in(self, connected: socket.socket, greeting: Greeting) -> GreetingRefused | None:
+    """Gives a connection to the peer that its first frame names; why it is refused, or None.
 
     With keys, that peer must be the owner of the connection's key, and the key must stay listed
     while the peer is connected: removing the key from the folder ends present connections too.
-
-    Returns the answer for a connection that no peer gets; None: without an answer.
     """
-    known = self._accepted.get(greeting.address)
+    known, key = self._accepted.get(greeting.address), frames.certificate(connected)
     peer = known if known is not None and known.session == greeting.session else None
-    owner = (self.keys.owner(wire.key()) or "") if self.keys else None
+    owner = (self.keys.owner(key) or "") if self.keys else None
     reason = peers.objection(self.run, greeting, owner)
-    if greeting.stream != CONTROL:
-      if peer and not reason and wire.key() == peer.key and greeting.stream < len(peer.bulk):
-        peer.bulk[greeting.stream].attach(wire)
-        self.control_thread.call(self.control_thread.hand_over, wire, next(self._places))
-      return None
     if reason:
       return GreetingRefused(False, reason)
+    if greeting.stream != CONTROL:
+      if not peer or key != peer.key or greeting.stream >= len(peer.bulk):
+        return GreetingRefused(False, "of no session that is here")
+      peer.bulk[greeting.stream].attach(connected, next(self._places))
+      return None
     if known is not None and known.outnumbers(greeting):
       reason = f"incarnation {known.incarnation} of {known.address} is here already"
       silent_seconds = int(time.monotonic() - known.heard_at)
@@ -324,115 +321,116 @@ class NetworkEndpoint(Endpoint):
       if known is not None:
         newer = f"a newer incarnation of {known.address} is here ({greeting.incarnation})"
         self._show_out(known, newer, fenced=True)
-      peer = Peer(greeting.address, greeting.streams, self, key=wire.key())
+      peer = Peer(greeting.address, greeting.streams, self, key=key)
       self._accepted[peer.address] = peer
-    peer.control.attach(wire)
-    wire.say(self._greeting)
+    peer.control.attach(connected, self.control_thread).say(self._greeting)
     peer.meet(greeting)
     return None
 
   def _show_out(self, peer: Peer, reason: str, fenced: bool) -> None:
-    wire = peer.control.detach()
-    if wire is not None and self._door:
-      self._door.send_off(wire, GreetingRefused(fenced, reason))
+    if (wire := peer.control.detach()) is not None:
+      self.counters.refused += 1
+      wire.say(GreetingRefused(fenced, reason))
+      wire.leave()
+      self.control_thread.loop.call_later(LEAVE_SECONDS, wire.hang_up)
     peer.hang_up()
     # The old one's memory is free now; a collection frees the peer, since its channels refer to it.
-    peer.incoming = peers.Incoming(peer, peer.incarnation)
+    peer.forget()
     peer.drop_queue()
     if self._accepted.get(peer.address) is peer:
       del self._accepted[peer.address]
 
   # --- peers that we dial -------------------------------------------------------------------------
 
-  def _redial(self, peer: Peer, url: str) -> None:
-    if url != peer.url:
-      peer.url = url
-      self._begin_anew(peer, f"has moved to {url}")
-
   def _begin_anew(self, peer: Peer, reason: str) -> None:
-    """Ends the peer's connections and dials again; another incarnation may answer the greeting."""
-    peer.down(reason)
+    """Ends the peer's connections; if we dial it, another incarnation may answer the greeting."""
+    peer.state, peer.reason = "connecting", reason
     peer.hang_up()
-    peer.dial_soon()
 
-  def _reach(self, channel: Channel, now: float) -> None:
-    """Dials if there is no connection, or if the present one has waited too long for an answer."""
-    peer = channel.peer
-    if channel.wire is not None:
-      if peer.state == "up" or now < channel.answer_until:
-        return
-      channel.hang_up()
-      if peer.state == "connecting":
-        peer.reason = f"nothing answers at {peer.url}"
-    if channel.dialing or now < channel.next_at:
-      return
-    pause = self._settings.hello_seconds * 2 ** min(channel.attempts, MAX_DOUBLINGS)
-    channel.attempts, channel.next_at = channel.attempts + 1, now + pause
-    channel.dialing = True
-    dial = functools.partial(self._dial, channel, peer.url, peer.key)
+  def _reach(self, peer: Peer) -> None:
+    """Makes the connections that are missing, control first, again and again; in a thread of its
+    own, since names, keys and the far end may be slow."""
+    while self.control_thread.is_alive() and not (self.fenced or self.broken):
+      try:
+        for channel in peer.channels:
+          closing = self._stop_at is not None and peer.idle()  # dials only for queued messages
+          if channel.wire is None and not closing:
+            self._dial(channel, peer.key)
+        peer.attempts = 0
+      except Exception as error:  # of any kind: the next attempt may succeed
+        peer.attempts += 1
+        if peer.control.wire is None:
+          state = "refused" if isinstance(error, Refused) else "connecting"
+          peer.state, peer.reason = state, str(error)
+      time.sleep(self._settings.hello_seconds * 2 ** min(peer.attempts, MAX_DOUBLINGS))
+
+  def _dial(self, channel: Channel, key: bytes) -> None:
+    context = None
+    if self.keys is not None:
+      key = key or self.keys.server_key(channel.peer.address)
+      context = self.keys.context_to(key)
+    connected = frames.connect(channel.peer.url, context, self._quiet_seconds)
     try:
-      threading.Thread(target=dial, name=f"dial-{peer.address}", daemon=True).start()
-    except RuntimeError as error:  # no more threads are possible
-      self._connected(channel, peer.url, peer.key, error)
-
-  def _dial(self, channel: Channel, url: str, key: bytes) -> None:
-    """Runs in a thread of its own: name resolution, the far end and the disk may be slow."""
-    try:
-      context = None
-      if self.keys is not None:
-        key = key or self.keys.server_key(channel.peer.address)
-        context = self.keys.context_to(key)
-      connected = frames.connect(url, context, self._quiet_seconds)
-    except Exception as error:  # of any kind: without an answer the peer is never dialed again
-      connected = error
-    self.control_thread.call(self._connected, channel, url, key, connected)
-
-  def _connected(
-    self, channel: Channel, url: str, key: bytes, connected: socket.socket | Exception
-  ) -> None:
-    """Ends an attempt to connect with this url and key."""
-    channel.dialing = False
-    peer, bulk = channel.peer, channel.number != CONTROL
-    if isinstance(connected, Exception):
-      if not bulk:
-        peer.down(str(connected))
-      return
-    if url != peer.url or peer.key not in (b"", key) or (bulk and peer.state != "up"):
+      answer = self._greet(channel, connected)
+      if not self.control_thread.ask(self._take, channel, key, connected, answer):
+        raise ConnectionError("the connection for control broke, or another key is listed now")
+    except BaseException:
       connected.close()
-      return
-    peer.key = key
-    wire = FrameSocket(connected, channel)
-    channel.answer_until = time.monotonic() + self._quiet_seconds
-    wire.say(dataclasses.replace(self._greeting, stream=channel.number))
-    channel.attach(wire)
-    thread = next(self._places) if bulk else self.control_thread
-    thread.call(thread.add, wire)
+      raise
 
-  def _on_answer(self, peer: Peer, greeting: Greeting) -> None:
-    reason = peers.doubt(greeting.incarnation, peer.incarnation)
-    if greeting.address != peer.address:
-      reason = f"{greeting.address} answers at {peer.url}"
-    if reason:
-      peer.state, peer.reason = "refused", f"{peer.address} at {peer.url}: {reason}"
-      peer.control.hang_up()
-      return
+  def _greet(self, channel: Channel, connected: socket.socket) -> Greeting | None:
+    """The answer to our greeting; none on a connection for fragments.
+
+    Raises:
+      Refused: says why.
+    """
+    peer = channel.peer
+    try:
+      connected.sendall(frames.encode(dataclasses.replace(self._greeting, stream=channel.number)))
+      answer = frames.read_frame(connected) if channel.number == CONTROL else None
+    except (OSError, messages.MalformedMessage) as error:
+      # The far end checks our key after the handshake has ended on this side.
+      if isinstance(error, ssl.SSLError) and "ALERT" in str(error.reason):
+        raise Refused(f"{peer.url}: the key of {self.address} is not listed") from error
+      what = f"{peer.url} answers no greeting, or one side has no keys ({error})"
+      raise ConnectionError(what) from error
+    if isinstance(answer, GreetingRefused):
+      self.on_frame(peer, answer)
+      raise Refused(f"{peer.url}: {answer.reason}")
+    if isinstance(answer, Greeting):
+      if answer.address != peer.address:
+        raise Refused(f"{answer.address} answers at {peer.url}")
+      if reason := peers.doubt(answer.incarnation, peer.incarnation):
+        raise Refused(f"{peer.address} at {peer.url}: {reason}")
+      return answer
+    return None
+
+  def _take(
+    self, channel: Channel, key: bytes, connected: socket.socket, greeting: Greeting | None
+  ) -> bool:
+    """Takes a connection, unless the peer is down, or has another key by now."""
+    peer = channel.peer
+    if peer.key not in (b"", key) or not (greeting or peer.state == "up"):
+      return False
+    peer.key = key
+    if greeting is None:
+      channel.attach(connected, next(self._places))
+      return True
     if peer.session and greeting.session != peer.session:  # the peer has restarted
-      for channel in peer.bulk:
-        channel.hang_up()
+      for each in peer.bulk:
+        each.hang_up()
       peer.drop_queue(control=False)  # queued pushes were for its old incarnation
+    channel.attach(connected, self.control_thread)
     peer.meet(greeting)
-    peer.dial_soon()
-    peer.control.next_at = time.monotonic() + self._settings.hello_seconds  # if it breaks at once
-    self._tick_soon()
+    return True
 
 
 # --- The listening side
 
 # Each connection costs a descriptor; when none is left, the process can open no file and accept no
 # member. So this process raises its limit as far as the system allows, and strangers (connections
-# without a known peer) get at most a quarter of it. A stranger that takes too long is cut off; of
-# too many strangers, the oldest are.
-STRANGER_SECONDS = 60.0  # until a connection must have a known peer
+# without a known peer) get at most a quarter of it.
+STRANGER_SECONDS = 60.0  # without a word
 MOST_STRANGERS = 1024
 MOST_DESCRIPTORS = 10_240  # where the system names no limit, or one that it does not grant
 
@@ -449,88 +447,88 @@ def raise_limit() -> int:
   return soft if soft != resource.RLIM_INFINITY else MOST_DESCRIPTORS
 
 
-class Door(frames.Owner):
-  """Accepts connections; owns each until its first frame names a peer, and refused ones to the end.
+class Door:
+  """Accepts connections. A thread for each meets the stranger at the far end, until it is let in.
 
-  Only the endpoint's control thread uses it.
+  Each connection costs a descriptor and a thread. Of too many strangers the oldest is cut off.
+
+  Args:
+    listener: the socket where they come.
+    keys: of this role; None: without TLS.
+    meet: called in the stranger's thread, with the connection after the handshake. Returns whether
+      the connection is let in; else it is closed, once the far end has read what was said.
+    most: strangers at once.
+    seconds: a stranger may say nothing for so long.
+    counters: counts who is not let in.
   """
 
-  def __init__(self, listener: socket.socket, endpoint: NetworkEndpoint):
-    self._listener, self._endpoint = listener, endpoint
-    self._loop, self._counters = endpoint.control_thread.loop, endpoint.counters
-    self._strangers: dict[FrameSocket, float] = {}  # since when, oldest first
-    self._sent_off: set[FrameSocket] = set()  # strangers that are refused, and counted already
-    self._most = min(MOST_STRANGERS, raise_limit() // 4)
-    with contextlib.suppress(OSError):  # our key cannot be read now: the first comer asks again
-      if endpoint.keys is not None:
-        endpoint.keys.context()  # now, since it takes long with many keys
-    self._listen()
-
-  def _listen(self) -> None:
-    if self._listener.fileno() >= 0:
-      self._loop.add_reader(self._listener, self._on_comer)
+  def __init__(
+    self,
+    listener: socket.socket,
+    keys: Keys | None,
+    meet: Callable[[socket.socket], bool],
+    most: int,
+    seconds: float,
+    counters: Counters,
+  ):
+    self._listener, self._keys, self._meet = listener, keys, meet
+    self._most, self._seconds, self._counters = most, seconds, counters
+    self._strangers: list[socket.socket] = []  # the oldest first
+    self._closed = threading.Event()
+    threading.Thread(target=self._listen, name="door", daemon=True).start()
 
   def close(self) -> None:
     """Accepts no more connections."""
-    if self._listener.fileno() >= 0:
-      self._loop.remove_reader(self._listener)
-      self._listener.close()
+    self._closed.set()
+    _cut_off(self._listener)
+    self._listener.close()
 
-  def _on_comer(self) -> None:
+  def _listen(self) -> None:
+    while not self._closed.is_set():
+      connected = None
+      try:
+        connected, _ = self._listener.accept()
+        if self._keys is not None:
+          how = {"server_side": True, "do_handshake_on_connect": False}
+          connected = self._keys.context().wrap_socket(connected, **how)
+        threading.Thread(target=self._admit, args=(connected,), daemon=True).start()
+      except (OSError, RuntimeError):  # no descriptor, key or thread just now; or we are closed
+        if connected is not None:
+          connected.close()
+        self._closed.wait(TEND_SECONDS)
+
+  def _admit(self, connected: socket.socket) -> None:
+    self._strangers.append(connected)
+    if len(self._strangers) > self._most:
+      _cut_off(self._strangers.pop(0))
+    taken = False
     try:
-      connected, _ = self._listener.accept()
-    except OSError:  # no descriptor is left: a waiting connection would wake us again and again
-      self._loop.remove_reader(self._listener)
-      self._loop.call_later(TEND_SECONDS, self._listen)
-      return
-    try:
-      keys = self._endpoint.keys
-      wire = FrameSocket(connected, self, keys.context() if keys else None)
-    except OSError:  # our key cannot be read now, or the far end has gone
-      connected.close()
-      return
-    now = self._strangers[wire] = time.monotonic()
-    self._endpoint.control_thread.add(wire)
-    self.cut_off(now)
+      connected.settimeout(self._seconds)
+      if isinstance(connected, ssl.SSLSocket):
+        connected.do_handshake()
+      taken = self._meet(connected)
+    except messages.MalformedMessage:
+      self._counters.malformed += 1
+    except OSError:  # it has gone, says nothing, or has no key that is listed
+      pass
+    finally:
+      if not taken:
+        self._send_off(connected)
+      with contextlib.suppress(ValueError):  # it was cut off
+        self._strangers.remove(connected)
 
-  def cut_off(self, now: float) -> None:
-    """Ends strangers' connections that are too old, and of too many the oldest."""
-    too_many = len(self._strangers) - self._most
-    for number, (wire, since) in enumerate([*self._strangers.items()]):
-      if number >= too_many and now - since <= STRANGER_SECONDS:
-        break
-      wire.close()
-      self.lost(wire)
+  def _send_off(self, connected: socket.socket) -> None:
+    """Closes a connection once the far end has read what was said to it, OpenSSL's alert included:
+    closing a socket with unread data would reset the connection and lose what was sent."""
+    self._counters.refused += 1
+    with contextlib.suppress(OSError):
+      socket.socket.shutdown(connected, socket.SHUT_WR)  # from now on without TLS
+      while socket.socket.recv_into(connected, frames.SCRATCH):
+        pass
+    connected.close()
 
-  def send_off(self, wire: FrameSocket, answer: GreetingRefused | None = None) -> None:
-    """Refuses a connection; the far end has `STRANGER_SECONDS` to read the answer, if any."""
-    wire.owner = self
-    self._strangers.pop(wire, None)
-    self._strangers[wire] = time.monotonic()  # the newest one
-    if wire not in self._sent_off:
-      self._sent_off.add(wire)
-      self._counters.refused += 1
-    if answer is not None:
-      wire.say(answer)
-    wire.leave()
 
-  # --- as the owner of a connection ---------------------------------------------------------------
-
-  def malformed(self, wire: FrameSocket, reason: str) -> None:
-    self._counters.malformed += 1
-    self.send_off(wire)
-
-  def lost(self, wire: FrameSocket, error: Exception | None = None) -> None:
-    self._strangers.pop(wire, None)
-    self._counters.refused += wire not in self._sent_off
-    self._sent_off.discard(wire)
-
-  def arrived(self, wire: FrameSocket, frame: frames.Frame) -> None:
-    if not isinstance(frame, Greeting):
-      self.malformed(wire, "no greeting")
-      return
-    answer = self._endpoint.let_in(wire, frame)
-    if wire.owner is self:
-      self.send_off(wire, answer)
-    else:
-      self._strangers.pop(wire)
+def _cut_off(connected: socket.socket) -> None:
+  """Shuts a socket down, which wakes its thread; not by TLS, which only that thread may use."""
+  with contextlib.suppress(OSError):
+    socket.socket.shutdown(connected, socket.SHUT_RDWR)

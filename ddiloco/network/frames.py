@@ -5,15 +5,17 @@ payload bytes after it; the frame itself is one msgpack list [kind, [fields...]]
 only exactly well-formed frames and raises `MalformedMessage` on everything else, like
 `protocol.messages.decode`.
 
-A connection belongs to one thread, and only that thread uses its socket; other threads use
-`IoThread.call`. The kernel keeps order and holds back a sender that is too fast; OpenSSL encrypts.
-Both work without the GIL.
+Two ends that do not know each other yet shake hands and greet in a thread for this connection
+alone, which may block. From then on a connection belongs to an `IoThread`, with others, and only
+that thread uses its socket. The kernel keeps order and holds back a sender that is too fast;
+OpenSSL encrypts. Both work without the GIL.
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
@@ -25,7 +27,7 @@ import threading
 import time
 import typing
 from collections.abc import Callable, Iterable, Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol, TypeVar
 
 from msgspec import Meta
 
@@ -39,12 +41,15 @@ from ddiloco.protocol.messages import (
   Text,
 )
 
+T = TypeVar("T")
+
 PREFIX = struct.Struct(">IQ")
 MAX_FRAME_BYTES = MAX_HEADER_BYTES + 4096
 STRANGER_FRAME_BYTES = 1 << 16  # longest frame from a sender that is not known yet
+MAX_STREAMS = 64
 SESSION_BYTES = 8
 CONTROL = -1  # number of the control connection; the streams, for fragments, begin at 0
-Session = Annotated[bytes, Meta(max_length=SESSION_BYTES)]
+Session = Annotated[bytes, Meta(min_length=SESSION_BYTES, max_length=SESSION_BYTES)]
 Header = Annotated[bytes, Meta(max_length=MAX_HEADER_BYTES)]
 
 
@@ -57,7 +62,9 @@ class Greeting:
   address: Text
   incarnation: Count
   session: Session  # random, of this endpoint
-  streams: Count  # connections for fragments that the dialing side makes
+  streams: Annotated[
+    int, Meta(ge=1, le=MAX_STREAMS)
+  ]  # connections for fragments that the dialing side makes
   stream: CountOrNone = CONTROL  # the number of this connection
 
 
@@ -123,13 +130,10 @@ def part(stream: int, streams: int, total: int) -> slice:
   return slice(min(total, stream * size), min(total, (stream + 1) * size))
 
 
-# --- One connection, and the thread that it belongs to
+# --- Sockets, until both ends know each other
 
-BYTES_A_TURN = 1 << 20  # about, each way; then it is another connection's turn
-READ_COSTS_BYTES = 1 << 11  # of a turn, at least: a turn of small frames is at most 512 reads
-CALL_BYTES = 1 << 20  # in one call, without the GIL; smaller calls cost a third of the rate
+SCRATCH = memoryview(bytearray(1 << 16))  # unwanted bytes are read into this
 UNSENT_BYTES = 1 << 19  # most unsent bytes in the kernel; the others wait in this process
-SCRATCH = memoryview(bytearray(1 << 16))  # unwanted payloads are read into this
 KEEPALIVE_SECONDS = 20  # without data, until the kernel asks the far end for a sign of life
 DEAD_SECONDS = 120  # without an acknowledgement, until the kernel ends a connection
 # Options of sockets, set where the system has them. If a path is gone without notice (a firewall
@@ -147,7 +151,7 @@ FRAME_OPTIONS = (
   (socket.IPPROTO_TCP, "TCP_NOTSENT_LOWAT", UNSENT_BYTES),
   (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", 1000 * DEAD_SECONDS),
 )
-NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+ANSWER_SECONDS = 10.0  # for a thread that never blocks
 BACKLOG = 1024  # many learners may connect at once; the system has a limit of its own
 
 
@@ -164,7 +168,6 @@ def bind(url: str) -> tuple[socket.socket, str]:
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, _, _, _, address = found[0]
   listener = socket.create_server(address[:2], family=family, backlog=BACKLOG, dualstack_ipv6=both)
-  listener.setblocking(False)
   return listener, f"{url.rpartition(':')[0]}:{listener.getsockname()[1]}"
 
 
@@ -194,6 +197,45 @@ def set_options(connected: socket.socket, options: Iterable[tuple[int, str, int]
       connected.setsockopt(level, getattr(socket, name), value)
 
 
+def certificate(connected: socket.socket) -> bytes:
+  """The certificate of the far end, DER; b"" without TLS."""
+  return (isinstance(connected, ssl.SSLSocket) and connected.getpeercert(True)) or b""
+
+
+def fill(connected: socket.socket, view: memoryview) -> None:
+  """Reads as many bytes as `view` has into it; blocks."""
+  while view:
+    count = connected.recv_into(view)
+    if not count:
+      raise ConnectionError("the connection was closed")
+    view = view[count:]
+
+
+def read_frame(connected: socket.socket) -> Frame:
+  """The first frame of a connection; blocks.
+
+  Raises:
+    MalformedMessage: it is no short frame without payload.
+    OSError: it does not come.
+  """
+  prefix = bytearray(PREFIX.size)
+  fill(connected, memoryview(prefix))
+  size, payload_bytes = PREFIX.unpack(prefix)
+  if not 0 < size <= STRANGER_FRAME_BYTES or payload_bytes:
+    raise MalformedMessage(f"begins with {bytes(prefix).hex()}, which no greeting does")
+  data = bytearray(size)
+  fill(connected, memoryview(data))
+  return decode(bytes(data))
+
+
+# --- One connection, and the thread that it belongs to
+
+BYTES_A_TURN = 1 << 20  # about, each way; then it is another connection's turn
+READ_COSTS_BYTES = 1 << 11  # of a turn, at least: a turn of small frames is at most 512 reads
+CALL_BYTES = 1 << 20  # in one call, without the GIL; smaller calls cost a third of the rate
+NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
 class Forget(Exception):
   """A payload that is no longer wanted: the connection reads and drops it."""
 
@@ -201,10 +243,8 @@ class Forget(Exception):
 Parcel = tuple[memoryview, ...]  # bytes to send: a frame, and the payload after it if any
 
 
-class Owner:
+class Owner(Protocol):
   """The owner of a connection; its methods are called in the connection's thread."""
-
-  most_bytes = STRANGER_FRAME_BYTES  # longest frame that is accepted
 
   def next(self, wire: FrameSocket) -> Parcel | None:
     """The next bytes to send; the kernel has all bytes of the parcel before."""
@@ -215,9 +255,6 @@ class Owner:
     Raises:
       MalformedMessage, Forget: the connection drops the frame, and reads and drops its payload.
     """
-    if size or isinstance(frame, Bulk):
-      raise MalformedMessage(f"a {type(frame).__name__} with {size} bytes of payload")
-    return SCRATCH[:0]
 
   def arrived(self, wire: FrameSocket, frame: Frame) -> None:
     """A frame has arrived, and its payload is in the memory that `room` gave."""
@@ -235,25 +272,21 @@ class FrameSocket:
   Only its thread calls its methods, except those that are marked for any thread.
 
   Args:
-    connected: the socket.
-    owner: its first owner.
-    context: for the TLS handshake of the accepting side; None: the handshake is done, or the run
-      has no keys.
+    connected: the socket, after its handshake.
+    owner: of the connection.
+    thread: to which it belongs; `IoThread.add` begins to serve it.
+    paced: whether its rate is limited on a slow link: it is for fragments.
   """
 
-  def __init__(self, connected: socket.socket, owner: Owner, context: ssl.SSLContext | None = None):
+  def __init__(self, connected: socket.socket, owner: Owner, thread: IoThread, paced: bool = False):
     connected.setblocking(False)
     set_options(connected, FRAME_OPTIONS)
-    if context is not None:
-      connected = context.wrap_socket(connected, server_side=True, do_handshake_on_connect=False)
-    self.owner = owner
-    self.thread: IoThread | None = None
+    self.owner, self.thread = owner, thread
     self.watched = False, False  # what its thread's loop waits for: to read, to write
     self._socket = connected
     self._tls = connected if isinstance(connected, ssl.SSLSocket) else None
-    self._pace: Iterator[None] = itertools.repeat(None)
-    self._shaking_hands = context is not None
-    self._doomed = self._leaves = False
+    self._pace = pace(connected) if paced else itertools.repeat(None)
+    self._leaves = False
     self._leaving: collections.deque[memoryview] = collections.deque()  # bytes being sent now
     self._parser: Iterator[memoryview | None] = self._parse()
     # Memory to fill; None: no room now, and the kernel holds the far end back.
@@ -262,28 +295,13 @@ class FrameSocket:
   def fileno(self) -> int:
     return self._socket.fileno()
 
-  def key(self) -> bytes:
-    """The certificate of the far end, DER; b"": it presented none."""
-    return (self._tls and self._tls.getpeercert(True)) or b""
-
-  def keep_pace(self) -> None:
-    """Limits the rate on a slow link, as `pace` says: for a connection for fragments."""
-    self._pace = pace(self._socket)
-
   def wake(self) -> None:
     """Checks again for bytes to send, and for room; from any thread."""
-    thread = self.thread
-    if thread is not None:  # else the connection checks when it joins a thread
-      thread.call(self._turn_in, thread)
-
-  def _turn_in(self, thread: IoThread) -> None:
-    if self.thread is thread:  # the connection has not moved to another thread meanwhile
-      self.turn()
+    self.thread.call(self.turn)
 
   def hang_up(self) -> None:
     """Ends the connection, soon; from any thread."""
-    self._doomed = True
-    self.wake()
+    self.thread.call(self.close)
 
   def say(self, frame: Frame) -> None:
     """Sends a frame of the connection itself, before the owner's. Not after `leave`: that would
@@ -305,8 +323,7 @@ class FrameSocket:
 
   def close(self) -> None:
     """Ends the connection now, without a call of the owner's `lost`."""
-    if self.thread is not None:
-      self.thread.forget(self)
+    self.thread.forget(self)
     self._socket.close()
     # The parser refers to this object, a cycle that would keep payloads until a collection.
     self._parser, self._wanted = iter(()), None
@@ -314,12 +331,9 @@ class FrameSocket:
 
   def turn(self, reads: bool = True, writes: bool = True) -> None:
     """Reads and writes as much as is possible now."""
-    if self._doomed or self.fileno() < 0:
-      self.close()
+    if self.fileno() < 0:  # closed
       return
     try:
-      if self._shaking_hands:
-        self._shake_hands()
       if reads:
         self._read()
       if writes:
@@ -329,18 +343,8 @@ class FrameSocket:
     except (OSError, MalformedMessage) as error:
       self.close()
       self.owner.lost(self, error)
-    if self.thread is not None:
-      self.thread.watch(self, self._listens(), self.behind)
-
-  def _shake_hands(self) -> None:
-    try:
-      self._socket.do_handshake()
-    except NOT_NOW:
-      raise
-    except OSError:
-      self.leave()  # the far end still has to read OpenSSL's alert
-      self._refill()  # ends TLS on this side: what comes now is read without it
-    self._shaking_hands = False
+      return
+    self.thread.watch(self, self._listens(), self.behind)
 
   @property
   def waits(self) -> bool:
@@ -376,7 +380,7 @@ class FrameSocket:
     while True:
       yield prefix
       size, payload_bytes = PREFIX.unpack(prefix)
-      if not 0 < size <= self.owner.most_bytes:
+      if not 0 < size <= MAX_FRAME_BYTES:
         raise MalformedMessage(f"begins with {bytes(prefix).hex()}, which no frame of ours does")
       data = bytearray(size)
       yield memoryview(data)
@@ -436,10 +440,19 @@ class IoThread(threading.Thread):
     with contextlib.suppress(RuntimeError):  # the loop has ended
       self.loop.call_soon_threadsafe(function, *arguments)
 
+  def ask(self, function: Callable[..., T], *arguments: Any) -> T:
+    """Calls a function in this thread, and waits for its result; from any other thread.
+
+    Raises:
+      TimeoutError: the thread has ended.
+    """
+    answer = concurrent.futures.Future[T]()
+    self.call(lambda: answer.set_result(function(*arguments)))
+    return answer.result(ANSWER_SECONDS)
+
   def add(self, wire: FrameSocket) -> None:
-    """From now on the connection belongs to this thread; called in it."""
+    """Begins to serve a connection; called in this thread."""
     self._wires.add(wire)
-    wire.thread = self
     wire.turn()
 
   def watch(self, wire: FrameSocket, reads: bool, writes: bool) -> None:
@@ -452,16 +465,9 @@ class IoThread(threading.Thread):
     wire.watched = reads, writes
 
   def forget(self, wire: FrameSocket) -> None:
-    """Removes a connection, which is closed or goes to another thread."""
+    """Removes a connection, which is closed."""
     self.watch(wire, False, False)
-    self._wires.remove(wire)
-    wire.thread = None
-
-  def hand_over(self, wire: FrameSocket, thread: IoThread) -> None:
-    """Gives the connection to another thread; called in this one, not from the wire's `turn`."""
-    if wire.thread is self:
-      self.forget(wire)
-      thread.call(thread.add, wire)
+    self._wires.discard(wire)
 
   def stop(self) -> None:
     """Ends the thread and its connections."""

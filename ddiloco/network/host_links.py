@@ -1,16 +1,16 @@
 """Connections between the hosts of one island: the host that leads listens, the others dial it.
 
-Host 0 and each other host have four connections, so that no message waits behind another kind:
-orders, values (arrays), and signs of life, one for each direction. On each side one thread serves a
-connection and may block on it, since OpenSSL allows only one. With keys each connection is TLS 1.3
-between two owners of the island's own key.
+Host 0 and each other host have three connections, so that no message waits behind another kind:
+orders, values (arrays), and signs of life. On each side one thread serves a connection and may
+block on it, since OpenSSL allows only one. With keys each connection is TLS 1.3 between two owners
+of the island's own key.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
-import ssl
 import struct
 import threading
 import time
@@ -19,12 +19,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from ddiloco.network.frames import ALIVE_OPTIONS, bind, connect, set_options
+from ddiloco.network.endpoint import Door
+from ddiloco.network.frames import ALIVE_OPTIONS, bind, certificate, connect, fill, set_options
 from ddiloco.network.keys import Keys
+from ddiloco.network.transport import Counters
+from ddiloco.protocol.messages import MalformedMessage
 
 HELLO_BYTES = 1 << 12  # longest hello of a stranger
 HELLO_SECONDS = 5.0  # for handshake and hello of a new connection
-MOST_CALLERS = 64  # new connections at once: each costs a thread and a descriptor
+MOST_CALLERS = 64  # new connections at once
 PAUSE_SECONDS = 0.2  # between two attempts to reach the leader
 MESSAGE_BYTES = 1 << 24
 _LENGTH = struct.Struct("<I")
@@ -51,23 +54,18 @@ class HostLink:
 
   def receive(self, most_bytes: int = MESSAGE_BYTES) -> bytes:
     """The next message."""
-    (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
+    prefix = bytearray(_LENGTH.size)
+    fill(self._socket, memoryview(prefix))
+    (length,) = _LENGTH.unpack(prefix)
     if length > most_bytes:
       raise ConnectionError(f"a message of {length} bytes, at most {most_bytes} are allowed")
-    return self._exactly(length)
+    found = bytearray(length)
+    fill(self._socket, memoryview(found))
+    return bytes(found)
 
   def fill(self, view: memoryview) -> None:
     """Reads as many bytes as `view` has into it."""
-    while view:
-      count = self._socket.recv_into(view)
-      if not count:
-        raise ConnectionError("the connection was closed")
-      view = view[count:]
-
-  def _exactly(self, size: int) -> bytes:
-    found = bytearray(size)
-    self.fill(memoryview(found))
-    return bytes(found)
+    fill(self._socket, view)
 
   @property
   def gone(self) -> bool:
@@ -79,11 +77,6 @@ class HostLink:
     except OSError:
       return True
 
-  def certificate(self) -> bytes:
-    """The certificate of the far end, DER; b"" without TLS."""
-    shown = self._socket.getpeercert(True) if isinstance(self._socket, ssl.SSLSocket) else None
-    return shown or b""
-
   def close(self) -> None:
     """Closes the connection, and wakes a thread that waits on it; from any thread."""
     with contextlib.suppress(OSError):
@@ -92,12 +85,11 @@ class HostLink:
 
 
 class HostLinks(NamedTuple):
-  """The four connections between the host that leads and another one of its island."""
+  """The connections between the host that leads and another one of its island."""
 
   orders: HostLink
   values: HostLink
-  leader_lives: HostLink  # written by the leader
-  host_lives: HostLink  # written by the other
+  lives: HostLink  # signs of life
 
 
 KINDS = HostLinks._fields
@@ -145,10 +137,9 @@ class Meeting:
   def __init__(self, url: str, island: IslandIdentity, keys: Keys | None):
     self._island, self._keys = island, keys
     self._links: dict[int, dict[str, HostLink]] = {h: {} for h in range(1, island.hosts)}
-    self._changed, self._closed = threading.Condition(), threading.Event()
-    self._callers = threading.BoundedSemaphore(MOST_CALLERS)
+    self._changed, self._closed = threading.Condition(), False
     try:
-      self._listener, _ = bind(url)
+      listener, _ = bind(url)
       probe, free = bind(f"{url.rpartition(':')[0]}:0")
     except (OSError, UnicodeError) as error:  # UnicodeError: not a host name
       raise HostsApart(
@@ -157,8 +148,7 @@ class Meeting:
       ) from error
     probe.close()
     self.coordinator = free.removeprefix("tcp://")
-    self._listener.setblocking(True)  # a thread waits here
-    threading.Thread(target=self._listen, name="hosts meet", daemon=True).start()
+    self._door = Door(listener, keys, self._hear, MOST_CALLERS, HELLO_SECONDS, Counters())
 
   @property
   def missing(self) -> list[int]:
@@ -170,7 +160,7 @@ class Meeting:
   def _forget_gone(self) -> None:
     """Forgets hosts that have ended: they may start again and come once more."""
     for links in self._links.values():
-      if "orders" in links and links["orders"].gone and not self._closed.is_set():
+      if "orders" in links and links["orders"].gone and not self._closed:
         for link in links.values():
           link.close()
         links.clear()
@@ -193,63 +183,27 @@ class Meeting:
 
   def close(self) -> None:
     """Stops listening."""
-    self._closed.set()
-    with contextlib.suppress(OSError):
-      self._listener.shutdown(socket.SHUT_RDWR)
-    self._listener.close()
+    self._closed = True
+    self._door.close()
 
-  def _listen(self) -> None:
-    while True:
-      try:
-        connected, _ = self._listener.accept()
-      except OSError:  # closed; or the caller has gone already, or too many open files
-        if self._closed.wait(PAUSE_SECONDS):
-          return
-        continue
-      if not self._callers.acquire(blocking=False):
-        connected.close()  # a host of this island will try again
-        continue
-      try:
-        threading.Thread(target=self._admit, args=(connected,), daemon=True).start()
-      except RuntimeError:  # no more threads possible
-        self._callers.release()
-        connected.close()
-
-  def _admit(self, connected: socket.socket) -> None:
-    """Reads the hello of a new connection; closes the connection if it does not come in time."""
-    try:
-      if self._keys is not None:
-        how = {"server_side": True, "do_handshake_on_connect": False}
-        connected = self._keys.context().wrap_socket(connected, **how)
-      late = threading.Timer(HELLO_SECONDS, _cut_off, (connected,))
-      late.daemon = True
-      late.start()
-      try:
-        self._hear(connected)
-      finally:
-        late.cancel()
-    except (OSError, RuntimeError, msgspec.MsgspecError):  # RuntimeError: no thread for the timer
-      connected.close()
-    finally:
-      self._callers.release()
-
-  def _hear(self, connected: socket.socket) -> None:
+  def _hear(self, connected: socket.socket) -> bool:
     """Reads a hello, and accepts the connection or answers why it is refused; blocks."""
-    if isinstance(connected, ssl.SSLSocket):
-      connected.do_handshake()
     link = HostLink(connected)
-    hello = msgspec.msgpack.decode(link.receive(HELLO_BYTES), type=HostHello)
+    try:
+      hello = msgspec.msgpack.decode(link.receive(HELLO_BYTES), type=HostHello)
+    except msgspec.MsgspecError as error:
+      raise MalformedMessage(str(error)) from error
     with self._changed:
-      reason = self._objection(hello, link)
+      reason = self._objection(hello, certificate(connected))
       link.send(msgspec.msgpack.encode(HostWelcome(reason, "" if reason else self.coordinator)))
       if not reason:
+        connected.settimeout(None)
         self._links[hello.host][hello.kind] = link
         self._changed.notify_all()
-        return
-    connected.close()
+    return not reason
 
-  def _objection(self, hello: HostHello, link: HostLink) -> str:
-    if self._keys is not None and link.certificate() != self._keys.public:
+  def _objection(self, hello: HostHello, key: bytes) -> str:
+    if self._keys is not None and key != self._keys.public:
       return "the key is another role's"
     mine, theirs = msgspec.structs.asdict(self._island), msgspec.structs.asdict(hello.island)
     for name, value in mine.items():
@@ -261,12 +215,6 @@ class Meeting:
     if hello.kind in self._links[hello.host]:
       return f"host {hello.host} is here already"
     return ""
-
-
-def _cut_off(connected: socket.socket) -> None:
-  """Shuts the socket down, which wakes its thread; not by TLS, which only that thread may use."""
-  with contextlib.suppress(OSError):
-    socket.socket.shutdown(connected, socket.SHUT_RDWR)
 
 
 def join(
@@ -368,14 +316,9 @@ class HostWatch:
     self._heard = dict.fromkeys(links, now)
     self._beats: dict[int, HostProgress] = {}
     self._moved: tuple[object, float] = (None, now)  # the progress of all, and since when
-    self._says: dict[int, HostLink] = {}
     for host, each in links.items():
-      heard, self._says[host] = each.host_lives, each.leader_lives
-      if not host:  # this side writes what the leader hears
-        heard, self._says[host] = self._says[host], heard
-      threading.Thread(
-        target=self._hear, args=(host, heard), name=f"host {host}", daemon=True
-      ).start()
+      talk = functools.partial(self._talk, host, each.lives)
+      threading.Thread(target=talk, name=f"host {host}", daemon=True).start()
     threading.Thread(target=self._look, name="hosts", daemon=True).start()
 
   def end(self) -> None:
@@ -383,13 +326,18 @@ class HostWatch:
     with self._telling:
       self._over.set()
 
-  def _hear(self, host: int, link: HostLink) -> None:
+  def _talk(self, host: int, link: HostLink) -> None:
+    """Exchanges signs of life with a host: host 0 begins, and the other one answers."""
     try:
-      while True:
+      while not self._over.wait(BEAT_SECONDS if host else 0.0):
+        if host:
+          link.send(msgspec.msgpack.encode(self._mine))
         beat = msgspec.msgpack.decode(link.receive(), type=HostProgress)
         self._heard[host], self._beats[host] = time.monotonic(), beat
         if beat.asked_to_end:
           self._asked()
+        if not host:
+          link.send(msgspec.msgpack.encode(self._mine))
     except (OSError, msgspec.MsgspecError) as error:
       self._tell(host, f"its connection has ended ({error})")
 
@@ -400,20 +348,11 @@ class HostWatch:
       if now - last > 4 * BEAT_SECONDS:  # this host itself stood still
         self._heard, self._moved = dict.fromkeys(self._heard, now), (None, now)
       last = now
-      self._beat()
       host = min(self._heard, key=lambda h: self._heard[h])
       least = 0.0 if host in self._beats else self._meet_seconds
       if now - self._heard[host] > max(least, self._silent_seconds):
         self._tell(host, f"it was not heard for {now - self._heard[host]:.0f} s")
       self._check_progress(now, self._order_seconds())
-
-  def _beat(self) -> None:
-    message = msgspec.msgpack.encode(self._mine)
-    for host, link in self._says.items():
-      try:
-        link.send(message)
-      except OSError as error:
-        self._tell(host, f"its connection has ended ({error})")
 
   def _check_progress(self, now: float, limit: float) -> None:
     given, beats = self._mine.done, dict(self._beats)  # a copy: other threads add first beats

@@ -11,10 +11,10 @@ from __future__ import annotations
 import collections
 import ctypes
 import dataclasses
+import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,12 +22,12 @@ import numpy as np
 from ddiloco.network import frames
 from ddiloco.network.frames import (
   CONTROL,
-  SESSION_BYTES,
   Bulk,
   Control,
   Forget,
   FrameSocket,
   Greeting,
+  IoThread,
   Parcel,
 )
 from ddiloco.network.transport import MAX_BULK, RunIdentity, open_frame
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 # --- Which roles are accepted: the identity of a run, and objections to a greeting
 
 FUTURE_SECONDS = 86_400  # clocks may be wrong by hours; incarnations further ahead are refused
-MAX_STREAMS = 64
 
 
 def incarnation_at(unix_seconds: float) -> int:
@@ -72,8 +71,6 @@ def objection(run: RunIdentity, greeting: Greeting, owner: str | None) -> str:
     owner: the role that the key of its connection belongs to, "": no listed one; None: no keys.
   """
   address = greeting.address
-  if not 1 <= greeting.streams <= MAX_STREAMS or len(greeting.session) != SESSION_BYTES:
-    return f"{greeting.streams} streams (1 to {MAX_STREAMS}), or its session, are out of range"
   if owner == "":
     return f"the key of {address} is not listed here any more"
   if owner is not None and owner != address:
@@ -101,31 +98,25 @@ MAX_QUEUED = 1024  # messages of a kind; beyond, control drops the oldest and bu
 MAX_REASON = 300  # characters
 
 
-class Channel(frames.Owner):
+class Channel:
   """One of the connections to a peer, made again whenever it breaks, and its queue."""
-
-  most_bytes = frames.MAX_FRAME_BYTES
 
   def __init__(self, peer: Peer, number: int):
     self.peer, self.number = peer, number
     self.wire: FrameSocket | None = None  # the connection at present
-    self.dialing = False  # a thread tries to connect
-    self.attempts = 0  # without success, in a row
-    self.next_at = 0.0  # when to try next
-    self.answer_until = 0.0  # without an answer by then, dial again
     # The peer's lock guards these two.
     self.waiting: collections.deque[Parcel] = collections.deque()
     self.leaving = False  # the first of `waiting` is being sent; the kernel has not all of it yet
 
-  def attach(self, wire: FrameSocket) -> None:
+  def attach(self, connected: socket.socket, thread: IoThread) -> FrameSocket:
     """Takes a new connection; a message that was being sent starts again from its beginning."""
+    wire = FrameSocket(connected, self, thread, paced=self.number != CONTROL)
     with self.peer.lock:
       old, self.wire, self.leaving = self.wire, wire, False
-    wire.owner = self
-    if self.number != CONTROL:
-      wire.keep_pace()
     if old is not None:
       old.hang_up()
+    thread.call(thread.add, wire)
+    return wire
 
   def detach(self) -> FrameSocket | None:
     """Gives up the connection, and returns it."""
@@ -158,11 +149,14 @@ class Channel(frames.Owner):
     incoming = self.peer.incoming
     if self.wire is not wire:
       raise Forget
-    if self.number != CONTROL and isinstance(frame, Bulk):
+    bulk = isinstance(frame, Bulk)
+    if bulk == (self.number == CONTROL) or (size and not bulk):
+      raise MalformedMessage(f"a {type(frame).__name__} with {size} bytes of payload")
+    if bulk:
       return incoming.room(self.number, frame, size)
     if isinstance(frame, Control) and self.peer.caretaker.crowded(self.peer.address):
       return None  # it is read no faster than the role takes its messages
-    return super().room(wire, frame, size)
+    return frames.SCRATCH[:0]
 
   def arrived(self, wire: FrameSocket, frame: frames.Frame) -> None:
     peer, incoming = self.peer, self.peer.incoming  # before the check of the wire, as in `room`
@@ -171,8 +165,6 @@ class Channel(frames.Owner):
     peer.heard_at = time.monotonic()
     if self.number == CONTROL:
       peer.caretaker.on_frame(peer, frame)
-    elif not isinstance(frame, Bulk):
-      self.malformed(wire, f"a {type(frame).__name__} on a connection for fragments")
     else:
       incoming.arrived(self.number)
 
@@ -180,7 +172,7 @@ class Channel(frames.Owner):
     self.peer.caretaker.on_malformed(self.peer, reason)
 
   def lost(self, wire: FrameSocket, error: Exception) -> None:
-    self.peer.caretaker.control_thread.call(self.peer.caretaker.on_lost, self, wire, error)
+    self.peer.caretaker.control_thread.call(self.peer.caretaker.on_lost, self, wire)
 
 
 class Peer:
@@ -208,11 +200,12 @@ class Peer:
     self.state, self.reason = "connecting", "not reached yet"
     self.heard_at = time.monotonic()  # at first, when this peer was created
     self.beat_at = 0.0
+    self.attempts = 0  # to dial, without success, in a row
     self.lock = threading.RLock()
     self.control = Channel(self, CONTROL)
     self.bulk = [Channel(self, number) for number in range(streams)]
     self.channels = [self.control, *self.bulk]
-    self.incoming = Incoming(self, self.incarnation)  # until a greeting: no connection uses it
+    self.forget()
     self.drops = (0, "")  # how many messages of ours the peer reports as dropped, and why
     self._untold = (0, "")  # how many of its messages we dropped and have not told it yet, and why
 
@@ -272,26 +265,21 @@ class Peer:
 
   def meet(self, greeting: Greeting) -> None:
     """Takes over the incarnation and session of a greeting: the peer is up."""
-    if self.session != greeting.session:
-      self.incoming = Incoming(self, greeting.incarnation)
-    self.incarnation, self.session = greeting.incarnation, greeting.session
+    known, self.incarnation, self.session = self.session, greeting.incarnation, greeting.session
+    if known != self.session:
+      self.forget()
     self.state, self.reason, self.heard_at = "up", "", time.monotonic()
     self.control.wake()
     self.wake_bulk()
 
-  def down(self, reason: str) -> None:
-    """The peer is out of reach for now."""
-    self.state, self.reason = "connecting", reason
+  def forget(self) -> None:
+    """Drops all messages that are arriving; they may be sent again."""
+    self.incoming = Incoming(self, self.incarnation)
 
   def hang_up(self) -> None:
     """Ends all connections to the peer."""
     for channel in self.channels:
       channel.hang_up()
-
-  def dial_soon(self) -> None:
-    """The next attempts to connect, if any are needed, need not wait."""
-    for channel in self.channels:
-      channel.attempts, channel.next_at = 0, 0.0
 
   def count_dropped(self, reason: str) -> None:
     """Counts a message of this peer that was dropped here; the next beat tells the peer."""
@@ -370,7 +358,6 @@ class Incoming:
   def __init__(self, peer: Peer, incarnation: int):
     self._peer, self._incarnation = peer, incarnation
     self._lock = threading.Lock()
-    self._whole = -1  # number of the newest complete message
     self._assemblies: dict[int, _Assembly] = {}  # by the message's number
     self._begun = -1  # number of the newest message that got room, or was refused
     # The message that each stream is receiving.
@@ -389,7 +376,11 @@ class Incoming:
       raise MalformedMessage(f"{size} bytes are no part {stream} of {frame.total}")
     with self._lock:
       # Messages before this one whose part of this stream was lost with a connection.
-      self._drop(n for n, e in self._assemblies.items() if n < frame.number and stream in e.missing)
+      lost = [n for n, e in self._assemblies.items() if n < frame.number and stream in e.missing]
+      for number in lost:
+        del self._assemblies[number]
+      if lost:
+        self._peer.wake_bulk()
       assembly = self._assemblies.get(frame.number)
       if assembly is None:
         if frame.number <= self._begun:
@@ -424,19 +415,6 @@ class Incoming:
     size += len(frame.header) + frame.total
     return not count or (count < MAX_BULK and size <= self._peer.caretaker.run.queue_bytes)
 
-  def _drop(self, numbers: Iterable[int]) -> None:
-    """Drops these messages, and frees their memory."""
-    dropped = [self._assemblies.pop(number) for number in [*numbers]]
-    if dropped:
-      self._peer.wake_bulk()
-
-  def forget(self) -> None:
-    """Drops all messages that are arriving; they may be sent again."""
-    with self._lock:
-      self._drop(self._assemblies)
-      self._begun = self._whole
-      self._under_way = [None] * len(self._under_way)
-
   def arrived(self, stream: int) -> None:
     """This stream's part has arrived. With its last part a message goes to the role's queue."""
     with self._lock:
@@ -445,7 +423,6 @@ class Incoming:
         return
       assembly.missing.discard(stream)
       if not assembly.missing:
-        self._whole = assembly.number
         message = assembly.header, assembly.payload
         self._peer.caretaker.put(self._peer.address, *message, self._incarnation)
         del self._assemblies[assembly.number]  # not before: each message counts all the time

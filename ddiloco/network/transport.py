@@ -25,7 +25,7 @@ from ddiloco.protocol.messages import EVALUATOR, Message
 
 EVALUATOR_ADDRESS = "evaluator"
 MAX_CONTROL = 256  # messages queued from one sender; beyond, the oldest is dropped
-MAX_CONTROL_BYTES = 4 << 20  # of these messages
+MAX_CONTROL_BYTES = 2 << 20  # of these messages, as they come; decoded they may have ten times that
 MAX_BULK = 1024  # messages queued from one sender; beyond, the newest is dropped
 BULK_AFTER = 64  # control messages in a row while bulk waits
 Spoil = Callable[[bytes], bytes]
@@ -101,56 +101,54 @@ class Counters:
   refused: int = 0  # connections turned away: no listed key, another run, fenced, not our protocol
 
 
-class _Frame(NamedTuple):
-  """A frame that has arrived and waits for the role."""
+class _Waiting(NamedTuple):
+  """A message that waits for the role."""
 
-  header: bytes
-  payload: messages.Payload
+  delivery: Delivery
   size: int
-  at: float  # when it arrived
-  incarnation: int | None  # of its sender, as in its greeting
-  is_report: bool
 
 
-class _Line(collections.OrderedDict[str, collections.deque[_Frame]]):
-  """Waiting frames of one kind: a bounded queue for each sender, in the order of their turns."""
+class _Line(collections.OrderedDict[str, collections.deque[_Waiting]]):
+  """Waiting messages of one kind: a bounded queue for each sender, in the order of their turns."""
 
-  def __init__(self, max_frames: int, max_bytes: int, drop_oldest: bool):
+  def __init__(self, max_messages: int, max_bytes: int, drop_oldest: bool):
     super().__init__()
-    self._max_frames, self._max_bytes = max_frames, max_bytes  # of one sender
+    self._max_messages, self._max_bytes = max_messages, max_bytes  # of one sender
     self._drop_oldest = drop_oldest
 
-  def put(self, sender: str, frame: _Frame) -> int:
-    """Appends a frame to its sender's queue. Returns how many frames were dropped for lack of room:
-    the oldest ones, or this one."""
-    queue = self.setdefault(sender, collections.deque())
-    if frame.is_report and (older := [each for each in queue if each.is_report]):
-      queue.remove(older[0])
-    dropped, most = 0, self._max_bytes - frame.size
-    while queue and (len(queue) >= self._max_frames or _bytes(queue) > most):
+  def put(self, new: _Waiting) -> int:
+    """Appends a message to its sender's queue. Returns how many messages were dropped for lack of
+    room: the oldest ones, or this one."""
+    queue = self.setdefault(new.delivery.sender, collections.deque())
+    if isinstance(new.delivery.message, messages.Report):
+      older = [each for each in queue if isinstance(each.delivery.message, messages.Report)]
+      for each in older:
+        queue.remove(each)
+    dropped, most = 0, self._max_bytes - new.size
+    while queue and (len(queue) >= self._max_messages or _bytes(queue) > most):
       dropped += 1
       if not self._drop_oldest:
         return dropped
       queue.popleft()
-    queue.append(frame)
+    queue.append(new)
     return dropped
 
-  def crowded(self, sender: str) -> bool:
-    """Whether a sender's queue is at least half full."""
+  def of(self, sender: str) -> tuple[int, int]:
+    """(number, bytes) of the messages that wait from this sender."""
     queue = self.get(sender, ())
-    return 2 * len(queue) >= self._max_frames or 2 * _bytes(queue) >= self._max_bytes
+    return len(queue), _bytes(queue)
 
-  def take(self) -> tuple[str, _Frame]:
-    """The oldest frame of the sender whose turn it is; there must be one."""
+  def take(self) -> Delivery:
+    """The oldest message of the sender whose turn it is; there must be one."""
     sender, queue = self.popitem(last=False)
-    frame = queue.popleft()
+    delivery = queue.popleft().delivery
     if queue:
       self[sender] = queue
-    return sender, frame
+    return delivery
 
 
-def _bytes(frames: Iterable[_Frame]) -> int:
-  return sum(frame.size for frame in frames)
+def _bytes(waiting: Iterable[_Waiting]) -> int:
+  return sum(each.size for each in waiting)
 
 
 class Endpoint:
@@ -170,7 +168,6 @@ class Endpoint:
   def __init__(self, address: str, run: RunIdentity):
     self.address, self.run = address, run
     self.counters = Counters()
-    self._report = messages.report_start(run.run_id, run.plan_id)
     self._ready = threading.Condition()
     self._waiting_control = _Line(MAX_CONTROL, MAX_CONTROL_BYTES, drop_oldest=True)
     self._waiting_bulk = _Line(MAX_BULK, run.queue_bytes, drop_oldest=False)
@@ -211,19 +208,24 @@ class Endpoint:
     payload: messages.Payload,
     incarnation: int | None = None,
   ) -> bool:
-    """Queues a frame from this incarnation of `sender` (None: any); False if it was not let in.
+    """Queues the message in a frame from this incarnation of `sender` (None: any); drops it if it
+    is malformed. Returns whether there was room.
 
     When a queue is full, control drops the oldest message, and bulk the new one: its sender waits.
     """
-    size, at = messages.frame_bytes(header, payload), time.monotonic()
-    is_report = payload is None and header.startswith(self._report)
-    frame = _Frame(header, payload, size, at, incarnation, is_report)
+    size = messages.frame_bytes(header, payload)
+    self.counters.received_bytes += size
+    try:
+      message = open_frame(self.run, sender, incarnation, header, payload)
+    except messages.MalformedMessage as error:
+      self.counters.malformed += 1
+      self._dropped(sender, str(error))
+      return True
     with self._ready:
       if self._closed:
         return False
-      self.counters.received_bytes += size
       line = self._waiting_control if payload is None else self._waiting_bulk
-      dropped = line.put(sender, frame)
+      dropped = line.put(_Waiting(Delivery(sender, message, time.monotonic()), size))
       self.counters.overflowed += dropped
       self._ready.notify()
     if dropped:
@@ -233,34 +235,16 @@ class Endpoint:
   def crowded(self, sender: str) -> bool:
     """Whether so much control of this sender is queued that the sender should be held back."""
     with self._ready:
-      return self._waiting_control.crowded(sender)
+      count, size = self._waiting_control.of(sender)
+    return 2 * count >= MAX_CONTROL or 2 * size >= MAX_CONTROL_BYTES
 
   def waiting_bulk(self, sender: str) -> tuple[int, int]:
     """(number, bytes) of the messages with payload that wait here from this sender."""
     with self._ready:
-      queue = self._waiting_bulk.get(sender, ())
-      return len(queue), _bytes(queue)
+      return self._waiting_bulk.of(sender)
 
   def receive(self, timeout_seconds: float) -> Delivery | None:
     """The next message, control first; None after the timeout or a `wake`."""
-    deadline = time.monotonic() + timeout_seconds
-    for _ in range(MAX_BULK):  # a flood of malformed frames must not keep the role forever
-      taken = self._next(deadline - time.monotonic())
-      if taken is None:
-        break
-      sender, frame = taken
-      if frame.payload is not None:
-        self.counters.payload_bytes += frame.size - len(frame.header)
-        self._taken(sender)
-      try:
-        message = open_frame(self.run, sender, frame.incarnation, frame.header, frame.payload)
-        return Delivery(sender, message, frame.at)
-      except messages.MalformedMessage as error:
-        self.counters.malformed += 1
-        self._dropped(sender, str(error))
-    return None
-
-  def _next(self, timeout_seconds: float) -> tuple[str, _Frame] | None:
     with self._ready:
       control, bulk = self._waiting_control, self._waiting_bulk
       if not (control or bulk or self._woken or self._closed):
@@ -270,7 +254,12 @@ class Endpoint:
         self._in_a_row += bool(bulk)
         return control.take()
       self._in_a_row = 0
-      return bulk.take() if bulk else None
+      if not bulk:
+        return None
+      taken = bulk.take()
+    self.counters.payload_bytes += memoryview(taken.message.payload).nbytes
+    self._taken(taken.sender)
+    return taken
 
   @property
   def waiting(self) -> int:

@@ -385,11 +385,6 @@ def envelope(run_id: str, plan_id: str) -> bytes:
   return msgpack.encode((WIRE_FORMAT, run_id, plan_id, None))[:-1]
 
 
-def report_start(run_id: str, plan_id: str) -> bytes:
-  """The bytes with which the header of every report begins: they tell it without decoding."""
-  return envelope(run_id, plan_id) + msgpack.encode((Report.__name__, None))[:-1]
-
-
 def _stranger(body: bytes, run_id: str, plan_id: str) -> str:
   """Why a header that begins otherwise than `envelope` does not belong to this run."""
   try:

@@ -310,15 +310,14 @@ class Exchange(WorkingRole):
     before = self._given.get(value.fragment)
     if before is not None and before() is not None and self.endpoint.unsent(to):
       return
-    payload = self._deltas.value(value.fragment)
+    payload = self._deltas.base[value.fragment].view(np.uint8)
     self._given[value.fragment] = weakref.ref(payload)
     yield None
     self.endpoint.send(to, replace(value, payload=payload))
 
   def _send_moments(self, shard: int, moments: Moments, pieces: Any, count: Any) -> Job:
-    flat = self._store.to_host(pieces, moments.fragment)
+    payload = self._store.to_host(pieces, moments.fragment).view(np.uint8)
     del pieces
-    payload = self._deltas.send_moments(flat)
     yield None
     self.recorder.flush()  # the log on disk has all moments that a peer may take over
     moments = replace(moments, count=int(count), payload=payload)

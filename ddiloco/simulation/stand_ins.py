@@ -40,7 +40,7 @@ class Sized:
 
   def view(self, dtype: Any) -> Sized:
     """Its bytes."""
-    return self
+    return dataclasses.replace(self)
 
 
 def plan_of(sizes: Sequence[int]) -> Plan:
@@ -139,12 +139,6 @@ class SizedDeltas(Deltas):
     self.base[p] = self._world.value(p)
     return self.base[p]
 
-  def value(self, fragment: int) -> Any:
-    return self._world.value(fragment)
-
-  def send_moments(self, flat: Any) -> Any:
-    return flat
-
   def take_moments(self, payload: Any, size: int) -> Any:
     return payload
 
@@ -193,9 +187,6 @@ class SizedMerger(Merger):
   def _set(self, p: int, state: FragmentState, momentum_round: int) -> None:
     value: Any = self._world.value(p)
     self.committed[p] = Committed(state, value, value, None, momentum_round)
-
-  def _whole(self, fragment: int) -> Encoded:
-    return Encoded("f32", self.committed[fragment].published_value)
 
 
 class SizedCopies(Copies):

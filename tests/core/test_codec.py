@@ -169,8 +169,6 @@ def test_random_bytes_give_a_vector_or_a_codec_error(data, name, size, seed):
   right = codec.payload_bytes(size, name)
   length = data.draw(st.sampled_from([right, right, right, right + 1, max(0, right - 1)]))
   payload = np.random.default_rng(seed).integers(0, 256, length).astype(np.uint8)
-  if data.draw(st.booleans()):  # mostly valid nibbles, so that the scales are reached too
-    payload[4 * -(-size // BLOCK) :] |= 0x11
   try:
     y = codec.decode(payload, size, name)
   except CodecError:
@@ -195,25 +193,16 @@ def test_structural_errors():
     codec.payload_bytes(-1, "f32")
 
 
-@pytest.mark.parametrize("name", BLOCKWISE)
-def test_negative_scales_and_impossible_codes_are_refused(name):
+@pytest.mark.parametrize(("name", "lowest"), [("int8", -128), ("int4", -8)])
+def test_what_no_encoder_writes_is_a_number_too(name, lowest):
+  """Whoever may send f32 may send any number: to refuse some of them here would protect nobody."""
   payload = codec.encode(np.ones(301, np.float32), name)
-  negative = payload.copy()
-  negative[:8].view(np.float32)[1] = -1
-  with pytest.raises(CodecError, match="scale is negative"):
-    codec.decode(negative, 301, name)
-  for value in (0x80,) if name == "int8" else (0x08, 0x80):
-    wrong = payload.copy()
-    wrong[20] = value
-    with pytest.raises(CodecError, match=r"-128|code -8"):
-      codec.decode(wrong, 301, name)
-
-
-def test_padding_nibble_is_checked():
-  payload = codec.encode(np.ones(3, np.float32), "int4")
-  payload[-1] ^= 0x10
-  with pytest.raises(CodecError, match="padding nibble"):
-    codec.decode(payload, 3, "int4")
+  payload[:8].view(np.float32)[1] = -1
+  payload[8] = 0x80 if name == "int8" else 0xF0  # in the first block; in int4 of value 0
+  payload[-1] ^= 0x10  # in int4 the padding
+  values = codec.decode(payload, 301, name)
+  assert values[0] == np.float32(lowest) * payload[:4].view(np.float32)[0]
+  assert (values[1:150] == 1).all() and (values[256:300] < 0).all()
 
 
 @pytest.mark.parametrize("name", codec.CODECS)

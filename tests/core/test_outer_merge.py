@@ -27,7 +27,8 @@ def exact(delta):
 
 
 def squared_norms(fragment, delta):
-  return passes.squares(fragment, exact(delta))
+  ones = np.ones((1, len(fragment.pieces)), np.float32)
+  return passes.squares(passes.Sum(fragment, [exact(delta)], ones))
 
 
 def directions_of(fragment, deltas, weights):
@@ -38,7 +39,7 @@ def directions_of(fragment, deltas, weights):
 def whole(total):
   """A sum as one vector."""
   out = np.empty(total.fragment.size, np.float32)
-  for chunk in itertools.chain(*(s.chunks for s in passes.segments(total.fragment))):
+  for chunk in itertools.chain(*(s.chunks() for s in passes.segments(total.fragment))):
     here = out[chunk.start : chunk.stop]
     total.read(chunk, here, np.empty_like(here))
   return out
@@ -48,7 +49,7 @@ def merged(fragment, deltas, weights):
   directions = directions_of(fragment, deltas, weights)
   total = passes.Sum(fragment, [exact(d) for d in deltas], directions.units)
   out = whole(total)
-  for piece, stretch in zip(fragment.pieces, directions.stretch(passes.sum_squares(total))):
+  for piece, stretch in zip(fragment.pieces, directions.stretch(passes.squares(total))):
     out[piece.offset : piece.offset + piece.size] *= stretch
   return out
 

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-import types
 from pathlib import Path
 
 import numpy as np
@@ -291,84 +290,67 @@ def test_a_stranger_that_does_not_greet_is_sent_off_at_once():
     assert shard.counters.malformed == shard.counters.refused == 1
 
 
-def test_a_connection_to_where_a_peer_was_is_not_greeted(net):
-  """It was being made while the peer moved."""
-  learner = net.open("learner-0", 0)
-  learner.dial(SYNCER, net.url(SYNCER))
-  mine, far = socket.socketpair()
-  control = learner._dialed[SYNCER].control
-  with mine, far:
-    learner.control_thread.call(learner._connected, control, "tcp://127.0.0.1:1", b"", mine)
-    far.settimeout(SECONDS)
-    assert far.recv(100) == b""
+def hear(connected: socket.socket) -> bool:
+  frames.fill(connected, memoryview(bytearray(1)))
+  return True
 
 
-class Idler:
-  """A connection that says nothing."""
+@contextlib.contextmanager
+def a_door(most: int, seconds: float, meet=hear):
+  """A function that connects to a door, and the door's counters."""
+  counters, (listener, url) = Counters(), frames.bind("tcp://127.0.0.1:0")
+  door = Door(listener, None, meet, most, seconds, counters)
+  with contextlib.closing(door), contextlib.ExitStack() as stack:
 
-  def close(self) -> None:
-    self.closed = True
+    def come() -> socket.socket:
+      return stack.enter_context(socket.create_connection(host_and_port(url), SECONDS))
 
-
-class Loop:
-  """Only says what it would do."""
-
-  def __init__(self):
-    self.readers, self.later = [], []
-
-  def add_reader(self, file, function):
-    self.readers.append(file)
-
-  def remove_reader(self, file):
-    self.readers.remove(file)
-
-  def call_later(self, seconds, function):
-    self.later.append(function)
+    yield come, counters
 
 
-def open_door(loop: Loop, counters: Counters) -> Door:
-  listener, _ = frames.bind("tcp://127.0.0.1:0")
-  control = types.SimpleNamespace(loop=loop)
-  return Door(listener, types.SimpleNamespace(control_thread=control, keys=None, counters=counters))
+def test_connections_of_nobody_are_cut_off_when_they_are_too_many():
+  with a_door(most=20, seconds=SECONDS) as (come, counters):
+    idlers = [come() for _ in range(30)]
+    assert [idler.recv(1) for idler in idlers[:10]] == [b""] * 10, "the oldest go"
+    for idler in idlers[10:]:
+      idler.setblocking(False)
+      with pytest.raises(BlockingIOError):
+        idler.recv(1)
+    until = time.monotonic() + SECONDS
+    while counters.refused < 10 and time.monotonic() < until:
+      time.sleep(0.01)
+    assert counters.refused == 10
 
 
-def test_connections_of_nobody_are_cut_off_after_a_while_and_when_they_are_too_many():
-  counters = Counters()
-  door = open_door(Loop(), counters)
-  door._listener.close()
-  door._most = 20
-  idlers = [Idler() for _ in range(30)]
-  door._strangers.update(dict.fromkeys(idlers, 0.0))
-  door.cut_off(1.0)
-  assert list(door._strangers) == idlers[10:] and counters.refused == 10, "the oldest go"
-  newer = Idler()
-  door._strangers[newer] = STRANGER_SECONDS
-  del door._strangers[idlers[10]]  # it has greeted
-  door.cut_off(STRANGER_SECONDS)
-  assert len(door._strangers) == 20
-  door.cut_off(STRANGER_SECONDS + 1)
-  assert list(door._strangers) == [newer] and counters.refused == 29
-  assert not hasattr(idlers[10], "closed") and all(i.closed for i in idlers[11:])
+def test_a_connection_of_nobody_that_says_nothing_is_cut_off_after_a_while():
+  with a_door(most=20, seconds=0.2) as (come, counters):
+    assert come().recv(1) == b"" and counters.refused == 1, "counted before it is cut off"
 
 
-def test_who_waits_while_no_descriptor_is_left_does_not_keep_the_thread_busy():
-  loop = Loop()
-  door = open_door(loop, Counters())
-  listener = door._listener
+def test_what_was_said_to_a_stranger_is_read_before_its_connection_is_closed():
+  def refuse(connected: socket.socket) -> bool:
+    connected.sendall(b"no")
+    return False
 
-  def accept():
-    raise OSError(errno.EMFILE, "Too many open files")
+  with a_door(20, SECONDS, refuse) as (come, _):
+    stranger = come()
+    stranger.sendall(bytes(100_000))  # which nobody reads: closed at once, it would be reset
+    assert stranger.recv(10) == b"no" and stranger.recv(10) == b""
 
-  door._listener = types.SimpleNamespace(fileno=listener.fileno, accept=accept)
-  loop.readers = [door._listener]
-  door._on_comer()
-  assert not loop.readers and len(loop.later) == 1
-  loop.later.pop()()
-  assert loop.readers == [door._listener], "a moment later it looks again"
-  listener.close()
-  door._on_comer()
-  loop.later.pop()()
-  assert not loop.readers, "it was closed meanwhile"
+
+def test_who_waits_while_no_descriptor_is_left_does_not_keep_the_thread_busy(monkeypatch):
+  accept, failures = socket.socket.accept, []
+
+  def crowded(listener):
+    if len(failures) < 3:
+      failures.append(time.monotonic())
+      raise OSError(errno.EMFILE, "Too many open files")
+    return accept(listener)
+
+  monkeypatch.setattr(socket.socket, "accept", crowded)
+  with a_door(20, 0.2) as (come, _):
+    assert come().recv(1) == b"", "a moment later it looks again"
+    assert failures[2] - failures[0] >= 0.2
 
 
 RAISES = """

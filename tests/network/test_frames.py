@@ -1,5 +1,6 @@
 """Frames and parts of payloads: what is sent is what is read, and anything else is malformed."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -29,6 +30,13 @@ def test_frames_survive_the_way_there_and_nothing_less_does(frame):
       frames.decode(data[:cut])
   with pytest.raises(MalformedMessage):
     frames.decode(data + b"\x00")
+
+
+@pytest.mark.parametrize("changes", [{"streams": 0}, {"streams": 65}, {"session": b"short"}])
+def test_a_greeting_out_of_range_is_malformed(changes):
+  data = frames.encode(dataclasses.replace(FRAMES[0], **changes))[frames.PREFIX.size :]
+  with pytest.raises(MalformedMessage, match=r"of Greeting|Greeting\.s"):
+    frames.decode(data)
 
 
 @given(data=st.binary(max_size=300))

@@ -16,6 +16,14 @@ from ddiloco.protocol.messages import Goodbye
 from tests.network.net import SECONDS, Net, push
 
 
+@contextlib.contextmanager
+def io_thread():
+  """One that does not run: the test takes its connection's turns itself."""
+  thread = frames.IoThread("never started", print)
+  yield thread
+  thread.loop.close()
+
+
 class Owner(frames.Owner):
   error: Exception | None = None
 
@@ -29,7 +37,7 @@ def test_what_is_said_after_the_end_does_not_break_the_connection():
     listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     far = stack.enter_context(socket.create_connection(listener.getsockname()))
     owner = Owner()
-    wire = frames.FrameSocket(listener.accept()[0], owner)
+    wire = frames.FrameSocket(listener.accept()[0], owner, stack.enter_context(io_thread()))
     stack.callback(wire.close)
     wire.say(frames.Beat())
     wire.leave()
@@ -58,9 +66,9 @@ def test_memory_of_what_broke_off_is_free_without_a_garbage_collection(breaks):
   memory = np.empty(1000, np.uint8)
   kept = weakref.ref(memory)
   mine, far = socket.socketpair(socket.AF_UNIX)
-  with mine, far, pytest.MonkeyPatch.context() as patched:
+  with mine, far, io_thread() as thread, pytest.MonkeyPatch.context() as patched:
     patched.setattr(frames, "FRAME_OPTIONS", ())
-    wire = frames.FrameSocket(mine, Receiver(memory))
+    wire = frames.FrameSocket(mine, Receiver(memory), thread)
     del memory
     far.sendall(frames.encode(frames.Bulk(0, 1000, b""), 1000) + bytes(500))
     wire.turn()
@@ -99,8 +107,10 @@ def test_memory_of_what_an_older_incarnation_was_sending_is_free_without_a_colle
 def test_a_goodbye_goes_over_the_next_connection_if_the_last_one_has_just_broken():
   with contextlib.closing(Net("run", "plan")) as net:
     shard, learner = net.connect("syncer-0"), net.connect("learner-0")
-    learner._dialed["syncer-0"].control.wire._socket.shutdown(socket.SHUT_RDWR)
-    net.wait_until(lambda: learner.links()["syncer-0"]["state"] == "connecting")
+    control = learner._dialed["syncer-0"].control
+    broken = control.wire
+    broken._socket.shutdown(socket.SHUT_RDWR)
+    net.wait_until(lambda: control.wire is not broken)
     learner.send("syncer-0", Goodbye(0, 0))
     learner.close(SECONDS)
     assert shard.receive(SECONDS).message == Goodbye(0, 0)

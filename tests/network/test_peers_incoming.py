@@ -94,16 +94,6 @@ def test_one_that_lacks_the_part_of_a_stream_that_is_past_it_is_lost_and_holds_u
   assert box.bytes == 101, "what is not taken yet"
 
 
-def test_what_a_peer_began_to_send_and_never_ends_is_forgotten():
-  box = incoming(run=RunIdentity("run", "plan", 1000, queue_bytes=250))
-  assert part(box, 0, 0) is part(box, 0, 1) is None
-  assert part(box, 0, 2) == "no room" and not box.woken
-  box.forget()
-  assert box.bytes == 0 and box.woken
-  assert part(box, 1, 1) is part(box, 0, 2) is None, "of what was forgotten nothing comes out"
-  assert part(box, 1, 2)[1][0] == 2
-
-
 def test_a_part_that_broke_off_comes_again_from_its_beginning():
   box = incoming()
   part(box, 0, 0)
@@ -111,23 +101,20 @@ def test_a_part_that_broke_off_comes_again_from_its_beginning():
   assert bytes(part(box, 1, 0)[1]) == bytes(range(100))
 
 
-def test_what_was_forgotten_while_it_arrived_is_no_part_of_what_comes_again():
-  box = incoming()
-  frame = frames.Bulk(0, 100, b"h")
-  memory = box.room(0, frame, 50)
-  box.forget()
-  assert part(box, 1, 0) is None
-  memory[:] = bytes(50)
-  assert arrived(box, 0) is None, "these bytes went elsewhere"
-  assert bytes(part(box, 0, 0)[1]) == bytes(range(100))
-
-
-def test_what_was_forgotten_while_it_arrived_takes_no_memory():
-  box = incoming()
-  kept = weakref.ref(box.room(0, frames.Bulk(0, 100, b"h"), 50).obj)
+def test_what_a_peer_began_to_send_and_never_ends_is_forgotten_and_takes_no_memory():
+  inbox = Inbox(RUN)
+  peer, frame = Peer("learner-0", 2, inbox), frames.Bulk(0, 100, b"h")
+  peer.incoming._check = lambda header: None
+  memory = peer.incoming.room(0, frame, 50)
+  kept = weakref.ref(memory.obj)
+  del memory
   assert kept() is not None
-  box.forget()
+  peer.forget()
   assert kept() is None
+  peer.incoming.arrived(0)
+  assert not inbox.messages, "these bytes went elsewhere"
+  peer.incoming._check = lambda header: None
+  assert peer.incoming.room(0, frame, 50) is not None, "it may come again"
 
 
 @pytest.mark.parametrize("streams", [1, 2])
@@ -135,11 +122,8 @@ def test_what_is_whole_does_not_arrive_twice(streams):
   """A sender whose connection broke with the last bytes does not know that they came."""
   box = incoming(streams)
   assert [part(box, k, 0) for k in range(streams)][-1]
-  for forgets in (False, True):
-    with pytest.raises(Forget):
-      part(box, 0, 0)
-    if not forgets:
-      box.forget()
+  with pytest.raises(Forget):
+    part(box, 0, 0)
   assert [part(box, k, 1) for k in range(streams)][-1]
 
 

@@ -106,9 +106,6 @@ class GhostDeltas(SizedDeltas):
     self.base[p] = dataclasses.replace(found, content=publish.round)
     return dataclasses.replace(found, content=Staged(publish.round, mode, included))
 
-  def value(self, fragment: int) -> Any:
-    return self.base[fragment]
-
 
 class GhostMerger(SizedMerger):
   """Its values are what the ledger says of their rounds."""

@@ -185,7 +185,6 @@ BAD = {
   "exploding": (lambda n: ("f32", whole(n, 1e9)), "is over 10 x"),
   "overflowing": (lambda n: ("f32", whole(n, 3e38)), "longer than any update"),
   "nan scale": (lambda n: ("int8", broken_scale(n, math.nan)), "not finite"),
-  "negative scale": (lambda n: ("int8", broken_scale(n, -1.0)), "negative"),
 }
 
 
