@@ -104,7 +104,7 @@ JOURNEY = (
   Stop("network/peers.py", "Incoming.arrived",
        "With the last part the message goes to the inbox, with the time of its arrival.", "put"),
   Stop("network/transport.py", "Endpoint.put",
-       "The header is decoded and checked; the message waits for its sender's turn.", "Delivery"),
+       "The header is decoded and checked; the message waits for its sender's turn.", "receive"),
   # The shard merges.
   Stop("roles/syncer.py", "Syncer._measure",
        "The reducer wants the push measured; the worker does that in the background.", "take_in"),
