@@ -94,8 +94,7 @@ SyncerEvent = Tick | Received | Resumed
 
 # --- actions --------------------------------------------------------------------------------------
 # An event of `events.py` as an action: record it in the event log. Before the role records an
-# `Apply`, it puts the oldest staged version of the fragment into the parameters; at `Abandoned` it
-# forgets the outer gradients of the round.
+# `Apply`, it puts the oldest staged version of the fragment into the parameters.
 
 
 class Send(Frozen):

@@ -295,6 +295,7 @@ class SyncerState(_State, Frozen):
   dirty: tuple[int, ...] = ()  # positions of fragments whose round may start or end now
   # learner -> fragments whose moments it waits for
   asking: Mapping[int, tuple[int, ...]] = _empty()
+  held_at: Mapping[int, float] = _empty()  # fragment -> when a publish last waited for the buddy
   donation: MomentTransfer | None = None  # under way; one at a time
   passes_moments: bool = True  # learners of this run may ask for a peer's moments
   passed_on: Times = _empty()  # moments of a fragment that learners got

@@ -430,11 +430,13 @@ def _note_lost(state: SyncerState, report: Report) -> SyncerOutcome:
 def _catch_up(state: SyncerState, learner: int, event: Received, unsent: bool) -> SyncerOutcome:
   """Sends, whole, the versions that a member should have by now and lacks.
 
-  A publish that is still queued here is not lost, however slow the link is: patience begins when
-  the queue is empty. Nor is one lost that waits for the buddy.
+  A publish that is still queued here, or waits for the buddy, is not lost, however slow the link
+  is: patience begins when it has left. For one that follows a lost one it has begun before.
   """
   todo: list[SyncerAction] = []
   now = event.now
+  if event.held:
+    state = replace(state, held_at={**state.held_at, **dict.fromkeys(event.held, now)})
   if state.members[learner].lost or not _begun(state):
     return state, todo
   if unsent:
@@ -449,10 +451,11 @@ def _catch_up(state: SyncerState, learner: int, event: Received, unsent: bool) -
     f, member = state.fragments[i], state.members[learner]
     # Resend one at a time. The next resend is after a report of it, or after twice the patience: on
     # a slow link a resend costs as much as the publish that it replaces.
-    waited = now - max(since[i], member.resent_at)
+    held_at = state.held_at.get(f.index, 0.0) if member.versions[i] == f.version - 1 else 0.0
+    waited = now - max(since[i], member.resent_at, held_at)
     overdue = waited > rules.backed_off(patience, member.resends, math.inf)
     again = member.sent[i] == f.version
-    if not again or (overdue and f.index not in event.held):
+    if not again or overdue:
       state, publish = state.publish_to(i, learner, now, state.newest(i))
       if again:
         state = state.with_member(learner, resends=member.resends + 1, resent_at=now)

@@ -146,9 +146,7 @@ class Exchange(WorkingRole):
     message = arrived.message
     if not isinstance(message, Publish) or message.codec != MADE:
       return actions.Received(message, arrived.at)
-    # To make a value that is here already would take the memory of a whole model.
-    if message.round > self.state.fragments[message.fragment].newest:
-      self._worker.put(self._complete(message))
+    self._worker.put(self._complete(message))
     return None
 
   def _feed(self, event: actions.LearnerEvent) -> None:
@@ -258,6 +256,9 @@ class Exchange(WorkingRole):
   def _complete(self, publish: Publish) -> Job:
     """Makes the initial values, and checks this one: another machine may compute other bits."""
     p, reason = publish.fragment, "it is another one here, or none"
+    # It may have come again meanwhile. To make it anew would take the memory of a whole model.
+    if publish.round <= self.state.fragments[p].newest:
+      return
     if p not in self._made:
       try:
         self._made = self._make()

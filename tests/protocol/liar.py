@@ -121,8 +121,9 @@ class Liar(Actor):
     global_step = self.near(self.world.step, most=most)
     seconds, leaving = rng.choice(SECONDS_SAID), rng.random() < 0.1
     snapshot = self.near(self._snapshot(), 0, 0)
+    more = {"joins": rng.random() < 0.3, "whole": rng.random() < 0.1}
     who = (self.number, self.incarnation, global_step, seconds)
-    return Report(*who, versions, rounds, steps_since_sync, leaving, snapshot)
+    return Report(*who, versions, rounds, steps_since_sync, leaving, snapshot, **more)
 
   def hello(self) -> Report:
     if self.random.random() < 0.3:

@@ -611,8 +611,20 @@ def test_a_version_that_waits_for_the_buddy_is_not_lost_and_hides_no_other_one_t
     now = 0.1 * k * patience
     sends[now] = resent(shard.feed(report(0, (0, 0), (0, 0)), now, held={0}))
   assert [each for each in sends.values() if each] == [[1]] * 2, "the second after twice as long"
-  shard.state = shard.state.with_member(0, sent=(2, 1))
-  overdue = resent(shard.feed(report(0, (0, 0), (0, 0)), 99.0 * patience, held={0, 1}))
+  shard.state = shard.state.with_member(0, resends=0, resent_at=-1.0)
+  sent = [
+    resent(shard.feed(report(0, (0, 0), (0, 0)), 6.0 * patience + after))
+    for after in (0.0, 0.89 * patience, 0.91 * patience)
+  ]
+  assert sent == [[1], [], []], "patience with the other one begins when it has left"
+
+
+def test_a_version_that_waits_for_the_buddy_does_not_hide_the_lost_one_before_it():
+  shard = Script(ALONE)
+  first = FragmentState(0, 2, last_round=1), FragmentState(1)
+  shard.state = syncer.init(0, 0, first, ALONE, 1 << 60, began_at=-1000.0)
+  assert resent(shard.feed(report(0, (0, 0), (0, 0)), 0.0)) == [0]
+  overdue = resent(shard.feed(report(0, (0, 0), (0, 0)), 99.0, held={0}))
   assert overdue == [0], "what waits is the version after the lost one"
 
 
