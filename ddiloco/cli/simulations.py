@@ -29,7 +29,10 @@ def plan(arguments: list[str]) -> int:
     ddiloco plan --parameters=12e9 --islands=4 --gbps=2 --latency_ms=30 --codec=int4 \\
       --step_seconds=4 --config.sync.num_fragments=96
 
-  Bytes are those of rounds in which every learner takes part; no device is touched.
+  Bytes are those of rounds in which every learner takes part; no device is touched. Times are in
+  seconds, and a load above 1 does not fit. Peak gbps is the rate of an island's link from which on
+  sync.overlap_steps hides a sync, overlap steps are those that would hide it on these links, and
+  least shards are so many that no link and no shard is overloaded; None: no number is enough.
   """
   given = Flags(arguments, "config")
   _add_plan_flags(given)
@@ -91,7 +94,9 @@ def _text(found: Mapping[str, Any], indent: str = "") -> list[str]:
 
 def _add_plan_flags(given: Flags) -> None:
   """All flags but --config."""
-  given.add("parameters", float, "Size of the model, instead of the config's; fragments are equal.")
+  given.add(
+    "parameters", float, "Size of the model, instead of the config's; fragments are equal.", 1.0
+  )
   given.add("islands", int, "How many, instead of the config's.")
   given.add("gbps", float, "Gbit/s of every island's link, in each direction.")
   given.add("latency_ms", 0.0, "One way, between any two places.")
@@ -141,7 +146,7 @@ def protocol(arguments: list[str]) -> int:
   given.add_fields(Speeds)
   given.add("gbps", "0", "Gbit/s of every island's link, one or a list a,b,c; 0: no limit.")
   given.add("latency_ms", "1", "One way, one for all islands or a list.")
-  given.add("parameters", int, "Size of the model, in equal fragments; default: the config's.")
+  given.add("parameters", int, "Size of the model, in equal fragments; default: the config's.", 1)
   given.add("seconds", float, "Of virtual time at most; default: until all tokens are merged.", 0.0)
   given.add("workdir", "", "Gets the events; empty: they are not kept.")
   given.add("overwrite", False, "Replace the run that is in workdir.")

@@ -21,7 +21,7 @@ import collections
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ddiloco.config import SyncConfig
@@ -80,7 +80,7 @@ def make(setting: Setting) -> ExchangePlan:
     utilisation=utilisation,
     join_seconds=model_bytes / setting.rates[0] + setting.latency_seconds,
     memory_bytes=_memory_bytes(setting, sync),
-    least_shards=_least_shards(setting),
+    least_shards=_least_shards(setting, _link_load, _core_load),
   )
 
 
@@ -94,6 +94,10 @@ def _links(setting: Setting, sync: SyncConfig) -> tuple[float, float]:
   on_wire = 8 / bandwidth.PAYLOAD_SHARE  # bits that carry a byte
   needed = [on_wire * max(flow) / setting.period_seconds / 1e9 for flow in over]  # full duplex
   return max((gbps / most, gbps) for gbps, most in zip(needed, there))
+
+
+def _link_load(setting: Setting, sync: SyncConfig) -> float:
+  return _links(setting, sync)[0]
 
 
 def _core_load(setting: Setting, sync: SyncConfig) -> float:
@@ -151,10 +155,10 @@ def _memory_bytes(setting: Setting, sync: SyncTime) -> int:
   return state + copies + rounds * (pushes + F32_BYTES * size * vectors)  # the last: a result
 
 
-def _least_shards(setting: Setting) -> int | None:
+def _least_shards(setting: Setting, *loads: Callable[[Setting, SyncConfig], float]) -> int | None:
   for count in range(1, setting.sync.num_fragments + 1):
     sync = dataclasses.replace(setting.sync, num_shards=count)
-    if _links(setting, sync)[0] <= 1 and _core_load(setting, sync) <= 1:
+    if all(load(setting, sync) <= 1 for load in loads):
       return count
   return None
 
@@ -168,14 +172,17 @@ def findings(setting: Setting, plan: ExchangePlan) -> list[str]:
 
 
 def _overloads(setting: Setting, plan: ExchangePlan) -> Iterator[str]:
-  sync, fewer, shards = setting.sync, [], []
+  sync, fewer = setting.sync, []
   if (sync.push_codec, sync.publish_codec) != ("int4", "int4"):
     fewer = ["int4 for push_codec and publish_codec"]
-  if plan.least_shards is not None and plan.least_shards > sync.num_shards:
-    shards = [f"sync.num_shards = {plan.least_shards}"]
+
+  def shards(load: Callable[[Setting, SyncConfig], float]) -> list[str]:
+    least = _least_shards(setting, load)
+    return [f"sync.num_shards = {least}"] if least and least > sync.num_shards else []
+
   loads = {
-    "The busiest link": (plan.link_load, [*shards, *fewer]),
-    "A shard": (plan.core_load, [*shards, "more cores (--merge_gbytes)"]),
+    "The busiest link": (plan.link_load, [*shards(_link_load), *fewer]),
+    "A shard": (plan.core_load, [*shards(_core_load), "more cores (--merge_gbytes)"]),
     "A learner's host": (plan.host_load, ["more cores (--host_gbytes)"]),
   }
   for what, (load, fixes) in loads.items():

@@ -186,7 +186,7 @@ class LearnerRole(TraceRole):
     self.algebra.begin(started)
     self._fragments: dict[int, Held] = {}
     if self._restored is not None:
-      state, fragments = self._restored
+      (state, fragments), self._restored = self._restored, None  # as large as the island's memory
       self._fragments = dict(fragments)
       self.algebra.restore(state)
     self._newest_step: events.Step | None = None

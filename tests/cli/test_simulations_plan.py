@@ -90,6 +90,7 @@ def test_what_no_bandwidth_reaches_is_null(capsys):
     ([CONFIG, *LINK, "--config.sync.num_fragmens=3"], "num_fragments"),
     ([CONFIG, *LINK, "--parameters=inf"], "--parameters=inf"),
     ([CONFIG, *LINK, "--parameters=3"], "--parameters=3"),
+    ([CONFIG, *LINK, "--parameters=-1"], "--parameters=-1"),
   ],
 )
 def test_what_is_typed_wrong_is_named(arguments, said, capsys):

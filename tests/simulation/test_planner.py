@@ -181,6 +181,14 @@ def test_its_fixes_are_fixes(setting):
         assert better.host_load <= 1 + 1e-9
 
 
+def test_more_shards_are_a_fix_of_merging_where_no_number_is_enough_for_the_links():
+  setting = changed(REGIONS, gbps=0.1, num_shards=1)
+  plan = planner.make(setting)
+  assert plan.least_shards is None and plan.link_load > 1
+  (merging,) = (f for f in planner.findings(setting, plan) if f.startswith("A shard"))
+  assert "sync.num_shards = " in merging
+
+
 def test_smaller_codecs_move_less():
   needed = [
     planner.make(changed(REGIONS, push_codec=name, publish_codec=name, num_shards=1)).average_gbps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import weakref
 
 from ddiloco.trace.interpreter import (
   LearnerAlgebra,
@@ -58,6 +59,25 @@ def test_what_is_taken_for_the_last_time_is_forgotten():
   assert taken == 3, "by the shard and two learners"
   found.perform_all(collections.defaultdict(Nothing))
   assert found._made == {}
+
+
+def test_a_restored_state_is_forgotten():
+  """It is as large as the island's own."""
+  captured = []
+
+  class State:
+    pass
+
+  class Captures(LearnerAlgebra):
+    def capture(self, entry, fragments):
+      state = State()
+      captured.append(weakref.ref(state))
+      return state
+
+  found, proof = schedule(good())
+  learners = {role: LearnerRole(proof, Captures()) for role in ("learner-0", "learner-1")}
+  found.perform_all({**learners, "syncer-0": ShardRole(proof, ShardAlgebra())})
+  assert proof.problems == [] and [state() for state in captured] == [None]
 
 
 def test_what_was_never_made_is_said_and_left_out():
