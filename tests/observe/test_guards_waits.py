@@ -151,7 +151,7 @@ def test_a_killed_child_that_does_not_go_away_holds_nobody_up(monkeypatch, capsy
     def poll(self):
       return None
 
-    def kill(self):
+    def send_signal(self, number):
       return None
 
   monkeypatch.setattr(children, "KILL_SECONDS", 0.02)
