@@ -121,7 +121,7 @@ def parse_fault(request: Request) -> Fault:
   if request.headers.get_content_type() != "application/json":
     raise RequestRefused(415, "a fault is application/json")
   try:
-    return build(Fault, {"at_seconds": 0.0, **msgspec.json.decode(request.body)}, "fault")
+    return build(Fault, {**msgspec.json.decode(request.body), "at_seconds": 0.0}, "fault")
   except ConfigError as error:
     raise RequestRefused(400, str(error)) from error
   except (TypeError, ValueError, RecursionError) as error:

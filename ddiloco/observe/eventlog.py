@@ -207,6 +207,7 @@ class Recorder:
 
     The file is opened for each batch: a handle may become stale, and its file may be deleted.
     """
+    self._begins |= not os.path.exists(self.path)
     lines = self._lines(batch)
     if not lines:
       return

@@ -272,10 +272,11 @@ class StepSums:
   def go_to(self, step: int) -> None:
     """Makes `step` the newest: later steps are dropped, missing ones took no time."""
     step = max(0, step)
-    if self._first <= step <= self.number:
-      del self._sums[step - self._first + 1 :]
-    else:
+    if not self._first <= step <= self.number + self._exact:
       self._first, self._sums = step, array("d", [self.at(step)])
+    del self._sums[step - self._first + 1 :]
+    while self.number < step:
+      self.add(0.0)
 
 
 class IslandAccount:

@@ -88,6 +88,7 @@ class ShardState(MemberState):
   fragments: tuple[int, ...] = ()
   commits: int = 0
   rejected: int = 0
+  last_reason: str = ""  # why its last round ended when it did
 
 
 @dataclasses.dataclass

@@ -1,6 +1,6 @@
 """Listeners of events that show a run while it goes on: the terminal's view, and TensorBoard.
 
-On a terminal: a header with progress, a table of islands, the latest log events.
+On a terminal: a header with progress, a table of islands, a line per shard, the latest log events.
 Anywhere else (a pipe, a log file, CI): plain lines without control codes, one about every ten
 seconds, and one at once for every log event (fault, exit, restart, joined, ...).
 
@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ddiloco.observe.guards import Drain, warn
-from ddiloco.observe.islands import IslandState, LogEvent, outer_gradients, speed
+from ddiloco.observe.islands import IslandState, LogEvent, ShardState, outer_gradients, speed
 from ddiloco.observe.run_state import RunState
 from ddiloco.observe.style import clock_time, compact, island_colour, loss_text, plain
 from ddiloco.protocol.events import IMPORTANT, Commit, Evaluation, Event, Started, Step
@@ -54,6 +54,8 @@ def render(view: RunState, now: float, width: int = 100) -> RenderableType:
   if view.solo:
     parts += [Text(view.solo, style="bold yellow"), Text()]
   parts.append(_islands(view, now, gap=2 if width >= 100 else 1))
+  if view.shards:
+    parts += [Text(), *(_shard_line(s, shard) for s, shard in sorted(view.shards.items()))]
   if view.log_events:
     parts += [Text(), *map(_log_event_line, list(view.log_events)[-SHOWN_LOG_EVENTS:])]
   return Group(*parts)
@@ -138,6 +140,13 @@ def _missed(island: IslandState, now: float) -> Text:
   return Text(f"{clock_time(now - island.missed_time)} ago: {island.missed_reason}", style="dim")
 
 
+def _shard_line(number: int, shard: ShardState) -> Text:
+  state = f"{shard.state:<10}", _STATE_STYLES.get(shard.state, "default")
+  counts = f"{shard.commits} rounds, {shard.rejected} rejected"
+  said = f"■ {number:<4} ", state, f"  {counts}; last: {shard.last_reason or '–'}"
+  return Text.assemble(*said, no_wrap=True, overflow="ellipsis")
+
+
 def _log_event_line(log_event: LogEvent) -> Text:
   line = Text(f"{clock_time(log_event.time):>7}  ", style="dim", no_wrap=True, overflow="ellipsis")
   return line.append(log_event.text, style=_TONE_STYLES[log_event.tone])
@@ -205,13 +214,13 @@ class LiveView:
     return 0.0 if self._start_time is None else self._clock() - self._start_time
 
   def _consume(self, batch: list[Event]) -> None:
+    self._noted.clear()
     self.view.read(batch)
     now = self._now()
     if self._live is None:
       self._print_plain(now)
     elif now >= self._next_frame:
       self._draw(self._live, now)
-    self._noted.clear()
 
   def _draw(self, live: Live, now: float) -> None:
     live.update(render(self.view, now, self._console.width), refresh=True)

@@ -254,26 +254,19 @@ def page(summary: Mapping[str, Any]) -> str:
 def _learner_table(summary: Mapping[str, Any]) -> str:
   """A table of all islands; a dash stands for an unknown value."""
   shares, alive = summary.get("participation") or {}, summary.get("liveness") or {}
-  table = [
-    ("island", "chips", "lives", "steps", "tokens", "last loss", "time training")
-    + ("commits joined", "median step", "tokens/s a chip", "MFU"),
-    *(
-      (
-        *(m, ", then ".join(each["chip_kinds"]), str(each["lives"]), str(each["steps"])),
-        *(
-          compact(each["tokens"]),
-          _loss(each["loss"]),
-          _share(alive.get(m)),
-          _share(shares.get(m)),
-        ),
-        f"{1000 * (each['median_step_gap_seconds'] or math.nan):.0f} ms",
-        compact(each["tokens_per_second_per_chip"] or math.nan),
-        _share(each["mfu"]),
-      )
-      for m, each in (summary.get("learners") or {}).items()
-    ),
-  ]
-  rows = ("".join(f"<td>{html.escape(cell or '–')}</td>" for cell in row) for row in table)
+  names = ("island", "chips", "lives", "steps", "tokens", "last loss", "time training")
+  names += ("commits joined", "median step", "tokens/s a chip", "MFU")
+  rows = ["".join(f"<th>{name}</th>" for name in names)]
+  for m, each in (summary.get("learners") or {}).items():
+    gap = each["median_step_gap_seconds"]
+    cells = (
+      *(m, ", then ".join(each["chip_kinds"]), str(each["lives"]), str(each["steps"])),
+      *(compact(each["tokens"]), _loss(each["loss"]), _share(alive.get(m)), _share(shares.get(m))),
+      "" if gap is None else f"{1000 * gap:.0f} ms",
+      compact(each["tokens_per_second_per_chip"] or math.nan),
+      _share(each["mfu"]),
+    )
+    rows.append("".join(f"<td>{html.escape(cell or '–')}</td>" for cell in cells))
   return '<table class="wide">' + "".join(f"<tr>{row}</tr>" for row in rows) + "</table>"
 
 

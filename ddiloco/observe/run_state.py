@@ -350,8 +350,10 @@ class RunState:
     stepping = before == "running" and island.state_at(time) == "running"
     if state == "quarantined" or (before == "running" and not stepping):
       self._island(m, time, state)
+    if state == "left":
+      return  # which it says itself; it misses no round
     island.missed_time, island.missed_reason = time, event.reason or state
-    if state == "left" or before in DOWN or before == "left":
+    if before in DOWN or before == "left":
       return  # already noted
     why = f": {event.reason}" if event.reason else ""
     self._note(event, f"the syncer counts island {m} as {state}{why}", "bad")
@@ -392,7 +394,8 @@ class RunState:
 
   def _shard_abandoned(self, event: events.Commit | events.Abandoned, s: int) -> None:
     """A round is over, with or without a commit."""
-    self._shard(s, event.time).rejected += len(event.rejected)
+    shard = self._shard(s, event.time)
+    shard.rejected, shard.last_reason = shard.rejected + len(event.rejected), event.reason
     self.rejected += len(event.rejected)
     for m, why in event.rejected.items():
       self._note(event, f"update of island {m} rejected: {why}", "bad")

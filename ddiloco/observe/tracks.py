@@ -207,22 +207,23 @@ class Rejoins:
 
   def _watch(self, event: Event, m: int) -> None:
     """Notes how long a witness paused; one that leaves was silent until then."""
-    island = self._islands.get(m)
     match event:
-      case events.Started() if island is None or island.state != "left":
+      case events.Started():
         self._strike(event.role)
       case events.Step() | events.Stopped():
         for way in self._watched:
           if m in way.pauses and event.time > way.died:
             stopped = isinstance(event, events.Stopped)
-            pause = event.time - island.step_time if stopped else event.gap_seconds
+            pause = event.time - self._islands[m].step_time if stopped else event.gap_seconds
             way.pauses[m] = max(way.pauses[m], pause)
 
   def _strike(self, role: str) -> None:
-    """An island that something strikes is no witness of another's kill."""
+    """An island that something strikes is no witness of another's kill, unless it had left."""
     kind, m = parse_role(role)
-    for way in self._watched if kind == "learner" else ():
-      way.pauses.pop(m, None)
+    island = self._islands.get(m)
+    if kind == "learner" and (island is None or island.state != "left"):
+      for way in self._watched:
+        way.pauses.pop(m, None)
 
   def _watch_no_more(self, way: WayBack, time: float) -> None:
     if way in self._watched:

@@ -48,6 +48,8 @@ from ddiloco.training import data, devices
 from ddiloco.training.island import Island
 from ddiloco.workdir import saved_config
 
+PATIENCE_SECONDS = 3600.0  # for the next role under way to end its turn
+
 # --- The comparison: with the losses and the saved digests in the trace
 
 
@@ -349,7 +351,11 @@ class Replay:
           threading.Thread(target=self._perform, args=turn, daemon=True).start()
       if not busy:
         break
-      role, made = results.get()
+      try:
+        role, made = results.get(timeout=PATIENCE_SECONDS)
+      except queue.Empty:
+        text = f"nothing was made for {PATIENCE_SECONDS:g} s; {', '.join(sorted(busy))}"
+        raise TimeoutError(f"{text} did not come to an end") from None
       if isinstance(made, BaseException):
         raise made
       busy.remove(role)

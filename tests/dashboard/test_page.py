@@ -66,7 +66,7 @@ def test_a_run_that_is_over(browser, tmp_path):
     assert "killed on purpose" in browser.text("#legend") and "down" in browser.text("#legend")
     assert "in the global model" in browser.text("#goodput") and "down" in browser.text("#goodput")
     assert browser.ask("document.querySelectorAll('#versions tbody tr').length") == 4
-    assert "no answer within the grace window" in browser.text("#participation")
+    assert "no answer within the grace window" in browser.text("#missed")
     assert "shard 1" in browser.text("#links") and "MB" in browser.text("#links")
     assert "the run is over" in browser.text("#log-events")
     assert browser.text("#waiting-says") == "No role waits: there is no run under way."
@@ -232,7 +232,7 @@ def test_everything_can_be_reached_with_tab(browser, tmp_path):
       browser.press("Tab")
       seen.append(browser.ask("document.activeElement.id || document.activeElement.className"
                               " || document.activeElement.tagName"))  # fmt: skip
-    order = ["skip", "theme", "chart", "SUMMARY", "versions"]
+    order = ["skip", "theme", "chart", "heat", "versions"]
     places = [seen.index(name) for name in order]
     assert places == sorted(places), seen
 

@@ -138,7 +138,7 @@ def fault(body, kind="application/json"):
 
 def test_a_fault_is_one_of_the_plans():
   kill = {"action": "kill", "role": "learner-2", "seconds": 5}
-  assert fault(kill) == Fault(**kill, at_seconds=0.0)
+  assert fault(kill) == fault(kill | {"at_seconds": 60}) == Fault(**kill, at_seconds=0.0)
   slow = {"action": "slow", "role": "syncer-0", "factor": 3}
   assert fault(slow, "application/json; charset=utf-8").factor == 3
 

@@ -284,8 +284,11 @@ def test_a_log_that_was_deleted_says_its_format_anew(tmp_path, monkeypatch):
       recorder.record(step(1))
       recorder.flush()
     recorder.record(step(2))
+    recorder.flush()
+    recorder.path.unlink()
+    recorder.record(step(3))
   check_format(recorder.path)
-  assert [event.step for event in read_events(tmp_path)] == [2]
+  assert [event.step for event in read_events(tmp_path)] == [3]
 
 
 def test_a_log_whose_end_cannot_be_read_costs_no_descriptors(tmp_path, monkeypatch):

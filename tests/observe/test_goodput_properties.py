@@ -226,7 +226,7 @@ def test_sums_of_steps_are_exact_where_it_matters_and_close_elsewhere(seed):
       sums.go_to(to)
       true = true[: to + 1] + [true[-1]] * (to + 1 - len(true))
   assert sums.number == len(true) - 1
-  newest = range(len(true) - 10, len(true))
+  newest = range(len(true) - 50, len(true))
   assert [sums.at(step) for step in newest] == pytest.approx([true[step] for step in newest])
   for step in range(0, len(true), 97):
     assert sums.at(step) == pytest.approx(true[step], rel=2e-3, abs=25)
@@ -234,6 +234,16 @@ def test_sums_of_steps_are_exact_where_it_matters_and_close_elsewhere(seed):
   assert (sums.number, sums.last) == (1000, pytest.approx(true[1000], rel=0.02))
   sums.add(1.0)
   assert sums.at(1001) == sums.last == pytest.approx(sums.at(1000) + 1)
+
+
+def test_sums_stay_exact_where_steps_are_missing():
+  """Of a learner that died when its disk was full."""
+  sums = StepSums()
+  for seconds in [1.0] * 100 + [0.1] * 100:
+    sums.add(seconds)
+  sums.go_to(203)
+  assert sums.number == 203 and sums.at(201) == sums.last == pytest.approx(110.0)
+  assert (sums.at(50), sums.at(150)) == pytest.approx((50.0, 105.0))
 
 
 def test_a_step_number_out_of_nowhere_costs_no_memory():

@@ -19,8 +19,7 @@ ALLOWED = {
   ("runtime.py", "self._jobs.get()"): "a worker waits for work; `close` ends it",
   ("roles/evaluator.py", "self.exchange.wait()"): "a generator: its driver has limits",
   ("network/endpoint.py", "self._listener.accept()"): "its socket does not block",
-  ("network/host_links.py", "self._listener.accept()"): "a thread of its own; `close` ends it",
-  ("training/hosts.py", "self._changed.wait_for(lambda: number in self._values)"): (
+  ("training/hosts.py", "self._values.setdefault(number, Future()).result()"): (
     "the order that makes the value is under way; `HostWatch` ends a host that waits in vain"
   ),
   ("launch/cloud.py", "process.communicate()"): "it and its children have been killed",
@@ -152,7 +151,7 @@ def test_a_killed_child_that_does_not_go_away_holds_nobody_up(monkeypatch, capsy
     def poll(self):
       return None
 
-    def kill(self):
+    def send_signal(self, number):
       return None
 
   monkeypatch.setattr(children, "KILL_SECONDS", 0.02)

@@ -110,6 +110,11 @@ def test_key_numbers_leave_out_what_is_unknown():
   }
 
 
+def test_what_is_not_known_of_an_island_is_a_dash(make):
+  text = page(numbers(RunState().read([make.run_started(num_learners=1)])))
+  assert "nan" not in text and text.count("<td>–</td>") >= 5
+
+
 def test_names_are_escaped():
   text = page({"name": "<script>alert(1)</script>"})
   assert "<script" not in text

@@ -176,7 +176,8 @@ def test_an_island_that_left_and_came_back_is_a_witness_again(make):
 
 def test_an_island_that_left_in_the_window_was_silent_until_it_left_also_when_it_is_back(make):
   left = [make.event(5.5, "learner-0", "stopped", reason="drained")]
-  back = [make.event(100.0, "learner-0", "started", 1)]
+  back = [make.event(6.0, "engine", "exit", target="learner-0", reason="")]
+  back += [make.event(100.0, "learner-0", "started", 1)]
   steps = _steps(make, 0, [1, 2, 3, 4, 5])
   assert _ratio(_sorted(steps, left, back, _kill(make, 5.0, 2))) == pytest.approx(0.5)
 

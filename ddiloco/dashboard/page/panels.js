@@ -33,7 +33,7 @@ const islandName = (island) =>
 export function drawPanels(status) {
   figures(status);
   overTime(status);
-  say("waiting-says", status.waiting);
+  waiting(status);
   goodput(status.goodput);
   rejoins(status);
   versions(status);
@@ -134,6 +134,14 @@ function struck(marks) {
   return join(there.filter(Boolean)) || "nothing struck this run";
 }
 
+function waiting({ waiting, islands }) {
+  say("waiting-says", waiting);
+  const missed = islands.filter((island) => island.missed_reason);
+  const why = ["why not in the last round it missed", (island) => island.missed_reason, "text"];
+  const shown = missed.length ? [table(missed, [["island", islandName, "row"], why])] : [];
+  byId("missed").replaceChildren(...shown);
+}
+
 function numbered(numbers) {
   if (numbers.length > 6) return plural(numbers.length, "island");
   return `island${numbers.length > 1 ? "s" : ""} ${join(numbers)}`;
@@ -215,7 +223,6 @@ function participation({ commits, goodput, islands, phase }) {
     ["step", (island) => compact(island.global_step), "number"],
     ["loss", (island) => loss(island.loss), "number"],
     ["restarts", (island) => String(island.restarts), "number"],
-    ["why not in its last missed round", (island) => island.missed_reason || DASH, "text"],
   ];
   if (islands.some((island) => island.chip_kinds.length))
     columns.push(["chips", (each) => `${each.chips} ${each.chip_kinds.join(", then ")}`, "muted"]);
