@@ -22,6 +22,7 @@ import math
 import multiprocessing
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +129,8 @@ def main() -> None:
     workdir = options.workdir or Path(folder) / "run"
     written = write(workdir, options.events)
     for reader in options.readers:
-      with context.Pool(1) as pool:
-        found = pool.apply(measured, (reader, workdir, options.events))
+      with ProcessPoolExecutor(1, context) as pool:  # says it if the reader's process is killed
+        found = pool.submit(measured, reader, workdir, options.events).result()
       print(json.dumps(found | {"bytes": written}), flush=True)
 
 

@@ -71,7 +71,8 @@ def options(
       a dict what `add_argument` takes. Numbers whose default is positive must be positive.
   """
   parser = argparse.ArgumentParser(description=text, formatter_class=_Help)
-  told = {name: flag if isinstance(flag, tuple) else (flag, " ") for name, flag in flags.items()}
+  of_default = "default: %(default)s"  # argparse shows none of a flag without a text
+  told = {n: flag if isinstance(flag, tuple) else (flag, of_default) for n, flag in flags.items()}
   if quick is not None:
     told["quick"] = False, "a smoke test: numbers mean little"
   for name, (default, what) in told.items():
@@ -286,11 +287,12 @@ class Kept:
 
 def show(rows: Mapping[str, Mapping[str, Any]], digits: int = 2) -> None:
   """Prints rows by name; the columns are those of the first row."""
-  for name, row in {"": {column: column for column in next(iter(rows.values()))}, **rows}.items():
+  columns = next(iter(rows.values()), ())
+  for name, row in {"": dict(zip(columns, columns)), **rows}.items():
     cells = (
       f"{each:.{digits}f}" if isinstance(each, float) else str(each) for each in row.values()
     )
-    print(f"{name:<28}" + "".join(f"{cell:>16}" for cell in cells), flush=True)
+    print(f"{name:<36}" + "".join(f" {cell:>15}" for cell in cells), flush=True)
 
 
 def middle(values: Sequence[float], digits: int = 4) -> float | None:

@@ -52,7 +52,7 @@ class Lane:
     self.delay_seconds, self.carried_bytes = delay_seconds, 0
     self._bytes_per_second = bits_per_second / 8
     turn = int(self._bytes_per_second * TURN_SECONDS)
-    self._turn_bytes = max(PACKET_BYTES, min(TURN_BYTES, turn)) if turn else READ_BYTES
+    self._turn_bytes = max(PACKET_BYTES, min(TURN_BYTES, turn)) if bits_per_second else READ_BYTES
     rate = (bits_per_second or UNLIMITED) / 8
     self.limit_bytes = int(rate * delay_seconds + max(SLACK_BYTES, rate * SLACK_SECONDS))
     self._turns = asyncio.Queue[Flow]()  # flows with data waiting, in order of their turns

@@ -140,7 +140,7 @@ def pauses(events: EventLog) -> list[float]:
 
 
 def table(reports: dict[str, Goodput], logs: dict[str, EventLog]) -> dict[str, dict[str, Any]]:
-  """Goodput and the causes of lost time in %, a row for each run."""
+  """Goodput in % and what shows that the runs were alike, a row for each run."""
   return {
     part: {
       "goodput": 100 * report.goodput_training,

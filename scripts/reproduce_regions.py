@@ -109,7 +109,8 @@ def main() -> None:
   rows = {name: play(*row, args.steps, rate) for name, row in ROWS.items()}
   for row, found in rows.items():
     print(
-      f"\n{row}, a step in {ROWS[row][1]:g} s; data-parallel's {found['data_parallel']:.1f} times"
+      f"\n{row}, a step in {ROWS[row][1]:g} s; of data-parallel in {found['data_parallel']:.1f}"
+      " times that"
     )
     names = ("utilisation", "participation", "sync_seconds", "join_seconds")
     common.show({n: {"found": found[n], "planned": found[f"planned_{n}"]} for n in names})

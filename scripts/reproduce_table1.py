@@ -84,6 +84,7 @@ def print_sensitivity(days: float) -> None:
       changed = Fleet(**{name: type(value)(value * factor), "days": days})
       miss = np.abs(errors(table(changed, range(1))))
       rows.setdefault(name, {})[title] = f"{miss.max():.1f} ({miss.mean():.1f})"
+  print("Errors in points, worst (mean), with one assumption changed:")
   common.show({"nothing": rows.pop("days"), **rows})
 
 

@@ -15,6 +15,8 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
+from absl import flags
+
 import ddiloco
 from ddiloco.cli import runs
 from ddiloco.cli.arguments import Helped, go_on_unheard
@@ -84,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return FINISHED  # its reader left
   except Helped:
     return FINISHED
-  except ConfigError as error:
+  except (ConfigError, flags.Error) as error:  # the latter of --flagfile, which is read first
     print(f"ddiloco {arguments[0]}: {error}", file=sys.stderr)
     return BAD_USAGE
   except OSError as error:

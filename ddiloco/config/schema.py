@@ -210,12 +210,10 @@ class OuterConfig:
 class IslandConfig:
   """One island: its devices, its mesh and its batch. Islands of one run may all differ."""
 
-  devices: Natural = (
-    1  # 0: an even share of what JAX sees (a whole slice where devices have slices)
-  )
-  hosts: Count = (
-    1  # processes, each with an even share of the devices; one leads (training/hosts.py)
-  )
+  # 0: an even share of what JAX sees (a whole slice where devices have slices).
+  devices: Natural = 1
+  # Processes, each with an even share of the devices; one leads (training/hosts.py).
+  hosts: Count = 1
   data: int = 1  # mesh axes; one may be -1: what the devices leave
   fsdp: int = -1
   tensor: int = 1
@@ -227,9 +225,8 @@ class IslandConfig:
   remat: Literal["none", "products", "attention", "full"] = "none"
   loss_chunks: Count = 1  # parts of the vocabulary; only one part's logits exist at a time
   topology: str = ""  # of TPUs, e.g. "v5p:4x4x4": the target of `ddiloco compile`
-  min_step_seconds: NotNegative = (
-    0.0  # a step lasts at least so long: for islands that share devices
-  )
+  # A step lasts at least so long: for islands that share devices.
+  min_step_seconds: NotNegative = 0.0
   # Resources that a cluster (Ray) reserves for this island, e.g. {"TPU": 4}; empty: none.
   resources: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -308,9 +305,8 @@ class SyncConfig:
   num_shards: Natural = 2  # syncer shards; 0: no sync, every island trains alone
   num_fragments: Count = 8  # P
   fragmentation: Literal["balanced", "layer", "tensor", "strided"] = "balanced"
-  max_rows: Natural = (
-    0  # embeddings with more rows are split into pieces of at most these; 0: never
-  )
+  # Embeddings with more rows are split into pieces of at most these; 0: never.
+  max_rows: Natural = 0
   sync_period: Count = 24  # H: inner steps between two syncs of the same fragment
   overlap_steps: Natural = 2  # tau: steps a sync may take without delaying a learner
   min_quorum: Count = 1  # K: learners that must have pushed before a round commits
@@ -357,9 +353,8 @@ class NetworkConfig:
   hello_seconds: Positive = 0.5  # between two attempts to reach a peer, doubling to 16 times this
   patience_seconds: Positive = 2.0  # least wait until a shard's buddy counts as away
   silence_seconds: Positive = 30.0  # messages for a peer that is silent for so long are dropped
-  give_up_seconds: Positive = (
-    600.0  # a learner that reaches no shard for so long ends, with an error
-  )
+  # A learner that reaches no shard for so long ends, with an error.
+  give_up_seconds: Positive = 600.0
   drain_seconds: NotNegative = 25.0  # a role that is told to end has so long to get its work merged
 
   def __post_init__(self):

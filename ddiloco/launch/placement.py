@@ -207,11 +207,14 @@ def _where(places: Sequence[str], count: int) -> list[str]:
     fix = "write --place=WHERE=0,1 or --place=WHERE=0-3, once for each cluster or zone"
     require(bool(where) and all(ranges), "--place", text, "must say where islands are", fix)
     for match in filter(None, ranges):
-      named += [(m, where) for m in range(int(match[1]), int(match[2] or match[1]) + 1)]
-  learners, found = [m for m, _ in sorted(named)], dict(named)
-  rule = f"must name each of the learners 0 to {count - 1} once, not {learners}"
-  fix = "change that, or islands.num_learners"
-  require(learners == list(range(count)), "--place", " ".join(places), rule, fix)
+      last = int(match[2] or match[1])
+      rule = f"there is no learner {last}: islands.num_learners = {count}"
+      require(last < count, "--place", text, rule, "drop it")
+      named += [(m, where) for m in range(int(match[1]), last + 1)]
+  times, found = Counter(m for m, _ in named), dict(named)
+  wrong = [m for m in range(count) if times[m] != 1]
+  rule = f"must name each learner once, which is not so for {wrong}"
+  require(not wrong, "--place", " ".join(places), rule, "name those, in one place each")
   return [found[m] for m in range(count)]
 
 

@@ -199,10 +199,11 @@ def seen_slice(described: str) -> Seen:
   """The state in `describe --format=json` of a TPU VM, without its roles, or of a queued resource:
   if that is "ACTIVE", see the TPU VM."""
   node = json.loads(described)
-  state: Any = node.get("state", "STATE_UNSPECIFIED")
+  state: Any = node.get("state", {})
   endpoints: Sequence[dict[str, str]] = node.get("networkEndpoints") or [{}]
   leader = endpoints[0].get("ipAddress", "")
-  return Seen(state["state"] if isinstance(state, dict) else state, leader=leader)
+  state = state.get("state", "STATE_UNSPECIFIED") if isinstance(state, dict) else state
+  return Seen(state, leader=leader)
 
 
 def seen_roles(said: str) -> tuple[str, ...]:

@@ -182,6 +182,7 @@ def test_a_preset_that_is_not_there(refused):
     (["--wrokdir=x"], ["flag 'wrokdir'", "Did you mean: workdir"]),
     (["--gpu"], ["flag 'gpu'", "Fix: `ddiloco train --help`"]),
     (["--dry_run=maybe"], ["--dry_run=maybe"]),
+    (["--flagfile=/nowhere"], ["/nowhere"]),
     (["stray"], ["'stray'", "--NAME=VALUE"]),
   ],
 )

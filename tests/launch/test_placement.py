@@ -98,9 +98,10 @@ def test_places_name_every_learner_once():
     (("a",), "must say where islands are"),
     (("a=",), "must say where islands are"),
     (("a=x",), "must say where islands are"),
-    (("a=0", "b=0-1"), r"learners 0 to 1 once, not \[0, 0, 1\]"),
-    (("a=0-2",), r"learners 0 to 1 once, not \[0, 1, 2\]"),
-    (("a=0",), r"learners 0 to 1 once, not \[0\]"),
+    (("a=0", "b=0-1"), r"each learner once, which is not so for \[0\]"),
+    (("a=0-2",), "there is no learner 2"),
+    (("a=0-99999999999",), "there is no learner 99999999999: islands.num_learners = 2"),
+    (("a=0",), r"each learner once, which is not so for \[1\]"),
   ],
 )
 def test_wrong_places_are_refused(places, said):

@@ -105,6 +105,11 @@ def test_the_script_of_a_host_is_one_that_a_shell_reads(tmp_path):
   assert "--host=" not in alone
 
 
+@pytest.mark.parametrize("described", ["{}", '{"state": {}}'])
+def test_a_state_that_is_not_told(described):
+  assert tpu_vms.seen_slice(described) == Seen("STATE_UNSPECIFIED")
+
+
 def test_no_restarts_are_none():
   """Docker takes on-failure:0 for restarts without a limit."""
   never = dataclasses.replace(RUN, placement=dataclasses.replace(MADE, max_restarts=0))

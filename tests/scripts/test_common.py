@@ -75,6 +75,31 @@ def test_help_is_the_whole_docstring(script, monkeypatch, capsys, name):
   assert module.__doc__ in capsys.readouterr().out
 
 
+def test_flags_have_defaults_and_quick_ones_and_wrong_ones_are_named(common, monkeypatch, capsys):
+  def given(*arguments):
+    monkeypatch.setattr(sys, "argv", ["some.py", *arguments])
+    found = common.options("text", {"steps": 3}, steps=240, seed=(7, "of all"), workdir=Path)
+    return found.steps, found.seed, found.workdir
+
+  assert given() == (240, 7, None) and given("--quick", "--workdir=a") == (3, 7, Path("a"))
+  for wrong in ("--steps=0", "--steps=-1", "--steps=x", "--stepps=2"):
+    with pytest.raises(SystemExit) as status:
+      given(wrong)
+    assert status.value.code == 2 and wrong.split("=")[0] in capsys.readouterr().err
+  with pytest.raises(SystemExit):
+    given("--help")
+  said = capsys.readouterr().out
+  assert "default: 240" in said and "of all (default: 7)" in said
+
+
+def test_a_table_may_be_empty_and_its_columns_stand_apart(common, capsys):
+  common.show({})
+  common.show({"row": {"seconds_per_sync": 1.5, "a_name_of_16_too": None}})
+  head, row = capsys.readouterr().out.splitlines()[-2:]
+  assert head.split() == ["seconds_per_sync", "a_name_of_16_too"]
+  assert row.split() == ["row", "1.50", "None"]
+
+
 # --- Every script
 
 
