@@ -132,7 +132,7 @@ def compiled(name: str, all_lowered: Sequence[jax.stages.Lowered], num_devices: 
 
 
 # The compiler's error for a program that does not fit: "... HLO temporaries (99.67G) exceeds ...".
-_WANTED = re.compile(r"RESOURCE_EXHAUSTED.*(?:temporaries \(|Used )([\d.]+)([KMGT])", re.DOTALL)
+_WANTED = re.compile(r"RESOURCE_EXHAUSTED.*?(?:temporaries \(|Used )([\d.]+)([KMGT])", re.DOTALL)
 
 
 def wanted_bytes(error: jax.errors.JaxRuntimeError) -> int:

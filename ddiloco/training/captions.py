@@ -63,8 +63,10 @@ class Pairs:
   """
 
   def __init__(self, data: DataConfig):
-    from sklearn.datasets import load_digits  # an extra, `ddiloco[examples]`
-
+    try:
+      from sklearn.datasets import load_digits
+    except ImportError as error:
+      raise ImportError(f"{error}. Fix: pip install 'ddiloco[examples]'") from error
     self._options: PairOptions = build(PairOptions, data.options, "data.options")
     self._corpus = open_corpus(dataclasses.replace(data, custom="", options={}))
     self._data, found = data, load_digits()

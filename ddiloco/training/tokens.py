@@ -48,8 +48,7 @@ class Tokenizer:
     return np.asarray(self.to_ids(text), token_dtype(self.vocab_size))
 
   def decode(self, ids: Iterable[int]) -> str:
-    """The text of `ids`; ids that are no text become the replacement character, never an error."""
-    # A model's padded vocabulary may have more ids, which have no text.
+    """The text of `ids`, never an error; ids of a model's padded vocabulary have no text."""
     return self.to_text([i for i in map(int, ids) if 0 <= i < self.vocab_size])
 
 
@@ -134,21 +133,22 @@ def read_parts(data: DataConfig, tokenizer: Tokenizer) -> tuple[np.ndarray, ...]
     ConfigError: no file matches the glob, or a file is unreadable, empty, not UTF-8 (unless
       tokens are bytes) or not a whole number of tokens long.
   """
+  end = np.array([tokenizer.end_token], token_dtype(tokenizer.vocab_size))
+  pieces: list[np.ndarray] = []
   try:
     if data.source == "tokens":
       return tuple(_map_file(file, data.token_dtype) for file in _matches(data.path))
-    if data.source == "text":
-      documents = [(file, Path(file).read_bytes()) for file in _matches(data.path)]
+    documents: Iterable[tuple[str, bytes]]
+    if data.source == "text":  # one after the other: all of them may take more memory than tokens
+      documents = ((file, Path(file).read_bytes()) for file in _matches(data.path))
     else:
       documents = stdlib_documents() if data.source == "stdlib" else synthetic_documents()
+    for name, content in documents:
+      if content:
+        pieces += [_encode(name, content, tokenizer), end]
   except OSError as error:
     rule, fix = f"cannot be read ({error.strerror or error})", "check the permissions of the file"
-    raise refusal("data.path", error.filename, rule, fix) from error
-  end = np.array([tokenizer.end_token], token_dtype(tokenizer.vocab_size))
-  pieces = []
-  for name, content in documents:
-    if content:
-      pieces += [_encode(name, content, tokenizer), end]
+    raise refusal("data.path", error.filename or data.path, rule, fix) from error
   rule = "every matching file is empty"
   require(bool(pieces), "data.path", data.path, rule, "give files with text")
   return (np.concatenate(pieces),)

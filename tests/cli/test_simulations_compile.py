@@ -121,7 +121,7 @@ def test_without_libtpu_it_says_what_to_install(capsys, monkeypatch):
 
 def test_a_program_without_room_says_what_it_needs():
   said = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO"
-  refused = f"{said} temporaries (99.5G) exceeds available HBM (15.75G)."
+  refused = f"{said} temporaries (99.5G) exceeds available HBM (15.75G). Used 1.0G before."
   assert aot.wanted_bytes(jax.errors.JaxRuntimeError(refused)) == 99.5 * (1 << 30)
   with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
     aot.wanted_bytes(jax.errors.JaxRuntimeError("INTERNAL: something else (Used 3G)"))

@@ -74,9 +74,12 @@ def test_a_lost_slice_is_one_islands_failure_and_its_island_is_rebuilt(
   def listen(event) -> None:
     if event.kind == "snapshot" and "learner-1" in event.roles and not saved:
       saved.append(event.snapshot)
-      slice_1.lost.set()
       if killed:
         engine._faults["learner-1"].plan(Fault("kill", "learner-1", at_step=0, seconds=0.0))
+      else:
+        slice_1.lost.set()
+    if event.kind == "exit" and not alone[0]:  # the killed learner is down
+      slice_1.lost.set()
     if event.kind == "step" and event.role == "learner-0" and slice_1.lost.is_set():
       alone[0] += 1
       if alone[0] == 60:

@@ -200,5 +200,5 @@ def test_too_many_held_out_images_are_refused():
 
 def test_without_scikit_learn_it_says_what_to_install(monkeypatch):
   monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-  with pytest.raises(ConfigError, match=r"digits\(\) fails at .*sklearn.*Fix: install it"):
+  with pytest.raises(ConfigError, match=r"sklearn.*Fix: pip install 'ddiloco\[examples\]'"):
     data.open_data(CONFIG.data)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import pathlib
+
 import numpy as np
 import pytest
 
@@ -86,6 +89,24 @@ def test_unreadable_file(tmp_path):
   (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
   text = error_of(data_lib.open_corpus, text_data(tmp_path / "*.txt"))
   assert "gone.txt" in text and "cannot be read" in text
+
+
+def test_a_file_that_cannot_be_read_to_its_end_is_named_by_the_glob(tmp_path, monkeypatch):
+  """Such an error names no file. The files before it are read, and encoded, one by one."""
+  for name in "ab":
+    (tmp_path / f"{name}.txt").write_bytes(b"text")
+  encoded = []
+
+  def read_bytes(path):
+    if path.name == "b.txt":
+      raise OSError(errno.EIO, "Input/output error")
+    return b"text"
+
+  monkeypatch.setattr(pathlib.Path, "read_bytes", read_bytes)
+  monkeypatch.setattr(tokens_lib, "_encode", lambda name, *_: encoded.append(name))
+  text = error_of(data_lib.open_corpus, text_data(tmp_path / "*.txt"))
+  assert str(tmp_path / "*.txt") in text and "Input/output error" in text
+  assert encoded == [str(tmp_path / "a.txt")]
 
 
 def test_not_utf8_for_a_tokenizer_that_needs_text(tmp_path):
