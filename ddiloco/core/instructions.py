@@ -124,6 +124,22 @@ def peak(w: _Writer, values: Any) -> Any:
   return w.llvm.bitcast(w.call("llvm.vector.reduce.umax.v16i32", _I32, largest), _F32)
 
 
+@_instruction(types.UniTuple(types.int32, 2), _ADDRESS, _FLAG)
+def squares_of_block(w: _Writer, codes: Any, int4: Any) -> Any:
+  """Of the BLOCK bytes at this address the sum of squares of the low codes, and that of the high
+  codes (0 for int8)."""
+  sums = [_same(_INTS, 0), _same(_INTS, 0)]
+  for offset in range(0, BLOCK, 16):
+    packed = w.load(codes, _BYTES, offset)
+    byte, eight = w.llvm.zext(packed, _INTS), _same(_INTS, 8)
+    low = w.llvm.sub(w.llvm.and_(byte, _same(_INTS, 15)), eight)
+    high = w.llvm.sub(w.llvm.lshr(byte, _same(_INTS, 4)), eight)
+    low = w.llvm.select(int4, low, w.llvm.sext(packed, _INTS))
+    high = w.llvm.select(int4, high, _same(_INTS, 0))
+    sums = [w.llvm.add(each, w.llvm.mul(code, code)) for each, code in zip(sums, (low, high))]
+  return tuple(w.call("llvm.vector.reduce.add.v16i32", _I32, each) for each in sums)
+
+
 @_instruction(types.void, _ADDRESS, _ADDRESS, _OF_EACH)
 def set_tables(w: _Writer, tables: Any, units: Any, scales: Any) -> None:
   """Writes f32 [TOGETHER, ROW] at `tables`: for each push, the values of its codes in one block and

@@ -35,6 +35,7 @@ LOOKS_UP = instructions.LOOKS_UP
 TILE = 8 * BLOCK  # bytes of codes: the sums for so many codes stay in the L1 cache
 _TINY = np.finfo(np.float32).tiny
 _MAX = np.finfo(np.float32).max
+_LARGE = np.float32(_MAX / 256)  # with smaller scales every code is a finite value
 _NONE = np.empty(0, np.float32)
 _INT4_LEVELS = codec.LEVELS["int4"]
 
@@ -66,6 +67,9 @@ class Pushes:
       (np.require(scales, requirements="A"), codes)
       for scales, codes in (codec.parts(push, size) for push in pushes)
     ]
+    # Writable and read-only arrays are two types to numba, each compiled for itself: fix one.
+    for scales, codes in self._parts:
+      scales.flags.writeable = codes.flags.writeable = False
     rows = -(-len(pushes) // TOGETHER) * TOGETHER
     padded = np.zeros((len(units[0]), rows), np.float32)  # by piece; 0 beyond the last push
     padded[:, : len(pushes)] = np.transpose(units)
@@ -73,14 +77,18 @@ class Pushes:
     addresses = np.array([[part.ctypes.data for part in parts] for parts in each], np.int64)
     int4 = pushes[0].codec == "int4"
     self.arguments = addresses, padded, int4, int4 and LOOKS_UP
+    self._is_push = len(pushes) == 1 and bool((units[0] == 1).all())
 
   def read(self, chunk: Chunk, total: np.ndarray) -> None:
     """Writes a chunk of the pushes' sum into `total` [chunk]."""
     _add(*self.arguments, chunk.start, chunk.runs, total)
 
-  def add_squares(self, segment: Segment, sums: np.ndarray) -> None:
-    """Adds each piece's sum of squares of the pushes' sum to `sums`."""
-    _sum_squares(*self.arguments, segment.spans, segment.runs, sums)
+  def squares(self, segment: Segment, sums: np.ndarray) -> None:
+    """Adds each piece's sum of squares of the pushes' sum to `sums`, which are 0."""
+    place = segment.spans, segment.runs, sums
+    if not (self._is_push and _squares(*self._parts[0], self.arguments[2], *place)):
+      sums.fill(0)
+      _sum_squares(*self.arguments, *place)
 
 
 class Stepper:
@@ -125,9 +133,10 @@ def compile_all(segment: Segment, vectors: Vectors, config: OuterConfig) -> str:
 def _call_all(segment: Segment, vectors: Vectors, config: OuterConfig) -> None:
   one, value, (chunk,) = np.ones(1, np.float32), vectors.value, segment.chunks()
   push = Encoded("int8", codec.encode(value, "int8"))
-  pushes = Pushes(value.size, [push], [one])
+  pushes = Pushes(value.size, [push, push], [one, one])
   pushes.read(chunk, value)
-  pushes.add_squares(segment, np.zeros(1))
+  for each in (pushes, Pushes(value.size, [push], [one])):
+    each.squares(segment, np.zeros(1))
   Stepper(pushes, vectors, vectors, one, config, push).step(segment)
 
 
@@ -148,6 +157,34 @@ def _alike(at, end, half, size, runs, run):
         run[part] += 1
       to = min(to, min(runs[run[part], 1], (place // BLOCK + 1) * BLOCK) - part * half)
   return to
+
+
+@_compiled
+def _squares(scales, codes, int4, spans, runs, sums):
+  """Adds each piece's sum of squares of one push, from sums of its codes' squares, in a fourth of
+  the time that adding up takes; False, and `sums` invalid, if a value may not be finite."""
+  nothing, few = np.uint8(0x88 if int4 else 0), np.empty(BLOCK, np.uint8)
+  for c in range(spans.shape[0]):
+    start, stop, first, last = spans[c]
+    size, mine, at, run = stop - start, runs[first:last], 0, np.zeros(2, np.int64)
+    half, byte = ((size + 1) // 2, start // 2) if int4 else (size, start)
+    for scale in scales[start // BLOCK : (stop + BLOCK - 1) // BLOCK]:
+      if not abs(scale) < _LARGE:
+        return False
+    while at < half:
+      to = _alike(at, half, half, size, mine, run)
+      here = codes.ctypes.data + byte + at
+      if to - at < BLOCK:  # filled up with codes 0
+        few[:] = nothing
+        _copy(codes[byte + at : byte + to], few)
+        here = few.ctypes.data
+      for part, squared in enumerate(instructions.squares_of_block(here, int4)):
+        place = part * half + at
+        if place < size:
+          scale = np.float64(scales[(start + place) // BLOCK])
+          sums[mine[run[part], 2]] += scale * scale * squared
+      at = to
+  return True
 
 
 @_compiled

@@ -65,10 +65,8 @@ def segments(fragment: Fragment) -> list[Segment]:
       runs.append((at - start, stop - start, index))
       spans[-1][1], spans[-1][3] = stop, len(runs)
       at = stop
-  places, each = np.array(spans, np.int64), SEGMENT // CHUNK
-  return [
-    Segment(places[i : i + each], np.array(runs, np.int64)) for i in range(0, len(spans), each)
-  ]
+  places, all_runs, each = np.array(spans, np.int64), np.array(runs, np.int64), SEGMENT // CHUNK
+  return [Segment(places[i : i + each], all_runs) for i in range(0, len(spans), each)]
 
 
 # `map`, or the `map` of a thread pool, which runs the work on its threads.
@@ -155,7 +153,7 @@ def squares(total: Sum, share: Share = map) -> np.ndarray:
   def work(segment: Segment) -> np.ndarray:
     sums = np.zeros(len(total.fragment.pieces))
     if total.compiled is not None:
-      total.compiled.add_squares(segment, sums)
+      total.compiled.squares(segment, sums)
       return sums
     rows = np.empty((2, CHUNK), np.float32)
     for chunk in segment.chunks():
@@ -185,11 +183,11 @@ def dot(a: np.ndarray, b: np.ndarray) -> float:
 
 
 @functools.lru_cache(maxsize=256)
-def _sampled(fragment: Fragment, compared: tuple[int, ...]) -> list[Chunk]:
-  """At most 16 chunks, evenly spread, with their runs of these pieces."""
+def _sampled(fragment: Fragment, compared: tuple[int, ...]) -> list[tuple[Chunk, list[list[int]]]]:
+  """At most 16 chunks, evenly spread, each with those of its runs that are of these pieces."""
   chunks = [chunk for segment in segments(fragment) for chunk in segment.chunks()]
-  found = [c._replace(runs=c.runs[np.isin(c.runs[:, 2], compared)]) for c in chunks]
-  found = [chunk for chunk in found if len(chunk.runs)]
+  found = [(c, c.runs[np.isin(c.runs[:, 2], compared)].tolist()) for c in chunks]
+  found = [(chunk, runs) for chunk, runs in found if runs]
   count = min(16, len(found))
   return [found[i * len(found) // count] for i in range(count)]
 
@@ -198,11 +196,12 @@ def sample(total: Sum, stretch: np.ndarray, compared: Sequence[int]) -> np.ndarr
   """`stretch * total` at [at most SAMPLED] places in the pieces `compared`, f32; `stretch` is f32
   [pieces]. The places depend on the fragment only: an equal number in each of some chunks."""
   chunks, values = _sampled(total.fragment, tuple(compared)), [np.empty(0, np.float32)]
-  for chunk in chunks:
+  for chunk, runs in chunks:
     row, scratch = np.empty((2, chunk.stop - chunk.start), np.float32)
     total.read(chunk, row, scratch)
-    parts = [row[start:stop] * stretch[piece] for start, stop, piece in chunk.runs.tolist()]
-    values.append(np.concatenate(parts)[: SAMPLED // len(chunks)])
+    most = SAMPLED // len(chunks)
+    parts = [row[start:stop][:most] * stretch[piece] for start, stop, piece in runs]
+    values.append(np.concatenate(parts)[:most])
   return np.concatenate(values)
 
 

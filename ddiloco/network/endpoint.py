@@ -485,17 +485,18 @@ class Door:
 
   def _listen(self) -> None:
     while not self._closed.is_set():
-      connected = None
       try:
         connected, _ = self._listener.accept()
+      except OSError:  # no descriptor just now; or we are closed
+        self._closed.wait(TEND_SECONDS)
+        continue
+      try:
         if self._keys is not None:
           how = {"server_side": True, "do_handshake_on_connect": False}
           connected = self._keys.context().wrap_socket(connected, **how)
         threading.Thread(target=self._admit, args=(connected,), daemon=True).start()
-      except (OSError, RuntimeError):  # no descriptor, key or thread just now; or we are closed
-        if connected is not None:
-          connected.close()
-        self._closed.wait(TEND_SECONDS)
+      except (OSError, RuntimeError):  # it has gone already; or no key or thread just now
+        connected.close()
 
   def _admit(self, connected: socket.socket) -> None:
     self._strangers.append(connected)

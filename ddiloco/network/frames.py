@@ -441,14 +441,27 @@ class IoThread(threading.Thread):
       self.loop.call_soon_threadsafe(function, *arguments)
 
   def ask(self, function: Callable[..., T], *arguments: Any) -> T:
-    """Calls a function in this thread, and waits for its result; from any other thread.
+    """Calls a function in this thread, and waits for its result or error; from any other thread.
 
     Raises:
-      TimeoutError: the thread has ended.
+      TimeoutError: the thread has ended, or has no time; the function is not called any more.
     """
     answer = concurrent.futures.Future[T]()
-    self.call(lambda: answer.set_result(function(*arguments)))
-    return answer.result(ANSWER_SECONDS)
+
+    def work() -> None:
+      if answer.set_running_or_notify_cancel():
+        try:
+          answer.set_result(function(*arguments))
+        except Exception as error:  # of this caller, and no reason to end the thread
+          answer.set_exception(error)
+
+    self.call(work)
+    try:
+      return answer.result(ANSWER_SECONDS)
+    except TimeoutError:
+      if answer.cancel():
+        raise
+    return answer.result()
 
   def add(self, wire: FrameSocket) -> None:
     """Begins to serve a connection; called in this thread."""

@@ -200,6 +200,30 @@ def test_what_no_encoder_writes_is_a_number_to_kernels_too(name, compiled):
   assert np.isnan(squares_of(fragment, Encoded(name, payload))).all()
 
 
+@pytest.mark.parametrize("scale", [np.nan, np.inf, -np.inf, 3e38, -3e38])
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_one_scale_that_makes_a_value_infinite_shows_in_the_squares(name, scale, compiled):
+  """Screening asks no more than whether they are finite: a block of zeros may stay one."""
+  fragment = fragment_of(CHUNK + 301, 300, 99)
+  (good,) = encoded(randoms(1, fragment.size), name)
+  for block in (0, 100, 255, 256, 258):
+    for codes in (good.payload, np.full_like(good.payload, 0x88 if name == "int4" else 0)):
+      payload = codes.copy()
+      payload[4 * block : 4 * block + 4] = np.frombuffer(np.float32(scale).tobytes(), np.uint8)
+      values = codec.decode(payload, fragment.size, name)
+      finite = [np.isfinite(values[p.offset : p.offset + p.size]).all() for p in fragment.pieces]
+      assert all(finite) == (np.isfinite(scale) and codes is not good.payload)
+      for kernels in (True, False):
+        compiled(kernels)
+        squares = squares_of(fragment, Encoded(name, payload))
+        assert np.isfinite(squares).tolist() == finite
+
+
+def test_a_fragment_has_its_runs_once():
+  runs = {id(segment.runs) for segment in passes.segments(fragment_of(*LONG, 40 * CHUNK))}
+  assert len(runs) == 1
+
+
 def test_a_payload_at_an_odd_address_is_read_alike(compiled):
   fragment = fragment_of(CHUNK + 17)
   (push,) = encoded(randoms(1, fragment.size), "int4")
@@ -271,6 +295,21 @@ def test_the_sample_is_of_the_same_places_and_not_long():
     large, Encoded("f32", codec.encode(np.arange(large.size, dtype=np.float32), "f32")), [3]
   )
   assert ours.min() >= CHUNK + 301 and ours.max() < 18 * CHUNK + 301
+
+
+def test_a_chunk_is_read_with_all_its_runs_when_some_are_sampled(compiled, monkeypatch):
+  """Kernels look for the run of every value: without those of the others they read elsewhere."""
+  compiled(True)
+  fragment, read = fragment_of(*LONG), Sum.read
+
+  def checked(total, chunk, *rows):
+    assert chunk.runs[0, 0] == 0 and chunk.runs[-1, 1] == chunk.stop - chunk.start
+    assert (chunk.runs[1:, 0] == chunk.runs[:-1, 1]).all()
+    read(total, chunk, *rows)
+
+  monkeypatch.setattr(Sum, "read", checked)
+  (push,) = encoded(randoms(1, fragment.size), "int4")
+  assert sample_of(fragment, push, [1, 3, 4]).size
 
 
 @pytest.mark.parametrize("kernels", [True, False])

@@ -9,11 +9,14 @@ import json
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,7 +25,7 @@ from proxy import Link
 from ddiloco import environment
 from ddiloco.checks import ConfigError
 from ddiloco.network import frames
-from ddiloco.network.endpoint import STRANGER_SECONDS, Door
+from ddiloco.network.endpoint import STRANGER_SECONDS, TEND_SECONDS, Door
 from ddiloco.network.keys import Keys, host_and_port, make_keys, public_file, secret_file
 from ddiloco.network.transport import Counters
 from ddiloco.protocol.messages import Recovered, RequestMoments
@@ -296,10 +299,10 @@ def hear(connected: socket.socket) -> bool:
 
 
 @contextlib.contextmanager
-def a_door(most: int, seconds: float, meet=hear):
+def a_door(most: int, seconds: float, meet=hear, keys=None):
   """A function that connects to a door, and the door's counters."""
   counters, (listener, url) = Counters(), frames.bind("tcp://127.0.0.1:0")
-  door = Door(listener, None, meet, most, seconds, counters)
+  door = Door(listener, keys, meet, most, seconds, counters)
   with contextlib.closing(door), contextlib.ExitStack() as stack:
 
     def come() -> socket.socket:
@@ -336,6 +339,46 @@ def test_what_was_said_to_a_stranger_is_read_before_its_connection_is_closed():
     stranger = come()
     stranger.sendall(bytes(100_000))  # which nobody reads: closed at once, it would be reset
     assert stranger.recv(10) == b"no" and stranger.recv(10) == b""
+
+
+def test_who_is_gone_before_it_is_accepted_holds_up_nobody():
+  """A key has come to be unreadable, or the far end has reset its connection: the next one comes at
+  once, and not after the pause for a lack of descriptors."""
+  tries, context = [], ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+
+  def gone():
+    tries.append(time.monotonic())
+    if len(tries) < 20:
+      raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+    return context
+
+  keys = types.SimpleNamespace(context=gone)
+  with a_door(50, SECONDS, keys=keys) as (come, _):
+    for _ in range(19):
+      assert come().recv(1) == b""
+    come().sendall(b"no handshake")
+    until = time.monotonic() + SECONDS
+    while len(tries) < 20 and time.monotonic() < until:
+      time.sleep(0.01)
+  assert len(tries) == 20 and tries[-1] - tries[0] < 19 * TEND_SECONDS / 2
+
+
+def test_what_fails_for_one_stranger_does_not_end_the_network_thread(monkeypatch):
+  failed, busy, done = [], threading.Event(), []
+  thread = frames.IoThread("asked", failed.append)
+  thread.start()
+  with pytest.raises(OSError, match="gone"):
+    thread.ask(gone := mock.Mock(side_effect=OSError("gone")))
+  assert gone.called and thread.ask(lambda: 5) == 5
+  monkeypatch.setattr(frames, "ANSWER_SECONDS", 0.1)
+  thread.call(busy.wait, SECONDS)
+  with pytest.raises(TimeoutError):
+    thread.ask(done.append, "its connection is closed by now")
+  busy.set()
+  monkeypatch.undo()
+  assert thread.ask(lambda: 6) == 6 and not done and not failed
+  thread.stop()
+  thread.join(SECONDS)
 
 
 def test_who_waits_while_no_descriptor_is_left_does_not_keep_the_thread_busy(monkeypatch):
