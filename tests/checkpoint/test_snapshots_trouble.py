@@ -186,6 +186,27 @@ def test_what_belongs_to_another_run_is_never_pruned(path):
   assert Storage(path, "plan", lambda text: None).find("learner-0").snapshot == 2
 
 
+def test_a_file_with_the_name_of_a_snapshot_is_left_alone(path):
+  """Another program's, which was deleted as a snapshot without parts."""
+  (path / "00000000").write_text("mine")
+  (path / "20260101").write_text("mine")
+  storage = Storage(path, "plan", pytest.fail)
+  storage.forget()
+  storage.prune(1, over=20260102)
+  assert (path / "20260101").read_text() == (path / "00000000").read_text() == "mine"
+  assert storage.find("learner-0").snapshot == 2
+
+
+def test_an_error_without_a_text_is_named(path):
+  """As fsspec's when a bucket does not answer in time."""
+
+  def late():
+    raise TimeoutError
+
+  with pytest.raises(Damaged, match=r"cannot be read \(TimeoutError:\)"):
+    signed_json.patiently(epath.Path(path), late)
+
+
 @pytest.mark.parametrize("file", ["learner-0/meta.json", "manifest.json"])
 def test_a_signed_file_is_on_the_disk_before_it_has_its_name(path, monkeypatch, file):
   """With checkpoint.keep = 1 a power cut after a commit could take the old snapshot and the new."""
