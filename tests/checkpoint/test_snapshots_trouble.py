@@ -16,6 +16,7 @@ import threading
 import types
 
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from etils import epath
 from etils.epath import backend
@@ -195,6 +196,16 @@ def test_a_file_with_the_name_of_a_snapshot_is_left_alone(path):
   storage.prune(1, over=20260102)
   assert (path / "20260101").read_text() == (path / "00000000").read_text() == "mine"
   assert storage.find("learner-0").snapshot == 2
+
+
+def test_what_was_read_counts_also_if_its_reader_cannot_be_closed(path, monkeypatch):
+  """Every snapshot of a bucket that hung up there was passed over, and the run was refused."""
+
+  def fails(self):
+    raise RuntimeError("the bucket hung up")
+
+  monkeypatch.setattr(ocp.Checkpointer, "close", fails)
+  assert Storage(path, "plan", pytest.fail).find("learner-0").snapshot == 2
 
 
 def test_an_error_without_a_text_is_named(path):
