@@ -141,7 +141,7 @@ def _by_name(config: Section, what: str, call: Callable[[], Any]) -> Mapping[str
     rule = f"{what} gives a {type(given).__name__}, must give a dict whose keys are names (str)"
     _refuse(config, rule)
   _arrays(config, what, given.values())
-  return given
+  return dict(given)
 
 
 def _arrays(config: Section, what: str, given: Iterable[Any]) -> Iterable[Any]:
@@ -154,7 +154,7 @@ def _arrays(config: Section, what: str, given: Iterable[Any]) -> Iterable[Any]:
 def _require_like(
   config: Section, what: str, call: Callable[[], Any], shapes: Mapping[str, Any]
 ) -> None:
-  if (gives := _kinds(_by_name(config, what, call))) != (wanted := _kinds(shapes)):
+  if (gives := _kinds(_by_name(config, what, call))) != (wanted := _kinds(dict(shapes))):
     _refuse(config, f"{what} gives {gives}, must give what shapes() says: {wanted}")
 
 

@@ -137,8 +137,9 @@ def listed(path: epath.Path) -> list[str]:
 
 def brief(error: Exception) -> str:
   """One line with both ends of the text: TensorStore says first what failed, and last why."""
-  kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
-  text, *_ = " ".join(f"{kind}{error}".split()).split(" [tensorstore_spec=")
+  said = str(error) if isinstance(error, OSError) else ""
+  said = said or f"{type(error).__name__}: {error}"  # a TimeoutError may have no text
+  text, *_ = " ".join(said.split()).split(" [tensorstore_spec=")
   return text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}"
 
 

@@ -451,8 +451,8 @@ class Storage:
         (path / MANIFEST).rmtree(missing_ok=True)  # a file too
       for role in self._roles(snapshot) - stay:
         _delete(path / role) if whole else self._forget(snapshot, role)
-      if not stay and (whole or not self.is_committed(snapshot)):
-        path.rmtree(missing_ok=True)
+      if not stay and (whole or not self.is_committed(snapshot)) and path.is_dir():
+        path.rmtree(missing_ok=True)  # a file of this name is another program's
 
   def _forget(self, snapshot: int, role: str) -> None:
     folder = self._snapshot(snapshot)

@@ -183,8 +183,12 @@ def read(path: epath.Path, tree: Any, wanted: Collection[str]) -> Params:
     lambda path, leaf: leaf if _name(path) in wanted else ocp.PLACEHOLDER, tree
   )
   host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-  with checkpointer() as orbax:
+  orbax = checkpointer()
+  try:
     found = _flat(orbax.restore(path, args=ocp.args.PyTreeRestore(item=item, restore_args=host)))
+  finally:
+    with contextlib.suppress(Exception):  # what was read is here, or the error that says why not
+      orbax.close()
   return {name: np.asarray(found[name]) for name in wanted}
 
 

@@ -16,6 +16,7 @@ import threading
 import types
 
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from etils import epath
 from etils.epath import backend
@@ -184,6 +185,37 @@ def test_what_belongs_to_another_run_is_never_pruned(path):
   assert other.committed() == [4, 2, 1]
   assert len(told) == 2 and all("belongs to another plan" in text for text in told)
   assert Storage(path, "plan", lambda text: None).find("learner-0").snapshot == 2
+
+
+def test_a_file_with_the_name_of_a_snapshot_is_left_alone(path):
+  """Another program's, which was deleted as a snapshot without parts."""
+  (path / "00000000").write_text("mine")
+  (path / "20260101").write_text("mine")
+  storage = Storage(path, "plan", pytest.fail)
+  storage.forget()
+  storage.prune(1, over=20260102)
+  assert (path / "20260101").read_text() == (path / "00000000").read_text() == "mine"
+  assert storage.find("learner-0").snapshot == 2
+
+
+def test_what_was_read_counts_also_if_its_reader_cannot_be_closed(path, monkeypatch):
+  """Every snapshot of a bucket that hung up there was passed over, and the run was refused."""
+
+  def fails(self):
+    raise RuntimeError("the bucket hung up")
+
+  monkeypatch.setattr(ocp.Checkpointer, "close", fails)
+  assert Storage(path, "plan", pytest.fail).find("learner-0").snapshot == 2
+
+
+def test_an_error_without_a_text_is_named(path):
+  """As fsspec's when a bucket does not answer in time."""
+
+  def late():
+    raise TimeoutError
+
+  with pytest.raises(Damaged, match=r"cannot be read \(TimeoutError:\)"):
+    signed_json.patiently(epath.Path(path), late)
 
 
 @pytest.mark.parametrize("file", ["learner-0/meta.json", "manifest.json"])

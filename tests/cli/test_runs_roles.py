@@ -62,7 +62,8 @@ def test_data_that_do_not_fit_are_refused_before_anything_is_begun(capsys, tmp_p
   told += ["--config.islands.topology=v6e:1x1", "--config.sync.num_shards=1"]
   told += [f"--workdir={workdir}"] * (command[0] not in ("plan", "launch"))
   assert cli.main([*command, *told]) == 2
-  assert "data.sequence_length = " in capsys.readouterr().err
+  err = capsys.readouterr().err
+  assert "data.heldout_sequences = 64: " in err and "12 tokens" in err and "Fix: give more" in err
   assert not workdir.exists()
 
 

@@ -70,10 +70,20 @@ def test_a_newer_snapshot_beats_a_copy_from_before_the_buddy_was_cut_off(
 
 def test_as_old_a_snapshot_is_not_read(runner, storage, monkeypatch):
   test_restore.save_shards(storage, 3)
-  monkeypatch.setattr(single_roles.restore, "restore_fragments", pytest.fail)
+  monkeypatch.setattr(type(storage), "load", lambda *_, **__: pytest.fail("its arrays are read"))
   copies = {p: committed(p, 3 + (p == 2)) for p in OWNED}
-  found, _ = begin(runner, copies, monkeypatch)
+  found, state = begin(runner, copies, monkeypatch)
   assert_same(found, copies.values())
+  assert state.snapshot == 4 and runner.lines == []
+
+
+def test_a_snapshot_of_what_the_buddy_has_is_not_taken_again(runner, storage, monkeypatch):
+  """The copies were made before it was taken, and have an older one's number."""
+  test_restore.save_shards(storage, 3)
+  made = (committed(p, 3) for p in OWNED)
+  before = [dataclasses.replace(c, state=dataclasses.replace(c.state, snapshot=2)) for c in made]
+  _, state = begin(runner, {c.state.index: c for c in before}, monkeypatch)
+  assert state.snapshot == 3 and runner.lines == []
 
 
 def test_a_damaged_snapshot_does_not_bring_back_what_is_older_than_the_copy(
