@@ -109,7 +109,7 @@ def _phase(run: RunState, now: float, reason: str) -> tuple[str, str]:
     ago = f"No role has written for {clock_time(silent)} (min:s)"
     return "silent", f"{ago}: the run was killed, or it writes where this cannot read."
   if not started:
-    return "starting", "The run is starting: islands load, compile and say hello."
+    return "starting", "The run is starting: islands load, compile and join."
   return "running", "The run is under way."
 
 

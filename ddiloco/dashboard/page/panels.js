@@ -115,7 +115,7 @@ function overTime({ phase, islands, timeline }) {
     if (numbers.length === islands.length) return `all ${numbers.length} islands: ${state}`;
     return `${state}: ${numbers.length > 6 ? numbers.length : join(numbers)}`;
   });
-  say("over-time-says", parts.filter(Boolean).join(" · ") || "no island has said hello yet");
+  say("over-time-says", parts.filter(Boolean).join(" · ") || "no island has joined yet");
 }
 
 const STRUCK = [
