@@ -32,7 +32,7 @@ import common
 
 from ddiloco import config as config_lib
 from ddiloco.chaos import random_faults
-from ddiloco.observe.eventlog import EventLog
+from ddiloco.observe.eventlog import EventLog, read_events
 from ddiloco.observe.goodput import Ledger
 from ddiloco.observe.tracks import Aftermath, Recovery
 from ddiloco.protocol.events import RunFinished, Step
@@ -110,7 +110,9 @@ def main() -> int:
   with tempfile.TemporaryDirectory() as folder:
     workdir = args.workdir or Path(folder) / "soak"
     print(f"{args.faults} faults in {args.minutes:g} minutes, seed {args.seed}", flush=True)
-    events = common.train(config, workdir, f"--engine={args.engine}")
+    if not common.done_before(config, workdir):  # a run that fails is judged, too
+      common.start(config, workdir, f"--engine={args.engine}").wait()
+    events = read_events(workdir)
     aftermath = Aftermath().read(events)
     found = aftermath.recoveries
     result = judge(events, aftermath, args.faults, args.stall_seconds)
@@ -118,6 +120,8 @@ def main() -> int:
       print(f"unplanned: {event}")
     for fragment, round_id in aftermath.lost_rounds():
       print(f"lost: round {round_id} of fragment {fragment}")
+    if result["finished"] != "finished":
+      print(common.last_words(workdir))
   common.show(table(found))
   print(json.dumps(result))
   bad = result["global_stalls"] or result["lost_rounds"] or result["unplanned"]
