@@ -368,8 +368,8 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
 
   config = runner.config
   result = runner.place.workdir / RESULT
-  clear_stopped(runner.place.workdir)  # refused now, not at the end when there is a result
-  weights.followed(result, "--workdir")
+  weights.followed(result, "--workdir")  # refused now, not at the end when there is a result
+  clear_stopped(runner.place.workdir)
   measure = loss = None
   if config.run.evaluations:
     runner.ready = lambda: "reading the held-out data"

@@ -70,7 +70,7 @@ def test_a_newer_snapshot_beats_a_copy_from_before_the_buddy_was_cut_off(
 
 def test_as_old_a_snapshot_is_not_read(runner, storage, monkeypatch):
   test_restore.save_shards(storage, 3)
-  monkeypatch.setattr(single_roles.restore, "restore_fragments", pytest.fail)
+  monkeypatch.setattr(single_roles.restore, "_fragment", pytest.fail)
   copies = {p: committed(p, 3 + (p == 2)) for p in OWNED}
   found, _ = begin(runner, copies, monkeypatch)
   assert_same(found, copies.values())
