@@ -242,8 +242,7 @@ def spawn_forked(command: list[str], log: Path) -> Forked:
     log: the process' output is appended to this file.
 
   Raises:
-    OSError, EOFError: the log cannot be written, or no process can be started: the server was
-      killed, or the machine has no memory for it.
+    OSError: the log cannot be written, or no process can be started.
   """
   warm()
   log.open("ab").close()  # raises here if the log cannot be written
@@ -251,8 +250,11 @@ def spawn_forked(command: list[str], log: Path) -> Forked:
   stdin, ours = context.Pipe(duplex=False)
   arguments = (command, environment.whole(), Path.cwd(), log, stdin)
   process = context.Process(target=_become, args=arguments, daemon=True)
-  with stdin, _server_unheard(), _main_unsaid():  # the child's end of the pipe is not needed here
-    process.start()
+  try:
+    with stdin, _server_unheard(), _main_unsaid():  # the child's end of the pipe is not needed here
+      process.start()
+  except (ConnectionError, EOFError) as error:
+    raise OSError(f"what forks the roles has ended ({error}): no memory, or no process?") from error
   return Forked(process, ours)
 
 

@@ -308,7 +308,7 @@ class Engine:
           self._start(name, life, afresh)
         except Exception as error:  # no memory is left, for example: an exit like any other
           self._feed(supervisor.Exited(name, time.monotonic(), f"cannot be started: {error}"))
-          if not isinstance(error, (OSError, EOFError)):
+          if not isinstance(error, OSError):
             raise
       case supervisor.Lost(name, reason):
         self._recorder.record(events.Exit(target=name, reason=reason))

@@ -73,6 +73,7 @@ class ProcessesEngine(Engine):
     self._spec = self._place()
     now = peers.seconds_since_2020()
     self._first_evaluator = max(now, newest(self.workdir, now, EVALUATOR_ADDRESS) + 1)
+    self._evaluator_keys = load_keys(self._spec, EVALUATOR_ADDRESS)  # or the run is refused
 
   # --- supervision --------------------------------------------------------------------------------
 
@@ -189,7 +190,7 @@ class ProcessesEngine(Engine):
         self._guard(listener, event)
 
   def _run_evaluator(self, recorder: Recorder) -> None:
-    who = EVALUATOR_ADDRESS, recorder.incarnation, load_keys(self._spec, EVALUATOR_ADDRESS)
+    who = EVALUATOR_ADDRESS, recorder.incarnation, self._evaluator_keys
     with contextlib.closing(connect(self.config, self.plan, self._spec, *who)) as endpoint:
       self._evaluate(Runtime(endpoint, recorder, initial=self._initial_values))
 

@@ -57,6 +57,7 @@ class Profiler:
     self._requests = RequestFile[ProfileRequest](workdir / PROFILE_REQUESTS, parse, "trace")
     self._began = time.time()
     self.steps: dict[str, int] = {}
+    self._first: dict[str, int] = {}  # the same after the role's first step
     self._news: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()  # steps during a trace
     self._tracing = False
     self._closing = threading.Event()
@@ -66,6 +67,7 @@ class Profiler:
   def __call__(self, event: Event) -> None:
     """Takes an event of a role, on the role's thread."""
     if type(event) is events.Step:
+      self._first.setdefault(event.role, event.global_step)
       self.steps[event.role] = event.global_step
       if self._tracing:
         self._news.put((event.role, event.global_step))
@@ -78,30 +80,28 @@ class Profiler:
 
   def _serve(self) -> None:
     """Takes the traces that are asked for, until `close`."""
-    asked, guard = list[ProfileRequest](), Guard("what takes traces")
+    asked, guard = list[tuple[float, ProfileRequest]](), Guard("what takes traces")
     while not self._closing.wait(LOOK_SECONDS):
       asked += guard(self._read, instead=())
       # The step under way when a trace begins is not whole; the next one, `from_step`, must be.
-      due = [each for each in asked if self.steps.get(each.role, 0) >= each.from_step - 2]
-      for request in due[:1]:
-        asked.remove(request)
+      due = [each for each in asked if self._at(each[1]) >= max(0, each[1].from_step - 2)]
+      for when, request in due[:1]:
+        asked.remove((when, request))
+        if when < self._began and self._first[request.role] >= request.from_step:
+          continue  # an earlier process had answered it
         try:
           self._trace(request)
         except Exception as error:  # a trace is being taken already, no disk, ...: the run goes on
           reason = f"{type(error).__name__}: {error}"
           self._record().record(events.Unprofiled(target=request.role, reason=reason))
 
-  def _read(self) -> list[ProfileRequest]:
-    """New requests of this process' learners, once a step tells which ones of an earlier process
-    that had answered."""
-    if not self.steps:
-      return []
-    return [
-      request
-      for when, request in self._requests.poll()
-      if request.role in self._roles
-      and (when >= self._began or self.steps.get(request.role, 0) < request.from_step)
-    ]
+  def _at(self, request: ProfileRequest) -> int:
+    """The global step after its learner's last step; -1 before that made one in this process."""
+    return self.steps.get(request.role, -1)
+
+  def _read(self) -> list[tuple[float, ProfileRequest]]:
+    """New requests of this process' learners, and their times."""
+    return [each for each in self._requests.poll() if each[1].role in self._roles]
 
   def _trace(self, request: ProfileRequest) -> None:
     import jax

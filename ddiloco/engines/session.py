@@ -102,7 +102,8 @@ def _train(
   def compare() -> dict[str, float]:
     if heldout is None or not config.run.compare_alone or outcome.reason != "finished":
       return {}
-    steps = max(all_steps(workdir).values())
+    # What earlier starts of the run lost, and made again, counts once.
+    steps = max(e.global_step for e in EventStream(workdir) if isinstance(e, Step))
     return _train_alone(config, workdir, corpus, heldout, runner, steps)
 
   try:

@@ -172,8 +172,8 @@ class ThreadsEngine(Engine):
       finally:
         self._hangs.end(name)
         self._life_steps[m] = role.exchange.state.step - beginning.state.step
-    if self._ending and (unmerged := unmerged_tokens(role.exchange.state)):
-      self._lost[name] = f"{unmerged} tokens were not merged in network.drain_seconds"
+      if self._ending and (unmerged := unmerged_tokens(role.exchange.state)):
+        self._lost[name] = f"{unmerged} tokens were not merged in network.drain_seconds"
 
   def _rebuild(self, m: int, faults: Faults) -> bool:
     """Makes a new island once its devices are back; False if the run ends before that.
@@ -264,7 +264,10 @@ class ThreadsEngine(Engine):
   def _kill(self) -> None:
     self.stop.set()
     super()._kill()
+
+  def _finish(self, reason: str) -> None:
     self._profiler.close()
+    super()._finish(reason)
 
   def _initial_values(self) -> Mapping[int, np.ndarray]:
     """The initial values that the shards still have."""

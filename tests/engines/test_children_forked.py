@@ -100,6 +100,15 @@ def test_it_may_have_processes_of_its_own(start):
   assert log.read_text() == "None\nits own\n"
 
 
+def test_a_server_that_has_ended_is_an_os_error(start, monkeypatch):
+  def ended(process):
+    raise EOFError("unexpected EOF")
+
+  monkeypatch.setattr("multiprocessing.context.ForkServerProcess.start", ended)
+  with pytest.raises(OSError, match="no memory"):
+    start("print('never')")
+
+
 def test_it_is_told_by_the_end_of_its_input(start):
   process, log = start("import sys; print('here', flush=True); print(len(sys.stdin.read()))")
   said(log, process, "here")

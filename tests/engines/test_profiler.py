@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 
 import jax
 import pytest
@@ -123,6 +124,21 @@ def test_others_requests_old_ones_and_garbage_are_left_alone(tmp_path, monkeypat
     learner.wait()
   assert [found.steps for found in learner.recorded] == [3]
   assert capsys.readouterr().err.count("asks for no trace") == 2
+
+
+def test_what_was_answered_before_is_not_answered_again_while_another_learner_steps(
+  tmp_path, monkeypatch
+):
+  monkeypatch.setattr(profiler_module, "PATIENCE_SECONDS", 0.3)
+  ask(tmp_path, steps=1, from_step=50)  # answered by the process before this one
+  learner = Steps(tmp_path, monkeypatch)
+  learner.profiler._roles = [ROLE, "learner-2"]
+  learner.profiler(made(0.0, "learner-2", "step", global_step=100))
+  time.sleep(0.2)  # many looks, while learner 1 still restores its part
+  ask(tmp_path, "learner-2", steps=1)
+  with learner:
+    assert learner.wait().target == "learner-2"
+  assert len(learner.recorded) == 1
 
 
 def test_a_request_outlives_the_process_that_did_not_get_there(tmp_path, monkeypatch):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import threading
 import time
 
 import pytest
@@ -32,15 +31,12 @@ def terminates():
 
 
 class Clocks:
-  """The wall clock of every host; by the names of network threads, else of who starts a role."""
+  """The wall clock of this host."""
 
-  def __init__(self):
-    self.hosts: dict[str, int] = {}
-    self.here = NOW
+  here = NOW
 
   def __call__(self) -> int:
-    name = threading.current_thread().name
-    return self.hosts.get(name.removeprefix("network-"), self.here)
+    return self.here
 
 
 @pytest.fixture
@@ -201,7 +197,7 @@ def test_a_learner_believes_no_shard_from_the_future_and_a_shard_no_learner(worl
   wait_for(lambda: learner.links()["syncer-0"]["state"] == "refused")
   assert "48 h ahead of the other" in learner.links()["syncer-0"]["reason"]
   assert not learner.fenced
-  clocks.hosts["learner-0"] = far  # this host's clock was the wrong one: nothing need be restarted
+  clocks.here = far  # this host's clock was the wrong one: nothing need be restarted
   wait_for(lambda: is_up(learner, "syncer-0"))
 
 

@@ -77,7 +77,7 @@ def test_the_time_of_a_run_is_that_since_it_began_not_since_its_last_start(tmp_p
   assert 7200 <= known["seconds"] < 7260
 
 
-def test_steps_are_those_of_all_starts_of_a_run(tmp_path):
+def test_steps_are_those_of_all_starts_of_a_run(tmp_path, monkeypatch):
   """Learner 0 made 8 steps, one of them twice."""
   (tmp_path / "events").mkdir()
   log = [made(float(n), "learner-0", "step", step=n, global_step=n) for n in range(1, 6)]
@@ -87,8 +87,12 @@ def test_steps_are_those_of_all_starts_of_a_run(tmp_path):
     mine = [each for each in log if each.role == role]
     lines = [to_line(each, each is mine[0]) for each in mine]
     (tmp_path / "events" / f"{role}.jsonl").write_bytes(b"".join(lines))
-  known = conclude(tmp_path, RunResult("finished", params(3), {}), lambda tree: 1.0)
+  monkeypatch.setattr(session, "_train_alone", lambda *arguments: {"steps_alone": arguments[-1]})
+  ended = RunResult("finished", params(3), {})
+  assert train(tmp_path, ended, lambda tree: 1.0, config_of(compare_alone=True)) == 0
+  known = json.loads((tmp_path / OUTCOME).read_text())
   assert known["learner_steps"] == {"0": 9}
+  assert known["steps_alone"] == 8, "islands alone train as long as the run, not what it lost too"
 
 
 def test_a_disk_that_is_full_at_the_end_leaves_the_first_outcome(tmp_path, monkeypatch, capsys):
@@ -236,11 +240,11 @@ class Runner:
     return self._outcome
 
 
-def train(workdir, outcome, loss) -> int:
+def train(workdir, outcome, loss, config=CONFIG) -> int:
   workdir.mkdir(exist_ok=True)
-  (workdir / "config.json").write_text(CONFIG.to_json())
+  (workdir / "config.json").write_text(config.to_json())
   heldout = types.SimpleNamespace(loss=loss)
-  return session._train(Runner(outcome), CONFIG, workdir, None, heldout)
+  return session._train(Runner(outcome), config, workdir, None, heldout)
 
 
 @pytest.mark.parametrize(
@@ -278,13 +282,18 @@ def test_the_last_checkpoints_close_fails(tmp_path, monkeypatch, capsys):
   )
   corpus, plan = data.open_corpus(config.data), initial.make_plan(config)
   storage = Storage(tmp_path / "checkpoints", plan.plan_id, pytest.fail)
-  whole, close = [], ocp.Checkpointer.close
+  whole, save, close = [], ocp.Checkpointer.save, ocp.Checkpointer.close
+
+  def saves(self, *arguments, **more):
+    self.wrote = True
+    save(self, *arguments, **more)
 
   def fails(self):
     close(self)
-    if whole:
+    if whole and vars(self).get("wrote"):
       raise RuntimeError("the bucket hung up")
 
+  monkeypatch.setattr(ocp.Checkpointer, "save", saves)
   monkeypatch.setattr(ocp.Checkpointer, "close", fails)
 
   def listen(event) -> bool:
@@ -314,13 +323,13 @@ def test_the_results_close_fails_and_the_result_before_stays(tmp_path, monkeypat
   workdir = tmp_path / "run"
   weights.save(workdir / "result", params(1))
   with monkeypatch.context() as patch:
-    close = ocp.StandardCheckpointer.close
+    close = ocp.Checkpointer.close
 
     def fails(self):
       close(self)
       raise RuntimeError("the bucket hung up")
 
-    patch.setattr(ocp.StandardCheckpointer, "close", fails)
+    patch.setattr(ocp.Checkpointer, "close", fails)
     assert train(workdir, RunResult("finished", params(3), {}), out_of_memory) == 1
   assert first(session.load_result(workdir, CONFIG)) == 1.0
   assert "The run's end is not saved: " in capsys.readouterr().out
