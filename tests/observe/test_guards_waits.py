@@ -19,6 +19,7 @@ ALLOWED = {
   ("runtime.py", "self._jobs.get()"): "a worker waits for work; `close` ends it",
   ("roles/evaluator.py", "self.exchange.wait()"): "a generator: its driver has limits",
   ("network/endpoint.py", "self._listener.accept()"): "its socket does not block",
+  ("network/frames.py", "answer.result()"): "the thread is calling the function now",
   ("training/hosts.py", "self._values.setdefault(number, Future()).result()"): (
     "the order that makes the value is under way; `HostWatch` ends a host that waits in vain"
   ),
