@@ -35,7 +35,8 @@ def test_frames_survive_the_way_there_and_nothing_less_does(frame):
 @pytest.mark.parametrize("changes", [{"streams": 0}, {"streams": 65}, {"session": b"short"}])
 def test_a_greeting_out_of_range_is_malformed(changes):
   data = frames.encode(dataclasses.replace(FRAMES[0], **changes))[frames.PREFIX.size :]
-  with pytest.raises(MalformedMessage, match=f"^Greeting is not valid: .*`{[*changes][0]}`"):
+  (field,) = changes
+  with pytest.raises(MalformedMessage, match=f"^Greeting is not valid: .*`{field}`"):
     frames.decode(data)
 
 
