@@ -272,6 +272,7 @@ class Learner:
           p = publish.fragment
           self.versions[p], self.rounds[p] = publish.version, publish.round
           self.got_at[p, publish.version] = time.monotonic()
+          self.since = 0  # what asks for a welcome reports it: nothing is due
 
   def _push(self, pull: Pull) -> None:
     to = syncer_address(pull.shard)
