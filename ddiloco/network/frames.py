@@ -50,6 +50,7 @@ MAX_STREAMS = 64
 SESSION_BYTES = 8
 CONTROL = -1  # number of the control connection; the streams, for fragments, begin at 0
 Session = Annotated[bytes, Meta(min_length=SESSION_BYTES, max_length=SESSION_BYTES)]
+Streams = Annotated[int, Meta(ge=1, le=MAX_STREAMS)]
 Header = Annotated[bytes, Meta(max_length=MAX_HEADER_BYTES)]
 
 
@@ -62,9 +63,7 @@ class Greeting:
   address: Text
   incarnation: Count
   session: Session  # random, of this endpoint
-  streams: Annotated[
-    int, Meta(ge=1, le=MAX_STREAMS)
-  ]  # connections for fragments that the dialing side makes
+  streams: Streams  # connections for fragments that the dialing side makes
   stream: CountOrNone = CONTROL  # the number of this connection
 
 
