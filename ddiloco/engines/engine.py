@@ -109,8 +109,9 @@ class Engine:
     self._global_step = 0  # the run's, as far as learners have reported it
     self._training_since = math.inf  # when training began; inf: it has not
     self._guard = Guard("the supervisor")  # if the supervisor ended, all roles would end
-    # What happens to roles that are threads, as events of the moment when they are taken.
-    self._news: queue.SimpleQueue[Callable[[], supervisor.Event]] = queue.SimpleQueue()
+    # What happens to roles that are threads, as events of the moment when they are taken. No
+    # SimpleQueue: its `get` forgets its timeout if a signal's handler runs until that has passed.
+    self._news: queue.Queue[Callable[[], supervisor.Event]] = queue.Queue()
     self._threads: dict[str, threading.Thread] = {}  # of each role's newest life
     self._told: set[str] = set()  # roles whose threads are asked to end
     self._evaluated: Evaluator | None = None  # of the newest incarnation

@@ -58,7 +58,7 @@ class Profiler:
     self._began = time.time()
     self.steps: dict[str, int] = {}
     self._first: dict[str, int] = {}  # the same after the role's first step
-    self._news: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()  # steps during a trace
+    self._news: queue.Queue[tuple[str, int]] = queue.Queue()  # steps during a trace
     self._tracing = False
     self._closing = threading.Event()
     self._thread = threading.Thread(target=self._serve, name="profiler", daemon=True)

@@ -340,7 +340,7 @@ class Replay:
       Exception: an exception of a role's thread.
     """
     schedule, of = self._schedule, self._schedule.left
-    results: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+    results: queue.Queue[tuple[str, Any]] = queue.Queue()
     busy: set[str] = set()
     while True:
       for role in self._roles:
@@ -363,7 +363,7 @@ class Replay:
       progress(of - schedule.left - len(busy), of)
     assert not schedule.left, "roles wait for each other, and `check` has let it pass"
 
-  def _perform(self, role: str, entry: Entry, given: list[Any], results: queue.SimpleQueue) -> None:
+  def _perform(self, role: str, entry: Entry, given: list[Any], results: queue.Queue) -> None:
     try:
       results.put((role, self._roles[role].perform(entry, given)))
     except BaseException as error:  # raised by `run`

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from pathlib import Path
 
 from ddiloco.chaos import Killed
 from ddiloco.config import Fault
-from ddiloco.engines.engine import Engine, RunResult
+from ddiloco.engines.engine import TURN_SECONDS, Engine, RunResult
 from ddiloco.observe.eventlog import Recorder, read_events
 from ddiloco.protocol.supervisor import GONE, LEFT, Dismiss, members
 from ddiloco.roles.learner import Quarantined
@@ -61,6 +63,34 @@ def raises(error: Exception):
     raise error
 
   return live
+
+
+def test_a_signal_that_is_handled_for_longer_than_a_turn_lasts_holds_up_no_turn(tmp_path):
+  handled, released = threading.Event(), threading.Event()
+
+  class Stopped(Toy):
+    def _over(self) -> str | None:
+      return "stopped" if handled.is_set() else None
+
+    def _end(self, reason: str) -> None:
+      released.set()
+
+  def hear(number: int, frame: object) -> None:
+    time.sleep(2 * TURN_SECONDS)
+    handled.set()
+
+  before = signal.signal(signal.SIGUSR1, hear)
+  timer = threading.Timer(5 * TURN_SECONDS, os.kill, (os.getpid(), signal.SIGUSR1))
+  last = threading.Timer(30.0, released.set)  # wakes a run that hangs, which is too late
+  for each in (timer, last):
+    each.start()
+  try:
+    began = time.monotonic()
+    assert Stopped(tmp_path, released.wait).run().reason == "stopped"
+    assert time.monotonic() - began < 20
+  finally:
+    last.cancel()
+    signal.signal(signal.SIGUSR1, before)
 
 
 def test_what_lives_die_of_is_said_and_the_next_one_begins(tmp_path):
