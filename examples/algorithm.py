@@ -145,16 +145,17 @@ class Learner:
 
   def apply(self, publish: Publish) -> None:
     """Rebase: local <- local + (new - what the local value has of it already). So the steps since
-    the push are kept. (The paper overwrites: local <- new.)"""
+    the push are kept. (The paper overwrites: local <- new.) Steps that missed their round are
+    kept at half their length: the others have made the same progress meanwhile."""
     p, known = publish.fragment, self.base[publish.fragment]
     round_id, delta, steps, at_step = self.sent.pop(p, (0, known, 0, self.step))
     if round_id == publish.round and self.number in publish.merged:
       known = known - delta  # my push is in the new value
       self.unmerged[p] -= steps
-      self.since_sync[p] = self.step - at_step
+      self.since_sync[p], keep = self.step - at_step, 1.0
     else:  # my push came too late: its steps go into the next one
-      self.since_sync[p] = 0
-    self.local[p] += publish.value - known
+      self.since_sync[p], keep = 0, 0.5
+    self.local[p] = keep * self.local[p] + (publish.value - keep * known)
     self.base[p], self.version[p] = publish.value, publish.version
 
 

@@ -140,7 +140,7 @@ def aged_weights(what: Commit, config: Config) -> np.ndarray:
 
 
 Patches = list[tuple[Any, str, Any]]
-REBASE: Patches = [(learner, "STALE_PERIODS", math.inf)]
+REBASE: Patches = [(learner, "STALE_PERIODS", math.inf), (learner, "MISSED", "rebase")]
 RULES: dict[str, Patches] = {
   "kept": [],
   "rebase": REBASE,

@@ -8,13 +8,18 @@ model, the order of the data and the fault plan. Both runs of a seed end when th
 tokens is merged; faults cost time, which is printed too.
 
   python scripts/reproduce_quality.py [--seeds=3] [--tokens=1228800] [--faults=40]
-    [--kinds=kill,stall,...] [--workdir=runs/quality] [--picture=docs/quality.png] [--quick]
+    [--kinds=kill,stall,...] [--workdir=runs/quality] [--picture=docs/quality.png]
+    [--virtual [--missed=halve]] [--quick]
 
+With --virtual the same plans strike the same model in virtual time (virtual_training.py), at equal
+trained tokens, merged or not: a run is a pure function of its config. --missed is what becomes of
+work that missed its round: "rebase" keeps it, "halve" half of its length, "overwrite" nothing.
 Finished runs are not made again, so the script can be stopped and started.
 
 Last line: {"loss": {"undisturbed": [held-out loss, by seed], "chaos": [...]}, "mean": {...},
 "difference": of the means, relative to undisturbed, "of_one_seed": [the same, seed by seed],
-"struck": faults in all, "kinds": {...}, "seconds": {...}, "published": ..., "tokens": n}.
+"struck": faults in all, "kinds": {...}, "seconds": {...}, "published": ..., "tokens": n}; with
+--virtual only the first four.
 """
 
 from __future__ import annotations
@@ -23,17 +28,21 @@ import collections
 import dataclasses
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import common
+from virtual_training import STEP_SECONDS, Text, Valued
 
+from ddiloco import environment
 from ddiloco.chaos import KINDS, random_faults
 from ddiloco.config import Config
 from ddiloco.observe.eventlog import EventLog
 from ddiloco.observe.style import GLOBAL_MODEL, PALETTE
 from ddiloco.observe.tracks import Aftermath
+from ddiloco.protocol import learner
 from ddiloco.protocol.events import Evaluation, Step
 
 ROWS = ("undisturbed", "chaos")
@@ -46,11 +55,11 @@ PUBLISHED = {"undisturbed": (70.1, 58.7), "chaos": (69.8, 58.6)}
 
 
 def make_config(
-  row: str, seed: int, tokens: int, faults: int, kinds: Sequence[str], min_step_seconds: float
+  row: str, seed: int, tokens: int, faults: int, kinds: Sequence[str], more: Mapping[str, Any]
 ) -> Config:
   fields: dict[str, Any] = {
+    **more,
     "seed": seed,
-    "islands.min_step_seconds": min_step_seconds,
     "sync.snapshot_steps": 50,
     "run.total_tokens": tokens,
     "run.evaluations": 12,
@@ -68,6 +77,17 @@ def make_config(
     ]
     fields["chaos.faults"] = tuple(dataclasses.asdict(fault) for fault in by_step)
   return common.config_of("quickstart", fields)
+
+
+def virtual(row: str, config: Config, missed: str, kept: common.Kept) -> float:
+  """The loss of a run in virtual time; `missed`: how versions that lack a learner's push apply."""
+  if (found := kept.get((missed, config.to_json()))) is None:
+    slowness = (PACE_SECONDS / STEP_SECONDS,) * LEARNERS
+    with mock.patch.object(learner, "MISSED", missed):
+      loss = Valued(Text(config), config.seed, config.chaos.faults, slowness).train()
+    found = kept.add({"missed": missed, "config": config.to_json(), "loss": loss})
+  print(f"seed {config.seed}, {row:<12} {missed}, loss {found['loss']:.4f}", flush=True)
+  return found["loss"]
 
 
 def losses(events: EventLog) -> list[tuple[int, float]]:
@@ -94,15 +114,21 @@ def draw(logs: dict[str, list[EventLog]], path: Path, difference: float) -> None
     axes.legend()
 
 
-def summarise(logs: dict[str, list[EventLog]], tokens: int) -> dict[str, Any]:
-  final = {row: [losses(events)[-1][1] for events in logs[row]] for row in ROWS}
+def compared(final: dict[str, list[float]]) -> dict[str, Any]:
+  """The final losses of both rows, by seed, beside each other."""
   mean = {row: statistics.mean(final[row]) for row in ROWS}
-  struck = [each for events in logs["chaos"] for each in Aftermath().read(events).recoveries]
   return {
     "loss": {row: [round(loss, 4) for loss in final[row]] for row in ROWS},
     "mean": {row: round(mean[row], 4) for row in ROWS},
     "difference": round(mean["chaos"] / mean["undisturbed"] - 1, 5),
     "of_one_seed": [round(b / a - 1, 4) for a, b in zip(final["undisturbed"], final["chaos"])],
+  }
+
+
+def summarise(logs: dict[str, list[EventLog]], tokens: int) -> dict[str, Any]:
+  struck = [each for events in logs["chaos"] for each in Aftermath().read(events).recoveries]
+  return {
+    **compared({row: [losses(events)[-1][1] for events in logs[row]] for row in ROWS}),
     "struck": len(struck),
     "kinds": dict(collections.Counter(each.action for each in struck)),
     "seconds": {row: [round(span_seconds(events), 1) for events in logs[row]] for row in ROWS},
@@ -122,16 +148,28 @@ def main() -> None:
     kinds={"type": common.names_of(KINDS), "default": ",".join(KINDS)},
     workdir={"type": Path, "default": common.ROOT / "runs" / "quality"},
     picture=Path,
+    virtual=False,
+    missed={"choices": ["halve", "rebase", "overwrite"], "default": "halve"},
   )
   kinds = options.kinds
-  pace = 0.0 if options.quick else PACE_SECONDS
+  fields = {"islands.min_step_seconds": 0.0 if options.quick else PACE_SECONDS}
+  if options.virtual:
+    environment.prepare(1, cpu_only=True)
+    fields = {"islands.devices": 1, "network.drain_seconds": 1e3}
   names = dict(zip(ROWS, ROWS))
   if len(kinds) < len(KINDS):
     names["chaos"] = "chaos-" + "-".join(kinds)
   logs: dict[str, list[EventLog]] = {row: [] for row in ROWS}
+  final: dict[str, list[float]] = {row: [] for row in ROWS}
+  kept = common.Kept(
+    options.workdir / "virtual.jsonl", lambda each: (each["missed"], each["config"])
+  )
   for seed in range(options.seeds):
     for row in ROWS:
-      config = make_config(row, seed, options.tokens, options.faults, kinds, pace)
+      config = make_config(row, seed, options.tokens, options.faults, kinds, fields)
+      if options.virtual:
+        final[row].append(virtual(row, config, options.missed, kept))
+        continue
       events = common.train(config, options.workdir.absolute() / f"{names[row]}-{seed}")
       logs[row].append(events)
       print(
@@ -139,6 +177,9 @@ def main() -> None:
         f" {len(Aftermath().read(events).recoveries)} faults",
         flush=True,
       )
+  if options.virtual:
+    print(json.dumps(compared(final)))
+    return
   result = summarise(logs, options.tokens)
   if options.picture:
     draw(logs, options.picture, result["difference"])

@@ -312,7 +312,7 @@ class SyncConfig:
   min_quorum: Count = 1  # K: learners that must have pushed before a round commits
   grace_safety: Share = 0.9  # gamma: share of the slack that waiting for more learners may use
   blocking: bool = False  # True: lock-step (DiLoCo, Streaming DiLoCo); learners wait for versions
-  # overwrite: the paper; mix: Streaming; rebase: no work is lost.
+  # overwrite: the paper; mix: Streaming; rebase: work that is not merged yet is kept.
   apply: Literal["overwrite", "mix", "rebase"] = "rebase"
   mix_alpha: float = 0.5  # share of the local value that `mix` keeps
   merge: Literal["rda", "average"] = "rda"

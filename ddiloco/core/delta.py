@@ -110,11 +110,12 @@ class Deltas:
     return self.stage(p, value, mode, included)
 
   def stage(self, fragment: int, value: np.ndarray, mode: str, included: bool) -> np.ndarray:
-    """The vector that `apply` adds for a version g': overwrite g', mix (1-a) g', rebase g' - ref.
+    """The vector that `apply` adds for a version g': overwrite g', mix (1-a) g', rebase g' - ref,
+    halve g' - ref / 2.
 
     `ref` is the part of my parameters that is already in g': the base, minus my push if it is
-    merged in g'. The rest of the local value, rounding errors included, stays. From now on the base
-    is g'.
+    merged in g'. The rest of the local value, rounding errors included, stays, or half of it. From
+    now on the base is g'.
     """
     base = self.base.get(fragment)
     sent, rounding = self.sent.pop(fragment, None), self.rounding.pop(fragment, None)
@@ -125,13 +126,13 @@ class Deltas:
       return value
     if mode == "mix":
       return np.float32(1 - self._sync.mix_alpha) * value
-    assert base is not None, "a rebase has a base"
+    assert base is not None, "what keeps work has a base"
     assert sent is not None or not included, "what is included was sent"
-    shift = np.empty_like(value)
+    shift, keep = np.empty_like(value), np.float32(self.keep(mode))
 
     def chunk(here: slice) -> None:
       known = base[here] if sent is None or not included else base[here] - sent[here]
-      np.subtract(value[here], known, out=shift[here])
+      np.subtract(value[here], known if keep == 1 else keep * known, out=shift[here])
 
     passes.over_chunks(value.size, chunk, self.share)
     return shift
@@ -143,7 +144,7 @@ class Deltas:
 
   def keep(self, mode: str) -> float:
     """Share of the local value that `apply` keeps."""
-    return {"overwrite": 0.0, "mix": self._sync.mix_alpha, "rebase": 1.0}[mode]
+    return {"overwrite": 0.0, "mix": self._sync.mix_alpha, "rebase": 1.0, "halve": 0.5}[mode]
 
   def take_moments(self, payload: np.ndarray, size: int) -> np.ndarray:
     """Moments [size] out of a payload that a peer has sent.

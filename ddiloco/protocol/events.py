@@ -22,8 +22,8 @@ MOST_SECONDS = 1e11  # three thousand years
 MOST_DEPTH = 16  # of nested lists and objects; no event has more than four levels
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
-Mode = Literal["overwrite", "mix", "rebase"]
-KEEPS_WORK = ("rebase",)  # modes under which unmerged work stays in the parameters
+Mode = Literal["overwrite", "mix", "rebase", "halve"]
+KEEPS_WORK = ("rebase", "halve")  # modes under which unmerged work stays in the parameters
 
 
 def _kind(name: str) -> str:

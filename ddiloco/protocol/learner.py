@@ -18,6 +18,7 @@ from ddiloco.protocol.states import IncomingVersion, LearnerFragment, LearnerOut
 from ddiloco.protocol.values import put, replace
 
 STALE_PERIODS = 4  # after more own sync periods and more missed versions, my work is given up
+MISSED: events.Mode = "halve"  # how rebase applies a version that lacks my push
 
 # --- How a learner handles a message: welcome, pull, request for a value, publish, rejection
 
@@ -153,6 +154,8 @@ def _mode(
     # The others made the same progress meanwhile: to add mine to theirs would count it twice.
     if min(publish.version - f.received, f.steps / sync.sync_period) > STALE_PERIODS:
       return "overwrite"
+    if sync.apply == "rebase":
+      return MISSED
   return cast(events.Mode, sync.apply)  # the config checks the value
 
 

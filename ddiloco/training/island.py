@@ -399,7 +399,8 @@ class Island:
     """piece <- staged if keep is 0, else keep * piece + staged; in place, only these pieces.
 
     Overwrite is keep = 0; Streaming DiLoCo's mix (2501.18512) keep = alpha with
-    staged = (1 - alpha) * global; rebase keep = 1 with staged = the shift. Does not wait.
+    staged = (1 - alpha) * global; rebase keep = 1, or 1/2 for a missed round, with staged = the
+    shift. Does not wait.
     """
     share, state = np.float32(keep), self._state
     with named("apply", fragment=fragment_index):

@@ -122,7 +122,7 @@ class Ledger:
       assert mine[: len(taken)] == taken
       mine, merged = mine[len(taken) :], merged.union(taken)
     discarded = copy.discarded
-    if staged.mode != "rebase":
+    if staged.mode not in events.KEEPS_WORK:
       lost = [] if staged.mode != "overwrite" else [s for s in mine if s not in content]
       self.forfeited["refused" if staged.round == copy.base else "overwritten"] += len(lost)
       mine, discarded = (), discarded.union(mine)

@@ -41,9 +41,9 @@ def come_back(steps: int, pushed: bool, merged: bool, newest: int = STALE_PERIOD
 
 
 @pytest.mark.parametrize("pushed", [False, True])
-def test_what_is_as_old_as_that_is_taken_over(pushed):
+def test_what_is_as_old_as_that_is_taken_over_at_half_its_length(pushed):
   f, mode = come_back(MOST, pushed, merged=False)
-  assert (mode, f.steps, f.tokens, f.discarded_tokens) == ("rebase", MOST, 10 * MOST, 0)
+  assert (mode, f.steps, f.tokens, f.discarded_tokens) == ("halve", MOST, 10 * MOST, 0)
 
 
 @pytest.mark.parametrize("pushed", [False, True])
@@ -56,7 +56,7 @@ def test_older_work_is_discarded_and_booked(pushed):
 def test_work_of_which_the_others_have_done_little_is_taken_over():
   """It trained while they still started, or while the shard was away."""
   f, mode = come_back(10 * MOST, pushed=False, merged=False, newest=STALE_PERIODS)
-  assert (mode, f.steps) == ("rebase", 10 * MOST)
+  assert (mode, f.steps) == ("halve", 10 * MOST)
 
 
 def test_what_is_merged_is_not_stale():

@@ -172,11 +172,11 @@ def test_golden_learner_two_fragments():
     10,
     30,
   )
-  # Round 2 went on without me, version 3 came whole: both unmerged steps stay, nothing is counted.
+  # Round 2 went on without me, version 3 came whole: both unmerged steps stay, at half length.
   one.feed(StepDone(0.3, 10, 0.1))
   version_3 = dataclasses.replace(version_1, round=4, version=3, base_version=-1)
-  assert one.feed(version_3) == [Stage(version_3, "rebase", False)]
-  assert one.feed(Staged(0, 3, 0.3)) == [says.applied(0, 3, 4, "rebase", False)]
+  assert one.feed(version_3) == [Stage(version_3, "halve", False)]
+  assert one.feed(Staged(0, 3, 0.3)) == [says.applied(0, 3, 4, "halve", False)]
   f = one.state.fragments[0]
   assert (f.version, f.steps, f.tokens, f.steps_since_sync, f.discarded_tokens) == (3, 2, 20, 0, 0)
   assert one.state.fragments[1].steps == 3 and one.state.fragments[1].version == 0
