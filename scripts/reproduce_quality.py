@@ -24,10 +24,12 @@ Last line: {"loss": {"undisturbed": [held-out loss, by seed], "chaos": [...]}, "
 
 from __future__ import annotations
 
+import argparse
 import collections
 import dataclasses
 import json
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,15 +81,24 @@ def make_config(
   return common.config_of("quickstart", fields)
 
 
-def virtual(row: str, config: Config, missed: str, kept: common.Kept) -> float:
-  """The loss of a run in virtual time; `missed`: how versions that lack a learner's push apply."""
-  if (found := kept.get((missed, config.to_json()))) is None:
-    slowness = (PACE_SECONDS / STEP_SECONDS,) * LEARNERS
-    with mock.patch.object(learner, "MISSED", missed):
-      loss = Valued(Text(config), config.seed, config.chaos.faults, slowness).train()
-    found = kept.add({"missed": missed, "config": config.to_json(), "loss": loss})
-  print(f"seed {config.seed}, {row:<12} {missed}, loss {found['loss']:.4f}", flush=True)
-  return found["loss"]
+def in_virtual_time(options: argparse.Namespace) -> dict[str, list[float]]:
+  """The final losses of both rows, by seed."""
+  environment.prepare(1, cpu_only=True)
+  lines, missed = options.workdir / "virtual.jsonl", options.missed
+  kept = common.Kept(lines, lambda each: (each["missed"], each["config"]))
+  slowness = (PACE_SECONDS / STEP_SECONDS,) * LEARNERS
+  fields = {"islands.devices": 1, "network.drain_seconds": 1e3}
+  final: dict[str, list[float]] = {row: [] for row in ROWS}
+  for seed in range(options.seeds):
+    for row in ROWS:
+      config = make_config(row, seed, options.tokens, options.faults, options.kinds, fields)
+      if (found := kept.get((missed, config.to_json()))) is None:
+        with mock.patch.object(learner, "MISSED", missed):
+          loss = Valued(Text(config), seed, config.chaos.faults, slowness).train()
+        found = kept.add({"missed": missed, "config": config.to_json(), "loss": loss})
+      print(f"seed {seed}, {row:<12} {missed}, loss {found['loss']:.4f}", flush=True)
+      final[row].append(found["loss"])
+  return final
 
 
 def losses(events: EventLog) -> list[tuple[int, float]]:
@@ -149,27 +160,24 @@ def main() -> None:
     workdir={"type": Path, "default": common.ROOT / "runs" / "quality"},
     picture=Path,
     virtual=False,
-    missed={"choices": ["halve", "rebase", "overwrite"], "default": "halve"},
+    missed={"choices": ["halve", "rebase", "overwrite"], "default": learner.MISSED},
   )
   kinds = options.kinds
-  fields = {"islands.min_step_seconds": 0.0 if options.quick else PACE_SECONDS}
+  if options.picture and options.virtual:
+    sys.exit("--picture: shows runs in real time. Fix: leave out --virtual or --picture")
+  if options.missed != learner.MISSED and not options.virtual:
+    sys.exit(f"--missed={options.missed}: is for virtual time. Fix: add --virtual")
   if options.virtual:
-    environment.prepare(1, cpu_only=True)
-    fields = {"islands.devices": 1, "network.drain_seconds": 1e3}
+    print(json.dumps(compared(in_virtual_time(options))))
+    return
+  fields = {"islands.min_step_seconds": 0.0 if options.quick else PACE_SECONDS}
   names = dict(zip(ROWS, ROWS))
   if len(kinds) < len(KINDS):
     names["chaos"] = "chaos-" + "-".join(kinds)
   logs: dict[str, list[EventLog]] = {row: [] for row in ROWS}
-  final: dict[str, list[float]] = {row: [] for row in ROWS}
-  kept = common.Kept(
-    options.workdir / "virtual.jsonl", lambda each: (each["missed"], each["config"])
-  )
   for seed in range(options.seeds):
     for row in ROWS:
       config = make_config(row, seed, options.tokens, options.faults, kinds, fields)
-      if options.virtual:
-        final[row].append(virtual(row, config, options.missed, kept))
-        continue
       events = common.train(config, options.workdir.absolute() / f"{names[row]}-{seed}")
       logs[row].append(events)
       print(
@@ -177,9 +185,6 @@ def main() -> None:
         f" {len(Aftermath().read(events).recoveries)} faults",
         flush=True,
       )
-  if options.virtual:
-    print(json.dumps(compared(final)))
-    return
   result = summarise(logs, options.tokens)
   if options.picture:
     draw(logs, options.picture, result["difference"])
