@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import bisect
 import contextlib
-import dataclasses
 import functools
 import json
 import os
@@ -41,7 +40,6 @@ except ImportError:
   atheris = None
 
 import numpy as np
-from msgspec import msgpack
 
 # The fuzzed modules are instrumented, so that atheris sees the path of every input.
 with atheris.instrument_imports(include=["ddiloco"]) if atheris else contextlib.nullcontext():
@@ -68,13 +66,9 @@ def message(data: bytes) -> bool:
 
 
 def fields(data: bytes) -> bool:
-  """[kind, fields as msgpack...] with the envelope that this run has."""
-  kinds = list(messages.KINDS.values())
-  kind = kinds[data[0] % len(kinds)] if data else kinds[0]
-  bulk = kind in messages.BULK
-  count = len(dataclasses.fields(kind)) - bulk
-  start = msgpack.encode((kind.__name__, [None] * count))[:-count]  # a byte for each None
-  header = messages.with_checksum(messages.envelope(RUN, PLAN) + start + data[1:])
+  """[with or without payload, message...] with the envelope that this run has."""
+  bulk = bool(data and data[0] % 2)
+  header = messages.with_checksum(messages.envelope(RUN, PLAN) + data[1:])
   return _message(header, b"payload" if bulk else None)
 
 
@@ -224,14 +218,12 @@ def example(kind: type) -> Any:
 def seeds() -> list[bytes]:
   """Inputs as the network carries them, at least one of every kind."""
   inputs = []
-  for number, kind in enumerate(messages.KINDS.values()):
-    header = messages.encode(example(kind), RUN, PLAN)[0]
+  for kind in messages.KINDS:
+    header, bulk = messages.encode(example(kind), RUN, PLAN)[0], kind in messages.BULK
     body = header[: -messages.CHECKSUM_BYTES]
-    _, values = msgpack.decode(body)[-1]
-    packed = b"".join(map(msgpack.encode, values))
-    inputs.append((message, (b"\xfe" if kind in messages.BULK else b"\0") + header))
-    inputs.append((message, (b"\xff" if kind in messages.BULK else b"\1") + body))
-    inputs.append((fields, bytes([number]) + packed))
+    inputs.append((message, (b"\xfe" if bulk else b"\0") + header))
+    inputs.append((message, (b"\xff" if bulk else b"\1") + body))
+    inputs.append((fields, bytes([bulk]) + body.removeprefix(messages.envelope(RUN, PLAN))))
     inputs.append((frame, _framed(frames.Control(header))))
     inputs.append((frame, _framed(frames.Bulk(7, 9000, header))))
   inputs += [(frame, _framed(example(kind))) for kind in typing.get_args(frames.Frame)]

@@ -27,6 +27,7 @@ from ddiloco.config import OuterConfig
 from ddiloco.core.delta import Merged
 from ddiloco.protocol.actions import Commit
 from ddiloco.protocol.states import FragmentState
+from ddiloco.protocol.values import replace
 
 LATELY = 64  # commits
 Recent = dict[int, collections.deque[np.ndarray]]  # by fragment, its newest values
@@ -53,7 +54,7 @@ class TriedMerger(Observer):
     new = self.committed[p]
     restart = int(self.ideas.get("restart", 0))
     if restart and new.momentum is not None and what.version % restart == 0:
-      self.committed[p] = dataclasses.replace(new, momentum=np.zeros_like(new.momentum))
+      self.committed[p] = replace(new, momentum=np.zeros_like(new.momentum))
     if most := int(self.ideas.get("mean_of", 0)):
       values = self.recent.setdefault(p, collections.deque(maxlen=most))
       values.append(new.value.copy())

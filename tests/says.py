@@ -6,17 +6,16 @@ fragment commits alone and its shard has never been restarted.
 
 from __future__ import annotations
 
-import dataclasses
-
 from ddiloco.protocol import events, messages, syncer
 from ddiloco.protocol.actions import Read, Received, SyncerAction, Tick
 from ddiloco.protocol.states import SyncerState
+from ddiloco.protocol.values import Frozen, replace
 
 
 def take_in(state: SyncerState, event) -> tuple[SyncerState, list[SyncerAction]]:
   """One event at a shard; a push with what was measured of it arrives first."""
   if isinstance(event, Received) and isinstance(event.message, messages.Push) and event.read:
-    state, actions = syncer.syncer_on(state, dataclasses.replace(event, read=False))
+    state, actions = syncer.syncer_on(state, replace(event, read=False))
     if not any(isinstance(action, Read) for action in actions):
       return state, actions
     state, more = syncer.syncer_on(state, event)
@@ -140,12 +139,12 @@ def by_learner(*numbers: int) -> dict[int, int]:
 
 def plain(thing):
   """A message or an action without its snapshot number and count, for comparisons."""
-  if not dataclasses.is_dataclass(thing):
+  if not isinstance(thing, Frozen):
     return thing
-  names = {f.name for f in dataclasses.fields(thing)}
+  names = {*thing.__struct_fields__}
   changes = {"snapshot": 0} if "snapshot" in names else {}
   if isinstance(thing, messages.Push | messages.Publish | messages.Value):
     changes["count"] = 0
   for name in names & {"message", "push", "publish"}:
     changes[name] = plain(getattr(thing, name))
-  return dataclasses.replace(thing, **changes)
+  return replace(thing, **changes)

@@ -47,6 +47,7 @@ from ddiloco.protocol.messages import (
 )
 from ddiloco.protocol.rules import smooth
 from ddiloco.protocol.states import FragmentState
+from ddiloco.protocol.values import replace
 from ddiloco.runtime import REAL_TIME, Job, Time
 
 ASK_SECONDS = 0.5  # between two requests of a restarted shard, doubling up to ...
@@ -125,9 +126,7 @@ class Copies:
         payload = _whole(copy.published_value, copy.momentum)
         payloads.append(weakref.ref(payload.base))
         yield None
-        said = dataclasses.replace(
-          copy.said, shard=self.shard, incarnation=self.incarnation, payload=payload
-        )
+        said = replace(copy.said, shard=self.shard, incarnation=self.incarnation, payload=payload)
         self.endpoint.send(owner, said)
       self._answers[message.shard] = message.incarnation, payloads
     listed = Recovered(
@@ -250,9 +249,7 @@ class Replication:
     if change is None:  # the loop must not wait while gigabytes are copied
       return self.background(self._send_whole(committed))
     replica = header(committed, copies.shard, copies.incarnation)
-    replica = dataclasses.replace(
-      replica, base_round=base_round, codec=change.codec, payload=change.payload
-    )
+    replica = replace(replica, base_round=base_round, codec=change.codec, payload=change.payload)
     copies.endpoint.send(syncer_address(self._buddy), replica)
 
   def _send_whole(self, committed: Committed) -> Job:
@@ -429,7 +426,7 @@ def header(committed: Committed, shard: int, incarnation: int) -> Replica:
 def pack(committed: Committed, shard: int, incarnation: int) -> Replica:
   """A commit as a message, whole."""
   payload = _whole(committed.published_value, committed.momentum)
-  return dataclasses.replace(header(committed, shard, incarnation), payload=payload)
+  return replace(header(committed, shard, incarnation), payload=payload)
 
 
 def unpack(
@@ -442,7 +439,7 @@ def unpack(
   if not 0 <= replica.fragment < len(plan.fragments):
     return None
   size = plan.fragments[replica.fragment].size
-  said = dataclasses.replace(replica, payload=None, base_round=NOTHING, codec="f32")
+  said = replace(replica, payload=None, base_round=NOTHING, codec="f32")
   data = np.frombuffer(replica.payload, np.uint8)
   if replica.base_round == NOTHING:
     if data.nbytes != 4 * size * (1 + replica.has_momentum) or replica.codec != "f32":
@@ -494,7 +491,7 @@ class Sealer:
     if self._newest.get(publish.fragment, (None, ""))[0] != publish.round:
       self._newest[publish.fragment] = publish.round, self.digest(value)
     seal = self.seal(publish, self._newest[publish.fragment][1])
-    return dataclasses.replace(publish, seal=seal)
+    return replace(publish, seal=seal)
 
   def digest(self, value: np.ndarray) -> str:
     """The digest of a fragment's value f32 [size], for `seal`; takes as long as reading it all."""

@@ -26,7 +26,7 @@ from ddiloco.observe.eventlog import Records, newest_event
 from ddiloco.observe.guards import warn
 from ddiloco.protocol import events, learner, states, syncer
 from ddiloco.protocol.states import FragmentState, LearnerState, SyncerState
-from ddiloco.protocol.values import NotAState, from_json, readable, to_json
+from ddiloco.protocol.values import Frozen, NotAState, from_json, readable, replace, to_json
 
 if TYPE_CHECKING:  # this module imports Orbax and JAX, which not every role needs
   from ddiloco.checkpoint.snapshots import Part, Storage
@@ -141,8 +141,7 @@ def _revived(part: Part, new: LearnerState, island) -> ResumeState:
 
 
 @readable
-@dataclasses.dataclass(frozen=True)
-class LearnerPart:
+class LearnerPart(Frozen):
   """What a learner's part of a snapshot has beside its arrays."""
 
   key: int  # the learner's key in vector clocks
@@ -204,7 +203,7 @@ class Restored:
     """The state of a new shard that has these fragments, at the progress of their capture."""
     vector_clock = states.join_clocks(state.vector_clock, self.vector_clock)
     # Fragments from the buddy may be newer: a snapshot that they had a part in is not taken again.
-    return dataclasses.replace(
+    return replace(
       state,
       global_step=max(state.global_step, self.global_step),
       snapshot=max(state.snapshot, self.snapshot),
@@ -213,8 +212,7 @@ class Restored:
 
 
 @readable
-@dataclasses.dataclass(frozen=True)
-class SyncerPart:
+class SyncerPart(Frozen):
   """What a shard's part of a snapshot has beside its arrays."""
 
   key: int  # the shard's key in vector clocks
@@ -227,7 +225,7 @@ class SyncerPart:
 def syncer_part(state: SyncerState, momentum_rounds: Mapping[int, int]) -> dict[str, Any]:
   """A shard's state as its part stores it."""
   key = states.shard_key(state.shard)
-  fragments = tuple(dataclasses.replace(f, round=None) for f in state.fragments)
+  fragments = tuple(replace(f, round=None) for f in state.fragments)
   return to_json(SyncerPart(key, state.vector_clock, state.global_step, fragments, momentum_rounds))
 
 

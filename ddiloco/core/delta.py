@@ -16,7 +16,6 @@ that a snapshot may keep them without a copy.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 
@@ -283,7 +282,7 @@ class Merged(Frozen):
 
   weights: np.ndarray
   length: float | None = None
-  sample: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, np.float32))
+  sample: np.ndarray = np.empty(0, np.float32)
   rho: float | None = None
 
   def after(self, before: Merged | None) -> Merged:
@@ -294,7 +293,7 @@ class Merged(Frozen):
     if not all(norms):
       return self
     cosine = passes.dot(self.sample, before.sample) / math.prod(norms)
-    return dataclasses.replace(self, rho=cosine)
+    return replace(self, rho=cosine)
 
 
 def commit(
@@ -439,7 +438,7 @@ class Merger:
     arrivals, fragment = self._arrivals.pop(p), self._fragments[p]
     old, config = self.committed[p], self._config
     new, update, merged = commit(fragment, old, arrivals, what, config, self.share, in_place)
-    self.committed[p] = dataclasses.replace(new, state=state)
+    self.committed[p] = replace(new, state=state)
     if update is not None:
       self._update[p] = update
     self._merged[p] = merged.after(self._merged.get(p))
@@ -452,7 +451,7 @@ class Merger:
     self._arrivals.pop(p, None)
     self._update.pop(p, None)
     old = self.committed[p]
-    self.committed[p] = dataclasses.replace(old, state=state, value=value, published_value=value)
+    self.committed[p] = replace(old, state=state, value=value, published_value=value)
 
   def with_payload(self, publish: Publish) -> Publish:
     """The publish with its payload: the update, if asked for and known; else the whole value.

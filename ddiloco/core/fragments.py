@@ -8,7 +8,6 @@ rows of a very large embedding. On the host a fragment's value is one flat float
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import hashlib
 import itertools
@@ -19,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from ddiloco.config import ConfigError, SyncConfig
-from ddiloco.protocol.values import Frozen
+from ddiloco.protocol.values import Frozen, replace, to_json
 
 
 class TensorSpec(Frozen):
@@ -31,7 +30,7 @@ class TensorSpec(Frozen):
   embedding: bool
 
 
-class Piece(Frozen):
+class Piece(Frozen, dict=True):
   """Rows [start:stop) of a leaf (of `leaf[layer]` if stacked), at `offset` in the flat vector."""
 
   name: str
@@ -48,7 +47,7 @@ class Piece(Frozen):
     return math.prod(self.shape)
 
 
-class Fragment(Frozen):
+class Fragment(Frozen, dict=True):
   """Pieces in model order, their offsets contiguous from 0."""
 
   index: int
@@ -60,7 +59,7 @@ class Fragment(Frozen):
     return sum(piece.size for piece in self.pieces)
 
 
-class Plan(Frozen):
+class Plan(Frozen, dict=True):
   """All fragments. Learners and shards compare `plan_id` before they exchange anything."""
 
   fragments: tuple[Fragment, ...]
@@ -68,7 +67,7 @@ class Plan(Frozen):
   @functools.cached_property
   def plan_id(self) -> str:
     """16 hex digits of the sha256 over every field of every piece."""
-    content = json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
+    content = json.dumps(to_json(self), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
   @property
@@ -81,7 +80,7 @@ class Plan(Frozen):
     found = collections.defaultdict[str, list[tuple[Fragment, Piece]]](list)
     for p in indices:
       for piece in self.fragments[p].pieces:
-        alone = Fragment(p, (dataclasses.replace(piece, offset=0),))
+        alone = Fragment(p, (replace(piece, offset=0),))
         found[piece.name].append((alone, piece))
     return found
 
@@ -108,7 +107,7 @@ def make_plan(specs: Sequence[TensorSpec], sync: SyncConfig) -> Plan:
   dealt: list[list[Piece]] = [[] for _ in range(sync.num_fragments)]
   ends = [0] * sync.num_fragments
   for piece, owner in zip(pieces, owners):
-    dealt[owner].append(dataclasses.replace(piece, offset=ends[owner]))
+    dealt[owner].append(replace(piece, offset=ends[owner]))
     ends[owner] += piece.size
   return Plan(tuple(Fragment(index, tuple(mine)) for index, mine in enumerate(dealt)))
 

@@ -12,7 +12,6 @@ that control never queues behind bulk. With keys each connection is TLS 1.3.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import os
@@ -33,6 +32,7 @@ from ddiloco.network.peers import BufferPool, Channel, Peer
 from ddiloco.network.transport import Counters, Endpoint, RunIdentity
 from ddiloco.observe.guards import Guard, ended
 from ddiloco.protocol import messages
+from ddiloco.protocol.values import replace
 
 BEAT_SECONDS = 1.0
 TEND_SECONDS = 0.1  # between two checks of all peers
@@ -386,7 +386,7 @@ class NetworkEndpoint(Endpoint):
     """
     peer = channel.peer
     try:
-      connected.sendall(frames.encode(dataclasses.replace(self._greeting, stream=channel.number)))
+      connected.sendall(frames.encode(replace(self._greeting, stream=channel.number)))
       answer = frames.read_frame(connected) if channel.number == CONTROL else None
     except (OSError, messages.MalformedMessage) as error:
       # The far end checks our key after the handshake has ended on this side.

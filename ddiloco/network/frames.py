@@ -1,8 +1,8 @@
 """Frames between two endpoints, and the connections that carry them.
 
 On a connection, frame follows frame: `PREFIX` has the length of the frame and the number of raw
-payload bytes after it; the frame itself is one msgpack list [kind, [fields...]]. `decode` accepts
-only exactly well-formed frames and raises `MalformedMessage` on everything else, like
+payload bytes after it; the frame itself is one msgpack object. `decode` accepts only exactly
+well-formed frames and raises `MalformedMessage` on everything else, like
 `protocol.messages.decode`.
 
 Two ends that do not know each other yet shake hands and greet in a thread for this connection
@@ -17,7 +17,6 @@ import asyncio
 import collections
 import concurrent.futures
 import contextlib
-import dataclasses
 import itertools
 import socket
 import ssl
@@ -25,11 +24,10 @@ import struct
 import sys
 import threading
 import time
-import typing
 from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any, Protocol, TypeVar
 
-from msgspec import Meta
+from msgspec import Meta, msgpack
 
 from ddiloco.network.keys import host_and_port
 from ddiloco.protocol.messages import (
@@ -37,8 +35,9 @@ from ddiloco.protocol.messages import (
   Count,
   CountOrNone,
   MalformedMessage,
-  Schema,
+  OnWire,
   Text,
+  exactly,
 )
 
 T = TypeVar("T")
@@ -54,8 +53,7 @@ Streams = Annotated[int, Meta(ge=1, le=MAX_STREAMS)]
 Header = Annotated[bytes, Meta(max_length=MAX_HEADER_BYTES)]
 
 
-@dataclasses.dataclass(frozen=True)
-class Greeting:
+class Greeting(OnWire):
   """I am `address`: the first frame of a connection. On the control connection also the answer."""
 
   run_id: Text
@@ -67,8 +65,7 @@ class Greeting:
   stream: CountOrNone = CONTROL  # the number of this connection
 
 
-@dataclasses.dataclass(frozen=True)
-class GreetingRefused:
+class GreetingRefused(OnWire):
   """Your connection is refused, and why."""
 
   fenced: bool  # for good: a newer incarnation has your address
@@ -77,23 +74,20 @@ class GreetingRefused:
   silent_seconds: Count = 0  # since the newer one was heard
 
 
-@dataclasses.dataclass(frozen=True)
-class Beat:
+class Beat(OnWire):
   """I am still here; so many of your messages were dropped here since my last beat, and why."""
 
   dropped: Count = 0
   reason: Text = ""  # of the newest one
 
 
-@dataclasses.dataclass(frozen=True)
-class Control:
+class Control(OnWire):
   """A message of the protocol without payload: its header."""
 
   header: Header
 
 
-@dataclasses.dataclass(frozen=True)
-class Bulk:
+class Bulk(OnWire):
   """A message with payload. Every stream carries its part of the payload after such a frame."""
 
   number: Count  # grows from message to message of one session, also over reconnections
@@ -102,12 +96,12 @@ class Bulk:
 
 
 Frame = Greeting | GreetingRefused | Beat | Control | Bulk
-_SCHEMA = Schema(typing.get_args(Frame))
+_decode = exactly(Frame)
 
 
 def encode(frame: Frame, payload_bytes: int = 0) -> bytes:
   """The bytes of a frame that so many bytes of payload follow."""
-  data = _SCHEMA.encode(frame)
+  data = msgpack.encode(frame)
   return PREFIX.pack(len(data), payload_bytes) + data
 
 
@@ -119,8 +113,8 @@ def decode(data: bytes) -> Frame:
   """
   if len(data) > MAX_FRAME_BYTES:
     raise MalformedMessage(f"frame of {len(data)} bytes exceeds {MAX_FRAME_BYTES}")
-  kind, values = _SCHEMA.decode(data)
-  return kind(*values)
+  frame: Frame = _decode(data)
+  return frame
 
 
 def part(stream: int, streams: int, total: int) -> slice:

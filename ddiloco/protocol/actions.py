@@ -11,7 +11,6 @@ returns them as actions. Times are seconds on the role's own clock.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -47,7 +46,7 @@ class Received(Frozen):
   norm: float = 0.0  # of the decoded outer gradient; not finite: to be rejected
   fault: str = ""  # why the payload could not be decoded, or is not the shard's own value
   # By learner, inner products with the pushes accepted before in this round, and with itself.
-  products: Mapping[int, float] = dataclasses.field(default_factory=dict)
+  products: Mapping[int, float] = {}
   content: Any = None  # the payload decoded, opaque: the action that keeps it carries it
   unsent: bool = False  # earlier messages to this learner are still queued here
   held: Collection[int] = ()  # fragments whose publishes wait here for the buddy

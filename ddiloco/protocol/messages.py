@@ -4,7 +4,7 @@ Learner -1 is the evaluator: a member that receives and never trains. Shards spe
 to each other only about copies of what they committed (`checkpoint/buddy.py`).
 
 A frame is one header and one raw payload (a fragment in a wire codec, or nothing). The header is a
-msgpack list, never pickle: [format, run id, plan id, [kind, [fields...]]], and its CRC-32. `decode`
+msgpack list, never pickle: [format, run id, plan id, message], and its CRC-32. `decode`
 accepts only exactly well-formed frames; everything else raises `MalformedMessage`, which the
 transports count and drop.
 """
@@ -12,20 +12,18 @@ transports count and drop.
 from __future__ import annotations
 
 import functools
-import re
 import reprlib
 import sys
-import types
 import typing
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from msgspec import Meta, msgpack
 
 from ddiloco.config.schema import MAX_LEARNERS
-from ddiloco.protocol.values import Frozen
+from ddiloco.protocol.values import Frozen, replace
 
 EVALUATOR = -1
 INITIAL, NOTHING = -1, -2  # in place of a round: the initial value; no value at all
@@ -54,10 +52,15 @@ else:
   Payload = None  # a saved state, which is read by these hints, has no payload either
 
 
+class OnWire(Frozen, tag=True, tag_field="kind", omit_defaults=True):
+  """What is written as a msgpack object: the name of its class, and each field that is not as its
+  default."""
+
+
 # --- learner -> shard -----------------------------------------------------------------------------
 
 
-class ToShard(Frozen):
+class ToShard(OnWire):
   """A message of a learner, or of the evaluator."""
 
   learner: Learner
@@ -135,7 +138,7 @@ class Goodbye(ToShard):
 # --- shard -> learner -----------------------------------------------------------------------------
 
 
-class ToLearner(Frozen):
+class ToLearner(OnWire):
   """A message of a shard to one incarnation of a learner, which ignores those to earlier ones."""
 
   shard: Count
@@ -221,7 +224,7 @@ class Rejection(ToLearner):
 # A buddy holds a copy of the newest commit of every fragment of its neighbour.
 
 
-class BetweenShards(Frozen):
+class BetweenShards(OnWire):
   """A message of a shard to another one."""
 
   shard: Count  # the sender
@@ -271,83 +274,57 @@ class Recovered(BetweenShards):
 
 
 Message = ToShard | ToLearner | BetweenShards
-KINDS: Mapping[str, type] = {
-  kind.__name__: kind for family in typing.get_args(Message) for kind in family.__subclasses__()
-}
+KINDS: Sequence[type] = [
+  kind for family in typing.get_args(Message) for kind in family.__subclasses__()
+]
 # All other messages are control and never queue behind these.
-BULK = tuple(kind for kind in KINDS.values() if hasattr(kind, "payload"))
+BULK = tuple(kind for kind in KINDS if hasattr(kind, "payload"))
 
 
 # --- on the wire ----------------------------------------------------------------------------------
 
-WIRE_FORMAT = 8
+WIRE_FORMAT = 9
 CHECKSUM_BYTES = 4  # at the end of every header
 MAX_HEADER_BYTES = 1 << 20
 Parts = Annotated[list[msgspec.Raw], Meta(max_length=64)]  # values as their encoded bytes
 _REFUSED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # no text; nested too deeply
-_KIND_AND_FIELDS = msgpack.Decoder(tuple[Text, msgspec.Raw])
 
 
 class MalformedMessage(ValueError):
   """A frame that is not exactly what this protocol sends; the text says what is wrong."""
 
 
-class Schema:
-  """Dataclasses as msgpack lists [kind, [fields...]], each field as its type hint says.
+def exactly(kinds: Any) -> Callable[[bytes], Any]:
+  """A decoder of these classes, a union, which takes only what `msgpack.encode` makes of them.
 
-  Each value has one encoding only: accepted bytes are those that encoding the value gives again, so
-  an integer is never taken for a float. A `payload` is not in the list, it travels beside it.
+  So each value has one encoding only, and an integer is never taken for a float. The decoder raises
+  `MalformedMessage`, whose text names the field.
   """
+  decoder = msgpack.Decoder(kinds)
 
-  def __init__(self, kinds: Iterable[type]):
-    self._kinds: dict[str, tuple[type, Sequence[str], msgpack.Decoder]] = {}
-    for kind in kinds:
-      hints = typing.get_type_hints(kind, include_extras=True)
-      hints.pop("payload", None)
-      decoder = msgpack.Decoder(types.GenericAlias(tuple, tuple(hints.values())))
-      self._kinds[kind.__name__] = kind, tuple(hints), decoder
-
-  def encode(self, value: Any) -> bytes:
-    """The list of a value of one of the kinds."""
-    name = type(value).__name__
-    return msgpack.encode((name, [getattr(value, field) for field in self._kinds[name][1]]))
-
-  def decode(self, data: bytes) -> tuple[type, tuple[Any, ...]]:
-    """(kind, fields) of a list.
-
-    Raises:
-      MalformedMessage: an unknown kind, or a field of wrong type or range; the text names it.
-    """
+  def decode(data: bytes) -> Any:
     try:
-      name, fields = _KIND_AND_FIELDS.decode(data)
+      value = decoder.decode(data)
     except _REFUSED as error:
-      raise MalformedMessage(f"not a msgpack list of kind and fields: {error}") from error
-    if name not in self._kinds:
-      raise MalformedMessage(f"unknown kind {reprlib.repr(name)}")
-    kind, names, decoder = self._kinds[name]
-    try:
-      values = decoder.decode(fields)
-    except _REFUSED as error:
-      raise MalformedMessage(f"{name} is not valid: {_named(str(error), names)}") from error
-    if msgpack.encode((name, values)) != data:
-      parts = msgpack.decode(fields, type=list[msgspec.Raw])
-      odd = [n for n, v, part in zip(names, values, parts) if msgpack.encode(v) != bytes(part)]
-      raise MalformedMessage(f"{name} has fields {odd} of another type, or written in another way")
-    return kind, values
+      raise MalformedMessage(f"is not valid: {error}") from error
+    if (again := msgpack.encode(value)) != data:
+      said, meant = (msgpack.decode(each, type=dict[str, msgspec.Raw]) for each in (data, again))
+      odd = [f"`{name}`" for name in said if said[name] != meant.get(name)]
+      what = f"{type(value).__name__}: {', '.join(odd) or 'it'}"
+      raise MalformedMessage(f"{what} is of another type, or written in another way")
+    return value
+
+  return decode
 
 
-def _named(text: str, names: Sequence[str]) -> str:
-  """msgspec's text about a list, with the field's name for its place in the list."""
-  return re.sub(r"`\$\[(\d+)\]", lambda found: f"`{names[int(found[1])]}", text)
-
-
-_SCHEMA = Schema(KINDS.values())
+_decode = exactly(typing.Union[tuple(KINDS)])  # noqa: UP007
 
 
 def encode(message: Message, run_id: str, plan_id: str) -> tuple[bytes, Payload]:
   """(header, payload) of a message; the payload is not copied."""
-  header = with_checksum(envelope(run_id, plan_id) + _SCHEMA.encode(message))
-  return header, getattr(message, "payload", None)
+  payload = getattr(message, "payload", None)
+  bare = message if payload is None else replace(message, payload=None)
+  return with_checksum(envelope(run_id, plan_id) + msgpack.encode(bare)), payload
 
 
 def with_checksum(body: bytes) -> bytes:
@@ -372,11 +349,11 @@ def decode(header: bytes, payload: Payload, run_id: str, plan_id: str) -> Messag
     raise MalformedMessage("header is damaged: its CRC-32 does not fit")
   if not body.startswith(start):
     raise MalformedMessage(_stranger(body, run_id, plan_id))
-  kind, values = _SCHEMA.decode(body[len(start) :])
-  if (kind in BULK) != (payload is not None):
-    wrong = "without its payload" if kind in BULK else "carries no payload"
-    raise MalformedMessage(f"{kind.__name__} {wrong}")
-  return kind(*values) if payload is None else kind(*values, payload)
+  message = _decode(body[len(start) :])
+  if isinstance(message, BULK) != (payload is not None):
+    wrong = "without its payload" if payload is None else "carries no payload"
+    raise MalformedMessage(f"{type(message).__name__} {wrong}")
+  return message if payload is None else replace(message, payload=payload)
 
 
 @functools.lru_cache(maxsize=16)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
@@ -53,7 +52,7 @@ def clock_violations(snapshot: Mapping[int, VectorClock]) -> list[tuple[int, int
 
 
 class _State:
-  """What the states of a learner and of a shard have in common; both are dataclasses."""
+  """What the states of a learner and of a shard have in common."""
 
   fragments: Any
   vector_clock: Any
@@ -70,11 +69,6 @@ class _State:
 
 
 # --- a learner ------------------------------------------------------------------------------------
-
-
-def _empty() -> Any:
-  """A field that is an empty mapping at first."""
-  return dataclasses.field(default_factory=dict)
 
 
 class Outstanding(Frozen):
@@ -139,7 +133,7 @@ class LearnerState(_State, Frozen):
   waited_seconds: float = 0.0  # how long the newest publish waited for the end of a step
   idle_seconds: float = 0.0  # `waited_seconds`, and its second wait, after it was staged
   snapshot: int = 0  # the newest heard of; my state is captured for it
-  vector_clock: VectorClock = _empty()
+  vector_clock: VectorClock = {}
   donor_seconds: float = 0.0  # how long it waits for a peer's moments when it joins
   wants: tuple[int, ...] = ()  # fragments whose moments it still waits for
   staging: tuple[int, ...] = ()  # of these, fragments whose moments are here and being staged
@@ -223,11 +217,11 @@ class Round(Frozen):
   deadline: float  # when to look at the round again even if no message comes for it
   pulls: int = 1
   measuring: tuple[int, ...] = ()  # answered, and their pushes are being measured
-  pushes: Mapping[int, messages.Push] = _empty()  # accepted, without payload
-  norms: Mapping[int, float] = _empty()
+  pushes: Mapping[int, messages.Push] = {}  # accepted, without payload
+  norms: Mapping[int, float] = {}
   # Inner products of two accepted pushes, the smaller learner first; where directions count.
-  products: Mapping[tuple[int, int], float] = _empty()
-  rejected: Mapping[int, str] = _empty()
+  products: Mapping[tuple[int, int], float] = {}
+  rejected: Mapping[int, str] = {}
   quorum_at: float | None = None
   reason: str = ""
 
@@ -238,8 +232,8 @@ class FragmentState(Frozen):
   index: int
   version: int = 0
   merged_tokens: int = 0
-  merged_rounds: Mapping[int, int] = _empty()  # learner -> last round
-  merged_global_steps: Mapping[int, int] = _empty()  # learner -> global step as that round began
+  merged_rounds: Mapping[int, int] = {}  # learner -> last round
+  merged_global_steps: Mapping[int, int] = {}  # learner -> global step as that round began
   last_round: int = -1
   global_step: int = 0  # when the last round began
   participants: tuple[int, ...] = ()
@@ -279,31 +273,31 @@ class SyncerState(_State, Frozen):
   target_tokens: int  # a fragment that has merged so many is complete
   step_tokens: int = 0  # of the largest step of any learner; 0: not known
   first_round: int = 0  # smaller rounds are not of this run
-  members: Mapping[int, Member] = _empty()
+  members: Mapping[int, Member] = {}
   global_step: int = 0
   beliefs: Beliefs = Beliefs(reach_at=0.0)
   rounds: int = 0  # started in this incarnation
   snapshot: int = 0  # the newest heard of or begun; my state is captured for it
   saving: bool = False  # this snapshot is not committed or given up yet; shard 0 waits for that
-  vector_clock: VectorClock = _empty()
+  vector_clock: VectorClock = {}
   # fragment -> rounds up to this one are part of its value here, or their loss is logged
-  known_rounds: Mapping[int, int] = _empty()
+  known_rounds: Mapping[int, int] = {}
   # Until then no round begins unless all awaited learners are here: they may have newer values.
   recovery_deadline: float = -math.inf
   planned_learners: int = 0  # awaited until then by a shard that knew no learner
   silent_at: float = math.inf  # no member is lost to silence before this time
   dirty: tuple[int, ...] = ()  # positions of fragments whose round may start or end now
   # learner -> fragments whose moments it waits for
-  asking: Mapping[int, tuple[int, ...]] = _empty()
-  held_at: Mapping[int, float] = _empty()  # fragment -> when a publish last waited for the buddy
+  asking: Mapping[int, tuple[int, ...]] = {}
+  held_at: Mapping[int, float] = {}  # fragment -> when a publish last waited for the buddy
   donation: MomentTransfer | None = None  # under way; one at a time
   passes_moments: bool = True  # learners of this run may ask for a peer's moments
-  passed_on: Times = _empty()  # moments of a fragment that learners got
-  donors_asked: Mapping[int, int] = _empty()  # donor -> how often it was asked
-  farewells: Times = _empty()  # pushes that were merged while their learners were leaving
-  value_requests: Mapping[tuple[int, int], ValueRequest] = _empty()  # by fragment and learner
+  passed_on: Times = {}  # moments of a fragment that learners got
+  donors_asked: Mapping[int, int] = {}  # donor -> how often it was asked
+  farewells: Times = {}  # pushes that were merged while their learners were leaving
+  value_requests: Mapping[tuple[int, int], ValueRequest] = {}  # by fragment and learner
   # learner -> its updates in a row that opposed all others; outlives the learner's incarnations
-  opposed: Mapping[int, int] = _empty()
+  opposed: Mapping[int, int] = {}
   delivery_seconds: float = 0.0  # smoothed over all members: from sending a version to its report
   quorum_seconds: float = 0.0  # smoothed, from pull to quorum
   awake_since: float = -math.inf  # this shard's process has not stood still since then

@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from ddiloco.chaos import Faults
@@ -196,7 +195,7 @@ class Exchange(WorkingRole):
         case events.Joined():
           self._made = {}
           seconds = self.time.now() - self._started_at
-          self.recorder.record(msgspec.structs.replace(action, seconds=round(seconds, 3)))
+          self.recorder.record(replace(action, seconds=round(seconds, 3)))
         case events.Apply():
           self._apply(action)
         case events.Event():

@@ -15,8 +15,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-import msgspec
-
 from ddiloco.chaos import Faults
 from ddiloco.checkpoint.buddy import Replication, Sealer
 from ddiloco.checkpoint.restore import syncer_part
@@ -267,7 +265,7 @@ class Syncer(WorkingRole):
     p, (merged, seconds) = what.fragment, result
     self.store.save(self.committed[p])
     self.recorder.record(
-      msgspec.structs.replace(
+      replace(
         self._lines.popleft(),
         weights={m: round(float(w), 6) for m, w in zip(what.learners, merged.weights)},
         step_tokens=tuple(self.config.tokens_per_step(m) for m in what.learners),
@@ -363,4 +361,4 @@ class Syncer(WorkingRole):
       self._ignored[key] = (said_at, times + 1)
     else:
       self._ignored[key] = (now, 0)
-      self.recorder.record(msgspec.structs.replace(event, times=times + 1))
+      self.recorder.record(replace(event, times=times + 1))

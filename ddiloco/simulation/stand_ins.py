@@ -20,7 +20,7 @@ from ddiloco.core.fragments import Fragment, Piece, Plan
 from ddiloco.protocol.actions import Commit, InstallValue, Received
 from ddiloco.protocol.messages import INITIAL, NOTHING, Publish, Push, Replica, Value
 from ddiloco.protocol.states import FragmentState
-from ddiloco.protocol.values import replace
+from ddiloco.protocol.values import Frozen, replace
 from ddiloco.simulation import bandwidth
 from ddiloco.simulation.bandwidth import F32_BYTES
 
@@ -31,8 +31,7 @@ DIGEST_BYTES = 32
 MADE_VECTORS = 2  # that an initial value touches: written, and read for its digest
 
 
-@dataclasses.dataclass(frozen=True)
-class Sized:
+class Sized(Frozen, weakref=True):
   """Stands for a vector, or a payload, of `nbytes` bytes."""
 
   nbytes: int
@@ -40,7 +39,7 @@ class Sized:
 
   def view(self, dtype: Any) -> Sized:
     """Its bytes."""
-    return dataclasses.replace(self)
+    return replace(self)
 
 
 def plan_of(sizes: Sequence[int]) -> Plan:

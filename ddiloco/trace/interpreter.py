@@ -8,22 +8,20 @@ violation becomes a problem of the `Proof`, and the trace is performed to its en
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ddiloco.protocol import events
 from ddiloco.protocol.events import parse_role
-from ddiloco.protocol.values import replace
+from ddiloco.protocol.values import Frozen, replace
 from ddiloco.trace import operations as ops
 from ddiloco.trace.operations import INITIAL, Entry, Key, Trace, round_name
 
 # --- Values that move between roles ---------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Pushed:
+class Pushed(Frozen):
   """A learner's push for a round: its steps since a base."""
 
   learner: int
@@ -35,8 +33,7 @@ class Pushed:
   content: Any  # the algebra's
 
 
-@dataclasses.dataclass(frozen=True)
-class Version:
+class Version(Frozen):
   """A fragment's value: its base and the pushes that were merged into it."""
 
   fragment: int
@@ -164,8 +161,7 @@ class TraceRole:
     raise NotImplementedError
 
 
-@dataclasses.dataclass(frozen=True)
-class Held:
+class Held(Frozen):
   """A learner's state of one fragment."""
 
   round: int = INITIAL - 1  # nothing yet

@@ -29,6 +29,7 @@ from ddiloco.core.delta import Committed, Deltas, new_fragment
 from ddiloco.core.fragments import Plan, gather
 from ddiloco.protocol import actions, events
 from ddiloco.protocol.events import parse_role
+from ddiloco.protocol.values import replace
 from ddiloco.roles import initial
 from ddiloco.trace.check import check
 from ddiloco.trace.interpreter import (
@@ -203,10 +204,10 @@ class ShardArrays(ShardAlgebra):
   def own(self, op: events.Owns, version: Version, momentum: Version | None) -> Committed:
     found: Committed = version.content
     if not op.exact:
-      found = dataclasses.replace(found, value=found.published_value)
+      found = replace(found, value=found.published_value)
     if op.momentum_round != op.round:
       older = None if momentum is None else momentum.content.momentum
-      found = dataclasses.replace(found, value=found.published_value, momentum=older)
+      found = replace(found, value=found.published_value, momentum=older)
     self.newest[op.fragment] = found
     return found
 
@@ -229,8 +230,8 @@ class ShardArrays(ShardAlgebra):
       step_tokens=entry.operation.step_tokens,  # a resumed run may have another batch size
     )
     found, *_ = delta.commit(fragment, base.content, arrivals, what, self._config)
-    state = dataclasses.replace(found.state, merged_tokens=new.merged_tokens)
-    found = dataclasses.replace(found, state=state)
+    state = replace(found.state, merged_tokens=new.merged_tokens)
+    found = replace(found, state=state)
     self.newest[new.fragment] = found
     return found
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 
@@ -75,7 +73,7 @@ class Outbox:
 
 def received(message: Replica) -> Replica:
   """As out of a frame: read only, and nobody's memory but its own."""
-  return dataclasses.replace(message, payload=memoryview(np.asarray(message.payload).tobytes()))
+  return replace(message, payload=memoryview(np.asarray(message.payload).tobytes()))
 
 
 @pytest.mark.parametrize("published_value", [True, False])
@@ -83,7 +81,7 @@ def received(message: Replica) -> Replica:
 def test_a_commit_survives_the_way_bit_by_bit(published_value, momentum):
   before = committed(1, 5, published_value=published_value, momentum=momentum)
   after = committed_of(unpack(received(pack(before, shard=1, incarnation=9)), PLAN))
-  expected = dataclasses.replace(before, value=before.published_value)
+  expected = replace(before, value=before.published_value)
   assert bits(after) == bits(expected), "what learners have is what it goes on from"
   assert after.value is after.published_value, "no second copy of the same values"
 
@@ -110,8 +108,8 @@ def change(before: Committed, name: str, seed: int) -> tuple[Committed, Replica]
   new, update = passes.step(total, ones, old, optimizer, name)
   after = Committed(state, new.value, new.published_value, new.momentum)
   sent = update or Encoded("f32", codec.encode(new.published_value, "f32"))
-  said = dataclasses.replace(header(after, 0, 9), base_round=last, codec=sent.codec)
-  return after, dataclasses.replace(said, payload=sent.payload)
+  said = replace(header(after, 0, 9), base_round=last, codec=sent.codec)
+  return after, replace(said, payload=sent.payload)
 
 
 @pytest.mark.parametrize("name", codec.CODECS)
@@ -128,7 +126,7 @@ def test_a_buddy_that_gets_what_learners_get_has_value_and_momentum_bit_by_bit(n
     assert box.take()[-1] == ("syncer-0", Replicated(1, 50, 1, newest.state.last_round, True))
   keep(copies, Recover(0, 10))
   [(_, whole), _] = box.take()
-  expected = dataclasses.replace(newest, value=newest.published_value)
+  expected = replace(newest, value=newest.published_value)
   assert bits(committed_of(unpack(received(whole), PLAN))) == bits(expected)
 
 
@@ -140,7 +138,7 @@ def test_a_value_of_a_later_round_replaces_a_copy_of_a_greater_version():
   box = Outbox()
   copies = copies_of(box)
   old, newer = committed(1, 8), committed(1, 4, seed=1)
-  newer = dataclasses.replace(newer, state=replace(newer.state, last_round=(1 << 50) + 100))
+  newer = replace(newer, state=replace(newer.state, last_round=(1 << 50) + 100))
   for each in (old, newer, old):  # the last one comes again, late
     keep(copies, pack(each, 0, 9))
   assert given_back(copies, box, 0, 10) == {1: 4}
@@ -153,9 +151,9 @@ def test_a_change_does_not_continue_the_copy_of_the_life_before():
   first = committed(1, 5)
   first.value[0] = first.published_value[0] = 0
   keep(copies, pack(first, 0, 9))
-  second, message = change(dataclasses.replace(first, momentum=first.momentum * 0), "int8", 0)
+  second, message = change(replace(first, momentum=first.momentum * 0), "int8", 0)
   box.take()
-  keep(copies, dataclasses.replace(message, incarnation=10))  # its first copy, whole, was lost
+  keep(copies, replace(message, incarnation=10))  # its first copy, whole, was lost
   assert box.take() == [("syncer-0", Replicated(1, 50, 1, round_of(6), False))]
   keep(copies, pack(second, 0, 10))
   assert given_back(copies, box, 0, 11) == {1: 6}
@@ -170,7 +168,7 @@ def test_a_change_of_what_a_buddy_does_not_have_is_not_kept():
   keep(copies, message)
   assert box.take() == [("syncer-0", Replicated(1, 50, 1, round_of(6), False))]
   keep(copies, pack(first, 0, 9))
-  keep(copies, dataclasses.replace(message, payload=message.payload[:-1]))
+  keep(copies, replace(message, payload=message.payload[:-1]))
   _, third = change(second, "int8", 1)
   keep(copies, third)
   assert [m.kept for _, m in box.take()] == [True, False, False]
@@ -195,7 +193,7 @@ def test_a_change_of_what_a_buddy_does_not_have_is_not_kept():
 )
 def test_what_cannot_be_a_commit_of_this_plan_is_none(wrong):
   assert PLAN.sizes[0] != PLAN.sizes[1]
-  assert unpack(dataclasses.replace(pack(committed(1, 5), 1, 9), **wrong), PLAN) is None
+  assert unpack(replace(pack(committed(1, 5), 1, 9), **wrong), PLAN) is None
 
 
 # --- the buddy ------------------------------------------------------------------------------------
@@ -260,7 +258,7 @@ def test_nobody_replaces_the_fragments_of_another_shard():
   box = Outbox()
   copies = copies_of(box)
   keep(copies, pack(committed(1, 7), 0, 9))
-  keep(copies, dataclasses.replace(pack(committed(1, 8), 0, 9), shard=2))
+  keep(copies, replace(pack(committed(1, 8), 0, 9), shard=2))
   assert box.take() == [("syncer-0", Replicated(1, 50, 1, round_of(7), True))]
   assert given_back(copies, box, 0, 10) == {1: 7}
 
@@ -361,7 +359,7 @@ def test_a_version_number_that_comes_twice_is_confirmed_by_its_own_copy_alone():
   owner.side.begin([committed(0, 9)])
   for version, made_in in ((8, round_of(100)), (9, round_of(101))):
     c = committed(0, version)
-    owner.side.committed(dataclasses.replace(c, state=replace(c.state, last_round=made_in)))
+    owner.side.committed(replace(c, state=replace(c.state, last_round=made_in)))
     owner.side.when_safe(0, lambda version=version: owner.done.append(version))
   owner.confirm(0, 9)
   assert owner.done == [] and owner.side.missing() == [0], "only this process has the second"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 
@@ -13,6 +12,7 @@ from ddiloco.config import Config, SyncConfig
 from ddiloco.core.delta import Committed
 from ddiloco.network.transport import Counters, Hub, syncer_address
 from ddiloco.protocol.messages import Recover, Recovered, Replica
+from ddiloco.protocol.values import replace
 from tests import says
 from tests.checkpoint.test_buddy import CONFIG, PLAN, Outbox, committed, keep, round_of
 from tests.network.net import Net
@@ -109,7 +109,7 @@ class Given:
 
 
 def back(c: Committed, shard: int = 1, owner: int = 0) -> Replica:
-  return dataclasses.replace(pack(c, owner, 9), shard=shard, incarnation=50)
+  return replace(pack(c, owner, 9), shard=shard, incarnation=50)
 
 
 def held(*copies: tuple[int, int]) -> Recovered:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 
 import numpy as np
@@ -13,6 +12,7 @@ from ddiloco.core import codec
 from ddiloco.core.delta import MemoryStore, new_fragment
 from ddiloco.protocol.actions import Tick
 from ddiloco.protocol.messages import Publish, RequestValue, Value
+from ddiloco.protocol.values import replace
 from ddiloco.runtime import drive
 from tests import says
 from tests.roles.test_syncer import Shard, deltas
@@ -52,7 +52,7 @@ def value_of(publish: Publish, held: np.ndarray, learner: int = 0, **changes) ->
     learner, 0, publish.fragment, publish.version, publish.round, publish.merged_tokens,
     publish.participants, publish.merged_rounds, 0, 0, publish.seal, codec.encode(held, "f32"),
   )  # fmt: skip
-  return dataclasses.replace(true, **changes)
+  return replace(true, **changes)
 
 
 def reborn(shard: Shard) -> Shard:
@@ -117,7 +117,7 @@ def test_weights_of_a_learners_choice_are_refused(lost):
 def test_a_value_that_another_key_has_sealed_is_refused(lost):
   again, sent, held = lost
   forged = value_of(sent, held)
-  forged = dataclasses.replace(forged, seal=seal(b"mine", "run", "plan", forged, held))
+  forged = replace(forged, seal=seal(b"mine", "run", "plan", forged, held))
   again.hear(forged)
   assert again.store.load(0).state.version == 0
 
@@ -130,8 +130,8 @@ def test_a_seal_is_of_one_run_and_one_fragment():
   others = [
     seal(SECRET, "another", "plan", of, value),
     seal(SECRET, "run", "another", of, value),
-    seal(SECRET, "run", "plan", dataclasses.replace(of, fragment=1), value),
-    seal(SECRET, "run", "plan", dataclasses.replace(of, round=8), value),
+    seal(SECRET, "run", "plan", replace(of, fragment=1), value),
+    seal(SECRET, "run", "plan", replace(of, round=8), value),
     seal(SECRET, "run", "plan", of, -value),
   ]
   assert len({one, *others}) == 6

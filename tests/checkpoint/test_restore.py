@@ -26,7 +26,7 @@ from ddiloco.core.delta import Committed, MemoryStore
 from ddiloco.core.fragments import owned_by
 from ddiloco.protocol import learner, rules, states
 from ddiloco.protocol.states import FragmentState, LearnerState
-from ddiloco.protocol.values import from_json
+from ddiloco.protocol.values import from_json, replace
 from ddiloco.roles import initial
 from tests.roles import toy
 
@@ -74,7 +74,7 @@ def save_shard(storage, snapshot, shard, shards, global_step=0, **kinds):
       arrays[f"{p}/momentum"] = each.momentum
   config = dataclasses.replace(CONFIG, sync=dataclasses.replace(CONFIG.sync, num_shards=shards))
   state = new_syncer(config, shard, snapshot, store)
-  state = dataclasses.replace(
+  state = replace(
     state,
     global_step=global_step,
     vector_clock={**state.vector_clock, 0: 50 + shard, 1: 60 - shard},
@@ -158,7 +158,7 @@ def test_what_its_buddy_had_newer_keeps_its_place_in_the_run(storage):
   store.save(committed(0, 5))  # captured for snapshot 5 by then
   store.save(restored.fragments[2])
   fresh = new_syncer(CONFIG, 0, 777, store)
-  fresh = dataclasses.replace(fresh, global_step=57)
+  fresh = replace(fresh, global_step=57)
   state = restored.resume(fresh)
   assert (state.global_step, state.snapshot) == (57, 5), "snapshot 4 is not captured again"
 
@@ -302,7 +302,7 @@ def save_learner(storage, snapshot=3, number=1, change=lambda state: state, lose
   for position in range(4):
     island.step(np.full((1, 2), position), position)
   state = learner.init(number, 2, (0, 1, 0, 1), 1)
-  state = dataclasses.replace(state, global_step=40, step=4, trained_tokens=4)
+  state = replace(state, global_step=40, step=4, trained_tokens=4)
   arrays = {**island.capture(), "base/2": np.arange(3, dtype=np.float32)}
   kept = {name: value for name, value in arrays.items() if name not in lose}
   storage.save(snapshot, f"learner-{number}", 2, change(learner_part(state, 44)), kept)
@@ -395,9 +395,7 @@ def test_random_states_of_a_learner_survive_a_part(storage):
   print(f"seed {seed}")
   state = learner.init(1, 2, (0, 1, 0, 1), 1)
   rng = random.Random(seed)
-  state = dataclasses.replace(
-    state, step_seconds=rng.random(), vector_clock={1: rng.randrange(2**60), -2: 5}
-  )
+  state = replace(state, step_seconds=rng.random(), vector_clock={1: rng.randrange(2**60), -2: 5})
   storage.save(1, "learner-1", 2, learner_part(state, rng.randrange(2**50)), {})
   part = storage.load(1, "learner-1")
   assert from_json(LearnerState, part.state["learner"]) == state

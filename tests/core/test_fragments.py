@@ -1,4 +1,3 @@
-import dataclasses
 import itertools
 import math
 
@@ -10,6 +9,7 @@ from hypothesis import strategies as st
 from ddiloco.config import ConfigError, SyncConfig
 from ddiloco.core import fragments
 from ddiloco.core.fragments import Piece, TensorSpec
+from ddiloco.protocol.values import replace
 
 POLICIES = ("balanced", "layer", "tensor", "strided")
 MODEL = (
@@ -180,7 +180,7 @@ def test_layer_policy_without_layers_is_refused():
 def test_plan_id_is_stable_and_covers_the_content():
   plan = fragments.make_plan(MODEL, sync())
   again = fragments.make_plan(
-    [dataclasses.replace(s, shape=tuple(np.int64(n) for n in s.shape)) for s in MODEL], sync()
+    [replace(s, shape=tuple(np.int64(n) for n in s.shape)) for s in MODEL], sync()
   )
   assert plan.plan_id == again.plan_id == "bf368da7c6cee1ed"
   others = [

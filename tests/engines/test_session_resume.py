@@ -23,6 +23,7 @@ from ddiloco.engines.processes import ProcessesEngine
 from ddiloco.observe.eventlog import newest_event, read_events
 from ddiloco.protocol import events, syncer
 from ddiloco.protocol.states import FragmentState, Round, SyncerState
+from ddiloco.protocol.values import replace
 from ddiloco.roles import initial
 from ddiloco.training import data
 from ddiloco.workdir import claim
@@ -310,7 +311,7 @@ def shard(*fragments) -> SyncerState:
   """Of (fragment, version, whether a round is under way)."""
   under_way = Round(7, 0.0, (0,), 0.1, 0.0, 0, 0.0, 1.0)
   states = (FragmentState(p, v, round=under_way if going else None) for p, v, going in fragments)
-  return dataclasses.replace(syncer.init(0, 1, (), SyncConfig(), 100), fragments=tuple(states))
+  return replace(syncer.init(0, 1, (), SyncConfig(), 100), fragments=tuple(states))
 
 
 def test_a_shard_with_nothing_asks_and_waits_but_begins_no_round_from_nothing():

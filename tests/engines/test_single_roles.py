@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import signal
@@ -26,6 +25,7 @@ from ddiloco.engines.single_roles import run_syncer
 from ddiloco.network.peers import seconds_since_2020
 from ddiloco.protocol import learner
 from ddiloco.protocol.states import FragmentState
+from ddiloco.protocol.values import replace
 from ddiloco.roles import initial
 from ddiloco.training import data
 from tests.engines.real import PATIENCE_SECONDS, events_of, start, tiny, wait_for
@@ -37,10 +37,10 @@ UP = {"syncer-0": {"state": "up"}, "syncer-1": {"state": "up"}}
 def state(versions=(0, 0, 0, 0), tokens=0, merged=0):
   fresh = learner.init(3, 5, (0, 1, 0, 1), CONFIG.run.total_tokens)
   fragments = tuple(
-    dataclasses.replace(f, version=v, fresh=v >= 0, tokens=tokens, merged_tokens=merged)
+    replace(f, version=v, fresh=v >= 0, tokens=tokens, merged_tokens=merged)
     for f, v in zip(fresh.fragments, versions)
   )
-  return dataclasses.replace(fresh, fragments=fragments, trained_tokens=100)
+  return replace(fresh, fragments=fragments, trained_tokens=100)
 
 
 def test_what_a_joining_role_waits_for():
@@ -51,10 +51,10 @@ def test_what_a_joining_role_waits_for():
   waits = single_roles._joining(state((0, -1, 0, -1)), links, CONFIG)
   assert waits == "syncer-1 is refused (its key is not listed)"
   assert single_roles._joining(state(), links, CONFIG) == "", "once joined it goes on without"
-  stale = tuple(dataclasses.replace(f, fresh=False) for f in state().fragments)
-  back = dataclasses.replace(state(), fragments=stale)
+  stale = tuple(replace(f, fresh=False) for f in state().fragments)
+  back = replace(state(), fragments=stale)
   assert single_roles._joining(back, UP, CONFIG).startswith("is back; 0 of 4 fragments")
-  waits = single_roles._joining(dataclasses.replace(state(), wants=(1, 3)), UP, CONFIG)
+  waits = single_roles._joining(replace(state(), wants=(1, 3)), UP, CONFIG)
   assert waits == "waits for a peer's moments of fragments [1, 3]"
 
 
@@ -94,7 +94,7 @@ def test_places_that_cannot_work(tmp_path):
   with pytest.raises(ConfigError, match=r"names 1 shards, the config has sync.num_shards = 2"):
     single_roles.run_learner(CONFIG, 0, place)
   with pytest.raises(ConfigError, match=r"--shard=2: .*Fix: use 0 to 1"):
-    run_syncer(CONFIG, 2, dataclasses.replace(place, syncers=place.syncers * 2))
+    run_syncer(CONFIG, 2, replace(place, syncers=place.syncers * 2))
   assert not (tmp_path / "run").exists()
 
 

@@ -18,6 +18,7 @@ from ddiloco.engines.role_spec import RoleSpec
 from ddiloco.network.peers import seconds_since_2020
 from ddiloco.network.webserver import START_SECONDS, Health
 from ddiloco.protocol.messages import Recovered
+from ddiloco.protocol.values import replace
 from tests.checkpoint import test_restore
 from tests.checkpoint.test_restore import PLAN, assert_same, committed
 
@@ -81,7 +82,7 @@ def test_a_snapshot_of_what_the_buddy_has_is_not_taken_again(runner, storage, mo
   """The copies were made before it was taken, and have an older one's number."""
   test_restore.save_shards(storage, 3)
   made = (committed(p, 3) for p in OWNED)
-  before = [dataclasses.replace(c, state=dataclasses.replace(c.state, snapshot=2)) for c in made]
+  before = [replace(c, state=replace(c.state, snapshot=2)) for c in made]
   _, state = begin(runner, {c.state.index: c for c in before}, monkeypatch)
   assert state.snapshot == 3 and runner.lines == []
 
@@ -131,7 +132,7 @@ def test_a_shard_that_asked_its_buddy_has_still_not_begun(runner):
 def test_silence_ends_the_asking_and_not_the_time_that_copies_take(runner):
   network = dataclasses.replace(CONFIG.network, silence_seconds=1.0)
   runner.config = dataclasses.replace(CONFIG, network=network)
-  held = [dataclasses.replace(pack(committed(p, 3), 0, 9), shard=1) for p in range(4)]
+  held = [replace(pack(committed(p, 3), 0, 9), shard=1) for p in range(4)]
   rounds = tuple(each.last_round for each in held)
   listed = Recovered(1, 50, runner.incarnation, tuple(range(4)), rounds)
   assert ask(runner, Trickling(0.4, *held, listed)).keys() == set(range(4)), "2 s in all"

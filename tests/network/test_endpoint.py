@@ -18,6 +18,7 @@ from ddiloco.network.peers import MAX_QUEUED, Peer, objection, seconds_since_202
 from ddiloco.network.transport import RunIdentity
 from ddiloco.protocol import messages
 from ddiloco.protocol.messages import Goodbye, Push, RequestMoments
+from ddiloco.protocol.values import replace
 from tests import says
 from tests.network.net import QUICK, Net, hello, push
 
@@ -63,7 +64,7 @@ def test_why_greetings_are_refused():
     ({"plan_id": "b"}, None, "other settings"),
     ({"incarnation": ahead}, None, "clock"),
   ]:
-    assert words in objection(run, dataclasses.replace(good, **changes), owner)
+    assert words in objection(run, replace(good, **changes), owner)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +237,7 @@ def test_two_shards_that_dial_each_other(net):
   sender, message, _ = b.receive(SECONDS)
   assert sender == "syncer-0"
   assert bytes(message.payload) == bytes(range(100))
-  b.send("syncer-0", dataclasses.replace(publish, shard=1))
+  b.send("syncer-0", replace(publish, shard=1))
   assert a.receive(SECONDS)[0] == "syncer-1"
 
 

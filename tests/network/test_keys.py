@@ -1,7 +1,6 @@
 """Only who has a listed key gets in, under its owner's address; everybody else is counted."""
 
 import contextlib
-import dataclasses
 import errno
 import os
 import random
@@ -18,6 +17,7 @@ import pytest
 from ddiloco.checks import ConfigError
 from ddiloco.network import frames, keys
 from ddiloco.network.keys import Keys, make_keys, public_file, require_keys, secret_file
+from ddiloco.protocol.values import replace
 from tests import says
 
 SECONDS = 20  # until a test gives up on an event
@@ -525,7 +525,7 @@ def test_a_connection_for_fragments_must_show_its_sessions_key(net):
   shard, learner = net.connect("syncer-0"), net.connect("learner-0")
   context = context_of(net.folder, "learner-1", net.keys("syncer-0").public)
   for address in ("learner-0", "learner-1"):
-    greeting = dataclasses.replace(learner._greeting, address=address, stream=0)
+    greeting = replace(learner._greeting, address=address, stream=0)
     assert shake_hands(net, context, frames.encode(greeting)) == b""
   net.wait_until(lambda: shard.counters.refused == 2)
 

@@ -1,6 +1,5 @@
 """The contract of every transport; a new one only adds itself to `TRANSPORTS`."""
 
-import dataclasses
 import threading
 import time
 
@@ -10,6 +9,7 @@ import pytest
 from ddiloco.network.transport import MAX_CONTROL, Hub
 from ddiloco.protocol import messages
 from ddiloco.protocol.messages import Goodbye, Pull, Push, RequestMoments
+from ddiloco.protocol.values import replace
 from tests import says
 from tests.network.net import Net
 
@@ -156,7 +156,7 @@ def test_who_sends_without_end_holds_up_nobody_else(hub):
   for number in range(20 * MAX_CONTROL):
     flood.send("syncer-0", RequestMoments(0, 0, (number,)))
   other.send("syncer-0", RequestMoments(1, 0, (7,)))
-  other.send("syncer-0", dataclasses.replace(push(7), learner=1))
+  other.send("syncer-0", replace(push(7), learner=1))
   if isinstance(hub, Net):
     hub.wait_until(lambda: "learner-1" in shard._waiting_control and shard._waiting_bulk)
   assert shard.waiting <= MAX_CONTROL + 2

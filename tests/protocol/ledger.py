@@ -10,7 +10,6 @@ them.
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Mapping
 
 from ddiloco.config import SyncConfig
@@ -18,14 +17,13 @@ from ddiloco.protocol import events
 from ddiloco.protocol.actions import Commit, InstallValue
 from ddiloco.protocol.messages import INITIAL, NOTHING, Publish, Push
 from ddiloco.protocol.states import FragmentState
-from ddiloco.protocol.values import replace
+from ddiloco.protocol.values import Frozen, replace
 
 Step = tuple[int, int, int]  # learner, incarnation, number
 Steps = tuple[Step, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Delta:
+class Delta(Frozen):
   """The payload of a push: these steps, as a change of the value that round `base` made."""
 
   steps: Steps
@@ -33,8 +31,7 @@ class Delta:
   factor: float = 1.0  # what poisons it
 
 
-@dataclasses.dataclass(frozen=True)
-class Staged:
+class Staged(Frozen):
   """A value on its way into the parameters: what round made it, and what it is to them."""
 
   round: int
@@ -42,8 +39,7 @@ class Staged:
   included: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class Copy:
+class Copy(Frozen):
   """One fragment in a learner's parameters: a value, and own steps that are not merged."""
 
   base: int = NOTHING  # round that made the value
@@ -54,8 +50,7 @@ class Copy:
   discarded: frozenset[Step] = frozenset()
 
 
-@dataclasses.dataclass(frozen=True)
-class Parameters:
+class Parameters(Frozen):
   """All that a learner has; its whole past is in `trained`, former lives included."""
 
   copies: Mapping[int, Copy]

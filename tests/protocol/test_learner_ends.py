@@ -12,6 +12,7 @@ from ddiloco.protocol.events import Event
 from ddiloco.protocol.messages import Goodbye, Publish, Pull, Value
 from ddiloco.protocol.rules import backed_off
 from ddiloco.protocol.states import FragmentState
+from ddiloco.protocol.values import replace
 from tests.protocol import endings
 from tests.protocol.storms import STORM_SECONDS, calm, notes, random_world
 from tests.protocol.test_syncer_scripts import ALONE, SYNC, Script, join, push, report
@@ -55,13 +56,11 @@ def test_in_lock_step_fragments_take_turns(first, second, waits):
   join(one)
   fragments = []
   for f, (version, steps) in zip(one.state.fragments, (first, second)):
-    newest = dataclasses.replace(f.base_header, version=version)
+    newest = replace(f.base_header, version=version)
     fragments.append(
-      dataclasses.replace(
-        f, version=version, base_header=newest, steps_since_sync=steps, steps=steps
-      )
+      replace(f, version=version, base_header=newest, steps_since_sync=steps, steps=steps)
     )
-  one.state = dataclasses.replace(one.state, fragments=tuple(fragments))
+  one.state = replace(one.state, fragments=tuple(fragments))
   assert learner.waiting_for(one.state, lock_step) == waits
 
 
@@ -95,8 +94,8 @@ def test_lock_step_does_not_wait_for_the_pull_of_a_complete_fragment():
   assert not learner.waiting_for(one.state, lock_step)
   one.feed(StepDone(0.1, 10, 0.1))
   assert learner.waiting_for(one.state, lock_step) == "fragment 0: the pull"
-  complete = dataclasses.replace(one.state.fragments[0], merged_tokens=10_000)
-  one.state = dataclasses.replace(one.state, fragments=(complete, one.state.fragments[1]))
+  complete = replace(one.state.fragments[0], merged_tokens=10_000)
+  one.state = replace(one.state, fragments=(complete, one.state.fragments[1]))
   assert not learner.waiting_for(one.state, lock_step)
 
 
@@ -220,10 +219,10 @@ def test_the_rest_of_a_complete_fragment_holds_up_nobody():
   one.state = learner.drain(one.state)
   assert not one.state.done and learner.unmerged_tokens(one.state) == 10
   for p in (0, 1):
-    final = dataclasses.replace(whole, fragment=p, version=1, round=0, merged_tokens=10_000)
+    final = replace(whole, fragment=p, version=1, round=0, merged_tokens=10_000)
     [stage] = one.feed(final)
     assert isinstance(stage.publish, Publish)
-    one.feed(dataclasses.replace(STAGED, fragment=p))
+    one.feed(replace(STAGED, fragment=p))
   assert one.state.done and learner.unmerged_tokens(one.state) == 0
   assert one.state.fragments[0].tokens == 10
 
@@ -233,8 +232,8 @@ def test_a_leaving_learner_reports_what_it_has_not_since_when():
   one = Script(role="learner")
   whole = join(one)
   one.feed(StepDone(0.1, 10, 0.1))
-  one.feed(dataclasses.replace(whole, version=1, round=0))
-  one.feed(dataclasses.replace(STAGED, version=1))
+  one.feed(replace(whole, version=1, round=0))
+  one.feed(replace(STAGED, version=1))
   assert [a.message.steps_since_sync for a in learner.reports(one.state, SYNC)] == [(0, 1)]
   one.state = learner.drain(one.state)
   assert [a.message.steps_since_sync for a in learner.reports(one.state, SYNC)] == [(1, 1)]

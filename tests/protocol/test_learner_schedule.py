@@ -1,11 +1,11 @@
 """The schedule of learning rates follows what is merged, with however many learners."""
 
-import dataclasses
 import itertools
 
 from ddiloco.config import SyncConfig
 from ddiloco.protocol.learner import init
 from ddiloco.protocol.states import schedule_step
+from ddiloco.protocol.values import replace
 from tests.protocol.virtual import STEP_TOKENS, Pace, World
 
 PLANNED = 240  # steps, of four learners
@@ -40,7 +40,7 @@ def test_in_lock_step_it_is_the_global_step():
 
 
 def test_alone_it_is_the_steps():
-  assert schedule_step(dataclasses.replace(init(0, 1, (), 100), step=7), TOGETHER) == 7
+  assert schedule_step(replace(init(0, 1, (), 100), step=7), TOGETHER) == 7
 
 
 def test_with_learners_down_it_ends_when_the_run_does():

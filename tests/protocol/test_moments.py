@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 from ddiloco.protocol import learner
@@ -25,6 +24,7 @@ from ddiloco.protocol.messages import (
 )
 from ddiloco.protocol.moments import on_request_moments
 from ddiloco.protocol.states import MOST_TIMES, STRETCH_PERIODS
+from ddiloco.protocol.values import replace
 from tests import says
 from tests.protocol.test_syncer_scripts import ALONE, Script, join, report
 
@@ -118,7 +118,7 @@ def test_one_that_asks_again_and_again_does_not_use_up_the_links_of_others():
   assert given == MOST_TIMES * 2
   assert "lately" in refused(shard, 2) and not shard.state.asking
   later = shard.state.global_step + STRETCH_PERIODS * ALONE.sync_period
-  shard.state = dataclasses.replace(shard.state, global_step=later)
+  shard.state = replace(shard.state, global_step=later)
   assert donor_of(shard.feed(RequestMoments(2, 0, (0,)))), "much later it may have died again"
 
 
@@ -137,15 +137,15 @@ def refused(shard: Script, m: int) -> str:
 def test_where_learners_come_back_without_a_peers_moments_none_are_passed_on():
   shard = shard_with(0, 1, 2)
   assert refused(shard, EVALUATOR)
-  shard.state = dataclasses.replace(shard.state, passes_moments=False)
+  shard.state = replace(shard.state, passes_moments=False)
   assert "checkpoint.rejoin" in refused(shard, 2)
 
 
 def test_who_joins_leaves_or_was_rejected_is_no_donor():
   shard = shard_with(0, 1, 2)
   shard.feed(says.report(0, 0, 1, 0.1, (0, 0), (0, 0), leaving=True))
-  bad = dataclasses.replace(shard.state.members[1], rejections=1)
-  shard.state = dataclasses.replace(shard.state, members={**shard.state.members, 1: bad})
+  bad = replace(shard.state.members[1], rejections=1)
+  shard.state = replace(shard.state, members={**shard.state.members, 1: bad})
   assert donor_of(shard.feed(RequestMoments(2, 0, (0,)))) == []
   assert donor_of(shard.feed(RequestMoments(7, 0, (0,)))) == [], "an unknown one is not listened to"
   shard.feed(says.hello(3, 0))
@@ -155,12 +155,12 @@ def test_who_joins_leaves_or_was_rejected_is_no_donor():
 
 def test_a_joiner_waits_for_moments_and_takes_none_that_are_older_than_its_welcome():
   one = Script(role="learner")
-  one.state = dataclasses.replace(one.state, donor_seconds=5.0)
+  one.state = replace(one.state, donor_seconds=5.0)
   whole = says.publish(0, 0, 0, 0, -1, 0, -1, 40, 0, (), (), "")
   one.feed(Tick(0.0))
   one.feed(says.welcome(0, 0, 0, 40, (0, 1)))
   for p in (0, 1):
-    one.feed(dataclasses.replace(whole, fragment=p))
+    one.feed(replace(whole, fragment=p))
     one.feed(Staged(p, 0, 10.0))
   assert one.state.joined and not learner.can_step(one.state, one.sync)
   [asked] = one.feed(Tick(10.0))
@@ -168,7 +168,7 @@ def test_a_joiner_waits_for_moments_and_takes_none_that_are_older_than_its_welco
   assert one.feed(Tick(10.1)) == []
   old = ForwardMoments(0, 0, 0, 0, 3, 0, 1, 39, 7)
   assert one.feed(old) == [], "from before it was welcomed at global step 40"
-  new = dataclasses.replace(old, global_step=40)
+  new = replace(old, global_step=40)
   assert one.feed(new) == [TakeMoments(new)]
   assert one.feed(new) == [], "a duplicate is not staged as well"
   assert one.feed(Tick(11.1)) == [Send(0, RequestMoments(0, 0, (1,)))], "fragment 0 is being staged"
@@ -186,7 +186,7 @@ def test_a_joiner_waits_for_moments_and_takes_none_that_are_older_than_its_welco
 
 def test_at_the_start_of_a_run_nobody_waits():
   one = Script(role="learner")
-  one.state = dataclasses.replace(one.state, donor_seconds=math.inf)
+  one.state = replace(one.state, donor_seconds=math.inf)
   for p in (0, 1):
     one.feed(says.publish(0, 0, 0, p, -1, 0, -1, 0, 0, (), (), ""))
     one.feed(Staged(p, 0, 0.0))
@@ -202,5 +202,5 @@ def test_a_donor_gives_at_a_step_boundary_and_one_that_waits_itself_does_not():
   [give] = one.feed(ProvideMoments(0, 0, 0, 1))
   assert give.message.donation == 2
   assert one.feed(ProvideMoments(0, 0, 0, 9)) == []
-  one.state = dataclasses.replace(one.state, wants=(0,))
+  one.state = replace(one.state, wants=(0,))
   assert one.feed(ProvideMoments(0, 0, 0, 1)) == []

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
 
 from ddiloco.config import SyncConfig
-from ddiloco.protocol import events, learner, rules, syncer
+from ddiloco.protocol import events, learner, messages, rules, syncer
 from ddiloco.protocol.actions import Commit, InstallValue, Received, Send, Tick
 from ddiloco.protocol.events import Event
 from ddiloco.protocol.messages import (
@@ -17,7 +16,6 @@ from ddiloco.protocol.messages import (
   Goodbye,
   Moments,
   ProvideMoments,
-  Publish,
   Pull,
   RequestMoments,
   RequestValue,
@@ -25,6 +23,7 @@ from ddiloco.protocol.messages import (
 )
 from ddiloco.protocol.rules import Beliefs
 from ddiloco.protocol.states import FragmentState
+from ddiloco.protocol.values import replace
 from tests import says
 from tests.protocol.test_syncer_scripts import ALONE, Script, push, report
 
@@ -152,7 +151,7 @@ def test_a_member_that_never_says_how_fast_it_is_does_not_hold_up_a_fast_one():
 
 def test_a_run_makes_no_more_steps_than_its_tokens_need_many_times_over():
   state = shard(1, step_tokens=10)
-  state = dataclasses.replace(state, target_tokens=1_000)
+  state = replace(state, target_tokens=1_000)
   assert told(state, says.report(0, 0, HUGE, 1e-9, (0, 0), (1, 1)), 1e9).global_step == 1_600
 
 
@@ -180,7 +179,7 @@ def test_a_fragment_is_not_due_more_often_than_the_run_makes_steps():
   for k in range(300):
     now = 0.2 + 0.001 * k
     lie = says.report(0, 0, 1, 0.1, (state.fragments[0].version, 0), (1 << 50, 0))
-    lie = dataclasses.replace(lie, rounds=tuple(f.last_round for f in state.fragments))
+    lie = replace(lie, rounds=tuple(f.last_round for f in state.fragments))
     state, actions = says.shard_on(state, Received(lie, now))
     for pull in [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, Pull)]:
       rounds += 1
@@ -194,7 +193,7 @@ def test_a_learner_that_leaves_again_and_again_is_not_waited_for():
   for k in range(100):
     f = state.fragments[0]
     last = says.report(0, 0, k + 1, 0.1, (f.version, 0), (1, 0), leaving=True)
-    last = dataclasses.replace(last, rounds=(f.last_round, -1))
+    last = replace(last, rounds=(f.last_round, -1))
     state, actions = says.shard_on(state, Received(last, 0.1 * k))
     for pull in [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, Pull)]:
       answer = push(0, pull.round, base=pull.base_version)
@@ -288,8 +287,8 @@ def test_a_push_holds_what_its_learner_can_have_made(steps, tokens, fault):
 def test_what_was_merged_once_is_not_claimed_again():
   """The steps since the round of its last merge are what bounds the next push."""
   state = shard()
-  merged = dataclasses.replace(state.fragments[0], merged_global_steps={0: 1}, global_step=1)
-  state = dataclasses.replace(state, fragments=(merged, state.fragments[1]), global_step=500)
+  merged = replace(state.fragments[0], merged_global_steps={0: 1}, global_step=1)
+  state = replace(state, fragments=(merged, state.fragments[1]), global_step=500)
   for m in range(2):
     state = told(state, says.report(m, 0, 500, 1.0, (0, 0), (500, 500)), 500.0)
   current = state.fragments[0].round
@@ -385,8 +384,8 @@ def test_a_learner_that_never_gives_what_it_says_it_has_keeps_no_other_from_givi
 
 def test_a_false_alarm_of_lost_work_is_said_once():
   shard = Script(ALONE, incarnation=1)
-  f = dataclasses.replace(shard.state.fragments[0], version=1, last_round=(1 << 24) + 1)
-  shard.state = dataclasses.replace(shard.state, fragments=(f, shard.state.fragments[1]))
+  f = replace(shard.state.fragments[0], version=1, last_round=(1 << 24) + 1)
+  shard.state = replace(shard.state, fragments=(f, shard.state.fragments[1]))
   said = 0
   for made in range(5, 50):
     claim = says.report(0, 0, 9, 0.1, (9, 0), (2, 2), rounds=(made, -1))
@@ -443,7 +442,7 @@ def round_of(state, global_step: int, products: dict[int, dict[int, float]]) -> 
   for m in products:
     f = state.fragments[0]
     said = says.report(m, state.members[m].incarnation, global_step, 1.0, (f.version, 0), (99, 0))
-    said = dataclasses.replace(said, rounds=(f.last_round, -1))
+    said = replace(said, rounds=(f.last_round, -1))
     state = says.take_in(state, Received(said, now))[0]
   state = says.take_in(state, Tick(now))[0]
   current = state.fragments[0].round
@@ -503,15 +502,15 @@ def test_updates_that_agree_on_nothing_oppose_none():
 def test_one_who_says_late_that_it_has_a_version_keeps_no_other_waiting():
   """Its hour is no measure of how long publishes take."""
   state = shard()
-  state = dataclasses.replace(state, delivery_seconds=0.5)
-  late = dataclasses.replace(state.members[0], versions=(-1, -1), sent=(0, 0), sent_at=(2.0, 2.0))
-  state = dataclasses.replace(state, members={**state.members, 0: late})
+  state = replace(state, delivery_seconds=0.5)
+  late = replace(state.members[0], versions=(-1, -1), sent=(0, 0), sent_at=(2.0, 2.0))
+  state = replace(state, members={**state.members, 0: late})
   state = told(state, says.report(0, 0, 2, 1.0, (0, 0), (1, 1)), 3_600.0)
   assert state.delivery_seconds < 1.1
 
 
 def test_a_wait_for_what_was_lost_is_no_measure_of_the_link():
-  state = dataclasses.replace(shard(), quorum_seconds=0.2)
+  state = replace(shard(), quorum_seconds=0.2)
   for m in range(2):
     state = told(state, says.report(m, 0, 1, 1.0, (0, 0), (9, 9)), 1.1)
   round_id, again = state.fragments[0].round.id, state.fragments[0].round.deadline
@@ -542,15 +541,10 @@ def test_a_pull_is_not_repeated_before_it_can_be_answered_whatever_one_member_sa
 
 def test_learners_count_for_themselves_only():
   """A count is the sender's own: no message has a place for another's."""
-  assert not [
-    f.name
-    for kind in (Value, Publish)
-    for f in dataclasses.fields(kind)
-    if f.name == "vector_clock"
-  ]
+  assert not any("vector_clock" in kind.__struct_fields__ for kind in messages.KINDS)
   one = learner.init(0, 0, (0,), 1_000)
   whole = says.publish(0, 0, 0, 0, -1, 0, -1, 0, 0, (), (), "")
-  state, _ = learner.learner_on(one, Received(dataclasses.replace(whole, count=7), 0.0), SYNC)
+  state, _ = learner.learner_on(one, Received(replace(whole, count=7), 0.0), SYNC)
   assert set(state.vector_clock) == {0, -2}
 
 

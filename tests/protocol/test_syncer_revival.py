@@ -22,6 +22,7 @@ from ddiloco.protocol.actions import (
 )
 from ddiloco.protocol.messages import MADE, NOTHING, Publish, Pull, Report, RequestValue, Value
 from ddiloco.protocol.states import FragmentState
+from ddiloco.protocol.values import replace
 from tests import says
 from tests.protocol.storms import calm
 from tests.protocol.test_syncer_scripts import ALONE, SYNC, Script, join, push, report
@@ -115,7 +116,7 @@ def test_a_shard_captures_before_it_takes_in_who_has_captured_and_by_its_global_
   shard = Script(OFTEN)
   shard.feed(report(0, (0, 0), (1, 1), global_step=9))
   before = shard.state
-  [first] = records(shard, dataclasses.replace(push(0, 0), snapshot=10, global_step=10))
+  [first] = records(shard, replace(push(0, 0), snapshot=10, global_step=10))
   assert first.snapshot == 10 and first.learners == (0,)
   assert first.state.fragments[0].round.pushes == {} == before.fragments[0].round.pushes
   assert shard.state.fragments[0].version == 1
@@ -128,7 +129,7 @@ def test_a_shard_captures_before_it_takes_in_who_has_captured_and_by_its_global_
   assert (begun.snapshot, begun.state.global_step) == (20, 25)
   assert not records(Script(ALONE), report(0, (0, 0), (1, 1), global_step=199))
   other = Script(OFTEN)
-  other.state = dataclasses.replace(other.state, shard=1)
+  other.state = replace(other.state, shard=1)
   assert not records(other, report(0, (0, 0), (1, 1), global_step=25)), "shard 0 begins them all"
 
 
@@ -136,9 +137,9 @@ def test_a_shard_records_nothing_again_that_its_values_may_depend_on():
   values = (FragmentState(0, snapshot=30), FragmentState(1, snapshot=50))
   shard = Script(OFTEN)
   shard.state = syncer.init(0, 1, values, OFTEN, 1 << 60, began_at=-1000.0)
-  old = dataclasses.replace(report(0, (0, 0), (1, 1), global_step=59), snapshot=50)
+  old = replace(report(0, (0, 0), (1, 1), global_step=59), snapshot=50)
   assert not records(shard, old)
-  [new] = records(shard, dataclasses.replace(old, global_step=60, snapshot=60))
+  [new] = records(shard, replace(old, global_step=60, snapshot=60))
   assert {f.snapshot for f in new.state.fragments} == {60}
 
 
@@ -146,12 +147,12 @@ def test_a_learner_records_before_it_takes_the_message_in():
   one = Script(role="learner")
   whole = join(one)
   before = one.state
-  newer = dataclasses.replace(whole, version=1, round=0, snapshot=4)
-  assert records(one, newer) == [TakeSnapshot(4, dataclasses.replace(before, snapshot=4))]
+  newer = replace(whole, version=1, round=0, snapshot=4)
+  assert records(one, newer) == [TakeSnapshot(4, replace(before, snapshot=4))]
   assert one.state.fragments[0].received == 1
   assert one.feed(newer) == []
   fresh = Script(role="learner")
-  [take, stage] = fresh.feed(dataclasses.replace(whole, snapshot=4))
+  [take, stage] = fresh.feed(replace(whole, snapshot=4))
   assert isinstance(stage, Stage) and fresh.state.snapshot == 4
   assert not take.state.joined, "it has nothing to record"
 
@@ -184,7 +185,7 @@ def test_a_revived_learner_waits_until_its_shard_has_said_what_is_newer():
   one.feed(says.pull(0, 0, 1, 0, 3, 0))  # overtakes the welcome, which is lost
   [report] = learner.reports(one.state, SYNC)
   assert not one.state.joined and report.message.joins, "it goes on asking"
-  one.feed(dataclasses.replace(welcome(0, 0, 1, 60, (0, 1)), rounds=(7, -1)))
+  one.feed(replace(welcome(0, 0, 1, 60, (0, 1)), rounds=(7, -1)))
   assert [f.fresh for f in one.state.fragments] == [False, True] and one.state.global_step == 60
   one.feed(MERGED)
   assert learner.can_step(one.state, SYNC)
@@ -193,7 +194,7 @@ def test_a_revived_learner_waits_until_its_shard_has_said_what_is_newer():
 def test_a_revived_learner_compares_no_times_of_another_clock():
   """It came from a machine that is up for long: its new clock is far behind the one of its part."""
   one = revived(StepDone(1e6, 10, 0.1))
-  one.feed(dataclasses.replace(welcome(0, 0, 1, 60, (0, 1)), rounds=(7, -1)))
+  one.feed(replace(welcome(0, 0, 1, 60, (0, 1)), rounds=(7, -1)))
   one.feed(MERGED)
   one.feed(Staged(0, 1, 0.2))
   assert learner.reports(one.state, SYNC)[0].message.idle_seconds == 0.0
@@ -216,7 +217,7 @@ def test_what_became_of_the_steps_of_a_revived_learner(steps, merged, fate, welc
   if welcomed:
     one.feed(welcome(0, 0, 1, 50, (0, 1)))
     assert one.state.joined
-  one.feed(dataclasses.replace(MERGED, merged_rounds=says.by_learner(*merged)))
+  one.feed(replace(MERGED, merged_rounds=says.by_learner(*merged)))
   [apply] = [a for a in one.feed(Staged(0, 1, 0.2)) if isinstance(a, events.Apply)]
   f = one.state.fragments[0]
   assert (f.steps, f.acknowledged_tokens, f.discarded_tokens) == fate
@@ -245,14 +246,14 @@ def test_lock_step_answers_a_new_pull_with_the_same_push_and_keeps_its_own_globa
   one = revived(STEP, says.pull(0, 0, 0, 0, 5, 0), sync=lock_step)
   made = one.state.fragments[0].outstanding.push
   assert (made.incarnation, made.round, made.global_step) == (1, 5, 1)
-  later = dataclasses.replace(MERGED, merged_rounds={0: 5})
+  later = replace(MERGED, merged_rounds={0: 5})
   also = Script(lock_step, role="learner")
   also.state = one.state
   [again] = one.feed(says.pull(0, 1, 1, 0, 1 << 24, 0))
-  assert again == Resend(says.plain(dataclasses.replace(made, round=1 << 24)))
+  assert again == Resend(says.plain(replace(made, round=1 << 24)))
   assert one.state.fragments[0].outstanding.at_step == 1
   # Or its push was merged before all died: the version comes late, but at the step it is due.
-  also.feed(dataclasses.replace(welcome(0, 0, 1, 60, (0, 1)), rounds=(7, -1)))
+  also.feed(replace(welcome(0, 0, 1, 60, (0, 1)), rounds=(7, -1)))
   also.feed(later)
   assert also.feed(Staged(0, 1, 0.2)) == [] and learner.can_step(also.state, lock_step)
   assert also.state.global_step == 1
@@ -266,15 +267,15 @@ def test_lock_step_answers_a_new_pull_with_the_same_push_and_keeps_its_own_globa
 def test_an_update_to_another_value_of_the_same_version_is_not_taken():
   one = Script(role="learner")
   whole = join(one)
-  lost = dataclasses.replace(whole, version=1, round=3)
+  lost = replace(whole, version=1, round=3)
   one.feed(lost)
-  update = dataclasses.replace(whole, incarnation=1, version=2, round=9, base_version=1)
+  update = replace(whole, incarnation=1, version=2, round=9, base_version=1)
   for base_round, taken in ((5, False), (3, True)):
-    actions = one.feed(dataclasses.replace(update, base_round=base_round))
+    actions = one.feed(replace(update, base_round=base_round))
     assert bool(actions) == taken
-  other = dataclasses.replace(update, version=1, round=12, base_version=-1, base_round=NOTHING)
+  other = replace(update, version=1, round=12, base_version=-1, base_round=NOTHING)
   assert one.feed(other), "newer is what a later round made, whatever its version"
-  assert one.feed(dataclasses.replace(other, version=9, round=11)) == []
+  assert one.feed(replace(other, version=9, round=11)) == []
 
 
 def test_who_has_another_value_of_the_same_version_is_not_asked():
@@ -312,7 +313,7 @@ def test_a_value_that_cannot_be_is_not_adopted(lie):
   shard = Script(ALONE, incarnation=1)
   shard.feed(says.report(0, 0, 9, 0.1, (3, 0), (2, 2), rounds=(7, -1)))
   before = shard.state
-  assert shard.feed(dataclasses.replace(VALUE, **lie)) == [] and shard.state == before
+  assert shard.feed(replace(VALUE, **lie)) == [] and shard.state == before
   assert InstallValue(0, 7) in shard.feed(VALUE)
 
 
@@ -328,7 +329,7 @@ def test_a_value_is_not_lost_with_the_learner_that_is_asked_for_it_first():
   [request] = shard.feed(newest[1], 1.3)
   assert request == Send(1, RequestValue(0, 1, 0, 0))
   shard.feed(due, 2.1)
-  assert InstallValue(0, 7) in shard.feed(dataclasses.replace(VALUE, learner=1), 3.0)
+  assert InstallValue(0, 7) in shard.feed(replace(VALUE, learner=1), 3.0)
 
 
 def test_a_value_that_is_on_its_way_when_it_is_asked_for_again_is_waited_for():
@@ -354,7 +355,7 @@ def test_a_value_that_never_comes_is_waited_for_once():
 def test_a_value_is_read_once_in_each_of_its_learners_lives():
   shard, values = Script(ALONE, incarnation=1), []
   for life, now in ((0, 0.0), (1, 9.0)):
-    value = dataclasses.replace(VALUE, incarnation=life)
+    value = replace(VALUE, incarnation=life)
     assert Send(0, RequestValue(0, 1, life, 0)) in shard.feed(hello(0, life, (7, -1)), now)
     assert shard.feed(value, now, read=False) == [Read(value, now)]
     assert shard.feed(value, now, read=False) == [], "a duplicate"
@@ -394,9 +395,9 @@ def test_a_snapshot_that_cannot_have_begun_is_ignored(number, believed):
   shard.feed(Tick(0.0))
   before = shard.state
   for message in (report(0, (0, 0), (2, 2), global_step=16), push(0, 0), VALUE):
-    said = dataclasses.replace(message, snapshot=number)
+    said = replace(message, snapshot=number)
     assert believed or (shard.feed(said, norm=1.0) == [] and shard.state == before)
-  shard.feed(dataclasses.replace(report(0, (0, 0), (2, 2), global_step=16), snapshot=number))
+  shard.feed(replace(report(0, (0, 0), (2, 2), global_step=16), snapshot=number))
   assert shard.state.snapshot == (20 if believed else 10)
 
 
@@ -404,7 +405,7 @@ def test_a_number_that_no_snapshot_has_begins_none():
   """Or a liar could make all roles save their states at every step."""
   shard = Script(OFTEN)
   shard.feed(report(0, (0, 0), (1, 1), global_step=16))
-  assert not records(shard, dataclasses.replace(report(0, (0, 0), (2, 2)), snapshot=17))
+  assert not records(shard, replace(report(0, (0, 0), (2, 2)), snapshot=17))
   assert shard.state.snapshot == 10
 
 
@@ -414,18 +415,18 @@ def test_a_run_that_goes_on_with_rarer_snapshots_hears_its_learners_and_saves_ag
   before = dataclasses.replace(OFTEN, snapshot_steps=5)
   shard = Script(before)
   [begun] = records(shard, report(0, (0, 0), (1, 1), global_step=45))
-  values = tuple(dataclasses.replace(f, global_step=45) for f in begun.state.fragments)
+  values = tuple(replace(f, global_step=45) for f in begun.state.fragments)
   shard, number = Script(OFTEN), begun.snapshot
   shard.state = syncer.init(0, 1, values, OFTEN, 1 << 60, began_at=-1000.0)
-  said = dataclasses.replace(report(0, (0, 0), (2, 2), global_step=46), snapshot=number)
+  said = replace(report(0, (0, 0), (2, 2), global_step=46), snapshot=number)
   assert not any(isinstance(a, events.Ignored) for a in shard.feed(said))
-  [next_one] = records(shard, dataclasses.replace(said, global_step=50))
+  [next_one] = records(shard, replace(said, global_step=50))
   assert next_one.snapshot > number
 
 
 def test_who_takes_no_snapshots_hears_of_none():
   shard = Script(dataclasses.replace(ALONE, snapshot_steps=0))
-  assert not records(shard, dataclasses.replace(report(0, (0, 0), (1, 1)), snapshot=FUTURE))
+  assert not records(shard, replace(report(0, (0, 0), (1, 1)), snapshot=FUTURE))
   assert shard.state.snapshot == 0
 
 
@@ -435,7 +436,7 @@ def test_snapshots_go_on_beside_a_liar():
 
   def lie(to, message, size):
     if isinstance(message, Report) and message.learner == 1 and world.now > 1.0:
-      message = dataclasses.replace(message, snapshot=FUTURE)
+      message = replace(message, snapshot=FUTURE)
     deliver(to, message, size)
 
   world._deliver = lie
@@ -456,7 +457,7 @@ def codecs(actions) -> list[str]:
 def test_initial_values_are_left_out_unless_a_learner_says_that_it_cannot_make_them():
   shard = Script(ALONE)
   assert codecs(shard.feed(hello(0, 0))) == [MADE, MADE]
-  unable = dataclasses.replace(hello(0, 0), whole=True)
+  unable = replace(hello(0, 0), whole=True)
   assert codecs(shard.feed(unable, 0.1)) == ["", ""], "at once: it waits for them"
   assert codecs(shard.feed(unable, 0.2)) == [], "they are on their way"
   assert codecs(shard.feed(hello(0, 1), 0.3)) == [MADE, MADE], "another life, another machine"

@@ -131,7 +131,7 @@ def join(script: Script) -> Publish:
   assert learner.reports(script.state, script.sync) == [Send(0, hello(0, 0))]
   assert script.feed(welcome(0, 0, 0, 40, (0, 1))) == []
   for p in (0, 1):
-    publish = dataclasses.replace(whole, fragment=p)
+    publish = replace(whole, fragment=p)
     assert script.feed(publish) == [Stage(publish, "overwrite", False)]
     assert not learner.can_step(script.state, script.sync)
     assert script.feed(Staged(p, 0, 0.0)) == [says.applied(p, 0, -1, "overwrite", False)]
@@ -149,7 +149,7 @@ def test_golden_learner_two_fragments():
   assert one.feed(says.pull(0, 0, 0, 0, 0, 0)) == [Resend(sent)]
   one.feed(StepDone(0.2, 10, 0.1))
   # Version 1 contains step 1: step 2 goes back on top and is still to be merged.
-  version_1 = dataclasses.replace(
+  version_1 = replace(
     whole,
     round=0,
     version=1,
@@ -174,7 +174,7 @@ def test_golden_learner_two_fragments():
   )
   # Round 2 went on without me, version 3 came whole: both unmerged steps stay, at half length.
   one.feed(StepDone(0.3, 10, 0.1))
-  version_3 = dataclasses.replace(version_1, round=4, version=3, base_version=-1)
+  version_3 = replace(version_1, round=4, version=3, base_version=-1)
   assert one.feed(version_3) == [Stage(version_3, "halve", False)]
   assert one.feed(Staged(0, 3, 0.3)) == [says.applied(0, 3, 4, "halve", False)]
   f = one.state.fragments[0]
@@ -226,7 +226,7 @@ def test_what_was_meant_for_a_dead_incarnation_is_ignored(message):
   one = Script(role="learner", incarnation=1)
   before = one.state
   assert one.feed(message) == [] and one.state == before
-  assert one.feed(dataclasses.replace(message, learner_incarnation=1)) or one.state != before
+  assert one.feed(replace(message, learner_incarnation=1)) or one.state != before
 
 
 def test_a_zombie_shard_is_fenced():
@@ -355,7 +355,7 @@ def test_a_restarted_shard_still_says_what_it_has_merged():
   shard.feed(hello(0, 0))
   shard.feed(report(0, (0, 0), (1, 1)))
   shard.feed(push(0, 0), norm=1.0)
-  stored = tuple(dataclasses.replace(f, round=None) for f in shard.state.fragments)
+  stored = tuple(replace(f, round=None) for f in shard.state.fragments)
   shard.state = syncer.init(0, 1, stored, ALONE, 1 << 60)
   [publish] = shard.feed(report(0, (0, 0), (1, 1)), 1.0)
   assert (publish.message.version, publish.message.merged_round(0)) == (1, 0)
@@ -475,7 +475,7 @@ def test_empty_pushes_and_foreign_bases_are_refused_with_a_reason(steps, tokens,
   shard = Script(ALONE)
   shard.feed(hello(0, 0))
   shard.feed(report(0, (0, 0), (1, 1)))
-  bad = dataclasses.replace(push(0, 0, base=base), steps=steps, tokens=tokens)
+  bad = replace(push(0, 0, base=base), steps=steps, tokens=tokens)
   sent = [a.message for a in shard.feed(bad, norm=1.0) if isinstance(a, Send)]
   [rejection] = [m for m in sent if isinstance(m, Rejection)]
   assert rejection.reason and shard.state.fragments[0].version == 0
@@ -523,7 +523,7 @@ def test_while_the_learning_rate_warms_up_a_learner_alone_may_push_more_each_tim
     steps, now = last - first + 1, 10.0 * last
     shard.feed(report(0, (version, 0), (steps, 0), global_step=last), now)
     asked = shard.state.fragments[0].round.id
-    told = dataclasses.replace(push(0, asked, base=version), steps=steps)
+    told = replace(push(0, asked, base=version), steps=steps)
     shard.feed(told, now, norm=factor * sum(range(first, last + 1)))
     return shard.state.fragments[0].version
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from ddiloco.config import SyncConfig
 from ddiloco.protocol import learner, syncer
 from ddiloco.protocol.actions import Received, Resumed, Staged, StepDone, Tick
 from ddiloco.protocol.states import FragmentState, SyncerState
+from ddiloco.protocol.values import replace
 from tests import says
 
 # Three learners of one fragment that make a step a second: the round commits with two, or later.
@@ -152,7 +151,7 @@ def test_a_learner_says_how_long_a_version_waited():
 def test_what_is_sent_to_one_that_joins_or_again_is_no_measure(change):
   shard = Shard()
   shard.sync(10.0)
-  member = dataclasses.replace(shard.state.members[0], **change)
-  shard.state = dataclasses.replace(shard.state, members={**shard.state.members, 0: member})
+  member = replace(shard.state.members[0], **change)
+  shard.state = replace(shard.state, members={**shard.state.members, 0: member})
   shard.report(0, 1, 1, 12.0)
   assert shard.state.members[0].sync_seconds == 0.0

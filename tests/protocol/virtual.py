@@ -31,7 +31,7 @@ from ddiloco.protocol.actions import Commit, InstallValue, Received
 from ddiloco.protocol.events import Event, parse_role
 from ddiloco.protocol.messages import NOTHING, Message, Publish, Push, Value
 from ddiloco.protocol.states import FragmentState, clock_violations
-from ddiloco.protocol.values import from_json
+from ddiloco.protocol.values import from_json, replace
 from ddiloco.simulation import world
 from ddiloco.simulation.stand_ins import SavedPart, Sized, SizedDeltas, SizedMerger, VirtualIsland
 from ddiloco.simulation.world import Actor, Pace, Role
@@ -95,16 +95,16 @@ class GhostDeltas(SizedDeltas):
     self._ledger = ghosts.ledger
 
   def push(self, fragment: int, local: Any, factor: float = 1.0) -> Any:
-    poisoned = dataclasses.replace(local, factor=factor)
-    return dataclasses.replace(super().push(fragment, local, factor), content=poisoned)
+    poisoned = replace(local, factor=factor)
+    return replace(super().push(fragment, local, factor), content=poisoned)
 
   def receive(self, publish: Publish, size: int, mode: str, included: bool) -> Any:
     p = publish.fragment
     known = self.base[p].content if p in self.base else NOTHING
     self._ledger.stage(known, publish)
     found = super().receive(publish, size, mode, included)
-    self.base[p] = dataclasses.replace(found, content=publish.round)
-    return dataclasses.replace(found, content=Staged(publish.round, mode, included))
+    self.base[p] = replace(found, content=publish.round)
+    return replace(found, content=Staged(publish.round, mode, included))
 
 
 class GhostMerger(SizedMerger):
@@ -119,7 +119,7 @@ class GhostMerger(SizedMerger):
 
   def take_back(self, value: Value, now: float) -> Received:
     found = super().take_back(value, now)
-    return dataclasses.replace(found, fault=found.fault or self._ghosts.value_fault(value))
+    return replace(found, fault=found.fault or self._ghosts.value_fault(value))
 
   def take_in(self, push: Push, now: float) -> Received:
     self._ledger.take_in(push)
@@ -281,8 +281,8 @@ def _part(saved: SavedPart) -> Part:
     return Part(saved.incarnation, from_json(SyncerPart, saved.state), None)
   parameters = saved.arrays["params/values"].content
   known = {p: saved.arrays[f"base/{p}"].content for p in parameters.copies}
-  copies = {p: dataclasses.replace(c, known=known[p]) for p, c in parameters.copies.items()}
-  parameters = dataclasses.replace(parameters, copies=copies)
+  copies = {p: replace(c, known=known[p]) for p, c in parameters.copies.items()}
+  parameters = replace(parameters, copies=copies)
   return Part(saved.incarnation, from_json(LearnerPart, saved.state), parameters)
 
 
