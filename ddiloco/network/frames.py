@@ -1,7 +1,7 @@
 """Frames between two endpoints, and the connections that carry them.
 
 On a connection, frame follows frame: `PREFIX` has the length of the frame and the number of raw
-payload bytes after it; the frame itself is one msgpack object. `decode` accepts only exactly
+payload bytes after it; the frame itself is one msgpack map. `decode` accepts only exactly
 well-formed frames and raises `MalformedMessage` on everything else, like
 `protocol.messages.decode`.
 
@@ -96,7 +96,7 @@ class Bulk(OnWire):
 
 
 Frame = Greeting | GreetingRefused | Beat | Control | Bulk
-_decode = exactly(Frame)
+_decode = exactly(Frame, "frame")
 
 
 def encode(frame: Frame, payload_bytes: int = 0) -> bytes:

@@ -119,6 +119,10 @@ class HostWelcome(msgspec.Struct, frozen=True):
   coordinator: str = ""  # HOST:PORT where the hosts' JAX processes meet
 
 
+# Made once: msgspec (0.22) may crash where two threads decode a class for the first time.
+_HELLO = msgspec.msgpack.Decoder(HostHello)
+
+
 class Meeting:
   """The leader's side: accepts the connections of all other hosts, and no others.
 
@@ -190,7 +194,7 @@ class Meeting:
     """Reads a hello, and accepts the connection or answers why it is refused; blocks."""
     link = HostLink(connected)
     try:
-      hello = msgspec.msgpack.decode(link.receive(HELLO_BYTES), type=HostHello)
+      hello = _HELLO.decode(link.receive(HELLO_BYTES))
     except msgspec.MsgspecError as error:
       raise MalformedMessage(str(error)) from error
     with self._changed:

@@ -52,9 +52,8 @@ else:
   Payload = None  # a saved state, which is read by these hints, has no payload either
 
 
-class OnWire(Frozen, tag=True, tag_field="kind", omit_defaults=True):
-  """What is written as a msgpack object: the name of its class, and each field that is not as its
-  default."""
+class OnWire(Frozen, tag=True, tag_field="kind"):
+  """What is written as a msgpack map: the name of its class as `kind`, and then every field."""
 
 
 # --- learner -> shard -----------------------------------------------------------------------------
@@ -284,6 +283,7 @@ BULK = tuple(kind for kind in KINDS if hasattr(kind, "payload"))
 # --- on the wire ----------------------------------------------------------------------------------
 
 WIRE_FORMAT = 9
+MAX_ERROR = 200  # characters of an error's text
 CHECKSUM_BYTES = 4  # at the end of every header
 MAX_HEADER_BYTES = 1 << 20
 Parts = Annotated[list[msgspec.Raw], Meta(max_length=64)]  # values as their encoded bytes
@@ -294,11 +294,12 @@ class MalformedMessage(ValueError):
   """A frame that is not exactly what this protocol sends; the text says what is wrong."""
 
 
-def exactly(kinds: Any) -> Callable[[bytes], Any]:
+def exactly(kinds: Any, what: str) -> Callable[[bytes], Any]:
   """A decoder of these classes, a union, which takes only what `msgpack.encode` makes of them.
 
-  So each value has one encoding only, and an integer is never taken for a float. The decoder raises
-  `MalformedMessage`, whose text names the field.
+  So each value has one encoding only, no default replaces a missing field, and an integer is never
+  taken for a float. The decoder raises `MalformedMessage`, whose text says `what` is not valid, and
+  names the field where there is one.
   """
   decoder = msgpack.Decoder(kinds)
 
@@ -306,18 +307,20 @@ def exactly(kinds: Any) -> Callable[[bytes], Any]:
     try:
       value = decoder.decode(data)
     except _REFUSED as error:
-      raise MalformedMessage(f"is not valid: {error}") from error
+      # The error repeats a wrong kind or field name, which may be long, or control a terminal.
+      text = "".join(c if c.isprintable() else "?" for c in str(error)[:MAX_ERROR])
+      raise MalformedMessage(f"{what} is not valid: {text}") from error
     if (again := msgpack.encode(value)) != data:
       said, meant = (msgpack.decode(each, type=dict[str, msgspec.Raw]) for each in (data, again))
       odd = [f"`{name}`" for name in said if said[name] != meant.get(name)]
-      what = f"{type(value).__name__}: {', '.join(odd) or 'it'}"
-      raise MalformedMessage(f"{what} is of another type, or written in another way")
+      which = f"{type(value).__name__}: {', '.join(odd) or 'it'}"
+      raise MalformedMessage(f"{which} is of another type, or written in another way")
     return value
 
   return decode
 
 
-_decode = exactly(typing.Union[tuple(KINDS)])  # noqa: UP007
+_decode = exactly(typing.Union[tuple(KINDS)], "message")  # noqa: UP007
 
 
 def encode(message: Message, run_id: str, plan_id: str) -> tuple[bytes, Payload]:

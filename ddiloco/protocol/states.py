@@ -54,6 +54,7 @@ def clock_violations(snapshot: Mapping[int, VectorClock]) -> list[tuple[int, int
 class _State:
   """What the states of a learner and of a shard have in common."""
 
+  __slots__ = ()
   fragments: Any
   vector_clock: Any
 

@@ -12,6 +12,7 @@ from ddiloco.config import OuterConfig
 from ddiloco.core import outer
 from ddiloco.core.delta import Committed
 from ddiloco.protocol.states import FragmentState
+from ddiloco.protocol.values import replace
 from tests.scripts import commands
 
 
@@ -139,7 +140,7 @@ def test_the_merged_gradient_is_what_the_outer_step_was_made_of(script, momentum
   config = OuterConfig(learning_rate=0.7, momentum=momentum, nesterov=nesterov)
   moving = before if momentum else None
   old = Committed(FragmentState(0), value, value, moving)
-  new = dataclasses.replace(old, value=outer.update(value, moving, delta, config))
+  new = replace(old, value=outer.update(value, moving, delta, config))
   np.testing.assert_allclose(gradients.merged_gradient(old, new, config), delta, atol=1e-5)
 
 
