@@ -43,8 +43,7 @@ from ddiloco import environment
 from ddiloco.config import Config, Fault
 from ddiloco.core import delta, outer
 from ddiloco.protocol import events, learner, rules
-from ddiloco.protocol.actions import Commit
-from ddiloco.protocol.events import Event
+from ddiloco.protocol.events import Commit, Event
 from ddiloco.simulation.stand_ins import VirtualIsland, plan_of
 from ddiloco.simulation.world import Actor
 

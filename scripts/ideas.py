@@ -25,7 +25,7 @@ from virtual_training import Trainer
 
 from ddiloco.config import OuterConfig
 from ddiloco.core.delta import Merged
-from ddiloco.protocol.actions import Commit
+from ddiloco.protocol.events import Commit
 from ddiloco.protocol.states import FragmentState
 from ddiloco.protocol.values import replace
 

@@ -20,7 +20,7 @@ import numpy as np
 from ddiloco.config import OuterConfig
 from ddiloco.core import codec, outer
 from ddiloco.core.delta import Committed, Merged, Merger
-from ddiloco.protocol.actions import Commit
+from ddiloco.protocol.events import Commit
 from ddiloco.protocol.states import FragmentState
 
 PARTS = 10  # of a run, by its commits

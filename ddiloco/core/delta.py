@@ -27,7 +27,8 @@ from ddiloco.core.codec import Encoded
 from ddiloco.core.fragments import Fragment
 from ddiloco.core.passes import Share, Vectors
 from ddiloco.protocol import rules
-from ddiloco.protocol.actions import Commit, InstallValue, Received
+from ddiloco.protocol.actions import InstallValue, Received
+from ddiloco.protocol.events import Commit
 from ddiloco.protocol.messages import INITIAL, MADE, Publish, Push, Value
 from ddiloco.protocol.states import FragmentState
 from ddiloco.protocol.values import Frozen, replace
@@ -350,8 +351,7 @@ def learner_weights(what: Commit, config: Config) -> np.ndarray:
   """
   steps = [rules.worth_steps(s, config.sync) for s in what.steps]
   tokens = [t if s == c else t * c / s for t, s, c in zip(what.tokens, what.steps, steps)]
-  step_tokens = what.step_tokens or [config.tokens_per_step(m) for m in what.learners]
-  return outer.bounded_shares(outer.token_weights(steps, tokens), step_tokens)
+  return outer.bounded_shares(outer.token_weights(steps, tokens), what.step_tokens)
 
 
 # --- All vectors of a shard: committed values, pushes that have arrived, updates to send

@@ -26,7 +26,6 @@ from ddiloco.core.delta import Committed, ReceivedPushes, commit
 from ddiloco.core.fragments import Fragment, Piece
 from ddiloco.core.passes import Share, compile_for
 from ddiloco.observe.eventlog import to_line
-from ddiloco.protocol import actions
 from ddiloco.protocol.events import Commit, Event
 from ddiloco.protocol.states import FragmentState
 from ddiloco.runtime import ValueThreads
@@ -155,7 +154,18 @@ def commits(fragment: Fragment, config: Config, pushes: int, share: Share) -> Ca
     arrivals.pushes[learner] = arrivals.measure(push, share)
   learners = tuple(range(pushes))
   steps, tokens = (24,) * pushes, tuple(24 * 1024 + m for m in learners)
-  what = actions.Commit(0, 0, 1, learners, steps, tokens, progress=0.0)
+  what = Commit(
+    fragment=0,
+    round=0,
+    version=1,
+    base_round=-1,
+    learners=learners,
+    incarnations=(0,) * pushes,
+    steps=steps,
+    tokens=tokens,
+    merged_tokens=sum(tokens),
+    step_tokens=(1024,) * pushes,
+  )
   return lambda: commit(fragment, old, arrivals, what, config, share, in_place=True)
 
 

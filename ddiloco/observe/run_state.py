@@ -388,7 +388,7 @@ class RunState:
     self._know(s)
     self.versions[event.fragment] = event.version
     self.merged_tokens[event.fragment] = event.merged_tokens
-    self._before.setdefault(event.fragment, event.merged_tokens - event.tokens)
+    self._before.setdefault(event.fragment, event.merged_tokens - sum(event.tokens))
     self.lone.append(min(event.weights) if len(event.weights) == 1 else -1)
     self._shard(s, event.time).commits += 1
 

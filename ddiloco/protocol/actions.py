@@ -93,7 +93,8 @@ SyncerEvent = Tick | Received | Resumed
 
 # --- actions --------------------------------------------------------------------------------------
 # An event of `events.py` as an action: record it in the event log. Before the role records an
-# `Apply`, it puts the oldest staged version of the fragment into the parameters.
+# `Apply`, it puts the oldest staged version of the fragment into the parameters; before a `Commit`,
+# it merges these learners' pushes, makes the outer step and stores the new version.
 
 
 class Send(Frozen):
@@ -174,19 +175,6 @@ class InstallValue(Frozen):
   content: Any = None  # of the `Received` that brought it
 
 
-class Commit(Frozen):
-  """Shard: merge these learners' outer gradients, make the outer step, store the new version."""
-
-  fragment: int
-  round: int
-  version: int  # the new one
-  learners: tuple[int, ...]  # ascending, so that sums have one order
-  steps: tuple[int, ...]  # inner steps in the push of each learner
-  tokens: tuple[int, ...]  # and its tokens
-  progress: float  # share of the run's tokens that the fragment then has
-  step_tokens: tuple[int, ...] = ()  # of a step of each learner; empty: as the config says
-
-
 Transfer = CopyOut | Resend | Stage | TakeMoments | ApplyMoments
 LearnerAction = Send | Event | Transfer | TakeSnapshot | Rejoin
-SyncerAction = Send | Event | Read | InstallValue | Commit | TakeSnapshot
+SyncerAction = Send | Event | Read | InstallValue | TakeSnapshot

@@ -17,7 +17,7 @@ import msgspec
 
 from ddiloco.checks import is_number
 
-LOG_FORMAT = 3  # version of kinds and fields; logs of the first version have no number
+LOG_FORMAT = 4  # version of kinds and fields; logs of the first version have no number
 MOST_SECONDS = 1e11  # three thousand years
 MOST_DEPTH = 16  # of nested lists and objects; no event has more than four levels
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -324,8 +324,8 @@ class Commit(Event, frozen=True, kw_only=True):
   base_round: int
   learners: tuple[int, ...]  # ascending
   incarnations: tuple[int, ...]  # of the learners
-  steps: int  # of all pushes together
-  tokens: int
+  steps: tuple[int, ...]  # inner steps in the push of each learner
+  tokens: tuple[int, ...]  # and its tokens
   merged_tokens: int  # of the fragment, since the run began
   progress: float = 0.0  # the same as a share of the run's tokens: the outer rate follows it
   weights: dict[int, float] = {}  # by learner, its weight in the merge
@@ -333,7 +333,6 @@ class Commit(Event, frozen=True, kw_only=True):
   rejected: dict[int, str] = {}  # by learner, why
   opposing: dict[int, float] = {}  # by learner, the cosine with the others' sum
   agreement: float | None = None  # mean cosine of two of these pushes, of a sample of their values
-  staleness: int | None = None  # the most inner steps that one of these pushes is from its base
   length: float | None = None  # of the merged outer gradient, over the mean of the pushes'
   rho: float | None = None  # cosine with the fragment's previous merged one, of such a sample
   missing: dict[int, str] = {}  # by learner, why it has no part in the round
@@ -341,6 +340,11 @@ class Commit(Event, frozen=True, kw_only=True):
   quorum_seconds: float = 0.0  # from its beginning to its quorum
   grace_seconds: float = 0.0  # from the quorum to its end
   merge_seconds: float = 0.0
+
+  @property
+  def staleness(self) -> int:
+    """The most inner steps that one of these pushes is from its base."""
+    return max(self.steps, default=0)
 
 
 class Abandoned(Event, frozen=True, kw_only=True):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping
-from typing import Any
 
 from ddiloco.protocol import events, rules
-from ddiloco.protocol.actions import Commit, Read, Received, Send, SyncerAction
+from ddiloco.protocol.actions import Read, Received, Send, SyncerAction
 from ddiloco.protocol.messages import EVALUATOR, Pull, Push, Rejection
 from ddiloco.protocol.states import FragmentState, Round, SyncerOutcome, SyncerState, ignored
 from ddiloco.protocol.values import less, put, replace
@@ -216,7 +215,7 @@ def _end_round(state: SyncerState, i: int, current: Round, now: float) -> Syncer
   merged = sorted(m for m in current.pushes if m not in rejected)
   todo: list[SyncerAction] = []
   if len(merged) >= state.quorum:
-    todo += _commit(state, i, current, merged, rejected, opposing, now)
+    todo.append(_commit(state, i, current, merged, rejected, opposing, now))
     state = state.heard(state.key, state.vector_clock[state.key] + 1)
     global_steps = dict.fromkeys(merged, current.global_step)
     state = state.with_fragment(
@@ -256,37 +255,31 @@ def _commit(
   rejected: Mapping[int, str],
   opposing: Mapping[int, float],
   now: float,
-) -> list[SyncerAction]:
+) -> events.Commit:
   f = state.fragments[i]
   pushes = [current.pushes[m] for m in merged]
   tokens = tuple(p.tokens for p in pushes)
   merged_tokens = f.merged_tokens + sum(tokens)
   agreement = rules.agreement(current.products, merged)
-  same: dict[str, Any] = {
-    "fragment": f.index,
-    "round": current.id,
-    "version": f.version + 1,
-    "learners": tuple(merged),
-    "progress": merged_tokens / state.target_tokens,
-  }
-  commit = Commit(**same, steps=tuple(p.steps for p in pushes), tokens=tokens)
-  logged = events.Commit(
-    **same,
+  return events.Commit(
+    fragment=f.index,
+    round=current.id,
+    version=f.version + 1,
+    learners=tuple(merged),
+    progress=merged_tokens / state.target_tokens,
+    steps=tuple(p.steps for p in pushes),
+    tokens=tokens,
     base_round=f.last_round,
     incarnations=tuple(p.incarnation for p in pushes),
-    steps=sum(p.steps for p in pushes),
     rejected=dict(rejected),
     opposing={m: round(cosine, 4) for m, cosine in opposing.items()},
     agreement=None if agreement is None else round(agreement, 4),
-    staleness=max(p.steps for p in pushes),
     missing=_missing(state, i, current),
     reason=current.reason,
-    tokens=sum(tokens),
     merged_tokens=merged_tokens,
     quorum_seconds=(current.quorum_at or now) - current.started_at,
     grace_seconds=now - (current.quorum_at or now),
   )
-  return [commit, logged]
 
 
 def _missing(state: SyncerState, i: int, current: Round) -> dict[int, str]:

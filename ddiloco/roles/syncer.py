@@ -9,7 +9,6 @@ the log line, the store, the buddy, and then the publishes.
 
 from __future__ import annotations
 
-import collections
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -25,7 +24,6 @@ from ddiloco.network.transport import learner_address
 from ddiloco.observe.guards import warn
 from ddiloco.protocol import actions, events, syncer
 from ddiloco.protocol.actions import (
-  Commit,
   InstallValue,
   Received,
   Send,
@@ -83,7 +81,6 @@ class Syncer(WorkingRole):
     if replication is not None:
       replication.background = self._worker.put
     self._unfinished = 0  # jobs of which the loop has not yet done what follows
-    self._lines: collections.deque[events.Commit] = collections.deque()  # of commits under way
     self._capturing = False
     self._drag: Callable[[float], None] = lambda seconds: None
     self._sealer = sealer
@@ -202,11 +199,13 @@ class Syncer(WorkingRole):
       case actions.Read(message, now):
         work = self._measure if isinstance(message, Push) else self._check
         self._do(functools.partial(work, message, now), self.handle)
-      case Commit(fragment):
+      case events.Commit(fragment=fragment, learners=learners):
         if self.replication is not None:
           self.replication.changes(fragment)
-        work = functools.partial(self._commit, action, self._state_of(fragment))
-        self._do(work, functools.partial(self._merged, action))
+        sizes = tuple(map(self.config.tokens_per_step, learners))
+        what = replace(action, step_tokens=sizes)
+        work = functools.partial(self._commit, what, self._state_of(fragment))
+        self._do(work, functools.partial(self._merged, what))
       case InstallValue(fragment):
         work = functools.partial(self.merger.install, action, self._state_of(fragment))
         self._do(work, functools.partial(self._installed, fragment))
@@ -214,8 +213,6 @@ class Syncer(WorkingRole):
         self._capturing = True
         work = functools.partial(self._collect, action.state)
         self._do(work, functools.partial(self._collected, action))
-      case events.Commit():  # recorded when its commit is done
-        self._lines.append(action)
       case events.Ignored():
         self._note_ignored(action)
       case events.Event():
@@ -254,21 +251,20 @@ class Syncer(WorkingRole):
       return Received(value, now, fault="is no value of this shard: its seal does not fit")
     return received
 
-  def _commit(self, what: Commit, state: FragmentState) -> tuple[Merged, float]:
+  def _commit(self, what: events.Commit, state: FragmentState) -> tuple[Merged, float]:
     started = self.time.now()
     merged = self.merger.commit(what, state)
     self._drag(self.time.now() - started)
     return merged, self.time.now() - started
 
-  def _merged(self, what: Commit, result: tuple[Merged, float]) -> Loop[None]:
+  def _merged(self, what: events.Commit, result: tuple[Merged, float]) -> Loop[None]:
     """A commit is stored and in the log before any other role hears of it."""
     p, (merged, seconds) = what.fragment, result
     self.store.save(self.committed[p])
     self.recorder.record(
       replace(
-        self._lines.popleft(),
+        what,
         weights={m: round(float(w), 6) for m, w in zip(what.learners, merged.weights)},
-        step_tokens=tuple(self.config.tokens_per_step(m) for m in what.learners),
         length=None if merged.length is None else round(merged.length, 4),
         rho=None if merged.rho is None else round(merged.rho, 4),
         merge_seconds=seconds,

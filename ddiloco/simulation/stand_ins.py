@@ -17,7 +17,8 @@ from ddiloco.core import codec
 from ddiloco.core.codec import Encoded
 from ddiloco.core.delta import Committed, Deltas, MemoryStore, Merged, Merger, learner_weights
 from ddiloco.core.fragments import Fragment, Piece, Plan
-from ddiloco.protocol.actions import Commit, InstallValue, Received
+from ddiloco.protocol.actions import InstallValue, Received
+from ddiloco.protocol.events import Commit
 from ddiloco.protocol.messages import INITIAL, NOTHING, Publish, Push, Replica, Value
 from ddiloco.protocol.states import FragmentState
 from ddiloco.protocol.values import Frozen, replace

@@ -374,7 +374,8 @@ class ShardRole(TraceRole):
     if len(pushes) < len(op.learners):
       return  # a push is missing: reported already
     said = {"steps": op.steps, "tokens": op.tokens, "merged_tokens": op.merged_tokens}
-    true = sum(p.steps for p in pushes), sum(p.tokens for p in pushes), new.merged_tokens
+    steps, tokens = zip(*((push.steps, push.tokens) for push in pushes))
+    true = steps, tokens, new.merged_tokens
     for (name, logged), made in zip(said.items(), true):
       if logged != made:
         say(f"commit says {logged} {name}, the pushes make it {made}")

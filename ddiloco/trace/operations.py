@@ -172,6 +172,7 @@ def _odd(event: Event) -> str:
     case events.Odd():
       return event.reason
     case events.Commit() as op:
-      if not len(op.incarnations) == len(op.learners) == len(set(op.learners)) > 0:
-        return f"commit names learners {op.learners} and incarnations {op.incarnations}"
+      each = op.incarnations, op.steps, op.tokens
+      if {*map(len, each)} != {len(set(op.learners))} or not op.learners:
+        return f"commit of learners {op.learners} has incarnations, steps and tokens {each}"
   return ""

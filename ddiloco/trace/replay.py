@@ -27,7 +27,7 @@ from ddiloco.config import ChaosConfig, Config
 from ddiloco.core import codec, delta
 from ddiloco.core.delta import Committed, Deltas, new_fragment
 from ddiloco.core.fragments import Plan, gather
-from ddiloco.protocol import actions, events
+from ddiloco.protocol import events
 from ddiloco.protocol.events import parse_role
 from ddiloco.protocol.values import replace
 from ddiloco.roles import initial
@@ -219,17 +219,7 @@ class ShardArrays(ShardAlgebra):
     for push in pushes:
       encoded = codec.checked(push.content, fragment.size, self._config.sync.push_codec)
       arrivals.pushes[push.learner] = arrivals.measure(encoded)
-    what = actions.Commit(
-      new.fragment,
-      new.round,
-      new.version,
-      learners=tuple(push.learner for push in pushes),
-      steps=tuple(push.steps for push in pushes),
-      tokens=tuple(push.tokens for push in pushes),
-      progress=entry.operation.progress,
-      step_tokens=entry.operation.step_tokens,  # a resumed run may have another batch size
-    )
-    found, *_ = delta.commit(fragment, base.content, arrivals, what, self._config)
+    found, *_ = delta.commit(fragment, base.content, arrivals, entry.operation, self._config)
     state = replace(found.state, merged_tokens=new.merged_tokens)
     found = replace(found, state=state)
     self.newest[new.fragment] = found

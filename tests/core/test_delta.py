@@ -7,10 +7,10 @@ from ddiloco.config import from_dict
 from ddiloco.core import codec, delta
 from ddiloco.core.delta import Committed, MemoryStore, Merger
 from ddiloco.protocol import rules
-from ddiloco.protocol.actions import Commit
 from ddiloco.protocol.messages import Push
 from ddiloco.protocol.states import FragmentState
 from tests.core.test_outer_merge import exact, fragment_of, randoms
+from tests.made_events import made
 
 SIZE = 9000
 CONFIG = from_dict({"sync": {"num_fragments": 1, "num_shards": 1}})
@@ -22,7 +22,19 @@ def merged(merger, round, pushes, progress=0.0):
     push = Push(m, 0, 0, round, round, 1, 1, round, 0, round, "f32", exact(each).payload)
     merger.take_in(push, 0.0)
   count = len(pushes)
-  what = Commit(0, round, round + 1, tuple(range(count)), (1,) * count, (1,) * count, progress)
+  ones = (1,) * count
+  what = made(
+    0.0,
+    "syncer-0",
+    "commit",
+    round=round,
+    version=round + 1,
+    learners=tuple(range(count)),
+    steps=ones,
+    tokens=ones,
+    step_tokens=ones,
+    progress=progress,
+  )
   return merger.commit(what, FragmentState(0, round + 1, last_round=round))
 
 

@@ -44,7 +44,8 @@ def commit_event(time, shard=0, **changes):
     "rejected": {},
     "missing": {},
     "reason": "all 2 asked have answered",
-    "tokens": 2 * TOKENS,
+    "steps": (24, 24),
+    "tokens": (TOKENS, TOKENS),
     "merged_tokens": 2 * TOKENS,
     "quorum_seconds": 0.05,
     "grace_seconds": 0.02,
@@ -121,8 +122,8 @@ def _sync(rng, alive):
       version=round_id // 4,
       asked=here,
     )
-    tokens = len(here) * 6 * TOKENS
-    merged[fragment] += tokens * FRAGMENTS * 1
+    tokens = (6 * TOKENS,) * len(here)
+    merged[fragment] += sum(tokens) * FRAGMENTS
     yield commit_event(
       time,
       shard,
@@ -134,6 +135,7 @@ def _sync(rng, alive):
       rejected=rejected,
       missing=missing,
       reason=reason,
+      steps=(6,) * len(here),
       tokens=tokens,
       merged_tokens=merged[fragment],
     )

@@ -52,6 +52,7 @@ def test_scalars_of_a_commit_and_an_evaluation(make):
     "sync/quorum_seconds": 0.05,
     "sync/grace_seconds": 0.02,
     "sync/merge_seconds": 0.004,
+    "sync/staleness": 24,
   }
   known = make.changed(commit, agreement=0.25, rho=0.5, length=0.98)
   more = {"sync/agreement": 0.25, "sync/rho": 0.5, "sync/length": 0.98}

@@ -55,7 +55,7 @@ def test_golden(make):
     "trained_tokens": 4096,
     "commits": 2,
     "participation": {"0": 1.0, "1": 0.5},
-    "outer_gradients": {"agreement": None, "rho": None, "length": None, "staleness": None},
+    "outer_gradients": {"agreement": None, "rho": None, "length": None, "staleness": 24.0},
     "rejected_updates": 1,
     "bytes_sent": 100,
     "bytes_received": 10,

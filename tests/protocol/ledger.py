@@ -14,7 +14,8 @@ from collections.abc import Mapping
 
 from ddiloco.config import SyncConfig
 from ddiloco.protocol import events
-from ddiloco.protocol.actions import Commit, InstallValue
+from ddiloco.protocol.actions import InstallValue
+from ddiloco.protocol.events import Commit
 from ddiloco.protocol.messages import INITIAL, NOTHING, Publish, Push
 from ddiloco.protocol.states import FragmentState
 from ddiloco.protocol.values import Frozen, replace

@@ -16,8 +16,7 @@ from ddiloco.chaos import Faults
 from ddiloco.config import SyncConfig
 from ddiloco.core import outer
 from ddiloco.protocol import messages, rules
-from ddiloco.protocol.actions import Commit
-from ddiloco.protocol.events import Event
+from ddiloco.protocol.events import Commit, Event
 from ddiloco.protocol.messages import (
   Goodbye,
   Message,

@@ -8,8 +8,8 @@ import pytest
 
 from ddiloco.config import SyncConfig
 from ddiloco.protocol import events, learner, messages, rules, syncer
-from ddiloco.protocol.actions import Commit, InstallValue, Received, Send, Tick
-from ddiloco.protocol.events import Event
+from ddiloco.protocol.actions import InstallValue, Received, Send, Tick
+from ddiloco.protocol.events import Commit, Event
 from ddiloco.protocol.messages import (
   NOTHING,
   ForwardMoments,

@@ -12,7 +12,7 @@ import pytest
 
 from ddiloco.config import SyncConfig
 from ddiloco.protocol import events
-from ddiloco.protocol.actions import Commit
+from ddiloco.protocol.events import Commit
 from tests.protocol import disasters
 from tests.protocol.disasters import stormy
 from tests.protocol.ledger import Ledger, Staged

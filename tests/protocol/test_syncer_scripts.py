@@ -9,7 +9,6 @@ import pytest
 from ddiloco.config import SyncConfig
 from ddiloco.protocol import learner, rounds, syncer
 from ddiloco.protocol.actions import (
-  Commit,
   CopyOut,
   Read,
   Received,
@@ -23,7 +22,7 @@ from ddiloco.protocol.actions import (
   TakeSnapshot,
   Tick,
 )
-from ddiloco.protocol.events import Abandoned, Apply, Event, Member
+from ddiloco.protocol.events import Abandoned, Apply, Commit, Event, Member
 from ddiloco.protocol.messages import (
   EVALUATOR,
   MADE,
@@ -68,7 +67,7 @@ class Script:
     return [
       says.plain(a)
       for a in self.feed_all(event, now, **measured)
-      if isinstance(a, Apply | Abandoned) or not isinstance(a, Event)
+      if isinstance(a, Apply | Abandoned | Commit) or not isinstance(a, Event)
     ]
 
   def feed_all(self, event, now: float = 0.0, **measured) -> list:
@@ -108,11 +107,12 @@ def test_golden_shard_two_learners_two_fragments():
   assert shard.feed(push(0, 0), 0.12, norm=1.0) == []
   # 10 + 20 tokens; each hears that its push of round 0 is inside.
   version_1 = says.publish(0, 0, 0, 0, 0, 1, 0, 1, 30, (0, 1), (0, 0, 1, 0), "")
-  assert shard.feed(push(1, 0), 0.13, norm=1.0) == [
-    Commit(0, 0, 1, (0, 1), (1, 1), (10, 20), 30 / shard.state.target_tokens),
-    Send(0, version_1),
-    Send(1, version_1),
-  ]
+  commit, *sent = shard.feed(push(1, 0), 0.13, norm=1.0)
+  assert (commit.fragment, commit.round, commit.version, commit.base_round) == (0, 0, 1, -1)
+  assert (commit.learners, commit.incarnations) == ((0, 1), (0, 0))
+  assert (commit.steps, commit.tokens, commit.merged_tokens) == ((1, 1), (10, 20), 30)
+  assert commit.progress == 30 / shard.state.target_tokens
+  assert sent == [Send(0, version_1), Send(1, version_1)]
   assert shard.feed(report(0, (1, 0), (1, 2), global_step=2), 0.2) == []
   # Learner 1 has not applied version 1 yet, but fragment 1 is due with both: round 1.
   pulls = [Send(m, says.pull(0, 0, 0, 1, 1, 0)) for m in (0, 1)]

@@ -27,8 +27,8 @@ from ddiloco.config import (
 from ddiloco.core.delta import Committed, MemoryStore
 from ddiloco.core.fragments import owned_by
 from ddiloco.protocol import events
-from ddiloco.protocol.actions import Commit, InstallValue, Received
-from ddiloco.protocol.events import Event, parse_role
+from ddiloco.protocol.actions import InstallValue, Received
+from ddiloco.protocol.events import Commit, Event, parse_role
 from ddiloco.protocol.messages import NOTHING, Message, Publish, Push, Value
 from ddiloco.protocol.states import FragmentState, clock_violations
 from ddiloco.protocol.values import from_json, replace
@@ -127,7 +127,7 @@ class GhostMerger(SizedMerger):
 
   def commit(self, what: Commit, state: FragmentState) -> Any:
     self._ledger.commit(what)
-    self._ghosts.merging[what.fragment, what.round] = what
+    self._ghosts.merging.add((what.fragment, what.round))
     return super().commit(what, state)
 
   def install(self, what: InstallValue, state: FragmentState) -> None:
@@ -166,10 +166,10 @@ class Ghosts(world.World):
   def __init__(self, *arguments, **named):
     self.measure: Callable[[Push], Mapping] = lambda push: {"norm": 1.0}
     self.value_fault: Callable[[Value], str] = lambda value: ""
-    self.merging: dict[tuple[int, int], Commit] = {}
     self.snapshots: dict[int, dict[Role, Part]] = {}
     self.history: list[tuple[float, Actor, Event]] = []
     self.misjudged: Exception | None = None  # the first snapshot that is none
+    self.merging: set[tuple[int, int]] = set()  # fragments and rounds of all merges begun
     self._commits: list[tuple[float, Commit]] = []
     super().__init__(*arguments, **named)
 
@@ -208,7 +208,7 @@ class Ghosts(world.World):
       case events.CopyOut():
         self.ledger.check_push(actor, event)
       case events.Commit():
-        self._commits.append((self.now, self.merging[event.fragment, event.round]))
+        self._commits.append((self.now, event))
       case events.Snapshot():
         try:
           self._complete(event)

@@ -16,13 +16,14 @@ from ddiloco.core import codec, fragments
 from ddiloco.core.delta import Committed, MemoryStore, learner_weights, new_fragment
 from ddiloco.network.transport import Counters
 from ddiloco.protocol import events
-from ddiloco.protocol.actions import Commit, InstallValue, Tick
+from ddiloco.protocol.actions import InstallValue, Tick
 from ddiloco.protocol.messages import Goodbye, Publish, Pull, Rejection, Value
 from ddiloco.protocol.states import FragmentState, ValueRequest
 from ddiloco.protocol.values import replace
 from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Runtime, drive
 from tests import says
+from tests.made_events import made
 from tests.roles import toy
 
 
@@ -429,7 +430,8 @@ def test_replay_weighs_a_commit_by_the_batches_that_its_shard_knew():
   old = from_dict({})
   new = from_dict({"islands": {"overrides": {"0": {"batch_size": 2 * old.islands.batch_size}}}})
   said = tuple(old.tokens_per_step(m) for m in (0, 1))
-  what = Commit(0, 7, 1, learners=(0, 1), steps=(26, 24), tokens=(26, 24), progress=0.0)
-  before, after = (learner_weights(what, config) for config in (old, new))
+  now = tuple(new.tokens_per_step(m) for m in (0, 1))
+  what = made(0.0, "syncer-0", "commit", learners=[0, 1], steps=[26, 24], tokens=[26, 24])
+  before, after = (learner_weights(replace(what, step_tokens=each), new) for each in (said, now))
   assert not same(before, after)
-  assert same(learner_weights(replace(what, step_tokens=said), new), before)
+  assert same(learner_weights(replace(what, step_tokens=said), old), before)

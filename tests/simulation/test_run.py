@@ -144,10 +144,12 @@ def test_an_undisturbed_run_ends_with_the_tokens_merged_and_nobody_waits():
   found = account(events)
   assert found.uptime == 1.0 and found.goodput > 0.85
   assert found.goodput + sum(found.causes.values()) == pytest.approx(1.0)
-  total = sum(e.steps for e in of(events, "commit"))
+  total = sum(sum(e.steps) for e in of(events, "commit"))
   sent = sum(e.steps for e in of(events, "copy_out"))
   made = 4 * len(of(events, "step"))  # each step is in four fragments
-  assert total <= sent <= made and total * TOKENS == sum(e.tokens for e in of(events, "commit"))
+  assert total <= sent <= made and total * TOKENS == sum(
+    sum(e.tokens) for e in of(events, "commit")
+  )
 
 
 def test_lock_step_waits_for_the_slowest():

@@ -88,10 +88,10 @@ MUTATIONS = [
   ("a version is left out", change(SHARD, "commit", {"round": 2}, version=4), SHARD,
    "version 4 follows 2"),
   ("a round twice", add_after(SHARD, "commit", {"round": 2}), SHARD, "committed twice"),
-  ("commit says other steps", change(SHARD, "commit", {"round": 0}, steps=4), SHARD,
-   "says 4 steps, the pushes make it 5"),
-  ("commit says other tokens", change(SHARD, "commit", {"round": 3}, tokens=1), SHARD,
-   "says 1 tokens, the pushes make it 50"),
+  ("commit says other steps", change(SHARD, "commit", {"round": 0}, steps=[2, 2]), SHARD,
+   r"says \(2, 2\) steps, the pushes make it \(2, 3\)"),
+  ("commit says other tokens", change(SHARD, "commit", {"round": 3}, tokens=[1]), SHARD,
+   r"says \(1,\) tokens, the pushes make it \(50,\)"),
   ("tokens do not add up", change(SHARD, "commit", {"round": 1}, merged_tokens=80), SHARD,
    "says 80 merged_tokens, the pushes make it 70"),
   ("an unknown value is applied", change(ONE, "stage", {"round": 1}, round=9), ONE,
@@ -148,7 +148,8 @@ def test_a_step_merged_twice_on_the_way_to_a_value_is_found():
   """The restored learner forgets that its steps were merged, and all counts agree with that."""
   logs = good()
   logs["syncer-0"].remove(find(logs, SHARD, "commit", round=1))
-  both = {"learners": [0, 1], "incarnations": [0, 0], "steps": 4, "tokens": 40, "merged_tokens": 90}
+  both = {"learners": [0, 1], "incarnations": [0, 0]}
+  both |= {"steps": [1, 3], "tokens": [10, 30], "merged_tokens": 90}
   first = find(logs, SHARD, "commit", round=0)
   logs[SHARD].insert(2, {**first, "round": 1, "version": 2, "base_round": 0, **both})
   logs[SHARD].sort(key=lambda e: (e["kind"] == "commit", e.get("round", 0)))

@@ -46,11 +46,11 @@ class Log:
     fields = {"round": round, "version": version, "mode": mode, "included": included}
     return self.add("stage", fragment=0, **fields).add("apply", fragment=0, **fields)
 
-  def commit(self, round: int, version: int, base_round: int, of: dict, steps: int, merged: int):
-    """`of`: learner -> incarnation."""
+  def commit(self, round: int, version: int, base_round: int, of: dict, steps: list, merged: int):
+    """`of`: learner -> incarnation; `steps`: of each of them."""
     fields = {"round": round, "version": version, "base_round": base_round}
     who = {"learners": list(of), "incarnations": list(of.values())}
-    tokens = {"tokens": STEP_TOKENS * steps, "merged_tokens": STEP_TOKENS * merged}
+    tokens = {"tokens": [STEP_TOKENS * n for n in steps], "merged_tokens": STEP_TOKENS * merged}
     return self.add("commit", fragment=0, **fields, **who, steps=steps, **tokens)
 
 
@@ -65,19 +65,19 @@ def good() -> Logs:
   shard.on(0).add("owns", fragment=0, version=0, round=-1, momentum_round=-1)
   one.on(0).apply(-1, 0, "overwrite").steps(2).copy_out(0, 0, -1, steps=2).steps(1)
   two.on(0).apply(-1, 0, "overwrite").steps(3).copy_out(0, 0, -1, steps=3)
-  shard.commit(0, 1, -1, {0: 0, 1: 0}, steps=5, merged=5).add("captured", snapshot=1)
+  shard.commit(0, 1, -1, {0: 0, 1: 0}, steps=[2, 3], merged=5).add("captured", snapshot=1)
   one.apply(0, 1, included=True).steps(1).copy_out(1, 1, 0, steps=2)
   two.apply(0, 1, included=True).steps(2).copy_out(1, 1, 0, steps=2).steps(1)
   two.add("captured", snapshot=1).add("saved", snapshot=1, arrays={"params/a": 7}).steps(2)
-  shard.commit(1, 2, 0, {0: 0}, steps=2, merged=7)
+  shard.commit(1, 2, 0, {0: 0}, steps=[2], merged=7)
   one.apply(1, 2, included=True).steps(1).copy_out(2, 2, 1, steps=1)
   one.add("donated", fragment=0, donation=1)
-  shard.commit(2, 3, 1, {0: 0}, steps=1, merged=8)
+  shard.commit(2, 3, 1, {0: 0}, steps=[1], merged=8)
   two.on(1, global_step=9, snapshot=1, of_incarnation=0)
   moments = {"learner": 0, "incarnation_of_donor": 0, "donation": 1}
   two.apply(1, 2).add("inherited", fragment=0, **moments)
   two.apply(2, 3).steps(2).copy_out(3, 3, 2, steps=5)
-  shard.commit(3, 4, 2, {1: 1}, steps=5, merged=13)
+  shard.commit(3, 4, 2, {1: 1}, steps=[5], merged=13)
   two.apply(3, 4, included=True).steps(1).add("stopped", reason="the end")
   return {log.role: log.events for log in (shard, one, two)}
 
