@@ -125,7 +125,7 @@ def publish(
   payload=None,
 ) -> messages.Publish:
   base_round = messages.NOTHING if base_version < 0 else base_version - 1
-  which = (shard, incarnation, learner_incarnation, fragment, round, version, base_version)
+  which = (shard, incarnation, learner_incarnation, fragment, round, version)
   return messages.Publish(
     *which, base_round, global_step, merged_tokens, participants, by_learner(*merged_rounds),
     snapshot=0, count=0, seal="", codec=codec, payload=payload,

@@ -29,7 +29,7 @@ from ddiloco.core.passes import Share, Vectors
 from ddiloco.protocol import rules
 from ddiloco.protocol.actions import InstallValue, Received
 from ddiloco.protocol.events import Commit
-from ddiloco.protocol.messages import INITIAL, MADE, Publish, Push, Value
+from ddiloco.protocol.messages import INITIAL, MADE, NOTHING, Publish, Push, Value
 from ddiloco.protocol.states import FragmentState
 from ddiloco.protocol.values import Frozen, replace
 
@@ -96,7 +96,7 @@ class Deltas:
     if publish.payload is None:
       return self.back(p)
     encoded = codec.checked(np.frombuffer(publish.payload, np.uint8), size, publish.codec)
-    base = self.base[p] if publish.base_version >= 0 else None
+    base = self.base[p] if publish.base_round != NOTHING else None
     if base is None and publish.codec == "f32":
       return self.stage(p, encoded.payload.view(np.float32), mode, included)
     value = np.empty(size, np.float32)
@@ -461,10 +461,10 @@ class Merger:
     if publish.codec == MADE and publish.fragment in self._initial:
       return replace(publish, payload=self._initial[publish.fragment])
     update = self._update.get(publish.fragment)
-    if publish.base_version >= 0 and update is not None:
+    if publish.base_round != NOTHING and update is not None:
       return replace(publish, codec=update.codec, payload=update.payload)
     whole = self._whole(publish.fragment)
-    return replace(publish, base_version=-1, codec=whole.codec, payload=whole.payload)
+    return replace(publish, base_round=NOTHING, codec=whole.codec, payload=whole.payload)
 
   def arrays(self) -> dict[str, np.ndarray]:
     """All committed vectors, by name: "3/value". No copies: see `_lend`."""

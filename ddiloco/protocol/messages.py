@@ -188,13 +188,12 @@ class ForwardMoments(ToLearner):
 
 
 class Publish(ToLearner):
-  """A fragment's new version. `base_version` -1: a full value; else the update to that version."""
+  """A fragment's new version: the update to the value that `base_round` made, or a whole value."""
 
   fragment: CountOrNone
   round: CountOrNone  # the round that made it; -1: the initial value
   version: Count
-  base_version: CountOrNone
-  base_round: RoundId  # that made the base, since version numbers may come twice; -2: no base
+  base_round: RoundId  # NOTHING: whole; no version, since version numbers may come twice
   global_step: GlobalStep
   merged_tokens: Count  # merged into this fragment so far
   participants: Learners  # of the round that made this version

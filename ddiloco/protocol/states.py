@@ -448,7 +448,6 @@ class SyncerState(_State, Frozen):
       fragment=f.index,
       round=f.last_round,
       version=f.version,
-      base_version=-1,
       base_round=NOTHING,
       global_step=self.global_step,
       merged_tokens=f.merged_tokens,
@@ -469,7 +468,6 @@ class SyncerState(_State, Frozen):
     publish = replace(
       publish,
       learner_incarnation=member.incarnation,
-      base_version=f.version - 1 if update else -1,
       base_round=base_round,
       codec=MADE if f.last_round == INITIAL and not member.whole else "",
     )

@@ -7,8 +7,9 @@ from ddiloco.config import from_dict
 from ddiloco.core import codec, delta
 from ddiloco.core.delta import Committed, MemoryStore, Merger
 from ddiloco.protocol import rules
-from ddiloco.protocol.messages import Push
+from ddiloco.protocol.messages import NOTHING, Push
 from ddiloco.protocol.states import FragmentState
+from tests import says
 from tests.core.test_outer_merge import exact, fragment_of, randoms
 from tests.made_events import made
 
@@ -111,6 +112,9 @@ def test_receivers_get_the_update_of_the_newest_commit_or_the_whole_value(name):
   assert (change.codec, len(change.payload)) == (name, codec.payload_bytes(SIZE, name))
   found = codec.decode(change.payload, SIZE, name)
   np.testing.assert_array_equal(found if name == "f32" else 1 + found, value)
+  update = says.publish(0, 0, 0, 0, 0, 1, 0, 1, 2, (0, 1), (0, 0, 1, 0), "")
+  base_round = NOTHING if name == "f32" else update.base_round
+  assert merger.with_payload(update).base_round == base_round, "f32 costs as much whole"
 
 
 def test_a_value_is_inexact_only_if_it_was_given_back_with_a_codecs_rounding():

@@ -106,7 +106,7 @@ class Ledger:
     assert self.versions[key] == publish.version
     if publish.payload is None:
       assert publish.round == known, "it goes back to another base"
-    elif publish.base_version >= 0:
+    elif publish.base_round != NOTHING:
       assert self.bases[key] == known, "an update to a value it does not have"
 
   def apply(self, actor, p: int, staged: Staged) -> None:

@@ -62,8 +62,8 @@ EXAMPLES = [
   RequestValue(1, 0, 2, 5),
   ProvideMoments(1, 0, 2, 5),
   ForwardMoments(1, 0, 2, 5, 3, 1, 2, 900, 880, BYTES),
-  Publish(1, 0, 2, 5, 2**33, 8, 7, 9, 900, 10**9, (0, 3), {0: 2**33}, 3, 7, "ab12", "bf16", BYTES),
-  Publish(1, 0, 2, 5, -1, 0, -1, -2, 0, 0, (), {}, 0, 0, "", "f32", BYTES),
+  Publish(1, 0, 2, 5, 2**33, 8, 9, 900, 10**9, (0, 3), {0: 2**33}, 3, 7, "ab12", "bf16", BYTES),
+  Publish(1, 0, 2, 5, -1, 0, -2, 0, 0, (), {}, 0, 0, "", "f32", BYTES),
   Rejection(1, 0, 2, -1, -1, True, "norm 1e+06 is over 10 x 1"),
   Replica(
     1,
@@ -157,7 +157,7 @@ def test_what_no_honest_peer_says_is_refused():
     (Goodbye(3, 1), "learner", (1 << 15) - 1),
     (Report(3, 1, 17, 0.25, (4,), (3,), (2,), False, 3), "global_step", (1 << 40) - 1),
     (
-      Publish(1, 0, 2, 5, 9, 8, 7, 6, 900, 10, (0, 3), {0: 9}, 3, 7, "", "f32", BYTES),
+      Publish(1, 0, 2, 5, 9, 8, 6, 900, 10, (0, 3), {0: 9}, 3, 7, "", "f32", BYTES),
       "participants",
       (32_767,),
     ),
@@ -175,7 +175,7 @@ def test_a_version_fits_a_header_whoever_has_had_a_part_in_it():
   last = (1 << 53) - 1
   merged = dict.fromkeys(range(MAX_LEARNERS), last)
   steps = dict.fromkeys(range(MAX_LEARNERS), 1 << 39)
-  publish = Publish(1, 0, 2, 5, 9, 8, 7, 6, 900, 10, (0, 3), merged, 3, 7, "", "f32", BYTES)
+  publish = Publish(1, 0, 2, 5, 9, 8, 6, 900, 10, (0, 3), merged, 3, 7, "", "f32", BYTES)
   replica = Replica(
     1, 7, 0, 3, 9, 64, 12, 5, 12, (0, 3), merged, steps, 2, NOTHING, "f32", True, BYTES
   )

@@ -66,7 +66,7 @@ def test_what_comes_too_late_to_be_given_back_is_said_to_be_lost():
   [lost] = [a for a in actions if isinstance(a, events.Lost)]
   assert lost.versions == {0: 3}
   [publish] = [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, Publish)]
-  assert publish.version == 1 and publish.base_version == -1, "whole: its base was another one"
+  assert publish.version == 1 and publish.base_round == NOTHING, "whole: its base was another one"
 
 
 def test_a_shard_without_its_newest_values_waits_for_those_it_knew():
@@ -269,11 +269,11 @@ def test_an_update_to_another_value_of_the_same_version_is_not_taken():
   whole = join(one)
   lost = replace(whole, version=1, round=3)
   one.feed(lost)
-  update = replace(whole, incarnation=1, version=2, round=9, base_version=1)
+  update = replace(whole, incarnation=1, version=2, round=9, base_round=7)
   for base_round, taken in ((5, False), (3, True)):
     actions = one.feed(replace(update, base_round=base_round))
     assert bool(actions) == taken
-  other = replace(update, version=1, round=12, base_version=-1, base_round=NOTHING)
+  other = replace(update, version=1, round=12, base_round=NOTHING)
   assert one.feed(other), "newer is what a later round made, whatever its version"
   assert one.feed(replace(other, version=9, round=11)) == []
 

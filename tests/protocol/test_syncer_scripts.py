@@ -26,6 +26,7 @@ from ddiloco.protocol.events import Abandoned, Apply, Commit, Event, Member
 from ddiloco.protocol.messages import (
   EVALUATOR,
   MADE,
+  NOTHING,
   Goodbye,
   Publish,
   Pull,
@@ -153,7 +154,7 @@ def test_golden_learner_two_fragments():
     whole,
     round=0,
     version=1,
-    base_version=0,
+    base_round=-1,
     global_step=44,
     merged_tokens=30,
     merged_rounds={0: 0},
@@ -174,7 +175,7 @@ def test_golden_learner_two_fragments():
   )
   # Round 2 went on without me, version 3 came whole: both unmerged steps stay, at half length.
   one.feed(StepDone(0.3, 10, 0.1))
-  version_3 = replace(version_1, round=4, version=3, base_version=-1)
+  version_3 = replace(version_1, round=4, version=3, base_round=NOTHING)
   assert one.feed(version_3) == [Stage(version_3, "halve", False)]
   assert one.feed(Staged(0, 3, 0.3)) == [says.applied(0, 3, 4, "halve", False)]
   f = one.state.fragments[0]
@@ -275,7 +276,7 @@ def test_a_lost_publish_comes_again_however_often_others_commit():
     shard.feed(push(0, k, base=k), now, norm=1.0)
     sends = shard.feed(report(1, (0, 0), (0, 0)), now)
     resent += [a.message for a in sends if a.to == 1 and isinstance(a.message, Publish)]
-  assert resent and resent[0].base_version == -1 and resent[0].version <= 7
+  assert resent and resent[0].base_round == NOTHING and resent[0].version <= 7
 
 
 def resent(sends) -> list[int]:
@@ -359,7 +360,7 @@ def test_a_restarted_shard_still_says_what_it_has_merged():
   shard.state = syncer.init(0, 1, stored, ALONE, 1 << 60)
   [publish] = shard.feed(report(0, (0, 0), (1, 1)), 1.0)
   assert (publish.message.version, publish.message.merged_round(0)) == (1, 0)
-  assert publish.message.base_version == -1, "whole: nobody knows what it has"
+  assert publish.message.base_round == NOTHING, "whole: nobody knows what it has"
   sends = shard.feed(report(0, (0, 0), (2, 2)), 1.1)
   assert [a.message.round for a in sends] == [1 << 24], "round ids of the dead are not used again"
 

@@ -17,7 +17,7 @@ from ddiloco.core.delta import Committed, MemoryStore, learner_weights, new_frag
 from ddiloco.network.transport import Counters
 from ddiloco.protocol import events
 from ddiloco.protocol.actions import InstallValue, Tick
-from ddiloco.protocol.messages import Goodbye, Publish, Pull, Rejection, Value
+from ddiloco.protocol.messages import NOTHING, Goodbye, Publish, Pull, Rejection, Value
 from ddiloco.protocol.states import FragmentState, ValueRequest
 from ddiloco.protocol.values import replace
 from ddiloco.roles.syncer import Syncer
@@ -91,12 +91,13 @@ class Shard:
     self.settle()
     for m, publish in self.outbox.take(Publish):
       assert isinstance(publish, Publish)
-      version, value = self.held[m].get(publish.fragment, (-1, None))
+      _, value = self.held[m].get(publish.fragment, (-1, None))
       decoded = codec.decode(
         publish.payload, self.plan.fragments[publish.fragment].size, publish.codec
       )
-      if publish.base_version >= 0:
-        assert publish.base_version == version, "an update to something the learner does not have"
+      if publish.base_round != NOTHING:
+        has = self.rounds[m][publish.fragment]
+        assert publish.base_round == has, "an update to something the learner does not have"
         decoded = value + decoded
       self.held[m][publish.fragment] = (publish.version, decoded)
       self.rounds[m][publish.fragment] = publish.round
