@@ -495,7 +495,7 @@ class Sealer:
 
   def digest(self, value: np.ndarray) -> str:
     """The digest of a fragment's value f32 [size], for `seal`; takes as long as reading it all."""
-    return hashlib.sha256(np.ascontiguousarray(value).view(np.uint8).data).hexdigest()
+    return codec.digest(value).hex()
 
   def seal(self, of: Publish | Value, digest: str) -> str:
     """The seal of the fragment's value that has this digest and is described by `of`."""

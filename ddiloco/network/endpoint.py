@@ -194,11 +194,11 @@ class NetworkEndpoint(Endpoint):
       case _:
         self.on_malformed(peer, f"a {type(frame).__name__} that was not asked for")
 
-  def on_lost(self, channel: Channel, wire: FrameSocket) -> None:
+  def on_lost(self, channel: Channel, wire: FrameSocket, reason: str) -> None:
     if channel.wire is wire:
       channel.detach()
       if channel.number == CONTROL and channel.peer.state == "up":  # who is at the url now?
-        channel.peer.state, channel.peer.reason = "connecting", "its connection broke"
+        channel.peer.state, channel.peer.reason = "connecting", f"its connection broke ({reason})"
 
   def _failed(self, error: Exception) -> None:
     self.broken = self.broken or f"its network thread failed: {error!r}"

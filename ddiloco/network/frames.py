@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from msgspec import Meta, msgpack
 
@@ -39,6 +39,9 @@ from ddiloco.protocol.messages import (
   Text,
   exactly,
 )
+
+if TYPE_CHECKING:
+  from ddiloco.network.peers import Channel
 
 T = TypeVar("T")
 
@@ -236,29 +239,6 @@ class Forget(Exception):
 Parcel = tuple[memoryview, ...]  # bytes to send: a frame, and the payload after it if any
 
 
-class Owner(Protocol):
-  """The owner of a connection; its methods are called in the connection's thread."""
-
-  def next(self, wire: FrameSocket) -> Parcel | None:
-    """The next bytes to send; the kernel has all bytes of the parcel before."""
-
-  def room(self, wire: FrameSocket, frame: Frame, size: int) -> memoryview | None:
-    """Memory for a frame's payload of so many bytes, mostly none; None: no room until `wake`.
-
-    Raises:
-      MalformedMessage, Forget: the connection drops the frame, and reads and drops its payload.
-    """
-
-  def arrived(self, wire: FrameSocket, frame: Frame) -> None:
-    """A frame has arrived, and its payload is in the memory that `room` gave."""
-
-  def malformed(self, wire: FrameSocket, reason: str) -> None:
-    """A malformed frame was dropped."""
-
-  def lost(self, wire: FrameSocket, error: Exception) -> None:
-    """The connection has broken, or the far end has closed it."""
-
-
 class FrameSocket:
   """A connection that sends and receives whole frames, and never blocks.
 
@@ -266,12 +246,14 @@ class FrameSocket:
 
   Args:
     connected: the socket, after its handshake.
-    owner: of the connection.
+    owner: the channel whose connection this is.
     thread: to which it belongs; `IoThread.add` begins to serve it.
     paced: whether its rate is limited on a slow link: it is for fragments.
   """
 
-  def __init__(self, connected: socket.socket, owner: Owner, thread: IoThread, paced: bool = False):
+  def __init__(
+    self, connected: socket.socket, owner: Channel, thread: IoThread, paced: bool = False
+  ):
     connected.setblocking(False)
     set_options(connected, FRAME_OPTIONS)
     self.owner, self.thread = owner, thread
@@ -335,7 +317,7 @@ class FrameSocket:
       pass
     except (OSError, MalformedMessage) as error:
       self.close()
-      self.owner.lost(self, error)
+      self.owner.lost(self, str(error))
       return
     self.thread.watch(self, self._listens(), self.behind)
 
@@ -383,7 +365,7 @@ class FrameSocket:
           yield None
       except (MalformedMessage, Forget) as error:
         if isinstance(error, MalformedMessage):
-          self.owner.malformed(self, str(error))
+          self.owner.malformed(str(error))
         for left in range(payload_bytes, 0, -len(SCRATCH)):
           yield SCRATCH[:left]
         continue

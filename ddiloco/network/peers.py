@@ -133,9 +133,10 @@ class Channel:
     if (wire := self.wire) is not None:
       wire.wake()
 
-  # --- as the owner of its connection -------------------------------------------------------------
+  # --- as the owner of its connection, in that connection's thread --------------------------------
 
   def next(self, wire: FrameSocket) -> Parcel | None:
+    """The next bytes to send; the kernel has all bytes of the parcel before."""
     with self.peer.lock:
       if self.wire is not wire:
         return None
@@ -145,6 +146,11 @@ class Channel:
       return self.waiting[0] if self.leaving else None
 
   def room(self, wire: FrameSocket, frame: frames.Frame, size: int) -> memoryview | None:
+    """Memory for a frame's payload of so many bytes, mostly none; None: no room until `wake`.
+
+    Raises:
+      MalformedMessage, Forget: the connection drops the frame, and reads and drops its payload.
+    """
     # Read before the check: a new session's `incoming` is set only after this wire is detached.
     incoming = self.peer.incoming
     if self.wire is not wire:
@@ -159,20 +165,23 @@ class Channel:
     return frames.SCRATCH[:0]
 
   def arrived(self, wire: FrameSocket, frame: frames.Frame) -> None:
+    """A frame has arrived, and its payload is in the memory that `room` gave."""
     peer, incoming = self.peer, self.peer.incoming  # before the check of the wire, as in `room`
     if self.wire is not wire:
       return
     peer.heard_at = time.monotonic()
-    if self.number == CONTROL:
-      peer.caretaker.on_frame(peer, frame)
-    else:
+    if isinstance(frame, Bulk):
       incoming.arrived(self.number)
+    else:
+      peer.caretaker.on_frame(peer, frame)
 
-  def malformed(self, wire: FrameSocket, reason: str) -> None:
+  def malformed(self, reason: str) -> None:
+    """A malformed frame was dropped."""
     self.peer.caretaker.on_malformed(self.peer, reason)
 
-  def lost(self, wire: FrameSocket, error: Exception) -> None:
-    self.peer.caretaker.control_thread.call(self.peer.caretaker.on_lost, self, wire)
+  def lost(self, wire: FrameSocket, reason: str) -> None:
+    """The connection has broken, or the far end has closed it."""
+    self.peer.caretaker.control_thread.call(self.peer.caretaker.on_lost, self, wire, reason)
 
 
 class Peer:
