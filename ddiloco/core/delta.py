@@ -45,20 +45,19 @@ class Deltas:
     self.share: Share = map  # runs the chunks, on some threads
     self._sync = sync
     self.base: dict[int, np.ndarray] = {}  # the published value received last
-    self.sent: dict[int, np.ndarray] = {}  # my outstanding push, as the shard decodes it
+    self.sent: dict[int, np.ndarray] = {}  # the payload of my outstanding push
     self.residual: dict[int, np.ndarray] = {}  # lost to rounding; only with error_feedback
     self.rounding: dict[int, np.ndarray] = {}  # the residual if the outstanding push is merged
 
   def push(self, fragment: int, local: np.ndarray, factor: float = 1.0) -> np.ndarray:
-    """The payload of a push: base - local in the wire codec; keeps it as the shard decodes it.
+    """The payload of a push: base - local in the wire codec; keeps it until a version answers.
 
     `factor` other than 1: the fault plan poisons the push.
     """
     name, base, size = self._sync.push_codec, self.base[fragment], local.size
     encoded = codec.empty(size, name)
     residual = self.residual.get(fragment) if self._sync.error_feedback else None
-    sent = encoded.payload.view(np.float32) if name == "f32" else np.empty(size, np.float32)
-    rounding = np.empty_like(sent) if self._sync.error_feedback else None
+    rounding = np.empty(size, np.float32) if self._sync.error_feedback else None
 
     def chunk(here: slice) -> None:
       delta = base[here] - local[here]
@@ -67,13 +66,14 @@ class Deltas:
           delta *= np.float32(factor)
       if residual is not None:
         delta += residual[here]
-      codec.encode_chunk(delta, encoded, size, here.start, sent[here])
-      codec.decode_chunk(encoded, size, here.start, sent[here])
+      decoded = np.empty_like(delta)
+      codec.encode_chunk(delta, encoded, size, here.start, decoded)
       if rounding is not None:
-        np.subtract(delta, sent[here], out=rounding[here])
+        codec.decode_chunk(encoded, size, here.start, decoded)
+        np.subtract(delta, decoded, out=rounding[here])
 
     passes.over_chunks(size, chunk, self.share)
-    self.sent[fragment] = sent
+    self.sent[fragment] = encoded.payload
     if rounding is not None:
       self.rounding[fragment] = rounding
     return encoded.payload
@@ -114,8 +114,8 @@ class Deltas:
     halve g' - ref / 2.
 
     `ref` is the part of my parameters that is already in g': the base, minus my push if it is
-    merged in g'. The rest of the local value, rounding errors included, stays, or half of it. From
-    now on the base is g'.
+    merged in g', as the shard decoded it. The rest of the local value, rounding errors included,
+    stays, or half of it. From now on the base is g'.
     """
     base = self.base.get(fragment)
     sent, rounding = self.sent.pop(fragment, None), self.rounding.pop(fragment, None)
@@ -127,12 +127,18 @@ class Deltas:
     if mode == "mix":
       return np.float32(1 - self._sync.mix_alpha) * value
     assert base is not None, "what keeps work has a base"
-    assert sent is not None or not included, "what is included was sent"
+    merged = None
+    if included:
+      assert sent is not None, "what is included was sent"
+      merged = codec.checked(sent, value.size, self._sync.push_codec)
     shift, keep = np.empty_like(value), np.float32(self.keep(mode))
 
     def chunk(here: slice) -> None:
-      known = base[here] if sent is None or not included else base[here] - sent[here]
-      np.subtract(value[here], known if keep == 1 else keep * known, out=shift[here])
+      known, out = base[here], shift[here]
+      if merged is not None:
+        codec.decode_chunk(merged, value.size, here.start, out)
+        known = known - out
+      np.subtract(value[here], known if keep == 1 else keep * known, out=out)
 
     passes.over_chunks(value.size, chunk, self.share)
     return shift

@@ -104,7 +104,9 @@ def _on_pull(state: LearnerState, pull: Pull, sync: SyncConfig) -> LearnerOutcom
   if outstanding and sent and sync.blocking and sent.base_version == pull.base_version:
     # A restarted shard asks again. In lock-step the step of a push is fixed: the same push answers.
     again = replace(outstanding, push=replace(sent, round=pull.round))
-    return state.with_fragment(pull.fragment, outstanding=again), [actions.Resend(again.push)]
+    said = events.Resend(fragment=pull.fragment, round=pull.round, old_round=sent.round)
+    state = state.with_fragment(pull.fragment, outstanding=again)
+    return state, [said, actions.Resend(again.push)]
   return state.with_fragment(pull.fragment, pull=pull), []
 
 

@@ -81,7 +81,6 @@ class Exchange(WorkingRole):
     self._deltas.share = self._threads.share
     self._make = runtime.initial
     self._made: Mapping[int, Any] = {}  # initial values, until it has joined
-    self._outbox: dict[int, Push] = {}
     self._given: dict[int, weakref.ref[Any]] = {}  # fragment -> payload of its value, given back
     self._stagings: dict[int, collections.deque[Staging]] = collections.defaultdict(
       collections.deque
@@ -273,35 +272,25 @@ class Exchange(WorkingRole):
     self._tell(actions.Unmade(now) if complete is None else actions.Received(complete, now))
 
   def _push(self, push: Push, pieces: Any, factor: float) -> Job:
-    """Encodes and sends a push, and keeps it until a publish has answered it."""
-    p = push.fragment
-    local = self._store.to_host(pieces, p)
+    """Encodes and sends a push."""
+    local = self._store.to_host(pieces, push.fragment)
     del pieces  # the devices need no copy while the push is made
-    payload = self._deltas.push(p, local, factor)
+    self._deltas.push(push.fragment, local, factor)
     del local
     yield None
-    self._outbox[p] = replace(push, codec=self._sync.push_codec, payload=payload)
-    self.recorder.flush()  # the log on disk has every push that a shard may merge
-    self.recorder.record(events.Push(**_said(push), bytes=self._send_push(p)))
+    self.recorder.record(events.Push(**_said(push), bytes=self._send_push(push)))
 
   def _push_again(self, push: Push) -> Job:
-    kept = self._outbox.get(push.fragment)
-    if kept is None or kept.base_version != push.base_version:
-      return
-    if kept.round != push.round:  # in lock-step the same push may answer another round
-      self.recorder.record(
-        events.Resend(fragment=push.fragment, round=push.round, old_round=kept.round)
-      )
-      self.recorder.flush()
-      self._outbox[push.fragment] = replace(kept, round=push.round)
     shard = self.state.fragments[push.fragment].shard
     if not self.endpoint.unsent(syncer_address(shard)):  # else this push may still be queued
-      self._send_push(push.fragment)
+      self._send_push(push)
     yield None
 
-  def _send_push(self, p: int) -> int:
-    shard = self.state.fragments[p].shard
-    return self.endpoint.send(syncer_address(shard), self._outbox[p])
+  def _send_push(self, push: Push) -> int:
+    self.recorder.flush()  # the log on disk has every push that a shard may merge
+    to = syncer_address(self.state.fragments[push.fragment].shard)
+    payload = self._deltas.sent[push.fragment]
+    return self.endpoint.send(to, replace(push, codec=self._sync.push_codec, payload=payload))
 
   def _give(self, shard: int, value: Value) -> Job:
     """Gives back a value that its shard lost; not again while it waits to be sent: on a slow link
@@ -344,7 +333,6 @@ class Exchange(WorkingRole):
   def _stage(self, action: actions.Stage, staging: Staging) -> Job:
     publish = action.publish
     p = publish.fragment
-    self._outbox.pop(p, None)
     size = self._plan.fragments[p].size
     staging.flat = self._deltas.receive(publish, size, action.mode, action.included)
     staging.placed = self._store.stage(p, staging.flat)
@@ -361,9 +349,6 @@ class Exchange(WorkingRole):
     for p, each in stagings.items():
       for i, staging in enumerate(each):
         arrays[f"staged/{p}/{i}"] = staging.flat
-    for p, f in enumerate(action.state.fragments):
-      if f.outstanding is not None:
-        arrays[f"outbox/{p}"] = self._outbox[p].payload
     self._save(action.snapshot, action.state, arrays)
     yield None
 
@@ -379,10 +364,6 @@ class Exchange(WorkingRole):
       for i, _ in enumerate(f.incoming):
         flat = arrays[f"staged/{p}/{i}"]
         self._stagings[p].append(Staging(flat, self._store.stage(p, flat)))
-      if f.outstanding is not None:
-        payload = arrays[f"outbox/{p}"]
-        name = self._sync.push_codec
-        self._outbox[p] = replace(f.outstanding.push, codec=name, payload=payload)
     arrays.clear()
 
 

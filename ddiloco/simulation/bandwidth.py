@@ -27,7 +27,7 @@ from ddiloco.core import codec, fragments
 from ddiloco.protocol import events, rules
 
 F32_BYTES = 4
-PUSH_VECTORS = 4  # that making a push touches: local, base, delta, and the delta as it arrives
+PUSH_VECTORS = 4  # that making a push touches: local, base, delta, and payload in f32
 STAGE_VECTORS = 3  # that taking up a version touches: payload, base, and the staged value
 # The share of an Ethernet frame of 1,514 bytes that a fragment gets: without the headers (14 bytes
 # and 52 of IP and TCP), and TLS's 22 bytes for 16,384.

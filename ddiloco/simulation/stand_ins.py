@@ -124,9 +124,9 @@ class SizedDeltas(Deltas):
   def push(self, fragment: int, local: Any, factor: float = 1.0) -> Any:
     world = self._world
     world.touch(fragment, bandwidth.PUSH_VECTORS, world.pace.host_gbytes)
-    self.sent[fragment] = world.value(fragment)
     size = world.plan.fragments[fragment].size
-    return Sized(codec.payload_bytes(size, world.sync.push_codec), factor)
+    self.sent[fragment] = Sized(codec.payload_bytes(size, world.sync.push_codec), factor)
+    return self.sent[fragment]
 
   def made(self, publish: Publish, value: Any) -> Publish:
     self._world.touch(publish.fragment, MADE_VECTORS, self._world.pace.host_gbytes)

@@ -163,8 +163,6 @@ class LearnerArrays(LearnerAlgebra):
     arrays = {**captured, **self._deltas.arrays()}
     for p, held in fragments.items():
       arrays |= {f"staged/{p}/{i}": flat for i, (_, flat) in enumerate(held.staged)}
-      if held.push is not None:
-        arrays[f"outbox/{p}"] = np.frombuffer(held.push.content, np.uint8)
     self._diff.state(entry, arrays)
     return arrays
 

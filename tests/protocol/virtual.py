@@ -96,7 +96,8 @@ class GhostDeltas(SizedDeltas):
 
   def push(self, fragment: int, local: Any, factor: float = 1.0) -> Any:
     poisoned = replace(local, factor=factor)
-    return replace(super().push(fragment, local, factor), content=poisoned)
+    self.sent[fragment] = replace(super().push(fragment, local, factor), content=poisoned)
+    return self.sent[fragment]
 
   def receive(self, publish: Publish, size: int, mode: str, included: bool) -> Any:
     p = publish.fragment
