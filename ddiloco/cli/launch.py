@@ -32,8 +32,8 @@ def launch(arguments: list[str]) -> int:
 
   The default action is create. It prints the roles' places and the cost, and makes nothing without
   --yes. --dry_run prints what an action would make or do, and needs no cloud. Every action may be
-  repeated: create goes on where it stopped. Give all actions the same flags. The slices are those
-  of islands.topology. docs/launch.md leads through a run over two regions.
+  repeated: create goes on where it stopped. All actions need the flags that identify the run. The
+  slices are those of islands.topology. docs/launch.md leads through a run over two regions.
   """
   words = [a for a in arguments[1:3] if not a.startswith("-")]
   wanted = [a for a in arguments if a in ("-h", "--help", "-help")]
