@@ -119,7 +119,6 @@ def publish(
   base_version: int,
   global_step: int,
   merged_tokens: int,
-  participants: tuple[int, ...],
   merged_rounds: tuple[int, ...],
   codec: str,
   payload=None,
@@ -127,7 +126,7 @@ def publish(
   base_round = messages.NOTHING if base_version < 0 else base_version - 1
   which = (shard, incarnation, learner_incarnation, fragment, round, version)
   return messages.Publish(
-    *which, base_round, global_step, merged_tokens, participants, by_learner(*merged_rounds),
+    *which, base_round, global_step, merged_tokens, by_learner(*merged_rounds),
     snapshot=0, count=0, seal="", codec=codec, payload=payload,
   )  # fmt: skip
 

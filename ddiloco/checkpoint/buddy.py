@@ -398,7 +398,7 @@ def _complete(found: dict[int, Committed], listed: dict[int, int] | None) -> boo
 # What a fragment's state and the message have in common.
 _SAME = (
   *("version", "merged_tokens", "merged_rounds", "merged_global_steps", "last_round"),
-  *("global_step", "participants", "snapshot"),
+  *("global_step", "snapshot"),
 )
 
 
@@ -499,7 +499,7 @@ class Sealer:
 
   def seal(self, of: Publish | Value, digest: str) -> str:
     """The seal of the fragment's value that has this digest and is described by `of`."""
-    said = (of.fragment, of.round, of.version, of.merged_tokens, of.participants, of.merged_rounds)
+    said = (of.fragment, of.round, of.version, of.merged_tokens, of.merged_rounds)
     text = json.dumps([*self._run, *said, digest], sort_keys=True)
     return hmac.new(self._secret, text.encode(), hashlib.sha256).hexdigest()
 

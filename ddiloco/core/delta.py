@@ -188,7 +188,7 @@ class Committed(Frozen):
   reads them (`Merger.commit`).
   """
 
-  state: FragmentState  # version, merged tokens, participants; no round under way
+  state: FragmentState  # version, merged tokens, ...; no round under way
   value: np.ndarray  # the global value
   published_value: np.ndarray  # the value that learners have: `value`, or with a codec's rounding
   momentum: np.ndarray | None  # of the outer optimizer, None without

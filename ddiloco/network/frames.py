@@ -1,7 +1,7 @@
 """Frames between two endpoints, and the connections that carry them.
 
 On a connection, frame follows frame: `PREFIX` has the length of the frame and the number of raw
-payload bytes after it; the frame itself is one msgpack map. `decode` accepts only exactly
+payload bytes after it; the frame itself is one msgpack list. `decode` accepts only exactly
 well-formed frames and raises `MalformedMessage` on everything else, like
 `protocol.messages.decode`.
 
@@ -24,6 +24,7 @@ import struct
 import sys
 import threading
 import time
+import typing
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -99,7 +100,7 @@ class Bulk(OnWire):
 
 
 Frame = Greeting | GreetingRefused | Beat | Control | Bulk
-_decode = exactly(Frame, "frame")
+_decode = exactly(typing.get_args(Frame), "frame")
 
 
 def encode(frame: Frame, payload_bytes: int = 0) -> bytes:

@@ -114,7 +114,7 @@ def _on_request_value(state: LearnerState, request: messages.RequestValue) -> Le
   header = state.fragments[request.fragment].base_header
   if header is None:
     return state, []
-  same = ("fragment", "version", "round", "merged_tokens", "participants", "merged_rounds", "seal")
+  same = ("fragment", "version", "round", "merged_tokens", "merged_rounds", "seal")
   value = messages.Value(
     *state.me,
     **{name: getattr(header, name) for name in same},

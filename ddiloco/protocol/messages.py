@@ -16,7 +16,7 @@ import reprlib
 import sys
 import typing
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -44,7 +44,6 @@ _Long = Meta(max_length=1 << 16)
 Counts = Annotated[tuple[Count, ...], _Long]
 CountsOrNone = Annotated[tuple[CountOrNone, ...], _Long]
 RoundIds = Annotated[tuple[RoundId, ...], _Long]
-Learners = Annotated[tuple[Learner, ...], _Long]
 ByLearner = Annotated[Mapping[Learner, CountOrNone], _Long]  # its round, or its global step
 if TYPE_CHECKING:
   Payload = Any  # bytes-like to the transports, opaque to the protocol, no part of a header
@@ -52,8 +51,8 @@ else:
   Payload = None  # a saved state, which is read by these hints, has no payload either
 
 
-class OnWire(Frozen, tag=True, tag_field="kind"):
-  """What is written as a msgpack map: the name of its class as `kind`, and then every field."""
+class OnWire(Frozen, tag=True, array_like=True):
+  """What is written as a msgpack list: the name of its class, and then every field."""
 
 
 # --- learner -> shard -----------------------------------------------------------------------------
@@ -106,7 +105,6 @@ class Value(ToShard):
   version: Count
   round: CountOrNone
   merged_tokens: Count
-  participants: Learners
   merged_rounds: ByLearner
   snapshot: Count
   count: Count  # as in `Push`
@@ -196,7 +194,6 @@ class Publish(ToLearner):
   base_round: RoundId  # NOTHING: whole; no version, since version numbers may come twice
   global_step: GlobalStep
   merged_tokens: Count  # merged into this fragment so far
-  participants: Learners  # of the round that made this version
   merged_rounds: ByLearner  # the last round that merged its push
   snapshot: Count
   count: Count  # commits of this shard, for consistent snapshots (`protocol/states.py`)
@@ -239,7 +236,6 @@ class Replica(BetweenShards):
   last_round: CountOrNone
   global_step: GlobalStep  # when its round began
   momentum_round: CountOrNone  # that made the momentum: older if a learner gave back the value
-  participants: Learners
   merged_rounds: ByLearner
   merged_global_steps: ByLearner  # the global step when that round began
   snapshot: Count  # the newest one that its owner's state was captured for before this commit
@@ -272,7 +268,7 @@ class Recovered(BetweenShards):
 
 
 Message = ToShard | ToLearner | BetweenShards
-KINDS: Sequence[type] = [
+KINDS: Sequence[type[OnWire]] = [
   kind for family in typing.get_args(Message) for kind in family.__subclasses__()
 ]
 # All other messages are control and never queue behind these.
@@ -293,25 +289,28 @@ class MalformedMessage(ValueError):
   """A frame that is not exactly what this protocol sends; the text says what is wrong."""
 
 
-def exactly(kinds: Any, what: str) -> Callable[[bytes], Any]:
-  """A decoder of these classes, a union, which takes only what `msgpack.encode` makes of them.
+def exactly(kinds: Iterable[type[OnWire]], what: str) -> Callable[[bytes], Any]:
+  """A decoder of these classes, which takes only what `msgpack.encode` makes of them.
 
   So each value has one encoding only, no default replaces a missing field, and an integer is never
   taken for a float. The decoder raises `MalformedMessage`, whose text says `what` is not valid, and
   names the field where there is one.
   """
-  decoder = msgpack.Decoder(kinds)
+  decoder = msgpack.Decoder(typing.Union[tuple(kinds)])  # noqa: UP007
+  fields = {msgpack.encode(kind.__name__): ("kind", *kind.__struct_fields__) for kind in kinds}
 
   def decode(data: bytes) -> Any:
     try:
       value = decoder.decode(data)
     except _REFUSED as error:
-      # The error repeats a wrong kind or field name, which may be long, or control a terminal.
+      # The error repeats a wrong name, which may be long, or control a terminal.
       text = "".join(c if c.isprintable() else "?" for c in str(error)[:MAX_ERROR])
-      raise MalformedMessage(f"{what} is not valid: {text}") from error
+      # A list's own bytes, three at most, come before the name of the kind.
+      found = (names for kind, names in fields.items() if kind in data[: 3 + len(kind)])
+      raise MalformedMessage(f"{what} is not valid: {_named(text, next(found, ()))}") from error
     if (again := msgpack.encode(value)) != data:
-      said, meant = (msgpack.decode(each, type=dict[str, msgspec.Raw]) for each in (data, again))
-      odd = [f"`{name}`" for name in said if said[name] != meant.get(name)]
+      both = [msgpack.decode(each, type=list[msgspec.Raw])[1:] for each in (data, again)]
+      odd = [f"`{name}`" for name, x, y in zip(value.__struct_fields__, *both) if x != y]
       which = f"{type(value).__name__}: {', '.join(odd) or 'it'}"
       raise MalformedMessage(f"{which} is of another type, or written in another way")
     return value
@@ -319,7 +318,14 @@ def exactly(kinds: Any, what: str) -> Callable[[bytes], Any]:
   return decode
 
 
-_decode = exactly(typing.Union[tuple(KINDS)], "message")  # noqa: UP007
+def _named(text: str, names: Sequence[str]) -> str:
+  """msgspec's text about a list, with the names of fields for their places in the list."""
+  for place, name in enumerate(names):
+    text = text.replace(f"`$[{place}]", f"`{name}")
+  return text
+
+
+_decode = exactly(KINDS, "message")
 
 
 def encode(message: Message, run_id: str, plan_id: str) -> tuple[bytes, Payload]:

@@ -226,7 +226,6 @@ def _end_round(state: SyncerState, i: int, current: Round, now: float) -> Syncer
       merged_global_steps={**before.merged_global_steps, **global_steps},
       last_round=current.id,
       global_step=current.global_step,
-      participants=tuple(merged),
     )
   else:
     reason = f"{len(merged)} of {state.quorum} needed were left: {current.reason}"

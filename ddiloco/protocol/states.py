@@ -237,9 +237,13 @@ class FragmentState(Frozen):
   merged_global_steps: Mapping[int, int] = {}  # learner -> global step as that round began
   last_round: int = -1
   global_step: int = 0  # when the last round began
-  participants: tuple[int, ...] = ()
   snapshot: int = 0  # newest captured before this value, which may depend on later messages
   round: Round | None = None
+
+  @property
+  def participants(self) -> set[int]:
+    """The learners whose pushes the last round merged."""
+    return {m for m, merged in self.merged_rounds.items() if merged == self.last_round}
 
 
 class ValueRequest(Frozen):
@@ -451,7 +455,6 @@ class SyncerState(_State, Frozen):
       base_round=NOTHING,
       global_step=self.global_step,
       merged_tokens=f.merged_tokens,
-      participants=f.participants,
       merged_rounds=f.merged_rounds,
       snapshot=self.snapshot,
       count=self.vector_clock[self.key],

@@ -374,7 +374,6 @@ def _on_value(state: SyncerState, value: Value, event: Received) -> SyncerOutcom
     merged_rounds=value.merged_rounds,
     last_round=value.round,
     global_step=max(0, state.global_step - state.sync.sync_period),
-    participants=value.participants,
     snapshot=state.snapshot,
   )
   known = {**state.known_rounds, f.index: f.last_round}

@@ -45,9 +45,7 @@ def committed(
   random = np.random.default_rng([p, version, seed])
   value, seen, speed = random.standard_normal((3, PLAN.sizes[p])).astype(np.float32)
   value[0] = np.float32("nan")  # bits, not numbers
-  state = FragmentState(
-    p, version, 700 + version, {0: 9, 3: 1 << 50}, {0: 8, 3: 40}, 1 << 50, 40, (0, 3)
-  )
+  state = FragmentState(p, version, 700 + version, {0: 9, 3: 1 << 50}, {0: 8, 3: 40}, 1 << 50, 40)
   state = replace(state, last_round=round_of(version))
   return Committed(state, value, seen if published_value else value, speed if momentum else None)
 

@@ -50,7 +50,7 @@ def value_of(publish: Publish, held: np.ndarray, learner: int = 0, **changes) ->
   """What an honest learner returns, but for the changes."""
   true = Value(
     learner, 0, publish.fragment, publish.version, publish.round, publish.merged_tokens,
-    publish.participants, publish.merged_rounds, 0, 0, publish.seal, codec.encode(held, "f32"),
+    publish.merged_rounds, 0, 0, publish.seal, codec.encode(held, "f32"),
   )  # fmt: skip
   return replace(true, **changes)
 
@@ -89,7 +89,6 @@ def test_what_the_shard_has_made_is_taken_back_bit_by_bit(lost):
   [
     {"version": 99},
     {"merged_tokens": 10**12},
-    {"participants": (0,)},
     {"merged_rounds": {0: 0}},
     {"seal": ""},
     {"seal": "00" * 32},
@@ -124,7 +123,7 @@ def test_a_value_that_another_key_has_sealed_is_refused(lost):
 
 def test_a_seal_is_of_one_run_and_one_fragment():
   value = np.arange(6, dtype=np.float32)
-  of = value_of(says.publish(0, 0, 0, 0, 7, 3, -1, 9, 90, (0,), (0, 7), ""), value)
+  of = value_of(says.publish(0, 0, 0, 0, 7, 3, -1, 9, 90, (0, 7), ""), value)
   one = seal(SECRET, "run", "plan", of, value)
   assert one == seal(SECRET, "run", "plan", of, value.copy())
   others = [

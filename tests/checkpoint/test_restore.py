@@ -49,7 +49,6 @@ def committed(p, snapshot, with_view=False, with_momentum=True):
     merged_global_steps={0: 5, 1: 6},
     last_round=1000 * snapshot + p,
     global_step=snapshot,
-    participants=(0, 1),
     snapshot=snapshot,
   )
   return Committed(

@@ -112,7 +112,7 @@ def test_receivers_get_the_update_of_the_newest_commit_or_the_whole_value(name):
   assert (change.codec, len(change.payload)) == (name, codec.payload_bytes(SIZE, name))
   found = codec.decode(change.payload, SIZE, name)
   np.testing.assert_array_equal(found if name == "f32" else 1 + found, value)
-  update = says.publish(0, 0, 0, 0, 0, 1, 0, 1, 2, (0, 1), (0, 0, 1, 0), "")
+  update = says.publish(0, 0, 0, 0, 0, 1, 0, 1, 2, (0, 0, 1, 0), "")
   base_round = NOTHING if name == "f32" else update.base_round
   assert merger.with_payload(update).base_round == base_round, "f32 costs as much whole"
 

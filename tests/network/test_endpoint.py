@@ -232,7 +232,7 @@ def test_two_shards_that_dial_each_other(net):
   b.dial("syncer-0", net.url("syncer-0"))
   net.wait_up(a, "syncer-1")
   net.wait_up(b, "syncer-0")
-  publish = says.publish(0, 0, 0, 0, 1, 1, -1, 0, 0, (), (), "f32", np.arange(100, dtype=np.uint8))
+  publish = says.publish(0, 0, 0, 0, 1, 1, -1, 0, 0, (), "f32", np.arange(100, dtype=np.uint8))
   a.send("syncer-1", publish)
   sender, message, _ = b.receive(SECONDS)
   assert sender == "syncer-0"

@@ -58,7 +58,7 @@ def test_a_key_that_is_no_longer_listed_is_cut_off_while_its_connection_is_open(
   learner.send(SYNCER, says.request(0, 0))
   assert shard.receive(SECONDS)
   value = np.zeros(100, np.uint8)
-  publish = says.publish(0, 0, 0, 0, 1, 1, -1, 0, 0, (), (), "f32", value)
+  publish = says.publish(0, 0, 0, 0, 1, 1, -1, 0, 0, (), "f32", value)
   for _ in range(3):
     shard.send("learner-0", publish)
     assert learner.receive(SECONDS)

@@ -59,7 +59,7 @@ def test_a_restarted_shard_is_answered_before_it_has_been_dialed_again(net):
   again = net.open("syncer-1", 1)
   again.dial("syncer-0", net.url("syncer-0"))
   net.wait_until(lambda: (there := a._find("syncer-1")).state == "up" and there.incarnation == 1)
-  publish = says.publish(0, 0, 0, 0, 1, 1, -1, 0, 0, (), (), "f32", np.arange(100, dtype=np.uint8))
+  publish = says.publish(0, 0, 0, 0, 1, 1, -1, 0, 0, (), "f32", np.arange(100, dtype=np.uint8))
   a.send("syncer-1", publish)
   arrived = again.receive(SECONDS)
   assert arrived and bytes(arrived[1].payload) == bytes(range(100))
@@ -126,7 +126,7 @@ def test_the_older_of_two_shards_is_fenced_by_its_buddy_and_its_copies_reach_nob
   del net.urls["syncer-0"]
   old.dial("syncer-1", net.url("syncer-1"))
   net.wait_up(old, "syncer-1")
-  publish = says.publish(0, 5, 0, 0, 1, 1, -1, 0, 0, (), (), "f32", np.arange(100, dtype=np.uint8))
+  publish = says.publish(0, 5, 0, 0, 1, 1, -1, 0, 0, (), "f32", np.arange(100, dtype=np.uint8))
   buddy = net.endpoints["syncer-1"]
   old.send("syncer-1", publish)
   assert buddy.receive(SECONDS), "as long as there is no newer one"

@@ -155,9 +155,9 @@ class Liar(Actor):
     who = (self.number, self.incarnation, p)
     if published and self.random.random() < 0.4:  # a true one, perhaps an old one
       m = self.random.choice(published)
-      what = (m.version, m.round, m.merged_tokens, m.participants, m.merged_rounds)
+      what = (m.version, m.round, m.merged_tokens, m.merged_rounds)
       return Value(*who, *what, m.snapshot, 0, m.seal, Sized(8, m.round))
-    what = (self.near(3), self.near(5), self.near(100), (0, 1), {0: self.near(3)})
+    what = (self.near(3), self.near(5), self.near(100), {0: self.near(3)})
     return Value(*who, *what, self.near(self._snapshot(), 0), self.near(1), "ab", FORGED)
 
   def other(self) -> Message:

@@ -156,7 +156,7 @@ def test_who_joins_leaves_or_was_rejected_is_no_donor():
 def test_a_joiner_waits_for_moments_and_takes_none_that_are_older_than_its_welcome():
   one = Script(role="learner")
   one.state = replace(one.state, donor_seconds=5.0)
-  whole = says.publish(0, 0, 0, 0, -1, 0, -1, 40, 0, (), (), "")
+  whole = says.publish(0, 0, 0, 0, -1, 0, -1, 40, 0, (), "")
   one.feed(Tick(0.0))
   one.feed(says.welcome(0, 0, 0, 40, (0, 1)))
   for p in (0, 1):
@@ -188,7 +188,7 @@ def test_at_the_start_of_a_run_nobody_waits():
   one = Script(role="learner")
   one.state = replace(one.state, donor_seconds=math.inf)
   for p in (0, 1):
-    one.feed(says.publish(0, 0, 0, p, -1, 0, -1, 0, 0, (), (), ""))
+    one.feed(says.publish(0, 0, 0, p, -1, 0, -1, 0, 0, (), ""))
     one.feed(Staged(p, 0, 0.0))
   assert learner.can_step(one.state, one.sync)
 

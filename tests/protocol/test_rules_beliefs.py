@@ -307,7 +307,7 @@ def test_stale_work_weighs_less_the_staler_it_is(steps, worth):
 
 def test_a_fresh_empty_member_never_becomes_the_source_of_truth():
   """Neither by having nothing, nor by saying that it has something it cannot prove."""
-  values = tuple(FragmentState(p, 5, 50, {0: 4}, {0: 4}, 4, 4, (0,)) for p in range(2))
+  values = tuple(FragmentState(p, 5, 50, {0: 4}, {0: 4}, 4, 4) for p in range(2))
   state = syncer.init(0, 9, values, ALONE, 1 << 60)
   before = state.fragments
   for rounds, versions in (
@@ -320,7 +320,7 @@ def test_a_fresh_empty_member_never_becomes_the_source_of_truth():
     for request in [
       a.message for a in actions if isinstance(getattr(a, "message", 0), RequestValue)
     ]:
-      empty = Value(3, 1, request.fragment, 99, 7, 10**9, (3,), {3: 7}, 0, 0, "00")
+      empty = Value(3, 1, request.fragment, 99, 7, 10**9, {3: 7}, 0, 0, "00")
       fault = "is no value of this shard: its seal does not fit"
       state, answered = says.shard_on(state, Received(empty, 1.1, fault=fault))
       assert not any(isinstance(a, InstallValue) for a in answered)
@@ -340,12 +340,12 @@ def test_a_new_run_takes_no_value_of_an_old_one():
 def test_a_shard_on_a_new_host_takes_newer_values_of_the_run_whose_snapshot_it_has():
   """Its empty workdir says that the run began today; a former life made the rounds days ago."""
   made = 500 << 24
-  values = (FragmentState(0, version=6, last_round=made + 6, participants=(0,)),)
+  values = (FragmentState(0, version=6, last_round=made + 6, merged_rounds={0: made + 6}),)
   state = syncer.init(0, 2_000, values, ALONE, 1 << 60, first_round=1_000 << 24)
   newer = says.report(0, 0, 9, 0.1, (9,), (2,), rounds=(made + 9,))
   state, actions = says.shard_on(state, Received(newer, 1.0))
   assert [a.message for a in actions if isinstance(a, Send)] == [RequestValue(0, 2_000, 0, 0)]
-  value = Value(0, 0, 0, 9, made + 9, 90, (0,), {0: made + 9}, snapshot=0, count=0, seal="")
+  value = Value(0, 0, 0, 9, made + 9, 90, {0: made + 9}, snapshot=0, count=0, seal="")
   state, actions = says.shard_on(state, Received(value, 1.1))
   assert state.fragments[0].version == 9
   state, _ = says.shard_on(state, Received(newer, 1.2))
@@ -354,10 +354,10 @@ def test_a_shard_on_a_new_host_takes_newer_values_of_the_run_whose_snapshot_it_h
 
 def test_a_learner_whose_value_is_refused_again_and_again_starts_afresh():
   """The shard's key was replaced, and its copies were lost: no learner has a value that fits."""
-  value = FragmentState(0, version=6, last_round=6, participants=(0,))
+  value = FragmentState(0, version=6, last_round=6, merged_rounds={0: 6})
   state, now, refused = syncer.init(0, 2_000, (value,), ALONE, 1 << 60), 0.0, 0
   newer = says.report(0, 0, 9, 0.1, (9,), (2,), rounds=(9,))
-  given = Value(0, 0, 0, 9, 9, 90, (0,), {0: 9}, snapshot=0, count=0, seal="00")
+  given = Value(0, 0, 0, 9, 9, 90, {0: 9}, snapshot=0, count=0, seal="00")
   while now < 60.0:
     now += 0.5
     state, actions = says.shard_on(state, Received(newer, now))
@@ -378,7 +378,7 @@ def test_a_learner_that_never_gives_what_it_says_it_has_keeps_no_other_from_givi
   [asked] = shard.feed(says.report(0, 0, 9, 0.1, (9, 0), (2, 2), rounds=(99, -1)))
   [also] = shard.feed(says.report(1, 0, 9, 0.1, (3, 0), (2, 2), rounds=(7, -1)), 0.01)
   assert (asked.to, also.to) == (0, 1)
-  true = Value(1, 0, 0, 3, 7, 90, (1,), {1: 7}, snapshot=0, count=0, seal="")
+  true = Value(1, 0, 0, 3, 7, 90, {1: 7}, snapshot=0, count=0, seal="")
   assert InstallValue(0, 7) in shard.feed(true, 0.1)
 
 
@@ -543,7 +543,7 @@ def test_learners_count_for_themselves_only():
   """A count is the sender's own: no message has a place for another's."""
   assert not any("vector_clock" in kind.__struct_fields__ for kind in messages.KINDS)
   one = learner.init(0, 0, (0,), 1_000)
-  whole = says.publish(0, 0, 0, 0, -1, 0, -1, 0, 0, (), (), "")
+  whole = says.publish(0, 0, 0, 0, -1, 0, -1, 0, 0, (), "")
   state, _ = learner.learner_on(one, Received(replace(whole, count=7), 0.0), SYNC)
   assert set(state.vector_clock) == {0, -2}
 

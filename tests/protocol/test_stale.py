@@ -15,7 +15,7 @@ MOST = STALE_PERIODS * SYNC.sync_period  # steps that are still taken over
 
 
 def version(number: int, merged_rounds: tuple[int, ...] = ()):
-  return says.publish(0, 0, 0, 0, number - 1, number, -1, 0, 0, (), merged_rounds, "")
+  return says.publish(0, 0, 0, 0, number - 1, number, -1, 0, 0, merged_rounds, "")
 
 
 def come_back(steps: int, pushed: bool, merged: bool, newest: int = STALE_PERIODS + 1):

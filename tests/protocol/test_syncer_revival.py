@@ -42,7 +42,7 @@ def test_a_shard_that_lost_commits_takes_them_back_from_a_learner():
   assert sent == Send(0, RequestValue(0, 1, 0, 0))
   assert shard.feed(newer) == [], "asked once, and again only after a while"
   assert shard.feed(newer, 1.5) == [sent]
-  value = Value(0, 0, 0, version=3, round=7, merged_tokens=90, participants=(0, 2),
+  value = Value(0, 0, 0, version=3, round=7, merged_tokens=90,
     merged_rounds={0: 7, 2: 5}, snapshot=0, count=0, seal="")  # fmt: skip
   assert shard.feed(value, content="it") == [InstallValue(0, 7, "it")]
   f = shard.state.fragments[0]
@@ -71,7 +71,7 @@ def test_what_comes_too_late_to_be_given_back_is_said_to_be_lost():
 
 def test_a_shard_without_its_newest_values_waits_for_those_it_knew():
   newest = {"version": 4, "merged_tokens": 40, "merged_rounds": {0: 3, 1: 3}, "last_round": 3}
-  known = (FragmentState(0, **newest, participants=(0, 1)), FragmentState(1))
+  known = (FragmentState(0, **newest), FragmentState(1))
   for here, started in (((0,), False), ((0, 1), True)):
     state = syncer.init(0, 1, known, ALONE, 1 << 60, recovery_deadline=50.0)
     for m in here:
@@ -171,7 +171,7 @@ def revived(*steps, sync: SyncConfig = SYNC) -> Script:
 
 
 STEP = StepDone(0.1, 10, 0.1)
-MERGED = says.publish(0, 0, 1, 0, 7, 1, -1, 60, 30, (0,), (0, 7), "")
+MERGED = says.publish(0, 0, 1, 0, 7, 1, -1, 60, 30, (0, 7), "")
 
 
 def test_a_revived_learner_waits_until_its_shard_has_said_what_is_newer():
@@ -234,7 +234,7 @@ def test_a_welcome_to_or_from_the_dead_makes_nothing_fresh():
 
 
 def test_what_was_on_its_way_when_recorded_does_not_count_as_heard_from_the_shard():
-  whole = says.publish(0, 0, 0, 0, 5, 1, -1, 50, 30, (1,), (), "")
+  whole = says.publish(0, 0, 0, 0, 5, 1, -1, 50, 30, (), "")
   one = revived(STEP, whole)
   one.feed(Tick(0.0))
   f = one.state.fragments[0]
@@ -290,7 +290,7 @@ def test_who_has_another_value_of_the_same_version_is_not_asked():
 # --- liars ----------------------------------------------------------------------------------------
 
 VALUE = Value(
-  0, 0, 0, version=3, round=7, merged_tokens=90, participants=(0, 2), merged_rounds={0: 7, 2: 5},
+  0, 0, 0, version=3, round=7, merged_tokens=90, merged_rounds={0: 7, 2: 5},
   snapshot=0, count=0, seal="",
 )  # fmt: skip
 

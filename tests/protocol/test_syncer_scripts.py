@@ -92,7 +92,7 @@ def push(m: int, round_id: int, base: int = 0, fragment: int = 0, incarnation: i
 
 
 def initial(to: int, fragment: int) -> Send:
-  return Send(to, says.publish(0, 0, 0, fragment, -1, 0, -1, 0, 0, (), (), MADE))
+  return Send(to, says.publish(0, 0, 0, fragment, -1, 0, -1, 0, 0, (), MADE))
 
 
 def test_golden_shard_two_learners_two_fragments():
@@ -107,7 +107,7 @@ def test_golden_shard_two_learners_two_fragments():
   assert shard.feed(report(1, (0, 0), (1, 1)), 0.1) == pulls
   assert shard.feed(push(0, 0), 0.12, norm=1.0) == []
   # 10 + 20 tokens; each hears that its push of round 0 is inside.
-  version_1 = says.publish(0, 0, 0, 0, 0, 1, 0, 1, 30, (0, 1), (0, 0, 1, 0), "")
+  version_1 = says.publish(0, 0, 0, 0, 0, 1, 0, 1, 30, (0, 0, 1, 0), "")
   commit, *sent = shard.feed(push(1, 0), 0.13, norm=1.0)
   assert (commit.fragment, commit.round, commit.version, commit.base_round) == (0, 0, 1, -1)
   assert (commit.learners, commit.incarnations) == ((0, 1), (0, 0))
@@ -128,7 +128,7 @@ def test_golden_shard_two_learners_two_fragments():
 
 def join(script: Script) -> Publish:
   """Brings a learner to version 0 of both fragments."""
-  whole = says.publish(0, 0, 0, 0, -1, 0, -1, 40, 0, (), (), "")
+  whole = says.publish(0, 0, 0, 0, -1, 0, -1, 40, 0, (), "")
   assert learner.reports(script.state, script.sync) == [Send(0, hello(0, 0))]
   assert script.feed(welcome(0, 0, 0, 40, (0, 1))) == []
   for p in (0, 1):
@@ -218,7 +218,7 @@ def test_a_pull_of_an_abandoned_round_does_not_replace_a_newer_push():
   [
     says.pull(0, 0, 0, 0, 0, 0),
     welcome(0, 0, 0, 999, (0, 1)),
-    says.publish(0, 0, 0, 0, 7, 1, -1, 999, 0, (), (0, 7), ""),
+    says.publish(0, 0, 0, 0, 7, 1, -1, 999, 0, (0, 7), ""),
     Rejection(0, 0, 0, -1, -1, True, "quarantined"),
   ],
   ids=lambda message: type(message).__name__,
@@ -238,7 +238,7 @@ def test_a_zombie_shard_is_fenced():
   before = one.state
   for zombie in (
     says.pull(0, 0, 0, 0, 9, 0),
-    says.publish(0, 0, 0, 0, 9, 1, -1, 999, 0, (), (0, 9), ""),
+    says.publish(0, 0, 0, 0, 9, 1, -1, 999, 0, (0, 9), ""),
     Rejection(0, 0, 0, 0, 9, False, "old"),
     welcome(0, 0, 0, 999, (0, 1)),
   ):
@@ -383,7 +383,7 @@ def test_round_ids_carry_the_incarnation_and_count_up():
 FOREIGN = [
   welcome(0, 0, 0, 0, (0, 1)),
   says.pull(0, 0, 0, 0, 0, 0),
-  says.publish(0, 0, 0, 0, 0, 1, 0, 0, 0, (), (), ""),
+  says.publish(0, 0, 0, 0, 0, 1, 0, 0, 0, (), ""),
   Rejection(0, 0, 0, 0, 0, True, ""),
   report(0, (0,), (1,)),
   report(0, (0, 0, 0), (1, 1, 1)),
@@ -412,9 +412,9 @@ def test_nonsense_changes_nothing_at_a_shard(message):
     says.pull(9, 0, 0, 0, 0, 0),
     says.pull(0, 0, 0, 7, 0, 0),
     says.pull(0, 0, 0, -1, 0, 0),
-    says.publish(0, 0, 0, 7, 0, 1, -1, 0, 0, (), (), ""),
-    says.publish(0, 0, 0, 0, 0, 5, 4, 0, 0, (), (), ""),  # an update to a version I lack
-    says.publish(0, 0, 0, 0, -1, 0, -1, 0, 0, (), (), ""),  # a version I have
+    says.publish(0, 0, 0, 7, 0, 1, -1, 0, 0, (), ""),
+    says.publish(0, 0, 0, 0, 0, 5, 4, 0, 0, (), ""),  # an update to a version I lack
+    says.publish(0, 0, 0, 0, -1, 0, -1, 0, 0, (), ""),  # a version I have
     Rejection(0, 0, 0, 0, 3, False, "of no push of mine"),
   ],
   ids=lambda m: type(m).__name__,

@@ -131,7 +131,7 @@ def test_what_it_waited_for_the_learner_s_steps_is_not_in_it(idle, seconds):
 
 def test_a_learner_says_how_long_a_version_waited():
   """It arrives at 1.5 s in a step that is over at 2 s, is staged at 2.25 s in one of 3 s."""
-  whole = says.publish(0, 0, 0, 0, -1, 0, -1, 0, 0, (), (), "")
+  whole = says.publish(0, 0, 0, 0, -1, 0, -1, 0, 0, (), "")
   one = learner.init(0, 0, (0,), target_tokens=10_000)
   said = []
   for event in (

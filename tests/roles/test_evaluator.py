@@ -37,7 +37,7 @@ class Watched:
   def publish(self, version: int, merged_tokens: int) -> None:
     for f in self.plan.fragments:
       payload = codec.encode(np.full(f.size, version, np.float32), "f32")
-      tokens = 9, merged_tokens, (), ()
+      tokens = 9, merged_tokens, ()
       which = f.index, version - 1, version, -1
       self.wire.inbox.append(says.publish(0, 0, 0, *which, *tokens, "f32", payload))
 

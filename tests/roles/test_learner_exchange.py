@@ -97,11 +97,11 @@ class Bench:
   def publish(self, p: int, version: int, flat, merged=-1, base=-1, name="f32") -> None:
     payload = codec.encode(flat, name)
     mine, round = (() if merged < 0 else (0, merged)), 100 * version - 1
-    self.give(says.publish(0, 0, 0, p, round, version, base, 0, 0, (), mine, name, payload))
+    self.give(says.publish(0, 0, 0, p, round, version, base, 0, 0, mine, name, payload))
 
   def publish_digest(self, p: int, of: np.ndarray, incarnation: int = 0) -> None:
     digest = np.frombuffer(codec.digest(of), np.uint8)
-    self.give(says.publish(0, incarnation, 0, p, -1, 0, -1, 0, 0, (), (), MADE, digest))
+    self.give(says.publish(0, incarnation, 0, p, -1, 0, -1, 0, 0, (), MADE, digest))
 
   def pull(self, p: int, round: int, version: int) -> None:
     self.give(says.pull(0, 0, 0, p, round, version))
@@ -338,7 +338,7 @@ def test_an_update_is_taken_from_what_was_received_not_from_what_was_trained(ben
   b.train()
   for version in (1, 2):
     update = codec.encode(vector(base.size), "int8")
-    which = (0, 0, 0, 0, version - 1, version, version - 1, 0, 0, (), ())
+    which = (0, 0, 0, 0, version - 1, version, version - 1, 0, 0, ())
     b.give(says.publish(*which, "int8", update))
     base = base + codec.decode(update, base.size, "int8")
   b.until(lambda: b.version(0) == 2)
@@ -366,7 +366,7 @@ def test_what_fails_in_the_background_is_raised_at_the_next_boundary(bench):
 
 def test_a_payload_that_cannot_be_decoded_fails_loudly(bench):
   b = bench()
-  b.give(says.publish(0, 0, 0, 0, -1, 0, -1, 0, 0, (), (), "f32", np.zeros(3, np.uint8)))
+  b.give(says.publish(0, 0, 0, 0, -1, 0, -1, 0, 0, (), "f32", np.zeros(3, np.uint8)))
   with pytest.raises(RuntimeError, match="CodecError"):
     b.until(lambda: b.exchange.state.joined)
 
@@ -504,7 +504,7 @@ def test_the_evaluator_overwrites_whatever_the_learners_do(bench):
       for version in range(2):
         payload = codec.encode(values[p][version], "f32")
         wire.inbox.append(
-          says.publish(0, 0, 0, p, version - 1, version, -1, 9, 0, (), (), "f32", payload)
+          says.publish(0, 0, 0, p, version - 1, version, -1, 9, 0, (), "f32", payload)
         )
     wire.inbox.append(says.pull(0, 0, 0, 0, 5, 1))
     deadline = time.monotonic() + PATIENCE_SECONDS
