@@ -90,7 +90,7 @@ def bits(result: toy.Result) -> dict[str, object]:
   found: dict[str, object] = {}
   for c in result.committed:
     p, f = c.state.index, c.state
-    found[f"global {p}"] = f.version, f.merged_tokens, f.merged_rounds
+    found[f"global {p}"] = f.version, f.merged_tokens, f.participants
     arrays = {"value": c.value, "published_value": c.published_value, "momentum": c.momentum}
     found |= {f"{name} {p}": None if a is None else a.tobytes() for name, a in arrays.items()}
   for m, (island, role) in enumerate(zip(result.islands, result.learners)):
