@@ -172,7 +172,7 @@ def _odd(event: Event) -> str:
     case events.Odd():
       return event.reason
     case events.Commit() as op:
-      each = op.incarnations, op.steps, op.tokens
-      if {*map(len, each)} != {len(set(op.learners))} or not op.learners:
-        return f"commit of learners {op.learners} has incarnations, steps and tokens {each}"
+      each = op.learners, op.incarnations, op.steps, op.tokens
+      if not op.learners or {*map(len, each)} != {len(set(op.learners))}:
+        return f"commit has learners, incarnations, steps and tokens {each}"
   return ""

@@ -132,6 +132,14 @@ MUTATIONS = [
    "stage: .*'guess'"),
   ("incarnations are missing", change(SHARD, "commit", {"round": 0}, incarnations=[0]), SHARD,
    "incarnations"),
+  ("a learner twice", change(SHARD, "commit", {"round": 0}, learners=[0, 0]), SHARD,
+   r"commit has learners, .* \(\(0, 0\), \(0, 0\), \(2, 3\)"),
+  ("twice, and the rest as if once", change(SHARD, "commit", {"round": 1}, learners=[0, 0]), SHARD,
+   r"commit has learners, .* \(\(0, 0\), \(0,\)"),
+  ("steps are missing", change(SHARD, "commit", {"round": 0}, steps=[5]), SHARD,
+   "commit has learners"),
+  ("no learner", change(SHARD, "commit", {"round": 1}, learners=[], incarnations=[], steps=[],
+   tokens=[]), SHARD, "commit has learners"),
 ]  # fmt: skip
 
 
