@@ -275,7 +275,7 @@ class Syncer:
     self.value[p], self.momentum[p] = outer_step(self.value[p], self.momentum[p], delta)
     self.version[p] += 1
     self.newest[p], self.round[p] = current.id, None
-    self.world.commits.append((p, self.version[p], learners, sum(steps)))
+    self.world.commits.append((p, self.version[p], learners, steps))
     self.publish(p, list(self.members), learners)
 
   def publish(self, p: int, to: list[int], merged: tuple[int, ...]) -> None:
@@ -298,7 +298,7 @@ class World:
   def __init__(self) -> None:
     self.now, self.calls, self.order = 0.0, [], itertools.count()
     self.begun = [0] * len(STEP_SECONDS)  # steps of each island, in all its lives
-    self.commits: list[tuple[int, int, tuple[int, ...], int]] = []
+    self.commits: list[tuple[int, int, tuple[int, ...], tuple[int, ...]]] = []
     self.syncer, self.learners = Syncer(self), {}
     for number in range(len(STEP_SECONDS)):
       self.start(number)

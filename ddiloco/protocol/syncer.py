@@ -160,10 +160,11 @@ def _here(state: SyncerState) -> tuple[int, ...]:
 
 
 def next_wake(state: SyncerState) -> float:
-  """When a round needs a `Tick` even if no message comes; inf: never. What else waits for a time
-  is less urgent: the role ticks several times a second anyway."""
+  """When a round needs a `Tick` even if no message comes, or a member may be lost to silence, for
+  which a round may wait; inf: never. What else waits for a time is less urgent: the role ticks
+  several times a second anyway."""
   current = (f.round for f in state.fragments if f.round is not None)
-  return min((r.deadline for r in current if not r.measuring), default=math.inf)
+  return min([state.silent_at, *(r.deadline for r in current if not r.measuring)])
 
 
 # --- members: reports, silence, and versions they lack --------------------------------------------

@@ -130,7 +130,7 @@ class Roles(World):
 
   def tell(self, actor, event):
     if isinstance(event, events.Commit):
-      self.commits.append((event.fragment, event.version, event.learners, sum(event.steps)))
+      self.commits.append((event.fragment, event.version, event.learners, event.steps))
 
 
 def settings(seed: int) -> dict[str, Any]:
