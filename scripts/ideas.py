@@ -26,7 +26,7 @@ from virtual_training import Trainer
 from ddiloco.config import OuterConfig
 from ddiloco.core.delta import Merged
 from ddiloco.protocol.events import Commit
-from ddiloco.protocol.states import FragmentState
+from ddiloco.protocol.messages import FragmentState
 from ddiloco.protocol.values import replace
 
 LATELY = 64  # commits

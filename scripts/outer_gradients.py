@@ -21,7 +21,7 @@ from ddiloco.config import OuterConfig
 from ddiloco.core import codec, outer
 from ddiloco.core.delta import Committed, Merged, Merger
 from ddiloco.protocol.events import Commit
-from ddiloco.protocol.states import FragmentState
+from ddiloco.protocol.messages import FragmentState
 
 PARTS = 10  # of a run, by its commits
 

@@ -26,7 +26,7 @@ from ddiloco.config.schema import DataConfig, InnerConfig, IslandsConfig, ModelC
 from ddiloco.core.delta import Committed, Deltas, Merger
 from ddiloco.core.fragments import Fragment, Plan, gather, scatter
 from ddiloco.network.transport import learner_address
-from ddiloco.protocol.states import FragmentState
+from ddiloco.protocol.messages import FragmentState
 from ddiloco.roles import initial
 from ddiloco.simulation.stand_ins import VirtualIsland
 from ddiloco.simulation.world import Actor, Pace, World

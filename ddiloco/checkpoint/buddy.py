@@ -46,7 +46,6 @@ from ddiloco.protocol.messages import (
   Value,
 )
 from ddiloco.protocol.rules import smooth
-from ddiloco.protocol.states import FragmentState
 from ddiloco.protocol.values import replace
 from ddiloco.runtime import REAL_TIME, Job, Time
 
@@ -68,11 +67,10 @@ def neighbours(shard: int, num_shards: int) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-  """A copy of a fragment: the message that brought it, and vectors f32 [size]."""
+  """A copy of a fragment, made by this incarnation of its owner."""
 
-  said: Replica  # without payload
-  published_value: np.ndarray
-  momentum: np.ndarray | None
+  incarnation: int
+  committed: Committed  # its value is the published value
 
 
 class Copies:
@@ -108,7 +106,7 @@ class Copies:
       kept = self._keep(message)
       yield None
       me = self.shard, self.incarnation
-      done = Replicated(*me, message.fragment, message.last_round, kept)
+      done = Replicated(*me, message.state.index, message.state.last_round, kept)
       self.endpoint.send(syncer_address(message.shard), done)
 
   def _give_back(self, message: Recover) -> Job:
@@ -123,38 +121,37 @@ class Copies:
     if message.incarnation > asked_by or not any(payload() is not None for payload in payloads):
       payloads = []
       for copy in held.values():
-        payload = _whole(copy.published_value, copy.momentum)
-        payloads.append(weakref.ref(payload.base))
+        replica = pack(copy.committed, self.shard, self.incarnation, message.shard)
+        payloads.append(weakref.ref(replica.payload.base))
         yield None
-        said = replace(copy.said, shard=self.shard, incarnation=self.incarnation, payload=payload)
-        self.endpoint.send(owner, said)
+        self.endpoint.send(owner, replica)
       self._answers[message.shard] = message.incarnation, payloads
     listed = Recovered(
       self.shard,
       self.incarnation,
       asked_by=message.incarnation,
       fragments=tuple(held),
-      rounds=tuple(copy.said.last_round for copy in held.values()),
+      rounds=tuple(copy.committed.state.last_round for copy in held.values()),
     )
     self.endpoint.send(owner, listed)
 
   def _keep(self, message: Replica) -> bool:
     """Keeps a copy; returns whether it, or a newer one, is here now."""
-    key = (message.owner, message.fragment)
+    key = (message.owner, message.state.index)
     known = self._held.get(key)
     # A newer incarnation of the owner counts, even if it had to begin at an older version. In one
     # incarnation rounds only grow, versions may not: a value that a learner gave back is of a later
     # round, and can have a smaller version.
-    rank = (message.incarnation, message.last_round)
-    if known is not None and rank <= (known.said.incarnation, known.said.last_round):
+    rank = (message.incarnation, message.state.last_round)
+    if known is not None and rank <= (known.incarnation, known.committed.state.last_round):
       return True
     # No change continues a copy of the incarnation before, even if the value is the same: an owner
     # that got this value from a learner begins at an older momentum.
-    same = known is not None and known.said.incarnation == message.incarnation
-    copy = unpack(message, self.plan, self.config, known if same else None)
-    if copy is not None:
-      self._held[key] = copy
-    return copy is not None
+    base = known.committed if known and known.incarnation == message.incarnation else None
+    committed = unpack(message, self.plan, self.config, base)
+    if committed is not None:
+      self._held[key] = Copy(message.incarnation, committed)
+    return committed is not None
 
 
 def at_once(job: Job) -> None:
@@ -248,12 +245,13 @@ class Replication:
     self._sent[fragment] = committed.state.last_round
     if change is None:  # the loop must not wait while gigabytes are copied
       return self.background(self._send_whole(committed))
-    replica = header(committed, copies.shard, copies.incarnation)
-    replica = replace(replica, base_round=base_round, codec=change.codec, payload=change.payload)
+    me = copies.shard, copies.incarnation, copies.shard
+    replica = pack(committed, *me, base_round, change)
     copies.endpoint.send(syncer_address(self._buddy), replica)
 
   def _send_whole(self, committed: Committed) -> Job:
-    replica = pack(committed, self._copies.shard, self._copies.incarnation)
+    copies = self._copies
+    replica = pack(committed, copies.shard, copies.incarnation, copies.shard)
     yield None
     self._copies.endpoint.send(syncer_address(self._buddy), replica)
 
@@ -368,15 +366,14 @@ def recover(
     message = arrived[1] if arrived else None
     match message:
       case Replica(owner=owner) if owner == shard and message.shard == buddy:
-        copy = unpack(message, copies.plan)
+        copy, p = unpack(message, copies.plan), message.state.index
         if copy is not None:
-          before = found.get(message.fragment)
           # An answer to an earlier incarnation may come late: the copy of the later round counts.
-          if before is None or copy.said.last_round >= before.state.last_round:
-            found[message.fragment] = committed_of(copy)
-          came[message.fragment] += 1
+          if p not in found or copy.state.last_round >= found[p].state.last_round:
+            found[p] = copy
+          came[p] += 1
           # If a copy was lost, all copies come a second time. A third time is no progress.
-          if came[message.fragment] <= 2:
+          if came[p] <= 2:
             heard_at = time.now()
           ask_at = time.now() + pause  # the other copies are on their way
       case Recovered(shard=sender, asked_by=asked_by) if (sender, asked_by) == (buddy, incarnation):
@@ -395,74 +392,52 @@ def _complete(found: dict[int, Committed], listed: dict[int, int] | None) -> boo
 
 # --- The message
 
-# What a fragment's state and the message have in common.
-_SAME = (
-  *("version", "merged_tokens", "merged_rounds", "merged_global_steps", "last_round"),
-  *("global_step", "snapshot"),
-)
 
-
-def _whole(published_value: np.ndarray, momentum: np.ndarray | None) -> np.ndarray:
-  vectors = [published_value] if momentum is None else [published_value, momentum]
-  return np.concatenate(vectors).view(np.uint8)
-
-
-def header(committed: Committed, shard: int, incarnation: int) -> Replica:
-  """A commit as a message, without its vectors."""
-  state = committed.state
-  return Replica(
-    shard=shard,
-    incarnation=incarnation,
-    owner=shard,
-    fragment=state.index,
-    **{name: getattr(state, name) for name in _SAME},
-    momentum_round=committed.momentum_round,
-    base_round=NOTHING,
-    codec="f32",
-    has_momentum=committed.momentum is not None,
-  )
-
-
-def pack(committed: Committed, shard: int, incarnation: int) -> Replica:
-  """A commit as a message, whole."""
-  payload = _whole(committed.published_value, committed.momentum)
-  return replace(header(committed, shard, incarnation), payload=payload)
+def pack(
+  committed: Committed,
+  shard: int,
+  incarnation: int,
+  owner: int,
+  base_round: int = NOTHING,
+  change: Encoded | None = None,
+) -> Replica:
+  """A commit of this owner as a message: whole, or as `change` to the value of `base_round`."""
+  if change is None:
+    vectors = [v for v in (committed.published_value, committed.momentum) if v is not None]
+    change = Encoded("f32", np.concatenate(vectors).view(np.uint8))
+  said = committed.state, committed.momentum_round, base_round
+  return Replica(shard, incarnation, owner, *said, change.codec, change.payload)
 
 
 def unpack(
-  replica: Replica, plan: Plan, config: Config | None = None, base: Copy | None = None
-) -> Copy | None:
-  """The copy that a message brings, made from `base` if it is a change; None if it is invalid.
+  replica: Replica, plan: Plan, config: Config | None = None, base: Committed | None = None
+) -> Committed | None:
+  """The fragment that a message brings, made from `base` if it is a change; None if it is invalid.
 
-  A change is applied in the vectors of `base`, which must not be used any more.
+  Its value is the published value: with it its shard begins again. A change is applied in the
+  vectors of `base`, which must not be used any more.
   """
-  if not 0 <= replica.fragment < len(plan.fragments):
+  state = replica.state
+  if state.index >= len(plan.fragments):
     return None
-  size = plan.fragments[replica.fragment].size
-  said = replace(replica, payload=None, base_round=NOTHING, codec="f32")
-  data = np.frombuffer(replica.payload, np.uint8)
+  fragment = plan.fragments[state.index]
+  data, size = np.frombuffer(replica.payload, np.uint8), fragment.size
   if replica.base_round == NOTHING:
-    if data.nbytes != 4 * size * (1 + replica.has_momentum) or replica.codec != "f32":
+    if data.nbytes not in (4 * size, 8 * size) or replica.codec != "f32":
       return None
-    vectors = [each.copy() for each in data.view(np.float32).reshape(-1, size)]
-    return Copy(said, vectors[0], vectors[1] if replica.has_momentum else None)
-  if base is None or config is None or base.said.last_round != replica.base_round:
+    value, *rest = (each.copy() for each in data.view(np.float32).reshape(-1, size))
+    return Committed(state, value, value, rest[0] if rest else None, replica.momentum_round)
+  if base is None or config is None or base.state.last_round != replica.base_round:
     return None
-  optimizer = outer.at(config.outer, replica.merged_tokens / config.run.total_tokens)
-  momentum = outer.init(size, optimizer) if base.momentum is None else base.momentum
+  optimizer = outer.at(config.outer, state.merged_tokens / config.run.total_tokens)
+  value, momentum = base.published_value, base.momentum
+  momentum = outer.init(size, optimizer) if momentum is None else momentum
   try:
     change = codec.checked(data, size, replica.codec)
   except codec.CodecError:
     return None
-  passes.follow(plan.fragments[replica.fragment], base.published_value, momentum, change, optimizer)
-  return Copy(said, base.published_value, momentum)
-
-
-def committed_of(copy: Copy) -> Committed:
-  """The fragment with which its shard begins again: its value is the published value."""
-  said, value = copy.said, copy.published_value
-  state = FragmentState(said.fragment, **{name: getattr(said, name) for name in _SAME})
-  return Committed(state, value, value, copy.momentum, said.momentum_round)
+  passes.follow(fragment, value, momentum, change, optimizer)
+  return Committed(state, value, value, momentum, replica.momentum_round)
 
 
 # --- Seals: a shard's proof that a value which a learner returns is the shard's own

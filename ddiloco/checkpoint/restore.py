@@ -25,7 +25,8 @@ from ddiloco.core.fragments import Plan, owned_by, shard_of
 from ddiloco.observe.eventlog import Records, newest_event
 from ddiloco.observe.guards import warn
 from ddiloco.protocol import events, learner, states, syncer
-from ddiloco.protocol.states import FragmentState, LearnerState, SyncerState
+from ddiloco.protocol.messages import FragmentState
+from ddiloco.protocol.states import LearnerState, SyncerState
 from ddiloco.protocol.values import Frozen, NotAState, from_json, readable, replace, to_json
 
 if TYPE_CHECKING:  # this module imports Orbax and JAX, which not every role needs
@@ -218,15 +219,15 @@ class SyncerPart(Frozen):
   key: int  # the shard's key in vector clocks
   vector_clock: Mapping[int, int]
   global_step: int
-  fragments: tuple[FragmentState, ...]  # without rounds
+  fragments: tuple[FragmentState, ...]
   momentum_rounds: Mapping[int, int]  # fragment -> the round that made its momentum
 
 
 def syncer_part(state: SyncerState, momentum_rounds: Mapping[int, int]) -> dict[str, Any]:
   """A shard's state as its part stores it."""
   key = states.shard_key(state.shard)
-  fragments = tuple(replace(f, round=None) for f in state.fragments)
-  return to_json(SyncerPart(key, state.vector_clock, state.global_step, fragments, momentum_rounds))
+  clock, mine = state.vector_clock, state.fragments
+  return to_json(SyncerPart(key, clock, state.global_step, mine, momentum_rounds))
 
 
 def restore_fragments(
@@ -403,7 +404,7 @@ class Unfounded:
   def refusal(self, state: SyncerState) -> str:
     """Why the shard must end: a round of a fragment would begin from nothing. "": it need not."""
     empty = self.empty(state)
-    if not any(f.index in empty and f.round is not None for f in state.fragments):
+    if not any(state.fragments[i].index in empty for i in state.under_way):
       return ""
     return (
       f"would begin fragments {empty} anew in the middle of the run: neither its buddy nor any"

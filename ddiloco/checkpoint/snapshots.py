@@ -99,7 +99,7 @@ def read(
   return found
 
 
-FORMAT = 6
+FORMAT = 7
 WINDOW_BYTES = 128 << 20  # of arrays that are on the host at once, beside the largest array
 MANIFEST = "manifest.json"
 META = "meta.json"

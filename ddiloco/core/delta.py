@@ -29,8 +29,7 @@ from ddiloco.core.passes import Share, Vectors
 from ddiloco.protocol import rules
 from ddiloco.protocol.actions import InstallValue, Received
 from ddiloco.protocol.events import Commit
-from ddiloco.protocol.messages import INITIAL, MADE, NOTHING, Publish, Push, Value
-from ddiloco.protocol.states import FragmentState
+from ddiloco.protocol.messages import INITIAL, MADE, NOTHING, FragmentState, Publish, Push, Value
 from ddiloco.protocol.values import Frozen, replace
 
 # --- A learner's end

@@ -27,7 +27,7 @@ from ddiloco.core.fragments import Fragment, Piece
 from ddiloco.core.passes import Share, compile_for
 from ddiloco.observe.eventlog import to_line
 from ddiloco.protocol.events import Commit, Event
-from ddiloco.protocol.states import FragmentState
+from ddiloco.protocol.messages import FragmentState
 from ddiloco.runtime import ValueThreads
 from ddiloco.simulation import bandwidth
 from ddiloco.simulation.bandwidth import F32_BYTES

@@ -226,24 +226,34 @@ class BetweenShards(OnWire):
   incarnation: Count  # of the sender
 
 
+class FragmentState(Frozen):
+  """What its shard knows of a fragment's newest version, in all incarnations of the shard."""
+
+  index: Count  # of the fragment
+  version: Count = 0
+  merged_tokens: Count = 0
+  merged_rounds: ByLearner = {}  # the last round that merged its push
+  merged_global_steps: ByLearner = {}  # the global step as that round began
+  last_round: CountOrNone = INITIAL
+  global_step: GlobalStep = 0  # when the last round began
+  snapshot: Count = 0  # newest captured before this value, which may depend on later messages
+
+  @property
+  def participants(self) -> set[int]:
+    """The learners whose pushes the last round merged."""
+    return {m for m, merged in self.merged_rounds.items() if merged == self.last_round}
+
+
 class Replica(BetweenShards):
   """A commit: from its owner to the buddy, or back to an owner that has restarted."""
 
   owner: Count  # shard whose fragment this is
-  fragment: CountOrNone
-  version: Count
-  merged_tokens: Count
-  last_round: CountOrNone
-  global_step: GlobalStep  # when its round began
+  state: FragmentState
   momentum_round: CountOrNone  # that made the momentum: older if a learner gave back the value
-  merged_rounds: ByLearner
-  merged_global_steps: ByLearner  # the global step when that round began
-  snapshot: Count  # the newest one that its owner's state was captured for before this commit
   # Payload: either whole, in f32: the published value, then the momentum if any. Or the update that
   # learners get, to the value that `base_round` made.
   base_round: RoundId  # NOTHING: whole
   codec: Text
-  has_momentum: bool
   payload: Payload = None
 
 
@@ -277,7 +287,7 @@ BULK = tuple(kind for kind in KINDS if hasattr(kind, "payload"))
 
 # --- on the wire ----------------------------------------------------------------------------------
 
-WIRE_FORMAT = 9
+WIRE_FORMAT = 10
 MAX_ERROR = 200  # characters of an error's text
 CHECKSUM_BYTES = 4  # at the end of every header
 MAX_HEADER_BYTES = 1 << 20

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 from ddiloco.protocol import events, rules
 from ddiloco.protocol.actions import Read, Received, Send, SyncerAction
-from ddiloco.protocol.messages import EVALUATOR, Pull, Push, Rejection
-from ddiloco.protocol.states import FragmentState, Round, SyncerOutcome, SyncerState, ignored
+from ddiloco.protocol.messages import EVALUATOR, FragmentState, Pull, Push, Rejection
+from ddiloco.protocol.states import Round, SyncerOutcome, SyncerState, ignored
 from ddiloco.protocol.values import less, put, replace
 
 
@@ -34,7 +34,7 @@ def start_rounds(state: SyncerState, now: float) -> SyncerOutcome:
   waiting: list[int] = []
   for i in sorted(state.dirty):
     f = state.fragments[i]
-    if f.round is not None or state.complete(f):
+    if i in state.under_way or state.complete(f):
       continue
     if now < _value_due_at(state, f):
       waiting.append(i)
@@ -63,7 +63,7 @@ def start_rounds(state: SyncerState, now: float) -> SyncerOutcome:
       pulled_at=now,
       deadline=now + _pull_patience(state, 1),
     )
-    state = replace(state, rounds=state.rounds + 1).with_fragment(i, round=current)
+    state = replace(state, rounds=state.rounds + 1).with_round(i, current)
     todo += [_pull(state, f, current, m) for m in asked]
     todo.append(_begun(f, current))
   return replace(state, dirty=tuple(waiting)), todo
@@ -94,7 +94,7 @@ def on_push(state: SyncerState, push: Push, event: Received) -> SyncerOutcome:
   if i is None:
     return state, [ignored(push, f"fragment {push.fragment} is not mine")]
   f = state.fragments[i]
-  current = f.round
+  current = state.under_way.get(i)
   if current is None or push.round != current.id:
     return state, [ignored(push, "late: its round is over")]
   if not event.read:
@@ -103,11 +103,11 @@ def on_push(state: SyncerState, push: Push, event: Received) -> SyncerOutcome:
       return state, [ignored(push, "a duplicate" if answered else "it is no longer asked for")]
     pending, measuring = less(current.pending, me), (*current.measuring, me)
     current = replace(current, pending=pending, measuring=measuring)
-    return state.with_fragment(i, round=current), [Read(push, event.now)]
+    return state.with_round(i, current), [Read(push, event.now)]
   current = replace(current, measuring=less(current.measuring, me))
   if fault := _fault_of(state, f, push, event):
     current = replace(current, rejected={**current.rejected, me: fault})
-    return state.with_round(i, current), []
+    return state.with_round(i, current).mark_dirty([i]), []
   pairs = {(min(m, me), max(m, me)): product for m, product in event.products.items()}
   current = replace(
     current,
@@ -119,7 +119,7 @@ def on_push(state: SyncerState, push: Push, event: Received) -> SyncerOutcome:
     seconds = rules.smooth(state.quorum_seconds, _quorum_seconds(state, current, event.now))
     state = replace(state, quorum_seconds=seconds)
     current = replace(current, quorum_at=event.now)
-  return state.with_round(i, current).heard(me, push.count), []
+  return state.with_round(i, current).mark_dirty([i]).heard(me, push.count), []
 
 
 def _fault_of(state: SyncerState, f: FragmentState, push: Push, event: Received) -> str:
@@ -157,9 +157,9 @@ def advance_rounds(state: SyncerState, now: float) -> SyncerOutcome:
   A round with a push that is here and not measured yet waits for the measurement.
   """
   todo: list[SyncerAction] = []
-  for i, f in enumerate(state.fragments):
-    current = f.round
-    if current is None or current.measuring or not (i in state.dirty or now >= current.deadline):
+  for i, current in sorted(state.under_way.items()):
+    f = state.fragments[i]
+    if current.measuring or not (i in state.dirty or now >= current.deadline):
       continue
     # Where a late version costs no work, the wait for more learners may be longer.
     way_back = 0.0 if state.sync.apply in events.KEEPS_WORK else current.sync_seconds
@@ -184,7 +184,7 @@ def advance_rounds(state: SyncerState, now: float) -> SyncerOutcome:
         now + state.sync.liveness_seconds,  # patience is learned: it may be shorter by then
       )
       current = replace(current, deadline=deadline)
-      state = state.with_fragment(i, round=current)
+      state = state.with_round(i, current)
       if again:  # a pull or a push got lost; the same push comes again
         todo += [_pull(state, f, current, m) for m in pending]
       continue
@@ -232,7 +232,7 @@ def _end_round(state: SyncerState, i: int, current: Round, now: float) -> Syncer
     todo.append(
       events.Abandoned(fragment=before.index, round=current.id, reason=reason, rejected=rejected)
     )
-  state = state.with_round(i, None)
+  state = state.with_round(i, None).mark_dirty([i])
   for m in merged:
     state = _credit(state, m, i, current.norms[m] / steps[m])
   for m, reason in rejected.items():

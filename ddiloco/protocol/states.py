@@ -9,7 +9,7 @@ from typing import Any, Self
 from ddiloco.config import SyncConfig
 from ddiloco.protocol import events, messages, rules
 from ddiloco.protocol.actions import LearnerAction, Send, SyncerAction
-from ddiloco.protocol.messages import EVALUATOR, INITIAL, MADE, NOTHING, Publish
+from ddiloco.protocol.messages import EVALUATOR, INITIAL, MADE, NOTHING, FragmentState, Publish
 from ddiloco.protocol.rules import Beliefs
 from ddiloco.protocol.values import Frozen, less, put, replace
 
@@ -227,25 +227,6 @@ class Round(Frozen):
   reason: str = ""
 
 
-class FragmentState(Frozen):
-  """One owned fragment. `version` to `snapshot` outlive the shard's incarnation."""
-
-  index: int
-  version: int = 0
-  merged_tokens: int = 0
-  merged_rounds: Mapping[int, int] = {}  # learner -> last round
-  merged_global_steps: Mapping[int, int] = {}  # learner -> global step as that round began
-  last_round: int = -1
-  global_step: int = 0  # when the last round began
-  snapshot: int = 0  # newest captured before this value, which may depend on later messages
-  round: Round | None = None
-
-  @property
-  def participants(self) -> set[int]:
-    """The learners whose pushes the last round merged."""
-    return {m for m, merged in self.merged_rounds.items() if merged == self.last_round}
-
-
 class ValueRequest(Frozen):
   """A request to a learner that has a newer value than this shard."""
 
@@ -282,6 +263,7 @@ class SyncerState(_State, Frozen):
   global_step: int = 0
   beliefs: Beliefs = Beliefs(reach_at=0.0)
   rounds: int = 0  # started in this incarnation
+  under_way: Mapping[int, Round] = {}  # by position of the fragment
   snapshot: int = 0  # the newest heard of or begun; my state is captured for it
   saving: bool = False  # this snapshot is not committed or given up yet; shard 0 waits for that
   vector_clock: VectorClock = {}
@@ -420,8 +402,9 @@ class SyncerState(_State, Frozen):
     return replace(self, members={**self.members, learner: member})
 
   def with_round(self, i: int, current: Round | None) -> SyncerState:
-    """The state with another round of a fragment, which the next `Tick` looks at."""
-    return self.with_fragment(i, round=current).mark_dirty([i])
+    """The state with this round of a fragment under way, or with none."""
+    others = {j: each for j, each in self.under_way.items() if j != i}
+    return replace(self, under_way=others if current is None else {**others, i: current})
 
   def mark_dirty(self, positions: Iterable[int]) -> SyncerState:
     """Something has happened to these fragments: the next `Tick` looks at their rounds."""
@@ -432,10 +415,10 @@ class SyncerState(_State, Frozen):
     """The learner is gone, or in a new life: no round waits for it, though a push it already sent
     still counts, and it waits for no moments."""
     state = replace(self, asking={m: ps for m, ps in self.asking.items() if m != learner})
-    for i, f in enumerate(self.fragments):
-      if f.round is not None and learner in f.round.pending:
-        pending = less(f.round.pending, learner)
-        state = state.with_round(i, replace(f.round, pending=pending))
+    for i, current in self.under_way.items():
+      if learner in current.pending:
+        current = replace(current, pending=less(current.pending, learner))
+        state = state.with_round(i, current).mark_dirty([i])
     return state
 
   # --- publishes

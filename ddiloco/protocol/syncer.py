@@ -13,8 +13,8 @@ from typing import Any
 from ddiloco.config import SyncConfig
 from ddiloco.protocol import actions, events, messages, moments, rounds, rules, states
 from ddiloco.protocol.actions import Received, Send, SyncerAction
-from ddiloco.protocol.messages import EVALUATOR, INITIAL, Rejection, Report, Value
-from ddiloco.protocol.states import FragmentState, Member, SyncerOutcome, SyncerState, ignored
+from ddiloco.protocol.messages import EVALUATOR, INITIAL, FragmentState, Rejection, Report, Value
+from ddiloco.protocol.states import Member, SyncerOutcome, SyncerState, ignored
 from ddiloco.protocol.values import put, replace
 
 FIRST_STEP_SECONDS = 60.0  # that a learner may be silent before any learner has made a step
@@ -163,8 +163,8 @@ def next_wake(state: SyncerState) -> float:
   """When a round needs a `Tick` even if no message comes, or a member may be lost to silence, for
   which a round may wait; inf: never. What else waits for a time is less urgent: the role ticks
   several times a second anyway."""
-  current = (f.round for f in state.fragments if f.round is not None)
-  return min([state.silent_at, *(r.deadline for r in current if not r.measuring)])
+  deadlines = (r.deadline for r in state.under_way.values() if not r.measuring)
+  return min([state.silent_at, *deadlines])
 
 
 # --- members: reports, silence, and versions they lack --------------------------------------------
@@ -256,7 +256,7 @@ def _on_report(state: SyncerState, report: Report, event: Received) -> SyncerOut
   state = state.mark_dirty(
     i
     for i, f in enumerate(state.fragments)
-    if f.round is None and state.could_push(me, i) and state.is_due(me, i)
+    if i not in state.under_way and state.could_push(me, i) and state.is_due(me, i)
   )
   # Versions go to the one that reports; if it completes the first quorum, to all that waited.
   for learner in (me,) if begun else sorted(state.members):

@@ -30,8 +30,16 @@ from ddiloco.protocol.actions import (
   SyncerAction,
   TakeSnapshot,
 )
-from ddiloco.protocol.messages import EVALUATOR, BetweenShards, Message, Publish, Push, Value
-from ddiloco.protocol.states import FragmentState, SyncerState
+from ddiloco.protocol.messages import (
+  EVALUATOR,
+  BetweenShards,
+  FragmentState,
+  Message,
+  Publish,
+  Push,
+  Value,
+)
+from ddiloco.protocol.states import SyncerState
 from ddiloco.protocol.values import replace
 from ddiloco.runtime import Job, Loop, Runtime, WorkingRole, drive, short_collections
 
@@ -282,9 +290,7 @@ class Syncer(WorkingRole):
     yield None
 
   def _state_of(self, fragment: int) -> FragmentState:
-    """The fragment's state as it outlives this incarnation: without the round under way."""
-    state = next(f for f in self.state.fragments if f.index == fragment)
-    return replace(state, round=None)
+    return next(f for f in self.state.fragments if f.index == fragment)
 
   def _announce(self, fragment: int, whole: bool = False) -> None:
     """Writes the log to disk, then sends the buddy its copy: the log has all that others know."""

@@ -19,8 +19,7 @@ from ddiloco.core.delta import Committed, Deltas, MemoryStore, Merged, Merger, l
 from ddiloco.core.fragments import Fragment, Piece, Plan
 from ddiloco.protocol.actions import InstallValue, Received
 from ddiloco.protocol.events import Commit
-from ddiloco.protocol.messages import INITIAL, NOTHING, Publish, Push, Replica, Value
-from ddiloco.protocol.states import FragmentState
+from ddiloco.protocol.messages import INITIAL, NOTHING, FragmentState, Publish, Push, Replica, Value
 from ddiloco.protocol.values import Frozen, replace
 from ddiloco.simulation import bandwidth
 from ddiloco.simulation.bandwidth import F32_BYTES

@@ -28,8 +28,7 @@ from ddiloco.core.fragments import Fragment, Plan
 from ddiloco.network.transport import Counters, Delivery, claimed_sender
 from ddiloco.protocol import events, supervisor
 from ddiloco.protocol.events import Event, Step, format_role, parse_role, stamped
-from ddiloco.protocol.messages import BULK, Message
-from ddiloco.protocol.states import FragmentState
+from ddiloco.protocol.messages import BULK, FragmentState, Message
 from ddiloco.roles.learner import Learner, Quarantined
 from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Loop, Runtime

@@ -9,8 +9,6 @@ from ddiloco.checkpoint.buddy import (
   Copies,
   Replication,
   at_once,
-  committed_of,
-  header,
   neighbours,
   pack,
   unpack,
@@ -20,8 +18,7 @@ from ddiloco.core import codec, fragments, outer, passes
 from ddiloco.core.codec import Encoded
 from ddiloco.core.delta import Committed
 from ddiloco.network.transport import Counters, syncer_address
-from ddiloco.protocol.messages import Recover, Recovered, Replica, Replicated
-from ddiloco.protocol.states import FragmentState
+from ddiloco.protocol.messages import FragmentState, Recover, Recovered, Replica, Replicated
 from ddiloco.protocol.values import replace
 from tests.roles import toy
 from tests.roles.fleet import bits
@@ -78,7 +75,7 @@ def received(message: Replica) -> Replica:
 @pytest.mark.parametrize("momentum", [True, False])
 def test_a_commit_survives_the_way_bit_by_bit(published_value, momentum):
   before = committed(1, 5, published_value=published_value, momentum=momentum)
-  after = committed_of(unpack(received(pack(before, shard=1, incarnation=9)), PLAN))
+  after = unpack(received(pack(before, 1, 9, 1)), PLAN)
   expected = replace(before, value=before.published_value)
   assert bits(after) == bits(expected), "what learners have is what it goes on from"
   assert after.value is after.published_value, "no second copy of the same values"
@@ -86,7 +83,7 @@ def test_a_commit_survives_the_way_bit_by_bit(published_value, momentum):
 
 def test_the_next_commit_does_not_change_what_was_sent():
   c = committed(1, 5)
-  replica = pack(c, 1, 9)
+  replica = pack(c, 1, 9, 1)
   sent = bytes(replica.payload)
   c.momentum[:] = 0
   assert bytes(replica.payload) == sent
@@ -106,8 +103,7 @@ def change(before: Committed, name: str, seed: int) -> tuple[Committed, Replica]
   new, update = passes.step(total, ones, old, optimizer, name)
   after = Committed(state, new.value, new.published_value, new.momentum)
   sent = update or Encoded("f32", codec.encode(new.published_value, "f32"))
-  said = replace(header(after, 0, 9), base_round=last, codec=sent.codec)
-  return after, replace(said, payload=sent.payload)
+  return after, pack(after, 0, 9, 0, last, sent)
 
 
 @pytest.mark.parametrize("name", codec.CODECS)
@@ -116,7 +112,7 @@ def test_a_buddy_that_gets_what_learners_get_has_value_and_momentum_bit_by_bit(n
   copies = copies_of(box)
   newest = committed(1, 5, published_value=name != "f32")
   newest.value[0] = newest.published_value[0] = 0
-  keep(copies, pack(newest, 0, 9))
+  keep(copies, pack(newest, 0, 9, 0))
   for seed in range(5):
     newest, message = change(newest, name, seed)
     assert len(message.payload) == codec.payload_bytes(PLAN.sizes[1], name), "one publish"
@@ -125,7 +121,7 @@ def test_a_buddy_that_gets_what_learners_get_has_value_and_momentum_bit_by_bit(n
   keep(copies, Recover(0, 10))
   [(_, whole), _] = box.take()
   expected = replace(newest, value=newest.published_value)
-  assert bits(committed_of(unpack(received(whole), PLAN))) == bits(expected)
+  assert bits(unpack(received(whole), PLAN)) == bits(expected)
 
 
 def test_a_value_of_a_later_round_replaces_a_copy_of_a_greater_version():
@@ -138,7 +134,7 @@ def test_a_value_of_a_later_round_replaces_a_copy_of_a_greater_version():
   old, newer = committed(1, 8), committed(1, 4, seed=1)
   newer = replace(newer, state=replace(newer.state, last_round=(1 << 50) + 100))
   for each in (old, newer, old):  # the last one comes again, late
-    keep(copies, pack(each, 0, 9))
+    keep(copies, pack(each, 0, 9, 0))
   assert given_back(copies, box, 0, 10) == {1: 4}
 
 
@@ -148,12 +144,12 @@ def test_a_change_does_not_continue_the_copy_of_the_life_before():
   copies = copies_of(box)
   first = committed(1, 5)
   first.value[0] = first.published_value[0] = 0
-  keep(copies, pack(first, 0, 9))
+  keep(copies, pack(first, 0, 9, 0))
   second, message = change(replace(first, momentum=first.momentum * 0), "int8", 0)
   box.take()
   keep(copies, replace(message, incarnation=10))  # its first copy, whole, was lost
   assert box.take() == [("syncer-0", Replicated(1, 50, 1, round_of(6), False))]
-  keep(copies, pack(second, 0, 10))
+  keep(copies, pack(second, 0, 10, 0))
   assert given_back(copies, box, 0, 11) == {1: 6}
 
 
@@ -165,7 +161,7 @@ def test_a_change_of_what_a_buddy_does_not_have_is_not_kept():
   second, message = change(first, "int8", 0)
   keep(copies, message)
   assert box.take() == [("syncer-0", Replicated(1, 50, 1, round_of(6), False))]
-  keep(copies, pack(first, 0, 9))
+  keep(copies, pack(first, 0, 9, 0))
   keep(copies, replace(message, payload=message.payload[:-1]))
   _, third = change(second, "int8", 1)
   keep(copies, third)
@@ -178,20 +174,19 @@ def test_a_change_of_what_a_buddy_does_not_have_is_not_kept():
 @pytest.mark.parametrize(
   "wrong",
   [
-    {"fragment": 99},
-    {"fragment": -1},
-    {"fragment": 0},
-    {"has_momentum": False},
+    {"state": FragmentState(99)},
+    {"state": FragmentState(0)},
     {"codec": "int8"},
     {"base_round": 7},
     {"payload": b""},
     {"payload": b"123"},
+    {"payload": bytes(12 * PLAN.sizes[1])},
   ],
   ids=str,
 )
 def test_what_cannot_be_a_commit_of_this_plan_is_none(wrong):
   assert PLAN.sizes[0] != PLAN.sizes[1]
-  assert unpack(replace(pack(committed(1, 5), 1, 9), **wrong), PLAN) is None
+  assert unpack(replace(pack(committed(1, 5), 1, 9, 1), **wrong), PLAN) is None
 
 
 # --- the buddy ------------------------------------------------------------------------------------
@@ -214,19 +209,19 @@ def given_back(copies: Copies, box: Outbox, owner: int, incarnation: int) -> dic
   replicas = [m for m in sent if isinstance(m, Replica)]
   [listed] = [m for m in sent if isinstance(m, Recovered)]
   assert listed.asked_by == incarnation
-  assert listed.fragments == tuple(m.fragment for m in replicas)
-  assert listed.rounds == tuple(m.last_round for m in replicas)
-  return {m.fragment: m.version for m in replicas}
+  assert listed.fragments == tuple(m.state.index for m in replicas)
+  assert listed.rounds == tuple(m.state.last_round for m in replicas)
+  return {m.state.index: m.state.version for m in replicas}
 
 
 def test_a_buddy_keeps_the_newest_and_says_so():
   box = Outbox()
   copies = copies_of(box)
   for version in (3, 5, 4):
-    keep(copies, pack(committed(1, version), 0, 9))
+    keep(copies, pack(committed(1, version), 0, 9, 0))
     assert box.take() == [("syncer-0", Replicated(1, 50, 1, round_of(version), True))]
-  keep(copies, pack(committed(2, 1), 0, 9))
-  keep(copies, pack(committed(0, 8), 3, 9))  # of another neighbour
+  keep(copies, pack(committed(2, 1), 0, 9, 0))
+  keep(copies, pack(committed(0, 8), 3, 9, 3))  # of another neighbour
   assert given_back(copies, box, 0, 10) == {1: 5, 2: 1}
   assert given_back(copies, box, 3, 10) == {0: 8}
   assert given_back(copies, box, 2, 10) == {}
@@ -235,8 +230,8 @@ def test_a_buddy_keeps_the_newest_and_says_so():
 def test_a_new_life_of_the_owner_counts_even_from_an_older_version_on():
   box = Outbox()
   copies = copies_of(box)
-  keep(copies, pack(committed(1, 7), 0, 9))
-  keep(copies, pack(committed(1, 2), 0, 10))  # it could not reach its buddy, and began anew
+  keep(copies, pack(committed(1, 7), 0, 9, 0))
+  keep(copies, pack(committed(1, 2), 0, 10, 0))  # it could not reach its buddy, and began anew
   assert given_back(copies, box, 0, 11) == {1: 2}
 
 
@@ -244,9 +239,9 @@ def test_what_a_dead_owner_sent_is_ignored():
   """Control overtakes fragments: the new owner was told of version 7, and goes on from there."""
   box = Outbox()
   copies = copies_of(box)
-  keep(copies, pack(committed(1, 7), 0, 9))
+  keep(copies, pack(committed(1, 7), 0, 9, 0))
   assert given_back(copies, box, 0, 10) == {1: 7}
-  keep(copies, pack(committed(1, 8), 0, 9))
+  keep(copies, pack(committed(1, 8), 0, 9, 0))
   keep(copies, Recover(0, 9))
   assert box.take() == [], "no confirmation either: the new owner could take it for its own"
   assert given_back(copies, box, 0, 10) == {1: 7}
@@ -255,8 +250,8 @@ def test_what_a_dead_owner_sent_is_ignored():
 def test_nobody_replaces_the_fragments_of_another_shard():
   box = Outbox()
   copies = copies_of(box)
-  keep(copies, pack(committed(1, 7), 0, 9))
-  keep(copies, replace(pack(committed(1, 8), 0, 9), shard=2))
+  keep(copies, pack(committed(1, 7), 0, 9, 0))
+  keep(copies, replace(pack(committed(1, 8), 0, 9, 0), shard=2))
   assert box.take() == [("syncer-0", Replicated(1, 50, 1, round_of(7), True))]
   assert given_back(copies, box, 0, 10) == {1: 7}
 
@@ -266,13 +261,13 @@ def test_copies_that_are_on_their_way_are_not_sent_twice_and_lost_ones_come_agai
   box, jobs = Outbox(), []
   copies = copies_of(box)
   for p in (0, 2):
-    keep(copies, pack(committed(p, 7), 0, 9))
+    keep(copies, pack(committed(p, 7), 0, 9, 0))
   box.take()
   jobs = [copies.on(Recover(0, 10)) for _ in range(3)]  # asked while the worker was busy
   for job in jobs:
     at_once(job)
   asks = [Recovered(1, 50, 10, fragments=(0, 2), rounds=(round_of(7),) * 2)] * 3
-  assert [m.fragment for _, m in box.sent if isinstance(m, Replica)] == [0, 2]
+  assert [m.state.index for _, m in box.sent if isinstance(m, Replica)] == [0, 2]
   assert [m for _, m in box.sent if isinstance(m, Recovered)] == asks, "an answer may be lost too"
   del box.sent[0]  # one has left
   keep(copies, Recover(0, 10))
@@ -322,7 +317,7 @@ class Owner:
 
   def sent(self) -> list[tuple[int, int]]:
     sent = [m for to, m in self.box.take() if to == "syncer-1" and isinstance(m, Replica)]
-    return [(m.fragment, m.version) for m in sent]
+    return [(m.state.index, m.state.version) for m in sent]
 
   def kinds(self) -> list[str]:
     return [e.kind for e in self.events]
@@ -555,7 +550,7 @@ def test_a_buddy_that_has_restarted_gets_its_own_fragments_before_copies_of_othe
   owner = Owner()
   owner.commit(0, 1)
   owner.confirm(0, 1)
-  owner.side.on(received(pack(committed(1, 4), 1, 50)))
+  owner.side.on(received(pack(committed(1, 4), 1, 50, 1)))
   owner.box.take()
   owner.side.on(Recover(1, 60))
   sent = [getattr(m, "owner", type(m)) for _, m in owner.box.take()]

@@ -12,7 +12,6 @@ from ddiloco.config import Config, SyncConfig
 from ddiloco.core.delta import Committed
 from ddiloco.network.transport import Counters, Hub, syncer_address
 from ddiloco.protocol.messages import Recover, Recovered, Replica
-from ddiloco.protocol.values import replace
 from tests import says
 from tests.checkpoint.test_buddy import CONFIG, PLAN, Outbox, committed, keep, round_of
 from tests.network.net import Net
@@ -36,7 +35,7 @@ class Buddy(threading.Thread):
     self.endpoint = hub.connect(syncer_address(1))
     self.copies = Copies(1, 50, self.endpoint, PLAN, CONFIG)
     for c in held:
-      keep(self.copies, pack(c, 0, 11))
+      keep(self.copies, pack(c, 0, 11, 0))
     self.ended = threading.Event()
     self.start()
 
@@ -79,7 +78,7 @@ def test_what_has_left_over_a_real_connection_is_given_again_when_it_is_asked_fo
     net.wait_up(holding, syncer_address(0))
     copies = Copies(1, 50, holding, PLAN, CONFIG)
     for p in (0, 2):
-      keep(copies, pack(committed(p, 7), 0, 9))
+      keep(copies, pack(committed(p, 7), 0, 9, 0))
     for _ in range(2):
       keep(copies, Recover(0, 10))
       came = []
@@ -109,7 +108,7 @@ class Given:
 
 
 def back(c: Committed, shard: int = 1, owner: int = 0) -> Replica:
-  return replace(pack(c, owner, 9), shard=shard, incarnation=50)
+  return pack(c, shard, 50, owner)
 
 
 def held(*copies: tuple[int, int]) -> Recovered:

@@ -51,15 +51,16 @@ class Mortal(QueueEndpoint):
       p, version = arrived[1].fragment, self.sent.get((arrived[1].fragment, arrived[1].round), 0)
       self.copied[p] = max(version, self.copied[p])
     if arrived and isinstance(arrived[1], Replica) and f"syncer-{arrived[1].owner}" != self.address:
-      self._perhaps_die("with a copy", arrived[1])
+      self._perhaps_die("with a copy", arrived[1].state.index, arrived[1].state.version)
     return arrived
 
   def send(self, to, message) -> int:
     if isinstance(message, Replica) and f"syncer-{message.owner}" == self.address:
-      self._perhaps_die("before the copy", message)
-      self.sent[message.fragment, message.last_round] = message.version
+      f = message.state
+      self._perhaps_die("before the copy", f.index, f.version)
+      self.sent[f.index, f.last_round] = f.version
       size = super().send(to, message)
-      self._perhaps_die("after the copy", message)
+      self._perhaps_die("after the copy", f.index, f.version)
       return size
     if not isinstance(message, Publish):
       return super().send(to, message)
@@ -68,14 +69,14 @@ class Mortal(QueueEndpoint):
     size = super().send(to, message)
     self.published[p] = max(version, self.published[p])
     self.hub.published += version > 0
-    self._perhaps_die("after the first publish", message)
+    self._perhaps_die("after the first publish", p, version)
     return size
 
-  def _perhaps_die(self, moment: str, message: Replica | Publish) -> None:
+  def _perhaps_die(self, moment: str, fragment: int, version: int) -> None:
     plan = self.hub.deaths.get(self.address)
-    if plan and plan[0] == moment and message.version >= plan[1]:
+    if plan and plan[0] == moment and version >= plan[1]:
       del self.hub.deaths[self.address]
-      self.hub.died[self.address] = (self, message.fragment, message.version)
+      self.hub.died[self.address] = (self, fragment, version)
       raise Died(moment)
 
 

@@ -25,7 +25,8 @@ from ddiloco.core import fragments
 from ddiloco.core.delta import Committed, MemoryStore
 from ddiloco.core.fragments import owned_by
 from ddiloco.protocol import learner, rules, states
-from ddiloco.protocol.states import FragmentState, LearnerState
+from ddiloco.protocol.messages import FragmentState
+from ddiloco.protocol.states import LearnerState
 from ddiloco.protocol.values import from_json, replace
 from ddiloco.roles import initial
 from tests.roles import toy

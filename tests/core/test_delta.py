@@ -7,8 +7,7 @@ from ddiloco.config import from_dict
 from ddiloco.core import codec, delta
 from ddiloco.core.delta import Committed, MemoryStore, Merger
 from ddiloco.protocol import rules
-from ddiloco.protocol.messages import NOTHING, Push
-from ddiloco.protocol.states import FragmentState
+from ddiloco.protocol.messages import NOTHING, FragmentState, Push
 from tests import says
 from tests.core.test_outer_merge import exact, fragment_of, randoms
 from tests.made_events import made

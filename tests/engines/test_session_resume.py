@@ -22,7 +22,8 @@ from ddiloco.engines import session, threads
 from ddiloco.engines.processes import ProcessesEngine
 from ddiloco.observe.eventlog import newest_event, read_events
 from ddiloco.protocol import events, syncer
-from ddiloco.protocol.states import FragmentState, Round, SyncerState
+from ddiloco.protocol.messages import FragmentState
+from ddiloco.protocol.states import Round, SyncerState
 from ddiloco.protocol.values import replace
 from ddiloco.roles import initial
 from ddiloco.training import data
@@ -309,9 +310,10 @@ def test_a_run_ended_before_its_first_snapshot_begins_again_and_says_so(
 
 def shard(*fragments) -> SyncerState:
   """Of (fragment, version, whether a round is under way)."""
-  under_way = Round(7, 0.0, (0,), 0.1, 0.0, 0, 0.0, 1.0)
-  states = (FragmentState(p, v, round=under_way if going else None) for p, v, going in fragments)
-  return replace(syncer.init(0, 1, (), SyncConfig(), 100), fragments=tuple(states))
+  current = Round(7, 0.0, (0,), 0.1, 0.0, 0, 0.0, 1.0)
+  under_way = {i: current for i, (_, _, going) in enumerate(fragments) if going}
+  states = tuple(FragmentState(p, version) for p, version, _ in fragments)
+  return replace(syncer.init(0, 1, (), SyncConfig(), 100), fragments=states, under_way=under_way)
 
 
 def test_a_shard_with_nothing_asks_and_waits_but_begins_no_round_from_nothing():

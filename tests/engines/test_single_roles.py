@@ -24,7 +24,7 @@ from ddiloco.engines.role_spec import RoleSpec
 from ddiloco.engines.single_roles import run_syncer
 from ddiloco.network.peers import seconds_since_2020
 from ddiloco.protocol import learner
-from ddiloco.protocol.states import FragmentState
+from ddiloco.protocol.messages import FragmentState
 from ddiloco.protocol.values import replace
 from ddiloco.roles import initial
 from ddiloco.training import data

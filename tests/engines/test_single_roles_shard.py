@@ -132,8 +132,8 @@ def test_a_shard_that_asked_its_buddy_has_still_not_begun(runner):
 def test_silence_ends_the_asking_and_not_the_time_that_copies_take(runner):
   network = dataclasses.replace(CONFIG.network, silence_seconds=1.0)
   runner.config = dataclasses.replace(CONFIG, network=network)
-  held = [replace(pack(committed(p, 3), 0, 9), shard=1) for p in range(4)]
-  rounds = tuple(each.last_round for each in held)
+  held = [pack(committed(p, 3), 1, 9, 0) for p in range(4)]
+  rounds = tuple(each.state.last_round for each in held)
   listed = Recovered(1, 50, runner.incarnation, tuple(range(4)), rounds)
   assert ask(runner, Trickling(0.4, *held, listed)).keys() == set(range(4)), "2 s in all"
   began = time.monotonic()

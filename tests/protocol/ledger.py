@@ -16,8 +16,7 @@ from ddiloco.config import SyncConfig
 from ddiloco.protocol import events
 from ddiloco.protocol.actions import InstallValue
 from ddiloco.protocol.events import Commit
-from ddiloco.protocol.messages import INITIAL, NOTHING, Publish, Push
-from ddiloco.protocol.states import FragmentState
+from ddiloco.protocol.messages import INITIAL, NOTHING, FragmentState, Publish, Push
 from ddiloco.protocol.values import Frozen, replace
 
 Step = tuple[int, int, int]  # learner, incarnation, number

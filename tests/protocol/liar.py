@@ -18,6 +18,7 @@ from ddiloco.core import outer
 from ddiloco.protocol import messages, rules
 from ddiloco.protocol.events import Commit, Event
 from ddiloco.protocol.messages import (
+  FragmentState,
   Goodbye,
   Message,
   Moments,
@@ -31,7 +32,6 @@ from ddiloco.protocol.messages import (
   Welcome,
 )
 from ddiloco.protocol.rules import MAX_PATIENCE_SECONDS
-from ddiloco.protocol.states import FragmentState
 from ddiloco.simulation.stand_ins import Sized
 from ddiloco.simulation.world import Actor, Role
 from tests.protocol.ledger import Delta, Ledger, Step
@@ -351,8 +351,7 @@ def _check_state(world: LiarWorld, actor: Actor) -> None:
   assert all(len(ps) <= len(state.fragments) for ps in state.asking.values())
   reached = state.global_step + 2 * world.sync.sync_period
   assert state.snapshot <= reached and state.snapshot % (world.sync.snapshot_steps or 1) == 0
-  for f in state.fragments:
-    assert f.round is None or len(f.round.pushes) <= members
+  assert all(len(current.pushes) <= members for current in state.under_way.values())
 
 
 def _late(world: LiarWorld) -> list[int]:

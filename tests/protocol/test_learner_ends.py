@@ -9,9 +9,8 @@ import pytest
 from ddiloco.protocol import learner, syncer
 from ddiloco.protocol.actions import Send, Staged, StepDone, Tick
 from ddiloco.protocol.events import Event
-from ddiloco.protocol.messages import Goodbye, Publish, Pull, Value
+from ddiloco.protocol.messages import FragmentState, Goodbye, Publish, Pull, Value
 from ddiloco.protocol.rules import backed_off
-from ddiloco.protocol.states import FragmentState
 from ddiloco.protocol.values import replace
 from tests.protocol import endings
 from tests.protocol.storms import STORM_SECONDS, calm, notes, random_world

@@ -13,6 +13,7 @@ from ddiloco.protocol.events import Commit, Event
 from ddiloco.protocol.messages import (
   NOTHING,
   ForwardMoments,
+  FragmentState,
   Goodbye,
   Moments,
   ProvideMoments,
@@ -22,7 +23,6 @@ from ddiloco.protocol.messages import (
   Value,
 )
 from ddiloco.protocol.rules import Beliefs
-from ddiloco.protocol.states import FragmentState
 from ddiloco.protocol.values import replace
 from tests import says
 from tests.protocol.test_syncer_scripts import ALONE, Script, push, report
@@ -93,11 +93,11 @@ def test_an_island_that_was_there_long_before_the_others_is_asked_when_their_pac
         tell(says.report(m, 0, step - 205, 0.02, (0, 0), (mine, mine)))
     if asked:
       break
-  current = state.fragments[0].round
+  current = state.under_way[0]
   assert current is not None and 0 in current.pending and state.global_step == step
   sent = says.push(0, 0, 0, current.id, 0, step, 10 * step, 1, "")
   state = says.take_in(state, Received(sent, now, norm=1.0))[0]
-  assert not state.fragments[0].round.rejected and 0 in state.fragments[0].round.pushes
+  assert not state.under_way[0].rejected and 0 in state.under_way[0].pushes
 
 
 @pytest.mark.parametrize("said", [1e-9, 1e300])
@@ -221,7 +221,7 @@ def test_one_whose_updates_are_far_too_short_does_not_take_the_run_over():
       report = says.report(m, life, int(now), 1.0, (f.version,), (4,), rounds=(f.last_round,))
       tell(report, now)
     state, _ = says.take_in(state, Tick(now))
-    current = state.fragments[0].round
+    current = state.under_way[0]
     for m in range(3):
       sent = says.push(m, life, 0, current.id, f.version, 4, 40, int(now), "")
       tell(sent, now, norm=norms[m])
@@ -278,10 +278,10 @@ def test_a_push_holds_what_its_learner_can_have_made(steps, tokens, fault):
   state = shard()
   for m in range(2):
     state = told(state, says.report(m, 0, 1, 1.0, (0, 0), (9, 9)), 1.1)
-  current = state.fragments[0].round
+  current = state.under_way[0]
   sent = says.push(0, 0, 0, current.id, 0, steps, tokens, 1, "")
   state = says.take_in(state, Received(sent, 1.2, norm=1.0))[0]
-  assert state.fragments[0].round.rejected == ({0: fault} if fault else {})
+  assert state.under_way[0].rejected == ({0: fault} if fault else {})
 
 
 def test_what_was_merged_once_is_not_claimed_again():
@@ -291,10 +291,10 @@ def test_what_was_merged_once_is_not_claimed_again():
   state = replace(state, fragments=(merged, state.fragments[1]), global_step=500)
   for m in range(2):
     state = told(state, says.report(m, 0, 500, 1.0, (0, 0), (500, 500)), 500.0)
-  current = state.fragments[0].round
+  current = state.under_way[0]
   for m, most in ((0, 499 + 28), (1, 500 + 28)):
     lie = says.push(m, 0, 0, current.id, 0, most + 1, most + 1, 1, "")
-    assert says.take_in(state, Received(lie, 500.1, norm=1.0))[0].fragments[0].round.rejected
+    assert says.take_in(state, Received(lie, 500.1, norm=1.0))[0].under_way[0].rejected
 
 
 @pytest.mark.parametrize("steps, worth", [(1, 1), (30, 30), (60, 15), (3_000, 0.3)])
@@ -349,7 +349,7 @@ def test_a_shard_on_a_new_host_takes_newer_values_of_the_run_whose_snapshot_it_h
   state, actions = says.shard_on(state, Received(value, 1.1))
   assert state.fragments[0].version == 9
   state, _ = says.shard_on(state, Received(newer, 1.2))
-  assert 0 in state.members and state.fragments[0].round, "and the run goes on"
+  assert 0 in state.members and 0 in state.under_way, "and the run goes on"
 
 
 def test_a_learner_whose_value_is_refused_again_and_again_starts_afresh():
@@ -370,7 +370,7 @@ def test_a_learner_whose_value_is_refused_again_and_again_starts_afresh():
   state, _ = says.shard_on(state, Received(says.hello(0, 1), now))
   fresh = says.report(0, 1, 10, 0.1, (6,), (2,), rounds=(6,))
   state, _ = says.shard_on(state, Received(fresh, now + 0.1))
-  assert state.fragments[0].round.pending == (0,), "and the run goes on"
+  assert state.under_way[0].pending == (0,), "and the run goes on"
 
 
 def test_a_learner_that_never_gives_what_it_says_it_has_keeps_no_other_from_giving():
@@ -445,7 +445,7 @@ def round_of(state, global_step: int, products: dict[int, dict[int, float]]) -> 
     said = replace(said, rounds=(f.last_round, -1))
     state = says.take_in(state, Received(said, now))[0]
   state = says.take_in(state, Tick(now))[0]
-  current = state.fragments[0].round
+  current = state.under_way[0]
   for m, each in products.items():
     sent = says.push(
       m, state.members[m].incarnation, 0, current.id, f.version, 9, 90, global_step, ""
@@ -513,9 +513,9 @@ def test_a_wait_for_what_was_lost_is_no_measure_of_the_link():
   state = replace(shard(), quorum_seconds=0.2)
   for m in range(2):
     state = told(state, says.report(m, 0, 1, 1.0, (0, 0), (9, 9)), 1.1)
-  round_id, again = state.fragments[0].round.id, state.fragments[0].round.deadline
+  round_id, again = state.under_way[0].id, state.under_way[0].deadline
   state = says.take_in(state, Tick(again))[0]
-  assert state.fragments[0].round.pulls == 2
+  assert state.under_way[0].pulls == 2
   for m in range(2):
     sent = says.push(m, 0, 0, round_id, 0, 9, 90, 1, "")
     state = says.take_in(state, Received(sent, again + 0.1, norm=1.0))[0]
@@ -529,12 +529,12 @@ def test_a_pull_is_not_repeated_before_it_can_be_answered_whatever_one_member_sa
   for m, seconds in enumerate((6.0, 6.0, 6.0, said)):
     state = told(state, says.hello(m, 0), 0.0)
     state = told(state, says.report(m, 0, 1, seconds, (0, 0), (9, 9)), 1.0)
-  round = state.fragments[0].round
+  round = state.under_way[0]
   assert round is not None and round.pulled_at == 1.0
   repeated = [
     now / 10
     for now in range(10, 400)
-    if (state := says.take_in(state, Tick(now / 10))[0]).fragments[0].round.pulls == 2
+    if (state := says.take_in(state, Tick(now / 10))[0]).under_way[0].pulls == 2
   ]
   assert 18.0 <= repeated[0] - 1.0 <= 18.0 + SYNC.liveness_seconds
 

@@ -20,8 +20,16 @@ from ddiloco.protocol.actions import (
   TakeSnapshot,
   Tick,
 )
-from ddiloco.protocol.messages import MADE, NOTHING, Publish, Pull, Report, RequestValue, Value
-from ddiloco.protocol.states import FragmentState
+from ddiloco.protocol.messages import (
+  MADE,
+  NOTHING,
+  FragmentState,
+  Publish,
+  Pull,
+  Report,
+  RequestValue,
+  Value,
+)
 from ddiloco.protocol.values import replace
 from tests import says
 from tests.protocol.storms import calm
@@ -77,9 +85,9 @@ def test_a_shard_without_its_newest_values_waits_for_those_it_knew():
     for m in here:
       ready = says.report(m, 0, 9, 0.1, (4, 0), (2, 2))
       state, _ = says.shard_on(state, Received(ready, 10.0))
-    assert any(f.round for f in state.fragments) == started
+    assert bool(state.under_way) == started
   state, _ = says.shard_on(syncer.init(0, 1, known, ALONE, 1 << 60, 50.0), Received(ready, 50.0))
-  assert state.fragments[0].round, "time is up"
+  assert 0 in state.under_way, "time is up"
 
 
 def test_a_new_shard_waits_for_all_planned_learners_and_no_longer():
@@ -99,7 +107,7 @@ def test_a_new_shard_waits_for_all_planned_learners_and_no_longer():
     state = new
     for each in reports:
       state, _ = says.shard_on(state, Received(each, 10.0))
-    assert any(f.round for f in state.fragments) == started
+    assert bool(state.under_way) == started
 
 
 # --- recording ------------------------------------------------------------------------------------
@@ -118,7 +126,7 @@ def test_a_shard_captures_before_it_takes_in_who_has_captured_and_by_its_global_
   before = shard.state
   [first] = records(shard, replace(push(0, 0), snapshot=10, global_step=10))
   assert first.snapshot == 10 and first.learners == (0,)
-  assert first.state.fragments[0].round.pushes == {} == before.fragments[0].round.pushes
+  assert first.state.under_way[0].pushes == {} == before.under_way[0].pushes
   assert shard.state.fragments[0].version == 1
   assert not records(shard, report(0, (0, 0), (1, 1), global_step=19)), "captured once"
   assert not records(shard, report(0, (0, 0), (1, 1), global_step=25)), (
@@ -339,7 +347,7 @@ def test_a_value_that_is_on_its_way_when_it_is_asked_for_again_is_waited_for():
   asked = [shard.feed(newest, now) for now in (0.0, 0.5, 1.0)]
   assert [len(each) for each in asked] == [1, 0, 1], "again after `liveness_seconds`"
   shard.feed(due, 1.9)
-  assert not shard.state.fragments[0].round
+  assert 0 not in shard.state.under_way
   assert InstallValue(0, 7) in shard.feed(VALUE, 1.95)
 
 
@@ -349,7 +357,7 @@ def test_a_value_that_never_comes_is_waited_for_once():
   for now in (0.0, 1.0, 2.0):
     shard.feed(newest, now)
     shard.feed(due, now)
-    assert bool(shard.state.fragments[0].round) == (now == 2.0)
+    assert (0 in shard.state.under_way) == (now == 2.0)
 
 
 def test_a_value_is_read_once_in_each_of_its_learners_lives():
@@ -368,7 +376,7 @@ def test_a_value_is_not_adopted_in_place_of_what_was_made_since():
   shard = Script(ALONE, incarnation=1)
   shard.feed(says.report(0, 0, 9, 0.1, (3, 0), (2, 2), rounds=(7, -1)))
   shard.feed(report(1, (0, 0), (2, 0)))
-  assert not shard.state.fragments[0].round, "it waits a while for the value it has asked for"
+  assert 0 not in shard.state.under_way, "it waits a while for the value it has asked for"
   shard.feed(report(1, (0, 0), (2, 0)), 1.9)
   [pull] = shard.feed(Tick(2.0))
   assert pull.message.round == 1 << 24

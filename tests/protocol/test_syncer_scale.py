@@ -9,7 +9,8 @@ import pytest
 from ddiloco.config import SyncConfig
 from ddiloco.protocol import syncer
 from ddiloco.protocol.actions import Received
-from ddiloco.protocol.states import FragmentState, SyncerState
+from ddiloco.protocol.messages import FragmentState
+from ddiloco.protocol.states import SyncerState
 from tests import says
 
 FRAGMENTS, PERIOD = 4, 1000
@@ -72,7 +73,7 @@ def test_a_report_costs_the_same_while_rounds_are_open(small, large):
   for state in (small, large):
     for m in range(3):
       state = on(state, report(m, PERIOD))
-    assert all(f.round is not None for f in state.fragments)
+    assert len(state.under_way) == len(state.fragments)
     costs.append(cost(state, report(5, 2)))
   assert costs[1] < 1.1 * costs[0], costs
 
@@ -82,6 +83,6 @@ def test_a_push_costs_the_same(small, large):
   for state in (small, large):
     for m in range(3):
       state = on(state, report(m, PERIOD))
-    push = says.push(5, 0, 0, state.fragments[0].round.id, 0, 1, 10, 1, "")
+    push = says.push(5, 0, 0, state.under_way[0].id, 0, 1, 10, 1, "")
     costs.append(cost(state, push, norm=1.0))
   assert 0 < costs[1] < 1.1 * costs[0], costs

@@ -27,6 +27,7 @@ from ddiloco.protocol.messages import (
   EVALUATOR,
   MADE,
   NOTHING,
+  FragmentState,
   Goodbye,
   Publish,
   Pull,
@@ -34,7 +35,7 @@ from ddiloco.protocol.messages import (
   Rejection,
   Report,
 )
-from ddiloco.protocol.states import FragmentState, Round
+from ddiloco.protocol.states import Round
 from ddiloco.protocol.values import replace
 from tests import says
 from tests.says import hello, welcome
@@ -120,10 +121,10 @@ def test_golden_shard_two_learners_two_fragments():
   assert shard.feed(report(1, (0, 0), (2, 2), global_step=2), 0.2) == pulls
   # Learner 0 leaves: one is not a quorum, nothing is merged from now on.
   assert shard.feed(push(1, 1, fragment=1), 0.22, norm=1.0) == []
-  assert list(shard.state.fragments[1].round.pushes) == [1]
+  assert list(shard.state.under_way[1].pushes) == [1]
   [abandon] = shard.feed(Goodbye(0, 0), 0.23)
   assert (abandon.fragment, abandon.round) == (1, 1)
-  assert shard.state.fragments[1].version == 0 and shard.state.fragments[1].round is None
+  assert shard.state.fragments[1].version == 0 and 1 not in shard.state.under_way
 
 
 def join(script: Script) -> Publish:
@@ -356,7 +357,7 @@ def test_a_restarted_shard_still_says_what_it_has_merged():
   shard.feed(hello(0, 0))
   shard.feed(report(0, (0, 0), (1, 1)))
   shard.feed(push(0, 0), norm=1.0)
-  stored = tuple(replace(f, round=None) for f in shard.state.fragments)
+  stored = shard.state.fragments
   shard.state = syncer.init(0, 1, stored, ALONE, 1 << 60)
   [publish] = shard.feed(report(0, (0, 0), (1, 1)), 1.0)
   assert (publish.message.version, publish.message.merged_round(0)) == (1, 0)
@@ -430,7 +431,7 @@ def test_the_evaluator_never_counts_for_a_quorum():
   shard = Script(ALONE)
   shard.feed(hello(-1, 0))
   assert shard.feed(report(-1, (0, 0), (50, 50))) == []
-  assert all(f.round is None for f in shard.state.fragments)
+  assert not shard.state.under_way
 
 
 def asked(actions) -> set[tuple[int, int]]:
@@ -523,7 +524,7 @@ def test_while_the_learning_rate_warms_up_a_learner_alone_may_push_more_each_tim
     """The version after the push of these steps; step s has a learning rate of s."""
     steps, now = last - first + 1, 10.0 * last
     shard.feed(report(0, (version, 0), (steps, 0), global_step=last), now)
-    asked = shard.state.fragments[0].round.id
+    asked = shard.state.under_way[0].id
     told = replace(push(0, asked, base=version), steps=steps)
     shard.feed(told, now, norm=factor * sum(range(first, last + 1)))
     return shard.state.fragments[0].version
@@ -582,7 +583,7 @@ def test_a_round_waits_for_a_push_that_is_being_read_also_if_its_learner_is_gone
   if said is not None:
     assert not any(isinstance(action, Commit) for action in shard.feed(said, 9.1))
   shard.state, actions = syncer.syncer_on(shard.state, Received(slow, 0.3, norm=1.0))
-  assert actions == [] and set(shard.state.fragments[1].round.pushes) == {0, 1}
+  assert actions == [] and set(shard.state.under_way[1].pushes) == {0, 1}
   commit, *_ = shard.feed(Tick(9.2))
   assert commit.learners == (0, 1)
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from ddiloco.config import SyncConfig
 from ddiloco.protocol import messages, states, syncer
 from ddiloco.protocol.learner import init
-from ddiloco.protocol.states import FragmentState, LearnerState, Outstanding
+from ddiloco.protocol.messages import FragmentState
+from ddiloco.protocol.states import LearnerState, Outstanding
 from ddiloco.protocol.values import Frozen, NotAState, from_json, put, replace, to_json
 from tests import says
 

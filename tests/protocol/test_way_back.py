@@ -7,7 +7,8 @@ import pytest
 from ddiloco.config import SyncConfig
 from ddiloco.protocol import learner, syncer
 from ddiloco.protocol.actions import Received, Resumed, Staged, StepDone, Tick
-from ddiloco.protocol.states import FragmentState, SyncerState
+from ddiloco.protocol.messages import FragmentState
+from ddiloco.protocol.states import SyncerState
 from ddiloco.protocol.values import replace
 from tests import says
 
@@ -50,11 +51,11 @@ class Shard:
       report = says.report(m, 0, self.step, 1.0, (self.fragment.version,), (4,))
       self.state, _ = says.take_in(self.state, Received(report, now))
     self.state, _ = says.take_in(self.state, Tick(now))
-    assert self.fragment.round.pending == (0, 1, 2)
+    assert self.state.under_way[0].pending == (0, 1, 2)
 
   def push(self, learner: int, now: float) -> None:
-    f = self.fragment
-    push = says.push(learner, 0, 0, f.round.id, f.version, 4, 40, self.step, "")
+    current, version = self.state.under_way[0], self.fragment.version
+    push = says.push(learner, 0, 0, current.id, version, 4, 40, self.step, "")
     self.feed(push, now, norm=1.0)
 
   def sync(self, now: float) -> None:
@@ -62,14 +63,14 @@ class Shard:
     self.begin(now)
     for m in range(3):
       self.push(m, now)
-    assert self.fragment.round is None
+    assert not self.state.under_way
 
   def grace(self, now: float) -> float:
     """Of the next round, in which two push at once."""
     self.begin(now)
     for m in (0, 1):
       self.push(m, now)
-    current = self.fragment.round
+    current = self.state.under_way.get(0)
     return current.deadline - current.quorum_at if current is not None else 0.0
 
   @property

@@ -29,8 +29,8 @@ from ddiloco.core.fragments import owned_by
 from ddiloco.protocol import events
 from ddiloco.protocol.actions import InstallValue, Received
 from ddiloco.protocol.events import Commit, Event, parse_role
-from ddiloco.protocol.messages import NOTHING, Message, Publish, Push, Value
-from ddiloco.protocol.states import FragmentState, clock_violations
+from ddiloco.protocol.messages import NOTHING, FragmentState, Message, Publish, Push, Value
+from ddiloco.protocol.states import clock_violations
 from ddiloco.protocol.values import from_json, replace
 from ddiloco.simulation import world
 from ddiloco.simulation.stand_ins import SavedPart, Sized, SizedDeltas, SizedMerger, VirtualIsland

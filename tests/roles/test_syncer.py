@@ -17,8 +17,16 @@ from ddiloco.core.delta import Committed, MemoryStore, learner_weights, new_frag
 from ddiloco.network.transport import Counters
 from ddiloco.protocol import events
 from ddiloco.protocol.actions import InstallValue, Tick
-from ddiloco.protocol.messages import NOTHING, Goodbye, Publish, Pull, Rejection, Value
-from ddiloco.protocol.states import FragmentState, ValueRequest
+from ddiloco.protocol.messages import (
+  NOTHING,
+  FragmentState,
+  Goodbye,
+  Publish,
+  Pull,
+  Rejection,
+  Value,
+)
+from ddiloco.protocol.states import ValueRequest
 from ddiloco.protocol.values import replace
 from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Runtime, drive

@@ -11,7 +11,7 @@ import pytest
 from ddiloco.config import OuterConfig
 from ddiloco.core import outer
 from ddiloco.core.delta import Committed
-from ddiloco.protocol.states import FragmentState
+from ddiloco.protocol.messages import FragmentState
 from ddiloco.protocol.values import replace
 from tests.scripts import commands
 
