@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from ddiloco import __version__
 from ddiloco.network.endpoint import Door
 from ddiloco.network.frames import ALIVE_OPTIONS, bind, certificate, connect, fill, set_options
 from ddiloco.network.keys import Keys
@@ -104,23 +105,30 @@ class IslandIdentity(msgspec.Struct, frozen=True):
   hosts: int
 
 
+class HostVersion(msgspec.Struct, frozen=True):
+  """What every version of a hello has, whatever else is in it."""
+
+  version: str = "unknown"
+
+
 class HostHello(msgspec.Struct, frozen=True):
   """The first message of a connection: which host it is from, and the kind of connection."""
 
   island: IslandIdentity
   host: int
   kind: str
+  version: str = __version__  # other code has other messages, and may make other programs
 
 
 class HostWelcome(msgspec.Struct, frozen=True):
-  """The leader's answer."""
+  """The leader's answer; a host of any version reads why it is refused."""
 
   refused: str = ""  # why the connection is refused; "": it is accepted
   coordinator: str = ""  # HOST:PORT where the hosts' JAX processes meet
 
 
 # Made once: msgspec (0.22) may crash where two threads decode a class for the first time.
-_HELLO = msgspec.msgpack.Decoder(HostHello)
+_VERSION, _HELLO = msgspec.msgpack.Decoder(HostVersion), msgspec.msgpack.Decoder(HostHello)
 
 
 class Meeting:
@@ -193,10 +201,19 @@ class Meeting:
   def _hear(self, connected: socket.socket) -> bool:
     """Reads a hello, and accepts the connection or answers why it is refused; blocks."""
     link = HostLink(connected)
+    data = link.receive(HELLO_BYTES)
     try:
-      hello = _HELLO.decode(link.receive(HELLO_BYTES))
+      version = _VERSION.decode(data).version
+      hello = _HELLO.decode(data) if version == __version__ else None
     except msgspec.MsgspecError as error:
       raise MalformedMessage(str(error)) from error
+    if hello is None:
+      reason = (
+        f"its ddiloco is of version {version}, that of host 0 is {__version__}."
+        " Fix: install the same version on all hosts of the island."
+      )
+      link.send(msgspec.msgpack.encode(HostWelcome(reason)))
+      return False
     with self._changed:
       reason = self._objection(hello, certificate(connected))
       link.send(msgspec.msgpack.encode(HostWelcome(reason, "" if reason else self.coordinator)))

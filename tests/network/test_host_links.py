@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import queue
+import re
 import socket
 import threading
 import time
@@ -12,6 +14,7 @@ import time
 import msgspec
 import pytest
 
+from ddiloco import __version__
 from ddiloco.engines.role_spec import free_urls
 from ddiloco.network import host_links
 from ddiloco.network.host_links import (
@@ -122,6 +125,31 @@ def test_a_host_that_does_not_belong_is_refused_with_the_reason(url, island, hos
   with pytest.raises(HostsApart, match=reason):
     join(url, island, host, None, PATIENCE_SECONDS)
   assert meeting.missing == [1, 2]
+  meeting.close()
+
+
+def test_a_host_of_another_version_is_refused_with_both_versions_and_a_fix(url, monkeypatch):
+  """It made other calls than host 0 had ordered, or was not understood and tried again for long."""
+  meeting = Meeting(url, ISLAND, None)
+  monkeypatch.setattr(host_links, "HostHello", functools.partial(HostHello, version="0.0.7"))
+  both = rf"of version 0\.0\.7, that of host 0 is {re.escape(__version__)}\. Fix: install the same"
+  with pytest.raises(HostsApart, match=both):
+    join(url, ISLAND, 1, None, PATIENCE_SECONDS)
+  meeting.close()
+
+
+@pytest.mark.parametrize(
+  ("hello", "version"),
+  [({"version": "99.0", "who": 1}, "99.0"), ({"island": {}, "host": 1, "kind": "a"}, "unknown")],
+)
+def test_a_hello_of_another_version_need_not_be_understood_to_be_refused(url, hello, version):
+  meeting = Meeting(url, ISLAND, None)
+  stranger = HostLink(socket.create_connection(host_and_port(url), PATIENCE_SECONDS))
+  stranger.send(msgspec.msgpack.encode(hello))
+  answer = msgspec.msgpack.decode(stranger.receive(), type=HostWelcome)
+  assert f"of version {version}, that of host 0 is {__version__}" in answer.refused
+  assert not answer.coordinator
+  stranger.close()
   meeting.close()
 
 
