@@ -13,6 +13,9 @@ import ssl
 import threading
 import time
 import traceback
+from typing import Any
+
+import msgspec
 
 from ddiloco import environment
 from ddiloco.config import Config, ConfigError, require
@@ -30,7 +33,7 @@ from ddiloco.network.host_links import (
 )
 from ddiloco.network.keys import require_keys
 from ddiloco.network.transport import learner_address
-from ddiloco.network.webserver import START_SECONDS
+from ddiloco.network.webserver import START_SECONDS, Health
 from ddiloco.observe.guards import say
 from ddiloco.protocol import events
 from ddiloco.roles import initial
@@ -158,10 +161,14 @@ class FollowingHost:
     self.progress = HostProgress()
     self.asked = threading.Event()  # to end
     self.joined = threading.Event()  # with the others, as one JAX
+    # Probes find a process that hangs as a whole; what its work waits for, host 0 finds.
+    self._health = Health(self._status)
 
   def run(self) -> int:
     """Returns the exit status: 1 if host 0 is gone or has refused this host."""
     began = time.time()
+    if self._place.http:
+      self._say(f"probes at {self._health.serve(self._place.http)}")
     with terminates(self.asked):
       try:
         beside(self._follow, self._hear)
@@ -174,14 +181,22 @@ class FollowingHost:
       except Exception as error:  # JAX would wait for the other hosts before it lets a process end
         name_lost_host()
         self._fail(error, BAD_USAGE if isinstance(error, ConfigError) else LOST)
+    self._health.close()
     self._say(f"ends after {time.time() - began:.0f} s with its island; nothing is lost")
     return self._place.term_status if self.asked.is_set() else FINISHED
 
   def _say(self, text: str) -> None:
     say(f"[{time.strftime('%H:%M:%S')}] {self._address}: {text}")
 
+  def _status(self) -> dict[str, Any]:
+    who = {"role": self._address, "run": self._place.run_id}
+    return who | msgspec.structs.asdict(self.progress)
+
   def _hear(self) -> None:
     """Ends a host that was asked to: host 0 does not hear it before all hosts have come."""
+    self._health.beat()
+    compiled = self.progress.done >= COMPILED_ORDERS
+    self._health.waits_for = "" if compiled else self.progress.doing
     self.progress.asked_to_end = self.asked.is_set()
     if self.asked.is_set() and not self.joined.is_set():
       self._say("was asked to end before its island had met; nothing is lost")
