@@ -126,14 +126,17 @@ class Hosts:
     self._watch.end()
     jax.distributed.shutdown()
 
-  def _order_seconds(self) -> float:
-    """How long an order may take; before the usual step is known, programs are loaded."""
+  def _order_seconds(self, reading: bool) -> float:
+    """How long an order may take; before the usual step is known, programs are loaded.
+
+    Data may come late, from a large file or another machine: no host hangs that waits for them.
+    """
     network, usual_seconds = self._runner.config.network, self._runner.usual_seconds()
     if self.progress.done <= COMPILED_ORDERS:
       return START_SECONDS
-    if not usual_seconds:
-      return network.give_up_seconds
-    return max(network.silence_seconds, SLOW_STEPS * usual_seconds)
+    patient = reading or not usual_seconds
+    least_seconds = network.give_up_seconds if patient else network.silence_seconds
+    return max(least_seconds, SLOW_STEPS * usual_seconds)
 
   def _lost(self, host: int | None, reason: str) -> None:
     """Ends the whole process, since its main thread may wait inside a program for ever."""
@@ -163,6 +166,7 @@ class FollowingHost:
     self.joined = threading.Event()  # with the others, as one JAX
     # Probes find a process that hangs as a whole; what its work waits for, host 0 finds.
     self._health = Health(self._status)
+    self._told = 0.0  # since when it waited for the batch that it has reported as late
 
   def run(self) -> int:
     """Returns the exit status: 1 if host 0 is gone or has refused this host."""
@@ -198,9 +202,20 @@ class FollowingHost:
     compiled = self.progress.done >= COMPILED_ORDERS
     self._health.waits_for = "" if compiled else self.progress.doing
     self.progress.asked_to_end = self.asked.is_set()
+    self._tell_late_batch(self.progress.reading_since)
     if self.asked.is_set() and not self.joined.is_set():
       self._say("was asked to end before its island had met; nothing is lost")
       os._exit(self._place.term_status)
+
+  def _tell_late_batch(self, since: float) -> None:
+    network = self._config.network
+    if since not in (0.0, self._told) and time.monotonic() - since > network.silence_seconds:
+      self._told = since
+      self._say(
+        f"has waited {network.silence_seconds:g} s for its next batch, and its island with it. They"
+        f" end after {network.give_up_seconds:g} s. Fix: bring the data nearer, or raise"
+        " network.give_up_seconds."
+      )
 
   def _lost(self, host: int | None, reason: str) -> None:
     self._say(f"host 0 is lost: {reason}; it ends, to start again with it")
@@ -219,7 +234,7 @@ class FollowingHost:
     me = island, place.host, keys, patience, self.asked.is_set
     links, coordinator = host_links.join(place.hosts, *me)
     silence = config.network.silence_seconds
-    limits = silence, lambda: silence
+    limits = silence, lambda _: silence
     watch = HostWatch({0: links}, self.progress, *limits, self._lost, meet_seconds=patience)
     _join(coordinator, config, island, place.host)
     self.joined.set()

@@ -297,6 +297,7 @@ class HostProgress(msgspec.Struct):
   moved_bytes: int = 0  # of values
   doing: str = "begins"
   asked_to_end: bool = False
+  reading_since: float = 0.0  # by its own clock it waits for its next batch since; 0: it does not
 
 
 BEAT_SECONDS = 0.5
@@ -312,7 +313,8 @@ class HostWatch:
     links: host -> its connections; host 0 is among them where this host follows.
     mine: this host's progress; on the leader `done` counts the orders given.
     silent_seconds: how long a host may be silent.
-    order_seconds: how long an order may take without any progress; called at each check.
+    order_seconds: how long an order may take without any progress; called at each check with
+      whether hosts that are behind wait for data.
     lost: called with `(host or None, reason)`, on a thread of this watch.
     asked: called when another host was asked to end.
     meet_seconds: how long at least a host may be silent before its first sign of life: host 0 gives
@@ -324,7 +326,7 @@ class HostWatch:
     links: Mapping[int, HostLinks],
     mine: HostProgress,
     silent_seconds: float,
-    order_seconds: Callable[[], float],
+    order_seconds: Callable[[bool], float],
     lost: Callable[[int | None, str], None],
     asked: Callable[[], None] = lambda: None,
     meet_seconds: float = 0.0,
@@ -373,11 +375,12 @@ class HostWatch:
       least = 0.0 if host in self._beats else self._meet_seconds
       if now - self._heard[host] > max(least, self._silent_seconds):
         self._tell(host, f"it was not heard for {now - self._heard[host]:.0f} s")
-      self._check_progress(now, self._order_seconds())
+      self._check_progress(now)
 
-  def _check_progress(self, now: float, limit: float) -> None:
+  def _check_progress(self, now: float) -> None:
     given, beats = self._mine.done, dict(self._beats)  # a copy: other threads add first beats
     behind = {h: b.doing for h, b in beats.items() if b.done < given}
+    limit = self._order_seconds(any(beats[h].reading_since for h in behind))
     state = given, self._mine.moved_bytes, beats
     if not behind or state != self._moved[0]:
       self._moved = state, now

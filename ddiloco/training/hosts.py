@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -385,9 +386,9 @@ def follow(
     progress.doing = _words(order)
     match order.call, order.arguments:
       case "step", arguments:
-        progress.doing = "waits for its next batch"
+        progress.doing, progress.reading_since = "waits for its next batch", time.monotonic()
         batch = next(batches)
-        progress.doing = _words(order)
+        progress.doing, progress.reading_since = _words(order), 0.0
         island.step(batch, *arguments)
       case "restore", handles:
         values = (shelf.get(handle.number) for handle in handles)

@@ -77,6 +77,19 @@ def test_it_answers_probes(monkeypatch, capsys):
   assert answers == [200, 200, "learner-0 host 1"]
 
 
+def test_it_says_once_that_a_batch_is_late(monkeypatch, capsys):
+  host, now = FollowingHost(from_dict({}), 0, PLACE), [100.0]
+  monkeypatch.setattr(island_hosts.time, "monotonic", lambda: now[0])
+  for batch, waits in ((100.0, (30.0, 31.0, 99.0)), (0.0, (99.0,)), (200.0, (30.0, 31.0))):
+    host.progress.reading_since = batch
+    for seconds in waits:
+      now[0] = batch + seconds
+      host._hear()
+  said = capsys.readouterr().out
+  assert said.count("learner-0 host 1: has waited 30 s for its next batch") == 2
+  assert "end after 600 s. Fix: bring the data nearer, or raise network.give_up_seconds" in said
+
+
 def test_it_has_carried_out_its_first_order_when_it_has_compiled(monkeypatch):
   """Else host 0 would take it for late, whatever it is told to do."""
   said, host = [], FollowingHost(from_dict({}), 0, PLACE)

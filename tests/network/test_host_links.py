@@ -333,7 +333,7 @@ class Watched:
       mine,
       self.progress,
       limit_seconds,
-      lambda: limit_seconds if order_seconds is None else order_seconds,
+      lambda reading: limit_seconds if reading or order_seconds is None else order_seconds,
       lambda host, reason: self.told.put((host, reason)),
       self.asked.set,
       **more,
@@ -414,11 +414,12 @@ def test_a_host_that_has_not_been_heard_yet_has_more_time(socketpair):
 
 
 def test_who_is_waited_for_is_named_with_what_it_does(socketpair):
-  watched, over = Watched(limit_seconds=1.5), time.monotonic() + PATIENCE_SECONDS
+  """The limit is that for a host that waits for its data."""
+  watched, over = Watched(limit_seconds=1.5, order_seconds=1e9), time.monotonic() + PATIENCE_SECONDS
   watched.progress.done = 7
   while watched.told.empty() and time.monotonic() < over:
     watched.beat(1, 7)
-    watched.beat(2, 6, "waits for its next batch")
+    watched.beat(2, 6, "waits for its next batch", reading_since=3.0)
     time.sleep(0.1)
   host, reason = watched.told.get_nowait()
   assert host == 2 and "host 2: waits for its next batch" in reason
@@ -458,7 +459,7 @@ def test_a_first_beat_that_comes_during_a_look_does_not_end_the_watch(socketpair
 
   watched.watch._beats = {1: HostProgress(0, 0, "begins")}
   watched.progress.done = Orders(1)
-  watched.watch._check_progress(time.monotonic(), 100.0)
+  watched.watch._check_progress(time.monotonic())
   assert set(watched.watch._beats) == {1, 2}
 
 

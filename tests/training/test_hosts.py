@@ -276,6 +276,27 @@ def test_each_time_an_island_begins_its_hosts_end_their_former_reading():
   assert progress.done == 3
 
 
+def test_a_host_that_waits_for_its_data_says_so():
+  """Else it would be lost as soon as one that hangs inside a step."""
+  orders = [
+    hosts.HostOrder("open", (5,)),
+    hosts.HostOrder("step", (5, 1.0)),
+    hosts.HostOrder("end"),
+  ]
+  messages, said = [msgspec.msgpack.encode(each) for each in reversed(orders)], []
+  progress = HostProgress()
+  say = lambda *_: said.append((progress.doing, progress.reading_since > 0))  # noqa: E731
+
+  def batches(_):
+    yield say()
+
+  gone = SimpleNamespace(receive=lambda: threading.Event().wait(60))
+  links = SimpleNamespace(orders=SimpleNamespace(receive=messages.pop), values=gone)
+  island = SimpleNamespace(step=say)
+  hosts.follow(island, links, batches, progress, lambda error: None)
+  assert said == [("waits for its next batch", True), ("inside a step", False)]
+
+
 def test_every_part_of_an_array_is_sent_once_and_is_one_that_is_held():
   config = config_of("2x2x2", 1)
   island = Island(config, 0, jax.devices()[:8], initial.make_plan(config))
