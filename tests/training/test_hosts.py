@@ -13,6 +13,7 @@ import weakref
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
@@ -232,6 +233,20 @@ def test_a_value_is_complete_when_a_host_has_no_part_of_it(led, monkeypatch):
   flat = leader.to_host(copied, 0)
   assert leader._progress.moved_bytes == 0
   assert np.array_equal(flat, leader.island.to_host(leader.island.copy_out(0), 0))
+
+
+@pytest.mark.parametrize("part", [((0, 1 << 50),), ((-1, 1),), ((2, 1),), ((0, 1), (0, 1)), ()])
+def test_a_part_that_is_none_of_its_array_is_refused(part):
+  """For one wrong number the leader made an array of any size, or sent less than was read."""
+  said = msgspec.msgpack.encode([[((0, 4),), part]])
+  values = SimpleNamespace(send=len, receive=lambda: said, write=len, fill=len)
+  links, island = SimpleNamespace(orders=None, values=values), SimpleNamespace(compile=0)
+  island.num_moments, vector = 1, np.zeros(4, np.float32)
+  collect = lambda leader: leader.collect(7, [jnp.zeros(4)], [vector])  # noqa: E731
+  put = lambda leader: leader._put(hosts.Put(7), [vector])  # noqa: E731
+  for move in (collect, put):
+    with pytest.raises(ConnectionError, match=r"another host has .* of an array of shape \(4,\)"):
+      move(hosts.LeadingIsland(island, None, {1: links}, HostProgress()))
 
 
 def test_what_a_failed_value_leaves_in_a_connection_is_no_other_value(led, monkeypatch):
