@@ -129,8 +129,11 @@ class Hosts:
   def _order_seconds(self, reading: bool) -> float:
     """How long an order may take; before the usual step is known, programs are loaded.
 
-    Data may come late, from a large file or another machine: no host hangs that waits for them.
+    Data may come late, from a large file or another machine. Meanwhile neither the host that waits
+    for them hangs nor this one, of which a probe must hear.
     """
+    if reading:
+      self._runner.beat()
     network, usual_seconds = self._runner.config.network, self._runner.usual_seconds()
     if self.progress.done <= COMPILED_ORDERS:
       return START_SECONDS

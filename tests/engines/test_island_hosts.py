@@ -227,12 +227,16 @@ def test_an_order_may_take_long_until_the_usual_step_is_known():
 
 
 def test_an_order_may_take_long_while_a_host_waits_for_data():
-  """A batch that was 30 s late, of a remote disk say, was the end of its island."""
+  """A batch that was 30 s late, of a remote disk say, was the end of its island. Nor may a probe of
+  host 0 end it earlier."""
   config = from_dict({"network": {"silence_seconds": 30.0, "give_up_seconds": 600.0}})
-  hosts, usual_seconds = Hosts.__new__(Hosts), [1.0, 100.0]
+  hosts, usual_seconds, beats = Hosts.__new__(Hosts), [1.0, 100.0], []
   hosts.progress = HostProgress(done=50)
-  hosts._runner = SimpleNamespace(config=config, usual_seconds=lambda: usual_seconds.pop(0))
+  hosts._runner = SimpleNamespace(
+    config=config, usual_seconds=lambda: usual_seconds.pop(0), beat=lambda: beats.append(1)
+  )
   assert [hosts._order_seconds(True) for _ in range(2)] == [600.0, 1000.0]
+  assert len(beats) == 2
 
 
 def test_a_host_that_does_not_come_to_its_end_of_compiling_is_named():
