@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ddiloco import environment
@@ -15,6 +16,33 @@ from ddiloco.config import Config, ConfigError, from_dict
 from ddiloco.environment import FINISHED, LOST
 from ddiloco.simulation import planner
 from ddiloco.simulation.chips import ChipTime, Fleet, decoupled, elastic, inelastic
+
+# Fields that have another name than their flag; all of the sections plan, simulate and links have
+# the same.
+_FLAGS = {
+  "plan.latency_seconds": "latency_ms",
+  "simulate.latency_seconds": "latency_ms",
+  "links.latency_seconds": "latency_ms",
+  "islands.num_learners": "islands",
+  "sync.push_codec": "codec",
+}
+
+
+@contextlib.contextmanager
+def _as_typed(given: Flags) -> Iterator[None]:
+  """In this context an error about a field that a flag has set names the flag, as it was typed."""
+  try:
+    yield
+  except ConfigError as error:
+    field, _, said = str(error).partition(" = ")
+    field = field.partition("[")[0]  # of a list: which of its numbers
+    section, _, name = field.rpartition(".")
+    flag = _FLAGS.get(field, name if section in ("", "plan", "simulate", "links") else "")
+    value = getattr(given, flag, None)
+    if value is None:  # of the experiment file
+      raise
+    raise ConfigError(f"--{flag}={value}: {said.partition(': ')[2]}") from error
+
 
 # --- The command that says, before a run is paid for, whether it fits its links
 
@@ -46,7 +74,8 @@ def plan(arguments: list[str]) -> int:
     changed.islands.num_learners = given.islands
   if given.codec is not None:
     changed.sync.push_codec = changed.sync.publish_codec = given.codec
-  config = from_dict(changed)
+  with _as_typed(given):
+    config = from_dict(changed)
   if given.experiment:
     from ddiloco.training.data import check_here
 
@@ -58,14 +87,15 @@ def plan(arguments: list[str]) -> int:
     found = rates["merge_gbytes"] = virtual.merge_gbytes(config)
     if not given.json:
       print(f"This machine merges {found:.1f} GB/s of f32 (--merge_gbytes={found:.1f}).\n")
-  setting = planner.Setting.of(
-    config,
-    gbps=given.needed("gbps", "2"),
-    sizes=_sizes(given, config),
-    latency_seconds=given.latency_ms / 1000,
-    step_seconds=given.needed("step_seconds", "1"),
-    **rates,
-  )
+  with _as_typed(given):
+    setting = planner.Setting.of(
+      config,
+      gbps=given.needed("gbps", "2"),
+      sizes=_sizes(given, config),
+      latency_seconds=given.latency_ms / 1000,
+      step_seconds=given.needed("step_seconds", "1"),
+      **rates,
+    )
   made = planner.as_json(setting, planner.make(setting))
   if given.json:
     print(json.dumps(made))
@@ -153,14 +183,15 @@ def protocol(arguments: list[str]) -> int:
   given.add("json", False, "Print one JSON object instead of text.")
   given.parse(protocol.__doc__)
   config = given.final_config()
-  setting = Speeds(
-    sizes=_sizes(given, config),
-    gbps=_numbers(given, "gbps"),
-    latency_seconds=tuple(ms / 1000 for ms in _numbers(given, "latency_ms")),
-    **given.fields(Speeds),
-  )
   most_seconds = math.inf if given.seconds is None else given.seconds
-  found = virtual.simulate(config, setting, given.workdir, given.overwrite, most_seconds)
+  with _as_typed(given):
+    setting = Speeds(
+      sizes=_sizes(given, config),
+      gbps=_numbers(given, "gbps"),
+      latency_seconds=tuple(ms / 1000 for ms in _numbers(given, "latency_ms")),
+      **given.fields(Speeds),
+    )
+    found = virtual.simulate(config, setting, given.workdir, given.overwrite, most_seconds)
   print(json.dumps(found) if given.json else "\n".join(_text(found)))
   return FINISHED if found["reason"] != "failed" else LOST
 
@@ -202,7 +233,8 @@ def chips(arguments: list[str]) -> int:
   given.add_fields(Fleet)
   given.add("json", False, "Print one JSON object instead of a table.")
   given.parse(chips.__doc__)
-  fleet = Fleet(**given.fields(Fleet))
+  with _as_typed(given):
+    fleet = Fleet(**given.fields(Fleet))
   jobs = {
     "data-parallel, not elastic": inelastic,
     "data-parallel, elastic": elastic,

@@ -13,6 +13,9 @@ import ssl
 import threading
 import time
 import traceback
+from typing import Any
+
+import msgspec
 
 from ddiloco import environment
 from ddiloco.config import Config, ConfigError, require
@@ -30,7 +33,7 @@ from ddiloco.network.host_links import (
 )
 from ddiloco.network.keys import require_keys
 from ddiloco.network.transport import learner_address
-from ddiloco.network.webserver import START_SECONDS
+from ddiloco.network.webserver import START_SECONDS, Health
 from ddiloco.observe.guards import say
 from ddiloco.protocol import events
 from ddiloco.roles import initial
@@ -123,14 +126,20 @@ class Hosts:
     self._watch.end()
     jax.distributed.shutdown()
 
-  def _order_seconds(self) -> float:
-    """How long an order may take; before the usual step is known, programs are loaded."""
+  def _order_seconds(self, reading: bool) -> float:
+    """How long an order may take; before the usual step is known, programs are loaded.
+
+    Data may come late, from a large file or another machine. Meanwhile neither the host that waits
+    for them hangs nor this one, of which a probe must hear.
+    """
+    if reading:
+      self._runner.beat()
     network, usual_seconds = self._runner.config.network, self._runner.usual_seconds()
     if self.progress.done <= COMPILED_ORDERS:
       return START_SECONDS
-    if not usual_seconds:
-      return network.give_up_seconds
-    return max(network.silence_seconds, SLOW_STEPS * usual_seconds)
+    patient = reading or not usual_seconds
+    least_seconds = network.give_up_seconds if patient else network.silence_seconds
+    return max(least_seconds, SLOW_STEPS * usual_seconds)
 
   def _lost(self, host: int | None, reason: str) -> None:
     """Ends the whole process, since its main thread may wait inside a program for ever."""
@@ -158,10 +167,15 @@ class FollowingHost:
     self.progress = HostProgress()
     self.asked = threading.Event()  # to end
     self.joined = threading.Event()  # with the others, as one JAX
+    # Probes find a process that hangs as a whole; what its work waits for, host 0 finds.
+    self._health = Health(self._status)
+    self._told = 0.0  # since when it waited for the batch that it has reported as late
 
   def run(self) -> int:
     """Returns the exit status: 1 if host 0 is gone or has refused this host."""
     began = time.time()
+    if self._place.http:
+      self._say(f"probes at {self._health.serve(self._place.http)}")
     with terminates(self.asked):
       try:
         beside(self._follow, self._hear)
@@ -174,18 +188,37 @@ class FollowingHost:
       except Exception as error:  # JAX would wait for the other hosts before it lets a process end
         name_lost_host()
         self._fail(error, BAD_USAGE if isinstance(error, ConfigError) else LOST)
+    self._health.close()
     self._say(f"ends after {time.time() - began:.0f} s with its island; nothing is lost")
     return self._place.term_status if self.asked.is_set() else FINISHED
 
   def _say(self, text: str) -> None:
     say(f"[{time.strftime('%H:%M:%S')}] {self._address}: {text}")
 
+  def _status(self) -> dict[str, Any]:
+    who = {"role": self._address, "run": self._place.run_id}
+    return who | msgspec.structs.asdict(self.progress)
+
   def _hear(self) -> None:
     """Ends a host that was asked to: host 0 does not hear it before all hosts have come."""
+    self._health.beat()
+    compiled = self.progress.done >= COMPILED_ORDERS
+    self._health.waits_for = "" if compiled else self.progress.doing
     self.progress.asked_to_end = self.asked.is_set()
+    self._tell_late_batch(self.progress.reading_since)
     if self.asked.is_set() and not self.joined.is_set():
       self._say("was asked to end before its island had met; nothing is lost")
       os._exit(self._place.term_status)
+
+  def _tell_late_batch(self, since: float) -> None:
+    network = self._config.network
+    if since not in (0.0, self._told) and time.monotonic() - since > network.silence_seconds:
+      self._told = since
+      self._say(
+        f"has waited {network.silence_seconds:g} s for its next batch, and its island with it. They"
+        f" end after {network.give_up_seconds:g} s. Fix: bring the data nearer, or raise"
+        " network.give_up_seconds."
+      )
 
   def _lost(self, host: int | None, reason: str) -> None:
     self._say(f"host 0 is lost: {reason}; it ends, to start again with it")
@@ -204,7 +237,7 @@ class FollowingHost:
     me = island, place.host, keys, patience, self.asked.is_set
     links, coordinator = host_links.join(place.hosts, *me)
     silence = config.network.silence_seconds
-    limits = silence, lambda: silence
+    limits = silence, lambda _: silence
     watch = HostWatch({0: links}, self.progress, *limits, self._lost, meet_seconds=patience)
     _join(coordinator, config, island, place.host)
     self.joined.set()

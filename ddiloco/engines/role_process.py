@@ -301,6 +301,10 @@ class RoleRunner:
       raise self._over
     return self.stop.is_set()
 
+  def beat(self) -> None:
+    """Tells probes that the role lives: it waits for what has a limit of its own."""
+    self._health.beat()
+
   def busy(self, what: str) -> None:
     """Until the next call of `stopped`, the role may take as long as it may take to start."""
     self._health.busy(what)

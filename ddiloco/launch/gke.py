@@ -268,15 +268,15 @@ class GkeRun:
         {"name": "public-keys", "mountPath": f"{FOLDER}/keys/public", "readOnly": True},
         {"name": "secret-key", "mountPath": f"{FOLDER}/keys/secret", "readOnly": True},
       ],
-    }
-    if hosts == 1:  # hosts of one island watch each other, and end together
-      container["livenessProbe"] = {
+      # Hosts of one island watch each other, but nobody waits for a host 0 that gives no orders.
+      "livenessProbe": {
         "httpGet": {"path": "/livez", "port": PROBE_PORT},
         "initialDelaySeconds": 60,  # Python and JAX
         "periodSeconds": 10,
         "timeoutSeconds": 5,
         "failureThreshold": 6,  # in addition to the role's own limit for a step
-      }
+      },
+    }
     name = self.name
     volumes = [
       {"name": "work", "persistentVolumeClaim": {"claimName": self.claim}},

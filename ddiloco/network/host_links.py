@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from ddiloco import __version__
 from ddiloco.network.endpoint import Door
 from ddiloco.network.frames import ALIVE_OPTIONS, bind, certificate, connect, fill, set_options
 from ddiloco.network.keys import Keys
@@ -104,23 +105,30 @@ class IslandIdentity(msgspec.Struct, frozen=True):
   hosts: int
 
 
+class HostVersion(msgspec.Struct, frozen=True):
+  """What every version of a hello has, whatever else is in it."""
+
+  version: str = "unknown"
+
+
 class HostHello(msgspec.Struct, frozen=True):
   """The first message of a connection: which host it is from, and the kind of connection."""
 
   island: IslandIdentity
   host: int
   kind: str
+  version: str = __version__  # other code has other messages, and may make other programs
 
 
 class HostWelcome(msgspec.Struct, frozen=True):
-  """The leader's answer."""
+  """The leader's answer; a host of any version reads why it is refused."""
 
   refused: str = ""  # why the connection is refused; "": it is accepted
   coordinator: str = ""  # HOST:PORT where the hosts' JAX processes meet
 
 
 # Made once: msgspec (0.22) may crash where two threads decode a class for the first time.
-_HELLO = msgspec.msgpack.Decoder(HostHello)
+_VERSION, _HELLO = msgspec.msgpack.Decoder(HostVersion), msgspec.msgpack.Decoder(HostHello)
 
 
 class Meeting:
@@ -193,10 +201,19 @@ class Meeting:
   def _hear(self, connected: socket.socket) -> bool:
     """Reads a hello, and accepts the connection or answers why it is refused; blocks."""
     link = HostLink(connected)
+    data = link.receive(HELLO_BYTES)
     try:
-      hello = _HELLO.decode(link.receive(HELLO_BYTES))
+      version = _VERSION.decode(data).version
+      hello = _HELLO.decode(data) if version == __version__ else None
     except msgspec.MsgspecError as error:
       raise MalformedMessage(str(error)) from error
+    if hello is None:
+      reason = (
+        f"its ddiloco is of version {version}, that of host 0 is {__version__}."
+        " Fix: install the same version on all hosts of the island."
+      )
+      link.send(msgspec.msgpack.encode(HostWelcome(reason)))
+      return False
     with self._changed:
       reason = self._objection(hello, certificate(connected))
       link.send(msgspec.msgpack.encode(HostWelcome(reason, "" if reason else self.coordinator)))
@@ -280,6 +297,7 @@ class HostProgress(msgspec.Struct):
   moved_bytes: int = 0  # of values
   doing: str = "begins"
   asked_to_end: bool = False
+  reading_since: float = 0.0  # by its own clock it waits for its next batch since; 0: it does not
 
 
 BEAT_SECONDS = 0.5
@@ -295,7 +313,8 @@ class HostWatch:
     links: host -> its connections; host 0 is among them where this host follows.
     mine: this host's progress; on the leader `done` counts the orders given.
     silent_seconds: how long a host may be silent.
-    order_seconds: how long an order may take without any progress; called at each check.
+    order_seconds: how long an order may take without any progress; called at each check with
+      whether hosts that are behind wait for data.
     lost: called with `(host or None, reason)`, on a thread of this watch.
     asked: called when another host was asked to end.
     meet_seconds: how long at least a host may be silent before its first sign of life: host 0 gives
@@ -307,7 +326,7 @@ class HostWatch:
     links: Mapping[int, HostLinks],
     mine: HostProgress,
     silent_seconds: float,
-    order_seconds: Callable[[], float],
+    order_seconds: Callable[[bool], float],
     lost: Callable[[int | None, str], None],
     asked: Callable[[], None] = lambda: None,
     meet_seconds: float = 0.0,
@@ -356,11 +375,12 @@ class HostWatch:
       least = 0.0 if host in self._beats else self._meet_seconds
       if now - self._heard[host] > max(least, self._silent_seconds):
         self._tell(host, f"it was not heard for {now - self._heard[host]:.0f} s")
-      self._check_progress(now, self._order_seconds())
+      self._check_progress(now)
 
-  def _check_progress(self, now: float, limit: float) -> None:
+  def _check_progress(self, now: float) -> None:
     given, beats = self._mine.done, dict(self._beats)  # a copy: other threads add first beats
     behind = {h: b.doing for h, b in beats.items() if b.done < given}
+    limit = self._order_seconds(any(beats[h].reading_since for h in behind))
     state = given, self._mine.moved_bytes, beats
     if not behind or state != self._moved[0]:
       self._moved = state, now

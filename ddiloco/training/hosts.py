@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -90,6 +91,22 @@ _PARTS = msgspec.msgpack.Decoder(list[list[Part]])
 
 def _part(index: tuple[slice, ...], shape: Sequence[int]) -> Part:
   return tuple(each.indices(n)[:2] for each, n in zip(index, shape))
+
+
+def _parts(said: bytes, arrays: Sequence[np.ndarray]) -> list[tuple[np.ndarray, Part]]:
+  """The parts of these arrays that another host says it has, each with its array.
+
+  Raises:
+    ConnectionError: a part is none of its array; to read it might take any amount of memory.
+  """
+  found = []
+  for array, parts in zip(arrays, _PARTS.decode(said), strict=True):
+    for part in parts:
+      inside = all(0 <= start <= stop <= n for (start, stop), n in zip(part, array.shape))
+      if len(part) != array.ndim or not inside:
+        raise ConnectionError(f"another host has {part} of an array of shape {array.shape}")
+      found.append((array, part))
+  return found
 
 
 def _slices(part: Part) -> tuple[slice, ...]:
@@ -311,9 +328,8 @@ class LeadingIsland:
         for shard in own_shards(array):
           view[shard.index] = shard.data
       for link in links:
-        for view, parts in zip(views, _PARTS.decode(link.receive()), strict=True):
-          for part in parts:
-            view[_slices(part)] = _read(link, part, view.dtype, self._progress)
+        for view, part in _parts(link.receive(), views):
+          view[_slices(part)] = _read(link, part, view.dtype, self._progress)
 
   def _put(self, put: Put, arrays: Sequence[np.ndarray]) -> SharedValue:
     """Brings arrays onto the devices of all hosts; they are there when this returns."""
@@ -322,8 +338,8 @@ class LeadingIsland:
       for link in links:
         link.send(message)
       for link in links:
-        for array, parts in zip(arrays, _PARTS.decode(link.receive()), strict=True):
-          _write(link, (array[_slices(part)] for part in parts), self._progress)
+        said = _parts(link.receive(), arrays)
+        _write(link, (array[_slices(part)] for array, part in said), self._progress)
       mine = [
         # A private copy: a CPU device may use host memory as it is.
         _place(leaf, {part: np.array(array[_slices(part)]) for part in _held(leaf)})
@@ -385,9 +401,9 @@ def follow(
     progress.doing = _words(order)
     match order.call, order.arguments:
       case "step", arguments:
-        progress.doing = "waits for its next batch"
+        progress.doing, progress.reading_since = "waits for its next batch", time.monotonic()
         batch = next(batches)
-        progress.doing = _words(order)
+        progress.doing, progress.reading_since = _words(order), 0.0
         island.step(batch, *arguments)
       case "restore", handles:
         values = (shelf.get(handle.number) for handle in handles)

@@ -67,9 +67,9 @@ def test_help_has_every_assumption_with_its_source(capsys):
   [
     (["learner"], "'learner': cannot be simulated. Fix: give one of chips"),
     (["chips", "more"], "'more': is not a flag"),
-    (["--chips=0"], "chips = 0: must be greater than 0. Fix: set a positive value."),
+    (["--chips=0"], "simulate: --chips=0: must be greater than 0. Fix: set a positive value."),
     (["--days=nan"], "--days=nan: must be a finite number"),
-    (["--days=1e6"], "days = 1000000.0: means 3,285,420,"),
+    (["--days=1e6"], "simulate: --days=1000000.0: means 3,285,420,"),
     (["--learners=many"], "learners"),
     (["--pause=3"], "pause"),
   ],

@@ -223,7 +223,20 @@ def test_an_order_may_take_long_until_the_usual_step_is_known():
   hosts, usual_seconds = Hosts.__new__(Hosts), [0.0, 1.0, 43.0]
   hosts.progress = HostProgress(done=50)
   hosts._runner = SimpleNamespace(config=config, usual_seconds=lambda: usual_seconds.pop(0))
-  assert [hosts._order_seconds() for _ in range(3)] == [600.0, 30.0, 430.0]
+  assert [hosts._order_seconds(False) for _ in range(3)] == [600.0, 30.0, 430.0]
+
+
+def test_an_order_may_take_long_while_a_host_waits_for_data():
+  """A batch that was 30 s late, of a remote disk say, was the end of its island. Nor may a probe of
+  host 0 end it earlier."""
+  config = from_dict({"network": {"silence_seconds": 30.0, "give_up_seconds": 600.0}})
+  hosts, usual_seconds, beats = Hosts.__new__(Hosts), [1.0, 100.0], []
+  hosts.progress = HostProgress(done=50)
+  hosts._runner = SimpleNamespace(
+    config=config, usual_seconds=lambda: usual_seconds.pop(0), beat=lambda: beats.append(1)
+  )
+  assert [hosts._order_seconds(True) for _ in range(2)] == [600.0, 1000.0]
+  assert len(beats) == 2
 
 
 def test_a_host_that_does_not_come_to_its_end_of_compiling_is_named():
@@ -237,12 +250,12 @@ def test_a_host_that_does_not_come_to_its_end_of_compiling_is_named():
   waiting = threading.Thread(target=hosts.wait_until_compiled)
   waiting.start()
   wait_for(lambda: hosts.progress.done == COMPILED_ORDERS, "the order")
-  assert hosts._order_seconds() == START_SECONDS
+  assert hosts._order_seconds(False) == START_SECONDS
   assert hosts._runner.ready() == "host 1 of its island, which still compiles"
   ready.set()
   waiting.join()
   hosts.progress.done += 1
-  assert hosts._order_seconds() == 0.0
+  assert hosts._order_seconds(False) == 0.0
 
 
 # --- what is refused ------------------------------------------------------------------------------

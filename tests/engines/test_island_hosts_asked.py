@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import threading
 import time
@@ -15,6 +17,8 @@ from ddiloco.config import ConfigError, from_dict
 from ddiloco.engines import island_hosts
 from ddiloco.engines.island_hosts import FollowingHost
 from ddiloco.engines.role_spec import RoleSpec
+from ddiloco.protocol.values import replace
+from tests.engines.test_role_process import ask, wait_for
 
 PLACE = RoleSpec(Path("w"), "run", (), hosts="tcp://127.0.0.1:7001", host=1, term_status=143)
 
@@ -49,6 +53,41 @@ def test_its_status_says_whether_its_usage_was_wrong(error, status, monkeypatch)
   with pytest.raises(SystemExit) as ended:
     FollowingHost(from_dict({}), 0, PLACE).run()
   assert ended.value.code == status
+
+
+def test_it_answers_probes(monkeypatch, capsys):
+  """It ignored --http: so on GKE no island of several hosts had a probe, and a host 0 that hung
+  between two orders was found by nobody."""
+  place, answers = replace(PLACE, http="127.0.0.1:0"), []
+
+  def follow(host):
+    url = re.search(r"probes at (\S+)", capsys.readouterr().out)[1]
+    for done in (0, island_hosts.COMPILED_ORDERS):
+      host.progress.done = done
+      wait_for(lambda done=done: ask(f"{url}/readyz")[0] == (200 if done else 503))
+      answers.append(ask(f"{url}/livez")[0])
+    answers.append(json.loads(ask(f"{url}/status")[1])["role"])
+
+  def fail(host, error, status):
+    raise error
+
+  monkeypatch.setattr(FollowingHost, "_fail", fail)
+  monkeypatch.setattr(FollowingHost, "_follow", follow)
+  assert FollowingHost(from_dict({}), 0, place).run() == 0
+  assert answers == [200, 200, "learner-0 host 1"]
+
+
+def test_it_says_once_that_a_batch_is_late(monkeypatch, capsys):
+  host, now = FollowingHost(from_dict({}), 0, PLACE), [100.0]
+  monkeypatch.setattr(island_hosts.time, "monotonic", lambda: now[0])
+  for batch, waits in ((100.0, (30.0, 31.0, 99.0)), (0.0, (99.0,)), (200.0, (30.0, 31.0))):
+    host.progress.reading_since = batch
+    for seconds in waits:
+      now[0] = batch + seconds
+      host._hear()
+  said = capsys.readouterr().out
+  assert said.count("learner-0 host 1: has waited 30 s for its next batch") == 2
+  assert "end after 600 s. Fix: bring the data nearer, or raise network.give_up_seconds" in said
 
 
 def test_it_has_carried_out_its_first_order_when_it_has_compiled(monkeypatch):

@@ -389,6 +389,15 @@ def test_probes_tell_what_it_waits_for(make, capsys):
     assert status["links"]["syncer-0"]["state"] == "up"
 
 
+def test_a_role_that_waits_for_what_has_its_own_limit_lives(make):
+  with make() as runner:
+    runner.stopped()
+    runner._health._beaten -= 1000.0
+    assert runner._health.livez()[0] == 503
+    runner.beat()
+    assert runner._health.livez()[0] == 200
+
+
 @pytest.mark.parametrize(("address", "allowed"), [("learner-3", 600), ("syncer-0", 60)])
 def test_a_learner_has_longer_for_its_first_steps(make, address, allowed):
   """An island whose steps take two minutes was restarted before it had made one."""

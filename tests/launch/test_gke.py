@@ -94,7 +94,8 @@ def test_hosts_of_an_island_meet_at_host_0_on_one_slice(one):
   # <jobset>-<replicated job>-<job's index>-<pod's index>.<jobset>, as JobSet names pods
   where = "run-learner-0-host-0-0.run-learner-0.default.svc.cluster.local"
   assert f"--hosts=tcp://{where}:7001" in container["command"]
-  assert "livenessProbe" not in container, "hosts watch one another; all but one have no probes"
+  assert container["livenessProbe"]["httpGet"] == {"path": "/livez", "port": 8080}
+  assert "--http=0.0.0.0:8080" in container["command"]
   assert "--host=$(JOB_COMPLETION_INDEX)" in container["command"]
   assert container["resources"]["limits"] == {"google.com/tpu": 4}
   assert pod["nodeSelector"] == {

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import queue
+import re
 import socket
 import threading
 import time
@@ -12,6 +14,7 @@ import time
 import msgspec
 import pytest
 
+from ddiloco import __version__
 from ddiloco.engines.role_spec import free_urls
 from ddiloco.network import host_links
 from ddiloco.network.host_links import (
@@ -122,6 +125,31 @@ def test_a_host_that_does_not_belong_is_refused_with_the_reason(url, island, hos
   with pytest.raises(HostsApart, match=reason):
     join(url, island, host, None, PATIENCE_SECONDS)
   assert meeting.missing == [1, 2]
+  meeting.close()
+
+
+def test_a_host_of_another_version_is_refused_with_both_versions_and_a_fix(url, monkeypatch):
+  """It made other calls than host 0 had ordered, or was not understood and tried again for long."""
+  meeting = Meeting(url, ISLAND, None)
+  monkeypatch.setattr(host_links, "HostHello", functools.partial(HostHello, version="0.0.7"))
+  both = rf"of version 0\.0\.7, that of host 0 is {re.escape(__version__)}\. Fix: install the same"
+  with pytest.raises(HostsApart, match=both):
+    join(url, ISLAND, 1, None, PATIENCE_SECONDS)
+  meeting.close()
+
+
+@pytest.mark.parametrize(
+  ("hello", "version"),
+  [({"version": "99.0", "who": 1}, "99.0"), ({"island": {}, "host": 1, "kind": "a"}, "unknown")],
+)
+def test_a_hello_of_another_version_need_not_be_understood_to_be_refused(url, hello, version):
+  meeting = Meeting(url, ISLAND, None)
+  stranger = HostLink(socket.create_connection(host_and_port(url), PATIENCE_SECONDS))
+  stranger.send(msgspec.msgpack.encode(hello))
+  answer = msgspec.msgpack.decode(stranger.receive(), type=HostWelcome)
+  assert f"of version {version}, that of host 0 is {__version__}" in answer.refused
+  assert not answer.coordinator
+  stranger.close()
   meeting.close()
 
 
@@ -305,7 +333,7 @@ class Watched:
       mine,
       self.progress,
       limit_seconds,
-      lambda: limit_seconds if order_seconds is None else order_seconds,
+      lambda reading: limit_seconds if reading or order_seconds is None else order_seconds,
       lambda host, reason: self.told.put((host, reason)),
       self.asked.set,
       **more,
@@ -386,11 +414,12 @@ def test_a_host_that_has_not_been_heard_yet_has_more_time(socketpair):
 
 
 def test_who_is_waited_for_is_named_with_what_it_does(socketpair):
-  watched, over = Watched(limit_seconds=1.5), time.monotonic() + PATIENCE_SECONDS
+  """The limit is that for a host that waits for its data."""
+  watched, over = Watched(limit_seconds=1.5, order_seconds=1e9), time.monotonic() + PATIENCE_SECONDS
   watched.progress.done = 7
   while watched.told.empty() and time.monotonic() < over:
     watched.beat(1, 7)
-    watched.beat(2, 6, "waits for its next batch")
+    watched.beat(2, 6, "waits for its next batch", reading_since=3.0)
     time.sleep(0.1)
   host, reason = watched.told.get_nowait()
   assert host == 2 and "host 2: waits for its next batch" in reason
@@ -430,7 +459,7 @@ def test_a_first_beat_that_comes_during_a_look_does_not_end_the_watch(socketpair
 
   watched.watch._beats = {1: HostProgress(0, 0, "begins")}
   watched.progress.done = Orders(1)
-  watched.watch._check_progress(time.monotonic(), 100.0)
+  watched.watch._check_progress(time.monotonic())
   assert set(watched.watch._beats) == {1, 2}
 
 

@@ -13,6 +13,7 @@ import weakref
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
@@ -234,6 +235,20 @@ def test_a_value_is_complete_when_a_host_has_no_part_of_it(led, monkeypatch):
   assert np.array_equal(flat, leader.island.to_host(leader.island.copy_out(0), 0))
 
 
+@pytest.mark.parametrize("part", [((0, 1 << 50),), ((-1, 1),), ((2, 1),), ((0, 1), (0, 1)), ()])
+def test_a_part_that_is_none_of_its_array_is_refused(part):
+  """For one wrong number the leader made an array of any size, or sent less than was read."""
+  said = msgspec.msgpack.encode([[((0, 4),), part]])
+  values = SimpleNamespace(send=len, receive=lambda: said, write=len, fill=len)
+  links, island = SimpleNamespace(orders=None, values=values), SimpleNamespace(compile=0)
+  island.num_moments, vector = 1, np.zeros(4, np.float32)
+  collect = lambda leader: leader.collect(7, [jnp.zeros(4)], [vector])  # noqa: E731
+  put = lambda leader: leader._put(hosts.Put(7), [vector])  # noqa: E731
+  for move in (collect, put):
+    with pytest.raises(ConnectionError, match=r"another host has .* of an array of shape \(4,\)"):
+      move(hosts.LeadingIsland(island, None, {1: links}, HostProgress()))
+
+
 def test_what_a_failed_value_leaves_in_a_connection_is_no_other_value(led, monkeypatch):
   """The follower's "done" was read as the first bytes of the next array, which was then saved."""
   leader, _ = led
@@ -274,6 +289,27 @@ def test_each_time_an_island_begins_its_hosts_end_their_former_reading():
   hosts.follow(None, links, Batches, progress, lambda error: None)
   assert [(each.position, each.closed) for each in opened] == [(5, True), (7, False)]
   assert progress.done == 3
+
+
+def test_a_host_that_waits_for_its_data_says_so():
+  """Else it would be lost as soon as one that hangs inside a step."""
+  orders = [
+    hosts.HostOrder("open", (5,)),
+    hosts.HostOrder("step", (5, 1.0)),
+    hosts.HostOrder("end"),
+  ]
+  messages, said = [msgspec.msgpack.encode(each) for each in reversed(orders)], []
+  progress = HostProgress()
+  say = lambda *_: said.append((progress.doing, progress.reading_since > 0))  # noqa: E731
+
+  def batches(_):
+    yield say()
+
+  gone = SimpleNamespace(receive=lambda: threading.Event().wait(60))
+  links = SimpleNamespace(orders=SimpleNamespace(receive=messages.pop), values=gone)
+  island = SimpleNamespace(step=say)
+  hosts.follow(island, links, batches, progress, lambda error: None)
+  assert said == [("waits for its next batch", True), ("inside a step", False)]
 
 
 def test_every_part_of_an_array_is_sent_once_and_is_one_that_is_held():
