@@ -299,7 +299,7 @@ class Faults:
     self._lasting: dict[str, tuple[float, float]] = {}  # action -> (until, its factor)
     self.messages = MessageFaults(role)
     self.cut: Callable[[], None] = lambda: None  # closes the role's connection; set by the engine
-    self.stopped = threading.Event()  # ends a stall early; the engine sets its own event here
+    self.stopped = threading.Event()  # ends a stall early; the engine sets it
 
   def plan(self, fault: Fault) -> None:
     """Adds a fault."""

@@ -74,12 +74,14 @@ class ThreadWorker:
     self._jobs.put(job)
 
   def close(self, patience_seconds: float, most_seconds: float) -> None:
-    """Ends the worker: all jobs get `patience_seconds`, the one then under way `most_seconds`."""
+    """Ends the worker: all jobs get `patience_seconds`, the one then under way `most_seconds`; 0:
+    it goes on alone."""
     self.ending = True
     self._jobs.put(None)
     self._thread.join(patience_seconds)
     self._closing.set()
-    ended(self._thread, most_seconds)
+    if most_seconds:
+      ended(self._thread, most_seconds)
 
   def _work(self) -> None:
     try:

@@ -139,6 +139,18 @@ def outcome(workdir: Path) -> dict[str, Any]:
   return _mapping(workdir / OUTCOME)
 
 
+def reached_end(workdir: Path, config: Config) -> bool:
+  """Whether the run in `workdir` has reached its end.
+
+  Raises:
+    ConfigError: it has, and had another config.
+  """
+  if outcome(workdir).get("reason") != "finished":
+    return False
+  _refuse_another(workdir, config, saved_config(workdir))
+  return True
+
+
 def clear_stopped(workdir: Path) -> None:
   """Deletes the outcome of a run that goes on: an evaluator that was stopped has left it.
 

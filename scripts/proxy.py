@@ -242,14 +242,24 @@ class Link:
   async def _open(self) -> None:
     works = [work for lane in self._lanes for work in (lane.serve(), lane.deliver())]
     self._tasks = [asyncio.create_task(work) for work in works]
-    self._server = await asyncio.start_server(self._carry, sock=self._listener)
+    self._server = await asyncio.start_server(self._accept, sock=self._listener)
 
   async def _close(self) -> None:
+    # The server is closed last, and a connection that was accepted a moment ago first begins: else
+    # nothing would close its socket.
+    self._loop.remove_reader(self._listener)
+    while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+      for task in (*self._tasks, *filter(None, self._connections)):
+        task.cancel()
+      await asyncio.wait(tasks, timeout=TURN_SECONDS)
     self._server.close()
-    tasks = [*self._tasks, *filter(None, self._connections)]
-    for task in tasks:
-      task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+
+  def _accept(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    """Begins a connection. Were this `_carry`, asyncio would log every task that `_close` cancels.
+
+    The loop holds the task until it begins, `_connections` from then on.
+    """
+    self._loop.create_task(self._carry(source, sink))
 
   async def _carry(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
     """One connection: its near end has been accepted, the far one is dialled a delay later."""
@@ -286,7 +296,7 @@ class Link:
     far = new_socket()
     try:
       await asyncio.get_running_loop().sock_connect(far, self._target)
-    except OSError:
+    except BaseException:  # cancelled, too
       far.close()
       raise
     source, sink = await asyncio.open_connection(sock=far)

@@ -111,8 +111,12 @@ class Saver:
     yield None
 
   def close(self, patience_seconds: float = 0.0) -> None:
-    """Ends the worker; it has `patience_seconds` to finish. A half-written part never counts."""
-    self._worker.close(patience_seconds, LOOK_SECONDS_MOST)
+    """Ends the worker; it has `patience_seconds` to finish. A half-written part never counts.
+
+    With 0, as where a thread was killed, nothing is waited for: a part may still be written, beside
+    the next life, with which `Storage` reckons.
+    """
+    self._worker.close(patience_seconds, LOOK_SECONDS_MOST if patience_seconds else 0.0)
 
   def _say_failed(self) -> None:
     warn(f"{self.role}: saves no more: {self._worker.failure!r}. The run goes on.")

@@ -37,6 +37,7 @@ from ddiloco.network.transport import EVALUATOR_ADDRESS, learner_address, syncer
 from ddiloco.observe.eventlog import Listener, Recorder
 from ddiloco.observe.guards import Guard, ended, warn
 from ddiloco.protocol import events, supervisor
+from ddiloco.protocol.supervisor import UP
 from ddiloco.protocol.values import Frozen
 from ddiloco.roles import initial
 from ddiloco.roles.evaluator import Evaluator, Measure
@@ -118,6 +119,7 @@ class Engine:
     self._saving = threading.Lock()  # held while the model of the end is saved
     self._ending = False  # the run is over, and roles end in good order
     self._lost: dict[str, str] = {}  # role -> its work that was not merged at the end
+    self._lived_at = time.monotonic()  # when a learner was last there, or was to come
 
   def run(self, listeners: Sequence[Listener] = ()) -> RunResult:
     """Runs to the end of the token budget, until Ctrl-C or SIGTERM, or until `stop` is set.
@@ -227,12 +229,19 @@ class Engine:
       return "finished"
     if self.leave.is_set() or self.stop.is_set():
       return "stopped"
-    return "failed" if self._state.hopeless else None
+    if self._state.hopeless:
+      return "failed"
+    now, learners = time.monotonic(), supervisor.members(self._state, "learner-").values()
+    if not all(role.ended for role in learners):
+      self._lived_at = now
+    late = now - self._lived_at > MEASURE_SECONDS  # the evaluator is not only a moment behind
+    return "stopped" if late else None
 
   def _end(self, reason: str) -> None:
     """Ends learners and shards in good order: learners push their work while shards merge it."""
-    if reason == "finished":  # learners know it and end by themselves
-      self._wait([*supervisor.members(self._state, "learner-")], PATIENCE_SECONDS)
+    if reason == "finished":  # learners know it and end by themselves; who is away is not awaited
+      learners = supervisor.members(self._state, "learner-").items()
+      self._wait([name for name, role in learners if role.phase == UP], PATIENCE_SECONDS)
     self._dismiss("learner-")
     if reason == "finished":
       self._wait([EVALUATOR_ADDRESS], MEASURE_SECONDS, self.leave.is_set)

@@ -20,7 +20,7 @@ from ddiloco.checkpoint.restore import restore_fragments
 from ddiloco.config import Config, Fault
 from ddiloco.config.schema import INSIDE
 from ddiloco.engines.children import Child, Spawn, spawn_forked, warm
-from ddiloco.engines.engine import MEASURE_SECONDS, Engine, RunResult
+from ddiloco.engines.engine import Engine, RunResult
 from ddiloco.engines.role_process import connect, load_keys
 from ddiloco.engines.role_spec import RoleSpec, free_urls, newest, require_shards
 from ddiloco.environment import LOST
@@ -28,7 +28,7 @@ from ddiloco.network import peers
 from ddiloco.network.transport import EVALUATOR_ADDRESS
 from ddiloco.observe.eventlog import Follower, Recorder
 from ddiloco.protocol.events import parse_role
-from ddiloco.protocol.supervisor import Exited, Left, Working, members
+from ddiloco.protocol.supervisor import Exited, Left, Working
 from ddiloco.roles import initial
 from ddiloco.roles.evaluator import Measure
 from ddiloco.runtime import Runtime
@@ -58,7 +58,6 @@ class ProcessesEngine(Engine):
       data.Stream(corpus, config, m)  # refuses what the children would refuse
     super().__init__(config, workdir, measure)
     self._follow_at = 0.0
-    self._lived_at = time.monotonic()  # when a learner was last there, or was to come
     self._children: dict[str, Child] = {}
 
   def _begin(self) -> None:
@@ -145,13 +144,6 @@ class ProcessesEngine(Engine):
     super()._terminate(name)
     if name in self._children:
       self._children[name].terminate()
-
-  def _over(self) -> str | None:
-    now, learners = time.monotonic(), members(self._state, "learner-").values()
-    if not all(role.ended for role in learners):
-      self._lived_at = now
-    late = now - self._lived_at > MEASURE_SECONDS  # the evaluator is not only a moment behind
-    return super()._over() or ("stopped" if late else None)
 
   def _merged(self) -> bool:
     """Whether the global model is final, and the evaluator has it."""

@@ -25,7 +25,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ddiloco.config import Config, ConfigError
-from ddiloco.engines.children import MEETING, RoleActor, Spawn
+from ddiloco.engines.children import MEETING, Child, RoleActor, Spawn
 from ddiloco.engines.processes import ProcessesEngine
 from ddiloco.engines.role_spec import RoleSpec
 from ddiloco.environment import LOST
@@ -130,6 +130,12 @@ class RayEngine(ProcessesEngine):
       )
       .remote()
     )
+
+  def _on_exit(self, child: Child, status: int) -> None:
+    super()._on_exit(child, status)
+    if self._state.roles[child.name].ended:  # others may have what its actors have reserved
+      for key in [key for key in self._actors if key[0] == child.name]:
+        ray.kill(self._actors.pop(key))
 
   def _spawn(self, name: str, host: int) -> Spawn:
     actor = self._actors[name, host]

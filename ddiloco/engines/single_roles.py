@@ -23,6 +23,7 @@ from ddiloco.environment import BAD_USAGE, FINISHED, LOST
 from ddiloco.network.peers import incarnation_at
 from ddiloco.network.transport import EVALUATOR_ADDRESS, learner_address, syncer_address
 from ddiloco.observe.eventlog import newest_event
+from ddiloco.observe.guards import say
 from ddiloco.observe.style import compact
 from ddiloco.protocol import events
 from ddiloco.protocol import syncer as syncer_rules
@@ -32,7 +33,7 @@ from ddiloco.roles import initial
 from ddiloco.roles.learner import Batches, Learner
 from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Runtime
-from ddiloco.workdir import COMPILED, RESULT, clear_stopped
+from ddiloco.workdir import COMPILED, RESULT, clear_stopped, reached_end
 
 if TYPE_CHECKING:  # its module imports JAX, which a shard need not have
   from ddiloco.training.data import Source
@@ -51,6 +52,9 @@ def run_learner(config: Config, number: int, place: RoleSpec, corpus: Source | N
   """
   check_spec(config, place)
   check_hosts(config, number, place)
+  if reached_end(place.workdir, config):  # its shards have ended, or will
+    say(f"{learner_address(number)}: ends: the run in --workdir={place.workdir} is finished")
+    return FINISHED
   if place.host:
     return FollowingHost(config, number, place).run()
   with RoleRunner(learner_address(number), config, place) as runner:

@@ -1,8 +1,8 @@
 """The threads engine: all islands and shards in one process, a thread each.
 
 For a laptop (fake CPU devices) and for Pathways (one controller sees all slices). The engine starts
-every role, restarts roles that die, performs planned faults on them, and ends when the learners
-have ended.
+every role, restarts roles that die, performs planned faults on them, and ends when the
+run's tokens are merged.
 """
 
 from __future__ import annotations
@@ -172,7 +172,8 @@ class ThreadsEngine(Engine):
       finally:
         self._hangs.end(name)
         self._life_steps[m] = role.exchange.state.step - beginning.state.step
-      if self._ending and (unmerged := unmerged_tokens(role.exchange.state)):
+      unmerged = unmerged_tokens(role.exchange.state)
+      if self._ending and unmerged and not self._merged():
         self._lost[name] = f"{unmerged} tokens were not merged in network.drain_seconds"
 
   def _rebuild(self, m: int, faults: Faults) -> bool:
@@ -241,7 +242,6 @@ class ThreadsEngine(Engine):
     """The planned faults of all lives of a role, which performs them itself."""
     plan = [f for f in self._planned if f.role == name and f.action != "join"]
     faults = self._faults[name] = Faults(plan, self._training_since, self._recorder.record, name)
-    faults.stopped = self.stop
     return faults
 
   def _requested(self, fault: Fault) -> None:
@@ -253,6 +253,8 @@ class ThreadsEngine(Engine):
     self._global_step = max(self._global_step, *self._profiler.steps.values(), 0)
 
   def _merged(self) -> bool:
+    if self.config.sync.num_shards:
+      return self._merged_tokens() >= self.config.run.total_tokens
     learners = members(self._state, "learner-").values()
     stopped = self.stop.is_set() or self._state.hopeless  # else learners end at the run's end
     return not stopped and all(role.ended for role in learners)
@@ -260,6 +262,10 @@ class ThreadsEngine(Engine):
   def _end(self, reason: str) -> None:
     if reason != "failed":  # else learners would wait in vain until their work is merged
       super()._end(reason)
+
+  def _terminate(self, name: str) -> None:
+    super()._terminate(name)
+    self._faults[name].stopped.set()
 
   def _kill(self) -> None:
     self.stop.set()
@@ -282,7 +288,11 @@ class ThreadsEngine(Engine):
     """The global model, and the tokens that it has seen."""
     every = [self._store.load(f.index) for f in self.plan.fragments]
     params = initial.Assembled(self.plan, self.config, {c.state.index: c.value for c in every})
-    return params, min(c.state.merged_tokens for c in every)
+    return params, self._merged_tokens()
+
+  def _merged_tokens(self) -> int:
+    """The tokens that the global model has seen."""
+    return min(self._store.load(f.index).state.merged_tokens for f in self.plan.fragments)
 
   def _outcome(self, reason: str) -> RunResult:
     if self.config.sync.num_shards:

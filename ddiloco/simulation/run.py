@@ -110,7 +110,10 @@ class VirtualRun(World):
 
   def _is_over(self) -> bool:
     struck = self.planned_faults
-    return struck.hopeless or (not self.working and struck.all_are("", UP, LEFT, GONE))
+    if self.working or struck.hopeless:
+      return struck.hopeless
+    merged = min(f.merged_tokens for f in self.store.values()) >= self.config.run.total_tokens
+    return merged or struck.all_are("", UP, LEFT, GONE)
 
   def tell(self, actor: Actor | None, event: Event) -> None:
     self._emit(event)

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ddiloco import runtime
 from ddiloco.checkpoint import saver as saver_lib
 from ddiloco.checkpoint.saver import Saver, consistent
 from ddiloco.checkpoint.snapshots import Storage
@@ -605,6 +606,17 @@ def test_to_close_does_not_wait_for_a_stuck_disk_and_half_a_part_does_not_count(
   assert storage.metas(1) == {} and storage.committed() == []
   assert events.none("saved", "snapshot")
   assert "save syncer-0 has not ended" in capsys.readouterr().err
+
+
+def test_who_was_killed_waits_for_no_part(storage, savers, monkeypatch):
+  saver, _ = savers()
+  storage.go.clear()
+  commit(saver, 1)
+  assert storage.under_way.wait(PATIENCE_SECONDS)
+  with monkeypatch.context() as patch:
+    patch.setattr(runtime, "ended", lambda *_: pytest.fail("it waits, and warns"))
+    saver.close()
+  assert storage.metas(1) == {}
 
 
 def test_to_close_lets_a_part_be_finished_in_time(storage, savers):

@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 import sys
+import types
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,9 +15,11 @@ import pytest
 
 from ddiloco import cli
 from ddiloco.checkpoint import weights
-from ddiloco.config import ConfigError, from_dict
+from ddiloco.config import ConfigError, RunConfig, from_dict
 from ddiloco.engines import session
 from ddiloco.engines.children import MEETING, RoleActor
+from ddiloco.observe.eventlog import NullRecorder
+from ddiloco.protocol.supervisor import UP, Role, Supervisor
 from ddiloco.workdir import held
 from tests.engines.real import events_of, start, tiny, wait_for
 
@@ -88,6 +91,25 @@ def test_a_run_that_is_refused_leaves_no_ray_behind(tmp_path, monkeypatch, refus
   with held(tmp_path), pytest.raises(ConfigError, match=refused):
     session.train(config, tmp_path, engine="ray")
   assert not here
+
+
+@needs_ray
+@pytest.mark.parametrize("max_restarts", [0, 1])
+def test_who_never_starts_again_gives_its_resources_back(monkeypatch, max_restarts):
+  """They were kept until the run's end."""
+  from ddiloco.engines import ray as engine
+
+  killed: list[str] = []
+  monkeypatch.setattr(engine.ray, "kill", killed.append)
+  run = object.__new__(engine.RayEngine)
+  run._actors = {("learner-0", 0): "a", ("learner-1", 0): "b", ("learner-1", 1): "c"}
+  names, config = ("learner-0", "learner-1"), RunConfig(max_restarts=max_restarts)
+  run._state = Supervisor(config, {name: Role(UP) for name in names})
+  run._recorder, run._evaluated, run._ending = NullRecorder(), None, False
+  run._guard = lambda duty, *arguments: duty(*arguments)
+  run._on_exit(types.SimpleNamespace(name="learner-1", bury=str), -signal.SIGKILL)
+  assert killed == ([] if max_restarts else ["b", "c"])
+  assert len(run._actors) == 3 - len(killed)
 
 
 @needs_ray

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import signal
@@ -14,6 +15,7 @@ import urllib.request
 import numpy as np
 import pytest
 
+from ddiloco import workdir
 from ddiloco.config import ConfigError, from_dict
 from ddiloco.core.delta import Committed
 from ddiloco.core.fragments import owned_by
@@ -96,6 +98,23 @@ def test_places_that_cannot_work(tmp_path):
   with pytest.raises(ConfigError, match=r"--shard=2: .*Fix: use 0 to 1"):
     run_syncer(CONFIG, 2, replace(place, syncers=place.syncers * 2))
   assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_learner_of_a_finished_run_says_so_at_once(tmp_path, capsys, hosts):
+  """It compiled, and then looked for shards until network.give_up_seconds."""
+  islands = dataclasses.replace(CONFIG.islands, hosts=hosts, devices=hosts)
+  config = dataclasses.replace(CONFIG, islands=islands)
+  workdir.join(tmp_path, config)
+  (tmp_path / "outcome.json").write_text(json.dumps({"reason": "finished"}))
+  place = RoleSpec(tmp_path, "run", ("tcp://127.0.0.1:7000",) * 2)
+  for host in range(hosts):
+    mine = replace(place, host=host, hosts="tcp://127.0.0.1:7001" if hosts > 1 else "")
+    assert single_roles.run_learner(config, 3, mine) == FINISHED
+    assert "learner-3: ends: the run in --workdir=" in capsys.readouterr().out
+  longer = dataclasses.replace(config.run, total_tokens=config.run.total_tokens + 1)
+  with pytest.raises(ConfigError, match=r"^run.total_tokens = "):
+    single_roles.run_learner(dataclasses.replace(config, run=longer), 3, mine)
 
 
 def test_an_evaluator_that_could_not_save_the_result_is_refused_at_once(tmp_path, monkeypatch):

@@ -369,6 +369,18 @@ def test_who_is_killed_for_good_stays_away_and_the_rest_finishes(corpus, tmp_pat
   assert 0 < ran.steps(0) < 60 and ran.steps(1) > 100
 
 
+@pytest.mark.parametrize("action, patience", [("kill", 3600.0), ("stall", 1.0)])
+def test_a_run_whose_tokens_are_merged_ends_without_who_is_away_by_plan(
+  corpus, tmp_path, monkeypatch, action, patience
+):
+  monkeypatch.setattr("ddiloco.engines.engine.PATIENCE_SECONDS", patience)
+  faults = [fault(action, "learner-1", 30, seconds=3600.0)]
+  ran = Ran(make_config(steps=60, chaos={"faults": faults}), corpus, tmp_path)
+  assert ran.outcome.reason == "finished" and not ran.outcome.lost
+  assert ran.events[-1].time < 200 and not ran.of("restart")
+  assert ran.steps(1) < 60 < ran.steps(0)
+
+
 @pytest.mark.parametrize("target, quorum", [("syncer-1", 1), ("learner-0", 3)])
 def test_a_run_that_can_never_end_any_more_ends_at_once(corpus, tmp_path, target, quorum):
   """A shard gone for good never merges again; nor do too few learners for a quorum."""

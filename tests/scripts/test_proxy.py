@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import gc
 import signal
 import socket
 import statistics
@@ -337,6 +339,25 @@ def test_stop_resets_connections_and_frees_the_port():
     with Link(server.address, listen=address) as again, dial(again) as connection:
       assert (again.host, again.port) == address
       round_trip(connection)
+
+
+def test_to_stop_is_quiet_and_leaves_nothing_behind(caplog, recwarn):
+  """In every state of a connection: used, hanging in a cut, dialled a moment ago."""
+  gc.collect()
+  recwarn.clear()  # what tests before this one have left
+  with contextlib.ExitStack() as stack:
+    server = stack.enter_context(contextlib.closing(Server(echo)))
+    for late in range(20):
+      with Link(server.address) as link:
+        used, *_ = (stack.enter_context(dial(link)) for _ in range(3))
+        round_trip(used)
+        if late % 2:
+          link.cut()
+        for _ in range(late):
+          stack.enter_context(dial(link))
+      assert not asyncio.all_tasks(link._loop)
+  gc.collect()  # what is forgotten before its end says so then
+  assert not caplog.records and not recwarn.list
 
 
 def test_a_taken_port_is_an_error():

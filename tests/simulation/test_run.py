@@ -322,6 +322,11 @@ def test_who_comes_into_a_run_begins_as_the_config_says(rejoin):
   assert len(moments) == (8 if rejoin == "peer" else 0), "of every fragment, for both"
 
 
+def test_a_run_whose_tokens_are_merged_ends_without_who_is_down_by_plan():
+  _, events = play(make(faults=[Fault("kill", "learner-1", at_step=40, seconds=3600.0)]))
+  assert events[-1].time < 100 and not of(events, "restart")
+
+
 def test_a_shard_that_is_gone_for_good_fails_the_run():
   events: list[dict] = []
   kill = Fault("kill", "syncer-1", at_step=10, seconds=-1)
