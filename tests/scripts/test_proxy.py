@@ -135,9 +135,9 @@ def accepted_bytes(connection: socket.socket) -> int:
 
 
 def within(low: float, high: float, measure: Callable[[], float]) -> bool:
-  """One of three measurements lies in between: the machine may be busy with something else."""
+  """One of ten measurements lies in between: the machine may be busy with something else."""
   seen = []
-  for _ in range(3):
+  for _ in range(10):
     seen.append(measure())
     if low <= seen[-1] <= high:
       return True

@@ -14,9 +14,9 @@ SCRIPT = commands.SCRIPTS / "random_worlds.py"
 FAMILIES = {"faults", "storms", "disasters", "endings", "liar", "supervisor", "algorithm"}
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_every_family_runs_and_says_what_struck():
-  found = commands.result("random_worlds.py --seeds=4 --first=7", seconds=280)
+  found = commands.result("random_worlds.py --seeds=4 --first=7")
   assert found["families"].keys() == FAMILIES
   assert (found["worlds"], found["failed"]) == (4 * len(FAMILIES), 0)
   for name, family in found["families"].items():

@@ -79,7 +79,7 @@ def wait_for(path: Path, process: subprocess.Popen) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(800)
 def test_a_run_over_long_links(tmp_path):
   slow = ("--config.islands.min_step_seconds=0.4", "--config.sync.overlap_steps=6")
   steps = f"--config.run.total_tokens={2 * 60 * 2 * 32}"
