@@ -206,6 +206,7 @@ EXAMPLES = {
   bytes: b"12345678",
   tuple[int, ...]: (3, 1),
   Mapping[int, int]: {3: 1},
+  messages.FragmentState: messages.FragmentState(3),
 }
 
 

@@ -16,8 +16,7 @@ PARTS = ("decoupled", "elastic", "inelastic")
 def test_decoupled_islands_get_more_done_than_data_parallel_under_the_same_kills(tmp_path):
   plot = tmp_path / "goodput.png"
   reproduce = functools.partial(
-    commands.said, "reproduce_goodput.py --quick", f"--workdir={tmp_path}", f"--plot={plot}",
-    seconds=550, optimized=False,
+    commands.said, "reproduce_goodput.py --quick", f"--workdir={tmp_path}", f"--plot={plot}", optimized=False,
   )  # fmt: skip
   said = reproduce()
   result = json.loads(said.splitlines()[-1])
