@@ -16,8 +16,12 @@ PARTS = ("decoupled", "elastic", "inelastic")
 def test_decoupled_islands_get_more_done_than_data_parallel_under_the_same_kills(tmp_path):
   plot = tmp_path / "goodput.png"
   reproduce = functools.partial(
-    commands.said, "reproduce_goodput.py --quick", f"--workdir={tmp_path}", f"--plot={plot}", optimized=False,
-  )  # fmt: skip
+    commands.said,
+    "reproduce_goodput.py --quick",
+    f"--workdir={tmp_path}",
+    f"--plot={plot}",
+    optimized=False,
+  )
   said = reproduce()
   result = json.loads(said.splitlines()[-1])
   for part in PARTS:
