@@ -20,12 +20,22 @@ _SHOWN = 200  # characters of a value in an error
 
 
 class ConfigError(ValueError):
-  """A config field breaks its rule. The text names field, value, rule and fix."""
+  """A config field breaks its rule. The text names field, value, rule and fix.
+
+  Attributes:
+    field: its name; "" where the error is about something else.
+    said: the rule and the fix.
+  """
+
+  field = said = ""
 
 
 def refusal(field: str, value: Any, rule: str, fix: str) -> ConfigError:
   """The error to raise for a value that breaks its rule."""
-  return ConfigError(f"{field} = {_shown(value)}: {rule}. Fix: {fix}.")
+  said = f"{rule}. Fix: {fix}."
+  error = ConfigError(f"{field} = {_shown(value)}: {said}")
+  error.field, error.said = field, said
+  return error
 
 
 def _shown(value: Any) -> str:

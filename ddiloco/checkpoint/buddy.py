@@ -253,7 +253,7 @@ class Replication:
     copies = self._copies
     replica = pack(committed, copies.shard, copies.incarnation, copies.shard)
     yield None
-    self._copies.endpoint.send(syncer_address(self._buddy), replica)
+    copies.endpoint.send(syncer_address(self._buddy), replica)
 
   def when_safe(self, fragment: int, do: Callable[[], None]) -> None:
     """Calls `do` as soon as the buddy has the fragment's newest commit; at once if it is away."""

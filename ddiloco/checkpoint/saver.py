@@ -116,7 +116,7 @@ class Saver:
     With 0, as where a thread was killed, nothing is waited for: a part may still be written, beside
     the next life, with which `Storage` reckons.
     """
-    self._worker.close(patience_seconds, LOOK_SECONDS_MOST if patience_seconds else 0.0)
+    self._worker.close(patience_seconds, min(patience_seconds, LOOK_SECONDS_MOST))
 
   def _say_failed(self) -> None:
     warn(f"{self.role}: saves no more: {self._worker.failure!r}. The run goes on.")

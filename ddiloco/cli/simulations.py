@@ -34,14 +34,13 @@ def _as_typed(given: Flags) -> Iterator[None]:
   try:
     yield
   except ConfigError as error:
-    field, _, said = str(error).partition(" = ")
-    field = field.partition("[")[0]  # of a list: which of its numbers
+    field = error.field.partition("[")[0]  # of a list: which of its numbers
     section, _, name = field.rpartition(".")
     flag = _FLAGS.get(field, name if section in ("", "plan", "simulate", "links") else "")
     value = getattr(given, flag, None)
     if value is None:  # of the experiment file
       raise
-    raise ConfigError(f"--{flag}={value}: {said.partition(': ')[2]}") from error
+    raise ConfigError(f"--{flag}={value}: {error.said}") from error
 
 
 # --- The command that says, before a run is paid for, whether it fits its links

@@ -1,8 +1,8 @@
 """The threads engine: all islands and shards in one process, a thread each.
 
 For a laptop (fake CPU devices) and for Pathways (one controller sees all slices). The engine starts
-every role, restarts roles that die, performs planned faults on them, and ends when the
-run's tokens are merged.
+every role, restarts roles that die, performs planned faults on them, and ends when the run's tokens
+are merged.
 """
 
 from __future__ import annotations
