@@ -224,7 +224,6 @@ class Round(Frozen):
   products: Mapping[tuple[int, int], float] = {}
   rejected: Mapping[int, str] = {}
   quorum_at: float | None = None
-  reason: str = ""
 
 
 class ValueRequest(Frozen):
