@@ -308,7 +308,7 @@ def raised_global_step(
   if claim <= global_step:
     return beliefs, global_step
   claims = _ranked(beliefs.claims, (-claim, learner), 2)
-  reach, reach_at = max(beliefs.reach, step_tolerance(sync) / 2), beliefs.reach_at
+  reach, reach_at = max(beliefs.reach, global_step, step_tolerance(sync) / 2), beliefs.reach_at
   confirmed = -int(claims[1][0]) if len(claims) > 1 else 0
   front = claims[0][1]
   rate = _rate(beliefs.paces, front, num_learners) if num_learners else 0.0

@@ -133,6 +133,15 @@ def test_a_learner_that_is_alone_makes_the_global_step_by_itself():
     assert state.global_step == step
 
 
+def test_a_learner_that_is_alone_is_believed_where_it_is_not_known_when_the_run_began():
+  """A shard that is started anew on another host knows the global step of its values only."""
+  values = (FragmentState(0, global_step=9_000), FragmentState(1, global_step=8_990))
+  state = syncer.init(0, 1, values, SYNC, 1 << 60, began_at=0.0)
+  for step in range(9_001, 9_200):
+    state = told(state, says.report(7, 0, step, 0.5, (0, 0), (1, 1)), 0.5 * (step - 9_000))
+    assert state.global_step == step
+
+
 def test_a_member_that_never_says_how_fast_it_is_does_not_hold_up_a_fast_one():
   """The fast one is believed as far as the slow one's speed allows, and not a step further."""
   paces = ((0.1, 0), (0.3, 1))
