@@ -202,10 +202,13 @@ def end_round(state: SyncerState, i: int, current: Round, why: str, now: float) 
   known = {m: member.norms[i] for m, member in state.members.items() if member.norms[i]}
   usual = statistics.median(known.values()) if known else 0.0
   growth = max(1.0, current.global_step / max(1, before.global_step))
-  past = {m: growth * max(known.get(m, 0.0), usual) for m in current.norms}
+  ratio, period = state.sync.max_norm_ratio, state.sync.sync_period
+  # Bounded by those of this round, or a learner's updates could grow from round to round for ever.
+  mine = {m: known[m] for m in current.norms if m in known}
+  most = ratio * statistics.median(mine.values()) if mine else 0.0
+  past = {m: growth * max(usual, min(mine.get(m, 0.0), most)) for m in current.norms}
   steps = {m: rules.counted_steps(p.steps, state.sync) for m, p in current.pushes.items()}
   settled = len(known) > 1  # a past that one learner alone has may be a bad one's
-  ratio, period = state.sync.max_norm_ratio, state.sync.sync_period
   rejected = rules.screen(current.norms, steps, past, ratio, period, settled)
   candidates = sorted(m for m in current.pushes if m not in rejected)
   opposing = rules.opposing(current.products, candidates)

@@ -150,9 +150,9 @@ def screen(
     norms: by learner, of the outer gradients at hand; non-finite ones are always rejected, and
       those above `MOST_NORM`.
     steps: by learner, inner steps in its outer gradient.
-    past: by learner, the smoothed norm per step of its accepted updates of this fragment, or the
-      usual one if that is longer, times the growth of the global step since the fragment's last
-      commit; 0: there are none.
+    past: by learner, the smoothed norm per step of its accepted updates of this fragment, but at
+      most `ratio` times the median of the round's learners, or the usual one if that is longer,
+      times the growth of the global step since the fragment's last commit; 0: there are none.
     ratio: `sync.max_norm_ratio`.
     period: `sync.sync_period`, in steps.
     settled: whether two learners or more have a past of this fragment.

@@ -211,36 +211,54 @@ def test_a_learner_that_leaves_again_and_again_is_not_waited_for():
   assert commits < 60, "then it is due like the others"
 
 
-def test_one_whose_updates_are_far_too_short_does_not_take_the_run_over():
-  """Nor do two others whose updates are far too long, once they have started afresh."""
-  sync = SyncConfig(num_shards=1, num_fragments=1, sync_period=4, overlap_steps=2, min_quorum=3)
-  state = syncer.init(0, 1, (FragmentState(0),), sync, 1 << 60)
-  made: list = []
+class Rounds:
+  """Rounds of one fragment, to which three learners push updates of given lengths."""
 
-  def tell(message, now: float, **measured) -> None:
-    nonlocal state
-    state, actions = says.take_in(state, Received(message, now, **measured))
-    made.extend(actions)
+  def __init__(self, min_quorum: int):
+    sync = SyncConfig(
+      num_shards=1, num_fragments=1, sync_period=4, overlap_steps=2, min_quorum=min_quorum
+    )
+    self.state = syncer.init(0, 1, (FragmentState(0),), sync, 1 << 60)
+    self.made: list = []
 
-  def round_of(now: float, life: int, *norms: float) -> events.Commit | events.Abandoned:
-    nonlocal state
-    made.clear()
-    f = state.fragments[0]
+  def tell(self, event) -> None:
+    self.state, actions = says.take_in(self.state, event)
+    self.made.extend(actions)
+
+  def end(self, now: float, life: int, *norms: float) -> events.Commit | events.Abandoned:
+    """The end of one more round, in which learner m pushes an update of length `norms[m]`."""
+    self.made.clear()
+    f = self.state.fragments[0]
     for m in range(3):
       report = says.report(m, life, int(now), 1.0, (f.version,), (4,), rounds=(f.last_round,))
-      tell(report, now)
-    state, _ = says.take_in(state, Tick(now))
-    current = state.under_way[0]
+      self.tell(Received(report, now))
+    self.tell(Tick(now))
+    current = self.state.under_way[0]
     for m in range(3):
       sent = says.push(m, life, 0, current.id, f.version, 4, 40, int(now), "")
-      tell(sent, now, norm=norms[m])
-    state, actions = says.take_in(state, Tick(now))
-    [end] = [a for a in (*made, *actions) if isinstance(a, events.Commit | events.Abandoned)]
+      self.tell(Received(sent, now, norm=norms[m]))
+    self.tell(Tick(now))
+    [end] = [a for a in self.made if isinstance(a, events.Commit | events.Abandoned)]
     return end
 
+
+def test_one_whose_updates_are_far_too_short_does_not_take_the_run_over():
+  """Nor do two others whose updates are far too long, once they have started afresh."""
+  rounds = Rounds(min_quorum=3)
   for step in range(1, 41, 4):
-    assert round_of(float(step), 0, 1.0, 1.0, 0.05).rejected == {}
-  assert round_of(41.0, 1, 1.0, 1e9, 1e9).rejected.keys() == {1, 2}, "their former lives had a past"
+    assert rounds.end(float(step), 0, 1.0, 1.0, 0.05).rejected == {}
+  ended = rounds.end(41.0, 1, 1.0, 1e9, 1e9)
+  assert ended.rejected.keys() == {1, 2}, "their former lives had a past"
+
+
+def test_one_whose_updates_grow_from_round_to_round_is_rejected_in_the_end():
+  """Each is less than ten times its past, as the updates of an island that diverges may be."""
+  rounds, length = Rounds(min_quorum=2), 1.0
+  for step in range(401, 441, 4):
+    if rounds.end(float(step), 0, 1.0, 1.0, length).rejected:
+      break
+    length *= 2.5
+  assert 10 < length < 1000
 
 
 @pytest.mark.parametrize("turns", ["stays", "comes back", "is new"])
