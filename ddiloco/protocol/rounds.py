@@ -219,7 +219,9 @@ def end_round(state: SyncerState, i: int, current: Round, why: str, now: float) 
   if len(merged) >= state.quorum:
     todo.append(_commit(state, i, current, why, merged, rejected, opposing, now))
     state = state.heard(state.key, state.vector_clock[state.key] + 1)
-    global_steps = dict.fromkeys(merged, current.global_step)
+    # Steps beyond those of the run are believed once: they are missing from the next push.
+    counted = {m: before.merged_global_steps.get(m, 0) + current.pushes[m].steps for m in merged}
+    global_steps = {m: max(current.global_step, step) for m, step in counted.items()}
     state = state.with_fragment(
       i,
       version=before.version + 1,

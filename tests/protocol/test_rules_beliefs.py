@@ -324,6 +324,24 @@ def test_what_was_merged_once_is_not_claimed_again():
     assert says.take_in(state, Received(lie, 500.1, norm=1.0))[0].under_way[0].rejected
 
 
+def test_steps_that_the_run_has_not_made_are_believed_once():
+  """The slack counted in each round anew: with one liar of four a run ended in two thirds."""
+  state = shard()
+  for now, claimed in ((10, 38), (20, 38)):
+    f = state.fragments[0]
+    for since in (1, 10):  # all can be asked before a quorum is due
+      for m in range(4):
+        ready = says.report(m, 0, now, 1.0, (f.version, 0), (since, 0), rounds=(f.last_round, -1))
+        state = told(state, ready, float(now))
+    current = state.under_way[0]
+    for m in range(4):
+      steps = claimed if m == 0 else 10
+      sent = says.push(m, 0, 0, current.id, f.version, steps, steps, now, "")
+      state = told(state, sent, float(now), norm=1.0)
+  assert state.fragments[0].version == 2
+  assert state.fragments[0].merged_tokens == (38 + 3 * 10) + 3 * 10
+
+
 @pytest.mark.parametrize("steps, worth", [(1, 1), (30, 30), (60, 15), (3_000, 0.3)])
 def test_stale_work_weighs_less_the_staler_it_is(steps, worth):
   assert rules.worth_steps(steps, SYNC) == pytest.approx(worth)
