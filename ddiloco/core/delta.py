@@ -413,8 +413,10 @@ class Merger:
     fragment, arrivals = self._fragments[push.fragment], self._arrivals.get(push.fragment)
     if arrivals is None or arrivals.round != push.round:
       arrivals = self._arrivals[push.fragment] = ReceivedPushes(fragment, push.round)
+    if push.codec != (own := self._config.sync.push_codec):  # it would cost more to merge
+      return Received(push, now, fault=f"codec {push.codec!r}: must be {own!r}, as in the config")
     try:
-      encoded = codec.checked(push.payload, fragment.size, push.codec)
+      encoded = codec.checked(push.payload, fragment.size, own)
     except codec.CodecError as error:
       return Received(push, now, fault=str(error))
     arrivals.pushes[push.learner] = arrivals.measure(encoded, self.share)

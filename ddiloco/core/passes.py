@@ -119,16 +119,15 @@ class Sum:
 
   Args:
     fragment: the pieces' fragment.
-    pushes: M of them.
+    pushes: M of them, in one codec.
     units: f32 [M, pieces].
   """
 
   def __init__(self, fragment: Fragment, pushes: Sequence[Encoded], units: np.ndarray):
     self.fragment = fragment
     self._terms = [(push, mine) for push, mine in zip(pushes, units) if mine.any()]
-    names = {push.codec for push, _ in self._terms}
     self.compiled: Any = None
-    if len(names) == 1 and _by_kernels(fragment, names.pop()):
+    if self._terms and _by_kernels(fragment, pushes[0].codec):
       self.compiled = _kernels().Pushes(fragment.size, *zip(*self._terms))
 
   def read(self, chunk: Chunk, total: np.ndarray, scratch: np.ndarray) -> None:

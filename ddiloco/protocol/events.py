@@ -257,7 +257,7 @@ class Inherited(Event, frozen=True, kw_only=True):
 
 
 class NoDonor(Event, frozen=True, kw_only=True):
-  """No peer gave moments of these fragments in time: they start at zero."""
+  """No peer gave moments of these fragments in time: my own stay, zeros if I began afresh."""
 
   fragments: tuple[int, ...]
 

@@ -233,7 +233,7 @@ class FragmentState(Frozen):
   version: Count = 0
   merged_tokens: Count = 0
   merged_rounds: ByLearner = {}  # the last round that merged its push
-  merged_global_steps: ByLearner = {}  # the global step as that round began
+  merged_global_steps: ByLearner = {}  # the global step to which its merged steps can reach
   last_round: CountOrNone = INITIAL
   global_step: GlobalStep = 0  # when the last round began
   snapshot: Count = 0  # newest captured before this value, which may depend on later messages

@@ -166,7 +166,6 @@ def advance_rounds(state: SyncerState, now: float) -> SyncerOutcome:
     grace = rules.grace_seconds(current.step_seconds, state.quorum_seconds, way_back, state.sync)
     pending, count = current.pending, len(current.pushes)
     decision = rules.decide(now, count, pending, current.quorum_at, grace, state.quorum)
-    current = replace(current, reason=decision.reason)
     if decision.verdict == "wait":
       again = now >= current.pulled_at + _pull_patience(state, current.pulls)
       if again:
@@ -188,12 +187,12 @@ def advance_rounds(state: SyncerState, now: float) -> SyncerOutcome:
       if again:  # a pull or a push got lost; the same push comes again
         todo += [_pull(state, f, current, m) for m in pending]
       continue
-    state, ended = _end_round(state, i, current, now)
+    state, ended = end_round(state, i, current, decision.reason, now)
     todo += ended
   return state, todo
 
 
-def _end_round(state: SyncerState, i: int, current: Round, now: float) -> SyncerOutcome:
+def end_round(state: SyncerState, i: int, current: Round, why: str, now: float) -> SyncerOutcome:
   """Screens the pushes, and commits if those left are a quorum. Members that were sent the version
   before get the update; any other one gets the whole value when it reports next."""
   before = state.fragments[i]
@@ -203,10 +202,13 @@ def _end_round(state: SyncerState, i: int, current: Round, now: float) -> Syncer
   known = {m: member.norms[i] for m, member in state.members.items() if member.norms[i]}
   usual = statistics.median(known.values()) if known else 0.0
   growth = max(1.0, current.global_step / max(1, before.global_step))
-  past = {m: growth * max(known.get(m, 0.0), usual) for m in current.norms}
+  ratio, period = state.sync.max_norm_ratio, state.sync.sync_period
+  # Bounded by those of this round, or a learner's updates could grow from round to round for ever.
+  mine = {m: known[m] for m in current.norms if m in known}
+  most = ratio * statistics.median(mine.values()) if mine else 0.0
+  past = {m: growth * max(usual, min(mine.get(m, 0.0), most)) for m in current.norms}
   steps = {m: rules.counted_steps(p.steps, state.sync) for m, p in current.pushes.items()}
   settled = len(known) > 1  # a past that one learner alone has may be a bad one's
-  ratio, period = state.sync.max_norm_ratio, state.sync.sync_period
   rejected = rules.screen(current.norms, steps, past, ratio, period, settled)
   candidates = sorted(m for m in current.pushes if m not in rejected)
   opposing = rules.opposing(current.products, candidates)
@@ -215,9 +217,11 @@ def _end_round(state: SyncerState, i: int, current: Round, now: float) -> Syncer
   merged = sorted(m for m in current.pushes if m not in rejected)
   todo: list[SyncerAction] = []
   if len(merged) >= state.quorum:
-    todo.append(_commit(state, i, current, merged, rejected, opposing, now))
+    todo.append(_commit(state, i, current, why, merged, rejected, opposing, now))
     state = state.heard(state.key, state.vector_clock[state.key] + 1)
-    global_steps = dict.fromkeys(merged, current.global_step)
+    # Steps beyond those of the run are believed once: they are missing from the next push.
+    counted = {m: before.merged_global_steps.get(m, 0) + current.pushes[m].steps for m in merged}
+    global_steps = {m: max(current.global_step, step) for m, step in counted.items()}
     state = state.with_fragment(
       i,
       version=before.version + 1,
@@ -228,7 +232,7 @@ def _end_round(state: SyncerState, i: int, current: Round, now: float) -> Syncer
       global_step=current.global_step,
     )
   else:
-    reason = f"{len(merged)} of {state.quorum} needed were left: {current.reason}"
+    reason = f"{len(merged)} of {state.quorum} needed were left: {why}"
     todo.append(
       events.Abandoned(fragment=before.index, round=current.id, reason=reason, rejected=rejected)
     )
@@ -250,6 +254,7 @@ def _commit(
   state: SyncerState,
   i: int,
   current: Round,
+  why: str,
   merged: list[int],
   rejected: Mapping[int, str],
   opposing: Mapping[int, float],
@@ -274,7 +279,7 @@ def _commit(
     opposing={m: round(cosine, 4) for m, cosine in opposing.items()},
     agreement=None if agreement is None else round(agreement, 4),
     missing=_missing(state, i, current),
-    reason=current.reason,
+    reason=why,
     merged_tokens=merged_tokens,
     quorum_seconds=(current.quorum_at or now) - current.started_at,
     grace_seconds=now - (current.quorum_at or now),

@@ -150,9 +150,9 @@ def screen(
     norms: by learner, of the outer gradients at hand; non-finite ones are always rejected, and
       those above `MOST_NORM`.
     steps: by learner, inner steps in its outer gradient.
-    past: by learner, the smoothed norm per step of its accepted updates of this fragment, or the
-      usual one if that is longer, times the growth of the global step since the fragment's last
-      commit; 0: there are none.
+    past: by learner, the smoothed norm per step of its accepted updates of this fragment, but at
+      most `ratio` times the median of the round's learners, or the usual one if that is longer,
+      times the growth of the global step since the fragment's last commit; 0: there are none.
     ratio: `sync.max_norm_ratio`.
     period: `sync.sync_period`, in steps.
     settled: whether two learners or more have a past of this fragment.
@@ -308,7 +308,7 @@ def raised_global_step(
   if claim <= global_step:
     return beliefs, global_step
   claims = _ranked(beliefs.claims, (-claim, learner), 2)
-  reach, reach_at = max(beliefs.reach, step_tolerance(sync) / 2), beliefs.reach_at
+  reach, reach_at = max(beliefs.reach, global_step, step_tolerance(sync) / 2), beliefs.reach_at
   confirmed = -int(claims[1][0]) if len(claims) > 1 else 0
   front = claims[0][1]
   rate = _rate(beliefs.paces, front, num_learners) if num_learners else 0.0

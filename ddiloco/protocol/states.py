@@ -107,8 +107,13 @@ class LearnerFragment(Frozen):
   incoming: tuple[IncomingVersion, ...] = ()
 
   @property
+  def here(self) -> bool:
+    """Whether it is in the parameters, and its shard had no newer one."""
+    return self.fresh and self.version >= 0
+
+  @property
   def received(self) -> int:
-    """The newest version accepted; >= version."""
+    """The newest version accepted."""
     return self.base_header.version if self.base_header else -1
 
   @property
@@ -153,8 +158,8 @@ class LearnerState(_State, Frozen):
 
   @property
   def joined(self) -> bool:
-    """Whether every fragment is here, and its shard had none newer."""
-    return all(f.fresh and f.version >= 0 for f in self.fragments)
+    """Whether every fragment is here."""
+    return all(f.here for f in self.fragments)
 
   @property
   def merged_tokens(self) -> int:
@@ -224,7 +229,6 @@ class Round(Frozen):
   products: Mapping[tuple[int, int], float] = {}
   rejected: Mapping[int, str] = {}
   quorum_at: float | None = None
-  reason: str = ""
 
 
 class ValueRequest(Frozen):

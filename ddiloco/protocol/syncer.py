@@ -368,6 +368,10 @@ def _on_value(state: SyncerState, value: Value, event: Received) -> SyncerOutcom
   requests = {k: r for k, r in requests.items() if k[0] != f.index or r.round > value.round}
   if not state.is_newer(f, value.round):
     return state, [ignored(value, "not newer than what is here, or never made")]
+  todo = list[SyncerAction]()
+  if i in state.under_way:  # its pushes are changes of the value before
+    void = replace(state.under_way[i], pushes={}, norms={})
+    state, todo = rounds.end_round(state, i, void, "a newer value was given back", event.now)
   f = FragmentState(
     f.index,
     version=value.version,
@@ -387,6 +391,7 @@ def _on_value(state: SyncerState, value: Value, event: Received) -> SyncerOutcom
   for learner, m in state.members.items():  # until a report says that a member has this value
     state = state.with_member(learner, versions=put(m.versions, i, -1), sent=put(m.sent, i, -1))
   return state, [
+    *todo,
     actions.InstallValue(f.index, f.last_round, event.content),
     events.Regained(
       fragment=f.index,

@@ -219,7 +219,7 @@ class Exchange(WorkingRole):
       return
     reason = self._saver.refusal  # no step should wait for a copy that would be dropped
     if not action.state.joined:
-      lacks = [p for p, f in enumerate(action.state.fragments) if not f.fresh]
+      lacks = [p for p, f in enumerate(action.state.fragments) if not f.here]
       reason = f"it has not joined: it waits for fragments {lacks}"
     if reason:
       self._saver.decline(action.snapshot, reason)

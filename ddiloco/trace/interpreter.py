@@ -334,8 +334,8 @@ class ShardRole(TraceRole):
       say(f"owns {round_name(op.round)} as version {op.version}, it is {version.version}")
     if op.momentum_round > op.round:
       say(f"has the momentum of a later round than {round_name(op.round)}")
-    if before is not None and op.version < before.version:
-      say(f"version {op.version} follows {before.version} in the same incarnation")
+    if before is not None and op.round < before.round:
+      say(f"{round_name(op.round)} follows {round_name(before.round)} in the same incarnation")
     content = self.algebra.own(op, version, momentum)
     self._owned[op.fragment] = replace(version, content=content)
 

@@ -133,6 +133,15 @@ def test_a_learner_that_is_alone_makes_the_global_step_by_itself():
     assert state.global_step == step
 
 
+def test_a_learner_that_is_alone_is_believed_where_it_is_not_known_when_the_run_began():
+  """A shard that is started anew on another host knows the global step of its values only."""
+  values = (FragmentState(0, global_step=9_000), FragmentState(1, global_step=8_990))
+  state = syncer.init(0, 1, values, SYNC, 1 << 60, began_at=0.0)
+  for step in range(9_001, 9_200):
+    state = told(state, says.report(7, 0, step, 0.5, (0, 0), (1, 1)), 0.5 * (step - 9_000))
+    assert state.global_step == step
+
+
 def test_a_member_that_never_says_how_fast_it_is_does_not_hold_up_a_fast_one():
   """The fast one is believed as far as the slow one's speed allows, and not a step further."""
   paces = ((0.1, 0), (0.3, 1))
@@ -202,36 +211,54 @@ def test_a_learner_that_leaves_again_and_again_is_not_waited_for():
   assert commits < 60, "then it is due like the others"
 
 
-def test_one_whose_updates_are_far_too_short_does_not_take_the_run_over():
-  """Nor do two others whose updates are far too long, once they have started afresh."""
-  sync = SyncConfig(num_shards=1, num_fragments=1, sync_period=4, overlap_steps=2, min_quorum=3)
-  state = syncer.init(0, 1, (FragmentState(0),), sync, 1 << 60)
-  made: list = []
+class Rounds:
+  """Rounds of one fragment, to which three learners push updates of given lengths."""
 
-  def tell(message, now: float, **measured) -> None:
-    nonlocal state
-    state, actions = says.take_in(state, Received(message, now, **measured))
-    made.extend(actions)
+  def __init__(self, min_quorum: int):
+    sync = SyncConfig(
+      num_shards=1, num_fragments=1, sync_period=4, overlap_steps=2, min_quorum=min_quorum
+    )
+    self.state = syncer.init(0, 1, (FragmentState(0),), sync, 1 << 60)
+    self.made: list = []
 
-  def round_of(now: float, life: int, *norms: float) -> events.Commit | events.Abandoned:
-    nonlocal state
-    made.clear()
-    f = state.fragments[0]
+  def tell(self, event) -> None:
+    self.state, actions = says.take_in(self.state, event)
+    self.made.extend(actions)
+
+  def end(self, now: float, life: int, *norms: float) -> events.Commit | events.Abandoned:
+    """The end of one more round, in which learner m pushes an update of length `norms[m]`."""
+    self.made.clear()
+    f = self.state.fragments[0]
     for m in range(3):
       report = says.report(m, life, int(now), 1.0, (f.version,), (4,), rounds=(f.last_round,))
-      tell(report, now)
-    state, _ = says.take_in(state, Tick(now))
-    current = state.under_way[0]
+      self.tell(Received(report, now))
+    self.tell(Tick(now))
+    current = self.state.under_way[0]
     for m in range(3):
       sent = says.push(m, life, 0, current.id, f.version, 4, 40, int(now), "")
-      tell(sent, now, norm=norms[m])
-    state, actions = says.take_in(state, Tick(now))
-    [end] = [a for a in (*made, *actions) if isinstance(a, events.Commit | events.Abandoned)]
+      self.tell(Received(sent, now, norm=norms[m]))
+    self.tell(Tick(now))
+    [end] = [a for a in self.made if isinstance(a, events.Commit | events.Abandoned)]
     return end
 
+
+def test_one_whose_updates_are_far_too_short_does_not_take_the_run_over():
+  """Nor do two others whose updates are far too long, once they have started afresh."""
+  rounds = Rounds(min_quorum=3)
   for step in range(1, 41, 4):
-    assert round_of(float(step), 0, 1.0, 1.0, 0.05).rejected == {}
-  assert round_of(41.0, 1, 1.0, 1e9, 1e9).rejected.keys() == {1, 2}, "their former lives had a past"
+    assert rounds.end(float(step), 0, 1.0, 1.0, 0.05).rejected == {}
+  ended = rounds.end(41.0, 1, 1.0, 1e9, 1e9)
+  assert ended.rejected.keys() == {1, 2}, "their former lives had a past"
+
+
+def test_one_whose_updates_grow_from_round_to_round_is_rejected_in_the_end():
+  """Each is less than ten times its past, as the updates of an island that diverges may be."""
+  rounds, length = Rounds(min_quorum=2), 1.0
+  for step in range(401, 441, 4):
+    if rounds.end(float(step), 0, 1.0, 1.0, length).rejected:
+      break
+    length *= 2.5
+  assert 10 < length < 1000
 
 
 @pytest.mark.parametrize("turns", ["stays", "comes back", "is new"])
@@ -295,6 +322,24 @@ def test_what_was_merged_once_is_not_claimed_again():
   for m, most in ((0, 499 + 28), (1, 500 + 28)):
     lie = says.push(m, 0, 0, current.id, 0, most + 1, most + 1, 1, "")
     assert says.take_in(state, Received(lie, 500.1, norm=1.0))[0].under_way[0].rejected
+
+
+def test_steps_that_the_run_has_not_made_are_believed_once():
+  """The slack counted in each round anew: with one liar of four a run ended in two thirds."""
+  state = shard()
+  for now, claimed in ((10, 38), (20, 38)):
+    f = state.fragments[0]
+    for since in (1, 10):  # all can be asked before a quorum is due
+      for m in range(4):
+        ready = says.report(m, 0, now, 1.0, (f.version, 0), (since, 0), rounds=(f.last_round, -1))
+        state = told(state, ready, float(now))
+    current = state.under_way[0]
+    for m in range(4):
+      steps = claimed if m == 0 else 10
+      sent = says.push(m, 0, 0, current.id, f.version, steps, steps, now, "")
+      state = told(state, sent, float(now), norm=1.0)
+  assert state.fragments[0].version == 2
+  assert state.fragments[0].merged_tokens == (38 + 3 * 10) + 3 * 10
 
 
 @pytest.mark.parametrize("steps, worth", [(1, 1), (30, 30), (60, 15), (3_000, 0.3)])

@@ -385,6 +385,21 @@ def test_a_value_is_not_adopted_in_place_of_what_was_made_since():
   assert shard.feed(VALUE) == [] and shard.state.fragments[0].version == 1
 
 
+def test_a_value_ends_the_round_under_way():
+  """Its pushes are changes of the value before, and the shard no longer has them."""
+  shard = Script(SYNC, incarnation=1)
+  shard.feed(says.report(0, 0, 9, 0.1, (3, 0), (2, 2), rounds=(7, -1)))
+  for m in (1, 2):
+    shard.feed(report(m, (0, 0), (2, 0)), 1.9)
+  asked = shard.feed(Tick(2.0))
+  assert [(a.to, a.message.round) for a in asked] == [(1, 1 << 24), (2, 1 << 24)]
+  shard.feed(push(1, 1 << 24), 2.1, norm=1.0)
+  abandoned, installed = shard.feed(VALUE, 2.2)
+  assert isinstance(abandoned, events.Abandoned) and installed == InstallValue(0, 7)
+  assert shard.feed(push(2, 1 << 24), 2.3, norm=1.0) == [] == shard.feed(Tick(9.0))
+  assert shard.state.fragments[0].version == 3 and not shard.state.under_way
+
+
 def test_a_report_of_a_round_that_never_was_is_ignored():
   shard = Script(ALONE, incarnation=1)
   shard.feed(hello(0, 0))

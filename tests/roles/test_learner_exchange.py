@@ -400,6 +400,19 @@ def test_a_snapshot_that_goes_without_a_learner_costs_it_no_copy(bench, monkeypa
   assert saver.declined == [(2, "the one before is not done yet")]
 
 
+def test_a_learner_that_has_not_joined_says_which_values_it_waits_for(bench, monkeypatch):
+  """Also those that have arrived, and are on their way to the devices."""
+  saver, place = Refusing(), threading.Event()
+  b = bench(saver=saver)
+  monkeypatch.setattr(b.island, "stage", lambda p, flat: place.wait(PATIENCE_SECONDS) and flat)
+  for p, f in enumerate(b.plan.fragments):
+    b.publish(p, 0, vector(f.size))
+  b.give(replace(says.pull(0, 0, 0, 0, 5, 0), snapshot=1))
+  b.until(lambda: saver.declined)
+  place.set()
+  assert saver.declined == [(1, "it has not joined: it waits for fragments [0, 1]")]
+
+
 def test_a_copy_is_freed_before_the_push_is_made(bench, monkeypatch):
   """It lay on the devices, or in the pinned memory of their host, until the push was sent."""
   b = bench()

@@ -187,9 +187,9 @@ def broken_scale(size: int, scale: float) -> np.ndarray:
 
 BAD = {
   "short": (lambda n: ("f32", whole(n, 1.0)[:-4]), "must be uint8"),
-  "long": (lambda n: ("int8", whole(n, 1.0)), "must be uint8"),
+  "long": (lambda n: ("f32", whole(n + 1, 1.0)), "must be uint8"),
   "empty": (lambda n: ("f32", np.zeros(0, np.uint8)), "must be uint8"),
-  "codec": (lambda n: ("fp8", whole(n, 1.0)), "must be one of"),
+  "codec": (lambda n: ("bf16", codec.encode(np.ones(n, np.float32), "bf16")), "must be 'f32'"),
   "nan": (lambda n: ("f32", whole(n, math.nan)), "not finite"),
   "inf": (lambda n: ("f32", whole(n, -math.inf)), "not finite"),
   "exploding": (lambda n: ("f32", whole(n, 1e9)), "is over 10 x"),
@@ -201,17 +201,18 @@ BAD = {
 @pytest.mark.parametrize("kind", BAD)
 def test_a_bad_push_is_rejected_with_its_reason_and_changes_no_bit(kind):
   make, reason = BAD[kind]
-  shard, clean = (Shard(3, sync={"min_quorum": 2}) for _ in range(2))
+  name = "int8" if kind == "nan scale" else "f32"
+  shard, clean = (Shard(3, sync={"min_quorum": 2, "push_codec": name}) for _ in range(2))
   for number in range(2):  # a bad one after a good one: the past counts as well
     good = deltas(shard.plan, shard.learners, seed=number)
     if number == 0:
-      shard.round(good)
-      clean.round(good)
+      shard.round(good, name)
+      clean.round(good, name)
       continue
     bad = {**good, 1: {f.index: make(f.size) for f in shard.plan.fragments}}
     clean.learners = [0, 2]
-    shard.round(bad)
-    clean.round(good)
+    shard.round(bad, name)
+    clean.round(good, name)
   commits = [e for e in shard.events if e.kind == "commit" and e.version == 2]
   assert len(commits) == len(shard.plan.fragments)
   for event in commits:
@@ -389,7 +390,7 @@ def test_a_shard_that_alone_has_its_vectors_writes_over_them_and_over_nothing_le
   lent: list[tuple[np.ndarray, bytes]] = []
   for seed in range(6):
     for shard in both:
-      shard.round(deltas(shard.plan, shard.learners, seed), name="f32")
+      shard.round(deltas(shard.plan, shard.learners, seed), name="int8")
     for c, d in zip(*(shard.syncer.committed.values() for shard in both)):
       assert c.state == d.state
       assert same(c.value, d.value) and same(c.published_value, d.published_value)

@@ -9,7 +9,7 @@ import pytest
 from ddiloco.protocol import events
 from ddiloco.trace.check import MergedSteps, StepRange, check, ranges
 from ddiloco.trace.operations import read_logs
-from tests.trace.traces import Logs, find, good, typed
+from tests.trace.traces import Log, Logs, find, good, typed
 
 ONE, TWO, SHARD = "learner-0", "learner-1", "syncer-0"
 
@@ -58,6 +58,22 @@ def test_nothing_is_wrong_with_a_good_trace():
     "donated": 1, "inherited": 1, "owns": 1,
   }  # fmt: skip
   assert checked.summary[0].startswith("16 steps of 2 learners in 3 incarnations")
+
+
+def test_a_value_that_is_given_back_is_of_a_later_round_and_may_be_of_an_earlier_version():
+  shard, one, two = Log(SHARD), Log(ONE), Log(TWO)
+  first = {"fragment": 0, "version": 0, "round": -1, "momentum_round": -1}
+  shard.on(0).add("owns", **first)
+  one.on(0).apply(-1, 0, "overwrite").steps(1).copy_out(0, 0, -1, steps=1)
+  shard.commit(0, 1, -1, {0: 0}, steps=[1], merged=1)
+  one.apply(0, 1, included=True).steps(1).copy_out(1, 1, 0, steps=1)
+  shard.commit(1, 2, 0, {0: 0}, steps=[1], merged=2)
+  shard.on(1).add("owns", **first)  # it has lost both
+  two.on(0).apply(-1, 0, "overwrite").steps(1).copy_out(9, 0, -1, steps=1)
+  shard.commit(9, 1, -1, {1: 0}, steps=[1], merged=1)
+  shard.on(2).add("owns", fragment=0, version=2, round=1, momentum_round=1)
+  shard.add("owns", fragment=0, version=1, round=9, momentum_round=1)
+  assert problems({SHARD: shard.events, ONE: one.events, TWO: two.events}) == []
 
 
 MUTATIONS = [
@@ -114,7 +130,7 @@ MUTATIONS = [
   ("owns too new a momentum", change(SHARD, "owns", {}, momentum_round=0), SHARD, "later round"),
   ("owns nothing", drop(SHARD, "owns"), SHARD, "commits fragment 0, which it does not own"),
   ("the shard goes back", add_after(SHARD, "commit", {"round": 1}, kind="owns", version=1, round=0,
-   momentum_round=-1), SHARD, "version 1 follows 2 in the same incarnation"),
+   momentum_round=-1), SHARD, "round 0 follows round 1 in the same incarnation"),
   ("what is inherited was never donated", drop(ONE, "donated"), TWO,
    r"needs donation 1 of fragment 0 by learner-0 \(incarnation 0\), which was never made"),
   ("what is restored was never captured", drop(TWO, "captured"), TWO,
