@@ -17,7 +17,7 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
@@ -57,11 +57,11 @@ def load_model(config: ModelConfig) -> Model:
     _refuse(config, "shapes() and logical_axes() must be dicts that name the same, not none")
   for name, leaf in shapes.items():
     good = str(leaf.dtype) == "float32" and 0 not in leaf.shape  # nothing can save what is empty
-    good = good and isinstance(axes[name], Sized) and len(axes[name]) == len(leaf.shape)
+    good = good and isinstance(axes[name], tuple) and len(axes[name]) == len(leaf.shape)
     if not (good and all(name.split("/"))):  # no snapshot could tell "a/" from "a"
-      rule = "must be float32, have values, and a name or None for each axis; its name is parts"
+      rule = "must be float32, have values, and a tuple of names or None, one for each axis"
       what = f"parameter {name!r} is {leaf.dtype}{list(leaf.shape)}, with the axes {axes[name]}"
-      _refuse(config, f"{what}: it {rule} joined by '/', none of them empty")
+      _refuse(config, f"{what}: it {rule}; its name is parts joined by '/', none of them empty")
   return model
 
 
