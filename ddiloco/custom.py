@@ -112,6 +112,7 @@ def _check_model(config: Config) -> None:
     for name, value in {"loss": None, **values}.items():
       if getattr(value, "shape", None) != () or str(value.dtype) != "float32":
         _refuse(own, f"{where} gives {name} = {value}, must give a float32 scalar")
+  flops_per_token(config)
 
 
 def _check_optimizer(config: Config) -> None:
@@ -169,9 +170,13 @@ def flops_per_token(config: Config) -> float:
 
   0.0 for a custom model without `flops_per_token` (`models.model.Model`). For ddiloco's own model
   see `models.transformer.LanguageModel`.
+
+  Raises:
+    ConfigError: the custom model's own fails, or gives no number.
   """
-  own = getattr(load_model(config.model), "flops_per_token", None)
-  return float(own(config.data.sequence_length)) if own is not None else 0.0
+  own = getattr(load_model(config.model), "flops_per_token", None) or (lambda length: 0.0)
+  length = config.data.sequence_length
+  return called(config.model, "flops_per_token()", lambda: float(own(length)))
 
 
 def load_optimizer(config: InnerConfig) -> optax.GradientTransformation:
