@@ -104,7 +104,7 @@ WINDOW_BYTES = 128 << 20  # of arrays that are on the host at once, beside the l
 MANIFEST = "manifest.json"
 META = "meta.json"
 ARRAYS = "arrays"
-ROLE = re.compile(r"[A-Za-z0-9-]+")
+ROLE = re.compile(r"(learner|syncer)-[0-9]+")
 DECLINED = ".declined"  # 00000200/learner-3.declined: why learner 3 will save no part
 ASIDE = "aside"  # 00000200.aside: no snapshot any more, never touched again
 
@@ -451,8 +451,10 @@ class Storage:
         (path / MANIFEST).rmtree(missing_ok=True)  # a file too
       for role in self._roles(snapshot) - stay:
         _delete(path / role) if whole else self._forget(snapshot, role)
-      if not stay and (whole or not self.is_committed(snapshot)) and path.is_dir():
-        path.rmtree(missing_ok=True)  # a file of this name is another program's
+      # A folder or file of this name, and what is in it, may be another program's.
+      ours = whole or all(n.endswith((DECLINED, ".tmp")) for n in signed_json.listed(path))
+      if not stay and ours and path.is_dir():
+        path.rmtree(missing_ok=True)
 
   def _forget(self, snapshot: int, role: str) -> None:
     folder = self._snapshot(snapshot)
@@ -498,7 +500,7 @@ class Storage:
 
   def _part(self, snapshot: int, role: str) -> epath.Path:
     if not ROLE.fullmatch(role):
-      raise ValueError(f"role {role!r}: must be letters, digits and '-' (learner-3), for a folder")
+      raise ValueError(f"role {role!r}: saves no parts; learners and shards do, such as learner-3")
     return self._snapshot(snapshot) / role
 
   def _note(self, snapshot: int, role: str) -> epath.Path:
