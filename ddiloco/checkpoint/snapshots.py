@@ -389,9 +389,9 @@ class Storage:
   def prune(self, keep: int, over: int = 0) -> None:
     """Deletes all but the newest `keep` committed snapshots, and older ones never committed.
 
-    The newest part of every role stays, in any snapshot: a learner that was away for long still
-    finds its own. So does one that may still be written. If a deletion fails, there is a warning,
-    and the next call tries again.
+    The newest part of every learner stays, in any snapshot: one that was away for long still finds
+    its own. So does a part that may still be written. If a deletion fails, there is a warning, and
+    the next call tries again.
 
     Args:
       keep: how many, at least 1.
@@ -402,8 +402,8 @@ class Storage:
       OSError: the file system cannot be asked.
     """
     committed = self.committed()
-    newer: set[str] = set()  # roles that have a part in a newer snapshot
-    begun: set[str] = set()  # the same, also if that part is not complete
+    newer: set[str] = set()  # learners that have a part in a newer snapshot
+    begun: set[str] = set()  # roles that have begun one
     for snapshot in self._snapshots():
       roles = set[str]()
       try:
@@ -412,7 +412,8 @@ class Storage:
         if snapshot > max([over, *committed]):
           continue  # its parts are still being saved
         whole = snapshot in committed
-        roles = self.manifest(snapshot)["parts"].keys() - newer if whole else set()
+        saved = self.manifest(snapshot)["parts"] if whole else ()
+        roles = {role for role in saved if role.startswith("learner-")} - newer
         if snapshot not in committed[:keep]:
           self._clear(snapshot, whole, roles, last)
       except OSError as error:  # also if it is another run's, or unreadable: not ours to delete

@@ -251,6 +251,18 @@ def test_pruning_keeps_the_newest_and_what_is_under_way(tmp_path):
   ]
 
 
+def test_a_shard_that_the_run_has_no_more_leaves_no_part(tmp_path):
+  """The run went on with fewer shards: their parts stayed for ever, a share of the model each."""
+  storage = make(tmp_path)
+  for snapshot, shards in ((1, 2), (2, 1), (3, 1)):
+    roles = [f"syncer-{shard}" for shard in range(shards)]
+    for role in roles:
+      storage.save(snapshot, role, 1, {}, some())
+    storage.commit(snapshot, roles)
+  storage.prune(keep=2)
+  assert sorted(path.name for path in tmp_path.iterdir()) == ["00000002", "00000003"]
+
+
 def test_saving_is_silent_needs_no_main_thread_and_leaves_none(tmp_path, caplog):
   """Roles of the threads engine save beside each other."""
   before, failures = set(threading.enumerate()), []
