@@ -42,8 +42,10 @@ def test_what_each_role_may_have_its_own_way(tmp_path):
     islands=IslandsConfig(num_learners=2, batch_size=32),
     run=dataclasses.replace(CONFIG.run, restart_seconds=9.0),
     network=dataclasses.replace(CONFIG.network, streams=7),
+    sync=dataclasses.replace(CONFIG.sync, value_threads=7),
   )
   workdir.join(tmp_path, other)
+  assert workdir.check(tmp_path, other, overwrite=False), "nor does it matter when a run goes on"
   assert workdir.saved_config(tmp_path) == CONFIG, "the first one stays"
 
 
