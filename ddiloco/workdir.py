@@ -106,10 +106,13 @@ def live_in(workdir: Path) -> IO[str] | None:
 
   The mark is a kernel lock, which other machines see too, over NFS. A file system without locks is
   no reason to refuse: no run can train there, so none can overwrite.
+
+  Raises:
+    ConfigError: a run begins here at this moment, and may be deleting the files of the one before.
   """
   with contextlib.suppress(OSError):
     file = (workdir / ROLES).open("a+")
-    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    _lock(file, fcntl.LOCK_SH, f"--workdir={workdir}: {_TRAINED}")
     return file
   return None
 

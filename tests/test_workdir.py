@@ -256,6 +256,25 @@ def test_to_overwrite_waits_for_roles_that_are_ending(tmp_path):
   assert role.closed
 
 
+def test_no_role_begins_where_a_run_is_being_overwritten(tmp_path, monkeypatch):
+  """It lived on unmarked, with the config of the run whose files were being deleted."""
+  workdir.claim(tmp_path, CONFIG, overwrite=False)
+  (tmp_path / "events").mkdir()
+  rmtree, refused = shutil.rmtree, []
+
+  def deleting(path):
+    with pytest.raises(ConfigError, match="another process trains in it at this moment"):
+      workdir.live_in(tmp_path)
+    refused.append(path)
+    rmtree(path)
+
+  monkeypatch.setattr(shutil, "rmtree", deleting)
+  role = workdir.live_in(tmp_path)
+  role.close()
+  workdir.claim(tmp_path, CONFIG, overwrite=True)
+  assert refused == [tmp_path / "events"]
+
+
 @pytest.mark.slow
 def test_to_overwrite_is_refused_while_a_real_role_lives(tmp_path, monkeypatch):
   monkeypatch.setattr(workdir, "END_SECONDS", 0.2)
