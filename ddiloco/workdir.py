@@ -362,7 +362,8 @@ def append_request(path: Path, fields: Mapping[str, Any]) -> None:
   Raises:
     OSError: the line cannot be written.
   """
-  line = json.dumps({"time": time.time(), **fields}) + "\n"  # unix seconds
+  # Unix seconds. The line before may be one that a full disk has cut off.
+  line = "\n" + json.dumps({"time": time.time(), **fields}) + "\n"
   file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
   try:
     # One call, so that lines of several processes do not mix; a full disk takes the beginning.
@@ -402,6 +403,8 @@ class RequestFile(Generic[T]):
       return
     for line in lines:
       self._at += len(line) + 1
+      if not line:
+        continue
       try:
         fields = json.loads(line)
         when = float(fields.pop("time"))
