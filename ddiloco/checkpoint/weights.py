@@ -119,9 +119,12 @@ def replaceable(path: str | os.PathLike, field: str = "weights") -> epath.Path:
   """As `followed`, where a save may put weights: nothing but older weights is there.
 
   Raises:
-    ConfigError: as `followed`; or something else is there, or what cannot be looked into.
+    ConfigError: as `followed`; or something else is there, what cannot be looked into, or a link
+      to nothing.
   """
   target = followed(path, field)
+  rule, fix = f"is a link to {target}, where nothing is", "make it, mount it, or remove the link"
+  require(not os.path.islink(path) or target.exists(), field, str(path), rule, fix)
   try:
     if target.name.endswith(SUFFIX):
       kind, good = "file", target.is_file() or not target.exists()

@@ -346,6 +346,13 @@ def test_what_is_no_result_is_never_replaced_by_one(tmp_path):
   assert [path.name for path in tmp_path.iterdir()] == ["result"]
 
 
+def test_a_link_for_the_result_that_leads_nowhere_is_refused_before_the_run(tmp_path):
+  """All was trained, and then the result had no place."""
+  (tmp_path / "result").symlink_to(tmp_path / "big" / "result")
+  with pytest.raises(ConfigError, match=r"^--workdir = '.*/result': is a link to .*/big/result, "):
+    session.train(CONFIG, tmp_path)
+
+
 # --- while the run goes on ------------------------------------------------------------------------
 
 
