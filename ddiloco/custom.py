@@ -17,7 +17,7 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
@@ -57,11 +57,11 @@ def load_model(config: ModelConfig) -> Model:
     _refuse(config, "shapes() and logical_axes() must be dicts that name the same, not none")
   for name, leaf in shapes.items():
     good = str(leaf.dtype) == "float32" and 0 not in leaf.shape  # nothing can save what is empty
-    good = good and isinstance(axes[name], Sized) and len(axes[name]) == len(leaf.shape)
+    good = good and isinstance(axes[name], tuple) and len(axes[name]) == len(leaf.shape)
     if not (good and all(name.split("/"))):  # no snapshot could tell "a/" from "a"
-      rule = "must be float32, have values, and a name or None for each axis; its name is parts"
+      rule = "must be float32, have values, and a tuple of names or None, one for each axis"
       what = f"parameter {name!r} is {leaf.dtype}{list(leaf.shape)}, with the axes {axes[name]}"
-      _refuse(config, f"{what}: it {rule} joined by '/', none of them empty")
+      _refuse(config, f"{what}: it {rule}; its name is parts joined by '/', none of them empty")
   return model
 
 
@@ -112,6 +112,7 @@ def _check_model(config: Config) -> None:
     for name, value in {"loss": None, **values}.items():
       if getattr(value, "shape", None) != () or str(value.dtype) != "float32":
         _refuse(own, f"{where} gives {name} = {value}, must give a float32 scalar")
+  flops_per_token(config)
 
 
 def _check_optimizer(config: Config) -> None:
@@ -169,9 +170,13 @@ def flops_per_token(config: Config) -> float:
 
   0.0 for a custom model without `flops_per_token` (`models.model.Model`). For ddiloco's own model
   see `models.transformer.LanguageModel`.
+
+  Raises:
+    ConfigError: the custom model's own fails, or gives no number.
   """
-  own = getattr(load_model(config.model), "flops_per_token", None)
-  return float(own(config.data.sequence_length)) if own is not None else 0.0
+  own = getattr(load_model(config.model), "flops_per_token", None) or (lambda length: 0.0)
+  length = config.data.sequence_length
+  return called(config.model, "flops_per_token()", lambda: float(own(length)))
 
 
 def load_optimizer(config: InnerConfig) -> optax.GradientTransformation:

@@ -106,10 +106,13 @@ def live_in(workdir: Path) -> IO[str] | None:
 
   The mark is a kernel lock, which other machines see too, over NFS. A file system without locks is
   no reason to refuse: no run can train there, so none can overwrite.
+
+  Raises:
+    ConfigError: a run begins here at this moment, and may be deleting the files of the one before.
   """
   with contextlib.suppress(OSError):
     file = (workdir / ROLES).open("a+")
-    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    _lock(file, fcntl.LOCK_SH, f"--workdir={workdir}: {_TRAINED}")
     return file
   return None
 
@@ -338,12 +341,13 @@ def _refuse_another(
 
 
 def _fixed(config: Config) -> dict[str, Any]:
-  """Every field outside `FREE_SECTIONS`, and the run's length and start, by name."""
+  """Every field outside `FREE_SECTIONS` but one, and the run's length and start, by name."""
   found = {f"run.{name}": getattr(config.run, name) for name in ("total_tokens", "init_from")}
   for name in (f.name for f in dataclasses.fields(config) if f.name not in FREE_SECTIONS):
     value = getattr(config, name)
     inner = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
     found |= {f"{name}.{f.name}": getattr(value, f.name) for f in inner} or {name: value}
+  del found["sync.value_threads"]  # of one machine
   return found
 
 
@@ -358,7 +362,8 @@ def append_request(path: Path, fields: Mapping[str, Any]) -> None:
   Raises:
     OSError: the line cannot be written.
   """
-  line = json.dumps({"time": time.time(), **fields}) + "\n"  # unix seconds
+  # Unix seconds. The line before may be one that a full disk has cut off.
+  line = "\n" + json.dumps({"time": time.time(), **fields}) + "\n"
   file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
   try:
     # One call, so that lines of several processes do not mix; a full disk takes the beginning.
@@ -398,6 +403,8 @@ class RequestFile(Generic[T]):
       return
     for line in lines:
       self._at += len(line) + 1
+      if not line:
+        continue
       try:
         fields = json.loads(line)
         when = float(fields.pop("time"))

@@ -149,6 +149,16 @@ def unnamed(config):
   made.logical_axes = lambda: {"kernel": None, "bias": None}
   return made
 
+def leaned(config):
+  made = Line(3)
+  made.logical_axes = lambda: {"kernel": ["layers", "mlp"], "bias": (None,)}
+  return made
+
+def uncounted(config):
+  made = Line(3)
+  made.flops_per_token = lambda sequence_length: None
+  return made
+
 def begun(config):
   made = Line(3)
   made.init = lambda key: [jnp.zeros((3, 1)), jnp.zeros(1)]
@@ -234,7 +244,9 @@ def test_without_a_name_the_model_is_the_transformer():
     ("sized", r"shapes\(\) has \(3, 1\) where a jax.ShapeDtypeStruct must be"),
     ("listed", r"shapes\(\) gives a list, must give a dict whose keys are names"),
     ("nested", r"shapes\(\) has {'kernel': Shape.*} where a jax.ShapeDtypeStruct must be"),
-    ("unnamed", r"axes None: it must .*have .* a name or None for each axis"),
+    ("unnamed", r"axes None: it must .*have .* a tuple of names or None, one for each axis"),
+    ("leaned", r"axes \[.layers., .mlp.\]: it must .*a tuple of names or None, one for each axis"),
+    ("uncounted", r"flops_per_token\(\) fails at .*TypeError: float\(\) argument must be"),
     ("begun", r"init\(\) gives a list, must give a dict whose keys are names"),
     ("layered", r"init\(\) has {'bias': Shape.*} where a jax.ShapeDtypeStruct must be"),
     ("parted", r"loss\(\) gives loss = \(Shape.*,\), must give a float32 scalar"),

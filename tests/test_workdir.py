@@ -42,8 +42,10 @@ def test_what_each_role_may_have_its_own_way(tmp_path):
     islands=IslandsConfig(num_learners=2, batch_size=32),
     run=dataclasses.replace(CONFIG.run, restart_seconds=9.0),
     network=dataclasses.replace(CONFIG.network, streams=7),
+    sync=dataclasses.replace(CONFIG.sync, value_threads=7),
   )
   workdir.join(tmp_path, other)
+  assert workdir.check(tmp_path, other, overwrite=False), "nor does it matter when a run goes on"
   assert workdir.saved_config(tmp_path) == CONFIG, "the first one stays"
 
 
@@ -252,6 +254,25 @@ def test_to_overwrite_waits_for_roles_that_are_ending(tmp_path):
   threading.Timer(0.3, role.close).start()
   workdir.claim(tmp_path, CONFIG, overwrite=True)
   assert role.closed
+
+
+def test_no_role_begins_where_a_run_is_being_overwritten(tmp_path, monkeypatch):
+  """It lived on unmarked, with the config of the run whose files were being deleted."""
+  workdir.claim(tmp_path, CONFIG, overwrite=False)
+  (tmp_path / "events").mkdir()
+  rmtree, refused = shutil.rmtree, []
+
+  def deleting(path):
+    with pytest.raises(ConfigError, match="another process trains in it at this moment"):
+      workdir.live_in(tmp_path)
+    refused.append(path)
+    rmtree(path)
+
+  monkeypatch.setattr(shutil, "rmtree", deleting)
+  role = workdir.live_in(tmp_path)
+  role.close()
+  workdir.claim(tmp_path, CONFIG, overwrite=True)
+  assert refused == [tmp_path / "events"]
 
 
 @pytest.mark.slow

@@ -63,3 +63,15 @@ def test_a_request_that_a_full_disk_cuts_off_is_an_error(tmp_path, monkeypatch):
   monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:9]))
   with pytest.raises(OSError, match="No space left"):
     append_request(tmp_path / "requests", {"n": 1})
+
+
+def test_a_request_after_one_that_was_cut_off_is_read(path, monkeypatch, capsys):
+  """It stood in the same line, and so was ignored, too."""
+  with monkeypatch.context() as full, pytest.raises(OSError):
+    write = os.write
+    full.setattr(os, "write", lambda file, data: write(file, data[:9]))
+    append_request(path, {"n": 1})
+  append_request(path, {"n": 2})
+  append_request(path, {"n": 3})
+  assert read(RequestFile(path, lambda fields: fields["n"], "number")) == [2, 3]
+  assert capsys.readouterr().err.count("asks for no number") == 1

@@ -135,7 +135,7 @@ def _revived(part: Part, new: LearnerState, island) -> ResumeState:
   old = captured.learner
   if len(old.fragments) != len(new.fragments) or old.learner != new.learner:
     raise NotAState("it is of another learner or plan")
-  mine = {n: value for n, value in part.arrays.items() if n.startswith(("params/", "inner/"))}
+  mine = {n: value for n, value in part.arrays.items() if n.startswith(("params/", "inner"))}
   island.restore(mine)
   rest = {name: value for name, value in part.arrays.items() if name not in mine}
   return ResumeState(learner.revive(old, new), rest, captured.position, fresh=False)

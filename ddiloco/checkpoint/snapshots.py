@@ -104,7 +104,7 @@ WINDOW_BYTES = 128 << 20  # of arrays that are on the host at once, beside the l
 MANIFEST = "manifest.json"
 META = "meta.json"
 ARRAYS = "arrays"
-ROLE = re.compile(r"[A-Za-z0-9-]+")
+ROLE = re.compile(r"(learner|syncer)-[0-9]+")
 DECLINED = ".declined"  # 00000200/learner-3.declined: why learner 3 will save no part
 ASIDE = "aside"  # 00000200.aside: no snapshot any more, never touched again
 
@@ -389,9 +389,9 @@ class Storage:
   def prune(self, keep: int, over: int = 0) -> None:
     """Deletes all but the newest `keep` committed snapshots, and older ones never committed.
 
-    The newest part of every role stays, in any snapshot: a learner that was away for long still
-    finds its own. So does one that may still be written. If a deletion fails, there is a warning,
-    and the next call tries again.
+    The newest part of every learner stays, in any snapshot: one that was away for long still finds
+    its own. So does a part that may still be written. If a deletion fails, there is a warning, and
+    the next call tries again.
 
     Args:
       keep: how many, at least 1.
@@ -402,8 +402,8 @@ class Storage:
       OSError: the file system cannot be asked.
     """
     committed = self.committed()
-    newer: set[str] = set()  # roles that have a part in a newer snapshot
-    begun: set[str] = set()  # the same, also if that part is not complete
+    newer: set[str] = set()  # learners that have a part in a newer snapshot
+    begun: set[str] = set()  # roles that have begun one
     for snapshot in self._snapshots():
       roles = set[str]()
       try:
@@ -412,7 +412,8 @@ class Storage:
         if snapshot > max([over, *committed]):
           continue  # its parts are still being saved
         whole = snapshot in committed
-        roles = self.manifest(snapshot)["parts"].keys() - newer if whole else set()
+        saved = self.manifest(snapshot)["parts"] if whole else ()
+        roles = {role for role in saved if role.startswith("learner-")} - newer
         if snapshot not in committed[:keep]:
           self._clear(snapshot, whole, roles, last)
       except OSError as error:  # also if it is another run's, or unreadable: not ours to delete
@@ -451,8 +452,10 @@ class Storage:
         (path / MANIFEST).rmtree(missing_ok=True)  # a file too
       for role in self._roles(snapshot) - stay:
         _delete(path / role) if whole else self._forget(snapshot, role)
-      if not stay and (whole or not self.is_committed(snapshot)) and path.is_dir():
-        path.rmtree(missing_ok=True)  # a file of this name is another program's
+      # A folder or file of this name, and what is in it, may be another program's.
+      ours = whole or all(n.endswith((DECLINED, ".tmp")) for n in signed_json.listed(path))
+      if not stay and ours and path.is_dir():
+        path.rmtree(missing_ok=True)
 
   def _forget(self, snapshot: int, role: str) -> None:
     folder = self._snapshot(snapshot)
@@ -498,7 +501,7 @@ class Storage:
 
   def _part(self, snapshot: int, role: str) -> epath.Path:
     if not ROLE.fullmatch(role):
-      raise ValueError(f"role {role!r}: must be letters, digits and '-' (learner-3), for a folder")
+      raise ValueError(f"role {role!r}: saves no parts; learners and shards do, such as learner-3")
     return self._snapshot(snapshot) / role
 
   def _note(self, snapshot: int, role: str) -> epath.Path:

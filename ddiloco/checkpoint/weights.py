@@ -115,10 +115,27 @@ def followed(path: str | os.PathLike, field: str = "weights") -> epath.Path:
   return target if "://" in str(target) else absolute(os.path.realpath(target), field)
 
 
-def is_checkpoint(path: epath.Path) -> bool:
-  """Whether this directory is an Orbax checkpoint, or empty: then it may be replaced."""
-  names = [inside.name for inside in path.iterdir()]
-  return not names or MARK in names
+def replaceable(path: str | os.PathLike, field: str = "weights") -> epath.Path:
+  """As `followed`, where a save may put weights: nothing but older weights is there.
+
+  Raises:
+    ConfigError: as `followed`; or something else is there, what cannot be looked into, or a link
+      to nothing.
+  """
+  target = followed(path, field)
+  rule, fix = f"is a link to {target}, where nothing is", "make it, mount it, or remove the link"
+  require(not os.path.islink(path) or target.exists(), field, str(path), rule, fix)
+  try:
+    if target.name.endswith(SUFFIX):
+      kind, good = "file", target.is_file() or not target.exists()
+    else:
+      names = [inside.name for inside in target.iterdir()] if target.exists() else []
+      kind, good = "Orbax checkpoint", not names or MARK in names
+  except OSError as error:
+    kind, good = f"known checkpoint ({brief(error)})", False
+  rule, fix = f"is no {kind}, and is never replaced", "move it away, or choose another path"
+  require(good, field, str(target), rule, fix)
+  return target
 
 
 def save(

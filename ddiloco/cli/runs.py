@@ -247,21 +247,13 @@ def _refuse_target(to: str, overwrite: bool) -> None:
   from ddiloco.checkpoint import weights
 
   path = weights.absolute(to, "--to")
-  file = path.name.endswith(weights.SUFFIX)
-  if file and "://" in to:
+  if path.name.endswith(weights.SUFFIX) and "://" in to:
     raise ConfigError(
       f"--to={to}: a safetensors file can only be local. Fix: write it here and copy it, or leave"
       f" out {weights.SUFFIX} for an Orbax checkpoint."
     )
-  if not path.exists():
-    return
-  if not (path.is_file() if file else path.is_dir() and weights.is_checkpoint(path)):
-    kind = "no file" if file else "no Orbax checkpoint"
-    raise ConfigError(
-      f"--to={to}: exists and is {kind}; it is left alone, also with --overwrite."
-      " Fix: choose a path where nothing is."
-    )
-  if not overwrite:
+  weights.replaceable(path, "--to")
+  if path.exists() and not overwrite:
     raise ConfigError(f"--to={to}: exists. Fix: choose another path, or add --overwrite.")
 
 

@@ -63,7 +63,8 @@ def train(
   initial.make_plan(config)  # before a device is touched
   config = initial.absolute_start(config)
   # Refused now, not when there is a result.
-  weights.followed(workdir / workdirs.RESULT, "--workdir")
+  place = weights.followed if overwrite else weights.replaceable
+  place(workdir / workdirs.RESULT, "--workdir")
   goes_on = workdirs.check(workdir, config, overwrite)
   if not goes_on:
     initial.checked_start(config)

@@ -372,7 +372,7 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
 
   config = runner.config
   result = runner.place.workdir / RESULT
-  weights.followed(result, "--workdir")  # refused now, not at the end when there is a result
+  weights.replaceable(result, "--workdir")  # refused now, not at the end when there is a result
   clear_stopped(runner.place.workdir)
   measure = loss = None
   if config.run.evaluations:

@@ -86,6 +86,7 @@ class Exchange(WorkingRole):
       collections.deque
     )
     self.poison: Callable[[], float] = lambda: 1.0  # factor of a planned fault on pushes
+    self.warms_up = False  # whether its learning rate does, since its inner moments are new
     self._started_at = self.time.now()
     self._reports: list[actions.LearnerAction] = []  # sent last, at ...
     self._heartbeat_at = -math.inf
@@ -221,6 +222,8 @@ class Exchange(WorkingRole):
     if not action.state.joined:
       lacks = [p for p, f in enumerate(action.state.fragments) if not f.here]
       reason = f"it has not joined: it waits for fragments {lacks}"
+    elif action.state.wants or self.warms_up:  # a later life would go on with them at full rate
+      reason = "its inner moments are new: its learning rate has not warmed up"
     if reason:
       self._saver.decline(action.snapshot, reason)
       return
@@ -508,6 +511,7 @@ class Learner:
     state = self.exchange.state
     started = now()
     position, rate_scale = self._next_position(state), self._rate_scale(state)
+    self.exchange.warms_up = rate_scale < 1
     at = schedule_step(state, self._planned_tokens)
     metrics = self.island.step(batch, at, rate_scale)
     if (early := self._min_step_seconds - (now() - started)) > 0:

@@ -282,7 +282,7 @@ class Island:
     """`reset`, and then these parameters (name -> array): for islands that train alone."""
     # A private copy: the CPU backend may use host memory as it is, and steps write in place.
     mine = {PARAMS + name: np.array(value, np.float32) for name, value in params.items()}
-    rest = {name: leaf for name, leaf in self.layout.leaves.items() if name.startswith("inner/")}
+    rest = {n: leaf for n, leaf in self.layout.leaves.items() if not n.startswith(PARAMS)}
     self.layout.check(rest | mine)
     self.reset()
     self._state |= {name: self.place(name, value) for name, value in mine.items()}

@@ -140,7 +140,7 @@ def accumulate(value_and_grad: Callable, params: Params, batch: Batch, steps: in
 # --- The names of an island's state: everything it must remember, as one flat dict of arrays
 # "params/<name>" are the parameters, "inner/<path>" the leaves of the inner optimizer's state.
 # Adam's are "inner/1/mu/<name>", "inner/1/nu/<name>" and "inner/1/count"; an optimizer may have any
-# others.
+# others, or one array alone, "inner".
 
 PARAMS = "params/"
 

@@ -198,6 +198,19 @@ def test_a_file_with_the_name_of_a_snapshot_is_left_alone(path):
   assert storage.find("learner-0").snapshot == 2
 
 
+def test_a_folder_of_another_program_is_left_alone(path):
+  """By its date its name was a snapshot's that was never committed, and a new run deleted it."""
+  files = [path / "20260101" / "model.pt", path / "20260102" / "weights" / "0"]
+  for file in files:
+    file.parent.mkdir(parents=True)
+    file.write_text("mine")
+  storage = Storage(path, "plan", pytest.fail)
+  storage.forget()
+  storage.forget("learner-0")
+  storage.prune(1, over=20260102)
+  assert [file.read_text() for file in files] == ["mine", "mine"]
+
+
 def test_what_was_read_counts_also_if_its_reader_cannot_be_closed(path, monkeypatch):
   """Every snapshot of a bucket that hung up there was passed over, and the run was refused."""
 

@@ -130,8 +130,8 @@ def test_foreign_things_are_never_replaced(tmp_path, refused):
   file.write_text("mine")
   (tmp_path / "folder.safetensors").mkdir()
   for to in (home, tmp_path, file, tmp_path / "folder.safetensors"):
-    assert "it is left alone, also with --overwrite" in refused(to, "--overwrite")
-    assert "it is left alone" in refused(to)
+    assert "and is never replaced" in refused(to, "--overwrite")
+    assert "and is never replaced" in refused(to)
 
 
 def test_paths_that_cannot_be_are_refused(tmp_path, refused):

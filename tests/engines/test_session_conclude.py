@@ -336,6 +336,23 @@ def test_the_results_close_fails_and_the_result_before_stays(tmp_path, monkeypat
   assert [p.name for p in workdir.iterdir() if p.name.startswith(".")] == []
 
 
+def test_what_is_no_result_is_never_replaced_by_one(tmp_path):
+  """A run in a folder with a user's own `result` deleted that at its end."""
+  (tmp_path / "result").mkdir()
+  (tmp_path / "result" / "figures").write_text("mine")
+  with pytest.raises(ConfigError, match=r"^--workdir = '.*/result': is no Orbax checkpoint, and"):
+    session.train(CONFIG, tmp_path)
+  assert (tmp_path / "result" / "figures").read_text() == "mine"
+  assert [path.name for path in tmp_path.iterdir()] == ["result"]
+
+
+def test_a_link_for_the_result_that_leads_nowhere_is_refused_before_the_run(tmp_path):
+  """All was trained, and then the result had no place."""
+  (tmp_path / "result").symlink_to(tmp_path / "big" / "result")
+  with pytest.raises(ConfigError, match=r"^--workdir = '.*/result': is a link to .*/big/result, "):
+    session.train(CONFIG, tmp_path)
+
+
 # --- while the run goes on ------------------------------------------------------------------------
 
 

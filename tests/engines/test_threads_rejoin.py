@@ -188,6 +188,30 @@ def test_fresh_warms_up_only_in_the_middle_of_a_run(corpus, tmp_path):
   assert second[0].global_step > 50, "the global step is the run's"
 
 
+@pytest.mark.parametrize("warmup_steps", [5, 10**6])
+def test_a_part_is_saved_only_when_the_warm_up_is_over(corpus, tmp_path, warmup_steps):
+  """The next life went on from it at full rate, with moments of a few steps or none."""
+  later = []
+
+  def over(event) -> bool:
+    if (event.kind, event.role, event.incarnation) == ("step", "learner-1", 1) or later:
+      later.append(event)
+    return sum(e.kind == "snapshot" for e in later) >= 3
+
+  config = make_config(
+    learners=2,
+    steps=10**6,
+    sync={"snapshot_steps": 40, "min_quorum": 1},
+    checkpoint={"warmup_steps": warmup_steps},
+  )
+  ran = Ran(config, corpus, tmp_path, [(1, 20, crash)], stop_after=over)
+  *_, newest = ran.of("snapshot")
+  warm = warmup_steps == 5
+  assert ("learner-1" in newest.roles) == warm and ("learner-1" in newest.lacks) != warm
+  reasons = [e.reason for e in ran.of("unsaved", "learner-1") if "not warmed up" in e.reason]
+  assert reasons or warm
+
+
 def test_no_warm_up_if_it_is_switched_off(corpus, tmp_path):
   ran = Story(corpus, tmp_path, crash, rejoin="fresh", warmup_steps=0)
   assert len(ran.lives("step")[1]) > 8

@@ -10,8 +10,11 @@ import optax
 import pytest
 from flax import nnx
 
+from ddiloco.checkpoint.restore import begin_learner, learner_part, new_learner
+from ddiloco.checkpoint.snapshots import Storage
 from ddiloco.config import from_dict
 from ddiloco.models.model import NnxModel
+from ddiloco.observe.eventlog import NullRecorder
 from ddiloco.roles import initial
 from ddiloco.training.evaluate import HeldoutLoss
 from ddiloco.training.island import Island
@@ -149,3 +152,27 @@ def test_a_donor_tells_the_greatest_of_its_counts():
   state = island.capture()
   assert (int(state["inner/mini_step"]), int(state["inner/gradient_step"])) == (1, 3)
   assert int(island.count()) == 3
+
+
+def test_an_optimizer_whose_state_is_one_array_comes_back_with_it(tmp_path):
+  """It was left out of what the island got back, which refused the rest."""
+
+  def update(grads, count, params=None):
+    return jax.tree.map(lambda g: -g / (1 + count), grads), count + 1
+
+  sys.modules[NAME].inner = lambda config: optax.GradientTransformation(
+    lambda params: jnp.zeros((), jnp.int32), update
+  )
+  island, config = make({"devices": 1})
+  island.load(initial.initial_params(config))
+  for n in range(3):
+    island.step(batch(n), n)
+  storage = Storage(tmp_path, "plan", pytest.fail)
+  before = {name: np.asarray(value) for name, value in island.capture().items()}
+  state = new_learner(config, initial.make_plan(config), 0, 1)
+  storage.save(1, "learner-0", 1, learner_part(state, 3), dict(before))
+  storage.commit(1, ["learner-0"])
+  assert not begin_learner(state, config, island, storage, NullRecorder()).fresh
+  assert before["inner"] == 3
+  for name, value in island.capture().items():
+    np.testing.assert_array_equal(np.asarray(value), before[name], err_msg=name)
