@@ -251,8 +251,16 @@ class Engine:
     """Asks all roles of a kind to end, and waits until they have brought out what they have."""
     self._feed(supervisor.Dismiss(kind))
     seconds = self.config.network.drain_seconds + PATIENCE_SECONDS
-    if late := self._wait([*supervisor.members(self._state, kind)], seconds):
-      warn(f"{', '.join(late)}: not ended within {seconds:g} s. They are killed.")
+    for name in self._wait([*supervisor.members(self._state, kind)], seconds):
+      late = f"not ended within {seconds:g} s, and killed"
+      warn(f"{name}: {late}.")
+      self._note_lost(name, late)
+
+  def _note_lost(self, name: str, why: str) -> None:
+    """Keeps in mind that a role ends without having brought out its work, if the run needs that:
+    once all is merged it needs none, and the evaluator has what the shards had."""
+    if self._ending and name.startswith("learner-") and not self._merged():
+      self._lost[name] = why
 
   def _kill(self) -> None:
     """Ends at once all roles that still live."""
@@ -361,6 +369,7 @@ class Engine:
       except BaseException as error:  # a user's program may also raise SystemExit
         recorder.record(events.Crash(trace=traceback.format_exc()))
         how = {"reason": f"{type(error).__name__}: {error}"}
+        self._note_lost(name, how["reason"])
     exited = lambda: supervisor.Exited(name, time.monotonic(), **how)  # noqa: E731
     self._news.put(exited if how else lambda: supervisor.Left(name))
 
