@@ -265,8 +265,9 @@ class Engine:
   def _kill(self) -> None:
     """Ends at once all roles that still live."""
     self._feed(supervisor.Dismiss(""))
-    for thread in self._threads.values():
-      ended(thread, MEASURE_SECONDS)
+    with contextlib.suppress(KeyboardInterrupt):  # who asks once more waits for no thread
+      for thread in self._threads.values():
+        ended(thread, MEASURE_SECONDS)
 
   # --- turns --------------------------------------------------------------------------------------
 

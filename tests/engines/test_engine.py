@@ -153,6 +153,30 @@ def test_work_is_lost_with_a_learner_that_takes_too_long_to_bring_it_out(tmp_pat
   assert engine._lost == {NAME: "not ended within 0.2 s, and killed"}
 
 
+def test_whoever_interrupts_again_waits_for_no_thread_and_has_the_result(tmp_path):
+  """The second Ctrl-C came when all was merged and the evaluator measured that: no outcome."""
+  released = threading.Event()
+
+  class Measures(Toy):
+    def _over(self) -> str | None:
+      return "finished"
+
+    def _end(self, reason: str) -> None:
+      for seconds in (0.3, 0.6):
+        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+  last = threading.Timer(30.0, released.set)  # wakes a run that hangs, which is too late
+  last.start()
+  try:
+    began = time.monotonic()
+    assert Measures(tmp_path, released.wait).run().reason == "finished"
+    assert 0.5 < time.monotonic() - began < 20
+  finally:
+    last.cancel()
+    released.set()
+  assert [e.kind for e in read_events(tmp_path) if e.role == "engine"][-1] == "run_finished"
+
+
 def test_waiting_for_roles_has_a_limit_and_goes_on_with_their_lives(tmp_path):
   go_on = threading.Event()
 
