@@ -119,7 +119,7 @@ class Engine:
     self._saving = threading.Lock()  # held while the model of the end is saved
     self._ending = False  # the run is over, and roles end in good order
     self._lost: dict[str, str] = {}  # role -> its work that was not merged at the end
-    self._lived_at = time.monotonic()  # when a learner was last there, or was to come
+    self._quorum_at = time.monotonic()  # when a quorum of learners was last there, or to come
 
   def run(self, listeners: Sequence[Listener] = ()) -> RunResult:
     """Runs to the end of the token budget, until Ctrl-C or SIGTERM, or until `stop` is set.
@@ -232,10 +232,13 @@ class Engine:
     if self._state.hopeless:
       return "failed"
     now, learners = time.monotonic(), supervisor.members(self._state, "learner-").values()
-    if not all(role.ended for role in learners):
-      self._lived_at = now
-    late = now - self._lived_at > MEASURE_SECONDS  # the evaluator is not only a moment behind
-    return "stopped" if late else None
+    left = sum(not role.ended for role in learners)
+    if left >= self._state.quorum:
+      self._quorum_at = now
+    if now - self._quorum_at <= MEASURE_SECONDS:  # the evaluator may be a moment behind
+      return None
+    warn(f"{left} learners are left, and {self._state.quorum} are needed. The run is stopped.")
+    return "stopped"
 
   def _end(self, reason: str) -> None:
     """Ends learners and shards in good order: learners push their work while shards merge it."""
