@@ -156,7 +156,7 @@ class Clusters:
     self._ours = [f"--namespace={run.namespace}", f"--selector={gke.RUN}={run.name}"]
 
   def create(self, found: Mapping[str, Sequence[Document]]) -> None:
-    """Applies the documents of every cluster; objects that exist already stay as they are.
+    """Applies the documents of every cluster; objects that exist already stay, with this content.
 
     Raises:
       LaunchError: a cluster refuses them.
