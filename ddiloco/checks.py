@@ -16,6 +16,7 @@ import ml_collections
 _MISSING = dataclasses.MISSING
 _LARGEST = 1 << 53  # larger integers are rounded where they are computed with as floats
 _LONGEST_SECONDS = 1e9  # 31 years; threads cannot wait for more than some centuries
+_HUGE = 1e100  # products and quotients of a few numbers up to this are finite
 _SHOWN = 200  # characters of a value in an error
 
 
@@ -33,12 +34,13 @@ class ConfigError(ValueError):
 def refusal(field: str, value: Any, rule: str, fix: str) -> ConfigError:
   """The error to raise for a value that breaks its rule."""
   said = f"{rule}. Fix: {fix}."
-  error = ConfigError(f"{field} = {_shown(value)}: {said}")
+  error = ConfigError(f"{field} = {shown(value)}: {said}")
   error.field, error.said = field, said
   return error
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+  """The value for an error, not too long."""
   try:
     text = repr(value)
   except ValueError:  # Python prints no integer of thousands of digits
@@ -58,8 +60,9 @@ def must(section: str, config: Any, name: str, ok: bool, rule: str, fix: str) ->
 
 def positive(section: str, config: Any, *names: str) -> None:
   for name in names:
-    ok = getattr(config, name) > 0
-    must(section, config, name, ok, "must be greater than 0", "set a positive value")
+    value, least = getattr(config, name), 1 / _HUGE  # what is divided by it stays finite
+    rule = f"must be at least {least:g}" if value > 0 else "must be greater than 0"
+    must(section, config, name, value >= least, rule, "set a positive value")
 
 
 def not_negative(section: str, config: Any, *names: str) -> None:
@@ -141,7 +144,7 @@ def typed_fields(cls: type, values: Mapping[str, Any], where: str) -> dict[str, 
 
 def coerce(hint: Any, value: Any, field: str) -> Any:
   if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-    return build(hint, value, field)
+    return value if isinstance(value, hint) else build(hint, value, field)
   origin, each = typing.get_origin(hint), typing.get_args(hint)
   if origin is typing.Literal:
     hint = str  # the section itself says which
@@ -158,7 +161,8 @@ def coerce(hint: Any, value: Any, field: str) -> Any:
   right = isinstance(value, hint) and not (hint is int and isinstance(value, bool))
   require(right, field, value, f"must be of type {hint.__name__}", f"give a {hint.__name__}")
   if hint is float:
-    require(math.isfinite(value), field, value, "must be a finite number", "give a finite value")
+    rule = f"must be a finite number, and lie between -{_HUGE:g} and {_HUGE:g}"
+    require(abs(value) <= _HUGE, field, value, rule, "give a number of usual size")
     good = not field.endswith("seconds") or abs(value) <= _LONGEST_SECONDS
     require(good, field, value, f"must be at most {_LONGEST_SECONDS:g}", "give a shorter time")
   if hint is int:

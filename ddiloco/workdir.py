@@ -154,7 +154,7 @@ def reached_end(workdir: Path, config: Config) -> bool:
   return True
 
 
-def clear_stopped(workdir: Path) -> None:
+def clear_outcome(workdir: Path) -> None:
   """Deletes the outcome of a run that goes on: an evaluator that was stopped has left it.
 
   Raises:
@@ -162,8 +162,7 @@ def clear_stopped(workdir: Path) -> None:
   """
   with _writing(workdir):
     tempfile.TemporaryFile(dir=workdir).close()
-    if outcome(workdir).get("reason") != "finished":
-      (workdir / OUTCOME).unlink(missing_ok=True)
+    (workdir / OUTCOME).unlink(missing_ok=True)
 
 
 def _mapping(path: Path) -> dict[str, Any]:

@@ -100,7 +100,12 @@ config="${config:-configs/wan.py}"
 [ -z "$shards" ] || fields+=("--config.sync.num_shards=$shards")
 if [ -e "$workdir/config.json" ]; then
   [ -n "$overwrite" ] || wrong "--workdir=$workdir: already holds a run. Fix: choose another directory, or add --overwrite."
-  (cd "$workdir" && rm -rf alone compiled events logs report result tensorboard outcome.json started config.json)
+  "$python" -c '
+import shutil, sys
+from pathlib import Path
+from ddiloco.workdir import left_by_a_run
+for path in left_by_a_run(Path(sys.argv[1])):
+  shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)' "$workdir"
 fi
 mkdir -p "$workdir/logs"
 

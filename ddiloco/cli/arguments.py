@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from ml_collections import config_flags
 
 from ddiloco import custom
 from ddiloco.api import experiment
+from ddiloco.checks import coerce, shown
 from ddiloco.config import Config, ConfigError, check_field, default, from_dict
 
 flags.disclaim_key_flags()  # --help lists a flag under the module of the command that adds it
@@ -126,8 +126,11 @@ class Flags:
     for name in self._values:
       value = self._values[name].value
       own = not name.startswith("config.")  # those are checked with the config
-      if own and isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"--{name}={value}: must be a finite number. Fix: give one.")
+      if own and type(value) in (int, float):
+        try:
+          coerce(type(value), value, name)
+        except ConfigError as error:
+          raise ConfigError(f"--{name}={shown(value)}: {error.said}") from error
     if rest[1:]:
       raise ConfigError(f"{rest[1]!r}: is not a flag. Fix: write --NAME=VALUE.")
     if "workdir" in self._common and not self.workdir:

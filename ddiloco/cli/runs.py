@@ -15,7 +15,7 @@ from ddiloco import environment
 from ddiloco.api import ready
 from ddiloco.cli.arguments import Flags
 from ddiloco.config import Config, ConfigError
-from ddiloco.config.schema import MAX_LEARNERS
+from ddiloco.config.schema import MAX_FRAGMENTS, MAX_LEARNERS
 from ddiloco.dashboard.server import Dashboard, Where
 from ddiloco.engines.profiler import MOST_STEPS, ProfileRequest, take_profile
 from ddiloco.engines.role_spec import RoleSpec, end_with_parent, terminates
@@ -314,8 +314,8 @@ def keys(arguments: list[str]) -> int:
   """
   given = Flags(arguments)
   given.add("keys", str, "Directory of the keys.")
-  given.add("learners", int, "How many learners.", least=0)
-  given.add("shards", int, "How many shards.", least=0)
+  given.add("learners", int, "How many learners.", least=0, most=MAX_LEARNERS)
+  given.add("shards", int, "How many shards.", least=0, most=MAX_FRAGMENTS)
   given.parse(keys.__doc__)
   folder = Path(given.needed("keys", "DIR, the directory of the keys"))
   learners, shards = given.needed("learners", "8"), given.needed("shards", "2")

@@ -23,6 +23,8 @@ _FLAGS = {
   "plan.latency_seconds": "latency_ms",
   "simulate.latency_seconds": "latency_ms",
   "links.latency_seconds": "latency_ms",
+  "plan.sizes": "parameters",
+  "simulate.sizes": "parameters",
   "islands.num_learners": "islands",
   "sync.push_codec": "codec",
 }

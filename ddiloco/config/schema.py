@@ -296,6 +296,9 @@ class IslandsConfig(IslandConfig):
 
 Codec = Literal["f32", "bf16", "int8", "int4"]  # `core/codec.py` has their layouts
 CODECS = typing.get_args(Codec)
+# A report has three numbers, of up to 9 bytes each, for every fragment of its shard, which may own
+# all of them; a header has at most a megabyte (`protocol/messages.py`).
+MAX_FRAGMENTS = 1 << 15
 
 
 @dataclasses.dataclass(frozen=True)
@@ -332,6 +335,8 @@ class SyncConfig:
     must("sync", self, "mix_alpha", 0 <= self.mix_alpha <= 1, "must lie in [0, 1]", "use 0.5")
     rule = "must be greater than 1"
     must("sync", self, "max_norm_ratio", self.max_norm_ratio > 1, rule, "use 10")
+    rule = f"must be at most {MAX_FRAGMENTS}: a report names every fragment of its shard"
+    must("sync", self, "num_fragments", self.num_fragments <= MAX_FRAGMENTS, rule, "use fewer")
     rule = f"must not exceed sync.num_fragments ({self.num_fragments}): shards own whole fragments"
     fix = f"use at most {self.num_fragments}"
     must("sync", self, "num_shards", self.num_shards <= self.num_fragments, rule, fix)

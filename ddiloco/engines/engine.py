@@ -119,7 +119,7 @@ class Engine:
     self._saving = threading.Lock()  # held while the model of the end is saved
     self._ending = False  # the run is over, and roles end in good order
     self._lost: dict[str, str] = {}  # role -> its work that was not merged at the end
-    self._lived_at = time.monotonic()  # when a learner was last there, or was to come
+    self._quorum_at = time.monotonic()  # when a quorum of learners was last there, or to come
 
   def run(self, listeners: Sequence[Listener] = ()) -> RunResult:
     """Runs to the end of the token budget, until Ctrl-C or SIGTERM, or until `stop` is set.
@@ -232,10 +232,13 @@ class Engine:
     if self._state.hopeless:
       return "failed"
     now, learners = time.monotonic(), supervisor.members(self._state, "learner-").values()
-    if not all(role.ended for role in learners):
-      self._lived_at = now
-    late = now - self._lived_at > MEASURE_SECONDS  # the evaluator is not only a moment behind
-    return "stopped" if late else None
+    left = sum(not role.ended for role in learners)
+    if left >= self._state.quorum:
+      self._quorum_at = now
+    if now - self._quorum_at <= MEASURE_SECONDS:  # the evaluator may be a moment behind
+      return None
+    warn(f"{left} learners are left, and {self._state.quorum} are needed. The run is stopped.")
+    return "stopped"
 
   def _end(self, reason: str) -> None:
     """Ends learners and shards in good order: learners push their work while shards merge it."""
@@ -251,14 +254,23 @@ class Engine:
     """Asks all roles of a kind to end, and waits until they have brought out what they have."""
     self._feed(supervisor.Dismiss(kind))
     seconds = self.config.network.drain_seconds + PATIENCE_SECONDS
-    if late := self._wait([*supervisor.members(self._state, kind)], seconds):
-      warn(f"{', '.join(late)}: not ended within {seconds:g} s. They are killed.")
+    for name in self._wait([*supervisor.members(self._state, kind)], seconds):
+      late = f"not ended within {seconds:g} s, and killed"
+      warn(f"{name}: {late}.")
+      self._note_lost(name, late)
+
+  def _note_lost(self, name: str, why: str) -> None:
+    """Keeps in mind that a role ends without having brought out its work, if the run needs that:
+    once all is merged it needs none, and the evaluator has what the shards had."""
+    if self._ending and name.startswith("learner-") and not self._merged():
+      self._lost[name] = why
 
   def _kill(self) -> None:
     """Ends at once all roles that still live."""
     self._feed(supervisor.Dismiss(""))
-    for thread in self._threads.values():
-      ended(thread, MEASURE_SECONDS)
+    with contextlib.suppress(KeyboardInterrupt):  # who asks once more waits for no thread
+      for thread in self._threads.values():
+        ended(thread, MEASURE_SECONDS)
 
   # --- turns --------------------------------------------------------------------------------------
 
@@ -361,6 +373,7 @@ class Engine:
       except BaseException as error:  # a user's program may also raise SystemExit
         recorder.record(events.Crash(trace=traceback.format_exc()))
         how = {"reason": f"{type(error).__name__}: {error}"}
+        self._note_lost(name, how["reason"])
     exited = lambda: supervisor.Exited(name, time.monotonic(), **how)  # noqa: E731
     self._news.put(exited if how else lambda: supervisor.Left(name))
 

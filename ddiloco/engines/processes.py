@@ -8,6 +8,7 @@ thread does all of it, in turns; it reads the children's progress from their eve
 from __future__ import annotations
 
 import contextlib
+import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +24,6 @@ from ddiloco.engines.children import Child, Spawn, spawn_forked, warm
 from ddiloco.engines.engine import Engine, RunResult
 from ddiloco.engines.role_process import connect, load_keys
 from ddiloco.engines.role_spec import RoleSpec, free_urls, newest, require_shards
-from ddiloco.environment import LOST
 from ddiloco.network import peers
 from ddiloco.network.transport import EVALUATOR_ADDRESS
 from ddiloco.observe.eventlog import Follower, Recorder
@@ -124,8 +124,8 @@ class ProcessesEngine(Engine):
     kill = self._state.roles[name].kill
     early = name.startswith("syncer-") and not self._merged()
     if kill is None and (self._ending or (status == 0 and not early)):
-      if status == LOST and not self._merged():  # once the run is merged, no role needs its work
-        self._lost[name] = child.last_words()
+      if status not in (0, -signal.SIGTERM):  # which ends a process that has not begun
+        self._note_lost(name, reason)
       self._feed(Left(name))
     else:
       self._feed(Exited(name, time.monotonic(), reason))

@@ -342,7 +342,7 @@ class RoleRunner:
       waits_for = guard(self.ready, instead="cannot tell what it waits for")
       guard(self._probe, waits_for)
       if time.monotonic() >= next_line:
-        next_line += PROGRESS_SECONDS
+        next_line = time.monotonic() + PROGRESS_SECONDS
         self.say(f"waits: {waits_for}" if waits_for else guard(self.progress, instead="goes on"))
 
   def _hear(self) -> None:

@@ -423,8 +423,7 @@ def describe(config: Config) -> str:
   """The dry run: final config, model, fragments and bytes, without touching a device."""
   plan, config = initial.make_plan(config), initial.checked_start(config)
   lines = [config.to_json(), "", f"model: {sum(plan.sizes):,} parameters"]
-  if not config.model.custom:
-    flops = initial.step_flops(config) / config.tokens_per_step(0)
+  if flops := initial.flops_per_token(config):
     lines[-1] += f", {flops:.3g} FLOPs per token"
   steps = config.planned_steps()
   lines.append(f"run: {config.run.total_tokens:,} tokens, {steps:,} steps of every island")

@@ -33,7 +33,7 @@ from ddiloco.roles import initial
 from ddiloco.roles.learner import Batches, Learner
 from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Runtime
-from ddiloco.workdir import COMPILED, RESULT, clear_stopped, reached_end
+from ddiloco.workdir import COMPILED, RESULT, clear_outcome, reached_end
 
 if TYPE_CHECKING:  # its module imports JAX, which a shard need not have
   from ddiloco.training.data import Source
@@ -52,8 +52,7 @@ def run_learner(config: Config, number: int, place: RoleSpec, corpus: Source | N
   """
   check_spec(config, place)
   check_hosts(config, number, place)
-  if reached_end(place.workdir, config):  # its shards have ended, or will
-    say(f"{learner_address(number)}: ends: the run in --workdir={place.workdir} is finished")
+  if _is_finished(learner_address(number), config, place):
     return FINISHED
   if place.host:
     return FollowingHost(config, number, place).run()
@@ -62,6 +61,14 @@ def run_learner(config: Config, number: int, place: RoleSpec, corpus: Source | N
   if place.hosts and status == LOST:
     os._exit(status)  # JAX would wait for the other hosts
   return status
+
+
+def _is_finished(address: str, config: Config, place: RoleSpec) -> bool:
+  """Whether the run in the workdir is finished, which this says: its shards have ended, or will."""
+  finished = reached_end(place.workdir, config)
+  if finished:
+    say(f"{address}: ends: the run in --workdir={place.workdir} is finished")
+  return finished
 
 
 def _learner(runner: RoleRunner, number: int, corpus: Source | None) -> int:
@@ -359,6 +366,8 @@ def run_evaluator(config: Config, place: RoleSpec, corpus: Source | None = None)
   `corpus`: the data, if they are open already.
   """
   check_spec(config, place)
+  if _is_finished(EVALUATOR_ADDRESS, config, place):
+    return FINISHED
   with RoleRunner(EVALUATOR_ADDRESS, config, place) as runner:
     return runner.run(lambda: _evaluator(runner, corpus))
 
@@ -373,7 +382,7 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
   config = runner.config
   result = runner.place.workdir / RESULT
   weights.replaceable(result, "--workdir")  # refused now, not at the end when there is a result
-  clear_stopped(runner.place.workdir)
+  clear_outcome(runner.place.workdir)
   measure = loss = None
   if config.run.evaluations:
     runner.ready = lambda: "reading the held-out data"

@@ -172,9 +172,8 @@ class ThreadsEngine(Engine):
       finally:
         self._hangs.end(name)
         self._life_steps[m] = role.exchange.state.step - beginning.state.step
-      unmerged = unmerged_tokens(role.exchange.state)
-      if self._ending and unmerged and not self._merged():
-        self._lost[name] = f"{unmerged} tokens were not merged in network.drain_seconds"
+      if unmerged := unmerged_tokens(role.exchange.state):
+        self._note_lost(name, f"{unmerged} tokens were not merged in network.drain_seconds")
 
   def _rebuild(self, m: int, faults: Faults) -> bool:
     """Makes a new island once its devices are back; False if the run ends before that.

@@ -32,6 +32,8 @@ from ddiloco.launch.tpu_vms import Need, Seen, TpuVmRun
 
 # --- Calls of programs: each has a name, a limit and a line in the log
 
+LONGEST_SECONDS = 7 * 86_400.0  # of a call; the system's own waits count milliseconds in 31 bits
+
 
 class LaunchError(Exception):
   """The cloud did not do what was asked; the text says what, why, and what to do."""
@@ -67,6 +69,7 @@ def attempt(
   Raises:
     ConfigError: there is no such program.
   """
+  limit_seconds = min(limit_seconds, LONGEST_SECONDS)
   if not looks:
     say(f"{what} (at most {limit_seconds:g} s): {shlex.join(command)}")
   try:
@@ -153,7 +156,7 @@ class Clusters:
     self._ours = [f"--namespace={run.namespace}", f"--selector={gke.RUN}={run.name}"]
 
   def create(self, found: Mapping[str, Sequence[Document]]) -> None:
-    """Applies the documents of every cluster; objects that exist already stay as they are.
+    """Applies the documents of every cluster; objects that exist already stay, with this content.
 
     Raises:
       LaunchError: a cluster refuses them.
@@ -212,7 +215,7 @@ class Clusters:
     for context in self._run.contexts():
       where, which = _named(context), [gke.KINDS, *self._ours]
       # In the foreground: an object with pods goes only after its pods, which drain first.
-      wait = ["--ignore-not-found", "--cascade=foreground", f"--timeout={limit_seconds:g}s"]
+      wait = ["--ignore-not-found", "--cascade=foreground", f"--timeout={limit_seconds:.0f}s"]
       what = f"{where}: deletes the run"
       done = attempt(what, _kubectl(context, "delete", *which, *wait), limit_seconds + CALL_SECONDS)
       if done.status != 0:

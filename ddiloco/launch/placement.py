@@ -44,7 +44,7 @@ KINDS = {
   "v6e": Kind("tpu-v6e-slice", "ct6e-standard", "v6e", "v2-alpha-tpuv6e", 1, 2, (1, 4, 8)),
 }
 CHIPS_PER_HOST = 4  # of a slice of several hosts
-_TOPOLOGY = re.compile(r"(?P<kind>\w+):(?P<shape>[1-9]\d*(x[1-9]\d*)*)")
+_TOPOLOGY = re.compile(r"(?P<kind>\w+):(?P<shape>[1-9]\d{0,4}(x[1-9]\d{0,4})*)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +105,7 @@ SHARD_PORT, ISLAND_PORT, PROBE_PORT = 7000, 7001, 8080
 # GKE gives a pod 15 seconds when its spot machine is taken away; a role drains in 10 of them.
 SPOT_DRAIN_SECONDS = 10.0
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,28}[a-z0-9])?")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_RANGE = re.compile(r"(\d{1,12})(?:-(\d{1,12}))?")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ import numpy as np
 
 from ddiloco import custom
 from ddiloco.checkpoint import weights
-from ddiloco.config import Config, ConfigError, ModelConfig
+from ddiloco.config import Config, ModelConfig
 from ddiloco.core import fragments
 
 
@@ -201,15 +201,6 @@ class Assembled(Mapping[str, np.ndarray]):
     return len(self._shapes)
 
 
-def step_flops(config: Config) -> float:
-  """FLOPs of one inner step of the first island.
-
-  Raises:
-    ConfigError: the model is custom, and its FLOPs are not known.
-  """
-  if config.model.custom:
-    raise ConfigError(
-      f"model.custom = {config.model.custom!r}: the FLOPs of its step are not known."
-      " Fix: give --step_seconds, what a step takes, instead of --chips."
-    )
-  return custom.flops_per_token(config) * config.tokens_per_step(0)
+def flops_per_token(config: Config) -> float:
+  """Training FLOPs of one token; 0.0 if a model of the user's own does not say."""
+  return custom.flops_per_token(config)

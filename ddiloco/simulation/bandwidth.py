@@ -21,7 +21,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from ddiloco.checks import not_negative, option, positive, require
+from ddiloco.checks import not_negative, option, positive, require, typed
 from ddiloco.config import Config, SyncConfig
 from ddiloco.core import codec, fragments
 from ddiloco.protocol import events, rules
@@ -148,6 +148,7 @@ class Setting:
   window_bytes: int = 0  # under way to one peer at most; 0: no limit
 
   def __post_init__(self):
+    typed("plan", self)
     positive("plan", self, "islands", "step_seconds", "gbps", "merge_gbytes", "host_gbytes")
     not_negative("plan", self, "latency_seconds", "shard_gbps", "window_bytes")
     require_shards(self.sync)

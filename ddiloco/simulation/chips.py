@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 
 from ddiloco.checks import must, not_negative, option, positive, typed
+from ddiloco.config.schema import MAX_LEARNERS
 
 # --- A fleet of chips that fail, and every assumption about what a failure costs
 # [paper]: "Decoupled DiLoCo for Resilient Distributed Pre-training" (arXiv 2604.21428) says so.
@@ -58,9 +59,10 @@ class Fleet:
     names = ("chips", "learners", "days", "mtbi_chip_years", "chips_per_slice")
     positive("simulate", self, *names)
     not_negative("simulate", self, *(f.name for f in dataclasses.fields(self)))
-    enough = self.learners <= self.chips
-    rule, fix = f"must not be more than chips = {self.chips}", "give every learner a chip"
-    must("simulate", self, "learners", enough, rule, fix)
+    most = min(self.chips, MAX_LEARNERS)
+    rule = f"must not be more than chips = {self.chips}, or {MAX_LEARNERS}"
+    fix = f"use at most {most}"
+    must("simulate", self, "learners", self.learners <= most, rule, fix)
     count = self.expected_failures
     rule = f"means {count:,.0f} failures, more than {MOST_FAILURES:,}"
     must("simulate", self, "days", count <= MOST_FAILURES, rule, "simulate fewer days")

@@ -27,7 +27,6 @@ from ddiloco.observe.tracks import Aftermath
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Event, stamped
 from ddiloco.protocol.messages import Message
-from ddiloco.protocol.supervisor import GONE, LEFT, UP
 from ddiloco.simulation import bandwidth
 from ddiloco.simulation.stand_ins import SizedCopies, SizedReplication, plan_of
 from ddiloco.simulation.virtual_time import LinkRate, Links, Role
@@ -100,20 +99,25 @@ class VirtualRun(World):
   def finish(self, most_seconds: float = math.inf) -> str:
     """Runs to the end of the token budget, or for `most_seconds`; returns why the run ended."""
     self.run(most_seconds, self._is_over)
-    reason, struck = "finished" if self._is_over() else "stopped", self.planned_faults
-    if struck.hopeless or (reason == "finished" and struck.all_are("learner-", GONE)):
-      reason = "failed"
+    hopeless = self.planned_faults.hopeless
+    reason = "finished" if self._merged() else "failed" if hopeless else "stopped"
     for actor in self.actors.values():
       actor.die()
     self.say(events.RunFinished(reason=reason))
     return reason
 
+  def _merged(self) -> bool:
+    return min(f.merged_tokens for f in self.store.values()) >= self.config.run.total_tokens
+
   def _is_over(self) -> bool:
-    struck = self.planned_faults
-    if self.working or struck.hopeless:
-      return struck.hopeless
-    merged = min(f.merged_tokens for f in self.store.values()) >= self.config.run.total_tokens
-    return merged or struck.all_are("", UP, LEFT, GONE)
+    struck, there, quorum = self.planned_faults, len(self.working), self.sync.min_quorum
+    if struck.hopeless:
+      return True
+    if there >= quorum:
+      return False
+    if there:  # at the end they take the last versions in
+      return there + struck.down("learner-") < quorum and not self._merged()
+    return self._merged() or not struck.down()
 
   def tell(self, actor: Actor | None, event: Event) -> None:
     self._emit(event)

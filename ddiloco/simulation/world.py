@@ -433,9 +433,10 @@ class PlannedFaults:
     """The run can never reach its end any more."""
     return bool(self._supervisor.hopeless)
 
-  def all_are(self, kind: str, *phases: str) -> bool:
-    """Whether all roles of a kind are in one of these phases of the supervisor."""
-    return all(role.phase in phases for role in supervisor.members(self._supervisor, kind).values())
+  def down(self, kind: str = "") -> int:
+    """How many roles of a kind are down, and will be started again."""
+    roles = supervisor.members(self._supervisor, kind).values()
+    return sum(role.phase == supervisor.DOWN for role in roles)
 
   def advance(self) -> None:
     """To be called when the global step has grown."""

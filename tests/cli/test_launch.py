@@ -70,6 +70,7 @@ def test_every_action_has_a_dry_run(target, action, cloud, flags, capsys):
     (["--yes", "--prices=v6e=2.5"], "has no price"),
     (["--yes", "--hours=0"], "--hours = 0.0"),
     (["--yes", "--watch_hours=nan"], "--watch_hours=nan"),
+    (["--yes", "--poll_seconds=1e12"], "--poll_seconds=1000000000000.0: must be at most 1e+09"),
     (["--yes", "--keys=none"], "--keys = 'none': lacks "),
   ],
 )

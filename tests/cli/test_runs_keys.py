@@ -37,6 +37,8 @@ def test_makes_keys_and_says_what_to_copy_where(tmp_path, capsys):
     (["--keys={tmp}/k", "--learners=2"], "--shards: is needed. Fix: give --shards=2"),
     (["--keys={tmp}/k", "--learners=-1", "--shards=1"], "learners"),
     (["--keys={tmp}/k", "--learners=many", "--shards=1"], "learners"),
+    (["--keys={tmp}/k", "--learners=32769", "--shards=1"], "--learners=32769"),
+    (["--keys={tmp}/k", "--learners=2", "--shards=32769"], "--shards=32769"),
     (["--keys={tmp}/k", "--learners=2", "--shards=1", "more"], "'more': is not a flag"),
     (["--keys={tmp}/file", "--learners=2", "--shards=1"], "cannot be written"),
   ],

@@ -71,6 +71,7 @@ def test_help_has_every_assumption_with_its_source(capsys):
     (["--days=nan"], "--days=nan: must be a finite number"),
     (["--days=1e6"], "simulate: --days=1000000.0: means 3,285,420,"),
     (["--learners=many"], "learners"),
+    (["--learners=99999"], "--learners=99999: must not be more than chips = 1200000, or 32768"),
     (["--pause=3"], "pause"),
   ],
 )

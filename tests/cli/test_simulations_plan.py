@@ -93,6 +93,11 @@ def test_what_no_bandwidth_reaches_is_null(capsys):
     ([CONFIG, *LINK, "--parameters=inf"], "--parameters=inf"),
     ([CONFIG, *LINK, "--parameters=3"], "--parameters=3"),
     ([CONFIG, *LINK, "--parameters=-1"], "--parameters=-1"),
+    ([CONFIG, *LINK, "--parameters=1e99"], "plan: --parameters=1e+99: must lie between -2**53"),
+    ([CONFIG, *LINK, "--parameters=1e300"], "plan: --parameters=1e+300: must be a finite number"),
+    ([CONFIG, *LINK, "--gbps=1e-300"], "plan: --gbps=1e-300: must be at least 1e-100"),
+    ([CONFIG, *LINK, "--step_seconds=1e10"], "plan: --step_seconds=10000000000.0: must be at most"),
+    ([CONFIG, *LINK, "--config.sync.num_fragments=999999"], "sync.num_fragments = 999999: must"),
   ],
 )
 def test_what_is_typed_wrong_is_named(arguments, said, capsys):

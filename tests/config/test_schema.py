@@ -75,6 +75,8 @@ def test_defaults_are_valid_and_the_config_dict_says_the_same():
     ("islands.num_learners", (1 << 15) + 1, "at most 32768"),
     ("sync.num_shards", -1, "not be negative"),
     ("sync.num_shards", 9, "not exceed sync.num_fragments (8)"),
+    ("sync.num_fragments", (1 << 15) + 1, "at most 32768"),
+    ("model.rope_theta", 1e-101, "at least 1e-100"),
     ("sync.overlap_steps", -1, "not be negative"),
     ("sync.overlap_steps", 24, "smaller than sync.sync_period (24)"),
     ("sync.max_rows", -1, "not be negative"),
@@ -279,6 +281,8 @@ def test_a_giant_number_is_refused_by_name(path, hint):
   giants = [10**400, -(10**400), 10**5000]
   if hint is int or path.endswith("seconds"):
     giants += [10**20, -(10**20)]
+  if hint is float:
+    giants += [1e101, -1e101]
   for value in giants:
     text = refusal(nested(path, value))
     assert text.startswith(f"{path} = ") and ". Fix: " in text and len(text) < 400

@@ -68,7 +68,7 @@ def raises(error: Exception):
 def test_a_signal_that_is_handled_for_longer_than_a_turn_lasts_holds_up_no_turn(tmp_path):
   handled, released = threading.Event(), threading.Event()
 
-  class Stopped(Toy):
+  class Handles(Toy):
     def _over(self) -> str | None:
       return "stopped" if handled.is_set() else None
 
@@ -86,7 +86,7 @@ def test_a_signal_that_is_handled_for_longer_than_a_turn_lasts_holds_up_no_turn(
     each.start()
   try:
     began = time.monotonic()
-    assert Stopped(tmp_path, released.wait).run().reason == "stopped"
+    assert Handles(tmp_path, released.wait).run().reason == "stopped"
     assert time.monotonic() - began < 20
   finally:
     last.cancel()
@@ -121,6 +121,60 @@ def test_a_role_that_cannot_stay_up_ends_the_run_and_why_is_said(tmp_path, capsy
   assert engine.run().reason == "failed"
   said = "the run cannot reach its end any more: 0 learners are left, and 1 are needed"
   assert capsys.readouterr().err.count(said) == 1
+
+
+class Stopped(Toy):
+  """Is stopped at once, and ends in good order."""
+
+  def _over(self) -> str | None:
+    return "stopped"
+
+  def _end(self, reason: str) -> None:
+    Engine._end(self, reason)
+
+
+def test_work_is_lost_with_a_learner_that_fails_when_it_should_bring_it_out(tmp_path):
+  def live() -> None:
+    while NAME not in engine._told:
+      time.sleep(0.01)
+    raise ValueError("no cable")
+
+  engine = Stopped(tmp_path, live)
+  assert engine.run().reason == "stopped"
+  assert engine._lost == {NAME: "ValueError: no cable"}
+
+
+def test_work_is_lost_with_a_learner_that_takes_too_long_to_bring_it_out(tmp_path, monkeypatch):
+  monkeypatch.setattr("ddiloco.engines.engine.PATIENCE_SECONDS", 0.2)
+  go_on = threading.Event()
+  threading.Timer(1.0, go_on.set).start()
+  engine = Stopped(tmp_path, lambda: go_on.wait(60), network={"drain_seconds": 0.0})
+  assert engine.run().reason == "stopped"
+  assert engine._lost == {NAME: "not ended within 0.2 s, and killed"}
+
+
+def test_whoever_interrupts_again_waits_for_no_thread_and_has_the_result(tmp_path):
+  """The second Ctrl-C came when all was merged and the evaluator measured that: no outcome."""
+  released = threading.Event()
+
+  class Measures(Toy):
+    def _over(self) -> str | None:
+      return "finished"
+
+    def _end(self, reason: str) -> None:
+      for seconds in (0.3, 0.6):
+        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+  last = threading.Timer(30.0, released.set)  # wakes a run that hangs, which is too late
+  last.start()
+  try:
+    began = time.monotonic()
+    assert Measures(tmp_path, released.wait).run().reason == "finished"
+    assert 0.5 < time.monotonic() - began < 20
+  finally:
+    last.cancel()
+    released.set()
+  assert [e.kind for e in read_events(tmp_path) if e.role == "engine"][-1] == "run_finished"
 
 
 def test_waiting_for_roles_has_a_limit_and_goes_on_with_their_lives(tmp_path):

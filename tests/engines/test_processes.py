@@ -202,12 +202,25 @@ def test_a_process_that_cannot_be_started_is_a_death_of_its_role(make):
   assert len(engine.reasons) == 2
 
 
-def test_when_the_run_ends_nobody_is_restarted_and_lost_work_is_kept_in_mind(make):
-  engine = make("print('lost 7 tokens'); raise SystemExit(1)")
+@pytest.mark.parametrize(
+  "code, name, lost",
+  [
+    ("print('lost 7 tokens'); raise SystemExit(1)", NAME, "exit status 1: lost 7 tokens"),
+    ("print('here', flush=True); os.kill(os.getpid(), 9)", NAME, "killed by SIGKILL: here"),
+    ("os.kill(os.getpid(), 15)", NAME, ""),  # it had not begun, or it would have handled that
+    ("print('no other shard has them'); raise SystemExit(1)", "syncer-0", ""),
+  ],
+)
+def test_when_the_run_ends_nobody_is_restarted_and_lost_work_is_kept_in_mind(
+  make, code, name, lost
+):
+  """Of a learner that was killed while it drained, the run said that its work was saved. What a
+  shard had, the evaluator has: Ctrl-C of a run with one shard had the status of lost work."""
+  engine = make(f"import os; {code}", name=name)
   engine.tick(0.0)
   engine._ending = True
   assert engine.see_the_end(0.0) == LEFT
-  assert not engine.reasons and engine._lost == {NAME: "lost 7 tokens"}
+  assert not engine.reasons and engine._lost == ({name: lost} if lost else {})
 
 
 def test_who_comes_when_all_is_merged_has_lost_nothing_that_the_run_needs(make):

@@ -147,6 +147,21 @@ def test_a_role_whose_messages_are_dropped_says_so_now_and_then(make, capsys, tm
   assert all(e.reason == reason and e.count > 0 for e in events)
 
 
+def test_a_process_that_stood_still_does_not_make_up_for_its_lines(make, monkeypatch, capsys):
+  """After an hour of SIGSTOP there were three a second, for minutes."""
+  looks = []
+
+  def look() -> None:
+    looks.append(1)
+    if len(looks) == 1:
+      time.sleep(1.0)
+
+  with make() as runner:
+    monkeypatch.setattr(runner._hangs, "look", look)
+    assert runner.run(lambda: time.sleep(1.3) or FINISHED) == FINISHED
+  assert 1 <= capsys.readouterr().out.count("waits: starting") <= 8
+
+
 @pytest.mark.parametrize("number, status", [(signal.SIGTERM, 0), (signal.SIGINT, INTERRUPTED)])
 def test_a_signal_lets_the_role_end_in_good_order(make, capsys, number, status):
   before = signal.getsignal(signal.SIGINT)

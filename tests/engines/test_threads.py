@@ -391,6 +391,16 @@ def test_a_run_that_can_never_end_any_more_ends_at_once(corpus, tmp_path, target
   assert all(np.isfinite(v).all() for v in ran.outcome.params.values())
 
 
+def test_a_run_whose_quorum_has_left_is_stopped_and_says_why(corpus, tmp_path, monkeypatch, capsys):
+  """One is given up, and one that had joined leaves by plan: the run waited for ever."""
+  monkeypatch.setattr("ddiloco.engines.engine.MEASURE_SECONDS", 1.0)
+  faults = [fault("join", "learner-2", 20, seconds=1.0), fault("kill", "learner-1", 30, seconds=-1)]
+  config = make_config(2, steps=10**6, chaos={"faults": faults}, sync={"min_quorum": 2})
+  ran = Ran(config, corpus, tmp_path, stop_after=lambda event: event.time > 60)
+  assert ran.outcome.reason == "stopped" and ran.of("stopped", "learner-2")
+  assert "1 learners are left, and 2 are needed. The run is stopped." in capsys.readouterr().err
+
+
 def poison(island: HostIsland) -> None:
   for value in island.params.values():
     value[:] = np.nan

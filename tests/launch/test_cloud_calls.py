@@ -20,6 +20,11 @@ def test_a_call_has_a_name_a_limit_and_a_line(capsys):
   assert "] what it is for (at most 30 s): " in capsys.readouterr().err
 
 
+def test_a_limit_that_is_longer_than_any_wait_is_a_week(capsys):
+  assert call("it", python("print(1)"), 1e12) == "1\n"
+  assert "(at most 604800 s)" in capsys.readouterr().err
+
+
 def test_one_that_takes_too_long_is_ended_with_its_children(tmp_path, capsys):
   child = tmp_path / "child"
   sleep = f"import os, pathlib, time; pathlib.Path({str(child)!r}).write_text(str(os.getpid()));"

@@ -57,6 +57,13 @@ def test_what_is_no_slice_is_refused(topology, said):
     shape_of(topology)
 
 
+def test_numbers_of_thousands_of_digits_are_no_slice_and_no_learner():
+  with pytest.raises(ConfigError, match=r"must be a chip .*Fix: "):
+    shape_of(f"v6e:{'9' * 5000}x4")
+  with pytest.raises(ConfigError, match=r"must say where islands are.*Fix: "):
+    placed(["v6e:2x2"], (f"a=0-{'9' * 5000}",))
+
+
 def test_the_names_are_those_that_ray_knows():
   """Ray computes chips of a host and names of slices by itself."""
   tpu = pytest.importorskip("ray._private.accelerators.tpu")

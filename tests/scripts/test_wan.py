@@ -132,6 +132,19 @@ def test_nothing_is_left_however_it_ends(tmp_path, how):
   assert not left
 
 
+def test_overwriting_leaves_nothing_of_the_run_before(tmp_path):
+  """Its snapshots stayed, and the new run went on from them."""
+  run = tmp_path / "run"
+  for folder in ("checkpoints", "events", "keys"):
+    (run / folder).mkdir(parents=True)
+  (run / "config.json").write_text("{}")
+  wrong = command(tmp_path, "--overwrite", "--config.sync.num_shards=99")
+  done = subprocess.run(wrong, capture_output=True, text=True, timeout=60, env=HERE)
+  skip_if_told(done.returncode, done.stderr)
+  assert "sync.num_shards = 99" in done.stderr
+  assert sorted(path.name for path in run.iterdir()) == ["keys", "logs"]
+
+
 @pytest.mark.slow
 def test_a_role_that_fails_is_shown_and_ends_the_run(tmp_path):
   wrong = command(tmp_path, "--config.data.source=text", "--config.data.path=/nowhere/*.txt")

@@ -327,6 +327,17 @@ def test_a_run_whose_tokens_are_merged_ends_without_who_is_down_by_plan():
   assert events[-1].time < 100 and not of(events, "restart")
 
 
+def test_a_run_whose_quorum_has_left_is_stopped():
+  faults = [
+    Fault("join", "learner-2", at_seconds=1.0, seconds=2.0),
+    Fault("kill", "learner-1", at_seconds=2.0, seconds=-1),
+  ]
+  events: list[dict] = []
+  config = make(learners=2, steps=10**6, min_quorum=2, faults=faults)
+  assert VirtualRun(config, setting(), events.append).finish(3600.0) == "stopped"
+  assert events[-1].time < 100
+
+
 def test_a_shard_that_is_gone_for_good_fails_the_run():
   events: list[dict] = []
   kill = Fault("kill", "syncer-1", at_step=10, seconds=-1)
