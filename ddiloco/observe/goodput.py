@@ -187,6 +187,8 @@ class Ledger:
     return 1.0 - (idle.seconds + since) / whole if whole > 0 else 1.0
 
   def _begin(self, event: events.RunStarted) -> None:
+    if self._ended:
+      self._idle.skip(event.time)
     self._ended = False
     self._fragments = event.num_fragments if event.num_shards else 0
     for m in range(event.num_learners):

@@ -142,6 +142,11 @@ class Idle:
       self._seconds, self._longest = self._seconds + b - a, max(self._longest, b - a)
     self._gaps, self.end = left, max(self.end, end)
 
+  def skip(self, until: float) -> None:
+    """From the end of the newest step until then there was no run, so this time does not count."""
+    if until > self.end:
+      self.start, self.end = self.start + until - self.end, until
+
   @property
   def seconds(self) -> float:
     """All of them together."""

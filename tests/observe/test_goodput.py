@@ -288,3 +288,6 @@ def test_the_time_between_a_good_end_and_the_next_start_is_nobodys(back):
   shares |= {"rejoin" if back == "the whole run" else "compile": 3.0}
   assert {c: s * 23.0 for c, s in found.causes.items() if s} == pytest.approx(shares)
   assert found.learners[0].liveness == pytest.approx(19 / 23)
+  if back == "the whole run":
+    # The beginning anew counts, as it does after a kill.
+    assert found.uptime == pytest.approx(19 / 22)
