@@ -60,10 +60,6 @@ class Series:
     pairs = zip(self._sums.get(name, ()), self._counts.get(name, ()))
     return [rounded(total / count, digits) if count else None for total, count in pairs]
 
-  def sums(self, name: str) -> list[float]:
-    """By bin, the sum of its values."""
-    return list(self._sums.get(name, ()))
-
   def counts(self, name: str) -> list[int]:
     """By bin, how many values it has."""
     return list(self._counts.get(name, ()))
