@@ -288,6 +288,10 @@ class RunState:
       self.merged_tokens, self._before = {}, {}  # by fragment from now on
     self.num_shards = max(self.num_shards, s + 1)
 
+  def _learner_launched(self, event: events.Launched, m: int) -> None:
+    if self._island(m, event.time).lives:  # without an engine no other event says it
+      self._island(m, event.time, "restarting")
+
   def _learner_started(self, event: events.Started, m: int) -> None:
     self._island(m, event.time, "joining").start(event)
 
