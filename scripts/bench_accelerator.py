@@ -126,9 +126,7 @@ def error_of(path: Any, model: ModelConfig, lengths: Sequence[int]) -> dict[str,
   The inputs are normal, rounded to the model's type; exact is the einsum in f32.
   """
   island = IslandConfig(attention=path)
-  execution = devices.make_execution(
-    devices.make_mesh(jax.devices()[:1], island), island, model.compute_dtype
-  )
+  execution = devices.make_execution(devices.make_mesh(jax.devices()[:1], island), island, model)
 
   @functools.partial(jax.jit, static_argnums=1)
   def outcome(arrays: tuple[jax.Array, ...], execution: Execution) -> list[jax.Array]:

@@ -178,6 +178,7 @@ class Saver:
     learners: Callable[[], Collection[str]],
     patience_seconds: float,
     may_lack: bool = True,
+    has_left: Callable[[str], bool] = lambda role: False,
   ) -> Job:
     """Waits for the parts, and commits the snapshot.
 
@@ -190,6 +191,7 @@ class Saver:
       patience_seconds: for learners that live and whose parts do not grow.
       may_lack: whether learners that live may decline, for instance since they are busy. A run in
         lock-step, which repeats lost work bit by bit, needs the parts of all.
+      has_left: whether a learner has left in good order: no part of it is missing.
     """
     self._disk()
     shards, started = {*shards}, self._time.now()
@@ -219,7 +221,8 @@ class Saver:
       self.recorder.record(events.Uncommitted(snapshot=snapshot, missing=tuple(sorted(missing))))
       return
     self.storage.commit(snapshot, roles)
-    took, lacks = round(self._time.now() - started, 3), tuple(sorted(known - roles))
+    took = round(self._time.now() - started, 3)
+    lacks = tuple(sorted(role for role in known - roles if not has_left(role)))
     mine = tuple(sorted(roles))
     self.recorder.record(events.Snapshot(snapshot=snapshot, roles=mine, lacks=lacks, seconds=took))
 

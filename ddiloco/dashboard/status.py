@@ -50,7 +50,7 @@ def status(
   state, text = _phase(run, now, reason)
   now = max(now, run.time) if state in ("starting", "running") else run.time
   seen = now - LAG_SECONDS if state == "running" else now
-  fragments = range(max([run.num_fragments, *(p + 1 for p in run.versions)]))
+  fragments = run.fragments
   spans, account = run.spans(now, seen), run.ledger.report(run.time)
   islands = [_island(run, m, state, seen, fragments) for m in sorted(run.islands)]
   speed, rate = UNKNOWN, None

@@ -35,7 +35,7 @@ def parameter(value: jax.Array, axes: Axes) -> nnx.Param:
   """A parameter that carries its logical axis names as NNX sharding metadata.
 
   Eager sharding is off: the names are logical, and creating a variable must not need a mesh.
-  Code that has a mesh maps them to its axes (`training/island.py`, or `nnx.get_partition_spec`).
+  Code that has a mesh maps them to its axes (`training.devices.param_sharding`).
   """
   return nnx.Param(value, out_sharding=axes, eager_sharding=False)
 

@@ -57,8 +57,8 @@ MOST_PUSHED = 8  # pushes of an island and fragment that may still be committed;
 CHAIN_SUMS = 250_000  # sums (one a learner and round) of all fragments together ...
 LEAST_ROUNDS = 128  # ... but at least so many rounds a fragment: two snapshot intervals are 17
 OF_ISLAND = (
-  *(events.Started, events.Captured, events.CopyOut, events.Resend, events.Apply, events.Stopped),
-  *(events.Step, events.Compiled, events.Exit, events.Restart),
+  *(events.Launched, events.Compiled, events.Started, events.Step, events.Captured, events.CopyOut),
+  *(events.Resend, events.Apply, events.Stopped, events.Exit, events.Restart),
 )
 
 
@@ -115,7 +115,7 @@ class Ledger:
 
   def take(self, event: Event) -> None:
     """Enters one event. Kinds that say nothing about time or merges are ignored."""
-    self._now = max(self._now, event.time)
+    newest, self._now = self._now, max(self._now, event.time)
     match event:
       case _ if isinstance(event, OF_ISLAND):
         self._take(event)
@@ -125,7 +125,7 @@ class Ledger:
         self._know(event.fragment)
         self.chains[event.fragment].head = event.round
       case events.RunStarted():
-        self._begin(event)
+        self._begin(event, newest)
       case events.RunFinished():
         self._ended = True
         for island in self._islands.values():
@@ -186,21 +186,28 @@ class Ledger:
     whole = idle.end + since - idle.start
     return 1.0 - (idle.seconds + since) / whole if whole > 0 else 1.0
 
-  def _begin(self, event: events.RunStarted) -> None:
+  def _begin(self, event: events.RunStarted, newest: float) -> None:
+    """The run begins, or goes on; if it was killed, islands were down since the newest event."""
+    if self._ended:
+      self._idle.skip(event.time)
     self._ended = False
     self._fragments = event.num_fragments if event.num_shards else 0
+    for island in self._islands.values():
+      island.end(newest, "discarded", "down")
     for m in range(event.num_learners):
-      island = self._at(m, event.time)
-      if island.lives:  # the whole run was killed and is resumed: the island's exit was not logged
-        island.restart(event.time)
+      self._at(m, event.time).restart(event.time)
     for m, island in self._islands.items():
       if m >= event.num_learners:  # the run goes on without it, unless it joins
         island.phase = ""
 
   def _take(self, event: Event) -> None:
     """Enters an event of, or about, one learner."""
-    kind, m = parse_role(getattr(event, "target", event.role))
-    if kind == "learner":
+    role = getattr(event, "target", event.role)
+    kind, m = parse_role(role)
+    has_chips = m in self._islands and self._islands[m].phase
+    # An island that joins later has its chips from its own first word on: an engine may have
+    # compiled for it long before.
+    if kind == "learner" and (has_chips or event.role == role):
       trained = self._at(m, _since(event)).take(event)
       if trained is not None:
         self._idle.train(*trained)
@@ -307,6 +314,8 @@ class IslandAccount:
     now = event.time
     if not self.phase:
       self._come_back(event)
+    if self.phase == "training" and isinstance(event, events.Launched | events.Started):
+      self.restart(now)  # no exit of the life before was logged
     match event:
       case events.Step():
         return self._step(event)
@@ -337,13 +346,19 @@ class IslandAccount:
   def restart(self, now: float) -> None:
     """Another life begins."""
     if self.phase:
-      self._spend_until(now, "down")
-    self.since, self.phase = max(self.since, now), "rejoin"
+      self.phase = "down"
+      self._spend_until(now, self.phase)
+    self.since, self.phase = max(self.since, now), self._beginning
+
+  @property
+  def _beginning(self) -> str:
+    """The activity in which its next life begins."""
+    return "rejoin" if self.lives else "start_up"
 
   def _come_back(self, event: Event) -> None:
     """An island that gave its chips back has them again: the time between is not charged."""
-    if isinstance(event, events.Compiled | events.Step | events.Started):
-      self.since, self.phase = max(self.since, _since(event)), "rejoin"
+    if isinstance(event, events.Launched | events.Compiled | events.Started | events.Step):
+      self.since, self.phase = max(self.since, _since(event)), self._beginning
 
   def end(self, now: float, under_way: str = "other", phase: str = "") -> None:
     """A life is over, or the run; `under_way`: the cause of the time since the last step."""
@@ -357,32 +372,27 @@ class IslandAccount:
     self.since = max(self.since, until)
 
   def _spend(self, seconds: float, cause: str) -> None:
-    if not cause:  # the island's chips are not allocated
-      return
     self.allocated_seconds += seconds
     self.account[cause] += seconds * (self.chips or 1)
-    begins = self.lives <= 1 and self.phase != "training"
-    if begins and cause in ("start_up", "compile"):
+    if self.phase == "start_up":
       self.first_start += seconds * (self.chips or 1)
 
   def _start(self, now: float, chips: int) -> None:
     """A life has its devices."""
-    if self.phase == "training":  # the exit of the life before was not logged
-      self._spend_until(now, "down")
-    self._spend_until(now, "rejoin" if self.lives else "start_up")
+    self.phase = self._beginning
+    self._spend_until(now, self.phase)
     if not self.chips:
       self.first_start *= chips
       for cause in self.account:
         self.account[cause] *= chips
     self.lives += 1
     self.chips = chips
-    self.phase = "start_up" if self.lives == 1 else "rejoin"
 
   def _compile(self, now: float, seconds: float) -> None:
     if self.phase == "training":  # a program compiled in the middle of its work
       self._known["compile"] += seconds
     else:
-      self._spend_until(now - seconds, self.phase or "other")
+      self._spend_until(now - seconds, self.phase)
       self._spend_until(now, "compile")
 
   def _step(self, event: events.Step) -> tuple[float, float]:
@@ -394,7 +404,7 @@ class IslandAccount:
     self.chips = self.chips or 1
     now, seconds = max(event.time, self.since), positive(event.seconds)
     if self.phase != "training":
-      self._spend_until(now - seconds, self.phase or "other")
+      self._spend_until(now - seconds, self.phase)
       self._go_on_from(event.step - 1)
       self.phase = "training"
     passed = now - self.since

@@ -60,10 +60,6 @@ class Series:
     pairs = zip(self._sums.get(name, ()), self._counts.get(name, ()))
     return [rounded(total / count, digits) if count else None for total, count in pairs]
 
-  def sums(self, name: str) -> list[float]:
-    """By bin, the sum of its values."""
-    return list(self._sums.get(name, ()))
-
   def counts(self, name: str) -> list[int]:
     """By bin, how many values it has."""
     return list(self._counts.get(name, ()))
@@ -141,6 +137,11 @@ class Idle:
       (a, b), *left = left
       self._seconds, self._longest = self._seconds + b - a, max(self._longest, b - a)
     self._gaps, self.end = left, max(self.end, end)
+
+  def skip(self, until: float) -> None:
+    """From the end of the newest step until then there was no run, so this time does not count."""
+    if until > self.end:
+      self.start, self.end = self.start + until - self.end, until
 
   @property
   def seconds(self) -> float:
@@ -325,6 +326,7 @@ def _states(spans: Sequence[Sequence[Any]], curves: Series, cells: int) -> list[
 @dataclasses.dataclass
 class _Open:
   fragment: int
+  round: int
   role: str  # its shard
   since: float  # when it began
   asked: tuple[int, ...]
@@ -336,7 +338,7 @@ class Rounds:
   """Follows every round from its beginning to its end."""
 
   def __init__(self) -> None:
-    self._open: dict[int, _Open] = {}  # by round
+    self._open: dict[int, _Open] = {}  # by fragment; two shards may give a round the same number
     self._grace: dict[int, float] = {}  # by fragment, of its last round
     self._closed_at = -math.inf  # when a round has ended
 
@@ -350,7 +352,8 @@ class Rounds:
       case events.Commit() | events.Abandoned():
         if isinstance(event, events.Commit):
           self._grace[event.fragment] = event.grace_seconds
-        self._open.pop(event.round, None)
+        if self._known(event) is not None:
+          del self._open[event.fragment]
         self._closed_at = max(self._closed_at, event.time)
       case events.Exit() | events.Fault(action="kill"):
         self._drop(event.target)
@@ -386,20 +389,25 @@ class Rounds:
     decision = rules.decide(now, len(round_.pushed), pending, at, grace, sync.min_quorum)
     return decision.reason if decision.verdict == "wait" else f"about to end, {decision.reason}"
 
+  def _known(
+    self, event: events.Round | events.Push | events.Commit | events.Abandoned
+  ) -> _Open | None:
+    """The open round that an event is about, if it is known."""
+    open_ = self._open.get(event.fragment)
+    return open_ if open_ is not None and open_.round == event.round else None
+
   def _begin(self, event: events.Round) -> None:
-    p, known = event.fragment, self._open.get(event.round)
-    if known is not None:  # the same round asks more learners
+    p, known = event.fragment, self._known(event)
+    if known is None:
+      self._open[p] = _Open(p, event.round, event.role, event.time, event.asked)
+    else:  # the same round asks more learners
       known.asked = event.asked
-      return
-    self._open = {r: each for r, each in self._open.items() if each.fragment != p}
-    self._open[event.round] = _Open(p, event.role, event.time, event.asked)
 
   def _drop(self, role: str) -> None:
     """A shard's rounds end with its life."""
-    self._open = {r: each for r, each in self._open.items() if each.role != role}
+    self._open = {p: each for p, each in self._open.items() if each.role != role}
 
   def _push(self, event: events.Push) -> None:
-    open_ = self._open.get(event.round)
-    if open_ is not None:
+    if (open_ := self._known(event)) is not None:
       open_.pushed.add(parse_role(event.role)[1])
       open_.pushed_at = max(open_.pushed_at, event.time)

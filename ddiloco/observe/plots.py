@@ -7,7 +7,7 @@ canvas is used, so that no window system and no global state is touched.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,6 +101,22 @@ def every(thinned: Thinned, what: str) -> str:
   return f"of {thinned.count:,} {what} 1 in {thinned.stride}" if thinned.stride > 1 else ""
 
 
+MOST_NAMES = 24  # in a legend
+TALLEST_INCHES = 40.0  # of all rows of a panel: thousands would take a GB and no program shows them
+NAME_INCHES = 0.2  # of a row's name
+
+
+def _unnamed(lines: Collection[Any]) -> str:
+  """Says that the legend does not name these lines; "" if they are few enough."""
+  return f"{len(lines):,} lines without their names" if len(lines) > MOST_NAMES else ""
+
+
+def _rows(count: int, row_inches: float) -> tuple[float, int]:
+  """(Inches of so many rows together, 1 in how many has its name): thousands of rows are lower."""
+  inches = min(TALLEST_INCHES, count * row_inches)
+  return inches, math.ceil(count * NAME_INCHES / inches)
+
+
 def loss_figure(run: RunState, alone: float | None = None) -> Figure:
   """Training loss of every island (smoothed) and held-out loss of the global model against tokens.
 
@@ -110,10 +126,9 @@ def loss_figure(run: RunState, alone: float | None = None) -> Figure:
   """
   figure, (axes,) = new_figure(5.0)
   axes.set_title("Loss against tokens")
-  say_left_out(axes, every(run.curves.evaluations, "evaluations"))
   drawn: list[float] = []
   for learner in sorted(run.islands):
-    drawn += _island_curve(axes, learner, run.curves.loss)
+    drawn += _island_curve(axes, learner, run.curves.loss, not _unnamed(run.islands))
   points = run.curves.evaluations.items
   if points:
     x, y = [e.merged_tokens for e in points], [e.loss for e in points]
@@ -125,6 +140,7 @@ def loss_figure(run: RunState, alone: float | None = None) -> Figure:
   if not drawn:
     say_empty(axes, "no steps and no evaluations in the log")
     return figure
+  say_left_out(axes, every(run.curves.evaluations, "evaluations"), _unnamed(run.islands))
   if alone is not None and math.isfinite(alone):
     label = f"best island alone, held-out ({loss_text(alone)})"
     axes.axhline(alone, color=GLOBAL_MODEL, ls=(0, (5, 3)), lw=1.3, label=label)
@@ -133,7 +149,7 @@ def loss_figure(run: RunState, alone: float | None = None) -> Figure:
   return figure
 
 
-def _island_curve(axes: Axes, learner: int, loss: Series) -> list[float]:
+def _island_curve(axes: Axes, learner: int, loss: Series, named: bool) -> list[float]:
   """One line per life of the learner, so that nothing is drawn while it was down."""
   lives = [loss.means(f"{learner} {life}") for life in range(MOST_CURVES + 1)]
   lives = [[(i, y) for i, y in enumerate(means) if y is not None] for means in lives]
@@ -143,7 +159,7 @@ def _island_curve(axes: Axes, learner: int, loss: Series) -> list[float]:
   for number, life in enumerate(lives):
     bins, losses = np.array(life, float).T
     smooth = _smooth(losses, half_width)
-    label = f"island {learner}" if number == 0 else None
+    label = f"island {learner}" if named and number == 0 else None
     tokens = (bins + 0.5) * loss.width_seconds
     axes.plot(tokens, smooth, lw=1.6, color=island_colour(learner), label=label, alpha=0.9)
     drawn += list(smooth)
@@ -168,7 +184,8 @@ def _loss_axes(axes: Axes, drawn: list[float]) -> None:
   axes.set_xlim(0, max(1.0, axes.dataLim.x1 * 1.07))
   axes.set_xlabel("tokens trained by all islands / merged into the global model")
   axes.set_ylabel(f"loss (nats per token{', log scale' if low > 0 else ''})")
-  axes.legend(loc="upper right", ncols=2 if len(axes.get_lines()) > 6 else 1)
+  if axes.get_legend_handles_labels()[0]:
+    axes.legend(loc="upper right", ncols=2 if len(axes.get_lines()) > 6 else 1)
 
 
 def _smooth(values: np.ndarray, half: int) -> np.ndarray:
@@ -182,7 +199,8 @@ def participation_figure(run: RunState) -> Figure:
   mean cosines of two updates."""
   learners = sorted(run.islands)
   commits = run.curves.commits.items
-  ratios = [0.55 + 0.36 * max(1, len(learners)), 1.4]
+  inches, every_row = _rows(max(1, len(learners)), 0.36)
+  ratios = [0.55 + inches, 1.4]
   figure, (rows, agreement) = new_figure(
     1.0 + sum(ratios), rows=2, sharex=bool(commits), height_ratios=ratios
   )
@@ -194,10 +212,12 @@ def participation_figure(run: RunState) -> Figure:
   say_left_out(rows, every(run.curves.commits, "commits"))
   for row, learner in enumerate(learners):
     _commit_ticks(rows, row, learner, commits)
-    share = run.islands[learner].commits / run.commits
+  named = range(0, len(learners), every_row)
+  for row in named:
+    share = run.islands[learners[row]].commits / run.commits
     place = {"va": "center", "transform": rows.get_yaxis_transform(), "color": "#555555"}
     rows.text(1.01, row, f"{share:.0%}", **place)
-  rows.set_yticks(range(len(learners)), [f"island {m}" for m in learners])
+  rows.set_yticks(named, [f"island {learners[row]}" for row in named])
   rows.set_ylim(len(learners) - 0.4, -0.6)
   rows.grid(False)
   rows.tick_params(length=0, labelbottom=False)
@@ -248,6 +268,7 @@ def traffic_figure(run: RunState) -> Figure:
   series = {role: points for role, points in series.items() if points[-1][1] > 0}
   figure, (axes,) = new_figure(3.8)
   axes.set_title("Bytes on the wire")
+  say_left_out(axes, _unnamed(series))
   if not series:
     say_empty(axes, "no traffic in the log")
     return figure
@@ -264,7 +285,8 @@ def traffic_figure(run: RunState) -> Figure:
   axes.set_ylim(bottom=0)
   axes.set_xlim(0, run.time)
   axes.set_xlabel("seconds since the run started")
-  axes.legend(loc="upper left", ncols=2 if len(series) > 4 else 1)
+  if not _unnamed(series):
+    axes.legend(loc="upper left", ncols=2 if len(series) > 4 else 1)
   return figure
 
 
@@ -288,7 +310,8 @@ def timeline_figure(run: RunState) -> Figure:
   end = run.time
   spans = run.spans(end, end)
   order = sorted(spans, key=lambda role: (role.startswith("syncer"), parse_role(role)[1]))
-  figure, (axes,) = new_figure(1.8 + ROW_INCHES * max(2, len(order)))
+  inches, every_row = _rows(max(2, len(order)), ROW_INCHES)
+  figure, (axes,) = new_figure(1.8 + inches)
   axes.set_title("Islands and shards over time")
   if not order:
     say_empty(axes, "no learner and no shard in the log")
@@ -298,7 +321,7 @@ def timeline_figure(run: RunState) -> Figure:
       _bar(axes, row, role, *span)
   used = _marks(axes, run.marks, {role: row for row, role in enumerate(order)})
   _left_out(axes, run)
-  axes.set_yticks(range(len(order)), [role_name(role) for role in order])
+  axes.set_yticks(range(0, len(order), every_row), list(map(role_name, order[::every_row])))
   axes.set_ylim(max(2, len(order)) - 0.45, -0.55)
   axes.set_xlim(0, max(1e-3, end))
   axes.set_xlabel("seconds since the run started")

@@ -47,8 +47,7 @@ def numbers(run: RunState) -> dict[str, Any]:
     "seconds": round(run.time, 3) if run.num_events else None,
     "num_learners": len(run.islands),
     "num_shards": len(run.shards),
-    # Without an engine no event says how many there are.
-    "num_fragments": max([run.num_fragments, *(p + 1 for p in run.versions)]),
+    "num_fragments": len(run.fragments),
     "total_tokens": run.total_tokens if kinds[RunStarted] else None,
     "merged_tokens": round(run.tokens_done) if run.num_shards else 0,
     "trained_tokens": sum(island.tokens for island in run.islands.values()),

@@ -127,6 +127,11 @@ class RunState:
     it begins anew."""
     return self._mean(self.merged_tokens)
 
+  @property
+  def fragments(self) -> range:
+    """All fragments: without an engine no event says how many there are."""
+    return range(max([self.num_fragments, *(p + 1 for p in self.versions)]))
+
   def _mean(self, tokens: dict[int, int]) -> float:
     """Of all fragments; without shards, the sum of all islands."""
     parts = max(1, self.num_fragments, len(self.merged_tokens)) if self.num_shards else 1
@@ -151,7 +156,7 @@ class RunState:
   @property
   def solo(self) -> str:
     """Says that round after round merged one island alone, though there are others, and why; ""."""
-    needed = min(RECENT_COMMITS, max(LEAST_ROUNDS, self.num_fragments))
+    needed = min(RECENT_COMMITS, max(LEAST_ROUNDS, len(self.fragments)))
     recent = list(self.lone)[-needed:]
     count = sum(m >= 0 for m in recent)
     if self.finished or count < LONE_SHARE * needed or len(recent) < needed:
@@ -282,6 +287,10 @@ class RunState:
     if not self.num_shards:
       self.merged_tokens, self._before = {}, {}  # by fragment from now on
     self.num_shards = max(self.num_shards, s + 1)
+
+  def _learner_launched(self, event: events.Launched, m: int) -> None:
+    if self._island(m, event.time).lives:  # without an engine no other event says it
+      self._island(m, event.time, "restarting")
 
   def _learner_started(self, event: events.Started, m: int) -> None:
     self._island(m, event.time, "joining").start(event)

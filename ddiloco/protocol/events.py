@@ -380,7 +380,8 @@ class Snapshot(Event, frozen=True, kw_only=True):
   snapshot: int
   roles: tuple[str, ...]
   seconds: float
-  lacks: tuple[str, ...] = ()  # roles that were up when the snapshot began and have no part in it
+  # Roles that were up when the snapshot began, have not left since, and have no part in it.
+  lacks: tuple[str, ...] = ()
 
 
 class Uncommitted(Event, frozen=True, kw_only=True):

@@ -30,6 +30,7 @@ from ddiloco.protocol.actions import (
   SyncerAction,
   TakeSnapshot,
 )
+from ddiloco.protocol.events import parse_role
 from ddiloco.protocol.messages import (
   EVALUATOR,
   BetweenShards,
@@ -331,7 +332,8 @@ class Syncer(WorkingRole):
       ]
 
     shards = [f"syncer-{s}" for s in range(self.config.sync.num_shards)]
-    how = settings.patience_seconds, not self.config.sync.blocking
+    has_left = lambda role: parse_role(role)[1] not in self.state.members  # noqa: E731
+    how = settings.patience_seconds, not self.config.sync.blocking, has_left
     return self._saver.commit_when_complete(action.snapshot, shards, expected, *how)
 
   # --- messages and log lines ---------------------------------------------------------------------

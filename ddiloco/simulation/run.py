@@ -23,6 +23,7 @@ from ddiloco.config import Config
 from ddiloco.core.fragments import Plan
 from ddiloco.observe.goodput import Ledger
 from ddiloco.observe.history import TrafficTotals
+from ddiloco.observe.style import rounded
 from ddiloco.observe.tracks import Aftermath
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Event, stamped
@@ -200,8 +201,8 @@ class Account:
     moved = [bytes for role, bytes in self.traffic.by_role.items() if role.startswith("learner")]
     sent, received = zip(*moved) if moved else ((), ())
     return {
-      "goodput": round(found.goodput, 5),
-      "uptime": round(found.uptime, 5),
+      "goodput": rounded(found.goodput, 5),
+      "uptime": rounded(found.uptime, 5),
       "causes": {cause: round(share, 5) for cause, share in found.causes.items() if share},
       "participation": _mean(part),
       "lowest_participation": round(min(part), 5) if part else None,

@@ -23,7 +23,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ddiloco.checks import require
-from ddiloco.config import IslandConfig
+from ddiloco.config import IslandConfig, ModelConfig
 from ddiloco.models.model import Execution
 
 Device = Any  # a jax.Device; tests use stand-ins
@@ -195,20 +195,22 @@ def param_sharding(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh)
   return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def make_execution(mesh: Mesh, island: IslandConfig, compute_dtype: str) -> Execution:
+def make_execution(mesh: Mesh, island: IslandConfig, model: ModelConfig) -> Execution:
   """How this island's devices compute a model.
 
-  `islands.attention = "auto"` is splash attention on TPUs, cuDNN's on GPUs for a model that
-  computes in bf16, and else the reference.
+  `islands.attention = "auto"` is splash attention on TPUs, cuDNN's on GPUs where it takes the
+  model (bf16, heads of a multiple of 8 and up to 256), and else the reference.
 
   Raises:
     ConfigError: the configured path of attention does not run on this platform.
   """
-  platform = mesh.devices.flat[0].platform
-  own = {"tpu": "splash", "gpu": "cudnn" if compute_dtype == "bfloat16" else "einsum"}
+  platform, dtype, size = mesh.devices.flat[0].platform, model.compute_dtype, model.head_dim
+  taken = dtype == "bfloat16" and size % 8 == 0 and size <= 256
+  own = {"tpu": "splash", "gpu": "cudnn" if taken else "einsum"}
   best = own.get(platform, "einsum")
   good = island.attention in ("auto", "einsum", best)
-  rule = f"must be einsum or {best} for platform {platform!r} and a model in {compute_dtype}"
+  paths = " or ".join(dict.fromkeys(("einsum", best)))
+  rule = f"must be {paths} for platform {platform!r} and a model in {dtype} with heads of {size}"
   fix = f"use 'auto', which is {best} here"
   require(good, "islands.attention", island.attention, rule, fix)
   return Execution(

@@ -244,7 +244,7 @@ class IslandStep:
     self.replicated = NamedSharding(mesh, PartitionSpec())
     self.on_cpu = mesh.devices.flat[0].platform == "cpu"
     self.host_memory = host_memory(mesh.devices.flat[0])
-    self.execution = make_execution(mesh, island, config.model.compute_dtype)
+    self.execution = make_execution(mesh, island, config.model)
     self._model = custom.load_model(config.model)
     axes = self._model.logical_axes()
     self.transform = optimizer(config.inner, axes)

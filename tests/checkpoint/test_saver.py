@@ -360,6 +360,19 @@ def test_a_learner_that_died_after_it_had_saved_is_part_of_it(storage, savers):
   assert events.of("snapshot")[0].roles == ("learner-5", *SHARDS)
 
 
+def test_a_learner_that_has_left_in_good_order_is_not_missing(storage, savers):
+  """At the end of a run learners leave while a snapshot is under way: nothing is lost."""
+  saver, events = savers()
+  live = ["learner-0", "learner-1"]
+  storage.save(1, "syncer-1", 0, state("syncer-1"), {})
+  has_left = {"learner-1"}.__contains__
+  job = lambda: saver.commit_when_complete(1, SHARDS, lambda: live, 60.0, True, has_left)  # noqa: E731
+  saver.save(1, state("syncer-0"), {}, job, 9)
+  storage.looked()
+  live.clear()
+  assert events.of("snapshot")[0].lacks == ("learner-0",), "which died"
+
+
 def test_a_learner_that_has_not_come_back_is_no_part_of_it(storage, savers):
   """It has saved one of the same number, in a life of the run that was never committed."""
   saver, events = savers()

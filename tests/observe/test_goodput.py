@@ -288,3 +288,63 @@ def test_the_time_between_a_good_end_and_the_next_start_is_nobodys(back):
   shares |= {"rejoin" if back == "the whole run" else "compile": 3.0}
   assert {c: s * 23.0 for c, s in found.causes.items() if s} == pytest.approx(shares)
   assert found.learners[0].liveness == pytest.approx(19 / 23)
+  if back == "the whole run":
+    # The beginning anew counts, as it does after a kill.
+    assert found.uptime == pytest.approx(19 / 22)
+
+
+def test_a_run_that_was_killed_before_it_trained_was_down_too():
+  log = Log(fragments=1)
+  log.add(4.0, "learner-0", "compiled", target="learner-0", seconds=3.0)
+  log.add(100.0, "engine", "run_started", num_learners=1, num_fragments=1, num_shards=1)
+  log.start(102.0)
+  log.merge(log.steps(1, 8, 102.0), 0, 7, -1, {0: 8})
+  found = log.report()
+  seconds = {cause: 110 * share for cause, share in found.causes.items() if share}
+  assert seconds == pytest.approx({"start_up": 3.0, "compile": 3.0, "down": 96.0})
+  assert found.goodput_training == pytest.approx(8 / (8 + 96))
+
+
+def test_only_the_start_of_a_first_life_is_left_out_of_the_training_goodput():
+  """A later life's programs are compiled, or loaded, before it has its devices."""
+  log = Log(fragments=1)
+  log.start(2.0)
+  log.merge(log.steps(1, 8, 2.0), 0, 7, -1, {0: 8})
+  log.add(10.0, "engine", "exit", target="learner-0")
+  log.add(11.0, "engine", "restart", target="learner-0")
+  log.add(15.0, "learner-0", "compiled", target="learner-0", seconds=3.0)
+  log.start(16.0)
+  log.merge(log.steps(9, 12, 16.0), 0, 8, 7, {0: 4})
+  found = log.report()
+  seconds = {cause: 20 * share for cause, share in found.causes.items() if share}
+  assert seconds == pytest.approx({"start_up": 2.0, "down": 1.0, "rejoin": 2.0, "compile": 3.0})
+  assert found.goodput_training == pytest.approx(12 / 18)
+
+
+def test_a_learner_that_no_engine_starts_again_is_down_until_its_process_is_there():
+  log = Log(fragments=1)
+  log.start(0.0)
+  log.merge(log.steps(1, 10, 0.0), 0, 7, -1, {0: 10})
+  log.add(40.0, "learner-0", "launched")
+  log.add(46.0, "learner-0", "compiled", target="learner-0", seconds=4.0)
+  log.start(47.0)
+  log.merge(log.steps(11, 13, 47.0), 0, 8, 7, {0: 3})
+  seconds = {cause: 50 * share for cause, share in log.report().causes.items() if share}
+  assert seconds == pytest.approx({"down": 30.0, "rejoin": 3.0, "compile": 4.0})
+
+
+def test_an_island_that_joins_later_has_its_chips_from_its_own_first_word_on():
+  """The threads engine compiles for all islands before the first one trains."""
+  log = Log(fragments=1)
+  log.add(5.0, "engine", "compiled", target="learner-1", seconds=4.0)
+  log.start(6.0)
+  log.steps(1, 64, 6.0)
+  log.add(60.0, "learner-1", "launched")
+  log.start(62.0, 1)
+  log.steps(1, 8, 62.0, 1)
+  assert log.report().learners[1].chip_seconds == pytest.approx(10.0)
+  log.add(70.0, "engine", "run_finished", reason="stopped")
+  log.add(80.0, "engine", "run_started", num_learners=1, num_fragments=1, num_shards=1)
+  log.add(85.0, "engine", "compiled", target="learner-1", seconds=4.0)
+  log.start(90.0)
+  assert log.report().learners[1].chip_seconds == pytest.approx(10.0)

@@ -109,3 +109,13 @@ def test_versions_by_island_and_fragment_and_a_new_life_has_none(make):
   assert [run.islands[m].versions for m in range(2)] == [{0: 4, 1: 2}, {0: 3}]
   run = fold([*events, make.event(3.0, "learner-0", "started", 1), apply(0, 1, 3, "copy_out")])
   assert [run.islands[m].versions for m in range(2)] == [{1: 3}, {0: 3}]
+
+
+def test_rounds_of_two_shards_may_have_the_same_number(make, begun):
+  other = {"fragment": 2, "round": 7, "version": 0}
+  begun += [make.event(10.1, "syncer-0", "round", **other, asked=[0, 1])]
+  assert says(begun, 10.5).startswith("Collecting fragment 3 and 1 more for 0.5 s; quorum: 0 of 2")
+  begun += [make.event(10.2, f"learner-{m}", "push", **other) for m in range(2)]
+  assert says(begun, 10.5).startswith("Collecting fragment 3 and 1 more for 0.5 s; quorum: 0 of 2")
+  begun += [make.commit(10.6, 0, fragment=2, round=7)]
+  assert says(begun, 11.0).startswith("Collecting fragment 3 for 1.0 s; quorum: 0 of 2")

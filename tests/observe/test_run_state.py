@@ -194,6 +194,18 @@ def test_an_exit_in_good_order_is_no_loss(make):
   assert len(view.log_events) == 1
 
 
+def test_a_learner_that_no_engine_starts_again_is_on_its_way_once_its_process_is_there(make):
+  events = [make.event(0.1, "learner-1", "launched")]
+  events += [make.event(1.0, "learner-1", "started"), make.step(2.0, 1, 1)]
+  events += [make.event(40.0, "learner-1", "launched", 1)]
+  assert _states([make.run_started(), *events], 1) == [
+    "starting",
+    "joining",
+    "running",
+    "restarting",
+  ]
+
+
 def test_a_shard_can_die_and_return(make):
   kill = make.event(2.0, "engine", "fault", target="syncer-1", action="kill", detail="")
   view = fold([make.run_started(), make.event(0.1, "syncer-1", "started", fragments=[1, 3]), kill])

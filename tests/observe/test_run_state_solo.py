@@ -74,3 +74,10 @@ def test_where_nobody_else_is_expected_it_is_as_it_should_be(make, rounds):
   ]
   assert fold([*events, *left, *more]).solo == ""
   assert fold([*events, *more]).solo != ""
+
+
+def test_without_an_engine_there_are_as_many_fragments_as_shards_have(make, rounds):
+  """No event says that the run has started."""
+  _, *events = rounds(*[(0,)] * 4)
+  owned = [make.event(0.5, "syncer-0", "owns", fragment=p) for p in range(24)]
+  assert fold([*owned, *events]).solo == "", "four rounds of 24 fragments say little"

@@ -16,7 +16,7 @@ from ddiloco.core import codec, fragments
 from ddiloco.core.delta import Committed, MemoryStore, learner_weights, new_fragment
 from ddiloco.network.transport import Counters
 from ddiloco.protocol import events
-from ddiloco.protocol.actions import InstallValue, Tick
+from ddiloco.protocol.actions import InstallValue, TakeSnapshot, Tick
 from ddiloco.protocol.messages import (
   NOTHING,
   FragmentState,
@@ -445,3 +445,13 @@ def test_replay_weighs_a_commit_by_the_batches_that_its_shard_knew():
   before, after = (learner_weights(replace(what, step_tokens=each), new) for each in (said, now))
   assert not same(before, after)
   assert same(learner_weights(replace(what, step_tokens=said), old), before)
+
+
+def test_a_snapshot_awaits_no_learner_that_said_goodbye_and_does_not_miss_it():
+  shard = Shard(3)
+  shard.syncer._saver = types.SimpleNamespace(commit_when_complete=lambda *given: given)
+  taken = TakeSnapshot(8, shard.syncer.state, (0, 1))
+  *_, expected, _, _, has_left = shard.syncer._commit_snapshot(taken)
+  assert expected() == ["learner-0", "learner-1"] and not has_left("learner-0")
+  shard.hear(Goodbye(0, 0))
+  assert expected() == ["learner-1"] and has_left("learner-0") and not has_left("learner-1")

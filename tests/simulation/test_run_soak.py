@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -12,7 +13,7 @@ from ddiloco.engines import virtual
 from ddiloco.observe.eventlog import read_events
 from ddiloco.observe.tracks import Aftermath
 from ddiloco.simulation.run import VirtualRun
-from tests.simulation.test_run import make, of, setting
+from tests.simulation.test_run import STEP_SECONDS, make, of, setting
 
 FAULTS, LEARNERS, SHARDS, STALL_SECONDS = 500, 4, 2, 5.0
 
@@ -54,3 +55,10 @@ def test_events_in_a_workdir_are_a_run_that_can_be_read(tmp_path):
   assert {k: v for k, v in again.items() if k != "wall_seconds"} == {
     k: v for k, v in said.items() if k != "wall_seconds"
   }
+
+
+def test_numbers_that_a_short_run_does_not_have_are_none():
+  """JSON has no NaN."""
+  said = virtual.simulate(make(), setting(), most_seconds=STEP_SECONDS / 2)
+  assert said["steps"] == 0 and said["uptime"] is None
+  json.dumps(said, allow_nan=False)

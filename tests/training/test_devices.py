@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from ddiloco.config import ConfigError, IslandConfig
+from ddiloco.config import ConfigError, IslandConfig, ModelConfig
 from ddiloco.training import devices
 
 
@@ -117,10 +117,11 @@ def test_axes_must_match_the_shape(mesh):
     devices.param_sharding(("embed",), (2, 3), mesh)
 
 
-def _execution(platform: str, dtype: str = "bfloat16", **fields):
+def _execution(platform: str, dtype: str = "bfloat16", head_dim: int = 64, **fields):
   chip = types.SimpleNamespace(platform=platform)
   mesh = types.SimpleNamespace(devices=np.array([chip]), size=1)
-  return devices.make_execution(mesh, IslandConfig(**fields), dtype)
+  model = ModelConfig(compute_dtype=dtype, head_dim=head_dim)
+  return devices.make_execution(mesh, IslandConfig(**fields), model)
 
 
 @pytest.mark.parametrize(
@@ -145,6 +146,13 @@ def test_attention_by_platform(platform, dtype, path):
 def test_a_path_of_another_platform_is_refused(platform, dtype, asked):
   with pytest.raises(ConfigError, match=f"islands.attention = {asked!r}.*Fix: use 'auto'"):
     _execution(platform, dtype, attention=asked)
+
+
+@pytest.mark.parametrize("head_dim", [12, 264])
+def test_heads_that_cudnn_does_not_take_have_the_reference(head_dim):
+  assert _execution("gpu", head_dim=head_dim).attention == "einsum"
+  with pytest.raises(ConfigError, match=f"must be einsum for .* heads of {head_dim}"):
+    _execution("gpu", head_dim=head_dim, attention="cudnn")
 
 
 def test_an_execution_has_the_islands_settings():
