@@ -338,12 +338,18 @@ def _refuse_another(
 
 
 def _fixed(config: Config) -> dict[str, Any]:
-  """Every field outside `FREE_SECTIONS`, and the run's length and start, by name."""
+  """Every field outside `FREE_SECTIONS`, and the run's length and start, by name.
+
+  Of a custom part the folder does not count: the project may have moved, or be elsewhere on another
+  machine that shares the workdir.
+  """
   found = {f"run.{name}": getattr(config.run, name) for name in ("total_tokens", "init_from")}
   for name in (f.name for f in dataclasses.fields(config) if f.name not in FREE_SECTIONS):
     value = getattr(config, name)
     inner = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
     found |= {f"{name}.{f.name}": getattr(value, f.name) for f in inner} or {name: value}
+  for name in (name for name in found if name.endswith(".custom")):
+    found[name] = found[name].rpartition("/")[2]
   return found
 
 

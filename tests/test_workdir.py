@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddiloco import workdir
-from ddiloco.config import Config, ConfigError, IslandsConfig, RunConfig, from_dict
+from ddiloco.config import Config, ConfigError, IslandsConfig, ModelConfig, RunConfig, from_dict
 from ddiloco.roles import initial
 from tests.engines.toy_world import World
 from tests.roles import toy
@@ -63,6 +63,22 @@ def test_another_run_in_the_same_workdir_is_refused(tmp_path, changes, text):
     workdir.join(tmp_path, dataclasses.replace(CONFIG, **changes))
   assert str(error.value).startswith(text) and ". Fix: use the same --config" in str(error.value)
   assert workdir.saved_config(tmp_path) == CONFIG
+
+
+def test_a_run_goes_on_where_its_project_has_moved(tmp_path):
+  """The run's own model was another one, and the fix named a config whose file is gone."""
+
+  def mine(file: str) -> Config:
+    return dataclasses.replace(CONFIG, model=ModelConfig(custom=f"{file}:model"))
+
+  workdir.claim(tmp_path, mine("/old/mine.py"), overwrite=False)
+  assert workdir.claim(tmp_path, mine("/new/mine.py"), overwrite=False)
+  assert workdir.saved_config(tmp_path).model.custom == "/new/mine.py:model", "for `evaluate`"
+  workdir.join(tmp_path, mine("/another/host/mine.py"))
+  with pytest.raises(
+    ConfigError, match=r"^model.custom = 'other.py:model': .* has 'mine.py:model'"
+  ):
+    workdir.claim(tmp_path, mine("/new/other.py"), overwrite=False)
 
 
 def test_a_workdir_that_cannot_be_is_refused(tmp_path):
