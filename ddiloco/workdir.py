@@ -108,11 +108,11 @@ def live_in(workdir: Path) -> IO[str] | None:
   no reason to refuse: no run can train there, so none can overwrite.
 
   Raises:
-    ConfigError: a run begins here at this moment, and may be deleting the files of the one before.
+    ConfigError: a run that begins there has been deleting files for long.
   """
   with contextlib.suppress(OSError):
     file = (workdir / ROLES).open("a+")
-    _lock(file, fcntl.LOCK_SH, f"--workdir={workdir}: {_TRAINED}")
+    _lock(file, fcntl.LOCK_SH, f"--workdir={workdir}: {_TRAINED}", END_SECONDS)
     return file
   return None
 
@@ -126,10 +126,8 @@ def check(workdir: Path, config: Config, overwrite: bool) -> bool:
   with _writing(workdir):
     if overwrite or not (workdir / "config.json").exists():
       return False
-  saved = saved_config(workdir)
-  _refuse_another(workdir, config, saved, MAY_CHANGE)
-  longer = config.run.total_tokens > saved.run.total_tokens
-  if outcome(workdir).get("reason") == "finished" and not longer:
+  _refuse_another(workdir, config, saved_config(workdir), MAY_CHANGE)
+  if outcome(workdir).get("reason") == "finished" and not _is_longer(config, workdir):
     raise ConfigError(
       f"--workdir={workdir}: its run is finished. Fix: choose another directory, add --overwrite to"
       " replace that run, or go on with a greater --config.run.total_tokens."
@@ -143,15 +141,20 @@ def outcome(workdir: Path) -> dict[str, Any]:
 
 
 def reached_end(workdir: Path, config: Config) -> bool:
-  """Whether the run in `workdir` has reached its end.
+  """Whether the run in `workdir` has reached its end, and `config` makes it no longer.
 
   Raises:
     ConfigError: it has, and had another config.
   """
   if outcome(workdir).get("reason") != "finished":
     return False
-  _refuse_another(workdir, config, saved_config(workdir))
-  return True
+  _refuse_another(workdir, config, saved_config(workdir), ("run.total_tokens",))
+  return not _is_longer(config, workdir)
+
+
+def _is_longer(config: Config, workdir: Path) -> bool:
+  """Whether `config` has more tokens than the run in `workdir`."""
+  return config.run.total_tokens > saved_config(workdir).run.total_tokens
 
 
 def clear_outcome(workdir: Path) -> None:
@@ -293,7 +296,8 @@ def read_config(path: Path, named: str) -> Config:
 def join(workdir: Path, config: Config) -> float:
   """Enters the workdir of a run that several processes share, on one machine or one file system.
 
-  The first role writes its config and the time; restarted roles find them again.
+  The first role writes its config and the time; restarted roles find them again. A run none of
+  whose roles lives goes on with the config of the first role that has more tokens.
 
   Returns:
     When the run began, in unix seconds; event times count from there.
@@ -305,6 +309,15 @@ def join(workdir: Path, config: Config) -> float:
     workdir.mkdir(parents=True, exist_ok=True)
     _write_once(workdir / "config.json", config.to_json() + "\n")
     started = start_time(workdir)
+  if _is_longer(config, workdir):
+    refuse_trained(workdir)
+    try:
+      claim(workdir, config, overwrite=False)
+    except ConfigError as error:
+      if _is_longer(config, workdir):  # else another role was quicker, and lives
+        tokens = config.run.total_tokens
+        text = f"run.total_tokens = {tokens}: is more than the run there has; {error}"
+        raise ConfigError(text) from error
   _refuse_another(workdir, config, saved_config(workdir))
   return started
 
@@ -340,13 +353,19 @@ def _refuse_another(
 
 
 def _fixed(config: Config) -> dict[str, Any]:
-  """Every field outside `FREE_SECTIONS` but one, and the run's length and start, by name."""
+  """Every field outside `FREE_SECTIONS` but one, and the run's length and start, by name.
+
+  Of a custom part the folder does not count: the project may have moved, or be elsewhere on another
+  machine that shares the workdir.
+  """
   found = {f"run.{name}": getattr(config.run, name) for name in ("total_tokens", "init_from")}
   for name in (f.name for f in dataclasses.fields(config) if f.name not in FREE_SECTIONS):
     value = getattr(config, name)
     inner = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
     found |= {f"{name}.{f.name}": getattr(value, f.name) for f in inner} or {name: value}
   del found["sync.value_threads"]  # of one machine
+  for name in (name for name in found if name.endswith(".custom")):
+    found[name] = found[name].rpartition("/")[2]
   return found
 
 

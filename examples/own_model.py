@@ -23,7 +23,6 @@ from flax import nnx
 from sklearn.datasets import load_digits
 
 import ddiloco
-from ddiloco.models.transformer import cross_entropy
 
 ISLANDS, STEPS, BATCH = 4, 500, 16
 CLASSES = 10
@@ -46,6 +45,10 @@ class Classifier(nnx.Module):
     x = nnx.relu(self.second(x))
     x = self.norm(x.reshape(len(x), -1))
     return self.output(nnx.relu(self.hidden(x)))
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+  return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
 class Digits(ddiloco.NnxModel):

@@ -93,7 +93,7 @@ def draw(axes: Axes, run: EventLog, commit: events.Commit, islands: int) -> floa
   axes.text(quorum - 0.03, shard + 0.45, "until a quorum", ha="right", va="center", size=10)
   axes.text(quorum + 0.03, shard + 0.45, "grace", ha="left", va="center", size=10)
   axes.plot([decided, decided], [shard - 0.25, shard + 0.25], color=GLOBAL_MODEL, lw=3)
-  axes.text(decided + 0.06, shard + 0.12, "commit", va="center", size=10)
+  axes.text(decided + 0.06, shard - 0.12, "commit", va="center", size=10)
   pushed = {push.role: push.time - began for push in of(events.Push)}
   for event in of(events.CopyOut):
     row, at = parse_role(event.role)[1], event.time - began

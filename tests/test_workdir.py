@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddiloco import workdir
-from ddiloco.config import Config, ConfigError, IslandsConfig, RunConfig, from_dict
+from ddiloco.config import Config, ConfigError, IslandsConfig, ModelConfig, RunConfig, from_dict
 from ddiloco.roles import initial
 from tests.engines.toy_world import World
 from tests.roles import toy
@@ -65,6 +65,22 @@ def test_another_run_in_the_same_workdir_is_refused(tmp_path, changes, text):
     workdir.join(tmp_path, dataclasses.replace(CONFIG, **changes))
   assert str(error.value).startswith(text) and ". Fix: use the same --config" in str(error.value)
   assert workdir.saved_config(tmp_path) == CONFIG
+
+
+def test_a_run_goes_on_where_its_project_has_moved(tmp_path):
+  """The run's own model was another one, and the fix named a config whose file is gone."""
+
+  def mine(file: str) -> Config:
+    return dataclasses.replace(CONFIG, model=ModelConfig(custom=f"{file}:model"))
+
+  workdir.claim(tmp_path, mine("/old/mine.py"), overwrite=False)
+  assert workdir.claim(tmp_path, mine("/new/mine.py"), overwrite=False)
+  assert workdir.saved_config(tmp_path).model.custom == "/new/mine.py:model", "for `evaluate`"
+  workdir.join(tmp_path, mine("/another/host/mine.py"))
+  with pytest.raises(
+    ConfigError, match=r"^model.custom = 'other.py:model': .* has 'mine.py:model'"
+  ):
+    workdir.claim(tmp_path, mine("/new/other.py"), overwrite=False)
 
 
 def test_a_workdir_that_cannot_be_is_refused(tmp_path):
@@ -157,6 +173,46 @@ def test_a_finished_run_that_is_killed_while_it_begins_to_go_on_still_goes_on(
     with pytest.raises(KeyboardInterrupt):
       workdir.claim(tmp_path, longer, False)
   assert workdir.claim(tmp_path, longer, False), "it goes on"
+
+
+def longer(config: Config) -> Config:
+  run = dataclasses.replace(config.run, total_tokens=2 * config.run.total_tokens)
+  return dataclasses.replace(config, run=run)
+
+
+def test_single_roles_go_on_with_more_tokens_once_none_of_the_run_lives(tmp_path, monkeypatch):
+  """As docs/launch.md says of a run that is over; each role was refused."""
+  started = workdir.join(tmp_path, CONFIG)
+  (tmp_path / workdir.OUTCOME).write_text('{"reason": "finished"}')
+  assert workdir.reached_end(tmp_path, CONFIG) and not workdir.reached_end(tmp_path, longer(CONFIG))
+  monkeypatch.setattr(workdir, "END_SECONDS", 0.0)
+  role = workdir.live_in(tmp_path)
+  refusal = r"^run.total_tokens = 8000000: is more than .* roles of its run live .* Fix: end them"
+  with pytest.raises(ConfigError, match=refusal):
+    workdir.join(tmp_path, longer(CONFIG))
+  assert workdir.saved_config(tmp_path) == CONFIG and workdir.reached_end(tmp_path, CONFIG)
+  role.close()
+  with pytest.raises(ConfigError, match=r"seed = 4: the run in "):
+    workdir.join(tmp_path, dataclasses.replace(longer(CONFIG), seed=4))
+  monkeypatch.undo()
+
+  def enter(_: int) -> object:
+    assert workdir.join(tmp_path, longer(CONFIG)) == started
+    return workdir.live_in(tmp_path)
+
+  with concurrent.futures.ThreadPoolExecutor(8) as pool:
+    for each in pool.map(enter, range(16)):
+      each.close()
+  assert workdir.saved_config(tmp_path) == longer(CONFIG) and workdir.outcome(tmp_path) == {}
+  with pytest.raises(ConfigError, match=r"^run.total_tokens = 4000000: the run in "):
+    workdir.join(tmp_path, CONFIG)
+
+
+def test_a_role_with_more_tokens_leaves_a_run_that_trains_alone(tmp_path):
+  workdir.claim(tmp_path, CONFIG, overwrite=False)
+  with workdir.held(tmp_path), pytest.raises(ConfigError, match="another process trains in it"):
+    workdir.join(tmp_path, longer(CONFIG))
+  assert workdir.saved_config(tmp_path) == CONFIG
 
 
 def test_to_overwrite_leaves_a_folder_that_is_elsewhere_alone(tmp_path):

@@ -1,7 +1,7 @@
 """Islands and shards killed one after the other, and once a learner and a shard together.
 
 Command:   ddiloco train --config=configs/quickstart.py --config.chaos=configs/chaos/kills.py \\
-             --workdir=runs/kills --config.run.total_tokens=4000000 [--engine=processes]
+             --workdir=runs/kills --config.run.total_tokens=4000000 --cpu [--engine=processes]
 Expect:    every role back and merged again within seconds of its restart (the report's timeline),
            blocked_seconds 0, and the loss of an undisturbed run.
 """

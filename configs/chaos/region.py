@@ -1,7 +1,7 @@
 """A region with two islands and a shard: cut off, and later lost altogether for a while.
 
-Command:   ddiloco train --config=configs/quickstart.py --workdir=runs/region \\
-             --config.chaos=configs/chaos/region.py:0.2 [--engine=processes]
+Command:   ddiloco train --config=configs/quickstart.py --workdir=runs/lost_region \\
+             --config.chaos=configs/chaos/region.py:0.2 --cpu [--engine=processes]
            `:1`, the default, cuts at 10 s and kills at 40 s: for runs of over a minute.
 Expect:    while the region is cut off, its islands train on and merge with shard 1, which is in the
            region. Islands outside miss the rounds of shard 1, but none of them blocks. What the

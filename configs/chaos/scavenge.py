@@ -1,7 +1,7 @@
 """Compute that comes and goes: two islands join for a while, a third stays to the end.
 
 Command:   ddiloco train --config=configs/quickstart.py --config.chaos=configs/chaos/scavenge.py \\
-             --workdir=runs/scavenge [--engine=processes]
+             --workdir=runs/scavenge --cpu [--engine=processes]
 Expect:    learners 4, 5 and 6 in the report's timeline; the run ends sooner than without them.
 """
 

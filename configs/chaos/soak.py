@@ -1,7 +1,7 @@
 """Sixty random faults of all kinds over two minutes, one after the other.
 
 Command:   ddiloco train --config=configs/quickstart.py --config.chaos=configs/chaos/soak.py:7 \\
-             --workdir=runs/soak_7 [--engine=processes]
+             --workdir=runs/soak_7 --cpu [--engine=processes]
            The preset is the seed. `scripts/soak.py` runs 500 faults and judges the outcome.
 Expect:    no unplanned exit, no pause of all islands, no lost round. Faults that are planned for
            after the run's end do not strike.

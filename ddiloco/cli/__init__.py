@@ -34,23 +34,23 @@ from ddiloco.environment import (
 
 # By name: the function, flags that are usual, and what the command does.
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str, str]] = {
-  "train": (runs.train, "--config=FILE --workdir=DIR", "train; makes DIR/report"),
-  "generate": (runs.generate, "--workdir=DIR --prompt=TEXT", "let the result write"),
-  "evaluate": (runs.evaluate, "--workdir=DIR", "held-out loss of it"),
-  "report": (runs.report, "--workdir=DIR", "draw DIR/report again"),
-  "dashboard": (runs.dashboard, "--workdir=DIR [--bind=127.0.0.1:0]", "watch it in a browser"),
-  "profile": (runs.profile, "--workdir=DIR --learner=2 --steps=5", "trace of its next steps"),
-  "trace": (runs.trace, "--workdir=DIR [--role=learner-2]", "what happened, checked"),
-  "replay": (runs.replay, "--workdir=DIR", "do it again and compare"),
-  "export": (runs.export, "--workdir=DIR --to=PATH", "the result, for others"),
-  "simulate": (simulate, "--chips=1200000 | protocol --config=FILE", "in virtual time"),
-  "plan": (plan, "--config=FILE --gbps=2 --step_seconds=1 ...", "do links carry it?"),
-  "compile": (compile_islands, "--config=FILE --topology=v5p:4x4x4", "does it fit a TPU?"),
-  "launch": (launch, "gke|tpu-vms --config=FILE --dry_run ...", "bring it to a cloud"),
-  "learner": (runs.learner, "--config=FILE --workdir=DIR --learner=3 ...", "one role"),
-  "syncer": (runs.syncer, "--config=FILE --workdir=DIR --shard=0 ...", "one role"),
-  "evaluator": (runs.evaluator, "--config=FILE --workdir=DIR --syncers=...", "one role"),
-  "keys": (runs.keys, "--keys=DIR --learners=8 --shards=2", "for several machines"),
+  "train": (runs.train, "--config=FILE --workdir=DIR", "trains; leaves DIR/report"),
+  "generate": (runs.generate, "--workdir=DIR --prompt=TEXT", "prints text of the result"),
+  "evaluate": (runs.evaluate, "--workdir=DIR", "prints the held-out loss"),
+  "report": (runs.report, "--workdir=DIR", "draws DIR/report again"),
+  "dashboard": (runs.dashboard, "--workdir=DIR [--bind=127.0.0.1:0]", "shows a run in a browser"),
+  "profile": (runs.profile, "--workdir=DIR --learner=2 --steps=5", "takes a trace of its steps"),
+  "trace": (runs.trace, "--workdir=DIR [--role=learner-2]", "prints and checks the log"),
+  "replay": (runs.replay, "--workdir=DIR", "repeats it, bit by bit"),
+  "export": (runs.export, "--workdir=DIR --to=PATH", "writes the weights there"),
+  "simulate": (simulate, "--chips=1200000 | protocol --config=FILE", "simulates chips, or a run"),
+  "plan": (plan, "--config=FILE --gbps=2 --step_seconds=1 ...", "says what links must carry"),
+  "compile": (compile_islands, "--config=FILE --topology=v5p:4x4x4", "says if it fits a TPU slice"),
+  "launch": (launch, "gke|tpu-vms --config=FILE --dry_run ...", "runs it on Google Cloud"),
+  "learner": (runs.learner, "--config=FILE --workdir=DIR --learner=3 ...", "trains one island"),
+  "syncer": (runs.syncer, "--config=FILE --workdir=DIR --shard=0 ...", "merges some fragments"),
+  "evaluator": (runs.evaluator, "--config=FILE --workdir=DIR --syncers=...", "saves the result"),
+  "keys": (runs.keys, "--keys=DIR --learners=8 --shards=2", "makes keys of all roles"),
 }
 
 WORKERS = ("train", "learner", "syncer", "evaluator", "dashboard")  # others only print
@@ -59,9 +59,9 @@ USAGE = "\n".join(
   [
     "ddiloco: one model, trained across islands that may be far apart and failing.\n",
     *(f"  ddiloco {name:<10}{used:<44} {what}" for name, (_, used, what) in COMMANDS.items()),
-    "\n`ddiloco COMMAND --help` lists a command's flags; --config.FIELD=VALUE changes a field. One",
-    "role is one process, in the foreground (for systemd, JobSet, ssh). Experiments are files in",
-    "configs/, or the config.json of a run.",
+    "\n`ddiloco COMMAND --help` lists a command's flags; --config.FIELD=VALUE changes a field.",
+    "learner, syncer and evaluator are one process of a run each, in the foreground (for systemd,",
+    "JobSet, ssh). FILE is one of configs/, one of your own, or the config.json of a run.",
   ]
 )
 

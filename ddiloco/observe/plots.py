@@ -131,10 +131,12 @@ def loss_figure(run: RunState, alone: float | None = None) -> Figure:
     drawn += _island_curve(axes, learner, run.curves.loss, not _unnamed(run.islands))
   points = run.curves.evaluations.items
   if points:
-    x, y = [e.merged_tokens for e in points], [e.loss for e in points]
+    x, y = np.array([(e.merged_tokens, e.loss) for e in points], float).T
+    back = np.flatnonzero(np.diff(x) < 0) + 1  # here the run went on from a snapshot
     options = {"color": GLOBAL_MODEL, "lw": 2.0, "marker": "o", "ms": 5, "zorder": 5}
-    axes.plot(x, y, label="global model, held-out", **options)
-    drawn += y
+    broken = np.insert(x, back, np.nan), np.insert(y, back, np.nan)
+    axes.plot(*broken, label="global model, held-out", **options)
+    drawn += list(y)
     place = {"xytext": (8, -3), "textcoords": "offset points", "annotation_clip": False}
     axes.annotate(loss_text(y[-1]), (x[-1], y[-1]), color=GLOBAL_MODEL, weight="bold", **place)
   if not drawn:

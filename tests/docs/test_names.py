@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 import ddiloco
+from ddiloco import cli
+from ddiloco.config import check_field
 from tests.test_journey import journey
 
 ROOT = Path(ddiloco.__file__).parent
+CONFIGS = sorted((ROOT.parent / "configs").rglob("*.py"))
 DOCS = ROOT.parent / "docs"
 NAMING = [*sorted(DOCS.glob("*.md")), ROOT.parent / "CONTRIBUTING.md"]  # pages about the code
 PAGES = [*NAMING, ROOT.parent / "README.md"]
@@ -137,3 +140,30 @@ def test_links_lead_somewhere(page):
     target = (page.parent / path).resolve() if path else page
     assert target.exists(), f"{page.name} links to {link!r}, which is not there"
     assert not anchor or anchor in headings(target), f"{page.name}: no heading for {link!r}"
+
+
+def typed(page: Path) -> list[tuple[str, str]]:
+  """(Command, its flags) of every `ddiloco` command that a page or a config's header shows."""
+  text = re.sub(r"\\+\n", " ", page.read_text())
+  if page.suffix == ".md":
+    text = "".join(re.findall(r"^```\w+\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+  command = rf"ddiloco ({'|'.join(cli.COMMANDS)})((?: protocol| gke| tpu-vms)?)( [^\n#&]*)"
+  return [(f"{name}{more}", flags) for name, more, flags in re.findall(command, text)]
+
+
+def test_flags_that_pages_type_are_there(capsys):
+  helps: dict[str, str] = {}
+  seen = 0
+  for page in (*PAGES, *CONFIGS):
+    for command, flags in typed(page):
+      if command not in helps:
+        assert cli.main([*command.split(), "--help"]) == 0
+        helps[command] = capsys.readouterr().out
+      for name in re.findall(r"--([\w.]+)", flags):
+        seen += 1
+        if name.startswith("config."):
+          check_field(name.removeprefix("config."), "")
+        else:
+          known = f"--{name}:" in helps[command] or f"--[no]{name}:" in helps[command]
+          assert known, f"{page.name}: ddiloco {command} has no --{name}"
+  assert seen > 100

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from ddiloco.observe import plots
@@ -193,6 +194,21 @@ def test_a_loss_that_is_not_positive_is_in_the_picture(make, losses):
   low, high = axes.get_ylim()
   assert low < min(losses) and max(losses) < high and axes.get_yscale() == "linear"
   assert "log" not in axes.get_ylabel()
+
+
+def test_the_held_out_loss_begins_again_where_a_run_went_back_to_a_snapshot(make):
+  """A line led from the end of the first start back to the snapshot, across the picture."""
+  run = RunState()
+  run.add(make.run_started(num_learners=1, total_tokens=1000))
+  for n, (tokens, loss) in enumerate([(0, 5.0), (400, 3.0), (200, 4.0), (600, 2.0)]):
+    fields = {"merged_tokens": tokens, "loss": loss}
+    run.add(make.event(float(n), "evaluator", "evaluation", **fields))
+  with plots.styled():
+    (axes,) = plots.loss_figure(run).axes
+  ((line,), texts) = axes.get_lines(), [text.get_text() for text in axes.texts]
+  np.testing.assert_equal(line.get_xdata(), [0, 400, math.nan, 200, 600])
+  np.testing.assert_equal(line.get_ydata(), [5.0, 3.0, math.nan, 4.0, 2.0])
+  assert "2.000" in texts
 
 
 @pytest.mark.parametrize("losses", [[5.5, 3.0, 1.55], [1.6, 1.58, 1.55], [20.0, 0.003]])

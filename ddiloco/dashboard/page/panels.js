@@ -86,7 +86,7 @@ function gradients(found) {
   const said = Object.entries(names)
     .filter(([name]) => found[name] !== null)
     .map(([name, text]) => `${text} ${cosine(found[name])}`);
-  const steps = `of commits; updates of up to ${Math.round(found.staleness)} steps`;
+  const steps = `of the latest commits; updates of up to ${Math.round(found.staleness)} steps`;
   return [steps, ...said].join(", ");
 }
 
