@@ -8,6 +8,7 @@ ends, and logs which host it was. The engine starts all of them again, and no ot
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import ssl
 import threading
@@ -236,8 +237,8 @@ class FollowingHost:
     self._say(f"looks for host 0 at {place.hosts}")
     me = island, place.host, keys, patience, self.asked.is_set
     links, coordinator = host_links.join(place.hosts, *me)
-    silence = config.network.silence_seconds
-    limits = silence, lambda _: silence
+    # Only host 0 gives orders; it may still compile when this host is done with that.
+    limits = config.network.silence_seconds, lambda _: math.inf
     watch = HostWatch({0: links}, self.progress, *limits, self._lost, meet_seconds=patience)
     _join(coordinator, config, island, place.host)
     self.joined.set()
