@@ -104,6 +104,7 @@ class Channel:
   def __init__(self, peer: Peer, number: int):
     self.peer, self.number = peer, number
     self.wire: FrameSocket | None = None  # the connection at present
+    self.ending: list[FrameSocket] = []  # those before it, until their threads close them
     # The peer's lock guards these two.
     self.waiting: collections.deque[Parcel] = collections.deque()
     self.leaving = False  # the first of `waiting` is being sent; the kernel has not all of it yet
@@ -111,10 +112,9 @@ class Channel:
   def attach(self, connected: socket.socket, thread: IoThread) -> FrameSocket:
     """Takes a new connection; a message that was being sent starts again from its beginning."""
     wire = FrameSocket(connected, self, thread, paced=self.number != CONTROL)
+    self.hang_up()
     with self.peer.lock:
-      old, self.wire, self.leaving = self.wire, wire, False
-    if old is not None:
-      old.hang_up()
+      self.wire, self.leaving = wire, False
     thread.call(thread.add, wire)
     return wire
 
@@ -124,9 +124,12 @@ class Channel:
     return old
 
   def hang_up(self) -> None:
-    """Ends the connection."""
+    """Ends the connection, soon; the next one then has room."""
+    self.ending = [each for each in self.ending if each.fileno() >= 0]
     if (old := self.detach()) is not None:
+      self.ending.append(old)
       old.hang_up()
+      old.thread.call(self.wake)
 
   def wake(self) -> None:
     """Wakes the connection's thread: there is something to send, or room for a payload."""
@@ -158,6 +161,8 @@ class Channel:
     bulk = isinstance(frame, Bulk)
     if bulk == (self.number == CONTROL) or (size and not bulk):
       raise MalformedMessage(f"a {type(frame).__name__} with {size} bytes of payload")
+    if bulk and any(each.fileno() >= 0 for each in self.ending):
+      return None  # it may still write into a payload, which must not change once it is whole
     if bulk:
       return incoming.room(self.number, frame, size)
     if isinstance(frame, Control) and self.peer.caretaker.crowded(self.peer.address):
