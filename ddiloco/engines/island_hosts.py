@@ -145,6 +145,8 @@ class Hosts:
   def _lost(self, host: int | None, reason: str) -> None:
     """Ends the whole process, since its main thread may wait inside a program for ever."""
     runner = self._runner
+    if runner.stop.is_set() and self.progress.done <= COMPILED_ORDERS:
+      runner.end_early()  # all hosts were asked to end, and one was quicker
     who = "this island" if host is None else f"host {host} of this island"
     text = f"{who} is lost: {reason}. All its hosts end, to start again together"
     runner.recorder.record(events.Crash(trace=text))
@@ -208,8 +210,11 @@ class FollowingHost:
     self.progress.asked_to_end = self.asked.is_set()
     self._tell_late_batch(self.progress.reading_since)
     if self.asked.is_set() and not self.joined.is_set():
-      self._say("was asked to end before its island had met; nothing is lost")
-      os._exit(self._place.term_status)
+      self._end_early()
+
+  def _end_early(self) -> None:
+    self._say("was asked to end before its island had begun; nothing is lost")
+    os._exit(self._place.term_status)
 
   def _tell_late_batch(self, since: float) -> None:
     network = self._config.network
@@ -222,6 +227,8 @@ class FollowingHost:
       )
 
   def _lost(self, host: int | None, reason: str) -> None:
+    if self.asked.is_set() and self.progress.done <= COMPILED_ORDERS:
+      self._end_early()  # host 0 was asked to end as well, and was quicker
     self._say(f"host 0 is lost: {reason}; it ends, to start again with it")
     os._exit(LOST)
 

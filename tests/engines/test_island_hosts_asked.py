@@ -18,7 +18,7 @@ import pytest
 
 from ddiloco.config import ConfigError, from_dict
 from ddiloco.engines import island_hosts
-from ddiloco.engines.island_hosts import FollowingHost
+from ddiloco.engines.island_hosts import FollowingHost, Hosts
 from ddiloco.engines.role_spec import RoleSpec
 from ddiloco.network.host_links import HostLink, HostLinks, HostProgress
 from ddiloco.protocol.values import replace
@@ -158,3 +158,33 @@ def test_a_host_ends_at_once_when_asked_before_its_island_has_met(monkeypatch):
     FollowingHost(from_dict({}), 0, PLACE).run()
   over.set()
   assert ended.value.code == 143
+
+
+@pytest.mark.parametrize(
+  ("asked", "done", "status"), [(True, 1, 143), (True, 2, 1), (False, 1, 1)]
+)
+def test_of_hosts_that_are_asked_to_end_before_they_have_begun_none_has_lost_work(
+  asked, done, status, monkeypatch
+):
+  """The first one to end was lost to the others: their status, 1, told of lost work, and counted as
+  a failure of the island."""
+
+  def exit_now(status):
+    raise SystemExit(status)
+
+  def end_early():
+    exit_now(143)
+
+  monkeypatch.setattr(island_hosts.os, "_exit", exit_now)
+  recorder = SimpleNamespace(record=lambda event: None, close=lambda: None)
+  leads, follows = Hosts.__new__(Hosts), FollowingHost(from_dict({}), 0, PLACE)
+  leads.progress = follows.progress = HostProgress(done)
+  leads._runner = SimpleNamespace(
+    stop=threading.Event(), end_early=end_early, recorder=recorder, say=lambda text: None
+  )
+  for host, event in ((leads, leads._runner.stop), (follows, follows.asked)):
+    if asked:
+      event.set()
+    with pytest.raises(SystemExit) as ended:
+      host._lost(1, "its connection has ended")
+    assert ended.value.code == status
