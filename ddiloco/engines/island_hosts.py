@@ -109,6 +109,7 @@ class Hosts:
     meeting = Meeting(place.hosts, island, runner.keys)
     runner.ready = lambda: f"hosts {meeting.missing} of its island, which have not come"
     self.links = meeting.wait(config.network.give_up_seconds)
+    runner.ready = lambda: "starting"
     limits = config.network.silence_seconds, self._order_seconds
     self._watch = HostWatch(self.links, self.progress, *limits, self._lost, runner.stop.set)
     _join(meeting.coordinator, config, island, 0)

@@ -160,9 +160,7 @@ def test_a_host_ends_at_once_when_asked_before_its_island_has_met(monkeypatch):
   assert ended.value.code == 143
 
 
-@pytest.mark.parametrize(
-  ("asked", "done", "status"), [(True, 1, 143), (True, 2, 1), (False, 1, 1)]
-)
+@pytest.mark.parametrize(("asked", "done", "status"), [(True, 1, 143), (True, 2, 1), (False, 1, 1)])
 def test_of_hosts_that_are_asked_to_end_before_they_have_begun_none_has_lost_work(
   asked, done, status, monkeypatch
 ):
@@ -188,3 +186,15 @@ def test_of_hosts_that_are_asked_to_end_before_they_have_begun_none_has_lost_wor
     with pytest.raises(SystemExit) as ended:
       host._lost(1, "its connection has ended")
     assert ended.value.code == status
+
+
+def test_a_host_0_says_no_longer_that_it_waits_for_hosts_that_have_come(monkeypatch):
+  """While JAX's processes met, and its data were opened, it named an empty list of hosts."""
+  said, config = [], from_dict({"islands": {"devices": 2, "hosts": 2}})
+  runner = SimpleNamespace(config=config, place=PLACE, keys=None, stop=threading.Event())
+  meeting = SimpleNamespace(missing=[], coordinator="here", wait=lambda seconds: {})
+  monkeypatch.setattr(island_hosts, "Meeting", lambda *_: meeting)
+  monkeypatch.setattr(island_hosts, "HostWatch", lambda *_: None)
+  monkeypatch.setattr(island_hosts, "_join", lambda *_: said.append(runner.ready()))
+  Hosts(runner, 0)
+  assert said == ["starting"]
