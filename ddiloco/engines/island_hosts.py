@@ -243,8 +243,7 @@ class FollowingHost:
     keys = load_keys(place, learner_address(number))
     island, patience = _agreed(config, number, place), config.network.give_up_seconds
     self._say(f"looks for host 0 at {place.hosts}")
-    me = island, place.host, keys, patience, self.asked.is_set
-    links, coordinator = host_links.join(place.hosts, *me)
+    links, coordinator = host_links.join(place.hosts, island, place.host, keys, patience)
     # Only host 0 gives orders; it may still compile when this host is done with that.
     limits = config.network.silence_seconds, lambda _: math.inf
     watch = HostWatch({0: links}, self.progress, *limits, self._lost, meet_seconds=patience)
