@@ -176,7 +176,7 @@ class Channel:
       return
     peer.heard_at = time.monotonic()
     if isinstance(frame, Bulk):
-      incoming.arrived(self.number)
+      incoming.arrived(self.number, frame.number)
     else:
       peer.caretaker.on_frame(peer, frame)
 
@@ -349,7 +349,6 @@ class BufferPool:
 
 @dataclasses.dataclass
 class _Assembly:
-  number: int  # of the message
   header: bytes
   payload: np.ndarray  # uint8 [total]
   missing: set[int]  # streams whose part has not arrived
@@ -374,8 +373,7 @@ class Incoming:
     self._lock = threading.Lock()
     self._assemblies: dict[int, _Assembly] = {}  # by the message's number
     self._begun = -1  # number of the newest message that got room, or was refused
-    # The message that each stream is receiving.
-    self._under_way: list[_Assembly | None] = [None] * len(peer.bulk)
+    self._streams = len(peer.bulk)
 
   def room(self, stream: int, frame: Bulk, size: int) -> memoryview | None:
     """Memory for this stream's part, `size` bytes; None: there is no room now, and the connection
@@ -385,7 +383,7 @@ class Incoming:
       MalformedMessage: the part does not fit, or the message's header is wrong.
       Forget: a part of a message that is complete, lost or refused.
     """
-    place = frames.part(stream, len(self._under_way), frame.total)
+    place = frames.part(stream, self._streams, frame.total)
     if size != place.stop - place.start:
       raise MalformedMessage(f"{size} bytes are no part {stream} of {frame.total}")
     with self._lock:
@@ -404,7 +402,6 @@ class Incoming:
         assembly = self._begin(frame)
       elif frame.total != len(assembly.payload):
         raise MalformedMessage(f"{frame.total} bytes in all, or {len(assembly.payload)}?")
-      self._under_way[stream] = assembly
       return memoryview(assembly.payload)[place]
 
   def _begin(self, frame: Bulk) -> _Assembly:
@@ -414,8 +411,7 @@ class Incoming:
       raise MalformedMessage(f"a payload of {frame.total} bytes exceeds {most}, this run's largest")
     self._check(frame.header)
     payload = self._peer.caretaker.buffers.take(frame.total)
-    missing = set(range(len(self._under_way)))
-    assembly = _Assembly(frame.number, frame.header, payload, missing)
+    assembly = _Assembly(frame.header, payload, set(range(self._streams)))
     self._assemblies[frame.number] = assembly
     return assembly
 
@@ -429,14 +425,15 @@ class Incoming:
     size += len(frame.header) + frame.total
     return not count or (count < MAX_BULK and size <= self._peer.caretaker.run.queue_bytes)
 
-  def arrived(self, stream: int) -> None:
-    """This stream's part has arrived. With its last part a message goes to the role's queue."""
+  def arrived(self, stream: int, number: int) -> None:
+    """This stream's part of a message has arrived. With its last part a message goes to the role's
+    queue."""
     with self._lock:
-      assembly, self._under_way[stream] = self._under_way[stream], None
+      assembly = self._assemblies.get(number)
       if assembly is None:
-        return
+        return  # another stream has lost its part
       assembly.missing.discard(stream)
       if not assembly.missing:
         message = assembly.header, assembly.payload
         self._peer.caretaker.put(self._peer.address, *message, self._incarnation)
-        del self._assemblies[assembly.number]  # not before: each message counts all the time
+        del self._assemblies[number]  # not before: each message counts all the time

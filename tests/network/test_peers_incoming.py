@@ -64,19 +64,19 @@ def incoming(streams: int = 2, run: RunIdentity = RUN) -> Box:
 
 def part(box: Box, stream: int, number: int, total: int = 100, header=b"h"):
   """A stream's part comes; what is whole now, or "no room"."""
-  place = frames.part(stream, len(box._under_way), total)
+  place = frames.part(stream, box._streams, total)
   bulk = frames.Bulk(number, total, header)
   memory = box.room(stream, bulk, place.stop - place.start)
   if memory is None:
     return "no room"
   memory[:] = bytes((number + k) % 256 for k in range(total))[place]
-  return arrived(box, stream)
+  return arrived(box, stream, number)
 
 
-def arrived(box: Box, stream: int):
+def arrived(box: Box, stream: int, number: int):
   """The message that is whole now."""
   count = len(box.inbox.messages)
-  box.arrived(stream)
+  box.arrived(stream, number)
   return box.inbox.messages[-1] if len(box.inbox.messages) > count else None
 
 
@@ -113,7 +113,7 @@ def test_what_a_peer_began_to_send_and_never_ends_is_forgotten_and_takes_no_memo
   assert kept() is not None
   peer.forget()
   assert kept() is None
-  peer.incoming.arrived(0)
+  peer.incoming.arrived(0, 0)
   assert not inbox.messages, "these bytes went elsewhere"
   peer.incoming._check = lambda header: None
   assert peer.incoming.room(0, frame, 50) is not None, "it may come again"
