@@ -133,18 +133,18 @@ def parts(data: bytes) -> bool:
       inbox.messages.pop()
     elif what >= 192:
       at[stream] = None  # the stream's connection has broken
-    elif at[stream] is None:
-      number = newest[stream] + 1 + ahead % 4 * (ahead > 127)
-      heard, at[stream] = _offer(incoming, stream, number, total, header, what)
-      newest[stream] = max(newest[stream], number if heard else newest[stream])
-    else:
+    elif (whole := at[stream]) is not None:
       count, at[stream] = len(inbox.messages), None
-      incoming.arrived(stream)
+      incoming.arrived(stream, whole)
       for name, payload in inbox.messages[count:]:
         number = int(name)
         assert number > last, f"message {number} came after {last}"
         assert bytes(payload) == _content(number, len(payload)), "not what was sent"
         last = number
+    else:
+      number = newest[stream] + 1 + ahead % 4 * (ahead > 127)
+      heard, at[stream] = _offer(incoming, stream, number, total, header, what)
+      newest[stream] = max(newest[stream], number if heard else newest[stream])
     held = sum(each.size for each in incoming._assemblies.values())
     assert held + inbox.waiting_bulk("")[1] <= QUEUE_BYTES + LARGEST_BYTES + 4, "more than agreed"
   return last >= 0

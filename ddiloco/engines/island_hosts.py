@@ -8,6 +8,7 @@ ends, and logs which host it was. The engine starts all of them again, and no ot
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import ssl
 import threading
@@ -108,6 +109,7 @@ class Hosts:
     meeting = Meeting(place.hosts, island, runner.keys)
     runner.ready = lambda: f"hosts {meeting.missing} of its island, which have not come"
     self.links = meeting.wait(config.network.give_up_seconds)
+    runner.ready = lambda: "starting"
     limits = config.network.silence_seconds, self._order_seconds
     self._watch = HostWatch(self.links, self.progress, *limits, self._lost, runner.stop.set)
     _join(meeting.coordinator, config, island, 0)
@@ -144,6 +146,8 @@ class Hosts:
   def _lost(self, host: int | None, reason: str) -> None:
     """Ends the whole process, since its main thread may wait inside a program for ever."""
     runner = self._runner
+    if runner.stop.is_set() and self.progress.done <= COMPILED_ORDERS:
+      runner.end_early()  # all hosts were asked to end, and one was quicker
     who = "this island" if host is None else f"host {host} of this island"
     text = f"{who} is lost: {reason}. All its hosts end, to start again together"
     runner.recorder.record(events.Crash(trace=text))
@@ -207,8 +211,11 @@ class FollowingHost:
     self.progress.asked_to_end = self.asked.is_set()
     self._tell_late_batch(self.progress.reading_since)
     if self.asked.is_set() and not self.joined.is_set():
-      self._say("was asked to end before its island had met; nothing is lost")
-      os._exit(self._place.term_status)
+      self._end_early()
+
+  def _end_early(self) -> None:
+    self._say("was asked to end before its island had begun; nothing is lost")
+    os._exit(self._place.term_status)
 
   def _tell_late_batch(self, since: float) -> None:
     network = self._config.network
@@ -221,6 +228,8 @@ class FollowingHost:
       )
 
   def _lost(self, host: int | None, reason: str) -> None:
+    if self.asked.is_set() and self.progress.done <= COMPILED_ORDERS:
+      self._end_early()  # host 0 was asked to end as well, and was quicker
     self._say(f"host 0 is lost: {reason}; it ends, to start again with it")
     os._exit(LOST)
 
@@ -234,10 +243,9 @@ class FollowingHost:
     keys = load_keys(place, learner_address(number))
     island, patience = _agreed(config, number, place), config.network.give_up_seconds
     self._say(f"looks for host 0 at {place.hosts}")
-    me = island, place.host, keys, patience, self.asked.is_set
-    links, coordinator = host_links.join(place.hosts, *me)
-    silence = config.network.silence_seconds
-    limits = silence, lambda _: silence
+    links, coordinator = host_links.join(place.hosts, island, place.host, keys, patience)
+    # Only host 0 gives orders; it may still compile when this host is done with that.
+    limits = config.network.silence_seconds, lambda _: math.inf
     watch = HostWatch({0: links}, self.progress, *limits, self._lost, meet_seconds=patience)
     _join(coordinator, config, island, place.host)
     self.joined.set()

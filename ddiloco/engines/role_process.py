@@ -305,6 +305,12 @@ class RoleRunner:
     """Tells probes that the role lives: it waits for what has a limit of its own."""
     self._health.beat()
 
+  def end_early(self) -> None:
+    """Ends the process of a role that was asked to end before it had begun."""
+    self.say("was asked to end before it had begun; nothing is lost")
+    self.recorder.close()
+    os._exit(self._asked_status())
+
   def busy(self, what: str) -> None:
     """Until the next call of `stopped`, the role may take as long as it may take to start."""
     self._health.busy(what)
@@ -351,9 +357,7 @@ class RoleRunner:
     if self._heard and not self._began:
       self._end_at = min(self._end_at, time.monotonic() + EARLY_SECONDS)
       if time.monotonic() >= self._end_at:
-        self.say("was asked to end before it had begun; nothing is lost")
-        self.recorder.close()
-        os._exit(self._asked_status())
+        self.end_early()
     elif self.stop.is_set() and not self._said_stop:
       self._said_stop = True
       self.say("was asked to end; brings out what it has (a second Ctrl-C ends it at once)")

@@ -230,6 +230,7 @@ class NetworkEndpoint(Endpoint):
     if peer.state == "up" and silent > min(patience, self._quiet_seconds if peer.url else patience):
       self._begin_anew(peer, f"silent for {silent:.0f} s")
     if silent > patience:
+      peer.hang_up()
       peer.drop_queue()
       peer.forget()
     wire = peer.control.wire

@@ -115,8 +115,6 @@ def decode(data: bytes) -> Frame:
   Raises:
     MalformedMessage: `data` is not a frame.
   """
-  if len(data) > MAX_FRAME_BYTES:
-    raise MalformedMessage(f"frame of {len(data)} bytes exceeds {MAX_FRAME_BYTES}")
   frame: Frame = _decode(data)
   return frame
 

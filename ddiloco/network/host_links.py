@@ -239,17 +239,12 @@ class Meeting:
 
 
 def join(
-  url: str,
-  island: IslandIdentity,
-  host: int,
-  keys: Keys | None,
-  seconds: float,
-  stopped: Callable[[], bool] = lambda: False,
+  url: str, island: IslandIdentity, host: int, keys: Keys | None, seconds: float
 ) -> tuple[HostLinks, str]:
   """(connections to the leader, where the JAX processes meet); tries until the leader answers.
 
   Raises:
-    HostsApart: the leader is out of reach for so long, refuses this host, or `stopped()`.
+    HostsApart: the leader is out of reach for so long, or refuses this host.
   """
   until, links = time.monotonic() + seconds, dict[str, HostLink]()
   answer = HostWelcome()
@@ -260,8 +255,6 @@ def join(
     except (OSError, msgspec.MsgspecError) as error:
       while links:  # host 0 may have ended: another one in its place needs all connections
         links.popitem()[1].close()
-      if stopped():
-        raise HostsApart("was asked to end before the island had met") from error
       if time.monotonic() > until:
         raise HostsApart(
           f"--hosts={url}: host 0 is not reached: {error}. Fix: start it there, with these keys,"

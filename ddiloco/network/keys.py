@@ -219,7 +219,7 @@ def read_public(
   return files, {key: one for key, (one, *others) in owners.items() if not others}, problems
 
 
-def _stamp(entry: os.DirEntry) -> tuple[int, int] | None:
+def _stamp(entry: os.DirEntry | Path) -> tuple[int, int] | None:
   """Time and inode of a file: they change when the file, or who may read it, does."""
   try:
     stat = entry.stat()
@@ -251,10 +251,8 @@ class Keys:
   secret: bytes = dataclasses.field(repr=False)
   _files: dict[str, PublicFile] = dataclasses.field(repr=False)  # by address
   _owners: dict[bytes, str] = dataclasses.field(repr=False)  # certificate -> address
-  # For accepting connections: (owners whose keys are valid, context).
-  _accepts: tuple[dict[bytes, str], ssl.SSLContext] | None = dataclasses.field(
-    default=None, repr=False
-  )
+  # For accepting connections: (what it was made of, context).
+  _accepts: tuple[object, ssl.SSLContext] | None = dataclasses.field(default=None, repr=False)
 
   @classmethod
   def load(cls, folder: Path, address: str) -> Keys:
@@ -295,9 +293,9 @@ class Keys:
     except OSError:
       self._owners = {}
       return
-    if self._accepts is not None and self._accepts[0] != self._owners:  # a role that dials has none
+    if self._accepts is not None and self._accepts[0] != self._now():  # a role that dials has none
       with contextlib.suppress(OSError):  # our own key cannot be read now
-        self._accepts = self._accept(self._owners)
+        self._accepts = self._accept()
 
   def server_key(self, peer: str) -> bytes:
     """The certificate to expect of the shard `peer`, "syncer-0"; ConfigError if none is listed."""
@@ -321,13 +319,18 @@ class Keys:
     """
     accepts = self._accepts
     if accepts is None:
-      accepts = self._accepts = self._accept(self._owners)
+      accepts = self._accepts = self._accept()
     return accepts[1]
 
-  def _accept(self, owners: dict[bytes, str]) -> tuple[dict[bytes, str], ssl.SSLContext]:
-    context = _context(ssl.PROTOCOL_TLS_SERVER, [*owners])
+  def _now(self) -> tuple[dict[bytes, str], tuple[int, int] | None]:
+    """(Owners whose keys are valid, the stamp of our own key): what a context is made of."""
+    return self._owners, _stamp(secret_file(self.folder, self.address))
+
+  def _accept(self) -> tuple[object, ssl.SSLContext]:
+    made_of = self._now()
+    context = _context(ssl.PROTOCOL_TLS_SERVER, [*made_of[0]])
     _show(context, secret_file(self.folder, self.address))
-    return owners, context
+    return made_of, context
 
   def context_to(self, certificate: bytes) -> ssl.SSLContext:
     """For dialing, as this role: only the shard with this certificate is accepted."""

@@ -104,6 +104,7 @@ class Channel:
   def __init__(self, peer: Peer, number: int):
     self.peer, self.number = peer, number
     self.wire: FrameSocket | None = None  # the connection at present
+    self.ending: list[FrameSocket] = []  # those before it, until their threads close them
     # The peer's lock guards these two.
     self.waiting: collections.deque[Parcel] = collections.deque()
     self.leaving = False  # the first of `waiting` is being sent; the kernel has not all of it yet
@@ -111,10 +112,9 @@ class Channel:
   def attach(self, connected: socket.socket, thread: IoThread) -> FrameSocket:
     """Takes a new connection; a message that was being sent starts again from its beginning."""
     wire = FrameSocket(connected, self, thread, paced=self.number != CONTROL)
+    self.hang_up()
     with self.peer.lock:
-      old, self.wire, self.leaving = self.wire, wire, False
-    if old is not None:
-      old.hang_up()
+      self.wire, self.leaving = wire, False
     thread.call(thread.add, wire)
     return wire
 
@@ -124,9 +124,12 @@ class Channel:
     return old
 
   def hang_up(self) -> None:
-    """Ends the connection."""
+    """Ends the connection, soon; the next one then has room."""
+    self.ending = [each for each in self.ending if each.fileno() >= 0]
     if (old := self.detach()) is not None:
+      self.ending.append(old)
       old.hang_up()
+      old.thread.call(self.wake)
 
   def wake(self) -> None:
     """Wakes the connection's thread: there is something to send, or room for a payload."""
@@ -158,6 +161,8 @@ class Channel:
     bulk = isinstance(frame, Bulk)
     if bulk == (self.number == CONTROL) or (size and not bulk):
       raise MalformedMessage(f"a {type(frame).__name__} with {size} bytes of payload")
+    if bulk and any(each.fileno() >= 0 for each in self.ending):
+      return None  # it may still write into a payload, which must not change once it is whole
     if bulk:
       return incoming.room(self.number, frame, size)
     if isinstance(frame, Control) and self.peer.caretaker.crowded(self.peer.address):
@@ -171,7 +176,7 @@ class Channel:
       return
     peer.heard_at = time.monotonic()
     if isinstance(frame, Bulk):
-      incoming.arrived(self.number)
+      incoming.arrived(self.number, frame.number)
     else:
       peer.caretaker.on_frame(peer, frame)
 
@@ -344,7 +349,6 @@ class BufferPool:
 
 @dataclasses.dataclass
 class _Assembly:
-  number: int  # of the message
   header: bytes
   payload: np.ndarray  # uint8 [total]
   missing: set[int]  # streams whose part has not arrived
@@ -369,8 +373,7 @@ class Incoming:
     self._lock = threading.Lock()
     self._assemblies: dict[int, _Assembly] = {}  # by the message's number
     self._begun = -1  # number of the newest message that got room, or was refused
-    # The message that each stream is receiving.
-    self._under_way: list[_Assembly | None] = [None] * len(peer.bulk)
+    self._streams = len(peer.bulk)
 
   def room(self, stream: int, frame: Bulk, size: int) -> memoryview | None:
     """Memory for this stream's part, `size` bytes; None: there is no room now, and the connection
@@ -380,7 +383,7 @@ class Incoming:
       MalformedMessage: the part does not fit, or the message's header is wrong.
       Forget: a part of a message that is complete, lost or refused.
     """
-    place = frames.part(stream, len(self._under_way), frame.total)
+    place = frames.part(stream, self._streams, frame.total)
     if size != place.stop - place.start:
       raise MalformedMessage(f"{size} bytes are no part {stream} of {frame.total}")
     with self._lock:
@@ -399,7 +402,6 @@ class Incoming:
         assembly = self._begin(frame)
       elif frame.total != len(assembly.payload):
         raise MalformedMessage(f"{frame.total} bytes in all, or {len(assembly.payload)}?")
-      self._under_way[stream] = assembly
       return memoryview(assembly.payload)[place]
 
   def _begin(self, frame: Bulk) -> _Assembly:
@@ -409,8 +411,7 @@ class Incoming:
       raise MalformedMessage(f"a payload of {frame.total} bytes exceeds {most}, this run's largest")
     self._check(frame.header)
     payload = self._peer.caretaker.buffers.take(frame.total)
-    missing = set(range(len(self._under_way)))
-    assembly = _Assembly(frame.number, frame.header, payload, missing)
+    assembly = _Assembly(frame.header, payload, set(range(self._streams)))
     self._assemblies[frame.number] = assembly
     return assembly
 
@@ -424,14 +425,15 @@ class Incoming:
     size += len(frame.header) + frame.total
     return not count or (count < MAX_BULK and size <= self._peer.caretaker.run.queue_bytes)
 
-  def arrived(self, stream: int) -> None:
-    """This stream's part has arrived. With its last part a message goes to the role's queue."""
+  def arrived(self, stream: int, number: int) -> None:
+    """This stream's part of a message has arrived. With its last part a message goes to the role's
+    queue."""
     with self._lock:
-      assembly, self._under_way[stream] = self._under_way[stream], None
+      assembly = self._assemblies.get(number)
       if assembly is None:
-        return
+        return  # another stream has lost its part
       assembly.missing.discard(stream)
       if not assembly.missing:
         message = assembly.header, assembly.payload
         self._peer.caretaker.put(self._peer.address, *message, self._incarnation)
-        del self._assemblies[assembly.number]  # not before: each message counts all the time
+        del self._assemblies[number]  # not before: each message counts all the time

@@ -159,6 +159,17 @@ def test_nothing_is_known_yet_and_then_a_run_begins(browser, tmp_path):
     assert "not known yet" in browser.ask("document.querySelector('#chart').textContent")
 
 
+def test_a_status_that_it_cannot_draw_does_not_end_its_polling(browser, tmp_path, monkeypatch):
+  """Of a newer server, say: the page stood still, and did not say so."""
+  with Dashboard(run(tmp_path)) as dashboard:
+    status = dashboard._run.status
+    with monkeypatch.context() as patched:
+      patched.setattr(dashboard._run, "status", lambda: status() | {"links": None})
+      show(browser, dashboard, "over")
+    browser.until("document.querySelector('#links').textContent.includes('shard 1')")
+    assert browser.complaints, "of the first status"
+
+
 def test_the_server_is_gone_and_comes_back(browser, tmp_path, monkeypatch):
   with Dashboard(run(tmp_path, until=30.0)) as dashboard:
     show(browser, dashboard, "running")

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from ddiloco.config import ConfigError, from_dict
 from ddiloco.engines import island_hosts
-from ddiloco.engines.island_hosts import FollowingHost
+from ddiloco.engines.island_hosts import FollowingHost, Hosts
 from ddiloco.engines.role_spec import RoleSpec
+from ddiloco.network.host_links import HostLink, HostLinks, HostProgress
 from ddiloco.protocol.values import replace
 from tests.engines.test_role_process import ask, wait_for
 
@@ -90,23 +94,51 @@ def test_it_says_once_that_a_batch_is_late(monkeypatch, capsys):
   assert "end after 600 s. Fix: bring the data nearer, or raise network.give_up_seconds" in said
 
 
+def joins(monkeypatch, links, compile=lambda: 1.0, follow=lambda *_: None):
+  """What a host joins by these links: nothing but its own calls is real."""
+  island = SimpleNamespace(compile=compile)
+  monkeypatch.setattr(island_hosts.host_links, "join", lambda *_: (links, "here"))
+  monkeypatch.setattr(island_hosts, "_join", lambda *_: None)
+  monkeypatch.setattr(island_hosts.initial, "make_plan", lambda _: None)
+  monkeypatch.setattr("ddiloco.training.data.open_data", lambda _: None)
+  monkeypatch.setattr("ddiloco.training.data.Stream", lambda *_: SimpleNamespace(iterate=None))
+  monkeypatch.setattr("ddiloco.training.island.Island", lambda *_: island)
+  monkeypatch.setattr("ddiloco.training.hosts.follow", follow)
+  monkeypatch.setattr("jax.distributed.shutdown", lambda: None)
+
+
 def test_it_has_carried_out_its_first_order_when_it_has_compiled(monkeypatch):
   """Else host 0 would take it for late, whatever it is told to do."""
   said, host = [], FollowingHost(from_dict({}), 0, PLACE)
   progress = host.progress
   links = SimpleNamespace(values=SimpleNamespace(send=lambda _: said.append(progress.done)))
-  compiled = SimpleNamespace(compile=lambda: said.append(progress.done) or 1.0)
-  monkeypatch.setattr(island_hosts.host_links, "join", lambda *_: (links, "here"))
   monkeypatch.setattr(island_hosts, "HostWatch", lambda *_, **__: SimpleNamespace(end=int))
-  monkeypatch.setattr(island_hosts, "_join", lambda *_: None)
-  monkeypatch.setattr(island_hosts.initial, "make_plan", lambda _: None)
-  monkeypatch.setattr("ddiloco.training.data.open_data", lambda _: None)
-  monkeypatch.setattr("ddiloco.training.data.Stream", lambda *_: SimpleNamespace(iterate=None))
-  monkeypatch.setattr("ddiloco.training.island.Island", lambda *_: compiled)
-  monkeypatch.setattr("ddiloco.training.hosts.follow", lambda *_: None)
-  monkeypatch.setattr("jax.distributed.shutdown", lambda: None)
+  joins(monkeypatch, links, compile=lambda: said.append(progress.done) or 1.0)
   host._follow()
   assert said == [0, island_hosts.COMPILED_ORDERS]
+
+
+def test_a_host_0_that_compiles_longer_is_not_lost(monkeypatch):
+  """It was taken to be late with an order: after network.silence_seconds its island ended, before
+  its programs were kept, and so again and again."""
+  config, lost = from_dict({"network": {"silence_seconds": 1.0}}), []
+  monkeypatch.setattr(HostLink, "__init__", lambda link, each: setattr(link, "_socket", each))
+  mine, theirs = map(HostLink, socket.socketpair())
+
+  def lead():
+    with contextlib.suppress(OSError):
+      while True:
+        theirs.send(msgspec.msgpack.encode(HostProgress(doing="compiles")))
+        theirs.receive()
+        time.sleep(0.05)
+
+  threading.Thread(target=lead, daemon=True).start()
+  links = HostLinks(mine, SimpleNamespace(send=lambda _: None), mine)
+  joins(monkeypatch, links, follow=lambda *_: time.sleep(3.0))
+  monkeypatch.setattr(FollowingHost, "_lost", lambda host, *told: lost.append(told))
+  FollowingHost(config, 0, PLACE)._follow()
+  theirs.close()
+  assert not lost
 
 
 def test_a_host_ends_at_once_when_asked_before_its_island_has_met(monkeypatch):
@@ -126,3 +158,43 @@ def test_a_host_ends_at_once_when_asked_before_its_island_has_met(monkeypatch):
     FollowingHost(from_dict({}), 0, PLACE).run()
   over.set()
   assert ended.value.code == 143
+
+
+@pytest.mark.parametrize(("asked", "done", "status"), [(True, 1, 143), (True, 2, 1), (False, 1, 1)])
+def test_of_hosts_that_are_asked_to_end_before_they_have_begun_none_has_lost_work(
+  asked, done, status, monkeypatch
+):
+  """The first one to end was lost to the others: their status, 1, told of lost work, and counted as
+  a failure of the island."""
+
+  def exit_now(status):
+    raise SystemExit(status)
+
+  def end_early():
+    exit_now(143)
+
+  monkeypatch.setattr(island_hosts.os, "_exit", exit_now)
+  recorder = SimpleNamespace(record=lambda event: None, close=lambda: None)
+  leads, follows = Hosts.__new__(Hosts), FollowingHost(from_dict({}), 0, PLACE)
+  leads.progress = follows.progress = HostProgress(done)
+  leads._runner = SimpleNamespace(
+    stop=threading.Event(), end_early=end_early, recorder=recorder, say=lambda text: None
+  )
+  for host, event in ((leads, leads._runner.stop), (follows, follows.asked)):
+    if asked:
+      event.set()
+    with pytest.raises(SystemExit) as ended:
+      host._lost(1, "its connection has ended")
+    assert ended.value.code == status
+
+
+def test_a_host_0_says_no_longer_that_it_waits_for_hosts_that_have_come(monkeypatch):
+  """While JAX's processes met, and its data were opened, it named an empty list of hosts."""
+  said, config = [], from_dict({"islands": {"devices": 2, "hosts": 2}})
+  runner = SimpleNamespace(config=config, place=PLACE, keys=None, stop=threading.Event())
+  meeting = SimpleNamespace(missing=[], coordinator="here", wait=lambda seconds: {})
+  monkeypatch.setattr(island_hosts, "Meeting", lambda *_: meeting)
+  monkeypatch.setattr(island_hosts, "HostWatch", lambda *_: None)
+  monkeypatch.setattr(island_hosts, "_join", lambda *_: said.append(runner.ready()))
+  Hosts(runner, 0)
+  assert said == ["starting"]

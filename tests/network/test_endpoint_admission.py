@@ -164,6 +164,19 @@ def test_a_shard_whose_key_was_replaced_is_not_spoken_to_any_more(net):
   assert again.receive(SECONDS)[0] == "learner-0"
 
 
+def test_a_shard_shows_its_new_key_also_if_the_public_file_came_before_the_secret_one(net):
+  """So `ddiloco keys` says to copy them. It showed the old key until it was started again."""
+  shard, learner = net.connect(SYNCER), net.connect("learner-0")
+  folder = net.folder
+  make_keys(folder / "new", learners=0, shards=1)
+  shutil.copy(public_file(folder / "new", SYNCER), file_of(net, SYNCER))
+  net.wait_until(lambda: "another key" in learner.links()[SYNCER]["reason"])
+  shutil.copy(secret_file(folder / "new", SYNCER), secret_file(folder, SYNCER))
+  net.wait_up(learner, SYNCER)
+  learner.send(SYNCER, says.request(0, 0))
+  assert shard.receive(SECONDS)
+
+
 # --- what is dropped is said ----------------------------------------------------------------------
 
 

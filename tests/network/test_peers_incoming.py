@@ -1,6 +1,8 @@
 """Parts of payloads may be lost with a connection; messages arrive whole, once, in order."""
 
+import contextlib
 import gc
+import socket
 import weakref
 
 import numpy as np
@@ -62,19 +64,19 @@ def incoming(streams: int = 2, run: RunIdentity = RUN) -> Box:
 
 def part(box: Box, stream: int, number: int, total: int = 100, header=b"h"):
   """A stream's part comes; what is whole now, or "no room"."""
-  place = frames.part(stream, len(box._under_way), total)
+  place = frames.part(stream, box._streams, total)
   bulk = frames.Bulk(number, total, header)
   memory = box.room(stream, bulk, place.stop - place.start)
   if memory is None:
     return "no room"
   memory[:] = bytes((number + k) % 256 for k in range(total))[place]
-  return arrived(box, stream)
+  return arrived(box, stream, number)
 
 
-def arrived(box: Box, stream: int):
+def arrived(box: Box, stream: int, number: int):
   """The message that is whole now."""
   count = len(box.inbox.messages)
-  box.arrived(stream)
+  box.arrived(stream, number)
   return box.inbox.messages[-1] if len(box.inbox.messages) > count else None
 
 
@@ -111,7 +113,7 @@ def test_what_a_peer_began_to_send_and_never_ends_is_forgotten_and_takes_no_memo
   assert kept() is not None
   peer.forget()
   assert kept() is None
-  peer.incoming.arrived(0)
+  peer.incoming.arrived(0, 0)
   assert not inbox.messages, "these bytes went elsewhere"
   peer.incoming._check = lambda header: None
   assert peer.incoming.room(0, frame, 50) is not None, "it may come again"
@@ -180,6 +182,34 @@ def test_what_may_not_come_is_said_once_and_takes_no_memory(total, header, why):
     part(box, 0, 0, total, header=header)
   assert box.bytes == 0 and not box._assemblies
   assert part(box, 0, 1) is None and part(box, 1, 1), "what follows comes"
+
+
+def test_a_connection_that_was_replaced_writes_into_no_message_that_is_whole(monkeypatch):
+  """Its thread may be busy, so that it ends late: a push could change after it was measured."""
+  monkeypatch.setattr(frames, "FRAME_OPTIONS", ())  # sockets of a pair have none
+  inbox, frame = Inbox(RUN), frames.Bulk(0, 100, b"h")
+  peer = Peer("learner-0", 1, inbox)
+  peer.incoming._check = lambda header: None
+  with contextlib.ExitStack() as stack:
+    wires, far = [], []
+    for data in (bytes(50), bytes(range(100))):
+      thread = frames.IoThread("never started", print)
+      stack.callback(thread.loop.close)
+      mine, theirs = map(stack.enter_context, socket.socketpair())
+      wires.append(peer.bulk[0].attach(mine, thread))
+      far.append(theirs)
+      theirs.sendall(frames.encode(frame, 100) + data)
+      wires[-1].turn()
+    older, newer = wires
+    far[0].sendall(b"\xff" * 50)
+    older.turn()
+    for wire in wires:  # its thread has time again
+      wire.thread.loop.call_soon(wire.thread.loop.stop)
+      wire.thread.loop.run_forever()
+    assert older.fileno() < 0
+    ((_, payload),) = inbox.messages
+    assert bytes(payload) == bytes(range(100))
+    newer.close()
 
 
 @pytest.mark.parametrize("size", [0, 49, 51, 100])

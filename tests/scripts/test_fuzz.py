@@ -37,7 +37,7 @@ def test_nothing_that_breaks_the_rule_is_found():
 def test_a_decoder_that_crashes_is_found_and_its_input_can_be_replayed():
   broken = """
 import ddiloco.network.frames as frames
-frames.MAX_FRAME_BYTES = None
+frames._decode = None
 """
   done = run(f"--runs={INPUTS}", code=broken)
   assert done.returncode == 1, done.stdout + done.stderr

@@ -72,8 +72,8 @@ async function poll() {
     failures += 1;
     delay = Math.min(LONGEST_MS, 1000 * 2 ** Math.min(failures - 1, 4));
   }
-  show();
   setTimeout(poll, document.hidden ? Math.max(delay, HIDDEN_MS) : delay);
+  show(); // last: an error in it ends no polling
 }
 
 function show() {
