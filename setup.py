@@ -10,6 +10,7 @@ TEST = [
   "pytest-timeout>=2.3",
   "pytest-xdist>=3.7",  # many tests wait more than they compute
   "hypothesis>=6.100",
+  "setuptools>=68",  # builds the package, whose data are tested; Python 3.12 and newer come without
   "ruff>=0.17,<0.18",  # style is part of the verdict
   "mypy>=2.4,<3",  # and types of the pure packages
   "sentencepiece>=0.2",

@@ -81,7 +81,7 @@ def measure(config: Config, params: Mapping[str, np.ndarray], most: int) -> dict
     answers = every.reshape(len(image), 10).argmax(1)
     accuracy[name] = round(float(np.mean(answers == labels)), 4)
     total = scores(config.model, placed, said, image).sum()
-    loss[name] = round(float(-total / (said >= 0).sum()), 4)
+    loss[name] = round(-float(total) / int(np.sum(said >= 0)), 4)
     if name == "own":
       wrong = Counter(captions.WORDS[label] for label in labels[answers != labels])
   text = [batch["tokens"][batch["tokens"][:, 0] >= 0] for batch in pairs.heldout_batches(16)]

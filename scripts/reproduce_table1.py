@@ -129,7 +129,8 @@ def main() -> None:
   titles = [f"{n // 1000}k" for n in CHIPS]
   for row in PUBLISHED:
     numbers = {"goodput": goodput[row], "published": PUBLISHED[row], "uptime": uptime[row]}
-    common.show({f"{row}, {name}, %": dict(zip(titles, of)) for name, of in numbers.items()})
+    cells = {f"{row}, {name}, %": np.ravel(of) for name, of in numbers.items()}
+    common.show({name: dict(zip(titles, of)) for name, of in cells.items()})
   if args.sensitivity:
     print_sensitivity(days=min(days, 10.0))
   if args.picture:

@@ -198,7 +198,7 @@ def _peaks(magnitudes: np.ndarray, blocks: int) -> np.ndarray:
   peaks = np.empty(blocks, np.int32)
   np.max(bits[: whole * BLOCK].reshape(-1, BLOCK), axis=1, out=peaks[:whole])
   if whole < blocks:
-    peaks[whole] = bits[whole * BLOCK :].max()
+    peaks[whole] = np.max(bits[whole * BLOCK :])
   return peaks.view(np.float32)
 
 

@@ -83,7 +83,7 @@ def bounded_shares(weights: np.ndarray, step_tokens: Sequence[int]) -> np.ndarra
   """
   if len(weights) < 2:
     return weights
-  most = int(weights.argmax())
+  most = int(np.argmax(weights))
   earned = token_weights([1] * len(weights), step_tokens)[most]
   share, rest = max(0.5, float(earned)), np.delete(weights, most).sum()
   if weights[most] <= share or not rest:
