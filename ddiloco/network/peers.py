@@ -161,9 +161,9 @@ class Channel:
     bulk = isinstance(frame, Bulk)
     if bulk == (self.number == CONTROL) or (size and not bulk):
       raise MalformedMessage(f"a {type(frame).__name__} with {size} bytes of payload")
-    if bulk and any(each.fileno() >= 0 for each in self.ending):
-      return None  # it may still write into a payload, which must not change once it is whole
     if bulk:
+      if any(each.fileno() >= 0 for each in self.ending):
+        return None  # it may still write into a payload, which must not change once it is whole
       return incoming.room(self.number, frame, size)
     if isinstance(frame, Control) and self.peer.caretaker.crowded(self.peer.address):
       return None  # it is read no faster than the role takes its messages
