@@ -312,7 +312,7 @@ def test_the_ledger_adds_up_to_what_the_shards_merged(storm, chaos):
       ledger.take(changed(event, seconds=1e-6) if event.kind == "step" else event)
     report = ledger.report()
     assert report.goodput + sum(report.causes.values()) == pytest.approx(1.0)
-    counted = {p: 4e6 * TOKENS * sum(chain.merged) for p, chain in ledger.chains.items()}
+    counted = {p: 1e6 * TOKENS * sum(chain.merged) for p, chain in ledger.chains.items()}
     assert counted == pytest.approx(merged)
 
 
