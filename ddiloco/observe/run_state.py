@@ -197,6 +197,11 @@ class RunState:
     islands = {f"learner-{m}": island for m, island in self.islands.items()}
     return islands | {f"syncer-{s}": shard for s, shard in self.shards.items()}
 
+  @property
+  def restarts(self) -> int:
+    """How often islands and shards were started again."""
+    return sum(member.restarts for member in self.members().values())
+
   def spans(self, now: float, seen: float) -> dict[str, list[list]]:
     """By role, [start, end, state] without gaps up to `now`; stalls are judged at time `seen`."""
     found = {role: member.spans(now, seen) for role, member in self.members().items()}
@@ -279,7 +284,8 @@ class RunState:
 
   def _shard_started(self, event: events.Started, s: int) -> None:
     shard = self._shard(s, event.time, "running")
-    shard.incarnation, shard.fragments = event.incarnation, event.fragments
+    shard.live(event.incarnation)
+    shard.fragments = event.fragments
     self._know(s)
 
   def _know(self, s: int) -> None:

@@ -99,6 +99,18 @@ def test_one_learner_alone_without_a_syncer(tmp_path, make):
   assert _check(write_report(tmp_path, summary)) == summary  # again, with what was read back
 
 
+def test_a_page_of_the_users_own_is_not_overwritten(tmp_path):
+  folder = tmp_path / "report"
+  folder.mkdir()
+  for name in ("index.html", "loss.png"):
+    (folder / name).write_text("<title>my thesis</title>")
+    with pytest.raises(FileExistsError, match=r"report: .*not of ddiloco"):
+      write_report(tmp_path)
+    assert [path.read_text() for path in folder.iterdir()] == ["<title>my thesis</title>"]
+    (folder / name).unlink()
+  write_report(write_report(tmp_path).parent)  # its own it replaces
+
+
 def test_key_numbers_leave_out_what_is_unknown():
   assert dict(key_numbers({})) == {
     "faults and restarts": "0 and 0",
