@@ -64,7 +64,7 @@ def play(gbps: float, step_seconds: float, steps: int, merge_gbytes: float) -> d
     raise RuntimeError(f"the virtual run ended otherwise: {reason}, merged at {merged}")
   for event in log:
     account.take(event)
-  found, shares = account.summary(), account.ledger.report().learners
+  found, shares = account.summary(), account.run.ledger.report().learners
   began = 1.0 - found["causes"].get("start_up", 0.0) - found["causes"].get("rejoin", 0.0)
   waited = sum(found["causes"].get(cause, 0.0) for cause in WAITING)
   mean_step = step_seconds * (1 + JITTER / 2)

@@ -11,7 +11,6 @@ from typing import Any
 
 from ddiloco.config import SyncConfig
 from ddiloco.observe.eventlog import FLUSH_SECONDS
-from ddiloco.observe.history import heat_map
 from ddiloco.observe.islands import (
   DOWN,
   UNKNOWN,
@@ -82,9 +81,6 @@ def status(
     "goodput": account.as_json() if account.chip_seconds else None,
     "timeline": _timeline(run, spans),
     "curves": _curves(run),
-    "heat": heat_map(
-      run.curves.page, spans, {m: run.islands[m].usual_gap for m in sorted(run.islands)}, now
-    ),
     "rejoins": run.rejoins.as_json(SHOWN_REJOINS),
     "hangs": run.kinds[Hung],
     "links": run.traffic.as_json(seen),
@@ -123,6 +119,7 @@ def _island(run: RunState, m: int, state: str, seen: float, fragments: range) ->
     "colour": island_colour(m),
     "state": shown,
     "restarts": island.restarts,
+    "median_step_seconds": rounded(island.usual_gap),
     "chips": island.chips,
     "chip_kinds": list(island.chip_kinds),
     "step": island.step,
@@ -187,6 +184,8 @@ def _curves(run: RunState) -> dict[str, Any]:
     "width_seconds": series.width_seconds,
     "heldout": [(round(e.time, 2), rounded(e.loss)) for e in run.curves.evaluations.items],
     "loss": {str(m): series.means(f"loss {m}") for m in islands},
+    "step": {str(m): series.means(f"step {m}") for m in islands},  # seconds, without waits
+    "wait": {str(m): series.means(f"wait {m}") for m in islands},  # for a shard, before the step
     "participation": {str(m): series.means(f"participation {m}", 2) for m in islands},
     "commits": {str(s): series.counts(f"commits {s}") for s in sorted(run.shards)},
   }
