@@ -61,10 +61,6 @@ EXACT_STEPS = 2048  # steps of an island kept one by one: two snapshot intervals
 MOST_PUSHED = 64
 CHAIN_SUMS = 250_000  # sums (one a learner and round) of all fragments together ...
 LEAST_ROUNDS = 128  # ... but at least so many rounds a fragment: two snapshot intervals are 17
-OF_ISLAND = (
-  *(events.Launched, events.Compiled, events.Started, events.Step, events.Captured, events.CopyOut),
-  *(events.Resend, events.Apply, events.Stopped, events.Exit, events.Restart),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,12 +89,11 @@ class Goodput:
 
 @dataclasses.dataclass(frozen=True)
 class LearnerGoodput:
-  """One learner. Being alive and taking part in commits differ, so both are here."""
+  """One learner."""
 
   chip_seconds: float
   goodput: float
   liveness: float  # share of its allocated time in which it was training
-  participation: float  # share of all commits that it took part in; NaN before the first
 
 
 class Ledger:
@@ -113,7 +108,6 @@ class Ledger:
     self._islands: dict[int, IslandAccount] = {}
     self.chains: dict[int, Chain] = collections.defaultdict(Chain)
     self._fragments = 0  # 0: there is no sync
-    self._commits = 0
     self._idle = Idle()
     self._now = 0.0
     self._ended = False
@@ -122,8 +116,6 @@ class Ledger:
     """Enters one event. Kinds that say nothing about time or merges are ignored."""
     newest, self._now = self._now, max(self._now, event.time)
     match event:
-      case _ if isinstance(event, OF_ISLAND):
-        self._take(event)
       case events.Commit():
         self._commit(event)
       case events.Owns() | events.Regained():
@@ -135,6 +127,8 @@ class Ledger:
         self._ended = True
         for island in self._islands.values():
           island.end(event.time)
+      case _:
+        self._take(event)
 
   def report(self, now: float | None = None) -> Goodput:
     """The account up to `now` (seconds since the run started), else up to the newest event."""
@@ -181,7 +175,6 @@ class Ledger:
       total,
       useful / total if total else math.nan,
       island.live_seconds / allocated if allocated else math.nan,
-      island.commits / self._commits if self._commits else math.nan,
     )
 
   def _uptime(self, now: float) -> float:
@@ -207,7 +200,7 @@ class Ledger:
         island.phase = ""
 
   def _take(self, event: Event) -> None:
-    """Enters an event of, or about, one learner."""
+    """Enters an event of, or about, one role, if that is a learner."""
     role = getattr(event, "target", event.role)
     kind, m = parse_role(role)
     has_chips = m in self._islands and self._islands[m].phase
@@ -226,12 +219,10 @@ class Ledger:
   def _commit(self, event: events.Commit) -> None:
     p, round_id = event.fragment, event.round
     self._know(p)
-    self._commits += 1
     chain = self.chains[p]
     rounds = self._chain_sums / (self._fragments * max(1, len(self._islands)))
     chain.commit(round_id, event.base_round, max(LEAST_ROUNDS, rounds))
     for m in event.weights:  # none of its own events may have been seen yet, by another clock
-      self._at(m).commits += 1
       self._at(m).answer(p, round_id, chain)
     for m in event.rejected:
       self._at(m).answer(p, round_id, None)
@@ -304,7 +295,6 @@ class IslandAccount:
     self.sums = StepSums(exact_steps)  # of this life's steps and of the earlier ones it builds on
     self.live_seconds = 0.0
     self.allocated_seconds = 0.0
-    self.commits = 0
     # By fragment: the step up to which all is merged or given up, and the sum up to this step.
     self._settled: dict[int, tuple[int, float]] = {}
     # By fragment and round: the last step in a push, and the chip-seconds of all its steps.
@@ -362,7 +352,8 @@ class IslandAccount:
   def _come_back(self, event: Event) -> None:
     """An island has chips, or has them again: the time between is not charged."""
     if isinstance(event, events.Launched | events.Compiled | events.Started | events.Step):
-      self.since, self.phase = max(self.since, _since(event)), self._beginning
+      passed = getattr(event, "gap_seconds", getattr(event, "seconds", 0.0))  # of a compilation
+      self.since, self.phase = max(self.since, event.time - positive(passed)), self._beginning
 
   def end(self, now: float, under_way: str = "other", phase: str = "") -> None:
     """A life is over, or the run; `under_way`: the cause of the time since the last step."""
@@ -489,21 +480,18 @@ class Chain:
     # By round: that of its base, and chip-seconds by an island's place; the newest rounds.
     self._rounds: dict[int, tuple[int, array]] = {}
 
-  @property
-  def merged(self) -> array:
-    """Chip-seconds in the newest value, by an island's place."""
-    return self._merged(self.head)
-
-  def _merged(self, round_id: int) -> array:
+  def merged(self, round_id: int) -> array:
+    """Chip-seconds in the value of a round, by an island's place."""
     return self._rounds[round_id][1] if round_id in self._rounds else array("d")
 
   def merged_of(self, place: int) -> float:
     """Chip-seconds of one island in the newest value."""
-    return self.merged[place] if place < len(self.merged) else 0.0
+    merged = self.merged(self.head)
+    return merged[place] if place < len(merged) else 0.0
 
   def commit(self, round_id: int, base: int, most_rounds: float) -> None:
     """Adds a round to the value `base`."""
-    merged = self._merged(base)[:]
+    merged = self.merged(base)[:]
     self._rounds.pop(round_id, None)
     self._rounds[round_id] = base, merged
     self.head = round_id
@@ -527,16 +515,6 @@ def _add(rounds: dict[int, Any], round_id: int, value: Any) -> None:
   rounds[round_id] = value
   if len(rounds) > MOST_PUSHED:
     del rounds[min(rounds)]
-
-
-def _since(event: Event) -> float:
-  """When what the event tells of began."""
-  match event:
-    case events.Step():
-      return event.time - positive(event.gap_seconds)
-    case events.Compiled():
-      return event.time - positive(event.seconds)
-  return event.time
 
 
 def positive(seconds: float) -> float:

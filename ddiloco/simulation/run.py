@@ -190,7 +190,7 @@ class Account:
   def summary(self) -> dict[str, Any]:
     """All numbers except those of faults, as JSON has them."""
     run, found = self.run, self.run.ledger.report()
-    part = [g.participation for g in found.learners.values() if math.isfinite(g.participation)]
+    part = [share for m in found.learners if (share := run.participation(m)) is not None]
     live = [g.liveness for g in found.learners.values() if math.isfinite(g.liveness)]
     traffic = run.traffic.by_role
     moved = [bytes for role, bytes in traffic.items() if role.startswith("learner")]
