@@ -315,7 +315,8 @@ class IslandAccount:
       case events.Step():
         return self._step(event)
       case events.CopyOut():
-        self._copy_out(event)
+        covered = self.sums.last - self.sums.at(self.sums.number - max(0, event.steps))
+        self._keep(event.fragment, event.round, (self.sums.number, covered))
       case events.Resend():
         pushed = self._pushed[event.fragment].get(event.old_round)
         if pushed is not None:
@@ -400,7 +401,9 @@ class IslandAccount:
     now, seconds = max(event.time, self.since), positive(event.seconds)
     if self.phase != "training":
       self._spend_until(now - seconds, self.phase)
-      self._go_on_from(event.step - 1)
+      self.sums.go_to(event.step - 1)  # later steps of earlier lives are lost
+      newest = self.sums.number, self.sums.last
+      self._settled = {p: min(each, newest) for p, each in self._settled.items()}
       self.phase = "training"
     passed = now - self.since
     busy = min(seconds, passed)
@@ -427,17 +430,6 @@ class IslandAccount:
       return 0.0
     usual = statistics.median(self._recent) if self._recent else math.inf
     return seconds - usual if seconds > STALL_STEPS * usual else 0.0
-
-  def _go_on_from(self, number: int) -> None:
-    """A new life goes on after step `number`: later steps of earlier lives are lost."""
-    self.sums.go_to(number)
-    number, last = self.sums.number, self.sums.last
-    self._settled = {p: min(each, (number, last)) for p, each in self._settled.items()}
-
-  def _copy_out(self, event: events.CopyOut) -> None:
-    now = self.sums.number
-    covered = self.sums.last - self.sums.at(now - max(0, event.steps))
-    self._keep(event.fragment, event.round, (now, covered))
 
   def _keep(self, fragment: int, round_id: int, pushed: tuple[int, float]) -> None:
     _add(self._pushed[fragment], round_id, pushed)

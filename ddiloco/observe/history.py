@@ -270,9 +270,15 @@ class Rounds:
     """Takes one event; kinds that are not about rounds are ignored."""
     match event:
       case events.Push():
-        self._push(event)
+        if (open_ := self._known(event)) is not None:
+          open_.pushed.add(parse_role(event.role)[1])
+          open_.pushed_at = max(open_.pushed_at, event.time)
       case events.Round():
-        self._begin(event)
+        if (open_ := self._known(event)) is not None:  # it asks more learners
+          open_.asked = event.asked
+        else:
+          begun = _Open(event.fragment, event.round, event.role, event.time, event.asked)
+          self._open[event.fragment] = begun
       case events.Commit() | events.Abandoned():
         if isinstance(event, events.Commit):
           self._grace[event.fragment] = event.grace_seconds
@@ -320,18 +326,6 @@ class Rounds:
     open_ = self._open.get(event.fragment)
     return open_ if open_ is not None and open_.round == event.round else None
 
-  def _begin(self, event: events.Round) -> None:
-    p, known = event.fragment, self._known(event)
-    if known is None:
-      self._open[p] = _Open(p, event.round, event.role, event.time, event.asked)
-    else:  # the same round asks more learners
-      known.asked = event.asked
-
   def _drop(self, role: str) -> None:
     """A shard's rounds end with its life."""
     self._open = {p: each for p, each in self._open.items() if each.role != role}
-
-  def _push(self, event: events.Push) -> None:
-    if (open_ := self._known(event)) is not None:
-      open_.pushed.add(parse_role(event.role)[1])
-      open_.pushed_at = max(open_.pushed_at, event.time)
