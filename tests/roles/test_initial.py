@@ -69,7 +69,7 @@ def test_bad_weights_are_refused_before_the_run(tmp_path, params):
     initial.checked_start(starting_from(path))
   weights.save(path, params)
   deeper = from_dict({"model": MODEL | {"num_layers": 3}})
-  with pytest.raises(ConfigError, match="is of another model: layers/.*, not "):
+  with pytest.raises(ConfigError, match=r"is of another model: layers/.*, not "):
     initial.checked_start(starting_from(path, deeper))
   os.truncate(path, path.stat().st_size - 1)
   with pytest.raises(ConfigError, match="cannot be read"):
