@@ -52,9 +52,9 @@ def open_storage(config: Config, plan: Plan, workdir: Path, run_id: str) -> Stor
 
   own: Any = workdir / "checkpoints"
   if path := config.checkpoint.path:
-    file = any(each.is_file() for each in (Path(path), Path(path, run_id)))
-    require(not file, "checkpoint.path", path, f"it, or its {run_id}, is a file", "give a folder")
     own = weights.absolute(path, "checkpoint.path") / run_id
+    file = any(Path(each).is_file() for each in (own.parent, own))
+    require(not file, "checkpoint.path", path, f"it, or its {run_id}, is a file", "give a folder")
     kind, store, _ = path.partition("://")
     try:
       fsspec.get_filesystem_class(kind if store else "file")

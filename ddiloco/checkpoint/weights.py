@@ -92,7 +92,7 @@ def absolute(path: str | os.PathLike, field: str = "weights") -> epath.Path:
       another; or there is no such kind of object store. The text begins with `field`.
   """
   try:
-    there = epath.Path(path)
+    there = epath.Path(path).expanduser()
   except KeyError as error:  # epath's word for it
     rule = f"there is no object store of the kind {error}"
     raise refusal(field, str(path), rule, "give a folder, or gs://BUCKET/PATH") from None
