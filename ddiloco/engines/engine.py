@@ -219,7 +219,7 @@ class Engine:
   def _go_on(self, keep: bool) -> Restored | None:
     """Says what the run goes on from, or refuses; with the snapshot's fragments if `keep`."""
     storage, tried, every = self._storage, list[str](), range(len(self.plan.fragments))
-    found = restore_fragments(storage, self.plan, every, tried, keep) if storage else None
+    found = restore_fragments(storage, every, tried, keep) if storage else None
     go_on(self.config, self.workdir, storage, found.snapshot if found else None, tried)
     return found
 

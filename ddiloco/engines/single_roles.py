@@ -297,7 +297,7 @@ def _recover(
   if storage is not None:
     # The former life may have gone on without its buddy, whose copies are then older.
     rounds = {p: committed.state.last_round for p, committed in found.items()}
-    restored = restore.restore_fragments(storage, plan, owned, tried, than=rounds)
+    restored = restore.restore_fragments(storage, owned, tried, than=rounds)
   if restored is not None:
     found |= restored.fragments
     if taken := sorted(restored.fragments):

@@ -192,14 +192,16 @@ def test_only_the_thread_that_saves_steps_back(storage, savers, monkeypatch):
   saver, events = savers()
   saver.save(1, {}, {})
   events.of("unsaved")
-  assert priorities["saver"] == priorities["its_child"] > before
+  lowered = max(before, saver_lib.NICENESS)  # the tests themselves may be of low priority
+  assert priorities == {"saver": lowered, "its_child": lowered}
   assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
 def test_a_role_of_low_priority_saves_and_with_no_higher_one(storage, savers, monkeypatch):
   """Only root may take a low priority back; for others the saver's thread once died of it."""
-  priorities, low = {}, saver_lib.NICENESS + 5
+  mine = os.getpriority(os.PRIO_PROCESS, 0)
+  priorities, low = {}, max(mine, saver_lib.NICENESS + 5)
   set_priority = os.setpriority
 
   def as_a_user(which, who, niceness):

@@ -220,7 +220,7 @@ def run(
   first = initial_params()
   for fragment in plan.fragments:
     store.save(new_fragment(fragment, fragments.gather(fragment, first)))
-  restored = restore_fragments(resume, plan, range(len(plan.fragments))) if resume else None
+  restored = restore_fragments(resume, range(len(plan.fragments))) if resume else None
   for committed in restored.fragments.values() if restored else ():
     store.save(committed)
   incarnation = 1000 if restored else 0
