@@ -386,6 +386,7 @@ def fit_lines(learners: list[int], found: Any, mfu: float) -> list[str]:
     several = f" {program.count} programs" if program.count > 1 else ""
     seconds = f"{program.cpu_seconds:.0f} s of CPU to compile{several}"
     text.append(f"  {program.name:12} {moved or 'no collectives'}; {seconds}")
+  text.append("  no collective leaves the island")
   text += [f"  to make it fit: {remedy}" for remedy in found.remedies]
   return text
 

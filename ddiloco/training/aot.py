@@ -104,13 +104,13 @@ class Program:
   largest_collective_bytes: int
 
 
-def compiled(name: str, all_lowered: Sequence[jax.stages.Lowered]) -> Program:
-  """Compiles these programs of an island."""
+def compiled(name: str, all_lowered: Sequence[jax.stages.Lowered], num_devices: int) -> Program:
+  """Compiles the programs of an island of so many devices; raises as `find_collectives`."""
   start = time.process_time()
   programs = [lowered.compile() for lowered in all_lowered]
   seconds = time.process_time() - start
   texts = (program.as_text() or "" for program in programs)
-  found = [each for text in texts for each in find_collectives(text)]
+  found = [each for text in texts for each in find_collectives(text, num_devices)]
   memory: list[Any] = [program.memory_analysis() for program in programs]
   added = [
     m.output_size_in_bytes
@@ -214,6 +214,7 @@ def fit(
 
   Raises:
     ConfigError: the island cannot be made of these devices.
+    AssertionError: a collective leaves the island.
   """
   island = config.islands.island(learner)
   mesh = make_mesh(slice_devices, island)
@@ -221,15 +222,15 @@ def fit(
   kinds = [piece_kinds(fragment, parts.leaves) for fragment in plan.fragments]
   distinct = dict.fromkeys(itertools.chain(*kinds))
   out, into = zip(*(lower_piece(kind, parts.replicated) for kind in distinct))
-  copies = [compiled("copy out", out), compiled("apply", into)]
+  copies = [compiled("copy out", out, mesh.size), compiled("apply", into, mesh.size)]
   beside, host = 2 * max(sum(_local_bytes(kind.piece) for kind in each) for each in kinds), 0
   if config.sync.snapshot_steps:
-    snapshot = compiled("snapshot", [parts.lower_copy(parts.host_memory)])
+    snapshot = compiled("snapshot", [parts.lower_copy(parts.host_memory)], mesh.size)
     beside, host = beside + snapshot.added_bytes, snapshot.host_bytes
     copies.append(snapshot)
   state = sum(_local_bytes(leaf) for leaf in parts.layout.leaves.values())
   try:
-    step = compiled("step", [parts.lower()])
+    step = compiled("step", [parts.lower()], mesh.size)
     needed = step.hbm_bytes + beside
   except jax.errors.JaxRuntimeError as error:
     step, needed = None, state + wanted_bytes(error) + beside
@@ -299,8 +300,8 @@ class Collective:
 
 
 _KIND = r"all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
-_COLLECTIVE = re.compile(rf"= (?P<shape>.*?) (?P<kind>{_KIND})(?P<start>-start)?\(")
-_ALONE = re.compile(r"replica_groups=(?:\{(?:\{\d+\},?)+\}|\[\d+,1\]<=)")  # groups of one device
+_COLLECTIVE = re.compile(rf"= (?P<shape>.*?) (?P<kind>{_KIND})(?P<start>-start)?\((?P<rest>.*)$")
+_FAR = re.compile(r"= .*? (?:send|recv)(?:-done)?\(")  # between slices, by the hosts' network
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%(?P<name>\S+) \(.*\{$")
 _CALL = re.compile(r"(?:calls|to_apply|body|condition|branch_computations)=\{?(%[\w.\-, %]+)")
 _WHILE = re.compile(r" while\(.*condition=%(?P<condition>[\w.\-]+), body=%(?P<body>[\w.\-]+)")
@@ -308,9 +309,13 @@ _ARRAY = re.compile(r"(?P<type>[a-z]+\d*\w*)\[(?P<dims>[\d,]*)\]")
 _BITS = {"pred": 8, "bf16": 16, "s4": 4, "u4": 4}
 
 
-def find_collectives(text: str) -> Iterator[Collective]:
-  """Every collective of an optimized program's text. The program has the island's devices alone, so
-  none of its collectives leaves the island."""
+def find_collectives(text: str, num_devices: int) -> Iterator[Collective]:
+  """Every collective of an optimized program's text, for an island of so many devices.
+
+  Raises:
+    ValueError: the program talks to other hosts by send and recv, which may leave the island.
+    AssertionError: a collective reaches beyond the island.
+  """
   bodies, lines, entry = dict[str, list[str]](), list[str](), ""
   for line in text.splitlines():
     if start := _COMPUTATION.match(line):
@@ -335,8 +340,12 @@ def find_collectives(text: str) -> Iterator[Collective]:
   visit(entry, 1)
   for name, lines in bodies.items():
     for line in lines:
+      if _FAR.search(line) and "is_host_transfer=true" not in line:
+        raise ValueError(f"a program of one island sends to another: {line.strip()[:200]}")
       found = _COLLECTIVE.search(line)
-      if found and not _ALONE.search(line):
+      devices = _devices(found["rest"]) if found else None
+      if found and devices:  # else every device is alone in its group
+        assert max(devices) < num_devices, f"it reaches beyond its island: {line.strip()[:200]}"
         # An all-reduce that starts has the shape of its results, as one that does not.
         size = _bytes(found["shape"], bool(found["start"]) and found["kind"] != "all-reduce")
         count = times[name] or 1
@@ -354,6 +363,22 @@ def _bytes(shape: str, started: bool) -> int:
     sizes = [size for size in sizes if size > 4]
     sizes = sizes[len(sizes) // 2 :]
   return sum(sizes)
+
+
+def _devices(rest: str) -> set[int]:
+  """The devices that take part in a collective, in any known form of writing the groups.
+
+  Raises:
+    ValueError: the form is unknown.
+  """
+  if listed := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}", rest):
+    groups = (group.split(",") for group in re.findall(r"\{([\d,]*)\}", listed[1]))
+    return {int(n) for group in groups if len(group) > 1 for n in group}
+  if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=", rest):  # (groups, devices in each)
+    return set(range(int(iota[1]) * int(iota[2]) if int(iota[2]) > 1 else 0))
+  if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\]", rest):
+    return set(range(math.prod(int(n) for n in re.findall(r"=(\d+)", mesh[1]))))
+  raise ValueError(f"a collective whose devices cannot be read: {rest[:300]}")
 
 
 def by_kind(found: Sequence[Collective]) -> tuple[Collective, ...]:

@@ -32,4 +32,4 @@ def test_an_island_and_all_its_programs(fragments):
   # A CPU has no memory of another kind: what the program adds is a second state.
   assert found.beside_bytes > snapshot.added_bytes >= found.state_bytes
   text = "\n".join(fit_lines([0], found, 0.4))
-  assert f"s of CPU to compile {out.count} programs" in text
+  assert f"s of CPU to compile {out.count} programs" in text and "no collective leaves" in text

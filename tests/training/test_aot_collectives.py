@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddiloco.training.aot import Collective, by_kind, find_collectives
+from ddiloco.training.aot import Collective, _devices, by_kind, find_collectives
 
 LOOP = """HloModule step
 
@@ -35,28 +35,54 @@ ENTRY %main (p: f32[4]) -> f32[4] {
 
 
 def test_loops_and_calls():
-  found = {each.kind: each for each in find_collectives(LOOP) if each.times == 1}
+  found = {each.kind: each for each in find_collectives(LOOP, 4) if each.times == 1}
   assert found["all-gather"].bytes == 32 * 4  # the result alone
-  looped = {each.kind: each for each in find_collectives(LOOP) if each.times == 12}
+  looped = {each.kind: each for each in find_collectives(LOOP, 4) if each.times == 12}
   assert looped["all-gather"].bytes == looped["all-reduce"].bytes == 12 * 64 * 128 * 2
+
+
+@pytest.mark.parametrize(
+  ("groups", "devices"),
+  [
+    ("replica_groups={{0,1},{2,3}}", {0, 1, 2, 3}),
+    ("replica_groups=mesh['a'=1,'b'=4] {'b'}", {0, 1, 2, 3}),
+    ("replica_groups=[1,4]<=[4], dimensions={0}", {0, 1, 2, 3}),
+    ("replica_groups=[2,4]<=[4,2]T(1,0)", set(range(8))),
+    ("source_target_pairs={{0,1},{1,0}}", {0, 1}),
+    ("replica_groups={{0},{1}}", set()),
+    ("replica_groups=[4,1]<=[4]", set()),
+  ],
+)
+def test_every_form_of_groups(groups, devices):
+  assert _devices(groups) == devices
+
+
+def test_a_collective_beyond_the_island_is_refused():
+  with pytest.raises(AssertionError, match=r"beyond its island: %all-reduce\.1"):
+    list(find_collectives(LOOP, 3))
 
 
 def test_an_all_reduce_of_several_arrays_counts_whole_also_when_it_starts():
   both = "%sums = (f32[8]{0}, f32[4]{0}, f32[]) all-reduce-start(%p, %q), replica_groups={{0,1}}"
   text = LOOP.replace("%turn = s32[10]{0} collective-permute(", f"{both}\n  %turn = s32[] copy(")
-  found = {each.kind: each for each in find_collectives(text) if each.times == 1}
+  found = {each.kind: each for each in find_collectives(text, 4) if each.times == 1}
   assert found["all-reduce"].bytes == (8 + 4 + 1) * 4
 
 
 def test_what_moves_most_comes_first():
-  assert by_kind(list(find_collectives(LOOP))) == (
+  assert by_kind(list(find_collectives(LOOP, 4))) == (
     Collective("all-gather", 13, 12 * 64 * 128 * 2 + 128),
     Collective("all-reduce", 12, 12 * 64 * 128 * 2),
     Collective("collective-permute", 1, 40),
   )
 
 
-@pytest.mark.parametrize("groups", ["{{0},{1},{2},{3}}", "[4,1]<=[4]", "[4,1]<=[2,2]T(1,0)"])
-def test_groups_of_one_device_move_nothing(groups):
-  text = LOOP.replace("replica_groups={{0,1},{2,3}}", f"replica_groups={groups}")
-  assert "all-reduce" not in {each.kind for each in find_collectives(text)}
+def test_groups_of_one_device_move_nothing():
+  text = LOOP.replace("replica_groups={{0,1},{2,3}}", "replica_groups={{0},{1},{2},{3}}")
+  assert "all-reduce" not in {each.kind for each in find_collectives(text, 4)}
+
+
+def test_what_goes_to_other_hosts_is_refused():
+  text = LOOP.replace("%turn = s32[10]{0} collective-permute(", "%far = (f32[4], u32[]) send(")
+  with pytest.raises(ValueError, match="sends to another"):
+    list(find_collectives(text, 4))

@@ -28,7 +28,7 @@ def exchanged(experts: int, image_size: int = 0, **mesh):
     }
   )
   parts = IslandStep(config, 0, make_mesh(jax.devices()[:8], config.islands.island(0)))
-  return parts, list(find_collectives(parts.lower().compile().as_text()))
+  return parts, list(find_collectives(parts.lower().compile().as_text(), 8))
 
 
 def gathered_matrices(found, matrix: int) -> int:
