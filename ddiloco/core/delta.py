@@ -86,14 +86,14 @@ class Deltas:
   def receive(self, publish: Publish, size: int, mode: str, included: bool) -> np.ndarray:
     """The vector that `apply` adds for a published version of `size` values; see `stage`.
 
-    A publish without a payload means that my push was rejected: see `back`.
+    A publish without a payload means that my push was rejected: its fragment goes back to the base.
 
     Raises:
       CodecError: the payload does not fit its codec and size.
     """
     p = publish.fragment
     if publish.payload is None:
-      return self.back(p)
+      return self.stage(p, self.base[p], mode, included)
     encoded = codec.checked(np.frombuffer(publish.payload, np.uint8), size, publish.codec)
     base = self.base[p] if publish.base_round != NOTHING else None
     if base is None and publish.codec == "f32":
@@ -110,7 +110,7 @@ class Deltas:
 
   def stage(self, fragment: int, value: np.ndarray, mode: str, included: bool) -> np.ndarray:
     """The vector that `apply` adds for a version g': overwrite g', mix (1-a) g', rebase g' - ref,
-    halve g' - ref / 2.
+    halve g' - ref / 2; reset g', without the residual.
 
     `ref` is the part of my parameters that is already in g': the base, minus my push if it is
     merged in g', as the shard decoded it. The rest of the local value, rounding errors included,
@@ -121,7 +121,9 @@ class Deltas:
     if included and rounding is not None:
       self.residual[fragment] = rounding
     self.base[fragment] = value
-    if mode == "overwrite":
+    if mode == "reset":
+      self.residual.pop(fragment, None)
+    if not self.keep(mode):
       return value
     if mode == "mix":
       return np.float32(1 - self._sync.mix_alpha) * value
@@ -142,14 +144,9 @@ class Deltas:
     passes.over_chunks(value.size, chunk, self.share)
     return shift
 
-  def back(self, fragment: int) -> np.ndarray:
-    """A push was rejected: its fragment goes back to the base, and its residual is dropped."""
-    self.residual.pop(fragment, None)
-    return self.stage(fragment, self.base[fragment], "overwrite", included=False)
-
   def keep(self, mode: str) -> float:
     """Share of the local value that `apply` keeps."""
-    return {"overwrite": 0.0, "mix": self._sync.mix_alpha, "rebase": 1.0, "halve": 0.5}[mode]
+    return {"mix": self._sync.mix_alpha, "rebase": 1.0, "halve": 0.5}.get(mode, 0.0)
 
   def take_moments(self, payload: np.ndarray, size: int) -> np.ndarray:
     """Moments [size] out of a payload that a peer has sent.

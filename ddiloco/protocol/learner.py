@@ -150,9 +150,10 @@ def _mode(
     return "overwrite"
   if not included:
     # A push of mine has been merged that I do not remember: I was restored from a snapshot, or a
-    # shard got back a value that it had lost. My progress is in the new version already.
+    # shard got back a value that it had lost. My progress is in the new version already, and so is
+    # what rounding had lost before that push.
     if publish.merged_round(state.learner) > f.base_header.merged_round(state.learner):
-      return "overwrite"
+      return "reset"
     # The others made the same progress meanwhile: to add mine to theirs would count it twice.
     if min(publish.version - f.received, f.steps / sync.sync_period) > STALE_PERIODS:
       return "overwrite"
@@ -187,7 +188,7 @@ def _on_rejection(
   if f is None or f.outstanding is None or f.outstanding.push.round != rejection.round:
     return state, [logged]
   assert f.base_header is not None, "a push has a base"
-  state, todo = _stage(state, f.base_header, "overwrite", None)
+  state, todo = _stage(state, f.base_header, "reset", None)
   return state, [logged, *todo]
 
 
