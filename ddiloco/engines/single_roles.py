@@ -64,7 +64,7 @@ def run_learner(config: Config, number: int, place: RoleSpec, corpus: Source | N
 
 
 def _is_finished(address: str, config: Config, place: RoleSpec) -> bool:
-  """Whether the run in the workdir is finished, which this says: its shards have ended, or will."""
+  """Whether the run in the workdir is finished, which this says: its roles have ended, or will."""
   finished = reached_end(place.workdir, config)
   if finished:
     say(f"{address}: ends: the run in --workdir={place.workdir} is finished")
@@ -208,6 +208,8 @@ def run_syncer(config: Config, shard: int, place: RoleSpec) -> int:
       f"--shard={shard}: the config has sync.num_shards = {config.sync.num_shards}."
       f" Fix: use 0 to {config.sync.num_shards - 1}."
     )
+  if _is_finished(syncer_address(shard), config, place):
+    return FINISHED
   with RoleRunner(syncer_address(shard), config, place) as runner:
     return runner.run(lambda: _syncer(runner, shard))
 
