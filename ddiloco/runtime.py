@@ -29,7 +29,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from ddiloco.config import Config, SyncConfig
-from ddiloco.core.delta import Deltas, MemoryStore, Merger
+from ddiloco.core.delta import Deltas, Merger, Store
 from ddiloco.core.fragments import Fragment
 from ddiloco.core.passes import COMPILED_FROM
 from ddiloco.network.transport import Endpoint
@@ -126,7 +126,7 @@ class Runtime:
   saver: Any = None  # `checkpoint.saver.Saver`: writes its parts of snapshots; None: no snapshots
   time: Time = REAL_TIME
   deltas: Callable[[SyncConfig], Deltas] = Deltas  # a learner's
-  merger: Callable[[Mapping[int, Fragment], MemoryStore, Config], Merger] = Merger  # a shard's
+  merger: Callable[[Mapping[int, Fragment], Store, Config, bool], Merger] = Merger  # a shard's
   # Makes initial values, by fragment, on a learner's machine. On a `ConfigError`, or for a fragment
   # that is missing in the result, the shard must send the value.
   initial: Callable[[], Mapping[int, Any]] = dict

@@ -17,7 +17,7 @@ that a snapshot may keep them without a copy.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 import numpy as np
 
@@ -174,14 +174,13 @@ class Deltas:
         getattr(self, group)[int(fragment)] = value
 
 
-# --- A shard's end: committed fragments, in a store that may outlive the shard's incarnation
+# --- A shard's end: committed fragments
 
 
 class Committed(Frozen):
   """One fragment after its newest commit. Vectors are flat f32 [size].
 
-  They are never written again, except where the store does not outlive its shard and nothing else
-  reads them (`Merger.commit`).
+  They are never written again, except in place, where nothing else reads them (`Merger.commit`).
   """
 
   state: FragmentState  # version, merged tokens, ...; no round under way
@@ -197,31 +196,8 @@ class Committed(Frozen):
     return publish_codec == "f32" or not given_back
 
 
-class MemoryStore:
-  """Keeps the newest commit of every fragment, which is replaced as a whole, never in part.
-
-  Args:
-    outlives: whether it outlives the shard, which is a thread then: it must be whole even if a
-      commit fails.
-  """
-
-  def __init__(self, outlives: bool = True) -> None:
-    self.outlives = outlives
-    self._fragments: dict[int, Committed] = {}  # one operation on a dict is never half done
-
-  def load(self, fragment: int) -> Committed:
-    """The fragment's newest commit.
-
-    Raises:
-      ValueError: there is none.
-    """
-    if fragment not in self._fragments:
-      raise ValueError(f"fragment {fragment}: not in the store. Fix: save its first value there.")
-    return self._fragments[fragment]
-
-  def save(self, committed: Committed) -> None:
-    """Replaces the newest commit of its fragment."""
-    self._fragments[committed.state.index] = committed
+# By fragment, its newest commit, which is replaced as a whole: an item of a dict is never half set.
+Store = MutableMapping[int, Committed]
 
 
 def new_fragment(fragment: Fragment, value: np.ndarray) -> Committed:
@@ -330,7 +306,7 @@ def commit(
   momentum = outer.init(fragment.size, optimizer) if old.momentum is None else old.momentum
   before, name = Vectors(old.value, old.published_value, momentum), config.sync.publish_codec
   after = None
-  if in_place and _writable(before):
+  if in_place:
     apart = name != "f32" and old.value is old.published_value
     after = before._replace(value=np.empty_like(old.value)) if apart else before
   new, update = passes.step(total, stretch, before, optimizer, name, share, after)
@@ -338,11 +314,6 @@ def commit(
   committed = Committed(state, new.value, new.published_value, new.momentum, what.round)
   length = long * len(each) / sum(each) if any(each) else None
   return committed, update, Merged(weights, length, sample)
-
-
-def _writable(vectors: Vectors) -> bool:
-  """Whether the vectors may be overwritten; not where they came out of a file or a message."""
-  return all(each is None or each.flags.writeable for each in vectors)
 
 
 def learner_weights(what: Commit, config: Config) -> np.ndarray:
@@ -367,20 +338,24 @@ class Merger:
     fragments: the shard's, by index.
     store: holds their newest commits.
     config: the run's.
+    in_place: commits may overwrite vectors that were not lent: if one fails, the shard ends, and
+      the store with it.
 
   Attributes:
     committed: by fragment, the newest commit.
     share: runs the passes, on some threads.
   """
 
-  def __init__(self, fragments: Mapping[int, Fragment], store: MemoryStore, config: Config):
-    self.committed: dict[int, Committed] = {p: store.load(p) for p in fragments}
+  def __init__(
+    self, fragments: Mapping[int, Fragment], store: Store, config: Config, in_place: bool = False
+  ):
+    self.committed: dict[int, Committed] = {p: store[p] for p in fragments}
     self._fragments, self._config = fragments, config
     self._arrivals: dict[int, ReceivedPushes] = {}  # by fragment, of the round under way
     self._update: dict[int, Encoded] = {}  # by fragment, of the newest commit
     self._merged: dict[int, Merged] = {}  # by fragment, of the newest commit
     self._initial: dict[int, np.ndarray] = {}  # digests of initial values that receivers make
-    self._in_place = not store.outlives
+    self._in_place = in_place
     self._lent: set[int] = set()  # fragments whose vectors other code may still read
     self.share: Share = map
 
