@@ -527,7 +527,7 @@ def test_moments_of_a_peer_lie_in_the_island_as_they_came_and_damaged_ones_are_i
     unfit = np.full(flat.size, np.nan, np.float32)
     for bad, sent in enumerate((flat[1:], unfit, flat), 1):
       payload = codec.encode(sent, "f32")
-      one.give(ForwardMoments(0, 0, 0, p, 1, 0, p, global_step=9, count=7, payload=payload))
+      one.give(ForwardMoments(0, 0, 0, p, 1, 0, p, count=7, payload=payload))
       if sent is not flat:  # while moments are being staged, no others are taken
         one.until(lambda: (len(ignored()), one.exchange.state.staging) == (2 * p + bad, ()))  # noqa: B023
     one.until(lambda: p not in one.exchange.state.wants)  # noqa: B023
@@ -641,10 +641,10 @@ def test_moments_that_cannot_be_read_are_asked_for_again():
     bench.exchange.state, wants=(0, 1), wants_until=1e12, ask_at=-1e12, donor_seconds=1.0
   )
   damaged = np.zeros(3, np.uint8)
-  bench.give(ForwardMoments(0, 0, 0, 0, 1, 0, 1, 9, 9, damaged))
+  bench.give(ForwardMoments(0, 0, 0, 0, 1, 0, 1, 9, damaged))
   bench.until(lambda: not bench.wire.inbox and bench.exchange.state.staging == ())
   assert bench.exchange.state.wants == (0, 1)
   good = codec.encode(vector(bench.plan.fragments[0].size), "f32")
-  bench.give(ForwardMoments(0, 0, 0, 0, 2, 0, 1, 9, 9, good))
+  bench.give(ForwardMoments(0, 0, 0, 0, 2, 0, 1, 9, good))
   bench.until(lambda: bench.exchange.state.wants == (1,))
   bench.exchange.close()
