@@ -52,7 +52,8 @@ class ThreadWorker:
 
   Attributes:
     failure: the exception of a job; after a failure no further job is done.
-    ending: whether the worker was told to end: a job that waits for other roles should give up.
+    ending: whether the worker was told to end: a job should wait for other roles only for what they
+      have begun, and is dropped when the worker's time is up.
   """
 
   def __init__(

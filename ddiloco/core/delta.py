@@ -154,10 +154,7 @@ class Deltas:
     Raises:
       CodecError: the moments are another inner optimizer's, damaged, or not finite.
     """
-    flat = codec.decode(payload, size, "f32")
-    if not np.isfinite(flat).all():
-      raise codec.CodecError("not finite")
-    return flat
+    return codec.finite(payload, size)
 
   # --- for a snapshot -----------------------------------------------------------------------------
 
@@ -398,11 +395,9 @@ class Merger:
   def take_back(self, value: Value, now: float) -> Received:
     """Decodes a value that this shard has lost and that a learner gives back."""
     try:
-      flat = codec.decode(value.payload, self._fragments[value.fragment].size, "f32")
+      flat = codec.finite(value.payload, self._fragments[value.fragment].size)
     except codec.CodecError as error:
       return Received(value, now, fault=str(error))
-    if not np.isfinite(flat).all():
-      return Received(value, now, fault="not finite")
     return Received(value, now, content=flat.copy())  # `flat` is in the message's memory
 
   def commit(self, what: Commit, state: FragmentState) -> Merged:

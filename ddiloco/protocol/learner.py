@@ -137,8 +137,7 @@ def _on_publish(state: LearnerState, publish: Publish, sync: SyncConfig) -> Lear
   global_step = state.global_step if counts else max(state.global_step, publish.global_step)
   state = replace(state, global_step=global_step)
   state = state.heard(states.shard_key(publish.shard), publish.count)
-  header = replace(publish, payload=None)
-  state = state.with_fragment(publish.fragment, base_header=header, fresh=True)
+  state = state.with_fragment(publish.fragment, fresh=True)
   return _stage(state, publish, mode, sent if included else None)
 
 
@@ -167,7 +166,8 @@ def _stage(
 ) -> LearnerOutcome:
   header = replace(publish, payload=None)
   incoming = (*state.fragments[publish.fragment].incoming, IncomingVersion(header, mode, merged))
-  state = state.with_fragment(publish.fragment, outstanding=None, incoming=incoming)
+  changes = {"base_header": header, "outstanding": None, "incoming": incoming}
+  state = state.with_fragment(publish.fragment, **changes)
   return state, [Stage(publish, mode, included=merged is not None)]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ddiloco.chaos import Faults
+from ddiloco.checkpoint.restore import ResumeState, learner_part
 from ddiloco.config import Config, ConfigError
 from ddiloco.core import codec
 from ddiloco.core.fragments import Plan
@@ -95,21 +97,20 @@ class Exchange(WorkingRole):
 
   def boundary(self, *events: actions.LearnerEvent) -> None:
     """Feeds `events`, then everything that has arrived, then reports to the shards."""
-    for event in events:
-      self._feed(event)
-    while (event := self._arrived()) is not None:
-      self._feed(event)
+    self._take_in(*events)
     self._report()
+
+  def _take_in(self, *events: actions.LearnerEvent | None) -> None:
+    for event in itertools.chain(events, iter(self._arrived, None)):
+      if event is not None:
+        self._feed(event)
 
   def wait(self, until: float = math.inf) -> Loop[None]:
     """Waits, without a step to make, for a message or a time; reports what changes, and that it
     lives."""
     alive_at = self._heartbeat_at + HEARTBEAT_SECONDS
     arrived = yield min(until, alive_at)
-    if arrived and (received := self._received(arrived)):
-      self._feed(received)
-    while (event := self._arrived()) is not None:
-      self._feed(event)
+    self._take_in(self._received(arrived) if arrived else None)
     now = self.time.now()  # after all arrived messages, since this process may have stood still
     self._feed(actions.Tick(now))
     if now >= alive_at or learner.reports(self.state, self._sync) != self._reports:
@@ -380,8 +381,7 @@ class Learner:
   """One incarnation of a learner.
 
   Args:
-    beginning: a `checkpoint.restore.ResumeState`, with which it starts; the island holds the arrays
-      of the devices.
+    beginning: with what it starts; the island holds the arrays of the devices.
     config: the run's.
     plan: how the model is partitioned.
     island: devices, compiled step and parameters (`training.island.Island`); outlives incarnations.
@@ -391,7 +391,7 @@ class Learner:
 
   def __init__(
     self,
-    beginning,
+    beginning: ResumeState,
     config: Config,
     plan: Plan,
     island,
@@ -410,7 +410,7 @@ class Learner:
     # Data position - global step when the state was captured. Data goes on at the present global
     # step plus this difference.
     self._ahead = beginning.position - state.global_step
-    self._fresh, self._part = beginning.fresh, beginning.part
+    self._fresh = beginning.fresh
     self._joined: LearnerState | None = None  # the state when it opened its data
     save = None if runtime.saver is None else self._save
     self.exchange = Exchange(state, config, plan, island, runtime, save)
@@ -503,7 +503,7 @@ class Learner:
     return min(1.0, (state.step - self._joined.step + 1) / warmup)
 
   def _save(self, snapshot: int, state: LearnerState, arrays: dict[str, Any]) -> None:
-    self._saver.save(snapshot, self._part(state, self._next_position(state)), arrays)
+    self._saver.save(snapshot, learner_part(state, self._next_position(state)), arrays)
 
   def _step(self, batch: Any, faults: Faults, last: float, blocked: float) -> Loop[float]:
     """One inner step and the boundary after it; returns when the step ended."""

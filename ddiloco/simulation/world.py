@@ -29,6 +29,7 @@ from ddiloco.network.transport import Counters, Delivery, claimed_sender
 from ddiloco.protocol import events, supervisor
 from ddiloco.protocol.events import Event, Step, format_role, parse_role, stamped
 from ddiloco.protocol.messages import BULK, FragmentState, Message
+from ddiloco.protocol.values import replace
 from ddiloco.roles.learner import Learner, Quarantined
 from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Loop, Runtime
@@ -459,8 +460,9 @@ class PlannedFaults:
   def know(self, role: Role) -> None:
     """Tells the supervisor of a role that the world has started by itself."""
     name = format_role(*role)
-    if name not in self._supervisor.roles:
-      self._supervisor = supervisor.add_running(self._supervisor, name)
+    roles, running = self._supervisor.roles, supervisor.Role(phase=supervisor.UP, lives=1)
+    roles = {**roles, name: roles.get(name, running)}
+    self._supervisor = replace(self._supervisor, roles=roles)
 
   def _tick(self) -> None:
     self._feed(supervisor.Tick(self._world.now, self._world.step, self._world.now))
