@@ -22,8 +22,7 @@ MOST_SECONDS = 1e11  # three thousand years
 MOST_DEPTH = 16  # of nested lists and objects; no event has more than four levels
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
-# How a value is applied; reset: as overwrite, and what rounding lost of my pushes is forgotten too.
-Mode = Literal["overwrite", "mix", "rebase", "halve", "reset"]
+Mode = Literal["overwrite", "mix", "rebase", "halve", "reset"]  # reset: and without the residual
 KEEPS_WORK = ("rebase", "halve")  # modes under which unmerged work stays in the parameters
 
 

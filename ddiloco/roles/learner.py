@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from ddiloco.chaos import Faults
-from ddiloco.checkpoint.restore import ResumeState, learner_part
 from ddiloco.config import Config, ConfigError
 from ddiloco.core import codec
 from ddiloco.core.fragments import Plan
@@ -381,7 +380,8 @@ class Learner:
   """One incarnation of a learner.
 
   Args:
-    beginning: with what it starts; the island holds the arrays of the devices.
+    beginning: a `checkpoint.restore.ResumeState`, with which it starts; the island holds the arrays
+      of the devices.
     config: the run's.
     plan: how the model is partitioned.
     island: devices, compiled step and parameters (`training.island.Island`); outlives incarnations.
@@ -391,7 +391,7 @@ class Learner:
 
   def __init__(
     self,
-    beginning: ResumeState,
+    beginning,
     config: Config,
     plan: Plan,
     island,
@@ -410,7 +410,7 @@ class Learner:
     # Data position - global step when the state was captured. Data goes on at the present global
     # step plus this difference.
     self._ahead = beginning.position - state.global_step
-    self._fresh = beginning.fresh
+    self._fresh, self._part = beginning.fresh, beginning.part
     self._joined: LearnerState | None = None  # the state when it opened its data
     save = None if runtime.saver is None else self._save
     self.exchange = Exchange(state, config, plan, island, runtime, save)
@@ -503,7 +503,7 @@ class Learner:
     return min(1.0, (state.step - self._joined.step + 1) / warmup)
 
   def _save(self, snapshot: int, state: LearnerState, arrays: dict[str, Any]) -> None:
-    self._saver.save(snapshot, learner_part(state, self._next_position(state)), arrays)
+    self._saver.save(snapshot, self._part(state, self._next_position(state)), arrays)
 
   def _step(self, batch: Any, faults: Faults, last: float, blocked: float) -> Loop[float]:
     """One inner step and the boundary after it; returns when the step ended."""
