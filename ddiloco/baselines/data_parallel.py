@@ -61,7 +61,7 @@ class DataParallel:
     names = [learner_address(m) for m in range(config.islands.num_learners)]
     self._islands = [Child(name, workdir, [spawn_forked]) for name in names]
     quorum = 1 if elastic else len(names)
-    roles = supervisor.all_down(names)
+    roles = dict.fromkeys(names, supervisor.Role())
     self._state = supervisor.Supervisor(config.run, roles, tuple(config.chaos.faults), quorum)
     self._alive: set[int] = set()  # living islands
     self._world: tuple[int, ...] = ()  # islands that train now

@@ -20,7 +20,7 @@ import numpy as np
 from ddiloco.checkpoint.signed_json import Damaged, SignedJson
 from ddiloco.checks import refusal, require
 from ddiloco.config import Config, ConfigError
-from ddiloco.core.delta import Committed, MemoryStore
+from ddiloco.core.delta import Committed, Store
 from ddiloco.core.fragments import Plan, owned_by, shard_of
 from ddiloco.observe.eventlog import Records, newest_event
 from ddiloco.observe.guards import warn
@@ -161,7 +161,7 @@ def new_syncer(
   config: Config,
   shard: int,
   incarnation: int,
-  store: MemoryStore,
+  store: Store,
   recovery_deadline: float = -math.inf,
   began_at: float | None = None,
   first_round: int = 0,
@@ -171,7 +171,7 @@ def new_syncer(
   `began_at`: on `time.monotonic()`, when the run began; None: now.
   """
   owned = owned_by(shard, config.sync.num_shards, config.sync.num_fragments)
-  newest = tuple(store.load(p).state for p in owned)
+  newest = tuple(store[p].state for p in owned)
   islands = {*range(config.islands.num_learners), *map(int, config.islands.overrides)}
   return syncer.init(
     shard,

@@ -282,7 +282,7 @@ class Engine:
     self._requests = fault_requests(self.workdir, news_only=True)
     self._state = supervisor.Supervisor(
       config.run,
-      supervisor.all_down(self._roles()),
+      dict.fromkeys(self._roles(), supervisor.Role()),
       tuple(f for f in self._planned if self.processes or f.action == "join"),
       config.sync.min_quorum if config.sync.num_shards else 1,
       self.shortest_life_seconds,

@@ -22,7 +22,7 @@ from ddiloco.checkpoint.restore import (
 from ddiloco.checkpoint.snapshots import Storage
 from ddiloco.config import ConfigError, from_dict
 from ddiloco.core import fragments
-from ddiloco.core.delta import Committed, MemoryStore
+from ddiloco.core.delta import Committed
 from ddiloco.core.fragments import owned_by
 from ddiloco.protocol import learner, rules, states
 from ddiloco.protocol.messages import FragmentState
@@ -64,16 +64,15 @@ def committed(p, snapshot, with_view=False, with_momentum=True):
 def save_shard(storage, snapshot, shard, shards, global_step=0, **kinds):
   """A shard's part as `roles.syncer` makes it."""
   mine = {p: committed(p, snapshot, **kinds) for p in owned_by(shard, shards, len(PLAN.fragments))}
-  store, arrays = MemoryStore(), {}
+  arrays = {}
   for p, each in mine.items():
-    store.save(each)
     arrays[f"{p}/value"] = each.value
     if each.published_value is not each.value:
       arrays[f"{p}/published_value"] = each.published_value
     if each.momentum is not None:
       arrays[f"{p}/momentum"] = each.momentum
   config = dataclasses.replace(CONFIG, sync=dataclasses.replace(CONFIG.sync, num_shards=shards))
-  state = new_syncer(config, shard, snapshot, store)
+  state = new_syncer(config, shard, snapshot, mine)
   state = replace(
     state,
     global_step=global_step,
@@ -139,10 +138,7 @@ def test_one_fragment_is_found_too(storage):
 def test_a_shard_goes_on_where_the_run_was(storage):
   save_shards(storage, 3, 2)
   restored = restore_fragments(storage, owned_by(0, 2, 4))
-  store = MemoryStore()
-  for each in restored.fragments.values():
-    store.save(each)
-  state = restored.resume(new_syncer(CONFIG, 0, 777, store))
+  state = restored.resume(new_syncer(CONFIG, 0, 777, restored.fragments))
   assert (state.global_step, state.snapshot, state.incarnation) == (30, 3, 777)
   assert [f.version for f in state.fragments] == [30, 32]
   me = states.shard_key(0)
@@ -154,9 +150,7 @@ def test_a_shard_goes_on_where_the_run_was(storage):
 def test_what_its_buddy_had_newer_keeps_its_place_in_the_run(storage):
   save_shards(storage, 3, 2)
   restored = restore_fragments(storage, [2])
-  store = MemoryStore()
-  store.save(committed(0, 5))  # captured for snapshot 5 by then
-  store.save(restored.fragments[2])
+  store = {**restored.fragments, 0: committed(0, 5)}  # captured for snapshot 5 by then
   fresh = new_syncer(CONFIG, 0, 777, store)
   fresh = replace(fresh, global_step=57)
   state = restored.resume(fresh)

@@ -111,7 +111,7 @@ class Roles(World):
 
   def put(self, state):
     value = self.algorithm["FIRST"][state.index].reshape(-1)
-    self.kept.save(Committed(state, value, value, None))
+    self.kept[state.index] = Committed(state, value, value, None)
 
   def initial_values(self):
     return {p: first.reshape(-1) for p, first in enumerate(self.algorithm["FIRST"])}
@@ -182,7 +182,7 @@ def check(seed: int) -> collections.Counter[str]:
   assert sorted(roles.commits) == sorted(reference.commits), drawn
   assert roles.begun == reference.begun
   for p, value in enumerate(reference.syncer.value):
-    np.testing.assert_allclose(roles.kept.load(p).value, value.reshape(-1), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(roles.kept[p].value, value.reshape(-1), rtol=0, atol=1e-4)
   kinds = collections.Counter(swarm(seed, KINDS) - {"kill"})
   sizes = {len(learners) for _, _, learners, _ in reference.commits}
   kinds.update({"kill": len(planned), "commits": len(reference.commits), "differ": len(sizes) > 1})
