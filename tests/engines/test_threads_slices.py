@@ -16,6 +16,7 @@ from ddiloco.engines.threads import ThreadsEngine
 from ddiloco.observe.eventlog import read_events
 from ddiloco.training import data, devices
 from ddiloco.training.island import Island
+from tests.training.test_island_state import cheap_loss
 
 LOST = "UNAVAILABLE: slice 1 has failed"
 
@@ -43,7 +44,15 @@ class FakeSlice:
     return guarded
 
 
+@pytest.fixture
+def quick_to_compile():
+  """Three islands compile; what they train says nothing here."""
+  with cheap_loss():
+    yield
+
+
 @pytest.mark.timeout(180)
+@pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_lost_slice_is_one_islands_failure_and_its_island_is_rebuilt(
   monkeypatch, tmp_path, killed
