@@ -26,7 +26,7 @@ import threading
 import time
 import typing
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 from msgspec import Meta, msgpack
 
@@ -477,7 +477,8 @@ class IoThread(threading.Thread):
 # of another connection wait in the same queue. So a connection for fragments sends without a limit
 # for a moment, which measures the link's rate, and then at nine tenths of this rate for a while, so
 # that the queue drains. A fast link has no limit: its queue is short in time. Nor has one whose far
-# end had no room: the rate would be that of the reader, not that of the link.
+# end had no room: the rate would be that of the reader, not that of the link. Nothing is measured
+# during an outage and while the kernel makes up for it: the rate would be too low, and be kept to.
 
 FREE_SECONDS = 0.5  # of sending without a limit, to measure the link's rate
 LIMITED_SECONDS = 4.5
@@ -487,38 +488,51 @@ FAST_BYTES = 125e6  # a second: a faster link has no limit
 FULL_SHARE = 0.1  # of the time, without room at the far end: then the link is not measured
 _SO_MAX_PACING_RATE = 47  # Linux; Python has no name for it
 _NO_LIMIT = (1 << 32) - 1
-# Of Linux's struct tcp_info: round trip (us), bytes acknowledged, the least round trip (us), how
-# long there was something to send (us), and how long of that the far end had no room.
-_TCP_INFO = struct.Struct("=68xI48xQ20xI16xQQ")
+_TCP_INFO = struct.Struct("=xB22xI28xI8xI48xQ16xII16xQQ")
+_LOSS = 4  # a `TcpInfo.state`: a timeout has struck, and what was lost is sent again
+
+
+class TcpInfo(NamedTuple):
+  """What Linux tells of a connection, from its `struct tcp_info`; zeros where it is too old."""
+
+  state: int = 0  # of congestion control
+  unacked: int = 0  # packets under way
+  last_ack_ms: int = 0  # since an acknowledgement came
+  rtt_us: int = 0
+  acked_bytes: int = 0  # since the beginning, as the last two
+  unsent_bytes: int = 0
+  least_rtt_us: int = 0
+  busy_us: int = 0  # there was something to send
+  full_us: int = 0  # of these, the far end had no room
+
+  @classmethod
+  def of(cls, connection: socket.socket) -> TcpInfo:
+    """Raises OSError where the connection is closed or is not one of TCP."""
+    if sys.platform != "linux":
+      return cls()
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    return cls(*_TCP_INFO.unpack(info.ljust(_TCP_INFO.size, b"\0")))
 
 
 def pace(connection: socket.socket) -> Iterator[None]:
   """Limits the rate at which a connection sends; `next` is to be called while it sends."""
   while sys.platform == "linux":
     _limit(connection, _NO_LIMIT)
-    before, rate = _measure(connection), 0.0
+    before, rate = TcpInfo.of(connection), 0.0
     while not rate:
       yield from _pause(FREE_SECONDS)
-      now = _measure(connection)
-      queue_seconds, acked, busy, full = now[0], *(a - b for a, b in zip(now[1:], before[1:]))
-      if busy >= FREE_SECONDS / 2:
+      now = TcpInfo.of(connection)
+      busy = (now.busy_us - before.busy_us) / 1e6
+      if _LOSS in (before.state, now.state) or 1000 * now.last_ack_ms > now.rtt_us:
         before = now
-        queues = queue_seconds > QUEUE_SECONDS and full < FULL_SHARE * busy
+      elif busy >= FREE_SECONDS / 2:
+        acked, full = now.acked_bytes - before.acked_bytes, (now.full_us - before.full_us) / 1e6
+        queues = now.rtt_us - now.least_rtt_us > 1e6 * QUEUE_SECONDS and full < FULL_SHARE * busy
         rate = acked / busy if queues and acked < FAST_BYTES * busy else 0.0
+        before = now
     _limit(connection, int(SHARE * rate))
     yield from _pause(LIMITED_SECONDS)
   yield from itertools.repeat(None)
-
-
-def _measure(connection: socket.socket) -> tuple[float, int, float, float]:
-  """What the kernel tells of a connection; zeros where it is too old for that.
-
-  Returns (seconds that a packet waits on the way, bytes acknowledged since the beginning, seconds
-  in which there was something to send, seconds of these in which the far end had no room).
-  """
-  info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-  rtt, acked, least, busy, full = _TCP_INFO.unpack(info.ljust(_TCP_INFO.size, b"\0"))
-  return (rtt - least) / 1e6, acked, busy / 1e6, full / 1e6
 
 
 def _limit(connection: socket.socket, rate: int) -> None:
