@@ -106,7 +106,7 @@ class Hosts:
     config, place = runner.config, runner.place
     self._runner, self.progress = runner, HostProgress()
     island = _agreed(config, number, place)
-    meeting = Meeting(place.hosts, island, runner.keys)
+    meeting = Meeting(place.hosts, island, runner.keys, config.network.silence_seconds)
     runner.ready = lambda: f"hosts {meeting.missing} of its island, which have not come"
     self.links = meeting.wait(config.network.give_up_seconds)
     runner.ready = lambda: "starting"

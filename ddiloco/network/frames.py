@@ -129,7 +129,7 @@ def part(stream: int, streams: int, total: int) -> slice:
 
 SCRATCH = memoryview(bytearray(1 << 16))  # unwanted bytes are read into this
 UNSENT_BYTES = 1 << 19  # most unsent bytes in the kernel; the others wait in this process
-KEEPALIVE_SECONDS = 20  # without data, until the kernel asks the far end for a sign of life
+KEEPALIVE_SECONDS = 5  # without data, until the kernel asks the far end for a sign of life
 DEAD_SECONDS = 120  # without an acknowledgement, until the kernel ends a connection
 # Options of sockets, set where the system has them. If a path is gone without notice (a firewall
 # forgot it, a host lost its power), a connection without data ends after `DEAD_SECONDS` ...
