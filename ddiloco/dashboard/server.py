@@ -247,7 +247,7 @@ class Where:
 
 
 class Dashboard:
-  """The server of one workdir; its port is open from the start, requests are answered in `with`.
+  """The server of one workdir; its port is open from the start, the log is followed in `with`.
 
   Faults need a token also on loopback, where every user of the machine can connect: if none is
   given, one is generated, and is part of `url`.
@@ -271,7 +271,6 @@ class Dashboard:
 
   def __enter__(self) -> Dashboard:
     self._run.start()
-    self._server.start()
     return self
 
   def __exit__(self, *_: object) -> None:

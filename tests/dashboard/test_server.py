@@ -270,7 +270,7 @@ def test_slow_clients_hold_up_nobody(serve):
     start = time.monotonic()
     known(dashboard)
     assert time.monotonic() - start < SECONDS / 2
-  mine = [t for t in threading.enumerate() if "process_request_thread" in t.name]
+  mine = [t for t in threading.enumerate() if "_admit" in t.name]
   assert len(mine) <= 2 * MAX_CONNECTIONS
 
 

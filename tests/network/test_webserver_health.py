@@ -245,7 +245,7 @@ def test_clients_that_hang_hold_up_nobody_and_are_cut_off(serve):
   for oldest in hanging[:MAX_CONNECTIONS]:
     assert ended(oldest) == b""
   assert ask(health, "/livez")[0] == 200
-  mine = [t for t in threading.enumerate() if "process_request_thread" in t.name]
+  mine = [t for t in threading.enumerate() if "_admit" in t.name]
   assert len(mine) <= 2 * MAX_CONNECTIONS
   start = time.monotonic()
   for _ in range(1000):
