@@ -15,7 +15,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -126,12 +126,6 @@ class IslandIdentity(msgspec.Struct, frozen=True):
   hosts: int
 
 
-class HostVersion(msgspec.Struct, frozen=True):
-  """What every version of a hello has, whatever else is in it."""
-
-  version: str = "unknown"
-
-
 class HostHello(msgspec.Struct, frozen=True):
   """The first message of a connection: which host it is from, and the kind of connection."""
 
@@ -149,7 +143,7 @@ class HostWelcome(msgspec.Struct, frozen=True):
 
 
 # Made once: msgspec (0.22) may crash where two threads decode a class for the first time.
-_VERSION, _HELLO = msgspec.msgpack.Decoder(HostVersion), msgspec.msgpack.Decoder(HostHello)
+_HELLO = msgspec.msgpack.Decoder(HostHello)
 
 
 class Meeting:
@@ -226,29 +220,27 @@ class Meeting:
     link = HostLink(connected)
     data = link.receive(HELLO_BYTES)
     try:
-      version = _VERSION.decode(data).version
+      version = msgspec.msgpack.decode(data, type=dict).get("version", "unknown")
       hello = _HELLO.decode(data) if version == __version__ else None
     except msgspec.MsgspecError as error:
       raise MalformedMessage(str(error)) from error
-    if hello is None:
-      reason = (
-        f"its ddiloco is of version {version}, that of host 0 is {__version__}."
-        " Fix: install the same version on all hosts of the island."
-      )
-      link.send(msgspec.msgpack.encode(HostWelcome(reason)))
-      return False
     with self._changed:
-      reason = self._objection(hello, certificate(connected))
+      reason = self._objection(hello, version, certificate(connected))
       link.send(msgspec.msgpack.encode(HostWelcome(reason, "" if reason else self.coordinator)))
-      if not reason:
+      if hello and not reason:
         connected.settimeout(None)
         self._links[hello.host][hello.kind] = link
         self._changed.notify_all()
     return not reason
 
-  def _objection(self, hello: HostHello, key: bytes) -> str:
+  def _objection(self, hello: HostHello | None, version: Any, key: bytes) -> str:
     if self._keys is not None and key != self._keys.public:
       return "the key is another role's"
+    if hello is None:
+      return (
+        f"its ddiloco is of version {version}, that of host 0 is {__version__}."
+        " Fix: install the same version on all hosts of the island."
+      )
     mine, theirs = msgspec.structs.asdict(self._island), msgspec.structs.asdict(hello.island)
     for name, value in mine.items():
       if theirs[name] != value:
@@ -334,8 +326,6 @@ class HostWatch:
       whether hosts that are behind wait for data.
     lost: called with `(host or None, reason)`, on a thread of this watch.
     asked: called when another host was asked to end.
-    meet_seconds: how long at least a host may be silent before its first sign of life: host 0 gives
-      none before all hosts have come.
   """
 
   def __init__(
@@ -346,17 +336,16 @@ class HostWatch:
     order_seconds: Callable[[bool], float],
     lost: Callable[[int | None, str], None],
     asked: Callable[[], None] = lambda: None,
-    meet_seconds: float = 0.0,
   ):
-    self._mine, self._meet_seconds = mine, meet_seconds
+    self._links, self._mine = links, mine
     self._silent_seconds, self._order_seconds = silent_seconds, order_seconds
     self._lost, self._asked = lost, asked
     self._over, self._telling = threading.Event(), threading.Lock()
     now = time.monotonic()
-    self._heard = dict.fromkeys(links, now)
+    # Host 0 gives no sign of life before all hosts have come: it is silent once it was heard.
+    self._heard = {host: now for host in links if host}
     self._beats: dict[int, HostProgress] = {}
     self._moved: tuple[object, float] = (None, now)  # the progress of all, and since when
-    self._links = links
     for host, each in links.items():
       talk = functools.partial(self._talk, host, each.lives)
       threading.Thread(target=talk, name=f"host {host}", daemon=True).start()
@@ -391,10 +380,9 @@ class HostWatch:
       else:
         self._check_links()
       last = now
-      host = min(self._heard, key=lambda h: self._heard[h])
-      least = 0.0 if host in self._beats else self._meet_seconds
-      if now - self._heard[host] > max(least, self._silent_seconds):
-        self._tell(host, f"it was not heard for {now - self._heard[host]:.0f} s")
+      for host, heard in [*self._heard.items()]:
+        if now - heard > self._silent_seconds:
+          self._tell(host, f"it was not heard for {now - heard:.0f} s")
       self._check_progress(now)
 
   def _check_links(self) -> None:
