@@ -79,10 +79,7 @@ class GreetingRefused(OnWire):
 
 
 class Beat(OnWire):
-  """I am still here; so many of your messages were dropped here since my last beat, and why."""
-
-  dropped: Count = 0
-  reason: Text = ""  # of the newest one
+  """I am still here."""
 
 
 class Control(OnWire):

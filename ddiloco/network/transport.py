@@ -8,6 +8,7 @@ The rules (`tests/network/test_transport.py` tests them with every transport):
   bound are dropped and counted.
 - A newer connection under the same address fences the older one.
 - Malformed frames, and frames in another sender's name, are dropped and counted, without effect.
+  The receiver says so: the sender need not be honest, or there.
 - Payloads are passed on without a copy where possible; a sent payload is never written to.
 """
 
@@ -24,9 +25,9 @@ from ddiloco.protocol import messages
 from ddiloco.protocol.messages import EVALUATOR, Message
 
 EVALUATOR_ADDRESS = "evaluator"
-MAX_CONTROL = 256  # messages queued from one sender; beyond, the oldest is dropped
+MAX_CONTROL = 256  # messages queued from one sender; beyond, new ones are dropped
 MAX_CONTROL_BYTES = 2 << 20  # of these messages, as they come; decoded they may have ten times that
-MAX_BULK = 1024  # messages queued from one sender; beyond, the newest is dropped
+MAX_BULK = 1024  # messages queued from one sender
 BULK_AFTER = 64  # control messages in a row while bulk waits
 Spoil = Callable[[bytes], bytes]
 
@@ -111,27 +112,22 @@ class _Waiting(NamedTuple):
 class _Line(collections.OrderedDict[str, collections.deque[_Waiting]]):
   """Waiting messages of one kind: a bounded queue for each sender, in the order of their turns."""
 
-  def __init__(self, max_messages: int, max_bytes: int, drop_oldest: bool):
+  def __init__(self, max_messages: int, max_bytes: int):
     super().__init__()
     self._max_messages, self._max_bytes = max_messages, max_bytes  # of one sender
-    self._drop_oldest = drop_oldest
 
-  def put(self, new: _Waiting) -> int:
-    """Appends a message to its sender's queue. Returns how many messages were dropped for lack of
-    room: the oldest ones, or this one."""
+  def put(self, new: _Waiting) -> bool:
+    """Appends a message to its sender's queue if there is room; whether there is."""
     queue = self.setdefault(new.delivery.sender, collections.deque())
     if isinstance(new.delivery.message, messages.Report):
       older = [each for each in queue if isinstance(each.delivery.message, messages.Report)]
       for each in older:
         queue.remove(each)
-    dropped, most = 0, self._max_bytes - new.size
-    while queue and (len(queue) >= self._max_messages or _bytes(queue) > most):
-      dropped += 1
-      if not self._drop_oldest:
-        return dropped
-      queue.popleft()
+    room = self._max_bytes - _bytes(queue)
+    if queue and (len(queue) >= self._max_messages or new.size > room):
+      return False
     queue.append(new)
-    return dropped
+    return True
 
   def of(self, sender: str) -> tuple[int, int]:
     """(number, bytes) of the messages that wait from this sender."""
@@ -163,14 +159,17 @@ class Endpoint:
     address: of this role.
     run: that it belongs to; frames of another run are malformed. Of the bulk messages queued from
       one sender, a single one is let in whatever its size.
+
+  Attributes:
+    drops: sender -> how many of its messages were dropped here, and why the newest one.
   """
 
   def __init__(self, address: str, run: RunIdentity):
     self.address, self.run = address, run
-    self.counters = Counters()
+    self.counters, self.drops = Counters(), dict[str, tuple[int, str]]()
     self._ready = threading.Condition()
-    self._waiting_control = _Line(MAX_CONTROL, MAX_CONTROL_BYTES, drop_oldest=True)
-    self._waiting_bulk = _Line(MAX_BULK, run.queue_bytes, drop_oldest=False)
+    self._waiting_control = _Line(MAX_CONTROL, MAX_CONTROL_BYTES)
+    self._waiting_bulk = _Line(MAX_BULK, run.queue_bytes)
     self._in_a_row = 0  # of control, while bulk waited
     self._woken = self._closed = False
 
@@ -183,12 +182,12 @@ class Endpoint:
     if not self._closed:
       self.counters.sent_bytes += size
       self.counters.payload_bytes += size - len(header)
-      undelivered = self._post(to, header, payload)  # other threads count too in the meantime
-      self.counters.undelivered += undelivered
+      posted = self._post(to, header, payload)  # other threads count too in the meantime
+      self.counters.undelivered += not posted
     return size
 
-  def _post(self, to: str, header: bytes, payload: messages.Payload) -> int:
-    """Passes a message on; returns how many were dropped, this one or older ones in its favour."""
+  def _post(self, to: str, header: bytes, payload: messages.Payload) -> bool:
+    """Passes a message on; False: it is dropped."""
     raise NotImplementedError
 
   def unsent(self, peer: str) -> int:
@@ -197,6 +196,8 @@ class Endpoint:
 
   def _dropped(self, sender: str, reason: str) -> None:
     """A message of this sender was dropped here."""
+    with self._ready:
+      self.drops[sender] = self.drops.get(sender, (0, ""))[0] + 1, reason
 
   def _taken(self, sender: str) -> None:
     """The role has taken a message with payload of this sender: there is room for more."""
@@ -209,10 +210,7 @@ class Endpoint:
     incarnation: int | None = None,
   ) -> bool:
     """Queues the message in a frame from this incarnation of `sender` (None: any); drops it if it
-    is malformed. Returns whether there was room.
-
-    When a queue is full, control drops the oldest message, and bulk the new one: its sender waits.
-    """
+    is malformed or there is no room. Returns whether there was room."""
     size = messages.frame_bytes(header, payload)
     self.counters.received_bytes += size
     try:
@@ -225,12 +223,12 @@ class Endpoint:
       if self._closed:
         return False
       line = self._waiting_control if payload is None else self._waiting_bulk
-      dropped = line.put(_Waiting(Delivery(sender, message, time.monotonic()), size))
-      self.counters.overflowed += dropped
+      has_room = line.put(_Waiting(Delivery(sender, message, time.monotonic()), size))
+      self.counters.overflowed += not has_room
       self._ready.notify()
-    if dropped:
+    if not has_room:
       self._dropped(sender, "too many of its messages wait here")
-    return payload is None or not dropped
+    return has_room
 
   def crowded(self, sender: str) -> bool:
     """Whether so much control of this sender is queued that the sender should be held back."""
@@ -314,6 +312,6 @@ class QueueEndpoint(Endpoint):
     super().__init__(address, hub.run)
     self._hub = hub
 
-  def _post(self, to: str, header: bytes, payload: messages.Payload) -> int:
+  def _post(self, to: str, header: bytes, payload: messages.Payload) -> bool:
     peer = self._hub.endpoints.get(to)
-    return int(peer is None or not peer.put(self.address, header, payload))
+    return peer is not None and peer.put(self.address, header, payload)

@@ -287,7 +287,7 @@ BULK = tuple(kind for kind in KINDS if hasattr(kind, "payload"))
 
 # --- on the wire ----------------------------------------------------------------------------------
 
-WIRE_FORMAT = 10
+WIRE_FORMAT = 11
 MAX_ERROR = 200  # characters of an error's text
 CHECKSUM_BYTES = 4  # at the end of every header
 MAX_HEADER_BYTES = 1 << 20
