@@ -426,7 +426,7 @@ class Merger:
   def take_back(self, value: Value, now: float) -> Received:
     """Decodes a value that this shard has lost and that a learner gives back."""
     try:
-      flat = codec.decode(value.payload, self._fragments[value.fragment].size, "f32")
+      flat = codec.decode(value.payload, self._fragments[value.publish.fragment].size, "f32")
     except codec.CodecError as error:
       return Received(value, now, fault=str(error))
     if not np.isfinite(flat).all():

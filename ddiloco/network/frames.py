@@ -33,6 +33,7 @@ from msgspec import Meta, msgpack
 from ddiloco.network.keys import host_and_port
 from ddiloco.protocol.messages import (
   MAX_HEADER_BYTES,
+  WIRE_FORMAT,
   Count,
   CountOrNone,
   MalformedMessage,
@@ -67,6 +68,7 @@ class Greeting(OnWire):
   session: Session  # random, of this endpoint
   streams: Streams  # connections for fragments that the dialing side makes
   stream: CountOrNone = CONTROL  # the number of this connection
+  format: Count = WIRE_FORMAT  # of messages
 
 
 class GreetingRefused(OnWire):

@@ -31,7 +31,7 @@ from ddiloco.network.frames import (
   Parcel,
 )
 from ddiloco.network.transport import MAX_BULK, RunIdentity, open_frame
-from ddiloco.protocol.messages import MalformedMessage
+from ddiloco.protocol.messages import WIRE_FORMAT, MalformedMessage
 
 if TYPE_CHECKING:
   from ddiloco.network.endpoint import NetworkEndpoint
@@ -75,6 +75,11 @@ def objection(run: RunIdentity, greeting: Greeting, owner: str | None) -> str:
     return f"the key of {address} is not listed here any more"
   if owner is not None and owner != address:
     return f"this key belongs to {owner}, not to {address}"
+  if greeting.format != WIRE_FORMAT:
+    return (
+      f"it speaks wire format {greeting.format}, this side {WIRE_FORMAT}."
+      " Fix: install the same version of ddiloco on both sides"
+    )
   if greeting.run_id != run.run_id:
     return f"this is run {run.run_id!r}, not {greeting.run_id!r}"
   if greeting.plan_id != run.plan_id:
@@ -399,7 +404,7 @@ class Incoming:
     return assembly
 
   def _check(self, header: bytes) -> None:
-    open_frame(self._peer.caretaker.run, self._peer.address, self._incarnation, header, b"")
+    open_frame(self._peer.address, self._incarnation, header, b"")
 
   def _has_room(self, frame: Bulk) -> bool:
     count, size = self._peer.caretaker.waiting_bulk(self._peer.address)

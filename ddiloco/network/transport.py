@@ -59,7 +59,7 @@ def claimed_sender(message: Message) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class RunIdentity:
-  """What a transport must know of its run; the same on every role."""
+  """What a transport must know of its run; the same on every role. Roles of another are refused."""
 
   run_id: str
   plan_id: str  # the contract: a digest of the settings that all roles must share
@@ -68,7 +68,6 @@ class RunIdentity:
 
 
 def open_frame(
-  run: RunIdentity,
   sender: str,
   incarnation: int | None,
   header: bytes,
@@ -77,9 +76,9 @@ def open_frame(
   """The message in a frame that came from this incarnation of `sender` (None: any).
 
   Raises:
-    MalformedMessage: the frame is of another run (run id, plan id), or in another sender's name.
+    MalformedMessage: it is no message, or in another sender's name.
   """
-  message = messages.decode(header, payload, run.run_id, run.plan_id)
+  message = messages.decode(header, payload)
   if claimed_sender(message) != sender:
     raise messages.MalformedMessage(f"{sender} speaks as {claimed_sender(message)}")
   if incarnation not in (None, message.incarnation):
@@ -97,7 +96,7 @@ class Counters:
   received_bytes: int = 0
   payload_bytes: int = 0  # the payloads' part of both together
   undelivered: int = 0  # no receiver there, or its queue was full
-  malformed: int = 0  # not a frame of this run, or in another sender's name
+  malformed: int = 0  # no message, or in another sender's name
   overflowed: int = 0  # dropped because the same sender's queue was full
   refused: int = 0  # connections turned away: no listed key, another run, fenced, not our protocol
 
@@ -157,8 +156,8 @@ class Endpoint:
 
   Args:
     address: of this role.
-    run: that it belongs to; frames of another run are malformed. Of the bulk messages queued from
-      one sender, a single one is let in whatever its size.
+    run: that it belongs to. Of the bulk messages queued from one sender, a single one is let in
+      whatever its size.
 
   Attributes:
     drops: sender -> how many of its messages were dropped here, and why the newest one.
@@ -176,7 +175,7 @@ class Endpoint:
   def send(self, to: str, message: Message, spoil: Spoil | None = None) -> int:
     """Queues a message; returns its size in bytes on the wire. `spoil` damages its header, for a
     planned fault."""
-    header, payload = messages.encode(message, self.run.run_id, self.run.plan_id)
+    header, payload = messages.encode(message)
     header = header if spoil is None else spoil(header)
     size = messages.frame_bytes(header, payload)
     if not self._closed:
@@ -214,7 +213,7 @@ class Endpoint:
     size = messages.frame_bytes(header, payload)
     self.counters.received_bytes += size
     try:
-      message = open_frame(self.run, sender, incarnation, header, payload)
+      message = open_frame(sender, incarnation, header, payload)
     except messages.MalformedMessage as error:
       self.counters.malformed += 1
       self._dropped(sender, str(error))

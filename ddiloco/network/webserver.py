@@ -73,21 +73,14 @@ class WebServer:
     listen: "HOST:PORT"; port 0 picks a free one.
     answer: called for every request, from that connection's thread.
     flag: the flag that gave the address, for errors.
-    methods: allowed besides HEAD.
 
   Raises:
     ConfigError: the address is not HOST:PORT, or cannot be opened.
   """
 
-  def __init__(
-    self,
-    listen: str,
-    answer: Callable[[Request], Answer],
-    flag: str,
-    methods: tuple[str, ...] = ("GET",),
-  ):
+  def __init__(self, listen: str, answer: Callable[[Request], Answer], flag: str):
     parse_address(listen, flag)
-    self.answer, self.methods = answer, methods
+    self.answer = answer
     try:
       listener, url = bind(f"tcp://{listen}")
     except (OSError, ValueError) as error:  # ValueError: it is no host name
@@ -144,9 +137,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
   def do_POST(self) -> None:
     length = self.headers.get("Content-Length", "")
-    if "POST" not in self.server.methods:
-      self.send_error(501)
-    elif "Transfer-Encoding" in self.headers or not (length.isascii() and length.isdecimal()):
+    if "Transfer-Encoding" in self.headers or not (length.isascii() and length.isdecimal()):
       self.send_error(411)
     elif len(length) > 9 or int(length) > BODY_BYTES:
       self.send_error(413)
@@ -282,6 +273,8 @@ class Health:
 
   def _answer(self, request: Request) -> Answer:
     found = {"/livez": self.livez, "/readyz": self.readyz, "/status": self.status}
+    if request.method != "GET":
+      return Answer(405, "nothing can be changed here\n", headers={"Allow": "GET, HEAD"})
     if request.path not in found:
       return Answer(404, "there are /livez, /readyz and /status\n")
     code, text = found[request.path]()

@@ -110,7 +110,7 @@ def test_status_metrics_and_health(serve):
   assert code == 200 and headers["Content-Type"].startswith("text/plain; version=0.0.4")
   assert 'ddiloco_island_loss{island="0"} 2.5' in text
   code, text, headers = ask(dashboard, "/healthz")
-  assert code == 200 and "came round" in text and headers["Cache-Control"] == "no-store"
+  assert (code, text) == (200, "ready\n") and headers["Cache-Control"] == "no-store"
   assert ask(dashboard, "/healthz", "HEAD")[:2] == (200, "")
 
 

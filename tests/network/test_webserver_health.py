@@ -185,7 +185,7 @@ def test_there_is_nothing_else(serve, path):
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "XYZ"])
 def test_other_methods_are_refused(serve, method):
   code, text, _ = ask(serve(lambda: {"secret": 1}), "/status", method)
-  assert code == 501 and "secret" not in text
+  assert code == (405 if method == "POST" else 501) and "secret" not in text
 
 
 def test_a_status_names_a_run_whose_folder_is_no_unicode(serve):
