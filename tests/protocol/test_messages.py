@@ -125,7 +125,7 @@ def wrong(name: str, good) -> list:
     bool: [0, 1, "True"],
     dict: [7, {0: True}, {0: -2}, {-2: 0}, {1 << 15: 0}],
     str: [7, b"f32", True],
-    **dict.fromkeys((FragmentState, Publish), [7, {}]),
+    **{kind: [7, {}] for kind in (FragmentState, Publish)},
   }[type(good)]
   if isinstance(good, FragmentState):
     inside = {field: getattr(good, field) for field in good.__struct_fields__}
