@@ -73,8 +73,8 @@ class NetworkEndpoint(Endpoint):
     bind: str | None = None,
     keys: Keys | None = None,
   ):
-    super().__init__(address, run)
-    self.incarnation = incarnation
+    super().__init__(address, run.queue_bytes)
+    self.run, self.incarnation = run, incarnation
     self.buffers = BufferPool()
     self.numbers = itertools.count()  # of messages with payload, to all peers
     self.fenced = ""  # why this endpoint may send no more, "": it may

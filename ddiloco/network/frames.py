@@ -363,7 +363,7 @@ class FrameSocket:
           yield None
       except (MalformedMessage, Forget) as error:
         if isinstance(error, MalformedMessage):
-          self.owner.malformed(str(error))
+          self.owner.peer.caretaker.on_malformed(self.owner.peer.address, str(error))
         for left in range(payload_bytes, 0, -len(SCRATCH)):
           yield SCRATCH[:left]
         continue

@@ -184,10 +184,6 @@ class Channel:
     else:
       peer.caretaker.on_frame(peer, frame)
 
-  def malformed(self, reason: str) -> None:
-    """A malformed frame was dropped."""
-    self.peer.caretaker.on_malformed(self.peer.address, reason)
-
   def lost(self, wire: FrameSocket, reason: str) -> None:
     """The connection has broken, or the far end has closed it."""
     self.peer.caretaker.control_thread.call(self.peer.caretaker.on_lost, self, wire, reason)

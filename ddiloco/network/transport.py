@@ -156,19 +156,19 @@ class Endpoint:
 
   Args:
     address: of this role.
-    run: that it belongs to. Of the bulk messages queued from one sender, a single one is let in
-      whatever its size.
+    queue_bytes: of the bulk messages queued from one sender; a single one is let in whatever its
+      size.
 
   Attributes:
     drops: sender -> how many of its messages were dropped here, and why the newest one.
   """
 
-  def __init__(self, address: str, run: RunIdentity):
-    self.address, self.run = address, run
+  def __init__(self, address: str, queue_bytes: int):
+    self.address = address
     self.counters, self.drops = Counters(), dict[str, tuple[int, str]]()
     self._ready = threading.Condition()
     self._waiting_control = _Line(MAX_CONTROL, MAX_CONTROL_BYTES)
-    self._waiting_bulk = _Line(MAX_BULK, run.queue_bytes)
+    self._waiting_bulk = _Line(MAX_BULK, queue_bytes)
     self._in_a_row = 0  # of control, while bulk waited
     self._woken = self._closed = False
 
@@ -284,13 +284,11 @@ class Hub:
   """In-process queues between the roles of one process: real frames, payloads by reference.
 
   Args:
-    run_id: of the run.
-    plan_id: of its contract.
     max_bulk_bytes: queued from one sender at one receiver.
   """
 
-  def __init__(self, run_id: str, plan_id: str, max_bulk_bytes: int = 4 << 30):
-    self.run = RunIdentity(run_id, plan_id, max_bulk_bytes, max_bulk_bytes)
+  def __init__(self, max_bulk_bytes: int = 4 << 30):
+    self.max_bulk_bytes = max_bulk_bytes
     self.endpoints: dict[str, QueueEndpoint] = {}  # the newest of each address; it may be closed
     self._lock = threading.Lock()
 
@@ -308,7 +306,7 @@ class QueueEndpoint(Endpoint):
   """One role's end of a `Hub`."""
 
   def __init__(self, hub: Hub, address: str):
-    super().__init__(address, hub.run)
+    super().__init__(address, hub.max_bulk_bytes)
     self._hub = hub
 
   def _post(self, to: str, header: bytes, payload: messages.Payload) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ddiloco.network import transport
-from ddiloco.network.transport import BULK_AFTER, MAX_CONTROL, Endpoint, RunIdentity
+from ddiloco.network.transport import BULK_AFTER, MAX_CONTROL, Endpoint
 from ddiloco.protocol import messages
 from ddiloco.protocol.messages import Goodbye, Message, Push, Report, RequestMoments
 from tests import says
@@ -19,7 +19,7 @@ class Box:
   """An inbox and what it was told."""
 
   def __init__(self, max_bulk_bytes: int = 1 << 30):
-    self.inbox = Endpoint("syncer-0", RunIdentity("run", "plan", 1 << 30, max_bulk_bytes))
+    self.inbox = Endpoint("syncer-0", max_bulk_bytes)
     self.counters = self.inbox.counters
 
   def put(self, message: Message, incarnation: int | None = None, sender: str = "") -> bool:
@@ -131,7 +131,7 @@ def test_what_another_thread_drops_while_a_message_is_sent_is_counted():
       self.counters.undelivered += 5  # as the thread for control does when a peer has restarted
       return False
 
-  sender = Sender("learner-0", RunIdentity("run", "plan", 1 << 30, 1 << 30))
+  sender = Sender("learner-0", 1 << 30)
   sender.send("syncer-0", report(0, 1))
   assert sender.counters.undelivered == 6
 

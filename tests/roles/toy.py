@@ -216,7 +216,7 @@ def run(
   With `resume` everybody begins with the newest snapshot there.
   """
   plan = fragments.make_plan(SPECS, config.sync)
-  hub, store = Hub("toy", plan.plan_id), MemoryStore()
+  hub, store = Hub(), MemoryStore()
   first = initial_params()
   for fragment in plan.fragments:
     store.save(new_fragment(fragment, fragments.gather(fragment, first)))
