@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import itertools
 import math
 import sys
 import typing
@@ -18,6 +19,7 @@ _LARGEST = 1 << 53  # larger integers are rounded where they are computed with a
 _LONGEST_SECONDS = 1e9  # 31 years; threads cannot wait for more than some centuries
 _HUGE = 1e100  # products and quotients of a few numbers up to this are finite
 _SHOWN = 200  # characters of a value in an error
+_ODD_SHOWN = 8  # names that an error lists
 
 
 class ConfigError(ValueError):
@@ -51,6 +53,18 @@ def shown(value: Any) -> str:
 def require(ok: bool, field: str, value: Any, rule: str, fix: str) -> None:
   if not ok:
     raise refusal(field, value, rule, fix)
+
+
+def differences(given: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+  """Names that are given but not wanted, or otherwise than wanted, or missing; "" if none is.
+
+  >>> differences({"a": (2,), "b": ()}, {"a": (3,), "b": ()})
+  'a is (2,), not (3,) (1 in all)'
+  """
+  names = sorted(given.keys() | wanted.keys())
+  odd = [name for name in names if given.get(name) != wanted.get(name)]
+  each = (f"{n} is {given.get(n, 'missing')}, not {wanted.get(n, 'known')}" for n in odd)
+  return f"{'; '.join(itertools.islice(each, _ODD_SHOWN))} ({len(odd)} in all)" if odd else ""
 
 
 def must(section: str, config: Any, name: str, ok: bool, rule: str, fix: str) -> None:

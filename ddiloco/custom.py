@@ -117,6 +117,7 @@ def _check_model(config: Config) -> None:
 
 def _check_optimizer(config: Config) -> None:
   import jax
+  from jax.interpreters.partial_eval import dce_jaxpr
 
   own, shapes = config.inner, load_model(config.model).shapes()
   transform = load_optimizer(own)
@@ -133,6 +134,11 @@ def _check_optimizer(config: Config) -> None:
     rule = f"the state {was} has keys, which no snapshot can hold"
     _refuse(own, f"{rule}: it must have their jax.random.key_data() instead")
   _require_like(own, "update()", lambda: updates, shapes)
+  traced = jax.make_jaxpr(transform.init)(shapes).jaxpr
+  _, read = dce_jaxpr(traced, [True] * len(traced.outvars))
+  if any(read):
+    rule = "init() reads the parameters' values, which come later, and are replaced by each version"
+    _refuse(own, f"{rule}: a state must not hold a copy of them, as schedule-free and DoG have it")
 
 
 def _by_name(config: Section, what: str, call: Callable[[], Any]) -> Mapping[str, Any]:

@@ -104,6 +104,9 @@ def growing(config):
 def noisy(config):
   return optax.add_noise(0.1, 0.5, jax.random.key(0))
 
+def anchored(config):
+  return optax.contrib.schedule_free_sgd(1.0)
+
 def bare(config):
   made = Line(3)
   made.loss = lambda params, batch, execution=None: jnp.zeros(())
@@ -308,6 +311,7 @@ def test_an_optimizer_by_name_takes_the_place_of_adamw(file):
     ("drifting", r"update\(\) makes the state .*float32\[\].* init\(\) makes: .*int32\[\]"),
     ("growing", r"update\(\) makes the state"),
     ("noisy", r"the state .*rng_key.* has keys, which no snapshot can hold.*key_data"),
+    ("anchored", r"init\(\) reads the parameters' values"),
   ):
     with pytest.raises(ConfigError, match=rf"^inner.custom = .*{rule}"):
       initial.make_plan(config("inner", f"{file}:{name}"))

@@ -388,7 +388,8 @@ def report(workdir: Path) -> str:
   """
   workdirs.saved_config(workdir)
   try:
-    return str(write_report(workdir, workdirs.outcome(workdir)) / "index.html")
+    lives = {"under_way": True} if workdirs.under_way(workdir) else {}
+    return str(write_report(workdir, workdirs.outcome(workdir) | lives) / "index.html")
   except OSError as error:
     raise ConfigError(
       f"--workdir={workdir}: its report cannot be drawn ({error}). Fix: make room, its events"

@@ -116,7 +116,6 @@ class Moments(ToShard):
 
   fragment: CountOrNone
   donation: Count  # number of this donation in my incarnation, from 1
-  global_step: GlobalStep
   count: Count  # the optimizer's steps so far
   payload: Payload = None  # f32, one vector of the fragment's size after the other
 
@@ -173,7 +172,6 @@ class ForwardMoments(ToLearner):
   donor: Donor
   donor_incarnation: Count
   donation: Count
-  global_step: GlobalStep
   count: Count
   payload: Payload = None
 
