@@ -153,7 +153,7 @@ class Blocks:
 def measure_steps(config: Config, folder: Path, block: int, pairs: int) -> tuple[Log, Log]:
   """The logs of the learner and of the shard."""
   plan = initial.make_plan(config)
-  hub, storage = Hub("bench", plan.plan_id), Storage(folder, plan.plan_id, warn)
+  hub, storage = Hub(), Storage(folder, plan.plan_id, warn)
   island = Island(config, 0, jax.devices()[:1], plan)
   island.compile()
   island.reset()

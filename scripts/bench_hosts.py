@@ -87,7 +87,7 @@ def as_host(bench: bench_overhead.Bench, host: int, url: str, syncer: str, folde
   if host:
     links, coordinator = host_links.join(url, agreed, host, None, PATIENCE_SECONDS)
   else:
-    meeting = host_links.Meeting(url, agreed, None)
+    meeting = host_links.Meeting(url, agreed, None, PATIENCE_SECONDS)
     links, coordinator = meeting.wait(PATIENCE_SECONDS), meeting.coordinator
   environment.join_hosts(coordinator, HOSTS, host, PATIENCE_SECONDS, PATIENCE_SECONDS)
   import jax

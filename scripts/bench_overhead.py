@@ -216,7 +216,7 @@ class ShardActor:
 
 def with_threads(settings: tuple) -> tuple[Measured, int]:
   bench = Bench(*settings)
-  hub = Hub("bench", bench.plan.plan_id)
+  hub = Hub()
   shard = Shard(bench, hub.connect(syncer_address(0)))
   measured = bench.train(hub.connect(learner_address(0)))
   return measured, shard.end()

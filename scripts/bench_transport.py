@@ -211,7 +211,7 @@ def main() -> None:
       streams: dial(secured_url, Keys.load(Path(folder), learner_address(m)), streams, m)
       for m, streams in enumerate(STREAMS, 1)
     }
-    hub = Hub("bench", "plan")
+    hub = Hub()
     shard = hub.connect(SHARD)
     stop = threading.Event()
     threading.Thread(target=serve, args=(shard, stop.is_set), daemon=True).start()

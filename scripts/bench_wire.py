@@ -75,7 +75,7 @@ def make_config(learners: int, periods: int, name: str, quick: bool) -> config_l
 
 def measure(config: config_lib.Config, plan: fragments.Plan) -> tuple[float, float]:
   """Bytes and payload bytes per step and learner, over whole periods after the join."""
-  hub, stop = Hub("bench", plan.plan_id), threading.Event()
+  hub, stop = Hub(), threading.Event()
   marks: list[tuple[int, int, int]] = []  # learner 0's step, bytes and payload after each period
 
   def read(learner: int, position: int) -> Iterator[np.ndarray]:

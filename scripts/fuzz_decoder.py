@@ -1,7 +1,6 @@
 """Fuzzes everything that decodes bytes from the network, steered by coverage (atheris, libFuzzer).
 
-Five targets, chosen by the first byte of an input: a protocol message as it is on the wire; the
-same with a right envelope, so that every input reaches the fields; a frame of the transport; a
+Four targets, chosen by the first byte of an input: a protocol message; a frame of the transport; a
 fragment in a wire codec; parts of payloads into `network.peers.Incoming`. The rule for all targets:
 no exception but `MalformedMessage` and `CodecError` is raised, a decoded input encodes back to the
 same bytes, memory stays bounded, parts make whole messages, once and in order. The seeds are real
@@ -47,13 +46,12 @@ with atheris.instrument_imports(include=["ddiloco"]) if atheris else contextlib.
   from ddiloco.network import frames, peers, transport
   from ddiloco.protocol import messages
 
-RUN, PLAN = "run", "0123456789abcdef"
 MAX_INPUT_BYTES = 320
 MAX_MEMORY_MB = 1024
 STREAMS, LARGEST_BYTES, QUEUE_BYTES = 3, 64, 128
 EXIT_MALFORMED, EXIT_USAGE = 1, 2
 PROGRESS_SECONDS = 10.0
-NETWORK_RUN = transport.RunIdentity(RUN, PLAN, LARGEST_BYTES, QUEUE_BYTES)
+NETWORK_RUN = transport.RunIdentity("run", "plan", LARGEST_BYTES, QUEUE_BYTES)
 
 # --- targets: each returns whether the input was accepted -----------------------------------------
 
@@ -65,20 +63,13 @@ def message(data: bytes) -> bool:
   return _message(header, b"payload" if first > 127 else None)
 
 
-def fields(data: bytes) -> bool:
-  """[with or without payload, message...] with the envelope that this run has."""
-  bulk = bool(data and data[0] % 2)
-  header = messages.with_checksum(messages.envelope(RUN, PLAN) + data[1:])
-  return _message(header, b"payload" if bulk else None)
-
-
 def _message(header: bytes, payload: bytes | None) -> bool:
-  decoded = messages.decode(header, payload, RUN, PLAN)
-  again = messages.decode(*messages.encode(decoded, RUN, PLAN), RUN, PLAN)
+  decoded = messages.decode(header, payload)
+  again = messages.decode(*messages.encode(decoded))
   assert again == decoded, f"{decoded} became {again}"
   if payload is not None:  # the check before a payload's bytes are let in
     sender = transport.claimed_sender(decoded)
-    transport.open_frame(NETWORK_RUN, sender, decoded.incarnation, header, payload)
+    transport.open_frame(sender, decoded.incarnation, header, payload)
   return True
 
 
@@ -193,7 +184,7 @@ def _content(number: int, size: int) -> bytes:
   return bytes((number + place) % 256 for place in range(size))
 
 
-TARGETS: tuple[Callable[[bytes], bool], ...] = (message, fields, frame, fragment, parts)
+TARGETS: tuple[Callable[[bytes], bool], ...] = (message, frame, fragment, parts)
 
 # --- real frames to start from --------------------------------------------------------------------
 
@@ -208,6 +199,7 @@ EXAMPLES = {
   Mapping[int, int]: {3: 1},
   messages.FragmentState: messages.FragmentState(3),
 }
+EXAMPLES[messages.Publish] = messages.Publish(*(0,) * 9, {}, 0, 0, "", "f32")
 
 
 def example(kind: type) -> Any:
@@ -220,11 +212,10 @@ def seeds() -> list[bytes]:
   """Inputs as the network carries them, at least one of every kind."""
   inputs = []
   for kind in messages.KINDS:
-    header, bulk = messages.encode(example(kind), RUN, PLAN)[0], kind in messages.BULK
+    header, bulk = messages.encode(example(kind))[0], kind in messages.BULK
     body = header[: -messages.CHECKSUM_BYTES]
     inputs.append((message, (b"\xfe" if bulk else b"\0") + header))
     inputs.append((message, (b"\xff" if bulk else b"\1") + body))
-    inputs.append((fields, bytes([bulk]) + body.removeprefix(messages.envelope(RUN, PLAN))))
     inputs.append((frame, _framed(frames.Control(header))))
     inputs.append((frame, _framed(frames.Bulk(7, 9000, header))))
   inputs += [(frame, _framed(example(kind))) for kind in typing.get_args(frames.Frame)]

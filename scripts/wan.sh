@@ -116,6 +116,9 @@ read -r islands shards evaluations < <("$python" -c '
 import json, sys
 config, _ = json.JSONDecoder().raw_decode(sys.stdin.read())
 print(config["islands"]["num_learners"], config["sync"]["num_shards"], config["run"]["evaluations"])' <<< "$description")
+for given in "islands $islands" "shards $shards"; do  # the config may say more than the flag allows
+  [[ "${given#* }" =~ $number ]] || wrong "--${given/ /=}: must be 1 to 99, also in the config. Fix: use 2."
+done
 say "$islands islands and $shards shards, links of $mbit Mbit/s and $delay_ms ms one way"
 grep -E '^(model|run|traffic):' <<< "$description" | sed 's/^/[wan] /'
 "${run[@]}" keys --keys="$workdir/keys" --learners="$islands" --shards="$shards" > "$workdir/logs/keys.log"
@@ -124,8 +127,11 @@ grep -E '^(model|run|traffic):' <<< "$description" | sed 's/^/[wan] /'
 
 ip link set lo up
 ip link add switch type bridge
-ip address add 10.0.0.1/24 dev switch
+ip address add 10.0.0.1/16 dev switch
 ip link set switch up
+
+island_address() { echo "10.0.1.$((1 + $1))"; }
+shard_address() { echo "10.0.2.$((1 + $1))"; }
 
 declare -A holder  # the process that keeps a node's network namespace
 shape() { tc qdisc add dev "$1" root tbf rate "${mbit}mbit" burst 128kb latency 100ms; }
@@ -137,7 +143,7 @@ node() {  # NAME ADDRESS: a namespace with a link to the switch
   ip link set "to-$1" master switch up
   shape "to-$1"
   at "$1" ip link set lo up
-  at "$1" ip address add "$2/24" dev wan
+  at "$1" ip address add "$2/16" dev wan
   at "$1" ip link set wan up
   mbit="$mbit" at "$1" bash -c "$(declare -f shape); shape wan"
 }
@@ -151,18 +157,18 @@ start() {  # ROLE COMMAND...: in the background, with its log
 
 lag() {  # NODE SHARD: a delayed way from the node to the shard
   at "$1" "$python" scripts/proxy.py --delay_ms="$delay_ms" \
-    --listen="127.0.0.1:$((7000 + 10 * $2))" --to="10.0.0.$((100 + $2)):7000" \
+    --listen="127.0.0.1:$((7000 + 10 * $2))" --to="$(shard_address "$2"):7000" \
     > "$workdir/logs/link-$1-$2.log" 2>&1 &
 }
 
 direct="" delayed=""
 for ((s = 0; s < shards; s++)); do
-  node "shard$s" "10.0.0.$((100 + s))"
-  direct+="${direct:+,}tcp://10.0.0.$((100 + s)):7000"
+  node "shard$s" "$(shard_address "$s")"
+  direct+="${direct:+,}tcp://$(shard_address "$s"):7000"
   delayed+="${delayed:+,}tcp://127.0.0.1:$((7000 + 10 * s))"
 done
 for ((m = 0; m < islands; m++)); do
-  node "island$m" "10.0.0.$((10 + m))"
+  node "island$m" "$(island_address "$m")"
   for ((s = 0; s < shards; s++)); do
     lag "island$m" "$s"
   done
@@ -176,7 +182,7 @@ done
 for ((s = 0; s < shards; s++)); do
   # A shard dials only its buddy, by the delayed way; --bind is its own address.
   start "syncer-$s" at "shard$s" "${run[@]}" syncer "${role[@]}" --shard="$s" --syncers="$delayed" \
-    --bind="tcp://10.0.0.$((100 + s)):7000"
+    --bind="tcp://$(shard_address "$s"):7000"
 done
 [ "$evaluations" = 0 ] || start evaluator "${run[@]}" evaluator "${role[@]}" --syncers="$direct"
 flags="${XLA_FLAGS:-} --xla_cpu_multi_thread_eigen=false"

@@ -6,6 +6,9 @@ fragment commits alone and its shard has never been restarted.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from ddiloco.protocol import events, messages, syncer
 from ddiloco.protocol.actions import Read, Received, SyncerAction, Tick
 from ddiloco.protocol.states import SyncerState
@@ -129,6 +132,25 @@ def publish(
     *which, base_round, global_step, merged_tokens, by_learner(*merged_rounds),
     snapshot=0, count=0, seal="", codec=codec, payload=payload,
   )  # fmt: skip
+
+
+def value(
+  learner: int,
+  incarnation: int,
+  fragment: int,
+  version: int,
+  round: int,
+  merged_tokens: int,
+  merged_rounds: Mapping[int, int],
+  seal: str = "",
+  payload: Any = None,
+) -> messages.Value:
+  """A value that a learner gives back."""
+  header = messages.Publish(
+    0, 0, learner, fragment, round, version, messages.NOTHING, 0, merged_tokens, merged_rounds,
+    snapshot=0, count=0, seal=seal, codec="f32",
+  )  # fmt: skip
+  return messages.Value(learner, incarnation, header, 0, 0, payload)
 
 
 def by_learner(*numbers: int) -> dict[int, int]:

@@ -21,7 +21,7 @@ class Pair:
   """A learner in bad weather and a shard, on one hub."""
 
   def __init__(self):
-    hub = Hub("run", "plan")
+    hub = Hub()
     self.weather = MessageFaults("learner-0", seed=3)
     self.learner = FaultyEndpoint(hub.connect("learner-0"), self.weather)
     self.shard = hub.connect("syncer-0")

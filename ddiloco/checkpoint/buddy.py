@@ -42,7 +42,6 @@ from ddiloco.protocol.messages import (
   Recovered,
   Replica,
   Replicated,
-  Value,
 )
 from ddiloco.protocol.rules import smooth
 from ddiloco.protocol.values import replace
@@ -465,12 +464,12 @@ class Sealer:
     """The digest of a fragment's value f32 [size], for `seal`; takes as long as reading it all."""
     return codec.digest(value).hex()
 
-  def seal(self, of: Publish | Value, digest: str) -> str:
+  def seal(self, of: Publish, digest: str) -> str:
     """The seal of the fragment's value that has this digest and is described by `of`."""
     said = (of.fragment, of.round, of.version, of.merged_tokens, of.merged_rounds)
     text = json.dumps([*self._run, *said, digest], sort_keys=True)
     return hmac.new(self._secret, text.encode(), hashlib.sha256).hexdigest()
 
-  def fits(self, of: Value, value: np.ndarray) -> bool:
+  def fits(self, of: Publish, value: np.ndarray) -> bool:
     """Whether this shard, in any incarnation, has published exactly this value."""
     return hmac.compare_digest(of.seal, self.seal(of, self.digest(value)))

@@ -395,7 +395,7 @@ class Merger:
   def take_back(self, value: Value, now: float) -> Received:
     """Decodes a value that this shard has lost and that a learner gives back."""
     try:
-      flat = codec.finite(value.payload, self._fragments[value.fragment].size)
+      flat = codec.finite(value.payload, self._fragments[value.publish.fragment].size)
     except codec.CodecError as error:
       return Received(value, now, fault=str(error))
     return Received(value, now, content=flat.copy())  # `flat` is in the message's memory

@@ -145,7 +145,8 @@ class RunFollower:
 
   def __init__(self, workdir: Path):
     self.workdir = workdir
-    self.health, self.follows = Health(), True
+    self.health = Health()
+    self.health.waits_for = ""
     self._warn = Warnings()
     self._lock = threading.Lock()
     self._ended = threading.Event()
@@ -197,9 +198,9 @@ class RunFollower:
       self.health.beat()
       try:
         self._look()
-        self.follows = True
+        self.health.waits_for = ""
       except (OSError, ConfigError) as error:  # file system out of reach; logs of another format
-        self.follows = False
+        self.health.waits_for = "the log cannot be followed"
         self._warn(str(error), f"the dashboard cannot follow the log: {error}")
       self._ended.wait(POLL_SECONDS)
 
@@ -252,7 +253,7 @@ class Where:
 
 
 class Dashboard:
-  """The server of one workdir; its port is open from the start, requests are answered in `with`.
+  """The server of one workdir; its port is open from the start, the log is followed in `with`.
 
   Faults need a token also on loopback, where every user of the machine can connect: if none is
   given, one is generated, and is part of `url`.
@@ -270,13 +271,12 @@ class Dashboard:
     self._loopback, self._allow_faults = is_loopback(host), where.allow_faults
     self._files = _page_files()
     self._run = RunFollower(workdir)
-    self._server = WebServer(where.bind, self._answer, where.flag, methods=("GET", "POST"))
+    self._server = WebServer(where.bind, self._answer, where.flag)
     made_up = f"/?token={self._token}" if self._token != where.token else "/"
     self.url = self._server.url + made_up
 
   def __enter__(self) -> Dashboard:
     self._run.start()
-    self._server.start()
     return self
 
   def __exit__(self, *_: object) -> None:
@@ -298,9 +298,7 @@ class Dashboard:
     if path in self._files:
       return self._files[path]
     if path == "/healthz":
-      code, text = self._run.health.livez()
-      if not self._run.follows:
-        code, text = 503, "the log cannot be followed"
+      code, text = self._run.health.readyz()
       return Answer(code, text + "\n")
     if path == "/api/fault":
       return self._inject(request, host)

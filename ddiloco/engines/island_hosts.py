@@ -106,7 +106,7 @@ class Hosts:
     config, place = runner.config, runner.place
     self._runner, self.progress = runner, HostProgress()
     island = _agreed(config, number, place)
-    meeting = Meeting(place.hosts, island, runner.keys)
+    meeting = Meeting(place.hosts, island, runner.keys, config.network.silence_seconds)
     runner.ready = lambda: f"hosts {meeting.missing} of its island, which have not come"
     self.links = meeting.wait(config.network.give_up_seconds)
     runner.ready = lambda: "starting"
@@ -246,7 +246,7 @@ class FollowingHost:
     links, coordinator = host_links.join(place.hosts, island, place.host, keys, patience)
     # Only host 0 gives orders; it may still compile when this host is done with that.
     limits = config.network.silence_seconds, lambda _: math.inf
-    watch = HostWatch({0: links}, self.progress, *limits, self._lost, meet_seconds=patience)
+    watch = HostWatch({0: links}, self.progress, *limits, self._lost)
     _join(coordinator, config, island, place.host)
     self.joined.set()
     import jax

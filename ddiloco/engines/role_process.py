@@ -142,7 +142,7 @@ class RoleRunner:
     self.faults = Faults((), 0.0, role=address)
     self._asked = fault_requests(place.workdir)
     self._reached_at = time.monotonic()
-    self._drops_said: dict[str, tuple[int, float]] = {}  # peer -> (drops reported, quiet until)
+    self._drops_said: dict[str, tuple[int, float]] = {}  # sender -> (drops reported, quiet until)
     self._thread = threading.Thread(target=self._look, name=f"attend {address}", daemon=True)
 
   def __enter__(self) -> RoleRunner:
@@ -383,8 +383,8 @@ class RoleRunner:
     if (endpoint := self.endpoint) is None:
       return
     links = endpoint.links()
-    for peer, link in links.items():
-      self._say_drops(peer, *link.get("drops", (0, "")))
+    for sender, (count, reason) in [*endpoint.drops.items()]:
+      self._say_drops(sender, count, reason)
     self._over = self._over or self._verdict(endpoint, links)
     if self._over is not None:
       endpoint.wake()
@@ -418,13 +418,13 @@ class RoleRunner:
       " --keys and that the shards run, or raise network.give_up_seconds."
     )
 
-  def _say_drops(self, peer: str, count: int, reason: str) -> None:
-    """Reports messages of this role that a peer has dropped: a line now and then, and an event."""
-    known, quiet_until = self._drops_said.get(peer, (0, 0.0))
+  def _say_drops(self, sender: str, count: int, reason: str) -> None:
+    """Reports messages of another role that were dropped: a line now and then, and an event."""
+    known, quiet_until = self._drops_said.get(sender, (0, 0.0))
     if count > known and time.monotonic() >= quiet_until:
-      self._drops_said[peer] = count, time.monotonic() + PROGRESS_SECONDS
-      self.recorder.record(events.Dropped(peer=peer, count=count - known, reason=reason))
-      self.say(f"{peer} has dropped {count - known} messages of this role: {reason}")
+      self._drops_said[sender] = count, time.monotonic() + PROGRESS_SECONDS
+      self.recorder.record(events.Dropped(peer=sender, count=count - known, reason=reason))
+      self.say(f"has dropped {count - known} messages of {sender}: {reason}")
 
   def _suffer(self) -> None:
     """Begins requested faults inside this role, or goes on with them if they still last."""

@@ -40,7 +40,7 @@ from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Runtime
 from ddiloco.training import data, devices
 from ddiloco.training.island import Island
-from ddiloco.workdir import run_name, start_time
+from ddiloco.workdir import start_time
 
 DEVICES_SECONDS = 1.0  # between two looks whether a lost slice is back
 
@@ -70,7 +70,7 @@ class ThreadsEngine(Engine):
     # No member ever has more than the whole model under way, in either direction.
     model_bytes, receivers = 4 * sum(self.plan.sizes), config.islands.num_learners + 1
     room = receivers * model_bytes + (1 << 30)
-    self._hub = Hub(run_name(workdir), self.plan.plan_id, max_bulk_bytes=room)
+    self._hub = Hub(max_bulk_bytes=room)
     self._store: Store = {}
     visible = jax.devices()
     mine = visible[: max(0, len(visible) - config.run.evaluator_devices)]

@@ -73,8 +73,8 @@ class NetworkEndpoint(Endpoint):
     bind: str | None = None,
     keys: Keys | None = None,
   ):
-    super().__init__(address, run)
-    self.incarnation = incarnation
+    super().__init__(address, run.queue_bytes)
+    self.run, self.incarnation = run, incarnation
     self.buffers = BufferPool()
     self.numbers = itertools.count()  # of messages with payload, to all peers
     self.fenced = ""  # why this endpoint may send no more, "": it may
@@ -117,13 +117,13 @@ class NetworkEndpoint(Endpoint):
       reach = functools.partial(self._reach, peer)
       threading.Thread(target=reach, name=f"dial-{address}", daemon=True).start()
 
-  def _post(self, to: str, header: bytes, payload: messages.Payload) -> int:
+  def _post(self, to: str, header: bytes, payload: messages.Payload) -> bool:
     peer = self._find(to)
     if peer is None or self.fenced or self.broken:
-      return 1
+      return False
     if payload is None:
       return peer.post_control(header)
-    return int(not peer.post_bulk(header, memoryview(payload).cast("B")))
+    return peer.post_bulk(header, memoryview(payload).cast("B"))
 
   def _find(self, to: str) -> Peer | None:
     return max(self._named(to), key=lambda p: (p.state == "up", p.incarnation), default=None)
@@ -142,8 +142,7 @@ class NetworkEndpoint(Endpoint):
       ended(thread, linger_seconds + 5.0)
 
   def links(self) -> dict[str, dict[str, Any]]:
-    """For display: every peer's state, reason, seconds since it was heard, and how many messages of
-    ours it has dropped and why."""
+    """For display: every peer's state, reason, and seconds since it was heard."""
     now = time.monotonic()
     return {
       peer.address: {
@@ -151,7 +150,6 @@ class NetworkEndpoint(Endpoint):
         "reason": peer.reason,
         "silent_seconds": round(now - peer.heard_at, 1),
         "queued_bytes": peer.queued_bytes,
-        "drops": peer.drops,
       }
       for peer in self._peers()
     }
@@ -161,13 +159,9 @@ class NetworkEndpoint(Endpoint):
 
   # --- events of connections, in the connections' threads -----------------------------------------
 
-  def on_malformed(self, peer: Peer, reason: str) -> None:
+  def on_malformed(self, sender: str, reason: str) -> None:
     self.counters.malformed += 1
-    peer.count_dropped(reason)
-
-  def _dropped(self, sender: str, reason: str) -> None:
-    for peer in self._named(sender):
-      peer.count_dropped(reason)
+    self._dropped(sender, reason)
 
   def _taken(self, sender: str) -> None:
     for peer in self._named(sender):
@@ -183,16 +177,15 @@ class NetworkEndpoint(Endpoint):
       case frames.Control(header):
         if peer.state == "up":
           self.put(peer.address, header, None, peer.incarnation)
-      case frames.Beat(count, reason):
-        if count:
-          peer.drops = (peer.drops[0] + count, reason)
+      case frames.Beat():
+        pass
       case GreetingRefused(fenced, reason, after, silent_seconds) if peer.url:
         peer.state, peer.reason = "refused", f"{peer.url}: {reason}"
         if fenced:
           self.outnumbered, self.fenced = (after, silent_seconds), reason
           super().close()
       case _:
-        self.on_malformed(peer, f"a {type(frame).__name__} that was not asked for")
+        self.on_malformed(peer.address, f"a {type(frame).__name__} that was not asked for")
 
   def on_lost(self, channel: Channel, wire: FrameSocket, reason: str) -> None:
     if channel.wire is wire:
@@ -241,7 +234,7 @@ class NetworkEndpoint(Endpoint):
       # A peer that sends and does not read gets no more beats: they would pile up here.
       if peer.state == "up" and now - peer.beat_at >= BEAT_SECONDS and not wire.behind:
         peer.beat_at = now
-        wire.say(frames.Beat(*peer.take_untold()))
+        wire.say(frames.Beat())
 
   def _follow(self, keys: Keys) -> None:
     """Reads the keys again and again; in a thread of its own, since the disk may be slow."""

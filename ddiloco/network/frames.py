@@ -26,13 +26,14 @@ import threading
 import time
 import typing
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 from msgspec import Meta, msgpack
 
 from ddiloco.network.keys import host_and_port
 from ddiloco.protocol.messages import (
   MAX_HEADER_BYTES,
+  WIRE_FORMAT,
   Count,
   CountOrNone,
   MalformedMessage,
@@ -67,6 +68,7 @@ class Greeting(OnWire):
   session: Session  # random, of this endpoint
   streams: Streams  # connections for fragments that the dialing side makes
   stream: CountOrNone = CONTROL  # the number of this connection
+  format: Count = WIRE_FORMAT  # of messages
 
 
 class GreetingRefused(OnWire):
@@ -79,10 +81,7 @@ class GreetingRefused(OnWire):
 
 
 class Beat(OnWire):
-  """I am still here; so many of your messages were dropped here since my last beat, and why."""
-
-  dropped: Count = 0
-  reason: Text = ""  # of the newest one
+  """I am still here."""
 
 
 class Control(OnWire):
@@ -129,7 +128,7 @@ def part(stream: int, streams: int, total: int) -> slice:
 
 SCRATCH = memoryview(bytearray(1 << 16))  # unwanted bytes are read into this
 UNSENT_BYTES = 1 << 19  # most unsent bytes in the kernel; the others wait in this process
-KEEPALIVE_SECONDS = 20  # without data, until the kernel asks the far end for a sign of life
+KEEPALIVE_SECONDS = 5  # without data, until the kernel asks the far end for a sign of life
 DEAD_SECONDS = 120  # without an acknowledgement, until the kernel ends a connection
 # Options of sockets, set where the system has them. If a path is gone without notice (a firewall
 # forgot it, a host lost its power), a connection without data ends after `DEAD_SECONDS` ...
@@ -364,7 +363,7 @@ class FrameSocket:
           yield None
       except (MalformedMessage, Forget) as error:
         if isinstance(error, MalformedMessage):
-          self.owner.malformed(str(error))
+          self.owner.peer.caretaker.on_malformed(self.owner.peer.address, str(error))
         for left in range(payload_bytes, 0, -len(SCRATCH)):
           yield SCRATCH[:left]
         continue
@@ -477,7 +476,8 @@ class IoThread(threading.Thread):
 # of another connection wait in the same queue. So a connection for fragments sends without a limit
 # for a moment, which measures the link's rate, and then at nine tenths of this rate for a while, so
 # that the queue drains. A fast link has no limit: its queue is short in time. Nor has one whose far
-# end had no room: the rate would be that of the reader, not that of the link.
+# end had no room: the rate would be that of the reader, not that of the link. Nothing is measured
+# during an outage and while the kernel makes up for it: the rate would be too low, and be kept to.
 
 FREE_SECONDS = 0.5  # of sending without a limit, to measure the link's rate
 LIMITED_SECONDS = 4.5
@@ -487,38 +487,51 @@ FAST_BYTES = 125e6  # a second: a faster link has no limit
 FULL_SHARE = 0.1  # of the time, without room at the far end: then the link is not measured
 _SO_MAX_PACING_RATE = 47  # Linux; Python has no name for it
 _NO_LIMIT = (1 << 32) - 1
-# Of Linux's struct tcp_info: round trip (us), bytes acknowledged, the least round trip (us), how
-# long there was something to send (us), and how long of that the far end had no room.
-_TCP_INFO = struct.Struct("=68xI48xQ20xI16xQQ")
+_TCP_INFO = struct.Struct("=xB22xI28xI8xI48xQ16xII16xQQ")
+_LOSS = 4  # a `TcpInfo.state`: a timeout has struck, and what was lost is sent again
+
+
+class TcpInfo(NamedTuple):
+  """What Linux tells of a connection, from its `struct tcp_info`; zeros where it is too old."""
+
+  state: int = 0  # of congestion control
+  unacked: int = 0  # packets under way
+  last_ack_ms: int = 0  # since an acknowledgement came
+  rtt_us: int = 0
+  acked_bytes: int = 0  # since the beginning, as the last two
+  unsent_bytes: int = 0
+  least_rtt_us: int = 0
+  busy_us: int = 0  # there was something to send
+  full_us: int = 0  # of these, the far end had no room
+
+  @classmethod
+  def of(cls, connection: socket.socket) -> TcpInfo:
+    """Raises OSError where the connection is closed or is not one of TCP."""
+    if sys.platform != "linux":
+      return cls()
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    return cls(*_TCP_INFO.unpack(info.ljust(_TCP_INFO.size, b"\0")))
 
 
 def pace(connection: socket.socket) -> Iterator[None]:
   """Limits the rate at which a connection sends; `next` is to be called while it sends."""
   while sys.platform == "linux":
     _limit(connection, _NO_LIMIT)
-    before, rate = _measure(connection), 0.0
+    before, rate = TcpInfo.of(connection), 0.0
     while not rate:
       yield from _pause(FREE_SECONDS)
-      now = _measure(connection)
-      queue_seconds, acked, busy, full = now[0], *(a - b for a, b in zip(now[1:], before[1:]))
-      if busy >= FREE_SECONDS / 2:
+      now = TcpInfo.of(connection)
+      busy = (now.busy_us - before.busy_us) / 1e6
+      if _LOSS in (before.state, now.state) or 1000 * now.last_ack_ms > now.rtt_us:
         before = now
-        queues = queue_seconds > QUEUE_SECONDS and full < FULL_SHARE * busy
+      elif busy >= FREE_SECONDS / 2:
+        acked, full = now.acked_bytes - before.acked_bytes, (now.full_us - before.full_us) / 1e6
+        queues = now.rtt_us - now.least_rtt_us > 1e6 * QUEUE_SECONDS and full < FULL_SHARE * busy
         rate = acked / busy if queues and acked < FAST_BYTES * busy else 0.0
+        before = now
     _limit(connection, int(SHARE * rate))
     yield from _pause(LIMITED_SECONDS)
   yield from itertools.repeat(None)
-
-
-def _measure(connection: socket.socket) -> tuple[float, int, float, float]:
-  """What the kernel tells of a connection; zeros where it is too old for that.
-
-  Returns (seconds that a packet waits on the way, bytes acknowledged since the beginning, seconds
-  in which there was something to send, seconds of these in which the far end had no room).
-  """
-  info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-  rtt, acked, least, busy, full = _TCP_INFO.unpack(info.ljust(_TCP_INFO.size, b"\0"))
-  return (rtt - least) / 1e6, acked, busy / 1e6, full / 1e6
 
 
 def _limit(connection: socket.socket, rate: int) -> None:

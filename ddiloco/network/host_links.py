@@ -15,13 +15,22 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from ddiloco import __version__
 from ddiloco.network.endpoint import Door
-from ddiloco.network.frames import ALIVE_OPTIONS, bind, certificate, connect, fill, set_options
+from ddiloco.network.frames import (
+  ALIVE_OPTIONS,
+  KEEPALIVE_SECONDS,
+  TcpInfo,
+  bind,
+  certificate,
+  connect,
+  fill,
+  set_options,
+)
 from ddiloco.network.keys import Keys
 from ddiloco.network.transport import Counters
 from ddiloco.protocol.messages import MalformedMessage
@@ -68,9 +77,21 @@ class HostLink:
     """Reads as many bytes as `view` has into it."""
     fill(self._socket, view)
 
-  @property
-  def gone(self) -> bool:
-    """Whether the far end has closed the connection; for one on which it sends nothing."""
+  def deaf(self, seconds: float) -> bool:
+    """Whether the far end's kernel has acknowledged nothing for so long. It is asked every
+    `KEEPALIVE_SECONDS` while a connection is idle, and rarely while it has no room for more."""
+    try:
+      info = TcpInfo.of(self._socket)
+    except OSError:
+      return False
+    asked = info.unacked or not info.unsent_bytes
+    return bool(asked) and info.last_ack_ms > 1e3 * max(seconds, 3 * KEEPALIVE_SECONDS)
+
+  def gone(self, silent_seconds: float) -> bool:
+    """Whether the far end has closed the connection, or has not been heard for so long; for a
+    connection on which it sends nothing."""
+    if self.deaf(silent_seconds):
+      return True
     try:
       return not socket.socket.recv(self._socket, 1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
@@ -105,12 +126,6 @@ class IslandIdentity(msgspec.Struct, frozen=True):
   hosts: int
 
 
-class HostVersion(msgspec.Struct, frozen=True):
-  """What every version of a hello has, whatever else is in it."""
-
-  version: str = "unknown"
-
-
 class HostHello(msgspec.Struct, frozen=True):
   """The first message of a connection: which host it is from, and the kind of connection."""
 
@@ -128,7 +143,7 @@ class HostWelcome(msgspec.Struct, frozen=True):
 
 
 # Made once: msgspec (0.22) may crash where two threads decode a class for the first time.
-_VERSION, _HELLO = msgspec.msgpack.Decoder(HostVersion), msgspec.msgpack.Decoder(HostHello)
+_HELLO = msgspec.msgpack.Decoder(HostHello)
 
 
 class Meeting:
@@ -138,6 +153,7 @@ class Meeting:
     url: where it listens, tcp://HOST:PORT.
     island: the identity that hosts must have.
     keys: of the island's role; None: loopback only.
+    silent_seconds: a host that is silent for so long has ended, and may come again.
 
   Attributes:
     coordinator: HOST:PORT for the hosts' JAX processes, on this host and free now.
@@ -146,8 +162,8 @@ class Meeting:
     HostsApart: the port is taken, or the address is not this machine's.
   """
 
-  def __init__(self, url: str, island: IslandIdentity, keys: Keys | None):
-    self._island, self._keys = island, keys
+  def __init__(self, url: str, island: IslandIdentity, keys: Keys | None, silent_seconds: float):
+    self._island, self._keys, self._silent_seconds = island, keys, silent_seconds
     self._links: dict[int, dict[str, HostLink]] = {h: {} for h in range(1, island.hosts)}
     self._changed, self._closed = threading.Condition(), False
     try:
@@ -172,7 +188,8 @@ class Meeting:
   def _forget_gone(self) -> None:
     """Forgets hosts that have ended: they may start again and come once more."""
     for links in self._links.values():
-      if "orders" in links and links["orders"].gone and not self._closed:
+      gone = "orders" in links and links["orders"].gone(self._silent_seconds)
+      if gone and not self._closed:
         for link in links.values():
           link.close()
         links.clear()
@@ -203,29 +220,27 @@ class Meeting:
     link = HostLink(connected)
     data = link.receive(HELLO_BYTES)
     try:
-      version = _VERSION.decode(data).version
+      version = msgspec.msgpack.decode(data, type=dict).get("version", "unknown")
       hello = _HELLO.decode(data) if version == __version__ else None
     except msgspec.MsgspecError as error:
       raise MalformedMessage(str(error)) from error
-    if hello is None:
-      reason = (
-        f"its ddiloco is of version {version}, that of host 0 is {__version__}."
-        " Fix: install the same version on all hosts of the island."
-      )
-      link.send(msgspec.msgpack.encode(HostWelcome(reason)))
-      return False
     with self._changed:
-      reason = self._objection(hello, certificate(connected))
+      reason = self._objection(hello, version, certificate(connected))
       link.send(msgspec.msgpack.encode(HostWelcome(reason, "" if reason else self.coordinator)))
-      if not reason:
+      if hello and not reason:
         connected.settimeout(None)
         self._links[hello.host][hello.kind] = link
         self._changed.notify_all()
     return not reason
 
-  def _objection(self, hello: HostHello, key: bytes) -> str:
+  def _objection(self, hello: HostHello | None, version: Any, key: bytes) -> str:
     if self._keys is not None and key != self._keys.public:
       return "the key is another role's"
+    if hello is None:
+      return (
+        f"its ddiloco is of version {version}, that of host 0 is {__version__}."
+        " Fix: install the same version on all hosts of the island."
+      )
     mine, theirs = msgspec.structs.asdict(self._island), msgspec.structs.asdict(hello.island)
     for name, value in mine.items():
       if theirs[name] != value:
@@ -299,8 +314,9 @@ BEAT_SECONDS = 0.5
 class HostWatch:
   """Watches the other hosts of the island, and reports the first fault, once.
 
-  A host is lost when a connection to it ends or it is silent for too long. The leader also reports
-  when orders are not carried out for too long: which hosts are behind, and what they are doing.
+  A host is lost when it is silent for too long, or a connection to it ends or is cut. The leader
+  also reports when orders are not carried out for too long: which hosts are behind, and what they
+  are doing.
 
   Args:
     links: host -> its connections; host 0 is among them where this host follows.
@@ -310,8 +326,6 @@ class HostWatch:
       whether hosts that are behind wait for data.
     lost: called with `(host or None, reason)`, on a thread of this watch.
     asked: called when another host was asked to end.
-    meet_seconds: how long at least a host may be silent before its first sign of life: host 0 gives
-      none before all hosts have come.
   """
 
   def __init__(
@@ -322,14 +336,14 @@ class HostWatch:
     order_seconds: Callable[[bool], float],
     lost: Callable[[int | None, str], None],
     asked: Callable[[], None] = lambda: None,
-    meet_seconds: float = 0.0,
   ):
-    self._mine, self._meet_seconds = mine, meet_seconds
+    self._links, self._mine = links, mine
     self._silent_seconds, self._order_seconds = silent_seconds, order_seconds
     self._lost, self._asked = lost, asked
     self._over, self._telling = threading.Event(), threading.Lock()
     now = time.monotonic()
-    self._heard = dict.fromkeys(links, now)
+    # Host 0 gives no sign of life before all hosts have come: it is silent once it was heard.
+    self._heard = {host: now for host in links if host}
     self._beats: dict[int, HostProgress] = {}
     self._moved: tuple[object, float] = (None, now)  # the progress of all, and since when
     for host, each in links.items():
@@ -363,12 +377,19 @@ class HostWatch:
       now = time.monotonic()
       if now - last > 4 * BEAT_SECONDS:  # this host itself stood still
         self._heard, self._moved = dict.fromkeys(self._heard, now), (None, now)
+      else:
+        self._check_links()
       last = now
-      host = min(self._heard, key=lambda h: self._heard[h])
-      least = 0.0 if host in self._beats else self._meet_seconds
-      if now - self._heard[host] > max(least, self._silent_seconds):
-        self._tell(host, f"it was not heard for {now - self._heard[host]:.0f} s")
+      for host, heard in [*self._heard.items()]:
+        if now - heard > self._silent_seconds:
+          self._tell(host, f"it was not heard for {now - heard:.0f} s")
       self._check_progress(now)
+
+  def _check_links(self) -> None:
+    for host, links in self._links.items():
+      for kind, link in zip(KINDS, links):
+        if link.deaf(self._silent_seconds):
+          self._tell(host, f"nothing has come through its connection for {kind} for long")
 
   def _check_progress(self, now: float) -> None:
     given, beats = self._mine.done, dict(self._beats)  # a copy: other threads add first beats

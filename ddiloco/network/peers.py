@@ -31,7 +31,7 @@ from ddiloco.network.frames import (
   Parcel,
 )
 from ddiloco.network.transport import MAX_BULK, RunIdentity, open_frame
-from ddiloco.protocol.messages import MalformedMessage
+from ddiloco.protocol.messages import WIRE_FORMAT, MalformedMessage
 
 if TYPE_CHECKING:
   from ddiloco.network.endpoint import NetworkEndpoint
@@ -75,6 +75,11 @@ def objection(run: RunIdentity, greeting: Greeting, owner: str | None) -> str:
     return f"the key of {address} is not listed here any more"
   if owner is not None and owner != address:
     return f"this key belongs to {owner}, not to {address}"
+  if greeting.format != WIRE_FORMAT:
+    return (
+      f"it speaks wire format {greeting.format}, this side {WIRE_FORMAT}."
+      " Fix: install the same version of ddiloco on both sides"
+    )
   if greeting.run_id != run.run_id:
     return f"this is run {run.run_id!r}, not {greeting.run_id!r}"
   if greeting.plan_id != run.plan_id:
@@ -94,8 +99,7 @@ def doubt(incarnation: int, known: int) -> str:
 
 # --- One peer, and its connections
 
-MAX_QUEUED = 1024  # messages of a kind; beyond, control drops the oldest and bulk the new one
-MAX_REASON = 300  # characters
+MAX_QUEUED = 1024  # messages of a kind; beyond, new ones are dropped
 
 
 class Channel:
@@ -180,10 +184,6 @@ class Channel:
     else:
       peer.caretaker.on_frame(peer, frame)
 
-  def malformed(self, reason: str) -> None:
-    """A malformed frame was dropped."""
-    self.peer.caretaker.on_malformed(self.peer, reason)
-
   def lost(self, wire: FrameSocket, reason: str) -> None:
     """The connection has broken, or the far end has closed it."""
     self.peer.caretaker.control_thread.call(self.peer.caretaker.on_lost, self, wire, reason)
@@ -220,8 +220,6 @@ class Peer:
     self.bulk = [Channel(self, number) for number in range(streams)]
     self.channels = [self.control, *self.bulk]
     self.forget()
-    self.drops = (0, "")  # how many messages of ours the peer reports as dropped, and why
-    self._untold = (0, "")  # how many of its messages we dropped and have not told it yet, and why
 
   @property
   def queued_bytes(self) -> int:
@@ -229,16 +227,13 @@ class Peer:
     with self.lock:
       return sum(len(part) for channel in self.bulk for _, part in channel.waiting)
 
-  def post_control(self, header: bytes) -> int:
-    """Queues a control message; returns how many older ones were dropped for it."""
-    with self.lock:
-      waiting = self.control.waiting
-      full = len(waiting) >= MAX_QUEUED
-      if full:
-        del waiting[self.control.leaving]  # the oldest that is not being sent
-      waiting.append((memoryview(frames.encode(Control(header))),))
+  def post_control(self, header: bytes) -> bool:
+    """Queues a control message; False if there is no room."""
+    if len(self.control.waiting) >= MAX_QUEUED:
+      return False
+    self.control.waiting.append((memoryview(frames.encode(Control(header))),))
     self.control.wake()
-    return int(full)
+    return True
 
   def post_bulk(self, header: bytes, payload: memoryview) -> bool:
     """Queues a message with payload; False if there is no room."""
@@ -294,17 +289,6 @@ class Peer:
     """Ends all connections to the peer."""
     for channel in self.channels:
       channel.hang_up()
-
-  def count_dropped(self, reason: str) -> None:
-    """Counts a message of this peer that was dropped here; the next beat tells the peer."""
-    with self.lock:
-      self._untold = (self._untold[0] + 1, reason[:MAX_REASON])
-
-  def take_untold(self) -> tuple[int, str]:
-    """How many messages of this peer were dropped since the last call, and why the last one."""
-    with self.lock:
-      untold, self._untold = self._untold, (0, "")
-      return untold
 
 
 # --- Arriving payloads
@@ -416,7 +400,7 @@ class Incoming:
     return assembly
 
   def _check(self, header: bytes) -> None:
-    open_frame(self._peer.caretaker.run, self._peer.address, self._incarnation, header, b"")
+    open_frame(self._peer.address, self._incarnation, header, b"")
 
   def _has_room(self, frame: Bulk) -> bool:
     count, size = self._peer.caretaker.waiting_bulk(self._peer.address)

@@ -8,6 +8,7 @@ The rules (`tests/network/test_transport.py` tests them with every transport):
   bound are dropped and counted.
 - A newer connection under the same address fences the older one.
 - Malformed frames, and frames in another sender's name, are dropped and counted, without effect.
+  The receiver says so: the sender need not be honest, or there.
 - Payloads are passed on without a copy where possible; a sent payload is never written to.
 """
 
@@ -24,9 +25,9 @@ from ddiloco.protocol import messages
 from ddiloco.protocol.messages import EVALUATOR, Message
 
 EVALUATOR_ADDRESS = "evaluator"
-MAX_CONTROL = 256  # messages queued from one sender; beyond, the oldest is dropped
+MAX_CONTROL = 256  # messages queued from one sender; beyond, new ones are dropped
 MAX_CONTROL_BYTES = 2 << 20  # of these messages, as they come; decoded they may have ten times that
-MAX_BULK = 1024  # messages queued from one sender; beyond, the newest is dropped
+MAX_BULK = 1024  # messages queued from one sender
 BULK_AFTER = 64  # control messages in a row while bulk waits
 Spoil = Callable[[bytes], bytes]
 
@@ -58,7 +59,7 @@ def claimed_sender(message: Message) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class RunIdentity:
-  """What a transport must know of its run; the same on every role."""
+  """What a transport must know of its run; the same on every role. Roles of another are refused."""
 
   run_id: str
   plan_id: str  # the contract: a digest of the settings that all roles must share
@@ -67,7 +68,6 @@ class RunIdentity:
 
 
 def open_frame(
-  run: RunIdentity,
   sender: str,
   incarnation: int | None,
   header: bytes,
@@ -76,9 +76,9 @@ def open_frame(
   """The message in a frame that came from this incarnation of `sender` (None: any).
 
   Raises:
-    MalformedMessage: the frame is of another run (run id, plan id), or in another sender's name.
+    MalformedMessage: it is no message, or in another sender's name.
   """
-  message = messages.decode(header, payload, run.run_id, run.plan_id)
+  message = messages.decode(header, payload)
   if claimed_sender(message) != sender:
     raise messages.MalformedMessage(f"{sender} speaks as {claimed_sender(message)}")
   if incarnation not in (None, message.incarnation):
@@ -96,7 +96,7 @@ class Counters:
   received_bytes: int = 0
   payload_bytes: int = 0  # the payloads' part of both together
   undelivered: int = 0  # no receiver there, or its queue was full
-  malformed: int = 0  # not a frame of this run, or in another sender's name
+  malformed: int = 0  # no message, or in another sender's name
   overflowed: int = 0  # dropped because the same sender's queue was full
   refused: int = 0  # connections turned away: no listed key, another run, fenced, not our protocol
 
@@ -111,27 +111,22 @@ class _Waiting(NamedTuple):
 class _Line(collections.OrderedDict[str, collections.deque[_Waiting]]):
   """Waiting messages of one kind: a bounded queue for each sender, in the order of their turns."""
 
-  def __init__(self, max_messages: int, max_bytes: int, drop_oldest: bool):
+  def __init__(self, max_messages: int, max_bytes: int):
     super().__init__()
     self._max_messages, self._max_bytes = max_messages, max_bytes  # of one sender
-    self._drop_oldest = drop_oldest
 
-  def put(self, new: _Waiting) -> int:
-    """Appends a message to its sender's queue. Returns how many messages were dropped for lack of
-    room: the oldest ones, or this one."""
+  def put(self, new: _Waiting) -> bool:
+    """Appends a message to its sender's queue if there is room; whether there is."""
     queue = self.setdefault(new.delivery.sender, collections.deque())
     if isinstance(new.delivery.message, messages.Report):
       older = [each for each in queue if isinstance(each.delivery.message, messages.Report)]
       for each in older:
         queue.remove(each)
-    dropped, most = 0, self._max_bytes - new.size
-    while queue and (len(queue) >= self._max_messages or _bytes(queue) > most):
-      dropped += 1
-      if not self._drop_oldest:
-        return dropped
-      queue.popleft()
+    room = self._max_bytes - _bytes(queue)
+    if queue and (len(queue) >= self._max_messages or new.size > room):
+      return False
     queue.append(new)
-    return dropped
+    return True
 
   def of(self, sender: str) -> tuple[int, int]:
     """(number, bytes) of the messages that wait from this sender."""
@@ -161,34 +156,37 @@ class Endpoint:
 
   Args:
     address: of this role.
-    run: that it belongs to; frames of another run are malformed. Of the bulk messages queued from
-      one sender, a single one is let in whatever its size.
+    queue_bytes: of the bulk messages queued from one sender; a single one is let in whatever its
+      size.
+
+  Attributes:
+    drops: sender -> how many of its messages were dropped here, and why the newest one.
   """
 
-  def __init__(self, address: str, run: RunIdentity):
-    self.address, self.run = address, run
-    self.counters = Counters()
+  def __init__(self, address: str, queue_bytes: int):
+    self.address = address
+    self.counters, self.drops = Counters(), dict[str, tuple[int, str]]()
     self._ready = threading.Condition()
-    self._waiting_control = _Line(MAX_CONTROL, MAX_CONTROL_BYTES, drop_oldest=True)
-    self._waiting_bulk = _Line(MAX_BULK, run.queue_bytes, drop_oldest=False)
+    self._waiting_control = _Line(MAX_CONTROL, MAX_CONTROL_BYTES)
+    self._waiting_bulk = _Line(MAX_BULK, queue_bytes)
     self._in_a_row = 0  # of control, while bulk waited
     self._woken = self._closed = False
 
   def send(self, to: str, message: Message, spoil: Spoil | None = None) -> int:
     """Queues a message; returns its size in bytes on the wire. `spoil` damages its header, for a
     planned fault."""
-    header, payload = messages.encode(message, self.run.run_id, self.run.plan_id)
+    header, payload = messages.encode(message)
     header = header if spoil is None else spoil(header)
     size = messages.frame_bytes(header, payload)
     if not self._closed:
       self.counters.sent_bytes += size
       self.counters.payload_bytes += size - len(header)
-      undelivered = self._post(to, header, payload)  # other threads count too in the meantime
-      self.counters.undelivered += undelivered
+      posted = self._post(to, header, payload)  # other threads count too in the meantime
+      self.counters.undelivered += not posted
     return size
 
-  def _post(self, to: str, header: bytes, payload: messages.Payload) -> int:
-    """Passes a message on; returns how many were dropped, this one or older ones in its favour."""
+  def _post(self, to: str, header: bytes, payload: messages.Payload) -> bool:
+    """Passes a message on; False: it is dropped."""
     raise NotImplementedError
 
   def unsent(self, peer: str) -> int:
@@ -197,6 +195,8 @@ class Endpoint:
 
   def _dropped(self, sender: str, reason: str) -> None:
     """A message of this sender was dropped here."""
+    with self._ready:
+      self.drops[sender] = self.drops.get(sender, (0, ""))[0] + 1, reason
 
   def _taken(self, sender: str) -> None:
     """The role has taken a message with payload of this sender: there is room for more."""
@@ -209,14 +209,11 @@ class Endpoint:
     incarnation: int | None = None,
   ) -> bool:
     """Queues the message in a frame from this incarnation of `sender` (None: any); drops it if it
-    is malformed. Returns whether there was room.
-
-    When a queue is full, control drops the oldest message, and bulk the new one: its sender waits.
-    """
+    is malformed or there is no room. Returns whether there was room."""
     size = messages.frame_bytes(header, payload)
     self.counters.received_bytes += size
     try:
-      message = open_frame(self.run, sender, incarnation, header, payload)
+      message = open_frame(sender, incarnation, header, payload)
     except messages.MalformedMessage as error:
       self.counters.malformed += 1
       self._dropped(sender, str(error))
@@ -225,12 +222,12 @@ class Endpoint:
       if self._closed:
         return False
       line = self._waiting_control if payload is None else self._waiting_bulk
-      dropped = line.put(_Waiting(Delivery(sender, message, time.monotonic()), size))
-      self.counters.overflowed += dropped
+      has_room = line.put(_Waiting(Delivery(sender, message, time.monotonic()), size))
+      self.counters.overflowed += not has_room
       self._ready.notify()
-    if dropped:
+    if not has_room:
       self._dropped(sender, "too many of its messages wait here")
-    return payload is None or not dropped
+    return has_room
 
   def crowded(self, sender: str) -> bool:
     """Whether so much control of this sender is queued that the sender should be held back."""
@@ -287,13 +284,11 @@ class Hub:
   """In-process queues between the roles of one process: real frames, payloads by reference.
 
   Args:
-    run_id: of the run.
-    plan_id: of its contract.
     max_bulk_bytes: queued from one sender at one receiver.
   """
 
-  def __init__(self, run_id: str, plan_id: str, max_bulk_bytes: int = 4 << 30):
-    self.run = RunIdentity(run_id, plan_id, max_bulk_bytes, max_bulk_bytes)
+  def __init__(self, max_bulk_bytes: int = 4 << 30):
+    self.max_bulk_bytes = max_bulk_bytes
     self.endpoints: dict[str, QueueEndpoint] = {}  # the newest of each address; it may be closed
     self._lock = threading.Lock()
 
@@ -311,9 +306,9 @@ class QueueEndpoint(Endpoint):
   """One role's end of a `Hub`."""
 
   def __init__(self, hub: Hub, address: str):
-    super().__init__(address, hub.run)
+    super().__init__(address, hub.max_bulk_bytes)
     self._hub = hub
 
-  def _post(self, to: str, header: bytes, payload: messages.Payload) -> int:
+  def _post(self, to: str, header: bytes, payload: messages.Payload) -> bool:
     peer = self._hub.endpoints.get(to)
-    return int(peer is None or not peer.put(self.address, header, payload))
+    return peer is not None and peer.put(self.address, header, payload)

@@ -7,29 +7,28 @@ file on disk, and no client gets a traceback.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import http.server
 import io
 import json
 import socket
-import socketserver
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from email.message import Message
-from typing import Any
+from typing import Any, cast
 
 from ddiloco.checks import ConfigError, require
+from ddiloco.network.endpoint import Door
+from ddiloco.network.frames import bind
+from ddiloco.network.transport import Counters
 from ddiloco.observe.guards import warn
 
-REQUEST_SECONDS = 10.0  # for a request to arrive and its answer to leave, together
+REQUEST_SECONDS = 10.0  # for a request to arrive, and for its answer to leave
 REQUEST_BYTES = 8192  # of its head, about
 BODY_BYTES = 4096
 MAX_CONNECTIONS = 32
-PAUSE_SECONDS = 0.1  # when no connection can be accepted
 TEXT = "text/plain; charset=utf-8"
 
 
@@ -67,101 +66,47 @@ def parse_address(listen: str, flag: str) -> tuple[str, int]:
   return host.strip("[]"), int(port)
 
 
-class WebServer(socketserver.ThreadingTCPServer):
-  """Listens from the start; `start` answers, `close` ends it, started or not.
+class WebServer:
+  """Answers requests from the start, in threads of its own, until `close`.
 
   Args:
     listen: "HOST:PORT"; port 0 picks a free one.
     answer: called for every request, from that connection's thread.
     flag: the flag that gave the address, for errors.
-    methods: allowed besides HEAD.
 
   Raises:
     ConfigError: the address is not HOST:PORT, or cannot be opened.
   """
 
-  allow_reuse_address = True
-  daemon_threads = True
-  block_on_close = False
-  request_queue_size = 128
-
-  def __init__(
-    self,
-    listen: str,
-    answer: Callable[[Request], Answer],
-    flag: str,
-    methods: tuple[str, ...] = ("GET",),
-  ):
-    host, port = parse_address(listen, flag)
-    self.answer, self.methods = answer, methods
-    self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    self._open: dict[socket.socket, float] = {}  # since when, oldest first
-    self._lock = threading.Lock()
-    self._answers = threading.Thread(
-      target=self.serve_forever, args=(0.1,), name="web", daemon=True
-    )
+  def __init__(self, listen: str, answer: Callable[[Request], Answer], flag: str):
+    parse_address(listen, flag)
+    self.answer = answer
     try:
-      super().__init__((host, port), _Handler)
-    except (OSError, TypeError, ValueError) as error:  # not an OSError: it is no host name
+      listener, url = bind(f"tcp://{listen}")
+    except (OSError, ValueError) as error:  # ValueError: it is no host name
       reason = error.strerror if isinstance(error, OSError) else error
       raise ConfigError(
         f"{flag} = {listen!r}: cannot be opened ({reason})."
         " Fix: give an address of this machine and a free port, or port 0."
       ) from error
-    shown = f"[{host}]" if ":" in host else host
-    self.url = f"http://{shown}:{self.server_address[1]}"
-
-  def start(self) -> None:
-    """Answers requests from now on, in threads of its own."""
-    self._answers.start()
+    self.url = url.replace("tcp:", "http:")
+    self._door = Door(listener, None, self._serve, MAX_CONNECTIONS, REQUEST_SECONDS, Counters())
 
   def close(self) -> None:
     """Stops the server."""
-    if self._answers.is_alive():  # else `shutdown` would wait for ever
-      self.shutdown()
-    self.server_close()
+    self._door.close()
 
-  def get_request(self):
-    try:
-      return super().get_request()
-    except OSError:  # no descriptor is left: what waits would wake this thread again and again
-      time.sleep(PAUSE_SECONDS)
-      raise
-
-  def process_request(self, request, client_address) -> None:
-    with self._lock:
-      self._open[request] = time.monotonic()
-      full = len(self._open) > 2 * MAX_CONNECTIONS
-    if full:
-      self.shutdown_request(request)  # the old ones do not end: refuse the new one
-    else:
-      super().process_request(request, client_address)
-
-  def service_actions(self) -> None:
-    """Cuts off connections that take too long, and the oldest ones when there are too many."""
-    late = time.monotonic() - REQUEST_SECONDS
-    with self._lock:
-      newest_first = list(reversed(self._open.items()))
-    for i, (connection, since) in enumerate(newest_first):
-      if i >= MAX_CONNECTIONS or since < late:
-        with contextlib.suppress(OSError):  # the connection has just ended
-          connection.shutdown(socket.SHUT_RDWR)  # wakes its thread, which closes it
-
-  def shutdown_request(self, request) -> None:
-    with self._lock:
-      self._open.pop(request, None)
-    super().shutdown_request(request)
-
-  def handle_error(self, request, client_address) -> None:
-    if not isinstance(sys.exception(), OSError):  # a broken connection is not our error
-      warn(f"a connection could not be served\n{traceback.format_exc()}")
+  def _serve(self, connected: socket.socket) -> bool:
+    _Handler(connected, None, cast(Any, self))
+    return False
 
 
 class _RequestReader(io.RawIOBase):
-  """What a client sends, up to the most that a request may have."""
+  """What a client sends in time, up to the most that a request may have."""
 
   def __init__(self, connection: socket.socket):
     self._connection, self._left = connection, REQUEST_BYTES + BODY_BYTES
+    self._until = time.monotonic() + REQUEST_SECONDS
 
   def readable(self) -> bool:
     return True
@@ -169,6 +114,7 @@ class _RequestReader(io.RawIOBase):
   def readinto(self, buffer) -> int:
     if not self._left:
       raise TimeoutError("the request does not end")  # which ends the connection
+    self._connection.settimeout(max(1e-3, self._until - time.monotonic()))
     count = self._connection.recv_into(memoryview(buffer)[: self._left])
     self._left -= count
     return count
@@ -177,7 +123,7 @@ class _RequestReader(io.RawIOBase):
 class _Handler(http.server.BaseHTTPRequestHandler):
   """One request, one answer, then the connection is closed."""
 
-  server: WebServer
+  server: Any  # the WebServer
 
   def setup(self) -> None:
     super().setup()
@@ -191,9 +137,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
   def do_POST(self) -> None:
     length = self.headers.get("Content-Length", "")
-    if "POST" not in self.server.methods:
-      self.send_error(501)
-    elif "Transfer-Encoding" in self.headers or not (length.isascii() and length.isdecimal()):
+    if "Transfer-Encoding" in self.headers or not (length.isascii() and length.isdecimal()):
       self.send_error(411)
     elif len(length) > 9 or int(length) > BODY_BYTES:
       self.send_error(413)
@@ -230,6 +174,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     for name, value in {**headers, "Cache-Control": "no-store", **answer.headers}.items():
       self.send_header(name, value)
     self.send_header("Connection", "close")
+    self.connection.settimeout(REQUEST_SECONDS)
     self.end_headers()
     if self.command != "HEAD":
       self.wfile.write(body)
@@ -316,9 +261,8 @@ class Health:
     Raises:
       ConfigError: `listen` is not HOST:PORT, or cannot be opened.
     """
-    self._server = server = WebServer(listen, self._answer, "--http")
-    server.start()
-    self.url = server.url
+    self._server = WebServer(listen, self._answer, "--http")
+    self.url = self._server.url
     return self.url
 
   def close(self) -> None:
@@ -329,6 +273,8 @@ class Health:
 
   def _answer(self, request: Request) -> Answer:
     found = {"/livez": self.livez, "/readyz": self.readyz, "/status": self.status}
+    if request.method != "GET":
+      return Answer(405, "nothing can be changed here\n", headers={"Allow": "GET, HEAD"})
     if request.path not in found:
       return Answer(404, "there are /livez, /readyz and /status\n")
     code, text = found[request.path]()

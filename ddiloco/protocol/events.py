@@ -119,7 +119,7 @@ class Ignored(Event, frozen=True, kw_only=True):
 
 
 class Dropped(Event, frozen=True, kw_only=True):
-  """A peer says that it did not take in messages of this role."""
+  """Messages of a peer were dropped here, and why the newest one."""
 
   peer: str
   count: int

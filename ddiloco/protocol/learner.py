@@ -114,13 +114,8 @@ def _on_request_value(state: LearnerState, request: messages.RequestValue) -> Le
   header = state.fragments[request.fragment].base_header
   if header is None:
     return state, []
-  same = ("fragment", "version", "round", "merged_tokens", "merged_rounds", "seal")
-  value = messages.Value(
-    *state.me,
-    **{name: getattr(header, name) for name in same},
-    snapshot=state.snapshot,
-    count=state.vector_clock[state.learner],
-  )
+  count = state.vector_clock[state.learner]
+  value = messages.Value(*state.me, header, state.snapshot, count)
   return state, [Send(request.shard, value)]
 
 

@@ -3,16 +3,14 @@
 Learner -1 is the evaluator: a member that receives and never trains. Shards speak
 to each other only about copies of what they committed (`checkpoint/buddy.py`).
 
-A frame is one header and one raw payload (a fragment in a wire codec, or nothing). The header is a
-msgpack list, never pickle: [format, run id, plan id, message], and its CRC-32. `decode`
-accepts only exactly well-formed frames; everything else raises `MalformedMessage`, which the
-transports count and drop.
+A frame is one header and one raw payload (a fragment in a wire codec, or nothing). The header is
+the message as a msgpack list, never pickle, and its CRC-32. `decode` accepts only exactly
+well-formed frames; everything else raises `MalformedMessage`, which the transports count and drop.
+Of which run and format all its messages are, a connection says once (`network.frames.Greeting`).
 """
 
 from __future__ import annotations
 
-import functools
-import reprlib
 import sys
 import typing
 import zlib
@@ -101,14 +99,9 @@ class Push(ToShard):
 class Value(ToShard):
   """A fragment's value as I last received it, for its shard, which lost it and asked me."""
 
-  fragment: CountOrNone
-  version: Count
-  round: CountOrNone
-  merged_tokens: Count
-  merged_rounds: ByLearner
+  publish: Publish  # that made it, without its payload
   snapshot: Count
   count: Count  # as in `Push`
-  seal: Text  # as received with the value
   payload: Payload = None
 
 
@@ -289,7 +282,6 @@ WIRE_FORMAT = 11
 MAX_ERROR = 200  # characters of an error's text
 CHECKSUM_BYTES = 4  # at the end of every header
 MAX_HEADER_BYTES = 1 << 20
-Parts = Annotated[list[msgspec.Raw], Meta(max_length=64)]  # values as their encoded bytes
 _REFUSED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # no text; nested too deeply
 
 
@@ -336,11 +328,11 @@ def _named(text: str, names: Sequence[str]) -> str:
 _decode = exactly(KINDS, "message")
 
 
-def encode(message: Message, run_id: str, plan_id: str) -> tuple[bytes, Payload]:
+def encode(message: Message) -> tuple[bytes, Payload]:
   """(header, payload) of a message; the payload is not copied."""
   payload = getattr(message, "payload", None)
   bare = message if payload is None else replace(message, payload=None)
-  return with_checksum(envelope(run_id, plan_id) + msgpack.encode(bare)), payload
+  return with_checksum(msgpack.encode(bare)), payload
 
 
 def with_checksum(body: bytes) -> bytes:
@@ -352,41 +344,22 @@ def with_checksum(body: bytes) -> bytes:
   return body + zlib.crc32(body).to_bytes(CHECKSUM_BYTES, "big")
 
 
-def decode(header: bytes, payload: Payload, run_id: str, plan_id: str) -> Message:
+def decode(header: bytes, payload: Payload) -> Message:
   """The message in a frame.
 
   Raises:
-    MalformedMessage: not a frame of this format, run or plan, or a field of wrong type or range.
+    MalformedMessage: not a frame of this format, or a field of wrong type or range.
   """
   if len(header) > MAX_HEADER_BYTES:
     raise MalformedMessage(f"header of {len(header)} bytes exceeds {MAX_HEADER_BYTES}")
-  body, start = bytes(header[:-CHECKSUM_BYTES]), envelope(run_id, plan_id)
+  body = bytes(header[:-CHECKSUM_BYTES])
   if with_checksum(body) != bytes(header):
     raise MalformedMessage("header is damaged: its CRC-32 does not fit")
-  if not body.startswith(start):
-    raise MalformedMessage(_stranger(body, run_id, plan_id))
-  message = _decode(body[len(start) :])
+  message = _decode(body)
   if isinstance(message, BULK) != (payload is not None):
     wrong = "without its payload" if payload is None else "carries no payload"
     raise MalformedMessage(f"{type(message).__name__} {wrong}")
   return message if payload is None else replace(message, payload=payload)
-
-
-@functools.lru_cache(maxsize=16)
-def envelope(run_id: str, plan_id: str) -> bytes:
-  """The bytes with which every header of a run begins: all before the message."""
-  return msgpack.encode((WIRE_FORMAT, run_id, plan_id, None))[:-1]
-
-
-def _stranger(body: bytes, run_id: str, plan_id: str) -> str:
-  """Why a header that begins otherwise than `envelope` does not belong to this run."""
-  try:
-    parts = msgpack.decode(body, type=Parts)[:3]
-    said = [reprlib.repr(msgpack.decode(part)) for part in parts]
-  except (*_REFUSED, TypeError, ValueError):  # for example a mapping with an unhashable key
-    said = ["no msgpack list"]
-  own = f"format {WIRE_FORMAT}, run id {run_id!r} and plan id {plan_id!r}"
-  return f"header begins with {', '.join(said)}, those of this run with {own}"
 
 
 def frame_bytes(header: bytes, payload: Payload) -> int:

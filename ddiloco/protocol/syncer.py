@@ -344,8 +344,9 @@ def _request_values(
 
 
 def _on_value(state: SyncerState, value: Value, event: Received) -> SyncerOutcome:
-  i = state.position(value.fragment)
-  requests, key = state.value_requests, (value.fragment, value.learner)
+  given = value.publish
+  i = state.position(given.fragment)
+  requests, key = state.value_requests, (given.fragment, value.learner)
   request = requests.get(key)
   if i is None or request is None:
     return state, [ignored(value, "it was not asked for")]
@@ -359,10 +360,10 @@ def _on_value(state: SyncerState, value: Value, event: Received) -> SyncerOutcom
   f = state.fragments[i]
   if event.fault:
     return state, [ignored(value, event.fault), *_give_up(state, value, event.fault)]
-  if max(value.merged_rounds.values(), default=-1) > value.round:
+  if max(given.merged_rounds.values(), default=-1) > given.round:
     return state, [ignored(value, "cannot have merged what it says")]
-  requests = {k: r for k, r in requests.items() if k[0] != f.index or r.round > value.round}
-  if not state.is_newer(f, value.round):
+  requests = {k: r for k, r in requests.items() if k[0] != f.index or r.round > given.round}
+  if not state.is_newer(f, given.round):
     return state, [ignored(value, "not newer than what is here, or never made")]
   todo = list[SyncerAction]()
   if i in state.under_way:  # its pushes are changes of the value before
@@ -370,10 +371,10 @@ def _on_value(state: SyncerState, value: Value, event: Received) -> SyncerOutcom
     state, todo = rounds.end_round(state, i, void, "a newer value was given back", event.now)
   f = FragmentState(
     f.index,
-    version=value.version,
-    merged_tokens=value.merged_tokens,
-    merged_rounds=value.merged_rounds,
-    last_round=value.round,
+    version=given.version,
+    merged_tokens=given.merged_tokens,
+    merged_rounds=given.merged_rounds,
+    last_round=given.round,
     global_step=max(0, state.global_step - state.sync.sync_period),
     snapshot=state.snapshot,
   )
@@ -402,9 +403,10 @@ def _on_value(state: SyncerState, value: Value, event: Received) -> SyncerOutcom
 def _give_up(state: SyncerState, value: Value, fault: str) -> list[SyncerAction]:
   """A learner whose value is refused again and again starts afresh: it takes no older value, so it
   would never be a member again. If that befell all learners, the run would stand still."""
-  if state.value_requests[value.fragment, value.learner].times < state.sync.quarantine_after:
+  fragment = value.publish.fragment
+  if state.value_requests[fragment, value.learner].times < state.sync.quarantine_after:
     return []
-  reason = f"the value of fragment {value.fragment} that it gives back is refused: {fault}"
+  reason = f"the value of fragment {fragment} that it gives back is refused: {fault}"
   rejection = Rejection(*state.to(value.incarnation), -1, -1, True, reason)
   logged = events.Member(learner=value.learner, state="quarantined", reason=reason)
   return [Send(value.learner, rejection), logged]

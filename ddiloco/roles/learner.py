@@ -299,11 +299,11 @@ class Exchange(WorkingRole):
     """Gives back a value that its shard lost; not again while it waits to be sent: on a slow link
     the shard asks again before a value of gigabytes has left."""
     to = syncer_address(shard)
-    before = self._given.get(value.fragment)
+    before = self._given.get(value.publish.fragment)
     if before is not None and before() is not None and self.endpoint.unsent(to):
       return
-    payload = self._deltas.base[value.fragment].view(np.uint8)
-    self._given[value.fragment] = weakref.ref(payload)
+    payload = self._deltas.base[value.publish.fragment].view(np.uint8)
+    self._given[value.publish.fragment] = weakref.ref(payload)
     yield None
     self.endpoint.send(to, replace(value, payload=payload))
 

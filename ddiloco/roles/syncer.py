@@ -258,7 +258,9 @@ class Syncer(WorkingRole):
 
   def _check(self, value: Value, now: float) -> Received:
     received, sealer = self.merger.take_back(value, now), self._sealer
-    if not received.fault and sealer is not None and not sealer.fits(value, received.content):
+    if (
+      not received.fault and sealer is not None and not sealer.fits(value.publish, received.content)
+    ):
       return Received(value, now, fault="is no value of this shard: its seal does not fit")
     return received
 

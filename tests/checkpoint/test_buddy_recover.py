@@ -53,14 +53,14 @@ class Buddy(threading.Thread):
 
 
 def test_a_restarted_shard_gets_back_what_its_buddy_holds():
-  hub, held = Hub("run", PLAN.plan_id), [committed(0, 7), committed(2, 9, momentum=False)]
+  hub, held = Hub(), [committed(0, 7), committed(2, 9, momentum=False)]
   with Buddy(hub, *held):
     found = ask(hub)
   assert {p: bits(c)[2:] for p, c in found.items()} == {c.state.index: bits(c)[2:] for c in held}
 
 
 def test_a_buddy_with_nothing_says_so_at_once_and_one_that_is_away_is_not_waited_for():
-  hub = Hub("run", PLAN.plan_id)
+  hub = Hub()
   started = time.monotonic()
   with Buddy(hub):
     assert ask(hub) == {}

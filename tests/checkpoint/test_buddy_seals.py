@@ -48,11 +48,8 @@ def published(shard: Shard) -> dict[int, Publish]:
 
 def value_of(publish: Publish, held: np.ndarray, learner: int = 0, **changes) -> Value:
   """What an honest learner returns, but for the changes."""
-  true = Value(
-    learner, 0, publish.fragment, publish.version, publish.round, publish.merged_tokens,
-    publish.merged_rounds, 0, 0, publish.seal, codec.encode(held, "f32"),
-  )  # fmt: skip
-  return replace(true, **changes)
+  header = replace(publish, payload=None, **changes)
+  return Value(learner, 0, header, 0, 0, codec.encode(held, "f32"))
 
 
 def reborn(shard: Shard) -> Shard:
@@ -113,15 +110,13 @@ def test_weights_of_a_learners_choice_are_refused(lost):
 
 def test_a_value_that_another_key_has_sealed_is_refused(lost):
   again, sent, held = lost
-  forged = value_of(sent, held)
-  forged = replace(forged, seal=seal(b"mine", "run", "plan", forged, held))
-  again.hear(forged)
+  again.hear(value_of(sent, held, seal=seal(b"mine", "run", "plan", sent, held)))
   assert again.store[0].state.version == 0
 
 
 def test_a_seal_is_of_one_run_and_one_fragment():
   value = np.arange(6, dtype=np.float32)
-  of = value_of(says.publish(0, 0, 0, 0, 7, 3, -1, 9, 90, (0, 7), ""), value)
+  of = says.publish(0, 0, 0, 0, 7, 3, -1, 9, 90, (0, 7), "")
   one = seal(SECRET, "run", "plan", of, value)
   assert one == seal(SECRET, "run", "plan", of, value.copy())
   others = [

@@ -81,8 +81,8 @@ class Mortal(QueueEndpoint):
 
 
 class MortalHub(Hub):
-  def __init__(self, run_id: str, plan_id: str):
-    super().__init__(run_id, plan_id)
+  def __init__(self):
+    super().__init__()
     self.deaths: dict[str, tuple[str, int]] = {}  # address -> when, from which version on
     self.died: dict[str, tuple[Mortal, int, int]] = {}  # address -> who, in which commit
     self.published = 0
@@ -103,7 +103,7 @@ class Mortals(Fleet):
 
   def __init__(self, config):
     super().__init__(config)
-    self.hub = MortalHub("toy", self.plan.plan_id)
+    self.hub = MortalHub()
 
   def _serve(self, s: int, incarnation: int, kill: threading.Event) -> None:
     with contextlib.suppress(Died):  # like a killed process: no goodbye, its endpoint still open

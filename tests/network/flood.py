@@ -32,7 +32,7 @@ def main(url: str, keys: str, run_id: str, plan_id: str, learner: int, fragments
     messages.RequestMoments(learner, incarnation, tuple(range(fragments))),
     messages.Goodbye(learner, incarnation),
   ]
-  data = [frames.encode(frames.Control(messages.encode(m, run_id, plan_id)[0])) for m in say]
+  data = [frames.encode(frames.Control(messages.encode(m)[0])) for m in say]
   next_line = time.monotonic() + 1.0
   for count in itertools.count():
     connection.sendall(data[count % len(data)])

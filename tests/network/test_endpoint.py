@@ -62,6 +62,7 @@ def test_why_greetings_are_refused():
     ({}, "", "not listed here any more"),
     ({"run_id": "b"}, None, "this is run 'run', not 'b'"),
     ({"plan_id": "b"}, None, "other settings"),
+    ({"format": 1}, None, "wire format 1, this side"),
     ({"incarnation": ahead}, None, "clock"),
   ]:
     assert words in objection(run, replace(good, **changes), owner)
@@ -346,7 +347,7 @@ def test_odd_frames_of_a_member_are_dropped_and_it_goes_on(net):
   odd = [
     ODD[name] for name in ("no msgpack", "a greeting with payload", "a fragment that no shard has")
   ]
-  good = frames.encode(frames.Control(messages.encode(hello(), "run", "plan")[0]))
+  good = frames.encode(frames.Control(messages.encode(hello())[0]))
   with socket.create_connection(("127.0.0.1", port), timeout=SECONDS) as member:
     member.sendall(b"".join([frames.encode(greeting), *odd, frames.encode(greeting), good]))
     assert shard.receive(SECONDS)[:2] == ("learner-0", hello())

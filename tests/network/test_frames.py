@@ -13,7 +13,7 @@ from ddiloco.protocol.values import replace
 FRAMES = [
   frames.Greeting("run", "plan", "learner-1", 5, b"12345678", 2),
   frames.GreetingRefused(True, "why"),
-  frames.Beat(3, "why"),
+  frames.Beat(),
   frames.Control(b"header"),
   frames.Bulk(1, 3, b"header"),
 ]

@@ -10,6 +10,7 @@ import types
 import pytest
 
 from ddiloco.network import frames
+from ddiloco.network.frames import TcpInfo
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's own pacing")
 MOST = frames._NO_LIMIT
@@ -23,23 +24,55 @@ class Sender:
     self.seconds, self.limits = 0.0, []
 
   def getsockopt(self, level: int, option: int, size: int) -> bytes:
-    acked, busy = int(self.rate * self.seconds), int(1e6 * self.seconds)
+    acked, busy = int(self.rate * self.sending_seconds()), int(1e6 * self.seconds)
     full = int(self.full_share * busy)
-    return frames._TCP_INFO.pack(100 + self.queue_us, acked, 100, busy, full)[:size]
+    silent_ms = int(1e3 * self.silent_seconds())
+    info = TcpInfo(self.state(), 1, silent_ms, 100 + self.queue_us, acked, 1, 100, busy, full)
+    return frames._TCP_INFO.pack(*info)[:size]
+
+  def state(self) -> int:
+    return 0
+
+  def sending_seconds(self) -> float:
+    return self.seconds
+
+  def silent_seconds(self) -> float:
+    return 0.0
 
   def setsockopt(self, level: int, option: int, value: bytes) -> None:
     self.limits.append(struct.unpack("=I", value)[0])
+
+
+class Interrupted(Sender):
+  """Its link is gone for two seconds. A third of a second later the kernel's timer strikes, and in
+  the end it takes a fifth to send what was lost."""
+
+  def __init__(self, at_seconds: float):
+    super().__init__(1.25e6, 0.05)
+    self.at_seconds, self.back_seconds = at_seconds, at_seconds + 2.0
+
+  def state(self) -> int:
+    return frames._LOSS if self.at_seconds + 0.3 < self.seconds < self.back_seconds + 0.2 else 0
+
+  def sending_seconds(self) -> float:
+    return min(self.seconds, self.at_seconds) + max(0.0, self.seconds - self.back_seconds)
+
+  def silent_seconds(self) -> float:
+    gone = self.at_seconds < self.seconds < self.back_seconds
+    return self.seconds - self.at_seconds if gone else 0.0
 
 
 @pytest.mark.parametrize(
   "sender, limits",
   [
     (Sender(1.25e6, 0.05), [MOST, 1_125_000, MOST]),
+    (Interrupted(0.1), [MOST, 1_125_000]),  # it kept to a seventh of its rate for 4.5 seconds
+    (Interrupted(0.35), [MOST, 1_125_000]),
     (Sender(1.25e6, 0.001), [MOST]),  # its queue is short
     (Sender(2e9, 0.05), [MOST]),  # it is fast
     (Sender(20e6, 0.05, full_share=0.8), [MOST]),  # it is its reader that is slow
   ],
-  ids=["slow", "short queue", "fast", "slow reader"],
+  ids=["slow", "outage", "its beginning", "short queue", "fast", "slow reader"],
 )
 def test_only_a_slow_link_has_a_limit_for_a_while(monkeypatch, sender, limits):
   clock = types.SimpleNamespace(monotonic=lambda: sender.seconds)

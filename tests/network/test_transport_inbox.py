@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ddiloco.network import transport
-from ddiloco.network.transport import BULK_AFTER, MAX_CONTROL, Endpoint, RunIdentity
+from ddiloco.network.transport import BULK_AFTER, MAX_CONTROL, Endpoint
 from ddiloco.protocol import messages
 from ddiloco.protocol.messages import Goodbye, Message, Push, Report, RequestMoments
 from tests import says
@@ -19,13 +19,11 @@ class Box:
   """An inbox and what it was told."""
 
   def __init__(self, max_bulk_bytes: int = 1 << 30):
-    self.dropped = []
-    self.inbox = Endpoint("syncer-0", RunIdentity("run", "plan", 1 << 30, max_bulk_bytes))
-    self.inbox._dropped = lambda *what: self.dropped.append(what)
+    self.inbox = Endpoint("syncer-0", max_bulk_bytes)
     self.counters = self.inbox.counters
 
   def put(self, message: Message, incarnation: int | None = None, sender: str = "") -> bool:
-    header, payload = messages.encode(message, "run", "plan")
+    header, payload = messages.encode(message)
     sender = sender or transport.claimed_sender(message)
     return self.inbox.put(sender, header, payload, incarnation)
 
@@ -58,18 +56,19 @@ def test_a_flood_of_one_peer_costs_each_of_the_others_one_turn():
 
 
 def test_what_waits_from_one_peer_is_bounded_in_number_and_in_bytes_and_drops_are_counted():
-  box = Box(max_bulk_bytes=1000)
+  box = Box(max_bulk_bytes=900)
   for number in range(3 * MAX_CONTROL):
     box.put(RequestMoments(0, 0, (number,)))
     box.put(push(0, number, size=300))
   assert box.inbox.waiting == MAX_CONTROL + 2, "and two pushes of 300 bytes and their headers"
-  assert box.counters.overflowed == 5 * MAX_CONTROL - 2 == len(box.dropped)
+  assert box.counters.overflowed == 5 * MAX_CONTROL - 2
   assert box.put(Goodbye(1, 0)), "another peer has room of its own"
   got = box.all()
   assert [m.round for m in got if isinstance(m, Push)] == [0, 1], "the others may come again"
   asked = [m.fragments[0] for m in got if isinstance(m, RequestMoments)]
-  assert asked == list(range(2 * MAX_CONTROL, 3 * MAX_CONTROL)), "of control the newest counts"
-  assert box.dropped[-1] == ("learner-0", "too many of its messages wait here")
+  assert asked == list(range(MAX_CONTROL)), "and so may these"
+  why = "too many of its messages wait here"
+  assert box.inbox.drops == {"learner-0": (5 * MAX_CONTROL - 2, why)}
 
 
 def test_large_messages_of_control_are_bounded_by_their_bytes():
@@ -77,7 +76,7 @@ def test_large_messages_of_control_are_bounded_by_their_bytes():
   for number in range(200):
     box.put(RequestMoments(2, 0, (number, *range(1 << 15))))
   got = [m.fragments[0] for m in box.all()]
-  assert 10 < len(got) < 100 and got == list(range(200 - len(got), 200))
+  assert 10 < len(got) < 100 and got == list(range(len(got)))
   assert box.counters.overflowed == 200 - len(got)
 
 
@@ -90,14 +89,13 @@ def test_one_message_is_let_in_however_large_it_is():
 
 def test_memory_does_not_grow_with_the_length_of_a_flood():
   box = Box()
-  header, _ = messages.encode(RequestMoments(0, 0, tuple(range(100))), "run", "plan")
+  header, _ = messages.encode(RequestMoments(0, 0, tuple(range(100))))
 
   def flood(count: int) -> int:
     for _ in range(count):
       box.inbox.put("learner-0", bytes(bytearray(header)), None)
     return tracemalloc.get_traced_memory()[0]
 
-  box.dropped = collections.deque(maxlen=1)
   tracemalloc.start()
   try:
     first = flood(2 * MAX_CONTROL)
@@ -120,20 +118,20 @@ def test_of_a_learners_reports_only_the_newest_waits():
 
 def test_what_is_no_message_takes_no_room():
   box = Box()
-  header, _ = messages.encode(report(0, 1), "run", "plan")
+  header, _ = messages.encode(report(0, 1))
   for frame in ((b"garbage", None), (header, np.zeros(4, np.uint8))):
     for _ in range(2):
       box.inbox.put("learner-0", *frame)
-  assert box.inbox.waiting == 0 and box.counters.malformed == len(box.dropped) == 4
+  assert box.inbox.waiting == 0 and box.counters.malformed == box.inbox.drops["learner-0"][0] == 4
 
 
 def test_what_another_thread_drops_while_a_message_is_sent_is_counted():
   class Sender(Endpoint):
-    def _post(self, to: str, header: bytes, payload: messages.Payload) -> int:
+    def _post(self, to: str, header: bytes, payload: messages.Payload) -> bool:
       self.counters.undelivered += 5  # as the thread for control does when a peer has restarted
-      return 1
+      return False
 
-  sender = Sender("learner-0", RunIdentity("run", "plan", 1 << 30, 1 << 30))
+  sender = Sender("learner-0", 1 << 30)
   sender.send("syncer-0", report(0, 1))
   assert sender.counters.undelivered == 6
 
@@ -183,7 +181,8 @@ def test_who_greeted_as_one_incarnation_does_not_speak_as_another():
     box.put(message, incarnation=7)
   assert box.all() == [report(0, 1, 7)]
   assert box.counters.malformed == 3
-  assert any("greeted as incarnation 7 and speaks as 6" in reason for _, reason in box.dropped)
+  count, reason = box.inbox.drops["learner-0"]
+  assert count == 2 and "has greeted as incarnation 7 and speaks as 0" in reason
 
 
 @pytest.mark.parametrize("seed", range(20))

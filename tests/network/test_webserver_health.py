@@ -185,7 +185,7 @@ def test_there_is_nothing_else(serve, path):
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "XYZ"])
 def test_other_methods_are_refused(serve, method):
   code, text, _ = ask(serve(lambda: {"secret": 1}), "/status", method)
-  assert code == 501 and "secret" not in text
+  assert code == (405 if method == "POST" else 501) and "secret" not in text
 
 
 def test_a_status_names_a_run_whose_folder_is_no_unicode(serve):
@@ -245,7 +245,7 @@ def test_clients_that_hang_hold_up_nobody_and_are_cut_off(serve):
   for oldest in hanging[:MAX_CONNECTIONS]:
     assert ended(oldest) == b""
   assert ask(health, "/livez")[0] == 200
-  mine = [t for t in threading.enumerate() if "process_request_thread" in t.name]
+  mine = [t for t in threading.enumerate() if "_admit" in t.name]
   assert len(mine) <= 2 * MAX_CONNECTIONS
   start = time.monotonic()
   for _ in range(1000):

@@ -32,8 +32,10 @@ from ddiloco.protocol.messages import (
   Welcome,
 )
 from ddiloco.protocol.rules import MAX_PATIENCE_SECONDS
+from ddiloco.protocol.values import replace
 from ddiloco.simulation.stand_ins import Sized
 from ddiloco.simulation.world import Actor, Role
+from tests import says
 from tests.protocol.ledger import Delta, Ledger, Step
 from tests.protocol.virtual import STEP_TOKENS, Pace, Weather, World
 from tests.worlds import swarm
@@ -83,8 +85,8 @@ class Liar(Actor):
   def say(self, shard: int, lie: str, *asked: Message) -> None:
     message = getattr(self, lie)(*asked)
     if self.sent.total() % 16 == 0:  # well-formed, or a transport would have dropped it
-      header, payload = messages.encode(message, "run", "plan")
-      messages.decode(header, b"" if payload is not None else None, "run", "plan")
+      header, payload = messages.encode(message)
+      messages.decode(header, b"" if payload is not None else None)
     self.sent[lie] += 1
     self.world.send(self, ("syncer", shard), message)
 
@@ -152,13 +154,13 @@ class Liar(Actor):
   def value(self, request: RequestValue | None = None) -> Value:
     p = request.fragment if request else self.random.randrange(self.world.sync.num_fragments)
     published = [m for m in self.heard.get(Publish, ()) if m.fragment == p]
-    who = (self.number, self.incarnation, p)
+    who = self.number, self.incarnation
     if published and self.random.random() < 0.4:  # a true one, perhaps an old one
       m = self.random.choice(published)
-      what = (m.version, m.round, m.merged_tokens, m.merged_rounds)
-      return Value(*who, *what, m.snapshot, 0, m.seal, Sized(8, m.round))
-    what = (self.near(3), self.near(5), self.near(100), {0: self.near(3)})
-    return Value(*who, *what, self.near(self._snapshot(), 0), self.near(1), "ab", FORGED)
+      return Value(*who, replace(m, payload=None), m.snapshot, 0, Sized(8, m.round))
+    what = (p, self.near(3), self.near(5), self.near(100), {0: self.near(3)})
+    made_up = says.value(*who, *what, "ab", FORGED)
+    return replace(made_up, snapshot=self.near(self._snapshot(), 0), count=self.near(1))
 
   def other(self) -> Message:
     who, rng = (self.number, self.incarnation), self.random
@@ -217,11 +219,12 @@ class LiarLedger(Ledger):
 
   def is_true(self, value: Value) -> bool:
     """Whether the value is one that a shard has made: what its seal proves."""
-    key = value.fragment, value.round
-    if value.payload.content != value.round or key not in self.versions:
+    given = value.publish
+    key = given.fragment, given.round
+    if value.payload.content != given.round or key not in self.versions:
       return False
     honest = len(self.contents[key]) * STEP_TOKENS
-    return (value.version, value.merged_tokens) == (self.versions[key], honest + self.lied[key])
+    return (given.version, given.merged_tokens) == (self.versions[key], honest + self.lied[key])
 
 
 class LiarWorld(World):

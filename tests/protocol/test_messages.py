@@ -15,7 +15,6 @@ from ddiloco.protocol.messages import (
   MAX_HEADER_BYTES,
   MAX_LEARNERS,
   NOTHING,
-  WIRE_FORMAT,
   ForwardMoments,
   FragmentState,
   Goodbye,
@@ -37,13 +36,11 @@ from ddiloco.protocol.messages import (
   Welcome,
   decode,
   encode,
-  envelope,
   frame_bytes,
   with_checksum,
 )
 from ddiloco.protocol.values import replace
 
-RUN, PLAN = "run-2026-01-31-abcdef", "0123456789abcdef"
 LEAST = {  # of numbers that may be negative
   **dict.fromkeys(("rounds", "base_round"), -2),
   **dict.fromkeys(("learner", "versions", "base_version", "round", "fragment"), -1),
@@ -51,11 +48,12 @@ LEAST = {  # of numbers that may be negative
 }
 BYTES = bytes(range(64))
 STATE = FragmentState(5, 8, 10**9, {0: 2**33, 3: 2**33}, {0: 900}, 2**33, 900, 3)
+HEADER = Publish(1, 0, 2, 5, 2**33, 8, 9, 900, 10**9, {0: 2**33}, 3, 7, "ab12", "bf16")
 EXAMPLES = [
   Report(3, 1, 17, 0.25, (4, -1), (2**33, -2), (2, 0), False, 3),
   Report(-1, 0, 0, 0.0, (), (), (), False, 0, joins=True, whole=True),
   Push(3, 1, 5, 2**33, 7, 24, 24_576, 900, 3, 2**52, "int4", BYTES),
-  Value(3, 1, 5, 8, 2**33, 10**9, {0: 2**33, 3: 7}, 3, 2**52, "ab12", BYTES),
+  Value(3, 1, HEADER, 3, 2**52, BYTES),
   RequestMoments(3, 1, (0, 5)),
   Moments(3, 1, 5, 2, 880, BYTES),
   Goodbye(3, 1),
@@ -75,25 +73,20 @@ EXAMPLES = [
 
 
 def header_of(message) -> list:
-  """[format, run id, plan id, kind, fields...]: flat, so that each can be changed."""
-  *envelope, body = msgpack.decode(encode(message, RUN, PLAN)[0][:-CHECKSUM_BYTES])
-  return [*envelope, *body]
+  """[kind, fields...]"""
+  return msgpack.decode(encode(message)[0][:-CHECKSUM_BYTES])
 
 
 def changed(message, name: str, value) -> list:
   """The header with another value of this field."""
   header = header_of(message)
-  header[4 + message.__struct_fields__.index(name)] = value
+  header[1 + message.__struct_fields__.index(name)] = value
   return header
 
 
-def packed(header: list) -> bytes:
-  return msgpack.encode((*header[:3], header[3:]))
-
-
 def read(header: list | bytes, payload=None):
-  header = header if isinstance(header, bytes) else packed(header)
-  return decode(with_checksum(header), payload, RUN, PLAN)
+  header = header if isinstance(header, bytes) else msgpack.encode(header)
+  return decode(with_checksum(header), payload)
 
 
 def test_examples_cover_every_kind():
@@ -102,15 +95,15 @@ def test_examples_cover_every_kind():
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda m: type(m).__name__)
 def test_round_trip(message):
-  header, payload = encode(message, RUN, PLAN)
-  assert decode(header, payload, RUN, PLAN) == message
+  header, payload = encode(message)
+  assert decode(header, payload) == message
   assert payload is getattr(message, "payload", None), "no copy"
   assert frame_bytes(header, payload) == len(header) + (len(BYTES) if payload else 0)
 
 
 def test_headers_are_small():
   for message in EXAMPLES:
-    header, _ = encode(message, RUN, PLAN)
+    header, _ = encode(message)
     assert len(header) < 220, message
 
 
@@ -132,7 +125,7 @@ def wrong(name: str, good) -> list:
     bool: [0, 1, "True"],
     dict: [7, {0: True}, {0: -2}, {-2: 0}, {1 << 15: 0}],
     str: [7, b"f32", True],
-    FragmentState: [7, {}],
+    **{kind: [7, {}] for kind in (FragmentState, Publish)},
   }[type(good)]
   if isinstance(good, FragmentState):
     inside = {field: getattr(good, field) for field in good.__struct_fields__}
@@ -169,7 +162,7 @@ def test_a_version_fits_a_header_whoever_has_had_a_part_in_it():
   state = FragmentState(3, 9, 64, merged, steps, 12, 5, 2)
   replica = Replica(1, 7, 0, state, 12, NOTHING, "f32", BYTES)
   for message in (publish, replica):
-    assert decode(*encode(message, "run", "plan"), "run", "plan") == message
+    assert decode(*encode(message)) == message
 
 
 def test_every_wrong_field_is_refused_and_named():
@@ -189,49 +182,35 @@ def test_only_what_may_be_minus_one_is(kind):
 
 
 @pytest.mark.parametrize(
-  "place, value, text",
+  "kind, text",
   [
-    (0, WIRE_FORMAT + 1, f"begins with {WIRE_FORMAT + 1}, .* with format {WIRE_FORMAT}"),
-    (0, True, "begins with True, "),
-    (0, 1.0, "begins with 1.0, "),
-    (1, "another", f", 'another', .* run id '{RUN}'"),
-    (2, "another", f", 'another', .* plan id '{PLAN}'"),
-    (2, None, ", None, those of this run"),
-    (3, "Helo", "Invalid value 'Helo'"),
-    (3, 7, "Expected `str`, got `int`"),
-    (3, ["Hello"], "Expected `str`, got `array`"),
+    ("Helo", "Invalid value 'Helo'"),
+    (7, "Expected `str`, got `int`"),
+    (["Hello"], "Expected `str`, got `array`"),
   ],
 )
-def test_wrong_envelope(place, value, text):
-  header = header_of(RequestMoments(3, 1, (2, 1, 0)))
-  header[place] = value
+def test_wrong_kinds(kind, text):
   with pytest.raises(MalformedMessage, match=text):
-    read(header)
+    read([kind, *header_of(RequestMoments(3, 1, (2, 1, 0)))[1:]])
 
 
 def test_wrong_frames():
   good = header_of(next(each for each in EXAMPLES if isinstance(each, Publish)))
-  start = envelope(RUN, PLAN)
   for header, text in [
-    (b"", "no msgpack list"),
-    (b"\xc1", "no msgpack list"),
-    (packed(good) + b"\x00", "is not valid"),
-    (packed(good)[:-1], "is not valid"),
-    (msgpack.encode({"a": 1}), "no msgpack list"),
-    (msgpack.encode(good[:3]), f"begins with {WIRE_FORMAT}, '{RUN}', '{PLAN}', those of this run"),
-    (msgpack.encode([3, *good[1:]]), f"begins with 3, .* with format {WIRE_FORMAT}"),
-    (msgpack.encode([*good[:3], {"kind": "Goodbye"}]), "Expected `array`, got `object`"),
-    (msgpack.encode([*good[:3], []]), "Expected `array` of at least length 1, got 0"),
-    (packed([*good, 1]), "Expected `array` of at most length"),
-    (packed(good[:-3]), "Expected `array` of at least length"),
-    (packed([*good[:-1], b""]), "Expected `null`, got `bytes` - at `payload`"),
-    (packed(good[:-1]), "Publish: it is .*another way"),
+    (b"", "is not valid"),
+    (b"\xc1", "is not valid"),
+    (msgpack.encode(good) + b"\x00", "is not valid"),
+    (msgpack.encode(good)[:-1], "is not valid"),
+    (msgpack.encode({"kind": "Goodbye"}), "Expected `array`, got `object`"),
+    ([], "Expected `array` of at least length 1, got 0"),
+    ([*good, 1], "Expected `array` of at most length"),
+    (good[:-3], "Expected `array` of at least length"),
+    ([*good[:-1], b""], "Expected `null`, got `bytes` - at `payload`"),
+    (good[:-1], "Publish: it is .*another way"),
     (bytes(MAX_HEADER_BYTES + 1), "exceeds"),
-    (b"\x91" * 100_000, "no msgpack list"),
-    (start + b"\x91" * 100_000, "is not valid"),
-    (b"\xdd\xff\xff\xff\xff", "no msgpack list"),
-    (start + b"\xdd\xff\xff\xff\xff", "is not valid"),
-    (start + b"\xdf\xff\xff\xff\xff", "is not valid"),
+    (b"\x91" * 100_000, "is not valid"),
+    (b"\xdd\xff\xff\xff\xff", "is not valid"),
+    (b"\xdf\xff\xff\xff\xff", "is not valid"),
   ]:
     with pytest.raises(MalformedMessage, match=text):
       read(header, BYTES)
@@ -250,7 +229,7 @@ def test_bulk_comes_with_its_payload():
 def test_the_text_of_an_error_is_short_and_controls_no_terminal():
   message = Welcome(1, 0, 2, 900, (1, 3, 5), (-1, 2**33, 7), 3)
   hostile = header_of(message)
-  hostile[3] = "\n\x1b[31mX" * 60_000
+  hostile[0] = "\n\x1b[31mX" * 60_000
   for wrong in (changed(message, "rounds", [True] * 60_000), hostile):
     with pytest.raises(MalformedMessage) as error:
       read(wrong)
@@ -259,7 +238,7 @@ def test_the_text_of_an_error_is_short_and_controls_no_terminal():
 
 def test_a_value_is_written_in_one_way_only():
   """Whoever reads a header, and whatever it compares, sees the same."""
-  good = packed(header_of(Goodbye(3, 1)))
+  good = msgpack.encode(header_of(Goodbye(3, 1)))
   assert good.endswith(b"\x93\xa7Goodbye\x03\x01")
   longer = good.replace(b"\x93\xa7Goodbye", b"\xdc\x00\x03\xa7Goodbye")
   for header, what in [(good[:-1] + b"\xcc\x01", "`incarnation`"), (longer, "it")]:
@@ -270,11 +249,11 @@ def test_a_value_is_written_in_one_way_only():
 def is_malformed_or_a_message(body: bytes, payload) -> bool:
   """With a right checksum, so that what is in it is looked at."""
   try:
-    message = decode(with_checksum(body), payload, RUN, PLAN)
+    message = decode(with_checksum(body), payload)
   except MalformedMessage as error:
     return str(error) != ""
-  again, same_payload = encode(message, RUN, PLAN)
-  return decode(again, same_payload, RUN, PLAN) == message
+  again, same_payload = encode(message)
+  return decode(again, same_payload) == message
 
 
 @settings(max_examples=300, deadline=None)
@@ -286,7 +265,7 @@ def test_random_bytes(header, payload):
 @settings(max_examples=500, deadline=None)
 @given(st.sampled_from(EXAMPLES), st.lists(st.tuples(st.integers(0, 10**6), st.binary(max_size=3))))
 def test_mutated_frames(message, edits):
-  header, payload = encode(message, RUN, PLAN)
+  header, payload = encode(message)
   header = header[:-CHECKSUM_BYTES]
   for where, new in edits:
     at = where % (len(header) + 1)
@@ -296,15 +275,15 @@ def test_mutated_frames(message, edits):
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda m: type(m).__name__)
 def test_no_flipped_bit_goes_unnoticed(message):
-  header, payload = encode(message, RUN, PLAN)
+  header, payload = encode(message)
   for bit in range(8 * len(header)):
     damaged = bytearray(header)
     damaged[bit // 8] ^= 1 << bit % 8
     with pytest.raises(MalformedMessage, match="damaged"):
-      decode(bytes(damaged), payload, RUN, PLAN)
+      decode(bytes(damaged), payload)
   for length in range(len(header)):
     with pytest.raises(MalformedMessage, match="damaged"):
-      decode(header[:length], payload, RUN, PLAN)
+      decode(header[:length], payload)
 
 
 ANYTHING = st.recursive(
@@ -319,4 +298,4 @@ ANYTHING = st.recursive(
 def test_any_value_in_any_place(message, place, value):
   header = header_of(message)
   header[place % len(header)] = value
-  assert is_malformed_or_a_message(packed(header), getattr(message, "payload", None))
+  assert is_malformed_or_a_message(msgpack.encode(header), getattr(message, "payload", None))

@@ -20,7 +20,6 @@ from ddiloco.protocol.messages import (
   Pull,
   RequestMoments,
   RequestValue,
-  Value,
 )
 from ddiloco.protocol.rules import Beliefs
 from ddiloco.protocol.values import replace
@@ -365,7 +364,7 @@ def test_a_fresh_empty_member_never_becomes_the_source_of_truth():
     for request in [
       a.message for a in actions if isinstance(getattr(a, "message", 0), RequestValue)
     ]:
-      empty = Value(3, 1, request.fragment, 99, 7, 10**9, {3: 7}, 0, 0, "00")
+      empty = says.value(3, 1, request.fragment, 99, 7, 10**9, {3: 7}, "00")
       fault = "is no value of this shard: its seal does not fit"
       state, answered = says.shard_on(state, Received(empty, 1.1, fault=fault))
       assert not any(isinstance(a, InstallValue) for a in answered)
@@ -390,7 +389,7 @@ def test_a_shard_on_a_new_host_takes_newer_values_of_the_run_whose_snapshot_it_h
   newer = says.report(0, 0, 9, 0.1, (9,), (2,), rounds=(made + 9,))
   state, actions = says.shard_on(state, Received(newer, 1.0))
   assert [a.message for a in actions if isinstance(a, Send)] == [RequestValue(0, 2_000, 0, 0)]
-  value = Value(0, 0, 0, 9, made + 9, 90, {0: made + 9}, snapshot=0, count=0, seal="")
+  value = says.value(0, 0, 0, 9, made + 9, 90, {0: made + 9})
   state, actions = says.shard_on(state, Received(value, 1.1))
   assert state.fragments[0].version == 9
   state, _ = says.shard_on(state, Received(newer, 1.2))
@@ -402,7 +401,7 @@ def test_a_learner_whose_value_is_refused_again_and_again_starts_afresh():
   value = FragmentState(0, version=6, last_round=6, merged_rounds={0: 6})
   state, now, refused = syncer.init(0, 2_000, (value,), ALONE, 1 << 60), 0.0, 0
   newer = says.report(0, 0, 9, 0.1, (9,), (2,), rounds=(9,))
-  given = Value(0, 0, 0, 9, 9, 90, {0: 9}, snapshot=0, count=0, seal="00")
+  given = says.value(0, 0, 0, 9, 9, 90, {0: 9}, "00")
   while now < 60.0:
     now += 0.5
     state, actions = says.shard_on(state, Received(newer, now))
@@ -423,7 +422,7 @@ def test_a_learner_that_never_gives_what_it_says_it_has_keeps_no_other_from_givi
   [asked] = shard.feed(says.report(0, 0, 9, 0.1, (9, 0), (2, 2), rounds=(99, -1)))
   [also] = shard.feed(says.report(1, 0, 9, 0.1, (3, 0), (2, 2), rounds=(7, -1)), 0.01)
   assert (asked.to, also.to) == (0, 1)
-  true = Value(1, 0, 0, 3, 7, 90, {1: 7}, snapshot=0, count=0, seal="")
+  true = says.value(1, 0, 0, 3, 7, 90, {1: 7})
   assert InstallValue(0, 7) in shard.feed(true, 0.1)
 
 

@@ -28,7 +28,6 @@ from ddiloco.protocol.messages import (
   Pull,
   Report,
   RequestValue,
-  Value,
 )
 from ddiloco.protocol.values import replace
 from tests import says
@@ -50,8 +49,7 @@ def test_a_shard_that_lost_commits_takes_them_back_from_a_learner():
   assert sent == Send(0, RequestValue(0, 1, 0, 0))
   assert shard.feed(newer) == [], "asked once, and again only after a while"
   assert shard.feed(newer, 1.5) == [sent]
-  value = Value(0, 0, 0, version=3, round=7, merged_tokens=90,
-    merged_rounds={0: 7, 2: 5}, snapshot=0, count=0, seal="")  # fmt: skip
+  value = says.value(0, 0, 0, 3, 7, 90, {0: 7, 2: 5})
   assert shard.feed(value, content="it") == [InstallValue(0, 7, "it")]
   f = shard.state.fragments[0]
   assert (f.version, f.last_round, f.merged_tokens, f.merged_rounds) == (3, 7, 90, {0: 7, 2: 5})
@@ -297,10 +295,7 @@ def test_who_has_another_value_of_the_same_version_is_not_asked():
 
 # --- liars ----------------------------------------------------------------------------------------
 
-VALUE = Value(
-  0, 0, 0, version=3, round=7, merged_tokens=90, merged_rounds={0: 7, 2: 5},
-  snapshot=0, count=0, seal="",
-)  # fmt: skip
+VALUE = says.value(0, 0, 0, 3, 7, 90, {0: 7, 2: 5})
 
 
 @pytest.mark.parametrize(
@@ -321,7 +316,9 @@ def test_a_value_that_cannot_be_is_not_adopted(lie):
   shard = Script(ALONE, incarnation=1)
   shard.feed(says.report(0, 0, 9, 0.1, (3, 0), (2, 2), rounds=(7, -1)))
   before = shard.state
-  assert shard.feed(replace(VALUE, **lie)) == [] and shard.state == before
+  about = replace(VALUE.publish, **{name: of for name, of in lie.items() if name != "snapshot"})
+  lied = replace(VALUE, publish=about, snapshot=lie.get("snapshot", 0))
+  assert shard.feed(lied) == [] and shard.state == before
   assert InstallValue(0, 7) in shard.feed(VALUE)
 
 

@@ -44,7 +44,7 @@ class Fleet:
   def __init__(self, config, patience_seconds: float = PATIENCE_SECONDS):
     self.patience_seconds = patience_seconds
     self.config, self.plan = config, fragments.make_plan(toy.SPECS, config.sync)
-    self.hub, self.stop = Hub("toy", self.plan.plan_id), threading.Event()
+    self.hub, self.stop = Hub(), threading.Event()
     self.events: dict[str, list] = defaultdict(list)
     self.failures: list[BaseException] = []
     self.threads: list[threading.Thread] = []

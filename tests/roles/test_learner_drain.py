@@ -31,7 +31,7 @@ class Run:
   def __init__(self, learners: int, **sync):
     self.config = toy.config(learners, 1_000_000, **{**SYNC, **sync})
     self.plan = fragments.make_plan(toy.SPECS, self.config.sync)
-    self.hub, first = Hub("toy", self.plan.plan_id), toy.initial_params()
+    self.hub, first = Hub(), toy.initial_params()
     self.store = {f.index: new_fragment(f, fragments.gather(f, first)) for f in self.plan.fragments}
     self.events: dict[str, list] = collections.defaultdict(list)
     self.stops: dict[str, threading.Event] = {}
@@ -148,7 +148,7 @@ def test_the_usual_time_of_a_step_is_that_of_one_that_was_waited_for():
       metrics = super().step(*arguments)
       return metrics if self.position > 1 else None
 
-  runtime = Runtime(Hub("toy", plan.plan_id).connect("learner-0"), NullRecorder())
+  runtime = Runtime(Hub().connect("learner-0"), NullRecorder())
   beginning = ResumeState(new_learner(config, plan, 0, 0))
   role = Learner(beginning, config, plan, Pipelined(0, plan), toy.batches, runtime)
   role.run(Faults((), time.monotonic()), lambda: False)

@@ -340,11 +340,11 @@ def test_a_value_that_waits_to_be_sent_is_not_sent_again(bench):
     b.train()
     b.push(1, round=len(b.wire.sent) + 100, version=0)  # the worker has come so far
     assert len(b.pushes(1)) > count
-    return [m.fragment for m in b.wire.sent if isinstance(m, Value)]
+    return [m.publish.fragment for m in b.wire.sent if isinstance(m, Value)]
 
   assert ask(0, 0) == [0]
   assert ask(0, 1, 0) == [0, 1]
-  [first] = [m for m in b.wire.sent if isinstance(m, Value) and m.fragment == 0]
+  [first] = [m for m in b.wire.sent if isinstance(m, Value) and m.publish.fragment == 0]
   assert bits(first.payload) == bits(values[0])
   b.wire.sent.remove(first)  # it has left, and was lost
   del first

@@ -23,7 +23,6 @@ from ddiloco.protocol.messages import (
   Publish,
   Pull,
   Rejection,
-  Value,
 )
 from ddiloco.protocol.states import ValueRequest
 from ddiloco.protocol.values import replace
@@ -318,7 +317,7 @@ def test_values_that_are_given_back_again_and_again_do_not_wait_all_at_once():
   shard.syncer._worker = types.SimpleNamespace(put=waiting.append, failure=None)
   requests = dict.fromkeys([(0, 0), (0, 1)], ValueRequest(0.0, 1, round=5))
   shard.syncer.state = replace(shard.syncer.state, value_requests=requests)
-  values = [Value(m, 0, 0, 1, 5, 10, {}, 0, 0, "", np.zeros(4, np.uint8)) for m in (0, 1)]
+  values = [says.value(m, 0, 0, 1, 5, 10, {}, "", np.zeros(4, np.uint8)) for m in (0, 1)]
   for value in 3 * values:
     shard.hear(value)
   assert len(waiting) == 2, "one of each learner"

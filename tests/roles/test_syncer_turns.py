@@ -49,7 +49,7 @@ class Scripted:
 def test_what_came_while_the_shard_was_busy_is_taken_in_at_its_own_time_before_it_decides(
   monkeypatch,
 ):
-  hub = Hub("run", "plan")
+  hub = Hub()
   turns, learners = Turns(monkeypatch, hub.connect("syncer-0")), []
   times = [time.monotonic()]
   for m in range(3):
@@ -68,7 +68,7 @@ def test_what_came_while_the_shard_was_busy_is_taken_in_at_its_own_time_before_i
 
 def test_a_tick_says_up_to_when_all_is_heard(monkeypatch):
   """What arrives while pushes are taken in is not heard yet, and its sender was not silent."""
-  hub = Hub("run", "plan")
+  hub = Hub()
   turns = Turns(monkeypatch, hub.connect("syncer-0"))
   hub.connect("learner-0").send("syncer-0", says.hello(0, 0))
   taken = turns.role.take

@@ -216,7 +216,7 @@ def run(
   With `resume` everybody begins with the newest snapshot there.
   """
   plan = fragments.make_plan(SPECS, config.sync)
-  hub, first = Hub("toy", plan.plan_id), initial_params()
+  hub, first = Hub(), initial_params()
   store = {f.index: new_fragment(f, fragments.gather(f, first)) for f in plan.fragments}
   restored = restore_fragments(resume, range(len(plan.fragments))) if resume else None
   store |= restored.fragments if restored else {}

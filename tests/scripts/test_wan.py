@@ -177,6 +177,26 @@ def test_wrong_options_are_named_with_their_fix(tmp_path, option):
   assert option in done.stderr and "Fix: " in done.stderr
 
 
+def test_no_two_nodes_have_the_same_address():
+  """Island 90 had that of shard 0."""
+  functions = "".join(
+    line for line in SCRIPT.read_text().splitlines(True) if "_address() {" in line
+  )
+  loop = "for i in {0..98}; do island_address $i; shard_address $i; done"
+  done = subprocess.run(
+    ["bash", "-c", functions + loop], capture_output=True, text=True, check=True, timeout=20
+  )
+  assert len({"10.0.0.1", *done.stdout.split()}) == 1 + 2 * 99
+
+
+def test_more_islands_in_the_config_than_there_are_addresses_are_refused(tmp_path):
+  many = command(tmp_path, "--config.islands.num_learners=100")
+  done = subprocess.run(many, capture_output=True, text=True, timeout=60, env=HERE)
+  skip_if_told(done.returncode, done.stderr)
+  assert done.returncode == 2
+  assert "--islands=100: must be 1 to 99, also in the config. Fix: " in done.stderr
+
+
 def test_help_says_which_delay_is_meant():
   done = subprocess.run(["bash", str(SCRIPT), "--help"], capture_output=True, text=True, timeout=20)
   assert done.returncode == 0

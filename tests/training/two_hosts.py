@@ -93,7 +93,7 @@ def main(host: int, url: str, mesh: str, file: str) -> None:
   if host:
     links, coordinator = join(url, agreed, host, None, PATIENCE_SECONDS)
   else:
-    meeting = Meeting(url, agreed, None)
+    meeting = Meeting(url, agreed, None, PATIENCE_SECONDS)
     links, coordinator = meeting.wait(PATIENCE_SECONDS), meeting.coordinator
   environment.join_hosts(coordinator, HOSTS, host, PATIENCE_SECONDS, PATIENCE_SECONDS)
   import jax
