@@ -201,21 +201,25 @@ def _on_tpu_vms(given: Flags, run: tpu_vms.TpuVmRun, action: str) -> int:
 def _commands(run: tpu_vms.TpuVmRun, action: str) -> list[str]:
   """The commands of the action, island by island; those of `create` if nothing exists yet."""
   found = []
+  if action == "delete":
+    found = ["# Lists all slices; those of the run are then deleted, each as here:"]
+    found += [shlex.join(run.list_all())]
   for island in run.placement.islands:
-    start = run.start_script(island, leader="ADDRESS-OF-HOST-0")
+    each, start = run.slice(island), run.start_script(island, leader="ADDRESS-OF-HOST-0")
     steps = {
       "create": [
         run.create(island),
-        run.describe(island),
-        run.copy(island, tpu_vms.STAGED),
-        run.on_hosts(island, start),
+        run.describe(each),
+        run.copy(each, tpu_vms.STAGED),
+        run.on_hosts(each, start),
       ],
       "delete": [
-        run.on_hosts(island, run.stop_script()),
-        run.delete(island),
+        run.describe(each),
+        run.on_hosts(each, run.stop_script()),
+        run.delete(each),
       ],
     }
-    look = [run.describe(island), run.on_hosts(island, run.look_script())]
+    look = [run.describe(each), run.on_hosts(each, run.look_script())]
     found.append(f"# {island.role}")
     found += [shlex.join(command) for command in steps.get(action, look)]
   return found
