@@ -361,8 +361,6 @@ class Engine:
 
   def _live(self, name: str, recorder: Recorder, live: Callable[[Recorder], None]) -> None:
     how: dict[str, Any] = {}  # it ended; nothing: in good order
-    # Islands are compiled before a life begins.
-    self._news.put(lambda: supervisor.Working(name, time.monotonic()))
     with recorder:
       try:
         live(recorder)
@@ -377,8 +375,13 @@ class Engine:
     exited = lambda: supervisor.Exited(name, time.monotonic(), **how)  # noqa: E731
     self._news.put(exited if how else lambda: supervisor.Left(name))
 
+  def _works(self, name: str) -> None:
+    """To be called by a life that begins its work, once it has all that it had to wait for."""
+    self._news.put(lambda: supervisor.Working(name, time.monotonic()))
+
   def _evaluate(self, runtime: Runtime) -> None:
     """One life of the evaluator."""
+    self._works(EVALUATOR_ADDRESS)
     life = runtime, runtime.recorder.incarnation, self._save_result
     self._evaluated = role = Evaluator(self.config, self.plan, self._measure, *life)
     role.run(lambda: EVALUATOR_ADDRESS in self._told)

@@ -205,6 +205,7 @@ class ThreadsEngine(Engine):
   def _connected(self, faults: Faults, recorder: Recorder) -> Iterator[Runtime]:
     """What a role runs in: a connection, and what saves its parts of snapshots, both closed after
     its life."""
+    self._works(recorder.role)
     endpoint = FaultyEndpoint(self._hub.connect(recorder.role), faults.messages)
     faults.cut, saver = endpoint.close, None
     if self._storage is not None and recorder.role != EVALUATOR_ADDRESS:

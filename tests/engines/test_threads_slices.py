@@ -7,13 +7,16 @@ its island asks of them raises what the runtime raises.
 from __future__ import annotations
 
 import threading
+import time
 
 import jax
 import pytest
 
 from ddiloco.config import Fault, from_dict
+from ddiloco.engines import threads
 from ddiloco.engines.threads import ThreadsEngine
 from ddiloco.observe.eventlog import read_events
+from ddiloco.protocol import supervisor
 from ddiloco.training import data, devices
 from ddiloco.training.island import Island
 
@@ -99,6 +102,39 @@ def test_a_lost_slice_is_one_islands_failure_and_its_island_is_rebuilt(
   lives = [e.incarnation for e in events if e.kind == "joined" and e.role == "learner-1"]
   assert lives == [0, 1 + killed]
   assert [e for e in events if e.kind == "restored" and e.role == "learner-1"]
+
+
+@pytest.mark.timeout(60)
+def test_a_slice_that_fails_again_and_again_is_given_up(monkeypatch, tmp_path):
+  """The waits for its devices are longer than a healthy period, but no work."""
+  monkeypatch.setattr(supervisor, "HEALTHY_SECONDS", 0.4)
+  monkeypatch.setattr(supervisor, "HEALTHY_PAUSES", 1)
+  monkeypatch.setattr(threads, "DEVICES_SECONDS", 0.05)
+  monkeypatch.setattr(Island, "compile", lambda island: 0.0)
+  config = from_dict(
+    {
+      "data": {"source": "synthetic", "sequence_length": 8},
+      "islands": {"num_learners": 1, "batch_size": 2},
+      "run": {"evaluations": 0, "restart_seconds": 0.01, "max_restarts": 2},
+    }
+  )
+  failed: list[float] = []
+
+  def train(m, faults, recorder, afresh) -> None:
+    if len(failed) > config.run.max_restarts + 1:
+      engine.stop.set()
+    with engine._connected(faults, recorder):
+      failed.append(time.monotonic())
+      raise jax.errors.JaxRuntimeError(LOST)
+
+  monkeypatch.setattr(
+    devices, "answering", lambda lost: lost if time.monotonic() > failed[-1] + 0.5 else None
+  )
+  engine = ThreadsEngine(config, tmp_path, data.open_data(config.data), None)
+  monkeypatch.setattr(engine, "_train", train)
+  assert engine.run().reason == "failed"
+  exits = [e.target for e in read_events(tmp_path) if e.kind == "exit" and e.target == "learner-0"]
+  assert len(exits) == config.run.max_restarts + 1
 
 
 def test_devices_answer_when_all_of_them_are_there(monkeypatch):
