@@ -29,7 +29,7 @@ from ddiloco.checkpoint.restore import (
   restore_fragments,
 )
 from ddiloco.checkpoint.snapshots import Storage
-from ddiloco.config import Config, Fault
+from ddiloco.config import Config, ConfigError, Fault
 from ddiloco.config.schema import INSIDE
 from ddiloco.core.fragments import Plan
 from ddiloco.engines.role_spec import terminates
@@ -185,7 +185,11 @@ class Engine:
     """Feeds what has happened to roles since the last turn, except to those that are threads."""
 
   def _requested(self, fault: Fault) -> None:
-    """Takes a fault that was requested during the run, by `_strike` perhaps."""
+    """Takes a fault that was requested during the run, by `_strike` perhaps.
+
+    Raises:
+      ConfigError: this engine cannot perform it.
+    """
     if fault.action in INSIDE:  # its role has heard of it, too
       self._recorder.record(chaos.struck(fault, self._global_step))
     else:
@@ -344,7 +348,10 @@ class Engine:
   def _hear(self) -> None:
     """Takes faults that were requested during the run, by the dashboard for example."""
     for _, fault in self._requests.poll():
-      self._requested(fault)
+      try:
+        self._requested(fault)
+      except ConfigError as error:
+        warn(f"{fault.role} cannot {fault.action} a run of {type(self).__name__}: {error}")
 
   def _finish(self, reason: str) -> None:
     self._recorder.record(events.RunFinished(reason=reason))

@@ -12,7 +12,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -44,15 +44,14 @@ class Profiler:
 
   Args:
     workdir: traces go to `workdir/profiles/ROLE`.
-    roles: the learners of this process.
     record: returns the recorder of events; called each time, since roles have several lives.
 
   Attributes:
-    steps: role -> the global step after its last step.
+    steps: learner of this process -> the global step after its last step.
   """
 
-  def __init__(self, workdir: Path, roles: Collection[str], record: Callable[[], Records]):
-    self._workdir, self._roles, self._record = workdir, roles, record
+  def __init__(self, workdir: Path, record: Callable[[], Records]):
+    self._workdir, self._record = workdir, record
     parse = lambda fields: msgspec.convert(fields, ProfileRequest)  # noqa: E731
     self._requests = RequestFile[ProfileRequest](workdir / PROFILE_REQUESTS, parse, "trace")
     self._began = time.time()
@@ -82,7 +81,7 @@ class Profiler:
     """Takes the traces that are asked for, until `close`."""
     asked, guard = list[tuple[float, ProfileRequest]](), Guard("what takes traces")
     while not self._closing.wait(LOOK_SECONDS):
-      asked += guard(self._read, instead=())
+      asked += guard(lambda: [*self._requests.poll()], instead=())
       # The step under way when a trace begins is not whole; the next one, `from_step`, must be.
       due = [each for each in asked if self._at(each[1]) >= max(0, each[1].from_step - 2)]
       for when, request in due[:1]:
@@ -98,10 +97,6 @@ class Profiler:
   def _at(self, request: ProfileRequest) -> int:
     """The global step after its learner's last step; -1 before that made one in this process."""
     return self.steps.get(request.role, -1)
-
-  def _read(self) -> list[tuple[float, ProfileRequest]]:
-    """New requests of this process' learners, and their times."""
-    return [each for each in self._requests.poll() if each[1].role in self._roles]
 
   def _trace(self, request: ProfileRequest) -> None:
     import jax

@@ -31,6 +31,7 @@ from ddiloco.engines.role_spec import RoleSpec
 from ddiloco.environment import LOST
 from ddiloco.network import keys as key_files
 from ddiloco.network.transport import learner_address, syncer_address
+from ddiloco.protocol.events import parse_role
 from ddiloco.roles.evaluator import Measure
 from ddiloco.training import data
 from ddiloco.workdir import run_name
@@ -97,7 +98,7 @@ class RayEngine(ProcessesEngine):
       self._start_actor(syncer_address(shard), {}, scheduling_strategy=stay)
     for m in range(config.num_islands()):
       for host in range(config.islands.island(m).hosts):
-        self._start_actor(learner_address(m), config.islands.island(m).resources, host)
+        self._learner(m, host)
     if self._local:
       return super()._place()
     urls = [
@@ -114,6 +115,13 @@ class RayEngine(ProcessesEngine):
     keys = self.workdir / "keys"
     key_files.make_keys(keys, config.num_islands(), config.sync.num_shards)
     return RoleSpec(self.workdir, run_name(self.workdir), syncers, keys=keys)
+
+  def _learner(self, m: int, host: int) -> Any:
+    """The actor of a host of an island, which is started if there is none: a learner may join."""
+    name = learner_address(m)
+    if (name, host) not in self._actors:
+      self._start_actor(name, self.config.islands.island(m).resources, host)
+    return self._actors[name, host]
 
   def _start_actor(
     self, name: str, resources: Mapping[str, Any], host: int = 0, **options: Any
@@ -138,14 +146,15 @@ class RayEngine(ProcessesEngine):
         ray.kill(self._actors.pop(key))
 
   def _spawn(self, name: str, host: int) -> Spawn:
-    actor = self._actors[name, host]
+    kind, number = parse_role(name)
+    actor = self._learner(number, host) if kind == "learner" else self._actors[name, host]
     return lambda command, log: RemoteProcess(actor, command, log, self._meetings.get(name, ""))
 
   def _meeting(self, learner: int) -> str:
     """Ray knows the url once host 0 has a node, and tells the actors; nothing waits for it here."""
     name = learner_address(learner)
     own = LOOPBACK if self._local else ""
-    self._meetings[name] = self._actors[name, 0].free_url.remote(own)
+    self._meetings[name] = self._learner(learner, 0).free_url.remote(own)
     return MEETING
 
 

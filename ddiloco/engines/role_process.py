@@ -123,7 +123,7 @@ class RoleRunner:
     self.ready: Callable[[], str] = lambda: "starting"
     self.progress: Callable[[], str] = lambda: ""
     self.usual_seconds: Callable[[], float] = lambda: 0.0
-    self._profiler = Profiler(place.workdir, [address], lambda: self.recorder)
+    self._profiler = Profiler(place.workdir, lambda: self.recorder)
     self._hangs = HangWatch(config.run.hang_seconds, lambda: self.recorder)
     # Prints the events that the live view would show: joined, rejected, stopped, ...
     self._seen = RunState(noted=lambda note: self.say(note.text))

@@ -113,6 +113,22 @@ def test_who_never_starts_again_gives_its_resources_back(monkeypatch, max_restar
 
 
 @needs_ray
+def test_a_learner_that_joins_during_the_run_gets_an_actor(monkeypatch):
+  """Nobody had started one for it, and it was given up."""
+  from ddiloco.engines import ray as engine
+
+  run, started = object.__new__(engine.RayEngine), []
+  run.config, run._actors = tiny(steps=1), {("learner-0", 0): "a"}
+  run._start_actor = lambda *what: started.append(what) or run._actors.update({what[::2]: "b"})
+  made = []
+  monkeypatch.setattr(engine, "RemoteProcess", lambda actor, *_: made.append(actor))
+  run._meetings = {}
+  for name in ("learner-0", "learner-7", "learner-7"):
+    run._spawn(name, 0)(["command"], Path("log"))
+  assert made == ["a", "b", "b"] and started == [("learner-7", {}, 0)]
+
+
+@needs_ray
 def test_a_cluster_that_is_not_there_is_refused():
   from ddiloco.engines.ray import connect
 
