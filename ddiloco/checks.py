@@ -31,10 +31,22 @@ class ConfigError(ValueError):
   field = said = ""
 
 
-def refusal(field: str, value: Any, rule: str, fix: str) -> ConfigError:
+class Unanswered(ConfigError, OSError):
+  """A user's storage does not answer. It may do so the next time: a role crashes, to be started
+  again."""
+
+
+def lasts(error: Exception) -> bool:
+  """Whether an error is about the config, and would be the same after a restart."""
+  return isinstance(error, ConfigError) and not isinstance(error, Unanswered)
+
+
+def refusal(
+  field: str, value: Any, rule: str, fix: str, kind: type[ConfigError] = ConfigError
+) -> ConfigError:
   """The error to raise for a value that breaks its rule."""
   said = f"{rule}. Fix: {fix}."
-  error = ConfigError(f"{field} = {shown(value)}: {said}")
+  error = kind(f"{field} = {shown(value)}: {said}")
   error.field, error.said = field, said
   return error
 

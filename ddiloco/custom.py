@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
-from ddiloco.checks import refusal
+from ddiloco.checks import Unanswered, refusal
 from ddiloco.config import Config, ConfigError, DataConfig, InnerConfig, ModelConfig
 
 if TYPE_CHECKING:
@@ -300,8 +300,7 @@ _ABOUT_PATHS = FileNotFoundError, NotADirectoryError, IsADirectoryError, Permiss
 def called(config: Section, what: str, call: Callable[[], Any]) -> Any:
   """Returns `call()`; an exception of the user's code becomes a ConfigError.
 
-  An OSError that is not about a path passes: a storage that does not answer may do so the next
-  time.
+  An OSError that is not about a path becomes an `Unanswered`.
 
   Args:
     config: the section that names the user's code.
@@ -313,20 +312,20 @@ def called(config: Section, what: str, call: Callable[[], Any]) -> Any:
   except ConfigError:
     raise
   except Exception as error:
-    if isinstance(error, OSError) and not isinstance(error, _ABOUT_PATHS):
-      raise
     where = config.custom.rpartition(":")[0]
     home = getattr(sys.modules.get(where), "__file__", None) or os.path.abspath(where)
     frames = traceback.extract_tb(error.__traceback__)
     frame = ([each for each in frames if each.filename == home] or frames)[-1]
     usual = "correct it there, or the name"
-    if isinstance(config, DataConfig):
+    if isinstance(config, DataConfig) or isinstance(error, OSError):
       usual = f"{usual}; if a storage did not answer, start again"
     if isinstance(error, ImportError):
       usual = "install it; for a file of your own, set PYTHONPATH to its folder in every process"
     said, _, fix = str(error).partition(" Fix: ")  # errors of `NnxModel` bring their fix
     rule = f"{what} fails at {frame.filename}, line {frame.lineno} ({type(error).__name__}: {said})"
-    raise refusal(_field(config), config.custom, rule, fix.rstrip(".") or usual) from error
+    passing = isinstance(error, OSError) and not isinstance(error, _ABOUT_PATHS)
+    kind, fix = Unanswered if passing else ConfigError, fix.rstrip(".") or usual
+    raise refusal(_field(config), config.custom, rule, fix, kind) from error
 
 
 def _refuse(config: Section, rule: str) -> NoReturn:

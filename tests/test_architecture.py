@@ -42,7 +42,17 @@ ALLOWED = {
     *("config", "workdir", "protocol", "core", "training", "observe", "checkpoint", "roles"),
   },
   "engines": {
-    *("config", "environment", "workdir", "protocol", "core", "models", "training", "observe"),
+    *(
+      "checks",
+      "config",
+      "environment",
+      "workdir",
+      "protocol",
+      "core",
+      "models",
+      "training",
+      "observe",
+    ),
     *("network", "runtime", "checkpoint", "chaos", "roles", "simulation", "dashboard"),
   },
   "baselines": {

@@ -19,7 +19,8 @@ from typing import Any
 import msgspec
 
 from ddiloco import environment
-from ddiloco.config import Config, ConfigError, require
+from ddiloco.checks import lasts, require
+from ddiloco.config import Config
 from ddiloco.engines.role_process import RoleRunner, load_keys
 from ddiloco.engines.role_spec import RoleSpec, beside, terminates
 from ddiloco.environment import BAD_USAGE, FINISHED, INTERRUPTED, LOST
@@ -191,7 +192,7 @@ class FollowingHost:
         os._exit(INTERRUPTED)
       except Exception as error:  # JAX would wait for the other hosts before it lets a process end
         name_lost_host()
-        self._fail(error, BAD_USAGE if isinstance(error, ConfigError) else LOST)
+        self._fail(error, BAD_USAGE if lasts(error) else LOST)
     self._health.close()
     self._say(f"ends after {time.time() - began:.0f} s with its island; nothing is lost")
     return self._place.term_status if self.asked.is_set() else FINISHED

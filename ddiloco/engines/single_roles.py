@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ddiloco.checkpoint import restore
 from ddiloco.checkpoint.buddy import Copies, Replication, Sealer, buddy_of, recover
+from ddiloco.checks import lasts
 from ddiloco.config import Config, ConfigError
 from ddiloco.core.delta import Committed, MemoryStore, new_fragment
 from ddiloco.core.fragments import owned_by
@@ -78,11 +79,11 @@ def _learner(runner: RoleRunner, number: int, corpus: Source | None) -> int:
   hosts = Hosts(runner, number)
   try:
     status = _train(runner, number, corpus, hosts)
-  except ConfigError as error:
-    runner.say(str(error))
-    runner.recorder.close()
-    os._exit(BAD_USAGE)  # JAX would wait for the other hosts
-  except Exception:
+  except Exception as error:
+    if lasts(error):
+      runner.say(str(error))
+      runner.recorder.close()
+      os._exit(BAD_USAGE)  # JAX would wait for the other hosts
     name_lost_host()
     raise
   hosts.part()

@@ -13,6 +13,7 @@ import weakref
 
 import pytest
 
+from ddiloco.checks import Unanswered
 from ddiloco.config import ConfigError, from_dict
 from ddiloco.engines import role_process, role_spec
 from ddiloco.engines.role_process import FINISHED, INTERRUPTED, LOST, RoleRunner, unreached
@@ -333,14 +334,17 @@ def test_a_shard_that_reaches_nobody_goes_on(make):
     assert not runner.stopped()
 
 
-def test_a_crash_is_logged_and_has_a_status(make, capsys, tmp_path):
+@pytest.mark.parametrize("kind", [ValueError, Unanswered])
+def test_a_crash_is_logged_and_has_a_status(make, capsys, tmp_path, kind):
+  """So has a storage that does not answer: its error names the config, but will not come again."""
+
   def broken() -> int:
-    raise ValueError("no cable")
+    raise kind("no cable")
 
   with make() as runner:
     assert runner.run(broken) == LOST
   out, err = capsys.readouterr()
-  assert "crashed: ValueError: no cable" in out and "Traceback" in err
+  assert f"crashed: {kind.__name__}: no cable" in out and "Traceback" in err
   (event,) = [e for e in read_events(tmp_path / "r") if e.kind == "crash"]
   assert "no cable" in event.trace and event.role == "learner-3"
 
