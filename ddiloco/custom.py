@@ -132,6 +132,12 @@ def _check_optimizer(config: Config) -> None:
   if any(kind.startswith("key<") for kind in jax.tree.leaves(was)):
     rule = f"the state {was} has keys, which no snapshot can hold"
     _refuse(own, f"{rule}: it must have their jax.random.key_data() instead")
+  # As `training.step.StateLayout` names them.
+  paths = (path for path, _ in jax.tree_util.tree_leaves_with_path({"inner": before}))
+  names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
+  if odd := [name for name in names if names.count(name) > 1 or not all(name.split("/"))]:
+    rule = f"the state has arrays {odd}, which no snapshot can tell apart"
+    _refuse(own, f"{rule}: each needs a path of its own, of keys that are not empty")
   _require_like(own, "update()", lambda: updates, shapes)
 
 
