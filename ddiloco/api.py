@@ -248,14 +248,16 @@ class Run:
 
   Args:
     workdir: directory of the run.
+    config: the run's, where its own model, data or optimizer are in another folder by now.
 
   Raises:
-    ConfigError: the directory holds no run.
+    ConfigError: the directory holds no run, or one with another config.
   """
 
-  def __init__(self, workdir: str | Path):
+  def __init__(self, workdir: str | Path, config: Settings | None = None):
     self.workdir = Path(workdir)
-    self.config: Config = saved_config(self.workdir)
+    mine = None if config is None else _checked(config)
+    self.config: Config = saved_config(self.workdir, mine)
 
   def __repr__(self) -> str:
     return f"ddiloco.Run({str(self.workdir)!r})"

@@ -257,7 +257,7 @@ def _source(config: Section) -> Path | None:
   path = Path(os.path.abspath(where))
   if not path.is_file():
     fix = "name a Python file that every process of the run can read, or a module that is installed"
-    fix = f"{fix} wherever they run; that of a saved run stands in its config.json"
+    fix = f"{fix} wherever they run; where a run's project has moved, give its --config there"
     raise refusal(_field(config), config.custom, f"{path} is no file", fix)
   return path
 

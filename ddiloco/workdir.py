@@ -267,13 +267,17 @@ def _writing(workdir: Path) -> Iterator[None]:
     ) from error
 
 
-def saved_config(workdir: Path) -> Config:
-  """The config a run was started with.
+def saved_config(workdir: Path, mine: Config | None = None) -> Config:
+  """The config a run was started with; or `mine`, which may say where its project is now.
 
   Raises:
-    ConfigError: there is no run in `workdir`, or its config is torn or of another version.
+    ConfigError: there is no run in `workdir`, its config is torn or of another version, or `mine`
+      is that of another run.
   """
-  return read_config(workdir / "config.json", str(workdir / "config.json"))
+  saved = read_config(workdir / "config.json", str(workdir / "config.json"))
+  if mine is not None:
+    _refuse_another(workdir, mine, saved)
+  return mine or saved
 
 
 def read_config(path: Path, named: str) -> Config:

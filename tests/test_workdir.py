@@ -77,6 +77,10 @@ def test_a_run_goes_on_where_its_project_has_moved(tmp_path):
   assert workdir.claim(tmp_path, mine("/new/mine.py"), overwrite=False)
   assert workdir.saved_config(tmp_path).model.custom == "/new/mine.py:model", "for `evaluate`"
   workdir.join(tmp_path, mine("/another/host/mine.py"))
+  elsewhere = mine("/moved/mine.py")
+  assert workdir.saved_config(tmp_path, elsewhere) == elsewhere
+  with pytest.raises(ConfigError, match=r"^model.custom = 'other.py:model'"):
+    workdir.saved_config(tmp_path, mine("/moved/other.py"))
   with pytest.raises(
     ConfigError, match=r"^model.custom = 'other.py:model': .* has 'mine.py:model'"
   ):

@@ -15,6 +15,7 @@ from ddiloco import custom
 from ddiloco.api import experiment
 from ddiloco.checks import coerce, shown
 from ddiloco.config import Config, ConfigError, check_field, default, from_dict
+from ddiloco.workdir import saved_config
 
 flags.disclaim_key_flags()  # --help lists a flag under the module of the command that adds it
 
@@ -149,6 +150,16 @@ class Flags:
   def workdir(self) -> Any:
     """The path of --workdir; None where it may be missing, and is."""
     return Path(self._values.workdir) if self._values.workdir else None
+
+  def run_config(self) -> Config:
+    """The config of the run in --workdir; where --config is given, that one.
+
+    Raises:
+      ConfigError: there is no run, or --config is that of another one.
+    """
+    changed = any(argument.lstrip("-").startswith("config.") for argument in self._arguments)
+    mine = self.final_config() if self.experiment or changed else None
+    return saved_config(self.workdir, mine)
 
   def final_config(self) -> Config:
     """The experiment file's config, with the changes of flags.

@@ -21,7 +21,7 @@ from ddiloco.engines.profiler import MOST_STEPS, ProfileRequest, take_profile
 from ddiloco.engines.role_spec import RoleSpec, end_with_parent, terminates
 from ddiloco.environment import FINISHED, LOST
 from ddiloco.trace import text
-from ddiloco.workdir import PROFILES, RESULT, refuse_trained, run_name, saved_config
+from ddiloco.workdir import PROFILES, RESULT, refuse_trained, run_name
 
 if TYPE_CHECKING:  # its module imports JAX
   from ddiloco.training.data import Corpus
@@ -155,13 +155,13 @@ def profile(arguments: list[str]) -> int:
 
 def generate(arguments: list[str]) -> int:
   """Lets the trained global model of a run continue a prompt."""
-  given = Flags(arguments, "workdir", "cpu")
+  given = Flags(arguments, "config", "workdir", "cpu")
   given.add("prompt", "", "Text to continue.")
   given.add("tokens", 200, "How many tokens.", least=1)
   given.add("temperature", 0.7, "0: greedy.", least=0.0)
   given.add("seed", 0, "Of the sampling.")
   given.parse(generate.__doc__)
-  config = saved_config(given.workdir)
+  config = given.run_config()
   ready(config, cpu=given.cpu)
   from ddiloco.engines import session
 
@@ -172,9 +172,9 @@ def generate(arguments: list[str]) -> int:
 
 def evaluate(arguments: list[str]) -> int:
   """Prints the held-out loss of the trained global model of a run, as one JSON line."""
-  given = Flags(arguments, "workdir", "cpu")
+  given = Flags(arguments, "config", "workdir", "cpu")
   given.parse(evaluate.__doc__)
-  config = saved_config(given.workdir)
+  config = given.run_config()
   ready(config, cpu=given.cpu)
   from ddiloco.engines import session
 
@@ -203,13 +203,13 @@ def export(arguments: list[str]) -> int:
 
   To start another run from it: ddiloco train --config.run.init_from=PATH.
   """
-  given = Flags(arguments, "workdir")
+  given = Flags(arguments, "config", "workdir")
   given.add("to", str, "What to write: NAME.safetensors, or an Orbax directory.")
   given.add("overwrite", False, "Replace what is there.")
   given.parse(export.__doc__)
   to = given.needed("to", "model.safetensors")
   workdir, overwrite = given.workdir, given.overwrite
-  config = saved_config(workdir)
+  config = given.run_config()
   environment.prepare(num_cpu_devices=1, cpu_only=True)
   from ddiloco.checkpoint import weights
   from ddiloco.engines import session
@@ -281,9 +281,9 @@ def replay(arguments: list[str]) -> int:
   saved states and the result. The last line is JSON; exit status 1: the trace does not fit
   together, or the replay differs from the run.
   """
-  given = Flags(arguments, "workdir", "cpu")
+  given = Flags(arguments, "config", "workdir", "cpu")
   given.parse(replay.__doc__)
-  workdir = given.workdir
+  workdir, config = given.workdir, given.run_config()
   found = text.open_trace(workdir)
   if not text.print_invariants(found):
     return LOST
@@ -295,7 +295,7 @@ def replay(arguments: list[str]) -> int:
   with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
     task = bar.add_task("replay", total=None)
     summary, difference = replay_run(
-      workdir, found, lambda done, of: bar.update(task, completed=done, total=of)
+      workdir, found, lambda done, of: bar.update(task, completed=done, total=of), config
     )
   if difference:
     print(f"The first difference: {difference}")
