@@ -114,9 +114,10 @@ def typed(section: str, config: Any) -> None:
     coerce(hint, getattr(config, name), f"{section}.{name}")
 
 
-def option(default: Any, text: str, least: Any = None) -> Any:
+def option(default: Any, text: str, least: Any = None, most: Any = None) -> Any:
   """A dataclass field that is a command-line flag too (`cli/arguments.py`), with its help text."""
-  return dataclasses.field(default=default, metadata={"help": text, "least": least})
+  flag = {"help": text, "limits": (least, most)}
+  return dataclasses.field(default=default, metadata=flag)
 
 
 def is_number(text: Any) -> bool:

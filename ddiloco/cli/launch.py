@@ -7,7 +7,6 @@ from pathlib import Path
 
 from ddiloco.checks import require
 from ddiloco.cli.arguments import Flags
-from ddiloco.config import ConfigError
 from ddiloco.environment import FINISHED, LOST
 from ddiloco.launch import gke, tpu_vms
 from ddiloco.launch.cloud import Clusters, LaunchError, Slices, as_yaml, say
@@ -122,8 +121,8 @@ def _afford(given: Flags, placement: Placement, machines: int) -> list[str]:
   for line in lines:
     say(line)
   require_prices(counts, prices, hours)
-  if not given.yes:
-    raise ConfigError("--yes: was not given, nothing was made. Fix: add it to spend this money.")
+  rule = "was not given, nothing was made"
+  require(given.yes, "--yes", False, rule, "add it to spend this money")
   return lines
 
 

@@ -20,14 +20,7 @@ import numpy as np
 
 from ddiloco import chaos
 from ddiloco.chaos import fault_requests
-from ddiloco.checkpoint import weights
-from ddiloco.checkpoint.restore import (
-  Restored,
-  go_on,
-  newest_global_step,
-  open_storage,
-  restore_fragments,
-)
+from ddiloco.checkpoint import restore, weights
 from ddiloco.checkpoint.snapshots import Storage
 from ddiloco.config import Config, ConfigError, Fault
 from ddiloco.config.schema import INSIDE
@@ -102,7 +95,8 @@ class Engine:
     self.plan: Plan = initial.make_plan(config)
     self.leave = threading.Event()  # learners push what they have, and leave
     self.stop = threading.Event()  # as `leave`; where roles are threads, all end at once
-    self._storage: Storage | None = open_storage(config, self.plan, workdir, run_name(workdir))
+    name = run_name(workdir)
+    self._storage: Storage | None = restore.open_storage(config, self.plan, workdir, name)
     self._measure = measure
     self._listeners: Sequence[Listener] = ()
     self._recorder: Recorder
@@ -220,11 +214,11 @@ class Engine:
 
   # --- from the beginning to the end --------------------------------------------------------------
 
-  def _go_on(self, keep: bool) -> Restored | None:
+  def _go_on(self, keep: bool) -> restore.Restored | None:
     """Says what the run goes on from, or refuses; with the snapshot's fragments if `keep`."""
     storage, tried, every = self._storage, list[str](), range(len(self.plan.fragments))
-    found = restore_fragments(storage, self.plan, every, tried, keep) if storage else None
-    go_on(self.config, self.workdir, storage, found.snapshot if found else None, tried)
+    found = restore.restore_fragments(storage, self.plan, every, tried, keep) if storage else None
+    restore.go_on(self.config, self.workdir, storage, found.snapshot if found else None, tried)
     return found
 
   def _over(self) -> str | None:
@@ -281,7 +275,7 @@ class Engine:
   def _plan(self) -> None:
     """Sets the supervisor's first state; faults of steps before the current one are left out."""
     config = self.config
-    began_at = newest_global_step(self._storage)
+    began_at = restore.newest_global_step(self._storage)
     self._planned = chaos.still_planned(config.chaos.of_roles(), began_at)
     self._requests = fault_requests(self.workdir, news_only=True)
     self._state = supervisor.Supervisor(

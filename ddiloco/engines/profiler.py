@@ -18,7 +18,7 @@ from typing import Annotated
 
 import msgspec
 
-from ddiloco.config import ConfigError
+from ddiloco.checks import require
 from ddiloco.observe.eventlog import Follower, Records
 from ddiloco.observe.guards import Guard, ended
 from ddiloco.protocol import events
@@ -145,14 +145,14 @@ def take_profile(workdir: Path, request: ProfileRequest, wait_seconds: float) ->
     ConfigError: there is no such learner, or its run is over.
   """
   role, folder = request.role, workdir / "events"
-  if not (folder / f"{role}.jsonl").exists():
-    known = ", ".join(sorted(path.stem for path in folder.glob("learner-*.jsonl")))
-    raise ConfigError(
-      f"--workdir={workdir}: has no events of {role}."
-      f" Fix: give the workdir of a run, and one of its learners ({known or 'there are none'})."
-    )
-  if (workdir / OUTCOME).exists():
-    raise ConfigError(f"--workdir={workdir}: its run is over. Fix: trace a run that goes on.")
+  known = (
+    ", ".join(sorted(path.stem for path in folder.glob("learner-*.jsonl"))) or "there are none"
+  )
+  fix = f"give the workdir of a run, and one of its learners ({known})"
+  there = (folder / f"{role}.jsonl").exists()
+  require(there, "--workdir", str(workdir), f"has no events of {role}", fix)
+  over = (workdir / OUTCOME).exists()
+  require(not over, "--workdir", str(workdir), "its run is over", "trace a run that goes on")
   follower = Follower(workdir)
   follower.skip()
   append_request(workdir / PROFILE_REQUESTS, msgspec.structs.asdict(request))

@@ -24,6 +24,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ddiloco.checks import refusal, require
 from ddiloco.config import Config, ConfigError
 from ddiloco.engines.children import MEETING, Child, RoleActor, Spawn
 from ddiloco.engines.processes import ProcessesEngine
@@ -69,7 +70,7 @@ class RayEngine(ProcessesEngine):
   ):
     super().__init__(config, workdir.absolute(), corpus, measure)
     self.cpu_only = cpu_only
-    self._local = not address
+    self._address, self._local = address, not address
     self._actors: dict[tuple[str, int], Any] = {}  # (role, host) -> its actor
     self._meetings: dict[str, Any] = {}  # learner -> Ray's promise of the url where its hosts meet
     self._connected = connect(address)
@@ -108,10 +109,9 @@ class RayEngine(ProcessesEngine):
     try:
       syncers = tuple(ray.get(urls, timeout=PLACE_SECONDS))
     except RayError as error:
-      raise ConfigError(
-        f"--ray_address: the cluster cannot run the syncer shards ({_line(error)})."
-        " Fix: install ddiloco on every node, with the Python and Ray versions of this one."
-      ) from error
+      rule = f"the cluster cannot run the syncer shards ({_line(error)})"
+      fix = "install ddiloco on every node, with the Python and Ray versions of this one"
+      raise refusal("--ray_address", self._address, rule, fix) from error
     keys = self.workdir / "keys"
     key_files.make_keys(keys, config.num_islands(), config.sync.num_shards)
     return RoleSpec(self.workdir, run_name(self.workdir), syncers, keys=keys)
@@ -215,10 +215,9 @@ def connect(address: str) -> bool:
     try:
       ray.init(address=address or "local", **quiet)
     except (ConnectionError, RuntimeError, ValueError) as error:
-      raise ConfigError(
-        f"--ray_address={address}: cannot be joined ({_line(error)})."
-        " Fix: give HOST:PORT of a running head node, as `ray start --head` prints it."
-      ) from error
+      fix = "give HOST:PORT of a running head node, as `ray start --head` prints it"
+      rule = f"cannot be joined ({_line(error)})"
+      raise refusal("--ray_address", address, rule, fix) from error
   return True
 
 
@@ -235,12 +234,11 @@ def check_resources(config: Config, available: Mapping[str, float]) -> None:
   for m in range(config.islands.num_learners):
     island = config.islands.island(m)
     asked.update({name: island.hosts * n for name, n in island.resources.items()})
+  fix = "ask for less, or join a cluster with --ray_address"
   for name, count in asked.items():
-    if count > available.get(name, 0):
-      raise ConfigError(
-        f"islands.resources: the islands together ask for {count:g} {name}, this machine has"
-        f" {available.get(name, 0):g}. Fix: ask for less, or join a cluster with --ray_address."
-      )
+    here = available.get(name, 0)
+    rule = f"the islands together ask for {count:g} {name}, this machine has {here:g}"
+    require(count <= here, "islands.resources", config.islands.resources, rule, fix)
 
 
 def _line(error: Exception) -> str:

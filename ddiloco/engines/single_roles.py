@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from ddiloco.checkpoint import restore
 from ddiloco.checkpoint.buddy import Copies, Replication, Sealer, buddy_of, recover
-from ddiloco.checks import lasts
-from ddiloco.config import Config, ConfigError
+from ddiloco.checks import lasts, require
+from ddiloco.config import Config
 from ddiloco.core.delta import Committed, MemoryStore, new_fragment
 from ddiloco.core.fragments import owned_by
 from ddiloco.engines.island_hosts import FollowingHost, Hosts, check_hosts, name_lost_host
@@ -204,11 +204,9 @@ def run_syncer(config: Config, shard: int, place: RoleSpec) -> int:
   this is logged, and sets the exit status.
   """
   check_spec(config, place)
-  if not 0 <= shard < config.sync.num_shards:
-    raise ConfigError(
-      f"--shard={shard}: the config has sync.num_shards = {config.sync.num_shards}."
-      f" Fix: use 0 to {config.sync.num_shards - 1}."
-    )
+  count = config.sync.num_shards
+  rule, fix = f"the config has sync.num_shards = {count}", f"use 0 to {count - 1}"
+  require(0 <= shard < count, "--shard", shard, rule, fix)
   with RoleRunner(syncer_address(shard), config, place) as runner:
     return runner.run(lambda: _syncer(runner, shard))
 

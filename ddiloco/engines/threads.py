@@ -227,7 +227,10 @@ class ThreadsEngine(Engine):
 
   def _start(self, name: str, life: int, afresh: bool) -> None:
     kind, number = parse_role(name)
-    faults = self._faults.get(name) or self._new_faults(name)
+    if name not in self._faults:  # it performs those of all its lives itself
+      plan = [f for f in self._planned if f.role == name and f.action != "join"]
+      self._faults[name] = Faults(plan, self._training_since, self._recorder.record, name)
+    faults = self._faults[name]
 
     def live(recorder: Recorder) -> None:
       if kind == "learner":
@@ -239,12 +242,6 @@ class ThreadsEngine(Engine):
           self._evaluate(runtime)
 
     self._start_thread(name, self._first_incarnation + life, live)
-
-  def _new_faults(self, name: str) -> Faults:
-    """The planned faults of all lives of a role, which performs them itself."""
-    plan = [f for f in self._planned if f.role == name and f.action != "join"]
-    faults = self._faults[name] = Faults(plan, self._training_since, self._recorder.record, name)
-    return faults
 
   def _requested(self, fault: Fault) -> None:
     if fault.action == "join":

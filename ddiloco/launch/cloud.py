@@ -24,7 +24,7 @@ from typing import TypeVar
 
 import yaml
 
-from ddiloco.checks import ConfigError
+from ddiloco.checks import refusal
 from ddiloco.launch import gke, tpu_vms
 from ddiloco.launch.gke import Document, GkeRun, JobSetState
 from ddiloco.launch.placement import PlacedIsland
@@ -84,10 +84,8 @@ def attempt(
       start_new_session=True,  # so that gcloud's children can be killed with it
     )
   except FileNotFoundError as error:
-    raise ConfigError(
-      f"{command[0]}: is not installed here. Fix: install it (Google Cloud's command line has both"
-      " gcloud and kubectl), or use --dry_run, which needs neither."
-    ) from error
+    fix = "install it (Google Cloud's command line has both gcloud and kubectl), or use --dry_run"
+    raise refusal("PATH", command[0], "is not installed here", fix) from error
   try:
     out, error_text = process.communicate(stdin, timeout=limit_seconds)
   except subprocess.TimeoutExpired:
@@ -262,7 +260,8 @@ class Slices:
     watch_seconds: float,
     poll_seconds: float,
   ):
-    self._run, self._islands, self._slice_seconds = run, run.placement.islands, run.slice_seconds
+    self._run, self._islands = run, run.placement.islands
+    self._slice_seconds = 60 * run.slice_minutes
     self._files, self._secrets = files, secrets
     self._watch_seconds, self._poll_seconds = watch_seconds, poll_seconds
     self._ended = threading.Event()  # set by Ctrl-C
@@ -356,30 +355,21 @@ class Slices:
       elif math.isinf(must_run_by):
         must_run_by = now + self._slice_seconds
         say(f"{role}: waits until it runs (at most {self._slice_seconds:g} s)")
-      for wrong, why, fix in (
-        (
-          need is Need.FAILED,
-          f"its role has used up its --max_restarts ({_roles(seen)})",
-          f"see `sudo docker logs {self._run.name}` on its hosts, then create again",
-        ),
-        (
-          now >= deadline,
-          f"is not done within {self._watch_seconds:g} s; it goes on",
-          "watch it again, or delete it",
-        ),
-        (
-          now >= must_run_by,
-          f"does not run after {self._slice_seconds:g} s ({seen.slice.lower()})",
-          "see above what was refused; raise --slice_minutes, or take another zone",
-        ),
-        (
-          need is Need.DELETE and not recreations,
-          f"its slice was taken away once more, --recreations = {self._run.recreations}",
-          "raise that, take another zone, or leave out --spot",
-        ),
-      ):
-        if wrong:
-          raise LaunchError(f"{role}: {why}. Fix: {fix}.")
+      why = fix = ""
+      if need is Need.FAILED:
+        why = f"its role has used up its --max_restarts ({_roles(seen)})"
+        fix = f"see `sudo docker logs {self._run.name}` on its hosts, then create again"
+      elif now >= deadline:
+        why = f"is not done within {self._watch_seconds:g} s; it goes on"
+        fix = "watch it again, or delete it"
+      elif now >= must_run_by:
+        why = f"does not run after {self._slice_seconds:g} s ({seen.slice.lower()})"
+        fix = "see above what was refused; raise --slice_minutes, or take another zone"
+      elif need is Need.DELETE and not recreations:
+        why = f"its slice was taken away once more, --recreations = {self._run.recreations}"
+        fix = "raise that, take another zone, or leave out --spot"
+      if why:
+        raise LaunchError(f"{role}: {why}. Fix: {fix}.")
       try:
         self._do(island, need, seen)
         started, recreations = started or need is Need.START, recreations - (need is Need.DELETE)
@@ -436,9 +426,9 @@ def stage(folder: Path, files: Mapping[str, str], secrets: Mapping[str, str]) ->
     (folder / path).write_text(text)
   (folder / "keys" / "secret").mkdir(mode=0o700, parents=True)
   for name, text in secrets.items():
-    descriptor = os.open(folder / "keys" / "secret" / name, os.O_WRONLY | os.O_CREAT, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-      file.write(text)
+    path = folder / "keys" / "secret" / name
+    path.touch(0o600)
+    path.write_text(text)
 
 
 def _roles(seen: Seen) -> str:

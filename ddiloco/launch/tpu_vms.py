@@ -14,11 +14,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ddiloco.checks import option, require
-from ddiloco.launch.placement import PlacedIsland, Placement, host_flags, require_urls, role_command
+from ddiloco.launch import placement
+from ddiloco.launch.placement import FOLDER, WORK, PlacedIsland, Placement
 
-FOLDER = "/ddiloco"  # in the container: config and keys
 STAGED = "ddiloco"  # on a host, under the user's home
-WORK = "/work"  # in the container: workdir
 _LABEL = "ddiloco-run"  # of every slice: the run's name
 _ROLE = "role: "  # begins the line that `look_script` prints on a host
 _WORKER = (
@@ -52,10 +51,6 @@ class TpuVmRun:
   def name(self) -> str:
     return self.placement.name
 
-  @property
-  def slice_seconds(self) -> float:
-    return 60 * self.slice_minutes
-
   def check(self) -> None:
     """Refuses options that cannot work.
 
@@ -68,7 +63,7 @@ class TpuVmRun:
     fix = "start them first (docs/launch.md) and give --syncers=tcp://ADDRESS:7000,..."
     right = len(self.syncers) == len(self.placement.shards)
     require(right, "--syncers", ",".join(self.syncers), rule, fix)
-    require_urls(self.syncers, "--syncers", self.syncers)
+    placement.require_urls(self.syncers, "--syncers", self.syncers)
     for island in self.placement.islands:
       fix = "give --place=us-east5-b=0,1, once for each zone"
       require(bool(island.where), "--place", "", f"{island.role} needs a zone", fix)
@@ -123,8 +118,9 @@ class TpuVmRun:
 
   def start_script(self, island: PlacedIsland, leader: str) -> str:
     """Starts the role on a host, replacing a container there; `leader`: address of host 0."""
-    role = role_command(self.placement, island.role, self.syncers, FOLDER, f"{WORK}/{self.name}")
-    command = " ".join([*map(shlex.quote, role), *host_flags(island.shape, '"$host"', leader)])
+    role = placement.role_command(self.placement, island.role, self.syncers)
+    hosts = placement.host_flags(island.shape, '"$host"', leader)
+    command = " ".join([*map(shlex.quote, role), *hosts])
     most = self.placement.max_restarts
     flags = [
       f"--name={self.name}",

@@ -70,7 +70,7 @@ def test_every_action_has_a_dry_run(target, action, cloud, flags, capsys):
 @pytest.mark.parametrize(
   ("changed", "said"),
   [
-    ([], "--yes: was not given, nothing was made. Fix: "),
+    ([], "--yes = False: was not given, nothing was made. Fix: "),
     (["--yes", "--prices=v6e=2.5"], "has no price"),
     (["--yes", "--hours=0"], "--hours = 0.0"),
     (["--yes", "--watch_hours=nan"], "--watch_hours=nan"),

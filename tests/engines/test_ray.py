@@ -29,7 +29,7 @@ needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs ddiloco[r
 def test_without_ray_it_says_what_to_install(monkeypatch):
   monkeypatch.setitem(sys.modules, "ray", None)
   monkeypatch.delitem(sys.modules, "ddiloco.engines.ray", raising=False)
-  with pytest.raises(ConfigError, match=r"--engine=ray: .*Fix: pip install 'ddiloco\[ray\]'"):
+  with pytest.raises(ConfigError, match=r"--engine = 'ray': .*Fix: pip install 'ddiloco\[ray\]'"):
     session.make_engine("ray")
 
 
@@ -132,7 +132,7 @@ def test_a_learner_that_joins_during_the_run_gets_an_actor(monkeypatch):
 def test_a_cluster_that_is_not_there_is_refused():
   from ddiloco.engines.ray import connect
 
-  with pytest.raises(ConfigError, match=r"--ray_address=nonsense: cannot be joined .*Fix: "):
+  with pytest.raises(ConfigError, match=r"--ray_address = 'nonsense': cannot be joined .*Fix: "):
     connect("nonsense")
 
 

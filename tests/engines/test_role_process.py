@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -20,7 +21,6 @@ from ddiloco.engines.role_process import FINISHED, INTERRUPTED, LOST, RoleRunner
 from ddiloco.engines.role_spec import RoleSpec
 from ddiloco.observe.eventlog import read_events
 from ddiloco.protocol import events
-from ddiloco.protocol.values import replace
 
 SYNCERS = ("tcp://127.0.0.1:7000", "tcp://127.0.0.1:7002")
 
@@ -109,7 +109,7 @@ def test_it_dials_every_shard_and_a_shard_its_neighbours(make):
     endpoint = runner.connect()
     assert endpoint.dialed == {"syncer-0": SYNCERS[0]} and endpoint.bind == SYNCERS[1]
   with make("syncer-1", bind=SYNCERS[1]) as runner:
-    runner.place = replace(runner.place, syncers=(*SYNCERS, "tcp://127.0.0.1:3"))
+    runner.place = dataclasses.replace(runner.place, syncers=(*SYNCERS, "tcp://127.0.0.1:3"))
     assert runner.connect().dialed.keys() == {"syncer-0", "syncer-2"}, "its buddy, and whose it is"
 
 
@@ -180,7 +180,7 @@ def test_a_signal_lets_the_role_end_in_good_order(make, capsys, number, status):
 def test_a_scheduler_can_tell_a_role_that_left_from_one_that_is_done(make, number, status):
   """Kubernetes would take 0 of a pod that is evicted to mean that the run is over."""
   with make() as runner:
-    runner.place = replace(runner.place, term_status=143)
+    runner.place = dataclasses.replace(runner.place, term_status=143)
     assert runner.run(lambda: FINISHED) == FINISHED, "it was not asked"
     os.kill(os.getpid(), number)
     assert runner.run(until(runner)) == status
