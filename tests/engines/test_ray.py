@@ -72,7 +72,7 @@ def test_islands_that_this_machine_cannot_hold_together_are_refused():
   config = from_dict({"islands": islands})
   check_resources(config, {"TPU": 8.0, "CPU": 2.0})
   for there, said in [({"TPU": 4.0}, "ask for 8 TPU, this machine has 4"), ({}, "has 0")]:
-    with pytest.raises(ConfigError, match=f"islands.resources: .*{said}.*Fix: .*--ray_address"):
+    with pytest.raises(ConfigError, match=f"islands.resources = .*{said}.*Fix: .*--ray_address"):
       check_resources(config, there)
 
 
@@ -141,7 +141,9 @@ def test_an_address_without_ray_is_refused(tmp_path, capsys):
   flags = [f"--config={tmp_path / 'config.json'}", f"--workdir={tmp_path / 'run'}"]
   assert cli.main(["train", *flags, "--engine=processes", "--ray_address=auto"]) == 2
   said = capsys.readouterr().err
-  assert "--ray_address=auto: --engine=processes does not use Ray. Fix: add --engine=ray." in said
+  assert (
+    "--ray_address = 'auto': --engine=processes does not use Ray. Fix: add --engine=ray." in said
+  )
   assert not (tmp_path / "run").exists()
 
 
