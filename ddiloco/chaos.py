@@ -30,7 +30,8 @@ from ddiloco.config.schema import ACTIONS, TO_MESSAGES
 from ddiloco.network.transport import Delivery
 from ddiloco.protocol import events
 from ddiloco.protocol.messages import Message
-from ddiloco.protocol.supervisor import killed, strike
+from ddiloco.protocol.supervisor import due, killed
+from ddiloco.protocol.values import less
 from ddiloco.workdir import FAULTS, RequestFile, append_request
 
 # --- Planned faults of one role's messages, as a computation: callers give the time and send
@@ -311,12 +312,12 @@ class Faults:
     Raises:
       Killed: the role must end now, as if its process had been killed.
     """
-    while self._waiting:
-      waiting = self._waiting
-      fault, left = strike(waiting, global_step, self._clock() - self._start_time)
+    while True:
+      seconds = self._clock() - self._start_time
+      fault = next((f for f in self._waiting if due(f, global_step, seconds)), None)
       if fault is None:
         return
-      self._waiting = tuple(left) + self._waiting[len(waiting) :]  # some may have been added
+      self._waiting = less(self._waiting, fault)
       self._report(struck(fault, global_step))
       if fault.action == "kill":
         self.cut()

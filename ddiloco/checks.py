@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import itertools
 import math
 import sys
 import typing
@@ -18,6 +19,7 @@ _LARGEST = 1 << 53  # larger integers are rounded where they are computed with a
 _LONGEST_SECONDS = 1e9  # 31 years; threads cannot wait for more than some centuries
 _HUGE = 1e100  # products and quotients of a few numbers up to this are finite
 _SHOWN = 200  # characters of a value in an error
+_ODD_SHOWN = 8  # names that an error lists
 
 
 class ConfigError(ValueError):
@@ -65,6 +67,18 @@ def require(ok: bool, field: str, value: Any, rule: str, fix: str) -> None:
     raise refusal(field, value, rule, fix)
 
 
+def differences(given: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+  """Names that are given but not wanted, or otherwise than wanted, or missing; "" if none is.
+
+  >>> differences({"a": (2,), "b": ()}, {"a": (3,), "b": ()})
+  'a is (2,), not (3,) (1 in all)'
+  """
+  names = sorted(given.keys() | wanted.keys())
+  odd = [name for name in names if given.get(name) != wanted.get(name)]
+  each = (f"{n} is {given.get(n, 'missing')}, not {wanted.get(n, 'known')}" for n in odd)
+  return f"{'; '.join(itertools.islice(each, _ODD_SHOWN))} ({len(odd)} in all)" if odd else ""
+
+
 def must(section: str, config: Any, name: str, ok: bool, rule: str, fix: str) -> None:
   """`require` of a section's field."""
   require(ok, f"{section}.{name}", getattr(config, name), rule, fix)
@@ -85,9 +99,10 @@ def not_negative(section: str, config: Any, *names: str) -> None:
 
 def require_one_of(field: str, value: Any, choices: Iterable[str]) -> None:
   choices = list(choices)
-  close = difflib.get_close_matches(str(value), choices, 1) or choices
-  rule = f"must be one of {', '.join(choices)}"
-  require(value in choices, field, value, rule, f"for example {close[0]!r}")
+  if value not in choices:  # looking for a close one takes longer than all other checks
+    close = difflib.get_close_matches(str(value), choices, 1) or choices
+    rule = f"must be one of {', '.join(choices)}"
+    raise refusal(field, value, rule, f"for example {close[0]!r}")
 
 
 def share(section: str, config: Any, *names: str) -> None:
@@ -96,6 +111,7 @@ def share(section: str, config: Any, *names: str) -> None:
     must(section, config, name, ok, "must lie in [0, 1)", "set a share below 1")
 
 
+_types = functools.cache(typing.get_type_hints)
 _hints = functools.cache(functools.partial(typing.get_type_hints, include_extras=True))
 
 
@@ -110,7 +126,7 @@ def check(section: str, config: Any) -> None:
 
 def typed(section: str, config: Any) -> None:
   """Refuses fields of another type, and numbers that are not finite."""
-  for name, hint in typing.get_type_hints(type(config)).items():
+  for name, hint in _types(type(config)).items():
     coerce(hint, getattr(config, name), f"{section}.{name}")
 
 
@@ -130,10 +146,11 @@ def is_number(text: Any) -> bool:
 def refuse_unknown(where: str, values: Mapping[str, Any], cls: type) -> None:
   known = [f.name for f in dataclasses.fields(cls)]
   for name in values:
-    close = difflib.get_close_matches(str(name), known, 1)
-    fix = f"did you mean {close[0]!r}" if close else f"known fields are {', '.join(known)}"
-    field = f"{where}.{name}".lstrip(".")
-    require(name in known, field, values[name], "there is no such field", fix)
+    if name not in known:
+      close = difflib.get_close_matches(str(name), known, 1)
+      fix = f"did you mean {close[0]!r}" if close else f"known fields are {', '.join(known)}"
+      field = f"{where}.{name}".lstrip(".")
+      raise refusal(field, values[name], "there is no such field", fix)
 
 
 def build(cls: type, values: Mapping[str, Any], where: str) -> Any:
@@ -151,7 +168,7 @@ def typed_fields(cls: type, values: Mapping[str, Any], where: str) -> dict[str, 
     values = values.to_dict()
   require(isinstance(values, Mapping), where or "config", values, "must be a mapping", "nest it")
   refuse_unknown(where, values, cls)
-  hints = typing.get_type_hints(cls)
+  hints = _types(cls)
   return {n: coerce(hints[n], v, f"{where}.{n}".lstrip(".")) for n, v in values.items()}
 
 

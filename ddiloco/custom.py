@@ -117,6 +117,7 @@ def _check_model(config: Config) -> None:
 
 def _check_optimizer(config: Config) -> None:
   import jax
+  from jax.interpreters.partial_eval import dce_jaxpr
 
   own, shapes = config.inner, load_model(config.model).shapes()
   transform = load_optimizer(own)
@@ -139,6 +140,11 @@ def _check_optimizer(config: Config) -> None:
     rule = f"the state has arrays {odd}, which no snapshot can tell apart"
     _refuse(own, f"{rule}: each needs a path of its own, of keys that are not empty")
   _require_like(own, "update()", lambda: updates, shapes)
+  traced = jax.make_jaxpr(transform.init)(shapes).jaxpr
+  _, read = dce_jaxpr(traced, [True] * len(traced.outvars))
+  if any(read):
+    rule = "init() reads the parameters' values, which come later, and are replaced by each version"
+    _refuse(own, f"{rule}: a state must not hold a copy of them, as schedule-free and DoG have it")
 
 
 def _by_name(config: Section, what: str, call: Callable[[], Any]) -> Mapping[str, Any]:

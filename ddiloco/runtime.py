@@ -29,7 +29,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from ddiloco.config import Config, SyncConfig
-from ddiloco.core.delta import Deltas, MemoryStore, Merger
+from ddiloco.core.delta import Deltas, Merger, Store
 from ddiloco.core.fragments import Fragment
 from ddiloco.core.passes import COMPILED_FROM
 from ddiloco.network.transport import Endpoint
@@ -52,7 +52,8 @@ class ThreadWorker:
 
   Attributes:
     failure: the exception of a job; after a failure no further job is done.
-    ending: whether the worker was told to end: a job that waits for other roles should give up.
+    ending: whether the worker was told to end: a job should wait for other roles only for what they
+      have begun, and is dropped when the worker's time is up.
   """
 
   def __init__(
@@ -88,8 +89,8 @@ class ThreadWorker:
       self._begin()
       while (job := self._jobs.get()) is not None and not self._closing.is_set():
         for until in job:
-          if until is not None:
-            self._closing.wait(max(0.0, until - time.monotonic()))
+          if until is not None and self._closing.wait(max(0.0, until - time.monotonic())):
+            break  # there is no more time to wait for others
     except Exception as error:  # the role's loop raises it again
       self.failure = error
       self._failed()
@@ -126,7 +127,7 @@ class Runtime:
   saver: Any = None  # `checkpoint.saver.Saver`: writes its parts of snapshots; None: no snapshots
   time: Time = REAL_TIME
   deltas: Callable[[SyncConfig], Deltas] = Deltas  # a learner's
-  merger: Callable[[Mapping[int, Fragment], MemoryStore, Config], Merger] = Merger  # a shard's
+  merger: Callable[[Mapping[int, Fragment], Store, Config, bool], Merger] = Merger  # a shard's
   # Makes initial values, by fragment, on a learner's machine. On a `ConfigError`, or for a fragment
   # that is missing in the result, the shard must send the value.
   initial: Callable[[], Mapping[int, Any]] = dict

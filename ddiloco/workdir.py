@@ -102,6 +102,17 @@ def refuse_trained(workdir: Path) -> None:
     _lock(file, fcntl.LOCK_SH, f"--workdir={workdir}: {_TRAINED}")
 
 
+def under_way(workdir: Path) -> bool:
+  """Whether a run, or a role that was started by hand, lives here, as far as its locks say."""
+  for name, mode, kind in ((LOCK, "r", fcntl.LOCK_SH), (ROLES, "r+", fcntl.LOCK_EX)):
+    with contextlib.suppress(OSError), (workdir / name).open(mode) as file:
+      try:
+        _lock(file, kind, "")
+      except ConfigError:
+        return True
+  return False
+
+
 def live_in(workdir: Path) -> IO[str] | None:
   """Marks that a role lives here, until the returned file is closed or the process ends.
 

@@ -119,7 +119,7 @@ def measured(reader: str, workdir: Path, events: int) -> dict[str, Any]:
 def main() -> None:
   options = common.options(
     __doc__,
-    {"events": 20_000},
+    {"events": 10_000},
     events=10_000_000,
     readers={"type": common.names_of(READERS), "default": "report,dashboard,resume"},
     workdir=Path,

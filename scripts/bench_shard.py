@@ -44,7 +44,7 @@ from ddiloco.checkpoint.buddy import Copies, Replication
 from ddiloco.checkpoint.restore import new_syncer
 from ddiloco.config import Config, from_dict
 from ddiloco.core import passes
-from ddiloco.core.delta import MemoryStore, new_fragment
+from ddiloco.core.delta import new_fragment
 from ddiloco.core.fragments import Fragment, Piece, Plan, owned_by
 from ddiloco.engines import virtual
 from ddiloco.network.endpoint import NetworkEndpoint, RunIdentity
@@ -113,12 +113,13 @@ def serve(pipe: Any, shard: int, shards: int, values: int, fragments: int, learn
   run = identity(plan)
   address = syncer_address(shard)
   endpoint = NetworkEndpoint(address, 1, run, config.network, bind="tcp://127.0.0.1:0")
-  store, owned = MemoryStore(outlives=False), owned_by(shard, shards, fragments)
+  owned = owned_by(shard, shards, fragments)
   for p in owned:
     passes.compile_for(plan.fragments[p], config)
   before = memory_bytes()
-  for p in owned:
-    store.save(new_fragment(plan.fragments[p], np.full(values, 0.02, np.float32)))
+  first = {p: np.full(values, 0.02, np.float32) for p in owned}
+  store = {p: new_fragment(plan.fragments[p], value) for p, value in first.items()}
+  del first
   replication = None
   pipe.send(("bound", endpoint.bound, before))
   if shards > 1:
@@ -126,7 +127,8 @@ def serve(pipe: Any, shard: int, shards: int, values: int, fragments: int, learn
     copies = Copies(shard, 1, endpoint, plan, config)
     replication = Replication(copies, 1 - shard, PATIENCE_SECONDS, Recorder(pipe))
   state, stop = new_syncer(config, shard, 1, store), threading.Event()
-  role = Syncer(state, config, plan, store, Runtime(endpoint, Recorder(pipe)), replication)
+  runtime = Runtime(endpoint, Recorder(pipe))
+  role = Syncer(state, config, plan, store, runtime, replication, in_place=True)
 
   def listen() -> None:
     while pipe.recv() != "end":

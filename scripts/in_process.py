@@ -13,7 +13,7 @@ from ddiloco.chaos import Faults
 from ddiloco.checkpoint.restore import ResumeState, new_learner, new_syncer
 from ddiloco.checkpoint.saver import Saver
 from ddiloco.config import Config
-from ddiloco.core.delta import MemoryStore, new_fragment
+from ddiloco.core.delta import new_fragment
 from ddiloco.core.fragments import Plan, gather
 from ddiloco.network.transport import Endpoint
 from ddiloco.observe.eventlog import NullRecorder, Records
@@ -44,9 +44,8 @@ class Shard:
     recorder: Records | None = None,
     saver: Saver | None = None,
   ):
-    store, params = MemoryStore(), initial.initial_params(config)
-    for fragment in plan.fragments:
-      store.save(new_fragment(fragment, gather(fragment, params)))
+    params = initial.initial_params(config)
+    store = {f.index: new_fragment(f, gather(f, params)) for f in plan.fragments}
     runtime = Runtime(endpoint, recorder or NullRecorder(), saver)
     self.role = Syncer(new_syncer(config, number, 0, store), config, plan, store, runtime)
     self._stop = threading.Event()

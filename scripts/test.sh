@@ -3,6 +3,9 @@
 # tests/test_types.py checks types.
 # Makes .venv with the test extra first. Other arguments go to pytest: scripts/test.sh tests/core -k merge
 . "$(dirname "$0")/venv.sh" test
+# Images for containers often forbid Python to keep what it compiled. Each of pytest's processes would
+# rewrite the assertions of Hypothesis and of all tests again, for ten seconds.
+unset PYTHONDONTWRITEBYTECODE
 if [ $# -gt 0 ] && [ "$1" != --all ]; then
   exec .venv/bin/python -m pytest "$@"
 fi
@@ -10,7 +13,7 @@ fi
 .venv/bin/ruff format --check .
 marks="not slow"
 [ "${1:-}" != --all ] || marks=""
-# Where Python may not keep what it compiled, each process of the tests would compile the package again.
+# Else all processes of the tests, which begin together, would compile the package.
 .venv/bin/python -m compileall -q -x '/test_' ddiloco scripts tests
 # In three processes on two cores, since many tests wait more than they compute.
 exec .venv/bin/python -m pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder -m "$marks"

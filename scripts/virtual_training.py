@@ -95,7 +95,7 @@ class Valued(World):
 
   def put(self, state: FragmentState) -> None:
     value = self.problem.initial[state.index]
-    self.kept.save(Committed(state, value, value, None))
+    self.kept[state.index] = Committed(state, value, value, None)
 
   def island(self, actor: Actor) -> Any:
     return self.problem.island(self, actor.number, f"{self.seed} {actor.role}")
@@ -108,8 +108,7 @@ class Valued(World):
 
   def loss(self) -> float:
     """The loss of the global model."""
-    found = [self.kept.load(p) for p in range(self.sync.num_fragments)]
-    return self.problem.loss([each.value for each in found if each is not None])
+    return self.problem.loss([self.kept[p].value for p in range(self.sync.num_fragments)])
 
   def train(self) -> float:
     """Runs until all islands have left for good; returns the loss."""

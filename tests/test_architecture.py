@@ -19,7 +19,7 @@ ALLOWED = {
   "config": {"checks"},
   "protocol": {"checks", "config"},
   "core": {"config", "protocol"},
-  "models": {"config"},
+  "models": {"checks", "config"},
   "custom": {"checks", "config", "models"},
   "training": {"checks", "config", "core", "models", "custom"},
   "observe": {"config", "protocol"},

@@ -114,6 +114,9 @@ def doubled(config):
 def nameless(config):
   return keeping({"": jnp.zeros(2), "a": {"": jnp.zeros(2), "c": jnp.zeros(2)}})
 
+def anchored(config):
+  return optax.contrib.schedule_free_sgd(1.0)
+
 def bare(config):
   made = Line(3)
   made.loss = lambda params, batch, execution=None: jnp.zeros(())
@@ -320,6 +323,7 @@ def test_an_optimizer_by_name_takes_the_place_of_adamw(file):
     ("doubled", r"the state has arrays \['inner/a/b', 'inner/a/b'\], which no snapshot can tell"),
     ("nameless", r"the state has arrays \['inner/', 'inner/a/'\], which no snapshot can tell"),
     ("noisy", r"the state .*rng_key.* has keys, which no snapshot can hold.*key_data"),
+    ("anchored", r"init\(\) reads the parameters' values"),
   ):
     with pytest.raises(ConfigError, match=rf"^inner.custom = .*{rule}"):
       initial.make_plan(config("inner", f"{file}:{name}"))

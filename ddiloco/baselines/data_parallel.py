@@ -22,7 +22,7 @@ from pathlib import Path
 from ddiloco import chaos
 from ddiloco.baselines import member
 from ddiloco.baselines.member import CHECKPOINT, PROGRAMS, Order
-from ddiloco.config import Config, ConfigError
+from ddiloco.config import Config, require
 from ddiloco.engines.children import Child, spawn_forked
 from ddiloco.engines.role_spec import free_urls
 from ddiloco.network.transport import learner_address
@@ -61,7 +61,7 @@ class DataParallel:
     names = [learner_address(m) for m in range(config.islands.num_learners)]
     self._islands = [Child(name, workdir, [spawn_forked]) for name in names]
     quorum = 1 if elastic else len(names)
-    roles = supervisor.all_down(names)
+    roles = dict.fromkeys(names, supervisor.Role())
     self._state = supervisor.Supervisor(config.run, roles, tuple(config.chaos.faults), quorum)
     self._alive: set[int] = set()  # living islands
     self._world: tuple[int, ...] = ()  # islands that train now
@@ -263,18 +263,14 @@ def check(config: Config) -> None:
   Raises:
     ConfigError: names the field, the value, the rule and the fix.
   """
-  if config.islands.overrides or config.islands.devices != 1:
-    raise ConfigError(
-      f"islands.(overrides, devices) = {(dict(config.islands.overrides), config.islands.devices)}:"
-      " data-parallel islands are all alike and of one device each. Fix: overrides = {}, devices"
-      " = 1."
-    )
+  own = dict(config.islands.overrides), config.islands.devices
+  rule = "data-parallel islands are all alike and of one device each"
+  fix = "overrides = {}, devices = 1"
+  require(own == ({}, 1), "islands.(overrides, devices)", own, rule, fix)
   for fault in config.chaos.faults:
-    if fault.action != "kill" or not fault.role.startswith("learner-"):
-      raise ConfigError(
-        f"chaos.faults = {fault.action} of {fault.role}: data-parallel has learners that can be"
-        " killed, and nothing else. Fix: drop this fault."
-      )
+    good = fault.action == "kill" and fault.role.startswith("learner-")
+    rule = "data-parallel has learners that can be killed, and nothing else"
+    require(good, "chaos.faults", f"{fault.action} of {fault.role}", rule, "drop this fault")
 
 
 def _last_words(island: Child) -> str:

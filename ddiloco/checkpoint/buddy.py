@@ -18,7 +18,6 @@ that the values are its own.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import hashlib
 import hmac
 import json
@@ -65,14 +64,6 @@ def neighbours(shard: int, num_shards: int) -> list[int]:
   return sorted({buddy_of(shard, num_shards), (shard - 1) % num_shards} - {shard})
 
 
-@dataclasses.dataclass(frozen=True)
-class Copy:
-  """A copy of a fragment, made by this incarnation of its owner."""
-
-  incarnation: int
-  committed: Committed  # its value is the published value
-
-
 class Copies:
   """The copies that this shard holds: the newest commit of each of its neighbour's fragments.
 
@@ -90,7 +81,8 @@ class Copies:
   def __init__(self, shard: int, incarnation: int, endpoint: Endpoint, plan: Plan, config: Config):
     self.shard, self.incarnation, self.endpoint = shard, incarnation, endpoint
     self.plan, self.config = plan, config
-    self._held: dict[tuple[int, int], Copy] = {}  # by owner and fragment
+    # By owner and fragment: the owner's incarnation that made the copy, and the copy.
+    self._held: dict[tuple[int, int], tuple[int, Committed]] = {}
     self.lives: dict[int, int] = {}
     # Owner -> its incarnation that was answered last, and the payloads of that answer.
     self._answers: dict[int, tuple[int, list[weakref.ref[Any]]]] = {}
@@ -116,12 +108,13 @@ class Copies:
     shards each is the buddy of the other, so it counts other payloads too.
     """
     owner = syncer_address(message.shard)
-    held = {p: copy for (o, p), copy in sorted(self._held.items()) if o == message.shard}
+    mine = (key for key in sorted(self._held) if key[0] == message.shard)
+    held = {key[1]: self._held[key][1] for key in mine}
     asked_by, payloads = self._answers.get(message.shard, (-1, []))
     if message.incarnation > asked_by or not any(payload() is not None for payload in payloads):
       payloads = []
       for copy in held.values():
-        replica = pack(copy.committed, self.shard, self.incarnation, message.shard)
+        replica = pack(copy, self.shard, self.incarnation, message.shard)
         payloads.append(weakref.ref(replica.payload.base))
         yield None
         self.endpoint.send(owner, replica)
@@ -131,26 +124,26 @@ class Copies:
       self.incarnation,
       asked_by=message.incarnation,
       fragments=tuple(held),
-      rounds=tuple(copy.committed.state.last_round for copy in held.values()),
+      rounds=tuple(copy.state.last_round for copy in held.values()),
     )
     self.endpoint.send(owner, listed)
 
   def _keep(self, message: Replica) -> bool:
     """Keeps a copy; returns whether it, or a newer one, is here now."""
     key = (message.owner, message.state.index)
-    known = self._held.get(key)
+    life, known = self._held.get(key, (NOTHING, None))
     # A newer incarnation of the owner counts, even if it had to begin at an older version. In one
     # incarnation rounds only grow, versions may not: a value that a learner gave back is of a later
     # round, and can have a smaller version.
     rank = (message.incarnation, message.state.last_round)
-    if known is not None and rank <= (known.incarnation, known.committed.state.last_round):
+    if known is not None and rank <= (life, known.state.last_round):
       return True
     # No change continues a copy of the incarnation before, even if the value is the same: an owner
     # that got this value from a learner begins at an older momentum.
-    base = known.committed if known and known.incarnation == message.incarnation else None
+    base = known if life == message.incarnation else None
     committed = unpack(message, self.plan, self.config, base)
     if committed is not None:
-      self._held[key] = Copy(message.incarnation, committed)
+      self._held[key] = message.incarnation, committed
     return committed is not None
 
 

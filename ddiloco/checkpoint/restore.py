@@ -20,7 +20,7 @@ import numpy as np
 from ddiloco.checkpoint.signed_json import Damaged, SignedJson
 from ddiloco.checks import refusal, require
 from ddiloco.config import Config, ConfigError
-from ddiloco.core.delta import Committed, MemoryStore
+from ddiloco.core.delta import Committed, Store
 from ddiloco.core.fragments import Plan, owned_by, shard_of
 from ddiloco.observe.eventlog import Records, newest_event
 from ddiloco.observe.guards import warn
@@ -52,9 +52,9 @@ def open_storage(config: Config, plan: Plan, workdir: Path, run_id: str) -> Stor
 
   own: Any = workdir / "checkpoints"
   if path := config.checkpoint.path:
-    file = any(each.is_file() for each in (Path(path), Path(path, run_id)))
-    require(not file, "checkpoint.path", path, f"it, or its {run_id}, is a file", "give a folder")
     own = weights.absolute(path, "checkpoint.path") / run_id
+    file = any(Path(each).is_file() for each in (own.parent, own))
+    require(not file, "checkpoint.path", path, f"it, or its {run_id}, is a file", "give a folder")
     kind, store, _ = path.partition("://")
     try:
       fsspec.get_filesystem_class(kind if store else "file")
@@ -132,13 +132,10 @@ def begin_learner(
 
 def _revived(part: Part, new: LearnerState, island) -> ResumeState:
   captured = from_json(LearnerPart, part.state)
-  old = captured.learner
-  if len(old.fragments) != len(new.fragments) or old.learner != new.learner:
-    raise NotAState("it is of another learner or plan")
   mine = {n: value for n, value in part.arrays.items() if n.startswith(("params/", "inner"))}
   island.restore(mine)
   rest = {name: value for name, value in part.arrays.items() if name not in mine}
-  return ResumeState(learner.revive(old, new), rest, captured.position, fresh=False)
+  return ResumeState(learner.revive(captured.learner, new), rest, captured.position, fresh=False)
 
 
 @readable
@@ -164,7 +161,7 @@ def new_syncer(
   config: Config,
   shard: int,
   incarnation: int,
-  store: MemoryStore,
+  store: Store,
   recovery_deadline: float = -math.inf,
   began_at: float | None = None,
   first_round: int = 0,
@@ -174,7 +171,7 @@ def new_syncer(
   `began_at`: on `time.monotonic()`, when the run began; None: now.
   """
   owned = owned_by(shard, config.sync.num_shards, config.sync.num_fragments)
-  newest = tuple(store.load(p).state for p in owned)
+  newest = tuple(store[p].state for p in owned)
   islands = {*range(config.islands.num_learners), *map(int, config.islands.overrides)}
   return syncer.init(
     shard,
@@ -232,7 +229,6 @@ def syncer_part(state: SyncerState, momentum_rounds: Mapping[int, int]) -> dict[
 
 def restore_fragments(
   storage: Storage,
-  plan: Plan,
   wanted: Collection[int],
   tried: list[str] | None = None,
   keep: bool = True,
@@ -247,16 +243,11 @@ def restore_fragments(
   are read, and none is missed.
   """
   tried = [] if tried is None else tried
-  return storage.newest(lambda n: _restore(storage, plan, n, wanted, keep, than or {}), tried)
+  return storage.newest(lambda n: _restore(storage, n, wanted, keep, than or {}), tried)
 
 
 def _restore(
-  storage: Storage,
-  plan: Plan,
-  snapshot: int,
-  wanted: Collection[int],
-  keep: bool,
-  than: Mapping[int, int],
+  storage: Storage, snapshot: int, wanted: Collection[int], keep: bool, than: Mapping[int, int]
 ) -> Restored:
   lacks, restored = {*wanted} - than.keys(), Restored({}, snapshot)
   for role, digest in storage.manifest(snapshot)["parts"].items():
@@ -267,7 +258,7 @@ def _restore(
     mine = [f for f in part.fragments if f.index in wanted]
     mine = [f for f in mine if f.last_round > than.get(f.index, -math.inf)]
     for f in mine:
-      committed = _fragment(storage, plan, meta, f, part.momentum_rounds[f.index])
+      committed = _fragment(storage, meta, f, part.momentum_rounds[f.index])
       lacks.discard(f.index)
       if keep:
         restored.fragments[f.index] = committed
@@ -280,7 +271,7 @@ def _restore(
 
 
 def _fragment(
-  storage: Storage, plan: Plan, meta: SignedJson, f: FragmentState, momentum_round: int
+  storage: Storage, meta: SignedJson, f: FragmentState, momentum_round: int
 ) -> Committed:
   """One fragment of a shard's part, checked."""
   p = f.index
@@ -288,8 +279,6 @@ def _fragment(
   part = storage.load(meta["snapshot"], meta["role"], names=names, committed=meta["digest"])
   arrays = part.arrays
   value = arrays[f"{p}/value"]
-  if value.shape != (plan.fragments[p].size,):
-    raise NotAState(f"fragment {p} has {value.shape[0]} values")
   published = arrays.get(f"{p}/published_value", value)
   return Committed(f, value, published, arrays.get(f"{p}/momentum"), momentum_round)
 

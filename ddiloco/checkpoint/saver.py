@@ -182,7 +182,9 @@ class Saver:
   ) -> Job:
     """Waits for the parts, and commits the snapshot.
 
-    Learners that are not expected at the start get no part in the snapshot.
+    Learners that are not expected at the start get no part in the snapshot. A learner that has left
+    is waited for while it writes its part. When this role ends too, it waits for parts that have
+    been begun, and a snapshot that lacks others is dropped in silence: nothing is lost with it.
 
     Args:
       snapshot: its number; this role's own part is written.
@@ -197,32 +199,33 @@ class Saver:
     shards, started = {*shards}, self._time.now()
     known = {*shards, *learners()}  # other roles may have left a part before the run went on
     grew_at, sizes = started, self.storage.growth(snapshot, known)
+    begun: set[str] = set()  # of those that need not begin any more: what is still written
     while True:
       # Read before the parts are: a part that arrives in between is not counted as late.
       now, ending = self._time.now(), self._worker.ending
       declined, metas = self.storage.declined(snapshot), self.storage.metas(snapshot)
       roles = consistent({r: meta["state"] for r, meta in metas.items() if r in known}, shards)
       expected = {*shards, *learners()}
-      missing, needed = expected - declined - roles, shards if may_lack else expected
-      late = ending or now - grew_at > patience_seconds
-      most = now - started > MOST_PATIENCE * patience_seconds
-      if late and missing and not (ending or most):  # a part that grows is still being written
+      needed = shards if may_lack else expected
+      gone = {role for role in known - declined - metas.keys() if ending or has_left(role)}
+      begun = {r for r, n in self.storage.growth(snapshot, gone).items() if n} if gone else set()
+      missing = begun if ending else (expected - declined - roles - gone) | begun
+      late = now - grew_at > patience_seconds
+      if late and missing and now - started <= MOST_PATIENCE * patience_seconds:
         grown = self.storage.growth(snapshot, known)
-        if any(grown[role] > sizes[role] for role in missing & known):
+        if any(grown[role] > sizes[role] for role in missing):  # it is still being written
           grew_at, sizes, late = now, grown, False
-      if late or declined & needed:
-        missing = needed - roles
-        break
-      if not missing:
+      if late or declined & needed or not missing:
         break
       look_seconds = LOOK_SHARE * (self._time.now() - started)
       yield self._time.now() + min(max(look_seconds, LOOK_SECONDS), LOOK_SECONDS_MOST)
-    if missing:
-      self.recorder.record(events.Uncommitted(snapshot=snapshot, missing=tuple(sorted(missing))))
+    if missing := needed - roles:
+      if not ending:
+        self.recorder.record(events.Uncommitted(snapshot=snapshot, missing=tuple(sorted(missing))))
       return
     self.storage.commit(snapshot, roles)
     took = round(self._time.now() - started, 3)
-    lacks = tuple(sorted(role for role in known - roles if not has_left(role)))
+    lacks = tuple(sorted(r for r in known - roles if r in begun or not has_left(r)))
     mine = tuple(sorted(roles))
     self.recorder.record(events.Snapshot(snapshot=snapshot, roles=mine, lacks=lacks, seconds=took))
 

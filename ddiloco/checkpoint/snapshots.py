@@ -99,7 +99,7 @@ def read(
   return found
 
 
-FORMAT = 7
+FORMAT = 8
 WINDOW_BYTES = 128 << 20  # of arrays that are on the host at once, beside the largest array
 MANIFEST = "manifest.json"
 META = "meta.json"
@@ -269,7 +269,10 @@ class Storage:
     return {name.removesuffix(DECLINED) for name in names if name.endswith(DECLINED)}
 
   def growth(self, snapshot: int, roles: Collection[str]) -> dict[str, int]:
-    """Role -> bytes of its part so far, complete or not: they grow while the part is written."""
+    """Role -> bytes of its part so far, complete or not: they grow while the part is written.
+
+    0: it has not been begun. (A folder counts, where the file system has folders.)
+    """
     found = dict.fromkeys(roles, 0)
     for role in roles:
       path = self._part(snapshot, role)
@@ -278,7 +281,8 @@ class Storage:
         # Not by epath's own `stat`, which fails where the user has no name, as in many containers.
         kind, separator, _ = str(path).partition("://")
         files = fsspec.filesystem(kind if separator else "file")
-        found[role] = sum(file["size"] for file in files.find(str(path), detail=True).values())
+        there = files.find(str(path), withdirs=True, detail=True)
+        found[role] = sum(file["size"] for file in there.values())
     return found
 
   def metas(self, snapshot: int) -> dict[str, SignedJson]:

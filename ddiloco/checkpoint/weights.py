@@ -26,7 +26,7 @@ import safetensors.numpy
 from etils import epath
 
 from ddiloco.checkpoint.signed_json import brief, one_error
-from ddiloco.checks import ConfigError, refusal, require
+from ddiloco.checks import ConfigError, differences, refusal, require
 from ddiloco.observe.guards import warn
 
 Params = dict[str, np.ndarray]
@@ -42,7 +42,6 @@ SAVE_SECONDS = 60.0  # that a save which hangs in its disk may block others
 # Orbax searches for what it has written with `glob`, which takes these for patterns: under "[1]" it
 # finds nothing, and under "run*" also what is in "run2". TensorStore takes "\\" for "/".
 _ODD = "*?[\\"
-_SHOWN = 3  # misfit tensors that a message names at most
 
 # Orbax raises the error of the first write that fails, which callers tell in a line. It also logs
 # it with all its frames; asyncio logs those of other writes, and prints a traceback for each write
@@ -93,7 +92,7 @@ def absolute(path: str | os.PathLike, field: str = "weights") -> epath.Path:
       another; or there is no such kind of object store. The text begins with `field`.
   """
   try:
-    there = epath.Path(path)
+    there = epath.Path(path).expanduser()
   except KeyError as error:  # epath's word for it
     rule = f"there is no object store of the kind {error}"
     raise refusal(field, str(path), rule, "give a folder, or gs://BUCKET/PATH") from None
@@ -357,20 +356,9 @@ def require_fit(
   Raises:
     ConfigError: names the first odd ones, what was found and what is expected.
   """
-  there = {name: tuple(value.shape) for name, value in found.items()}
-  odd = [
-    f"{name} is {there.get(name, 'missing')}, and {shapes.get(name, 'nothing')} in the model"
-    for name in sorted(there.keys() | shapes.keys())
-    if there.get(name) != shapes.get(name)
-  ]
-  more = f"; {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else ""
-  require(
-    not odd,
-    field,
-    str(path),
-    f"is of another model ({'; '.join(odd[:_SHOWN])}{more})",
-    "use the config.model that these weights were trained with, or weights of this model",
-  )
+  odd = differences({name: tuple(value.shape) for name, value in found.items()}, shapes)
+  fix = "use the config.model that these weights were trained with, or weights of this model"
+  require(not odd, field, str(path), f"is of another model: {odd}", fix)
 
 
 def check(path: str, shapes: Mapping[str, tuple[int, ...]], field: str) -> None:

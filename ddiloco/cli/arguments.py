@@ -98,7 +98,7 @@ class Flags:
         sys_argv=self._arguments,
       )
     except AttributeError as error:  # an unknown name in `options`, which the file defines
-      fix = "use an option that it gives"
+      fix = f"use an option that {self.experiment} gives"
       raise refusal("--config", self.experiment, str(error), fix) from error
     self._values["config"].default_as_str = None  # too long for --help; config/ has all defaults
 

@@ -153,6 +153,18 @@ def decode(payload: np.ndarray, size: int, codec: str) -> np.ndarray:
   return x
 
 
+def finite(payload: np.ndarray, size: int) -> np.ndarray:
+  """The f32 vector [size] of a payload that another role has made, in the payload's memory.
+
+  Raises:
+    CodecError: wrong length, or a value is not finite.
+  """
+  flat = decode(payload, size, "f32")
+  if not np.isfinite(flat).all():
+    raise CodecError("not finite")
+  return flat
+
+
 def checked(payload: np.ndarray, size: int, codec: str) -> Encoded:
   """A payload of the right length for `size` values, contiguous; any content is a vector.
 

@@ -17,7 +17,7 @@ that a snapshot may keep them without a copy.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 import numpy as np
 
@@ -86,14 +86,14 @@ class Deltas:
   def receive(self, publish: Publish, size: int, mode: str, included: bool) -> np.ndarray:
     """The vector that `apply` adds for a published version of `size` values; see `stage`.
 
-    A publish without a payload means that my push was rejected: see `back`.
+    A publish without a payload means that my push was rejected: its fragment goes back to the base.
 
     Raises:
       CodecError: the payload does not fit its codec and size.
     """
     p = publish.fragment
     if publish.payload is None:
-      return self.back(p)
+      return self.stage(p, self.base[p], mode, included)
     encoded = codec.checked(np.frombuffer(publish.payload, np.uint8), size, publish.codec)
     base = self.base[p] if publish.base_round != NOTHING else None
     if base is None and publish.codec == "f32":
@@ -110,7 +110,7 @@ class Deltas:
 
   def stage(self, fragment: int, value: np.ndarray, mode: str, included: bool) -> np.ndarray:
     """The vector that `apply` adds for a version g': overwrite g', mix (1-a) g', rebase g' - ref,
-    halve g' - ref / 2.
+    halve g' - ref / 2; reset g', without the residual.
 
     `ref` is the part of my parameters that is already in g': the base, minus my push if it is
     merged in g', as the shard decoded it. The rest of the local value, rounding errors included,
@@ -121,7 +121,9 @@ class Deltas:
     if included and rounding is not None:
       self.residual[fragment] = rounding
     self.base[fragment] = value
-    if mode == "overwrite":
+    if mode == "reset":
+      self.residual.pop(fragment, None)
+    if not self.keep(mode):
       return value
     if mode == "mix":
       return np.float32(1 - self._sync.mix_alpha) * value
@@ -142,14 +144,9 @@ class Deltas:
     passes.over_chunks(value.size, chunk, self.share)
     return shift
 
-  def back(self, fragment: int) -> np.ndarray:
-    """A push was rejected: its fragment goes back to the base, and its residual is dropped."""
-    self.residual.pop(fragment, None)
-    return self.stage(fragment, self.base[fragment], "overwrite", included=False)
-
   def keep(self, mode: str) -> float:
     """Share of the local value that `apply` keeps."""
-    return {"overwrite": 0.0, "mix": self._sync.mix_alpha, "rebase": 1.0, "halve": 0.5}[mode]
+    return {"mix": self._sync.mix_alpha, "rebase": 1.0, "halve": 0.5}.get(mode, 0.0)
 
   def take_moments(self, payload: np.ndarray, size: int) -> np.ndarray:
     """Moments [size] out of a payload that a peer has sent.
@@ -157,10 +154,7 @@ class Deltas:
     Raises:
       CodecError: the moments are another inner optimizer's, damaged, or not finite.
     """
-    flat = codec.decode(payload, size, "f32")
-    if not np.isfinite(flat).all():
-      raise codec.CodecError("not finite")
-    return flat
+    return codec.finite(payload, size)
 
   # --- for a snapshot -----------------------------------------------------------------------------
 
@@ -177,14 +171,13 @@ class Deltas:
         getattr(self, group)[int(fragment)] = value
 
 
-# --- A shard's end: committed fragments, in a store that may outlive the shard's incarnation
+# --- A shard's end: committed fragments
 
 
 class Committed(Frozen):
   """One fragment after its newest commit. Vectors are flat f32 [size].
 
-  They are never written again, except where the store does not outlive its shard and nothing else
-  reads them (`Merger.commit`).
+  They are never written again, except in place, where nothing else reads them (`Merger.commit`).
   """
 
   state: FragmentState  # version, merged tokens, ...; no round under way
@@ -200,31 +193,8 @@ class Committed(Frozen):
     return publish_codec == "f32" or not given_back
 
 
-class MemoryStore:
-  """Keeps the newest commit of every fragment, which is replaced as a whole, never in part.
-
-  Args:
-    outlives: whether it outlives the shard, which is a thread then: it must be whole even if a
-      commit fails.
-  """
-
-  def __init__(self, outlives: bool = True) -> None:
-    self.outlives = outlives
-    self._fragments: dict[int, Committed] = {}  # one operation on a dict is never half done
-
-  def load(self, fragment: int) -> Committed:
-    """The fragment's newest commit.
-
-    Raises:
-      ValueError: there is none.
-    """
-    if fragment not in self._fragments:
-      raise ValueError(f"fragment {fragment}: not in the store. Fix: save its first value there.")
-    return self._fragments[fragment]
-
-  def save(self, committed: Committed) -> None:
-    """Replaces the newest commit of its fragment."""
-    self._fragments[committed.state.index] = committed
+# By fragment, its newest commit, which is replaced as a whole: an item of a dict is never half set.
+Store = MutableMapping[int, Committed]
 
 
 def new_fragment(fragment: Fragment, value: np.ndarray) -> Committed:
@@ -333,7 +303,7 @@ def commit(
   momentum = outer.init(fragment.size, optimizer) if old.momentum is None else old.momentum
   before, name = Vectors(old.value, old.published_value, momentum), config.sync.publish_codec
   after = None
-  if in_place and _writable(before):
+  if in_place:
     apart = name != "f32" and old.value is old.published_value
     after = before._replace(value=np.empty_like(old.value)) if apart else before
   new, update = passes.step(total, stretch, before, optimizer, name, share, after)
@@ -341,11 +311,6 @@ def commit(
   committed = Committed(state, new.value, new.published_value, new.momentum, what.round)
   length = long * len(each) / sum(each) if any(each) else None
   return committed, update, Merged(weights, length, sample)
-
-
-def _writable(vectors: Vectors) -> bool:
-  """Whether the vectors may be overwritten; not where they came out of a file or a message."""
-  return all(each is None or each.flags.writeable for each in vectors)
 
 
 def learner_weights(what: Commit, config: Config) -> np.ndarray:
@@ -370,20 +335,24 @@ class Merger:
     fragments: the shard's, by index.
     store: holds their newest commits.
     config: the run's.
+    in_place: commits may overwrite vectors that were not lent: if one fails, the shard ends, and
+      the store with it.
 
   Attributes:
     committed: by fragment, the newest commit.
     share: runs the passes, on some threads.
   """
 
-  def __init__(self, fragments: Mapping[int, Fragment], store: MemoryStore, config: Config):
-    self.committed: dict[int, Committed] = {p: store.load(p) for p in fragments}
+  def __init__(
+    self, fragments: Mapping[int, Fragment], store: Store, config: Config, in_place: bool = False
+  ):
+    self.committed: dict[int, Committed] = {p: store[p] for p in fragments}
     self._fragments, self._config = fragments, config
     self._arrivals: dict[int, ReceivedPushes] = {}  # by fragment, of the round under way
     self._update: dict[int, Encoded] = {}  # by fragment, of the newest commit
     self._merged: dict[int, Merged] = {}  # by fragment, of the newest commit
     self._initial: dict[int, np.ndarray] = {}  # digests of initial values that receivers make
-    self._in_place = not store.outlives
+    self._in_place = in_place
     self._lent: set[int] = set()  # fragments whose vectors other code may still read
     self.share: Share = map
 
@@ -426,11 +395,9 @@ class Merger:
   def take_back(self, value: Value, now: float) -> Received:
     """Decodes a value that this shard has lost and that a learner gives back."""
     try:
-      flat = codec.decode(value.payload, self._fragments[value.fragment].size, "f32")
+      flat = codec.finite(value.payload, self._fragments[value.fragment].size)
     except codec.CodecError as error:
       return Received(value, now, fault=str(error))
-    if not np.isfinite(flat).all():
-      return Received(value, now, fault="not finite")
     return Received(value, now, content=flat.copy())  # `flat` is in the message's memory
 
   def commit(self, what: Commit, state: FragmentState) -> Merged:

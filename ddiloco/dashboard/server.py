@@ -19,6 +19,7 @@ import hmac
 import importlib.resources
 import itertools
 import json
+import math
 import re
 import secrets
 import threading
@@ -32,7 +33,7 @@ import msgspec
 from ddiloco.chaos import ask_for
 from ddiloco.checks import build
 from ddiloco.config import Config, ConfigError, Fault
-from ddiloco.dashboard.status import METRICS_KIND, exposition
+from ddiloco.dashboard.status import LAG_SECONDS, METRICS_KIND, exposition
 from ddiloco.dashboard.status import status as run_status
 from ddiloco.network.keys import is_loopback
 from ddiloco.network.webserver import Answer, Health, Request, WebServer, parse_address
@@ -176,7 +177,7 @@ class RunFollower:
 
   def _make(self) -> dict[str, Any]:
     run, started = self._run, self._started
-    now = run.time if started is None else time.time() - started
+    now = run.time if started is None else time.time() - started + self._ahead
     status = run_status(run, now, self._config and self._config.sync, self._reason)
     if not self._caught_up and run.num_events:
       text = f"The log is being read: {run.num_events:,} events so far."
@@ -187,6 +188,7 @@ class RunFollower:
     config, follower = _config(self.workdir), Follower(self.workdir)
     with self._lock:
       self._started, self._config = started, config
+      self._ahead = 0.0  # seconds by which clocks of the run are ahead of this host's
       self._follower, self._run = follower, RunState(config)
       self._caught_up, self._reason, self._status = False, "", None
 
@@ -205,16 +207,19 @@ class RunFollower:
     started = run_started(self.workdir)
     if started != self._started or not (self._config or self._run.num_events):
       self._begin(started)
-    events = iter(self._follower)
+    events, late = iter(self._follower), math.inf  # since the newest event was written, at most
     while batch := list(itertools.islice(events, BATCH_EVENTS)):
       with self._lock:
         self._run.read(batch)
+      late = LAG_SECONDS if self._caught_up else math.inf
       self.health.beat()
       if self._ended.wait(0.001):  # lets requests in
         return
     reason = outcome(self.workdir).get("reason", "")  # from the file beside the result
     with self._lock:
       self._caught_up, self._reason = True, str(reason)
+      newest = self._run.time + (started or 0.0) - time.time()
+      self._ahead = min(max(self._ahead, newest), newest + late)
 
 
 def _config(workdir: Path) -> Config | None:

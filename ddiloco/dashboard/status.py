@@ -11,7 +11,6 @@ from typing import Any
 
 from ddiloco.config import SyncConfig
 from ddiloco.observe.eventlog import FLUSH_SECONDS
-from ddiloco.observe.history import heat_map
 from ddiloco.observe.islands import (
   DOWN,
   UNKNOWN,
@@ -71,6 +70,7 @@ def status(
     "heldout_loss": rounded(run.heldout_loss),
     "heldout_measures": {n: rounded(each) for n, each in run.heldout_measures.items()},
     "commits": run.commits,
+    "restarts": run.restarts,
     "outer_gradients": {name: rounded(each) for name, each in run.outer_gradients.items()},
     "solo": (run.solo if state == "running" else "") or None,
     "merging": bool(run.num_shards or run.shards),
@@ -81,9 +81,6 @@ def status(
     "goodput": account.as_json() if account.chip_seconds else None,
     "timeline": _timeline(run, spans),
     "curves": _curves(run),
-    "heat": heat_map(
-      run.curves.page, spans, {m: run.islands[m].usual_gap for m in sorted(run.islands)}, now
-    ),
     "rejoins": run.rejoins.as_json(SHOWN_REJOINS),
     "hangs": run.kinds[Hung],
     "links": run.traffic.as_json(seen),
@@ -121,7 +118,8 @@ def _island(run: RunState, m: int, state: str, seen: float, fragments: range) ->
     "number": m,
     "colour": island_colour(m),
     "state": shown,
-    "restarts": max(0, island.lives - 1),
+    "restarts": island.restarts,
+    "median_step_seconds": rounded(island.usual_gap),
     "chips": island.chips,
     "chip_kinds": list(island.chip_kinds),
     "step": island.step,
@@ -186,6 +184,8 @@ def _curves(run: RunState) -> dict[str, Any]:
     "width_seconds": series.width_seconds,
     "heldout": [(round(e.time, 2), rounded(e.loss)) for e in run.curves.evaluations.items],
     "loss": {str(m): series.means(f"loss {m}") for m in islands},
+    "step": {str(m): series.means(f"step {m}") for m in islands},  # seconds, without waits
+    "wait": {str(m): series.means(f"wait {m}") for m in islands},  # for a shard, before the step
     "participation": {str(m): series.means(f"participation {m}", 2) for m in islands},
     "commits": {str(s): series.counts(f"commits {s}") for s in sorted(run.shards)},
   }

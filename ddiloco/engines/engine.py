@@ -217,7 +217,7 @@ class Engine:
   def _go_on(self, keep: bool) -> restore.Restored | None:
     """Says what the run goes on from, or refuses; with the snapshot's fragments if `keep`."""
     storage, tried, every = self._storage, list[str](), range(len(self.plan.fragments))
-    found = restore.restore_fragments(storage, self.plan, every, tried, keep) if storage else None
+    found = restore.restore_fragments(storage, every, tried, keep) if storage else None
     restore.go_on(self.config, self.workdir, storage, found.snapshot if found else None, tried)
     return found
 
@@ -280,7 +280,7 @@ class Engine:
     self._requests = fault_requests(self.workdir, news_only=True)
     self._state = supervisor.Supervisor(
       config.run,
-      supervisor.all_down(self._roles()),
+      dict.fromkeys(self._roles(), supervisor.Role()),
       tuple(f for f in self._planned if self.processes or f.action == "join"),
       config.sync.min_quorum if config.sync.num_shards else 1,
       self.shortest_life_seconds,

@@ -196,7 +196,7 @@ class ProcessesEngine(Engine):
     """The global model of the newest snapshot, if the evaluator never had a whole model, and the
     tokens that it has seen."""
     storage, every = self._storage, range(len(self.plan.fragments))
-    restored = storage and restore_fragments(storage, self.plan, every)
+    restored = storage and restore_fragments(storage, every)
     if not restored:
       return initial.initial_params(self.config), 0
     values = {p: committed.value for p, committed in restored.fragments.items()}

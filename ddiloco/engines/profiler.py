@@ -8,8 +8,6 @@ the run.
 
 from __future__ import annotations
 
-import contextlib
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +25,7 @@ from ddiloco.workdir import OUTCOME, PROFILE_REQUESTS, PROFILES, RequestFile, ap
 
 MOST_STEPS = 1000  # of one trace, which takes about a megabyte a step
 LOOK_SECONDS = 0.5
+STEP_SECONDS = 0.01  # between two looks whether the steps of a trace are made
 PATIENCE_SECONDS = 60.0  # for the next step, before the trace ends as it is
 CLOSE_SECONDS = 30.0  # to write a trace
 
@@ -57,8 +56,7 @@ class Profiler:
     self._began = time.time()
     self.steps: dict[str, int] = {}
     self._first: dict[str, int] = {}  # the same after the role's first step
-    self._news: queue.Queue[tuple[str, int]] = queue.Queue()  # steps during a trace
-    self._tracing = False
+    self._traced: tuple[str, list[int]] = "", []  # a learner, and its steps during its trace
     self._closing = threading.Event()
     self._thread = threading.Thread(target=self._serve, name="profiler", daemon=True)
     self._thread.start()
@@ -68,13 +66,13 @@ class Profiler:
     if type(event) is events.Step:
       self._first.setdefault(event.role, event.global_step)
       self.steps[event.role] = event.global_step
-      if self._tracing:
-        self._news.put((event.role, event.global_step))
+      role, made = self._traced
+      if event.role == role:
+        made.append(event.global_step)
 
   def close(self) -> None:
     """Ends the trace under way as it is; no other trace is begun."""
     self._closing.set()
-    self._news.put(("", 0))  # wakes the thread
     ended(self._thread, CLOSE_SECONDS)
 
   def _serve(self) -> None:
@@ -105,12 +103,11 @@ class Profiler:
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # Python's calls would be most of the trace, and slow it down
     jax.profiler.start_trace(path, profiler_options=options)
-    began, self._tracing = time.monotonic(), True
+    began = time.monotonic()
     try:
       whole = self._whole_steps(request)
       seconds = time.monotonic() - began
     finally:
-      self._tracing = False
       jax.profiler.stop_trace()
     self._record().record(
       events.Profiled(
@@ -124,18 +121,14 @@ class Profiler:
 
   def _whole_steps(self, request: ProfileRequest) -> list[int]:
     """The global steps that are whole in the trace; fewer than asked if no further step comes."""
-    while not self._news.empty():
-      self._news.get_nowait()  # of the trace before
     wanted = 1 + request.steps + 1  # one was under way, and the last may still be on the devices
-    found: list[int] = []
-    until = time.monotonic() + PATIENCE_SECONDS
-    with contextlib.suppress(queue.Empty):
-      while len(found) < wanted and not self._closing.is_set():
-        role, global_step = self._news.get(timeout=max(0.0, until - time.monotonic()))
-        if role == request.role:
-          found.append(global_step)
-          until = time.monotonic() + PATIENCE_SECONDS
-    return found[1 : 1 + request.steps]
+    made, seen, until = list[int](), 0, time.monotonic() + PATIENCE_SECONDS
+    self._traced = request.role, made
+    while len(made) < wanted and time.monotonic() < until and not self._closing.wait(STEP_SECONDS):
+      if len(made) > seen:
+        seen, until = len(made), time.monotonic() + PATIENCE_SECONDS
+    self._traced = "", []
+    return made[1 : 1 + request.steps]
 
 
 def take_profile(workdir: Path, request: ProfileRequest, wait_seconds: float) -> tuple[bool, str]:

@@ -155,7 +155,7 @@ def newest(workdir: Path, now: int, role: str = "*") -> int:
   for path in (workdir / "events").glob(f"{role}.jsonl"):
     with contextlib.suppress(OSError):  # it is no bound then; the shards know the number too
       size = path.stat().st_size
-      for line in lines_of(path, max(0, size - TAIL_BYTES), size):
+      for _, line in lines_of(path, max(0, size - TAIL_BYTES), size):
         event = decode(line)
         if event is not None and found < event.incarnation <= now + FUTURE_SECONDS:
           found = event.incarnation

@@ -374,7 +374,8 @@ def report(workdir: Path) -> str:
   """
   workdirs.saved_config(workdir)
   try:
-    return str(write_report(workdir, workdirs.outcome(workdir)) / "index.html")
+    lives = {"under_way": True} if workdirs.under_way(workdir) else {}
+    return str(write_report(workdir, workdirs.outcome(workdir) | lives) / "index.html")
   except OSError as error:
     rule, place = f"its report cannot be drawn ({error})", workdir / "report"
     fix = f"make room, its events readable and {place} a directory you may write to"

@@ -15,7 +15,7 @@ from ddiloco.checkpoint import restore
 from ddiloco.checkpoint.buddy import Copies, Replication, Sealer, buddy_of, recover
 from ddiloco.checks import lasts, require
 from ddiloco.config import Config
-from ddiloco.core.delta import Committed, MemoryStore, new_fragment
+from ddiloco.core.delta import Committed, Store, new_fragment
 from ddiloco.core.fragments import owned_by
 from ddiloco.engines.island_hosts import FollowingHost, Hosts, check_hosts, name_lost_host
 from ddiloco.engines.role_process import Ended, RoleRunner, unreached
@@ -65,7 +65,7 @@ def run_learner(config: Config, number: int, place: RoleSpec, corpus: Source | N
 
 
 def _is_finished(address: str, config: Config, place: RoleSpec) -> bool:
-  """Whether the run in the workdir is finished, which this says: its shards have ended, or will."""
+  """Whether the run in the workdir is finished, which this says: its roles have ended, or will."""
   finished = reached_end(place.workdir, config)
   if finished:
     say(f"{address}: ends: the run in --workdir={place.workdir} is finished")
@@ -207,6 +207,8 @@ def run_syncer(config: Config, shard: int, place: RoleSpec) -> int:
   count = config.sync.num_shards
   rule, fix = f"the config has sync.num_shards = {count}", f"use 0 to {count - 1}"
   require(0 <= shard < count, "--shard", shard, rule, fix)
+  if _is_finished(syncer_address(shard), config, place):
+    return FINISHED
   with RoleRunner(syncer_address(shard), config, place) as runner:
     return runner.run(lambda: _syncer(runner, shard))
 
@@ -222,13 +224,13 @@ def _syncer(runner: RoleRunner, shard: int) -> int:
   if buddy != shard:
     replication = Replication(copies, buddy, settings.patience_seconds, recorder)
   store, state, unfounded = _recover(runner, shard, copies, owned)
-  rounds = (store.load(p).state.last_round for p in owned)
+  rounds = (store[p].state.last_round for p in owned)
   runner.come_after(max(rounds, default=-1) >> 24)  # a round id contains its shard's incarnation
   saver, plan = runner.saver(), runner.plan
   keys, contract = runner.keys, initial.contract(config, plan)
   sealer = Sealer(keys.secret, runner.place.run_id, contract) if keys else None
   runtime = Runtime(endpoint, recorder, saver)
-  role = Syncer(state, config, plan, store, runtime, replication, sealer)
+  role = Syncer(state, config, plan, store, runtime, replication, sealer, in_place=True)
   if saver is not None:
     saver.hold = lambda: "it has nothing to save yet" if unfounded.empty(role.state) else ""
   back = any(committed.state.version for committed in role.committed.values())
@@ -282,8 +284,8 @@ def _shard_status(runner: RoleRunner, role: Syncer) -> int:
 
 def _recover(
   runner: RoleRunner, shard: int, copies: Copies, owned: tuple[int, ...]
-) -> tuple[MemoryStore, SyncerState, restore.Unfounded]:
-  """(A store with the newest commit of every fragment, the state to begin with, `Unfounded`).
+) -> tuple[Store, SyncerState, restore.Unfounded]:
+  """(The newest commit of every fragment, the state to begin with, `Unfounded`).
 
   Fragments come from the buddy, or from the newest snapshot if only that has them, or has newer
   ones. A fragment that neither has begins from its initial value, if there never was a snapshot.
@@ -296,7 +298,7 @@ def _recover(
   if storage is not None:
     # The former life may have gone on without its buddy, whose copies are then older.
     rounds = {p: committed.state.last_round for p, committed in found.items()}
-    restored = restore.restore_fragments(storage, plan, owned, tried, than=rounds)
+    restored = restore.restore_fragments(storage, owned, tried, than=rounds)
   if restored is not None:
     found |= restored.fragments
     if taken := sorted(restored.fragments):
@@ -312,9 +314,6 @@ def _recover(
         f"begins fragments {missing} again, unless a learner has them: no snapshot of this run was"
         " ever complete"
       )
-  store = MemoryStore(outlives=False)
-  for committed in found.values():
-    store.save(committed)
   # The recovery deadline holds also with the buddy's copies: the former life may have gone on
   # without its buddy, and learners may have newer values.
   now, age_seconds = time.monotonic(), max(0.0, time.time() - runner.started)
@@ -322,12 +321,12 @@ def _recover(
     config,
     shard,
     runner.incarnation,
-    store,
+    found,
     recovery_deadline=now + RECOVERY_HELLOS * config.network.hello_seconds,
     began_at=now - age_seconds,
     first_round=max(0, incarnation_at(runner.started) - EARLIEST_SECONDS) << 24,
   )
-  return store, restored.resume(state) if restored is not None else state, unfounded
+  return found, restored.resume(state) if restored is not None else state, unfounded
 
 
 def _ask_buddy(runner: RoleRunner, copies: Copies) -> dict[int, Committed]:

@@ -20,7 +20,7 @@ from ddiloco.chaos import Faults, FaultyEndpoint
 from ddiloco.checkpoint import restore
 from ddiloco.checkpoint.saver import Saver
 from ddiloco.config import Config, Fault
-from ddiloco.core.delta import MemoryStore, new_fragment
+from ddiloco.core.delta import Store, new_fragment
 from ddiloco.engines import role_spec
 from ddiloco.engines.engine import Engine, RunResult
 from ddiloco.engines.profiler import Profiler
@@ -72,7 +72,7 @@ class ThreadsEngine(Engine):
     model_bytes, receivers = 4 * sum(self.plan.sizes), config.islands.num_learners + 1
     room = receivers * model_bytes + (1 << 30)
     self._hub = Hub(run_name(workdir), self.plan.plan_id, max_bulk_bytes=room)
-    self._store = MemoryStore()
+    self._store: Store = {}
     visible = jax.devices()
     self._visible = mine = visible[: max(0, len(visible) - config.run.evaluator_devices)]
     counts = [config.islands.island(m).devices for m in range(config.num_islands())]
@@ -120,13 +120,13 @@ class ThreadsEngine(Engine):
   def _seed(self) -> None:
     """Puts version 0, or the newest snapshot, into the store; without shards, into the islands."""
     if self._restored is not None:
-      for committed in self._restored.fragments.values():
-        self._store.save(committed)
+      self._store |= self._restored.fragments
+      for committed in self._store.values():
         self._start_after(committed.state.last_round >> 24)  # the event logs may be lost
       self._restored.fragments.clear()  # else they would stay in memory beside newer versions
     elif self.config.sync.num_shards:
       for p, value in super()._initial_values().items():
-        self._store.save(new_fragment(self.plan.fragments[p], value))
+        self._store[p] = new_fragment(self.plan.fragments[p], value)
     else:
       self._first = initial.initial_params(self.config)
       for island in self.islands.values():
@@ -293,8 +293,7 @@ class ThreadsEngine(Engine):
 
   def _initial_values(self) -> Mapping[int, np.ndarray]:
     """The initial values that the shards still have."""
-    all_committed = (self._store.load(p) for p in range(len(self.plan.fragments)))
-    return {c.state.index: c.value for c in all_committed if not c.state.version}
+    return {p: c.value for p, c in self._store.items() if not c.state.version}
 
   def _save_result(self, params: initial.Assembled, merged_tokens: int) -> None:
     """Saves the shards' values, which are exact, instead of the evaluator's."""
@@ -302,13 +301,12 @@ class ThreadsEngine(Engine):
 
   def _global_params(self) -> tuple[initial.Assembled, int]:
     """The global model, and the tokens that it has seen."""
-    every = [self._store.load(f.index) for f in self.plan.fragments]
-    params = initial.Assembled(self.plan, self.config, {c.state.index: c.value for c in every})
-    return params, self._merged_tokens()
+    values = {p: committed.value for p, committed in self._store.items()}
+    return initial.Assembled(self.plan, self.config, values), self._merged_tokens()
 
   def _merged_tokens(self) -> int:
     """The tokens that the global model has seen."""
-    return min(self._store.load(f.index).state.merged_tokens for f in self.plan.fragments)
+    return min(committed.state.merged_tokens for committed in self._store.values())
 
   def _outcome(self, reason: str) -> RunResult:
     if self.config.sync.num_shards:

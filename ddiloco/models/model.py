@@ -17,6 +17,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_policies as policies
 from jax.sharding import NamedSharding
 
+from ddiloco.checks import differences
+
 Params = Mapping[str, jax.Array]
 Batch = Any  # a tree (an array, a dict, ...) of arrays whose first axis counts examples
 Axes = tuple[str | None, ...]
@@ -139,10 +141,9 @@ class NnxModel:
     graph, abstract = self._abstract
     wanted = {name: tuple(leaf.shape) for name, (_, leaf) in abstract.items()}
     given = {name: tuple(value.shape) for name, value in params.items()}
-    if odd := sorted({name for name, _ in wanted.items() ^ given.items()}):
-      each = (f"{n} is {given.get(n, 'missing')}, not {wanted.get(n, 'known')}" for n in odd[:8])
+    if odd := differences(given, wanted):
       fix = "use the model config these parameters were trained with"
-      raise ValueError(f"params: {'; '.join(each)} ({len(odd)} in all). Fix: {fix}.")
+      raise ValueError(f"params: {odd}. Fix: {fix}.")
     flat = {path: leaf.replace(params[name]) for name, (path, leaf) in abstract.items()}
     return nnx.merge(graph, nnx.from_flat_state(flat))
 

@@ -38,13 +38,9 @@ class LogPart(NamedTuple):
   end: int
 
 
-def lines_of(path: Path, start: int, end: int) -> Iterator[bytes]:
-  """The lines in the bytes `start` to `end`, without their ends; the last may lack its own."""
-  return (line for _, line in _lines_at(path, start, end))
-
-
-def _lines_at(path: Path, start: int, end: int) -> Iterator[tuple[int, bytes]]:
-  """The same, each with the place where the next line begins."""
+def lines_of(path: Path, start: int, end: int) -> Iterator[tuple[int, bytes]]:
+  """The lines in the bytes `start` to `end`, without their ends, each with the place where the next
+  one begins; the last may lack its end."""
   held, too_long, at = b"", False, start
   while piece := _read(path, start, min(end, start + PIECE_BYTES)):
     start += len(piece)
@@ -93,7 +89,8 @@ def check_format(path: Path) -> None:
   """
   try:
     size = path.stat().st_size if path.is_file() else 0
-    first = events.decode(next(lines_of(path, 0, size), b""))
+    _, first_line = next(lines_of(path, 0, size), (0, b""))
+    first = events.decode(first_line)
   except OSError:
     return  # the reader of the log reports this
   if first is not None and first.format != events.LOG_FORMAT:
@@ -291,7 +288,7 @@ class EventStream:
   def _timed(self, i: int, part: LogPart) -> Iterator[tuple[float, int, Event]]:
     at, newest = part.start, -math.inf
     try:
-      for after, line in _lines_at(*part):
+      for after, line in lines_of(*part):
         at = after
         event = events.decode(line)
         if event is None:

@@ -9,6 +9,9 @@ regained. Without shards, a step counts until a later life of its island does it
 The ledger's size is bounded, however long a run is: steps and rounds that a restored role may still
 go back to are kept one by one, older ones are summed up.
 
+Every role has a clock of its own. An island's time is taken from its own events, and a push belongs
+to the commit of its round, whichever of the two seems to be the earlier.
+
 Every second that is not useful has one of these causes; with the useful seconds they add up to all
 allocated time. The right column is the bucket of ml-goodput-measurement that a cause would be in.
 
@@ -37,7 +40,7 @@ import dataclasses
 import math
 import statistics
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ddiloco.observe.history import Idle
@@ -53,13 +56,11 @@ CAUSES = (
 )
 RECENT_STEPS = 33  # a step or pause longer than STALL_STEPS times the median of these is a stall
 EXACT_STEPS = 2048  # steps of an island kept one by one: two snapshot intervals are 400
-MOST_PUSHED = 8  # pushes of an island and fragment that may still be committed; usually one
+# Pushes without a commit, and commits without a push, of an island and fragment: usually one. Where
+# clocks differ there are as many as rounds begin in that time.
+MOST_PUSHED = 64
 CHAIN_SUMS = 250_000  # sums (one a learner and round) of all fragments together ...
 LEAST_ROUNDS = 128  # ... but at least so many rounds a fragment: two snapshot intervals are 17
-OF_ISLAND = (
-  *(events.Launched, events.Compiled, events.Started, events.Step, events.Captured, events.CopyOut),
-  *(events.Resend, events.Apply, events.Stopped, events.Exit, events.Restart),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,12 +89,11 @@ class Goodput:
 
 @dataclasses.dataclass(frozen=True)
 class LearnerGoodput:
-  """One learner. Being alive and taking part in commits differ, so both are here."""
+  """One learner."""
 
   chip_seconds: float
   goodput: float
   liveness: float  # share of its allocated time in which it was training
-  participation: float  # share of all commits that it took part in; NaN before the first
 
 
 class Ledger:
@@ -108,7 +108,6 @@ class Ledger:
     self._islands: dict[int, IslandAccount] = {}
     self.chains: dict[int, Chain] = collections.defaultdict(Chain)
     self._fragments = 0  # 0: there is no sync
-    self._commits = 0
     self._idle = Idle()
     self._now = 0.0
     self._ended = False
@@ -117,8 +116,6 @@ class Ledger:
     """Enters one event. Kinds that say nothing about time or merges are ignored."""
     newest, self._now = self._now, max(self._now, event.time)
     match event:
-      case _ if isinstance(event, OF_ISLAND):
-        self._take(event)
       case events.Commit():
         self._commit(event)
       case events.Owns() | events.Regained():
@@ -130,6 +127,8 @@ class Ledger:
         self._ended = True
         for island in self._islands.values():
           island.end(event.time)
+      case _:
+        self._take(event)
 
   def report(self, now: float | None = None) -> Goodput:
     """The account up to `now` (seconds since the run started), else up to the newest event."""
@@ -159,7 +158,8 @@ class Ledger:
       merged, pending = island.sums.last, 0.0
     else:
       merged = sum(chain.merged_of(island.place) for chain in self.chains.values())
-      pending = island.pending(self._fragments)
+      merged, pending = merged / self._fragments, island.pending(self._fragments)
+      account["rejected"] /= self._fragments
     # With events missing, merged seconds may exceed trained ones: each second counts once.
     useful = min(merged, island.trained)
     account["rejected"] = min(account["rejected"], island.trained - useful)
@@ -175,7 +175,6 @@ class Ledger:
       total,
       useful / total if total else math.nan,
       island.live_seconds / allocated if allocated else math.nan,
-      island.commits / self._commits if self._commits else math.nan,
     )
 
   def _uptime(self, now: float) -> float:
@@ -195,43 +194,38 @@ class Ledger:
     for island in self._islands.values():
       island.end(newest, "discarded", "down")
     for m in range(event.num_learners):
-      self._at(m, event.time).restart(event.time)
+      self._at(m).restart(event.time)
     for m, island in self._islands.items():
       if m >= event.num_learners:  # the run goes on without it, unless it joins
         island.phase = ""
 
   def _take(self, event: Event) -> None:
-    """Enters an event of, or about, one learner."""
+    """Enters an event of, or about, one role, if that is a learner."""
     role = getattr(event, "target", event.role)
     kind, m = parse_role(role)
     has_chips = m in self._islands and self._islands[m].phase
     # An island that joins later has its chips from its own first word on: an engine may have
     # compiled for it long before.
     if kind == "learner" and (has_chips or event.role == role):
-      trained = self._at(m, _since(event)).take(event)
+      trained = self._at(m).take(event)
       if trained is not None:
         self._idle.train(*trained)
 
-  def _at(self, m: int, now: float) -> IslandAccount:
+  def _at(self, m: int) -> IslandAccount:
     if m not in self._islands:
-      self._islands[m] = IslandAccount(len(self._islands), now, self._exact_steps)
+      self._islands[m] = IslandAccount(len(self._islands), self._exact_steps)
     return self._islands[m]
 
   def _commit(self, event: events.Commit) -> None:
     p, round_id = event.fragment, event.round
     self._know(p)
-    self._commits += 1
-    gains = {}
-    for island in self._known(event.weights):
-      island.commits += 1
-      gains[island.place] = island.answered(p, round_id) / self._fragments
+    chain = self.chains[p]
     rounds = self._chain_sums / (self._fragments * max(1, len(self._islands)))
-    self.chains[p].commit(round_id, event.base_round, gains, max(LEAST_ROUNDS, rounds))
-    for island in self._known(event.rejected):
-      island.account["rejected"] += island.answered(p, round_id) / self._fragments
-
-  def _known(self, learners: Iterable[int]) -> list[IslandAccount]:
-    return [self._islands[m] for m in learners if m in self._islands]
+    chain.commit(round_id, event.base_round, max(LEAST_ROUNDS, rounds))
+    for m in event.weights:  # none of its own events may have been seen yet, by another clock
+      self._at(m).answer(p, round_id, chain)
+    for m in event.rejected:
+      self._at(m).answer(p, round_id, None)
 
   def _know(self, fragment: int) -> None:
     """Raises the number of fragments: without an engine no event says how many there are."""
@@ -289,10 +283,10 @@ class StepSums:
 class IslandAccount:
   """One learner over all its lives. Times in seconds, accounts in chip-seconds."""
 
-  def __init__(self, place: int, now: float, exact_steps: int = EXACT_STEPS):
+  def __init__(self, place: int, exact_steps: int = EXACT_STEPS):
     self.place = place  # its index, in the order in which islands appeared
-    self.phase = "start_up"  # its activity since `since`; "" when its chips are given back
-    self.since = now  # only grows: while a clock that was set back catches up, no time passes
+    self.phase = ""  # its activity since `since`; "" without chips: before its start, after its end
+    self.since = -math.inf  # only grows: while a clock that was set back catches up, no time passes
     self.lives = 0
     self.chips = 0  # 0 until its first life says it: until then the account is of one chip
     self.account: dict[str, float] = collections.defaultdict(float)
@@ -301,11 +295,12 @@ class IslandAccount:
     self.sums = StepSums(exact_steps)  # of this life's steps and of the earlier ones it builds on
     self.live_seconds = 0.0
     self.allocated_seconds = 0.0
-    self.commits = 0
     # By fragment: the step up to which all is merged or given up, and the sum up to this step.
     self._settled: dict[int, tuple[int, float]] = {}
     # By fragment and round: the last step in a push, and the chip-seconds of all its steps.
     self._pushed: dict[int, dict[int, tuple[int, float]]] = collections.defaultdict(dict)
+    # By fragment and round: what takes a push in that is not there yet (None: it was rejected).
+    self._awaited: dict[int, dict[int, Chain | None]] = collections.defaultdict(dict)
     self._recent: collections.deque[float] = collections.deque(maxlen=RECENT_STEPS)
     self._known = {"save": 0.0, "compile": 0.0}  # since the last step, beside it
 
@@ -320,7 +315,8 @@ class IslandAccount:
       case events.Step():
         return self._step(event)
       case events.CopyOut():
-        self._copy_out(event)
+        covered = self.sums.last - self.sums.at(self.sums.number - max(0, event.steps))
+        self._keep(event.fragment, event.round, (self.sums.number, covered))
       case events.Resend():
         pushed = self._pushed[event.fragment].get(event.old_round)
         if pushed is not None:
@@ -328,7 +324,6 @@ class IslandAccount:
       case events.Apply():
         if event.mode not in events.KEEPS_WORK:  # local progress of the fragment is gone
           self._settle(event.fragment, self.sums.number)
-          self._pushed.pop(event.fragment, None)
       case events.Captured():
         self._known["save"] += positive(event.seconds)
       case events.Compiled():
@@ -356,9 +351,10 @@ class IslandAccount:
     return "rejoin" if self.lives else "start_up"
 
   def _come_back(self, event: Event) -> None:
-    """An island that gave its chips back has them again: the time between is not charged."""
+    """An island has chips, or has them again: the time between is not charged."""
     if isinstance(event, events.Launched | events.Compiled | events.Started | events.Step):
-      self.since, self.phase = max(self.since, _since(event)), self._beginning
+      passed = getattr(event, "gap_seconds", getattr(event, "seconds", 0.0))  # of a compilation
+      self.since, self.phase = max(self.since, event.time - positive(passed)), self._beginning
 
   def end(self, now: float, under_way: str = "other", phase: str = "") -> None:
     """A life is over, or the run; `under_way`: the cause of the time since the last step."""
@@ -405,7 +401,9 @@ class IslandAccount:
     now, seconds = max(event.time, self.since), positive(event.seconds)
     if self.phase != "training":
       self._spend_until(now - seconds, self.phase)
-      self._go_on_from(event.step - 1)
+      self.sums.go_to(event.step - 1)  # later steps of earlier lives are lost
+      newest = self.sums.number, self.sums.last
+      self._settled = {p: min(each, newest) for p, each in self._settled.items()}
       self.phase = "training"
     passed = now - self.since
     busy = min(seconds, passed)
@@ -433,28 +431,21 @@ class IslandAccount:
     usual = statistics.median(self._recent) if self._recent else math.inf
     return seconds - usual if seconds > STALL_STEPS * usual else 0.0
 
-  def _go_on_from(self, number: int) -> None:
-    """A new life goes on after step `number`: later steps of earlier lives are lost."""
-    self.sums.go_to(number)
-    number, last = self.sums.number, self.sums.last
-    self._settled = {p: min(each, (number, last)) for p, each in self._settled.items()}
-
-  def _copy_out(self, event: events.CopyOut) -> None:
-    now = self.sums.number
-    covered = self.sums.last - self.sums.at(now - max(0, event.steps))
-    self._keep(event.fragment, event.round, (now, covered))
-
   def _keep(self, fragment: int, round_id: int, pushed: tuple[int, float]) -> None:
-    by_round = self._pushed[fragment]
-    by_round[round_id] = pushed
-    if len(by_round) > MOST_PUSHED:
-      del by_round[min(by_round)]
+    _add(self._pushed[fragment], round_id, pushed)
+    if round_id in self._awaited[fragment]:
+      self.answer(fragment, round_id, self._awaited[fragment].pop(round_id))
 
-  def answered(self, fragment: int, round_id: int) -> float:
-    """The chip-seconds of the push that this round merged or rejected; 0.0 if none is known."""
-    step, chip_seconds = self._pushed[fragment].pop(round_id, (0, 0.0))
+  def answer(self, fragment: int, round_id: int, chain: Chain | None) -> None:
+    """The round has merged its push into this chain, or has rejected it (None)."""
+    if round_id not in self._pushed[fragment]:
+      return _add(self._awaited[fragment], round_id, chain)
+    step, chip_seconds = self._pushed[fragment].pop(round_id)
     self._settle(fragment, step)
-    return chip_seconds
+    if chain is not None:
+      chain.add(round_id, self.place, chip_seconds)
+    else:
+      self.account["rejected"] += chip_seconds
 
   def _settle(self, fragment: int, step: int) -> None:
     """Of the fragment, no step up to this one is pending any more."""
@@ -478,40 +469,44 @@ class Chain:
 
   def __init__(self) -> None:
     self.head = INITIAL  # the newest value's round; a restore or a regained value may change it
-    self._rounds: dict[int, array] = {}  # chip-seconds, by an island's place; the newest rounds
+    # By round: that of its base, and chip-seconds by an island's place; the newest rounds.
+    self._rounds: dict[int, tuple[int, array]] = {}
 
-  @property
-  def merged(self) -> array:
-    """Chip-seconds in the newest value, by an island's place."""
-    return self._rounds.get(self.head, array("d"))
+  def merged(self, round_id: int) -> array:
+    """Chip-seconds in the value of a round, by an island's place."""
+    return self._rounds[round_id][1] if round_id in self._rounds else array("d")
 
   def merged_of(self, place: int) -> float:
     """Chip-seconds of one island in the newest value."""
-    return self.merged[place] if place < len(self.merged) else 0.0
+    merged = self.merged(self.head)
+    return merged[place] if place < len(merged) else 0.0
 
-  def commit(
-    self, round_id: int, base: int, gains: Mapping[int, float], most_rounds: float
-  ) -> None:
-    """Adds a round to the value `base`; `gains`: what it adds, by an island's place."""
-    merged = self._rounds.get(base, array("d"))[:]
-    merged.extend([0.0] * (max(gains, default=-1) + 1 - len(merged)))
-    for place, gain in gains.items():
-      merged[place] += gain
+  def commit(self, round_id: int, base: int, most_rounds: float) -> None:
+    """Adds a round to the value `base`."""
+    merged = self.merged(base)[:]
     self._rounds.pop(round_id, None)
-    self._rounds[round_id] = merged
+    self._rounds[round_id] = base, merged
     self.head = round_id
     while len(self._rounds) > most_rounds:
       del self._rounds[next(iter(self._rounds))]
 
+  def add(self, round_id: int, place: int, chip_seconds: float) -> None:
+    """Adds an island's part to a round, and to the rounds on top of it if it is not the newest."""
+    within = {round_id}
+    newest = self._rounds and round_id == next(reversed(self._rounds))
+    for each in [round_id] if newest else list(self._rounds):
+      base, merged = self._rounds[each]
+      if each in within or base in within:
+        within.add(each)
+        merged.extend([0.0] * (place + 1 - len(merged)))
+        merged[place] += chip_seconds
 
-def _since(event: Event) -> float:
-  """When what the event tells of began."""
-  match event:
-    case events.Step():
-      return event.time - positive(event.gap_seconds)
-    case events.Compiled():
-      return event.time - positive(event.seconds)
-  return event.time
+
+def _add(rounds: dict[int, Any], round_id: int, value: Any) -> None:
+  """Adds a round's value; of more than `MOST_PUSHED` rounds the first is left out."""
+  rounds[round_id] = value
+  if len(rounds) > MOST_PUSHED:
+    del rounds[min(rounds)]
 
 
 def positive(seconds: float) -> float:

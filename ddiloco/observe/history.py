@@ -1,6 +1,6 @@
 """The history of a run in bounded memory, however long it lasts. PURE: nothing here reads a clock.
 
-Curves, bytes of links, the heat map of step times, and rounds.
+Curves, bytes of links, and rounds.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ddiloco.config import SyncConfig
@@ -244,82 +244,6 @@ class Curves:
     self.commits.add(event)
 
 
-# --- The heat map: how long every island's steps took over time, relative to its own median
-# A row is an island, a cell a stretch of time. A cell says the mean step time in it, or what the
-# island did instead of making steps.
-
-LEVELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # of step times, each a fifth of an octave longer
-PER_OCTAVE = 5
-LEAST_RATIO = 0.5  # of level A, to the median; Z is 16 times the median
-WAITING = "w"  # more than half of the time between steps was spent waiting for a shard
-STATES = {"joining": "j", "stalled": "s", "quarantined": "q", "down": "d"}
-ABSENT = "."
-
-
-def heat_map(
-  curves: Series,
-  spans: Mapping[str, Sequence[Sequence[Any]]],
-  medians: Mapping[int, float],
-  now: float,
-) -> dict[str, Any]:
-  """By island, a string with a letter for each cell, up to `now`.
-
-  Args:
-    curves: "step M" has the seconds of the steps of island M without waiting, "wait M" the waits.
-    spans: by role, [start, end, state].
-    medians: of the time from step to step, by island.
-  """
-  cells = min(PAGE_BINS, math.ceil(max(0.0, now) / curves.width_seconds))
-  return {
-    "width_seconds": curves.width_seconds,
-    "levels": LEVELS,
-    "least_ratio": LEAST_RATIO,
-    "per_octave": PER_OCTAVE,
-    "median_seconds": {str(m): rounded(median) for m, median in medians.items()},
-    "rows": {
-      str(m): _row(curves, m, median, _states(spans.get(f"learner-{m}", ()), curves, cells))
-      for m, median in medians.items()
-    },
-  }
-
-
-def _row(curves: Series, m: int, median: float, states: Sequence[str]) -> str:
-  """One island's string. A cell in which no step ended has the letter of the step under way."""
-  seconds, waits = curves.means(f"step {m}"), curves.means(f"wait {m}")
-  row, under_way = "", ""
-  for i in reversed(range(len(states))):
-    ended = seconds[i] if i < len(seconds) else None
-    if ended is not None:
-      letter = under_way = WAITING if waits[i] > ended else level(ended, median)
-    else:
-      running = states[i] == "running"
-      letter = (under_way or ABSENT) if running else STATES.get(states[i], ABSENT)
-    if states[i] != "running":
-      under_way = ""
-    row = letter + row
-  return row
-
-
-def level(seconds: float, median: float) -> str:
-  """The letter of a step of this length."""
-  if not (seconds > 0 and median > 0):
-    return LEVELS[0]
-  octaves = math.log2(seconds / median / LEAST_RATIO)
-  return LEVELS[min(len(LEVELS) - 1, max(0, round(octaves * PER_OCTAVE)))]
-
-
-def _states(spans: Sequence[Sequence[Any]], curves: Series, cells: int) -> list[str]:
-  """The island's state in the middle of each cell."""
-  found, at = [""] * cells, 0
-  for i in range(cells):
-    middle = (i + 0.5) * curves.width_seconds
-    while at < len(spans) and spans[at][1] < middle:
-      at += 1
-    if at < len(spans) and spans[at][0] <= middle:
-      found[i] = spans[at][2]
-  return found
-
-
 # --- The syncer's open rounds
 
 
@@ -346,9 +270,15 @@ class Rounds:
     """Takes one event; kinds that are not about rounds are ignored."""
     match event:
       case events.Push():
-        self._push(event)
+        if (open_ := self._known(event)) is not None:
+          open_.pushed.add(parse_role(event.role)[1])
+          open_.pushed_at = max(open_.pushed_at, event.time)
       case events.Round():
-        self._begin(event)
+        if (open_ := self._known(event)) is not None:  # it asks more learners
+          open_.asked = event.asked
+        else:
+          begun = _Open(event.fragment, event.round, event.role, event.time, event.asked)
+          self._open[event.fragment] = begun
       case events.Commit() | events.Abandoned():
         if isinstance(event, events.Commit):
           self._grace[event.fragment] = event.grace_seconds
@@ -396,18 +326,6 @@ class Rounds:
     open_ = self._open.get(event.fragment)
     return open_ if open_ is not None and open_.round == event.round else None
 
-  def _begin(self, event: events.Round) -> None:
-    p, known = event.fragment, self._known(event)
-    if known is None:
-      self._open[p] = _Open(p, event.round, event.role, event.time, event.asked)
-    else:  # the same round asks more learners
-      known.asked = event.asked
-
   def _drop(self, role: str) -> None:
     """A shard's rounds end with its life."""
     self._open = {p: each for p, each in self._open.items() if each.role != role}
-
-  def _push(self, event: events.Push) -> None:
-    if (open_ := self._known(event)) is not None:
-      open_.pushed.add(parse_role(event.role)[1])
-      open_.pushed_at = max(open_.pushed_at, event.time)

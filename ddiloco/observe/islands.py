@@ -42,9 +42,21 @@ class MemberState:
   since: float = 0.0  # when its state, as a timeline shows it, began
   state: str = "starting"  # joining, running, stalled, lost, left, quarantined, restarting
   incarnation: int = -1  # the newest that was seen
+  lives: int = 0  # incarnations that were seen
   step_time: float = math.nan  # when the last step of an island ended
   num_absorbed: int = 0  # spans that are drawn as part of their neighbours
   _spans: list[list] = dataclasses.field(default_factory=list)  # those before `since`
+
+  def live(self, incarnation: int) -> bool:
+    """Whether this is the newest incarnation; counts it as a new life if it is new."""
+    if incarnation > self.incarnation:
+      self.incarnation, self.lives = incarnation, self.lives + 1
+    return incarnation == self.incarnation
+
+  @property
+  def restarts(self) -> int:
+    """Its lives after the first one, also those of a run that went on."""
+    return max(0, self.lives - 1)
 
   def state_at(self, time: float) -> str:
     """Its state, judged at this time."""
@@ -100,7 +112,6 @@ class IslandState(MemberState):
   chip_kinds: dict[str, None] = dataclasses.field(default_factory=dict)  # of all lives, in order
   flops_per_token: float = 0.0
   peak_flops_per_second: float = 0.0  # of a chip
-  lives: int = 0  # incarnations that were seen
   step: int = 0
   global_step: int = 0
   steps: int = 0
@@ -120,12 +131,6 @@ class IslandState(MemberState):
   missed_reason: str = ""  # why it missed the last commit that it missed
   died: float = -math.inf  # when it was last known to be dead
   versions: dict[int, int] = dataclasses.field(default_factory=dict)  # its version of each fragment
-
-  def live(self, incarnation: int) -> bool:
-    """Whether this is the newest incarnation; counts it as a new life if it is new."""
-    if incarnation > self.incarnation:
-      self.incarnation, self.lives = incarnation, self.lives + 1
-    return incarnation == self.incarnation
 
   def start(self, event: Started) -> None:
     """A new incarnation starts, on these devices; no version of a fragment is known of it yet."""

@@ -116,7 +116,7 @@ def _islands(view: RunState, now: float, gap: int) -> Table:
     table.add_row(
       Text(f"● {learner}", style=island_colour(learner)),
       Text(state, style=_STATE_STYLES.get(state, "default")),
-      str(max(0, island.lives - 1)),
+      str(island.restarts),
       str(island.step),
       str(island.global_step),
       loss_text(island.loss),

@@ -7,6 +7,7 @@ canvas is used, so that no window system and no global state is touched.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -212,8 +213,7 @@ def participation_figure(run: RunState) -> Figure:
     agreement.set_axis_off()
     return figure
   say_left_out(rows, every(run.curves.commits, "commits"))
-  for row, learner in enumerate(learners):
-    _commit_ticks(rows, row, learner, commits)
+  _commit_ticks(rows, learners, commits)
   named = range(0, len(learners), every_row)
   for row in named:
     share = run.islands[learners[row]].commits / run.commits
@@ -250,15 +250,24 @@ def _cosine_lines(axes: Axes, curves: Series) -> None:
   axes.set_xlabel("seconds since the run started")
 
 
-def _commit_ticks(axes: Axes, row: int, learner: int, commits: Sequence[Commit]) -> None:
-  taken = [e.time for e in commits if learner in e.weights]
-  rejected = [e.time for e in commits if learner in e.rejected]
-  missed = [e.time for e in commits if learner not in {**e.weights, **e.rejected}]
+def _commit_ticks(axes: Axes, learners: Sequence[int], commits: Sequence[Commit]) -> None:
+  """A row for each learner; ticks that look alike are drawn together, since they may be 100,000."""
+  from matplotlib.colors import to_rgba_array
+
+  row = {learner: i for i, learner in enumerate(learners)}
+  taken, rejected = np.zeros((2, len(learners), len(commits)), bool)
+  for i, commit in enumerate(commits):
+    taken[[row[m] for m in commit.weights], i] = True
+    rejected[[row[m] for m in commit.rejected if m in row], i] = True
+  times = np.array([commit.time for commit in commits])
+  colours = to_rgba_array([island_colour(learner) for learner in learners])
   width = min(2.5, max(0.6, 420 / len(commits)))
-  axes.vlines(missed, row - 0.12, row + 0.12, color=FAINT, lw=width)
-  axes.vlines(taken, row - 0.36, row + 0.36, color=island_colour(learner), lw=width)
-  marks = {"marker": "x", "color": GLOBAL_MODEL, "s": 42, "lw": 1.6, "zorder": 4}
-  axes.scatter(rejected, [row] * len(rejected), **marks)
+  at, which = np.nonzero(~(taken | rejected))
+  axes.vlines(times[which], at - 0.12, at + 0.12, color=FAINT, lw=width)
+  at, which = np.nonzero(taken)
+  axes.vlines(times[which], at - 0.36, at + 0.36, color=colours[at], lw=width)
+  at, which = np.nonzero(rejected)
+  axes.scatter(times[which], at, marker="x", color=GLOBAL_MODEL, s=42, lw=1.6, zorder=4)
 
 
 def traffic_figure(run: RunState) -> Figure:
@@ -318,9 +327,7 @@ def timeline_figure(run: RunState) -> Figure:
   if not order:
     say_empty(axes, "no learner and no shard in the log")
     return figure
-  for row, role in enumerate(order):
-    for span in spans[role]:
-      _bar(axes, row, role, *span)
+  _bars(axes, [(role, spans[role]) for role in order])
   used = _marks(axes, run.marks, {role: row for row, role in enumerate(order)})
   _left_out(axes, run)
   axes.set_yticks(range(0, len(order), every_row), list(map(role_name, order[::every_row])))
@@ -352,11 +359,19 @@ def _bar_style(state: str, colour: str) -> dict:
   return {"facecolor": "#F1F1F1", "edgecolor": MUTED, "lw": 0.8, "ls": (0, (3, 2))}  # down
 
 
-def _bar(axes: Axes, row: int, role: str, start: float, end: float, state: str) -> None:
-  kind, number = parse_role(role)
-  colour = island_colour(number) if kind == "learner" else _SHARD_COLOUR
-  place = {"left": start, "height": BAR_HEIGHT}
-  axes.barh(row, end - start, **place, **_bar_style(state, colour))
+def _bars(axes: Axes, rows: Iterable[tuple[str, Sequence[Sequence[Any]]]]) -> None:
+  """Draws the spans of each role; those that look alike together, since they may be 100,000."""
+  from matplotlib.collections import PolyCollection
+
+  alike = defaultdict(list)
+  for row, (role, spans) in enumerate(rows):
+    kind, number = parse_role(role)
+    colour = island_colour(number) if kind == "learner" else _SHARD_COLOUR
+    low, high = row - BAR_HEIGHT / 2, row + BAR_HEIGHT / 2
+    for a, b, state in spans:
+      alike[state, colour].append([(a, low), (a, high), (b, high), (b, low)])
+  for look, corners in alike.items():
+    axes.add_collection(PolyCollection(corners, **_bar_style(*look)))
 
 
 def _marks(axes: Axes, marks: Iterable[LogEvent], rows: dict[str, int]) -> list[str]:

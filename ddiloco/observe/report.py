@@ -17,7 +17,7 @@ from ddiloco.observe.eventlog import EventStream
 from ddiloco.observe.islands import OUTER_GRADIENTS
 from ddiloco.observe.run_state import RunState
 from ddiloco.observe.style import clock_time, compact, loss_text, plain, rounded
-from ddiloco.protocol.events import Event, Fault, Hung, Restart, RunStarted, Snapshot, finite
+from ddiloco.protocol.events import Event, Fault, Hung, RunStarted, Snapshot, finite
 
 # --- The key numbers of a run, from its events alone
 
@@ -61,7 +61,7 @@ def numbers(run: RunState) -> dict[str, Any]:
     "heldout_loss_last": rounded(run.heldout_loss),
     "faults": kinds[Fault],
     "snapshots": kinds[Snapshot],
-    "restarts": kinds[Restart],
+    "restarts": run.restarts,
     **run.usual_speed.as_json(),
     **_kills(run),
     "blocked_seconds": rounded(run.blocked_seconds),
@@ -143,6 +143,9 @@ PICTURES = {  # file: (title, caption)
 }
 
 
+_TITLE = ": ddiloco report</title>"
+
+
 def write_report(workdir: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> Path:
   """Writes WORKDIR/report/ and returns its path.
 
@@ -151,20 +154,24 @@ def write_report(workdir: str | os.PathLike[str], extra: Mapping[str, Any] | Non
     extra: entries that only the caller knows; they override the numbers from the events (see
       `numbers`). The page shows `loss_untrained`, `loss_merged`, `loss_best_island_alone`
       (held-out, nats per token), `seconds`, `sample` (generated text) and, where no engine says why
-      the run ended, `reason`; summary.json takes any JSON value.
+      the run ended, `reason` or that it is `under_way`; summary.json takes any JSON value.
 
   Raises:
-    OSError: the folder cannot be written.
+    OSError: the folder cannot be written, or has such files that are not of ddiloco.
   """
   run = RunState().read(EventStream(workdir))
   extra = dict(extra or {})
   summary = {**numbers(run), **extra}
   folder = Path(workdir) / "report"
+  index = folder / "index.html"
+  ours = index.exists() and _TITLE in index.read_text(errors="replace")
+  if not ours and any((folder / name).exists() for name in (index.name, *PICTURES)):
+    raise FileExistsError(f"{folder}: has files of such names that are not of ddiloco")
   folder.mkdir(parents=True, exist_ok=True)
+  index.write_text(page(summary))  # first: by it the folder is known again
   text = json.dumps(finite(summary), indent=2, allow_nan=False, default=str)
   (folder / "summary.json").write_text(text + "\n")
   _draw(folder, run, extra)
-  (folder / "index.html").write_text(page(summary))
   return folder
 
 
@@ -190,6 +197,9 @@ def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
   gradients, merged = summary.get("outer_gradients", {}), said(compact, "merged_tokens")
   result = "best island" if "result_of_learner" in summary else "merged model"
   of = f" of {said(compact, 'total_tokens')}" if summary.get("total_tokens") else ""
+  unfinished = "it did not end in good order"
+  if summary.get("under_way"):
+    unfinished = "it goes on: this is its report so far"
   damaged = (summary.get("torn_lines") or 0) + (summary.get("odd_events") or 0)
   rows = [
     ("held-out loss, untrained", said(_loss, "loss_untrained")),
@@ -223,7 +233,7 @@ def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     ("time learners were blocked", said("{:.3g} s".format, "blocked_seconds")),
     ("bytes sent", said(lambda sent: f"{compact(sent)}B", "bytes_sent")),
     ("lines of the log that cannot be read", f"{damaged:,}" if damaged else ""),
-    ("how the run ended", said(str, "finished", "reason") or "it did not end in good order"),
+    ("how the run ended", said(str, "finished", "reason") or unfinished),
   ]
   return [(name, value) for name, value in rows if value]
 
@@ -244,7 +254,7 @@ def page(summary: Mapping[str, Any]) -> str:
   text = f"<h2>A sample of its text</h2><pre>{html.escape(str(sample))}</pre>" if sample else ""
   body = f"<h1>{name}</h1><table>{numbers}</table>{_learner_table(summary)}{pictures}{text}"
   footer = '<p>All numbers: <a href="summary.json">summary.json</a></p>'
-  head = f'<meta charset="utf-8"><title>{name}: ddiloco report</title><style>{_CSS}</style>'
+  head = f'<meta charset="utf-8"><title>{name}{_TITLE}<style>{_CSS}</style>'
   view = '<meta name="viewport" content="width=device-width, initial-scale=1">'
   start = f'<!doctype html>\n<html lang="en"><head>{head}{view}</head>'
   return f"{start}<body>{body}{footer}</body></html>\n"

@@ -85,6 +85,7 @@ class RunState:
     self.finished = ""  # why the run ended
     self.ledger, self.rejoins, self.rounds = Ledger(), Rejoins(self.islands), Rounds()
     self.traffic, self.curves = TrafficTotals(), Curves()
+    self._on_traffic = self.traffic.add
     self.marks: deque[LogEvent] = deque(maxlen=MOST_MARKS)  # those that a timeline shows
     self.num_marks = 0  # ever
     self._killed: set[str] = set()  # roles that a planned kill struck and that are still down
@@ -197,6 +198,11 @@ class RunState:
     islands = {f"learner-{m}": island for m, island in self.islands.items()}
     return islands | {f"syncer-{s}": shard for s, shard in self.shards.items()}
 
+  @property
+  def restarts(self) -> int:
+    """How often islands and shards were started again."""
+    return sum(member.restarts for member in self.members().values())
+
   def spans(self, now: float, seen: float) -> dict[str, list[list]]:
     """By role, [start, end, state] without gaps up to `now`; stalls are judged at time `seen`."""
     found = {role: member.spans(now, seen) for role, member in self.members().items()}
@@ -204,29 +210,26 @@ class RunState:
 
   # --- members ------------------------------------------------------------------------------------
 
-  def _island(self, m: int, time: float, state: str = "") -> IslandState:
-    """The island, which is known from `time` on; and then in this state, if one is given."""
+  def _island(self, m: int, time: float) -> IslandState:
+    """The island, which is known from `time` on."""
     if m not in self.islands:
       self.islands[m] = IslandState(since=time)
-    if state:
-      self.islands[m].turn(time, state)
     return self.islands[m]
 
-  def _shard(self, s: int, time: float, state: str = "") -> ShardState:
+  def _shard(self, s: int, time: float) -> ShardState:
     """The same for a shard."""
     if s not in self.shards:
       self.shards[s] = ShardState(since=time)
-    if state:
-      self.shards[s].turn(time, state)
     return self.shards[s]
 
   def _target_is(self, target: str, time: float, state: str) -> None:
     kind, number = parse_role(target)
     if kind == "learner" and number >= 0:
-      island = self._island(number, time, state)
-      island.died = time if state == "lost" else island.died
+      self._island(number, time).turn(time, state)
+      if state == "lost":
+        self.islands[number].died = time
     elif kind == "syncer" and number >= 0:
-      self._shard(number, time, state)
+      self._shard(number, time).turn(time, state)
 
   def _note(self, event: Event, text: str, tone: str, mark: str = "", role: str = "") -> None:
     """`mark`: of what kind it is on the timeline of the role; "": it is not on it."""
@@ -278,8 +281,10 @@ class RunState:
     self._note(event, f"the run is over: {self.finished}", "plain")
 
   def _shard_started(self, event: events.Started, s: int) -> None:
-    shard = self._shard(s, event.time, "running")
-    shard.incarnation, shard.fragments = event.incarnation, event.fragments
+    shard = self._shard(s, event.time)
+    shard.turn(event.time, "running")
+    shard.live(event.incarnation)
+    shard.fragments = event.fragments
     self._know(s)
 
   def _know(self, s: int) -> None:
@@ -290,13 +295,15 @@ class RunState:
 
   def _learner_launched(self, event: events.Launched, m: int) -> None:
     if self._island(m, event.time).lives:  # without an engine no other event says it
-      self._island(m, event.time, "restarting")
+      self.islands[m].turn(event.time, "restarting")
 
   def _learner_started(self, event: events.Started, m: int) -> None:
-    self._island(m, event.time, "joining").start(event)
+    self._island(m, event.time).turn(event.time, "joining")
+    self.islands[m].start(event)
 
   def _learner_joined(self, event: events.Joined, m: int) -> None:
-    island = self._island(m, event.time, "running")
+    island = self._island(m, event.time)
+    island.turn(event.time, "running")
     island.live(event.incarnation)
     island.global_step, island.step_time = event.global_step, event.time
 
@@ -319,7 +326,7 @@ class RunState:
 
   def _step(self, event: events.Step, m: int, island: IslandState) -> None:
     if island.state not in ("quarantined", "left") and event.time > island.died:  # else logged late
-      self._island(m, event.time, "running")
+      island.turn(event.time, "running")
     passed = event.time - island.step_time if island.step else math.nan
     rate = event.tokens / passed if passed > 0 else event.tokens / max(1e-9, event.seconds)
     smoothed = 0.8 * island.tokens_per_second + 0.2 * rate if island.step > 1 else rate
@@ -348,7 +355,7 @@ class RunState:
     self._island(m, event.time).rejected += 1
 
   def _learner_stopped(self, event: events.Stopped, m: int) -> None:
-    self._island(m, event.time, "left")
+    self._island(m, event.time).turn(event.time, "left")
 
   def _on_member(self, event: events.Member) -> None:
     m, state, time = event.learner, event.state, event.time
@@ -358,7 +365,7 @@ class RunState:
     before = island.state
     stepping = before == "running" and island.state_at(time) == "running"
     if state == "quarantined" or (before == "running" and not stepping):
-      self._island(m, time, state)
+      island.turn(time, state)
     if state == "left":
       return  # which it says itself; it misses no round
     island.missed_time, island.missed_reason = time, event.reason or state
@@ -440,9 +447,6 @@ class RunState:
     cause, _, _ = event.reason.partition(": ")  # before a path, which is the role's own
     if not any(what + cause in each.text for each in self.log_events):
       self._note(event, f"{role_name(event.role)} {what}{event.reason}", "bad")
-
-  def _on_traffic(self, event: events.Traffic) -> None:
-    self.traffic.add(event)
 
 
 def note_of(event: Event) -> tuple[str, ...]:

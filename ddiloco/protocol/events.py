@@ -17,12 +17,12 @@ import msgspec
 
 from ddiloco.checks import is_number
 
-LOG_FORMAT = 4  # version of kinds and fields; logs of the first version have no number
+LOG_FORMAT = 5  # version of kinds and fields; logs of the first version have no number
 MOST_SECONDS = 1e11  # three thousand years
 MOST_DEPTH = 16  # of nested lists and objects; no event has more than four levels
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
-Mode = Literal["overwrite", "mix", "rebase", "halve"]
+Mode = Literal["overwrite", "mix", "rebase", "halve", "reset"]  # reset: and without the residual
 KEEPS_WORK = ("rebase", "halve")  # modes under which unmerged work stays in the parameters
 
 

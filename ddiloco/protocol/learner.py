@@ -137,8 +137,7 @@ def _on_publish(state: LearnerState, publish: Publish, sync: SyncConfig) -> Lear
   global_step = state.global_step if counts else max(state.global_step, publish.global_step)
   state = replace(state, global_step=global_step)
   state = state.heard(states.shard_key(publish.shard), publish.count)
-  header = replace(publish, payload=None)
-  state = state.with_fragment(publish.fragment, base_header=header, fresh=True)
+  state = state.with_fragment(publish.fragment, fresh=True)
   return _stage(state, publish, mode, sent if included else None)
 
 
@@ -150,9 +149,10 @@ def _mode(
     return "overwrite"
   if not included:
     # A push of mine has been merged that I do not remember: I was restored from a snapshot, or a
-    # shard got back a value that it had lost. My progress is in the new version already.
+    # shard got back a value that it had lost. My progress is in the new version already, and so is
+    # what rounding had lost before that push.
     if publish.merged_round(state.learner) > f.base_header.merged_round(state.learner):
-      return "overwrite"
+      return "reset"
     # The others made the same progress meanwhile: to add mine to theirs would count it twice.
     if min(publish.version - f.received, f.steps / sync.sync_period) > STALE_PERIODS:
       return "overwrite"
@@ -166,7 +166,8 @@ def _stage(
 ) -> LearnerOutcome:
   header = replace(publish, payload=None)
   incoming = (*state.fragments[publish.fragment].incoming, IncomingVersion(header, mode, merged))
-  state = state.with_fragment(publish.fragment, outstanding=None, incoming=incoming)
+  changes = {"base_header": header, "outstanding": None, "incoming": incoming}
+  state = state.with_fragment(publish.fragment, **changes)
   return state, [Stage(publish, mode, included=merged is not None)]
 
 
@@ -187,7 +188,7 @@ def _on_rejection(
   if f is None or f.outstanding is None or f.outstanding.push.round != rejection.round:
     return state, [logged]
   assert f.base_header is not None, "a push has a base"
-  state, todo = _stage(state, f.base_header, "overwrite", None)
+  state, todo = _stage(state, f.base_header, "reset", None)
   return state, [logged, *todo]
 
 

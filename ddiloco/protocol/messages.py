@@ -123,7 +123,6 @@ class Moments(ToShard):
 
   fragment: CountOrNone
   donation: Count  # number of this donation in my incarnation, from 1
-  global_step: GlobalStep
   count: Count  # the optimizer's steps so far
   payload: Payload = None  # f32, one vector of the fragment's size after the other
 
@@ -180,7 +179,6 @@ class ForwardMoments(ToLearner):
   donor: Donor
   donor_incarnation: Count
   donation: Count
-  global_step: GlobalStep
   count: Count
   payload: Payload = None
 
@@ -287,7 +285,7 @@ BULK = tuple(kind for kind in KINDS if hasattr(kind, "payload"))
 
 # --- on the wire ----------------------------------------------------------------------------------
 
-WIRE_FORMAT = 10
+WIRE_FORMAT = 11
 MAX_ERROR = 200  # characters of an error's text
 CHECKSUM_BYTES = 4  # at the end of every header
 MAX_HEADER_BYTES = 1 << 20

@@ -60,7 +60,7 @@ def on_moments(state: SyncerState, moments: Moments, now: float) -> SyncerOutcom
     left = tuple(p for p in fragments if p != moments.fragment)
     passed_on = state.once_more(state.passed_on, learner)
     state = replace(state, asking={**state.asking, learner: left}, passed_on=passed_on)
-    same = ("fragment", "donation", "global_step", "count", "payload")
+    same = ("fragment", "donation", "count", "payload")
     forwarded = ForwardMoments(
       *state.to(member.incarnation),
       donor=moments.learner,
@@ -109,7 +109,6 @@ def want(state: LearnerState, now: float) -> LearnerState:
     wants=tuple(range(len(state.fragments))),
     wants_until=now + state.donor_seconds,
     ask_at=now,
-    joined_global_step=state.global_step,
   )
 
 
@@ -138,17 +137,15 @@ def on_provide_moments(state: LearnerState, provide: ProvideMoments) -> LearnerO
     *state.me,
     fragment=provide.fragment,
     donation=state.donations,
-    global_step=state.global_step,
     count=0,  # the role fills it in, with the payload
   )
   return state, [Send(provide.shard, moments)]
 
 
 def on_forward_moments(state: LearnerState, forwarded: ForwardMoments) -> LearnerOutcome:
-  """Takes a peer's moments; those of a straggler, from before the step I joined at, are ignored."""
+  """Takes a peer's moments, also those of a slower one: it would not have newer ones soon."""
   p = forwarded.fragment
-  old = forwarded.global_step < state.joined_global_step
-  if p not in state.wants or p in state.staging or old:
+  if p not in state.wants or p in state.staging:
     return state, []
   return replace(state, staging=(*state.staging, p)), [actions.TakeMoments(forwarded)]
 

@@ -207,7 +207,7 @@ def end_round(state: SyncerState, i: int, current: Round, why: str, now: float) 
   mine = {m: known[m] for m in current.norms if m in known}
   most = ratio * statistics.median(mine.values()) if mine else 0.0
   past = {m: growth * max(usual, min(mine.get(m, 0.0), most)) for m in current.norms}
-  steps = {m: rules.counted_steps(p.steps, state.sync) for m, p in current.pushes.items()}
+  steps = {m: min(p.steps, rules.COUNTED_PERIODS * period) for m, p in current.pushes.items()}
   settled = len(known) > 1  # a past that one learner alone has may be a bad one's
   rejected = rules.screen(current.norms, steps, past, ratio, period, settled)
   candidates = sorted(m for m in current.pushes if m not in rejected)

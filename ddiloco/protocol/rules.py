@@ -404,11 +404,6 @@ def push_fault(steps: int, tokens: int, steps_possible: int, step_tokens: int) -
   return ""
 
 
-def counted_steps(steps: int, sync: SyncConfig) -> int:
-  """The steps of a push that count when its norm is screened: at most `COUNTED_PERIODS`' worth."""
-  return min(steps, COUNTED_PERIODS * sync.sync_period)
-
-
 def worth_steps(steps: int, sync: SyncConfig) -> float:
   """The steps of a push that count for its weight.
 

@@ -145,7 +145,6 @@ class LearnerState(_State, Frozen):
   staging: tuple[int, ...] = ()  # of these, fragments whose moments are here and being staged
   wants_until: float = 0.0
   ask_at: float = 0.0
-  joined_global_step: int = 0  # the global step when it joined
   donations: int = 0  # made, in this incarnation
   whole: bool = False  # it cannot make the initial values: shards must send them
   leaving: bool = False  # makes no more steps, and goes when nothing is left to merge

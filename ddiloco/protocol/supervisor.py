@@ -13,7 +13,7 @@ cannot stay up ends the run.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from ddiloco.config import Fault, RunConfig
 from ddiloco.protocol.values import Frozen, replace
@@ -115,7 +115,8 @@ Action = Start | Strike | Hold | Terminate | Lost
 
 
 class Role(Frozen):
-  """One role over all its lives. Nothing follows the phases LEFT and GONE."""
+  """One role over all its lives; a new one starts at the first `Tick`. Nothing follows the phases
+  LEFT and GONE."""
 
   phase: str = DOWN  # or UP, LEFT (in good order), GONE (given up, or killed for good)
   lives: int = 0  # how often it was started
@@ -145,16 +146,6 @@ class Supervisor(Frozen):
   quorum: int = 0  # with fewer learners that are not gone the run is hopeless
   shortest_life_seconds: float = 0.0  # between two starts of a role
   hopeless: str = ""  # why the run can never reach its end; "": it can
-
-
-def all_down(names: Iterable[str]) -> dict[str, Role]:
-  """Roles that start at the first `Tick`."""
-  return {name: Role() for name in names}
-
-
-def add_running(state: Supervisor, name: str) -> Supervisor:
-  """A role whose first life is running already: the supervisor did not start it."""
-  return _put(state, name, Role(phase=UP, lives=1))
 
 
 def members(state: Supervisor, kind: str = "") -> dict[str, Role]:
@@ -325,22 +316,6 @@ def healthy_seconds(run: RunConfig) -> float:
   """How long a life must work until the deaths before it no longer count."""
   longest = pause_seconds(max(1, run.max_restarts), run)
   return max(HEALTHY_SECONDS, HEALTHY_PAUSES * longest)
-
-
-def strike(
-  plan: tuple[Fault, ...], global_step: int, seconds: float
-) -> tuple[Fault | None, tuple[Fault, ...]]:
-  """(the first fault of the plan that is due, the plan without it).
-
-  Args:
-    plan: faults that are not performed yet.
-    global_step: of the run.
-    seconds: since training began.
-  """
-  for i, fault in enumerate(plan):
-    if due(fault, global_step, seconds):
-      return fault, plan[:i] + plan[i + 1 :]
-  return None, plan
 
 
 def due(fault: Fault, global_step: int, seconds: float) -> bool:

@@ -217,7 +217,8 @@ def _on_report(state: SyncerState, report: Report, event: Received) -> SyncerOut
   now, me, todo = event.now, report.learner, list[SyncerAction]()
   if report.joins:
     todo.append(Send(me, _welcome(state, report.incarnation)))
-  if newer := _newer(state, report.rounds):
+  mine = zip(report.rounds, state.fragments)
+  if newer := {f.index: r for r, f in mine if state.is_newer(f, r)}:
     state, asked = _request_values(state, report, newer, now)
     return state, [*todo, *asked]
   state, lost = _note_lost(state, report)
@@ -316,11 +317,6 @@ def _compared(
     f.version if r == f.last_round else min(v, f.version - 1)
     for r, v, f in zip(rounds, versions, state.fragments)
   )
-
-
-def _newer(state: SyncerState, rounds: tuple[int, ...]) -> dict[int, int]:
-  """Fragment -> the round of a learner's value that is newer than the value here."""
-  return {f.index: r for r, f in zip(rounds, state.fragments) if state.is_newer(f, r)}
 
 
 def _request_values(

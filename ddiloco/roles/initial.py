@@ -91,12 +91,15 @@ def checked_start(config: Config) -> Config:
 
 
 def absolute_start(config: Config) -> Config:
-  """The config with absolute paths of `run.init_from` and custom files."""
+  """The config with absolute paths of custom files, `run.init_from` and `checkpoint.path`."""
   config = custom.absolute(config)
-  if not config.run.init_from:
-    return config
-  start = str(weights.absolute(config.run.init_from, "run.init_from"))
-  return dataclasses.replace(config, run=dataclasses.replace(config.run, init_from=start))
+  for section, name in (("run", "init_from"), ("checkpoint", "path")):
+    values = getattr(config, section)
+    if path := getattr(values, name):
+      there = str(weights.absolute(path, f"{section}.{name}"))
+      values = dataclasses.replace(values, **{name: there})
+      config = dataclasses.replace(config, **{section: values})
+  return config
 
 
 def initial_params(config: Config) -> dict[str, np.ndarray]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -95,21 +96,20 @@ class Exchange(WorkingRole):
 
   def boundary(self, *events: actions.LearnerEvent) -> None:
     """Feeds `events`, then everything that has arrived, then reports to the shards."""
-    for event in events:
-      self._feed(event)
-    while (event := self._arrived()) is not None:
-      self._feed(event)
+    self._take_in(*events)
     self._report()
+
+  def _take_in(self, *events: actions.LearnerEvent | None) -> None:
+    for event in itertools.chain(events, iter(self._arrived, None)):
+      if event is not None:
+        self._feed(event)
 
   def wait(self, until: float = math.inf) -> Loop[None]:
     """Waits, without a step to make, for a message or a time; reports what changes, and that it
     lives."""
     alive_at = self._heartbeat_at + HEARTBEAT_SECONDS
     arrived = yield min(until, alive_at)
-    if arrived and (received := self._received(arrived)):
-      self._feed(received)
-    while (event := self._arrived()) is not None:
-      self._feed(event)
+    self._take_in(self._received(arrived) if arrived else None)
     now = self.time.now()  # after all arrived messages, since this process may have stood still
     self._feed(actions.Tick(now))
     if now >= alive_at or learner.reports(self.state, self._sync) != self._reports:

@@ -18,7 +18,7 @@ from ddiloco.chaos import Faults
 from ddiloco.checkpoint.buddy import Replication, Sealer
 from ddiloco.checkpoint.restore import syncer_part
 from ddiloco.config import Config
-from ddiloco.core.delta import Committed, MemoryStore, Merged
+from ddiloco.core.delta import Committed, Merged, Store
 from ddiloco.core.fragments import Plan
 from ddiloco.network.transport import learner_address
 from ddiloco.observe.guards import warn
@@ -58,10 +58,11 @@ class Syncer(WorkingRole):
     state: the reducer's first state, from `protocol.syncer.init`; its fragments are the store's.
     config: the run's.
     plan: how the model is partitioned; the same on every role.
-    store: where committed fragments live; must hold the initial values of version 0.
+    store: where committed fragments live, at first those of the state.
     runtime: endpoint, log, clock, ...; shard 0's saver also commits snapshots.
-    replication: copies on other shards, of and for this one; None: the store outlives this role.
+    replication: copies on other shards, of and for this one; None: there are none.
     sealer: proves later that a value is this shard's; None: all members are trusted.
+    in_place: commits may overwrite vectors of the store, which does not outlive this role.
 
   Attributes:
     merger: the shard's vectors.
@@ -72,10 +73,11 @@ class Syncer(WorkingRole):
     state: SyncerState,
     config: Config,
     plan: Plan,
-    store: MemoryStore,
+    store: Store,
     runtime: Runtime,
     replication: Replication | None = None,
     sealer: Sealer | None = None,
+    in_place: bool = False,
   ):
     fragments = {f.index: plan.fragments[f.index] for f in state.fragments}
     size = max(f.size for f in fragments.values())
@@ -85,7 +87,7 @@ class Syncer(WorkingRole):
     self.store = store
     self.replication = replication
     self.lost: dict[int, int] = {}  # fragment -> version that a learner has and this shard lost
-    self.merger = runtime.merger(fragments, store, config)
+    self.merger = runtime.merger(fragments, store, config, in_place)
     self.merger.share = self._threads.share
     if replication is not None:
       replication.background = self._worker.put
@@ -269,7 +271,7 @@ class Syncer(WorkingRole):
   def _merged(self, what: events.Commit, result: tuple[Merged, float]) -> Loop[None]:
     """A commit is stored and in the log before any other role hears of it."""
     p, (merged, seconds) = what.fragment, result
-    self.store.save(self.committed[p])
+    self.store[p] = self.committed[p]
     self.recorder.record(
       replace(
         what,
@@ -284,7 +286,7 @@ class Syncer(WorkingRole):
 
   def _installed(self, fragment: int, result: None) -> Loop[None]:
     """A value that this shard had lost, and a learner gave back, is here."""
-    self.store.save(self.committed[fragment])
+    self.store[fragment] = self.committed[fragment]
     self._say_owned(fragment)
     # Whole: from an update the buddy would compute momentum, and this jump is no outer step.
     self._announce(fragment, whole=True)

@@ -21,8 +21,7 @@ from ddiloco.checkpoint.buddy import Replication, buddy_of
 from ddiloco.checks import not_negative, option, positive, require, typed
 from ddiloco.config import Config
 from ddiloco.core.fragments import Plan
-from ddiloco.observe.goodput import Ledger
-from ddiloco.observe.history import TrafficTotals
+from ddiloco.observe.run_state import RunState
 from ddiloco.observe.style import rounded
 from ddiloco.observe.tracks import Aftermath
 from ddiloco.protocol import events
@@ -162,26 +161,23 @@ class Account:
   """Takes a run's events one by one."""
 
   def __init__(self) -> None:
-    self.aftermath = Aftermath()
-    self.steps = self.commits = 0
-    self.blocked_seconds = 0.0
+    self.aftermath, self.run = Aftermath(), RunState()
     self.reasons: collections.Counter[str] = collections.Counter()  # why rounds committed
     self.missing: collections.Counter[str] = collections.Counter()  # why learners had no part
-    self.ledger = Ledger()
     self._copied_out_at: dict[tuple[str, int], tuple[int, float]] = {}  # by learner and fragment
     self.sync_seconds: list[float] = []  # from a copy-out to the apply of the version with it
-    self.traffic = TrafficTotals()
+
+  @property
+  def steps(self) -> int:
+    """Inner steps of all learners."""
+    return self.run.kinds[events.Step]
 
   def take(self, event: Event) -> None:
     """Adds one event; events come in order of time."""
-    self.ledger.take(event)
+    self.run.add(event)
     self.aftermath.take(event)
     match event:
-      case events.Step():
-        self.steps += 1
-        self.blocked_seconds += event.blocked_seconds
       case events.Commit():
-        self.commits += 1
         self.reasons[_NUMBER.sub("N", event.reason.partition(" without ")[0])] += 1
         self.missing.update(_NUMBER.sub("N", why) for why in event.missing.values())
       case events.CopyOut():
@@ -190,15 +186,14 @@ class Account:
         round_id, copied_out_at = self._copied_out_at.get((event.role, event.fragment), (None, 0.0))
         if round_id == event.round:
           self.sync_seconds.append(event.time - copied_out_at)
-      case events.Traffic():
-        self.traffic.add(event)
 
   def summary(self) -> dict[str, Any]:
     """All numbers except those of faults, as JSON has them."""
-    found = self.ledger.report()
-    part = [g.participation for g in found.learners.values() if math.isfinite(g.participation)]
+    run, found = self.run, self.run.ledger.report()
+    part = [share for m in found.learners if (share := run.participation(m)) is not None]
     live = [g.liveness for g in found.learners.values() if math.isfinite(g.liveness)]
-    moved = [bytes for role, bytes in self.traffic.by_role.items() if role.startswith("learner")]
+    traffic = run.traffic.by_role
+    moved = [bytes for role, bytes in traffic.items() if role.startswith("learner")]
     sent, received = zip(*moved) if moved else ((), ())
     return {
       "goodput": rounded(found.goodput, 5),
@@ -208,8 +203,8 @@ class Account:
       "lowest_participation": round(min(part), 5) if part else None,
       "liveness": _mean(live),
       "steps": self.steps,
-      "commits": self.commits,
-      "blocked_seconds": round(self.blocked_seconds, 3),
+      "commits": run.commits,
+      "blocked_seconds": round(run.blocked_seconds, 3),
       "seconds_per_sync": _middle(sorted(self.sync_seconds)),
       "learner_sent_bytes": _mean(sent),
       "learner_received_bytes": _mean(received),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ddiloco.checkpoint.buddy import Copies, Replication
 from ddiloco.core import codec
 from ddiloco.core.codec import Encoded
-from ddiloco.core.delta import Committed, Deltas, MemoryStore, Merged, Merger, learner_weights
+from ddiloco.core.delta import Committed, Deltas, Merged, Merger, Store, learner_weights
 from ddiloco.core.fragments import Fragment, Piece, Plan
 from ddiloco.protocol.actions import InstallValue, Received
 from ddiloco.protocol.events import Commit
@@ -145,7 +145,7 @@ class SizedDeltas(Deltas):
 class SizedMerger(Merger):
   """Stands for `core.delta.Merger`: an update's norm is its steps times the factor of poison."""
 
-  def __init__(self, world: World, fragments: Mapping[int, Fragment], store: MemoryStore):
+  def __init__(self, world: World, fragments: Mapping[int, Fragment], store: Store):
     super().__init__(fragments, store, world.config)
     self._world = world
 

@@ -13,7 +13,7 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ddiloco.checks import not_negative
@@ -226,7 +226,6 @@ class Transfer:
   ends: tuple[End, End]
   rate: float = 0.0  # bytes a second, at present
   since: float = 0.0
-  held_by: End | None = None  # the link that keeps it from moving faster
   planned: int = 0  # number of its newest planned end: older ones do nothing
 
 
@@ -249,10 +248,8 @@ class Links:
   ):
     self._time, self._islands, self._planned, self._shards = time, islands, num_planned, shards
     self._waiting: dict[tuple[Role, Role], collections.deque[Transfer]] = {}  # the first one moves
-    self._moving: dict[End, dict[Transfer, None]] = collections.defaultdict(dict)
-    self._used: dict[End, float] = collections.defaultdict(float)  # bytes a second
-    self._holds: dict[End | None, int] = collections.defaultdict(int)  # how many transfers
-    self._changed: dict[Transfer, None] = {}  # transfers whose rates `_share` is to find now
+    self._moving: dict[Transfer, None] = {}
+    self._changed = False  # `_share` is planned for now
 
   def place(self, role: Role) -> Role:
     """Where a role stands: the island's learner, or the shard itself if it stands apart."""
@@ -292,23 +289,15 @@ class Links:
 
   def _begin(self, transfer: Transfer) -> None:
     transfer.since = self._time.now
-    for end in transfer.ends:
-      self._moving[end][transfer] = None
-    self._change(transfer)
+    self._moving[transfer] = None
+    self._change()
 
   def _over(self, transfer: Transfer, planned: int) -> None:
     if planned != transfer.planned:
       return
-    now = self._time.now
-    self._time.at(now + transfer.latency_seconds, transfer.arrived)
-    for end in transfer.ends:
-      del self._moving[end][transfer]
-      self._used[end] -= transfer.rate
-      self._holds[end] -= transfer.held_by == end
-      if not self._moving[end]:
-        del self._moving[end], self._used[end]
-      for other in self._moving.get(end, ()) if self._holds[end] else ():
-        self._change(other)
+    self._time.at(self._time.now + transfer.latency_seconds, transfer.arrived)
+    del self._moving[transfer]
+    self._change()
     queue = self._waiting[transfer.pair]
     queue.popleft()
     if queue:
@@ -316,60 +305,43 @@ class Links:
     else:
       del self._waiting[transfer.pair]
 
-  def _change(self, transfer: Transfer) -> None:
+  def _change(self) -> None:
     if not self._changed:
+      self._changed = True
       self._time.at(self._time.now, self._share)  # after all transfers that begin or end now
-    self._changed[transfer] = None
 
   def _share(self) -> None:
-    """Finds the rates of changed transfers, and of all others at links that hold or held any."""
-    found, self._changed = {t: None for t in self._changed if t in self._moving[t.ends[0]]}, {}
-    while True:
-      rates = self._found(found)
-      full = {held_by for _, held_by in rates.values()}
-      ends = dict.fromkeys(end for t in found for end in t.ends if end in full or self._holds[end])
-      before = len(found)
-      found.update((other, None) for end in ends for other in self._moving[end])
-      if len(found) == before:
-        break
-    now = self._time.now
-    for transfer, (rate, held_by) in rates.items():
-      transfer.left_bytes = self._left(transfer)
-      for end in transfer.ends:
-        self._used[end] += rate - transfer.rate
-      self._holds[transfer.held_by] -= 1
-      self._holds[held_by] += 1
-      transfer.since, transfer.rate, transfer.held_by = now, rate, held_by
-      transfer.planned += 1
-      over_at = now + transfer.left_bytes / rate
-      self._time.at(over_at, self._over, transfer, transfer.planned)
+    """Gives every transfer its rate from now on."""
+    self._changed, now = False, self._time.now
+    for transfer, rate in self._rates().items():
+      if rate != transfer.rate:
+        transfer.left_bytes = self._left(transfer)
+        transfer.since, transfer.rate = now, rate
+        transfer.planned += 1
+        over_at = now + transfer.left_bytes / rate
+        self._time.at(over_at, self._over, transfer, transfer.planned)
 
-  def _found(self, those: Iterable[Transfer]) -> dict[Transfer, tuple[float, End]]:
-    """The rate of each of `those`, and the link that holds it, if all others keep their rates.
-
-    The transfers of the narrowest link share it evenly; then the same for the other transfers.
-    """
+  def _rates(self) -> dict[Transfer, float]:
+    """The transfers of the narrowest link share it evenly; then the same for the others."""
     over: dict[End, dict[Transfer, None]] = collections.defaultdict(dict)
-    left: dict[End, float] = {}
-    for each in those:
+    for each in self._moving:
       for end in each.ends:
         over[end][each] = None
-        free = self._link(end[0]).bytes_per_second - self._used[end]
-        left[end] = left.get(end, free) + each.rate
-    narrow = [(max(0.0, left[end]) / len(each), end) for end, each in over.items()]
+    left = {end: self._link(end[0]).bytes_per_second for end in over}
+    narrow = [(left[end] / len(each), end) for end, each in over.items()]
     heapq.heapify(narrow)
-    rates: dict[Transfer, tuple[float, End]] = {}
+    rates: dict[Transfer, float] = {}
     while narrow:
       rate, narrowest = heapq.heappop(narrow)
-      if narrowest not in over or rate < max(0.0, left[narrowest]) / len(over[narrowest]):
+      if narrowest not in over or rate < left[narrowest] / len(over[narrowest]):
         continue  # all its transfers have rates, or there is a newer entry
       for each in list(over[narrowest]):
-        rates[each] = rate, narrowest
+        rates[each] = rate
         for end in each.ends:
-          left[end] -= rate
+          left[end] = max(0.0, left[end] - rate)
           del over[end][each]
           if not over[end]:
             del over[end]
           elif end != narrowest:
-            heapq.heappush(narrow, (max(0.0, left[end]) / len(over[end]), end))
+            heapq.heappush(narrow, (left[end] / len(over[end]), end))
     return rates

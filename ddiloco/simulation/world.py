@@ -23,12 +23,13 @@ from ddiloco.checkpoint.buddy import Replication
 from ddiloco.checkpoint.restore import begin_learner, new_learner, new_syncer
 from ddiloco.checkpoint.saver import Saver
 from ddiloco.config import Config, Fault, SyncConfig
-from ddiloco.core.delta import Committed, Deltas, MemoryStore, Merger
+from ddiloco.core.delta import Committed, Deltas, Merger, Store
 from ddiloco.core.fragments import Fragment, Plan
 from ddiloco.network.transport import Counters, Delivery, claimed_sender
 from ddiloco.protocol import events, supervisor
 from ddiloco.protocol.events import Event, Step, format_role, parse_role, stamped
 from ddiloco.protocol.messages import BULK, FragmentState, Message
+from ddiloco.protocol.values import replace
 from ddiloco.roles.learner import Learner, Quarantined
 from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Loop, Runtime
@@ -97,7 +98,7 @@ class Actor:
       saver,
       time=self,
       deltas=lambda sync: world.deltas(self),
-      merger=lambda fragments, store, config: world.merger(self, fragments),
+      merger=lambda fragments, store, config, in_place: world.merger(self, fragments),
       initial=world.initial_values,
     )
 
@@ -224,13 +225,12 @@ class World(VirtualTime):
   @property
   def store(self) -> Mapping[int, FragmentState]:
     """Every fragment as of its newest commit."""
-    found = (self.kept.load(p) for p in range(self.sync.num_fragments))
-    return {c.state.index: c.state for c in found if c is not None}
+    return {p: committed.state for p, committed in self.kept.items()}
 
   def put(self, state: FragmentState) -> None:
     """Stores a fragment's state, with which its shard begins from now on."""
     value = self.value(state.index)
-    self.kept.save(Committed(state, value, value, None, state.last_round))
+    self.kept[state.index] = Committed(state, value, value, None, state.last_round)
 
   def initial_values(self) -> Mapping[int, Sized]:
     """Fragment -> initial value, which learners make themselves."""
@@ -242,9 +242,9 @@ class World(VirtualTime):
     """How the model is partitioned."""
     return plan_of((1,) * self.sync.num_fragments)
 
-  def new_store(self) -> MemoryStore:
+  def new_store(self) -> Store:
     """Where shards keep what they have committed."""
-    return MemoryStore()
+    return {}
 
   def tell(self, actor: Actor | None, event: Event) -> None:
     """Takes an event of a role or, if `actor` is None, of the engine."""
@@ -460,8 +460,9 @@ class PlannedFaults:
   def know(self, role: Role) -> None:
     """Tells the supervisor of a role that the world has started by itself."""
     name = format_role(*role)
-    if name not in self._supervisor.roles:
-      self._supervisor = supervisor.add_running(self._supervisor, name)
+    roles, running = self._supervisor.roles, supervisor.Role(phase=supervisor.UP, lives=1)
+    roles = {**roles, name: roles.get(name, running)}
+    self._supervisor = replace(self._supervisor, roles=roles)
 
   def _tick(self) -> None:
     self._feed(supervisor.Tick(self._world.now, self._world.step, self._world.now))

@@ -260,7 +260,7 @@ class LearnerRole(TraceRole):
     held = self._fragments.get(op.fragment, Held())
     if version is not None and op.version != version.version:
       say(f"has {round_name(op.round)} as version {op.version}, it is {version.version}")
-    if op.round < held.newest or (op.round == held.newest and op.mode != "overwrite"):
+    if op.round < held.newest or (op.round == held.newest and op.mode != "reset"):
       say(f"takes {round_name(op.round)} after {round_name(held.newest)}")
     if op.included and held.push is None:
       say("takes a version that is said to include its push, but it has none")

@@ -148,9 +148,9 @@ class LearnerArrays(LearnerAlgebra):
     return op.steps, op.tokens, self._deltas.push(op.fragment, local, op.factor)
 
   def stage(self, op: events.Stage, version: Version | None, included: Pushed | None) -> np.ndarray:
-    if version is None:
-      return self._deltas.back(op.fragment)
-    return self._deltas.stage(op.fragment, version.content.published_value, op.mode, op.included)
+    p, deltas = op.fragment, self._deltas
+    value = deltas.base[p] if version is None else version.content.published_value
+    return deltas.stage(p, value, op.mode, op.included)
 
   def apply(self, fragment: int, staged: np.ndarray, mode: str) -> None:
     self.island.apply(fragment, self.island.stage(fragment, staged), self._deltas.keep(mode))

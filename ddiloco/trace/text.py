@@ -24,7 +24,7 @@ def read_trace(workdir: str | os.PathLike[str]) -> Trace:
     ConfigError: a log is of another format.
   """
   logs = {path: lines_of(path, 0, path.stat().st_size) for path in logs_in(workdir)}
-  return read_logs({path.stem: map(decode, lines) for path, lines in logs.items()})
+  return read_logs({p.stem: (decode(line) for _, line in lines) for p, lines in logs.items()})
 
 
 def in_order(trace: Trace, roles: Collection[str] = ()) -> Iterator[Operation]:

@@ -60,15 +60,15 @@ class HostOrder(msgspec.Struct, frozen=True):
 
 
 class Take(msgspec.Struct, frozen=True, tag=True):
-  """Say which parts of a value you send, and send them; with a name, those of one array of a
-  captured state, and drop it."""
+  """Send your parts of a value (`_sent`); with a name, those of one array of a captured state, and
+  drop it. Say when you have."""
 
   value: int
   name: str = ""
 
 
 class Put(msgspec.Struct, frozen=True, tag=True):
-  """Say which parts of a value you hold; they follow. Say when they are on your devices.
+  """The parts of a value that you hold (`_held`) follow. Say when they are on your devices.
 
   The value is a fragment's pieces, of the parameters or of the moments, or with a name one array of
   the state.
@@ -83,44 +83,38 @@ class Put(msgspec.Struct, frozen=True, tag=True):
 _ORDER, _MOVE = msgspec.msgpack.Decoder(HostOrder), msgspec.msgpack.Decoder(Take | Put)
 
 
-# --- The parts of an array over all hosts' devices: before they move, the other host says which
+# --- The parts of an array over all hosts' devices: every host knows which one has what
 
 Part = tuple[tuple[int, int], ...]  # (start, stop) along every axis
-_PARTS = msgspec.msgpack.Decoder(list[list[Part]])
 
 
 def _part(index: tuple[slice, ...], shape: Sequence[int]) -> Part:
   return tuple(each.indices(n)[:2] for each, n in zip(index, shape))
 
 
-def _parts(said: bytes, arrays: Sequence[np.ndarray]) -> list[tuple[np.ndarray, Part]]:
-  """The parts of these arrays that another host says it has, each with its array.
-
-  Raises:
-    ConnectionError: a part is none of its array; to read it might take any amount of memory.
-  """
-  found = []
-  for array, parts in zip(arrays, _PARTS.decode(said), strict=True):
-    for part in parts:
-      inside = all(0 <= start <= stop <= n for (start, stop), n in zip(part, array.shape))
-      if len(part) != array.ndim or not inside:
-        raise ConnectionError(f"another host has {part} of an array of shape {array.shape}")
-      found.append((array, part))
-  return found
+def _shape(part: Part) -> list[int]:
+  return [stop - start for start, stop in part]
 
 
 def _slices(part: Part) -> tuple[slice, ...]:
   return tuple(slice(*each) for each in part)
 
 
-def _held(leaf: jax.ShapeDtypeStruct) -> list[Part]:
-  """The distinct parts that this host's devices have."""
-  indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
-  return sorted({_part(index, leaf.shape) for index in indices})
+def _held(leaf: jax.ShapeDtypeStruct, host: int) -> list[Part]:
+  """The distinct parts that the devices of a host have, in order."""
+  indices = leaf.sharding.devices_indices_map(leaf.shape).items()
+  return sorted({_part(i, leaf.shape) for device, i in indices if device.process_index == host})
 
 
-def _place(leaf: jax.ShapeDtypeStruct, parts: Mapping[Part, np.ndarray]) -> jax.Array:
-  """The array over all hosts' devices, from this host's parts."""
+def _sent(array: jax.Array, host: int) -> list[Any]:
+  """The parts that a host sends, in order: each part of the array once over all hosts."""
+  parts = (shard for shard in array.global_shards if shard.replica_id == 0)
+  return [shard for shard in parts if shard.device.process_index == host]
+
+
+def _place(leaf: jax.ShapeDtypeStruct, made: Callable[[Part], np.ndarray]) -> jax.Array:
+  """The array over all hosts' devices; this host's parts are `made` in the order of `_held`."""
+  parts = {part: made(part) for part in _held(leaf, jax.process_index())}
   return jax.make_array_from_callback(
     leaf.shape, leaf.sharding, lambda index: parts[_part(index, leaf.shape)]
   )
@@ -137,8 +131,8 @@ def _write(link: Any, arrays: Iterable[np.ndarray], progress: Any) -> None:
     progress.moved_bytes += array.nbytes
 
 
-def _read(link: Any, part: Part, dtype: Any, progress: Any) -> np.ndarray:
-  array = np.empty([stop - start for start, stop in part], dtype)
+def _read(link: Any, shape: Sequence[int], dtype: Any, progress: Any) -> np.ndarray:
+  array = np.empty(shape, dtype)
   link.fill(_bytes(array))
   progress.moved_bytes += array.nbytes
   return array
@@ -198,7 +192,7 @@ class LeadingIsland:
     self.compile = island.compile  # every other host compiles for itself before it follows
     self.num_moments = island.num_moments
     self._order_links = [link.orders for link in links.values()]
-    self._value_links = [link.values for link in links.values()]
+    self._value_links = {host: link.values for host, link in links.items()}
     self._numbers = itertools.count()
     self._dropped: list[int] = []
     self._moving = threading.Lock()  # one value at a time uses the connections
@@ -322,31 +316,36 @@ class LeadingIsland:
     """Writes the arrays of a value into `views`: own parts, and the parts that other hosts send."""
     links, message = self._value_links, msgspec.msgpack.encode(Take(number, name))
     with self._alone():
-      for link in links:
+      for link in links.values():
         link.send(message)
       for array, view in zip(arrays, views, strict=True):
         for shard in own_shards(array):
           view[shard.index] = shard.data
-      for link in links:
-        for view, part in _parts(link.receive(), views):
-          view[_slices(part)] = _read(link, part, view.dtype, self._progress)
+      for host, link in links.items():
+        for array, view in zip(arrays, views):
+          for shard in _sent(array, host):
+            shape = view[shard.index].shape
+            view[shard.index] = _read(link, shape, view.dtype, self._progress)
+        link.receive()  # one that had no part has looked for the value too: it may be dropped
 
   def _put(self, put: Put, arrays: Sequence[np.ndarray]) -> SharedValue:
     """Brings arrays onto the devices of all hosts; they are there when this returns."""
     links, message = self._value_links, msgspec.msgpack.encode(put)
+    pairs = list(zip(arrays, _leaves(self.island, put), strict=True))
     with self._alone():
-      for link in links:
+      for link in links.values():
         link.send(message)
-      for link in links:
-        said = _parts(link.receive(), arrays)
-        _write(link, (array[_slices(part)] for array, part in said), self._progress)
+      for host, link in links.items():
+        for array, leaf in pairs:
+          parts = _held(leaf, host)
+          _write(link, (array[_slices(part)] for part in parts), self._progress)
       mine = [
         # A private copy: a CPU device may use host memory as it is.
-        _place(leaf, {part: np.array(array[_slices(part)]) for part in _held(leaf)})
-        for array, leaf in zip(arrays, _leaves(self.island, put), strict=True)
+        _place(leaf, lambda part, array=array: np.array(array[_slices(part)]))
+        for array, leaf in pairs
       ]
       jax.block_until_ready(mine)
-      for link in links:
+      for link in links.values():
         link.receive()  # it has them
     return SharedValue(put.value, mine[0] if put.name else mine, self._dropped.append)
 
@@ -441,20 +440,15 @@ def _move_values(
         case Take(number, name):
           value = shelf.get(number)
           arrays = [value.pop(name)] if name else jax.tree.leaves(value)
-          shards = [own_shards(array) for array in arrays]
-          parts = [[_part(s.index, a.shape) for s in own] for a, own in zip(arrays, shards)]
-          link.send(msgspec.msgpack.encode(parts))
-          _write(link, (np.asarray(s.data) for own in shards for s in own), progress)
+          shards = (shard for array in arrays for shard in _sent(array, jax.process_index()))
+          _write(link, (np.asarray(shard.data) for shard in shards), progress)
         case Put() as put:
-          leaves = _leaves(island, put)
-          held = [_held(leaf) for leaf in leaves]
-          link.send(msgspec.msgpack.encode(held))
           arrays = [
-            _place(leaf, {part: _read(link, part, leaf.dtype, progress) for part in parts})
-            for leaf, parts in zip(leaves, held)
+            _place(leaf, lambda part, kind=leaf.dtype: _read(link, _shape(part), kind, progress))
+            for leaf in _leaves(island, put)
           ]
           jax.block_until_ready(arrays)
           shelf.put(put.value, arrays[0] if put.name else arrays)
-          link.send(b"done")
+      link.send(b"done")
   except Exception as error:  # the leader is gone, or a device has no memory
     failed(error)

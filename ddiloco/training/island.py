@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,8 +31,6 @@ from ddiloco.training.step import METRICS, PARAMS, IslandStep, learning_rate
 # Pieces that differ only in their layer or first row share the two programs. So the number of
 # programs depends on the model's kinds of tensors, not on the number of layers and fragments. The
 # programs serve the parameters and everything that lies like them, such as the optimizer's moments.
-
-_COLLECTIVE = re.compile(r"all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +126,7 @@ class IslandPrograms:
     counts: count -> the part of a state that counts updates.
     latest: that part -> its greatest count.
     kinds: by fragment, the kind of each piece.
-    pieces: by kind, the programs of `lower_piece`, and whether the caller must wait for each.
+    pieces: by kind, the programs of `lower_piece`.
     moves: by fragment, for each piece: its leaf's name, its programs, and its place in the leaf.
   """
 
@@ -137,7 +134,7 @@ class IslandPrograms:
 
   def __init__(self, parts: IslandStep, plan: Plan):
     self.kinds = [piece_kinds(fragment, parts.leaves) for fragment in plan.fragments]
-    self.pieces: dict[PieceKind, tuple[jax.stages.Compiled, jax.stages.Compiled, bool]] = {}
+    self.pieces: dict[PieceKind, tuple[jax.stages.Compiled, ...]] = {}
     self._parts, self._plan = parts, plan
     self._compiling = threading.Lock()
 
@@ -183,10 +180,8 @@ class IslandPrograms:
       moves = []
       for piece, kind in zip(fragment.pieces, kinds):
         if kind not in self.pieces:
-          out, into = (each.compile() for each in lower_piece(kind, self._parts.replicated))
-          # Only pieces of rows of a tensor-cut embedding have a collective.
-          found = any(_COLLECTIVE.search(each.as_text() or "") for each in (out, into))
-          self.pieces[kind] = out, into, self._parts.on_cpu and found
+          lowered = lower_piece(kind, self._parts.replicated)
+          self.pieces[kind] = tuple(each.compile() for each in lowered)
         place = np.array([piece.layer or 0, piece.start], np.int32)
         at = jax.device_put(place, self._parts.replicated)
         moves.append((piece.name, self.pieces[kind], at))
@@ -235,9 +230,9 @@ class Island:
     self._planned_steps = config.planned_steps()
     self.mesh = make_mesh(devices, self._island)
     self._parts = IslandStep(config, learner, self.mesh)
-    # One step stays in flight, so that the devices never wait for Python. On the CPU every step is
-    # waited for, and every other program with a collective: fake devices share one thread pool, in
-    # which the collectives of several islands could wait for each other.
+    # One step stays in flight, so that the devices never wait for Python. On the CPU every program
+    # is waited for: fake devices share one thread pool, in which the collectives of several islands
+    # could wait for each other.
     self._pipelined = not self._parts.on_cpu
     self.layout = self._parts.layout
     self.num_moments = len(self.layout.moments)
@@ -375,17 +370,15 @@ class Island:
       return self.programs.capture(self._state)
 
   def copy_out(self, fragment_index: int, moments: bool = False) -> list[jax.Array]:
-    """Copies pieces on the devices, and starts the copy to the host; no wait.
+    """Copies pieces on the devices, and starts the copy to the host; no wait but on the CPU.
 
     The pieces are the fragment's, of the parameters or of every moment in turn. With moments the
     caller also takes `count()`.
     """
     pieces = []
     with named("copy_out", fragment=fragment_index):
-      for name, (copy_out, _, waits), at in self._moves(fragment_index, moments):
-        pieces.append(copy_out(self._state[name], at))
-        if waits:
-          jax.block_until_ready(pieces[-1])
+      for name, (copy_out, _), at in self._moves(fragment_index, moments):
+        pieces.append(self._settled(copy_out(self._state[name], at)))
       if self._parts.host_memory is None:
         for out in pieces:
           out.copy_to_host_async()
@@ -400,15 +393,16 @@ class Island:
 
     Overwrite is keep = 0; Streaming DiLoCo's mix (2501.18512) keep = alpha with
     staged = (1 - alpha) * global; rebase keep = 1, or 1/2 for a missed round, with staged = the
-    shift. Does not wait.
+    shift. Does not wait but on the CPU.
     """
     share, state = np.float32(keep), self._state
     with named("apply", fragment=fragment_index):
       moves = self._moves(fragment_index, moments)
-      for (name, (_, apply, waits), at), value in zip(moves, staged, strict=True):
-        state[name] = apply(state[name], value, share, at)
-        if waits:
-          jax.block_until_ready(state[name])
+      for (name, (_, apply), at), value in zip(moves, staged, strict=True):
+        state[name] = self._settled(apply(state[name], value, share, at))
+
+  def _settled(self, array: jax.Array) -> jax.Array:
+    return array if self._pipelined else jax.block_until_ready(array)
 
   def count(self) -> jax.Array:
     """How many updates the optimizer has seen; does not wait: call `int()` in the background.

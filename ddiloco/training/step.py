@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,9 +17,10 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers, muon
+from optax.microbatching import AccumulationType, microbatch
 
 from ddiloco import custom
-from ddiloco.checks import require
+from ddiloco.checks import differences, require
 from ddiloco.config import Config, InnerConfig
 from ddiloco.models.model import Axes, Batch, Params
 from ddiloco.training.devices import host_memory, make_execution, param_sharding
@@ -117,26 +118,6 @@ def hidden_matrix(axes: Axes) -> MuonDimensionNumbers | None:
   return MuonDimensionNumbers(inward, outward)
 
 
-def accumulate(value_and_grad: Callable, params: Params, batch: Batch, steps: int):
-  """Mean of `value_and_grad(params, micro_batch)`'s tree over `steps` micro-batches, by a scan."""
-  if steps == 1:
-    return value_and_grad(params, batch)
-
-  def split(leaf: jax.Array) -> jax.Array:
-    # Every steps-th example forms a micro-batch, so that each device keeps the rows it already has.
-    return leaf.reshape(len(leaf) // steps, steps, *leaf.shape[1:]).swapaxes(0, 1)
-
-  micro = jax.tree.map(split, batch)
-  shapes = jax.eval_shape(value_and_grad, params, jax.tree.map(lambda leaf: leaf[0], micro))
-  zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-
-  def add(total, each):
-    return jax.tree.map(jnp.add, total, value_and_grad(params, each)), None
-
-  total, _ = jax.lax.scan(add, zeros, micro)
-  return jax.tree.map(lambda x: x / steps, total)
-
-
 # --- The names of an island's state: everything it must remember, as one flat dict of arrays
 # "params/<name>" are the parameters, "inner/<path>" the leaves of the inner optimizer's state.
 # Adam's are "inner/1/mu/<name>", "inner/1/nu/<name>" and "inner/1/count"; an optimizer may have any
@@ -197,13 +178,10 @@ class StateLayout:
     Raises:
       ValueError: names, shapes or dtypes differ; the text says which.
     """
-    given, wanted = (
-      {n: f"{x.dtype} {x.shape}" for n, x in t.items()} for t in (arrays, self.leaves)
-    )
-    if odd := sorted({name for name, _ in given.items() ^ wanted.items()}):
-      each = (f"{n} is {given.get(n, 'missing')}, not {wanted.get(n, 'known')}" for n in odd[:8])
+    both = ({n: f"{x.dtype} {x.shape}" for n, x in t.items()} for t in (arrays, self.leaves))
+    if odd := differences(*both):
       fix = "restore into the model and optimizer that were saved"
-      raise ValueError(f"state: {'; '.join(each)} ({len(odd)} in all). Fix: {fix}.")
+      raise ValueError(f"state: {odd}. Fix: {fix}.")
 
   def fits(self, name: str, array: jax.Array | np.ndarray) -> bool:
     """Whether the state has an array of this name, shape and dtype."""
@@ -236,9 +214,9 @@ class IslandStep:
       ConfigError: the batch cannot be cut evenly over the mesh, or the mesh's platform does not run
         the configured path of attention.
     """
-    self.mesh, self._accumulation_steps = mesh, config.inner.accumulation_steps
-    island = config.islands.island(learner)
-    island.require_even_batch(mesh.size, self._accumulation_steps, learner)
+    island, steps = config.islands.island(learner), config.inner.accumulation_steps
+    island.require_even_batch(mesh.size, steps, learner)
+    self.mesh, self._micro_batch = mesh, island.batch_size // steps if steps > 1 else None
     self.replicated = NamedSharding(mesh, PartitionSpec())
     self.on_cpu = mesh.devices.flat[0].platform == "cpu"
     self.host_memory = host_memory(mesh.devices.flat[0])
@@ -275,9 +253,12 @@ class IslandStep:
       (_, metrics), grads = loss(params, batch, self.execution)
       return grads, metrics
 
+    # Every n-th example forms a micro-batch, so that each device keeps the rows it already has.
+    accumulated = microbatch(value_and_grad, 1, self._micro_batch, AccumulationType.MEAN)
+
     def step(state: dict[str, jax.Array], batch: Batch, rate: jax.Array):
       params, opt_state = layout.trees(state)
-      grads, metrics = accumulate(value_and_grad, params, batch, self._accumulation_steps)
+      grads, metrics = accumulated(params, batch)
       updates, opt_state = self.transform.update(grads, opt_state, params)
       params = {name: value + rate * updates[name] for name, value in params.items()}
       metrics = {"load_balance": jnp.zeros(()), **metrics}

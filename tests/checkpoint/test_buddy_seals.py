@@ -9,7 +9,7 @@ import pytest
 
 from ddiloco.checkpoint.buddy import Sealer
 from ddiloco.core import codec
-from ddiloco.core.delta import MemoryStore, new_fragment
+from ddiloco.core.delta import new_fragment
 from ddiloco.protocol.actions import Tick
 from ddiloco.protocol.messages import Publish, RequestValue, Value
 from ddiloco.protocol.values import replace
@@ -57,9 +57,7 @@ def value_of(publish: Publish, held: np.ndarray, learner: int = 0, **changes) ->
 
 def reborn(shard: Shard) -> Shard:
   """The shard after it and all copies of its fragments are gone."""
-  store = MemoryStore()
-  for f in shard.plan.fragments:
-    store.save(new_fragment(f, np.zeros(f.size, np.float32)))
+  store = {f.index: new_fragment(f, np.zeros(f.size, np.float32)) for f in shard.plan.fragments}
   again = Sealing(len(shard.learners), store=store, incarnation=1)
   again.outbox.sent.clear()
   return again
@@ -80,8 +78,8 @@ def lost():
 def test_what_the_shard_has_made_is_taken_back_bit_by_bit(lost):
   again, sent, held = lost
   again.hear(value_of(sent, held))
-  assert again.store.load(0).value.tobytes() == held.tobytes()
-  assert again.store.load(0).state.last_round == sent.round
+  assert again.store[0].value.tobytes() == held.tobytes()
+  assert again.store[0].state.last_round == sent.round
 
 
 @pytest.mark.parametrize(
@@ -98,11 +96,11 @@ def test_what_the_shard_has_made_is_taken_back_bit_by_bit(lost):
 def test_nothing_else_that_is_said_of_it_is_believed(lost, changes):
   again, sent, held = lost
   again.hear(value_of(sent, held, **changes))
-  assert again.store.load(0).state.version == 0
+  assert again.store[0].state.version == 0
   [ignored] = [e for e in again.events if e.kind == "ignored"]
   assert ignored.reason == "is no value of this shard: its seal does not fit"
   again.hear(value_of(sent, held))
-  assert again.store.load(0).state.version == sent.version, "the true one still counts"
+  assert again.store[0].state.version == sent.version, "the true one still counts"
 
 
 def test_weights_of_a_learners_choice_are_refused(lost):
@@ -110,7 +108,7 @@ def test_weights_of_a_learners_choice_are_refused(lost):
   changed = held.copy()
   changed[-1] = np.nextafter(changed[-1], 2)  # by one bit
   again.hear(value_of(sent, changed))
-  assert again.store.load(0).state.version == 0
+  assert again.store[0].state.version == 0
 
 
 def test_a_value_that_another_key_has_sealed_is_refused(lost):
@@ -118,7 +116,7 @@ def test_a_value_that_another_key_has_sealed_is_refused(lost):
   forged = value_of(sent, held)
   forged = replace(forged, seal=seal(b"mine", "run", "plan", forged, held))
   again.hear(forged)
-  assert again.store.load(0).state.version == 0
+  assert again.store[0].state.version == 0
 
 
 def test_a_seal_is_of_one_run_and_one_fragment():

@@ -155,7 +155,7 @@ def test_a_shard_that_dies_within_a_commit_loses_no_round(seed):
     assert not any(thread.is_alive() for thread in learners)
   finally:
     fleet.end()
-  ends = [fleet.stores[f.index % 2].load(f.index) for f in fleet.plan.fragments]
+  ends = [fleet.stores[f.index % 2][f.index] for f in fleet.plan.fragments]
   assert [c.state.version for c in ends] == undisturbed.versions and min(undisturbed.versions) > 12
   params = {s.name: np.zeros(s.shape, np.float32) for s in toy.SPECS}
   for fragment, c in zip(fleet.plan.fragments, ends):
@@ -238,7 +238,7 @@ def test_a_killed_shard_comes_back_from_its_buddy_bit_by_bit(publish_codec):
       applied[e.fragment].append(e.version)
     for p, versions in applied.items():
       assert versions == sorted(set(versions)), "versions never go back"
-      assert versions[-1] == fleet.stores[p % 2].load(p).state.version, "the same end for all"
+      assert versions[-1] == fleet.stores[p % 2][p].state.version, "the same end for all"
   for s in (0, 1):
     kinds = {e.kind for e in fleet.events[syncer_address(s)]}
     assert kinds & {"lost", "unreplicated"} == set()

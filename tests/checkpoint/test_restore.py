@@ -22,7 +22,7 @@ from ddiloco.checkpoint.restore import (
 from ddiloco.checkpoint.snapshots import Storage
 from ddiloco.config import ConfigError, from_dict
 from ddiloco.core import fragments
-from ddiloco.core.delta import Committed, MemoryStore
+from ddiloco.core.delta import Committed
 from ddiloco.core.fragments import owned_by
 from ddiloco.protocol import learner, rules, states
 from ddiloco.protocol.messages import FragmentState
@@ -64,16 +64,15 @@ def committed(p, snapshot, with_view=False, with_momentum=True):
 def save_shard(storage, snapshot, shard, shards, global_step=0, **kinds):
   """A shard's part as `roles.syncer` makes it."""
   mine = {p: committed(p, snapshot, **kinds) for p in owned_by(shard, shards, len(PLAN.fragments))}
-  store, arrays = MemoryStore(), {}
+  arrays = {}
   for p, each in mine.items():
-    store.save(each)
     arrays[f"{p}/value"] = each.value
     if each.published_value is not each.value:
       arrays[f"{p}/published_value"] = each.published_value
     if each.momentum is not None:
       arrays[f"{p}/momentum"] = each.momentum
   config = dataclasses.replace(CONFIG, sync=dataclasses.replace(CONFIG.sync, num_shards=shards))
-  state = new_syncer(config, shard, snapshot, store)
+  state = new_syncer(config, shard, snapshot, mine)
   state = replace(
     state,
     global_step=global_step,
@@ -120,7 +119,7 @@ def test_any_number_of_shards_takes_over_what_others_had(storage, said, before, 
   save_shards(storage, 3, before, **kinds)
   for shard in range(after):
     wanted = owned_by(shard, after, 4)
-    restored = restore_fragments(storage, PLAN, wanted)
+    restored = restore_fragments(storage, wanted)
     assert_same(restored.fragments, [committed(p, 3, **kinds) for p in wanted])
     assert restored.snapshot == 3
     owners = {p % before for p in wanted}
@@ -133,16 +132,13 @@ def test_any_number_of_shards_takes_over_what_others_had(storage, said, before, 
 
 def test_one_fragment_is_found_too(storage):
   save_shards(storage, 3, 2)
-  assert_same(restore_fragments(storage, PLAN, [2]).fragments, [committed(2, 3)])
+  assert_same(restore_fragments(storage, [2]).fragments, [committed(2, 3)])
 
 
 def test_a_shard_goes_on_where_the_run_was(storage):
   save_shards(storage, 3, 2)
-  restored = restore_fragments(storage, PLAN, owned_by(0, 2, 4))
-  store = MemoryStore()
-  for each in restored.fragments.values():
-    store.save(each)
-  state = restored.resume(new_syncer(CONFIG, 0, 777, store))
+  restored = restore_fragments(storage, owned_by(0, 2, 4))
+  state = restored.resume(new_syncer(CONFIG, 0, 777, restored.fragments))
   assert (state.global_step, state.snapshot, state.incarnation) == (30, 3, 777)
   assert [f.version for f in state.fragments] == [30, 32]
   me = states.shard_key(0)
@@ -153,10 +149,8 @@ def test_a_shard_goes_on_where_the_run_was(storage):
 
 def test_what_its_buddy_had_newer_keeps_its_place_in_the_run(storage):
   save_shards(storage, 3, 2)
-  restored = restore_fragments(storage, PLAN, [2])
-  store = MemoryStore()
-  store.save(committed(0, 5))  # captured for snapshot 5 by then
-  store.save(restored.fragments[2])
+  restored = restore_fragments(storage, [2])
+  store = {**restored.fragments, 0: committed(0, 5)}  # captured for snapshot 5 by then
   fresh = new_syncer(CONFIG, 0, 777, store)
   fresh = replace(fresh, global_step=57)
   state = restored.resume(fresh)
@@ -168,11 +162,11 @@ def test_only_what_is_newer_than_what_a_caller_has_is_read(storage, said, tmp_pa
   save_shards(storage, 2)
   save_shards(storage, 3)
   have = {0: 3000, 1: 3000, 2: 9999}  # all the newest, older, newer; nothing of 3
-  restored = restore_fragments(storage, PLAN, ALL, than=have)
+  restored = restore_fragments(storage, ALL, than=have)
   assert_same(restored.fragments, [committed(p, 3) for p in (1, 3)])
   for arrays in tmp_path.glob("*/*/arrays"):
     shutil.rmtree(arrays)
-  nothing = restore_fragments(storage, PLAN, ALL, than={p: 3000 + p for p in ALL})
+  nothing = restore_fragments(storage, ALL, than={p: 3000 + p for p in ALL})
   assert nothing.fragments == {} and not said, "no array is read"
 
 
@@ -183,9 +177,9 @@ def test_the_newest_snapshot_that_has_all_of_them(storage, said):
   storage.commit(3, ["syncer-0"])
   for shard in (0, 1):
     save_shard(storage, 4, shard, 2)  # never committed
-  assert restore_fragments(storage, PLAN, [0, 2]).snapshot == 3
+  assert restore_fragments(storage, [0, 2]).snapshot == 3
   assert not said
-  restored = restore_fragments(storage, PLAN, ALL)
+  restored = restore_fragments(storage, ALL)
   assert restored.snapshot == 2
   assert_same(restored.fragments, [committed(p, 2) for p in ALL])
   assert len(said) == 1 and "3 skipped" in said[0] and "lacks fragments [1, 3]" in said[0]
@@ -247,16 +241,16 @@ def test_damaged_ones_are_named_and_skipped(storage, said, tmp_path, damage):
   save_shards(storage, 1)
   save_shards(storage, 2)
   damage(storage, tmp_path / "00000002")
-  restored = restore_fragments(storage, PLAN, ALL)
+  restored = restore_fragments(storage, ALL)
   assert restored.snapshot == 1
   assert_same(restored.fragments, [committed(p, 1) for p in ALL])
   assert len(said) == 1 and "skipped" in said[0] and "2" in said[0], said
 
 
 def test_another_plan_and_an_empty_folder_have_nothing(storage, said, tmp_path):
-  assert restore_fragments(storage, PLAN, ALL) is None and not said
+  assert restore_fragments(storage, ALL) is None and not said
   save_shards(Storage(tmp_path, "another", pytest.fail), 1)
-  assert restore_fragments(storage, PLAN, ALL) is None
+  assert restore_fragments(storage, ALL) is None
   assert len(said) == 1 and "belongs to another plan" in said[0]
 
 
@@ -264,7 +258,7 @@ def test_a_folder_that_cannot_be_read_is_a_warning(storage, said, tmp_path):
   path = tmp_path / "file"
   path.write_text("")
   nothing = Storage(path / "inside", PLAN.plan_id, said.append)
-  assert restore_fragments(nothing, PLAN, ALL) is None
+  assert restore_fragments(nothing, ALL) is None
 
 
 # --- learners -------------------------------------------------------------------------------------
@@ -350,11 +344,6 @@ MISFITS = {
   "no learner": without("learner"),
   "no position": without("position"),
   "position": lambda part: {**part, "position": "there"},
-  "another": lambda part: {**part, "learner": {**part["learner"], "learner": 0}},
-  "plan": lambda part: {
-    **part,
-    "learner": {**part["learner"], "fragments": part["learner"]["fragments"][:3]},
-  },
   "a list": lambda part: {**part, "learner": [part["learner"]]},
 }
 
@@ -368,7 +357,7 @@ def test_a_part_that_does_not_fit_is_named_and_the_learner_starts_afresh(storage
 
 def test_a_part_that_does_not_fit_is_skipped_for_an_older_one(storage, said):
   save_learner(storage, 2, change=lambda state: {**state, "position": 17})
-  save_learner(storage, 3, change=MISFITS["plan"])
+  save_learner(storage, 3, change=MISFITS["no position"])
   began, island, events = begin(storage)
   assert island.began == "restored" and began.position == 17 and events[0].snapshot == 2
   assert len(said) == 1 and "checkpoint 3 skipped: " in said[0]

@@ -192,14 +192,16 @@ def test_only_the_thread_that_saves_steps_back(storage, savers, monkeypatch):
   saver, events = savers()
   saver.save(1, {}, {})
   events.of("unsaved")
-  assert priorities["saver"] == priorities["its_child"] > before
+  lowered = max(before, saver_lib.NICENESS)  # the tests themselves may be of low priority
+  assert priorities == {"saver": lowered, "its_child": lowered}
   assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
 def test_a_role_of_low_priority_saves_and_with_no_higher_one(storage, savers, monkeypatch):
   """Only root may take a low priority back; for others the saver's thread once died of it."""
-  priorities, low = {}, saver_lib.NICENESS + 5
+  mine = os.getpriority(os.PRIO_PROCESS, 0)
+  priorities, low = {}, max(mine, saver_lib.NICENESS + 5)
   set_priority = os.setpriority
 
   def as_a_user(which, who, niceness):
@@ -371,6 +373,34 @@ def test_a_learner_that_has_left_in_good_order_is_not_missing(storage, savers):
   storage.looked()
   live.clear()
   assert events.of("snapshot")[0].lacks == ("learner-0",), "which died"
+
+
+@pytest.mark.parametrize("ends", ["it is written", "it never comes", "shard 0 ends too"])
+def test_a_part_that_a_learner_writes_when_it_leaves_is_waited_for(storage, savers, ends):
+  """Ctrl-C while a snapshot was made: it was committed without those that were still writing."""
+  saver, events = savers()
+  storage.save(1, "syncer-1", 0, state("syncer-1"), {})
+  live, left = ["learner-1"], set()
+  patience = 0.5 if ends == "it never comes" else 60.0
+  how = (lambda: live), patience, True, left.__contains__
+  saver.save(1, state("syncer-0"), {}, lambda: saver.commit_when_complete(1, SHARDS, *how), 9)
+  storage.looked()
+  part = storage.path / "00000001" / "learner-1" / "arrays"
+  part.mkdir(parents=True)
+  left.add("learner-1")
+  live.clear()
+  closing = threading.Thread(target=saver.close, args=(PATIENCE_SECONDS,))
+  if ends == "shard 0 ends too":
+    closing.start()
+  if ends != "it never comes":
+    storage.looked()
+    assert events.none("snapshot", "uncommitted")
+    storage.save(1, "learner-1", 0, state("learner-1"), {})
+  (snapshot,) = events.of("snapshot")
+  assert snapshot.lacks == (("learner-1",) if ends == "it never comes" else ())
+  assert ("learner-1" in snapshot.roles) != ("learner-1" in snapshot.lacks)
+  if closing.ident:
+    closing.join()
 
 
 def test_a_learner_that_has_not_come_back_is_no_part_of_it(storage, savers):
@@ -662,7 +692,7 @@ def test_to_close_ends_the_wait_for_others(storage, savers, complete):
   saver.close(PATIENCE_SECONDS)
   assert not saver._worker._thread.is_alive()
   assert storage.committed() == ([1] if complete else [])
-  assert events.none("snapshot" if not complete else "uncommitted")
+  assert events.none("uncommitted") and events.none("snapshot") != complete, "no loss is told of"
   assert "syncer-0" in storage.metas(1), "others may still write theirs"
 
 

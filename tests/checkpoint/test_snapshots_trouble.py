@@ -168,10 +168,10 @@ def test_fragments_are_restored_from_an_older_snapshot_and_the_newest_stays(tmp_
     save_shards(storage, snapshot)
   with monkeypatch.context() as patch:
     fail(patch, "00000002/syncer-1/meta.json", errno.EIO)
-    assert restore_fragments(storage, PLAN, range(4), tried).snapshot == 1
+    assert restore_fragments(storage, range(4), tried).snapshot == 1
   assert len(tried) == 1 and "00000002/syncer-1" in tried[0] and "Input/output error" in tried[0]
   assert told == tried
-  assert restore_fragments(storage, PLAN, range(4)).snapshot == 2
+  assert restore_fragments(storage, range(4)).snapshot == 2
 
 
 def test_what_belongs_to_another_run_is_never_pruned(path):

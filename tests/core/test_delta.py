@@ -5,7 +5,7 @@ import pytest
 
 from ddiloco.config import from_dict
 from ddiloco.core import codec, delta
-from ddiloco.core.delta import Committed, MemoryStore, Merger
+from ddiloco.core.delta import Committed, Merger
 from ddiloco.protocol import rules
 from ddiloco.protocol.messages import NOTHING, FragmentState, Push
 from tests import says
@@ -40,8 +40,8 @@ def merged(merger, round, pushes, progress=0.0):
 
 @pytest.fixture
 def merger():
-  fragment, store = fragment_of(SIZE - 100, 100, average=[1]), MemoryStore()
-  store.save(delta.new_fragment(fragment, np.zeros(fragment.size, np.float32)))
+  fragment = fragment_of(SIZE - 100, 100, average=[1])
+  store = {0: delta.new_fragment(fragment, np.zeros(fragment.size, np.float32))}
   return Merger({0: fragment}, store, CONFIG)
 
 
@@ -56,8 +56,8 @@ def test_no_outer_step_on_what_the_screen_accepts_leaves_the_range_of_f32(
   longest steps that the config allows, 1e18 do not overflow."""
   outer = {"learning_rate": rate, "momentum": 0.99, "final_share": share, "nesterov": nesterov}
   sync = {"num_fragments": 1, "num_shards": 1, "publish_codec": name}
-  fragment, store = fragment_of(300, 300, average=[1]), MemoryStore()
-  store.save(delta.new_fragment(fragment, np.zeros(fragment.size, np.float32)))
+  fragment = fragment_of(300, 300, average=[1])
+  store = {0: delta.new_fragment(fragment, np.zeros(fragment.size, np.float32))}
   merger = Merger({0: fragment}, store, from_dict({"sync": sync, "outer": outer}))
   pushes = np.zeros((2, fragment.size), np.float32)
   pushes[:, [0, 300]] = 0.7 * rules.MOST_NORM  # in a directed piece, and in an averaged one
@@ -101,8 +101,8 @@ def test_a_commit_of_zeros_has_no_direction(merger):
 
 @pytest.mark.parametrize("name", ["f32", "int8"])
 def test_receivers_get_the_update_of_the_newest_commit_or_the_whole_value(name):
-  fragment, store = fragment_of(SIZE), MemoryStore()
-  store.save(delta.new_fragment(fragment, np.ones(SIZE, np.float32)))
+  fragment = fragment_of(SIZE)
+  store = {0: delta.new_fragment(fragment, np.ones(SIZE, np.float32))}
   sync = {"num_fragments": 1, "num_shards": 1, "publish_codec": name}
   merger = Merger({0: fragment}, store, from_dict({"sync": sync}))
   assert merger.change(0).codec == "f32"

@@ -5,32 +5,37 @@ import math
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import ddiloco.dashboard
+from ddiloco.dashboard.status import status
 from ddiloco.observe.goodput import CAUSES
+from ddiloco.observe.run_state import RunState
 from ddiloco.observe.style import loss_text, rounded
+from tests.made_events import made
 from tests.observe.test_tracks_rejoins import PHASES
 
 PAGE = Path(ddiloco.dashboard.__file__).parent / "page"
 NODE = shutil.which("node")
 
 
-def computed(tmp_path: Path, function: str, argument: str) -> str:
-  """What a function of format.js returns, as text."""
-  shutil.copy(PAGE / "format.js", tmp_path / "format.mjs")
-  said = f"console.log({function}({argument}))"
-  script = f'import {{ {function} }} from "{tmp_path / "format.mjs"}"; {said}'
+def computed(tmp_path: Path, name: str, argument: str, file: str = "format.js") -> Any:
+  """What a function of the page returns."""
+  page = shutil.copytree(PAGE, tmp_path / "page")
+  (page / "package.json").write_text('{"type": "module"}')
+  said = f"console.log(JSON.stringify({name}({argument})))"
+  script = f'import {{ {name} }} from "{page / file}"; {said}'
   command = [str(NODE), "--input-type=module", "-e", script]
   done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-  return done.stdout.removesuffix("\n")
+  return json.loads(done.stdout)
 
 
 @pytest.mark.skipif(NODE is None, reason="no node on the PATH")
 @pytest.mark.parametrize("values, middle", [([100, 1], 50.5), ([3, 1, 100], 3), ([7], 7)])
 def test_the_median_of_an_even_count_is_between_the_middle_two(values, middle, tmp_path):
-  assert float(computed(tmp_path, "median", json.dumps(values))) == middle
+  assert computed(tmp_path, "median", json.dumps(values)) == middle
 
 
 LOSSES = [
@@ -50,6 +55,36 @@ def test_no_loss_is_shown_as_zero_but_zero(loss, text):
 @pytest.mark.parametrize("loss, text", [*LOSSES, (3e-9, "3.00e-9"), ("null", "–")])
 def test_the_page_shows_losses_as_the_terminal_does(loss, text, tmp_path):
   assert computed(tmp_path, "loss", str(loss)) == text
+
+
+def heat(tmp_path, steps, now, spans=None) -> list:
+  """What island 0 did in each cell: by its name, or for steps the ratio to the median."""
+  run = RunState()
+  for n, (time, gap, blocked) in enumerate(steps):
+    fields = {"step": n + 2, "gap_seconds": gap, "blocked_seconds": blocked}
+    run.add(made(time, "learner-0", "step", **fields))
+  found = status(run, now)
+  spans = [[0.0, now, "running"]] if spans is None else spans
+  found |= {"seconds": now, "timeline": {"lanes": [{"role": "learner-0", "spans": spans}]}}
+  island = {"number": 0, "median_step_seconds": found["islands"][0]["median_step_seconds"]}
+  cells = computed(tmp_path, "cells", f"{json.dumps(found)}, {json.dumps(island)}", "heat.js")
+  return [cell.get("state", cell.get("ratio")) for cell in cells]
+
+
+@pytest.mark.skipif(NODE is None, reason="no node on the PATH")
+def test_a_cell_of_the_heat_map_has_a_steps_length_or_what_else_the_island_did(tmp_path):
+  steps = [(0.25 * n + 0.2, 0.25, 0.0) for n in range(8)]  # a cell each, the median
+  steps += [(2.6, 0.5, 0.0)]  # twice as long: cells in which it was under way have it as well
+  steps += [(2.75, 0.25, 0.2)]  # blocked
+  spans = [[0.0, 2.9, "running"], [2.9, 3.3, "down"], [3.3, 4.0, "joining"]]
+  found = heat(tmp_path, steps, 4.0, spans)
+  assert found == [1] * 8 + [2] * 3 + ["waiting", "down"] + ["joining"] * 3
+
+
+@pytest.mark.skipif(NODE is None, reason="no node on the PATH")
+def test_what_is_not_known_yet_is_absent_from_the_heat_map(tmp_path):
+  absent = ["not there"] * 3
+  assert heat(tmp_path, [(0.2, 0.1, 0.0)], 1.0) == [1, *absent]
 
 
 @pytest.mark.parametrize("file, names", [("goodput.js", CAUSES), ("rejoins.js", PHASES)])

@@ -14,6 +14,7 @@ from ddiloco.chaos import fault_requests
 from ddiloco.config import Config, ConfigError, Fault
 from ddiloco.dashboard import server as module
 from ddiloco.dashboard.server import Dashboard, Where
+from ddiloco.dashboard.status import LAG_SECONDS
 from ddiloco.network.webserver import MAX_CONNECTIONS
 from ddiloco.protocol.events import LOG_FORMAT
 from ddiloco.workdir import OUTCOME, STARTED
@@ -121,6 +122,20 @@ def test_it_follows_the_log_and_says_when_the_run_is_over(serve, workdir):
   until(lambda: status(dashboard)["islands"][0]["loss"] == 1.5)
   (workdir / OUTCOME).write_text('{"reason": "stopped"}')
   assert "can go on" in known(dashboard, "over")["text"]
+
+
+@pytest.mark.parametrize("ahead", [-3600.0, 3600.0])
+def test_a_clock_of_another_host_makes_a_run_neither_silent_nor_alive(
+  serve, workdir, ahead, monkeypatch
+):
+  """What is written while it looks shows that the run lives, whatever the time in it."""
+  monkeypatch.setattr("ddiloco.dashboard.status.SILENT_SECONDS", 3.0)
+  (workdir / STARTED).write_text(f"{time.time() - 5.0 + ahead}")
+  dashboard = serve()
+  known(dashboard, "silent")
+  log(workdir, (5.5, "step", STEP | {"step": 2}), role="learner-0")
+  assert 5.5 <= known(dashboard)["seconds"] <= 5.5 + 2 * LAG_SECONDS
+  known(dashboard, "silent")
 
 
 def test_nothing_is_known_of_an_empty_workdir(tmp_path):

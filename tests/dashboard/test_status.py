@@ -36,6 +36,14 @@ def test_it_says_what_the_summary_says(run_events):
   assert sum(link["sent_bytes"] for link in found["links"]) == summary["bytes_sent"]
 
 
+def test_the_page_and_the_report_count_the_same_restarts(make, run_events):
+  """Those of islands and shards, whether an engine says so or their own logs."""
+  again = make.event(30.0, "syncer-1", "started", 1)
+  for events in (run_events, [e for e in run_events if e.role != "engine"]):
+    events = [*events, again]
+    assert status(events)["restarts"] == summarise(events)["restarts"] == 2
+
+
 def test_it_is_json_at_every_moment_of_a_run(run_events):
   made, sizes = RunState(), []
   for i, event in enumerate(run_events):

@@ -55,7 +55,7 @@ class Engine(ProcessesEngine):
     self._children, self._code = {name: Child(name, workdir, [spawn])}, code
     shortest = self.shortest_life_seconds
     self._state = supervisor.Supervisor(
-      RUN, supervisor.all_down([name]), faults, shortest_life_seconds=shortest
+      RUN, {name: supervisor.Role()}, faults, shortest_life_seconds=shortest
     )
     self.name, self.child = name, self._children[name]
 

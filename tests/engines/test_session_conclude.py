@@ -23,7 +23,7 @@ from ddiloco.engines.engine import RunResult
 from ddiloco.observe.eventlog import read_events, to_line
 from ddiloco.roles import initial
 from ddiloco.training import data
-from ddiloco.workdir import OUTCOME, STARTED, check
+from ddiloco.workdir import OUTCOME, STARTED, check, held, join, live_in
 from tests.engines.test_session_resume import soon_over
 from tests.engines.test_threads import Ran, make_config
 from tests.made_events import made
@@ -124,6 +124,14 @@ def test_a_report_that_cannot_be_written_is_no_lost_work(tmp_path, capsys):
     session.report(workdir)
   (workdir / "report").unlink()
   assert Path(session.report(workdir)).exists()
+
+
+@pytest.mark.parametrize("lives", [held, live_in], ids=["a run", "a role"])
+def test_a_report_of_a_run_under_way_says_that_it_goes_on(tmp_path, lives):
+  join(tmp_path, CONFIG)
+  with lives(tmp_path):
+    assert "it goes on: this is its report so far" in Path(session.report(tmp_path)).read_text()
+  assert "it did not end in good order" in Path(session.report(tmp_path)).read_text()
 
 
 def test_a_failed_evaluation_loses_nothing_and_is_named(tmp_path, capsys):

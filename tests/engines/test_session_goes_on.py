@@ -43,7 +43,7 @@ def end_of(engine: threads.ThreadsEngine) -> dict[str, bytes]:
   """The bits of everything that a run ends with."""
   found = {}
   for fragment in engine.plan.fragments:
-    c = engine._store.load(fragment.index)
+    c = engine._store[fragment.index]
     for name in ("value", "published_value", "momentum"):
       array = getattr(c, name)
       found[f"{name} {fragment.index}"] = array.tobytes()

@@ -379,7 +379,7 @@ def test_a_run_stopped_before_its_evaluator_had_the_model_leaves_that_of_the_new
   engine = ProcessesEngine(config, workdir, corpus, lambda params: {"loss": 0.0})
   found, merged_tokens = engine._newest_params()
   plan = initial.make_plan(config)
-  restored = restore.restore_fragments(storage_of(workdir), plan, range(len(plan.fragments)))
+  restored = restore.restore_fragments(storage_of(workdir), range(len(plan.fragments)))
   values = {p: c.value for p, c in restored.fragments.items()}
   expected = initial.Assembled(plan, config, values)
   assert merged_tokens == min(c.state.merged_tokens for c in restored.fragments.values()) > 0

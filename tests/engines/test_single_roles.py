@@ -112,11 +112,24 @@ def test_a_role_of_a_finished_run_says_so_at_once(tmp_path, capsys, hosts):
     mine = dataclasses.replace(place, host=host, hosts="tcp://127.0.0.1:7001" if hosts > 1 else "")
     assert single_roles.run_learner(config, 3, mine) == FINISHED
     assert "learner-3: ends: the run in --workdir=" in capsys.readouterr().out
+  for shard in range(2):  # it waited for learners, which have ended, for ever
+    assert run_syncer(config, shard, place) == FINISHED
+    assert f"syncer-{shard}: ends: the run in --workdir=" in capsys.readouterr().out
   # Also an evaluator that was ended while it measured the end: the run's shards may be gone.
   assert single_roles.run_evaluator(config, place) == FINISHED
   assert "evaluator: ends: the run in --workdir=" in capsys.readouterr().out
   with pytest.raises(ConfigError, match=r"^seed = 7: "):
     single_roles.run_learner(dataclasses.replace(config, seed=7), 3, mine)
+
+
+def test_a_shard_of_a_finished_run_that_is_given_more_tokens_serves_it(tmp_path, monkeypatch):
+  workdir.join(tmp_path, CONFIG)
+  (tmp_path / "outcome.json").write_text(json.dumps({"reason": "finished"}))
+  run = dataclasses.replace(CONFIG.run, total_tokens=CONFIG.run.total_tokens + 1)
+  monkeypatch.setattr(single_roles, "_syncer", lambda runner, shard: LOST)
+  place = RoleSpec(tmp_path, "run", tuple(free_urls(2)), bind="tcp://127.0.0.1:0")
+  assert run_syncer(dataclasses.replace(CONFIG, run=run), 0, place) == LOST, "it has begun"
+  assert not (tmp_path / "outcome.json").exists()
 
 
 def test_an_evaluator_that_could_not_save_the_result_is_refused_at_once(tmp_path, monkeypatch):

@@ -51,7 +51,7 @@ def begin(runner, copies: dict[int, Committed], monkeypatch) -> tuple[dict, obje
   """(the fragments, the state) of a shard whose buddy has these."""
   monkeypatch.setattr(single_roles, "_ask_buddy", lambda *_: dict(copies))
   store, state, _ = single_roles._recover(runner, 0, None, OWNED)
-  return {p: store.load(p) for p in OWNED}, state
+  return {p: store[p] for p in OWNED}, state
 
 
 @pytest.fixture

@@ -297,7 +297,7 @@ def test_islands_join_and_leave_with_their_work_merged(storm):
   assert set(report.learners) == {0, 1, 2, 3, 4}
   stopped = storm.of("stopped", "learner-3")[0]
   assert stopped.unmerged_tokens == 0 and stopped.time < storm.of("run_finished")[0].time
-  assert report.learners[3].participation > 0 and report.learners[4].participation > 0
+  assert any(3 in e.weights for e in storm.of("commit"))
   merged = [e for e in storm.of("commit") if 4 in e.weights]
   assert len({e.fragment for e in merged}) == 4
 
@@ -312,7 +312,9 @@ def test_the_ledger_adds_up_to_what_the_shards_merged(storm, chaos):
       ledger.take(changed(event, seconds=1e-6) if event.kind == "step" else event)
     report = ledger.report()
     assert report.goodput + sum(report.causes.values()) == pytest.approx(1.0)
-    counted = {p: 4e6 * TOKENS * sum(chain.merged) for p, chain in ledger.chains.items()}
+    counted = {
+      p: 1e6 * TOKENS * sum(chain.merged(chain.head)) for p, chain in ledger.chains.items()
+    }
     assert counted == pytest.approx(merged)
 
 

@@ -20,6 +20,7 @@ from ddiloco.protocol import supervisor
 from ddiloco.training import data, devices
 from ddiloco.training.island import Island
 from ddiloco.workdir import FAULTS, append_request
+from tests.training.test_island_state import cheap_loss
 
 LOST = "UNAVAILABLE: slice 1 has failed"
 CONFIG = from_dict(
@@ -63,7 +64,15 @@ class FakeSlice:
     return guarded
 
 
+@pytest.fixture
+def quick_to_compile():
+  """Three islands compile; what they train says nothing here."""
+  with cheap_loss():
+    yield
+
+
 @pytest.mark.timeout(180)
+@pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_lost_slice_is_one_islands_failure_and_its_island_is_rebuilt(
   monkeypatch, tmp_path, killed

@@ -17,7 +17,6 @@ from ddiloco.observe.eventlog import read_events
 from ddiloco.observe.report import summarise
 from ddiloco.training import data
 from tests.engines.real import events_of, start, tiny, wait_for
-from tests.training.test_island_state import cheap_loss
 
 SECONDS = 60.0
 
@@ -47,7 +46,7 @@ def test_threads(tmp_path):
   kill = Fault("kill", "learner-0", at_step=60, seconds=0.5)
   config = tiny(100_000, min_step_seconds=0.02, run={"hang_seconds": 0.8})
   config = planned(config, stall, kill)
-  engine = ThreadsEngine(config, tmp_path, data.open_data(config.data), cheap_loss)
+  engine = ThreadsEngine(config, tmp_path, data.open_data(config.data), dict)
   run = threading.Thread(target=engine.run, daemon=True)
   run.start()
   try:

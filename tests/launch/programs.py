@@ -57,7 +57,7 @@ else:
 
 # A slice: {"state", "roles": [of each host], "plan": [what happens to it at each look at it]}
 GCLOUD = r"""
-import json, os, pathlib, re, shutil, sys, time
+import json, os, pathlib, sys, time
 cloud = pathlib.Path(CLOUD)
 words = sys.argv[1:]
 line = json.dumps(["gcloud", *words]) + "\n"
@@ -126,6 +126,7 @@ elif verb == "delete":
   if (cloud / f"stays-{name}").exists(): sys.exit("ERROR: INTERNAL: try again")
   path.unlink()
 elif verb == "scp":
+  import shutil
   shutil.copytree(rest[0], cloud / f"home-{name}" / pathlib.Path(rest[0]).name, dirs_exist_ok=True)
 elif verb == "ssh":
   if happens_here("ssh"): sys.exit("ERROR: ssh exited with [255]")

@@ -65,7 +65,6 @@ def test_a_step_counts_for_each_fragment_that_merged_it():
   log.merge(end, 1, 8, -1, {0: 4})  # an overwrite would have cut the rest of them
   goodput = log.report()
   assert goodput.goodput == pytest.approx(0.5 + 0.2)
-  assert goodput.learners[0].participation == 1.0
 
 
 def test_what_is_not_merged_is_pending_and_is_discarded_with_its_life():
@@ -121,7 +120,6 @@ def test_a_rejected_update_is_no_goodput():
   goodput = log.report()
   assert goodput.goodput == pytest.approx(0.5) and goodput.causes["rejected"] == pytest.approx(0.5)
   assert [goodput.learners[m].goodput for m in range(2)] == pytest.approx([1.0, 0.0])
-  assert [goodput.learners[m].participation for m in range(2)] == [1.0, 0.0]
 
 
 def test_what_a_restored_shard_rolled_back_counts_again_only_when_it_is_regained():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import random
 
 import pytest
@@ -11,9 +12,10 @@ from ddiloco.observe import goodput
 from ddiloco.observe.goodput import CAUSES, Ledger, StepSums
 from ddiloco.observe.history import MOST_GAPS
 from ddiloco.protocol.events import Event
-from tests.made_events import made
+from tests.made_events import changed, made
 
 ISLANDS, FRAGMENTS = 3, 2
+by_time = operator.attrgetter("time")
 
 
 def started(time=0.0, shards=1):
@@ -201,6 +203,25 @@ def test_a_ledger_of_bounded_size_says_what_one_that_keeps_everything_says(seed,
   rounds = [len(chain._rounds) for chain in small.chains.values()]
   assert max(rounds) <= 24 and max(len(c._rounds) for c in whole.chains.values()) > 200
   assert all(len(island.sums._sums) <= 129 for island in small._islands.values())
+
+
+@pytest.mark.parametrize("apart", [0.5, 20.0])
+@pytest.mark.parametrize("seed", range(10))
+def test_clocks_that_differ_move_no_seconds_from_cause_to_cause(seed, apart):
+  """A commit that seemed to be earlier than its pushes merged nothing, whatever it said."""
+  chance, one, several = random.Random(seed), Ledger(), Ledger()
+  events = [e for e in run(seed, 400, back=5) if e.role != "engine"]  # roles that nobody supervises
+  ahead = {role: chance.uniform(-apart, apart) for role in {e.role for e in events}}
+  for event in events:
+    one.take(event)
+  for event in sorted((changed(e, time=e.time + ahead[e.role]) for e in events), key=by_time):
+    several.take(event)
+  for m in range(ISLANDS):
+    (true, useful), (account, merged) = one._balance(m, 0.0), several._balance(m, -1e9)
+    assert merged == pytest.approx(useful) and useful > 0
+    for each in (account, true):  # whether steps that a life redid may still be merged is a guess
+      each["discarded"] += each.pop("pending")
+    assert account == pytest.approx(true)
 
 
 def test_a_value_that_nobody_remembers_begins_a_new_past():

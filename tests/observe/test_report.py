@@ -99,6 +99,18 @@ def test_one_learner_alone_without_a_syncer(tmp_path, make):
   assert _check(write_report(tmp_path, summary)) == summary  # again, with what was read back
 
 
+def test_a_page_of_the_users_own_is_not_overwritten(tmp_path):
+  folder = tmp_path / "report"
+  folder.mkdir()
+  for name in ("index.html", "loss.png"):
+    (folder / name).write_text("<title>my thesis</title>")
+    with pytest.raises(FileExistsError, match=r"report: .*not of ddiloco"):
+      write_report(tmp_path)
+    assert [path.read_text() for path in folder.iterdir()] == ["<title>my thesis</title>"]
+    (folder / name).unlink()
+  write_report(write_report(tmp_path).parent)  # its own it replaces
+
+
 def test_key_numbers_leave_out_what_is_unknown():
   assert dict(key_numbers({})) == {
     "faults and restarts": "0 and 0",
@@ -250,5 +262,7 @@ def test_pictures_of_many_islands_name_as_many_as_have_room(make, monkeypatch):
   for figure in rows:
     names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert names[:2] == ["island 0", "island 3"] and figure.get_figheight() < 8
+    drawn = [*figure.axes[0].collections, *figure.axes[0].patches]
+    assert 0 < len(drawn) < 24, "what looks alike is drawn together: 1,200 islands took a minute"
   assert not any(figure.axes[0].get_legend() for figure in lines)
   assert said == ["50 lines without their names"] * 2

@@ -118,7 +118,7 @@ class Ledger:
       mine, merged = mine[len(taken) :], merged.union(taken)
     discarded = copy.discarded
     if staged.mode not in events.KEEPS_WORK:
-      lost = [] if staged.mode != "overwrite" else [s for s in mine if s not in content]
+      lost = [] if staged.mode == "mix" else [s for s in mine if s not in content]
       self.forfeited["refused" if staged.round == copy.base else "overwritten"] += len(lost)
       mine, discarded = (), discarded.union(mine)
     twice = content.intersection(mine)

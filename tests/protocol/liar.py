@@ -166,8 +166,7 @@ class Liar(Actor):
       case 0:
         return RequestMoments(*who, self.several(least=-1))
       case 1:
-        global_step, count = self.near(1, most=(1 << 40) - 1), self.near(1)
-        return Moments(*who, self.near(0, least=-1), self.near(0), global_step, count, FORGED)
+        return Moments(*who, self.near(0, least=-1), self.near(0), self.near(1), FORGED)
       case 2 if rng.random() < 0.2:
         return Goodbye(*who)
     return self.hello()

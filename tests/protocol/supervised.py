@@ -50,7 +50,7 @@ class Play:
   """One state, what it was told, and what it said."""
 
   def __init__(self, *roles: str, run: RunConfig = RUN, **more):
-    self.state: Supervisor = Supervisor(run, supervisor.all_down(roles), **more)
+    self.state: Supervisor = Supervisor(run, dict.fromkeys(roles, supervisor.Role()), **more)
 
   def __call__(self, event: supervisor.Event) -> list:
     self.state, actions = supervise(self.state, event)

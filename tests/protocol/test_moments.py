@@ -22,7 +22,7 @@ from ddiloco.protocol.messages import (
   ProvideMoments,
   RequestMoments,
 )
-from ddiloco.protocol.moments import on_request_moments
+from ddiloco.protocol.moments import on_provide_moments, on_request_moments
 from ddiloco.protocol.states import MOST_TIMES, STRETCH_PERIODS
 from ddiloco.protocol.values import replace
 from tests import says
@@ -43,8 +43,8 @@ def donor_of(actions) -> list[tuple[int, int]]:
   return [(a.to, a.message.fragment) for a in sends]
 
 
-def moments(m: int, fragment: int, global_step: int = 9) -> Moments:
-  return Moments(m, 0, fragment, 1, global_step, 7, payload=b"given")
+def moments(m: int, fragment: int) -> Moments:
+  return Moments(m, 0, fragment, 1, 7, payload=b"given")
 
 
 def test_one_donation_at_a_time_goes_to_all_who_wait():
@@ -54,7 +54,7 @@ def test_one_donation_at_a_time_goes_to_all_who_wait():
   actions = shard.feed(moments(0, 0))
   inherits = [(a.to, a.message) for a in actions if isinstance(a.message, ForwardMoments)]
   assert [to for to, _ in inherits] == [2, 3]
-  assert all((m.fragment, m.donor, m.global_step, m.count) == (0, 0, 9, 7) for _, m in inherits)
+  assert all((m.fragment, m.donor, m.count) == (0, 0, 7) for _, m in inherits)
   assert all(m.payload == b"given" for _, m in inherits)
   # The next fragment is asked of the other one that trains: donors take turns.
   assert donor_of(actions) == [(1, 1)]
@@ -153,22 +153,48 @@ def test_who_joins_leaves_or_was_rejected_is_no_donor():
   assert donor_of(shard.feed(RequestMoments(2, 0, (0,)))) == [(3, 0)]
 
 
-def test_a_joiner_waits_for_moments_and_takes_none_that_are_older_than_its_welcome():
+NEWEST = says.publish(0, 0, 0, 0, -1, 0, -1, 40, 0, (), "")  # of global step 40
+
+
+def test_a_slow_donor_is_asked_once():
+  """The joiner dropped moments from a global step before its own, and asked again, for ever."""
+  shard, joiner, asked = shard_with(0, 1), Script(role="learner"), []
+  joiner.state = replace(joiner.state, learner=1, donor_seconds=50.0)
+  slow = learner.init(0, 0, (0, 0), 1 << 60)
+  has = (replace(f, base_header=NEWEST, version=0, fresh=True) for f in slow.fragments)
+  slow = replace(slow, fragments=tuple(has), global_step=39)
+  for p in (0, 1):
+    joiner.feed(replace(NEWEST, fragment=p))
+    joiner.feed(Staged(p, 0, 0.0))
+  for now in range(1, 9):
+    for request in joiner.feed(Tick(float(now))):
+      todo = donor_of(shard.feed(request.message))
+      while todo:
+        asked += todo
+        [(_, p)] = todo
+        _, [gift] = on_provide_moments(slow, ProvideMoments(0, 0, 0, p))
+        actions = shard.feed(replace(gift.message, payload=b"given"))
+        for action in actions:
+          if is_forward(action.message):
+            joiner.feed(action.message)
+            joiner.feed(Taken(p, float(now), "staged"))
+        todo = donor_of(actions)
+  assert asked == [(0, 0), (0, 1)] and not joiner.state.wants
+
+
+def test_a_joiner_waits_for_moments_until_it_has_them_or_its_time_is_over():
   one = Script(role="learner")
   one.state = replace(one.state, donor_seconds=5.0)
-  whole = says.publish(0, 0, 0, 0, -1, 0, -1, 40, 0, (), "")
   one.feed(Tick(0.0))
   one.feed(says.welcome(0, 0, 0, 40, (0, 1)))
   for p in (0, 1):
-    one.feed(replace(whole, fragment=p))
+    one.feed(replace(NEWEST, fragment=p))
     one.feed(Staged(p, 0, 10.0))
   assert one.state.joined and not learner.can_step(one.state, one.sync)
   [asked] = one.feed(Tick(10.0))
   assert asked == Send(0, RequestMoments(0, 0, (0, 1)))
   assert one.feed(Tick(10.1)) == []
-  old = ForwardMoments(0, 0, 0, 0, 3, 0, 1, 39, 7)
-  assert one.feed(old) == [], "from before it was welcomed at global step 40"
-  new = replace(old, global_step=40)
+  new = ForwardMoments(0, 0, 0, 0, 3, 0, 1, 7)
   assert one.feed(new) == [TakeMoments(new)]
   assert one.feed(new) == [], "a duplicate is not staged as well"
   assert one.feed(Tick(11.1)) == [Send(0, RequestMoments(0, 0, (1,)))], "fragment 0 is being staged"
@@ -198,7 +224,7 @@ def test_a_donor_gives_at_a_step_boundary_and_one_that_waits_itself_does_not():
   join(one)
   one.feed(StepDone(0.1, 10, 0.1))
   [give] = one.feed(ProvideMoments(0, 0, 0, 1))
-  assert give == Send(0, Moments(0, 0, 1, 1, 41, 0))
+  assert give == Send(0, Moments(0, 0, 1, 1, 0))
   [give] = one.feed(ProvideMoments(0, 0, 0, 1))
   assert give.message.donation == 2
   assert one.feed(ProvideMoments(0, 0, 0, 9)) == []

@@ -460,15 +460,15 @@ def test_the_donor_of_moments_dies_in_the_middle():
   assert donate.to != donor
   assert not any(
     isinstance(getattr(a, "message", 0), ForwardMoments)
-    for a in actions_of(state, Moments(donor, 0, 0, 1, 2, 2, b""), later)
+    for a in actions_of(state, Moments(donor, 0, 0, 1, 2, b""), later)
   )
-  given = actions_of(state, Moments(donate.to, 0, 0, 1, 2, 2, b""), later + 0.1)
+  given = actions_of(state, Moments(donate.to, 0, 0, 1, 2, b""), later + 0.1)
   assert [a.to for a in given if isinstance(getattr(a, "message", 0), ForwardMoments)] == [3]
 
 
 def test_moments_of_more_steps_than_the_run_has_made_are_not_handed_on():
   state, donor = asked_donor(shard())
-  actions = actions_of(state, Moments(donor, 0, 0, 1, 2, 1 << 40, b""), 2.1)
+  actions = actions_of(state, Moments(donor, 0, 0, 1, 1 << 40, b""), 2.1)
   assert not any(isinstance(getattr(a, "message", 0), ForwardMoments) for a in actions)
   assert "claims 1099511627776 optimizer steps" in actions[0].reason
 

@@ -27,10 +27,10 @@ from ddiloco.protocol.supervisor import (
   Tick,
   Working,
   after_exit,
+  due,
   healthy_seconds,
   next_wake,
   pause_seconds,
-  strike,
 )
 from tests.protocol import supervised
 from tests.protocol.supervised import LEARNER, RUN, SHARD, Play, for_good
@@ -228,13 +228,12 @@ def test_a_new_life_is_not_held_for_what_the_last_one_suffered():
   assert play(Tick(2.0)) == [Start(LEARNER, 1, False)] and play(Tick(2.1)) == []
 
 
-def test_strike_takes_the_first_fault_that_is_due_and_leaves_the_others():
+def test_faults_are_due_by_step_or_by_time():
   late, by_time, early = kill(at_step=50), kill(at_seconds=3.0), kill(at_step=5)
   plan = (late, by_time, early)
-  assert strike(plan, global_step=4, seconds=2.9) == (None, plan)
-  assert strike(plan, global_step=5, seconds=0.0) == (early, (late, by_time))
-  assert strike(plan, global_step=5, seconds=3.0) == (by_time, (late, early))
-  assert strike((), global_step=10**9, seconds=1e9) == (None, ())
+  assert not any(due(fault, global_step=4, seconds=2.9) for fault in plan)
+  assert [due(fault, global_step=5, seconds=0.0) for fault in plan] == [False, False, True]
+  assert [due(fault, global_step=5, seconds=3.0) for fault in plan] == [False, True, True]
 
 
 # --- joins, departures, the end -------------------------------------------------------------------

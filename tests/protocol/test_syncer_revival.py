@@ -229,7 +229,7 @@ def test_what_became_of_the_steps_of_a_revived_learner(steps, merged, fate, welc
   [apply] = [a for a in one.feed(Staged(0, 1, 0.2)) if isinstance(a, events.Apply)]
   f = one.state.fragments[0]
   assert (f.steps, f.acknowledged_tokens, f.discarded_tokens) == fate
-  assert apply.mode == ("overwrite" if fate[2] else "rebase" if fate[1] else "halve")
+  assert apply.mode == ("reset" if fate[2] else "rebase" if fate[1] else "halve")
 
 
 def test_a_welcome_to_or_from_the_dead_makes_nothing_fresh():

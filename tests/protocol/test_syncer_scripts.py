@@ -190,8 +190,8 @@ def test_a_rejected_push_goes_back_to_the_base():
   one.feed(StepDone(0.1, 10, 0.1))
   one.feed(says.pull(0, 0, 0, 0, 0, 0))
   [stage] = one.feed(Rejection(0, 0, 0, 0, 0, False, "not finite"))
-  assert stage == Stage(base, "overwrite", False) and stage.publish.payload is None
-  assert one.feed(Staged(0, 0, 0.1)) == [says.applied(0, 0, -1, "overwrite", False)]
+  assert stage == Stage(base, "reset", False) and stage.publish.payload is None
+  assert one.feed(Staged(0, 0, 0.1)) == [says.applied(0, 0, -1, "reset", False)]
   f = one.state.fragments[0]
   assert (f.steps, f.tokens, f.discarded_tokens) == (0, 0, 10)
   assert one.feed(Rejection(0, 0, 0, 0, 0, False, "not finite")) == [], "a duplicate"

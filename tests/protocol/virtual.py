@@ -24,7 +24,7 @@ from ddiloco.config import (
   RunConfig,
   SyncConfig,
 )
-from ddiloco.core.delta import Committed, MemoryStore
+from ddiloco.core.delta import Committed
 from ddiloco.core.fragments import owned_by
 from ddiloco.protocol import events
 from ddiloco.protocol.actions import InstallValue, Received
@@ -140,16 +140,16 @@ class GhostMerger(SizedMerger):
     return super().with_payload(publish)
 
 
-class GhostStore(MemoryStore):
+class GhostStore(dict):
   """Shows the ledger what shards have."""
 
   def __init__(self, ledger: Ledger):
     super().__init__()
     self._ledger = ledger
 
-  def save(self, committed: Committed) -> None:
+  def __setitem__(self, fragment: int, committed: Committed) -> None:
     self._ledger.hold(committed.state)
-    super().save(committed)
+    super().__setitem__(fragment, committed)
 
 
 class Ghosts(world.World):
@@ -180,7 +180,7 @@ class Ghosts(world.World):
     if self.misjudged is not None:
       raise self.misjudged
 
-  def new_store(self) -> MemoryStore:
+  def new_store(self) -> GhostStore:
     return GhostStore(self.ledger)
 
   def island(self, actor: Actor) -> VirtualIsland:

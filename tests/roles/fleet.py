@@ -10,7 +10,7 @@ from ddiloco.chaos import Faults
 from ddiloco.checkpoint.buddy import Copies, Replication, buddy_of, recover
 from ddiloco.checkpoint.restore import ResumeState, new_learner, new_syncer
 from ddiloco.core import fragments
-from ddiloco.core.delta import Committed, MemoryStore, new_fragment
+from ddiloco.core.delta import Committed, new_fragment
 from ddiloco.core.fragments import owned_by
 from ddiloco.network.transport import Hub, learner_address, syncer_address
 from ddiloco.roles.learner import Learner
@@ -26,16 +26,16 @@ def bits(c: Committed) -> tuple:
   return c.state, c.value.tobytes(), c.published_value.tobytes(), momentum
 
 
-class History(MemoryStore):
+class History(dict):
   """A store that remembers the bits of every commit of its life."""
 
   def __init__(self):
     super().__init__()
     self.commits: dict[tuple[int, int], tuple] = {}
 
-  def save(self, c: Committed) -> None:
-    self.commits[c.state.index, c.state.version] = bits(c)
-    super().save(c)
+  def __setitem__(self, p: int, c: Committed) -> None:
+    self.commits[p, c.state.version] = bits(c)
+    super().__setitem__(p, c)
 
 
 class Fleet:
@@ -81,7 +81,7 @@ class Fleet:
     first = toy.initial_params()
     for p in owned_by(s, count, len(self.plan.fragments)):
       fragment = self.plan.fragments[p]
-      store.save(found.get(p) or new_fragment(fragment, fragments.gather(fragment, first)))
+      store[p] = found.get(p) or new_fragment(fragment, fragments.gather(fragment, first))
     self.found[s], self.stores[s] = found, store
     role = Syncer(
       new_syncer(self.config, s, incarnation, store),

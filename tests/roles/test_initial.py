@@ -63,13 +63,23 @@ def test_a_relative_path_becomes_absolute_for_other_processes(tmp_path, params, 
   assert initial.checked_start(CONFIG) is CONFIG
 
 
+def test_snapshots_stay_where_they_are_whoever_looks_for_them(tmp_path, monkeypatch):
+  """The run went on from another directory, and looked for its snapshots there. In `--flag=~/...`
+  no shell reads the "~": a folder of this name was made."""
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setenv("HOME", "/home/me")
+  for path, there in (("a/b", f"{tmp_path}/a/b"), ("~/a", "/home/me/a"), ("gs://a/b", "gs://a/b")):
+    config = initial.absolute_start(from_dict({"checkpoint": {"path": path}}))
+    assert config.checkpoint.path == there
+
+
 def test_bad_weights_are_refused_before_the_run(tmp_path, params):
   path = tmp_path / "model.safetensors"
   with pytest.raises(ConfigError, match=r"^run.init_from = .*does not exist"):
     initial.checked_start(starting_from(path))
   weights.save(path, params)
   deeper = from_dict({"model": MODEL | {"num_layers": 3}})
-  with pytest.raises(ConfigError, match=r"is of another model \(layers/.*, and .* in the model"):
+  with pytest.raises(ConfigError, match=r"is of another model: layers/.*, not "):
     initial.checked_start(starting_from(path, deeper))
   os.truncate(path, path.stat().st_size - 1)
   with pytest.raises(ConfigError, match="cannot be read"):

@@ -12,7 +12,7 @@ import pytest
 from ddiloco.chaos import Faults
 from ddiloco.checkpoint.restore import ResumeState, new_learner, new_syncer
 from ddiloco.core import fragments
-from ddiloco.core.delta import MemoryStore, new_fragment
+from ddiloco.core.delta import new_fragment
 from ddiloco.network.transport import Hub, learner_address, syncer_address
 from ddiloco.observe.eventlog import NullRecorder
 from ddiloco.protocol.learner import unmerged_tokens
@@ -31,10 +31,8 @@ class Run:
   def __init__(self, learners: int, **sync):
     self.config = toy.config(learners, 1_000_000, **{**SYNC, **sync})
     self.plan = fragments.make_plan(toy.SPECS, self.config.sync)
-    self.hub, self.store = Hub("toy", self.plan.plan_id), MemoryStore()
-    first = toy.initial_params()
-    for f in self.plan.fragments:
-      self.store.save(new_fragment(f, fragments.gather(f, first)))
+    self.hub, first = Hub("toy", self.plan.plan_id), toy.initial_params()
+    self.store = {f.index: new_fragment(f, fragments.gather(f, first)) for f in self.plan.fragments}
     self.events: dict[str, list] = collections.defaultdict(list)
     self.stops: dict[str, threading.Event] = {}
     self.threads: dict[str, threading.Thread] = {}

@@ -228,6 +228,43 @@ def test_error_feedback_adds_what_rounding_lost_exactly(bench):
     assert bits(b.exchange._deltas.residual[0]) == bits(residual)
 
 
+@pytest.mark.parametrize("apply", ["overwrite", "mix"])
+@pytest.mark.parametrize("merged", [1, 2], ids=["its last push", "one it does not remember"])
+def test_after_a_restore_what_rounding_lost_is_sent_once(bench, apply, merged):
+  """The push of round 2, made after the snapshot, has the residual of round 0 in it already."""
+  saver = Refusing()
+  settings = {"apply": apply, "push_codec": "int4", "error_feedback": True}
+  b = bench(saver=saver, **settings)
+  base = b.join()[0]
+  b.train()
+  b.push(0, round=0, version=0)
+  base = vector(base.size)
+  b.publish(0, 1, base, merged=0)
+  b.until(lambda: b.version(0) == 1)
+  b.train()
+  push, local = b.push(0, round=1, version=1)
+  owed = base - local + b.exchange._deltas.residual[0]
+  rounding = owed - codec.decode(push.payload, base.size, "int4")
+  b.give(replace(says.pull(0, 0, 0, 1, 5, 0), snapshot=1))
+  b.until(lambda: saver.saved)
+  state, arrays = saver.parts[1]
+  again = bench(**settings)
+  again.exchange.state = learner.revive(state, learner.init(0, 0, (0, 0), 10**9))
+  again.island.params = {n: arrays[f"params/{n}"].copy() for n in again.island.params}
+  again.exchange.restore(arrays)
+  base = vector(base.size)
+  again.publish(0, 2, base, merged=merged)
+  again.until(lambda: again.version(0) == 2)
+  again.give(says.welcome(0, 0, 0, 0, (0, 1)))
+  again.train()
+  push, local = again.push(0, round=199, version=2)
+  owed = base - local + rounding if merged == 1 else base - local
+  assert bits(push.payload) == bits(codec.encode(owed, "int4"))
+  # What was sent, and what is left for the next push, are together what was owed.
+  left = again.exchange._deltas.rounding[0]
+  assert bits(left) == bits(owed - codec.decode(push.payload, base.size, "int4"))
+
+
 def test_a_push_that_got_lost_comes_again_as_the_very_same_bytes(bench):
   b = bench(push_codec="int4")
   b.join()
@@ -490,7 +527,7 @@ def test_moments_of_a_peer_lie_in_the_island_as_they_came_and_damaged_ones_are_i
     unfit = np.full(flat.size, np.nan, np.float32)
     for bad, sent in enumerate((flat[1:], unfit, flat), 1):
       payload = codec.encode(sent, "f32")
-      one.give(ForwardMoments(0, 0, 0, p, 1, 0, p, global_step=9, count=7, payload=payload))
+      one.give(ForwardMoments(0, 0, 0, p, 1, 0, p, count=7, payload=payload))
       if sent is not flat:  # while moments are being staged, no others are taken
         one.until(lambda: (len(ignored()), one.exchange.state.staging) == (2 * p + bad, ()))  # noqa: B023
     one.until(lambda: p not in one.exchange.state.wants)  # noqa: B023
@@ -604,10 +641,10 @@ def test_moments_that_cannot_be_read_are_asked_for_again():
     bench.exchange.state, wants=(0, 1), wants_until=1e12, ask_at=-1e12, donor_seconds=1.0
   )
   damaged = np.zeros(3, np.uint8)
-  bench.give(ForwardMoments(0, 0, 0, 0, 1, 0, 1, 9, 9, damaged))
+  bench.give(ForwardMoments(0, 0, 0, 0, 1, 0, 1, 9, damaged))
   bench.until(lambda: not bench.wire.inbox and bench.exchange.state.staging == ())
   assert bench.exchange.state.wants == (0, 1)
   good = codec.encode(vector(bench.plan.fragments[0].size), "f32")
-  bench.give(ForwardMoments(0, 0, 0, 0, 2, 0, 1, 9, 9, good))
+  bench.give(ForwardMoments(0, 0, 0, 0, 2, 0, 1, 9, good))
   bench.until(lambda: bench.exchange.state.wants == (1,))
   bench.exchange.close()

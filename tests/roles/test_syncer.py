@@ -13,13 +13,12 @@ from ddiloco.checkpoint.buddy import Sealer
 from ddiloco.checkpoint.restore import new_syncer
 from ddiloco.config import from_dict
 from ddiloco.core import codec, fragments
-from ddiloco.core.delta import Committed, MemoryStore, learner_weights, new_fragment
+from ddiloco.core.delta import learner_weights, new_fragment
 from ddiloco.network.transport import Counters
 from ddiloco.protocol import events
 from ddiloco.protocol.actions import InstallValue, TakeSnapshot, Tick
 from ddiloco.protocol.messages import (
   NOTHING,
-  FragmentState,
   Goodbye,
   Publish,
   Pull,
@@ -64,7 +63,7 @@ class Shard:
 
   sealer: Sealer | None = None
 
-  def __init__(self, learners: int, store=None, incarnation=0, outlives=True, **sections):
+  def __init__(self, learners: int, store=None, incarnation=0, in_place=False, **sections):
     sync = {"num_shards": 1, "num_fragments": 2, "sync_period": 4, "overlap_steps": 2}
     sync |= {"liveness_seconds": 1e6, "grace_safety": 0.9, **sections.pop("sync", {})}
     self.config = from_dict({"islands": {"num_learners": learners}, "sync": sync, **sections})
@@ -73,11 +72,12 @@ class Shard:
     self.lives = dict.fromkeys(self.learners, 0)
     self.held: dict[int, dict[int, tuple[int, np.ndarray]]] = {m: {} for m in self.learners}
     self.rounds: dict[int, dict[int, int]] = {m: {} for m in self.learners}
-    self.store = store
+    self.store, self.in_place = store, in_place
     if store is None:
-      self.store, first = MemoryStore(outlives), toy.initial_params()
-      for f in self.plan.fragments:
-        self.store.save(new_fragment(f, fragments.gather(f, first)))
+      first = toy.initial_params()
+      self.store = {
+        f.index: new_fragment(f, fragments.gather(f, first)) for f in self.plan.fragments
+      }
     self.start(incarnation)
     for m in self.learners:
       self.hear(says.hello(m, 0))
@@ -88,7 +88,7 @@ class Shard:
     state = new_syncer(self.config, 0, incarnation, self.store)
     runtime = Runtime(self.outbox, recorder, time=toy.AtOnce())
     roles = state, self.config, self.plan, self.store, runtime
-    self.syncer = Syncer(*roles, sealer=self.sealer)
+    self.syncer = Syncer(*roles, sealer=self.sealer, in_place=self.in_place)
     self.settle()
 
   def hear(self, message) -> None:
@@ -226,14 +226,14 @@ def test_a_bad_push_is_rejected_with_its_reason_and_changes_no_bit(kind):
 
 def test_a_round_with_bad_pushes_only_changes_nothing_and_the_next_one_commits():
   shard = Shard(2, sync={"min_quorum": 2, "quarantine_after": 9})
-  before = {f.index: shard.store.load(f.index) for f in shard.plan.fragments}
+  before = {f.index: shard.store[f.index] for f in shard.plan.fragments}
   bad = {m: {f.index: BAD["nan"][0](f.size) for f in shard.plan.fragments} for m in (0, 1)}
   ended = shard.round(bad)
   assert {e.kind for e in ended} == {"abandoned"}
   assert all("not finite" in reason for e in ended for reason in e.rejected.values())
   assert all(e.rejected for e in ended)
   for p, committed in before.items():
-    assert shard.store.load(p) is committed
+    assert shard.store[p] is committed
   shard.round(deltas(shard.plan, shard.learners, seed=0))
   assert {f.state.version for f in shard.syncer.committed.values()} == {1}
 
@@ -248,7 +248,7 @@ def test_momentum_and_versions_survive_a_restart_of_the_shard():
     for shard in (steady, restarted):
       shard.round(deltas(shard.plan, shard.learners, seed=number))
   for f in steady.plan.fragments:
-    one, other = (shard.store.load(f.index) for shard in (steady, restarted))
+    one, other = (shard.store[f.index] for shard in (steady, restarted))
     assert one.state.version == other.state.version == 4
     assert same(one.value, other.value) and same(one.momentum, other.momentum)
     assert same(one.published_value, other.published_value)
@@ -383,7 +383,7 @@ def test_a_shard_that_alone_has_its_vectors_writes_over_them_and_over_nothing_le
   """The same bits as with fresh memory for every commit, wherever they are written."""
   sync = {"min_quorum": 2, "publish_codec": name, "push_codec": "int8"}
   both = [
-    Shard(2, outlives=outlives, sync=sync, outer={"momentum": 0.9}) for outlives in (True, False)
+    Shard(2, in_place=in_place, sync=sync, outer={"momentum": 0.9}) for in_place in (False, True)
   ]
   alone = both[1]
   where: list[list[int]] = []
@@ -403,18 +403,6 @@ def test_a_shard_that_alone_has_its_vectors_writes_over_them_and_over_nothing_le
     assert all(a != b for a, b in itertools.pairwise(where))
   else:
     assert where[1] == where[2] == where[3] != where[4] == where[5]
-
-
-def test_the_store_keeps_the_newest_commit_of_each_fragment():
-  store = MemoryStore()
-  with pytest.raises(ValueError, match=r"fragment 3: not in the store\. Fix: save"):
-    store.load(3)
-  value = np.ones(4, np.float32)
-  commits = [Committed(FragmentState(3, version=v), value * v, value * v, None) for v in range(3)]
-  other = Committed(FragmentState(4), value, value, None)
-  for committed in (*commits, other):
-    store.save(committed)
-  assert store.load(3) is commits[2] and store.load(4) is other
 
 
 def test_the_commit_event_says_who_and_why():

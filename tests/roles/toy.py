@@ -15,7 +15,7 @@ from ddiloco.checkpoint.restore import begin_learner, new_learner, new_syncer, r
 from ddiloco.checkpoint.saver import Saver
 from ddiloco.config import Config, from_dict
 from ddiloco.core import fragments
-from ddiloco.core.delta import Committed, MemoryStore, new_fragment
+from ddiloco.core.delta import Committed, new_fragment
 from ddiloco.core.fragments import TensorSpec
 from ddiloco.network.transport import Hub, learner_address, syncer_address
 from ddiloco.observe.eventlog import NullRecorder, Recorder
@@ -216,13 +216,10 @@ def run(
   With `resume` everybody begins with the newest snapshot there.
   """
   plan = fragments.make_plan(SPECS, config.sync)
-  hub, store = Hub("toy", plan.plan_id), MemoryStore()
-  first = initial_params()
-  for fragment in plan.fragments:
-    store.save(new_fragment(fragment, fragments.gather(fragment, first)))
-  restored = restore_fragments(resume, plan, range(len(plan.fragments))) if resume else None
-  for committed in restored.fragments.values() if restored else ():
-    store.save(committed)
+  hub, first = Hub("toy", plan.plan_id), initial_params()
+  store = {f.index: new_fragment(f, fragments.gather(f, first)) for f in plan.fragments}
+  restored = restore_fragments(resume, range(len(plan.fragments))) if resume else None
+  store |= restored.fragments if restored else {}
   incarnation = 1000 if restored else 0
   savers: list[Saver] = []
   islands = islands or [ToyIsland(m, plan) for m in range(config.islands.num_learners)]
@@ -288,7 +285,7 @@ def run(
   if failures:
     raise failures[0]
   assert not late, f"still running after {timeout} s: {late}"
-  committed = [store.load(f.index) for f in plan.fragments]
+  committed = [store[f.index] for f in plan.fragments]
   params = {s.name: np.zeros(s.shape, np.float32) for s in SPECS}
   for fragment, each in zip(plan.fragments, committed):
     fragments.scatter(fragment, each.value, params)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,15 +11,20 @@ from typing import Any
 
 from ddiloco import environment
 
-# Unlike a test's own process most scripts make many steps: there XLA's optimizations pay.
-OPTIMIZED = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
+# Unlike a test's own process most scripts make many steps: there LLVM's first level pays. Its other
+# levels would take a minute to compile what then runs for seconds.
+FIRST_LEVEL = "--xla_backend_optimization_level=1 --xla_llvm_disable_expensive_passes=true"
+OPTIMIZED = {
+  "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
+  "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {FIRST_LEVEL}",
+}
 SCRIPTS = Path(__file__).parent.parent.parent / "scripts"
 
 
 def said(line: str, *arguments: str | Path, optimized: bool = True) -> str:
   """What `scripts/LINE ARGUMENTS` prints; it must end well, within the limit of its test.
 
-  `optimized`: by XLA; a script that makes few steps is through sooner without.
+  `optimized`: by LLVM; a script that makes few steps is through sooner without.
   """
   script, *words = line.split()
   command = [sys.executable, str(SCRIPTS / script), *words, *map(str, arguments)]

@@ -79,7 +79,7 @@ def test_quick_run_prints_the_promised_numbers(line):
 def histories():
   """What every reader, in a process of its own, says of a short run and of a longer one."""
   found = {}
-  for size in ("--quick", "--events=120000"):  # quick: 20,000
+  for size in ("--quick", "--events=60000"):  # quick: 10,000
     for line in commands.said(HISTORY, size).splitlines():
       found.setdefault(json.loads(line)["reader"], []).append(json.loads(line))
   return found
@@ -88,7 +88,7 @@ def histories():
 @pytest.mark.slow
 @pytest.mark.parametrize("reader", ["report", "dashboard", "resume"])
 def test_reading_a_longer_run_takes_no_more_memory(reader, histories):
-  """Held in memory, the events that the longer run has more would be 100 MB."""
+  """Held in memory, the events that the longer run has more would be 50 MB."""
   short, long = histories[reader]
   keeps_its_promise(HISTORY, short)
   assert long["bytes"] > 5.8 * short["bytes"]

@@ -163,7 +163,7 @@ def test_what_is_seen_of_a_run_in_parts(script):
 def test_a_short_comparison(tmp_path):
   """One island that exchanges with a shard, at outer learning rate 1, is data-parallel."""
   line = f"compare.py --quick --workdir={tmp_path}"
-  relative = commands.result(line)["relative"]["quick"]
+  relative = commands.result(line, optimized=False)["relative"]["quick"]
   assert relative["data-parallel"] == relative["exchange alone, M = 1"] == 0
   assert 0 < relative["default, M = 4"] < 30
   runs = (tmp_path / "runs.jsonl").read_text().splitlines()

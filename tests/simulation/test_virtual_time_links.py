@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 import random
 
@@ -18,19 +19,22 @@ def capacity(links: Links, end) -> float:
 def assert_fair(links: Links) -> None:
   """Each link carries no more than it can, and each transfer is held by a full one that gives no
   other more: that is max-min fairness, and there is only one such allocation."""
-  moving = {transfer for each in links._moving.values() for transfer in each}
-  for end, each in links._moving.items():
+  moving = collections.defaultdict(list)
+  for transfer in links._moving:
+    for end in transfer.ends:
+      moving[end].append(transfer)
+  for end, each in moving.items():
     total = sum(transfer.rate for transfer in each)
     assert total <= capacity(links, end) * (1 + 1e-6) or math.isinf(total)
-  for transfer in moving:
+  for transfer in links._moving:
     if math.isinf(transfer.rate):
       assert all(math.isinf(capacity(links, end)) for end in transfer.ends)
       continue
     held = [
       end
       for end in transfer.ends
-      if sum(t.rate for t in links._moving[end]) >= capacity(links, end) * (1 - 1e-6)
-      and transfer.rate >= max(t.rate for t in links._moving[end]) * (1 - 1e-6)
+      if sum(t.rate for t in moving[end]) >= capacity(links, end) * (1 - 1e-6)
+      and transfer.rate >= max(t.rate for t in moving[end]) * (1 - 1e-6)
     ]
     assert held, "it could have more and nobody with less would have to give"
 

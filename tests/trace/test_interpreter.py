@@ -116,7 +116,7 @@ def test_an_algebra_is_asked_in_the_order_of_the_trace():
     event.update({k: v - 30 for k, v in event.items() if k == "merged_tokens"})
   find(logs, "syncer-0", "commit", round=0).update(steps=[2], tokens=[20])
   shard.remove(find(logs, "syncer-0", "commit", round=3))
-  back = {"round": 1, "version": 2, "mode": "overwrite", "included": False}
+  back = {"round": 1, "version": 2, "mode": "reset", "included": False}
   place = learner.index(find(logs, "learner-0", "copy_out", round=2)) + 1
   event = {**find(logs, "learner-0", "stage", round=1), **back}
   learner[place:place] = [event, {**event, "kind": "apply"}]
@@ -129,5 +129,5 @@ def test_an_algebra_is_asked_in_the_order_of_the_trace():
     "stage -1, None", "apply staged -1, overwrite", "copy_out 0",
     "stage 0, push 0", "apply staged 0, rebase", "copy_out 1",
     "stage 1, push 1", "apply staged 1, rebase", "copy_out 2",
-    "stage None, None", "apply staged 1, overwrite",
+    "stage None, None", "apply staged 1, reset",
   ]  # fmt: skip

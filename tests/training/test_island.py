@@ -107,9 +107,6 @@ def test_the_cube_really_is_cut(cube):
   assert query.addressable_shards[0].data.shape == (2, 4, 1, 4)
   pieces = [piece for fragment in plan.fragments for piece in fragment.pieces]
   assert sorted(piece.shape[0] for piece in pieces if piece.name == "embedding") == [10, 11, 11]
-  table = island._parts.leaves["embedding"]
-  waiting = [kind for kind, (*_, waits) in island.programs.pieces.items() if waits]
-  assert {kind.leaf == table for kind in waiting} == {True}
 
 
 @pytest.mark.parametrize(
@@ -462,7 +459,6 @@ def stress(num_islands=4, num_steps=300):
     )
     island.compile()
     assert "all-reduce" in island.programs.step.as_text()
-    assert any(waits for *_, waits in island.programs.pieces.values()) == (learner % 2 == 0)
     island.load(initial(config))
     with concurrent.futures.ThreadPoolExecutor(1) as background:
       moving, saving = None, []

@@ -135,23 +135,6 @@ def test_muon_without_a_hidden_matrix_is_refused():
     step.optimizer(InnerConfig(optimizer="muon"), {"conv/kernel": (None,) * 4})
 
 
-def _accumulated(function, steps, params, tokens):
-  return jax.jit(lambda p, t: step.accumulate(function, p, t, steps))(params, tokens)
-
-
-def test_accumulation_is_the_mean_over_all_rows():
-  def value_and_grad(params, tokens_BxT1):
-    rows_B = jnp.sum(tokens_BxT1, axis=1).astype(jnp.float32)
-    return {"w": jnp.mean(rows_B) * params["w"]}, {"loss": jnp.mean(rows_B**2)}
-
-  tokens = np.arange(24, dtype=np.int32).reshape(8, 3)
-  rows = tokens.sum(axis=1)
-  for steps in (1, 2, 4, 8):
-    grads, metrics = _accumulated(value_and_grad, steps, {"w": jnp.float32(2)}, tokens)
-    np.testing.assert_allclose(grads["w"], 2 * rows.mean(), rtol=1e-6)
-    np.testing.assert_allclose(metrics["loss"], (rows**2.0).mean(), rtol=1e-6)
-
-
 def bigram_loss(model, params, tokens_BxT1, execution=None):
   """Stands in for the transformer, which takes seconds to compile."""
   logits_BxTxV = params["embedding"][tokens_BxT1[:, :-1]] @ params["embedding"].T

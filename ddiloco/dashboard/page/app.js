@@ -6,19 +6,12 @@ import { drawHeat, listenToHeat } from "./heat.js";
 import { drawPanels } from "./panels.js";
 import { listenForFaults, showFaults } from "./faults.js";
 
-const DELAY_MS = { empty: 1000, starting: 1000, running: 1000, silent: 5000, over: 5000 };
+const DELAY_MS = { silent: 5000, over: 5000 };
 const PATIENCE_MS = 8000,
   HIDDEN_MS = 5000,
   LONGEST_MS = 10000,
   KEY = "ddiloco-token";
-const PILL = {
-  empty: "nothing known yet",
-  starting: "starting",
-  running: "running",
-  silent: "silent",
-  over: "over",
-  gone: "server gone",
-};
+const PILL = { empty: "nothing known yet", gone: "server gone" }; // of other phases: their names
 let last = null; // {status, at}
 let failures = 0;
 

@@ -1,7 +1,7 @@
 // Numbers as people read them, and elements without innerHTML: what is in a log stays text.
 
 export const DASH = "–";
-const known = (value) => typeof value === "number" && Number.isFinite(value);
+export const known = (value) => typeof value === "number" && Number.isFinite(value);
 
 export const percent = (share, digits = 0) =>
   known(share) ? `${(100 * share).toFixed(digits)}%` : DASH;

@@ -1,12 +1,13 @@
 // How long steps took: a row an island, a column a stretch of time, drawn on a canvas.
 
-import { byId, clockTime, html, listen, mean, percent, say } from "./format.js";
+import { byId, clockTime, html, known, listen, mean, percent, say } from "./format.js";
 
 const LEFT = 92,
   RIGHT = 14,
   AXIS = 20,
   TALLEST = 18,
   ROOM = 420; // pixels: of a row, and of all rows
+const MOST = 1000; // cells of a row
 const STEPS = [
   // [least ratio to the median, what the legend says], heat-0 to heat-6
   [0, "quicker than usual"],
@@ -18,36 +19,49 @@ const STEPS = [
   [12, "16× its median or more"],
 ];
 const OTHER = {
-  w: "waiting for a shard",
-  j: "joining",
-  s: "stalled",
-  q: "quarantined",
-  d: "down",
+  waiting: "waiting for a shard",
+  joining: "joining",
+  stalled: "stalled",
+  quarantined: "quarantined",
+  down: "down",
 };
-let shown = null; // {heat, islands, x, ...} of the last drawing
+let shown = null; // {rows, islands, x, ...} of the last drawing
 let cursor = null; // {row, bin}
 
-/** What a letter says: {ratio} to the island's median, or {state}. */
-function meaning(heat, letter) {
-  const at = heat.levels.indexOf(letter);
-  if (at < 0) return { state: OTHER[letter] ?? "not there" }; // a dot
-  return { ratio: heat.least_ratio * 2 ** (at / heat.per_octave) };
+/**
+ * What an island did in each stretch of time: {ratio} of its steps to its median, or {state}. A step
+ * that is longer than a cell fills all cells in which it was under way; a wait is most of its gap.
+ */
+export function cells({ seconds, curves, timeline }, island) {
+  const { width_seconds: width, step, wait } = curves;
+  const [steps, waits] = [step[island.number] ?? [], wait[island.number] ?? []];
+  const spans = timeline.lanes.find(({ role }) => role === `learner-${island.number}`)?.spans ?? [];
+  const row = [],
+    absent = { state: "not there" };
+  let underWay = absent;
+  for (let i = Math.min(MOST, Math.ceil(seconds / width)) - 1; i >= 0; i--) {
+    const middle = (i + 0.5) * width;
+    const state = spans.find(([from, to]) => from <= middle && middle <= to)?.[2];
+    if (known(steps[i])) {
+      const waited = waits[i] > steps[i];
+      underWay = waited ? { state: "waiting" } : { ratio: steps[i] / island.median_step_seconds };
+      row[i] = underWay;
+    } else row[i] = state === "running" ? underWay : state ? { state } : absent;
+    if (state !== "running") underWay = absent;
+  }
+  return row;
 }
 
-/** The class of a letter's colour: heat-0 (quick) to heat-6 (16 times the median), or heat-w, ... */
-function shade(heat, letter) {
-  const { ratio } = meaning(heat, letter);
-  if (ratio === undefined) return letter;
-  return String(STEPS.findLastIndex(([least]) => ratio >= least));
-}
+/** The class of a cell's colour: heat-0 (quick) to heat-6 (16 times the median), or its state. */
+const shade = ({ ratio, state }) => state ?? String(STEPS.findLastIndex(([from]) => ratio >= from));
 
-function legend(heat) {
-  const there = new Set(Object.values(heat.rows).join(""));
+function legend(rows) {
+  const there = new Set(rows.flat().map(({ state }) => state));
   const item = (name, text, hidden) =>
     html("li", { hidden }, html("i", { class: `heat heat-${name}` }), text);
   byId("heat-legend").replaceChildren(
     ...STEPS.map(([, text], i) => item(i, text)),
-    ...Object.entries(OTHER).map(([letter, text]) => item(letter, text, !there.has(letter))),
+    ...Object.entries(OTHER).map(([state, text]) => item(state, text, !there.has(state))),
   );
 }
 
@@ -60,22 +74,23 @@ function colours() {
 }
 
 export function drawHeat(status) {
-  const { heat, islands } = status;
-  const known = Object.values(heat.rows).some((row) => /[A-Zw]/.test(row));
-  byId("heat-card").hidden = !known;
-  if (!known) return;
-  legend(heat);
-  says(heat, islands);
+  const { curves, islands, seconds } = status;
+  const rows = islands.map((island) => cells(status, island));
+  const any = Object.values(curves.step).some((each) => each.length);
+  byId("heat-card").hidden = !any;
+  if (!any) return;
+  legend(rows);
+  says(rows, islands);
   const width = Math.max(260, byId("heat").clientWidth);
   const row = Math.max(1, Math.min(TALLEST, Math.floor(ROOM / islands.length)));
-  const bins = Math.max(...Object.values(heat.rows).map((each) => each.length));
-  const column = (width - LEFT - RIGHT) / Math.max(1, status.seconds / heat.width_seconds);
-  shown = { heat, islands, width, row, bins, column, height: row * islands.length };
-  paint(byId("heat-canvas"), shown, status.seconds);
+  const column = (width - LEFT - RIGHT) / Math.max(1, seconds / curves.width_seconds);
+  const [bins, height] = [rows[0].length, row * islands.length];
+  shown = { rows, islands, width, row, bins, column, height, binSeconds: curves.width_seconds };
+  paint(byId("heat-canvas"), shown, seconds);
   moveTo(cursor);
 }
 
-function paint(canvas, { heat, islands, width, row, column, height }, seconds) {
+function paint(canvas, { rows, islands, width, row, column, height }, seconds) {
   const scale = window.devicePixelRatio || 1,
     draw = canvas.getContext("2d"),
     fill = colours();
@@ -85,14 +100,13 @@ function paint(canvas, { heat, islands, width, row, column, height }, seconds) {
   canvas.style.height = `${height + AXIS}px`;
   draw.scale(scale, scale);
   const gap = row > 4 ? 1 : 0;
-  islands.forEach((island, i) => {
-    const letters = heat.rows[island.number] ?? "";
-    for (let from = 0; from < letters.length; ) {
-      const name = shade(heat, letters[from]);
+  rows.forEach((cells, i) => {
+    const names = cells.map(shade);
+    for (let from = 0; from < names.length; ) {
       let to = from + 1;
-      while (to < letters.length && shade(heat, letters[to]) === name) to += 1;
-      if (fill[name]) {
-        draw.fillStyle = fill[name];
+      while (names[to] === names[from]) to += 1;
+      if (fill[names[from]]) {
+        draw.fillStyle = fill[names[from]];
         const end = Math.min(width - RIGHT, LEFT + to * column);
         draw.fillRect(LEFT + from * column, i * row, end - LEFT - from * column, row - gap);
       }
@@ -118,11 +132,11 @@ function paint(canvas, { heat, islands, width, row, column, height }, seconds) {
 }
 
 /** The slowest lately, in a sentence. */
-function says(heat, islands) {
-  const late = islands.flatMap((island) => {
-    const letters = (heat.rows[island.number] ?? "").replace(/\.+$/, "").slice(-8);
-    const ratios = [...letters].map((each) => meaning(heat, each).ratio).filter(Boolean);
-    const ratio = mean(ratios);
+function says(rows, islands) {
+  const late = islands.flatMap((island, i) => {
+    const last = rows[i].findLastIndex(({ state }) => state !== "not there") + 1;
+    const latest = rows[i].slice(Math.max(0, last - 8), last);
+    const ratio = mean(latest.map((each) => each.ratio).filter(known));
     return ratio >= 1.5 ? [`island ${island.number} (${ratio.toFixed(1)}×)`] : [];
   });
   const more = late.length > 4 ? ` and ${late.length - 4} more` : "";
@@ -139,7 +153,7 @@ function says(heat, islands) {
 function moveTo(to) {
   cursor = to;
   if (!shown) return;
-  const { heat, islands, bins, row, column } = shown,
+  const { rows, islands, bins, row, column } = shown,
     line = byId("heat-cursor");
   line.hidden = cursor === null;
   if (cursor === null)
@@ -152,14 +166,13 @@ function moveTo(to) {
   line.style.top = `${cursor.row * row}px`;
   line.style.width = `${Math.max(3, column)}px`;
   line.style.height = `${Math.max(3, row)}px`;
-  byId("heat-readout").replaceChildren(...readout(heat, islands[cursor.row], cursor.bin));
+  byId("heat-readout").replaceChildren(
+    ...readout(rows[cursor.row][cursor.bin], islands[cursor.row], cursor.bin * shown.binSeconds),
+  );
 }
 
-function readout(heat, island, bin) {
-  const { ratio, state } = meaning(heat, heat.rows[island.number]?.[bin] ?? ".");
-  const median = heat.median_seconds[island.number];
-  const from = bin * heat.width_seconds,
-    to = from + heat.width_seconds;
+function readout({ ratio, state }, island, from) {
+  const [median, to] = [island.median_step_seconds, from + shown.binSeconds];
   const time = (seconds) =>
     seconds >= 1 ? `${seconds.toFixed(2)} s` : `${(1000 * seconds).toFixed(0)} ms`;
   const said =

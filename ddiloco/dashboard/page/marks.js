@@ -46,15 +46,6 @@ export function legend({ status, many }) {
     status.timeline.lanes.flatMap((lane) => lane.spans.map(([, , state]) => state)),
   );
   const kinds = new Set(status.timeline.marks.map((mark) => mark.kind));
-  const key = [
-    `${[...states].sort()}`,
-    `${[...kinds].sort()}`,
-    status.timeline.marks_left_out,
-    status.curves.heldout.length > 0,
-  ].join("|");
-  const list = byId("legend");
-  if (list.dataset.key === key) return;
-  list.dataset.key = key;
   const item = (picture, text) =>
     html("li", null, svg("svg", { viewBox: "0 0 18 12", "aria-hidden": "true" }, picture), text);
   const box = { x: 0, y: 1, width: 18, height: 10, rx: 1.5 };
@@ -78,5 +69,5 @@ export function legend({ status, many }) {
     items.push(item(line("", 0, 18, 6, 6), "held-out loss of the global model"));
   if (status.timeline.marks_left_out)
     items.push(html("li", null, `${status.timeline.marks_left_out} older marks are left out`));
-  list.replaceChildren(...items);
+  byId("legend").replaceChildren(...items);
 }

@@ -49,7 +49,7 @@ function figures(status) {
   const up = islands.filter((island) => island.state === "running").length;
   const account = status.goodput ?? {};
   const over = status.phase === "over";
-  const restarts = plural(sum(islands.map((island) => island.restarts)), "restart");
+  const restarts = plural(status.restarts, "restart");
   const training = percent(account.goodput_training, 1);
   const rows = [
     ["Held-out loss", loss(status.heldout_loss), measures(status.heldout_measures)],
