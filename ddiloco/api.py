@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import ml_collections
 
 from ddiloco import environment
+from ddiloco.checks import refusal, require
 from ddiloco.config import Config, ConfigError, changeable, from_dict
 from ddiloco.workdir import ISLANDS, outcome, read_config, saved_config, started
 
@@ -66,18 +67,15 @@ def experiment(path: str, flag: str) -> ml_collections.ConfigDict:
     raise ConfigError(f"--{flag}={path}: {error}") from error
   except (Exception, SystemExit) as error:  # a user's program: it may raise anything
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
-    line = f", line {frames[-1].lineno}" if frames else ""
+    line = f"line {frames[-1].lineno}: " if frames else ""
     what = "has no get_config()" if error.args == ("get_config",) else str(error)
     if isinstance(error, ImportError):
       fix = "install it; for a file of your own, set PYTHONPATH to its folder"
-    raise ConfigError(
-      f"--{flag}={path}{line}: {type(error).__name__}: {what}. Fix: {fix}."
-    ) from error
-  if not isinstance(values, ml_collections.ConfigDict):
-    raise ConfigError(
-      f"--{flag}={path}: get_config() returned {values!r}, must return a ConfigDict."
-      " Fix: start from ddiloco.config.default(), change lines, and return it."
-    )
+    said = f"{line}{type(error).__name__}: {what}"
+    raise refusal(f"--{flag}", path, said, fix) from error
+  rule = f"get_config() returned {values!r}, must return a ConfigDict"
+  fix = "start from ddiloco.config.default(), change lines, and return it"
+  require(isinstance(values, ml_collections.ConfigDict), f"--{flag}", path, rule, fix)
   return values
 
 
@@ -142,12 +140,10 @@ def ready(config: Config, cpu: bool, supervises: bool = False) -> None:
   except RuntimeError as error:  # an earlier run, or the user's program, has used JAX already
     import jax
 
-    if len(jax.devices()) < needed and not supervises:
-      raise ConfigError(
-        f"islands.devices = {needed} in all: JAX has made its {len(jax.devices())} devices in"
-        " this process already. Fix: train before JAX is used, the run with the most islands first,"
-        " or in a process of its own."
-      ) from error
+    if (made := len(jax.devices())) < needed and not supervises:
+      rule = f"in all; JAX has made its {made} devices in this process already"
+      fix = "train before JAX is used, the run with the most islands first, or in another process"
+      raise refusal("islands.devices", needed, rule, fix) from error
 
 
 def plan(
@@ -248,14 +244,16 @@ class Run:
 
   Args:
     workdir: directory of the run.
+    config: the run's, where its own model, data or optimizer are in another folder by now.
 
   Raises:
-    ConfigError: the directory holds no run.
+    ConfigError: the directory holds no run, or one with another config.
   """
 
-  def __init__(self, workdir: str | Path):
+  def __init__(self, workdir: str | Path, config: Settings | None = None):
     self.workdir = Path(workdir)
-    self.config: Config = saved_config(self.workdir)
+    mine = None if config is None else _checked(config)
+    self.config: Config = saved_config(self.workdir, mine)
 
   def __repr__(self) -> str:
     return f"ddiloco.Run({str(self.workdir)!r})"

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ddiloco.checks import build
+from ddiloco.checks import build, require
 from ddiloco.config import Fault
 from ddiloco.config.schema import ACTIONS, TO_MESSAGES
 from ddiloco.network.transport import Delivery
@@ -453,5 +453,11 @@ def ask_for(workdir: Path, fault: Fault) -> None:
 
 def fault_requests(workdir: Path, news_only: bool = False) -> RequestFile[Fault]:
   """The faults that are asked for, from the beginning of the file or only new ones."""
-  parse = lambda fields: build(Fault, {"at_seconds": 0.0, **fields}, FAULTS)  # noqa: E731
+
+  def parse(fields: dict[str, Any]) -> Fault:
+    fault = build(Fault, {"at_seconds": 0.0, **fields}, FAULTS)
+    one, fix = not fault.role.startswith("region-"), "ask for a fault of each of its roles"
+    require(one, "role", fault.role, "must be one role", fix)
+    return fault
+
   return RequestFile(workdir / FAULTS, parse, "fault", news_only)

@@ -33,10 +33,22 @@ class ConfigError(ValueError):
   field = said = ""
 
 
-def refusal(field: str, value: Any, rule: str, fix: str) -> ConfigError:
+class Unanswered(ConfigError, OSError):
+  """A user's storage does not answer. It may do so the next time: a role crashes, to be started
+  again."""
+
+
+def lasts(error: Exception) -> bool:
+  """Whether an error is about the config, and would be the same after a restart."""
+  return isinstance(error, ConfigError) and not isinstance(error, Unanswered)
+
+
+def refusal(
+  field: str, value: Any, rule: str, fix: str, kind: type[ConfigError] = ConfigError
+) -> ConfigError:
   """The error to raise for a value that breaks its rule."""
   said = f"{rule}. Fix: {fix}."
-  error = ConfigError(f"{field} = {shown(value)}: {said}")
+  error = kind(f"{field} = {shown(value)}: {said}")
   error.field, error.said = field, said
   return error
 
@@ -118,9 +130,10 @@ def typed(section: str, config: Any) -> None:
     coerce(hint, getattr(config, name), f"{section}.{name}")
 
 
-def option(default: Any, text: str, least: Any = None) -> Any:
+def option(default: Any, text: str, least: Any = None, most: Any = None) -> Any:
   """A dataclass field that is a command-line flag too (`cli/arguments.py`), with its help text."""
-  return dataclasses.field(default=default, metadata={"help": text, "least": least})
+  flag = {"help": text, "limits": (least, most)}
+  return dataclasses.field(default=default, metadata=flag)
 
 
 def is_number(text: Any) -> bool:

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
-from ddiloco.checks import refusal
+from ddiloco.checks import Unanswered, refusal
 from ddiloco.config import Config, ConfigError, DataConfig, InnerConfig, ModelConfig
 
 if TYPE_CHECKING:
@@ -133,6 +133,12 @@ def _check_optimizer(config: Config) -> None:
   if any(kind.startswith("key<") for kind in jax.tree.leaves(was)):
     rule = f"the state {was} has keys, which no snapshot can hold"
     _refuse(own, f"{rule}: it must have their jax.random.key_data() instead")
+  # As `training.step.StateLayout` names them.
+  paths = (path for path, _ in jax.tree_util.tree_leaves_with_path({"inner": before}))
+  names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
+  if odd := [name for name in names if names.count(name) > 1 or not all(name.split("/"))]:
+    rule = f"the state has arrays {odd}, which no snapshot can tell apart"
+    _refuse(own, f"{rule}: each needs a path of its own, of keys that are not empty")
   _require_like(own, "update()", lambda: updates, shapes)
   traced = jax.make_jaxpr(transform.init)(shapes).jaxpr
   _, read = dce_jaxpr(traced, [True] * len(traced.outvars))
@@ -257,7 +263,7 @@ def _source(config: Section) -> Path | None:
   path = Path(os.path.abspath(where))
   if not path.is_file():
     fix = "name a Python file that every process of the run can read, or a module that is installed"
-    fix = f"{fix} wherever they run; that of a saved run stands in its config.json"
+    fix = f"{fix} wherever they run; where a run's project has moved, give its --config there"
     raise refusal(_field(config), config.custom, f"{path} is no file", fix)
   return path
 
@@ -306,8 +312,7 @@ _ABOUT_PATHS = FileNotFoundError, NotADirectoryError, IsADirectoryError, Permiss
 def called(config: Section, what: str, call: Callable[[], Any]) -> Any:
   """Returns `call()`; an exception of the user's code becomes a ConfigError.
 
-  An OSError that is not about a path passes: a storage that does not answer may do so the next
-  time.
+  An OSError that is not about a path becomes an `Unanswered`.
 
   Args:
     config: the section that names the user's code.
@@ -319,20 +324,20 @@ def called(config: Section, what: str, call: Callable[[], Any]) -> Any:
   except ConfigError:
     raise
   except Exception as error:
-    if isinstance(error, OSError) and not isinstance(error, _ABOUT_PATHS):
-      raise
     where = config.custom.rpartition(":")[0]
     home = getattr(sys.modules.get(where), "__file__", None) or os.path.abspath(where)
     frames = traceback.extract_tb(error.__traceback__)
     frame = ([each for each in frames if each.filename == home] or frames)[-1]
     usual = "correct it there, or the name"
-    if isinstance(config, DataConfig):
+    if isinstance(config, DataConfig) or isinstance(error, OSError):
       usual = f"{usual}; if a storage did not answer, start again"
     if isinstance(error, ImportError):
       usual = "install it; for a file of your own, set PYTHONPATH to its folder in every process"
     said, _, fix = str(error).partition(" Fix: ")  # errors of `NnxModel` bring their fix
     rule = f"{what} fails at {frame.filename}, line {frame.lineno} ({type(error).__name__}: {said})"
-    raise refusal(_field(config), config.custom, rule, fix.rstrip(".") or usual) from error
+    passing = isinstance(error, OSError) and not isinstance(error, _ABOUT_PATHS)
+    kind, fix = Unanswered if passing else ConfigError, fix.rstrip(".") or usual
+    raise refusal(_field(config), config.custom, rule, fix, kind) from error
 
 
 def _refuse(config: Section, rule: str) -> NoReturn:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Generic, TypeVar
 
+from ddiloco.checks import refusal, require
 from ddiloco.config import Config, ConfigError, from_dict
 from ddiloco.observe.guards import warn
 
@@ -138,11 +139,10 @@ def check(workdir: Path, config: Config, overwrite: bool) -> bool:
     if overwrite or not (workdir / "config.json").exists():
       return False
   _refuse_another(workdir, config, saved_config(workdir), MAY_CHANGE)
-  if outcome(workdir).get("reason") == "finished" and not _is_longer(config, workdir):
-    raise ConfigError(
-      f"--workdir={workdir}: its run is finished. Fix: choose another directory, add --overwrite to"
-      " replace that run, or go on with a greater --config.run.total_tokens."
-    )
+  over = outcome(workdir).get("reason") == "finished" and not _is_longer(config, workdir)
+  again = "add --overwrite to replace that run, or go on with a greater --config.run.total_tokens"
+  fix = f"choose another directory, {again}"
+  require(not over, "--workdir", str(workdir), "its run is finished", fix)
   return True
 
 
@@ -223,18 +223,16 @@ def _refuse_to_delete(workdir: Path, paths: Collection[Path]) -> None:
   """Refuses links to folders elsewhere, and what no run has left here: other programs' files have
   such names too. A run's config may be torn, or that of another version."""
   for path in paths:
-    if path.is_symlink() and path.is_dir():
-      raise ConfigError(
-        f"{path}: is a link to {os.readlink(path)}, and --overwrite deletes only what is in the"
-        " workdir itself. Fix: remove the link, and what it leads to if that is not needed."
-      )
+    linked = path.is_symlink() and path.is_dir()
+    rule = f"{path} leads elsewhere, and --overwrite deletes only what is in the workdir itself"
+    fix = "remove the link, and what it leads to if that is not needed"
+    require(not linked, "--workdir", str(workdir), rule, fix)
   there = [path.name for path in paths if path.exists()]
   values = _mapping(workdir / "config.json")
-  if there and not ((workdir / STARTED).exists() or {"islands", "sync"} <= values.keys()):
-    raise ConfigError(
-      f"--workdir={workdir}: --overwrite would delete {', '.join(there)} in it, but it holds no run"
-      " (no config.json of one). Fix: choose another directory, or move them away."
-    )
+  ours = (workdir / STARTED).exists() or {"islands", "sync"} <= values.keys()
+  rule = f"--overwrite would delete {', '.join(there)} in it, but it holds no run (no config.json)"
+  fix = "choose another directory, or move them away"
+  require(ours or not there, "--workdir", str(workdir), rule, fix)
 
 
 def start_time(workdir: Path) -> float:
@@ -247,10 +245,9 @@ def start_time(workdir: Path) -> float:
   workdir.mkdir(parents=True, exist_ok=True)
   _write_once(workdir / STARTED, f"{time.time()}\n")
   if (found := started(workdir)) is None:
-    raise ConfigError(
-      f"{workdir / STARTED}: says no time in unix seconds. Fix: write when the run began into it,"
-      " or delete it: times of events then begin at 0 again."
-    )
+    rule = f"its file {STARTED!r} says no time in unix seconds"
+    fix = "write when the run began into it, or delete it: times of events then begin at 0 again"
+    raise refusal("--workdir", str(workdir), rule, fix)
   return found
 
 
@@ -273,18 +270,21 @@ def _writing(workdir: Path) -> Iterator[None]:
   try:
     yield
   except OSError as error:
-    raise ConfigError(
-      f"--workdir={workdir}: cannot be written ({error}). Fix: choose a directory you may write to."
-    ) from error
+    rule, fix = f"cannot be written ({error})", "choose a directory you may write to"
+    raise refusal("--workdir", str(workdir), rule, fix) from error
 
 
-def saved_config(workdir: Path) -> Config:
-  """The config a run was started with.
+def saved_config(workdir: Path, mine: Config | None = None) -> Config:
+  """The config a run was started with; or `mine`, which may say where its project is now.
 
   Raises:
-    ConfigError: there is no run in `workdir`, or its config is torn or of another version.
+    ConfigError: there is no run in `workdir`, its config is torn or of another version, or `mine`
+      is that of another run.
   """
-  return read_config(workdir / "config.json", str(workdir / "config.json"))
+  saved = read_config(workdir / "config.json", str(workdir / "config.json"))
+  if mine is not None:
+    _refuse_another(workdir, mine, saved)
+  return mine or saved
 
 
 def read_config(path: Path, named: str) -> Config:
@@ -356,11 +356,10 @@ def _refuse_another(
   """Refuses a config whose `_fixed` values differ from the saved ones."""
   theirs = _fixed(saved)
   for name, ours in _fixed(mine).items():
-    if ours != theirs[name] and name not in may_change:
-      raise ConfigError(
-        f"{name} = {ours!r}: the run in --workdir={workdir} has {theirs[name]!r}. Fix: use the same"
-        f" --config (--config={workdir / 'config.json'} is it), or another --workdir."
-      )
+    same, rule = ours == theirs[name], f"the run in --workdir={workdir} has {theirs[name]!r}"
+    it = f"--config={workdir / 'config.json'} is it"
+    fix = f"use the same --config ({it}), or another --workdir"
+    require(same or name in may_change, name, ours, rule, fix)
 
 
 def _fixed(config: Config) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def test_what_is_not_there_is_named(tmp_path):
     ddiloco.load(tmp_path)
   with pytest.raises(ddiloco.ConfigError, match="holds no run"):
     ddiloco.Run(tmp_path)
-  with pytest.raises(ddiloco.ConfigError, match=r"--config=nowhere.py: FileNotFoundError"):
+  with pytest.raises(ddiloco.ConfigError, match=r"--config = 'nowhere.py': FileNotFoundError"):
     ddiloco.load("nowhere.py")
   config = ddiloco.default()
   config.sync.sync_period = 0

@@ -23,7 +23,7 @@ ALLOWED = {
   "custom": {"checks", "config", "models"},
   "training": {"checks", "config", "core", "models", "custom"},
   "observe": {"config", "protocol"},
-  "workdir": {"config", "observe"},
+  "workdir": {"checks", "config", "observe"},
   "network": {"checks", "config", "protocol", "observe"},
   "runtime": {"config", "protocol", "core", "observe", "network"},
   "checkpoint": {"checks", "config", "protocol", "core", "observe", "network", "runtime"},
@@ -42,7 +42,17 @@ ALLOWED = {
     *("config", "workdir", "protocol", "core", "training", "observe", "checkpoint", "roles"),
   },
   "engines": {
-    *("config", "environment", "workdir", "protocol", "core", "models", "training", "observe"),
+    *(
+      "checks",
+      "config",
+      "environment",
+      "workdir",
+      "protocol",
+      "core",
+      "models",
+      "training",
+      "observe",
+    ),
     *("network", "runtime", "checkpoint", "chaos", "roles", "simulation", "dashboard"),
   },
   "baselines": {
@@ -50,7 +60,7 @@ ALLOWED = {
     *("network", "chaos", "roles", "engines"),
   },
   "api": {
-    *("config", "environment", "workdir", "checkpoint", "roles", "observe", "dashboard"),
+    *("checks", "config", "environment", "workdir", "checkpoint", "roles", "observe", "dashboard"),
     *("simulation", "engines"),
   },
   "cli": {

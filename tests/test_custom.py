@@ -104,6 +104,16 @@ def growing(config):
 def noisy(config):
   return optax.add_noise(0.1, 0.5, jax.random.key(0))
 
+def keeping(state):
+  update = lambda g, state, params=None: (g, state)
+  return optax.GradientTransformation(lambda params: state, update)
+
+def doubled(config):
+  return keeping({"a": {"b": jnp.zeros(2)}, "a/b": jnp.zeros(2)})
+
+def nameless(config):
+  return keeping({"": jnp.zeros(2), "a": {"": jnp.zeros(2), "c": jnp.zeros(2)}})
+
 def anchored(config):
   return optax.contrib.schedule_free_sgd(1.0)
 
@@ -310,6 +320,8 @@ def test_an_optimizer_by_name_takes_the_place_of_adamw(file):
     ("failing", "ZeroDivisionError"),
     ("drifting", r"update\(\) makes the state .*float32\[\].* init\(\) makes: .*int32\[\]"),
     ("growing", r"update\(\) makes the state"),
+    ("doubled", r"the state has arrays \['inner/a/b', 'inner/a/b'\], which no snapshot can tell"),
+    ("nameless", r"the state has arrays \['inner/', 'inner/a/'\], which no snapshot can tell"),
     ("noisy", r"the state .*rng_key.* has keys, which no snapshot can hold.*key_data"),
     ("anchored", r"init\(\) reads the parameters' values"),
   ):

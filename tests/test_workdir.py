@@ -77,6 +77,10 @@ def test_a_run_goes_on_where_its_project_has_moved(tmp_path):
   assert workdir.claim(tmp_path, mine("/new/mine.py"), overwrite=False)
   assert workdir.saved_config(tmp_path).model.custom == "/new/mine.py:model", "for `evaluate`"
   workdir.join(tmp_path, mine("/another/host/mine.py"))
+  elsewhere = mine("/moved/mine.py")
+  assert workdir.saved_config(tmp_path, elsewhere) == elsewhere
+  with pytest.raises(ConfigError, match=r"^model.custom = 'other.py:model'"):
+    workdir.saved_config(tmp_path, mine("/moved/other.py"))
   with pytest.raises(
     ConfigError, match=r"^model.custom = 'other.py:model': .* has 'mine.py:model'"
   ):
@@ -88,7 +92,7 @@ def test_a_workdir_that_cannot_be_is_refused(tmp_path):
   with pytest.raises(ConfigError, match=r"cannot be written .*Fix: "):
     workdir.join(tmp_path / "file" / "run", CONFIG)
   (tmp_path / "started").write_text("yesterday")
-  with pytest.raises(ConfigError, match=r"started: says no time .*Fix: "):
+  with pytest.raises(ConfigError, match=r"its file 'started' says no time .*Fix: "):
     workdir.join(tmp_path, CONFIG)
 
 
@@ -99,7 +103,7 @@ def test_a_torn_start_time_is_named_with_its_fix(tmp_path):
   for torn in (b"", b"\xff", b"yesterday", b"nan", b"-inf"):
     (tmp_path / "started").write_bytes(torn)
     for enter in enters:
-      with pytest.raises(ConfigError, match=rf"^{tmp_path / 'started'}: says no time .*Fix: "):
+      with pytest.raises(ConfigError, match=r"its file 'started' says no time .*Fix: "):
         enter()
   (tmp_path / "started").unlink()
   workdir.claim(tmp_path, CONFIG, overwrite=False)
@@ -134,7 +138,7 @@ def test_a_workdir_out_of_reach_is_named(tmp_path, monkeypatch):
 
   monkeypatch.setattr(type(tmp_path), "stat", denied)
   monkeypatch.setattr(type(tmp_path), "read_text", denied)
-  with pytest.raises(ConfigError, match=rf"^--workdir={tmp_path}: cannot be written .*Fix: "):
+  with pytest.raises(ConfigError, match=rf"^--workdir = '{tmp_path}': cannot be written .*Fix: "):
     workdir.check(tmp_path, CONFIG, overwrite=False)
   with pytest.raises(ConfigError, match=r"config.json: holds no run's config .*denied.*Fix: "):
     workdir.saved_config(tmp_path)
@@ -223,7 +227,9 @@ def test_to_overwrite_leaves_a_folder_that_is_elsewhere_alone(tmp_path):
     folder.mkdir()
     (folder / "mine").touch()
   (run / "checkpoints").symlink_to(large)
-  with pytest.raises(ConfigError, match=rf"^{run}/checkpoints: is a link to {large}.*Fix: "):
+  with pytest.raises(
+    ConfigError, match=rf"^--workdir = '{run}': {run}/checkpoints leads elsewhere.*Fix: "
+  ):
     workdir.claim(run, CONFIG, overwrite=True)
   assert (large / "mine").exists() and (run / "alone" / "mine").exists()
   (run / "checkpoints").unlink()
@@ -238,7 +244,7 @@ def test_to_overwrite_deletes_nothing_where_no_run_was(tmp_path, config):
   (tmp_path / "logs" / "mine").touch()
   if config is not None:
     (tmp_path / "config.json").write_text(config)
-  said = rf"^--workdir={tmp_path}: --overwrite would delete logs.* in it, .*Fix: "
+  said = rf"^--workdir = '{tmp_path}': --overwrite would delete logs.* in it, .*Fix: "
   with pytest.raises(ConfigError, match=said):
     workdir.claim(tmp_path, CONFIG, overwrite=True)
   assert (tmp_path / "logs" / "mine").exists()

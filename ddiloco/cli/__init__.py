@@ -23,14 +23,7 @@ from ddiloco.cli.arguments import Helped, go_on_unheard
 from ddiloco.cli.launch import launch
 from ddiloco.cli.simulations import compile_islands, plan, simulate
 from ddiloco.config import ConfigError
-from ddiloco.environment import (
-  BAD_USAGE,
-  FINISHED,
-  INTERRUPTED,
-  LOST,
-  end_now,
-  reader_may_leave,
-)
+from ddiloco.environment import BAD_USAGE, FINISHED, INTERRUPTED, LOST, end_now, reader_may_leave
 
 # By name: the function, flags that are usual, and what the command does.
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str, str]] = {

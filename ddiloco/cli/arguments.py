@@ -13,8 +13,9 @@ from ml_collections import config_flags
 
 from ddiloco import custom
 from ddiloco.api import experiment
-from ddiloco.checks import coerce, shown
+from ddiloco.checks import coerce, refusal, shown
 from ddiloco.config import Config, ConfigError, check_field, default, from_dict
+from ddiloco.workdir import saved_config
 
 flags.disclaim_key_flags()  # --help lists a flag under the module of the command that adds it
 
@@ -72,7 +73,7 @@ class Flags:
     """Adds a flag for each option field of a dataclass, with the field's name and default."""
     for field in dataclasses.fields(cls):
       if "help" in field.metadata:
-        self.add(field.name, field.default, field.metadata["help"], field.metadata["least"])
+        self.add(field.name, field.default, field.metadata["help"], *field.metadata["limits"])
 
   def fields(self, cls: type) -> dict[str, Any]:
     """The values of the flags that `add_fields` added."""
@@ -97,9 +98,8 @@ class Flags:
         sys_argv=self._arguments,
       )
     except AttributeError as error:  # an unknown name in `options`, which the file defines
-      raise ConfigError(
-        f"--config: {error}. Fix: use an option that {self.experiment} gives."
-      ) from error
+      fix = f"use an option that {self.experiment} gives"
+      raise refusal("--config", self.experiment, str(error), fix) from error
     self._values["config"].default_as_str = None  # too long for --help; config/ has all defaults
 
   def parse(self, doc: str | None) -> None:
@@ -139,9 +139,9 @@ class Flags:
       _require_path("workdir", self._values.workdir)
 
   def needed(self, name: str, example: str) -> Any:
-    """The value of a flag that has no default; `example`: a value, for the error message."""
+    """The value of a flag that must be given; `example`: a value, for the error message."""
     value = getattr(self, name)
-    if value is None:
+    if value is None or value == []:
       raise ConfigError(f"--{name}: is needed. Fix: give --{name}={example}.")
     return value
 
@@ -149,6 +149,16 @@ class Flags:
   def workdir(self) -> Any:
     """The path of --workdir; None where it may be missing, and is."""
     return Path(self._values.workdir) if self._values.workdir else None
+
+  def run_config(self) -> Config:
+    """The config of the run in --workdir; where --config is given, that one.
+
+    Raises:
+      ConfigError: there is no run, or --config is that of another one.
+    """
+    changed = any(argument.lstrip("-").startswith("config.") for argument in self._arguments)
+    mine = self.final_config() if self.experiment or changed else None
+    return saved_config(self.workdir, mine)
 
   def final_config(self) -> Config:
     """The experiment file's config, with the changes of flags.
@@ -168,9 +178,8 @@ def _require_path(flag: str, path: str) -> None:
   except (FileNotFoundError, NotADirectoryError):
     return
   except (OSError, ValueError) as error:  # too long, a loop of links, denied, a zero in it, ...
-    raise ConfigError(
-      f"--{flag}={path[:200]}: cannot be reached ({str(error)[:100]}). Fix: choose another path."
-    ) from error
+    rule = f"cannot be reached ({str(error)[:100]})"
+    raise refusal(f"--{flag}", path, rule, "choose another path") from error
 
 
 def _take_config(arguments: list[str]) -> tuple[str, str, list[str]]:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from ddiloco.checks import require
 from ddiloco.cli.arguments import Flags
-from ddiloco.config import ConfigError
 from ddiloco.environment import FINISHED, LOST
 from ddiloco.launch import gke, tpu_vms
 from ddiloco.launch.cloud import Clusters, LaunchError, Slices, as_yaml, say
@@ -122,8 +121,8 @@ def _afford(given: Flags, placement: Placement, machines: int) -> list[str]:
   for line in lines:
     say(line)
   require_prices(counts, prices, hours)
-  if not given.yes:
-    raise ConfigError("--yes: was not given, nothing was made. Fix: add it to spend this money.")
+  rule = "was not given, nothing was made"
+  require(given.yes, "--yes", False, rule, "add it to spend this money")
   return lines
 
 
@@ -201,21 +200,25 @@ def _on_tpu_vms(given: Flags, run: tpu_vms.TpuVmRun, action: str) -> int:
 def _commands(run: tpu_vms.TpuVmRun, action: str) -> list[str]:
   """The commands of the action, island by island; those of `create` if nothing exists yet."""
   found = []
+  if action == "delete":
+    found = ["# Lists all slices; those of the run are then deleted, each as here:"]
+    found += [shlex.join(run.list_all())]
   for island in run.placement.islands:
-    start = run.start_script(island, leader="ADDRESS-OF-HOST-0")
+    each, start = run.slice(island), run.start_script(island, leader="ADDRESS-OF-HOST-0")
     steps = {
       "create": [
         run.create(island),
-        run.describe(island),
-        run.copy(island, tpu_vms.STAGED),
-        run.on_hosts(island, start),
+        run.describe(each),
+        run.copy(each, tpu_vms.STAGED),
+        run.on_hosts(each, start),
       ],
       "delete": [
-        run.on_hosts(island, run.stop_script()),
-        run.delete(island),
+        run.describe(each),
+        run.on_hosts(each, run.stop_script()),
+        run.delete(each),
       ],
     }
-    look = [run.describe(island), run.on_hosts(island, run.look_script())]
+    look = [run.describe(each), run.on_hosts(each, run.look_script())]
     found.append(f"# {island.role}")
     found += [shlex.join(command) for command in steps.get(action, look)]
   return found

@@ -13,6 +13,7 @@ from rich.progress import Progress, TimeElapsedColumn
 
 from ddiloco import environment
 from ddiloco.api import ready
+from ddiloco.checks import refusal, require
 from ddiloco.cli.arguments import Flags
 from ddiloco.config import Config, ConfigError
 from ddiloco.config.schema import MAX_FRAGMENTS, MAX_LEARNERS
@@ -21,7 +22,7 @@ from ddiloco.engines.profiler import MOST_STEPS, ProfileRequest, take_profile
 from ddiloco.engines.role_spec import RoleSpec, end_with_parent, terminates
 from ddiloco.environment import FINISHED, LOST
 from ddiloco.trace import text
-from ddiloco.workdir import PROFILES, RESULT, refuse_trained, run_name, saved_config
+from ddiloco.workdir import PROFILES, RESULT, refuse_trained, run_name
 
 if TYPE_CHECKING:  # its module imports JAX
   from ddiloco.training.data import Corpus
@@ -56,10 +57,8 @@ def train(arguments: list[str]) -> int:
   _add_access_flags(given)
   given.parse(train.__doc__)
   config, engine, address = given.final_config(), given.engine, given.ray_address
-  if address and engine != "ray":
-    raise ConfigError(
-      f"--ray_address={address}: --engine={engine} does not use Ray. Fix: add --engine=ray."
-    )
+  rule, good = f"--engine={engine} does not use Ray", engine == "ray" or not address
+  require(good, "--ray_address", address, rule, "add --engine=ray")
   cpu_only = given.cpu or given.dry_run  # Orbax looks for devices
   ready(config, cpu_only, supervises=engine != "threads")
   from ddiloco.engines import session
@@ -91,10 +90,8 @@ def dashboard(arguments: list[str]) -> int:
   given.add("bind", "127.0.0.1:0", "HOST:PORT, port 0: a free one.")
   _add_access_flags(given)
   given.parse(dashboard.__doc__)
-  if not given.workdir.is_dir():
-    raise ConfigError(
-      f"--workdir={given.workdir}: is no directory. Fix: name the directory of a run."
-    )
+  there, fix = given.workdir.is_dir(), "name the directory of a run"
+  require(there, "--workdir", str(given.workdir), "is no directory", fix)
   ended = threading.Event()
   with terminates(ended), Dashboard(given.workdir, _where(given, "bind")) as served:
     print(f"Dashboard of {given.workdir}: {served.url}   (Ctrl-C ends it)", flush=True)
@@ -121,9 +118,8 @@ def _where(given: Flags, flag: str) -> Where:
     try:
       token = Path(token[1:]).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-      raise ConfigError(f"--token={token}: cannot be read ({error}). Fix: name a file.") from error
-    if not token:
-      raise ConfigError(f"--token={given.token}: is empty. Fix: write a token into it.")
+      raise refusal("--token", token, f"cannot be read ({error})", "name a file") from error
+    require(bool(token), "--token", given.token, "is empty", "write a token into it")
   return Where(getattr(given, flag), token, given.allow_faults, f"--{flag}")
 
 
@@ -155,13 +151,13 @@ def profile(arguments: list[str]) -> int:
 
 def generate(arguments: list[str]) -> int:
   """Lets the trained global model of a run continue a prompt."""
-  given = Flags(arguments, "workdir", "cpu")
+  given = Flags(arguments, "config", "workdir", "cpu")
   given.add("prompt", "", "Text to continue.")
   given.add("tokens", 200, "How many tokens.", least=1)
   given.add("temperature", 0.7, "0: greedy.", least=0.0)
   given.add("seed", 0, "Of the sampling.")
   given.parse(generate.__doc__)
-  config = saved_config(given.workdir)
+  config = given.run_config()
   ready(config, cpu=given.cpu)
   from ddiloco.engines import session
 
@@ -172,9 +168,9 @@ def generate(arguments: list[str]) -> int:
 
 def evaluate(arguments: list[str]) -> int:
   """Prints the held-out loss of the trained global model of a run, as one JSON line."""
-  given = Flags(arguments, "workdir", "cpu")
+  given = Flags(arguments, "config", "workdir", "cpu")
   given.parse(evaluate.__doc__)
-  config = saved_config(given.workdir)
+  config = given.run_config()
   ready(config, cpu=given.cpu)
   from ddiloco.engines import session
 
@@ -203,13 +199,13 @@ def export(arguments: list[str]) -> int:
 
   To start another run from it: ddiloco train --config.run.init_from=PATH.
   """
-  given = Flags(arguments, "workdir")
+  given = Flags(arguments, "config", "workdir")
   given.add("to", str, "What to write: NAME.safetensors, or an Orbax directory.")
   given.add("overwrite", False, "Replace what is there.")
   given.parse(export.__doc__)
   to = given.needed("to", "model.safetensors")
   workdir, overwrite = given.workdir, given.overwrite
-  config = saved_config(workdir)
+  config = given.run_config()
   environment.prepare(num_cpu_devices=1, cpu_only=True)
   from ddiloco.checkpoint import weights
   from ddiloco.engines import session
@@ -229,10 +225,9 @@ def export(arguments: list[str]) -> int:
   except ConfigError:
     raise
   except Exception as error:  # object stores and Orbax raise exceptions of their own
-    raise ConfigError(
-      f"--to={to}: cannot be written ({type(error).__name__}: {error})."
-      " Fix: choose a path that you may write to, with enough room."
-    ) from error
+    rule = f"cannot be written ({type(error).__name__}: {error})"
+    fix = "choose a path that you may write to, with enough room"
+    raise refusal("--to", to, rule, fix) from error
   count, size = sum(v.size for v in params.values()), sum(v.nbytes for v in params.values())
   print(f"{written}: {len(params)} tensors, {count:,} parameters, {size:,} bytes")
   return FINISHED
@@ -247,14 +242,12 @@ def _refuse_target(to: str, overwrite: bool) -> None:
   from ddiloco.checkpoint import weights
 
   path = weights.absolute(to, "--to")
-  if path.name.endswith(weights.SUFFIX) and "://" in to:
-    raise ConfigError(
-      f"--to={to}: a safetensors file can only be local. Fix: write it here and copy it, or leave"
-      f" out {weights.SUFFIX} for an Orbax checkpoint."
-    )
+  good = "://" not in to or not path.name.endswith(weights.SUFFIX)
+  fix = f"write it here and copy it, or leave out {weights.SUFFIX} for an Orbax checkpoint"
+  require(good, "--to", to, "a safetensors file can only be local", fix)
   weights.replaceable(path, "--to")
-  if path.exists() and not overwrite:
-    raise ConfigError(f"--to={to}: exists. Fix: choose another path, or add --overwrite.")
+  free = overwrite or not path.exists()
+  require(free, "--to", to, "exists", "choose another path, or add --overwrite")
 
 
 # --- Verify a run: its trace, printed and checked, and performed again
@@ -281,9 +274,9 @@ def replay(arguments: list[str]) -> int:
   saved states and the result. The last line is JSON; exit status 1: the trace does not fit
   together, or the replay differs from the run.
   """
-  given = Flags(arguments, "workdir", "cpu")
+  given = Flags(arguments, "config", "workdir", "cpu")
   given.parse(replay.__doc__)
-  workdir = given.workdir
+  workdir, config = given.workdir, given.run_config()
   found = text.open_trace(workdir)
   if not text.print_invariants(found):
     return LOST
@@ -295,7 +288,7 @@ def replay(arguments: list[str]) -> int:
   with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
     task = bar.add_task("replay", total=None)
     summary, difference = replay_run(
-      workdir, found, lambda done, of: bar.update(task, completed=done, total=of)
+      workdir, found, lambda done, of: bar.update(task, completed=done, total=of), config
     )
   if difference:
     print(f"The first difference: {difference}")
@@ -402,40 +395,18 @@ def _checked_data(given: Flags, config: Config) -> Corpus | None:
 
 def _add_role_flags(given: Flags) -> None:
   """Adds the flags of every role."""
-  given.add("syncers", (), "Urls of all syncer shards in order, tcp://HOST:PORT,...")
-  given.add("run_id", "", "Name of the run, the same for all its roles; else workdir's.")
+  given.add_fields(RoleSpec)
   given.add("keys", str, "Folder with this role's keys (ddiloco keys); not on loopback.")
-  given.add("http", "", "HOST:PORT that answers readiness and liveness probes.")
-  given.add(
-    "term_status",
-    0,
-    "Exit status of a role that SIGTERM has ended and that lost nothing. Kubernetes takes 0 to mean"
-    " that the run is over: give it 143.",
-    0,
-    255,
-  )
   given.add("attached", False, "End at once when standard input is closed.")
 
 
 def _place(given: Flags, **more: Any) -> RoleSpec:
   workdir = given.workdir
-  if not given.syncers:
-    raise ConfigError(
-      "--syncers: is needed. Fix: give the url of every shard, --syncers=tcp://HOST:PORT,..."
-    )
+  given.needed("syncers", "tcp://HOST:PORT,..., the url of every shard")
   run_id = given.run_id or run_name(workdir)
-  if "/" in run_id or run_id in ("", ".", ".."):
-    raise ConfigError(
-      f"--run_id={run_id}: must be the name of a folder. Fix: use letters, digits, '-' and '_'."
-    )
+  good, fix = "/" not in run_id and run_id not in ("", ".", ".."), "use letters, digits, - and _"
+  require(good, "--run_id", run_id, "must be the name of a folder", fix)
   if given.attached:
     end_with_parent()
-  return RoleSpec(
-    workdir=workdir,
-    run_id=run_id,
-    syncers=tuple(given.syncers),
-    keys=Path(given.keys) if given.keys else None,
-    http=given.http,
-    term_status=given.term_status,
-    **more,
-  )
+  fields = {**given.fields(RoleSpec), "run_id": run_id, **more}
+  return RoleSpec(workdir, keys=Path(given.keys) if given.keys else None, **fields)

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ddiloco import environment
+from ddiloco.checks import refusal, require, require_one_of
 from ddiloco.cli.arguments import Flags
 from ddiloco.config import Config, ConfigError, from_dict
 from ddiloco.environment import FINISHED, LOST
 from ddiloco.simulation import planner
-from ddiloco.simulation.chips import ChipTime, Fleet, decoupled, elastic, inelastic
+from ddiloco.simulation.chips import Fleet, decoupled, elastic, inelastic
 
 # Fields that have another name than their flag; all of the sections plan, simulate and links have
 # the same.
@@ -66,10 +67,8 @@ def plan(arguments: list[str]) -> int:
   given = Flags(arguments, "config")
   _add_plan_flags(given)
   given.parse(plan.__doc__)
-  if not given.experiment and given.parameters is None:
-    raise ConfigError(
-      "--config: is needed, or --parameters. Fix: give --config=configs/dense.py:12b, for example."
-    )
+  if not given.experiment:
+    given.needed("parameters", "12e9, or a --config")
   changed: Any = given.config
   if given.islands is not None:
     changed.islands.num_learners = given.islands
@@ -147,11 +146,9 @@ def _sizes(given: Flags, config: Config) -> tuple[int, ...]:
 
     return initial.make_plan(config).sizes
   parameters, count = int(given.parameters), config.sync.num_fragments
-  if parameters < count:
-    raise ConfigError(
-      f"--parameters={parameters}: must be at least sync.num_fragments ({count})."
-      f" Fix: give more, or --config.sync.num_fragments={parameters}."
-    )
+  rule = f"must be at least sync.num_fragments ({count})"
+  fix = f"give more, or --config.sync.num_fragments={parameters}"
+  require(parameters >= count, "--parameters", parameters, rule, fix)
   return planner.equal_sizes(parameters, count)
 
 
@@ -202,9 +199,8 @@ def _numbers(given: Flags, name: str) -> tuple[float, ...]:
   try:
     return tuple(map(float, text.split(",")))
   except ValueError as error:
-    raise ConfigError(
-      f"--{name}={text}: must be numbers. Fix: give --{name}=1 or --{name}=1,1,0.2."
-    ) from error
+    fix = f"give --{name}=1 or --{name}=1,1,0.2"
+    raise refusal(f"--{name}", text, "must be numbers", fix) from error
 
 
 # --- The command that simulates failures at any size
@@ -216,9 +212,7 @@ def simulate(arguments: list[str]) -> int:
   """`ddiloco simulate [WHAT] --NAME=VALUE ...`; WHAT: chips, also if left out, or protocol."""
   command, *rest = arguments
   what = rest.pop(0) if rest and not rest[0].startswith("-") else "chips"
-  if what not in SIMULATIONS:
-    known = ", ".join(SIMULATIONS)
-    raise ConfigError(f"{what!r}: cannot be simulated. Fix: give one of {known}, or flags alone.")
+  require_one_of("ddiloco simulate", what, SIMULATIONS)
   return SIMULATIONS[what]([f"{command} {what}", *rest])
 
 
@@ -242,7 +236,11 @@ def chips(arguments: list[str]) -> int:
     f"decoupled, {fleet.learners} learner{'s' * (fleet.learners > 1)}": decoupled,
   }
   spent = {label: job(fleet) for label, job in jobs.items()}
-  shares = {label: _shares(each) for label, each in spent.items()}
+  shares = {
+    label: {"goodput": each.goodput, "uptime": each.uptime}
+    | {name: getattr(each, name) / each.total for name in CAUSES}
+    for label, each in spent.items()
+  }
   failures = next(iter(spent.values())).failures
   if given.json:
     rows = {job.__name__: shares[label] for label, job in jobs.items()}
@@ -259,11 +257,6 @@ def chips(arguments: list[str]) -> int:
     cells = (f"{row[name]:10.2%}" if row[name] else f"{'–':>10}" for name in columns)
     print(f"{label:27}" + "".join(cells))
   return FINISHED
-
-
-def _shares(spent: ChipTime) -> dict[str, float]:
-  causes = {name: getattr(spent, name) / spent.total for name in CAUSES}
-  return {"goodput": spent.goodput, "uptime": spent.uptime, **causes}
 
 
 SIMULATIONS: dict[str, Callable[[list[str]], int]] = {"chips": chips, "protocol": protocol}
@@ -317,12 +310,8 @@ def fits(config: Config, topology: str, num_slices: int) -> list[tuple[list[int]
   from ddiloco.roles import initial
   from ddiloco.training import aot, devices
 
-  if config.model.custom:
-    raise ConfigError(
-      f"model.custom = {config.model.custom!r}: its FLOPs and layers are not known."
-      " Fix: compile ddiloco's own models."
-    )
-
+  own, rule = config.model.custom, "its FLOPs and layers are not known"
+  require(not own, "model.custom", own, rule, "compile ddiloco's own models")
   plan = initial.make_plan(config)
   alike: dict[str, list[int]] = {}
   for learner in range(config.islands.num_learners):
@@ -332,11 +321,9 @@ def fits(config: Config, topology: str, num_slices: int) -> list[tuple[list[int]
   for learners in alike.values():
     island = config.islands.island(learners[0])
     shape = topology or island.topology
-    if not shape:
-      raise ConfigError(
-        f"islands.topology = '' (learner {learners[0]}): is needed to compile for."
-        " Fix: give --topology=v5p:4x4x4, for example, or set it in the experiment file."
-      )
+    rule = f"learner {learners[0]} needs one to compile for"
+    fix = "give --topology=v5p:4x4x4, for example, or set it in the experiment file"
+    require(bool(shape), "islands.topology", shape, rule, fix)
     described = aot.devices(shape, num_slices)
     if num_slices > 1:
       counts = [config.islands.island(m).devices for m in range(config.islands.num_learners)]

@@ -126,7 +126,7 @@ def _check_faults(chaos: ChaosConfig, num_learners: int, num_shards: int) -> Non
     kind, _, number = fault.role.partition("-")
     count = num_learners if kind == "learner" else num_shards
     if fault.action == "join":
-      good = kind == "learner" and count <= int(number) < count + len(joining)
+      good = count <= int(number) < count + len(joining)
       rule = f"learners 0 to {count - 1} are there from the start, and others join in order"
       fix = f"use learner-{count}"
     else:

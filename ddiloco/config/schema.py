@@ -463,6 +463,8 @@ class Fault:
     fix = "use 'learner-2', 'syncer-0' or 'region-NAME'"
     good = _is_role(self.role) or self.role.startswith("region-")
     must("chaos.faults", self, "role", good, rule, fix)
+    good = self.action != "join" or not self.role.startswith("syncer-")
+    must("chaos.faults", self, "role", good, "only a learner can join", "use 'learner-4'")
     for peer in self.peers:
       fix = "use 'syncer-0', or '!syncer-0' for all but it"
       good = _is_role(peer.removeprefix("!"))

@@ -20,16 +20,9 @@ import numpy as np
 
 from ddiloco import chaos
 from ddiloco.chaos import fault_requests
-from ddiloco.checkpoint import weights
-from ddiloco.checkpoint.restore import (
-  Restored,
-  go_on,
-  newest_global_step,
-  open_storage,
-  restore_fragments,
-)
+from ddiloco.checkpoint import restore, weights
 from ddiloco.checkpoint.snapshots import Storage
-from ddiloco.config import Config, Fault
+from ddiloco.config import Config, ConfigError, Fault
 from ddiloco.config.schema import INSIDE
 from ddiloco.core.fragments import Plan
 from ddiloco.engines.role_spec import terminates
@@ -102,7 +95,8 @@ class Engine:
     self.plan: Plan = initial.make_plan(config)
     self.leave = threading.Event()  # learners push what they have, and leave
     self.stop = threading.Event()  # as `leave`; where roles are threads, all end at once
-    self._storage: Storage | None = open_storage(config, self.plan, workdir, run_name(workdir))
+    name = run_name(workdir)
+    self._storage: Storage | None = restore.open_storage(config, self.plan, workdir, name)
     self._measure = measure
     self._listeners: Sequence[Listener] = ()
     self._recorder: Recorder
@@ -185,7 +179,11 @@ class Engine:
     """Feeds what has happened to roles since the last turn, except to those that are threads."""
 
   def _requested(self, fault: Fault) -> None:
-    """Takes a fault that was requested during the run, by `_strike` perhaps."""
+    """Takes a fault that was requested during the run, by `_strike` perhaps.
+
+    Raises:
+      ConfigError: this engine cannot perform it.
+    """
     if fault.action in INSIDE:  # its role has heard of it, too
       self._recorder.record(chaos.struck(fault, self._global_step))
     else:
@@ -216,11 +214,11 @@ class Engine:
 
   # --- from the beginning to the end --------------------------------------------------------------
 
-  def _go_on(self, keep: bool) -> Restored | None:
+  def _go_on(self, keep: bool) -> restore.Restored | None:
     """Says what the run goes on from, or refuses; with the snapshot's fragments if `keep`."""
     storage, tried, every = self._storage, list[str](), range(len(self.plan.fragments))
-    found = restore_fragments(storage, every, tried, keep) if storage else None
-    go_on(self.config, self.workdir, storage, found.snapshot if found else None, tried)
+    found = restore.restore_fragments(storage, every, tried, keep) if storage else None
+    restore.go_on(self.config, self.workdir, storage, found.snapshot if found else None, tried)
     return found
 
   def _over(self) -> str | None:
@@ -277,7 +275,7 @@ class Engine:
   def _plan(self) -> None:
     """Sets the supervisor's first state; faults of steps before the current one are left out."""
     config = self.config
-    began_at = newest_global_step(self._storage)
+    began_at = restore.newest_global_step(self._storage)
     self._planned = chaos.still_planned(config.chaos.of_roles(), began_at)
     self._requests = fault_requests(self.workdir, news_only=True)
     self._state = supervisor.Supervisor(
@@ -344,7 +342,10 @@ class Engine:
   def _hear(self) -> None:
     """Takes faults that were requested during the run, by the dashboard for example."""
     for _, fault in self._requests.poll():
-      self._requested(fault)
+      try:
+        self._requested(fault)
+      except ConfigError as error:
+        warn(f"{fault.role} cannot {fault.action} a run of {type(self).__name__}: {error}")
 
   def _finish(self, reason: str) -> None:
     self._recorder.record(events.RunFinished(reason=reason))
@@ -361,8 +362,6 @@ class Engine:
 
   def _live(self, name: str, recorder: Recorder, live: Callable[[Recorder], None]) -> None:
     how: dict[str, Any] = {}  # it ended; nothing: in good order
-    # Islands are compiled before a life begins.
-    self._news.put(lambda: supervisor.Working(name, time.monotonic()))
     with recorder:
       try:
         live(recorder)
@@ -377,8 +376,13 @@ class Engine:
     exited = lambda: supervisor.Exited(name, time.monotonic(), **how)  # noqa: E731
     self._news.put(exited if how else lambda: supervisor.Left(name))
 
+  def _works(self, name: str) -> None:
+    """To be called by a life that begins its work, once it has all that it had to wait for."""
+    self._news.put(lambda: supervisor.Working(name, time.monotonic()))
+
   def _evaluate(self, runtime: Runtime) -> None:
     """One life of the evaluator."""
+    self._works(EVALUATOR_ADDRESS)
     life = runtime, runtime.recorder.incarnation, self._save_result
     self._evaluated = role = Evaluator(self.config, self.plan, self._measure, *life)
     role.run(lambda: EVALUATOR_ADDRESS in self._told)

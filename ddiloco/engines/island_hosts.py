@@ -19,19 +19,12 @@ from typing import Any
 import msgspec
 
 from ddiloco import environment
-from ddiloco.config import Config, ConfigError, require
+from ddiloco.checks import lasts, require
+from ddiloco.config import Config
 from ddiloco.engines.role_process import RoleRunner, load_keys
 from ddiloco.engines.role_spec import RoleSpec, beside, terminates
 from ddiloco.environment import BAD_USAGE, FINISHED, INTERRUPTED, LOST
 from ddiloco.network import host_links
-from ddiloco.network.host_links import (
-  BEAT_SECONDS,
-  HostProgress,
-  HostsApart,
-  HostWatch,
-  IslandIdentity,
-  Meeting,
-)
 from ddiloco.network.keys import require_keys
 from ddiloco.network.transport import learner_address
 from ddiloco.network.webserver import START_SECONDS, Health
@@ -53,30 +46,22 @@ def check_hosts(config: Config, number: int, place: RoleSpec) -> None:
     ConfigError: the island has several hosts and is not told where they meet, or the reverse.
   """
   hosts = config.islands.island(number).hosts
-  require(
-    bool(place.hosts) == (hosts > 1),
-    "--hosts",
-    place.hosts,
-    f"must be given if, and only if, an island has several hosts (islands.hosts = {hosts})",
-    "give tcp://HOST:PORT of host 0 to all of them, or set islands.hosts in the experiment file",
-  )
-  require(
-    place.host < hosts,
-    "--host",
-    place.host,
-    f"must be below islands.hosts = {hosts} (learner {number})",
-    "count hosts from 0",
-  )
+  rule = f"must be given if, and only if, an island has several hosts (islands.hosts = {hosts})"
+  fix = "give tcp://HOST:PORT of host 0 to all of them, or set islands.hosts in the experiment file"
+  require(bool(place.hosts) == (hosts > 1), "--hosts", place.hosts, rule, fix)
+  rule = f"must be below islands.hosts = {hosts} (learner {number})"
+  require(place.host < hosts, "--host", place.host, rule, "count hosts from 0")
   if place.hosts:
     require_keys(place.hosts, load_keys(place, learner_address(number)), "--hosts")
 
 
-def _agreed(config: Config, number: int, place: RoleSpec) -> IslandIdentity:
+def _agreed(config: Config, number: int, place: RoleSpec) -> host_links.IslandIdentity:
   digest = hashlib.sha256(config.to_json().encode()).hexdigest()[:16]
-  return IslandIdentity(place.run_id, digest, number, config.islands.island(number).hosts)
+  hosts = config.islands.island(number).hosts
+  return host_links.IslandIdentity(place.run_id, digest, number, hosts)
 
 
-def _join(coordinator: str, config: Config, island: IslandIdentity, host: int) -> None:
+def _join(coordinator: str, config: Config, island: host_links.IslandIdentity, host: int) -> None:
   network = config.network
   silence_seconds = max(LEAST_HEARTBEAT_SECONDS, 3 * network.silence_seconds)
   environment.join_hosts(coordinator, island.hosts, host, network.give_up_seconds, silence_seconds)
@@ -85,7 +70,7 @@ def _join(coordinator: str, config: Config, island: IslandIdentity, host: int) -
 def name_lost_host() -> None:
   """Waits so that `HostWatch` can name the lost host and end this process: a program may fail
   before the watch notices that a host is gone."""
-  time.sleep(2 * BEAT_SECONDS)
+  time.sleep(2 * host_links.BEAT_SECONDS)
 
 
 # --- host 0 ---------------------------------------------------------------------------------------
@@ -104,14 +89,15 @@ class Hosts:
 
   def __init__(self, runner: RoleRunner, number: int):
     config, place = runner.config, runner.place
-    self._runner, self.progress = runner, HostProgress()
+    self._runner, self.progress = runner, host_links.HostProgress()
     island = _agreed(config, number, place)
-    meeting = Meeting(place.hosts, island, runner.keys, config.network.silence_seconds)
+    meeting = host_links.Meeting(place.hosts, island, runner.keys, config.network.silence_seconds)
     runner.ready = lambda: f"hosts {meeting.missing} of its island, which have not come"
     self.links = meeting.wait(config.network.give_up_seconds)
     runner.ready = lambda: "starting"
     limits = config.network.silence_seconds, self._order_seconds
-    self._watch = HostWatch(self.links, self.progress, *limits, self._lost, runner.stop.set)
+    ends = self._lost, runner.stop.set
+    self._watch = host_links.HostWatch(self.links, self.progress, *limits, *ends)
     _join(meeting.coordinator, config, island, 0)
 
   def wait_until_compiled(self) -> None:
@@ -168,7 +154,7 @@ class FollowingHost:
   def __init__(self, config: Config, number: int, place: RoleSpec):
     self._config, self._number, self._place = config, number, place
     self._address = f"{learner_address(number)} host {place.host}"
-    self.progress = HostProgress()
+    self.progress = host_links.HostProgress()
     self.asked = threading.Event()  # to end
     self.joined = threading.Event()  # with the others, as one JAX
     # Probes find a process that hangs as a whole; what its work waits for, host 0 finds.
@@ -183,7 +169,7 @@ class FollowingHost:
     with terminates(self.asked):
       try:
         beside(self._follow, self._hear)
-      except HostsApart as error:
+      except host_links.HostsApart as error:
         self._say(str(error))
         return LOST
       except KeyboardInterrupt:
@@ -191,7 +177,7 @@ class FollowingHost:
         os._exit(INTERRUPTED)
       except Exception as error:  # JAX would wait for the other hosts before it lets a process end
         name_lost_host()
-        self._fail(error, BAD_USAGE if isinstance(error, ConfigError) else LOST)
+        self._fail(error, BAD_USAGE if lasts(error) else LOST)
     self._health.close()
     self._say(f"ends after {time.time() - began:.0f} s with its island; nothing is lost")
     return self._place.term_status if self.asked.is_set() else FINISHED
@@ -246,7 +232,7 @@ class FollowingHost:
     links, coordinator = host_links.join(place.hosts, island, place.host, keys, patience)
     # Only host 0 gives orders; it may still compile when this host is done with that.
     limits = config.network.silence_seconds, lambda _: math.inf
-    watch = HostWatch({0: links}, self.progress, *limits, self._lost)
+    watch = host_links.HostWatch({0: links}, self.progress, *limits, self._lost)
     _join(coordinator, config, island, place.host)
     self.joined.set()
     import jax

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
-from ddiloco.config import ConfigError
+from ddiloco.checks import require
 from ddiloco.observe.eventlog import Follower, Records
 from ddiloco.observe.guards import Guard, ended
 from ddiloco.protocol import events
@@ -43,15 +43,14 @@ class Profiler:
 
   Args:
     workdir: traces go to `workdir/profiles/ROLE`.
-    roles: the learners of this process.
     record: returns the recorder of events; called each time, since roles have several lives.
 
   Attributes:
-    steps: role -> the global step after its last step.
+    steps: learner of this process -> the global step after its last step.
   """
 
-  def __init__(self, workdir: Path, roles: Collection[str], record: Callable[[], Records]):
-    self._workdir, self._roles, self._record = workdir, roles, record
+  def __init__(self, workdir: Path, record: Callable[[], Records]):
+    self._workdir, self._record = workdir, record
     parse = lambda fields: msgspec.convert(fields, ProfileRequest)  # noqa: E731
     self._requests = RequestFile[ProfileRequest](workdir / PROFILE_REQUESTS, parse, "trace")
     self._began = time.time()
@@ -80,7 +79,7 @@ class Profiler:
     """Takes the traces that are asked for, until `close`."""
     asked, guard = list[tuple[float, ProfileRequest]](), Guard("what takes traces")
     while not self._closing.wait(LOOK_SECONDS):
-      asked += guard(self._read, instead=())
+      asked += guard(lambda: [*self._requests.poll()], instead=())
       # The step under way when a trace begins is not whole; the next one, `from_step`, must be.
       due = [each for each in asked if self._at(each[1]) >= max(0, each[1].from_step - 2)]
       for when, request in due[:1]:
@@ -96,10 +95,6 @@ class Profiler:
   def _at(self, request: ProfileRequest) -> int:
     """The global step after its learner's last step; -1 before that made one in this process."""
     return self.steps.get(request.role, -1)
-
-  def _read(self) -> list[tuple[float, ProfileRequest]]:
-    """New requests of this process' learners, and their times."""
-    return [each for each in self._requests.poll() if each[1].role in self._roles]
 
   def _trace(self, request: ProfileRequest) -> None:
     import jax
@@ -143,14 +138,14 @@ def take_profile(workdir: Path, request: ProfileRequest, wait_seconds: float) ->
     ConfigError: there is no such learner, or its run is over.
   """
   role, folder = request.role, workdir / "events"
-  if not (folder / f"{role}.jsonl").exists():
-    known = ", ".join(sorted(path.stem for path in folder.glob("learner-*.jsonl")))
-    raise ConfigError(
-      f"--workdir={workdir}: has no events of {role}."
-      f" Fix: give the workdir of a run, and one of its learners ({known or 'there are none'})."
-    )
-  if (workdir / OUTCOME).exists():
-    raise ConfigError(f"--workdir={workdir}: its run is over. Fix: trace a run that goes on.")
+  known = (
+    ", ".join(sorted(path.stem for path in folder.glob("learner-*.jsonl"))) or "there are none"
+  )
+  fix = f"give the workdir of a run, and one of its learners ({known})"
+  there = (folder / f"{role}.jsonl").exists()
+  require(there, "--workdir", str(workdir), f"has no events of {role}", fix)
+  over = (workdir / OUTCOME).exists()
+  require(not over, "--workdir", str(workdir), "its run is over", "trace a run that goes on")
   follower = Follower(workdir)
   follower.skip()
   append_request(workdir / PROFILE_REQUESTS, msgspec.structs.asdict(request))

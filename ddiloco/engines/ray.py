@@ -24,6 +24,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ddiloco.checks import refusal, require
 from ddiloco.config import Config, ConfigError
 from ddiloco.engines.children import MEETING, Child, RoleActor, Spawn
 from ddiloco.engines.processes import ProcessesEngine
@@ -31,6 +32,7 @@ from ddiloco.engines.role_spec import RoleSpec
 from ddiloco.environment import LOST
 from ddiloco.network import keys as key_files
 from ddiloco.network.transport import learner_address, syncer_address
+from ddiloco.protocol.events import parse_role
 from ddiloco.roles.evaluator import Measure
 from ddiloco.training import data
 from ddiloco.workdir import run_name
@@ -68,7 +70,7 @@ class RayEngine(ProcessesEngine):
   ):
     super().__init__(config, workdir.absolute(), corpus, measure)
     self.cpu_only = cpu_only
-    self._local = not address
+    self._address, self._local = address, not address
     self._actors: dict[tuple[str, int], Any] = {}  # (role, host) -> its actor
     self._meetings: dict[str, Any] = {}  # learner -> Ray's promise of the url where its hosts meet
     self._connected = connect(address)
@@ -97,7 +99,7 @@ class RayEngine(ProcessesEngine):
       self._start_actor(syncer_address(shard), {}, scheduling_strategy=stay)
     for m in range(config.num_islands()):
       for host in range(config.islands.island(m).hosts):
-        self._start_actor(learner_address(m), config.islands.island(m).resources, host)
+        self._learner(m, host)
     if self._local:
       return super()._place()
     urls = [
@@ -107,13 +109,19 @@ class RayEngine(ProcessesEngine):
     try:
       syncers = tuple(ray.get(urls, timeout=PLACE_SECONDS))
     except RayError as error:
-      raise ConfigError(
-        f"--ray_address: the cluster cannot run the syncer shards ({_line(error)})."
-        " Fix: install ddiloco on every node, with the Python and Ray versions of this one."
-      ) from error
+      rule = f"the cluster cannot run the syncer shards ({_line(error)})"
+      fix = "install ddiloco on every node, with the Python and Ray versions of this one"
+      raise refusal("--ray_address", self._address, rule, fix) from error
     keys = self.workdir / "keys"
     key_files.make_keys(keys, config.num_islands(), config.sync.num_shards)
     return RoleSpec(self.workdir, run_name(self.workdir), syncers, keys=keys)
+
+  def _learner(self, m: int, host: int) -> Any:
+    """The actor of a host of an island, which is started if there is none: a learner may join."""
+    name = learner_address(m)
+    if (name, host) not in self._actors:
+      self._start_actor(name, self.config.islands.island(m).resources, host)
+    return self._actors[name, host]
 
   def _start_actor(
     self, name: str, resources: Mapping[str, Any], host: int = 0, **options: Any
@@ -138,14 +146,15 @@ class RayEngine(ProcessesEngine):
         ray.kill(self._actors.pop(key))
 
   def _spawn(self, name: str, host: int) -> Spawn:
-    actor = self._actors[name, host]
+    kind, number = parse_role(name)
+    actor = self._learner(number, host) if kind == "learner" else self._actors[name, host]
     return lambda command, log: RemoteProcess(actor, command, log, self._meetings.get(name, ""))
 
   def _meeting(self, learner: int) -> str:
     """Ray knows the url once host 0 has a node, and tells the actors; nothing waits for it here."""
     name = learner_address(learner)
     own = LOOPBACK if self._local else ""
-    self._meetings[name] = self._actors[name, 0].free_url.remote(own)
+    self._meetings[name] = self._learner(learner, 0).free_url.remote(own)
     return MEETING
 
 
@@ -206,10 +215,9 @@ def connect(address: str) -> bool:
     try:
       ray.init(address=address or "local", **quiet)
     except (ConnectionError, RuntimeError, ValueError) as error:
-      raise ConfigError(
-        f"--ray_address={address}: cannot be joined ({_line(error)})."
-        " Fix: give HOST:PORT of a running head node, as `ray start --head` prints it."
-      ) from error
+      fix = "give HOST:PORT of a running head node, as `ray start --head` prints it"
+      rule = f"cannot be joined ({_line(error)})"
+      raise refusal("--ray_address", address, rule, fix) from error
   return True
 
 
@@ -226,12 +234,11 @@ def check_resources(config: Config, available: Mapping[str, float]) -> None:
   for m in range(config.islands.num_learners):
     island = config.islands.island(m)
     asked.update({name: island.hosts * n for name, n in island.resources.items()})
+  fix = "ask for less, or join a cluster with --ray_address"
   for name, count in asked.items():
-    if count > available.get(name, 0):
-      raise ConfigError(
-        f"islands.resources: the islands together ask for {count:g} {name}, this machine has"
-        f" {available.get(name, 0):g}. Fix: ask for less, or join a cluster with --ray_address."
-      )
+    here = available.get(name, 0)
+    rule = f"the islands together ask for {count:g} {name}, this machine has {here:g}"
+    require(count <= here, "islands.resources", config.islands.resources, rule, fix)
 
 
 def _line(error: Exception) -> str:

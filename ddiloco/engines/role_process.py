@@ -20,7 +20,8 @@ from ddiloco.chaos import Faults, FaultyEndpoint, fault_requests
 from ddiloco.checkpoint.buddy import neighbours
 from ddiloco.checkpoint.restore import open_storage
 from ddiloco.checkpoint.saver import Saver
-from ddiloco.config import Config, ConfigError
+from ddiloco.checks import lasts
+from ddiloco.config import Config
 from ddiloco.config.schema import INSIDE
 from ddiloco.core.fragments import Plan
 from ddiloco.engines import role_spec
@@ -123,7 +124,7 @@ class RoleRunner:
     self.ready: Callable[[], str] = lambda: "starting"
     self.progress: Callable[[], str] = lambda: ""
     self.usual_seconds: Callable[[], float] = lambda: 0.0
-    self._profiler = Profiler(place.workdir, [address], lambda: self.recorder)
+    self._profiler = Profiler(place.workdir, lambda: self.recorder)
     self._hangs = HangWatch(config.run.hang_seconds, lambda: self.recorder)
     # Prints the events that the live view would show: joined, rejected, stopped, ...
     self._seen = RunState(noted=lambda note: self.say(note.text))
@@ -171,8 +172,6 @@ class RoleRunner:
     """Runs the role, as one incarnation after another; returns the exit status of the process."""
     try:
       status = beside(lambda: self.lives(lambda afresh: role()), self._hear)
-    except ConfigError:
-      raise  # bad usage; the command line prints the text
     except KeyboardInterrupt:
       self._over = Ended("ends at once, as asked")
       self.say(str(self._over))
@@ -181,6 +180,8 @@ class RoleRunner:
       self.say(str(error))
       return LOST
     except Exception as error:  # any error is logged, and the exit status tells of it
+      if lasts(error):
+        raise  # bad usage; the command line prints the text
       self.recorder.record(events.Crash(trace=traceback.format_exc()))
       traceback.print_exc()
       self.say(f"crashed: {type(error).__name__}: {error}")

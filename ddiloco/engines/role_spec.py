@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import errno
 import os
 import random
@@ -15,25 +16,31 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ddiloco.config import Config, ConfigError
+from ddiloco.checks import option, require
+from ddiloco.config import Config
 from ddiloco.network.peers import FUTURE_SECONDS
 from ddiloco.observe.eventlog import lines_of
 from ddiloco.protocol.events import decode
-from ddiloco.protocol.values import Frozen
 
 PORTS = range(10_000, 32_000)  # below the ports that the system gives to outgoing connections
 
 
-class RoleSpec(Frozen):
+@dataclasses.dataclass(frozen=True)
+class RoleSpec:
   """Where a role runs and the peers it reaches: all that its process gets beside the config."""
 
   workdir: Path
-  run_id: str
-  syncers: tuple[str, ...]  # control urls of all shards, in order
+  run_id: str = option("", "Name of the run, the same for all its roles; else workdir's.")
+  syncers: tuple[str, ...] = option((), "Urls of all shards in order, tcp://HOST:PORT,...")
   bind: str = ""  # a shard's own url
   keys: Path | None = None  # folder; None: loopback only
-  http: str = ""  # HOST:PORT of the probes, "": none
-  term_status: int = 0  # exit status after a SIGTERM, if nothing is lost
+  http: str = option("", "HOST:PORT that answers readiness and liveness probes.")
+  term_status: int = option(
+    0,
+    "Exit status of a role that SIGTERM has ended and that lost nothing. Kubernetes takes 0 to mean"
+    " that the run is over: give it 143.",
+    *(0, 255),
+  )
   hosts: str = ""  # where the hosts of an island meet: the url of host 0; "": it has one host
   host: int = 0  # number of this host
 
@@ -49,11 +56,9 @@ class RoleSpec(Frozen):
 
 def require_shards(config: Config) -> None:
   """Refuses a config without shards for roles that are processes."""
-  if not config.sync.num_shards:
-    raise ConfigError(
-      "sync.num_shards = 0: roles of their own meet at a syncer shard."
-      " Fix: set it to 1 or more, or use `ddiloco train --engine=threads`."
-    )
+  rule, count = "roles of their own meet at a syncer shard", config.sync.num_shards
+  fix = "set it to 1 or more, or use `ddiloco train --engine=threads`"
+  require(count > 0, "sync.num_shards", count, rule, fix)
 
 
 def check_spec(config: Config, place: RoleSpec) -> None:
@@ -63,12 +68,10 @@ def check_spec(config: Config, place: RoleSpec) -> None:
     ConfigError: the config has no shards, or the spec has not one url for each.
   """
   require_shards(config)
-  shards = config.sync.num_shards
-  if len(place.syncers) != shards:
-    raise ConfigError(
-      f"--syncers={','.join(place.syncers)}: names {len(place.syncers)} shards, the config has"
-      f" sync.num_shards = {shards}. Fix: give the url of every shard, in order."
-    )
+  given, shards = len(place.syncers), config.sync.num_shards
+  rule = f"names {given} shards, the config has sync.num_shards = {shards}"
+  fix = "give the url of every shard, in order"
+  require(given == shards, "--syncers", ",".join(place.syncers), rule, fix)
 
 
 def free_urls(count: int, host: str = "127.0.0.1") -> list[str]:

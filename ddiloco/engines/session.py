@@ -18,6 +18,7 @@ import numpy as np
 from ddiloco import workdir as workdirs
 from ddiloco.checkpoint import weights
 from ddiloco.checkpoint.restore import open_storage
+from ddiloco.checks import refusal, require, require_one_of
 from ddiloco.config import Config, ConfigError
 from ddiloco.core import fragments
 from ddiloco.dashboard.server import Dashboard, Where
@@ -30,15 +31,9 @@ from ddiloco.observe.style import loss_text
 from ddiloco.protocol.events import Step, parse_role
 from ddiloco.roles import initial
 from ddiloco.simulation import bandwidth
-from ddiloco.training import data
+from ddiloco.training import data, evaluate
 from ddiloco.training.devices import kept_in
-from ddiloco.training.evaluate import (
-  HeldoutLoss,
-  generate,
-  makes_text,
-  read_heldout,
-  refuse_without_text,
-)
+from ddiloco.training.evaluate import HeldoutLoss
 from ddiloco.training.tokens import load_tokenizer
 
 EXIT_STATUS = {"finished": FINISHED, "failed": LOST, "stopped": INTERRUPTED}
@@ -92,7 +87,11 @@ def train(
 
 
 def _train(
-  runner: Any, config: Config, workdir: Path, corpus: data.Source, heldout: HeldoutLoss | None
+  runner: Any,
+  config: Config,
+  workdir: Path,
+  corpus: data.Source,
+  heldout: HeldoutLoss | None,
 ) -> int:
   print(config.to_json())
   board = TensorBoard(workdir)
@@ -130,15 +129,12 @@ def make_engine(name: str) -> Callable[..., Any]:
   Raises:
     ConfigError: there is no engine of that name, or a package that it needs is not installed.
   """
-  if name not in ENGINES:
-    raise ConfigError(f"--engine={name}: must be one of {', '.join(ENGINES)}. Fix: use threads.")
+  require_one_of("--engine", name, ENGINES)
   try:
     return getattr(importlib.import_module(f"ddiloco.engines.{name}"), f"{name.title()}Engine")
   except ModuleNotFoundError as error:
-    raise ConfigError(
-      f"--engine={name}: needs a package that is not installed ({error.name})."
-      f" Fix: pip install 'ddiloco[{name}]'."
-    ) from error
+    rule = f"needs a package that is not installed ({error.name})"
+    raise refusal("--engine", name, rule, f"pip install 'ddiloco[{name}]'") from error
 
 
 def conclude(
@@ -175,10 +171,12 @@ def conclude(
   _write_outcome(workdir, extra)
   run = config.run
   if run.evaluations and loss is not None:
-    _attempt("the untrained model's loss", extra, lambda: _untrained(config, outcome, loss))
+    known, first = outcome.untrained_loss, lambda: loss(initial.initial_params(config))
+    untrained = lambda: {"loss_untrained": first() if known is None else known}  # noqa: E731
+    _attempt("the untrained model's loss", extra, untrained)
     _attempt("the result's loss", extra, measured)
     _attempt("the comparison", extra, compare)
-  if run.sample_tokens and makes_text(config.model):
+  if run.sample_tokens and evaluate.makes_text(config.model):
     arguments = run.prompt, run.sample_tokens, 0.7, config.seed
     _attempt("the sample", extra, lambda: {"sample": sample(workdir, config, *arguments)})
   _attempt("the count of steps", extra, lambda: {"learner_steps": all_steps(workdir)})
@@ -226,12 +224,11 @@ def _refuse_own_start(config: Config, workdir: Path, overwrite: bool) -> None:
   """Refuses to replace a run by one that starts from its weights: these would be deleted."""
   if not (overwrite and config.run.init_from):
     return
-  start = Path(weights.locate(config.run.init_from, "run.init_from")).resolve()
-  if any(path.resolve() in (start, *start.parents) for path in workdirs.left_by_a_run(workdir)):
-    raise ConfigError(
-      f"run.init_from = {config.run.init_from!r}: --overwrite would delete it with the run in"
-      f" --workdir={workdir}. Fix: give the new run another --workdir."
-    )
+  field, value = "run.init_from", config.run.init_from
+  start = Path(weights.locate(value, field)).resolve()
+  own = any(path.resolve() in (start, *start.parents) for path in workdirs.left_by_a_run(workdir))
+  rule = f"--overwrite would delete it with the run in --workdir={workdir}"
+  require(not own, field, value, rule, "give the new run another --workdir")
 
 
 def _refuse_other_data(config: Config, workdir: Path, digest: str) -> None:
@@ -241,13 +238,10 @@ def _refuse_other_data(config: Config, workdir: Path, digest: str) -> None:
     before = (workdir / workdirs.CORPUS).read_text().strip()
   except FileNotFoundError:  # the run's roles were started by hand
     return
-  if before != digest:
-    source, path = config.data.source, config.data.path
-    raise ConfigError(
-      f"data.path = {path!r}: the run in --workdir={workdir} began with other data (of data.source"
-      f" {source!r}), of which other parts are held out. Fix: bring the old files back, or begin"
-      " another run from this one's result (run.init_from)."
-    )
+  began = f"the run in --workdir={workdir} began with other data (of data.source"
+  rule = f"{began} {config.data.source!r}), of which other parts are held out"
+  fix = "bring the old files back, or begin another run from this one's result (run.init_from)"
+  require(before == digest, "data.path", config.data.path, rule, fix)
 
 
 def _refuse_others_snapshots(config: Config, workdir: Path, overwrite: bool) -> None:
@@ -260,21 +254,11 @@ def _refuse_others_snapshots(config: Config, workdir: Path, overwrite: bool) -> 
   try:
     there = storage.committed()
   except OSError as error:
-    raise ConfigError(
-      f"checkpoint.path = {path!r}: cannot be searched for snapshots ({error})."
-      " Fix: choose a folder that you may read and write."
-    ) from error
-  if there:
-    raise ConfigError(
-      f"checkpoint.path = {path!r}: has snapshots of {name!r}, and --overwrite"
-      " deletes only what is in workdir. Fix: choose another path or name, or delete them yourself."
-    )
-
-
-def _untrained(config: Config, outcome: RunResult, loss) -> dict[str, float]:
-  """Held-out loss of the initial parameters; made again if the evaluator did not measure it."""
-  known = outcome.untrained_loss
-  return {"loss_untrained": loss(initial.initial_params(config)) if known is None else known}
+    rule, fix = f"cannot be searched for snapshots ({error})", "choose one you may read and write"
+    raise refusal("checkpoint.path", path, rule, fix) from error
+  rule = f"has snapshots of {name!r}, and --overwrite deletes only what is in workdir"
+  fix = "choose another path or name, or delete them yourself"
+  require(not there, "checkpoint.path", path, rule, fix)
 
 
 def _merged(workdir: Path, outcome: RunResult, loss) -> dict[str, Any]:
@@ -294,7 +278,12 @@ def _best(outcome: RunResult, loss) -> tuple[int, float]:
 
 
 def _train_alone(
-  config: Config, workdir: Path, corpus: data.Source, heldout: HeldoutLoss, runner: Any, steps: int
+  config: Config,
+  workdir: Path,
+  corpus: data.Source,
+  heldout: HeldoutLoss,
+  runner: Any,
+  steps: int,
 ) -> dict[str, float]:
   """Trains every island alone, without a syncer, for the `steps` that the busiest learner made.
 
@@ -330,14 +319,11 @@ def evaluator(config: Config, corpus: data.Source) -> HeldoutLoss:
   """
   asked = config.run.evaluator_devices
   devices = jax.devices()[-asked:] if asked else jax.local_devices(backend="cpu")[-1:]
-  if len(devices) < asked:
-    raise ConfigError(
-      f"run.evaluator_devices = {asked}: JAX has {len(devices)} devices in this process."
-      " Fix: lower it, or 0: one device of the CPU."
-    )
+  rule, fix = f"JAX has {len(devices)} devices in this process", "lower it, or 0: one of the CPU"
+  require(len(devices) >= asked, "run.evaluator_devices", asked, rule, fix)
   fit = len(devices) * EVALUATION_LOGITS // (config.data.sequence_length * config.model.vocab_size)
   batch_size = max(len(devices), min(EVALUATION_BATCH, fit))
-  batches = read_heldout(config, corpus, batch_size)
+  batches = evaluate.read_heldout(config, corpus, batch_size)
   return HeldoutLoss(config.model, batches, devices)
 
 
@@ -361,10 +347,10 @@ def sample(
   Raises:
     ConfigError: the model makes no text, or there is no result.
   """
-  refuse_without_text(config.model)
+  evaluate.refuse_without_text(config.model)
   params, tokenizer = load_result(workdir, config), load_tokenizer(config.data.tokenizer)
   how = {"temperature": temperature, "seed": seed, "context_length": config.data.sequence_length}
-  return prompt + generate(config.model, params, tokenizer, prompt, tokens, **how)
+  return prompt + evaluate.generate(config.model, params, tokenizer, prompt, tokens, **how)
 
 
 def measure(workdir: Path, config: Config) -> dict[str, float]:
@@ -375,7 +361,7 @@ def measure(workdir: Path, config: Config) -> dict[str, float]:
   """
   params = load_result(workdir, config)
   measured = evaluator(config, data.open_data(config.data)).measure(params)
-  if makes_text(config.model):
+  if evaluate.makes_text(config.model):
     measured["bits_per_token"] = measured["loss"] / float(np.log(2))
   return measured
 
@@ -391,10 +377,9 @@ def report(workdir: Path) -> str:
     lives = {"under_way": True} if workdirs.under_way(workdir) else {}
     return str(write_report(workdir, workdirs.outcome(workdir) | lives) / "index.html")
   except OSError as error:
-    raise ConfigError(
-      f"--workdir={workdir}: its report cannot be drawn ({error}). Fix: make room, its events"
-      f" readable and {workdir / 'report'} a directory you may write to."
-    ) from error
+    rule, place = f"its report cannot be drawn ({error})", workdir / "report"
+    fix = f"make room, its events readable and {place} a directory you may write to"
+    raise refusal("--workdir", str(workdir), rule, fix) from error
 
 
 def _print_end(config: Config, workdir: Path, extra: Mapping[str, Any]) -> None:
@@ -405,7 +390,7 @@ def _print_end(config: Config, workdir: Path, extra: Mapping[str, Any]) -> None:
     result: extra.get("loss_merged"),
   }
   if known := {name: loss for name, loss in losses.items() if loss is not None}:
-    unit = ", nats per token" * makes_text(config.model)
+    unit = ", nats per token" * evaluate.makes_text(config.model)
     print(f"\nHeld-out loss{unit} (lower is better):")
     for name, loss in known.items():
       print(f"  {name:<18} {loss_text(loss)}")

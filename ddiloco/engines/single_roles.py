@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from ddiloco.checkpoint import restore
 from ddiloco.checkpoint.buddy import Copies, Replication, Sealer, buddy_of, recover
-from ddiloco.config import Config, ConfigError
+from ddiloco.checks import lasts, require
+from ddiloco.config import Config
 from ddiloco.core.delta import Committed, Store, new_fragment
 from ddiloco.core.fragments import owned_by
 from ddiloco.engines.island_hosts import FollowingHost, Hosts, check_hosts, name_lost_host
@@ -78,11 +79,11 @@ def _learner(runner: RoleRunner, number: int, corpus: Source | None) -> int:
   hosts = Hosts(runner, number)
   try:
     status = _train(runner, number, corpus, hosts)
-  except ConfigError as error:
-    runner.say(str(error))
-    runner.recorder.close()
-    os._exit(BAD_USAGE)  # JAX would wait for the other hosts
-  except Exception:
+  except Exception as error:
+    if lasts(error):
+      runner.say(str(error))
+      runner.recorder.close()
+      os._exit(BAD_USAGE)  # JAX would wait for the other hosts
     name_lost_host()
     raise
   hosts.part()
@@ -203,11 +204,9 @@ def run_syncer(config: Config, shard: int, place: RoleSpec) -> int:
   this is logged, and sets the exit status.
   """
   check_spec(config, place)
-  if not 0 <= shard < config.sync.num_shards:
-    raise ConfigError(
-      f"--shard={shard}: the config has sync.num_shards = {config.sync.num_shards}."
-      f" Fix: use 0 to {config.sync.num_shards - 1}."
-    )
+  count = config.sync.num_shards
+  rule, fix = f"the config has sync.num_shards = {count}", f"use 0 to {count - 1}"
+  require(0 <= shard < count, "--shard", shard, rule, fix)
   if _is_finished(syncer_address(shard), config, place):
     return FINISHED
   with RoleRunner(syncer_address(shard), config, place) as runner:

@@ -65,22 +65,23 @@ class ThreadsEngine(Engine):
     islands: dict[int, Island] | None = None,
   ):
     super().__init__(config, workdir, measure)
+    self._corpus = corpus
     # Opened once: a restarted learner has nothing to prepare that could hold up the others.
-    self._streams = [data.Stream(corpus, config, m) for m in range(config.num_islands())]
+    self._streams = {m: data.Stream(corpus, config, m) for m in range(config.num_islands())}
     # No member ever has more than the whole model under way, in either direction.
     model_bytes, receivers = 4 * sum(self.plan.sizes), config.islands.num_learners + 1
     room = receivers * model_bytes + (1 << 30)
     self._hub = Hub(max_bulk_bytes=room)
     self._store: Store = {}
     visible = jax.devices()
-    mine = visible[: max(0, len(visible) - config.run.evaluator_devices)]
+    self._visible = mine = visible[: max(0, len(visible) - config.run.evaluator_devices)]
     counts = [config.islands.island(m).devices for m in range(config.num_islands())]
     shared: dict = {}  # equal islands' programs
     self.islands = islands or {
       m: Island(config, m, group, self.plan, shared)
       for m, group in enumerate(devices.partition(mine, counts))
     }
-    self._lost_slices: set[int] = set()  # islands whose devices have failed
+    self._unbuilt: set[int] = set()  # islands whose devices have failed, or that join unplanned
     self._life_steps: dict[int, int] = {}  # learner -> steps of its newest life
     self._restored: restore.Restored | None = None
     self._first_incarnation = 0
@@ -92,8 +93,7 @@ class ThreadsEngine(Engine):
     if (self.workdir / "events").exists():
       self._start_after(role_spec.newest(self.workdir, peers.seconds_since_2020()))
     self._start_time = time.monotonic() - (time.time() - start_time(self.workdir))
-    learners = [learner_address(m) for m in self.islands]
-    self._profiler = Profiler(self.workdir, learners, lambda: self._recorder)
+    self._profiler = Profiler(self.workdir, lambda: self._recorder)
     self._recorder = self._record("engine", 0)
 
   def _prepare(self) -> None:
@@ -137,13 +137,13 @@ class ThreadsEngine(Engine):
     self._recorder.record(events.Compiled(target=learner_address(m), seconds=round(seconds, 3)))
 
   def _run_learner(self, m: int, faults: Faults, recorder: Recorder, afresh: bool) -> None:
-    if m in self._lost_slices and not self._rebuild(m, faults):
+    if m in self._unbuilt and not self._build(m, faults):
       return
     try:
       self._train(m, faults, recorder, afresh)
     except Exception as error:
       if devices.lost_devices(error):
-        self._lost_slices.add(m)
+        self._unbuilt.add(m)
       raise
 
   def _train(self, m: int, faults: Faults, recorder: Recorder, afresh: bool) -> None:
@@ -175,20 +175,22 @@ class ThreadsEngine(Engine):
       if unmerged := unmerged_tokens(role.exchange.state):
         self._note_lost(name, f"{unmerged} tokens were not merged in network.drain_seconds")
 
-  def _rebuild(self, m: int, faults: Faults) -> bool:
-    """Makes a new island once its devices are back; False if the run ends before that.
+  def _build(self, m: int, faults: Faults) -> bool:
+    """Makes a new island once its devices answer; False if the run ends before that.
 
     The programs and arrays of a failed slice are lost with it.
     """
-    name, lost = learner_address(m), list(self.islands[m].mesh.devices.flat)
-    say(f"{name}: waits until its {len(lost)} devices are back")
-    while (group := devices.answering(lost)) is None:
+    name, wanted = learner_address(m), list(self.islands[m].mesh.devices.flat)
+    say(f"{name}: waits until its {len(wanted)} devices are there")
+    while (group := devices.answering(wanted)) is None:
       if name in self._told or self.stop.wait(DEVICES_SECONDS):
         return False
       faults.check(self._global_step)
     self.islands[m] = Island(self.config, m, group, self.plan)
     self._compile(m)
-    self._lost_slices.discard(m)
+    if not self.config.sync.num_shards:
+      self.islands[m].load(self._first)
+    self._unbuilt.discard(m)
     return True
 
   def _run_syncer(self, shard: int, faults: Faults, recorder: Recorder) -> None:
@@ -205,6 +207,7 @@ class ThreadsEngine(Engine):
   def _connected(self, faults: Faults, recorder: Recorder) -> Iterator[Runtime]:
     """What a role runs in: a connection, and what saves its parts of snapshots, both closed after
     its life."""
+    self._works(recorder.role)
     endpoint = FaultyEndpoint(self._hub.connect(recorder.role), faults.messages)
     faults.cut, saver = endpoint.close, None
     if self._storage is not None and recorder.role != EVALUATOR_ADDRESS:
@@ -224,7 +227,10 @@ class ThreadsEngine(Engine):
 
   def _start(self, name: str, life: int, afresh: bool) -> None:
     kind, number = parse_role(name)
-    faults = self._faults.get(name) or self._new_faults(name)
+    if name not in self._faults:  # it performs those of all its lives itself
+      plan = [f for f in self._planned if f.role == name and f.action != "join"]
+      self._faults[name] = Faults(plan, self._training_since, self._recorder.record, name)
+    faults = self._faults[name]
 
     def live(recorder: Recorder) -> None:
       if kind == "learner":
@@ -237,15 +243,26 @@ class ThreadsEngine(Engine):
 
     self._start_thread(name, self._first_incarnation + life, live)
 
-  def _new_faults(self, name: str) -> Faults:
-    """The planned faults of all lives of a role, which performs them itself."""
-    plan = [f for f in self._planned if f.role == name and f.action != "join"]
-    faults = self._faults[name] = Faults(plan, self._training_since, self._recorder.record, name)
-    return faults
-
   def _requested(self, fault: Fault) -> None:
-    if fault.action != "join" and fault.role in self._faults:
+    if fault.action == "join":
+      self._make_room(parse_role(fault.role)[1])
+      super()._requested(fault)
+    elif fault.role in self._faults:
       self._faults[fault.role].plan(fault)
+
+  def _make_room(self, m: int) -> None:
+    """Gives a learner that nobody planned devices of its own; its first life compiles.
+
+    Raises:
+      ConfigError: no devices are left for it.
+    """
+    if m not in self.islands:
+      used = {each for island in self.islands.values() for each in island.mesh.devices.flat}
+      free = [each for each in self._visible if each not in used]
+      (group,) = devices.partition(free, [self.config.islands.island(m).devices])
+      self._streams[m] = data.Stream(self._corpus, self.config, m)
+      self.islands[m] = Island(self.config, m, group, self.plan)
+      self._unbuilt.add(m)
 
   def _observe(self) -> None:
     self._hangs.look()
@@ -295,7 +312,8 @@ class ThreadsEngine(Engine):
     if self.config.sync.num_shards:
       return self._result(reason, *self._global_params())
     gone = {n for n, role in members(self._state).items() if role.phase == GONE}
-    left = [m for m in self.islands if learner_address(m) not in gone] or list(self.islands)
+    built = [m for m in self.islands if m not in self._unbuilt]
+    left = [m for m in built if learner_address(m) not in gone] or built
     each = {m: self.islands[m].params_on_host() for m in left}
     furthest = max(self._life_steps.get(m, 0) for m in left)  # each life began anew
     seen = furthest * self.config.planned_tokens_per_step

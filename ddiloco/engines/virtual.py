@@ -19,7 +19,8 @@ import msgspec
 import numpy as np
 
 from ddiloco import workdir as workdirs
-from ddiloco.config import Config, ConfigError
+from ddiloco.checks import require
+from ddiloco.config import Config
 from ddiloco.core import codec
 from ddiloco.core.codec import Encoded
 from ddiloco.core.delta import Committed, ReceivedPushes, commit
@@ -98,7 +99,10 @@ def simulate(
   run = VirtualRun(config, setting, emit)
   with contextlib.ExitStack() as stack:
     if workdir is not None and logs is not None:  # it is touched only after the checks
-      _refuse_another(workdir, overwrite)
+      free = overwrite or not (workdir / "events").exists()
+      # It cannot go on: its events would be there twice.
+      fix = "choose another directory, or add --overwrite to replace it"
+      require(free, "--workdir", str(workdir), "holds a run", fix)
       stack.enter_context(workdirs.held(workdir))
       workdirs.claim(workdir, config, overwrite)
       stack.callback(logs.close)
@@ -114,15 +118,6 @@ def simulate(
     **account.aftermath.numbers(),
     "unplanned_exits": [msgspec.to_builtins(event) for event in account.aftermath.unplanned()],
   }
-
-
-def _refuse_another(workdir: Path, overwrite: bool) -> None:
-  """Refuses a workdir with a run: a virtual run cannot go on, its events would be there twice."""
-  if (workdir / "events").exists() and not overwrite:
-    raise ConfigError(
-      f"--workdir={workdir}: holds a run. Fix: choose another directory, or add --overwrite to"
-      " replace it."
-    )
 
 
 # --- How fast this machine merges, measured on a test fragment

@@ -18,17 +18,19 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import yaml
 
-from ddiloco.checks import ConfigError
+from ddiloco.checks import refusal
 from ddiloco.launch import gke, tpu_vms
 from ddiloco.launch.gke import Document, GkeRun, JobSetState
 from ddiloco.launch.placement import PlacedIsland
-from ddiloco.launch.tpu_vms import Need, Seen, TpuVmRun
+from ddiloco.launch.tpu_vms import Need, Seen, Slice, TpuVmRun
+
+T, R = TypeVar("T"), TypeVar("R")
 
 # --- Calls of programs: each has a name, a limit and a line in the log
 
@@ -82,10 +84,8 @@ def attempt(
       start_new_session=True,  # so that gcloud's children can be killed with it
     )
   except FileNotFoundError as error:
-    raise ConfigError(
-      f"{command[0]}: is not installed here. Fix: install it (Google Cloud's command line has both"
-      " gcloud and kubectl), or use --dry_run, which needs neither."
-    ) from error
+    fix = "install it (Google Cloud's command line has both gcloud and kubectl), or use --dry_run"
+    raise refusal("PATH", command[0], "is not installed here", fix) from error
   try:
     out, error_text = process.communicate(stdin, timeout=limit_seconds)
   except subprocess.TimeoutExpired:
@@ -260,7 +260,8 @@ class Slices:
     watch_seconds: float,
     poll_seconds: float,
   ):
-    self._run, self._islands, self._slice_seconds = run, run.placement.islands, run.slice_seconds
+    self._run, self._islands = run, run.placement.islands
+    self._slice_seconds = 60 * run.slice_minutes
     self._files, self._secrets = files, secrets
     self._watch_seconds, self._poll_seconds = watch_seconds, poll_seconds
     self._ended = threading.Event()  # set by Ctrl-C
@@ -271,7 +272,7 @@ class Slices:
     Raises:
       LaunchError: an island does not run within its limits; the others do.
     """
-    self._each(lambda island: self._keep(island, until=(Need.RUN, Need.DONE), again=True))
+    self._each(lambda island: self._keep(island, (Need.RUN, Need.DONE), again=True), self._islands)
 
   def watch(self) -> None:
     """Works until every role is done; a slice that was taken away is made anew.
@@ -279,7 +280,7 @@ class Slices:
     Raises:
       LaunchError: an island has failed; the others were watched to their end.
     """
-    self._each(lambda island: self._keep(island, until=(Need.DONE,), again=False))
+    self._each(lambda island: self._keep(island, (Need.DONE,), again=False), self._islands)
 
   def status(self) -> list[str]:
     """A line for each island."""
@@ -288,32 +289,38 @@ class Slices:
       seen = self._look(island)
       return f"{island.role} in {island.where}: {seen.slice.lower()}, hosts {_roles(seen)}"
 
-    return self._each(one)
+    return self._each(one, self._islands)
 
   def delete(self) -> list[str]:
-    """Lets roles drain, and deletes the slices; returns a line for each slice that is left."""
+    """Lets roles drain, and deletes all slices with the label of the run, also those of islands
+    that its config has no more; returns a line for each slice that is left.
 
-    def one(island: PlacedIsland) -> str:
-      role, name = island.role, f"{self._run.slice_name(island)} in {island.where}"
-      if self._look(island).slice == "READY":
-        stop = self._run.on_hosts(island, self._run.stop_script())
-        attempt(f"{role}: stops", stop, self._run.stop_seconds + CALL_SECONDS)
-      command = self._run.delete(island)
-      ran = attempt(f"{role}: deletes its slice", command, self._slice_seconds)
-      if ran.status != 0 and "NOT_FOUND" not in ran.error:
-        return f"{name}: {ran.reason}"
-      left = self._look(island).slice
-      return "" if left == "ABSENT" else f"{name}: {left.lower()}"
+    Raises:
+      LaunchError: gcloud does not say which slices there are.
+    """
 
-    return [left for left in self._each(one) if left]
+    def one(each: Slice) -> None:
+      if self._describe(each, "tpu-vm").slice == "READY":
+        stop = self._run.on_hosts(each, self._run.stop_script())
+        attempt(f"{each.name}: stops", stop, self._run.stop_seconds + CALL_SECONDS)
+      ran = attempt(f"{each.name}: is deleted", self._run.delete(each), self._slice_seconds)
+      if ran.status != 0:
+        say(f"{each.name}: {ran.reason}")
+
+    self._each(one, self._listed())
+    return [f"{name} in {zone}: {s.slice.lower()}" for (name, zone), s in self._listed().items()]
+
+  def _listed(self) -> dict[Slice, Seen]:
+    out = call(f"{self._run.name}: its slices", self._run.list_all(), CALL_SECONDS)
+    return tpu_vms.listed(json.loads(out), self._run.name)
 
   # --- one island ---------------------------------------------------------------------------------
 
-  def _each(self, one: Callable[[PlacedIsland], Any]) -> list[Any]:
-    """Calls `one` for all islands at once; raises their LaunchErrors together, after all ended."""
-    with concurrent.futures.ThreadPoolExecutor(len(self._islands)) as threads:
+  def _each(self, one: Callable[[T], R], them: Collection[T]) -> list[R]:
+    """Calls `one` for all at once; raises their LaunchErrors together, after all ended."""
+    with concurrent.futures.ThreadPoolExecutor(max(1, len(them))) as threads:
       try:
-        done = [threads.submit(one, island) for island in self._islands]
+        done = [threads.submit(one, each) for each in them]
         concurrent.futures.wait(done)
       except BaseException:  # Ctrl-C
         say("ends with the calls that are under way; nothing is undone")
@@ -348,30 +355,21 @@ class Slices:
       elif math.isinf(must_run_by):
         must_run_by = now + self._slice_seconds
         say(f"{role}: waits until it runs (at most {self._slice_seconds:g} s)")
-      for wrong, why, fix in (
-        (
-          need is Need.FAILED,
-          f"its role has used up its --max_restarts ({_roles(seen)})",
-          f"see `sudo docker logs {self._run.name}` on its hosts, then create again",
-        ),
-        (
-          now >= deadline,
-          f"is not done within {self._watch_seconds:g} s; it goes on",
-          "watch it again, or delete it",
-        ),
-        (
-          now >= must_run_by,
-          f"does not run after {self._slice_seconds:g} s ({seen.slice.lower()})",
-          "see above what was refused; raise --slice_minutes, or take another zone",
-        ),
-        (
-          need is Need.DELETE and not recreations,
-          f"its slice was taken away once more, --recreations = {self._run.recreations}",
-          "raise that, take another zone, or leave out --spot",
-        ),
-      ):
-        if wrong:
-          raise LaunchError(f"{role}: {why}. Fix: {fix}.")
+      why = fix = ""
+      if need is Need.FAILED:
+        why = f"its role has used up its --max_restarts ({_roles(seen)})"
+        fix = f"see `sudo docker logs {self._run.name}` on its hosts, then create again"
+      elif now >= deadline:
+        why = f"is not done within {self._watch_seconds:g} s; it goes on"
+        fix = "watch it again, or delete it"
+      elif now >= must_run_by:
+        why = f"does not run after {self._slice_seconds:g} s ({seen.slice.lower()})"
+        fix = "see above what was refused; raise --slice_minutes, or take another zone"
+      elif need is Need.DELETE and not recreations:
+        why = f"its slice was taken away once more, --recreations = {self._run.recreations}"
+        fix = "raise that, take another zone, or leave out --spot"
+      if why:
+        raise LaunchError(f"{role}: {why}. Fix: {fix}.")
       try:
         self._do(island, need, seen)
         started, recreations = started or need is Need.START, recreations - (need is Need.DELETE)
@@ -380,42 +378,44 @@ class Slices:
       self._ended.wait(self._poll_seconds)
 
   def _do(self, island: PlacedIsland, need: Need, seen: Seen) -> None:
-    role, limit = island.role, self._slice_seconds
+    role, limit, each = island.role, self._slice_seconds, self._run.slice(island)
     if need is Need.CREATE:
       call(f"{role}: asks for its slice", self._run.create(island), limit)
     elif need is Need.DELETE:
-      call(f"{role}: deletes its slice, which was taken away", self._run.delete(island), limit)
+      call(f"{role}: deletes its slice, which was taken away", self._run.delete(each), limit)
     elif need is Need.START:
       with tempfile.TemporaryDirectory(prefix="ddiloco-launch-") as temporary:
         folder = Path(temporary) / tpu_vms.STAGED
         secret = f"{role}.key_secret"
         stage(folder, self._files, {secret: self._secrets[secret]})
-        copy = self._run.copy(island, str(folder))
+        copy = self._run.copy(each, str(folder))
         call(f"{role}: brings config and keys", copy, COPY_SECONDS)
-      command = self._run.on_hosts(island, self._run.start_script(island, seen.leader))
+      command = self._run.on_hosts(each, self._run.start_script(island, seen.leader))
       call(f"{role}: starts", command, START_SECONDS)
 
   def _look(self, island: PlacedIsland) -> Seen:
     """The state of the slice and its roles; "UNSEEN" if a query failed."""
+    each = self._run.slice(island)
     if self._run.queued:
-      request = self._describe(island, "queued-resources")
+      request = self._describe(each, "queued-resources")
       if request.slice != "ACTIVE":
         return request
-    seen = self._describe(island, "tpu-vm")
+    seen = self._describe(each, "tpu-vm")
     if seen.slice != "READY":
       return seen
-    command = self._run.on_hosts(island, self._run.look_script())
+    command = self._run.on_hosts(each, self._run.look_script())
     ran = attempt(f"{island.role}: its hosts", command, CALL_SECONDS, looks=True)
     roles = tpu_vms.seen_roles(ran.out)
     if ran.status != 0 or len(roles) != island.shape.hosts:
       return Seen(f"UNSEEN: {ran.reason}", leader=seen.leader)
     return dataclasses.replace(seen, roles=roles)
 
-  def _describe(self, island: PlacedIsland, group: str) -> Seen:
-    command = self._run.describe(island, group)
-    ran = attempt(f"{island.role}: its {group}", command, CALL_SECONDS, looks=True)
+  def _describe(self, each: Slice, group: str) -> Seen:
+    ran = attempt(
+      f"{each.name}: its {group}", self._run.describe(each, group), CALL_SECONDS, looks=True
+    )
     if ran.status == 0:
-      return tpu_vms.seen_slice(ran.out)
+      return tpu_vms.seen_slice(json.loads(ran.out))
     return Seen("ABSENT" if "NOT_FOUND" in ran.error else f"UNSEEN: {ran.reason}")
 
 
@@ -426,9 +426,9 @@ def stage(folder: Path, files: Mapping[str, str], secrets: Mapping[str, str]) ->
     (folder / path).write_text(text)
   (folder / "keys" / "secret").mkdir(mode=0o700, parents=True)
   for name, text in secrets.items():
-    descriptor = os.open(folder / "keys" / "secret" / name, os.O_WRONLY | os.O_CREAT, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-      file.write(text)
+    path = folder / "keys" / "secret" / name
+    path.touch(0o600)
+    path.write_text(text)
 
 
 def _roles(seen: Seen) -> str:

@@ -14,19 +14,11 @@ from typing import Any
 
 from ddiloco.checks import option, require
 from ddiloco.environment import TERMINATED
-from ddiloco.launch.placement import (
-  PROBE_PORT,
-  SHARD_PORT,
-  PlacedIsland,
-  Placement,
-  host_flags,
-  require_urls,
-  role_command,
-)
+from ddiloco.launch import placement
+from ddiloco.launch.placement import FOLDER, PROBE_PORT, SHARD_PORT, WORK, PlacedIsland, Placement
 
 Document = dict[str, Any]
 
-FOLDER, WORK = "/ddiloco", "/work"  # in every container: config and keys; the shared volume
 RUN, ROLE = "ddiloco/run", "ddiloco/role"  # labels of all objects
 KINDS = "jobsets.jobset.x-k8s.io,services,configmaps,secrets"  # of a run's objects
 _GKE_CONTEXT = re.compile(r"gke_([^_]+)_([^_]+)_(.+)")
@@ -79,7 +71,8 @@ class GkeRun:
     )
     apart = len(self.contexts()) > 1
     require(len(given) == count or not (apart or given), "--shard_addresses", given, rule, fix)
-    require_urls([f"tcp://{host}:{SHARD_PORT}" for host in given], "--shard_addresses", given)
+    urls = [f"tcp://{host}:{SHARD_PORT}" for host in given]
+    placement.require_urls(urls, "--shard_addresses", given)
 
   def contexts(self) -> list[str]:
     """kubectl's names of the clusters; shards and evaluator are in the first one."""
@@ -182,7 +175,7 @@ class GkeRun:
       pod["tolerations"] = [toleration]
     command = [
       *self._command(island.role, at_home),
-      *host_flags(shape, "$(JOB_COMPLETION_INDEX)", self._dns(jobset, "host")),
+      *placement.host_flags(shape, "$(JOB_COMPLETION_INDEX)", self._dns(jobset, "host")),
     ]
     chips = {"google.com/tpu": shape.chips_per_host}
     job = self._job(island.role, command, chips, pod, shape.hosts)
@@ -314,7 +307,7 @@ class GkeRun:
     jobset = f"{self.name}-shards"
     names = [self._dns(jobset, f"shard-{shard}") for shard in self.placement.shards]
     urls = [f"tcp://{host}:{SHARD_PORT}" for host in (names if at_home else self.shard_addresses)]
-    return role_command(self.placement, role, urls, FOLDER, f"{WORK}/{self.name}")
+    return placement.role_command(self.placement, role, urls)
 
 
 def _when_taken_away(action: str) -> Document:

@@ -102,6 +102,7 @@ def shape_of(topology: str, field: str = "islands.topology") -> Shape:
 # --- Each role's place and flags
 
 SHARD_PORT, ISLAND_PORT, PROBE_PORT = 7000, 7001, 8080
+FOLDER, WORK = "/ddiloco", "/work"  # in every container: config and keys; the workdirs
 # GKE gives a pod 15 seconds when its spot machine is taken away; a role drains in 10 of them.
 SPOT_DRAIN_SECONDS = 10.0
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,28}[a-z0-9])?")
@@ -218,24 +219,15 @@ def _where(places: Sequence[str], count: int) -> list[str]:
   return [found[m] for m in range(count)]
 
 
-def role_command(
-  placement: Placement, role: str, syncers: Sequence[str], folder: str, workdir: str
-) -> list[str]:
-  """The command that starts `role` ("learner-3") on its machine.
-
-  Args:
-    placement: of the run.
-    role: the role's name, which ends with its number.
-    syncers: urls at which this role reaches all shards.
-    folder: on that machine, with config.json and keys.
-    workdir: on that machine.
-  """
+def role_command(placement: Placement, role: str, syncers: Sequence[str]) -> list[str]:
+  """The command that starts `role` ("learner-3") in its container; `syncers`: the urls at which it
+  reaches all shards."""
   kind, _, number = role.partition("-")
   flags = {
-    "config": f"{folder}/config/config.json",
-    "workdir": workdir,
+    "config": f"{FOLDER}/config/config.json",
+    "workdir": f"{WORK}/{placement.name}",
     "run_id": placement.name,
-    "keys": f"{folder}/keys",
+    "keys": f"{FOLDER}/keys",
     "syncers": ",".join(syncers),
     "http": f"0.0.0.0:{PROBE_PORT}",
     "term_status": TERMINATED,

@@ -9,21 +9,27 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import json
 import shlex
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ddiloco.checks import option, require
-from ddiloco.launch.placement import PlacedIsland, Placement, host_flags, require_urls, role_command
+from ddiloco.launch import placement
+from ddiloco.launch.placement import FOLDER, WORK, PlacedIsland, Placement
 
-FOLDER = "/ddiloco"  # in the container: config and keys
 STAGED = "ddiloco"  # on a host, under the user's home
-WORK = "/work"  # in the container: workdir
+_LABEL = "ddiloco-run"  # of every slice: the run's name
 _ROLE = "role: "  # begins the line that `look_script` prints on a host
 _WORKER = (
   "http://metadata.google.internal/computeMetadata/v1/instance/attributes/agent-worker-number"
 )
+
+
+class Slice(NamedTuple):
+  """A slice, by which the cloud knows it."""
+
+  name: str
+  zone: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +51,6 @@ class TpuVmRun:
   def name(self) -> str:
     return self.placement.name
 
-  @property
-  def slice_seconds(self) -> float:
-    return 60 * self.slice_minutes
-
   def check(self) -> None:
     """Refuses options that cannot work.
 
@@ -61,57 +63,64 @@ class TpuVmRun:
     fix = "start them first (docs/launch.md) and give --syncers=tcp://ADDRESS:7000,..."
     right = len(self.syncers) == len(self.placement.shards)
     require(right, "--syncers", ",".join(self.syncers), rule, fix)
-    require_urls(self.syncers, "--syncers", self.syncers)
+    placement.require_urls(self.syncers, "--syncers", self.syncers)
     for island in self.placement.islands:
       fix = "give --place=us-east5-b=0,1, once for each zone"
       require(bool(island.where), "--place", "", f"{island.role} needs a zone", fix)
 
   # --- commands ----------------------------------------------------------------------------------
 
-  def _tpu(
-    self, what: str, island: PlacedIsland, *flags: str, names: Sequence[str] = ()
-  ) -> list[str]:
-    """`what` is done to the island's slice, or to these `names`."""
+  def _tpu(self, what: str, zone: str, *words: str) -> list[str]:
     project = [f"--project={self.project}"] if self.project else []
-    words = ["gcloud", "compute", "tpus", *what.split(), *(names or [self.slice_name(island)])]
-    return [*words, f"--zone={island.where}", *project, "--quiet", *flags]
+    command = ["gcloud", "compute", "tpus", *what.split(), *words]
+    return [*command, f"--zone={zone}", *project, "--quiet"]
 
-  def slice_name(self, island: PlacedIsland) -> str:
-    return f"{self.name}-{island.role}"
+  @property
+  def group(self) -> str:
+    """gcloud's name for what is made and deleted: slices, or requests for them."""
+    return "queued-resources" if self.queued else "tpu-vm"
+
+  def slice(self, island: PlacedIsland) -> Slice:
+    return Slice(f"{self.name}-{island.role}", island.where)
 
   def create(self, island: PlacedIsland) -> list[str]:
     """Makes the slice and waits for it; with queued resources only asks for it."""
-    shape = island.shape
-    runtime = self.runtime_version or shape.kind.runtime
-    flags = [f"--accelerator-type={shape.accelerator_type}", f"--labels=ddiloco-run={self.name}"]
-    flags += ["--spot"] if self.placement.spot else []
+    name, zone = self.slice(island)
+    runtime = self.runtime_version or island.shape.kind.runtime
+    flags = [f"--accelerator-type={island.shape.accelerator_type}"]
+    flags += [f"--labels={_LABEL}={self.name}", *(["--spot"] if self.placement.spot else [])]
     if self.queued:
-      flags += [f"--runtime-version={runtime}", f"--node-id={self.slice_name(island)}"]
-      return self._tpu("queued-resources create", island, *flags)
-    return self._tpu("tpu-vm create", island, *flags, f"--version={runtime}")
+      flags += [f"--runtime-version={runtime}", f"--node-id={name}"]
+    else:
+      flags += [f"--version={runtime}"]
+    return self._tpu(f"{self.group} create", zone, name, *flags)
 
-  def describe(self, island: PlacedIsland, group: str = "tpu-vm") -> list[str]:
-    return self._tpu(f"{group} describe", island, "--format=json")
+  def describe(self, each: Slice, group: str = "tpu-vm") -> list[str]:
+    return self._tpu(f"{group} describe", each.zone, each.name, "--format=json")
 
-  def delete(self, island: PlacedIsland) -> list[str]:
+  def list_all(self) -> list[str]:
+    """All slices of the project in all zones, or requests for them; `listed` finds the run's."""
+    return self._tpu(f"{self.group} list", "-", "--format=json")
+
+  def delete(self, each: Slice) -> list[str]:
     """Deletes the slice, and the request for it."""
-    if self.queued:
-      return self._tpu("queued-resources delete", island, "--force")
-    return self._tpu("tpu-vm delete", island)
+    force = ["--force"] if self.queued else []
+    return self._tpu(f"{self.group} delete", each.zone, each.name, *force)
 
-  def copy(self, island: PlacedIsland, folder: str) -> list[str]:
+  def copy(self, each: Slice, folder: str) -> list[str]:
     """Copies the local `folder`, whose name is STAGED, to the home of every host."""
-    names = folder, f"{self.slice_name(island)}:."
-    return self._tpu("tpu-vm scp", island, "--recurse", "--worker=all", names=names)
+    words = folder, f"{each.name}:.", "--recurse", "--worker=all"
+    return self._tpu("tpu-vm scp", each.zone, *words)
 
-  def on_hosts(self, island: PlacedIsland, script: str) -> list[str]:
+  def on_hosts(self, each: Slice, script: str) -> list[str]:
     """Runs `script` in a shell on every host."""
-    return self._tpu("tpu-vm ssh", island, "--worker=all", f"--command={script}")
+    return self._tpu("tpu-vm ssh", each.zone, each.name, "--worker=all", f"--command={script}")
 
   def start_script(self, island: PlacedIsland, leader: str) -> str:
     """Starts the role on a host, replacing a container there; `leader`: address of host 0."""
-    role = role_command(self.placement, island.role, self.syncers, FOLDER, f"{WORK}/{self.name}")
-    command = " ".join([*map(shlex.quote, role), *host_flags(island.shape, '"$host"', leader)])
+    role = placement.role_command(self.placement, island.role, self.syncers)
+    hosts = placement.host_flags(island.shape, '"$host"', leader)
+    command = " ".join([*map(shlex.quote, role), *hosts])
     most = self.placement.max_restarts
     flags = [
       f"--name={self.name}",
@@ -195,15 +204,25 @@ def next_need(seen: Seen) -> Need:
   return Need.RUN
 
 
-def seen_slice(described: str) -> Seen:
-  """The state in `describe --format=json` of a TPU VM, without its roles, or of a queued resource:
-  if that is "ACTIVE", see the TPU VM."""
-  node = json.loads(described)
+def seen_slice(node: Mapping[str, Any]) -> Seen:
+  """The state in the JSON of a TPU VM, without its roles, or of a queued resource: if that is
+  "ACTIVE", see the TPU VM."""
   state: Any = node.get("state", {})
   endpoints: Sequence[dict[str, str]] = node.get("networkEndpoints") or [{}]
   leader = endpoints[0].get("ipAddress", "")
   state = state.get("state", "STATE_UNSPECIFIED") if isinstance(state, dict) else state
   return Seen(state, leader=leader)
+
+
+def listed(nodes: Sequence[Mapping[str, Any]], run: str) -> dict[Slice, Seen]:
+  """Of the JSON that `TpuVmRun.list_all` prints, all slices with the label of the run."""
+  found = {}
+  for node in nodes:
+    specs = [spec["node"] for spec in node.get("tpu", {}).get("nodeSpec", [])]
+    if any(each.get("labels", {}).get(_LABEL) == run for each in (node, *specs)):
+      _, _, _, zone, _, name = node["name"].split("/")  # projects/P/locations/ZONE/nodes/NAME
+      found[Slice(name, zone)] = seen_slice(node)
+  return found
 
 
 def seen_roles(said: str) -> tuple[str, ...]:

@@ -396,7 +396,10 @@ def _same(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def replay_run(
-  workdir: Path, trace: Trace, progress: Callable[[int, int], None] = lambda done, of: None
+  workdir: Path,
+  trace: Trace,
+  progress: Callable[[int, int], None] = lambda done, of: None,
+  config: Config | None = None,
 ) -> tuple[dict[str, Any], str]:
   """Replays a run on this process's devices; compares its losses, saved states and result.
 
@@ -404,6 +407,7 @@ def replay_run(
     workdir: of the run.
     trace: its trace, without problems.
     progress: called with the operations done, and of all.
+    config: the run's, None: as the workdir has it.
 
   Returns:
     (counts, and "identical": whether there were comparisons and no differences; the first
@@ -413,7 +417,7 @@ def replay_run(
     ConfigError: the result cannot be read, or there are too few devices.
   """
   started = time.monotonic()
-  config = saved_config(workdir)
+  config = saved_config(workdir, config)
   replay = Replay(config, trace, islands(config, trace, jax.devices()))
   replay.run(progress)
   result = workdir / "result"

@@ -154,8 +154,6 @@ class StateLayout:
       alike = like.sharding is not None and like.shape == leaf.shape
       sharding = like.sharding if alike else replicated
       self.leaves[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-    if len(self.leaves) != len(found):
-      raise ValueError(f"two leaves of the optimizer's state have one name: {sorted(self.leaves)}")
     leaves, first = self.leaves.items(), "/" + next(iter(params))
     self.shardings = {name: leaf.sharding for name, leaf in leaves}
     prefixes = [name.removesuffix(first) + "/" for name in self.leaves if name.endswith(first)]

@@ -60,13 +60,17 @@ def test_a_dry_run_prints_all_and_touches_nothing(cloud, flags, capsys):
 def test_every_action_has_a_dry_run(target, action, cloud, flags, capsys):
   more = GKE if target == "gke" else TPU_VMS
   assert cli.main(["launch", target, action, *flags, *more, "--dry_run"]) == 0
-  assert capsys.readouterr().out and cloud.asked() == []
+  out = capsys.readouterr().out
+  assert out and cloud.asked() == []
+  if (target, action) == ("tpu-vms", "delete"):
+    commands = [shlex.split(line) for line in out.splitlines() if not line.startswith("#")]
+    assert [words[4] for words in commands] == ["list", *["describe", "ssh", "delete"] * 2]
 
 
 @pytest.mark.parametrize(
   ("changed", "said"),
   [
-    ([], "--yes: was not given, nothing was made. Fix: "),
+    ([], "--yes = False: was not given, nothing was made. Fix: "),
     (["--yes", "--prices=v6e=2.5"], "has no price"),
     (["--yes", "--hours=0"], "--hours = 0.0"),
     (["--yes", "--watch_hours=nan"], "--watch_hours=nan"),

@@ -11,7 +11,8 @@ import pytest
 import safetensors
 import safetensors.numpy
 
-from ddiloco import cli, environment
+import ddiloco
+from ddiloco import cli, custom, environment
 from ddiloco.checkpoint import weights
 from ddiloco.config import from_dict
 from ddiloco.roles import initial
@@ -22,6 +23,25 @@ SMALL = {
   "data": {"source": "synthetic", "sequence_length": 8},
 }  # fmt: skip
 CONFIG = from_dict(SMALL)
+OWN = """
+import jax, jax.numpy as jnp
+from flax import nnx
+from ddiloco.models.model import NnxModel
+
+class Mean(NnxModel):
+  def __init__(self):
+    super().__init__(lambda rngs: nnx.Linear(1, 1, rngs=rngs))
+  def inputs(self, batch_size, sequence_length):
+    return jax.ShapeDtypeStruct((batch_size, sequence_length + 1), jnp.int32)
+  def loss(self, params, batch, execution=None):
+    loss = jnp.float32(0.5) + 0 * sum(jnp.sum(each) for each in params.values())
+    return loss, {"loss": loss}
+  def evaluate(self, params, batch):
+    return self.loss(params, batch)[1]
+
+def model(config):
+  return Mean()
+"""
 FORMS = ["model.safetensors", "model"]
 
 
@@ -44,6 +64,37 @@ def workdir(tmp_path, params) -> Path:
   (folder / "config.json").write_text(CONFIG.to_json())
   weights.save(folder / "result", params, {weights.MERGED_TOKENS: "12345"})
   return folder
+
+
+def test_a_result_of_own_parts_is_used_where_its_project_has_moved(tmp_path, capsys):
+  """Its model was looked for where it had been, however the command was told where it is."""
+  old, new = tmp_path / "old.d" / "mine.py", tmp_path / "new.d" / "mine.py"
+  for path in (old, new):
+    path.parent.mkdir()
+    path.write_text(OWN)
+  config = from_dict({**SMALL, "model": {"custom": f"{old}:model"}, "sync": {"num_fragments": 2}})
+  run = tmp_path / "run"
+  run.mkdir()
+  (run / "config.json").write_text(config.to_json())
+  weights.save(run / "result", initial.initial_params(config))
+  old.unlink()
+  custom.load_model.cache_clear()
+  flags = [f"--workdir={run}", f"--config={run}", f"--config.model.custom={new}:model"]
+  assert cli.main(["export", flags[0], f"--to={tmp_path / 'no'}"]) == 2
+  assert "give its --config there" in capsys.readouterr().err
+  assert cli.main(["export", *flags, f"--to={tmp_path / 'model.safetensors'}"]) == 0
+  assert cli.main(["evaluate", *flags, "--cpu"]) == 0
+  assert json.loads(capsys.readouterr().out.splitlines()[-1])["loss"] == 0.5
+  moved = ddiloco.load(run)
+  moved.model.custom = f"{new}:model"
+  assert ddiloco.Run(run, moved).evaluate() == {"loss": 0.5}
+  assert cli.main(["generate", *flags, "--cpu"]) == 2
+  assert "this model makes no text" in capsys.readouterr().err
+  for command in ("evaluate", "replay"):
+    assert cli.main([command, flags[0], flags[2]]) == 2
+    assert "--config: is needed" in capsys.readouterr().err
+  assert cli.main(["evaluate", *flags, "--config.seed=7"]) == 2
+  assert "seed = 7: the run in --workdir=" in capsys.readouterr().err
 
 
 def export(workdir: Path, to: object, *more: str) -> int:

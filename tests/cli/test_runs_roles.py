@@ -116,7 +116,7 @@ def test_what_every_role_needs(refused, command, tmp_path):
   [
     (["learner", "--learner=-1"], "learner"),
     (["learner", "--learner=x"], "learner"),
-    (["syncer", "--shard=9", "--bind=tcp://127.0.0.1:0"], "--shard=9: the config has"),
+    (["syncer", "--shard=9", "--bind=tcp://127.0.0.1:0"], "--shard = 9: the config has"),
     (["evaluator", "--config.sync.num_shards=3"], "names 2 shards"),
     (["evaluator", "--config.sync.num_shards=0"], "sync.num_shards = 0"),
     (["syncer", "--shard=0", "--bind=tcp://0.0.0.0:7000"], "needs keys"),
@@ -173,7 +173,7 @@ def test_a_shard_is_refused_where_a_run_trains(place, tmp_path, capsys, monkeypa
 def test_a_run_is_named_as_a_folder_can_be(refused, tmp_path, name):
   place = f"--workdir={tmp_path / 'r'}", f"--run_id={name}"
   said = refused("syncer", *ALL, *NEEDED["syncer"], *place)
-  assert f"--run_id={name}: " in said and "Fix: " in said
+  assert f"--run_id = {name!r}: " in said and "Fix: " in said
 
 
 # --- train ----------------------------------------------------------------------------------------

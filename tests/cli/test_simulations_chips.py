@@ -65,7 +65,7 @@ def test_help_has_every_assumption_with_its_source(capsys):
 @pytest.mark.parametrize(
   "arguments, says",
   [
-    (["learner"], "'learner': cannot be simulated. Fix: give one of chips"),
+    (["learner"], "'learner': must be one of chips, protocol"),
     (["chips", "more"], "'more': is not a flag"),
     (["--chips=0"], "simulate: --chips=0: must be greater than 0. Fix: set a positive value."),
     (["--days=nan"], "--days=nan: must be a finite number"),

@@ -91,7 +91,7 @@ def test_what_no_bandwidth_reaches_is_null(capsys):
     ([CONFIG, *LINK, "--config.sync.num_shards=0"], "sync.num_shards = 0"),
     ([CONFIG, *LINK, "--config.sync.num_fragmens=3"], "num_fragments"),
     ([CONFIG, *LINK, "--parameters=inf"], "--parameters=inf"),
-    ([CONFIG, *LINK, "--parameters=3"], "--parameters=3"),
+    ([CONFIG, *LINK, "--parameters=3"], "--parameters = 3: must be at least"),
     ([CONFIG, *LINK, "--parameters=-1"], "--parameters=-1"),
     ([CONFIG, *LINK, "--parameters=1e99"], "plan: --parameters=1e+99: must lie between -2**53"),
     ([CONFIG, *LINK, "--parameters=1e300"], "plan: --parameters=1e+300: must be a finite number"),

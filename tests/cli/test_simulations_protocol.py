@@ -90,11 +90,11 @@ def test_a_run_that_fails_has_status_1(tmp_path, capsys):
   ("arguments", "names"),
   [
     (["simulate", "protocol"], ["--config", "Fix"]),
-    ([*SMALL, "--gbps=fast"], ["--gbps=fast", "Fix"]),
+    ([*SMALL, "--gbps=fast"], ["--gbps = 'fast'", "Fix"]),
     ([*SMALL, "--gbps=1,2"], ["simulate: --gbps=1,2: has 2 values for 4 learners"]),
     ([*SMALL, "--gbps=inf"], ["simulate: --gbps=inf: must be a finite number"]),
     ([*SMALL, "--latency_ms=-1"], ["simulate: --latency_ms=-1: must not be negative", "Fix"]),
-    ([*SMALL, "--parameters=2"], ["--parameters=2", "num_fragments"]),
+    ([*SMALL, "--parameters=2"], ["--parameters = 2", "num_fragments"]),
     ([*SMALL, f"--parameters={10**30}"], [f"--parameters={10**30}: must lie between"]),
     ([*SMALL, "--gbps=1e200"], ["simulate: --gbps=1e200: must be a finite number", "Fix"]),
     ([*SMALL, "--config.sync.num_shards=0"], ["sync.num_shards", "Fix"]),

@@ -176,7 +176,7 @@ def test_rules_that_need_two_fields(values, field, rule):
     ({"role": "region-us"}, "chaos.faults.role", "none of chaos.regions"),
     ({"action": "join"}, "chaos.faults.role", "there from the start"),
     ({"action": "join", "role": "learner-5"}, "chaos.faults.role", "join in order"),
-    ({"action": "join", "role": "syncer-2"}, "chaos.faults.role", "there from the start"),
+    ({"action": "join", "role": "syncer-2"}, "chaos.faults.role", "only a learner can join"),
     ({"at_step": 1.5}, "chaos.faults[0].at_step", "of type int"),
     ({"when": 3}, "chaos.faults[0].when", "no such field"),
   ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -21,7 +22,6 @@ from ddiloco.engines import island_hosts
 from ddiloco.engines.island_hosts import FollowingHost, Hosts
 from ddiloco.engines.role_spec import RoleSpec
 from ddiloco.network.host_links import HostLink, HostLinks, HostProgress
-from ddiloco.protocol.values import replace
 from tests.engines.test_role_process import ask, wait_for
 
 PLACE = RoleSpec(Path("w"), "run", (), hosts="tcp://127.0.0.1:7001", host=1, term_status=143)
@@ -62,7 +62,7 @@ def test_its_status_says_whether_its_usage_was_wrong(error, status, monkeypatch)
 def test_it_answers_probes(monkeypatch, capsys):
   """It ignored --http: so on GKE no island of several hosts had a probe, and a host 0 that hung
   between two orders was found by nobody."""
-  place, answers = replace(PLACE, http="127.0.0.1:0"), []
+  place, answers = dataclasses.replace(PLACE, http="127.0.0.1:0"), []
 
   def follow(host):
     url = re.search(r"probes at (\S+)", capsys.readouterr().out)[1]
@@ -112,7 +112,9 @@ def test_it_has_carried_out_its_first_order_when_it_has_compiled(monkeypatch):
   said, host = [], FollowingHost(from_dict({}), 0, PLACE)
   progress = host.progress
   links = SimpleNamespace(values=SimpleNamespace(send=lambda _: said.append(progress.done)))
-  monkeypatch.setattr(island_hosts, "HostWatch", lambda *_, **__: SimpleNamespace(end=int))
+  monkeypatch.setattr(
+    island_hosts.host_links, "HostWatch", lambda *_, **__: SimpleNamespace(end=int)
+  )
   joins(monkeypatch, links, compile=lambda: said.append(progress.done) or 1.0)
   host._follow()
   assert said == [0, island_hosts.COMPILED_ORDERS]
@@ -193,8 +195,8 @@ def test_a_host_0_says_no_longer_that_it_waits_for_hosts_that_have_come(monkeypa
   said, config = [], from_dict({"islands": {"devices": 2, "hosts": 2}})
   runner = SimpleNamespace(config=config, place=PLACE, keys=None, stop=threading.Event())
   meeting = SimpleNamespace(missing=[], coordinator="here", wait=lambda seconds: {})
-  monkeypatch.setattr(island_hosts, "Meeting", lambda *_: meeting)
-  monkeypatch.setattr(island_hosts, "HostWatch", lambda *_: None)
+  monkeypatch.setattr(island_hosts.host_links, "Meeting", lambda *_: meeting)
+  monkeypatch.setattr(island_hosts.host_links, "HostWatch", lambda *_: None)
   monkeypatch.setattr(island_hosts, "_join", lambda *_: said.append(runner.ready()))
   Hosts(runner, 0)
   assert said == ["starting"]

@@ -28,7 +28,7 @@ class Steps:
   def __init__(self, workdir, monkeypatch, at=100):
     monkeypatch.setattr(profiler_module, "LOOK_SECONDS", 0.01)
     self.recorded, self._news = [], threading.Condition()
-    self.profiler = Profiler(workdir, [ROLE], lambda: self)
+    self.profiler = Profiler(workdir, lambda: self)
     self.at, self._end = at, threading.Event()
     self._thread = threading.Thread(target=self._live, daemon=True)
 
@@ -132,7 +132,6 @@ def test_what_was_answered_before_is_not_answered_again_while_another_learner_st
   monkeypatch.setattr(profiler_module, "PATIENCE_SECONDS", 0.3)
   ask(tmp_path, steps=1, from_step=50)  # answered by the process before this one
   learner = Steps(tmp_path, monkeypatch)
-  learner.profiler._roles = [ROLE, "learner-2"]
   learner.profiler(made(0.0, "learner-2", "step", global_step=100))
   time.sleep(0.2)  # many looks, while learner 1 still restores its part
   ask(tmp_path, "learner-2", steps=1)

@@ -29,7 +29,7 @@ needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs ddiloco[r
 def test_without_ray_it_says_what_to_install(monkeypatch):
   monkeypatch.setitem(sys.modules, "ray", None)
   monkeypatch.delitem(sys.modules, "ddiloco.engines.ray", raising=False)
-  with pytest.raises(ConfigError, match=r"--engine=ray: .*Fix: pip install 'ddiloco\[ray\]'"):
+  with pytest.raises(ConfigError, match=r"--engine = 'ray': .*Fix: pip install 'ddiloco\[ray\]'"):
     session.make_engine("ray")
 
 
@@ -72,7 +72,7 @@ def test_islands_that_this_machine_cannot_hold_together_are_refused():
   config = from_dict({"islands": islands})
   check_resources(config, {"TPU": 8.0, "CPU": 2.0})
   for there, said in [({"TPU": 4.0}, "ask for 8 TPU, this machine has 4"), ({}, "has 0")]:
-    with pytest.raises(ConfigError, match=f"islands.resources: .*{said}.*Fix: .*--ray_address"):
+    with pytest.raises(ConfigError, match=f"islands.resources = .*{said}.*Fix: .*--ray_address"):
       check_resources(config, there)
 
 
@@ -113,10 +113,26 @@ def test_who_never_starts_again_gives_its_resources_back(monkeypatch, max_restar
 
 
 @needs_ray
+def test_a_learner_that_joins_during_the_run_gets_an_actor(monkeypatch):
+  """Nobody had started one for it, and it was given up."""
+  from ddiloco.engines import ray as engine
+
+  run, started = object.__new__(engine.RayEngine), []
+  run.config, run._actors = tiny(steps=1), {("learner-0", 0): "a"}
+  run._start_actor = lambda *what: started.append(what) or run._actors.update({what[::2]: "b"})
+  made = []
+  monkeypatch.setattr(engine, "RemoteProcess", lambda actor, *_: made.append(actor))
+  run._meetings = {}
+  for name in ("learner-0", "learner-7", "learner-7"):
+    run._spawn(name, 0)(["command"], Path("log"))
+  assert made == ["a", "b", "b"] and started == [("learner-7", {}, 0)]
+
+
+@needs_ray
 def test_a_cluster_that_is_not_there_is_refused():
   from ddiloco.engines.ray import connect
 
-  with pytest.raises(ConfigError, match=r"--ray_address=nonsense: cannot be joined .*Fix: "):
+  with pytest.raises(ConfigError, match=r"--ray_address = 'nonsense': cannot be joined .*Fix: "):
     connect("nonsense")
 
 
@@ -125,7 +141,9 @@ def test_an_address_without_ray_is_refused(tmp_path, capsys):
   flags = [f"--config={tmp_path / 'config.json'}", f"--workdir={tmp_path / 'run'}"]
   assert cli.main(["train", *flags, "--engine=processes", "--ray_address=auto"]) == 2
   said = capsys.readouterr().err
-  assert "--ray_address=auto: --engine=processes does not use Ray. Fix: add --engine=ray." in said
+  assert (
+    "--ray_address = 'auto': --engine=processes does not use Ray. Fix: add --engine=ray." in said
+  )
   assert not (tmp_path / "run").exists()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -13,13 +14,13 @@ import weakref
 
 import pytest
 
+from ddiloco.checks import Unanswered
 from ddiloco.config import ConfigError, from_dict
 from ddiloco.engines import role_process, role_spec
 from ddiloco.engines.role_process import FINISHED, INTERRUPTED, LOST, RoleRunner, unreached
 from ddiloco.engines.role_spec import RoleSpec
 from ddiloco.observe.eventlog import read_events
 from ddiloco.protocol import events
-from ddiloco.protocol.values import replace
 
 SYNCERS = ("tcp://127.0.0.1:7000", "tcp://127.0.0.1:7002")
 
@@ -109,7 +110,7 @@ def test_it_dials_every_shard_and_a_shard_its_neighbours(make):
     endpoint = runner.connect()
     assert endpoint.dialed == {"syncer-0": SYNCERS[0]} and endpoint.bind == SYNCERS[1]
   with make("syncer-1", bind=SYNCERS[1]) as runner:
-    runner.place = replace(runner.place, syncers=(*SYNCERS, "tcp://127.0.0.1:3"))
+    runner.place = dataclasses.replace(runner.place, syncers=(*SYNCERS, "tcp://127.0.0.1:3"))
     assert runner.connect().dialed.keys() == {"syncer-0", "syncer-2"}, "its buddy, and whose it is"
 
 
@@ -175,7 +176,7 @@ def test_a_signal_lets_the_role_end_in_good_order(make, capsys, number, status):
 def test_a_scheduler_can_tell_a_role_that_left_from_one_that_is_done(make, number, status):
   """Kubernetes would take 0 of a pod that is evicted to mean that the run is over."""
   with make() as runner:
-    runner.place = replace(runner.place, term_status=143)
+    runner.place = dataclasses.replace(runner.place, term_status=143)
     assert runner.run(lambda: FINISHED) == FINISHED, "it was not asked"
     os.kill(os.getpid(), number)
     assert runner.run(until(runner)) == status
@@ -329,14 +330,17 @@ def test_a_shard_that_reaches_nobody_goes_on(make):
     assert not runner.stopped()
 
 
-def test_a_crash_is_logged_and_has_a_status(make, capsys, tmp_path):
+@pytest.mark.parametrize("kind", [ValueError, Unanswered])
+def test_a_crash_is_logged_and_has_a_status(make, capsys, tmp_path, kind):
+  """So has a storage that does not answer: its error names the config, but will not come again."""
+
   def broken() -> int:
-    raise ValueError("no cable")
+    raise kind("no cable")
 
   with make() as runner:
     assert runner.run(broken) == LOST
   out, err = capsys.readouterr()
-  assert "crashed: ValueError: no cable" in out and "Traceback" in err
+  assert f"crashed: {kind.__name__}: no cable" in out and "Traceback" in err
   (event,) = [e for e in read_events(tmp_path / "r") if e.kind == "crash"]
   assert "no cable" in event.trace and event.role == "learner-3"
 

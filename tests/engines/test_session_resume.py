@@ -189,7 +189,7 @@ def test_what_a_run_goes_on_from_is_not_kept_beside_what_it_makes_of_it(
     found.append(restore_fragments(*arguments))
     return found[-1]
 
-  monkeypatch.setattr("ddiloco.engines.engine.restore_fragments", recorded)
+  monkeypatch.setattr(restore, "restore_fragments", recorded)
   Ran(endless(), corpus, workdir, stop_after=lambda e: e.kind == "commit")
   (restored,) = found
   assert restored.snapshot and not restored.fragments

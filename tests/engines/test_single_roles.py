@@ -95,8 +95,8 @@ def test_places_that_cannot_work(tmp_path):
   place = RoleSpec(tmp_path / "run", "run", ("tcp://127.0.0.1:7000",))
   with pytest.raises(ConfigError, match=r"names 1 shards, the config has sync.num_shards = 2"):
     single_roles.run_learner(CONFIG, 0, place)
-  with pytest.raises(ConfigError, match=r"--shard=2: .*Fix: use 0 to 1"):
-    run_syncer(CONFIG, 2, replace(place, syncers=place.syncers * 2))
+  with pytest.raises(ConfigError, match=r"--shard = 2: .*Fix: use 0 to 1"):
+    run_syncer(CONFIG, 2, dataclasses.replace(place, syncers=place.syncers * 2))
   assert not (tmp_path / "run").exists()
 
 
@@ -109,7 +109,7 @@ def test_a_role_of_a_finished_run_says_so_at_once(tmp_path, capsys, hosts):
   (tmp_path / "outcome.json").write_text(json.dumps({"reason": "finished"}))
   place = RoleSpec(tmp_path, "run", ("tcp://127.0.0.1:7000",) * 2)
   for host in range(hosts):
-    mine = replace(place, host=host, hosts="tcp://127.0.0.1:7001" if hosts > 1 else "")
+    mine = dataclasses.replace(place, host=host, hosts="tcp://127.0.0.1:7001" if hosts > 1 else "")
     assert single_roles.run_learner(config, 3, mine) == FINISHED
     assert "learner-3: ends: the run in --workdir=" in capsys.readouterr().out
   for shard in range(2):  # it waited for learners, which have ended, for ever
@@ -140,7 +140,7 @@ def test_an_evaluator_that_could_not_save_the_result_is_refused_at_once(tmp_path
 
   monkeypatch.setattr("ddiloco.workdir.tempfile.TemporaryFile", read_only)
   runner = types.SimpleNamespace(config=CONFIG, place=RoleSpec(tmp_path, "run", ()))
-  with pytest.raises(ConfigError, match=r"--workdir=.*cannot be written .*Read-only.*Fix: "):
+  with pytest.raises(ConfigError, match=r"--workdir = .*cannot be written .*Read-only.*Fix: "):
     single_roles._evaluator(runner, None)
 
 

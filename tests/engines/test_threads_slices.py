@@ -7,18 +7,38 @@ its island asks of them raises what the runtime raises.
 from __future__ import annotations
 
 import threading
+import time
 
 import jax
 import pytest
 
 from ddiloco.config import Fault, from_dict
+from ddiloco.engines import threads
 from ddiloco.engines.threads import ThreadsEngine
 from ddiloco.observe.eventlog import read_events
+from ddiloco.protocol import supervisor
 from ddiloco.training import data, devices
 from ddiloco.training.island import Island
+from ddiloco.workdir import FAULTS, append_request
 from tests.training.test_island_state import cheap_loss
 
 LOST = "UNAVAILABLE: slice 1 has failed"
+CONFIG = from_dict(
+  {
+    "model": {
+      "num_layers": 1, "model_dim": 16, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8,
+      "mlp_dim": 32,
+    },
+    "data": {"source": "synthetic", "sequence_length": 8},
+    "islands": {"num_learners": 2, "devices": 2, "batch_size": 2},
+    "sync": {
+      "num_shards": 1, "num_fragments": 2, "sync_period": 8, "min_quorum": 1,
+      "liveness_seconds": 0.5, "snapshot_steps": 20,
+    },
+    "inner": {"decay_steps": 1000},
+    "run": {"total_tokens": 1 << 50, "evaluations": 0, "restart_seconds": 0.05},
+  }
+)  # fmt: skip
 
 
 class FakeSlice:
@@ -58,24 +78,8 @@ def test_a_lost_slice_is_one_islands_failure_and_its_island_is_rebuilt(
   monkeypatch, tmp_path, killed
 ):
   """Also one that is lost when its learner is down: that began on it again and again, in vain."""
-  config = from_dict(
-    {
-      "model": {
-        "num_layers": 1, "model_dim": 16, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8,
-        "mlp_dim": 32,
-      },
-      "data": {"source": "synthetic", "sequence_length": 8},
-      "islands": {"num_learners": 2, "devices": 2, "batch_size": 2},
-      "sync": {
-        "num_shards": 1, "num_fragments": 2, "sync_period": 8, "min_quorum": 1,
-        "liveness_seconds": 0.5, "snapshot_steps": 20,
-      },
-      "inner": {"decay_steps": 1000},
-      "run": {"total_tokens": 1 << 50, "evaluations": 0, "restart_seconds": 0.05},
-    }
-  )  # fmt: skip
-  corpus = data.open_data(config.data)
-  engine = ThreadsEngine(config, tmp_path, corpus, lambda params: {"loss": 2.0})
+  corpus = data.open_data(CONFIG.data)
+  engine = ThreadsEngine(CONFIG, tmp_path, corpus, lambda params: {"loss": 2.0})
   first = engine.islands[1]
   slice_1 = FakeSlice(monkeypatch, list(first.mesh.devices.flat))
   alone, saved = [0], []
@@ -108,6 +112,65 @@ def test_a_lost_slice_is_one_islands_failure_and_its_island_is_rebuilt(
   lives = [e.incarnation for e in events if e.kind == "joined" and e.role == "learner-1"]
   assert lives == [0, 1 + killed]
   assert [e for e in events if e.kind == "restored" and e.role == "learner-1"]
+
+
+@pytest.mark.timeout(180)
+def test_a_learner_that_nobody_planned_joins_while_devices_are_left(tmp_path, capsys):
+  engine = ThreadsEngine(CONFIG, tmp_path, data.open_data(CONFIG.data), None)
+  asked: list[str] = []
+
+  def listen(event) -> None:
+    if event.kind == "step" and not asked:
+      for role in ("syncer-1", "region-east", "learner-2", "learner-2", "learner-9"):
+        asked.append(role)
+        fields = {"action": "join", "role": role, "seconds": -1.0}
+        append_request(tmp_path / FAULTS, fields)
+    if event.kind == "commit" and 2 in event.learners:
+      engine.stop.set()
+
+  engine._visible = jax.devices()[:6]  # of which two islands have four
+  assert engine.run([listen]).reason == "stopped"
+  events = read_events(tmp_path)
+  assert {e.role for e in events if e.kind == "joined"} >= {"learner-0", "learner-1", "learner-2"}
+  assert [e.target for e in events if e.kind == "fault"] == ["learner-2"]
+  assert not any(e.blocked_seconds for e in events if e.kind == "step")
+  said = capsys.readouterr().err
+  assert "learner-9 cannot join a run of ThreadsEngine: islands.devices = [2]: " in said
+  assert "role = 'syncer-1': only a learner can join" in " ".join(said.split())
+  assert "role = 'region-east': must be one role" in said
+
+
+@pytest.mark.timeout(60)
+def test_a_slice_that_fails_again_and_again_is_given_up(monkeypatch, tmp_path):
+  """The waits for its devices are longer than a healthy period, but no work."""
+  monkeypatch.setattr(supervisor, "HEALTHY_SECONDS", 0.4)
+  monkeypatch.setattr(supervisor, "HEALTHY_PAUSES", 1)
+  monkeypatch.setattr(threads, "DEVICES_SECONDS", 0.05)
+  monkeypatch.setattr(Island, "compile", lambda island: 0.0)
+  config = from_dict(
+    {
+      "data": {"source": "synthetic", "sequence_length": 8},
+      "islands": {"num_learners": 1, "batch_size": 2},
+      "run": {"evaluations": 0, "restart_seconds": 0.01, "max_restarts": 2},
+    }
+  )
+  failed: list[float] = []
+
+  def train(m, faults, recorder, afresh) -> None:
+    if len(failed) > config.run.max_restarts + 1:
+      engine.stop.set()
+    with engine._connected(faults, recorder):
+      failed.append(time.monotonic())
+      raise jax.errors.JaxRuntimeError(LOST)
+
+  monkeypatch.setattr(
+    devices, "answering", lambda lost: lost if time.monotonic() > failed[-1] + 0.5 else None
+  )
+  engine = ThreadsEngine(config, tmp_path, data.open_data(config.data), None)
+  monkeypatch.setattr(engine, "_train", train)
+  assert engine.run().reason == "failed"
+  exits = [e.target for e in read_events(tmp_path) if e.kind == "exit" and e.target == "learner-0"]
+  assert len(exits) == config.run.max_restarts + 1
 
 
 def test_devices_answer_when_all_of_them_are_there(monkeypatch):

@@ -65,7 +65,7 @@ log = os.open(cloud / "asked.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 os.write(log, line.encode())
 flags = dict(w[2:].partition("=")[::2] for w in words if w.startswith("--"))
 _, _, group, verb, *rest = [w for w in words if not w.startswith("--")]
-name = rest[-1].partition(":")[0]
+name = rest[-1].partition(":")[0] if rest else "none"
 path = cloud / f"slice-{name}"
 plan = cloud / f"plan-{name}"
 node = json.loads(path.read_text()) if path.exists() else None
@@ -104,8 +104,26 @@ elif verb == "describe":
   else:
     ends = [{"ipAddress": "10.1.0.1", "port": 8470}, {"ipAddress": "10.1.0.2", "port": 8470}]
     print(json.dumps({"name": name, "state": node["state"], "networkEndpoints": ends}))
+elif verb == "list":
+  if (cloud / "unlisted").exists(): sys.exit("ERROR: UNAVAILABLE: no answer")
+  found = []
+  for path in sorted(cloud.glob("slice-*")):
+    node = json.loads(path.read_text())
+    key, _, value = node["flags"]["labels"].partition("=")
+    here = f"projects/p/locations/{node['flags']['zone']}"
+    name = path.name.removeprefix("slice-")
+    if group == "tpu-vm":
+      each = {"name": f"{here}/nodes/{name}", "state": node["state"], "labels": {key: value}}
+    else:
+      specs = [{"nodeId": name, "node": {"labels": {key: value}}}]
+      each = {"name": f"{here}/queuedResources/{name}", "tpu": {"nodeSpec": specs}}
+      each["state"] = {"state": node["queue"]}
+    if flags["zone"] in ("-", node["flags"]["zone"]): found.append(each)
+  print(json.dumps(found))
 elif verb == "delete":
   if node is None: sys.exit(missing)
+  if flags["zone"] != node["flags"]["zone"]: sys.exit(missing)
+  if (cloud / f"stays-{name}").exists(): sys.exit("ERROR: INTERNAL: try again")
   path.unlink()
 elif verb == "scp":
   import shutil

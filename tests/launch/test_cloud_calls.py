@@ -45,5 +45,7 @@ def test_one_that_fails_says_why():
 
 
 def test_a_program_that_is_not_there_is_named():
-  with pytest.raises(ConfigError, match=r"kubectl-none: is not installed here\. Fix: .*--dry_run"):
+  with pytest.raises(
+    ConfigError, match=r"'kubectl-none': is not installed here\. Fix: .*--dry_run"
+  ):
     attempt("it", ["kubectl-none"], 30)

@@ -160,15 +160,41 @@ def test_the_state_of_all_is_told(cloud, islands):
 
 
 @pytest.mark.parametrize("queued", [False, True])
-def test_delete_drains_first_and_says_what_is_left(cloud, islands, queued):
+def test_delete_drains_first_and_says_what_is_left(cloud, islands, queued, capsys):
   for name in NAMES:
     cloud.has(f"plan-{name}", "active active active")
   islands(queued=queued).create()
   cloud.forget()
-  assert islands(queued=queued).delete() == []
-  assert cloud.slices() == {}
+  cloud.has("stays-run-learner-1")
+  state = "active" if queued else "ready"
+  left = [f"run-learner-1 in europe-west4-a: {state}"]
+  assert islands(queued=queued).delete() == left and list(cloud.slices()) == NAMES[1:]
+  assert "run-learner-1: status 1: ERROR: INTERNAL: try again" in capsys.readouterr().err
   assert verbs(cloud, "run-learner-0") == ["ssh", "delete"], "its role is asked to end first"
+  (cloud.folder / "stays-run-learner-1").unlink()
+  assert islands(queued=queued).delete() == [] and cloud.slices() == {}
   assert islands(queued=queued).delete() == [], "also when nothing is there"
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_delete_finds_the_slices_of_islands_that_the_config_has_no_more(cloud, islands, queued):
+  """They cost money; those of other runs stay, also where names begin alike."""
+  other = dataclasses.replace(MADE, name="run-learner")
+  for placement in (MADE, other):
+    for island in placement.islands:
+      cloud.has(f"plan-{placement.name}-{island.role}", "active active active")
+    islands(placement=placement, queued=queued).create()
+  fewer = placed(["v5p:2x2x2"], ("us-east5-b=0",))
+  assert islands(placement=fewer, queued=queued).delete() == []
+  assert list(cloud.slices()) == ["run-learner-learner-0", "run-learner-learner-1"]
+
+
+def test_what_cannot_be_listed_is_not_taken_for_gone(cloud, islands):
+  islands().create()
+  cloud.has("unlisted")
+  with pytest.raises(LaunchError, match=r"run: its slices: gcloud failed.*no answer.*Fix: "):
+    islands().delete()
+  assert list(cloud.slices()) == NAMES
 
 
 def test_a_role_that_drains_for_long_is_waited_for(cloud, islands, capsys):
@@ -176,5 +202,7 @@ def test_a_role_that_drains_for_long_is_waited_for(cloud, islands, capsys):
   made = placed(["v6e:2x2"], ("z=0",), network={"drain_seconds": 600.0})
   islands(placement=made).create()
   assert islands(placement=made).delete() == []
-  limit = re.search(r"learner-0: stops .at most (\d+) s.: .*--time=610", capsys.readouterr().err)
+  limit = re.search(
+    r"run-learner-0: stops .at most (\d+) s.: .*--time=610", capsys.readouterr().err
+  )
   assert limit and int(limit[1]) > 610

@@ -145,10 +145,10 @@ def test_a_batch_that_its_chips_cannot_share_is_refused():
 
 def test_roles_are_told_what_they_need():
   made = placed(["v5p:2x2x2"])
-  learner = role_command(made, "learner-0", ["tcp://a:1", "tcp://b:1"], "/f", "/w")
+  learner = role_command(made, "learner-0", ["tcp://a:1", "tcp://b:1"])
   assert learner[:2] == ["ddiloco", "learner"] and "--learner=0" in learner
   assert "--syncers=tcp://a:1,tcp://b:1" in learner and "--term_status=143" in learner
-  syncer = role_command(made, "syncer-1", ["tcp://a:1", "tcp://b:1"], "/f", "/w")
+  syncer = role_command(made, "syncer-1", ["tcp://a:1", "tcp://b:1"])
   assert "--shard=1" in syncer and "--bind=tcp://0.0.0.0:7000" in syncer
   shape = made.islands[0].shape
   assert host_flags(shape, "1", "leader") == ["--host=1", "--hosts=tcp://leader:7001"]

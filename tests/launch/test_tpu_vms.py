@@ -27,13 +27,15 @@ def test_gcloud_knows_every_command(queued, tmp_path, monkeypatch):
   """Its own parser reads them, and runs none of them."""
   monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
   run = dataclasses.replace(RUN, queued=queued)
+  each = run.slice(FIRST)
   commands = [
     run.create(FIRST),
-    run.describe(FIRST),
-    run.describe(FIRST, "queued-resources"),
-    run.delete(FIRST),
-    run.copy(FIRST, "ddiloco"),
-    run.on_hosts(FIRST, "true"),
+    run.describe(each),
+    run.describe(each, "queued-resources"),
+    run.list_all(),
+    run.delete(each),
+    run.copy(each, "ddiloco"),
+    run.on_hosts(each, "true"),
     *map(shlex.split, gke.GkeRun(placed(["v6e:4x4"], spot=True), "work").node_pools()),
     ["gcloud", "compute", "tpus", "tpu-vm", "create", "wrong", "--nonsense"],
   ]
@@ -105,7 +107,7 @@ def test_the_script_of_a_host_is_one_that_a_shell_reads(tmp_path):
   assert "--host=" not in alone
 
 
-@pytest.mark.parametrize("described", ["{}", '{"state": {}}'])
+@pytest.mark.parametrize("described", [{}, {"state": {}}])
 def test_a_state_that_is_not_told(described):
   assert tpu_vms.seen_slice(described) == Seen("STATE_UNSPECIFIED")
 

@@ -12,8 +12,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from ddiloco.checks import lasts
+from ddiloco.cli import main
 from ddiloco.config import Config, ConfigError, from_dict
 from ddiloco.engines import session
+from ddiloco.environment import BAD_USAGE
 from ddiloco.models.model import NnxModel
 from ddiloco.training import data, evaluate
 
@@ -256,8 +259,17 @@ def test_a_storage_that_does_not_answer_is_no_error_of_the_config():
     lambda: session.evaluator(config, data.open_data(config.data)),
   )
   for read in reading:
-    with pytest.raises(OSError, match="is away"):
+    with pytest.raises(ConfigError, match=r"data.custom = .*is away.*Fix: .*start again") as caught:
       read()
+    assert not lasts(caught.value)
+
+
+def test_a_storage_that_does_not_answer_is_said_in_words(tmp_path, capsys):
+  """A traceback was all that `ddiloco train` said."""
+  (tmp_path / "config.json").write_text(config_of("mute").to_json())
+  flags = ["--workdir", str(tmp_path / "run"), "--cpu", "--config.sync.num_fragments=2"]
+  assert main(["train", f"--config={tmp_path / 'config.json'}", *flags]) == BAD_USAGE
+  assert "data.custom = " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
