@@ -135,7 +135,7 @@ def test_a_host_0_that_compiles_longer_is_not_lost(monkeypatch):
         time.sleep(0.05)
 
   threading.Thread(target=lead, daemon=True).start()
-  links = HostLinks(mine, SimpleNamespace(send=lambda _: None), mine)
+  links = HostLinks(mine, SimpleNamespace(send=lambda _: None, deaf=lambda _: False), mine)
   joins(monkeypatch, links, follow=lambda *_: time.sleep(3.0))
   monkeypatch.setattr(FollowingHost, "_lost", lambda host, *told: lost.append(told))
   FollowingHost(config, 0, PLACE)._follow()
