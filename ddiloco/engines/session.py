@@ -87,11 +87,7 @@ def train(
 
 
 def _train(
-  runner: Any,
-  config: Config,
-  workdir: Path,
-  corpus: data.Source,
-  heldout: HeldoutLoss | None,
+  runner: Any, config: Config, workdir: Path, corpus: data.Source, heldout: HeldoutLoss | None
 ) -> int:
   print(config.to_json())
   board = TensorBoard(workdir)
@@ -171,9 +167,7 @@ def conclude(
   _write_outcome(workdir, extra)
   run = config.run
   if run.evaluations and loss is not None:
-    known, first = outcome.untrained_loss, lambda: loss(initial.initial_params(config))
-    untrained = lambda: {"loss_untrained": first() if known is None else known}  # noqa: E731
-    _attempt("the untrained model's loss", extra, untrained)
+    _attempt("the untrained model's loss", extra, lambda: _untrained(config, outcome, loss))
     _attempt("the result's loss", extra, measured)
     _attempt("the comparison", extra, compare)
   if run.sample_tokens and evaluate.makes_text(config.model):
@@ -261,6 +255,12 @@ def _refuse_others_snapshots(config: Config, workdir: Path, overwrite: bool) -> 
   require(not there, "checkpoint.path", path, rule, fix)
 
 
+def _untrained(config: Config, outcome: RunResult, loss) -> dict[str, float]:
+  """Held-out loss of the initial parameters; made again if the evaluator did not measure it."""
+  known = outcome.untrained_loss
+  return {"loss_untrained": loss(initial.initial_params(config)) if known is None else known}
+
+
 def _merged(workdir: Path, outcome: RunResult, loss) -> dict[str, Any]:
   """Held-out loss of the result; if islands trained alone, the best one becomes the result."""
   if not outcome.island_params:
@@ -278,12 +278,7 @@ def _best(outcome: RunResult, loss) -> tuple[int, float]:
 
 
 def _train_alone(
-  config: Config,
-  workdir: Path,
-  corpus: data.Source,
-  heldout: HeldoutLoss,
-  runner: Any,
-  steps: int,
+  config: Config, workdir: Path, corpus: data.Source, heldout: HeldoutLoss, runner: Any, steps: int
 ) -> dict[str, float]:
   """Trains every island alone, without a syncer, for the `steps` that the busiest learner made.
 

@@ -164,7 +164,8 @@ def write_report(workdir: str | os.PathLike[str], extra: Mapping[str, Any] | Non
   summary = {**numbers(run), **extra}
   folder = Path(workdir) / "report"
   index = folder / "index.html"
-  ours = index.exists() and _TITLE in index.read_text(errors="replace")
+  there = index.read_text(errors="replace") if index.exists() else None
+  ours = there == "" or (there is not None and _TITLE in there)  # empty: a full disk cut it off
   if not ours and any((folder / name).exists() for name in (index.name, *PICTURES)):
     raise FileExistsError(f"{folder}: has files of such names that are not of ddiloco")
   folder.mkdir(parents=True, exist_ok=True)

@@ -108,7 +108,10 @@ def test_a_page_of_the_users_own_is_not_overwritten(tmp_path):
       write_report(tmp_path)
     assert [path.read_text() for path in folder.iterdir()] == ["<title>my thesis</title>"]
     (folder / name).unlink()
-  write_report(write_report(tmp_path).parent)  # its own it replaces
+  write_report(tmp_path)
+  (folder / "index.html").write_text("")  # as a full disk leaves it
+  write_report(tmp_path)  # its own it replaces
+  assert (folder / "index.html").stat().st_size
 
 
 def test_key_numbers_leave_out_what_is_unknown():
