@@ -2,16 +2,20 @@
 
   python scripts/journey.py [--brief]
 
-Prints every stop in order: the file, the function, and what happens there; then every file with its
-lines. Files count that work on the delta, on messages that carry it or decide on it, or on its
-round; not the settings, the event log, or code that only starts and ends roles. With --brief only
-the files. Last line: {"files", "lines", "most_files", "most_lines"}; exit status 1 if there are
-more files or lines than `most_files` or `most_lines`. `tests/test_journey.py` keeps the list true.
+Prints every stop in order: the file and line, the function with its lines, and what happens there;
+then every file with its lines. Files count that work on the delta, on messages that carry it or
+decide on it, or on its round; not the settings, the event log, or code that only starts and ends
+roles. With --brief only the files. Last line: {"files", "lines", "most_files", "most_lines",
+"stops", "lines_of_stops"}, where `lines` are those of whole files and `lines_of_stops` those of the
+functions and classes of the walk; exit status 1 if there are more files or lines than `most_files`
+or `most_lines`. `tests/test_journey.py` keeps the list true.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import functools
 import json
 from pathlib import Path
 
@@ -39,6 +43,11 @@ class Stop:
   function: str
   what: str
   leads: str
+
+  @property
+  def lines(self) -> tuple[int, int]:
+    """First and last line of the function or class in its file."""
+    return places(self.file)[self.function]
 
 
 JOURNEY = (
@@ -162,6 +171,19 @@ JOURNEY = (
 )  # fmt: skip
 
 
+@functools.cache
+def places(file: str) -> dict[str, tuple[int, int]]:
+  """First and last line of each function and class of a file, methods as "Class.name"."""
+  found = {}
+  for node in ast.parse((ROOT / file).read_text()).body:
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+      found[node.name] = (node.lineno, node.end_lineno)
+    if isinstance(node, ast.ClassDef):
+      methods = (each for each in node.body if isinstance(each, ast.FunctionDef))
+      found |= {f"{node.name}.{each.name}": (each.lineno, each.end_lineno) for each in methods}
+  return found
+
+
 def files() -> dict[str, int]:
   """Every file of the journey, in order of its first stop, with its lines."""
   return {stop.file: (ROOT / stop.file).read_text().count("\n") for stop in JOURNEY}
@@ -171,11 +193,15 @@ def main() -> int:
   options = common.options(__doc__, brief=False)
   found = files()
   for number, stop in enumerate(() if options.brief else JOURNEY, 1):
-    print(f"{number:3}  {stop.file}  {stop.function}: {stop.what}")
+    first, last = stop.lines
+    place = f"{stop.file}:{first}  {stop.function}, {last - first + 1} lines"
+    print(f"{number:3}  {place}: {stop.what}")
   for number, (file, lines) in enumerate(found.items(), 1):
     print(f"{number:3}  {lines:4} lines  {file}")
   total = {"files": len(found), "lines": sum(found.values())}
-  print(json.dumps({**total, "most_files": MOST_FILES, "most_lines": MOST_LINES}))
+  spans = {(stop.file, *stop.lines) for stop in JOURNEY}
+  walk = {"stops": len(spans), "lines_of_stops": sum(last - first + 1 for _, first, last in spans)}
+  print(json.dumps({**total, "most_files": MOST_FILES, "most_lines": MOST_LINES, **walk}))
   return int(total["files"] > MOST_FILES or total["lines"] > MOST_LINES)
 
 
