@@ -197,7 +197,7 @@ class OuterConfig:
     check("outer", self)
     rule = "must lie in (0, 1]: a shard follows the momentum by its steps: there must be steps"
     must("outer", self, "final_share", 0 < self.final_share <= 1, rule, "use 0.05")
-    # Within these bounds no outer step overflows (docs/design.md, "Rejected updates").
+    # Within these bounds no outer step overflows (docs/design.md, "Rejected pushes").
     bounded = self.learning_rate <= 1e3 and self.learning_rate * self.final_share >= 1e-12
     rule = "must be at most 1000, and at least 1e-12 when it has fallen to outer.final_share"
     must("outer", self, "learning_rate", bounded, rule, "use 0.5")
