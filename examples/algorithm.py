@@ -9,7 +9,7 @@ and the loss of the merged model beside that of an island that trains alone.
 
 The package makes the same decisions: `tests/examples/test_algorithm.py` runs its roles on this
 problem and compares every commit. What it adds is what a real run needs: shards, a network that
-loses messages, killed syncers, snapshots, bad updates, compressed pushes, devices.
+loses messages, killed syncers, snapshots, bad pushes, compression, devices.
 
 Symbols as in the paper (2604.21428): M learners, P fragments, H steps between two syncs of a
 fragment, K the quorum, tau the steps that a sync may take, gamma the share of the slack that

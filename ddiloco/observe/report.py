@@ -130,9 +130,9 @@ PICTURES = {  # file: (title, caption)
   "participation.png": (
     "Participation",
     "Above, one tick per commit: tall and coloured if the island took part, short and grey if it "
-    "did not, a cross if its update was rejected; at the right its share of all commits. Below, "
-    "the mean cosine of two islands' updates: what both "
-    "have learned, against the noise of their batches. Grey: of a fragment's update with the one "
+    "did not, a cross if its push was rejected; at the right its share of all commits. Below, "
+    "the mean cosine of two islands' pushes: what both "
+    "have learned, against the noise of their batches. Grey: of a fragment's merge with the one "
     "before, which outer momentum adds up.",
   ),
   "traffic.png": (
@@ -218,7 +218,7 @@ def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
       (f"{what}, at last", "" if gradients.get(name) is None else f"{gradients[name]:.3g}")
       for name, what in OUTER_GRADIENTS.items()
     ),
-    ("updates rejected", said(str, "rejected_updates")),
+    ("pushes rejected", said(str, "rejected_updates")),
     ("faults and restarts", f"{summary.get('faults', 0)} and {summary.get('restarts', 0)}"),
     (
       "longest pause of a survivor around a kill",

@@ -286,7 +286,7 @@ class SyncerState(_State, Frozen):
   donors_asked: Mapping[int, int] = {}  # donor -> how often it was asked
   farewells: Times = {}  # pushes that were merged while their learners were leaving
   value_requests: Mapping[tuple[int, int], ValueRequest] = {}  # by fragment and learner
-  # learner -> its updates in a row that opposed all others; outlives the learner's incarnations
+  # learner -> its pushes in a row that opposed all others; outlives the learner's incarnations
   opposed: Mapping[int, int] = {}
   delivery_seconds: float = 0.0  # smoothed over all members: from sending a version to its report
   quorum_seconds: float = 0.0  # smoothed, from pull to quorum

@@ -179,7 +179,7 @@ def lost_at(state: SyncerState, member: Member) -> float:
 
 
 def _new_member(state: SyncerState, learner: int, incarnation: int, now: float) -> Member:
-  """A learner, or its next incarnation, of which only its updates' past norms are still known."""
+  """A learner, or its next incarnation, of which only its pushes' past norms are still known."""
   count, former = len(state.fragments), state.members.get(learner)
   none, zero = (-1,) * count, (0.0,) * count
   norms = former.norms if former else zero

@@ -428,7 +428,7 @@ class Learner:
 
     Raises:
       Killed: by plan.
-      Quarantined: a shard found this learner's updates bad; restart it.
+      Quarantined: a shard found this learner's pushes bad; restart it.
     """
     with short_collections():
       drive(

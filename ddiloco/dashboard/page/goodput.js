@@ -11,7 +11,7 @@ const CAUSES = {
   blocked: ["blocked", "waited for a shard (lock-step only)"],
   stalled: ["stalled", "stood still"],
   discarded: ["work lost", "steps that never reached the global model"],
-  rejected: ["rejected", "updates that were rejected"],
+  rejected: ["rejected", "pushes that were rejected"],
   pending: ["not merged yet", "steps that may still be merged"],
   save: ["snapshots", "copies of the state"],
   other: ["everything else", "data, copies, applies"],
