@@ -143,7 +143,7 @@ def on_provide_moments(state: LearnerState, provide: ProvideMoments) -> LearnerO
 
 
 def on_forward_moments(state: LearnerState, forwarded: ForwardMoments) -> LearnerOutcome:
-  """Takes a peer's moments, also those of a slower one: it would not have newer ones soon."""
+  """Takes a peer's moments, also those of a slower peer: to wait would not bring newer ones."""
   p = forwarded.fragment
   if p not in state.wants or p in state.staging:
     return state, []

@@ -160,9 +160,11 @@ def _here(state: SyncerState) -> tuple[int, ...]:
 
 
 def next_wake(state: SyncerState) -> float:
-  """When a round needs a `Tick` even if no message comes, or a member may be lost to silence, for
-  which a round may wait; inf: never. What else waits for a time is less urgent: the role ticks
-  several times a second anyway."""
+  """When the state needs a `Tick` even if no message comes; inf: never.
+
+  A round may reach its deadline then, or wait for a member that is lost to silence. All else that
+  waits for a time is less urgent: the role ticks several times a second anyway.
+  """
   deadlines = (r.deadline for r in state.under_way.values() if not r.measuring)
   return min([state.silent_at, *deadlines])
 

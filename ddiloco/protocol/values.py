@@ -30,7 +30,7 @@ def put(values: tuple[T, ...], i: int, value: T) -> tuple[T, ...]:
 
 
 def less(values: tuple[T, ...], value: T) -> tuple[T, ...]:
-  """The tuple without this value, which it has once."""
+  """The tuple without this value, which occurs in it once."""
   i = values.index(value)
   return (*values[:i], *values[i + 1 :])
 

@@ -51,7 +51,7 @@ def make_plan(config: Config) -> fragments.Plan:
 def contract(config: Config, plan: fragments.Plan) -> str:
   """A short digest of all settings that the roles of a run must share.
 
-  Transports send it with every frame, so that a role with another model or protocol is refused.
+  It is part of every greeting, so that a role with another model or protocol is refused.
   Settings that may differ between roles (islands, network, faults) are not in it.
   """
   agreed: dict[str, Any] = {
