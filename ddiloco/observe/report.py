@@ -264,7 +264,7 @@ def page(summary: Mapping[str, Any]) -> str:
 def _learner_table(summary: Mapping[str, Any]) -> str:
   """A table of all islands; a dash stands for an unknown value."""
   shares, alive = summary.get("participation") or {}, summary.get("liveness") or {}
-  names = ("island", "chips", "lives", "steps", "tokens", "last loss", "time training")
+  names = ("island", "chips", "incarnations", "steps", "tokens", "last loss", "time training")
   names += ("commits joined", "median step", "tokens/s a chip", "MFU")
   rows = ["".join(f"<th>{name}</th>" for name in names)]
   for m, each in (summary.get("learners") or {}).items():
