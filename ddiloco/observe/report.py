@@ -54,7 +54,7 @@ def numbers(run: RunState) -> dict[str, Any]:
     "commits": run.commits,
     "participation": {str(m): run.participation(m) for m in sorted(run.islands)},
     "outer_gradients": {name: rounded(each) for name, each in run.outer_gradients.items()},
-    "rejected_updates": run.rejected,
+    "rejected_pushes": run.rejected,
     "bytes_sent": sum(sent for sent, _ in traffic),
     "bytes_received": sum(received for _, received in traffic),
     "heldout_loss_first": rounded(next((e.loss for e in run.curves.evaluations.items), math.nan)),
@@ -218,7 +218,7 @@ def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
       (f"{what}, at last", "" if gradients.get(name) is None else f"{gradients[name]:.3g}")
       for name, what in OUTER_GRADIENTS.items()
     ),
-    ("pushes rejected", said(str, "rejected_updates")),
+    ("pushes rejected", said(str, "rejected_pushes")),
     ("faults and restarts", f"{summary.get('faults', 0)} and {summary.get('restarts', 0)}"),
     (
       "longest pause of a survivor around a kill",
