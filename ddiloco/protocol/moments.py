@@ -1,4 +1,4 @@
-"""Inner optimizer moments of a healthy learner, for one that joins a run under way. PURE.
+"""A healthy learner's inner moments, for a learner that joins a run under way. PURE.
 
 Learners have no open ports, so the moments of a fragment travel from donor to joiner through the
 shard that owns it. A shard has one donation under way at a time. It asks the learner that was asked

@@ -17,8 +17,8 @@ def _value_due_at(state: SyncerState, f: FragmentState) -> float:
   """When a fragment stops waiting for newer values that learners were asked for; -inf: no value.
 
   Only the first request to each learner counts: a learner that has no such value does not hold the
-  fragment up forever. If it does not answer, another one that has the value is asked after
-  `liveness_seconds`: the fragment waits twice as long.
+  fragment up forever. If a learner does not answer, the shard asks another one after
+  `liveness_seconds`; so the fragment waits twice as long.
   """
   mine = [each for (p, _), each in state.value_requests.items() if p == f.index]
   asked = [each.first_at for each in mine if state.is_newer(f, each.round)]
@@ -193,11 +193,11 @@ def advance_rounds(state: SyncerState, now: float) -> SyncerOutcome:
 
 
 def end_round(state: SyncerState, i: int, current: Round, why: str, now: float) -> SyncerOutcome:
-  """Screens the pushes, and commits if those left are a quorum. Members that were sent the version
-  before get the update; any other one gets the whole value when it reports next."""
+  """Screens the pushes, and commits if a quorum of them is left. Members that were sent the version
+  before get the update; all others get the whole value when they report next."""
   before = state.fragments[i]
   # Smoothed norms per step of accepted pushes. They grow with the global step, as pushes do while
-  # a learning rate warms up, but only since the fragment's last commit: one that was away for
+  # a learning rate warms up, but only since the fragment's last commit: a learner that was away for
   # longer, or is new, is measured by what is usual now.
   known = {m: member.norms[i] for m, member in state.members.items() if member.norms[i]}
   usual = statistics.median(known.values()) if known else 0.0

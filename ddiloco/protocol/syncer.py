@@ -181,7 +181,7 @@ def lost_at(state: SyncerState, member: Member) -> float:
 
 
 def _new_member(state: SyncerState, learner: int, incarnation: int, now: float) -> Member:
-  """A learner, or its next incarnation, of which only its pushes' past norms are still known."""
+  """A learner, or its next incarnation, for which only the norms of its past pushes stay known."""
   count, former = len(state.fragments), state.members.get(learner)
   none, zero = (-1,) * count, (0.0,) * count
   norms = former.norms if former else zero
@@ -261,7 +261,7 @@ def _on_report(state: SyncerState, report: Report, event: Received) -> SyncerOut
     for i, f in enumerate(state.fragments)
     if i not in state.under_way and state.could_push(me, i) and state.is_due(me, i)
   )
-  # Versions go to the one that reports; if it completes the first quorum, to all that waited.
+  # Versions go to the learner that reports; if it completes the first quorum, to all that waited.
   for learner in (me,) if begun else sorted(state.members):
     state, sent = _catch_up(state, learner, event, event.unsent and learner == me)
     todo += sent
@@ -436,7 +436,7 @@ def _catch_up(state: SyncerState, learner: int, event: Received, unsent: bool) -
   """Sends, whole, the versions that a member should have by now and lacks.
 
   A publish that is still queued here, or waits for the buddy, is not lost, however slow the link
-  is: patience begins when it has left. For one that follows a lost one it has begun before.
+  is: patience begins when it has left, or earlier if a publish before it was lost.
   """
   todo: list[SyncerAction] = []
   now = event.now

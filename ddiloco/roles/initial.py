@@ -2,7 +2,7 @@
 
 Initial values are a pure function of the config's seed, or are read from `run.init_from`. Each
 shard makes those of its fragments. Learners make the values of large fragments themselves; shards
-send the small ones, and those of which a learner's machine computes or reads other bits.
+send the small ones, and all that a learner's machine cannot make with the same bits.
 """
 
 from __future__ import annotations

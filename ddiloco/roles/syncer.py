@@ -91,7 +91,7 @@ class Syncer(WorkingRole):
     self.merger.share = self._threads.share
     if replication is not None:
       replication.background = self._worker.put
-    self._unfinished = 0  # jobs of which the loop has not yet done what follows
+    self._unfinished = 0  # jobs whose consequences the loop has not handled yet
     self._capturing = False
     self._drag: Callable[[float], None] = lambda seconds: None
     self._sealer = sealer
