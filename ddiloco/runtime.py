@@ -75,7 +75,7 @@ class ThreadWorker:
     self._jobs.put(job)
 
   def close(self, patience_seconds: float, most_seconds: float) -> None:
-    """Ends the worker: all jobs get `patience_seconds`, the one then under way `most_seconds`; 0:
+    """Ends the worker: all jobs get `patience_seconds`, the job then under way `most_seconds`; 0:
     it goes on alone."""
     self.ending = True
     self._jobs.put(None)
@@ -168,8 +168,8 @@ TRAFFIC_SECONDS = 1.0  # between two lines of the log about a role's traffic
 class WorkingRole:
   """The base of roles whose loop has a worker in the background, called `name`.
 
-  Jobs on the values of a fragment, up to `size` of them, may use `sync.value_threads` threads, one
-  of which is the caller's own; 0: that share of the cores that this process may use.
+  Jobs on the values of a fragment, up to `size` of them, may use `sync.value_threads` threads, the
+  caller's own included; 0: `share` of the cores that this process may use.
   """
 
   def __init__(self, runtime: Runtime, name: str, sync: SyncConfig, size: int, share: float = 1.0):

@@ -9,7 +9,7 @@ and the loss of the merged model beside that of an island that trains alone.
 
 The package makes the same decisions: `tests/examples/test_algorithm.py` runs its roles on this
 problem and compares every commit. What it adds is what a real run needs: shards, a network that
-loses messages, killed syncers, snapshots, bad updates, compressed pushes, devices.
+loses messages, killed syncers, snapshots, bad pushes, compression, devices.
 
 Symbols as in the paper (2604.21428): M learners, P fragments, H steps between two syncs of a
 fragment, K the quorum, tau the steps that a sync may take, gamma the share of the slack that
@@ -81,6 +81,8 @@ class Publish:
 
 
 class Learner:
+  """One incarnation of a learner: a restarted learner is a new one, with nothing."""
+
   def __init__(self, world: World, number: int):
     self.world, self.number = world, number
     self.alive, self.step, self.batch = True, 0, 0
@@ -193,18 +195,18 @@ class Syncer:
     self.round: list[Round | None] = [None] * P
     self.rounds = itertools.count(1)
     self.members: dict[int, Member] = {}
-    self.lives: dict[int, Learner] = {}  # the newest that has said hello, of each learner
+    self.incarnations: dict[int, Learner] = {}  # of each learner the newest that said hello
     self.quorum_seconds = 0.0  # from a pull to the quorum, smoothed
 
   def on_hello(self, learner: Learner) -> None:
     """A learner has started: it gets all values."""
     number = learner.number
     self.forget(number)
-    self.lives[number] = learner
+    self.incarnations[number] = learner
     self.members[number] = Member(list(self.version), [0] * P)
     for p in range(P):
       self.publish(p, [number], ())
-    self.world.after(0, self.decide)  # no round waits for its last life any more
+    self.world.after(0, self.decide)  # no round waits for its last incarnation
 
   def on_report(self, number: int, version: list[int], since_sync: list[int]) -> None:
     """A few integers after every step: the control plane."""
@@ -297,7 +299,7 @@ class Syncer:
 class World:
   def __init__(self) -> None:
     self.now, self.calls, self.order = 0.0, [], itertools.count()
-    self.begun = [0] * len(STEP_SECONDS)  # steps of each island, in all its lives
+    self.begun = [0] * len(STEP_SECONDS)  # steps of each island, in all incarnations
     self.commits: list[tuple[int, int, tuple[int, ...], tuple[int, ...]]] = []
     self.syncer, self.learners = Syncer(self), {}
     for number in range(len(STEP_SECONDS)):
@@ -310,8 +312,8 @@ class World:
     self.at(self.now + seconds, call, *arguments)
 
   def to(self, number: int, method: str, *arguments) -> None:
-    """A message of the syncer to the life of a learner that it knows; no other life gets it."""
-    self.after(LATENCY, getattr(self.syncer.lives[number], method), *arguments)
+    """A message of the syncer to the incarnation of a learner that it knows, and to no other."""
+    self.after(LATENCY, getattr(self.syncer.incarnations[number], method), *arguments)
 
   def start(self, number: int) -> None:
     self.learners[number] = Learner(self, number)

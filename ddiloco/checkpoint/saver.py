@@ -238,7 +238,7 @@ class Saver:
     try:
       self.storage.prune(keep, 0 if self._worker.ending else snapshot)
     except Exception as error:
-      warn(f"old checkpoints cannot be deleted: {brief(error)}. The run goes on.")
+      warn(f"old snapshots cannot be deleted: {brief(error)}. The run goes on.")
     yield None
 
 

@@ -197,7 +197,7 @@ class OuterConfig:
     check("outer", self)
     rule = "must lie in (0, 1]: a shard follows the momentum by its steps: there must be steps"
     must("outer", self, "final_share", 0 < self.final_share <= 1, rule, "use 0.05")
-    # Within these bounds no outer step overflows (docs/design.md, "Rejected updates").
+    # Within these bounds no outer step overflows (docs/design.md, "Rejected pushes").
     bounded = self.learning_rate <= 1e3 and self.learning_rate * self.final_share >= 1e-12
     rule = "must be at most 1000, and at least 1e-12 when it has fallen to outer.final_share"
     must("outer", self, "learning_rate", bounded, rule, "use 0.5")
@@ -326,7 +326,7 @@ class SyncConfig:
   error_feedback: bool = False  # learners add the rounding error of a push to their next one
   liveness_steps: Positive = 10.0  # a learner silent for so many of its own steps is lost ...
   liveness_seconds: Positive = 2.0  # ... but never sooner than this
-  max_norm_ratio: float = 10.0  # rejects updates so much longer than others' and the learner's past
+  max_norm_ratio: float = 10.0  # rejects pushes so much longer than others' and the learner's past
   quarantine_after: Count = 3  # rejections in a row until a learner must rejoin
   snapshot_steps: Natural = 200  # global steps between two snapshots of the whole run; 0: never
 

@@ -1,4 +1,4 @@
-"""Cuts the model into fragments: which tensors travel together in one round.
+"""The partition of the model into fragments: which tensors travel together in one round.
 
 A fragment is a list of pieces; a piece is a whole tensor, one layer of a stacked tensor, or some
 rows of a very large embedding. On the host a fragment's value is one flat float32 vector.

@@ -24,8 +24,8 @@ the step is learning_rate * merged and the optimizer has no state.
 
 Over the last `decay_share` of the run's tokens the learning rate falls in a straight line to
 `final_share` of itself (`at`). With momentum 0.8 what pushes have in common, round after round,
-moves the value five times as far as without. What they do not have in common is noise in the newest
-value; only smaller steps remove it.
+moves the value five times as far as without. The rest of a push is noise in the newest value; only
+smaller steps remove it.
 
 The momentum that is kept is computed from the published step, by the same formula solved for m:
 

@@ -260,7 +260,7 @@ def _metrics(status: Mapping[str, Any]) -> Iterator[Metric]:
     yield f"island_{name}", "island", {m: each[key] for m, each in islands.items()}
   yield "fragment_version", "fragment", dict(enumerate(status["fragments"]))
   rejected = {shard["number"]: shard["rejected"] for shard in status["shards"]}
-  yield "rejected_updates_total", "shard", rejected
+  yield "rejected_pushes_total", "shard", rejected
   for way in ("sent", "received"):
     moved = {link["role"]: link[f"{way}_bytes"] for link in status["links"]}
     yield f"{way}_bytes_total", "role", moved

@@ -268,7 +268,7 @@ class RoleRunner:
       # What this life has set may hold a copy of the whole model.
       usual_seconds = self.usual_seconds()
       self.usual_seconds = lambda: usual_seconds
-      self.ready, self.progress = lambda: "its next life, or its end", lambda: ""
+      self.ready, self.progress = lambda: "its next incarnation, or its end", lambda: ""
       endpoint.close(0.0 if self._over else self.config.network.drain_seconds)
 
   def reborn(self, after: int = 0) -> None:

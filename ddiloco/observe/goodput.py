@@ -27,7 +27,7 @@ allocated time. The right column is the bucket of ml-goodput-measurement that a 
 | stalled   | stood still in the middle of its work                         | OTHER                |
 | discarded | made steps that never reached the global model: lost with a   | WASTED_PROGRESS_...  |
 |           | life, or overwritten                                          |                      |
-| rejected  | made steps of updates that were rejected                      | WASTED_PROGRESS_...  |
+| rejected  | made steps of pushes that were rejected                       | WASTED_PROGRESS_...  |
 | pending   | made steps that are not merged yet, or were not at the end    | (none)               |
 | save      | copied its part of a snapshot                                 | CHECKPOINT_SAVE_TIME |
 | other     | read data, copied and applied fragments, ended                | OTHER                |

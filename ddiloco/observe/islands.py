@@ -16,10 +16,10 @@ RECENT_COMMITS = 32  # over which the shown participation counts
 RECENT_GAPS = 511  # between steps; their median is what is usual
 MOST_SPANS = 200  # of one role; of more, the shortest are drawn as part of their neighbours
 OUTER_GRADIENTS = {  # fields of a commit, and what they mean
-  "agreement": "mean cosine of two islands' updates",
-  "rho": "mean cosine of a fragment's update with the one before",
-  "length": "length of the merged update over an island's",
-  "staleness": "most inner steps that an update is from its base",
+  "agreement": "mean cosine of two islands' pushes",
+  "rho": "mean cosine of a fragment's merged outer gradient with the one before",
+  "length": "length of the merged outer gradient over a push's",
+  "staleness": "most inner steps in one push",
 }
 
 

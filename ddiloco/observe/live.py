@@ -103,7 +103,7 @@ def _progress(view: RunState) -> Table:
 
 def _islands(view: RunState, now: float, gap: int) -> Table:
   known = any(math.isfinite(island.speed.mfu) for island in view.islands.values())
-  numbers = ("life", "step", "global step", "loss", "tok/s", *(["MFU"] * known), "merged")
+  numbers = ("restarts", "step", "global step", "loss", "tok/s", *(["MFU"] * known), "merged")
   look: dict[str, Any] = {"box": None, "expand": True, "header_style": "dim", "pad_edge": False}
   table = Table(padding=(0, gap, 0, 0), **look)
   for name in ("island", "state"):

@@ -199,7 +199,7 @@ def _smooth(values: np.ndarray, half: int) -> np.ndarray:
 
 def participation_figure(run: RunState) -> Figure:
   """The islands that took part in each commit: a row of ticks per island; below, over time, the
-  mean cosines of two updates."""
+  mean cosines of two pushes."""
   learners = sorted(run.islands)
   commits = run.curves.commits.items
   inches, every_row = _rows(max(1, len(learners)), 0.36)
@@ -232,7 +232,7 @@ def participation_figure(run: RunState) -> Figure:
 
 
 def _cosine_lines(axes: Axes, curves: Series) -> None:
-  """Mean cosines over time: of two islands' updates, and of a fragment's successive updates."""
+  """Mean cosines over time: of two islands' pushes, and of a fragment's successive merges."""
   lines = ("agreement", "of two islands'", GLOBAL_MODEL), ("rho", "with the one before", MUTED)
   drawn = 0
   for name, label, color in lines:
@@ -242,11 +242,11 @@ def _cosine_lines(axes: Axes, curves: Series) -> None:
       axes.plot((bins + 0.5) * curves.width_seconds, values, color=color, lw=1.4, label=label)
       drawn += 1
   if not drawn:
-    say_empty(axes, "no commit had two updates that could be compared")
+    say_empty(axes, "no commit had two pushes that could be compared")
     return
   axes.legend(loc="lower right", bbox_to_anchor=(1.0, 0.96), ncols=2, frameon=False)
   axes.axhline(0.0, color=MUTED, lw=0.8)
-  axes.set_ylabel("cosine of\ntwo updates")
+  axes.set_ylabel("mean\ncosine")
   axes.set_xlabel("seconds since the run started")
 
 

@@ -54,7 +54,7 @@ def numbers(run: RunState) -> dict[str, Any]:
     "commits": run.commits,
     "participation": {str(m): run.participation(m) for m in sorted(run.islands)},
     "outer_gradients": {name: rounded(each) for name, each in run.outer_gradients.items()},
-    "rejected_updates": run.rejected,
+    "rejected_pushes": run.rejected,
     "bytes_sent": sum(sent for sent, _ in traffic),
     "bytes_received": sum(received for _, received in traffic),
     "heldout_loss_first": rounded(next((e.loss for e in run.curves.evaluations.items), math.nan)),
@@ -130,9 +130,9 @@ PICTURES = {  # file: (title, caption)
   "participation.png": (
     "Participation",
     "Above, one tick per commit: tall and coloured if the island took part, short and grey if it "
-    "did not, a cross if its update was rejected; at the right its share of all commits. Below, "
-    "the mean cosine of two islands' updates: what both "
-    "have learned, against the noise of their batches. Grey: of a fragment's update with the one "
+    "did not, a cross if its push was rejected; at the right its share of all commits. Below, "
+    "the mean cosine of two islands' pushes: what both "
+    "have learned, against the noise of their batches. Grey: of a fragment's merge with the one "
     "before, which outer momentum adds up.",
   ),
   "traffic.png": (
@@ -218,7 +218,7 @@ def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
       (f"{what}, at last", "" if gradients.get(name) is None else f"{gradients[name]:.3g}")
       for name, what in OUTER_GRADIENTS.items()
     ),
-    ("updates rejected", said(str, "rejected_updates")),
+    ("pushes rejected", said(str, "rejected_pushes")),
     ("faults and restarts", f"{summary.get('faults', 0)} and {summary.get('restarts', 0)}"),
     (
       "longest pause of a survivor around a kill",
@@ -264,7 +264,7 @@ def page(summary: Mapping[str, Any]) -> str:
 def _learner_table(summary: Mapping[str, Any]) -> str:
   """A table of all islands; a dash stands for an unknown value."""
   shares, alive = summary.get("participation") or {}, summary.get("liveness") or {}
-  names = ("island", "chips", "lives", "steps", "tokens", "last loss", "time training")
+  names = ("island", "chips", "incarnations", "steps", "tokens", "last loss", "time training")
   names += ("commits joined", "median step", "tokens/s a chip", "MFU")
   rows = ["".join(f"<th>{name}</th>" for name in names)]
   for m, each in (summary.get("learners") or {}).items():

@@ -71,7 +71,7 @@ class RunState:
     # By fragment, in its present value; without shards, by island, trained in its newest life.
     self.merged_tokens: dict[int, int] = {}
     self.commits = 0
-    self.rejected = 0  # updates
+    self.rejected = 0  # pushes
     self.solo_rounds = 0  # rounds of one island while `solo` holds
     self.blocked_seconds = 0.0
     self.heldout_loss = math.nan  # the newest
@@ -389,7 +389,7 @@ class RunState:
       island.took_part.append(m in taking)
     self._shard_abandoned(event, s)
     for m in event.opposing.keys() - event.rejected.keys():
-      self._note(event, f"update of island {m} points against all others'", "bad")
+      self._note(event, f"push of island {m} points against all others'", "bad")
     self.curves.add_commit(event, self.islands)
     for name, value in outer_gradients(event).items():
       self._gradients[name].append(value)
@@ -414,7 +414,7 @@ class RunState:
     shard.rejected, shard.last_reason = shard.rejected + len(event.rejected), event.reason
     self.rejected += len(event.rejected)
     for m, why in event.rejected.items():
-      self._note(event, f"update of island {m} rejected: {why}", "bad")
+      self._note(event, f"push of island {m} rejected: {why}", "bad")
 
   def _on_fault(self, event: events.Fault) -> None:
     if event.action == "kill":

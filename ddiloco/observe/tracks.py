@@ -323,7 +323,7 @@ class Aftermath:
     contain.
 
     A commit that died with its shard before any learner received it is not lost: a learner keeps
-    its update until it has a value that contains it, and pushes it again.
+    its work until it has a value that contains it, and pushes it again.
     """
     return [(p, each) for p, rounds in sorted(self._rounds.items()) for each in rounds.lost()]
 

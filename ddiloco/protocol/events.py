@@ -17,7 +17,7 @@ import msgspec
 
 from ddiloco.checks import is_number
 
-LOG_FORMAT = 5  # version of kinds and fields; logs of the first version have no number
+LOG_FORMAT = 5  # version of kinds and fields
 MOST_SECONDS = 1e11  # three thousand years
 MOST_DEPTH = 16  # of nested lists and objects; no event has more than four levels
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}

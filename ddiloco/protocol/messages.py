@@ -6,7 +6,7 @@ to each other only about copies of what they committed (`checkpoint/buddy.py`).
 A frame is one header and one raw payload (a fragment in a wire codec, or nothing). The header is
 the message as a msgpack list, never pickle, and its CRC-32. `decode` accepts only exactly
 well-formed frames; everything else raises `MalformedMessage`, which the transports count and drop.
-Of which run and format all its messages are, a connection says once (`network.frames.Greeting`).
+A connection says once to which run and format its messages belong (`network.frames.Greeting`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_NUMBER = 1 << 62
 Count = Annotated[int, Meta(ge=0, lt=MAX_NUMBER)]
 CountOrNone = Annotated[int, Meta(ge=-1, lt=MAX_NUMBER)]  # -1: there is none
 RoundId = Annotated[int, Meta(ge=NOTHING, lt=MAX_NUMBER)]
-GlobalStep = Annotated[int, Meta(ge=0, lt=MAX_GLOBAL_STEP)]  # one liar must not end the run
+GlobalStep = Annotated[int, Meta(ge=0, lt=MAX_GLOBAL_STEP)]  # bounded: one liar cannot end the run
 Learner = Annotated[int, Meta(ge=EVALUATOR, lt=MAX_LEARNERS)]
 Donor = Annotated[int, Meta(ge=0, lt=MAX_LEARNERS)]
 Seconds = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
@@ -136,7 +136,7 @@ class ToLearner(OnWire):
 
 
 class Welcome(ToLearner):
-  """Answer to one that joins: the run's step, and which fragments I own; what you lack follows."""
+  """Answer to a learner that joins: the run's step, and my fragments; what you lack follows."""
 
   global_step: GlobalStep
   fragments: Counts

@@ -1,4 +1,4 @@
-"""Inner optimizer moments of a healthy learner, for one that joins a run under way. PURE.
+"""A healthy learner's inner moments, for a learner that joins a run under way. PURE.
 
 Learners have no open ports, so the moments of a fragment travel from donor to joiner through the
 shard that owns it. A shard has one donation under way at a time. It asks the learner that was asked
@@ -143,7 +143,7 @@ def on_provide_moments(state: LearnerState, provide: ProvideMoments) -> LearnerO
 
 
 def on_forward_moments(state: LearnerState, forwarded: ForwardMoments) -> LearnerOutcome:
-  """Takes a peer's moments, also those of a slower one: it would not have newer ones soon."""
+  """Takes a peer's moments, also those of a slower peer: to wait would not bring newer ones."""
   p = forwarded.fragment
   if p not in state.wants or p in state.staging:
     return state, []

@@ -17,8 +17,8 @@ def _value_due_at(state: SyncerState, f: FragmentState) -> float:
   """When a fragment stops waiting for newer values that learners were asked for; -inf: no value.
 
   Only the first request to each learner counts: a learner that has no such value does not hold the
-  fragment up forever. If it does not answer, another one that has the value is asked after
-  `liveness_seconds`: the fragment waits twice as long.
+  fragment up forever. If a learner does not answer, the shard asks another one after
+  `liveness_seconds`; so the fragment waits twice as long.
   """
   mine = [each for (p, _), each in state.value_requests.items() if p == f.index]
   asked = [each.first_at for each in mine if state.is_newer(f, each.round)]
@@ -193,17 +193,17 @@ def advance_rounds(state: SyncerState, now: float) -> SyncerOutcome:
 
 
 def end_round(state: SyncerState, i: int, current: Round, why: str, now: float) -> SyncerOutcome:
-  """Screens the pushes, and commits if those left are a quorum. Members that were sent the version
-  before get the update; any other one gets the whole value when it reports next."""
+  """Screens the pushes, and commits if a quorum of them is left. Members that were sent the version
+  before get the update; all others get the whole value when they report next."""
   before = state.fragments[i]
-  # Smoothed norms per step of accepted updates. They grow with the global step, as updates do while
-  # a learning rate warms up, but only since the fragment's last commit: one that was away for
+  # Smoothed norms per step of accepted pushes. They grow with the global step, as pushes do while
+  # a learning rate warms up, but only since the fragment's last commit: a learner that was away for
   # longer, or is new, is measured by what is usual now.
   known = {m: member.norms[i] for m, member in state.members.items() if member.norms[i]}
   usual = statistics.median(known.values()) if known else 0.0
   growth = max(1.0, current.global_step / max(1, before.global_step))
   ratio, period = state.sync.max_norm_ratio, state.sync.sync_period
-  # Bounded by those of this round, or a learner's updates could grow from round to round for ever.
+  # Bounded by those of this round, or a learner's pushes could grow from round to round for ever.
   mine = {m: known[m] for m in current.norms if m in known}
   most = ratio * statistics.median(mine.values()) if mine else 0.0
   past = {m: growth * max(usual, min(mine.get(m, 0.0), most)) for m in current.norms}
@@ -321,7 +321,7 @@ def _credit(state: SyncerState, learner: int, i: int, norm_per_step: float) -> S
 def _count_opposing(
   state: SyncerState, learners: list[int], opposing: Mapping[int, float]
 ) -> tuple[SyncerState, dict[int, str]]:
-  """Rejects learners whose updates pointed against all others' `quarantine_after` times in a row.
+  """Rejects learners whose pushes pointed against all others `quarantine_after` times in a row.
 
   The count is by learner and not by incarnation, so that a restart does not reset it.
   """

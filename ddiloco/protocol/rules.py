@@ -19,7 +19,7 @@ from ddiloco.protocol.values import Frozen, replace
 MAX_PATIENCE_SECONDS = 30.0
 MOST_NAMES = 8  # of learners in a reason
 AGREEMENT = 0.05  # mean cosine of the others below which their directions are noise
-OPPOSITION = 0.5  # share of that cosine, with the other sign, from which an update opposes them
+OPPOSITION = 0.5  # share of that cosine, with the other sign, from which a push opposes them
 SHORTEST_STEP_SECONDS = 1e-4  # a believed step time is at least this
 LONGEST_STEP_SECONDS = 600.0  # cap of a believed step time until the usual one is known
 LEAST_CAP_SECONDS = 60.0  # after that the cap is at least this, and ...
@@ -27,7 +27,7 @@ STEP_TIME_RATIO = 16.0  # ... so many times the usual step time
 LEAD = 16.0  # one learner alone makes the global step grow so much faster than others, at most
 ALONE_LEAD = 2.0  # the same where there are no two others to compare with
 WASTE = 16  # a run makes at most so many times the steps its tokens need: work may be lost
-MOST_NORM = 1e15  # no update of a model that works is so long; far from where f32 overflows
+MOST_NORM = 1e15  # no push of a model that works is so long; far from where f32 overflows
 COUNTED_PERIODS = 3  # sync periods; a push of more steps is stale
 
 Ranking = tuple[tuple[float, int], ...]  # (value, learner), the smallest values first
@@ -133,24 +133,24 @@ def screen(
   period: int,
   settled: bool = True,
 ) -> dict[int, str]:
-  """Which updates are out of all proportion, and why.
+  """Which pushes are out of all proportion, and why.
 
-  An update is rejected if its norm exceeds `ratio` times every reference there is: the median of
-  the other participants' norms, and the learner's own past. Of two middle norms the shorter one
-  counts: two bad updates beside a good one are no majority of others. But while no past protects
-  the good ones (not `settled`) the longer one counts: one update that is far too short, beside two
-  good ones, must not have both rejected, round after round. So a sudden growth that all share
-  passes, and so does a single learner while no learner has a past, up to `MOST_NORM`. More steps
-  may make a longer update: against an update of fewer steps it may be longer by the ratio of their
-  steps. Fewer steps need not make a shorter update, since steps cancel out: against the learner's
-  past, an update counts as one of at least a whole period. An update of zeros where the others
-  moved is rejected too: nothing was learned, so its tokens must not count.
+  A push is rejected if its norm exceeds `ratio` times every reference there is: the median of the
+  other participants' norms, and the learner's own past. Of two middle norms the shorter one
+  counts: two bad pushes beside a good one are no majority of others. But while no past protects the
+  good ones (not `settled`) the longer one counts: one push that is far too short, beside two good
+  ones, must not have both rejected, round after round. So a sudden growth that all share passes,
+  and so does a single learner while no learner has a past, up to `MOST_NORM`. More steps may make a
+  longer push: against a push of fewer steps it may be longer by the ratio of their steps. Fewer
+  steps need not make a shorter push, since steps cancel out: against the learner's past, a push
+  counts as one of at least a whole period. A push of zeros where the others moved is rejected too:
+  nothing was learned, so its tokens must not count.
 
   Args:
     norms: by learner, of the outer gradients at hand; non-finite ones are always rejected, and
       those above `MOST_NORM`.
     steps: by learner, inner steps in its outer gradient.
-    past: by learner, the smoothed norm per step of its accepted updates of this fragment, but at
+    past: by learner, the smoothed norm per step of its accepted pushes of this fragment, but at
       most `ratio` times the median of the round's learners, or the usual one if that is longer,
       times the growth of the global step since the fragment's last commit; 0: there are none.
     ratio: `sync.max_norm_ratio`.
@@ -159,7 +159,7 @@ def screen(
   """
   rejected = {}
   finite = {m: norm for m, norm in norms.items() if norm <= MOST_NORM}
-  # All norms, sorted, as they count against an update of `count` steps: once for each such number.
+  # All norms, sorted, as they count against a push of `count` steps: once for each such number.
   scaled = {
     count: sorted(norm * max(1.0, count / steps[m]) for m, norm in finite.items())
     for count in {steps[m] for m in finite}
@@ -169,7 +169,7 @@ def screen(
       rejected[learner] = f"not finite (norm {norm})"
       continue
     if learner not in finite:
-      rejected[learner] = f"norm {norm:.3g} is longer than any update"
+      rejected[learner] = f"norm {norm:.3g} is longer than any push"
       continue
     own = past[learner] * max(steps[learner], period)
     shorter, longer = _middle_without(scaled[steps[learner]], norm)
@@ -197,11 +197,11 @@ def _middle_without(ordered: Sequence[float], value: float) -> tuple[float, floa
 
 
 def agreement(products: Mapping[tuple[int, int], float], learners: Sequence[int]) -> float | None:
-  """The mean cosine over pairs of updates; None for fewer than two. Arguments as of `opposing`.
+  """The mean cosine over pairs of pushes; None for fewer than two. Arguments as of `opposing`.
 
-  Progress that several islands have in common is in all of their updates, and the noise of their
-  batches is not. The average of four updates of cosine 0 is half as long as each of them; that of
-  equal updates is as long.
+  Progress that several islands have in common is in all of their pushes, and the noise of their
+  batches is not. The average of four pushes of cosine 0 is half as long as each of them; that of
+  equal pushes is as long.
 
   >>> agreement({(0, 0): 4.0, (1, 1): 1.0, (0, 1): 1.0}, [0, 1])
   0.5
@@ -213,7 +213,7 @@ def agreement(products: Mapping[tuple[int, int], float], learners: Sequence[int]
 def _cosines(
   products: Mapping[tuple[int, int], float], learners: Sequence[int]
 ) -> dict[tuple[int, int], float]:
-  """The cosine of each pair of these learners' updates."""
+  """The cosine of each pair of these learners' pushes."""
   norms = {m: math.sqrt(products[m, m]) for m in learners if products.get((m, m), 0.0) > 0}
   return {
     (a, b): product / (norms[a] * norms[b])
@@ -225,15 +225,15 @@ def _cosines(
 def opposing(
   products: Mapping[tuple[int, int], float], learners: Sequence[int]
 ) -> dict[int, float]:
-  """Learners whose update points against all others, which agree; with its mean cosine to them.
+  """Learners whose push points against all others, which agree; with its mean cosine to them.
 
   Honest outer gradients are nearly orthogonal and agree a little; one with its sign flipped has
-  the same cosine to the others with the other sign. Of two opposed updates neither can be told to
-  be the wrong one: three are needed.
+  the same cosine to the others with the other sign. Of two opposed pushes neither can be called the
+  wrong one: three are needed.
 
   Args:
-    products: inner products of two updates, or of one with itself; the smaller learner first.
-    learners: whose updates are compared; learners without products are left out.
+    products: inner products of two pushes, or of one with itself; the smaller learner first.
+    learners: whose pushes are compared; learners without products are left out.
 
   >>> agree = {(m, m): 1.0 for m in range(3)} | {(0, 1): 0.2}
   >>> opposing({**agree, (0, 2): -0.2, (1, 2): -0.2}, [0, 1, 2])

@@ -13,8 +13,8 @@ from ddiloco.protocol.messages import EVALUATOR, INITIAL, MADE, NOTHING, Fragmen
 from ddiloco.protocol.rules import Beliefs
 from ddiloco.protocol.values import Frozen, less, put, replace
 
-# A learner may cause work that takes all others' links only so many times a fragment in so many
-# sync periods, under whatever incarnation: rounds when it leaves, and moments when it joins.
+# How often for each fragment, within so many sync periods and over all its incarnations, a learner
+# may cause work on all others' links: rounds when it leaves, and moments when it joins.
 MOST_TIMES, STRETCH_PERIODS = 3, 8
 
 # --- what each role has heard of each other -------------------------------------------------------
@@ -286,7 +286,7 @@ class SyncerState(_State, Frozen):
   donors_asked: Mapping[int, int] = {}  # donor -> how often it was asked
   farewells: Times = {}  # pushes that were merged while their learners were leaving
   value_requests: Mapping[tuple[int, int], ValueRequest] = {}  # by fragment and learner
-  # learner -> its updates in a row that opposed all others; outlives the learner's incarnations
+  # learner -> its pushes in a row that opposed all others; outlives the learner's incarnations
   opposed: Mapping[int, int] = {}
   delivery_seconds: float = 0.0  # smoothed over all members: from sending a version to its report
   quorum_seconds: float = 0.0  # smoothed, from pull to quorum
@@ -365,8 +365,8 @@ class SyncerState(_State, Frozen):
   def recovery_over(self, now: float) -> bool:
     """Whether the shard awaits no learner that may have a newer value.
 
-    So it is when all learners that it knew are members, or the time is up. A learner with newer
-    values becomes a member only when they are here (`protocol/syncer.py`).
+    This holds when all learners that it knew are members, or when the time is up. A learner with
+    newer values becomes a member only when they are here (`protocol/syncer.py`).
     """
     if now >= self.recovery_deadline:
       return True
@@ -415,8 +415,8 @@ class SyncerState(_State, Frozen):
     return replace(self, dirty=(*self.dirty, *sorted(new))) if new else self
 
   def forget(self, learner: int) -> SyncerState:
-    """The learner is gone, or in a new life: no round waits for it, though a push it already sent
-    still counts, and it waits for no moments."""
+    """The learner is gone, or has a new incarnation: no round waits for it, though a push that it
+    sent still counts, and it waits for no moments."""
     state = replace(self, asking={m: ps for m, ps in self.asking.items() if m != learner})
     for i, current in self.under_way.items():
       if learner in current.pending:

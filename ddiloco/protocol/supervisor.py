@@ -35,20 +35,20 @@ class Tick(Frozen):
 
 
 class Working(Frozen):
-  """A role does its work in this life: its healthy period counts from the first such event."""
+  """A role does its work: its incarnation's healthy period counts from the first such event."""
 
   role: str
   now: float
 
 
 class Exited(Frozen):
-  """A life has ended, and not in good order."""
+  """An incarnation has ended, and not in good order."""
 
   role: str
   now: float
   reason: str = ""
   kill: Fault | None = None  # planned, and performed by the role itself
-  afresh: bool = False  # the role's state is bad: its next life begins without it
+  afresh: bool = False  # the role's state is bad: its next incarnation begins without it
 
 
 class Left(Frozen):
@@ -75,16 +75,16 @@ Event = Tick | Working | Exited | Left | Requested | Dismiss
 
 
 class Start(Frozen):
-  """Start the role's next life."""
+  """Start the role's next incarnation."""
 
   role: str
   life: int  # how often it was started before
-  afresh: bool  # without its last life's state, which is bad
+  afresh: bool  # without the last one's state, which is bad
 
 
 class Strike(Frozen):
-  """A planned fault is due: perform it on its role, which is up. Of a stall, `Hold` follows; of a
-  join, the learner's `Start`."""
+  """A planned fault is due: perform it on its role, which is up. After a stall `Hold` follows,
+  after a join the learner's `Start`."""
 
   fault: Fault
 
@@ -103,7 +103,7 @@ class Terminate(Frozen):
 
 
 class Lost(Frozen):
-  """Say that a life has ended, and why."""
+  """Say that an incarnation has ended, and why."""
 
   role: str
   reason: str
@@ -115,20 +115,20 @@ Action = Start | Strike | Hold | Terminate | Lost
 
 
 class Role(Frozen):
-  """One role over all its lives; a new one starts at the first `Tick`. Nothing follows the phases
-  LEFT and GONE."""
+  """One role over all its incarnations, its lives; a new role starts at the first `Tick`. Nothing
+  follows the phases LEFT and GONE."""
 
   phase: str = DOWN  # or UP, LEFT (in good order), GONE (given up, or killed for good)
   lives: int = 0  # how often it was started
   deaths: int = 0  # in a row, with no healthy period between them; planned ones do not count
   start_at: float = -math.inf  # when it is started, if it is down
-  started_at: float = -math.inf  # when its newest life started
-  working_since: float = math.inf  # in this life; inf: it does not work yet
-  afresh: bool = False  # its next life begins without a state
-  kill: Fault | None = None  # performed; None again when the life's end is seen
-  held_until: float = -math.inf  # its process is suspended: a stall of this life; -inf: it is not
+  started_at: float = -math.inf  # when its newest incarnation started
+  working_since: float = math.inf  # in this incarnation; inf: not yet
+  afresh: bool = False  # its next incarnation begins without a state
+  kill: Fault | None = None  # performed; None again when the end is seen
+  held_until: float = -math.inf  # its process is suspended: a stall; -inf: it is not
   leaves_at: float = math.inf  # when it is asked to end
-  asked_to_end: bool = False  # in this life
+  asked_to_end: bool = False  # in this incarnation
   dismissed: bool = False  # it is not started again
 
   @property
@@ -252,7 +252,7 @@ def _dismiss(name: str, role: Role, actions: list[Action]) -> Role:
 
 
 def _lose(state: Supervisor, role: Role, event: Exited, actions: list[Action]) -> Role:
-  """A life is over: the role's next one is planned, or there is none."""
+  """An incarnation is over: the role's next one is planned, or there is none."""
   kill, deaths, reason = event.kill or role.kill, role.deaths, event.reason
   pause: float | None
   if kill is not None:
@@ -298,7 +298,7 @@ def after_exit(deaths: int, worked_seconds: float, run: RunConfig) -> tuple[int,
 
   Args:
     deaths: in a row, before this one.
-    worked_seconds: for how long the role did its work in the life that ended, 0 if it never began:
+    worked_seconds: for how long the incarnation that ended did its work, 0 if it never began:
       a role that compiles for ten minutes and dies at its first step was never healthy.
     run: what the run allows.
   """
@@ -307,13 +307,13 @@ def after_exit(deaths: int, worked_seconds: float, run: RunConfig) -> tuple[int,
 
 
 def pause_seconds(deaths: int, run: RunConfig) -> float:
-  """The pause before the next life, after so many deaths in a row."""
+  """The pause before the next incarnation, after so many deaths in a row."""
   most = max(LONGEST_PAUSE_SECONDS, run.restart_seconds)
   return min(most, run.restart_seconds * 2.0 ** min(deaths - 1, 100))
 
 
 def healthy_seconds(run: RunConfig) -> float:
-  """How long a life must work until the deaths before it no longer count."""
+  """How long an incarnation must work until the deaths before it no longer count."""
   longest = pause_seconds(max(1, run.max_restarts), run)
   return max(HEALTHY_SECONDS, HEALTHY_PAUSES * longest)
 
@@ -324,6 +324,6 @@ def due(fault: Fault, global_step: int, seconds: float) -> bool:
 
 
 def killed(kill: Fault) -> str:
-  """The reason of a life's end for a planned kill."""
+  """The reason of an incarnation's end for a planned kill."""
   back = f"back in {kill.seconds:g} s" if kill.seconds >= 0 else "for good"
   return f"killed by plan, {back}"

@@ -160,9 +160,11 @@ def _here(state: SyncerState) -> tuple[int, ...]:
 
 
 def next_wake(state: SyncerState) -> float:
-  """When a round needs a `Tick` even if no message comes, or a member may be lost to silence, for
-  which a round may wait; inf: never. What else waits for a time is less urgent: the role ticks
-  several times a second anyway."""
+  """When the state needs a `Tick` even if no message comes; inf: never.
+
+  A round may reach its deadline then, or wait for a member that is lost to silence. All else that
+  waits for a time is less urgent: the role ticks several times a second anyway.
+  """
   deadlines = (r.deadline for r in state.under_way.values() if not r.measuring)
   return min([state.silent_at, *deadlines])
 
@@ -179,7 +181,7 @@ def lost_at(state: SyncerState, member: Member) -> float:
 
 
 def _new_member(state: SyncerState, learner: int, incarnation: int, now: float) -> Member:
-  """A learner, or its next incarnation, of which only its updates' past norms are still known."""
+  """A learner, or its next incarnation, for which only the norms of its past pushes stay known."""
   count, former = len(state.fragments), state.members.get(learner)
   none, zero = (-1,) * count, (0.0,) * count
   norms = former.norms if former else zero
@@ -259,7 +261,7 @@ def _on_report(state: SyncerState, report: Report, event: Received) -> SyncerOut
     for i, f in enumerate(state.fragments)
     if i not in state.under_way and state.could_push(me, i) and state.is_due(me, i)
   )
-  # Versions go to the one that reports; if it completes the first quorum, to all that waited.
+  # Versions go to the learner that reports; if it completes the first quorum, to all that waited.
   for learner in (me,) if begun else sorted(state.members):
     state, sent = _catch_up(state, learner, event, event.unsent and learner == me)
     todo += sent
@@ -434,7 +436,7 @@ def _catch_up(state: SyncerState, learner: int, event: Received, unsent: bool) -
   """Sends, whole, the versions that a member should have by now and lacks.
 
   A publish that is still queued here, or waits for the buddy, is not lost, however slow the link
-  is: patience begins when it has left. For one that follows a lost one it has begun before.
+  is: patience begins when it has left, or earlier if a publish before it was lost.
   """
   todo: list[SyncerAction] = []
   now = event.now

@@ -1,4 +1,4 @@
-"""Frozen values, of which the reducers' states are made: copies with changes, and JSON. PURE.
+"""Frozen values, the parts of the reducers' states: copies with changes, and JSON. PURE.
 
 States are written as JSON where they outlive a process. The JSON has exactly the fields of the
 values, by their type hints; anything else is refused, so that a text of another format is never
@@ -30,7 +30,7 @@ def put(values: tuple[T, ...], i: int, value: T) -> tuple[T, ...]:
 
 
 def less(values: tuple[T, ...], value: T) -> tuple[T, ...]:
-  """The tuple without this value, which it has once."""
+  """The tuple without this value, which occurs in it once."""
   i = values.index(value)
   return (*values[:i], *values[i + 1 :])
 
@@ -59,7 +59,7 @@ def readable(cls: type[T]) -> type[T]:
 
 
 def from_json(cls: type[T], value: Any) -> T:
-  """The value of which `to_json` made this value.
+  """The inverse of `to_json`.
 
   Raises:
     NotAState: a field is missing, unknown, of another type, or out of its range.

@@ -35,7 +35,7 @@ class GlobalView:
     """The parameters as they are now; later versions do not change them.
 
     Raises:
-      KeyError: at a look-up of a parameter of which a fragment has not arrived yet.
+      KeyError: when a parameter is looked up before all its fragments have arrived.
     """
     return initial.Assembled(self._plan, self._config, self.values)
 

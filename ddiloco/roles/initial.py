@@ -2,7 +2,7 @@
 
 Initial values are a pure function of the config's seed, or are read from `run.init_from`. Each
 shard makes those of its fragments. Learners make the values of large fragments themselves; shards
-send the small ones, and those of which a learner's machine computes or reads other bits.
+send the small ones, and all that a learner's machine cannot make with the same bits.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def make_plan(config: Config) -> fragments.Plan:
 def contract(config: Config, plan: fragments.Plan) -> str:
   """A short digest of all settings that the roles of a run must share.
 
-  Transports send it with every frame, so that a role with another model or protocol is refused.
+  It is part of every greeting, so that a role with another model or protocol is refused.
   Settings that may differ between roles (islands, network, faults) are not in it.
   """
   agreed: dict[str, Any] = {

@@ -222,7 +222,7 @@ class Exchange(WorkingRole):
     if not action.state.joined:
       lacks = [p for p, f in enumerate(action.state.fragments) if not f.here]
       reason = f"it has not joined: it waits for fragments {lacks}"
-    elif action.state.wants or self.warms_up:  # a later life would go on with them at full rate
+    elif action.state.wants or self.warms_up:  # a later incarnation would use them at full rate
       reason = "its inner moments are new: its learning rate has not warmed up"
     if reason:
       self._saver.decline(action.snapshot, reason)
@@ -428,7 +428,7 @@ class Learner:
 
     Raises:
       Killed: by plan.
-      Quarantined: a shard found this learner's updates bad; restart it.
+      Quarantined: a shard found this learner's pushes bad; restart it.
     """
     with short_collections():
       drive(
@@ -481,7 +481,7 @@ class Learner:
 
   @property
   def usual_seconds(self) -> float:
-    """Of a step; 0 before it is known: the first steps of a life also load programs."""
+    """Of a step; 0 before it is known: the first steps of an incarnation also load programs."""
     state = self.exchange.state
     return state.step_seconds if state.step > self._began.step + 1 else 0.0
 

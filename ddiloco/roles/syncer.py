@@ -3,8 +3,8 @@
 The loop only decides, records and sends. All work on the values of a fragment (norms of a push,
 merging, payloads of publishes, copies for the buddy) is done by one worker in the background, job
 after job in the order of the decisions, so a report is answered while half a billion values are
-merged. What follows from a job the loop does when the job is done, in the same order: of a commit
-the log line, the store, the buddy, and then the publishes.
+merged. When a job is done, the loop does what follows from it, in the same order: for a commit the
+log line, the store, the buddy, and then the publishes.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Syncer(WorkingRole):
     self.merger.share = self._threads.share
     if replication is not None:
       replication.background = self._worker.put
-    self._unfinished = 0  # jobs of which the loop has not yet done what follows
+    self._unfinished = 0  # jobs whose consequences the loop has not handled yet
     self._capturing = False
     self._drag: Callable[[float], None] = lambda seconds: None
     self._sealer = sealer

@@ -143,7 +143,7 @@ class SizedDeltas(Deltas):
 
 
 class SizedMerger(Merger):
-  """Stands for `core.delta.Merger`: an update's norm is its steps times the factor of poison."""
+  """Stands for `core.delta.Merger`: a push's norm is its steps times the factor of poison."""
 
   def __init__(self, world: World, fragments: Mapping[int, Fragment], store: Store):
     super().__init__(fragments, store, world.config)

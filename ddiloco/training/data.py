@@ -289,8 +289,7 @@ class Stream:
   Within an epoch the streams of learners 0 to M - 1 share no window. islands.num_learners (M) is a
   hint: a learner m >= M reads stream m % M from another place of the epoch on (half way, a quarter,
   three quarters, ... by its lap m // M). So the windows that learner m reads are unread, until one
-  of the two learners of a stream reaches the place where the other began. The first M learners have
-  then read half the corpus, if no other learner joined.
+  of the two learners of a stream reaches the place where the other began.
 
   The model must take every batch, of a corpus also every token. Opening a stream also checks the
   tokenizer or, for token files, both ends of each file, so that most mistakes show at once; and the

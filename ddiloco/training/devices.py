@@ -33,7 +33,7 @@ MESH_AXES = ("data", "fsdp", "tensor")
 # Logical axis -> mesh axes that may split it. An axis that is missing here is never split.
 RULES: dict[str, tuple[str, ...]] = {
   "batch": ("data", "fsdp"),
-  "copies": ("data",),  # the batch axis of an array whose "embed" axis is cut too
+  "copies": ("data",),  # the batch axis of an array whose "embed" axis is split too
   "embed": ("fsdp",),
   "vocab": ("tensor",),
   "heads": ("tensor",),

@@ -23,8 +23,8 @@ from ddiloco.training.tokens import Tokenizer
 class HeldoutLoss:
   """The mean of a model's `evaluate` over fixed batches of one shape, on a mesh of its own.
 
-  Parameters and batches are cut over all devices as on an island (`devices.RULES`). They compute in
-  f32, whatever dtype the islands compute in, so that the losses of all islands compare. Compiled
+  Parameters and batches are split over all devices as on an island (`devices.RULES`). They compute
+  in f32, whatever dtype the islands compute in, so that the losses of all islands compare. Compiled
   once, at the first call.
 
   Raises:

@@ -211,8 +211,8 @@ class IslandStep:
     """For the island that `config.islands.island(learner)` describes.
 
     Raises:
-      ConfigError: the batch cannot be cut evenly over the mesh, or the mesh's platform does not run
-        the configured path of attention.
+      ConfigError: the batch cannot be split evenly over the mesh, or the mesh's platform does not
+        run the configured path of attention.
     """
     island, steps = config.islands.island(learner), config.inner.accumulation_steps
     island.require_even_batch(mesh.size, steps, learner)

@@ -56,7 +56,7 @@ def test_golden(make):
     "commits": 2,
     "participation": {"0": 1.0, "1": 0.5},
     "outer_gradients": {"agreement": None, "rho": None, "length": None, "staleness": 24.0},
-    "rejected_updates": 1,
+    "rejected_pushes": 1,
     "bytes_sent": 100,
     "bytes_received": 10,
     "heldout_loss_first": 5.5,

@@ -135,7 +135,7 @@ def test_learner_numbers_may_be_text_as_json_makes_them(make):
   assert [list(view.islands[m].took_part) for m in range(4)] == [[True], [True], [False], [False]]
   assert view.islands[3].missed_reason == "slow"
   assert view.shards[0].rejected == 1
-  assert view.log_events[-1].text == "update of island 2 rejected: norm 9"
+  assert view.log_events[-1].text == "push of island 2 rejected: norm 9"
 
 
 def test_silence_is_a_stall_only_once_it_steps(make):
@@ -357,8 +357,8 @@ def test_an_update_that_opposes_all_others_is_said_before_it_is_rejected(make):
   again = make.commit(2.0, opposing={"2": -0.31}, rejected={"2": "opposes all others"})
   said = [note.text for note in fold([make.run_started(), merged, again]).log_events]
   assert said[-2:] == [
-    "update of island 2 points against all others'",
-    "update of island 2 rejected: opposes all others",
+    "push of island 2 points against all others'",
+    "push of island 2 rejected: opposes all others",
   ]
 
 

@@ -84,11 +84,11 @@ def test_grace_is_at_most_a_step_and_zero_without_overlap_or_safety():
       {2: "norm 1e+12 is over 10 x 1", 3: "norm 1e+12 is over 10 x 1"},
     ),
     ({3: 1e9}, {3: 0.0}, {}),  # alone and new
-    ({3: 1e30}, {3: 0.0}, {3: "norm 1e+30 is longer than any update"}),
+    ({3: 1e30}, {3: 0.0}, {3: "norm 1e+30 is longer than any push"}),
     (
       {2: 1e30, 3: 1e30},
       {2: 1.0, 3: 1.0},
-      dict.fromkeys((2, 3), "norm 1e+30 is longer than any update"),
+      dict.fromkeys((2, 3), "norm 1e+30 is longer than any push"),
     ),
     ({3: 1e9}, {3: 1.0}, {3: "norm 1e+09 is over 10 x 1"}),  # alone, with a past
     ({0: math.nan, 1: 1.0}, {0: 0.0, 1: 0.0}, {0: "not finite (norm nan)"}),
@@ -106,7 +106,7 @@ def test_screen(norms, past, expected):
 def test_one_update_that_is_far_too_short_does_not_have_the_others_rejected():
   """While no past protects them; it had them rejected in every round, and was merged alone."""
   norms, steps = {0: 1.0, 1: 1.0, 2: 1e-6}, {0: 1, 1: 1, 2: 1}
-  for past in (0.0, 1e-6):  # from that one's own updates
+  for past in (0.0, 1e-6):  # from that one's own pushes
     assert screen(norms, steps, dict.fromkeys(norms, past), 10.0, 1, settled=False) == {}
   assert screen(norms, steps, {0: 0.5, 1: 0.5, 2: 1e-6}, 10.0, 1) == {}
   long = {0: 1.0, 1: 1.0, 2: 11.0}

@@ -192,7 +192,7 @@ BAD = {
   "nan": (lambda n: ("f32", whole(n, math.nan)), "not finite"),
   "inf": (lambda n: ("f32", whole(n, -math.inf)), "not finite"),
   "exploding": (lambda n: ("f32", whole(n, 1e9)), "is over 10 x"),
-  "overflowing": (lambda n: ("f32", whole(n, 3e38)), "longer than any update"),
+  "overflowing": (lambda n: ("f32", whole(n, 3e38)), "longer than any push"),
   "nan scale": (lambda n: ("int8", broken_scale(n, math.nan)), "not finite"),
 }
 

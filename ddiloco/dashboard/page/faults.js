@@ -12,7 +12,7 @@ const ACTIONS = {
   delay: ["delay messages", "delay_seconds", "by seconds", 0.5],
   corrupt: ["flip bits", "share", "share of messages", 0.1],
   throttle: ["throttle links", "bits_per_second", "bits per second", 1000000],
-  poison: ["poison updates", "factor", "multiplied by", 100],
+  poison: ["poison pushes", "factor", "multiplied by", 100],
   disk: ["fill the disk"],
 };
 let roles = "";

@@ -4,14 +4,14 @@ import { byId, compact, html, percent, say, stack } from "./format.js";
 
 const CAUSES = {
   useful: ["in the global model"],
-  start_up: ["start-up", "a first life begins"],
+  start_up: ["start-up", "a first incarnation begins"],
   compile: ["compiling", "programs are made or loaded"],
   down: ["down", "dead, not yet started again"],
-  rejoin: ["rejoining", "a later life begins"],
+  rejoin: ["rejoining", "a later incarnation begins"],
   blocked: ["blocked", "waited for a shard (lock-step only)"],
   stalled: ["stalled", "stood still"],
   discarded: ["work lost", "steps that never reached the global model"],
-  rejected: ["rejected", "updates that were rejected"],
+  rejected: ["rejected", "pushes that were rejected"],
   pending: ["not merged yet", "steps that may still be merged"],
   save: ["snapshots", "copies of the state"],
   other: ["everything else", "data, copies, applies"],

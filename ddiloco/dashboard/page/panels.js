@@ -80,13 +80,13 @@ function figures(status) {
   );
 }
 
-// What the islands' updates have in common.
+// What the islands' pushes have in common.
 function gradients(found) {
   const names = { agreement: "cosine", rho: "rho", length: "length merged" };
   const said = Object.entries(names)
     .filter(([name]) => found[name] !== null)
     .map(([name, text]) => `${text} ${cosine(found[name])}`);
-  const steps = `of the latest commits; updates of up to ${Math.round(found.staleness)} steps`;
+  const steps = `of the latest commits; pushes of up to ${Math.round(found.staleness)} steps`;
   return [steps, ...said].join(", ");
 }
 
