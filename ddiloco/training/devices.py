@@ -97,12 +97,20 @@ def partition(devices: Sequence[Device], counts: Sequence[int]) -> list[list[Dev
   return [[shared] if shared and len(given[m]) == 1 else given[m] for m in range(len(counts))]
 
 
-def island_devices(island: IslandConfig, visible: Sequence[Device], learner: int) -> list[Device]:
+def island_devices(
+  island: IslandConfig, visible: Sequence[Device], learner: int, host: int = 0
+) -> list[Device]:
   """The devices that an island uses, of all that its processes see: the first ones of each host.
 
+  `host` is the number of this process in its island.
+
   Raises:
-    ConfigError: there are too few devices.
+    ConfigError: there are too few devices, or JAX has another number for this process: the hosts
+      would take each other's values.
   """
+  mine, fix = jax.process_index(), "number hosts as their slice does (TPU_WORKER_ID)"
+  good = host == mine or jax.process_count() != island.hosts  # which is refused later
+  require(good, "--host", host, f"is process {mine} of its island to JAX", fix)
   hosts: dict[int, list[Device]] = {}
   for device in visible:
     hosts.setdefault(device.process_index, []).append(device)

@@ -175,3 +175,14 @@ def test_an_island_takes_the_same_share_of_what_each_of_its_processes_sees():
     taken(2, 1, seen[:1])
   with pytest.raises(ConfigError, match=r"islands.devices = 6: learner 7 sees 5 devices.*2 on one"):
     taken(6, 2, seen[:5])
+
+
+def test_a_host_that_jax_numbers_otherwise_is_refused(monkeypatch):
+  """Each host would take what the leader sends to the other: parts of the same shape."""
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  monkeypatch.setattr(jax, "process_index", lambda: 1)
+  seen = [types.SimpleNamespace(process_index=h, id=h) for h in (0, 1)]
+  island = IslandConfig(devices=2, hosts=2)
+  assert devices.island_devices(island, seen, 7, host=1) == seen
+  with pytest.raises(ConfigError, match=r"--host = 0: is process 1 of its island to JAX.*Fix: "):
+    devices.island_devices(island, seen, 7, host=0)
