@@ -72,7 +72,12 @@ def before_import() -> None:
 
   CRC32C_SW_MODE is set by tensorboardX when it is imported, in the middle of a run. A new variable
   moves the C library's table of variables, and XLA threads that read it crash: so it is set now.
+
+  XLA pins at most XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB of memory for all GPUs of a process, as it
+  needs it. Its own limit is 64; the copy of a state for a snapshot may be larger.
   """
+  memory_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
+  os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(max(64, memory_gb)))
   os.environ.setdefault("NPROC", "32")
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
   os.environ.setdefault("CRC32C_SW_MODE", "auto")

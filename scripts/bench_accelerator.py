@@ -203,7 +203,7 @@ def killed(folder: Path, cpu: bool, quick: bool) -> dict[str, Any]:
   }  # fmt: skip
   config = config_of(preset, 4, "none", 1, more)
 
-  with mock.patch.dict(os.environ, XLA_PYTHON_CLIENT_MEM_FRACTION=SHARE_OF_MEMORY):
+  with mock.patch.dict(os.environ, XLA_CLIENT_MEM_FRACTION=SHARE_OF_MEMORY):
     run = common.Run(config, folder / "run", cpu=cpu)
   with run:
     again = run.wait_for("the killed island", lambda log: common.merged(log, 1, lives=2))[0].time

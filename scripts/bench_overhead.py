@@ -70,7 +70,7 @@ Step = Callable[[np.ndarray], None]  # on a batch, and waits for it
 
 def bare_step(island: Island) -> Step:
   """The compiled step alone, on a copy of the state, with as many in flight as on the island."""
-  state, before = island.capture(), None
+  state, before = island.programs.copy(island._state), None  # `capture` may be on the host
 
   def step(batch: np.ndarray) -> None:
     nonlocal state, before

@@ -27,6 +27,19 @@ def test_what_would_join_slices_or_processes_is_taken_away(monkeypatch):
   assert os.environ["JAX_PLATFORMS"] == "cpu"
 
 
+def test_a_gpu_s_island_may_pin_as_much_memory_as_its_host_has(monkeypatch):
+  """Else XLA pins 64 GB for all GPUs of a process, and a larger state's snapshot ends the role."""
+  limit = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+  monkeypatch.delenv(limit, raising=False)
+  pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 256 << 18}
+  monkeypatch.setattr(os, "sysconf", pages.__getitem__)
+  environment.before_import()
+  assert os.environ[limit] == "256"
+  monkeypatch.setenv(limit, "100")  # the user's own
+  environment.before_import()
+  assert os.environ[limit] == "100"
+
+
 IMPORTS_LATE = """
 import sys
 from ddiloco import environment

@@ -243,7 +243,8 @@ class FollowingHost:
 
     with kept_in(place.workdir / COMPILED):
       stream = data.Stream(data.open_data(config.data), config, number)
-      devices = island_devices(config.islands.island(number), jax.devices(), number)
+      seen = jax.devices()
+      devices = island_devices(config.islands.island(number), seen, number, place.host)
       trained = Island(config, number, devices, initial.make_plan(config))
       self.progress.doing = "compiles"
       self._say(f"compiled in {trained.compile():.1f} s; follows host 0")

@@ -84,7 +84,7 @@ def attempt(
       start_new_session=True,  # so that gcloud's children can be killed with it
     )
   except FileNotFoundError as error:
-    fix = "install it (Google Cloud's command line has both gcloud and kubectl), or use --dry_run"
+    fix = "install it (docs/launch.md, step 1), or use --dry_run"
     raise refusal("PATH", command[0], "is not installed here", fix) from error
   try:
     out, error_text = process.communicate(stdin, timeout=limit_seconds)

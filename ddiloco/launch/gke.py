@@ -179,6 +179,8 @@ class GkeRun:
     ]
     chips = {"google.com/tpu": shape.chips_per_host}
     job = self._job(island.role, command, chips, pod, shape.hosts)
+    (container,) = job["template"]["spec"]["containers"]
+    container["env"] = [{"name": "JAX_PLATFORMS", "value": placement.PLATFORMS}]
     document = self._restarted(island.role, "host", job)
     if shape.hosts > 1:  # all its pods on one slice, without pods of other islands
       exclusive = "alpha.jobset.sigs.k8s.io/exclusive-topology"

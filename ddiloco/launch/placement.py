@@ -103,6 +103,8 @@ def shape_of(topology: str, field: str = "islands.topology") -> Shape:
 
 SHARD_PORT, ISLAND_PORT, PROBE_PORT = 7000, 7001, 8080
 FOLDER, WORK = "/ddiloco", "/work"  # in every container: config and keys; the workdirs
+# JAX_PLATFORMS of islands: else JAX would train on the CPU of a host whose chips it cannot open.
+PLATFORMS = "tpu,cpu"
 # GKE gives a pod 15 seconds when its spot machine is taken away; a role drains in 10 of them.
 SPOT_DRAIN_SECONDS = 10.0
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,28}[a-z0-9])?")

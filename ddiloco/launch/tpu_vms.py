@@ -127,6 +127,7 @@ class TpuVmRun:
       f"--restart={f'on-failure:{most}' if most else 'no'}",  # on-failure:0 is without a limit
       "--privileged",  # the chips are devices of the host
       "--net=host",
+      f"--env=JAX_PLATFORMS={placement.PLATFORMS}",
       f'--volume="$HOME/{STAGED}:{FOLDER}:ro"',
       f"--volume={shlex.quote(self.host_folder)}:{WORK}",
       f"--workdir={WORK}",

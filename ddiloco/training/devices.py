@@ -47,14 +47,19 @@ RULES: dict[str, tuple[str, ...]] = {
 # states it. For a kind that is not listed no MFU is shown.
 PEAK_FLOPS = {
   "TPU v4": 275e12,
-  "TPU v5 lite": 197e12,
-  "TPU v5": 459e12,  # v5p, as the next
-  "TPU v5p": 459e12,
-  "TPU v6 lite": 918e12,
-  "NVIDIA A100-SXM4-40GB": 312e12,
-  "NVIDIA A100-SXM4-80GB": 312e12,
-  "NVIDIA H100 80GB HBM3": 989e12,
-  "NVIDIA H200": 989e12,
+  **dict.fromkeys(("TPU v5 lite", "TPU v5e"), 197e12),
+  **dict.fromkeys(("TPU v5", "TPU v5p"), 459e12),
+  **dict.fromkeys(("TPU v6 lite", "TPU v6e"), 918e12),
+  "TPU7x": 2307e12 / 2,  # each of its two cores is a device
+  **dict.fromkeys(("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB"), 312e12),
+  **dict.fromkeys(("NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe"), 312e12),
+  "NVIDIA H100 PCIe": 756e12,
+  **dict.fromkeys(("NVIDIA H100 NVL", "NVIDIA H200 NVL"), 835e12),
+  **dict.fromkeys(("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB"), 989e12),
+  "NVIDIA B200": 2250e12,
+  "NVIDIA GB200": 2500e12,
+  "NVIDIA L4": 121e12,
+  "NVIDIA L40S": 362e12,
 }
 
 
@@ -97,12 +102,20 @@ def partition(devices: Sequence[Device], counts: Sequence[int]) -> list[list[Dev
   return [[shared] if shared and len(given[m]) == 1 else given[m] for m in range(len(counts))]
 
 
-def island_devices(island: IslandConfig, visible: Sequence[Device], learner: int) -> list[Device]:
+def island_devices(
+  island: IslandConfig, visible: Sequence[Device], learner: int, host: int = 0
+) -> list[Device]:
   """The devices that an island uses, of all that its processes see: the first ones of each host.
 
+  `host` is the number of this process in its island.
+
   Raises:
-    ConfigError: there are too few devices.
+    ConfigError: there are too few devices, or JAX has another number for this process: the hosts
+      would take each other's values.
   """
+  mine, fix = jax.process_index(), "number hosts as their slice does (TPU_WORKER_ID)"
+  good = host == mine or jax.process_count() != island.hosts  # which is refused later
+  require(good, "--host", host, f"is process {mine} of its island to JAX", fix)
   hosts: dict[int, list[Device]] = {}
   for device in visible:
     hosts.setdefault(device.process_index, []).append(device)
@@ -195,17 +208,31 @@ def param_sharding(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh)
   return NamedSharding(mesh, PartitionSpec(*spec))
 
 
+def cudnn_heads(gpu: Device) -> int:
+  """The largest heads for which cuDNN has attention and its gradient on this GPU; 0: for none.
+
+  None before Ampere (compute capability 8), and on GPUs of other makers. 256 on Hopper (9) alone:
+  on Blackwell larger heads than 128 have no gradient before cuDNN 9.23.
+  """
+  major = gpu.compute_capability.partition(".")[0]
+  return 0 if not major.isdigit() or int(major) < 8 else 256 if major == "9" else 128
+
+
 def make_execution(mesh: Mesh, island: IslandConfig, model: ModelConfig) -> Execution:
   """How this island's devices compute a model.
 
   `islands.attention = "auto"` is splash attention on TPUs, cuDNN's on GPUs where it takes the
-  model (bf16, heads of a multiple of 8 and up to 256), and else the reference.
+  model (bf16, heads of a multiple of 8 and up to `cudnn_heads`), and else the reference.
 
   Raises:
     ConfigError: the configured path of attention does not run on this platform.
   """
-  platform, dtype, size = mesh.devices.flat[0].platform, model.compute_dtype, model.head_dim
-  taken = dtype == "bfloat16" and size % 8 == 0 and size <= 256
+  dtype, size = model.compute_dtype, model.head_dim
+  platform = mesh.devices.flat[0].platform
+  taken = platform == "gpu" and dtype == "bfloat16" and size % 8 == 0
+  if taken:  # a process knows the kind of its own devices
+    mine = (gpu for gpu in mesh.devices.flat if gpu.process_index == jax.process_index())
+    taken = size <= cudnn_heads(next(mine))
   own = {"tpu": "splash", "gpu": "cudnn" if taken else "einsum"}
   best = own.get(platform, "einsum")
   good = island.attention in ("auto", "einsum", best)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import importlib
 import json
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from ddiloco import cli
+from ddiloco.network.keys import secret_file
 from tests.launch import programs
 
 ROOT = Path(__file__).parent.parent.parent
@@ -61,6 +63,13 @@ def test_all_actions_are_told(capsys):
   known = re.findall(r"--(?:\[no\])?(\w+)", capsys.readouterr().out)
   for flag in re.findall(r"`--(\w+)`", PAGE):
     assert flag in known, f"there is no --{flag}"
+
+
+def test_secret_keys_do_not_get_into_the_image():
+  """gcloud builds it of what git would take; keys made in the project's folder are not of that."""
+  ignored = (ROOT / ".gitignore").read_text().split()
+  secret = secret_file(Path("keys"), "learner-0")
+  assert any(fnmatch.fnmatch(secret.name, pattern) for pattern in ignored)
 
 
 @pytest.mark.skipif(shutil.which("gcloud") is None, reason="gcloud is not installed here")

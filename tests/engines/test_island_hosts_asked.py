@@ -102,6 +102,7 @@ def joins(monkeypatch, links, compile=lambda: 1.0, follow=lambda *_: None):
   monkeypatch.setattr(island_hosts.initial, "make_plan", lambda _: None)
   monkeypatch.setattr("ddiloco.training.data.open_data", lambda _: None)
   monkeypatch.setattr("ddiloco.training.data.Stream", lambda *_: SimpleNamespace(iterate=None))
+  monkeypatch.setattr("ddiloco.training.devices.island_devices", lambda *_: None)
   monkeypatch.setattr("ddiloco.training.island.Island", lambda *_: island)
   monkeypatch.setattr("ddiloco.training.hosts.follow", follow)
   monkeypatch.setattr("jax.distributed.shutdown", lambda: None)

@@ -98,6 +98,10 @@ def test_hosts_of_an_island_meet_at_host_0_on_one_slice(one):
   assert "--http=0.0.0.0:8080" in container["command"]
   assert "--host=$(JOB_COMPLETION_INDEX)" in container["command"]
   assert container["resources"]["limits"] == {"google.com/tpu": 4}
+  # An island whose chips cannot be opened fails, instead of training on its host's CPU.
+  assert container["env"] == [{"name": "JAX_PLATFORMS", "value": "tpu,cpu"}]
+  (shard, *_) = one["JobSet", "run-shards"]["spec"]["replicatedJobs"]
+  assert "env" not in shard["template"]["spec"]["template"]["spec"]["containers"][0]
   assert pod["nodeSelector"] == {
     "cloud.google.com/gke-tpu-accelerator": "tpu-v5p-slice",
     "cloud.google.com/gke-tpu-topology": "2x2x2",

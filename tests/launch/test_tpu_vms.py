@@ -90,6 +90,7 @@ def test_the_script_of_a_host_is_one_that_a_shell_reads(tmp_path):
   words = docker.splitlines()
   assert words[:3] == ["docker", "run", "--detach"] and "--restart=on-failure:10" in words
   assert f"--volume={tmp_path}/ddiloco:/ddiloco:ro" in words
+  assert "--env=JAX_PLATFORMS=tpu,cpu" in words
   role = words[words.index(IMAGE) + 1 :]
   assert role[:2] == ["ddiloco", "learner"] and "--learner=0" in role
   assert "--host=1" in role and "--hosts=tcp://10.1.0.1:7001" in role

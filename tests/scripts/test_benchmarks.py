@@ -5,8 +5,13 @@ import math
 import os
 from importlib.util import find_spec
 
+import in_process
+import jax
 import pytest
 
+from ddiloco.roles import initial
+from ddiloco.training import step
+from ddiloco.training.island import Island
 from tests.scripts import commands
 
 RAY = pytest.mark.skipif(find_spec("ray") is None, reason="needs ddiloco[ray]")
@@ -97,3 +102,14 @@ def test_reading_a_longer_run_takes_no_more_memory(reader, histories):
 
 def test_every_benchmark_is_tested_here():
   assert {path.name for path in commands.SCRIPTS.glob("bench_*.py")} == set(PROMISED)
+
+
+def test_bare_steps_run_where_a_captured_state_lies_in_the_host_s_memory(script, monkeypatch):
+  """As on accelerators, whose steps take no array from there."""
+  monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # the script changes them
+  bench = script("bench_overhead")
+  monkeypatch.setattr(step, "host_memory", lambda device: "pinned_host")
+  config = bench.make_config(layers=1)
+  island = Island(config, 0, jax.devices()[:1], initial.make_plan(config))
+  island.reset()
+  bench.bare_step(island)(in_process.batches(config)[0])

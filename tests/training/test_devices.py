@@ -117,8 +117,10 @@ def test_axes_must_match_the_shape(mesh):
     devices.param_sharding(("embed",), (2, 3), mesh)
 
 
-def _execution(platform: str, dtype: str = "bfloat16", head_dim: int = 64, **fields):
-  chip = types.SimpleNamespace(platform=platform)
+def _execution(
+  platform: str, dtype: str = "bfloat16", head_dim: int = 64, capability: str = "9.0", **fields
+):
+  chip = types.SimpleNamespace(platform=platform, process_index=0, compute_capability=capability)
   mesh = types.SimpleNamespace(devices=np.array([chip]), size=1)
   model = ModelConfig(compute_dtype=dtype, head_dim=head_dim)
   return devices.make_execution(mesh, IslandConfig(**fields), model)
@@ -155,6 +157,50 @@ def test_heads_that_cudnn_does_not_take_have_the_reference(head_dim):
     _execution("gpu", head_dim=head_dim, attention="cudnn")
 
 
+@pytest.mark.parametrize(
+  ("capability", "most"),
+  [
+    ("7.5", 0),  # T4
+    ("8.0", 128),  # A100
+    ("8.9", 128),  # L4
+    ("9.0", 256),  # H100
+    ("10.0", 128),  # B200
+    ("12.0", 128),
+    ("gfx942", 0),  # AMD's
+  ],
+)
+def test_the_largest_heads_that_cudnn_takes_depend_on_the_gpu(capability, most):
+  sizes = [size for size in (64, 128, 136, 256) if size <= most]
+  for size in (64, 128, 136, 256):
+    path = "cudnn" if size in sizes else "einsum"
+    assert _execution("gpu", head_dim=size, capability=capability).attention == path
+
+
+def test_the_kind_of_an_island_s_gpus_is_asked_of_a_device_of_this_process():
+  """The device of another process may not know it."""
+  far = types.SimpleNamespace(platform="gpu", process_index=1)
+  near = types.SimpleNamespace(platform="gpu", process_index=0, compute_capability="9.0")
+  mesh = types.SimpleNamespace(devices=np.array([far, near]), size=1)
+  model = ModelConfig(compute_dtype="bfloat16", head_dim=64)
+  assert devices.make_execution(mesh, IslandConfig(), model).attention == "cudnn"
+
+
+@pytest.mark.parametrize(
+  ("kind", "sparse"),  # of NVIDIA's data sheets, which count zeros: twice the peak
+  [
+    ("NVIDIA A100 80GB PCIe", 624e12),
+    ("NVIDIA H100 PCIe", 1513e12),
+    ("NVIDIA H100 NVL", 1671e12),
+    ("NVIDIA H100 80GB HBM3", 1979e12),
+    ("NVIDIA H200", 1979e12),
+    ("NVIDIA B200", 4.5e15),
+    ("NVIDIA L4", 242e12),
+  ],
+)
+def test_a_gpu_s_peak_is_half_of_what_its_data_sheet_says_with_sparsity(kind, sparse):
+  assert devices.PEAK_FLOPS[kind] == pytest.approx(sparse / 2, rel=2e-3)
+
+
 def test_an_execution_has_the_islands_settings():
   found = _execution("cpu", remat="products", loss_chunks=4)
   assert (found.layout, found.remat, found.loss_chunks) == (None, "products", 4)
@@ -175,3 +221,14 @@ def test_an_island_takes_the_same_share_of_what_each_of_its_processes_sees():
     taken(2, 1, seen[:1])
   with pytest.raises(ConfigError, match=r"islands.devices = 6: learner 7 sees 5 devices.*2 on one"):
     taken(6, 2, seen[:5])
+
+
+def test_a_host_that_jax_numbers_otherwise_is_refused(monkeypatch):
+  """Each host would take what the leader sends to the other: parts of the same shape."""
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  monkeypatch.setattr(jax, "process_index", lambda: 1)
+  seen = [types.SimpleNamespace(process_index=h, id=h) for h in (0, 1)]
+  island = IslandConfig(devices=2, hosts=2)
+  assert devices.island_devices(island, seen, 7, host=1) == seen
+  with pytest.raises(ConfigError, match=r"--host = 0: is process 1 of its island to JAX.*Fix: "):
+    devices.island_devices(island, seen, 7, host=0)
