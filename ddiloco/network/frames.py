@@ -522,7 +522,8 @@ def pace(connection: socket.socket) -> Iterator[None]:
       yield from _pause(FREE_SECONDS)
       now = TcpInfo.of(connection)
       busy = (now.busy_us - before.busy_us) / 1e6
-      if _LOSS in (before.state, now.state) or 1000 * now.last_ack_ms > now.rtt_us:
+      overdue = now.unacked and 1000 * now.last_ack_ms > now.rtt_us  # not where nothing was sent
+      if overdue or _LOSS in (before.state, now.state):
         before = now
       elif busy >= FREE_SECONDS / 2:
         acked, full = now.acked_bytes - before.acked_bytes, (now.full_us - before.full_us) / 1e6

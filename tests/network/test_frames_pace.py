@@ -17,24 +17,39 @@ MOST = frames._NO_LIMIT
 
 
 class Sender:
-  """A stand-in for a socket that has always something to send: what the kernel tells of it."""
+  """A stand-in for a socket, most with always something to send: what the kernel tells of it."""
 
   def __init__(self, rate: float, queue_seconds: float, full_share: float = 0.0):
     self.rate, self.queue_us, self.full_share = rate, int(1e6 * queue_seconds), full_share
     self.seconds, self.limits = 0.0, []
 
   def getsockopt(self, level: int, option: int, size: int) -> bytes:
-    acked, busy = int(self.rate * self.sending_seconds()), int(1e6 * self.seconds)
-    full = int(self.full_share * busy)
-    silent_ms = int(1e3 * self.silent_seconds())
-    info = TcpInfo(self.state(), 1, silent_ms, 100 + self.queue_us, acked, 1, 100, busy, full)
+    info = TcpInfo(
+      state=self.state(),
+      unacked=self.unacked(),
+      last_ack_ms=int(1e3 * self.silent_seconds()),
+      rtt_us=100 + self.queue_us,
+      acked_bytes=int(self.rate * self.sending_seconds()),
+      least_rtt_us=100,
+      busy_us=int(1e6 * self.busy_seconds()),
+      full_us=int(1e6 * self.full_share * self.busy_seconds()),
+    )
     return frames._TCP_INFO.pack(*info)[:size]
 
   def state(self) -> int:
     return 0
 
-  def sending_seconds(self) -> float:
+  def sends(self) -> bool:
+    return True
+
+  def unacked(self) -> int:
+    return 1
+
+  def busy_seconds(self) -> float:
     return self.seconds
+
+  def sending_seconds(self) -> float:
+    return self.busy_seconds()
 
   def silent_seconds(self) -> float:
     return 0.0
@@ -62,17 +77,34 @@ class Interrupted(Sender):
     return self.seconds - self.at_seconds if gone else 0.0
 
 
+class NowAndThen(Sender):
+  """It has something to send for 0.4 seconds of every two."""
+
+  def sends(self) -> bool:
+    return self.seconds % 2 < 0.4
+
+  def unacked(self) -> int:
+    return self.seconds % 2 > 0.01
+
+  def busy_seconds(self) -> float:
+    return self.seconds // 2 * 0.4 + min(self.seconds % 2, 0.4)
+
+  def silent_seconds(self) -> float:
+    return 0.0 if self.unacked() else 1.6
+
+
 @pytest.mark.parametrize(
   "sender, limits",
   [
     (Sender(1.25e6, 0.05), [MOST, 1_125_000, MOST]),
     (Interrupted(0.1), [MOST, 1_125_000]),  # it kept to a seventh of its rate for 4.5 seconds
     (Interrupted(0.35), [MOST, 1_125_000]),
+    (NowAndThen(1.25e6, 0.05), [MOST, 1_125_000]),  # it had no limit
     (Sender(1.25e6, 0.001), [MOST]),  # its queue is short
     (Sender(2e9, 0.05), [MOST]),  # it is fast
     (Sender(20e6, 0.05, full_share=0.8), [MOST]),  # it is its reader that is slow
   ],
-  ids=["slow", "outage", "its beginning", "short queue", "fast", "slow reader"],
+  ids=["slow", "outage", "its beginning", "now and then", "short queue", "fast", "slow reader"],
 )
 def test_only_a_slow_link_has_a_limit_for_a_while(monkeypatch, sender, limits):
   clock = types.SimpleNamespace(monotonic=lambda: sender.seconds)
@@ -80,7 +112,8 @@ def test_only_a_slow_link_has_a_limit_for_a_while(monkeypatch, sender, limits):
   pace = frames.pace(sender)
   for tick in range(53):  # until shortly after the limit ends
     sender.seconds = tick / 10
-    next(pace)
+    if sender.sends():
+      next(pace)
   assert sender.limits == pytest.approx(limits, rel=0.01)
 
 
