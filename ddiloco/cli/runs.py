@@ -21,6 +21,7 @@ from ddiloco.dashboard.server import Dashboard, Where
 from ddiloco.engines.profiler import MOST_STEPS, ProfileRequest, take_profile
 from ddiloco.engines.role_spec import RoleSpec, end_with_parent, terminates
 from ddiloco.environment import FINISHED, LOST
+from ddiloco.protocol.events import finite
 from ddiloco.trace import text
 from ddiloco.workdir import PROFILES, RESULT, refuse_trained, run_name
 
@@ -174,7 +175,8 @@ def evaluate(arguments: list[str]) -> int:
   ready(config, cpu=given.cpu)
   from ddiloco.engines import session
 
-  print(json.dumps({**session.measure(given.workdir, config), "workdir": str(given.workdir)}))
+  measured = session.measure(given.workdir, config)
+  print(json.dumps(finite({**measured, "workdir": str(given.workdir)})))
   return FINISHED
 
 
