@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from ddiloco import workdir
+from ddiloco.checkpoint.restore import Unfounded
 from ddiloco.config import ConfigError, from_dict
 from ddiloco.core.delta import Committed
 from ddiloco.core.fragments import owned_by
@@ -25,11 +26,13 @@ from ddiloco.engines.role_process import FINISHED, LOST
 from ddiloco.engines.role_spec import RoleSpec
 from ddiloco.engines.single_roles import run_syncer
 from ddiloco.network.peers import seconds_since_2020
-from ddiloco.protocol import learner
-from ddiloco.protocol.messages import FragmentState
+from ddiloco.protocol import learner, syncer
+from ddiloco.protocol.actions import Received
+from ddiloco.protocol.messages import EVALUATOR, NOTHING, FragmentState, Goodbye
 from ddiloco.protocol.values import replace
 from ddiloco.roles import initial
 from ddiloco.training import data
+from tests import says
 from tests.engines.real import PATIENCE_SECONDS, events_of, start, tiny, wait_for
 
 CONFIG = from_dict({"sync": {"num_shards": 2, "num_fragments": 4, "min_quorum": 3}})
@@ -162,6 +165,36 @@ def test_an_evaluator_that_comes_back_says_that_the_run_goes_on(tmp_path, monkey
   with pytest.raises(Opened):
     single_roles._evaluator(runner, "open")
   assert not file.exists()
+
+
+@pytest.mark.parametrize("lost, status", [(False, FINISHED), (True, LOST)])
+def test_a_final_model_that_no_evaluator_has_saved_is_lost(lost, status):
+  said = Said()
+  fragment = FragmentState(0, 3, merged_tokens=CONFIG.run.total_tokens, last_round=2)
+  shard = syncer.init(0, 1, (fragment,), CONFIG.sync, CONFIG.run.total_tokens)
+  shard, _ = syncer.syncer_on(shard, Received(says.hello(EVALUATOR, 0, (NOTHING,)), 1.0))
+  role = types.SimpleNamespace(state=shard, lost={}, replication=None)
+  if lost:
+    role.state = shard.with_member(EVALUATOR, lost=True)
+  assert ("evaluator" in single_roles._untaken(role)) == lost
+  assert single_roles._shard_status(said, role) == status
+  assert any("Fix: start all roles again" in line for line in said.lines) == lost
+
+
+def test_a_shard_that_is_back_with_a_complete_run_waits_for_the_evaluator():
+  """It ended after nine seconds, in which no evaluator has begun: nobody ever got the model."""
+  fragment = FragmentState(0, 3, merged_tokens=CONFIG.run.total_tokens, last_round=2)
+  target, now = CONFIG.run.total_tokens, time.monotonic()
+  shard = syncer.init(0, 1, (fragment,), CONFIG.sync, target, recovery_deadline=now)
+  role = types.SimpleNamespace(state=shard, idle=True)
+  runner = types.SimpleNamespace(config=CONFIG, stopped=lambda: False)
+  over = single_roles._over(runner, role, Unfounded((), ""), back=True)
+  assert not over()
+  hello, gone = says.hello(EVALUATOR, 0, (NOTHING,)), Goodbye(EVALUATOR, 0)
+  role.state, _ = syncer.syncer_on(shard, Received(hello, time.monotonic()))
+  assert not over(), "it is here"
+  role.state, _ = syncer.syncer_on(role.state, Received(gone, time.monotonic()))
+  assert over(), "it has the model"
 
 
 @pytest.mark.parametrize("role", ["learner", "evaluator"])
