@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,6 @@ from ddiloco.dashboard.server import Dashboard, Where
 from ddiloco.engines.profiler import MOST_STEPS, ProfileRequest, take_profile
 from ddiloco.engines.role_spec import RoleSpec, end_with_parent, terminates
 from ddiloco.environment import FINISHED, LOST
-from ddiloco.protocol.events import finite
 from ddiloco.trace import text
 from ddiloco.workdir import PROFILES, RESULT, refuse_trained, run_name
 
@@ -175,8 +175,9 @@ def evaluate(arguments: list[str]) -> int:
   ready(config, cpu=given.cpu)
   from ddiloco.engines import session
 
-  measured = session.measure(given.workdir, config)
-  print(json.dumps(finite({**measured, "workdir": str(given.workdir)})))
+  measured = session.measure(given.workdir, config).items()
+  said = {name: each if math.isfinite(each) else str(each) for name, each in measured}
+  print(json.dumps({**said, "workdir": str(given.workdir)}))
   return FINISHED
 
 
