@@ -307,6 +307,41 @@ def test_a_run_put_together_by_hand(tmp_path):
   assert (workdir / "result").is_dir() and (workdir / "report" / "index.html").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_an_evaluator_that_comes_back_after_the_end_gets_the_model(tmp_path):
+  """Its shards had ended by then, with status 0, and the model with them."""
+  network = {"silence_seconds": 1.5, "hello_seconds": 0.1}
+  config = tiny(300, learners=1, min_step_seconds=0.02, network=network)
+  (tmp_path / "config.json").write_text(config.to_json())
+  workdir, (url,), started = tmp_path / "run", free_urls(1), {}
+  common = [f"--config={tmp_path / 'config.json'}", f"--workdir={workdir}", f"--syncers={url}"]
+  common += ["--config.sync.num_shards=1"]
+
+  def role(name, *arguments):
+    started[name] = start(*arguments, *common, log=tmp_path / name)
+    return started[name], tmp_path / name
+
+  try:
+    shard, shard_log = role("syncer", "syncer", "--shard=0", f"--bind={url}")
+    evaluator, log = role("evaluator", "evaluator")
+    wait_for(lambda: events_of(workdir, "started", "syncer-0"), "the shard", shard, shard_log)
+    learner, learner_log = role("learner", "learner", "--learner=0", "--cpu")
+    wait_for(lambda: events_of(workdir, "joined", "evaluator"), "the evaluator", evaluator, log)
+    evaluator.kill()
+    assert learner.wait(PATIENCE_SECONDS) == 0, learner_log.read_text()
+    waits = "waits: the evaluator, which has not saved the final model"
+    wait_for(lambda: waits in shard_log.read_text(), "the shard to wait", shard, shard_log)
+    again, log = role("again", "evaluator")
+    assert again.wait(PATIENCE_SECONDS) == 0, log.read_text()
+    assert shard.wait(PATIENCE_SECONDS) == 0, shard_log.read_text()
+  finally:
+    for process in started.values():
+      process.kill()
+  assert json.loads((workdir / "outcome.json").read_text())["reason"] == "finished"
+  assert (workdir / "result").is_dir()
+
+
 def test_a_restarted_shard_settles_also_with_all_of_its_buddys_copies(tmp_path, monkeypatch):
   """The buddy may have been cut off from it while it went on: learners have newer values then."""
   plan = initial.make_plan(CONFIG)
