@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import sys
 
 from ddiloco.environment import INTERRUPTED, end_now
 
@@ -11,6 +12,8 @@ def entry() -> None:
   """The console script."""
   if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in the background of a shell
     signal.signal(signal.SIGINT, _end)
+  if sys.argv[1:2] == ["train"]:  # of a whole run SIGTERM is as Ctrl-C, also before and after it
+    signal.signal(signal.SIGTERM, _end)
   from ddiloco import cli
 
   cli.entry()

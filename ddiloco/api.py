@@ -122,8 +122,9 @@ def train(
 
   if engine == "ray":
     options.setdefault("cpu_only", cpu)
-  session.train(config, Path(workdir), overwrite, engine, options)
-  return Run(workdir)
+  run = Path(workdir).expanduser()
+  session.train(config, run, overwrite, engine, options)
+  return Run(run)
 
 
 def ready(config: Config, cpu: bool, supervises: bool = False) -> None:
@@ -232,7 +233,7 @@ def simulate(
     gbps=(gbps,),
     latency_seconds=(latency_seconds,),
   )
-  place = None if workdir is None else Path(workdir)
+  place = None if workdir is None else Path(workdir).expanduser()
   return virtual.simulate(config, setting, place, overwrite, most_seconds)
 
 
@@ -251,7 +252,7 @@ class Run:
   """
 
   def __init__(self, workdir: str | Path, config: Settings | None = None):
-    self.workdir = Path(workdir)
+    self.workdir = Path(workdir).expanduser()
     mine = None if config is None else _checked(config)
     self.config: Config = saved_config(self.workdir, mine)
 

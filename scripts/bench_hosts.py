@@ -143,7 +143,7 @@ def two_processes(quick: bool, pairs: int, block: int, folder: Path) -> dict[str
   with log.open("wb") as file:
 
     def start(name: str, **streams: Any) -> subprocess.Popen[bytes]:
-      command = [sys.executable, __file__, f"--pairs={pairs}", f"--block={block}"]
+      command = [*common.TIED, sys.executable, __file__, f"--pairs={pairs}", f"--block={block}"]
       command += [*(["--quick"] if quick else []), "--process", name, url, syncer, str(folder)]
       return subprocess.Popen(command, stderr=file, **streams)
 

@@ -31,6 +31,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SAID_CHARACTERS = 4000  # shown of the log of a run that failed
 PATIENCE_SECONDS = 300.0
 PROGRAM = (sys.executable, "-m", "ddiloco", "train")
+# Before a command: the kernel kills it when the thread that started it ends, also by kill -9.
+TIED = ("setpriv", "--pdeathsig=KILL")
 
 # --- A script from its start to its end
 
@@ -145,15 +147,15 @@ def last_words(workdir: Path) -> str:
 
 
 def start(config: Config, workdir: Path, *flags: str, cpu: bool = True) -> subprocess.Popen[bytes]:
-  """Starts `ddiloco train`; its config and output are beside `workdir`.
+  """Starts `ddiloco train`, which ends with this script; config and output are beside `workdir`.
 
   `cpu`: on fake CPU devices.
   """
   workdir.parent.mkdir(parents=True, exist_ok=True)
   file = workdir.with_name(f"{workdir.name}.json")
   file.write_text(config.to_json())
-  command = [*PROGRAM, f"--config={file}", f"--workdir={workdir}", *flags]
-  command += ["--cpu"] if cpu else []
+  command = [*TIED, *PROGRAM, f"--config={file}", f"--workdir={workdir}"]
+  command += [*flags, *(["--cpu"] if cpu else [])]
   with log_of(workdir).open("ab") as log:
     return subprocess.Popen(command, stdout=log, stderr=log, env=environment.bare())
 

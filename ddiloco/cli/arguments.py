@@ -125,6 +125,8 @@ class Flags:
       raise ConfigError(f"{error}. Fix: {fix}.") from error
     for name in self._values:
       value = self._values[name].value
+      if name in ("workdir", "keys") and value:  # no shell reads the "~" of --workdir=~/runs
+        self._values[name].value = os.path.expanduser(value)
       own = not name.startswith("config.")  # those are checked with the config
       if own and type(value) in (int, float):
         try:

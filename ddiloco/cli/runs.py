@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -174,7 +175,9 @@ def evaluate(arguments: list[str]) -> int:
   ready(config, cpu=given.cpu)
   from ddiloco.engines import session
 
-  print(json.dumps({**session.measure(given.workdir, config), "workdir": str(given.workdir)}))
+  measured = session.measure(given.workdir, config).items()
+  said = {name: each if math.isfinite(each) else str(each) for name, each in measured}
+  print(json.dumps({**said, "workdir": str(given.workdir)}))
   return FINISHED
 
 

@@ -359,7 +359,7 @@ class NetworkConfig:
   patience_seconds: Positive = 2.0  # least wait until a shard's buddy counts as away
   silence_seconds: Positive = 30.0  # messages for a peer that is silent for so long are dropped
   # A learner that reaches no shard for so long ends, with an error; so does an island one host of
-  # which waits for its data for so long.
+  # which waits for its data for so long. At a run's end: for room on the disk, or an evaluator.
   give_up_seconds: Positive = 600.0
   drain_seconds: NotNegative = 25.0  # a role that is told to end has so long to get its work merged
 

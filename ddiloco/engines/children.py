@@ -199,7 +199,7 @@ class Child:
 # In all else a forked process is as if its command had been started: it has the same environment,
 # working directory, standard streams and name (`ps`).
 
-_UNHEARD = (signal.SIGINT, signal.SIGTERM)
+_UNHEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PRELOADED = (  # by name: this package does not depend on those above it
   "ddiloco.cli",
   "ddiloco.engines.single_roles",

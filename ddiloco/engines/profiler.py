@@ -16,7 +16,7 @@ from typing import Annotated
 
 import msgspec
 
-from ddiloco.checks import require
+from ddiloco.checks import refusal, require
 from ddiloco.observe.eventlog import Follower, Records
 from ddiloco.observe.guards import Guard, ended
 from ddiloco.protocol import events
@@ -135,7 +135,7 @@ def take_profile(workdir: Path, request: ProfileRequest, wait_seconds: float) ->
   """Requests a trace, and waits for it: (whether it is there, its path or the reason).
 
   Raises:
-    ConfigError: there is no such learner, or its run is over.
+    ConfigError: there is no such learner, its run is over, or the request cannot be written.
   """
   role, folder = request.role, workdir / "events"
   known = (
@@ -148,7 +148,11 @@ def take_profile(workdir: Path, request: ProfileRequest, wait_seconds: float) ->
   require(not over, "--workdir", str(workdir), "its run is over", "trace a run that goes on")
   follower = Follower(workdir)
   follower.skip()
-  append_request(workdir / PROFILE_REQUESTS, msgspec.structs.asdict(request))
+  try:
+    append_request(workdir / PROFILE_REQUESTS, msgspec.structs.asdict(request))
+  except OSError as error:
+    rule, fix = f"cannot be asked for a trace ({error})", "make room, or ask as who may write there"
+    raise refusal("--workdir", str(workdir), rule, fix) from error
   until = time.monotonic() + wait_seconds
   while time.monotonic() < until:
     for event in follower.poll():

@@ -189,11 +189,12 @@ def end_with_parent() -> None:
 
 @contextlib.contextmanager
 def terminates(asked: threading.Event) -> Iterator[list[int]]:
-  """In this context SIGTERM and the first Ctrl-C set `asked`; works in the main thread alone.
+  """In this context SIGTERM, SIGHUP (the terminal was closed) and the first Ctrl-C set `asked`;
+  works in the main thread alone.
 
   A second Ctrl-C raises KeyboardInterrupt there. Other threads cannot handle signals. Where SIGINT
-  is ignored, as in the background of a shell, it stays so. Yields the list of the signals that have
-  come, in order.
+  or SIGHUP is ignored, as in the background of a shell or by nohup, it stays so. Yields the list of
+  the signals that have come, in order.
   """
   heard: list[int] = []
   if threading.current_thread() is not threading.main_thread():
@@ -206,9 +207,8 @@ def terminates(asked: threading.Event) -> Iterator[list[int]]:
     heard.append(number)
     asked.set()
 
-  heeded = [signal.SIGTERM]
-  if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-    heeded.append(signal.SIGINT)
+  ignored = (n for n in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_IGN)
+  heeded = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}.difference(ignored)
   before = {number: signal.signal(number, hear) for number in heeded}
   try:
     yield heard

@@ -38,6 +38,7 @@ from ddiloco.training.tokens import load_tokenizer
 
 EXIT_STATUS = {"finished": FINISHED, "failed": LOST, "stopped": INTERRUPTED}
 ENGINES = ("threads", "processes", "ray")  # imported only when used: Ray may not be installed
+SAVE_AGAIN_SECONDS = 10.0  # between two attempts to save the end of a run
 EVALUATION_BATCH = 16  # sequences at most ...
 EVALUATION_LOGITS = 1 << 26  # ... and values of logits at once: 256 MiB
 
@@ -139,11 +140,13 @@ def conclude(
   outcome: RunResult,
   loss: Callable[[Mapping[str, np.ndarray]], float] | None,
   compare: Callable[[], Mapping[str, Any]] = dict,
+  pause: Callable[[float], bool | None] = time.sleep,
 ) -> None:
   """Leaves result, outcome and report in `workdir`, and prints the main numbers.
 
-  The result is saved first. A later step that fails (a loss for which there is no memory, ...) is
-  reported and left out: it can be repeated later, and the exit status is about the training.
+  The result is saved first, for which a full disk has network.give_up_seconds to get room. A later
+  step that fails (a loss for which there is no memory, ...) is reported and left out: it can be
+  repeated later, and the exit status is about the training.
 
   Args:
     config: the run's. With run.evaluations = 0 nothing is evaluated.
@@ -151,20 +154,22 @@ def conclude(
     outcome: what the run's engine returned.
     loss: held-out loss of a parameter tree; None where nothing is evaluated.
     compare: called once the result is saved; returns the numbers to compare it with.
+    pause: waits for so many seconds between two attempts to save; true: there is no other attempt.
 
   Raises:
     OSError: the result cannot be saved. Then no outcome is written: the run can go on.
   """
   extra: dict[str, Any] = {"reason": outcome.reason}
   measured = lambda: _merged(workdir, outcome, loss)  # noqa: E731
+  patience = config.network.give_up_seconds, pause
   try:
-    _save(workdir, outcome)
+    _until_saved(lambda: _save(workdir, outcome), *patience)
   except NewerResult as newer:
     extra["left_out"] = {"the model of this start": str(newer)}
     measured = lambda: {"loss_merged": loss(load_result(workdir, config))}  # noqa: E731
   if outcome.lost:
     extra["lost"] = outcome.lost
-  _write_outcome(workdir, extra)
+  _until_saved(lambda: _write_outcome(workdir, extra), *patience)
   run = config.run
   if run.evaluations and loss is not None:
     _attempt("the untrained model's loss", extra, lambda: _untrained(config, outcome, loss))
@@ -179,6 +184,22 @@ def conclude(
   _attempt("the time of the run", extra, took)
   _attempt("the report", extra, lambda: _write_end(workdir, extra))
   _print_end(config, workdir, extra)
+
+
+def _until_saved(
+  save: Callable[[], None], seconds: float, pause: Callable[[float], bool | None]
+) -> None:
+  """Calls `save`, and for so long again while it raises OSError: the end of a run is worth that."""
+  until = time.monotonic() + seconds
+  while True:
+    try:
+      return save()
+    except OSError as error:
+      if time.monotonic() >= until:
+        raise
+      print(f"\nThe run's end is not saved yet: {error}. Fix: make room.", flush=True)
+      if pause(min(SAVE_AGAIN_SECONDS, seconds)):
+        raise
 
 
 def _save(workdir: Path, outcome: RunResult) -> None:

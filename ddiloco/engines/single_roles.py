@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ddiloco.checkpoint import restore
@@ -29,6 +30,7 @@ from ddiloco.observe.style import compact
 from ddiloco.protocol import events
 from ddiloco.protocol import syncer as syncer_rules
 from ddiloco.protocol.learner import unmerged_tokens
+from ddiloco.protocol.messages import EVALUATOR
 from ddiloco.protocol.states import LearnerState, SyncerState
 from ddiloco.roles import initial
 from ddiloco.roles.learner import Batches, Learner
@@ -237,18 +239,9 @@ def _syncer(runner: RoleRunner, shard: int) -> int:
   if replication is not None:
     replication.begin(c for c in role.committed.values() if c.state.version)
   runner.say(f"serves fragments {', '.join(map(str, owned))} at {endpoint.bound}")
-  runner.ready = lambda: ""
+  runner.ready = lambda: _untaken(role)
   runner.progress = lambda: _served(role, config)
-  over_at = state.recovery_deadline if back else 0.0
-  faults, silence_seconds = runner.faults, settings.silence_seconds
-
-  def over() -> bool:
-    if refusal := unfounded.refusal(role.state):
-      raise Ended(refusal)
-    now = time.monotonic()
-    finished = now >= over_at and syncer_rules.finished(role.state, now, silence_seconds)
-    return (finished and role.idle) or runner.stopped()
-
+  over, faults = _over(runner, role, unfounded, back), runner.faults
   try:
     role.run(faults, over)
     until = time.monotonic() + settings.drain_seconds  # the buddy still gets what it lacks
@@ -264,13 +257,42 @@ def _syncer(runner: RoleRunner, shard: int) -> int:
   return _shard_status(runner, role)
 
 
+def _over(
+  runner: RoleRunner, role: Syncer, unfounded: restore.Unfounded, back: bool
+) -> Callable[[], bool]:
+  """What says whether the shard may end. One that is `back` first waits for its members, which may
+  begin slowly: the evaluator may lack the final model."""
+  settings, begun_at = runner.config.network, role.state.recovery_deadline if back else 0.0
+  alone_until = time.monotonic() + settings.give_up_seconds if back else 0.0
+  patience = settings.silence_seconds, settings.give_up_seconds
+
+  def over() -> bool:
+    nonlocal alone_until
+    if refusal := unfounded.refusal(role.state):
+      raise Ended(refusal)
+    if role.state.members:
+      alone_until = 0.0
+    now = time.monotonic()
+    finished = syncer_rules.finished(role.state, now, *patience) and role.idle
+    return (finished and now >= max(begun_at, alone_until)) or runner.stopped()
+
+  return over
+
+
 def _complete(role: Syncer) -> bool:
   return all(role.state.complete(f) for f in role.state.fragments)
 
 
+def _untaken(role: Syncer) -> str:
+  """What a shard waits for at the end, "": nothing. An evaluator that has left has the model."""
+  member = role.state.members.get(EVALUATOR)
+  lost = member is not None and member.lost and _complete(role)
+  return "the evaluator, which has not saved the final model" if lost else ""
+
+
 def _shard_status(runner: RoleRunner, role: Syncer) -> int:
-  """The exit status. Lost are versions that learners had and no shard has any more, and, before
-  the run's end, fragments that the buddy does not have."""
+  """The exit status. Lost are versions that learners had and no shard has any more; before the
+  run's end, fragments that the buddy does not have; and a final model that no role has saved."""
   had = {p: f"fragment {p} before version {v + 1}" for p, v in sorted(role.lost.items())}
   if had:
     runner.say(f"was lost on the way: {', '.join(had.values())}")
@@ -279,7 +301,12 @@ def _shard_status(runner: RoleRunner, role: Syncer) -> int:
   left = [f for f in role.state.fragments if f.version > 0] if alone else role.replication.missing()
   if not over and left:
     runner.say("ends with lost work: no other shard has all of its fragments")
-  return LOST if had or (left and not over) else FINISHED
+  if untaken := _untaken(role):
+    runner.say(
+      f"has waited in vain for {untaken}. Fix: start all roles again, the evaluator too: they go on"
+      " from the newest snapshot"
+    )
+  return LOST if had or untaken or (left and not over) else FINISHED
 
 
 def _recover(
@@ -410,7 +437,8 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
   outcome = RunResult(reason, role.store.params(), {}, "", *seen)
   runner.busy("writing the report")
   try:
-    session.conclude(config, runner.place.workdir, outcome, loss)
+    session.conclude(config, runner.place.workdir, outcome, loss, pause=runner.stop.wait)
   except OSError as error:
-    raise Ended(f"the run's end is not saved: {error}. Fix: make room, start it again") from error
+    again = "all roles: they go on from the newest snapshot" if finished else "it again"
+    raise Ended(f"the run's end is not saved: {error}. Fix: make room, start {again}") from error
   return FINISHED

@@ -442,8 +442,8 @@ def _finish(state: LearnerState) -> LearnerOutcome:
   if state.leaving and not any(_holds_up(state, f) for f in state.fragments):
     return leave(state, "left, and everything it had is merged")
   reached = state.merged_tokens if state.fragments else state.trained_tokens
-  if not state.joined or reached < state.target_tokens:
-    return state, []
+  if not (state.joined and state.trains) or reached < state.target_tokens:
+    return state, []  # the evaluator stays until it has saved the model
   return leave(state, f"{reached} tokens are merged" if state.fragments else "trained its share")
 
 

@@ -69,10 +69,16 @@ def init(
   )
 
 
-def finished(state: SyncerState, now: float, silence_seconds: float) -> bool:
-  """Whether the run needs this shard no more: all tokens are merged, all members left or silent."""
+def finished(
+  state: SyncerState, now: float, silence_seconds: float, give_up_seconds: float
+) -> bool:
+  """Whether the run needs this shard no more: all tokens are merged, all members left or silent.
+
+  An evaluator that is silent may come back: it leaves once it has saved the final model.
+  """
+  patience = {EVALUATOR: max(silence_seconds, give_up_seconds)}
   return all(state.complete(f) for f in state.fragments) and not any(
-    now - m.heard_at < silence_seconds for m in state.members.values()
+    now - member.heard_at < patience.get(m, silence_seconds) for m, member in state.members.items()
   )
 
 

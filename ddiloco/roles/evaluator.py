@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -86,7 +87,8 @@ class Evaluator:
 
     A measurement runs on a thread of its own: meanwhile this role receives versions, and reports to
     the shards as a member that awaits the end of the run. When it is stopped it does not wait for a
-    measurement under way; at the end of the run it first saves the final model.
+    measurement under way. At the end of the run it first saves the final model, and only then says
+    goodbye to the shards: if it dies before that, its next life gets the model from them.
     """
     with short_collections():
       drive(self._live(stopped), self.exchange.endpoint, LOOK_SECONDS)
@@ -95,17 +97,20 @@ class Evaluator:
     due, measured = 0.0, -1
     measuring: threading.Thread | None = None
     try:
-      while not self.exchange.state.done and not stopped():
+      while not self.finished and not stopped():
         yield from self.exchange.wait()
         if measuring is not None and not measuring.is_alive():
           measuring = None
         merged = self.exchange.state.merged_tokens
         going_on = self.joined and not self.finished
         if self._evaluations and going_on and merged >= due and measuring is None:
-          measuring = self._begin_to_measure()
+          measuring = _begin("measuring the held-out loss", self._measure, *self._now())
           due, measured = (merged // self._every + 1) * self._every, merged
       if self.finished:
-        self._save_end()
+        saving = _begin("saving the final model", self._save_end)
+        while saving.is_alive():
+          yield from self.exchange.wait()
+        self.exchange.leave(f"{self.exchange.state.merged_tokens} tokens are merged")
         idle = measuring is None or ended(measuring, MEASURE_SECONDS)
         if idle and self._evaluations and measured < self.exchange.state.merged_tokens:
           self._measure(*self._now())
@@ -136,17 +141,6 @@ class Evaluator:
     except Exception as error:  # layers and file systems raise errors of many types
       warn(f"the result is not saved before it is measured: {error}. It goes on.")
 
-  def _begin_to_measure(self) -> threading.Thread:
-    """Evaluates on a thread of its own.
-
-    It is no daemon: JAX aborts a user's program that ends while JAX computes. Commands end without
-    Python's own shutdown (`environment.end_now`), and wait for no thread.
-    """
-    name, now = "measuring the held-out loss", self._now()
-    thread = threading.Thread(target=self._measure, args=now, name=name, daemon=False)
-    thread.start()
-    return thread
-
   def _measure(
     self, params: initial.Assembled, merged_tokens: int, global_step: int, untrained: bool
   ) -> None:
@@ -164,3 +158,14 @@ class Evaluator:
       if untrained:
         self.untrained_loss = loss
       self.recorder.record(events.Evaluation(**at, loss=loss, measures=measures))
+
+
+def _begin(name: str, work: Callable[..., None], *arguments: Any) -> threading.Thread:
+  """Begins work on a thread of its own.
+
+  It is no daemon: JAX aborts a user's program that ends while JAX computes. Commands end without
+  Python's own shutdown (`environment.end_now`), and wait for no thread.
+  """
+  thread = threading.Thread(target=work, args=arguments, name=name, daemon=False)
+  thread.start()
+  return thread

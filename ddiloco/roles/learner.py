@@ -120,10 +120,10 @@ class Exchange(WorkingRole):
     self.state = learner.drain(self.state)
     self._report()
 
-  def leave(self) -> None:
+  def leave(self, reason: str = "the run was stopped") -> None:
     """Says goodbye to the shards, and is done."""
     if not self.state.done:
-      self.state, todo = learner.leave(self.state, "the run was stopped")
+      self.state, todo = learner.leave(self.state, reason)
       self._perform(todo)
 
   def close(self) -> None:

@@ -1,6 +1,7 @@
 """What is typed wrong is said on stderr in plain words, with status 2, before a device is used."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -211,6 +212,22 @@ def test_config_as_two_words_and_several_changes(monkeypatch, tmp_path):
   assert seen[0].model.num_layers == 2, "the file's own lines hold"
 
 
+def test_a_workdir_in_the_home_folder_is_one_folder(monkeypatch, tmp_path):
+  """In --workdir=~/... no shell reads the "~". Result and snapshots were in the home folder, and
+  all else in a folder of this name: --overwrite left the old run's snapshots."""
+  seen = []
+  monkeypatch.setenv("HOME", str(tmp_path))
+  monkeypatch.setattr(session, "train", lambda config, workdir, *a, **k: seen.append(workdir) or 0)
+  assert cli.main([*TRAIN, "--workdir=~/run"]) == 0
+  config = from_dict(SMALL)
+  (tmp_path / "run").mkdir()
+  (tmp_path / "run" / "config.json").write_text(config.to_json())
+  assert ddiloco.train(config, "~/run", cpu=True).workdir == tmp_path / "run"
+  assert seen == [tmp_path / "run"] * 2
+  assert cli.main(["keys", "--keys=~/keys", "--learners=1", "--shards=1"]) == 0
+  assert (tmp_path / "keys" / "public").is_dir()
+
+
 def test_an_interrupt_outside_a_run_is_no_traceback(monkeypatch, tmp_path, capsys):
   def interrupt(*_, **__):
     raise KeyboardInterrupt
@@ -315,11 +332,15 @@ def test_commands_in_a_process_of_their_own(finished, command):
   assert done.stdout.strip()
 
 
-def test_evaluate_and_generate_a_result(finished, capsys):
+def test_evaluate_and_generate_a_result(finished, capsys, monkeypatch):
   assert cli.main(["evaluate", f"--workdir={finished}"]) == 0
   said = json.loads(capsys.readouterr().out)
   assert said["loss"] == pytest.approx(np.log(256), rel=0.1)
   assert said["bits_per_token"] == pytest.approx(said["loss"] / np.log(2))
+  monkeypatch.setattr(session, "measure", lambda *_: {"loss": math.nan})
+  assert cli.main(["evaluate", f"--workdir={finished}"]) == 0
+  line = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+  assert line == {"loss": "nan", "workdir": str(finished)}, "JSON has no NaN"
   texts = []
   for _ in range(2):
     arguments = ["--prompt=ab", "--tokens=5", "--temperature=0.5", "--seed=3"]
@@ -366,10 +387,10 @@ SWALLOWED = """
 import gc, os, runpy, signal, sys
 from ddiloco import cli
 def train(arguments):
-  gc.callbacks.append(lambda *_: os.kill(os.getpid(), signal.SIGINT))
+  gc.callbacks.append(lambda *_: os.kill(os.getpid(), getattr(signal, sys.argv[2])))
   gc.collect()
   return 0
-cli.COMMANDS["train"], sys.argv = (train, "", ""), ["ddiloco", "train"]
+cli.COMMANDS["train"], sys.argv = (train, "", ""), ["ddiloco", "train", *sys.argv[1:], "SIGINT"]
 runpy.run_module("ddiloco", run_name="__main__")
 """
 HAS_FULL = pytest.mark.skipif(
@@ -377,9 +398,11 @@ HAS_FULL = pytest.mark.skipif(
 )
 
 
-def test_an_interrupt_that_python_would_swallow_ends_a_run():
-  """JAX calls Python when garbage is collected: the run trained to its end, with status 0."""
-  done = process(code=SWALLOWED)
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_an_interrupt_that_python_would_swallow_ends_a_run(name):
+  """JAX calls Python when garbage is collected: the run trained to its end, with status 0. A
+  SIGTERM while the result was measured had the status 143, and no word."""
+  done = process(name, code=SWALLOWED)
   assert (done.returncode, done.stderr) == (130, "ddiloco: interrupted\n")
 
 

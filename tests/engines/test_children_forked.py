@@ -150,7 +150,7 @@ def test_the_fork_server_outlives_what_a_service_manager_sends_to_all(start):
   """Roles that bring out their work must not end with it."""
   process, log = start("import sys; print('here', flush=True); print(sys.stdin.readline())")
   said(log, process, "here")
-  for number in (signal.SIGINT, signal.SIGTERM):
+  for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     os.kill(server._forkserver._forkserver_pid, number)
   again, _ = start("print('again')")
   assert end_of(again) == 0, "the server is there"

@@ -155,6 +155,10 @@ def test_what_no_run_can_do_is_refused(tmp_path):
     take_profile(tmp_path, ProfileRequest("learner-7"), 0.0)
   there, said = take_profile(tmp_path, ProfileRequest("learner-0"), 0.0)
   assert not there and "may still come" in said
+  (tmp_path / "profiles.jsonl").unlink()
+  (tmp_path / "profiles.jsonl").mkdir()
+  with pytest.raises(ConfigError, match=r"cannot be asked for a trace .*Is a directory.*Fix: "):
+    take_profile(tmp_path, ProfileRequest("learner-0"), 0.0)
   (tmp_path / OUTCOME).touch()
   with pytest.raises(ConfigError, match="its run is over"):
     take_profile(tmp_path, ProfileRequest("learner-0"), 0.0)

@@ -14,8 +14,9 @@ import weakref
 
 import pytest
 
+from ddiloco.chaos import ask_for
 from ddiloco.checks import Unanswered
-from ddiloco.config import ConfigError, from_dict
+from ddiloco.config import ConfigError, Fault, from_dict
 from ddiloco.engines import role_process, role_spec
 from ddiloco.engines.role_process import FINISHED, INTERRUPTED, LOST, RoleRunner, unreached
 from ddiloco.engines.role_spec import RoleSpec
@@ -112,6 +113,21 @@ def test_it_dials_every_shard_and_a_shard_its_neighbours(make):
   with make("syncer-1", bind=SYNCERS[1]) as runner:
     runner.place = dataclasses.replace(runner.place, syncers=(*SYNCERS, "tcp://127.0.0.1:3"))
     assert runner.connect().dialed.keys() == {"syncer-0", "syncer-2"}, "its buddy, and whose it is"
+
+
+def test_a_fault_that_was_asked_for_by_a_clock_ahead_lasts_no_longer(make, monkeypatch):
+  """It lasted an hour more, if the dashboard ran on a host whose clock was an hour ahead."""
+  now = time.time()
+  with make() as runner:
+    monkeypatch.setattr("ddiloco.workdir.time.time", lambda: now + 3600)
+    ask_for(runner.place.workdir, Fault("slow", "learner-3", at_seconds=0.0, seconds=5.0))
+    monkeypatch.undo()
+    begun = []
+    runner.faults.begin = lambda fault, seconds: begun.append(seconds)
+    runner._suffer()
+    if not begun:  # the thread beside the role was quicker
+      begun.append(runner.faults._lasting["slow"][0] - time.monotonic())
+  assert begun[0] <= 5.0
 
 
 def test_a_port_that_is_taken_ends_the_shard(make, monkeypatch, capsys):

@@ -120,12 +120,17 @@ def test_what_runs_beside_returns_raises_and_is_left_behind():
   stuck.set()
 
 
-def test_sigterm_is_an_event_while_it_lasts_and_in_the_main_thread():
-  asked, before = threading.Event(), signal.getsignal(signal.SIGTERM)
-  with terminates(asked):
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert asked.wait(10)
-  assert signal.getsignal(signal.SIGTERM) == before
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_sigterm_is_an_event_while_it_lasts_and_in_the_main_thread(number):
+  """So is SIGHUP: the work since the last snapshot was lost when a terminal was closed."""
+  asked, before = threading.Event(), signal.signal(number, signal.SIG_DFL)  # nohup ignores it
+  try:
+    with terminates(asked):
+      os.kill(os.getpid(), number)
+      assert asked.wait(10)
+    assert signal.getsignal(number) == signal.SIG_DFL
+  finally:
+    signal.signal(number, before)
   errors = []
 
   def elsewhere():
@@ -153,13 +158,14 @@ def test_the_first_ctrl_c_asks_and_the_second_one_interrupts():
   assert signal.getsignal(signal.SIGINT) == before
 
 
-def test_ctrl_c_stays_ignored_in_the_background_of_a_shell():
-  asked, before = threading.Event(), signal.signal(signal.SIGINT, signal.SIG_IGN)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_ctrl_c_stays_ignored_in_the_background_of_a_shell(number):
+  asked, before = threading.Event(), signal.signal(number, signal.SIG_IGN)
   try:
     with terminates(asked) as heard:
-      os.kill(os.getpid(), signal.SIGINT)
+      os.kill(os.getpid(), number)
       os.kill(os.getpid(), signal.SIGTERM)
       assert asked.wait(10) and heard == [signal.SIGTERM]
-    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    assert signal.getsignal(number) is signal.SIG_IGN
   finally:
-    signal.signal(signal.SIGINT, before)
+    signal.signal(number, before)

@@ -15,6 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from ddiloco import workdir as workdirs
 from ddiloco.checkpoint import weights
 from ddiloco.checkpoint.snapshots import Storage
 from ddiloco.config import Config, ConfigError
@@ -265,13 +266,45 @@ def test_the_exit_status_is_about_the_training(tmp_path, reason, lost, status):
   assert first(session.load_result(tmp_path / "run", CONFIG)) == 3.0
 
 
+SHORT = dataclasses.replace(
+  CONFIG, network=dataclasses.replace(CONFIG.network, give_up_seconds=0.01)
+)
+
+
+def full_for(times: int, real):
+  """`real`, on a disk that is full for so many calls."""
+  left = [OSError(28, "No space left on device", "result")] * times
+
+  def maybe(*arguments, **more):
+    if left:
+      raise left.pop()
+    return real(*arguments, **more)
+
+  return maybe
+
+
+def test_the_end_of_a_run_is_saved_once_the_disk_has_room(tmp_path, monkeypatch, capsys):
+  """It was lost at the first failure: an evaluator that was started again found no shard."""
+  paused: list[float] = []
+  monkeypatch.setattr(weights, "save", full_for(2, weights.save))
+  monkeypatch.setattr(workdirs, "write_whole", full_for(1, workdirs.write_whole))
+  outcome = RunResult("finished", params(3), {})
+  session.conclude(CONFIG, tmp_path, outcome, None, pause=paused.append)
+  assert first(session.load_result(tmp_path, CONFIG)) == 3.0 and (tmp_path / OUTCOME).exists()
+  said = capsys.readouterr().out
+  assert said.count("The run's end is not saved yet: [Errno 28] No space left") == len(paused) == 3
+  monkeypatch.setattr(weights, "save", full_for(2, weights.save))
+  with pytest.raises(OSError, match="No space left"):  # asked to end, it waits for no room
+    session.conclude(CONFIG, tmp_path, outcome, None, pause=lambda seconds: True)
+
+
 def test_a_result_that_cannot_be_saved_is_said_and_the_run_can_go_on(tmp_path, monkeypatch, capsys):
   def full(*_, **__):
     raise OSError(28, "No space left on device", str(tmp_path))
 
   monkeypatch.setattr(weights, "save", full)
   never = lambda _: pytest.fail("it is evaluated")  # noqa: E731
-  assert train(tmp_path / "run", RunResult("finished", params(3), {}), never) == 1
+  assert train(tmp_path / "run", RunResult("finished", params(3), {}), never, SHORT) == 1
   said = capsys.readouterr().out
   assert (
     "The run's end is not saved: [Errno 28] No space left on device" in said and "Fix: " in said
@@ -338,7 +371,7 @@ def test_the_results_close_fails_and_the_result_before_stays(tmp_path, monkeypat
       raise RuntimeError("the bucket hung up")
 
     patch.setattr(ocp.Checkpointer, "close", fails)
-    assert train(workdir, RunResult("finished", params(3), {}), out_of_memory) == 1
+    assert train(workdir, RunResult("finished", params(3), {}), out_of_memory, SHORT) == 1
   assert first(session.load_result(workdir, CONFIG)) == 1.0
   assert "The run's end is not saved: " in capsys.readouterr().out
   assert [p.name for p in workdir.iterdir() if p.name.startswith(".")] == []

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from ddiloco import workdir
+from ddiloco.checkpoint.restore import Unfounded
 from ddiloco.config import ConfigError, from_dict
 from ddiloco.core.delta import Committed
 from ddiloco.core.fragments import owned_by
@@ -25,11 +26,13 @@ from ddiloco.engines.role_process import FINISHED, LOST
 from ddiloco.engines.role_spec import RoleSpec
 from ddiloco.engines.single_roles import run_syncer
 from ddiloco.network.peers import seconds_since_2020
-from ddiloco.protocol import learner
-from ddiloco.protocol.messages import FragmentState
+from ddiloco.protocol import learner, syncer
+from ddiloco.protocol.actions import Received
+from ddiloco.protocol.messages import EVALUATOR, NOTHING, FragmentState, Goodbye
 from ddiloco.protocol.values import replace
 from ddiloco.roles import initial
 from ddiloco.training import data
+from tests import says
 from tests.engines.real import PATIENCE_SECONDS, events_of, start, tiny, wait_for
 
 CONFIG = from_dict({"sync": {"num_shards": 2, "num_fragments": 4, "min_quorum": 3}})
@@ -164,6 +167,36 @@ def test_an_evaluator_that_comes_back_says_that_the_run_goes_on(tmp_path, monkey
   assert not file.exists()
 
 
+@pytest.mark.parametrize("lost, status", [(False, FINISHED), (True, LOST)])
+def test_a_final_model_that_no_evaluator_has_saved_is_lost(lost, status):
+  said = Said()
+  fragment = FragmentState(0, 3, merged_tokens=CONFIG.run.total_tokens, last_round=2)
+  shard = syncer.init(0, 1, (fragment,), CONFIG.sync, CONFIG.run.total_tokens)
+  shard, _ = syncer.syncer_on(shard, Received(says.hello(EVALUATOR, 0, (NOTHING,)), 1.0))
+  role = types.SimpleNamespace(state=shard, lost={}, replication=None)
+  if lost:
+    role.state = shard.with_member(EVALUATOR, lost=True)
+  assert ("evaluator" in single_roles._untaken(role)) == lost
+  assert single_roles._shard_status(said, role) == status
+  assert any("Fix: start all roles again" in line for line in said.lines) == lost
+
+
+def test_a_shard_that_is_back_with_a_complete_run_waits_for_the_evaluator():
+  """It ended after nine seconds, in which no evaluator has begun: nobody ever got the model."""
+  fragment = FragmentState(0, 3, merged_tokens=CONFIG.run.total_tokens, last_round=2)
+  target, now = CONFIG.run.total_tokens, time.monotonic()
+  shard = syncer.init(0, 1, (fragment,), CONFIG.sync, target, recovery_deadline=now)
+  role = types.SimpleNamespace(state=shard, idle=True)
+  runner = types.SimpleNamespace(config=CONFIG, stopped=lambda: False)
+  over = single_roles._over(runner, role, Unfounded((), ""), back=True)
+  assert not over()
+  hello, gone = says.hello(EVALUATOR, 0, (NOTHING,)), Goodbye(EVALUATOR, 0)
+  role.state, _ = syncer.syncer_on(shard, Received(hello, time.monotonic()))
+  assert not over(), "it is here"
+  role.state, _ = syncer.syncer_on(role.state, Received(gone, time.monotonic()))
+  assert over(), "it has the model"
+
+
 @pytest.mark.parametrize("role", ["learner", "evaluator"])
 def test_data_that_are_open_already_are_not_opened_again(tmp_path, monkeypatch, role):
   """Text was tokenized twice."""
@@ -272,6 +305,41 @@ def test_a_run_put_together_by_hand(tmp_path):
   assert outcome["reason"] == "finished"
   assert outcome["loss_merged"] < outcome["loss_untrained"] - 0.5
   assert (workdir / "result").is_dir() and (workdir / "report" / "index.html").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_an_evaluator_that_comes_back_after_the_end_gets_the_model(tmp_path):
+  """Its shards had ended by then, with status 0, and the model with them."""
+  network = {"silence_seconds": 1.5, "hello_seconds": 0.1}
+  config = tiny(300, learners=1, min_step_seconds=0.02, network=network)
+  (tmp_path / "config.json").write_text(config.to_json())
+  workdir, (url,), started = tmp_path / "run", free_urls(1), {}
+  common = [f"--config={tmp_path / 'config.json'}", f"--workdir={workdir}", f"--syncers={url}"]
+  common += ["--config.sync.num_shards=1"]
+
+  def role(name, *arguments):
+    started[name] = start(*arguments, *common, log=tmp_path / name)
+    return started[name], tmp_path / name
+
+  try:
+    shard, shard_log = role("syncer", "syncer", "--shard=0", f"--bind={url}")
+    evaluator, log = role("evaluator", "evaluator")
+    wait_for(lambda: events_of(workdir, "started", "syncer-0"), "the shard", shard, shard_log)
+    learner, learner_log = role("learner", "learner", "--learner=0", "--cpu")
+    wait_for(lambda: events_of(workdir, "joined", "evaluator"), "the evaluator", evaluator, log)
+    evaluator.kill()
+    assert learner.wait(PATIENCE_SECONDS) == 0, learner_log.read_text()
+    waits = "waits: the evaluator, which has not saved the final model"
+    wait_for(lambda: waits in shard_log.read_text(), "the shard to wait", shard, shard_log)
+    again, log = role("again", "evaluator")
+    assert again.wait(PATIENCE_SECONDS) == 0, log.read_text()
+    assert shard.wait(PATIENCE_SECONDS) == 0, shard_log.read_text()
+  finally:
+    for process in started.values():
+      process.kill()
+  assert json.loads((workdir / "outcome.json").read_text())["reason"] == "finished"
+  assert (workdir / "result").is_dir()
 
 
 def test_a_restarted_shard_settles_also_with_all_of_its_buddys_copies(tmp_path, monkeypatch):

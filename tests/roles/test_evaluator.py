@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 import pytest
 
 from ddiloco.config import from_dict
 from ddiloco.core import codec
-from ddiloco.protocol.messages import Goodbye
+from ddiloco.protocol.messages import Goodbye, Report
 from ddiloco.roles import initial
 from ddiloco.roles.evaluator import Evaluator
 from ddiloco.runtime import Runtime
@@ -61,6 +62,27 @@ def test_the_end_is_saved_before_it_is_measured():
   last = watched.of("evaluation")[-1]
   assert (last.merged_tokens, last.loss, last.measures) == (TOKENS, 0.5, {"other": 2.0})
   assert not watched.of("unevaluated"), "nothing is measured before the whole model is here"
+
+
+def test_it_reports_while_it_saves_the_end_and_leaves_when_that_is_saved():
+  """Its shards ended before it had the result on disk: if that failed, no role had the model."""
+  seen = []
+
+  def save(params, tokens):
+    wire, before = watched.wire, len(watched.wire.sent)
+    until = time.monotonic() + 60
+    while len(wire.sent) < before + 2 and time.monotonic() < until:
+      time.sleep(0.01)
+    seen.extend(wire.sent)
+
+  watched = Watched(save=save)
+  watched.publish(0, 0)
+  watched.publish(1, TOKENS)
+  watched.role.run(lambda: False)
+  assert watched.role.saved and len(seen) >= 2 and isinstance(seen[-1], Report)
+  assert not any(isinstance(m, Goodbye) for m in seen)
+  assert any(isinstance(m, Goodbye) for m in watched.wire.sent)
+  assert [e.reason for e in watched.of("stopped")] == [f"{TOKENS} tokens are merged"]
 
 
 @pytest.mark.parametrize("joins", [False, True])

@@ -1,9 +1,13 @@
 """What scripts start runs with: configs, commands, what is used again and what is refused."""
 
 import ast
+import contextlib
 import os
+import select
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -64,6 +68,46 @@ def test_a_run_that_has_ended_is_not_made_again_and_another_one_is_refused(
 def test_a_run_that_fails_ends_the_script_with_its_last_words(common, tmp_path):
   with pytest.raises(SystemExit, match=r"run failed with status 1:[\s\S]*no cable"):
     common.train(common.config_of("default", {}), tmp_path / "run", "--fail")
+
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+import common
+code = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(100)"
+common.PROGRAM = (sys.executable, "-S", "-c", code)
+common.start(common.config_of("default", {}), Path(sys.argv[1]))
+print("started", flush=True)
+time.sleep(100)
+"""
+
+
+def test_a_script_that_is_killed_leaves_no_run_behind(common, tmp_path):
+  """The run trained on, and held its workdir."""
+  workdir, scripts = tmp_path / "run", str(Path(common.__file__).parent)
+  paths = os.pathsep.join([scripts, str(common.ROOT), os.environ.get("PYTHONPATH", "")])
+  command = [sys.executable, "-c", SCRIPT, str(workdir)]
+  run, said = 0, ""
+  with subprocess.Popen(
+    command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths}
+  ) as parent:
+    try:
+      assert parent.stdout.readline() == "started\n"
+      until = time.monotonic() + 60
+      while not said.endswith("\n"):  # the run says its number when its Python has begun
+        assert time.monotonic() < until
+        said = common.log_of(workdir).read_text()
+        time.sleep(0.01)
+      run = os.pidfd_open(int(said))
+    finally:
+      parent.kill()
+  try:
+    ended, _, _ = select.select([run], [], [], 60)
+    assert ended == [run]
+  finally:
+    with contextlib.suppress(ProcessLookupError):
+      signal.pidfd_send_signal(run, signal.SIGKILL)
+    os.close(run)
 
 
 @pytest.mark.parametrize("name", ["journey", "fuzz_decoder", "proxy", "lines"])
