@@ -88,7 +88,7 @@ class Evaluator:
     A measurement runs on a thread of its own: meanwhile this role receives versions, and reports to
     the shards as a member that awaits the end of the run. When it is stopped it does not wait for a
     measurement under way. At the end of the run it first saves the final model, and only then says
-    goodbye to the shards: if it dies before that, its next life gets the model from them.
+    goodbye to the shards: if it dies before that, its next incarnation gets it from them.
     """
     with short_collections():
       drive(self._live(stopped), self.exchange.endpoint, LOOK_SECONDS)
