@@ -177,11 +177,15 @@ def places(file: str) -> dict[str, tuple[int, int]]:
   found = {}
   for node in ast.parse((ROOT / file).read_text()).body:
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
-      found[node.name] = (node.lineno, node.end_lineno)
+      found[node.name] = _lines(node)
     if isinstance(node, ast.ClassDef):
       methods = (each for each in node.body if isinstance(each, ast.FunctionDef))
-      found |= {f"{node.name}.{each.name}": (each.lineno, each.end_lineno) for each in methods}
+      found |= {f"{node.name}.{each.name}": _lines(each) for each in methods}
   return found
+
+
+def _lines(node: ast.stmt) -> tuple[int, int]:
+  return node.lineno, node.end_lineno or node.lineno
 
 
 def files() -> dict[str, int]:
