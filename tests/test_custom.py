@@ -358,6 +358,19 @@ def test_a_file_that_changed_since_it_was_read_is_refused(tmp_path):
   custom.check(config("model", f"{path}:model"))
 
 
+def test_a_module_that_changed_since_it_was_read_is_refused_too(tmp_path, monkeypatch):
+  path = tmp_path / "edited_module.py"
+  path.write_text(MODEL)
+  monkeypatch.syspath_prepend(tmp_path)
+  mine = config("model", "edited_module:model")
+  custom.check(mine)
+  was = custom.identity(mine.model)
+  path.write_text(MODEL + "\n# another model\n")
+  with pytest.raises(ConfigError, match=r"^model.custom = .*edited_module.py has changed since"):
+    custom.check(mine)
+  assert custom.identity(mine.model) == was, "this process trains what it read"
+
+
 def test_parts_in_a_module_are_found_like_in_a_file(tmp_path, monkeypatch):
   (tmp_path / "mine_as_module.py").write_text(textwrap.dedent(MODEL))
   monkeypatch.syspath_prepend(tmp_path)

@@ -156,9 +156,9 @@ def conclude(
     OSError: the result cannot be saved. Then no outcome is written: the run can go on.
   """
   extra: dict[str, Any] = {"reason": outcome.reason}
-  measured = lambda: _merged(workdir, outcome, loss)  # noqa: E731
+  measured = lambda: _merged(config, workdir, outcome, loss)  # noqa: E731
   try:
-    _save(workdir, outcome)
+    _save(config, workdir, outcome)
   except NewerResult as newer:
     extra["left_out"] = {"the model of this start": str(newer)}
     measured = lambda: {"loss_merged": loss(load_result(workdir, config))}  # noqa: E731
@@ -181,14 +181,14 @@ def conclude(
   _print_end(config, workdir, extra)
 
 
-def _save(workdir: Path, outcome: RunResult) -> None:
+def _save(config: Config, workdir: Path, outcome: RunResult) -> None:
   """Saves the result; of islands that trained alone all, since the best is not known yet.
 
   Raises:
     NewerResult: that of an earlier start has seen more tokens, and stays.
   """
   if not outcome.saved:
-    save_result(workdir, outcome.params, outcome.merged_tokens)
+    save_result(config, workdir, outcome.params, outcome.merged_tokens)
   if len(outcome.island_params) > 1:
     for m, params in outcome.island_params.items():
       weights.save(workdir / workdirs.ISLANDS / f"learner-{m}", params)
@@ -261,12 +261,12 @@ def _untrained(config: Config, outcome: RunResult, loss) -> dict[str, float]:
   return {"loss_untrained": loss(initial.initial_params(config)) if known is None else known}
 
 
-def _merged(workdir: Path, outcome: RunResult, loss) -> dict[str, Any]:
+def _merged(config: Config, workdir: Path, outcome: RunResult, loss) -> dict[str, Any]:
   """Held-out loss of the result; if islands trained alone, the best one becomes the result."""
   if not outcome.island_params:
     return {"loss_merged": loss(outcome.params)}
   best, value = _best(outcome, loss)
-  save_result(workdir, outcome.island_params[best], outcome.merged_tokens)
+  save_result(config, workdir, outcome.island_params[best], outcome.merged_tokens)
   return {"loss_merged": value, "result_of_learner": best}
 
 
@@ -331,6 +331,7 @@ def load_result(workdir: Path, config: Config) -> dict[str, np.ndarray]:
   path = workdir / workdirs.RESULT
   params = weights.load(path, "result")
   weights.require_fit(path, params, initial.shapes(config.model), "result")
+  initial.warn_of_changes(config, path)
   return params
 
 

@@ -15,6 +15,7 @@ import ddiloco
 from ddiloco import cli, custom, environment
 from ddiloco.checkpoint import weights
 from ddiloco.config import from_dict
+from ddiloco.engines.engine import save_result
 from ddiloco.roles import initial
 
 SMALL = {
@@ -95,6 +96,31 @@ def test_a_result_of_own_parts_is_used_where_its_project_has_moved(tmp_path, cap
     assert "--config: is needed" in capsys.readouterr().err
   assert cli.main(["evaluate", *flags, "--config.seed=7"]) == 2
   assert "seed = 7: the run in --workdir=" in capsys.readouterr().err
+
+
+def test_a_source_that_is_not_the_one_of_the_run_is_said(tmp_path, capsys):
+  """The text of then is known by the result alone: the config has only the name of the file."""
+  kept, changed = tmp_path / "kept.d" / "mine.py", tmp_path / "changed.d" / "mine.py"
+  for path, text in ((kept, OWN), (changed, OWN + "# by now\n")):
+    path.parent.mkdir()
+    path.write_text(text)
+  config = from_dict({**SMALL, "model": {"custom": f"{kept}:model"}, "sync": {"num_fragments": 2}})
+  run = tmp_path / "run"
+  run.mkdir()
+  (run / "config.json").write_text(config.to_json())
+  save_result(config, run, initial.initial_params(config), 7)
+  to, flags = f"--to={tmp_path / 'model.safetensors'}", [f"--workdir={run}", f"--config={run}"]
+  assert cli.main(["evaluate", *flags, "--cpu"]) == cli.main(["export", *flags, to]) == 0
+  assert "WARNING" not in capsys.readouterr().err
+  flags.append(f"--config.model.custom={changed}:model")
+  for command in (["evaluate", *flags, "--cpu"], ["export", *flags, to, "--overwrite"]):
+    assert cli.main(command) == 0
+    said = f"WARNING: model.custom = '{changed}:model': its source is not the one that made {run}"
+    assert said in capsys.readouterr().err
+  kept.unlink()  # a run's end saves its result also without its sources
+  custom._texts.clear()
+  save_result(config, run, weights.load(run / "result"), 8)
+  assert weights.metadata(run / "result") == {weights.MERGED_TOKENS: "8"}
 
 
 def export(workdir: Path, to: object, *more: str) -> int:
