@@ -74,9 +74,9 @@ class Drain:
   """Hands what was `put` to `consume`, in order and in batches, on its own daemon thread.
 
   `consume` is called about every `interval_seconds`, at once after `wake`, and a last time by
-  `close`; the batch may be empty. What it raises is said once: observing a run must never end it.
-  More than `capacity` waiting items, or items after `close`, are dropped (a stuck disk must not fill
-  the memory).
+  `close`; the batch may be empty. Its exceptions are counted in `failures`, the first is printed:
+  observing a run must never end it. More than `capacity` waiting items, or items after `close`, are
+  dropped (a stuck disk must not fill the memory).
   """
 
   def __init__(
@@ -86,7 +86,8 @@ class Drain:
     interval_seconds: float = 1.0,
     capacity: int = 100_000,
   ):
-    self._guard = Guard(name)
+    self.failures = 0
+    self._name = name
     self._consume = consume
     self._interval_seconds = interval_seconds
     self._capacity = capacity
@@ -136,7 +137,12 @@ class Drain:
       self._wake.clear()
       flushed = [self._flushed.popleft() for _ in range(len(self._flushed))]
       batch = [self._items.popleft() for _ in range(len(self._items))]  # has all put before those
-      self._guard(self._consume, batch)
+      try:
+        self._consume(batch)
+      except Exception:
+        self.failures += 1
+        if self.failures == 1:
+          warn(f"{self._name} failed; the run goes on\n{traceback.format_exc()}")
       for done in flushed:
         done.set()
 

@@ -79,4 +79,5 @@ def test_a_failing_consumer_is_loud_once_and_called_again(capsys):
       assert failed.wait(10)
   drain.close()
   assert seen == [0, 1, 2]
+  assert drain.failures == 2
   assert capsys.readouterr().err.count("WARNING") == 1

@@ -161,4 +161,5 @@ def test_a_closed_output_is_one_warning(make, capsys, fake_clock):
     file.close()
     live(make.event(1.0, "engine", "restart", target="learner-1"))
     live._drain.close()
+  assert live._drain.failures >= 1
   assert capsys.readouterr().err.count("WARNING") == 1
