@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import ml_collections
 
-from ddiloco import environment
+from ddiloco import custom, environment
 from ddiloco.checks import refusal, require
 from ddiloco.config import Config, ConfigError, changeable, from_dict
 from ddiloco.workdir import ISLANDS, outcome, read_config, saved_config, started
@@ -80,7 +80,7 @@ def experiment(path: str, flag: str) -> ml_collections.ConfigDict:
 
 
 def _checked(config: Settings) -> Config:
-  return config if isinstance(config, Config) else from_dict(config)
+  return custom.absolute(config if isinstance(config, Config) else from_dict(config))
 
 
 # --- Train, plan or simulate what a config describes

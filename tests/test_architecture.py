@@ -60,8 +60,8 @@ ALLOWED = {
     *("network", "chaos", "roles", "engines"),
   },
   "api": {
-    *("checks", "config", "environment", "workdir", "checkpoint", "roles", "observe", "dashboard"),
-    *("simulation", "engines"),
+    *("checks", "config", "custom", "environment", "workdir", "checkpoint", "roles", "observe"),
+    *("dashboard", "simulation", "engines"),
   },
   "cli": {
     "api",

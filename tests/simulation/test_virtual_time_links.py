@@ -68,3 +68,16 @@ def test_a_transfer_alone_takes_its_bytes_and_the_latency_and_two_take_twice_as_
   assert links.unsent(("learner", 0), ("syncer", 0)) == pytest.approx(left, rel=1e-3)
   time.run(math.inf)
   assert arrived == pytest.approx([count + 0.25] * count)
+
+
+def test_who_shares_no_full_link_gets_no_new_rate(monkeypatch):
+  """With each transfer all others were looked at: a run of many islands took seconds for that."""
+  time, looked = VirtualTime(), []
+  links = Links(time, [LinkRate(1.0)] * 64, 64, LinkRate(100.0))
+  rates = links._rates
+  monkeypatch.setattr(links, "_rates", lambda over: looked.append(rates(over)) or looked[-1])
+  for m in range(64):
+    to = ("learner", m), ("syncer", 0)
+    time.at(0.01 * m, links.carry, *to, HEADER_BYTES + 10**9, lambda: None)
+  time.run(math.inf)
+  assert sum(map(len, looked)) == 64, "each when it begins"
