@@ -50,6 +50,7 @@ ALLOWED = {
       "protocol",
       "core",
       "models",
+      "custom",
       "training",
       "observe",
     ),

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ddiloco import custom
 from ddiloco import workdir as workdirs
 from ddiloco.checkpoint import weights
 from ddiloco.checkpoint.restore import open_storage
@@ -405,7 +406,7 @@ def describe(config: Config) -> str:
   """The dry run: final config, model, fragments and bytes, without touching a device."""
   plan, config = initial.make_plan(config), initial.checked_start(config)
   lines = [config.to_json(), "", f"model: {sum(plan.sizes):,} parameters"]
-  if flops := initial.flops_per_token(config):
+  if flops := custom.flops_per_token(config):
     lines[-1] += f", {flops:.3g} FLOPs per token"
   steps = config.planned_steps()
   lines.append(f"run: {config.run.total_tokens:,} tokens, {steps:,} steps of every island")

@@ -230,8 +230,3 @@ class Assembled(Mapping[str, np.ndarray]):
 
   def __len__(self) -> int:
     return len(self._shapes)
-
-
-def flops_per_token(config: Config) -> float:
-  """Training FLOPs of one token; 0.0 if a model of the user's own does not say."""
-  return custom.flops_per_token(config)
