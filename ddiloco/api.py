@@ -300,8 +300,9 @@ class Run:
     """The held-out measures of the result: "loss", and what else the model measures.
 
     Raises:
-      ConfigError: there is no result.
+      ConfigError: there is no result, or a custom part has changed since this process read it.
     """
+    custom.refuse_changed(self.config)
     ready(self.config, cpu=False)
     from ddiloco.engines import session
 
@@ -313,8 +314,9 @@ class Run:
     """The prompt and what the result writes after it.
 
     Raises:
-      ConfigError: the model makes no text, or there is no result.
+      ConfigError: the model makes no text, or there is no result; or as `evaluate`.
     """
+    custom.refuse_changed(self.config)
     ready(self.config, cpu=False)
     from ddiloco.engines import session
 

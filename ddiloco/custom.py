@@ -72,12 +72,25 @@ def check(config: Config) -> None:
     ConfigError: names the function, what it returned and what it must return; or the file of a
       custom part has changed since this process read it.
   """
-  for section in SECTIONS:
-    _refuse_changed(getattr(config, section))
+  refuse_changed(config)
   if config.model.custom:
     _check_model(config)
   if config.inner.custom:
     _check_optimizer(config)
+
+
+def refuse_changed(config: Config) -> None:
+  """Refuses custom parts of which this process would run an old text.
+
+  Raises:
+    ConfigError: the source has changed since this process read it.
+  """
+  for part in (config.model, config.data, config.inner):
+    home = _home(part.custom.rpartition(":")[0])
+    if home in _texts and os.path.isfile(home) and _texts[home] != Path(home).read_bytes():
+      rule = f"{home} has changed since this process read it"
+      fix = "use a new process (in a notebook: restart the kernel)"
+      raise refusal(_field(part), part.custom, rule, fix)
 
 
 def _check_model(config: Config) -> None:
@@ -302,15 +315,6 @@ def _import(config: Section) -> ModuleType:
 def _home(where: str) -> str:
   """The path of a source file; of a module only once it is imported."""
   return getattr(sys.modules.get(where), "__file__", None) or os.path.abspath(where)
-
-
-def _refuse_changed(config: Section) -> None:
-  """Refuses a source whose old text this process would run."""
-  home = _home(config.custom.rpartition(":")[0])
-  if home in _texts and os.path.isfile(home) and _texts[home] != Path(home).read_bytes():
-    rule = f"{home} has changed since this process read it"
-    fix = "train in a new process (in a notebook: restart the kernel)"
-    raise refusal(_field(config), config.custom, rule, fix)
 
 
 _ABOUT_PATHS = FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError

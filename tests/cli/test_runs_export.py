@@ -14,7 +14,7 @@ import safetensors.numpy
 import ddiloco
 from ddiloco import cli, custom, environment
 from ddiloco.checkpoint import weights
-from ddiloco.config import from_dict
+from ddiloco.config import ConfigError, from_dict
 from ddiloco.engines.engine import save_result
 from ddiloco.roles import initial
 
@@ -121,6 +121,21 @@ def test_a_source_that_is_not_the_one_of_the_run_is_said(tmp_path, capsys):
   custom._texts.clear()
   save_result(config, run, weights.load(run / "result"), 8)
   assert weights.metadata(run / "result") == {weights.MERGED_TOKENS: "8"}
+
+
+def test_a_result_is_not_measured_by_the_old_text_of_a_source(tmp_path):
+  """In a notebook, where a file is read once: the loss was that of the text before."""
+  source, run = tmp_path / "mine.py", tmp_path / "run"
+  source.write_text(OWN)
+  own = {"model": {"custom": f"{source}:model"}, "sync": {"num_fragments": 2}}
+  config = from_dict({**SMALL, **own})
+  run.mkdir()
+  (run / "config.json").write_text(config.to_json())
+  weights.save(run / "result", initial.initial_params(config))
+  assert ddiloco.Run(run).evaluate() == {"loss": 0.5}
+  source.write_text(OWN.replace("0.5", "0.7"))
+  with pytest.raises(ConfigError, match=r"mine.py has changed since this process read it"):
+    ddiloco.Run(run).evaluate()
 
 
 def export(workdir: Path, to: object, *more: str) -> int:
