@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import ml_collections
 
-from ddiloco import environment
+from ddiloco import custom, environment
 from ddiloco.checks import refusal, require
 from ddiloco.config import Config, ConfigError, changeable, from_dict
 from ddiloco.workdir import ISLANDS, outcome, read_config, saved_config, started
@@ -80,7 +80,7 @@ def experiment(path: str, flag: str) -> ml_collections.ConfigDict:
 
 
 def _checked(config: Settings) -> Config:
-  return config if isinstance(config, Config) else from_dict(config)
+  return custom.absolute(config if isinstance(config, Config) else from_dict(config))
 
 
 # --- Train, plan or simulate what a config describes
@@ -301,8 +301,9 @@ class Run:
     """The held-out measures of the result: "loss", and what else the model measures.
 
     Raises:
-      ConfigError: there is no result.
+      ConfigError: there is no result, or a custom part has changed since this process read it.
     """
+    custom.refuse_changed(self.config)
     ready(self.config, cpu=False)
     from ddiloco.engines import session
 
@@ -314,8 +315,9 @@ class Run:
     """The prompt and what the result writes after it.
 
     Raises:
-      ConfigError: the model makes no text, or there is no result.
+      ConfigError: the model makes no text, or there is no result; or as `evaluate`.
     """
+    custom.refuse_changed(self.config)
     ready(self.config, cpu=False)
     from ddiloco.engines import session
 

@@ -72,12 +72,25 @@ def check(config: Config) -> None:
     ConfigError: names the function, what it returned and what it must return; or the file of a
       custom part has changed since this process read it.
   """
-  for section in SECTIONS:
-    _refuse_changed(getattr(config, section))
+  refuse_changed(config)
   if config.model.custom:
     _check_model(config)
   if config.inner.custom:
     _check_optimizer(config)
+
+
+def refuse_changed(config: Config) -> None:
+  """Refuses custom parts of which this process would run an old text.
+
+  Raises:
+    ConfigError: the source has changed since this process read it.
+  """
+  for part in (config.model, config.data, config.inner):
+    home = _home(part.custom.rpartition(":")[0])
+    if home in _texts and os.path.isfile(home) and _texts[home] != Path(home).read_bytes():
+      rule = f"{home} has changed since this process read it"
+      fix = "use a new process (in a notebook: restart the kernel)"
+      raise refusal(_field(part), part.custom, rule, fix)
 
 
 def _check_model(config: Config) -> None:
@@ -227,7 +240,8 @@ def make(config: Section, methods: Iterable[str], protocol: str) -> Any:
 def identity(config: Section) -> list[str]:
   """What all roles of a run must agree on: [function, digest of its source]; [] without `custom`.
 
-  The path of the file may differ between machines.
+  The source is what this process has executed, also if the file has changed since. The path of the
+  file may differ between machines.
 
   Raises:
     ConfigError: the source is not there.
@@ -235,8 +249,10 @@ def identity(config: Section) -> list[str]:
   if not config.custom:
     return []
   where, _, name = config.custom.rpartition(":")
-  source = _source(config)
-  return [name, hashlib.sha256(source.read_bytes()).hexdigest()[:16] if source else where]
+  text = _texts.get(_home(where))
+  if text is None and (source := _source(config)):
+    text = source.read_bytes()
+  return [name, where if text is None else hashlib.sha256(text).hexdigest()[:16]]
 
 
 def absolute(config: Config) -> Config:
@@ -268,42 +284,37 @@ def _source(config: Section) -> Path | None:
   return path
 
 
+_texts: dict[str, bytes] = {}  # source file -> its text when this process executed it
+
+
 def _import(config: Section) -> ModuleType:
   """The module; a file is executed once in a process, however its path is written."""
   where = config.custom.rpartition(":")[0]
   if not where.endswith(".py"):
-    return importlib.import_module(where)
+    module = importlib.import_module(where)
+    if os.path.isfile(home := _home(where)):
+      _texts.setdefault(home, Path(home).read_bytes())
+    return module
   path = _source(config)
   assert path is not None
-  name = _module_name(path)
+  name = f"_ddiloco_custom_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
   if name not in sys.modules:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    setattr(module, _READ, path.read_bytes())
+    text = path.read_bytes()
     try:
       spec.loader.exec_module(module)
     except BaseException:
       del sys.modules[name]
       raise
+    _texts[str(path)] = text
   return sys.modules[name]
 
 
-_READ = "_ddiloco_source"  # of a module that is a file: its text when it was executed
-
-
-def _module_name(path: Path) -> str:
-  return f"_ddiloco_custom_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
-
-
-def _refuse_changed(config: Section) -> None:
-  """Refuses a file whose old text this process would run, under the digest of the new text."""
-  path = Path(os.path.abspath(config.custom.rpartition(":")[0]))
-  module = sys.modules.get(_module_name(path))
-  if module and path.is_file() and getattr(module, _READ) != path.read_bytes():
-    rule = f"{path} has changed since this process read it"
-    fix = "train in a new process (in a notebook: restart the kernel)"
-    raise refusal(_field(config), config.custom, rule, fix)
+def _home(where: str) -> str:
+  """The path of a source file; of a module only once it is imported."""
+  return getattr(sys.modules.get(where), "__file__", None) or os.path.abspath(where)
 
 
 _ABOUT_PATHS = FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError
@@ -325,9 +336,8 @@ def called(config: Section, what: str, call: Callable[[], Any]) -> Any:
     raise
   except Exception as error:
     where = config.custom.rpartition(":")[0]
-    home = getattr(sys.modules.get(where), "__file__", None) or os.path.abspath(where)
     frames = traceback.extract_tb(error.__traceback__)
-    frame = ([each for each in frames if each.filename == home] or frames)[-1]
+    frame = ([each for each in frames if each.filename == _home(where)] or frames)[-1]
     usual = "correct it there, or the name"
     if isinstance(config, DataConfig) or isinstance(error, OSError):
       usual = f"{usual}; if a storage did not answer, start again"

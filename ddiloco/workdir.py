@@ -74,8 +74,10 @@ def held(workdir: Path) -> Iterator[None]:
     yield  # outside the inner context: an error of the caller is not about the lock
 
 
-def _lock(file: IO[str], kind: int, refusal: str, seconds: float = 0.0) -> None:
+def _lock(file: IO[str], kind: int, refusal: str, seconds: float = LOOK_SECONDS) -> None:
   """Takes the kernel lock of a file, for which it waits at most so long.
+
+  The least is one more look: a process that only asks whether the lock is free has it for a moment.
 
   Raises:
     ConfigError: `refusal`, if another process has it.

@@ -135,7 +135,7 @@ class Bench:
     outcome = self._engine(config, workdir).run()
     if outcome.reason != "finished":
       raise RuntimeError(f"{workdir}: the run {outcome.reason}")
-    save_result(workdir, outcome.params, outcome.merged_tokens)
+    save_result(config, workdir, outcome.params, outcome.merged_tokens)
 
   def _engine(self, config: Config, workdir: Path) -> ThreadsEngine:
     return ThreadsEngine(config, workdir, self.corpus, lambda params: {"loss": 0.0}, self._islands)

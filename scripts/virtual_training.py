@@ -88,10 +88,7 @@ class Valued(World):
     self.made = [0] * learners
     pace = Pace(tuple((STEP_SECONDS * times).tolist()))
     chaos = ChaosConfig(tuple(faults))
-    super().__init__(dataclasses.replace(problem.config, chaos=chaos), pace, seed)
-
-  def new_plan(self) -> Plan:
-    return self.problem.plan
+    super().__init__(dataclasses.replace(problem.config, chaos=chaos), pace, seed, problem.plan)
 
   def put(self, state: FragmentState) -> None:
     value = self.problem.initial[state.index]

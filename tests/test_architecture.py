@@ -50,6 +50,7 @@ ALLOWED = {
       "protocol",
       "core",
       "models",
+      "custom",
       "training",
       "observe",
     ),
@@ -60,8 +61,8 @@ ALLOWED = {
     *("network", "chaos", "roles", "engines"),
   },
   "api": {
-    *("checks", "config", "environment", "workdir", "checkpoint", "roles", "observe", "dashboard"),
-    *("simulation", "engines"),
+    *("checks", "config", "custom", "environment", "workdir", "checkpoint", "roles", "observe"),
+    *("dashboard", "simulation", "engines"),
   },
   "cli": {
     "api",

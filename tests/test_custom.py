@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+import ddiloco
 from ddiloco import custom
 from ddiloco.cli.arguments import Flags
 from ddiloco.config import Config, ConfigError, default, from_dict
@@ -346,6 +347,18 @@ def test_a_path_becomes_absolute_and_does_not_part_roles(file, monkeypatch, tmp_
   assert contracts[0] == initial.contract(relative, plan) != contracts[1]
 
 
+def test_a_relative_path_is_that_of_the_folder_in_which_it_is_given(tmp_path, monkeypatch):
+  """A notebook that has gone on to another project was given the model of the first."""
+  found = []
+  for size in ("3", "30"):
+    (tmp_path / size).mkdir()
+    (tmp_path / size / "mine.py").write_text(MODEL.replace('"size", 3', f'"size", {size}'))
+    monkeypatch.chdir(tmp_path / size)
+    mine = {"model": {"custom": "mine.py:model"}, "sync": {"num_fragments": 2}}
+    found.append(ddiloco.plan(mine, gbps=1.0, step_seconds=1.0)["bytes_per_step"])
+  assert found[1] > found[0]
+
+
 def test_a_file_that_changed_since_it_was_read_is_refused(tmp_path):
   """The process would train what the old text says, and record the new text's digest."""
   path = tmp_path / "edited.py"
@@ -356,6 +369,19 @@ def test_a_file_that_changed_since_it_was_read_is_refused(tmp_path):
     custom.check(config("model", f"{path}:model"))
   path.write_text(MODEL)
   custom.check(config("model", f"{path}:model"))
+
+
+def test_a_module_that_changed_since_it_was_read_is_refused_too(tmp_path, monkeypatch):
+  path = tmp_path / "edited_module.py"
+  path.write_text(MODEL)
+  monkeypatch.syspath_prepend(tmp_path)
+  mine = config("model", "edited_module:model")
+  custom.check(mine)
+  was = custom.identity(mine.model)
+  path.write_text(MODEL + "\n# another model\n")
+  with pytest.raises(ConfigError, match=r"^model.custom = .*edited_module.py has changed since"):
+    custom.check(mine)
+  assert custom.identity(mine.model) == was, "this process trains what it read"
 
 
 def test_parts_in_a_module_are_found_like_in_a_file(tmp_path, monkeypatch):

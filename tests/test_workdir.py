@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import fcntl
 import itertools
 import shutil
 import threading
@@ -402,6 +403,17 @@ def test_a_workdir_that_cannot_be_held_says_so(tmp_path):
     workdir.held(tmp_path / "file").__enter__()
   with workdir.held(tmp_path), pytest.raises(ConfigError, match="another process trains in it"):
     workdir.held(tmp_path).__enter__()
+
+
+def test_who_only_looks_whether_a_run_lives_stands_in_no_run_s_way(tmp_path, monkeypatch):
+  """To look is to take a lock for a moment: a run that began in that moment was refused."""
+  with workdir.held(tmp_path):
+    pass
+  with (tmp_path / workdir.LOCK).open() as looks:
+    fcntl.flock(looks, fcntl.LOCK_SH)
+    monkeypatch.setattr(workdir.time, "sleep", lambda _: fcntl.flock(looks, fcntl.LOCK_UN))
+    with workdir.held(tmp_path):
+      assert workdir.under_way(tmp_path)
 
 
 def test_a_full_disk_leaves_no_torn_file(tmp_path, monkeypatch):

@@ -456,20 +456,16 @@ class Sealer:
   def sealed(self, publish: Publish, value: np.ndarray) -> Publish:
     """The publish of this value f32 [size] with its seal; the newest value is read only once."""
     if self._newest.get(publish.fragment, (None, ""))[0] != publish.round:
-      self._newest[publish.fragment] = publish.round, self.digest(value)
+      self._newest[publish.fragment] = publish.round, codec.digest(value).hex()
     seal = self.seal(publish, self._newest[publish.fragment][1])
     return replace(publish, seal=seal)
 
-  def digest(self, value: np.ndarray) -> str:
-    """The digest of a fragment's value f32 [size], for `seal`; takes as long as reading it all."""
-    return codec.digest(value).hex()
-
   def seal(self, of: Publish, digest: str) -> str:
-    """The seal of the fragment's value that has this digest and is described by `of`."""
+    """The seal of the fragment's value that has this `codec.digest` and is described by `of`."""
     said = (of.fragment, of.round, of.version, of.merged_tokens, of.merged_rounds)
     text = json.dumps([*self._run, *said, digest], sort_keys=True)
     return hmac.new(self._secret, text.encode(), hashlib.sha256).hexdigest()
 
   def fits(self, of: Publish, value: np.ndarray) -> bool:
     """Whether this shard, in any incarnation, has published exactly this value."""
-    return hmac.compare_digest(of.seal, self.seal(of, self.digest(value)))
+    return hmac.compare_digest(of.seal, self.seal(of, codec.digest(value).hex()))

@@ -333,16 +333,21 @@ def load(path: str | os.PathLike, field: str = "weights", only: str = "") -> dic
     return read(target, tree, [only] if only else _flat(tree))
 
 
-def merged_tokens(path: str | os.PathLike) -> int:
-  """Tokens that an Orbax checkpoint has seen, by its metadata; 0: it says none, or is not there."""
+def metadata(path: str | os.PathLike) -> Mapping[str, str]:
+  """What an Orbax checkpoint was saved with beside its arrays; empty if nothing, or not there."""
   try:
     target = standing(absolute(path))
     if not target.exists():  # Orbax would warn
-      return 0
+      return {}
     with ocp.StandardCheckpointer() as checkpointer:
-      return int(checkpointer.metadata(target).custom_metadata[MERGED_TOKENS])
+      return dict(checkpointer.metadata(target).custom_metadata)
   except Exception:  # Orbax raises errors of many types for what is missing or damaged
-    return 0
+    return {}
+
+
+def merged_tokens(path: str | os.PathLike) -> int:
+  """Tokens that an Orbax checkpoint has seen, by its metadata; 0: it says none, or is not there."""
+  return int(metadata(path).get(MERGED_TOKENS, 0))
 
 
 def require_fit(

@@ -213,12 +213,11 @@ def export(arguments: list[str]) -> int:
   from ddiloco.checkpoint import weights
   from ddiloco.engines import session
 
-  merged = weights.merged_tokens(workdir / RESULT)
   metadata = {  # for readers who have the weights alone
     "format": "ddiloco",
     "model": json.dumps(dataclasses.asdict(config.model)),
     "tokenizer": config.data.tokenizer,
-    **({weights.MERGED_TOKENS: str(merged)} if merged else {}),
+    **weights.metadata(workdir / RESULT),
   }
   try:
     _refuse_target(to, overwrite)

@@ -60,7 +60,9 @@ class NewerResult(Exception):
   """The result that is there has seen more tokens, and stays."""
 
 
-def save_result(workdir: Path, params: Mapping[str, np.ndarray], merged_tokens: int) -> None:
+def save_result(
+  config: Config, workdir: Path, params: Mapping[str, np.ndarray], merged_tokens: int
+) -> None:
   """Saves the global model as the run's result.
 
   A run that goes on begins at a snapshot, which is older than the result of its earlier start.
@@ -75,7 +77,7 @@ def save_result(workdir: Path, params: Mapping[str, np.ndarray], merged_tokens: 
       f"it has seen {merged_tokens:,} tokens, and the result of an earlier start, which stays, has"
       f" seen {there:,}"
     )
-  weights.save(workdir / RESULT, params, {weights.MERGED_TOKENS: str(merged_tokens)})
+  weights.save(workdir / RESULT, params, initial.said_of_result(config, merged_tokens))
 
 
 class Engine:
@@ -401,4 +403,4 @@ class Engine:
   def _save_result(self, params: initial.Assembled, merged_tokens: int) -> None:
     """Saves the final model, as the evaluator has it, before it is measured."""
     with self._saving:
-      save_result(self.workdir, params, merged_tokens)
+      save_result(self.config, self.workdir, params, merged_tokens)

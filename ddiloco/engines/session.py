@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ddiloco import custom
 from ddiloco import workdir as workdirs
 from ddiloco.checkpoint import weights
 from ddiloco.checkpoint.restore import open_storage
@@ -160,10 +161,10 @@ def conclude(
     OSError: the result cannot be saved. Then no outcome is written: the run can go on.
   """
   extra: dict[str, Any] = {"reason": outcome.reason}
-  measured = lambda: _merged(workdir, outcome, loss)  # noqa: E731
+  measured = lambda: _merged(config, workdir, outcome, loss)  # noqa: E731
   patience = config.network.give_up_seconds, pause
   try:
-    _until_saved(lambda: _save(workdir, outcome), *patience)
+    _until_saved(lambda: _save(config, workdir, outcome), *patience)
   except NewerResult as newer:
     extra["left_out"] = {"the model of this start": str(newer)}
     measured = lambda: {"loss_merged": loss(load_result(workdir, config))}  # noqa: E731
@@ -202,14 +203,14 @@ def _until_saved(
         raise
 
 
-def _save(workdir: Path, outcome: RunResult) -> None:
+def _save(config: Config, workdir: Path, outcome: RunResult) -> None:
   """Saves the result; of islands that trained alone all, since the best is not known yet.
 
   Raises:
     NewerResult: that of an earlier start has seen more tokens, and stays.
   """
   if not outcome.saved:
-    save_result(workdir, outcome.params, outcome.merged_tokens)
+    save_result(config, workdir, outcome.params, outcome.merged_tokens)
   if len(outcome.island_params) > 1:
     for m, params in outcome.island_params.items():
       weights.save(workdir / workdirs.ISLANDS / f"learner-{m}", params)
@@ -282,12 +283,12 @@ def _untrained(config: Config, outcome: RunResult, loss) -> dict[str, float]:
   return {"loss_untrained": loss(initial.initial_params(config)) if known is None else known}
 
 
-def _merged(workdir: Path, outcome: RunResult, loss) -> dict[str, Any]:
+def _merged(config: Config, workdir: Path, outcome: RunResult, loss) -> dict[str, Any]:
   """Held-out loss of the result; if islands trained alone, the best one becomes the result."""
   if not outcome.island_params:
     return {"loss_merged": loss(outcome.params)}
   best, value = _best(outcome, loss)
-  save_result(workdir, outcome.island_params[best], outcome.merged_tokens)
+  save_result(config, workdir, outcome.island_params[best], outcome.merged_tokens)
   return {"loss_merged": value, "result_of_learner": best}
 
 
@@ -352,6 +353,7 @@ def load_result(workdir: Path, config: Config) -> dict[str, np.ndarray]:
   path = workdir / workdirs.RESULT
   params = weights.load(path, "result")
   weights.require_fit(path, params, initial.shapes(config.model), "result")
+  initial.warn_of_changes(config, path)
   return params
 
 
@@ -425,7 +427,7 @@ def describe(config: Config) -> str:
   """The dry run: final config, model, fragments and bytes, without touching a device."""
   plan, config = initial.make_plan(config), initial.checked_start(config)
   lines = [config.to_json(), "", f"model: {sum(plan.sizes):,} parameters"]
-  if flops := initial.flops_per_token(config):
+  if flops := custom.flops_per_token(config):
     lines[-1] += f", {flops:.3g} FLOPs per token"
   steps = config.planned_steps()
   lines.append(f"run: {config.run.total_tokens:,} tokens, {steps:,} steps of every island")

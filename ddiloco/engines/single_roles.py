@@ -419,7 +419,7 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
 
   def save(params: initial.Assembled, merged_tokens: int) -> None:
     runner.busy("saving and measuring the result")
-    save_result(runner.place.workdir, params, merged_tokens)
+    save_result(config, runner.place.workdir, params, merged_tokens)
 
   role = Evaluator(*(config, runner.plan, measure, runtime, runner.incarnation), save=save)
   runner.ready = lambda: _joining(role.exchange.state, endpoint.links(), config)

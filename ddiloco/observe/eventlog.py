@@ -129,10 +129,9 @@ class Recorder:
 
   `record` only queues (a few microseconds, never I/O); a background thread writes about once a
   second, at once after an important kind, and at `close`. If the disk is full or the path denied,
-  one warning goes to stderr, the events are counted in `lost_events`, and the run goes on.
-  Listeners get the same event on the calling thread: they must be quick; a listener that raises is
-  dropped with a warning. An event's values are plain Python or NumPy scalars, not changed
-  afterwards.
+  one warning goes to stderr, and the run goes on without these events. Listeners get the same event
+  on the calling thread: they must be quick; a listener that raises is dropped with a warning. An
+  event's values are plain Python or NumPy scalars, not changed afterwards.
 
   Raises:
     ConfigError: the role's log in this workdir is of another format.
@@ -155,7 +154,6 @@ class Recorder:
     self._clock = clock
     self._listeners = tuple(listeners)
     self._begins = True  # the next event says the format
-    self._unwritten = 0
     self._warn = Warnings()
     check_format(self.path)
     self._drain = Drain(f"events of {role}", self._write, FLUSH_SECONDS)
@@ -183,14 +181,8 @@ class Recorder:
       text = f"{self.path}: is written too slowly to wait for. A crash may leave a gap in it."
       self._warn("slow", text)
 
-  @property
-  def lost_events(self) -> int:
-    """Events that will never be in the file: the disk was full, the path denied, a value has no
-    JSON form, or `close` came before them."""
-    return self._unwritten + self._drain.lost
-
   def close(self) -> None:
-    """Writes what is queued. Events recorded later count as lost."""
+    """Writes what is queued. Events recorded later are lost."""
     self._drain.close()
 
   def __enter__(self) -> Recorder:
@@ -208,7 +200,7 @@ class Recorder:
     lines = self._lines(batch)
     if not lines:
       return
-    data, written = b"".join(lines), 0
+    data = b"".join(lines)
     try:
       self.path.parent.mkdir(parents=True, exist_ok=True)
       with self.path.open("a+b", buffering=0) as file:
@@ -221,7 +213,6 @@ class Recorder:
       self._begins = False
     except OSError as error:
       self._begins = True  # it may be another file that is there next time
-      self._unwritten += len(lines) - data[:written].lstrip(b"\n").count(b"\n")
       text = f"cannot write {self.path}: {error}. The run goes on without these events."
       self._warn("unwritten", text)
 
@@ -232,7 +223,6 @@ class Recorder:
       try:
         lines.append(to_line(event, self._begins and not lines))
       except Exception as error:
-        self._unwritten += 1
         text = f"an event {event.kind!r} cannot be put into words: {error!r}. It is lost."
         self._warn("odd", f"{self.path}: {text}")
     return lines

@@ -76,7 +76,7 @@ class Drain:
   `consume` is called about every `interval_seconds`, at once after `wake`, and a last time by
   `close`; the batch may be empty. Its exceptions are counted in `failures`, the first is printed:
   observing a run must never end it. More than `capacity` waiting items, or items after `close`, are
-  dropped and counted in `lost` (a stuck disk must not fill the memory).
+  dropped (a stuck disk must not fill the memory).
   """
 
   def __init__(
@@ -86,7 +86,6 @@ class Drain:
     interval_seconds: float = 1.0,
     capacity: int = 100_000,
   ):
-    self.lost = 0
     self.failures = 0
     self._name = name
     self._consume = consume
@@ -102,9 +101,7 @@ class Drain:
 
   def put(self, item: Any) -> None:
     """Queues an item: no lock, no I/O, any thread."""
-    if self._closed or len(self._items) >= self._capacity:
-      self.lost += 1
-    else:
+    if not self._closed and len(self._items) < self._capacity:
       self._items.append(item)
 
   @property
@@ -143,7 +140,6 @@ class Drain:
       try:
         self._consume(batch)
       except Exception:
-        self.lost += len(batch)
         self.failures += 1
         if self.failures == 1:
           warn(f"{self._name} failed; the run goes on\n{traceback.format_exc()}")

@@ -7,12 +7,14 @@ send the small ones, and all that a learner's machine cannot make with the same 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
 import math
 from collections.abc import Collection, Container, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,8 +22,11 @@ import numpy as np
 
 from ddiloco import custom
 from ddiloco.checkpoint import weights
-from ddiloco.config import Config, ModelConfig
+from ddiloco.config import Config, ConfigError, ModelConfig
 from ddiloco.core import fragments
+from ddiloco.observe.guards import warn
+
+SOURCES = "sources"  # name in the metadata of a run's result: `sources`, as JSON
 
 
 def tensor_specs(model: ModelConfig) -> list[fragments.TensorSpec]:
@@ -65,13 +70,36 @@ def contract(config: Config, plan: fragments.Plan) -> str:
   for section in (config.model, config.inner, config.sync, config.outer):
     agreed[type(section).__name__] = dataclasses.asdict(section)
   # Custom functions count by identity, not by the path where a machine has them.
-  agreed |= {f"{name}.custom": custom.identity(getattr(config, name)) for name in custom.SECTIONS}
+  agreed |= sources(config)
   agreed["data.options"] = dict(config.data.options)
   for name in ("ModelConfig", "InnerConfig"):
     del agreed[name]["custom"]
   del agreed["SyncConfig"]["value_threads"]  # of one machine
   text = json.dumps(agreed, sort_keys=True)
   return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def sources(config: Config) -> dict[str, list[str]]:
+  """The identity of each custom part, by its field."""
+  return {f"{name}.custom": custom.identity(getattr(config, name)) for name in custom.SECTIONS}
+
+
+def said_of_result(config: Config, merged_tokens: int) -> dict[str, str]:
+  """The metadata of a run's result: tokens that it has seen, sources of its custom parts."""
+  said = {weights.MERGED_TOKENS: str(merged_tokens)}
+  with contextlib.suppress(ConfigError, OSError):  # a source is gone: the result is saved without
+    said[SOURCES] = json.dumps(sources(config))
+  return said
+
+
+def warn_of_changes(config: Config, result: Path) -> None:
+  """Warns of each custom part whose source is another one than that of the run with this result."""
+  for field, then in json.loads(weights.metadata(result).get(SOURCES, "{}")).items():
+    part = getattr(config, field.partition(".")[0])
+    with contextlib.suppress(ConfigError, OSError):  # it is not here: who needs it is refused
+      if custom.identity(part) != then:
+        text = f"{field} = {part.custom!r}: its source is not the one that made {result}"
+        warn(f"{text}. Fix: bring that back, or name a copy of it (--config, --config.{field}).")
 
 
 def checked_start(config: Config) -> Config:
@@ -202,8 +230,3 @@ class Assembled(Mapping[str, np.ndarray]):
 
   def __len__(self) -> int:
     return len(self._shapes)
-
-
-def flops_per_token(config: Config) -> float:
-  """Training FLOPs of one token; 0.0 if a model of the user's own does not say."""
-  return custom.flops_per_token(config)

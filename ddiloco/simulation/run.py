@@ -20,7 +20,6 @@ from typing import Any
 from ddiloco.checkpoint.buddy import Replication, buddy_of
 from ddiloco.checks import not_negative, option, positive, require, typed
 from ddiloco.config import Config
-from ddiloco.core.fragments import Plan
 from ddiloco.observe.run_state import RunState
 from ddiloco.observe.style import rounded
 from ddiloco.observe.tracks import Aftermath
@@ -85,7 +84,7 @@ class VirtualRun(World):
       host_gbytes=setting.host_gbytes,
       merge_gbytes=setting.merge_gbytes,
     )
-    self._sizes, self._emit = setting.sizes, emit
+    self._emit = emit
     started = events.RunStarted(
       name="virtual",
       num_learners=config.islands.num_learners,
@@ -94,7 +93,7 @@ class VirtualRun(World):
       total_tokens=config.run.total_tokens,
     )
     emit(stamped(started, 0.0, "engine", 0))
-    super().__init__(config, pace, setting.seed)
+    super().__init__(config, pace, setting.seed, plan_of(setting.sizes))
 
   def finish(self, most_seconds: float = math.inf) -> str:
     """Runs to the end of the token budget, or for `most_seconds`; returns why the run ended."""
@@ -121,9 +120,6 @@ class VirtualRun(World):
 
   def tell(self, actor: Actor | None, event: Event) -> None:
     self._emit(event)
-
-  def new_plan(self) -> Plan:
-    return plan_of(self._sizes)
 
   def travel(self, sender: Role, to: Role, message: Message, size: int) -> None:
     arrived = functools.partial(self.enter, sender, to, message, size)

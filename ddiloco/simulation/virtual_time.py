@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import heapq
 import itertools
 import math
@@ -206,7 +207,7 @@ class LinkRate:
   def __post_init__(self):
     not_negative("links", self, "gbps", "latency_seconds")
 
-  @property
+  @functools.cached_property
   def bytes_per_second(self) -> float:
     """Bytes of payloads a second."""
     return bandwidth.payload_bytes_per_second(self.gbps) if self.gbps else UNLIMITED
@@ -248,8 +249,9 @@ class Links:
   ):
     self._time, self._islands, self._planned, self._shards = time, islands, num_planned, shards
     self._waiting: dict[tuple[Role, Role], collections.deque[Transfer]] = {}  # the first one moves
-    self._moving: dict[Transfer, None] = {}
-    self._changed = False  # `_share` is planned for now
+    self._moving: dict[End, dict[Transfer, None]] = collections.defaultdict(dict)
+    self._tight: set[End] = set()  # ends that may be full
+    self._changed: dict[End, None] = {}  # transfers have begun or ended there; `_share` is planned
 
   def place(self, role: Role) -> Role:
     """Where a role stands: the island's learner, or the shard itself if it stands apart."""
@@ -289,15 +291,17 @@ class Links:
 
   def _begin(self, transfer: Transfer) -> None:
     transfer.since = self._time.now
-    self._moving[transfer] = None
-    self._change()
+    for end in transfer.ends:
+      self._moving[end][transfer] = None
+    self._change(transfer)
 
   def _over(self, transfer: Transfer, planned: int) -> None:
     if planned != transfer.planned:
       return
     self._time.at(self._time.now + transfer.latency_seconds, transfer.arrived)
-    del self._moving[transfer]
-    self._change()
+    for end in transfer.ends:
+      del self._moving[end][transfer]
+    self._change(transfer)
     queue = self._waiting[transfer.pair]
     queue.popleft()
     if queue:
@@ -305,15 +309,15 @@ class Links:
     else:
       del self._waiting[transfer.pair]
 
-  def _change(self) -> None:
+  def _change(self, transfer: Transfer) -> None:
     if not self._changed:
-      self._changed = True
       self._time.at(self._time.now, self._share)  # after all transfers that begin or end now
+    self._changed |= dict.fromkeys(transfer.ends)
 
   def _share(self) -> None:
     """Gives every transfer its rate from now on."""
-    self._changed, now = False, self._time.now
-    for transfer, rate in self._rates().items():
+    now = self._time.now
+    for transfer, rate in self._rates(self._coupled()).items():
       if rate != transfer.rate:
         transfer.left_bytes = self._left(transfer)
         transfer.since, transfer.rate = now, rate
@@ -321,27 +325,49 @@ class Links:
         over_at = now + transfer.left_bytes / rate
         self._time.at(over_at, self._over, transfer, transfer.planned)
 
-  def _rates(self) -> dict[Transfer, float]:
-    """The transfers of the narrowest link share it evenly; then the same for the others."""
-    over: dict[End, dict[Transfer, None]] = collections.defaultdict(dict)
-    for each in self._moving:
-      for end in each.ends:
-        over[end][each] = None
-    left = {end: self._link(end[0]).bytes_per_second for end in over}
-    narrow = [(left[end] / len(each), end) for end, each in over.items()]
+  def _coupled(self) -> dict[End, dict[Transfer, None]]:
+    """The ends whose shares change with those where transfers have begun or ended, and all their
+    transfers.
+
+    An end with room for all that the other ends of its transfers can carry is never full: it holds
+    no transfer back, and couples none.
+    """
+    found, todo = {}, list[End]()
+    for end in self._changed:
+      others = {other for each in self._moving[end] for other in each.ends if other != end}
+      if end in self._tight:
+        todo.append(end)
+        self._tight.remove(end)
+      if others and math.fsum(map(self._capacity, others)) >= self._capacity(end):
+        todo.append(end)
+        self._tight.add(end)
+    self._changed = {}
+    while todo:
+      if (end := todo.pop()) not in found:
+        found[end] = dict(self._moving[end])
+        todo += [other for each in found[end] for other in each.ends if other in self._tight]
+    return found
+
+  def _capacity(self, end: End) -> float:
+    return self._link(end[0]).bytes_per_second
+
+  def _rates(self, over: dict[End, dict[Transfer, None]]) -> dict[Transfer, float]:
+    """The transfers of the narrowest end share it evenly; then the same for the others."""
+    left = {end: self._capacity(end) for end in over}
+    narrow = [(left[end] / len(each), end) for end, each in over.items() if each]
     heapq.heapify(narrow)
     rates: dict[Transfer, float] = {}
     while narrow:
       rate, narrowest = heapq.heappop(narrow)
-      if narrowest not in over or rate < left[narrowest] / len(over[narrowest]):
-        continue  # all its transfers have rates, or there is a newer entry
+      if not over[narrowest]:
+        continue
+      if rate < (share := left[narrowest] / len(over[narrowest])):  # others have left it more since
+        heapq.heappush(narrow, (share, narrowest))
+        continue
       for each in list(over[narrowest]):
         rates[each] = rate
         for end in each.ends:
-          left[end] = max(0.0, left[end] - rate)
-          del over[end][each]
-          if not over[end]:
-            del over[end]
-          elif end != narrowest:
-            heapq.heappush(narrow, (left[end] / len(over[end]), end))
+          if end in over:
+            left[end] = max(0.0, left[end] - rate)
+            del over[end][each]
     return rates

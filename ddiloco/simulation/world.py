@@ -195,12 +195,13 @@ class World(VirtualTime):
     config: the run's.
     pace: how long everything takes; learners beyond `islands.num_learners` may join later.
     seed: of all random numbers.
+    plan: how the model is partitioned; None: every fragment has one value.
   """
 
-  def __init__(self, config: Config, pace: Pace, seed: int = 0):
+  def __init__(self, config: Config, pace: Pace, seed: int = 0, plan: Plan | None = None):
     super().__init__()
     self.config, self.pace, self.seed = config, pace, seed
-    self.plan = self.new_plan()
+    self.plan = plan or plan_of((1,) * config.sync.num_fragments)
     self.step = 0  # the global step, as far as any learner has come
     self.storage = VirtualStorage(self)
     self.kept = self.new_store()  # commits outlive their shards
@@ -237,10 +238,6 @@ class World(VirtualTime):
     return {p: self.value(p) for p in range(self.sync.num_fragments)}
 
   # --- what subclasses may replace ----------------------------------------------------------------
-
-  def new_plan(self) -> Plan:
-    """How the model is partitioned."""
-    return plan_of((1,) * self.sync.num_fragments)
 
   def new_store(self) -> Store:
     """Where shards keep what they have committed."""

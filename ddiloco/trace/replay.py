@@ -418,9 +418,10 @@ def replay_run(
   """
   started = time.monotonic()
   config = saved_config(workdir, config)
+  result = workdir / "result"
+  initial.warn_of_changes(config, result)
   replay = Replay(config, trace, islands(config, trace, jax.devices()))
   replay.run(progress)
-  result = workdir / "result"
   if result.exists() and weights.merged_tokens(result) <= replay.merged_tokens:
     replay.compare_result(weights.load(result, "result"))  # else an earlier start left it
   compared, differences = replay.diff.compared, sorted(replay.diff.differences)

@@ -28,7 +28,7 @@ class Sealing(Shard):
 
 def seal(secret: bytes, run: str, plan: str, of: Value, value: np.ndarray) -> str:
   sealer = Sealer(secret, run, plan)
-  return sealer.seal(of, sealer.digest(value))
+  return sealer.seal(of, codec.digest(value).hex())
 
 
 def published(shard: Shard) -> dict[int, Publish]:

@@ -14,7 +14,8 @@ import safetensors.numpy
 import ddiloco
 from ddiloco import cli, custom, environment
 from ddiloco.checkpoint import weights
-from ddiloco.config import from_dict
+from ddiloco.config import ConfigError, from_dict
+from ddiloco.engines.engine import save_result
 from ddiloco.roles import initial
 
 SMALL = {
@@ -95,6 +96,46 @@ def test_a_result_of_own_parts_is_used_where_its_project_has_moved(tmp_path, cap
     assert "--config: is needed" in capsys.readouterr().err
   assert cli.main(["evaluate", *flags, "--config.seed=7"]) == 2
   assert "seed = 7: the run in --workdir=" in capsys.readouterr().err
+
+
+def test_a_source_that_is_not_the_one_of_the_run_is_said(tmp_path, capsys):
+  """The text of then is known by the result alone: the config has only the name of the file."""
+  kept, changed = tmp_path / "kept.d" / "mine.py", tmp_path / "changed.d" / "mine.py"
+  for path, text in ((kept, OWN), (changed, OWN + "# by now\n")):
+    path.parent.mkdir()
+    path.write_text(text)
+  config = from_dict({**SMALL, "model": {"custom": f"{kept}:model"}, "sync": {"num_fragments": 2}})
+  run = tmp_path / "run"
+  run.mkdir()
+  (run / "config.json").write_text(config.to_json())
+  save_result(config, run, initial.initial_params(config), 7)
+  to, flags = f"--to={tmp_path / 'model.safetensors'}", [f"--workdir={run}", f"--config={run}"]
+  assert cli.main(["evaluate", *flags, "--cpu"]) == cli.main(["export", *flags, to]) == 0
+  assert "WARNING" not in capsys.readouterr().err
+  flags.append(f"--config.model.custom={changed}:model")
+  for command in (["evaluate", *flags, "--cpu"], ["export", *flags, to, "--overwrite"]):
+    assert cli.main(command) == 0
+    said = f"WARNING: model.custom = '{changed}:model': its source is not the one that made {run}"
+    assert said in capsys.readouterr().err
+  kept.unlink()  # a run's end saves its result also without its sources
+  custom._texts.clear()
+  save_result(config, run, weights.load(run / "result"), 8)
+  assert weights.metadata(run / "result") == {weights.MERGED_TOKENS: "8"}
+
+
+def test_a_result_is_not_measured_by_the_old_text_of_a_source(tmp_path):
+  """In a notebook, where a file is read once: the loss was that of the text before."""
+  source, run = tmp_path / "mine.py", tmp_path / "run"
+  source.write_text(OWN)
+  own = {"model": {"custom": f"{source}:model"}, "sync": {"num_fragments": 2}}
+  config = from_dict({**SMALL, **own})
+  run.mkdir()
+  (run / "config.json").write_text(config.to_json())
+  weights.save(run / "result", initial.initial_params(config))
+  assert ddiloco.Run(run).evaluate() == {"loss": 0.5}
+  source.write_text(OWN.replace("0.5", "0.7"))
+  with pytest.raises(ConfigError, match=r"mine.py has changed since this process read it"):
+    ddiloco.Run(run).evaluate()
 
 
 def export(workdir: Path, to: object, *more: str) -> int:

@@ -98,16 +98,14 @@ class Roles(World):
     self.rounds: collections.Counter[int] = collections.Counter()  # how often each asked
     self.begun = [0] * len(algorithm["STEP_SECONDS"])
     pace = Pace(algorithm["STEP_SECONDS"], 0.0, 0.0, STAGE_SECONDS, 0.0)
-    super().__init__(config_of(algorithm), pace)
-
-  def new_plan(self):
-    shapes = [first.shape for first in self.algorithm["FIRST"]]
-    return Plan(
+    shapes = [first.shape for first in algorithm["FIRST"]]
+    plan = Plan(
       tuple(
         Fragment(p, (Piece(f"{p}", None, 0, math.prod(shape), shape, 0, average=False),))
         for p, shape in enumerate(shapes)
       )
     )
+    super().__init__(config_of(algorithm), pace, plan=plan)
 
   def put(self, state):
     value = self.algorithm["FIRST"][state.index].reshape(-1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import math
 import random
 
@@ -19,14 +18,11 @@ def capacity(links: Links, end) -> float:
 def assert_fair(links: Links) -> None:
   """Each link carries no more than it can, and each transfer is held by a full one that gives no
   other more: that is max-min fairness, and there is only one such allocation."""
-  moving = collections.defaultdict(list)
-  for transfer in links._moving:
-    for end in transfer.ends:
-      moving[end].append(transfer)
+  moving = links._moving
   for end, each in moving.items():
     total = sum(transfer.rate for transfer in each)
     assert total <= capacity(links, end) * (1 + 1e-6) or math.isinf(total)
-  for transfer in links._moving:
+  for transfer in (transfer for each in moving.values() for transfer in each):
     if math.isinf(transfer.rate):
       assert all(math.isinf(capacity(links, end)) for end in transfer.ends)
       continue
@@ -57,7 +53,7 @@ def test_rates_are_max_min_fair_whatever_begins_and_ends(seed, apart):
     time.run(moment * 0.11)
     assert_fair(links)
   time.run(math.inf)
-  assert len(arrived) == sent and not links._waiting and not links._moving
+  assert len(arrived) == sent and not links._waiting and not any(links._moving.values())
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -72,3 +68,16 @@ def test_a_transfer_alone_takes_its_bytes_and_the_latency_and_two_take_twice_as_
   assert links.unsent(("learner", 0), ("syncer", 0)) == pytest.approx(left, rel=1e-3)
   time.run(math.inf)
   assert arrived == pytest.approx([count + 0.25] * count)
+
+
+def test_who_shares_no_full_link_gets_no_new_rate(monkeypatch):
+  """With each transfer all others were looked at: a run of many islands took seconds for that."""
+  time, looked = VirtualTime(), []
+  links = Links(time, [LinkRate(1.0)] * 64, 64, LinkRate(100.0))
+  rates = links._rates
+  monkeypatch.setattr(links, "_rates", lambda over: looked.append(rates(over)) or looked[-1])
+  for m in range(64):
+    to = ("learner", m), ("syncer", 0)
+    time.at(0.01 * m, links.carry, *to, HEADER_BYTES + 10**9, lambda: None)
+  time.run(math.inf)
+  assert sum(map(len, looked)) == 64, "each when it begins"
