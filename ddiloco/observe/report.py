@@ -202,6 +202,9 @@ def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
   if summary.get("under_way"):
     unfinished = "it goes on: this is its report so far"
   damaged = (summary.get("torn_lines") or 0) + (summary.get("odd_events") or 0)
+  done, wanted = (summary.get(f"{name}_tokens") or 0 for name in ("merged", "total"))
+  finished = summary.get("finished") == "finished" and summary.get("num_shards")
+  lacking = "commits of this run, which has finished: these numbers are too low"
   rows = [
     ("held-out loss, untrained", said(_loss, "loss_untrained")),
     (f"held-out loss, {result}", said(_loss, "loss_merged", "heldout_loss_last")),
@@ -234,6 +237,7 @@ def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     ("time learners were blocked", said("{:.3g} s".format, "blocked_seconds")),
     ("bytes sent", said(lambda sent: f"{compact(sent)}B", "bytes_sent")),
     ("lines of the log that cannot be read", f"{damaged:,}" if damaged else ""),
+    ("what the log lacks", lacking if finished and done < wanted else ""),
     ("how the run ended", said(str, "finished", "reason") or unfinished),
   ]
   return [(name, value) for name, value in rows if value]

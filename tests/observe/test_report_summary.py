@@ -172,3 +172,18 @@ def test_a_run_of_single_roles_says_its_fragments_and_its_end(make):
   ended = ("how the run ended", "it did not end in good order")
   assert ended in key_numbers(found)
   assert ("how the run ended", "finished") in key_numbers(found | {"reason": "finished"})
+
+
+@pytest.mark.parametrize(
+  "merged, reason, lacks",
+  [(1504, "finished", True), (32_000, "finished", False), (1504, "stopped", False)],
+)
+def test_a_finished_run_whose_log_lacks_commits_says_so(make, merged, reason, lacks):
+  """Its disk was full for a while: the report had a run finished with a twentieth of its tokens."""
+  events = [
+    make.run_started(num_learners=1, num_shards=1, num_fragments=1, total_tokens=32_000),
+    make.event(0.1, "syncer-0", "started", fragments=[0]),
+    make.commit(3.5, merged_tokens=merged),
+    make.event(6.0, "engine", "run_finished", reason=reason),
+  ]
+  assert ("what the log lacks" in dict(key_numbers(summarise(events)))) == lacks
