@@ -114,8 +114,9 @@ def _take_in(state: SyncerState, event: Received) -> SyncerOutcome:
   if isinstance(message, Report):
     state = state.believe_global_step(message, now)
   # After a number from the future no other would ever begin. Snapshots begin by the global step,
-  # which different roles see a little differently.
-  if number > state.global_step + 2 * state.sync.sync_period:
+  # which different roles see a little differently. My own number counts: it may be that of a
+  # snapshot from which I am back, made before the first commit.
+  if number > max(state.snapshot, state.global_step + 2 * state.sync.sync_period):
     return state, [ignored(message, "names a snapshot that the run has not reached")]
   state, captured = _capture(state, number)
   todo: list[SyncerAction] = []

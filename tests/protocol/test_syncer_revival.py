@@ -149,6 +149,17 @@ def test_a_shard_records_nothing_again_that_its_values_may_depend_on():
   assert {f.snapshot for f in new.state.fragments} == {60}
 
 
+def test_a_shard_back_from_a_snapshot_without_a_commit_hears_who_knows_its_number():
+  """It heard nobody who had been welcomed with that number: the run stood still for ever."""
+  values = (FragmentState(0, snapshot=50), FragmentState(1, snapshot=50))
+  shard = Script(OFTEN)
+  shard.state = syncer.init(0, 1, values, OFTEN, 1 << 60, began_at=-1000.0)
+  assert not records(shard, replace(report(0, (0, 0), (0, 0)), snapshot=50))
+  assert 0 in shard.state.members
+  shard.feed(replace(report(1, (0, 0), (0, 0)), snapshot=60))
+  assert 1 not in shard.state.members, "this number is from the future"
+
+
 def test_a_learner_records_before_it_takes_the_message_in():
   one = Script(role="learner")
   whole = join(one)
