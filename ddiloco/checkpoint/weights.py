@@ -347,7 +347,8 @@ def metadata(path: str | os.PathLike) -> Mapping[str, str]:
 
 def merged_tokens(path: str | os.PathLike) -> int:
   """Tokens that an Orbax checkpoint has seen, by its metadata; 0: it says none, or is not there."""
-  return int(metadata(path).get(MERGED_TOKENS, 0))
+  said = str(metadata(path).get(MERGED_TOKENS))
+  return int(said) if said.isdecimal() else 0
 
 
 def require_fit(

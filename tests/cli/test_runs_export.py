@@ -14,7 +14,7 @@ import safetensors.numpy
 import ddiloco
 from ddiloco import cli, custom, environment
 from ddiloco.checkpoint import weights
-from ddiloco.config import ConfigError, from_dict
+from ddiloco.config import Config, ConfigError, from_dict
 from ddiloco.engines.engine import save_result
 from ddiloco.roles import initial
 
@@ -57,12 +57,26 @@ def params() -> dict[str, np.ndarray]:
   return initial.initial_params(CONFIG)
 
 
+def of_own_model(source: Path, text: str = OWN) -> Config:
+  """A config whose model is in this file, which is written."""
+  source.parent.mkdir(exist_ok=True)
+  source.write_text(text)
+  own = {"model": {"custom": f"{source}:model"}, "sync": {"num_fragments": 2}}
+  return from_dict({**SMALL, **own})
+
+
+def begun(place: Path, config: Config) -> Path:
+  """The workdir of a run of this config, without a result."""
+  folder = place / "run"
+  folder.mkdir()
+  (folder / "config.json").write_text(config.to_json())
+  return folder
+
+
 @pytest.fixture
 def workdir(tmp_path, params) -> Path:
   """What a finished run leaves that matters here."""
-  folder = tmp_path / "run"
-  folder.mkdir()
-  (folder / "config.json").write_text(CONFIG.to_json())
+  folder = begun(tmp_path, CONFIG)
   weights.save(folder / "result", params, {weights.MERGED_TOKENS: "12345"})
   return folder
 
@@ -70,13 +84,8 @@ def workdir(tmp_path, params) -> Path:
 def test_a_result_of_own_parts_is_used_where_its_project_has_moved(tmp_path, capsys):
   """Its model was looked for where it had been, however the command was told where it is."""
   old, new = tmp_path / "old.d" / "mine.py", tmp_path / "new.d" / "mine.py"
-  for path in (old, new):
-    path.parent.mkdir()
-    path.write_text(OWN)
-  config = from_dict({**SMALL, "model": {"custom": f"{old}:model"}, "sync": {"num_fragments": 2}})
-  run = tmp_path / "run"
-  run.mkdir()
-  (run / "config.json").write_text(config.to_json())
+  config, _ = of_own_model(old), of_own_model(new)
+  run = begun(tmp_path, config)
   weights.save(run / "result", initial.initial_params(config))
   old.unlink()
   custom.load_model.cache_clear()
@@ -101,13 +110,8 @@ def test_a_result_of_own_parts_is_used_where_its_project_has_moved(tmp_path, cap
 def test_a_source_that_is_not_the_one_of_the_run_is_said(tmp_path, capsys):
   """The text of then is known by the result alone: the config has only the name of the file."""
   kept, changed = tmp_path / "kept.d" / "mine.py", tmp_path / "changed.d" / "mine.py"
-  for path, text in ((kept, OWN), (changed, OWN + "# by now\n")):
-    path.parent.mkdir()
-    path.write_text(text)
-  config = from_dict({**SMALL, "model": {"custom": f"{kept}:model"}, "sync": {"num_fragments": 2}})
-  run = tmp_path / "run"
-  run.mkdir()
-  (run / "config.json").write_text(config.to_json())
+  config, _ = of_own_model(kept), of_own_model(changed, OWN + "# by now\n")
+  run = begun(tmp_path, config)
   save_result(config, run, initial.initial_params(config), 7)
   to, flags = f"--to={tmp_path / 'model.safetensors'}", [f"--workdir={run}", f"--config={run}"]
   assert cli.main(["evaluate", *flags, "--cpu"]) == cli.main(["export", *flags, to]) == 0
@@ -125,12 +129,9 @@ def test_a_source_that_is_not_the_one_of_the_run_is_said(tmp_path, capsys):
 
 def test_a_result_is_not_measured_by_the_old_text_of_a_source(tmp_path):
   """In a notebook, where a file is read once: the loss was that of the text before."""
-  source, run = tmp_path / "mine.py", tmp_path / "run"
-  source.write_text(OWN)
-  own = {"model": {"custom": f"{source}:model"}, "sync": {"num_fragments": 2}}
-  config = from_dict({**SMALL, **own})
-  run.mkdir()
-  (run / "config.json").write_text(config.to_json())
+  source = tmp_path / "mine.py"
+  config = of_own_model(source)
+  run = begun(tmp_path, config)
   weights.save(run / "result", initial.initial_params(config))
   assert ddiloco.Run(run).evaluate() == {"loss": 0.5}
   source.write_text(OWN.replace("0.5", "0.7"))

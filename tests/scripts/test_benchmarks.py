@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 import in_process
 import jax
+import numpy as np
 import pytest
 
 from ddiloco.roles import initial
@@ -111,5 +112,8 @@ def test_bare_steps_run_where_a_captured_state_lies_in_the_host_s_memory(script,
   monkeypatch.setattr(step, "host_memory", lambda device: "pinned_host")
   config = bench.make_config(layers=1)
   island = Island(config, 0, jax.devices()[:1], initial.make_plan(config))
-  island.reset()
+  island.load(initial.initial_params(config))
+  before = island.params_on_host()
   bench.bare_step(island)(in_process.batches(config)[0])
+  after = island.params_on_host()
+  assert all(np.array_equal(before[name], after[name]) for name in before), "it has a copy"
