@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,8 @@ from ddiloco.workdir import PROFILES, RESULT, refuse_trained, run_name
 
 if TYPE_CHECKING:  # its module imports JAX
   from ddiloco.training.data import Corpus
+
+Arrays = Mapping[str, Any]  # name -> np.ndarray
 
 
 def train(arguments: list[str]) -> int:
@@ -198,12 +202,14 @@ def export(arguments: list[str]) -> int:
   also gs://BUCKET/... Both hold f32 arrays with the model's own flat names, such as embedding,
   final_norm/scale or layers/attention/query. An array whose name begins with layers/ is all layers
   stacked: its first axis is the layer. The model, the tokenizer and the merged tokens are in the
-  metadata.
+  metadata. To start another run from it: ddiloco train --config.run.init_from=PATH.
 
-  To start another run from it: ddiloco train --config.run.init_from=PATH.
+  With --format=huggingface the path is a local folder with config.json, model.safetensors and the
+  tokenizer, which transformers loads, and what builds on it: a Llama, or with experts a Mixtral.
   """
   given = Flags(arguments, "config", "workdir")
   given.add("to", str, "What to write: NAME.safetensors, or an Orbax directory.")
+  given.add_choice("format", [*_FORMATS], "Whose names of arrays and files.")
   given.add("overwrite", False, "Replace what is there.")
   given.parse(export.__doc__)
   to = given.needed("to", "model.safetensors")
@@ -219,23 +225,22 @@ def export(arguments: list[str]) -> int:
     "tokenizer": config.data.tokenizer,
     **weights.metadata(workdir / RESULT),
   }
+  refuse, save = _FORMATS[given.format]
   try:
-    _refuse_target(to, overwrite)
+    refuse(config, to, overwrite)
     params = session.load_result(workdir, config)
-    weights.clear(to)
-    written = weights.save(to, params, metadata)
+    written = save(config, to, params, metadata)
   except ConfigError:
     raise
   except Exception as error:  # object stores and Orbax raise exceptions of their own
     rule = f"cannot be written ({type(error).__name__}: {error})"
     fix = "choose a path that you may write to, with enough room"
     raise refusal("--to", to, rule, fix) from error
-  count, size = sum(v.size for v in params.values()), sum(v.nbytes for v in params.values())
-  print(f"{written}: {len(params)} tensors, {count:,} parameters, {size:,} bytes")
+  print(f"{written}: {sum(value.size for value in params.values()):,} parameters")
   return FINISHED
 
 
-def _refuse_target(to: str, overwrite: bool) -> None:
+def _refuse_target(_: Config, to: str, overwrite: bool) -> None:
   """Refuses to replace anything without --overwrite, and anything but weights even with it.
 
   Raises:
@@ -250,6 +255,68 @@ def _refuse_target(to: str, overwrite: bool) -> None:
   weights.replaceable(path, "--to")
   free = overwrite or not path.exists()
   require(free, "--to", to, "exists", "choose another path, or add --overwrite")
+
+
+def _save_weights(_: Config, to: str, params: Arrays, metadata: dict[str, str]) -> Any:
+  from ddiloco.checkpoint import weights
+
+  weights.clear(to)
+  return weights.save(to, params, metadata)
+
+
+def _refuse_folder(config: Config, to: str, overwrite: bool) -> None:
+  """As `_refuse_target`, for the folder that Hugging Face's classes load; and for other models.
+
+  Raises:
+    ConfigError: also where the tokenizer cannot be read.
+  """
+  from ddiloco.training.tokens import shared_files
+
+  model = config.model
+  known = not (model.custom or model.image_size)
+  rule, fix = "this model is no Llama and no Mixtral", "leave out --format, for plain arrays"
+  require(known, "--format", "huggingface", rule, fix)
+  rule, fix = "must be a local folder", "name one, and copy it then"
+  require("://" not in to and not to.endswith(".safetensors"), "--to", to, rule, fix)
+  folder = Path(to).expanduser()
+  names = {file.name for file in folder.iterdir()} if os.path.lexists(folder) else set()
+  ours = {_SHAPE, _TENSORS, *shared_files(config.data.tokenizer)}
+  rule, fix = "has other files than such an export", "choose another path"
+  left = f".{_TENSORS}."  # what a killed export has left
+  others = [name for name in names - ours if not name.startswith(left)]
+  require(not others, "--to", to, rule, fix)
+  free = overwrite or not names
+  require(free, "--to", to, "exists", "choose another path, or add --overwrite")
+
+
+def _save_folder(config: Config, to: str, params: Arrays, metadata: dict[str, str]) -> Path:
+  """config.json is written last: without it no reader takes the folder for a model."""
+  from ddiloco.checkpoint import weights
+  from ddiloco.models import transformer
+  from ddiloco.training.tokens import load_tokenizer, shared_files
+
+  setting, folder = config.data.tokenizer, Path(to).expanduser().absolute()
+  shape, tensors = transformer.huggingface(config.model, params)
+  shape |= {
+    "max_position_embeddings": config.data.sequence_length,
+    "bos_token_id": None,
+    "eos_token_id": load_tokenizer(setting).end_token,
+  }
+  (folder / _SHAPE).unlink(missing_ok=True)
+  weights.clear(folder / _TENSORS)
+  weights.save(folder / _TENSORS, tensors, {**metadata, "format": "pt"})  # readers ask for "pt"
+  for name, content in shared_files(setting).items():
+    (folder / name).write_bytes(content)
+  (folder / _SHAPE).write_text(json.dumps(shape, indent=2))
+  return folder
+
+
+_SHAPE, _TENSORS = "config.json", "model.safetensors"
+# Of --format: what is refused, and how it is written.
+_FORMATS: dict[str, tuple[Callable[..., None], Callable[..., Path]]] = {
+  "ddiloco": (_refuse_target, _save_weights),
+  "huggingface": (_refuse_folder, _save_folder),
+}
 
 
 # --- Verify a run: its trace, printed and checked, and performed again

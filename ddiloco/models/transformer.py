@@ -17,9 +17,12 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from ddiloco.config import ModelConfig
@@ -354,3 +357,68 @@ def from_params(model: ModelConfig, params: Params) -> Transformer:
     ValueError: a name is missing or unknown, or a shape is not the model's.
   """
   return language_model(model).module(params)
+
+
+# --- The same model in the classes of others
+
+
+def huggingface(
+  model: ModelConfig, params: Mapping[str, np.ndarray]
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+  """The model as Hugging Face's Llama; with experts as its Mixtral.
+
+  Both have a matrix for the logits apart from the embedding. So the factor by which `embed` scales
+  its rows goes into theirs, and all logits are the same up to rounding. Mixtral has no slots: a
+  mixture gives the same logits where no choice is dropped (`capacity_factor` >= E / k).
+
+  Returns:
+    What config.json says of the model's shape, and the tensors by their names there, [out, in].
+  """
+  d, table = model.model_dim, params["embedding"]
+  tensors = {
+    "model.embed_tokens.weight": table * np.float32(d**0.25),
+    "lm_head.weight": table,
+    "model.norm.weight": params["final_norm/scale"],
+  }
+  for n in range(model.num_layers):
+    layer = {
+      name.removeprefix("layers/"): value[n]
+      for name, value in params.items()
+      if name.startswith("layers/")
+    }
+    here = f"model.layers.{n}."
+    tensors[here + "input_layernorm.weight"] = layer["attention_norm/scale"]
+    tensors[here + "post_attention_layernorm.weight"] = layer["mlp_norm/scale"]
+    for ours, theirs in (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj")):
+      tensors[f"{here}self_attn.{theirs}.weight"] = layer[f"attention/{ours}"].reshape(d, -1).T
+    tensors[here + "self_attn.o_proj.weight"] = layer["attention/output"].reshape(-1, d).T
+    if not model.num_experts:
+      for name in ("gate", "up", "down"):
+        tensors[f"{here}mlp.{name}_proj.weight"] = layer[f"mlp/{name}"].T
+      continue
+    tensors[here + "block_sparse_moe.gate.weight"] = layer["moe/router"].T
+    for ours, theirs in (("gate", "w1"), ("down", "w2"), ("up", "w3")):
+      for e, weight in enumerate(layer[f"moe/{ours}"]):
+        tensors[f"{here}block_sparse_moe.experts.{e}.{theirs}.weight"] = weight.T
+  mixture = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": model.num_experts,
+    "num_experts_per_tok": model.experts_per_token,
+    "router_aux_loss_coef": model.load_balance_weight,
+  }
+  dense = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+  return {
+    **(mixture if model.num_experts else dense),
+    "vocab_size": model.vocab_size,
+    "hidden_size": d,
+    "intermediate_size": model.mlp_dim,
+    "num_hidden_layers": model.num_layers,
+    "num_attention_heads": model.num_heads,
+    "num_key_value_heads": model.num_kv_heads,
+    "head_dim": model.head_dim,
+    "rope_theta": model.rope_theta,
+    "rms_norm_eps": model.norm_epsilon,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+  }, tensors

@@ -12,6 +12,8 @@ import dataclasses
 import functools
 import glob
 import importlib.util
+import itertools
+import json
 import os
 import sysconfig
 from collections.abc import Callable, Iterable
@@ -114,6 +116,37 @@ _PACKAGES = {
   "sentencepiece": ("sentencepiece", _sentencepiece),
   "huggingface": ("tokenizers", _huggingface),
 }
+
+
+def shared_files(setting: str) -> dict[str, bytes]:
+  """Files from which Hugging Face's `AutoTokenizer` makes the same tokenizer, content by name.
+
+  For bytes: every byte is a token with the byte as its id, written as a BPE without merges. Of
+  SentencePiece the file alone: its normalisation has no equivalent in all of their classes.
+
+  Raises:
+    ConfigError: as `load_tokenizer`.
+  """
+  load_tokenizer(setting)
+  kind, _, file = setting.partition(":")
+  if kind == "sentencepiece":
+    return {"tokenizer.model": Path(file).read_bytes()}
+  about = {"tokenizer_config.json": b'{"tokenizer_class": "PreTrainedTokenizerFast"}'}
+  if kind == "huggingface":
+    return {"tokenizer.json": Path(file).read_bytes()} | about
+  # The characters that stand for bytes there: printable ones for themselves, others from 256 on.
+  printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+  others = itertools.count(256)
+  vocabulary = {chr(b if b in printable else next(others)): b for b in range(256)}
+  level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+  whole = {
+    "version": "1.0",
+    "added_tokens": [],
+    "pre_tokenizer": level,
+    "decoder": level,
+    "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+  }
+  return {"tokenizer.json": json.dumps(whole, indent=2).encode()} | about
 
 
 # --- sources --------------------------------------------------------------------------------------

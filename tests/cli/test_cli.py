@@ -34,7 +34,7 @@ FLAGS = {  # the words that --help has, of each command
   "syncer": [*ROLE, "shard", "bind"],
   "evaluator": [*ROLE, "cpu"],
   "keys": ["keys", "learners", "shards"],
-  "export": ["workdir", "to", "overwrite"],
+  "export": ["workdir", "to", "format", "overwrite"],
 }
 
 

@@ -10,12 +10,14 @@ import orbax.checkpoint as ocp
 import pytest
 import safetensors
 import safetensors.numpy
+import tokenizers
 
 import ddiloco
 from ddiloco import cli, custom, environment
 from ddiloco.checkpoint import weights
 from ddiloco.config import Config, ConfigError, from_dict
 from ddiloco.engines.engine import save_result
+from ddiloco.models import transformer
 from ddiloco.roles import initial
 
 SMALL = {
@@ -168,8 +170,7 @@ def test_one_line_says_what_was_written(workdir, params, tmp_path, capsys, form)
   to = tmp_path / "out" / form
   assert export(workdir, to) == 0
   count = sum(value.size for value in params.values())
-  said = f"{to}: {len(params)} tensors, {count:,} parameters, {4 * count:,} bytes\n"
-  assert capsys.readouterr() == (said, "")
+  assert capsys.readouterr() == (f"{to}: {count:,} parameters\n", "")
 
 
 def test_plain_libraries_read_the_weights_and_what_they_are(workdir, params, tmp_path):
@@ -188,6 +189,68 @@ def test_plain_libraries_read_the_weights_and_what_they_are(workdir, params, tmp
   assert said == also_said
   assert (said["format"], said["tokenizer"], said["merged_tokens"]) == ("ddiloco", "bytes", "12345")
   assert from_dict({"model": json.loads(said["model"])}).model == CONFIG.model
+
+
+def test_a_folder_for_hugging_face(workdir, params, tmp_path, capsys):
+  """The logits: tests/models/test_transformer_huggingface.py."""
+  to, flag = tmp_path / "deep" / "llama", "--format=huggingface"
+  assert export(workdir, to, flag) == 0
+  files = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+  assert contents(to).keys() == {str(to / name) for name in files}
+  shape, tensors = transformer.huggingface(CONFIG.model, params)
+  said = json.loads((to / "config.json").read_text())
+  more = {"max_position_embeddings": 8, "bos_token_id": None, "eos_token_id": 0}
+  assert said == {**shape, **more}
+  found = safetensors.numpy.load_file(to / "model.safetensors")
+  assert found.keys() == tensors.keys()
+  for name, value in tensors.items():
+    np.testing.assert_array_equal(found[name], value)
+  tokenizer = tokenizers.Tokenizer.from_file(str(to / "tokenizer.json"))
+  text = "def f(x):\n\treturn 'Ā é日本\0\x7f\xad\N{NO-BREAK SPACE} '"
+  ids = tokenizer.encode(text).ids
+  assert ids == list(text.encode()) and tokenizer.decode(ids) == text
+  with safetensors.safe_open(to / "model.safetensors", framework="np") as opened:
+    assert opened.metadata()["format"] == "pt" and opened.metadata()["merged_tokens"] == "12345"
+
+  capsys.readouterr()
+  assert export(workdir, to, flag) == 2 and "--overwrite" in capsys.readouterr().err
+  (to / ".model.safetensors.0123456789abcdef").write_text("what a killed export has left")
+  assert export(workdir, to, flag, "--overwrite") == 0
+  assert contents(to).keys() == {str(to / name) for name in files}
+  (to / "mine.txt").write_text("not to be lost")
+  assert export(workdir, to, flag, "--overwrite") == 2
+  assert "has other files than such an export" in capsys.readouterr().err
+
+
+def test_a_folder_for_hugging_face_that_was_cut_off_is_no_model(workdir, tmp_path, monkeypatch):
+  to, whole = tmp_path / "llama", weights.save
+  assert export(workdir, to, "--format=huggingface") == 0
+
+  def full(*arguments):
+    raise OSError(28, "No space left on device")
+
+  monkeypatch.setattr(weights, "save", full)
+  assert export(workdir, to, "--format=huggingface", "--overwrite") == 2
+  assert not (to / "config.json").exists()
+  monkeypatch.setattr(weights, "save", whole)
+  assert export(workdir, to, "--format=huggingface", "--overwrite") == 0
+  assert (to / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+  "to, why", [("gs://bucket/x", "a local folder"), ("x.safetensors", "a local folder")]
+)
+def test_hugging_face_needs_a_local_folder(refused, to, why):
+  assert why in refused(to, "--format=huggingface")
+
+
+def test_a_model_that_hugging_face_does_not_know_is_refused(tmp_path, capsys):
+  config = of_own_model(tmp_path / "mine.d" / "mine.py")
+  run = begun(tmp_path, config)
+  weights.save(run / "result", initial.initial_params(config))
+  assert export(run, tmp_path / "x", f"--config={run}", "--format=huggingface") == 2
+  assert "this model is no Llama and no Mixtral" in capsys.readouterr().err
+  assert not (tmp_path / "x").exists()
 
 
 def test_of_a_result_that_says_none_nothing_is_said_of_tokens(workdir, params, tmp_path):
