@@ -296,8 +296,9 @@ def _save_folder(config: Config, to: str, params: Arrays, metadata: dict[str, st
   from ddiloco.training.tokens import load_tokenizer, shared_files
 
   setting, folder = config.data.tokenizer, Path(to).expanduser().absolute()
-  shape, tensors = transformer.huggingface(config.model, params)
-  shape |= {
+  tensors = transformer.huggingface_tensors(config.model, params)
+  shape = {
+    **transformer.huggingface_config(config.model),
     "max_position_embeddings": config.data.sequence_length,
     "bos_token_id": None,
     "eos_token_id": load_tokenizer(setting).end_token,

@@ -82,6 +82,7 @@ class ModelConfig:
   num_kv_heads: Count = 2  # K, shared by groups of H/K query heads
   head_dim: Count = 16
   mlp_dim: Count = 192  # F, hidden width of the gated MLP (of each expert in a mixture)
+  tied_embedding: bool = True  # False: the logits have a matrix of their own
   num_experts: Natural = 0  # E; 0 is dense
   experts_per_token: int = 2  # top-k of the router
   capacity_factor: Positive = 2.0  # slots of an expert per sequence over its even share

@@ -16,6 +16,7 @@ f32.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -61,7 +62,7 @@ class Layer(nnx.Module):
 
 
 class Transformer(nnx.Module):
-  """A causal language model with a tied embedding; `self.layers` holds all L layers stacked."""
+  """A causal language model; `self.layers` holds all L layers stacked."""
 
   def __init__(self, model: ModelConfig, *, rngs: nnx.Rngs):
     self.model = model
@@ -76,6 +77,8 @@ class Transformer(nnx.Module):
     self.final_norm = layers.RMSNorm(model)
     if model.image_size:
       self.patches = layers.Patches(model, rngs)
+    if not model.tied_embedding:
+      self.head = layers.drawn(rngs(), table, 1 / math.sqrt(d), ("vocab", "embed"))
 
   def __call__(
     self,
@@ -97,9 +100,14 @@ class Transformer(nnx.Module):
       multiplied by `model.load_balance_weight`; 0 for a dense model).
     """
     x_BxTxD, balance = self.states(tokens_BxT, execution, image_BxIxIxC)
-    table_VxD = layers.used(self.embedding, execution, self.model.compute_dtype)
+    table_VxD = layers.used(self.logits_table, execution, self.model.compute_dtype)
     logits_BxTxV = project(x_BxTxD, table_VxD)
     return execution(logits_BxTxV, ("batch", "time", "vocab")), balance
+
+  @property
+  def logits_table(self) -> nnx.Param:
+    """The matrix of the logits, (V, D)."""
+    return self.embedding if self.model.tied_embedding else self.head
 
   def states(
     self,
@@ -291,7 +299,7 @@ class LanguageModel(NnxModel):
       loss = cross_entropy(logits_BxTxV, targets_BxT, counted_BxT)
     else:
       x_BxTxD, load_balance = module.states(*seen)
-      table_VxD = module.embedding[...]
+      table_VxD = module.logits_table[...]
       loss = cross_entropy_in_chunks(x_BxTxD, table_VxD, targets_BxT, execution, counted_BxT)
     total = loss + self._config.load_balance_weight * load_balance
     return total, {"loss": loss, "load_balance": load_balance}
@@ -359,59 +367,54 @@ def from_params(model: ModelConfig, params: Params) -> Transformer:
   return language_model(model).module(params)
 
 
-# --- The same model in the classes of others
+# --- The same model in Hugging Face's classes: Llama, with experts Mixtral
+
+_THEIRS = {  # of a layer; {}: the expert
+  "attention_norm/scale": "input_layernorm",
+  "attention/query": "self_attn.q_proj",
+  "attention/key": "self_attn.k_proj",
+  "attention/value": "self_attn.v_proj",
+  "attention/output": "self_attn.o_proj",
+  "mlp_norm/scale": "post_attention_layernorm",
+  "mlp/gate": "mlp.gate_proj",
+  "mlp/up": "mlp.up_proj",
+  "mlp/down": "mlp.down_proj",
+  "moe/router": "block_sparse_moe.gate",
+  "moe/gate": "block_sparse_moe.experts.{}.w1",
+  "moe/down": "block_sparse_moe.experts.{}.w2",
+  "moe/up": "block_sparse_moe.experts.{}.w3",
+}
 
 
-def huggingface(
-  model: ModelConfig, params: Mapping[str, np.ndarray]
-) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-  """The model as Hugging Face's Llama; with experts as its Mixtral.
-
-  Both have a matrix for the logits apart from the embedding. So the factor by which `embed` scales
-  its rows goes into theirs, and all logits are the same up to rounding. Mixtral has no slots: a
-  mixture gives the same logits where no choice is dropped (`capacity_factor` >= E / k).
-
-  Returns:
-    What config.json says of the model's shape, and the tensors by their names there, [out, in].
-  """
-  d, table = model.model_dim, params["embedding"]
-  tensors = {
-    "model.embed_tokens.weight": table * np.float32(d**0.25),
-    "lm_head.weight": table,
-    "model.norm.weight": params["final_norm/scale"],
+def huggingface_names(model: ModelConfig) -> dict[str, list[str]]:
+  """Their names of each parameter, in the order of its leading axes: layers, and then experts."""
+  names = {}
+  for name in language_model(model).shapes():
+    theirs = _THEIRS.get(name.removeprefix("layers/"), "")
+    experts = range(model.num_experts if "{}" in theirs else 1)
+    layers_and_experts = itertools.product(range(model.num_layers), experts)
+    names[name] = [f"model.layers.{n}.{theirs.format(e)}.weight" for n, e in layers_and_experts]
+  others = {
+    "embedding": "model.embed_tokens.weight",
+    "final_norm/scale": "model.norm.weight",
+    "head": "lm_head.weight",
   }
-  for n in range(model.num_layers):
-    layer = {
-      name.removeprefix("layers/"): value[n]
-      for name, value in params.items()
-      if name.startswith("layers/")
-    }
-    here = f"model.layers.{n}."
-    tensors[here + "input_layernorm.weight"] = layer["attention_norm/scale"]
-    tensors[here + "post_attention_layernorm.weight"] = layer["mlp_norm/scale"]
-    for ours, theirs in (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj")):
-      tensors[f"{here}self_attn.{theirs}.weight"] = layer[f"attention/{ours}"].reshape(d, -1).T
-    tensors[here + "self_attn.o_proj.weight"] = layer["attention/output"].reshape(-1, d).T
-    if not model.num_experts:
-      for name in ("gate", "up", "down"):
-        tensors[f"{here}mlp.{name}_proj.weight"] = layer[f"mlp/{name}"].T
-      continue
-    tensors[here + "block_sparse_moe.gate.weight"] = layer["moe/router"].T
-    for ours, theirs in (("gate", "w1"), ("down", "w2"), ("up", "w3")):
-      for e, weight in enumerate(layer[f"moe/{ours}"]):
-        tensors[f"{here}block_sparse_moe.experts.{e}.{theirs}.weight"] = weight.T
+  return names | {name: [theirs] for name, theirs in others.items() if name in names}
+
+
+def huggingface_config(model: ModelConfig) -> dict[str, Any]:
+  """What their config.json says of the model. A tied model is not tied there, see below."""
   mixture = {
     "architectures": ["MixtralForCausalLM"],
     "model_type": "mixtral",
     "num_local_experts": model.num_experts,
     "num_experts_per_tok": model.experts_per_token,
-    "router_aux_loss_coef": model.load_balance_weight,
   }
   dense = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
   return {
     **(mixture if model.num_experts else dense),
     "vocab_size": model.vocab_size,
-    "hidden_size": d,
+    "hidden_size": model.model_dim,
     "intermediate_size": model.mlp_dim,
     "num_hidden_layers": model.num_layers,
     "num_attention_heads": model.num_heads,
@@ -421,4 +424,29 @@ def huggingface(
     "rms_norm_eps": model.norm_epsilon,
     "hidden_act": "silu",
     "tie_word_embeddings": False,
-  }, tensors
+  }
+
+
+def huggingface_tensors(
+  model: ModelConfig, params: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+  """The parameters by their names, matrices as [out, in]; all logits are the same up to rounding.
+
+  The factor by which `embed` scales its rows goes into their embedding, so the logits need a matrix
+  apart from it. Mixtral has no slots: a mixture gives the same logits where no choice is dropped
+  (`capacity_factor` >= E / k).
+  """
+  d, tensors = model.model_dim, {"lm_head.weight": params["embedding"]}  # of a tied model
+  for name, theirs in huggingface_names(model).items():
+    value, count, last = params[name], len(theirs), name.rpartition("/")[2]
+    if last in ("output", "down"):
+      stack = value.reshape(count, -1, d).swapaxes(1, 2)
+    elif last == "scale":
+      stack = value.reshape(count, d)
+    elif last in ("embedding", "head"):
+      stack = value[None]
+    else:
+      stack = value.reshape(count, d, -1).swapaxes(1, 2)
+    tensors |= zip(theirs, stack, strict=True)
+  tensors["model.embed_tokens.weight"] = params["embedding"] * np.float32(d**0.25)
+  return tensors

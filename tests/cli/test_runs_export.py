@@ -197,7 +197,8 @@ def test_a_folder_for_hugging_face(workdir, params, tmp_path, capsys):
   assert export(workdir, to, flag) == 0
   files = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
   assert contents(to).keys() == {str(to / name) for name in files}
-  shape, tensors = transformer.huggingface(CONFIG.model, params)
+  shape = transformer.huggingface_config(CONFIG.model)
+  tensors = transformer.huggingface_tensors(CONFIG.model, params)
   said = json.loads((to / "config.json").read_text())
   more = {"max_position_embeddings": 8, "bos_token_id": None, "eos_token_id": 0}
   assert said == {**shape, **more}

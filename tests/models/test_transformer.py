@@ -28,6 +28,7 @@ from tests.models.small import (
 
 # Slots that run out are where a mixture could look ahead.
 TIGHT = dataclasses.replace(MIXTURE, capacity_factor=0.7)
+UNTIED = dataclasses.replace(DENSE, tied_embedding=False)
 BOTH = pytest.mark.parametrize("model", [DENSE, MIXTURE], ids=["dense", "mixture"])
 
 
@@ -96,7 +97,7 @@ def test_remat_changes_memory_not_values():
       np.testing.assert_allclose(again[name], plain[name], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
-@BOTH
+@pytest.mark.parametrize("model", [DENSE, MIXTURE, UNTIED], ids=["dense", "mixture", "untied"])
 def test_every_parameter_gets_a_gradient(model):
   _, grads = gradient(model, fresh(model), random_tokens(model))
   for name, grad in grads.items():
@@ -184,6 +185,7 @@ def test_axes_golden():
     "layers/mlp/up": ("layers", "embed", "mlp"),
     "layers/mlp_norm/scale": ("layers", "norm"),
   }
+  assert language_model(UNTIED).logical_axes()["head"] == ("vocab", "embed")
   mixture = language_model(MIXTURE).logical_axes()
   assert mixture["layers/moe/router"] == ("layers", "embed", None)
   assert mixture["layers/moe/gate"] == ("layers", "experts", "embed", "mlp")
@@ -276,8 +278,8 @@ def sharded(model: ModelConfig, shape: tuple[int, int, int]):
 
 @pytest.mark.parametrize(
   "model, shape",
-  [(DENSE, (1, 2, 4)), (MIXTURE, (2, 2, 2))],
-  ids=["dense-1x2x4", "mixture-2x2x2"],
+  [(DENSE, (1, 2, 4)), (MIXTURE, (2, 2, 2)), (UNTIED, (1, 2, 4))],
+  ids=["dense-1x2x4", "mixture-2x2x2", "untied-1x2x4"],
 )
 def test_sharded_gradients_equal_single_device(model, shape):
   """With four tensor shards the two kv heads stay whole."""

@@ -1,4 +1,4 @@
-"""`huggingface` gives the model of a config as a Llama or a Mixtral: the same logits.
+"""`huggingface_tensors` gives the model of a config as a Llama or a Mixtral: the same logits.
 
 The reference here is written from the definition of these models, with their names of tensors and
 fields of config.json. transformers 5.24 computes the same from such a folder, within 1e-5.
@@ -17,8 +17,10 @@ Tensors = dict[str, np.ndarray]
 MODELS = {
   "dense": {},
   "one kv head": {"num_heads": 4, "num_kv_heads": 1, "rope_theta": 500.0, "norm_epsilon": 1e-2},
+  "not tied": {"tied_embedding": False},
   "mixture": {"num_experts": 4, "experts_per_token": 2, "capacity_factor": 2.0},
-  "one expert": {"num_experts": 3, "experts_per_token": 1, "capacity_factor": 3.0},
+  "one of three": {"num_experts": 3, "experts_per_token": 1, "capacity_factor": 3.0},
+  "one expert": {"num_experts": 1, "experts_per_token": 1, "tied_embedding": False},
 }
 
 
@@ -89,7 +91,8 @@ def test_the_logits_are_the_same(more):
     name: np.asarray(value) + 0.1 * rng.normal(size=value.shape).astype(np.float32)
     for name, value in initial.initial_params(config).items()
   }
-  said, tensors = transformer.huggingface(model, params)
+  said = transformer.huggingface_config(model)
+  tensors = transformer.huggingface_tensors(model, params)
   tokens = rng.integers(0, model.vocab_size, (2, 17))
   got, _ = transformer.from_params(model, params)(tokens)
   wide = {name: value.astype(np.float64) for name, value in tensors.items()}

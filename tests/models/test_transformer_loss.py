@@ -36,6 +36,9 @@ def chunked(x, table, targets, execution):
   return jax.value_and_grad(loss, argnums=(0, 1))(x, table)
 
 
+UNTIED = dataclasses.replace(DENSE, tied_embedding=False)
+
+
 @pytest.mark.parametrize("chunks", [2, 3, 8, 24])
 def test_value_and_gradients_are_those_of_whole_logits(chunks):
   x, table, targets = problem()
@@ -70,7 +73,9 @@ def test_over_a_mesh_it_is_the_same():
 
 
 @pytest.mark.parametrize(
-  "model", [DENSE, pytest.param(MIXTURE, marks=pytest.mark.slow)], ids=["dense", "mixture"]
+  "model",
+  [DENSE, UNTIED, pytest.param(MIXTURE, marks=pytest.mark.slow)],
+  ids=["dense", "untied", "mixture"],
 )
 def test_the_models_loss_is_the_same_and_whole_logits_never_exist(model):
   """No array of the forward or the backward pass has B x T x V values or more."""

@@ -1,0 +1,153 @@
+"""Makes the start of a run from a model of Hugging Face: a Llama, a Mistral or a Mixtral.
+
+    python scripts/from_huggingface.py --model=DIR --to=NEW_DIR
+
+DIR is a folder with config.json, tokenizer.json and model.safetensors, or its parts and their index
+(not a name: nothing is downloaded). NEW_DIR gets start.safetensors, f32 with ddiloco's names, and
+start.py, an experiment file of the same model. The run keeps the values up to rounding, and
+`ddiloco export --format=huggingface` writes its result in the same form again:
+
+    ddiloco train --config=NEW_DIR/start.py --workdir=runs/more \\
+      --config.data.source=text --config.data.path='data/*.txt'
+
+Refused are models with biases, other activations, scaled rotary angles or a sliding window, which
+ddiloco's transformer does not have. A mixture's tokens may find an expert's slots taken while they
+train (`model.capacity_factor`). It takes memory for one and a half models in f32. Last line:
+{"parameters", "tokenizer"}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import common
+import numpy as np
+
+from ddiloco.checkpoint import weights
+from ddiloco.checks import ConfigError, require
+from ddiloco.config import ModelConfig, from_dict
+from ddiloco.models import transformer
+from ddiloco.roles import initial
+
+FIELDS = {
+  "vocab_size": "vocab_size",
+  "num_layers": "num_hidden_layers",
+  "model_dim": "hidden_size",
+  "num_heads": "num_attention_heads",
+  "num_kv_heads": "num_key_value_heads",
+  "head_dim": "head_dim",
+  "mlp_dim": "intermediate_size",
+  "rope_theta": "rope_theta",
+  "norm_epsilon": "rms_norm_eps",
+}
+EXPERTS = {"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"}
+TYPES = ("llama", "mistral", "mixtral")
+EXPERIMENT = '''"""Goes on from {source}; made by scripts/from_huggingface.py."""
+
+from ddiloco import config
+
+
+def get_config():
+  c = config.default()
+  c.update_from_flattened_dict({values!r})
+  return c
+'''
+
+
+def model_of(said: Mapping[str, Any]) -> ModelConfig:
+  """The model of a config.json.
+
+  Raises:
+    ConfigError: ddiloco's transformer cannot be it.
+  """
+  kind = said.get("model_type")
+  require(kind in TYPES, "model_type", kind, f"must be one of {', '.join(TYPES)}", "take another")
+  rope = said.get("rope_parameters") or said.get("rope_scaling") or {}
+  said = {"head_dim": None, "num_key_value_heads": None, "rope_theta": None, **said}
+  said["rope_theta"] = rope.get("rope_theta") or said["rope_theta"] or 10_000.0
+  said["head_dim"] = said["head_dim"] or said["hidden_size"] // said["num_attention_heads"]
+  said["num_key_value_heads"] = said["num_key_value_heads"] or said["num_attention_heads"]
+  plain = {
+    "hidden_act": ("silu", None),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "sliding_window": (None,),
+  }
+  found = {name: said.get(name) for name in plain}
+  found["rope_type"] = rope.get("rope_type", rope.get("type"))
+  for name, good in {**plain, "rope_type": ("default", None)}.items():
+    rule = f"ddiloco's transformer has only {good[0]}"
+    require(found[name] in good, name, found[name], rule, "take another model")
+  names = FIELDS | (EXPERTS if kind == "mixtral" else {})
+  values = {ours: said[theirs] for ours, theirs in names.items()}
+  return from_dict({"model": {**values, "tied_embedding": False}}).model
+
+
+def reader(folder: Path) -> Callable[[str], np.ndarray]:
+  """Reads one tensor by its name, as f32."""
+  index = folder / "model.safetensors.index.json"
+  files = json.loads(index.read_text())["weight_map"] if index.exists() else {}
+
+  def read(name: str) -> np.ndarray:
+    file = folder / files.get(name, "model.safetensors")
+    known = name in weights.leaves(file, "--model")
+    require(known, "--model", str(file), f"has no {name}", "take a model as its config.json says")
+    return weights.load(file, "--model", name)[name].astype(np.float32)
+
+  return read
+
+
+def parameters(
+  model: ModelConfig, read: Callable[[str], np.ndarray], tied: bool
+) -> dict[str, np.ndarray]:
+  """The model's parameters by ddiloco's names; the inverse of `huggingface_tensors`."""
+  params = {}
+  names = transformer.huggingface_names(model)
+  if tied:
+    names["head"] = names["embedding"]
+  for name, shape in initial.shapes(model).items():
+    stack = np.stack([each.T if each.ndim > 1 else each for each in map(read, names[name])])
+    if name in ("embedding", "head"):
+      stack = stack.swapaxes(1, 2)
+    rule, fix = f"has {stack.size} values, the config {shape}", "bring the model's own config.json"
+    require(stack.size == np.prod(shape), "--model", names[name][0], rule, fix)
+    params[name] = stack.reshape(shape)
+  params["embedding"] = params["embedding"] / np.float32(model.model_dim**0.25)  # see `embed`
+  return params
+
+
+def main() -> int:
+  model = {"type": Path, "required": True, "help": "folder of the model"}
+  to = {"type": Path, "required": True, "help": "is made if needed"}
+  options = common.options(__doc__, model=model, to=to)
+  source, start = options.model.absolute(), options.to.absolute() / "start.safetensors"
+  try:
+    said = json.loads((source / "config.json").read_text())
+    found = model_of(said)
+    params = parameters(found, reader(source), said.get("tie_word_embeddings", False))
+    options.to.mkdir(parents=True, exist_ok=True)
+    weights.save(start, params, {"made_from": str(source)})
+    names = [*FIELDS, "tied_embedding", *(EXPERTS if found.num_experts else ())]
+    values = {f"model.{name}": getattr(found, name) for name in names}
+    values["run.init_from"] = str(start)
+    values["data.sequence_length"] = min(2048, said.get("max_position_embeddings", 2048))
+    tokenizer = source / "tokenizer.json"
+    if tokenizer.exists():
+      values["data.tokenizer"] = f"huggingface:{tokenizer}"
+    text = EXPERIMENT.format(source=source.name, values=values)
+    (options.to / "start.py").write_text(text)
+  except (ConfigError, KeyError, TypeError, ValueError, OSError) as error:
+    what = f"config.json has no {error}" if isinstance(error, KeyError) else error
+    print(f"from_huggingface.py: {what}", file=sys.stderr)
+    return 2
+  count = sum(value.size for value in params.values())
+  print(json.dumps({"parameters": count, "tokenizer": tokenizer.exists()}))
+  return 0
+
+
+if __name__ == "__main__":
+  common.run_script(main)
