@@ -137,7 +137,7 @@ class Ledger:
     causes = {cause: sum(account[cause] for account, _ in learners.values()) for cause in CAUSES}
     useful = sum(good for _, good in learners.values())
     total = useful + sum(causes.values())
-    first_start = sum(island.first_start for island in self._islands.values())
+    first_start = sum(island.first_start_until(now) for island in self._islands.values())
     return Goodput(
       total,
       useful / total if total else math.nan,
@@ -153,7 +153,7 @@ class Ledger:
     account = dict.fromkeys(CAUSES, 0.0) | island.account
     if island.phase:
       cause = "other" if island.phase == "training" else island.phase
-      account[cause] += max(0.0, now - island.since) * (island.chips or 1)
+      account[cause] += island.seconds_under_way(now) * (island.chips or 1)
     if not self._fragments:
       merged, pending = island.sums.last, 0.0
     else:
@@ -170,7 +170,7 @@ class Ledger:
 
   def _of_learner(self, m: int, now: float, account: Mapping, useful: float) -> LearnerGoodput:
     island, total = self._islands[m], useful + sum(account.values())
-    allocated = island.allocated_seconds + (max(0.0, now - island.since) if island.phase else 0.0)
+    allocated = island.allocated_seconds + island.seconds_under_way(now)
     return LearnerGoodput(
       total,
       useful / total if total else math.nan,
@@ -355,6 +355,15 @@ class IslandAccount:
     if isinstance(event, events.Launched | events.Compiled | events.Started | events.Step):
       passed = getattr(event, "gap_seconds", getattr(event, "seconds", 0.0))  # of a compilation
       self.since, self.phase = max(self.since, event.time - positive(passed)), self._beginning
+
+  def seconds_under_way(self, now: float) -> float:
+    """Seconds of its present activity, which are not in the account yet."""
+    return max(0.0, now - self.since) if self.phase else 0.0
+
+  def first_start_until(self, now: float) -> float:
+    """`first_start`, with what is not in the account yet."""
+    under_way = self.seconds_under_way(now) if self.phase == "start_up" else 0.0
+    return self.first_start + under_way * (self.chips or 1)
 
   def end(self, now: float, under_way: str = "other", phase: str = "") -> None:
     """A life is over, or the run; `under_way`: the cause of the time since the last step."""

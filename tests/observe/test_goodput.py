@@ -319,6 +319,20 @@ def test_only_the_start_of_a_first_life_is_left_out_of_the_training_goodput():
   assert found.goodput_training == pytest.approx(12 / 18)
 
 
+def test_a_first_start_that_is_under_way_is_left_out_of_the_training_goodput_too():
+  log = Log(learners=2, fragments=1)
+  log.start(0.0)
+  log.merge(log.steps(1, 10, 0.0), 0, 7, -1, {0: 10})
+  found = log.report()
+  assert found.causes["start_up"] == pytest.approx(0.5)
+  assert found.goodput_training == pytest.approx(1.0)
+  log.add(20.0, "learner-1", "started", devices=3)  # its first step compiles
+  log.steps(11, 15, 20.0)
+  found = log.report()
+  assert found.causes["start_up"] == pytest.approx(3 * 25 / (4 * 25))
+  assert found.goodput_training == pytest.approx(10 / 25)
+
+
 def test_a_learner_that_no_engine_starts_again_is_down_until_its_process_is_there():
   log = Log(fragments=1)
   log.start(0.0)
