@@ -31,7 +31,6 @@ from ddiloco.network.transport import Delivery
 from ddiloco.protocol import events
 from ddiloco.protocol.messages import Message
 from ddiloco.protocol.supervisor import due, killed
-from ddiloco.protocol.values import less
 from ddiloco.workdir import FAULTS, RequestFile, append_request
 
 # --- Planned faults of one role's messages, as a computation: callers give the time and send
@@ -293,7 +292,7 @@ class Faults:
     role: str = "",
     clock: Callable[[], float] = time.monotonic,
   ):
-    self._waiting = tuple(plan)
+    self._waiting = list(plan)  # the engine's thread adds, the role's own removes
     self._clock = clock
     self._start_time = start_time
     self._report = report
@@ -304,7 +303,7 @@ class Faults:
 
   def plan(self, fault: Fault) -> None:
     """Adds a fault."""
-    self._waiting = (*self._waiting, fault)
+    self._waiting.append(fault)
 
   def check(self, global_step: int) -> None:
     """Performs the faults that are due at this global step or this time.
@@ -317,7 +316,7 @@ class Faults:
       fault = next((f for f in self._waiting if due(f, global_step, seconds)), None)
       if fault is None:
         return
-      self._waiting = less(self._waiting, fault)
+      self._waiting.remove(fault)
       self._report(struck(fault, global_step))
       if fault.action == "kill":
         self.cut()

@@ -57,6 +57,25 @@ def test_two_kills_that_are_due_together_take_two_incarnations():
   ]
 
 
+def test_a_fault_that_is_asked_for_while_another_strikes_is_not_lost():
+  """The engine's thread may run at any moment: here while the role's looks at its plan."""
+  asked = kill(at_step=5, seconds=4.0)
+
+  class Interrupted(Fault):
+    def __eq__(self, other: object) -> bool:
+      if other is not asked and asked not in planned:
+        planned.append(asked)
+        faults.plan(asked)
+      return self is other
+
+    __hash__ = Fault.__hash__
+
+  planned: list[Fault] = []
+  later = Interrupted("stall", "learner-0", at_step=50, seconds=0.0)
+  faults = Faults([later, kill(at_step=5, seconds=3.0)], time.monotonic())
+  assert [strikes(faults, global_step) for global_step in (5, 6, 7)] == [3.0, 4.0, None]
+
+
 def test_a_fault_before_the_kill_of_the_same_step_strikes_too():
   log = []
   plan = [Fault("slow", "learner-0", at_step=5), kill(at_step=5)]
