@@ -94,11 +94,7 @@ def _lock(file: IO[str], kind: int, refusal: str, seconds: float = LOOK_SECONDS)
 
 
 def refuse_trained(workdir: Path) -> None:
-  """Refuses a workdir in which a run trains: it has shards of its own.
-
-  Raises:
-    ConfigError: a run trains there.
-  """
+  """Refuses (ConfigError) a workdir in which a run trains: it has shards of its own."""
   # No run ever trained there; or a file system without locks, where none can.
   with contextlib.suppress(OSError), (workdir / LOCK).open() as file:
     _lock(file, fcntl.LOCK_SH, f"--workdir={workdir}: {_TRAINED}")

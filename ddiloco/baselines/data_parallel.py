@@ -47,12 +47,9 @@ class DataParallel:
   longer than the world that it trains in: between two worlds a living island has no process.
 
   Args:
-    config: the run's; planned kills of learners by time are performed.
+    config: the run's (see `check`); planned kills of learners by time are performed.
     workdir: events go to `workdir/events`, the processes' output to `workdir/logs`.
     elastic: go on with the islands that are left.
-
-  Raises:
-    ConfigError: data-parallel cannot have this config.
   """
 
   def __init__(self, config: Config, workdir: Path, elastic: bool):
@@ -258,11 +255,7 @@ class DataParallel:
 
 
 def check(config: Config) -> None:
-  """Refuses configs that data-parallel cannot have.
-
-  Raises:
-    ConfigError: names the field, the value, the rule and the fix.
-  """
+  """Refuses (ConfigError) what data-parallel cannot have."""
   own = dict(config.islands.overrides), config.islands.devices
   rule = "data-parallel islands are all alike and of one device each"
   fix = "overrides = {}, devices = 1"

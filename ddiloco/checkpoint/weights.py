@@ -357,22 +357,16 @@ def require_fit(
   shapes: Mapping[str, tuple[int, ...]],
   field: str = "weights",
 ) -> None:
-  """Refuses tensors that are not exactly those of the model: names and `shapes` by name.
-
-  Raises:
-    ConfigError: names the first odd ones, what was found and what is expected.
-  """
+  """Refuses (ConfigError) tensors that are not exactly those of the model, names and `shapes` by
+  name: the text has the first odd ones, what was found and what is expected."""
   odd = differences({name: tuple(value.shape) for name, value in found.items()}, shapes)
   fix = "use the config.model that these weights were trained with, or weights of this model"
   require(not odd, field, str(path), f"is of another model: {odd}", fix)
 
 
 def check(path: str, shapes: Mapping[str, tuple[int, ...]], field: str) -> None:
-  """Refuses weights that `start` would refuse, as far as the header tells.
-
-  Raises:
-    ConfigError: the weights are missing, unreadable, of another model, or not floats.
-  """
+  """Refuses (ConfigError) weights that `start` would refuse, as far as the header tells: they are
+  missing, unreadable, of another model, or not floats."""
   found = leaves(path, field)
   require_fit(path, found, shapes, field)
   for name, leaf in found.items():

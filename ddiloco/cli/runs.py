@@ -241,11 +241,7 @@ def export(arguments: list[str]) -> int:
 
 
 def _refuse_target(_: Config, to: str, overwrite: bool) -> None:
-  """Refuses to replace anything without --overwrite, and anything but weights even with it.
-
-  Raises:
-    ConfigError: the path is taken, or cannot be written.
-  """
+  """Refuses to replace anything without --overwrite, and anything but weights even with it."""
   from ddiloco.checkpoint import weights
 
   path = weights.absolute(to, "--to")

@@ -58,11 +58,8 @@ class RequestRefused(Exception):
 
 
 def check_token(token: str, host: str, flag: str) -> None:
-  """Refuses an address off loopback without a token, and tokens that are easy to guess.
-
-  Raises:
-    ConfigError: naming the flag, the rule and the fix.
-  """
+  """Refuses (ConfigError) an address off loopback without a token, and tokens that are easy to
+  guess."""
   make = "--token=$(python3 -c 'import secrets; print(secrets.token_urlsafe())')"
   if not token and not is_loopback(host):
     raise ConfigError(
@@ -115,10 +112,8 @@ def require_same_origin(request: Request, host: str) -> None:
 
 
 def parse_fault(request: Request) -> Fault:
-  """The fault in a request's body: action, role, and any other fields of `chaos.faults`.
-
-  It strikes at once.
-  """
+  """The fault in a request's body, which strikes at once: action, role, and any other fields of
+  `chaos.faults`."""
   if request.headers.get_content_type() != "application/json":
     raise RequestRefused(415, "a fault is application/json")
   try:

@@ -50,11 +50,7 @@ class GkeRun:
     return self.placement.name
 
   def check(self) -> None:
-    """Refuses options that cannot work.
-
-    Raises:
-      ConfigError: an option is missing, or does not fit the run.
-    """
+    """Refuses options (ConfigError) that are missing, or do not fit the run."""
     rule = "workdir (event logs, result) must outlive pods, on a volume that many can write"
     fix = "make a ReadWriteMany claim in every cluster (docs/launch.md) and give --claim=NAME"
     require(bool(self.claim), "--claim", self.claim, rule, fix)

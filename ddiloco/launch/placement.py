@@ -245,11 +245,8 @@ _URL = re.compile(r"tcp://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}")
 
 
 def require_urls(urls: Sequence[str], flag: str, given: Sequence[str]) -> None:
-  """Refuses `given` if the shards' `urls` that follow from it are none, or are not one for each.
-
-  Raises:
-    ConfigError: names `flag`.
-  """
+  """Refuses what was `given` with `flag` (ConfigError) if a shard's url that follows from it is
+  none, or is another shard's too."""
   for url, text in zip(urls, given, strict=True):
     good = _URL.fullmatch(url) is not None and int(url.rpartition(":")[2]) < 65536
     rule, fix = f"must reach a shard, and {url} does not", "give one for each, of shard 0 first"
@@ -315,11 +312,7 @@ def cost_lines(counts: Mapping[str, int], prices: Mapping[str, float], hours: fl
 
 
 def require_prices(counts: Mapping[str, int], prices: Mapping[str, float], hours: float) -> None:
-  """Refuses to start without a known cost.
-
-  Raises:
-    ConfigError: a price or the hours are missing.
-  """
+  """Refuses (ConfigError) to start without a known cost: a price or the hours are missing."""
   fix = "give --prices=v5p=DOLLARS,shard=DOLLARS for an hour of a chip and of a shard's machine"
   for name in counts:
     require(name in prices, "--prices", name, "has no price", fix)

@@ -52,11 +52,7 @@ class TpuVmRun:
     return self.placement.name
 
   def check(self) -> None:
-    """Refuses options that cannot work.
-
-    Raises:
-      ConfigError: an option is missing, or does not fit the run.
-    """
+    """Refuses options (ConfigError) that are missing, or do not fit the run."""
     rule = (
       f"must name the {len(self.placement.shards)} shards of sync.num_shards, which run elsewhere"
     )

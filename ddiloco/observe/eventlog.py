@@ -82,11 +82,8 @@ def _read(path: Path, start: int, end: int) -> bytes:
 
 
 def check_format(path: Path) -> None:
-  """Refuses a log that another version of ddiloco has begun. A torn first line is accepted.
-
-  Raises:
-    ConfigError: the first event says another format than `events.LOG_FORMAT`, or none.
-  """
+  """Refuses (ConfigError) a log that another version of ddiloco has begun: its first event says
+  another format than `events.LOG_FORMAT`, or none. A torn first line is accepted."""
   try:
     size = path.stat().st_size if path.is_file() else 0
     _, first_line = next(lines_of(path, 0, size), (0, b""))
