@@ -370,13 +370,9 @@ def check(path: str, shapes: Mapping[str, tuple[int, ...]], field: str) -> None:
   found = leaves(path, field)
   require_fit(path, found, shapes, field)
   for name, leaf in found.items():
-    require(
-      leaf.dtype in _FLOATS.values(),
-      field,
-      path,
-      f"{name} is of type {leaf.dtype}, must be one of {', '.join(_FLOATS.values())}",
-      "convert the weights (a quantized model is no start for training)",
-    )
+    rule = f"{name} is of type {leaf.dtype}, must be one of {', '.join(_FLOATS.values())}"
+    fix = "convert the weights (a quantized model is no start for training)"
+    require(leaf.dtype in _FLOATS.values(), field, path, rule, fix)
 
 
 def start(
@@ -392,13 +388,8 @@ def start(
     with np.errstate(over="ignore"):  # refused below
       value = load(path, field, name)[name].astype(np.float32, copy=False)
     bad = value.size - int(np.isfinite(value).sum())
-    require(
-      not bad,
-      field,
-      path,
-      f"{name} has {bad} values that are not finite in float32",
-      "use weights from before they diverged",
-    )
+    rule = f"{name} has {bad} values that are not finite in float32"
+    require(not bad, field, path, rule, "use weights from before they diverged")
     yield name, value
 
 

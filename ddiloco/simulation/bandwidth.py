@@ -21,7 +21,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from ddiloco.checks import not_negative, option, positive, require, typed
+from ddiloco.checks import must, not_negative, option, positive, require, typed
 from ddiloco.config import Config, SyncConfig
 from ddiloco.core import codec, fragments
 from ddiloco.protocol import events, rules
@@ -152,13 +152,10 @@ class Setting:
     positive("plan", self, "islands", "step_seconds", "gbps", "merge_gbytes", "host_gbytes")
     not_negative("plan", self, "latency_seconds", "shard_gbps", "window_bytes")
     require_shards(self.sync)
-    require(
-      len(self.sizes) == self.sync.num_fragments and min(self.sizes) > 0,
-      "plan.sizes",
-      self.sizes,
-      f"must be positive, one for each of sync.num_fragments = {self.sync.num_fragments}",
-      "use the sizes of the plan",
-    )
+    count = self.sync.num_fragments
+    good = len(self.sizes) == count and min(self.sizes) > 0
+    rule = f"must be positive, one for each of sync.num_fragments = {count}"
+    must("plan", self, "sizes", good, rule, "use the sizes of the plan")
 
   @classmethod
   def of(cls, config: Config, sizes: tuple[int, ...], **rates: Any) -> Setting:

@@ -138,13 +138,8 @@ class VirtualRun(World):
 
 
 def _each(values: Sequence[float], count: int, name: str) -> Sequence[float]:
-  require(
-    len(values) in (1, count),
-    name,
-    values,
-    f"has {len(values)} values for {count} learners (those that join included)",
-    "give one for all, or one for each",
-  )
+  rule = f"has {len(values)} values for {count} learners (those that join included)"
+  require(len(values) in (1, count), name, values, rule, "give one for all, or one for each")
   return values * count if len(values) == 1 else values
 
 
