@@ -108,11 +108,11 @@ class LearnerSymbols(LearnerAlgebra):
       self._begins[fragment] = staged
 
   def capture(self, entry: Entry, fragments: Mapping[int, Held]) -> Any:
-    return list(self._history), dict(self._begins)
+    return self._history, len(self._history), dict(self._begins)  # the history only grows
 
   def restore(self, state: Any) -> None:
-    history, begins = state
-    self._history, self._begins = list(history), dict(begins)
+    history, end, begins = state
+    self._history, self._begins = history[:end], dict(begins)
 
 
 class ShardSymbols(ShardAlgebra):
