@@ -40,6 +40,7 @@ from ddiloco.network.webserver import Answer, Health, Request, WebServer, parse_
 from ddiloco.observe.eventlog import Follower
 from ddiloco.observe.guards import Warnings, ended
 from ddiloco.observe.run_state import RunState
+from ddiloco.protocol.events import RunStarted
 from ddiloco.workdir import outcome, run_name, saved_config
 from ddiloco.workdir import started as run_started
 
@@ -207,6 +208,8 @@ class RunFollower:
     while batch := list(itertools.islice(events, BATCH_EVENTS)):
       with self._lock:
         self._run.read(batch)
+      if any(isinstance(event, RunStarted) for event in batch):
+        self._config = _config(self.workdir)  # a run may go on with another quorum, for example
       late = LAG_SECONDS if self._caught_up else math.inf
       self.health.beat()
       if self._ended.wait(0.001):  # lets requests in

@@ -124,6 +124,19 @@ def test_it_follows_the_log_and_says_when_the_run_is_over(serve, workdir):
   assert "can go on" in known(dashboard, "over")["text"]
 
 
+def test_a_run_that_goes_on_with_another_quorum_waits_for_that_one(serve, workdir):
+  def quorum(count):
+    config = {"sync": {"num_shards": 1, "num_fragments": 2, "min_quorum": count}}
+    (workdir / "config.json").write_text(json.dumps(config))
+
+  quorum(1)
+  dashboard = serve()
+  assert "of the 1 it needs" in known(dashboard)["waiting"]
+  quorum(3)
+  log(workdir, (6.0, "run_finished", {"reason": "stopped"}), (6.5, "run_started", RUN))
+  until(lambda: "of the 3 it needs" in status(dashboard)["waiting"])
+
+
 @pytest.mark.parametrize("ahead", [-3600.0, 3600.0])
 def test_a_clock_of_another_host_makes_a_run_neither_silent_nor_alive(
   serve, workdir, ahead, monkeypatch
