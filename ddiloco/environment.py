@@ -156,7 +156,7 @@ def join_hosts(
 
 
 def describe_only() -> None:
-  """Readies this process to compile for TPUs that are only described (`training/aot.py`).
+  """Readies this process to compile for chips that are only described (`training/aot.py`).
 
   Several such processes, and one that does use TPUs, may share a machine.
   """
