@@ -37,51 +37,42 @@ class Chip:
   target: str = ""  # XLA's GpuTargetConfigProto as text
 
 
-# What CUDA allows on all of these GPUs; the fields that differ are added.
-_TARGET = """
-platform_name: "CUDA"
-device_description_str: "{name}"
-dnn_version_info {{ major: 9 minor: 10 }}
-runtime_version {{ major: 12 minor: 8 }}
-gpu_device_info {{
+_GIB = 1 << 30
+# Of XLA's description of a GPU: what CUDA allows on all that are here, and what differs.
+_CUDA = """
   threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  registers_per_block_limit: 65536 registers_per_core_limit: 65536
-  shared_memory_per_block: 49152
-  {fields}
-}}
+  registers_per_block_limit: 65536 registers_per_core_limit: 65536 shared_memory_per_block: 49152
+"""
+_AMPERE = """
+  cuda_compute_capability { major: 8 } core_count: 108 fpus_per_core: 64 clock_rate_ghz: 1.41
+  l2_cache_size: 41943040 shared_memory_per_core: 167936 shared_memory_per_block_optin: 166912
+"""
+_HOPPER = """
+  cuda_compute_capability { major: 9 } core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  l2_cache_size: 52428800 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
 """
 
 
-def _gpu(name: str, capability: int, memory_bytes: int, **fields: float) -> Chip:
+def _gpu(name: str, memory_gib: float, gbytes_per_second: int, kind: str) -> Chip:
   """A GPU of which programs have three quarters of the memory: what JAX takes by default."""
-  lines = [f"cuda_compute_capability {{ major: {capability} }}"]
-  lines += [f"{field}: {value}" for field, value in fields.items()]
-  lines.append(f"device_memory_size: {memory_bytes}")
-  target = _TARGET.format(name=name, fields=" ".join(lines))
-  return Chip(memory_bytes * 3 // 4, PEAK_FLOPS[name], target)
+  size = int(memory_gib * _GIB)
+  memory = f"device_memory_size: {size} memory_bandwidth: {gbytes_per_second}000000000"
+  target = f"""
+platform_name: "CUDA" device_description_str: "{name}"
+dnn_version_info {{ major: 9 minor: 10 }} runtime_version {{ major: 12 minor: 8 }}
+gpu_device_info {{ {_CUDA} {kind} {memory} }}
+"""
+  return Chip(size * 3 // 4, PEAK_FLOPS[name], target)
 
 
-_GIB = 1 << 30
-_HOPPER = {
-  "core_count": 132, "fpus_per_core": 128, "clock_rate_ghz": 1.98, "l2_cache_size": 50 << 20,
-  "shared_memory_per_core": 228 << 10, "shared_memory_per_block_optin": 227 << 10,
-}  # fmt: skip
-_AMPERE = {
-  "core_count": 108, "fpus_per_core": 64, "clock_rate_ghz": 1.41, "l2_cache_size": 40 << 20,
-  "shared_memory_per_core": 164 << 10, "shared_memory_per_block_optin": 163 << 10,
-}  # fmt: skip
 CHIPS = {
   "v5e": Chip(int(15.75 * _GIB), PEAK_FLOPS["TPU v5 lite"]),
   "v5p": Chip(int(95.74 * _GIB), PEAK_FLOPS["TPU v5"]),
   "v6e": Chip(int(31.25 * _GIB), PEAK_FLOPS["TPU v6 lite"]),
-  "a100": _gpu(
-    "NVIDIA A100-SXM4-80GB", 8, int(79.2 * _GIB), memory_bandwidth=2_039_000_000_000, **_AMPERE
-  ),
-  "h100": _gpu(
-    "NVIDIA H100 80GB HBM3", 9, int(79.1 * _GIB), memory_bandwidth=3_352_000_000_000, **_HOPPER
-  ),
-  "h200": _gpu("NVIDIA H200", 9, 141 * _GIB, memory_bandwidth=4_800_000_000_000, **_HOPPER),
+  "a100": _gpu("NVIDIA A100-SXM4-80GB", 79.2, 2039, _AMPERE),
+  "h100": _gpu("NVIDIA H100 80GB HBM3", 79.1, 3352, _HOPPER),
+  "h200": _gpu("NVIDIA H200", 140.0, 4800, _HOPPER),
 }
 
 
