@@ -61,6 +61,8 @@ setup(
     "gcs": ["etils[epath-gcs]>=1.7"],  # checkpoints in gs://
     # Also for `ddiloco compile` without a TPU: jax names the one libtpu, of 0.7 GB, that fits it.
     "tpu": ["jax[tpu]>=0.10,<0.13"],
+    # NVIDIA GPUs, with drivers from 580 on; also for `ddiloco compile` without a GPU.
+    "cuda": ["jax[cuda13]>=0.10,<0.13"],
     "dev": [*TEST, "pre-commit>=4"],
   },
   entry_points={"console_scripts": ["ddiloco = ddiloco.__main__:entry"]},

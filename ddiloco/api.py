@@ -117,7 +117,7 @@ def train(
     KeyboardInterrupt: the process was asked to end before anything was trained.
   """
   config = _checked(config)
-  ready(config, cpu, supervises=engine != "threads")
+  ready(config, cpu, engine)
   from ddiloco.engines import session
 
   if engine == "ray":
@@ -127,17 +127,23 @@ def train(
   return Run(run)
 
 
-def ready(config: Config, cpu: bool, supervises: bool = False) -> None:
+def ready(config: Config, cpu: bool, engine: str = "threads") -> None:
   """Makes sure that JAX has devices for all islands and for the evaluator.
 
   Raises:
-    ConfigError: JAX has made its devices already, and they are too few.
+    ConfigError: JAX cannot open the devices, or has made them already, and they are too few.
   """
+  supervises, own = engine != "threads", list[int]()
   counts = [config.islands.island(m).devices or 1 for m in range(config.num_islands())]
   asked = config.run.evaluator_devices
   needed = sum(counts) + asked  # the evaluator's devices belong to no island
+  if engine == "processes" and asked and not cpu:  # it lives in this process
+    from ddiloco.engines.children import accelerators
+
+    own = [each.number for each in accelerators()[-asked:] if each.platform == "gpu"]
   try:
-    environment.prepare(num_cpu_devices=needed + (not asked), cpu_only=cpu, supervises=supervises)
+    count = needed + (not asked)
+    environment.prepare(num_cpu_devices=count, cpu_only=cpu, supervises=supervises, gpus=own)
   except RuntimeError as error:  # an earlier run, or the user's program, has used JAX already
     import jax
 

@@ -9,7 +9,7 @@ import contextlib
 import os
 import select
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 # Exit statuses of commands, runs and roles.
@@ -85,7 +85,12 @@ def before_import() -> None:
     del os.environ[name]
 
 
-def prepare(num_cpu_devices: int, cpu_only: bool = False, supervises: bool = False) -> None:
+def prepare(
+  num_cpu_devices: int,
+  cpu_only: bool = False,
+  supervises: bool = False,
+  gpus: Sequence[int] = (),
+) -> None:
   """Readies this process for several islands; must run before JAX makes its devices.
 
   Where JAX finds accelerators it uses them; else the CPU pretends to be `num_cpu_devices` devices
@@ -95,6 +100,9 @@ def prepare(num_cpu_devices: int, cpu_only: bool = False, supervises: bool = Fal
   and its children inherit the setting of JAX_PLATFORMS. JAX reads the environment only when it is
   imported. The user's own model or `engines/children.py` may have imported it already, so
   `jax.config` gets the same setting.
+
+  With `gpus` it has these alone, by the numbers that JAX would give them; where the user restricts
+  the whole run (CUDA_VISIBLE_DEVICES), JAX numbers those that are left.
 
   Raises:
     RuntimeError: JAX has made its devices already.
@@ -108,7 +116,9 @@ def prepare(num_cpu_devices: int, cpu_only: bool = False, supervises: bool = Fal
   import jax
 
   if supervises or platforms:
-    jax.config.update("jax_platforms", "cpu" if supervises else platforms)
+    jax.config.update("jax_platforms", "cpu" if supervises and not gpus else platforms)
+  for maker in ("cuda", "rocm") if gpus else ():
+    jax.config.update(f"jax_{maker}_visible_devices", ",".join(map(str, gpus)))
   jax.config.update("jax_num_cpu_devices", num_cpu_devices)
 
 
@@ -146,13 +156,18 @@ def join_hosts(
 
 
 def describe_only() -> None:
-  """Readies this process to compile for TPUs that are only described (`training/aot.py`).
+  """Readies this process to compile for chips that are only described (`training/aot.py`).
 
   Several such processes, and one that does use TPUs, may share a machine.
   """
   os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
   os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # ask no cloud which TPU this machine has
   prepare(num_cpu_devices=1, cpu_only=True)
+
+
+def takes_the_cpu() -> bool:
+  """Whether JAX_PLATFORMS says that JAX shall use the CPU, whatever else is there."""
+  return os.environ.get("JAX_PLATFORMS", "").partition(",")[0] == "cpu"
 
 
 def whole() -> dict[str, str]:

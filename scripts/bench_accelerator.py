@@ -1,8 +1,8 @@
 """Measures islands on this machine's GPU or TPU; without one it says so and measures nothing.
 
-- Two islands of the processes engine share the first device, and one is killed with SIGKILL: the
-  other island's median step around the kill against that before, and the seconds until the killed
-  island is merged again.
+- Two islands, each a process, share the first device, and one is killed with SIGKILL: the other
+  island's median step around the kill against that before, and the seconds until the killed island
+  is merged again.
 - dense:100m and dense:1b on one device: tokens a second and MFU (models/transformer.py), pipelined.
 - The 100m's step with the platform's own attention against the einsum, and the error of both.
 - A learner with a syncer attached against its bare step, in turn (`bench_overhead.py`).
@@ -22,6 +22,7 @@ import gc
 import itertools
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -38,13 +39,15 @@ import in_process
 import jax
 import jax.numpy as jnp
 import numpy as np
+from mixed_hardware import Roles
 
 from ddiloco import environment
+from ddiloco import workdir as workdirs
 from ddiloco.config import Config, IslandConfig, ModelConfig
 from ddiloco.engines.virtual import seconds_of
 from ddiloco.models.layers import attend
 from ddiloco.models.model import PLAIN, Execution
-from ddiloco.protocol.events import Fault, Step
+from ddiloco.protocol.events import Step
 from ddiloco.roles import initial
 from ddiloco.training import devices
 from ddiloco.training.island import Island
@@ -55,6 +58,7 @@ QUICK = [("100k", 2, "none", 1)]
 QUICK_PACE_SECONDS = 0.2  # of a step then: leaves cores to a process that starts again
 LENGTHS = (2048, 512, 200)  # in positions; the last is no multiple of a block
 SHARE_OF_MEMORY = "0.4"  # of the device, for each of two islands
+AWAY_SECONDS = 0.5  # between the kill and the next start
 COPIES = 5
 
 
@@ -195,21 +199,29 @@ def copies(preset: tuple) -> dict[str, Any]:
 
 def killed(folder: Path, cpu: bool, quick: bool) -> dict[str, Any]:
   """Two islands on one device; one is killed, and its work merged again."""
-  preset, kill_at, around = ("100k", 3.0, 3.0) if quick else ("10m", 30.0, 10.0)
-  fault = {"action": "kill", "role": "learner-1", "at_seconds": kill_at, "seconds": 0.5}
+  preset, around = ("100k", 3.0) if quick else ("10m", 10.0)
   more = {
     "islands.num_learners": 2, "sync.snapshot_steps": 50, "run.evaluations": 0,
-    "chaos.faults": (fault,), "islands.min_step_seconds": QUICK_PACE_SECONDS if quick else 0.0,
+    "islands.min_step_seconds": QUICK_PACE_SECONDS if quick else 0.0,
   }  # fmt: skip
   config = config_of(preset, 4, "none", 1, more)
 
   with mock.patch.dict(os.environ, XLA_CLIENT_MEM_FRACTION=SHARE_OF_MEMORY):
-    run = common.Run(config, folder / "run", cpu=cpu)
-  with run:
-    again = run.wait_for("the killed island", lambda log: common.merged(log, 1, lives=2))[0].time
+    roles = Roles(config, folder / "run", cpu)
+    for m in (0, 1):
+      roles.start(m, accelerator=True)
+    for m in (0, 1):
+      roles.wait_merged(m, lives=1, commits=1)
     time.sleep(around)
-  struck = run.log.of(Fault)[0].time
-  steps = run.log.of(Step, "learner-0")
+    struck = time.time() - workdirs.start_time(roles.workdir)
+    roles.signal("learner-1", signal.SIGKILL)
+    time.sleep(AWAY_SECONDS)
+    roles.start(1, accelerator=True)
+    roles.wait_merged(1, lives=2, commits=1)
+  again = common.merged(roles.log, 1, lives=2)[0].time
+  time.sleep(around)
+  roles.end()
+  steps = roles.log.of(Step, "learner-0")
   before, after = (
     statistics.median(e.gap_seconds for e in steps if start <= e.time < start + around)
     for start in (struck - around, struck)

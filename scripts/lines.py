@@ -34,7 +34,7 @@ CAPABILITIES: Mapping[str, Sequence[str]] = {
   "an island of several hosts": (
     *("training/hosts.py", "network/host_links.py", "engines/island_hosts.py"),
   ),
-  "compiling for TPUs that are not there": ("training/aot.py",),
+  "compiling for chips that are not there": ("training/aot.py",),
   "bringing a run to a cloud, costs first": ("launch/*", "cli/launch.py"),
   "text and images": ("training/captions.py",),
   "what a user may bring: model, data, optimizer; the Python face": (

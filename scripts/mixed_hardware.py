@@ -19,7 +19,6 @@ import json
 import math
 import signal
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +27,8 @@ from typing import Any
 import common
 
 from ddiloco import workdir as workdirs
-from ddiloco.engines.children import spawn
+from ddiloco.config import Config
+from ddiloco.engines.children import Forked, spawn_forked
 from ddiloco.engines.role_spec import RoleSpec, free_urls
 from ddiloco.observe.eventlog import EventLog, GrowingLog
 from ddiloco.observe.report import write_report
@@ -44,30 +44,20 @@ ON_CPUS = {
 
 
 class Roles:
-  """The processes of one run."""
+  """The processes of one run with one shard, started by hand: islands may share a device."""
 
-  def __init__(self, workdir: Path, cpu: bool):
-    config = common.config_of(
-      "dense",
-      {
-        "islands.num_learners": ISLANDS, "islands.batch_size": 8, "sync.num_shards": 1,
-        "islands.overrides": {"1": {"batch_size": 2}},  # small enough for a CPU's step
-        "sync.min_quorum": 1, "sync.snapshot_steps": 50, "run.evaluations": 0,
-        "run.total_tokens": 1 << 50, **(ON_CPUS if cpu else {}),
-      },
-      "100k" if cpu else "1m",
-    )  # fmt: skip
+  def __init__(self, config: Config, workdir: Path, cpu: bool):
     self.workdir, self._cpu = workdir, cpu
     workdirs.join(workdir, config)
     (workdir / "logs").mkdir(exist_ok=True)
-    self._processes: dict[str, subprocess.Popen[bytes]] = {}
+    self._processes: dict[str, Forked] = {}
     self._log = GrowingLog(workdir)
     self._spec = RoleSpec(workdir, workdirs.run_name(workdir), tuple(free_urls(1)))
     shard = self._spec.command("syncer", "--shard=0", f"--bind={self._spec.syncers[0]}")
     self._spawn("syncer-0", shard)
 
   def _spawn(self, name: str, command: list[str]) -> None:
-    self._processes[name] = spawn(command, self.workdir / "logs" / f"{name}.log")
+    self._processes[name] = spawn_forked(command, self.workdir / "logs" / f"{name}.log")
 
   def start(self, island: int, accelerator: bool) -> None:
     cpu = ["--cpu"] if self._cpu or not accelerator else []
@@ -103,8 +93,21 @@ class Roles:
       common.wait_for(what, found, works, lambda: f"see {self.workdir / 'logs'}")
     except SystemExit:
       for each in processes:
-        each.kill()
+        each.send_signal(signal.SIGKILL)
       raise
+
+
+def make_config(cpu: bool) -> Config:
+  return common.config_of(
+    "dense",
+    {
+      "islands.num_learners": ISLANDS, "islands.batch_size": 8, "sync.num_shards": 1,
+      "islands.overrides": {"1": {"batch_size": 2}},  # small enough for a CPU's step
+      "sync.min_quorum": 1, "sync.snapshot_steps": 50, "run.evaluations": 0,
+      "run.total_tokens": 1 << 50, **(ON_CPUS if cpu else {}),
+    },
+    "100k" if cpu else "1m",
+  )  # fmt: skip
 
 
 def swap(roles: Roles, commits: int) -> None:
@@ -153,7 +156,7 @@ def main() -> None:
   given = common.options(__doc__, workdir=workdir, commits=commits, cpu=False)
   if given.workdir.exists():
     sys.exit(f"--workdir={given.workdir}: exists. Fix: delete it, or give another.")
-  roles = Roles(given.workdir, given.cpu)
+  roles = Roles(make_config(given.cpu), given.workdir, given.cpu)
   swap(roles, given.commits)
   found = lives(roles)
   proof = text.print_invariants(text.open_trace(given.workdir))

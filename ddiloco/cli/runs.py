@@ -16,7 +16,7 @@ from rich.progress import Progress, TimeElapsedColumn
 
 from ddiloco import environment
 from ddiloco.api import ready
-from ddiloco.checks import refusal, require
+from ddiloco.checks import is_number, refusal, require
 from ddiloco.cli.arguments import Flags
 from ddiloco.config import Config, ConfigError
 from ddiloco.config.schema import MAX_FRAGMENTS, MAX_LEARNERS
@@ -65,7 +65,7 @@ def train(arguments: list[str]) -> int:
   rule, good = f"--engine={engine} does not use Ray", engine == "ray" or not address
   require(good, "--ray_address", address, rule, "add --engine=ray")
   cpu_only = given.cpu or given.dry_run  # Orbax looks for devices
-  ready(config, cpu_only, supervises=engine != "threads")
+  ready(config, cpu_only, engine)
   from ddiloco.engines import session
   from ddiloco.training.data import check_here
 
@@ -394,6 +394,7 @@ def learner(arguments: list[str]) -> int:
   """
   given = Flags(arguments, "config", "workdir", "cpu")
   _add_role_flags(given)
+  _add_gpus(given)
   given.add("learner", int, "Its number.", least=0, most=MAX_LEARNERS - 1)
   given.add(
     "hosts", "", "Where the hosts of an island meet (islands.hosts > 1): tcp://HOST:PORT of host 0."
@@ -403,7 +404,8 @@ def learner(arguments: list[str]) -> int:
   config, place = given.final_config(), _place(given, hosts=given.hosts, host=given.host)
   number = given.needed("learner", "3, its number")
   island = config.islands.island(number)
-  environment.prepare(num_cpu_devices=island.devices // island.hosts or 1, cpu_only=given.cpu)
+  count = island.devices // island.hosts or 1
+  environment.prepare(num_cpu_devices=count, cpu_only=given.cpu, gpus=_gpus(given))
   from ddiloco.engines import single_roles
 
   # Host 0 looks for the others, whose config does not become that of the workdir's run.
@@ -440,10 +442,12 @@ def evaluator(arguments: list[str]) -> int:
   """
   given = Flags(arguments, "config", "workdir", "cpu")
   _add_role_flags(given)
+  _add_gpus(given)
   given.parse(evaluator.__doc__)
   config, place = given.final_config(), _place(given)
   devices = config.run.evaluator_devices
-  environment.prepare(num_cpu_devices=devices or 1, cpu_only=given.cpu or not devices)
+  cpu_only = given.cpu or not devices
+  environment.prepare(num_cpu_devices=devices or 1, cpu_only=cpu_only, gpus=_gpus(given))
   from ddiloco.engines import single_roles
 
   corpus = _checked_data(given, config) if config.run.evaluations else None
@@ -464,6 +468,16 @@ def _add_role_flags(given: Flags) -> None:
   given.add_fields(RoleSpec)
   given.add("keys", str, "Folder with this role's keys (ddiloco keys); not on loopback.")
   given.add("attached", False, "End at once when standard input is closed.")
+
+
+def _add_gpus(given: Flags) -> None:
+  given.add("gpus", (), "Its own of the GPUs that JAX sees here, by number: 0,1. Else all.")
+
+
+def _gpus(given: Flags) -> list[int]:
+  rule, fix = "must be numbers of GPUs", "for example --gpus=0,1"
+  require(all(map(is_number, given.gpus)), "--gpus", ",".join(given.gpus), rule, fix)
+  return [int(number) for number in given.gpus]
 
 
 def _place(given: Flags, **more: Any) -> RoleSpec:

@@ -262,23 +262,24 @@ def chips(arguments: list[str]) -> int:
 SIMULATIONS: dict[str, Callable[[list[str]], int]] = {"chips": chips, "protocol": protocol}
 
 
-# --- The command that says, without any TPU, what a run's islands take on TPUs
+# --- The command that says, without any chip, what a run's islands take on TPUs or GPUs
 
 _GIB = 1 << 30
 
 
 def compile_islands(arguments: list[str]) -> int:
-  """Compiles every island's real programs for TPUs, without any TPU, and says whether they fit.
+  """Compiles every island's real programs for chips that need not be here; says whether they fit.
 
   The topology is --topology for all islands, or islands.topology of each (equal islands are
   compiled once):
 
     ddiloco compile --config=configs/dense.py:12b --topology=v5p:4x4x4
+    ddiloco compile --config=configs/dense.py:5b --topology=h100:8
     ddiloco compile --config=configs/regions_12b.py --mfu=0.4 --json
 
-  Memory is per chip, with the copies for snapshots and syncs beside the step. Takes about a minute
-  of CPU an island, and needs libtpu (pip install 'ddiloco[tpu]'). Exit status 1: an island does not
-  fit.
+  Memory is per chip, with the copies for snapshots and syncs beside the step. Takes up to a minute
+  of CPU an island, and needs libtpu (pip install 'ddiloco[tpu]') or, for GPUs, the CUDA libraries
+  ('ddiloco[cuda]', or jax[cuda12]). Exit status 1: an island does not fit.
   """
   given = Flags(arguments, "config")
   given.add("topology", "", "Of every island, instead of its islands.topology.")

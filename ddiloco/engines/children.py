@@ -1,13 +1,17 @@
 """A role in a process of its own, over all its lives: its command, its start, its log, its signals.
 
-This module imports no JAX: a process that starts roles needs none.
+Also the accelerators that these processes share out among them. This module imports no JAX: a
+process that starts roles needs none.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import fcntl
+import functools
+import json
 import multiprocessing
 import os
 import runpy
@@ -26,6 +30,7 @@ from typing import Any, Protocol
 import setproctitle
 
 from ddiloco import environment
+from ddiloco.checks import require
 from ddiloco.engines.role_spec import free_urls
 from ddiloco.environment import BAD_USAGE, LOST
 from ddiloco.observe.guards import exited, warn
@@ -314,6 +319,47 @@ def _take_streams(log: Path, stdin: Connection) -> None:
     os.dup2(each, number)
     os.close(each)
   sys.stdin = os.fdopen(0, closefd=False)  # replaces the one that the server has set
+
+
+# --- The accelerators of this machine, which its supervisor divides and does not touch
+
+
+@dataclasses.dataclass(frozen=True)
+class Accelerator:
+  """A device that JAX finds on this machine: its platform, and the number that selects it."""
+
+  platform: str  # gpu, tpu, ...
+  number: int
+
+
+_LOOK = """
+import json, jax
+print(json.dumps([(each.platform, each.local_hardware_id) for each in jax.devices()]))
+"""
+
+
+def accelerators() -> tuple[Accelerator, ...]:
+  """The accelerators that JAX finds here, in its order; () where it takes the CPU.
+
+  Raises:
+    ConfigError: JAX cannot open them.
+  """
+  return () if environment.takes_the_cpu() else _found()
+
+
+@functools.cache  # this process may use some of them itself, and another could not open these then
+def _found() -> tuple[Accelerator, ...]:
+  """Asks JAX in a process that holds the devices for a moment only."""
+  variables = environment.whole() | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+  look = [sys.executable, "-c", _LOOK]
+  done = subprocess.run(look, env=variables, capture_output=True, text=True)
+  platforms, words = variables.get("JAX_PLATFORMS", ""), done.stderr.strip().splitlines()
+  devices = [] if done.returncode else json.loads(done.stdout.splitlines()[-1])
+  found = tuple(Accelerator(*each) for each in devices if each[0] != "cpu")
+  rule = f"JAX finds no such devices here ({words[-1] if words else 'only the CPU'})"
+  good = found or (devices and not platforms)
+  require(bool(good), "JAX_PLATFORMS", platforms, rule, "repair the driver, or add --cpu")
+  return found
 
 
 # --- The process of a role on Ray: the actor that holds it

@@ -238,13 +238,12 @@ class FollowingHost:
     import jax
 
     from ddiloco.training import data, hosts
-    from ddiloco.training.devices import island_devices, kept_in
+    from ddiloco.training.devices import island_devices, kept_in, usable
     from ddiloco.training.island import Island
 
     with kept_in(place.workdir / COMPILED):
       stream = data.Stream(data.open_data(config.data), config, number)
-      seen = jax.devices()
-      devices = island_devices(config.islands.island(number), seen, number, place.host)
+      devices = island_devices(config.islands.island(number), usable(), number, place.host)
       trained = Island(config, number, devices, initial.make_plan(config))
       self.progress.doing = "compiles"
       self._say(f"compiled in {trained.compile():.1f} s; follows host 0")

@@ -1,8 +1,9 @@
 """The processes engine: every island and shard is a process of its own, on one machine's loopback.
 
-The engine starts the single roles of `engines/single_roles.py`, restarts those that die, performs
-planned faults with real signals, and follows the global model with an evaluator of its own. One
-thread does all of it, in turns; it reads the children's progress from their event logs.
+The engine divides the machine's GPUs among the islands, as the threads engine does. It starts the
+single roles of `engines/single_roles.py`, restarts those that die, performs planned faults with
+real signals, and follows the global model with an evaluator of its own. One thread does all of it,
+in turns; it reads the children's progress from their event logs.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ import numpy as np
 from ddiloco import workdir
 from ddiloco.chaos import ask_for
 from ddiloco.checkpoint.restore import restore_fragments
+from ddiloco.checks import require
 from ddiloco.config import Config, Fault
 from ddiloco.config.schema import INSIDE
-from ddiloco.engines.children import Child, Spawn, spawn_forked, warm
+from ddiloco.engines.children import Child, Spawn, accelerators, spawn_forked, warm
 from ddiloco.engines.engine import Engine, RunResult
 from ddiloco.engines.role_process import connect, load_keys
 from ddiloco.engines.role_spec import RoleSpec, free_urls, newest, require_shards
@@ -33,6 +35,7 @@ from ddiloco.roles import initial
 from ddiloco.roles.evaluator import Measure
 from ddiloco.runtime import Runtime
 from ddiloco.training import data
+from ddiloco.training.devices import Shares
 
 FOLLOW_SECONDS = 0.2
 SHORTEST_LIFE_SECONDS = 1.1  # between two starts: incarnations count whole seconds
@@ -40,7 +43,7 @@ AT_WORK = ("joined", "owns")  # events after which a role counts as started
 
 
 class ProcessesEngine(Engine):
-  """One run. Everything that can be wrong with config or data is found on construction.
+  """One run. Everything that can be wrong with config, data or devices is found on construction.
 
   Args:
     config: the run's.
@@ -57,6 +60,7 @@ class ProcessesEngine(Engine):
     for m in range(config.num_islands()):
       data.Stream(corpus, config, m)  # refuses what the children would refuse
     super().__init__(config, workdir, measure)
+    self._shares = self._divide()
     self._follow_at = 0.0
     self._children: dict[str, Child] = {}
 
@@ -75,6 +79,36 @@ class ProcessesEngine(Engine):
     self._evaluator_keys = load_keys(self._spec, EVALUATOR_ADDRESS)  # or the run is refused
 
   # --- supervision --------------------------------------------------------------------------------
+
+  def _divide(self) -> Shares | None:
+    """The GPUs of each island; None: learners may take what they see, on the CPU for example.
+
+    Raises:
+      ConfigError: there are too few, or they are of a kind that processes cannot divide.
+    """
+    config, found = self.config, accelerators()
+    if found and found[0].platform == "gpu":
+      return Shares(config, found)
+    learners = sum(config.islands.island(m).hosts for m in range(config.num_islands()))
+    rule = f"{learners} processes cannot divide {len(found)} devices that are no GPUs"
+    require(not found or learners == 1, "--engine", "processes", rule, "use --engine=threads")
+    return None
+
+  def _gpus(self, learner: int) -> list[list[str]]:
+    """The flags by which each host of an island gets its GPUs.
+
+    Raises:
+      ConfigError: too few are left.
+    """
+    hosts = self.config.islands.island(learner).hosts
+    if self._shares is None:
+      return [[]] * hosts
+    group = self._shares.of(learner)
+    rule = f"learner {learner} gets {len(group)} GPUs, too few for its processes"
+    require(len(group) >= hosts, "islands.hosts", hosts, rule, "lower it, or add GPUs")
+    each = len(group) // hosts
+    parts = (group[k * each : (k + 1) * each] for k in range(hosts))
+    return [[f"--gpus={','.join(str(gpu.number) for gpu in part)}"] for part in parts]
 
   def _place(self) -> RoleSpec:
     """Where roles reach the shards: on free ports of loopback, the same for all lives."""
@@ -104,10 +138,15 @@ class ProcessesEngine(Engine):
     if kind == "syncer":
       return [spec.command("syncer", f"--shard={number}", f"--bind={spec.syncers[number]}")]
     flags = [f"--learner={number}", *(["--cpu"] if self.cpu_only else [])]
-    if (hosts := self.config.islands.island(number).hosts) == 1:
-      return [spec.command("learner", *flags)]
-    flags.append(f"--hosts={self._meeting(number)}")
-    return [spec.command("learner", *flags, f"--host={k}") for k in range(hosts)]
+    gpus = self._gpus(number)
+    if len(gpus) > 1:
+      flags.append(f"--hosts={self._meeting(number)}")
+    return [spec.command("learner", *flags, f"--host={k}", *own) for k, own in enumerate(gpus)]
+
+  def _requested(self, fault: Fault) -> None:
+    if fault.action == "join":
+      self._gpus(parse_role(fault.role)[1])  # it is refused if it can have none
+    super()._requested(fault)
 
   def _observe(self) -> None:
     if time.monotonic() >= self._follow_at:

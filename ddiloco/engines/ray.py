@@ -75,8 +75,11 @@ class RayEngine(ProcessesEngine):
     self._meetings: dict[str, Any] = {}  # learner -> Ray's promise of the url where its hosts meet
     self._connected = connect(address)
     try:
+      there = ray.cluster_resources()
+      if not cpu_only:
+        check_asked(config, there)
       if self._local:
-        check_resources(config, ray.cluster_resources())
+        check_resources(config, there)
     except ConfigError:
       self.close()
       raise
@@ -88,6 +91,9 @@ class RayEngine(ProcessesEngine):
     if self._connected:
       self._connected = False
       ray.shutdown()
+
+  def _divide(self) -> None:
+    """Ray gives each island what it asks for."""
 
   def _place(self) -> RoleSpec:
     """Starts all actors; shards are spread over the nodes."""
@@ -226,6 +232,17 @@ def actor_options(resources: Mapping[str, Any]) -> dict[str, Any]:
   custom = {name: count for name, count in resources.items() if name not in OWN_OPTIONS}
   own = {OWN_OPTIONS[name]: count for name, count in resources.items() if name in OWN_OPTIONS}
   return {"num_cpus": 0, **own, "resources": custom}
+
+
+def check_asked(config: Config, available: Mapping[str, float]) -> None:
+  """Refuses islands that ask for nothing where there are accelerators: islands of one machine would
+  all take its first."""
+  kinds = [kind for kind in ("GPU", "TPU") if available.get(kind)]
+  for m in range(config.num_islands()) if kinds else ():
+    island = config.islands.island(m)
+    rule = f"learner {m} asks Ray for nothing, and would take what other islands have"
+    fix = f"ask for {{{kinds[0]!r}: {island.devices // island.hosts or 1}}}, or add --cpu"
+    require(bool(island.resources), "islands.resources", island.resources, rule, fix)
 
 
 def check_resources(config: Config, available: Mapping[str, float]) -> None:

@@ -94,10 +94,8 @@ def _learner(runner: RoleRunner, number: int, corpus: Source | None) -> int:
 
 def _train(runner: RoleRunner, number: int, corpus: Source | None, hosts: Hosts | None) -> int:
   """Trains on this process' devices, and on those of the other `hosts` of the island."""
-  import jax
-
   from ddiloco.training import data
-  from ddiloco.training.devices import island_devices, kept_in, told_what_compiles
+  from ddiloco.training.devices import island_devices, kept_in, told_what_compiles, usable
   from ddiloco.training.hosts import LeadingIsland
   from ddiloco.training.island import Island
 
@@ -105,7 +103,7 @@ def _train(runner: RoleRunner, number: int, corpus: Source | None, hosts: Hosts 
   # A restarted learner finds the programs that it, or another learner, has compiled before.
   with kept_in(runner.place.workdir / COMPILED):
     stream = data.Stream(corpus or data.open_data(config.data), config, number)
-    devices = island_devices(config.islands.island(number), jax.devices(), number)
+    devices = island_devices(config.islands.island(number), usable(), number)
     island = Island(config, number, devices, runner.plan)
     runner.ready = lambda: "compiling"
     seconds = island.compile()

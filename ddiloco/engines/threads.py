@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import jax
 import numpy as np
 
 from ddiloco.chaos import Faults, FaultyEndpoint
@@ -73,13 +72,10 @@ class ThreadsEngine(Engine):
     room = receivers * model_bytes + (1 << 30)
     self._hub = Hub(max_bulk_bytes=room)
     self._store: Store = {}
-    visible = jax.devices()
-    self._visible = mine = visible[: max(0, len(visible) - config.run.evaluator_devices)]
-    counts = [config.islands.island(m).devices for m in range(config.num_islands())]
+    self._shares = devices.Shares(config, devices.usable())
     shared: dict = {}  # equal islands' programs
     self.islands = islands or {
-      m: Island(config, m, group, self.plan, shared)
-      for m, group in enumerate(devices.partition(mine, counts))
+      m: Island(config, m, self._shares.of(m), self.plan, shared) for m in self._streams
     }
     self._unbuilt: set[int] = set()  # islands whose devices have failed, or that join unplanned
     self._life_steps: dict[int, int] = {}  # learner -> steps of its newest life
@@ -257,9 +253,7 @@ class ThreadsEngine(Engine):
       ConfigError: no devices are left for it.
     """
     if m not in self.islands:
-      used = {each for island in self.islands.values() for each in island.mesh.devices.flat}
-      free = [each for each in self._visible if each not in used]
-      (group,) = devices.partition(free, [self.config.islands.island(m).devices])
+      group = self._shares.of(m)
       self._streams[m] = data.Stream(self._corpus, self.config, m)
       self.islands[m] = Island(self.config, m, group, self.plan)
       self._unbuilt.add(m)

@@ -1,7 +1,7 @@
-"""Compiles an island's programs for TPUs that are not there: their memory, and their collectives.
+"""Compiles an island's programs for chips that are not there: their memory, and their collectives.
 
-libtpu compiles for a topology that is only described. Every number here is read off the compiled
-programs, except the FLOPs, which follow from the model's shape.
+libtpu, and XLA for NVIDIA GPUs, compile for a topology that is only described. Every number here is
+read off the compiled programs, except the FLOPs, which follow from the model's shape.
 """
 
 from __future__ import annotations
@@ -30,30 +30,63 @@ from ddiloco.training.step import IslandStep
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-  """A chip's memory that programs may use, and its peak in bf16."""
+  """A chip's memory that programs may use, and its peak in bf16; of a GPU what XLA compiles for."""
 
   hbm_bytes: int
   flops_per_second: float
+  target: str = ""  # XLA's GpuTargetConfigProto as text
 
 
 _GIB = 1 << 30
+# Of XLA's description of a GPU: what CUDA allows on all that are here, and what differs.
+_CUDA = """
+  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_block_limit: 65536 registers_per_core_limit: 65536 shared_memory_per_block: 49152
+"""
+_AMPERE = """
+  cuda_compute_capability { major: 8 } core_count: 108 fpus_per_core: 64 clock_rate_ghz: 1.41
+  l2_cache_size: 41943040 shared_memory_per_core: 167936 shared_memory_per_block_optin: 166912
+"""
+_HOPPER = """
+  cuda_compute_capability { major: 9 } core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  l2_cache_size: 52428800 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+"""
+
+
+def _gpu(name: str, memory_gib: float, gbytes_per_second: int, kind: str) -> Chip:
+  """A GPU of which programs have three quarters of the memory: what JAX takes by default."""
+  size = int(memory_gib * _GIB)
+  memory = f"device_memory_size: {size} memory_bandwidth: {gbytes_per_second}000000000"
+  target = f"""
+platform_name: "CUDA" device_description_str: "{name}"
+dnn_version_info {{ major: 9 minor: 10 }} runtime_version {{ major: 12 minor: 8 }}
+gpu_device_info {{ {_CUDA} {kind} {memory} }}
+"""
+  return Chip(size * 3 // 4, PEAK_FLOPS[name], target)
+
+
 CHIPS = {
   "v5e": Chip(int(15.75 * _GIB), PEAK_FLOPS["TPU v5 lite"]),
   "v5p": Chip(int(95.74 * _GIB), PEAK_FLOPS["TPU v5"]),
   "v6e": Chip(int(31.25 * _GIB), PEAK_FLOPS["TPU v6 lite"]),
+  "a100": _gpu("NVIDIA A100-SXM4-80GB", 79.2, 2039, _AMPERE),
+  "h100": _gpu("NVIDIA H100 80GB HBM3", 79.1, 3352, _HOPPER),
+  "h200": _gpu("NVIDIA H200", 140.0, 4800, _HOPPER),
 }
 
 
 def chip(topology: str) -> Chip:
-  """The chip that "v5p:4x4x4" is made of.
+  """The chip that "v5p:4x4x4" is made of, or "h100:8", or "h100:2x8" (two hosts).
 
   Raises:
     ConfigError: the chip is not in `CHIPS`, or the topology has no valid shape.
   """
-  kind = topology.partition(":")[0]
-  good = kind in CHIPS and re.fullmatch(r"\w+:\d+(x\d+){1,2}", topology) is not None
+  kind, _, shape = topology.partition(":")
+  axes = r"\d+(x\d+)?" if kind in CHIPS and CHIPS[kind].target else r"\d+(x\d+){1,2}"
+  good = kind in CHIPS and re.fullmatch(axes, shape) is not None
   rule = f"must be a chip ({', '.join(CHIPS)}) and a shape"
-  require(good, "topology", topology, rule, "for example v5p:4x4x4, v6e:8x8 or v5e:4x4")
+  require(good, "topology", topology, rule, "for example v5p:4x4x4, v6e:8x8 or h100:8")
   return CHIPS[kind]
 
 
@@ -61,17 +94,21 @@ def devices(topology: str, num_slices: int = 1) -> list[Any]:
   """The devices of `num_slices` slices of this topology, described only.
 
   Raises:
-    ConfigError: libtpu is not installed, or knows no such topology.
+    ConfigError: libtpu, or JAX's part for CUDA, is not installed, or knows no such topology.
   """
-  chip(topology)
+  target, shape = chip(topology).target, topology.partition(":")[2]
   from jax.experimental import topologies
 
-  slices = {"num_slices": num_slices} if num_slices > 1 else {}
+  where = {"num_slices": num_slices} if num_slices > 1 else {}
+  if target:
+    hosts = "" if "x" in shape else "1x"
+    where = {"target_config": target, "topology": f"{num_slices}x{hosts}{shape}"}
+  kind = "cuda" if target else "tpu"
   try:
-    described = topologies.get_topology_desc(topology, "tpu", **slices)
+    described = topologies.get_topology_desc(topology, kind, **where)
   except Exception as error:
-    rule = f"libtpu refuses it, or is not installed ({str(error).splitlines()[0]})"
-    fix = "pip install 'ddiloco[tpu]'; give a shape that such chips are sold in, such as v6e:8x8"
+    rule = f"JAX's {kind} plugin refuses it, or is not installed ({str(error).splitlines()[0]})"
+    fix = f"pip install 'ddiloco[{kind}]'; give a shape that such chips are sold in, as v6e:8x8"
     raise refusal("topology", topology, rule, fix) from error
   return list(described.devices)
 
@@ -223,12 +260,15 @@ def fit(
   distinct = dict.fromkeys(itertools.chain(*kinds))
   out, into = zip(*(lower_piece(kind, parts.replicated) for kind in distinct))
   copies = [compiled("copy out", out, mesh.size), compiled("apply", into, mesh.size)]
+  state = sum(_local_bytes(leaf) for leaf in parts.layout.leaves.values())
   beside, host = 2 * max(sum(_local_bytes(kind.piece) for kind in each) for each in kinds), 0
   if config.sync.snapshot_steps:
     snapshot = compiled("snapshot", [parts.lower_copy(parts.host_memory)], mesh.size)
+    if chip(topology).target:  # described GPUs have no host's memory, to which real ones copy
+      added = snapshot.added_bytes - state
+      snapshot = dataclasses.replace(snapshot, added_bytes=added, host_bytes=state)
     beside, host = beside + snapshot.added_bytes, snapshot.host_bytes
     copies.append(snapshot)
-  state = sum(_local_bytes(leaf) for leaf in parts.layout.leaves.values())
   try:
     step = compiled("step", [parts.lower()], mesh.size)
     needed = step.hbm_bytes + beside
@@ -305,6 +345,8 @@ _FAR = re.compile(r"= .*? (?:send|recv)(?:-done)?\(")  # between slices, by the 
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%(?P<name>\S+) \(.*\{$")
 _CALL = re.compile(r"(?:calls|to_apply|body|condition|branch_computations)=\{?(%[\w.\-, %]+)")
 _WHILE = re.compile(r" while\(.*condition=%(?P<condition>[\w.\-]+), body=%(?P<body>[\w.\-]+)")
+_PASSES = re.compile(r'"known_trip_count":\{"n":"(\d+)"')  # where the compiler says it
+_BOUND = re.compile(r"constant\((\d+)\)")
 _ARRAY = re.compile(r"(?P<type>[a-z]+\d*\w*)\[(?P<dims>[\d,]*)\]")
 _BITS = {"pred": 8, "bf16": 16, "s4": 4, "u4": 4}
 
@@ -330,7 +372,7 @@ def find_collectives(text: str, num_devices: int) -> Iterator[Collective]:
     for line in bodies[name]:
       if loop := _WHILE.search(line):
         # A loop counts from 0: its condition compares with the bound.
-        bounds = re.findall(r"constant\((\d+)\)", " ".join(bodies[loop["condition"]]))
+        bounds = _PASSES.findall(line) or _BOUND.findall(" ".join(bodies[loop["condition"]]))
         visit(loop["body"], factor * max(map(int, bounds), default=1))
         continue
       for called in re.findall(r"%([\w.\-]+)", " ".join(_CALL.findall(line))):

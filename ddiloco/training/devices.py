@@ -23,7 +23,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ddiloco.checks import require
-from ddiloco.config import IslandConfig, ModelConfig
+from ddiloco.config import Config, IslandConfig, ModelConfig
 from ddiloco.models.model import Execution
 
 Device = Any  # a jax.Device; tests use stand-ins
@@ -63,6 +63,19 @@ PEAK_FLOPS = {
 }
 
 
+def usable() -> list[Device]:
+  """All devices that islands of this process may use.
+
+  Raises:
+    ConfigError: JAX_PLATFORMS asks for accelerators, and JAX has found the CPU alone.
+  """
+  found, platforms = jax.devices(), jax.config.jax_platforms or ""
+  good = platforms.partition(",")[0] in ("", "cpu") or found[0].platform != "cpu"
+  rule, fix = "JAX finds no such devices here", "repair the driver, or unset it to train on the CPU"
+  require(good, "JAX_PLATFORMS", platforms, rule, fix)
+  return found
+
+
 def partition(devices: Sequence[Device], counts: Sequence[int]) -> list[list[Device]]:
   """The devices of every learner, in learner order.
 
@@ -95,11 +108,41 @@ def partition(devices: Sequence[Device], counts: Sequence[int]) -> list[list[Dev
     else:
       given[m] = free.pop(0) if free else []
     rule = f"{len(counts)} learners need more than {len(devices)} devices in {len(slices)} slices"
-    fix = "lower it or islands.num_learners, or give the process more devices"
+    fix = "lower it, islands.num_learners or run.evaluator_devices, or give the run more devices"
     require(len(given[m]) >= max(1, count), "islands.devices", list(counts), rule, fix)
   alone = [group[0] for _, group in sorted(given.items()) if len(group) == 1]
   shared = alone[0] if alone and alone[0].platform == "cpu" else None
   return [[shared] if shared and len(given[m]) == 1 else given[m] for m in range(len(counts))]
+
+
+class Shares:
+  """The devices of every island, the same for all its lives; the evaluator has the last ones.
+
+  Args:
+    config: the run's.
+    visible: all devices that the run may use.
+
+  Raises:
+    ConfigError: they are too few.
+  """
+
+  def __init__(self, config: Config, visible: Sequence[Device]):
+    self._islands = config.islands
+    self._usable = visible[: max(0, len(visible) - config.run.evaluator_devices)]
+    counts = [config.islands.island(m).devices for m in range(config.num_islands())]
+    self._given = dict(enumerate(partition(self._usable, counts)))
+
+  def of(self, learner: int) -> list[Device]:
+    """Its devices; one that nobody planned gets some that no other has.
+
+    Raises:
+      ConfigError: too few are left.
+    """
+    if learner not in self._given:
+      used = {device for group in self._given.values() for device in group}
+      free = [device for device in self._usable if device not in used]
+      (self._given[learner],) = partition(free, [self._islands.island(learner).devices])
+    return self._given[learner]
 
 
 def island_devices(

@@ -144,7 +144,17 @@ def test_a_learner_gets_the_devices_of_its_island(place, prepared, tmp_path):
   assert len(corpus.train), "the data that were looked at are not opened again"
   assert where.syncers == ("tcp://127.0.0.1:7000", "tcp://127.0.0.1:7002")
   assert (where.bind, where.keys, where.http) == ("", None, "")
-  assert prepared == [{"num_cpu_devices": 4, "cpu_only": True}]
+  assert prepared == [{"num_cpu_devices": 4, "cpu_only": True, "gpus": []}]
+
+
+def test_a_learner_or_an_evaluator_may_get_some_of_the_gpus(place, prepared, refused, tmp_path):
+  workdir = f"--workdir={tmp_path / 'run'}"
+  assert cli.main(["learner", *ALL, "--learner=1", workdir, "--gpus=2,3"]) == 7
+  asked = "--config.run.evaluator_devices=1"
+  assert cli.main(["evaluator", *ALL, workdir, asked, "--gpus=4"]) == 7
+  assert [call["gpus"] for call in prepared] == [[2, 3], [4]]
+  said = refused("learner", *ALL, "--learner=1", workdir, "--gpus=2,GPU-8f")
+  assert "--gpus = '2,GPU-8f': must be numbers of GPUs. Fix: for example --gpus=0,1." in said
 
 
 def test_a_shard_needs_no_accelerator(place, prepared, tmp_path):

@@ -1,4 +1,5 @@
-"""`ddiloco compile`: what it asks for, says and refuses; with libtpu, a small island of chips."""
+"""`ddiloco compile`: what it asks for, says and refuses; a small island of chips, where libtpu or
+JAX's part for CUDA is installed."""
 
 from __future__ import annotations
 
@@ -23,6 +24,9 @@ TINY = ["--config=configs/dense.py:100k", "--config.islands.batch_size=8"]
 needs_libtpu = pytest.mark.skipif(
   importlib.util.find_spec("libtpu") is None, reason="libtpu, 0.7 GB, is not installed here"
 )
+
+# Neither is imported, nor is a GPU looked for.
+CUDA = any(importlib.util.find_spec(f"jax_cuda{n}_plugin") is not None for n in (12, 13))
 
 STEP = aot.Program(
   name="step",
@@ -96,10 +100,21 @@ def test_remedies_are_settings_that_the_config_takes():
   assert 0 < batch < 240 and batch % (8 * 3) == 0
 
 
-@pytest.mark.parametrize("topology", ["v7:2x2", "v5p", "v5p-8", "v5p:2x2x2x2", "v6e:ax2"])
+@pytest.mark.parametrize(
+  "topology",
+  ["v7:2x2", "v5p", "v5p-8", "v5p:2x2x2x2", "v6e:ax2", "v5p:8", "h100", "h100:2x2x2", "h100:x8"],
+)
 def test_unknown_topologies_are_refused(topology):
   with pytest.raises(ConfigError, match="v5p:4x4x4"):
     aot.chip(topology)
+
+
+def test_a_gpu_s_memory_is_what_jax_takes_of_it():
+  h100 = aot.chip("h100:8")
+  assert h100 == aot.chip("h100:2x8") and h100.flops_per_second == 989e12
+  assert h100.hbm_bytes / (1 << 30) == pytest.approx(0.75 * 79.1, rel=1e-3)
+  assert "cuda_compute_capability { major: 9 }" in h100.target
+  assert "cuda_compute_capability { major: 8 }" in aot.chip("a100:1").target
 
 
 @pytest.mark.parametrize(
@@ -119,6 +134,14 @@ def test_without_libtpu_it_says_what_to_install(capsys, monkeypatch):
   assert "ddiloco[tpu]" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(CUDA, reason="JAX's part for CUDA is here")
+def test_without_cuda_s_libraries_it_says_what_to_install(capsys, monkeypatch):
+  monkeypatch.setattr(environment, "describe_only", lambda: None)
+  assert cli.main(["compile", *TINY, "--topology=h100:8"]) == 2
+  said = capsys.readouterr().err
+  assert "topology = 'h100:8': JAX's cuda plugin refuses it" in said and "ddiloco[cuda]" in said
+
+
 def test_a_program_without_room_says_what_it_needs():
   said = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO"
   refused = f"{said} temporaries (99.5G) exceeds available HBM (15.75G). Used 1.0G before."
@@ -134,12 +157,10 @@ def test_a_model_of_the_users_own_is_refused(capsys, monkeypatch):
   assert "model.custom" in capsys.readouterr().err
 
 
-@needs_libtpu
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_small_island_of_real_chips():
-  """In a process of its own: libtpu stays loaded."""
-  command = [sys.executable, "-m", "ddiloco", "compile", *TINY, "--topology=v5e:2x2", "--json"]
+def fit_of(topology: str, preset: str = "100k") -> dict:
+  """What the command says of a small island; in a process of its own: libraries stay loaded."""
+  command = [sys.executable, "-m", "ddiloco", "compile", f"--config=configs/dense.py:{preset}"]
+  command += ["--config.islands.batch_size=8", f"--topology={topology}", "--json"]
   done = subprocess.run(
     [*command, "--config.islands.devices=0", "--config.model.compute_dtype=bfloat16"],
     cwd=ROOT,
@@ -150,6 +171,14 @@ def test_a_small_island_of_real_chips():
     check=True,
   )
   (found,) = json.loads(done.stdout.splitlines()[-1])
+  return found
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_small_island_of_real_chips():
+  found = fit_of("v5e:2x2")
   assert found["islands"] == [0, 1, 2, 3] and found["fits"] and found["gathers_by_layer"]
   assert found["chips"] == 4 and found["parameters"] == 102_720
   kinds = {each["kind"] for each in found["step"]["collectives"]}
@@ -159,3 +188,22 @@ def test_a_small_island_of_real_chips():
   assert found["host_bytes"] >= found["state_bytes"]
   snapshot = found["copies"][-1]
   assert snapshot["name"] == "snapshot" and snapshot["added_bytes"] < 0.1 * found["state_bytes"]
+
+
+@pytest.mark.skipif(not CUDA, reason="CUDA's libraries, 5 GB, are not installed here")
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+  ("topology", "gpus", "preset"),
+  [("h100:8", 8, "100m"), ("a100:2x2", 4, "100m"), ("h200:1", 1, "100k")],
+)
+def test_a_small_island_of_real_gpus(topology, gpus, preset):
+  """XLA compiles its kernels, cuDNN's attention among them, and touches no GPU."""
+  found = fit_of(topology, preset)
+  assert found["chips"] == gpus and found["fits"] and "attention cudnn" in found["island"]
+  kinds = {each["kind"]: each for each in found["step"]["collectives"]}
+  assert found["gathers_by_layer"] and bool(kinds) == (gpus > 1)
+  # Of twelve layers, forward and backward; fewer would be unrolled, and gathered together.
+  assert gpus == 1 or kinds["all-gather"]["times"] >= 24
+  snapshot = found["copies"][-1]
+  assert found["host_bytes"] == found["state_bytes"] > 10 * abs(snapshot["added_bytes"])

@@ -16,10 +16,11 @@ import pytest
 from ddiloco import cli
 from ddiloco.checkpoint import weights
 from ddiloco.config import ConfigError, RunConfig, from_dict
-from ddiloco.engines import session
+from ddiloco.engines import processes, session
 from ddiloco.engines.children import MEETING, RoleActor
 from ddiloco.observe.eventlog import NullRecorder
 from ddiloco.protocol.supervisor import UP, Role, Supervisor
+from ddiloco.training import data
 from ddiloco.workdir import held
 from tests.engines.real import events_of, start, tiny, wait_for
 
@@ -74,6 +75,36 @@ def test_islands_that_this_machine_cannot_hold_together_are_refused():
   for there, said in [({"TPU": 4.0}, "ask for 8 TPU, this machine has 4"), ({}, "has 0")]:
     with pytest.raises(ConfigError, match=f"islands.resources = .*{said}.*Fix: .*--ray_address"):
       check_resources(config, there)
+
+
+@needs_ray
+def test_islands_that_ask_for_nothing_where_there_are_gpus_are_refused():
+  """Ray leaves the environment of such an actor as it is: all took the first GPU."""
+  from ddiloco.engines.ray import check_asked
+
+  overrides = {"1": {"resources": {"GPU": 2}}}
+  config = from_dict({"islands": {"num_learners": 2, "devices": 2, "overrides": overrides}})
+  check_asked(config, {"CPU": 8.0})
+  for kind in ("GPU", "TPU"):
+    with pytest.raises(ConfigError, match=rf"resources = {{}}: learner 0 .*Fix: .*{{'{kind}': 2}}"):
+      check_asked(config, {"CPU": 8.0, kind: 8.0})
+  check_asked(from_dict({"islands": {"resources": {"GPU": 1}}}), {"GPU": 8.0})
+
+
+@needs_ray
+@pytest.mark.parametrize("cpu", [False, True])
+def test_a_run_on_gpus_that_asks_ray_for_none_is_refused(tmp_path, monkeypatch, cpu):
+  from ddiloco.engines import ray as engine
+
+  monkeypatch.setattr(engine, "connect", lambda address: False)
+  monkeypatch.setattr(engine.ray, "cluster_resources", lambda: {"GPU": 8.0})
+  monkeypatch.setattr(processes, "accelerators", lambda: pytest.fail("Ray gives out devices"))
+  config = tiny(steps=1)
+  arguments = config, tmp_path, data.open_corpus(config.data), None, "auto", cpu
+  if cpu:
+    return engine.RayEngine(*arguments).close()
+  with pytest.raises(ConfigError, match="learner 0 asks Ray for nothing"):
+    engine.RayEngine(*arguments)
 
 
 @needs_ray

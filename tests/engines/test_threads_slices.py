@@ -115,7 +115,9 @@ def test_a_lost_slice_is_one_islands_failure_and_its_island_is_rebuilt(
 
 
 @pytest.mark.timeout(180)
-def test_a_learner_that_nobody_planned_joins_while_devices_are_left(tmp_path, capsys):
+def test_a_learner_that_nobody_planned_joins_while_devices_are_left(tmp_path, capsys, monkeypatch):
+  some = jax.devices()[:6]  # of which two islands have four
+  monkeypatch.setattr(devices, "usable", lambda: some)
   engine = ThreadsEngine(CONFIG, tmp_path, data.open_data(CONFIG.data), None)
   asked: list[str] = []
 
@@ -128,7 +130,6 @@ def test_a_learner_that_nobody_planned_joins_while_devices_are_left(tmp_path, ca
     if event.kind == "commit" and 2 in event.learners:
       engine.stop.set()
 
-  engine._visible = jax.devices()[:6]  # of which two islands have four
   assert engine.run([listen]).reason == "stopped"
   events = read_events(tmp_path)
   assert {e.role for e in events if e.kind == "joined"} >= {"learner-0", "learner-1", "learner-2"}

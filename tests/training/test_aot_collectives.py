@@ -41,6 +41,14 @@ def test_loops_and_calls():
   assert looped["all-gather"].bytes == looped["all-reduce"].bytes == 12 * 64 * 128 * 2
 
 
+def test_a_loop_whose_passes_the_compiler_has_counted():
+  """On GPUs the condition is a fusion, and has no bound."""
+  counted = 'body=%body, backend_config={"known_trip_count":{"n":"7"},"known_init_step":{}}'
+  text = LOOP.replace("s32[]{:T(128)} constant(12)", "s32[] parameter(1)")
+  text = text.replace("body=%body", counted)
+  assert {each.times for each in find_collectives(text, 4)} == {1, 7}
+
+
 @pytest.mark.parametrize(
   ("groups", "devices"),
   [

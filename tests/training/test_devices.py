@@ -1,12 +1,16 @@
 import dataclasses
+import subprocess
+import sys
 import types
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from ddiloco.config import ConfigError, IslandConfig, ModelConfig
+from ddiloco import environment
+from ddiloco.config import ConfigError, IslandConfig, ModelConfig, from_dict
 from ddiloco.training import devices
 
 
@@ -75,6 +79,43 @@ def test_islands_of_one_cpu_device_share_it():
 def test_too_few_devices_are_named(available, counts, needed):
   with pytest.raises(ConfigError, match=rf"^islands\.devices = .*{needed}.*Fix: lower"):
     _partition(available, *counts)
+
+
+def _shares(num_learners: int, visible: int, evaluator: int = 0, **islands) -> devices.Shares:
+  sections = {"islands": {"num_learners": num_learners, **islands}}
+  config = from_dict(sections | {"run": {"evaluator_devices": evaluator}})
+  return devices.Shares(config, _slices(visible))
+
+
+def test_an_island_keeps_its_share_and_the_evaluator_has_the_last_devices():
+  shares = _shares(2, 7, evaluator=2, devices=2, overrides={"1": {"devices": 1}})
+  assert _ids(map(shares.of, (0, 1, 0))) == [[0, 1], [2], [0, 1]]
+  assert _ids(map(shares.of, (5, 5))) == [[3, 4]] * 2, "one that joins gets the next"
+  with pytest.raises(ConfigError, match=r"islands\.devices = \[2\]: 1 learners need more than 0"):
+    shares.of(6)
+  assert _ids([_shares(1, 3, devices=0).of(0)]) == [[0, 1, 2]]
+  with pytest.raises(ConfigError, match=r"2 learners need more than 3 .*or run\.evaluator_devices"):
+    _shares(2, 4, evaluator=1, devices=2)
+
+
+DRIVERLESS = """
+from ddiloco import environment
+
+environment.prepare(num_cpu_devices=1)
+from ddiloco.training import devices
+
+devices.usable()
+"""
+
+
+@pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="JAX finds the GPUs")
+def test_an_island_that_shall_have_gpus_takes_no_cpu():
+  """Where there is no driver at all JAX leaves CUDA out, also where JAX_PLATFORMS names it."""
+  variables = environment.bare() | {"JAX_PLATFORMS": "cuda"}
+  command = [sys.executable, "-c", DRIVERLESS]
+  done = subprocess.run(command, env=variables, capture_output=True, text=True)
+  assert "JAX_PLATFORMS = 'cuda,cpu': JAX finds no such devices here. Fix: " in done.stderr
+  assert devices.usable() == jax.devices()
 
 
 def test_make_mesh():
