@@ -1,4 +1,4 @@
-"""What presets take on TPUs, as a table: compiled ahead of time, without the chips.
+"""What presets take on TPUs and GPUs, as a table: compiled ahead of time, without the chips.
 
     python scripts/aot_report.py [--only=12b] [--largest] [--mfu=0.4] [--rows=runs/aot.json]
                                  [--docs=docs/accelerators.md]
@@ -7,8 +7,8 @@ Every row is `ddiloco compile --json` in a process of its own: a preset on its o
 one of `ALSO`; `configs/regions_12b.py` with each kind of its islands. `--largest` adds to each 12B
 row the largest batch that leaves 10 % of the memory free, found by compiling. Rows are kept in the
 file `--rows`; with `--only` (a part of a config's and topology's name) some of them are compiled
-anew. `--docs` writes the table of all rows into that page. Needs libtpu; one to four minutes a row
-on two cores.
+anew. `--docs` writes the table of all rows into that page. Needs libtpu and JAX's part for CUDA
+(pip install 'ddiloco[tpu,cuda]', 6 GB); half a minute to four minutes a row on two cores.
 
 Last line: {"rows": how many, "all_fit", "by_layer", "slowest_compile_seconds" (of CPU)}.
 """
@@ -27,7 +27,9 @@ from common import ROOT, options, run_script
 # (config, topology); "" is the config's own.
 DENSE = [(f"dense.py:{p}", "") for p in ("100m", "500m", "1b", "2b", "5b", "9b", "12b")]
 ALSO = [("dense.py:12b", "v6e:8x8"), ("moe.py:3.8b", ""), ("moe.py:3.8b", "v6e:8x8")]
-ROWS = [*DENSE, *ALSO, ("regions_12b.py", ""), ("text_image.py:2b", "")]
+GPUS = [("dense.py:100m", "h100:1"), *((f"dense.py:{p}", "h100:8") for p in ("1b", "5b", "12b"))]
+OTHERS = [("regions_12b.py", ""), ("text_image.py:2b", "")]
+ROWS = [*DENSE, *ALSO, *OTHERS, *GPUS]
 LARGEST = {("dense.py:12b", ""), ("dense.py:12b", "v6e:8x8")}
 FREE = 0.1  # of the memory, at the largest batch
 TRIES = 4
