@@ -321,6 +321,12 @@ def test_a_place_that_is_not_there_is_refused_by_name(tmp_path):
     initial.make_plan(config("model", "no_such_module_at_all:model"))
 
 
+def test_a_function_of_the_running_program_is_refused():
+  rule = r"'__main__:model': is in this program alone: .* Fix: name a file that has it"
+  with pytest.raises(ConfigError, match=f"^model.custom = {rule}"):
+    config("model", "__main__:model")
+
+
 @pytest.mark.parametrize("text", ["model", "mine.py", "mine.py:", "my-module:model", ":model"])
 def test_a_name_has_a_place_and_a_function(text):
   for section in custom.SECTIONS:
