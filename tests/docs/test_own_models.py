@@ -11,6 +11,8 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 import ddiloco
+from ddiloco.trace.replay import replay_run
+from ddiloco.trace.text import open_trace
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "own_models.md"
 
@@ -65,6 +67,8 @@ def test_adapters_train_on_a_base_from_a_file_and_statistics_follow_the_result(f
   assert run.params().keys() == {"hidden/lora/lora_a", "hidden/lora/lora_b"}
   assert run.evaluate()["loss"] < run.summary()["loss_untrained"]
   run = ddiloco.train(config_of(file, "recurrent"), tmp_path / "recurrent", cpu=True)
+  counts, difference = replay_run(run.workdir, open_trace(run.workdir))
+  assert counts["identical"] and counts["losses_compared"] >= 80, difference  # dropout too
   batches = [np.random.default_rng(n).integers(0, 256, (4, 17)) for n in range(3)]
   module = page["with_statistics"](run, batches)
   assert np.all(module.norm.mean[...] != 0) and np.all(module.norm.var[...] < 1)
