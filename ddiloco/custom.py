@@ -70,6 +70,21 @@ def load_model(config: ModelConfig) -> Model:
   return model
 
 
+@functools.cache
+def frozen_shapes(config: ModelConfig) -> Mapping[str, Any]:
+  """Shape and dtype of the model's frozen arrays, which may be large: they are read once for it.
+
+  Raises:
+    ConfigError: `frozen()` fails, or gives no arrays by name.
+  """
+  import jax
+
+  from ddiloco.models.model import frozen
+
+  given = _by_name(config, "frozen()", lambda: frozen(load_model(config)))
+  return {name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in given.items()}
+
+
 def check(config: Config) -> None:
   """Refuses a custom model or optimizer that breaks its protocol; touches no device.
 
@@ -101,16 +116,16 @@ def refuse_changed(config: Config) -> None:
 def _check_model(config: Config) -> None:
   import jax
 
-  from ddiloco.models.model import PLAIN, frozen
+  from ddiloco.models.model import PLAIN
 
   own, model, rows = config.model, load_model(config.model), 2
   shapes, length = model.shapes(), config.data.sequence_length
-  still = _by_name(own, "frozen()", lambda: frozen(model))
+  still = frozen_shapes(own)
   if both := sorted(still.keys() & shapes.keys()):
     _refuse(own, f"frozen() and shapes() both have {both}: a parameter is trained, or it is not")
   if odd := sorted(model.logical_axes().keys() - shapes.keys() - still.keys()):
     _refuse(own, f"shapes() and logical_axes() must name the same: {odd} is in the latter alone")
-  seen = shapes | {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in still.items()}
+  seen = {**shapes, **still}
   batch = called(own, "inputs()", lambda: model.inputs(rows, length))
   for leaf in _arrays(own, "inputs()", jax.tree.leaves(batch)):
     if leaf.shape[:1] != (rows,):

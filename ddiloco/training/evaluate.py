@@ -101,7 +101,7 @@ def read_heldout(config: Config, source: Source, batch_size: int) -> list[Batch]
 
   batches = custom.called(data, "heldout_batches()", read)
   for batch in batches[:1]:
-    seen = {**model.shapes(), **frozen(model)}
+    seen = {**model.shapes(), **custom.frozen_shapes(config.model)}
     taken = functools.partial(jax.eval_shape, model.evaluate, seen, batch)
     custom.called(data, "the model's evaluate() of what heldout_batches() gives", taken)
   return batches

@@ -85,7 +85,7 @@ def _muon(inner: InnerConfig, axes: Mapping[str, Axes]) -> optax.GradientTransfo
   """Orthogonalized momentum, with steps as long as Adam's, so that the same learning rates fit."""
   matrices = {name: hidden_matrix(each) for name, each in axes.items()}
   rule = "is for hidden matrices (`hidden_matrix`), and the model's logical_axes() name none"
-  fix = "name the axes (ddiloco.Model), or use 'adamw'"
+  fix = "name the axes of stacked layers (ddiloco.Model), or use optax.contrib.muon as inner.custom"
   require(any(matrices.values()), "inner.optimizer", inner.optimizer, rule, fix)
   return muon(
     learning_rate=-1.0,  # keeps the gradient's sign, as `scale_by_adam` does
@@ -227,8 +227,8 @@ class IslandStep:
     self.transform = optimizer(config.inner, {name: axes[name] for name in shapes})
     self.leaves = {name: self._placed(leaf, axes[name]) for name, leaf in shapes.items()}
     self.frozen = {
-      name: self._placed(value, axes.get(name, (None,) * len(value.shape)))
-      for name, value in frozen(self._model).items()
+      name: self._placed(leaf, axes.get(name, (None,) * len(leaf.shape)))
+      for name, leaf in custom.frozen_shapes(config.model).items()
     }
     self.layout = StateLayout(self.transform, self.leaves, self.replicated)
     self.inputs = jax.tree.map(
@@ -246,7 +246,7 @@ class IslandStep:
       for name, leaf in self.frozen.items()
     }
 
-  def _placed(self, leaf: Any, axes: Axes) -> jax.ShapeDtypeStruct:
+  def _placed(self, leaf: jax.ShapeDtypeStruct, axes: Axes) -> jax.ShapeDtypeStruct:
     sharding = param_sharding(axes, leaf.shape, self.mesh)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 

@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import nnx
 
+from ddiloco import custom
 from ddiloco.checkpoint.restore import begin_learner, learner_part, new_learner
 from ddiloco.checkpoint.snapshots import Storage
 from ddiloco.config import from_dict
@@ -230,3 +231,14 @@ def test_an_optimizer_whose_state_is_one_array_comes_back_with_it(tmp_path):
   assert before["inner"] == 3
   for name, value in island.capture().items():
     np.testing.assert_array_equal(np.asarray(value), before[name], err_msg=name)
+
+
+def test_frozen_weights_are_read_once_for_their_shapes_and_once_for_all_equal_islands(monkeypatch):
+  reads, read = [], Tuned.frozen
+  monkeypatch.setattr(Tuned, "frozen", lambda self: reads.append(1) or read(self))
+  custom.frozen_shapes.cache_clear()
+  config, shared = make({"devices": 1}, 1, "tuned")[1], {}
+  plan = initial.make_plan(config)
+  for learner in range(3):
+    Island(config, learner, jax.devices()[:1], plan, shared).compile()
+  assert len(reads) == 2
