@@ -22,6 +22,7 @@ _HOMES = {
   "NnxModel": "ddiloco.models.model",
   "Run": "ddiloco.api",
   "Source": "ddiloco.training.data",
+  "batch_key": "ddiloco.models.model",
   "default": "ddiloco.config",
   "load": "ddiloco.api",
   "plan": "ddiloco.api",

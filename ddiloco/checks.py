@@ -38,7 +38,7 @@ class Unanswered(ConfigError, OSError):
   again."""
 
 
-def lasts(error: Exception) -> bool:
+def lasts(error: BaseException) -> bool:
   """Whether an error is about the config, and would be the same after a restart."""
   return isinstance(error, ConfigError) and not isinstance(error, Unanswered)
 

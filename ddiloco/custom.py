@@ -53,7 +53,8 @@ def load_model(config: ModelConfig) -> Model:
   model = make(config, wanted, "ddiloco.models.model.Model")
   shapes = _by_name(config, "shapes()", model.shapes)
   axes = called(config, "logical_axes()", model.logical_axes)
-  if not shapes or not isinstance(axes, Mapping) or axes.keys() != shapes.keys():
+  names = axes.keys() if isinstance(axes, Mapping) else set()
+  if not shapes or not names >= shapes.keys():
     _refuse(config, "shapes() and logical_axes() must be dicts that name the same, not none")
   for name, leaf in shapes.items():
     good = str(leaf.dtype) == "float32" and 0 not in leaf.shape  # nothing can save what is empty
@@ -61,8 +62,27 @@ def load_model(config: ModelConfig) -> Model:
     if not (good and all(name.split("/"))):  # no snapshot could tell "a/" from "a"
       rule = "must be float32, have values, and a tuple of names or None, one for each axis"
       what = f"parameter {name!r} is {leaf.dtype}{list(leaf.shape)}, with the axes {axes[name]}"
-      _refuse(config, f"{what}: it {rule}; its name is parts joined by '/', none of them empty")
+      _refuse(
+        config,
+        f"{what}: it {rule}; its name is parts joined by '/', none of them empty",
+        "keep it in float32 (a loss may compute in another), or let the model's frozen() have it",
+      )
   return model
+
+
+@functools.cache
+def frozen_shapes(config: ModelConfig) -> Mapping[str, Any]:
+  """Shape and dtype of the model's frozen arrays, which may be large: they are read once for it.
+
+  Raises:
+    ConfigError: `frozen()` fails, or gives no arrays by name.
+  """
+  import jax
+
+  from ddiloco.models.model import frozen
+
+  given = _by_name(config, "frozen()", lambda: frozen(load_model(config)))
+  return {name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in given.items()}
 
 
 def check(config: Config) -> None:
@@ -100,6 +120,12 @@ def _check_model(config: Config) -> None:
 
   own, model, rows = config.model, load_model(config.model), 2
   shapes, length = model.shapes(), config.data.sequence_length
+  still = frozen_shapes(own)
+  if both := sorted(still.keys() & shapes.keys()):
+    _refuse(own, f"frozen() and shapes() both have {both}: a parameter is trained, or it is not")
+  if odd := sorted(model.logical_axes().keys() - shapes.keys() - still.keys()):
+    _refuse(own, f"shapes() and logical_axes() must name the same: {odd} is in the latter alone")
+  seen = {**shapes, **still}
   batch = called(own, "inputs()", lambda: model.inputs(rows, length))
   for leaf in _arrays(own, "inputs()", jax.tree.leaves(batch)):
     if leaf.shape[:1] != (rows,):
@@ -111,13 +137,13 @@ def _check_model(config: Config) -> None:
   def loss(params: Any, batch: Any) -> Any:
     return model.loss(params, batch, PLAIN)  # as a step calls it
 
-  found = called(own, "loss()", lambda: jax.eval_shape(loss, shapes, batch))
+  found = called(own, "loss()", lambda: jax.eval_shape(loss, seen, batch))
   if not (isinstance(found, tuple | list) and len(found) == 2 and isinstance(found[1], Mapping)):
     rule = 'must give (what is minimised, {"loss": what is reported})'
     _refuse(own, f"loss() gives {found}, {rule}")
   if odd := sorted(found[1].keys() - {"loss", "load_balance"}):
     _refuse(own, f"loss() also reports {odd}; evaluate() is the place")
-  measured = called(own, "evaluate()", lambda: jax.eval_shape(model.evaluate, shapes, batch))
+  measured = called(own, "evaluate()", lambda: jax.eval_shape(model.evaluate, seen, batch))
   if not isinstance(measured, Mapping):
     _refuse(own, f'evaluate() gives {measured}, must give {{"loss": ...}}')
   reported = {"what is minimised": found[0], **found[1]}
@@ -350,6 +376,7 @@ def called(config: Section, what: str, call: Callable[[], Any]) -> Any:
     raise refusal(_field(config), config.custom, rule, fix, kind) from error
 
 
-def _refuse(config: Section, rule: str) -> NoReturn:
-  fix = "see examples/own_model.py, which has all of it"
+def _refuse(
+  config: Section, rule: str, fix: str = "see examples/own_model.py, which has all of it"
+) -> NoReturn:
   raise refusal(_field(config), config.custom, rule, fix)

@@ -200,6 +200,31 @@ def rooted(config):
     setattr(made, method, lambda old=old: {f"/{name}": each for name, each in old.items()})
   return made
 
+def twofold(config):
+  made = Line(3)
+  made.frozen = lambda: {"bias": jnp.zeros(1)}
+  return made
+
+def surplus(config):
+  made, axes = Line(3), Line(3).logical_axes()
+  made.logical_axes = lambda: {**axes, "other": ()}
+  return made
+
+def unkept(config):
+  made = Line(3)
+  made.frozen = lambda: {"base": [1.0]}
+  return made
+
+def unfound(config):
+  made = Line(3)
+  made.frozen = lambda: dict(base=open("/nowhere/base"))
+  return made
+
+def strange(config):
+  made = Line(3)
+  made.frozen = lambda: {"other": jnp.zeros(1)}
+  return made
+
 def mismatched(config):
   made = Line(3)
   made.evaluate = lambda params, batch: {"loss": jnp.sum(batch["x"] @ batch["y"])}
@@ -265,6 +290,14 @@ def test_without_a_name_the_model_is_the_transformer():
     ("layered", r"init\(\) has {'bias': Shape.*} where a jax.ShapeDtypeStruct must be"),
     ("parted", r"loss\(\) gives loss = \(Shape.*,\), must give a float32 scalar"),
     ("numbered", r"shapes\(\) and logical_axes\(\) must be dicts that name the same"),
+    (
+      "twofold",
+      r"frozen\(\) and shapes\(\) both have \['bias'\]: a parameter is trained, or it is",
+    ),
+    ("surplus", r"logical_axes\(\) must name the same: \['other'\] is in the latter alone"),
+    ("unkept", r"frozen\(\) has \[1.0\] where a jax.ShapeDtypeStruct must be"),
+    ("unfound", r"frozen\(\) fails at .*mine.py, line \d+ \(FileNotFoundError"),
+    ("strange", r"loss\(\) fails at .*ValueError: params: other is .*not known"),
     ("mismatched", r"evaluate\(\) fails at .*mine.py, line \d+ \(TypeError: dot_general"),
     ("rooted", r"parameter '/.*: it must .*; its name is parts joined by '/', none of them empty"),
     ("empty", r"parameter 'kernel' is float32\[0, 1\], .*: it must .*have values"),
@@ -286,6 +319,12 @@ def test_a_place_that_is_not_there_is_refused_by_name(tmp_path):
     initial.make_plan(config("model", f"{tmp_path}/nowhere.py:model"))
   with pytest.raises(ConfigError, match=r"no_such_module_.*ModuleNotFoundError"):
     initial.make_plan(config("model", "no_such_module_at_all:model"))
+
+
+def test_a_function_of_the_running_program_is_refused():
+  rule = r"'__main__:model': is in this program alone: .* Fix: name a file that has it"
+  with pytest.raises(ConfigError, match=f"^model.custom = {rule}"):
+    config("model", "__main__:model")
 
 
 @pytest.mark.parametrize("text", ["model", "mine.py", "mine.py:", "my-module:model", ":model"])

@@ -121,7 +121,7 @@ class ProcessGroup:
     self._config, self._rank, self._size = config, rank, size
     self._parts = replicas(config, jax.devices())
     self._planned_steps = config.planned_steps()
-    self._step: Any = None  # (state, batch, learning rate) -> (state, metrics)
+    self._step: Any = None  # (state, batch, learning rate, frozen) -> (state, metrics)
     self._state: dict[str, jax.Array] = {}
 
   def compile(self, programs: Path) -> float:
@@ -140,6 +140,7 @@ class ProcessGroup:
     while not path.exists():
       time.sleep(POLL_SECONDS)
     self._step = serialize_executable.deserialize_and_load(*pickle.loads(path.read_bytes()))
+    self._frozen = self._parts.place_frozen()
     return time.perf_counter() - start
 
   def load(self, arrays: Mapping[str, np.ndarray]) -> None:
@@ -162,7 +163,7 @@ class ProcessGroup:
       batch,
     )
     rate = learning_rate(self._config.inner, self._planned_steps, global_step)
-    self._state, metrics = self._step(self._state, everybodys, np.float32(rate))
+    self._state, metrics = self._step(self._state, everybodys, np.float32(rate), self._frozen)
     return dict(zip(METRICS, np.asarray(jax.block_until_ready(metrics)).tolist()))
 
   def state(self) -> dict[str, np.ndarray]:

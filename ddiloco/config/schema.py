@@ -48,6 +48,9 @@ def _check_custom(section: str, config: Any) -> None:
   rule = f"must name a function that makes the {section}, as FILE.py:NAME or PACKAGE.MODULE:NAME"
   fix = f"for example 'examples/own_model.py:{section}'; '' is ddiloco's own"
   must(section, config, "custom", good, rule, fix)
+  rule = "is in this program alone: no other process of the run, and no later replay, finds it"
+  fix = "name a file that has it (in a notebook, %%writefile makes one)"
+  must(section, config, "custom", not config.custom.startswith("__main__:"), rule, fix)
   good = bool(config.custom) or not config.options
   rule = f"are for {section}.custom alone, which is empty"
   must(section, config, "options", good, rule, f"set {section}.custom, or drop them")

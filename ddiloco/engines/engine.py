@@ -22,6 +22,7 @@ from ddiloco import chaos
 from ddiloco.chaos import fault_requests
 from ddiloco.checkpoint import restore, weights
 from ddiloco.checkpoint.snapshots import Storage
+from ddiloco.checks import lasts
 from ddiloco.config import Config, ConfigError, Fault
 from ddiloco.config.schema import INSIDE
 from ddiloco.core.fragments import Plan
@@ -373,6 +374,8 @@ class Engine:
         how = {"reason": f"quarantined: {error}", "afresh": True}
       except BaseException as error:  # a user's program may also raise SystemExit
         recorder.record(events.Crash(trace=traceback.format_exc()))
+        if not lasts(error):  # else the text says all
+          warn(f"{name} crashed\n{traceback.format_exc()}")
         how = {"reason": f"{type(error).__name__}: {error}"}
         self._note_lost(name, how["reason"])
     exited = lambda: supervisor.Exited(name, time.monotonic(), **how)  # noqa: E731

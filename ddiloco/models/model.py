@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_policies as policies
 from jax.sharding import NamedSharding
@@ -35,6 +37,11 @@ class Model(Protocol):
   A model that also has `logits(params, tokens_BxT) -> (B, T, V)` makes text (`ddiloco generate`).
   A model with `flops_per_token(sequence_length) -> float`, forward and backward, is shown with its
   MFU where the chips' peak is known.
+
+  A model with `frozen() -> {name: array}` has arrays that are never trained, exchanged or saved,
+  such as the weights under an adapter: `loss`, `evaluate` and `logits` find them among `params`. It
+  must give the same ones in every process: as with data, nobody compares. They are of any dtype,
+  best mapped from a file, since every role asks for their shapes; `logical_axes` may name them too.
   """
 
   def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -88,64 +95,137 @@ class NnxModel:
       def evaluate(self, params, batch):
         return self.loss(params, batch)[1]
 
-  Names are the paths of the module's variables, such as "conv/kernel". All variables must be
-  parameters: other state that a step changes (batch statistics, dropout's keys) cannot be merged.
-  Logical axes are NNX sharding metadata (`nnx.Param(value, out_sharding=axes,
-  eager_sharding=False)`); without metadata, every device of the island has the whole parameter.
+  Names are the paths of the module's variables, such as "conv/kernel". Logical axes are NNX
+  sharding metadata (`nnx.Param(value, out_sharding=axes, eager_sharding=False)`); without metadata,
+  every device of the island has the whole parameter. Dropout needs a key: in a loss
+  `self.module(params, batch_key(batch))`.
 
   Args:
     build: makes the module from `nnx.Rngs`.
+    trained: an NNX filter of the variables that are trained, such as `nnx.LoRAParam`. All others
+      are `frozen`. A run never changes batch statistics: let loss and evaluation normalise by the
+      batch, and pass data through `module(run.params())` before its first `eval()`. None: all
+      variables must be `nnx.Param`, but for the keys and counts of random numbers.
   """
 
-  def __init__(self, build: Callable[[nnx.Rngs], nnx.Module]):
+  def __init__(self, build: Callable[[nnx.Rngs], nnx.Module], trained: Any = None):
     # Traced once, for shapes and for values.
     self._made = jax.jit(lambda key: nnx.split(build(nnx.Rngs(key))), inline=True)
+    self._trained = trained
 
   @functools.cached_property
   def _abstract(self) -> tuple[nnx.GraphDef, dict[str, tuple[Any, nnx.Variable]]]:
     """(The module's structure, flat name -> (path, variable without a value))."""
     graph, state = jax.eval_shape(self._made, jax.eval_shape(lambda: jax.random.key(0)))
-    found = {"/".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
-    odd = sorted(name for name, (_, leaf) in found.items() if not isinstance(leaf, nnx.Param))
-    if odd:
+    return graph, {"/".join(map(str, path)): (path, x) for path, x in nnx.to_flat_state(state)}
+
+  @functools.cached_property
+  def _variables(self) -> tuple[dict[str, nnx.Variable], dict[str, nnx.Variable]]:
+    """The trained and the frozen variables, by name, without values."""
+    is_trained = nnx.filterlib.to_predicate(nnx.Param if self._trained is None else self._trained)
+    trained, frozen = dict[str, nnx.Variable](), dict[str, nnx.Variable]()
+    for name, (path, leaf) in self._abstract[1].items():
+      if not isinstance(leaf, nnx.RngState):
+        (trained if is_trained(path, leaf) else frozen)[name] = leaf
+    if frozen and self._trained is None:
       raise ValueError(
-        f"the module's {odd[:4]} ({len(odd)} in all) are no nnx.Param: a merged model has"
-        " parameters alone. Fix: normalise by LayerNorm or GroupNorm, and leave dropout out."
+        f"the module's {sorted(frozen)[:4]} ({len(frozen)} in all) are no nnx.Param: a merged model"
+        " has parameters alone. Fix: normalise by LayerNorm or GroupNorm, or keep them as they are:"
+        " NnxModel(build, trained=nnx.Param)."
       )
-    return graph, found
+    return trained, frozen
 
   def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape and dtype of every parameter, without making any."""
-    leaves = self._abstract[1].items()
-    return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, (_, leaf) in leaves}
+    leaves = self._variables[0].items()
+    return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in leaves}
 
   def logical_axes(self) -> dict[str, Axes]:
-    """Logical axis names of every parameter, one a dimension; stacks begin with "layers"."""
-    leaves = self._abstract[1].items()
+    """Logical axis names of every variable, one a dimension; stacks begin with "layers"."""
+    trained, frozen = self._variables
     return {
       name: tuple(leaf.get_metadata("out_sharding", None) or (None,) * len(leaf.shape))
-      for name, (_, leaf) in leaves
+      for name, leaf in (trained | frozen).items()
     }
 
   def init(self, key: jax.Array) -> dict[str, jax.Array]:
     """Fresh parameters, a pure function of `key`; under jit, XLA drops the unused ones."""
-    _, state = self._made(key)
-    return {"/".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(state)}
+    return self._values(key, self._variables[0])
 
-  def module(self, params: Params) -> Any:
+  def frozen(self) -> Mapping[str, Any]:
+    """Values of the variables that are not trained: those that `build` makes of key 0.
+
+    A subclass may read them from a file.
+    """
+    frozen = self._variables[1]
+    return jax.jit(lambda: self._values(jax.random.key(0), frozen))() if frozen else {}
+
+  def _values(self, key: jax.Array, wanted: Container[str]) -> dict[str, jax.Array]:
+    made = (
+      ("/".join(map(str, path)), leaf) for path, leaf in nnx.to_flat_state(self._made(key)[1])
+    )
+    return {name: leaf[...] for name, leaf in made if name in wanted}
+
+  def module(self, params: Params, key: jax.Array | None = None) -> Any:
     """The NNX module that holds these parameters.
+
+    Args:
+      params: by name; frozen ones that it lacks are those of `frozen`.
+      key: its random numbers follow from this. None: it drops nothing out (`deterministic`).
 
     Raises:
       ValueError: a name is missing or unknown, or a shape is not the model's.
     """
-    graph, abstract = self._abstract
-    wanted = {name: tuple(leaf.shape) for name, (_, leaf) in abstract.items()}
+    (graph, variables), (trained, frozen) = self._abstract, self._variables
+    if not frozen.keys() <= params.keys():
+      params = {**self.frozen(), **params}
+    wanted = {name: tuple(leaf.shape) for name, leaf in (trained | frozen).items()}
     given = {name: tuple(value.shape) for name, value in params.items()}
     if odd := differences(given, wanted):
       fix = "use the model config these parameters were trained with"
       raise ValueError(f"params: {odd}. Fix: {fix}.")
-    flat = {path: leaf.replace(params[name]) for name, (path, leaf) in abstract.items()}
-    return nnx.merge(graph, nnx.from_flat_state(flat))
+    random = jax.random.key(0) if key is None else key
+    flat = {}
+    for number, (name, (path, leaf)) in enumerate(variables.items()):
+      if name in params:
+        value = params[name]
+      elif isinstance(leaf, nnx.RngKey):
+        value = jax.random.split(jax.random.fold_in(random, number), leaf.shape)
+      else:
+        value = jnp.zeros(leaf.shape, leaf.dtype)  # a count of numbers drawn
+      flat[path] = leaf.replace(value)
+    module = nnx.merge(graph, nnx.from_flat_state(flat))
+    if key is None:
+      module.set_attributes(deterministic=True, raise_if_not_found=False)
+    return module
+
+
+def frozen(model: Model) -> Mapping[str, Any]:
+  """The arrays of a model that are never trained; most models have none."""
+  return getattr(model, "frozen", dict)()
+
+
+def batch_key(batch: Batch) -> jax.Array:
+  """A key that follows from the values of a batch: for dropout, noise and whatever a loss draws.
+
+  So a step is a function of parameters and batch alone, and a replay draws the same numbers, on any
+  mesh. Each micro-batch has a key of its own.
+
+  >>> one, other = (jax.random.key_data(batch_key(np.array(x))) for x in ([1, 2], [2, 1]))
+  >>> bool(jnp.all(one == other))
+  False
+  """
+  key = jax.random.key(0)
+  for leaf in map(jnp.asarray, jax.tree.leaves(batch)):
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+      leaf = jax.lax.bitcast_convert_type(leaf.astype(jnp.float32), jnp.uint32)
+    places = jnp.arange(leaf.size, dtype=jnp.uint32).reshape(leaf.shape)
+    mixed = leaf.astype(jnp.uint32) + places * np.uint32(0x9E3779B9)
+    for shift in (16, 13):  # every bit of a value counts in others
+      mixed = (mixed ^ (mixed >> shift)) * np.uint32(0x85EBCA6B)
+    # Integers wrap around: the sum is the same however a mesh cuts the batch.
+    key = jax.random.fold_in(key, jnp.sum(mixed))
+  return key
 
 
 # --- How the devices of one island compute a model: where arrays lie, which kernels, what is stored

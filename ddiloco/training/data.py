@@ -348,6 +348,9 @@ def _checked(batches: Any, data: DataConfig, inputs: Batch) -> grain.MapDataset[
   """A source's batches, each of which the model must take."""
   if isinstance(batches, grain.IterDataset):
     batches = _Reader(batches)
+  rule = f"batches() gives a {type(batches).__name__}, which has no batches by position"
+  fix = "give an object with __getitem__(position), or a Grain MapDataset or IterDataset"
+  require(hasattr(batches, "__getitem__"), "data.custom", data.custom, rule, fix)
   takes = jax.tree.map(_kind, inputs)
 
   def read(position: int) -> Batch:

@@ -14,7 +14,7 @@ import numpy as np
 from ddiloco import custom
 from ddiloco.checks import require
 from ddiloco.config import Config, IslandConfig, ModelConfig
-from ddiloco.models.model import Batch
+from ddiloco.models.model import Batch, frozen
 from ddiloco.training.data import Source, check_token_ids
 from ddiloco.training.devices import make_mesh, param_sharding
 from ddiloco.training.tokens import Tokenizer
@@ -58,6 +58,10 @@ class HeldoutLoss:
       each = jax.lax.map(lambda batch: evaluated.evaluate(params, batch), batches)
       return jax.tree.map(jnp.mean, each)
 
+    self._frozen = {
+      name: jax.device_put(value, param_sharding(axes.get(name, ()), value.shape, mesh))
+      for name, value in frozen(evaluated).items()
+    }
     self._batches, self._measure = jax.tree.map(place, stacked), jax.jit(measure)
 
   def measure(self, params: Mapping[str, np.ndarray | jax.Array]) -> dict[str, float]:
@@ -73,7 +77,7 @@ class HeldoutLoss:
     for name, value in params.items():
       there = jax.device_put(value, self.shardings[name]).astype(jnp.float32)
       placed[name] = jax.block_until_ready(there)
-    measured = self._measure(placed, self._batches)
+    measured = self._measure(placed | self._frozen, self._batches)
     return {name: float(value) for name, value in measured.items()}
 
   def loss(self, params: Mapping[str, np.ndarray | jax.Array]) -> float:
@@ -97,7 +101,8 @@ def read_heldout(config: Config, source: Source, batch_size: int) -> list[Batch]
 
   batches = custom.called(data, "heldout_batches()", read)
   for batch in batches[:1]:
-    taken = functools.partial(jax.eval_shape, model.evaluate, model.shapes(), batch)
+    seen = {**model.shapes(), **custom.frozen_shapes(config.model)}
+    taken = functools.partial(jax.eval_shape, model.evaluate, seen, batch)
     custom.called(data, "the model's evaluate() of what heldout_batches() gives", taken)
   return batches
 
@@ -140,6 +145,7 @@ def generate(
   buffer = np.zeros(context_length + num_tokens, np.int32)
   buffer[: len(ids)] = ids
   lengths, key = (len(ids), tokenizer.vocab_size), jax.random.key(seed)
+  params = {**params, **frozen(custom.load_model(model))}
   out = _continue(model, num_tokens, params, buffer, *lengths, float(temperature), key)
   return tokenizer.decode(np.asarray(out)[len(ids) : len(ids) + num_tokens])
 

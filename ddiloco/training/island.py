@@ -119,7 +119,8 @@ class IslandPrograms:
     plan: how the model is partitioned into fragments.
 
   Attributes:
-    step: (state, batch, learning rate) -> (state, metrics).
+    step: (state, batch, learning rate, frozen) -> (state, metrics).
+    frozen: the model's frozen arrays.
     fresh: () -> state.
     copy: state -> state.
     capture: as `copy`, but into the host's memory where the devices copy to it directly.
@@ -147,6 +148,7 @@ class IslandPrograms:
       if self.step is None:
         self._compile_state()
         self._compile_pieces()
+        self.frozen = self._parts.place_frozen()
         self.step = self._parts.lower().compile()
     return time.perf_counter() - start
 
@@ -342,7 +344,8 @@ class Island:
     rate = learning_rate(self._config.inner, self._planned_steps, schedule_step)
     # The compiled call shards host values itself; a device_put of our own costs 0.3 ms more.
     with jax.profiler.StepTraceAnnotation("step", step_num=next(self._count)):
-      self._state, metrics = self.programs.step(self._state, batch, np.float32(rate_scale * rate))
+      rated = batch, np.float32(rate_scale * rate), self.programs.frozen
+      self._state, metrics = self.programs.step(self._state, *rated)
       if not self._pipelined:
         # Waits for every device, not only for the one that the values are read from.
         return _as_floats(jax.block_until_ready(metrics))

@@ -22,7 +22,7 @@ from optax.microbatching import AccumulationType, microbatch
 from ddiloco import custom
 from ddiloco.checks import differences, require
 from ddiloco.config import Config, InnerConfig
-from ddiloco.models.model import Axes, Batch, Params
+from ddiloco.models.model import Axes, Batch, Params, frozen
 from ddiloco.training.devices import host_memory, make_execution, param_sharding
 
 # --- AdamW, Muon, or an optax transform of the user's own
@@ -85,7 +85,7 @@ def _muon(inner: InnerConfig, axes: Mapping[str, Axes]) -> optax.GradientTransfo
   """Orthogonalized momentum, with steps as long as Adam's, so that the same learning rates fit."""
   matrices = {name: hidden_matrix(each) for name, each in axes.items()}
   rule = "is for hidden matrices (`hidden_matrix`), and the model's logical_axes() name none"
-  fix = "name the axes (ddiloco.Model), or use 'adamw'"
+  fix = "name the axes of stacked layers (ddiloco.Model), or use optax.contrib.muon as inner.custom"
   require(any(matrices.values()), "inner.optimizer", inner.optimizer, rule, fix)
   return muon(
     learning_rate=-1.0,  # keeps the gradient's sign, as `scale_by_adam` does
@@ -199,6 +199,7 @@ class IslandStep:
     mesh: with axes data, fsdp and tensor.
     execution: how the mesh computes the model.
     leaves: name -> every parameter's shape, dtype and sharding.
+    frozen: the same of the model's frozen arrays.
     layout: the whole state, of which the parameters are a part.
     inputs: the batch.
     replicated: the layout of scalars.
@@ -222,10 +223,12 @@ class IslandStep:
     self.host_memory = host_memory(mesh.devices.flat[0])
     self.execution = make_execution(mesh, island, config.model)
     self._model = custom.load_model(config.model)
-    axes = self._model.logical_axes()
-    self.transform = optimizer(config.inner, axes)
-    self.leaves = {
-      name: self._placed(leaf, axes[name]) for name, leaf in self._model.shapes().items()
+    axes, shapes = self._model.logical_axes(), self._model.shapes()
+    self.transform = optimizer(config.inner, {name: axes[name] for name in shapes})
+    self.leaves = {name: self._placed(leaf, axes[name]) for name, leaf in shapes.items()}
+    self.frozen = {
+      name: self._placed(leaf, axes.get(name, (None,) * len(leaf.shape)))
+      for name, leaf in custom.frozen_shapes(config.model).items()
     }
     self.layout = StateLayout(self.transform, self.leaves, self.replicated)
     self.inputs = jax.tree.map(
@@ -233,12 +236,22 @@ class IslandStep:
       self._model.inputs(island.batch_size, config.data.sequence_length),
     )
 
+  def place_frozen(self) -> dict[str, jax.Array]:
+    """The model's frozen arrays on the mesh; every process places the parts of its devices."""
+    values = frozen(self._model) if self.frozen else {}
+    return {
+      name: jax.make_array_from_callback(
+        leaf.shape, leaf.sharding, lambda index, value=values[name]: np.asarray(value)[index]
+      )
+      for name, leaf in self.frozen.items()
+    }
+
   def _placed(self, leaf: jax.ShapeDtypeStruct, axes: Axes) -> jax.ShapeDtypeStruct:
     sharding = param_sharding(axes, leaf.shape, self.mesh)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
   def lower(self) -> jax.stages.Lowered:
-    """Lowers the step: (state, batch, learning rate) -> (state, metrics), in place.
+    """Lowers the step: (state, batch, learning rate, frozen) -> (state, metrics), in place.
 
     Metrics are one array of f32, in the order of `METRICS`: "loss" (of the model: nats per token,
     ...), "load_balance" (0 where the model reports none), "grad_norm" (before clipping) and
@@ -248,15 +261,16 @@ class IslandStep:
     """
     layout, replicated = self.layout, self.replicated
 
-    def value_and_grad(params: Params, batch: Batch):
-      loss = jax.value_and_grad(self._model.loss, has_aux=True)
-      (_, metrics), grads = loss(params, batch, self.execution)
-      return grads, metrics
+    def step(state: dict[str, jax.Array], batch: Batch, rate: jax.Array, still: Params):
+      def loss(params: Params, batch: Batch):
+        return self._model.loss({**params, **still}, batch, self.execution)
 
-    # Every n-th example forms a micro-batch, so that each device keeps the rows it already has.
-    accumulated = microbatch(value_and_grad, 1, self._micro_batch, AccumulationType.MEAN)
+      def value_and_grad(params: Params, batch: Batch):
+        (_, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params, batch)
+        return grads, metrics
 
-    def step(state: dict[str, jax.Array], batch: Batch, rate: jax.Array):
+      # Every n-th example forms a micro-batch, so that each device keeps the rows it already has.
+      accumulated = microbatch(value_and_grad, 1, self._micro_batch, AccumulationType.MEAN)
       params, opt_state = layout.trees(state)
       grads, metrics = accumulated(params, batch)
       updates, opt_state = self.transform.update(grads, opt_state, params)
@@ -269,7 +283,7 @@ class IslandStep:
 
     rate = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)
     jitted = jax.jit(step, out_shardings=(layout.shardings, replicated), donate_argnums=0)
-    return jitted.lower(layout.leaves, self.inputs, rate)
+    return jitted.lower(layout.leaves, self.inputs, rate, self.frozen)
 
   def lower_copy(self, memory: str | None = None) -> jax.stages.Lowered:
     """Lowers state -> a private copy, on the devices or in this kind of host memory."""

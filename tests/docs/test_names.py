@@ -17,7 +17,7 @@ CONFIGS = sorted((ROOT.parent / "configs").rglob("*.py"))
 DOCS = ROOT.parent / "docs"
 NAMING = [*sorted(DOCS.glob("*.md")), ROOT.parent / "CONTRIBUTING.md"]  # pages about the code
 PAGES = [*NAMING, ROOT.parent / "README.md"]
-OTHERS = {"dataclasses", "jax", "json", "np", "optax"}  # whose names pages mention
+OTHERS = {"dataclasses", "grain", "jax", "json", "nnx", "np", "optax"}  # whose names pages mention
 ENDINGS = {
   "html",
   "js",

@@ -318,7 +318,7 @@ def test_the_ledger_adds_up_to_what_the_shards_merged(storm, chaos):
     assert counted == pytest.approx(merged)
 
 
-def test_a_crash_is_restarted_after_a_pause_that_doubles(corpus, tmp_path):
+def test_a_crash_is_restarted_after_a_pause_that_doubles(corpus, tmp_path, capsys):
   trouble = [(1, 10, raises(OSError("cable"))), (1, 20, raises(OSError("cable again")))]
   ran = Ran(make_config(steps=150), corpus, tmp_path, trouble)
   assert ran.outcome.reason == "finished"
@@ -329,6 +329,8 @@ def test_a_crash_is_restarted_after_a_pause_that_doubles(corpus, tmp_path):
   logged = 0.02  # a line is written a moment after what it tells
   assert pauses[0] >= 0.05 - logged and pauses[1] >= 0.1 - logged
   assert "cable" in ran.of("crash", "learner-1")[0].trace
+  said = capsys.readouterr().err
+  assert said.count("learner-1 crashed\nTraceback") == 2 and f'File "{__file__}", line ' in said
   assert ran.islands[1].lives == 3
 
 

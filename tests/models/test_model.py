@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from ddiloco.models import transformer
-from ddiloco.models.model import Model, NnxModel
+from ddiloco.models.model import Model, NnxModel, batch_key
 from ddiloco.models.transformer import cross_entropy
 from tests.models.small import DENSE
 
@@ -76,11 +76,85 @@ def test_wrong_params_are_named():
     model.module({**params, "table": params["table"][:4]})
 
 
-@pytest.mark.parametrize("layer", [nnx.BatchNorm, nnx.Dropout])
-def test_what_is_no_parameter_is_refused(layer):
-  arguments = {"rate": 0.5} if layer is nnx.Dropout else {"num_features": 3}
-  with pytest.raises(ValueError, match=r"are no nnx.Param: a merged model has parameters alone"):
-    NnxModel(lambda rngs: layer(**arguments, rngs=rngs)).shapes()
+class Noisy(nnx.Module):
+  """Dropout, statistics, and a recurrent layer, which has a key of random numbers too."""
+
+  def __init__(self, rngs: nnx.Rngs):
+    self.cell = nnx.RNN(nnx.LSTMCell(3, 4, rngs=rngs))
+    self.norm = nnx.BatchNorm(4, momentum=0.5, rngs=rngs)
+    self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+  def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
+    return self.dropout(self.norm(self.cell(x_BxTxD)))
+
+
+def test_what_a_step_would_change_beside_parameters_is_refused_until_it_is_said_to_stay():
+  with pytest.raises(
+    ValueError, match=r"\['norm/mean', 'norm/var'\].*are no nnx.Param.*Fix: .*trained"
+  ):
+    NnxModel(Noisy).shapes()
+  model = NnxModel(Noisy, trained=nnx.Param)
+  assert model.shapes().keys() == model.init(jax.random.key(0)).keys()
+  assert model.frozen().keys() == {"norm/mean", "norm/var"}
+  assert model.logical_axes().keys() == model.shapes().keys() | model.frozen().keys()
+
+
+def test_dropout_draws_from_the_key_alone_and_without_a_key_not_at_all():
+  model = NnxModel(Noisy, trained=nnx.Param)
+  params, x = model.init(jax.random.key(0)), jax.random.normal(jax.random.key(1), (8, 5, 3))
+  one, again, other = (model.module(params, jax.random.key(n))(x) for n in (1, 1, 2))
+  np.testing.assert_array_equal(one, again)
+  assert np.mean(one == 0) == pytest.approx(0.5, abs=0.15) and np.any((one == 0) != (other == 0))
+  still = model.module(params)(x)
+  assert not np.any(still == 0)
+  np.testing.assert_allclose(one[one != 0], 2 * still[one != 0], rtol=1e-6)
+
+
+def test_streams_of_one_module_draw_different_numbers():
+  twice = NnxModel(lambda rngs: nnx.List([nnx.Dropout(0.5, rngs=rngs) for _ in range(2)]))
+  first, second = (layer(jnp.ones(64)) for layer in twice.module({}, jax.random.key(1)))
+  assert np.any(first != second)
+
+
+def test_statistics_stay_until_data_pass_through_the_result():
+  model = NnxModel(Noisy, trained=nnx.Param)
+  params, x = model.init(jax.random.key(0)), jax.random.normal(jax.random.key(1), (64, 5, 3))
+  module = model.module(params)
+  by_batch = module(x)
+  for _ in range(30):
+    module(x)
+  module.eval()
+  np.testing.assert_allclose(module(x), by_batch, atol=1e-4)
+  assert not np.any(model.frozen()["norm/mean"]), "the model has none of it"
+
+
+def test_frozen_values_may_be_given_or_missing():
+  model = NnxModel(Noisy, trained=nnx.Param)
+  params = model.init(jax.random.key(0))
+  mean = jnp.arange(4.0)
+  module = model.module({**params, "norm/mean": mean, "norm/var": mean})
+  np.testing.assert_array_equal(module.norm.mean[...], mean)
+  np.testing.assert_array_equal(model.module(params).norm.mean[...], 0)
+  with pytest.raises(ValueError, match=r"norm/means is .*, not known"):
+    model.module({**params, "norm/means": mean})
+
+
+def test_a_batch_has_one_key_and_another_batch_another():
+  def key(batch, made=batch_key):
+    return tuple(np.asarray(jax.random.key_data(made(batch))))
+
+  tokens, image = np.arange(12, dtype=np.int32).reshape(3, 4), np.ones((2, 2), np.float32)
+  first = {"x": tokens, "y": image}
+  others = [
+    {"x": tokens[::-1], "y": image},
+    {"x": tokens, "y": -image},
+    {"x": tokens, "y": image == 1},
+    {"x": tokens},
+  ]
+  assert key(first) == key({"x": tokens.copy(), "y": image.copy()})
+  assert len({key(batch) for batch in [first, *others]}) == 5
+  assert key(tokens) == key(tokens.astype(np.uint16)), "integers count by their values"
+  assert key(first) == key(first, jax.jit(batch_key))
 
 
 def test_cross_entropy_by_hand():

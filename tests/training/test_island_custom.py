@@ -10,10 +10,11 @@ import optax
 import pytest
 from flax import nnx
 
+from ddiloco import custom
 from ddiloco.checkpoint.restore import begin_learner, learner_part, new_learner
 from ddiloco.checkpoint.snapshots import Storage
 from ddiloco.config import from_dict
-from ddiloco.models.model import NnxModel
+from ddiloco.models.model import NnxModel, batch_key
 from ddiloco.observe.eventlog import NullRecorder
 from ddiloco.roles import initial
 from ddiloco.training.evaluate import HeldoutLoss
@@ -56,18 +57,47 @@ class Regression(NnxModel):
     return {"loss": loss, "root": jnp.sqrt(loss)}
 
 
+class Adapted(nnx.Module):
+  """A matrix that stays, the two of an adapter, dropout, and statistics."""
+
+  def __init__(self, rngs: nnx.Rngs):
+    table = jax.random.normal(rngs(), (4, 6), jnp.bfloat16)
+    self.table = nnx.Param(table, out_sharding=("embed", "mlp"), eager_sharding=False)
+    self.adapter = nnx.LoRA(4, 2, 6, rngs=rngs)
+    self.norm = nnx.BatchNorm(6, rngs=rngs)
+    self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    return self.norm(x @ self.table[...] + self.dropout(self.adapter(x)))
+
+
+class Tuned(Regression):
+  """Trains the adapter alone."""
+
+  def __init__(self):
+    NnxModel.__init__(self, Adapted, trained=nnx.LoRAParam)
+
+  def loss(self, params, batch, execution=None):
+    loss = jnp.mean((self.module(params, batch_key(batch))(batch["x"]) - batch["y"]) ** 2)
+    return loss, {"loss": loss}
+
+  def evaluate(self, params, batch):
+    return {"loss": jnp.mean((self.module(params)(batch["x"]) - batch["y"]) ** 2)}
+
+
 @pytest.fixture(autouse=True)
 def parts(monkeypatch):
   module = types.ModuleType(NAME)
   module.model = lambda config: Regression()
+  module.tuned = lambda config: Tuned()
   module.inner = lambda config: optax.sgd(1.0, momentum=0.9)
   monkeypatch.setitem(sys.modules, NAME, module)
 
 
-def make(islands, accumulation_steps: int = 1):
+def make(islands, accumulation_steps: int = 1, model: str = "model"):
   config = from_dict(
     {
-      "model": {"custom": f"{NAME}:model"},
+      "model": {"custom": f"{NAME}:{model}"},
       "inner": {
         "custom": f"{NAME}:inner",
         "warmup_steps": 0,
@@ -91,8 +121,8 @@ def batch(seed: int) -> dict[str, np.ndarray]:
   }
 
 
-def trained(islands, accumulation_steps: int = 1) -> tuple[Island, list[dict]]:
-  island, config = make(islands, accumulation_steps)
+def trained(islands, *how) -> tuple[Island, list[dict]]:
+  island, config = make(islands, *how)
   island.load(initial.initial_params(config))
   return island, [island.step(batch(n), n) for n in range(4)]
 
@@ -126,6 +156,31 @@ def test_a_mesh_and_micro_batches_compute_the_same(accumulation_steps):
   plain.restore(arrays)
   for name, value in plain.capture().items():
     np.testing.assert_array_equal(np.asarray(value), arrays[name], err_msg=name)
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+def test_what_is_frozen_is_on_the_mesh_and_nowhere_else(accumulation_steps):
+  (one, alone), (cube, spread) = (
+    trained(islands, accumulation_steps, "tuned") for islands in ({"devices": 1}, CUBE)
+  )
+  frozen = Tuned().frozen()
+  assert sorted(frozen) == ["norm/bias", "norm/mean", "norm/scale", "norm/var", "table"]
+  names = {name for name in cube.layout.leaves if name.startswith("params/")}
+  assert names == {"params/adapter/lora_a", "params/adapter/lora_b"}
+  assert "frozen" not in str(cube.capture().keys()) and cube.programs.frozen.keys() == frozen.keys()
+  table = cube.programs.frozen["table"]
+  assert table.dtype == jnp.bfloat16 and table.sharding.shard_shape(table.shape) == (2, 3)
+  for name, value in cube.programs.frozen.items():
+    np.testing.assert_array_equal(np.asarray(value), np.asarray(frozen[name]))
+  assert one.params_on_host()["adapter/lora_b"].any(), "it has learned"
+  for name, value in one.params_on_host().items():
+    np.testing.assert_allclose(cube.params_on_host()[name], value, rtol=2e-5, atol=1e-6)
+  assert [each["loss"] for each in spread] == pytest.approx([each["loss"] for each in alone], 1e-5)
+  measured = HeldoutLoss(
+    make({"devices": 1}, 1, "tuned")[1].model, [batch(0), batch(1)], jax.devices()[:2]
+  ).measure(params := one.params_on_host())
+  expected = [Tuned().evaluate({**params, **frozen}, batch(n))["loss"] for n in range(2)]
+  assert measured["loss"] == pytest.approx(float(np.mean(expected)), rel=1e-5)
 
 
 def test_everything_that_the_model_measures_is_told():
@@ -176,3 +231,14 @@ def test_an_optimizer_whose_state_is_one_array_comes_back_with_it(tmp_path):
   assert before["inner"] == 3
   for name, value in island.capture().items():
     np.testing.assert_array_equal(np.asarray(value), before[name], err_msg=name)
+
+
+def test_frozen_weights_are_read_once_for_their_shapes_and_once_for_all_equal_islands(monkeypatch):
+  reads, read = [], Tuned.frozen
+  monkeypatch.setattr(Tuned, "frozen", lambda self: reads.append(1) or read(self))
+  custom.frozen_shapes.cache_clear()
+  config, shared = make({"devices": 1}, 1, "tuned")[1], {}
+  plan = initial.make_plan(config)
+  for learner in range(3):
+    Island(config, learner, jax.devices()[:1], plan, shared).compile()
+  assert len(reads) == 2

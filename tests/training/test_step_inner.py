@@ -159,7 +159,7 @@ def test_a_step_accumulates_to_the_full_batch_and_takes_the_rate(monkeypatch):
     mesh = make_mesh(jax.devices()[:1], config.islands.island(0))
     parts = step.IslandStep(config, 0, mesh)
     state = parts.layout.flat(params, parts.transform.init(params))
-    state, metrics = parts.lower().compile()(state, tokens, np.float32(4e-3))
+    state, metrics = parts.lower().compile()(state, tokens, np.float32(4e-3), {})
     after[steps] = state["params/embedding"], dict(zip(step.METRICS, np.asarray(metrics)))
   new, metrics = after[1]
   assert metrics["learning_rate"] == np.float32(4e-3)
