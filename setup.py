@@ -1,4 +1,7 @@
-"""Installs ddiloco; ranges are what it was tested with. `pip install -e .[dev]` to develop."""
+"""Installs ddiloco. `pip install -e .[dev]` to develop.
+
+Ranges are what it was tested with: pip installs the newest of each, scripts/oldest.sh the oldest.
+"""
 
 from pathlib import Path
 
@@ -6,9 +9,9 @@ from setuptools import find_packages, setup
 
 EXAMPLES = ["scikit-learn>=1.5"]  # real images, in the package itself
 TEST = [
-  "pytest>=8",
-  "pytest-timeout>=2.3",
-  "pytest-xdist>=3.7",  # many tests wait more than they compute
+  "pytest>=8.4",  # older ones replace the hook of `checkpoint/weights.py`
+  "pytest-timeout>=2.3.1",
+  "pytest-xdist>=3.8",  # many tests wait more than they compute
   "hypothesis>=6.100",
   "setuptools>=68",  # builds the package, whose data are tested; Python 3.12 and newer come without
   "ruff>=0.17,<0.18",  # style is part of the verdict
@@ -27,7 +30,7 @@ setup(
   long_description=Path(__file__).with_name("README.md").read_text(),
   long_description_content_type="text/markdown",
   license="Apache-2.0",
-  python_requires=">=3.11",
+  python_requires=">=3.11,<3.15",  # grain and tensorstore have no wheels for 3.15
   packages=find_packages(include=["ddiloco", "ddiloco.*"]),
   package_data={"ddiloco.dashboard": ["page/*"]},  # the dashboard
   install_requires=[
@@ -38,19 +41,19 @@ setup(
     "fsspec>=2024.6",  # what epath speaks to buckets with
     "grain>=0.2.16,<0.3",  # index-addressed data
     "jax>=0.10,<0.13",
-    "matplotlib>=3.8,<4",  # the report's pictures
-    "ml_collections>=1.0,<2",  # experiment files
+    "matplotlib>=3.8.4,<4",  # the report's pictures
+    "ml_collections>=1.1,<2",  # experiment files; 1.0 takes no name with a dot
     "ml_dtypes>=0.5",  # bf16 on the host
-    "msgspec>=0.19,<1",  # schemas of messages, frames, states and events: typed and fast
+    "msgspec>=0.21,<1",  # typed messages, states and events; errors of older ones are no ValueError
     "numba>=0.61,<1",  # merging a large fragment at the memory's speed; brings its llvmlite
     "numpy>=2.0,<3",
     "optax>=0.2.8,<0.3",  # inner optimizer; older ones do not load with JAX 0.10
     "orbax-checkpoint>=0.11.26,<0.13",
     "pyyaml>=6,<7",  # documents of `ddiloco launch gke`
     "rich>=13,<16",  # live terminal view
-    "setproctitle>=1.3,<2",  # forked roles have their own names in `ps`
-    "safetensors>=0.6,<0.9",  # weights in and out, as NumPy arrays
-    "tensorboardX>=2.6.2,<3",  # scalars for TensorBoard, without TensorFlow
+    "setproctitle>=1.3.2,<2",  # forked roles have their own names in `ps`
+    "safetensors>=0.6.1,<0.9",  # weights in and out, as NumPy arrays
+    "tensorboardX>=2.6.2.2,<3",  # scalars for TensorBoard, without TensorFlow
   ],
   extras_require={
     "test": TEST,

@@ -133,8 +133,12 @@ def check(workdir: Path, config: Config, overwrite: bool) -> bool:
   Raises:
     ConfigError: the run there is finished, has another config, or cannot be read.
   """
+  if overwrite:
+    return False
   with _writing(workdir):
-    if overwrite or not (workdir / "config.json").exists():
+    try:  # `exists` says no, since Python 3.14, also where that cannot be known
+      (workdir / "config.json").stat()
+    except (FileNotFoundError, NotADirectoryError):
       return False
   _refuse_another(workdir, config, saved_config(workdir), MAY_CHANGE)
   over = outcome(workdir).get("reason") == "finished" and not _is_longer(config, workdir)
@@ -198,8 +202,8 @@ def claim(workdir: Path, config: Config, overwrite: bool) -> bool:
     ours = left_by_a_run(workdir) if overwrite else []
     _refuse_to_delete(workdir, ours)
     with contextlib.ExitStack() as stack:
-      if (workdir / ROLES).exists():  # else no role ever lived here
-        roles = stack.enter_context((workdir / ROLES).open("a+"))
+      with contextlib.suppress(FileNotFoundError):  # no role ever lived here
+        roles = stack.enter_context((workdir / ROLES).open("r+"))
         _lock(roles, fcntl.LOCK_EX, f"--workdir={workdir}: {_ROLES_LIVE}", END_SECONDS)
       for path in ours:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)

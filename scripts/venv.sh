@@ -6,14 +6,14 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 extra="${1:-}"
 venv="${VENV:-.venv}"
 python=""
-for candidate in "${PYTHON:-}" python3 python3.13 python3.12 python3.11 python; do
-  if [ -n "$candidate" ] && "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+for candidate in "${PYTHON:-}" python3 python3.14 python3.13 python3.12 python3.11 python; do
+  if [ -n "$candidate" ] && "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null; then
     python="$candidate"
     break
   fi
 done
 if [ -z "$python" ]; then
-  echo "ddiloco needs Python 3.11 or newer; set PYTHON=/path/to/python3 if it is not on your PATH." >&2
+  echo "ddiloco needs Python 3.11 to 3.14; set PYTHON=/path/to/python3 if it is not on your PATH." >&2
   exit 1
 fi
 # Nothing to do if it is installed already for this setup.py and extra.

@@ -253,7 +253,7 @@ def add_squares(values, runs, sums):
   """Adds each piece's sum of squares of a chunk of values to `sums`, in any order."""
   for r in range(runs.shape[0]):
     at, end, piece = runs[r]
-    part, total = values[at:end], 0.0
+    part, total = values[at:end], np.float64(0)
     for i in range(part.size):
       total += np.float64(part[i]) * np.float64(part[i])
     sums[piece] += total

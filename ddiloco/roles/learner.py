@@ -204,10 +204,11 @@ class Exchange(WorkingRole):
           raise Quarantined(reason)
 
   def _copy_out(self, push: Push) -> None:
-    pieces, factor = self._store.copy_out(push.fragment), self.poison()
+    factor = self.poison()
+    job = self._push(push, self._store.copy_out(push.fragment), factor)  # it alone holds the copy
     base_round = self.state.fragments[push.fragment].round
     self.recorder.record(events.CopyOut(**_said(push), base_round=base_round, factor=factor))
-    self._worker.put(self._push(push, pieces, factor))  # last: its job flushes the log
+    self._worker.put(job)  # last: it flushes the log
 
   def _apply(self, action: events.Apply) -> None:
     staging = self._stagings[action.fragment].popleft()
@@ -236,9 +237,10 @@ class Exchange(WorkingRole):
 
   def _give_moments(self, shard: int, moments: Moments) -> None:
     p, donation = moments.fragment, moments.donation
-    pieces, count = self._store.copy_out(p, moments=True), self._store.count()
+    count = self._store.count()
+    job = self._send_moments(shard, moments, self._store.copy_out(p, moments=True), count)
     self.recorder.record(events.Donated(fragment=p, donation=donation))
-    self._worker.put(self._send_moments(shard, moments, pieces, count))
+    self._worker.put(job)
 
   def _apply_moments(self, forwarded: ForwardMoments, staged: Any) -> None:
     self._store.apply(forwarded.fragment, staged, 0.0, moments=True)

@@ -28,6 +28,7 @@ def cost(state: SyncerState, message, **measured) -> int:
     count += event == "opcode"
     return trace
 
+  sys._getframe().f_trace_opcodes = True  # else Python 3.12.1 counts none in the first trace
   sys.settrace(trace)
   try:
     on(state, message, **measured)

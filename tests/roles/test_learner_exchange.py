@@ -455,8 +455,8 @@ def test_a_copy_is_freed_before_the_push_is_made(bench, monkeypatch):
   b = bench()
   b.join()
   b.train()
-  copies, there = [], []
-  copy_out, push = b.island.copy_out, b.exchange._deltas.push
+  copies, there, made = [], [], threading.Event()
+  copy_out, push, put = b.island.copy_out, b.exchange._deltas.push, b.exchange._worker.put
 
   def copied(fragment):
     pieces = copy_out(fragment)
@@ -465,11 +465,18 @@ def test_a_copy_is_freed_before_the_push_is_made(bench, monkeypatch):
 
   def encode(*arguments):
     there.append(copies[-1]() is not None)
+    made.set()
     return push(*arguments)
+
+  def put_in_time(job):
+    """The push is made before the role's thread goes on, as it may be."""
+    put(job)
+    assert made.wait(PATIENCE_SECONDS)
 
   monkeypatch.setattr(b.island, "copy_out", copied)
   monkeypatch.setattr(b.island, "to_host", lambda pieces, fragment: pieces.copy())
   monkeypatch.setattr(b.exchange._deltas, "push", encode)
+  monkeypatch.setattr(b.exchange._worker, "put", put_in_time)
   b.push(0, round=1, version=0)
   assert there == [False]
 
