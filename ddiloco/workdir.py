@@ -421,10 +421,15 @@ class RequestFile(Generic[T]):
     news_only: bool = False,
   ):
     self._path, self._parse, self._what = path, parse, what
-    self._at = path.stat().st_size if news_only and path.exists() else 0
+    self._news_at = path.stat().st_size if path.exists() else 0
+    self._at = self._news_at if news_only else 0
 
   def poll(self) -> Iterator[tuple[float, T]]:
-    """(time of the request in unix seconds, the request) of every line since the last call."""
+    """(age in seconds, the request) of every line since the last call.
+
+    The age of a line that this reader has found there is by the clock of the one who wrote it; a
+    later line is new, whatever its time.
+    """
     try:
       with self._path.open("rb") as file:
         file.seek(self._at)
@@ -432,12 +437,13 @@ class RequestFile(Generic[T]):
     except FileNotFoundError:
       return
     for line in lines:
+      new = self._at >= self._news_at
       self._at += len(line) + 1
       if not line:
         continue
       try:
         fields = json.loads(line)
-        when = float(fields.pop("time"))
-        yield when, self._parse(fields)
+        age_seconds = time.time() - float(fields.pop("time"))
+        yield 0.0 if new else max(0.0, age_seconds), self._parse(fields)
       except Exception as error:  # anything may be in the file
         warn(f"{self._path}: a line asks for no {self._what} ({error}). It is ignored.")

@@ -429,9 +429,8 @@ class RoleRunner:
 
   def _suffer(self) -> None:
     """Begins requested faults inside this role, or goes on with them if they still last."""
-    for when, fault in self._asked.poll():
-      ago = max(0.0, time.time() - when)  # the clock of who asked may be ahead
-      left = fault.seconds - ago
+    for age_seconds, fault in self._asked.poll():
+      left = fault.seconds - age_seconds
       if fault.role == self.address and fault.action in INSIDE and left > 0:
         self.faults.begin(fault, left)
 
