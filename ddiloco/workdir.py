@@ -26,6 +26,7 @@ OUTCOME = "outcome.json"  # facts for the report that are not in the events
 RESULT = "result"  # the trained global model
 REMAINDERS = f".{RESULT}.{'[0-9a-f]' * 16}*"  # left by killed saves (`checkpoint/weights.py`)
 CORPUS = "corpus.digest"  # a digest of ddiloco's own corpus; "" where the data are the user's own
+SOURCES = "sources.json"  # the identity of the user's own model, data and optimizer, if any
 STARTED = "started"  # when the run began, unix seconds: the zero of all its event times
 COMPILED = "compiled"  # compiled programs, for restarted learners
 FAULTS = "faults.jsonl"  # faults requested during the run, one a line
@@ -39,7 +40,7 @@ CHECKPOINTS = "checkpoints"
 ISLANDS = "islands"  # in a run without shards, the parameters of each island
 OURS = (
   *("alone", COMPILED, CHECKPOINTS, ISLANDS, "events", "logs", "tensorboard", "report", RESULT),
-  *(PROFILES, PROFILE_REQUESTS, OUTCOME, STARTED, CORPUS, FAULTS, "config.json"),
+  *(PROFILES, PROFILE_REQUESTS, OUTCOME, STARTED, CORPUS, SOURCES, FAULTS, "config.json"),
 )
 _TRAINED = (
   "another process trains in it at this moment. Fix: end that run, or choose another directory."
@@ -150,7 +151,7 @@ def check(workdir: Path, config: Config, overwrite: bool) -> bool:
 
 def outcome(workdir: Path) -> dict[str, Any]:
   """The content of outcome.json; empty before the run's end, or if a kill has torn the file."""
-  return _mapping(workdir / OUTCOME)
+  return mapping(workdir / OUTCOME)
 
 
 def reached_end(workdir: Path, config: Config) -> bool:
@@ -181,7 +182,7 @@ def clear_outcome(workdir: Path) -> None:
     (workdir / OUTCOME).unlink(missing_ok=True)
 
 
-def _mapping(path: Path) -> dict[str, Any]:
+def mapping(path: Path) -> dict[str, Any]:
   """The mapping in a file of JSON; empty if there is none, or no such file."""
   try:
     found = json.loads(path.read_text())
@@ -230,7 +231,7 @@ def _refuse_to_delete(workdir: Path, paths: Collection[Path]) -> None:
     fix = "remove the link, and what it leads to if that is not needed"
     require(not linked, "--workdir", str(workdir), rule, fix)
   there = [path.name for path in paths if path.exists()]
-  values = _mapping(workdir / "config.json")
+  values = mapping(workdir / "config.json")
   ours = (workdir / STARTED).exists() or {"islands", "sync"} <= values.keys()
   rule = f"--overwrite would delete {', '.join(there)} in it, but it holds no run (no config.json)"
   fix = "choose another directory, or move them away"

@@ -71,6 +71,8 @@ def train(
   digest = corpus.digest if isinstance(corpus, data.Corpus) else ""
   if goes_on:
     _refuse_other_data(config, workdir, digest)
+    known = workdirs.mapping(workdir / workdirs.SOURCES)
+    initial.warn_of_other(config, known, "with which the run began, or went on")
   heldout = evaluator(config, corpus) if config.run.evaluations else None
   measure = heldout.measure if heldout is not None else None
   runner = make_engine(engine)(config, workdir, corpus, measure, **(options or {}))
@@ -79,6 +81,8 @@ def train(
     with workdirs.held(workdir), kept_in(workdir / workdirs.COMPILED):
       workdirs.claim(workdir, config, overwrite)
       workdirs.write_whole(workdir / workdirs.CORPUS, f"{digest}\n")
+      sources = json.dumps(initial.sources(config))
+      workdirs.write_whole(workdir / workdirs.SOURCES, f"{sources}\n")
       islands = (workdir / workdirs.ISLANDS / f"learner-{m}" for m in range(config.num_islands()))
       for saved in (workdir / workdirs.RESULT, *islands):
         weights.clear(saved)

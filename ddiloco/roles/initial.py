@@ -94,11 +94,17 @@ def said_of_result(config: Config, merged_tokens: int) -> dict[str, str]:
 
 def warn_of_changes(config: Config, result: Path) -> None:
   """Warns of each custom part whose source is another one than that of the run with this result."""
-  for field, then in json.loads(weights.metadata(result).get(SOURCES, "{}")).items():
+  then = json.loads(weights.metadata(result).get(SOURCES, "{}"))
+  warn_of_other(config, then, f"that made {result}")
+
+
+def warn_of_other(config: Config, sources: Mapping[str, list[str]], which: str) -> None:
+  """Warns of each custom part whose source is another one than in `sources`, the ones `which`."""
+  for field, then in sources.items():
     part = getattr(config, field.partition(".")[0])
     with contextlib.suppress(ConfigError, OSError):  # it is not here: who needs it is refused
       if custom.identity(part) != then:
-        text = f"{field} = {part.custom!r}: its source is not the one that made {result}"
+        text = f"{field} = {part.custom!r}: its source is not the one {which}"
         warn(f"{text}. Fix: bring that back, or name a copy of it (--config, --config.{field}).")
 
 
