@@ -184,7 +184,8 @@ class ProcessesEngine(Engine):
   def _run_evaluator(self, recorder: Recorder) -> None:
     who = EVALUATOR_ADDRESS, recorder.incarnation, self._evaluator_keys
     with contextlib.closing(connect(self.config, self.plan, self._spec, *who)) as endpoint:
-      self._evaluate(Runtime(endpoint, recorder, initial=self._initial_values))
+      runtime = Runtime(endpoint, recorder, initial=self._initial_values)
+      self._evaluate(runtime, lambda: endpoint.broken or endpoint.fenced)
 
   def _outcome(self, reason: str) -> RunResult:
     role = self._evaluated

@@ -23,7 +23,7 @@ from ddiloco.checks import refusal, require, require_one_of
 from ddiloco.config import Config, ConfigError
 from ddiloco.core import fragments
 from ddiloco.dashboard.server import Dashboard, Where
-from ddiloco.engines.engine import NewerResult, RunResult, save_result
+from ddiloco.engines.engine import RunResult, newer_result, save_result
 from ddiloco.environment import FINISHED, INTERRUPTED, LOST
 from ddiloco.observe.eventlog import EventStream
 from ddiloco.observe.live import LiveView, TensorBoard
@@ -167,14 +167,14 @@ def conclude(
   extra: dict[str, Any] = {"reason": outcome.reason}
   measured = lambda: _merged(config, workdir, outcome, loss)  # noqa: E731
   patience = config.network.give_up_seconds, pause
-  try:
-    _until_saved(lambda: _save(config, workdir, outcome), *patience)
-  except NewerResult as newer:
-    extra["left_out"] = {"the model of this start": str(newer)}
+  if newer := newer_result(workdir, outcome.merged_tokens):
+    extra["left_out"] = {"the model of this start": newer}
     measured = lambda: {"loss_merged": loss(load_result(workdir, config))}  # noqa: E731
+  else:
+    until_saved(lambda: _save(config, workdir, outcome), *patience)
   if outcome.lost:
     extra["lost"] = outcome.lost
-  _until_saved(lambda: _write_outcome(workdir, extra), *patience)
+  until_saved(lambda: _write_outcome(workdir, extra), *patience)
   run = config.run
   if run.evaluations and loss is not None:
     _attempt("the untrained model's loss", extra, lambda: _untrained(config, outcome, loss))
@@ -191,7 +191,7 @@ def conclude(
   _print_end(config, workdir, extra)
 
 
-def _until_saved(
+def until_saved(
   save: Callable[[], None], seconds: float, pause: Callable[[float], bool | None]
 ) -> None:
   """Calls `save`, and for so long again while it raises OSError: the end of a run is worth that."""
@@ -208,11 +208,7 @@ def _until_saved(
 
 
 def _save(config: Config, workdir: Path, outcome: RunResult) -> None:
-  """Saves the result; of islands that trained alone all, since the best is not known yet.
-
-  Raises:
-    NewerResult: that of an earlier start has seen more tokens, and stays.
-  """
+  """Saves the result; of islands that trained alone all, since the best is not known yet."""
   if not outcome.saved:
     save_result(config, workdir, outcome.params, outcome.merged_tokens)
   if len(outcome.island_params) > 1:

@@ -264,7 +264,6 @@ def _over(
   begin slowly: the evaluator may lack the final model."""
   settings, begun_at = runner.config.network, role.state.recovery_deadline if back else 0.0
   alone_until = time.monotonic() + settings.give_up_seconds if back else 0.0
-  patience = settings.silence_seconds, settings.give_up_seconds
 
   def over() -> bool:
     nonlocal alone_until
@@ -273,7 +272,7 @@ def _over(
     if role.state.members:
       alone_until = 0.0
     now = time.monotonic()
-    finished = syncer_rules.finished(role.state, now, *patience) and role.idle
+    finished = syncer_rules.finished(role.state, now, settings.silence_seconds) and role.idle
     return (finished and now >= max(begun_at, alone_until)) or runner.stopped()
 
   return over
@@ -287,7 +286,8 @@ def _untaken(role: Syncer) -> str:
   """What a shard waits for at the end, "": nothing. An evaluator that has left has the model."""
   member = role.state.members.get(EVALUATOR)
   lost = member is not None and member.lost and _complete(role)
-  return "the evaluator, which has not saved the final model" if lost else ""
+  again = "start it again, with run.evaluations = 0 if it fails to evaluate"
+  return f"the evaluator, which has not saved the final model ({again})" if lost else ""
 
 
 def _shard_status(runner: RoleRunner, role: Syncer) -> int:
@@ -301,10 +301,10 @@ def _shard_status(runner: RoleRunner, role: Syncer) -> int:
   left = [f for f in role.state.fragments if f.version > 0] if alone else role.replication.missing()
   if not over and left:
     runner.say("ends with lost work: no other shard has all of its fragments")
-  if untaken := _untaken(role):
+  if untaken := bool(_untaken(role)):
     runner.say(
-      f"has waited in vain for {untaken}. Fix: start all roles again, the evaluator too: they go on"
-      " from the newest snapshot"
+      "ends before the evaluator has saved the final model. Fix: start all roles again, also the"
+      " evaluator: they go on from the newest snapshot"
     )
   return LOST if had or untaken or (left and not over) else FINISHED
 
@@ -413,13 +413,14 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
     runner.ready = lambda: "reading the held-out data"
     heldout = session.evaluator(config, corpus or data.open_data(config.data))
     measure, loss = heldout.measure, heldout.loss
-  endpoint = runner.connect()
+  endpoint, stopping = runner.connect(), runner.stop.wait
   runtime = Runtime(endpoint, runner.recorder, initial=runner.initial_values)
   weights.clear(result)
 
   def save(params: initial.Assembled, merged_tokens: int) -> None:
     runner.busy("saving and measuring the result")
-    save_result(config, runner.place.workdir, params, merged_tokens)
+    final = config, runner.place.workdir, params, merged_tokens
+    session.until_saved(lambda: save_result(*final), config.network.give_up_seconds, stopping)
 
   role = Evaluator(*(config, runner.plan, measure, runtime, runner.incarnation), save=save)
   runner.ready = lambda: _joining(role.exchange.state, endpoint.links(), config)
@@ -431,14 +432,15 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
   state = role.exchange.state
   if not state.joined:
     raise Ended("ends before it had received the whole model: there is no result")
-  finished = state.merged_tokens >= config.run.total_tokens
-  reason = "finished" if finished else "stopped"
+  if role.finished and not role.saved:
+    raise Ended("has not saved the final model, which the shards keep. Fix: start it again")
+  reason = "finished" if role.finished else "stopped"
   seen = role.saved, role.untrained_loss, state.merged_tokens
   outcome = RunResult(reason, role.store.params(), {}, "", *seen)
   runner.busy("writing the report")
   try:
-    session.conclude(config, runner.place.workdir, outcome, loss, pause=runner.stop.wait)
+    session.conclude(config, runner.place.workdir, outcome, loss, pause=stopping)
   except OSError as error:
-    again = "all roles: they go on from the newest snapshot" if finished else "it again"
+    again = "all roles: they go on from the newest snapshot" if role.saved else "it again"
     raise Ended(f"the run's end is not saved: {error}. Fix: make room, start {again}") from error
   return FINISHED

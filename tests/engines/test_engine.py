@@ -6,7 +6,10 @@ import os
 import signal
 import threading
 import time
+import types
 from pathlib import Path
+
+import pytest
 
 from ddiloco.chaos import Killed
 from ddiloco.config import Fault
@@ -131,6 +134,25 @@ class Stopped(Toy):
 
   def _end(self, reason: str) -> None:
     Engine._end(self, reason)
+
+
+def test_an_evaluator_whose_network_has_failed_ends_to_be_started_again(tmp_path, monkeypatch):
+  """It never received anything again, and kept a core busy."""
+
+  class Waits:
+    def __init__(self, *_):
+      return
+
+    def run(self, stopped) -> None:
+      while not stopped():
+        reasons.append("out of memory")
+
+  reasons: list[str] = []
+  monkeypatch.setattr("ddiloco.engines.engine.Evaluator", Waits)
+  engine = Toy(tmp_path)
+  runtime = types.SimpleNamespace(recorder=types.SimpleNamespace(incarnation=7))
+  with pytest.raises(ConnectionError, match="out of memory"):
+    engine._evaluate(runtime, lambda: "".join(reasons))
 
 
 def test_work_is_lost_with_a_learner_that_fails_when_it_should_bring_it_out(tmp_path):
