@@ -150,7 +150,7 @@ class Engine:
         self._ending = True
         self._end(reason)
       except KeyboardInterrupt:  # a second Ctrl-C: do not wait until work is merged
-        reason, self._ending = "stopped", False
+        reason, self._ending = "finished" if self._merged() else "stopped", False
       finally:
         self._kill()
     self._finish(reason)

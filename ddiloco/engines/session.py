@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib
 import json
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ from ddiloco.config import Config, ConfigError
 from ddiloco.core import fragments
 from ddiloco.dashboard.server import Dashboard, Where
 from ddiloco.engines.engine import RunResult, newer_result, save_result
+from ddiloco.engines.role_spec import terminates
 from ddiloco.environment import FINISHED, INTERRUPTED, LOST
 from ddiloco.observe.eventlog import EventStream
 from ddiloco.observe.live import LiveView, TensorBoard
@@ -108,8 +110,10 @@ def _train(
     steps = max(e.global_step for e in EventStream(workdir) if isinstance(e, Step))
     return _train_alone(config, workdir, corpus, heldout, runner, steps)
 
+  asked = threading.Event()  # to end, now that the run is over
   try:
-    conclude(config, workdir, outcome, heldout and heldout.loss, compare)
+    with terminates(asked):
+      conclude(config, workdir, outcome, heldout and heldout.loss, compare, asked.wait)
   except OSError as error:
     print(f"\nThe run's end is not saved: {error}. Fix: make room; give the same command again.")
     return EXIT_STATUS["failed"]
@@ -150,8 +154,8 @@ def conclude(
   """Leaves result, outcome and report in `workdir`, and prints the main numbers.
 
   The result is saved first, for which a full disk has network.give_up_seconds to get room. A later
-  step that fails (a loss for which there is no memory, ...) is reported and left out: it can be
-  repeated later, and the exit status is about the training.
+  step that fails (a loss for which there is no memory, ...) or is interrupted is reported and left
+  out: it can be repeated later, and the exit status is about the training.
 
   Args:
     config: the run's. With run.evaluations = 0 nothing is evaluated.
@@ -159,7 +163,8 @@ def conclude(
     outcome: what the run's engine returned.
     loss: held-out loss of a parameter tree; None where nothing is evaluated.
     compare: called once the result is saved; returns the numbers to compare it with.
-    pause: waits for so many seconds between two attempts to save; true: there is no other attempt.
+    pause: waits for so many seconds; true: asked to end, it tries no more to save what failed, and
+      measures nothing.
 
   Raises:
     OSError: the result cannot be saved. Then no outcome is written: the run can go on.
@@ -177,12 +182,13 @@ def conclude(
   until_saved(lambda: _write_outcome(workdir, extra), *patience)
   run = config.run
   if run.evaluations and loss is not None:
-    _attempt("the untrained model's loss", extra, lambda: _untrained(config, outcome, loss))
-    _attempt("the result's loss", extra, measured)
-    _attempt("the comparison", extra, compare)
+    untrained = lambda: _untrained(config, outcome, loss)  # noqa: E731
+    _attempt("the untrained model's loss", extra, untrained, pause)
+    _attempt("the result's loss", extra, measured, pause)
+    _attempt("the comparison", extra, compare, pause)
   if run.sample_tokens and evaluate.makes_text(config.model):
     arguments = run.prompt, run.sample_tokens, 0.7, config.seed
-    _attempt("the sample", extra, lambda: {"sample": sample(workdir, config, *arguments)})
+    _attempt("the sample", extra, lambda: {"sample": sample(workdir, config, *arguments)}, pause)
   _attempt("the count of steps", extra, lambda: {"learner_steps": all_steps(workdir)})
   began = workdirs.start_time  # of the run, also if it went on
   took = lambda: {"seconds": max(0.0, round(time.time() - began(workdir), 1))}  # noqa: E731
@@ -227,13 +233,24 @@ def _write_end(workdir: Path, extra: Mapping[str, Any]) -> Mapping[str, Any]:
   return {}
 
 
-def _attempt(what: str, extra: dict[str, Any], make: Callable[[], Mapping[str, Any]]) -> None:
+def _attempt(
+  what: str,
+  extra: dict[str, Any],
+  make: Callable[[], Mapping[str, Any]],
+  pause: Callable[[float], bool | None] = time.sleep,
+) -> None:
   """Adds what `make` returns to `extra`; an exception is noted there under "left_out"."""
   try:
+    if pause(0.0):
+      raise KeyboardInterrupt
     extra |= make()
+  except KeyboardInterrupt:
+    reason = "interrupted"
   except Exception as error:
     reason = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-    extra["left_out"] = {**extra.get("left_out", {}), what: reason}
+  else:
+    return
+  extra["left_out"] = {**extra.get("left_out", {}), what: reason}
 
 
 def _refuse_own_start(config: Config, workdir: Path, overwrite: bool) -> None:
@@ -421,6 +438,8 @@ def _print_end(config: Config, workdir: Path, extra: Mapping[str, Any]) -> None:
   drawn = "the report" not in extra.get("left_out", {})
   report = f"Report: {workdir / 'report' / 'index.html'}   " if drawn else ""
   print(f"\n{report}Result: {workdir / workdirs.RESULT}")
+  if extra["reason"] != "finished":
+    print("The run is not finished: the same command goes on with it.")
 
 
 def describe(config: Config) -> str:

@@ -199,6 +199,23 @@ def test_whoever_interrupts_again_waits_for_no_thread_and_has_the_result(tmp_pat
   assert [e.kind for e in read_events(tmp_path) if e.role == "engine"][-1] == "run_finished"
 
 
+@pytest.mark.parametrize("merged, reason", [(True, "finished"), (False, "stopped")])
+def test_a_run_that_is_interrupted_again_when_all_is_merged_is_finished(tmp_path, merged, reason):
+  """Its result was whole, and the next start trained the last steps again."""
+
+  class Interrupted(Toy):
+    def _over(self) -> str | None:
+      return "stopped"
+
+    def _merged(self) -> bool:
+      return merged
+
+    def _end(self, reason: str) -> None:
+      raise KeyboardInterrupt
+
+  assert Interrupted(tmp_path, lambda: None).run().reason == reason
+
+
 def test_waiting_for_roles_has_a_limit_and_goes_on_with_their_lives(tmp_path):
   go_on = threading.Event()
 
