@@ -25,8 +25,7 @@ T = TypeVar("T")
 OUTCOME = "outcome.json"  # facts for the report that are not in the events
 RESULT = "result"  # the trained global model
 REMAINDERS = f".{RESULT}.{'[0-9a-f]' * 16}*"  # left by killed saves (`checkpoint/weights.py`)
-CORPUS = "corpus.digest"  # a digest of ddiloco's own corpus; "" where the data are the user's own
-SOURCES = "sources.json"  # the identity of the user's own model, data and optimizer, if any
+SOURCES = "sources.json"  # digests of the corpus ("": the data are the user's own), and own parts
 STARTED = "started"  # when the run began, unix seconds: the zero of all its event times
 COMPILED = "compiled"  # compiled programs, for restarted learners
 FAULTS = "faults.jsonl"  # faults requested during the run, one a line
@@ -40,7 +39,7 @@ CHECKPOINTS = "checkpoints"
 ISLANDS = "islands"  # in a run without shards, the parameters of each island
 OURS = (
   *("alone", COMPILED, CHECKPOINTS, ISLANDS, "events", "logs", "tensorboard", "report", RESULT),
-  *(PROFILES, PROFILE_REQUESTS, OUTCOME, STARTED, CORPUS, SOURCES, FAULTS, "config.json"),
+  *(PROFILES, PROFILE_REQUESTS, OUTCOME, STARTED, SOURCES, FAULTS, "config.json"),
 )
 _TRAINED = (
   "another process trains in it at this moment. Fix: end that run, or choose another directory."

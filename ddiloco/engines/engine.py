@@ -403,10 +403,6 @@ class Engine:
     saved, untrained_loss = (known.saved, known.untrained_loss) if known else (False, None)
     return RunResult(reason, params, {}, lost, saved, untrained_loss, merged_tokens)
 
-  def _initial_values(self) -> Mapping[int, np.ndarray]:
-    """Fragment -> initial value, as far as this process can make it."""
-    return initial.initial_values(self.config, self.plan, range(len(self.plan.fragments)))
-
   def _save_result(self, params: initial.Assembled, merged_tokens: int) -> None:
     """Saves the final model, as the evaluator has it, before it is measured."""
     with self._saving:

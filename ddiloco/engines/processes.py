@@ -8,6 +8,7 @@ thread does all of it, in turns; it reads the children's progress from their eve
 from __future__ import annotations
 
 import contextlib
+import functools
 import signal
 import time
 from collections.abc import Mapping
@@ -184,7 +185,8 @@ class ProcessesEngine(Engine):
   def _run_evaluator(self, recorder: Recorder) -> None:
     who = EVALUATOR_ADDRESS, recorder.incarnation, self._evaluator_keys
     with contextlib.closing(connect(self.config, self.plan, self._spec, *who)) as endpoint:
-      runtime = Runtime(endpoint, recorder, initial=self._initial_values)
+      make = functools.partial(initial.initial_values, self.config, self.plan)
+      runtime = Runtime(endpoint, recorder, initial=make)
       self._evaluate(runtime, lambda: endpoint.broken or endpoint.fenced)
 
   def _outcome(self, reason: str) -> RunResult:

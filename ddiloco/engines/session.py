@@ -72,8 +72,8 @@ def train(
   corpus = data.open_data(config.data)
   digest = corpus.digest if isinstance(corpus, data.Corpus) else ""
   if goes_on:
-    _refuse_other_data(config, workdir, digest)
-    known = workdirs.mapping(workdir / workdirs.SOURCES)
+    known = workdirs.mapping(workdir / workdirs.SOURCES)  # empty: its roles were started by hand
+    _refuse_other_data(config, workdir, known.get("corpus", digest), digest)
     initial.warn_of_other(config, known, "with which the run began, or went on")
   heldout = evaluator(config, corpus) if config.run.evaluations else None
   measure = heldout.measure if heldout is not None else None
@@ -82,8 +82,7 @@ def train(
     served = Dashboard(workdir, dashboard) if dashboard else None  # opens its port, or is refused
     with workdirs.held(workdir), kept_in(workdir / workdirs.COMPILED):
       workdirs.claim(workdir, config, overwrite)
-      workdirs.write_whole(workdir / workdirs.CORPUS, f"{digest}\n")
-      sources = json.dumps(initial.sources(config))
+      sources = json.dumps({"corpus": digest, **initial.sources(config)})
       workdirs.write_whole(workdir / workdirs.SOURCES, f"{sources}\n")
       islands = (workdir / workdirs.ISLANDS / f"learner-{m}" for m in range(config.num_islands()))
       for saved in (workdir / workdirs.RESULT, *islands):
@@ -264,13 +263,9 @@ def _refuse_own_start(config: Config, workdir: Path, overwrite: bool) -> None:
   require(not own, field, value, rule, "give the new run another --workdir")
 
 
-def _refuse_other_data(config: Config, workdir: Path, digest: str) -> None:
+def _refuse_other_data(config: Config, workdir: Path, before: str, digest: str) -> None:
   """Refuses to go on with other data: what was trained on might be held out then, and be measured
   as if it had never been seen."""
-  try:
-    before = (workdir / workdirs.CORPUS).read_text().strip()
-  except FileNotFoundError:  # the run's roles were started by hand
-    return
   began = f"the run in --workdir={workdir} began with other data (of data.source"
   rule = f"{began} {config.data.source!r}), of which other parts are held out"
   fix = "bring the old files back, or begin another run from this one's result (run.init_from)"

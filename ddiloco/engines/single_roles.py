@@ -136,13 +136,14 @@ def _life(runner: RoleRunner, number: int, island, batches: Batches, afresh: boo
   config, plan, recorder = runner.config, runner.plan, runner.recorder
   new = restore.new_learner(config, plan, number, runner.incarnation, afresh)
   began = time.monotonic()
-  runner.busy("restoring a snapshot")  # `stopped` may have been called before, by a former life
+  runner.health.busy("restoring a snapshot")  # a former life may have called `stopped`
   storage = None if afresh else runner.storage
   beginning = restore.begin_learner(new, config, island, storage, recorder)
   if beginning.arrays:
     runner.say(f"has its part of a snapshot, after {time.monotonic() - began:.1f} s")
   endpoint, saver = runner.connect(), runner.saver()
-  runtime = Runtime(endpoint, recorder, saver, initial=runner.initial_values)
+  make = functools.partial(initial.initial_values, config, plan)
+  runtime = Runtime(endpoint, recorder, saver, initial=make)
   role = Learner(beginning, config, plan, island, batches, runtime)
   exchange = role.exchange
   runner.ready = lambda: _joining(exchange.state, endpoint.links(), config)
@@ -364,7 +365,7 @@ def _ask_buddy(runner: RoleRunner, copies: Copies) -> dict[int, Committed]:
   def keep_on(quiet_seconds: float) -> bool:
     stopped = runner.stopped()
     # `stopped` ends the grace of starting; until the role runs, recovery may take minutes.
-    runner.busy("recovering its fragments")
+    runner.health.busy("recovering its fragments")
     return not stopped and quiet_seconds < runner.config.network.silence_seconds
 
   found = recover(copies, keep_on)
@@ -414,11 +415,12 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
     heldout = session.evaluator(config, corpus or data.open_data(config.data))
     measure, loss = heldout.measure, heldout.loss
   endpoint, stopping = runner.connect(), runner.stop.wait
-  runtime = Runtime(endpoint, runner.recorder, initial=runner.initial_values)
+  make = functools.partial(initial.initial_values, config, runner.plan)
+  runtime = Runtime(endpoint, runner.recorder, initial=make)
   weights.clear(result)
 
   def save(params: initial.Assembled, merged_tokens: int) -> None:
-    runner.busy("saving and measuring the result")
+    runner.health.busy("saving and measuring the result")
     final = config, runner.place.workdir, params, merged_tokens
     session.until_saved(lambda: save_result(*final), config.network.give_up_seconds, stopping)
 
@@ -437,7 +439,7 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
   reason = "finished" if role.finished else "stopped"
   seen = role.saved, role.untrained_loss, state.merged_tokens
   outcome = RunResult(reason, role.store.params(), {}, "", *seen)
-  runner.busy("writing the report")
+  runner.health.busy("writing the report")
   try:
     session.conclude(config, runner.place.workdir, outcome, loss, pause=stopping)
   except OSError as error:
