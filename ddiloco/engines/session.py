@@ -41,6 +41,7 @@ from ddiloco.training.tokens import load_tokenizer
 
 EXIT_STATUS = {"finished": FINISHED, "failed": LOST, "stopped": INTERRUPTED}
 ENGINES = ("threads", "processes", "ray")  # imported only when used: Ray may not be installed
+ROOM = "make room, or the place writable"
 SAVE_AGAIN_SECONDS = 10.0  # between two attempts to save the end of a run
 EVALUATION_BATCH = 16  # sequences at most ...
 EVALUATION_LOGITS = 1 << 26  # ... and values of logits at once: 256 MiB
@@ -114,7 +115,7 @@ def _train(
     with terminates(asked):
       conclude(config, workdir, outcome, heldout and heldout.loss, compare, asked.wait)
   except OSError as error:
-    print(f"\nThe run's end is not saved: {error}. Fix: make room; give the same command again.")
+    print(f"\nThe run's end is not saved: {error}. Fix: {ROOM}; give the same command again.")
     return EXIT_STATUS["failed"]
   return LOST if outcome.lost else EXIT_STATUS[outcome.reason]
 
@@ -207,7 +208,7 @@ def until_saved(
     except OSError as error:
       if time.monotonic() >= until:
         raise
-      print(f"\nThe run's end is not saved yet: {error}. Fix: make room.", flush=True)
+      print(f"\nThe run's end is not saved yet: {error}. Fix: {ROOM}.", flush=True)
       if pause(min(SAVE_AGAIN_SECONDS, seconds)):
         raise
 

@@ -444,5 +444,6 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
     session.conclude(config, runner.place.workdir, outcome, loss, pause=stopping)
   except OSError as error:
     again = "all roles: they go on from the newest snapshot" if role.saved else "it again"
-    raise Ended(f"the run's end is not saved: {error}. Fix: make room, start {again}") from error
+    fix = f"{session.ROOM}; start {again}"
+    raise Ended(f"the run's end is not saved: {error}. Fix: {fix}") from error
   return FINISHED
