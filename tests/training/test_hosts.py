@@ -25,7 +25,7 @@ from ddiloco.training import hosts
 from ddiloco.training.island import Island, own_shards
 from tests.training.two_hosts import batches, calls, config_of
 
-# What a multislice job, another launcher or a site with a proxy leaves in every environment.
+# What a multislice job or another launcher leaves in the environment of every process.
 POISON = {
   "MEGASCALE_COORDINATOR_ADDRESS": "192.0.2.1:8080",
   "MEGASCALE_NUM_SLICES": "4",
@@ -34,8 +34,9 @@ POISON = {
   "JAX_COORDINATOR_BIND_ADDRESS": "192.0.2.1:1234",
   "JAX_NUM_PROCESSES": "7",
   "JAX_PROCESS_ID": "5",
-  "http_proxy": "http://127.0.0.1:9",  # where nothing listens; hosts waited for each other for ever
 }
+# What a site with a proxy leaves there; nothing listens. Hosts waited for each other for ever.
+PROXY = {"http_proxy": "http://127.0.0.1:9"}
 
 
 def together(mesh: str, folder) -> dict[str, np.ndarray]:
@@ -46,7 +47,7 @@ def together(mesh: str, folder) -> dict[str, np.ndarray]:
   processes = [
     subprocess.Popen(
       [*command, str(host), url, mesh, str(file)],
-      env=environment.bare() | POISON,
+      env=environment.bare() | POISON | PROXY,
       stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT,
       text=True,
