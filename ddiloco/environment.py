@@ -139,6 +139,9 @@ def join_hosts(
   """
   import jax
 
+  # gRPC would ask an HTTP proxy of the environment, which may be for gs:// alone, for a connection.
+  os.environ["no_grpc_proxy"] = coordinator.rpartition(":")[0].strip("[]")  # noqa: SIM112
+  jax.config.update("jax_check_proxy_envs", False)  # it would warn of that
   # JAX's preemption service would catch SIGTERM, by which a role is asked to save its work and end.
   jax.config.update("jax_enable_preemption_service", False)
   # For CPU devices only; accelerators have their interconnect.

@@ -25,7 +25,7 @@ T = TypeVar("T")
 OUTCOME = "outcome.json"  # facts for the report that are not in the events
 RESULT = "result"  # the trained global model
 REMAINDERS = f".{RESULT}.{'[0-9a-f]' * 16}*"  # left by killed saves (`checkpoint/weights.py`)
-CORPUS = "corpus.digest"  # a digest of ddiloco's own corpus; "" where the data are the user's own
+SOURCES = "sources.json"  # digests of the corpus ("": the data are the user's own), and own parts
 STARTED = "started"  # when the run began, unix seconds: the zero of all its event times
 COMPILED = "compiled"  # compiled programs, for restarted learners
 FAULTS = "faults.jsonl"  # faults requested during the run, one a line
@@ -39,7 +39,7 @@ CHECKPOINTS = "checkpoints"
 ISLANDS = "islands"  # in a run without shards, the parameters of each island
 OURS = (
   *("alone", COMPILED, CHECKPOINTS, ISLANDS, "events", "logs", "tensorboard", "report", RESULT),
-  *(PROFILES, PROFILE_REQUESTS, OUTCOME, STARTED, CORPUS, FAULTS, "config.json"),
+  *(PROFILES, PROFILE_REQUESTS, OUTCOME, STARTED, SOURCES, FAULTS, "config.json"),
 )
 _TRAINED = (
   "another process trains in it at this moment. Fix: end that run, or choose another directory."
@@ -150,7 +150,7 @@ def check(workdir: Path, config: Config, overwrite: bool) -> bool:
 
 def outcome(workdir: Path) -> dict[str, Any]:
   """The content of outcome.json; empty before the run's end, or if a kill has torn the file."""
-  return _mapping(workdir / OUTCOME)
+  return mapping(workdir / OUTCOME)
 
 
 def reached_end(workdir: Path, config: Config) -> bool:
@@ -181,7 +181,7 @@ def clear_outcome(workdir: Path) -> None:
     (workdir / OUTCOME).unlink(missing_ok=True)
 
 
-def _mapping(path: Path) -> dict[str, Any]:
+def mapping(path: Path) -> dict[str, Any]:
   """The mapping in a file of JSON; empty if there is none, or no such file."""
   try:
     found = json.loads(path.read_text())
@@ -230,7 +230,7 @@ def _refuse_to_delete(workdir: Path, paths: Collection[Path]) -> None:
     fix = "remove the link, and what it leads to if that is not needed"
     require(not linked, "--workdir", str(workdir), rule, fix)
   there = [path.name for path in paths if path.exists()]
-  values = _mapping(workdir / "config.json")
+  values = mapping(workdir / "config.json")
   ours = (workdir / STARTED).exists() or {"islands", "sync"} <= values.keys()
   rule = f"--overwrite would delete {', '.join(there)} in it, but it holds no run (no config.json)"
   fix = "choose another directory, or move them away"
@@ -421,10 +421,15 @@ class RequestFile(Generic[T]):
     news_only: bool = False,
   ):
     self._path, self._parse, self._what = path, parse, what
-    self._at = path.stat().st_size if news_only and path.exists() else 0
+    self._news_at = path.stat().st_size if path.exists() else 0
+    self._at = self._news_at if news_only else 0
 
   def poll(self) -> Iterator[tuple[float, T]]:
-    """(time of the request in unix seconds, the request) of every line since the last call."""
+    """(age in seconds, the request) of every line since the last call.
+
+    The age of a line that this reader has found there is by the clock of the one who wrote it; a
+    later line is new, whatever its time.
+    """
     try:
       with self._path.open("rb") as file:
         file.seek(self._at)
@@ -432,12 +437,13 @@ class RequestFile(Generic[T]):
     except FileNotFoundError:
       return
     for line in lines:
+      new = self._at >= self._news_at
       self._at += len(line) + 1
       if not line:
         continue
       try:
         fields = json.loads(line)
-        when = float(fields.pop("time"))
-        yield when, self._parse(fields)
+        age_seconds = time.time() - float(fields.pop("time"))
+        yield 0.0 if new else max(0.0, age_seconds), self._parse(fields)
       except Exception as error:  # anything may be in the file
         warn(f"{self._path}: a line asks for no {self._what} ({error}). It is ignored.")

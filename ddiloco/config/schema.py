@@ -363,7 +363,8 @@ class NetworkConfig:
   patience_seconds: Positive = 2.0  # least wait until a shard's buddy counts as away
   silence_seconds: Positive = 30.0  # messages for a peer that is silent for so long are dropped
   # A learner that reaches no shard for so long ends, with an error; so does an island one host of
-  # which waits for its data for so long. At a run's end: for room on the disk, or an evaluator.
+  # which waits for its data for so long. At a run's end: for room on the disk, and of the processes
+  # engine for an evaluator.
   give_up_seconds: Positive = 600.0
   drain_seconds: NotNegative = 25.0  # a role that is told to end has so long to get its work merged
 
@@ -387,8 +388,9 @@ class RunConfig:
   prompt: str = "def "  # of the sample that is printed at the end
   sample_tokens: Natural = 160
   # A role that dies is started again after restart_seconds, doubled with every death in a row, up
-  # to a minute; after more than max_restarts in a row it is given up. A healthy period ends the row
-  # (protocol/supervisor.py), and planned faults do not count.
+  # to a minute; after more than max_restarts in a row it is given up (an evaluator: tried again
+  # each minute). A healthy period ends the row (protocol/supervisor.py), and planned faults do not
+  # count.
   restart_seconds: NotNegative = 1.0
   max_restarts: Natural = 5
   # A learner whose loop has made no turn for so long, and for 20 of its usual steps, hangs: the

@@ -52,33 +52,32 @@ class RunResult(Frozen):
   params: Mapping[str, np.ndarray]  # global model; without shards of the first remaining learner
   island_params: dict[int, dict[str, np.ndarray]]  # of remaining learners; only without shards
   lost: str = ""  # work that is lost although the run went on
-  saved: bool = False  # `params` are in WORKDIR/result already
+  saved: bool = False  # `params`, or a newer result, are in WORKDIR/result already
   untrained_loss: float | None = None  # held-out, of the initial parameters; None: not measured
   merged_tokens: int = 0  # that `params` have seen; without shards, those of all islands
 
 
-class NewerResult(Exception):
-  """The result that is there has seen more tokens, and stays."""
+def newer_result(workdir: Path, merged_tokens: int) -> str:
+  """That the result that is there has seen more tokens, in words; "": it has not.
+
+  A run that goes on begins at a snapshot, which is older than the result of its earlier start.
+  """
+  if (there := weights.merged_tokens(workdir / RESULT)) <= merged_tokens:
+    return ""
+  it = "the result of an earlier start, which stays"
+  return f"it has seen {merged_tokens:,} tokens, and {it}, has seen {there:,}"
 
 
 def save_result(
   config: Config, workdir: Path, params: Mapping[str, np.ndarray], merged_tokens: int
 ) -> None:
-  """Saves the global model as the run's result.
-
-  A run that goes on begins at a snapshot, which is older than the result of its earlier start.
+  """Saves the global model as the run's result, unless a newer result is there.
 
   Raises:
-    NewerResult: as it says; nothing is changed.
     OSError: it cannot be saved.
   """
-  there = weights.merged_tokens(workdir / RESULT)
-  if there > merged_tokens:
-    raise NewerResult(
-      f"it has seen {merged_tokens:,} tokens, and the result of an earlier start, which stays, has"
-      f" seen {there:,}"
-    )
-  weights.save(workdir / RESULT, params, initial.said_of_result(config, merged_tokens))
+  if not newer_result(workdir, merged_tokens):
+    weights.save(workdir / RESULT, params, initial.said_of_result(config, merged_tokens))
 
 
 class Engine:
@@ -152,7 +151,7 @@ class Engine:
         self._ending = True
         self._end(reason)
       except KeyboardInterrupt:  # a second Ctrl-C: do not wait until work is merged
-        reason, self._ending = "stopped", False
+        reason, self._ending = "finished" if self._merged() else "stopped", False
       finally:
         self._kill()
     self._finish(reason)
@@ -236,9 +235,11 @@ class Engine:
     left = sum(not role.ended for role in learners)
     if left >= self._state.quorum:
       self._quorum_at = now
-    if now - self._quorum_at <= MEASURE_SECONDS:  # the evaluator may be a moment behind
+    patience = self.config.network.give_up_seconds
+    if now - self._quorum_at <= patience:  # the evaluator may be behind, or about to start again
       return None
-    warn(f"{left} learners are left, and {self._state.quorum} are needed. The run is stopped.")
+    few = f"{left} learners are left, and {self._state.quorum} are needed"
+    warn(f"{few}; the final model has not come in {patience:g} s. The run is stopped.")
     return "stopped"
 
   def _end(self, reason: str) -> None:
@@ -385,12 +386,18 @@ class Engine:
     """To be called by a life that begins its work, once it has all that it had to wait for."""
     self._news.put(lambda: supervisor.Working(name, time.monotonic()))
 
-  def _evaluate(self, runtime: Runtime) -> None:
-    """One life of the evaluator."""
+  def _evaluate(self, runtime: Runtime, broken: Callable[[], str] = lambda: "") -> None:
+    """One life of the evaluator; `broken` says why its endpoint works no more."""
+
+    def stopped() -> bool:
+      if reason := broken():
+        raise ConnectionError(reason)
+      return EVALUATOR_ADDRESS in self._told
+
     self._works(EVALUATOR_ADDRESS)
     life = runtime, runtime.recorder.incarnation, self._save_result
     self._evaluated = role = Evaluator(self.config, self.plan, self._measure, *life)
-    role.run(lambda: EVALUATOR_ADDRESS in self._told)
+    role.run(stopped)
 
   def _result(self, reason: str, params: Mapping[str, np.ndarray], merged_tokens: int) -> RunResult:
     """The result of a run with shards; `params`: the global model, which has seen these tokens."""
@@ -398,10 +405,6 @@ class Engine:
     known = self._evaluated
     saved, untrained_loss = (known.saved, known.untrained_loss) if known else (False, None)
     return RunResult(reason, params, {}, lost, saved, untrained_loss, merged_tokens)
-
-  def _initial_values(self) -> Mapping[int, np.ndarray]:
-    """Fragment -> initial value, as far as this process can make it."""
-    return initial.initial_values(self.config, self.plan, range(len(self.plan.fragments)))
 
   def _save_result(self, params: initial.Assembled, merged_tokens: int) -> None:
     """Saves the final model, as the evaluator has it, before it is measured."""

@@ -121,7 +121,7 @@ class Hosts:
     for them hangs nor this one, of which a probe must hear.
     """
     if reading:
-      self._runner.beat()
+      self._runner.health.beat()
     network, usual_seconds = self._runner.config.network, self._runner.usual_seconds()
     if self.progress.done <= COMPILED_ORDERS:
       return START_SECONDS

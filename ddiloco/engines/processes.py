@@ -9,6 +9,7 @@ in turns; it reads the children's progress from their event logs.
 from __future__ import annotations
 
 import contextlib
+import functools
 import signal
 import time
 from collections.abc import Mapping
@@ -223,7 +224,9 @@ class ProcessesEngine(Engine):
   def _run_evaluator(self, recorder: Recorder) -> None:
     who = EVALUATOR_ADDRESS, recorder.incarnation, self._evaluator_keys
     with contextlib.closing(connect(self.config, self.plan, self._spec, *who)) as endpoint:
-      self._evaluate(Runtime(endpoint, recorder, initial=self._initial_values))
+      make = functools.partial(initial.initial_values, self.config, self.plan)
+      runtime = Runtime(endpoint, recorder, initial=make)
+      self._evaluate(runtime, lambda: endpoint.broken or endpoint.fenced)
 
   def _outcome(self, reason: str) -> RunResult:
     role = self._evaluated

@@ -53,7 +53,6 @@ class Profiler:
     self._workdir, self._record = workdir, record
     parse = lambda fields: msgspec.convert(fields, ProfileRequest)  # noqa: E731
     self._requests = RequestFile[ProfileRequest](workdir / PROFILE_REQUESTS, parse, "trace")
-    self._began = time.time()
     self.steps: dict[str, int] = {}
     self._first: dict[str, int] = {}  # the same after the role's first step
     self._traced: tuple[str, list[int]] = "", []  # a learner, and its steps during its trace
@@ -82,9 +81,9 @@ class Profiler:
       asked += guard(lambda: [*self._requests.poll()], instead=())
       # The step under way when a trace begins is not whole; the next one, `from_step`, must be.
       due = [each for each in asked if self._at(each[1]) >= max(0, each[1].from_step - 2)]
-      for when, request in due[:1]:
-        asked.remove((when, request))
-        if when < self._began and self._first[request.role] >= request.from_step:
+      for age_seconds, request in due[:1]:
+        asked.remove((age_seconds, request))
+        if age_seconds and self._first[request.role] >= request.from_step:
           continue  # an earlier process had answered it
         try:
           self._trace(request)

@@ -10,10 +10,8 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from ddiloco import workdir
 from ddiloco.chaos import Faults, FaultyEndpoint, fault_requests
@@ -107,6 +105,8 @@ class RoleRunner:
     ready: what the role waits for, "": it works.
     progress: how far it is, in words.
     usual_seconds: of one step, 0 before it is known.
+    health: what probes hear. After `busy`, until the next call of `stopped`, the role may take as
+      long as it may take to start.
   """
 
   def __init__(self, address: str, config: Config, place: RoleSpec):
@@ -139,7 +139,7 @@ class RoleRunner:
     self._began = False  # the role checks for signals itself, or other roles may know of it
     self._waited = False  # whether the role has waited for a newer life to fall silent
     self._end_at = math.inf  # when the process ends if the role has not begun by then
-    self._health = Health(self._status)
+    self.health = Health(self._status)
     self.faults = Faults((), 0.0, role=address)
     self._asked = fault_requests(place.workdir)
     self._reached_at = time.monotonic()
@@ -147,7 +147,7 @@ class RoleRunner:
     self._thread = threading.Thread(target=self._look, name=f"attend {address}", daemon=True)
 
   def __enter__(self) -> RoleRunner:
-    where = f", probes at {self._health.serve(self.place.http)}" if self.place.http else ""
+    where = f", probes at {self.health.serve(self.place.http)}" if self.place.http else ""
     self._heard = self._signals.enter_context(terminates(self.stop))
     self.say(f"starts in run {self.place.run_id!r}, incarnation {self.incarnation}{where}")
     self._thread.start()
@@ -159,7 +159,7 @@ class RoleRunner:
     self._profiler.close()
     self.disconnect()
     self.recorder.close()
-    self._health.close()
+    self.health.close()
     if self._lives is not None:
       self._lives.close()
     self._signals.close()
@@ -242,14 +242,6 @@ class RoleRunner:
     self._reached_at = time.monotonic()
     return self.endpoint
 
-  def initial_values(self) -> Mapping[int, np.ndarray]:
-    """Flat initial values of all fragments, made here.
-
-    Raises:
-      ConfigError: `run.init_from` cannot be read on this machine.
-    """
-    return initial.initial_values(self.config, self.plan, range(len(self.plan.fragments)))
-
   @functools.cached_property
   def storage(self) -> Storage | None:
     """The run's snapshots; None if it makes none."""
@@ -295,26 +287,18 @@ class RoleRunner:
       Outnumbered: this life cannot go on, but the role may begin anew.
     """
     self._began = True
-    self._health.beat()
+    self.health.beat()
     if self._kind == "learner":
       self._hangs.beat(self.address, self.usual_seconds())
     if self._over is not None:
       raise self._over
     return self.stop.is_set()
 
-  def beat(self) -> None:
-    """Tells probes that the role lives: it waits for what has a limit of its own."""
-    self._health.beat()
-
   def end_early(self) -> None:
     """Ends the process of a role that was asked to end before it had begun."""
     self.say("was asked to end before it had begun; nothing is lost")
     self.recorder.close()
     os._exit(self._asked_status())
-
-  def busy(self, what: str) -> None:
-    """Until the next call of `stopped`, the role may take as long as it may take to start."""
-    self._health.busy(what)
 
   def say(self, text: str) -> None:
     """Prints one line, if the process has a terminal. Parts of the text may come from a peer, so
@@ -365,8 +349,8 @@ class RoleRunner:
 
   def _probe(self, waits_for: str) -> None:
     first = FIRST_STEP_SECONDS if self._kind == "learner" else 0.0
-    self._health.allow_seconds = self.usual_seconds() or first
-    self._health.waits_for = str(self._over or waits_for)
+    self.health.allow_seconds = self.usual_seconds() or first
+    self.health.waits_for = str(self._over or waits_for)
 
   def _status(self) -> dict[str, Any]:
     endpoint, waits_for = self.endpoint, str(self._over or self.ready())
@@ -429,9 +413,8 @@ class RoleRunner:
 
   def _suffer(self) -> None:
     """Begins requested faults inside this role, or goes on with them if they still last."""
-    for when, fault in self._asked.poll():
-      ago = max(0.0, time.time() - when)  # the clock of who asked may be ahead
-      left = fault.seconds - ago
+    for age_seconds, fault in self._asked.poll():
+      left = fault.seconds - age_seconds
       if fault.role == self.address and fault.action in INSIDE and left > 0:
         self.faults.begin(fault, left)
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib
 import json
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -23,7 +24,8 @@ from ddiloco.checks import refusal, require, require_one_of
 from ddiloco.config import Config, ConfigError
 from ddiloco.core import fragments
 from ddiloco.dashboard.server import Dashboard, Where
-from ddiloco.engines.engine import NewerResult, RunResult, save_result
+from ddiloco.engines.engine import RunResult, newer_result, save_result
+from ddiloco.engines.role_spec import terminates
 from ddiloco.environment import FINISHED, INTERRUPTED, LOST
 from ddiloco.observe.eventlog import EventStream
 from ddiloco.observe.live import LiveView, TensorBoard
@@ -39,6 +41,7 @@ from ddiloco.training.tokens import load_tokenizer
 
 EXIT_STATUS = {"finished": FINISHED, "failed": LOST, "stopped": INTERRUPTED}
 ENGINES = ("threads", "processes", "ray")  # imported only when used: Ray may not be installed
+ROOM = "make room, or the place writable"
 SAVE_AGAIN_SECONDS = 10.0  # between two attempts to save the end of a run
 EVALUATION_BATCH = 16  # sequences at most ...
 EVALUATION_LOGITS = 1 << 26  # ... and values of logits at once: 256 MiB
@@ -70,7 +73,9 @@ def train(
   corpus = data.open_data(config.data)
   digest = corpus.digest if isinstance(corpus, data.Corpus) else ""
   if goes_on:
-    _refuse_other_data(config, workdir, digest)
+    known = workdirs.mapping(workdir / workdirs.SOURCES)  # empty: its roles were started by hand
+    _refuse_other_data(config, workdir, known.get("corpus", digest), digest)
+    initial.warn_of_other(config, known, "with which the run began, or went on")
   heldout = evaluator(config, corpus) if config.run.evaluations else None
   measure = heldout.measure if heldout is not None else None
   runner = make_engine(engine)(config, workdir, corpus, measure, **(options or {}))
@@ -78,7 +83,8 @@ def train(
     served = Dashboard(workdir, dashboard) if dashboard else None  # opens its port, or is refused
     with workdirs.held(workdir), kept_in(workdir / workdirs.COMPILED):
       workdirs.claim(workdir, config, overwrite)
-      workdirs.write_whole(workdir / workdirs.CORPUS, f"{digest}\n")
+      sources = json.dumps({"corpus": digest, **initial.sources(config)})
+      workdirs.write_whole(workdir / workdirs.SOURCES, f"{sources}\n")
       islands = (workdir / workdirs.ISLANDS / f"learner-{m}" for m in range(config.num_islands()))
       for saved in (workdir / workdirs.RESULT, *islands):
         weights.clear(saved)
@@ -104,10 +110,12 @@ def _train(
     steps = max(e.global_step for e in EventStream(workdir) if isinstance(e, Step))
     return _train_alone(config, workdir, corpus, heldout, runner, steps)
 
+  asked = threading.Event()  # to end, now that the run is over
   try:
-    conclude(config, workdir, outcome, heldout and heldout.loss, compare)
+    with terminates(asked):
+      conclude(config, workdir, outcome, heldout and heldout.loss, compare, asked.wait)
   except OSError as error:
-    print(f"\nThe run's end is not saved: {error}. Fix: make room; give the same command again.")
+    print(f"\nThe run's end is not saved: {error}. Fix: {ROOM}; give the same command again.")
     return EXIT_STATUS["failed"]
   return LOST if outcome.lost else EXIT_STATUS[outcome.reason]
 
@@ -146,8 +154,8 @@ def conclude(
   """Leaves result, outcome and report in `workdir`, and prints the main numbers.
 
   The result is saved first, for which a full disk has network.give_up_seconds to get room. A later
-  step that fails (a loss for which there is no memory, ...) is reported and left out: it can be
-  repeated later, and the exit status is about the training.
+  step that fails (a loss for which there is no memory, ...) or is interrupted is reported and left
+  out: it can be repeated later, and the exit status is about the training.
 
   Args:
     config: the run's. With run.evaluations = 0 nothing is evaluated.
@@ -155,7 +163,8 @@ def conclude(
     outcome: what the run's engine returned.
     loss: held-out loss of a parameter tree; None where nothing is evaluated.
     compare: called once the result is saved; returns the numbers to compare it with.
-    pause: waits for so many seconds between two attempts to save; true: there is no other attempt.
+    pause: waits for so many seconds; true: asked to end, it tries no more to save what failed, and
+      measures nothing.
 
   Raises:
     OSError: the result cannot be saved. Then no outcome is written: the run can go on.
@@ -163,22 +172,23 @@ def conclude(
   extra: dict[str, Any] = {"reason": outcome.reason}
   measured = lambda: _merged(config, workdir, outcome, loss)  # noqa: E731
   patience = config.network.give_up_seconds, pause
-  try:
-    _until_saved(lambda: _save(config, workdir, outcome), *patience)
-  except NewerResult as newer:
-    extra["left_out"] = {"the model of this start": str(newer)}
+  if newer := newer_result(workdir, outcome.merged_tokens):
+    extra["left_out"] = {"the model of this start": newer}
     measured = lambda: {"loss_merged": loss(load_result(workdir, config))}  # noqa: E731
+  else:
+    until_saved(lambda: _save(config, workdir, outcome), *patience)
   if outcome.lost:
     extra["lost"] = outcome.lost
-  _until_saved(lambda: _write_outcome(workdir, extra), *patience)
+  until_saved(lambda: _write_outcome(workdir, extra), *patience)
   run = config.run
   if run.evaluations and loss is not None:
-    _attempt("the untrained model's loss", extra, lambda: _untrained(config, outcome, loss))
-    _attempt("the result's loss", extra, measured)
-    _attempt("the comparison", extra, compare)
+    untrained = lambda: _untrained(config, outcome, loss)  # noqa: E731
+    _attempt("the untrained model's loss", extra, untrained, pause)
+    _attempt("the result's loss", extra, measured, pause)
+    _attempt("the comparison", extra, compare, pause)
   if run.sample_tokens and evaluate.makes_text(config.model):
     arguments = run.prompt, run.sample_tokens, 0.7, config.seed
-    _attempt("the sample", extra, lambda: {"sample": sample(workdir, config, *arguments)})
+    _attempt("the sample", extra, lambda: {"sample": sample(workdir, config, *arguments)}, pause)
   _attempt("the count of steps", extra, lambda: {"learner_steps": all_steps(workdir)})
   began = workdirs.start_time  # of the run, also if it went on
   took = lambda: {"seconds": max(0.0, round(time.time() - began(workdir), 1))}  # noqa: E731
@@ -187,7 +197,7 @@ def conclude(
   _print_end(config, workdir, extra)
 
 
-def _until_saved(
+def until_saved(
   save: Callable[[], None], seconds: float, pause: Callable[[float], bool | None]
 ) -> None:
   """Calls `save`, and for so long again while it raises OSError: the end of a run is worth that."""
@@ -198,17 +208,13 @@ def _until_saved(
     except OSError as error:
       if time.monotonic() >= until:
         raise
-      print(f"\nThe run's end is not saved yet: {error}. Fix: make room.", flush=True)
+      print(f"\nThe run's end is not saved yet: {error}. Fix: {ROOM}.", flush=True)
       if pause(min(SAVE_AGAIN_SECONDS, seconds)):
         raise
 
 
 def _save(config: Config, workdir: Path, outcome: RunResult) -> None:
-  """Saves the result; of islands that trained alone all, since the best is not known yet.
-
-  Raises:
-    NewerResult: that of an earlier start has seen more tokens, and stays.
-  """
+  """Saves the result; of islands that trained alone all, since the best is not known yet."""
   if not outcome.saved:
     save_result(config, workdir, outcome.params, outcome.merged_tokens)
   if len(outcome.island_params) > 1:
@@ -227,13 +233,24 @@ def _write_end(workdir: Path, extra: Mapping[str, Any]) -> Mapping[str, Any]:
   return {}
 
 
-def _attempt(what: str, extra: dict[str, Any], make: Callable[[], Mapping[str, Any]]) -> None:
+def _attempt(
+  what: str,
+  extra: dict[str, Any],
+  make: Callable[[], Mapping[str, Any]],
+  pause: Callable[[float], bool | None] = time.sleep,
+) -> None:
   """Adds what `make` returns to `extra`; an exception is noted there under "left_out"."""
   try:
+    if pause(0.0):
+      raise KeyboardInterrupt
     extra |= make()
+  except KeyboardInterrupt:
+    reason = "interrupted"
   except Exception as error:
     reason = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-    extra["left_out"] = {**extra.get("left_out", {}), what: reason}
+  else:
+    return
+  extra["left_out"] = {**extra.get("left_out", {}), what: reason}
 
 
 def _refuse_own_start(config: Config, workdir: Path, overwrite: bool) -> None:
@@ -247,13 +264,9 @@ def _refuse_own_start(config: Config, workdir: Path, overwrite: bool) -> None:
   require(not own, field, value, rule, "give the new run another --workdir")
 
 
-def _refuse_other_data(config: Config, workdir: Path, digest: str) -> None:
+def _refuse_other_data(config: Config, workdir: Path, before: str, digest: str) -> None:
   """Refuses to go on with other data: what was trained on might be held out then, and be measured
   as if it had never been seen."""
-  try:
-    before = (workdir / workdirs.CORPUS).read_text().strip()
-  except FileNotFoundError:  # the run's roles were started by hand
-    return
   began = f"the run in --workdir={workdir} began with other data (of data.source"
   rule = f"{began} {config.data.source!r}), of which other parts are held out"
   fix = "bring the old files back, or begin another run from this one's result (run.init_from)"
@@ -421,6 +434,8 @@ def _print_end(config: Config, workdir: Path, extra: Mapping[str, Any]) -> None:
   drawn = "the report" not in extra.get("left_out", {})
   report = f"Report: {workdir / 'report' / 'index.html'}   " if drawn else ""
   print(f"\n{report}Result: {workdir / workdirs.RESULT}")
+  if extra["reason"] != "finished":
+    print("The run is not finished: the same command goes on with it.")
 
 
 def describe(config: Config) -> str:

@@ -134,13 +134,14 @@ def _life(runner: RoleRunner, number: int, island, batches: Batches, afresh: boo
   config, plan, recorder = runner.config, runner.plan, runner.recorder
   new = restore.new_learner(config, plan, number, runner.incarnation, afresh)
   began = time.monotonic()
-  runner.busy("restoring a snapshot")  # `stopped` may have been called before, by a former life
+  runner.health.busy("restoring a snapshot")  # a former life may have called `stopped`
   storage = None if afresh else runner.storage
   beginning = restore.begin_learner(new, config, island, storage, recorder)
   if beginning.arrays:
     runner.say(f"has its part of a snapshot, after {time.monotonic() - began:.1f} s")
   endpoint, saver = runner.connect(), runner.saver()
-  runtime = Runtime(endpoint, recorder, saver, initial=runner.initial_values)
+  make = functools.partial(initial.initial_values, config, plan)
+  runtime = Runtime(endpoint, recorder, saver, initial=make)
   role = Learner(beginning, config, plan, island, batches, runtime)
   exchange = role.exchange
   runner.ready = lambda: _joining(exchange.state, endpoint.links(), config)
@@ -262,7 +263,6 @@ def _over(
   begin slowly: the evaluator may lack the final model."""
   settings, begun_at = runner.config.network, role.state.recovery_deadline if back else 0.0
   alone_until = time.monotonic() + settings.give_up_seconds if back else 0.0
-  patience = settings.silence_seconds, settings.give_up_seconds
 
   def over() -> bool:
     nonlocal alone_until
@@ -271,7 +271,7 @@ def _over(
     if role.state.members:
       alone_until = 0.0
     now = time.monotonic()
-    finished = syncer_rules.finished(role.state, now, *patience) and role.idle
+    finished = syncer_rules.finished(role.state, now, settings.silence_seconds) and role.idle
     return (finished and now >= max(begun_at, alone_until)) or runner.stopped()
 
   return over
@@ -285,7 +285,8 @@ def _untaken(role: Syncer) -> str:
   """What a shard waits for at the end, "": nothing. An evaluator that has left has the model."""
   member = role.state.members.get(EVALUATOR)
   lost = member is not None and member.lost and _complete(role)
-  return "the evaluator, which has not saved the final model" if lost else ""
+  again = "start it again, with run.evaluations = 0 if it fails to evaluate"
+  return f"the evaluator, which has not saved the final model ({again})" if lost else ""
 
 
 def _shard_status(runner: RoleRunner, role: Syncer) -> int:
@@ -299,10 +300,10 @@ def _shard_status(runner: RoleRunner, role: Syncer) -> int:
   left = [f for f in role.state.fragments if f.version > 0] if alone else role.replication.missing()
   if not over and left:
     runner.say("ends with lost work: no other shard has all of its fragments")
-  if untaken := _untaken(role):
+  if untaken := bool(_untaken(role)):
     runner.say(
-      f"has waited in vain for {untaken}. Fix: start all roles again, the evaluator too: they go on"
-      " from the newest snapshot"
+      "ends before the evaluator has saved the final model. Fix: start all roles again, also the"
+      " evaluator: they go on from the newest snapshot"
     )
   return LOST if had or untaken or (left and not over) else FINISHED
 
@@ -362,7 +363,7 @@ def _ask_buddy(runner: RoleRunner, copies: Copies) -> dict[int, Committed]:
   def keep_on(quiet_seconds: float) -> bool:
     stopped = runner.stopped()
     # `stopped` ends the grace of starting; until the role runs, recovery may take minutes.
-    runner.busy("recovering its fragments")
+    runner.health.busy("recovering its fragments")
     return not stopped and quiet_seconds < runner.config.network.silence_seconds
 
   found = recover(copies, keep_on)
@@ -411,13 +412,15 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
     runner.ready = lambda: "reading the held-out data"
     heldout = session.evaluator(config, corpus or data.open_data(config.data))
     measure, loss = heldout.measure, heldout.loss
-  endpoint = runner.connect()
-  runtime = Runtime(endpoint, runner.recorder, initial=runner.initial_values)
+  endpoint, stopping = runner.connect(), runner.stop.wait
+  make = functools.partial(initial.initial_values, config, runner.plan)
+  runtime = Runtime(endpoint, runner.recorder, initial=make)
   weights.clear(result)
 
   def save(params: initial.Assembled, merged_tokens: int) -> None:
-    runner.busy("saving and measuring the result")
-    save_result(config, runner.place.workdir, params, merged_tokens)
+    runner.health.busy("saving and measuring the result")
+    final = config, runner.place.workdir, params, merged_tokens
+    session.until_saved(lambda: save_result(*final), config.network.give_up_seconds, stopping)
 
   role = Evaluator(*(config, runner.plan, measure, runtime, runner.incarnation), save=save)
   runner.ready = lambda: _joining(role.exchange.state, endpoint.links(), config)
@@ -429,14 +432,16 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
   state = role.exchange.state
   if not state.joined:
     raise Ended("ends before it had received the whole model: there is no result")
-  finished = state.merged_tokens >= config.run.total_tokens
-  reason = "finished" if finished else "stopped"
+  if role.finished and not role.saved:
+    raise Ended("has not saved the final model, which the shards keep. Fix: start it again")
+  reason = "finished" if role.finished else "stopped"
   seen = role.saved, role.untrained_loss, state.merged_tokens
   outcome = RunResult(reason, role.store.params(), {}, "", *seen)
-  runner.busy("writing the report")
+  runner.health.busy("writing the report")
   try:
-    session.conclude(config, runner.place.workdir, outcome, loss, pause=runner.stop.wait)
+    session.conclude(config, runner.place.workdir, outcome, loss, pause=stopping)
   except OSError as error:
-    again = "all roles: they go on from the newest snapshot" if finished else "it again"
-    raise Ended(f"the run's end is not saved: {error}. Fix: make room, start {again}") from error
+    again = "all roles: they go on from the newest snapshot" if role.saved else "it again"
+    fix = f"{session.ROOM}; start {again}"
+    raise Ended(f"the run's end is not saved: {error}. Fix: {fix}") from error
   return FINISHED

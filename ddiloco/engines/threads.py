@@ -121,7 +121,7 @@ class ThreadsEngine(Engine):
         self._start_after(committed.state.last_round >> 24)  # the event logs may be lost
       self._restored.fragments.clear()  # else they would stay in memory beside newer versions
     elif self.config.sync.num_shards:
-      for p, value in super()._initial_values().items():
+      for p, value in initial.initial_values(self.config, self.plan).items():
         self._store[p] = new_fragment(self.plan.fragments[p], value)
     else:
       self._first = initial.initial_params(self.config)

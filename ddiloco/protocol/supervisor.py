@@ -21,6 +21,7 @@ from ddiloco.protocol.values import Frozen, replace
 LONGEST_PAUSE_SECONDS = 60.0  # pauses double up to this, or stay at a greater `restart_seconds`
 HEALTHY_PAUSES = 10  # a healthy period, in longest pauses: such a role is up 90 % of the time
 HEALTHY_SECONDS = 60.0  # a healthy period at least: a wrong first step or round shows within that
+GIVEN_UP = ("learner-", "syncer-")  # the evaluator is not: no other role writes the result
 DOWN, UP, LEFT, GONE = "down", "up", "left", "gone"
 
 # --- events ---------------------------------------------------------------------------------------
@@ -260,6 +261,8 @@ def _lose(state: Supervisor, role: Role, event: Exited, actions: list[Action]) -
   else:
     worked_seconds = max(0.0, event.now - role.working_since)
     deaths, pause = after_exit(deaths, worked_seconds, state.run)
+    if pause is None and not event.role.startswith(GIVEN_UP):
+      pause = LONGEST_PAUSE_SECONDS
   actions.append(Lost(event.role, reason))
   role = replace(role, deaths=deaths, kill=None, afresh=event.afresh)
   if pause is None or role.dismissed:

@@ -69,16 +69,14 @@ def init(
   )
 
 
-def finished(
-  state: SyncerState, now: float, silence_seconds: float, give_up_seconds: float
-) -> bool:
-  """Whether the run needs this shard no more: all tokens are merged, all members left or silent.
+def finished(state: SyncerState, now: float, silence_seconds: float) -> bool:
+  """Whether the run needs this shard no more: all tokens are merged, all learners left or silent.
 
-  An evaluator that is silent may come back: it leaves once it has saved the final model.
+  An evaluator that was ever here leaves once it has saved the final model, which no other role has:
+  a silent one is waited for, without a limit.
   """
-  patience = {EVALUATOR: max(silence_seconds, give_up_seconds)}
   return all(state.complete(f) for f in state.fragments) and not any(
-    now - member.heard_at < patience.get(m, silence_seconds) for m, member in state.members.items()
+    m == EVALUATOR or now - member.heard_at < silence_seconds for m, member in state.members.items()
   )
 
 

@@ -88,7 +88,7 @@ class Evaluator:
     A measurement runs on a thread of its own: meanwhile this role receives versions, and reports to
     the shards as a member that awaits the end of the run. When it is stopped it does not wait for a
     measurement under way. At the end of the run it first saves the final model, and only then says
-    goodbye to the shards: if it dies before that, its next incarnation gets it from them.
+    goodbye to the shards: if it ends before that, they keep the model for its next incarnation.
     """
     with short_collections():
       drive(self._live(stopped), self.exchange.endpoint, LOOK_SECONDS)
@@ -110,11 +110,11 @@ class Evaluator:
         saving = _begin("saving the final model", self._save_end)
         while saving.is_alive():
           yield from self.exchange.wait()
-        self.exchange.leave(f"{self.exchange.state.merged_tokens} tokens are merged")
+        if self.saved:
+          self.exchange.leave(f"{self.exchange.state.merged_tokens} tokens are merged")
         idle = measuring is None or ended(measuring, MEASURE_SECONDS)
         if idle and self._evaluations and measured < self.exchange.state.merged_tokens:
           self._measure(*self._now())
-      self.exchange.leave()
     finally:
       self.exchange.close()
 
@@ -134,7 +134,7 @@ class Evaluator:
     return self.store.params(), state.merged_tokens, state.global_step, untrained
 
   def _save_end(self) -> None:
-    """Saves the final model before it is used; if this fails, the caller of the run tries again."""
+    """Saves the final model before it is used."""
     try:
       self._save(self.store.params(), self.exchange.state.merged_tokens)
       self.saved = True

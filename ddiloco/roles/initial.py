@@ -94,11 +94,17 @@ def said_of_result(config: Config, merged_tokens: int) -> dict[str, str]:
 
 def warn_of_changes(config: Config, result: Path) -> None:
   """Warns of each custom part whose source is another one than that of the run with this result."""
-  for field, then in json.loads(weights.metadata(result).get(SOURCES, "{}")).items():
-    part = getattr(config, field.partition(".")[0])
+  then = json.loads(weights.metadata(result).get(SOURCES, "{}"))
+  warn_of_other(config, then, f"that made {result}")
+
+
+def warn_of_other(config: Config, sources: Mapping[str, Any], which: str) -> None:
+  """Warns of each custom part whose source is another one than in `sources`, the ones `which`."""
+  for name in custom.SECTIONS:
+    field, part = f"{name}.custom", getattr(config, name)
     with contextlib.suppress(ConfigError, OSError):  # it is not here: who needs it is refused
-      if custom.identity(part) != then:
-        text = f"{field} = {part.custom!r}: its source is not the one that made {result}"
+      if field in sources and custom.identity(part) != sources[field]:
+        text = f"{field} = {part.custom!r}: its source is not the one {which}"
         warn(f"{text}. Fix: bring that back, or name a copy of it (--config, --config.{field}).")
 
 
@@ -140,13 +146,15 @@ def initial_params(config: Config) -> dict[str, np.ndarray]:
 
 
 def initial_values(
-  config: Config, plan: fragments.Plan, wanted: Collection[int]
+  config: Config, plan: fragments.Plan, wanted: Collection[int] | None = None
 ) -> dict[int, np.ndarray]:
-  """Flat initial values of these fragments, f32 [size]; needs memory for a few more parameters.
+  """Flat initial values of these fragments, or of all, f32 [size]; needs memory for a few more
+  parameters.
 
   Raises:
     ConfigError: as `initial_params`.
   """
+  wanted = range(len(plan.fragments)) if wanted is None else wanted
   parts, flats = plan.parts_by_name(wanted), dict[int, np.ndarray]()
   for p in wanted:
     flats[p] = np.empty(plan.fragments[p].size, np.float32)

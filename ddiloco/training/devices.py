@@ -298,8 +298,9 @@ def make_execution(mesh: Mesh, island: IslandConfig, model: ModelConfig) -> Exec
 def kept_in(folder: str | os.PathLike[str]) -> Iterator[None]:
   """In this context the programs of this process are kept in `folder`, and found there again.
 
-  Several processes may share the folder. A program whose entry a kill has torn is compiled again. A
-  user's own folder (JAX_COMPILATION_CACHE_DIR), which many runs may share, takes precedence.
+  Several processes may share the folder. A program whose entry a kill has torn is compiled again
+  at every start, since JAX replaces no entry. A user's own folder (JAX_COMPILATION_CACHE_DIR),
+  which many runs may share, takes precedence.
   """
   settings = {
     "jax_compilation_cache_dir": jax.config.jax_compilation_cache_dir or os.fspath(folder),

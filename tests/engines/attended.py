@@ -37,7 +37,7 @@ def main() -> int:
     endpoint = runner.connect()
     runner.ready = ready
     answers = os.open(folder / "answers", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.write(answers, f"{runner._health.url}\n".encode())
+    os.write(answers, f"{runner.health.url}\n".encode())
 
     def listen() -> None:
       nonlocal waits_for

@@ -6,7 +6,10 @@ import os
 import signal
 import threading
 import time
+import types
 from pathlib import Path
+
+import pytest
 
 from ddiloco.chaos import Killed
 from ddiloco.config import Fault
@@ -133,6 +136,25 @@ class Stopped(Toy):
     Engine._end(self, reason)
 
 
+def test_an_evaluator_whose_network_has_failed_ends_to_be_started_again(tmp_path, monkeypatch):
+  """It never received anything again, and kept a core busy."""
+
+  class Waits:
+    def __init__(self, *_):
+      return
+
+    def run(self, stopped) -> None:
+      while not stopped():
+        reasons.append("out of memory")
+
+  reasons: list[str] = []
+  monkeypatch.setattr("ddiloco.engines.engine.Evaluator", Waits)
+  engine = Toy(tmp_path)
+  runtime = types.SimpleNamespace(recorder=types.SimpleNamespace(incarnation=7))
+  with pytest.raises(ConnectionError, match="out of memory"):
+    engine._evaluate(runtime, lambda: "".join(reasons))
+
+
 def test_work_is_lost_with_a_learner_that_fails_when_it_should_bring_it_out(tmp_path):
   def live() -> None:
     while NAME not in engine._told:
@@ -175,6 +197,23 @@ def test_whoever_interrupts_again_waits_for_no_thread_and_has_the_result(tmp_pat
     last.cancel()
     released.set()
   assert [e.kind for e in read_events(tmp_path) if e.role == "engine"][-1] == "run_finished"
+
+
+@pytest.mark.parametrize("merged, reason", [(True, "finished"), (False, "stopped")])
+def test_a_run_that_is_interrupted_again_when_all_is_merged_is_finished(tmp_path, merged, reason):
+  """Its result was whole, and the next start trained the last steps again."""
+
+  class Interrupted(Toy):
+    def _over(self) -> str | None:
+      return "stopped"
+
+    def _merged(self) -> bool:
+      return merged
+
+    def _end(self, reason: str) -> None:
+      raise KeyboardInterrupt
+
+  assert Interrupted(tmp_path, lambda: None).run().reason == reason
 
 
 def test_waiting_for_roles_has_a_limit_and_goes_on_with_their_lives(tmp_path):

@@ -233,7 +233,9 @@ def test_an_order_may_take_long_while_a_host_waits_for_data():
   hosts, usual_seconds, beats = Hosts.__new__(Hosts), [1.0, 100.0], []
   hosts.progress = HostProgress(done=50)
   hosts._runner = SimpleNamespace(
-    config=config, usual_seconds=lambda: usual_seconds.pop(0), beat=lambda: beats.append(1)
+    config=config,
+    usual_seconds=lambda: usual_seconds.pop(0),
+    health=SimpleNamespace(beat=lambda: beats.append(1)),
   )
   assert [hosts._order_seconds(True) for _ in range(2)] == [600.0, 1000.0]
   assert len(beats) == 2

@@ -423,10 +423,10 @@ def test_probes_tell_what_it_waits_for(make, capsys):
 def test_a_role_that_waits_for_what_has_its_own_limit_lives(make):
   with make() as runner:
     runner.stopped()
-    runner._health._beaten -= 1000.0
-    assert runner._health.livez()[0] == 503
-    runner.beat()
-    assert runner._health.livez()[0] == 200
+    runner.health._beaten -= 1000.0
+    assert runner.health.livez()[0] == 503
+    runner.health.beat()
+    assert runner.health.livez()[0] == 200
 
 
 @pytest.mark.parametrize(("address", "allowed"), [("learner-3", 600), ("syncer-0", 60)])
@@ -434,10 +434,10 @@ def test_a_learner_has_longer_for_its_first_steps(make, address, allowed):
   """An island whose steps take two minutes was restarted before it had made one."""
   with make(address, bind=SYNCERS[0] if address == "syncer-0" else "") as runner:
     runner.stopped()
-    wait_for(lambda: f"(allowed: {allowed} s)" in runner._health.livez()[1])
+    wait_for(lambda: f"(allowed: {allowed} s)" in runner.health.livez()[1])
     runner.usual_seconds = lambda: 20.0
-    wait_for(lambda: "(allowed: 200 s)" in runner._health.livez()[1])
-    assert runner._health.livez()[0] == 200
+    wait_for(lambda: "(allowed: 200 s)" in runner.health.livez()[1])
+    assert runner.health.livez()[0] == 200
 
 
 def test_lines_of_progress_and_at_once_what_matters(make, capsys):

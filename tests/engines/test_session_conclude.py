@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -159,6 +160,36 @@ def test_a_failed_comparison_or_sample_loses_nothing(tmp_path, monkeypatch, caps
   said = capsys.readouterr().out
   assert "the comparison is left out: RuntimeError: no device" in said
   assert "the sample is left out: RuntimeError: no device" in said
+
+
+def test_who_interrupts_what_is_measured_at_the_end_gets_the_report_without_it(tmp_path, capsys):
+  """The process ended, without a word about the result; nothing drew the report."""
+
+  def loss(_) -> float:
+    os.kill(os.getpid(), signal.SIGINT)
+    return 2.0
+
+  workdir = tmp_path / "run"
+  assert train(workdir, RunResult("finished", params(3), {}), loss) == 0
+  known = json.loads((workdir / OUTCOME).read_text())
+  assert known["loss_untrained"] == 2.0
+  assert known["left_out"] == dict.fromkeys(["the result's loss", "the comparison"], "interrupted")
+  assert (workdir / "report" / "index.html").exists()
+  assert "the comparison is left out: interrupted. The result is saved." in capsys.readouterr().out
+
+  def twice(_) -> float:
+    os.kill(os.getpid(), signal.SIGINT)
+    return loss(_)
+
+  assert train(tmp_path / "2", RunResult("finished", params(3), {}), twice) == 0
+  known = json.loads((tmp_path / "2" / OUTCOME).read_text())
+  assert known["left_out"]["the untrained model's loss"] == "interrupted"
+
+
+@pytest.mark.parametrize("reason", ["finished", "stopped"])
+def test_a_run_that_is_not_finished_says_how_it_goes_on(tmp_path, capsys, reason):
+  conclude(tmp_path, RunResult(reason, params(3), {}), lambda tree: 1.0)
+  assert ("the same command goes on" in capsys.readouterr().out) == (reason == "stopped")
 
 
 def test_with_no_evaluations_nothing_is_evaluated(tmp_path, capsys):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import io
 import shutil
 import time
 import weakref
@@ -28,6 +29,7 @@ from ddiloco.protocol.values import replace
 from ddiloco.roles import initial
 from ddiloco.training import data
 from ddiloco.workdir import claim
+from tests.cli.test_runs_export import OWN, of_own_model
 from tests.engines.test_threads import TOKENS, Ran, make_config
 
 EVERYBODY = {"learner-0", "learner-1", "syncer-0", "syncer-1"}
@@ -276,6 +278,21 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path, monkeypatch):
   with pytest.raises(ConfigError, match=r"^data.path = .*began with other data.*Fix: bring"):
     session.train(config, tmp_path / "run")
   assert session.train(config, tmp_path / "run", overwrite=True) == 0 and len(begun) == 3
+
+
+def test_a_run_that_goes_on_with_another_source_says_so(tmp_path, monkeypatch, capsys):
+  """It did so in silence, if it was killed before it had a result."""
+  kept, changed = tmp_path / "kept.d" / "mine.py", tmp_path / "changed.d" / "mine.py"
+  before, after = of_own_model(kept), of_own_model(changed, OWN + "# by now\n")
+  monkeypatch.setattr(session, "_train", lambda *_: 0)
+  monkeypatch.setattr(session, "make_engine", lambda name: lambda *_: io.StringIO())
+  monkeypatch.setattr(session, "evaluator", lambda *_: None)
+  for config, is_other in ((before, False), (before, False), (after, True), (after, False)):
+    assert session.train(config, tmp_path / "run") == 0
+    said = (
+      f"WARNING: model.custom = '{changed}:model': its source is not the one with which the run"
+    )
+    assert (said in capsys.readouterr().err) == is_other
 
 
 def test_to_overwrite_begins_anew(corpus, workdir, capsys):

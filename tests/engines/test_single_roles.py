@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -9,6 +10,7 @@ import signal
 import socket
 import time
 import types
+import unittest.mock
 import urllib.error
 import urllib.request
 
@@ -22,7 +24,7 @@ from ddiloco.core.delta import Committed
 from ddiloco.core.fragments import owned_by
 from ddiloco.engines import session, single_roles
 from ddiloco.engines.processes import free_urls
-from ddiloco.engines.role_process import FINISHED, LOST
+from ddiloco.engines.role_process import FINISHED, LOST, Ended
 from ddiloco.engines.role_spec import RoleSpec
 from ddiloco.engines.single_roles import run_syncer
 from ddiloco.network.peers import seconds_since_2020
@@ -165,6 +167,44 @@ def test_an_evaluator_that_comes_back_says_that_the_run_goes_on(tmp_path, monkey
   with pytest.raises(Opened):
     single_roles._evaluator(runner, "open")
   assert not file.exists()
+
+
+@pytest.mark.parametrize("full_for, leaves", [(2, True), (10**6, False)])
+def test_an_evaluator_saves_the_final_model_once_there_is_room_and_else_its_shards_keep_it(
+  tmp_path, monkeypatch, full_for, leaves
+):
+  """It left the shards, which ended, and only then waited for room."""
+  tried: list[str] = []
+
+  def save_result(*_) -> None:
+    tried.append("")
+    if len(tried) <= full_for:
+      raise OSError(errno.ENOSPC, "No space left on device")
+
+  class Ends:
+    finished, saved, untrained_loss = True, False, None
+    exchange = types.SimpleNamespace(state=types.SimpleNamespace(joined=True, merged_tokens=7))
+    store = types.SimpleNamespace(params=dict)
+
+    def __init__(self, *_, save):
+      self._save = save
+
+    def run(self, stopped) -> None:
+      with contextlib.suppress(OSError):
+        self._save({}, 7)
+        self.saved = True
+
+  monkeypatch.setattr("ddiloco.roles.evaluator.Evaluator", Ends)
+  monkeypatch.setattr("ddiloco.engines.engine.save_result", save_result)
+  monkeypatch.setattr(session, "evaluator", lambda *_: types.SimpleNamespace(measure=0, loss=0))
+  monkeypatch.setattr(session, "conclude", lambda *_, **__: tried.append("concluded"))
+  runner = unittest.mock.MagicMock(config=CONFIG)
+  runner.place = RoleSpec(tmp_path, "run", ())
+  runner.stop.wait = lambda seconds: len(tried) > 5  # then it is asked to end
+  ends = pytest.raises(Ended, match=r"which the shards keep\. Fix: ")
+  with contextlib.nullcontext() if leaves else ends:
+    assert single_roles._evaluator(runner, "open") == FINISHED
+  assert (tried[-1] == "concluded") == leaves and len(tried) == (4 if leaves else 6)
 
 
 @pytest.mark.parametrize("lost, status", [(False, FINISHED), (True, LOST)])
@@ -310,8 +350,9 @@ def test_a_run_put_together_by_hand(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_an_evaluator_that_comes_back_after_the_end_gets_the_model(tmp_path):
-  """Its shards had ended by then, with status 0, and the model with them."""
-  network = {"silence_seconds": 1.5, "hello_seconds": 0.1}
+  """Its shards had ended by then, with status 0, and the model with them: at once if it had been
+  asked to end, as by the scheduler of its machine, else after network.give_up_seconds."""
+  network = {"silence_seconds": 1.5, "hello_seconds": 0.1, "give_up_seconds": 5.0}
   config = tiny(300, learners=1, min_step_seconds=0.02, network=network)
   (tmp_path / "config.json").write_text(config.to_json())
   workdir, (url,), started = tmp_path / "run", free_urls(1), {}
@@ -328,7 +369,8 @@ def test_an_evaluator_that_comes_back_after_the_end_gets_the_model(tmp_path):
     wait_for(lambda: events_of(workdir, "started", "syncer-0"), "the shard", shard, shard_log)
     learner, learner_log = role("learner", "learner", "--learner=0", "--cpu")
     wait_for(lambda: events_of(workdir, "joined", "evaluator"), "the evaluator", evaluator, log)
-    evaluator.kill()
+    evaluator.terminate()
+    assert evaluator.wait(PATIENCE_SECONDS) == 0, log.read_text()
     assert learner.wait(PATIENCE_SECONDS) == 0, learner_log.read_text()
     waits = "waits: the evaluator, which has not saved the final model"
     wait_for(lambda: waits in shard_log.read_text(), "the shard to wait", shard, shard_log)

@@ -395,17 +395,17 @@ def test_a_run_that_can_never_end_any_more_ends_at_once(corpus, tmp_path, target
   assert all(np.isfinite(v).all() for v in ran.outcome.params.values())
 
 
-def test_a_run_whose_quorum_has_left_is_stopped_and_says_why(corpus, tmp_path, monkeypatch, capsys):
+def test_a_run_whose_quorum_has_left_is_stopped_and_says_why(corpus, tmp_path, capsys):
   """One is given up, and one that had joined leaves by plan: the run waited for ever."""
-  monkeypatch.setattr("ddiloco.engines.engine.MEASURE_SECONDS", 1.0)
   # The kill is late enough for a join whose thread is slow to begin: it would not count before.
   faults = [fault("join", "learner-2", 20, seconds=1.0), fault("kill", "learner-1", 99, seconds=-1)]
-  network = {"drain_seconds": 2.0}  # no round has a quorum that would merge its work
+  # No round has a quorum that would merge its work.
+  network = {"drain_seconds": 2.0, "give_up_seconds": 1.0}
   sections = {"chaos": {"faults": faults}, "sync": {"min_quorum": 2}, "network": network}
   config = make_config(2, steps=10**6, **sections)
   ran = Ran(config, corpus, tmp_path, stop_after=lambda event: event.time > 60)
   assert ran.outcome.reason == "stopped" and ran.of("stopped", "learner-2")
-  assert "1 learners are left, and 2 are needed. The run is stopped." in capsys.readouterr().err
+  assert "1 learners are left, and 2 are needed; the final model" in capsys.readouterr().err
 
 
 def poison(island: HostIsland) -> None:

@@ -24,8 +24,9 @@ STEP_SECONDS = 0.015
 initial = types.ModuleType("ddiloco.roles.initial")
 initial.make_plan = lambda config: fragments.make_plan(toy.SPECS, config.sync)
 initial.contract = lambda config, plan: plan.plan_id
-initial.initial_values = lambda config, plan, wanted: {
-  p: fragments.gather(plan.fragments[p], toy.initial_params()) for p in wanted
+initial.initial_values = lambda config, plan, wanted=None: {
+  p: fragments.gather(plan.fragments[p], toy.initial_params())
+  for p in wanted or range(len(plan.fragments))
 }
 sys.modules[initial.__name__] = ddiloco.roles.initial = initial
 

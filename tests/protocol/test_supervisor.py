@@ -290,6 +290,20 @@ def test_a_run_is_hopeless_without_a_shard_or_a_quorum_and_why_is_known(quorum, 
   assert play.state.hopeless == (hopeless or play.state.hopeless), "the first reason stays"
 
 
+def test_an_evaluator_is_never_given_up_since_no_other_role_writes_the_result():
+  """After half a minute without memory, say, the model of a month was not saved."""
+  play, now = Play(LEARNER, "evaluator"), 0.0
+  for _ in range(3 * RUN.max_restarts):
+    play(Tick(now))
+    play(Exited("evaluator", now))
+    assert play.phase("evaluator") == DOWN
+    now = play.state.roles["evaluator"].start_at
+  assert play.state.roles["evaluator"].deaths > RUN.max_restarts
+  play(Tick(now))
+  play(Exited("evaluator", now))
+  assert play.state.roles["evaluator"].start_at == now + LONGEST_PAUSE_SECONDS
+
+
 def test_a_learner_that_left_is_still_counted_and_one_that_joined_counts_too():
   play = Play("learner-0", "learner-1", quorum=2)
   play(Tick(0.0))

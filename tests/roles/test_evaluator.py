@@ -86,7 +86,9 @@ def test_it_reports_while_it_saves_the_end_and_leaves_when_that_is_saved():
 
 
 @pytest.mark.parametrize("joins", [False, True])
-def test_a_run_that_is_stopped_has_no_final_model(joins):
+def test_a_run_that_is_stopped_has_no_final_model_and_its_shards_keep_theirs(joins):
+  """An evaluator that was ended said goodbye: if all was merged before it was back, its shards had
+  left, and the model with them."""
   watched = Watched()
   if joins:
     watched.publish(0, 0)
@@ -95,7 +97,7 @@ def test_a_run_that_is_stopped_has_no_final_model(joins):
   watched.role.run(lambda: not watched.wire.inbox and state().joined == joins)
   assert state().joined == joins and not watched.role.finished
   assert not watched.saved and not watched.role.saved
-  assert any(isinstance(m, Goodbye) for m in watched.wire.sent)
+  assert not any(isinstance(m, Goodbye) for m in watched.wire.sent)
 
 
 def test_a_stopped_evaluator_waits_for_no_measurement_but_the_end_of_a_program_does():
@@ -128,5 +130,6 @@ def test_a_result_that_cannot_be_saved_or_measured_ends_nothing(capsys):
   watched.publish(1, TOKENS)
   watched.role.run(lambda: False)
   assert not watched.role.saved and not watched.of("evaluation")
+  assert not any(isinstance(m, Goodbye) for m in watched.wire.sent), "the shards keep the model"
   assert watched.of("unevaluated")[-1].reason == "OSError: no space left on device"
   assert "the result is not saved before it is measured: no space left" in capsys.readouterr().err
