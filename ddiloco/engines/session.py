@@ -28,13 +28,14 @@ from ddiloco.engines.engine import RunResult, newer_result, save_result
 from ddiloco.engines.role_spec import terminates
 from ddiloco.environment import FINISHED, INTERRUPTED, LOST
 from ddiloco.observe.eventlog import EventStream
+from ddiloco.observe.guards import warn
 from ddiloco.observe.live import LiveView, TensorBoard
 from ddiloco.observe.report import write_report
 from ddiloco.observe.style import loss_text
 from ddiloco.protocol.events import Step, parse_role
 from ddiloco.roles import initial
 from ddiloco.simulation import bandwidth
-from ddiloco.training import data, evaluate
+from ddiloco.training import data, evaluate, step
 from ddiloco.training.devices import kept_in
 from ddiloco.training.evaluate import HeldoutLoss
 from ddiloco.training.tokens import load_tokenizer
@@ -76,6 +77,8 @@ def train(
     known = workdirs.mapping(workdir / workdirs.SOURCES)  # empty: its roles were started by hand
     _refuse_other_data(config, workdir, known.get("corpus", digest), digest)
     initial.warn_of_other(config, known, "with which the run began, or went on")
+  if config.inner.custom:
+    _warn_of_own_rate(config)
   heldout = evaluator(config, corpus) if config.run.evaluations else None
   measure = heldout.measure if heldout is not None else None
   runner = make_engine(engine)(config, workdir, corpus, measure, **(options or {}))
@@ -92,6 +95,17 @@ def train(
         if served:
           print(f"Dashboard: {served.url}")
         return _train(runner, config, workdir, corpus, heldout)
+
+
+def _warn_of_own_rate(config: Config) -> None:
+  """Warns of an optimizer of the user's own that seems to have a learning rate as well."""
+  inner, length = config.inner, step.first_update(config)
+  if 0 < length < step.OWN_RATE:
+    rule = f"its first update of a gradient of 1 is {length:.1g}"
+    fix = (
+      f"give it a learning rate of 1: inner.learning_rate ({inner.learning_rate:g}) multiplies it"
+    )
+    warn(f"inner.custom = {inner.custom!r}: {rule}. Fix: {fix}.")
 
 
 def _train(

@@ -295,6 +295,20 @@ def test_a_run_that_goes_on_with_another_source_says_so(tmp_path, monkeypatch, c
     assert (said in capsys.readouterr().err) == is_other
 
 
+@pytest.mark.parametrize("rate", [1.0, 3e-4])
+def test_an_optimizer_with_a_learning_rate_of_its_own_is_named(rate, tmp_path, monkeypatch, capsys):
+  """It trained a thousand times too slowly, in silence."""
+  (tmp_path / "mine.py").write_text(f"import optax\ndef inner(config): return optax.adam({rate})\n")
+  inner = {"custom": f"{tmp_path}/mine.py:inner", "learning_rate": 0.004}
+  config = make_config(learners=2, steps=30, inner=inner)
+  monkeypatch.setattr(session, "_train", lambda *_: 0)
+  monkeypatch.setattr(session, "make_engine", lambda name: lambda *_: io.StringIO())
+  monkeypatch.setattr(session, "evaluator", lambda *_: None)
+  assert session.train(config, tmp_path / "run") == 0
+  said = "its first update of a gradient of 1 is 0.0003. Fix: give it a learning rate of 1: inner."
+  assert (said in capsys.readouterr().err) == (rate < 1)
+
+
 def test_to_overwrite_begins_anew(corpus, workdir, capsys):
   shutil.rmtree(workdir / "checkpoints")
   config = make_config(learners=2, steps=30, sync={"snapshot_steps": 40}, run={"evaluations": 0})

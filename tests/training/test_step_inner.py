@@ -130,6 +130,26 @@ def test_muon_turns_matrices_and_steps_as_adam_where_there_are_none():
   assert np.abs(updates["table"]).max() < 1e-4, "Adam's epsilon is the config's"
 
 
+RATES = {
+  "adam": (optax.adam, True),
+  "sgd": (optax.sgd, True),
+  "lion": (optax.lion, True),
+  "adafactor": (optax.adafactor, True),
+  "muon": (optax.contrib.muon, True),
+  "clipped": (lambda r: optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(r)), True),
+  "warms up": (lambda r: optax.adam(optax.linear_schedule(0.0, r, 10)), False),
+  "of other shapes": (lambda r: optax.masked(optax.adam(r), lambda params: params["no"]), False),
+}
+
+
+@pytest.mark.parametrize("make, known", RATES.values(), ids=RATES)
+def test_the_first_update_says_whether_a_transform_has_a_learning_rate(make, known, monkeypatch):
+  for rate in (1.0, 0.01, 3e-4):
+    monkeypatch.setattr(step, "optimizer", lambda inner, axes, rate=rate: make(rate))
+    found = step.first_update(Config(model=TINY))
+    assert (found >= step.OWN_RATE) == (known and rate == 1) and (found > 0) == known
+
+
 def test_muon_without_a_hidden_matrix_is_refused():
   with pytest.raises(ConfigError, match=r"^inner.optimizer = 'muon'.*logical_axes.*Fix"):
     step.optimizer(InnerConfig(optimizer="muon"), {"conv/kernel": (None,) * 4})
