@@ -288,21 +288,15 @@ def _refuse_folder(config: Config, to: str, overwrite: bool) -> None:
 def _save_folder(config: Config, to: str, params: Arrays, metadata: dict[str, str]) -> Path:
   """config.json is written last: without it no reader takes the folder for a model."""
   from ddiloco.checkpoint import weights
-  from ddiloco.models import transformer
-  from ddiloco.training.tokens import load_tokenizer, shared_files
+  from ddiloco.engines import session
+  from ddiloco.training.tokens import shared_files
 
-  setting, folder = config.data.tokenizer, Path(to).expanduser().absolute()
-  tensors = transformer.huggingface_tensors(config.model, params)
-  shape = {
-    **transformer.huggingface_config(config.model),
-    "max_position_embeddings": config.data.sequence_length,
-    "bos_token_id": None,
-    "eos_token_id": load_tokenizer(setting).end_token,
-  }
+  folder = Path(to).expanduser().absolute()
+  shape, tensors = session.as_huggingface(config, params)
   (folder / _SHAPE).unlink(missing_ok=True)
   weights.clear(folder / _TENSORS)
   weights.save(folder / _TENSORS, tensors, {**metadata, "format": "pt"})  # readers ask for "pt"
-  for name, content in shared_files(setting).items():
+  for name, content in shared_files(config.data.tokenizer).items():
     (folder / name).write_bytes(content)
   (folder / _SHAPE).write_text(json.dumps(shape, indent=2))
   return folder

@@ -27,6 +27,7 @@ from ddiloco.dashboard.server import Dashboard, Where
 from ddiloco.engines.engine import RunResult, newer_result, save_result
 from ddiloco.engines.role_spec import terminates
 from ddiloco.environment import FINISHED, INTERRUPTED, LOST
+from ddiloco.models import transformer
 from ddiloco.observe.eventlog import EventStream
 from ddiloco.observe.guards import warn
 from ddiloco.observe.live import LiveView, TensorBoard
@@ -382,6 +383,19 @@ def load_result(workdir: Path, config: Config) -> dict[str, np.ndarray]:
   weights.require_fit(path, params, initial.shapes(config.model), "result")
   initial.warn_of_changes(config, path)
   return params
+
+
+def as_huggingface(
+  config: Config, params: Mapping[str, np.ndarray]
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+  """The model for Hugging Face's classes: what its config.json says, and its tensors."""
+  shape = {
+    **transformer.huggingface_config(config.model),
+    "max_position_embeddings": config.data.sequence_length,
+    "bos_token_id": None,
+    "eos_token_id": load_tokenizer(config.data.tokenizer).end_token,
+  }
+  return shape, transformer.huggingface_tensors(config.model, params)
 
 
 def sample(

@@ -334,8 +334,8 @@ def test_a_fault_is_left_for_the_run(serve, workdir):
   code, text, _ = inject(dashboard)
   assert code == 202 and json.loads(text)["asked"].items() >= KILL.items()
   assert inject(dashboard, {"action": "stall", "role": "syncer-0"})[0] == 202
-  (when, first), (_, second) = asked(workdir)
-  assert abs(when - time.time()) < SECONDS
+  (age_seconds, first), (_, second) = asked(workdir)
+  assert 0 <= age_seconds < SECONDS
   assert first == Fault(**KILL, at_seconds=0.0) and second.role == "syncer-0"
 
 
