@@ -208,7 +208,9 @@ class Saver:
       expected = {*shards, *learners()}
       needed = shards if may_lack else expected
       gone = {role for role in known - declined - metas.keys() if ending or has_left(role)}
-      begun = {r for r, n in self.storage.growth(snapshot, gone).items() if n} if gone else set()
+      # A look may miss a part while its files are renamed: what has been begun stays so.
+      begun |= {r for r, n in self.storage.growth(snapshot, gone).items() if n} if gone else set()
+      begun &= gone
       missing = begun if ending else (expected - declined - roles - gone) | begun
       late = now - grew_at > patience_seconds
       if late and missing and now - started <= MOST_PATIENCE * patience_seconds:

@@ -276,8 +276,9 @@ class Storage:
     found = dict.fromkeys(roles, 0)
     for role in roles:
       path = self._part(snapshot, role)
-      # Files are renamed meanwhile; the next call tells more.
+      # Files are renamed meanwhile; the next call tells more than that it has been begun.
       with contextlib.suppress(OSError), signed_json.one_error(path):
+        found[role] = int(path.exists())
         # Not by epath's own `stat`, which fails where the user has no name, as in many containers.
         kind, separator, _ = str(path).partition("://")
         files = fsspec.filesystem(kind if separator else "file")
