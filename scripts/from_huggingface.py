@@ -32,6 +32,7 @@ from ddiloco.checks import ConfigError, require
 from ddiloco.config import ModelConfig, from_dict
 from ddiloco.models import transformer
 from ddiloco.roles import initial
+from ddiloco.training.tokens import shared_files
 
 FIELDS = {
   "vocab_size": "vocab_size",
@@ -136,7 +137,8 @@ def main() -> int:
     values["run.init_from"] = str(start)
     values["data.sequence_length"] = min(2048, said.get("max_position_embeddings", 2048))
     tokenizer = source / "tokenizer.json"
-    if tokenizer.exists():
+    as_bytes = shared_files("bytes")["tokenizer.json"]  # of an export: it is `bytes` again
+    if tokenizer.exists() and tokenizer.read_bytes() != as_bytes:
       values["data.tokenizer"] = f"huggingface:{tokenizer}"
     text = EXPERIMENT.format(source=source.name, values=values)
     (options.to / "start.py").write_text(text)

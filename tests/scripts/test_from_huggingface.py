@@ -15,6 +15,7 @@ import ddiloco
 from ddiloco.config import from_dict
 from ddiloco.models import transformer
 from ddiloco.roles import initial
+from ddiloco.training.tokens import shared_files
 
 SIZE = {"num_layers": 2, "model_dim": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 6}
 SIZE |= {"mlp_dim": 20, "tied_embedding": False, "rope_theta": 500.0}
@@ -80,8 +81,12 @@ def test_a_tied_model_in_parts_and_with_the_defaults_of_its_kind(tmp_path, monke
   (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps(index))
   assert run(monkeypatch, tmp_path / "hf", tmp_path / "to") == 0
   assert json.loads(capsys.readouterr().out)["tokenizer"] is False
+  for name, content in shared_files("bytes").items():
+    (tmp_path / "hf" / name).write_bytes(content)
+  assert run(monkeypatch, tmp_path / "hf", tmp_path / "to") == 0
+  assert json.loads(capsys.readouterr().out)["tokenizer"] is True
   config, values = start_of(tmp_path / "to" / "start.py")
-  assert config.model == model
+  assert config.model == model and config.data.tokenizer == "bytes"
   np.testing.assert_array_equal(values["head"], tensors["model.embed_tokens.weight"])
   np.testing.assert_array_equal(values["embedding"], params["embedding"])
 
