@@ -100,7 +100,7 @@ def _phase(run: RunState, now: float, reason: str) -> tuple[str, str]:
   if not run.num_events:
     return "empty", "Nothing is known yet: no role has written an event."
   started, silent = math.isfinite(run.first_step_time), now - run.time
-  if silent > SILENT_SECONDS and all(i.state == "left" for i in run.islands.values()):
+  if silent > SILENT_SECONDS and {island.state for island in run.islands.values()} == {"left"}:
     return "over", "The run is over: every island has left."
   if silent > (SILENT_SECONDS if started else STARTING_SECONDS):
     ago = f"No role has written for {clock_time(silent)} (min:s)"

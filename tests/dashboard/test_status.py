@@ -58,6 +58,8 @@ def test_the_phases_of_a_run(make, run_events):
   starting = [make.run_started()]
   assert status(starting, STARTING_SECONDS - 1)["phase"] == "starting"
   assert status(starting, STARTING_SECONDS + 1)["phase"] == "silent"
+  shard = [make.event(0.0, "syncer-0", "started", 0)]  # no island has come yet, and so none left
+  assert status(shard, SILENT_SECONDS + 1)["phase"] == "starting"
   during = [event for event in run_events if event.time < 30]
   assert status(during)["phase"] == "running"
   silent = status(during, 30 + SILENT_SECONDS + 5)
