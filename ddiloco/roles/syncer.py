@@ -45,7 +45,7 @@ from ddiloco.protocol.values import replace
 from ddiloco.runtime import Job, Loop, Runtime, WorkingRole, drive, short_collections
 
 LONGEST_WAIT_SECONDS = 0.5  # between two checks of faults and the stop signal
-STOOD_STILL_SECONDS = 1.0  # if a wait took so much longer, the process was stopped meanwhile
+STOOD_STILL_SECONDS = 1.0  # if a turn took so much longer than its wait, the process was stopped
 IGNORED_SECONDS = 1.0
 
 T = TypeVar("T")
@@ -94,6 +94,7 @@ class Syncer(WorkingRole):
     self._unfinished = 0  # jobs whose consequences the loop has not handled yet
     self._capturing = False
     self._drag: Callable[[float], None] = lambda seconds: None
+    self._looked_at = math.inf  # when it last heard what is there
     self._sealer = sealer
     self._ignored: dict[tuple, tuple[float, int]] = {}  # when logged, and how often seen since
     self.recorder.record(events.Started(fragments=tuple(fragments)))
@@ -137,7 +138,7 @@ class Syncer(WorkingRole):
   def live(self, faults: Faults, stopped: Callable[[], bool]) -> Loop[None]:
     """The loop of `run`."""
     deadline, now = -math.inf, self.time.now
-    self._drag = faults.drag
+    self._drag, self._looked_at = faults.drag, now()
     while not stopped():
       faults.check(self.state.global_step)
       yield None  # a planned stall may have passed
@@ -159,14 +160,15 @@ class Syncer(WorkingRole):
     began = self.time.now()
     until = max(began, min(until, began + LONGEST_WAIT_SECONDS))
     arrived = yield until
-    if self.time.now() - until > STOOD_STILL_SECONDS:
-      # This process was stopped. Members may have sent messages meanwhile, which still have to come
-      # through the sockets.
+    if self.time.now() - self._looked_at - (until - began) > STOOD_STILL_SECONDS:
+      # This process was stopped, in this wait or since the last. Members may have sent messages
+      # meanwhile, which still have to come through the sockets.
       self.time.sleep(LONGEST_WAIT_SECONDS)
       yield None
       yield from self.handle(actions.Resumed(self.time.now()))
       arrived = arrived or self.endpoint.receive(0.0)
     started, left = self.time.now(), self.endpoint.waiting
+    self._looked_at = started
     while arrived is not None:
       if not isinstance(arrived.message, BetweenShards):
         yield from self.take(arrived.message, arrived.at)

@@ -116,3 +116,20 @@ def test_a_shard_that_was_stopped_hears_what_was_said_meanwhile_before_it_decide
   turns = Turns(monkeypatch, Scripted(receive))
   turns.run(ticks=2)
   assert turns.kinds() == (["Tick", "Resumed", "Received", "Tick"] if stopped else ["Tick", "Tick"])
+
+
+def test_a_shard_may_be_stopped_at_any_moment_of_its_turn(monkeypatch):
+  """It found that out only where it was stopped during a wait, and lost all learners else."""
+  monkeypatch.setattr(module, "STOOD_STILL_SECONDS", 0.1)
+  monkeypatch.setattr(module, "LONGEST_WAIT_SECONDS", 0.05)
+  turns = Turns(monkeypatch, Scripted(lambda seconds: None))
+  finish = turns.role.finish
+
+  def stopped():
+    if turns.kinds() == ["Tick"]:
+      time.sleep(0.2)
+    return finish()
+
+  monkeypatch.setattr(turns.role, "finish", stopped)
+  turns.run(ticks=3)
+  assert turns.kinds() == ["Tick", "Tick", "Resumed", "Tick"]
