@@ -345,7 +345,11 @@ class Faults:
       self.stopped.wait((factor - 1) * step_seconds)
 
   def disk(self) -> None:
-    """Called before a write to disk; OSError: the disk is full, by plan."""
+    """Called before a write to disk.
+
+    Raises:
+      OSError: the disk is full, by plan.
+    """
     if self._factor("disk") is not None:
       raise OSError(errno.ENOSPC, "no space left on the device, by plan")
 
@@ -437,7 +441,11 @@ def _drawn(rng: random.Random, action: str, role: str, at_seconds: float) -> Fau
 
 
 def ask_for(workdir: Path, fault: Fault) -> None:
-  """Asks for a fault now, whatever time it names; OSError: the line cannot be written."""
+  """Asks for a fault now, whatever time it names.
+
+  Raises:
+    OSError: the line cannot be written.
+  """
   fields = {**dataclasses.asdict(fault), "at_step": -1, "at_seconds": 0.0}
   append_request(workdir / FAULTS, fields)
 

@@ -74,7 +74,8 @@ def bare_step(island: Island) -> Step:
 
   def step(batch: np.ndarray) -> None:
     nonlocal state, before
-    state, metrics = island.programs.step(state, batch, np.float32(1e-3), {})
+    rated = batch, np.float32(1e-3), island.programs.frozen
+    state, metrics = island.programs.step(state, *rated)
     waited_for, before = (before if island._pipelined else metrics), metrics
     if waited_for is not None:
       np.asarray(jax.block_until_ready(waited_for))

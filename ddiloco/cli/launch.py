@@ -84,7 +84,11 @@ def _add_flags(given: Flags, run_class: type) -> None:
 def _keys(
   given: Flags, placement: Placement, may_lack: bool
 ) -> tuple[dict[str, str], dict[str, str]]:
-  """(public keys, secret keys), by file name; if one is missing that may not be, a ConfigError."""
+  """(public keys, secret keys), by file name.
+
+  Raises:
+    ConfigError: a key is missing and may not be.
+  """
   folder, found, missing = Path(given.keys), ({}, {}), list[str]()
   islands = [island.role for island in placement.islands]
   for role in (*islands, *(f"syncer-{s}" for s in placement.shards), "evaluator"):
@@ -99,8 +103,11 @@ def _keys(
 
 
 def _afford(given: Flags, placement: Placement, machines: int) -> list[str]:
-  """The lines with the cost; but for a dry run prints them, and requires --yes, --hours and all
-  prices."""
+  """The lines with the cost; but for a dry run prints them, and requires --yes.
+
+  Raises:
+    ConfigError: --yes, --hours or a price is missing.
+  """
   counts, prices, hours = paid_for(placement, machines), prices_of(given.prices), given.hours
   where = {i.where for i in placement.islands}
   lines = [f"{placement.name}: {len(placement.islands)} islands in {len(where)} places"]

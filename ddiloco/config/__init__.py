@@ -174,7 +174,10 @@ def check_field(path: str, value: Any) -> None:
 
 
 def preset(presets: Mapping[str, _T], name: str) -> _T:
-  """The preset that `--config=FILE:NAME` asks of an experiment file; refuses (ConfigError) a name
-  that the file does not have."""
+  """The preset that `--config=FILE:NAME` asks of an experiment file.
+
+  Raises:
+    ConfigError: the file has none of this name.
+  """
   require_one_of("preset", name, presets)
   return presets[name]

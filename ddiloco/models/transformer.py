@@ -16,7 +16,6 @@ f32.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -369,20 +368,23 @@ def from_params(model: ModelConfig, params: Params) -> Transformer:
 
 # --- The same model in Hugging Face's classes: Llama, with experts Mixtral
 
-_THEIRS = {  # of a layer; {}: the expert
-  "attention_norm/scale": "input_layernorm",
-  "attention/query": "self_attn.q_proj",
-  "attention/key": "self_attn.k_proj",
-  "attention/value": "self_attn.v_proj",
-  "attention/output": "self_attn.o_proj",
-  "mlp_norm/scale": "post_attention_layernorm",
-  "mlp/gate": "mlp.gate_proj",
-  "mlp/up": "mlp.up_proj",
-  "mlp/down": "mlp.down_proj",
-  "moe/router": "block_sparse_moe.gate",
-  "moe/gate": "block_sparse_moe.experts.{}.w1",
-  "moe/down": "block_sparse_moe.experts.{}.w2",
-  "moe/up": "block_sparse_moe.experts.{}.w3",
+_THEIRS = {  # n: the layer, e: the expert
+  "embedding": "model.embed_tokens",
+  "layers/attention_norm/scale": "model.layers.{n}.input_layernorm",
+  "layers/attention/query": "model.layers.{n}.self_attn.q_proj",
+  "layers/attention/key": "model.layers.{n}.self_attn.k_proj",
+  "layers/attention/value": "model.layers.{n}.self_attn.v_proj",
+  "layers/attention/output": "model.layers.{n}.self_attn.o_proj",
+  "layers/mlp_norm/scale": "model.layers.{n}.post_attention_layernorm",
+  "layers/mlp/gate": "model.layers.{n}.mlp.gate_proj",
+  "layers/mlp/up": "model.layers.{n}.mlp.up_proj",
+  "layers/mlp/down": "model.layers.{n}.mlp.down_proj",
+  "layers/moe/router": "model.layers.{n}.block_sparse_moe.gate",
+  "layers/moe/gate": "model.layers.{n}.block_sparse_moe.experts.{e}.w1",
+  "layers/moe/down": "model.layers.{n}.block_sparse_moe.experts.{e}.w2",
+  "layers/moe/up": "model.layers.{n}.block_sparse_moe.experts.{e}.w3",
+  "final_norm/scale": "model.norm",
+  "head": "lm_head",
 }
 
 
@@ -390,16 +392,11 @@ def huggingface_names(model: ModelConfig) -> dict[str, list[str]]:
   """Their names of each parameter, in the order of its leading axes: layers, and then experts."""
   names = {}
   for name in language_model(model).shapes():
-    theirs = _THEIRS.get(name.removeprefix("layers/"), "")
-    experts = range(model.num_experts if "{}" in theirs else 1)
-    layers_and_experts = itertools.product(range(model.num_layers), experts)
-    names[name] = [f"model.layers.{n}.{theirs.format(e)}.weight" for n, e in layers_and_experts]
-  others = {
-    "embedding": "model.embed_tokens.weight",
-    "final_norm/scale": "model.norm.weight",
-    "head": "lm_head.weight",
-  }
-  return names | {name: [theirs] for name, theirs in others.items() if name in names}
+    theirs = _THEIRS[name] + ".weight"
+    layer = range(model.num_layers if "{n}" in theirs else 1)
+    expert = range(model.num_experts if "{e}" in theirs else 1)
+    names[name] = [theirs.format(n=n, e=e) for n in layer for e in expert]
+  return names
 
 
 def huggingface_config(model: ModelConfig) -> dict[str, Any]:
