@@ -209,7 +209,7 @@ class Saver:
       needed = shards if may_lack else expected
       gone = {role for role in known - declined - metas.keys() if ending or has_left(role)}
       # A look may miss a part while its files are renamed: what has been begun stays so.
-      begun |= {r for r, n in self.storage.growth(snapshot, gone).items() if n}
+      begun |= {r for r, n in self.storage.growth(snapshot, gone).items() if n} if gone else set()
       begun &= gone
       missing = begun if ending else (expected - declined - roles - gone) | begun
       late = now - grew_at > patience_seconds
