@@ -26,7 +26,10 @@ from common import ROOT, options, run_script
 
 # (config, topology); "" is the config's own.
 DENSE = [(f"dense.py:{p}", "") for p in ("100m", "500m", "1b", "2b", "5b", "9b", "12b")]
-ALSO = [("dense.py:12b", "v6e:8x8"), ("moe.py:3.8b", ""), ("moe.py:3.8b", "v6e:8x8")]
+ALSO = [
+  *(("dense.py:12b", slice_) for slice_ in ("v6e:8x8", "tpu7x:2x4x4")),
+  *(("moe.py:3.8b", slice_) for slice_ in ("", "v6e:8x8")),
+]
 GPUS = [("dense.py:100m", "h100:1"), *((f"dense.py:{p}", "h100:8") for p in ("1b", "5b", "12b"))]
 OTHERS = [("regions_12b.py", ""), ("text_image.py:2b", "")]
 ROWS = [*DENSE, *ALSO, *OTHERS, *GPUS]
@@ -90,7 +93,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     ("preset, slice", name),
     ("mesh", lambda r: r["island"].split(", ")[1].removeprefix("mesh ")),
     ("batch", lambda r: f"{batch_of(r)} x 2048"),
-    ("step, GiB a chip", lambda r: f"{step_bytes(r) / _GIB:.1f}"),
+    ("step, GiB a device", lambda r: f"{step_bytes(r) / _GIB:.1f}"),
     (
       "all, GiB",
       lambda r: f"{r['needed_bytes'] / _GIB:.1f} of {r['chip']['hbm_bytes'] / _GIB:.1f}",
@@ -129,7 +132,7 @@ def main() -> None:
       found.append(largest(config, topology, given.mfu, found[0]))
     for row in found:
       kept[name(row)] = row
-      print(f"{name(row)}: {step_bytes(row) / _GIB:.2f} GiB a chip", flush=True)
+      print(f"{name(row)}: {step_bytes(row) / _GIB:.2f} GiB a device", flush=True)
     given.rows.parent.mkdir(parents=True, exist_ok=True)
     given.rows.write_text(json.dumps(list(kept.values()), indent=1))
   rows = [kept[each] for each in sorted(kept)]

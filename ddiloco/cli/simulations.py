@@ -277,9 +277,10 @@ def compile_islands(arguments: list[str]) -> int:
     ddiloco compile --config=configs/dense.py:5b --topology=h100:8
     ddiloco compile --config=configs/regions_12b.py --mfu=0.4 --json
 
-  Memory is per chip, with the copies for snapshots and syncs beside the step. Takes up to a minute
-  of CPU an island, and needs libtpu (pip install 'ddiloco[tpu]') or, for GPUs, the CUDA libraries
-  ('ddiloco[cuda]', or jax[cuda12]). Exit status 1: an island does not fit.
+  Memory is per device (of TPU7x each core is one), with the copies for snapshots and syncs beside
+  the step. Takes up to a minute of CPU an island, and needs libtpu (pip install 'ddiloco[tpu]')
+  or, for GPUs, the CUDA libraries ('ddiloco[cuda]', or jax[cuda12]). Exit status 1: an island does
+  not fit.
   """
   given = Flags(arguments, "config")
   given.add("topology", "", "Of every island, instead of its islands.topology.")
@@ -351,17 +352,17 @@ def fit_lines(learners: list[int], found: Any, mfu: float) -> list[str]:
   flops = found.flops_per_token
   text = [
     f"island {', '.join(map(str, learners))}: {found.island}",
-    f"  memory       {_gib(found.needed_bytes)} of {_gib(limit)} GiB a chip: {verdict}",
+    f"  memory       {_gib(found.needed_bytes)} of {_gib(limit)} GiB a device: {verdict}",
     f"               {_gib(found.state_bytes)} parameters and moments,"
     f" {_gib(found.needed_bytes - found.state_bytes - found.beside_bytes)} the step beside them,"
     f" {_gib(found.beside_bytes)} copies for snapshots and syncs",
-    f"  host memory  {_gib(found.host_bytes)} GiB a chip while a snapshot is written",
+    f"  host memory  {_gib(found.host_bytes)} GiB a device while a snapshot is written",
     f"  parameters   {found.parameters:,}",
     f"  FLOPs        {flops / 1e9:.1f} G a token (6 x weights + 6 x layers x heads x head dim x"
     f" length: causal attention halved), {flops * found.tokens / 1e15:.2f} P a step",
     f"  a step       {found.step_seconds(mfu):.2f} s at {mfu:.0%} of"
-    f" {found.chip.flops_per_second / 1e12:.0f} TFLOP/s a chip,"
-    f" {found.tokens / found.step_seconds(mfu) / found.chips:,.0f} tokens/s a chip",
+    f" {found.chip.flops_per_second / 1e12:.0f} TFLOP/s a device,"
+    f" {found.tokens / found.step_seconds(mfu) / found.chips:,.0f} tokens/s a device",
   ]
   if step is not None:
     of_layer = "one layer at a time" if found.gathers_by_layer else "MORE THAN A LAYER AT A TIME"

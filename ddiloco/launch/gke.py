@@ -102,7 +102,7 @@ class GkeRun:
     return found
 
   def node_pools(self) -> list[str]:
-    """The commands that make the islands' node pools, one a slice.
+    """The commands that make the islands' node pools, one a slice, with their policies if any.
 
     The user runs them; clusters that make their own nodes (Autopilot) need none.
     """
@@ -110,17 +110,28 @@ class GkeRun:
     for island in self.placement.islands:
       match, shape = _GKE_CONTEXT.fullmatch(island.where), island.shape
       project, location, cluster = match.groups() if match else ("PROJECT", "LOCATION", "CLUSTER")
+      pool = f"{self.name}-{island.role}"
       flags = {
         "project": project,
         "cluster": cluster,
         "location": location,
         "machine-type": shape.machine_type,
         "num-nodes": shape.hosts,
-        **({"tpu-topology": shape.topology} if shape.hosts > 1 else {}),
       }
+      if shape.kind.gpu:
+        kind = f"type={shape.kind.gke_accelerator},count={shape.chips}"
+        flags["accelerator"] = f"{kind},gpu-driver-version=latest"
+      if shape.hosts > 1 and shape.kind.by_policy:
+        region = re.sub(r"-[a-z]$", "", location)  # of a zone
+        where = f"--project={project} --region={region}"
+        how = f"--type=HIGH_THROUGHPUT --accelerator-topology={shape.topology}"
+        create = "gcloud compute resource-policies create workload-policy"
+        commands.append(f"{create} {pool} {where} {how}")
+        flags["placement-policy"] = pool
+      elif shape.hosts > 1:
+        flags["tpu-topology"] = shape.topology
       words = [f"--{name}={value}" for name, value in flags.items()]
       words += ["--spot"] if self.placement.spot else []
-      pool = f"{self.name}-{island.role}"
       commands.append(f"gcloud container node-pools create {pool} {' '.join(words)}")
     return commands
 
@@ -158,25 +169,31 @@ class GkeRun:
   def _island(self, island: PlacedIsland, at_home: bool) -> Document:
     """An island's JobSet: if one host fails, its Job ends, and the JobSet makes all hosts anew."""
     shape, jobset = island.shape, f"{self.name}-{island.role}"
-    spot = "cloud.google.com/gke-spot"
-    pod: Document = {
-      "nodeSelector": {
-        "cloud.google.com/gke-tpu-accelerator": shape.kind.gke_accelerator,
-        "cloud.google.com/gke-tpu-topology": shape.topology,
-        **({spot: "true"} if self.placement.spot else {}),
-      }
+    accelerator, spot = shape.kind.gke_accelerator, "cloud.google.com/gke-spot"
+    nodes = {
+      "cloud.google.com/gke-tpu-accelerator": accelerator,
+      "cloud.google.com/gke-tpu-topology": shape.topology,
     }
+    if shape.kind.gpu:
+      nodes = {"cloud.google.com/gke-accelerator": accelerator}
+    pod: Document = {"nodeSelector": nodes}
     if self.placement.spot:
+      nodes[spot] = "true"
       toleration = {"key": spot, "operator": "Equal", "value": "true", "effect": "NoSchedule"}
       pod["tolerations"] = [toleration]
     command = [
       *self._command(island.role, at_home),
       *placement.host_flags(shape, "$(JOB_COMPLETION_INDEX)", self._dns(jobset, "host")),
     ]
-    chips = {"google.com/tpu": shape.chips_per_host}
+    chips = {"nvidia.com/gpu" if shape.kind.gpu else "google.com/tpu": shape.chips_per_host}
     job = self._job(island.role, command, chips, pod, shape.hosts)
-    (container,) = job["template"]["spec"]["containers"]
-    container["env"] = [{"name": "JAX_PLATFORMS", "value": placement.PLATFORMS}]
+    role = job["template"]["spec"]
+    (container,) = role["containers"]
+    variables = placement.environment_of(shape).items()
+    container["env"] = [{"name": name, "value": value} for name, value in variables]
+    if shape.kind.gpu:  # NCCL shares memory there, and a container has 64 MB by default
+      role["volumes"].append({"name": "shm", "emptyDir": {"medium": "Memory"}})
+      container["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})
     document = self._restarted(island.role, "host", job)
     if shape.hosts > 1:  # all its pods on one slice, without pods of other islands
       exclusive = "alpha.jobset.sigs.k8s.io/exclusive-topology"

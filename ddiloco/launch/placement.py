@@ -2,7 +2,9 @@
 
 Google Cloud has three names for one slice: GKE selects nodes by accelerator and topology, a node
 pool is made of machines of a type, and the TPU API takes an accelerator type that counts cores.
-Sources: "Plan TPUs in GKE" and "TPU versions" of its documentation, read in November 2026.
+GPUs are on GKE only, and an island of them is one host, whose GPUs need no network.
+Sources: "Plan TPUs in GKE", "TPU versions" and "About GPUs in GKE" of its documentation, read in
+November 2026.
 
 There is no table of prices here: they differ by region, agreement and week. Google's are at
 https://cloud.google.com/tpu/pricing and https://cloud.google.com/compute/all-pricing.
@@ -20,28 +22,45 @@ from ddiloco.checks import require
 from ddiloco.config import Config
 from ddiloco.environment import TERMINATED
 
-# --- The cloud's names of a TPU topology
+# --- The cloud's names of a topology
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-  """One generation of TPUs."""
+  """One generation of TPUs, or one kind of GPU."""
 
-  gke_accelerator: str  # selects GKE's nodes, together with the topology
-  machine: str  # machine type in GKE, without the chips of a host
-  accelerator: str  # accelerator type of the TPU API, without the number of cores
-  runtime: str  # image of TPU VMs
-  cores_per_chip: int
-  dimensions: int
+  gke_accelerator: str  # selects GKE's nodes, of TPUs together with the topology
+  machine: str  # machine type in GKE, with {} for the chips of a host
+  dimensions: int  # of a topology
   one_host: tuple[int, ...]  # numbers of chips of slices with one host
+  accelerator: str = ""  # accelerator type of the TPU API, without the number of cores
+  runtime: str = ""  # image of TPU VMs; "": the TPU API has no such chips
+  cores_per_chip: int = 1
+  devices_per_chip: int = 1  # of JAX: mostly a chip's cores are one device
+  # Whether GKE places the hosts of a slice by a workload policy, and not by --tpu-topology.
+  by_policy: bool = False
+  platform: str = "tpu"  # of JAX
+
+  @property
+  def gpu(self) -> bool:
+    return self.platform == "cuda"
+
+
+def _gpu(gke_accelerator: str, machine: str, one_host: tuple[int, ...]) -> Kind:
+  return Kind(gke_accelerator, machine, 1, one_host, platform="cuda")
 
 
 KINDS = {
   "v5e": Kind(
-    "tpu-v5-lite-podslice", "ct5lp-hightpu", "v5litepod", "v2-alpha-tpuv5-lite", 1, 2, (1, 4, 8)
+    *("tpu-v5-lite-podslice", "ct5lp-hightpu-{}t", 2, (1, 4, 8)),
+    *("v5litepod", "v2-alpha-tpuv5-lite"),
   ),
-  "v5p": Kind("tpu-v5p-slice", "ct5p-hightpu", "v5p", "v2-alpha-tpuv5", 2, 3, (4,)),
-  "v6e": Kind("tpu-v6e-slice", "ct6e-standard", "v6e", "v2-alpha-tpuv6e", 1, 2, (1, 4, 8)),
+  "v5p": Kind("tpu-v5p-slice", "ct5p-hightpu-{}t", 3, (4,), "v5p", "v2-alpha-tpuv5", 2),
+  "v6e": Kind("tpu-v6e-slice", "ct6e-standard-{}t", 2, (1, 4, 8), "v6e", "v2-alpha-tpuv6e"),
+  "tpu7x": Kind("tpu7x", "tpu7x-standard-{}t", 3, (4,), "tpu7x", "", 2, 2, by_policy=True),
+  "a100": _gpu("nvidia-a100-80gb", "a2-ultragpu-{}g", (1, 2, 4, 8)),
+  "h100": _gpu("nvidia-h100-80gb", "a3-highgpu-{}g", (1, 2, 4, 8)),
+  "h200": _gpu("nvidia-h200-141gb", "a3-ultragpu-{}g", (8,)),
 }
 CHIPS_PER_HOST = 4  # of a slice of several hosts
 _TOPOLOGY = re.compile(r"(?P<kind>\w+):(?P<shape>[1-9]\d{0,4}(x[1-9]\d{0,4})*)")
@@ -52,7 +71,7 @@ class Shape:
   """A slice, with the cloud's names of it."""
 
   name: str  # of its kind, "v5p"
-  topology: str  # "4x4x4", chips along each axis
+  topology: str  # "4x4x4", chips along each axis; of GPUs "8"
   chips: int  # in all
   hosts: int  # machines, each with an even share of the chips
 
@@ -65,13 +84,18 @@ class Shape:
     return self.chips // self.hosts
 
   @property
+  def devices(self) -> int:
+    """As JAX counts them, in all."""
+    return self.chips * self.kind.devices_per_chip
+
+  @property
   def machine_type(self) -> str:
     """Of a node pool in GKE."""
-    return f"{self.kind.machine}-{self.chips_per_host}t"
+    return self.kind.machine.format(self.chips_per_host)
 
   @property
   def accelerator_type(self) -> str:
-    """The TPU API's name of the slice; it counts two cores a chip for v5p."""
+    """The TPU API's name of the slice, by its cores: v5p and TPU7x have two a chip."""
     return f"{self.kind.accelerator}-{self.chips * self.kind.cores_per_chip}"
 
 
@@ -84,16 +108,18 @@ def shape_of(topology: str, field: str = "islands.topology") -> Shape:
   Raises:
     ConfigError: there is no such slice.
   """
-  match, fix = _TOPOLOGY.fullmatch(topology), "for example v5p:4x4x4, v6e:8x8 or v5e:4x4"
+  match, fix = _TOPOLOGY.fullmatch(topology), "for example v5p:4x4x4, v6e:8x8 or h100:8"
   name = match["kind"] if match else ""
   rule = f"must be a chip ({', '.join(KINDS)}) and a shape"
   require(name in KINDS, field, topology, rule, fix)
   kind, shape = KINDS[name], topology.partition(":")[2]
   sides = [int(side) for side in shape.split("x")]
   rule = f"slices of {name} have {kind.dimensions} dimensions"
-  require(len(sides) == kind.dimensions, field, topology, rule, fix)
+  require(kind.gpu or len(sides) == kind.dimensions, field, topology, rule, fix)
   chips = math.prod(sides)
-  one_host = chips in kind.one_host
+  one_host = len(sides) == kind.dimensions and chips in kind.one_host
+  rule = f"an island of GPUs is one host, of {name} with {kind.one_host} GPUs"
+  require(one_host or not kind.gpu, field, topology, rule, fix)
   rule = f"{chips} chips are neither one host nor whole hosts of {CHIPS_PER_HOST}"
   require(one_host or chips % CHIPS_PER_HOST == 0, field, topology, rule, fix)
   return Shape(name, shape, chips, hosts=1 if one_host else chips // CHIPS_PER_HOST)
@@ -103,8 +129,6 @@ def shape_of(topology: str, field: str = "islands.topology") -> Shape:
 
 SHARD_PORT, ISLAND_PORT, PROBE_PORT = 7000, 7001, 8080
 FOLDER, WORK = "/ddiloco", "/work"  # in every container: config and keys; the workdirs
-# JAX_PLATFORMS of islands: else JAX would train on the CPU of a host whose chips it cannot open.
-PLATFORMS = "tpu,cpu"
 # GKE gives a pod 15 seconds when its spot machine is taken away; a role drains in 10 of them.
 SPOT_DRAIN_SECONDS = 10.0
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,28}[a-z0-9])?")
@@ -184,7 +208,7 @@ def place(
     require(bool(topology), field, topology, "a slice needs a topology", fix)
     shape = shape_of(topology, field)
     islands.append(PlacedIsland(learner, where, shape))
-    own = {"devices": shape.chips, "hosts": shape.hosts}
+    own = {"devices": shape.devices, "hosts": shape.hosts}
     overrides[str(learner)] = {**overrides.get(str(learner), {}), **own}
   network = config.network
   if spot:
@@ -252,6 +276,14 @@ def require_urls(urls: Sequence[str], flag: str, given: Sequence[str]) -> None:
     rule, fix = f"must reach a shard, and {url} does not", "give one for each, of shard 0 first"
     require(good, flag, text, f"{rule}: it is not tcp://HOST:PORT", fix)
     require(urls.count(url) == 1, flag, text, "is given twice", "give each shard its own")
+
+
+def environment_of(shape: Shape) -> dict[str, str]:
+  """Variables of an island's container."""
+  # Without it JAX would train on the CPU of a host whose chips it cannot open.
+  platforms = {"JAX_PLATFORMS": f"{shape.kind.platform},cpu"}
+  # GKE mounts the driver's libraries there.
+  return platforms | ({"LD_LIBRARY_PATH": "/usr/local/nvidia/lib64"} if shape.kind.gpu else {})
 
 
 def host_flags(shape: Shape, host: str, leader: str) -> list[str]:

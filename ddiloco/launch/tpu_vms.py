@@ -61,6 +61,9 @@ class TpuVmRun:
     require(right, "--syncers", ",".join(self.syncers), rule, fix)
     placement.require_urls(self.syncers, "--syncers", self.syncers)
     for island in self.placement.islands:
+      rule = f"the TPU API, which makes TPU VMs, has no {island.shape.name}"
+      topology, fix = f"{island.shape.name}:{island.shape.topology}", "use `ddiloco launch gke`"
+      require(bool(island.shape.kind.runtime), "islands.topology", topology, rule, fix)
       fix = "give --place=us-east5-b=0,1, once for each zone"
       require(bool(island.where), "--place", "", f"{island.role} needs a zone", fix)
 
@@ -123,7 +126,7 @@ class TpuVmRun:
       f"--restart={f'on-failure:{most}' if most else 'no'}",  # on-failure:0 is without a limit
       "--privileged",  # the chips are devices of the host
       "--net=host",
-      f"--env=JAX_PLATFORMS={placement.PLATFORMS}",
+      *(f"--env={name}={value}" for name, value in placement.environment_of(island.shape).items()),
       f'--volume="$HOME/{STAGED}:{FOLDER}:ro"',
       f"--volume={shlex.quote(self.host_folder)}:{WORK}",
       f"--workdir={WORK}",

@@ -30,7 +30,8 @@ from ddiloco.training.step import IslandStep
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-  """A chip's memory that programs may use, and its peak in bf16; of a GPU what XLA compiles for."""
+  """A chip, or what of it JAX has as a device: the memory that programs may use, and the peak in
+  bf16; of a GPU what XLA compiles for."""
 
   hbm_bytes: int
   flops_per_second: float
@@ -70,6 +71,7 @@ CHIPS = {
   "v5e": Chip(int(15.75 * _GIB), PEAK_FLOPS["TPU v5 lite"]),
   "v5p": Chip(int(95.74 * _GIB), PEAK_FLOPS["TPU v5"]),
   "v6e": Chip(int(31.25 * _GIB), PEAK_FLOPS["TPU v6 lite"]),
+  "tpu7x": Chip(int(94.75 * _GIB), PEAK_FLOPS["TPU7x"]),  # one of its two cores
   "a100": _gpu("NVIDIA A100-SXM4-80GB", 79.2, 2039, _AMPERE),
   "h100": _gpu("NVIDIA H100 80GB HBM3", 79.1, 3352, _HOPPER),
   "h200": _gpu("NVIDIA H200", 140.0, 4800, _HOPPER),

@@ -67,8 +67,8 @@ def test_a_step_takes_its_flops_over_what_the_chips_reach():
 
 def test_it_says_whether_it_fits_and_what_is_gathered():
   text = "\n".join(fit_lines([0, 1], made(), 0.5))
-  assert "island 0, 1: v5p:4x4x4" in text and "8.00 of 95.74 GiB a chip: fits, 92% free" in text
-  assert "host memory  3.00 GiB a chip" in text
+  assert "island 0, 1: v5p:4x4x4" in text and "8.00 of 95.74 GiB a device: fits, 92% free" in text
+  assert "host memory  3.00 GiB a device" in text
   assert "gathered one layer at a time" in text and "76 all-gather 4.29 GB" in text
   text = "\n".join(fit_lines([0], made(layer_bytes=8), 0.5))
   assert "MORE THAN A LAYER" in text

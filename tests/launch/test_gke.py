@@ -233,6 +233,61 @@ def test_node_pools_are_those_of_the_slices():
   assert "--cluster=CLUSTER" in second and "topology" not in second
 
 
+def test_hosts_of_a_tpu7x_slice_are_placed_by_a_policy_which_comes_first():
+  places = ("gke_proj_us-central1-c_one=0", "gke_proj_us-central1_two=1-2")
+  topologies = ["tpu7x:2x2x2", "tpu7x:2x2x4", "tpu7x:2x2x1"]
+  run = gke.GkeRun(placed(topologies, places), "work", shard_addresses=("10.0.0.1", "10.0.0.2"))
+  policy, pool, second_policy, second_pool, single = run.node_pools()
+  made, how = "gcloud compute resource-policies create workload-policy", "--type=HIGH_THROUGHPUT"
+  where = "--project=proj --region=us-central1"
+  assert policy == f"{made} run-learner-0 {where} {how} --accelerator-topology=2x2x2"
+  assert second_policy == f"{made} run-learner-1 {where} {how} --accelerator-topology=2x2x4"
+  for text, name, hosts in ((pool, "run-learner-0", 2), (second_pool, "run-learner-1", 4)):
+    assert f"--num-nodes={hosts} --placement-policy={name}" in text and "tpu-topology" not in text
+  assert "--num-nodes=1" in single and "policy" not in single
+  (home, _) = run.documents({}, {}).values()
+  jobset = by_name(home)["JobSet", "run-learner-0"]
+  island = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
+  pod = island["template"]["spec"]
+  selected = pod["nodeSelector"]
+  assert selected["cloud.google.com/gke-tpu-accelerator"] == "tpu7x"
+  assert selected["cloud.google.com/gke-tpu-topology"] == "2x2x2" and island["completions"] == 2
+  assert pod["containers"][0]["resources"]["limits"] == {"google.com/tpu": 4}, "chips, not devices"
+
+
+def test_an_island_of_gpus_beside_one_of_tpus():
+  made = rendered(["h100:8", "v6e:2x2"], spot=True)[""]
+  gpus, tpus = (by_name(made)["JobSet", f"run-learner-{m}"] for m in (0, 1))
+  job = gpus["spec"]["replicatedJobs"][0]["template"]["spec"]
+  pod = job["template"]["spec"]
+  (container,) = pod["containers"]
+  assert pod["nodeSelector"] == {
+    "cloud.google.com/gke-accelerator": "nvidia-h100-80gb",
+    "cloud.google.com/gke-spot": "true",
+  }
+  assert container["resources"]["limits"] == {"nvidia.com/gpu": 8} and job["completions"] == 1
+  variables = {each["name"]: each["value"] for each in container["env"]}
+  assert variables == {
+    "JAX_PLATFORMS": "cuda,cpu",
+    "LD_LIBRARY_PATH": "/usr/local/nvidia/lib64",
+  }
+  mounts = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
+  (shared,) = (each for each in pod["volumes"] if each["name"] == mounts["/dev/shm"])
+  assert shared["emptyDir"] == {"medium": "Memory"}
+  (beside,) = tpus["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"][
+    "containers"
+  ]
+  assert beside["resources"]["limits"] == {"google.com/tpu": 4}
+  assert "/dev/shm" not in json.dumps(beside)
+  model = models.JobsetV1alpha2JobSet.from_dict(gpus)
+  assert model.to_dict() == gpus
+  placement = placed(["h100:8", "h200:8"], ("gke_proj_us-east5_one=0", "mine=1"), spot=True)
+  first, second = gke.GkeRun(placement, "work").node_pools()
+  how = "--accelerator=type=nvidia-h100-80gb,count=8,gpu-driver-version=latest --spot"
+  assert f"--machine-type=a3-highgpu-8g --num-nodes=1 {how}" in first
+  assert "type=nvidia-h200-141gb,count=8" in second and "topology" not in first + second
+
+
 def test_a_cluster_s_answer_is_read():
   listed = {
     "items": [

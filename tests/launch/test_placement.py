@@ -28,6 +28,8 @@ TABLE = [
   ("v6e:2x4", 8, 1, "ct6e-standard-8t", "v6e-8"),
   ("v6e:8x8", 64, 16, "ct6e-standard-4t", "v6e-64"),
   ("v6e:16x16", 256, 64, "ct6e-standard-4t", "v6e-256"),
+  ("tpu7x:2x2x1", 4, 1, "tpu7x-standard-4t", "tpu7x-8"),
+  ("tpu7x:4x4x4", 64, 16, "tpu7x-standard-4t", "tpu7x-128"),
 ]
 
 
@@ -37,6 +39,17 @@ def test_a_topology_has_its_names(topology, chips, hosts, machine, accelerator):
   assert (shape.chips, shape.hosts) == (chips, hosts)
   assert (shape.machine_type, shape.accelerator_type) == (machine, accelerator)
   assert shape.chips_per_host * hosts == chips and topology.endswith(f":{shape.topology}")
+
+
+def test_an_island_of_gpus_is_one_host():
+  for topology, machine in (
+    ("a100:4", "a2-ultragpu-4g"),
+    ("h100:8", "a3-highgpu-8g"),
+    ("h200:8", "a3-ultragpu-8g"),
+  ):
+    shape = shape_of(topology)
+    assert (shape.hosts, shape.machine_type) == (1, machine)
+    assert shape.chips == shape.devices == shape.chips_per_host == int(shape.topology)
 
 
 @pytest.mark.parametrize(
@@ -50,6 +63,9 @@ def test_a_topology_has_its_names(topology, chips, hosts, machine, accelerator):
     ("v6e:2x2x2", "2 dimensions"),
     ("v5p:1x1x1", "neither one host nor whole hosts"),
     ("v6e:3x3", "neither one host nor whole hosts"),
+    ("h100:16", "one host"),
+    ("h100:2x8", "one host"),
+    ("h200:4", "one host"),
   ],
 )
 def test_what_is_no_slice_is_refused(topology, said):
@@ -71,16 +87,18 @@ def test_the_names_are_those_that_ray_knows():
     pytest.skip("Ray before 2.52 computes neither")
   for topology, *_ in TABLE:
     shape = shape_of(topology)
-    generation = shape.accelerator_type.split("-")[0]
+    name = shape.accelerator_type.replace("tpu7x", "v7x")  # as Ray calls it
+    generation = name.split("-")[0]
     assert tpu.get_chips_per_host(shape.topology, generation) == shape.chips_per_host
     found = tpu.infer_tpu_pod_type_from_topology(shape.topology, generation)
-    assert found == shape.accelerator_type
+    assert found == name
 
 
 def test_islands_get_the_devices_and_hosts_of_their_slices():
-  made = placed(["v5p:4x4x4", "v6e:2x4"])
-  first, second = (made.config.islands.island(m) for m in (0, 1))
+  made = placed(["v5p:4x4x4", "v6e:2x4", "tpu7x:2x2x2"])
+  first, second, third = (made.config.islands.island(m) for m in range(3))
   assert (first.devices, first.hosts, second.devices, second.hosts) == (64, 16, 8, 1)
+  assert (third.devices, third.hosts) == (16, 2), "each core of a TPU7x is a device of JAX"
   assert first.topology == "v5p:4x4x4", "what else was said of an island stays"
   assert made.config.checkpoint.path == BUCKET
   assert from_dict({"model": {}}).islands.overrides == {}, "the config given is left as it was"

@@ -28,6 +28,7 @@ def test_gcloud_knows_every_command(queued, tmp_path, monkeypatch):
   monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
   run = dataclasses.replace(RUN, queued=queued)
   each = run.slice(FIRST)
+  several = placed(["v6e:4x4", "tpu7x:2x2x2", "h100:8"], ("gke_p_us-east5-a_c=0-2",), spot=True)
   commands = [
     run.create(FIRST),
     run.describe(each),
@@ -36,7 +37,7 @@ def test_gcloud_knows_every_command(queued, tmp_path, monkeypatch):
     run.delete(each),
     run.copy(each, "ddiloco"),
     run.on_hosts(each, "true"),
-    *map(shlex.split, gke.GkeRun(placed(["v6e:4x4"], spot=True), "work").node_pools()),
+    *map(shlex.split, gke.GkeRun(several, "work").node_pools()),
     ["gcloud", "compute", "tpus", "tpu-vm", "create", "wrong", "--nonsense"],
   ]
   file = tmp_path / "commands.json"
@@ -152,6 +153,8 @@ def test_what_an_island_needs_next(seen, step):
     ({"syncers": ("tcp://a:1", "tcp://b:70000")}, MADE, "--syncers = 'tcp://b:70000'"),
     ({"syncers": ("tcp://a:1", "tcp://a:1")}, MADE, "--syncers = 'tcp://a:1': is given twice"),
     ({}, placed(["v6e:2x2"]), "--place"),
+    ({}, placed(["h100:8"], ("a=0",)), "islands.topology = 'h100:8': the TPU API"),
+    ({}, placed(["tpu7x:2x2x1"], ("a=0",)), "islands.topology = 'tpu7x:2x2x1': the TPU API"),
   ],
 )
 def test_what_is_missing_is_named(changed, made, said):
