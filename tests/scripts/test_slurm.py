@@ -1,0 +1,95 @@
+"""scripts/slurm.sh with stand-ins for Slurm's programs and for ddiloco."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# Each writes a line of what it was asked for; ddiloco ends with the next of the planned statuses.
+PROGRAMS = {
+  "srun": 'shift; exec "$@"',  # its own flag; then the command, as on each node
+  "scontrol": 'echo "scontrol $*" >> "$CALLS"; [ "$1" != show ] || printf "node-a\\nnode-b\\n"',
+  "ddiloco": """
+    printf '%s|' "$JAX_PLATFORMS" "$@" >> "$CALLS"; echo >> "$CALLS"
+    read -r status < "$PLAN"; sed -i 1d "$PLAN"; exit "$status"
+  """,
+}
+
+
+@pytest.fixture
+def job(tmp_path):
+  """Runs the script as a job with these variables; returns (exit status, calls, said)."""
+  for name, text in PROGRAMS.items():
+    program = tmp_path / name
+    program.write_text(f"#!/usr/bin/env bash\n{text}\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+
+  def run(*arguments: str, statuses: tuple[int, ...] = (0,), **variables: str):
+    calls, plan = tmp_path / "calls", tmp_path / "plan"
+    calls.write_text("")
+    plan.write_text("".join(f"{each}\n" for each in statuses))
+    named = {"CALLS": str(calls), "PLAN": str(plan), "SLURM_JOB_ID": "42", **variables}
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run(
+      ["bash", str(ROOT / "scripts" / "slurm.sh"), *arguments],
+      env={"PATH": path, **{name: value for name, value in named.items() if value}},
+      capture_output=True,
+      text=True,
+      timeout=60,
+    )
+    return done.returncode, calls.read_text().splitlines(), done.stdout + done.stderr
+
+  return run
+
+
+def test_a_role_that_fails_is_started_again_until_it_is_done(job):
+  flags = "--config=a b.py", "--workdir=runs/first"
+  status, calls, said = job("learner", *flags, statuses=(137, 1, 0), SLURM_ARRAY_TASK_ID="3")
+  assert status == 0 and len(calls) == 3 and "status 137 (restart 0)" in said
+  assert set(calls) == {f"|learner|{'|'.join(flags)}|--learner=3|--term_status=143|"}
+
+
+@pytest.mark.parametrize(
+  ("statuses", "most", "status", "starts"),
+  [((2, 0), "10", 2, 1), ((1, 1, 137, 0), "2", 137, 3), ((1, 0), "0", 1, 1)],
+)
+def test_wrong_flags_and_too_many_failures_end_the_job(job, statuses, most, status, starts):
+  found, calls, _ = job("evaluator", statuses=statuses, MAX_RESTARTS=most)
+  assert found == status and len(calls) == starts
+
+
+def test_a_role_that_was_asked_to_end_waits_in_the_queue_again(job):
+  status, calls, _ = job("learner", statuses=(1, 143, 0))
+  assert status == 0 and calls[-1] == "scontrol requeue 42" and len(calls) == 3
+
+
+def test_a_shard_listens_on_the_port_of_its_number(job):
+  _, calls, _ = job("syncer", SLURM_ARRAY_TASK_ID="1")
+  assert calls == ["|syncer|--shard=1|--bind=tcp://0.0.0.0:7001|--term_status=143|"]
+
+
+def test_hosts_of_an_island_meet_at_the_first_node(job):
+  several = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_PROCID": "1"}
+  _, calls, _ = job("learner", SLURM_ARRAY_TASK_ID="5", **several)
+  assert calls[0] == "scontrol show hostnames node-[a-b]"
+  assert "|--learner=5|--hosts=tcp://node-a:7105|--term_status=143|--host=1|" in calls[1]
+
+
+def test_with_gpus_jax_may_not_train_on_the_cpu_by_itself(job):
+  assert job("learner", SLURM_GPUS_ON_NODE="8")[1][0].startswith("cuda,cpu|learner|")
+  chosen = job("learner", SLURM_GPUS_ON_NODE="8", JAX_PLATFORMS="rocm,cpu")
+  assert chosen[1][0].startswith("rocm,cpu|learner|")
+
+
+def test_what_is_wrong_is_named_with_its_fix(job):
+  status, calls, said = job("learner", SLURM_JOB_ID="")
+  assert (status, calls) == (2, []) and "Fix: sbatch" in said
+  status, calls, said = job("lerner")
+  assert (status, calls) == (2, []) and "no role lerner. Fix: " in said
+  status, calls, said = job("--help")
+  assert (status, calls) == (0, []) and "sbatch --array=0-3" in said and "set -u" not in said
