@@ -202,7 +202,7 @@ def conclude(
     until_saved(lambda: _save(config, workdir, outcome), *patience)
   if outcome.lost:
     extra["lost"] = outcome.lost
-  until_saved(lambda: _write_outcome(workdir, extra), *patience)
+  until_saved(lambda: write_outcome(workdir, extra), *patience)
   run = config.run
   if run.evaluations and loss is not None:
     untrained = lambda: _untrained(config, outcome, loss)  # noqa: E731
@@ -245,13 +245,18 @@ def _save(config: Config, workdir: Path, outcome: RunResult) -> None:
       weights.save(workdir / workdirs.ISLANDS / f"learner-{m}", params)
 
 
-def _write_outcome(workdir: Path, extra: Mapping[str, Any]) -> None:
+def write_outcome(workdir: Path, extra: Mapping[str, Any]) -> None:
+  """Writes what is known of a run's end beside its events; an earlier outcome is replaced.
+
+  Raises:
+    OSError: it cannot be written.
+  """
   workdirs.write_whole(workdir / workdirs.OUTCOME, json.dumps(extra, indent=2) + "\n")
 
 
 def _write_end(workdir: Path, extra: Mapping[str, Any]) -> Mapping[str, Any]:
   """Writes all that is known at the end, and the report that shows it."""
-  _write_outcome(workdir, extra)
+  write_outcome(workdir, extra)
   write_report(workdir, extra)
   return {}
 
