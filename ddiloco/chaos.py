@@ -214,8 +214,9 @@ class FaultyEndpoint:
           self._turn.wait(wait)
         if self._closed:
           return
-        _, _, to, message, corrupt = heapq.heappop(self._going)
-      self.endpoint.send(to, message, self._faults.spoil if corrupt else None)
+        _, _, to, message, corrupt = self._going[0]
+        self.endpoint.send(to, message, self._faults.spoil if corrupt else None)
+        heapq.heappop(self._going)  # only now: else a later message could overtake this one
 
   def close(self, *arguments: Any) -> None:
     with self._turn:

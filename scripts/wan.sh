@@ -14,9 +14,10 @@
 #
 # Every island and every shard is a namespace of its own behind a link of its own to one switch. The
 # delay comes from scripts/proxy.py between an island, or a shard with copies for its buddy, and
-# the switch (netem is missing in many kernels). The evaluator stands at the switch, without delay.
-# An island's XLA uses one thread. All processes live in namespaces that end with this script, also
-# when it is killed, so that no process is left and several runs do not disturb each other.
+# the switch (netem is missing in many kernels). The evaluator stands at the switch, without delay;
+# with run.evaluations=0 it comes at the end, for the result. An island's XLA uses one thread. All
+# processes live in namespaces that end with this script, also when it is killed, so that no process
+# is left and several runs do not disturb each other.
 #
 # In the end a table shows the runs beside the figures of the planner and of a virtual run. Last line:
 # JSON, see scripts/wan_summary.py. Exit status 77 (skipped): no right to make namespaces
@@ -184,7 +185,8 @@ for ((s = 0; s < shards; s++)); do
   start "syncer-$s" at "shard$s" "${run[@]}" syncer "${role[@]}" --shard="$s" --syncers="$delayed" \
     --bind="tcp://$(shard_address "$s"):7000"
 done
-[ "$evaluations" = 0 ] || start evaluator "${run[@]}" evaluator "${role[@]}" --syncers="$direct"
+evaluate() { start evaluator "${run[@]}" evaluator "${role[@]}" --syncers="$direct"; }
+[ "$evaluations" = 0 ] || evaluate
 flags="${XLA_FLAGS:-} --xla_cpu_multi_thread_eigen=false"
 for ((m = 0; m < islands; m++)); do
   start "learner-$m" at "island$m" env NPROC=1 XLA_FLAGS="$flags" "${run[@]}" learner "${role[@]}" \
@@ -209,5 +211,7 @@ while [ "${#name_of[@]}" -gt 0 ]; do
     exit 1
   fi
   say "$name has finished"
+  # Without evaluations nothing receives what islands do not; the shards keep the model for the end.
+  [ "$evaluations/$name" != 0/learner-0 ] || evaluate
 done
 "${run[@]}" report --workdir="$workdir"

@@ -90,6 +90,21 @@ def test_messages_sent_after_a_delay_ends_do_not_overtake(pair):
   assert pair.got(2) == [0, 1]
 
 
+def test_no_message_overtakes_one_that_is_being_sent(pair, monkeypatch):
+  """Over a real connection none can, and the wrapper let one pass in calm weather."""
+  passes_on = pair.learner.endpoint.send
+
+  def send(to, message, *spoil):
+    if message == Goodbye(0, 0):
+      pair.learner.send(to, Goodbye(0, 1))
+    return passes_on(to, message, *spoil)
+
+  monkeypatch.setattr(pair.learner.endpoint, "send", send)
+  pair.begin("delay", seconds=0.0, delay_seconds=1.0)  # over already, which the first send finds
+  pair.send(1)
+  assert pair.got(2) == [0, 1]
+
+
 def test_duplicates_are_two_real_messages(pair):
   pair.begin("duplicate")
   pair.send(2)

@@ -103,7 +103,7 @@ class Engine:
     self._listeners: Sequence[Listener] = ()
     self._recorder: Recorder
     self._state = supervisor.Supervisor(config.run, {})
-    self._global_step = 0  # the run's, as far as learners have reported it
+    self._global_step = 0  # the run's, as far as its newest snapshot or learners have said
     self._training_since = math.inf  # when training began; inf: it has not
     self._guard = Guard("the supervisor")  # if the supervisor ended, all roles would end
     # What happens to roles that are threads, as events of the moment when they are taken. No
@@ -155,6 +155,8 @@ class Engine:
       finally:
         self._kill()
     self._finish(reason)
+    if reason == "stopped" and self.leave.is_set() and not self._global_step:
+      raise KeyboardInterrupt
     with self._saving:
       return self._outcome(reason)
 
@@ -280,6 +282,7 @@ class Engine:
     """Sets the supervisor's first state; faults of steps before the current one are left out."""
     config = self.config
     began_at = restore.newest_global_step(self._storage)
+    self._global_step = max(0, began_at)
     self._planned = chaos.still_planned(config.chaos.of_roles(), began_at)
     self._requests = fault_requests(self.workdir, news_only=True)
     self._state = supervisor.Supervisor(

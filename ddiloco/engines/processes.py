@@ -12,18 +12,18 @@ import contextlib
 import functools
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from ddiloco import workdir
 from ddiloco.chaos import ask_for
-from ddiloco.checkpoint.restore import restore_fragments
+from ddiloco.checkpoint import restore
 from ddiloco.checks import require
 from ddiloco.config import Config, Fault
 from ddiloco.config.schema import INSIDE
-from ddiloco.engines.children import Child, Spawn, accelerators, spawn_forked, warm
+from ddiloco.engines.children import Accelerator, Child, Spawn, accelerators, spawn_forked, warm
 from ddiloco.engines.engine import Engine, RunResult
 from ddiloco.engines.role_process import connect, load_keys
 from ddiloco.engines.role_spec import RoleSpec, free_urls, newest, require_shards
@@ -58,10 +58,13 @@ class ProcessesEngine(Engine):
 
   def __init__(self, config: Config, workdir: Path, corpus: data.Source, measure: Measure | None):
     require_shards(config)
+    super().__init__(config, workdir, measure)
+    self._found = self._look()
+    gpus = self._found and self._found[0].platform == "gpu"
+    self._shares = Shares(config, self._found) if gpus else None  # None: they take what they see
     for m in range(config.num_islands()):
       data.Stream(corpus, config, m)  # refuses what the children would refuse
-    super().__init__(config, workdir, measure)
-    self._shares = self._divide()
+      self._gpus(m)
     self._follow_at = 0.0
     self._children: dict[str, Child] = {}
 
@@ -81,28 +84,21 @@ class ProcessesEngine(Engine):
 
   # --- supervision --------------------------------------------------------------------------------
 
-  def _divide(self) -> Shares | None:
-    """The GPUs of each island; None: learners may take what they see, on the CPU for example.
-
-    Raises:
-      ConfigError: there are too few, or they are of a kind that processes cannot divide.
-    """
-    config, found = self.config, accelerators()
-    if found and found[0].platform == "gpu":
-      return Shares(config, found)
-    learners = sum(config.islands.island(m).hosts for m in range(config.num_islands()))
-    rule = f"{learners} processes cannot divide {len(found)} devices that are no GPUs"
-    require(not found or learners == 1, "--engine", "processes", rule, "use --engine=threads")
-    return None
+  def _look(self) -> Sequence[Accelerator]:
+    """The accelerators that this engine has to divide."""
+    return accelerators()
 
   def _gpus(self, learner: int) -> list[list[str]]:
     """The flags by which each host of an island gets its GPUs.
 
     Raises:
-      ConfigError: too few are left.
+      ConfigError: too few are left, or devices that are no GPUs are the first learner's.
     """
     hosts = self.config.islands.island(learner).hosts
     if self._shares is None:
+      rule = f"several processes cannot divide {len(self._found)} devices that are no GPUs"
+      alone = not self._found or (learner == 0 and hosts == 1)
+      require(alone, "--engine", "processes", rule, "use --engine=threads")
       return [[]] * hosts
     group = self._shares.of(learner)
     rule = f"learner {learner} gets {len(group)} GPUs, too few for its processes"
@@ -232,13 +228,15 @@ class ProcessesEngine(Engine):
     role = self._evaluated
     if role is not None and role.joined:
       return self._result(reason, role.store.params(), role.exchange.state.merged_tokens)
+    if self._global_step > max(0, restore.newest_global_step(self._storage)):
+      self._lost[EVALUATOR_ADDRESS] = "it never had the whole model, and no snapshot has the end"
     return self._result(reason, *self._newest_params())
 
   def _newest_params(self) -> tuple[Mapping[str, np.ndarray], int]:
     """The global model of the newest snapshot, if the evaluator never had a whole model, and the
     tokens that it has seen."""
     storage, every = self._storage, range(len(self.plan.fragments))
-    restored = storage and restore_fragments(storage, every)
+    restored = storage and restore.restore_fragments(storage, every)
     if not restored:
       return initial.initial_params(self.config), 0
     values = {p: committed.value for p, committed in restored.fragments.items()}

@@ -92,8 +92,9 @@ class RayEngine(ProcessesEngine):
       self._connected = False
       ray.shutdown()
 
-  def _divide(self) -> None:
-    """Ray gives each island what it asks for."""
+  def _look(self) -> tuple[()]:
+    """None: Ray gives each island what it asks for."""
+    return ()
 
   def _place(self) -> RoleSpec:
     """Starts all actors; shards are spread over the nodes."""

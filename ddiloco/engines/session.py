@@ -33,7 +33,7 @@ from ddiloco.observe.guards import warn
 from ddiloco.observe.live import LiveView, TensorBoard
 from ddiloco.observe.report import write_report
 from ddiloco.observe.style import loss_text
-from ddiloco.protocol.events import Step, parse_role
+from ddiloco.protocol.events import Started, Step, parse_role
 from ddiloco.roles import initial
 from ddiloco.simulation import bandwidth
 from ddiloco.training import data, evaluate, step
@@ -121,8 +121,16 @@ def _train(
   def compare() -> dict[str, float]:
     if heldout is None or not config.run.compare_alone or outcome.reason != "finished":
       return {}
-    # What earlier starts of the run lost, and made again, counts once.
-    steps = max(e.global_step for e in EventStream(workdir) if isinstance(e, Step))
+    steps, kinds = 0, set[str]()
+    for event in EventStream(workdir):
+      if isinstance(event, Step):  # what earlier starts lost, and made again, counts once
+        steps = max(steps, event.global_step)
+      elif isinstance(event, Started) and event.device_kind:
+        kinds.add(event.device_kind)
+    here = {device.device_kind for device in jax.devices()}
+    rule = f"islands trained on {', '.join(sorted(kinds))}, which this process does not use"
+    fix = "give another run sync.num_shards = 0 and --engine=threads: its islands train alone"
+    require(kinds <= here, "run.compare_alone", True, rule, fix)
     return _train_alone(config, workdir, corpus, heldout, runner, steps)
 
   asked = threading.Event()  # to end, now that the run is over
@@ -194,7 +202,7 @@ def conclude(
     until_saved(lambda: _save(config, workdir, outcome), *patience)
   if outcome.lost:
     extra["lost"] = outcome.lost
-  until_saved(lambda: _write_outcome(workdir, extra), *patience)
+  until_saved(lambda: write_outcome(workdir, extra), *patience)
   run = config.run
   if run.evaluations and loss is not None:
     untrained = lambda: _untrained(config, outcome, loss)  # noqa: E731
@@ -237,13 +245,18 @@ def _save(config: Config, workdir: Path, outcome: RunResult) -> None:
       weights.save(workdir / workdirs.ISLANDS / f"learner-{m}", params)
 
 
-def _write_outcome(workdir: Path, extra: Mapping[str, Any]) -> None:
+def write_outcome(workdir: Path, extra: Mapping[str, Any]) -> None:
+  """Writes what is known of a run's end beside its events; an earlier outcome is replaced.
+
+  Raises:
+    OSError: it cannot be written.
+  """
   workdirs.write_whole(workdir / workdirs.OUTCOME, json.dumps(extra, indent=2) + "\n")
 
 
 def _write_end(workdir: Path, extra: Mapping[str, Any]) -> Mapping[str, Any]:
   """Writes all that is known at the end, and the report that shows it."""
-  _write_outcome(workdir, extra)
+  write_outcome(workdir, extra)
   write_report(workdir, extra)
   return {}
 

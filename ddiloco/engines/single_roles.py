@@ -199,7 +199,7 @@ def _left(runner: RoleRunner, state: LearnerState) -> int:
 
 
 def run_syncer(config: Config, shard: int, place: RoleSpec) -> int:
-  """Owns its fragments until all of them are done and every learner has left, or SIGTERM.
+  """Owns its fragments until the evaluator has saved the final model and all have left, or SIGTERM.
 
   A restarted shard gets its fragments from its buddy. A fragment that no role has any more is lost:
   this is logged, and sets the exit status.
@@ -234,13 +234,12 @@ def _syncer(runner: RoleRunner, shard: int) -> int:
   role = Syncer(state, config, plan, store, runtime, replication, sealer, in_place=True)
   if saver is not None:
     saver.hold = lambda: "it has nothing to save yet" if unfounded.empty(role.state) else ""
-  back = any(committed.state.version for committed in role.committed.values())
   if replication is not None:
     replication.begin(c for c in role.committed.values() if c.state.version)
   runner.say(f"serves fragments {', '.join(map(str, owned))} at {endpoint.bound}")
   runner.ready = lambda: _untaken(role)
   runner.progress = lambda: _served(role, config)
-  over, faults = _over(runner, role, unfounded, back), runner.faults
+  over, faults = _over(runner, role, unfounded), runner.faults
   try:
     role.run(faults, over)
     until = time.monotonic() + settings.drain_seconds  # the buddy still gets what it lacks
@@ -256,23 +255,15 @@ def _syncer(runner: RoleRunner, shard: int) -> int:
   return _shard_status(runner, role)
 
 
-def _over(
-  runner: RoleRunner, role: Syncer, unfounded: restore.Unfounded, back: bool
-) -> Callable[[], bool]:
-  """What says whether the shard may end. One that is `back` first waits for its members, which may
-  begin slowly: the evaluator may lack the final model."""
-  settings, begun_at = runner.config.network, role.state.recovery_deadline if back else 0.0
-  alone_until = time.monotonic() + settings.give_up_seconds if back else 0.0
+def _over(runner: RoleRunner, role: Syncer, unfounded: restore.Unfounded) -> Callable[[], bool]:
+  """What says whether the shard may end."""
+  silence_seconds = runner.config.network.silence_seconds
 
   def over() -> bool:
-    nonlocal alone_until
     if refusal := unfounded.refusal(role.state):
       raise Ended(refusal)
-    if role.state.members:
-      alone_until = 0.0
-    now = time.monotonic()
-    finished = syncer_rules.finished(role.state, now, settings.silence_seconds) and role.idle
-    return (finished and now >= max(begun_at, alone_until)) or runner.stopped()
+    finished = syncer_rules.finished(role.state, time.monotonic(), silence_seconds)
+    return (finished and role.idle) or runner.stopped()
 
   return over
 
@@ -282,11 +273,12 @@ def _complete(role: Syncer) -> bool:
 
 
 def _untaken(role: Syncer) -> str:
-  """What a shard waits for at the end, "": nothing. An evaluator that has left has the model."""
+  """What a shard waits for at the end, "": nothing, or an evaluator that is here."""
   member = role.state.members.get(EVALUATOR)
-  lost = member is not None and member.lost and _complete(role)
-  again = "start it again, with run.evaluations = 0 if it fails to evaluate"
-  return f"the evaluator, which has not saved the final model ({again})" if lost else ""
+  gone = (member is None or member.lost) and not role.state.model_saved
+  fix = "start it, with run.evaluations = 0 if it fails to evaluate"
+  waits = f"the evaluator, which has not saved the final model ({fix})"
+  return waits if gone and _complete(role) else ""
 
 
 def _shard_status(runner: RoleRunner, role: Syncer) -> int:
@@ -418,9 +410,13 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
   weights.clear(result)
 
   def save(params: initial.Assembled, merged_tokens: int) -> None:
+    def end() -> None:
+      save_result(config, runner.place.workdir, params, merged_tokens)
+      # Roles that start from now on, this one perhaps, know that the run needs them no more.
+      session.write_outcome(runner.place.workdir, {"reason": "finished"})
+
     runner.health.busy("saving and measuring the result")
-    final = config, runner.place.workdir, params, merged_tokens
-    session.until_saved(lambda: save_result(*final), config.network.give_up_seconds, stopping)
+    session.until_saved(end, config.network.give_up_seconds, stopping)
 
   role = Evaluator(*(config, runner.plan, measure, runtime, runner.incarnation), save=save)
   runner.ready = lambda: _joining(role.exchange.state, endpoint.links(), config)
@@ -441,7 +437,6 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
   try:
     session.conclude(config, runner.place.workdir, outcome, loss, pause=stopping)
   except OSError as error:
-    again = "all roles: they go on from the newest snapshot" if role.saved else "it again"
-    fix = f"{session.ROOM}; start {again}"
+    fix = f"{session.ROOM}; start it again"
     raise Ended(f"the run's end is not saved: {error}. Fix: {fix}") from error
   return FINISHED

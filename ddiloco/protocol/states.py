@@ -263,6 +263,7 @@ class SyncerState(_State, Frozen):
   step_tokens: int = 0  # of the largest step of any learner; 0: not known
   first_round: int = 0  # smaller rounds are not of this run
   members: Mapping[int, Member] = {}
+  model_saved: bool = False  # the final one, by an evaluator, which has left
   global_step: int = 0
   beliefs: Beliefs = Beliefs(reach_at=0.0)
   rounds: int = 0  # started in this incarnation

@@ -70,14 +70,15 @@ def init(
 
 
 def finished(state: SyncerState, now: float, silence_seconds: float) -> bool:
-  """Whether the run needs this shard no more: all tokens are merged, all learners left or silent.
+  """Whether the run needs this shard no more: an evaluator has saved the final model, and all
+  members have left or are silent.
 
-  An evaluator that was ever here leaves once it has saved the final model, which no other role has:
-  a silent one is waited for, without a limit.
+  No other role has the whole model, so an evaluator is waited for without a limit. After a restart
+  the members have until the recovery deadline to be here again.
   """
-  return all(state.complete(f) for f in state.fragments) and not any(
-    m == EVALUATOR or now - member.heard_at < silence_seconds for m, member in state.members.items()
-  )
+  here = any(now - member.heard_at < silence_seconds for member in state.members.values())
+  complete = all(state.complete(f) for f in state.fragments)
+  return state.model_saved and complete and not here and now >= state.recovery_deadline
 
 
 def syncer_on(state: SyncerState, event: actions.SyncerEvent) -> SyncerOutcome:
@@ -131,7 +132,8 @@ def _take_in(state: SyncerState, event: Received) -> SyncerOutcome:
       state, todo = moments.on_moments(state, message, now)
     case messages.Goodbye():
       others = {m: each for m, each in state.members.items() if m != message.learner}
-      state = replace(state.forget(message.learner), members=others)
+      saved = state.model_saved or message.learner == EVALUATOR  # which leaves no sooner
+      state = replace(state.forget(message.learner), members=others, model_saved=saved)
       todo = [events.Member(learner=message.learner, state="left", reason="said goodbye")]
   return state, [*captured, *todo]
 

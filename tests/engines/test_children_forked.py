@@ -1,5 +1,6 @@
 """Processes forked from one that has imported everything are as if they had been started."""
 
+import contextlib
 import json
 import os
 import signal
@@ -159,6 +160,31 @@ def test_the_fork_server_outlives_what_a_service_manager_sends_to_all(start):
   assert end_of(process) == 0
 
 
+def state_of(pid: int) -> str:
+  """T: stopped, Z: it has ended, and its parent does not know yet, "": it is gone, ..."""
+  with contextlib.suppress(OSError):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+  return ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there the kernel ends it")
+def test_a_stopped_role_ends_with_the_fork_server(start):
+  process, log = start(f"""
+    from ddiloco.engines.role_spec import end_with_parent
+    end_with_parent()  # as a role with --attached does
+    {SLEEPS}
+  """)
+  said(log, process, "here")
+  process.send_signal(signal.SIGSTOP)
+  while state_of(process.pid) != "T":
+    continue
+  pid = server._forkserver._forkserver_pid
+  os.kill(pid, signal.SIGKILL)
+  assert end_of(process) == 255
+  while state_of(process.pid) not in ("Z", "") or state_of(pid) not in ("Z", ""):
+    continue
+
+
 def test_another_fork_server_takes_over(start):
   """One that was killed (out of memory) counts as the end of all it has started."""
   process, log = start("import sys; print('here', flush=True); sys.stdin.read()")
@@ -166,7 +192,7 @@ def test_another_fork_server_takes_over(start):
   pid = server._forkserver._forkserver_pid
   os.kill(pid, signal.SIGKILL)
   assert end_of(process) == 255
-  while Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z":
+  while state_of(pid) != "Z":
     continue  # its status is there in a moment
   process.stdin.close()  # as a supervisor does: so it really ends
   again, log = start("print('again')")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -214,6 +215,21 @@ def test_a_run_that_is_interrupted_again_when_all_is_merged_is_finished(tmp_path
       raise KeyboardInterrupt
 
   assert Interrupted(tmp_path, lambda: None).run().reason == reason
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_run_that_is_asked_to_end_before_its_first_step_has_no_result(tmp_path, steps):
+  """The untrained model was saved and measured."""
+
+  class Asked(Stopped):
+    def _observe(self) -> None:
+      self._global_step = steps
+
+  engine = Asked(tmp_path, lambda: None)
+  engine.leave.set()
+  with contextlib.nullcontext() if steps else pytest.raises(KeyboardInterrupt):
+    assert engine.run().reason == "stopped"
+  assert [e.kind for e in read_events(tmp_path) if e.role == "engine"][-1] == "run_finished"
 
 
 def test_waiting_for_roles_has_a_limit_and_goes_on_with_their_lives(tmp_path):

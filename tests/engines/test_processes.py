@@ -487,6 +487,30 @@ def test_ctrl_c_brings_out_what_is_there(tmp_path):
 
 
 @pytest.mark.slow
+def test_shards_keep_the_final_model_for_an_evaluator_that_was_never_there(tmp_path):
+  """It had died at each of its starts. The shards ended after the learners, and what they had was
+  lost."""
+
+  class Late(ProcessesEngine):
+    def _run_evaluator(self, recorder) -> None:
+      while not all(r.ended for r in supervisor.members(self._state, "learner-").values()):
+        time.sleep(0.05)
+      wait_for(self._kept, "the shards to wait for it", seconds=60)
+      super()._run_evaluator(recorder)
+
+    def _kept(self) -> bool:
+      logs = (self._children[f"syncer-{s}"].log.read_text() for s in range(2))
+      return all("waits: the evaluator, which has not saved the final model" in log for log in logs)
+
+  config = tiny(60)
+  engine = Late(config, tmp_path / "run", data.open_corpus(config.data), lambda _: {"loss": 0.0})
+  ended = engine.run()
+  assert (ended.reason, ended.saved, ended.lost) == ("finished", True, "")
+  assert ended.merged_tokens >= config.run.total_tokens
+  assert not events_of(tmp_path / "run", "exit"), "no role was started again"
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not LINUX, reason="looks into /proc")
 def test_when_the_supervisor_is_killed_nobody_is_left_behind(tmp_path):
   (tmp_path / "config.json").write_text(tiny(10**7, min_step_seconds=0.02).to_json())

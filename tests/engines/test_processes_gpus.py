@@ -111,9 +111,8 @@ def test_the_hosts_of_an_island_on_one_machine_divide_its_gpus(machine, tmp_path
   machine(8)
   engine = make(tmp_path, learners=2, devices=4, hosts=2, batch_size=4)
   assert [gpus_of(engine, m) for m in range(2)] == [["0,1", "2,3"], ["4,5", "6,7"]]
-  engine = make(tmp_path, learners=8, devices=0, hosts=2)
-  with pytest.raises(ConfigError, match=r"islands\.hosts = 2: learner 3 gets 1 GPUs.*Fix: "):
-    engine._commands("learner-3")
+  with pytest.raises(ConfigError, match=r"islands\.hosts = 2: learner 0 gets 1 GPUs.*Fix: "):
+    make(tmp_path, learners=8, devices=0, hosts=2)
 
 
 @pytest.mark.parametrize(
@@ -138,9 +137,16 @@ def test_too_few_gpus_are_refused_before_anything_starts(machine, tmp_path, coun
 def test_what_is_no_gpu_serves_one_process(machine, tmp_path):
   """A second process cannot open a machine's TPUs, and would train on its CPU."""
   machine(4, "tpu")
-  with pytest.raises(ConfigError, match="--engine = 'processes': 2 processes cannot divide 4 dev"):
+  several = r"--engine = 'processes': several processes cannot divide 4 devices"
+  with pytest.raises(ConfigError, match=several):
     make(tmp_path, learners=2)
-  assert gpus_of(make(tmp_path, learners=1), 0) == []
+  with pytest.raises(ConfigError, match=several):
+    make(tmp_path, learners=1, hosts=2, devices=2)
+  engine = make(tmp_path, learners=1)
+  assert gpus_of(engine, 0) == []
+  engine._feed = pytest.fail
+  with pytest.raises(ConfigError, match=several):
+    engine._requested(Fault("join", "learner-1", at_seconds=0.0))
 
 
 def test_on_the_cpu_nothing_is_divided(tmp_path):

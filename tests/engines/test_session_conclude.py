@@ -97,6 +97,21 @@ def test_steps_are_those_of_all_starts_of_a_run(tmp_path, monkeypatch):
   assert known["steps_alone"] == 8, "islands alone train as long as the run, not what it lost too"
 
 
+def test_islands_of_accelerators_are_not_compared_with_islands_of_a_cpu(
+  tmp_path, monkeypatch, capsys
+):
+  """A supervisor of processes on GPUs trained them all alone on its own CPU, without an end."""
+  (tmp_path / "events").mkdir()
+  began = made(0.0, "learner-0", "started", devices=8, device_kind="NVIDIA H200")
+  log = [to_line(began, True), to_line(made(1.0, "learner-0", "step", step=1, global_step=1))]
+  (tmp_path / "events" / "learner-0.jsonl").write_bytes(b"".join(log))
+  monkeypatch.setattr(session, "_train_alone", lambda *_: pytest.fail("they train"))
+  ended = RunResult("finished", params(3), {})
+  assert train(tmp_path, ended, lambda tree: 1.0, config_of(compare_alone=True)) == 0
+  said = "the comparison is left out: run.compare_alone = True: islands trained on NVIDIA H200"
+  assert said in capsys.readouterr().out
+
+
 def test_a_disk_that_is_full_at_the_end_leaves_the_first_outcome(tmp_path, monkeypatch, capsys):
   outcome = RunResult("finished", params(3), {})
   write_text = type(tmp_path).write_text

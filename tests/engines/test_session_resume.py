@@ -415,6 +415,9 @@ def test_a_run_stopped_before_its_evaluator_had_the_model_leaves_that_of_the_new
   expected = initial.Assembled(plan, config, values)
   assert merged_tokens == min(c.state.merged_tokens for c in restored.fragments.values()) > 0
   assert {n: v.tobytes() for n, v in found.items()} == {n: v.tobytes() for n, v in expected.items()}
+  assert engine._outcome("stopped").lost == ""
+  engine._global_step = 10**6
+  assert engine._outcome("stopped").lost.startswith("evaluator: it never had the whole model")
   shutil.rmtree(workdir / "checkpoints")
   first, merged_tokens = engine._newest_params()
   assert {n: v.tobytes() for n, v in first.items()} != {n: v.tobytes() for n, v in found.items()}

@@ -205,31 +205,40 @@ def test_an_evaluator_saves_the_final_model_once_there_is_room_and_else_its_shar
   with contextlib.nullcontext() if leaves else ends:
     assert single_roles._evaluator(runner, "open") == FINISHED
   assert (tried[-1] == "concluded") == leaves and len(tried) == (4 if leaves else 6)
+  # It may die while it measures: its next life could not reach the shards, which have ended.
+  assert workdir.outcome(tmp_path) == ({"reason": "finished"} if leaves else {})
 
 
-@pytest.mark.parametrize("lost, status", [(False, FINISHED), (True, LOST)])
-def test_a_final_model_that_no_evaluator_has_saved_is_lost(lost, status):
-  said = Said()
+@pytest.mark.parametrize("evaluator", ["is here", "is silent", "was never here", "has saved it"])
+def test_a_final_model_that_no_evaluator_has_saved_is_lost(evaluator):
+  said, lost = Said(), evaluator in ("is silent", "was never here")
+  status = LOST if lost else FINISHED
   fragment = FragmentState(0, 3, merged_tokens=CONFIG.run.total_tokens, last_round=2)
   shard = syncer.init(0, 1, (fragment,), CONFIG.sync, CONFIG.run.total_tokens)
-  shard, _ = syncer.syncer_on(shard, Received(says.hello(EVALUATOR, 0, (NOTHING,)), 1.0))
+  if evaluator != "was never here":
+    shard, _ = syncer.syncer_on(shard, Received(says.hello(EVALUATOR, 0, (NOTHING,)), 1.0))
+  if evaluator == "is silent":
+    shard = shard.with_member(EVALUATOR, lost=True)
+  if evaluator == "has saved it":
+    shard, _ = syncer.syncer_on(shard, Received(Goodbye(EVALUATOR, 0), 1.0))
   role = types.SimpleNamespace(state=shard, lost={}, replication=None)
-  if lost:
-    role.state = shard.with_member(EVALUATOR, lost=True)
   assert ("evaluator" in single_roles._untaken(role)) == lost
   assert single_roles._shard_status(said, role) == status
   assert any("Fix: start all roles again" in line for line in said.lines) == lost
 
 
-def test_a_shard_that_is_back_with_a_complete_run_waits_for_the_evaluator():
-  """It ended after nine seconds, in which no evaluator has begun: nobody ever got the model."""
+def test_a_shard_that_is_back_with_a_complete_run_waits_for_the_evaluator(monkeypatch):
+  """It ended when none had come for network.give_up_seconds: nobody ever got the model."""
   fragment = FragmentState(0, 3, merged_tokens=CONFIG.run.total_tokens, last_round=2)
   target, now = CONFIG.run.total_tokens, time.monotonic()
   shard = syncer.init(0, 1, (fragment,), CONFIG.sync, target, recovery_deadline=now)
   role = types.SimpleNamespace(state=shard, idle=True)
   runner = types.SimpleNamespace(config=CONFIG, stopped=lambda: False)
-  over = single_roles._over(runner, role, Unfounded((), ""), back=True)
+  over = single_roles._over(runner, role, Unfounded((), ""))
   assert not over()
+  with monkeypatch.context() as later:
+    later.setattr(single_roles.time, "monotonic", lambda: now + 1e6)
+    assert not over()
   hello, gone = says.hello(EVALUATOR, 0, (NOTHING,)), Goodbye(EVALUATOR, 0)
   role.state, _ = syncer.syncer_on(shard, Received(hello, time.monotonic()))
   assert not over(), "it is here"
