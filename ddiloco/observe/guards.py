@@ -74,19 +74,21 @@ class Drain:
   """Hands what was `put` to `consume`, in order and in batches, on its own daemon thread.
 
   `consume` is called about every `interval_seconds`, at once after `wake`, and a last time by
-  `close`; the batch may be empty. Its exceptions are counted in `failures`, the first is printed:
-  observing a run must never end it. More than `capacity` waiting items, or items after `close`, are
-  dropped (a stuck disk must not fill the memory).
+  `close`; the batch may be empty. What it returns comes again, before newer items. Its exceptions
+  are counted in `failures`, the first is printed: observing a run must never end it. More than
+  `capacity` waiting items are dropped, and counted in `dropped` (a stuck or full disk must not fill
+  the memory); so are items after `close`, without a count.
   """
 
   def __init__(
     self,
     name: str,
-    consume: Callable[[list[Any]], None],
+    consume: Callable[[list[Any]], list[Any] | None],
     interval_seconds: float = 1.0,
     capacity: int = 100_000,
   ):
-    self.failures = 0
+    self.failures = self.dropped = 0
+    self._left: list[Any] = []  # what `consume` returned
     self._name = name
     self._consume = consume
     self._interval_seconds = interval_seconds
@@ -101,8 +103,12 @@ class Drain:
 
   def put(self, item: Any) -> None:
     """Queues an item: no lock, no I/O, any thread."""
-    if not self._closed and len(self._items) < self._capacity:
+    if self._closed:
+      return
+    if len(self._items) + len(self._left) < self._capacity:
       self._items.append(item)
+    else:
+      self.dropped += 1
 
   @property
   def running(self) -> bool:
@@ -114,7 +120,7 @@ class Drain:
     self._wake.set()
 
   def flush(self, timeout_seconds: float = 1.0) -> bool:
-    """Waits until what is queued now has been consumed; False if a stuck disk takes longer."""
+    """Waits until `consume` has had what is queued now; False if a stuck disk takes longer."""
     done = threading.Event()
     self._flushed.append(done)
     self._wake.set()
@@ -136,10 +142,11 @@ class Drain:
       last = self._closed  # read before the queue is emptied: no item put before `close` is left
       self._wake.clear()
       flushed = [self._flushed.popleft() for _ in range(len(self._flushed))]
-      batch = [self._items.popleft() for _ in range(len(self._items))]  # has all put before those
+      self._left += [self._items.popleft() for _ in range(len(self._items))]  # all put before those
       try:
-        self._consume(batch)
+        self._left = self._consume(self._left) or []
       except Exception:
+        self._left = []
         self.failures += 1
         if self.failures == 1:
           warn(f"{self._name} failed; the run goes on\n{traceback.format_exc()}")
