@@ -157,7 +157,8 @@ class Recorder:
     self._clock = clock
     self._listeners = tuple(listeners)
     self._begins = True  # the next event says the format
-    self._end = math.inf  # where whole lines end, if a part of one may be after them
+    # Where whole lines end, and where a part of a line may end that a full disk has cut off.
+    self._whole = self._most = 0
     self._lost, self._failure = 0, "the disk hung"  # lost events that the log tells of, and why
     self._warn = Warnings()
     check_format(self.path)
@@ -187,8 +188,12 @@ class Recorder:
       self._warn("slow", text)
 
   def close(self) -> None:
-    """Writes what is queued. Events recorded later are lost."""
+    """Writes what is queued, if need be later, while this process lives. Events recorded later are
+    lost."""
     self._drain.close()
+    if left := self._drain.left:
+      text = f"{self.path}: {left} events wait for room, and are lost if this process ends before."
+      self._warn("left", text)
 
   def __enter__(self) -> Recorder:
     return self
@@ -224,16 +229,16 @@ class Recorder:
     lines = self._lines(batch)
     self.path.parent.mkdir(parents=True, exist_ok=True)
     with self.path.open("a+b", buffering=0) as file:
-      if (size := file.tell()) > self._end:  # there is a part of a line
-        size = file.truncate(int(self._end))
-      self._end = size
+      if self._whole < (size := file.tell()) <= self._most:
+        size = file.truncate(self._whole)
       # Ends a line that a kill has torn, or it would spoil the first new one.
       torn = int(size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n")
       written = os.write(file.fileno(), b"\n" * torn + b"".join(lines))
+      self._whole, self._most = size, size + written  # over NFS `close` may fail
     ends = [*itertools.accumulate(map(len, lines), initial=torn)]
     if not (done := max(0, bisect.bisect(ends, written) - 1)):
       raise OSError(f"only {written} of {ends[-1]} bytes were written (is the disk full?)")
-    self._end = math.inf if done == len(lines) else size + ends[done]
+    self._whole += ends[done]
     self._begins = self._begins and not any(lines[:done])
     return done
 

@@ -6,6 +6,7 @@ Waits have limits, and loops that hang are noticed.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import sys
 import threading
@@ -70,6 +71,9 @@ class Guard:
       return instead
 
 
+AFTER_CLOSE_SECONDS = 600.0  # that a `Drain` goes on trying
+
+
 class Drain:
   """Hands what was `put` to `consume`, in order and in batches, on its own daemon thread.
 
@@ -111,6 +115,11 @@ class Drain:
       self.dropped += 1
 
   @property
+  def left(self) -> int:
+    """The number of items that `consume` has returned."""
+    return len(self._left)
+
+  @property
   def running(self) -> bool:
     """Whether the thread is still at work (after `close`: stuck in a write)."""
     return self._thread.is_alive()
@@ -127,7 +136,8 @@ class Drain:
     return not self.running or done.wait(timeout_seconds) or not self.running
 
   def close(self, timeout_seconds: float = 5.0) -> None:
-    """Consumes what is left and ends the thread; waits at most this long for a stuck disk."""
+    """Consumes what is left and ends the thread; waits at most this long for a stuck disk. What
+    `consume` returns even then is tried for a while longer, for which nobody waits."""
     if self._closed:
       return
     self._closed = True
@@ -143,15 +153,27 @@ class Drain:
       self._wake.clear()
       flushed = [self._flushed.popleft() for _ in range(len(self._flushed))]
       self._left += [self._items.popleft() for _ in range(len(self._items))]  # all put before those
-      try:
-        self._left = self._consume(self._left) or []
-      except Exception:
-        self._left = []
-        self.failures += 1
-        if self.failures == 1:
-          warn(f"{self._name} failed; the run goes on\n{traceback.format_exc()}")
+      self._try()
       for done in flushed:
         done.set()
+    if self._left:
+      with contextlib.suppress(RuntimeError):  # the interpreter ends
+        threading.Thread(target=self._try_on, name=self._name, daemon=True).start()
+
+  def _try(self) -> None:
+    try:
+      self._left = self._consume(self._left) or []
+    except Exception:
+      self._left = []
+      self.failures += 1
+      if self.failures == 1:
+        warn(f"{self._name} failed; the run goes on\n{traceback.format_exc()}")
+
+  def _try_on(self) -> None:
+    until = time.monotonic() + AFTER_CLOSE_SECONDS
+    while self._left and time.monotonic() < until:
+      time.sleep(self._interval_seconds)
+      self._try()
 
 
 # --- Waits: each has a limit, a name, and a line that says that the limit was exceeded

@@ -215,7 +215,9 @@ def test_a_denied_path_is_one_warning_and_the_run_goes_on(tmp_path, capsys):
     recorder.record(step(number))
   recorder.record(events.Stopped(reason="done"))
   recorder.close()
-  assert capsys.readouterr().err.count("WARNING") == 1
+  said = capsys.readouterr().err
+  assert said.count("WARNING") == 2 and said.count(f"cannot write {recorder.path}") == 1
+  assert "4 events wait for room, and are lost if this process ends before" in said
 
 
 class Disk:
@@ -250,6 +252,26 @@ def test_a_full_disk_tears_no_line_and_nothing_is_lost(tmp_path, capsys, monkeyp
   assert found[0].format == events.LOG_FORMAT
   said = capsys.readouterr().err.count("cannot write")
   assert said <= 1 and (said or room > 500)
+
+
+def test_a_role_that_ends_while_the_disk_is_full_has_its_last_events_when_there_is_room(
+  tmp_path, monkeypatch
+):
+  """Its next life has written meanwhile. The end of a run waits for room, and for its log too."""
+  disk = Disk(monkeypatch, 200)
+  with Recorder(tmp_path, "learner-0", 0, start_time=0.0) as recorder:
+    monkeypatch.setattr(recorder._drain, "_interval_seconds", 0.01)
+    recorder.record(step(0))
+    recorder.record(step(1))
+  assert recorder._drain.left == 1
+  write, there = recorder._append, threading.Event()
+  monkeypatch.setattr(recorder, "_append", lambda batch: [write(batch), there.set()][0])
+  with Recorder(tmp_path, "learner-0", 1, start_time=0.0) as new:
+    disk.room = 10**6
+    new.record(step(2))
+  assert there.wait(30)
+  found = read_events(tmp_path)
+  assert sorted((event.incarnation, event.step) for event in found) == [(0, 0), (0, 1), (1, 2)]
 
 
 def test_events_beyond_what_memory_keeps_are_counted_in_the_log(tmp_path, monkeypatch):
