@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import os
 import re
@@ -475,7 +476,11 @@ class Storage:
       if not {role, note.name}.intersection(signed_json.listed(folder)):
         return
       note.unlink(missing_ok=True)
-      note.write_text("")  # takes no room on a full disk
+      try:
+        note.write_text("")
+      except OSError as error:  # no room even for that: then there is none for a manifest
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+          raise
       (folder / f"{MANIFEST}{signed_json.UNNAMED}").unlink(missing_ok=True)
       if not self.is_committed(snapshot):
         try:
