@@ -192,8 +192,8 @@ class Recorder:
     lost."""
     self._drain.close()
     if left := self._drain.left:
-      text = f"{self.path}: {left} events wait for room, and are lost if this process ends before."
-      self._warn("left", text)
+      said = f"{left} events could not be written yet; they are lost if this process ends."
+      self._warn("left", f"{self.path}: {said}")
 
   def __enter__(self) -> Recorder:
     return self

@@ -217,7 +217,7 @@ def test_a_denied_path_is_one_warning_and_the_run_goes_on(tmp_path, capsys):
   recorder.close()
   said = capsys.readouterr().err
   assert said.count("WARNING") == 2 and said.count(f"cannot write {recorder.path}") == 1
-  assert "4 events wait for room, and are lost if this process ends before" in said
+  assert "4 events could not be written yet; they are lost if this process ends" in said
 
 
 class Disk:
