@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
 import itertools
 import math
+import os
 import sys
 import typing
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import ml_collections
@@ -65,6 +68,17 @@ def shown(value: Any) -> str:
 def require(ok: bool, field: str, value: Any, rule: str, fix: str) -> None:
   if not ok:
     raise refusal(field, value, rule, fix)
+
+
+def is_there(path: str | os.PathLike[str]) -> bool:
+  """Whether something is at a local path; `exists` may say no where that cannot be known.
+
+  Raises:
+    OSError: it cannot be known: a file system does not answer, or denies it.
+  """
+  with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+    return bool(Path(path).stat())
+  return False
 
 
 def differences(given: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:

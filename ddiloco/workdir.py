@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Generic, TypeVar
 
-from ddiloco.checks import refusal, require
+from ddiloco.checks import Unanswered, is_there, refusal, require
 from ddiloco.config import Config, ConfigError, from_dict
 from ddiloco.observe.guards import warn
 
@@ -136,9 +136,7 @@ def check(workdir: Path, config: Config, overwrite: bool) -> bool:
   if overwrite:
     return False
   with _writing(workdir):
-    try:  # `exists` says no, since Python 3.14, also where that cannot be known
-      (workdir / "config.json").stat()
-    except (FileNotFoundError, NotADirectoryError):
+    if not is_there(workdir / "config.json"):
       return False
   _refuse_another(workdir, config, saved_config(workdir), MAY_CHANGE)
   over = outcome(workdir).get("reason") == "finished" and not _is_longer(config, workdir)
@@ -182,11 +180,18 @@ def clear_outcome(workdir: Path) -> None:
 
 
 def mapping(path: Path) -> dict[str, Any]:
-  """The mapping in a file of JSON; empty if there is none, or no such file."""
+  """The mapping in a file of JSON of a workdir; empty if there is none, or no such file.
+
+  Raises:
+    Unanswered: it cannot be read.
+  """
   try:
     found = json.loads(path.read_text())
-  except (OSError, ValueError, RecursionError):
+  except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
     return {}
+  except OSError as error:
+    rule, fix = f"its {path.name} cannot be read ({error})", "make it readable"
+    raise refusal("--workdir", str(path.parent), rule, fix, Unanswered) from error
   return found if isinstance(found, dict) else {}
 
 
@@ -229,7 +234,7 @@ def _refuse_to_delete(workdir: Path, paths: Collection[Path]) -> None:
     rule = f"{path} leads elsewhere, and --overwrite deletes only what is in the workdir itself"
     fix = "remove the link, and what it leads to if that is not needed"
     require(not linked, "--workdir", str(workdir), rule, fix)
-  there = [path.name for path in paths if path.exists()]
+  there = [path.name for path in paths if is_there(path)]
   values = mapping(workdir / "config.json")
   ours = (workdir / STARTED).exists() or {"islands", "sync"} <= values.keys()
   rule = f"--overwrite would delete {', '.join(there)} in it, but it holds no run (no config.json)"
@@ -421,7 +426,7 @@ class RequestFile(Generic[T]):
     news_only: bool = False,
   ):
     self._path, self._parse, self._what = path, parse, what
-    self._news_at = path.stat().st_size if path.exists() else 0
+    self._news_at = path.stat().st_size if is_there(path) else 0
     self._at = self._news_at if news_only else 0
 
   def poll(self) -> Iterator[tuple[float, T]]:

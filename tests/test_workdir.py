@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import errno
 import fcntl
 import itertools
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ddiloco import workdir
+from ddiloco.checks import Unanswered
 from ddiloco.config import Config, ConfigError, IslandsConfig, ModelConfig, RunConfig, from_dict
 from ddiloco.roles import initial
 from tests.engines.toy_world import World
@@ -151,6 +153,20 @@ def test_what_is_said_of_a_run_is_nothing_where_it_is_torn(tmp_path):
   for text, said in (*((text, {}) for text in torn), ('{"a": 1}', {"a": 1})):
     (tmp_path / workdir.OUTCOME).write_text(text)
     assert workdir.outcome(tmp_path) == said
+
+
+def test_an_outcome_that_cannot_be_read_is_not_taken_for_none(tmp_path, monkeypatch):
+  """A finished run was trained again where its file system did not answer for a moment."""
+  (tmp_path / workdir.OUTCOME).write_text('{"reason": "finished"}')
+
+  def stale(self, *_, **__):
+    raise OSError(errno.ESTALE, "Stale file handle", str(self))
+
+  with monkeypatch.context() as patch:
+    patch.setattr(type(tmp_path), "read_text", stale)
+    rule = rf"^--workdir = '{tmp_path}': its outcome.json cannot be read .*Stale.*Fix: "
+    with pytest.raises(Unanswered, match=rule):
+      workdir.reached_end(tmp_path, CONFIG)
 
 
 @pytest.mark.parametrize("kill_after", [0, 1, 2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 import pytest
@@ -75,3 +76,16 @@ def test_a_request_after_one_that_was_cut_off_is_read(path, monkeypatch, capsys)
   append_request(path, {"n": 3})
   assert read(RequestFile(path, lambda fields: fields["n"], "number")) == [2, 3]
   assert capsys.readouterr().err.count("asks for no number") == 1
+
+
+def test_what_was_asked_before_is_not_new_where_the_file_does_not_answer(path, monkeypatch):
+  """On Python 3.14 it seemed to be missing, and faults of days before were performed again."""
+  append_request(path, {"n": 1})
+
+  def stale(self, **_):
+    raise OSError(errno.ESTALE, "Stale file handle", str(self))
+
+  with monkeypatch.context() as patch, pytest.raises(OSError, match="Stale"):
+    patch.setattr(type(path), "stat", stale)
+    patch.setattr(type(path), "exists", lambda self: False)  # what it says since 3.14
+    RequestFile(path, lambda fields: fields["n"], "number", news_only=True)

@@ -204,7 +204,8 @@ class Saver:
       # Read before the parts are: a part that arrives in between is not counted as late.
       now, ending = self._time.now(), self._worker.ending
       declined, metas = self.storage.declined(snapshot), self.storage.metas(snapshot)
-      roles = consistent({r: meta["state"] for r, meta in metas.items() if r in known}, shards)
+      there = {r: meta["state"] for r, meta in metas.items() if r in known - declined}
+      roles = consistent(there, shards)
       expected = {*shards, *learners()}
       needed = shards if may_lack else expected
       gone = {role for role in known - declined - metas.keys() if ending or has_left(role)}

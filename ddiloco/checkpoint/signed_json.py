@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from etils import epath
 
 SignedJson = dict[str, Any]
+UNNAMED = ".tmp"  # end of a record's path until it has its name; deleted there, it gets none
 PAUSES_SECONDS = (0.1, 1.0, 4.0)  # before a failed read is repeated
 T = TypeVar("T")
 
@@ -53,10 +54,15 @@ def is_missing(error: Exception) -> bool:
   return named or isinstance(error, FileNotFoundError | NotADirectoryError)
 
 
-def write(path: epath.Path, content: Mapping[str, Any]) -> SignedJson:
+def write(
+  path: epath.Path, content: Mapping[str, Any], look: Callable[[], None] = lambda: None
+) -> SignedJson:
   """Writes a record whole or not at all: by a rename, or on an object store a copy, as atomic.
 
   Its content is on the disk before it has its name: what it takes the place of may be deleted next.
+
+  Args:
+    look: called before it gets its name, which an exception prevents.
 
   Returns:
     The content as a reader will see it (JSON: lists for tuples), and a digest of that.
@@ -66,12 +72,13 @@ def write(path: epath.Path, content: Mapping[str, Any]) -> SignedJson:
   """
   signed = json.loads(json.dumps(dict(content)))
   signed = {**signed, "digest": _digest(signed)}
-  temporary = path.with_name(f"{path.name}.tmp")
+  temporary = path.with_name(f"{path.name}{UNNAMED}")
   with temporary.open("w") as file:
     file.write(json.dumps(signed))
     file.flush()
     with contextlib.suppress(AttributeError, io.UnsupportedOperation):  # no file, but an object
       os.fsync(file.fileno())
+  look()
   temporary.replace(path)
   return signed
 

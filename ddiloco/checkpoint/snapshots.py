@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import os
 import re
@@ -309,15 +310,13 @@ class Storage:
     """
     digests = self._digests(snapshot, roles)
     path = self._snapshot(snapshot) / MANIFEST
-    with signed_json.one_error(path):
-      signed_json.write(path, {**self._expected("manifest", snapshot), "parts": digests})
-    try:
-      if self._digests(snapshot, roles) != digests:
+
+    def look() -> None:
+      if self.declined(snapshot) & {*roles} or self._digests(snapshot, roles) != digests:
         raise Damaged(path, "is withdrawn: a part was replaced while it was committed")
-    except Damaged:  # a new incarnation of a role has just deleted its part (`_forget`)
-      with signed_json.one_error(path):
-        path.rmtree(missing_ok=True)  # a file too
-      raise
+
+    with signed_json.one_error(path):
+      signed_json.write(path, {**self._expected("manifest", snapshot), "parts": digests}, look)
 
   def is_committed(self, snapshot: int) -> bool:
     """Whether the snapshot has a manifest, unchecked: then its parts must not be replaced.
@@ -458,26 +457,38 @@ class Storage:
       for role in self._roles(snapshot) - stay:
         _delete(path / role) if whole else self._forget(snapshot, role)
       # A folder or file of this name, and what is in it, may be another program's.
-      ours = whole or all(n.endswith((DECLINED, ".tmp")) for n in signed_json.listed(path))
+      ours = whole or all(
+        n.endswith((DECLINED, signed_json.UNNAMED)) for n in signed_json.listed(path)
+      )
       if not stay and ours and path.is_dir():
         path.rmtree(missing_ok=True)
 
   def _forget(self, snapshot: int, role: str) -> None:
-    folder = self._snapshot(snapshot)
+    """Deletes what a role has left for a snapshot, unless the snapshot is committed by now.
+
+    Shard 0 may commit it at this moment. Both sides write into its folder first, and look there
+    afterwards; a folder of a network file system looks as it was until then. Shard 0 sees the note
+    and yields (`commit`); or it has not named its manifest yet, and cannot any more; or the
+    manifest is seen here. Whenever either side is killed, what a manifest vouches for is whole.
+    """
+    folder, note = self._snapshot(snapshot), self._note(snapshot, role)
     with signed_json.one_error(folder):
-      self._note(snapshot, role).unlink(missing_ok=True)
-      # Shard 0 may commit the snapshot at this moment. Both sides write first and look afterwards,
-      # so at least one of them sees the other, and gives way (`commit`).
-      meta, hidden = folder / role / META, folder / role / f"{META}.old"
-      if META in signed_json.listed(folder / role):
-        meta.replace(hidden)
-        if self.is_committed(snapshot):
-          hidden.replace(meta)
-          return
+      if not {role, note.name}.intersection(signed_json.listed(folder)):
+        return
+      note.unlink(missing_ok=True)
       try:
-        _delete(folder / role)
-      finally:
-        meta.unlink(missing_ok=True)  # its former life may write it only now (`save`)
+        note.write_text("")
+      except OSError as error:  # no room even for that: then there is none for a manifest
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+          raise
+      (folder / f"{MANIFEST}{signed_json.UNNAMED}").unlink(missing_ok=True)
+      if not self.is_committed(snapshot):
+        try:
+          _delete(folder / role)
+        finally:
+          # Its former life may write it only now (`save`).
+          (folder / role / META).unlink(missing_ok=True)
+      note.unlink(missing_ok=True)
 
   def set_aside(self, newer_than: int) -> list[str]:
     """Renames committed snapshots newer than the one that the run goes on from: they are damaged.

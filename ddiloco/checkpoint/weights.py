@@ -27,6 +27,7 @@ from etils import epath
 
 from ddiloco.checkpoint.signed_json import brief, one_error
 from ddiloco.checks import ConfigError, differences, refusal, require
+from ddiloco.checks import is_there as is_local
 from ddiloco.observe.guards import warn
 
 Params = dict[str, np.ndarray]
@@ -114,6 +115,11 @@ def followed(path: str | os.PathLike, field: str = "weights") -> epath.Path:
   return target if "://" in str(target) else absolute(os.path.realpath(target), field)
 
 
+def is_there(path: epath.Path) -> bool:
+  """Whether something is at a path; where that is unknown, an error of its file system."""
+  return path.exists() if "://" in str(path) else is_local(path)
+
+
 def replaceable(path: str | os.PathLike, field: str = "weights") -> epath.Path:
   """As `followed`, where a save may put weights: nothing but older weights is there.
 
@@ -123,12 +129,13 @@ def replaceable(path: str | os.PathLike, field: str = "weights") -> epath.Path:
   """
   target = followed(path, field)
   rule, fix = f"is a link to {target}, where nothing is", "make it, mount it, or remove the link"
-  require(not os.path.islink(path) or target.exists(), field, str(path), rule, fix)
   try:
+    there = is_there(target)
+    require(not os.path.islink(path) or there, field, str(path), rule, fix)
     if target.name.endswith(SUFFIX):
-      kind, good = "file", target.is_file() or not target.exists()
+      kind, good = "file", target.is_file() or not there
     else:
-      names = [inside.name for inside in target.iterdir()] if target.exists() else []
+      names = [inside.name for inside in target.iterdir()] if there else []
       kind, good = "Orbax checkpoint", not names or MARK in names
   except OSError as error:
     kind, good = f"known checkpoint ({brief(error)})", False
@@ -156,7 +163,7 @@ def save(
     OSError: it cannot be written.
   """
   target = followed(path)
-  if os.path.islink(path) and not target.exists():
+  if os.path.islink(path) and not is_there(target):
     raise OSError(errno.ENOENT, f"is a link to {target}, where nothing is", str(path))
   target.parent.mkdir(parents=True, exist_ok=True)
   params, metadata = dict(params), dict(metadata or {})
@@ -225,17 +232,17 @@ def clear(path: str | os.PathLike) -> None:
 
 def standing(path: epath.Path) -> epath.Path:
   """`path`; where nothing is, the checkpoint that a killed save has left beside it, if any."""
-  if path.exists() or "://" in str(path):
+  if "://" in str(path) or is_there(path):
     return path
   # The new checkpoint before the old one, and none that Orbax was still writing.
   left = [each for each in _remainders(followed(path)) if not each.suffix.startswith(".orbax-")]
-  return next((each for each in left if (each / MARK).exists()), path)
+  return next((each for each in left if is_there(each / MARK)), path)
 
 
 def _remainders(target: epath.Path, tag: str = f"[0-9a-f]{{{TAG_DIGITS}}}") -> list[epath.Path]:
-  """What saves of `target` have left beside it, in order of name; [] if that cannot be listed."""
+  """What saves of `target` have left beside it, in order of name."""
   name = re.compile(rf"\.{re.escape(target.name)}\.{tag}(\{OLD}|\.orbax-.*)?")
-  with contextlib.suppress(OSError):
+  with contextlib.suppress(FileNotFoundError):
     return sorted(left for left in target.parent.iterdir() if name.fullmatch(left.name))
   return []
 
@@ -262,7 +269,7 @@ def _replace(target: epath.Path, params: Params, metadata: dict[str, str]) -> No
       _write_file(mine, params, metadata)
     else:
       write(mine, params, metadata)
-      if target.exists():
+      if is_there(target):
         target.rename(old)
     mine.replace(target)
   finally:
@@ -289,11 +296,11 @@ def locate(path: str | os.PathLike, field: str = "weights") -> epath.Path:
   fix = "finish a run there first, or name a file, a checkpoint or a workdir that is there"
   with _reading(field, target := absolute(path, field)):
     target = standing(target)
-    require(target.exists(), field, str(target), "does not exist", fix)
-    if not (target / "config.json").exists():
+    require(is_there(target), field, str(target), "does not exist", fix)
+    if not is_there(target / "config.json"):
       return target
     result = standing(target / "result")
-    require(result.exists(), field, str(target), "is a run that has left no result yet", fix)
+    require(is_there(result), field, str(target), "is a run that has left no result yet", fix)
     return result
 
 
@@ -346,7 +353,13 @@ def metadata(path: str | os.PathLike) -> Mapping[str, str]:
 
 
 def merged_tokens(path: str | os.PathLike) -> int:
-  """Tokens that an Orbax checkpoint has seen, by its metadata; 0: it says none, or is not there."""
+  """Tokens that an Orbax checkpoint has seen, by its metadata; 0: it says none, or is not there.
+
+  Raises:
+    OSError: it cannot be read, which `metadata` does not tell.
+  """
+  with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+    (standing(absolute(path)) / MARK).read_bytes()
   said = str(metadata(path).get(MERGED_TOKENS))
   return int(said) if said.isdecimal() else 0
 

@@ -13,7 +13,7 @@ from ml_collections import config_flags
 
 from ddiloco import custom
 from ddiloco.api import experiment
-from ddiloco.checks import coerce, refusal, shown
+from ddiloco.checks import coerce, refusal, require, shown
 from ddiloco.config import Config, ConfigError, check_field, default, from_dict
 from ddiloco.workdir import saved_config
 
@@ -175,6 +175,8 @@ class Flags:
 
 def _require_path(flag: str, path: str) -> None:
   """Refuses what can be no path, or cannot be reached; nothing need be there yet."""
+  fix = "give a folder; only snapshots (--config.checkpoint.path) and exports may be in a bucket"
+  require("://" not in path, f"--{flag}", path, "must be a folder of a file system", fix)
   try:
     os.stat(path)
   except (FileNotFoundError, NotADirectoryError):

@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # its module imports JAX
   from ddiloco.training.data import Corpus
 
 Arrays = Mapping[str, Any]  # name -> np.ndarray
+Save = Callable[[Arrays, dict[str, str]], Any]  # (arrays, metadata) -> the path that it has written
 
 
 def train(arguments: list[str]) -> int:
@@ -225,11 +226,10 @@ def export(arguments: list[str]) -> int:
     "tokenizer": config.data.tokenizer,
     **weights.metadata(workdir / RESULT),
   }
-  refuse, save = _FORMATS[given.format]
   try:
-    refuse(config, to, overwrite)
+    save = _FORMATS[given.format](config, to, overwrite)
     params = session.load_result(workdir, config)
-    written = save(config, to, params, metadata)
+    written = save(params, metadata)
   except ConfigError:
     raise
   except Exception as error:  # object stores and Orbax raise exceptions of their own
@@ -240,7 +240,7 @@ def export(arguments: list[str]) -> int:
   return FINISHED
 
 
-def _refuse_target(_: Config, to: str, overwrite: bool) -> None:
+def _as_weights(_: Config, to: str, overwrite: bool) -> Save:
   """Refuses to replace anything without --overwrite, and anything but weights even with it."""
   from ddiloco.checkpoint import weights
 
@@ -249,24 +249,25 @@ def _refuse_target(_: Config, to: str, overwrite: bool) -> None:
   fix = f"write it here and copy it, or leave out {weights.SUFFIX} for an Orbax checkpoint"
   require(good, "--to", to, "a safetensors file can only be local", fix)
   weights.replaceable(path, "--to")
-  free = overwrite or not path.exists()
+  free = overwrite or not weights.is_there(path)
   require(free, "--to", to, "exists", "choose another path, or add --overwrite")
 
+  def save(params: Arrays, metadata: dict[str, str]) -> Any:
+    weights.clear(to)
+    return weights.save(to, params, metadata)
 
-def _save_weights(_: Config, to: str, params: Arrays, metadata: dict[str, str]) -> Any:
-  from ddiloco.checkpoint import weights
-
-  weights.clear(to)
-  return weights.save(to, params, metadata)
+  return save
 
 
-def _refuse_folder(config: Config, to: str, overwrite: bool) -> None:
-  """As `_refuse_target`, for the folder that Hugging Face's classes load; and for other models.
+def _as_folder(config: Config, to: str, overwrite: bool) -> Save:
+  """As `_as_weights`, for the folder that Hugging Face's classes load; refuses other models, too.
 
   Raises:
     ConfigError: also where the tokenizer cannot be read.
   """
-  from ddiloco.training.tokens import shared_files
+  from ddiloco.checkpoint import weights
+  from ddiloco.engines import session
+  from ddiloco.training.tokens import load_tokenizer, shared_files
 
   model = config.model
   known = not (model.custom or model.image_size)
@@ -274,39 +275,41 @@ def _refuse_folder(config: Config, to: str, overwrite: bool) -> None:
   require(known, "--format", "huggingface", rule, fix)
   rule, fix = "must be a local folder", "name one, and copy it then"
   require("://" not in to and not to.endswith(".safetensors"), "--to", to, rule, fix)
-  folder = Path(to).expanduser()
+  folder = Path(to).expanduser().absolute()
   names = {file.name for file in folder.iterdir()} if os.path.lexists(folder) else set()
-  ours = {_SHAPE, _TENSORS, *shared_files(config.data.tokenizer)}
+  end_token = load_tokenizer(config.data.tokenizer).end_token
+  files = shared_files(config.data.tokenizer)
+  ours = {_SHAPE, _TENSORS, *files}
   rule, fix = "has other files than such an export", "choose another path"
-  left = f".{_TENSORS}."  # what a killed export has left
-  others = [name for name in names - ours if not name.startswith(left)]
+  left = f".{_TENSORS}."  # in names of what a killed export has left
+  others = [name for name in names - ours if left not in name]
   require(not others, "--to", to, rule, fix)
   free = overwrite or not names
   require(free, "--to", to, "exists", "choose another path, or add --overwrite")
 
+  def save(params: Arrays, metadata: dict[str, str]) -> Path:
+    """config.json is written last: without it no reader takes the folder for a model. It is deleted
+    once there is room for the new tensors."""
+    shape, tensors = session.as_huggingface(config, params, end_token)
+    whole, new = folder / _TENSORS, folder / f"{left}new{weights.SUFFIX}"
+    for each in (whole, new):
+      weights.clear(each)
+    weights.save(new, tensors, {**metadata, "format": "pt"})  # readers ask for "pt"
+    (folder / _SHAPE).unlink(missing_ok=True)
+    new.replace(whole)
+    for name, content in files.items():
+      (folder / name).write_bytes(content)
+    (folder / _SHAPE).write_text(json.dumps(shape, indent=2))
+    return folder
 
-def _save_folder(config: Config, to: str, params: Arrays, metadata: dict[str, str]) -> Path:
-  """config.json is written last: without it no reader takes the folder for a model."""
-  from ddiloco.checkpoint import weights
-  from ddiloco.engines import session
-  from ddiloco.training.tokens import shared_files
-
-  folder = Path(to).expanduser().absolute()
-  shape, tensors = session.as_huggingface(config, params)
-  (folder / _SHAPE).unlink(missing_ok=True)
-  weights.clear(folder / _TENSORS)
-  weights.save(folder / _TENSORS, tensors, {**metadata, "format": "pt"})  # readers ask for "pt"
-  for name, content in shared_files(config.data.tokenizer).items():
-    (folder / name).write_bytes(content)
-  (folder / _SHAPE).write_text(json.dumps(shape, indent=2))
-  return folder
+  return save
 
 
 _SHAPE, _TENSORS = "config.json", "model.safetensors"
-# Of --format: what is refused, and how it is written.
-_FORMATS: dict[str, tuple[Callable[..., None], Callable[..., Path]]] = {
-  "ddiloco": (_refuse_target, _save_weights),
-  "huggingface": (_refuse_folder, _save_folder),
+# Of --format: refuses a path that is no place for it, and returns what writes there.
+_FORMATS: dict[str, Callable[[Config, str, bool], Save]] = {
+  "ddiloco": _as_weights,
+  "huggingface": _as_folder,
 }
 
 

@@ -8,6 +8,8 @@ the run.
 
 from __future__ import annotations
 
+import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +25,8 @@ from ddiloco.protocol import events
 from ddiloco.protocol.events import Event
 from ddiloco.workdir import OUTCOME, PROFILE_REQUESTS, PROFILES, RequestFile, append_request
 
-MOST_STEPS = 1000  # of one trace, which takes about a megabyte a step
+MOST_STEPS = 1000  # of one trace
+STEP_BYTES = 1 << 20  # that a step of it takes, about
 LOOK_SECONDS = 0.5
 STEP_SECONDS = 0.01  # between two looks whether the steps of a trace are made
 PATIENCE_SECONDS = 60.0  # for the next step, before the trace ends as it is
@@ -99,6 +102,10 @@ class Profiler:
     import jax
 
     path = self._workdir / PROFILES / request.role
+    path.mkdir(parents=True, exist_ok=True)
+    # A trace that cannot be written would be JAX's last one in this process.
+    with tempfile.TemporaryFile(dir=path) as room:
+      os.posix_fallocate(room.fileno(), 0, request.steps * STEP_BYTES)
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # Python's calls would be most of the trace, and slow it down
     jax.profiler.start_trace(path, profiler_options=options)

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -41,6 +41,7 @@ from ddiloco.training.devices import kept_in
 from ddiloco.training.evaluate import HeldoutLoss
 from ddiloco.training.tokens import load_tokenizer
 
+T = TypeVar("T")
 EXIT_STATUS = {"finished": FINISHED, "failed": LOST, "stopped": INTERRUPTED}
 ENGINES = ("threads", "processes", "ray")  # imported only when used: Ray may not be installed
 ROOM = "make room, or the place writable"
@@ -195,7 +196,7 @@ def conclude(
   extra: dict[str, Any] = {"reason": outcome.reason}
   measured = lambda: _merged(config, workdir, outcome, loss)  # noqa: E731
   patience = config.network.give_up_seconds, pause
-  if newer := newer_result(workdir, outcome.merged_tokens):
+  if newer := until_saved(lambda: newer_result(workdir, outcome.merged_tokens), *patience):
     extra["left_out"] = {"the model of this start": newer}
     measured = lambda: {"loss_merged": loss(load_result(workdir, config))}  # noqa: E731
   else:
@@ -220,10 +221,9 @@ def conclude(
   _print_end(config, workdir, extra)
 
 
-def until_saved(
-  save: Callable[[], None], seconds: float, pause: Callable[[float], bool | None]
-) -> None:
-  """Calls `save`, and for so long again while it raises OSError: the end of a run is worth that."""
+def until_saved(save: Callable[[], T], seconds: float, pause: Callable[[float], bool | None]) -> T:
+  """What `save` returns; it is called for so long again while it raises OSError: the end of a run
+  is worth that."""
   until = time.monotonic() + seconds
   while True:
     try:
@@ -399,14 +399,20 @@ def load_result(workdir: Path, config: Config) -> dict[str, np.ndarray]:
 
 
 def as_huggingface(
-  config: Config, params: Mapping[str, np.ndarray]
+  config: Config, params: Mapping[str, np.ndarray], end_token: int
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-  """The model for Hugging Face's classes: what its config.json says, and its tensors."""
+  """The model for Hugging Face's classes: what its config.json says, and its tensors.
+
+  Args:
+    config: the run's.
+    params: the model's own arrays.
+    end_token: of its tokenizer.
+  """
   shape = {
     **transformer.huggingface_config(config.model),
     "max_position_embeddings": config.data.sequence_length,
     "bos_token_id": None,
-    "eos_token_id": load_tokenizer(config.data.tokenizer).end_token,
+    "eos_token_id": end_token,
   }
   return shape, transformer.huggingface_tensors(config.model, params)
 

@@ -18,6 +18,7 @@ import numpy as np
 from ddiloco.chaos import Faults, FaultyEndpoint
 from ddiloco.checkpoint import restore
 from ddiloco.checkpoint.saver import Saver
+from ddiloco.checks import is_there
 from ddiloco.config import Config, Fault
 from ddiloco.core.delta import Store, new_fragment
 from ddiloco.engines import role_spec
@@ -86,7 +87,7 @@ class ThreadsEngine(Engine):
 
   def _begin(self) -> None:
     self._restored = self._go_on(keep=True)
-    if (self.workdir / "events").exists():
+    if is_there(self.workdir / "events"):
       self._start_after(role_spec.newest(self.workdir, peers.seconds_since_2020()))
     self._start_time = time.monotonic() - (time.time() - start_time(self.workdir))
     self._profiler = Profiler(self.workdir, lambda: self._recorder)

@@ -7,7 +7,10 @@ incarnation says the log's format; a log of another format is refused.
 
 from __future__ import annotations
 
+import bisect
+import fnmatch
 import heapq
+import itertools
 import math
 import os
 import time
@@ -109,6 +112,7 @@ Listener = Callable[[Event], None]
 E = TypeVar("E", bound=Event)
 
 FLUSH_SECONDS = 1.0
+APPENDED = 256  # events at most in one append: while a disk is full, each attempt encodes so many
 
 
 class Records(Protocol):
@@ -126,9 +130,11 @@ class Recorder:
 
   `record` only queues (a few microseconds, never I/O); a background thread writes about once a
   second, at once after an important kind, and at `close`. If the disk is full or the path denied,
-  one warning goes to stderr, and the run goes on without these events. Listeners get the same event
-  on the calling thread: they must be quick; a listener that raises is dropped with a warning. An
-  event's values are plain Python or NumPy scalars, not changed afterwards.
+  one warning goes to stderr, and the run goes on: events wait in memory until they can be written.
+  Those beyond the capacity of a `Drain` are lost, and the log says how many (`Dropped`, by the role
+  itself). Listeners get the same event on the calling thread: they must be quick; a listener that
+  raises is dropped with a warning. An event's values are plain Python or NumPy scalars, not changed
+  afterwards.
 
   Raises:
     ConfigError: the role's log in this workdir is of another format.
@@ -151,6 +157,9 @@ class Recorder:
     self._clock = clock
     self._listeners = tuple(listeners)
     self._begins = True  # the next event says the format
+    # Where whole lines end, and where a part of a line may end that a full disk has cut off.
+    self._whole = self._most = 0
+    self._lost, self._failure = 0, "the disk hung"  # lost events that the log tells of, and why
     self._warn = Warnings()
     check_format(self.path)
     self._drain = Drain(f"events of {role}", self._write, FLUSH_SECONDS)
@@ -179,8 +188,12 @@ class Recorder:
       self._warn("slow", text)
 
   def close(self) -> None:
-    """Writes what is queued. Events recorded later are lost."""
+    """Writes what is queued, if need be later, while this process lives. Events recorded later are
+    lost."""
     self._drain.close()
+    if left := self._drain.left:
+      said = f"{left} events could not be written yet; they are lost if this process ends."
+      self._warn("left", f"{self.path}: {said}")
 
   def __enter__(self) -> Recorder:
     return self
@@ -188,38 +201,55 @@ class Recorder:
   def __exit__(self, *_: object) -> None:
     self.close()
 
-  def _write(self, batch: list[Event]) -> None:
-    """On the background thread: the whole batch in one append.
+  def _write(self, batch: list[Event]) -> list[Event]:
+    """On the background thread; returns the events that cannot be written now."""
+    if not batch:
+      return []
+    try:
+      while batch:
+        del batch[: self._append(batch[:APPENDED])]
+      if lost := self._drain.dropped - self._lost:
+        said = events.Dropped(peer=self.role, count=lost, reason=self._failure)
+        now = self._clock() - self._start_time
+        self._append([events.stamped(said, now, self.role, self.incarnation)])
+        self._lost += lost
+    except OSError as error:
+      self._begins = True  # it may be another file that is there next time
+      self._failure = str(error)
+      text = f"cannot write {self.path}: {error}. The run goes on, and tries again."
+      self._warn("unwritten", text)
+    return batch
 
-    The file is opened for each batch: a handle may become stale, and its file may be deleted.
+  def _append(self, batch: list[Event]) -> int:
+    """Appends events; returns how many are written, at least one. A full disk tears no line.
+
+    The file is opened each time: a handle may become stale, and its file may be deleted.
     """
     self._begins |= not os.path.exists(self.path)
     lines = self._lines(batch)
-    if not lines:
-      return
-    data = b"".join(lines)
-    try:
-      self.path.parent.mkdir(parents=True, exist_ok=True)
-      with self.path.open("a+b", buffering=0) as file:
-        size = file.tell()
-        if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
-          data = b"\n" + data  # ends the torn line, or it would spoil the first new one
-        written = os.write(file.fileno(), data)
-      if written < len(data):
-        raise OSError(f"only {written} of {len(data)} bytes were written (is the disk full?)")
-      self._begins = False
-    except OSError as error:
-      self._begins = True  # it may be another file that is there next time
-      text = f"cannot write {self.path}: {error}. The run goes on without these events."
-      self._warn("unwritten", text)
+    self.path.parent.mkdir(parents=True, exist_ok=True)
+    with self.path.open("a+b", buffering=0) as file:
+      if self._whole < (size := file.tell()) <= self._most:
+        size = file.truncate(self._whole)
+      # Ends a line that a kill has torn, or it would spoil the first new one.
+      torn = int(size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n")
+      written = os.write(file.fileno(), b"\n" * torn + b"".join(lines))
+      self._whole, self._most = size, size + written  # over NFS `close` may fail
+    ends = [*itertools.accumulate(map(len, lines), initial=torn)]
+    if not (done := max(0, bisect.bisect(ends, written) - 1)):
+      raise OSError(f"only {written} of {ends[-1]} bytes were written (is the disk full?)")
+    self._whole += ends[done]
+    self._begins = self._begins and not any(lines[:done])
+    return done
 
   def _lines(self, batch: list[Event]) -> list[bytes]:
-    """Encodes each event on its own: if one fails, the others of its batch are still written."""
+    """Encodes each event on its own: if one fails, to b"", the others are still written."""
     lines: list[bytes] = []
     for event in batch:
       try:
-        lines.append(to_line(event, self._begins and not lines))
+        lines.append(to_line(event, self._begins and not any(lines)))
       except Exception as error:
+        lines.append(b"")
         text = f"an event {event.kind!r} cannot be put into words: {error!r}. It is lost."
         self._warn("odd", f"{self.path}: {text}")
     return lines
@@ -296,11 +326,27 @@ def logs_in(workdir: str | os.PathLike[str]) -> list[Path]:
 
   Raises:
     ConfigError: one is of another format.
+    OSError: the folder cannot be listed.
   """
-  paths = sorted(path for path in (Path(workdir) / "events").glob("*.jsonl") if path.is_file())
+  paths = [path for path in _all_logs(workdir) if path.is_file()]
   for path in paths:
     check_format(path)
   return paths
+
+
+def _all_logs(workdir: str | os.PathLike[str], roles: str = "*") -> list[Path]:
+  """The logs of all roles whose names match, in order; `glob` would find none in a folder that
+  cannot be listed.
+
+  Raises:
+    OSError: the folder is there and cannot be listed.
+  """
+  folder = Path(workdir) / "events"
+  try:
+    names = sorted(fnmatch.filter(os.listdir(folder), f"{roles}.jsonl"))
+  except (FileNotFoundError, NotADirectoryError):
+    return []
+  return [folder / name for name in names]
 
 
 def read_events(workdir: str | os.PathLike[str]) -> EventLog:
@@ -317,10 +363,10 @@ def newest_event(workdir: str | os.PathLike[str], kind: type[E], roles: str = "*
   """The newest event of this kind of all roles whose name matches; None if there is none.
 
   Raises:
-    OSError: a log is there and cannot be read.
+    OSError: logs are there and cannot be read.
     ConfigError: a log is of another format.
   """
-  found = [_newest(path, kind) for path in (Path(workdir) / "events").glob(f"{roles}.jsonl")]
+  found = [_newest(path, kind) for path in _all_logs(workdir, roles)]
   return max((e for e in found if e is not None), key=lambda e: e.time, default=None)
 
 
@@ -350,7 +396,7 @@ class Follower(EventStream):
 
   def __init__(self, workdir: str | os.PathLike[str]):
     super().__init__(workdir)
-    self._folder = Path(workdir) / "events"
+    self._workdir = workdir
     # By file: bytes given out, up to the end of a line; its size then.
     self._read: dict[Path, tuple[int, int]] = {}
     self._late: list[LogPart] = []  # parts that could not be read yet
@@ -375,10 +421,11 @@ class Follower(EventStream):
 
   def _new(self) -> list[LogPart]:
     """The parts with new lines, and those that could not be read before."""
+    logs = _all_logs(self._workdir)
     found, self._late = self._late, []
     waiting = {part.path for part in found}  # newer lines of these files wait for the older ones
     # Sizes of shards' logs before those of learners: no commit is read without its pushes.
-    for path in sorted({*self._folder.glob("*.jsonl")} - waiting, reverse=True):
+    for path in sorted({*logs} - waiting, reverse=True):
       start, seen = self._read.get(path, (0, 0))
       try:
         size = path.stat().st_size

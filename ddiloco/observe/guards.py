@@ -6,6 +6,7 @@ Waits have limits, and loops that hang are noticed.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import sys
 import threading
@@ -70,23 +71,28 @@ class Guard:
       return instead
 
 
+AFTER_CLOSE_SECONDS = 600.0  # that a `Drain` goes on trying
+
+
 class Drain:
   """Hands what was `put` to `consume`, in order and in batches, on its own daemon thread.
 
   `consume` is called about every `interval_seconds`, at once after `wake`, and a last time by
-  `close`; the batch may be empty. Its exceptions are counted in `failures`, the first is printed:
-  observing a run must never end it. More than `capacity` waiting items, or items after `close`, are
-  dropped (a stuck disk must not fill the memory).
+  `close`; the batch may be empty. What it returns comes again, before newer items. Its exceptions
+  are counted in `failures`, the first is printed: observing a run must never end it. More than
+  `capacity` waiting items are dropped, and counted in `dropped` (a stuck or full disk must not fill
+  the memory); so are items after `close`, without a count.
   """
 
   def __init__(
     self,
     name: str,
-    consume: Callable[[list[Any]], None],
+    consume: Callable[[list[Any]], list[Any] | None],
     interval_seconds: float = 1.0,
     capacity: int = 100_000,
   ):
-    self.failures = 0
+    self.failures = self.dropped = 0
+    self._left: list[Any] = []  # what `consume` returned
     self._name = name
     self._consume = consume
     self._interval_seconds = interval_seconds
@@ -101,8 +107,17 @@ class Drain:
 
   def put(self, item: Any) -> None:
     """Queues an item: no lock, no I/O, any thread."""
-    if not self._closed and len(self._items) < self._capacity:
+    if self._closed:
+      return
+    if len(self._items) + len(self._left) < self._capacity:
       self._items.append(item)
+    else:
+      self.dropped += 1
+
+  @property
+  def left(self) -> int:
+    """The number of items that `consume` has returned."""
+    return len(self._left)
 
   @property
   def running(self) -> bool:
@@ -114,14 +129,15 @@ class Drain:
     self._wake.set()
 
   def flush(self, timeout_seconds: float = 1.0) -> bool:
-    """Waits until what is queued now has been consumed; False if a stuck disk takes longer."""
+    """Waits until `consume` has had what is queued now; False if a stuck disk takes longer."""
     done = threading.Event()
     self._flushed.append(done)
     self._wake.set()
     return not self.running or done.wait(timeout_seconds) or not self.running
 
   def close(self, timeout_seconds: float = 5.0) -> None:
-    """Consumes what is left and ends the thread; waits at most this long for a stuck disk."""
+    """Consumes what is left and ends the thread; waits at most this long for a stuck disk. What
+    `consume` returns even then is tried for a while longer, for which nobody waits."""
     if self._closed:
       return
     self._closed = True
@@ -136,15 +152,28 @@ class Drain:
       last = self._closed  # read before the queue is emptied: no item put before `close` is left
       self._wake.clear()
       flushed = [self._flushed.popleft() for _ in range(len(self._flushed))]
-      batch = [self._items.popleft() for _ in range(len(self._items))]  # has all put before those
-      try:
-        self._consume(batch)
-      except Exception:
-        self.failures += 1
-        if self.failures == 1:
-          warn(f"{self._name} failed; the run goes on\n{traceback.format_exc()}")
+      self._left += [self._items.popleft() for _ in range(len(self._items))]  # all put before those
+      self._try()
       for done in flushed:
         done.set()
+    if self._left:
+      with contextlib.suppress(RuntimeError):  # the interpreter ends
+        threading.Thread(target=self._try_on, name=self._name, daemon=True).start()
+
+  def _try(self) -> None:
+    try:
+      self._left = self._consume(self._left) or []
+    except Exception:
+      self._left = []
+      self.failures += 1
+      if self.failures == 1:
+        warn(f"{self._name} failed; the run goes on\n{traceback.format_exc()}")
+
+  def _try_on(self) -> None:
+    until = time.monotonic() + AFTER_CLOSE_SECONDS
+    while self._left and time.monotonic() < until:
+      time.sleep(self._interval_seconds)
+      self._try()
 
 
 # --- Waits: each has a limit, a name, and a line that says that the limit was exceeded

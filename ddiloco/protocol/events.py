@@ -119,7 +119,7 @@ class Ignored(Event, frozen=True, kw_only=True):
 
 
 class Dropped(Event, frozen=True, kw_only=True):
-  """Messages of a peer were dropped here, and why the newest one."""
+  """Messages of a peer, or (its own name) events of this log, were dropped, and why the newest."""
 
   peer: str
   count: int

@@ -171,6 +171,8 @@ def _odd(event: Event) -> str:
   match event:
     case events.Odd():
       return event.reason
+    case events.Dropped() if event.peer == event.role:
+      return f"{event.count} events before it could not be written ({event.reason})"
     case events.Commit() as op:
       each = op.learners, op.incarnations, op.steps, op.tokens
       if not op.learners or {*map(len, each)} != {len(set(op.learners))}:

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import logging
 import math
 import os
+import re
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -293,14 +297,16 @@ def make_execution(mesh: Mesh, island: IslandConfig, model: ModelConfig) -> Exec
 
 # --- Compiled programs outlive the process: a restarted role finds them in a folder
 
+_TORN = re.compile("Error (?:read|writ)ing persistent compilation cache entry for '(.+?)'")
+
 
 @contextlib.contextmanager
 def kept_in(folder: str | os.PathLike[str]) -> Iterator[None]:
   """In this context the programs of this process are kept in `folder`, and found there again.
 
-  Several processes may share the folder. A program whose entry a kill has torn is compiled again
-  at every start, since JAX replaces no entry. A user's own folder (JAX_COMPILATION_CACHE_DIR),
-  which many runs may share, takes precedence.
+  Several processes may share the folder. JAX replaces no entry: one that a kill or a full disk has
+  torn is deleted when JAX warns of it. A user's own folder (JAX_COMPILATION_CACHE_DIR), which many
+  runs may share, takes precedence, and is left as it is.
   """
   settings = {
     "jax_compilation_cache_dir": jax.config.jax_compilation_cache_dir or os.fspath(folder),
@@ -309,11 +315,22 @@ def kept_in(folder: str | os.PathLike[str]) -> Iterator[None]:
     "jax_persistent_cache_min_entry_size_bytes": -1,
   }
   before = {name: getattr(jax.config, name) for name in settings}
+  show = warnings.showwarning
+
+  def delete_torn(message: Warning | str, *more: Any) -> None:
+    if found := _TORN.match(str(message)):
+      for entry in Path(folder).glob(f"{glob.escape(found[1])}-*-cache"):
+        with contextlib.suppress(OSError):  # gone, or of another user
+          entry.unlink()
+    show(message, *more)
+
+  warnings.showwarning = delete_torn
   _use(settings)
   try:
     yield
   finally:
     _use(before)
+    warnings.showwarning = show
 
 
 def _use(settings: dict[str, object]) -> None:

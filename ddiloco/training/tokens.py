@@ -124,10 +124,12 @@ def shared_files(setting: str) -> dict[str, bytes]:
   For bytes: every byte is a token with the byte as its id, written as a BPE without merges. Of
   SentencePiece the file alone: its normalisation has no equivalent in all of their classes.
 
+  Args:
+    setting: of a tokenizer that `load_tokenizer` has loaded.
+
   Raises:
-    ConfigError: as `load_tokenizer`.
+    OSError: its file cannot be read.
   """
-  load_tokenizer(setting)
   kind, _, file = setting.partition(":")
   if kind == "sentencepiece":
     return {"tokenizer.model": Path(file).read_bytes()}

@@ -515,6 +515,17 @@ def test_who_says_that_there_is_no_part_of_it_is_not_waited_for(storage, savers)
   assert len(said.of("unsaved")) == 1, "of a snapshot that is committed nothing is to be said"
 
 
+def test_a_part_that_its_role_had_begun_to_delete_is_no_part_of_it(storage, savers):
+  """A new life was killed between its note and the deletion of what its former life had left."""
+  saver, events = savers()
+  for role in ("syncer-1", "learner-0"):
+    storage.save(1, role, 0, state(role), {})
+  storage.decline(1, "learner-0", "")
+  commit(saver, 1, ["learner-0"])
+  (snapshot,) = events.of("snapshot")
+  assert (snapshot.roles, snapshot.lacks) == (SHARDS, ("learner-0",))
+
+
 def test_a_shard_that_has_no_part_ends_the_wait_and_word_of_a_former_life_does_not(storage, savers):
   saver, events = savers()
   storage.decline(1, "syncer-1", "full")

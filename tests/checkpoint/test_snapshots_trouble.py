@@ -419,6 +419,25 @@ def test_parts_are_not_looked_into_where_nothing_is_to_be_deleted(path, monkeypa
   assert looked and not {*looked} & {*ROLES}
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO], ids=errno.errorcode.get)
+def test_what_is_given_up_is_deleted_where_there_is_no_room_for_a_note(path, monkeypatch, code):
+  """A quota of files: parts of a snapshot that had no room for a manifest would stay for ever."""
+  told: list[str] = []
+  storage = Storage(path, "plan", told.append)
+  for role in ROLES:
+    storage.save(3, role, 3, {}, {})
+
+  def full(self, *_):
+    raise OSError(code, os.strerror(code), str(self))
+
+  with monkeypatch.context() as patch:
+    patch.setattr(type(storage.path), "write_text", full)
+    storage.prune(9, over=3)
+  assert (path / "00000003").exists() == bool(told) == (code == errno.EIO)
+  storage.prune(9, over=3)
+  assert not (path / "00000003").exists()
+
+
 def test_forgetting_leaves_others_parts_of_what_is_being_written(path):
   storage = Storage(path, "plan", pytest.fail)
   for role in ROLES:

@@ -9,6 +9,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -483,3 +484,45 @@ def test_the_metadata_of_both_forms_are_the_same(tmp_path):
   with ocp.StandardCheckpointer() as plain:
     path = weights.save(tmp_path / "result", params(), said)
     assert plain.metadata(path).custom_metadata == said
+
+
+@pytest.mark.parametrize("method", ["read_bytes", "stat"])
+def test_a_result_that_does_not_answer_is_not_taken_for_one_without_tokens(
+  tmp_path, monkeypatch, method
+):
+  """It was replaced by one that had seen fewer tokens."""
+  weights.save(tmp_path / "result", params(0), {weights.MERGED_TOKENS: "7"})
+
+  def stale(self, *_, **__):
+    raise OSError(errno.ESTALE, "Stale file handle", str(self))
+
+  with monkeypatch.context() as patch, pytest.raises(OSError, match="Stale"):
+    for kind in (Path, type(weights.absolute(tmp_path))):
+      patch.setattr(kind, method, stale)
+    weights.merged_tokens(tmp_path / "result")
+  assert weights.merged_tokens(tmp_path / "result") == 7
+  assert weights.merged_tokens(tmp_path / "nothing") == 0
+
+
+def test_a_save_that_can_rename_and_list_nothing_deletes_neither_model(tmp_path, monkeypatch):
+  """Its remainders could not be listed, and so seemed not to be there; a moment later they could,
+  and both were deleted."""
+  path, kind = tmp_path / "result", type(weights.absolute(tmp_path))
+  weights.save(path, params(0))
+  listed, failures = kind.iterdir, []
+
+  def away(self, *_):
+    failures.append(self)
+    raise OSError(errno.EIO, "Input/output error")
+
+  def once(self):
+    if failures and self == path.parent:
+      failures.clear()
+      raise OSError(errno.EIO, "Input/output error")
+    return listed(self)
+
+  with monkeypatch.context() as patch, pytest.raises(OSError):
+    patch.setattr(kind, "replace", away)
+    patch.setattr(kind, "iterdir", once)
+    weights.save(path, params(1))
+  assert_same(weights.load(path), params(1))

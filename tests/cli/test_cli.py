@@ -101,6 +101,8 @@ def test_a_workdir_that_can_be_no_path(refused, command, tmp_path):
   (tmp_path / "loop").symlink_to("loop")
   for path in ("x" * 300, "a\0b", tmp_path / "loop"):
     assert "cannot be reached (" in refused(command, f"--workdir={path}")
+  # It made a folder "gs:" here, which no other host saw.
+  assert "must be a folder of a file system" in refused(command, "--workdir=gs://bucket/run")
 
 
 def test_the_config_is_needed(refused):

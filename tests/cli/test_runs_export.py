@@ -19,6 +19,7 @@ from ddiloco.config import Config, ConfigError, from_dict
 from ddiloco.engines.engine import save_result
 from ddiloco.models import transformer
 from ddiloco.roles import initial
+from ddiloco.training import tokens
 
 SMALL = {
   "model": {"num_layers": 2, "model_dim": 8, "num_heads": 1, "num_kv_heads": 1, "head_dim": 4,
@@ -224,18 +225,39 @@ def test_a_folder_for_hugging_face(workdir, params, tmp_path, capsys):
 
 
 def test_a_folder_for_hugging_face_that_was_cut_off_is_no_model(workdir, tmp_path, monkeypatch):
-  to, whole = tmp_path / "llama", weights.save
+  to, write = tmp_path / "llama", Path.write_bytes
   assert export(workdir, to, "--format=huggingface") == 0
 
   def full(*arguments):
     raise OSError(28, "No space left on device")
 
-  monkeypatch.setattr(weights, "save", full)
+  monkeypatch.setattr(Path, "write_bytes", full)
   assert export(workdir, to, "--format=huggingface", "--overwrite") == 2
   assert not (to / "config.json").exists()
-  monkeypatch.setattr(weights, "save", whole)
+  monkeypatch.setattr(Path, "write_bytes", write)
   assert export(workdir, to, "--format=huggingface", "--overwrite") == 0
   assert (to / "config.json").exists()
+
+
+def test_where_new_tensors_have_no_room_an_older_export_stays_whole(workdir, tmp_path, monkeypatch):
+  to = tmp_path / "llama"
+  assert export(workdir, to, "--format=huggingface") == 0
+  before = contents(to)
+
+  def full(*arguments):
+    raise OSError(28, "No space left on device")
+
+  monkeypatch.setattr(safetensors.numpy, "save_file", full)
+  assert export(workdir, to, "--format=huggingface", "--overwrite") == 2
+  assert contents(to) == before
+
+
+def test_an_export_reads_its_tokenizer_once(workdir, tmp_path, monkeypatch):
+  loads, load = [], tokens.load_tokenizer
+  counted = lambda setting: loads.append(setting) or load(setting)  # noqa: E731
+  monkeypatch.setattr(tokens, "load_tokenizer", counted)
+  assert export(workdir, tmp_path / "llama", "--format=huggingface") == 0
+  assert loads == ["bytes"]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import threading
 import time
 
@@ -110,6 +112,22 @@ def test_one_trace_at_a_time_and_the_run_goes_on(tmp_path, monkeypatch):
   finally:
     jax.profiler.stop_trace()
   assert isinstance(found, events.Unprofiled) and "already" in found.reason.lower(), found
+
+
+def test_a_full_disk_costs_this_trace_and_no_later_one(tmp_path, monkeypatch):
+  """JAX kept the trace that it could not write, and took no other one in this process."""
+
+  def full(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+  with Steps(tmp_path, monkeypatch) as learner:
+    with monkeypatch.context() as patch:
+      patch.setattr(os, "posix_fallocate", full)
+      ask(tmp_path, steps=1)
+      found = learner.wait()
+    assert isinstance(found, events.Unprofiled) and "No space left on device" in found.reason
+    ask(tmp_path, steps=1)
+    assert isinstance(learner.wait(2), events.Profiled)
 
 
 def test_others_requests_old_ones_and_garbage_are_left_alone(tmp_path, monkeypatch, capsys):

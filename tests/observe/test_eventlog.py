@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
@@ -23,7 +24,7 @@ from ddiloco.observe.eventlog import (
 )
 from ddiloco.protocol import events
 from ddiloco.protocol.events import parse_role
-from tests.made_events import made
+from ddiloco.trace.text import read_trace
 
 
 def _refuse(constant):
@@ -214,34 +215,106 @@ def test_a_denied_path_is_one_warning_and_the_run_goes_on(tmp_path, capsys):
     recorder.record(step(number))
   recorder.record(events.Stopped(reason="done"))
   recorder.close()
-  assert capsys.readouterr().err.count("WARNING") == 1
+  said = capsys.readouterr().err
+  assert said.count("WARNING") == 2 and said.count(f"cannot write {recorder.path}") == 1
+  assert "4 events could not be written yet; they are lost if this process ends" in said
 
 
-def test_a_full_disk_tears_one_line_and_is_said(tmp_path, capsys, monkeypatch):
-  recorder = Recorder(tmp_path, "learner-0", 0, start_time=0.0)
-  write, first = os.write, threading.Event()
+class Disk:
+  """Has room for so many bytes more; then writes are cut off, or refused."""
 
-  def nearly_full(file, data):
-    if data.startswith(b"\n"):
-      return write(file, data)  # there is room again
-    first.set()
-    return write(file, data[: data.index(b"\n") + 5])
+  def __init__(self, monkeypatch, room):
+    self.room, self._write = room, os.write
+    monkeypatch.setattr(os, "write", self.write)
 
-  monkeypatch.setattr(os, "write", nearly_full)
-  for number in range(3):
-    recorder._drain.put(made(0.0, "learner-0", "step", step=number))
-  recorder._drain.wake()
-  assert first.wait(10)
-  recorder.record(events.Stopped(reason="over"))
-  recorder.close()
+  def write(self, file, data):
+    if data and not self.room:
+      raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    written = self._write(file, data[: self.room])
+    self.room -= written
+    return written
+
+
+@pytest.mark.parametrize("room", range(0, 700, 7))
+def test_a_full_disk_tears_no_line_and_nothing_is_lost(tmp_path, capsys, monkeypatch, room):
+  """A torn line in the middle of a life, and a gap, were violations of `ddiloco trace`."""
+  disk, follower = Disk(monkeypatch, room), Follower(tmp_path)
+  with Recorder(tmp_path, "learner-0", 0, start_time=0.0) as recorder:
+    seen = []
+    for number in range(5):
+      if number == 4:
+        disk.room = 10**6
+      recorder.record(step(number))
+      recorder.flush()
+      seen += [event.step for event in follower.poll()]
   found = read_events(tmp_path)
-  written = [getattr(event, "step", event.kind) for event in found]
-  assert written == [0, "stopped"] and found.torn_lines == 1
-  assert "is the disk full?" in capsys.readouterr().err
+  assert [event.step for event in found] == seen == [0, 1, 2, 3, 4] and not found.torn_lines
+  assert found[0].format == events.LOG_FORMAT
+  said = capsys.readouterr().err.count("cannot write")
+  assert said <= 1 and (said or room > 500)
+
+
+def test_a_role_that_ends_while_the_disk_is_full_has_its_last_events_when_there_is_room(
+  tmp_path, monkeypatch
+):
+  """Its next life has written meanwhile. The end of a run waits for room, and for its log too."""
+  disk = Disk(monkeypatch, 200)
+  with Recorder(tmp_path, "learner-0", 0, start_time=0.0) as recorder:
+    monkeypatch.setattr(recorder._drain, "_interval_seconds", 0.01)
+    recorder.record(step(0))
+    recorder.record(step(1))
+  assert recorder._drain.left == 1
+  write, there = recorder._append, threading.Event()
+  monkeypatch.setattr(recorder, "_append", lambda batch: [write(batch), there.set()][0])
+  with Recorder(tmp_path, "learner-0", 1, start_time=0.0) as new:
+    disk.room = 10**6
+    new.record(step(2))
+  assert there.wait(30)
+  found = read_events(tmp_path)
+  assert sorted((event.incarnation, event.step) for event in found) == [(0, 0), (0, 1), (1, 2)]
+
+
+def test_events_beyond_what_memory_keeps_are_counted_in_the_log(tmp_path, monkeypatch):
+  disk = Disk(monkeypatch, 0)
+  with Recorder(tmp_path, "learner-0", 0, start_time=0.0) as recorder:
+    monkeypatch.setattr(recorder._drain, "_capacity", 3)
+    for number in range(7):
+      recorder.record(step(number))
+      recorder.flush()
+    assert not read_events(tmp_path)
+    disk.room = 10**6
+    recorder.flush()
+    recorder.record(step(7))
+  first, second, third, dropped, last = read_events(tmp_path)
+  assert [first.step, second.step, third.step, last.step] == [0, 1, 2, 7]
+  assert (dropped.kind, dropped.peer, dropped.count) == ("dropped", "learner-0", 4)
+  assert "No space left on device" in dropped.reason
+  (problem,) = read_trace(tmp_path).problems
+  assert "line 4: 4 events before it could not be written" in problem
+
+
+def test_a_line_that_a_failed_close_has_left_is_not_doubled(tmp_path, monkeypatch):
+  """Over NFS a write fails when the file is closed: nobody knows what has arrived."""
+  real, fails = Path.open, threading.Event()
+
+  @contextlib.contextmanager
+  def opened(path, *arguments, **more):
+    with real(path, *arguments, **more) as file:
+      yield file
+    if fails.is_set():
+      raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+  monkeypatch.setattr(Path, "open", opened)
+  with Recorder(tmp_path, "learner-0", 0, start_time=0.0) as recorder:
+    for number in range(4):
+      (fails.set if number in (1, 2) else fails.clear)()
+      recorder.record(step(number))
+      recorder.flush()
+  assert [event.step for event in read_events(tmp_path)] == [0, 1, 2, 3]
 
 
 def test_a_log_goes_on_when_its_file_system_is_back(tmp_path, monkeypatch):
-  """A server of NFS that has restarted knows no old handle: no later event was written."""
+  """A server of NFS that has restarted knows no old handle."""
   write, stale = os.write, set()
 
   def refuse(file, data):
@@ -261,7 +334,7 @@ def test_a_log_goes_on_when_its_file_system_is_back(tmp_path, monkeypatch):
       recorder.record(step(2))
       recorder.flush()
     os.close(other)
-  assert [event.step for event in read_events(tmp_path)] == [0, 2]
+  assert [event.step for event in read_events(tmp_path)] == [0, 1, 2]
 
 
 def test_a_log_that_was_deleted_says_its_format_anew(tmp_path, monkeypatch):
@@ -344,3 +417,30 @@ def test_events_after_close_are_lost_not_raised(tmp_path):
 )
 def test_parse_role(role, parts):
   assert parse_role(role) == parts
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.ESTALE])
+def test_a_folder_that_cannot_be_listed_is_not_taken_for_an_empty_one(tmp_path, monkeypatch, code):
+  """A run whose snapshots were out of reach, too, began anew: it seemed to have none."""
+  with Recorder(tmp_path, "syncer-0", 0, start_time=0.0) as recorder:
+    recorder.record(events.Snapshot(snapshot=4, roles=(), lacks=(), seconds=0.0))
+  assert newest_event(tmp_path, events.Snapshot, "syncer-0").snapshot == 4
+  follower = Follower(tmp_path)
+  real = {name: getattr(os, name) for name in ("listdir", "scandir")}
+  for name in real:
+
+    def denied(path=".", name=name):
+      if str(path).endswith("events"):
+        raise OSError(code, os.strerror(code), str(path))
+      return real[name](path)
+
+    monkeypatch.setattr(os, name, denied)
+  for read in (
+    lambda: newest_event(tmp_path, events.Snapshot, "syncer-0"),
+    lambda: read_events(tmp_path),
+    follower.poll,
+  ):
+    with pytest.raises(OSError):
+      read()
+  monkeypatch.undo()
+  assert len(follower.poll()) == 1

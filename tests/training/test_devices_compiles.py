@@ -1,14 +1,18 @@
-"""A thread that compiles while it should train is noticed; what others compile is not its own."""
+"""Who compiles while it should train is noticed, and programs are found again, also torn ones."""
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from ddiloco.training import devices
-from ddiloco.training.devices import told_what_compiles
+from ddiloco.training.devices import kept_in, told_what_compiles
 
 
 def test_what_this_thread_compiles_is_told_while_it_lasts(monkeypatch):
@@ -31,3 +35,46 @@ def test_what_this_thread_compiles_is_told_while_it_lasts(monkeypatch):
     jitted(x)
   jax.jit(lambda x: jnp.tan(x))(x)
   assert [program for program, _ in found] == ["jit(mine)"] and found[0][1] > 0
+
+
+@pytest.fixture
+def folder(tmp_path):
+  """Compiles in it, as the first program of a process does."""
+  own = jax.config.jax_compilation_cache_dir
+  jax.config.update("jax_compilation_cache_dir", None)  # else it would take precedence
+
+  def compile() -> dict[str, int]:
+    with kept_in(tmp_path):
+      jax.clear_caches()
+      jax.jit(lambda x: jnp.sin(x) @ jnp.cos(x)).lower(jnp.ones(7)).compile()
+    return {path.name: path.stat().st_size for path in tmp_path.glob("*-cache")}
+
+  yield tmp_path, compile
+  jax.config.update("jax_compilation_cache_dir", own)
+
+
+@pytest.mark.parametrize("size", [0, 0.5])
+def test_a_torn_program_is_replaced(folder, size):
+  """It was compiled again at every start, since JAX replaces no entry."""
+  path, compile = folder
+  whole = compile()
+  (torn,) = (name for name in whole if "lambda" in name)
+  os.truncate(path / torn, int(size * whole[torn]))
+  with pytest.warns(UserWarning, match="Error reading persistent compilation cache entry"):
+    assert compile().keys() == whole.keys()
+  assert (path / torn).stat().st_size > 0.9 * whole[torn]
+  assert compile().keys() == whole.keys()
+
+
+def test_a_program_that_a_full_disk_cuts_off_leaves_no_entry(folder, monkeypatch):
+  path, compile = folder
+  write = Path.write_bytes
+
+  def full(self, data):
+    write(self, data[: len(data) // 2])
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+  with monkeypatch.context() as patch, pytest.warns(UserWarning, match="Error writing persistent"):
+    patch.setattr(type(jax._src.path.Path(path)), "write_bytes", full)
+    assert not compile()
+  assert compile()
