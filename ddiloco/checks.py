@@ -41,6 +41,10 @@ class Unanswered(ConfigError, OSError):
   again."""
 
 
+# Other errors of files may be gone the next time.
+ABOUT_PATHS = FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError
+
+
 def lasts(error: BaseException) -> bool:
   """Whether an error is about the config, and would be the same after a restart."""
   return isinstance(error, ConfigError) and not isinstance(error, Unanswered)

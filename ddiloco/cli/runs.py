@@ -71,8 +71,7 @@ def train(arguments: list[str]) -> int:
   from ddiloco.training.data import check_here
 
   if given.dry_run:
-    check_here(config)
-    print(session.describe(config))
+    print(session.describe(config, check_here(config)))
     return FINISHED
   return session.train(
     config,

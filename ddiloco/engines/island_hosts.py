@@ -55,10 +55,14 @@ def check_hosts(config: Config, number: int, place: RoleSpec) -> None:
     require_keys(place.hosts, load_keys(place, learner_address(number)), "--hosts")
 
 
-def _agreed(config: Config, number: int, place: RoleSpec) -> host_links.IslandIdentity:
+def _agreed(
+  config: Config, number: int, place: RoleSpec, data_digest: str
+) -> host_links.IslandIdentity:
+  """Each host reads its own rows of a batch, so they must have the same data too."""
   digest = hashlib.sha256(config.to_json().encode()).hexdigest()[:16]
+  agreed = f"{digest} with data {data_digest}" if data_digest else digest
   hosts = config.islands.island(number).hosts
-  return host_links.IslandIdentity(place.run_id, digest, number, hosts)
+  return host_links.IslandIdentity(place.run_id, agreed, number, hosts)
 
 
 def _join(coordinator: str, config: Config, island: host_links.IslandIdentity, host: int) -> None:
@@ -82,15 +86,16 @@ class Hosts:
   Args:
     runner: of this process.
     number: the learner's.
+    data_digest: see `training.data.digest`.
 
   Raises:
     HostsApart: some hosts have not come.
   """
 
-  def __init__(self, runner: RoleRunner, number: int):
+  def __init__(self, runner: RoleRunner, number: int, data_digest: str):
     config, place = runner.config, runner.place
     self._runner, self.progress = runner, host_links.HostProgress()
-    island = _agreed(config, number, place)
+    island = _agreed(config, number, place, data_digest)
     meeting = host_links.Meeting(place.hosts, island, runner.keys, config.network.silence_seconds)
     runner.ready = lambda: f"hosts {meeting.missing} of its island, which have not come"
     self.links = meeting.wait(config.network.give_up_seconds)
@@ -227,7 +232,10 @@ class FollowingHost:
   def _follow(self) -> None:
     config, number, place = self._config, self._number, self._place
     keys = load_keys(place, learner_address(number))
-    island, patience = _agreed(config, number, place), config.network.give_up_seconds
+    from ddiloco.training import data
+
+    source, patience = data.open_data(config.data), config.network.give_up_seconds
+    island = _agreed(config, number, place, data.digest(source))
     self._say(f"looks for host 0 at {place.hosts}")
     links, coordinator = host_links.join(place.hosts, island, place.host, keys, patience)
     # Only host 0 gives orders; it may still compile when this host is done with that.
@@ -237,14 +245,14 @@ class FollowingHost:
     self.joined.set()
     import jax
 
-    from ddiloco.training import data, hosts
+    from ddiloco.training import hosts
     from ddiloco.training.devices import island_devices, kept_in, usable
     from ddiloco.training.island import Island
 
     with kept_in(place.workdir / COMPILED):
-      stream = data.Stream(data.open_data(config.data), config, number)
       devices = island_devices(config.islands.island(number), usable(), number, place.host)
       trained = Island(config, number, devices, initial.make_plan(config))
+      stream = data.Stream(source, config, number, trained.rows)
       self.progress.doing = "compiles"
       self._say(f"compiled in {trained.compile():.1f} s; follows host 0")
       self.progress.done = COMPILED_ORDERS

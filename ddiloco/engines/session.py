@@ -74,10 +74,8 @@ def train(
     _refuse_own_start(config, workdir, overwrite)
     _refuse_others_snapshots(config, workdir, overwrite)
   corpus = data.open_data(config.data)
-  digest = corpus.digest if isinstance(corpus, data.Corpus) else ""
   if goes_on:
-    known = workdirs.mapping(workdir / workdirs.SOURCES)  # empty: its roles were started by hand
-    _refuse_other_data(config, workdir, known.get("corpus", digest), digest)
+    known = refuse_other_data(config, workdir, corpus)
     initial.warn_of_other(config, known, "with which the run began, or went on")
   if config.inner.custom:
     _warn_of_own_rate(config)
@@ -88,7 +86,7 @@ def train(
     served = Dashboard(workdir, dashboard) if dashboard else None  # opens its port, or is refused
     with workdirs.held(workdir), kept_in(workdir / workdirs.COMPILED):
       workdirs.claim(workdir, config, overwrite)
-      sources = json.dumps({"corpus": digest, **initial.sources(config)})
+      sources = json.dumps({"corpus": data.digest(corpus), **initial.sources(config)})
       workdirs.write_whole(workdir / workdirs.SOURCES, f"{sources}\n")
       islands = (workdir / workdirs.ISLANDS / f"learner-{m}" for m in range(config.num_islands()))
       for saved in (workdir / workdirs.RESULT, *islands):
@@ -292,13 +290,23 @@ def _refuse_own_start(config: Config, workdir: Path, overwrite: bool) -> None:
   require(not own, field, value, rule, "give the new run another --workdir")
 
 
-def _refuse_other_data(config: Config, workdir: Path, before: str, digest: str) -> None:
+def refuse_other_data(config: Config, workdir: Path, source: data.Source) -> dict[str, Any]:
   """Refuses to go on with other data: what was trained on might be held out then, and be measured
-  as if it had never been seen."""
+  as if it had never been seen. Roles that are started by hand note theirs.
+
+  Returns:
+    The digests with which the run began.
+  """
+  digest, file = data.digest(source), workdir / workdirs.SOURCES
+  known = workdirs.mapping(file)
+  if "corpus" not in known:
+    known["corpus"] = digest
+    workdirs.write_whole(file, f"{json.dumps(known)}\n")
   began = f"the run in --workdir={workdir} began with other data (of data.source"
   rule = f"{began} {config.data.source!r}), of which other parts are held out"
   fix = "bring the old files back, or begin another run from this one's result (run.init_from)"
-  require(before == digest, "data.path", config.data.path, rule, fix)
+  require(known["corpus"] == digest, "data.path", config.data.path, rule, fix)
+  return known
 
 
 def _refuse_others_snapshots(config: Config, workdir: Path, overwrite: bool) -> None:
@@ -485,14 +493,18 @@ def _print_end(config: Config, workdir: Path, extra: Mapping[str, Any]) -> None:
     print("The run is not finished: the same command goes on with it.")
 
 
-def describe(config: Config) -> str:
-  """The dry run: final config, model, fragments and bytes, without touching a device."""
+def describe(config: Config, corpus: data.Corpus | None = None) -> str:
+  """The dry run: final config, model, data, fragments and bytes, without touching a device."""
   plan, config = initial.make_plan(config), initial.checked_start(config)
   lines = [config.to_json(), "", f"model: {sum(plan.sizes):,} parameters"]
   if flops := custom.flops_per_token(config):
     lines[-1] += f", {flops:.3g} FLOPs per token"
   steps = config.planned_steps()
   lines.append(f"run: {config.run.total_tokens:,} tokens, {steps:,} steps of every island")
+  if corpus is not None:
+    tokens = len(corpus.train) * config.data.sequence_length
+    epochs = config.run.total_tokens / tokens
+    lines.append(f"data: {tokens:,} tokens to train on, which the run reads {epochs:.3g} times")
   for m in range(config.islands.num_learners):
     island = config.islands.island(m)
     shape = f"data={island.data} fsdp={island.fsdp} tensor={island.tensor}"

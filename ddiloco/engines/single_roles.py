@@ -78,7 +78,10 @@ def _learner(runner: RoleRunner, number: int, corpus: Source | None) -> int:
   runner.recorder.record(events.Launched())
   if not runner.place.hosts:
     return _train(runner, number, corpus, None)
-  hosts = Hosts(runner, number)
+  from ddiloco.training import data
+
+  corpus = corpus or data.open_data(runner.config.data)
+  hosts = Hosts(runner, number, data.digest(corpus))
   try:
     status = _train(runner, number, corpus, hosts)
   except Exception as error:
@@ -94,6 +97,7 @@ def _learner(runner: RoleRunner, number: int, corpus: Source | None) -> int:
 
 def _train(runner: RoleRunner, number: int, corpus: Source | None, hosts: Hosts | None) -> int:
   """Trains on this process' devices, and on those of the other `hosts` of the island."""
+  from ddiloco.engines import session
   from ddiloco.training import data
   from ddiloco.training.devices import island_devices, kept_in, told_what_compiles, usable
   from ddiloco.training.hosts import LeadingIsland
@@ -102,9 +106,11 @@ def _train(runner: RoleRunner, number: int, corpus: Source | None, hosts: Hosts 
   config = runner.config
   # A restarted learner finds the programs that it, or another learner, has compiled before.
   with kept_in(runner.place.workdir / COMPILED):
-    stream = data.Stream(corpus or data.open_data(config.data), config, number)
+    source = corpus or data.open_data(config.data)
+    session.refuse_other_data(config, runner.place.workdir, source)
     devices = island_devices(config.islands.island(number), usable(), number)
     island = Island(config, number, devices, runner.plan)
+    stream = data.Stream(source, config, number, island.rows)
     runner.ready = lambda: "compiling"
     seconds = island.compile()
     runner.recorder.record(events.Compiled(target=runner.address, seconds=round(seconds, 3)))
@@ -402,7 +408,9 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
   measure = loss = None
   if config.run.evaluations:
     runner.ready = lambda: "reading the held-out data"
-    heldout = session.evaluator(config, corpus or data.open_data(config.data))
+    source = corpus or data.open_data(config.data)
+    session.refuse_other_data(config, runner.place.workdir, source)
+    heldout = session.evaluator(config, source)
     measure, loss = heldout.measure, heldout.loss
   endpoint, stopping = runner.connect(), runner.stop.wait
   make = functools.partial(initial.initial_values, config, runner.plan)

@@ -14,7 +14,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -236,16 +236,20 @@ class ShardArrays(ShardAlgebra):
 # --- Islands of replayed learners: of the same kind and with the same data as in the run
 
 
-def live_config(config: Config, learner: int, started: events.Started) -> Config:
-  """The config of one incarnation: its island may differ from the one in the saved config."""
-  data_axis, fsdp, tensor = started.mesh
-  mine = {"devices": started.devices, "data": data_axis, "fsdp": fsdp, "tensor": tensor}
-  mine |= {"batch_size": started.batch_size, "hosts": 1}
-  islands = dataclasses.replace(
-    config.islands,
-    num_learners=started.learners or config.islands.num_learners,
-    overrides={**config.islands.overrides, str(learner): mine},
-  )
+def live_config(
+  config: Config, started: events.Started, beside: Iterable[events.Started]
+) -> Config:
+  """The config of one incarnation: islands may differ from those in the saved config.
+
+  Incarnations `beside` it are of the same plan: their batches are a part of the order of its data.
+  """
+  overrides = dict(config.islands.overrides)
+  for each in (*beside, started):
+    mesh = dict(zip(("data", "fsdp", "tensor"), each.mesh))
+    mine = {"devices": each.devices, **mesh, "batch_size": each.batch_size, "hosts": 1}
+    overrides[str(parse_role(each.role)[1])] = mine
+  learners = started.learners or config.islands.num_learners
+  islands = dataclasses.replace(config.islands, num_learners=learners, overrides=overrides)
   decay_steps = config.inner.decay_steps or started.planned_steps or config.planned_steps()
   inner = dataclasses.replace(config.inner, decay_steps=decay_steps)
   return dataclasses.replace(config, islands=islands, inner=inner, chaos=ChaosConfig())
@@ -269,10 +273,14 @@ def islands(
   counts = trace.devices()
   groups = devices.partition(visible, list(counts.values()))
   owned = dict(zip(counts, groups))
+  lives: dict[tuple[int, int], list[events.Started]] = {}  # those of one plan
+  for op in trace.operations():
+    if isinstance(op, events.Started) and op.mesh:
+      lives.setdefault((op.learners, op.planned_steps), []).append(op)
 
   def home(started: events.Started) -> Home:
     learner = parse_role(started.role)[1]
-    live = live_config(config, learner, started)
+    live = live_config(config, started, lives[started.learners, started.planned_steps])
     island = Island(live, learner, owned[learner][: started.devices], plan, shared)
     island.compile()
     return island, data.Stream(corpus, live, learner).batch

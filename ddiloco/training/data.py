@@ -12,9 +12,11 @@ whole batch, because Grain's bookkeeping per element costs more than gathering t
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import hashlib
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -28,13 +30,17 @@ from ddiloco import custom
 from ddiloco.checks import refusal, require
 from ddiloco.config import Config, DataConfig
 from ddiloco.models.model import Batch
-from ddiloco.training.tokens import Tokenizer, is_here, load_tokenizer, read_parts
+from ddiloco.training.tokens import Part, Tokenizer, is_here, load_tokenizer, read_parts
 
 _MAX_BLOCK_WINDOWS = 16
 _MIN_BLOCK_WINDOWS = 4  # two of these are guards
 _QUICK_BYTES = 8 << 20  # of text, which any tokenizer reads in seconds
 _CHECKED_TOKENS = 65_536  # at either end of each part, when a stream is opened
+_WIDTH_TOKENS = 1000  # enough of them tell ids of another width
+_NPY = b"\x93NUMPY"
+_READERS = 8  # threads that read token files: a bucket takes a tenth of a second for a window
 _READ_OPTIONS = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
+_FILE_OPTIONS = grain.ReadOptions(num_threads=_READERS, prefetch_buffer_size=_READERS)
 
 
 class Source(Protocol):
@@ -62,7 +68,7 @@ class Windows:
   corpus numbers the windows of all parts one after the other.
   """
 
-  parts: tuple[np.ndarray, ...]
+  parts: tuple[Part, ...]
   first_window: np.ndarray  # of each part
   sequence_length: int  # T
   block_windows: int
@@ -78,15 +84,28 @@ class Windows:
     """Windows of the set in a block."""
     return self.block_windows - 2 * self.guards
 
-  def read(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-    """[len(indices), T + 1] int32, freshly copied."""
+  def _places(self, indices: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of each window its part, and its first token there."""
     block, within = np.divmod(np.asarray(indices, int), self.per_block)
     window = self.blocks[block] * self.block_windows + self.guards + within
     part = np.searchsorted(self.first_window, window, side="right") - 1
-    start = (window - self.first_window[part]) * self.sequence_length
+    return part, (window - self.first_window[part]) * self.sequence_length
+
+  def read(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+    """[len(indices), T + 1] int32, freshly copied. An id of 2**31 or more is negative there."""
     tokens_NxT1 = np.empty((len(indices), self.sequence_length + 1), np.int32)
-    for row, (p, first) in enumerate(zip(part, start)):
+    for row, (p, first) in enumerate(zip(*self._places(indices))):
       tokens_NxT1[row] = self.parts[p][first : first + self.sequence_length + 1]
+    return tokens_NxT1
+
+  def checked(self, indices: Sequence[int], vocab_size: int, batch: int) -> np.ndarray:
+    """`read`, where every id must be below `vocab_size`; `batch` is for the error."""
+    tokens_NxT1 = self.read(indices)
+    highest_N = tokens_NxT1.view(np.uint32).max(1)
+    row = int(highest_N.argmax())
+    [p], [first] = self._places(indices[row : row + 1])
+    named = getattr(self.parts[p], "name", "the text")
+    check_token_ids(highest_N, vocab_size, f"{named}, from token {first} on (batch {batch})")
     return tokens_NxT1
 
 
@@ -96,7 +115,7 @@ class Corpus:
 
   data: DataConfig
   tokenizer: Tokenizer
-  parts: tuple[np.ndarray, ...]
+  parts: tuple[Part, ...]
   train: Windows
   heldout: Windows
 
@@ -108,10 +127,42 @@ class Corpus:
       found.update(part[:_CHECKED_TOKENS].tobytes() + part[-_CHECKED_TOKENS:].tobytes())
     return found.hexdigest()[:16]
 
+  @functools.cached_property
+  def _highest(self) -> list[np.ndarray]:
+    """Of each part the greatest id at either end."""
+
+    def of(part: Part) -> np.ndarray:
+      ends = part[:_CHECKED_TOKENS], part[-_CHECKED_TOKENS:]
+      self._refuse_other_kinds(getattr(part, "name", self.data.path), ends[0])
+      return np.array([*map(np.max, ends)])
+
+    with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
+      return list(pool.map(of, self.parts))
+
+  def _refuse_other_kinds(self, name: str, first: np.ndarray) -> None:
+    """Refuses files that show in their first tokens that they are no plain ids of this width."""
+    rule = "has the header of a NumPy file, which would be read as tokens"
+    fix = f"write plain ids: numpy.load(FILE).astype({self.data.token_dtype!r}).tofile(NEW)"
+    require(not first.tobytes().startswith(_NPY), "data.path", name, rule, fix)
+    wide = len(first) >= _WIDTH_TOKENS and first[::2].any() and not first[1::2].any()
+    rule = f"every second id in {name} is 0 then: its ids have twice this width, or more"
+    fix = "set uint32, or write the ids of other types anew, as uint16 or uint32"
+    require(not wide, "data.token_dtype", self.data.token_dtype, rule, fix)
+
   def batches(
-    self, config: Config, learner: int, batch_size: int = 0
+    self,
+    config: Config,
+    learner: int,
+    batch_size: int = 0,
+    rows: Sequence[int] | np.ndarray | None = None,
   ) -> grain.MapDataset[np.ndarray]:
-    """See `Source`, and `Stream` for the windows of each learner. `batch_size` 0: the island's.
+    """See `Source`, and `Stream` for the windows of each learner.
+
+    Args:
+      config: the run's.
+      learner: number of the learner.
+      batch_size: rows of a batch; 0: those of the island.
+      rows: those that are read, the others are zeros; None: all.
 
     Raises:
       ConfigError: the corpus is too small for all learners, or the model lacks its tokens.
@@ -119,22 +170,19 @@ class Corpus:
     require(learner >= 0, "learner", learner, "must not be negative", "learners count from 0")
     vocab_size, known = config.model.vocab_size, self.tokenizer.vocab_size
     if self.data.source == "tokens":
-      for number, part in enumerate(self.parts):
-        for end in (part[:_CHECKED_TOKENS], part[-_CHECKED_TOKENS:]):
-          check_token_ids(end, vocab_size, f"{self.data.path} (file {number} in order of name)")
+      for part, highest in zip(self.parts, self._highest):
+        check_token_ids(highest, vocab_size, getattr(part, "name", self.data.path))
     else:
       rule = f"must be at least the tokenizer's {known} ({self.data.tokenizer})"
       require(known <= vocab_size, "model.vocab_size", vocab_size, rule, f"set {known} or more")
     size = batch_size or config.islands.island(learner).batch_size
     order = reading_order(len(self.train), config, learner, size)
+    wanted = np.arange(size) if rows is None else np.asarray(rows)
 
     def read(position: int) -> np.ndarray:
-      places = range(position * size, (position + 1) * size)
-      tokens_BxT1 = self.train.read([*map(order, places)])
-      # As the file has them: an id of 2**31 or more is negative in int32.
-      tokens = tokens_BxT1.view(np.uint32)
-      where = f"{self.data.path or self.data.source} (batch {position})"
-      check_token_ids(tokens, vocab_size, where)
+      windows = [order(position * size + row) for row in wanted.tolist()]
+      tokens_BxT1 = np.zeros((size, self.train.sequence_length + 1), np.int32)
+      tokens_BxT1[wanted] = self.train.checked(windows, vocab_size, position)
       return tokens_BxT1
 
     return by_position(read)
@@ -163,6 +211,11 @@ def open_data(data: DataConfig) -> Source:
   return custom.make(data, ("batches", "heldout_batches"), "ddiloco.training.data.Source")
 
 
+def digest(source: Source) -> str:
+  """`Corpus.digest`; "" for a user's own data, of which nothing is known."""
+  return source.digest if isinstance(source, Corpus) else ""
+
+
 def check_here(config: Config) -> Corpus | None:
   """Refuses data that learners would refuse, for commands that train elsewhere or later.
 
@@ -186,7 +239,7 @@ def check_here(config: Config) -> Corpus | None:
 
 
 def open_corpus(data: DataConfig) -> Corpus:
-  """Reads and tokenizes the corpus (token files are memory-mapped), and splits it.
+  """Opens the token files, or reads and tokenizes the text, and splits the corpus.
 
   Split: windows form blocks of `block_windows` (16, fewer in a small corpus); a share of the
   blocks, spread evenly over the corpus, is held out. Neighbouring windows share one token, so the
@@ -244,27 +297,35 @@ def reading_order(count: int, config: Config, learner: int, each: int) -> Callab
   """A learner's endless sequence out of `count` things, by place: each epoch is a new permutation.
 
   In its epoch, learner m of M reads places m, m + M, m + 2M, ... of the permutation of all things:
-  the order of shuffle(seed)[m::M].repeat(). A batch has `each` of the things.
+  the order of shuffle(seed)[m::M].repeat(). Where batches differ, a learner with twice the batch
+  has two of M + 1 places, and so on: learners that make the same steps end an epoch together. A
+  batch has `each` of the things.
 
   Raises:
     ConfigError: there are too few for a batch of every learner.
   """
   num_streams = config.islands.num_learners
-  needed, batch_size = num_streams * each, config.islands.island(learner).batch_size
+  lap, stream = divmod(learner, num_streams)
+  sizes = [config.tokens_per_step(m) for m in range(num_streams)]
+  shares = np.array(sizes) // math.gcd(*sizes)
+  mine, turn = int(shares[stream]), int(shares.sum())  # places of every so many
+  before = int(shares[:stream].sum())
+  needed, batch_size = -(-each // mine) * turn, config.islands.island(learner).batch_size
   rule = (
     f"{num_streams} learners that read {each} rows a batch need {needed} an epoch, and the data"
     f" have {count} to train on (Grain's shuffle takes at most 2**32)"
   )
   fix = "give more data, or lower it, islands.num_learners or data.sequence_length"
   require(needed <= count <= 2**32, "islands.batch_size", batch_size, rule, fix)
-  lap, stream = divmod(learner, num_streams)
-  epoch_size = len(range(stream, count, num_streams))
+  whole_turns, rest = divmod(count, turn)
+  epoch_size = whole_turns * mine + min(max(rest - before, 0), mine)
   first_place = int(_bisection(lap) * epoch_size)
 
   def thing(place: int) -> int:
     epoch, within = divmod(first_place + place, epoch_size)
     seed = _shuffle_seed(config.seed, epoch)
-    index = stream + within * num_streams
+    number, nth = divmod(within, mine)
+    index = number * turn + before + nth
     return grain_experimental.index_shuffle(index, max_index=count - 1, seed=seed, rounds=4)
 
   return thing
@@ -294,28 +355,38 @@ class Stream:
   The model must take every batch, of a corpus also every token. Opening a stream also checks the
   tokenizer or, for token files, both ends of each file, so that most mistakes show at once; and the
   first batch must be the same arrays when it is read again.
+
+  Args:
+    source: the run's data.
+    config: the run's.
+    learner: number of the learner.
+    rows: of each batch, the rows that this process needs (`Island.rows`): others may be zeros.
   """
 
-  def __init__(self, source: Source, config: Config, learner: int):
+  def __init__(self, source: Source, config: Config, learner: int, rows: np.ndarray | None = None):
     data, batch_size = config.data, config.islands.island(learner).batch_size
     inputs = custom.load_model(config.model).inputs(batch_size, data.sequence_length)
-    batches = custom.called(data, "batches()", lambda: source.batches(config, learner))
+    mine = {"rows": rows} if isinstance(source, Corpus) else {}
+    batches = custom.called(data, "batches()", lambda: source.batches(config, learner, **mine))
+    from_files = isinstance(source, Corpus) and data.source == "tokens"
+    self._options = _FILE_OPTIONS if from_files else _READ_OPTIONS
     self._open = lambda: _checked(batches, data, inputs)
-    self._batches = self._open()
-    twice = (custom.called(data, "reading batch 0", lambda: self.batch(0)) for _ in range(2))
+    # Opened for each: what a user's pipeline starts for a batch ends with it.
+    twice = (custom.called(data, "reading batch 0", lambda: self._open()[0]) for _ in range(2))
     equal = jax.tree.map(functools.partial(np.array_equal, equal_nan=True), *twice)
     rule = f"batch 0 is another one when it is read again ({learner=})"
     fix = "give batches that are a function of the learner's number and the position alone"
     require(all(jax.tree.leaves(equal)), "data.custom", data.custom, rule, fix)
+    self._batches = self._open()
 
   def batch(self, position: int) -> Batch:
     """Batch `position` (from 0), of tokens int32 [batch_size, T + 1]; read in this thread."""
     return self._batches[position]
 
   def iterate(self, position: int = 0) -> grain.DatasetIterator[Batch]:
-    """Batches from `position` on, prefetched by a background thread, which `close()` ends."""
+    """Batches from `position` on, prefetched by background threads, which `close()` ends."""
     # Iterators that read ahead share no state.
-    iterator = iter(self._open().to_iter_dataset(_READ_OPTIONS))
+    iterator = iter(self._open().to_iter_dataset(self._options))
     grain_experimental.set_next_index(iterator, position)
     iterator.start_prefetch()
     return iterator

@@ -261,6 +261,13 @@ class Island:
       "peak_flops_per_second": PEAK_FLOPS.get(kind, 0.0),
     }
 
+  @property
+  def rows(self) -> np.ndarray:
+    """Of a batch the rows that the devices of this process take; all, if it is the only one."""
+    [leaf, *_] = jax.tree.leaves(self._parts.inputs)
+    taken = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
+    return np.unique([np.arange(leaf.shape[0])[rows] for rows, *_ in taken])
+
   # --- programs -----------------------------------------------------------------------------------
 
   def compile(self) -> float:

@@ -2,12 +2,12 @@
 
 By default the tokens of a text are its bytes; else a SentencePiece or Hugging Face file defines
 them. Text is tokenized into memory, every document followed by the tokenizer's end token. Token
-files stay on disk: each .bin file is one memory-mapped part, and only the pages that are read are
-loaded.
+files stay on disk: each .bin file is one part, of which only what is asked for is read.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import glob
@@ -15,14 +15,16 @@ import importlib.util
 import itertools
 import json
 import os
+import resource
 import sysconfig
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from ddiloco.checks import refusal, require
+from ddiloco.checks import ABOUT_PATHS, ConfigError, Unanswered, refusal, require
 from ddiloco.config import DataConfig
 
 # --- tokenizers -----------------------------------------------------------------------------------
@@ -151,6 +153,64 @@ def shared_files(setting: str) -> dict[str, bytes]:
   return {"tokenizer.json": json.dumps(whole, indent=2).encode()} | about
 
 
+# --- token files ----------------------------------------------------------------------------------
+
+
+class TokenFile:
+  """A .bin file of little-endian ids. A slice of it is read when it is asked for.
+
+  Not a memory map: of a map every page is fetched with its neighbours, or waited for by itself, and
+  a storage that fails ends the process (SIGBUS). Several threads may read.
+
+  Attributes:
+    name: the path.
+    dtype: of the ids.
+
+  Raises:
+    OSError: the file cannot be opened.
+    ConfigError: it is empty, or not a whole number of ids long.
+  """
+
+  def __init__(self, name: str, dtype_name: str):
+    self.name, self.dtype = name, np.dtype(dtype_name).newbyteorder("<")
+    self._descriptor = os.open(name, os.O_RDONLY)
+    weakref.finalize(self, os.close, self._descriptor)
+    num_bytes = os.fstat(self._descriptor).st_size
+    self._length, rest = divmod(num_bytes, self.dtype.itemsize)
+    rule = f"has {num_bytes} bytes, which are no whole number of {dtype_name} ids, or none"
+    fix = "check data.token_dtype; if the file was cut off, copy it again, or remove it"
+    require(num_bytes > 0 and not rest, "data.path", name, rule, fix)
+
+  def __len__(self) -> int:
+    return self._length
+
+  def __getitem__(self, tokens: slice) -> np.ndarray:
+    """The ids, freshly read.
+
+    Raises:
+      Unanswered: the storage fails.
+      ConfigError: the file has become shorter.
+    """
+    first, end, _ = tokens.indices(self._length)
+    ids = np.empty(max(0, end - first), self.dtype)
+    left, at = ids.view(np.uint8), first * self.dtype.itemsize
+    while len(left):
+      try:
+        read = os.preadv(self._descriptor, [left], at)  # may be less than was asked for
+      except OSError as error:
+        rule = f"cannot be read ({error.strerror or error})"
+        fix = "start again when its storage answers"
+        raise refusal("data.path", self.name, rule, fix, Unanswered) from error
+      rule = f"had {self._length} tokens when it was opened, and is shorter now"
+      fix = "bring the old file back: data must stay as they are while a run lasts"
+      require(read > 0, "data.path", self.name, rule, fix)
+      left, at = left[read:], at + read
+    return ids
+
+
+Part: TypeAlias = np.ndarray | TokenFile  # of a corpus: 1-D, of unsigned ids
+
+
 # --- sources --------------------------------------------------------------------------------------
 
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -161,8 +221,8 @@ _SYNTHETIC_LENGTH = 1023  # bytes a document; with its end token 2 Mi tokens in 
 _SYNTHETIC_ALPHABET = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz ,.:;\n", np.uint8)
 
 
-def read_parts(data: DataConfig, tokenizer: Tokenizer) -> tuple[np.ndarray, ...]:
-  """The source's tokens as 1-D unsigned arrays, the same in every call.
+def read_parts(data: DataConfig, tokenizer: Tokenizer) -> tuple[Part, ...]:
+  """The source's tokens, the same in every call.
 
   Raises:
     ConfigError: no file matches the glob, or a file is unreadable, empty, not UTF-8 (unless
@@ -172,18 +232,20 @@ def read_parts(data: DataConfig, tokenizer: Tokenizer) -> tuple[np.ndarray, ...]
   pieces: list[np.ndarray] = []
   try:
     if data.source == "tokens":
-      return tuple(_map_file(file, data.token_dtype) for file in _matches(data.path))
+      return _open_files(matches(data.path), data.token_dtype)
     documents: Iterable[tuple[str, bytes]]
     if data.source == "text":  # one after the other: all of them may take more memory than tokens
-      documents = ((file, Path(file).read_bytes()) for file in _matches(data.path))
+      documents = ((file, Path(file).read_bytes()) for file in matches(data.path))
     else:
       documents = stdlib_documents() if data.source == "stdlib" else synthetic_documents()
     for name, content in documents:
       if content:
         pieces += [_encode(name, content, tokenizer), end]
   except OSError as error:
-    rule, fix = f"cannot be read ({error.strerror or error})", "check the permissions of the file"
-    raise refusal("data.path", error.filename or data.path, rule, fix) from error
+    rule = f"cannot be read ({error.strerror or error})"
+    fix = "check the permissions of the file; if its storage did not answer, start again"
+    kind = ConfigError if isinstance(error, ABOUT_PATHS) else Unanswered
+    raise refusal("data.path", error.filename or data.path, rule, fix, kind) from error
   rule = "every matching file is empty"
   require(bool(pieces), "data.path", data.path, rule, "give files with text")
   return (np.concatenate(pieces),)
@@ -213,23 +275,20 @@ def _encode(name: str, content: bytes, tokenizer: Tokenizer) -> np.ndarray:
     raise refusal("data.path", name, rule, fix) from error
 
 
-def _matches(pattern: str) -> list[str]:
+def matches(pattern: str) -> list[str]:
   """Files matching a glob (** spans folders), sorted, so that the order is always the same."""
   found = glob.glob(os.path.expanduser(pattern), recursive=True)
   files = sorted(file for file in found if not os.path.isdir(file))
-  require(bool(files), "data.path", pattern, "no file matches this glob", "check the path")
+  fix = "check the path, and whether its storage is mounted on this host"
+  require(bool(files), "data.path", pattern, "no file matches this glob", fix)
   return files
 
 
-def _map_file(file: str, dtype_name: str) -> np.ndarray:
-  """A .bin file of little-endian ids as a read-only memory-mapped array."""
-  dtype, num_bytes = np.dtype(dtype_name).newbyteorder("<"), os.stat(file).st_size
-  whole = num_bytes > 0 and num_bytes % dtype.itemsize == 0
-  rule = f"has {num_bytes} bytes, which are no whole number of {dtype_name} ids, or none"
-  fix = "check data.token_dtype; if the file was cut off, copy it again, or remove it"
-  require(whole, "data.path", file, rule, fix)
-  # A plain view of the map: slicing the memmap subclass itself costs much more per window.
-  return np.memmap(file, dtype, mode="r").view(np.ndarray)
+def _open_files(files: Sequence[str], dtype_name: str) -> tuple[TokenFile, ...]:
+  limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+  with contextlib.suppress(ValueError, OSError):  # every file stays open
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, most), most))
+  return tuple(TokenFile(file, dtype_name) for file in files)
 
 
 @functools.lru_cache(maxsize=1)

@@ -96,7 +96,7 @@ def test_it_says_once_that_a_batch_is_late(monkeypatch, capsys):
 
 def joins(monkeypatch, links, compile=lambda: 1.0, follow=lambda *_: None):
   """What a host joins by these links: nothing but its own calls is real."""
-  island = SimpleNamespace(compile=compile)
+  island = SimpleNamespace(compile=compile, rows=None)
   monkeypatch.setattr(island_hosts.host_links, "join", lambda *_: (links, "here"))
   monkeypatch.setattr(island_hosts, "_join", lambda *_: None)
   monkeypatch.setattr(island_hosts.initial, "make_plan", lambda _: None)
@@ -199,5 +199,13 @@ def test_a_host_0_says_no_longer_that_it_waits_for_hosts_that_have_come(monkeypa
   monkeypatch.setattr(island_hosts.host_links, "Meeting", lambda *_: meeting)
   monkeypatch.setattr(island_hosts.host_links, "HostWatch", lambda *_: None)
   monkeypatch.setattr(island_hosts, "_join", lambda *_: said.append(runner.ready()))
-  Hosts(runner, 0)
+  Hosts(runner, 0, "")
   assert said == ["starting"]
+
+
+def test_hosts_with_other_data_are_told_apart():
+  """Each read its rows from data of its own: some rows came twice, and some never."""
+  config = from_dict({"islands": {"devices": 2, "hosts": 2}})
+  mine, same, other = (island_hosts._agreed(config, 0, PLACE, data) for data in ("a1", "a1", "b2"))
+  assert mine == same and "with data a1" in mine.config
+  assert mine.config.replace("a1", "b2") == other.config != mine.config

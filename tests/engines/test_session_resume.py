@@ -13,6 +13,7 @@ import time
 import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ddiloco.checkpoint import restore, signed_json
@@ -278,6 +279,18 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path, monkeypatch):
   with pytest.raises(ConfigError, match=r"^data.path = .*began with other data.*Fix: bring"):
     session.train(config, tmp_path / "run")
   assert session.train(config, tmp_path / "run", overwrite=True) == 0 and len(begun) == 3
+
+
+def test_roles_that_are_started_by_hand_note_their_data_and_refuse_others(tmp_path):
+  """They did not look: the order was another one, and other parts were held out."""
+  fields = {"source": "tokens", "path": f"{tmp_path}/*.bin", "sequence_length": 8}
+  config = make_config(learners=2, steps=30, data=fields)
+  np.zeros(20_000, np.uint16).tofile(tmp_path / "0.bin")
+  for _ in range(2):
+    session.refuse_other_data(config, tmp_path, data.open_data(config.data))
+  np.zeros(20_000, np.uint16).tofile(tmp_path / "1.bin")  # as one that is still copied
+  with pytest.raises(ConfigError, match=r"^data.path = .*began with other data.*Fix: bring"):
+    session.refuse_other_data(config, tmp_path, data.open_data(config.data))
 
 
 def test_a_run_that_goes_on_with_another_source_says_so(tmp_path, monkeypatch, capsys):

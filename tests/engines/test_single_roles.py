@@ -252,7 +252,10 @@ def test_data_that_are_open_already_are_not_opened_again(tmp_path, monkeypatch, 
   monkeypatch.setattr(data, "open_data", lambda _: "opened again")
   monkeypatch.setattr(data, "Stream", read)
   monkeypatch.setattr(session, "evaluator", read)
-  runner = types.SimpleNamespace(config=CONFIG, place=RoleSpec(tmp_path, "run", ()))
+  island = types.SimpleNamespace(rows=None)
+  monkeypatch.setattr("ddiloco.training.island.Island", lambda *_: island)
+  place = RoleSpec(tmp_path, "run", ())
+  runner = types.SimpleNamespace(config=CONFIG, place=place, plan=None)
   run = {
     "learner": lambda corpus: single_roles._train(runner, 0, corpus, None),
     "evaluator": lambda corpus: single_roles._evaluator(runner, corpus),

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import itertools
 import math
+import os
+import pathlib
+import re
+import tempfile
 import threading
 import time
 
@@ -15,8 +20,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddiloco.checks import lasts
 from ddiloco.config import Config, ConfigError, DataConfig, IslandsConfig, ModelConfig
 from ddiloco.training import data as data_lib
+from ddiloco.training.tokens import TokenFile
 
 
 def make_config(tmp_path, *, length=8, learners=3, batch_size=2, seed=0, **overrides) -> Config:
@@ -152,6 +159,50 @@ def test_streams_of_an_epoch_partition_the_training_windows(tmp_path, epoch):
   assert max(map(len, streams)) - min(map(len, streams)) <= 1
 
 
+@settings(max_examples=25, deadline=None)
+@given(
+  lengths=st.lists(st.integers(1, 900), min_size=2, max_size=5),
+  dtype=st.sampled_from(["uint16", "uint32"]),
+  batches=st.lists(st.integers(1, 6), min_size=1, max_size=4),
+  length=st.integers(1, 7),
+)
+def test_islands_of_any_batches_read_every_window_of_an_epoch_once(lengths, dtype, batches, length):
+  """Of files of any length. With other batches some windows were read twice, and some not at all,
+  by the time that the planned learners had made as many steps as an epoch has."""
+  with tempfile.TemporaryDirectory() as folder:
+    edges = np.cumsum([0, *lengths])
+    for number, (begin, end) in enumerate(itertools.pairwise(edges)):
+      np.arange(begin, end, dtype=dtype).tofile(f"{folder}/{number}.bin")
+    config = make_config(
+      pathlib.Path(folder),
+      length=length,
+      learners=len(batches),
+      token_dtype=dtype,
+      heldout_sequences=1,
+      overrides={str(m): {"batch_size": size} for m, size in enumerate(batches)},
+    )
+    try:
+      corpus = data_lib.open_corpus(config.data)
+      streams = [data_lib.Stream(corpus, config, m) for m in range(len(batches))]
+    except ConfigError:
+      return  # too small
+    steps, rest = divmod(len(corpus.train), sum(batches))
+    read = [int(row[0]) for s in streams for step in range(steps) for row in s.batch(step)]
+    every = corpus.train.read(range(len(corpus.train)))[:, 0].tolist()
+    assert len(set(read)) == len(read) == len(every) - rest and set(read) <= set(every)
+    more = [int(row[0]) for stream in streams for row in stream.batch(steps)]
+    assert set(read) | set(more) == set(every), "the next step reads the rest"
+
+
+def test_learners_beyond_the_number_have_batches_of_their_own(tmp_path):
+  sizes = {"0": {"batch_size": 4}, "3": {"batch_size": 3}}
+  config = make_config(tmp_path, learners=2, overrides=sizes)
+  streams = open_streams(config, 0, 1, 2, 3)
+  assert [len(stream.batch(0)) for stream in streams] == [4, 2, 2, 3]
+  read = [int(row[0]) for stream in streams for step in range(30) for row in stream.batch(step)]
+  assert len(set(read)) == len(read), "each began in another place"
+
+
 def test_order_is_that_of_the_plain_grain_pipeline(tmp_path):
   """Batches must be exactly those of Grain's own shuffle -> slice -> batch."""
   config = make_config(tmp_path, learners=3, batch_size=2, num_tokens=2_000, seed=11)
@@ -258,14 +309,14 @@ def test_batch_sizes_may_differ_between_islands(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
-def test_token_files_are_mapped_and_windows_stay_inside_one(tmp_path, dtype):
+def test_token_files_stay_on_disk_and_windows_stay_inside_one(tmp_path, dtype):
   np.arange(0, 1000, dtype=dtype).tofile(tmp_path / "a.bin")
   np.arange(2000, 2005, dtype=dtype).tofile(tmp_path / "b.bin")  # too short for a window
   np.arange(3000, 4000, dtype=dtype).tofile(tmp_path / "c.bin")
   config = make_config(tmp_path, token_dtype=dtype)
   corpus = data_lib.open_corpus(config.data)
   assert sum(map(len, corpus.parts)) == 2005
-  assert all(isinstance(part.base, np.memmap) and not part.flags.writeable for part in corpus.parts)
+  assert all(isinstance(part, TokenFile) for part in corpus.parts), "nothing is in memory"
   windows = corpus.train.read(range(len(corpus.train)))
   assert (np.diff(windows, axis=1) == 1).all()
   assert {int(w[0]) // 1000 for w in windows} == {0, 3}
@@ -275,6 +326,59 @@ def test_uint32_ids_survive(tmp_path):
   np.full(5_000, 69_999, np.uint32).tofile(tmp_path / "a.bin")
   (stream,) = open_streams(make_config(tmp_path, token_dtype="uint32"), 0)
   assert (stream.batch(0) == 69_999).all()
+
+
+def test_more_than_2_to_the_32_tokens(tmp_path):
+  """A sparse file: what was never written reads as zeros."""
+  count, last = 2**32 + 12_345, np.arange(1, 9_000, dtype=np.uint16)
+  with (tmp_path / "a.bin").open("wb") as file:
+    file.seek(2 * (count - len(last)))
+    file.write(last.tobytes())
+  last.tofile(tmp_path / "b.bin")
+  config = make_config(tmp_path, length=1024, heldout_share=0.001)
+  corpus = data_lib.open_corpus(config.data)
+  assert sum(map(len, corpus.parts)) == count + len(last)
+  of_a, of_b = (count - 1) // 1024, (len(last) - 1) // 1024
+  read = corpus.train.read(range(len(corpus.train) - of_b - 3, len(corpus.train)))
+  first = count - len(last)
+  for row, window in enumerate(range(of_a - 3, of_a)):
+    begin = window * 1024 - first
+    np.testing.assert_array_equal(read[row], last[begin : begin + 1025])
+  np.testing.assert_array_equal(read[3:, 0], last[: of_b * 1024 : 1024])
+  assert data_lib.Stream(corpus, config, 0).batch(10**6).shape == (2, 1025)
+
+
+def test_windows_of_files_are_read_side_by_side(tmp_path, monkeypatch):
+  """One after the other they are too slow where each takes a bucket's tenth of a second."""
+  (stream,) = open_streams(make_config(tmp_path), 0)
+  together, read = threading.Barrier(data_lib._READERS), TokenFile.__getitem__
+
+  def meets(part, tokens):
+    if threading.current_thread() is not threading.main_thread() and not together.broken:
+      together.wait(30)
+    return read(part, tokens)
+
+  expected = [stream.batch(position) for position in range(3)]
+  monkeypatch.setattr(TokenFile, "__getitem__", meets)
+  with contextlib.closing(stream.iterate()) as ahead:
+    found = [next(ahead) for _ in range(3)]
+    assert not together.broken
+    together.abort()
+  np.testing.assert_array_equal(found, expected)
+
+
+def test_a_host_reads_its_own_rows_alone(tmp_path, monkeypatch):
+  config = make_config(tmp_path, batch_size=6)
+  corpus, read = data_lib.open_corpus(config.data), []
+  whole = data_lib.Stream(corpus, config, 1).batch(5)
+  mine = data_lib.Stream(corpus, config, 1, rows=np.array([2, 3]))
+  slices = TokenFile.__getitem__
+  monkeypatch.setattr(
+    TokenFile, "__getitem__", lambda part, tokens: read.append(tokens) or slices(part, tokens)
+  )
+  found = mine.batch(5)
+  np.testing.assert_array_equal(found[2:4], whole[2:4])
+  assert found.shape == whole.shape and not found[[0, 1, 4, 5]].any() and len(read) == 2
 
 
 def test_fetching_is_cheap():
@@ -319,6 +423,48 @@ def test_empty_torn_and_unreadable_token_files(tmp_path):
   assert "b.bin" in text and "cannot be read" in text
 
 
+def test_ids_of_another_width_and_files_with_a_header(tmp_path):
+  """They were trained on: every second token was 0."""
+  ids, config = np.arange(1, 5_000), make_config(tmp_path)
+  for dtype in ("uint32", "int64"):
+    ids.astype(dtype).tofile(tmp_path / "a.bin")
+    text = error_of(open_streams, config, 0)
+    assert "data.token_dtype = 'uint16'" in text and "a.bin is 0" in text
+  with (tmp_path / "a.bin").open("wb") as file:
+    np.save(file, ids.astype(np.uint16))
+  text = error_of(open_streams, config, 0)
+  assert "data.path = " in text and "a.bin" in text and "the header of a NumPy file" in text
+  ids.astype(np.uint16).tofile(tmp_path / "a.bin")
+  open_streams(config, 0)
+
+
+def test_a_file_that_becomes_shorter_or_fails_is_named(tmp_path, monkeypatch):
+  """A memory map ended the process (SIGBUS)."""
+  (stream,) = open_streams(make_config(tmp_path), 0)
+  with monkeypatch.context() as patch:
+    patch.setattr(os, "preadv", fails)
+    text = error_of(stream.batch, 3)
+    assert "a.bin" in text and "Input/output error" in text
+    with pytest.raises(ConfigError) as caught:
+      stream.batch(3)
+    assert not lasts(caught.value), "it may be read the next time"
+  expected = stream.batch(3)
+  monkeypatch.setattr(os, "preadv", few)
+  np.testing.assert_array_equal(stream.batch(3), expected)
+  os.truncate(tmp_path / "a.bin", 100)
+  text = error_of(stream.batch, 3)
+  assert "a.bin" in text and "is shorter now" in text
+
+
+def fails(*_):
+  raise OSError(errno.EIO, "Input/output error")
+
+
+def few(descriptor, buffers, offset, preadv=os.preadv):
+  """A read may give less than it was asked for."""
+  return preadv(descriptor, [buffers[0][:3]], offset)
+
+
 def test_corpus_too_small(tmp_path):
   (tmp_path / "a.txt").write_bytes(b"x" * 100)
   text = error_of(data_lib.open_corpus, text_data(tmp_path / "*.txt", sequence_length=101))
@@ -341,6 +487,7 @@ def test_token_beyond_the_vocabulary_at_open(tmp_path):
   config = make_config(tmp_path, vocab_size=4_999)
   text = error_of(open_streams, config, 0)
   assert "model.vocab_size = 4999" in text and "4999 in" in text and "at least 5000" in text
+  assert "a.bin" in text
 
 
 def test_a_token_too_large_for_int32_in_a_batch(tmp_path, monkeypatch):
@@ -360,7 +507,10 @@ def test_token_beyond_the_vocabulary_in_a_batch(tmp_path, monkeypatch):
   tokens[stream.batch(3)[0, 4]] = 60_000
   tokens.tofile(tmp_path / "a.bin")
   (stream,) = open_streams(config, 0)
-  assert "a 60000 in" in error_of(stream.batch, 3)
+  text = error_of(stream.batch, 3)
+  assert "a 60000 in" in text
+  [first] = re.findall(r"a\.bin, from token (\d+) on \(batch 3\)", text)
+  assert 60_000 in tokens[int(first) : int(first) + 9]
   with contextlib.closing(stream.iterate(3)) as iterator:  # also out of the background thread
     assert "batch 3" in error_of(next, iterator)
 

@@ -1,6 +1,7 @@
 """Batches of the user's own: what a learner reads is a function of the position alone."""
 
 import sys
+import threading
 import time
 import types
 from contextlib import closing, suppress
@@ -62,6 +63,10 @@ class Numbers:
       return numbers.to_iter_dataset() if self.kind == "ending" else [rows(learner, 0)] * 50
     if self.kind == "iter":
       return numbers.to_iter_dataset()
+    if self.kind == "ahead":  # by a thread of its own
+      return grain.experimental.ThreadPrefetchIterDataset(
+        numbers.to_iter_dataset(), prefetch_buffer_size=2
+      )
     if self.kind == "filter":  # Grain cannot jump in it
       return numbers.to_iter_dataset().filter(lambda batch: batch["x"][0, 0] % 2 == 0)
     if self.kind == "flaky":
@@ -165,6 +170,26 @@ def test_every_position_gives_its_batch_however_it_is_come_to(kind, step):
   for position in range(5):
     with closing(one.iterate(position)) as restored:
       assert number(next(restored)) == first + step * position
+
+
+def test_what_a_pipeline_starts_ends_with_its_reader():
+  """The thread or the processes that read batch 0 for the check lived as long as the run."""
+  before = set(threading.enumerate())
+
+  def nothing_is_left() -> bool:
+    started = set(threading.enumerate()) - before
+    for thread in started:
+      thread.join(10)
+    return not any(thread.is_alive() for thread in started)
+
+  one = stream("ahead")
+  assert nothing_is_left()
+  for _ in range(2):
+    with closing(one.iterate(3)) as ahead:
+      assert number(next(ahead)) == 1003
+      assert any("grain-thread-prefetch" in thread.name for thread in threading.enumerate())
+    del ahead
+    assert nothing_is_left()
 
 
 def test_a_source_may_fill_the_same_arrays_again():

@@ -107,13 +107,20 @@ def main(host: int, url: str, mesh: str, file: str) -> None:
   plan = initial.make_plan(config)
   island = Island(config, 0, jax.devices(), plan)
   island.compile()
+  assert len(island.rows) == 8 // HOSTS
+
+  def own(position: int) -> Iterator[np.ndarray]:
+    """Only the rows that a host needs must be there (`training.data.Stream`)."""
+    for batch in batches(position):
+      yield np.where(np.isin(np.arange(8), island.rows)[:, None], batch, 0)
+
   if host:
     progress = HostProgress()
-    hosts.follow(island, links, batches, progress, lambda _: os._exit(1))
+    hosts.follow(island, links, own, progress, lambda _: os._exit(1))
     print(f"done {progress.done}")
   else:
     leading = hosts.LeadingIsland(island, plan, links, progress := HostProgress())
-    found = calls(leading, plan, lambda position: leading.batches(batches, position))
+    found = calls(leading, plan, lambda position: leading.batches(own, position))
     assert leading.describe()["hosts"] == HOSTS
     collect, taken = leading.collect, []
     leading.collect = lambda number, arrays, views, name="": (

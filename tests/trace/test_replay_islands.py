@@ -1,0 +1,43 @@
+"""Islands and data of replayed learners."""
+
+from types import SimpleNamespace
+
+import jax
+
+from ddiloco.config import from_dict
+from ddiloco.protocol import events
+from ddiloco.trace import replay
+from ddiloco.trace.operations import Entry, Trace
+
+
+def test_a_life_reads_its_data_by_the_batches_of_its_own_plan(monkeypatch):
+  """A run may go on with other islands; their batches are a part of the order of the data."""
+  sizes = {50: (2, 4), 75: (2, 2)}  # planned steps -> batches
+  lives = {
+    f"learner-{m}": [
+      events.Started(
+        role=f"learner-{m}", devices=1, mesh=(1, 1, 1), batch_size=each[m], learners=2,
+        planned_steps=steps,
+      )
+      for steps, each in sizes.items()
+    ]
+    for m in range(2)
+  }  # fmt: skip
+  trace = Trace({role: [Entry(1, life) for life in each] for role, each in lives.items()})
+  saved = {"num_learners": 3, "devices": 4, "fsdp": 4, "batch_size": 8}
+  config = from_dict({"data": {"source": "synthetic"}, "islands": saved})
+  read = []
+  monkeypatch.setattr(replay, "Island", lambda *_: SimpleNamespace(compile=int))
+  monkeypatch.setattr(
+    replay.data,
+    "Stream",
+    lambda _, live, learner: read.append(live) or SimpleNamespace(batch=learner),
+  )
+  home = replay.islands(config, trace, jax.devices()[:2])
+  for steps, each in sizes.items():
+    for role in lives:
+      started = next(life for life in lives[role] if life.planned_steps == steps)
+      _, learner = home(started)
+      assert role == f"learner-{learner}"
+      found = [read[-1].islands.island(m).batch_size for m in range(2)]
+      assert tuple(found) == each and read[-1].islands.num_learners == 2
