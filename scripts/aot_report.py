@@ -24,7 +24,7 @@ from typing import Any
 
 from common import ROOT, options, run_script
 
-# (config, topology); "" is the config's own.
+# (config with other flags, topology); "" is the config's own.
 DENSE = [(f"dense.py:{p}", "") for p in ("100m", "500m", "1b", "2b", "5b", "9b", "12b")]
 ALSO = [
   *(("dense.py:12b", slice_) for slice_ in ("v6e:8x8", "tpu7x:2x4x4")),
@@ -32,7 +32,11 @@ ALSO = [
 ]
 GPUS = [("dense.py:100m", "h100:1"), *((f"dense.py:{p}", "h100:8") for p in ("1b", "5b", "12b"))]
 OTHERS = [("regions_12b.py", ""), ("text_image.py:2b", "")]
-ROWS = [*DENSE, *ALSO, *OTHERS, *GPUS]
+MUON = [
+  (f"dense.py:{preset} --config.inner.optimizer=muon", topology)
+  for preset, topology in (("12b", ""), ("12b", "v6e:8x8"), ("1b", "h100:8"), ("12b", "h100:8"))
+]
+ROWS = [*DENSE, *ALSO, *OTHERS, *GPUS, *MUON]
 LARGEST = {("dense.py:12b", ""), ("dense.py:12b", "v6e:8x8")}
 FREE = 0.1  # of the memory, at the largest batch
 TRIES = 4
@@ -42,8 +46,8 @@ _GIB = 1 << 30
 
 def compiled(config: str, topology: str, mfu: float, batch: int = 0) -> list[dict[str, Any]]:
   """A row for each kind of island of this config."""
-  command = [sys.executable, "-m", "ddiloco", "compile", f"--config=configs/{config}", "--json"]
-  command += [f"--mfu={mfu}"]
+  command = [sys.executable, "-m", "ddiloco", "compile", *f"--config=configs/{config}".split()]
+  command += ["--json", f"--mfu={mfu}"]
   command += [f"--topology={topology}"] if topology else []
   command += [f"--config.islands.batch_size={batch}"] if batch else []
   done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -84,6 +88,7 @@ def batch_of(row: dict[str, Any]) -> int:
 
 def name(row: dict[str, Any]) -> str:
   preset = row["config"].removesuffix(".py").replace(".py:", " ")
+  preset = preset.replace(" --config.inner.optimizer=", ", ")
   return f"{preset}, {row['island'].split(',')[0]}" + (", largest" if row.get("largest") else "")
 
 

@@ -130,7 +130,8 @@ class Program:
     cpu_seconds: CPU time that compiling all programs took.
     count: how many programs.
     collectives: by kind, the kinds that move most first.
-    largest_collective_bytes: the largest result of one collective on a device.
+    largest_collective_bytes: the largest result of one collective on a device; but for all-to-alls,
+      which leave it no more than it had.
   """
 
   name: str
@@ -158,6 +159,7 @@ def compiled(name: str, all_lowered: Sequence[jax.stages.Lowered], num_devices: 
     + m.generated_code_size_in_bytes
     for m in memory
   ]
+  grown = (each.bytes // each.times for each in found if each.kind != "all-to-all")
   return Program(
     name=name,
     hbm_bytes=max(m.argument_size_in_bytes + more for m, more in zip(memory, added)),
@@ -166,7 +168,7 @@ def compiled(name: str, all_lowered: Sequence[jax.stages.Lowered], num_devices: 
     count=len(programs),
     cpu_seconds=seconds,
     collectives=by_kind(found),
-    largest_collective_bytes=max((each.bytes // each.times for each in found), default=0),
+    largest_collective_bytes=max(grown, default=0),
   )
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from optax.contrib import MuonDimensionNumbers, muon
+from optax.contrib import MuonDimensionNumbers, muon, scale_by_muon
 from optax.microbatching import AccumulationType, microbatch
 
 from ddiloco import custom
@@ -32,6 +33,7 @@ from ddiloco.training.devices import host_memory, make_execution, param_sharding
 # any number of learners (`protocol.states.schedule_step`).
 
 METRICS = ("loss", "load_balance", "grad_norm", "learning_rate")
+Dims = tuple[tuple[int, ...], ...]  # of an array: a stack's, and the rows' and columns' of a matrix
 MUON_RMS = 0.2  # of an update's values, as is usual for AdamW ("Muon is Scalable", 2502.16982)
 
 
@@ -59,12 +61,17 @@ def decayed(axes: Mapping[str, Axes], params: Params) -> dict[str, bool]:
   }
 
 
-def optimizer(inner: InnerConfig, axes: Mapping[str, Axes]) -> optax.GradientTransformation:
+def optimizer(
+  inner: InnerConfig,
+  axes: Mapping[str, Axes],
+  layouts: Mapping[str, NamedSharding] | None = None,
+) -> optax.GradientTransformation:
   """Clipping by the global norm, Adam in f32 or Muon, decoupled weight decay (arXiv 1711.05101).
 
   Updates are for learning rate 1: the caller adds `rate * update`. With `inner.custom` the
   transform is the user's own. `axes` are the model's logical axes: Muon is for hidden matrices, and
-  all other parameters take Adam's steps.
+  all other parameters take Adam's steps. `layouts` say how a mesh of several devices cuts the
+  parameters. The state's names and shapes do not depend on them.
 
   Raises:
     ConfigError: the config asks for Muon, and no parameter of the model is a hidden matrix.
@@ -74,7 +81,7 @@ def optimizer(inner: InnerConfig, axes: Mapping[str, Axes]) -> optax.GradientTra
   adam = optax.scale_by_adam(inner.b1, inner.b2, inner.epsilon, mu_dtype=jnp.float32)
   return optax.chain(
     optax.clip_by_global_norm(inner.clip_norm) if inner.clip_norm else optax.identity(),
-    adam if inner.optimizer == "adamw" else _muon(inner, axes),
+    *([adam] if inner.optimizer == "adamw" else _muon(inner, axes, layouts)),
     optax.add_decayed_weights(inner.weight_decay, mask=functools.partial(decayed, axes))
     if inner.weight_decay
     else optax.identity(),
@@ -100,13 +107,16 @@ def first_update(config: Config) -> float:
   return 0.0
 
 
-def _muon(inner: InnerConfig, axes: Mapping[str, Axes]) -> optax.GradientTransformation:
+def _muon(
+  inner: InnerConfig, axes: Mapping[str, Axes], layouts: Mapping[str, NamedSharding] | None
+) -> list[optax.GradientTransformation]:
   """Orthogonalized momentum, with steps as long as Adam's, so that the same learning rates fit."""
   matrices = {name: hidden_matrix(each) for name, each in axes.items()}
   rule = "is for hidden matrices (`hidden_matrix`), and the model's logical_axes() name none"
   fix = "name the axes of stacked layers (ddiloco.Model), or use optax.contrib.muon as inner.custom"
   require(any(matrices.values()), "inner.optimizer", inner.optimizer, rule, fix)
-  return muon(
+  whole = functools.partial(
+    muon,
     learning_rate=-1.0,  # keeps the gradient's sign, as `scale_by_adam` does
     adam_b1=inner.b1,
     adam_b2=inner.b2,
@@ -114,6 +124,13 @@ def _muon(inner: InnerConfig, axes: Mapping[str, Axes]) -> optax.GradientTransfo
     consistent_rms=MUON_RMS,
     muon_weight_dimension_numbers=matrices,
   )
+  if layouts is None:
+    return [whole()]
+  # Without iterations, and with the one scaling that belongs to the first of them, Muon gives the
+  # momentum alone.
+  momentum = whole(ns_steps=0, preconditioning="aol")
+  cut = {name: (sides, layouts[name]) for name, sides in matrices.items() if sides}
+  return [momentum, optax.stateless(lambda updates, _: _orthogonalized(inner, cut, updates))]
 
 
 def hidden_matrix(axes: Axes) -> MuonDimensionNumbers | None:
@@ -135,6 +152,93 @@ def hidden_matrix(axes: Axes) -> MuonDimensionNumbers | None:
     return None
   inward, outward = (embed, others) if embed < others else (others, embed)
   return MuonDimensionNumbers(inward, outward)
+
+
+# --- Muon on a mesh
+# A Newton-Schulz iteration multiplies whole matrices. Left to the compiler, every device gathers
+# the matrices of all layers, and all make the same products. But layers need nothing of each other:
+# so each device gets whole matrices of some layers by an all-to-all, and another one brings back
+# the results (layer sharding, essential.ai/blog/infra). No device has more values than before.
+
+
+def _orthogonalized(
+  inner: InnerConfig,
+  cut: Mapping[str, tuple[MuonDimensionNumbers, NamedSharding]],
+  updates: Params,
+) -> Params:
+  """`updates`, with the matrices named in `cut` as Muon has them.
+
+  Matrices of one shape that lie alike are spread over the mesh together, so that devices have about
+  equally many: 38 layers are too few for 64 devices, their 114 matrices of MLPs are not.
+  """
+  iterate = scale_by_muon(beta=0.0, eps=inner.epsilon, nesterov=False)  # of the update itself
+
+  def turn(matrix: jax.Array) -> jax.Array:
+    turned, _ = iterate.update(matrix, iterate.init(matrix))
+    return turned * (MUON_RMS * math.sqrt(max(matrix.shape)))
+
+  alike: dict[Any, dict[str, Dims]] = {}
+  for name, (sides, layout) in cut.items():
+    shape = updates[name].shape
+    # The short side first, as Muon itself has it.
+    rows, columns = sorted(sides, key=lambda side: math.prod(shape[i] for i in side))
+    dims = tuple(i for i in range(len(shape)) if i not in (*rows, *columns)), rows, columns
+    over = tuple(tuple(_mesh_axes(layout, each)) for each in dims)
+    size = tuple(math.prod(shape[i] for i in side) for side in (rows, columns))
+    alike.setdefault((size, over, layout.mesh), {})[name] = dims
+  turned = dict(updates)
+  for (_, over, mesh), dims in alike.items():
+    specs = {name: cut[name][1].spec for name in dims}
+    local = functools.partial(_turn_parts, turn, mesh, over, dims)
+    there = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False)
+    turned |= there({name: updates[name] for name in dims})
+  return turned
+
+
+def _mesh_axes(layout: NamedSharding, dims: Iterable[int]) -> Iterator[str]:
+  """The mesh axes that cut these dimensions of an array."""
+  for i in dims:
+    names = layout.spec[i] or ()
+    yield from (names,) if isinstance(names, str) else names
+
+
+def _turn_parts(
+  turn: Callable[[jax.Array], jax.Array],
+  mesh: Mesh,
+  over: tuple[tuple[str, ...], ...],
+  dims: Mapping[str, Dims],
+  parts: Params,
+) -> Params:
+  """One device's parts of stacks of matrices -> the same parts of `turn(matrix)`; in `shard_map`.
+
+  `over`: the mesh axes that cut the stack, the rows and the columns of all these arrays.
+  """
+  _, rows, columns = over
+  copied = tuple(name for name in mesh.axis_names if name not in itertools.chain(*over))
+  copies = math.prod(mesh.shape[name] for name in copied)
+  others = math.prod(mesh.shape[name] for name in (*rows, *columns))
+  ordered, stacks = {}, []
+  for name, part in parts.items():
+    ordered[name] = part.transpose(tuple(itertools.chain(*dims[name])))
+    sizes = (math.prod(part.shape[i] for i in each) for each in dims[name])
+    stacks.append(ordered[name].reshape(*sizes))
+  stack = jnp.concatenate(stacks)
+  share = math.ceil(len(stack) / (copies * others)) * others  # of one of several copies
+  stack = jnp.pad(stack, ((0, share * copies - len(stack)), (0, 0), (0, 0)))
+  stack = jax.lax.dynamic_slice_in_dim(stack, jax.lax.axis_index(copied) * share, share)
+  exchanges = [(names, i) for i, names in ((1, rows), (2, columns)) if names]
+  for names, i in exchanges:
+    stack = jax.lax.all_to_all(stack, names, 0, i, tiled=True)
+  stack = jax.lax.map(turn, stack)  # one by one: each takes several times its memory
+  for names, i in reversed(exchanges):
+    stack = jax.lax.all_to_all(stack, names, i, 0, tiled=True)
+  stack = jax.lax.all_gather(stack, copied, tiled=True)
+  turned, end = {}, 0
+  for name, part in ordered.items():
+    start, end = end, end + part.size // math.prod(stack.shape[1:])
+    back = np.argsort(tuple(itertools.chain(*dims[name])))
+    turned[name] = stack[start:end].reshape(part.shape).transpose(back)
+  return turned
 
 
 # --- The names of an island's state: everything it must remember, as one flat dict of arrays
@@ -243,8 +347,13 @@ class IslandStep:
     self.execution = make_execution(mesh, island, config.model)
     self._model = custom.load_model(config.model)
     axes, shapes = self._model.logical_axes(), self._model.shapes()
-    self.transform = optimizer(config.inner, {name: axes[name] for name in shapes})
     self.leaves = {name: self._placed(leaf, axes[name]) for name, leaf in shapes.items()}
+    layouts = {name: leaf.sharding for name, leaf in self.leaves.items()}
+    self.transform = optimizer(
+      config.inner,
+      {name: axes[name] for name in shapes},
+      layouts if mesh.size > 1 else None,
+    )
     self.frozen = {
       name: self._placed(leaf, axes.get(name, (None,) * len(leaf.shape)))
       for name, leaf in custom.frozen_shapes(config.model).items()

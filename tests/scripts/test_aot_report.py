@@ -51,13 +51,15 @@ def test_the_table_has_a_line_for_every_row(script):
   assert len(text) == 4
   assert text[2].startswith("| dense 12b, v6e:8x8 | fsdp 64 | 64 x 2048 | 8.4 | 9.4 of 30.0 | yes")
   assert "largest" in text[3] and "**no**" in text[3]
+  muon = {**row(64), "config": "dense.py:12b --config.inner.optimizer=muon"}
+  assert report.name(muon) == "dense 12b, muon, v6e:8x8"
 
 
 def test_every_row_names_a_config_that_there_is(script):
   report = script("aot_report")
   assert set(report.ROWS) >= report.LARGEST
   for config, topology in report.ROWS:
-    file, _, preset = config.partition(":")
+    file, _, preset = config.partition(" ")[0].partition(":")
     assert (CONFIGS / file).exists()
     made = from_dict(load(file.removesuffix(".py")).get_config(*([preset] if preset else [])))
     assert topology or made.islands.topology
