@@ -349,7 +349,7 @@ class SyncerState(_State, Frozen):
   def brings_last_work(self, learner: int) -> bool:
     """Whether the member makes no more steps, so that its unmerged work must be merged now.
 
-    That takes one or two rounds a fragment; after `MOST_IN_WINDOW` the shard waits for it no longer.
+    That takes one or two rounds a fragment; after `MOST_IN_WINDOW` no shard waits for it.
     """
     most = MOST_IN_WINDOW * len(self.fragments)
     return self.members[learner].leaving and self.in_window(self.farewells, learner)[1] < most
