@@ -1,4 +1,4 @@
-"""Decoupled DiLoCo in one file: the whole algorithm in NumPy, in virtual time, in ten minutes.
+"""Decoupled DiLoCo in one file of NumPy, in virtual time: the whole algorithm, ten minutes to read.
 
   python examples/algorithm.py [--steps=400]
 
@@ -9,11 +9,12 @@ and the loss of the merged model beside that of an island that trains alone.
 
 The package makes the same decisions: `tests/examples/test_algorithm.py` runs its roles on this
 problem and compares every commit. What it adds is what a real run needs: shards, a network that
-loses messages, killed syncers, snapshots, bad pushes, compression, devices.
+loses messages, killed syncers, snapshots, bad pushes, compression, devices; and two details of the
+method: embeddings are averaged, and the outer rate falls at the end of a run.
 
 Symbols as in the paper (2604.21428): M learners, P fragments, H steps between two syncs of a
 fragment, K the quorum, tau the steps that a sync may take, gamma the share of the slack that
-waiting for more learners may use.
+waiting for more learners may use. Outer gradient or delta: base - local.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def token_weights(steps: list[int], tokens: list[int]) -> list[float]:
 
 def merge(deltas: list[Vector], weights: list[float]) -> Vector:
   """Radial-directional averaging. Deltas of different islands are nearly orthogonal, so a mean
-  would be shorter the more islands there are: directions and lengths are averaged one by one."""
+  would be shorter the more islands there are: directions and lengths are averaged apart."""
   norms = [float(np.linalg.norm(delta)) for delta in deltas]
   direction = sum(w / n * delta for w, delta, n in zip(weights, deltas, norms) if n)
   length = sum(w * n for w, n in zip(weights, norms))
@@ -265,8 +266,9 @@ class Syncer:
       self.world.to(number, "on_pull", p, current.id)
 
   def grace(self, current: Round) -> float:
-    """How long to wait for more learners once there is a quorum: within the slack that tau leaves,
-    so that no learner is held up."""
+    """How long to wait for more learners once there is a quorum: a share of the slack that tau
+    leaves. The paper also takes the way back to the learners off the slack; under rebase a late
+    version costs no work, so it may be late."""
     slack = TAU * current.step_seconds - self.quorum_seconds
     return min(max(0.0, GAMMA * slack), current.step_seconds)
 

@@ -151,13 +151,14 @@ def draw(comparisons: list[Comparison], path: Path) -> None:
     islands.plot(list(PUBLISHED), list(PUBLISHED.values()), "--", color=MUTED, label=CITED)
     islands.legend(ncols=2, fontsize="small")
     _draw_sizes(sizes, comparisons)
-    periods.set_title(f"By steps between two syncs of a fragment, M = 4, {first.size} parameters")
-    _draw_rows(periods, [first], BY_PERIOD, "H")
+    periods.set_title(f"Loss against tuned data-parallel by H, M = 4, {first.size} parameters")
+    _draw_rows(periods, [first], BY_PERIOD, "H, the steps between two syncs of a fragment")
     periods.legend()
     _draw_course(course, first)
 
 
 CITED = "published: DiLoCo, 35M"
+ABOVE = "% above data-parallel"
 STYLES = ("o-", "s--")  # by method; sizes have colours
 
 
@@ -173,7 +174,7 @@ def _draw_rows(
   axes.set_xscale("log", base=2)
   axes.set_xticks(places, [str(x) for x in places])
   axes.set_xlabel(name)
-  axes.set_ylabel("%")
+  axes.set_ylabel(ABOVE)
 
 
 def _draw_sizes(axes: Axes, comparisons: list[Comparison]) -> None:
@@ -183,7 +184,8 @@ def _draw_sizes(axes: Axes, comparisons: list[Comparison]) -> None:
     _errorbars(axes, {i: each for i, each in found.items() if each}, label, colour, "o")
   axes.axhline(PUBLISHED[4], ls="--", color=MUTED, label=CITED)
   axes.set_xticks(range(len(comparisons)), [c.size for c in comparisons])
-  axes.set_ylabel("%")
+  axes.set_xlabel("parameters, and length of the run")
+  axes.set_ylabel(ABOVE)
   axes.legend()
 
 
@@ -205,8 +207,8 @@ def _draw_course(axes: Axes, comparison: Comparison) -> None:
         if parts:
           axes.plot(*zip(*parts), style, color=colour, label=f"{name}, {row.partition(',')[0]}")
   axes.set_xlabel("tenth of the run")
-  axes.set_ylim(0, 1.3)
-  axes.legend(ncols=3)
+  axes.set_ylim(0, 1.6)  # room for the legend above the lines
+  axes.legend(ncols=3, loc="upper right")
 
 
 def main() -> None:

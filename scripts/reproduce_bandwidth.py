@@ -194,7 +194,7 @@ def draw(path: Path) -> None:
     "data_parallel": ("data-parallel", PALETTE[7], (150, 40)),
     "diloco": ("DiLoCo", PALETTE[1], (5.2, 62)),
     "streaming_overlap": ("Streaming DiLoCo,\noverlap", PALETTE[5], (1.75, 36)),
-    "streaming_overlap_fp4": ("... in FP4", PALETTE[2], (0.105, 52)),
+    "streaming_overlap_fp4": ("Streaming\nDiLoCo,\noverlap,\nFP4", PALETTE[2], (0.105, 45)),
   }
   with common.picture(path, 5.2) as (_, (axes,)):
     for key, (label, colour, place) in shown.items():

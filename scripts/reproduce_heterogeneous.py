@@ -109,7 +109,10 @@ def draw(rows: dict[str, dict[str, Any]], path: Path) -> None:
       colour = (PALETTE[0], PALETTE[2], FAINT)[i]
       axes.bar(places, values, 0.24, color=colour, label=label)
       for place, value in zip(places, values):
-        axes.annotate(f"{value:.0f}", (place, value), ha="center", va="bottom", fontsize=9.5)
+        below = name == "goodput"  # the circle of the published figure is at the bar's top
+        high, ink = (value - 11, "white") if below else (value, "black")
+        text = axes.annotate(f"{value:.0f}", (place, high), ha="center", va="bottom", fontsize=9.5)
+        text.set_color(ink)
     where = [j - 0.26 for j in range(len(rows))]
     axes.plot(where, list(PUBLISHED.values()), "o", mfc="white", mec="#111111", ms=8, clip_on=False)
     axes.plot([], [], "o", mfc="white", mec="#111111", ms=8, label="published goodput")

@@ -38,7 +38,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str, str]] = {
   "export": (runs.export, "--workdir=DIR --to=PATH", "writes the weights there"),
   "simulate": (simulate, "--chips=1200000 | protocol --config=FILE", "simulates chips, or a run"),
   "plan": (plan, "--config=FILE --gbps=2 --step_seconds=1 ...", "says what links must carry"),
-  "compile": (compile_islands, "--config=FILE --topology=v5p:4x4x4", "says if it fits a TPU slice"),
+  "compile": (compile_islands, "--config=FILE --topology=v5p:4x4x4", "says if it fits its chips"),
   "launch": (launch, "gke|tpu-vms --config=FILE --dry_run ...", "runs it on Google Cloud"),
   "learner": (runs.learner, "--config=FILE --workdir=DIR --learner=3 ...", "trains one island"),
   "syncer": (runs.syncer, "--config=FILE --workdir=DIR --shard=0 ...", "merges some fragments"),

@@ -315,8 +315,8 @@ class SyncConfig:
   # Embeddings with more rows are split into pieces of at most these; 0: never.
   max_rows: Natural = 0
   sync_period: Count = 24  # H: inner steps between two syncs of the same fragment
-  overlap_steps: Natural = 2  # tau: steps a sync may take without delaying a learner
-  min_quorum: Count = 1  # K: learners that must have pushed before a round commits
+  overlap_steps: Natural = 2  # tau: steps a sync may take; bounds grace; in lock-step, then wait
+  min_quorum: Count = 1  # K: learners that start a round, and must have pushed when it commits
   grace_safety: Share = 0.9  # gamma: share of the slack that waiting for more learners may use
   blocking: bool = False  # True: lock-step (DiLoCo, Streaming DiLoCo); learners wait for versions
   # overwrite: the paper; mix: Streaming; rebase: work that is not merged yet is kept.

@@ -394,7 +394,7 @@ class NetworkEndpoint(Endpoint):
     if isinstance(answer, Greeting):
       if answer.address != peer.address:
         raise Refused(f"{answer.address} answers at {peer.url}")
-      if reason := peers.doubt(answer.incarnation, peer.incarnation):
+      if reason := peers.shard_objection(answer.incarnation, peer.incarnation):
         raise Refused(f"{peer.address} at {peer.url}: {reason}")
       return answer
     return None

@@ -90,7 +90,7 @@ def objection(run: RunIdentity, greeting: Greeting, owner: str | None) -> str:
   return ahead(greeting.incarnation)
 
 
-def doubt(incarnation: int, known: int) -> str:
+def shard_objection(incarnation: int, known: int) -> str:
   """Why the greeting of a dialed shard is refused, or ""; `known`: its newest incarnation."""
   if incarnation < known:
     return f"incarnation {incarnation} is an old one, {known} was here before"

@@ -108,7 +108,7 @@ class _Waiting(NamedTuple):
   size: int
 
 
-class _Line(collections.OrderedDict[str, collections.deque[_Waiting]]):
+class _Queues(collections.OrderedDict[str, collections.deque[_Waiting]]):
   """Waiting messages of one kind: a bounded queue for each sender, in the order of their turns."""
 
   def __init__(self, max_messages: int, max_bytes: int):
@@ -167,8 +167,8 @@ class Endpoint:
     self.address = address
     self.counters, self.drops = Counters(), dict[str, tuple[int, str]]()
     self._ready = threading.Condition()
-    self._waiting_control = _Line(MAX_CONTROL, MAX_CONTROL_BYTES)
-    self._waiting_bulk = _Line(MAX_BULK, queue_bytes)
+    self._waiting_control = _Queues(MAX_CONTROL, MAX_CONTROL_BYTES)
+    self._waiting_bulk = _Queues(MAX_BULK, queue_bytes)
     self._in_a_row = 0  # of control, while bulk waited
     self._woken = self._closed = False
 

@@ -33,8 +33,8 @@ def on_request_moments(
       states.ignored(ask, "no moments are passed on: checkpoint.rejoin is not 'peer' here")
     ]
   mine = {f.index for f in state.fragments}
-  count = state.times(state.passed_on, ask.learner)[1]
-  if count >= states.MOST_TIMES * len(mine):
+  count = state.in_window(state.passed_on, ask.learner)[1]
+  if count >= states.MOST_IN_WINDOW * len(mine):
     state = replace(state, asking={m: ps for m, ps in state.asking.items() if m != ask.learner})
     return state, [states.ignored(ask, f"it was given {count} fragments' moments lately")]
   asked = mine.intersection(ask.fragments)
@@ -58,7 +58,7 @@ def on_moments(state: SyncerState, moments: Moments, now: float) -> SyncerOutcom
     if member is None or moments.fragment not in fragments:
       continue
     left = tuple(p for p in fragments if p != moments.fragment)
-    passed_on = state.once_more(state.passed_on, learner)
+    passed_on = state.counted(state.passed_on, learner)
     state = replace(state, asking={**state.asking, learner: left}, passed_on=passed_on)
     same = ("fragment", "donation", "count", "payload")
     forwarded = ForwardMoments(

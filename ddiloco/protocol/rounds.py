@@ -65,7 +65,7 @@ def start_rounds(state: SyncerState, now: float) -> SyncerOutcome:
     )
     state = replace(state, rounds=state.rounds + 1).with_round(i, current)
     todo += [_pull(state, f, current, m) for m in asked]
-    todo.append(_begun(f, current))
+    todo.append(_round_event(f, current))
   return replace(state, dirty=tuple(waiting)), todo
 
 
@@ -80,7 +80,7 @@ def _pull(state: SyncerState, f: FragmentState, current: Round, learner: int) ->
   return Send(learner, Pull(*to, f.index, current.id, f.version, state.snapshot))
 
 
-def _begun(f: FragmentState, current: Round) -> events.Round:
+def _round_event(f: FragmentState, current: Round) -> events.Round:
   asked = tuple(sorted({*current.pending, *current.pushes, *current.rejected}))
   return events.Round(fragment=f.index, round=current.id, version=f.version, asked=asked)
 
@@ -105,7 +105,7 @@ def on_push(state: SyncerState, push: Push, event: Received) -> SyncerOutcome:
     current = replace(current, pending=pending, measuring=measuring)
     return state.with_round(i, current), [Read(push, event.now)]
   current = replace(current, measuring=less(current.measuring, me))
-  if fault := _fault_of(state, f, push, event):
+  if fault := _push_fault(state, f, push, event):
     current = replace(current, rejected={**current.rejected, me: fault})
     return state.with_round(i, current).mark_dirty([i]), []
   pairs = {(min(m, me), max(m, me)): product for m, product in event.products.items()}
@@ -122,7 +122,7 @@ def on_push(state: SyncerState, push: Push, event: Received) -> SyncerOutcome:
   return state.with_round(i, current).mark_dirty([i]).heard(me, push.count), []
 
 
-def _fault_of(state: SyncerState, f: FragmentState, push: Push, event: Received) -> str:
+def _push_fault(state: SyncerState, f: FragmentState, push: Push, event: Received) -> str:
   """Why a push of the round is rejected, or ""."""
   if push.base_version != f.version:
     return f"based on version {push.base_version}, the fragment is at {f.version}"
@@ -176,7 +176,7 @@ def advance_rounds(state: SyncerState, now: float) -> SyncerOutcome:
         if more:
           pending = tuple(sorted({*pending, *more}))
           current = replace(current, pending=pending)
-          todo.append(_begun(f, current))
+          todo.append(_round_event(f, current))
       deadline = min(
         current.pulled_at + _pull_patience(state, current.pulls),
         math.inf if decision.wake_at is None else decision.wake_at,
@@ -314,7 +314,7 @@ def _credit(state: SyncerState, learner: int, i: int, norm_per_step: float) -> S
     return state
   norms = put(member.norms, i, rules.smooth(member.norms[i], norm_per_step))
   if member.leaving:
-    state = replace(state, farewells=state.once_more(state.farewells, learner))
+    state = replace(state, farewells=state.counted(state.farewells, learner))
   return state.with_member(learner, norms=norms, rejections=0)
 
 

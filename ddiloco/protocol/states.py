@@ -13,9 +13,9 @@ from ddiloco.protocol.messages import EVALUATOR, INITIAL, MADE, NOTHING, Fragmen
 from ddiloco.protocol.rules import Beliefs
 from ddiloco.protocol.values import Frozen, less, put, replace
 
-# How often for each fragment, within so many sync periods and over all its incarnations, a learner
-# may cause work on all others' links: rounds when it leaves, and moments when it joins.
-MOST_TIMES, STRETCH_PERIODS = 3, 8
+# How often for each fragment, in a window of so many sync periods and over all its incarnations, a
+# learner may cause work on all others' links: rounds when it leaves, and moments when it joins.
+MOST_IN_WINDOW, WINDOW_PERIODS = 3, 8
 
 # --- what each role has heard of each other -------------------------------------------------------
 # Pushes and publishes, the messages that move the model, carry their sender's count: of its pushes
@@ -248,8 +248,8 @@ class MomentTransfer(Frozen):
   until: float  # then another donor is asked
 
 
-# By learner: the global step when its present stretch began, and how often in that stretch.
-Times = Mapping[int, tuple[int, int]]
+# By learner: the global step when its present window began, and how often in that window.
+WindowCounts = Mapping[int, tuple[int, int]]
 
 
 class SyncerState(_State, Frozen):
@@ -283,9 +283,9 @@ class SyncerState(_State, Frozen):
   held_at: Mapping[int, float] = {}  # fragment -> when a publish last waited for the buddy
   donation: MomentTransfer | None = None  # under way; one at a time
   passes_moments: bool = True  # learners of this run may ask for a peer's moments
-  passed_on: Times = {}  # moments of a fragment that learners got
+  passed_on: WindowCounts = {}  # moments of a fragment that learners got
   donors_asked: Mapping[int, int] = {}  # donor -> how often it was asked
-  farewells: Times = {}  # pushes that were merged while their learners were leaving
+  farewells: WindowCounts = {}  # pushes that were merged while their learners were leaving
   value_requests: Mapping[tuple[int, int], ValueRequest] = {}  # by fragment and learner
   # learner -> its pushes in a row that opposed all others; outlives the learner's incarnations
   opposed: Mapping[int, int] = {}
@@ -336,24 +336,24 @@ class SyncerState(_State, Frozen):
       and member.steps_since_sync[i] >= 1
     )
 
-  def times(self, times: Times, learner: int) -> tuple[int, int]:
-    """When the learner's present stretch began, and its times in it."""
-    began, count = times.get(learner, (self.global_step, 0))
-    over = self.global_step - began >= STRETCH_PERIODS * self.sync.sync_period
+  def in_window(self, counts: WindowCounts, learner: int) -> tuple[int, int]:
+    """When the learner's present window began, and its count in it."""
+    began, count = counts.get(learner, (self.global_step, 0))
+    over = self.global_step - began >= WINDOW_PERIODS * self.sync.sync_period
     return (self.global_step, 0) if over else (began, count)
 
-  def once_more(self, times: Times, learner: int) -> Times:
-    """`times` after the learner has caused such work once more."""
-    began, count = self.times(times, learner)
-    return {**times, learner: (began, count + 1)}
+  def counted(self, counts: WindowCounts, learner: int) -> WindowCounts:
+    """`counts` after the learner has caused such work once more."""
+    began, count = self.in_window(counts, learner)
+    return {**counts, learner: (began, count + 1)}
 
   def brings_last_work(self, learner: int) -> bool:
     """Whether the member makes no more steps, so that its unmerged work must be merged now.
 
-    That takes one or two rounds a fragment; after `MOST_TIMES` the shard no longer waits for it.
+    That takes one or two rounds a fragment; after `MOST_IN_WINDOW` no shard waits for it.
     """
-    most = MOST_TIMES * len(self.fragments)
-    return self.members[learner].leaving and self.times(self.farewells, learner)[1] < most
+    most = MOST_IN_WINDOW * len(self.fragments)
+    return self.members[learner].leaving and self.in_window(self.farewells, learner)[1] < most
 
   def is_due(self, learner: int, i: int) -> bool:
     """Whether the member has made the steps that a sync takes on this fragment, or makes none."""

@@ -93,7 +93,7 @@ def syncer_on(state: SyncerState, event: actions.SyncerEvent) -> SyncerOutcome:
   state, started = rounds.start_rounds(state, event.now)
   begun: list[SyncerAction] = []
   # In lock-step a run cannot go on from a snapshot that lacks the learners of a quorum.
-  enough = not state.sync.blocking or len(_here(state)) >= state.quorum
+  enough = not state.sync.blocking or len(_joined(state)) >= state.quorum
   state = replace(state, saving=state.saving and not event.saved)
   if state.shard == 0 and not state.saving and enough:
     every = max(1, state.sync.snapshot_steps)
@@ -107,7 +107,7 @@ def _take_in(state: SyncerState, event: Received) -> SyncerOutcome:
     return state, [ignored(message, "not for shards")]
   # A push that has been measured was judged when it arrived, and its round waits for it.
   measured = event.read and isinstance(message, messages.Push)
-  if not measured and (fault := _fault_of(state, message)):
+  if not measured and (fault := _message_fault(state, message)):
     return state, [ignored(message, fault)]
   number = getattr(message, "snapshot", 0)
   if isinstance(message, Report):
@@ -154,10 +154,10 @@ def _capture(state: SyncerState, snapshot: int) -> SyncerOutcome:
     return state, []
   fragments = tuple(replace(f, snapshot=snapshot) for f in state.fragments)
   state = replace(state, snapshot=snapshot, fragments=fragments)
-  return replace(state, saving=True), [actions.TakeSnapshot(snapshot, state, _here(state))]
+  return replace(state, saving=True), [actions.TakeSnapshot(snapshot, state, _joined(state))]
 
 
-def _here(state: SyncerState) -> tuple[int, ...]:
+def _joined(state: SyncerState) -> tuple[int, ...]:
   """The learners that have the whole model."""
   return tuple(
     m
@@ -195,7 +195,7 @@ def _new_member(state: SyncerState, learner: int, incarnation: int, now: float) 
   return Member(incarnation, now, none, (0,) * count, none, zero, norms)
 
 
-def _fault_of(state: SyncerState, message: messages.ToShard) -> str:
+def _message_fault(state: SyncerState, message: messages.ToShard) -> str:
   """Why a message is ignored, or ""."""
   member = state.members.get(message.learner)
   if member is not None and message.incarnation < member.incarnation:
@@ -212,10 +212,10 @@ def _fault_of(state: SyncerState, message: messages.ToShard) -> str:
   return ""
 
 
-def _begun(state: SyncerState) -> bool:
-  """Initial values go out once a quorum is here: before that no round could commit anyway.
+def _run_began(state: SyncerState) -> bool:
+  """Whether a quorum has been here: only then do initial values go out.
 
-  So in lock-step all learners start at step 0 together.
+  Before that no round could commit anyway; and in lock-step all learners start at step 0 together.
   """
   if state.global_step > 0 or any(f.version > 0 for f in state.fragments):
     return True
@@ -244,7 +244,7 @@ def _on_report(state: SyncerState, report: Report, event: Received) -> SyncerOut
     todo.append(events.Member(learner=me, state="joined", reason="heard again"))
   if report.whole and not member.whole:  # initial values that it should make count as not sent
     member = replace(member, whole=True, sent=versions)
-  begun = _begun(state)
+  begun = _run_began(state)
   member = _note_sync(state, member, versions, now, report.idle_seconds)
   state, member = _note_delivered(state, member, versions, now)
   member = replace(
@@ -449,7 +449,7 @@ def _catch_up(state: SyncerState, learner: int, event: Received, unsent: bool) -
   now = event.now
   if event.held:
     state = replace(state, held_at={**state.held_at, **dict.fromkeys(event.held, now)})
-  if state.members[learner].lost or not _begun(state):
+  if state.members[learner].lost or not _run_began(state):
     return state, todo
   if unsent:
     state = state.with_member(learner, resent_at=now)

@@ -13,7 +13,7 @@ from ddiloco.engines import role_process, role_spec
 from ddiloco.engines.role_process import FINISHED, LOST, RoleRunner
 from ddiloco.engines.role_spec import Outnumbered, RoleSpec, another_life, free_urls, newest
 from ddiloco.network import peers
-from ddiloco.network.peers import FUTURE_SECONDS, ahead, doubt
+from ddiloco.network.peers import FUTURE_SECONDS, ahead, shard_objection
 from ddiloco.observe.eventlog import Recorder
 from ddiloco.protocol import events
 from ddiloco.roles import initial
@@ -275,6 +275,7 @@ def test_what_becomes_of_who_is_outnumbered(after, silent, waited, number, wait_
 
 
 def test_why_a_greeting_or_its_answer_is_doubted(clocks):
-  assert ahead(NOW + FUTURE_SECONDS) == doubt(NOW, NOW) == doubt(NOW + 1, -1) == ""
-  assert "is an old one" in doubt(NOW - 1, NOW)
-  assert "25 h ahead" in doubt(NOW + FUTURE_SECONDS + HOUR, NOW)
+  assert ahead(NOW + FUTURE_SECONDS) == ""
+  assert shard_objection(NOW, NOW) == shard_objection(NOW + 1, -1) == ""
+  assert "is an old one" in shard_objection(NOW - 1, NOW)
+  assert "25 h ahead" in shard_objection(NOW + FUTURE_SECONDS + HOUR, NOW)

@@ -23,7 +23,7 @@ from ddiloco.protocol.messages import (
   RequestMoments,
 )
 from ddiloco.protocol.moments import on_provide_moments, on_request_moments
-from ddiloco.protocol.states import MOST_TIMES, STRETCH_PERIODS
+from ddiloco.protocol.states import MOST_IN_WINDOW, WINDOW_PERIODS
 from ddiloco.protocol.values import replace
 from tests import says
 from tests.protocol.test_syncer_scripts import ALONE, Script, join, report
@@ -115,9 +115,9 @@ def test_one_that_asks_again_and_again_does_not_use_up_the_links_of_others():
     while (donation := shard.state.donation) is not None:
       actions = shard.feed(moments(donation.donor, donation.fragment))
       given += sum(a.to == 2 for a in actions if isinstance(a, Send) and is_forward(a.message))
-  assert given == MOST_TIMES * 2
+  assert given == MOST_IN_WINDOW * 2
   assert "lately" in refused(shard, 2) and not shard.state.asking
-  later = shard.state.global_step + STRETCH_PERIODS * ALONE.sync_period
+  later = shard.state.global_step + WINDOW_PERIODS * ALONE.sync_period
   shard.state = replace(shard.state, global_step=later)
   assert donor_of(shard.feed(RequestMoments(2, 0, (0,)))), "much later it may have died again"
 

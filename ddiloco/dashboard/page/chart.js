@@ -83,7 +83,7 @@ function axis({ end, x, width, height, bottom, left }) {
   for (let t = 0; t <= end; t += step) {
     parts.push(line("grid", x(t), x(t), 0, bottom));
     const anchor = t && x(t) > 14 ? "middle" : "start";
-    if (x(t) < width - 50) parts.push(label(x(t), height - 6, anchor, clockTime(t)));
+    if (x(t) < width - RIGHT - 60) parts.push(label(x(t), height - 6, anchor, clockTime(t)));
   }
   parts.push(label(width - RIGHT, height - 6, "end", "min:s"));
   parts.push(line("axis", left, width - RIGHT, bottom, bottom));

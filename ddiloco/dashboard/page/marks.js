@@ -62,7 +62,7 @@ export function legend({ status, many }) {
     .filter(([state]) => states.has(state))
     .map(([state, look]) => item(look, state));
   const strip = svg("rect", { x: 0, y: 4, width: 18, height: 4, class: "key" });
-  if (!many) items.push(item(strip, "below a lane: share of commits taken part in"));
+  if (!many) items.push(item(strip, "below a bar: share of commits taken part in"));
   for (const [kind, [text]] of Object.entries(MARKS))
     if (kinds.has(kind)) items.push(item(symbol(kind, "translate(9 6)"), text));
   if (status.curves.heldout.length)

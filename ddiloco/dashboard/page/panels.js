@@ -137,7 +137,7 @@ function struck(marks) {
 function waiting({ waiting, islands }) {
   say("waiting-says", waiting);
   const missed = islands.filter((island) => island.missed_reason);
-  const why = ["why not in the last round it missed", (island) => island.missed_reason, "text"];
+  const why = ["why it last missed a round", (island) => island.missed_reason, "text"];
   const shown = missed.length ? [table(missed, [["island", islandName, "row"], why])] : [];
   byId("missed").replaceChildren(...shown);
 }
@@ -219,7 +219,7 @@ function participation({ commits, goodput, islands, phase }) {
     ["state", (each) => html("span", { class: TONES[each.state] ?? "muted" }, each.state)],
     ["all commits", share],
     ["latest", (island) => percent(island.participation_recent)],
-    ["live", (island) => percent(goodput?.liveness[island.number]), "number"],
+    ["trains", (island) => percent(goodput?.liveness[island.number]), "number"],
     ["step", (island) => compact(island.global_step), "number"],
     ["loss", (island) => loss(island.loss), "number"],
     ["restarts", (island) => String(island.restarts), "number"],

@@ -27,7 +27,7 @@ export function rejoins(status) {
   say(
     "rejoins-says",
     merged.length
-      ? `from death to merge: ${seconds(usual)} in the median of the latest ${merged.length}`
+      ? `from death to merge: ${seconds(usual)}${merged.length > 1 ? `, median of the latest ${merged.length}` : ""}`
       : "not merged yet",
   );
   const bar = (each) => {
