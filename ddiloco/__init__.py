@@ -5,12 +5,19 @@ This is the stable interface; all the rest of the package may change at any time
   config = ddiloco.load("configs/quickstart.py")       # or ddiloco.default(), or a run's workdir
   config.sync.min_quorum = 2
   run = ddiloco.train(config, "runs/mine", cpu=True)   # goes on from a snapshot, if there is one
-  run.params(), run.summary(), run.status(), run.evaluate()
+  run.params(), run.summary(), run.status(), run.evaluate(), run.events("evaluation")
 
 Importing it is cheap: nothing else, neither JAX nor NumPy, is imported before a name is used.
 """
 
 import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # an editor follows no `__getattr__`
+  from ddiloco.api import Run, load, plan, simulate, train  # noqa: F401
+  from ddiloco.config import Config, ConfigError, default  # noqa: F401
+  from ddiloco.models.model import Model, NnxModel, batch_key  # noqa: F401
+  from ddiloco.training.data import Source  # noqa: F401
 
 __version__ = "0.2.0"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import runpy
@@ -14,12 +15,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import ml_collections
 
 from ddiloco import custom, environment
-from ddiloco.checks import refusal, require
+from ddiloco.checks import refusal, require, require_one_of
 from ddiloco.config import Config, ConfigError, changeable, from_dict
 from ddiloco.workdir import ISLANDS, outcome, read_config, saved_config, started
 
 if TYPE_CHECKING:
   import numpy as np
+
+  from ddiloco.models.model import Model
 
 Settings: TypeAlias = Config | Mapping[str, Any] | ml_collections.ConfigDict
 
@@ -80,7 +83,7 @@ def experiment(path: str, flag: str) -> ml_collections.ConfigDict:
 
 
 def _checked(config: Settings) -> Config:
-  return custom.absolute(config if isinstance(config, Config) else from_dict(config))
+  return custom.renew(custom.absolute(config if isinstance(config, Config) else from_dict(config)))
 
 
 # --- Train, plan or simulate what a config describes
@@ -97,9 +100,9 @@ def train(
 ) -> Run:
   """Trains as the config says, to the end, and returns the run; a run already in workdir goes on.
 
-  Call it before this process uses JAX: it sets the number of devices. Several calls in one process
-  are fine if none needs more islands than the first. A run that fails does not raise: see `reason`
-  in its `summary()`.
+  It may be called again and again. The number of fake CPU devices is set where this process first
+  uses JAX: before that, train a run whose islands have several of them. A run that fails does not
+  raise: see `reason` in its `summary()`.
 
   Args:
     config: the run's; what `load` or `default` gave, or a checked `Config`.
@@ -110,11 +113,12 @@ def train(
     **options: further arguments of the engine, such as `address` of Ray.
 
   Returns:
-    The run; `summary()["reason"]` says whether it is finished, was stopped or has failed.
+    The run; `summary()["reason"]` says whether it is finished or has failed.
 
   Raises:
     ConfigError: names the field, the value, the rule and the fix.
-    KeyboardInterrupt: the process was asked to end before anything was trained.
+    KeyboardInterrupt: it was asked to end (Ctrl-C, a notebook's interrupt, SIGTERM). All work is
+      merged and saved first, after a second one what is merged by then. The same call goes on.
   """
   config = _checked(config)
   ready(config, cpu, engine)
@@ -124,33 +128,28 @@ def train(
     options.setdefault("cpu_only", cpu)
   run = Path(workdir).expanduser()
   session.train(config, run, overwrite, engine, options)
+  end = outcome(run)  # a program that is asked to end begins no further run
+  if end.get("reason") == "stopped" or "interrupted" in end.get("left_out", {}).values():
+    raise KeyboardInterrupt(f"the run in {run} is {end['reason']}")
   return Run(run)
 
 
 def ready(config: Config, cpu: bool, engine: str = "threads") -> None:
-  """Makes sure that JAX has devices for all islands and for the evaluator.
+  """Has JAX make devices for all islands and for the evaluator, if it has not made any yet.
 
   Raises:
-    ConfigError: JAX cannot open the devices, or has made them already, and they are too few.
+    ConfigError: the engine has processes, and JAX cannot open the devices that it divides.
   """
   supervises, own = engine != "threads", list[int]()
   counts = [config.islands.island(m).devices or 1 for m in range(config.num_islands())]
   asked = config.run.evaluator_devices
-  needed = sum(counts) + asked  # the evaluator's devices belong to no island
   if engine == "processes" and asked and not cpu:  # it lives in this process
     from ddiloco.engines.children import accelerators
 
     own = [each.number for each in accelerators()[-asked:] if each.platform == "gpu"]
-  try:
-    count = needed + (not asked)
+  count = sum(counts) + (asked or 1)  # the evaluator's devices belong to no island
+  with contextlib.suppress(RuntimeError):  # made already: who needs more of them is refused later
     environment.prepare(num_cpu_devices=count, cpu_only=cpu, supervises=supervises, gpus=own)
-  except RuntimeError as error:  # an earlier run, or the user's program, has used JAX already
-    import jax
-
-    if (made := len(jax.devices())) < needed and not supervises:
-      rule = f"in all; JAX has made its {made} devices in this process already"
-      fix = "train before JAX is used, the run with the most islands first, or in another process"
-      raise refusal("islands.devices", needed, rule, fix) from error
 
 
 def plan(
@@ -260,10 +259,21 @@ class Run:
   def __init__(self, workdir: str | Path, config: Settings | None = None):
     self.workdir = Path(workdir).expanduser()
     mine = None if config is None else _checked(config)
-    self.config: Config = saved_config(self.workdir, mine)
+    self.config: Config = custom.renew(saved_config(self.workdir, mine))
 
   def __repr__(self) -> str:
-    return f"ddiloco.Run({str(self.workdir)!r})"
+    end = outcome(self.workdir)
+    said = [f"{name}={end[name]!r}" for name in ("reason", "loss_merged") if name in end]
+    return f"<{' '.join(['ddiloco.Run', str(self.workdir), *said])}>"
+
+  @property
+  def model(self) -> Model:
+    """The model: `run.model.evaluate(run.params(), batch)` measures it on data of your own.
+
+    `model.inputs(batch_size, sequence_length)` says how a batch looks. A model that makes text has
+    `logits(params, tokens_BxT)` too.
+    """
+    return custom.load_model(self.config.model)
 
   def params(self, learner: int | None = None) -> dict[str, np.ndarray]:
     """The result: parameter name -> f32 array.
@@ -303,13 +313,29 @@ class Run:
     now = 0.0 if began is None else time.time() - began
     return status(run, now, self.config.sync, outcome(self.workdir).get("reason", ""))
 
+  def events(self, kind: str) -> list[dict[str, Any]]:
+    """What the run has logged of one kind, in order of time: for `pandas.DataFrame`, or a plot.
+
+    "step" has an island's loss, "evaluation" the held-out loss of the merged model, "commit" a
+    merge. Kinds and fields are those of `ddiloco/protocol/events.py`; `time` is in seconds.
+
+    Raises:
+      ConfigError: there is no such kind.
+    """
+    from msgspec.structs import asdict
+
+    from ddiloco.observe.eventlog import EventStream
+    from ddiloco.protocol.events import KINDS
+
+    require_one_of("kind", kind, KINDS)
+    return [asdict(each) for each in EventStream(self.workdir) if each.kind == kind]
+
   def evaluate(self) -> dict[str, float]:
     """The held-out measures of the result: "loss", and what else the model measures.
 
     Raises:
-      ConfigError: there is no result, or a custom part has changed since this process read it.
+      ConfigError: there is no result.
     """
-    custom.refuse_changed(self.config)
     ready(self.config, cpu=False)
     from ddiloco.engines import session
 
@@ -321,9 +347,8 @@ class Run:
     """The prompt and what the result writes after it.
 
     Raises:
-      ConfigError: the model makes no text, or there is no result; or as `evaluate`.
+      ConfigError: the model makes no text, or there is no result.
     """
-    custom.refuse_changed(self.config)
     ready(self.config, cpu=False)
     from ddiloco.engines import session
 

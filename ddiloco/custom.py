@@ -89,28 +89,29 @@ def check(config: Config) -> None:
   """Refuses a custom model or optimizer that breaks its protocol; touches no device.
 
   Raises:
-    ConfigError: names the function, what it returned and what it must return; or the file of a
-      custom part has changed since this process read it.
+    ConfigError: names the function, what it returned and what it must return.
   """
-  refuse_changed(config)
   if config.model.custom:
     _check_model(config)
   if config.inner.custom:
     _check_optimizer(config)
 
 
-def refuse_changed(config: Config) -> None:
-  """Refuses custom parts of which this process would run an old text.
+def renew(config: Config) -> Config:
+  """Forgets custom parts whose source has changed since this process read it; returns the config.
 
-  Raises:
-    ConfigError: the source has changed since this process read it.
+  For a program that makes several runs, before each of them: a run uses one text from its beginning
+  to its end. What the source imports stays as it was read.
   """
   for part in (config.model, config.data, config.inner):
-    home = _home(part.custom.rpartition(":")[0])
+    where = part.custom.rpartition(":")[0]
+    home = _home(where)
     if home in _texts and os.path.isfile(home) and _texts[home] != Path(home).read_bytes():
-      rule = f"{home} has changed since this process read it"
-      fix = "use a new process (in a notebook: restart the kernel)"
-      raise refusal(_field(part), part.custom, rule, fix)
+      del _texts[home]
+      sys.modules.pop(_module_name(where))
+      load_model.cache_clear()
+      frozen_shapes.cache_clear()
+  return config
 
 
 def _check_model(config: Config) -> None:
@@ -316,14 +317,18 @@ _texts: dict[str, bytes] = {}  # source file -> its text when this process execu
 def _import(config: Section) -> ModuleType:
   """The module; a file is executed once in a process, however its path is written."""
   where = config.custom.rpartition(":")[0]
+  name = _module_name(where)
   if not where.endswith(".py"):
-    module = importlib.import_module(where)
+    module = importlib.import_module(name)
     if os.path.isfile(home := _home(where)):
       _texts.setdefault(home, Path(home).read_bytes())
     return module
   path = _source(config)
   assert path is not None
-  name = f"_ddiloco_custom_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
+  if name in sys.modules and str(path) not in _texts:
+    rule = f"{path} is being read for it, and begins a run itself"
+    fix = 'put what begins a run under `if __name__ == "__main__":`'
+    raise refusal(_field(config), config.custom, rule, fix)
   if name not in sys.modules:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
@@ -336,6 +341,13 @@ def _import(config: Section) -> ModuleType:
       raise
     _texts[str(path)] = text
   return sys.modules[name]
+
+
+def _module_name(where: str) -> str:
+  """The name in `sys.modules` of a file or a module."""
+  if not where.endswith(".py"):
+    return where
+  return f"_ddiloco_custom_{hashlib.sha256(os.path.abspath(where).encode()).hexdigest()[:16]}"
 
 
 def _home(where: str) -> str:

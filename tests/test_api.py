@@ -1,8 +1,13 @@
 """`import ddiloco`: cheap to import, everything it declares is there, wrong things are named."""
 
+import ast
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
+from pathlib import Path
 
 import jax
 import pytest
@@ -10,6 +15,8 @@ import pytest
 import ddiloco
 from ddiloco import api
 from ddiloco.config import from_dict
+from ddiloco.observe.eventlog import GrowingLog
+from ddiloco.protocol.events import Commit
 
 
 def test_importing_it_imports_nothing_heavy():
@@ -39,6 +46,7 @@ def test_a_config_is_the_same_from_wherever_it_is_loaded(tmp_path):
     again.sync.min_quorum = 2  # and may be changed
     assert from_dict(again).sync.min_quorum == 2
   assert ddiloco.Run(tmp_path).config == checked
+  assert repr(ddiloco.Run(tmp_path)) == f"<ddiloco.Run {tmp_path}>"
 
 
 def test_what_is_not_there_is_named(tmp_path):
@@ -54,11 +62,19 @@ def test_what_is_not_there_is_named(tmp_path):
     ddiloco.plan(config, gbps=1.0, step_seconds=1.0)
 
 
+def test_an_editor_finds_every_name_where_it_lives():
+  """It follows no `__getattr__`: without these imports it completes nothing."""
+  body = ast.parse(Path(ddiloco.__file__).read_text()).body
+  (block,) = (node for node in body if isinstance(node, ast.If))
+  found = {each.name: node.module for node in block.body for each in node.names}
+  assert found == ddiloco._HOMES
+
+
 def test_too_few_devices_are_named_before_the_run(tmp_path):
   jax.devices()  # something else in this process has used JAX
   config = ddiloco.default()
-  config.islands.num_learners = 100
-  with pytest.raises(ddiloco.ConfigError, match=r"JAX has made its \d+ devices in this process"):
+  config.islands.update(num_learners=100, devices=2)
+  with pytest.raises(ddiloco.ConfigError, match=r"more than \d+ devices.*use a new process"):
     ddiloco.train(config, tmp_path / "run", cpu=True)
   assert not (tmp_path / "run").exists()
 
@@ -75,6 +91,7 @@ def test_a_run_under_way_can_be_asked(tmp_path):
     run.params()
   (tmp_path / "outcome.json").write_text(json.dumps({"reason": "finished"}))
   assert run.summary()["reason"] == "finished"
+  assert repr(run) == f"<ddiloco.Run {tmp_path} reason='finished'>"
 
 
 def test_a_simulated_run_leaves_its_events(tmp_path):
@@ -82,4 +99,69 @@ def test_a_simulated_run_leaves_its_events(tmp_path):
   config.run.total_tokens //= 50
   found = ddiloco.simulate(config, step_seconds=0.1, workdir=tmp_path / "run")
   assert found["reason"] == "finished"
-  assert api.Run(tmp_path / "run").summary()["commits"] == found["commits"]
+  run = api.Run(tmp_path / "run")
+  assert run.summary()["commits"] == len(run.events("commit")) == found["commits"]
+  steps = run.events("step")
+  assert [s["time"] for s in steps] == sorted(s["time"] for s in steps)
+  assert sum(s["tokens"] for s in steps if s["role"] == "learner-0") > 0
+  with pytest.raises(ddiloco.ConfigError, match=r"^kind = 'steps': must be one of .*'step'"):
+    run.events("steps")
+
+
+def small(steps: int, **islands):
+  config = ddiloco.default()
+  config.model.update(num_layers=1, model_dim=16, num_heads=2, num_kv_heads=1, head_dim=8)
+  config.data.update(source="synthetic", sequence_length=16, heldout_sequences=16)
+  config.islands.update(batch_size=2, **islands)
+  config.sync.update(num_fragments=2, sync_period=8)
+  tokens = config.islands.num_learners * steps * 2 * 16
+  config.run.update(total_tokens=tokens, evaluations=2, sample_tokens=0)
+  return config
+
+
+IN_ONE_DEVICE = """
+import sys, jax, numpy as np
+assert len(jax.devices()) == 1
+import ddiloco
+from tests.test_api import small
+run = ddiloco.train(small(20, num_learners=3), sys.argv[1], cpu=True)
+assert run.summary()["reason"] == "finished", run
+batch = np.zeros(run.model.inputs(2, 16).shape, np.int32)
+print(run.evaluate()["loss"], run.model.evaluate(run.params(), batch)["loss"])
+"""
+
+
+@pytest.mark.slow
+def test_islands_of_one_device_train_where_jax_was_used_before(tmp_path):
+  """As in a notebook: its first cells may have used JAX."""
+  code = [sys.executable, "-c", IN_ONE_DEVICE, str(tmp_path / "run")]
+  variables = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+  done = subprocess.run(code, env=variables, capture_output=True, text=True, timeout=200)
+  assert done.returncode == 0, done.stderr
+  assert all(0 < float(loss) < 10 for loss in done.stdout.splitlines()[-1].split())
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_a_sweep_and_the_run_can_go_on(tmp_path):
+  """It would begin the next run, which nobody wants who has interrupted the program."""
+  jax.devices()
+  over, first = threading.Event(), tmp_path / "0"
+
+  def interrupt() -> None:
+    log = GrowingLog(first)
+    while not over.wait(0.05):
+      if log.read().of(Commit):
+        return os.kill(os.getpid(), signal.SIGINT)
+
+  thread = threading.Thread(target=interrupt)
+  thread.start()
+  try:
+    with pytest.raises(KeyboardInterrupt, match=r"^the run in .*/0 is stopped$"):
+      for n in range(2):
+        ddiloco.train(small(10**5, num_learners=2), tmp_path / str(n), cpu=True)
+  finally:
+    over.set()
+    thread.join()
+  run = ddiloco.Run(first)
+  assert not (tmp_path / "1").exists() and run.summary()["reason"] == "stopped"
+  assert run.params() and "reason='stopped' loss_merged=" in repr(run)

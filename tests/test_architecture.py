@@ -13,7 +13,6 @@ import ddiloco
 ROOT = Path(ddiloco.__file__).parent
 # Packages from the ground up: each may import from those it names, all of which stand before it.
 ALLOWED = {
-  "__init__": set(),
   "checks": set(),
   "environment": set(),
   "config": {"checks"},
@@ -62,8 +61,9 @@ ALLOWED = {
   },
   "api": {
     *("checks", "config", "custom", "environment", "workdir", "checkpoint", "roles", "observe"),
-    *("dashboard", "simulation", "engines"),
+    *("dashboard", "simulation", "engines", "protocol", "models"),
   },
+  "__init__": {"config", "models", "training", "api"},
   "cli": {
     "api",
     *("config", "environment", "workdir", "custom", "network", "checkpoint", "roles", "dashboard"),

@@ -14,7 +14,8 @@ from ddiloco.cli.arguments import Flags
 from ddiloco.config import Config, ConfigError, default, from_dict
 from ddiloco.models import transformer
 from ddiloco.roles import initial
-from ddiloco.training import data, step
+from ddiloco.training import data, evaluate, step
+from ddiloco.training.tokens import load_tokenizer
 
 MODEL = """
 import jax, jax.numpy as jnp, optax
@@ -398,29 +399,64 @@ def test_a_relative_path_is_that_of_the_folder_in_which_it_is_given(tmp_path, mo
   assert found[1] > found[0]
 
 
-def test_a_file_that_changed_since_it_was_read_is_refused(tmp_path):
-  """The process would train what the old text says, and record the new text's digest."""
-  path = tmp_path / "edited.py"
-  path.write_text(MODEL)
-  custom.check(config("model", f"{path}:model"))
-  path.write_text(MODEL + "\n# another model\n")
-  with pytest.raises(ConfigError, match=r"^model.custom = .*edited.py has changed since this proc"):
-    custom.check(config("model", f"{path}:model"))
-  path.write_text(MODEL)
-  custom.check(config("model", f"{path}:model"))
-
-
-def test_a_module_that_changed_since_it_was_read_is_refused_too(tmp_path, monkeypatch):
-  path = tmp_path / "edited_module.py"
-  path.write_text(MODEL)
+@pytest.mark.parametrize("name", ["edited.py", "edited_module"])
+def test_a_source_that_changed_is_read_anew_by_the_next_run_and_not_before(
+  tmp_path, monkeypatch, name
+):
+  """In a notebook its cell is run again; no cache may give the old model."""
   monkeypatch.syspath_prepend(tmp_path)
-  mine = config("model", "edited_module:model")
-  custom.check(mine)
-  was = custom.identity(mine.model)
-  path.write_text(MODEL + "\n# another model\n")
-  with pytest.raises(ConfigError, match=r"^model.custom = .*edited_module.py has changed since"):
-    custom.check(mine)
-  assert custom.identity(mine.model) == was, "this process trains what it read"
+  path = tmp_path / f"{name.removesuffix('.py')}.py"
+  mine = config("model", f"{path if name.endswith('.py') else name}:model")
+
+  def found():
+    return initial.initial_params(mine)["kernel"].shape, custom.identity(mine.model)
+
+  path.write_text(MODEL)
+  first = found()
+  path.write_text(MODEL.replace('"size", 3', '"size", 30'))
+  assert found() == first, "a run under way has one text"
+  assert custom.renew(mine) is mine
+  assert found()[0] == (30, 1) and found()[1] != first[1]
+  path.write_text(MODEL)
+  custom.renew(mine)
+  assert found() == first
+
+
+def test_a_changed_initial_value_and_changed_frozen_arrays_are_new_too(tmp_path):
+  path = tmp_path / "drawn.py"
+  mine = config("model", f"{path}:model")
+  text = f"{MODEL}\nLine.frozen = lambda self: {{'base': jnp.zeros(SIZE)}}\n"
+  path.write_text(text.replace("SIZE", "2"))
+  drawn = initial.initial_params(mine)["kernel"]
+  assert custom.frozen_shapes(mine.model)["base"].shape == (2,)
+  scaled = "Line.init = lambda self, key: jax.tree.map(lambda x: x + 1, NnxModel.init(self, key))"
+  path.write_text(text.replace("SIZE", "4") + scaled)
+  custom.renew(mine)
+  np.testing.assert_array_equal(initial.initial_params(mine)["kernel"], drawn + 1)
+  assert custom.frozen_shapes(mine.model)["base"].shape == (4,)
+
+
+def test_text_is_that_of_the_changed_model(tmp_path):
+  path, tokenizer = tmp_path / "writer.py", load_tokenizer("bytes")
+  mine, found = config("model", f"{path}:model").model, []
+  for letter in "ab":
+    writes = f"jax.nn.one_hot(jnp.full(tokens.shape, ord('{letter}')), 256)"
+    path.write_text(f"{MODEL}\nLine.logits = lambda self, params, tokens: {writes}\n")
+    custom.renew(config("model", mine.custom))
+    found.append(evaluate.generate(mine, {}, tokenizer, "", 3, temperature=0.0))
+  assert found == ["aaa", "bbb"]
+
+
+def test_a_script_that_begins_a_run_when_it_is_read_is_refused(tmp_path):
+  """It names a function of its own, and lacks `if __name__ == "__main__"`: each reading would begin
+  another run."""
+  path = tmp_path / "script.py"
+  begins = "import ddiloco\nddiloco.plan({'model': {'custom': f'{__file__}:model'}}, gbps=1.0,"
+  path.write_text(f"{MODEL}\n{begins} step_seconds=1.0)\n")
+  rule = r"script.py is being read for it, and begins a run itself. Fix: put .* under `if __name__"
+  for _ in range(2):
+    with pytest.raises(ConfigError, match=f"^model.custom = .*{rule}"):
+      custom.check(config("model", f"{path}:model"))
 
 
 def test_parts_in_a_module_are_found_like_in_a_file(tmp_path, monkeypatch):

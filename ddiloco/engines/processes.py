@@ -214,6 +214,8 @@ class ProcessesEngine(Engine):
         self._training_since = min(self._training_since, time.monotonic() - ago)
       elif event.kind in AT_WORK:
         self._feed(Working(event.role, time.monotonic()))
+      elif event.kind == "crash":
+        self._show_crash(event.role, event.trace)
       for listener in self._listeners:
         self._guard(listener, event)
 

@@ -111,7 +111,7 @@ def _warn_of_own_rate(config: Config) -> None:
 def _train(
   runner: Any, config: Config, workdir: Path, corpus: data.Source, heldout: HeldoutLoss | None
 ) -> int:
-  print(config.to_json())
+  print(f"Config: {workdir / 'config.json'}")
   board = TensorBoard(workdir)
   with LiveView() as live:
     outcome = runner.run([live, board])

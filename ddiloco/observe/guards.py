@@ -39,11 +39,11 @@ class Warnings:
   """Warns of each thing once."""
 
   def __init__(self) -> None:
-    self._said: set[Any] = set()
+    self._said: dict[Any, object] = {}
 
   def __call__(self, about: Any, text: str) -> None:
-    if about not in self._said:
-      self._said.add(about)
+    mine = object()
+    if self._said.setdefault(about, mine) is mine:  # of threads that warn of it at once only one
       warn(text)
 
 

@@ -1,8 +1,9 @@
 """Listeners of events that show a run while it goes on: the terminal's view, and TensorBoard.
 
 On a terminal: a header with progress, a table of islands, a line per shard, the latest log events.
-Anywhere else (a pipe, a log file, CI): plain lines without control codes, one about every ten
-seconds, and one at once for every log event (fault, exit, restart, joined, ...).
+Anywhere else (a notebook, a pipe, a log file): plain lines without control codes, one about every
+ten seconds, later every fiftieth of the time so far, and one at once for every log event (fault,
+exit, restart, joined, ...).
 
 TensorBoard's scalars go to WORKDIR/tensorboard/ROLE. Both listeners take events from any thread,
 and draw or write on a thread of their own.
@@ -231,7 +232,7 @@ class LiveView:
       self._say(f"[{clock_time(log_event.time)}] {log_event.text}")
     if now >= self._next_plain:
       self._say(plain_line(self.view, now))
-      self._next_plain = now + self._plain_seconds
+      self._next_plain = now + max(self._plain_seconds, now / 50)
 
   def _say(self, line: str) -> None:
     self._console.file.write(line + "\n")

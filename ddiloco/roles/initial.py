@@ -13,7 +13,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Collection, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +180,7 @@ def _parameters(config: Config, wanted: Container[str]) -> Iterator[tuple[str, n
       continue
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
       key = jax.random.key(config.seed)
-      drawn = _program(config.model, tuple(names))(key)
+      drawn = _program(custom.load_model(config.model).init, tuple(names))(key)
     for i, name in enumerate(names):
       if name in wanted:
         yield name, np.asarray(drawn[i])
@@ -188,9 +188,8 @@ def _parameters(config: Config, wanted: Container[str]) -> Iterator[tuple[str, n
 
 
 @functools.lru_cache(maxsize=16)
-def _program(model: ModelConfig, names: tuple[str, ...]) -> jax.stages.Compiled:
-  """Draws these parameters from a key."""
-  init = custom.load_model(model).init
+def _program(init: Callable[..., Any], names: tuple[str, ...]) -> jax.stages.Compiled:
+  """Draws these parameters from a key; `init` is a model's."""
   key = jax.eval_shape(lambda: jax.random.key(0))
   lowered = jax.jit(lambda key: [init(key)[name] for name in names]).lower(key)
   # The program runs once: optimizing it would take longer than drawing all values.

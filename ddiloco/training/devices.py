@@ -88,10 +88,10 @@ def partition(devices: Sequence[Device], counts: Sequence[int]) -> list[list[Dev
   distinct `slice_index`, else an even share of what the other counts leave. Spare devices stay
   unused.
 
-  On the CPU, all islands of one device share the first of their devices. Fake devices are the same
-  cores anyway, and a program compiled for one device runs on no other; so these islands compile
-  once. Islands of several devices keep their own: on shared devices their collectives would wait
-  for each other.
+  On the CPU, all islands of one device share one. Fake devices are the same cores anyway, and a
+  program compiled for one device runs on no other; so these islands compile once, and a program
+  that has used JAX may train any number of them. Islands of several devices keep their own: on
+  shared devices their collectives would wait for each other.
 
   Raises:
     ConfigError: there are too few devices or slices.
@@ -104,19 +104,22 @@ def partition(devices: Sequence[Device], counts: Sequence[int]) -> list[list[Dev
     shared = (len(devices) - sum(counts)) // max(1, wanted.count(0))
     wanted = [count or max(1, shared) for count in counts]
   given: dict[int, list[Device]] = {}
+  shared_one: list[Device] = []
   for m, count in sorted(enumerate(wanted), key=lambda each: each[1] > 0):  # slices come first
     if count:
       every = [device for group in free for device in group]
-      given[m] = next((group for group in free if len(group) >= count), every)[:count]
+      own = next((group for group in free if len(group) >= count), every)[:count]
+      given[m] = shared_one if count == 1 and shared_one else own
       free = [[device for device in group if device not in given[m]] for group in free]
     else:
       given[m] = free.pop(0) if free else []
     rule = f"{len(counts)} learners need more than {len(devices)} devices in {len(slices)} slices"
     fix = "lower it, islands.num_learners or run.evaluator_devices, or give the run more devices"
+    fix = f"{fix} (where JAX was used before the run, it has made them: use a new process)"
     require(len(given[m]) >= max(1, count), "islands.devices", list(counts), rule, fix)
-  alone = [group[0] for _, group in sorted(given.items()) if len(group) == 1]
-  shared = alone[0] if alone and alone[0].platform == "cpu" else None
-  return [[shared] if shared and len(given[m]) == 1 else given[m] for m in range(len(counts))]
+    if len(given[m]) == 1 and given[m][0].platform == "cpu":
+      shared_one = shared_one or given[m]
+  return [given[m] for m in range(len(counts))]
 
 
 class Shares:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -145,8 +145,9 @@ def generate(
   buffer = np.zeros(context_length + num_tokens, np.int32)
   buffer[: len(ids)] = ids
   lengths, key = (len(ids), tokenizer.vocab_size), jax.random.key(seed)
-  params = {**params, **frozen(custom.load_model(model))}
-  out = _continue(model, num_tokens, params, buffer, *lengths, float(temperature), key)
+  writer: Any = custom.load_model(model)  # not every Model has logits
+  params, how = {**params, **frozen(writer)}, (writer.logits, model.vocab_size, num_tokens)
+  out = _continue(*how, params, buffer, *lengths, float(temperature), key)
   return tokenizer.decode(np.asarray(out)[len(ids) : len(ids) + num_tokens])
 
 
@@ -162,9 +163,10 @@ def refuse_without_text(model: ModelConfig) -> None:
   require(makes_text(model), "model.custom", model.custom, rule, fix)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _continue(
-  model: ModelConfig,
+  logits: Callable[..., jax.Array],
+  vocab_size: int,
   num_tokens: int,
   params: Mapping[str, jax.Array],
   buffer: jax.Array,
@@ -175,8 +177,7 @@ def _continue(
 ) -> jax.Array:
   """Fills buffer[prompt_length : prompt_length + num_tokens] (buffer: context + num_tokens ids)."""
   context = buffer.shape[0] - num_tokens
-  known_V = jnp.arange(model.vocab_size) < known_tokens
-  logits: Any = getattr(custom.load_model(model), "logits")  # noqa: B009 - not of every Model
+  known_V = jnp.arange(vocab_size) < known_tokens
 
   def step(i: jax.Array, buffer: jax.Array) -> jax.Array:
     length = prompt_length + i

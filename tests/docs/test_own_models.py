@@ -56,6 +56,26 @@ def test_a_result_goes_into_plain_modules(file):
 
 
 @pytest.mark.slow
+def test_a_merge_of_ones_own_is_tried_in_virtual_time(file):
+  page, config = runpy.run_path(str(file)), config_of(file, "recurrent")
+  losses = page["compared"](config)
+  assert losses.keys() == {"median", "config's"} and len(set(losses.values())) == 2
+  problem = page["Text"](page["from_dict"](config))
+  assert max(losses.values()) < problem.loss(problem.initial)
+
+
+@pytest.mark.slow
+def test_a_sweep_gives_tables_and_curves(file, tmp_path):
+  page = runpy.run_path(str(file))
+  runs = page["sweep"](config_of(file, "recurrent"), tmp_path, range(2))
+  rows = page["table"](runs)
+  assert [row["run"] for row in rows] == ["seed-0", "seed-1"]
+  assert rows[0]["loss_merged"] != rows[1]["loss_merged"]
+  tokens, losses = zip(*page["curve"](runs[0]))
+  assert list(tokens) == sorted(tokens) and tokens[-1] > 0 and np.isfinite(losses).all()
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_adapters_train_on_a_base_from_a_file_and_statistics_follow_the_result(file, tmp_path):
   page = runpy.run_path(str(file))

@@ -24,6 +24,7 @@ from ddiloco.config import ConfigError, Fault, RunConfig, from_dict
 from ddiloco.engines import processes
 from ddiloco.engines.children import Child, spawn
 from ddiloco.engines.processes import SHORTEST_LIFE_SECONDS, ProcessesEngine, free_urls
+from ddiloco.observe.guards import Warnings
 from ddiloco.protocol import events, supervisor
 from ddiloco.protocol.events import Event
 from ddiloco.protocol.supervisor import DOWN, GONE, LEFT, UP, Dismiss, Tick
@@ -50,7 +51,7 @@ class Engine(ProcessesEngine):
     self.said: list[tuple[str, str]] = []  # what was logged: kind, reason or action
     self._recorder = self
     self._guard = lambda duty, *arguments: duty(*arguments)
-    self._told, self._lost = set(), {}
+    self._told, self._lost, self._crashes = set(), {}, Warnings()
     self._ending, self._global_step = False, 0
     self._children, self._code = {name: Child(name, workdir, [spawn])}, code
     shortest = self.shortest_life_seconds
@@ -239,6 +240,15 @@ def test_deaths_are_forgotten_after_work_that_the_log_tells_of(make):
     now += supervisor.healthy_seconds(RUN)
     assert engine.see_the_end(now) == DOWN
     now += RUN.restart_seconds
+
+
+def test_where_roles_crash_is_shown_once_of_those_alike(make, capsys):
+  """Else it is in their logs alone: the mistake may be in the user's own code."""
+  engine = make("")
+  for role in (NAME, NAME, "learner-1"):
+    engine.hear(events.Crash(role=role, trace='File "mine.py", line 3\nKeyError: 7'), 0.0)
+  said = f'ddiloco: WARNING: {NAME} crashed\nFile "mine.py", line 3\nKeyError: 7\n'
+  assert capsys.readouterr().err == said
 
 
 def test_a_planned_kill_is_real_comes_back_and_does_not_count_as_a_crash(started):

@@ -338,6 +338,14 @@ def always(learner: int):
   return [(learner, step, raises(ValueError("broken"))) for step in range(1, 100)]
 
 
+def test_roles_that_crash_alike_are_shown_once(corpus, tmp_path, capsys):
+  """A mistake in the user's own code strikes every island, in each of its lives."""
+  config = make_config(steps=100, run={"max_restarts": 1, "restart_seconds": 0.02})
+  ran = Ran(config, corpus, tmp_path, [*always(0), *always(1), *always(2)])
+  assert ran.outcome.reason == "failed" and len(ran.of("crash")) == 6
+  assert capsys.readouterr().err.count("Traceback") == 1
+
+
 def test_a_role_that_always_crashes_is_given_up_and_the_others_go_on(corpus, tmp_path):
   config = make_config(steps=100, run={"max_restarts": 2, "restart_seconds": 0.02})
   ran = Ran(config, corpus, tmp_path, always(2))

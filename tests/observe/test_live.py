@@ -129,6 +129,16 @@ def test_progress_lines_come_at_their_interval(make, fake_clock):
   assert [line[:6] for line in lines] == ["[0:10]", "[0:20]", "[0:31]"]
 
 
+def test_a_long_run_prints_hundreds_of_progress_lines_not_thousands(fake_clock):
+  console = Console(file=io.StringIO(), width=100)
+  live = LiveView(console, clock=fake_clock)
+  live._start_time = 0.0
+  for now in range(24 * 3600):
+    fake_clock.now = float(now)
+    live._consume([])
+  assert 200 < len(console.file.getvalue().splitlines()) < 400
+
+
 def test_on_a_terminal_the_last_frame_stays(run_events, fake_clock, monkeypatch):
   monkeypatch.setenv("TERM", "xterm")
   console = Console(file=io.StringIO(), width=100, height=40, force_terminal=True)
