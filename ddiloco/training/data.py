@@ -18,7 +18,7 @@ import functools
 import hashlib
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import grain
@@ -119,25 +119,31 @@ class Corpus:
   train: Windows
   heldout: Windows
 
+  def _ends(self) -> Iterator[tuple[Part, np.ndarray, np.ndarray]]:
+    """Every part, and its first and last tokens; some are read side by side."""
+    with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
+      for begin in range(0, len(self.parts), _READERS):
+        parts = self.parts[begin : begin + _READERS]
+        firsts = pool.map(lambda part: part[:_CHECKED_TOKENS], parts)
+        lasts = pool.map(lambda part: part[-_CHECKED_TOKENS:], parts)
+        yield from zip(parts, firsts, lasts)
+
   @functools.cached_property
   def digest(self) -> str:
     """Of the length and both ends of each part: other files hardly have the same."""
     found = hashlib.sha256(str([(len(part), str(part.dtype)) for part in self.parts]).encode())
-    for part in self.parts:
-      found.update(part[:_CHECKED_TOKENS].tobytes() + part[-_CHECKED_TOKENS:].tobytes())
+    for _, first, last in self._ends():
+      found.update(first.tobytes() + last.tobytes())
     return found.hexdigest()[:16]
 
   @functools.cached_property
   def _highest(self) -> list[np.ndarray]:
     """Of each part the greatest id at either end."""
-
-    def of(part: Part) -> np.ndarray:
-      ends = part[:_CHECKED_TOKENS], part[-_CHECKED_TOKENS:]
-      self._refuse_other_kinds(getattr(part, "name", self.data.path), ends[0])
-      return np.array([*map(np.max, ends)])
-
-    with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
-      return list(pool.map(of, self.parts))
+    highest = []
+    for part, first, last in self._ends():
+      self._refuse_other_kinds(getattr(part, "name", self.data.path), first)
+      highest.append(np.array([first.max(), last.max()]))
+    return highest
 
   def _refuse_other_kinds(self, name: str, first: np.ndarray) -> None:
     """Refuses files that show in their first tokens that they are no plain ids of this width."""

@@ -455,7 +455,8 @@ def test_a_dry_run_prints_the_plan_and_touches_no_device(tmp_path):
   done = process(*TRAIN, f"--workdir={run}", "--dry_run", code=code)
   assert done.returncode == 0, done.stderr
   assert '"min_quorum": 1' in done.stdout
-  for part in ("parameters", "island 3", "fragments: 6", "shard 1: owns fragments 1, 3, 5"):
+  shown = "parameters", "tokens to train on, which the run reads 0.", "island 3", "fragments: 6"
+  for part in (*shown, "shard 1: owns fragments 1, 3, 5"):
     assert part in done.stdout
   assert not run.exists()
 
