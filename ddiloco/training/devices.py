@@ -298,6 +298,37 @@ def make_execution(mesh: Mesh, island: IslandConfig, model: ModelConfig) -> Exec
   )
 
 
+# --- What the compiler is asked beyond its defaults
+
+# By default libtpu gathers weights over a whole slice of v5p by blocking all-reduces, of twice the
+# traffic, and over one of v6e by blocking all-gathers. With all of these, not with some, it fuses
+# each all-gather with products that run meanwhile (docs/accelerators.md).
+OVERLAP = {
+  "tpu": {
+    "xla_enable_async_all_gather": True,
+    "xla_tpu_prefer_async_allgather_to_allreduce": True,
+    "xla_tpu_enable_async_collective_fusion": True,
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
+  }
+}
+
+
+def overlap_options(mesh: Mesh) -> dict[str, bool]:
+  """`OVERLAP` of the mesh's platform; empty if its compiler does not know all of these options."""
+  options = OVERLAP.get(mesh.devices.flat[0].platform) if mesh.size > 1 else None
+  if options is None:
+    return {}
+  scalar = jax.ShapeDtypeStruct((), np.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+  try:
+    jax.jit(lambda x: x).lower(scalar).compile(compiler_options=options)
+  except jax.errors.JaxRuntimeError as error:
+    if "No such compile option" not in str(error):
+      raise
+    logging.warning("steps overlap less with their exchanges: %s", str(error).splitlines()[0])
+    return {}
+  return options
+
+
 # --- Compiled programs outlive the process: a restarted role finds them in a folder
 
 _TORN = re.compile("Error (?:read|writ)ing persistent compilation cache entry for '(.+?)'")

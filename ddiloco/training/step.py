@@ -25,7 +25,12 @@ from ddiloco import custom
 from ddiloco.checks import differences, require
 from ddiloco.config import Config, InnerConfig
 from ddiloco.models.model import Axes, Batch, Params, frozen
-from ddiloco.training.devices import host_memory, make_execution, param_sharding
+from ddiloco.training.devices import (
+  host_memory,
+  make_execution,
+  overlap_options,
+  param_sharding,
+)
 
 # --- AdamW, Muon, or an optax transform of the user's own
 # The learning rate follows the run's progress in tokens, not the island's own count of steps. So a
@@ -155,10 +160,10 @@ def hidden_matrix(axes: Axes) -> MuonDimensionNumbers | None:
 
 
 # --- Muon on a mesh
-# A Newton-Schulz iteration multiplies whole matrices. Left to the compiler, every device gathers
-# the matrices of all layers, and all make the same products. But layers need nothing of each other:
-# so each device gets whole matrices of some layers by an all-to-all, and another one brings back
-# the results (layer sharding, essential.ai/blog/infra). No device has more values than before.
+# A Newton-Schulz iteration multiplies whole matrices. Left to the compiler, devices gather parts of
+# the matrices of all layers before every product. But layers need nothing of each other: so each
+# device gets whole matrices of some layers by an all-to-all, and another one brings back the
+# results (layer sharding, essential.ai/blog/infra). No device has more values than before.
 
 
 def _orthogonalized(
@@ -410,7 +415,12 @@ class IslandStep:
       return layout.flat(params, opt_state), small
 
     rate = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)
-    jitted = jax.jit(step, out_shardings=(layout.shardings, replicated), donate_argnums=0)
+    jitted = jax.jit(
+      step,
+      out_shardings=(layout.shardings, replicated),
+      donate_argnums=0,
+      compiler_options=overlap_options(self.mesh),
+    )
     return jitted.lower(layout.leaves, self.inputs, rate, self.frozen)
 
   def lower_copy(self, memory: str | None = None) -> jax.stages.Lowered:

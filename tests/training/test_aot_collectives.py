@@ -94,3 +94,20 @@ def test_what_goes_to_other_hosts_is_refused():
   text = LOOP.replace("%turn = s32[10]{0} collective-permute(", "%far = (f32[4], u32[]) send(")
   with pytest.raises(ValueError, match="sends to another"):
     list(find_collectives(text, 4))
+
+
+def test_an_exchange_that_several_fusions_share_counts_once():
+  """libtpu writes it in the first of them, in those that compute meanwhile, and in the last."""
+  gather = '%g = bf16[64,128] all-gather(%w), replica_groups={{0,1}}, attributes={chain_id="0"}'
+  roots = {"Start": "AsyncCollectiveStart", "Meanwhile": "a product", "Done": "AsyncCollectiveDone"}
+  fusions, calls = "", ""
+  for name, target in roots.items():
+    root = f'ROOT %c = bf16[64,128] custom-call(%g), custom_call_target="{target}"'
+    fusions += f"%{name} (w: bf16[32,128]) -> bf16[64,128] {{\n  {gather}\n  {root}\n}}\n\n"
+    calls += f"  %of{name} = bf16[64,128] fusion(%w), kind=kCustom, calls=%{name}\n"
+  text = LOOP.replace("\n\n", "\n\n" + fusions, 1).replace("  %part =", calls + "  %part =")
+  before, found = (by_kind(list(find_collectives(each, 4)))[0] for each in (LOOP, text))
+  assert found.times == before.times + 12
+  assert found.bytes == before.bytes + 12 * 2 * 64 * 128
+  with pytest.raises(AssertionError, match="beyond its island"):
+    list(find_collectives(text.replace("{{0,1}}, att", "{{0,9}}, att"), 4))

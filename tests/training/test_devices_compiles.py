@@ -1,4 +1,7 @@
-"""Who compiles while it should train is noticed, and programs are found again, also torn ones."""
+"""Who compiles while it should train is noticed; programs are found again, also torn ones.
+
+What the compiler is asked beyond its defaults is never more than what it knows.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from ddiloco.config import IslandConfig
 from ddiloco.training import devices
-from ddiloco.training.devices import kept_in, told_what_compiles
+from ddiloco.training.devices import kept_in, make_mesh, overlap_options, told_what_compiles
 
 
 def test_what_this_thread_compiles_is_told_while_it_lasts(monkeypatch):
@@ -78,3 +82,17 @@ def test_a_program_that_a_full_disk_cuts_off_leaves_no_entry(folder, monkeypatch
     patch.setattr(type(jax._src.path.Path(path)), "write_bytes", full)
     assert not compile()
   assert compile()
+
+
+KNOWN = {"xla_cpu_enable_fast_math": False}
+
+
+@pytest.mark.parametrize(
+  ("asked", "count", "taken"),
+  [(KNOWN, 8, KNOWN), (KNOWN, 1, {}), ({**KNOWN, "xla_of_another_version": True}, 8, {})],
+  ids=["known", "one device", "unknown"],
+)
+def test_options_that_a_compiler_does_not_know_are_left_out(monkeypatch, asked, count, taken):
+  monkeypatch.setattr(devices, "OVERLAP", {"cpu": asked})
+  mesh = make_mesh(jax.devices()[:count], IslandConfig())
+  assert overlap_options(mesh) == taken
