@@ -41,7 +41,7 @@ _T = typing.TypeVar("_T")
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-  """A whole run."""
+  """A whole run; `schema.py` says what each field of its sections means."""
 
   seed: int = 0
   model: ModelConfig = ModelConfig()

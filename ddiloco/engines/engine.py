@@ -105,7 +105,7 @@ class Engine:
     self._state = supervisor.Supervisor(config.run, {})
     self._global_step = 0  # the run's, as far as its newest snapshot or learners have said
     self._training_since = math.inf  # when training began; inf: it has not
-    self._crashes = Warnings()
+    self._crashes = Warnings()  # where roles crashed, once of those alike: the logs have each
     self._guard = Guard("the supervisor")  # if the supervisor ended, all roles would end
     # What happens to roles that are threads, as events of the moment when they are taken. No
     # SimpleQueue: its `get` forgets its timeout if a signal's handler runs until that has passed.
@@ -378,17 +378,14 @@ class Engine:
       except Quarantined as error:
         how = {"reason": f"quarantined: {error}", "afresh": True}
       except BaseException as error:  # a user's program may also raise SystemExit
-        recorder.record(events.Crash(trace=traceback.format_exc()))
+        trace = traceback.format_exc()
+        recorder.record(events.Crash(trace=trace))
         if not lasts(error):  # else the text says all
-          self._show_crash(name, traceback.format_exc())
+          self._crashes(trace, f"{name} crashed\n{trace}")
         how = {"reason": f"{type(error).__name__}: {error}"}
         self._note_lost(name, how["reason"])
     exited = lambda: supervisor.Exited(name, time.monotonic(), **how)  # noqa: E731
     self._news.put(exited if how else lambda: supervisor.Left(name))
-
-  def _show_crash(self, name: str, trace: str) -> None:
-    """Prints where a role crashed, once of all that crash alike: the event logs have each."""
-    self._crashes(trace, f"{name} crashed\n{trace}")
 
   def _works(self, name: str) -> None:
     """To be called by a life that begins its work, once it has all that it had to wait for."""

@@ -215,7 +215,7 @@ class ProcessesEngine(Engine):
       elif event.kind in AT_WORK:
         self._feed(Working(event.role, time.monotonic()))
       elif event.kind == "crash":
-        self._show_crash(event.role, event.trace)
+        self._crashes(event.trace, f"{event.role} crashed\n{event.trace}")
       for listener in self._listeners:
         self._guard(listener, event)
 
