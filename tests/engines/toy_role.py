@@ -7,6 +7,7 @@ run. Only the model is a toy in NumPy, and JAX is never imported, so that a role
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 import types
@@ -28,13 +29,17 @@ initial.initial_values = lambda config, plan, wanted=None: {
   p: fragments.gather(plan.fragments[p], toy.initial_params())
   for p in wanted or range(len(plan.fragments))
 }
+initial.Assembled = lambda plan, config, values: values
 sys.modules[initial.__name__] = ddiloco.roles.initial = initial
 
 from ddiloco.engines import single_roles  # noqa: E402
 from ddiloco.engines.role_process import RoleRunner  # noqa: E402
 from ddiloco.engines.single_roles import run_syncer  # noqa: E402
+from ddiloco.environment import FINISHED  # noqa: E402
 from ddiloco.network import peers  # noqa: E402
-from ddiloco.network.transport import learner_address  # noqa: E402
+from ddiloco.network.transport import EVALUATOR_ADDRESS, learner_address  # noqa: E402
+from ddiloco.roles.evaluator import Evaluator  # noqa: E402
+from ddiloco.runtime import Runtime  # noqa: E402
 
 
 class Island(toy.ToyIsland):
@@ -56,9 +61,27 @@ def run_learner(config: Config, number: int, place: RoleSpec) -> int:
     return runner.run(lambda: single_roles.live(runner, number, island, toy.batches))
 
 
+def run_evaluator(config: Config, number: int, place: RoleSpec) -> int:
+  """As `single_roles.run_evaluator`; it measures and saves nothing."""
+  with RoleRunner(EVALUATOR_ADDRESS, config, place) as runner:
+    return runner.run(lambda: evaluate(runner))
+
+
+def evaluate(runner: RoleRunner) -> int:
+  config, plan, endpoint = runner.config, runner.plan, runner.connect()
+  make = functools.partial(initial.initial_values, config, plan)
+  runtime = Runtime(endpoint, runner.recorder, initial=make)
+  Evaluator(config, plan, None, runtime, runner.incarnation).run(runner.stopped)
+  runner.disconnect()
+  return FINISHED
+
+
+RUN = {"learner": run_learner, "syncer": run_syncer, "evaluator": run_evaluator}
+
+
 def main() -> int:
   parser = argparse.ArgumentParser()
-  parser.add_argument("kind", choices=("learner", "syncer"))
+  parser.add_argument("kind", choices=RUN)
   parser.add_argument("number", type=int)
   parser.add_argument("--dir", type=Path, required=True)
   parser.add_argument("--syncers", required=True)
@@ -75,8 +98,7 @@ def main() -> int:
     flags.dir, flags.dir.name, tuple(flags.syncers.split(",")), flags.bind, flags.keys
   )
   config = from_dict(json.loads(flags.config))
-  run = run_learner if flags.kind == "learner" else run_syncer
-  status = run(config, flags.number, place)
+  status = RUN[flags.kind](config, flags.number, place)
   snapshots = config.sync.snapshot_steps  # Orbax writes them
   assert snapshots or "jax" not in sys.modules, (
     "a toy role has no use for JAX, and takes seconds to import it"

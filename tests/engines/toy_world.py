@@ -103,7 +103,7 @@ class World:
     for shard, front in self._fronts.items():
       urls[shard] = f"tcp://{front.host}:{front.port}"
     command = [
-      *(sys.executable, "-m", "tests.engines.toy_role", kind, number),
+      *(sys.executable, "-m", "tests.engines.toy_role", kind, number or "0"),
       *(f"--dir={self._folder}", f"--syncers={','.join(urls)}"),
       *(f"--config={self.config.to_json()}", *([f"--keys={self.keys}"] if self.keys else [])),
       *flags,
@@ -167,7 +167,12 @@ class World:
     return next(self.find(kind, role, after, **fields))
 
   def wait_end(self, names: Iterable[str] = ()) -> dict[str, int]:
-    """The exit status of these roles (of all), once they have ended."""
+    """The exit status of these roles (of all), once they have ended.
+
+    All end when an evaluator has the final model: it comes now, for that alone.
+    """
+    if not names:
+      self.start("evaluator")
     names = list(names) or list(self.roles)
     self.wait(f"the end of {names}", lambda: all(self.roles[n].status is not None for n in names))
     self._look()  # events are whole once a process has ended
