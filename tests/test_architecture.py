@@ -21,7 +21,7 @@ ALLOWED = {
   "models": {"checks", "config"},
   "custom": {"checks", "config", "models"},
   "training": {"checks", "config", "core", "models", "custom"},
-  "observe": {"config", "protocol"},
+  "observe": {"checks", "config", "protocol"},
   "workdir": {"checks", "config", "observe"},
   "network": {"checks", "config", "protocol", "observe"},
   "runtime": {"config", "protocol", "core", "observe", "network"},

@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 
+from ddiloco.checks import Unanswered, refusal
 from ddiloco.config import ConfigError
 from ddiloco.observe.guards import Drain, Warnings, warn
 from ddiloco.protocol import events
@@ -325,8 +326,7 @@ def logs_in(workdir: str | os.PathLike[str]) -> list[Path]:
   """The logs under WORKDIR/events, each of this version's format.
 
   Raises:
-    ConfigError: one is of another format.
-    OSError: the folder cannot be listed.
+    ConfigError: one is of another format, or the folder cannot be listed.
   """
   paths = [path for path in _all_logs(workdir) if path.is_file()]
   for path in paths:
@@ -339,13 +339,16 @@ def _all_logs(workdir: str | os.PathLike[str], roles: str = "*") -> list[Path]:
   cannot be listed.
 
   Raises:
-    OSError: the folder is there and cannot be listed.
+    Unanswered: the folder is there and cannot be listed.
   """
   folder = Path(workdir) / "events"
   try:
     names = sorted(fnmatch.filter(os.listdir(folder), f"{roles}.jsonl"))
   except (FileNotFoundError, NotADirectoryError):
     return []
+  except OSError as error:
+    rule, fix = f"its events cannot be listed ({error})", f"make {folder} readable"
+    raise refusal("--workdir", str(workdir), rule, fix, Unanswered) from error
   return [folder / name for name in names]
 
 

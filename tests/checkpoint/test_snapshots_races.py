@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import threading
 
@@ -12,9 +13,10 @@ from etils.epath import backend
 from ddiloco.checkpoint import signed_json
 from ddiloco.checkpoint.snapshots import Damaged, Storage
 
-SEED, SCHEDULES = 11, 400
+SEED, SCHEDULES = 11, 250
 ROLES = ("learner-0", "syncer-0")
-CALLS = ("open", "exists", "isdir", "listdir", "makedirs", "rmtree", "remove", "rename", "replace")
+CHANGES = ("makedirs", "rmtree", "remove", "rename", "replace")
+CALLS = ("open", "exists", "isdir", "listdir", *CHANGES)
 
 
 class Killed(BaseException):
@@ -33,6 +35,7 @@ class Side(threading.Thread):
   def __init__(self, work, dies_after: int):
     super().__init__(daemon=True)
     self.calls, self.error, self.ended = 0, None, False
+    self.listings: dict[str, list[str]] = {}  # of a network file system, as this host knows them
     self._work, self._dies_after = work, dies_after
     self._let, self._waits = threading.Semaphore(0), threading.Semaphore(0)
 
@@ -61,15 +64,28 @@ class Side(threading.Thread):
     assert self._waits.acquire(timeout=60)
 
 
-@pytest.fixture
-def sides(monkeypatch):
-  """Runs two sides by a schedule: which one makes the next call, again and again."""
+@pytest.fixture(params=["a local disk", "a network file system"])
+def sides(monkeypatch, request):
+  """Runs two sides by a schedule: which one makes the next call, again and again.
+
+  On a network file system a host sees a folder as it was when it first listed it, until it makes a
+  change in this folder itself.
+  """
   monkeypatch.setattr(signed_json, "PAUSES_SECONDS", ())
+  network = request.param != "a local disk"
   for name in CALLS:
 
-    def gated(self, *arguments, real=getattr(type(backend.os_backend), name), **more):
-      if isinstance(side := threading.current_thread(), Side):
-        side.call()
+    def gated(self, *arguments, name=name, real=getattr(type(backend.os_backend), name), **more):
+      if not isinstance(side := threading.current_thread(), Side):
+        return real(self, *arguments, **more)
+      side.call()
+      place = str(arguments[0])
+      if name == "listdir" and network:
+        if place not in side.listings:
+          side.listings[place] = real(self, *arguments)
+        return side.listings[place]
+      if name in CHANGES or (name == "open" and "w" in arguments[1]):
+        side.listings.pop(os.path.dirname(place), None)
       return real(self, *arguments, **more)
 
     monkeypatch.setattr(type(backend.os_backend), name, gated)

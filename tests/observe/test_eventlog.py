@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ddiloco.checks import Unanswered
 from ddiloco.config import ConfigError
 from ddiloco.observe.eventlog import (
   EventLog,
@@ -440,7 +441,7 @@ def test_a_folder_that_cannot_be_listed_is_not_taken_for_an_empty_one(tmp_path, 
     lambda: read_events(tmp_path),
     follower.poll,
   ):
-    with pytest.raises(OSError):
+    with pytest.raises(Unanswered, match=r"--workdir = .*: its events cannot be listed .*Fix: "):
       read()
   monkeypatch.undo()
   assert len(follower.poll()) == 1
