@@ -32,7 +32,8 @@ setup(
   license="Apache-2.0",
   python_requires=">=3.11,<3.15",  # grain and tensorstore have no wheels for 3.15
   packages=find_packages(include=["ddiloco", "ddiloco.*"]),
-  package_data={"ddiloco.dashboard": ["page/*"]},  # the dashboard
+  # The dashboard; and that the package has types, which a user's own checker then sees.
+  package_data={"ddiloco.dashboard": ["page/*"], "ddiloco": ["py.typed"]},
   install_requires=[
     "absl-py>=2.1",  # flags of the command line
     "cryptography>=42",  # makes keys and their certificates; TLS itself is Python's own
