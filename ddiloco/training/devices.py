@@ -301,14 +301,16 @@ def make_execution(mesh: Mesh, island: IslandConfig, model: ModelConfig) -> Exec
 # --- What the compiler is asked beyond its defaults
 
 # By default libtpu gathers weights over a whole slice of v5p by blocking all-reduces, of twice the
-# traffic, and over one of v6e by blocking all-gathers. With all of these, not with some, it fuses
-# each all-gather with products that run meanwhile (docs/accelerators.md).
+# traffic, and over one of v6e by blocking all-gathers. The first three, together, make each
+# all-gather a part of the products before it; the others do so with the sums of gradients
+# (docs/accelerators.md).
 OVERLAP = {
   "tpu": {
     "xla_enable_async_all_gather": True,
     "xla_tpu_prefer_async_allgather_to_allreduce": True,
-    "xla_tpu_enable_async_collective_fusion": True,
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
+    "xla_enable_async_all_reduce": True,
+    "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
   }
 }
 
