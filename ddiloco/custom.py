@@ -331,11 +331,12 @@ def _import(config: Section) -> ModuleType:
     raise refusal(_field(config), config.custom, rule, fix)
   if name not in sys.modules:
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     text = path.read_bytes()
     try:
-      spec.loader.exec_module(module)
+      # Its own text: a file of bytecode may be that of an older one, of the same second and length.
+      exec(compile(text, path, "exec"), module.__dict__)
     except BaseException:
       del sys.modules[name]
       raise

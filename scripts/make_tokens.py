@@ -202,6 +202,8 @@ def make(to: Path, pattern: str, field: str, setting: str, size: int, workers: i
   require(size >= 300, "--vocab_size", size, "each byte has a token", "give 300 or more")
   files = matches(pattern) if pattern else []
   sizes = [(name, os.path.getsize(name)) for name in files]
+  if setting:
+    load(setting)  # refused here if it cannot be
   claim(to, sizes, field, shared_files(setting) if setting else size)
   if not setting:
     file = to / "tokenizer.json"
