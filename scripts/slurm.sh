@@ -16,8 +16,8 @@
 #   sbatch --array=0-3 --gpus-per-node=8 --exclusive scripts/slurm.sh learner $ROLE
 #   sbatch --nodelist=cpu1 scripts/slurm.sh evaluator $ROLE
 #
-# A role that fails is started again at once, at most MAX_RESTARTS times (10). One that is asked to
-# end, because its job is preempted, drains; its job waits in the queue again, two minutes at least.
+# A role that fails is started again once Slurm has ended its step (which took 26 s after a kill -9),
+# at most MAX_RESTARTS times (10). One that is asked to end, because its job is preempted, drains; its job waits in the queue again, two minutes at least.
 # `scancel` ends a job for good, after draining too: Slurm's KillWait and GraceTime should be at
 # least the config's network.drain_seconds. Exit status: that of the role.
 set -u
