@@ -17,9 +17,10 @@
 #   sbatch --nodelist=cpu1 scripts/slurm.sh evaluator $ROLE
 #
 # A role that fails is started again once Slurm has ended its step (which took 26 s after a kill -9),
-# at most MAX_RESTARTS times (10). One that is asked to end, because its job is preempted, drains; its job waits in the queue again, two minutes at least.
-# `scancel` ends a job for good, after draining too: Slurm's KillWait and GraceTime should be at
-# least the config's network.drain_seconds. Exit status: that of the role.
+# at most MAX_RESTARTS times (10). One that is asked to end, because its job is preempted, drains;
+# its job waits in the queue again, two minutes at least. `scancel` ends a job for good, after
+# draining too: Slurm's KillWait and GraceTime should be at least the config's
+# network.drain_seconds. Exit status: that of the role.
 set -u
 
 if [ $# -eq 0 ] || [ "$1" = --help ]; then sed -n '5,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0"; exit 0; fi
