@@ -228,7 +228,7 @@ class IslandConfig:
   # Layers keep all (none), products, attention or only their inputs (full).
   remat: Literal["none", "products", "attention", "full"] = "none"
   loss_chunks: Count = 1  # parts of the vocabulary; only one part's logits exist at a time
-  topology: str = ""  # e.g. "v5p:4x4x4" or "h100:8": the target of `ddiloco compile`
+  topology: str = ""  # e.g. "v5p:4x4x4" or "h100:8", for `ddiloco compile` and `launch`
   # A step lasts at least so long: for islands that share devices.
   min_step_seconds: NotNegative = 0.0
   # Resources that a cluster (Ray) reserves for this island, e.g. {"TPU": 4}; empty: none.
