@@ -12,6 +12,7 @@ whole batch, because Grain's bookkeeping per element costs more than gathering t
 
 from __future__ import annotations
 
+import bisect
 import concurrent.futures
 import dataclasses
 import functools
@@ -64,16 +65,18 @@ class Source(Protocol):
 class Windows:
   """A random-access set of windows of T + 1 tokens, found by arithmetic for any corpus size.
 
-  Each of its blocks is `block_windows` windows of the corpus, less `guards` at either end. The
-  corpus numbers the windows of all parts one after the other.
+  Each of its blocks is `block_windows` windows of the corpus, without a guard at either end if the
+  set is the held-out one. The corpus numbers the windows of all parts one after the other.
   """
 
   parts: tuple[Part, ...]
   first_window: np.ndarray  # of each part
   sequence_length: int  # T
   block_windows: int
-  blocks: np.ndarray
-  guards: int
+  num_blocks: int  # whole blocks of the corpus; of any first n of them floor(n share) are held out
+  share: float
+  held_out: bool  # which of them the set has
+  blocks: range  # of the set
   length: int
 
   def __len__(self) -> int:
@@ -82,12 +85,23 @@ class Windows:
   @property
   def per_block(self) -> int:
     """Windows of the set in a block."""
-    return self.block_windows - 2 * self.guards
+    return self.block_windows - 2 * self.held_out
+
+  def _before(self, end: int) -> int:
+    """How many of the corpus's first `end` blocks are in the set."""
+    held = math.floor(end * self.share)
+    return held if self.held_out else end - held
+
+  def _block(self, number: int) -> int:
+    """A block's number in the corpus. A list of them would have gigabytes where T is small."""
+    ends = range(self.num_blocks + 1)
+    return bisect.bisect_right(ends, self.blocks[number], key=self._before) - 1
 
   def _places(self, indices: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Of each window its part, and its first token there."""
     block, within = np.divmod(np.asarray(indices, int), self.per_block)
-    window = self.blocks[block] * self.block_windows + self.guards + within
+    first = np.array([*map(self._block, block.tolist())], int) * self.block_windows
+    window = first + self.held_out + within
     part = np.searchsorted(self.first_window, window, side="right") - 1
     return part, (window - self.first_window[part]) * self.sequence_length
 
@@ -264,16 +278,13 @@ def open_corpus(data: DataConfig) -> Corpus:
   wanted_blocks = int(num_windows * share) // 8  # spread over at least about 8 places
   block_windows = min(_MAX_BLOCK_WINDOWS, max(_MIN_BLOCK_WINDOWS, wanted_blocks))
   num_blocks, remainder = divmod(num_windows, block_windows)
-  # Of every prefix of the blocks the share is held out, rounded down.
-  held = np.diff(np.floor(np.arange(num_blocks + 1) * share)) > 0
-  of_corpus = (parts, np.cumsum([0, *windows_of_part[:-1]]), length, block_windows)
+  held = math.floor(num_blocks * share)
+  firsts = np.cumsum([0, *windows_of_part[:-1]])
+  of_corpus = (parts, firsts, length, block_windows, num_blocks, share)
   # The windows of the last, unfinished block are trained on.
-  train_blocks = np.flatnonzero(np.append(~held, True))
-  train_length = (len(train_blocks) - 1) * block_windows + remainder
-  train = Windows(*of_corpus, train_blocks, guards=0, length=train_length)
-  held_blocks = np.flatnonzero(held)
-  held_length = len(held_blocks) * (block_windows - 2)
-  heldout = Windows(*of_corpus, held_blocks, guards=1, length=held_length)
+  train_length = (num_blocks - held) * block_windows + remainder
+  train = Windows(*of_corpus, False, range(num_blocks - held + 1), train_length)
+  heldout = Windows(*of_corpus, True, range(held), held * (block_windows - 2))
   count = data.heldout_sequences
   rule = (
     f"data.heldout_share = {share} of {num_tokens} tokens gives only {len(heldout)} held-out"

@@ -13,11 +13,12 @@ import re
 import tempfile
 import threading
 import time
+import tracemalloc
 
 import grain
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ddiloco.checks import lasts
@@ -108,6 +109,54 @@ def test_heldout_tokens_are_never_trained_on(lengths, length, share):
     assert len(set(windows[:, 0].tolist())) == len(windows), "no window twice"
     owner = np.searchsorted(edges, windows, side="right")
     assert (owner == owner[:, :1]).all(), "a window never spans two files"
+
+
+def listed_blocks(num_blocks: int, share: float) -> list[list[int]]:
+  """The blocks held out, and the others with the unfinished one: the rule, block by block."""
+  held = [math.floor((b + 1) * share) > math.floor(b * share) for b in range(num_blocks)]
+  kept = [*(b for b in range(num_blocks) if not held[b]), num_blocks]
+  return [[b for b in range(num_blocks) if held[b]], kept]
+
+
+@given(st.integers(0, 300), st.floats(0.001, 0.99))
+@example(300, 0.05)
+def test_blocks_are_those_of_the_list(num_blocks, share):
+  held = math.floor(num_blocks * share)
+  for held_out, count in ((True, held), (False, num_blocks - held + 1)):
+    of_corpus = (), np.zeros(1, int), 2, 16, num_blocks, share
+    windows = data_lib.Windows(*of_corpus, held_out, range(count), 0)
+    found = [windows._block(number) for number in windows.blocks]
+    assert found == listed_blocks(num_blocks, share)[not held_out]
+
+
+class Endless:
+  """A part of so many tokens that no machine holds them: token i is i mod 251."""
+
+  dtype = np.dtype(np.uint16)
+
+  def __init__(self, length):
+    self.length = length
+
+  def __len__(self):
+    return self.length
+
+  def __getitem__(self, at):
+    return (np.arange(*at.indices(self.length)) % 251).astype(self.dtype)
+
+
+def test_a_corpus_of_trillions_of_tokens_takes_no_memory(monkeypatch):
+  """With T = 128 a list of the blocks of two trillion tokens had 8 GB, in each process."""
+  monkeypatch.setattr(data_lib, "read_parts", lambda *_: (Endless(2 * 10**12),))
+  tracemalloc.start()
+  corpus = data_lib.open_corpus(DataConfig(source="tokens", path="x", heldout_share=0.001))
+  last = corpus.train.read([len(corpus.train) - 1])[0]
+  held = np.concatenate(corpus.heldout_batches(8))
+  peak = tracemalloc.get_traced_memory()[1]
+  tracemalloc.stop()
+  assert peak < 1 << 20
+  windows = (2 * 10**12 - 1) // 128
+  assert last[0] == (windows - 1) * 128 % 251, "its last window"
+  assert len(held) == 64 and len(corpus.heldout) == windows // 16 // 1000 * 14
 
 
 def test_heldout_split_is_spread_and_of_the_wanted_size(tmp_path):
