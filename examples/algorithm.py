@@ -9,12 +9,14 @@ and the loss of the merged model beside that of an island that trains alone.
 
 The package makes the same decisions: `tests/examples/test_algorithm.py` runs its roles on this
 problem and compares every commit. What it adds is what a real run needs: shards, a network that
-loses messages, killed syncers, snapshots, bad pushes, compression, devices; and two details of the
-method: embeddings are averaged, and the outer rate falls at the end of a run.
+loses messages, killed syncers, snapshots, bad pushes, compression, devices; and three details of
+the method: embeddings are averaged, the outer rate falls at the end of a run, and the work of a
+long absence is given up.
 
 Symbols as in the paper (2604.21428): M learners, P fragments, H steps between two syncs of a
-fragment, K the quorum, tau the steps that a sync may take, gamma the share of the slack that
-waiting for more learners may use. Outer gradient or delta: base - local.
+fragment, K the quorum, tau the steps that a sync may take. The slack is what is left of the time of
+tau steps when the quorum has answered; gamma is the share of it that waiting for more learners may
+use. Outer gradient or delta: base - local, where the base is the published value received last.
 """
 
 from __future__ import annotations
@@ -56,9 +58,12 @@ def merge(deltas: list[Vector], weights: list[float]) -> Vector:
   """Radial-directional averaging. Deltas of different islands are nearly orthogonal, so a mean
   would be shorter the more islands there are: directions and lengths are averaged apart."""
   norms = [float(np.linalg.norm(delta)) for delta in deltas]
-  direction = sum(w / n * delta for w, delta, n in zip(weights, deltas, norms) if n)
-  length = sum(w * n for w, n in zip(weights, norms))
-  return length / np.linalg.norm(direction) * direction if length else deltas[0]
+  moved = [(w, delta / n) for w, delta, n in zip(weights, deltas, norms) if n]
+  direction = sum((w * unit for w, unit in moved), np.zeros_like(deltas[0]))
+  agreed = float(np.linalg.norm(direction))
+  if agreed <= 1e-3 * sum(w for w, _ in moved):
+    return np.zeros_like(deltas[0])  # the directions cancel: what is left of them is rounding
+  return sum(w * n for w, n in zip(weights, norms)) / agreed * direction
 
 
 def outer_step(value: Vector, momentum: Vector, delta: Vector) -> tuple[Vector, Vector]:
