@@ -9,8 +9,8 @@ Setting:   2000 islands, a third of them half as fast as the others, one in a hu
            slower. Two shards of a hundred thousand cores each, with links to match, so that the
            shards do not limit the run.
 Failures:  kills by a Poisson process, one per island in five minutes; a killed island is away for
-           ten seconds; a region of twenty islands loses its links for ten seconds; other islands'
-           links are throttled or lose messages; a shard dies.
+           ten seconds; a region of twenty islands loses its links for ten seconds; of three others
+           one has slow links, one loses messages, and one stands still; a shard dies.
 Numbers:   docs/results.md, "Thousands of islands". Nothing is trained, so there is no loss.
 """
 

@@ -58,4 +58,7 @@ def set_data_parallel(c: ml_collections.ConfigDict) -> None:
   c.sync.blocking = True
   c.sync.apply = "overwrite"
   c.sync.merge = "average"
+  c.outer.learning_rate = 1.0
+  c.outer.momentum = 0.0
+  c.outer.decay_share = 0.0
   c.inner.learning_rate = 4e-3  # as in configs/data_parallel.py
