@@ -86,6 +86,30 @@ def test_synchronous_diloco_is_its_reference():
   assert {role.exchange.state.step for role in result.learners} == {rounds * period}
 
 
+def test_a_sync_at_every_step_that_takes_the_average_is_data_parallel():
+  """With SGD inside, the average of the deltas of one step is that of the gradients."""
+  learners, steps = 3, 20
+  config = toy.config(
+    learners,
+    steps,
+    num_shards=2,
+    num_fragments=2,
+    sync_period=1,
+    overlap_steps=0,
+    min_quorum=learners,
+    blocking=True,
+    apply="overwrite",
+    merge="average",
+    outer={"learning_rate": 1.0, "momentum": 0.0, "decay_share": 0.0},
+  )
+  result = toy.run(config)
+  for name, value in toy.initial_params().items():
+    for step in range(steps):
+      targets = [toy.target(m, step, value.shape) for m in range(learners)]
+      value -= np.float32(toy.INNER_RATE) * (value - np.mean(targets, axis=0))
+    close(result.params[name], value)
+
+
 @pytest.mark.parametrize("shards", [1, 2])
 def test_streaming_diloco_is_its_reference(shards):
   learners, period, tau, rounds = 2, 8, 2, 5
