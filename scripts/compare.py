@@ -15,8 +15,8 @@ each from the best point so far: the inner learning rate (4e-3 to 32e-3; others 
 learning rate times 0.7 and 1.4; a method without an outer step has its inner rate times these.
 For larger models and longer runs the tuning begins at the point of a smaller one, and tries the
 four inner rates. Learning rates decay over exactly the run's steps, however many there are. The
-best point is then run with other seeds: of data, initial values and paces. Rows that are not tuned
-are variants of a tuned row, at its point. outer_gradients.py says what the last columns mean.
+best point is then run with other seeds too: of data, initial values and paces. Rows that are not
+tuned are variants of a tuned row, at its point. outer_gradients.py says what the last columns mean.
 
 Every run that has ended is a line of WORKDIR/runs.jsonl and is not run again. With --table or
 --picture nothing is run: the results so far are printed, or drawn. Else the last line is
