@@ -94,8 +94,10 @@ class Windows:
 
   def _block(self, number: int) -> int:
     """A block's number in the corpus. A list of them would have gigabytes where T is small."""
-    ends = range(self.num_blocks + 1)
-    return bisect.bisect_right(ends, self.blocks[number], key=self._before) - 1
+    nth, rate = self.blocks[number], self.share if self.held_out else 1 - self.share
+    last = min(self.num_blocks, int((nth + 1) / rate) + 2)
+    near = range(max(0, int((nth - 1) / rate) - 1), last + 1)
+    return near[bisect.bisect_right(near, nth, key=self._before) - 1]
 
   def _places(self, indices: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Of each window its part, and its first token there."""
