@@ -114,7 +114,8 @@ class Learner:
       self.arrived.append(publish)
       return
     # It has just started: it begins with the newest versions.
-    self.version[p], self.base[p], self.local[p] = publish.version, publish.value, +publish.value
+    self.version[p], self.base[p] = publish.version, publish.value
+    self.local[p] = publish.value.copy()
     if min(self.version) >= 0:
       self.world.after(0, self.begin_step)
 
@@ -195,7 +196,7 @@ class Round:
 class Syncer:
   def __init__(self, world: World):
     self.world = world
-    self.value = [+first for first in FIRST]
+    self.value = [first.copy() for first in FIRST]
     self.momentum = [np.zeros_like(first) for first in FIRST]
     self.version, self.newest = [0] * P, [0] * P  # and the round that made it
     self.round: list[Round | None] = [None] * P
@@ -396,7 +397,7 @@ def main() -> None:
     share = sum(number in learners for _, _, learners, _ in world.commits)
     share /= max(1, len(world.commits))
     print(f"{number:6}  {seconds:10.2f} s  {world.begun[number]:5}  {share:21.0%}")
-  alone = [+first for first in FIRST]
+  alone = [first.copy() for first in FIRST]
   for step in range(steps):
     inner_step(alone, 0, step)
   print(f"\nloss of island 0 alone {loss(alone):.4f}, merged {loss(world.syncer.value):.4f}")
