@@ -135,9 +135,8 @@ class Flags:
           raise ConfigError(f"--{name}={shown(value)}: {error.said}") from error
     if rest[1:]:
       raise ConfigError(f"{rest[1]!r}: is not a flag. Fix: write --NAME=VALUE.")
-    if "workdir" in self._common and not self.workdir:
-      raise ConfigError("--workdir: is needed. Fix: give --workdir=DIR, the directory of the run.")
     if "workdir" in self._common:
+      self.needed("workdir", "DIR, the directory of the run")
       _require_path("workdir", self._values.workdir)
 
   def needed(self, name: str, example: str) -> Any:
