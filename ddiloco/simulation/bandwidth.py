@@ -208,11 +208,6 @@ class SyncTime:
     """From the first learner's copy-out until the version is ready at the learners."""
     return sum(dataclasses.astuple(self))
 
-  @property
-  def on_links(self) -> float:
-    """The part that more bandwidth shortens."""
-    return self.push + self.copy + self.publish
-
 
 def _copy_outs(setting: Setting) -> list[float]:
   """Mean times of the learners' copy-outs, in steps since they were asked, ascending.

@@ -112,7 +112,7 @@ def _core_load(setting: Setting, sync: SyncConfig) -> float:
 
 def _peak_gbps(setting: Setting, sync: SyncTime) -> float:
   """See `ExchangePlan`."""
-  rest, least = sync.total - sync.on_links, 0.0
+  rest, least = sync.total - (sync.push + sync.copy + sync.publish), 0.0  # not on links
   for begun, seconds in bandwidth.pushes(setting, max(setting.sizes)):
     spare = setting.overlap_seconds - rest - begun
     least = max(least, (seconds + sync.copy + sync.publish) / spare if spare > 0 else math.inf)
