@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -213,16 +214,13 @@ class Unheard:
     self._stream = stream
 
   def write(self, text: str) -> int:
-    try:
-      return self._stream.write(text)
-    except (OSError, ValueError):
-      return len(text)
+    with contextlib.suppress(OSError, ValueError):
+      self._stream.write(text)
+    return len(text)
 
   def flush(self) -> None:
-    try:
+    with contextlib.suppress(OSError, ValueError):
       self._stream.flush()
-    except (OSError, ValueError):
-      return
 
   def __getattr__(self, name: str) -> Any:
     return getattr(self._stream, name)
