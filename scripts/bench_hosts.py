@@ -131,7 +131,7 @@ def as_shard(bench: bench_overhead.Bench, url: str) -> None:
   endpoint = bench.endpoint(syncer_address(0), bind=url)
   for thread in os.listdir("/proc/self/task"):  # later threads inherit the policy
     os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
-  shard = bench_overhead.Shard(bench, endpoint)
+  shard = in_process.Shard(bench.config, bench.plan, endpoint)
   sys.stdin.read()
   print(shard.end())
   endpoint.close()

@@ -124,18 +124,16 @@ class Measured:
 
 
 class Steps(NullRecorder):
-  """Keeps the step events of the learner and counts the commits of the shard."""
+  """Keeps the step events of the learner."""
 
   def __init__(self):
     self.gaps: list[float] = []
     self.blocked_seconds = 0.0
-    self.commits = 0
 
   def record(self, event: events.Event) -> None:
     if isinstance(event, events.Step):
       self.gaps.append(event.gap_seconds)
       self.blocked_seconds += event.blocked_seconds
-    self.commits += isinstance(event, events.Commit)
 
 
 class Bench:
@@ -172,19 +170,6 @@ class Bench:
     return Measured(steps.gaps, loop.bare, steps.blocked_seconds)
 
 
-class Shard:
-  """The syncer, in a thread of the current process."""
-
-  def __init__(self, bench: Bench, endpoint: Endpoint):
-    self._steps = Steps()
-    self._shard = in_process.Shard(bench.config, bench.plan, endpoint, recorder=self._steps)
-
-  def end(self) -> int:
-    """Stops the syncer; returns how many rounds it has committed."""
-    self._shard.end()
-    return self._steps.commits
-
-
 class LearnerActor:
   """A Ray actor: the learner in a process of its own."""
 
@@ -206,7 +191,7 @@ class ShardActor:
     prepare()
     bench = Bench(*settings)
     self._endpoint = bench.endpoint(syncer_address(0), bind="tcp://127.0.0.1:0")
-    self._shard = Shard(bench, self._endpoint)
+    self._shard = in_process.Shard(bench.config, bench.plan, self._endpoint)
     return self._endpoint.bound
 
   def end(self) -> int:
@@ -218,7 +203,7 @@ class ShardActor:
 def with_threads(settings: tuple) -> tuple[Measured, int]:
   bench = Bench(*settings)
   hub = Hub()
-  shard = Shard(bench, hub.connect(syncer_address(0)))
+  shard = in_process.Shard(bench.config, bench.plan, hub.connect(syncer_address(0)))
   measured = bench.train(hub.connect(learner_address(0)))
   return measured, shard.end()
 

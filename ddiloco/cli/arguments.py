@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -135,9 +136,8 @@ class Flags:
           raise ConfigError(f"--{name}={shown(value)}: {error.said}") from error
     if rest[1:]:
       raise ConfigError(f"{rest[1]!r}: is not a flag. Fix: write --NAME=VALUE.")
-    if "workdir" in self._common and not self.workdir:
-      raise ConfigError("--workdir: is needed. Fix: give --workdir=DIR, the directory of the run.")
     if "workdir" in self._common:
+      self.needed("workdir", "DIR, the directory of the run")
       _require_path("workdir", self._values.workdir)
 
   def needed(self, name: str, example: str) -> Any:
@@ -214,16 +214,13 @@ class Unheard:
     self._stream = stream
 
   def write(self, text: str) -> int:
-    try:
-      return self._stream.write(text)
-    except (OSError, ValueError):
-      return len(text)
+    with contextlib.suppress(OSError, ValueError):
+      self._stream.write(text)
+    return len(text)
 
   def flush(self) -> None:
-    try:
+    with contextlib.suppress(OSError, ValueError):
       self._stream.flush()
-    except (OSError, ValueError):
-      return
 
   def __getattr__(self, name: str) -> Any:
     return getattr(self._stream, name)

@@ -18,14 +18,11 @@ from ddiloco.environment import FINISHED, LOST
 from ddiloco.simulation import planner
 from ddiloco.simulation.chips import Fleet, decoupled, elastic, inelastic
 
-# Fields that have another name than their flag; all of the sections plan, simulate and links have
-# the same.
+# Fields that have another name than their flag; those of these sections without the section.
+_SECTIONS = ("", "plan", "simulate", "links")
 _FLAGS = {
-  "plan.latency_seconds": "latency_ms",
-  "simulate.latency_seconds": "latency_ms",
-  "links.latency_seconds": "latency_ms",
-  "plan.sizes": "parameters",
-  "simulate.sizes": "parameters",
+  "latency_seconds": "latency_ms",
+  "sizes": "parameters",
   "islands.num_learners": "islands",
   "sync.push_codec": "codec",
 }
@@ -39,7 +36,8 @@ def _as_typed(given: Flags) -> Iterator[None]:
   except ConfigError as error:
     field = error.field.partition("[")[0]  # of a list: which of its numbers
     section, _, name = field.rpartition(".")
-    flag = _FLAGS.get(field, name if section in ("", "plan", "simulate", "links") else "")
+    own = name if section in _SECTIONS else field
+    flag = _FLAGS.get(own, own)
     value = getattr(given, flag, None)
     if value is None:  # of the experiment file
       raise

@@ -144,10 +144,8 @@ def take_profile(workdir: Path, request: ProfileRequest, wait_seconds: float) ->
     ConfigError: there is no such learner, its run is over, or the request cannot be written.
   """
   role, folder = request.role, workdir / "events"
-  known = (
-    ", ".join(sorted(path.stem for path in folder.glob("learner-*.jsonl"))) or "there are none"
-  )
-  fix = f"give the workdir of a run, and one of its learners ({known})"
+  known = sorted(path.stem for path in folder.glob("learner-*.jsonl")) or ["there are none"]
+  fix = f"give the workdir of a run, and one of its learners ({', '.join(known)})"
   there = (folder / f"{role}.jsonl").exists()
   require(there, "--workdir", str(workdir), f"has no events of {role}", fix)
   over = (workdir / OUTCOME).exists()

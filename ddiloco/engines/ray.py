@@ -103,14 +103,14 @@ class RayEngine(ProcessesEngine):
     homes = [nodes[s % len(nodes)] for s in range(config.sync.num_shards)]
     for shard, node in enumerate(homes):
       stay = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-      self._start_actor(syncer_address(shard), {}, scheduling_strategy=stay)
+      self._actor(syncer_address(shard), scheduling_strategy=stay)
     for m in range(config.num_islands()):
       for host in range(config.islands.island(m).hosts):
-        self._learner(m, host)
+        self._actor(learner_address(m), host)
     if self._local:
       return super()._place()
     urls = [
-      self._actors[syncer_address(shard), 0].free_url.remote(node["NodeManagerAddress"])
+      self._actor(syncer_address(shard)).free_url.remote(node["NodeManagerAddress"])
       for shard, node in enumerate(homes)
     ]
     try:
@@ -123,19 +123,12 @@ class RayEngine(ProcessesEngine):
     key_files.make_keys(keys, config.num_islands(), config.sync.num_shards)
     return RoleSpec(self.workdir, run_name(self.workdir), syncers, keys=keys)
 
-  def _learner(self, m: int, host: int) -> Any:
-    """The actor of a host of an island, which is started if there is none: a learner may join."""
-    name = learner_address(m)
+  def _actor(self, name: str, host: int = 0, **options: Any) -> Any:
+    """The actor of a role's host, which is started if there is none: a learner may join."""
     if (name, host) not in self._actors:
-      self._start_actor(name, self.config.islands.island(m).resources, host)
-    return self._actors[name, host]
-
-  def _start_actor(
-    self, name: str, resources: Mapping[str, Any], host: int = 0, **options: Any
-  ) -> None:
-    self._actors[name, host] = (
-      ray.remote(RoleActor)
-      .options(
+      kind, number = parse_role(name)
+      resources = self.config.islands.island(number).resources if kind == "learner" else {}
+      actor = ray.remote(RoleActor).options(
         max_restarts=-1,  # of the actor; the supervisor alone decides whether a role is restarted
         # Calls wait for a restarting actor. Only `run` is never repeated by Ray: the supervisor
         # does that when its pause is over.
@@ -143,8 +136,8 @@ class RayEngine(ProcessesEngine):
         **actor_options(resources),
         **options,
       )
-      .remote()
-    )
+      self._actors[name, host] = actor.remote()
+    return self._actors[name, host]
 
   def _on_exit(self, child: Child, status: int) -> None:
     super()._on_exit(child, status)
@@ -153,15 +146,14 @@ class RayEngine(ProcessesEngine):
         ray.kill(self._actors.pop(key))
 
   def _spawn(self, name: str, host: int) -> Spawn:
-    kind, number = parse_role(name)
-    actor = self._learner(number, host) if kind == "learner" else self._actors[name, host]
+    actor = self._actor(name, host)
     return lambda command, log: RemoteProcess(actor, command, log, self._meetings.get(name, ""))
 
   def _meeting(self, learner: int) -> str:
     """Ray knows the url once host 0 has a node, and tells the actors; nothing waits for it here."""
     name = learner_address(learner)
     own = LOOPBACK if self._local else ""
-    self._meetings[name] = self._learner(learner, 0).free_url.remote(own)
+    self._meetings[name] = self._actor(name).free_url.remote(own)
     return MEETING
 
 

@@ -46,10 +46,6 @@ class Kind:
     return self.platform == "cuda"
 
 
-def _gpu(gke_accelerator: str, machine: str, one_host: tuple[int, ...]) -> Kind:
-  return Kind(gke_accelerator, machine, 1, one_host, platform="cuda")
-
-
 KINDS = {
   "v5e": Kind(
     *("tpu-v5-lite-podslice", "ct5lp-hightpu-{}t", 2, (1, 4, 8)),
@@ -58,9 +54,9 @@ KINDS = {
   "v5p": Kind("tpu-v5p-slice", "ct5p-hightpu-{}t", 3, (4,), "v5p", "v2-alpha-tpuv5", 2),
   "v6e": Kind("tpu-v6e-slice", "ct6e-standard-{}t", 2, (1, 4, 8), "v6e", "v2-alpha-tpuv6e"),
   "tpu7x": Kind("tpu7x", "tpu7x-standard-{}t", 3, (4,), "tpu7x", "", 2, 2, by_policy=True),
-  "a100": _gpu("nvidia-a100-80gb", "a2-ultragpu-{}g", (1, 2, 4, 8)),
-  "h100": _gpu("nvidia-h100-80gb", "a3-highgpu-{}g", (1, 2, 4, 8)),
-  "h200": _gpu("nvidia-h200-141gb", "a3-ultragpu-{}g", (8,)),
+  "a100": Kind("nvidia-a100-80gb", "a2-ultragpu-{}g", 1, (1, 2, 4, 8), platform="cuda"),
+  "h100": Kind("nvidia-h100-80gb", "a3-highgpu-{}g", 1, (1, 2, 4, 8), platform="cuda"),
+  "h200": Kind("nvidia-h200-141gb", "a3-ultragpu-{}g", 1, (8,), platform="cuda"),
 }
 CHIPS_PER_HOST = 4  # of a slice of several hosts
 _TOPOLOGY = re.compile(r"(?P<kind>\w+):(?P<shape>[1-9]\d{0,4}(x[1-9]\d{0,4})*)")

@@ -165,9 +165,8 @@ class Seen:
   """The state of a slice and of the role on its hosts."""
 
   slice: str  # its state in the TPU API's own words; "ABSENT": there is none
-  roles: tuple[
-    str, ...
-  ] = ()  # by host, as `look_script` prints them: "running 0", "exited 1", "none"
+  # By host, as `look_script` prints them: "running 0", "exited 1", "none".
+  roles: tuple[str, ...] = ()
   leader: str = ""  # address of host 0
 
 

@@ -92,26 +92,19 @@ def flows(
     apart: shards have links of their own, instead of standing beside islands.
     listeners: members somewhere else that get every version and push nothing: the evaluator.
   """
-  count = sync.num_shards
+  count, whole = sync.num_shards, exchanged(sizes, sync)
   at = [islands + s if apart else s % islands for s in range(count)]
-  places = islands + count if apart else islands
-  owned = [exchanged(owned_sizes(sizes, s, count), sync) for s in range(count)]
-  push_bytes, publish_bytes = [0] * places, [0] * places  # of a place's shards, per learner
-  sent, received = [0] * places, [0] * places
-  for s, (place, mine) in enumerate(zip(at, owned)):
-    push_bytes[place] += mine.push_bytes
-    publish_bytes[place] += mine.publish_bytes
+  here = int(not apart)  # learners beside a shard: what they exchange with it crosses no link
+  away, more = islands - here, [0] * (count if apart else 0)
+  sent, received = [whole.push_bytes] * islands + more, [whole.publish_bytes] * islands + more
+  for s, place in enumerate(at):
+    mine = exchanged(owned_sizes(sizes, s, count), sync)
+    sent[place] += (away + listeners) * mine.publish_bytes - here * mine.push_bytes
+    received[place] += away * mine.push_bytes - here * mine.publish_bytes
     buddy = at[(s + 1) % count]
     if buddy != place:
       sent[place] += mine.publish_bytes
       received[buddy] += mine.publish_bytes
-  for place in range(places):
-    here = int(place < islands)  # learners at this place
-    away = islands - here
-    sent[place] += here * (sum(push_bytes) - push_bytes[place])
-    sent[place] += (away + listeners) * publish_bytes[place]
-    received[place] += here * (sum(publish_bytes) - publish_bytes[place])
-    received[place] += away * push_bytes[place]
   return list(zip(sent, received))
 
 
@@ -215,11 +208,6 @@ class SyncTime:
     """From the first learner's copy-out until the version is ready at the learners."""
     return sum(dataclasses.astuple(self))
 
-  @property
-  def on_links(self) -> float:
-    """The part that more bandwidth shortens."""
-    return self.push + self.copy + self.publish
-
 
 def _copy_outs(setting: Setting) -> list[float]:
   """Mean times of the learners' copy-outs, in steps since they were asked, ascending.
@@ -255,9 +243,9 @@ def sync_time(setting: Setting, size: int) -> SyncTime:
   one, away, (rate, shard_rate) = exchanged([size], sync), setting.away, setting.rates
   at = _copy_outs(setting)
   listeners = away + setting.evaluator
-  publish = max(bool(away) / rate, listeners / shard_rate) * one.publish_bytes if away else 0.0
-  places = {s if setting.apart else s % m for s in range(sync.num_shards)}
-  copied = len(places) > 1  # else the buddy is the shard itself, or its neighbour at one place
+  publish = max(1 / rate, listeners / shard_rate) * one.publish_bytes if away else 0.0
+  # Else the buddy is the shard itself, or its neighbour at one place.
+  copied = sync.num_shards > 1 and (setting.apart or m > 1)
   hops = 2 * min(away, 1) + 2 * copied  # push and publish, copy and its receipt
   touched = 1 + commit_vectors(sync, setting.momentum, m)  # the last push, the commit
   vector = F32_BYTES * size / 1e9

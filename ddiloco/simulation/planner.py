@@ -59,10 +59,8 @@ def make(setting: Setting) -> ExchangePlan:
   """The plan of one setting; its `period_steps` is the effective H."""
   link_load, average_gbps = _links(setting, setting.sync)
   core_load, model_bytes = _core_load(setting, setting.sync), F32_BYTES * sum(setting.sizes)
-  host_seconds = (
-    (bandwidth.PUSH_VECTORS + bandwidth.STAGE_VECTORS) * model_bytes / (setting.host_gbytes * 1e9)
-  )
-  host_load = host_seconds / setting.period_seconds
+  host_bytes = (bandwidth.PUSH_VECTORS + bandwidth.STAGE_VECTORS) * model_bytes
+  host_load = host_bytes / (setting.host_gbytes * 1e9) / setting.period_seconds
   sync, usual = bandwidth.sync_time(setting, max(setting.sizes)), _usual(setting)
   overlap_steps = math.ceil(sync.total / setting.step_seconds)
   period_steps, utilisation = _pace(setting, sync, usual, max(link_load, core_load, host_load))
@@ -112,7 +110,7 @@ def _core_load(setting: Setting, sync: SyncConfig) -> float:
 
 def _peak_gbps(setting: Setting, sync: SyncTime) -> float:
   """See `ExchangePlan`."""
-  rest, least = sync.total - sync.on_links, 0.0
+  rest, least = sync.total - (sync.push + sync.copy + sync.publish), 0.0  # not on links
   for begun, seconds in bandwidth.pushes(setting, max(setting.sizes)):
     spare = setting.overlap_seconds - rest - begun
     least = max(least, (seconds + sync.copy + sync.publish) / spare if spare > 0 else math.inf)

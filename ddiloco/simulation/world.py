@@ -90,8 +90,7 @@ class Actor:
     """The runtime of its role."""
     world, saver = self.world, None
     if world.sync.snapshot_steps:
-      disk = self.faults.disk
-      saver = Saver(world.storage, self.name, self.incarnation, self, disk, self)
+      saver = Saver(world.storage, self.name, self.incarnation, self, self.faults.disk, self)
     return Runtime(
       self,
       self,

@@ -237,17 +237,20 @@ def make_mesh(devices: Sequence[Device], island: IslandConfig) -> Mesh:
   return Mesh(array, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
-def param_sharding(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh) -> NamedSharding:
+def param_sharding(
+  axes: Sequence[str | None] | None, shape: Sequence[int], mesh: Mesh
+) -> NamedSharding:
   """The layout of an array (parameter or activation) with these logical axes, one per dimension.
 
   A mesh axis is left out where it does not divide the dimension or an earlier dimension uses it.
+  `axes` None: no dimension has a name, and every device has the whole array.
 
   Raises:
     ValueError: `axes` and `shape` have different lengths.
   """
   used: set[str] = set()
   spec: list[Any] = []
-  for name, size in zip(axes, shape, strict=True):
+  for name, size in zip((None,) * len(shape) if axes is None else axes, shape, strict=True):
     split: list[str] = []
     for axis in RULES.get(name or "", ()):
       parts = math.prod(mesh.shape[a] for a in (*split, axis))

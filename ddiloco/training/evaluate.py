@@ -59,7 +59,7 @@ class HeldoutLoss:
       return jax.tree.map(jnp.mean, each)
 
     self._frozen = {
-      name: jax.device_put(value, param_sharding(axes.get(name, ()), value.shape, mesh))
+      name: jax.device_put(value, param_sharding(axes.get(name), value.shape, mesh))
       for name, value in frozen(evaluated).items()
     }
     self._batches, self._measure = jax.tree.map(place, stacked), jax.jit(measure)

@@ -360,7 +360,7 @@ class IslandStep:
       layouts if mesh.size > 1 else None,
     )
     self.frozen = {
-      name: self._placed(leaf, axes.get(name, (None,) * len(leaf.shape)))
+      name: self._placed(leaf, axes.get(name))
       for name, leaf in custom.frozen_shapes(config.model).items()
     }
     self.layout = StateLayout(self.transform, self.leaves, self.replicated)
@@ -379,7 +379,7 @@ class IslandStep:
       for name, leaf in self.frozen.items()
     }
 
-  def _placed(self, leaf: jax.ShapeDtypeStruct, axes: Axes) -> jax.ShapeDtypeStruct:
+  def _placed(self, leaf: jax.ShapeDtypeStruct, axes: Axes | None) -> jax.ShapeDtypeStruct:
     sharding = param_sharding(axes, leaf.shape, self.mesh)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 

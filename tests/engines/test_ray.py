@@ -152,13 +152,15 @@ def test_a_learner_that_joins_during_the_run_gets_an_actor(monkeypatch):
 
   run, started = object.__new__(engine.RayEngine), []
   run.config, run._actors = tiny(steps=1), {("learner-0", 0): "a"}
-  run._start_actor = lambda *what: started.append(what) or run._actors.update({what[::2]: "b"})
+  new = types.SimpleNamespace(remote=lambda: "b")
+  made_by = types.SimpleNamespace(options=lambda **how: started.append(how["resources"]) or new)
+  monkeypatch.setattr(engine.ray, "remote", lambda _: made_by)
   made = []
   monkeypatch.setattr(engine, "RemoteProcess", lambda actor, *_: made.append(actor))
   run._meetings = {}
   for name in ("learner-0", "learner-7", "learner-7"):
     run._spawn(name, 0)(["command"], Path("log"))
-  assert made == ["a", "b", "b"] and started == [("learner-7", {}, 0)]
+  assert made == ["a", "b", "b"] and started == [{}] and ("learner-7", 0) in run._actors
 
 
 @needs_ray

@@ -183,6 +183,17 @@ def test_what_is_frozen_is_on_the_mesh_and_nowhere_else(accumulation_steps):
   assert measured["loss"] == pytest.approx(float(np.mean(expected)), rel=1e-5)
 
 
+def test_the_evaluator_takes_frozen_arrays_whose_axes_have_no_names(monkeypatch):
+  named = Tuned.logical_axes
+  trained_alone = lambda self: {name: named(self)[name] for name in self.shapes()}  # noqa: E731
+  monkeypatch.setattr(Tuned, "logical_axes", trained_alone)
+  config, model = make({"devices": 1}, 1, "tuned")[1], Tuned()
+  params = initial.initial_params(config)
+  measured = HeldoutLoss(config.model, [batch(0)], jax.devices()[:2]).measure(params)
+  expected = model.evaluate({**params, **model.frozen()}, batch(0))["loss"]
+  assert measured["loss"] == pytest.approx(float(expected), rel=1e-5)
+
+
 def test_everything_that_the_model_measures_is_told():
   config = make({"devices": 1})[1]
   params = initial.initial_params(config)
