@@ -206,7 +206,8 @@ def test_an_evaluator_saves_the_final_model_once_there_is_room_and_else_its_shar
     assert single_roles._evaluator(runner, "open") == FINISHED
   assert (tried[-1] == "concluded") == leaves and len(tried) == (4 if leaves else 6)
   # It may die while it measures: its next life could not reach the shards, which have ended.
-  assert workdir.outcome(tmp_path) == ({"reason": "finished"} if leaves else {})
+  over = {"reason": "finished", "total_tokens": CONFIG.run.total_tokens}
+  assert workdir.outcome(tmp_path) == (over if leaves else {})
 
 
 @pytest.mark.parametrize("evaluator", ["is here", "is silent", "was never here", "has saved it"])
