@@ -154,8 +154,12 @@ class RayEngine(ProcessesEngine):
 
   def _spawn(self, name: str, host: int) -> Spawn:
     kind, number = parse_role(name)
-    actor = self._learner(number, host) if kind == "learner" else self._actors[name, host]
-    return lambda command, log: RemoteProcess(actor, command, log, self._meetings.get(name, ""))
+
+    def spawn(command: list[str], log: Path) -> RemoteProcess:  # a learner may have left, and join
+      actor = self._learner(number, host) if kind == "learner" else self._actors[name, host]
+      return RemoteProcess(actor, command, log, self._meetings.get(name, ""))
+
+    return spawn
 
   def _meeting(self, learner: int) -> str:
     """Ray knows the url once host 0 has a node, and tells the actors; nothing waits for it here."""
