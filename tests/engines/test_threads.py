@@ -418,21 +418,27 @@ def test_a_run_whose_quorum_has_left_has_failed_and_says_why(corpus, tmp_path, c
   assert ran.outcome.why == why and why in capsys.readouterr().err
 
 
-def test_a_learner_that_has_left_joins_again(corpus, tmp_path):
-  joined = []
+def test_a_learner_that_has_left_joins_again_and_what_is_planned_for_it_strikes(corpus, tmp_path):
+  joined, merged, stalled = [], [], []
 
-  def merged_again(event) -> bool:
+  def all_seen(event) -> bool:
     if event.kind == "joined" and event.role == "learner-2":
       joined.append(event)
+      if len(joined) == 2:
+        ask_for(tmp_path, Fault("stall", "learner-2", at_seconds=0.0, seconds=1.0))
     if event.kind == "stopped" and event.role == "learner-2" and len(joined) == 1:
       ask_for(tmp_path, Fault("join", "learner-2", at_seconds=0.0, seconds=-1))
-    return len(joined) == 2 and event.kind == "commit" and 2 in event.weights
+    if len(joined) == 2:
+      merged.extend([event] if event.kind == "commit" and 2 in event.weights else [])
+      stops = event.kind == "step" and event.role == "learner-2" and event.gap_seconds > 1
+      stalled.extend([event] if stops else [])
+    return bool(merged and stalled) or event.time > 100
 
   faults = [fault("join", "learner-2", 20, seconds=0.5)]
   config = make_config(2, steps=10**6, chaos={"faults": faults})
-  ran = Ran(config, corpus, tmp_path, stop_after=merged_again)
+  ran = Ran(config, corpus, tmp_path, stop_after=all_seen)
   first, second = joined
-  assert second.incarnation > first.incarnation
+  assert second.incarnation > first.incarnation and merged and stalled
   assert not ran.of("exit") and not ran.of("crash")
 
 
