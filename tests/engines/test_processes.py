@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -538,6 +539,25 @@ def test_a_learner_that_has_left_joins_again(tmp_path):
   finally:
     run.kill()
   assert not events_of(workdir, "exit")
+
+
+@pytest.mark.slow
+def test_a_workdir_that_is_deleted_under_a_run_is_reported_and_the_run_goes_on(tmp_path):
+  config = tiny(600, min_step_seconds=0.02, sync={"snapshot_steps": 20})
+  (tmp_path / "config.json").write_text(config.to_json())
+  workdir, log = tmp_path / "run", tmp_path / "log"
+  config = f"--config={tmp_path / 'config.json'}"
+  run = start("train", "--engine=processes", "--cpu", config, f"--workdir={workdir}", log=log)
+  try:
+    wait_long(lambda: events_of(workdir, "commit"), "a commit", run, log)
+    while (workdir / "config.json").exists():  # its roles write meanwhile
+      shutil.rmtree(workdir, ignore_errors=True)
+    assert run.wait(200) == 0, log.read_text()
+  finally:
+    run.kill()
+  assert "evaluator.jsonl: was deleted while its run goes on" in log.read_text()
+  assert all(np.isfinite(value).all() for value in weights.load(workdir / "result").values())
+  assert json.loads((workdir / "outcome.json").read_text())["reason"] == "finished"
 
 
 @pytest.mark.slow
