@@ -527,9 +527,9 @@ def test_a_learner_that_has_left_joins_again(tmp_path):
   try:
     wait_long(lambda: events_of(workdir, "joined", "learner-2"), "a learner to join", run, log)
     os.kill(*processes_of(workdir, "--learner=2"), signal.SIGTERM)
-    gone = lambda: not processes_of(workdir, "--learner=2")  # noqa: E731
-    wait_long(gone, "its departure", run, log)
-    ask_for(workdir, Fault("join", "learner-2", at_seconds=0.0, seconds=-1))
+    join = Fault("join", "learner-2", at_seconds=0.0, seconds=-1)
+    again = lambda: ask_for(workdir, join) or events_of(workdir, "fault")[1:]  # noqa: E731
+    wait_long(again, "its supervisor to see that it has left", run, log)
     back = lambda: events_of(workdir, "joined", "learner-2")[1:]  # noqa: E731
     (second,) = wait_long(back, "its return", run, log)
     later = lambda: [e for e in events_of(workdir, "commit") if e.time > second.time]  # noqa: E731
