@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # an editor follows no `__getattr__`
-  from ddiloco.api import Run, load, plan, simulate, train  # noqa: F401
+  from ddiloco.api import Run, RunFailed, load, plan, simulate, train  # noqa: F401
   from ddiloco.config import Config, ConfigError, default  # noqa: F401
   from ddiloco.models.model import Model, NnxModel, batch_key  # noqa: F401
   from ddiloco.training.data import Source  # noqa: F401
@@ -28,6 +28,7 @@ _HOMES = {
   "Model": "ddiloco.models.model",
   "NnxModel": "ddiloco.models.model",
   "Run": "ddiloco.api",
+  "RunFailed": "ddiloco.api",
   "Source": "ddiloco.training.data",
   "batch_key": "ddiloco.models.model",
   "default": "ddiloco.config",

@@ -89,6 +89,10 @@ def _checked(config: Settings) -> Config:
 # --- Train, plan or simulate what a config describes
 
 
+class RunFailed(RuntimeError):
+  """A run has ended before its end, though not as asked. The text says why, and what to do."""
+
+
 def train(
   config: Settings,
   workdir: str | Path,
@@ -101,8 +105,7 @@ def train(
   """Trains as the config says, to the end, and returns the run; a run already in workdir goes on.
 
   It may be called again and again. The number of fake CPU devices is set where this process first
-  uses JAX: before that, train a run whose islands have several of them. A run that fails does not
-  raise: see `reason` in its `summary()`.
+  uses JAX: before that, train a run whose islands have several of them.
 
   Args:
     config: the run's; what `load` or `default` gave, or a checked `Config`.
@@ -113,10 +116,12 @@ def train(
     **options: further arguments of the engine, such as `address` of Ray.
 
   Returns:
-    The run; `summary()["reason"]` says whether it is finished or has failed.
+    The run, which is finished.
 
   Raises:
     ConfigError: names the field, the value, the rule and the fix.
+    RunFailed: too few learners are left for a quorum, or a shard is gone for good; what is merged
+      is saved. Or the end of the run could not be saved.
     KeyboardInterrupt: it was asked to end (Ctrl-C, a notebook's interrupt, SIGTERM). All work is
       merged and saved first, after a second one what is merged by then. The same call goes on.
   """
@@ -131,6 +136,10 @@ def train(
   end = outcome(run)  # a program that is asked to end begins no further run
   if end.get("reason") == "stopped" or "interrupted" in end.get("left_out", {}).values():
     raise KeyboardInterrupt(f"the run in {run} is {end['reason']}")
+  if end.get("reason") != "finished":
+    why = end.get("why", "its end is not saved, as its output says")
+    fix = "the same call goes on with it and starts all roles; sync.min_quorum may be lower then"
+    raise RunFailed(f"the run in {run} has failed: {why}. Fix: {fix}.")
   return Run(run)
 
 

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 # Exit statuses of commands, runs and roles.
 FINISHED = 0  # done, or ended when asked to and nothing is lost
-LOST = 1  # work was lost, or what a command checks does not hold
+LOST = 1  # work was lost, a run has failed, or what a command checks does not hold
 BAD_USAGE = 2  # the command, its config, or what these name is wrong
 INTERRUPTED = 130  # by Ctrl-C; of a whole run also by SIGTERM
 TERMINATED = 143  # of a role that ended when asked to, where a scheduler takes 0 for a finished run

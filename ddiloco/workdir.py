@@ -39,7 +39,7 @@ CHECKPOINTS = "checkpoints"
 ISLANDS = "islands"  # in a run without shards, the parameters of each island
 OURS = (
   *("alone", COMPILED, CHECKPOINTS, ISLANDS, "events", "logs", "tensorboard", "report", RESULT),
-  *(PROFILES, PROFILE_REQUESTS, OUTCOME, STARTED, SOURCES, FAULTS, "config.json"),
+  *(PROFILES, PROFILE_REQUESTS, STARTED, SOURCES, FAULTS, "config.json"),
 )
 _TRAINED = (
   "another process trains in it at this moment. Fix: end that run, or choose another directory."
@@ -147,8 +147,13 @@ def check(workdir: Path, config: Config, overwrite: bool) -> bool:
 
 
 def outcome(workdir: Path) -> dict[str, Any]:
-  """The content of outcome.json; empty before the run's end, or if a kill has torn the file."""
-  return mapping(workdir / OUTCOME)
+  """The content of outcome.json; empty before the run's end, also where a finished run begins to go
+  on with more tokens, or if a kill has torn the file."""
+  found = mapping(workdir / OUTCOME)
+  match mapping(workdir / "config.json"):
+    case {"run": {"total_tokens": tokens}} if found.get("total_tokens", tokens) != tokens:
+      return {}
+  return found
 
 
 def reached_end(workdir: Path, config: Config) -> bool:
@@ -212,18 +217,19 @@ def claim(workdir: Path, config: Config, overwrite: bool) -> bool:
         _lock(roles, fcntl.LOCK_EX, f"--workdir={workdir}: {_ROLES_LIVE}", END_SECONDS)
       for path in ours:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-      (workdir / OUTCOME).unlink(missing_ok=True)  # first: it is about the tokens of the old config
       write_whole(workdir / "config.json", config.to_json() + "\n")
+      (workdir / OUTCOME).unlink(missing_ok=True)
       start_time(workdir)
   return goes_on
 
 
 def left_by_a_run(workdir: Path) -> list[Path]:
-  """What --overwrite deletes, there or not: the files that tell of a run, config.json, come last.
+  """What --overwrite deletes, there or not. First what says that the run is over: of its files some
+  are gone soon. The files that tell of a run, config.json, come last.
 
   A remainder of the old result that outlived them would be taken for the next run's result.
   """
-  return [*workdir.glob(REMAINDERS), *(workdir / name for name in OURS)]
+  return [workdir / OUTCOME, *workdir.glob(REMAINDERS), *(workdir / name for name in OURS)]
 
 
 def _refuse_to_delete(workdir: Path, paths: Collection[Path]) -> None:

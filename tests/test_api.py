@@ -141,6 +141,39 @@ def test_islands_of_one_device_train_where_jax_was_used_before(tmp_path):
   assert all(0 < float(loss) < 10 for loss in done.stdout.splitlines()[-1].split())
 
 
+@pytest.mark.parametrize(
+  "end, said",
+  [
+    ({"reason": "failed", "why": "left: learner-0"}, "failed: left: learner-0. Fix: the same call"),
+    (None, "failed: its end is not saved, as its output says. Fix: the same call"),
+  ],
+)
+def test_a_run_that_fails_is_no_run_that_was_interrupted(tmp_path, monkeypatch, end, said):
+  """It raised KeyboardInterrupt where its quorum had left; and nothing where it was not saved."""
+
+  def ends(config, workdir, *_) -> None:
+    workdir.mkdir()
+    (workdir / "config.json").write_text(config.to_json())
+    if end is not None:
+      (workdir / "outcome.json").write_text(json.dumps(end))
+
+  monkeypatch.setattr("ddiloco.engines.session.train", ends)
+  with pytest.raises(ddiloco.RunFailed, match=said):
+    ddiloco.train(small(20, num_learners=2), tmp_path / "run", cpu=True)
+
+
+@pytest.mark.slow
+def test_a_run_that_loses_its_quorum_for_good_says_who_is_left(tmp_path):
+  jax.devices()
+  config, run = small(10**5, num_learners=2), tmp_path / "run"
+  config.sync.min_quorum = 2
+  config.chaos.faults = ({"action": "kill", "role": "learner-1", "at_step": 20, "seconds": -1},)
+  why = r"its quorum is 2 \(sync.min_quorum\), the learners that are left: learner-0"
+  with pytest.raises(ddiloco.RunFailed, match=rf"^the run in .*/run has failed: {why}\. Fix: "):
+    ddiloco.train(config, run, cpu=True)
+  assert ddiloco.Run(run).summary()["reason"] == "failed" and ddiloco.Run(run).params()
+
+
 @pytest.mark.slow
 def test_an_interrupt_ends_a_sweep_and_the_run_can_go_on(tmp_path):
   """It would begin the next run, which nobody wants who has interrupted the program."""

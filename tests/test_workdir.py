@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import fcntl
 import itertools
+import json
 import shutil
 import threading
 import time
@@ -173,11 +174,11 @@ def test_an_outcome_that_cannot_be_read_is_not_taken_for_none(tmp_path, monkeypa
 def test_a_finished_run_that_is_killed_while_it_begins_to_go_on_still_goes_on(
   tmp_path, monkeypatch, kill_after
 ):
-  """Its config said more tokens already, and its outcome that it had finished them."""
+  """Its config said more tokens already, and its outcome that it had finished them; or its outcome
+  was gone, and its config said that it had never reached its end."""
   workdir.claim(tmp_path, CONFIG, False)
-  (tmp_path / workdir.OUTCOME).write_text('{"reason": "finished"}')
-  run = dataclasses.replace(CONFIG.run, total_tokens=2 * CONFIG.run.total_tokens)
-  longer = dataclasses.replace(CONFIG, run=run)
+  over = {"reason": "finished", "total_tokens": CONFIG.run.total_tokens}
+  (tmp_path / workdir.OUTCOME).write_text(json.dumps(over))
   calls = iter(range(9))
 
   def killed(real):
@@ -192,8 +193,10 @@ def test_a_finished_run_that_is_killed_while_it_begins_to_go_on_still_goes_on(
     patched.setattr(workdir, "write_whole", killed(workdir.write_whole))
     patched.setattr(Path, "unlink", killed(Path.unlink))
     with pytest.raises(KeyboardInterrupt):
-      workdir.claim(tmp_path, longer, False)
-  assert workdir.claim(tmp_path, longer, False), "it goes on"
+      workdir.claim(tmp_path, longer(CONFIG), False)
+  goes_on = workdir.saved_config(tmp_path) == longer(CONFIG)
+  assert workdir.outcome(tmp_path) == ({} if goes_on else over)
+  assert workdir.claim(tmp_path, longer(CONFIG), False), "it goes on"
 
 
 def longer(config: Config) -> Config:
@@ -319,9 +322,11 @@ def test_to_overwrite_goes_on_wherever_it_was_killed(tmp_path, monkeypatch, kill
     rmtree(path)
 
   monkeypatch.setattr(shutil, "rmtree", killed)
+  (tmp_path / workdir.OUTCOME).write_text('{"reason": "finished"}')
   with pytest.raises(KeyboardInterrupt):
     workdir.claim(tmp_path, CONFIG, overwrite=True)
   assert (tmp_path / "config.json").exists()
+  assert not workdir.outcome(tmp_path), "it was finished, and its events and result are gone"
   workdir.claim(tmp_path, CONFIG, overwrite=True)
   assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "started"]
 

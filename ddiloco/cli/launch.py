@@ -110,10 +110,11 @@ def _afford(given: Flags, placement: Placement, machines: int) -> list[str]:
   """
   counts, prices, hours = paid_for(placement, machines), prices_of(given.prices), given.hours
   where = {i.where for i in placement.islands}
-  lines = [f"{placement.name}: {len(placement.islands)} islands in {len(where)} places"]
+  lines = [f"{placement.name}: islands: {len(placement.islands)}, places: {len(where)}"]
   for island in placement.islands:
     shape = island.shape
-    text = f"{shape.name} {shape.topology}, {shape.hosts} hosts of {shape.chips_per_host} chips"
+    size = f"hosts: {shape.hosts}, chips of each: {shape.chips_per_host}"
+    text = f"{shape.name} {shape.topology}, {size}"
     lines.append(f"  {island.role} in {island.where or 'the current cluster'}: {text}")
   lines += cost_lines(counts, prices, hours)
   if given.dry_run:
@@ -147,7 +148,7 @@ def _on_gke(given: Flags, run: gke.GkeRun, action: str) -> int:
     completed = clusters.watch(3600 * given.watch_hours, given.poll_seconds)
     return FINISHED if completed else LOST
   left = clusters.delete(60 * run.delete_minutes)
-  addresses = f", {len(run.shard_addresses)} addresses" if run.shard_addresses else ""
+  addresses = "".join(f", address {each}" for each in run.shard_addresses)
   stays = f"node pools, {run.placement.config.checkpoint.path}, the claim {run.claim}{addresses}"
   stays = f"Left alone, and paid for: {stays}. docs/launch.md ends with what deletes them."
   print("\n".join([*left, stays]))

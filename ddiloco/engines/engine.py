@@ -32,7 +32,7 @@ from ddiloco.observe.eventlog import Listener, Recorder
 from ddiloco.observe.guards import Guard, Warnings, ended, warn
 from ddiloco.protocol import events, supervisor
 from ddiloco.protocol.supervisor import UP
-from ddiloco.protocol.values import Frozen
+from ddiloco.protocol.values import Frozen, replace
 from ddiloco.roles import initial
 from ddiloco.roles.evaluator import Evaluator, Measure
 from ddiloco.roles.learner import Quarantined
@@ -48,13 +48,14 @@ MEASURE_SECONDS = 60.0  # for the evaluator to get the last versions, or to fini
 class RunResult(Frozen):
   """What a run leaves: the global model, every learner's steps, and why the run ended."""
 
-  reason: str  # finished, stopped or failed
+  reason: str  # finished, stopped (as asked) or failed (it could not reach its end)
   params: Mapping[str, np.ndarray]  # global model; without shards of the first remaining learner
   island_params: dict[int, dict[str, np.ndarray]]  # of remaining learners; only without shards
   lost: str = ""  # work that is lost although the run went on
   saved: bool = False  # `params`, or a newer result, are in WORKDIR/result already
   untrained_loss: float | None = None  # held-out, of the initial parameters; None: not measured
   merged_tokens: int = 0  # that `params` have seen; without shards, those of all islands
+  why: str = ""  # it cannot reach its end
 
 
 def newer_result(workdir: Path, merged_tokens: int) -> str:
@@ -116,7 +117,6 @@ class Engine:
     self._saving = threading.Lock()  # held while the model of the end is saved
     self._ending = False  # the run is over, and roles end in good order
     self._lost: dict[str, str] = {}  # role -> its work that was not merged at the end
-    self._quorum_at = time.monotonic()  # when a quorum of learners was last there, or to come
 
   def run(self, listeners: Sequence[Listener] = ()) -> RunResult:
     """Runs to the end of the token budget, until Ctrl-C or SIGTERM, or until `stop` is set.
@@ -145,6 +145,7 @@ class Engine:
         self._finish("stopped")
         raise
       self._plan()
+      reason = "stopped"
       try:
         reason = self._take_turns(self._over)
         if reason == "failed":
@@ -152,14 +153,14 @@ class Engine:
         self._ending = True
         self._end(reason)
       except KeyboardInterrupt:  # a second Ctrl-C: do not wait until work is merged
-        reason, self._ending = "finished" if self._merged() else "stopped", False
+        reason, self._ending = "finished" if self._merged() else reason, False
       finally:
         self._kill()
     self._finish(reason)
     if reason == "stopped" and self.leave.is_set() and not self._global_step:
       raise KeyboardInterrupt
     with self._saving:
-      return self._outcome(reason)
+      return replace(self._outcome(reason), why=self._state.hopeless)
 
   def close(self) -> None:
     """Lets go of what the engine has held since its construction, whether it ran or was refused."""
@@ -234,16 +235,7 @@ class Engine:
       return "stopped"
     if self._state.hopeless:
       return "failed"
-    now, learners = time.monotonic(), supervisor.members(self._state, "learner-").values()
-    left = sum(not role.ended for role in learners)
-    if left >= self._state.quorum:
-      self._quorum_at = now
-    patience = self.config.network.give_up_seconds
-    if now - self._quorum_at <= patience:  # the evaluator may be behind, or about to start again
-      return None
-    few = f"{left} learners are left, and {self._state.quorum} are needed"
-    warn(f"{few}; the final model has not come in {patience:g} s. The run is stopped.")
-    return "stopped"
+    return None
 
   def _end(self, reason: str) -> None:
     """Ends learners and shards in good order: learners push their work while shards merge it."""
@@ -290,8 +282,10 @@ class Engine:
       config.run,
       dict.fromkeys(self._roles(), supervisor.Role()),
       tuple(f for f in self._planned if self.processes or f.action == "join"),
-      config.sync.min_quorum if config.sync.num_shards else 1,
-      self.shortest_life_seconds,
+      quorum=config.sync.min_quorum if config.sync.num_shards else 1,
+      # When learners have left, the evaluator may be behind, or about to start again.
+      patience_seconds=config.network.give_up_seconds,
+      shortest_life_seconds=self.shortest_life_seconds,
     )
 
   def _take_turns(self, over: Callable[[], T], seconds: float = math.inf) -> T:

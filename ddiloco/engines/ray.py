@@ -146,8 +146,10 @@ class RayEngine(ProcessesEngine):
         ray.kill(self._actors.pop(key))
 
   def _spawn(self, name: str, host: int) -> Spawn:
-    actor = self._actor(name, host)
-    return lambda command, log: RemoteProcess(actor, command, log, self._meetings.get(name, ""))
+    def spawn(command: list[str], log: Path) -> RemoteProcess:  # a learner may have left, and join
+      return RemoteProcess(self._actor(name, host), command, log, self._meetings.get(name, ""))
+
+    return spawn
 
   def _meeting(self, learner: int) -> str:
     """Ray knows the url once host 0 has a node, and tells the actors; nothing waits for it here."""

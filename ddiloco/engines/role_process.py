@@ -50,6 +50,7 @@ PROGRESS_SECONDS = 10.0
 CLOSE_SECONDS = 10.0  # for the runner's thread to end; its terminal may be stuck
 FIRST_STEP_SECONDS = 60.0  # for probes, a learner's usual step until it is known
 EARLY_SECONDS = 1.0  # for a role that has not begun yet to end by itself
+GOODBYE_SECONDS = 1.0  # at least, for what is still queued when a role ends
 
 
 def load_keys(place: RoleSpec, address: str) -> Keys | None:
@@ -134,7 +135,7 @@ class RoleRunner:
     self._heard: list[int] = []  # the signals that have come
     self.stop = threading.Event()
     self._closing = threading.Event()
-    self._said_stop = False
+    self._asked_at = math.inf  # when a signal was first seen to ask it to end
     self._over: Ended | Outnumbered | None = None  # why this life cannot go on
     self._began = False  # the role checks for signals itself, or other roles may know of it
     self._waited = False  # whether the role has waited for a newer life to fall silent
@@ -252,8 +253,15 @@ class RoleRunner:
     life = self.address, self.incarnation, self.recorder, self.faults.disk
     return None if self.storage is None else Saver(self.storage, *life)
 
+  def time_left(self) -> float:
+    """Seconds to bring out what the role has: `network.drain_seconds` in all, once it was asked to
+    end. Who has asked kills it soon after."""
+    drain_seconds = self.config.network.drain_seconds
+    ago = max(0.0, time.monotonic() - self._asked_at)
+    return max(drain_seconds - ago, min(GOODBYE_SECONDS, drain_seconds))
+
   def disconnect(self) -> None:
-    """Closes the connection; queued messages have `network.drain_seconds` to go out."""
+    """Closes the connection; queued messages have `time_left` to go out."""
     self._hangs.end(self.address)  # the loop is over; the time until the next loop is no step
     endpoint, self.endpoint = self.endpoint, None
     if endpoint is not None:
@@ -261,7 +269,7 @@ class RoleRunner:
       usual_seconds = self.usual_seconds()
       self.usual_seconds = lambda: usual_seconds
       self.ready, self.progress = lambda: "its next incarnation, or its end", lambda: ""
-      endpoint.close(0.0 if self._over else self.config.network.drain_seconds)
+      endpoint.close(0.0 if self._over else self.time_left())
 
   def reborn(self, after: int = 0) -> None:
     """The role starts again in this process, as a new incarnation: `after` or later."""
@@ -343,8 +351,8 @@ class RoleRunner:
       self._end_at = min(self._end_at, time.monotonic() + EARLY_SECONDS)
       if time.monotonic() >= self._end_at:
         self.end_early()
-    elif self.stop.is_set() and not self._said_stop:
-      self._said_stop = True
+    elif self.stop.is_set() and self._asked_at == math.inf:
+      self._asked_at = time.monotonic()
       self.say("was asked to end; brings out what it has (a second Ctrl-C ends it at once)")
 
   def _probe(self, waits_for: str) -> None:

@@ -191,7 +191,9 @@ def conclude(
   Raises:
     OSError: the result cannot be saved. Then no outcome is written: the run can go on.
   """
-  extra: dict[str, Any] = {"reason": outcome.reason}
+  extra: dict[str, Any] = {"reason": outcome.reason, "total_tokens": config.run.total_tokens}
+  if outcome.reason == "failed":
+    extra["why"] = outcome.why
   measured = lambda: _merged(config, workdir, outcome, loss)  # noqa: E731
   patience = config.network.give_up_seconds, pause
   if newer := until_saved(lambda: newer_result(workdir, outcome.merged_tokens), *patience):
@@ -490,7 +492,8 @@ def _print_end(config: Config, workdir: Path, extra: Mapping[str, Any]) -> None:
   report = f"Report: {workdir / 'report' / 'index.html'}   " if drawn else ""
   print(f"\n{report}Result: {workdir / workdirs.RESULT}")
   if extra["reason"] != "finished":
-    print("The run is not finished: the same command goes on with it.")
+    why = f" ({extra['why']})" if "why" in extra else ""
+    print(f"The run is not finished{why}: the same command goes on with it.")
 
 
 def describe(config: Config, corpus: data.Corpus | None = None) -> str:

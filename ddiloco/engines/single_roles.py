@@ -159,7 +159,7 @@ def _life(runner: RoleRunner, number: int, island, batches: Batches, afresh: boo
   finally:
     runner.disconnect()
     if saver is not None:
-      saver.close(config.network.drain_seconds)
+      saver.close(runner.time_left())
   return _left(runner, exchange.state)
 
 
@@ -248,7 +248,7 @@ def _syncer(runner: RoleRunner, shard: int) -> int:
   over, faults = _over(runner, role, unfounded), runner.faults
   try:
     role.run(faults, over)
-    until = time.monotonic() + settings.drain_seconds  # the buddy still gets what it lacks
+    until = time.monotonic() + runner.time_left()  # the buddy still gets what it lacks
     if replication is not None and not _complete(role):
       kept = lambda: role.idle and not replication.missing()  # noqa: E731
       role.run(faults, lambda: kept() or time.monotonic() >= until)
@@ -256,7 +256,7 @@ def _syncer(runner: RoleRunner, shard: int) -> int:
     role.close()
     runner.disconnect()
     if saver is not None:
-      saver.close(settings.drain_seconds)
+      saver.close(runner.time_left())
   runner.say(f"ends: {_served(role, config)}")
   return _shard_status(runner, role)
 
@@ -421,7 +421,8 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
     def end() -> None:
       save_result(config, runner.place.workdir, params, merged_tokens)
       # Roles that start from now on, this one perhaps, know that the run needs them no more.
-      session.write_outcome(runner.place.workdir, {"reason": "finished"})
+      over = {"reason": "finished", "total_tokens": config.run.total_tokens}
+      session.write_outcome(runner.place.workdir, over)
 
     runner.health.busy("saving and measuring the result")
     session.until_saved(end, config.network.give_up_seconds, stopping)
@@ -435,7 +436,8 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
     runner.disconnect()
   state = role.exchange.state
   if not state.joined:
-    raise Ended("ends before it had received the whole model: there is no result")
+    runner.say("ends, as asked, before it had received the whole model: there is no result")
+    return FINISHED
   if role.finished and not role.saved:
     raise Ended("has not saved the final model, which the shards keep. Fix: start it again")
   reason = "finished" if role.finished else "stopped"

@@ -170,7 +170,7 @@ class ThreadsEngine(Engine):
         self._hangs.end(name)
         self._life_steps[m] = role.exchange.state.step - beginning.state.step
       if unmerged := unmerged_tokens(role.exchange.state):
-        self._note_lost(name, f"{unmerged} tokens were not merged in network.drain_seconds")
+        self._note_lost(name, f"{unmerged} tokens were not merged in time")
 
   def _build(self, m: int, faults: Faults) -> bool:
     """Makes a new island once its devices answer; False if the run ends before that.
@@ -228,6 +228,7 @@ class ThreadsEngine(Engine):
       plan = [f for f in self._planned if f.role == name and f.action != "join"]
       self._faults[name] = Faults(plan, self._training_since, self._recorder.record, name)
     faults = self._faults[name]
+    faults.stopped.clear()
 
     def live(recorder: Recorder) -> None:
       if kind == "learner":

@@ -226,7 +226,13 @@ class Recorder:
 
     The file is opened each time: a handle may become stale, and its file may be deleted.
     """
-    self._begins |= not os.path.exists(self.path)
+    if not os.path.exists(self.path):
+      self._begins = True
+      if self._most:  # it has been written
+        lost = (
+          "perhaps with all of the workdir. What it had is lost; the run goes on with a new log"
+        )
+        self._warn("gone", f"{self.path}: was deleted while its run goes on, {lost}.")
     lines = self._lines(batch)
     self.path.parent.mkdir(parents=True, exist_ok=True)
     with self.path.open("a+b", buffering=0) as file:

@@ -6,8 +6,8 @@ Waits have limits, and loops that hang are noticed.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import dataclasses
+import math
 import sys
 import threading
 import time
@@ -71,7 +71,7 @@ class Guard:
       return instead
 
 
-AFTER_CLOSE_SECONDS = 600.0  # that a `Drain` goes on trying
+AFTER_CLOSE_SECONDS = 600.0  # that the thread of a `Drain` goes on trying
 
 
 class Drain:
@@ -99,7 +99,7 @@ class Drain:
     self._capacity = capacity
     self._items: deque[Any] = deque()
     self._wake = threading.Event()
-    self._closed = False
+    self._closed = self._consuming = False
     self._flushed: deque[threading.Event] = deque()  # set after the turn that takes them
     self._thread = threading.Thread(target=self._run, name=name, daemon=True)
     self._thread.start()
@@ -136,31 +136,31 @@ class Drain:
     return not self.running or done.wait(timeout_seconds) or not self.running
 
   def close(self, timeout_seconds: float = 5.0) -> None:
-    """Consumes what is left and ends the thread; waits at most this long for a stuck disk. What
-    `consume` returns even then is tried for a while longer, for which nobody waits."""
-    if self._closed:
-      return
+    """Consumes what is left and ends the thread; waits at most this long for a full or stuck disk.
+    The thread goes on trying for a while, and a process that ends in good order waits once more."""
     self._closed = True
     self._wake.set()
-    ended(self._thread, timeout_seconds)
-    atexit.unregister(self.close)
+    self._thread.join(timeout_seconds)
+    if not self.running:
+      atexit.unregister(self.close)
+    elif self._consuming:  # else there is no room, which `consume` has said
+      _too_long(self._name, timeout_seconds)
 
   def _run(self) -> None:
-    last = False
-    while not last:
+    last, until = False, math.inf
+    while not last or (self._left and time.monotonic() < until):
       self._wake.wait(self._interval_seconds)
-      last = self._closed  # read before the queue is emptied: no item put before `close` is left
+      if self._closed and not last:  # read before the queue is emptied: no item put before is left
+        last, until = True, time.monotonic() + AFTER_CLOSE_SECONDS
       self._wake.clear()
       flushed = [self._flushed.popleft() for _ in range(len(self._flushed))]
       self._left += [self._items.popleft() for _ in range(len(self._items))]  # all put before those
       self._try()
       for done in flushed:
         done.set()
-    if self._left:
-      with contextlib.suppress(RuntimeError):  # the interpreter ends
-        threading.Thread(target=self._try_on, name=self._name, daemon=True).start()
 
   def _try(self) -> None:
+    self._consuming = True
     try:
       self._left = self._consume(self._left) or []
     except Exception:
@@ -168,12 +168,7 @@ class Drain:
       self.failures += 1
       if self.failures == 1:
         warn(f"{self._name} failed; the run goes on\n{traceback.format_exc()}")
-
-  def _try_on(self) -> None:
-    until = time.monotonic() + AFTER_CLOSE_SECONDS
-    while self._left and time.monotonic() < until:
-      time.sleep(self._interval_seconds)
-      self._try()
+    self._consuming = False
 
 
 # --- Waits: each has a limit, a name, and a line that says that the limit was exceeded

@@ -257,7 +257,7 @@ class Inherited(Event, frozen=True, kw_only=True):
 
 
 class NoDonor(Event, frozen=True, kw_only=True):
-  """No peer gave moments of these fragments in time: my own stay, zeros if I began afresh."""
+  """No peer is there to give moments of these, or in time: my own stay, zeros if I began afresh."""
 
   fragments: tuple[int, ...]
 

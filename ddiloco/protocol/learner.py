@@ -58,6 +58,8 @@ def on_message(state: LearnerState, message: messages.Message, sync: SyncConfig)
       state, todo = moments.on_provide_moments(state, message)
     case Publish() if owned:
       state, todo = _on_publish(state, message, sync)
+    case Rejection(round=-1, rejoin=False):
+      state = replace(state, wants_until=-math.inf)  # of its request for moments: no donor is there
     case Rejection():
       state, todo = _on_rejection(state, message, state.fragments[p] if owned else None)
   return state, [*captured, *todo]

@@ -198,7 +198,10 @@ class Publish(ToLearner):
 
 
 class Rejection(ToLearner):
-  """Your push was rejected, and why: go back to the fragment's base, your changes are discarded."""
+  """Your push was rejected, and why: go back to the fragment's base, your changes are discarded.
+
+  Round -1 without `rejoin`: your request for moments, since there is no donor.
+  """
 
   fragment: CountOrNone
   round: CountOrNone

@@ -73,19 +73,25 @@ def on_moments(state: SyncerState, moments: Moments, now: float) -> SyncerOutcom
 
 
 def _next(state: SyncerState, now: float) -> SyncerOutcome:
-  """Asks the next donor, unless a donation is under way and not late."""
+  """Asks the next donor, unless a donation is under way and not late. Where there is none, and none
+  may come back, no learner needs to wait."""
   if state.donation is not None and now < state.donation.until:
     return state, []
-  wanted = sorted({p for m, ps in state.asking.items() if m in state.members for p in ps})
+  asking = {m: ps for m, ps in state.asking.items() if m in state.members and ps}
   donors = [m for m in state.members if _can_give(state, m)]
-  if not wanted or not donors:
+  if not donors and state.recovery_over(now):
+    to = {m: state.to(state.members[m].incarnation) for m in sorted(asking)}
+    told = [Send(m, messages.Rejection(*to[m], -1, -1, False, "no donor is here")) for m in to]
+    return replace(state, donation=None, asking={}), [*told]
+  if not asking or not donors:
     return replace(state, donation=None), []
   asked = state.donors_asked
   donor = min(donors, key=lambda m: (asked.get(m, 0), m))
   member = state.members[donor]
   patience = max(state.sync.liveness_seconds, 10 * member.step_seconds, 3 * member.delivery_seconds)
-  donation = states.MomentTransfer(wanted[0], donor, now + patience)
-  ask = ProvideMoments(*state.to(member.incarnation), wanted[0])
+  wanted = min(p for ps in asking.values() for p in ps)
+  donation = states.MomentTransfer(wanted, donor, now + patience)
+  ask = ProvideMoments(*state.to(member.incarnation), wanted)
   asked = {**asked, donor: asked.get(donor, 0) + 1}
   return replace(state, donation=donation, donors_asked=asked), [Send(donor, ask)]
 
@@ -113,7 +119,8 @@ def want(state: LearnerState, now: float) -> LearnerState:
 
 
 def ask(state: LearnerState, now: float) -> LearnerOutcome:
-  """Asks the shards for the moments it still waits for; gives up at `wants_until`, and says so."""
+  """Asks the shards for the moments it still waits for; gives up at `wants_until`, which is now if
+  a shard has said that there is no donor, and says so."""
   over = now >= state.wants_until
   if not state.wants or (now < state.ask_at and not over):
     return state, []

@@ -53,7 +53,7 @@ class Exited(Frozen):
 
 
 class Left(Frozen):
-  """A role has ended in good order, or is no longer needed: it never starts again."""
+  """A role has ended in good order, or is no longer needed: it starts again only if it joins."""
 
   role: str
 
@@ -116,8 +116,8 @@ Action = Start | Strike | Hold | Terminate | Lost
 
 
 class Role(Frozen):
-  """One role over all its incarnations, its lives; a new role starts at the first `Tick`. Nothing
-  follows the phases LEFT and GONE."""
+  """One role over all its incarnations, its lives; a new role starts at the first `Tick`. Only a
+  planned join follows the phases LEFT and GONE."""
 
   phase: str = DOWN  # or UP, LEFT (in good order), GONE (given up, or killed for good)
   lives: int = 0  # how often it was started
@@ -130,11 +130,10 @@ class Role(Frozen):
   held_until: float = -math.inf  # its process is suspended: a stall; -inf: it is not
   leaves_at: float = math.inf  # when it is asked to end
   asked_to_end: bool = False  # in this incarnation
-  dismissed: bool = False  # it is not started again
 
   @property
   def ended(self) -> bool:
-    """Whether the role never starts again."""
+    """Whether the role starts again only if it joins."""
     return self.phase in (LEFT, GONE)
 
 
@@ -144,8 +143,11 @@ class Supervisor(Frozen):
   run: RunConfig  # how often and how soon roles are started again
   roles: Mapping[str, Role]  # in the order of starts
   planned: tuple[Fault, ...] = ()  # joins, and faults to perform, that are not performed yet
-  quorum: int = 0  # with fewer learners that are not gone the run is hopeless
+  quorum: int = 0  # with fewer learners that have not ended the run is hopeless: at once, or ...
+  patience_seconds: float = math.inf  # ... after so long, where some have left in good order
   shortest_life_seconds: float = 0.0  # between two starts of a role
+  few_since: float = math.inf  # when learners became fewer than a quorum; inf: they are not
+  dismissed: tuple[str, ...] = ()  # roles whose names begin so are not started any more
   hopeless: str = ""  # why the run can never reach its end; "": it can
 
 
@@ -175,7 +177,7 @@ def supervise(state: Supervisor, event: Event) -> tuple[Supervisor, list[Action]
     case Tick():
       state = _perform_planned(state, event, actions)
       turned = {name: _turn(name, role, event.now, actions) for name, role in state.roles.items()}
-      state = replace(state, roles=turned)
+      state = _judge(replace(state, roles=turned), event.now)
     case Requested(fault):
       state = replace(state, planned=(*state.planned, fault))
     case Working(name, now):
@@ -183,24 +185,32 @@ def supervise(state: Supervisor, event: Event) -> tuple[Supervisor, list[Action]
     case Left(name):
       state = _change(state, name, lambda r: replace(r, phase=LEFT))
     case Exited():
-      state = _judge(_change(state, event.role, lambda r: _lose(state, r, event, actions)))
+      state = _change(state, event.role, lambda r: _lose(state, r, event, actions))
+      state = _judge(state, event.now)
     case Dismiss(kind):
+      state = replace(state, dismissed=(*state.dismissed, kind))
       for name, role in members(state, kind).items():
         state = _put(state, name, _dismiss(name, role, actions))
   return state, actions
 
 
 def _perform_planned(state: Supervisor, tick: Tick, actions: list[Action]) -> Supervisor:
-  """Performs the faults that are due; those of a role that is down, or is killed now, wait."""
+  """Performs the faults that are due; those of a role that is down, or is killed now, wait. So does
+  the join of a learner that still leaves."""
   roles, left = dict(state.roles), list[Fault]()
   for fault in state.planned:
-    role, joins = roles.get(fault.role), fault.action == "join"
-    ready = joins or (role is not None and role.phase == UP and role.kill is None)
-    if not (ready and due(fault, tick.global_step, tick.seconds)):
+    role, joins = roles.get(fault.role, Role(phase=LEFT)), fault.action == "join"
+    ready = role.phase == UP
+    if joins:
+      ready = not fault.role.startswith(state.dismissed) and (role.ended or not role.asked_to_end)
+    if not (ready and role.kill is None and due(fault, tick.global_step, tick.seconds)):
       left.append(fault)
-    elif not joins or role is None:  # a learner that is there already cannot join
+    elif not joins or role.ended:  # a learner that is there already cannot join
       actions.append(Strike(fault))
-      roles[fault.role] = _struck(role or Role(), fault, tick.now, actions)
+      if joins:
+        earliest = role.started_at + state.shortest_life_seconds
+        role = Role(lives=role.lives, start_at=earliest)
+      roles[fault.role] = _struck(role, fault, tick.now, actions)
   return replace(state, roles=roles, planned=tuple(left))
 
 
@@ -222,16 +232,7 @@ def _turn(name: str, role: Role, now: float, actions: list[Action]) -> Role:
   """Does what is due for one role at a tick: a start, its departure, the end of a stall."""
   if role.phase == DOWN and now >= role.start_at:
     actions.append(Start(name, role.lives, role.afresh))
-    return replace(
-      role,
-      phase=UP,
-      lives=role.lives + 1,
-      started_at=now,
-      working_since=math.inf,
-      afresh=False,
-      held_until=-math.inf,
-      asked_to_end=False,
-    )
+    return Role(UP, role.lives + 1, role.deaths, started_at=now, leaves_at=role.leaves_at)
   if role.phase == UP and now >= role.leaves_at and not role.asked_to_end:
     role = _terminate(name, role, actions)
   if role.phase == UP and -math.inf < role.held_until <= now:
@@ -248,7 +249,7 @@ def _terminate(name: str, role: Role, actions: list[Action]) -> Role:
 
 def _dismiss(name: str, role: Role, actions: list[Action]) -> Role:
   if role.phase == UP:
-    return replace(_terminate(name, role, actions), dismissed=True)
+    return _terminate(name, role, actions)
   return replace(role, phase=LEFT) if role.phase == DOWN else role
 
 
@@ -265,22 +266,26 @@ def _lose(state: Supervisor, role: Role, event: Exited, actions: list[Action]) -
       pause = LONGEST_PAUSE_SECONDS
   actions.append(Lost(event.role, reason))
   role = replace(role, deaths=deaths, kill=None, afresh=event.afresh)
-  if pause is None or role.dismissed:
+  if pause is None or event.role.startswith(state.dismissed):
     return replace(role, phase=GONE if pause is None else LEFT)
   earliest = role.started_at + state.shortest_life_seconds
   return replace(role, phase=DOWN, start_at=max(event.now + pause, earliest))
 
 
-def _judge(state: Supervisor) -> Supervisor:
+def _judge(state: Supervisor, now: float) -> Supervisor:
   """Hopeless if a shard, or every possible quorum, is gone for good: nothing would ever merge."""
   shards = [name for name, role in members(state, "syncer-").items() if role.phase == GONE]
-  left = sum(role.phase != GONE for role in members(state, "learner-").values())
-  reason = ""
+  learners, reason = members(state, "learner-"), ""
+  left = [name for name, role in learners.items() if not role.ended]
+  few_since = math.inf if len(left) >= state.quorum else min(state.few_since, now)
+  # Learners may have left because all is merged.
+  patience = state.patience_seconds if any(r.phase == LEFT for r in learners.values()) else 0.0
   if shards:
     reason = f"{shards[0]} is gone for good, and no other shard merges its fragments"
-  elif left < state.quorum:
-    reason = f"{left} learners are left, and {state.quorum} are needed"
-  return replace(state, hopeless=state.hopeless or reason)
+  elif now - few_since >= patience:
+    names = ", ".join(left) or "none"
+    reason = f"its quorum is {state.quorum} (sync.min_quorum), the learners that are left: {names}"
+  return replace(state, hopeless=state.hopeless or reason, few_since=few_since)
 
 
 def _change(state: Supervisor, name: str, change: Callable[[Role], Role]) -> Supervisor:

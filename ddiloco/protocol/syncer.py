@@ -202,7 +202,9 @@ def _message_fault(state: SyncerState, message: messages.ToShard) -> str:
     return "an old incarnation of this learner"
   if not isinstance(message, Report):
     known = member is not None and message.incarnation == member.incarnation
-    return "" if known or isinstance(message, Value) else "an unknown learner or incarnation"
+    saved = isinstance(message, messages.Goodbye) and message.learner == EVALUATOR
+    heard = known or saved or isinstance(message, Value)  # these two also by a restarted shard
+    return "" if heard else "an unknown learner or incarnation"
   counts = (len(message.versions), len(message.rounds), len(message.steps_since_sync))
   if counts != (len(state.fragments),) * 3:
     return f"counts {counts[0]} fragments, not mine"

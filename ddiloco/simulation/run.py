@@ -98,8 +98,7 @@ class VirtualRun(World):
   def finish(self, most_seconds: float = math.inf) -> str:
     """Runs to the end of the token budget, or for `most_seconds`; returns why the run ended."""
     self.run(most_seconds, self._is_over)
-    hopeless = self.planned_faults.hopeless
-    reason = "finished" if self._merged() else "failed" if hopeless else "stopped"
+    reason = "finished" if self._merged() else "failed" if self._is_over() else "stopped"
     for actor in self.actors.values():
       actor.die()
     self.say(events.RunFinished(reason=reason))

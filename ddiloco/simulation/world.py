@@ -328,6 +328,8 @@ class World(VirtualTime):
     """A role's loop has ended, by itself or with this error."""
     self.working.discard(actor.role)
     match error:
+      case None:
+        self.planned_faults.left(actor)
       case Killed():
         self.planned_faults.end(actor, kill=error.fault)
       case Quarantined():
@@ -453,6 +455,10 @@ class PlannedFaults:
     self._feed(supervisor.Working(actor.name, actor.born_at))
     self._feed(supervisor.Exited(actor.name, self._world.now, *reason, **how))
 
+  def left(self, actor: Actor) -> None:
+    """Tells the supervisor that a role has ended in good order."""
+    self._feed(supervisor.Left(actor.name))
+
   def know(self, role: Role) -> None:
     """Tells the supervisor of a role that the world has started by itself."""
     name = format_role(*role)
@@ -481,6 +487,7 @@ class PlannedFaults:
         if life:
           world.say(events.Restart(target=name))
         nothing = afresh or not life or role[0] == "syncer"
+        world.kill(role)  # what is left of a life that has ended in good order
         world.start(role, None if nothing else world.storage.newest_of(name))
       case supervisor.Lost(name, reason):
         world.say(events.Exit(target=name, reason=reason))

@@ -55,6 +55,13 @@ def test_a_dry_run_prints_all_and_touches_nothing(cloud, flags, capsys):
   assert cloud.asked() == []
 
 
+def test_one_is_not_named_as_many(cloud, flags, capsys):
+  assert cli.main(["launch", "gke", *flags, *GKE, "--dry_run"]) == 0
+  out = capsys.readouterr().out
+  assert "run: islands: 2, places: 2" in out
+  assert "learner-0 in east: v6e 2x2, hosts: 1, chips of each: 4" in out
+
+
 @pytest.mark.parametrize("target", ["gke", "tpu-vms"])
 @pytest.mark.parametrize("action", ["status", "watch", "delete"])
 def test_every_action_has_a_dry_run(target, action, cloud, flags, capsys):

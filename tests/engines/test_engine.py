@@ -122,9 +122,10 @@ def test_a_start_that_fails_is_a_death_and_holds_up_nothing(tmp_path, capsys):
 def test_a_role_that_cannot_stay_up_ends_the_run_and_why_is_said(tmp_path, capsys):
   lives = [raises(ValueError("broken"))] * 2
   engine = Toy(tmp_path, *lives, run={"max_restarts": 1, "restart_seconds": 0.0})
-  assert engine.run().reason == "failed"
-  said = "the run cannot reach its end any more: 0 learners are left, and 1 are needed"
-  assert capsys.readouterr().err.count(said) == 1
+  ended = engine.run()
+  assert ended.reason == "failed" and engine._state.hopeless == ended.why
+  why = "its quorum is 1 (sync.min_quorum), the learners that are left: none"
+  assert capsys.readouterr().err.count(f"the run cannot reach its end any more: {why}") == 1
 
 
 class Stopped(Toy):
@@ -215,6 +216,17 @@ def test_a_run_that_is_interrupted_again_when_all_is_merged_is_finished(tmp_path
       raise KeyboardInterrupt
 
   assert Interrupted(tmp_path, lambda: None).run().reason == reason
+
+
+def test_a_run_that_has_failed_is_not_stopped_by_whoever_interrupts_its_end(tmp_path):
+  class Failed(Toy):
+    def _over(self) -> str | None:
+      return "failed"
+
+    def _end(self, reason: str) -> None:
+      raise KeyboardInterrupt
+
+  assert Failed(tmp_path, lambda: None).run().reason == "failed"
 
 
 @pytest.mark.parametrize("steps", [0, 1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 from common import processes_of
 
-from ddiloco.chaos import fault_requests
+from ddiloco.chaos import ask_for, fault_requests
 from ddiloco.checkpoint import weights
 from ddiloco.config import ConfigError, Fault, RunConfig, from_dict
 from ddiloco.engines import processes
@@ -494,6 +495,69 @@ def test_ctrl_c_brings_out_what_is_there(tmp_path):
     assert "nothing is lost" in (workdir / "logs" / f"learner-{m}.log").read_text()
   if LINUX:
     assert processes_of(workdir) == []
+
+
+@pytest.mark.slow
+def test_a_run_that_loses_its_quorum_has_failed_and_was_not_stopped(tmp_path):
+  faults = [{"action": "kill", "role": "learner-1", "at_step": 30, "seconds": -1}]
+  sections = {"sync": {"min_quorum": 2}, "network": {"drain_seconds": 1.0}}
+  config = tiny(10**7, min_step_seconds=0.02, chaos={"faults": faults}, **sections)
+  (tmp_path / "config.json").write_text(config.to_json())
+  workdir, log = tmp_path / "run", tmp_path / "log"
+  config = f"--config={tmp_path / 'config.json'}"
+  run = start("train", "--engine=processes", "--cpu", config, f"--workdir={workdir}", log=log)
+  try:
+    assert run.wait(200) == 1, log.read_text()
+  finally:
+    run.kill()
+  outcome, why = json.loads((workdir / "outcome.json").read_text()), "the learners that are left"
+  assert outcome["reason"] == "failed" and outcome["why"].endswith(f"{why}: learner-0")
+  assert f"{why}: learner-0" in log.read_text() and np.isfinite(outcome["loss_merged"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not LINUX, reason="looks into /proc")
+def test_a_learner_that_has_left_joins_again(tmp_path):
+  faults = [{"action": "join", "role": "learner-2", "at_step": 20, "seconds": -1}]
+  config = tiny(10**7, min_step_seconds=0.02, chaos={"faults": faults})
+  (tmp_path / "config.json").write_text(config.to_json())
+  workdir, log = tmp_path / "run", tmp_path / "log"
+  config = f"--config={tmp_path / 'config.json'}"
+  run = start("train", "--engine=processes", "--cpu", config, f"--workdir={workdir}", log=log)
+  try:
+    wait_long(lambda: events_of(workdir, "joined", "learner-2"), "a learner to join", run, log)
+    os.kill(*processes_of(workdir, "--learner=2"), signal.SIGTERM)
+    join = Fault("join", "learner-2", at_seconds=0.0, seconds=-1)
+    again = lambda: ask_for(workdir, join) or events_of(workdir, "fault")[1:]  # noqa: E731
+    wait_long(again, "its supervisor to see that it has left", run, log)
+    back = lambda: events_of(workdir, "joined", "learner-2")[1:]  # noqa: E731
+    (second,) = wait_long(back, "its return", run, log)
+    later = lambda: [e for e in events_of(workdir, "commit") if e.time > second.time]  # noqa: E731
+    wait_long(lambda: any(2 in e.weights for e in later()), "its work to be merged", run, log)
+    run.send_signal(signal.SIGINT)
+    assert run.wait(100) == 130, log.read_text()
+  finally:
+    run.kill()
+  assert not events_of(workdir, "exit")
+
+
+@pytest.mark.slow
+def test_a_workdir_that_is_deleted_under_a_run_is_reported_and_the_run_goes_on(tmp_path):
+  config = tiny(600, min_step_seconds=0.02, sync={"snapshot_steps": 20})
+  (tmp_path / "config.json").write_text(config.to_json())
+  workdir, log = tmp_path / "run", tmp_path / "log"
+  config = f"--config={tmp_path / 'config.json'}"
+  run = start("train", "--engine=processes", "--cpu", config, f"--workdir={workdir}", log=log)
+  try:
+    wait_long(lambda: events_of(workdir, "commit"), "a commit", run, log)
+    while (workdir / "config.json").exists():  # its roles write meanwhile
+      shutil.rmtree(workdir, ignore_errors=True)
+    assert run.wait(200) == 0, log.read_text()
+  finally:
+    run.kill()
+  assert "evaluator.jsonl: was deleted while its run goes on" in log.read_text()
+  assert all(np.isfinite(value).all() for value in weights.load(workdir / "result").values())
+  assert json.loads((workdir / "outcome.json").read_text())["reason"] == "finished"
 
 
 @pytest.mark.slow

@@ -161,6 +161,10 @@ def test_a_learner_that_joins_during_the_run_gets_an_actor(monkeypatch):
   for name in ("learner-0", "learner-7", "learner-7"):
     run._spawn(name, 0)(["command"], Path("log"))
   assert made == ["a", "b", "b"] and started == [{}] and ("learner-7", 0) in run._actors
+  spawn = run._spawn("learner-0", 0)  # of the learner's `Child`, which outlives its lives
+  del run._actors["learner-0", 0]  # it has left, and now it joins again
+  spawn(["command"], Path("log"))
+  assert made[3] == "b" and started == [{}, {}]
 
 
 @needs_ray

@@ -115,6 +115,21 @@ def test_it_dials_every_shard_and_a_shard_its_neighbours(make):
     assert runner.connect().dialed.keys() == {"syncer-0", "syncer-2"}, "its buddy, and whose it is"
 
 
+def test_who_is_asked_to_end_has_one_time_for_all_that_it_brings_out(make):
+  """Its work, its messages and its part of a snapshot each took that long: it was killed meanwhile,
+  and work that was merged counted as lost."""
+  with make(drain_seconds=1000.0) as runner:
+    assert runner.time_left() == 1000.0, "nobody has asked"
+    os.kill(os.getpid(), signal.SIGTERM)
+    endpoint = runner.connect()
+    assert runner.run(until(runner)) == FINISHED
+    assert 900 < runner.time_left() < 1000
+    runner._asked_at -= 500.0
+    assert 400 < runner.time_left() < 500
+    runner._asked_at -= 500.0
+  assert endpoint.closed_with == 1.0, "its goodbye still goes out"
+
+
 def test_a_fault_that_was_asked_for_by_a_clock_ahead_lasts_no_longer(make, monkeypatch):
   """It lasted an hour more, if the dashboard ran on a host whose clock was an hour ahead."""
   now = time.time()

@@ -207,6 +207,13 @@ def test_a_run_that_is_not_finished_says_how_it_goes_on(tmp_path, capsys, reason
   assert ("the same command goes on" in capsys.readouterr().out) == (reason == "stopped")
 
 
+def test_a_run_that_has_failed_says_why(tmp_path, capsys):
+  ended = RunResult("failed", params(3), {}, why="its quorum is 2, left: learner-0")
+  known = conclude(tmp_path, ended, lambda tree: 1.0)
+  assert (known["reason"], known["why"]) == ("failed", ended.why)
+  assert f"The run is not finished ({ended.why}): the same command" in capsys.readouterr().out
+
+
 def test_with_no_evaluations_nothing_is_evaluated(tmp_path, capsys):
   never = lambda *_: pytest.fail("it is evaluated")  # noqa: E731
   config = config_of(evaluations=0)

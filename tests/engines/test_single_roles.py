@@ -206,7 +206,32 @@ def test_an_evaluator_saves_the_final_model_once_there_is_room_and_else_its_shar
     assert single_roles._evaluator(runner, "open") == FINISHED
   assert (tried[-1] == "concluded") == leaves and len(tried) == (4 if leaves else 6)
   # It may die while it measures: its next life could not reach the shards, which have ended.
-  assert workdir.outcome(tmp_path) == ({"reason": "finished"} if leaves else {})
+  over = {"reason": "finished", "total_tokens": CONFIG.run.total_tokens}
+  assert workdir.outcome(tmp_path) == (over if leaves else {})
+
+
+def test_an_evaluator_that_is_asked_to_end_before_it_has_the_model_loses_nothing(
+  tmp_path, monkeypatch
+):
+  """Its exit status said that work was lost: of Kubernetes it took one of its restarts."""
+
+  class Asked:
+    finished = saved = False
+    exchange = types.SimpleNamespace(state=types.SimpleNamespace(joined=False))
+
+    def __init__(self, *_, save):
+      return
+
+    def run(self, stopped) -> None:
+      return
+
+  monkeypatch.setattr("ddiloco.roles.evaluator.Evaluator", Asked)
+  monkeypatch.setattr(session, "evaluator", lambda *_: types.SimpleNamespace(measure=0, loss=0))
+  runner = unittest.mock.MagicMock(config=CONFIG)
+  runner.place = RoleSpec(tmp_path, "run", ())
+  assert single_roles._evaluator(runner, "open") == FINISHED
+  assert "there is no result" in runner.say.call_args.args[0]
+  assert not workdir.outcome(tmp_path)
 
 
 @pytest.mark.parametrize("evaluator", ["is here", "is silent", "was never here", "has saved it"])

@@ -9,7 +9,8 @@ import time
 import numpy as np
 import pytest
 
-from ddiloco.config import Config, from_dict
+from ddiloco.chaos import ask_for
+from ddiloco.config import Config, Fault, from_dict
 from ddiloco.core import delta
 from ddiloco.core.fragments import scatter
 from ddiloco.engines.engine import RunResult
@@ -403,17 +404,42 @@ def test_a_run_that_can_never_end_any_more_ends_at_once(corpus, tmp_path, target
   assert all(np.isfinite(v).all() for v in ran.outcome.params.values())
 
 
-def test_a_run_whose_quorum_has_left_is_stopped_and_says_why(corpus, tmp_path, capsys):
+def test_a_run_whose_quorum_has_left_has_failed_and_says_why(corpus, tmp_path, capsys):
   """One is given up, and one that had joined leaves by plan: the run waited for ever."""
   # The kill is late enough for a join whose thread is slow to begin: it would not count before.
   faults = [fault("join", "learner-2", 20, seconds=1.0), fault("kill", "learner-1", 99, seconds=-1)]
-  # No round has a quorum that would merge its work.
+  # No round has a quorum that would merge its work, and nothing waits for one.
   network = {"drain_seconds": 2.0, "give_up_seconds": 1.0}
   sections = {"chaos": {"faults": faults}, "sync": {"min_quorum": 2}, "network": network}
   config = make_config(2, steps=10**6, **sections)
   ran = Ran(config, corpus, tmp_path, stop_after=lambda event: event.time > 60)
-  assert ran.outcome.reason == "stopped" and ran.of("stopped", "learner-2")
-  assert "1 learners are left, and 2 are needed; the final model" in capsys.readouterr().err
+  assert ran.outcome.reason == "failed" and ran.of("stopped", "learner-2")
+  why = "its quorum is 2 (sync.min_quorum), the learners that are left: learner-0"
+  assert ran.outcome.why == why and why in capsys.readouterr().err
+
+
+def test_a_learner_that_has_left_joins_again_and_what_is_planned_for_it_strikes(corpus, tmp_path):
+  joined, merged, stalled = [], [], []
+
+  def all_seen(event) -> bool:
+    if event.kind == "joined" and event.role == "learner-2":
+      joined.append(event)
+      if len(joined) == 2:
+        ask_for(tmp_path, Fault("stall", "learner-2", at_seconds=0.0, seconds=1.0))
+    if event.kind == "stopped" and event.role == "learner-2" and len(joined) == 1:
+      ask_for(tmp_path, Fault("join", "learner-2", at_seconds=0.0, seconds=-1))
+    if len(joined) == 2:
+      merged.extend([event] if event.kind == "commit" and 2 in event.weights else [])
+      stops = event.kind == "step" and event.role == "learner-2" and event.gap_seconds > 1
+      stalled.extend([event] if stops else [])
+    return bool(merged and stalled) or event.time > 100
+
+  faults = [fault("join", "learner-2", 20, seconds=0.5)]
+  config = make_config(2, steps=10**6, chaos={"faults": faults})
+  ran = Ran(config, corpus, tmp_path, stop_after=all_seen)
+  first, second = joined
+  assert second.incarnation > first.incarnation and merged and stalled
+  assert not ran.of("exit") and not ran.of("crash")
 
 
 def poison(island: HostIsland) -> None:

@@ -7,6 +7,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from ddiloco.observe.eventlog import (
   newest_event,
   read_events,
 )
+from ddiloco.observe.guards import Drain
 from ddiloco.protocol import events
 from ddiloco.protocol.events import parse_role
 from ddiloco.trace.text import read_trace
@@ -262,6 +264,7 @@ def test_a_role_that_ends_while_the_disk_is_full_has_its_last_events_when_there_
   disk = Disk(monkeypatch, 200)
   with Recorder(tmp_path, "learner-0", 0, start_time=0.0) as recorder:
     monkeypatch.setattr(recorder._drain, "_interval_seconds", 0.01)
+    monkeypatch.setattr(recorder._drain, "close", lambda: Drain.close(recorder._drain, 0.1))
     recorder.record(step(0))
     recorder.record(step(1))
   assert recorder._drain.left == 1
@@ -358,6 +361,18 @@ def test_a_log_that_was_deleted_says_its_format_anew(tmp_path, monkeypatch):
     recorder.record(step(3))
   check_format(recorder.path)
   assert [event.step for event in read_events(tmp_path)] == [3]
+
+
+def test_a_workdir_that_is_deleted_under_a_role_is_said_once_and_the_role_goes_on(tmp_path, capsys):
+  """Its log began anew in silence."""
+  with Recorder(tmp_path / "run", "learner-0", 0, start_time=0.0) as recorder:
+    for number in range(4):
+      if number in (1, 2):
+        shutil.rmtree(tmp_path / "run")
+      recorder.record(step(number))
+      recorder.flush()
+  assert [event.step for event in read_events(tmp_path / "run")] == [2, 3]
+  assert capsys.readouterr().err.count("learner-0.jsonl: was deleted while its run goes on") == 1
 
 
 def test_a_log_whose_end_cannot_be_read_costs_no_descriptors(tmp_path, monkeypatch):

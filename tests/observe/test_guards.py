@@ -61,6 +61,36 @@ def test_beyond_the_capacity_items_are_dropped():
   assert taken == [0, 1, 2]
 
 
+def test_close_waits_for_a_full_disk_to_have_room():
+  """A process that ended meanwhile took its last events with it."""
+  full, taken = 3, []
+
+  def consume(batch):
+    nonlocal full
+    full -= bool(batch)
+    if full > 0:
+      return batch
+    taken.extend(batch)
+
+  drain = Drain("test", consume, interval_seconds=0.01)
+  drain.put("last")
+  drain.close()
+  assert taken == ["last"] and not drain.left and not drain.running
+
+
+def test_what_cannot_be_handed_over_in_time_is_waited_for_once_more_at_the_end(monkeypatch):
+  room, taken, at_the_end = threading.Event(), [], []
+  monkeypatch.setattr("atexit.register", at_the_end.append)
+  monkeypatch.setattr("atexit.unregister", at_the_end.remove)
+  drain = Drain("test", lambda b: taken.extend(b) if room.is_set() else b, interval_seconds=0.01)
+  drain.put("last")
+  drain.close(timeout_seconds=0.1)
+  assert drain.left == 1 and not taken
+  room.set()
+  at_the_end[0]()
+  assert taken == ["last"] and not drain.running and not at_the_end
+
+
 def test_a_failing_consumer_is_loud_once_and_called_again(capsys):
   seen, failed = [], threading.Event()
 

@@ -123,6 +123,19 @@ def test_a_shard_is_finished_when_the_model_is_saved_and_everybody_has_left():
   assert syncer.finished(back, 9.0, 30.0)
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_a_restarted_shard_hears_an_evaluator_that_leaves_before_it_has_reported(known):
+  """The shard waited for ever for an evaluator that had saved the model, and was gone."""
+  shard = Script(ALONE)
+  fragments = tuple(FragmentState(p, 3, merged_tokens=10) for p in (0, 1))
+  shard.state = syncer.init(0, 1, fragments, ALONE, 10)
+  if known:  # by its former incarnation
+    shard.feed(hello(EVALUATOR, 0))
+  shard.feed(Goodbye(EVALUATOR, 1))
+  assert shard.state.model_saved and not shard.state.members
+  assert syncer.finished(shard.state, 0.0, 30.0)
+
+
 def _is(action, kind: type) -> bool:
   return isinstance(action, Send) and isinstance(action.message, kind)
 

@@ -14,12 +14,13 @@ from ddiloco.protocol.actions import (
   Taken,
   Tick,
 )
-from ddiloco.protocol.events import Ignored
+from ddiloco.protocol.events import Ignored, NoDonor
 from ddiloco.protocol.messages import (
   EVALUATOR,
   ForwardMoments,
   Moments,
   ProvideMoments,
+  Rejection,
   RequestMoments,
 )
 from ddiloco.protocol.moments import on_provide_moments, on_request_moments
@@ -139,6 +140,48 @@ def test_where_learners_come_back_without_a_peers_moments_none_are_passed_on():
   assert refused(shard, EVALUATOR)
   shard.state = replace(shard.state, passes_moments=False)
   assert "checkpoint.rejoin" in refused(shard, 2)
+
+
+def told_to_go_on(actions) -> list[int]:
+  """Learners whose request for moments is rejected."""
+  rejected = [a for a in actions if isinstance(a, Send) and isinstance(a.message, Rejection)]
+  assert all(not a.message.rejoin and a.message.round == -1 for a in rejected)
+  return [a.to for a in rejected]
+
+
+def test_a_learner_that_is_alone_waits_for_no_donor():
+  """It stood still for donor_seconds, ten of them, at each of its lives."""
+  shard, joiner = shard_with(0), Script(role="learner")
+  joiner.state = replace(joiner.state, donor_seconds=math.inf)
+  joiner.feed(says.welcome(0, 0, 0, 40, (0, 1)))
+  for p in (0, 1):
+    joiner.feed(replace(NEWEST, fragment=p))
+    joiner.feed(Staged(p, 0, 10.0))
+  [asked] = joiner.feed(Tick(10.0))
+  [answer] = shard.feed(asked.message)
+  assert told_to_go_on([answer]) == [0] and not shard.state.asking
+  assert joiner.feed_all(answer.message) == [] and not learner.can_step(joiner.state, joiner.sync)
+  gives_up = [NoDonor(fragments=(0, 1)), Send(0, RequestMoments(0, 0, ()))]
+  assert joiner.feed_all(Tick(10.1)) == gives_up
+  assert learner.can_step(joiner.state, joiner.sync)
+
+
+def test_learners_that_all_join_at_once_wait_for_no_donor():
+  """As when the whole run begins again."""
+  shard = shard_with(0, 1)
+  assert donor_of(shard.feed(RequestMoments(0, 0, (0, 1)), 0.1)) == [(1, 0)], "it may train"
+  assert told_to_go_on(shard.feed(RequestMoments(1, 0, (0, 1)), 0.1)) == []
+  for m in (0, 1):
+    shard.feed(report(m, (0, 0), (0, 0)), 0.9)
+  assert told_to_go_on(shard.feed(RequestMoments(0, 0, (0, 1)), 1.2)) == [0, 1]
+  assert shard.state.donation is None and not shard.state.asking
+
+
+def test_a_shard_that_is_back_says_that_there_is_no_donor_once_all_had_time_to_come():
+  shard = shard_with(0)
+  shard.state = replace(shard.state, recovery_deadline=9.0, planned_learners=2)
+  assert told_to_go_on(shard.feed(RequestMoments(0, 0, (0,)), 8.9)) == []
+  assert told_to_go_on(shard.feed(RequestMoments(0, 0, (0,)), 9.0)) == [0]
 
 
 def test_who_joins_leaves_or_was_rejected_is_no_donor():

@@ -252,8 +252,51 @@ def test_a_learner_joins_and_is_asked_to_leave_also_when_it_has_died_meanwhile()
   assert play(Tick(16.0, global_step=30)) == [Start("learner-7", 1, False)]
   assert play(Tick(16.1, global_step=30)) == [Terminate("learner-7")]
   assert play(Left("learner-7")) == []
-  play(Requested(join))
-  assert play(Tick(20.0, global_step=40)) == [], "who was here before does not come again"
+
+
+@pytest.mark.parametrize("end", [Left("learner-7"), for_good("learner-7", 15.0)])
+def test_a_learner_that_has_left_or_is_gone_may_join_again(end):
+  """Its second join was dropped without a word."""
+  join = Fault("join", "learner-7", at_step=20, seconds=10.0)
+  again = dataclasses.replace(join, at_step=40, seconds=5.0)
+  play = Play(LEARNER, planned=[join, again], shortest_life_seconds=1.1)
+  play(Tick(0.0))
+  play(Tick(3.0, global_step=20))
+  play(Exited("learner-7", 12.0))
+  play(Tick(14.5, global_step=25))
+  play(end)
+  assert play(Tick(15.0, global_step=30)) == []
+  assert play(Tick(15.1, global_step=40)) == [Strike(again)], "too soon after its last start"
+  assert play(Tick(15.6, global_step=40)) == [Start("learner-7", 2, False)]
+  assert play(Tick(19.0, global_step=50)) == [] and play.state.roles["learner-7"].deaths == 0
+  assert play(Tick(20.1, global_step=50)) == [Terminate("learner-7")], "by its second plan"
+
+
+def test_a_learner_joins_again_once_it_has_left():
+  joins = [Fault("join", "learner-7", at_step=step, seconds=9.0) for step in (20, 30)]
+  play = Play(LEARNER, planned=joins)
+  play(Tick(0.0))
+  play(Tick(1.0, global_step=20))
+  assert play(Tick(10.0, global_step=29)) == [Terminate("learner-7")]
+  assert play(Tick(11.0, global_step=30)) == [], "it brings out what it has"
+  play(Left("learner-7"))
+  assert play(Tick(12.0, global_step=31)) == [Strike(joins[1]), Start("learner-7", 1, False)]
+
+
+def test_who_is_here_cannot_join():
+  play = Play(LEARNER, planned=[Fault("join", LEARNER, at_step=5)])
+  play(Tick(0.0))
+  assert play(Tick(1.0, global_step=5)) == [] and not play.state.planned
+
+
+def test_no_learner_joins_a_run_that_ends():
+  """It was started while the others brought out their work, and not asked to end."""
+  joins = [Fault("join", name, at_seconds=9.0) for name in ("learner-4", "learner-7")]
+  play = Play(LEARNER, "learner-4", planned=joins)
+  play(Tick(0.0))
+  play(Left("learner-4"))
+  play(Dismiss("learner-"))
+  assert play(Tick(9.0, seconds=9.0)) == []
 
 
 def test_who_is_dismissed_does_not_come_back():
@@ -272,8 +315,12 @@ def test_who_is_dismissed_does_not_come_back():
   "quorum, gone, reason",
   [
     (1, ["learner-0"], ""),
-    (2, ["learner-0"], "1 learners are left, and 2 are needed"),
-    (1, ["learner-0", "learner-1"], "0 learners are left, and 1 are needed"),
+    (2, ["learner-0"], "its quorum is 2 (sync.min_quorum), the learners that are left: learner-1"),
+    (
+      1,
+      ["learner-0", "learner-1"],
+      "its quorum is 1 (sync.min_quorum), the learners that are left: none",
+    ),
     (0, [SHARD], "syncer-0 is gone for good"),
     (1, ["evaluator"], ""),
   ],
@@ -288,6 +335,26 @@ def test_a_run_is_hopeless_without_a_shard_or_a_quorum_and_why_is_known(quorum, 
   for name in ("syncer-0", "learner-1"):
     play(for_good(name, 2.0))
   assert play.state.hopeless == (hopeless or play.state.hopeless), "the first reason stays"
+
+
+def test_a_run_whose_quorum_has_left_is_hopeless_after_a_while():
+  """At first all may be merged, which the evaluator has still to hear."""
+  play = Play("learner-0", "learner-1", "learner-2", quorum=2, patience_seconds=10.0)
+  play(Tick(0.0))
+  play(Left("learner-0"))
+  play(Tick(20.0))
+  assert not play.state.hopeless
+  play(for_good("learner-1", 21.0))
+  play(Tick(30.9))
+  assert not play.state.hopeless, "learner 0 may have left since all is merged"
+  play(Requested(Fault("join", "learner-0", at_seconds=0.0)))
+  play(Tick(30.95))
+  play(Tick(60.0))
+  assert not play.state.hopeless, "they are enough again"
+  play(Left("learner-0"))
+  play(Tick(61.0))
+  play(Tick(71.0))
+  assert play.state.hopeless.endswith("the learners that are left: learner-2")
 
 
 def test_an_evaluator_is_never_given_up_since_no_other_role_writes_the_result():

@@ -327,15 +327,28 @@ def test_a_run_whose_tokens_are_merged_ends_without_who_is_down_by_plan():
   assert events[-1].time < 100 and not of(events, "restart")
 
 
-def test_a_run_whose_quorum_has_left_is_stopped():
+def test_a_run_whose_quorum_has_left_has_failed():
   faults = [
     Fault("join", "learner-2", at_seconds=1.0, seconds=2.0),
     Fault("kill", "learner-1", at_seconds=2.0, seconds=-1),
   ]
   events: list[dict] = []
   config = make(learners=2, steps=10**6, min_quorum=2, faults=faults)
-  assert VirtualRun(config, setting(), events.append).finish(3600.0) == "stopped"
+  assert VirtualRun(config, setting(), events.append).finish(3600.0) == "failed"
   assert events[-1].time < 100
+
+
+def test_a_run_that_takes_longer_than_it_may_is_stopped():
+  assert VirtualRun(make(steps=10**6), setting(), lambda event: None).finish(10.0) == "stopped"
+
+
+def test_a_learner_that_has_left_joins_again():
+  joins = [Fault("join", "learner-3", at_seconds=at, seconds=2.0) for at in (1.0, 6.0)]
+  _, events = play(make(steps=120, faults=joins, snapshot_steps=10))
+  assert [e.time for e in of(events, "fault")] == pytest.approx([1.0, 6.0], abs=0.2)
+  first, second = [e for e in of(events, "joined") if e.role == "learner-3"]
+  assert second.incarnation > first.incarnation and not of(events, "exit")
+  assert any(e.time > second.time and 3 in e.weights for e in of(events, "commit"))
 
 
 def test_a_shard_that_is_gone_for_good_fails_the_run():
