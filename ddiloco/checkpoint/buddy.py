@@ -222,20 +222,18 @@ class Replication:
       change: the update that learners get; None: the value goes out whole.
     """
     p = committed.state.index
-    before = self._newest.get(p)
     self._newest[p] = committed
     self._changing.discard(p)
-    if before is not None and self._sent.get(p) == before.state.last_round:
-      self._send(p, before.state.last_round, change)
-    else:
-      self._send(p)
+    self._send(p, change)
 
-  def _send(self, fragment: int, base_round: int = NOTHING, change: Encoded | None = None) -> None:
-    """Sends `change`, made to the value of `base_round`; without a change the whole fragment."""
+  def _send(self, fragment: int, change: Encoded | None = None) -> None:
+    """Sends `change`, made to the value that this buddy was sent last. Without a change, or if it
+    was sent none, the whole fragment."""
     committed, copies = self._newest[fragment], self._copies
+    base_round = self._sent.get(fragment)
     self._sent_at[fragment] = self._now()
     self._sent[fragment] = committed.state.last_round
-    if change is None:  # the loop must not wait while gigabytes are copied
+    if change is None or base_round is None:  # the loop must not wait while gigabytes are copied
       return self.background(self._send_whole(committed))
     me = copies.shard, copies.incarnation, copies.shard
     replica = pack(committed, *me, base_round, change)

@@ -29,7 +29,7 @@ from ddiloco.network import frames, peers
 from ddiloco.network.frames import CONTROL, FrameSocket, Greeting, GreetingRefused, IoThread
 from ddiloco.network.keys import Keys
 from ddiloco.network.peers import BufferPool, Channel, Peer
-from ddiloco.network.transport import Counters, Endpoint, RunIdentity
+from ddiloco.network.transport import Counters, Endpoint, Post, RunIdentity
 from ddiloco.observe.guards import Guard, ended
 from ddiloco.protocol import messages
 from ddiloco.protocol.values import replace
@@ -117,13 +117,9 @@ class NetworkEndpoint(Endpoint):
       reach = functools.partial(self._reach, peer)
       threading.Thread(target=reach, name=f"dial-{address}", daemon=True).start()
 
-  def _post(self, to: str, header: bytes, payload: messages.Payload) -> bool:
+  def _way(self, to: str) -> Post | None:
     peer = self._find(to)
-    if peer is None or self.fenced or self.broken:
-      return False
-    if payload is None:
-      return peer.post_control(header)
-    return peer.post_bulk(header, memoryview(payload).cast("B"))
+    return None if peer is None or self.fenced or self.broken else peer.post
 
   def _find(self, to: str) -> Peer | None:
     return max(self._named(to), key=lambda p: (p.state == "up", p.incarnation), default=None)
@@ -158,10 +154,6 @@ class NetworkEndpoint(Endpoint):
     return [*self._dialed.values(), *self._accepted.values()]
 
   # --- events of connections, in the connections' threads -----------------------------------------
-
-  def on_malformed(self, sender: str, reason: str) -> None:
-    self.counters.malformed += 1
-    self._dropped(sender, reason)
 
   def _taken(self, sender: str) -> None:
     for peer in self._named(sender):

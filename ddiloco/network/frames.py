@@ -99,23 +99,14 @@ class Bulk(OnWire):
 
 
 Frame = Greeting | GreetingRefused | Beat | Control | Bulk
-_decode = exactly(typing.get_args(Frame), "frame")
+# The frame in the bytes after a prefix; raises MalformedMessage if they are none.
+decode: Callable[[bytes], Frame] = exactly(typing.get_args(Frame), "frame")
 
 
 def encode(frame: Frame, payload_bytes: int = 0) -> bytes:
   """The bytes of a frame that so many bytes of payload follow."""
   data = msgpack.encode(frame)
   return PREFIX.pack(len(data), payload_bytes) + data
-
-
-def decode(data: bytes) -> Frame:
-  """The frame in `data`, the bytes after the prefix.
-
-  Raises:
-    MalformedMessage: `data` is not a frame.
-  """
-  frame: Frame = _decode(data)
-  return frame
 
 
 def part(stream: int, streams: int, total: int) -> slice:

@@ -31,7 +31,7 @@ from ddiloco.network.frames import (
   Parcel,
 )
 from ddiloco.network.transport import MAX_BULK, RunIdentity, open_frame
-from ddiloco.protocol.messages import WIRE_FORMAT, MalformedMessage
+from ddiloco.protocol.messages import WIRE_FORMAT, MalformedMessage, Payload
 
 if TYPE_CHECKING:
   from ddiloco.network.endpoint import NetworkEndpoint
@@ -227,26 +227,24 @@ class Peer:
     with self.lock:
       return sum(len(part) for channel in self.bulk for _, part in channel.waiting)
 
-  def post_control(self, header: bytes) -> bool:
-    """Queues a control message; False if there is no room."""
-    if len(self.control.waiting) >= MAX_QUEUED:
-      return False
-    self.control.waiting.append((memoryview(frames.encode(Control(header))),))
-    self.control.wake()
-    return True
-
-  def post_bulk(self, header: bytes, payload: memoryview) -> bool:
-    """Queues a message with payload; False if there is no room."""
+  def post(self, header: bytes, payload: Payload) -> bool:
+    """Queues a message; False if there is no room."""
+    channels = [self.control] if payload is None else self.bulk
     with self.lock:
-      queued = self.queued_bytes
-      full = queued and queued + len(payload) > self.caretaker.run.queue_bytes
-      if full or max(len(channel.waiting) for channel in self.bulk) >= MAX_QUEUED:
+      if max(len(channel.waiting) for channel in channels) >= MAX_QUEUED:
         return False
-      frame = Bulk(next(self.caretaker.numbers), len(payload), header)
-      for channel in self.bulk:
-        part = payload[frames.part(channel.number, len(self.bulk), len(payload))]
-        channel.waiting.append((memoryview(frames.encode(frame, len(part))), part))
-    self.wake_bulk()
+      if payload is None:
+        self.control.waiting.append((memoryview(frames.encode(Control(header))),))
+      else:
+        data, queued = memoryview(payload).cast("B"), self.queued_bytes
+        if queued and queued + len(data) > self.caretaker.run.queue_bytes:
+          return False
+        frame = Bulk(next(self.caretaker.numbers), len(data), header)
+        for channel in self.bulk:
+          part = data[frames.part(channel.number, len(self.bulk), len(data))]
+          channel.waiting.append((memoryview(frames.encode(frame, len(part))), part))
+    for channel in channels:
+      channel.wake()
     return True
 
   def wake_bulk(self) -> None:

@@ -198,9 +198,11 @@ class SizedCopies(Copies):
 class SizedReplication(Replication):
   """Stands for `checkpoint.buddy.Replication`; a whole value goes without its momentum."""
 
-  def _send(self, fragment: int, base_round: int = NOTHING, change: Encoded | None = None) -> None:
-    whole = Encoded("f32", self._newest[fragment].published_value)
-    super()._send(fragment, base_round, change or whole)
+  def _send(self, fragment: int, change: Encoded | None = None) -> None:
+    if change is None or fragment not in self._sent:
+      self._sent[fragment] = NOTHING
+      change = Encoded("f32", self._newest[fragment].published_value)
+    super()._send(fragment, change)
 
 
 @dataclasses.dataclass(frozen=True)
