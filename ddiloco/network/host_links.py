@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ddiloco import __version__
-from ddiloco.network.endpoint import Door
 from ddiloco.network.frames import (
   ALIVE_OPTIONS,
   KEEPALIVE_SECONDS,
+  Door,
   TcpInfo,
   bind,
   certificate,

@@ -14,7 +14,8 @@ from proxy import Link
 
 from ddiloco.config import NetworkConfig
 from ddiloco.network import frames
-from ddiloco.network.peers import MAX_QUEUED, Peer, objection, seconds_since_2020
+from ddiloco.network.frames import objection, seconds_since_2020
+from ddiloco.network.peers import MAX_QUEUED, Peer
 from ddiloco.network.transport import RunIdentity
 from ddiloco.protocol import messages
 from ddiloco.protocol.messages import Goodbye, Push, RequestMoments

@@ -3,7 +3,7 @@
 import numpy as np
 from proxy import Link
 
-from ddiloco.network.peers import seconds_since_2020
+from ddiloco.network.frames import seconds_since_2020
 from tests import says
 from tests.network.net import hello, push
 
