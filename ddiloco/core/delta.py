@@ -359,14 +359,15 @@ class Merger:
   def prepare(self, fragment: int) -> str:
     """Compiles the kernels for this fragment if it is large; see `passes.compile_for`."""
     reason = passes.compile_for(self._fragments[fragment], self._config)
-    committed = self.committed[fragment]
-    if committed.state.last_round == INITIAL and self._is_made(fragment):
-      self._initial[fragment] = np.frombuffer(codec.digest(committed.value), np.uint8)
+    if self._is_made(fragment):
+      digest = codec.digest(self.committed[fragment].value)
+      self._initial[fragment] = np.frombuffer(digest, np.uint8)
     return reason
 
   def _is_made(self, fragment: int) -> bool:
-    """Whether receivers make the initial value of this fragment instead of getting it sent."""
-    return self._fragments[fragment].size >= MADE_FROM
+    """Whether this fragment has its initial value, and receivers make it instead of getting it."""
+    untrained = self.committed[fragment].state.last_round == INITIAL
+    return untrained and self._fragments[fragment].size >= MADE_FROM
 
   def change(self, fragment: int) -> Encoded:
     """The payload of the newest version for learners: the update; the whole value if none."""

@@ -187,12 +187,14 @@ def lost_at(state: SyncerState, member: Member) -> float:
   return member.heard_at + max(state.sync.liveness_seconds, patience)
 
 
-def _new_member(state: SyncerState, learner: int, incarnation: int, now: float) -> Member:
+def _new_member(
+  state: SyncerState, report: Report, versions: tuple[int, ...], now: float
+) -> Member:
   """A learner, or its next incarnation, for which only the norms of its past pushes stay known."""
-  count, former = len(state.fragments), state.members.get(learner)
-  none, zero = (-1,) * count, (0.0,) * count
+  count, former = len(state.fragments), state.members.get(report.learner)
+  zero = (0.0,) * count
   norms = former.norms if former else zero
-  return Member(incarnation, now, none, (0,) * count, none, zero, norms)
+  return Member(report.incarnation, now, versions, (0,) * count, versions, zero, norms)
 
 
 def _message_fault(state: SyncerState, message: messages.ToShard) -> str:
@@ -235,8 +237,7 @@ def _on_report(state: SyncerState, report: Report, event: Received) -> SyncerOut
   versions, member = _compared(state, report.rounds, report.versions), state.members.get(me)
   if member is None or report.incarnation > member.incarnation:
     state = state.forget(me)
-    member = _new_member(state, me, report.incarnation, now)
-    member = replace(member, versions=versions, sent=versions)
+    member = _new_member(state, report, versions, now)
     reason = f"incarnation {report.incarnation}"
     todo.append(events.Member(learner=me, state="joined", reason=reason))
   elif member.lost:  # resends of what it lacks need not wait

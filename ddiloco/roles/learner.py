@@ -200,8 +200,8 @@ class Exchange(WorkingRole):
           self._apply(action)
         case events.Event():
           self.recorder.record(action)
-        case actions.Rejoin(reason):
-          raise Quarantined(reason)
+          if isinstance(action, events.Rejected) and action.rejoin:
+            raise Quarantined(action.reason)
 
   def _copy_out(self, push: Push) -> None:
     factor = self.poison()
