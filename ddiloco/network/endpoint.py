@@ -119,11 +119,8 @@ class NetworkEndpoint(Endpoint):
       threading.Thread(target=reach, name=f"dial-{address}", daemon=True).start()
 
   def _way(self, to: str) -> Post | None:
-    peer = self._find(to)
-    return None if peer is None or self.fenced or self.broken else peer.post
-
-  def _find(self, to: str) -> Peer | None:
-    return max(self._named(to), key=lambda p: (p.state == "up", p.incarnation), default=None)
+    peer = max(self._named(to), key=lambda p: (p.state == "up", p.incarnation), default=None)
+    return None if peer is None else peer.post
 
   def unsent(self, peer: str) -> int:
     return sum(each.queued_bytes for each in self._named(peer))
