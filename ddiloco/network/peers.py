@@ -86,6 +86,7 @@ class FrameSocket:
     self._pace = frames.pace(connected) if paced else itertools.repeat(None)
     self._leaves = False
     self._leaving: collections.deque[memoryview] = collections.deque()  # bytes being sent now
+    self._parcel: Parcel | None = None  # of the owner, the newest among them
     self._parser: Iterator[memoryview | None] = self._parse()
     # Memory to fill; None: no room now, and the kernel holds the far end back.
     self._wanted: memoryview | None = next(self._parser)
@@ -124,7 +125,7 @@ class FrameSocket:
     self.thread.forget(self)
     self._socket.close()
     # The parser refers to this object, a cycle that would keep payloads until a collection.
-    self._parser, self._wanted = iter(()), None
+    self._parser, self._wanted, self._parcel = iter(()), None, None
     self._leaving.clear()
 
   def turn(self, reads: bool = True, writes: bool = True) -> None:
@@ -210,9 +211,10 @@ class FrameSocket:
     """Takes the owner's next parcel if there is nothing to send; whether there is something now."""
     while self._leaving and not self._leaving[0]:
       self._leaving.popleft()
-    if not self._leaving and (parcel := self.owner.next(self)) is not None:
-      self._leaving += parcel
-    elif not self._leaving and self._leaves:
+    if not self._leaving:
+      self._parcel = self.owner.next(self, self._parcel)
+      self._leaving += self._parcel or ()
+    if not self._leaving and self._leaves:
       with contextlib.suppress(OSError):  # the far end has closed already
         self._socket.shutdown(socket.SHUT_WR)
     return self.behind
@@ -308,16 +310,13 @@ class Channel:
     self.peer, self.number = peer, number
     self.wire: FrameSocket | None = None  # the connection at present
     self.ending: list[FrameSocket] = []  # those before it, until their threads close them
-    # The peer's lock guards these two.
-    self.waiting: collections.deque[Parcel] = collections.deque()
-    self.leaving = False  # the first of `waiting` is being sent; the kernel has not all of it yet
+    self.waiting: collections.deque[Parcel] = collections.deque()  # the peer's lock guards it
 
   def attach(self, connected: socket.socket, thread: IoThread) -> FrameSocket:
     """Takes a new connection; a message that was being sent starts again from its beginning."""
     wire = FrameSocket(connected, self, thread, paced=self.number != CONTROL)
     self.hang_up()
-    with self.peer.lock:
-      self.wire, self.leaving = wire, False
+    self.wire = wire
     thread.call(thread.add, wire)
     return wire
 
@@ -341,15 +340,14 @@ class Channel:
 
   # --- as the owner of its connection, in that connection's thread --------------------------------
 
-  def next(self, wire: FrameSocket) -> Parcel | None:
-    """The next bytes to send; the kernel has all bytes of the parcel before."""
+  def next(self, wire: FrameSocket, sent: Parcel | None) -> Parcel | None:
+    """The next bytes to send; the kernel has all bytes of the parcel that was `sent` before."""
     with self.peer.lock:
       if self.wire is not wire:
         return None
-      if self.leaving:
+      if self.waiting and self.waiting[0] is sent:
         self.waiting.popleft()
-      self.leaving = bool(self.waiting) and self.peer.state == "up"
-      return self.waiting[0] if self.leaving else None
+      return self.waiting[0] if self.waiting and self.peer.state == "up" else None
 
   def room(self, wire: FrameSocket, frame: Frame, size: int) -> memoryview | None:
     """Memory for a frame's payload of so many bytes, mostly none; None: no room until `wake`.
@@ -459,7 +457,6 @@ class Peer:
       self.caretaker.counters.undelivered += count
       for channel in self.channels if control else self.bulk:
         channel.waiting.clear()
-        channel.leaving = False
 
   def idle(self) -> bool:
     """Whether no message is queued for the peer."""

@@ -27,7 +27,7 @@ def io_thread():
 class Owner:
   reason = ""
 
-  def next(self, wire):
+  def next(self, wire, sent):
     return None
 
   def lost(self, wire, reason):
