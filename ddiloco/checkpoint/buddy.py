@@ -198,14 +198,11 @@ class Replication:
 
   def _send_anew(self, fragments: Iterable[int]) -> None:
     """The buddy lacks the newest commits of these fragments. They go out whole, each when the one
-    before is confirmed: together they may be a whole model."""
+    before is confirmed: together they may be a whole model. Those that publishes wait for come
+    first."""
     for p in fragments:
       self._sent.pop(p, None)
       self._sent_at[p] = self._now()
-    self._next_whole()
-
-  def _next_whole(self) -> None:
-    """Sends a fragment that the buddy lacks whole; those that publishes wait for come first."""
     lacking = [p for p in self._newest if p not in self._sent and p not in self._changing]
     if lacking:
       self._send(min(lacking, key=lambda p: p not in self.held))
