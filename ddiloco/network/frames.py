@@ -33,11 +33,9 @@ from ddiloco.protocol.messages import (
   WIRE_FORMAT,
   Count,
   CountOrNone,
-  MalformedMessage,
-  OnWire,
   Text,
-  exactly,
 )
+from ddiloco.protocol.values import MalformedMessage, OnWire, exactly
 
 PREFIX = struct.Struct(">IQ")
 MAX_FRAME_BYTES = MAX_HEADER_BYTES + 4096

@@ -33,7 +33,7 @@ from ddiloco.network.frames import (
 )
 from ddiloco.network.keys import Keys
 from ddiloco.network.transport import Counters
-from ddiloco.protocol.messages import MalformedMessage
+from ddiloco.protocol.values import MalformedMessage
 
 HELLO_BYTES = 1 << 12  # longest hello of a stranger
 HELLO_SECONDS = 5.0  # for handshake and hello of a new connection

@@ -39,7 +39,8 @@ from ddiloco.network.frames import (
   Greeting,
 )
 from ddiloco.network.transport import MAX_BULK, open_frame
-from ddiloco.protocol.messages import MalformedMessage, Payload
+from ddiloco.protocol.messages import Payload
+from ddiloco.protocol.values import MalformedMessage
 
 if TYPE_CHECKING:
   from ddiloco.network.endpoint import NetworkEndpoint
