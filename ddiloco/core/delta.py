@@ -361,9 +361,10 @@ class Merger:
     """Measures a push of a round under way here, so that the reducer can judge it, and keeps it
     until that round's commit, or until the first push of a later round."""
     fragment = self._fragments[push.fragment]
-    round, pushes = self._arrivals.get(push.fragment, (-1, {}))
+    round, pushes = self._arrivals.get(push.fragment, (NOTHING, {}))
     if round != push.round:
-      _, pushes = self._arrivals[push.fragment] = push.round, {}
+      pushes = {}
+      self._arrivals[push.fragment] = push.round, pushes
     if push.codec != (own := self._config.sync.push_codec):  # it would cost more to merge
       return Received(push, now, fault=f"codec {push.codec!r}: must be {own!r}, as in the config")
     try:
