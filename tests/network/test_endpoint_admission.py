@@ -446,7 +446,7 @@ while True:  # a burst may have them all, until it is cut off a moment later
 print("comes", net._folder.name if net._folder else "", flush=True)
 early.send("syncer-0", says.request(0, 0))
 for _ in range(2):
-  sender, _, _ = shard.receive(60.0)
+  sender, *_ = shard.receive(60.0)
   shard.send(sender, says.pull(0, 0, 0, 0, 1, 0))
 assert early.receive(20.0)
 sys.stdin.readline()  # the other one has its answer too
