@@ -22,7 +22,7 @@ import numpy as np
 
 from ddiloco.config import from_dict
 from ddiloco.core import codec
-from ddiloco.core.delta import ReceivedPushes
+from ddiloco.core.delta import measure
 from ddiloco.core.fragments import Fragment
 from ddiloco.engines import virtual
 from ddiloco.engines.virtual import seconds_of
@@ -71,7 +71,7 @@ def bench_commit(fragment: Fragment, learners: int, repeats: int) -> dict[str, f
     commit = virtual.commits(fragment, CONFIG, learners, threads.share)
 
     def arrive() -> None:
-      ReceivedPushes(fragment, 0).measure(push, threads.share)
+      measure(fragment, push, threads.share)
 
     def copy_to(target: np.ndarray) -> None:
       for _ in range(copies):

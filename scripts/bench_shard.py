@@ -47,8 +47,7 @@ from ddiloco.core import passes
 from ddiloco.core.delta import new_fragment
 from ddiloco.core.fragments import Fragment, Piece, Plan, owned_by
 from ddiloco.engines import virtual
-from ddiloco.network.endpoint import NetworkEndpoint, RunIdentity
-from ddiloco.network.peers import KEPT_SECONDS
+from ddiloco.network.endpoint import KEPT_SECONDS, NetworkEndpoint, RunIdentity
 from ddiloco.network.transport import learner_address, syncer_address
 from ddiloco.protocol.events import Commit, Event, Member
 from ddiloco.protocol.messages import (

@@ -43,7 +43,7 @@ import numpy as np
 # The fuzzed modules are instrumented, so that atheris sees the path of every input.
 with atheris.instrument_imports(include=["ddiloco"]) if atheris else contextlib.nullcontext():
   from ddiloco.core import codec
-  from ddiloco.network import frames, peers, transport
+  from ddiloco.network import endpoint, frames, peers, transport
   from ddiloco.protocol import messages
 
 MAX_INPUT_BYTES = 320
@@ -145,7 +145,7 @@ class _Inbox:
   """A stand-in for the endpoint: messages that the role has not taken yet."""
 
   def __init__(self) -> None:
-    self.run, self.buffers = NETWORK_RUN, peers.BufferPool()
+    self.run, self.buffers = NETWORK_RUN, endpoint.BufferPool()
     self.messages = list[tuple[bytes, np.ndarray]]()
 
   def put(self, sender: str, header: bytes, payload: np.ndarray, incarnation: int) -> None:
@@ -172,7 +172,7 @@ def _offer(
   size = place.stop - place.start + (what % 32 == 31)
   try:
     memory = incoming.room(stream, frames.Bulk(number, total, name), size)
-  except (messages.MalformedMessage, frames.Forget):  # later parts must still arrive
+  except (messages.MalformedMessage, peers.Forget):  # later parts must still arrive
     return True, None
   if memory is None:
     return False, None

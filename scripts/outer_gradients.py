@@ -52,7 +52,7 @@ class Observer(Merger):
   def commit(self, what: Commit, state: FragmentState) -> Merged:
     p = what.fragment
     old, size = self.committed[p], self.committed[p].value.size
-    arrived = self._arrivals[p].pushes
+    arrived = self._arrivals[p][1]
     sent = [arrived[m].push for m in what.learners]
     pushes = [codec.decode(push.payload, size, push.codec) for push in sent]
     found = super().commit(what, state)

@@ -198,14 +198,11 @@ class Replication:
 
   def _send_anew(self, fragments: Iterable[int]) -> None:
     """The buddy lacks the newest commits of these fragments. They go out whole, each when the one
-    before is confirmed: together they may be a whole model."""
+    before is confirmed: together they may be a whole model. Those that publishes wait for come
+    first."""
     for p in fragments:
       self._sent.pop(p, None)
       self._sent_at[p] = self._now()
-    self._next_whole()
-
-  def _next_whole(self) -> None:
-    """Sends a fragment that the buddy lacks whole; those that publishes wait for come first."""
     lacking = [p for p in self._newest if p not in self._sent and p not in self._changing]
     if lacking:
       self._send(min(lacking, key=lambda p: p not in self.held))
@@ -222,20 +219,18 @@ class Replication:
       change: the update that learners get; None: the value goes out whole.
     """
     p = committed.state.index
-    before = self._newest.get(p)
     self._newest[p] = committed
     self._changing.discard(p)
-    if before is not None and self._sent.get(p) == before.state.last_round:
-      self._send(p, before.state.last_round, change)
-    else:
-      self._send(p)
+    self._send(p, change)
 
-  def _send(self, fragment: int, base_round: int = NOTHING, change: Encoded | None = None) -> None:
-    """Sends `change`, made to the value of `base_round`; without a change the whole fragment."""
+  def _send(self, fragment: int, change: Encoded | None = None) -> None:
+    """Sends `change`, made to the value that this buddy was sent last. Without a change, or if it
+    was sent none, the whole fragment."""
     committed, copies = self._newest[fragment], self._copies
+    base_round = self._sent.get(fragment)
     self._sent_at[fragment] = self._now()
     self._sent[fragment] = committed.state.last_round
-    if change is None:  # the loop must not wait while gigabytes are copied
+    if change is None or base_round is None:  # the loop must not wait while gigabytes are copied
       return self.background(self._send_whole(committed))
     me = copies.shard, copies.incarnation, copies.shard
     replica = pack(committed, *me, base_round, change)

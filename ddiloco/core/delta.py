@@ -219,31 +219,12 @@ class Measured(Frozen):
     return math.sqrt(float(self.squares.sum()))
 
 
-class ReceivedPushes:
-  """The outer gradients of one round so far, in the wire codec."""
-
-  def __init__(self, fragment: Fragment, round: int):
-    self.round = round
-    self.pushes: dict[int, Measured] = {}  # by learner; also those not accepted later
-    self._fragment = fragment
-    self._compared = outer.compared_pieces(fragment)
-
-  def measure(self, push: Encoded, share: Share = map) -> Measured:
-    """The measurements of one more push, for the round, the screening and the merge."""
-    ones = np.ones((1, len(self._fragment.pieces)), np.float32)
-    alone = passes.Sum(self._fragment, [push], ones)
-    squares = passes.squares(alone, share)
-    return Measured(push, squares, passes.sample(alone, ones[0], self._compared))
-
-  def products(self, learner: int) -> dict[int, float]:
-    """Inner products of this learner's sample with all that are here, itself included.
-
-    Empty where a sample has so few values that its direction is chance.
-    """
-    mine = self.pushes[learner].sample
-    if mine.size < FEWEST_COMPARED:
-      return {}
-    return {m: passes.dot(each.sample, mine) for m, each in self.pushes.items()}
+def measure(fragment: Fragment, push: Encoded, share: Share = map) -> Measured:
+  """The measurements of one more push, for the round, the screening and the merge."""
+  ones = np.ones((1, len(fragment.pieces)), np.float32)
+  alone = passes.Sum(fragment, [push], ones)
+  squares = passes.squares(alone, share)
+  return Measured(push, squares, passes.sample(alone, ones[0], outer.compared_pieces(fragment)))
 
 
 class Merged(Frozen):
@@ -275,21 +256,21 @@ class Merged(Frozen):
 def commit(
   fragment: Fragment,
   old: Committed,
-  arrivals: ReceivedPushes,
+  pushes: Mapping[int, Measured],
   what: Commit,
   config: Config,
   share: Share = map,
   in_place: bool = False,
-) -> tuple[Committed, Encoded | None, Merged]:
+) -> tuple[Vectors, Encoded | None, Merged]:
   """The fragment after the outer step on the merged pushes of `what.learners`.
 
   With `in_place` the new vectors overwrite the old ones; if the commit fails, both are invalid.
 
   Returns:
-    (the new commit, whose state lacks the counters, which are the protocol's; the update as
-    learners get it, None if they get values whole; the merge in numbers).
+    (the new vectors; the update as learners get it, None if they get values whole; the merge in
+    numbers).
   """
-  chosen = [arrivals.pushes[m] for m in what.learners]
+  chosen = [pushes[m] for m in what.learners]
   each = [measured.norm for measured in chosen]
   weights = learner_weights(what, config)
   squares = np.stack([measured.squares for measured in chosen])
@@ -307,10 +288,8 @@ def commit(
     apart = name != "f32" and old.value is old.published_value
     after = before._replace(value=np.empty_like(old.value)) if apart else before
   new, update = passes.step(total, stretch, before, optimizer, name, share, after)
-  state = FragmentState(fragment.index, what.version, last_round=what.round)
-  committed = Committed(state, new.value, new.published_value, new.momentum, what.round)
   length = long * len(each) / sum(each) if any(each) else None
-  return committed, update, Merged(weights, length, sample)
+  return new, update, Merged(weights, length, sample)
 
 
 def learner_weights(what: Commit, config: Config) -> np.ndarray:
@@ -348,7 +327,8 @@ class Merger:
   ):
     self.committed: dict[int, Committed] = {p: store[p] for p in fragments}
     self._fragments, self._config = fragments, config
-    self._arrivals: dict[int, ReceivedPushes] = {}  # by fragment, of the round under way
+    # By fragment, the round under way, and its pushes by learner: also those not accepted later.
+    self._arrivals: dict[int, tuple[int, dict[int, Measured]]] = {}
     self._update: dict[int, Encoded] = {}  # by fragment, of the newest commit
     self._merged: dict[int, Merged] = {}  # by fragment, of the newest commit
     self._initial: dict[int, np.ndarray] = {}  # digests of initial values that receivers make
@@ -359,14 +339,15 @@ class Merger:
   def prepare(self, fragment: int) -> str:
     """Compiles the kernels for this fragment if it is large; see `passes.compile_for`."""
     reason = passes.compile_for(self._fragments[fragment], self._config)
-    committed = self.committed[fragment]
-    if committed.state.last_round == INITIAL and self._is_made(fragment):
-      self._initial[fragment] = np.frombuffer(codec.digest(committed.value), np.uint8)
+    if self._is_made(fragment):
+      digest = codec.digest(self.committed[fragment].value)
+      self._initial[fragment] = np.frombuffer(digest, np.uint8)
     return reason
 
   def _is_made(self, fragment: int) -> bool:
-    """Whether receivers make the initial value of this fragment instead of getting it sent."""
-    return self._fragments[fragment].size >= MADE_FROM
+    """Whether this fragment has its initial value, and receivers make it instead of getting it."""
+    untrained = self.committed[fragment].state.last_round == INITIAL
+    return untrained and self._fragments[fragment].size >= MADE_FROM
 
   def change(self, fragment: int) -> Encoded:
     """The payload of the newest version for learners: the update; the whole value if none."""
@@ -379,18 +360,22 @@ class Merger:
   def take_in(self, push: Push, now: float) -> Received:
     """Measures a push of a round under way here, so that the reducer can judge it, and keeps it
     until that round's commit, or until the first push of a later round."""
-    fragment, arrivals = self._fragments[push.fragment], self._arrivals.get(push.fragment)
-    if arrivals is None or arrivals.round != push.round:
-      arrivals = self._arrivals[push.fragment] = ReceivedPushes(fragment, push.round)
+    fragment = self._fragments[push.fragment]
+    round, pushes = self._arrivals.get(push.fragment, (NOTHING, {}))
+    if round != push.round:
+      pushes = {}
+      self._arrivals[push.fragment] = push.round, pushes
     if push.codec != (own := self._config.sync.push_codec):  # it would cost more to merge
       return Received(push, now, fault=f"codec {push.codec!r}: must be {own!r}, as in the config")
     try:
       encoded = codec.checked(push.payload, fragment.size, own)
     except codec.CodecError as error:
       return Received(push, now, fault=str(error))
-    arrivals.pushes[push.learner] = arrivals.measure(encoded, self.share)
-    norm, products = arrivals.pushes[push.learner].norm, arrivals.products(push.learner)
-    return Received(push, now, norm=norm, products=products)
+    mine = pushes[push.learner] = measure(fragment, encoded, self.share)
+    products = {m: passes.dot(each.sample, mine.sample) for m, each in pushes.items()}
+    if mine.sample.size < FEWEST_COMPARED:  # of so few values the direction is chance
+      products = {}
+    return Received(push, now, norm=mine.norm, products=products)
 
   def take_back(self, value: Value, now: float) -> Received:
     """Decodes a value that this shard has lost and that a learner gives back."""
@@ -410,10 +395,10 @@ class Merger:
     in_place = self._in_place and p not in self._lent
     self._lent.discard(p)  # lent vectors are replaced, not overwritten
     self._update.pop(p, None)
-    arrivals, fragment = self._arrivals.pop(p), self._fragments[p]
+    (_, pushes), fragment = self._arrivals.pop(p), self._fragments[p]
     old, config = self.committed[p], self._config
-    new, update, merged = commit(fragment, old, arrivals, what, config, self.share, in_place)
-    self.committed[p] = replace(new, state=state)
+    new, update, merged = commit(fragment, old, pushes, what, config, self.share, in_place)
+    self.committed[p] = Committed(state, *new, what.round)
     if update is not None:
       self._update[p] = update
     self._merged[p] = merged.after(self._merged.get(p))

@@ -27,7 +27,7 @@ from ddiloco.engines.children import Accelerator, Child, Spawn, accelerators, sp
 from ddiloco.engines.engine import Engine, RunResult
 from ddiloco.engines.role_process import connect, load_keys
 from ddiloco.engines.role_spec import RoleSpec, free_urls, newest, require_shards
-from ddiloco.network import peers
+from ddiloco.network import frames
 from ddiloco.network.transport import EVALUATOR_ADDRESS
 from ddiloco.observe.eventlog import Follower, Recorder
 from ddiloco.protocol.events import parse_role
@@ -78,7 +78,7 @@ class ProcessesEngine(Engine):
 
   def _prepare(self) -> None:
     self._spec = self._place()
-    now = peers.seconds_since_2020()
+    now = frames.seconds_since_2020()
     self._first_evaluator = max(now, newest(self.workdir, now, EVALUATOR_ADDRESS) + 1)
     self._evaluator_keys = load_keys(self._spec, EVALUATOR_ADDRESS)  # or the run is refused
 

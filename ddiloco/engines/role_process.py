@@ -26,7 +26,7 @@ from ddiloco.engines import role_spec
 from ddiloco.engines.profiler import Profiler
 from ddiloco.engines.role_spec import Outnumbered, RoleSpec, another_life, beside, terminates
 from ddiloco.environment import FINISHED, INTERRUPTED, LOST
-from ddiloco.network import peers
+from ddiloco.network import frames
 from ddiloco.network.endpoint import NetworkEndpoint, RunIdentity
 from ddiloco.network.host_links import HostsApart
 from ddiloco.network.keys import Keys, require_keys
@@ -117,7 +117,7 @@ class RoleRunner:
     self.plan = initial.make_plan(config)
     self.started = workdir.join(place.workdir, config)
     self._lives = workdir.live_in(place.workdir)
-    now = peers.seconds_since_2020()
+    now = frames.seconds_since_2020()
     self._former = role_spec.newest(place.workdir, now, address)
     # A shard has its port to itself, so none of its former lives can still run. Any other role
     # learns from the shards whether a former life still runs.
@@ -274,7 +274,7 @@ class RoleRunner:
   def reborn(self, after: int = 0) -> None:
     """The role starts again in this process, as a new incarnation: `after` or later."""
     self.recorder.close()
-    self.incarnation = max(self.incarnation + 1, after, peers.seconds_since_2020())
+    self.incarnation = max(self.incarnation + 1, after, frames.seconds_since_2020())
     self.recorder = self._record()
 
   def come_after(self, incarnation: int) -> None:

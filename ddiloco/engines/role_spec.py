@@ -18,7 +18,7 @@ from typing import Any
 
 from ddiloco.checks import option, require
 from ddiloco.config import Config
-from ddiloco.network.peers import FUTURE_SECONDS
+from ddiloco.network.frames import FUTURE_SECONDS
 from ddiloco.observe.eventlog import lines_of
 from ddiloco.protocol.events import decode
 

@@ -22,7 +22,7 @@ from ddiloco.engines.island_hosts import FollowingHost, Hosts, check_hosts, name
 from ddiloco.engines.role_process import Ended, RoleRunner, unreached
 from ddiloco.engines.role_spec import RoleSpec, check_spec
 from ddiloco.environment import BAD_USAGE, FINISHED, LOST
-from ddiloco.network.peers import incarnation_at
+from ddiloco.network.frames import incarnation_at
 from ddiloco.network.transport import EVALUATOR_ADDRESS, learner_address, syncer_address
 from ddiloco.observe.eventlog import newest_event
 from ddiloco.observe.guards import say

@@ -25,7 +25,7 @@ from ddiloco.engines import role_spec
 from ddiloco.engines.engine import Engine, RunResult
 from ddiloco.engines.profiler import Profiler
 from ddiloco.engines.role_spec import beside
-from ddiloco.network import peers
+from ddiloco.network import frames
 from ddiloco.network.transport import EVALUATOR_ADDRESS, Hub, learner_address
 from ddiloco.observe.eventlog import Recorder
 from ddiloco.observe.guards import HangWatch, say
@@ -88,7 +88,7 @@ class ThreadsEngine(Engine):
   def _begin(self) -> None:
     self._restored = self._go_on(keep=True)
     if is_there(self.workdir / "events"):
-      self._start_after(role_spec.newest(self.workdir, peers.seconds_since_2020()))
+      self._start_after(role_spec.newest(self.workdir, frames.seconds_since_2020()))
     self._start_time = time.monotonic() - (time.time() - start_time(self.workdir))
     self._profiler = Profiler(self.workdir, lambda: self._recorder)
     self._recorder = self._record("engine", 0)
@@ -112,7 +112,7 @@ class ThreadsEngine(Engine):
   def _start_after(self, incarnation: int) -> None:
     """Sets the first incarnation above `incarnation`, the greatest of the run's earlier lives."""
     after = self._first_incarnation, incarnation + 1
-    self._first_incarnation = max(*after, peers.seconds_since_2020())
+    self._first_incarnation = max(*after, frames.seconds_since_2020())
 
   def _seed(self) -> None:
     """Puts version 0, or the newest snapshot, into the store; without shards, into the islands."""

@@ -23,7 +23,7 @@ from ddiloco.checks import require
 from ddiloco.config import Config
 from ddiloco.core import codec
 from ddiloco.core.codec import Encoded
-from ddiloco.core.delta import Committed, ReceivedPushes, commit
+from ddiloco.core.delta import Committed, commit, measure
 from ddiloco.core.fragments import Fragment, Piece
 from ddiloco.core.passes import Share, compile_for
 from ddiloco.observe.eventlog import to_line
@@ -143,11 +143,9 @@ def commits(fragment: Fragment, config: Config, pushes: int, share: Share) -> Ca
   published = value if config.sync.publish_codec == "f32" else value - np.float32(1e-5)
   momentum = value * np.float32(0.05) if config.outer.momentum else None
   old = Committed(FragmentState(0), value, published, momentum)
-  arrivals = ReceivedPushes(fragment, 0)
-  for learner in range(pushes):
-    push = random_push(fragment.size, config.sync.push_codec)
-    arrivals.pushes[learner] = arrivals.measure(push, share)
   learners = tuple(range(pushes))
+  each = (random_push(fragment.size, config.sync.push_codec) for _ in learners)
+  arrived = {m: measure(fragment, push, share) for m, push in zip(learners, each)}
   steps, tokens = (24,) * pushes, tuple(24 * 1024 + m for m in learners)
   what = Commit(
     fragment=0,
@@ -161,7 +159,7 @@ def commits(fragment: Fragment, config: Config, pushes: int, share: Share) -> Ca
     merged_tokens=sum(tokens),
     step_tokens=(1024,) * pushes,
   )
-  return lambda: commit(fragment, old, arrivals, what, config, share, in_place=True)
+  return lambda: commit(fragment, old, arrived, what, config, share, in_place=True)
 
 
 def seconds_of(work: Callable[[], object]) -> float:

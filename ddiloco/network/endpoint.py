@@ -4,32 +4,33 @@ Syncer shards listen, all other roles dial them: one connection for control, som
 that control never queues behind bulk. With keys each connection is TLS 1.3.
 
   endpoint.py    the role's interface: queues in and out; peers are dialed, accepted and monitored
-  peers.py       one peer: whether it is accepted, its queue of messages, and arriving payloads
-  frames.py      the frames between two endpoints, the connections, and their threads
+  peers.py       one peer: its queue of messages, its connections and their threads, its payloads
+  frames.py      frames, and how two ends find, greet and accept each other
   keys.py        the keys
 """
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import functools
 import itertools
 import os
-import resource
 import secrets
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
+import weakref
 from typing import Any
 
+import numpy as np
+
 from ddiloco.config import NetworkConfig
-from ddiloco.network import frames, peers
-from ddiloco.network.frames import CONTROL, FrameSocket, Greeting, GreetingRefused, IoThread
+from ddiloco.network import frames
+from ddiloco.network.frames import CONTROL, Door, Greeting, GreetingRefused
 from ddiloco.network.keys import Keys
-from ddiloco.network.peers import BufferPool, Channel, Peer
-from ddiloco.network.transport import Counters, Endpoint, RunIdentity
+from ddiloco.network.peers import Channel, FrameSocket, IoThread, Peer
+from ddiloco.network.transport import Endpoint, Post, RunIdentity
 from ddiloco.observe.guards import Guard, ended
 from ddiloco.protocol import messages
 from ddiloco.protocol.values import replace
@@ -102,8 +103,8 @@ class NetworkEndpoint(Endpoint):
       thread.start()
     self._door = None
     if listener:
-      most = min(MOST_STRANGERS, raise_limit() // 4)
-      self._door = Door(listener, keys, self._meet, most, STRANGER_SECONDS, self.counters)
+      most = min(frames.MOST_STRANGERS, frames.raise_limit() // 4)
+      self._door = Door(listener, keys, self._meet, most, frames.STRANGER_SECONDS, self.counters)
     if keys is not None:
       follow = functools.partial(self._follow, keys)
       threading.Thread(target=follow, name=f"keys-{address}", daemon=True).start()
@@ -117,16 +118,9 @@ class NetworkEndpoint(Endpoint):
       reach = functools.partial(self._reach, peer)
       threading.Thread(target=reach, name=f"dial-{address}", daemon=True).start()
 
-  def _post(self, to: str, header: bytes, payload: messages.Payload) -> bool:
-    peer = self._find(to)
-    if peer is None or self.fenced or self.broken:
-      return False
-    if payload is None:
-      return peer.post_control(header)
-    return peer.post_bulk(header, memoryview(payload).cast("B"))
-
-  def _find(self, to: str) -> Peer | None:
-    return max(self._named(to), key=lambda p: (p.state == "up", p.incarnation), default=None)
+  def _way(self, to: str) -> Post | None:
+    peer = max(self._named(to), key=lambda p: (p.state == "up", p.incarnation), default=None)
+    return None if peer is None else peer.post
 
   def unsent(self, peer: str) -> int:
     return sum(each.queued_bytes for each in self._named(peer))
@@ -158,10 +152,6 @@ class NetworkEndpoint(Endpoint):
     return [*self._dialed.values(), *self._accepted.values()]
 
   # --- events of connections, in the connections' threads -----------------------------------------
-
-  def on_malformed(self, sender: str, reason: str) -> None:
-    self.counters.malformed += 1
-    self._dropped(sender, reason)
 
   def _taken(self, sender: str) -> None:
     for peer in self._named(sender):
@@ -299,7 +289,7 @@ class NetworkEndpoint(Endpoint):
     known, key = self._accepted.get(greeting.address), frames.certificate(connected)
     peer = known if known is not None and known.session == greeting.session else None
     owner = (self.keys.owner(key) or "") if self.keys else None
-    reason = peers.objection(self.run, greeting, owner)
+    reason = frames.objection(self.run, greeting, owner)
     if reason:
       return GreetingRefused(False, reason)
     if greeting.stream != CONTROL:
@@ -394,7 +384,7 @@ class NetworkEndpoint(Endpoint):
     if isinstance(answer, Greeting):
       if answer.address != peer.address:
         raise Refused(f"{answer.address} answers at {peer.url}")
-      if reason := peers.shard_objection(answer.incarnation, peer.incarnation):
+      if reason := frames.shard_objection(answer.incarnation, peer.incarnation):
         raise Refused(f"{peer.address} at {peer.url}: {reason}")
       return answer
     return None
@@ -419,111 +409,41 @@ class NetworkEndpoint(Endpoint):
     return True
 
 
-# --- The listening side
+# --- Memory for arriving payloads
 
-# Each connection costs a descriptor; when none is left, the process can open no file and accept no
-# member. So this process raises its limit as far as the system allows, and strangers (connections
-# without a known peer) get at most a quarter of it.
-STRANGER_SECONDS = 60.0  # without a word
-MOST_STRANGERS = 1024
-MOST_DESCRIPTORS = 10_240  # where the system names no limit, or one that it does not grant
+LEAST_KEPT_BYTES = 1 << 20  # smaller blocks are allocated fresh
+KEPT_SECONDS = 3.0  # pushes of a round come together; between rounds the memory is given back
 
 
-def raise_limit() -> int:
-  """Raises this process's limit of descriptors as far as the system allows; returns the limit."""
-  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-  for limit in (hard, MOST_DESCRIPTORS):  # a system may grant less than its hard limit
-    with contextlib.suppress(ValueError, OSError):
-      if limit == resource.RLIM_INFINITY or limit > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-      break
-  soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-  return soft if soft != resource.RLIM_INFINITY else MOST_DESCRIPTORS
+class BufferPool:
+  """Memory for arriving payloads. Blocks without a reference left are used again: the first touch
+  of fresh memory may take longer than receiving the payload.
 
-
-class Door:
-  """Accepts connections. A thread for each meets the stranger at the far end, until it is let in.
-
-  Each connection costs a descriptor and a thread. Of too many strangers the oldest is cut off.
-
-  Args:
-    listener: the socket where they come.
-    keys: of this role; None: without TLS.
-    meet: called in the stranger's thread, with the connection after the handshake. Returns whether
-      the connection is let in; else it is closed, once the far end has read what was said.
-    most: strangers at once.
-    seconds: a stranger may say nothing for so long.
-    counters: counts who is not let in.
+  Attributes:
+    free: (since when, memory) of blocks without a reference left.
   """
 
-  def __init__(
-    self,
-    listener: socket.socket,
-    keys: Keys | None,
-    meet: Callable[[socket.socket], bool],
-    most: int,
-    seconds: float,
-    counters: Counters,
-  ):
-    self._listener, self._keys, self._meet = listener, keys, meet
-    self._most, self._seconds, self._counters = most, seconds, counters
-    self._strangers: list[socket.socket] = []  # the oldest first
-    self._closed = threading.Event()
-    threading.Thread(target=self._listen, name="door", daemon=True).start()
+  def __init__(self) -> None:
+    self.free: list[tuple[float, np.ndarray]] = []
+    self._lock = threading.Lock()
 
-  def close(self) -> None:
-    """Accepts no more connections."""
-    self._closed.set()
-    _cut_off(self._listener)
-    self._listener.close()
+  def take(self, size: int) -> np.ndarray:
+    """A uint8 [size], of any content; its memory is free again when no view of it is left."""
+    if size < LEAST_KEPT_BYTES:
+      return np.empty(size, np.uint8)
+    with self._lock:
+      fits = [n for n, (_, each) in enumerate(self.free) if size <= len(each) <= 2 * size]
+      # The newest: the processor's caches may still have it, and the others' time runs out.
+      memory = self.free.pop(fits[-1])[1] if fits else np.empty(size, np.uint8)
+    holder = (ctypes.c_uint8 * len(memory)).from_buffer(memory)  # all views hold it
+    weakref.finalize(holder, self._give_back, memory).atexit = False
+    return np.frombuffer(holder, np.uint8)[:size]
 
-  def _listen(self) -> None:
-    while not self._closed.is_set():
-      try:
-        connected, _ = self._listener.accept()
-      except OSError:  # no descriptor just now; or we are closed
-        self._closed.wait(TEND_SECONDS)
-        continue
-      try:
-        if self._keys is not None:
-          how = {"server_side": True, "do_handshake_on_connect": False}
-          connected = self._keys.context().wrap_socket(connected, **how)
-        threading.Thread(target=self._admit, args=(connected,), daemon=True).start()
-      except (OSError, RuntimeError):  # it has gone already; or no key or thread just now
-        connected.close()
+  def _give_back(self, memory: np.ndarray) -> None:
+    """Takes no lock: the last view may go at any moment, also while this thread has the lock."""
+    self.free.append((time.monotonic(), memory))
 
-  def _admit(self, connected: socket.socket) -> None:
-    self._strangers.append(connected)
-    if len(self._strangers) > self._most:
-      _cut_off(self._strangers.pop(0))
-    taken = False
-    try:
-      connected.settimeout(self._seconds)
-      if isinstance(connected, ssl.SSLSocket):
-        connected.do_handshake()
-      taken = self._meet(connected)
-    except messages.MalformedMessage:
-      self._counters.malformed += 1
-    except OSError:  # it has gone, says nothing, or has no key that is listed
-      pass
-    finally:
-      if not taken:
-        self._send_off(connected)
-      with contextlib.suppress(ValueError):  # it was cut off
-        self._strangers.remove(connected)
-
-  def _send_off(self, connected: socket.socket) -> None:
-    """Closes a connection once the far end has read what was said to it, OpenSSL's alert included:
-    closing a socket with unread data would reset the connection and lose what was sent."""
-    self._counters.refused += 1
-    with contextlib.suppress(OSError):
-      socket.socket.shutdown(connected, socket.SHUT_WR)  # from now on without TLS
-      while socket.socket.recv_into(connected, frames.SCRATCH):
-        pass
-    connected.close()
-
-
-def _cut_off(connected: socket.socket) -> None:
-  """Shuts a socket down, which wakes its thread; not by TLS, which only that thread may use."""
-  with contextlib.suppress(OSError):
-    socket.socket.shutdown(connected, socket.SHUT_RDWR)
+  def release(self, now: float) -> None:
+    """Gives blocks that were not used for a while back to the system."""
+    with self._lock:
+      self.free = [each for each in self.free if now - each[0] < KEPT_SECONDS]

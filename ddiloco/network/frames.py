@@ -1,4 +1,4 @@
-"""Frames between two endpoints, and the connections that carry them.
+"""Frames between two endpoints, and how two ends find, greet and accept each other.
 
 On a connection, frame follows frame: `PREFIX` has the length of the frame and the number of raw
 payload bytes after it; the frame itself is one msgpack list. `decode` accepts only exactly
@@ -6,18 +6,14 @@ well-formed frames and raises `MalformedMessage` on everything else, like
 `protocol.messages.decode`.
 
 Two ends that do not know each other yet shake hands and greet in a thread for this connection
-alone, which may block. From then on a connection belongs to an `IoThread`, with others, and only
-that thread uses its socket. The kernel keeps order and holds back a sender that is too fast;
-OpenSSL encrypts. Both work without the GIL.
+alone, which may block. From then on the connection is a peer's (`network/peers.py`).
 """
 
 from __future__ import annotations
 
-import asyncio
-import collections
-import concurrent.futures
 import contextlib
 import itertools
+import resource
 import socket
 import ssl
 import struct
@@ -26,26 +22,20 @@ import threading
 import time
 import typing
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, NamedTuple
 
 from msgspec import Meta, msgpack
 
-from ddiloco.network.keys import host_and_port
+from ddiloco.network.keys import Keys, host_and_port
+from ddiloco.network.transport import Counters, RunIdentity
 from ddiloco.protocol.messages import (
   MAX_HEADER_BYTES,
   WIRE_FORMAT,
   Count,
   CountOrNone,
-  MalformedMessage,
-  OnWire,
   Text,
-  exactly,
 )
-
-if TYPE_CHECKING:
-  from ddiloco.network.peers import Channel
-
-T = TypeVar("T")
+from ddiloco.protocol.values import MalformedMessage, OnWire, exactly
 
 PREFIX = struct.Struct(">IQ")
 MAX_FRAME_BYTES = MAX_HEADER_BYTES + 4096
@@ -99,23 +89,14 @@ class Bulk(OnWire):
 
 
 Frame = Greeting | GreetingRefused | Beat | Control | Bulk
-_decode = exactly(typing.get_args(Frame), "frame")
+# The frame in the bytes after a prefix; raises MalformedMessage if they are none.
+decode: Callable[[bytes], Frame] = exactly(typing.get_args(Frame), "frame")
 
 
 def encode(frame: Frame, payload_bytes: int = 0) -> bytes:
   """The bytes of a frame that so many bytes of payload follow."""
   data = msgpack.encode(frame)
   return PREFIX.pack(len(data), payload_bytes) + data
-
-
-def decode(data: bytes) -> Frame:
-  """The frame in `data`, the bytes after the prefix.
-
-  Raises:
-    MalformedMessage: `data` is not a frame.
-  """
-  frame: Frame = _decode(data)
-  return frame
 
 
 def part(stream: int, streams: int, total: int) -> slice:
@@ -145,7 +126,6 @@ FRAME_OPTIONS = (
   (socket.IPPROTO_TCP, "TCP_NOTSENT_LOWAT", UNSENT_BYTES),
   (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", 1000 * DEAD_SECONDS),
 )
-ANSWER_SECONDS = 10.0  # for a thread that never blocks
 BACKLOG = 1024  # many learners may connect at once; the system has a limit of its own
 
 
@@ -222,253 +202,175 @@ def read_frame(connected: socket.socket) -> Frame:
   return decode(bytes(data))
 
 
-# --- One connection, and the thread that it belongs to
+# --- Which roles are accepted: objections to a greeting
 
-BYTES_A_TURN = 1 << 20  # about, each way; then it is another connection's turn
-READ_COSTS_BYTES = 1 << 11  # of a turn, at least: a turn of small frames is at most 512 reads
-CALL_BYTES = 1 << 20  # in one call, without the GIL; smaller calls cost a third of the rate
-NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+FUTURE_SECONDS = 86_400  # clocks may be wrong by hours; incarnations further ahead are refused
 
 
-class Forget(Exception):
-  """A payload that is no longer wanted: the connection reads and drops it."""
+def incarnation_at(unix_seconds: float) -> int:
+  """The incarnation of a process that starts at this time: seconds since 2020."""
+  return int(unix_seconds) - 1_577_836_800
 
 
-Parcel = tuple[memoryview, ...]  # bytes to send: a frame, and the payload after it if any
+def seconds_since_2020() -> int:
+  """The incarnation of a process that starts now, unless an earlier one had a greater number."""
+  return incarnation_at(time.time())
 
 
-class FrameSocket:
-  """A connection that sends and receives whole frames, and never blocks.
+def ahead(incarnation: int) -> str:
+  """Why an incarnation is refused by this host's clock, "" if it is not."""
+  seconds = incarnation - seconds_since_2020()
+  if seconds <= FUTURE_SECONDS:
+    return ""
+  return (
+    f"incarnation {incarnation} is {seconds / 3600:.0f} h ahead of the other side's clock."
+    " Fix: set the clock that is wrong, there or here"
+  )
 
-  Only its thread calls its methods, except those that are marked for any thread.
+
+def objection(run: RunIdentity, greeting: Greeting, owner: str | None) -> str:
+  """Why a greeting is not accepted, "" if it is.
 
   Args:
-    connected: the socket, after its handshake.
-    owner: the channel whose connection this is.
-    thread: to which it belongs; `IoThread.add` begins to serve it.
-    paced: whether its rate is limited on a slow link: it is for fragments.
+    run: this side's.
+    greeting: what the far end says.
+    owner: the role that the key of its connection belongs to, "": no listed one; None: no keys.
+  """
+  address = greeting.address
+  if owner == "":
+    return f"the key of {address} is not listed here any more"
+  if owner is not None and owner != address:
+    return f"this key belongs to {owner}, not to {address}"
+  if greeting.format != WIRE_FORMAT:
+    return (
+      f"it speaks wire format {greeting.format}, this side {WIRE_FORMAT}."
+      " Fix: install the same version of ddiloco on both sides"
+    )
+  if greeting.run_id != run.run_id:
+    return f"this is run {run.run_id!r}, not {greeting.run_id!r}"
+  if greeting.plan_id != run.plan_id:
+    return (
+      "this run was started with other settings of model, data, inner, sync, outer, seed or"
+      f" run.total_tokens ({run.plan_id} here, {greeting.plan_id} there)"
+    )
+  return ahead(greeting.incarnation)
+
+
+def shard_objection(incarnation: int, known: int) -> str:
+  """Why the greeting of a dialed shard is refused, or ""; `known`: its newest incarnation."""
+  if incarnation < known:
+    return f"incarnation {incarnation} is an old one, {known} was here before"
+  return ahead(incarnation)
+
+
+# --- Who dials this side
+# Each connection costs a descriptor; when none is left, the process can open no file and accept no
+# member. So this process raises its limit as far as the system allows, and strangers (connections
+# without a known peer) get at most a quarter of it.
+STRANGER_SECONDS = 60.0  # without a word
+MOST_STRANGERS = 1024
+PAUSE_SECONDS = 0.1  # where the system has no descriptor left
+MOST_DESCRIPTORS = 10_240  # where the system names no limit, or one that it does not grant
+
+
+def raise_limit() -> int:
+  """Raises this process's limit of descriptors as far as the system allows; returns the limit."""
+  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+  for limit in (hard, MOST_DESCRIPTORS):  # a system may grant less than its hard limit
+    with contextlib.suppress(ValueError, OSError):
+      if limit == resource.RLIM_INFINITY or limit > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+      break
+  soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+  return soft if soft != resource.RLIM_INFINITY else MOST_DESCRIPTORS
+
+
+class Door:
+  """Accepts connections. A thread for each meets the stranger at the far end, until it is let in.
+
+  Each connection costs a descriptor and a thread. Of too many strangers the oldest is cut off.
+
+  Args:
+    listener: the socket where they come.
+    keys: of this role; None: without TLS.
+    meet: called in the stranger's thread, with the connection after the handshake. Returns whether
+      the connection is let in; else it is closed, once the far end has read what was said.
+    most: strangers at once.
+    seconds: a stranger may say nothing for so long.
+    counters: counts who is not let in.
   """
 
   def __init__(
-    self, connected: socket.socket, owner: Channel, thread: IoThread, paced: bool = False
+    self,
+    listener: socket.socket,
+    keys: Keys | None,
+    meet: Callable[[socket.socket], bool],
+    most: int,
+    seconds: float,
+    counters: Counters,
   ):
-    connected.setblocking(False)
-    set_options(connected, FRAME_OPTIONS)
-    self.owner, self.thread = owner, thread
-    self.watched = False, False  # what its thread's loop waits for: to read, to write
-    self._socket = connected
-    self._tls = connected if isinstance(connected, ssl.SSLSocket) else None
-    self._pace = pace(connected) if paced else itertools.repeat(None)
-    self._leaves = False
-    self._leaving: collections.deque[memoryview] = collections.deque()  # bytes being sent now
-    self._parser: Iterator[memoryview | None] = self._parse()
-    # Memory to fill; None: no room now, and the kernel holds the far end back.
-    self._wanted: memoryview | None = next(self._parser)
-
-  def fileno(self) -> int:
-    return self._socket.fileno()
-
-  def wake(self) -> None:
-    """Checks again for bytes to send, and for room; from any thread."""
-    self.thread.call(self.turn)
-
-  def hang_up(self) -> None:
-    """Ends the connection, soon; from any thread."""
-    self.thread.call(self.close)
-
-  def say(self, frame: Frame) -> None:
-    """Sends a frame of the connection itself, before the owner's. Not after `leave`: that would
-    break a connection whose far end has not seen its end yet."""
-    if not self._leaves:
-      self._leaving.append(memoryview(encode(frame)))
-      self.wake()
-
-  @property
-  def behind(self) -> bool:
-    """Whether bytes still wait until the kernel takes them."""
-    return bool(self._leaving)
-
-  def leave(self) -> None:
-    """Ends the connection when all is sent. Data that comes until then is read and dropped: closing
-    a socket with unread data would reset the connection and lose what was sent."""
-    self._leaves = True
-    self.wake()
+    self._listener, self._keys, self._meet = listener, keys, meet
+    self._most, self._seconds, self._counters = most, seconds, counters
+    self._strangers: list[socket.socket] = []  # the oldest first
+    self._closed = threading.Event()
+    threading.Thread(target=self._listen, name="door", daemon=True).start()
 
   def close(self) -> None:
-    """Ends the connection now, without a call of the owner's `lost`."""
-    self.thread.forget(self)
-    self._socket.close()
-    # The parser refers to this object, a cycle that would keep payloads until a collection.
-    self._parser, self._wanted = iter(()), None
-    self._leaving.clear()
+    """Accepts no more connections."""
+    self._closed.set()
+    _cut_off(self._listener)
+    self._listener.close()
 
-  def turn(self, reads: bool = True, writes: bool = True) -> None:
-    """Reads and writes as much as is possible now."""
-    if self.fileno() < 0:  # closed
-      return
-    try:
-      if reads:
-        self._read()
-      if writes:
-        self._write()
-    except NOT_NOW:
-      pass
-    except (OSError, MalformedMessage) as error:
-      self.close()
-      self.owner.lost(self, str(error))
-      return
-    self.thread.watch(self, self._listens(), self.behind)
-
-  @property
-  def waits(self) -> bool:
-    """Whether a frame waits for room."""
-    return self._wanted is None
-
-  def _listens(self) -> bool:
-    return self._leaves or not self.waits
-
-  def _read(self) -> None:
-    """Reads the data that is there, for one turn."""
-    left = BYTES_A_TURN
-    if self._wanted is None:
-      self._wanted = next(self._parser)
-    # OpenSSL may hold bytes that the kernel does not report as readable.
-    while self._listens() and (left > 0 or (self._tls and self._tls.pending())):
-      wanted = SCRATCH if self._leaves else self._wanted
+  def _listen(self) -> None:
+    while not self._closed.is_set():
       try:
-        count = self._socket.recv_into(wanted[:CALL_BYTES])
-      except NOT_NOW:
-        return
-      if not count:
-        raise ConnectionResetError("the far end has closed the connection")
-      left -= max(count, READ_COSTS_BYTES)
-      if not self._leaves:
-        self._wanted = wanted[count:] or next(self._parser)
-      if count < min(len(wanted), CALL_BYTES) and not self._tls:
-        return  # the kernel has no more data
-
-  def _parse(self) -> Iterator[memoryview | None]:
-    """Yields the memory to fill next, never empty; None while there is no room."""
-    prefix = memoryview(bytearray(PREFIX.size))
-    while True:
-      yield prefix
-      size, payload_bytes = PREFIX.unpack(prefix)
-      if not 0 < size <= MAX_FRAME_BYTES:
-        raise MalformedMessage(f"begins with {bytes(prefix).hex()}, which no frame of ours does")
-      data = bytearray(size)
-      yield memoryview(data)
-      try:
-        frame = decode(bytes(data))
-        while (target := self.owner.room(self, frame, payload_bytes)) is None:
-          yield None
-      except (MalformedMessage, Forget) as error:
-        if isinstance(error, MalformedMessage):
-          self.owner.peer.caretaker.on_malformed(self.owner.peer.address, str(error))
-        for left in range(payload_bytes, 0, -len(SCRATCH)):
-          yield SCRATCH[:left]
+        connected, _ = self._listener.accept()
+      except OSError:  # no descriptor just now; or we are closed
+        self._closed.wait(PAUSE_SECONDS)
         continue
-      if target:
-        yield target
-      target = None  # else this reference would keep the payload's memory until the next one
-      self.owner.arrived(self, frame)
+      try:
+        if self._keys is not None:
+          how = {"server_side": True, "do_handshake_on_connect": False}
+          connected = self._keys.context().wrap_socket(connected, **how)
+        threading.Thread(target=self._admit, args=(connected,), daemon=True).start()
+      except (OSError, RuntimeError):  # it has gone already; or no key or thread just now
+        connected.close()
 
-  def _write(self) -> None:
-    """Sends for one turn, or until the kernel has enough."""
-    left = BYTES_A_TURN
-    while left > 0 and self._refill():
-      next(self._pace)
-      count = self._socket.send(self._leaving[0][:CALL_BYTES])
-      left -= count
-      self._leaving[0] = self._leaving[0][count:]
-
-  def _refill(self) -> bool:
-    """Takes the owner's next parcel if there is nothing to send; whether there is something now."""
-    while self._leaving and not self._leaving[0]:
-      self._leaving.popleft()
-    if not self._leaving and (parcel := self.owner.next(self)) is not None:
-      self._leaving += parcel
-    elif not self._leaving and self._leaves:
-      with contextlib.suppress(OSError):  # the far end has closed already
-        self._socket.shutdown(socket.SHUT_WR)
-    return self.behind
-
-
-class IoThread(threading.Thread):
-  """A thread with an event loop, which serves its connections in turn as they become ready.
-
-  Args:
-    name: of the thread.
-    failed: called with the error that ends the thread.
-  """
-
-  def __init__(self, name: str, failed: Callable[[Exception], None]):
-    super().__init__(name=name, daemon=True)
-    self.loop = asyncio.SelectorEventLoop()
-    self.loop.set_exception_handler(self._on_exception)
-    self._failed = failed
-    self._wires: set[FrameSocket] = set()
-
-  def call(self, function: Callable[..., Any], *arguments: Any) -> None:
-    """Calls a function in this thread, soon; from any thread."""
-    with contextlib.suppress(RuntimeError):  # the loop has ended
-      self.loop.call_soon_threadsafe(function, *arguments)
-
-  def ask(self, function: Callable[..., T], *arguments: Any) -> T:
-    """Calls a function in this thread, and waits for its result or error; from any other thread.
-
-    Raises:
-      TimeoutError: the thread has ended, or has no time; the function is not called any more.
-    """
-    answer = concurrent.futures.Future[T]()
-
-    def work() -> None:
-      if answer.set_running_or_notify_cancel():
-        try:
-          answer.set_result(function(*arguments))
-        except Exception as error:  # of this caller, and no reason to end the thread
-          answer.set_exception(error)
-
-    self.call(work)
+  def _admit(self, connected: socket.socket) -> None:
+    self._strangers.append(connected)
+    if len(self._strangers) > self._most:
+      _cut_off(self._strangers.pop(0))
+    taken = False
     try:
-      return answer.result(ANSWER_SECONDS)
-    except TimeoutError:
-      if answer.cancel():
-        raise
-    return answer.result()
+      connected.settimeout(self._seconds)
+      if isinstance(connected, ssl.SSLSocket):
+        connected.do_handshake()
+      taken = self._meet(connected)
+    except MalformedMessage:
+      self._counters.malformed += 1
+    except OSError:  # it has gone, says nothing, or has no key that is listed
+      pass
+    finally:
+      if not taken:
+        self._send_off(connected)
+      with contextlib.suppress(ValueError):  # it was cut off
+        self._strangers.remove(connected)
 
-  def add(self, wire: FrameSocket) -> None:
-    """Begins to serve a connection; called in this thread."""
-    self._wires.add(wire)
-    wire.turn()
+  def _send_off(self, connected: socket.socket) -> None:
+    """Closes a connection once the far end has read what was said to it, OpenSSL's alert included:
+    closing a socket with unread data would reset the connection and lose what was sent."""
+    self._counters.refused += 1
+    with contextlib.suppress(OSError):
+      socket.socket.shutdown(connected, socket.SHUT_WR)  # from now on without TLS
+      while socket.socket.recv_into(connected, SCRATCH):
+        pass
+    connected.close()
 
-  def watch(self, wire: FrameSocket, reads: bool, writes: bool) -> None:
-    """Sets what the connection waits for."""
-    loop, (read, written) = self.loop, wire.watched
-    if reads != read:
-      loop.add_reader(wire, wire.turn, True, False) if reads else loop.remove_reader(wire)
-    if writes != written:
-      loop.add_writer(wire, wire.turn, False, True) if writes else loop.remove_writer(wire)
-    wire.watched = reads, writes
 
-  def forget(self, wire: FrameSocket) -> None:
-    """Removes a connection, which is closed."""
-    self.watch(wire, False, False)
-    self._wires.discard(wire)
-
-  def stop(self) -> None:
-    """Ends the thread and its connections."""
-    self.call(self.loop.stop)
-
-  def _on_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    loop.default_exception_handler(context)  # prints the trace
-    self._failed(context.get("exception") or RuntimeError(context["message"]))
-    loop.stop()
-
-  def run(self) -> None:
-    self.loop.run_forever()
-    for wire in [*self._wires]:
-      wire.close()
-    self.loop.close()
+def _cut_off(connected: socket.socket) -> None:
+  """Shuts a socket down, which wakes its thread; not by TLS, which only that thread may use."""
+  with contextlib.suppress(OSError):
+    socket.socket.shutdown(connected, socket.SHUT_RDWR)
 
 
 # --- Keeps the queue of a slow link short, so that control need not wait there behind fragments

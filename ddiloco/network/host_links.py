@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ddiloco import __version__
-from ddiloco.network.endpoint import Door
 from ddiloco.network.frames import (
   ALIVE_OPTIONS,
   KEEPALIVE_SECONDS,
+  Door,
   TcpInfo,
   bind,
   certificate,
@@ -33,7 +33,7 @@ from ddiloco.network.frames import (
 )
 from ddiloco.network.keys import Keys
 from ddiloco.network.transport import Counters
-from ddiloco.protocol.messages import MalformedMessage
+from ddiloco.protocol.values import MalformedMessage
 
 HELLO_BYTES = 1 << 12  # longest hello of a stranger
 HELLO_SECONDS = 5.0  # for handshake and hello of a new connection

@@ -1,100 +1,302 @@
-"""The peers of a network endpoint: which are accepted, their queues, and arriving payloads.
+"""The peers of a network endpoint: their queues, their connections, and arriving payloads.
 
 A peer has a connection for control and some for fragments; each of the latter carries its part of
 every payload, so that several cores encrypt one fragment. Queued messages outlive a connection: a
 message that was being sent when the connection broke is sent again over the next one. Messages that
 the kernel had taken may be lost; the protocol sends them again.
+
+A connection belongs to an `IoThread`, with others, and only that thread uses its socket. The kernel
+keeps order and holds back a sender that is too fast; OpenSSL encrypts. Both work without the GIL.
 """
 
 from __future__ import annotations
 
+import asyncio
 import collections
-import ctypes
+import concurrent.futures
+import contextlib
 import dataclasses
+import itertools
 import socket
+import ssl
 import threading
 import time
-import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from ddiloco.network import frames
 from ddiloco.network.frames import (
   CONTROL,
+  FRAME_OPTIONS,
+  MAX_FRAME_BYTES,
+  PREFIX,
+  SCRATCH,
   Bulk,
   Control,
-  Forget,
-  FrameSocket,
+  Frame,
   Greeting,
-  IoThread,
-  Parcel,
 )
-from ddiloco.network.transport import MAX_BULK, RunIdentity, open_frame
-from ddiloco.protocol.messages import WIRE_FORMAT, MalformedMessage
+from ddiloco.network.transport import MAX_BULK, open_frame
+from ddiloco.protocol.messages import Payload
+from ddiloco.protocol.values import MalformedMessage
 
 if TYPE_CHECKING:
   from ddiloco.network.endpoint import NetworkEndpoint
 
-# --- Which roles are accepted: the identity of a run, and objections to a greeting
+T = TypeVar("T")
 
-FUTURE_SECONDS = 86_400  # clocks may be wrong by hours; incarnations further ahead are refused
+# --- One connection, and the thread that it belongs to
 
-
-def incarnation_at(unix_seconds: float) -> int:
-  """The incarnation of a process that starts at this time: seconds since 2020."""
-  return int(unix_seconds) - 1_577_836_800
-
-
-def seconds_since_2020() -> int:
-  """The incarnation of a process that starts now, unless an earlier one had a greater number."""
-  return incarnation_at(time.time())
+BYTES_A_TURN = 1 << 20  # about, each way; then it is another connection's turn
+READ_COSTS_BYTES = 1 << 11  # of a turn, at least: a turn of small frames is at most 512 reads
+CALL_BYTES = 1 << 20  # in one call, without the GIL; smaller calls cost a third of the rate
+ANSWER_SECONDS = 10.0  # for a thread that never blocks
+NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
-def ahead(incarnation: int) -> str:
-  """Why an incarnation is refused by this host's clock, "" if it is not."""
-  seconds = incarnation - seconds_since_2020()
-  if seconds <= FUTURE_SECONDS:
-    return ""
-  return (
-    f"incarnation {incarnation} is {seconds / 3600:.0f} h ahead of the other side's clock."
-    " Fix: set the clock that is wrong, there or here"
-  )
+class Forget(Exception):
+  """A payload that is no longer wanted: the connection reads and drops it."""
 
 
-def objection(run: RunIdentity, greeting: Greeting, owner: str | None) -> str:
-  """Why a greeting is not accepted, "" if it is.
+Parcel = tuple[memoryview, ...]  # bytes to send: a frame, and the payload after it if any
+
+
+class FrameSocket:
+  """A connection that sends and receives whole frames, and never blocks.
+
+  Only its thread calls its methods, except those that are marked for any thread.
 
   Args:
-    run: this side's.
-    greeting: what the far end says.
-    owner: the role that the key of its connection belongs to, "": no listed one; None: no keys.
+    connected: the socket, after its handshake.
+    owner: the channel whose connection this is.
+    thread: to which it belongs; `IoThread.add` begins to serve it.
+    paced: whether its rate is limited on a slow link: it is for fragments.
   """
-  address = greeting.address
-  if owner == "":
-    return f"the key of {address} is not listed here any more"
-  if owner is not None and owner != address:
-    return f"this key belongs to {owner}, not to {address}"
-  if greeting.format != WIRE_FORMAT:
-    return (
-      f"it speaks wire format {greeting.format}, this side {WIRE_FORMAT}."
-      " Fix: install the same version of ddiloco on both sides"
-    )
-  if greeting.run_id != run.run_id:
-    return f"this is run {run.run_id!r}, not {greeting.run_id!r}"
-  if greeting.plan_id != run.plan_id:
-    return (
-      "this run was started with other settings of model, data, inner, sync, outer, seed or"
-      f" run.total_tokens ({run.plan_id} here, {greeting.plan_id} there)"
-    )
-  return ahead(greeting.incarnation)
+
+  def __init__(
+    self, connected: socket.socket, owner: Channel, thread: IoThread, paced: bool = False
+  ):
+    connected.setblocking(False)
+    frames.set_options(connected, FRAME_OPTIONS)
+    self.owner, self.thread = owner, thread
+    self.watched = False, False  # what its thread's loop waits for: to read, to write
+    self._socket = connected
+    self._tls = connected if isinstance(connected, ssl.SSLSocket) else None
+    self._pace = frames.pace(connected) if paced else itertools.repeat(None)
+    self._leaves = False
+    self._leaving: collections.deque[memoryview] = collections.deque()  # bytes being sent now
+    self._parcel: Parcel | None = None  # of the owner, the newest among them
+    self._parser: Iterator[memoryview | None] = self._parse()
+    # Memory to fill; None: no room now, and the kernel holds the far end back.
+    self._wanted: memoryview | None = next(self._parser)
+
+  def fileno(self) -> int:
+    return self._socket.fileno()
+
+  def wake(self) -> None:
+    """Checks again for bytes to send, and for room; from any thread."""
+    self.thread.call(self.turn)
+
+  def hang_up(self) -> None:
+    """Ends the connection, soon; from any thread."""
+    self.thread.call(self.close)
+
+  def say(self, frame: Frame) -> None:
+    """Sends a frame of the connection itself, before the owner's. Not after `leave`: that would
+    break a connection whose far end has not seen its end yet."""
+    if not self._leaves:
+      self._leaving.append(memoryview(frames.encode(frame)))
+      self.wake()
+
+  @property
+  def behind(self) -> bool:
+    """Whether bytes still wait until the kernel takes them."""
+    return bool(self._leaving)
+
+  def leave(self) -> None:
+    """Ends the connection when all is sent. Data that comes until then is read and dropped: closing
+    a socket with unread data would reset the connection and lose what was sent."""
+    self._leaves = True
+    self.wake()
+
+  def close(self) -> None:
+    """Ends the connection now, without a call of the owner's `lost`."""
+    self.thread.forget(self)
+    self._socket.close()
+    # The parser refers to this object, a cycle that would keep payloads until a collection.
+    self._parser, self._wanted, self._parcel = iter(()), None, None
+    self._leaving.clear()
+
+  def turn(self, reads: bool = True, writes: bool = True) -> None:
+    """Reads and writes as much as is possible now."""
+    if self.fileno() < 0:  # closed
+      return
+    try:
+      if reads:
+        self._read()
+      if writes:
+        self._write()
+    except NOT_NOW:
+      pass
+    except (OSError, MalformedMessage) as error:
+      self.close()
+      self.owner.lost(self, str(error))
+      return
+    self.thread.watch(self, self._listens(), self.behind)
+
+  @property
+  def waits(self) -> bool:
+    """Whether a frame waits for room."""
+    return self._wanted is None
+
+  def _listens(self) -> bool:
+    return self._leaves or not self.waits
+
+  def _read(self) -> None:
+    """Reads the data that is there, for one turn."""
+    left = BYTES_A_TURN
+    if self._wanted is None:
+      self._wanted = next(self._parser)
+    # OpenSSL may hold bytes that the kernel does not report as readable.
+    while self._listens() and (left > 0 or (self._tls and self._tls.pending())):
+      wanted = SCRATCH if self._leaves else self._wanted
+      try:
+        count = self._socket.recv_into(wanted[:CALL_BYTES])
+      except NOT_NOW:
+        return
+      if not count:
+        raise ConnectionResetError("the far end has closed the connection")
+      left -= max(count, READ_COSTS_BYTES)
+      if not self._leaves:
+        self._wanted = wanted[count:] or next(self._parser)
+      if count < min(len(wanted), CALL_BYTES) and not self._tls:
+        return  # the kernel has no more data
+
+  def _parse(self) -> Iterator[memoryview | None]:
+    """Yields the memory to fill next, never empty; None while there is no room."""
+    prefix = memoryview(bytearray(PREFIX.size))
+    while True:
+      yield prefix
+      size, payload_bytes = PREFIX.unpack(prefix)
+      if not 0 < size <= MAX_FRAME_BYTES:
+        raise MalformedMessage(f"begins with {bytes(prefix).hex()}, which no frame of ours does")
+      data = bytearray(size)
+      yield memoryview(data)
+      try:
+        frame = frames.decode(bytes(data))
+        while (target := self.owner.room(self, frame, payload_bytes)) is None:
+          yield None
+      except (MalformedMessage, Forget) as error:
+        if isinstance(error, MalformedMessage):
+          self.owner.peer.caretaker.on_malformed(self.owner.peer.address, str(error))
+        for left in range(payload_bytes, 0, -len(SCRATCH)):
+          yield SCRATCH[:left]
+        continue
+      if target:
+        yield target
+      target = None  # else this reference would keep the payload's memory until the next one
+      self.owner.arrived(self, frame)
+
+  def _write(self) -> None:
+    """Sends for one turn, or until the kernel has enough."""
+    left = BYTES_A_TURN
+    while left > 0 and self._refill():
+      next(self._pace)
+      count = self._socket.send(self._leaving[0][:CALL_BYTES])
+      left -= count
+      self._leaving[0] = self._leaving[0][count:]
+
+  def _refill(self) -> bool:
+    """Takes the owner's next parcel if there is nothing to send; whether there is something now."""
+    while self._leaving and not self._leaving[0]:
+      self._leaving.popleft()
+    if not self._leaving:
+      self._parcel = self.owner.next(self, self._parcel)
+      self._leaving += self._parcel or ()
+    if not self._leaving and self._leaves:
+      with contextlib.suppress(OSError):  # the far end has closed already
+        self._socket.shutdown(socket.SHUT_WR)
+    return self.behind
 
 
-def shard_objection(incarnation: int, known: int) -> str:
-  """Why the greeting of a dialed shard is refused, or ""; `known`: its newest incarnation."""
-  if incarnation < known:
-    return f"incarnation {incarnation} is an old one, {known} was here before"
-  return ahead(incarnation)
+class IoThread(threading.Thread):
+  """A thread with an event loop, which serves its connections in turn as they become ready.
+
+  Args:
+    name: of the thread.
+    failed: called with the error that ends the thread.
+  """
+
+  def __init__(self, name: str, failed: Callable[[Exception], None]):
+    super().__init__(name=name, daemon=True)
+    self.loop = asyncio.SelectorEventLoop()
+    self.loop.set_exception_handler(self._on_exception)
+    self._failed = failed
+    self._wires: set[FrameSocket] = set()
+
+  def call(self, function: Callable[..., Any], *arguments: Any) -> None:
+    """Calls a function in this thread, soon; from any thread."""
+    with contextlib.suppress(RuntimeError):  # the loop has ended
+      self.loop.call_soon_threadsafe(function, *arguments)
+
+  def ask(self, function: Callable[..., T], *arguments: Any) -> T:
+    """Calls a function in this thread, and waits for its result or error; from any other thread.
+
+    Raises:
+      TimeoutError: the thread has ended, or has no time; the function is not called any more.
+    """
+    answer = concurrent.futures.Future[T]()
+
+    def work() -> None:
+      if answer.set_running_or_notify_cancel():
+        try:
+          answer.set_result(function(*arguments))
+        except Exception as error:  # of this caller, and no reason to end the thread
+          answer.set_exception(error)
+
+    self.call(work)
+    try:
+      return answer.result(ANSWER_SECONDS)
+    except TimeoutError:
+      if answer.cancel():
+        raise
+    return answer.result()
+
+  def add(self, wire: FrameSocket) -> None:
+    """Begins to serve a connection; called in this thread."""
+    self._wires.add(wire)
+    wire.turn()
+
+  def watch(self, wire: FrameSocket, reads: bool, writes: bool) -> None:
+    """Sets what the connection waits for."""
+    loop, (read, written) = self.loop, wire.watched
+    if reads != read:
+      loop.add_reader(wire, wire.turn, True, False) if reads else loop.remove_reader(wire)
+    if writes != written:
+      loop.add_writer(wire, wire.turn, False, True) if writes else loop.remove_writer(wire)
+    wire.watched = reads, writes
+
+  def forget(self, wire: FrameSocket) -> None:
+    """Removes a connection, which is closed."""
+    self.watch(wire, False, False)
+    self._wires.discard(wire)
+
+  def stop(self) -> None:
+    """Ends the thread and its connections."""
+    self.call(self.loop.stop)
+
+  def _on_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    loop.default_exception_handler(context)  # prints the trace
+    self._failed(context.get("exception") or RuntimeError(context["message"]))
+    loop.stop()
+
+  def run(self) -> None:
+    self.loop.run_forever()
+    for wire in [*self._wires]:
+      wire.close()
+    self.loop.close()
 
 
 # --- One peer, and its connections
@@ -109,16 +311,13 @@ class Channel:
     self.peer, self.number = peer, number
     self.wire: FrameSocket | None = None  # the connection at present
     self.ending: list[FrameSocket] = []  # those before it, until their threads close them
-    # The peer's lock guards these two.
-    self.waiting: collections.deque[Parcel] = collections.deque()
-    self.leaving = False  # the first of `waiting` is being sent; the kernel has not all of it yet
+    self.waiting: collections.deque[Parcel] = collections.deque()  # the peer's lock guards it
 
   def attach(self, connected: socket.socket, thread: IoThread) -> FrameSocket:
     """Takes a new connection; a message that was being sent starts again from its beginning."""
     wire = FrameSocket(connected, self, thread, paced=self.number != CONTROL)
     self.hang_up()
-    with self.peer.lock:
-      self.wire, self.leaving = wire, False
+    self.wire = wire
     thread.call(thread.add, wire)
     return wire
 
@@ -142,17 +341,16 @@ class Channel:
 
   # --- as the owner of its connection, in that connection's thread --------------------------------
 
-  def next(self, wire: FrameSocket) -> Parcel | None:
-    """The next bytes to send; the kernel has all bytes of the parcel before."""
+  def next(self, wire: FrameSocket, sent: Parcel | None) -> Parcel | None:
+    """The next bytes to send; the kernel has all bytes of the parcel that was `sent` before."""
     with self.peer.lock:
       if self.wire is not wire:
         return None
-      if self.leaving:
+      if self.waiting and self.waiting[0] is sent:
         self.waiting.popleft()
-      self.leaving = bool(self.waiting) and self.peer.state == "up"
-      return self.waiting[0] if self.leaving else None
+      return self.waiting[0] if self.waiting and self.peer.state == "up" else None
 
-  def room(self, wire: FrameSocket, frame: frames.Frame, size: int) -> memoryview | None:
+  def room(self, wire: FrameSocket, frame: Frame, size: int) -> memoryview | None:
     """Memory for a frame's payload of so many bytes, mostly none; None: no room until `wake`.
 
     Raises:
@@ -171,9 +369,9 @@ class Channel:
       return incoming.room(self.number, frame, size)
     if isinstance(frame, Control) and self.peer.caretaker.crowded(self.peer.address):
       return None  # it is read no faster than the role takes its messages
-    return frames.SCRATCH[:0]
+    return SCRATCH[:0]
 
-  def arrived(self, wire: FrameSocket, frame: frames.Frame) -> None:
+  def arrived(self, wire: FrameSocket, frame: Frame) -> None:
     """A frame has arrived, and its payload is in the memory that `room` gave."""
     peer, incoming = self.peer, self.peer.incoming  # before the check of the wire, as in `room`
     if self.wire is not wire:
@@ -227,26 +425,24 @@ class Peer:
     with self.lock:
       return sum(len(part) for channel in self.bulk for _, part in channel.waiting)
 
-  def post_control(self, header: bytes) -> bool:
-    """Queues a control message; False if there is no room."""
-    if len(self.control.waiting) >= MAX_QUEUED:
-      return False
-    self.control.waiting.append((memoryview(frames.encode(Control(header))),))
-    self.control.wake()
-    return True
-
-  def post_bulk(self, header: bytes, payload: memoryview) -> bool:
-    """Queues a message with payload; False if there is no room."""
+  def post(self, header: bytes, payload: Payload) -> bool:
+    """Queues a message; False if there is no room."""
+    channels = [self.control] if payload is None else self.bulk
     with self.lock:
-      queued = self.queued_bytes
-      full = queued and queued + len(payload) > self.caretaker.run.queue_bytes
-      if full or max(len(channel.waiting) for channel in self.bulk) >= MAX_QUEUED:
+      if max(len(channel.waiting) for channel in channels) >= MAX_QUEUED:
         return False
-      frame = Bulk(next(self.caretaker.numbers), len(payload), header)
-      for channel in self.bulk:
-        part = payload[frames.part(channel.number, len(self.bulk), len(payload))]
-        channel.waiting.append((memoryview(frames.encode(frame, len(part))), part))
-    self.wake_bulk()
+      if payload is None:
+        self.control.waiting.append((memoryview(frames.encode(Control(header))),))
+      else:
+        data, queued = memoryview(payload).cast("B"), self.queued_bytes
+        if queued and queued + len(data) > self.caretaker.run.queue_bytes:
+          return False
+        frame = Bulk(next(self.caretaker.numbers), len(data), header)
+        for channel in self.bulk:
+          part = data[frames.part(channel.number, len(self.bulk), len(data))]
+          channel.waiting.append((memoryview(frames.encode(frame, len(part))), part))
+    for channel in channels:
+      channel.wake()
     return True
 
   def wake_bulk(self) -> None:
@@ -262,7 +458,6 @@ class Peer:
       self.caretaker.counters.undelivered += count
       for channel in self.channels if control else self.bulk:
         channel.waiting.clear()
-        channel.leaving = False
 
   def idle(self) -> bool:
     """Whether no message is queued for the peer."""
@@ -292,43 +487,6 @@ class Peer:
 
 
 # --- Arriving payloads
-
-LEAST_KEPT_BYTES = 1 << 20  # smaller blocks are allocated fresh
-KEPT_SECONDS = 3.0  # pushes of a round come together; between rounds the memory is given back
-
-
-class BufferPool:
-  """Memory for arriving payloads. Blocks without a reference left are used again: the first touch
-  of fresh memory may take longer than receiving the payload.
-
-  Attributes:
-    free: (since when, memory) of blocks without a reference left.
-  """
-
-  def __init__(self) -> None:
-    self.free: list[tuple[float, np.ndarray]] = []
-    self._lock = threading.Lock()
-
-  def take(self, size: int) -> np.ndarray:
-    """A uint8 [size], of any content; its memory is free again when no view of it is left."""
-    if size < LEAST_KEPT_BYTES:
-      return np.empty(size, np.uint8)
-    with self._lock:
-      fits = [n for n, (_, each) in enumerate(self.free) if size <= len(each) <= 2 * size]
-      # The newest: the processor's caches may still have it, and the others' time runs out.
-      memory = self.free.pop(fits[-1])[1] if fits else np.empty(size, np.uint8)
-    holder = (ctypes.c_uint8 * len(memory)).from_buffer(memory)  # all views hold it
-    weakref.finalize(holder, self._give_back, memory).atexit = False
-    return np.frombuffer(holder, np.uint8)[:size]
-
-  def _give_back(self, memory: np.ndarray) -> None:
-    """Takes no lock: the last view may go at any moment, also while this thread has the lock."""
-    self.free.append((time.monotonic(), memory))
-
-  def release(self, now: float) -> None:
-    """Gives blocks that were not used for a while back to the system."""
-    with self._lock:
-      self.free = [each for each in self.free if now - each[0] < KEPT_SECONDS]
 
 
 @dataclasses.dataclass

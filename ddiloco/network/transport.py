@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ddiloco.protocol import messages
@@ -30,6 +31,7 @@ MAX_CONTROL_BYTES = 2 << 20  # of these messages, as they come; decoded they may
 MAX_BULK = 1024  # messages queued from one sender
 BULK_AFTER = 64  # control messages in a row while bulk waits
 Spoil = Callable[[bytes], bytes]
+Post = Callable[[bytes, messages.Payload], bool]  # queues a message; whether there is room
 
 
 class Delivery(NamedTuple):
@@ -38,6 +40,7 @@ class Delivery(NamedTuple):
   sender: str
   message: Message
   at: float  # time.monotonic() when it arrived here; it may have waited since
+  size: int = 0  # in bytes on the wire
 
 
 def learner_address(learner: int) -> str:
@@ -101,29 +104,21 @@ class Counters:
   refused: int = 0  # connections turned away: no listed key, another run, fenced, not our protocol
 
 
-class _Waiting(NamedTuple):
-  """A message that waits for the role."""
-
-  delivery: Delivery
-  size: int
-
-
-class _Queues(collections.OrderedDict[str, collections.deque[_Waiting]]):
+class _Queues(collections.OrderedDict[str, collections.deque[Delivery]]):
   """Waiting messages of one kind: a bounded queue for each sender, in the order of their turns."""
 
   def __init__(self, max_messages: int, max_bytes: int):
     super().__init__()
     self._max_messages, self._max_bytes = max_messages, max_bytes  # of one sender
 
-  def put(self, new: _Waiting) -> bool:
+  def put(self, new: Delivery) -> bool:
     """Appends a message to its sender's queue if there is room; whether there is."""
-    queue = self.setdefault(new.delivery.sender, collections.deque())
-    if isinstance(new.delivery.message, messages.Report):
-      older = [each for each in queue if isinstance(each.delivery.message, messages.Report)]
-      for each in older:
-        queue.remove(each)
-    room = self._max_bytes - _bytes(queue)
-    if queue and (len(queue) >= self._max_messages or new.size > room):
+    queue = self.setdefault(new.sender, collections.deque())
+    if isinstance(new.message, messages.Report):
+      for older in [each for each in queue if isinstance(each.message, messages.Report)]:
+        queue.remove(older)
+    count, size = self.of(new.sender)
+    if count and (count >= self._max_messages or new.size > self._max_bytes - size):
       return False
     queue.append(new)
     return True
@@ -131,19 +126,15 @@ class _Queues(collections.OrderedDict[str, collections.deque[_Waiting]]):
   def of(self, sender: str) -> tuple[int, int]:
     """(number, bytes) of the messages that wait from this sender."""
     queue = self.get(sender, ())
-    return len(queue), _bytes(queue)
+    return len(queue), sum(each.size for each in queue)
 
   def take(self) -> Delivery:
     """The oldest message of the sender whose turn it is; there must be one."""
     sender, queue = self.popitem(last=False)
-    delivery = queue.popleft().delivery
+    delivery = queue.popleft()
     if queue:
       self[sender] = queue
     return delivery
-
-
-def _bytes(waiting: Iterable[_Waiting]) -> int:
-  return sum(each.size for each in waiting)
 
 
 class Endpoint:
@@ -181,12 +172,13 @@ class Endpoint:
     if not self._closed:
       self.counters.sent_bytes += size
       self.counters.payload_bytes += size - len(header)
-      posted = self._post(to, header, payload)  # other threads count too in the meantime
+      post = self._way(to)
+      posted = post is not None and post(header, payload)  # other threads count meanwhile
       self.counters.undelivered += not posted
     return size
 
-  def _post(self, to: str, header: bytes, payload: messages.Payload) -> bool:
-    """Passes a message on; False: it is dropped."""
+  def _way(self, to: str) -> Post | None:
+    """What takes messages for this address; None: they are dropped."""
     raise NotImplementedError
 
   def unsent(self, peer: str) -> int:
@@ -197,6 +189,11 @@ class Endpoint:
     """A message of this sender was dropped here."""
     with self._ready:
       self.drops[sender] = self.drops.get(sender, (0, ""))[0] + 1, reason
+
+  def on_malformed(self, sender: str, reason: str) -> None:
+    """Data of this sender was dropped here: no message, or one in another sender's name."""
+    self.counters.malformed += 1
+    self._dropped(sender, reason)
 
   def _taken(self, sender: str) -> None:
     """The role has taken a message with payload of this sender: there is room for more."""
@@ -215,14 +212,13 @@ class Endpoint:
     try:
       message = open_frame(sender, incarnation, header, payload)
     except messages.MalformedMessage as error:
-      self.counters.malformed += 1
-      self._dropped(sender, str(error))
+      self.on_malformed(sender, str(error))
       return True
     with self._ready:
       if self._closed:
         return False
       line = self._waiting_control if payload is None else self._waiting_bulk
-      has_room = line.put(_Waiting(Delivery(sender, message, time.monotonic()), size))
+      has_room = line.put(Delivery(sender, message, time.monotonic(), size))
       self.counters.overflowed += not has_room
       self._ready.notify()
     if not has_room:
@@ -309,6 +305,6 @@ class QueueEndpoint(Endpoint):
     super().__init__(address, hub.max_bulk_bytes)
     self._hub = hub
 
-  def _post(self, to: str, header: bytes, payload: messages.Payload) -> bool:
+  def _way(self, to: str) -> Post | None:
     peer = self._hub.endpoints.get(to)
-    return peer is not None and peer.put(self.address, header, payload)
+    return None if peer is None else functools.partial(peer.put, self.address)

@@ -20,8 +20,7 @@ from email.message import Message
 from typing import Any, cast
 
 from ddiloco.checks import ConfigError, require
-from ddiloco.network.endpoint import Door
-from ddiloco.network.frames import bind
+from ddiloco.network.frames import Door, bind
 from ddiloco.network.transport import Counters
 from ddiloco.observe.guards import warn
 

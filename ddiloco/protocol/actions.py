@@ -94,7 +94,8 @@ SyncerEvent = Tick | Received | Resumed
 # --- actions --------------------------------------------------------------------------------------
 # An event of `events.py` as an action: record it in the event log. Before the role records an
 # `Apply`, it puts the oldest staged version of the fragment into the parameters; before a `Commit`,
-# it merges these learners' pushes, makes the outer step and stores the new version.
+# it merges these learners' pushes, makes the outer step and stores the new version. After a
+# `Rejected` with `rejoin` it ends, and starts afresh as a new incarnation.
 
 
 class Send(Frozen):
@@ -151,12 +152,6 @@ class TakeSnapshot(Frozen):
   learners: tuple[int, ...] = ()  # shard: the learners whose parts are expected
 
 
-class Rejoin(Frozen):
-  """Learner: my state is bad (quarantined); start afresh as a new incarnation."""
-
-  reason: str
-
-
 class Read(Frozen):
   """Shard: measure the values of this push, or decode this value, in the background.
 
@@ -176,5 +171,5 @@ class InstallValue(Frozen):
 
 
 Transfer = CopyOut | Resend | Stage | TakeMoments | ApplyMoments
-LearnerAction = Send | Event | Transfer | TakeSnapshot | Rejoin
+LearnerAction = Send | Event | Transfer | TakeSnapshot
 SyncerAction = Send | Event | Read | InstallValue | TakeSnapshot

@@ -180,9 +180,8 @@ def _on_rejection(
     rejoin=rejection.rejoin,
     reason=rejection.reason,
   )
-  if rejection.rejoin:
-    return state, [logged, actions.Rejoin(rejection.reason)]
-  if f is None or f.outstanding is None or f.outstanding.push.round != rejection.round:
+  sent = None if f is None or rejection.rejoin else f.outstanding
+  if f is None or sent is None or sent.push.round != rejection.round:
     return state, [logged]
   assert f.base_header is not None, "a push has a base"
   state, todo = _stage(state, f.base_header, "reset", None)

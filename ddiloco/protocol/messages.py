@@ -14,14 +14,13 @@ from __future__ import annotations
 import sys
 import typing
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 from msgspec import Meta, msgpack
 
 from ddiloco.config.schema import MAX_LEARNERS
-from ddiloco.protocol.values import Frozen, replace
+from ddiloco.protocol.values import Frozen, MalformedMessage, OnWire, exactly, replace
 
 EVALUATOR = -1
 INITIAL, NOTHING = -1, -2  # in place of a round: the initial value; no value at all
@@ -47,10 +46,6 @@ if TYPE_CHECKING:
   Payload = Any  # bytes-like to the transports, opaque to the protocol, no part of a header
 else:
   Payload = None  # a saved state, which is read by these hints, has no payload either
-
-
-class OnWire(Frozen, tag=True, array_like=True):
-  """What is written as a msgpack list: the name of its class, and then every field."""
 
 
 # --- learner -> shard -----------------------------------------------------------------------------
@@ -282,52 +277,8 @@ BULK = tuple(kind for kind in KINDS if hasattr(kind, "payload"))
 # --- on the wire ----------------------------------------------------------------------------------
 
 WIRE_FORMAT = 11
-MAX_ERROR = 200  # characters of an error's text
 CHECKSUM_BYTES = 4  # at the end of every header
 MAX_HEADER_BYTES = 1 << 20
-_REFUSED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # no text; nested too deeply
-
-
-class MalformedMessage(ValueError):
-  """A frame that is not exactly what this protocol sends; the text says what is wrong."""
-
-
-def exactly(kinds: Iterable[type[OnWire]], what: str) -> Callable[[bytes], Any]:
-  """A decoder of these classes, which takes only what `msgpack.encode` makes of them.
-
-  So each value has one encoding only, no default replaces a missing field, and an integer is never
-  taken for a float. The decoder raises `MalformedMessage`, whose text says `what` is not valid, and
-  names the field where there is one.
-  """
-  decoder = msgpack.Decoder(typing.Union[tuple(kinds)])  # noqa: UP007
-  fields = {msgpack.encode(kind.__name__): ("kind", *kind.__struct_fields__) for kind in kinds}
-
-  def decode(data: bytes) -> Any:
-    try:
-      value = decoder.decode(data)
-    except _REFUSED as error:
-      # The error repeats a wrong name, which may be long, or control a terminal.
-      text = "".join(c if c.isprintable() else "?" for c in str(error)[:MAX_ERROR])
-      # A list's own bytes, three at most, come before the name of the kind.
-      found = (names for kind, names in fields.items() if kind in data[: 3 + len(kind)])
-      raise MalformedMessage(f"{what} is not valid: {_named(text, next(found, ()))}") from error
-    if (again := msgpack.encode(value)) != data:
-      both = [msgpack.decode(each, type=list[msgspec.Raw])[1:] for each in (data, again)]
-      odd = [f"`{name}`" for name, x, y in zip(value.__struct_fields__, *both) if x != y]
-      which = f"{type(value).__name__}: {', '.join(odd) or 'it'}"
-      raise MalformedMessage(f"{which} is of another type, or written in another way")
-    return value
-
-  return decode
-
-
-def _named(text: str, names: Sequence[str]) -> str:
-  """msgspec's text about a list, with the names of fields for their places in the list."""
-  for place, name in enumerate(names):
-    text = text.replace(f"`$[{place}]", f"`{name}")
-  return text
-
-
 _decode = exactly(KINDS, "message")
 
 

@@ -187,14 +187,6 @@ def lost_at(state: SyncerState, member: Member) -> float:
   return member.heard_at + max(state.sync.liveness_seconds, patience)
 
 
-def _new_member(state: SyncerState, learner: int, incarnation: int, now: float) -> Member:
-  """A learner, or its next incarnation, for which only the norms of its past pushes stay known."""
-  count, former = len(state.fragments), state.members.get(learner)
-  none, zero = (-1,) * count, (0.0,) * count
-  norms = former.norms if former else zero
-  return Member(incarnation, now, none, (0,) * count, none, zero, norms)
-
-
 def _message_fault(state: SyncerState, message: messages.ToShard) -> str:
   """Why a message is ignored, or ""."""
   member = state.members.get(message.learner)
@@ -236,9 +228,10 @@ def _on_report(state: SyncerState, report: Report, event: Received) -> SyncerOut
   todo += lost
   versions, member = _compared(state, report.rounds, report.versions), state.members.get(me)
   if member is None or report.incarnation > member.incarnation:
-    state = state.forget(me)
-    member = _new_member(state, me, report.incarnation, now)
-    member = replace(member, versions=versions, sent=versions)
+    # Of an earlier incarnation only the norms of its pushes stay known.
+    state, none, zero = state.forget(me), (0,) * len(versions), (0.0,) * len(versions)
+    norms = member.norms if member else zero
+    member = Member(report.incarnation, now, versions, none, versions, zero, norms)
     reason = f"incarnation {report.incarnation}"
     todo.append(events.Member(learner=me, state="joined", reason=reason))
   elif member.lost:  # resends of what it lacks need not wait

@@ -1,17 +1,20 @@
-"""Frozen values, the parts of the reducers' states: copies with changes, and JSON. PURE.
+"""Frozen values, the parts of states and messages: copies with changes, JSON, and lists. PURE.
 
 States are written as JSON where they outlive a process. The JSON has exactly the fields of the
 values, by their type hints; anything else is refused, so that a text of another format is never
-taken for a state.
+taken for a state. The same holds of the lists that messages are on the wire.
 """
 
 from __future__ import annotations
 
 import json
+import typing
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, dataclass_transform
 
 import msgspec
-from msgspec.structs import replace
+from msgspec import msgpack
+from msgspec.structs import replace as replace
 
 T = TypeVar("T")
 
@@ -74,4 +77,51 @@ def from_json(cls: type[T], value: Any) -> T:
   return state
 
 
-__all__ = ["Frozen", "NotAState", "from_json", "less", "put", "readable", "replace", "to_json"]
+# --- Lists on the wire
+
+MAX_ERROR = 200  # characters of an error's text
+_REFUSED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # no text; nested too deeply
+
+
+class OnWire(Frozen, tag=True, array_like=True):
+  """What is written as a msgpack list: the name of its class, and then every field."""
+
+
+class MalformedMessage(ValueError):
+  """A frame that is not exactly what this protocol sends; the text says what is wrong."""
+
+
+def exactly(kinds: Iterable[type[OnWire]], what: str) -> Callable[[bytes], Any]:
+  """A decoder of these classes, which takes only what `msgpack.encode` makes of them.
+
+  So each value has one encoding only, no default replaces a missing field, and an integer is never
+  taken for a float. The decoder raises `MalformedMessage`, whose text says `what` is not valid, and
+  names the field where there is one.
+  """
+  decoder = msgpack.Decoder(typing.Union[tuple(kinds)])  # noqa: UP007
+  fields = {msgpack.encode(kind.__name__): ("kind", *kind.__struct_fields__) for kind in kinds}
+
+  def decode(data: bytes) -> Any:
+    try:
+      value = decoder.decode(data)
+    except _REFUSED as error:
+      # The error repeats a wrong name, which may be long, or control a terminal.
+      text = "".join(c if c.isprintable() else "?" for c in str(error)[:MAX_ERROR])
+      # A list's own bytes, three at most, come before the name of the kind.
+      found = (names for kind, names in fields.items() if kind in data[: 3 + len(kind)])
+      raise MalformedMessage(f"{what} is not valid: {_named(text, next(found, ()))}") from error
+    if (again := msgpack.encode(value)) != data:
+      both = [msgpack.decode(each, type=list[msgspec.Raw])[1:] for each in (data, again)]
+      odd = [f"`{name}`" for name, x, y in zip(value.__struct_fields__, *both) if x != y]
+      which = f"{type(value).__name__}: {', '.join(odd) or 'it'}"
+      raise MalformedMessage(f"{which} is of another type, or written in another way")
+    return value
+
+  return decode
+
+
+def _named(text: str, names: Sequence[str]) -> str:
+  """msgspec's text about a list, with the names of fields for their places in the list."""
+  for place, name in enumerate(names):
+    text = text.replace(f"`$[{place}]", f"`{name}")
+  return text

@@ -83,9 +83,7 @@ class Exchange(WorkingRole):
     self._make = runtime.initial
     self._made: Mapping[int, Any] = {}  # initial values, until it has joined
     self._given: dict[int, weakref.ref[Any]] = {}  # fragment -> payload of its value, given back
-    self._stagings: dict[int, collections.deque[Staging]] = collections.defaultdict(
-      collections.deque
-    )
+    self._stagings = collections.defaultdict[int, collections.deque[Staging]](collections.deque)
     self.poison: Callable[[], float] = lambda: 1.0  # factor of a planned fault on pushes
     self.warms_up = False  # whether its learning rate does, since its inner moments are new
     self._started_at = self.time.now()
@@ -200,8 +198,8 @@ class Exchange(WorkingRole):
           self._apply(action)
         case events.Event():
           self.recorder.record(action)
-        case actions.Rejoin(reason):
-          raise Quarantined(reason)
+          if isinstance(action, events.Rejected) and action.rejoin:
+            raise Quarantined(action.reason)
 
   def _copy_out(self, push: Push) -> None:
     factor = self.poison()

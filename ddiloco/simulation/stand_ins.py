@@ -19,7 +19,7 @@ from ddiloco.core.delta import Committed, Deltas, Merged, Merger, Store, learner
 from ddiloco.core.fragments import Fragment, Piece, Plan
 from ddiloco.protocol.actions import InstallValue, Received
 from ddiloco.protocol.events import Commit
-from ddiloco.protocol.messages import INITIAL, NOTHING, FragmentState, Publish, Push, Replica, Value
+from ddiloco.protocol.messages import NOTHING, FragmentState, Publish, Push, Replica, Value
 from ddiloco.protocol.values import Frozen, replace
 from ddiloco.simulation import bandwidth
 from ddiloco.simulation.bandwidth import F32_BYTES
@@ -150,7 +150,7 @@ class SizedMerger(Merger):
     self._world = world
 
   def prepare(self, fragment: int) -> str:
-    if self.committed[fragment].state.last_round == INITIAL and self._is_made(fragment):
+    if self._is_made(fragment):
       self._initial[fragment] = cast(Any, Sized(DIGEST_BYTES))
     return ""
 
@@ -198,9 +198,11 @@ class SizedCopies(Copies):
 class SizedReplication(Replication):
   """Stands for `checkpoint.buddy.Replication`; a whole value goes without its momentum."""
 
-  def _send(self, fragment: int, base_round: int = NOTHING, change: Encoded | None = None) -> None:
-    whole = Encoded("f32", self._newest[fragment].published_value)
-    super()._send(fragment, base_round, change or whole)
+  def _send(self, fragment: int, change: Encoded | None = None) -> None:
+    if change is None or fragment not in self._sent:
+      self._sent[fragment] = NOTHING
+      change = Encoded("f32", self._newest[fragment].published_value)
+    super()._send(fragment, change)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,6 +29,7 @@ from ddiloco.core.delta import Committed, Deltas, new_fragment
 from ddiloco.core.fragments import Plan, gather
 from ddiloco.protocol import events
 from ddiloco.protocol.events import parse_role
+from ddiloco.protocol.messages import FragmentState
 from ddiloco.protocol.values import replace
 from ddiloco.roles import initial
 from ddiloco.trace.check import check
@@ -213,13 +214,15 @@ class ShardArrays(ShardAlgebra):
     self, entry: Entry, base: Version, new: Version, pushes: Sequence[Pushed]
   ) -> Committed:
     fragment = self._plan.fragments[new.fragment]
-    arrivals = delta.ReceivedPushes(fragment, new.round)
+    arrived = {}
     for push in pushes:
       encoded = codec.checked(push.content, fragment.size, self._config.sync.push_codec)
-      arrivals.pushes[push.learner] = arrivals.measure(encoded)
-    found, *_ = delta.commit(fragment, base.content, arrivals, entry.operation, self._config)
-    state = replace(found.state, merged_tokens=new.merged_tokens)
-    found = replace(found, state=state)
+      arrived[push.learner] = delta.measure(fragment, encoded)
+    vectors, *_ = delta.commit(fragment, base.content, arrived, entry.operation, self._config)
+    state = FragmentState(
+      new.fragment, new.version, merged_tokens=new.merged_tokens, last_round=new.round
+    )
+    found = Committed(state, *vectors, new.round)
     self.newest[new.fragment] = found
     return found
 

@@ -12,8 +12,8 @@ from ddiloco.config import from_dict
 from ddiloco.engines import role_process, role_spec
 from ddiloco.engines.role_process import FINISHED, LOST, RoleRunner
 from ddiloco.engines.role_spec import Outnumbered, RoleSpec, another_life, free_urls, newest
-from ddiloco.network import peers
-from ddiloco.network.peers import FUTURE_SECONDS, ahead, shard_objection
+from ddiloco.network import frames
+from ddiloco.network.frames import FUTURE_SECONDS, ahead, shard_objection
 from ddiloco.observe.eventlog import Recorder
 from ddiloco.protocol import events
 from ddiloco.roles import initial
@@ -42,7 +42,7 @@ class Clocks:
 @pytest.fixture
 def clocks(monkeypatch):
   each = Clocks()
-  monkeypatch.setattr(peers, "seconds_since_2020", each)
+  monkeypatch.setattr(frames, "seconds_since_2020", each)
   monkeypatch.setattr(role_process, "LOOK_SECONDS", 0.01)
   return each
 

@@ -27,7 +27,7 @@ from ddiloco.engines.processes import free_urls
 from ddiloco.engines.role_process import FINISHED, LOST, Ended
 from ddiloco.engines.role_spec import RoleSpec
 from ddiloco.engines.single_roles import run_syncer
-from ddiloco.network.peers import seconds_since_2020
+from ddiloco.network.frames import seconds_since_2020
 from ddiloco.protocol import learner, syncer
 from ddiloco.protocol.actions import Received
 from ddiloco.protocol.messages import EVALUATOR, NOTHING, FragmentState, Goodbye

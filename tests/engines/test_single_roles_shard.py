@@ -15,7 +15,7 @@ from ddiloco.core.delta import Committed
 from ddiloco.core.fragments import owned_by
 from ddiloco.engines import single_roles
 from ddiloco.engines.role_spec import RoleSpec
-from ddiloco.network.peers import seconds_since_2020
+from ddiloco.network.frames import seconds_since_2020
 from ddiloco.network.webserver import START_SECONDS, Health
 from ddiloco.protocol.messages import Recovered
 from ddiloco.protocol.values import replace

@@ -36,7 +36,7 @@ from ddiloco.engines import single_roles  # noqa: E402
 from ddiloco.engines.role_process import RoleRunner  # noqa: E402
 from ddiloco.engines.single_roles import run_syncer  # noqa: E402
 from ddiloco.environment import FINISHED  # noqa: E402
-from ddiloco.network import peers  # noqa: E402
+from ddiloco.network import frames  # noqa: E402
 from ddiloco.network.transport import EVALUATOR_ADDRESS, learner_address  # noqa: E402
 from ddiloco.roles.evaluator import Evaluator  # noqa: E402
 from ddiloco.runtime import Runtime  # noqa: E402
@@ -92,8 +92,8 @@ def main() -> int:
   flags = parser.parse_args()
   end_with_parent()
   if late := flags.late_clock_seconds:
-    now = peers.seconds_since_2020
-    peers.seconds_since_2020 = lambda: now() - late
+    now = frames.seconds_since_2020
+    frames.seconds_since_2020 = lambda: now() - late
   place = RoleSpec(
     flags.dir, flags.dir.name, tuple(flags.syncers.split(",")), flags.bind, flags.keys
   )

@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 from ddiloco.network import frames
+from ddiloco.network.frames import seconds_since_2020
 from ddiloco.network.keys import Keys, host_and_port
-from ddiloco.network.peers import seconds_since_2020
 from ddiloco.protocol import messages
 
 

@@ -14,7 +14,8 @@ from proxy import Link
 
 from ddiloco.config import NetworkConfig
 from ddiloco.network import frames
-from ddiloco.network.peers import MAX_QUEUED, Peer, objection, seconds_since_2020
+from ddiloco.network.frames import objection, seconds_since_2020
+from ddiloco.network.peers import MAX_QUEUED, Peer
 from ddiloco.network.transport import RunIdentity
 from ddiloco.protocol import messages
 from ddiloco.protocol.messages import Goodbye, Push, RequestMoments
@@ -113,7 +114,7 @@ def test_broken_connections_are_made_again_and_a_fragment_that_was_leaving_leave
     learner.send("syncer-0", message)
     net.wait_until(lambda: link.bytes.forward > 3_000_000)
   with Link((host, int(port)), listen=("127.0.0.1", link.port)):
-    _, received, _ = shard.receive(SECONDS)
+    received = shard.receive(SECONDS).message
     assert received.payload.tobytes() == message.payload.tobytes()
     assert shard.receive(0.1) is None, "and nothing arrives twice"
     assert not learner.counters.undelivered
@@ -132,13 +133,13 @@ def test_bulk_data_does_not_starve_heartbeats_at_10_mbit_s(net, link_to):
   for number in range(20):
     before = time.monotonic()
     learner.send("syncer-0", RequestMoments(0, 0, (number,)))
-    _, message, _ = shard.receive(SECONDS)
+    message = shard.receive(SECONDS).message
     assert message == RequestMoments(0, 0, (number,)), "the fragment came first"
     shard.send("learner-0", says.pull(0, 0, 0, 0, number, 0))
     assert learner.receive(SECONDS)[1].round == number
     round_trips.append(time.monotonic() - before)
   assert time.monotonic() - started < 2.5
-  _, message, _ = shard.receive(SECONDS)
+  message = shard.receive(SECONDS).message
   assert isinstance(message, Push)
   assert time.monotonic() - started > 2.5, "the link was not as slow as meant"
   assert statistics.median(round_trips) < 0.1
@@ -235,7 +236,7 @@ def test_two_shards_that_dial_each_other(net):
   net.wait_up(b, "syncer-0")
   publish = says.publish(0, 0, 0, 0, 1, 1, -1, 0, 0, (), "f32", np.arange(100, dtype=np.uint8))
   a.send("syncer-1", publish)
-  sender, message, _ = b.receive(SECONDS)
+  sender, message, *_ = b.receive(SECONDS)
   assert sender == "syncer-0"
   assert bytes(message.payload) == bytes(range(100))
   b.send("syncer-0", replace(publish, shard=1))

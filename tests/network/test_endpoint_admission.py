@@ -24,8 +24,9 @@ from proxy import Link
 
 from ddiloco import environment
 from ddiloco.checks import ConfigError
-from ddiloco.network import frames
-from ddiloco.network.endpoint import STRANGER_SECONDS, TEND_SECONDS, Door
+from ddiloco.network import frames, peers
+from ddiloco.network.endpoint import TEND_SECONDS
+from ddiloco.network.frames import STRANGER_SECONDS, Door
 from ddiloco.network.keys import Keys, host_and_port, make_keys, public_file, secret_file
 from ddiloco.network.transport import Counters
 from ddiloco.protocol.messages import Recovered, RequestMoments
@@ -377,12 +378,12 @@ def test_who_is_gone_before_it_is_accepted_holds_up_nobody():
 
 def test_what_fails_for_one_stranger_does_not_end_the_network_thread(monkeypatch):
   failed, busy, done = [], threading.Event(), []
-  thread = frames.IoThread("asked", failed.append)
+  thread = peers.IoThread("asked", failed.append)
   thread.start()
   with pytest.raises(OSError, match="gone"):
     thread.ask(gone := mock.Mock(side_effect=OSError("gone")))
   assert gone.called and thread.ask(lambda: 5) == 5
-  monkeypatch.setattr(frames, "ANSWER_SECONDS", 0.1)
+  monkeypatch.setattr(peers, "ANSWER_SECONDS", 0.1)
   thread.call(busy.wait, SECONDS)
   with pytest.raises(TimeoutError):
     thread.ask(done.append, "its connection is closed by now")
@@ -410,7 +411,7 @@ def test_who_waits_while_no_descriptor_is_left_does_not_keep_the_thread_busy(mon
 
 RAISES = """
 import resource
-from ddiloco.network.endpoint import raise_limit
+from ddiloco.network.frames import raise_limit
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 300))
 assert raise_limit() == 300 and resource.getrlimit(resource.RLIMIT_NOFILE) == (300, 300)
 assert raise_limit() == 300
@@ -445,7 +446,7 @@ while True:  # a burst may have them all, until it is cut off a moment later
 print("comes", net._folder.name if net._folder else "", flush=True)
 early.send("syncer-0", says.request(0, 0))
 for _ in range(2):
-  sender, _, _ = shard.receive(60.0)
+  sender, *_ = shard.receive(60.0)
   shard.send(sender, says.pull(0, 0, 0, 0, 1, 0))
 assert early.receive(20.0)
 sys.stdin.readline()  # the other one has its answer too

@@ -3,7 +3,7 @@
 import numpy as np
 from proxy import Link
 
-from ddiloco.network.peers import seconds_since_2020
+from ddiloco.network.frames import seconds_since_2020
 from tests import says
 from tests.network.net import hello, push
 
@@ -58,7 +58,7 @@ def test_a_restarted_shard_is_answered_before_it_has_been_dialed_again(net):
   b.close()
   again = net.open("syncer-1", 1)
   again.dial("syncer-0", net.url("syncer-0"))
-  net.wait_until(lambda: (there := a._find("syncer-1")).state == "up" and there.incarnation == 1)
+  net.wait_until(lambda: ("up", 1) in [(p.state, p.incarnation) for p in a._named("syncer-1")])
   publish = says.publish(0, 0, 0, 0, 1, 1, -1, 0, 0, (), "f32", np.arange(100, dtype=np.uint8))
   a.send("syncer-1", publish)
   arrived = again.receive(SECONDS)

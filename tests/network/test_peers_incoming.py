@@ -8,15 +8,9 @@ import weakref
 import numpy as np
 import pytest
 
-from ddiloco.network import frames
-from ddiloco.network.frames import Forget
-from ddiloco.network.peers import (
-  KEPT_SECONDS,
-  LEAST_KEPT_BYTES,
-  BufferPool,
-  Incoming,
-  Peer,
-)
+from ddiloco.network import frames, peers
+from ddiloco.network.endpoint import KEPT_SECONDS, LEAST_KEPT_BYTES, BufferPool
+from ddiloco.network.peers import Forget, Incoming, Peer
 from ddiloco.network.transport import RunIdentity
 from ddiloco.protocol.messages import MalformedMessage
 
@@ -186,14 +180,14 @@ def test_what_may_not_come_is_said_once_and_takes_no_memory(total, header, why):
 
 def test_a_connection_that_was_replaced_writes_into_no_message_that_is_whole(monkeypatch):
   """Its thread may be busy, so that it ends late: a push could change after it was measured."""
-  monkeypatch.setattr(frames, "FRAME_OPTIONS", ())  # sockets of a pair have none
+  monkeypatch.setattr(peers, "FRAME_OPTIONS", ())  # sockets of a pair have none
   inbox, frame = Inbox(RUN), frames.Bulk(0, 100, b"h")
   peer = Peer("learner-0", 1, inbox)
   peer.incoming._check = lambda header: None
   with contextlib.ExitStack() as stack:
     wires, far = [], []
     for data in (bytes(50), bytes(range(100))):
-      thread = frames.IoThread("never started", print)
+      thread = peers.IoThread("never started", print)
       stack.callback(thread.loop.close)
       mine, theirs = map(stack.enter_context, socket.socketpair())
       wires.append(peer.bulk[0].attach(mine, thread))

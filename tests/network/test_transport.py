@@ -52,7 +52,7 @@ def pull(number: int) -> Pull:
 def test_a_message_arrives_with_its_sender_and_payload(hub):
   a, b = hub.connect("learner-0"), hub.connect("syncer-0")
   size = a.send("syncer-0", push(7))
-  sender, message, _ = b.receive(SECONDS)
+  sender, message, *_ = b.receive(SECONDS)
   assert sender == "learner-0"
   assert message.round == 7
   assert bytes(message.payload) == bytes([7] * 8)

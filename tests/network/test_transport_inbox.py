@@ -127,7 +127,10 @@ def test_what_is_no_message_takes_no_room():
 
 def test_what_another_thread_drops_while_a_message_is_sent_is_counted():
   class Sender(Endpoint):
-    def _post(self, to: str, header: bytes, payload: messages.Payload) -> bool:
+    def _way(self, to: str) -> transport.Post:
+      return self.full
+
+    def full(self, header: bytes, payload: messages.Payload) -> bool:
       self.counters.undelivered += 5  # as the thread for control does when a peer has restarted
       return False
 

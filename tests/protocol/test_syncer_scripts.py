@@ -12,7 +12,6 @@ from ddiloco.protocol.actions import (
   CopyOut,
   Read,
   Received,
-  Rejoin,
   Resend,
   Send,
   Stage,
@@ -195,7 +194,8 @@ def test_a_rejected_push_goes_back_to_the_base():
   f = one.state.fragments[0]
   assert (f.steps, f.tokens, f.discarded_tokens) == (0, 0, 10)
   assert one.feed(Rejection(0, 0, 0, 0, 0, False, "not finite")) == [], "a duplicate"
-  assert one.feed(Rejection(0, 0, 0, -1, -1, True, "quarantined")) == [Rejoin("quarantined")]
+  [rejected] = one.feed_all(Rejection(0, 0, 0, -1, -1, True, "quarantined"))
+  assert rejected.rejoin and rejected.reason == "quarantined"
 
 
 def test_a_pull_of_an_abandoned_round_does_not_replace_a_newer_push():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from proxy import Link
 
-from ddiloco.network import frames
+from ddiloco.network import frames, peers
 from ddiloco.network.keys import host_and_port
 from ddiloco.protocol.messages import Goodbye
 from tests.network.net import SECONDS, Net, push
@@ -19,7 +19,7 @@ from tests.network.net import SECONDS, Net, push
 @contextlib.contextmanager
 def io_thread():
   """One that does not run: the test takes its connection's turns itself."""
-  thread = frames.IoThread("never started", print)
+  thread = peers.IoThread("never started", print)
   yield thread
   thread.loop.close()
 
@@ -27,7 +27,7 @@ def io_thread():
 class Owner:
   reason = ""
 
-  def next(self, wire):
+  def next(self, wire, sent):
     return None
 
   def lost(self, wire, reason):
@@ -40,7 +40,7 @@ def test_what_is_said_after_the_end_does_not_break_the_connection():
     listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     far = stack.enter_context(socket.create_connection(listener.getsockname()))
     owner = Owner()
-    wire = frames.FrameSocket(listener.accept()[0], owner, stack.enter_context(io_thread()))
+    wire = peers.FrameSocket(listener.accept()[0], owner, stack.enter_context(io_thread()))
     stack.callback(wire.close)
     wire.say(frames.Beat())
     wire.leave()
@@ -70,8 +70,8 @@ def test_memory_of_what_broke_off_is_free_without_a_garbage_collection(breaks):
   kept = weakref.ref(memory)
   mine, far = socket.socketpair(socket.AF_UNIX)
   with mine, far, io_thread() as thread, pytest.MonkeyPatch.context() as patched:
-    patched.setattr(frames, "FRAME_OPTIONS", ())
-    wire = frames.FrameSocket(mine, Receiver(memory), thread)
+    patched.setattr(peers, "FRAME_OPTIONS", ())
+    wire = peers.FrameSocket(mine, Receiver(memory), thread)
     del memory
     far.sendall(frames.encode(frames.Bulk(0, 1000, b""), 1000) + bytes(500))
     wire.turn()
