@@ -34,13 +34,22 @@ environment.prepare(num_cpu_devices=8, cpu_only=True)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
   signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LONGEST = ("scripts", "docs", "engines", "examples", "baselines")  # whole runs of real processes
+RUNS = ("scripts", "docs", "engines", "examples", "baselines")  # whole runs of real processes
+RUNS_SHARE = 0.8  # of the other files: beside these the last of the runs begins
 
 
 def pytest_collection_modifyitems(items):
-  """They go first: what is left for the end is short, so that all of pytest's workers end then."""
-  order = {package: number for number, package in enumerate(LONGEST)}
-  items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
+  """Files with whole runs, which wait for much of their time, go beside files that only compute.
+
+  Else all of pytest's workers would wait together first, and compute together in the end. What is
+  left for the end is short, so that they end at the same time.
+  """
+  files = list(dict.fromkeys(item.path for item in items))
+  runs = [file for package in RUNS for file in files if file.parent.name == package]
+  others = [file for file in files if file not in runs]
+  place = {file: n / len(others) for n, file in enumerate(others)}
+  place |= {file: RUNS_SHARE * n / len(runs) for n, file in enumerate(runs)}
+  items.sort(key=lambda item: place[item.path])
 
 
 def pytest_collection_finish(session):

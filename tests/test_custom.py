@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import py_compile
 import textwrap
 
 import jax
@@ -445,6 +446,16 @@ def test_text_is_that_of_the_changed_model(tmp_path):
     custom.renew(config("model", mine.custom))
     found.append(evaluate.generate(mine, {}, tokenizer, "", 3, temperature=0.0))
   assert found == ["aaa", "bbb"]
+
+
+def test_bytecode_of_an_older_text_of_the_same_second_and_length_is_not_run(tmp_path):
+  path = tmp_path / "mine.py"
+  path.write_text("letter = 'a'")
+  py_compile.compile(str(path), doraise=True)
+  times = path.stat()
+  path.write_text("letter = 'b'")
+  os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+  assert custom._import(config("model", f"{path}:model").model).letter == "b"
 
 
 def test_a_script_that_begins_a_run_when_it_is_read_is_refused(tmp_path):

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import difflib
 import errno
+import gc
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -24,6 +25,10 @@ from ddiloco.cli.launch import launch
 from ddiloco.cli.simulations import compile_islands, plan, simulate
 from ddiloco.config import ConfigError
 from ddiloco.environment import BAD_USAGE, FINISHED, INTERRUPTED, LOST, end_now, reader_may_leave
+
+# A command imports JAX and compiles, which makes objects by the hundred thousand that nearly all
+# stay. At Python's own threshold its garbage collector would look through them again and again.
+gc.set_threshold(10_000)
 
 # By name: the function, flags that are usual, and what the command does.
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str, str]] = {

@@ -7,7 +7,9 @@ import threading
 import time
 import weakref
 import zlib
+from unittest import mock
 
+import fsspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -497,6 +499,15 @@ def test_the_bytes_of_a_part_under_way_are_its_growth(storage):
   before = storage.growth(1, ["learner-0"])["learner-0"]
   (folder / "d").write_bytes(bytes(1000))
   assert storage.growth(1, ["learner-0"])["learner-0"] == before + 1000
+
+
+def test_a_part_whose_files_cannot_be_counted_has_been_begun(storage, monkeypatch):
+  """They are renamed while they are counted. Of a learner that leaves, the part counted as none."""
+  (storage.path / "00000001/learner-0").mkdir(parents=True)
+  renamed = mock.Mock(side_effect=FileNotFoundError("0.tmp"))
+  monkeypatch.setattr(fsspec.filesystem("file"), "find", renamed)
+  assert storage.growth(1, ["learner-0", "learner-1"]) == {"learner-0": 1, "learner-1": 0}
+  assert renamed.called
 
 
 def test_who_says_that_there_is_no_part_of_it_is_not_waited_for(storage, savers):

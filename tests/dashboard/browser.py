@@ -39,6 +39,7 @@ class Browser:
     )
     os.close(their_in)
     os.close(their_out)
+    self._profile = profile
     self._buffer, self._count, self._session = b"", 0, None
     self.complaints: list[str] = []  # errors of scripts, refused loads
     target = self._until_there()
@@ -60,6 +61,8 @@ class Browser:
     with contextlib.suppress(ProcessLookupError):
       os.killpg(self._process.pid, signal.SIGKILL)
     self._process.wait(SECONDS)
+    if (door := self._profile / "SingletonSocket").is_symlink():  # to a folder in /tmp
+      shutil.rmtree(door.readlink().parent)
     os.close(self._to)
     os.close(self._from)
 

@@ -77,6 +77,13 @@ def test_what_is_imported_need_not_be_imported_again(start):
   assert log.read_text().split() == ["True", "True", "False"]
 
 
+def test_imports_are_hardly_interrupted_by_the_garbage_collector(start):
+  """It took a tenth of the time that a role needs until it can begin."""
+  process, log = start("import gc; print(sum(each['collections'] for each in gc.get_stats()))")
+  assert end_of(process) == 0
+  assert int(log.read_text()) < 250, "more than 400 at Python's own threshold"
+
+
 def test_the_script_that_starts_it_does_not_run_once_more_in_it(start, tmp_path, monkeypatch):
   script = types.ModuleType("__main__")
   script.__file__ = str(tmp_path / "script.py")

@@ -20,6 +20,7 @@ from ddiloco.engines.role_spec import RoleSpec, end_with_parent
 from tests.roles import toy
 
 STEP_SECONDS = 0.015
+HURRIED_STEP_SECONDS = 0.004  # where the file toy.HURRY is in the workdir
 
 # The model's shapes and initial values are all that the roles know of JAX.
 initial = types.ModuleType("ddiloco.roles.initial")
@@ -45,6 +46,15 @@ from ddiloco.runtime import Runtime  # noqa: E402
 class Island(toy.ToyIsland):
   """Outlives incarnations, as the real one."""
 
+  def __init__(self, learner: int, plan: fragments.Plan, folder: Path):
+    super().__init__(learner, plan, STEP_SECONDS)
+    self._hurry = folder / toy.HURRY
+
+  def step(self, *arguments) -> dict[str, float]:
+    if self._hurry.exists():
+      self.step_seconds = HURRIED_STEP_SECONDS
+    return super().step(*arguments)
+
   def compile(self) -> float:
     return 0.0
 
@@ -57,7 +67,7 @@ class Island(toy.ToyIsland):
 def run_learner(config: Config, number: int, place: RoleSpec) -> int:
   """As `single_roles.run_learner`, on a toy island."""
   with RoleRunner(learner_address(number), config, place) as runner:
-    island = Island(number, runner.plan, STEP_SECONDS)
+    island = Island(number, runner.plan, place.workdir)
     return runner.run(lambda: single_roles.live(runner, number, island, toy.batches))
 
 

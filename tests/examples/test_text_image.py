@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import jax
 import numpy as np
@@ -19,8 +20,11 @@ from ddiloco.trace.text import open_trace
 from ddiloco.training.island import Island
 from tests.strikes import killed_once_saved
 
-pytest.importorskip("sklearn")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [
+  pytest.mark.slow,
+  pytest.mark.timeout(400),
+  pytest.mark.skipif(not find_spec("sklearn"), reason="needs ddiloco[examples]"),
+]
 STEPS = 110
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 
 import pytest
 import yaml
-from kubeflow_trainer_api import models
 
 from ddiloco.config import ConfigError, from_dict
 from ddiloco.launch import gke
@@ -30,6 +30,12 @@ def by_name(documents):
   return {(each["kind"], each["metadata"]["name"]): each for each in documents}
 
 
+@pytest.fixture
+def models():
+  """The API's own, which take half a second to import: so only who tests with them does."""
+  return importlib.import_module("kubeflow_trainer_api.models")
+
+
 @pytest.fixture(scope="module")
 def one():
   return by_name(rendered(["v5p:2x2x2", "v6e:2x2"])[""])
@@ -41,7 +47,7 @@ def two():
   return rendered(["v6e:4x4", "v6e:2x2"], ("east=0", "west=1"), options, spot=True)
 
 
-def test_every_document_fits_its_model_and_has_no_field_beside_it(two):
+def test_every_document_fits_its_model_and_has_no_field_beside_it(two, models):
   """The models drop what they do not know, so that only what fits comes back whole."""
   of_kind = {
     "JobSet": models.JobsetV1alpha2JobSet,
@@ -56,7 +62,7 @@ def test_every_document_fits_its_model_and_has_no_field_beside_it(two):
       assert again == each, each["metadata"]["name"]
 
 
-def test_the_models_refuse_what_does_not_fit(one):
+def test_the_models_refuse_what_does_not_fit(one, models):
   """The test above can fail."""
   wrong = json.loads(json.dumps(one["JobSet", "run-learner-0"]))
   wrong["spec"]["replicatedJobs"][0]["template"]["spec"]["backofLimit"] = 1
@@ -255,7 +261,7 @@ def test_hosts_of_a_tpu7x_slice_are_placed_by_a_policy_which_comes_first():
   assert pod["containers"][0]["resources"]["limits"] == {"google.com/tpu": 4}, "chips, not devices"
 
 
-def test_an_island_of_gpus_beside_one_of_tpus():
+def test_an_island_of_gpus_beside_one_of_tpus(models):
   made = rendered(["h100:8", "v6e:2x2"], spot=True)[""]
   gpus, tpus = (by_name(made)["JobSet", f"run-learner-{m}"] for m in (0, 1))
   job = gpus["spec"]["replicatedJobs"][0]["template"]["spec"]

@@ -29,9 +29,9 @@ def world(tmp_path):
   config = toy.config(
     LEARNERS, STEPS, num_shards=1, num_fragments=FRAGMENTS, liveness_seconds=5.0, max_norm_ratio=1e9
   )
-  config = dataclasses.replace(
-    config, network=NetworkConfig(hello_seconds=0.2, patience_seconds=0.5, drain_seconds=10.0)
-  )
+  network = {"hello_seconds": 0.2, "patience_seconds": 0.5, "drain_seconds": 10.0}
+  network["silence_seconds"] = 10.0  # for which a shard keeps the end for who was lost: the flood
+  config = dataclasses.replace(config, network=NetworkConfig(**network))
   keys = tmp_path / "keys"
   make_keys(keys, learners=LEARNERS + 1, shards=1)
   with World(tmp_path / "run", config, keys) as world:

@@ -481,6 +481,37 @@ def test_a_copy_is_freed_before_the_push_is_made(bench, monkeypatch):
   assert there == [False]
 
 
+def test_a_copy_of_moments_is_freed_before_they_are_sent(bench, monkeypatch):
+  b = bench()
+  b.join()
+  copies, there, made = [], [], threading.Event()
+  copy_out, flush, put = b.island.copy_out, b.exchange.recorder.flush, b.exchange._worker.put
+
+  def copied(fragment, moments=False):
+    pieces = copy_out(fragment, moments)
+    copies.append(weakref.ref(pieces))
+    return pieces
+
+  def flushed():
+    """The last thing before the moments are sent."""
+    there.append(copies[-1]() is not None)
+    made.set()
+    flush()
+
+  def put_in_time(job):
+    """They are sent before the role's thread goes on, as they may be."""
+    put(job)
+    assert made.wait(PATIENCE_SECONDS)
+
+  monkeypatch.setattr(b.island, "copy_out", copied)
+  monkeypatch.setattr(b.island, "to_host", lambda pieces, fragment: pieces.copy())
+  monkeypatch.setattr(b.exchange.recorder, "flush", flushed)
+  monkeypatch.setattr(b.exchange._worker, "put", put_in_time)
+  b.give(ProvideMoments(0, 0, 0, 1))
+  b.until(lambda: there)
+  assert there == [False]
+
+
 def test_a_version_on_its_way_to_the_devices_is_in_a_snapshot(bench):
   saver, staging, go_on = Refusing(), threading.Event(), threading.Event()
   b = bench(saver=saver, apply="rebase")

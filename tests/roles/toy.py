@@ -34,6 +34,7 @@ SPECS = (
   TensorSpec("scale", (4,), stacked=False, embedding=False),
 )
 INNER_RATE = 0.05
+HURRY = "hurry"  # the file that tells processes of toy roles to go on faster
 
 
 def target(learner: int, position: int, shape: tuple[int, ...]) -> np.ndarray:

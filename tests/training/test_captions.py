@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+from importlib.util import find_spec
 
 import jax
 import numpy as np
@@ -18,7 +19,7 @@ from ddiloco.training import captions, data
 from ddiloco.training.evaluate import HeldoutLoss
 from ddiloco.training.tokens import BYTES
 
-pytest.importorskip("sklearn")
+pytestmark = pytest.mark.skipif(not find_spec("sklearn"), reason="needs ddiloco[examples]")
 PATCHES = 16
 
 

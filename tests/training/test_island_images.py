@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import jax
 import numpy as np
 import pytest
@@ -12,8 +14,10 @@ from ddiloco.roles import initial
 from ddiloco.training import data
 from ddiloco.training.island import Island
 
-pytest.importorskip("sklearn")
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [
+  pytest.mark.timeout(300),
+  pytest.mark.skipif(not find_spec("sklearn"), reason="needs ddiloco[examples]"),
+]
 
 
 def trained(**islands) -> tuple[Island, list[dict]]:
