@@ -15,6 +15,7 @@ import contextlib
 import itertools
 import math
 import os
+import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ddiloco.observe.guards import Drain, warn
+from ddiloco.observe.guards import Drain, Warnings, warn
 from ddiloco.observe.islands import IslandState, LogEvent, ShardState, outer_gradients, speed
 from ddiloco.observe.run_state import RunState
 from ddiloco.observe.style import clock_time, compact, island_colour, loss_text, plain
@@ -263,6 +264,7 @@ def scalars(event: Event, started: Started | None = None) -> tuple[int, dict[str
       "tokens_per_second": rate,
       **speed([(island, rate)]).as_json(),
       "step_seconds": event.seconds,
+      "data_seconds": event.data_seconds,
       "loss": event.loss,  # None for most steps, as the two below: they are fetched late
       "learning_rate": event.learning_rate,
       "grad_norm": event.grad_norm,
@@ -286,39 +288,55 @@ def scalars(event: Event, started: Started | None = None) -> tuple[int, dict[str
 
 
 class TensorBoard:
-  """A listener for any number of roles. After a failure it warns once and writes no more."""
+  """A listener for any number of roles.
+
+  A write that fails, as on a full disk, is warned of once; what it was to write is tried again, as
+  are the events of an event log.
+  """
 
   def __init__(self, workdir: str | os.PathLike[str], flush_seconds: float = 2.0):
-    self.failed = False
     self._folder = Path(workdir) / "tensorboard"
-    self._suffix = f".{os.getpid()}.{next(_instance)}"  # two writers never share a file
-    self._writers: dict[str, Any] = {}
+    self._warn = Warnings()
+    self._writers: dict[str, Any] = {}  # by role
+    self._name, self._kept = _file_name(), False  # of the files; whether they have a whole batch
     self._started: dict[str, Started] = {}  # by role, its newest incarnation's
     self._drain = Drain("tensorboard", self._write, flush_seconds)
 
   def __call__(self, event: Event) -> None:
     """Queues an event, if it has scalars."""
-    if isinstance(event, PLOTTED) and not self.failed:
+    if isinstance(event, PLOTTED):
       self._drain.put((time.time(), event))
 
   def close(self) -> None:
     """Writes what is queued, and closes the files."""
     self._drain.close()
-    for writer in self._writers.values():
-      with contextlib.suppress(Exception):  # as on a full disk; a failure was warned of already
-        writer.close()
+    if not self._drain.running and not self._drain.left:  # else its thread still needs them
+      self._end_files()
 
-  def _write(self, batch: list[tuple[float, Event]]) -> None:
-    if self.failed or not batch:
-      return
+  def _end_files(self) -> None:
+    for writer in self._writers.values():
+      with contextlib.suppress(OSError):  # a failure was warned of already
+        writer.close()
+    self._writers = {}
+
+  def _write(self, batch: list[tuple[float, Event]]) -> list[tuple[float, Event]]:
+    """Writes a batch; if that fails, it is returned, to come again."""
+    if not batch:
+      return []
     try:
       for wall_time, event in batch:
         self._add(wall_time, event)
       for writer in self._writers.values():
         writer.flush()
-    except Exception as error:  # whatever fails in that library: it only draws curves
-      self.failed = True
-      warn(f"no more TensorBoard scalars in {self._folder}: {error!r}. The run goes on.")
+      self._kept = True
+      return []
+    except OSError as error:
+      text = "no TensorBoard scalars can be written, which is said once; they wait for room"
+      self._warn("files", f"{self._folder}: {text}: {error!r}. The run goes on.")
+      self._end_files()
+      if self._kept:  # no reader gets past a torn record; files without a batch are begun anew
+        self._name, self._kept = _file_name(), False
+      return batch
 
   def _add(self, wall_time: float, event: Event) -> None:
     from tensorboardX.proto import event_pb2, summary_pb2  # slow to import, and only needed here
@@ -332,13 +350,22 @@ class TensorBoard:
       value=[summary_pb2.Summary.Value(tag=k, simple_value=float(v)) for k, v in values.items()]
     )
     message = event_pb2.Event(wall_time=wall_time, step=int(step), summary=summary)
-    self._writer(event.role).write_event(message)
+    self._writer(event.role).write(message.SerializeToString())
 
   def _writer(self, role: str) -> Any:
     if role not in self._writers:
-      from tensorboardX.event_file_writer import EventsWriter
+      from tensorboardX.proto import event_pb2
+      from tensorboardX.record_writer import RecordWriter
 
       (self._folder / role).mkdir(parents=True, exist_ok=True)
-      prefix = str(self._folder / role / "events")
-      self._writers[role] = EventsWriter(prefix, self._suffix)
+      writer = self._writers[role] = RecordWriter(str(self._folder / role / self._name))
+      head = event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2")
+      writer.write(head.SerializeToString())
+      writer.flush()  # a full disk is noticed here, before a long batch is made
     return self._writers[role]
+
+
+def _file_name() -> str:
+  """As TensorBoard wants it, in order of time; two boards never share a file."""
+  about = f"{time.time():.0f}.{platform.node()}.{os.getpid()}.{next(_instance):06}"
+  return f"events.out.tfevents.{about}"

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import struct
+import time
 
-import pytest
 from tensorboardX.proto import event_pb2
 
 from ddiloco.observe.live import TensorBoard, scalars
 
 
-def _read(folder):
-  """[(step, {tag: value})] of all event files in a folder, parsed from the record format."""
+def _read(folder, paths=()):
+  """[(step, {tag: value})] of all event files in a folder, or of these, by their record format."""
   records = []
-  for path in sorted(folder.glob("*tfevents*")):
+  for path in paths or sorted(folder.glob("*tfevents*")):
     data, at = path.read_bytes(), 0
     while at < len(data):
       (size,) = struct.unpack_from("<Q", data, at)  # then a crc of 4 bytes, data, a crc of 4 bytes
@@ -27,7 +27,9 @@ def _read(folder):
 
 def test_scalars_of_a_step(make):
   step = make.step(
-    1.0, 0, 3, global_step=50, loss=2.5, tokens=1024, seconds=0.5, learning_rate=0.01
+    *(1.0, 0, 3),
+    **{"global_step": 50, "loss": 2.5, "tokens": 1024, "learning_rate": 0.01},
+    **{"seconds": 0.5, "data_seconds": 0.125},
   )
   assert scalars(step) == (
     50,
@@ -35,12 +37,14 @@ def test_scalars_of_a_step(make):
       "train/loss": 2.5,
       "train/tokens_per_second": 2048.0,
       "train/step_seconds": 0.5,
+      "train/data_seconds": 0.125,
       "train/learning_rate": 0.01,
       "train/grad_norm": 1.0,
     },
   )
   bare = make.changed(step, loss=None, grad_norm=None, learning_rate=None)
-  assert sorted(scalars(bare)[1]) == ["train/step_seconds", "train/tokens_per_second"]
+  always = ["train/data_seconds", "train/step_seconds", "train/tokens_per_second"]
+  assert sorted(scalars(bare)[1]) == always
 
 
 def test_scalars_of_a_commit_and_an_evaluation(make):
@@ -86,17 +90,59 @@ def test_two_boards_never_share_a_file(tmp_path, make):
   assert len(_read(tmp_path / "tensorboard" / "learner-0")) == 2
 
 
-@pytest.mark.parametrize("bad", ["path", "event"])
-def test_failure_is_one_warning(tmp_path, make, capsys, bad):
-  step = make.step(1.0, 0, 1)
-  if bad == "path":
-    (tmp_path / "tensorboard").write_text("a file where the folder should be")
-  else:
-    step = make.changed(step, global_step=10**40)
+def _until(happened):
+  end = time.monotonic() + 60
+  while not happened():
+    assert time.monotonic() < end
+    time.sleep(0.002)
+
+
+def test_a_failure_is_one_warning_and_all_is_written_when_writing_works_again(
+  tmp_path, make, capsys
+):
+  """After one write that failed nothing was written any more."""
+  folder = tmp_path / "tensorboard"
+  folder.write_text("a file where the folder should be")
   board = TensorBoard(tmp_path, flush_seconds=0.001)
-  for _ in range(5):
-    board(step)
+  board(make.step(1.0, 0, 1))
+  _until(lambda: board._drain.left)
+  board(make.step(2.0, 0, 2))
+  folder.unlink()
   board.close()
-  board(step)
-  assert board.failed
+  assert [step for step, _ in _read(folder / "learner-0")] == [1, 2]
+  assert capsys.readouterr().err.count("WARNING") == 1
+
+
+def test_a_torn_record_hides_no_later_one_and_a_full_disk_gets_no_heap_of_files(
+  tmp_path, make, monkeypatch
+):
+  from tensorboardX.record_writer import RecordWriter
+
+  board, folder, tries = TensorBoard(tmp_path, flush_seconds=0.001), tmp_path / "tensorboard", []
+  board(make.step(1.0, 0, 1))
+  _until(lambda: board._kept)
+
+  def torn(self, data):
+    self._writer.write(data[: len(data) // 2])
+    tries.append(self.path)
+    raise OSError("no space left on device")
+
+  with monkeypatch.context() as full:
+    full.setattr(RecordWriter, "write", torn)
+    board(make.step(2.0, 0, 2))
+    _until(lambda: len(tries) > 5)
+  _until(lambda: not board._drain.left)
+  board.close()
+  first, second = sorted((folder / "learner-0").iterdir())
+  assert tries[0] == str(first) and set(tries[1:]) == {str(second)}
+  assert [step for step, _ in _read(folder, [second])] == [2]
+
+
+def test_an_event_that_cannot_be_drawn_takes_no_other_with_it(tmp_path, make, capsys):
+  board = TensorBoard(tmp_path, flush_seconds=0.001)
+  board(make.changed(make.step(1.0, 0, 1), global_step=10**40))
+  _until(lambda: board._drain.failures)
+  board(make.step(2.0, 0, 2))
+  board.close()
+  assert [step for step, _ in _read(tmp_path / "tensorboard" / "learner-0")] == [2]
   assert capsys.readouterr().err.count("WARNING") == 1
