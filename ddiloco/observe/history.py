@@ -209,7 +209,8 @@ class Curves:
   """The curves that the page draws over time, and the report over tokens and time."""
 
   def __init__(self) -> None:
-    # Over time: "loss M", "step M", "wait M", "participation M", "commits S", OUTER_GRADIENTS.
+    # Over time: "loss M", "step M" (with "data M", the wait for its batch), "wait M" (for a shard),
+    # "participation M", "commits S", OUTER_GRADIENTS.
     self.page = Series()
     self.loss = Series(LOSS_BINS, 1.0)  # over the tokens of all islands, by learner and life
     self.evaluations = Thinned(MOST_EVALUATIONS)  # those with a finite held-out loss
@@ -229,6 +230,7 @@ class Curves:
     if event.step > 1 and 0 <= event.gap_seconds - waited < math.inf:  # the first one compiles
       self.page.add(f"step {m}", event.time, event.gap_seconds - waited)
       self.page.add(f"wait {m}", event.time, waited)
+      self.page.add(f"data {m}", event.time, event.data_seconds)
     if event.loss is not None:
       self.page.add(f"loss {m}", event.time, event.loss)
       self.loss.add(f"{m} {min(life, MOST_CURVES)}", self._tokens, event.loss)

@@ -65,6 +65,7 @@ def numbers(run: RunState) -> dict[str, Any]:
     **run.usual_speed.as_json(),
     **_kills(run),
     "blocked_seconds": rounded(run.blocked_seconds),
+    "data_seconds": rounded(run.data_seconds),
     "rejoins": run.rejoins.as_json(),
     "learners": _learners(run),
     **run.ledger.report().as_json(),
@@ -111,6 +112,7 @@ def _learners(run: RunState) -> dict[str, Any]:
       "tokens": island.tokens,
       "loss": rounded(island.loss),
       "median_step_gap_seconds": rounded(island.usual_gap),
+      "data_seconds": rounded(island.data_seconds),
       **island.usual_speed.as_json(),
       "rejected_pushes": island.rejected,
     }
@@ -235,6 +237,7 @@ def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     ("tokens per second and chip", said(compact, "tokens_per_second_per_chip")),
     ("MFU", said(_share, "mfu")),
     ("time learners were blocked", said("{:.3g} s".format, "blocked_seconds")),
+    ("time learners waited for data", said("{:.3g} s".format, "data_seconds")),
     ("bytes sent", said(lambda sent: f"{compact(sent)}B", "bytes_sent")),
     ("lines of the log that cannot be read", f"{damaged:,}" if damaged else ""),
     ("what the log lacks", lacking if finished and done < wanted else ""),

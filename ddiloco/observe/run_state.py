@@ -74,6 +74,7 @@ class RunState:
     self.rejected = 0  # pushes
     self.solo_rounds = 0  # rounds of one island while `solo` holds
     self.blocked_seconds = 0.0
+    self.data_seconds = 0.0  # that steps waited for their batches
     self.heldout_loss = math.nan  # the newest
     self.heldout_measures: dict[str, float] = {}  # of the newest evaluation, beside its loss
     # By recent commit, the only learner in it; -1: several.
@@ -319,7 +320,9 @@ class RunState:
     newest = island.live(event.incarnation)
     island.steps += 1
     island.tokens += event.tokens
+    island.data_seconds += event.data_seconds
     self.blocked_seconds += event.blocked_seconds
+    self.data_seconds += event.data_seconds
     self.curves.add_step(event, m, island.lives)
     if newest:  # else a late step of an earlier incarnation
       self._step(event, m, island)
@@ -337,6 +340,10 @@ class RunState:
       if not math.isfinite(event.loss) and not island.diverged:
         self._note(event, f"island {m}: its loss is {event.loss}", "bad")
       island.loss, island.diverged = event.loss, not math.isfinite(event.loss)
+    if (starves := island.starves(event)) != island.starved:
+      text = "waits for its data most of the time" if starves else "has its data in time again"
+      self._note(event, f"island {m} {text}", "bad" if starves else "good")
+    island.starved = starves
     if event.step > 1 and 0 < event.gap_seconds < math.inf:
       island.gaps.append(event.gap_seconds)
     if not self.num_shards:

@@ -60,8 +60,9 @@ def test_the_page_shows_losses_as_the_terminal_does(loss, text, tmp_path):
 def heat(tmp_path, steps, now, spans=None) -> list:
   """What island 0 did in each cell: by its name, or for steps the ratio to the median."""
   run = RunState()
-  for n, (time, gap, blocked) in enumerate(steps):
+  for n, (time, gap, blocked, *data) in enumerate(steps):
     fields = {"step": n + 2, "gap_seconds": gap, "blocked_seconds": blocked}
+    fields |= {"data_seconds": sum(data)}
     run.add(made(time, "learner-0", "step", **fields))
   found = status(run, now)
   spans = [[0.0, now, "running"]] if spans is None else spans
@@ -79,6 +80,12 @@ def test_a_cell_of_the_heat_map_has_a_steps_length_or_what_else_the_island_did(t
   spans = [[0.0, 2.9, "running"], [2.9, 3.3, "down"], [3.3, 4.0, "joining"]]
   found = heat(tmp_path, steps, 4.0, spans)
   assert found == [1] * 8 + [2] * 3 + ["waiting", "down"] + ["joining"] * 3
+
+
+@pytest.mark.skipif(NODE is None, reason="no node on the PATH")
+def test_a_cell_says_that_an_island_waits_for_its_data_if_that_is_most_of_its_steps(tmp_path):
+  steps = [(0.25 * n + 0.2, 0.25, 0.0, data) for n, data in enumerate([0.0, 0.1, 0.2, 0.0])]
+  assert heat(tmp_path, steps, 1.0) == [1, 1, "data", 1]
 
 
 @pytest.mark.skipif(NODE is None, reason="no node on the PATH")

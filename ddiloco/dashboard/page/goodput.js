@@ -9,12 +9,13 @@ const CAUSES = {
   down: ["down", "dead, not yet started again"],
   rejoin: ["rejoining", "a later incarnation begins"],
   blocked: ["blocked", "waited for a shard (lock-step only)"],
+  data: ["waiting for data", "a step's batch was not there yet"],
   stalled: ["stalled", "stood still"],
   discarded: ["work lost", "steps that never reached the global model"],
   rejected: ["rejected", "pushes that were rejected"],
   pending: ["not merged yet", "steps that may still be merged"],
   save: ["snapshots", "copies of the state"],
-  other: ["everything else", "data, copies, applies"],
+  other: ["everything else", "copies, applies"],
 };
 
 export function goodput(account) {
