@@ -85,6 +85,7 @@ def status(
     "hangs": run.kinds[Hung],
     "links": run.traffic.as_json(seen),
     "odd_events": run.odd_events,
+    "clocks": run.clocks.text(),
     "log_events": [
       {"time": round(log_event.time, 2), "text": log_event.text, "tone": log_event.tone}
       for log_event in run.log_events

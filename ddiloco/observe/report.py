@@ -82,6 +82,7 @@ def _only_if_any(run: RunState) -> dict[str, Any]:
     "solo_rounds": run.solo_rounds,  # of one island round after round, though there were others
     "rejoins_left_out": run.rejoins.left_out,  # older than those in `rejoins` and `kills`
     "num_hangs": run.kinds[Hung],
+    "clocks": run.clocks.text(),
   }
 
 
@@ -240,6 +241,7 @@ def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     ("time learners waited for data", said("{:.3g} s".format, "data_seconds")),
     ("bytes sent", said(lambda sent: f"{compact(sent)}B", "bytes_sent")),
     ("lines of the log that cannot be read", f"{damaged:,}" if damaged else ""),
+    ("clocks that differ", said(str, "clocks")),
     ("what the log lacks", lacking if finished and done < wanted else ""),
     ("how the run ended", said(str, "finished", "reason") or unfinished),
   ]

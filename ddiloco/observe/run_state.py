@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from ddiloco.config import Config
 from ddiloco.observe.goodput import Ledger
 from ddiloco.observe.guards import warn
-from ddiloco.observe.history import Curves, Rounds, TrafficTotals
+from ddiloco.observe.history import Clocks, Curves, Rounds, TrafficTotals
 from ddiloco.observe.islands import (
   DOWN,
   OUTER_GRADIENTS,
@@ -85,7 +85,7 @@ class RunState:
     self._before: dict[int, int] = {}  # ... and the merged tokens until then
     self.finished = ""  # why the run ended
     self.ledger, self.rejoins, self.rounds = Ledger(), Rejoins(self.islands), Rounds()
-    self.traffic, self.curves = TrafficTotals(), Curves()
+    self.traffic, self.curves, self.clocks = TrafficTotals(), Curves(), Clocks()
     self._on_traffic = self.traffic.add
     self.marks: deque[LogEvent] = deque(maxlen=MOST_MARKS)  # those that a timeline shows
     self.num_marks = 0  # ever
@@ -120,6 +120,7 @@ class RunState:
       handler(event, number)
     self.ledger.take(event)
     self.rounds.add(event)
+    self.clocks.add(event)
 
   # --- what follows from the state ----------------------------------------------------------------
 
