@@ -185,8 +185,8 @@ def _curves(run: RunState) -> dict[str, Any]:
     "width_seconds": series.width_seconds,
     "heldout": [(round(e.time, 2), rounded(e.loss)) for e in run.curves.evaluations.items],
     "loss": {str(m): series.means(f"loss {m}") for m in islands},
-    "step": {str(m): series.means(f"step {m}") for m in islands},  # seconds, with those ...
-    "data": {str(m): series.means(f"data {m}") for m in islands},  # ... of waiting for its batch
+    "step": {str(m): series.means(f"step {m}") for m in islands},  # seconds, beside "wait"
+    "starved": {str(m): series.most(f"data {m}", f"step {m}") for m in islands},  # bins
     "wait": {str(m): series.means(f"wait {m}") for m in islands},  # for a shard, before the step
     "participation": {str(m): series.means(f"participation {m}", 2) for m in islands},
     "commits": {str(s): series.counts(f"commits {s}") for s in sorted(run.shards)},

@@ -51,10 +51,20 @@ from ddiloco.protocol import events
 from ddiloco.protocol.events import Event, parse_role
 from ddiloco.protocol.messages import INITIAL
 
-CAUSES = (
-  *("start_up", "compile", "down", "rejoin", "blocked", "data", "stalled"),
-  *("discarded", "rejected", "pending", "save", "other"),
-)
+CAUSES = {  # each in words, which dashboard/page/goodput.js has as well
+  "start_up": "start-up",
+  "compile": "compiling",
+  "down": "down",
+  "rejoin": "rejoining",
+  "blocked": "waiting for shards",
+  "data": "waiting for data",
+  "stalled": "standing still",
+  "discarded": "work lost",
+  "rejected": "work rejected",
+  "pending": "work not merged yet",
+  "save": "snapshots",
+  "other": "everything else",
+}
 RECENT_STEPS = 33  # a step or pause longer than STALL_STEPS times the median of these is a stall
 EXACT_STEPS = 2048  # steps of an island kept one by one: two snapshot intervals are 400
 # Pushes without a commit, and commits without a push, of an island and fragment: usually one. Where

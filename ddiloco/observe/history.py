@@ -60,6 +60,11 @@ class Series:
     pairs = zip(self._sums.get(name, ()), self._counts.get(name, ()))
     return [rounded(total / count, digits) if count else None for total, count in pairs]
 
+  def most(self, name: str, of: str) -> list[int]:
+    """The bins in which a part of each value of `of` makes up more than half of it."""
+    pairs = enumerate(zip(self._sums.get(name, ()), self._sums.get(of, ())))
+    return [i for i, (part, whole) in pairs if part > whole / 2]
+
   def counts(self, name: str) -> list[int]:
     """By bin, how many values it has."""
     return list(self._counts.get(name, ()))

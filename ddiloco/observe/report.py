@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ddiloco.observe.eventlog import EventStream
+from ddiloco.observe.goodput import CAUSES
 from ddiloco.observe.islands import OUTER_GRADIENTS
 from ddiloco.observe.run_state import RunState
 from ddiloco.observe.style import clock_time, compact, loss_text, plain, rounded
@@ -231,10 +232,10 @@ def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
       said("{:.2f} × its median step".format, "survivor_max_gap_ratio"),
     ),
     ("times that a learner hung", said(str, "num_hangs")),
-    ("goodput, without the first start-up", said(_share, "goodput_training")),
-    ("goodput", said(_share, "goodput")),
+    ("goodput: chip time whose work is in the model", said(_share, "goodput")),
+    ("the same without the first start-up", said(_share, "goodput_training")),
     ("where the rest of the chip time went", said(_causes, "lost_time")),
-    ("uptime", said(_share, "uptime")),
+    ("uptime: some island trained", said(_share, "uptime")),
     ("tokens per second and chip", said(compact, "tokens_per_second_per_chip")),
     ("MFU", said(_share, "mfu")),
     ("time learners were blocked", said("{:.3g} s".format, "blocked_seconds")),
@@ -296,7 +297,7 @@ def _share(value: float | None) -> str:
 def _causes(lost_time: Mapping[str, float]) -> str:
   """The causes of at least half a percent, the greatest first."""
   lost = sorted(lost_time.items(), key=lambda each: -each[1])
-  return ", ".join(f"{plain(cause)} {share:.1%}" for cause, share in lost if share >= 5e-3)
+  return ", ".join(f"{CAUSES[cause]} {share:.1%}" for cause, share in lost if share >= 5e-3)
 
 
 def _loss(value: Any) -> str:

@@ -98,3 +98,8 @@ def test_what_is_not_known_yet_is_absent_from_the_heat_map(tmp_path):
 def test_the_page_has_words_for_every_cause_and_phase(file, names):
   text = (PAGE / file).read_text()
   assert [name for name in names if f"\n  {name}: [" not in text] == []
+
+
+def test_the_page_and_the_report_have_the_same_words_for_causes():
+  text = (PAGE / "goodput.js").read_text()
+  assert [name for name, words in CAUSES.items() if f'\n  {name}: ["{words}"' not in text] == []

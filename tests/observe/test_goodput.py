@@ -193,7 +193,7 @@ def test_waiting_saving_and_standing_still_have_names():
   log.merge(87.0, 0, 7, -1, {0: 24})
   goodput = log.report()
   seconds = {cause: round(87 * share, 6) for cause, share in goodput.causes.items() if share}
-  assert seconds == {"blocked": 1.5, "data": 0.5, "save": 0.5, "stalled": 59, "other": 0.5}
+  assert seconds == {"blocked": 1.5, "data": 0.5, "save": 0.5, "stalled": 59, "other": 1.5}
   assert goodput.goodput == pytest.approx(24 / 87)
 
 

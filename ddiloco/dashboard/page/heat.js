@@ -35,7 +35,8 @@ let cursor = null; // {row, bin}
  */
 export function cells({ seconds, curves, timeline }, island) {
   const { width_seconds: width } = curves;
-  const [steps, waits, data] = ["step", "wait", "data"].map((name) => curves[name][island.number]);
+  const [steps, waits] = [curves.step[island.number], curves.wait[island.number]];
+  const starved = new Set(curves.starved[island.number]);
   const spans = timeline.lanes.find(({ role }) => role === `learner-${island.number}`)?.spans ?? [];
   const row = [],
     absent = { state: "not there" };
@@ -44,7 +45,7 @@ export function cells({ seconds, curves, timeline }, island) {
     const middle = (i + 0.5) * width;
     const state = spans.find(([from, to]) => from <= middle && middle <= to)?.[2];
     if (known(steps[i])) {
-      const waited = waits[i] > steps[i] ? "waiting" : data[i] > steps[i] / 2 && "data";
+      const waited = waits[i] > steps[i] ? "waiting" : starved.has(i) && "data";
       underWay = waited ? { state: waited } : { ratio: steps[i] / island.median_step_seconds };
       row[i] = underWay;
     } else row[i] = state === "running" ? underWay : state ? { state } : absent;
