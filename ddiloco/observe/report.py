@@ -219,7 +219,7 @@ def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     ("held-out loss, best island alone", said(_loss, "loss_best_island_alone")),
     ("time (min:s)", said(clock_time, "seconds")),
     ("tokens merged", merged + of if summary.get("num_shards") else ""),
-    ("commits", said(str, "commits")),
+    ("commits: merges of a fragment", said(str, "commits")),
     ("commits that repeated one island alone", said(str, "solo_rounds")),
     *(
       (f"{what}, at last", "" if gradients.get(name) is None else f"{gradients[name]:.3g}")
@@ -275,14 +275,15 @@ def _learner_table(summary: Mapping[str, Any]) -> str:
   """A table of all islands; a dash stands for an unknown value."""
   shares, alive = summary.get("participation") or {}, summary.get("liveness") or {}
   names = ("island", "chips", "incarnations", "steps", "tokens", "last loss", "time training")
-  names += ("commits joined", "median step", "tokens/s a chip", "MFU")
+  names += ("commits joined", "median step", "waited for data", "tokens/s a chip", "MFU")
   rows = ["".join(f"<th>{name}</th>" for name in names)]
   for m, each in (summary.get("learners") or {}).items():
-    gap = each["median_step_gap_seconds"]
+    gap, waited = each["median_step_gap_seconds"], each["data_seconds"]
     cells = (
       *(m, ", then ".join(each["chip_kinds"]), str(each["lives"]), str(each["steps"])),
       *(compact(each["tokens"]), _loss(each["loss"]), _share(alive.get(m)), _share(shares.get(m))),
       "" if gap is None else f"{1000 * gap:.0f} ms",
+      "" if waited is None else f"{waited:.3g} s",
       compact(each["tokens_per_second_per_chip"] or math.nan),
       _share(each["mfu"]),
     )
