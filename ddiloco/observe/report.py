@@ -66,7 +66,7 @@ def numbers(run: RunState) -> dict[str, Any]:
     **run.usual_speed.as_json(),
     **_kills(run),
     "blocked_seconds": rounded(run.blocked_seconds),
-    "data_seconds": rounded(run.data_seconds),
+    "data_seconds": rounded(sum(island.data_seconds for island in run.islands.values())),
     "rejoins": run.rejoins.as_json(),
     "learners": _learners(run),
     **run.ledger.report().as_json(),

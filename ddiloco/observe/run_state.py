@@ -74,7 +74,6 @@ class RunState:
     self.rejected = 0  # pushes
     self.solo_rounds = 0  # rounds of one island while `solo` holds
     self.blocked_seconds = 0.0
-    self.data_seconds = 0.0  # that steps waited for their batches
     self.heldout_loss = math.nan  # the newest
     self.heldout_measures: dict[str, float] = {}  # of the newest evaluation, beside its loss
     # By recent commit, the only learner in it; -1: several.
@@ -323,7 +322,6 @@ class RunState:
     island.tokens += event.tokens
     island.data_seconds += event.data_seconds
     self.blocked_seconds += event.blocked_seconds
-    self.data_seconds += event.data_seconds
     self.curves.add_step(event, m, island.lives)
     if newest:  # else a late step of an earlier incarnation
       self._step(event, m, island)
