@@ -217,7 +217,7 @@ def draw(path: Path, folder: Path, survivors: int, every: float, result: dict[st
       inside = [ms for at, ms in around if i * width <= at < (i + 1) * width]
       if inside:
         medians.append(((i + 0.5) * width, statistics.median(inside)))
-    axes.plot(*zip(*medians), color=PALETTE[1], lw=2, label=f"the median of {width:.2g} s")
+    axes.plot(*zip(*medians), color=PALETTE[1], lw=2, label=f"their median in each {width:.2g} s")
     axes.axvline(0, color=GLOBAL_MODEL, lw=1.5, label="kill -9 of another learner")
     if result["rejoin_seconds"] is not None:
       axes.axvline(result["rejoin_seconds"], color=GLOBAL_MODEL, lw=1.5, ls=":",
