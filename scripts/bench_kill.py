@@ -210,23 +210,24 @@ def draw(path: Path, folder: Path, survivors: int, every: float, result: dict[st
   ]
   with common.picture(path, 4.2) as (_, (axes,)):
     axes.plot(*zip(*around), ".", color=PALETTE[0], alpha=0.15, ms=3)
+    axes.plot([], [], ".", color=PALETTE[0], ms=6, label="a step of a surviving learner")
     width = every / 20
     medians = []
     for i in range(-20, 20):
       inside = [ms for at, ms in around if i * width <= at < (i + 1) * width]
       if inside:
         medians.append(((i + 0.5) * width, statistics.median(inside)))
-    axes.plot(*zip(*medians), color=PALETTE[0], lw=2, label="a survivor's steps, and their median")
+    axes.plot(*zip(*medians), color=PALETTE[1], lw=2, label=f"their median in each {width:.2g} s")
     axes.axvline(0, color=GLOBAL_MODEL, lw=1.5, label="kill -9 of another learner")
     if result["rejoin_seconds"] is not None:
       axes.axvline(result["rejoin_seconds"], color=GLOBAL_MODEL, lw=1.5, ls=":",
                    label="the first push of its successor is merged")  # fmt: skip
     ratio = result["survivor_step_ratio"]
-    axes.set_title(f"Survivors around a kill: median step {ratio} times that of calm times")
+    axes.set_title(f"Survivors around a kill: their median step takes {ratio:.2f} of its calm time")
     axes.set_ylim(0, 3 * result["step_ms"])
     axes.set_xlabel("seconds since the kill")
     axes.set_ylabel("ms from step to step")
-    axes.legend(loc="upper left")
+    axes.legend(loc="upper left", ncols=2, frameon=True, framealpha=0.9, edgecolor="none")
 
 
 def main() -> None:

@@ -114,12 +114,18 @@ def span_seconds(events: EventLog) -> float:
 
 def draw(logs: dict[str, list[EventLog]], path: Path, difference: float) -> None:
   """Held-out loss over merged tokens: a line for every run."""
+  from matplotlib.ticker import EngFormatter
+
   with common.picture(path, 4.8) as (_, (axes,)):
-    for row, colour in zip(ROWS, (GLOBAL_MODEL, PALETTE[0])):
+    names = ("undisturbed", "under faults")
+    for row, name, colour in zip(ROWS, names, (GLOBAL_MODEL, PALETTE[1])):
+      seeds = "one seed" if len(logs[row]) == 1 else f"{len(logs[row])} seeds"
       for i, events in enumerate(logs[row]):
         xs, ys = zip(*losses(events)[1:])
-        axes.plot(xs, ys, color=colour, lw=1.6, alpha=0.75, label=None if i else row)
+        label = None if i else f"{name}, {seeds}"
+        axes.plot(xs, ys, color=colour, lw=1.6, alpha=0.75, label=label)
     axes.set_title(f"With faults and without: final loss {difference:+.1%} at equal merged tokens")
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.set_xlabel("tokens merged into the global model")
     axes.set_ylabel("held-out loss, nats per token")
     axes.legend()

@@ -225,6 +225,7 @@ def train(workdir: Path, learner: int, order: Order) -> None:
     )
     done, last = int(Path(order.state).stem), time.monotonic()
     while True:
+      asked = time.monotonic()
       batch = stream.batch(done)
       started = time.monotonic()
       metrics = world.step(batch, done)
@@ -243,6 +244,7 @@ def train(workdir: Path, learner: int, order: Order) -> None:
           tokens=config.tokens_per_step(0),
           seconds=ended - started,
           gap_seconds=ended - last,
+          data_seconds=round(started - asked, 6),
           **metrics,
         )
       )

@@ -85,6 +85,7 @@ def status(
     "hangs": run.kinds[Hung],
     "links": run.traffic.as_json(seen),
     "odd_events": run.odd_events,
+    "clocks": run.clocks.text(),
     "log_events": [
       {"time": round(log_event.time, 2), "text": log_event.text, "tone": log_event.tone}
       for log_event in run.log_events
@@ -184,7 +185,8 @@ def _curves(run: RunState) -> dict[str, Any]:
     "width_seconds": series.width_seconds,
     "heldout": [(round(e.time, 2), rounded(e.loss)) for e in run.curves.evaluations.items],
     "loss": {str(m): series.means(f"loss {m}") for m in islands},
-    "step": {str(m): series.means(f"step {m}") for m in islands},  # seconds, without waits
+    "step": {str(m): series.means(f"step {m}") for m in islands},  # seconds, beside "wait"
+    "starved": {str(m): series.most(f"data {m}", f"step {m}") for m in islands},  # bins
     "wait": {str(m): series.means(f"wait {m}") for m in islands},  # for a shard, before the step
     "participation": {str(m): series.means(f"participation {m}", 2) for m in islands},
     "commits": {str(s): series.counts(f"commits {s}") for s in sorted(run.shards)},

@@ -24,13 +24,14 @@ allocated time. The right column is the bucket of ml-goodput-measurement that a 
 | down      | was dead and not yet started again                            | INFRASTRUCTURE_...   |
 | rejoin    | began a later life: imports, restore, every fragment anew     | RECOVERY_FROM_...    |
 | blocked   | waited for a shard (lock-step only)                           | CUSTOM_BADPUT_EVENTS |
+| data      | waited for its next batch                                     | DATA_LOADING_SYNC    |
 | stalled   | stood still in the middle of its work                         | OTHER                |
 | discarded | made steps that never reached the global model: lost with a   | WASTED_PROGRESS_...  |
 |           | life, or overwritten                                          |                      |
 | rejected  | made steps of pushes that were rejected                       | WASTED_PROGRESS_...  |
 | pending   | made steps that are not merged yet, or were not at the end    | (none)               |
 | save      | copied its part of a snapshot                                 | CHECKPOINT_SAVE_TIME |
-| other     | read data, copied and applied fragments, ended                | OTHER                |
+| other     | copied and applied fragments, ended                           | OTHER                |
 """
 
 from __future__ import annotations
@@ -50,10 +51,20 @@ from ddiloco.protocol import events
 from ddiloco.protocol.events import Event, parse_role
 from ddiloco.protocol.messages import INITIAL
 
-CAUSES = (
-  *("start_up", "compile", "down", "rejoin", "blocked", "stalled"),
-  *("discarded", "rejected", "pending", "save", "other"),
-)
+CAUSES = {  # each in words, which dashboard/page/goodput.js has as well
+  "start_up": "start-up",
+  "compile": "compiling",
+  "down": "down",
+  "rejoin": "rejoining",
+  "blocked": "waiting for shards",
+  "data": "waiting for data",
+  "stalled": "standing still",
+  "discarded": "work lost",
+  "rejected": "work rejected",
+  "pending": "work not merged yet",
+  "save": "snapshots",
+  "other": "everything else",
+}
 RECENT_STEPS = 33  # a step or pause longer than STALL_STEPS times the median of these is a stall
 EXACT_STEPS = 2048  # steps of an island kept one by one: two snapshot intervals are 400
 # Pushes without a commit, and commits without a push, of an island and fragment: usually one. Where
@@ -404,7 +415,8 @@ class IslandAccount:
     """Accounts for one step and the time before it.
 
     Of the time since the last entry, the step gets its `seconds`. The rest goes to known causes, in
-    this order: waiting for a shard, copying for a snapshot, compiling, standing still.
+    this order: waiting for a shard, waiting for data, copying for a snapshot, compiling, standing
+    still.
     """
     self.chips = self.chips or 1
     now, seconds = max(event.time, self.since), positive(event.seconds)
@@ -417,7 +429,8 @@ class IslandAccount:
     passed = now - self.since
     busy = min(seconds, passed)
     stood, left = self._beyond(busy), passed - busy
-    for cause, known in {"blocked": positive(event.blocked_seconds), **self._known}.items():
+    waits = {"blocked": positive(event.blocked_seconds), "data": positive(event.data_seconds)}
+    for cause, known in (waits | self._known).items():
       self._spend(min(known, left), cause)
       left -= min(known, left)
     stalled = self._beyond(left)

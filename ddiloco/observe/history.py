@@ -60,6 +60,11 @@ class Series:
     pairs = zip(self._sums.get(name, ()), self._counts.get(name, ()))
     return [rounded(total / count, digits) if count else None for total, count in pairs]
 
+  def most(self, name: str, of: str) -> list[int]:
+    """The bins in which a part of each value of `of` makes up more than half of it."""
+    pairs = enumerate(zip(self._sums.get(name, ()), self._sums.get(of, ())))
+    return [i for i, (part, whole) in pairs if part > whole / 2]
+
   def counts(self, name: str) -> list[int]:
     """By bin, how many values it has."""
     return list(self._counts.get(name, ()))
@@ -202,6 +207,55 @@ class TrafficTotals:
     return sorted(rows, key=lambda row: parse_role(row["role"]))
 
 
+# --- Clocks of roles on different machines
+
+LEAST_APART_SECONDS = 0.1  # less distorts no view
+MOST_ROUNDS = 500  # of which one side is known: of older ones nothing is proven
+
+
+class Clocks:
+  """How far the clocks of two roles are apart at least, by what the log proves.
+
+  A push is copied out before the commit that has it, and a version is staged after its commit. By
+  their own clocks it may be the other way round.
+  """
+
+  def __init__(self) -> None:
+    self._worst = LEAST_APART_SECONDS, "", ""  # by so much the first role is ahead of the second
+    # By role and fragment, its newest copy-out: (incarnation, time).
+    self._copied: dict[tuple[str, int], tuple[int, float]] = {}
+    # By fragment and round, (time, role) of the last copy-out, the commit and the first stage.
+    self._rounds: dict[tuple[int, int], tuple[tuple[float, str], ...]] = {}
+
+  def add(self, event: Event) -> None:
+    """Takes one event; events come in order of time."""
+    if isinstance(event, events.CopyOut):
+      self._copied[event.role, event.fragment] = event.incarnation, event.time
+    if not isinstance(event, events.Stage | events.Commit):
+      return
+    key = event.fragment, event.round
+    nothing = (-math.inf, ""), (math.nan, ""), (math.inf, "")
+    copied, commit, staged = self._rounds.get(key, nothing)
+    if isinstance(event, events.Commit):
+      commit = event.time, event.role
+    else:
+      incarnation, time = self._copied.get((event.role, event.fragment), (-1, 0.0))
+      if event.included and incarnation == event.incarnation:
+        copied = max(copied, (time, event.role))
+      staged = min(staged, (event.time, event.role))
+    self._rounds[key] = copied, commit, staged
+    if len(self._rounds) > MOST_ROUNDS:
+      del self._rounds[next(iter(self._rounds))]
+    for (first, ahead), (then, behind) in (copied, commit), (commit, staged):
+      self._worst = max(self._worst, (first - then, ahead, behind))
+
+  def text(self) -> str:
+    """Whose clocks are the farthest apart; "" if nothing is proven."""
+    apart, ahead, behind = self._worst
+    whose = f"the clock of {role_name(ahead)}", f"that of {role_name(behind)}"
+    return f"{whose[0]} is at least {apart:.1f} s ahead of {whose[1]}" if ahead else ""
+
+
 # --- All curves of a run
 
 
@@ -209,7 +263,8 @@ class Curves:
   """The curves that the page draws over time, and the report over tokens and time."""
 
   def __init__(self) -> None:
-    # Over time: "loss M", "step M", "wait M", "participation M", "commits S", OUTER_GRADIENTS.
+    # Over time: "loss M", "step M" (with "data M", the wait for its batch), "wait M" (for a shard),
+    # "participation M", "commits S", OUTER_GRADIENTS.
     self.page = Series()
     self.loss = Series(LOSS_BINS, 1.0)  # over the tokens of all islands, by learner and life
     self.evaluations = Thinned(MOST_EVALUATIONS)  # those with a finite held-out loss
@@ -229,6 +284,7 @@ class Curves:
     if event.step > 1 and 0 <= event.gap_seconds - waited < math.inf:  # the first one compiles
       self.page.add(f"step {m}", event.time, event.gap_seconds - waited)
       self.page.add(f"wait {m}", event.time, waited)
+      self.page.add(f"data {m}", event.time, event.data_seconds)
     if event.loss is not None:
       self.page.add(f"loss {m}", event.time, event.loss)
       self.loss.add(f"{m} {min(life, MOST_CURVES)}", self._tokens, event.loss)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from ddiloco.observe.style import compact, rounded
 from ddiloco.protocol import events
-from ddiloco.protocol.events import Started, parse_role
+from ddiloco.protocol.events import Started, Step, parse_role
 
 RECENT_COMMITS = 32  # over which the shown participation counts
 RECENT_GAPS = 511  # between steps; their median is what is usual
@@ -32,6 +32,9 @@ def outer_gradients(commit: events.Commit) -> dict[str, float]:
 STALL_STEPS = 10.0  # stalled: silent for so many of its step times, at least for STALL_SECONDS
 STALL_SECONDS = 2.0
 FIRST_STEP_SECONDS = 60.0  # the first step compiles
+# Starved: for some 20 steps over half of the time went into waiting for batches, until less than a
+# quarter does.
+STARVED_SHARE, FED_SHARE, STARVED_STEPS = 0.5, 0.25, 20
 DOWN = ("lost", "restarting")
 
 
@@ -121,6 +124,9 @@ class IslandState(MemberState):
   tokens_per_second: float = math.nan
   step_seconds: float = math.nan
   step_tokens: int = 0  # of its last step
+  data_seconds: float = 0.0  # of all incarnations: steps waited so long for their batches
+  data_share: float = 0.0  # of the time lately; see `starves`
+  starved: bool = False
   # Times between the ends of its latest steps on its present chips; the first of a life compiles.
   gaps: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=RECENT_GAPS))
   commits: int = 0  # that it took part in
@@ -142,6 +148,14 @@ class IslandState(MemberState):
     self.chips, self.flops_per_token = event.devices, event.flops_per_token
     self.chip_kinds |= {event.device_kind: None} if event.device_kind else {}
     self.peak_flops_per_second = event.peak_flops_per_second
+
+  def starves(self, step: Step) -> bool:
+    """Whether it waits for its data most of the time, with this step; its first ones do not count,
+    as they fill the buffers that are read ahead."""
+    if step.gap_seconds > 0 and self.gaps:
+      waited = max(0.0, min(1.0, step.data_seconds / step.gap_seconds))
+      self.data_share += (waited - self.data_share) / STARVED_STEPS
+    return self.data_share > (FED_SHARE if self.starved else STARVED_SHARE)
 
   @property
   def speed(self) -> Speed:

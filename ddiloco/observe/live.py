@@ -11,10 +11,11 @@ and draw or write on a thread of their own.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import os
+import platform
+import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ddiloco.observe.guards import Drain, warn
+from ddiloco.observe.guards import Drain, Warnings, warn
 from ddiloco.observe.islands import IslandState, LogEvent, ShardState, outer_gradients, speed
 from ddiloco.observe.run_state import RunState
 from ddiloco.observe.style import clock_time, compact, island_colour, loss_text, plain
@@ -241,10 +242,11 @@ class LiveView:
 
 # --- TensorBoard
 # tensorboardX's SummaryWriter puts events into a queue of ten and blocks when the queue is full
-# (for ever, once its thread died of a full disk). So its file writer is called here from our own
+# (for ever, once its thread died of a full disk). So records are made and written here, on a
 # background thread: the training step only queues.
 
 PLOTTED = (Started, Step, Commit, Evaluation)
+MOST_UNWRITTEN = 4 << 20  # bytes of a role that wait for a disk, some 20,000 steps; more are lost
 _instance = itertools.count()
 
 
@@ -263,6 +265,7 @@ def scalars(event: Event, started: Started | None = None) -> tuple[int, dict[str
       "tokens_per_second": rate,
       **speed([(island, rate)]).as_json(),
       "step_seconds": event.seconds,
+      "data_seconds": event.data_seconds,
       "loss": event.loss,  # None for most steps, as the two below: they are fetched late
       "learning_rate": event.learning_rate,
       "grad_norm": event.grad_norm,
@@ -286,39 +289,39 @@ def scalars(event: Event, started: Started | None = None) -> tuple[int, dict[str
 
 
 class TensorBoard:
-  """A listener for any number of roles. After a failure it warns once and writes no more."""
+  """A listener for any number of roles.
+
+  A write that fails, as on a full disk, is warned of once; what it was to write is tried again.
+  """
 
   def __init__(self, workdir: str | os.PathLike[str], flush_seconds: float = 2.0):
-    self.failed = False
     self._folder = Path(workdir) / "tensorboard"
-    self._suffix = f".{os.getpid()}.{next(_instance)}"  # two writers never share a file
-    self._writers: dict[str, Any] = {}
+    about = f"{time.time():.0f}.{platform.node()}.{os.getpid()}.{next(_instance)}"
+    self._name = f"events.out.tfevents.{about}"  # two boards never share a file
+    self._warn = Warnings()
     self._started: dict[str, Started] = {}  # by role, its newest incarnation's
+    self._unwritten: dict[str, bytearray] = {}  # by role, whole records
     self._drain = Drain("tensorboard", self._write, flush_seconds)
 
   def __call__(self, event: Event) -> None:
     """Queues an event, if it has scalars."""
-    if isinstance(event, PLOTTED) and not self.failed:
+    if isinstance(event, PLOTTED):
       self._drain.put((time.time(), event))
 
   def close(self) -> None:
-    """Writes what is queued, and closes the files."""
+    """Writes what is queued."""
     self._drain.close()
-    for writer in self._writers.values():
-      with contextlib.suppress(Exception):  # as on a full disk; a failure was warned of already
-        writer.close()
 
   def _write(self, batch: list[tuple[float, Event]]) -> None:
-    if self.failed or not batch:
-      return
+    for wall_time, event in batch:
+      self._add(wall_time, event)
     try:
-      for wall_time, event in batch:
-        self._add(wall_time, event)
-      for writer in self._writers.values():
-        writer.flush()
-    except Exception as error:  # whatever fails in that library: it only draws curves
-      self.failed = True
-      warn(f"no more TensorBoard scalars in {self._folder}: {error!r}. The run goes on.")
+      for role, records in self._unwritten.items():
+        if records:
+          _append(self._folder / role / self._name, records)
+    except OSError as error:
+      text = f"TensorBoard scalars wait until {self._folder} can be written, which is said once"
+      self._warn("unwritten", f"{text}: {error}. The run goes on.")
 
   def _add(self, wall_time: float, event: Event) -> None:
     from tensorboardX.proto import event_pb2, summary_pb2  # slow to import, and only needed here
@@ -326,19 +329,33 @@ class TensorBoard:
     if isinstance(event, Started):
       self._started[event.role] = event
     step, values = scalars(event, self._started.get(event.role))
-    if not values:
+    records = self._unwritten.setdefault(event.role, bytearray())
+    if not values or len(records) > MOST_UNWRITTEN:
       return
     summary = summary_pb2.Summary(
       value=[summary_pb2.Summary.Value(tag=k, simple_value=float(v)) for k, v in values.items()]
     )
-    message = event_pb2.Event(wall_time=wall_time, step=int(step), summary=summary)
-    self._writer(event.role).write_event(message)
+    records += _record(event_pb2.Event(wall_time=wall_time, step=int(step), summary=summary))
 
-  def _writer(self, role: str) -> Any:
-    if role not in self._writers:
-      from tensorboardX.event_file_writer import EventsWriter
 
-      (self._folder / role).mkdir(parents=True, exist_ok=True)
-      prefix = str(self._folder / role / "events")
-      self._writers[role] = EventsWriter(prefix, self._suffix)
-    return self._writers[role]
+def _append(path: Path, records: bytearray) -> None:
+  """Moves whole records to the end of a file, or none of them: no reader gets past a torn one."""
+  from tensorboardX.proto.event_pb2 import Event as Message
+
+  path.parent.mkdir(parents=True, exist_ok=True)
+  with path.open("ab", buffering=0) as file:
+    before = file.tell()
+    head = b"" if before else _record(Message(wall_time=time.time(), file_version="brain.Event:2"))
+    if file.write(head + records) < len(head + records):
+      file.truncate(before)
+      raise OSError("a part was written (is the disk full?)")
+  records.clear()
+
+
+def _record(message: Any) -> bytes:
+  from tensorboardX.record_writer import masked_crc32c
+
+  data = message.SerializeToString()
+  length = struct.pack("<Q", len(data))
+  parts = ((each, struct.pack("<I", masked_crc32c(each))) for each in (length, data))
+  return b"".join(itertools.chain.from_iterable(parts))

@@ -233,7 +233,8 @@ def participation_figure(run: RunState) -> Figure:
 
 def _cosine_lines(axes: Axes, curves: Series) -> None:
   """Mean cosines over time: of two islands' pushes, and of a fragment's successive merges."""
-  lines = ("agreement", "of two islands'", GLOBAL_MODEL), ("rho", "with the one before", MUTED)
+  merges = "a fragment's merge and the one before"
+  lines = ("agreement", "two islands' pushes", GLOBAL_MODEL), ("rho", merges, MUTED)
   drawn = 0
   for name, label, color in lines:
     known = [(i, value) for i, value in enumerate(curves.means(name)) if value is not None]

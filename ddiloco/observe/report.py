@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ddiloco.observe.eventlog import EventStream
+from ddiloco.observe.goodput import CAUSES
 from ddiloco.observe.islands import OUTER_GRADIENTS
 from ddiloco.observe.run_state import RunState
 from ddiloco.observe.style import clock_time, compact, loss_text, plain, rounded
@@ -65,6 +66,7 @@ def numbers(run: RunState) -> dict[str, Any]:
     **run.usual_speed.as_json(),
     **_kills(run),
     "blocked_seconds": rounded(run.blocked_seconds),
+    "data_seconds": rounded(sum(island.data_seconds for island in run.islands.values())),
     "rejoins": run.rejoins.as_json(),
     "learners": _learners(run),
     **run.ledger.report().as_json(),
@@ -81,6 +83,7 @@ def _only_if_any(run: RunState) -> dict[str, Any]:
     "solo_rounds": run.solo_rounds,  # of one island round after round, though there were others
     "rejoins_left_out": run.rejoins.left_out,  # older than those in `rejoins` and `kills`
     "num_hangs": run.kinds[Hung],
+    "clocks": run.clocks.text(),
   }
 
 
@@ -111,6 +114,7 @@ def _learners(run: RunState) -> dict[str, Any]:
       "tokens": island.tokens,
       "loss": rounded(island.loss),
       "median_step_gap_seconds": rounded(island.usual_gap),
+      "data_seconds": rounded(island.data_seconds),
       **island.usual_speed.as_json(),
       "rejected_pushes": island.rejected,
     }
@@ -215,7 +219,7 @@ def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     ("held-out loss, best island alone", said(_loss, "loss_best_island_alone")),
     ("time (min:s)", said(clock_time, "seconds")),
     ("tokens merged", merged + of if summary.get("num_shards") else ""),
-    ("commits", said(str, "commits")),
+    ("commits: merges of a fragment", said(str, "commits")),
     ("commits that repeated one island alone", said(str, "solo_rounds")),
     *(
       (f"{what}, at last", "" if gradients.get(name) is None else f"{gradients[name]:.3g}")
@@ -228,15 +232,17 @@ def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
       said("{:.2f} × its median step".format, "survivor_max_gap_ratio"),
     ),
     ("times that a learner hung", said(str, "num_hangs")),
-    ("goodput, without the first start-up", said(_share, "goodput_training")),
-    ("goodput", said(_share, "goodput")),
+    ("goodput: chip time whose work is in the model", said(_share, "goodput")),
+    ("the same without the first start-up", said(_share, "goodput_training")),
     ("where the rest of the chip time went", said(_causes, "lost_time")),
-    ("uptime", said(_share, "uptime")),
+    ("uptime: some island trained", said(_share, "uptime")),
     ("tokens per second and chip", said(compact, "tokens_per_second_per_chip")),
     ("MFU", said(_share, "mfu")),
     ("time learners were blocked", said("{:.3g} s".format, "blocked_seconds")),
+    ("time learners waited for data", said("{:.3g} s".format, "data_seconds")),
     ("bytes sent", said(lambda sent: f"{compact(sent)}B", "bytes_sent")),
     ("lines of the log that cannot be read", f"{damaged:,}" if damaged else ""),
+    ("clocks that differ", said(str, "clocks")),
     ("what the log lacks", lacking if finished and done < wanted else ""),
     ("how the run ended", said(str, "finished", "reason") or unfinished),
   ]
@@ -269,14 +275,15 @@ def _learner_table(summary: Mapping[str, Any]) -> str:
   """A table of all islands; a dash stands for an unknown value."""
   shares, alive = summary.get("participation") or {}, summary.get("liveness") or {}
   names = ("island", "chips", "incarnations", "steps", "tokens", "last loss", "time training")
-  names += ("commits joined", "median step", "tokens/s a chip", "MFU")
+  names += ("commits joined", "median step", "waited for data", "tokens/s a chip", "MFU")
   rows = ["".join(f"<th>{name}</th>" for name in names)]
   for m, each in (summary.get("learners") or {}).items():
-    gap = each["median_step_gap_seconds"]
+    gap, waited = each["median_step_gap_seconds"], each["data_seconds"]
     cells = (
       *(m, ", then ".join(each["chip_kinds"]), str(each["lives"]), str(each["steps"])),
       *(compact(each["tokens"]), _loss(each["loss"]), _share(alive.get(m)), _share(shares.get(m))),
       "" if gap is None else f"{1000 * gap:.0f} ms",
+      "" if waited is None else f"{waited:.3g} s",
       compact(each["tokens_per_second_per_chip"] or math.nan),
       _share(each["mfu"]),
     )
@@ -291,7 +298,7 @@ def _share(value: float | None) -> str:
 def _causes(lost_time: Mapping[str, float]) -> str:
   """The causes of at least half a percent, the greatest first."""
   lost = sorted(lost_time.items(), key=lambda each: -each[1])
-  return ", ".join(f"{plain(cause)} {share:.1%}" for cause, share in lost if share >= 5e-3)
+  return ", ".join(f"{CAUSES[cause]} {share:.1%}" for cause, share in lost if share >= 5e-3)
 
 
 def _loss(value: Any) -> str:

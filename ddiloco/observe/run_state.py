@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from ddiloco.config import Config
 from ddiloco.observe.goodput import Ledger
 from ddiloco.observe.guards import warn
-from ddiloco.observe.history import Curves, Rounds, TrafficTotals
+from ddiloco.observe.history import Clocks, Curves, Rounds, TrafficTotals
 from ddiloco.observe.islands import (
   DOWN,
   OUTER_GRADIENTS,
@@ -84,7 +84,7 @@ class RunState:
     self._before: dict[int, int] = {}  # ... and the merged tokens until then
     self.finished = ""  # why the run ended
     self.ledger, self.rejoins, self.rounds = Ledger(), Rejoins(self.islands), Rounds()
-    self.traffic, self.curves = TrafficTotals(), Curves()
+    self.traffic, self.curves, self.clocks = TrafficTotals(), Curves(), Clocks()
     self._on_traffic = self.traffic.add
     self.marks: deque[LogEvent] = deque(maxlen=MOST_MARKS)  # those that a timeline shows
     self.num_marks = 0  # ever
@@ -119,6 +119,7 @@ class RunState:
       handler(event, number)
     self.ledger.take(event)
     self.rounds.add(event)
+    self.clocks.add(event)
 
   # --- what follows from the state ----------------------------------------------------------------
 
@@ -319,6 +320,7 @@ class RunState:
     newest = island.live(event.incarnation)
     island.steps += 1
     island.tokens += event.tokens
+    island.data_seconds += event.data_seconds
     self.blocked_seconds += event.blocked_seconds
     self.curves.add_step(event, m, island.lives)
     if newest:  # else a late step of an earlier incarnation
@@ -337,6 +339,10 @@ class RunState:
       if not math.isfinite(event.loss) and not island.diverged:
         self._note(event, f"island {m}: its loss is {event.loss}", "bad")
       island.loss, island.diverged = event.loss, not math.isfinite(event.loss)
+    if (starves := island.starves(event)) != island.starved:
+      text = "waits for its data most of the time" if starves else "has its data in time again"
+      self._note(event, f"island {m} {text}", "bad" if starves else "good")
+    island.starved = starves
     if event.step > 1 and 0 < event.gap_seconds < math.inf:
       island.gaps.append(event.gap_seconds)
     if not self.num_shards:

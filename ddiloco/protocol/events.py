@@ -17,7 +17,7 @@ import msgspec
 
 from ddiloco.checks import is_number
 
-LOG_FORMAT = 5  # version of kinds and fields
+LOG_FORMAT = 6  # version of kinds and fields
 MOST_SECONDS = 1e11  # three thousand years
 MOST_DEPTH = 16  # of nested lists and objects; no event has more than four levels
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -42,13 +42,6 @@ class Event(msgspec.Struct, frozen=True, tag_field="kind", tag=_kind, omit_defau
   def kind(self) -> str:
     """The name of the kind, as a log has it."""
     return str(type(self).__struct_config__.tag)
-
-
-class Odd(Event, frozen=True, kw_only=True):
-  """Only read: a line with a time and a role, of an unknown kind or with unreadable fields."""
-
-  said: str  # the kind that the line names
-  reason: str  # what is wrong with it
 
 
 @functools.lru_cache(maxsize=4096)
@@ -180,6 +173,7 @@ class Step(Event, frozen=True, kw_only=True):
   seconds: float  # of the step alone
   gap_seconds: float  # since the step before it ended
   blocked_seconds: float = 0.0  # of these, spent waiting for a shard
+  data_seconds: float = 0.0  # and of these, spent waiting for the step's batch
   # The step that set the learning rate; None: the global step before this step.
   schedule_step: int | None = None
   rate_scale: float = 1.0
@@ -503,9 +497,15 @@ def stamped(event: Event, time: float, role: str, incarnation: int) -> Event:
   return msgspec.structs.replace(event, time=round(time, 6), role=role, incarnation=incarnation)
 
 
-KINDS: dict[str, type[Event]] = {
-  _kind(cls.__name__): cls for cls in Event.__subclasses__() if cls is not Odd
-}
+KINDS: dict[str, type[Event]] = {_kind(cls.__name__): cls for cls in Event.__subclasses__()}
+
+
+class Odd(Event, frozen=True, kw_only=True):
+  """Only read: a line with a time and a role, of an unknown kind or with unreadable fields."""
+
+  said: str  # the kind that the line names
+  reason: str  # what is wrong with it
+
 
 # --- lines of JSON --------------------------------------------------------------------------------
 

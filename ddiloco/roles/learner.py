@@ -466,7 +466,7 @@ class Learner:
           exchange.leave()
         elif learner.can_step(exchange.state, self.config.sync):
           batches = batches or self._open()
-          last = yield from self._step(next(batches), faults, last, blocked)
+          last = yield from self._step(batches, faults, last, blocked)
           blocked = 0.0
         else:
           before = now()
@@ -505,10 +505,14 @@ class Learner:
   def _save(self, snapshot: int, state: LearnerState, arrays: dict[str, Any]) -> None:
     self._saver.save(snapshot, self._part(state, self._next_position(state)), arrays)
 
-  def _step(self, batch: Any, faults: Faults, last: float, blocked: float) -> Loop[float]:
+  def _step(
+    self, batches: Iterator[Any], faults: Faults, last: float, blocked: float
+  ) -> Loop[float]:
     """One inner step and the boundary after it; returns when the step ended."""
     now = self.time.now
     state = self.exchange.state
+    asked = now()
+    batch = next(batches)
     started = now()
     position, rate_scale = self._next_position(state), self._rate_scale(state)
     self.exchange.warms_up = rate_scale < 1
@@ -529,6 +533,7 @@ class Learner:
         seconds=ended - started,
         gap_seconds=ended - last,
         blocked_seconds=blocked,
+        data_seconds=round(started - asked, 6),
         schedule_step=at,
         rate_scale=rate_scale,
         **(metrics or {}),

@@ -60,8 +60,9 @@ def test_the_page_shows_losses_as_the_terminal_does(loss, text, tmp_path):
 def heat(tmp_path, steps, now, spans=None) -> list:
   """What island 0 did in each cell: by its name, or for steps the ratio to the median."""
   run = RunState()
-  for n, (time, gap, blocked) in enumerate(steps):
+  for n, (time, gap, blocked, *data) in enumerate(steps):
     fields = {"step": n + 2, "gap_seconds": gap, "blocked_seconds": blocked}
+    fields |= {"data_seconds": sum(data)}
     run.add(made(time, "learner-0", "step", **fields))
   found = status(run, now)
   spans = [[0.0, now, "running"]] if spans is None else spans
@@ -82,6 +83,12 @@ def test_a_cell_of_the_heat_map_has_a_steps_length_or_what_else_the_island_did(t
 
 
 @pytest.mark.skipif(NODE is None, reason="no node on the PATH")
+def test_a_cell_says_that_an_island_waits_for_its_data_if_that_is_most_of_its_steps(tmp_path):
+  steps = [(0.25 * n + 0.2, 0.25, 0.0, data) for n, data in enumerate([0.0, 0.1, 0.2, 0.0])]
+  assert heat(tmp_path, steps, 1.0) == [1, 1, "data", 1]
+
+
+@pytest.mark.skipif(NODE is None, reason="no node on the PATH")
 def test_what_is_not_known_yet_is_absent_from_the_heat_map(tmp_path):
   absent = ["not there"] * 3
   assert heat(tmp_path, [(0.2, 0.1, 0.0)], 1.0) == [1, *absent]
@@ -91,3 +98,8 @@ def test_what_is_not_known_yet_is_absent_from_the_heat_map(tmp_path):
 def test_the_page_has_words_for_every_cause_and_phase(file, names):
   text = (PAGE / file).read_text()
   assert [name for name in names if f"\n  {name}: [" not in text] == []
+
+
+def test_the_page_and_the_report_have_the_same_words_for_causes():
+  text = (PAGE / "goodput.js").read_text()
+  assert [name for name, words in CAUSES.items() if f'\n  {name}: ["{words}"' not in text] == []

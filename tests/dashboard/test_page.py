@@ -8,8 +8,8 @@ import pytest
 from ddiloco.dashboard.server import Dashboard, RequestRefused, Where
 from ddiloco.workdir import FAULTS, STARTED
 from tests.dashboard.browser import CHROMIUM, Browser
-from tests.made_events import changed
-from tests.observe.conftest import END, KILL, make_run, write_log
+from tests.made_events import changed, made
+from tests.observe.conftest import END, KILL, make_run, step_event, write_log
 
 pytestmark = [
   pytest.mark.skipif(not CHROMIUM, reason="no chromium (or google-chrome) on the PATH"),
@@ -271,6 +271,58 @@ def test_it_is_readable_wide_and_narrow_light_and_dark(browser, tmp_path, scheme
     assert small == 0
     browser.screenshot(tmp_path / f"{scheme}-{width}.png")
     assert (tmp_path / f"{scheme}-{width}.png").stat().st_size > 10_000
+
+
+def test_no_table_is_cut_on_a_laptop(browser, tmp_path):
+  """The last columns of Participation were out of sight."""
+  chip = {"device_kind": "NVIDIA H100 80GB HBM3", "flops_per_token": 1e9}
+  chip |= {"devices": 64, "peak_flops_per_second": 1e15}
+  events = [event for event in make_run() if event.time <= KILL + 3]
+  events = [changed(event, **chip) if event.kind == "started" else event for event in events]
+  write_log(tmp_path, events)
+  (tmp_path / STARTED).write_text(f"{time.time() - KILL - 4}")
+  browser.size(1366, 768)
+  with Dashboard(tmp_path) as dashboard:
+    show(browser, dashboard, "running")
+    assert "MFU" in browser.text("#participation") and "H100" in browser.text("#participation")
+    cut = "[...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth)"
+    assert browser.ask(f"{cut}.map(e => e.id)") == []
+
+
+def many(count, seconds):
+  """A run of so many islands that is under way."""
+  yield changed(make_run()[0], num_learners=count)
+  for m in range(count):
+    yield made(0.8, f"learner-{m}", "started", devices=1)
+    yield made(2.0, f"learner-{m}", "joined")
+  for n in range(1, int(seconds / 0.5)):
+    for m in range(count):
+      yield step_event(2.0 + 0.5 * n + 1e-3 * m, m, n, gap_seconds=0.5, seconds=0.5)
+    weights = {str(m): 1 / count for m in range(count) if (m + n) % 10}
+    missing = {
+      str(m): "no answer within the grace window" for m in range(count) if not (m + n) % 10
+    }
+    fields = {"fragment": n % 4, "round": n, "version": n // 4 + 1, "weights": weights}
+    yield made(2.4 + 0.5 * n, "syncer-0", "commit", missing=missing, **fields)
+    if n == 10:
+      for m in range(0, count, 9):
+        yield made(7.9, "engine", "fault", target=f"learner-{m}", action="slow", seconds=5.0)
+
+
+@pytest.mark.parametrize("count", [1, 200])
+def test_one_island_and_two_hundred_are_readable_and_quick(browser, tmp_path, count):
+  """Each table of two hundred rows has a place of its own size; the page is no hundred screens."""
+  events = sorted(many(count, 30.0), key=lambda event: event.time)
+  write_log(tmp_path, events)
+  (tmp_path / STARTED).write_text(f"{time.time() - events[-1].time - 1}")
+  browser.size(1366, 768)
+  with Dashboard(tmp_path) as dashboard:
+    show(browser, dashboard, "running")
+    assert browser.ask("document.querySelectorAll('#participation tbody tr').length") == count
+    assert browser.ask("document.documentElement.scrollHeight") < 768 * 8
+    overflow = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    assert browser.ask(overflow) <= 0
+    assert browser.complaints == []
 
 
 def test_the_theme_can_be_chosen_and_is_kept(browser, tmp_path):

@@ -170,11 +170,22 @@ def test_a_program_that_is_compiled_in_the_middle_of_training_is_named():
   assert goodput.goodput_training == pytest.approx(6 / 8), "it is no first life's start"
 
 
-def test_blocked_saving_and_standing_still_have_names():
+def test_an_input_pipeline_that_starves_its_island_is_no_stall():
+  log = Log(fragments=1)
+  log.start(0.0)
+  log.steps(1, 5, 0.0)
+  log.steps(6, 10, 5.0, gap_seconds=31.0, data_seconds=30.0)
+  log.merge(160.0, 0, 7, -1, {0: 10})
+  goodput = log.report()
+  assert goodput.causes["data"] == pytest.approx(150 / 160)
+  assert goodput.goodput == pytest.approx(10 / 160) and goodput.learners[0].liveness == 1.0
+
+
+def test_waiting_saving_and_standing_still_have_names():
   log = Log(fragments=1)
   log.start(0.0)
   log.steps(1, 20, 0.0)
-  log.steps(21, 21, 20.0, gap_seconds=3.0, blocked_seconds=2.0)
+  log.steps(21, 21, 20.0, gap_seconds=3.0, blocked_seconds=1.5, data_seconds=0.5)
   log.add(23.0, "learner-0", "captured", seconds=0.5)
   log.steps(22, 22, 23.0, gap_seconds=2.0)  # half of its second was no copying
   log.steps(23, 23, 25.0, gap_seconds=31.0)  # stopped between two steps
@@ -182,7 +193,7 @@ def test_blocked_saving_and_standing_still_have_names():
   log.merge(87.0, 0, 7, -1, {0: 24})
   goodput = log.report()
   seconds = {cause: round(87 * share, 6) for cause, share in goodput.causes.items() if share}
-  assert seconds == {"blocked": 2, "save": 0.5, "stalled": 59, "other": 1.5}
+  assert seconds == {"blocked": 1.5, "data": 0.5, "save": 0.5, "stalled": 59, "other": 1.5}
   assert goodput.goodput == pytest.approx(24 / 87)
 
 

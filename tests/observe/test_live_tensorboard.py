@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import struct
+from pathlib import Path
 
-import pytest
 from tensorboardX.proto import event_pb2
 
 from ddiloco.observe.live import TensorBoard, scalars
@@ -27,7 +28,9 @@ def _read(folder):
 
 def test_scalars_of_a_step(make):
   step = make.step(
-    1.0, 0, 3, global_step=50, loss=2.5, tokens=1024, seconds=0.5, learning_rate=0.01
+    *(1.0, 0, 3),
+    **{"global_step": 50, "loss": 2.5, "tokens": 1024, "learning_rate": 0.01},
+    **{"seconds": 0.5, "data_seconds": 0.125},
   )
   assert scalars(step) == (
     50,
@@ -35,12 +38,14 @@ def test_scalars_of_a_step(make):
       "train/loss": 2.5,
       "train/tokens_per_second": 2048.0,
       "train/step_seconds": 0.5,
+      "train/data_seconds": 0.125,
       "train/learning_rate": 0.01,
       "train/grad_norm": 1.0,
     },
   )
   bare = make.changed(step, loss=None, grad_norm=None, learning_rate=None)
-  assert sorted(scalars(bare)[1]) == ["train/step_seconds", "train/tokens_per_second"]
+  always = ["train/data_seconds", "train/step_seconds", "train/tokens_per_second"]
+  assert sorted(scalars(bare)[1]) == always
 
 
 def test_scalars_of_a_commit_and_an_evaluation(make):
@@ -86,17 +91,49 @@ def test_two_boards_never_share_a_file(tmp_path, make):
   assert len(_read(tmp_path / "tensorboard" / "learner-0")) == 2
 
 
-@pytest.mark.parametrize("bad", ["path", "event"])
-def test_failure_is_one_warning(tmp_path, make, capsys, bad):
-  step = make.step(1.0, 0, 1)
-  if bad == "path":
-    (tmp_path / "tensorboard").write_text("a file where the folder should be")
-  else:
-    step = make.changed(step, global_step=10**40)
+def test_a_failure_is_one_warning_and_all_is_written_when_writing_works_again(
+  tmp_path, make, capsys
+):
+  """After one write that failed nothing was written any more."""
+  folder = tmp_path / "tensorboard"
+  folder.write_text("a file where the folder should be")
   board = TensorBoard(tmp_path, flush_seconds=0.001)
-  for _ in range(5):
-    board(step)
+  for number in range(1, 4):
+    board(make.step(1.0, 0, number))
+    assert board._drain.flush(60)
+  folder.unlink()
+  board(make.step(1.0, 0, 4))
   board.close()
-  board(step)
-  assert board.failed
+  assert [step for step, _ in _read(folder / "learner-0")] == [1, 2, 3, 4]
+  assert capsys.readouterr().err.count("WARNING") == 1
+
+
+def test_a_full_disk_tears_no_record(tmp_path, make, monkeypatch, capsys):
+  """No reader gets past a torn one."""
+  write, room = io.FileIO.write, 50
+
+  class Full(io.FileIO):
+    def write(self, data):
+      return write(self, bytes(data)[:room])
+
+  board, folder = TensorBoard(tmp_path, flush_seconds=0.001), tmp_path / "tensorboard"
+  board(make.step(1.0, 0, 1))
+  assert board._drain.flush(60)
+  with monkeypatch.context() as full:
+    full.setattr(Path, "open", lambda self, mode, buffering: Full(self, mode))
+    board(make.step(2.0, 0, 2))
+    assert board._drain.flush(60)
+  assert [step for step, _ in _read(folder / "learner-0")] == [1]
+  board.close()
+  assert [step for step, _ in _read(folder / "learner-0")] == [1, 2]
+  assert "is the disk full?" in capsys.readouterr().err
+
+
+def test_an_event_that_cannot_be_drawn_takes_no_other_with_it(tmp_path, make, capsys):
+  board = TensorBoard(tmp_path, flush_seconds=0.001)
+  board(make.changed(make.step(1.0, 0, 1), global_step=10**40))
+  assert board._drain.flush(60)
+  board(make.step(2.0, 0, 2))
+  board.close()
+  assert [step for step, _ in _read(tmp_path / "tensorboard" / "learner-0")] == [2]
   assert capsys.readouterr().err.count("WARNING") == 1

@@ -126,6 +126,12 @@ def test_key_numbers_leave_out_what_is_unknown():
   }
 
 
+def test_causes_of_lost_time_are_in_words():
+  lost = {"data": 0.25, "start_up": 0.3, "save": 1e-3}
+  said = dict(key_numbers({"lost_time": lost}))["where the rest of the chip time went"]
+  assert said == "start-up 30.0%, waiting for data 25.0%"
+
+
 def test_what_is_not_known_of_an_island_is_a_dash(make):
   text = page(numbers(RunState().read([make.run_started(num_learners=1)])))
   assert "nan" not in text and text.count("<td>–</td>") >= 5

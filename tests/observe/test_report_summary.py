@@ -32,7 +32,7 @@ def test_golden(make):
     make.event(0.1, "syncer-0", "started", fragments=[0, 1]),
     make.event(0.2, "learner-0", "started", devices=1, device_kind="TPU v5p", batch_size=8),
     make.event(0.2, "evaluator", "evaluation", merged_tokens=0, global_step=0, loss=5.5),
-    make.step(1.0, 0, 1, gap_seconds=9.0, blocked_seconds=0.25),
+    make.step(1.0, 0, 1, gap_seconds=9.0, blocked_seconds=0.25, data_seconds=0.125),
     make.step(2.0, 0, 2, gap_seconds=0.5, loss=2.0),
     make.step(2.0, 1, 1, gap_seconds=9.0),
     make.step(3.0, 0, 3, gap_seconds=0.7, loss=float("nan")),
@@ -69,6 +69,7 @@ def test_golden(make):
     "kills": [],
     "survivor_max_gap_ratio": None,
     "blocked_seconds": 0.25,
+    "data_seconds": 0.125,
     "rejoins": [],
     "learners": {
       "0": {
@@ -79,6 +80,7 @@ def test_golden(make):
         "tokens": 3072,
         "loss": None,
         "median_step_gap_seconds": 0.6,
+        "data_seconds": 0.125,
         "tokens_per_second_per_chip": 1706.666667,
         "mfu": None,
         "rejected_pushes": 0,
@@ -91,6 +93,7 @@ def test_golden(make):
         "tokens": 1024,
         "loss": 3.0,
         "median_step_gap_seconds": None,
+        "data_seconds": 0.0,
         "tokens_per_second_per_chip": None,
         "mfu": None,
         "rejected_pushes": 1,

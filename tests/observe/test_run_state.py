@@ -314,6 +314,19 @@ def test_a_loss_that_is_not_finite_is_said_once_not_shown_as_unknown_alone(make)
   ]
 
 
+def test_an_island_that_waits_for_its_data_is_noted_until_it_does_not(make):
+  """A few late batches are none; of impossible numbers no share is made."""
+  waits = [0.0] * 5 + [0.09] * 5 + [0.0] * 50 + [0.09] * 40 + [math.nan, 1e300] + [0.01] * 40
+  steps = [make.step(0.1 * n, 0, n, data_seconds=each) for n, each in enumerate(waits, 1)]
+  view = fold([make.run_started(), *steps])
+  assert [(each.tone, each.text) for each in view.log_events] == [
+    ("bad", "island 0 waits for its data most of the time"),
+    ("good", "island 0 has its data in time again"),
+  ]
+  first, second = (each.time for each in view.log_events)
+  assert 6.0 < first < 9.0 < 10.0 < second < 14.0
+
+
 def test_steps_without_metrics_and_unknown_kinds(make):
   bare = make.step(1.0, 0, 1, loss=None, grad_norm=None)
   view = fold([bare, Odd(time=2.0, role="learner-0", said="something_new", reason="")])

@@ -7,6 +7,9 @@ import math
 
 import pytest
 
+from ddiloco.dashboard.status import status
+from ddiloco.observe.history import MOST_ROUNDS, Clocks
+from ddiloco.observe.report import key_numbers, summarise
 from ddiloco.observe.run_state import RunState
 
 
@@ -188,3 +191,49 @@ def test_an_island_that_was_down_at_the_kill_is_no_witness(make):
     _steps(make, 0, [1, 2, 3]), [exited], _kill(make, 5.0, 2, joined=8.0, merged=11.0)
   )
   assert math.isnan(_ratio(events))
+
+
+def rounds(make, count, ahead=0.0, role="learner-0"):
+  """Copy-outs, commits 0.4 s later, and their stages after 0.5 s; all sorted by their times."""
+  found = []
+  for n in range(count):
+    of = {"fragment": n % 2, "round": n}
+    found.append(make.event(n + ahead, role, "copy_out", **of))
+    found.append(make.commit(n + 0.4, **of))
+    found.append(make.event(n + 0.9 + ahead, role, "stage", **of, included=True))
+  return sorted(found, key=lambda event: event.time)
+
+
+@pytest.mark.parametrize("ahead", [0.0, 0.3, -0.4, 2.0, -2.0, 60.0, -60.0])
+def test_clocks_are_as_far_apart_as_the_log_proves(make, ahead):
+  clocks = Clocks()
+  for event in rounds(make, 200, ahead):
+    clocks.add(event)
+  proven = {2.0: 1.6, -2.0: 1.5, 60.0: 59.6, -60.0: 59.5}.get(ahead)
+  first, then = ("island 0", "shard 0") if ahead > 0 else ("shard 0", "island 0")
+  said = f"the clock of {first} is at least {proven} s ahead of that of {then}"
+  assert clocks.text() == (said if proven else "")
+
+
+def test_what_an_earlier_life_copied_out_proves_nothing(make):
+  """A learner that was restored counts an older push as its newest."""
+  clocks = Clocks()
+  clocks.add(make.commit(1.0, fragment=0, round=3))
+  clocks.add(make.event(5.0, "learner-0", "copy_out", fragment=0, round=4))
+  clocks.add(make.event(7.0, "learner-0", "stage", 1, fragment=0, round=3, included=True))
+  assert clocks.text() == ""
+
+
+def test_clocks_need_little_memory_however_long_a_run_is(make):
+  clocks = Clocks()
+  for event in rounds(make, 3 * MOST_ROUNDS):
+    clocks.add(event)
+  assert len(clocks._rounds) == MOST_ROUNDS and len(clocks._copied) == 2
+
+
+def test_report_and_page_name_clocks_that_are_apart(make):
+  events = [make.run_started(num_learners=1), *rounds(make, 20, 3.0)]
+  said = "the clock of island 0 is at least 2.6 s ahead of that of shard 0"
+  assert dict(key_numbers(summarise(events)))["clocks that differ"] == said
+  run = RunState().read(events)
+  assert status(run, run.time)["clocks"] == said

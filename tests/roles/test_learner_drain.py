@@ -15,10 +15,11 @@ from ddiloco.core import fragments
 from ddiloco.core.delta import new_fragment
 from ddiloco.network.transport import Hub, learner_address, syncer_address
 from ddiloco.observe.eventlog import NullRecorder
+from ddiloco.protocol import events
 from ddiloco.protocol.learner import unmerged_tokens
 from ddiloco.roles.learner import Learner
 from ddiloco.roles.syncer import Syncer
-from ddiloco.runtime import Runtime
+from ddiloco.runtime import Runtime, Time
 from tests.roles import toy
 
 PATIENCE_SECONDS = 90.0
@@ -154,6 +155,33 @@ def test_the_usual_time_of_a_step_is_that_of_one_that_was_waited_for():
   role.run(Faults((), time.monotonic()), lambda: False)
   assert seen[:2] == [(0.0, 0.0)] * 2 and len(seen) == 4
   assert all(step_seconds >= 0.05 and usual == step_seconds for step_seconds, usual in seen[2:])
+
+
+def test_a_step_says_how_long_it_waited_for_its_batch():
+  """An island whose data came late looked slow, and nothing said why."""
+  config = toy.config(1, 4, num_shards=0, snapshot_steps=0)
+  plan, said = fragments.make_plan(toy.SPECS, config.sync), []
+
+  class Clock(Time):
+    late_seconds = 0.0
+
+    def now(self) -> float:
+      return time.monotonic() + self.late_seconds
+
+  def batches(position):
+    for batch in toy.batches(position):
+      clock.late_seconds += 100.0
+      yield batch
+
+  clock = Clock()
+  runtime = Runtime(Hub().connect("learner-0"), toy.ListRecorder(said), time=clock)
+  beginning = ResumeState(new_learner(config, plan, 0, 0))
+  role = Learner(beginning, config, plan, toy.ToyIsland(0, plan), batches, runtime)
+  role.run(Faults((), time.monotonic()), lambda: False)
+  steps = [each for each in said if isinstance(each, events.Step)]
+  assert len(steps) == 4
+  for each in steps:
+    assert 100 <= each.data_seconds <= each.gap_seconds and each.seconds < 100
 
 
 def test_without_time_to_drain_it_leaves_at_once_and_says_what_is_lost():

@@ -90,11 +90,15 @@ function goneText() {
 
 function message(status) {
   const odd = status.odd_events
-    ? ` ${compact(status.odd_events)} events of its log could not be read.`
+    ? `${compact(status.odd_events)} events of its log could not be read.`
     : "";
-  if (status.phase === "running") return [((status.solo ?? "") + odd).trim(), "warn"];
-  const tone = status.phase === "silent" || /failed/.test(status.text) ? "warn" : "plain";
-  return [status.text + odd, tone];
+  const clocks = status.clocks
+    ? `Clocks differ, and so do times of different roles: ${status.clocks}.`
+    : "";
+  const running = status.phase === "running";
+  const tone = running || status.phase === "silent" || /failed/.test(status.text) ? "warn" : "plain";
+  const said = [running ? status.solo : status.text, clocks, odd];
+  return [said.filter(Boolean).join(" "), tone];
 }
 
 function banner(text, tone = "plain") {

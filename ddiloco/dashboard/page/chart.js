@@ -5,6 +5,7 @@ import { lanes, patterns } from "./lanes.js";
 import { legend, marks } from "./marks.js";
 
 const MANY = 12; // islands: beyond that their lanes are thin, without strips
+const ROOM = 600; // pixels of all their lanes together: the loss stays in sight
 const [RIGHT, AXIS, LOSS_HEIGHT, GAP] = [14, 24, 190, 26]; // pixels
 
 let shown = null; // {status, scale, width, ...} of the last drawing
@@ -35,16 +36,18 @@ export function drawChart(status) {
 }
 
 function place(status, width) {
-  const narrow = width < 640;
   const lanes = status.timeline.lanes;
   const islands = lanes.filter((lane) => lane.role.startsWith("learner"));
   const shards = lanes.filter((lane) => lane.role.startsWith("syncer"));
   const many = islands.length > MANY;
+  const narrow = width < 640 && !many;
   const left = narrow ? 0 : many ? 92 : 176;
   const space = narrow ? 17 : 0; // for a name above each row
-  const bar = many ? 9 : 16,
+  const thin = Math.max(2, Math.min(14, Math.floor(ROOM / islands.length)));
+  const pitch = many ? thin : space + 34,
     strip = many ? 0 : 6;
-  const pitch = space + bar + strip + (many ? 5 : 12);
+  const bar = many ? Math.ceil(0.6 * pitch) : 16;
+  const every = Math.ceil(14 / pitch); // one in so many islands has its name
   const shardPitch = space + (many ? 12 : 19);
   const lossTop = islands.length * pitch + shards.length * shardPitch + GAP;
   const { loss: losses, heldout } = status.curves;
@@ -57,7 +60,10 @@ function place(status, width) {
   const below = islands.length * pitch + 4 + space;
   const shardBar = many ? 6 : 8;
   const rows = new Map([
-    ...islands.map((lane, i) => [lane.role, { lane, top: i * pitch + space, bar, strip }]),
+    ...islands.map((lane, i) => [
+      lane.role,
+      { lane, top: i * pitch + space, bar, strip, unnamed: i % every > 0 },
+    ]),
     ...shards.map((lane, i) => [
       lane.role,
       { lane, top: below + i * shardPitch, bar: shardBar, strip: 0 },

@@ -8,13 +8,14 @@ const CAUSES = {
   compile: ["compiling", "programs are made or loaded"],
   down: ["down", "dead, not yet started again"],
   rejoin: ["rejoining", "a later incarnation begins"],
-  blocked: ["blocked", "waited for a shard (lock-step only)"],
-  stalled: ["stalled", "stood still"],
+  blocked: ["waiting for shards", "lock-step only"],
+  data: ["waiting for data", "a step's batch was not there yet"],
+  stalled: ["standing still", "in the middle of its work"],
   discarded: ["work lost", "steps that never reached the global model"],
-  rejected: ["rejected", "pushes that were rejected"],
-  pending: ["not merged yet", "steps that may still be merged"],
+  rejected: ["work rejected", "steps of pushes that were rejected"],
+  pending: ["work not merged yet", "steps that may still be merged"],
   save: ["snapshots", "copies of the state"],
-  other: ["everything else", "data, copies, applies"],
+  other: ["everything else", "copies, applies"],
 };
 
 export function goodput(account) {

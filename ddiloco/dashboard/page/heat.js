@@ -20,6 +20,7 @@ const STEPS = [
 ];
 const OTHER = {
   waiting: "waiting for a shard",
+  data: "waiting for data",
   joining: "joining",
   stalled: "stalled",
   quarantined: "quarantined",
@@ -33,8 +34,9 @@ let cursor = null; // {row, bin}
  * that is longer than a cell fills all cells in which it was under way; a wait is most of its gap.
  */
 export function cells({ seconds, curves, timeline }, island) {
-  const { width_seconds: width, step, wait } = curves;
-  const [steps, waits] = [step[island.number] ?? [], wait[island.number] ?? []];
+  const { width_seconds: width } = curves;
+  const [steps, waits] = [curves.step[island.number], curves.wait[island.number]];
+  const starved = new Set(curves.starved[island.number]);
   const spans = timeline.lanes.find(({ role }) => role === `learner-${island.number}`)?.spans ?? [];
   const row = [],
     absent = { state: "not there" };
@@ -43,8 +45,8 @@ export function cells({ seconds, curves, timeline }, island) {
     const middle = (i + 0.5) * width;
     const state = spans.find(([from, to]) => from <= middle && middle <= to)?.[2];
     if (known(steps[i])) {
-      const waited = waits[i] > steps[i];
-      underWay = waited ? { state: "waiting" } : { ratio: steps[i] / island.median_step_seconds };
+      const waited = waits[i] > steps[i] ? "waiting" : starved.has(i) && "data";
+      underWay = waited ? { state: waited } : { ratio: steps[i] / island.median_step_seconds };
       row[i] = underWay;
     } else row[i] = state === "running" ? underWay : state ? { state } : absent;
     if (state !== "running") underWay = absent;
@@ -137,6 +139,8 @@ function says(rows, islands) {
     const last = rows[i].findLastIndex(({ state }) => state !== "not there") + 1;
     const latest = rows[i].slice(Math.max(0, last - 8), last);
     const ratio = mean(latest.map((each) => each.ratio).filter(known));
+    const starved = latest.filter(({ state }) => state === "data").length;
+    if (2 * starved > latest.length) return [`island ${island.number} (it waits for its data)`];
     return ratio >= 1.5 ? [`island ${island.number} (${ratio.toFixed(1)}×)`] : [];
   });
   const more = late.length > 4 ? ` and ${late.length - 4} more` : "";

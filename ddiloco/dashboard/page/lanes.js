@@ -37,7 +37,7 @@ export function lanes(layout) {
       rect(left, row.top, x(end) - left, row.bar, { class: "lane", rx: 2 }),
       row.lane.spans.map((each) => span(layout, row, island, ...each)),
       island ? strip(layout, row, number) : commits(layout, row, number),
-      name(layout, row, island, member),
+      row.unnamed ? null : name(layout, row, island, member),
     );
   });
 }

@@ -112,7 +112,8 @@ function overTime({ phase, islands, timeline }) {
   const parts = STATES.map((state) => {
     const numbers = islands.filter((each) => each.state === state).map((each) => each.number);
     if (!numbers.length) return "";
-    if (numbers.length === islands.length) return `all ${numbers.length} islands: ${state}`;
+    if (numbers.length === islands.length)
+      return `${numbers.length > 1 ? `all ${numbers.length} islands` : "its only island"}: ${state}`;
     return `${state}: ${numbers.length > 6 ? numbers.length : join(numbers)}`;
   });
   say("over-time-says", parts.filter(Boolean).join(" · ") || "no island has joined yet");
@@ -217,15 +218,17 @@ function participation({ commits, goodput, islands, phase }) {
   const columns = [
     ["island", islandName, "row"],
     ["state", (each) => html("span", { class: TONES[each.state] ?? "muted" }, each.state)],
+  ];
+  if (islands.some((island) => island.chip_kinds.length))
+    columns.push(["chips", (each) => `${each.chips} ${each.chip_kinds.join(", then ")}`, "muted"]);
+  columns.push(
     ["all commits", share],
-    ["latest", (island) => percent(island.participation_recent)],
+    ["latest", (island) => percent(island.participation_recent), "number"],
     ["trains", (island) => percent(goodput?.liveness[island.number]), "number"],
     ["step", (island) => compact(island.global_step), "number"],
     ["loss", (island) => loss(island.loss), "number"],
     ["restarts", (island) => String(island.restarts), "number"],
-  ];
-  if (islands.some((island) => island.chip_kinds.length))
-    columns.push(["chips", (each) => `${each.chips} ${each.chip_kinds.join(", then ")}`, "muted"]);
+  );
   if (phase === "running")
     columns.push(["tokens/s a chip", (each) => compact(each.tokens_per_second_per_chip), "number"]);
   if (phase === "running" && islands.some((island) => island.mfu !== null))
