@@ -2,8 +2,8 @@
 
 Learners have no open ports, so the moments of a fragment travel from donor to joiner through the
 shard that owns it. A shard has one donation under way at a time. It asks the learner that was asked
-least, and forwards the donation to all learners that wait for it: many joiners cost a donor no more
-than one.
+longest ago, and forwards the donation to all learners that wait for it: many joiners cost a donor
+no more than one.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _next(state: SyncerState, now: float) -> SyncerOutcome:
   patience = max(state.sync.liveness_seconds, 10 * member.step_seconds, 3 * member.delivery_seconds)
   donation = states.MomentTransfer(wanted[0], donor, now + patience)
   ask = ProvideMoments(*state.to(member.incarnation), wanted[0])
-  asked = {**asked, donor: asked.get(donor, 0) + 1}
+  asked = {**asked, donor: max(asked.values(), default=0) + 1}
   return replace(state, donation=donation, donors_asked=asked), [Send(donor, ask)]
 
 
