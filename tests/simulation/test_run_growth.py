@@ -19,7 +19,7 @@ from ddiloco.simulation.run import Account, VirtualRun
 from tests.simulation.test_run import make, setting
 
 LEARNERS, SHARDS, GUEST = 3, 2, ("learner", 3)
-LOOKS, LOOK_SECONDS = 8, 0.37  # at the end of a span: messages under way come and go
+LOOKS, LOOK_SECONDS = 4, 0.37  # at the end of a span: messages under way come and go
 
 
 class Kept(NamedTuple):
@@ -79,7 +79,7 @@ def soon_full(monkeypatch):
 
 def test_the_states_of_roles_do_not_grow():
   run = run_of(lambda event: None)
-  first, *others = [live(run) for _ in range(6)]
+  first, *others = [live(run) for _ in range(5)]
   most = Kept(*map(max, zip(*others)))
   assert most.num_bytes < first.num_bytes + 10_000, (first, others)
   assert most.longest <= first.longest + 10, (first, others)
@@ -88,6 +88,6 @@ def test_the_states_of_roles_do_not_grow():
 
 def test_what_follows_from_events_does_not_grow(soon_full):
   run = run_of(Account().take)
-  before, after = (Kept(*map(max, zip(*(live(run) for _ in range(5))))) for _ in range(2))
+  before, after = (Kept(*map(max, zip(*(live(run) for _ in range(4))))) for _ in range(2))
   assert after.num_bytes < before.num_bytes + 20_000, (before, after)
   assert after.longest <= max(before.longest, history.PAGE_BINS), (before, after)
