@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ddiloco.checkpoint.signed_json import Damaged, SignedJson
-from ddiloco.checks import refusal, require
+from ddiloco.checks import is_there, refusal, require
 from ddiloco.config import Config, ConfigError
 from ddiloco.core.delta import Committed, Store
 from ddiloco.core.fragments import Plan, owned_by, shard_of
@@ -325,7 +325,7 @@ def go_on(
       f"--workdir={workdir}: {lost} Fix: bring {where} back as it was, or the config"
       " that made it, and give the same command; or add --overwrite to begin anew."
     )
-  elif (workdir / "events").exists():
+  elif is_there(workdir / "events"):
     again = f"begins again from its initial values: {_why(config)}"
     print(f"\nThe run in {workdir} {again}.", flush=True)
   if storage is not None:

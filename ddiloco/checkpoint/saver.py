@@ -75,20 +75,21 @@ class Saver:
     arrays: MutableMapping[str, Any],
     commit: Callable[[], Job] = lambda: (),
     keep: int = 0,
+    since: int = 0,
   ) -> None:
     """Queues this role's part: its state as JSON values, and arrays that are not changed any more;
     `arrays` is emptied while they are written.
 
     On shard 0 the job `commit()` (`commit_when_complete`) runs in the background once the part is
     written. After that, or if the part cannot be written, all but the newest `keep` snapshots are
-    deleted; 0: none is.
+    deleted (0: none is), but for the newest parts of learners from snapshot `since` on.
     """
     if reason := self.refusal:
       self.recorder.record(events.Unsaved(snapshot=snapshot, reason=reason))
       self._worker.put(self._leave_word(snapshot, reason))
       return
     self.busy = True
-    self._worker.put(self._work(snapshot, state, arrays, commit, keep))
+    self._worker.put(self._work(snapshot, state, arrays, commit, keep, since))
 
   def decline(self, snapshot: int, reason: str) -> None:
     """Tells the log, and shard 0, which would otherwise wait, that this role will save no part.
@@ -135,6 +136,7 @@ class Saver:
     arrays: MutableMapping[str, Any],
     commit: Callable[[], Job],
     keep: int,
+    since: int,
   ) -> Job:
     written = yield from self._write(snapshot, state, arrays)
     del arrays  # a copy of an island's whole state: free it before waiting for anything
@@ -144,7 +146,7 @@ class Saver:
     except Exception as error:  # any error: training goes on without this snapshot
       self.recorder.record(events.Uncommitted(snapshot=snapshot, reason=brief(error)))
     if keep:
-      yield from self._prune(snapshot, keep)
+      yield from self._prune(snapshot, keep, since)
     self.busy = False
 
   def _write(
@@ -232,14 +234,14 @@ class Saver:
     mine = tuple(sorted(roles))
     self.recorder.record(events.Snapshot(snapshot=snapshot, roles=mine, lacks=lacks, seconds=took))
 
-  def _prune(self, snapshot: int, keep: int) -> Job:
+  def _prune(self, snapshot: int, keep: int, since: int) -> Job:
     """Deletes old snapshots, and parts of uncommitted ones up to this one.
 
     While the role ends, and so perhaps the run, uncommitted parts stay: other roles may still be
     writing theirs.
     """
     try:
-      self.storage.prune(keep, 0 if self._worker.ending else snapshot)
+      self.storage.prune(keep, 0 if self._worker.ending else snapshot, since)
     except Exception as error:
       warn(f"old snapshots cannot be deleted: {brief(error)}. The run goes on.")
     yield None

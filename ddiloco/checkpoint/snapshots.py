@@ -390,17 +390,18 @@ class Storage:
 
     return self.newest(part, [])
 
-  def prune(self, keep: int, over: int = 0) -> None:
+  def prune(self, keep: int, over: int = 0, since: int = 0) -> None:
     """Deletes all but the newest `keep` committed snapshots, and older ones never committed.
 
-    The newest part of every learner stays, in any snapshot: one that was away for long still finds
-    its own. So does a part that may still be written. If a deletion fails, there is a warning, and
-    the next call tries again.
+    The newest part of every learner stays, in snapshots from `since` on: one that was away for long
+    still finds its own. So does a part that may still be written. If a deletion fails, there is a
+    warning, and the next call tries again.
 
     Args:
       keep: how many, at least 1.
       over: this snapshot and those before it will not be committed any more: their parts would fill
         the disk as long as no snapshot can be committed.
+      since: the oldest snapshot in which parts of learners stay.
 
     Raises:
       OSError: the file system cannot be asked.
@@ -417,7 +418,8 @@ class Storage:
           continue  # its parts are still being saved
         whole = snapshot in committed
         saved = self.manifest(snapshot)["parts"] if whole else ()
-        roles = {role for role in saved if role.startswith("learner-")} - newer
+        stays = snapshot >= since
+        roles = {role for role in saved if stays and role.startswith("learner-")} - newer
         if snapshot not in committed[:keep]:
           self._clear(snapshot, whole, roles, last)
       except OSError as error:  # also if it is another run's, or unreadable: not ours to delete

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from ddiloco import workdir as workdirs
-from ddiloco.checks import require
+from ddiloco.checks import is_there, require
 from ddiloco.config import Config
 from ddiloco.core import codec
 from ddiloco.core.codec import Encoded
@@ -99,7 +99,7 @@ def simulate(
   run = VirtualRun(config, setting, emit)
   with contextlib.ExitStack() as stack:
     if workdir is not None and logs is not None:  # it is touched only after the checks
-      free = overwrite or not (workdir / "events").exists()
+      free = overwrite or not is_there(workdir / "events")
       # It cannot go on: its events would be there twice.
       fix = "choose another directory, or add --overwrite to replace it"
       require(free, "--workdir", str(workdir), "holds a run", fix)

@@ -215,6 +215,7 @@ class RunState:
     """The island, which is known from `time` on."""
     if m not in self.islands:
       self.islands[m] = IslandState(since=time)
+      self.curves.limit(len(self.islands))
     return self.islands[m]
 
   def _shard(self, s: int, time: float) -> ShardState:
@@ -264,7 +265,6 @@ class RunState:
       self._island(m, event.time)
     for s in range(event.num_shards):
       self._shard(s, event.time)
-    self.curves.limit(len(self.islands))
 
   def _go_on(self, event: events.RunStarted) -> None:
     """A run that was killed, or is over, goes on: until now none of its roles was there."""

@@ -44,12 +44,14 @@ def rounded(value: float, digits: int = 6) -> float | None:
 
 
 def clock_time(seconds: float) -> str:
-  """Seconds as 0:07, 12:34 or 1:02:03; a dash if they are not finite."""
+  """Seconds as 0:07, 12:34, 1:02:03 or 30 d 1:02:03; a dash if they are not finite."""
   if not math.isfinite(seconds):
     return "–"
   minutes, rest = divmod(int(max(0.0, seconds)), 60)
   hours, minutes = divmod(minutes, 60)
-  return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+  days, hours = divmod(hours, 24)
+  day = f"{days} d " if days else ""
+  return f"{day}{hours}:{minutes:02d}:{rest:02d}" if days or hours else f"{minutes}:{rest:02d}"
 
 
 def plain(name: str) -> str:

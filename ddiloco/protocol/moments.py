@@ -2,8 +2,8 @@
 
 Learners have no open ports, so the moments of a fragment travel from donor to joiner through the
 shard that owns it. A shard has one donation under way at a time. It asks the learner that was asked
-least, and forwards the donation to all learners that wait for it: many joiners cost a donor no more
-than one.
+longest ago, and forwards the donation to all learners that wait for it: many joiners cost a donor
+no more than one.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _next(state: SyncerState, now: float) -> SyncerOutcome:
   wanted = min(p for ps in asking.values() for p in ps)
   donation = states.MomentTransfer(wanted, donor, now + patience)
   ask = ProvideMoments(*state.to(member.incarnation), wanted)
-  asked = {**asked, donor: asked.get(donor, 0) + 1}
+  asked = {**asked, donor: max(asked.values(), default=0) + 1}
   return replace(state, donation=donation, donors_asked=asked), [Send(donor, ask)]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from ddiloco.protocol import events, rules
 from ddiloco.protocol.actions import Read, Received, Send, SyncerAction
 from ddiloco.protocol.messages import EVALUATOR, FragmentState, Pull, Push, Rejection
-from ddiloco.protocol.states import Round, SyncerOutcome, SyncerState, ignored
+from ddiloco.protocol.states import WINDOW_PERIODS, Round, SyncerOutcome, SyncerState, ignored
 from ddiloco.protocol.values import less, put, replace
 
 
@@ -200,7 +200,10 @@ def end_round(state: SyncerState, i: int, current: Round, why: str, now: float) 
   # a learning rate warms up, but only since the fragment's last commit: a learner that was away for
   # longer, or is new, is measured by what is usual now.
   known = {m: member.norms[i] for m, member in state.members.items() if member.norms[i]}
-  usual = statistics.median(known.values()) if known else 0.0
+  # Lately: after months most members may be long lost, with pasts of when pushes were longer.
+  since = before.global_step - WINDOW_PERIODS * state.sync.sync_period
+  lately = [n for m, n in known.items() if before.merged_global_steps.get(m, 0) >= since]
+  usual = statistics.median(lately or known.values()) if known else 0.0
   growth = max(1.0, current.global_step / max(1, before.global_step))
   ratio, period = state.sync.max_norm_ratio, state.sync.sync_period
   # Bounded by those of this round, or a learner's pushes could grow from round to round for ever.

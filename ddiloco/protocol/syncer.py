@@ -61,6 +61,8 @@ def init(
     first_round=min([first_round, *found]),
     beliefs=rules.Beliefs(reach_at=began_at),
     global_step=max((f.global_step for f in fragments), default=0),
+    # A former life may have begun so many rounds that their numbers are greater than this life's.
+    rounds=max(0, max(found, default=-1) + 1 - rules.numbered(incarnation, 0)),
     snapshot=snapshot,
     vector_clock={states.shard_key(shard): rules.numbered(incarnation, 0)},
     known_rounds={f.index: f.last_round for f in fragments},

@@ -47,6 +47,9 @@ from ddiloco.runtime import Job, Loop, Runtime, WorkingRole, drive, short_collec
 LONGEST_WAIT_SECONDS = 0.5  # between two checks of faults and the stop signal
 STOOD_STILL_SECONDS = 1.0  # if a turn took so much longer than its wait, the process was stopped
 IGNORED_SECONDS = 1.0
+# A learner's part stays for so many snapshots. By then its unmerged work and its moments are stale:
+# a learner that was away for longer begins with fresh moments.
+AWAY_SNAPSHOTS = 100
 
 T = TypeVar("T")
 
@@ -319,7 +322,8 @@ class Syncer(WorkingRole):
       self._saver.save(action.snapshot, *result)
     else:
       commit = functools.partial(self._commit_snapshot, action)
-      self._saver.save(action.snapshot, *result, commit, self.config.checkpoint.keep)
+      since = action.snapshot - AWAY_SNAPSHOTS * self.config.sync.snapshot_steps
+      self._saver.save(action.snapshot, *result, commit, self.config.checkpoint.keep, since)
     yield None
 
   def _commit_snapshot(self, action: TakeSnapshot) -> Job:

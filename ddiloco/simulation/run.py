@@ -20,6 +20,7 @@ from typing import Any
 from ddiloco.checkpoint.buddy import Replication, buddy_of
 from ddiloco.checks import not_negative, option, positive, require, typed
 from ddiloco.config import Config
+from ddiloco.observe.history import Thinned
 from ddiloco.observe.run_state import RunState
 from ddiloco.observe.style import rounded
 from ddiloco.observe.tracks import Aftermath
@@ -145,6 +146,7 @@ def _each(values: Sequence[float], count: int, name: str) -> Sequence[float]:
 # --- The numbers of a virtual run, from its events alone
 
 _NUMBER = re.compile(r"[0-9][0-9.]*")
+MOST_SYNCS = 100_000  # whose times are kept, evenly over the run
 
 
 class Account:
@@ -155,7 +157,7 @@ class Account:
     self.reasons: collections.Counter[str] = collections.Counter()  # why rounds committed
     self.missing: collections.Counter[str] = collections.Counter()  # why learners had no part
     self._copied_out_at: dict[tuple[str, int], tuple[int, float]] = {}  # by learner and fragment
-    self.sync_seconds: list[float] = []  # from a copy-out to the apply of the version with it
+    self.sync_seconds = Thinned(MOST_SYNCS)  # from a copy-out to the apply of the version with it
 
   @property
   def steps(self) -> int:
@@ -175,7 +177,7 @@ class Account:
       case events.Apply() if event.included:
         round_id, copied_out_at = self._copied_out_at.get((event.role, event.fragment), (None, 0.0))
         if round_id == event.round:
-          self.sync_seconds.append(event.time - copied_out_at)
+          self.sync_seconds.add(event.time - copied_out_at)
 
   def summary(self) -> dict[str, Any]:
     """All numbers except those of faults, as JSON has them."""
@@ -195,7 +197,7 @@ class Account:
       "steps": self.steps,
       "commits": run.commits,
       "blocked_seconds": round(run.blocked_seconds, 3),
-      "seconds_per_sync": _middle(sorted(self.sync_seconds)),
+      "seconds_per_sync": _middle(sorted(self.sync_seconds.items)),
       "learner_sent_bytes": _mean(sent),
       "learner_received_bytes": _mean(received),
       "committed_because": dict(self.reasons.most_common()),

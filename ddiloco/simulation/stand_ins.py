@@ -279,9 +279,10 @@ class VirtualStorage:
   def commit(self, snapshot: int, roles: Collection[str]) -> None:
     self.committed[snapshot] = frozenset(roles)
 
-  def prune(self, keep: int, over: int) -> None:
+  def prune(self, keep: int, over: int, since: int) -> None:
     self.committed = dict(sorted(self.committed.items())[-keep:])
     self.parts = {n: parts for n, parts in self.parts.items() if n > over or n in self.committed}
+    self._declined = {n: roles for n, roles in self._declined.items() if n > over}
 
   def forget(self, role: str | None = None) -> None:
     """Drops this role's parts (None: all roles') of snapshots that were never committed."""

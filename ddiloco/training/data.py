@@ -332,10 +332,13 @@ def reading_order(count: int, config: Config, learner: int, each: int) -> Callab
   needed, batch_size = -(-each // mine) * turn, config.islands.island(learner).batch_size
   rule = (
     f"{num_streams} learners that read {each} rows a batch need {needed} an epoch, and the data"
-    f" have {count} to train on (Grain's shuffle takes at most 2**32)"
+    f" have {count} to train on"
   )
   fix = "give more data, or lower it, islands.num_learners or data.sequence_length"
-  require(needed <= count <= 2**32, "islands.batch_size", batch_size, rule, fix)
+  require(needed <= count, "islands.batch_size", batch_size, rule, fix)
+  rule = f"gives {count} rows to train on, and Grain's shuffle takes at most 2**32"
+  length, fix = config.data.sequence_length, "raise it, or give fewer data"
+  require(count <= 2**32, "data.sequence_length", length, rule, fix)
   whole_turns, rest = divmod(count, turn)
   epoch_size = whole_turns * mine + min(max(rest - before, 0), mine)
   first_place = int(_bisection(lap) * epoch_size)

@@ -45,7 +45,7 @@ class PatientSaver(Saver):
     self.commits.append(arguments)
     return ()
 
-  def _prune(self, snapshot: int, keep: int) -> Job:
+  def _prune(self, *arguments) -> Job:
     return ()
 
   def close(self, patience_seconds: float = 0.0) -> None:

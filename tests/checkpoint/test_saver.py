@@ -1,5 +1,6 @@
 """Parts are written beside the work, and shard 0 commits what is a consistent snapshot."""
 
+import functools
 import itertools
 import os
 import sys
@@ -780,3 +781,23 @@ def test_the_newest_part_of_who_is_away_outlives_its_snapshot(storage):
   storage.commit(7, ["learner-0", *SHARDS])
   storage.prune(2)
   assert storage.metas(2) == {} and storage.committed() == [7, 6, 5], "5 has learner 1's newest"
+
+
+def test_the_part_of_who_is_away_for_too_long_goes(storage, savers):
+  """In a run of months every learner that was ever there left its part on the disk for good."""
+  saver, _ = savers("syncer-0")
+  there = {1: ["learner-0", "learner-1"], 2: ["learner-1"]}
+  for n in range(1, 6):
+    learners, done = there.get(n, []), threading.Event()
+    for role in ("syncer-1", *learners):
+      storage.save(n, role, n, state(role), {"a": np.full(3, n)})
+    commit = functools.partial(
+      saver.commit_when_complete, n, SHARDS, lambda there=learners: there, PATIENCE_SECONDS
+    )
+    saver.save(n, state("syncer-0"), {"a": np.full(3, n)}, commit, keep=2, since=n - 3)
+    saver._worker.put(done.set() for _ in range(1))
+    assert done.wait(PATIENCE_SECONDS)
+    assert storage.find("learner-1").snapshot == 2 or n < 2
+  assert storage.committed() == [5, 4, 2] and storage.find("learner-0") is None
+  assert set(storage.metas(2)) == {"learner-1"}
+  assert sorted(path.name for path in storage.path.iterdir())[0] == "00000002"

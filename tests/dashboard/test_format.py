@@ -13,7 +13,7 @@ import ddiloco.dashboard
 from ddiloco.dashboard.status import status
 from ddiloco.observe.goodput import CAUSES
 from ddiloco.observe.run_state import RunState
-from ddiloco.observe.style import loss_text, rounded
+from ddiloco.observe.style import clock_time, loss_text, rounded
 from tests.made_events import made
 from tests.observe.test_tracks_rejoins import PHASES
 
@@ -55,6 +55,12 @@ def test_no_loss_is_shown_as_zero_but_zero(loss, text):
 @pytest.mark.parametrize("loss, text", [*LOSSES, (3e-9, "3.00e-9"), ("null", "–")])
 def test_the_page_shows_losses_as_the_terminal_does(loss, text, tmp_path):
   assert computed(tmp_path, "loss", str(loss)) == text
+
+
+@pytest.mark.skipif(NODE is None, reason="no node on the PATH")
+@pytest.mark.parametrize("seconds", [0, 754, 3723, 86_399, 86_400, 90 * 86_400 + 3723, -1])
+def test_the_page_shows_times_as_the_terminal_does(seconds, tmp_path):
+  assert computed(tmp_path, "clockTime", str(seconds)) == clock_time(seconds)
 
 
 def heat(tmp_path, steps, now, spans=None) -> list:

@@ -163,6 +163,21 @@ def test_the_events_alone_do_not_matter_if_snapshots_can_be_read(corpus, workdir
   assert f"goes on from snapshot {newest}." in capsys.readouterr().out
 
 
+def test_logs_may_be_moved_away_while_the_run_goes_on(corpus, workdir):
+  """Those of months fill a disk; nothing but pictures, figures and proofs need them."""
+  moved = set[str]()
+
+  def move(event) -> bool:
+    if event.kind == "commit" and event.fragment == 0 and not moved:
+      for path in list((workdir / "events").iterdir()):
+        moved.add(path.rename(workdir / f"old-{path.name}").name)
+    return False
+
+  ran = Ran(soon_over(workdir, endless()), corpus, workdir, stop_after=move)
+  assert ran.outcome.reason == "finished" and len(moved) >= 5
+  assert {e.role for e in ran.events} >= EVERYBODY and ran.of("commit")
+
+
 def test_it_goes_on_from_an_older_one_and_the_newest_is_set_aside_and_said(corpus, workdir, capsys):
   newest, older, *_ = storage_of(workdir).committed()
   path = workdir / "checkpoints" / f"{newest:08d}"

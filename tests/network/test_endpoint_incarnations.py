@@ -1,9 +1,15 @@
 """Several incarnations of one role, one after the other or at once: only the newest is heard."""
 
+import gc
+import os
+import threading
+
 import numpy as np
+import pytest
 from proxy import Link
 
 from ddiloco.network.frames import seconds_since_2020
+from ddiloco.network.peers import Peer
 from tests import says
 from tests.network.net import hello, push
 
@@ -137,3 +143,30 @@ def test_the_older_of_two_shards_is_fenced_by_its_buddy_and_its_copies_reach_nob
   assert old.outnumbered == (0, 0), "for good: the newer one lives"
   old.send("syncer-1", publish)
   assert buddy.receive(0.3) is None and not new.fenced
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_a_learner_that_comes_and_goes_for_months_leaves_nothing_at_its_shard(net):
+  shard = net.connect("syncer-0")
+
+  def left() -> tuple[int, int, int]:
+    """Descriptors and threads of this process, and its peers."""
+    gc.collect()
+    peers = sum(isinstance(each, Peer) for each in gc.get_objects())
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), peers
+
+  def live(incarnation: int) -> None:
+    learner = net.open("learner-0", incarnation)
+    learner.dial("syncer-0", net.url("syncer-0"))
+    net.wait_up(learner, "syncer-0")
+    learner.send("syncer-0", says.push(0, incarnation, 0, 1, 0, 1, 1, 0, "f32", np.ones(5000)))
+    assert shard.receive(SECONDS)
+    learner.close(0.0)
+    net.all.remove(learner)
+
+  for incarnation in range(3):
+    live(incarnation)
+  before = left()
+  for incarnation in range(3, 25):
+    live(incarnation)
+  net.wait_until(lambda: all(now <= then for now, then in zip(left(), before)))

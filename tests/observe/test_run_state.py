@@ -12,7 +12,7 @@ from ddiloco.observe.run_state import RECENT_LOG_EVENTS, RunState
 from ddiloco.observe.style import clock_time, compact, island_colour
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Odd
-from tests.made_events import changed
+from tests.made_events import changed, made
 from tests.observe.conftest import fold
 
 
@@ -344,6 +344,15 @@ def test_notes_are_few(make):
   assert len(view.log_events) == RECENT_LOG_EVENTS and len(noted) == RECENT_LOG_EVENTS + 3
 
 
+def test_curves_are_coarser_the_more_islands_have_joined():
+  """Also where no engine says how many there are: each new one had as many bins as the first."""
+  run = RunState()
+  for m in range(200):
+    run.add(made(m / 10, f"learner-{m}", "step", step=2, gap_seconds=0.1, loss=1.0))
+  run.add(made(59.9, "learner-0", "step", step=3, gap_seconds=0.1, loss=1.0))
+  assert 20 < len(run.curves.page.means("loss 0")) <= 40
+
+
 @pytest.mark.parametrize(
   "value, text",
   [(0, "0"), (950, "950"), (12_345, "12.3k"), (999_960, "1.0M"), (4e6, "4.0M"), (math.nan, "–")],
@@ -354,7 +363,10 @@ def test_compact(value, text):
 
 @pytest.mark.parametrize(
   "seconds, text",
-  [(0, "0:00"), (7.9, "0:07"), (754, "12:34"), (3723, "1:02:03"), (math.nan, "–"), (-1, "0:00")],
+  [
+    *((0, "0:00"), (7.9, "0:07"), (754, "12:34"), (3723, "1:02:03"), (math.nan, "–"), (-1, "0:00")),
+    *((86_399, "23:59:59"), (86_400, "1 d 0:00:00"), (90 * 86_400 + 3723, "90 d 1:02:03")),
+  ],
 )
 def test_clock_time(seconds, text):
   assert clock_time(seconds) == text

@@ -64,6 +64,27 @@ def test_one_donation_at_a_time_goes_to_all_who_wait():
   assert shard.feed(moments(1, 1)) == [], "nobody waits any more"
 
 
+def test_who_is_new_is_not_the_only_donor_until_it_was_asked_as_often_as_the_others():
+  """After months these have given hundreds of times. And its moments are the least grown."""
+  shard, donors = shard_with(0, 1), list[int]()
+
+  def join_again(m: int, times: int) -> None:
+    for _ in range(times):
+      shard.state = replace(shard.state, passed_on={})  # as much later
+      actions = shard.feed(RequestMoments(m, 0, (0, 1)))
+      while found := donor_of(actions):
+        donors.extend(donor for donor, _ in found)
+        actions = shard.feed(moments(*found[0]))
+
+  shard.feed(says.hello(9, 0))
+  join_again(9, times=10)
+  assert donors == [0, 1] * 10
+  shard.feed(says.hello(2, 0))
+  shard.feed(report(2, (0, 0), (0, 0)))
+  join_again(9, times=3)
+  assert donors[20:] == [2, 0, 1, 2, 0, 1]
+
+
 def test_moments_that_are_queued_for_a_joiner_are_not_asked_for_again():
   """On a slow link they take longer than the joiner waits before it repeats its request."""
   shard = shard_with(0, 1, 2)

@@ -550,8 +550,38 @@ def test_a_learner_that_was_away_is_measured_by_what_is_usual_when_it_is_back(ow
     shard.state = shard.state.with_member(m, norms=(norm, 0.0))
     shard.feed(report(m, (2, 0), (2 * int(m == 1), 0), global_step=3009))
   shard.feed(report(1, (2, 0), (2, 0), global_step=3009))
-  shard.feed(push(1, 0, base=2), norm=factor * 30.0 * ALONE.sync_period)
+  asked = shard.state.under_way[0].id
+  shard.feed(push(1, asked, base=2), norm=factor * 30.0 * ALONE.sync_period)
   assert shard.state.fragments[0].version == 2 + merged
+
+
+@pytest.mark.parametrize("norm, merged", [(5.0, True), (100.0, False)])
+def test_the_pushes_of_learners_that_left_long_ago_excuse_no_long_one(norm, merged):
+  """In a run of months these are most: theirs were long, at the learning rate of its beginning."""
+  shard = Script(ALONE)
+  f = FragmentState(
+    0, 2, merged_global_steps={0: 3000, 1: 300, 2: 300}, last_round=1, global_step=3000
+  )
+  shard.state = syncer.init(0, 0, (f, FragmentState(1)), ALONE, 1 << 60, began_at=-1e6)
+  for m, past in ((0, 1.0), (1, 1000.0), (2, 1000.0)):
+    shard.feed(hello(m, 0))
+    shard.state = shard.state.with_member(m, norms=(past, 0.0), lost=m > 0)
+  shard.feed(report(0, (2, 0), (2, 0), global_step=3009))
+  asked = shard.state.under_way[0].id
+  shard.feed(push(0, asked, base=2), norm=norm * ALONE.sync_period)
+  assert shard.state.fragments[0].version == 2 + merged
+
+
+def test_a_life_begins_greater_rounds_than_the_one_before_however_many_that_began():
+  """Lives of threads are numbered one by one, and a small model may begin a hundred rounds a
+  second. Learners take no version of a smaller round."""
+  newest = (1 << 24) + 5  # of life 0
+  found = (FragmentState(0, 9, last_round=newest), FragmentState(1))
+  shard = Script(ALONE)
+  shard.state = syncer.init(0, 1, found, ALONE, 1 << 60, began_at=-1e6)
+  shard.feed(hello(0, 0))
+  told = replace(report(0, (9, 0), (2, 0)), rounds=(newest, -1))
+  assert [a.message.round for a in shard.feed(told, 0.1) if isinstance(a, Send)] == [newest + 1]
 
 
 def test_in_lock_step_a_snapshot_begins_once_a_quorum_is_back():

@@ -442,3 +442,12 @@ def test_a_snapshot_awaits_no_learner_that_said_goodbye_and_does_not_miss_it():
   assert expected() == ["learner-0", "learner-1"] and not has_left("learner-0")
   shard.hear(Goodbye(0, 0))
   assert expected() == ["learner-1"] and has_left("learner-0") and not has_left("learner-1")
+
+
+def test_parts_of_learners_stay_for_a_hundred_snapshots_and_those_of_shards_as_configured():
+  shard, saved = Shard(3), []
+  shard.syncer._saver = types.SimpleNamespace(save=lambda *given: saved.append(given))
+  list(shard.syncer._collected(TakeSnapshot(100_000, shard.syncer.state, (0, 1)), ({}, {})))
+  config = shard.syncer.config
+  ((*_, keep, since),) = saved
+  assert (keep, since) == (config.checkpoint.keep, 100_000 - 100 * config.sync.snapshot_steps)

@@ -57,6 +57,14 @@ def test_events_in_a_workdir_are_a_run_that_can_be_read(tmp_path):
   }
 
 
+def test_a_workdir_of_which_nothing_can_be_known_is_not_written_to(tmp_path):
+  """Here a link that leads to itself; on other days a disk that does not answer."""
+  (tmp_path / "events").symlink_to("events")
+  with pytest.raises(OSError, match="symbolic links"):
+    virtual.simulate(make(), setting(), tmp_path)
+  assert [path.name for path in tmp_path.iterdir()] == ["events"]
+
+
 def test_numbers_that_a_short_run_does_not_have_are_none():
   """JSON has no NaN."""
   said = virtual.simulate(make(), setting(), most_seconds=STEP_SECONDS / 2)

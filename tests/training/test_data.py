@@ -377,6 +377,15 @@ def test_uint32_ids_survive(tmp_path):
   assert (stream.batch(0) == 69_999).all()
 
 
+def test_of_too_many_windows_it_is_said_what_to_change(tmp_path):
+  """10**13 tokens in rows of 2048: it was said to give more data."""
+  np.full(5_000, 1, np.uint16).tofile(tmp_path / "a.bin")
+  config = make_config(tmp_path)
+  data_lib.reading_order(2**32, config, 0, 1)
+  with pytest.raises(ConfigError, match=r"data.sequence_length = .*2\*\*32.*Fix: raise it"):
+    data_lib.reading_order(2**32 + 1, config, 0, 1)
+
+
 def test_more_than_2_to_the_32_tokens(tmp_path):
   """A sparse file: what was never written reads as zeros."""
   count, last = 2**32 + 12_345, np.arange(1, 9_000, dtype=np.uint16)

@@ -34,9 +34,11 @@ export const bytes = (value) =>
 export function clockTime(seconds) {
   if (!known(seconds)) return DASH;
   const whole = Math.floor(Math.max(0, seconds));
-  const [h, m, s] = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60, whole % 60];
+  const [d, h] = [Math.floor(whole / 86400), Math.floor(whole / 3600) % 24];
+  const [m, s] = [Math.floor(whole / 60) % 60, whole % 60];
   const two = (n) => String(n).padStart(2, "0");
-  return h ? `${h}:${two(m)}:${two(s)}` : `${m}:${two(s)}`;
+  const day = d ? `${d} d ` : "";
+  return d || h ? `${day}${h}:${two(m)}:${two(s)}` : `${m}:${two(s)}`;
 }
 
 export const sum = (values) => values.reduce((a, b) => a + b, 0);
