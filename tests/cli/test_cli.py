@@ -224,6 +224,7 @@ def test_a_workdir_in_the_home_folder_is_one_folder(monkeypatch, tmp_path):
   config = from_dict(SMALL)
   (tmp_path / "run").mkdir()
   (tmp_path / "run" / "config.json").write_text(config.to_json())
+  (tmp_path / "run" / "outcome.json").write_text('{"reason": "finished"}')
   assert ddiloco.train(config, "~/run", cpu=True).workdir == tmp_path / "run"
   assert seen == [tmp_path / "run"] * 2
   assert cli.main(["keys", "--keys=~/keys", "--learners=1", "--shards=1"]) == 0

@@ -18,8 +18,8 @@ NEEDS = {"wait_for": 2}  # arguments, of which the last is the limit; of the oth
 ALLOWED = {
   ("runtime.py", "self._jobs.get()"): "a worker waits for work; `close` ends it",
   ("roles/evaluator.py", "self.exchange.wait()"): "a generator: its driver has limits",
-  ("network/endpoint.py", "self._listener.accept()"): "its socket does not block",
-  ("network/frames.py", "answer.result()"): "the thread is calling the function now",
+  ("network/frames.py", "self._listener.accept()"): "its socket does not block",
+  ("network/peers.py", "answer.result()"): "the thread is calling the function now",
   ("training/hosts.py", "self._values.setdefault(number, Future()).result()"): (
     "the order that makes the value is under way; `HostWatch` ends a host that waits in vain"
   ),

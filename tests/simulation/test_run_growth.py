@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import statistics
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -88,6 +89,8 @@ def test_the_states_of_roles_do_not_grow():
 
 def test_what_follows_from_events_does_not_grow(soon_full):
   run = run_of(Account().take)
-  before, after = (Kept(*map(max, zip(*(live(run) for _ in range(4))))) for _ in range(2))
-  assert after.num_bytes < before.num_bytes + 20_000, (before, after)
-  assert after.longest <= max(before.longest, history.PAGE_BINS), (before, after)
+  spans = [live(run) for _ in range(24)]
+  # A span's bytes vary by 40 kB. The first ones are left out: containers fill up to their limits.
+  before, after = (Kept(*map(statistics.median, zip(*some))) for some in (spans[4:12], spans[16:]))
+  assert after.num_bytes < before.num_bytes + 30_000, spans
+  assert after.longest <= max(before.longest, history.PAGE_BINS), spans
