@@ -27,13 +27,14 @@ def test_former_lives_leave_no_object_no_descriptor_and_no_thread(tmp_path):
   def look(event) -> bool:
     nonlocal commits
     commits += event.kind == "commit"
-    if event.kind == "commit" and commits % 20 == 0:
+    if event.kind == "commit" and commits % 10 == 0:
       gc.collect()
       names = (type(each).__name__ for each in gc.get_objects())
       found.append(collections.Counter(name for name in names if name in OF_A_LIFE))
     return False
 
   corpus = data.open_corpus(config.data)
+  gc.collect()  # other tests' objects
   threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
   ran = Ran(config, corpus, tmp_path, stop_after=look)
   assert len(ran.of("restart")) == KILLS and len(found) > 8

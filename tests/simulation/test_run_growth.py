@@ -61,6 +61,15 @@ def live(run: VirtualRun) -> Kept:
   return Kept(*map(min, zip(*found)))
 
 
+@pytest.fixture(autouse=True)
+def alone():
+  """Objects of other tests in this process are not looked at."""
+  gc.collect()
+  gc.freeze()
+  yield
+  gc.unfreeze()
+
+
 @pytest.fixture
 def soon_full(monkeypatch):
   """Limits are reached in seconds instead of days."""
