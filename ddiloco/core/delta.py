@@ -360,11 +360,10 @@ class Merger:
   def take_in(self, push: Push, now: float) -> Received:
     """Measures a push of a round under way here, so that the reducer can judge it, and keeps it
     until that round's commit, or until the first push of a later round."""
-    fragment = self._fragments[push.fragment]
-    round, pushes = self._arrivals.get(push.fragment, (NOTHING, {}))
-    if round != push.round:
-      pushes = {}
-      self._arrivals[push.fragment] = push.round, pushes
+    fragment, arrivals = self._fragments[push.fragment], self._arrivals.get(push.fragment)
+    if arrivals is None or arrivals[0] != push.round:
+      arrivals = self._arrivals[push.fragment] = push.round, {}
+    _, pushes = arrivals
     if push.codec != (own := self._config.sync.push_codec):  # it would cost more to merge
       return Received(push, now, fault=f"codec {push.codec!r}: must be {own!r}, as in the config")
     try:
@@ -372,9 +371,8 @@ class Merger:
     except codec.CodecError as error:
       return Received(push, now, fault=str(error))
     mine = pushes[push.learner] = measure(fragment, encoded, self.share)
-    products = {m: passes.dot(each.sample, mine.sample) for m, each in pushes.items()}
-    if mine.sample.size < FEWEST_COMPARED:  # of so few values the direction is chance
-      products = {}
+    compared = pushes if mine.sample.size >= FEWEST_COMPARED else {}  # of few it is chance
+    products = {m: passes.dot(each.sample, mine.sample) for m, each in compared.items()}
     return Received(push, now, norm=mine.norm, products=products)
 
   def take_back(self, value: Value, now: float) -> Received:

@@ -229,10 +229,8 @@ class Recorder:
     if not os.path.exists(self.path):
       self._begins = True
       if self._most:  # it has been written
-        lost = (
-          "perhaps with all of the workdir. What it had is lost; the run goes on with a new log"
-        )
-        self._warn("gone", f"{self.path}: was deleted while its run goes on, {lost}.")
+        gone = "was deleted while its run goes on, perhaps with all of the workdir"
+        self._warn("gone", f"{self.path}: {gone}. What it had is lost; a new log begins.")
     lines = self._lines(batch)
     self.path.parent.mkdir(parents=True, exist_ok=True)
     with self.path.open("a+b", buffering=0) as file:

@@ -125,8 +125,8 @@ class IslandState(MemberState):
   step_seconds: float = math.nan
   step_tokens: int = 0  # of its last step
   data_seconds: float = 0.0  # of all incarnations: steps waited so long for their batches
-  data_share: float = 0.0  # of the time lately; see `starves`
-  starved: bool = False
+  data_share: float = 0.0  # of the time lately
+  starved: bool = False  # it waits for its data most of the time
   # Times between the ends of its latest steps on its present chips; the first of a life compiles.
   gaps: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=RECENT_GAPS))
   commits: int = 0  # that it took part in
@@ -149,13 +149,15 @@ class IslandState(MemberState):
     self.chip_kinds |= {event.device_kind: None} if event.device_kind else {}
     self.peak_flops_per_second = event.peak_flops_per_second
 
-  def starves(self, step: Step) -> bool:
-    """Whether it waits for its data most of the time, with this step; its first ones do not count,
-    as they fill the buffers that are read ahead."""
+  def note_data_wait(self, step: Step) -> bool:
+    """Takes the wait for this step's batch, and returns whether `starved` has changed. An island's
+    first steps do not count, as they fill the buffers that are read ahead."""
     if step.gap_seconds > 0 and self.gaps:
       waited = max(0.0, min(1.0, step.data_seconds / step.gap_seconds))
       self.data_share += (waited - self.data_share) / STARVED_STEPS
-    return self.data_share > (FED_SHARE if self.starved else STARVED_SHARE)
+    before = self.starved
+    self.starved = self.data_share > (FED_SHARE if before else STARVED_SHARE)
+    return self.starved != before
 
   @property
   def speed(self) -> Speed:

@@ -339,10 +339,11 @@ class RunState:
       if not math.isfinite(event.loss) and not island.diverged:
         self._note(event, f"island {m}: its loss is {event.loss}", "bad")
       island.loss, island.diverged = event.loss, not math.isfinite(event.loss)
-    if (starves := island.starves(event)) != island.starved:
-      text = "waits for its data most of the time" if starves else "has its data in time again"
-      self._note(event, f"island {m} {text}", "bad" if starves else "good")
-    island.starved = starves
+    if island.note_data_wait(event):
+      text, tone = "has its data in time again", "good"
+      if island.starved:
+        text, tone = "waits for its data most of the time", "bad"
+      self._note(event, f"island {m} {text}", tone)
     if event.step > 1 and 0 < event.gap_seconds < math.inf:
       island.gaps.append(event.gap_seconds)
     if not self.num_shards:

@@ -80,9 +80,12 @@ def _next(state: SyncerState, now: float) -> SyncerOutcome:
   asking = {m: ps for m, ps in state.asking.items() if m in state.members and ps}
   donors = [m for m in state.members if _can_give(state, m)]
   if not donors and state.recovery_over(now):
-    to = {m: state.to(state.members[m].incarnation) for m in sorted(asking)}
-    told = [Send(m, messages.Rejection(*to[m], -1, -1, False, "no donor is here")) for m in to]
-    return replace(state, donation=None, asking={}), [*told]
+    todo: list[SyncerAction] = []
+    for m in sorted(asking):
+      to, why = state.to(state.members[m].incarnation), "no donor is here"
+      no = messages.Rejection(*to, fragment=-1, round=-1, rejoin=False, reason=why)
+      todo.append(Send(m, no))
+    return replace(state, donation=None, asking={}), todo
   if not asking or not donors:
     return replace(state, donation=None), []
   asked = state.donors_asked

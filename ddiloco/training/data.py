@@ -12,7 +12,6 @@ whole batch, because Grain's bookkeeping per element costs more than gathering t
 
 from __future__ import annotations
 
-import bisect
 import concurrent.futures
 import dataclasses
 import functools
@@ -87,23 +86,24 @@ class Windows:
     """Windows of the set in a block."""
     return self.block_windows - 2 * self.held_out
 
-  def _before(self, end: int) -> int:
-    """How many of the corpus's first `end` blocks are in the set."""
-    held = math.floor(end * self.share)
-    return held if self.held_out else end - held
+  def _before(self, ends_N: np.ndarray) -> np.ndarray:
+    """How many of the corpus's blocks before each of these are in the set."""
+    held_N = np.floor(ends_N * self.share).astype(int)
+    return held_N if self.held_out else ends_N - held_N
 
-  def _block(self, number: int) -> int:
-    """A block's number in the corpus. A list of them would have gigabytes where T is small."""
-    nth, rate = self.blocks[number], self.share if self.held_out else 1 - self.share
-    last = min(self.num_blocks, int((nth + 1) / rate) + 2)
-    near = range(max(0, int((nth - 1) / rate) - 1), last + 1)
-    return near[bisect.bisect_right(near, nth, key=self._before) - 1]
+  def _in_corpus(self, blocks_N: np.ndarray) -> np.ndarray:
+    """These blocks' numbers in the corpus. A list of them would have gigabytes where T is small."""
+    nth_N, rate = self.blocks.start + blocks_N, self.share if self.held_out else 1 - self.share
+    # The last block before which there are no more than n: a few steps from a bound above.
+    found_N = np.minimum(self.num_blocks, ((nth_N + 1) / rate).astype(int) + 2)
+    while (late_N := self._before(found_N) > nth_N).any():
+      found_N -= late_N
+    return found_N
 
   def _places(self, indices: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Of each window its part, and its first token there."""
     block, within = np.divmod(np.asarray(indices, int), self.per_block)
-    first = np.array([*map(self._block, block.tolist())], int) * self.block_windows
-    window = first + self.held_out + within
+    window = self._in_corpus(block) * self.block_windows + self.held_out + within
     part = np.searchsorted(self.first_window, window, side="right") - 1
     return part, (window - self.first_window[part]) * self.sequence_length
 

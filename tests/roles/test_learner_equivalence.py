@@ -63,22 +63,26 @@ def close(a, b):
   np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
 
 
-def test_synchronous_diloco_is_its_reference():
-  learners, rounds, period = 3, 7, 5
-  config = toy.config(
+def lock_step(learners, steps, period, rate, momentum, shards=1):
+  """DiLoCo: all wait for all, and take the outer step on the average."""
+  return toy.config(
     learners,
-    steps=rounds * period,
-    num_shards=1,
-    num_fragments=1,
+    steps,
+    num_shards=shards,
+    num_fragments=shards,
     sync_period=period,
     overlap_steps=0,
     min_quorum=learners,
     blocking=True,
     apply="overwrite",
     merge="average",
-    outer={"learning_rate": 0.7, "momentum": 0.9, "decay_share": 0.0},
+    outer={"learning_rate": rate, "momentum": momentum, "decay_share": 0.0},
   )
-  result = toy.run(config)
+
+
+def test_synchronous_diloco_is_its_reference():
+  learners, rounds, period = 3, 7, 5
+  result = toy.run(lock_step(learners, rounds * period, period, 0.7, 0.9))
   expected = diloco(learners, rounds * period, period, 0.7, 0.9)
   assert result.versions == [rounds]
   for name, value in expected.items():
@@ -89,20 +93,9 @@ def test_synchronous_diloco_is_its_reference():
 def test_a_sync_at_every_step_that_takes_the_average_is_data_parallel():
   """With SGD inside, the average of the deltas of one step is that of the gradients."""
   learners, steps = 3, 20
-  config = toy.config(
-    learners,
-    steps,
-    num_shards=2,
-    num_fragments=2,
-    sync_period=1,
-    overlap_steps=0,
-    min_quorum=learners,
-    blocking=True,
-    apply="overwrite",
-    merge="average",
-    outer={"learning_rate": 1.0, "momentum": 0.0, "decay_share": 0.0},
-  )
-  result = toy.run(config)
+  result = toy.run(lock_step(learners, steps, 1, 1.0, 0.0, shards=2))
+  assert result.versions == [steps, steps]
+  assert result.params.keys() == toy.initial_params().keys()
   for name, value in toy.initial_params().items():
     for step in range(steps):
       targets = [toy.target(m, step, value.shape) for m in range(learners)]

@@ -450,33 +450,41 @@ def test_a_learner_that_has_not_joined_says_which_values_it_waits_for(bench, mon
   assert saver.declined == [(1, "it has not joined: it waits for fragments [0, 1]")]
 
 
-def test_a_copy_is_freed_before_the_push_is_made(bench, monkeypatch):
-  """It lay on the devices, or in the pinned memory of their host, until the push was sent."""
-  b = bench()
-  b.join()
-  b.train()
-  copies, there, made = [], [], threading.Event()
-  copy_out, push, put = b.island.copy_out, b.exchange._deltas.push, b.exchange._worker.put
+def copies_there(b, monkeypatch, owner, name):
+  """At each call of the owner's method of this name: whether the island's last copy is in memory.
 
-  def copied(fragment):
-    pieces = copy_out(fragment)
+  The worker calls it before the role's thread goes on, as it may.
+  """
+  copies, there, made = [], [], threading.Event()
+  copy_out, method, put = b.island.copy_out, getattr(owner, name), b.exchange._worker.put
+
+  def copied(*what, **how):
+    pieces = copy_out(*what, **how)
     copies.append(weakref.ref(pieces))
     return pieces
 
-  def encode(*arguments):
+  def called(*arguments):
     there.append(copies[-1]() is not None)
     made.set()
-    return push(*arguments)
+    return method(*arguments)
 
   def put_in_time(job):
-    """The push is made before the role's thread goes on, as it may be."""
     put(job)
     assert made.wait(PATIENCE_SECONDS)
 
   monkeypatch.setattr(b.island, "copy_out", copied)
   monkeypatch.setattr(b.island, "to_host", lambda pieces, fragment: pieces.copy())
-  monkeypatch.setattr(b.exchange._deltas, "push", encode)
+  monkeypatch.setattr(owner, name, called)
   monkeypatch.setattr(b.exchange._worker, "put", put_in_time)
+  return there
+
+
+def test_a_copy_is_freed_before_the_push_is_made(bench, monkeypatch):
+  """It lay on the devices, or in the pinned memory of their host, until the push was sent."""
+  b = bench()
+  b.join()
+  b.train()
+  there = copies_there(b, monkeypatch, b.exchange._deltas, "push")
   b.push(0, round=1, version=0)
   assert there == [False]
 
@@ -484,29 +492,7 @@ def test_a_copy_is_freed_before_the_push_is_made(bench, monkeypatch):
 def test_a_copy_of_moments_is_freed_before_they_are_sent(bench, monkeypatch):
   b = bench()
   b.join()
-  copies, there, made = [], [], threading.Event()
-  copy_out, flush, put = b.island.copy_out, b.exchange.recorder.flush, b.exchange._worker.put
-
-  def copied(fragment, moments=False):
-    pieces = copy_out(fragment, moments)
-    copies.append(weakref.ref(pieces))
-    return pieces
-
-  def flushed():
-    """The last thing before the moments are sent."""
-    there.append(copies[-1]() is not None)
-    made.set()
-    flush()
-
-  def put_in_time(job):
-    """They are sent before the role's thread goes on, as they may be."""
-    put(job)
-    assert made.wait(PATIENCE_SECONDS)
-
-  monkeypatch.setattr(b.island, "copy_out", copied)
-  monkeypatch.setattr(b.island, "to_host", lambda pieces, fragment: pieces.copy())
-  monkeypatch.setattr(b.exchange.recorder, "flush", flushed)
-  monkeypatch.setattr(b.exchange._worker, "put", put_in_time)
+  there = copies_there(b, monkeypatch, b.exchange.recorder, "flush")  # the last thing before
   b.give(ProvideMoments(0, 0, 0, 1))
   b.until(lambda: there)
   assert there == [False]

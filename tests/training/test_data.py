@@ -125,8 +125,8 @@ def test_blocks_are_those_of_the_list(num_blocks, share):
   for held_out, count in ((True, held), (False, num_blocks - held + 1)):
     of_corpus = (), np.zeros(1, int), 2, 16, num_blocks, share
     windows = data_lib.Windows(*of_corpus, held_out, range(count), 0)
-    found = [windows._block(number) for number in windows.blocks]
-    assert found == listed_blocks(num_blocks, share)[not held_out]
+    found = windows._in_corpus(np.arange(len(windows.blocks)))
+    assert found.tolist() == listed_blocks(num_blocks, share)[not held_out]
 
 
 class Endless:
