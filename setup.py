@@ -1,6 +1,6 @@
 """Installs ddiloco. `pip install -e .[dev]` to develop.
 
-Ranges are what it was tested with: pip installs the newest of each, scripts/oldest.sh the oldest.
+Ranges are what it was tested with: pip installs the newest of each, scripts/versions.sh both ends.
 """
 
 from pathlib import Path

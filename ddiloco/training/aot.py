@@ -425,8 +425,12 @@ def _devices(rest: str) -> set[int]:
     return {int(n) for group in groups if len(group) > 1 for n in group}
   if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=", rest):  # (groups, devices in each)
     return set(range(int(iota[1]) * int(iota[2]) if int(iota[2]) > 1 else 0))
-  if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\]", rest):
-    return set(range(math.prod(int(n) for n in re.findall(r"=(\d+)", mesh[1]))))
+  # JAX 0.12 and newer name the mesh, and the axes along which a group lies, each whole or a part.
+  if named := re.search(r"replica_groups=mesh\[([^\]]*)\].*?\{([^}]*)\}", rest):
+    mesh = {axis: int(size) for axis, size in re.findall(r"'([^']*)'=(\d+)", named[1])}
+    along = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", named[2])
+    together = math.prod(int(part or mesh[axis]) for axis, part in along)
+    return set(range(math.prod(mesh.values()) if together > 1 else 0))
   raise ValueError(f"a collective whose devices cannot be read: {rest[:300]}")
 
 

@@ -54,6 +54,11 @@ def test_a_loop_whose_passes_the_compiler_has_counted():
   [
     ("replica_groups={{0,1},{2,3}}", {0, 1, 2, 3}),
     ("replica_groups=mesh['a'=1,'b'=4] {'b'}", {0, 1, 2, 3}),
+    ("replica_groups=mesh['a'=2,'b'=4] {'b'}, dimensions={0}", set(range(8))),
+    ("replica_groups=mesh['a'=1,'b'=4] {'a'}, dimensions={0}", set()),
+    ("replica_groups=mesh['a'=1,'b'=4,'c'=1] {'a','c'}", set()),
+    ("replica_groups=mesh['a'=8,'b'=8] {'a':(2)4,'b':(1)1}", set(range(64))),
+    ("replica_groups=mesh['a'=8,'b'=8] {'a':(2)1}", set()),
     ("replica_groups=[1,4]<=[4], dimensions={0}", {0, 1, 2, 3}),
     ("replica_groups=[2,4]<=[4,2]T(1,0)", set(range(8))),
     ("source_target_pairs={{0,1},{1,0}}", {0, 1}),
