@@ -17,7 +17,7 @@ that a snapshot may keep them without a copy.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 
 import numpy as np
 
@@ -271,25 +271,40 @@ def commit(
     numbers).
   """
   chosen = [pushes[m] for m in what.learners]
-  each = [measured.norm for measured in chosen]
   weights = learner_weights(what, config)
-  squares = np.stack([measured.squares for measured in chosen])
-  directions = outer.Directions(fragment, squares, weights)
-  total = passes.Sum(fragment, [measured.push for measured in chosen], directions.units)
-  summed = passes.squares(total, share)
-  stretch = directions.stretch(summed)
-  long = math.sqrt(float(stretch**2 @ summed))
-  sample = passes.sample(total, stretch, outer.compared_pieces(fragment))
+  total, stretch, norm = combine(fragment, chosen, weights, share)
   optimizer = outer.at(config.outer, what.progress)
   momentum = outer.init(fragment.size, optimizer) if old.momentum is None else old.momentum
   before, name = Vectors(old.value, old.published_value, momentum), config.sync.publish_codec
   after = None
   if in_place:
+    # Where a lossy codec begins on a value that learners have, one vector becomes two.
     apart = name != "f32" and old.value is old.published_value
     after = before._replace(value=np.empty_like(old.value)) if apart else before
+  sample = passes.sample(total, stretch, outer.compared_pieces(fragment))
   new, update = passes.step(total, stretch, before, optimizer, name, share, after)
-  length = long * len(each) / sum(each) if any(each) else None
+  norms = [push.norm for push in chosen]
+  length = norm * len(norms) / sum(norms) if any(norms) else None
   return new, update, Merged(weights, length, sample)
+
+
+def combine(
+  fragment: Fragment, pushes: Sequence[Measured], weights: np.ndarray, share: Share = map
+) -> tuple[passes.Sum, np.ndarray, float]:
+  """The merge rule: the merged outer gradient of these pushes, whose `weights` are f64 [M].
+
+  A rule that is no weighted sum gives a `passes.Sum` that reads chunks in its own way.
+
+  Returns:
+    (a sum of the pushes; f32 [pieces], the factor by which each piece of it is merged; the norm of
+    the merged outer gradient).
+  """
+  squares = np.stack([push.squares for push in pushes])
+  directions = outer.Directions(fragment, squares, weights)
+  total = passes.Sum(fragment, [push.push for push in pushes], directions.units)
+  summed = passes.squares(total, share)
+  stretch = directions.stretch(summed)
+  return total, stretch, math.sqrt(float(stretch**2 @ summed))
 
 
 def learner_weights(what: Commit, config: Config) -> np.ndarray:
