@@ -258,7 +258,7 @@ class Exchange(WorkingRole):
     """Makes the initial values, and checks this one: another machine may compute other bits."""
     p, reason = publish.fragment, "it is another one here, or none"
     # It may have come again meanwhile. To make it anew would take the memory of a whole model.
-    if publish.round <= self.state.fragments[p].newest:
+    if publish.round <= self.state.fragments[p].newest_round:
       return
     if p not in self._made:
       try:
