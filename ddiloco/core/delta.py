@@ -300,10 +300,10 @@ def combine(
     the merged outer gradient).
   """
   squares = np.stack([push.squares for push in pushes])
-  directions = outer.Directions(fragment, squares, weights)
-  total = passes.Sum(fragment, [push.push for push in pushes], directions.units)
+  coefficients = outer.Coefficients(fragment, squares, weights)
+  total = passes.Sum(fragment, [push.push for push in pushes], coefficients.units)
   summed = passes.squares(total, share)
-  stretch = directions.stretch(summed)
+  stretch = coefficients.stretch(summed)
   return total, stretch, math.sqrt(float(stretch**2 @ summed))
 
 
