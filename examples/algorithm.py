@@ -13,7 +13,7 @@ loses messages, killed syncers, snapshots, bad pushes, compression, devices; and
 the method: embeddings are averaged, the outer rate falls at the end of a run, and the work of a
 long absence is given up.
 
-Symbols as in the paper (2604.21428): M learners, P fragments, H steps between two syncs of a
+Symbols as in the paper (arXiv 2604.21428): M learners, P fragments, H steps between two syncs of a
 fragment, K the quorum, tau the steps that a sync may take. The slack is what is left of the time of
 tau steps when the quorum has answered; gamma is the share of it that waiting for more learners may
 use. Outer gradient or delta: base - local, where the base is the published value received last.
@@ -37,6 +37,7 @@ OUTER_RATE, MOMENTUM = 0.5, 0.8  # of the outer step, Nesterov
 LATENCY = 0.05  # seconds that a message takes
 SILENT_STEPS, SILENT_SECONDS = 10, 2.0  # a learner that is silent for so long counts as lost
 BATCH = 8  # examples a step; the paper's tokens
+# The problem at the end of the file adds P, the number of fragments, and FIRST, their first values.
 
 Vector = np.ndarray  # f32, one fragment
 
@@ -44,9 +45,10 @@ Vector = np.ndarray  # f32, one fragment
 
 
 def token_weights(steps: list[int], tokens: list[int]) -> list[float]:
-  """Quantity times quality, c_tokens * (c_tokens / c_steps). Beyond 3 H steps a push is stale, and
-  worth less with each further one. No learner has more than half."""
-  weights = [(t / s) ** 2 * min(s, (3 * H) ** 2 / s) for s, t in zip(steps, tokens)]
+  """Quantity times quality, c_tokens * (c_tokens / c_steps). A push of more than 3 H steps is
+  stale: of k times 3 H steps only 3 H / k count. No learner has more than half."""
+  counted = [min(s, (3 * H) ** 2 / s) for s in steps]
+  weights = [(t * c / s) * (t / s) for s, t, c in zip(steps, tokens, counted)]
   weights = [w / sum(weights) for w in weights]
   most, rest = max(weights), sum(weights) - max(weights)
   if len(weights) == 1 or most <= 0.5:
@@ -121,7 +123,7 @@ class Learner:
 
   def begin_step(self) -> None:
     self.staged, self.arrived = self.arrived, []
-    self.batch = self.world.begun[self.number]
+    self.batch = self.world.begun[self.number]  # no incarnation trains on a batch of an earlier one
     self.world.begun[self.number] += 1
     self.world.after(STEP_SECONDS[self.number], self.end_step)
 
@@ -135,6 +137,7 @@ class Learner:
     # The boundary between two steps. Nothing here waits for another role.
     for publish in self.staged:
       self.apply(publish)
+    # A pull may already be for the version that is on its way: its push has to wait for that.
     on_the_way = {publish.fragment for publish in self.arrived}
     for p in [p for p in self.pull if p not in on_the_way]:
       self.push(p, self.pull.pop(p))
@@ -198,7 +201,7 @@ class Syncer:
     self.world = world
     self.value = [first.copy() for first in FIRST]
     self.momentum = [np.zeros_like(first) for first in FIRST]
-    self.version, self.newest = [0] * P, [0] * P  # and the round that made it
+    self.version, self.made_by = [0] * P, [0] * P  # the newest, and the round that made it
     self.round: list[Round | None] = [None] * P
     self.rounds = itertools.count(1)
     self.members: dict[int, Member] = {}
@@ -284,12 +287,12 @@ class Syncer:
     delta = merge(deltas, token_weights(steps, tokens))
     self.value[p], self.momentum[p] = outer_step(self.value[p], self.momentum[p], delta)
     self.version[p] += 1
-    self.newest[p], self.round[p] = current.id, None
+    self.made_by[p], self.round[p] = current.id, None
     self.world.commits.append((p, self.version[p], learners, steps))
     self.publish(p, list(self.members), learners)
 
   def publish(self, p: int, to: list[int], merged: tuple[int, ...]) -> None:
-    new = Publish(p, self.version[p], self.value[p], self.newest[p], merged)
+    new = Publish(p, self.version[p], self.value[p], self.made_by[p], merged)
     for number in to:
       self.world.to(number, "on_publish", new)
 

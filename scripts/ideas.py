@@ -45,12 +45,12 @@ class TriedMerger(Observer):
     return self
 
   def commit(self, what: Commit, state: FragmentState) -> Merged:
-    whole, p = self._config, what.fragment
-    self._config = dataclasses.replace(whole, outer=self._outer(whole.outer, what.progress))
+    whole, p = self.config, what.fragment
+    self.config = dataclasses.replace(whole, outer=self._outer(whole.outer, what.progress))
     try:
       merged = super().commit(what, state)
     finally:
-      self._config = whole
+      self.config = whole
     new = self.committed[p]
     restart = int(self.ideas.get("restart", 0))
     if restart and new.momentum is not None and what.version % restart == 0:

@@ -52,11 +52,11 @@ class Observer(Merger):
   def commit(self, what: Commit, state: FragmentState) -> Merged:
     p = what.fragment
     old, size = self.committed[p], self.committed[p].value.size
-    arrived = self._arrivals[p][1]
+    arrived = self.arrivals[p][1]
     sent = [arrived[m].push for m in what.learners]
     pushes = [codec.decode(push.payload, size, push.codec) for push in sent]
     found = super().commit(what, state)
-    merged = merged_gradient(old, self.committed[p], outer.at(self._config.outer, what.progress))
+    merged = merged_gradient(old, self.committed[p], outer.at(self.config.outer, what.progress))
     self.seen.append(
       Seen(
         fragment=p,

@@ -127,10 +127,10 @@ def encode_chunk(
       np.copyto(codes, values, casting="unsafe")
       return
     _quantise(values, LEVELS[out.codec], scales, scratch)
-    if out.codec == "int8":
-      np.copyto(codes, scratch, casting="unsafe")
-    else:
+    if out.codec == "int4":
       _pack(scratch, codes)
+    else:
+      np.copyto(codes, scratch, casting="unsafe")
 
 
 def decode(payload: np.ndarray, size: int, codec: str) -> np.ndarray:

@@ -17,7 +17,7 @@ that a snapshot may keep them without a copy.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 
 import numpy as np
 
@@ -271,25 +271,40 @@ def commit(
     numbers).
   """
   chosen = [pushes[m] for m in what.learners]
-  each = [measured.norm for measured in chosen]
   weights = learner_weights(what, config)
-  squares = np.stack([measured.squares for measured in chosen])
-  directions = outer.Directions(fragment, squares, weights)
-  total = passes.Sum(fragment, [measured.push for measured in chosen], directions.units)
-  summed = passes.squares(total, share)
-  stretch = directions.stretch(summed)
-  long = math.sqrt(float(stretch**2 @ summed))
-  sample = passes.sample(total, stretch, outer.compared_pieces(fragment))
+  total, stretch, norm = combine(fragment, chosen, weights, share)
   optimizer = outer.at(config.outer, what.progress)
   momentum = outer.init(fragment.size, optimizer) if old.momentum is None else old.momentum
   before, name = Vectors(old.value, old.published_value, momentum), config.sync.publish_codec
   after = None
   if in_place:
+    # Where a lossy codec begins on a value that learners have, one vector becomes two.
     apart = name != "f32" and old.value is old.published_value
     after = before._replace(value=np.empty_like(old.value)) if apart else before
+  sample = passes.sample(total, stretch, outer.compared_pieces(fragment))
   new, update = passes.step(total, stretch, before, optimizer, name, share, after)
-  length = long * len(each) / sum(each) if any(each) else None
+  norms = [push.norm for push in chosen]
+  length = norm * len(norms) / sum(norms) if any(norms) else None
   return new, update, Merged(weights, length, sample)
+
+
+def combine(
+  fragment: Fragment, pushes: Sequence[Measured], weights: np.ndarray, share: Share = map
+) -> tuple[passes.Sum, np.ndarray, float]:
+  """The merge rule: the merged outer gradient of these pushes, whose `weights` are f64 [M].
+
+  A rule that is no weighted sum gives a `passes.Sum` that reads chunks in its own way.
+
+  Returns:
+    (a sum of the pushes; f32 [pieces], the factor by which each piece of it is merged; the norm of
+    the merged outer gradient).
+  """
+  squares = np.stack([push.squares for push in pushes])
+  coefficients = outer.Coefficients(fragment, squares, weights)
+  total = passes.Sum(fragment, [push.push for push in pushes], coefficients.units)
+  summed = passes.squares(total, share)
+  stretch = coefficients.stretch(summed)
+  return total, stretch, math.sqrt(float(stretch**2 @ summed))
 
 
 def learner_weights(what: Commit, config: Config) -> np.ndarray:
@@ -319,6 +334,9 @@ class Merger:
 
   Attributes:
     committed: by fragment, the newest commit.
+    arrivals: by fragment, the round under way, and its pushes by learner: also those not accepted
+      later.
+    config: the run's.
     share: runs the passes, on some threads.
   """
 
@@ -326,9 +344,8 @@ class Merger:
     self, fragments: Mapping[int, Fragment], store: Store, config: Config, in_place: bool = False
   ):
     self.committed: dict[int, Committed] = {p: store[p] for p in fragments}
-    self._fragments, self._config = fragments, config
-    # By fragment, the round under way, and its pushes by learner: also those not accepted later.
-    self._arrivals: dict[int, tuple[int, dict[int, Measured]]] = {}
+    self._fragments, self.config = fragments, config
+    self.arrivals: dict[int, tuple[int, dict[int, Measured]]] = {}
     self._update: dict[int, Encoded] = {}  # by fragment, of the newest commit
     self._merged: dict[int, Merged] = {}  # by fragment, of the newest commit
     self._initial: dict[int, np.ndarray] = {}  # digests of initial values that receivers make
@@ -338,7 +355,7 @@ class Merger:
 
   def prepare(self, fragment: int) -> str:
     """Compiles the kernels for this fragment if it is large; see `passes.compile_for`."""
-    reason = passes.compile_for(self._fragments[fragment], self._config)
+    reason = passes.compile_for(self._fragments[fragment], self.config)
     if self._is_made(fragment):
       digest = codec.digest(self.committed[fragment].value)
       self._initial[fragment] = np.frombuffer(digest, np.uint8)
@@ -360,11 +377,11 @@ class Merger:
   def take_in(self, push: Push, now: float) -> Received:
     """Measures a push of a round under way here, so that the reducer can judge it, and keeps it
     until that round's commit, or until the first push of a later round."""
-    fragment, arrivals = self._fragments[push.fragment], self._arrivals.get(push.fragment)
+    fragment, arrivals = self._fragments[push.fragment], self.arrivals.get(push.fragment)
     if arrivals is None or arrivals[0] != push.round:
-      arrivals = self._arrivals[push.fragment] = push.round, {}
+      arrivals = self.arrivals[push.fragment] = push.round, {}
     _, pushes = arrivals
-    if push.codec != (own := self._config.sync.push_codec):  # it would cost more to merge
+    if push.codec != (own := self.config.sync.push_codec):  # it would cost more to merge
       return Received(push, now, fault=f"codec {push.codec!r}: must be {own!r}, as in the config")
     try:
       encoded = codec.checked(push.payload, fragment.size, own)
@@ -393,8 +410,8 @@ class Merger:
     in_place = self._in_place and p not in self._lent
     self._lent.discard(p)  # lent vectors are replaced, not overwritten
     self._update.pop(p, None)
-    (_, pushes), fragment = self._arrivals.pop(p), self._fragments[p]
-    old, config = self.committed[p], self._config
+    (_, pushes), fragment = self.arrivals.pop(p), self._fragments[p]
+    old, config = self.committed[p], self.config
     new, update, merged = commit(fragment, old, pushes, what, config, self.share, in_place)
     self.committed[p] = Committed(state, *new, what.round)
     if update is not None:
@@ -406,7 +423,7 @@ class Merger:
     """Takes a value that a learner gave back, and forgets the pushes of the round under way; the
     momentum stays as it is, of an older round."""
     p, value = what.fragment, what.content
-    self._arrivals.pop(p, None)
+    self.arrivals.pop(p, None)
     self._update.pop(p, None)
     old = self.committed[p]
     self.committed[p] = replace(old, state=state, value=value, published_value=value)

@@ -99,7 +99,7 @@ def compared_pieces(fragment: Fragment) -> list[int]:
   return directed or list(range(len(fragment.pieces)))
 
 
-class Directions:
+class Coefficients:
   """The coefficients u and c of the module's formula, from norms and weights of M pushes.
 
   Args:

@@ -239,7 +239,7 @@ class Engine:
 
   def _end(self, reason: str) -> None:
     """Ends learners and shards in good order: learners push their work while shards merge it."""
-    if reason == "finished":  # learners know it and end by themselves; who is away is not awaited
+    if reason == "finished":  # learners that are up know it, and end by themselves
       learners = supervisor.members(self._state, "learner-").items()
       self._wait([name for name, role in learners if role.phase == UP], PATIENCE_SECONDS)
     self._dismiss("learner-")
@@ -265,7 +265,7 @@ class Engine:
   def _kill(self) -> None:
     """Ends at once all roles that still live."""
     self._feed(supervisor.Dismiss(""))
-    with contextlib.suppress(KeyboardInterrupt):  # who asks once more waits for no thread
+    with contextlib.suppress(KeyboardInterrupt):  # a further Ctrl-C: wait for no thread
       for thread in self._threads.values():
         ended(thread, MEASURE_SECONDS)
 

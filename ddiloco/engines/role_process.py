@@ -255,7 +255,7 @@ class RoleRunner:
 
   def time_left(self) -> float:
     """Seconds to bring out what the role has: `network.drain_seconds` in all, once it was asked to
-    end. Who has asked kills it soon after."""
+    end; soon after it is killed."""
     drain_seconds = self.config.network.drain_seconds
     ago = max(0.0, time.monotonic() - self._asked_at)
     return max(drain_seconds - ago, min(GOODBYE_SECONDS, drain_seconds))

@@ -249,7 +249,7 @@ class ThreadsEngine(Engine):
       self._faults[fault.role].plan(fault)
 
   def _make_room(self, m: int) -> None:
-    """Gives a learner that nobody planned devices of its own; its first life compiles.
+    """Gives a learner that was not planned devices of its own; its first life compiles.
 
     Raises:
       ConfigError: no devices are left for it.

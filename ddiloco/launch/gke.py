@@ -276,7 +276,7 @@ class GkeRun:
         {"name": "public-keys", "mountPath": f"{FOLDER}/keys/public", "readOnly": True},
         {"name": "secret-key", "mountPath": f"{FOLDER}/keys/secret", "readOnly": True},
       ],
-      # Hosts of one island watch each other, but nobody waits for a host 0 that gives no orders.
+      # Hosts of one island watch each other, but none waits for a host 0 that gives no orders.
       "livenessProbe": {
         "httpGet": {"path": "/livez", "port": PROBE_PORT},
         "initialDelaySeconds": 60,  # Python and JAX

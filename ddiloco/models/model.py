@@ -40,7 +40,7 @@ class Model(Protocol):
 
   A model with `frozen() -> {name: array}` has arrays that are never trained, exchanged or saved,
   such as the weights under an adapter: `loss`, `evaluate` and `logits` find them among `params`. It
-  must give the same ones in every process: as with data, nobody compares. They are of any dtype,
+  must give the same ones in every process: like data, they are not compared. They are of any dtype,
   best mapped from a file, since every role asks for their shapes; `logical_axes` may name them too.
   """
 

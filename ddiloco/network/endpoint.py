@@ -271,7 +271,7 @@ class NetworkEndpoint(Endpoint):
   # --- peers that dialed us -----------------------------------------------------------------------
 
   def _meet(self, connected: socket.socket) -> bool:
-    """Greets whoever has come; in a thread of its own."""
+    """Greets the far end of a new connection; in a thread of its own."""
     greeting = frames.read_frame(connected)
     if not isinstance(greeting, Greeting):
       raise messages.MalformedMessage("no greeting")

@@ -297,7 +297,7 @@ class Door:
       the connection is let in; else it is closed, once the far end has read what was said.
     most: strangers at once.
     seconds: a stranger may say nothing for so long.
-    counters: counts who is not let in.
+    counters: counts connections that are not let in.
   """
 
   def __init__(

@@ -84,7 +84,7 @@ def _on_welcome(state: LearnerState, welcome: messages.Welcome, sync: SyncConfig
   rounds = dict(zip(welcome.fragments, welcome.rounds))
 
   def has(p: int, f: LearnerFragment) -> bool:
-    return f.shard == welcome.shard and f.newest >= rounds.get(p, math.inf)
+    return f.shard == welcome.shard and f.newest_round >= rounds.get(p, math.inf)
 
   fragments = tuple(replace(f, fresh=f.fresh or has(p, f)) for p, f in enumerate(state.fragments))
   # In lock-step a learner that missed a version gets the global step with that version.
@@ -94,7 +94,7 @@ def _on_welcome(state: LearnerState, welcome: messages.Welcome, sync: SyncConfig
 
 def _on_pull(state: LearnerState, pull: Pull, sync: SyncConfig) -> LearnerOutcome:
   f = state.fragments[pull.fragment]
-  if pull.base_version < f.received or not state.trains:
+  if pull.base_version < f.newest_version or not state.trains:
     return state, []  # the pull is of a round that is over
   outstanding = f.outstanding
   sent = outstanding.push if outstanding else None
@@ -123,8 +123,8 @@ def _on_request_value(state: LearnerState, request: messages.RequestValue) -> Le
 
 def _on_publish(state: LearnerState, publish: Publish, sync: SyncConfig) -> LearnerOutcome:
   f = state.fragments[publish.fragment]
-  usable = publish.base_round in (NOTHING, f.newest)
-  if publish.round <= f.newest or not usable:
+  usable = publish.base_round in (NOTHING, f.newest_round)
+  if publish.round <= f.newest_round or not usable:
     return state, []  # a duplicate, or an update to a version I do not have: it comes again whole
   sent = f.outstanding
   included = sent is not None and sent.push.round == publish.merged_round(state.learner)
@@ -151,7 +151,7 @@ def _mode(
     if publish.merged_round(state.learner) > f.base_header.merged_round(state.learner):
       return "reset"
     # The others made the same progress meanwhile: to add mine to theirs would count it twice.
-    if min(publish.version - f.received, f.steps / sync.sync_period) > STALE_PERIODS:
+    if min(publish.version - f.newest_version, f.steps / sync.sync_period) > STALE_PERIODS:
       return "overwrite"
     if sync.apply == "rebase":
       return MISSED
@@ -257,7 +257,7 @@ def waiting_for(state: LearnerState, sync: SyncConfig) -> str:
   that are out of phase after kills and losses wait for the same fragment and never for each other:
   a learner that is due for a later fragment goes on until it is due for the earlier one as well.
   """
-  turns = sorted(range(len(state.fragments)), key=lambda p: (state.fragments[p].received, p))
+  turns = sorted(range(len(state.fragments)), key=lambda p: (state.fragments[p].newest_version, p))
   for p, f in enumerate(state.fragments):
     merged = next((i.merged for i in f.incoming if i.merged), None)
     if merged and state.step - merged.at_step >= sync.overlap_steps:
@@ -378,7 +378,7 @@ def _apply_ready(state: LearnerState, sync: SyncConfig) -> LearnerOutcome:
       early = entry.merged and state.step - entry.merged.at_step < sync.overlap_steps
       if sync.blocking and early and not state.leaving:  # a leaving learner makes no such step
         break
-      state = state.with_fragment(p, **_received(state.fragments[p], entry, state.step))
+      state = state.with_fragment(p, **_after_apply(state.fragments[p], entry, state.step))
       applied = events.Apply(
         fragment=p,
         version=entry.publish.version,
@@ -390,7 +390,7 @@ def _apply_ready(state: LearnerState, sync: SyncConfig) -> LearnerOutcome:
   return state, todo
 
 
-def _received(f: LearnerFragment, entry: IncomingVersion, step: int) -> dict:
+def _after_apply(f: LearnerFragment, entry: IncomingVersion, step: int) -> dict:
   """The fragment's counters after one version was applied: every token has one fate."""
   mine = entry.merged.push.tokens if entry.merged else 0
   steps_since_sync = step - entry.merged.at_step if entry.merged else 0

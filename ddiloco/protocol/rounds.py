@@ -195,23 +195,9 @@ def advance_rounds(state: SyncerState, now: float) -> SyncerOutcome:
 def end_round(state: SyncerState, i: int, current: Round, why: str, now: float) -> SyncerOutcome:
   """Screens the pushes, and commits if a quorum of them is left. Members that were sent the version
   before get the update; all others get the whole value when they report next."""
-  before = state.fragments[i]
-  # Smoothed norms per step of accepted pushes. They grow with the global step, as pushes do while
-  # a learning rate warms up, but only since the fragment's last commit: a learner that was away for
-  # longer, or is new, is measured by what is usual now.
-  known = {m: member.norms[i] for m, member in state.members.items() if member.norms[i]}
-  # Lately: after months most members may be long lost, with pasts of when pushes were longer.
-  since = before.global_step - WINDOW_PERIODS * state.sync.sync_period
-  lately = [n for m, n in known.items() if before.merged_global_steps.get(m, 0) >= since]
-  usual = statistics.median(lately or known.values()) if known else 0.0
-  growth = max(1.0, current.global_step / max(1, before.global_step))
-  ratio, period = state.sync.max_norm_ratio, state.sync.sync_period
-  # Bounded by those of this round, or a learner's pushes could grow from round to round for ever.
-  mine = {m: known[m] for m in current.norms if m in known}
-  most = ratio * statistics.median(mine.values()) if mine else 0.0
-  past = {m: growth * max(usual, min(mine.get(m, 0.0), most)) for m in current.norms}
+  before, ratio, period = state.fragments[i], state.sync.max_norm_ratio, state.sync.sync_period
   steps = {m: min(p.steps, rules.COUNTED_PERIODS * period) for m, p in current.pushes.items()}
-  settled = len(known) > 1  # a past that one learner alone has may be a bad one's
+  past, settled = _past(state, i, current)
   rejected = rules.screen(current.norms, steps, past, ratio, period, settled)
   candidates = sorted(m for m in current.pushes if m not in rejected)
   opposing = rules.opposing(current.products, candidates)
@@ -219,7 +205,8 @@ def end_round(state: SyncerState, i: int, current: Round, why: str, now: float) 
   rejected = {**current.rejected, **rejected, **contrary}
   merged = sorted(m for m in current.pushes if m not in rejected)
   todo: list[SyncerAction] = []
-  if len(merged) >= state.quorum:
+  committed = len(merged) >= state.quorum
+  if committed:
     todo.append(_commit(state, i, current, why, merged, rejected, opposing, now))
     state = state.heard(state.key, state.vector_clock[state.key] + 1)
     # Steps beyond those of the run are believed once: they are missing from the next push.
@@ -246,11 +233,32 @@ def end_round(state: SyncerState, i: int, current: Round, why: str, now: float) 
     state, told = _reject(state, m, i, current.id, reason)
     todo += told
   header = state.newest(i)
-  for m, member in sorted(state.members.items()) if header.version > before.version else ():
-    if member.sent[i] == before.version and not member.lost:
+  for m, member in sorted(state.members.items()):
+    if committed and member.sent[i] == before.version and not member.lost:
       state, publish = state.publish_to(i, m, now, header, before.last_round)
       todo.append(publish)
   return state, todo
+
+
+def _past(state: SyncerState, i: int, current: Round) -> tuple[dict[int, float], bool]:
+  """`past` and `settled` of `rules.screen` for the pushes of a round.
+
+  Smoothed norms per step of accepted pushes. They grow with the global step, as pushes do while a
+  learning rate warms up, but only since the fragment's last commit: a learner that was away for
+  longer, or is new, is measured by what is usual now.
+  """
+  f = state.fragments[i]
+  known = {m: member.norms[i] for m, member in state.members.items() if member.norms[i]}
+  # Lately: after months most members may be long lost, with pasts of when pushes were longer.
+  since = f.global_step - WINDOW_PERIODS * state.sync.sync_period
+  lately = [n for m, n in known.items() if f.merged_global_steps.get(m, 0) >= since]
+  usual = statistics.median(lately or known.values()) if known else 0.0
+  growth = max(1.0, current.global_step / max(1, f.global_step))
+  # Bounded by those of this round, or a learner's pushes could grow from round to round for ever.
+  mine = {m: known[m] for m in current.norms if m in known}
+  most = state.sync.max_norm_ratio * statistics.median(mine.values()) if mine else 0.0
+  past = {m: growth * max(usual, min(mine.get(m, 0.0), most)) for m in current.norms}
+  return past, len(known) > 1  # a past that one learner alone has may be a bad one's
 
 
 def _commit(

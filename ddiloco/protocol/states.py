@@ -112,12 +112,12 @@ class LearnerFragment(Frozen):
     return self.fresh and self.version >= 0
 
   @property
-  def received(self) -> int:
+  def newest_version(self) -> int:
     """The newest version accepted."""
     return self.base_header.version if self.base_header else -1
 
   @property
-  def newest(self) -> int:
+  def newest_round(self) -> int:
     """The round that made the newest version accepted."""
     return self.base_header.round if self.base_header else NOTHING
 

@@ -92,13 +92,13 @@ class Exchange(WorkingRole):
 
   # --- in the role's own loop, between two inner steps --------------------------------------------
 
-  def boundary(self, *events: actions.LearnerEvent) -> None:
-    """Feeds `events`, then everything that has arrived, then reports to the shards."""
-    self._take_in(*events)
+  def boundary(self, *happened: actions.LearnerEvent) -> None:
+    """Feeds what `happened`, then everything that has arrived, then reports to the shards."""
+    self._take_in(*happened)
     self._report()
 
-  def _take_in(self, *events: actions.LearnerEvent | None) -> None:
-    for event in itertools.chain(events, iter(self._arrived, None)):
+  def _take_in(self, *happened: actions.LearnerEvent | None) -> None:
+    for event in itertools.chain(happened, iter(self._arrived, None)):
       if event is not None:
         self._feed(event)
 
@@ -258,7 +258,7 @@ class Exchange(WorkingRole):
     """Makes the initial values, and checks this one: another machine may compute other bits."""
     p, reason = publish.fragment, "it is another one here, or none"
     # It may have come again meanwhile. To make it anew would take the memory of a whole model.
-    if publish.round <= self.state.fragments[p].newest:
+    if publish.round <= self.state.fragments[p].newest_round:
       return
     if p not in self._made:
       try:

@@ -341,8 +341,10 @@ class Syncer(WorkingRole):
         if m in now and not now[m].lost and now[m].incarnation == then[m].incarnation
       ]
 
+    def has_left(role: str) -> bool:
+      return parse_role(role)[1] not in self.state.members
+
     shards = [f"syncer-{s}" for s in range(self.config.sync.num_shards)]
-    has_left = lambda role: parse_role(role)[1] not in self.state.members  # noqa: E731
     how = settings.patience_seconds, not self.config.sync.blocking, has_left
     return self._saver.commit_when_complete(action.snapshot, shards, expected, *how)
 

@@ -169,7 +169,7 @@ class SizedMerger(Merger):
 
   def commit(self, what: Commit, state: FragmentState) -> Merged:
     p, pace, sync = what.fragment, self._world.pace, self._world.sync
-    vectors = bandwidth.commit_vectors(sync, self._config.outer.momentum > 0, len(what.learners))
+    vectors = bandwidth.commit_vectors(sync, self.config.outer.momentum > 0, len(what.learners))
     self._world.spend(pace.merge_seconds)
     self._world.touch(p, vectors, pace.merge_gbytes)
     self._set(p, state, what.round)
@@ -177,7 +177,7 @@ class SizedMerger(Merger):
     if name != "f32":
       size = self._fragments[p].size
       self._update[p] = Encoded(name, cast(Any, Sized(codec.payload_bytes(size, name))))
-    return Merged(learner_weights(what, self._config))
+    return Merged(learner_weights(what, self.config))
 
   def install(self, what: InstallValue, state: FragmentState) -> None:
     self._update.pop(what.fragment, None)

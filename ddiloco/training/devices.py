@@ -140,7 +140,7 @@ class Shares:
     self._given = dict(enumerate(partition(self._usable, counts)))
 
   def of(self, learner: int) -> list[Device]:
-    """Its devices; one that nobody planned gets some that no other has.
+    """Its devices; a learner that was not planned gets some that no other has.
 
     Raises:
       ConfigError: too few are left.

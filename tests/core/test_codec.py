@@ -193,6 +193,17 @@ def test_structural_errors():
     codec.payload_bytes(-1, "f32")
 
 
+def test_codes_of_a_byte_may_have_other_levels(monkeypatch):
+  """A codec with scales, and a byte a value, is no more than its name, type and levels."""
+  monkeypatch.setattr(codec, "CODECS", (*codec.CODECS, "int6"))
+  monkeypatch.setitem(codec._TYPES, "int6", np.dtype(np.int8))
+  monkeypatch.setitem(codec.LEVELS, "int6", 31)
+  for size in SIZES[1:]:
+    x = np.random.default_rng(size).standard_normal(size).astype(np.float32)
+    found = codec.decode(codec.encode(x, "int6"), size, "int6")
+    np.testing.assert_allclose(found, reference(x, 31), rtol=1e-6)
+
+
 @pytest.mark.parametrize(("name", "lowest"), [("int8", -128), ("int4", -8)])
 def test_what_no_encoder_writes_is_a_number_too(name, lowest):
   """Whoever may send f32 may send any number: to refuse some of them here would protect nobody."""

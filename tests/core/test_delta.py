@@ -1,10 +1,12 @@
 """What a commit says of its pushes: how long the merged one is, and where it points."""
 
+import math
+
 import numpy as np
 import pytest
 
 from ddiloco.config import from_dict
-from ddiloco.core import codec, delta
+from ddiloco.core import codec, delta, outer, passes
 from ddiloco.core.delta import Committed, Merger
 from ddiloco.protocol import rules
 from ddiloco.protocol.messages import NOTHING, FragmentState, Push
@@ -97,6 +99,35 @@ def test_a_commit_of_zeros_has_no_direction(merger):
   assert merged(merger, 0, zeros).length is None
   assert merged(merger, 1, some).rho is None
   assert merged(merger, 2, zeros).rho is None
+
+
+class Median(passes.Sum):
+  """In place of a sum: of each value the median over the pushes."""
+
+  def __init__(self, fragment, pushes):
+    super().__init__(fragment, [], np.empty((0, len(fragment.pieces)), np.float32))
+    self._pushes = pushes
+
+  def read(self, chunk, total, scratch):
+    rows = np.empty((len(self._pushes), total.size), np.float32)
+    for push, row in zip(self._pushes, rows):
+      codec.decode_chunk(push, self.fragment.size, chunk.start, row)
+    np.median(rows, axis=0, out=total)
+
+
+def test_a_merge_rule_need_not_be_a_weighted_sum(merger, monkeypatch):
+  def combine(fragment, pushes, weights, share=map):
+    total = Median(fragment, [each.push for each in pushes])
+    norm = math.sqrt(passes.squares(total, share).sum())
+    return total, np.ones(len(fragment.pieces), np.float32), norm
+
+  monkeypatch.setattr(delta, "combine", combine)
+  pushes, zeros = randoms(3, SIZE), np.zeros(SIZE, np.float32)
+  found, median = merged(merger, 0, pushes), np.median(pushes, axis=0)
+  expected = outer.update(zeros, zeros, median, CONFIG.outer)
+  np.testing.assert_array_equal(merger.committed[0].value, expected)
+  mean_norm = np.mean([np.linalg.norm(each) for each in pushes])
+  assert found.length == pytest.approx(np.linalg.norm(median) / mean_norm, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["f32", "int8"])

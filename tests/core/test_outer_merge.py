@@ -31,9 +31,9 @@ def squared_norms(fragment, delta):
   return passes.squares(passes.Sum(fragment, [exact(delta)], ones))
 
 
-def directions_of(fragment, deltas, weights):
+def coefficients_of(fragment, deltas, weights):
   squares = np.stack([squared_norms(fragment, d) for d in deltas]) if deltas else np.zeros((0, 2))
-  return outer.Directions(fragment, squares, np.asarray(weights, np.float64))
+  return outer.Coefficients(fragment, squares, np.asarray(weights, np.float64))
 
 
 def whole(total):
@@ -46,10 +46,10 @@ def whole(total):
 
 
 def merged(fragment, deltas, weights):
-  directions = directions_of(fragment, deltas, weights)
-  total = passes.Sum(fragment, [exact(d) for d in deltas], directions.units)
+  coefficients = coefficients_of(fragment, deltas, weights)
+  total = passes.Sum(fragment, [exact(d) for d in deltas], coefficients.units)
   out = whole(total)
-  for piece, stretch in zip(fragment.pieces, directions.stretch(passes.squares(total))):
+  for piece, stretch in zip(fragment.pieces, coefficients.stretch(passes.squares(total))):
     out[piece.offset : piece.offset + piece.size] *= stretch
   return out
 
@@ -95,10 +95,10 @@ def test_golden_two_learners_two_pieces():
   fragment = fragment_of(2, 2, average=[1])
   deltas = [np.array([3, 4, 2, 4], np.float32), np.array([10, 0, 6, 0], np.float32)]
   assert [squared_norms(fragment, d).tolist() for d in deltas] == [[25, 20], [100, 36]]
-  directions = directions_of(fragment, deltas, [0.5, 0.5])
-  np.testing.assert_array_equal(directions.units, np.float32([[1, 0.5], [0.5, 0.5]]))  # x 10 there
+  coefficients = coefficients_of(fragment, deltas, [0.5, 0.5])
+  np.testing.assert_array_equal(coefficients.units, np.float32([[1, 0.5], [0.5, 0.5]]))  # x 10
   stretch = 7.5 / np.sqrt(0.8)
-  found = directions.stretch(np.array([80.0, 0]))  # |10 (.8, .4)|^2
+  found = coefficients.stretch(np.array([80.0, 0]))  # |10 (.8, .4)|^2
   np.testing.assert_allclose(found, [stretch / 10, 1], rtol=1e-7)
   expected = [stretch * 0.8, stretch * 0.4, 4, 2]
   np.testing.assert_allclose(merged(fragment, deltas, [0.5, 0.5]), expected, rtol=2e-7)
@@ -169,7 +169,7 @@ def test_zero_inputs():
 def test_weight_zero_is_never_read():
   fragment = fragment_of(2, 2, average=[1])
   one = np.array([3, 4, 1, 2], np.float32)
-  units = directions_of(fragment, [one, one], [1.0, 0.0]).units
+  units = coefficients_of(fragment, [one, one], [1.0, 0.0]).units
   poison = np.full(4, np.nan, np.float32)
   total = passes.Sum(fragment, [exact(one), exact(poison)], units)
   np.testing.assert_array_equal(whole(total), one)

@@ -61,13 +61,13 @@ def sample_of(fragment, push, compared):
 def stepped_of(fragment, pushes, config, name, share=map, seed=1):
   """(squares of the pushes, squares of their sum, the fragment after a step on them)."""
   squares = np.stack([squares_of(fragment, p, share) for p in pushes])
-  directions = outer.Directions(fragment, squares, np.arange(1, len(pushes) + 1) / 10)
-  total = Sum(fragment, pushes, directions.units)
+  coefficients = outer.Coefficients(fragment, squares, np.arange(1, len(pushes) + 1) / 10)
+  total = Sum(fragment, pushes, coefficients.units)
   found = passes.squares(total, share)
   value, drift, speed = randoms(3, fragment.size, seed)
   published = value + np.float32(0.01) * drift if name != "f32" else value
   old = Vectors(value, published, speed if config.momentum else None)
-  return squares, found, passes.step(total, directions.stretch(found), old, config, name, share)
+  return squares, found, passes.step(total, coefficients.stretch(found), old, config, name, share)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -81,13 +81,13 @@ def test_a_step_is_the_outer_optimizers_on_the_plain_sum(sizes, config):
   momentum = speed if config.momentum else None
   before = [v.copy() for v in (value, speed, *deltas)]
   squares = np.stack([squares_of(fragment, p) for p in pushes])
-  directions = outer.Directions(fragment, squares, np.array([0.5, 0.2, 0.3]))
-  total = Sum(fragment, pushes, directions.units)
-  stretch = directions.stretch(passes.squares(total))
+  coefficients = outer.Coefficients(fragment, squares, np.array([0.5, 0.2, 0.3]))
+  total = Sum(fragment, pushes, coefficients.units)
+  stretch = coefficients.stretch(passes.squares(total))
   new, update = passes.step(total, stretch, Vectors(value, value, momentum), config, "f32")
 
   spans = [slice(p.offset, p.offset + p.size) for p in fragment.pieces]
-  units = directions.units
+  units = coefficients.units
   parts = [[d[s] * units[m, i] for m, d in enumerate(deltas)] for i, s in enumerate(spans)]
   summed = np.concatenate([sum(each) * c for each, c in zip(parts, stretch)])
   expected = outer.update(value, momentum, summed, config)
@@ -119,7 +119,7 @@ def test_kernels_and_threads_change_no_bit(name, config, compiled):
     np.testing.assert_array_equal(ours, theirs)
   np.testing.assert_array_equal(sums[1], kernel_found)
   # With the same norms NumPy and kernels agree in every bit.
-  units = outer.Directions(fragment, squares, np.arange(1, 7) / 10).units
+  units = outer.Coefficients(fragment, squares, np.arange(1, 7) / 10).units
   stretch = np.float32([0.7, 1.1, 0.0, 1.0, 2.0, 3.0])
   value, published, speed = randoms(3, fragment.size, seed=2)
   published = value if name == "f32" else value + np.float32(0.001) * published

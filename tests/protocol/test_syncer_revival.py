@@ -166,7 +166,7 @@ def test_a_learner_records_before_it_takes_the_message_in():
   before = one.state
   newer = replace(whole, version=1, round=0, snapshot=4)
   assert records(one, newer) == [TakeSnapshot(4, replace(before, snapshot=4))]
-  assert one.state.fragments[0].received == 1
+  assert one.state.fragments[0].newest_version == 1
   assert one.feed(newer) == []
   fresh = Script(role="learner")
   [take, stage] = fresh.feed(replace(whole, snapshot=4))
