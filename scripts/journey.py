@@ -5,9 +5,10 @@
 Prints every stop in order: the file and line, the function with its lines, and what happens there;
 then every file with its lines. Files count that work on the delta, on messages that carry it or
 decide on it, or on its round; not the settings, the event log, or code that only starts and ends
-roles. With --brief only the files. Last line: {"files", "lines", "stops", "lines_of_stops"}, where
-`lines` are those of whole files and `lines_of_stops` those of the functions and classes of the
-walk. `tests/test_journey.py` keeps the list true.
+roles. With --brief only the files. Last line: {"files", "lines", "most_files", "most_lines",
+"stops", "lines_of_stops"}, where `lines` are those of whole files and `lines_of_stops` those of the
+functions and classes of the walk; exit status 1 if there are more files or lines than `most_files`
+or `most_lines`. `tests/test_journey.py` keeps the list true.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import common
 import ddiloco
 
 ROOT = Path(ddiloco.__file__).parent
+MOST_FILES, MOST_LINES = 16, 3500
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +194,7 @@ def files() -> dict[str, int]:
   return {stop.file: (ROOT / stop.file).read_text().count("\n") for stop in JOURNEY}
 
 
-def main() -> None:
+def main() -> int:
   options = common.options(__doc__, brief=False)
   found = files()
   for number, stop in enumerate(() if options.brief else JOURNEY, 1):
@@ -204,7 +206,8 @@ def main() -> None:
   total = {"files": len(found), "lines": sum(found.values())}
   spans = {(stop.file, *stop.lines) for stop in JOURNEY}
   walk = {"stops": len(spans), "lines_of_stops": sum(last - first + 1 for _, first, last in spans)}
-  print(json.dumps({**total, **walk}))
+  print(json.dumps({**total, "most_files": MOST_FILES, "most_lines": MOST_LINES, **walk}))
+  return int(total["files"] > MOST_FILES or total["lines"] > MOST_LINES)
 
 
 if __name__ == "__main__":

@@ -61,9 +61,10 @@ def test_every_stop_leads_on_to_the_next(here, there):
 
 def test_its_totals_are_printed(capsys, monkeypatch):
   monkeypatch.setattr(sys, "argv", ["journey.py", "--brief"])
-  journey.main()
+  status = journey.main()
   *lines, last = capsys.readouterr().out.splitlines()
   assert len(lines) == len({stop.file for stop in journey.JOURNEY})
   assert f'"files": {len(lines)}' in last
   total = sum(int(line.split()[1]) for line in lines)
   assert f'"lines": {total}' in last
+  assert status == (len(lines) > journey.MOST_FILES or total > journey.MOST_LINES)
