@@ -30,7 +30,7 @@ STARTING_SECONDS = 900.0  # ... before the first step, which compiles, for so lo
 OVER = {
   "finished": "The run is over: it merged all its tokens.",
   "stopped": "The run was stopped. It can go on from its newest snapshot.",
-  "failed": "The run has failed: a shard was gone for good, or there was no quorum any more.",
+  "failed": "The run has failed: it could not begin, or a shard or every quorum was gone for good.",
 }
 
 

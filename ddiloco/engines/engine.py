@@ -141,8 +141,8 @@ class Engine:
       )
       try:
         self._prepare()
-      except KeyboardInterrupt:
-        self._finish("stopped")
+      except BaseException as error:
+        self._finish("stopped" if isinstance(error, KeyboardInterrupt) else "failed")
         raise
       self._plan()
       reason = "stopped"

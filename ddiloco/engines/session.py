@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import json
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,8 +32,8 @@ from ddiloco.observe.eventlog import EventStream
 from ddiloco.observe.guards import warn
 from ddiloco.observe.live import LiveView, TensorBoard
 from ddiloco.observe.report import write_report
+from ddiloco.observe.run_state import RunState
 from ddiloco.observe.style import loss_text
-from ddiloco.protocol.events import Started, Step, parse_role
 from ddiloco.roles import initial
 from ddiloco.simulation import bandwidth
 from ddiloco.training import data, evaluate, step
@@ -112,43 +112,34 @@ def _train(
   runner: Any, config: Config, workdir: Path, corpus: data.Source, heldout: HeldoutLoss | None
 ) -> int:
   print(f"Config: {workdir / 'config.json'}")
-  board = TensorBoard(workdir)
-  with LiveView() as live:
-    outcome = runner.run([live, board])
-  board.close()
+  # Around all of it: no signal between the run's end and its outcome ends the process.
+  with terminates(runner.leave) as late:
+    board = TensorBoard(workdir)
+    with LiveView() as live:
+      outcome = runner.run([live, board])
+    board.close()
 
-  def compare() -> dict[str, float]:
-    if heldout is None or not config.run.compare_alone or outcome.reason != "finished":
-      return {}
-    steps, kinds = 0, set[str]()
-    for event in EventStream(workdir):
-      if isinstance(event, Step):  # what earlier starts lost, and made again, counts once
-        steps = max(steps, event.global_step)
-      elif isinstance(event, Started) and event.device_kind:
-        kinds.add(event.device_kind)
-    here = {device.device_kind for device in jax.devices()}
-    rule = f"islands trained on {', '.join(sorted(kinds))}, which this process does not use"
-    fix = "give another run sync.num_shards = 0 and --engine=threads: its islands train alone"
-    require(kinds <= here, "run.compare_alone", True, rule, fix)
-    return _train_alone(config, workdir, corpus, heldout, runner, steps)
+    def compare(run: RunState) -> dict[str, float]:
+      if heldout is None or not config.run.compare_alone or outcome.reason != "finished":
+        return {}
+      kinds = {kind for island in run.islands.values() for kind in island.chip_kinds}
+      here = {device.device_kind for device in jax.devices()}
+      rule = f"islands trained on {', '.join(sorted(kinds))}, which this process does not use"
+      fix = "give another run sync.num_shards = 0 and --engine=threads: its islands train alone"
+      require(kinds <= here, "run.compare_alone", True, rule, fix)
+      steps = max(island.global_step for island in run.islands.values())
+      return _train_alone(config, workdir, corpus, heldout, runner, steps)
 
-  asked = threading.Event()  # to end, now that the run is over
-  try:
-    with terminates(asked):
-      conclude(config, workdir, outcome, heldout and heldout.loss, compare, asked.wait)
-  except OSError as error:
-    print(f"\nThe run's end is not saved: {error}. Fix: {ROOM}; give the same command again.")
-    return EXIT_STATUS["failed"]
+    asked = threading.Event()  # to end, now that the run is over
+    try:
+      with terminates(asked):
+        if late:
+          asked.set()
+        conclude(config, workdir, outcome, heldout and heldout.loss, compare, asked.wait)
+    except OSError as error:
+      print(f"\nThe run's end is not saved: {error}. Fix: {ROOM}; give the same command again.")
+      return EXIT_STATUS["failed"]
   return LOST if outcome.lost else EXIT_STATUS[outcome.reason]
-
-
-def all_steps(workdir: Path) -> dict[str, int]:
-  """Inner steps of every learner, in all its incarnations of all starts of the run."""
-  made: Counter[int] = Counter()
-  for event in EventStream(workdir):
-    kind, m = parse_role(event.role)
-    made[m] += isinstance(event, Step) and kind == "learner"
-  return {str(m): count for m, count in sorted(made.items()) if count}
 
 
 def make_engine(name: str) -> Callable[..., Any]:
@@ -170,7 +161,7 @@ def conclude(
   workdir: Path,
   outcome: RunResult,
   loss: Callable[[Mapping[str, np.ndarray]], float] | None,
-  compare: Callable[[], Mapping[str, Any]] = dict,
+  compare: Callable[[RunState], Mapping[str, Any]] = lambda run: {},
   pause: Callable[[float], bool | None] = time.sleep,
 ) -> None:
   """Leaves result, outcome and report in `workdir`, and prints the main numbers.
@@ -184,7 +175,8 @@ def conclude(
     workdir: of the run.
     outcome: what the run's engine returned.
     loss: held-out loss of a parameter tree; None where nothing is evaluated.
-    compare: called once the result is saved; returns the numbers to compare it with.
+    compare: called once the result is saved, with the run's state; returns the numbers to compare
+      the result with.
     pause: waits for so many seconds; true: asked to end, it tries no more to save what failed, and
       measures nothing.
 
@@ -204,20 +196,21 @@ def conclude(
   if outcome.lost:
     extra["lost"] = outcome.lost
   until_saved(lambda: write_outcome(workdir, extra), *patience)
+  told = functools.cache(lambda: RunState().read(EventStream(workdir)))  # the log is read once
   run = config.run
   if run.evaluations and loss is not None:
     untrained = lambda: _untrained(config, outcome, loss)  # noqa: E731
     _attempt("the untrained model's loss", extra, untrained, pause)
     _attempt("the result's loss", extra, measured, pause)
-    _attempt("the comparison", extra, compare, pause)
+    _attempt("the comparison", extra, lambda: compare(told()), pause)
   if run.sample_tokens and evaluate.makes_text(config.model):
     arguments = run.prompt, run.sample_tokens, 0.7, config.seed
     _attempt("the sample", extra, lambda: {"sample": sample(workdir, config, *arguments)}, pause)
-  _attempt("the count of steps", extra, lambda: {"learner_steps": all_steps(workdir)})
+  _attempt("the count of steps", extra, lambda: _learner_steps(told()))
   began = workdirs.start_time  # of the run, also if it went on
   took = lambda: {"seconds": max(0.0, round(time.time() - began(workdir), 1))}  # noqa: E731
   _attempt("the time of the run", extra, took)
-  _attempt("the report", extra, lambda: _write_end(workdir, extra))
+  _attempt("the report", extra, lambda: _write_end(workdir, told(), extra))
   _print_end(config, workdir, extra)
 
 
@@ -254,10 +247,16 @@ def write_outcome(workdir: Path, extra: Mapping[str, Any]) -> None:
   workdirs.write_whole(workdir / workdirs.OUTCOME, json.dumps(extra, indent=2) + "\n")
 
 
-def _write_end(workdir: Path, extra: Mapping[str, Any]) -> Mapping[str, Any]:
+def _learner_steps(run: RunState) -> dict[str, dict[str, int]]:
+  """Inner steps of every learner, in all its incarnations of all starts of the run."""
+  made = {str(m): island.steps for m, island in sorted(run.islands.items()) if island.steps}
+  return {"learner_steps": made}
+
+
+def _write_end(workdir: Path, run: RunState, extra: Mapping[str, Any]) -> Mapping[str, Any]:
   """Writes all that is known at the end, and the report that shows it."""
   write_outcome(workdir, extra)
-  write_report(workdir, extra)
+  write_report(workdir, extra, run)
   return {}
 
 

@@ -30,7 +30,7 @@ from ddiloco.observe.style import compact
 from ddiloco.protocol import events
 from ddiloco.protocol import syncer as syncer_rules
 from ddiloco.protocol.learner import unmerged_tokens
-from ddiloco.protocol.messages import EVALUATOR
+from ddiloco.protocol.messages import EVALUATOR, Goodbye
 from ddiloco.protocol.states import LearnerState, SyncerState
 from ddiloco.roles import initial
 from ddiloco.roles.learner import Batches, Learner
@@ -388,10 +388,17 @@ def run_evaluator(config: Config, place: RoleSpec, corpus: Source | None = None)
   `corpus`: the data, if they are open already.
   """
   check_spec(config, place)
-  if _is_finished(EVALUATOR_ADDRESS, config, place):
-    return FINISHED
+  finished = _is_finished(EVALUATOR_ADDRESS, config, place)
   with RoleRunner(EVALUATOR_ADDRESS, config, place) as runner:
-    return runner.run(lambda: _evaluator(runner, corpus))
+    return runner.run(lambda: _leave(runner) if finished else _evaluator(runner, corpus))
+
+
+def _leave(runner: RoleRunner) -> int:
+  """Says goodbye once more: a shard that did not hear it, and shares no workdir, still waits."""
+  endpoint = runner.connect()
+  for shard in range(runner.config.sync.num_shards):
+    endpoint.send(syncer_address(shard), Goodbye(EVALUATOR, runner.incarnation))
+  return FINISHED
 
 
 def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:

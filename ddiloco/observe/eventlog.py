@@ -214,6 +214,7 @@ class Recorder:
         now = self._clock() - self._start_time
         self._append([events.stamped(said, now, self.role, self.incarnation)])
         self._lost += lost
+      self._warn.over("unwritten")
     except OSError as error:
       self._begins = True  # it may be another file that is there next time
       self._failure = str(error)

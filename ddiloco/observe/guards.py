@@ -46,6 +46,10 @@ class Warnings:
     if self._said.setdefault(about, mine) is mine:  # of threads that warn of it at once only one
       warn(text)
 
+  def over(self, about: Any) -> None:
+    """That is over: if it comes again, it is warned of again."""
+    self._said.pop(about, None)
+
 
 class Guard:
   """Calls the duties of a loop that must not end.

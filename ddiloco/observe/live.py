@@ -68,7 +68,7 @@ def plain_line(view: RunState, now: float) -> str:
   islands = []
   for learner, island in sorted(view.islands.items()):
     state = island.state_at(now)
-    at = f"step {island.global_step}" if island.step or state == "running" else ""
+    at = f"step {island.step}" if island.step or state == "running" else ""
     islands.append(f"{learner} {state} {at}".rstrip())
   known = [f"[{clock_time(now)}] {view.progress:4.0%}", *_figures(view, now)]
   return " · ".join(known + ["islands: " + ", ".join(islands)] * bool(islands))

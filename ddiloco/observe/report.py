@@ -150,7 +150,11 @@ PICTURES = {  # file: (title, caption)
 _TITLE = ": ddiloco report</title>"
 
 
-def write_report(workdir: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> Path:
+def write_report(
+  workdir: str | os.PathLike[str],
+  extra: Mapping[str, Any] | None = None,
+  run: RunState | None = None,
+) -> Path:
   """Writes WORKDIR/report/ and returns its path.
 
   Args:
@@ -159,11 +163,12 @@ def write_report(workdir: str | os.PathLike[str], extra: Mapping[str, Any] | Non
       `numbers`). The page shows `loss_untrained`, `loss_merged`, `loss_best_island_alone`
       (held-out, nats per token), `seconds`, `sample` (generated text) and, where no engine says why
       the run ended, `reason` or that it is `under_way`; summary.json takes any JSON value.
+    run: the state of the run, if the events were read already.
 
   Raises:
     OSError: the folder cannot be written, or has such files that are not of ddiloco.
   """
-  run = RunState().read(EventStream(workdir))
+  run = run or RunState().read(EventStream(workdir))
   extra = dict(extra or {})
   summary = {**numbers(run), **extra}
   folder = Path(workdir) / "report"

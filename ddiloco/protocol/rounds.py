@@ -43,7 +43,8 @@ def start_rounds(state: SyncerState, now: float) -> SyncerOutcome:
     due = [m for m in asked if state.is_due(m, i)]
     if any(state.brings_last_work(m) for m in due) and not state.sync.blocking:
       due = asked  # a leaving learner cannot wait until a quorum is due
-    if len(due) < state.quorum:
+    quorum = _quorum(state, i, asked)
+    if len(due) < quorum:
       continue
     # Unique over the shard's incarnations, so that no push for an earlier one is taken for ours.
     round_id = rules.numbered(state.incarnation, state.rounds)
@@ -55,6 +56,7 @@ def start_rounds(state: SyncerState, now: float) -> SyncerOutcome:
     state = replace(state, beliefs=rules.refreshed(state.beliefs, paces, step_seconds))
     current = Round(
       id=round_id,
+      quorum=quorum,
       started_at=now,
       pending=tuple(asked),
       step_seconds=step_seconds,
@@ -67,6 +69,16 @@ def start_rounds(state: SyncerState, now: float) -> SyncerOutcome:
     todo += [_pull(state, f, current, m) for m in asked]
     todo.append(_round_event(f, current))
   return replace(state, dirty=tuple(waiting)), todo
+
+
+def _quorum(state: SyncerState, i: int, asked: list[int]) -> int:
+  """K, or those that can push where no others ever will, since all that are here leave: a learner
+  that has nothing left would be missing. A fragment's first round, before it has merged anything,
+  always takes K."""
+  version = state.fragments[i].version
+  here = [m for m, v in state.members.items() if m >= 0 and not (v.lost or v.quarantined)]
+  last = (state.brings_last_work(m) and state.members[m].versions[i] == version for m in here)
+  return min(state.quorum, max(1, len(asked))) if version and all(last) else state.quorum
 
 
 def _available(state: SyncerState, i: int) -> list[int]:
@@ -115,7 +127,7 @@ def on_push(state: SyncerState, push: Push, event: Received) -> SyncerOutcome:
     norms={**current.norms, me: event.norm},
     products={**current.products, **pairs},
   )
-  if current.quorum_at is None and len(current.pushes) >= state.quorum:
+  if current.quorum_at is None and len(current.pushes) >= current.quorum:
     seconds = rules.smooth(state.quorum_seconds, _quorum_seconds(state, current, event.now))
     state = replace(state, quorum_seconds=seconds)
     current = replace(current, quorum_at=event.now)
@@ -165,7 +177,7 @@ def advance_rounds(state: SyncerState, now: float) -> SyncerOutcome:
     way_back = 0.0 if state.sync.apply in events.KEEPS_WORK else current.sync_seconds
     grace = rules.grace_seconds(current.step_seconds, state.quorum_seconds, way_back, state.sync)
     pending, count = current.pending, len(current.pushes)
-    decision = rules.decide(now, count, pending, current.quorum_at, grace, state.quorum)
+    decision = rules.decide(now, count, pending, current.quorum_at, grace, current.quorum)
     if decision.verdict == "wait":
       again = now >= current.pulled_at + _pull_patience(state, current.pulls)
       if again:
@@ -205,7 +217,7 @@ def end_round(state: SyncerState, i: int, current: Round, why: str, now: float) 
   rejected = {**current.rejected, **rejected, **contrary}
   merged = sorted(m for m in current.pushes if m not in rejected)
   todo: list[SyncerAction] = []
-  committed = len(merged) >= state.quorum
+  committed = len(merged) >= current.quorum
   if committed:
     todo.append(_commit(state, i, current, why, merged, rejected, opposing, now))
     state = state.heard(state.key, state.vector_clock[state.key] + 1)
@@ -222,7 +234,7 @@ def end_round(state: SyncerState, i: int, current: Round, why: str, now: float) 
       global_step=current.global_step,
     )
   else:
-    reason = f"{len(merged)} of {state.quorum} needed were left: {why}"
+    reason = f"{len(merged)} of {current.quorum} needed were left: {why}"
     todo.append(
       events.Abandoned(fragment=before.index, round=current.id, reason=reason, rejected=rejected)
     )

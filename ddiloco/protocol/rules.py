@@ -25,6 +25,7 @@ LONGEST_STEP_SECONDS = 600.0  # cap of a believed step time until the usual one 
 LEAST_CAP_SECONDS = 60.0  # after that the cap is at least this, and ...
 STEP_TIME_RATIO = 16.0  # ... so many times the usual step time
 LEAD = 16.0  # one learner alone makes the global step grow so much faster than others, at most
+KEPT_SECONDS = 600.0  # so much of a lead that was possible, and not taken, can still be taken
 ALONE_LEAD = 2.0  # the same where there are no two others to compare with
 WASTE = 16  # a run makes at most so many times the steps its tokens need: work may be lost
 MOST_NORM = 1e15  # no push of a model that works is so long; far from where f32 overflows
@@ -292,7 +293,9 @@ def raised_global_step(
   """The global step after a learner has said how far it is.
 
   It is the highest step that two learners claim, or that the foremost learner can have reached
-  alone: no learner is believed to be more than `LEAD` times faster than the others.
+  alone: no learner is believed to be more than `LEAD` times faster than the others. Of what it did
+  not reach only `KEPT_SECONDS` stay, or after months one claim could end the run: enough for an
+  island that was cut off for hours.
 
   Args:
     beliefs: before this report.
@@ -308,13 +311,16 @@ def raised_global_step(
   if claim <= global_step:
     return beliefs, global_step
   claims = _ranked(beliefs.claims, (-claim, learner), 2)
-  reach, reach_at = max(beliefs.reach, global_step, step_tolerance(sync) / 2), beliefs.reach_at
+  least = step_tolerance(sync) / 2
+  reach, reach_at = max(beliefs.reach, global_step, least), beliefs.reach_at
   confirmed = -int(claims[1][0]) if len(claims) > 1 else 0
   front = claims[0][1]
   rate = _rate(beliefs.paces, front, num_learners) if num_learners else 0.0
   if rate > 0:
     reach += max(0.0, now - reach_at) * rate
     reach_at = max(now, reach_at)
+    if num_learners > 2:
+      reach = min(reach, global_step + max(least, KEPT_SECONDS * rate))
   if confirmed > global_step:
     global_step = confirmed
     if confirmed > reach:

@@ -213,6 +213,7 @@ class Round(Frozen):
   """One sync of one fragment, from pull to commit."""
 
   id: int
+  quorum: int  # of learners that must have pushed
   started_at: float
   pending: tuple[int, ...]  # asked, and neither answered nor gone since
   step_seconds: float  # median of the learners that were asked
@@ -309,7 +310,8 @@ class SyncerState(_State, Frozen):
 
   @property
   def quorum(self) -> int:
-    """K: how many learners must be due for a round to start, and have pushed for a commit."""
+    """K: how many learners must be due for a round to start, and have pushed for a commit; fewer
+    where all leave (`protocol/rounds.py`)."""
     return self.sync.min_quorum
 
   def to(self, incarnation: int) -> tuple[int, int, int]:

@@ -513,7 +513,7 @@ class Learner:
     state = self.exchange.state
     asked = now()
     batch = next(batches)
-    started = now()
+    started = asked if self.island.busy else now()  # a step that is still in flight hid the wait
     position, rate_scale = self._next_position(state), self._rate_scale(state)
     self.exchange.warms_up = rate_scale < 1
     at = schedule_step(state, self._planned_tokens)

@@ -51,7 +51,7 @@ def plan_of(sizes: Sequence[int]) -> Plan:
 class VirtualIsland:
   """Stands for `training.island.Island`: its steps take virtual time."""
 
-  num_moments = 2
+  num_moments, busy = 2, False
 
   def __init__(self, world: World, learner: int, seed: str):
     self._world, self._learner = world, learner

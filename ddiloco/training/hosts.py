@@ -229,6 +229,10 @@ class LeadingIsland:
     self._order("restore", *(arrays[name] for name in self.island.layout.leaves))
     self.island.restore({name: value.arrays for name, value in arrays.items()})
 
+  @property
+  def busy(self) -> bool:
+    return self.island.busy
+
   def step(
     self, batch: Batch, schedule_step: int, rate_scale: float = 1.0
   ) -> dict[str, float] | None:

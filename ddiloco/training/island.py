@@ -333,6 +333,11 @@ class Island:
 
   # --- step thread --------------------------------------------------------------------------------
 
+  @property
+  def busy(self) -> bool:
+    """Whether the newest step is in flight and not done yet."""
+    return self._in_flight is not None and not self._in_flight.is_ready()
+
   def step(
     self, batch: Batch, schedule_step: int, rate_scale: float = 1.0
   ) -> dict[str, float] | None:

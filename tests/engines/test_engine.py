@@ -244,6 +244,22 @@ def test_a_run_that_is_asked_to_end_before_its_first_step_has_no_result(tmp_path
   assert [e.kind for e in read_events(tmp_path) if e.role == "engine"][-1] == "run_finished"
 
 
+@pytest.mark.parametrize(
+  "error, reason", [(MemoryError("no room to compile"), "failed"), (KeyboardInterrupt(), "stopped")]
+)
+def test_the_log_of_a_run_that_cannot_begin_says_that_it_is_over(tmp_path, error, reason):
+  """All that read it took it for a run that goes on."""
+
+  class Unready(Toy):
+    def _prepare(self) -> None:
+      raise error
+
+  with pytest.raises(type(error)):
+    Unready(tmp_path).run()
+  began, ended = read_events(tmp_path)
+  assert (began.kind, ended.kind, ended.reason) == ("run_started", "run_finished", reason)
+
+
 def test_waiting_for_roles_has_a_limit_and_goes_on_with_their_lives(tmp_path):
   go_on = threading.Event()
 

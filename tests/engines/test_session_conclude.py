@@ -8,8 +8,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,7 @@ from ddiloco.checkpoint.snapshots import Storage
 from ddiloco.config import Config, ConfigError
 from ddiloco.engines import session
 from ddiloco.engines.engine import RunResult
+from ddiloco.engines.role_spec import terminates
 from ddiloco.observe.eventlog import read_events, to_line
 from ddiloco.roles import initial
 from ddiloco.training import data
@@ -55,7 +58,7 @@ def out_of_memory(_) -> float:
   raise MemoryError("no room for 7 GiB of logits")
 
 
-def conclude(workdir, outcome, loss, config=CONFIG, compare=dict) -> dict:
+def conclude(workdir, outcome, loss, config=CONFIG, compare=lambda run: {}) -> dict:
   session.conclude(config, workdir, outcome, loss, compare)
   return json.loads((workdir / OUTCOME).read_text())
 
@@ -295,18 +298,31 @@ def test_a_result_of_fewer_tokens_replaces_none_and_the_one_that_stays_is_measur
 
 
 class Runner:
-  def __init__(self, outcome: RunResult):
-    self._outcome = outcome
+  def __init__(self, outcome: RunResult, ends: Callable[[], None] = lambda: None):
+    self.leave, self._outcome, self._ends = threading.Event(), outcome, ends
 
   def run(self, listeners):
+    with terminates(self.leave):
+      pass
+    self._ends()
     return self._outcome
 
 
-def train(workdir, outcome, loss, config=CONFIG) -> int:
+def train(workdir, outcome, loss, config=CONFIG, ends=lambda: None) -> int:
   workdir.mkdir(exist_ok=True)
   (workdir / "config.json").write_text(config.to_json())
   heldout = types.SimpleNamespace(loss=loss)
-  return session._train(Runner(outcome), config, workdir, None, heldout)
+  return session._train(Runner(outcome, ends), config, workdir, None, heldout)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_between_the_end_of_a_run_and_its_outcome_ends_no_process(tmp_path, number):
+  """The run could be finished, and nothing said so; its result was lost."""
+  ended, late = RunResult("finished", params(3), {}), lambda: os.kill(os.getpid(), number)
+  assert train(tmp_path / "run", ended, lambda tree: 1.0, ends=late) == 0
+  known = json.loads((tmp_path / "run" / OUTCOME).read_text())
+  assert known["reason"] == "finished" and known["left_out"]["the result's loss"] == "interrupted"
+  assert first(session.load_result(tmp_path / "run", CONFIG)) == 3.0
 
 
 @pytest.mark.parametrize(

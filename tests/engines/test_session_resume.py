@@ -369,7 +369,7 @@ def test_a_run_ended_before_its_first_snapshot_begins_again_and_says_so(
 
 def shard(*fragments) -> SyncerState:
   """Of (fragment, version, whether a round is under way)."""
-  current = Round(7, 0.0, (0,), 0.1, 0.0, 0, 0.0, 1.0)
+  current = Round(7, 1, 0.0, (0,), 0.1, 0.0, 0, 0.0, 1.0)
   under_way = {i: current for i, (_, _, going) in enumerate(fragments) if going}
   states = tuple(FragmentState(p, version) for p, version, _ in fragments)
   return replace(syncer.init(0, 1, (), SyncConfig(), 100), fragments=states, under_way=under_way)

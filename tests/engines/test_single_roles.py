@@ -24,7 +24,7 @@ from ddiloco.core.delta import Committed
 from ddiloco.core.fragments import owned_by
 from ddiloco.engines import session, single_roles
 from ddiloco.engines.processes import free_urls
-from ddiloco.engines.role_process import FINISHED, LOST, Ended
+from ddiloco.engines.role_process import FINISHED, LOST, Ended, connect
 from ddiloco.engines.role_spec import RoleSpec
 from ddiloco.engines.single_roles import run_syncer
 from ddiloco.network.frames import seconds_since_2020
@@ -125,6 +125,18 @@ def test_a_role_of_a_finished_run_says_so_at_once(tmp_path, capsys, hosts):
   assert "evaluator: ends: the run in --workdir=" in capsys.readouterr().out
   with pytest.raises(ConfigError, match=r"^seed = 7: "):
     single_roles.run_learner(dataclasses.replace(config, seed=7), 3, mine)
+
+
+def test_an_evaluator_that_is_started_again_says_goodbye_to_a_shard_that_did_not_hear_it(tmp_path):
+  """The shard shares no workdir: it said to start the evaluator, which ended without a word."""
+  workdir.join(tmp_path, CONFIG)
+  (tmp_path / "outcome.json").write_text(json.dumps({"reason": "finished"}))
+  place = RoleSpec(tmp_path, "run", tuple(free_urls(2)))
+  serves = dataclasses.replace(place, bind=place.syncers[1])
+  plan, now = initial.make_plan(CONFIG), seconds_since_2020()
+  with contextlib.closing(connect(CONFIG, plan, serves, "syncer-1", now, None)) as shard:
+    assert single_roles.run_evaluator(CONFIG, place) == FINISHED
+    assert isinstance(shard.receive(PATIENCE_SECONDS).message, Goodbye)
 
 
 def test_a_shard_of_a_finished_run_that_is_given_more_tokens_serves_it(tmp_path, monkeypatch):

@@ -29,6 +29,8 @@ TOKENS = 16  # of a step: B = 2, T = 8
 class HostIsland:
   """An island without a device: every step moves every value, and takes `STEP_SECONDS`."""
 
+  busy = False
+
   def __init__(self, config: Config, learner: int, plan):
     shapes = initial.shapes(config.model)
     self.params = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}

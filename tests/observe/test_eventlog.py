@@ -257,6 +257,17 @@ def test_a_full_disk_tears_no_line_and_nothing_is_lost(tmp_path, capsys, monkeyp
   assert said <= 1 and (said or room > 500)
 
 
+def test_a_disk_that_is_full_again_is_warned_of_again(tmp_path, capsys, monkeypatch):
+  disk = Disk(monkeypatch, 0)
+  with Recorder(tmp_path, "learner-0", 0, start_time=0.0) as recorder:
+    for number, room in enumerate((0, 0, 10**6, 0, 10**6)):
+      disk.room = room
+      recorder.record(step(number))
+      recorder.flush()
+  assert [event.step for event in read_events(tmp_path)] == [0, 1, 2, 3, 4]
+  assert capsys.readouterr().err.count("cannot write") == 2
+
+
 def test_a_role_that_ends_while_the_disk_is_full_has_its_last_events_when_there_is_room(
   tmp_path, monkeypatch
 ):

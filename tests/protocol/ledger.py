@@ -70,6 +70,7 @@ class Ledger:
       self.versions[p, INITIAL] = 0
     self.held = dict.fromkeys(fragments, INITIAL)  # round of the value that its shard has
     self.taken_in: dict[tuple[int, int, int], Delta] = {}
+    self.drains: set[tuple[int, int]] = set()  # rounds begun where all that the shard hears leave
     self.forfeited: collections.Counter = collections.Counter()  # by cause: overwritten, not merged
 
   def new(self) -> Parameters:
@@ -156,7 +157,8 @@ class Ledger:
   def commit(self, commit: Commit) -> None:
     """These are merged; `hold` says when it counts."""
     p, base = commit.fragment, self.held[commit.fragment]
-    assert len(set(commit.learners)) == len(commit.learners) >= self.sync.min_quorum
+    assert len(set(commit.learners)) == len(commit.learners) > 0
+    assert len(commit.learners) >= self.sync.min_quorum or (p, commit.round) in self.drains
     assert (p, commit.round) not in self.contents and commit.round > base, "rounds only grow"
     content = set(self.contents[p, base])
     for m, steps, tokens in zip(commit.learners, commit.steps, commit.tokens, strict=True):

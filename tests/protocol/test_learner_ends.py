@@ -193,6 +193,22 @@ def test_who_leaves_still_needs_a_quorum():
   assert world.actors["learner", 1].state.done
 
 
+@pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.parametrize("min_quorum, lost", [(2, ()), (4, ()), (3, (0, 1))])
+def test_where_all_leave_nobody_takes_work_along(min_quorum, lost, blocking):
+  """The last steps of who left last found no quorum: they were lost when its time was over."""
+  for seed in range(12):
+    world = calm(4, seed=seed, jitter=0.3, min_quorum=min_quorum, blocking=blocking)
+    world.run(1.5 + seed / 10)
+    for m in lost:
+      world.kill(("learner", m))
+    leaving = [actor.role for actor in world.learners()]
+    for role in leaving:
+      world.actors[role].drain()
+    for role in leaving:
+      drained(world, role, 4.0)
+
+
 def test_who_leaves_in_a_storm_leaves_when_it_is_over():
   for seed in range(60):
     world = random_world(seed, min_quorum=1)

@@ -59,6 +59,27 @@ def test_one_learner_does_not_move_the_global_step_beyond_what_others_could():
   assert 100 < state.global_step <= slack + 100 * rules.LEAD
 
 
+def ordinary(state, seconds: int) -> syncer.SyncerState:
+  """Learners 0 to 2 make a step a second for so long, and report each minute."""
+  for now in range(60, seconds + 1, 60):
+    for m in range(3):
+      state = told(state, says.report(m, 0, now, 1.0, (0, 0), (1, 1)), float(now))
+  return state
+
+
+def test_no_claim_after_long_has_what_one_learner_could_have_reached_by_then():
+  """After months it could claim all tokens that were left, in one push."""
+  state, seconds = ordinary(shard(), 7200), 7200.0
+  state = told(state, says.report(3, 0, HUGE, 1.0, (0, 0), (1, 1)), seconds)
+  assert 0 < state.global_step - seconds <= rules.LEAD * rules.KEPT_SECONDS < 2 * seconds
+
+
+def test_an_island_twice_as_fast_that_was_cut_off_for_hours_is_believed_at_once():
+  state = ordinary(shard(), 7200)
+  state = told(state, says.report(3, 0, 14_400, 0.5, (0, 0), (1, 1)), 7200.0)
+  assert state.global_step == 14_400
+
+
 def test_what_two_say_is_believed_at_once():
   """As after a restart: however long the shard was away."""
   state = told(shard(), says.report(0, 0, 5_000, 1.0, (0, 0), (1, 1)), 2.0)

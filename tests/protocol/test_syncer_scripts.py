@@ -472,6 +472,32 @@ def test_the_work_of_one_who_leaves_does_not_wait_until_a_quorum_is_due(blocking
   assert found == (set() if blocking else {(p, m) for p in (0, 1) for m in range(4)})
 
 
+@pytest.mark.parametrize(
+  "version, other, begins",
+  [
+    (1, {"leaving": True}, True),
+    (1, {"lost": True}, True),
+    (1, {}, False),  # it may push again
+    (1, {"leaving": True, "versions": (0, 0)}, False),  # it may have steps after its last push
+    (0, {"leaving": True}, False),  # of a run that has hardly begun, or that a liar alone begins
+  ],
+)
+def test_the_last_work_of_all_that_leave_needs_no_others(version, other, begins):
+  shard = Script()
+  fragments = tuple(FragmentState(p, version, last_round=version - 1) for p in (0, 1))
+  shard.state = syncer.init(0, 0, fragments, SYNC, 1 << 60)
+  for m in (0, 1):
+    shard.feed(hello(m, 0))
+    shard.feed(report(m, (version,) * 2, (0, 0)), 0.1)
+  shard.state = shard.state.with_member(1, **other)
+  found = asked(shard.feed(says.report(0, 0, 1, 0.1, (version,) * 2, (0, 1), leaving=True), 0.2))
+  assert found == ({(1, 0)} if begins else set())
+  for p, m in found:
+    [current] = shard.state.under_way.values()
+    commit, *_ = shard.feed(push(m, current.id, version, p), 0.3, norm=1.0)
+    assert commit.learners == (0,)
+
+
 @pytest.mark.parametrize("steps, tokens, base", [(0, 10, 0), (1, 0, 0), (1, 10, 5)])
 def test_empty_pushes_and_foreign_bases_are_refused_with_a_reason(steps, tokens, base):
   shard = Script(ALONE)
@@ -683,7 +709,7 @@ def test_a_commit_says_of_each_other_learner_why_it_has_no_part():
   state = state.with_member(4, versions=(-1, 0))
   asked = {"pending": (3,), "pushes": {0: push(0, 0)}, "rejected": {6: "odd"}}
   current = Round(
-    0, 0.0, step_seconds=0.1, sync_seconds=0, global_step=1, pulled_at=0, deadline=9, **asked
+    0, 1, 0.0, step_seconds=0.1, sync_seconds=0, global_step=1, pulled_at=0, deadline=9, **asked
   )
   assert rounds._missing(state, 0, current) == {
     1: "lost",

@@ -208,6 +208,10 @@ class Ghosts(world.World):
         actor.idle_seconds += event.blocked_seconds
       case events.CopyOut():
         self.ledger.check_push(actor, event)
+      case events.Round():
+        here = [v for m, v in actor.state.members.items() if m >= 0 and not v.lost]
+        if all(member.leaving or member.quarantined for member in here):
+          self.ledger.drains.add((event.fragment, event.round))
       case events.Commit():
         self._commits.append((self.now, event))
       case events.Snapshot():

@@ -157,8 +157,10 @@ def test_the_usual_time_of_a_step_is_that_of_one_that_was_waited_for():
   assert all(step_seconds >= 0.05 and usual == step_seconds for step_seconds, usual in seen[2:])
 
 
-def test_a_step_says_how_long_it_waited_for_its_batch():
-  """An island whose data came late looked slow, and nothing said why."""
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_step_says_how_long_it_waited_for_its_batch(busy):
+  """An island whose data came late looked slow, and nothing said why. One whose devices were busy
+  meanwhile, with the step before, looked starved."""
   config = toy.config(1, 4, num_shards=0, snapshot_steps=0)
   plan, said = fragments.make_plan(toy.SPECS, config.sync), []
 
@@ -176,12 +178,15 @@ def test_a_step_says_how_long_it_waited_for_its_batch():
   clock = Clock()
   runtime = Runtime(Hub().connect("learner-0"), toy.ListRecorder(said), time=clock)
   beginning = ResumeState(new_learner(config, plan, 0, 0))
-  role = Learner(beginning, config, plan, toy.ToyIsland(0, plan), batches, runtime)
+  island = toy.ToyIsland(0, plan)
+  island.busy = busy
+  role = Learner(beginning, config, plan, island, batches, runtime)
   role.run(Faults((), time.monotonic()), lambda: False)
   steps = [each for each in said if isinstance(each, events.Step)]
   assert len(steps) == 4
   for each in steps:
-    assert 100 <= each.data_seconds <= each.gap_seconds and each.seconds < 100
+    waited, took = (each.seconds, each.data_seconds)[:: 1 if busy else -1]
+    assert 100 <= waited <= each.gap_seconds and took < 100 and not (busy and took)
 
 
 def test_without_time_to_drain_it_leaves_at_once_and_says_what_is_lost():

@@ -63,7 +63,7 @@ class ToyIsland:
   running mean of the parameters as if it were a moment.
   """
 
-  num_moments = 1
+  num_moments, busy = 1, False
 
   def __init__(self, learner: int, plan: fragments.Plan, step_seconds: float = 0.0):
     self.learner = learner

@@ -8,6 +8,7 @@ import pathlib
 import subprocess
 import sys
 import threading
+import types
 
 import jax
 import numpy as np
@@ -370,8 +371,12 @@ def test_pipelined_steps_return_the_metrics_before(single, monkeypatch):
   island.load(initial(config))
   assert [island.step(batch(seed), seed) for seed in range(3)] == [None, *expected[:2]]
   assert island.finish() == expected[2]
-  assert island.finish() is None
+  assert island.finish() is None and not island.busy
   island.step(batch(), 0)
+  jax.block_until_ready(island._in_flight)
+  assert not island.busy
+  monkeypatch.setattr(island, "_in_flight", types.SimpleNamespace(is_ready=lambda: False))
+  assert island.busy
   island.reset()  # what was in flight belongs to the incarnation before
   assert island.finish() is None
 

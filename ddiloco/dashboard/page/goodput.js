@@ -15,7 +15,7 @@ const CAUSES = {
   rejected: ["work rejected", "steps of pushes that were rejected"],
   pending: ["work not merged yet", "steps that may still be merged"],
   save: ["snapshots", "copies of the state"],
-  other: ["everything else", "copies, applies"],
+  other: ["other causes", "copies, applies"],
 };
 
 export function goodput(account) {
@@ -31,7 +31,7 @@ export function goodput(account) {
   say(
     "goodput-says",
     `${percent(account.goodput, 1)} of ${compact(account.chip_seconds)} chip-seconds are in the global model` +
-      (worst ? `; most else: ${CAUSES[worst[0]][0]}` : ""),
+      (worst ? `; most of the rest: ${CAUSES[worst[0]][0]}` : ""),
   );
   const shares = [["useful", account.goodput ?? 0], ...lost];
   const said = shares.map(([cause, share]) => `${CAUSES[cause][0]} ${percent(share, 1)}`);
