@@ -35,7 +35,6 @@ import os
 import shutil
 import statistics
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -300,8 +299,7 @@ def main() -> None:
   args = common.options(__doc__, quick, pairs=12, block=100, mib=256)
   layers, width = (1, 64) if args.quick else (6, 256)
   config = make_config(layers, width, 1, sync={"num_shards": 1, "snapshot_steps": 2 * args.block})
-  with tempfile.TemporaryDirectory() as scratch:
-    folder = Path(scratch)
+  with common.folder() as folder:
     result = measure_bytes(folder, args.mib, times=1 if args.quick else 5)
     learner, shard = measure_steps(config, folder / "steps", args.block, args.pairs)
     result |= compare_steps(learner, shard, args.block, args.pairs)

@@ -20,7 +20,6 @@ import dataclasses
 import json
 import math
 import multiprocessing
-import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -125,8 +124,8 @@ def main() -> None:
     workdir=Path,
   )
   context = multiprocessing.get_context("spawn")
-  with tempfile.TemporaryDirectory() as folder:
-    workdir = options.workdir or Path(folder) / "run"
+  with common.folder() as folder:
+    workdir = options.workdir or folder / "run"
     written = write(workdir, options.events)
     for reader in options.readers:
       with ProcessPoolExecutor(1, context) as pool:  # says it if the reader's process is killed

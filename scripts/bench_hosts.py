@@ -23,7 +23,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import traceback
 from pathlib import Path
 from typing import Any
@@ -205,10 +204,10 @@ def main() -> None:
     except Exception:  # else JAX would wait for the other host at this process's end
       traceback.print_exc()
       os._exit(1)
-  with tempfile.TemporaryDirectory(prefix="ddiloco-hosts-") as folder:
-    found = two_processes(given.quick, given.pairs, given.block, Path(folder))
+  with common.folder() as folder:
+    found = two_processes(given.quick, given.pairs, given.block, folder)
     if not given.quick:
-      found |= killed_host(Path(folder))
+      found |= killed_host(folder)
   print(json.dumps(found))
 
 

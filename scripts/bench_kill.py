@@ -29,7 +29,6 @@ import json
 import math
 import os
 import statistics
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -246,8 +245,8 @@ def main() -> None:
   warm_up = QUICK_WARM_UP_SECONDS if args.quick else WARM_UP_SECONDS
   mine, rest = frozenset(cores[:-1]), cores[-1:]
   os.sched_setaffinity(0, rest)  # child processes inherit it
-  with tempfile.TemporaryDirectory() as scratch:
-    folder = (args.workdir or Path(scratch)) / "run"
+  with common.folder(args.workdir) as kept:
+    folder = kept / "run"
     config = make_config(args.learners, args.kills, args.every, args.quick)
     run(config, folder, warm_up + (2 * args.kills + 1) * args.every, mine)
     result = measure(folder, args.learners - 1, args.every)

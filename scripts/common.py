@@ -5,19 +5,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
-import runpy
 import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ddiloco import environment
+from ddiloco import api, environment
 from ddiloco import workdir as workdirs
+from ddiloco.checks import require
 from ddiloco.config import Config, ConfigError, from_dict
 from ddiloco.observe import plots
 from ddiloco.observe.eventlog import EventLog, GrowingLog, read_events
@@ -70,7 +72,7 @@ def options(
     text: the script's docstring.
     quick: the values of flags with --quick; None: there is no --quick.
     flags: by name a default, or (default, help). A type is a flag without default, False a switch,
-      a dict what `add_argument` takes. Numbers whose default is positive must be positive.
+      a dict what `add_argument` takes. Numbers must be positive; 0 is one where it is the default.
   """
   parser = argparse.ArgumentParser(description=text, formatter_class=_Help)
   of_default = "default: %(default)s"  # argparse shows none of a flag without a text
@@ -87,9 +89,10 @@ def options(
   found = parser.parse_args()
   vars(found).update(quick if quick and found.quick else {})
   for name, (default, _) in told.items():
-    value = getattr(found, name)
-    if isinstance(default, int | float) and default > 0 and not value > 0:
-      parser.error(f"--{name}={value}: must be above 0. Fix: for example --{name}={default}")
+    value, least = getattr(found, name), "at least" if default == 0 else "above"
+    number = isinstance(value, int | float) and not isinstance(default, dict)
+    if number and not (0 <= value < math.inf and (value or default == 0)):
+      parser.error(f"--{name}={value}: must be {least} 0. Fix: for example --{name}=1")
   return found
 
 
@@ -109,12 +112,32 @@ def names_of(known: Iterable[str], separator: str = ",") -> Callable[[str], list
   return split
 
 
+def several(kind: type[float], separator: str = ",") -> Callable[[str], list[float]]:
+  """The type of an argument that is one positive number or several."""
+
+  def numbers(text: str) -> list[float]:
+    found = [kind(each) for each in text.split(separator)]
+    if not min(found) > 0:
+      raise ValueError
+    return found
+
+  return numbers
+
+
+@contextlib.contextmanager
+def folder(kept: Path | None = None) -> Iterator[Path]:
+  """A context with the folder of --workdir, which stays, or else with a temporary one."""
+  with tempfile.TemporaryDirectory(prefix="ddiloco-") as scratch:
+    yield (kept or Path(scratch)).absolute()
+
+
 # --- Configs
 
 
-def config_of(name: str, fields: Mapping[str, Any], *preset: Any) -> Config:
-  """configs/NAME.py with some fields changed, as {"sync.num_fragments": 6}."""
-  values = runpy.run_path(str(ROOT / "configs" / f"{name}.py"))["get_config"](*preset)
+def config_of(name: str, fields: Mapping[str, Any]) -> Config:
+  """configs/NAME.py, or NAME:PRESET, with some fields changed, as {"sync.num_fragments": 6}."""
+  file, colon, preset = name.partition(":")
+  values = api.load(f"{ROOT / 'configs' / file}.py{colon}{preset}")
   values.update_from_flattened_dict(dict(fields))
   return from_dict(values)
 
@@ -170,11 +193,11 @@ def train(config: Config, workdir: Path, *flags: str) -> EventLog:
 
 
 def done_before(config: Config, workdir: Path) -> bool:
-  """Whether a run of this config has ended in `workdir`; if it has another run, the script ends."""
+  """Whether a run of this config has ended in `workdir`; another run there is refused."""
   if not read_events(workdir).of(RunFinished):
     return False
-  if workdirs.saved_config(workdir) != config:
-    sys.exit(f"{workdir}: holds another run. Fix: choose another --workdir.")
+  same = workdirs.saved_config(workdir) == config
+  require(same, "--workdir", str(workdir), "holds another run", "choose another one")
   print(f"{workdir.name}: done before, in {workdir}", flush=True)
   return True
 
@@ -278,6 +301,10 @@ class Kept:
       lines = map(json.loads, self._file.read_text().splitlines())
       self._found = {self._key_of(each): each for each in lines}
     return self._found.get(key)
+
+  def made(self, key: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The result with this key: an earlier one, or that of `make`, which is added."""
+    return self.get(key) or self.add(make())
 
   def add(self, found: dict[str, Any]) -> dict[str, Any]:
     """Adds a result."""

@@ -29,7 +29,6 @@ import random
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from pathlib import Path
 
@@ -279,8 +278,8 @@ def main() -> int:
     engine=common.ENGINE,
     workdir=Path,
   )
-  with tempfile.TemporaryDirectory() as temporary:
-    return whole(options, (options.workdir or Path(temporary)).absolute())
+  with common.folder(options.workdir) as folder:
+    return whole(options, folder)
 
 
 def whole(options: argparse.Namespace, folder: Path) -> int:

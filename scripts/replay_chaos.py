@@ -17,7 +17,6 @@ from __future__ import annotations
 import collections
 import json
 import random
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -144,9 +143,9 @@ class Bench:
 def main() -> int:
   options = common.options(__doc__, runs=20, seed=(0, "of the first run"), workdir=Path)
   bench, total = Bench(), collections.Counter[str]()
-  with tempfile.TemporaryDirectory() as temporary:
+  with common.folder(options.workdir) as folder:
     for seed in range(options.seed, options.seed + options.runs):
-      workdir = (options.workdir or Path(temporary)) / f"run-{seed}"
+      workdir = folder / f"run-{seed}"
       config = config_of(seed)
       stop_at = STEPS * 2 // 3 if config.sync.snapshot_steps and seed % 2 else None
       bench.run(config, workdir, stop_at)

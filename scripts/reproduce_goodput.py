@@ -21,9 +21,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import runpy
 import shutil
 import statistics
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,7 @@ import common
 
 from ddiloco import workdir as workdirs
 from ddiloco.baselines.data_parallel import DataParallel
-from ddiloco.config import Config
+from ddiloco.config import Config, from_dict
 from ddiloco.engines.processes import ProcessesEngine
 from ddiloco.observe.eventlog import Event, EventLog, read_events
 from ddiloco.observe.goodput import Goodput, Ledger
@@ -62,7 +62,9 @@ QUICK = {"minutes": 20 / 60, "kills_per_minute": 5.0, "learners": 3, "seed": 53}
 def make_config(options: argparse.Namespace) -> Config:
   """The config of all three runs, which end by time and not by tokens."""
   given = options.seed, options.minutes, options.kills_per_minute, options.learners
-  return common.config_of("goodput", {"run.total_tokens": 1 << 40}, *given)
+  values = runpy.run_path(str(common.ROOT / "configs" / "goodput.py"))["get_config"](*given)
+  values.run.total_tokens = 1 << 40
+  return from_dict(values)
 
 
 # --- the runs -------------------------------------------------------------------------------------
@@ -235,7 +237,7 @@ def result(
   }
 
 
-def whole(options: argparse.Namespace, folder: Path) -> int:
+def whole(options: argparse.Namespace, folder: Path) -> None:
   seconds = 60 * options.minutes
   config = make_config(options)
   print(
@@ -249,10 +251,9 @@ def whole(options: argparse.Namespace, folder: Path) -> int:
   if options.plot is not None:
     draw(options.plot, reports, logs, seconds)
   print(json.dumps(result(reports, logs, options)))
-  return 0
 
 
-def main() -> int:
+def main() -> None:
   options = common.options(
     __doc__,
     QUICK,
@@ -263,8 +264,8 @@ def main() -> int:
     workdir=Path,
     plot=(Path, "draws the picture there"),
   )
-  with tempfile.TemporaryDirectory() as scratch:
-    return whole(options, (options.workdir or Path(scratch)).absolute())
+  with common.folder(options.workdir) as folder:
+    whole(options, folder)
 
 
 if __name__ == "__main__":

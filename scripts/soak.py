@@ -23,7 +23,6 @@ import collections
 import dataclasses
 import json
 import math
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -107,8 +106,8 @@ def main() -> int:
     workdir=Path,
   )
   config = make_config(args.faults, 60 * args.minutes, args.seed)
-  with tempfile.TemporaryDirectory() as folder:
-    workdir = args.workdir or Path(folder) / "soak"
+  with common.folder() as folder:
+    workdir = args.workdir or folder / "soak"
     if not common.done_before(config, workdir):
       print(f"{args.faults} faults in {args.minutes:g} minutes, seed {args.seed}", flush=True)
       common.start(config, workdir, "--overwrite", f"--engine={args.engine}").wait()

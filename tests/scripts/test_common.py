@@ -61,7 +61,7 @@ def test_a_run_that_has_ended_is_not_made_again_and_another_one_is_refused(
   said = common.log_of(workdir).read_text()
   assert said.count("says") == 1 and "--engine=processes" in said and "--cpu" in said
   assert "--overwrite" in said and (tmp_path / "a.b" / "run.1.json").exists()
-  with pytest.raises(SystemExit, match="holds another run"):
+  with pytest.raises(config_lib.ConfigError, match="holds another run"):
     common.train(common.config_of("default", {"seed": 7}), workdir)
 
 
@@ -122,11 +122,18 @@ def test_help_is_the_whole_docstring(script, monkeypatch, capsys, name):
 def test_flags_have_defaults_and_quick_ones_and_wrong_ones_are_named(common, monkeypatch, capsys):
   def given(*arguments):
     monkeypatch.setattr(sys, "argv", ["some.py", *arguments])
-    found = common.options("text", {"steps": 3}, steps=240, seed=(7, "of all"), workdir=Path)
-    return found.steps, found.seed, found.workdir
+    several = {"type": common.several(int), "default": "600,2000"}
+    flags = {"seed": (7, "of all"), "first": 0, "most": float, "away": several}
+    found = common.options("text", {"steps": 3}, steps=240, workdir=Path, **flags)
+    return found.steps, found.seed, found.workdir, found.first, found.most, found.away
 
-  assert given() == (240, 7, None) and given("--quick", "--workdir=a") == (3, 7, Path("a"))
-  for wrong in ("--steps=0", "--steps=-1", "--steps=x", "--stepps=2"):
+  assert given() == (240, 7, None, 0, None, [600, 2000])
+  quick = "--quick", "--workdir=a", "--first=0", "--most=0.5", "--away=3"
+  assert given(*quick) == (3, 7, Path("a"), 0, 0.5, [3])
+  for wrong in (
+    *("--steps=0", "--steps=-1", "--steps=x", "--stepps=2", "--first=-1", "--most=0", "--most=nan"),
+    *("--most=inf", "--away=", "--away=3,0", "--away=3,x"),
+  ):
     with pytest.raises(SystemExit) as status:
       given(wrong)
     assert status.value.code == 2 and wrong.split("=")[0] in capsys.readouterr().err
