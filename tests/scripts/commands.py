@@ -7,7 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+import common
+import pytest
 
 from ddiloco import environment
 
@@ -32,6 +36,15 @@ def said(line: str, *arguments: str | Path, optimized: bool = True) -> str:
   done = subprocess.run(command, capture_output=True, text=True, env=env)
   assert done.returncode == 0, f"status {done.returncode}:\n{done.stdout}{done.stderr}"
   return done.stdout
+
+
+def status(module: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+  """The exit status of a script's module, which runs in this process."""
+  monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *arguments])
+  with pytest.raises(SystemExit) as ended:
+    common.run_script(module.main)
+  assert not isinstance(ended.value.code, str)
+  return ended.value.code or 0
 
 
 def result(line: str, *arguments: str | Path, **how: Any) -> dict[str, Any]:
