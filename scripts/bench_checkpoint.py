@@ -31,7 +31,6 @@ import dataclasses
 import itertools
 import json
 import math
-import os
 import shutil
 import statistics
 import subprocess
@@ -40,12 +39,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false " + os.environ.get("XLA_FLAGS", "")
-
-from ddiloco import environment
-
-environment.prepare(num_cpu_devices=1, cpu_only=True)
 
 import common
 import in_process
@@ -297,6 +290,7 @@ def measure_rejoin(folder: Path, quick: bool) -> dict[str, Any]:
 def main() -> None:
   quick = {"pairs": 1, "block": 8, "mib": 8}
   args = common.options(__doc__, quick, pairs=12, block=100, mib=256)
+  in_process.prepare()
   layers, width = (1, 64) if args.quick else (6, 256)
   config = make_config(layers, width, 1, sync={"num_shards": 1, "snapshot_steps": 2 * args.block})
   with common.folder() as folder:

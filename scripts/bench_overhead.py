@@ -20,14 +20,11 @@ import dataclasses
 import functools
 import itertools
 import json
-import os
 import statistics
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
-
-os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false " + os.environ.get("XLA_FLAGS", "")
 
 import common
 import in_process
@@ -35,7 +32,6 @@ import jax
 import numpy as np
 
 from ddiloco import config as config_lib
-from ddiloco import environment
 from ddiloco.network.endpoint import NetworkEndpoint, RunIdentity
 from ddiloco.network.transport import Endpoint, Hub, learner_address, syncer_address
 from ddiloco.observe.eventlog import NullRecorder
@@ -45,11 +41,6 @@ from ddiloco.training.island import Island
 
 FRAGMENTS = 8
 SETTLE_SECONDS = 0.3
-
-
-def prepare() -> None:
-  """Makes this process compute on one CPU device."""
-  environment.prepare(num_cpu_devices=1, cpu_only=True)
 
 
 def make_config(layers: int) -> config_lib.Config:
@@ -174,7 +165,7 @@ class LearnerActor:
   """A Ray actor: the learner in a process of its own."""
 
   def train(self, settings: tuple, url: str) -> Measured:
-    prepare()
+    in_process.prepare()
     bench = Bench(*settings)
     endpoint = bench.endpoint(learner_address(0))
     endpoint.dial(syncer_address(0), url)
@@ -188,7 +179,7 @@ class ShardActor:
 
   def listen(self, settings: tuple) -> str:
     """Starts the shard; returns its url."""
-    prepare()
+    in_process.prepare()
     bench = Bench(*settings)
     self._endpoint = bench.endpoint(syncer_address(0), bind="tcp://127.0.0.1:0")
     self._shard = in_process.Shard(bench.config, bench.plan, self._endpoint)
@@ -227,7 +218,7 @@ def with_ray(settings: tuple) -> tuple[Measured, int]:
 def main() -> None:
   engine = {"choices": list(ENGINES), "default": "threads"}
   args = common.options(__doc__, {"pairs": 1}, engine=engine, pairs=40, block=FRAGMENTS)
-  prepare()
+  in_process.prepare()
   config = make_config(layers=1 if args.quick else 4)
   measured, rounds = ENGINES[args.engine]((config, args.pairs, args.block))
 

@@ -55,6 +55,7 @@ from ddiloco.engines import virtual
 from ddiloco.engines.virtual import seconds_of
 from ddiloco.network.endpoint import KEPT_SECONDS, NetworkEndpoint, RunIdentity
 from ddiloco.network.transport import learner_address, syncer_address
+from ddiloco.observe.eventlog import NullRecorder
 from ddiloco.protocol.events import Commit, Event, Member
 from ddiloco.protocol.messages import INITIAL, Publish, Pull, Push, Report, Welcome
 from ddiloco.roles.syncer import Syncer
@@ -85,7 +86,7 @@ def config_of(learners: int, shards: int, fragments: int) -> Config:
 # --- The shard: a process of its own
 
 
-class Recorder:
+class Recorder(NullRecorder):
   """Sends commits and losses to the bench."""
 
   def __init__(self, pipe: Any):
@@ -100,9 +101,6 @@ class Recorder:
       return
     with self._lock:
       self._pipe.send(said)
-
-  def flush(self) -> None:
-    pass
 
 
 def serve(pipe: Any, shard: int, shards: int, values: int, fragments: int, learners: int) -> None:

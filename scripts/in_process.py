@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ddiloco import environment
 from ddiloco.chaos import Faults
 from ddiloco.checkpoint.restore import ResumeState, new_learner, new_syncer
 from ddiloco.checkpoint.saver import Saver
@@ -23,6 +25,13 @@ from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Runtime
 
 BATCHES = 8  # different batches, which repeat
+
+
+def prepare(devices: int = 1) -> None:
+  """Makes this process compute on fake CPU devices, each on one core: others have the rest."""
+  one = "--xla_cpu_multi_thread_eigen=false"
+  os.environ["XLA_FLAGS"] = f"{one} {os.environ.get('XLA_FLAGS', '')}"
+  environment.prepare(devices, cpu_only=True)
 
 
 def batches(config: Config) -> list[np.ndarray]:

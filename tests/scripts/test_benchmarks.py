@@ -108,7 +108,6 @@ def test_every_benchmark_is_tested_here():
 @pytest.mark.skipif(jax.__version_info__ < (0, 10, 2), reason="CPUs place nothing there")
 def test_bare_steps_run_where_a_captured_state_lies_in_the_host_s_memory(script, monkeypatch):
   """As on accelerators, whose steps take no array from there."""
-  monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # the script changes them
   bench = script("bench_overhead")
   monkeypatch.setattr(step, "host_memory", lambda device: "pinned_host")
   config = bench.make_config(layers=1)
