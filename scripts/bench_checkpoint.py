@@ -50,7 +50,7 @@ from ddiloco.checkpoint.snapshots import Storage
 from ddiloco.config import Config, from_dict
 from ddiloco.engines.virtual import seconds_of
 from ddiloco.network.transport import Hub, learner_address, syncer_address
-from ddiloco.observe.eventlog import E, Event, EventLog, NullRecorder
+from ddiloco.observe.eventlog import E, Event, EventLog
 from ddiloco.observe.guards import warn
 from ddiloco.protocol import events
 from ddiloco.protocol.actions import SyncerEvent
@@ -88,7 +88,7 @@ class Step:
   captures: bool  # a snapshot's copies were taken in it
 
 
-class Log(NullRecorder):
+class Log(in_process.Silent):
   """The times of steps and of the saves beside them, from the learner's or the shard's events."""
 
   def __init__(self):

@@ -34,7 +34,6 @@ import numpy as np
 from ddiloco import config as config_lib
 from ddiloco.network.endpoint import NetworkEndpoint, RunIdentity
 from ddiloco.network.transport import Endpoint, Hub, learner_address, syncer_address
-from ddiloco.observe.eventlog import NullRecorder
 from ddiloco.protocol import events
 from ddiloco.roles import initial
 from ddiloco.training.island import Island
@@ -114,7 +113,7 @@ class Measured:
   blocked_seconds: float
 
 
-class Steps(NullRecorder):
+class Steps(in_process.Silent):
   """Keeps the step events of the learner."""
 
   def __init__(self):

@@ -47,6 +47,7 @@ from common import memory_bytes
 from ddiloco.chaos import Faults
 from ddiloco.checkpoint.buddy import Copies, Replication
 from ddiloco.checkpoint.restore import new_syncer
+from ddiloco.checks import require
 from ddiloco.config import Config, from_dict
 from ddiloco.core import codec, passes
 from ddiloco.core.delta import measure, new_fragment
@@ -55,13 +56,13 @@ from ddiloco.engines import virtual
 from ddiloco.engines.virtual import seconds_of
 from ddiloco.network.endpoint import KEPT_SECONDS, NetworkEndpoint, RunIdentity
 from ddiloco.network.transport import learner_address, syncer_address
-from ddiloco.observe.eventlog import NullRecorder
 from ddiloco.protocol.events import Commit, Event, Member
 from ddiloco.protocol.messages import INITIAL, Publish, Pull, Push, Report, Welcome
 from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Runtime, ValueThreads
 
 PATIENCE_SECONDS = 300.0
+SHORT = 128  # values of the fragments' short vectors
 PAUSE_SECONDS = 3.0
 REST_SECONDS = KEPT_SECONDS + 2.0  # after a round: pushes and receive buffers are gone
 STEP_SECONDS = 60.0  # as reported: the grace window lasts until all have answered
@@ -70,8 +71,8 @@ STEP_SECONDS = 60.0  # as reported: the grace window lasts until all have answer
 def plan_of(values: int, fragments: int) -> Plan:
   """Fragments of a matrix and a short vector each."""
   pieces = lambda: (  # noqa: E731
-    Piece("matrix", None, 0, 1, (values - 128,), 0, average=False),
-    Piece("norm", None, 0, 1, (128,), values - 128, average=False),
+    Piece("matrix", None, 0, 1, (values - SHORT,), 0, average=False),
+    Piece("norm", None, 0, 1, (SHORT,), values - SHORT, average=False),
   )
   return Plan(tuple(Fragment(p, pieces()) for p in range(fragments)))
 
@@ -86,7 +87,7 @@ def config_of(learners: int, shards: int, fragments: int) -> Config:
 # --- The shard: a process of its own
 
 
-class Recorder(NullRecorder):
+class Recorder:
   """Sends commits and losses to the bench."""
 
   def __init__(self, pipe: Any):
@@ -101,6 +102,9 @@ class Recorder(NullRecorder):
       return
     with self._lock:
       self._pipe.send(said)
+
+  def flush(self) -> None:
+    pass
 
 
 def serve(pipe: Any, shard: int, shards: int, values: int, fragments: int, learners: int) -> None:
@@ -500,6 +504,8 @@ def main() -> None:
     __doc__, quick, values=508_000_000, fragments=1, learners=8, repeats=(5, "of the commit")
   )
   values = args.values
+  fix = "give a million or more"
+  require(values > SHORT, "--values", values, f"a fragment has a vector of {SHORT}", fix)
   result = bench_rounds(values, args.fragments, args.learners)
   fragment = plan_of(min(values, 128_000_000), 1).fragments[0]
   found = bench_commit(fragment, args.learners, args.repeats)

@@ -180,7 +180,7 @@ def start(config: Config, workdir: Path, *flags: str, cpu: bool = True) -> subpr
   command = [*TIED, *PROGRAM, f"--config={file}", f"--workdir={workdir}"]
   command += [*flags, *(["--cpu"] if cpu else [])]
   with log_of(workdir).open("ab") as log:
-    return subprocess.Popen(command, stdout=log, stderr=log, env=environment.bare())
+    return subprocess.Popen(command, stdout=log, stderr=log)
 
 
 def train(config: Config, workdir: Path, *flags: str) -> EventLog:

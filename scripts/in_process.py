@@ -18,7 +18,8 @@ from ddiloco.config import Config
 from ddiloco.core.delta import new_fragment
 from ddiloco.core.fragments import Plan, gather
 from ddiloco.network.transport import Endpoint
-from ddiloco.observe.eventlog import NullRecorder, Records
+from ddiloco.observe.eventlog import Records
+from ddiloco.protocol.events import Event
 from ddiloco.roles import initial
 from ddiloco.roles.learner import Learner
 from ddiloco.roles.syncer import Syncer
@@ -41,6 +42,16 @@ def batches(config: Config) -> list[np.ndarray]:
   return [random.integers(0, config.model.vocab_size, shape, np.int32) for _ in range(BATCHES)]
 
 
+class Silent:
+  """Records nothing, see `Records`."""
+
+  def record(self, event: Event) -> None:
+    """Forgets the event."""
+
+  def flush(self) -> None:
+    """Has nothing to wait for."""
+
+
 class Shard:
   """A syncer in a thread of its own, which starts at once, with the config's initial values."""
 
@@ -55,7 +66,7 @@ class Shard:
   ):
     params = initial.initial_params(config)
     store = {f.index: new_fragment(f, gather(f, params)) for f in plan.fragments}
-    runtime = Runtime(endpoint, recorder or NullRecorder(), saver)
+    runtime = Runtime(endpoint, recorder or Silent(), saver)
     self.role = Syncer(new_syncer(config, number, 0, store), config, plan, store, runtime)
     self._stop = threading.Event()
     serve = Faults((), time.monotonic()), self._stop.is_set
@@ -82,6 +93,6 @@ def train(
 ) -> None:
   """Runs a learner until all is merged or `stop()`; `read` makes batches from a position on."""
   beginning = ResumeState(new_learner(config, plan, number, 0))
-  runtime = Runtime(endpoint, recorder or NullRecorder(), saver)
+  runtime = Runtime(endpoint, recorder or Silent(), saver)
   role = Learner(beginning, config, plan, island, read, runtime)
   role.run(Faults((), time.monotonic()), stop)

@@ -13,8 +13,6 @@ from typing import Any
 import common
 import pytest
 
-from ddiloco import environment
-
 # Unlike a test's own process most scripts make many steps: there LLVM's first level pays. Its other
 # levels would take a minute to compile what then runs for seconds.
 FIRST_LEVEL = "--xla_backend_optimization_level=1 --xla_llvm_disable_expensive_passes=true"
@@ -32,7 +30,7 @@ def said(line: str, *arguments: str | Path, optimized: bool = True) -> str:
   """
   script, *words = line.split()
   command = [sys.executable, str(SCRIPTS / script), *words, *map(str, arguments)]
-  env = environment.bare() | (OPTIMIZED if optimized else {})
+  env = os.environ | (OPTIMIZED if optimized else {})
   done = subprocess.run(command, capture_output=True, text=True, env=env)
   assert done.returncode == 0, f"status {done.returncode}:\n{done.stdout}{done.stderr}"
   return done.stdout
