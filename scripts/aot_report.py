@@ -129,7 +129,13 @@ def main() -> None:
   rows_file = {"type": Path, "default": ROOT / "runs" / "aot.json"}
   given = options(__doc__, only="", largest=False, mfu=0.4, rows=rows_file, docs=Path)
   wanted = [row for row in ROWS if given.only in " ".join(row)]
-  require(bool(wanted), "--only", given.only, "is part of no row", f"a part of one of {ROWS}")
+  require(
+    bool(wanted),
+    "--only",
+    given.only,
+    "is part of no row",
+    f"give one of {', '.join(map(' '.join, ROWS))}",
+  )
   before = json.loads(given.rows.read_text()) if given.rows.exists() else []
   kept = {name(row): row for row in before}
   for config, topology in wanted:

@@ -106,7 +106,7 @@ def names_of(known: Iterable[str], separator: str = ",") -> Callable[[str], list
     found = [name for name in text.split(separator) if name]
     if unknown := set(found).difference(known):
       unknown_names = ", ".join(sorted(unknown))
-      raise argparse.ArgumentTypeError(f"{unknown_names} is none of {', '.join(known)}")
+      raise argparse.ArgumentTypeError(f"{unknown_names} is none of {f'{separator} '.join(known)}")
     return found
 
   return split
