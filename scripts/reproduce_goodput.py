@@ -24,7 +24,7 @@ import math
 import runpy
 import shutil
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,8 @@ from ddiloco.baselines.data_parallel import DataParallel
 from ddiloco.config import Config, from_dict
 from ddiloco.engines.processes import ProcessesEngine
 from ddiloco.observe.eventlog import Event, EventLog, read_events
-from ddiloco.observe.goodput import Goodput, Ledger
+from ddiloco.observe.goodput import Goodput
+from ddiloco.observe.run_state import RunState
 from ddiloco.observe.style import GLOBAL_MODEL, island_colour
 from ddiloco.protocol.events import Fault, Step, parse_role
 from ddiloco.training import data
@@ -106,13 +107,6 @@ def run(part: str, config: Config, folder: Path, seconds: float) -> EventLog:
 
 
 # --- what the events say --------------------------------------------------------------------------
-
-
-def account(events: Sequence[Event]) -> Goodput:
-  ledger = Ledger()
-  for event in events:
-    ledger.take(event)
-  return ledger.report()
 
 
 def first_step(events: EventLog) -> float:
@@ -246,7 +240,7 @@ def whole(options: argparse.Namespace, folder: Path) -> None:
     flush=True,
   )
   logs = {part: run(part, config, folder / part, seconds) for part in PARTS}
-  reports = {part: account(log) for part, log in logs.items()}
+  reports = {part: RunState().read(log).ledger.report() for part, log in logs.items()}
   common.show(table(reports, logs))
   if options.plot is not None:
     draw(options.plot, reports, logs, seconds)

@@ -32,9 +32,8 @@ import common
 from ddiloco import config as config_lib
 from ddiloco.chaos import random_faults
 from ddiloco.observe.eventlog import EventLog, read_events
-from ddiloco.observe.goodput import Ledger
+from ddiloco.observe.run_state import RunState
 from ddiloco.observe.tracks import Aftermath, Recovery
-from ddiloco.protocol.events import RunFinished, Step
 
 LEARNERS, SHARDS = 4, 2
 STEP_SECONDS = 0.05
@@ -61,21 +60,18 @@ def judge(
   events: EventLog, aftermath: Aftermath, planned: int, stall_seconds: float
 ) -> dict[str, Any]:
   """The numbers of the last line."""
-  found, ledger = aftermath.numbers(), Ledger()
-  for event in events:
-    ledger.take(event)
-  account = ledger.report()
-  finished = [event.reason for event in events.of(RunFinished)]
+  found, run = aftermath.numbers(), RunState().read(events)
+  account = run.ledger.report()
   return {
     **found,
     "faults": planned,
     "struck": found["faults"],
     "kinds": dict(collections.Counter(each.action for each in aftermath.recoveries)),
     "global_stalls": int(found["longest_stall_seconds"] > stall_seconds),
-    "blocked_seconds": sum(e.blocked_seconds for e in events.of(Step)),
+    "blocked_seconds": run.blocked_seconds,
     "uptime": round(account.uptime, 5),
     "goodput": round(account.goodput_training, 4),
-    "finished": finished[-1] if finished else None,
+    "finished": run.finished or None,
   }
 
 
