@@ -47,7 +47,7 @@ import numpy as np
 
 from ddiloco.checkpoint.saver import Saver
 from ddiloco.checkpoint.snapshots import Storage
-from ddiloco.config import Config, from_dict
+from ddiloco.config import Config
 from ddiloco.engines.virtual import seconds_of
 from ddiloco.network.transport import Hub, learner_address, syncer_address
 from ddiloco.observe.eventlog import E, Event, EventLog
@@ -64,16 +64,9 @@ from ddiloco.workdir import start_time
 
 def make_config(layers: int, width: int, learners: int, **sections: Any) -> Config:
   sync = {"num_fragments": 4, "sync_period": 24, **sections.pop("sync", {})}
-  return from_dict(
-    {
-      "model": common.small_model(layers, width, heads=width // 32),
-      "data": {"source": "synthetic", "sequence_length": 64, "heldout_sequences": 16},
-      "islands": {"num_learners": learners, "batch_size": 2, **sections.pop("islands", {})},
-      "sync": sync,
-      "run": {"total_tokens": 1 << 40, "evaluations": 0, "restart_seconds": 0.0},
-      **sections,
-    }
-  )
+  islands = {"num_learners": learners, "batch_size": 2, **sections.pop("islands", {})}
+  run = {"total_tokens": 1 << 40, "evaluations": 0, "restart_seconds": 0.0}
+  return common.small(layers, width, 64, islands=islands, sync=sync, run=run, **sections)
 
 
 # --- 1. steps -------------------------------------------------------------------------------------

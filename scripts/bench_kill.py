@@ -40,7 +40,7 @@ import common
 from common import middle
 
 from ddiloco import workdir as workdirs
-from ddiloco.config import Config, ConfigError, from_dict
+from ddiloco.config import Config, ConfigError
 from ddiloco.engines import children
 from ddiloco.engines.children import Spawn
 from ddiloco.engines.processes import ProcessesEngine
@@ -60,24 +60,14 @@ Steps = list[tuple[float, float]]  # (when it ended, seconds since the one befor
 def make_config(learners: int, kills: int, every: float, quick: bool) -> Config:
   width, warm_up = (16, QUICK_WARM_UP_SECONDS) if quick else (64, WARM_UP_SECONDS)
   pace = QUICK_PACE_SECONDS if quick else 0.0
-  faults = [
-    {
-      "action": "kill",
-      "role": f"learner-{learners - 1}",
-      "at_seconds": warm_up + (2 * i + 1) * every,
-      "seconds": BACK_SECONDS,
-    }
-    for i in range(kills)
-  ]
-  return from_dict(
-    {
-      "model": common.small_model(2, width),
-      "data": {"source": "synthetic", "sequence_length": 64, "heldout_sequences": 16},
-      "islands": {"num_learners": learners, "batch_size": 8, "min_step_seconds": pace},
-      "sync": {"num_shards": 2, "num_fragments": 4},
-      "run": {"total_tokens": 1 << 40, "evaluations": 0, "sample_tokens": 0},
-      "chaos": {"faults": faults},
-    }
+  kill = {"action": "kill", "role": f"learner-{learners - 1}", "seconds": BACK_SECONDS}
+  moments = (warm_up + (2 * i + 1) * every for i in range(kills))
+  return common.small(
+    *(2, width, 64),
+    islands={"num_learners": learners, "batch_size": 8, "min_step_seconds": pace},
+    sync={"num_shards": 2, "num_fragments": 4},
+    run={"total_tokens": 1 << 40, "evaluations": 0, "sample_tokens": 0},
+    chaos={"faults": [{**kill, "at_seconds": at} for at in moments]},
   )
 
 

@@ -142,18 +142,16 @@ def config_of(name: str, fields: Mapping[str, Any]) -> Config:
   return from_dict(values)
 
 
-def small_model(
-  layers: int, width: int, heads: int = 2, kv_heads: int = 0, mlp: int = 3
-) -> dict[str, Any]:
-  """A model whose heads share its width; `mlp`: hidden widths of a layer."""
-  return {
-    "num_layers": layers,
-    "model_dim": width,
-    "num_heads": heads,
-    "num_kv_heads": kv_heads or heads,
-    "head_dim": width // heads,
-    "mlp_dim": mlp * width,
-  }
+def small(layers: int, width: int, length: int, tiny: bool = False, **sections: Any) -> Config:
+  """A config with a small model, on sequences of so many made-up tokens, and other sections.
+
+  `tiny`: one head of keys, and a hidden layer of two widths instead of three.
+  """
+  heads = max(2, width // 32)
+  model = {"num_layers": layers, "model_dim": width, "mlp_dim": (2 if tiny else 3) * width}
+  model |= {"num_heads": heads, "num_kv_heads": 1 if tiny else heads, "head_dim": width // heads}
+  data = {"source": "synthetic", "sequence_length": length, "heldout_sequences": 16}
+  return from_dict({"model": model, "data": data, **sections})
 
 
 # --- Runs in processes of their own

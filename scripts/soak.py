@@ -29,8 +29,8 @@ from typing import Any
 
 import common
 
-from ddiloco import config as config_lib
 from ddiloco.chaos import random_faults
+from ddiloco.config import Config
 from ddiloco.observe.eventlog import EventLog, read_events
 from ddiloco.observe.run_state import RunState
 from ddiloco.observe.tracks import Aftermath, Recovery
@@ -41,19 +41,19 @@ CALM_SECONDS = 20.0  # at most, after the last fault, for the recovery from it
 OUTLIVED = 20  # quarantines and crashes that a role may have
 
 
-def make_config(faults: int, span_seconds: float, seed: int) -> config_lib.Config:
+def make_config(faults: int, span_seconds: float, seed: int) -> Config:
   """A tiny model whose islands step every 50 ms."""
-  c = config_lib.default()
-  c.model.update(common.small_model(1, 32, kv_heads=1, mlp=2))
-  c.data.update(source="synthetic", sequence_length=32, heldout_sequences=16)
-  c.islands.update(num_learners=LEARNERS, batch_size=4, min_step_seconds=STEP_SECONDS)
-  c.sync.update(num_shards=SHARDS, num_fragments=4, sync_period=8, liveness_seconds=1.0)
-  c.run.update(evaluations=4, sample_tokens=0, restart_seconds=0.2, max_restarts=OUTLIVED)
   steps = (span_seconds + min(CALM_SECONDS, span_seconds / 3)) / STEP_SECONDS
-  c.run.total_tokens = round(0.9 * LEARNERS * steps) * 4 * 32  # islands are down for some time
+  tokens = round(0.9 * LEARNERS * steps) * 4 * 32  # islands are down for some time
   plan = random_faults(seed, faults, span_seconds, LEARNERS, SHARDS)
-  c.chaos.faults = tuple(dataclasses.asdict(fault) for fault in plan)
-  return config_lib.from_dict(c)
+  run = {"evaluations": 4, "sample_tokens": 0, "restart_seconds": 0.2, "max_restarts": OUTLIVED}
+  return common.small(
+    *(1, 32, 32, True),
+    islands={"num_learners": LEARNERS, "batch_size": 4, "min_step_seconds": STEP_SECONDS},
+    sync={"num_shards": SHARDS, "num_fragments": 4, "sync_period": 8, "liveness_seconds": 1.0},
+    run={**run, "total_tokens": tokens},
+    chaos={"faults": [dataclasses.asdict(fault) for fault in plan]},
+  )
 
 
 def judge(
