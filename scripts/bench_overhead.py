@@ -31,7 +31,7 @@ import in_process
 import jax
 import numpy as np
 
-from ddiloco import config as config_lib
+from ddiloco.config import Config, from_dict
 from ddiloco.network.endpoint import NetworkEndpoint, RunIdentity
 from ddiloco.network.transport import Endpoint, Hub, learner_address, syncer_address
 from ddiloco.protocol import events
@@ -42,17 +42,12 @@ FRAGMENTS = 8
 SETTLE_SECONDS = 0.3
 
 
-def make_config(layers: int) -> config_lib.Config:
-  c = config_lib.default()
-  c.islands.num_learners = 1
-  c.model.num_layers = layers
-  c.model.model_dim = 128
-  c.model.head_dim = 32
-  c.model.mlp_dim = 384
-  c.sync.num_shards = 1
-  c.sync.num_fragments = c.sync.sync_period = FRAGMENTS  # one fragment a step, as in the paper
-  c.run.total_tokens = 1 << 50
-  return config_lib.from_dict(c)
+def make_config(layers: int) -> Config:
+  """One fragment a step, as in the paper."""
+  model = {"num_layers": layers, "model_dim": 128, "head_dim": 32, "mlp_dim": 384}
+  sync = {"num_shards": 1, "num_fragments": FRAGMENTS, "sync_period": FRAGMENTS}
+  islands, run = {"num_learners": 1}, {"total_tokens": 1 << 50}
+  return from_dict({"model": model, "sync": sync, "islands": islands, "run": run})
 
 
 Step = Callable[[np.ndarray], None]  # on a batch, and waits for it
@@ -129,7 +124,7 @@ class Steps(in_process.Silent):
 class Bench:
   """The run and its measurement, the same on both sides. Made anew in every process."""
 
-  def __init__(self, config: config_lib.Config, pairs: int, block: int):
+  def __init__(self, config: Config, pairs: int, block: int):
     self.config, self.plan = config, initial.make_plan(config)
     self.pairs, self.block = pairs, block
 

@@ -14,7 +14,7 @@ role off) or `--engine=processes` (kill -9, SIGSTOP). Afterwards the event logs 
 With --workdir a finished run is only judged again. Last line: {"faults", "struck", "kinds",
 "global_stalls", "longest_stall_seconds", "lost_rounds", "unplanned", "blocked_seconds", "uptime",
 "goodput", "recovered", "median_recovery_seconds", "worst_recovery_seconds", "finished"}; exit
-status 1 if any of the first three that must be zero is not.
+status 1 if the run has not finished, or one of the first three above is not zero.
 """
 
 from __future__ import annotations
