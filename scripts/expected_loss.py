@@ -21,7 +21,6 @@ import dataclasses
 import functools
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import common
@@ -116,7 +115,7 @@ def main() -> None:
     configs=CONFIGS,
     kinds={"type": common.names_of(KINDS, ";"), "default": "untrained;alone;together;merged"},
     seeds=3,
-    workdir={"type": Path, "default": Path("runs/expected_loss")},
+    workdir=common.ROOT / "runs" / "expected_loss",
     rates={"type": common.several(float, ";"), "default": RATES},
   )
   environment.prepare(1, cpu_only=True)

@@ -5,7 +5,7 @@ Island 0 starts on this machine's accelerator and island 1 on its CPU, each as a
 back on the CPU, with its part of the newest snapshot; then island 1 on the accelerator. At the end
 all roles are asked to leave, and the trace is checked: no work was lost or merged twice.
 
-  python scripts/mixed_hardware.py [--workdir=runs/mixed] [--commits=40] [--cpu]
+  python scripts/mixed_hardware.py [--workdir=runs/mixed_hardware] [--commits=40] [--cpu]
 
 With --cpu, or without an accelerator, both islands run on CPUs, which tests this script. The last
 line is JSON: of each life {"island", "device_kind", "steps", "step_ms", "restored_snapshot",
@@ -151,7 +151,7 @@ def lives(roles: Roles) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-  workdir = {"type": Path, "default": Path("runs/mixed"), "help": "must be new"}
+  workdir = Path("runs/mixed_hardware"), "must be new"
   commits = 40, "that each life takes part in"
   given = common.options(__doc__, workdir=workdir, commits=commits, cpu=False)
   there, fix = given.workdir.exists(), "delete it, or give another"

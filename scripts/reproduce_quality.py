@@ -162,7 +162,7 @@ def main() -> None:
     tokens=600 * step_tokens,
     faults=(40, "in each chaotic run"),
     kinds={"type": common.names_of(KINDS), "default": ",".join(KINDS)},
-    workdir={"type": Path, "default": common.ROOT / "runs" / "quality"},
+    workdir=common.ROOT / "runs" / "quality",
     picture=Path,
     virtual=False,
     missed={"choices": ["halve", "rebase", "overwrite"], "default": learner.MISSED},
