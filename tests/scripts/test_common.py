@@ -16,6 +16,7 @@ import pytest
 from ddiloco import config as config_lib
 from ddiloco.protocol.events import LOG_FORMAT
 from tests.scripts.commands import SCRIPTS
+from tests.scripts.commands import status as status_of
 
 
 @pytest.fixture
@@ -193,6 +194,26 @@ def test_a_docstring_names_every_flag_of_its_script(path):
 def test_every_script_ends_in_the_same_way(path):
   own = {"proxy": "the standard library alone, since a link starts fast"}
   assert "run_script(main)" in path.read_text().splitlines()[-1] or path.stem in own
+
+
+@pytest.mark.parametrize(
+  ("name", "wrong"),
+  [
+    ("aot_report", "--only=zzz"),
+    ("bench_shard", "--values=100"),
+    ("mixed_hardware", "--workdir=."),
+    ("reproduce_quality", "--missed=rebase"),
+    ("wan_summary", "--workdir=nowhere --mbit=1 --delay_ms=1"),
+  ],
+)
+def test_wrong_input_is_refused_in_one_line(
+  script, monkeypatch, capsys, tmp_path: Path, name: str, wrong: str
+):
+  module = script(name)
+  monkeypatch.chdir(tmp_path)
+  assert status_of(module, monkeypatch, *wrong.split()) == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  assert line.startswith(f"{name}.py: {wrong.partition('=')[0]} = ") and "Fix: " in line
 
 
 @pytest.mark.parametrize(("said", "status"), [("print(7)", 0), ("return print(7) or 3", 3)])
