@@ -182,8 +182,3 @@ def take_over(variables: dict[str, str]) -> None:
   """Makes these the only environment variables of this process."""
   os.environ.clear()
   os.environ.update(variables)
-
-
-def bare() -> dict[str, str]:
-  """The environment of a child that starts as from a shell and calls `prepare` itself."""
-  return {k: v for k, v in os.environ.items() if k != "NPROC"}

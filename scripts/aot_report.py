@@ -24,6 +24,8 @@ from typing import Any
 
 from common import ROOT, options, run_script
 
+from ddiloco.checks import require
+
 # (config with other flags, topology); "" is the config's own.
 DENSE = [(f"dense.py:{p}", "") for p in ("100m", "500m", "1b", "2b", "5b", "9b", "12b")]
 ALSO = [
@@ -124,11 +126,16 @@ def seconds(row: dict[str, Any]) -> float:
 
 
 def main() -> None:
-  rows_file = {"type": Path, "default": ROOT / "runs" / "aot.json"}
-  given = options(__doc__, only="", largest=False, mfu=0.4, rows=rows_file, docs=Path)
+  file = ROOT / "runs" / "aot.json"
+  given = options(__doc__, only="", largest=False, mfu=0.4, rows=file, docs=Path)
   wanted = [row for row in ROWS if given.only in " ".join(row)]
-  if not wanted:
-    sys.exit(f"--only={given.only}: part of no row. Fix: a part of one of {ROWS}")
+  require(
+    bool(wanted),
+    "--only",
+    given.only,
+    "is part of no row",
+    f"give one of {', '.join(map(' '.join, ROWS))}",
+  )
   before = json.loads(given.rows.read_text()) if given.rows.exists() else []
   kept = {name(row): row for row in before}
   for config, topology in wanted:

@@ -26,7 +26,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -73,7 +72,7 @@ def config_of(
     "run.total_tokens": 1 << 50,
     **(more or {}),
   }  # fmt: skip
-  return common.config_of("dense", fields, preset)
+  return common.config_of(f"dense:{preset}", fields)
 
 
 def make_island(config: Config) -> Island:
@@ -247,8 +246,8 @@ def main() -> None:
     return
   presets, lengths = (QUICK, LENGTHS[-1:]) if given.quick else (PRESETS, LENGTHS)
   found: dict[str, Any] = {}
-  with tempfile.TemporaryDirectory(prefix="ddiloco-accelerator-") as folder:
-    found["two_islands"] = report("two islands", killed, Path(folder), given.cpu, given.quick)
+  with common.folder() as folder:
+    found["two_islands"] = report("two islands", killed, folder, given.cpu, given.quick)
   environment.prepare(num_cpu_devices=1, cpu_only=given.cpu)
   found["accelerator"] = jax.devices()[0].device_kind
   for preset in presets:

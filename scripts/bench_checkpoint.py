@@ -31,22 +31,14 @@ import dataclasses
 import itertools
 import json
 import math
-import os
 import shutil
 import statistics
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false " + os.environ.get("XLA_FLAGS", "")
-
-from ddiloco import environment
-
-environment.prepare(num_cpu_devices=1, cpu_only=True)
 
 import common
 import in_process
@@ -55,10 +47,10 @@ import numpy as np
 
 from ddiloco.checkpoint.saver import Saver
 from ddiloco.checkpoint.snapshots import Storage
-from ddiloco.config import Config, from_dict
+from ddiloco.config import Config
 from ddiloco.engines.virtual import seconds_of
 from ddiloco.network.transport import Hub, learner_address, syncer_address
-from ddiloco.observe.eventlog import E, Event, EventLog, NullRecorder
+from ddiloco.observe.eventlog import E, Event, EventLog
 from ddiloco.observe.guards import warn
 from ddiloco.protocol import events
 from ddiloco.protocol.actions import SyncerEvent
@@ -72,16 +64,9 @@ from ddiloco.workdir import start_time
 
 def make_config(layers: int, width: int, learners: int, **sections: Any) -> Config:
   sync = {"num_fragments": 4, "sync_period": 24, **sections.pop("sync", {})}
-  return from_dict(
-    {
-      "model": common.small_model(layers, width, heads=width // 32),
-      "data": {"source": "synthetic", "sequence_length": 64, "heldout_sequences": 16},
-      "islands": {"num_learners": learners, "batch_size": 2, **sections.pop("islands", {})},
-      "sync": sync,
-      "run": {"total_tokens": 1 << 40, "evaluations": 0, "restart_seconds": 0.0},
-      **sections,
-    }
-  )
+  islands = {"num_learners": learners, "batch_size": 2, **sections.pop("islands", {})}
+  run = {"total_tokens": 1 << 40, "evaluations": 0, "restart_seconds": 0.0}
+  return common.small(layers, width, 64, islands=islands, sync=sync, run=run, **sections)
 
 
 # --- 1. steps -------------------------------------------------------------------------------------
@@ -96,7 +81,7 @@ class Step:
   captures: bool  # a snapshot's copies were taken in it
 
 
-class Log(NullRecorder):
+class Log(in_process.Silent):
   """The times of steps and of the saves beside them, from the learner's or the shard's events."""
 
   def __init__(self):
@@ -298,10 +283,10 @@ def measure_rejoin(folder: Path, quick: bool) -> dict[str, Any]:
 def main() -> None:
   quick = {"pairs": 1, "block": 8, "mib": 8}
   args = common.options(__doc__, quick, pairs=12, block=100, mib=256)
+  in_process.prepare()
   layers, width = (1, 64) if args.quick else (6, 256)
   config = make_config(layers, width, 1, sync={"num_shards": 1, "snapshot_steps": 2 * args.block})
-  with tempfile.TemporaryDirectory() as scratch:
-    folder = Path(scratch)
+  with common.folder() as folder:
     result = measure_bytes(folder, args.mib, times=1 if args.quick else 5)
     learner, shard = measure_steps(config, folder / "steps", args.block, args.pairs)
     result |= compare_steps(learner, shard, args.block, args.pairs)

@@ -20,7 +20,7 @@ import dataclasses
 import json
 import math
 import multiprocessing
-import tempfile
+import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -42,6 +42,7 @@ from ddiloco.trace.text import read_trace
 
 ISLANDS, FRAGMENTS = 8, 24
 STEP_SECONDS, KILL_SECONDS, DOWN_SECONDS = 6.0, 7200.0, 60.0
+SAID = 1_000_000  # events between two lines of progress
 EVENT_SECONDS = 0.1  # about, of virtual time
 READERS = ("report", "dashboard", "resume", "trace")
 
@@ -71,6 +72,8 @@ def write(workdir: Path, count: int) -> int:
   def take(event: Event) -> None:
     nonlocal written
     written += 1
+    if written % SAID == 0:
+      print(f"{written:,} of {count:,} events are written", file=sys.stderr, flush=True)
     if isinstance(event, Step):  # virtual steps have none
       event = msgspec.structs.replace(event, loss=1.5 + 9.0 / math.sqrt(event.global_step))
     logs.take(event)
@@ -125,8 +128,8 @@ def main() -> None:
     workdir=Path,
   )
   context = multiprocessing.get_context("spawn")
-  with tempfile.TemporaryDirectory() as folder:
-    workdir = options.workdir or Path(folder) / "run"
+  with common.folder() as folder:
+    workdir = options.workdir or folder / "run"
     written = write(workdir, options.events)
     for reader in options.readers:
       with ProcessPoolExecutor(1, context) as pool:  # says it if the reader's process is killed

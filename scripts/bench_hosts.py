@@ -23,7 +23,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import traceback
 from pathlib import Path
 from typing import Any
@@ -81,7 +80,7 @@ def noted(island: Any) -> list[tuple[int, str, Any]]:
 
 def as_host(bench: bench_overhead.Bench, host: int, url: str, syncer: str, folder: Path) -> None:
   """Host 0 measures, the other follows; both write their notes to `folder`."""
-  environment.prepare(num_cpu_devices=DEVICES // HOSTS, cpu_only=True)
+  in_process.prepare(DEVICES // HOSTS)
   agreed = host_links.IslandIdentity("bench", "", 0, HOSTS)
   links: Any
   if host:
@@ -127,7 +126,7 @@ def measured(bench: bench_overhead.Bench, island: Any, syncer: str) -> dict[str,
 
 def as_shard(bench: bench_overhead.Bench, url: str) -> None:
   """The syncer, until standard input ends; prints how many rounds it has committed."""
-  environment.prepare(num_cpu_devices=1, cpu_only=True)
+  in_process.prepare()
   endpoint = bench.endpoint(syncer_address(0), bind=url)
   for thread in os.listdir("/proc/self/task"):  # later threads inherit the policy
     os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
@@ -205,10 +204,10 @@ def main() -> None:
     except Exception:  # else JAX would wait for the other host at this process's end
       traceback.print_exc()
       os._exit(1)
-  with tempfile.TemporaryDirectory(prefix="ddiloco-hosts-") as folder:
-    found = two_processes(given.quick, given.pairs, given.block, Path(folder))
+  with common.folder() as folder:
+    found = two_processes(given.quick, given.pairs, given.block, folder)
     if not given.quick:
-      found |= killed_host(Path(folder))
+      found |= killed_host(folder)
   print(json.dumps(found))
 
 

@@ -29,7 +29,6 @@ import json
 import math
 import os
 import statistics
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +40,14 @@ import common
 from common import middle
 
 from ddiloco import workdir as workdirs
-from ddiloco.config import Config, ConfigError, from_dict
+from ddiloco.config import Config, ConfigError
 from ddiloco.engines import children
 from ddiloco.engines.children import Spawn
 from ddiloco.engines.processes import ProcessesEngine
 from ddiloco.observe.eventlog import EventLog, read_events
+from ddiloco.observe.run_state import RunState
 from ddiloco.observe.style import GLOBAL_MODEL, PALETTE
-from ddiloco.protocol.events import Commit, Event, Fault, Restart, Started, Step, parse_role
+from ddiloco.protocol.events import Commit, Event, Fault, Restart, Step
 from ddiloco.training import data
 
 WARM_UP_SECONDS, QUICK_WARM_UP_SECONDS = 10.0, 3.0  # from the first step to the first window
@@ -60,24 +60,14 @@ Steps = list[tuple[float, float]]  # (when it ended, seconds since the one befor
 def make_config(learners: int, kills: int, every: float, quick: bool) -> Config:
   width, warm_up = (16, QUICK_WARM_UP_SECONDS) if quick else (64, WARM_UP_SECONDS)
   pace = QUICK_PACE_SECONDS if quick else 0.0
-  faults = [
-    {
-      "action": "kill",
-      "role": f"learner-{learners - 1}",
-      "at_seconds": warm_up + (2 * i + 1) * every,
-      "seconds": BACK_SECONDS,
-    }
-    for i in range(kills)
-  ]
-  return from_dict(
-    {
-      "model": common.small_model(2, width),
-      "data": {"source": "synthetic", "sequence_length": 64, "heldout_sequences": 16},
-      "islands": {"num_learners": learners, "batch_size": 8, "min_step_seconds": pace},
-      "sync": {"num_shards": 2, "num_fragments": 4},
-      "run": {"total_tokens": 1 << 40, "evaluations": 0, "sample_tokens": 0},
-      "chaos": {"faults": faults},
-    }
+  kill = {"action": "kill", "role": f"learner-{learners - 1}", "seconds": BACK_SECONDS}
+  moments = (warm_up + (2 * i + 1) * every for i in range(kills))
+  return common.small(
+    *(2, width, 64),
+    islands={"num_learners": learners, "batch_size": 8, "min_step_seconds": pace},
+    sync={"num_shards": 2, "num_fragments": 4},
+    run={"total_tokens": 1 << 40, "evaluations": 0, "sample_tokens": 0},
+    chaos={"faults": [{**kill, "at_seconds": at} for at in moments]},
   )
 
 
@@ -107,23 +97,19 @@ def run(config: Config, folder: Path, seconds: float, mine: frozenset[int]) -> N
   workdirs.claim(folder, config, overwrite=True)
   engine = Pinned(config, folder, data.open_corpus(config.data), lambda params: {"loss": 0.0})
   engine.mine = mine
-  events, all_train_at = EventLog(), math.inf
-  yet_to_step = set(range(config.islands.num_learners))
+  state, all_train_at = RunState(config), math.inf
 
   def listen(event: Event) -> None:
     nonlocal all_train_at
-    if isinstance(event, Step):
-      yet_to_step.discard(parse_role(event.role)[1])
-    if isinstance(event, Fault | Commit | Started):
-      events.append(event)
+    state.read([event])
     if isinstance(event, Fault | Restart):
       print(f"{event.time:6.1f} s {event.target} {event.kind}", flush=True)
-    if math.isinf(all_train_at) and not yet_to_step:
+    if math.isinf(all_train_at) and all(each.steps for each in state.islands.values()):
       all_train_at = event.time
       print(f"{event.time:6.1f} s all train; goes on for {seconds:.0f} s", flush=True)
     lasted = event.time - all_train_at
     if lasted >= seconds and isinstance(event, Commit):
-      waits = any(math.isinf(back) for _, back in restarts(events)[-1:])
+      waits = any(math.isinf(back) for _, back in restarts(state)[-1:])
       if not waits or lasted > seconds + REJOIN_SECONDS:
         engine.stop.set()
 
@@ -135,15 +121,10 @@ def run(config: Config, folder: Path, seconds: float, mine: frozenset[int]) -> N
 # --- what the events say --------------------------------------------------------------------------
 
 
-def restarts(events: EventLog) -> list[tuple[float, float]]:
+def restarts(run: RunState) -> list[tuple[float, float]]:
   """(kill, first merged push of the next incarnation) for each kill; inf: not until the next."""
-  kills = [(e.time, e.target) for e in events.of(Fault)]
-  spans = []
-  for (killed, role), (until, _) in itertools.pairwise([*kills, (math.inf, "")]):
-    later = EventLog(e for e in events if killed < e.time < until)
-    merged = common.merged(later, parse_role(role)[1])
-    spans.append((killed, min((e.time for e in merged), default=math.inf)))
-  return spans
+  ways = (way for way in run.rejoins.found if way.planned)
+  return [(way.died, way.ends.get("merge", math.inf)) for way in ways]
 
 
 def steps_of(events: EventLog, learner: int) -> Steps:
@@ -159,7 +140,7 @@ def between(steps: Steps, start: float, end: float) -> Steps:
 def measure(folder: Path, survivors: int, every: float) -> dict[str, Any]:
   """The numbers of the run, from its event logs."""
   events = read_events(folder)
-  spans = restarts(events)
+  spans = restarts(RunState().read(events))
   ratios: dict[str, list[float]] = {"all": [], "in": [], "between": []}
   longest: dict[str, list[float]] = {"with": [], "without": []}
   medians = []
@@ -205,7 +186,7 @@ def draw(path: Path, folder: Path, survivors: int, every: float, result: dict[st
   around = [
     (ended - killed, 1e3 * gap)
     for learner in range(survivors)
-    for killed, _ in restarts(events)
+    for killed, _ in restarts(RunState().read(events))
     for ended, gap in between(steps_of(events, learner), killed - every, killed + every)
   ]
   with common.picture(path, 4.2) as (_, (axes,)):
@@ -246,8 +227,8 @@ def main() -> None:
   warm_up = QUICK_WARM_UP_SECONDS if args.quick else WARM_UP_SECONDS
   mine, rest = frozenset(cores[:-1]), cores[-1:]
   os.sched_setaffinity(0, rest)  # child processes inherit it
-  with tempfile.TemporaryDirectory() as scratch:
-    folder = (args.workdir or Path(scratch)) / "run"
+  with common.folder(args.workdir) as kept:
+    folder = kept / "run"
     config = make_config(args.learners, args.kills, args.every, args.quick)
     run(config, folder, warm_up + (2 * args.kills + 1) * args.every, mine)
     result = measure(folder, args.learners - 1, args.every)

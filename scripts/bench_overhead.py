@@ -20,25 +20,20 @@ import dataclasses
 import functools
 import itertools
 import json
-import os
 import statistics
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false " + os.environ.get("XLA_FLAGS", "")
-
 import common
 import in_process
 import jax
 import numpy as np
 
-from ddiloco import config as config_lib
-from ddiloco import environment
+from ddiloco.config import Config, from_dict
 from ddiloco.network.endpoint import NetworkEndpoint, RunIdentity
 from ddiloco.network.transport import Endpoint, Hub, learner_address, syncer_address
-from ddiloco.observe.eventlog import NullRecorder
 from ddiloco.protocol import events
 from ddiloco.roles import initial
 from ddiloco.training.island import Island
@@ -47,22 +42,12 @@ FRAGMENTS = 8
 SETTLE_SECONDS = 0.3
 
 
-def prepare() -> None:
-  """Makes this process compute on one CPU device."""
-  environment.prepare(num_cpu_devices=1, cpu_only=True)
-
-
-def make_config(layers: int) -> config_lib.Config:
-  c = config_lib.default()
-  c.islands.num_learners = 1
-  c.model.num_layers = layers
-  c.model.model_dim = 128
-  c.model.head_dim = 32
-  c.model.mlp_dim = 384
-  c.sync.num_shards = 1
-  c.sync.num_fragments = c.sync.sync_period = FRAGMENTS  # one fragment a step, as in the paper
-  c.run.total_tokens = 1 << 50
-  return config_lib.from_dict(c)
+def make_config(layers: int) -> Config:
+  """One fragment a step, as in the paper."""
+  model = {"num_layers": layers, "model_dim": 128, "head_dim": 32, "mlp_dim": 384}
+  sync = {"num_shards": 1, "num_fragments": FRAGMENTS, "sync_period": FRAGMENTS}
+  islands, run = {"num_learners": 1}, {"total_tokens": 1 << 50}
+  return from_dict({"model": model, "sync": sync, "islands": islands, "run": run})
 
 
 Step = Callable[[np.ndarray], None]  # on a batch, and waits for it
@@ -123,7 +108,7 @@ class Measured:
   blocked_seconds: float
 
 
-class Steps(NullRecorder):
+class Steps(in_process.Silent):
   """Keeps the step events of the learner."""
 
   def __init__(self):
@@ -139,7 +124,7 @@ class Steps(NullRecorder):
 class Bench:
   """The run and its measurement, the same on both sides. Made anew in every process."""
 
-  def __init__(self, config: config_lib.Config, pairs: int, block: int):
+  def __init__(self, config: Config, pairs: int, block: int):
     self.config, self.plan = config, initial.make_plan(config)
     self.pairs, self.block = pairs, block
 
@@ -174,7 +159,7 @@ class LearnerActor:
   """A Ray actor: the learner in a process of its own."""
 
   def train(self, settings: tuple, url: str) -> Measured:
-    prepare()
+    in_process.prepare()
     bench = Bench(*settings)
     endpoint = bench.endpoint(learner_address(0))
     endpoint.dial(syncer_address(0), url)
@@ -188,7 +173,7 @@ class ShardActor:
 
   def listen(self, settings: tuple) -> str:
     """Starts the shard; returns its url."""
-    prepare()
+    in_process.prepare()
     bench = Bench(*settings)
     self._endpoint = bench.endpoint(syncer_address(0), bind="tcp://127.0.0.1:0")
     self._shard = in_process.Shard(bench.config, bench.plan, self._endpoint)
@@ -227,7 +212,7 @@ def with_ray(settings: tuple) -> tuple[Measured, int]:
 def main() -> None:
   engine = {"choices": list(ENGINES), "default": "threads"}
   args = common.options(__doc__, {"pairs": 1}, engine=engine, pairs=40, block=FRAGMENTS)
-  prepare()
+  in_process.prepare()
   config = make_config(layers=1 if args.quick else 4)
   measured, rounds = ENGINES[args.engine]((config, args.pairs, args.block))
 

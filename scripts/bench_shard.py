@@ -9,8 +9,12 @@ publishes; this process plays M learners on loopback, message by message. Parts:
   the last publish.
 - After a pause: the shard is stopped for 3 s (SIGSTOP) while pushes arrive; all of them must be
   merged, and no learner called lost (`after_pause_merged`).
-- Commit: the shard's own arithmetic in this process, in turn with a copy of the same bytes on the
-  same threads, as `bench_merge.py` measures it: `commit_vs_copy`, a ratio of medians.
+- Commit: the shard's own arithmetic on one fragment (of 128 million values at most) in this
+  process: merge, outer step, published update. In turn with NumPy copies between existing arrays,
+  of as many bytes, on the same threads, one for each core: `commit_vs_copy`, a ratio of medians.
+  The bytes of a commit are every input and output once: M pushes, value, published value and
+  momentum in and out, the update. `arrival_seconds`: the work on one push while the round waits
+  anyway; `int4_encode_gbps`, `int4_decode_gbps`: of f32 on one thread.
 - Memory of the shard's process, less what it had before its fragments, per parameter: at rest (5 s
   after a round), and the most ever (`bytes_per_parameter`, `peak_bytes_per_parameter`).
 - Copies: two shards with small fragments; bytes to the buddy over bytes to one learner, without the
@@ -29,12 +33,13 @@ import json
 import multiprocessing
 import os
 import signal
+import statistics
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
-import bench_merge
 import common
 import numpy as np
 from common import memory_bytes
@@ -42,26 +47,22 @@ from common import memory_bytes
 from ddiloco.chaos import Faults
 from ddiloco.checkpoint.buddy import Copies, Replication
 from ddiloco.checkpoint.restore import new_syncer
+from ddiloco.checks import require
 from ddiloco.config import Config, from_dict
-from ddiloco.core import passes
-from ddiloco.core.delta import new_fragment
+from ddiloco.core import codec, passes
+from ddiloco.core.delta import measure, new_fragment
 from ddiloco.core.fragments import Fragment, Piece, Plan, owned_by
 from ddiloco.engines import virtual
+from ddiloco.engines.virtual import seconds_of
 from ddiloco.network.endpoint import KEPT_SECONDS, NetworkEndpoint, RunIdentity
 from ddiloco.network.transport import learner_address, syncer_address
 from ddiloco.protocol.events import Commit, Event, Member
-from ddiloco.protocol.messages import (
-  INITIAL,
-  Publish,
-  Pull,
-  Push,
-  Report,
-  Welcome,
-)
+from ddiloco.protocol.messages import INITIAL, Publish, Pull, Push, Report, Welcome
 from ddiloco.roles.syncer import Syncer
-from ddiloco.runtime import Runtime
+from ddiloco.runtime import Runtime, ValueThreads
 
 PATIENCE_SECONDS = 300.0
+SHORT = 128  # values of the fragments' short vectors
 PAUSE_SECONDS = 3.0
 REST_SECONDS = KEPT_SECONDS + 2.0  # after a round: pushes and receive buffers are gone
 STEP_SECONDS = 60.0  # as reported: the grace window lasts until all have answered
@@ -70,8 +71,8 @@ STEP_SECONDS = 60.0  # as reported: the grace window lasts until all have answer
 def plan_of(values: int, fragments: int) -> Plan:
   """Fragments of a matrix and a short vector each."""
   pieces = lambda: (  # noqa: E731
-    Piece("matrix", None, 0, 1, (values - 128,), 0, average=False),
-    Piece("norm", None, 0, 1, (128,), values - 128, average=False),
+    Piece("matrix", None, 0, 1, (values - SHORT,), 0, average=False),
+    Piece("norm", None, 0, 1, (SHORT,), values - SHORT, average=False),
   )
   return Plan(tuple(Fragment(p, pieces()) for p in range(fragments)))
 
@@ -422,6 +423,60 @@ def pause(bench: Bench) -> list[int]:
   return merged
 
 
+def bench_commit(fragment: Fragment, learners: int, repeats: int) -> dict[str, float]:
+  """The part "commit": seconds of an arrival and of a commit, and both beside a copy."""
+  size, count = fragment.size, len(os.sched_getaffinity(0))
+  push = virtual.random_push(size, "int4")
+  moved = (learners + 1) * push.payload.nbytes + 6 * 4 * size
+  part = np.ones(min(size, moved // 8 // count), np.float32)
+  copies = max(1, round(moved / 8 / count / part.size))
+  targets = [np.ones_like(part) for _ in range(count)]
+
+  def copy_to(target: np.ndarray) -> None:
+    for _ in range(copies):
+      np.copyto(target, part)
+
+  with ValueThreads(count) as threads:
+    commit = virtual.commits(fragment, config_of(learners, 1, 1), learners, threads.share)
+    copy = lambda: threads.share(copy_to, targets)  # noqa: E731
+    arrive = lambda: measure(fragment, push, threads.share)  # noqa: E731
+    arrival = statistics.median(seconds_of(arrive) for _ in range(repeats))
+    commit()
+    copy()
+    pairs = [(seconds_of(copy), seconds_of(commit)) for _ in range(repeats)]
+    tracemalloc.start()
+    commit()
+    extra_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+  copied, committed = (statistics.median(column) for column in zip(*pairs))
+  copied_bytes = 8 * part.size * copies * count
+  return {
+    "arrival_seconds": arrival,
+    "commit_seconds": committed,
+    "commit_gbps": moved / committed / 1e9,
+    "copy_gbps": copied_bytes / copied / 1e9,
+    "commit_vs_copy": moved / committed * copied / copied_bytes,
+    "extra_fragments": extra_bytes / 4 / size,
+    "threads": count,
+  }
+
+
+def bench_codec(size: int, repeats: int) -> dict[str, float]:
+  """Median GB/s of f32 that int4 encodes and decodes on one thread."""
+  delta = np.random.default_rng(0).standard_normal(size, np.float32)
+  payload = codec.encode(delta, "int4")
+  work: dict[str, Callable[[], Any]] = {
+    "encode": lambda: codec.encode(delta, "int4"),
+    "decode": lambda: codec.decode(payload, size, "int4"),
+  }
+  return {
+    f"int4_{name}_gbps": delta.nbytes
+    / 1e9
+    / statistics.median(seconds_of(do) for _ in range(repeats))
+    for name, do in work.items()
+  }
+
+
 def bench_copies(values: int, learners: int) -> dict[str, Any]:
   """Bytes to a buddy over bytes of one learner's publishes."""
   bench = Bench(2, values, 2, learners)
@@ -449,11 +504,13 @@ def main() -> None:
     __doc__, quick, values=508_000_000, fragments=1, learners=8, repeats=(5, "of the commit")
   )
   values = args.values
+  fix = "give a million or more"
+  require(values > SHORT, "--values", values, f"a fragment has a vector of {SHORT}", fix)
   result = bench_rounds(values, args.fragments, args.learners)
   fragment = plan_of(min(values, 128_000_000), 1).fragments[0]
-  found = bench_merge.bench_commit(fragment, args.learners, args.repeats)
-  names = "commit_vs_copy", "commit_seconds", "arrival_seconds", "threads"
-  result |= {name: round(found[name], 3) for name in names}
+  found = bench_commit(fragment, args.learners, args.repeats)
+  found |= bench_codec(min(values, 32 << 20), args.repeats)
+  result |= {name: round(value, 4) for name, value in found.items()}
   result |= bench_copies(min(values, 8_000_000), args.learners)
   result |= {"values": values, "fragments": args.fragments, "learners": args.learners}
   print(json.dumps(result))

@@ -208,9 +208,9 @@ def main() -> None:
   problems = common.names_of(("regression", "text"))
   options = common.options(
     __doc__,
-    {"away": "110", "before": 20, "after": 40, "period": 12},
+    {"away": [110], "before": 20, "after": 40, "period": 12},
     problems={"type": problems, "default": "regression,text"},
-    away=("600,2000", "steps"),
+    away={"type": common.several(int), "default": "600,2000", "help": "steps"},
     before=200,
     after=(200, "steps from its return to the end"),
     period=(24, "sync.sync_period, steps"),
@@ -222,11 +222,10 @@ def main() -> None:
   for name in options.problems:
     problem = make_problem(name, options.seed, options.period, options.quick)
     per_step = problem.config.tokens_per_step(AWAY)
-    lengths = [int(each) for each in options.away.split(",")]
-    end = options.before + max(lengths) + options.after
+    end = options.before + max(options.away) + options.after
     without = run(problem, "kept", options.before, 0, end, options.seed)
     result[name] = {}
-    for away in lengths:
+    for away in options.away:
       back, found = options.before + away, {}
       for rule in options.rules:
         here = run(problem, rule, options.before, away, back + options.after, options.seed)

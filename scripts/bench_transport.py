@@ -25,7 +25,6 @@ import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -73,11 +72,11 @@ def serve_socket(listener: socket.socket, most_bytes: int) -> None:
     connection.sendall(b"!")
 
 
-def far_end(pipe, folder: str, most_bytes: int) -> None:
+def far_end(pipe, folder: Path, most_bytes: int) -> None:
   """The other process: two shards, plain and with keys, and a raw socket."""
   plain, secured = (
     NetworkEndpoint(SHARD, 0, RUN, NetworkConfig(), bind="tcp://127.0.0.1:0", keys=keys)
-    for keys in (None, Keys.load(Path(folder), SHARD))
+    for keys in (None, Keys.load(folder, SHARD))
   )
   listener = socket.create_server(("127.0.0.1", 0))
   pipe.send([plain.bound, secured.bound, listener.getsockname()[1]])
@@ -199,8 +198,8 @@ def main() -> None:
   if args.slow:
     return on_slow_link(args.slow)
   sizes, count = ([1, 32], 20) if args.quick else ([1, 32, 256], 300)
-  with tempfile.TemporaryDirectory() as folder:
-    make_keys(Path(folder), learners=1 + len(STREAMS), shards=1)
+  with common.folder() as folder:
+    make_keys(folder, learners=1 + len(STREAMS), shards=1)
     context = multiprocessing.get_context("spawn")
     pipe, other = context.Pipe()
     child = context.Process(target=far_end, args=(other, folder, sizes[-1] * 10**6), daemon=True)
@@ -208,7 +207,7 @@ def main() -> None:
     plain_url, secured_url, port = pipe.recv()
     plain = dial(plain_url, None, 1)
     secured = {
-      streams: dial(secured_url, Keys.load(Path(folder), learner_address(m)), streams, m)
+      streams: dial(secured_url, Keys.load(folder, learner_address(m)), streams, m)
       for m, streams in enumerate(STREAMS, 1)
     }
     hub = Hub()

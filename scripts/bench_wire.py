@@ -24,10 +24,12 @@ import common
 import in_process
 import numpy as np
 
-from ddiloco import config as config_lib
+from ddiloco.config import Config, from_dict
 from ddiloco.core import codec, fragments
 from ddiloco.network.transport import Hub, learner_address, syncer_address
 from ddiloco.roles import initial
+
+PERIOD = 24  # steps between two syncs of a fragment
 
 
 class Holder:
@@ -58,22 +60,17 @@ class Holder:
     self.values[fragment] = keep * self.values[fragment] + staged
 
 
-def make_config(learners: int, periods: int, name: str, quick: bool) -> config_lib.Config:
-  c = config_lib.default()
-  c.islands.num_learners = c.sync.min_quorum = learners
-  c.model.num_layers = 2 if quick else 8
-  c.model.model_dim = 128
-  c.model.mlp_dim = 512
-  c.sync.num_fragments = 8 if quick else 24
-  c.sync.sync_period = 24
-  c.sync.blocking = True
-  c.sync.push_codec = c.sync.publish_codec = name
-  steps = c.sync.sync_period * (periods + 1)
-  c.run.total_tokens = learners * steps * c.islands.batch_size * c.data.sequence_length
-  return config_lib.from_dict(c)
+def make_config(learners: int, periods: int, name: str, quick: bool) -> Config:
+  codecs = {"push_codec": name, "publish_codec": name}
+  schedule = {"num_fragments": 8 if quick else 24, "sync_period": PERIOD}
+  sync = {**schedule, **codecs, "min_quorum": learners, "blocking": True}
+  model = {"num_layers": 2 if quick else 8, "model_dim": 128, "mlp_dim": 512}
+  sections = {"islands": {"num_learners": learners}, "model": model, "sync": sync}
+  step_tokens = from_dict(sections).planned_tokens_per_step
+  return from_dict({**sections, "run": {"total_tokens": PERIOD * (periods + 1) * step_tokens}})
 
 
-def measure(config: config_lib.Config, plan: fragments.Plan) -> tuple[float, float]:
+def measure(config: Config, plan: fragments.Plan) -> tuple[float, float]:
   """Bytes and payload bytes per step and learner, over whole periods after the join."""
   hub, stop = Hub(), threading.Event()
   marks: list[tuple[int, int, int]] = []  # learner 0's step, bytes and payload after each period

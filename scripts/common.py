@@ -5,19 +5,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
-import runpy
 import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ddiloco import environment
+from ddiloco import api, environment
 from ddiloco import workdir as workdirs
+from ddiloco.checks import require
 from ddiloco.config import Config, ConfigError, from_dict
 from ddiloco.observe import plots
 from ddiloco.observe.eventlog import EventLog, GrowingLog, read_events
@@ -70,7 +72,7 @@ def options(
     text: the script's docstring.
     quick: the values of flags with --quick; None: there is no --quick.
     flags: by name a default, or (default, help). A type is a flag without default, False a switch,
-      a dict what `add_argument` takes. Numbers whose default is positive must be positive.
+      a dict what `add_argument` takes. Numbers must be positive; 0 is one where it is the default.
   """
   parser = argparse.ArgumentParser(description=text, formatter_class=_Help)
   of_default = "default: %(default)s"  # argparse shows none of a flag without a text
@@ -87,9 +89,10 @@ def options(
   found = parser.parse_args()
   vars(found).update(quick if quick and found.quick else {})
   for name, (default, _) in told.items():
-    value = getattr(found, name)
-    if isinstance(default, int | float) and default > 0 and not value > 0:
-      parser.error(f"--{name}={value}: must be above 0. Fix: for example --{name}={default}")
+    value, least = getattr(found, name), "at least" if default == 0 else "above"
+    number = isinstance(value, int | float) and not isinstance(default, dict)
+    if number and not (0 <= value < math.inf and (value or default == 0)):
+      parser.error(f"--{name}={value}: must be {least} 0. Fix: for example --{name}=1")
   return found
 
 
@@ -103,34 +106,52 @@ def names_of(known: Iterable[str], separator: str = ",") -> Callable[[str], list
     found = [name for name in text.split(separator) if name]
     if unknown := set(found).difference(known):
       unknown_names = ", ".join(sorted(unknown))
-      raise argparse.ArgumentTypeError(f"{unknown_names} is none of {', '.join(known)}")
+      raise argparse.ArgumentTypeError(f"{unknown_names} is none of {f'{separator} '.join(known)}")
     return found
 
   return split
 
 
+def several(kind: type[float], separator: str = ",") -> Callable[[str], list[float]]:
+  """The type of an argument that is one positive number or several."""
+
+  def numbers(text: str) -> list[float]:
+    found = [kind(each) for each in text.split(separator)]
+    if not min(found) > 0:
+      raise ValueError
+    return found
+
+  return numbers
+
+
+@contextlib.contextmanager
+def folder(kept: Path | None = None) -> Iterator[Path]:
+  """A context with the folder of --workdir, which stays, or else with a temporary one."""
+  with tempfile.TemporaryDirectory(prefix="ddiloco-") as scratch:
+    yield (kept or Path(scratch)).absolute()
+
+
 # --- Configs
 
 
-def config_of(name: str, fields: Mapping[str, Any], *preset: Any) -> Config:
-  """configs/NAME.py with some fields changed, as {"sync.num_fragments": 6}."""
-  values = runpy.run_path(str(ROOT / "configs" / f"{name}.py"))["get_config"](*preset)
+def config_of(name: str, fields: Mapping[str, Any]) -> Config:
+  """configs/NAME.py, or NAME:PRESET, with some fields changed, as {"sync.num_fragments": 6}."""
+  file, colon, preset = name.partition(":")
+  values = api.load(f"{ROOT / 'configs' / file}.py{colon}{preset}")
   values.update_from_flattened_dict(dict(fields))
   return from_dict(values)
 
 
-def small_model(
-  layers: int, width: int, heads: int = 2, kv_heads: int = 0, mlp: int = 3
-) -> dict[str, Any]:
-  """A model whose heads share its width; `mlp`: hidden widths of a layer."""
-  return {
-    "num_layers": layers,
-    "model_dim": width,
-    "num_heads": heads,
-    "num_kv_heads": kv_heads or heads,
-    "head_dim": width // heads,
-    "mlp_dim": mlp * width,
-  }
+def small(layers: int, width: int, length: int, tiny: bool = False, **sections: Any) -> Config:
+  """A config with a small model, on sequences of so many made-up tokens, and other sections.
+
+  `tiny`: one head of keys, and a hidden layer of two widths instead of three.
+  """
+  heads = max(2, width // 32)
+  model = {"num_layers": layers, "model_dim": width, "mlp_dim": (2 if tiny else 3) * width}
+  model |= {"num_heads": heads, "num_kv_heads": 1 if tiny else heads, "head_dim": width // heads}
+  data = {"source": "synthetic", "sequence_length": length, "heldout_sequences": 16}
+  return from_dict({"model": model, "data": data, **sections})
 
 
 # --- Runs in processes of their own
@@ -157,7 +178,7 @@ def start(config: Config, workdir: Path, *flags: str, cpu: bool = True) -> subpr
   command = [*TIED, *PROGRAM, f"--config={file}", f"--workdir={workdir}"]
   command += [*flags, *(["--cpu"] if cpu else [])]
   with log_of(workdir).open("ab") as log:
-    return subprocess.Popen(command, stdout=log, stderr=log, env=environment.bare())
+    return subprocess.Popen(command, stdout=log, stderr=log)
 
 
 def train(config: Config, workdir: Path, *flags: str) -> EventLog:
@@ -170,11 +191,11 @@ def train(config: Config, workdir: Path, *flags: str) -> EventLog:
 
 
 def done_before(config: Config, workdir: Path) -> bool:
-  """Whether a run of this config has ended in `workdir`; if it has another run, the script ends."""
+  """Whether a run of this config has ended in `workdir`; another run there is refused."""
   if not read_events(workdir).of(RunFinished):
     return False
-  if workdirs.saved_config(workdir) != config:
-    sys.exit(f"{workdir}: holds another run. Fix: choose another --workdir.")
+  same = workdirs.saved_config(workdir) == config
+  require(same, "--workdir", str(workdir), "holds another run", "choose another one")
   print(f"{workdir.name}: done before, in {workdir}", flush=True)
   return True
 
@@ -278,6 +299,10 @@ class Kept:
       lines = map(json.loads, self._file.read_text().splitlines())
       self._found = {self._key_of(each): each for each in lines}
     return self._found.get(key)
+
+  def made(self, key: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The result with this key: an earlier one, or that of `make`, which is added."""
+    return self.get(key) or self.add(make())
 
   def add(self, found: dict[str, Any]) -> dict[str, Any]:
     """Adds a result."""

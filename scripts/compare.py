@@ -216,7 +216,7 @@ def main() -> None:
   options = common.options(
     __doc__,
     {"seeds": 1},
-    workdir={"type": Path, "default": common.ROOT / "runs" / "compare"},
+    workdir=common.ROOT / "runs" / "compare",
     sizes={"type": sizes, "default": "33k;115k"},
     only={"type": rows, "default": "", "help": "these rows alone"},
     seeds=3,

@@ -18,15 +18,14 @@ Last line: {CONFIG: {"merged": [by seed], "alone": [...], "together": [...], "un
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import common
 from common import spread
-from virtual_training import Text, Valued
+from virtual_training import Losses, Text, Valued
 
 from ddiloco import environment
 from ddiloco.config import Config
@@ -41,9 +40,8 @@ DATA_PARALLEL = {"together": {}, "adamw": {"optimizer": "adamw"}}  # changes of 
 
 def config_of(name: str, seed: int, more: Mapping[str, Any] | None = None) -> Config:
   """The config of configs/NAME.py, or of its preset NAME:PRESET; islands have one device each."""
-  module, _, preset = name.partition(":")
   fields = {"seed": seed, "islands.devices": 1, "network.drain_seconds": 1e3} | dict(more or {})
-  return common.config_of(module, fields, *filter(None, [preset]))
+  return common.config_of(name, fields)
 
 
 def together(config: Config, rate: float, **changes: Any) -> Config:
@@ -72,42 +70,27 @@ def loss(kind: str, config: Config) -> float:
   return Valued(text, config.seed, config.chaos.faults).train()
 
 
-class Runs:
-  """The lines of WORKDIR/runs.jsonl."""
-
-  def __init__(self, workdir: Path):
-    self._kept = common.Kept(workdir / "runs.jsonl", lambda each: (each["kind"], each["config"]))
-
-  def __call__(self, name: str, kind: str, config: Config) -> float:
-    """The loss of an earlier run, or of one made now."""
-    key = kind, config.to_json()
-    found = self._kept.get(key)
-    if found is None:
-      began = time.monotonic()
-      line = {"name": name, "kind": kind, "config": key[1], "loss": loss(kind, config)}
-      found = self._kept.add(line)
-      seconds = time.monotonic() - began
-      print(f"{name} seed {config.seed} {kind}: {found['loss']:.4f} in {seconds:.0f} s", flush=True)
-    return found["loss"]
-
-
 def expected(
-  name: str, kinds: list[str], seeds: int, rates: list[float], runs: Runs
+  name: str, kinds: list[str], seeds: int, rates: list[float], losses: Losses
 ) -> dict[str, Any]:
   """The losses of one config by kind, each by seed."""
+
+  def run(kind: str, config: Config) -> float:
+    return losses.of(name, kind, config, functools.partial(loss, kind))
+
   configs = [config_of(name, seed) for seed in range(seeds)]
   found: dict[str, Any] = {}
   for kind in kinds:
     of_kind = configs
     if (changes := DATA_PARALLEL.get(kind)) is not None:
-      tried = {rate: runs(name, kind, together(configs[0], rate, **changes)) for rate in rates}
+      tried = {rate: run(kind, together(configs[0], rate, **changes)) for rate in rates}
       best = min(tried, key=tried.__getitem__)
       of_kind = [together(config, best, **changes) for config in configs]
       found[f"rate of {kind}"] = of_kind[0].inner.learning_rate
     if kind in LOSSY:
       codecs = {"sync.push_codec": kind, "sync.publish_codec": kind}
       of_kind = [config_of(name, seed, codecs) for seed in range(seeds)]
-    found[kind] = [runs(name, kind, config) for config in of_kind]
+    found[kind] = [run(kind, config) for config in of_kind]
   return found
 
 
@@ -132,15 +115,14 @@ def main() -> None:
     configs=CONFIGS,
     kinds={"type": common.names_of(KINDS, ";"), "default": "untrained;alone;together;merged"},
     seeds=3,
-    workdir={"type": Path, "default": Path("runs/expected_loss")},
-    rates=RATES,
+    workdir=common.ROOT / "runs" / "expected_loss",
+    rates={"type": common.several(float, ";"), "default": RATES},
   )
-  rates = [float(rate) for rate in options.rates.split(";")]
   environment.prepare(1, cpu_only=True)
-  runs, result = Runs(options.workdir), {}
+  losses, result = Losses(options.workdir / "runs.jsonl"), {}
   with kept_in(options.workdir / "compiled"):
     for name in options.configs.split(";"):
-      result[name] = expected(name, options.kinds, options.seeds, rates, runs)
+      result[name] = expected(name, options.kinds, options.seeds, options.rates, losses)
       print(said(name, result[name]), flush=True)
   print(json.dumps(result))
 

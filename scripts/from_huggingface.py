@@ -19,7 +19,6 @@ train (`model.capacity_factor`). It takes memory for one and a half models in f3
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -121,7 +120,7 @@ def parameters(
   return params
 
 
-def main() -> int:
+def main() -> None:
   model = {"type": Path, "required": True, "help": "folder of the model"}
   to = {"type": Path, "required": True, "help": "is made if needed"}
   options = common.options(__doc__, model=model, to=to)
@@ -142,13 +141,12 @@ def main() -> int:
       values["data.tokenizer"] = f"huggingface:{tokenizer}"
     text = EXPERIMENT.format(source=source.name, values=values)
     (options.to / "start.py").write_text(text)
-  except (ConfigError, KeyError, TypeError, ValueError, OSError) as error:
-    what = f"config.json has no {error}" if isinstance(error, KeyError) else error
-    print(f"from_huggingface.py: {what}", file=sys.stderr)
-    return 2
+  except KeyError as error:
+    raise ConfigError(f"config.json has no {error}") from error
+  except (TypeError, ValueError, OSError) as error:
+    raise ConfigError(str(error)) from error
   count = sum(value.size for value in params.values())
   print(json.dumps({"parameters": count, "tokenizer": tokenizer.exists()}))
-  return 0
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ same bytes, memory stays bounded, parts make whole messages, once and in order. 
 frames.
 
   pip install -e .[fuzz]
-  python scripts/fuzz_decoder.py [--runs=1000000] [--seed=N]
+  python scripts/fuzz_decoder.py [--runs=1000000] [--seed=N]     another seed every time
   python scripts/fuzz_decoder.py --replay=HEX        one input again, without atheris
 
 Last line: {"inputs", "accepted", "malformed", "seconds", "seed"}. An input that breaks the rule is
@@ -16,12 +16,10 @@ printed in hex and ends the run with status 1; one that hangs or takes 1 GB of m
 
 from __future__ import annotations
 
-import argparse
 import bisect
 import contextlib
 import functools
 import json
-import os
 import random
 import shutil
 import sys
@@ -46,10 +44,14 @@ with atheris.instrument_imports(include=["ddiloco"]) if atheris else contextlib.
   from ddiloco.network import endpoint, frames, peers, transport
   from ddiloco.protocol import messages
 
+import common
+
+from ddiloco import environment
+from ddiloco.checks import require
+
 MAX_INPUT_BYTES = 320
 MAX_MEMORY_MB = 1024
 STREAMS, LARGEST_BYTES, QUEUE_BYTES = 3, 64, 128
-EXIT_MALFORMED, EXIT_USAGE = 1, 2
 PROGRESS_SECONDS = 10.0
 NETWORK_RUN = transport.RunIdentity("run", "plan", LARGEST_BYTES, QUEUE_BYTES)
 
@@ -282,7 +284,7 @@ class Fuzz:
       traceback.print_exc()
       print(f"input {self.inputs} of seed {self.seed} breaks the rule; once more with\n")
       print(f"  python scripts/fuzz_decoder.py --replay={data.hex()}")
-      self._end(EXIT_MALFORMED)
+      self._end(environment.LOST)
     self.inputs += 1
     now = time.monotonic()
     if now - self.said >= PROGRESS_SECONDS:
@@ -297,35 +299,24 @@ class Fuzz:
         "seed": self.seed,
       }
       print(json.dumps(result))
-      self._end(0)
+      self._end(environment.FINISHED)
 
   def _end(self, status: int) -> NoReturn:
     shutil.rmtree(self.folder)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # neither `return` nor an exception would get past libFuzzer
+    environment.end_now(status)  # neither `return` nor an exception would get past libFuzzer
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
-  parser.add_argument("--runs", type=int, default=1_000_000, help="inputs")
-  parser.add_argument("--seed", type=int, help="default: another one every time")
-  parser.add_argument("--replay", type=bytes.fromhex, help="one input, in hex")
-  args = parser.parse_args()
+  replay = {"type": bytes.fromhex, "help": "one input, in hex"}
+  args = common.options(__doc__, runs=(1_000_000, "inputs"), seed=int, replay=replay)
   if args.replay is not None:
     print("accepted" if try_one(args.replay) else "malformed")
     return
-  if atheris is None:
-    print("scripts/fuzz_decoder.py needs atheris. Fix: pip install -e .[fuzz]", file=sys.stderr)
-    raise SystemExit(EXIT_USAGE)
-  if args.runs < 1:
-    parser.error(f"--runs={args.runs}: must be at least 1")
-  seed = args.seed if args.seed else random.SystemRandom().randrange(1, 1 << 31)
+  require(atheris is not None, "atheris", "None", "must be installed", "pip install -e .[fuzz]")
+  seed = args.seed or random.SystemRandom().randrange(1, 1 << 31)
   print(f"{args.runs} inputs, seed {seed}", flush=True)
   Fuzz(args.runs, seed).run()
 
 
 if __name__ == "__main__":
-  main()
+  common.run_script(main)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ddiloco import environment
 from ddiloco.chaos import Faults
 from ddiloco.checkpoint.restore import ResumeState, new_learner, new_syncer
 from ddiloco.checkpoint.saver import Saver
@@ -16,7 +18,8 @@ from ddiloco.config import Config
 from ddiloco.core.delta import new_fragment
 from ddiloco.core.fragments import Plan, gather
 from ddiloco.network.transport import Endpoint
-from ddiloco.observe.eventlog import NullRecorder, Records
+from ddiloco.observe.eventlog import Records
+from ddiloco.protocol.events import Event
 from ddiloco.roles import initial
 from ddiloco.roles.learner import Learner
 from ddiloco.roles.syncer import Syncer
@@ -25,11 +28,28 @@ from ddiloco.runtime import Runtime
 BATCHES = 8  # different batches, which repeat
 
 
+def prepare(devices: int = 1) -> None:
+  """Makes this process compute on fake CPU devices, each on one core: others have the rest."""
+  one = "--xla_cpu_multi_thread_eigen=false"
+  os.environ["XLA_FLAGS"] = f"{one} {os.environ.get('XLA_FLAGS', '')}"
+  environment.prepare(devices, cpu_only=True)
+
+
 def batches(config: Config) -> list[np.ndarray]:
   """Batches of arbitrary tokens."""
   random = np.random.default_rng(0)
   shape = (config.islands.batch_size, config.data.sequence_length + 1)
   return [random.integers(0, config.model.vocab_size, shape, np.int32) for _ in range(BATCHES)]
+
+
+class Silent:
+  """Records nothing, see `Records`."""
+
+  def record(self, event: Event) -> None:
+    """Forgets the event."""
+
+  def flush(self) -> None:
+    """Has nothing to wait for."""
 
 
 class Shard:
@@ -46,7 +66,7 @@ class Shard:
   ):
     params = initial.initial_params(config)
     store = {f.index: new_fragment(f, gather(f, params)) for f in plan.fragments}
-    runtime = Runtime(endpoint, recorder or NullRecorder(), saver)
+    runtime = Runtime(endpoint, recorder or Silent(), saver)
     self.role = Syncer(new_syncer(config, number, 0, store), config, plan, store, runtime)
     self._stop = threading.Event()
     serve = Faults((), time.monotonic()), self._stop.is_set
@@ -73,6 +93,6 @@ def train(
 ) -> None:
   """Runs a learner until all is merged or `stop()`; `read` makes batches from a position on."""
   beginning = ResumeState(new_learner(config, plan, number, 0))
-  runtime = Runtime(endpoint, recorder or NullRecorder(), saver)
+  runtime = Runtime(endpoint, recorder or Silent(), saver)
   role = Learner(beginning, config, plan, island, read, runtime)
   role.run(Faults((), time.monotonic()), stop)

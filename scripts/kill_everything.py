@@ -29,7 +29,6 @@ import random
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from pathlib import Path
 
@@ -37,7 +36,7 @@ import common
 
 from ddiloco.checkpoint.signed_json import Damaged
 from ddiloco.checkpoint.snapshots import Storage
-from ddiloco.config import CheckpointConfig, Config, from_dict
+from ddiloco.config import CheckpointConfig, Config
 from ddiloco.observe.eventlog import EventLog, Follower, read_events
 from ddiloco.protocol.events import Commit, Owns, Restored, Snapshot, Step
 from ddiloco.roles import initial
@@ -55,26 +54,21 @@ FIRST_START_SECONDS = 20.0  # until the first step, while nothing is compiled
 
 def config_of(seed: int, steps: int) -> Config:
   """A tiny run with snapshots every few tenths of a second."""
-  return from_dict(
-    {
-      "seed": seed,
-      "model": common.small_model(1, 16, kv_heads=1, mlp=2),
-      "data": {"source": "synthetic", "sequence_length": 32, "heldout_sequences": 16},
-      "inner": {"learning_rate": 1e-2, "warmup_steps": 5},
-      "islands": {
-        "num_learners": LEARNERS, "batch_size": 8, "min_step_seconds": POLL_SECONDS
-      },
-      "sync": {
-        "num_shards": 2, "num_fragments": FRAGMENTS, "sync_period": 8, "liveness_seconds": 1.0,
-        "snapshot_steps": 20,
-      },
-      "outer": {"learning_rate": 0.7, "momentum": 0.5},
-      "network": {"drain_seconds": 2.0, "hello_seconds": 0.1},  # shorter waits at starts and ends
-      "run": {
-        "evaluations": 2, "sample_tokens": 0, "restart_seconds": 0.1,
-        "total_tokens": LEARNERS * steps * TOKENS,
-      },
-    }
+  return common.small(
+    *(1, 16, 32, True),
+    seed=seed,
+    inner={"learning_rate": 1e-2, "warmup_steps": 5},
+    islands={"num_learners": LEARNERS, "batch_size": 8, "min_step_seconds": POLL_SECONDS},
+    sync={
+      "num_shards": 2, "num_fragments": FRAGMENTS, "sync_period": 8, "liveness_seconds": 1.0,
+      "snapshot_steps": 20,
+    },
+    outer={"learning_rate": 0.7, "momentum": 0.5},
+    network={"drain_seconds": 2.0, "hello_seconds": 0.1},  # shorter waits at starts and ends
+    run={
+      "evaluations": 2, "sample_tokens": 0, "restart_seconds": 0.1,
+      "total_tokens": LEARNERS * steps * TOKENS,
+    },
   )  # fmt: skip
 
 
@@ -279,8 +273,8 @@ def main() -> int:
     engine=common.ENGINE,
     workdir=Path,
   )
-  with tempfile.TemporaryDirectory() as temporary:
-    return whole(options, (options.workdir or Path(temporary)).absolute())
+  with common.folder(options.workdir) as folder:
+    return whole(options, folder)
 
 
 def whole(options: argparse.Namespace, folder: Path) -> int:

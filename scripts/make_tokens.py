@@ -226,7 +226,7 @@ def make(to: Path, pattern: str, field: str, setting: str, size: int, workers: i
   print(json.dumps(figures))
 
 
-def main() -> int:
+def main() -> None:
   options = common.options(
     __doc__,
     to={"type": Path, "required": True, "help": "is made if needed"},
@@ -240,13 +240,10 @@ def main() -> int:
     text = options.text, options.field
     make(options.to, *text, options.tokenizer, options.vocab_size, options.workers)
   except BrokenProcessPool as error:
-    fix = "the system may have ended it for its memory: give fewer --workers, and the command again"
-    print(f"make_tokens.py: a worker has ended ({error}). Fix: {fix}.", file=sys.stderr)
-    return 2
-  except (ConfigError, ImportError, OSError) as error:
-    print(f"make_tokens.py: {error}", file=sys.stderr)
-    return 2
-  return 0
+    fix = "give fewer, and the command again: the system may have ended one for its memory"
+    raise refusal("--workers", options.workers, f"one has ended ({error})", fix) from error
+  except (ImportError, OSError) as error:
+    raise ConfigError(str(error)) from error
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ Island 0 starts on this machine's accelerator and island 1 on its CPU, each as a
 back on the CPU, with its part of the newest snapshot; then island 1 on the accelerator. At the end
 all roles are asked to leave, and the trace is checked: no work was lost or merged twice.
 
-  python scripts/mixed_hardware.py [--workdir=runs/mixed] [--commits=40] [--cpu]
+  python scripts/mixed_hardware.py [--workdir=runs/mixed_hardware] [--commits=40] [--cpu]
 
 With --cpu, or without an accelerator, both islands run on CPUs, which tests this script. The last
 line is JSON: of each life {"island", "device_kind", "steps", "step_ms", "restored_snapshot",
@@ -27,6 +27,7 @@ from typing import Any
 import common
 
 from ddiloco import workdir as workdirs
+from ddiloco.checks import require
 from ddiloco.config import Config
 from ddiloco.engines.children import Forked, spawn_forked
 from ddiloco.engines.role_spec import RoleSpec, free_urls
@@ -99,14 +100,13 @@ class Roles:
 
 def make_config(cpu: bool) -> Config:
   return common.config_of(
-    "dense",
+    f"dense:{'100k' if cpu else '1m'}",
     {
       "islands.num_learners": ISLANDS, "islands.batch_size": 8, "sync.num_shards": 1,
       "islands.overrides": {"1": {"batch_size": 2}},  # small enough for a CPU's step
       "sync.min_quorum": 1, "sync.snapshot_steps": 50, "run.evaluations": 0,
       "run.total_tokens": 1 << 50, **(ON_CPUS if cpu else {}),
     },
-    "100k" if cpu else "1m",
   )  # fmt: skip
 
 
@@ -151,11 +151,11 @@ def lives(roles: Roles) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-  workdir = {"type": Path, "default": Path("runs/mixed"), "help": "must be new"}
+  workdir = Path("runs/mixed_hardware"), "must be new"
   commits = 40, "that each life takes part in"
   given = common.options(__doc__, workdir=workdir, commits=commits, cpu=False)
-  if given.workdir.exists():
-    sys.exit(f"--workdir={given.workdir}: exists. Fix: delete it, or give another.")
+  there, fix = given.workdir.exists(), "delete it, or give another"
+  require(not there, "--workdir", str(given.workdir), "exists", fix)
   roles = Roles(make_config(given.cpu), given.workdir, given.cpu)
   swap(roles, given.commits)
   found = lives(roles)

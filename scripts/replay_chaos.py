@@ -17,7 +17,6 @@ from __future__ import annotations
 import collections
 import json
 import random
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ if __name__ == "__main__":
 import common
 import jax
 
-from ddiloco.config import Config, from_dict
+from ddiloco.config import Config
 from ddiloco.engines.engine import save_result
 from ddiloco.engines.threads import ThreadsEngine
 from ddiloco.observe.eventlog import read_events
@@ -85,27 +84,20 @@ def config_of(seed: int) -> Config:
     "snapshot_steps": snapshot_steps,
   }
   outer = {"learning_rate": 0.7, "momentum": source.choice([0.0, 0.9])}
-  return from_dict(
-    {
-      "seed": seed,
-      "model": common.small_model(1, 16, kv_heads=1, mlp=2),
-      "data": {"source": "synthetic", "sequence_length": 16, "heldout_sequences": 16},
-      "inner": {"learning_rate": 1e-2, "warmup_steps": 5},
-      "islands": {
-        "num_learners": LEARNERS,
-        "batch_size": 2,
-        "overrides": {"1": {"devices": 2, "fsdp": 2}},
-      },
-      "sync": sync,
-      "outer": outer,
-      "checkpoint": {"rejoin": source.choice(["own", "own", "peer", "fresh"])},
-      "run": {
-        "total_tokens": LEARNERS * STEPS * TOKENS,
-        "evaluations": 2,
-        "restart_seconds": 0.05,
-      },
-      "chaos": {"faults": faults_of(source, snapshot_steps > 0)},
-    }
+  return common.small(
+    *(1, 16, 16, True),
+    seed=seed,
+    inner={"learning_rate": 1e-2, "warmup_steps": 5},
+    islands={
+      "num_learners": LEARNERS,
+      "batch_size": 2,
+      "overrides": {"1": {"devices": 2, "fsdp": 2}},
+    },
+    sync=sync,
+    outer=outer,
+    checkpoint={"rejoin": source.choice(["own", "own", "peer", "fresh"])},
+    run={"total_tokens": LEARNERS * STEPS * TOKENS, "evaluations": 2, "restart_seconds": 0.05},
+    chaos={"faults": faults_of(source, snapshot_steps > 0)},
   )
 
 
@@ -144,9 +136,9 @@ class Bench:
 def main() -> int:
   options = common.options(__doc__, runs=20, seed=(0, "of the first run"), workdir=Path)
   bench, total = Bench(), collections.Counter[str]()
-  with tempfile.TemporaryDirectory() as temporary:
+  with common.folder(options.workdir) as folder:
     for seed in range(options.seed, options.seed + options.runs):
-      workdir = (options.workdir or Path(temporary)) / f"run-{seed}"
+      workdir = folder / f"run-{seed}"
       config = config_of(seed)
       stop_at = STEPS * 2 // 3 if config.sync.snapshot_steps and seed % 2 else None
       bench.run(config, workdir, stop_at)

@@ -21,10 +21,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import runpy
 import shutil
 import statistics
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,10 +36,11 @@ import common
 
 from ddiloco import workdir as workdirs
 from ddiloco.baselines.data_parallel import DataParallel
-from ddiloco.config import Config
+from ddiloco.config import Config, from_dict
 from ddiloco.engines.processes import ProcessesEngine
 from ddiloco.observe.eventlog import Event, EventLog, read_events
-from ddiloco.observe.goodput import Goodput, Ledger
+from ddiloco.observe.goodput import Goodput
+from ddiloco.observe.run_state import RunState
 from ddiloco.observe.style import GLOBAL_MODEL, island_colour
 from ddiloco.protocol.events import Fault, Step, parse_role
 from ddiloco.training import data
@@ -62,7 +63,9 @@ QUICK = {"minutes": 20 / 60, "kills_per_minute": 5.0, "learners": 3, "seed": 53}
 def make_config(options: argparse.Namespace) -> Config:
   """The config of all three runs, which end by time and not by tokens."""
   given = options.seed, options.minutes, options.kills_per_minute, options.learners
-  return common.config_of("goodput", {"run.total_tokens": 1 << 40}, *given)
+  values = runpy.run_path(str(common.ROOT / "configs" / "goodput.py"))["get_config"](*given)
+  values.run.total_tokens = 1 << 40
+  return from_dict(values)
 
 
 # --- the runs -------------------------------------------------------------------------------------
@@ -104,13 +107,6 @@ def run(part: str, config: Config, folder: Path, seconds: float) -> EventLog:
 
 
 # --- what the events say --------------------------------------------------------------------------
-
-
-def account(events: Sequence[Event]) -> Goodput:
-  ledger = Ledger()
-  for event in events:
-    ledger.take(event)
-  return ledger.report()
 
 
 def first_step(events: EventLog) -> float:
@@ -235,7 +231,7 @@ def result(
   }
 
 
-def whole(options: argparse.Namespace, folder: Path) -> int:
+def whole(options: argparse.Namespace, folder: Path) -> None:
   seconds = 60 * options.minutes
   config = make_config(options)
   print(
@@ -244,15 +240,14 @@ def whole(options: argparse.Namespace, folder: Path) -> int:
     flush=True,
   )
   logs = {part: run(part, config, folder / part, seconds) for part in PARTS}
-  reports = {part: account(log) for part, log in logs.items()}
+  reports = {part: RunState().read(log).ledger.report() for part, log in logs.items()}
   common.show(table(reports, logs))
   if options.plot is not None:
     draw(options.plot, reports, logs, seconds)
   print(json.dumps(result(reports, logs, options)))
-  return 0
 
 
-def main() -> int:
+def main() -> None:
   options = common.options(
     __doc__,
     QUICK,
@@ -263,8 +258,8 @@ def main() -> int:
     workdir=Path,
     plot=(Path, "draws the picture there"),
   )
-  with tempfile.TemporaryDirectory() as scratch:
-    return whole(options, (options.workdir or Path(scratch)).absolute())
+  with common.folder(options.workdir) as folder:
+    whole(options, folder)
 
 
 if __name__ == "__main__":

@@ -29,17 +29,17 @@ import collections
 import dataclasses
 import json
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import common
-from virtual_training import STEP_SECONDS, Text, Valued
+from virtual_training import STEP_SECONDS, Losses, Text, Valued
 
 from ddiloco import environment
 from ddiloco.chaos import KINDS, random_faults
+from ddiloco.checks import require
 from ddiloco.config import Config
 from ddiloco.observe.eventlog import EventLog
 from ddiloco.observe.style import GLOBAL_MODEL, PALETTE
@@ -84,20 +84,19 @@ def make_config(
 def in_virtual_time(options: argparse.Namespace) -> dict[str, list[float]]:
   """The final losses of both rows, by seed."""
   environment.prepare(1, cpu_only=True)
-  lines, missed = options.workdir / "virtual.jsonl", options.missed
-  kept = common.Kept(lines, lambda each: (each["missed"], each["config"]))
+  kept, missed = Losses(options.workdir / "virtual.jsonl"), options.missed
   slowness = (PACE_SECONDS / STEP_SECONDS,) * LEARNERS
   fields = {"islands.devices": 1, "network.drain_seconds": 1e3}
   final: dict[str, list[float]] = {row: [] for row in ROWS}
+
+  def loss(config: Config) -> float:
+    with mock.patch.object(learner, "MISSED", missed):
+      return Valued(Text(config), config.seed, config.chaos.faults, slowness).train()
+
   for seed in range(options.seeds):
     for row in ROWS:
       config = make_config(row, seed, options.tokens, options.faults, options.kinds, fields)
-      if (found := kept.get((missed, config.to_json()))) is None:
-        with mock.patch.object(learner, "MISSED", missed):
-          loss = Valued(Text(config), seed, config.chaos.faults, slowness).train()
-        found = kept.add({"missed": missed, "config": config.to_json(), "loss": loss})
-      print(f"seed {seed}, {row:<12} {missed}, loss {found['loss']:.4f}", flush=True)
-      final[row].append(found["loss"])
+      final[row].append(kept.of(row, missed, config, loss))
   return final
 
 
@@ -163,16 +162,16 @@ def main() -> None:
     tokens=600 * step_tokens,
     faults=(40, "in each chaotic run"),
     kinds={"type": common.names_of(KINDS), "default": ",".join(KINDS)},
-    workdir={"type": Path, "default": common.ROOT / "runs" / "quality"},
+    workdir=common.ROOT / "runs" / "quality",
     picture=Path,
     virtual=False,
     missed={"choices": ["halve", "rebase", "overwrite"], "default": learner.MISSED},
   )
   kinds = options.kinds
-  if options.picture and options.virtual:
-    sys.exit("--picture: shows runs in real time. Fix: leave out --virtual or --picture")
-  if options.missed != learner.MISSED and not options.virtual:
-    sys.exit(f"--missed={options.missed}: is for virtual time. Fix: add --virtual")
+  real, fix = not (options.picture and options.virtual), "leave out --virtual"
+  require(real, "--picture", str(options.picture), "shows runs in real time", fix)
+  usual = options.missed == learner.MISSED or options.virtual
+  require(usual, "--missed", options.missed, "is for virtual time", "add --virtual")
   if options.virtual:
     print(json.dumps(compared(in_virtual_time(options))))
     return

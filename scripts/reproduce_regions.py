@@ -17,7 +17,7 @@ more than 20 times as long ("Decoupled DiLoCo", 12B over four US regions at 2 to
 Participation is that of the four islands that are there from the start.
 
 Last line: {"2 Gbit/s": {"utilisation", "participation", "join_seconds", ...}, "5 Gbit/s": {...},
-"merge_gbytes"}. Takes a minute.
+"merge_gbytes", "steps"}. Takes a minute.
 """
 
 from __future__ import annotations

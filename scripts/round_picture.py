@@ -130,8 +130,7 @@ def legend(axes: Axes) -> None:
 
 
 def main() -> None:
-  picture = {"type": Path, "default": Path("docs/round.png")}
-  options = common.options(__doc__, picture=picture, islands=4)
+  options = common.options(__doc__, picture=Path("docs/round.png"), islands=4)
   run = play(options.islands)
   commit = chosen(run, options.islands)
   with common.picture(options.picture, 5.6) as (_, (axes,)):

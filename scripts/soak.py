@@ -14,7 +14,7 @@ role off) or `--engine=processes` (kill -9, SIGSTOP). Afterwards the event logs 
 With --workdir a finished run is only judged again. Last line: {"faults", "struck", "kinds",
 "global_stalls", "longest_stall_seconds", "lost_rounds", "unplanned", "blocked_seconds", "uptime",
 "goodput", "recovered", "median_recovery_seconds", "worst_recovery_seconds", "finished"}; exit
-status 1 if any of the first three that must be zero is not.
+status 1 if the run has not finished, or one of the first three above is not zero.
 """
 
 from __future__ import annotations
@@ -23,19 +23,17 @@ import collections
 import dataclasses
 import json
 import math
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import common
 
-from ddiloco import config as config_lib
 from ddiloco.chaos import random_faults
+from ddiloco.config import Config
 from ddiloco.observe.eventlog import EventLog, read_events
-from ddiloco.observe.goodput import Ledger
+from ddiloco.observe.run_state import RunState
 from ddiloco.observe.tracks import Aftermath, Recovery
-from ddiloco.protocol.events import RunFinished, Step
 
 LEARNERS, SHARDS = 4, 2
 STEP_SECONDS = 0.05
@@ -43,40 +41,37 @@ CALM_SECONDS = 20.0  # at most, after the last fault, for the recovery from it
 OUTLIVED = 20  # quarantines and crashes that a role may have
 
 
-def make_config(faults: int, span_seconds: float, seed: int) -> config_lib.Config:
+def make_config(faults: int, span_seconds: float, seed: int) -> Config:
   """A tiny model whose islands step every 50 ms."""
-  c = config_lib.default()
-  c.model.update(common.small_model(1, 32, kv_heads=1, mlp=2))
-  c.data.update(source="synthetic", sequence_length=32, heldout_sequences=16)
-  c.islands.update(num_learners=LEARNERS, batch_size=4, min_step_seconds=STEP_SECONDS)
-  c.sync.update(num_shards=SHARDS, num_fragments=4, sync_period=8, liveness_seconds=1.0)
-  c.run.update(evaluations=4, sample_tokens=0, restart_seconds=0.2, max_restarts=OUTLIVED)
   steps = (span_seconds + min(CALM_SECONDS, span_seconds / 3)) / STEP_SECONDS
-  c.run.total_tokens = round(0.9 * LEARNERS * steps) * 4 * 32  # islands are down for some time
+  tokens = round(0.9 * LEARNERS * steps) * 4 * 32  # islands are down for some time
   plan = random_faults(seed, faults, span_seconds, LEARNERS, SHARDS)
-  c.chaos.faults = tuple(dataclasses.asdict(fault) for fault in plan)
-  return config_lib.from_dict(c)
+  run = {"evaluations": 4, "sample_tokens": 0, "restart_seconds": 0.2, "max_restarts": OUTLIVED}
+  return common.small(
+    *(1, 32, 32, True),
+    islands={"num_learners": LEARNERS, "batch_size": 4, "min_step_seconds": STEP_SECONDS},
+    sync={"num_shards": SHARDS, "num_fragments": 4, "sync_period": 8, "liveness_seconds": 1.0},
+    run={**run, "total_tokens": tokens},
+    chaos={"faults": [dataclasses.asdict(fault) for fault in plan]},
+  )
 
 
 def judge(
   events: EventLog, aftermath: Aftermath, planned: int, stall_seconds: float
 ) -> dict[str, Any]:
   """The numbers of the last line."""
-  found, ledger = aftermath.numbers(), Ledger()
-  for event in events:
-    ledger.take(event)
-  account = ledger.report()
-  finished = [event.reason for event in events.of(RunFinished)]
+  found, run = aftermath.numbers(), RunState().read(events)
+  account = run.ledger.report()
   return {
     **found,
     "faults": planned,
     "struck": found["faults"],
     "kinds": dict(collections.Counter(each.action for each in aftermath.recoveries)),
     "global_stalls": int(found["longest_stall_seconds"] > stall_seconds),
-    "blocked_seconds": sum(e.blocked_seconds for e in events.of(Step)),
+    "blocked_seconds": run.blocked_seconds,
     "uptime": round(account.uptime, 5),
     "goodput": round(account.goodput_training, 4),
-    "finished": finished[-1] if finished else None,
+    "finished": run.finished or None,
   }
 
 
@@ -107,8 +102,8 @@ def main() -> int:
     workdir=Path,
   )
   config = make_config(args.faults, 60 * args.minutes, args.seed)
-  with tempfile.TemporaryDirectory() as folder:
-    workdir = args.workdir or Path(folder) / "soak"
+  with common.folder() as folder:
+    workdir = args.workdir or folder / "soak"
     if not common.done_before(config, workdir):
       print(f"{args.faults} faults in {args.minutes:g} minutes, seed {args.seed}", flush=True)
       common.start(config, workdir, "--overwrite", f"--engine={args.engine}").wait()

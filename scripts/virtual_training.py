@@ -15,9 +15,12 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
+import common
 import jax
 import numpy as np
 
@@ -184,6 +187,22 @@ class Trainer:
 
   def count(self) -> int:
     return int(self._island.count())
+
+
+class Losses:
+  """The losses of runs, a line each in `file`: a run that is there is not made again."""
+
+  def __init__(self, file: Path):
+    self._kept = common.Kept(file, lambda each: (each["kind"], each["config"]))
+
+  def of(self, name: str, kind: str, config: Config, make: Callable[[Config], float]) -> float:
+    """The loss of an earlier run of this kind and config, or of `make` now; `name`: for the log."""
+    kept, began = config.to_json(), time.monotonic()
+    line = lambda: {"name": name, "kind": kind, "config": kept, "loss": make(config)}  # noqa: E731
+    loss = self._kept.made((kind, kept), line)["loss"]
+    seconds = time.monotonic() - began
+    print(f"{name} seed {config.seed} {kind}: {loss:.4f} in {seconds:.0f} s", flush=True)
+    return loss
 
 
 # --- Compiled or read once, and used by all runs of this process

@@ -36,8 +36,11 @@ from typing import Any
 
 import common
 
-from ddiloco.config import Config, from_dict
+from ddiloco import workdir as workdirs
+from ddiloco.checks import require
+from ddiloco.config import Config
 from ddiloco.observe.eventlog import E, Event, read_events
+from ddiloco.observe.history import TrafficTotals
 from ddiloco.protocol import events
 from ddiloco.protocol.events import parse_role
 from ddiloco.protocol.rules import due_after
@@ -61,29 +64,26 @@ def utilisation(steps: list[events.Step]) -> float | None:
   return round(inside / (steps[-1].time - steps[0].time), 4)
 
 
-def moved_bytes(traffic: list[events.Traffic]) -> int:
-  """Bytes sent and received; counters restart with every incarnation."""
-  last = {event.incarnation: event for event in traffic}
-  return sum(event.sent_bytes + event.received_bytes for event in last.values())
-
-
 def summarise(workdir: Path) -> dict[str, Any]:
   """The numbers of a run's steps and bytes, by learner."""
-  log = read_events(workdir)
-  traffic, outcome = _by_role(log, events.Traffic), workdir / "outcome.json"
+  log, traffic = read_events(workdir), TrafficTotals()
+  for event in log.of(events.Traffic):
+    traffic.add(event)
   steps = {str(parse_role(role)[1]): each for role, each in _by_role(log, events.Step).items()}
   steps = dict(sorted(steps.items(), key=lambda item: int(item[0])))
+  fix = "name that of a run whose learners have stepped"
+  require(bool(steps), "--workdir", str(workdir), "has no steps of a learner", fix)
   return {
     "utilisation": {m: utilisation(each) for m, each in steps.items()},
     "blocked_seconds": {
       m: round(sum(step.blocked_seconds for step in each[1:]), 3) for m, each in steps.items()
     },
-    "bytes": {m: moved_bytes(traffic[f"learner-{m}"]) for m in steps},
+    "bytes": {m: sum(traffic.by_role[f"learner-{m}"]) for m in steps},
     "steps": {m: len(each) for m, each in steps.items()},
     "step_seconds": {
       m: round(statistics.median(step.seconds for step in each), 4) for m, each in steps.items()
     },
-    "loss": json.loads(outcome.read_text()).get("loss_merged") if outcome.exists() else None,
+    "loss": workdirs.outcome(workdir).get("loss_merged"),
   }
 
 
@@ -179,13 +179,13 @@ def play(config: Config, sizes: tuple[int, ...], step: float, links: dict) -> di
   return {name: statistics.mean(run[name] for run in each) for name in each[0]}
 
 
-def compare(workdirs: Sequence[Path], mbit: float, delay_ms: float) -> dict[str, Any]:
+def compare(folders: Sequence[Path], mbit: float, delay_ms: float) -> dict[str, Any]:
   """Planned, virtual and real."""
-  config = from_dict(json.loads((workdirs[0] / "config.json").read_text()))
+  config = workdirs.saved_config(folders[0])
   sizes, gbps = initial.make_plan(config).sizes, mbit / 1e3
   links = {"gbps": gbps, "shard_gbps": gbps, "latency_seconds": delay_ms / 1e3}
   learners = config.islands.num_learners
-  real = [measure(sorted(read_events(w), key=lambda e: e.time), learners) for w in workdirs]
+  real = [measure(sorted(read_events(w), key=lambda e: e.time), learners) for w in folders]
   step = statistics.mean(run["step_seconds"] for run in real)
   planned, virtual = plan(config, sizes, step, links), play(config, sizes, step, links)
   mean = {name: statistics.mean(run[name] for run in real) for name in COMPARED}

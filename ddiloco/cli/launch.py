@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def launch(arguments: list[str]) -> int:
   repeated: create goes on where it stopped. All actions need the flags that identify the run. The
   slices are those of islands.topology. docs/launch.md leads through a run over two regions.
   """
-  words = [a for a in arguments[1:3] if not a.startswith("-")]
+  words = list(itertools.takewhile(lambda a: not a.startswith("-"), arguments[1:3]))
   wanted = [a for a in arguments if a in ("-h", "--help", "-help")]
   target, action = (*words, "create")[:2] if words else ("gke" if wanted else "", "create")
   fix = f"for example `ddiloco launch gke --help`; there are {', '.join(TARGETS)}"

@@ -261,16 +261,6 @@ class Recorder:
     return lines
 
 
-class NullRecorder:
-  """Records nothing; for tests and for code that runs without a workdir."""
-
-  def record(self, event: Event) -> None:
-    """Forgets the event."""
-
-  def flush(self) -> None:
-    """Nothing to wait for."""
-
-
 class EventLog(list[Event]):
   """Events in order of time; `torn_lines` counts lines that could not be read."""
 

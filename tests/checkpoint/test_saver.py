@@ -20,7 +20,7 @@ from ddiloco import runtime
 from ddiloco.checkpoint import saver as saver_lib
 from ddiloco.checkpoint.saver import Saver, consistent
 from ddiloco.checkpoint.snapshots import Storage
-from ddiloco.observe.eventlog import NullRecorder
+from ddiloco.observe.eventlog import Records
 from ddiloco.protocol.events import Event
 from ddiloco.protocol.states import clock_violations, shard_key
 
@@ -28,7 +28,7 @@ PATIENCE_SECONDS = 90.0  # of these tests with what must come
 SHARDS = ("syncer-0", "syncer-1")
 
 
-class Events(NullRecorder):
+class Events(Records):
   """Keeps events, and lets one wait for them."""
 
   def __init__(self):

@@ -330,7 +330,7 @@ def test_commands_in_a_process_of_their_own(finished, command):
   """As a user types them: nothing has prepared the environment for them."""
   name, *more = command
   run = [sys.executable, "-m", "ddiloco", name, f"--workdir={finished}", *more]
-  done = subprocess.run(run, env=environment.bare(), capture_output=True, text=True, timeout=100)
+  done = subprocess.run(run, capture_output=True, text=True, timeout=100)
   assert done.returncode == 0, done.stderr
   assert done.stdout.strip()
 
@@ -365,7 +365,7 @@ def test_report_of_a_run_that_was_cut_off(finished, capsys):
 
 def process(*arguments: str, code: str = "") -> subprocess.CompletedProcess:
   command = [sys.executable, *(["-c", code] if code else ["-m", "ddiloco"]), *arguments]
-  clean = {k: v for k, v in environment.bare().items() if k != "PYTHONPATH"}
+  clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
   return subprocess.run(command, capture_output=True, text=True, env=clean, timeout=100)
 
 

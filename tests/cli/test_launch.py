@@ -95,6 +95,7 @@ def test_nothing_is_spent_unasked(changed, said, cloud, flags, capsys):
   [
     ([], "must name where"),
     (["aws"], "must name where"),
+    (["--name=first", "gke"], "must name where"),  # the name was dropped
     (["gke", "explode"], "must be one of create, status, watch, delete"),
   ],
 )
@@ -103,9 +104,13 @@ def test_what_is_not_there_is_refused(words, said, capsys):
   assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("target", [[], ["gke"], ["tpu-vms"], ["tpu-vms", "delete"]])
-def test_help(target, capsys):
-  assert cli.main(["launch", *target, "--help"]) == 0
+@pytest.mark.parametrize(
+  "words",
+  [["--help"], ["gke", "--help"], ["tpu-vms", "--help"], ["tpu-vms", "delete", "--help"],
+   ["--help", "gke"]],
+)  # fmt: skip
+def test_help(words, capsys):
+  assert cli.main(["launch", *words]) == 0
   out = capsys.readouterr().out
   assert "ddiloco launch tpu-vms [create|status|watch|delete]" in out and "--dry_run" in out
 

@@ -164,7 +164,6 @@ def fit_of(topology: str, preset: str = "100k") -> dict:
   done = subprocess.run(
     [*command, "--config.islands.devices=0", "--config.model.compute_dtype=bfloat16"],
     cwd=ROOT,
-    env=environment.bare(),
     capture_output=True,
     text=True,
     timeout=550,

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from ddiloco import environment
 from tests.scripts.commands import OPTIMIZED
 
 ROOT = Path(__file__).parent.parent.parent
@@ -47,7 +46,7 @@ def test_every_command_runs(tmp_path):
     done = subprocess.run(
       [sys.executable, "-m", "ddiloco", *arguments],
       cwd=ROOT,
-      env=environment.bare() | shared | OPTIMIZED,
+      env=os.environ | shared | OPTIMIZED,
       capture_output=True,
       text=True,
       timeout=SECONDS,

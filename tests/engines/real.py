@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ddiloco import environment
 from ddiloco.config import Config, from_dict
 from ddiloco.observe.eventlog import Event, GrowingLog
 
@@ -45,14 +44,14 @@ def start(*arguments: str | Path, log: Path, module: str = "ddiloco") -> subproc
   """`ddiloco ARGUMENTS` as a user types it, its output in `log`."""
   command = [sys.executable, "-m", module, *map(str, arguments)]
   with log.open("ab") as file:
-    return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment.bare())
+    return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
 
 
 def start_unheard(*arguments: str | Path) -> subprocess.Popen[bytes]:
   """As `start`, with a pipe for all that it says; whoever closes it breaks it."""
   command = [sys.executable, "-m", "ddiloco", *map(str, arguments)]
   pipe, both = subprocess.PIPE, subprocess.STDOUT
-  return subprocess.Popen(command, stdout=pipe, stderr=both, env=environment.bare())
+  return subprocess.Popen(command, stdout=pipe, stderr=both)
 
 
 def wait_for(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -167,7 +168,7 @@ print(jax.config.values["jax_platforms"], jax.config.values["jax_cuda_visible_de
 
 @pytest.mark.parametrize(("platforms", "used"), [("", "None"), ("cuda", "cuda,cpu")])
 def test_the_evaluator_s_gpus_are_all_that_the_supervisor_opens(platforms, used):
-  variables = environment.bare() | {"JAX_PLATFORMS": platforms}
+  variables = os.environ | {"JAX_PLATFORMS": platforms}
   command = [sys.executable, "-c", EVALUATOR]
   done = subprocess.run(command, env=variables, capture_output=True, text=True)
   assert done.stdout.split() == [*([used] if platforms else []), "6,7"], done.stderr

@@ -18,11 +18,11 @@ from ddiloco.checkpoint import weights
 from ddiloco.config import ConfigError, RunConfig, from_dict
 from ddiloco.engines import processes, session
 from ddiloco.engines.children import MEETING, RoleActor
-from ddiloco.observe.eventlog import NullRecorder
 from ddiloco.protocol.supervisor import UP, Role, Supervisor
 from ddiloco.training import data
 from ddiloco.workdir import held
 from tests.engines.real import events_of, start, tiny, wait_for
+from tests.roles.toy import ListRecorder
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs ddiloco[ray]")
 
@@ -138,7 +138,7 @@ def test_who_never_starts_again_gives_its_resources_back(monkeypatch, max_restar
   run._actors = {("learner-0", 0): "a", ("learner-1", 0): "b", ("learner-1", 1): "c"}
   names, config = ("learner-0", "learner-1"), RunConfig(max_restarts=max_restarts)
   run._state = Supervisor(config, {name: Role(UP) for name in names})
-  run._recorder, run._evaluated, run._ending = NullRecorder(), None, False
+  run._recorder, run._evaluated, run._ending = ListRecorder([]), None, False
   run._guard = lambda duty, *arguments: duty(*arguments)
   run._on_exit(types.SimpleNamespace(name="learner-1", bury=str), -signal.SIGKILL)
   assert killed == ([] if max_restarts else ["b", "c"])

@@ -12,7 +12,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from ddiloco import environment
 from ddiloco.config import Config, ConfigError, from_dict
 from ddiloco.engines import session
 from ddiloco.models import transformer
@@ -204,7 +203,6 @@ def test_an_interrupt_leaves_result_and_report(tmp_path):
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
     text=True,
-    env=environment.bare(),
   )
   try:
     log = GrowingLog(workdir)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from ddiloco import environment
 from ddiloco.engines.role_spec import RoleSpec
 from ddiloco.observe.guards import Guard
 
@@ -35,9 +34,7 @@ class Role:
   def __init__(self, folder: Path, output):
     self.folder = folder
     command = [sys.executable, "-m", "tests.engines.attended", str(folder)]
-    self.process = subprocess.Popen(
-      command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment.bare()
-    )
+    self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output)
     self.url = wait_for(self.answers, "its url")[0]
 
   def answers(self) -> list[str]:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import ddiloco
-from ddiloco import environment
 from ddiloco.api import experiment
 from ddiloco.checkpoint.restore import open_storage
 from ddiloco.observe.eventlog import read_events
@@ -120,7 +119,6 @@ def test_the_script_says_what_is_looked_at(run):
   command = [sys.executable, "scripts/caption_digits.py", f"--workdir={run.workdir}"]
   done = subprocess.run(
     [*command, "--images=40"],
-    env=environment.bare(),
     stdout=subprocess.PIPE,
     text=True,
     check=True,

@@ -22,7 +22,6 @@ import numpy as np
 import pytest
 from proxy import Link
 
-from ddiloco import environment
 from ddiloco.checks import ConfigError
 from ddiloco.network import frames, peers
 from ddiloco.network.endpoint import TEND_SECONDS
@@ -277,7 +276,6 @@ def test_a_process_that_was_stopped_does_not_take_its_own_pause_for_its_peers_si
       [sys.executable, "-c", SLEEPER, f"tcp://127.0.0.1:{link.port}"]
       + [json.dumps(dataclasses.asdict(quick))],
       **{"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True},
-      env=environment.bare(),
     )
     try:
       net.wait_until(lambda: link.bytes.forward > 500_000, START_SECONDS)
@@ -420,9 +418,7 @@ print("fine")
 
 
 def test_a_process_takes_as_many_descriptors_as_the_system_lets_it_have():
-  assert (
-    subprocess.check_output([sys.executable, "-c", RAISES], env=environment.bare()) == b"fine\n"
-  )
+  assert subprocess.check_output([sys.executable, "-c", RAISES]) == b"fine\n"
 
 
 CROWDED = """
@@ -497,9 +493,7 @@ def test_hundreds_of_idle_connections_keep_no_member_out_and_leave_room_for_file
 
     def start(*program: str) -> subprocess.Popen:
       pipes = dict.fromkeys(["stdin", "stdout", "stderr"], subprocess.PIPE)
-      process = subprocess.Popen(
-        [sys.executable, "-c", *program], **pipes, text=True, env=environment.bare()
-      )
+      process = subprocess.Popen([sys.executable, "-c", *program], **pipes, text=True)
       stack.callback(process.communicate)
       stack.callback(process.kill)
       return process

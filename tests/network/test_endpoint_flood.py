@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from ddiloco import environment
 from ddiloco.config import NetworkConfig
 from ddiloco.core import fragments
 from ddiloco.network.keys import make_keys
@@ -52,7 +51,6 @@ def test_a_flood_of_control_from_a_listed_key_stops_nobody_and_fills_no_memory(w
     [sys.executable, "-m", "tests.network.flood", world.urls[0], str(world.keys), "run", plan_id]
     + [str(LEARNERS), str(FRAGMENTS)],
     **{"stdout": subprocess.PIPE, "text": True},
-    env=environment.bare(),
   )
   try:
     sent = [int(flood.stdout.readline())]

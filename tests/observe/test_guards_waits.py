@@ -128,7 +128,7 @@ def test_an_exchange_whose_copy_is_stuck_can_be_closed(monkeypatch, capsys, stuc
 
 def test_a_saver_that_hangs_in_its_disk_can_be_closed(monkeypatch, capsys, tmp_path):
   from ddiloco.checkpoint import saver
-  from ddiloco.observe.eventlog import NullRecorder
+  from tests.roles.toy import ListRecorder
 
   end = threading.Event()
 
@@ -137,7 +137,7 @@ def test_a_saver_that_hangs_in_its_disk_can_be_closed(monkeypatch, capsys, tmp_p
       end.wait(60)
 
   monkeypatch.setattr(saver, "LOOK_SECONDS_MOST", 0.01)
-  hangs = saver.Saver(Storage(), "learner-3", 0, NullRecorder())
+  hangs = saver.Saver(Storage(), "learner-3", 0, ListRecorder([]))
   hangs.close(0.01)
   assert "save learner-3 has not ended" in said(capsys)
   end.set()

@@ -14,13 +14,13 @@ from ddiloco.checkpoint.restore import ResumeState, new_learner, new_syncer
 from ddiloco.core import fragments
 from ddiloco.core.delta import new_fragment
 from ddiloco.network.transport import Hub, learner_address, syncer_address
-from ddiloco.observe.eventlog import NullRecorder
 from ddiloco.protocol import events
 from ddiloco.protocol.learner import unmerged_tokens
 from ddiloco.roles.learner import Learner
 from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Runtime, Time
 from tests.roles import toy
+from tests.roles.toy import ListRecorder
 
 PATIENCE_SECONDS = 90.0
 SYNC = {"num_shards": 1, "num_fragments": 3, "sync_period": 8, "overlap_steps": 2, "min_quorum": 1}
@@ -149,7 +149,7 @@ def test_the_usual_time_of_a_step_is_that_of_one_that_was_waited_for():
       metrics = super().step(*arguments)
       return metrics if self.position > 1 else None
 
-  runtime = Runtime(Hub().connect("learner-0"), NullRecorder())
+  runtime = Runtime(Hub().connect("learner-0"), ListRecorder([]))
   beginning = ResumeState(new_learner(config, plan, 0, 0))
   role = Learner(beginning, config, plan, Pipelined(0, plan), toy.batches, runtime)
   role.run(Faults((), time.monotonic()), lambda: False)

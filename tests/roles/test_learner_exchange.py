@@ -11,7 +11,6 @@ import pytest
 from ddiloco.config import Config, ConfigError, from_dict
 from ddiloco.core import codec, fragments
 from ddiloco.network.transport import Counters, Delivery
-from ddiloco.observe.eventlog import NullRecorder
 from ddiloco.protocol import learner
 from ddiloco.protocol.actions import StepDone
 from ddiloco.protocol.messages import (
@@ -34,6 +33,7 @@ from ddiloco.roles.learner import LOOK_SECONDS, Exchange
 from ddiloco.runtime import REAL_TIME, Runtime, drive
 from tests import says
 from tests.roles import toy
+from tests.roles.toy import ListRecorder
 
 PATIENCE_SECONDS = 90.0
 RANDOM = np.random.default_rng(11)
@@ -569,7 +569,7 @@ def test_the_evaluator_overwrites_whatever_the_learners_do(bench):
   )
   plan = initial.make_plan(config)
   wire = Wire()
-  evaluator = Evaluator(config, plan, lambda params: {"loss": 0.0}, Runtime(wire, NullRecorder()))
+  evaluator = Evaluator(config, plan, lambda params: {"loss": 0.0}, Runtime(wire, ListRecorder([])))
   exchange = evaluator.exchange
   values = [[vector(f.size) for _ in range(2)] for f in plan.fragments]
   try:

@@ -18,7 +18,7 @@ from ddiloco.core import fragments
 from ddiloco.core.delta import Committed, new_fragment
 from ddiloco.core.fragments import TensorSpec
 from ddiloco.network.transport import Hub, learner_address, syncer_address
-from ddiloco.observe.eventlog import NullRecorder, Recorder
+from ddiloco.observe.eventlog import Recorder, Records
 from ddiloco.protocol.events import Event
 from ddiloco.roles.learner import Learner
 from ddiloco.roles.syncer import Syncer
@@ -173,7 +173,7 @@ class Result:
   committed: list[Committed]  # of every fragment
 
 
-class ListRecorder(NullRecorder):
+class ListRecorder(Records):
   """Keeps events in memory."""
 
   def __init__(self, events: list[Event]):

@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from ddiloco import environment
+import common
+import pytest
 
 # Unlike a test's own process most scripts make many steps: there LLVM's first level pays. Its other
 # levels would take a minute to compile what then runs for seconds.
@@ -28,10 +30,19 @@ def said(line: str, *arguments: str | Path, optimized: bool = True) -> str:
   """
   script, *words = line.split()
   command = [sys.executable, str(SCRIPTS / script), *words, *map(str, arguments)]
-  env = environment.bare() | (OPTIMIZED if optimized else {})
+  env = os.environ | (OPTIMIZED if optimized else {})
   done = subprocess.run(command, capture_output=True, text=True, env=env)
   assert done.returncode == 0, f"status {done.returncode}:\n{done.stdout}{done.stderr}"
   return done.stdout
+
+
+def status(module: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+  """The exit status of a script's module, which runs in this process."""
+  monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *arguments])
+  with pytest.raises(SystemExit) as ended:
+    common.run_script(module.main)
+  assert not isinstance(ended.value.code, str)
+  return ended.value.code or 0
 
 
 def result(line: str, *arguments: str | Path, **how: Any) -> dict[str, Any]:

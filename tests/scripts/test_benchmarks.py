@@ -26,11 +26,11 @@ PROMISED = {
   "bench_history.py": {"events_per_second", "peak_mb", "start_mb", "seconds", "bytes", "events"},
   "bench_hosts.py": {"ratio", "rounds_per_step", "calls"},
   "bench_kill.py": {"survivor_step_ratio", "survivor_max_gap_ratio", "rejoin_seconds", "kills"},
-  "bench_merge.py": {"commit_vs_copy", "int4_encode_gbps", "int4_decode_gbps", "extra_fragments"},
   "bench_overhead.py": {"ratio", "blocked_seconds"},
   "bench_shard.py": {
     *("together_merged", "after_pause_merged", "control_ms_while_merging", "commit_vs_copy"),
-    *("sync_seconds", "bytes_per_parameter", "buddy_bytes_vs_publish"),
+    *("sync_seconds", "bytes_per_parameter", "buddy_bytes_vs_publish", "extra_fragments"),
+    *("int4_encode_gbps", "int4_decode_gbps"),
   },
   "bench_stale.py": {"regression", "text", "worst"},
   "bench_transport.py": {"gbps", "plain_vs_socket", "secured_gbps", "control_rtt_ms_under_load"},
@@ -108,7 +108,6 @@ def test_every_benchmark_is_tested_here():
 @pytest.mark.skipif(jax.__version_info__ < (0, 10, 2), reason="CPUs place nothing there")
 def test_bare_steps_run_where_a_captured_state_lies_in_the_host_s_memory(script, monkeypatch):
   """As on accelerators, whose steps take no array from there."""
-  monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # the script changes them
   bench = script("bench_overhead")
   monkeypatch.setattr(step, "host_memory", lambda device: "pinned_host")
   config = bench.make_config(layers=1)

@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import os
+import re
 import select
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 from ddiloco import config as config_lib
 from ddiloco.protocol.events import LOG_FORMAT
 from tests.scripts.commands import SCRIPTS
+from tests.scripts.commands import status as status_of
 
 
 @pytest.fixture
@@ -61,7 +63,7 @@ def test_a_run_that_has_ended_is_not_made_again_and_another_one_is_refused(
   said = common.log_of(workdir).read_text()
   assert said.count("says") == 1 and "--engine=processes" in said and "--cpu" in said
   assert "--overwrite" in said and (tmp_path / "a.b" / "run.1.json").exists()
-  with pytest.raises(SystemExit, match="holds another run"):
+  with pytest.raises(config_lib.ConfigError, match="holds another run"):
     common.train(common.config_of("default", {"seed": 7}), workdir)
 
 
@@ -122,11 +124,18 @@ def test_help_is_the_whole_docstring(script, monkeypatch, capsys, name):
 def test_flags_have_defaults_and_quick_ones_and_wrong_ones_are_named(common, monkeypatch, capsys):
   def given(*arguments):
     monkeypatch.setattr(sys, "argv", ["some.py", *arguments])
-    found = common.options("text", {"steps": 3}, steps=240, seed=(7, "of all"), workdir=Path)
-    return found.steps, found.seed, found.workdir
+    several = {"type": common.several(int), "default": "600,2000"}
+    flags = {"seed": (7, "of all"), "first": 0, "most": float, "away": several}
+    found = common.options("text", {"steps": 3}, steps=240, workdir=Path, **flags)
+    return found.steps, found.seed, found.workdir, found.first, found.most, found.away
 
-  assert given() == (240, 7, None) and given("--quick", "--workdir=a") == (3, 7, Path("a"))
-  for wrong in ("--steps=0", "--steps=-1", "--steps=x", "--stepps=2"):
+  assert given() == (240, 7, None, 0, None, [600, 2000])
+  quick = "--quick", "--workdir=a", "--first=0", "--most=0.5", "--away=3"
+  assert given(*quick) == (3, 7, Path("a"), 0, 0.5, [3])
+  for wrong in (
+    *("--steps=0", "--steps=-1", "--steps=x", "--stepps=2", "--first=-1", "--most=0", "--most=nan"),
+    *("--most=inf", "--away=", "--away=3,0", "--away=3,x"),
+  ):
     with pytest.raises(SystemExit) as status:
       given(wrong)
     assert status.value.code == 2 and wrong.split("=")[0] in capsys.readouterr().err
@@ -152,6 +161,18 @@ def mains() -> list[Path]:
   return [path for path in sorted(SCRIPTS.glob("*.py")) if "__main__" in path.read_text()]
 
 
+def test_contributing_says_what_every_script_is_for():
+  page = (SCRIPTS.parent / "CONTRIBUTING.md").read_text()
+  section = page.partition("## The scripts")[2].partition("\n## ")[0]
+  files = [path.name for path in SCRIPTS.iterdir() if path.suffix in (".py", ".sh")]
+  assert [name for name in files if f"`{name}`" not in section] == []
+  named = re.findall(r"`([a-z_0-9]+\.(?:py|sh))`", section)
+  assert set(named) == set(files), "and no other"
+  results = (SCRIPTS.parent / "docs" / "results.md").read_text()
+  titles = re.findall(r'"([A-Z][^"]+)"', section)
+  assert titles and [each for each in titles if f"## {each}\n" not in results] == []
+
+
 HIDDEN = {"process", "slow"}  # of processes that a script starts itself
 
 
@@ -171,8 +192,28 @@ def test_a_docstring_names_every_flag_of_its_script(path):
 
 @pytest.mark.parametrize("path", mains(), ids=lambda path: path.stem)
 def test_every_script_ends_in_the_same_way(path):
-  own = {"fuzz_decoder": "libFuzzer ends it", "proxy": "it waits for Ctrl-C"}
+  own = {"proxy": "the standard library alone, since a link starts fast"}
   assert "run_script(main)" in path.read_text().splitlines()[-1] or path.stem in own
+
+
+@pytest.mark.parametrize(
+  ("name", "wrong"),
+  [
+    ("aot_report", "--only=zzz"),
+    ("bench_shard", "--values=100"),
+    ("mixed_hardware", "--workdir=."),
+    ("reproduce_quality", "--missed=rebase"),
+    ("wan_summary", "--workdir=nowhere --mbit=1 --delay_ms=1"),
+  ],
+)
+def test_wrong_input_is_refused_in_one_line(
+  script, monkeypatch, capsys, tmp_path: Path, name: str, wrong: str
+):
+  module = script(name)
+  monkeypatch.chdir(tmp_path)
+  assert status_of(module, monkeypatch, *wrong.split()) == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  assert line.startswith(f"{name}.py: {wrong.partition('=')[0]} = ") and "Fix: " in line
 
 
 @pytest.mark.parametrize(("said", "status"), [("print(7)", 0), ("return print(7) or 3", 3)])

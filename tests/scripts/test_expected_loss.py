@@ -30,7 +30,7 @@ def test_a_kind_that_is_none_is_refused(expected_loss, monkeypatch, capsys):
   with pytest.raises(SystemExit):
     expected_loss.main()
   said = capsys.readouterr().err
-  assert "--kinds: best is none of untrained, alone, together, adamw, merged, bf16" in said
+  assert "--kinds: best is none of untrained; alone; together; adamw; merged; bf16" in said
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import from_huggingface
@@ -16,6 +15,7 @@ from ddiloco.config import from_dict
 from ddiloco.models import transformer
 from ddiloco.roles import initial
 from ddiloco.training.tokens import shared_files
+from tests.scripts import commands
 
 SIZE = {"num_layers": 2, "model_dim": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 6}
 SIZE |= {"mlp_dim": 20, "tied_embedding": False, "rope_theta": 500.0}
@@ -27,8 +27,7 @@ MODELS = {
 
 
 def run(monkeypatch, source: Path, to: Path) -> int:
-  monkeypatch.setattr(sys, "argv", ["from_huggingface.py", f"--model={source}", f"--to={to}"])
-  return from_huggingface.main()
+  return commands.status(from_huggingface, monkeypatch, f"--model={source}", f"--to={to}")
 
 
 def write(folder: Path, config: dict, tensors: dict[str, np.ndarray]) -> None:

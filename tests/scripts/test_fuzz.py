@@ -18,7 +18,8 @@ def run(*arguments: str, code: str = "") -> subprocess.CompletedProcess:
   """The script as a user calls it; `code` runs before it in the same process."""
   start = ["-c", f"{code}\nimport runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"]
   command = [sys.executable, *(start if code else [str(SCRIPT)]), *arguments]
-  return subprocess.run(command, capture_output=True, text=True, timeout=170)
+  pipes = {"capture_output": True, "text": True}
+  return subprocess.run(command, cwd=SCRIPT.parent, timeout=170, **pipes)
 
 
 @pytest.mark.slow
@@ -68,5 +69,6 @@ assert {{seed[0] for seed in seeds}} == set(range(len(fuzz.TARGETS)))
 refused = [seed.hex() for seed in seeds if not fuzz.try_one(seed)]
 assert not refused, refused
 """
-  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+  command, pipes = [sys.executable, "-c", code], {"capture_output": True, "text": True}
+  done = subprocess.run(command, cwd=SCRIPT.parent, timeout=60, **pipes)
   assert done.returncode == 0, done.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import sys
 from pathlib import Path
 
 import make_tokens
@@ -13,6 +12,7 @@ import pytest
 
 from ddiloco.config import DataConfig
 from ddiloco.training.tokens import load_tokenizer, read_parts
+from tests.scripts import commands
 
 TEXTS = ("def zero():\n  return 0\n" * 50, "Größe: 3 µm — ärgerlich\n" * 50)
 SIZE = "--vocab_size=320"
@@ -30,8 +30,7 @@ def inline(monkeypatch):
 
 
 def run(monkeypatch, *arguments: str) -> int:
-  monkeypatch.setattr(sys, "argv", ["make_tokens.py", *arguments])
-  return make_tokens.main()
+  return commands.status(make_tokens, monkeypatch, *arguments)
 
 
 def read(data: Path) -> tuple[list[np.ndarray], list[str]]:
@@ -178,9 +177,6 @@ def test_what_cannot_be_read_is_named(name, content, said, tmp_path, monkeypatch
 def test_wrong_arguments_are_named_and_nothing_is_written(
   arguments, said, tmp_path, monkeypatch, capsys
 ):
-  try:
-    status = run(monkeypatch, f"--to={tmp_path}/data", *arguments)
-  except SystemExit as left:
-    status = left.code
-  assert status == 2 and said in capsys.readouterr().err
+  assert run(monkeypatch, f"--to={tmp_path}/data", *arguments) == 2
+  assert said in capsys.readouterr().err
   assert not (tmp_path / "data").exists()

@@ -23,6 +23,4 @@ def test_it_prints_ours_beside_the_published_and_draws(tmp_path):
   assert result["reduction_vs_data_parallel"]["bf16"] > 100
   case = result["case_12b"]
   assert case["speedup_link_full"]["bf16"] > case["published_speedup"] == 20
-  for row in case["by_step_seconds"].values():
-    assert row["needed_gbps"]["int4"] < row["needed_gbps"]["bf16"]
-    assert row["speedup"]["2"] > row["speedup"]["5"] > 1
+  assert case["full_at_step_seconds"]["int4"] < case["full_at_step_seconds"]["bf16"] == 6

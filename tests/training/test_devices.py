@@ -1,4 +1,5 @@
 import dataclasses
+import os
 import subprocess
 import sys
 import types
@@ -9,7 +10,6 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from ddiloco import environment
 from ddiloco.config import ConfigError, IslandConfig, ModelConfig, from_dict
 from ddiloco.training import devices
 
@@ -113,7 +113,7 @@ devices.usable()
 @pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="JAX finds the GPUs")
 def test_an_island_that_shall_have_gpus_takes_no_cpu():
   """Where there is no driver at all JAX leaves CUDA out, also where JAX_PLATFORMS names it."""
-  variables = environment.bare() | {"JAX_PLATFORMS": "cuda"}
+  variables = os.environ | {"JAX_PLATFORMS": "cuda"}
   command = [sys.executable, "-c", DRIVERLESS]
   done = subprocess.run(command, env=variables, capture_output=True, text=True)
   assert "JAX_PLATFORMS = 'cuda,cpu': JAX finds no such devices here. Fix: " in done.stderr

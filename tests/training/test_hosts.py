@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import re
 import socket
@@ -17,7 +18,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from ddiloco import environment
 from ddiloco.engines.role_spec import free_urls
 from ddiloco.network.host_links import HostLink, HostProgress
 from ddiloco.roles import initial
@@ -47,7 +47,7 @@ def together(mesh: str, folder) -> dict[str, np.ndarray]:
   processes = [
     subprocess.Popen(
       [*command, str(host), url, mesh, str(file)],
-      env=environment.bare() | POISON | PROXY,
+      env=os.environ | POISON | PROXY,
       stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT,
       text=True,

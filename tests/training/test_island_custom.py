@@ -15,11 +15,11 @@ from ddiloco.checkpoint.restore import begin_learner, learner_part, new_learner
 from ddiloco.checkpoint.snapshots import Storage
 from ddiloco.config import from_dict
 from ddiloco.models.model import NnxModel, batch_key
-from ddiloco.observe.eventlog import NullRecorder
 from ddiloco.roles import initial
 from ddiloco.training.evaluate import HeldoutLoss
 from ddiloco.training.island import Island
 from ddiloco.training.step import METRICS
+from tests.roles.toy import ListRecorder
 
 NAME = "own_parts_of_test_island_custom"
 CUBE = {"devices": 8, "data": 2, "fsdp": 2, "tensor": 2}
@@ -238,7 +238,7 @@ def test_an_optimizer_whose_state_is_one_array_comes_back_with_it(tmp_path):
   state = new_learner(config, initial.make_plan(config), 0, 1)
   storage.save(1, "learner-0", 1, learner_part(state, 3), dict(before))
   storage.commit(1, ["learner-0"])
-  assert not begin_learner(state, config, island, storage, NullRecorder()).fresh
+  assert not begin_learner(state, config, island, storage, ListRecorder([])).fresh
   assert before["inner"] == 3
   for name, value in island.capture().items():
     np.testing.assert_array_equal(np.asarray(value), before[name], err_msg=name)

@@ -9,7 +9,6 @@ import sys
 import jax
 import pytest
 
-from ddiloco import environment
 from ddiloco.config import ConfigError
 from ddiloco.roles import initial
 from ddiloco.training.devices import require_processes
@@ -55,7 +54,6 @@ def test_two_processes_that_have_joined_jax_are_both_refused():
   children = [
     subprocess.Popen(
       [sys.executable, "-c", CHILD, str(port), str(rank)],
-      env=environment.bare(),
       stdout=subprocess.PIPE,
       text=True,
     )
