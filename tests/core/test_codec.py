@@ -233,3 +233,12 @@ def test_f32_is_a_view_and_takes_no_memory():
   peak = tracemalloc.get_traced_memory()[1]
   tracemalloc.stop()
   assert np.shares_memory(payload, x) and peak < 1 << 16
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_another_role_has_made_must_be_finite_in_every_value(bad):
+  x = np.float32([1, 2, 3])
+  assert codec.finite(codec.encode(x, "f32"), 3).tolist() == [1, 2, 3]
+  x[1] = bad
+  with pytest.raises(CodecError, match="not finite"):
+    codec.finite(codec.encode(x, "f32"), 3)
