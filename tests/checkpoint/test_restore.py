@@ -157,6 +157,16 @@ def test_what_its_buddy_had_newer_keeps_its_place_in_the_run(storage):
   assert (state.global_step, state.snapshot) == (57, 5), "snapshot 4 is not captured again"
 
 
+def test_a_snapshot_that_has_nothing_newer_than_the_buddy_is_not_captured_again(storage):
+  save_shards(storage, 3, 2)
+  store = {p: committed(p, 3) for p in owned_by(0, 2, 4)}  # as in it, but committed before it
+  store = {p: replace(c, state=replace(c.state, snapshot=2)) for p, c in store.items()}
+  rounds = {p: c.state.last_round for p, c in store.items()}
+  restored = restore_fragments(storage, store, than=rounds)
+  assert restored.fragments == {}
+  assert restored.resume(new_syncer(CONFIG, 0, 777, store)).snapshot == 3
+
+
 def test_only_what_is_newer_than_what_a_caller_has_is_read(storage, said, tmp_path):
   """A shard's buddy may have been away: its copies are then older than a snapshot."""
   save_shards(storage, 2)
