@@ -35,6 +35,19 @@ CONFIG = toy.config(2, 100, num_shards=2, num_fragments=4, snapshot_steps=10)
 PLAN = fragments.make_plan(toy.SPECS, CONFIG.sync)
 ALL = range(4)
 
+
+@pytest.mark.parametrize("sync", [{"num_shards": 0}, {"num_shards": 1, "snapshot_steps": 0}])
+def test_a_run_that_makes_no_snapshots_has_no_storage(sync, tmp_path):
+  assert open_storage(from_dict({"sync": sync}), PLAN, tmp_path, "run") is None
+
+
+def test_a_learner_asks_peers_for_moments_unless_they_may_have_caused_its_quarantine():
+  peer = from_dict({"checkpoint": {"rejoin": "peer", "donor_seconds": 7.0}})
+  assert new_learner(peer, PLAN, 0, 1).donor_seconds == 7.0
+  assert new_learner(peer, PLAN, 0, 1, afresh=True).donor_seconds == 0.0
+  assert new_learner(CONFIG, PLAN, 0, 1).donor_seconds == 0.0
+
+
 # --- shards ---------------------------------------------------------------------------------------
 
 
