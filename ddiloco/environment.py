@@ -1,12 +1,13 @@
 """The one place that touches environment variables; call it before JAX makes its devices.
 
-Also how processes end, and what their exit statuses mean.
+Also how processes end, what their exit statuses mean, and how many descriptors they may have.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import select
 import sys
 from collections.abc import Iterator, Sequence
@@ -51,6 +52,21 @@ def reader_may_leave() -> Iterator[None]:
       print(end="", flush=True)  # does nothing where there is no standard output
     except BrokenPipeError:  # Python's own last flush must not fail again
       os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+MOST_DESCRIPTORS = 10_240  # where the system names no limit, or one that it does not grant
+
+
+def raise_limit() -> int:
+  """Raises this process's limit of descriptors as far as the system allows; returns the limit."""
+  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+  for limit in (hard, MOST_DESCRIPTORS):  # a system may grant less than its hard limit
+    with contextlib.suppress(ValueError, OSError):
+      if limit == resource.RLIM_INFINITY or limit > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+      break
+  soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+  return soft if soft != resource.RLIM_INFINITY else MOST_DESCRIPTORS
 
 
 # Variables that make JAX or libtpu wait for processes or slices outside the island.

@@ -156,3 +156,19 @@ def test_a_reader_that_leaves_takes_no_status_and_no_error_away(ends, status):
   finally:
     os.close(output)
   assert done.returncode == status
+
+
+RAISES = """
+import resource
+from ddiloco.environment import raise_limit
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 300))
+assert raise_limit() == 300 and resource.getrlimit(resource.RLIMIT_NOFILE) == (300, 300)
+assert raise_limit() == 300
+print("fine")
+"""
+
+
+def test_a_process_takes_as_many_descriptors_as_the_system_lets_it_have():
+  assert (
+    subprocess.check_output([sys.executable, "-c", RAISES], env=environment.bare()) == b"fine\n"
+  )

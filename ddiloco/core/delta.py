@@ -94,16 +94,15 @@ class Deltas:
     p = publish.fragment
     if publish.payload is None:
       return self.stage(p, self.base[p], mode, included)
-    encoded = codec.checked(np.frombuffer(publish.payload, np.uint8), size, publish.codec)
-    base = self.base[p] if publish.base_round != NOTHING else None
-    if base is None and publish.codec == "f32":
-      return self.stage(p, encoded.payload.view(np.float32), mode, included)
-    value = np.empty(size, np.float32)
+    payload = np.frombuffer(publish.payload, np.uint8)
+    if publish.base_round == NOTHING:
+      return self.stage(p, codec.decode(payload, size, publish.codec), mode, included)
+    encoded = codec.checked(payload, size, publish.codec)
+    base, value = self.base[p], np.empty(size, np.float32)
 
     def chunk(here: slice) -> None:
       codec.decode_chunk(encoded, size, here.start, value[here])
-      if base is not None:
-        np.add(base[here], value[here], out=value[here])
+      np.add(base[here], value[here], out=value[here])
 
     passes.over_chunks(size, chunk, self.share)
     return self.stage(p, value, mode, included)
@@ -314,7 +313,7 @@ def learner_weights(what: Commit, config: Config) -> np.ndarray:
   share is bounded (`outer.bounded_shares`).
   """
   steps = [rules.worth_steps(s, config.sync) for s in what.steps]
-  tokens = [t if s == c else t * c / s for t, s, c in zip(what.tokens, what.steps, steps)]
+  tokens = [t * c / s for t, s, c in zip(what.tokens, what.steps, steps)]
   step_tokens = what.step_tokens or [config.tokens_per_step(m) for m in what.learners]
   return outer.bounded_shares(outer.token_weights(steps, tokens), step_tokens)
 
@@ -346,7 +345,7 @@ class Merger:
     self.committed: dict[int, Committed] = {p: store[p] for p in fragments}
     self._fragments, self.config = fragments, config
     self.arrivals: dict[int, tuple[int, dict[int, Measured]]] = {}
-    self._update: dict[int, Encoded] = {}  # by fragment, of the newest commit
+    self._update: dict[int, Encoded | None] = {}  # by fragment, of the newest commit
     self._merged: dict[int, Merged] = {}  # by fragment, of the newest commit
     self._initial: dict[int, np.ndarray] = {}  # digests of initial values that receivers make
     self._in_place = in_place
@@ -414,8 +413,7 @@ class Merger:
     old, config = self.committed[p], self.config
     new, update, merged = commit(fragment, old, pushes, what, config, self.share, in_place)
     self.committed[p] = Committed(state, *new, what.round)
-    if update is not None:
-      self._update[p] = update
+    self._update[p] = update
     self._merged[p] = merged.after(self._merged.get(p))
     return self._merged[p]
 

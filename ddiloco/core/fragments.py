@@ -115,11 +115,11 @@ def make_plan(specs: Sequence[TensorSpec], sync: SyncConfig) -> Plan:
 def _pieces(specs: Sequence[TensorSpec], sync: SyncConfig) -> list[Piece]:
   """All pieces, which are placed as a whole, in model order; offsets are still 0."""
   first_stacked = next((i for i, spec in enumerate(specs) if spec.stacked), 0)
-  found: list[tuple[tuple[int, int, int], list[Piece]]] = []
+  found: list[tuple[tuple[int, ...], list[Piece]]] = []
   for position, spec in enumerate(specs):
     shape = tuple(int(n) for n in spec.shape)
     for layer in range(shape[0]) if spec.stacked else (None,):
-      place = (position, 0, 0) if layer is None else (first_stacked, layer, position)
+      place = (position,) if layer is None else (first_stacked, layer, position)
       found.append((place, _rows(spec, shape if layer is None else shape[1:], layer, sync)))
   found.sort(key=lambda entry: entry[0])
   return [piece for _, pieces in found for piece in pieces if piece.size]
@@ -141,17 +141,16 @@ def _rows(
 def _owners(pieces: list[Piece], embeddings: set[str], sync: SyncConfig) -> list[int]:
   """The fragment of each piece, by `sync.fragmentation`."""
   policy, count = sync.fragmentation, sync.num_fragments
-  layers = sorted({piece.layer for piece in pieces if piece.layer is not None})
+  layers = 1 + max((piece.layer for piece in pieces if piece.layer is not None), default=-1)
   if policy in ("layer", "strided"):
-    _enough(len(layers), "layers of the model", sync)
+    _enough(layers, "layers of the model", sync)
   else:
     _enough(len(pieces), "tensors of the model (a stacked one counts once per layer)", sync)
   if policy == "tensor":
     return [index % count for index in range(len(pieces))]
   if policy == "layer":
-    group = {layer: i * count // len(layers) for i, layer in enumerate(layers)}
     ends = [0 if piece.name in embeddings else count - 1 for piece in pieces]
-    return [end if p.layer is None else group[p.layer] for p, end in zip(pieces, ends)]
+    return [end if p.layer is None else p.layer * count // layers for p, end in zip(pieces, ends)]
   return _balanced(pieces, count, by_layer=policy == "strided")
 
 

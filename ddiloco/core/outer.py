@@ -64,8 +64,7 @@ def token_weights(steps: Sequence[float], tokens: Sequence[float]) -> np.ndarray
   [0.4, 0.4, 0.2]
   """
   steps_M, tokens_M = np.asarray(steps, np.float64), np.asarray(tokens, np.float64)
-  present = (steps_M > 0) & (tokens_M > 0)
-  weights_M = np.where(present, tokens_M * tokens_M / np.where(present, steps_M, 1), 0.0)
+  weights_M = tokens_M * tokens_M / np.where(steps_M > 0, steps_M, np.inf)
   total = weights_M.sum()
   return weights_M / total if total else weights_M
 
@@ -81,11 +80,9 @@ def bounded_shares(weights: np.ndarray, step_tokens: Sequence[int]) -> np.ndarra
   >>> bounded_shares(np.array([0.98, 0.01, 0.01]), step_tokens=[10, 10, 10]).round(3).tolist()
   [0.5, 0.25, 0.25]
   """
-  if len(weights) < 2:
-    return weights
   most = int(np.argmax(weights))
   earned = token_weights([1] * len(weights), step_tokens)[most]
-  share, rest = max(0.5, float(earned)), np.delete(weights, most).sum()
+  share, rest = max(0.5, earned), np.delete(weights, most).sum()
   if weights[most] <= share or not rest:
     return weights
   bounded = weights * ((1 - share) / rest)
@@ -117,7 +114,7 @@ class Coefficients:
     self._average = np.array([piece.average for piece in fragment.pieces])
     norms = np.sqrt(squares)
     longest = norms.max(axis=0, initial=0.0)
-    moving = (norms > _NEGLIGIBLE * longest) & (weights[:, None] > 0)
+    moving = norms > _NEGLIGIBLE * longest
     units = np.where(moving, weights[:, None] * (longest / np.where(moving, norms, 1.0)), 0.0)
     self._alone = np.where(moving.sum(axis=0) == 1, (units * norms).sum(axis=0), -1.0)
     self._radius = weights @ norms

@@ -162,8 +162,7 @@ def squares(total: Sum, share: Share = map) -> np.ndarray:
         sums[piece] += dot(here[start:stop], here[start:stop])
     return sums
 
-  with np.errstate(all="ignore"):  # a sum that is not finite is a result, for the screening
-    return sum(share(work, segments(total.fragment)), np.zeros(len(total.fragment.pieces)))
+  return sum(share(work, segments(total.fragment)), np.zeros(len(total.fragment.pieces)))
 
 
 def dot(a: np.ndarray, b: np.ndarray) -> float:

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from ddiloco.config import NetworkConfig
+from ddiloco.environment import raise_limit
 from ddiloco.network import frames
 from ddiloco.network.frames import CONTROL, Door, Greeting, GreetingRefused
 from ddiloco.network.keys import Keys
@@ -103,7 +104,7 @@ class NetworkEndpoint(Endpoint):
       thread.start()
     self._door = None
     if listener:
-      most = min(frames.MOST_STRANGERS, frames.raise_limit() // 4)
+      most = min(frames.MOST_STRANGERS, raise_limit() // 4)
       self._door = Door(listener, keys, self._meet, most, frames.STRANGER_SECONDS, self.counters)
     if keys is not None:
       follow = functools.partial(self._follow, keys)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import resource
 import socket
 import ssl
 import struct
@@ -270,19 +269,6 @@ def shard_objection(incarnation: int, known: int) -> str:
 STRANGER_SECONDS = 60.0  # without a word
 MOST_STRANGERS = 1024
 PAUSE_SECONDS = 0.1  # where the system has no descriptor left
-MOST_DESCRIPTORS = 10_240  # where the system names no limit, or one that it does not grant
-
-
-def raise_limit() -> int:
-  """Raises this process's limit of descriptors as far as the system allows; returns the limit."""
-  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-  for limit in (hard, MOST_DESCRIPTORS):  # a system may grant less than its hard limit
-    with contextlib.suppress(ValueError, OSError):
-      if limit == resource.RLIM_INFINITY or limit > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-      break
-  soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-  return soft if soft != resource.RLIM_INFINITY else MOST_DESCRIPTORS
 
 
 class Door:

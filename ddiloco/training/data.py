@@ -118,7 +118,7 @@ class Windows:
     """`read`, where every id must be below `vocab_size`; `batch` is for the error."""
     tokens_NxT1 = self.read(indices)
     highest_N = tokens_NxT1.view(np.uint32).max(1)
-    row = int(highest_N.argmax())
+    row = highest_N.argmax()
     [p], [first] = self._places(indices[row : row + 1])
     named = getattr(self.parts[p], "name", "the text")
     check_token_ids(highest_N, vocab_size, f"{named}, from token {first} on (batch {batch})")

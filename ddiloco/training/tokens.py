@@ -7,7 +7,6 @@ files stay on disk: each .bin file is one part, of which only what is asked for 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import glob
@@ -15,7 +14,6 @@ import importlib.util
 import itertools
 import json
 import os
-import resource
 import sysconfig
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -26,6 +24,7 @@ import numpy as np
 
 from ddiloco.checks import ABOUT_PATHS, ConfigError, Unanswered, refusal, require
 from ddiloco.config import DataConfig
+from ddiloco.environment import raise_limit
 
 # --- tokenizers -----------------------------------------------------------------------------------
 
@@ -285,9 +284,7 @@ def matches(pattern: str) -> list[str]:
 
 
 def _open_files(files: Sequence[str], dtype_name: str) -> tuple[TokenFile, ...]:
-  limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-  with contextlib.suppress(ValueError, OSError):  # every file stays open
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, most), most))
+  raise_limit()  # every file stays open
   return tuple(TokenFile(file, dtype_name) for file in files)
 
 

@@ -95,7 +95,8 @@ def change(before: Committed, name: str, seed: int) -> tuple[Committed, Replica]
   delta = np.random.default_rng(seed).standard_normal(fragment.size).astype(np.float32)
   ones = np.ones(len(fragment.pieces), np.float32)
   total = passes.Sum(fragment, [Encoded("f32", codec.encode(delta, "f32"))], ones[None])
-  old = passes.Vectors(before.value, before.published_value, before.momentum)
+  momentum = before.momentum if before.momentum is not None else outer.init(fragment.size, OUTER)
+  old = passes.Vectors(before.value, before.published_value, momentum)
   version, last = before.state.version + 1, before.state.last_round
   tokens = before.state.merged_tokens + CONFIG.run.total_tokens // 5
   state = replace(before.state, version=version, last_round=last + 1, merged_tokens=tokens)
@@ -106,11 +107,12 @@ def change(before: Committed, name: str, seed: int) -> tuple[Committed, Replica]
   return after, pack(after, 0, 9, 0, last, sent)
 
 
+@pytest.mark.parametrize("momentum", [True, False])
 @pytest.mark.parametrize("name", codec.CODECS)
-def test_a_buddy_that_gets_what_learners_get_has_value_and_momentum_bit_by_bit(name):
+def test_a_buddy_that_gets_what_learners_get_has_value_and_momentum_bit_by_bit(name, momentum):
   box = Outbox()
   copies = copies_of(box)
-  newest = committed(1, 5, published_value=name != "f32")
+  newest = committed(1, 5, published_value=name != "f32", momentum=momentum)
   newest.value[0] = newest.published_value[0] = 0
   keep(copies, pack(newest, 0, 9, 0))
   for seed in range(5):
@@ -491,18 +493,19 @@ def test_a_buddy_that_asks_for_its_own_fragments_has_restarted(away):
   assert owner.side.missing() == [] and owner.done[2:] == [(0, 2), (2, 2)]
 
 
-def test_a_buddy_that_died_before_its_first_receipt_gets_the_copy_again():
+@pytest.mark.parametrize("life", [0, 60])
+def test_a_buddy_that_died_before_its_first_receipt_gets_the_copy_again(life):
   """Its owner did not know which life had got the copy, and waited for a receipt in vain."""
   owner = Owner()
   owner.commit(0, 1)
   assert owner.sent() == [(0, 1)]
-  owner.side.on(Recover(1, 60))
+  owner.side.on(Recover(1, life))
   assert owner.sent() == [(0, 1)]
-  owner.side.on(Recover(1, 60))
+  owner.side.on(Recover(1, life))
   assert owner.sent() == [] and owner.events == [], "the first life that is known is no news"
-  owner.side.on(Recover(1, 61))
+  owner.side.on(Recover(1, life + 1))
   assert owner.sent() == [(0, 1)] and owner.kinds() == ["replicated"]
-  owner.confirm(0, 1, incarnation=61)
+  owner.confirm(0, 1, incarnation=life + 1)
   assert owner.done == [(0, 1)] and owner.side.missing() == []
 
 

@@ -35,6 +35,19 @@ CONFIG = toy.config(2, 100, num_shards=2, num_fragments=4, snapshot_steps=10)
 PLAN = fragments.make_plan(toy.SPECS, CONFIG.sync)
 ALL = range(4)
 
+
+@pytest.mark.parametrize("sync", [{"num_shards": 0}, {"num_shards": 1, "snapshot_steps": 0}])
+def test_a_run_that_makes_no_snapshots_has_no_storage(sync, tmp_path):
+  assert open_storage(from_dict({"sync": sync}), PLAN, tmp_path, "run") is None
+
+
+def test_a_learner_asks_peers_for_moments_unless_they_may_have_caused_its_quarantine():
+  peer = from_dict({"checkpoint": {"rejoin": "peer", "donor_seconds": 7.0}})
+  assert new_learner(peer, PLAN, 0, 1).donor_seconds == 7.0
+  assert new_learner(peer, PLAN, 0, 1, afresh=True).donor_seconds == 0.0
+  assert new_learner(CONFIG, PLAN, 0, 1).donor_seconds == 0.0
+
+
 # --- shards ---------------------------------------------------------------------------------------
 
 
@@ -155,6 +168,16 @@ def test_what_its_buddy_had_newer_keeps_its_place_in_the_run(storage):
   fresh = replace(fresh, global_step=57)
   state = restored.resume(fresh)
   assert (state.global_step, state.snapshot) == (57, 5), "snapshot 4 is not captured again"
+
+
+def test_a_snapshot_that_has_nothing_newer_than_the_buddy_is_not_captured_again(storage):
+  save_shards(storage, 3, 2)
+  store = {p: committed(p, 3) for p in owned_by(0, 2, 4)}  # as in it, but committed before it
+  store = {p: replace(c, state=replace(c.state, snapshot=2)) for p, c in store.items()}
+  rounds = {p: c.state.last_round for p, c in store.items()}
+  restored = restore_fragments(storage, store, than=rounds)
+  assert restored.fragments == {}
+  assert restored.resume(new_syncer(CONFIG, 0, 777, store)).snapshot == 3
 
 
 def test_only_what_is_newer_than_what_a_caller_has_is_read(storage, said, tmp_path):

@@ -190,6 +190,25 @@ def test_a_snapshot_is_there_when_it_is_committed_and_not_before(tmp_path):
   assert storage.find("learner-0") is None, "it was not part of the snapshot"
 
 
+def test_other_names_in_the_folder_are_no_snapshots(tmp_path):
+  storage = make(tmp_path)
+  for snapshot in (3, 123_456_789):
+    storage.save(snapshot, "learner-0", 0, STATE, {})
+    storage.commit(snapshot, ["learner-0"])
+  assert storage.set_aside(3) == [str(tmp_path / "123456789.aside")]
+  (tmp_path / "notes").mkdir()
+  (tmp_path / "7").mkdir()
+  assert storage.committed() == [3]
+  assert storage.find("learner-0").snapshot == 3
+  storage.forget()
+  assert sorted(inside.name for inside in tmp_path.iterdir()) == [
+    "00000003",
+    "123456789.aside",
+    "7",
+    "notes",
+  ]
+
+
 def test_what_is_not_complete_cannot_be_committed(tmp_path):
   storage = make(tmp_path)
   storage.save(1, "syncer-0", 1, {}, some())

@@ -95,6 +95,20 @@ def test_what_a_bucket_does_not_give_for_a_moment_is_read_again(path, monkeypatc
   assert Storage(path, "plan", pytest.fail).find("learner-0").snapshot == 2
 
 
+class NotFoundError(Exception):
+  """As TensorFlow's file systems say that nothing is at a path."""
+
+
+@pytest.mark.parametrize("error", [NotFoundError, FileNotFoundError, NotADirectoryError])
+def test_a_folder_that_is_not_there_is_empty(monkeypatch, error):
+  def iterdir():
+    raise error("gs://bucket/run")
+
+  folder = types.SimpleNamespace(iterdir=iterdir)
+  monkeypatch.setattr(signed_json, "PAUSES_SECONDS", ())
+  assert signed_json.listed(folder) == []
+
+
 @pytest.mark.parametrize("code", PASSING, ids=errno.errorcode.get)
 def test_a_folder_that_cannot_be_listed_is_not_taken_for_an_empty_one(path, monkeypatch, code):
   storage, told = Storage(path, "plan", pytest.fail), []

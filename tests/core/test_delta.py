@@ -10,6 +10,7 @@ from ddiloco.core import codec, delta, outer, passes
 from ddiloco.core.delta import Committed, Merger
 from ddiloco.protocol import rules
 from ddiloco.protocol.messages import NOTHING, FragmentState, Push
+from ddiloco.protocol.values import replace
 from tests import says
 from tests.core.test_outer_merge import exact, fragment_of, randoms
 from tests.made_events import made
@@ -18,11 +19,14 @@ SIZE = 9000
 CONFIG = from_dict({"sync": {"num_fragments": 1, "num_shards": 1}})
 
 
+def push_of(m, round, gradient):
+  return Push(m, 0, 0, round, round, 1, 1, round, 0, round, "f32", exact(gradient).payload)
+
+
 def merged(merger, round, pushes, progress=0.0):
   """What the commit of these outer gradients says."""
   for m, each in enumerate(pushes):
-    push = Push(m, 0, 0, round, round, 1, 1, round, 0, round, "f32", exact(each).payload)
-    merger.take_in(push, 0.0)
+    merger.take_in(push_of(m, round, each), 0.0)
   count = len(pushes)
   ones = (1,) * count
   what = made(
@@ -80,10 +84,10 @@ def cosine(a, b):
 def test_length_and_rho_are_those_of_the_merged_gradients(merger):
   """Of equally long pushes RDA's direction is the average's; so both are found by hand."""
   first, second = randoms(4, SIZE, seed=1), randoms(4, SIZE, seed=2)
-  second[0] = first[0]  # something in common with the commit before
-  for pushes in (first, second):
+  second[0] = first[0].copy()  # something in common with the commit before
+  for norm, pushes in ((1, first), (3, second)):
     for each in pushes:
-      each[:-100] /= np.linalg.norm(each[:-100])
+      each[:-100] *= norm / np.linalg.norm(each[:-100])
       each[-100:] = 0
   found = [merged(merger, n, pushes) for n, pushes in enumerate((first, second))]
   np.testing.assert_allclose(found[0].weights, 0.25)
@@ -128,6 +132,47 @@ def test_a_merge_rule_need_not_be_a_weighted_sum(merger, monkeypatch):
   np.testing.assert_array_equal(merger.committed[0].value, expected)
   mean_norm = np.mean([np.linalg.norm(each) for each in pushes])
   assert found.length == pytest.approx(np.linalg.norm(median) / mean_norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("size, compared", [(4095, set()), (4096, {0, 1})])
+def test_directions_of_few_values_are_compared_with_none(size, compared):
+  fragment, pushes = fragment_of(size), randoms(2, size)
+  store = {0: delta.new_fragment(fragment, np.zeros(size, np.float32))}
+  merger = Merger({0: fragment}, store, CONFIG)
+  merged(merger, 0, pushes)
+  first, second = (merger.take_in(push_of(m, 1, each), 0.0) for m, each in enumerate(pushes))
+  assert first.products.keys() == compared - {1} and second.products.keys() == compared
+  for m, product in second.products.items():
+    assert product == pytest.approx(pushes[m] @ pushes[1], abs=1e-3)
+  assert (merged(merger, 1, pushes).rho is None) == (not compared)
+
+
+@pytest.mark.parametrize("name", codec.CODECS)
+def test_a_commit_in_place_changes_no_bit(name):
+  fragment, vectors = fragment_of(SIZE), {"0/value", "0/momentum"}
+  config = from_dict({"sync": {"num_fragments": 1, "num_shards": 1, "publish_codec": name}})
+  found = []
+  for in_place in (False, True):
+    store = {0: delta.new_fragment(fragment, np.ones(SIZE, np.float32))}
+    merger = Merger({0: fragment}, store, config, in_place)
+    for n in range(2):
+      before = merger.committed[0].published_value
+      merged(merger, n, list(randoms(2, SIZE, seed=n)))
+      assert (merger.committed[0].published_value is before) == in_place
+    found.append(merger.arrays())
+    assert found[-1].keys() == vectors | (set() if name == "f32" else {"0/published_value"})
+    np.testing.assert_array_equal(found[-1]["0/momentum"], merger.committed[0].momentum)
+    assert Merger({0: fragment}, store, config).arrays().keys() == {"0/value"}
+  for key, value in found[0].items():
+    np.testing.assert_array_equal(found[1][key], value, err_msg=key)
+
+
+def test_a_push_of_stale_work_weighs_what_its_counted_steps_and_tokens_weigh():
+  config = from_dict({"sync": {"sync_period": 10}})
+  what = made(0.0, "syncer-0", "commit", learners=(0, 1, 2), step_tokens=(10, 10, 10))
+  what = replace(what, steps=(60, 30, 30), tokens=(600, 300, 300))
+  # 60 steps count as 15, with 150 tokens: 150 * 10 against 300 * 10 and 300 * 10.
+  np.testing.assert_allclose(delta.learner_weights(what, config), [0.2, 0.4, 0.4], rtol=1e-15)
 
 
 @pytest.mark.parametrize("name", ["f32", "int8"])

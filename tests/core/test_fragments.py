@@ -130,12 +130,25 @@ def test_golden_plans():
   )
 
 
+def test_stacked_leaves_stand_layer_by_layer_at_the_place_of_the_first_one():
+  scalars = [TensorSpec(name, (), False, False) for name in "abc"]
+  up, down = (TensorSpec(name, (2,), True, False) for name in ("up", "down"))
+  plan = fragments.make_plan([*scalars[:2], up, scalars[2], down], sync("tensor", 1))
+  order = [(p.name, p.layer) for p in plan.fragments[0].pieces]
+  layers = [("up", 0), ("down", 0), ("up", 1), ("down", 1)]
+  assert order == [("a", None), ("b", None), *layers, ("c", None)]
+
+
 def test_layer_groups_are_as_even_as_possible_and_strided_layers_alternate():
   specs = [TensorSpec("w", (7, 3), True, False)]
   groups = names(fragments.make_plan(specs, sync("layer", 3)))
   assert [[p[1] for p in group] for group in groups] == [[0, 1, 2], [3, 4], [5, 6]]
   groups = names(fragments.make_plan(specs, sync("strided", 3)))
   assert [[p[1] for p in group] for group in groups] == [[0, 3, 6], [1, 4], [2, 5]]
+  specs = [TensorSpec(name, (3, n), True, False) for name, n in (("up", 6), ("scale", 2))]
+  specs.append(TensorSpec("last", (7,), False, False))
+  groups = names(fragments.make_plan(specs, sync("strided")))
+  assert [[p[1] for p in group] for group in groups] == [[0, 0, 2, 2], [1, 1, None]], "on top"
 
 
 def test_max_rows_splits_embeddings_only_and_evenly():

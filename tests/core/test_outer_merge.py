@@ -128,6 +128,16 @@ def test_one_learner_gets_its_own_delta_bitwise(seed, size):
 
 
 @settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_what_one_of_several_learners_has_moved_keeps_its_direction_bitwise(seed):
+  fragment = fragment_of(64, 700)
+  first, second = randoms(2, fragment.size, seed)
+  first[:64] = second[64:] = 0
+  result = merged(fragment, [first, second], [0.3, 0.7])
+  np.testing.assert_array_equal(result, np.float32(0.3) * first + np.float32(0.7) * second)
+
+
+@settings(max_examples=50, deadline=None)
 @given(st.integers(1, 6), st.integers(0, 2**32 - 1), st.permutations(range(6)))
 def test_order_of_learners_does_not_matter(num, seed, permutation):
   fragment = fragment_of(10, 300, 9, average=[0])

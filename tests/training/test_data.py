@@ -492,6 +492,7 @@ def test_ids_of_another_width_and_files_with_a_header(tmp_path):
     np.save(file, ids.astype(np.uint16))
   text = error_of(open_streams, config, 0)
   assert "data.path = " in text and "a.bin" in text and "the header of a NumPy file" in text
+  ids[1:100:2] = 0  # an id like others
   ids.astype(np.uint16).tofile(tmp_path / "a.bin")
   open_streams(config, 0)
 
@@ -541,7 +542,8 @@ def test_negative_learner(tmp_path):
   assert "learner = -1" in error_of(open_streams, make_config(tmp_path), -1)
 
 
-def test_token_beyond_the_vocabulary_at_open(tmp_path):
+def test_token_beyond_the_vocabulary_at_open(tmp_path, monkeypatch):
+  monkeypatch.setattr(data_lib, "_CHECKED_TOKENS", 5)
   config = make_config(tmp_path, vocab_size=4_999)
   text = error_of(open_streams, config, 0)
   assert "model.vocab_size = 4999" in text and "4999 in" in text and "at least 5000" in text

@@ -1,5 +1,6 @@
 """Batches of the user's own: what a learner reads is a function of the position alone."""
 
+import dataclasses
 import sys
 import threading
 import time
@@ -199,6 +200,25 @@ def test_a_source_may_fill_the_same_arrays_again():
     first = next(ahead)
     time.sleep(0.2)  # the queue of those ahead is full by now
     assert [number(first), *(number(next(ahead)) for _ in range(5))] == list(range(1000, 1006))
+
+
+def test_a_source_is_read_by_one_thread_also_where_token_files_are_named():
+  """Token files are read by several."""
+  readers = set()
+
+  class Seen(Indexed):
+    def __getitem__(self, position):
+      readers.add(threading.get_ident())
+      return super().__getitem__(position)
+
+  source = types.SimpleNamespace(batches=lambda config, learner: Seen("index", learner))
+  config = config_of("index")
+  named = dataclasses.replace(config.data, source="tokens", path="*.bin")
+  one = data.Stream(source, dataclasses.replace(config, data=named), 1)
+  readers.clear()
+  with closing(one.iterate()) as ahead:
+    assert [number(next(ahead)) for _ in range(20)] == [*range(1000, 1020)]
+  assert len(readers) == 1
 
 
 @pytest.mark.parametrize("kind", ["ending", "ends"])

@@ -18,16 +18,19 @@ from ddiloco.training import tokens
 SENTENCES = [f"learner {i} sends fragment {i * 7 % 11} to its shard" for i in range(200)]
 
 
-@pytest.fixture(scope="module")
-def sentencepiece_file(tmp_path_factory):
+def train_sentencepiece(path, **ids):
   package = pytest.importorskip("sentencepiece")
   model = io.BytesIO()
   package.SentencePieceTrainer.train(
-    sentence_iterator=iter(SENTENCES), model_writer=model, vocab_size=45, minloglevel=2
+    sentence_iterator=iter(SENTENCES), model_writer=model, vocab_size=45, minloglevel=2, **ids
   )
-  path = tmp_path_factory.mktemp("sp") / "tiny.model"
   path.write_bytes(model.getvalue())
   return path
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_file(tmp_path_factory):
+  return train_sentencepiece(tmp_path_factory.mktemp("sp") / "tiny.model")
 
 
 @pytest.fixture(scope="module")
@@ -129,20 +132,29 @@ def test_missing_package_missing_file_and_corrupt_file(kind, package, tmp_path, 
     tokens.load_tokenizer(f"{kind}:{corrupt}")
 
 
+@pytest.mark.parametrize("end, ids", [(0, {"eos_id": 0, "unk_id": 2}), (1, {"eos_id": -1})])
+def test_the_end_token_of_sentencepiece_else_its_begin_token_ends_documents(tmp_path, end, ids):
+  file = train_sentencepiece(tmp_path / "tiny.model", **ids)
+  assert tokens.load_tokenizer(f"sentencepiece:{file}").end_token == end
+
+
 def test_tokenizers_without_an_end_token(tmp_path):
-  sentencepiece = pytest.importorskip("sentencepiece")
-  model = io.BytesIO()
-  sentencepiece.SentencePieceTrainer.train(
-    sentence_iterator=iter(SENTENCES),
-    model_writer=model,
-    vocab_size=45,
-    minloglevel=2,
-    eos_id=-1,
-    bos_id=-1,
-  )
-  (tmp_path / "tiny.model").write_bytes(model.getvalue())
+  file = train_sentencepiece(tmp_path / "tiny.model", eos_id=-1, bos_id=-1)
   with pytest.raises(ConfigError, match="eos_id"):
-    tokens.load_tokenizer(f"sentencepiece:{tmp_path / 'tiny.model'}")
+    tokens.load_tokenizer(f"sentencepiece:{file}")
+
+
+def test_a_huggingface_token_that_was_added_counts(huggingface_file, tmp_path):
+  package = pytest.importorskip("tokenizers")
+  (tmp_path / "tiny.json").write_text(
+    huggingface_file.read_text().replace("<|endoftext|>", "<strange>")
+  )
+  tokenizer = package.Tokenizer.from_file(str(tmp_path / "tiny.json"))
+  known = tokenizer.get_vocab_size()
+  tokenizer.add_special_tokens(["</s>"])
+  tokenizer.save(str(tmp_path / "more.json"))
+  found = tokens.load_tokenizer(f"huggingface:{tmp_path / 'more.json'}")
+  assert (found.end_token, found.vocab_size) == (known, known + 1)
 
 
 def test_huggingface_file_without_an_end_token(huggingface_file, tmp_path):

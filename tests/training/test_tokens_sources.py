@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import errno
+import os
 import pathlib
+import subprocess
+import sys
+import sysconfig
 
 import numpy as np
 import pytest
 
+from ddiloco import environment
 from ddiloco.config import ConfigError, DataConfig
 from ddiloco.training import data as data_lib
 from ddiloco.training import tokens as tokens_lib
@@ -52,6 +57,37 @@ def test_stdlib_corpus_is_large_and_deterministic():
   one, other = data_lib.open_corpus(data), data_lib.open_corpus(data)
   np.testing.assert_array_equal(one.parts[0], other.parts[0])
   assert b"class " in one.parts[0].tobytes()
+
+
+def test_stdlib_documents_are_the_librarys_own_modules_in_order_of_path(tmp_path, monkeypatch):
+  kept = ["a.py", "pkg/b.py", "pkg/deep/config.py", "z.py"]
+  for name in (
+    *kept,
+    *("pkg/test/c.py", "site-packages/d.py", "config-3.11/e.py"),
+    *("_sysconfigdata_linux.py", "read_by_root.py", "note.txt"),
+  ):
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text(name)
+  monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+  monkeypatch.setattr(os, "access", lambda file, _: "read_by_root" not in file)
+  found = tokens_lib.stdlib_documents.__wrapped__()
+  assert found == tuple((name, name.encode()) for name in kept)
+
+
+MANY = """
+import resource, sys
+from ddiloco.config import DataConfig
+from ddiloco.training import tokens
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 300))
+print(len(tokens.read_parts(DataConfig(source="tokens", path=sys.argv[1]), tokens.BYTES)))
+"""
+
+
+def test_token_files_may_be_more_than_a_process_can_open_at_first(tmp_path):
+  for number in range(100):
+    (tmp_path / f"{number}.bin").write_bytes(bytes(2))
+  program = [sys.executable, "-c", MANY, str(tmp_path / "*.bin")]
+  assert subprocess.check_output(program, env=environment.bare()) == b"100\n"
 
 
 def test_synthetic_is_deterministic_and_learnable():
