@@ -6,22 +6,11 @@ import errno
 import pathlib
 
 import numpy as np
-import pytest
 
-from ddiloco.config import ConfigError, DataConfig
+from ddiloco.config import DataConfig
 from ddiloco.training import data as data_lib
 from ddiloco.training import tokens as tokens_lib
-
-
-def text_data(path, **fields) -> DataConfig:
-  return DataConfig(source="text", path=str(path), **fields)
-
-
-def error_of(call, *args) -> str:
-  with pytest.raises(ConfigError) as caught:
-    call(*args)
-  assert "Fix:" in str(caught.value)
-  return str(caught.value)
+from tests.training.test_data import error_of, text_data
 
 
 def test_text_files_are_documents_separated_by_byte_zero(tmp_path):
