@@ -18,7 +18,8 @@ def test_a_plan_has_every_kind_and_fits_the_run(seed):
   assert max(kinds.values()) - min(kinds.values()) <= 1
   assert [f.at_seconds for f in faults] == sorted(f.at_seconds for f in faults)
   assert {f.role.partition("-")[0] for f in faults} == {"learner", "syncer"}
-  from_dict({"islands": {"num_learners": 4}, "sync": {"num_shards": 2}, "chaos": {"faults": ()}})
+  place = {"islands": {"num_learners": 4}, "sync": {"num_shards": 2}}
+  from_dict({**place, "chaos": {"faults": faults}})
 
 
 def test_the_same_seed_is_the_same_plan():

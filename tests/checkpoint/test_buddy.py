@@ -63,6 +63,17 @@ class Outbox:
     return taken
 
 
+@pytest.fixture
+def box() -> Outbox:
+  return Outbox()
+
+
+@pytest.fixture
+def copies(box) -> Copies:
+  """What a buddy, shard 1, keeps for others."""
+  return Copies(1, 50, box, PLAN, CONFIG)
+
+
 # --- the message ----------------------------------------------------------------------------------
 
 
@@ -109,9 +120,9 @@ def change(before: Committed, name: str, seed: int) -> tuple[Committed, Replica]
 
 @pytest.mark.parametrize("momentum", [True, False])
 @pytest.mark.parametrize("name", codec.CODECS)
-def test_a_buddy_that_gets_what_learners_get_has_value_and_momentum_bit_by_bit(name, momentum):
-  box = Outbox()
-  copies = copies_of(box)
+def test_a_buddy_that_gets_what_learners_get_has_value_and_momentum_bit_by_bit(
+  name, momentum, box, copies
+):
   newest = committed(1, 5, published_value=name != "f32", momentum=momentum)
   newest.value[0] = newest.published_value[0] = 0
   keep(copies, pack(newest, 0, 9, 0))
@@ -126,13 +137,11 @@ def test_a_buddy_that_gets_what_learners_get_has_value_and_momentum_bit_by_bit(n
   assert bits(unpack(received(whole), PLAN)) == bits(expected)
 
 
-def test_a_value_of_a_later_round_replaces_a_copy_of_a_greater_version():
+def test_a_value_of_a_later_round_replaces_a_copy_of_a_greater_version(box, copies):
   """An owner that began at version 8 of an old history got version 4 of a newer one from a learner.
 
   The buddy must not say that it has version 4, and then give version 8 back.
   """
-  box = Outbox()
-  copies = copies_of(box)
   old, newer = committed(1, 8), committed(1, 4, seed=1)
   newer = replace(newer, state=replace(newer.state, last_round=(1 << 50) + 100))
   for each in (old, newer, old):  # the last one comes again, late
@@ -140,10 +149,8 @@ def test_a_value_of_a_later_round_replaces_a_copy_of_a_greater_version():
   assert given_back(copies, box, 0, 10) == {1: 4}
 
 
-def test_a_change_does_not_continue_the_copy_of_the_life_before():
+def test_a_change_does_not_continue_the_copy_of_the_life_before(box, copies):
   """Both lives had the value of the same round, but a learner gives no momentum back."""
-  box = Outbox()
-  copies = copies_of(box)
   first = committed(1, 5)
   first.value[0] = first.published_value[0] = 0
   keep(copies, pack(first, 0, 9, 0))
@@ -155,9 +162,7 @@ def test_a_change_does_not_continue_the_copy_of_the_life_before():
   assert given_back(copies, box, 0, 11) == {1: 6}
 
 
-def test_a_change_of_what_a_buddy_does_not_have_is_not_kept():
-  box = Outbox()
-  copies = copies_of(box)
+def test_a_change_of_what_a_buddy_does_not_have_is_not_kept(box, copies):
   first = committed(1, 5)
   first.value[0] = 0
   second, message = change(first, "int8", 0)
@@ -194,10 +199,6 @@ def test_what_cannot_be_a_commit_of_this_plan_is_none(wrong):
 # --- the buddy ------------------------------------------------------------------------------------
 
 
-def copies_of(box: Outbox) -> Copies:
-  return Copies(1, 50, box, PLAN, CONFIG)
-
-
 def keep(copies: Copies, message) -> None:
   for _ in copies.on(message):
     pass
@@ -216,9 +217,7 @@ def given_back(copies: Copies, box: Outbox, owner: int, incarnation: int) -> dic
   return {m.state.index: m.state.version for m in replicas}
 
 
-def test_a_buddy_keeps_the_newest_and_says_so():
-  box = Outbox()
-  copies = copies_of(box)
+def test_a_buddy_keeps_the_newest_and_says_so(box, copies):
   for version in (3, 5, 4):
     keep(copies, pack(committed(1, version), 0, 9, 0))
     assert box.take() == [("syncer-0", Replicated(1, 50, 1, round_of(version), True))]
@@ -229,18 +228,14 @@ def test_a_buddy_keeps_the_newest_and_says_so():
   assert given_back(copies, box, 2, 10) == {}
 
 
-def test_a_new_life_of_the_owner_counts_even_from_an_older_version_on():
-  box = Outbox()
-  copies = copies_of(box)
+def test_a_new_life_of_the_owner_counts_even_from_an_older_version_on(box, copies):
   keep(copies, pack(committed(1, 7), 0, 9, 0))
   keep(copies, pack(committed(1, 2), 0, 10, 0))  # it could not reach its buddy, and began anew
   assert given_back(copies, box, 0, 11) == {1: 2}
 
 
-def test_what_a_dead_owner_sent_is_ignored():
+def test_what_a_dead_owner_sent_is_ignored(box, copies):
   """Control overtakes fragments: the new owner was told of version 7, and goes on from there."""
-  box = Outbox()
-  copies = copies_of(box)
   keep(copies, pack(committed(1, 7), 0, 9, 0))
   assert given_back(copies, box, 0, 10) == {1: 7}
   keep(copies, pack(committed(1, 8), 0, 9, 0))
@@ -249,19 +244,15 @@ def test_what_a_dead_owner_sent_is_ignored():
   assert given_back(copies, box, 0, 10) == {1: 7}
 
 
-def test_nobody_replaces_the_fragments_of_another_shard():
-  box = Outbox()
-  copies = copies_of(box)
+def test_nobody_replaces_the_fragments_of_another_shard(box, copies):
   keep(copies, pack(committed(1, 7), 0, 9, 0))
   keep(copies, replace(pack(committed(1, 8), 0, 9, 0), shard=2))
   assert box.take() == [("syncer-0", Replicated(1, 50, 1, round_of(7), True))]
   assert given_back(copies, box, 0, 10) == {1: 7}
 
 
-def test_copies_that_are_on_their_way_are_not_sent_twice_and_lost_ones_come_again():
+def test_copies_that_are_on_their_way_are_not_sent_twice_and_lost_ones_come_again(box, copies):
   """A restarted shard asks again and again while gigabytes of copies leave."""
-  box, jobs = Outbox(), []
-  copies = copies_of(box)
   for p in (0, 2):
     keep(copies, pack(committed(p, 7), 0, 9, 0))
   box.take()
@@ -325,8 +316,12 @@ class Owner:
     return [e.kind for e in self.events]
 
 
-def test_nobody_hears_of_a_version_before_the_buddy_has_it():
-  owner = Owner()
+@pytest.fixture
+def owner() -> Owner:
+  return Owner()
+
+
+def test_nobody_hears_of_a_version_before_the_buddy_has_it(owner):
   owner.commit(0, 1)
   owner.commit(2, 1)
   assert owner.sent() == [(0, 1), (2, 1)] and owner.done == []
@@ -344,13 +339,12 @@ def test_nobody_hears_of_a_version_before_the_buddy_has_it():
   assert (2, 1) in owner.done and owner.side.missing() == [] and owner.events == []
 
 
-def test_a_version_number_that_comes_twice_is_confirmed_by_its_own_copy_alone():
+def test_a_version_number_that_comes_twice_is_confirmed_by_its_own_copy_alone(owner):
   """A shard began at version 9; a learner gave it version 8 of a later history; it commits on that.
 
   The copy of the first version 9 is still on its way: its receipt says nothing about the second.
   """
 
-  owner = Owner()
   owner.side.begin([committed(0, 9)])
   for version, made_in in ((8, round_of(100)), (9, round_of(101))):
     c = committed(0, version)
@@ -362,8 +356,8 @@ def test_a_version_number_that_comes_twice_is_confirmed_by_its_own_copy_alone():
   assert owner.done == [8, 9] and owner.side.missing() == []
 
 
-def test_a_life_sends_its_fragments_one_by_one_and_copies_them_in_the_background():
-  owner, jobs = Owner(), []
+def test_a_life_sends_its_fragments_one_by_one_and_copies_them_in_the_background(owner):
+  jobs = []
   owner.side.background = jobs.append
   owner.side.begin([committed(p, 3) for p in (0, 2, 3)])
   assert owner.sent() == [] and owner.side.missing() == [0, 2, 3]
@@ -379,8 +373,7 @@ def test_a_life_sends_its_fragments_one_by_one_and_copies_them_in_the_background
   assert owner.sent() == [] and owner.side.missing() == [] and owner.done == [(3, 4)]
 
 
-def test_what_the_buddy_had_before_is_published_meanwhile():
-  owner = Owner()
+def test_what_the_buddy_had_before_is_published_meanwhile(owner):
   owner.commit(0, 1)
   owner.confirm(0, 1)
   owner.commit(0, 2)
@@ -388,8 +381,7 @@ def test_what_the_buddy_had_before_is_published_meanwhile():
   assert owner.done == [(0, 1), "initial value"]
 
 
-def test_a_silent_buddy_holds_up_nobody_for_long_and_it_is_said_once():
-  owner = Owner()
+def test_a_silent_buddy_holds_up_nobody_for_long_and_it_is_said_once(owner):
   owner.commit(0, 1)
   owner.later(1.9)
   assert owner.done == []
@@ -410,9 +402,8 @@ def test_a_silent_buddy_holds_up_nobody_for_long_and_it_is_said_once():
   assert owner.kinds() == ["unreplicated", "replicated", "unreplicated"]
 
 
-def test_a_buddy_is_not_away_because_whole_copies_wait_for_their_turn():
+def test_a_buddy_is_not_away_because_whole_copies_wait_for_their_turn(owner):
   """Three copies are to follow, and each takes long; the commit's own copy is confirmed at once."""
-  owner = Owner()
   owner.side.begin([committed(p, 3) for p in range(4)])
   owner.confirm(0, 3)
   owner.later(60.0)
@@ -423,8 +414,7 @@ def test_a_buddy_is_not_away_because_whole_copies_wait_for_their_turn():
   assert owner.done == [(0, 4)] and owner.side.missing() == [1, 2, 3]
 
 
-def test_a_buddy_that_missed_one_copy_does_not_get_all_again():
-  owner = Owner()
+def test_a_buddy_that_missed_one_copy_does_not_get_all_again(owner):
   for p in (0, 1, 2):
     owner.commit(p, 1)
     owner.confirm(p, 1)
@@ -437,8 +427,7 @@ def test_a_buddy_that_missed_one_copy_does_not_get_all_again():
   assert owner.sent() == [(2, 2)] and owner.side.missing() == [2]
 
 
-def test_patience_follows_the_measured_time_of_a_copy():
-  owner = Owner()
+def test_patience_follows_the_measured_time_of_a_copy(owner):
   for version in range(1, 4):  # a slow line: every copy takes 1.5 s
     owner.commit(0, version)
     owner.later(1.5)
@@ -450,8 +439,7 @@ def test_patience_follows_the_measured_time_of_a_copy():
   assert owner.kinds() == ["unreplicated"]
 
 
-def test_a_restarted_buddy_gets_everything_again():
-  owner = Owner()
+def test_a_restarted_buddy_gets_everything_again(owner):
   for p in (0, 1, 2):
     owner.commit(p, 1)
     owner.confirm(p, 1)
@@ -468,9 +456,8 @@ def test_a_restarted_buddy_gets_everything_again():
 
 
 @pytest.mark.parametrize("away", [False, True])
-def test_a_buddy_that_asks_for_its_own_fragments_has_restarted(away):
+def test_a_buddy_that_asks_for_its_own_fragments_has_restarted(away, owner):
   """The copies that its former life was sent are lost: a confirmation would never come."""
-  owner = Owner()
   for p in (0, 2):
     owner.commit(p, 1)
     owner.confirm(p, 1)
@@ -494,9 +481,8 @@ def test_a_buddy_that_asks_for_its_own_fragments_has_restarted(away):
 
 
 @pytest.mark.parametrize("life", [0, 60])
-def test_a_buddy_that_died_before_its_first_receipt_gets_the_copy_again(life):
+def test_a_buddy_that_died_before_its_first_receipt_gets_the_copy_again(life, owner):
   """Its owner did not know which life had got the copy, and waited for a receipt in vain."""
-  owner = Owner()
   owner.commit(0, 1)
   assert owner.sent() == [(0, 1)]
   owner.side.on(Recover(1, life))
@@ -509,9 +495,8 @@ def test_a_buddy_that_died_before_its_first_receipt_gets_the_copy_again(life):
   assert owner.done == [(0, 1)] and owner.side.missing() == []
 
 
-def test_a_buddy_that_began_together_with_its_owner_gets_no_copy_twice():
+def test_a_buddy_that_began_together_with_its_owner_gets_no_copy_twice(owner):
   """It asks its own buddy until that one answers; its first request came while the owner asked."""
-  owner = Owner()
   keep(owner.copies, Recover(1, 60))
   owner.side.begin([committed(0, 3)])
   assert owner.sent() == [(0, 3)]
@@ -521,9 +506,8 @@ def test_a_buddy_that_began_together_with_its_owner_gets_no_copy_twice():
   assert owner.sent() == [(0, 3)]
 
 
-def test_a_buddy_that_restarts_again_and_again_holds_up_nobody_for_long():
+def test_a_buddy_that_restarts_again_and_again_holds_up_nobody_for_long(owner):
   """Each life gets the copy anew, and ends before it could confirm it."""
-  owner = Owner()
   owner.commit(0, 1)
   owner.confirm(0, 1)
   owner.commit(0, 2)
@@ -534,9 +518,8 @@ def test_a_buddy_that_restarts_again_and_again_holds_up_nobody_for_long():
   assert owner.done == [(0, 1), (0, 2)] and "unreplicated" in owner.kinds()
 
 
-def test_copies_that_publishes_wait_for_go_first_to_a_buddy_that_has_restarted():
+def test_copies_that_publishes_wait_for_go_first_to_a_buddy_that_has_restarted(owner):
   """All together are a whole model: the last one would come long after the buddy counts as away."""
-  owner = Owner()
   for p in (0, 1, 2):
     owner.commit(p, 1)
     owner.confirm(p, 1)
@@ -548,9 +531,8 @@ def test_copies_that_publishes_wait_for_go_first_to_a_buddy_that_has_restarted()
   assert owner.done[-1] == (2, 2) and owner.sent() == [(0, 1)]
 
 
-def test_a_buddy_that_has_restarted_gets_its_own_fragments_before_copies_of_others():
+def test_a_buddy_that_has_restarted_gets_its_own_fragments_before_copies_of_others(owner):
   """It cannot go on without them, and waits only so long for them."""
-  owner = Owner()
   owner.commit(0, 1)
   owner.confirm(0, 1)
   owner.side.on(received(pack(committed(1, 4), 1, 50, 1)))
@@ -560,9 +542,8 @@ def test_a_buddy_that_has_restarted_gets_its_own_fragments_before_copies_of_othe
   assert sent == [1, Recovered, 0], "Recovered lists what it was given"
 
 
-def test_a_buddy_that_is_back_with_an_old_copy_gets_the_newest():
+def test_a_buddy_that_is_back_with_an_old_copy_gets_the_newest(owner):
   """Else that one stays behind until its next commit, and waiting for others is in vain."""
-  owner = Owner()
   owner.commit(0, 1)
   owner.later(2.1)
   owner.commit(0, 2)  # lost on the way
@@ -578,8 +559,7 @@ def test_a_buddy_that_is_back_with_an_old_copy_gets_the_newest():
   assert owner.done[-1] == (2, 1) and owner.kinds() == ["unreplicated", "replicated"]
 
 
-def test_waiting_versions_go_out_in_their_order_with_one_event():
-  owner = Owner()
+def test_waiting_versions_go_out_in_their_order_with_one_event(owner):
   for p in (2, 0, 1):
     owner.commit(p, 1)
     owner.side.when_safe(p, lambda p=p: owner.done.append((p, "again")))

@@ -23,8 +23,8 @@ from ddiloco.checkpoint.snapshots import Storage
 from ddiloco.observe.eventlog import Records
 from ddiloco.protocol.events import Event
 from ddiloco.protocol.states import clock_violations, shard_key
+from tests.waits import PATIENCE_SECONDS, wait_for
 
-PATIENCE_SECONDS = 90.0  # of these tests with what must come
 SHARDS = ("syncer-0", "syncer-1")
 
 
@@ -105,6 +105,23 @@ def savers(storage):
     assert not saver._worker._thread.is_alive()
 
 
+@pytest.fixture
+def shard_0(savers):
+  return savers()
+
+
+@pytest.fixture
+def saver(shard_0) -> Saver:
+  """Shard 0's."""
+  return shard_0[0]
+
+
+@pytest.fixture
+def events(shard_0) -> Events:
+  """What shard 0's saver tells of."""
+  return shard_0[1]
+
+
 def state(role, own=0, **seen):
   """What a role recorded: its own count, and what it knows of others ("learner_1": 5)."""
   names = {name.replace("_", "-"): count for name, count in seen.items()}
@@ -139,8 +156,9 @@ def test_a_part_is_saved_in_the_background_with_its_checksums(storage, savers):
   np.testing.assert_array_equal(part.arrays["params/a"], values)
 
 
-def test_a_snapshot_that_comes_while_one_is_written_goes_without_this_role(storage, savers, capsys):
-  saver, events = savers()
+def test_a_snapshot_that_comes_while_one_is_written_goes_without_this_role(
+  storage, capsys, saver, events
+):
   storage.go.clear()
   saver.save(1, {}, {})
   assert storage.under_way.wait(PATIENCE_SECONDS)
@@ -153,16 +171,15 @@ def test_a_snapshot_that_comes_while_one_is_written_goes_without_this_role(stora
   assert all("not done yet" in e.reason for e in unsaved)
   storage.go.set()
   events.of("saved")
-  wait_until(lambda: not saver.busy)
+  wait_for(lambda: not saver.busy)
   saver.save(4, {}, {})
   assert [e.snapshot for e in events.of("saved", 2)] == [1, 4]
   assert storage.metas(2) == storage.metas(3) == {}
   assert "WARNING" not in capsys.readouterr().err, "nothing is wrong"
 
 
-def test_a_snapshot_is_done_only_when_what_follows_is(storage, savers):
+def test_a_snapshot_is_done_only_when_what_follows_is(storage, saver, events):
   """Shard 0 waits for parts: were it to begin the next one, this one would go without learners."""
-  saver, events = savers()
   inside, go = threading.Event(), threading.Event()
 
   def commits():
@@ -175,7 +192,7 @@ def test_a_snapshot_is_done_only_when_what_follows_is(storage, savers):
   saver.save(2, {}, {})
   assert [e.snapshot for e in events.of("unsaved")] == [2]
   go.set()
-  wait_until(lambda: not saver.busy)
+  wait_for(lambda: not saver.busy)
   saver.save(3, {}, {})
   assert [e.snapshot for e in events.of("saved", 2)] == [1, 3]
 
@@ -235,8 +252,9 @@ def test_a_role_of_low_priority_saves_and_with_no_higher_one(storage, savers, mo
   assert priorities["saver"] >= low
 
 
-def test_copies_of_the_state_are_freed_before_anything_is_waited_for(storage, savers, monkeypatch):
-  saver, events = savers()
+def test_copies_of_the_state_are_freed_before_anything_is_waited_for(
+  storage, monkeypatch, saver, events
+):
   freed = {}
 
   def saved(number, fails):
@@ -254,7 +272,7 @@ def test_copies_of_the_state_are_freed_before_anything_is_waited_for(storage, sa
       saver.save(number, {}, {"a": values}, commits)
       del values
       assert done.wait(PATIENCE_SECONDS) if not fails else events.of("unsaved")
-    wait_until(lambda: not saver.busy)
+    wait_for(lambda: not saver.busy)
     return reference
 
   saved(1, fails=False)
@@ -269,29 +287,17 @@ def test_what_cannot_be_written_is_one_event_and_the_role_goes_on(
   storage, savers, capsys, monkeypatch, error
 ):
   saver, events = savers("learner-1")
-
-  def refuse(*_):
-    raise error
-
   with monkeypatch.context() as patch:
-    patch.setattr(Gated, "save", refuse)
+    patch.setattr(Gated, "save", mock.Mock(side_effect=error))
     for snapshot in (1, 2):
       saver.save(snapshot, {}, {}, lambda: pytest.fail("it is not written"))
       events.of("unsaved", snapshot)
-      wait_until(lambda: not saver.busy)
+      wait_for(lambda: not saver.busy)
   assert [e.snapshot for e in events.of("unsaved")] == [1, 2]
   assert all(str(error) in e.reason for e in events.of("unsaved"))
   assert not capsys.readouterr().err, "the event is shown"
   saver.save(3, {}, {})
   assert events.of("saved")[0].snapshot == 3
-
-
-def wait_until(true):
-  """For what no event tells: a moment after one."""
-  deadline = time.monotonic() + PATIENCE_SECONDS
-  while not true():
-    assert time.monotonic() < deadline
-    time.sleep(0.001)
 
 
 def test_a_real_file_in_the_way_is_an_oserror_too(storage, savers, tmp_path):
@@ -301,7 +307,7 @@ def test_a_real_file_in_the_way_is_an_oserror_too(storage, savers, tmp_path):
   (unsaved,) = events.of("unsaved")
   assert str(tmp_path) in unsaved.reason
   (tmp_path / "checkpoints").unlink()
-  wait_until(lambda: not saver.busy)
+  wait_for(lambda: not saver.busy)
   saver.save(2, {}, {"a": np.ones(3)})
   events.of("saved")
 
@@ -330,8 +336,7 @@ def commit(
   )
 
 
-def test_it_is_committed_once_all_parts_are_there(storage, savers):
-  saver, events = savers()
+def test_it_is_committed_once_all_parts_are_there(storage, saver, events):
   commit(saver, 1, ["learner-0", "learner-1"])
   for role in ("learner-1", "syncer-1", "learner-0"):
     storage.looked()
@@ -343,8 +348,7 @@ def test_it_is_committed_once_all_parts_are_there(storage, savers):
   assert storage.manifest(1)["parts"] == digests
 
 
-def test_it_waits_for_learners_only_while_they_live(storage, savers):
-  saver, events = savers()
+def test_it_waits_for_learners_only_while_they_live(storage, saver, events):
   live = ["learner-0", "learner-1"]
   commit(saver, 1, live)
   for role in ("learner-0", "syncer-1"):
@@ -355,8 +359,7 @@ def test_it_waits_for_learners_only_while_they_live(storage, savers):
   assert events.of("snapshot")[0].roles == ("learner-0", *SHARDS)
 
 
-def test_a_learner_that_died_after_it_had_saved_is_part_of_it(storage, savers):
-  saver, events = savers()
+def test_a_learner_that_died_after_it_had_saved_is_part_of_it(storage, saver, events):
   live = ["learner-5"]
   commit(saver, 1, live)
   storage.looked()
@@ -367,9 +370,8 @@ def test_a_learner_that_died_after_it_had_saved_is_part_of_it(storage, savers):
   assert events.of("snapshot")[0].roles == ("learner-5", *SHARDS)
 
 
-def test_a_learner_that_has_left_in_good_order_is_not_missing(storage, savers):
+def test_a_learner_that_has_left_in_good_order_is_not_missing(storage, saver, events):
   """At the end of a run learners leave while a snapshot is under way: nothing is lost."""
-  saver, events = savers()
   live = ["learner-0", "learner-1"]
   storage.save(1, "syncer-1", 0, state("syncer-1"), {})
   has_left = {"learner-1"}.__contains__
@@ -383,9 +385,8 @@ def test_a_learner_that_has_left_in_good_order_is_not_missing(storage, savers):
 @pytest.mark.parametrize(
   "ends", ["it is written", "it never comes", "shard 0 ends too", "a look misses it"]
 )
-def test_a_part_that_a_learner_writes_when_it_leaves_is_waited_for(storage, savers, ends):
+def test_a_part_that_a_learner_writes_when_it_leaves_is_waited_for(storage, ends, saver, events):
   """Ctrl-C while a snapshot was made: it was committed without those that were still writing."""
-  saver, events = savers()
   storage.save(1, "syncer-1", 0, state("syncer-1"), {})
   live, left = ["learner-1"], set()
   patience = 0.5 if ends == "it never comes" else 60.0
@@ -414,9 +415,8 @@ def test_a_part_that_a_learner_writes_when_it_leaves_is_waited_for(storage, save
     closing.join()
 
 
-def test_a_learner_that_has_not_come_back_is_no_part_of_it(storage, savers):
+def test_a_learner_that_has_not_come_back_is_no_part_of_it(storage, saver, events):
   """It has saved one of the same number, in a life of the run that was never committed."""
-  saver, events = savers()
   for role in ("learner-5", "syncer-1"):
     storage.save(1, role, 0, state(role), {})
   commit(saver, 1)
@@ -433,38 +433,31 @@ def test_a_new_life_forgets_what_was_never_committed(storage, savers, capsys, mo
   events.of("saved")
   assert [n for n in range(5) if "learner-0" in storage.metas(n)] == [2, 4]
   assert all(storage.metas(n).keys() >= set(SHARDS) for n in (1, 2, 3)), "others are left alone"
-
-  def denied(*_):
-    raise OSError("denied")
-
-  monkeypatch.setattr(Gated, "forget", denied)
+  monkeypatch.setattr(Gated, "forget", mock.Mock(side_effect=OSError("denied")))
   saver, events = savers("syncer-1")
   saver.save(5, {}, {})
   events.of("saved")
   assert "syncer-1" in capsys.readouterr().err
 
 
-def test_a_learner_that_does_not_answer_is_waited_for_with_patience(storage, savers):
-  saver, events = savers()
+@pytest.mark.parametrize("may_lack", [True, False])
+def test_a_learner_that_does_not_answer_is_waited_for_with_patience(
+  storage, may_lack, saver, events
+):
+  """A run in lock-step has no snapshot without a learner that lives: it could not repeat bit by bit
+  what it lost."""
   storage.save(1, "syncer-1", 0, state("syncer-1"), {})
-  commit(saver, 1, ["learner-0"], patience_seconds=0.3)
-  (snapshot,) = events.of("snapshot")
-  assert snapshot.roles == SHARDS and snapshot.seconds >= 0.3
-  assert snapshot.lacks == ("learner-0",)
+  commit(saver, 1, ["learner-0"], patience_seconds=0.3, may_lack=may_lack)
+  if may_lack:
+    (snapshot,) = events.of("snapshot")
+    assert snapshot.roles == SHARDS and snapshot.seconds >= 0.3
+    assert snapshot.lacks == ("learner-0",)
+  else:
+    assert events.of("uncommitted")[0].missing == ("learner-0",) and storage.committed() == []
 
 
-def test_a_run_in_lock_step_has_no_snapshot_without_a_learner_that_lives(storage, savers):
-  """It could not repeat bit by bit what it lost."""
-  saver, events = savers()
-  storage.save(1, "syncer-1", 0, state("syncer-1"), {})
-  commit(saver, 1, ["learner-0"], patience_seconds=0.3, may_lack=False)
-  (without,) = events.of("uncommitted")
-  assert without.missing == ("learner-0",) and storage.committed() == []
-
-
-def test_a_part_that_still_grows_is_waited_for(storage, savers, monkeypatch):
+def test_a_part_that_still_grows_is_waited_for(storage, monkeypatch, saver, events):
   """Patience is for parts that do not grow."""
-  saver, events = savers()
   storage.save(1, "syncer-1", 0, state("syncer-1"), {})
   asked = []
 
@@ -482,8 +475,7 @@ def test_a_part_that_still_grows_is_waited_for(storage, savers, monkeypatch):
   assert len(asked) == 4 and snapshot.seconds >= 0.1
 
 
-def test_a_part_that_grows_for_ever_holds_up_no_snapshot(storage, savers, monkeypatch):
-  saver, events = savers()
+def test_a_part_that_grows_for_ever_holds_up_no_snapshot(storage, monkeypatch, saver, events):
   storage.save(1, "syncer-1", 0, state("syncer-1"), {})
   sizes = itertools.count()
   monkeypatch.setattr(storage, "growth", lambda _, roles: dict.fromkeys(roles, next(sizes)))
@@ -512,8 +504,7 @@ def test_a_part_whose_files_cannot_be_counted_has_been_begun(storage, monkeypatc
   assert renamed.called
 
 
-def test_who_says_that_there_is_no_part_of_it_is_not_waited_for(storage, savers):
-  saver, events = savers()
+def test_who_says_that_there_is_no_part_of_it_is_not_waited_for(storage, savers, saver, events):
   learner, said = savers("learner-0")
   storage.save(1, "syncer-1", 0, state("syncer-1"), {})
   commit(saver, 1, ["learner-0"])
@@ -528,9 +519,8 @@ def test_who_says_that_there_is_no_part_of_it_is_not_waited_for(storage, savers)
   assert len(said.of("unsaved")) == 1, "of a snapshot that is committed nothing is to be said"
 
 
-def test_a_part_that_its_role_had_begun_to_delete_is_no_part_of_it(storage, savers):
+def test_a_part_that_its_role_had_begun_to_delete_is_no_part_of_it(storage, saver, events):
   """A new life was killed between its note and the deletion of what its former life had left."""
-  saver, events = savers()
   for role in ("syncer-1", "learner-0"):
     storage.save(1, role, 0, state(role), {})
   storage.decline(1, "learner-0", "")
@@ -539,8 +529,9 @@ def test_a_part_that_its_role_had_begun_to_delete_is_no_part_of_it(storage, save
   assert (snapshot.roles, snapshot.lacks) == (SHARDS, ("learner-0",))
 
 
-def test_a_shard_that_has_no_part_ends_the_wait_and_word_of_a_former_life_does_not(storage, savers):
-  saver, events = savers()
+def test_a_shard_that_has_no_part_ends_the_wait_and_word_of_a_former_life_does_not(
+  storage, saver, events
+):
   storage.decline(1, "syncer-1", "full")
   commit(saver, 1, ["learner-0"])
   assert events.of("uncommitted")[0].missing == ("syncer-1",)
@@ -552,17 +543,9 @@ def test_a_shard_that_has_no_part_ends_the_wait_and_word_of_a_former_life_does_n
   assert storage.declined(2) == set()
 
 
-def test_without_every_shard_there_is_no_snapshot(storage, savers):
-  saver, events = savers()
-  storage.save(1, "learner-0", 0, state("learner-0"), {})
-  commit(saver, 1, ["learner-0"], patience_seconds=0.2)
-  (uncommitted,) = events.of("uncommitted")
-  assert uncommitted.missing == ("syncer-1",)
-  assert storage.committed() == [] and events.of("saved")[0].snapshot == 1
-
-
-def test_the_next_snapshot_goes_without_shard_0_while_this_one_is_not_committed(storage, savers):
-  saver, events = savers()
+def test_the_next_snapshot_goes_without_shard_0_while_this_one_is_not_committed(
+  storage, saver, events
+):
   commit(saver, 1, ["learner-0"])
   storage.save(1, "syncer-1", 0, state("syncer-1"), {})
   storage.looked()
@@ -572,9 +555,8 @@ def test_the_next_snapshot_goes_without_shard_0_while_this_one_is_not_committed(
   assert events.of("snapshot")[0].roles == ("learner-0", *SHARDS)
 
 
-def test_a_former_lifes_part_of_a_learner_does_not_count(storage, savers):
+def test_a_former_lifes_part_of_a_learner_does_not_count(storage, saver, events):
   """The shard has merged its push 5, of which that part knows nothing."""
-  saver, events = savers()
   storage.save(1, "syncer-1", 0, state("syncer-1"), {})
   storage.save(1, "learner-0", 0, state("learner-0", own=4), {})
   commit(saver, 1, ["learner-0"], own=1, learner_0=5)
@@ -582,7 +564,7 @@ def test_a_former_lifes_part_of_a_learner_does_not_count(storage, savers):
   assert storage.committed() == [], "the new part is waited for"
   storage.save(1, "learner-0", 1, state("learner-0", own=5, syncer_0=1), {})
   assert events.of("snapshot")[0].roles == ("learner-0", *SHARDS)
-  wait_until(lambda: not saver.busy)
+  wait_for(lambda: not saver.busy)
   storage.save(2, "syncer-1", 0, state("syncer-1"), {})
   storage.save(2, "learner-0", 0, state("learner-0", own=6, syncer_0=2), {})
   commit(saver, 2, ["learner-0"], patience_seconds=0.2, own=1, learner_0=5)
@@ -591,8 +573,7 @@ def test_a_former_lifes_part_of_a_learner_does_not_count(storage, savers):
 
 
 @pytest.mark.parametrize("replaced", [True, False])
-def test_a_former_lifes_part_of_a_shard_is_waited_out(storage, savers, replaced):
-  saver, events = savers()
+def test_a_former_lifes_part_of_a_shard_is_waited_out(storage, replaced, saver, events):
   storage.save(1, "syncer-1", 0, state("syncer-1", own=3), {})
   commit(saver, 1, patience_seconds=PATIENCE_SECONDS if replaced else 0.3, syncer_1=7)
   if replaced:
@@ -605,15 +586,16 @@ def test_a_former_lifes_part_of_a_shard_is_waited_out(storage, savers, replaced)
     assert storage.committed() == []
 
 
-def test_old_ones_are_deleted(storage, savers):
-  saver, events = savers()
+def test_old_ones_are_deleted(storage, saver, events):
   for n in range(1, 6):
     if n != 3:  # never complete
       storage.save(n, "syncer-1", 0, state("syncer-1"), {})
     commit(saver, n, keep=2, patience_seconds=0.1 if n == 3 else PATIENCE_SECONDS)
     events.of("uncommitted" if n == 3 else "snapshot", 1 if n == 3 else n - (n > 3))
-    wait_until(lambda: not saver.busy)
+    wait_for(lambda: not saver.busy)
   saver.close(PATIENCE_SECONDS)
+  (uncommitted,) = events.of("uncommitted")
+  assert uncommitted.missing == ("syncer-1",), "without every shard there is no snapshot"
   assert storage.committed() == [5, 4]
   assert all(storage.metas(n) == {} for n in (1, 2, 3))
 
@@ -638,28 +620,23 @@ def test_what_is_saved_in_vain_does_not_fill_the_disk(storage, savers, monkeypat
     other.save(n, state("syncer-1"), {})
     learners.of("saved", n)
     others.of("unsaved" if lacks == "syncer-1" and n < 3 else "saved")
-    wait_until(lambda: not other.busy)
+    wait_for(lambda: not other.busy)
     commit(saver, n, ["learner-0"], patience_seconds=0.1 if n < 3 else PATIENCE_SECONDS)
-    wait_until(lambda: not saver.busy and not learner.busy)
+    wait_for(lambda: not saver.busy and not learner.busy)
     assert storage.committed() == ([3] if n == 3 else [])
     assert sorted(path.name for path in storage.path.iterdir()) == (["00000003"] if n == 3 else [])
 
 
 def test_a_snapshot_that_cannot_be_committed_is_said_and_the_next_one_is(
-  storage, savers, monkeypatch
+  storage, monkeypatch, saver, events
 ):
-  saver, events = savers()
-
-  def full(*_):
-    raise OSError("disk full")
-
   for n in (1, 2):
     storage.save(n, "syncer-1", 0, state("syncer-1"), {})
   with monkeypatch.context() as patch:
-    patch.setattr(Gated, "commit", full)
+    patch.setattr(Gated, "commit", mock.Mock(side_effect=OSError("disk full")))
     commit(saver, 1)
     assert "disk full" in events.of("uncommitted")[0].reason
-    wait_until(lambda: not saver.busy)
+    wait_for(lambda: not saver.busy)
   commit(saver, 2)
   events.of("snapshot")
   assert storage.committed() == [2]
@@ -669,9 +646,8 @@ def test_a_snapshot_that_cannot_be_committed_is_said_and_the_next_one_is(
 
 
 def test_to_close_does_not_wait_for_a_stuck_disk_and_half_a_part_does_not_count(
-  storage, savers, capsys
+  storage, capsys, saver, events
 ):
-  saver, events = savers()
   storage.go.clear()
   commit(saver, 1)
   assert storage.under_way.wait(PATIENCE_SECONDS)
@@ -694,16 +670,14 @@ def test_who_was_killed_waits_for_no_part(storage, savers, monkeypatch):
   assert storage.metas(1) == {}
 
 
-def test_to_close_lets_a_part_be_finished_in_time(storage, savers):
-  saver, events = savers()
+def test_to_close_lets_a_part_be_finished_in_time(storage, saver, events):
   saver.save(1, {}, {"a": np.ones(1000)})
   saver.close(PATIENCE_SECONDS)
   assert storage.metas(1).keys() == {"syncer-0"} and not events.none("saved")
 
 
-def test_what_has_nothing_yet_saves_nothing(storage, savers):
+def test_what_has_nothing_yet_saves_nothing(storage, saver, events):
   """A shard that asks learners for what it has lost must not be in a snapshot with nothing."""
-  saver, events = savers()
   lacks = ["it has nothing to save yet"]
   saver.hold = lambda: lacks[0] if lacks else ""
   saver.save(1, {}, {}, lambda: pytest.fail("it is not saved"))
@@ -715,8 +689,7 @@ def test_what_has_nothing_yet_saves_nothing(storage, savers):
 
 
 @pytest.mark.parametrize("complete", [True, False])
-def test_to_close_ends_the_wait_for_others(storage, savers, complete):
-  saver, events = savers()
+def test_to_close_ends_the_wait_for_others(storage, complete, saver, events):
   if complete:
     storage.save(1, "syncer-1", 0, state("syncer-1"), {})
   commit(saver, 1, ["learner-0"], patience_seconds=3600.0)

@@ -36,6 +36,11 @@ def make(path, plan_id="plan", warnings=None):
   return Storage(path, plan_id, warn)
 
 
+@pytest.fixture
+def storage(tmp_path):
+  return make(tmp_path)
+
+
 def some(seed=0):
   """Values that a careless copy would change, and shapes that a careless one would lose."""
   random = np.random.default_rng(seed)
@@ -87,8 +92,7 @@ def test_a_part_may_have_no_values_at_all(tmp_path, arrays):
 
 
 @pytest.mark.parametrize("name", ["", "a/", "/a", "a//b"])
-def test_names_that_storage_could_mix_up_are_refused_before_anything_is_touched(tmp_path, name):
-  storage = make(tmp_path)
+def test_names_that_storage_could_mix_up_are_refused_before_anything_is_touched(name, storage):
   storage.save(0, "syncer-0", 1, {}, some())
   with pytest.raises(ValueError, match=f"array {name!r}"):
     storage.save(0, "syncer-0", 2, {}, {"a": np.ones(3), name: np.zeros(3)})
@@ -101,8 +105,7 @@ def test_roles_that_are_no_folders_are_refused(tmp_path, role):
     make(tmp_path).save(0, role, 1, {}, {})
 
 
-def test_only_the_named_arrays_are_read(tmp_path):
-  storage = make(tmp_path)
+def test_only_the_named_arrays_are_read(storage):
   storage.save(0, "learner-0", 1, {}, some())
   names = ("flat/bf16", "nothing")
   assert_same(
@@ -173,8 +176,7 @@ def test_saving_again_replaces_the_part(tmp_path):
   assert storage.find("learner-0").state == {"of": 3}
 
 
-def test_a_snapshot_is_there_when_it_is_committed_and_not_before(tmp_path):
-  storage = make(tmp_path)
+def test_a_snapshot_is_there_when_it_is_committed_and_not_before(storage):
   assert storage.committed() == [] and storage.find("syncer-0") is None
   metas = {
     role: storage.save(1, role, 1, {}, some(n))
@@ -190,8 +192,7 @@ def test_a_snapshot_is_there_when_it_is_committed_and_not_before(tmp_path):
   assert storage.find("learner-0") is None, "it was not part of the snapshot"
 
 
-def test_other_names_in_the_folder_are_no_snapshots(tmp_path):
-  storage = make(tmp_path)
+def test_other_names_in_the_folder_are_no_snapshots(storage, tmp_path):
   for snapshot in (3, 123_456_789):
     storage.save(snapshot, "learner-0", 0, STATE, {})
     storage.commit(snapshot, ["learner-0"])
@@ -209,8 +210,7 @@ def test_other_names_in_the_folder_are_no_snapshots(tmp_path):
   ]
 
 
-def test_what_is_not_complete_cannot_be_committed(tmp_path):
-  storage = make(tmp_path)
+def test_what_is_not_complete_cannot_be_committed(storage):
   storage.save(1, "syncer-0", 1, {}, some())
   with pytest.raises(Damaged, match=r"00000001/learner-0/meta.json: is missing"):
     storage.commit(1, ["syncer-0", "learner-0"])
@@ -219,8 +219,7 @@ def test_what_is_not_complete_cannot_be_committed(tmp_path):
     storage.manifest(1)
 
 
-def test_a_role_that_was_away_is_found_where_it_was_last(tmp_path):
-  storage = make(tmp_path)
+def test_a_role_that_was_away_is_found_where_it_was_last(storage):
   for snapshot, roles in ((9, ["syncer-0", "learner-0"]), (10, ["syncer-0"]), (11, ["syncer-0"])):
     for role in roles:
       storage.save(snapshot, role, 1, {"of": snapshot}, {})
@@ -253,8 +252,7 @@ def test_another_format_is_refused_by_name(tmp_path, monkeypatch):
   assert now.find("learner-0") is None and len(told) == 1
 
 
-def test_pruning_keeps_the_newest_and_what_is_under_way(tmp_path):
-  storage = make(tmp_path)
+def test_pruning_keeps_the_newest_and_what_is_under_way(tmp_path, storage):
   storage.prune(keep=2)
   for snapshot in range(1, 9):
     storage.save(snapshot, "syncer-0", 1, {}, {"w": np.ones(3)})
@@ -270,9 +268,8 @@ def test_pruning_keeps_the_newest_and_what_is_under_way(tmp_path):
   ]
 
 
-def test_a_shard_that_the_run_has_no_more_leaves_no_part(tmp_path):
+def test_a_shard_that_the_run_has_no_more_leaves_no_part(tmp_path, storage):
   """The run went on with fewer shards: their parts stayed for ever, a share of the model each."""
-  storage = make(tmp_path)
   for snapshot, shards in ((1, 2), (2, 1), (3, 1)):
     roles = [f"syncer-{shard}" for shard in range(shards)]
     for role in roles:
@@ -402,9 +399,8 @@ def test_what_was_never_committed_is_forgotten(tmp_path):
   assert warnings == []
 
 
-def test_a_snapshot_that_the_run_does_not_go_on_from_is_set_aside_whole(tmp_path):
+def test_a_snapshot_that_the_run_does_not_go_on_from_is_set_aside_whole(tmp_path, storage):
   """Its number comes again, and somebody may want to know what is wrong with it."""
-  storage = make(tmp_path)
   for again in range(2):
     for snapshot in (1, 2, 3):
       storage.save(snapshot, "syncer-0", again, {}, some(snapshot))

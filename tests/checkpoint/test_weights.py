@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -67,12 +68,14 @@ def test_what_is_saved_comes_back_bitwise(path):
 
 
 def test_plain_libraries_read_it(tmp_path):
+  said = {"format": "ddiloco", "model": json.dumps({"num_layers": 2})}
+  folder, path = (weights.save(tmp_path / form, params(), said) for form in FORMS)
   with ocp.StandardCheckpointer() as plain:
-    assert_same(plain.restore(weights.save(tmp_path / "result", params())), params())
-  path = weights.save(tmp_path / "model.safetensors", params(), {"format": "ddiloco"})
+    assert_same(plain.restore(folder), params())
+    assert plain.metadata(folder).custom_metadata == said
   assert_same(safetensors.numpy.load_file(path), params())
   with safetensors.safe_open(path, framework="np") as file:
-    assert file.metadata() == {"format": "ddiloco"}
+    assert file.metadata() == said
 
 
 def test_what_plain_libraries_write_is_read(tmp_path):
@@ -190,23 +193,6 @@ def test_a_torn_write_leaves_nothing_under_the_name(tmp_path, monkeypatch, error
     assert_same(weights.load(path), params(0))
 
 
-@pytest.mark.parametrize("error", [OSError(5, "I/O error"), KeyboardInterrupt()], ids=repr)
-def test_a_folder_that_cannot_take_its_place_is_found_all_the_same(tmp_path, monkeypatch, error):
-  path, kind = tmp_path / "result", type(weights.absolute(tmp_path))
-  weights.save(path, params(0))
-
-  def fails(self, target):
-    raise error
-
-  with monkeypatch.context() as patch, pytest.raises(type(error)):
-    patch.setattr(kind, "replace", fails)
-    weights.save(path, params(1))
-  assert_same(weights.load(path), params(1))
-  weights.clear(path)
-  assert [p.name for p in tmp_path.iterdir()] == ["result"]
-  assert_same(weights.load(path), params(1))
-
-
 KILLED = """
 import os, sys
 import numpy as np
@@ -294,43 +280,38 @@ def test_what_a_kill_left_under_another_name_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_a_save_is_done_also_if_the_old_one_cannot_be_deleted(tmp_path, monkeypatch, there):
-  """As over NFS, while a reader has a file of it open: the run's end counted as not saved."""
+@pytest.mark.parametrize("fails", ["its place", "an interrupt", "deletion", "every rename"])
+def test_a_folder_that_cannot_take_its_place_is_found_all_the_same(
+  tmp_path, monkeypatch, fails, there
+):
+  """As over NFS, where the server goes away between two calls. Where only the old one cannot be
+  deleted, since a reader has a file of it open, the save is done: a run's end counted as not
+  saved."""
   path, kind = tmp_path / "result", type(weights.absolute(tmp_path))
   if there:
     weights.save(path, params(0))
-
-  def busy(self, *, missing_ok=False):
-    raise OSError(39, "Directory not empty")
-
-  with monkeypatch.context() as patch:
-    patch.setattr(kind, "rmtree", busy)
-    weights.save(path, params(1))
-  assert_same(weights.load(path), params(1))
-  weights.clear(path)
-  assert [p.name for p in tmp_path.iterdir()] == ["result"]
-
-
-@pytest.mark.parametrize("there", [True, False])
-def test_a_save_that_can_rename_nothing_deletes_neither_model(tmp_path, monkeypatch, there):
-  """As over NFS, where the server goes away between two calls."""
-  path, kind = tmp_path / "result", type(weights.absolute(tmp_path))
-  if there:
-    weights.save(path, params(0))
-  rename = kind.rename
+  rename, error = kind.rename, OSError(errno.EIO, "Input/output error")
 
   def away(self, target):
     if (there and target.name.endswith(weights.OLD)) or ".orbax-" in self.name:
       return rename(self, target)
-    raise OSError(errno.EIO, "Input/output error")
+    raise error
 
-  with monkeypatch.context() as patch, pytest.raises(OSError):
-    patch.setattr(kind, "rename", away)
-    patch.setattr(kind, "replace", away)
+  patches = {
+    "its place": {"replace": mock.Mock(side_effect=error)},
+    "an interrupt": {"replace": mock.Mock(side_effect=KeyboardInterrupt)},
+    "deletion": {"rmtree": mock.Mock(side_effect=OSError(39, "Directory not empty"))},
+    "every rename": {"rename": away, "replace": away},
+  }
+  raised = {"deletion": contextlib.nullcontext(), "an interrupt": pytest.raises(KeyboardInterrupt)}
+  with monkeypatch.context() as patch, raised.get(fails, pytest.raises(OSError)):
+    for name, broken in patches[fails].items():
+      patch.setattr(kind, name, broken)
     weights.save(path, params(1))
   assert_same(weights.load(path), params(1))
   weights.clear(path)
   assert [p.name for p in tmp_path.iterdir()] == ["result"]
+  assert_same(weights.load(path), params(1))
 
 
 def test_a_path_that_cannot_be_written_is_an_os_error(tmp_path):
@@ -473,17 +454,6 @@ def test_what_is_not_finite_is_refused(path, value):
   weights.save(path, params() | {"final_norm/scale": scale})
   weights.check(str(path), SHAPES, "run.init_from")  # no header tells
   assert "final_norm/scale has 2 values that are not finite in float32. Fix: " in refused(path)
-
-
-def test_the_metadata_of_both_forms_are_the_same(tmp_path):
-  said = {"format": "ddiloco", "model": json.dumps({"num_layers": 2})}
-  with safetensors.safe_open(
-    weights.save(tmp_path / "model.safetensors", params(), said), framework="np"
-  ) as file:
-    assert file.metadata() == said
-  with ocp.StandardCheckpointer() as plain:
-    path = weights.save(tmp_path / "result", params(), said)
-    assert plain.metadata(path).custom_metadata == said
 
 
 @pytest.mark.parametrize("method", ["read_bytes", "stat"])

@@ -3,15 +3,17 @@
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 
 import ddiloco
-from ddiloco import cli, environment
+from ddiloco import cli
 from ddiloco.checkpoint import weights
 from ddiloco.config import from_dict
 from ddiloco.engines import session
@@ -35,32 +37,17 @@ FLAGS = {  # the words that --help has, of each command
   "evaluator": [*ROLE, "cpu"],
   "keys": ["keys", "learners", "shards"],
   "export": ["workdir", "to", "format", "overwrite"],
+  "plan": [
+    "config",
+    "parameters",
+    "islands",
+    "gbps",
+    "latency_ms",
+    "step_seconds",
+    "codec",
+    "json",
+  ],
 }
-
-
-@pytest.fixture(autouse=True)
-def no_device(monkeypatch):
-  """These calls share the tests' process, whose devices are made already."""
-  monkeypatch.setattr(environment, "prepare", lambda **settings: None)
-
-
-@pytest.fixture
-def refused(capsys, tmp_path):
-  """Runs a command that must be refused; returns what it says."""
-
-  def run(*arguments: object) -> str:
-    before = snapshot(tmp_path)
-    assert cli.main([str(a) for a in arguments]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("ddiloco") and "Traceback" not in err
-    assert snapshot(tmp_path) == before, "a refusal changes nothing"
-    return err
-
-  return run
-
-
-def snapshot(folder: Path) -> dict[str, bytes | None]:
-  return {str(p): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
 
 
 @pytest.mark.parametrize("command", FLAGS)
@@ -232,10 +219,7 @@ def test_a_workdir_in_the_home_folder_is_one_folder(monkeypatch, tmp_path):
 
 
 def test_an_interrupt_outside_a_run_is_no_traceback(monkeypatch, tmp_path, capsys):
-  def interrupt(*_, **__):
-    raise KeyboardInterrupt
-
-  monkeypatch.setattr(session, "train", interrupt)
+  monkeypatch.setattr(session, "train", mock.Mock(side_effect=KeyboardInterrupt))
   assert cli.main([*TRAIN, f"--workdir={tmp_path}"]) == 130
   assert capsys.readouterr().err == "ddiloco train: interrupted\n"
 
@@ -303,36 +287,24 @@ def test_a_folder_without_a_run_is_refused(refused, tmp_path, command, content):
 
 
 @pytest.mark.parametrize("command", ["generate", "evaluate"])
-def test_a_run_without_a_result_is_refused(refused, tmp_path, command):
-  (tmp_path / "config.json").write_text(from_dict(SMALL).to_json())
-  assert "does not exist. Fix: finish a run" in refused(command, f"--workdir={tmp_path}")
-
-
-@pytest.mark.parametrize("command", ["generate", "evaluate"])
-def test_a_damaged_result_is_refused(refused, finished, command):
-  for path in (finished / "result").rglob("*"):
-    if path.is_file() and path.stat().st_size > 200:
-      path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+@pytest.mark.parametrize("wrong", ["damaged", "of another model", "missing"])
+def test_a_result_that_cannot_be_used_is_refused(refused, finished, command, wrong):
+  if wrong == "damaged":
+    for path in (finished / "result").rglob("*"):
+      if path.is_file() and path.stat().st_size > 200:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+  elif wrong == "missing":
+    shutil.rmtree(finished / "result")
+  else:
+    other = from_dict({**SMALL, "model": {**SMALL["model"], "model_dim": 16}})
+    (finished / "config.json").write_text(other.to_json())
+  said = {
+    "damaged": ("cannot be read", "Fix: "),
+    "of another model": ("embedding", "Fix: "),
+    "missing": ("does not exist. Fix: finish a run",),
+  }
   text = refused(command, f"--workdir={finished}")
-  assert "cannot be read" in text and "Fix: " in text
-
-
-@pytest.mark.parametrize("command", ["generate", "evaluate"])
-def test_a_result_of_another_model_is_refused(refused, finished, command):
-  other = from_dict({**SMALL, "model": {**SMALL["model"], "model_dim": 16}})
-  (finished / "config.json").write_text(other.to_json())
-  text = refused(command, f"--workdir={finished}")
-  assert "embedding" in text and "Fix: " in text
-
-
-@pytest.mark.parametrize("command", [("generate", "--tokens=3"), ("evaluate",), ("report",)])
-def test_commands_in_a_process_of_their_own(finished, command):
-  """As a user types them: nothing has prepared the environment for them."""
-  name, *more = command
-  run = [sys.executable, "-m", "ddiloco", name, f"--workdir={finished}", *more]
-  done = subprocess.run(run, capture_output=True, text=True, timeout=100)
-  assert done.returncode == 0, done.stderr
-  assert done.stdout.strip()
+  assert all(part in text for part in said[wrong]), text
 
 
 def test_evaluate_and_generate_a_result(finished, capsys, monkeypatch):
@@ -367,6 +339,30 @@ def process(*arguments: str, code: str = "") -> subprocess.CompletedProcess:
   command = [sys.executable, *(["-c", code] if code else ["-m", "ddiloco"]), *arguments]
   clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
   return subprocess.run(command, capture_output=True, text=True, env=clean, timeout=100)
+
+
+@pytest.mark.parametrize("command", [("generate", "--tokens=3"), ("evaluate",), ("report",)])
+def test_commands_in_a_process_of_their_own(finished, command):
+  """As a user types them: nothing has prepared the environment for them."""
+  name, *more = command
+  done = process(name, f"--workdir={finished}", *more)
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+  "arguments",
+  [["simulate", "--days=0.1"], ["keys", "--keys={}/keys", "--learners=1", "--shards=1"]],
+  ids=lambda arguments: arguments[0],
+)
+def test_commands_without_a_model_import_no_jax(arguments, tmp_path):
+  code = (
+    "import sys; from ddiloco import cli; status = cli.main(sys.argv[1:])\n"
+    "sys.exit(status or 'jax' in sys.modules)"
+  )
+  done = process(*(each.format(tmp_path) for each in arguments), code=code)
+  assert done.returncode == 0, done.stderr
+  assert (tmp_path / "keys" / "secret").is_dir() == (arguments[0] == "keys")
 
 
 @pytest.mark.parametrize(("hears", "status"), [("default_int_handler", 130), ("SIG_IGN", 0)])

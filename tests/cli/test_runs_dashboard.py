@@ -1,28 +1,22 @@
 """`ddiloco dashboard` and `train --dashboard`: flags, refusals, and the page in the package."""
 
-import http.client
 import json
 import os
 import signal
 import subprocess
 import sys
-import urllib.parse
 from pathlib import Path
 
 import pytest
 
-from ddiloco import cli, environment
+from ddiloco import cli
 from ddiloco.dashboard.server import Where
 from ddiloco.engines import session
 from tests.observe.conftest import make_run, write_log
+from tests.web import ask
 
 ROOT = Path(__file__).parent.parent.parent
 TOKEN = "a-token-of-some-length"
-
-
-def fails(capsys, *arguments: object) -> str:
-  assert cli.main([str(a) for a in arguments]) == 2
-  return capsys.readouterr().err
 
 
 def test_a_finished_run_is_served_until_sigterm(tmp_path):
@@ -30,33 +24,29 @@ def test_a_finished_run_is_served_until_sigterm(tmp_path):
   command = [sys.executable, "-m", "ddiloco", "dashboard", f"--workdir={tmp_path}"]
   with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
     line = process.stdout.readline()
-    url = urllib.parse.urlsplit(line.split(": ", 1)[1].split()[0])
+    url = line.split(": ", 1)[1].split()[0]
     assert line.startswith(f"Dashboard of {tmp_path}: http://127.0.0.1:"), line
-    connection = http.client.HTTPConnection(url.hostname, url.port, timeout=20)
-    connection.request("GET", "/api/status")
-    assert json.loads(connection.getresponse().read())["phase"] in ("empty", "over")
-    connection.close()
+    assert json.loads(ask(url, "/api/status")[1])["phase"] in ("empty", "over")
     os.kill(process.pid, signal.SIGTERM)
     assert process.wait(20) == 0
 
 
-def test_what_is_wrong_is_said_with_its_fix(capsys, tmp_path):
-  assert "is no directory" in fails(capsys, "dashboard", f"--workdir={tmp_path / 'no'}")
-  assert "--workdir: is needed" in fails(capsys, "dashboard")
+def test_what_is_wrong_is_said_with_its_fix(refused, tmp_path):
+  assert "is no directory" in refused("dashboard", f"--workdir={tmp_path / 'no'}")
+  assert "--workdir: is needed" in refused("dashboard")
   here = f"--workdir={tmp_path}"
-  assert "needs a token. Fix: add --token=" in fails(capsys, "dashboard", here, "--bind=0.0.0.0:0")
-  assert "must be HOST:PORT" in fails(capsys, "dashboard", here, "--bind=8080")
-  assert "at least 16" in fails(capsys, "dashboard", here, "--token=short")
-  assert "cannot be read" in fails(capsys, "dashboard", here, f"--token=@{tmp_path / 'no'}")
+  assert "needs a token. Fix: add --token=" in refused("dashboard", here, "--bind=0.0.0.0:0")
+  assert "must be HOST:PORT" in refused("dashboard", here, "--bind=8080")
+  assert "at least 16" in refused("dashboard", here, "--token=short")
+  assert "cannot be read" in refused("dashboard", here, f"--token=@{tmp_path / 'no'}")
   (tmp_path / "empty").write_text("\n")
-  assert "is empty" in fails(capsys, "dashboard", here, f"--token=@{tmp_path / 'empty'}")
+  assert "is empty" in refused("dashboard", here, f"--token=@{tmp_path / 'empty'}")
 
 
 @pytest.fixture
 def trained(monkeypatch):
   """What `train` was asked for, without training."""
   calls = []
-  monkeypatch.setattr(environment, "prepare", lambda **settings: None)
   monkeypatch.setattr(session, "train", lambda *a, **more: calls.append(more) or 0)
   return calls
 

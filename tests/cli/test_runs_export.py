@@ -13,13 +13,14 @@ import safetensors.numpy
 import tokenizers
 
 import ddiloco
-from ddiloco import cli, custom, environment
+from ddiloco import cli, custom
 from ddiloco.checkpoint import weights
 from ddiloco.config import Config, from_dict
 from ddiloco.engines.engine import save_result
 from ddiloco.models import transformer
 from ddiloco.roles import initial
 from ddiloco.training import tokens
+from tests.cli.conftest import contents
 
 SMALL = {
   "model": {"num_layers": 2, "model_dim": 8, "num_heads": 1, "num_kv_heads": 1, "head_dim": 4,
@@ -49,10 +50,8 @@ def model(config):
 FORMS = ["model.safetensors", "model"]
 
 
-@pytest.fixture(autouse=True)
-def no_device(monkeypatch):
-  """These calls share the tests' process, whose devices are made already."""
-  monkeypatch.setattr(environment, "prepare", lambda **settings: None)
+def full(*_: object) -> None:
+  raise OSError(28, "No space left on device")
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +83,7 @@ def workdir(tmp_path, params) -> Path:
   return folder
 
 
-def test_a_result_of_own_parts_is_used_where_its_project_has_moved(tmp_path, capsys):
+def test_a_result_of_own_parts_is_used_where_its_project_has_moved(tmp_path, capsys, refused):
   """Its model was looked for where it had been, however the command was told where it is."""
   old, new = tmp_path / "old.d" / "mine.py", tmp_path / "new.d" / "mine.py"
   config, _ = of_own_model(old), of_own_model(new)
@@ -93,21 +92,17 @@ def test_a_result_of_own_parts_is_used_where_its_project_has_moved(tmp_path, cap
   old.unlink()
   custom.load_model.cache_clear()
   flags = [f"--workdir={run}", f"--config={run}", f"--config.model.custom={new}:model"]
-  assert cli.main(["export", flags[0], f"--to={tmp_path / 'no'}"]) == 2
-  assert "give its --config there" in capsys.readouterr().err
+  assert "give its --config there" in refused("export", flags[0], f"--to={tmp_path / 'no'}")
   assert cli.main(["export", *flags, f"--to={tmp_path / 'model.safetensors'}"]) == 0
   assert cli.main(["evaluate", *flags, "--cpu"]) == 0
   assert json.loads(capsys.readouterr().out.splitlines()[-1])["loss"] == 0.5
   moved = ddiloco.load(run)
   moved.model.custom = f"{new}:model"
   assert ddiloco.Run(run, moved).evaluate() == {"loss": 0.5}
-  assert cli.main(["generate", *flags, "--cpu"]) == 2
-  assert "this model makes no text" in capsys.readouterr().err
+  assert "this model makes no text" in refused("generate", *flags, "--cpu")
   for command in ("evaluate", "replay"):
-    assert cli.main([command, flags[0], flags[2]]) == 2
-    assert "--config: is needed" in capsys.readouterr().err
-  assert cli.main(["evaluate", *flags, "--config.seed=7"]) == 2
-  assert "seed = 7: the run in --workdir=" in capsys.readouterr().err
+    assert "--config: is needed" in refused(command, flags[0], flags[2])
+  assert "seed = 7: the run in --workdir=" in refused("evaluate", *flags, "--config.seed=7")
 
 
 def test_a_source_that_is_not_the_one_of_the_run_is_said(tmp_path, capsys):
@@ -145,22 +140,14 @@ def export(workdir: Path, to: object, *more: str) -> int:
   return cli.main(["export", f"--workdir={workdir}", f"--to={to}", *more])
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-  return {str(p): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
-
-
 @pytest.fixture
-def refused(workdir, tmp_path, capsys):
+def unexported(workdir, refused):
   """An export that must be refused; returns what it says."""
 
   def run(to: object, *more: str) -> str:
-    before = contents(tmp_path)
-    assert export(workdir, to, *more) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("ddiloco export: ") and "Traceback" not in err
-    assert str(to) in err and ". Fix: " in err
-    assert contents(tmp_path) == before, "a refusal changes nothing"
-    return err
+    said = refused("export", f"--workdir={workdir}", f"--to={to}", *more)
+    assert said.startswith("ddiloco export: ") and str(to) in said and ". Fix: " in said
+    return said
 
   return run
 
@@ -226,10 +213,6 @@ def test_a_folder_for_hugging_face(workdir, params, tmp_path, capsys):
 def test_a_folder_for_hugging_face_that_was_cut_off_is_no_model(workdir, tmp_path, monkeypatch):
   to, write = tmp_path / "llama", Path.write_bytes
   assert export(workdir, to, "--format=huggingface") == 0
-
-  def full(*arguments):
-    raise OSError(28, "No space left on device")
-
   monkeypatch.setattr(Path, "write_bytes", full)
   assert export(workdir, to, "--format=huggingface", "--overwrite") == 2
   assert not (to / "config.json").exists()
@@ -242,10 +225,6 @@ def test_where_new_tensors_have_no_room_an_older_export_stays_whole(workdir, tmp
   to = tmp_path / "llama"
   assert export(workdir, to, "--format=huggingface") == 0
   before = contents(to)
-
-  def full(*arguments):
-    raise OSError(28, "No space left on device")
-
   monkeypatch.setattr(safetensors.numpy, "save_file", full)
   assert export(workdir, to, "--format=huggingface", "--overwrite") == 2
   assert contents(to) == before
@@ -262,17 +241,16 @@ def test_an_export_reads_its_tokenizer_once(workdir, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
   "to, why", [("gs://bucket/x", "a local folder"), ("x.safetensors", "a local folder")]
 )
-def test_hugging_face_needs_a_local_folder(refused, to, why):
-  assert why in refused(to, "--format=huggingface")
+def test_hugging_face_needs_a_local_folder(unexported, to, why):
+  assert why in unexported(to, "--format=huggingface")
 
 
-def test_a_model_that_hugging_face_does_not_know_is_refused(tmp_path, capsys):
+def test_a_model_that_hugging_face_does_not_know_is_refused(tmp_path, refused):
   config = of_own_model(tmp_path / "mine.d" / "mine.py")
   run = begun(tmp_path, config)
   weights.save(run / "result", initial.initial_params(config))
-  assert export(run, tmp_path / "x", f"--config={run}", "--format=huggingface") == 2
-  assert "this model is no Llama and no Mixtral" in capsys.readouterr().err
-  assert not (tmp_path / "x").exists()
+  flags = f"--workdir={run}", f"--to={tmp_path / 'x'}", f"--config={run}", "--format=huggingface"
+  assert "this model is no Llama and no Mixtral" in refused("export", *flags)
 
 
 def test_of_a_result_that_says_none_nothing_is_said_of_tokens(workdir, params, tmp_path):
@@ -283,10 +261,10 @@ def test_of_a_result_that_says_none_nothing_is_said_of_tokens(workdir, params, t
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_is_there_is_replaced_only_with_overwrite(workdir, params, tmp_path, refused, form):
+def test_what_is_there_is_replaced_only_with_overwrite(workdir, params, tmp_path, unexported, form):
   to = tmp_path / form
   weights.save(to, {"old": np.ones(3, np.float32)})
-  assert "exists. Fix: choose another path, or add --overwrite" in refused(to)
+  assert "exists. Fix: choose another path, or add --overwrite" in unexported(to)
   assert export(workdir, to, "--overwrite") == 0
   assert weights.load(to).keys() == params.keys()
 
@@ -301,45 +279,38 @@ def test_what_a_killed_export_left_is_deleted_by_the_next(workdir, tmp_path, mon
   assert not left.exists() and other.exists()
 
 
-def test_foreign_things_are_never_replaced(tmp_path, refused):
+def test_foreign_things_are_never_replaced(tmp_path, unexported):
   home, file = tmp_path / "home", tmp_path / "notes"
   (home / "letters").mkdir(parents=True)
   (home / "letters" / "dear").write_text("me")
   file.write_text("mine")
   (tmp_path / "folder.safetensors").mkdir()
   for to in (home, tmp_path, file, tmp_path / "folder.safetensors"):
-    assert "and is never replaced" in refused(to, "--overwrite")
-    assert "and is never replaced" in refused(to)
+    assert "and is never replaced" in unexported(to, "--overwrite")
+    assert "and is never replaced" in unexported(to)
 
 
-def test_paths_that_cannot_be_are_refused(tmp_path, refused):
+def test_paths_that_cannot_be_are_refused(tmp_path, unexported):
   (tmp_path / "file").touch()
   for form in FORMS:
-    assert "cannot be written (" in refused(tmp_path / "file" / form)
-    assert "cannot be written (" in refused(f"/proc/nothing/{form}")
-  assert "can only be local" in refused("gs://bucket/model.safetensors")
+    assert "cannot be written (" in unexported(tmp_path / "file" / form)
+    assert "cannot be written (" in unexported(f"/proc/nothing/{form}")
+  assert "can only be local" in unexported("gs://bucket/model.safetensors")
 
 
-def test_a_full_disk_is_said(workdir, tmp_path, refused, monkeypatch):
-  def full(*_):
-    raise OSError(28, "No space left on device")
-
+def test_a_full_disk_is_said(workdir, tmp_path, unexported, monkeypatch):
   monkeypatch.setattr(safetensors.numpy, "save_file", full)
-  assert "No space left on device: " in refused(tmp_path / "model.safetensors")
+  assert "No space left on device: " in unexported(tmp_path / "model.safetensors")
 
 
-def test_where_to_is_needed_and_a_result(workdir, tmp_path, capsys):
-  assert cli.main(["export", f"--workdir={workdir}"]) == 2
-  assert "--to: is needed. Fix: " in capsys.readouterr().err
-  assert cli.main(["export", "--to=x"]) == 2
-  assert "--workdir: is needed. Fix: " in capsys.readouterr().err
+def test_where_to_is_needed_and_a_result(workdir, tmp_path, refused):
+  assert "--to: is needed. Fix: " in refused("export", f"--workdir={workdir}")
+  assert "--workdir: is needed. Fix: " in refused("export", "--to=x")
   (tmp_path / "empty").mkdir()
-  assert export(tmp_path / "empty", tmp_path / "x") == 2
-  assert "holds no run" in capsys.readouterr().err
+  flags = f"--workdir={tmp_path / 'empty'}", f"--to={tmp_path / 'x'}"
+  assert "holds no run" in refused("export", *flags)
   (tmp_path / "empty" / "config.json").write_text(CONFIG.to_json())
-  assert export(tmp_path / "empty", tmp_path / "x") == 2
-  assert "does not exist. Fix: finish a run" in capsys.readouterr().err
-  assert not (tmp_path / "x").exists()
+  assert "does not exist. Fix: finish a run" in refused("export", *flags)
 
 
 def test_its_help_says_what_it_writes(capsys):

@@ -1,8 +1,5 @@
 """`ddiloco keys` makes keys, says what to copy where, and needs no device for it."""
 
-import subprocess
-import sys
-
 import pytest
 
 from ddiloco import cli
@@ -43,19 +40,7 @@ def test_makes_keys_and_says_what_to_copy_where(tmp_path, capsys):
     (["--keys={tmp}/file", "--learners=2", "--shards=1"], "cannot be written"),
   ],
 )
-def test_what_is_typed_wrong_is_said_and_makes_nothing(arguments, says, tmp_path, capsys):
+def test_what_is_typed_wrong_is_said_and_makes_nothing(arguments, says, tmp_path, refused):
   (tmp_path / "file").touch()
-  assert cli.main(["keys", *[a.format(tmp=tmp_path) for a in arguments]]) == 2
-  out, err = capsys.readouterr()
-  assert out == "" and err.startswith("ddiloco keys: ") and says in err and "Traceback" not in err
-  assert not (tmp_path / "k").exists()
-
-
-def test_the_command_imports_no_jax(tmp_path):
-  code = (
-    "import sys; from ddiloco import cli;"
-    f"status = cli.main(['keys', '--keys={tmp_path}', '--learners=1', '--shards=1']);"
-    "sys.exit(status or 'jax' in sys.modules)"
-  )
-  subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)
-  assert Keys.load(tmp_path, "syncer-0").address == "syncer-0"
+  said = refused("keys", *[a.format(tmp=tmp_path) for a in arguments])
+  assert said.startswith("ddiloco keys: ") and says in said

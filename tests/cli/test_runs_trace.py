@@ -85,16 +85,14 @@ def test_a_torn_end_is_no_problem(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("command", ["trace", "replay"])
-def test_what_is_no_run_is_said(command, tmp_path, capsys):
-  assert cli.main([command, f"--workdir={tmp_path}"]) == 2
-  assert "holds no run" in capsys.readouterr().err
+def test_what_is_no_run_is_said(command, tmp_path, refused):
+  assert "holds no run" in refused(command, f"--workdir={tmp_path}")
   (tmp_path / "config.json").write_text(Config().to_json())
-  assert cli.main([command, f"--workdir={tmp_path}"]) == 2
-  assert "its run has no events" in capsys.readouterr().err
+  assert "its run has no events" in refused(command, f"--workdir={tmp_path}")
 
 
 @pytest.mark.parametrize("command", ["trace", "replay"])
-def test_a_log_that_may_not_be_read_is_said(command, tmp_path, capsys, monkeypatch):
+def test_a_log_that_may_not_be_read_is_said(command, tmp_path, refused, monkeypatch):
   """Of another user, for example; it was a traceback."""
   workdir = write(tmp_path, good())
 
@@ -102,17 +100,15 @@ def test_a_log_that_may_not_be_read_is_said(command, tmp_path, capsys, monkeypat
     raise PermissionError(13, "Permission denied", str(path))
 
   monkeypatch.setattr(text, "lines_of", denied)
-  assert cli.main([command, f"--workdir={workdir}"]) == 2
-  said = capsys.readouterr().err
-  assert (
-    "Permission denied" in said and "learner-0.jsonl" in said and "Fix: make it readable" in said
-  )
+  said = refused(command, f"--workdir={workdir}")
+  for part in ("Permission denied", "learner-0.jsonl", "Fix: make it readable"):
+    assert part in said
 
 
-def test_an_unknown_role_is_said(tmp_path, capsys):
+def test_an_unknown_role_is_said(tmp_path, refused):
   write(tmp_path, good())
-  assert cli.main(["trace", f"--workdir={tmp_path}", "--role=learner-9"]) == 2
-  assert "Fix: use one of learner-0, learner-1, syncer-0" in capsys.readouterr().err
+  said = refused("trace", f"--workdir={tmp_path}", "--role=learner-9")
+  assert "Fix: use one of learner-0, learner-1, syncer-0" in said
 
 
 def test_a_reader_that_has_enough_may_go(tmp_path):

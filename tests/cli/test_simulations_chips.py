@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -75,15 +73,6 @@ def test_help_has_every_assumption_with_its_source(capsys):
     (["--pause=3"], "pause"),
   ],
 )
-def test_what_is_typed_wrong_is_said(arguments, says, capsys):
-  assert cli.main(["simulate", *arguments]) == 2
-  out, err = capsys.readouterr()
-  assert out == "" and err.startswith("ddiloco simulate") and says in err and "Traceback" not in err
-
-
-def test_the_command_imports_no_jax():
-  code = (
-    "import sys; from ddiloco import cli; status = cli.main(['simulate', '--days=0.1']);"
-    "sys.exit(status or 'jax' in sys.modules)"
-  )
-  subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)
+def test_what_is_typed_wrong_is_said(arguments, says, refused):
+  said = refused("simulate", *arguments)
+  assert said.startswith("ddiloco simulate") and says in said

@@ -13,7 +13,6 @@ from pathlib import Path
 import jax
 import pytest
 
-from ddiloco import cli, environment
 from ddiloco.cli.simulations import fit_lines
 from ddiloco.config import Config, ConfigError, from_dict
 from ddiloco.training import aot
@@ -121,24 +120,18 @@ def test_a_gpu_s_memory_is_what_jax_takes_of_it():
   ("flags", "said"),
   [([], "islands.topology"), (["--topology=v5p:2x2x1", "--mfu=2"], "--mfu=2")],
 )
-def test_wrong_flags_are_refused(flags, said, capsys, monkeypatch):
-  monkeypatch.setattr(environment, "describe_only", lambda: None)
-  assert cli.main(["compile", *TINY, *flags]) == 2
-  assert said in capsys.readouterr().err
+def test_wrong_flags_are_refused(flags, said, refused):
+  assert said in refused("compile", *TINY, *flags)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu is here")
-def test_without_libtpu_it_says_what_to_install(capsys, monkeypatch):
-  monkeypatch.setattr(environment, "describe_only", lambda: None)
-  assert cli.main(["compile", *TINY, "--topology=v5p:2x2x1"]) == 2
-  assert "ddiloco[tpu]" in capsys.readouterr().err
+def test_without_libtpu_it_says_what_to_install(refused):
+  assert "ddiloco[tpu]" in refused("compile", *TINY, "--topology=v5p:2x2x1")
 
 
 @pytest.mark.skipif(CUDA, reason="JAX's part for CUDA is here")
-def test_without_cuda_s_libraries_it_says_what_to_install(capsys, monkeypatch):
-  monkeypatch.setattr(environment, "describe_only", lambda: None)
-  assert cli.main(["compile", *TINY, "--topology=h100:8"]) == 2
-  said = capsys.readouterr().err
+def test_without_cuda_s_libraries_it_says_what_to_install(refused):
+  said = refused("compile", *TINY, "--topology=h100:8")
   assert "topology = 'h100:8': JAX's cuda plugin refuses it" in said and "ddiloco[cuda]" in said
 
 
@@ -150,11 +143,9 @@ def test_a_program_without_room_says_what_it_needs():
     aot.wanted_bytes(jax.errors.JaxRuntimeError("INTERNAL: something else (Used 3G)"))
 
 
-def test_a_model_of_the_users_own_is_refused(capsys, monkeypatch):
-  monkeypatch.setattr(environment, "describe_only", lambda: None)
+def test_a_model_of_the_users_own_is_refused(refused):
   flags = ["--config=examples/own_model.py", "--topology=v5p:2x2x1"]
-  assert cli.main(["compile", *flags]) == 2
-  assert "model.custom" in capsys.readouterr().err
+  assert "model.custom" in refused("compile", *flags)
 
 
 def fit_of(topology: str, preset: str = "100k") -> dict:

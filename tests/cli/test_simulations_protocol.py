@@ -105,9 +105,8 @@ def test_a_run_that_fails_has_status_1(tmp_path, capsys):
   ],
   ids=lambda value: value[-1] if isinstance(value, list) else None,
 )
-def test_errors_say_what_to_type(arguments, names, capsys):
-  assert cli.main(arguments) == 2
-  err = capsys.readouterr().err
+def test_errors_say_what_to_type(arguments, names, refused):
+  err = refused(*arguments)
   assert all(name in err for name in names), err
 
 

@@ -1,7 +1,6 @@
 """The dashboard's server: the page, the numbers, who gets what, and faults for the run."""
 
 import contextlib
-import http.client
 import json
 import socket
 import threading
@@ -18,6 +17,8 @@ from ddiloco.dashboard.status import LAG_SECONDS
 from ddiloco.network.webserver import MAX_CONNECTIONS
 from ddiloco.protocol.events import LOG_FORMAT
 from ddiloco.workdir import OUTCOME, STARTED
+from tests.waits import wait_for
+from tests.web import address_of, ask
 
 SECONDS = 20
 TOKEN = "a-token-of-some-length"
@@ -54,34 +55,15 @@ def serve(workdir):
     yield lambda **where: stack.enter_context(Dashboard(workdir, Where(**where)))
 
 
-def ask(dashboard, path, method="GET", headers=None, body=None):
-  url = urllib.parse.urlsplit(dashboard.url)
-  connection = http.client.HTTPConnection(url.hostname, url.port, timeout=SECONDS)
-  with contextlib.closing(connection):
-    connection.request(method, path, body, headers or {})
-    answer = connection.getresponse()
-    return answer.status, answer.read().decode(), dict(answer.getheaders())
-
-
 def status(dashboard, headers=None):
-  code, text, _ = ask(dashboard, "/api/status", headers=headers)
+  code, text, _ = ask(dashboard.url, "/api/status", headers=headers)
   assert code == 200, text
   return json.loads(text)
 
 
-def until(condition):
-  """The first true value of `condition()`."""
-  end = time.monotonic() + SECONDS
-  while time.monotonic() < end:
-    if value := condition():
-      return value
-    time.sleep(0.02)
-  raise AssertionError("it never came true")
-
-
 def known(dashboard, phase="running", headers=None):
   """The status, once the log has been read."""
-  return until(lambda: (s := status(dashboard, headers))["phase"] == phase and s)
+  return wait_for(lambda: (s := status(dashboard, headers))["phase"] == phase and s)
 
 
 # --- what is served -------------------------------------------------------------------------------
@@ -89,13 +71,13 @@ def known(dashboard, phase="running", headers=None):
 
 def test_the_page_needs_nothing_from_elsewhere(serve):
   dashboard = serve()
-  code, page, headers = ask(dashboard, "/")
+  code, page, headers = ask(dashboard.url, "/")
   assert code == 200 and headers["Content-Type"] == "text/html; charset=utf-8"
   assert "default-src 'none'" in headers["Content-Security-Policy"]
   assert headers["X-Content-Type-Options"] == "nosniff"
   for path, kind in (("page.css", "text/css"), ("app.js", "text/javascript")):
     assert f'"{path}"' in page
-    code, text, headers = ask(dashboard, f"/{path}")
+    code, text, headers = ask(dashboard.url, f"/{path}")
     assert code == 200 and headers["Content-Type"].startswith(kind)
     assert "//cdn" not in text and "https://" not in text
   outside = page.replace("http://www.w3.org/2000/svg", "")  # a name, not an address
@@ -107,19 +89,19 @@ def test_status_metrics_and_health(serve):
   found = known(dashboard)
   assert found["name"] == "r" and found["islands"][0]["loss"] == 2.5
   assert 5.9 < found["seconds"] < 60 and found["allow_faults"] is False
-  code, text, headers = ask(dashboard, "/metrics")
+  code, text, headers = ask(dashboard.url, "/metrics")
   assert code == 200 and headers["Content-Type"].startswith("text/plain; version=0.0.4")
   assert 'ddiloco_island_loss{island="0"} 2.5' in text
-  code, text, headers = ask(dashboard, "/healthz")
+  code, text, headers = ask(dashboard.url, "/healthz")
   assert (code, text) == (200, "ready\n") and headers["Cache-Control"] == "no-store"
-  assert ask(dashboard, "/healthz", "HEAD")[:2] == (200, "")
+  assert ask(dashboard.url, "/healthz", "HEAD")[:2] == (200, "")
 
 
 def test_it_follows_the_log_and_says_when_the_run_is_over(serve, workdir):
   dashboard = serve()
   known(dashboard)
   log(workdir, (6.5, "step", STEP | {"step": 2, "loss": 1.5}), role="learner-0")
-  until(lambda: status(dashboard)["islands"][0]["loss"] == 1.5)
+  wait_for(lambda: status(dashboard)["islands"][0]["loss"] == 1.5)
   (workdir / OUTCOME).write_text('{"reason": "stopped"}')
   assert "can go on" in known(dashboard, "over")["text"]
 
@@ -134,7 +116,7 @@ def test_a_run_that_goes_on_with_another_quorum_waits_for_that_one(serve, workdi
   assert "of the 1 it needs" in known(dashboard)["waiting"]
   quorum(3)
   log(workdir, (6.0, "run_finished", {"reason": "stopped"}), (6.5, "run_started", RUN))
-  until(lambda: "of the 3 it needs" in status(dashboard)["waiting"])
+  wait_for(lambda: "of the 3 it needs" in status(dashboard)["waiting"])
 
 
 @pytest.mark.parametrize("ahead", [-3600.0, 3600.0])
@@ -155,9 +137,9 @@ def test_nothing_is_known_of_an_empty_workdir(tmp_path):
   with Dashboard(tmp_path / "not yet") as dashboard:
     found = status(dashboard)
     assert found["phase"] == "empty" and found["name"] == "not yet"
-    assert ask(dashboard, "/metrics")[0] == 200
+    assert ask(dashboard.url, "/metrics")[0] == 200
     log(tmp_path / "not yet", (0.0, "run_started", RUN))
-    until(lambda: status(dashboard)["name"] == "r")
+    wait_for(lambda: status(dashboard)["name"] == "r")
 
 
 def test_a_new_run_in_the_workdir_replaces_the_old_one(serve, workdir):
@@ -167,7 +149,7 @@ def test_a_new_run_in_the_workdir_replaces_the_old_one(serve, workdir):
     path.unlink()
   (workdir / STARTED).write_text(f"{time.time()}\n")
   log(workdir, (0.0, "run_started", RUN | {"name": "other"}))
-  found = until(lambda: (s := status(dashboard))["name"] == "other" and s)
+  found = wait_for(lambda: (s := status(dashboard))["name"] == "other" and s)
   assert found["islands"][0]["loss"] is None
 
 
@@ -177,9 +159,9 @@ def test_a_new_run_whose_log_cannot_be_read_is_said(serve, workdir, capsys):
   other = {"time": 0.0, "role": "engine", "incarnation": 0, "format": 1, "kind": "run_started"}
   (workdir / "events" / "engine.jsonl").write_text(json.dumps(other | RUN) + "\n")
   (workdir / STARTED).write_text(f"{time.time()}\n")
-  until(lambda: ask(dashboard, "/healthz")[:2] == (503, "the log cannot be followed\n"))
+  wait_for(lambda: ask(dashboard.url, "/healthz")[:2] == (503, "the log cannot be followed\n"))
   time.sleep(1.2 * module.POLL_SECONDS)
-  assert ask(dashboard, "/healthz")[0] == 503 and status(dashboard)["odd_events"] == 0
+  assert ask(dashboard.url, "/healthz")[0] == 503 and status(dashboard)["odd_events"] == 0
   assert capsys.readouterr().err.count("is an event log of format 1") == 1
 
 
@@ -194,7 +176,7 @@ def test_what_the_config_says_is_used(serve, workdir):
 def test_events_that_cannot_be_read_are_counted(serve, workdir, capsys):
   log(workdir, (5.5, "commit", {}), (5.6, "commit", {"fragment": "x"}), role="syncer-0")
   dashboard = serve()
-  found = until(lambda: (s := status(dashboard))["odd_events"] == 2 and s)
+  found = wait_for(lambda: (s := status(dashboard))["odd_events"] == 2 and s)
   assert found["islands"][0]["loss"] == 2.5
   assert capsys.readouterr().err.count("WARNING") == 1
 
@@ -212,27 +194,27 @@ def test_off_loopback_a_token_is_needed_before_the_port_is_open(workdir):
 def test_without_the_token_there_are_no_numbers(serve):
   dashboard = serve(token=TOKEN)
   for path in ("/api/status", "/metrics", "/api/status?token=wrong", "/metrics?token="):
-    code, text, headers = ask(dashboard, path)
+    code, text, headers = ask(dashboard.url, path)
     assert code == 401 and headers["WWW-Authenticate"] == "Bearer"
     assert TOKEN not in text and "island" not in text
-  assert ask(dashboard, "/")[0] == ask(dashboard, "/healthz")[0] == 200
+  assert ask(dashboard.url, "/")[0] == ask(dashboard.url, "/healthz")[0] == 200
   assert known(dashboard, headers=BEARER)["name"] == "r"
-  assert ask(dashboard, f"/metrics?token={TOKEN}")[0] == 200
+  assert ask(dashboard.url, f"/metrics?token={TOKEN}")[0] == 200
   assert TOKEN not in dashboard.url
 
 
 def test_off_loopback_it_serves_who_has_the_token(serve):
   dashboard = serve(bind="0.0.0.0:0", token=TOKEN)
   headers = {"Host": "training.example.org"}
-  assert ask(dashboard, "/api/status", headers=headers)[0] == 401
-  assert ask(dashboard, "/api/status", headers=headers | BEARER)[0] == 200
+  assert ask(dashboard.url, "/api/status", headers=headers)[0] == 401
+  assert ask(dashboard.url, "/api/status", headers=headers | BEARER)[0] == 200
 
 
 def test_another_name_for_this_machine_is_refused(serve):
   """A page of evil.com, whose name was made to point here, must not read a run."""
   dashboard = serve()
   for path in ("/", "/api/status", "/healthz"):
-    assert ask(dashboard, path, headers={"Host": "evil.com"})[0] == 421
+    assert ask(dashboard.url, path, headers={"Host": "evil.com"})[0] == 421
 
 
 @pytest.mark.parametrize(
@@ -241,20 +223,20 @@ def test_another_name_for_this_machine_is_refused(serve):
    "/api/", "/api/status/", "*", "/page.css%00"],
 )  # fmt: skip
 def test_there_is_nothing_else(serve, path):
-  code, text, _ = ask(serve(), path)
+  code, text, _ = ask(serve().url, path)
   assert code == 404 and "Traceback" not in text
 
 
 @pytest.mark.parametrize("method", ["PUT", "DELETE", "OPTIONS", "PATCH", "CONNECT", "NONE"])
 def test_other_methods_are_refused(serve, method):
-  assert ask(serve(), "/api/status", method)[0] == 501
+  assert ask(serve().url, "/api/status", method)[0] == 501
 
 
 def test_the_wrong_method_says_which_is_right(serve):
   dashboard = serve()
-  code, _, headers = ask(dashboard, "/api/status", "POST", body="{}")
+  code, _, headers = ask(dashboard.url, "/api/status", "POST", body="{}")
   assert code == 405 and headers["Allow"] == "GET, HEAD"
-  code, _, headers = ask(dashboard, "/api/fault")
+  code, _, headers = ask(dashboard.url, "/api/fault")
   assert code == 405 and headers["Allow"] == "POST"
 
 
@@ -274,8 +256,7 @@ def test_the_wrong_method_says_which_is_right(serve):
 )  # fmt: skip
 def test_bad_requests_get_a_4xx_and_never_a_traceback(serve, request_, code, capsys):
   dashboard = serve(token=TOKEN)
-  url = urllib.parse.urlsplit(dashboard.url)
-  with socket.create_connection((url.hostname, url.port), timeout=SECONDS) as connection:
+  with socket.create_connection(address_of(dashboard.url), timeout=SECONDS) as connection:
     connection.sendall(request_)
     connection.shutdown(socket.SHUT_WR)
     answer = b""
@@ -284,15 +265,15 @@ def test_bad_requests_get_a_4xx_and_never_a_traceback(serve, request_, code, cap
   head = answer.split(b"\r\n")[0] if answer.startswith(b"HTTP") else answer[:100]
   assert str(code).encode() in head or (code == 400 and b"Bad" in answer), answer
   assert b"Traceback" not in answer and "Traceback" not in capsys.readouterr().err
-  assert ask(dashboard, "/healthz")[0] == 200
+  assert ask(dashboard.url, "/healthz")[0] == 200
 
 
 def test_slow_clients_hold_up_nobody(serve):
   dashboard = serve()
-  url = urllib.parse.urlsplit(dashboard.url)
+  address = address_of(dashboard.url)
   with contextlib.ExitStack() as stack:
     for i in range(2 * MAX_CONNECTIONS):
-      connection = stack.enter_context(socket.create_connection((url.hostname, url.port), SECONDS))
+      connection = stack.enter_context(socket.create_connection(address, SECONDS))
       with contextlib.suppress(OSError):
         connection.sendall(b"GET /api/status HTTP/1.1\r\nHost: 127.0.0.1\r\n" + b"\r\n" * (i % 2))
     start = time.monotonic()
@@ -315,7 +296,7 @@ def inject(dashboard, fault=KILL, token=TOKEN, **headers):
     "Content-Type": "application/json",
   }
   body = json.dumps(fault)
-  return ask(dashboard, "/api/fault", "POST", usual | headers, body)
+  return ask(dashboard.url, "/api/fault", "POST", usual | headers, body)
 
 
 def asked(workdir):
@@ -355,7 +336,7 @@ def test_a_fault_needs_the_token_and_this_servers_own_page(serve, workdir):
 def test_without_a_token_one_is_made_up_where_faults_are_allowed(serve, workdir):
   dashboard = serve(allow_faults=True)
   token = urllib.parse.parse_qs(urllib.parse.urlsplit(dashboard.url).query)["token"][0]
-  assert len(token) > 20 and ask(dashboard, "/api/status")[0] == 401
+  assert len(token) > 20 and ask(dashboard.url, "/api/status")[0] == 401
   known(dashboard, headers={"Authorization": f"Bearer {token}"})
   assert inject(dashboard, token=token)[0] == 202 and len(asked(workdir)) == 1
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import functools
+import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ddiloco.config import Config, from_dict
 from ddiloco.observe.eventlog import Event, GrowingLog
+from tests.waits import PATIENCE_SECONDS, wait_for
 
-PATIENCE_SECONDS = 90.0
 TOKENS = 2 * 16  # of a step: B = 2, T = 16
+PROCESSES = ("train", "--engine=processes", "--cpu")
 
 
 def tiny(steps: int, learners: int = 2, min_step_seconds: float = 0.0, **sections: Any) -> Config:
@@ -47,28 +48,39 @@ def start(*arguments: str | Path, log: Path, module: str = "ddiloco") -> subproc
     return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
 
 
-def start_unheard(*arguments: str | Path) -> subprocess.Popen[bytes]:
-  """As `start`, with a pipe for all that it says; whoever closes it breaks it."""
-  command = [sys.executable, "-m", "ddiloco", *map(str, arguments)]
-  pipe, both = subprocess.PIPE, subprocess.STDOUT
-  return subprocess.Popen(command, stdout=pipe, stderr=both)
+class RealRun:
+  """A command with a config, in a folder of its own; its process ends with the block."""
 
+  def __init__(self, folder: Path, config: Config, *arguments: str, module: str = "ddiloco"):
+    self.workdir, self.log, file = folder / "run", folder / "log", folder / "config.json"
+    file.write_text(config.to_json())
+    where = f"--config={file}", f"--workdir={self.workdir}"
+    self.process = start(*arguments, *where, log=self.log, module=module)
 
-def wait_for(
-  what: Callable[[], Any],
-  name: str,
-  process: subprocess.Popen | None = None,
-  log: Path | None = None,
-  patience_seconds: float = PATIENCE_SECONDS,
-) -> Any:
-  """The first true value of `what()`; fails when the process ends or patience does."""
-  deadline = time.monotonic() + patience_seconds
-  while not (value := what()):
-    said = log.read_text() if log else ""
-    assert process is None or process.poll() is None, f"it ended before {name}:\n{said}"
-    assert time.monotonic() < deadline, f"waited in vain for {name}:\n{said}"
-    time.sleep(0.05)
-  return value
+  def __enter__(self) -> RealRun:
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self.process.kill()
+    self.process.wait()
+
+  def wait_for(self, what: Callable[[], Any], name: str, seconds: float = PATIENCE_SECONDS) -> Any:
+    return wait_for(what, name, self.process, self.log, seconds)
+
+  def ends(self, number: int = 0, seconds: float = 200.0) -> int:
+    """Its exit status, after this signal."""
+    if number:
+      self.process.send_signal(number)
+    return self.process.wait(seconds)
+
+  def said(self) -> str:
+    return self.log.read_text()
+
+  def events(self, kind: str, role: str = "") -> list[Event]:
+    return events_of(self.workdir, kind, role)
+
+  def outcome(self) -> dict[str, Any]:
+    return json.loads((self.workdir / "outcome.json").read_text())
 
 
 def events_of(workdir: Path, kind: str, role: str = "") -> list[Event]:

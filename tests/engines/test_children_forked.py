@@ -9,6 +9,7 @@ import textwrap
 import types
 from multiprocessing import forkserver as server
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from common import processes_of
@@ -109,10 +110,10 @@ def test_it_may_have_processes_of_its_own(start):
 
 
 def test_a_server_that_has_ended_is_an_os_error(start, monkeypatch):
-  def ended(process):
-    raise EOFError("unexpected EOF")
-
-  monkeypatch.setattr("multiprocessing.context.ForkServerProcess.start", ended)
+  monkeypatch.setattr(
+    "multiprocessing.context.ForkServerProcess.start",
+    mock.Mock(side_effect=EOFError("unexpected EOF")),
+  )
   with pytest.raises(OSError, match="no memory"):
     start("print('never')")
 

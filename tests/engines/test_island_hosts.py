@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
 import threading
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from common import processes_of
@@ -18,8 +20,9 @@ from ddiloco.engines.role_spec import RoleSpec
 from ddiloco.environment import BAD_USAGE
 from ddiloco.network.host_links import HostProgress
 from ddiloco.network.webserver import START_SECONDS
-from tests.engines.real import events_of, start, tiny, wait_for
+from tests.engines.real import PROCESSES, RealRun, tiny
 from tests.engines.test_processes import python
+from tests.waits import wait_for
 
 SILENCE_SECONDS = 8.0
 
@@ -38,49 +41,39 @@ def hosted(steps: int, **sections):
 @pytest.mark.slow
 @pytest.mark.timeout(420)
 def test_a_killed_and_a_hung_host_end_their_islands_and_no_other_waits(tmp_path):
-  config, workdir, log = hosted(100_000), tmp_path / "run", tmp_path / "log"
-  (tmp_path / "config.json").write_text(config.to_json())
-  run = start(
-    *("train", f"--config={tmp_path / 'config.json'}", f"--workdir={workdir}"),
-    *("--engine=processes", "--cpu"),
-    log=log,
-  )
-
-  def wait(what, name):
-    return wait_for(what, name, run, log, patience_seconds=120.0)
+  run = RealRun(tmp_path, hosted(100_000), *PROCESSES)
+  workdir, wait = run.workdir, functools.partial(run.wait_for, seconds=120.0)
 
   def merged(learner: int, life: int) -> bool:
-    commits = (zip(e.learners, e.incarnations) for e in events_of(workdir, "commit"))
+    commits = (zip(e.learners, e.incarnations) for e in run.events("commit"))
     return any(m == learner and n >= life for each in commits for m, n in each)
 
   def lose(learner: int, number: int, reason: str) -> None:
     """Strikes the second host of an island, and waits until the island is merged again."""
     role = f"learner-{learner}"
-    wait(lambda: any(role in e.roles for e in events_of(workdir, "snapshot")[-1:]),
+    wait(lambda: any(role in e.roles for e in run.events("snapshot")[-1:]),
          f"a snapshot that has {role}'s part")  # fmt: skip
-    life = events_of(workdir, "started", role)[-1].incarnation
+    life = run.events("started", role)[-1].incarnation
     (pid,) = processes_of(workdir, f"--learner={learner}", "--host=1")
     os.kill(pid, number)
-    (crash,) = wait(lambda: [e for e in events_of(workdir, "crash", role) if e.incarnation == life],
+    (crash,) = wait(lambda: [e for e in run.events("crash", role) if e.incarnation == life],
                     f"the end of {role}")  # fmt: skip
     assert f"host 1 of this island is lost: {reason}" in crash.trace
     wait(lambda: merged(learner, life + 1), f"a commit of {role}'s next life")
-    restored = [e for e in events_of(workdir, "restored", role) if e.incarnation > life]
+    restored = [e for e in run.events("restored", role) if e.incarnation > life]
     assert restored, "it went on from its own state"
 
-  try:
-    wait(lambda: len(events_of(workdir, "started", "learner")) == 2, "both islands")
-    assert events_of(workdir, "started", "learner-1")[0].hosts == 2
+  with run:
+    wait(lambda: len(run.events("started", "learner")) == 2, "both islands")
+    assert run.events("started", "learner-1")[0].hosts == 2
     lose(1, signal.SIGKILL, "its connection has ended")
     lose(0, signal.SIGSTOP, "it was not heard for")
-    blocked = [e.blocked_seconds for e in events_of(workdir, "step")]
+    blocked = [e.blocked_seconds for e in run.events("step")]
     assert sum(blocked) == 0.0, "no island ever waited"
-  finally:
-    run.terminate()
-    assert run.wait(120) == 130, log.read_text()  # as after Ctrl-C
+    assert run.ends(signal.SIGTERM) == 130, run.said()  # as after Ctrl-C
   assert not processes_of(workdir)
-  assert "Work was lost" not in log.read_text() and "not ended within" not in log.read_text()
-  assert len(events_of(workdir, "restart")) == 2
+  assert "Work was lost" not in run.said() and "not ended within" not in run.said()
+  assert len(run.events("restart")) == 2
 
 
 # --- the processes of one role ------------------------------------------------------------------
@@ -198,10 +191,6 @@ def test_wrong_usage_of_one_host_is_the_reason_and_not_the_failures_that_follow(
 
 def test_of_hosts_that_cannot_all_be_started_none_goes_on(tmp_path):
   """The first one stayed, and its next life had three processes for two hosts."""
-
-  def refuse(command, log):
-    raise RuntimeError("no such actor")
-
   # Without `kill`, which would end the first one's actor for good.
   status = []
   first = SimpleNamespace(
@@ -209,7 +198,9 @@ def test_of_hosts_that_cannot_all_be_started_none_goes_on(tmp_path):
     send_signal=lambda number: status.append(-number),
     stdin=None,
   )
-  child = Child("learner-3", tmp_path, [lambda *_: first, refuse])
+  child = Child(
+    "learner-3", tmp_path, [lambda *_: first, mock.Mock(side_effect=RuntimeError("no such actor"))]
+  )
   for _ in range(2):
     status.clear()
     with pytest.raises(RuntimeError, match="no such actor"):

@@ -9,10 +9,12 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import msgspec
 import pytest
@@ -22,7 +24,8 @@ from ddiloco.engines import island_hosts
 from ddiloco.engines.island_hosts import FollowingHost, Hosts
 from ddiloco.engines.role_spec import RoleSpec
 from ddiloco.network.host_links import HostLink, HostLinks, HostProgress
-from tests.engines.test_role_process import ask, wait_for
+from tests.waits import wait_for
+from tests.web import ask
 
 PLACE = RoleSpec(Path("w"), "run", (), hosts="tcp://127.0.0.1:7001", host=1, term_status=143)
 
@@ -45,15 +48,9 @@ def test_it_says_by_its_status_whether_it_was_asked(asked, status, monkeypatch):
 
 @pytest.mark.parametrize(("error", "status"), [(ConfigError("x: y"), 2), (ValueError("x"), 1)])
 def test_its_status_says_whether_its_usage_was_wrong(error, status, monkeypatch):
-  def follow(*_):
-    raise error
-
-  def exit_now(status):
-    raise SystemExit(status)
-
-  monkeypatch.setattr(FollowingHost, "_follow", follow)
+  monkeypatch.setattr(FollowingHost, "_follow", mock.Mock(side_effect=error))
   monkeypatch.setattr(island_hosts, "name_lost_host", lambda: None)
-  monkeypatch.setattr(island_hosts.os, "_exit", exit_now)
+  monkeypatch.setattr(island_hosts.os, "_exit", sys.exit)
   with pytest.raises(SystemExit) as ended:
     FollowingHost(from_dict({}), 0, PLACE).run()
   assert ended.value.code == status
@@ -68,9 +65,9 @@ def test_it_answers_probes(monkeypatch, capsys):
     url = re.search(r"probes at (\S+)", capsys.readouterr().out)[1]
     for done in (0, island_hosts.COMPILED_ORDERS):
       host.progress.done = done
-      wait_for(lambda done=done: ask(f"{url}/readyz")[0] == (200 if done else 503))
-      answers.append(ask(f"{url}/livez")[0])
-    answers.append(json.loads(ask(f"{url}/status")[1])["role"])
+      wait_for(lambda done=done: ask(url, "/readyz")[0] == (200 if done else 503))
+      answers.append(ask(url, "/livez")[0])
+    answers.append(json.loads(ask(url, "/status")[1])["role"])
 
   def fail(host, error, status):
     raise error
@@ -152,11 +149,8 @@ def test_a_host_ends_at_once_when_asked_before_its_island_has_met(monkeypatch):
     os.kill(os.getpid(), signal.SIGTERM)
     over.wait(10.0)
 
-  def exit_now(status):
-    raise SystemExit(status)
-
   monkeypatch.setattr(FollowingHost, "_follow", follow)
-  monkeypatch.setattr(island_hosts.os, "_exit", exit_now)
+  monkeypatch.setattr(island_hosts.os, "_exit", sys.exit)
   with pytest.raises(SystemExit) as ended:
     FollowingHost(from_dict({}), 0, PLACE).run()
   over.set()
@@ -170,18 +164,15 @@ def test_of_hosts_that_are_asked_to_end_before_they_have_begun_none_has_lost_wor
   """The first one to end was lost to the others: their status, 1, told of lost work, and counted as
   a failure of the island."""
 
-  def exit_now(status):
-    raise SystemExit(status)
-
-  def end_early():
-    exit_now(143)
-
-  monkeypatch.setattr(island_hosts.os, "_exit", exit_now)
+  monkeypatch.setattr(island_hosts.os, "_exit", sys.exit)
   recorder = SimpleNamespace(record=lambda event: None, close=lambda: None)
   leads, follows = Hosts.__new__(Hosts), FollowingHost(from_dict({}), 0, PLACE)
   leads.progress = follows.progress = HostProgress(done)
   leads._runner = SimpleNamespace(
-    stop=threading.Event(), end_early=end_early, recorder=recorder, say=lambda text: None
+    stop=threading.Event(),
+    end_early=lambda: sys.exit(143),
+    recorder=recorder,
+    say=lambda text: None,
   )
   for host, event in ((leads, leads._runner.stop), (follows, follows.asked)):
     if asked:

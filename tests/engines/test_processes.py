@@ -14,6 +14,7 @@ import textwrap
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -30,8 +31,8 @@ from ddiloco.protocol import events, supervisor
 from ddiloco.protocol.events import Event
 from ddiloco.protocol.supervisor import DOWN, GONE, LEFT, UP, Dismiss, Tick
 from ddiloco.training import data
-from tests.engines.real import events_of, start, tiny
-from tests.engines.real import wait_for as wait_long
+from tests.engines.real import PROCESSES, RealRun, events_of, tiny
+from tests.waits import wait_for
 
 LINUX = sys.platform == "linux"
 RUN = RunConfig(restart_seconds=10.0, max_restarts=2)
@@ -129,14 +130,6 @@ def started(make):
   return start
 
 
-def wait_for(what, name: str, seconds: float = 20.0):
-  deadline = time.perf_counter() + seconds
-  while not (value := what()):
-    assert time.perf_counter() < deadline, f"waited in vain for {name}"
-    time.sleep(0.005)
-  return value
-
-
 def test_urls_have_free_ports():
   ports = [int(url.rpartition(":")[2]) for url in free_urls(8)]
   assert len(set(ports)) == 8
@@ -189,12 +182,10 @@ def test_crashes_are_restarted_after_pauses_that_double_and_then_given_up(make, 
 
 def test_a_process_that_cannot_be_started_is_a_death_of_its_role(make):
   """No memory or no process left: back after a pause, as after every other death."""
-
-  def spawn(command, log):
-    raise BlockingIOError(11, "Resource temporarily unavailable")
-
   engine = make("")
-  engine.child._spawns = [spawn]
+  engine.child._spawns = [
+    mock.Mock(side_effect=BlockingIOError(11, "Resource temporarily unavailable"))
+  ]
   engine.tick(10.0)
   assert engine.phase == DOWN and not engine.child.running
   assert engine.reasons == ["cannot be started: [Errno 11] Resource temporarily unavailable"]
@@ -267,14 +258,6 @@ def test_a_planned_kill_is_real_comes_back_and_does_not_count_as_a_crash(started
   assert engine.said[2:] == [("restart", "")]
   engine.tick(6.0, global_step=11)
   assert engine.said[3:] == [("fault", "kill")]
-
-
-def test_a_kill_for_good(started):
-  engine = started(SLEEP, Fault("kill", NAME, at_seconds=3.0, seconds=-1))
-  engine.tick(1.0, global_step=10**9, seconds=2.9)
-  assert engine.child.poll() is None
-  engine.tick(1.0, seconds=3.0)
-  assert engine.see_the_end(2.0) == GONE
 
 
 def test_two_lives_never_begin_in_the_same_second(started):
@@ -400,21 +383,8 @@ def chaos(tmp_path_factory):
   ]
   # With a quorum of two, the run is not over before both are back.
   config = tiny(500, min_step_seconds=0.02, sync={"min_quorum": 2}, chaos={"faults": kills})
-  (folder / "config.json").write_text(config.to_json())
-  workdir, log = folder / "run", folder / "log"
-  run = start(
-    "train",
-    "--engine=processes",
-    "--cpu",
-    f"--config={folder / 'config.json'}",
-    f"--workdir={workdir}",
-    log=log,
-  )
-  try:
-    status = run.wait(200)
-  finally:
-    run.kill()
-  return status, workdir, log.read_text()
+  with RealRun(folder, config, *PROCESSES) as run:
+    return run.ends(), run.workdir, run.said()
 
 
 @pytest.mark.slow
@@ -476,43 +446,15 @@ def test_nobody_is_left_behind(chaos):
 
 
 @pytest.mark.slow
-def test_ctrl_c_brings_out_what_is_there(tmp_path):
-  (tmp_path / "config.json").write_text(tiny(10**7, min_step_seconds=0.02).to_json())
-  workdir, log = tmp_path / "run", tmp_path / "log"
-  config = f"--config={tmp_path / 'config.json'}"
-  run = start("train", "--engine=processes", "--cpu", config, f"--workdir={workdir}", log=log)
-  try:
-    wait_long(lambda: events_of(workdir, "commit"), "a commit", run, log)
-    run.send_signal(signal.SIGINT)
-    assert run.wait(100) == 130, log.read_text()
-  finally:
-    run.kill()
-  said = log.read_text()
-  assert "Traceback" not in said
-  outcome = json.loads((workdir / "outcome.json").read_text())
-  assert outcome["reason"] == "stopped" and np.isfinite(outcome["loss_merged"])
-  for m in (0, 1):
-    assert "nothing is lost" in (workdir / "logs" / f"learner-{m}.log").read_text()
-  if LINUX:
-    assert processes_of(workdir) == []
-
-
-@pytest.mark.slow
 def test_a_run_that_loses_its_quorum_has_failed_and_was_not_stopped(tmp_path):
   faults = [{"action": "kill", "role": "learner-1", "at_step": 30, "seconds": -1}]
   sections = {"sync": {"min_quorum": 2}, "network": {"drain_seconds": 1.0}}
   config = tiny(10**7, min_step_seconds=0.02, chaos={"faults": faults}, **sections)
-  (tmp_path / "config.json").write_text(config.to_json())
-  workdir, log = tmp_path / "run", tmp_path / "log"
-  config = f"--config={tmp_path / 'config.json'}"
-  run = start("train", "--engine=processes", "--cpu", config, f"--workdir={workdir}", log=log)
-  try:
-    assert run.wait(200) == 1, log.read_text()
-  finally:
-    run.kill()
-  outcome, why = json.loads((workdir / "outcome.json").read_text()), "the learners that are left"
+  with RealRun(tmp_path, config, *PROCESSES) as run:
+    assert run.ends() == 1, run.said()
+  outcome, why = run.outcome(), "the learners that are left"
   assert outcome["reason"] == "failed" and outcome["why"].endswith(f"{why}: learner-0")
-  assert f"{why}: learner-0" in log.read_text() and np.isfinite(outcome["loss_merged"])
+  assert f"{why}: learner-0" in run.said() and np.isfinite(outcome["loss_merged"])
 
 
 @pytest.mark.slow
@@ -520,44 +462,31 @@ def test_a_run_that_loses_its_quorum_has_failed_and_was_not_stopped(tmp_path):
 def test_a_learner_that_has_left_joins_again(tmp_path):
   faults = [{"action": "join", "role": "learner-2", "at_step": 20, "seconds": -1}]
   config = tiny(10**7, min_step_seconds=0.02, chaos={"faults": faults})
-  (tmp_path / "config.json").write_text(config.to_json())
-  workdir, log = tmp_path / "run", tmp_path / "log"
-  config = f"--config={tmp_path / 'config.json'}"
-  run = start("train", "--engine=processes", "--cpu", config, f"--workdir={workdir}", log=log)
-  try:
-    wait_long(lambda: events_of(workdir, "joined", "learner-2"), "a learner to join", run, log)
-    os.kill(*processes_of(workdir, "--learner=2"), signal.SIGTERM)
+  with RealRun(tmp_path, config, *PROCESSES) as run:
+    run.wait_for(lambda: run.events("joined", "learner-2"), "a learner to join")
+    os.kill(*processes_of(run.workdir, "--learner=2"), signal.SIGTERM)
     join = Fault("join", "learner-2", at_seconds=0.0, seconds=-1)
-    again = lambda: ask_for(workdir, join) or events_of(workdir, "fault")[1:]  # noqa: E731
-    wait_long(again, "its supervisor to see that it has left", run, log)
-    back = lambda: events_of(workdir, "joined", "learner-2")[1:]  # noqa: E731
-    (second,) = wait_long(back, "its return", run, log)
-    later = lambda: [e for e in events_of(workdir, "commit") if e.time > second.time]  # noqa: E731
-    wait_long(lambda: any(2 in e.weights for e in later()), "its work to be merged", run, log)
-    run.send_signal(signal.SIGINT)
-    assert run.wait(100) == 130, log.read_text()
-  finally:
-    run.kill()
-  assert not events_of(workdir, "exit")
+    again = lambda: ask_for(run.workdir, join) or run.events("fault")[1:]  # noqa: E731
+    run.wait_for(again, "its supervisor to see that it has left")
+    back = lambda: run.events("joined", "learner-2")[1:]  # noqa: E731
+    (second,) = run.wait_for(back, "its return")
+    later = lambda: [e for e in run.events("commit") if e.time > second.time]  # noqa: E731
+    run.wait_for(lambda: any(2 in e.weights for e in later()), "its work to be merged")
+    assert run.ends(signal.SIGINT) == 130, run.said()
+  assert not run.events("exit")
 
 
 @pytest.mark.slow
 def test_a_workdir_that_is_deleted_under_a_run_is_reported_and_the_run_goes_on(tmp_path):
   config = tiny(600, min_step_seconds=0.02, sync={"snapshot_steps": 20})
-  (tmp_path / "config.json").write_text(config.to_json())
-  workdir, log = tmp_path / "run", tmp_path / "log"
-  config = f"--config={tmp_path / 'config.json'}"
-  run = start("train", "--engine=processes", "--cpu", config, f"--workdir={workdir}", log=log)
-  try:
-    wait_long(lambda: events_of(workdir, "commit"), "a commit", run, log)
-    while (workdir / "config.json").exists():  # its roles write meanwhile
-      shutil.rmtree(workdir, ignore_errors=True)
-    assert run.wait(200) == 0, log.read_text()
-  finally:
-    run.kill()
-  assert "evaluator.jsonl: was deleted while its run goes on" in log.read_text()
-  assert all(np.isfinite(value).all() for value in weights.load(workdir / "result").values())
-  assert json.loads((workdir / "outcome.json").read_text())["reason"] == "finished"
+  with RealRun(tmp_path, config, *PROCESSES) as run:
+    run.wait_for(lambda: run.events("commit"), "a commit")
+    while (run.workdir / "config.json").exists():  # its roles write meanwhile
+      shutil.rmtree(run.workdir, ignore_errors=True)
+    assert run.ends() == 0, run.said()
+  assert "evaluator.jsonl: was deleted while its run goes on" in run.said()
+  assert all(np.isfinite(value).all() for value in weights.load(run.workdir / "result").values())
+  assert run.outcome()["reason"] == "finished"
 
 
 @pytest.mark.slow
@@ -569,7 +498,7 @@ def test_shards_keep_the_final_model_for_an_evaluator_that_was_never_there(tmp_p
     def _run_evaluator(self, recorder) -> None:
       while not all(r.ended for r in supervisor.members(self._state, "learner-").values()):
         time.sleep(0.05)
-      wait_for(self._kept, "the shards to wait for it", seconds=60)
+      wait_for(self._kept, "the shards to wait for it")
       super()._run_evaluator(recorder)
 
     def _kept(self) -> bool:
@@ -587,14 +516,6 @@ def test_shards_keep_the_final_model_for_an_evaluator_that_was_never_there(tmp_p
 @pytest.mark.slow
 @pytest.mark.skipif(not LINUX, reason="looks into /proc")
 def test_when_the_supervisor_is_killed_nobody_is_left_behind(tmp_path):
-  (tmp_path / "config.json").write_text(tiny(10**7, min_step_seconds=0.02).to_json())
-  workdir, log = tmp_path / "run", tmp_path / "log"
-  config = f"--config={tmp_path / 'config.json'}"
-  run = start("train", "--engine=processes", "--cpu", config, f"--workdir={workdir}", log=log)
-  try:
-    wait_long(lambda: len(processes_of(workdir)) == 5, "its four children", run, log)
-  finally:
-    run.kill()
-    run.wait()
-  wait_long(lambda: not processes_of(workdir), "the end of its children")
-  assert processes_of(workdir) == []
+  with RealRun(tmp_path, tiny(10**7, min_step_seconds=0.02), *PROCESSES) as run:
+    run.wait_for(lambda: len(processes_of(run.workdir)) == 5, "its four children")
+  wait_for(lambda: not processes_of(run.workdir), "the end of its children")

@@ -7,6 +7,7 @@ import json
 import os
 import threading
 import time
+from unittest import mock
 
 import jax
 import pytest
@@ -18,8 +19,8 @@ from ddiloco.engines.profiler import Profiler, ProfileRequest, take_profile
 from ddiloco.environment import BAD_USAGE
 from ddiloco.protocol import events
 from ddiloco.workdir import OUTCOME, PROFILE_REQUESTS, append_request
-from tests.engines.real import wait_for
 from tests.made_events import made
+from tests.waits import wait_for
 
 ROLE, SECONDS = "learner-1", 60.0
 
@@ -116,13 +117,13 @@ def test_one_trace_at_a_time_and_the_run_goes_on(tmp_path, monkeypatch):
 
 def test_a_full_disk_costs_this_trace_and_no_later_one(tmp_path, monkeypatch):
   """JAX kept the trace that it could not write, and took no other one in this process."""
-
-  def full(*_):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
   with Steps(tmp_path, monkeypatch) as learner:
     with monkeypatch.context() as patch:
-      patch.setattr(os, "posix_fallocate", full)
+      patch.setattr(
+        os,
+        "posix_fallocate",
+        mock.Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
+      )
       ask(tmp_path, steps=1)
       found = learner.wait()
     assert isinstance(found, events.Unprofiled) and "No space left on device" in found.reason

@@ -21,8 +21,9 @@ from ddiloco.engines.children import MEETING, RoleActor
 from ddiloco.protocol.supervisor import UP, Role, Supervisor
 from ddiloco.training import data
 from ddiloco.workdir import held
-from tests.engines.real import events_of, start, tiny, wait_for
+from tests.engines.real import RealRun, events_of, tiny
 from tests.roles.toy import ListRecorder
+from tests.waits import wait_for
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs ddiloco[ray]")
 
@@ -229,20 +230,13 @@ def run(tmp_path_factory):
   # A pace leaves the cores to the one that comes back.
   sync = {"num_shards": 1, "min_quorum": 2}
   config = tiny(steps=400, min_step_seconds=0.02, sync=sync, chaos={"faults": [kill]})
-  (folder / "config.json").write_text(config.to_json())
-  workdir, log = folder / "run", folder / "log"
-  config_flag = f"--config={folder / 'config.json'}"
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv("OF_TEST", str(folder))
-    process = start("train", "--engine=ray", "--cpu", config_flag, f"--workdir={workdir}", log=log)
-  names: set[str] = set()
-  try:
-    wait_for(lambda: events_of(workdir, "joined"), "a learner", process, log, 150.0)
+    run = RealRun(folder, config, "train", "--engine=ray", "--cpu")
+  with run:
+    run.wait_for(lambda: run.events("joined"), "a learner", 150.0)
     names = set(marked(str(folder)))
-    status = process.wait(150)
-  finally:
-    process.kill()
-  return status, workdir, log.read_text(), names
+    return run.ends(seconds=150), run.workdir, run.said(), names
 
 
 @needs_ray

@@ -6,11 +6,11 @@ import dataclasses
 import json
 import os
 import signal
+import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 import weakref
+from unittest import mock
 
 import pytest
 
@@ -22,6 +22,8 @@ from ddiloco.engines.role_process import FINISHED, INTERRUPTED, LOST, RoleRunner
 from ddiloco.engines.role_spec import RoleSpec
 from ddiloco.observe.eventlog import read_events
 from ddiloco.protocol import events
+from tests.waits import wait_for
+from tests.web import ask
 
 SYNCERS = ("tcp://127.0.0.1:7000", "tcp://127.0.0.1:7002")
 
@@ -80,14 +82,7 @@ def make(tmp_path):
 def until(runner: RoleRunner):
   """A role that goes on until it is told to end."""
 
-  def role() -> int:
-    deadline = time.monotonic() + 20
-    while not runner.stopped():
-      assert time.monotonic() < deadline, "nobody told it to end"
-      time.sleep(0.002)
-    return FINISHED
-
-  return role
+  return lambda: wait_for(runner.stopped, "a word to end") and FINISHED
 
 
 def test_a_role_that_ends_by_itself(make, capsys):
@@ -146,10 +141,9 @@ def test_a_fault_that_was_asked_for_by_a_clock_ahead_lasts_no_longer(make, monke
 
 
 def test_a_port_that_is_taken_ends_the_shard(make, monkeypatch, capsys):
-  def taken(*_, **__):
-    raise OSError("Address already in use")
-
-  monkeypatch.setattr(role_process, "NetworkEndpoint", taken)
+  monkeypatch.setattr(
+    role_process, "NetworkEndpoint", mock.Mock(side_effect=OSError("Address already in use"))
+  )
   with make("syncer-0", bind=SYNCERS[0]) as runner:
     assert runner.run(lambda: runner.connect()) == LOST
   assert f"cannot listen at {SYNCERS[0]}" in capsys.readouterr().out
@@ -217,11 +211,8 @@ def test_a_scheduler_can_tell_a_role_that_left_from_one_that_is_done(make, numbe
 def test_a_role_that_still_compiles_ends_soon_after_a_signal(make, monkeypatch, capsys):
   over = threading.Event()
 
-  def exit_now(status):
-    raise SystemExit(status)
-
   monkeypatch.setattr(role_process, "EARLY_SECONDS", 0.01)
-  monkeypatch.setattr(role_process.os, "_exit", exit_now)
+  monkeypatch.setattr(role_process.os, "_exit", sys.exit)
   with make() as runner:
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(SystemExit) as ended:
@@ -364,12 +355,8 @@ def test_a_shard_that_reaches_nobody_goes_on(make):
 @pytest.mark.parametrize("kind", [ValueError, Unanswered])
 def test_a_crash_is_logged_and_has_a_status(make, capsys, tmp_path, kind):
   """So has a storage that does not answer: its error names the config, but will not come again."""
-
-  def broken() -> int:
-    raise kind("no cable")
-
   with make() as runner:
-    assert runner.run(broken) == LOST
+    assert runner.run(mock.Mock(side_effect=kind("no cable"))) == LOST
   out, err = capsys.readouterr()
   assert f"crashed: {kind.__name__}: no cable" in out and "Traceback" in err
   (event,) = [e for e in read_events(tmp_path / "r") if e.kind == "crash"]
@@ -377,11 +364,8 @@ def test_a_crash_is_logged_and_has_a_status(make, capsys, tmp_path, kind):
 
 
 def test_bad_usage_is_for_the_command_line_to_say(make):
-  def wrong() -> int:
-    raise ConfigError("--x: no. Fix: y")
-
   with make() as runner, pytest.raises(ConfigError):
-    runner.run(wrong)
+    runner.run(mock.Mock(side_effect=ConfigError("--x: no. Fix: y")))
 
 
 def test_a_role_that_starts_again_is_a_new_incarnation(make, tmp_path):
@@ -405,32 +389,17 @@ def test_restarts_continue_the_runs_time(make, tmp_path):
   assert 0 <= first < second < 60
 
 
-def ask(url: str) -> tuple[int, str]:
-  try:
-    with urllib.request.urlopen(url, timeout=10) as answer:
-      return answer.status, answer.read().decode()
-  except urllib.error.HTTPError as error:
-    return error.code, error.read().decode()
-
-
-def wait_for(what):
-  deadline = time.monotonic() + 10
-  while not what():
-    assert time.monotonic() < deadline
-    time.sleep(0.01)
-
-
 def test_probes_tell_what_it_waits_for(make, capsys):
   with make(http="127.0.0.1:0") as runner:
     url = capsys.readouterr().out.split("probes at ")[1].split()[0]
     runner.stopped()
     runner.ready = lambda: "syncer-1 is connecting"
-    wait_for(lambda: "syncer-1" in ask(f"{url}/readyz")[1])
-    assert ask(f"{url}/readyz")[0] == 503 and ask(f"{url}/livez")[0] == 200
+    wait_for(lambda: "syncer-1" in ask(url, "/readyz")[1])
+    assert ask(url, "/readyz")[0] == 503 and ask(url, "/livez")[0] == 200
     runner.ready, runner.progress = lambda: "", lambda: "global step 7"
-    wait_for(lambda: ask(f"{url}/readyz")[0] == 200)
+    wait_for(lambda: ask(url, "/readyz")[0] == 200)
     runner.connect()
-    status = json.loads(ask(f"{url}/status")[1])
+    status = json.loads(ask(url, "/status")[1])
     assert status["role"] == "learner-3" and status["progress"] == "global step 7"
     assert status["links"]["syncer-0"]["state"] == "up"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 
 import pytest
 
@@ -17,6 +16,7 @@ from ddiloco.network.frames import FUTURE_SECONDS, ahead, shard_objection
 from ddiloco.observe.eventlog import Recorder
 from ddiloco.protocol import events
 from ddiloco.roles import initial
+from tests.waits import wait_for
 
 HOUR, NOW = 3600, 200_000_000  # seconds since 2020
 SILENCE_SECONDS = 4.0
@@ -45,14 +45,6 @@ def clocks(monkeypatch):
   monkeypatch.setattr(frames, "seconds_since_2020", each)
   monkeypatch.setattr(role_process, "LOOK_SECONDS", 0.01)
   return each
-
-
-def wait_for(what):
-  deadline = time.monotonic() + 20
-  while not (value := what()):
-    assert time.monotonic() < deadline, "waited in vain"
-    time.sleep(0.005)
-  return value
 
 
 class World:

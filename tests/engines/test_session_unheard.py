@@ -6,26 +6,16 @@ import json
 import signal
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import pytest
 
 from ddiloco.engines.role_spec import RoleSpec
 from ddiloco.observe.guards import Guard
+from tests.waits import PATIENCE_SECONDS, wait_for
+from tests.web import ask
 
-SECONDS = 60.0
 FULL = Path("/dev/full")
-
-
-def wait_for(what, name: str):
-  deadline = time.monotonic() + SECONDS
-  while not (value := what()):
-    assert time.monotonic() < deadline, f"waited in vain for {name}"
-    time.sleep(0.005)
-  return value
 
 
 class Role:
@@ -48,10 +38,7 @@ class Role:
     wait_for(lambda: len(self.answers()) > known, line)
 
   def ready(self) -> int:
-    try:
-      return urllib.request.urlopen(f"{self.url}/readyz", timeout=10).status
-    except urllib.error.HTTPError as error:
-      return error.code
+    return ask(self.url, "/readyz")[0]
 
 
 @pytest.fixture(params=["broken pipe", "full disk"])
@@ -78,13 +65,13 @@ def test_a_role_nobody_can_hear_is_still_fenced_and_still_tells_its_readiness(ro
   role.tell("speak")
   role.process.stdin.write(b"fenced\n")
   role.process.stdin.flush()
-  assert role.process.wait(SECONDS) == 1
+  assert role.process.wait(PATIENCE_SECONDS) == 1
 
 
 def test_a_role_nobody_can_hear_still_gives_up(role):
   role.process.stdin.write(b"cut\n")
   role.process.stdin.flush()
-  assert role.process.wait(SECONDS) == 1
+  assert role.process.wait(PATIENCE_SECONDS) == 1
 
 
 def test_a_duty_that_fails_is_said_once_and_has_its_next_turn(capsys):
@@ -185,16 +172,18 @@ def test_last_words_of_a_log_of_months_are_its_end(tmp_path):
 @pytest.mark.parametrize("engine", ["threads", "processes"])
 def test_a_whole_run_that_nobody_can_hear_finishes(tmp_path, engine):
   """Its pipe is broken, and nothing of its learners' logs reaches the disk."""
-  from tests.engines.real import start_unheard, tiny
+  from tests.engines.real import tiny
 
   (tmp_path / "config.json").write_text(tiny(150).to_json())
   workdir = tmp_path / "run"
   (workdir / "logs").mkdir(parents=True)
   for m in (0, 1):
     (workdir / "logs" / f"learner-{m}.log").symlink_to(FULL)
-  config = f"--config={tmp_path / 'config.json'}"
-  run = start_unheard("train", f"--engine={engine}", "--cpu", config, f"--workdir={workdir}")
-  run.stdout.close()
+  where = f"--config={tmp_path / 'config.json'}", f"--workdir={workdir}"
+  command = [sys.executable, "-m", "ddiloco", "train", f"--engine={engine}", "--cpu", *where]
+  pipe, both = subprocess.PIPE, subprocess.STDOUT
+  run = subprocess.Popen(command, stdout=pipe, stderr=both)
+  run.stdout.close()  # the other end of the pipe
   try:
     assert run.wait(200) == 0
   finally:

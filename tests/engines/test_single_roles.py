@@ -11,8 +11,7 @@ import socket
 import time
 import types
 import unittest.mock
-import urllib.error
-import urllib.request
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -35,7 +34,9 @@ from ddiloco.protocol.values import replace
 from ddiloco.roles import initial
 from ddiloco.training import data
 from tests import says
-from tests.engines.real import PATIENCE_SECONDS, events_of, start, tiny, wait_for
+from tests.engines.real import RealRun, events_of, start, tiny
+from tests.waits import PATIENCE_SECONDS, wait_for
+from tests.web import ask
 
 CONFIG = from_dict({"sync": {"num_shards": 2, "num_fragments": 4, "min_quorum": 3}})
 UP = {"syncer-0": {"state": "up"}, "syncer-1": {"state": "up"}}
@@ -151,11 +152,10 @@ def test_a_shard_of_a_finished_run_that_is_given_more_tokens_serves_it(tmp_path,
 
 def test_an_evaluator_that_could_not_save_the_result_is_refused_at_once(tmp_path, monkeypatch):
   """It noticed at the end of the run."""
-
-  def read_only(**_):
-    raise OSError(errno.EROFS, "Read-only file system")
-
-  monkeypatch.setattr("ddiloco.workdir.tempfile.TemporaryFile", read_only)
+  monkeypatch.setattr(
+    "ddiloco.workdir.tempfile.TemporaryFile",
+    mock.Mock(side_effect=OSError(errno.EROFS, "Read-only file system")),
+  )
   runner = types.SimpleNamespace(config=CONFIG, place=RoleSpec(tmp_path, "run", ()))
   with pytest.raises(ConfigError, match=r"--workdir = .*cannot be written .*Read-only.*Fix: "):
     single_roles._evaluator(runner, None)
@@ -303,31 +303,19 @@ def test_data_that_are_open_already_are_not_opened_again(tmp_path, monkeypatch, 
 
 
 def test_a_port_that_is_really_taken_is_one_line_with_the_fix(tmp_path):
-  (tmp_path / "config.json").write_text(tiny(10).to_json())
-  workdir, urls, log = tmp_path / "run", free_urls(2), tmp_path / "log"
+  urls = free_urls(2)
   port = int(urls[0].rpartition(":")[2])
-  with socket.create_server(("127.0.0.1", port)):
-    process = start(
-      *("syncer", f"--config={tmp_path / 'config.json'}", f"--workdir={workdir}", "--shard=0"),
-      *(f"--syncers={','.join(urls)}", f"--bind={urls[0]}"),
-      log=log,
-    )
-    try:
-      assert process.wait(PATIENCE_SECONDS) == LOST
-    finally:
-      process.kill()
-  said = log.read_text()
+  flags = "--shard=0", f"--syncers={','.join(urls)}", f"--bind={urls[0]}"
+  with (
+    socket.create_server(("127.0.0.1", port)),
+    RealRun(tmp_path, tiny(10), "syncer", *flags) as run,
+  ):
+    assert run.ends() == LOST
+  said = run.said()
   assert "Traceback" not in said, said
   (line,) = [line for line in said.splitlines() if "cannot listen" in line]
   assert urls[0] in line and "already in use" in line and str(port) in line
   assert "Fix: end the process that has it, or choose another --bind" in line
-
-
-def is_ready(url: str) -> bool:
-  try:
-    return urllib.request.urlopen(f"{url}/readyz", timeout=10).status == 200
-  except urllib.error.HTTPError:
-    return False
 
 
 @pytest.mark.slow
@@ -362,7 +350,7 @@ def test_a_run_put_together_by_hand(tmp_path):
     first, said = role("first", "learner", "--learner=7", "--cpu")
     wait_for(lambda: events_of(workdir, "commit"), "the first commit", zero, log)
     url = log.read_text().split("probes at ")[1].split()[0]
-    wait_for(lambda: is_ready(url), "readiness of 0", zero, log)
+    wait_for(lambda: ask(url, "/readyz")[0] == 200, "readiness of 0", zero, log)
 
     log = said
     wait_for(lambda: events_of(workdir, "push", "learner-7"), "a push of 7", first, log)

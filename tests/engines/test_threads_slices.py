@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from unittest import mock
 
 import jax
 import pytest
@@ -179,12 +180,8 @@ def test_devices_answer_when_all_of_them_are_there(monkeypatch):
   assert devices.answering(mine) == mine
   monkeypatch.setattr(jax, "devices", lambda *_: every[:3])
   assert devices.answering(mine) is None
-
-  def fail(*_):
-    raise jax.errors.JaxRuntimeError(LOST)
-
   monkeypatch.undo()
-  monkeypatch.setattr(jax, "device_put", fail)
+  monkeypatch.setattr(jax, "device_put", mock.Mock(side_effect=jax.errors.JaxRuntimeError(LOST)))
   assert devices.answering(mine) is None
 
 

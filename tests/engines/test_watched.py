@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import threading
 
 import jax
@@ -16,7 +17,8 @@ from ddiloco.engines.threads import ThreadsEngine
 from ddiloco.observe.eventlog import read_events
 from ddiloco.observe.report import summarise
 from ddiloco.training import data
-from tests.engines.real import events_of, start, tiny, wait_for
+from tests.engines.real import RealRun, events_of, tiny
+from tests.waits import wait_for
 
 SECONDS = 60.0
 
@@ -71,22 +73,17 @@ def test_threads(tmp_path):
 
 @pytest.mark.slow
 def test_processes(tmp_path, capsys):
-  workdir, log = tmp_path / "run", tmp_path / "log"
   config = tiny(100_000, min_step_seconds=0.05)
   kill = Fault("kill", "learner-0", at_step=20, seconds=0.5)
-  file = tmp_path / "config.json"
-  file.write_text(planned(config, kill).to_json())
-  run = start("train", "--engine=processes", f"--config={file}", f"--workdir={workdir}", log=log)
-  try:
-    (rejoin,) = wait_for(lambda: back(workdir), "the rejoin", run, log)
+  with RealRun(tmp_path, planned(config, kill), "train", "--engine=processes") as run:
+    workdir = run.workdir
+    (rejoin,) = run.wait_for(lambda: back(workdir), "the rejoin")
     there = main(["profile", f"--workdir={workdir}", "--learner=1", "--steps=3"])
     said = capsys.readouterr().out
     assert there == 0 and "3 steps from global step" in said and "tensorboard" in said, said
     assert main(["profile", f"--workdir={workdir}", "--learner=9"]) == 2
     assert "has no events of learner-9" in capsys.readouterr().err
-  finally:
-    run.terminate()
-    run.wait(SECONDS)
+    run.ends(signal.SIGTERM)
   phases = rejoin["phases"]
   assert list(phases) == [
     *("detect", "pause", "process", "devices", "compile", "restore", "receive"),

@@ -135,12 +135,6 @@ def test_a_shard_restarts_alone_under_its_name(one):
     assert "livenessProbe" in job["template"]["spec"]["containers"][0]
 
 
-def test_names_are_as_short_as_kubernetes_wants_them():
-  """The longest name of a run: 63 letters for pods, with Kubernetes' own ending."""
-  longest = f"{'n' * 30}-learner-123-host-0-255-abcde"
-  assert len(longest) <= 63
-
-
 def test_each_cluster_gets_the_keys_of_its_own_roles(two):
   east, west = by_name(two["east"]), by_name(two["west"])
   of = lambda found: {name for kind, name in found if kind == "Secret"}  # noqa: E731

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import socket
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from ddiloco.network.endpoint import NetworkEndpoint, RunIdentity
 from ddiloco.network.keys import Keys, make_keys
 from ddiloco.protocol.messages import Push, RequestMoments
 from tests import says
+from tests.waits import wait_for
 
 QUICK = NetworkConfig(streams=2, hello_seconds=0.1)
 SECONDS = 20.0
@@ -82,6 +82,14 @@ class Net:
     self.all.append(endpoint)
     return endpoint
 
+  def dial(
+    self, address: str, incarnation: int, *given, to: str = "syncer-0", url: str = "", **changes
+  ) -> NetworkEndpoint:
+    """An endpoint that dials a shard, at another url if one is given."""
+    endpoint = self.open(address, incarnation, *given, **changes)
+    endpoint.dial(to, url or self.url(to))
+    return endpoint
+
   def connect(self, address: str) -> NetworkEndpoint:
     incarnation = self._incarnations[address] = self._incarnations.get(address, -1) + 1
     if address.startswith("syncer-") and address in self.endpoints:
@@ -99,11 +107,9 @@ class Net:
   def wait_up(self, endpoint: NetworkEndpoint, peer: str) -> None:
     self.wait_until(lambda: endpoint.links()[peer]["state"] == "up")
 
-  def wait_until(self, done: Callable[[], bool], patience_seconds: float = SECONDS) -> None:
-    deadline = time.monotonic() + patience_seconds
-    while not done():
-      assert time.monotonic() < deadline, {e.address: e.links() for e in self.all}
-      time.sleep(0.002)
+  def wait_until(self, done: Callable[[], bool]) -> None:
+    links = lambda: {e.address: e.links() for e in self.all}  # noqa: E731
+    wait_for(done, links)
 
   def close(self) -> None:
     for endpoint in self.all:

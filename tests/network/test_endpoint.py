@@ -1,5 +1,6 @@
 """The network transport where the contract ends: restarts, partitions, slow links, strangers."""
 
+import contextlib
 import dataclasses
 import errno
 import random
@@ -7,6 +8,7 @@ import socket
 import statistics
 import threading
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from proxy import Link
 from ddiloco.config import NetworkConfig
 from ddiloco.network import frames
 from ddiloco.network.frames import objection, seconds_since_2020
+from ddiloco.network.keys import host_and_port
 from ddiloco.network.peers import MAX_QUEUED, Peer
 from ddiloco.network.transport import RunIdentity
 from ddiloco.protocol import messages
@@ -32,8 +35,7 @@ def link_to():
   links = []
 
   def make(url: str, **options) -> tuple[Link, str]:
-    host, port = url.removeprefix("tcp://").split(":")
-    links.append(Link((host, int(port)), **options).start())
+    links.append(Link(host_and_port(url), **options).start())
     return links[-1], f"tcp://127.0.0.1:{links[-1].port}"
 
   yield make
@@ -44,8 +46,7 @@ def link_to():
 @pytest.mark.parametrize("field, value", [("run_id", "another"), ("plan_id", "another")])
 def test_another_run_is_refused_with_a_reason(net, field, value):
   shard = net.connect("syncer-0")
-  stranger = net.open("learner-0", 0, **{field: value})
-  stranger.dial("syncer-0", net.url("syncer-0"))
+  stranger = net.dial("learner-0", 0, **{field: value})
   net.wait_until(lambda: stranger.links()["syncer-0"]["state"] == "refused")
   assert "another" in stranger.links()["syncer-0"]["reason"]
   stranger.send("syncer-0", hello())
@@ -88,8 +89,7 @@ def test_a_place_is_taken_by_the_newer_of_two(net, session, incarnation, outnumb
 def test_a_partition_heals_and_nothing_is_lost(net, link_to):
   shard = net.connect("syncer-0")
   link, url = link_to(net.url("syncer-0"), bits_per_second=200e6)
-  learner = net.open("learner-0", 0)
-  learner.dial("syncer-0", url)
+  learner = net.dial("learner-0", 0, url=url)
   net.wait_up(learner, "syncer-0")
   message = push(1, 8_000_000)
   learner.send("syncer-0", message)
@@ -106,14 +106,14 @@ def test_a_partition_heals_and_nothing_is_lost(net, link_to):
 
 def test_broken_connections_are_made_again_and_a_fragment_that_was_leaving_leaves_again(net):
   shard = net.connect("syncer-0")
-  host, port = net.url("syncer-0").removeprefix("tcp://").split(":")
+  place = host_and_port(net.url("syncer-0"))
   learner, message = net.open("learner-0", 0), push(1, 30_000_000)
-  with Link((host, int(port)), bits_per_second=100e6) as link:
+  with Link(place, bits_per_second=100e6) as link:
     learner.dial("syncer-0", f"tcp://127.0.0.1:{link.port}")
     net.wait_up(learner, "syncer-0")
     learner.send("syncer-0", message)
     net.wait_until(lambda: link.bytes.forward > 3_000_000)
-  with Link((host, int(port)), listen=("127.0.0.1", link.port)):
+  with Link(place, listen=("127.0.0.1", link.port)):
     received = shard.receive(SECONDS).message
     assert received.payload.tobytes() == message.payload.tobytes()
     assert shard.receive(0.1) is None, "and nothing arrives twice"
@@ -124,8 +124,7 @@ def test_bulk_data_does_not_starve_heartbeats_at_10_mbit_s(net, link_to):
   """The link is kept busy for as long as it takes: control goes there and back beside it."""
   shard = net.connect("syncer-0")
   _, url = link_to(net.url("syncer-0"), bits_per_second=10e6)
-  learner = net.open("learner-0", 0)
-  learner.dial("syncer-0", url)
+  learner = net.dial("learner-0", 0, url=url)
   net.wait_up(learner, "syncer-0")
   learner.send("syncer-0", push(1, 4_000_000))  # 3.2 s of this link
   started = time.monotonic()
@@ -154,7 +153,7 @@ def test_a_member_that_is_slow_by_seconds_is_still_in(link_to, secure):
   _, url = link_to(net.url("syncer-0"), delay_seconds=1.5)
   learner, message = net.open("learner-0", 0), push(1, 300_000)
   learner.dial("syncer-0", url)
-  net.wait_until(lambda: learner.links()["syncer-0"]["state"] == "up", patience_seconds=60.0)
+  net.wait_until(lambda: learner.links()["syncer-0"]["state"] == "up")
   learner.send("syncer-0", hello())
   learner.send("syncer-0", message)
   # Control and fragments have connections of their own, and either may be up first.
@@ -173,8 +172,7 @@ def test_a_silent_peer_costs_no_memory_for_ever(link_to):
   net = Net("run", "plan", settings=quick)
   net.connect("syncer-0")
   link, url = link_to(net.url("syncer-0"))
-  learner = net.open("learner-0", 0)
-  learner.dial("syncer-0", url)
+  learner = net.dial("learner-0", 0, url=url)
   net.wait_up(learner, "syncer-0")
   link.cut()
   learner.send("syncer-0", push(1, 60_000_000))  # more than the kernel takes
@@ -220,8 +218,7 @@ def test_memory_of_a_payload_is_free_when_its_role_has_done_with_it(net):
 
 
 def test_a_peer_that_is_never_reached_has_a_bounded_queue_however_small_its_messages(net):
-  learner = net.open("learner-0", 0)
-  learner.dial("syncer-0", net.url("syncer-0"))
+  learner = net.dial("learner-0", 0)
   for i in range(3 * MAX_QUEUED):
     learner.send("syncer-0", push(i, 4))
     learner.send("syncer-0", RequestMoments(0, 0, (i,)))
@@ -291,10 +288,10 @@ def test_who_ends_does_not_come_back_while_another_far_end_lets_it_wait(net):
 
 def test_garbage_changes_nothing(net):
   shard, learner = net.connect("syncer-0"), net.connect("learner-0")
-  port = int(net.url("syncer-0").rpartition(":")[2])
+  place = host_and_port(net.url("syncer-0"))
   rng = random.Random(0)
   for _ in range(20):
-    with socket.create_connection(("127.0.0.1", port)) as stranger:
+    with socket.create_connection(place) as stranger:
       stranger.sendall(rng.randbytes(rng.choice([1, 12, 64, 5000])))
   learner.send("syncer-0", hello())
   assert shard.receive(SECONDS)[:2] == ("learner-0", hello())
@@ -322,13 +319,31 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("odd", ODD)
-def test_strangers_that_speak_our_frames_change_nothing(net, odd):
+NO_TLS = {
+  "http": b"GET / HTTP/1.0\r\n\r\n",
+  "zeros": bytes(200),
+  "ones": b"\xff" * 200,
+  "a plain greeting": frames.encode(frames.Greeting("run", "plan", "learner-1", 0, b"a" * 8, 1)),
+  "half a handshake": b"\x16\x03\x01\x02\x00\x01\x00",
+  "nothing": b"",
+}
+
+
+@pytest.mark.parametrize(
+  ("odd", "secure"),
+  [*((name, False) for name in ODD), *((name, True) for name in NO_TLS)],
+  ids=str,
+)
+def test_strangers_change_nothing_and_are_counted_once(net, odd, secure):
+  """Where there are no keys they speak our frames."""
   shard, learner = net.connect("syncer-0"), net.connect("learner-0")
   before = shard.counters.received_bytes
-  port = int(net.url("syncer-0").rpartition(":")[2])
-  with socket.create_connection(("127.0.0.1", port), timeout=SECONDS) as stranger:
-    stranger.sendall(ODD[odd])
+  place = host_and_port(net.url("syncer-0"))
+  with (
+    socket.create_connection(place, timeout=SECONDS) as stranger,
+    contextlib.suppress(OSError if secure else ()),
+  ):
+    stranger.sendall(NO_TLS[odd] if secure else ODD[odd])  # it may be cut off before its end
     stranger.shutdown(socket.SHUT_WR)
     while stranger.recv(4096):
       pass
@@ -337,19 +352,19 @@ def test_strangers_that_speak_our_frames_change_nothing(net, odd):
   net.wait_until(lambda: shard.counters.refused == 1)
   assert shard.receive(0.1) is None
   assert shard.counters.received_bytes - before < 200
-  assert list(shard.links()) == ["learner-0"]
+  assert shard.counters.refused == 1 and list(shard.links()) == ["learner-0"]
 
 
 def test_odd_frames_of_a_member_are_dropped_and_it_goes_on(net):
   """On the connection for control, after a good greeting."""
   shard = net.connect("syncer-0")
-  port = int(net.url("syncer-0").rpartition(":")[2])
+  place = host_and_port(net.url("syncer-0"))
   greeting = frames.Greeting("run", "plan", "learner-0", 0, b"a" * 8, 1)
   odd = [
     ODD[name] for name in ("no msgpack", "a greeting with payload", "a fragment that no shard has")
   ]
   good = frames.encode(frames.Control(messages.encode(hello())[0]))
-  with socket.create_connection(("127.0.0.1", port), timeout=SECONDS) as member:
+  with socket.create_connection(place, timeout=SECONDS) as member:
     member.sendall(b"".join([frames.encode(greeting), *odd, frames.encode(greeting), good]))
     assert shard.receive(SECONDS)[:2] == ("learner-0", hello())
   net.wait_until(lambda: shard.counters.malformed == 4)
@@ -357,8 +372,7 @@ def test_odd_frames_of_a_member_are_dropped_and_it_goes_on(net):
 
 
 def test_nobody_listening_is_said(net):
-  learner = net.open("learner-0", 0)
-  learner.dial("syncer-0", net.url("syncer-0"))
+  learner = net.dial("learner-0", 0)
   net.wait_until(lambda: "nothing answers" in learner.links()["syncer-0"]["reason"])
   assert learner.links()["syncer-0"]["state"] == "connecting"
 
@@ -366,12 +380,8 @@ def test_nobody_listening_is_said(net):
 def test_an_attempt_to_connect_is_not_the_last_however_it_fails(net, monkeypatch):
   net.connect("syncer-0")
   learner = net.open("learner-0", 0)
-
-  def odd(*_):
-    raise ValueError("no such cable")
-
   with monkeypatch.context() as patch:
-    patch.setattr(frames, "connect", odd)
+    patch.setattr(frames, "connect", mock.Mock(side_effect=ValueError("no such cable")))
     learner.dial("syncer-0", net.url("syncer-0"))
     net.wait_until(lambda: "no such cable" in learner.links()["syncer-0"]["reason"])
   net.wait_up(learner, "syncer-0")

@@ -31,6 +31,7 @@ from ddiloco.network.transport import Counters
 from ddiloco.protocol.messages import Recovered, RequestMoments
 from tests import says
 from tests.network.net import QUICK, Net
+from tests.waits import wait_for
 
 SECONDS = 20.0
 START_SECONDS = 90.0  # for a process of its own, which first imports, on a busy machine
@@ -278,7 +279,7 @@ def test_a_process_that_was_stopped_does_not_take_its_own_pause_for_its_peers_si
       **{"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True},
     )
     try:
-      net.wait_until(lambda: link.bytes.forward > 500_000, START_SECONDS)
+      net.wait_until(lambda: link.bytes.forward > 500_000)
       process.send_signal(signal.SIGSTOP)
       net.wait_until(lambda: "silent" in shard.links()["learner-0"]["reason"])
       assert shard.receive(1.5) is None
@@ -330,9 +331,7 @@ def test_connections_of_nobody_are_cut_off_when_they_are_too_many():
       idler.setblocking(False)
       with pytest.raises(BlockingIOError):
         idler.recv(1)
-    until = time.monotonic() + SECONDS
-    while counters.refused < 10 and time.monotonic() < until:
-      time.sleep(0.01)
+    wait_for(lambda: counters.refused >= 10)
     assert counters.refused == 10
 
 
@@ -368,9 +367,7 @@ def test_who_is_gone_before_it_is_accepted_holds_up_nobody():
     for _ in range(19):
       assert come().recv(1) == b""
     come().sendall(b"no handshake")
-    until = time.monotonic() + SECONDS
-    while len(tries) < 20 and time.monotonic() < until:
-      time.sleep(0.01)
+    wait_for(lambda: len(tries) >= 20)
   assert len(tries) == 20 and tries[-1] - tries[0] < 19 * TEND_SECONDS / 2
 
 

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import functools
+import itertools
 import queue
 import re
 import socket
@@ -33,9 +34,9 @@ from ddiloco.network.host_links import (
   join,
 )
 from ddiloco.network.keys import Keys, host_and_port, make_keys
+from tests.waits import PATIENCE_SECONDS, wait_for
 
 ISLAND = IslandIdentity("run", "digest", learner=3, hosts=3)
-PATIENCE_SECONDS = 20.0
 SO_ATTACH_FILTER = 26  # Linux; Python has no name for it
 SILENT_SECONDS = 1.0
 
@@ -195,9 +196,7 @@ def test_a_host_that_vanished_without_a_word_may_come_again(url, tmp_path, secur
   meeting = Meeting(url, ISLAND, keys, SILENT_SECONDS)
   gone, _ = join(url, ISLAND, 1, keys, PATIENCE_SECONDS)
   blackhole(*gone)
-  until = time.monotonic() + PATIENCE_SECONDS
-  while meeting.missing == [2] and time.monotonic() < until:
-    time.sleep(0.1)
+  wait_for(lambda: meeting.missing != [2])
   back, _ = join(url, ISLAND, 1, keys, PATIENCE_SECONDS)
   time.sleep(4 * SILENT_SECONDS)
   with pytest.raises(HostsApart, match="host 1 is here already"):
@@ -242,10 +241,7 @@ def test_a_host_that_ends_before_all_have_come_may_come_again(url, tmp_path, sec
     links, _ = join(url, ISLAND, 1, keys, PATIENCE_SECONDS)
     assert meeting.missing == [2]
     close(links)
-  until = time.monotonic() + PATIENCE_SECONDS
-  while meeting.missing != [1, 2] and time.monotonic() < until:
-    time.sleep(0.01)
-  assert meeting.missing == [1, 2]
+  wait_for(lambda: meeting.missing == [1, 2])
   links = [join(url, ISLAND, host, keys, PATIENCE_SECONDS)[0] for host in (1, 2)]
   joined = meeting.wait(PATIENCE_SECONDS)
   joined[1].orders.send(b"order")
@@ -323,31 +319,24 @@ def test_callers_that_never_say_who_they_are_keep_nobody_out_for_long(
   meeting.close()
 
 
-def test_a_caller_that_cannot_be_let_in_keeps_nobody_else_out(url, monkeypatch):
-  accept, failures = socket.socket.accept, [OSError(errno.EMFILE, "Too many open files")] * 2
+@pytest.mark.parametrize(
+  ("owner", "name", "error"),
+  [
+    (socket.socket, "accept", OSError(errno.EMFILE, "Too many open files")),
+    (threading.Thread, "start", RuntimeError("can't start new thread")),
+  ],
+)
+def test_a_caller_that_cannot_be_let_in_keeps_nobody_else_out(url, monkeypatch, owner, name, error):
+  real, failures = getattr(owner, name), [error] * 2
 
-  def crowded(listener):
-    if failures:
+  def crowded(this):
+    if failures and (name == "accept" or "_admit" in this.name):
       raise failures.pop()
-    return accept(listener)
+    return real(this)
 
-  monkeypatch.setattr(socket.socket, "accept", crowded)
+  monkeypatch.setattr(owner, name, crowded)
   links, joined = meet(url)
   assert not failures and set(links) == set(joined) - {0} == {1, 2}
-  close(*links.values(), *joined.values())
-
-
-def test_a_caller_for_whom_there_is_no_thread_keeps_nobody_else_out(url, monkeypatch):
-  start, failures = threading.Thread.start, [RuntimeError("can't start new thread")] * 2
-
-  def crowded(thread):
-    if failures and "_admit" in thread.name:
-      raise failures.pop()
-    start(thread)
-
-  monkeypatch.setattr(threading.Thread, "start", crowded)
-  links, joined = meet(url)
-  assert not failures
   close(*links.values(), *joined.values())
 
 
@@ -403,6 +392,18 @@ class Watched:
       self._answers[host].get_nowait()
     self._answers[host].put(msgspec.msgpack.encode(HostProgress(done, 0, doing, **more)))
 
+  def until_told(self, beat) -> tuple[int, str]:
+    """Calls `beat` again and again; who is named at last, and why."""
+    return wait_for(lambda: beat() or not self.told.empty()) and self.told.get_nowait()
+
+  def untold(self, beat, seconds: float = 3.0) -> bool:
+    """Whether nobody is named for so long."""
+    over = time.monotonic() + seconds
+    while time.monotonic() < over:
+      beat()
+      time.sleep(0.1)
+    return self.told.empty()
+
   def _answer(self, host: int) -> None:
     """Answers a beat of the leader with the newest one of the test, when there is one."""
     with contextlib.suppress(OSError):
@@ -448,11 +449,8 @@ def test_faults_that_are_found_at_once_are_told_once(socketpair):
 
 
 def test_a_host_that_falls_silent_is_named_and_one_that_beats_is_not(socketpair):
-  watched, over = Watched(limit_seconds=1.5), time.monotonic() + PATIENCE_SECONDS
-  while watched.told.empty() and time.monotonic() < over:
-    watched.beat(1, 0)
-    time.sleep(0.1)
-  host, reason = watched.told.get_nowait()
+  watched = Watched(limit_seconds=1.5)
+  host, reason = watched.until_told(lambda: watched.beat(1, 0))
   assert host == 2 and "it was not heard for" in reason
 
 
@@ -470,37 +468,29 @@ def test_host_0_that_has_not_been_heard_yet_is_not_silent(socketpair):
 
 def test_who_is_waited_for_is_named_with_what_it_does(socketpair):
   """The limit is that for a host that waits for its data."""
-  watched, over = Watched(limit_seconds=1.5, order_seconds=1e9), time.monotonic() + PATIENCE_SECONDS
+  watched = Watched(limit_seconds=1.5, order_seconds=1e9)
   watched.progress.done = 7
-  while watched.told.empty() and time.monotonic() < over:
+
+  def beat() -> None:
     watched.beat(1, 7)
     watched.beat(2, 6, "waits for its next batch", reading_since=3.0)
-    time.sleep(0.1)
-  host, reason = watched.told.get_nowait()
+
+  host, reason = watched.until_told(beat)
   assert host == 2 and "host 2: waits for its next batch" in reason
   assert "nothing has moved" in reason and "host 1" not in reason
 
 
 def test_an_order_may_take_longer_than_a_silence(socketpair):
   """As the first steps do: programs are loaded, and what is usual is not known."""
-  watched, until = Watched(limit_seconds=1.5, order_seconds=1e9), time.monotonic() + 3.0
+  watched = Watched(limit_seconds=1.5, order_seconds=1e9)
   watched.progress.done = 1
-  while time.monotonic() < until:
-    watched.beat(1, 0)
-    watched.beat(2, 0)
-    time.sleep(0.1)
-  assert watched.told.empty()
+  assert watched.untold(lambda: watched.beat(1, 0) or watched.beat(2, 0))
 
 
 def test_an_island_that_moves_is_left_alone_however_far_behind(socketpair):
-  watched, until = Watched(limit_seconds=1.5), time.monotonic() + 3.0
-  watched.progress.done, done = 100, 0
-  while time.monotonic() < until:
-    done += 1
-    watched.beat(1, done)
-    watched.beat(2, 0)
-    time.sleep(0.1)
-  assert watched.told.empty()
+  watched, done = Watched(limit_seconds=1.5), itertools.count(1)
+  watched.progress.done = 100
+  assert watched.untold(lambda: watched.beat(1, next(done)) or watched.beat(2, 0))
 
 
 def test_a_first_beat_that_comes_during_a_look_does_not_end_the_watch(socketpair):

@@ -2,19 +2,19 @@
 
 import contextlib
 import errno
-import http.client
 import io
 import socket
 import sys
 import threading
 import time
-import urllib.parse
+from unittest import mock
 
 import pytest
 
 from ddiloco.checks import ConfigError
 from ddiloco.network import webserver
 from ddiloco.network.webserver import BODY_BYTES, Answer, Request, WebServer, parse_address
+from tests.web import address_of, ask
 
 SECONDS = 20
 
@@ -26,7 +26,7 @@ def serve():
     def serve(answer):
       server = WebServer("127.0.0.1:0", answer, "--test")
       stack.callback(server.close)
-      return urllib.parse.urlsplit(server.url)
+      return server.url
 
     yield serve
 
@@ -36,16 +36,8 @@ def echo(request: Request) -> Answer:
   return Answer(200, text, headers={"X-More": "yes"})
 
 
-def ask(url, method, path, body=None):
-  connection = http.client.HTTPConnection(url.hostname, url.port, timeout=SECONDS)
-  with contextlib.closing(connection):
-    connection.request(method, path, body)
-    answer = connection.getresponse()
-    return answer.status, answer.read().decode(), dict(answer.getheaders())
-
-
 def raw(url, *parts: bytes) -> bytes:
-  with socket.create_connection((url.hostname, url.port), timeout=SECONDS) as connection:
+  with socket.create_connection(address_of(url), timeout=SECONDS) as connection:
     for part in parts:
       connection.sendall(part)
     answer = b""
@@ -56,11 +48,11 @@ def raw(url, *parts: bytes) -> bytes:
 
 def test_path_query_and_body(serve):
   url = serve(echo)
-  assert ask(url, "GET", "/a?b=1&c")[:2] == (200, "GET /a b=1&c 0")
-  code, text, headers = ask(url, "POST", "/a", b"x" * BODY_BYTES)
+  assert ask(url, "/a?b=1&c")[:2] == (200, "GET /a b=1&c 0")
+  code, text, headers = ask(url, "/a", "POST", body=b"x" * BODY_BYTES)
   assert (code, text) == (200, f"POST /a  {BODY_BYTES}")
   assert headers["X-More"] == "yes" and headers["Server"] == "ddiloco"
-  assert ask(url, "HEAD", "/a")[1] == ""
+  assert ask(url, "/a", "HEAD")[1] == ""
 
 
 def test_a_body_may_come_in_pieces_and_no_more_of_it_is_read(serve):
@@ -73,7 +65,7 @@ def test_a_body_that_is_late_or_too_long_is_not_waited_for(serve, monkeypatch):
   monkeypatch.setattr(webserver, "REQUEST_SECONDS", 0.3)
   head = b"POST / HTTP/1.1\r\nContent-Length: 6\r\n\r\n"
   assert raw(serve(echo), head + b"ab") == b""
-  assert ask(serve(echo), "POST", "/", b"x" * (BODY_BYTES + 1))[0] == 413
+  assert ask(serve(echo), "/", "POST", body=b"x" * (BODY_BYTES + 1))[0] == 413
 
 
 @pytest.mark.parametrize("error", [KeyError("secret"), OSError("secret")], ids=repr)
@@ -87,11 +79,8 @@ def test_an_answer_that_fails_is_printed_here_and_not_there(serve, monkeypatch, 
         heard.set()
       return written
 
-  def fail(request):
-    raise error
-
   monkeypatch.setattr(sys, "stderr", Heard())
-  code, text, _ = ask(serve(fail), "GET", "/")
+  code, text, _ = ask(serve(mock.Mock(side_effect=error)), "/")
   assert (code, text) == (500, "Internal Server Error\n")
   assert heard.wait(SECONDS)
 
@@ -107,7 +96,7 @@ def test_who_waits_while_no_descriptor_is_left_does_not_keep_the_thread_busy(ser
 
   until = time.monotonic() + 0.5
   monkeypatch.setattr(socket.socket, "accept", crowded)
-  assert ask(serve(echo), "GET", "/a")[0] == 200
+  assert ask(serve(echo), "/a")[0] == 200
   assert 0 < len(failed) < 20
 
 
@@ -132,7 +121,7 @@ def test_the_url_of_an_ipv6_address_has_brackets():
     server = WebServer("[::1]:0", echo, "--test")
   except ConfigError as error:
     pytest.skip(f"no IPv6 loopback here: {error}")
-  assert ask(urllib.parse.urlsplit(server.url), "GET", "/")[0] == 200
+  assert ask(server.url, "/")[0] == 200
   server.close()
 
 
@@ -147,4 +136,4 @@ def test_a_connection_for_which_there_is_no_thread_is_not_the_last_one(serve, mo
   monkeypatch.setattr(threading.Thread, "start", crowded)
   with contextlib.suppress(ConnectionError):
     assert raw(url, b"GET / HTTP/1.0\r\n\r\n") == b""
-  assert not failures and ask(url, "GET", "/a")[0] == 200
+  assert not failures and ask(url, "/a")[0] == 200

@@ -1,7 +1,6 @@
 """Probes get true answers at once, whoever else is connected, and the role never waits for them."""
 
 import contextlib
-import http.client
 import json
 import math
 import os
@@ -9,7 +8,7 @@ import socket
 import threading
 import time
 import types
-import urllib.parse
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ from ddiloco.checks import ConfigError
 from ddiloco.network import webserver
 from ddiloco.network import webserver as module
 from ddiloco.network.webserver import MAX_CONNECTIONS, Health
+from tests.web import address_of, ask
 
 SECONDS = 20  # until a test gives up on an answer
 NOISE = np.random.default_rng(7).bytes(900)  # the same in every process of the tests
@@ -47,21 +47,8 @@ def clock(monkeypatch):
   return clock
 
 
-def ask(health: Health, path: str, method: str = "GET", **more) -> tuple[int, str, dict]:
-  connection = http.client.HTTPConnection(address(health)[0], address(health)[1], timeout=SECONDS)
-  with contextlib.closing(connection):
-    connection.request(method, path, **more)
-    answer = connection.getresponse()
-    return answer.status, answer.read().decode(), dict(answer.getheaders())
-
-
-def address(health: Health) -> tuple[str, int]:
-  url = urllib.parse.urlsplit(health.url)
-  return url.hostname, url.port
-
-
 def connect(health: Health) -> socket.socket:
-  return socket.create_connection(address(health), timeout=SECONDS)
+  return socket.create_connection(address_of(health.url), timeout=SECONDS)
 
 
 def ended(connection: socket.socket) -> bytes:
@@ -156,14 +143,14 @@ def test_ready_is_what_the_role_says_while_it_lives(clock):
 
 def test_the_three_pages(serve):
   health = serve(lambda: {"step": 7, "loss": math.nan, "links": [{"rtt": math.inf}, (1.5, None)]})
-  code, text, headers = ask(health, "/livez")
+  code, text, headers = ask(health.url, "/livez")
   assert code == 200 and text.startswith("starting for 0 s")
   assert headers["Content-Type"].startswith("text/plain") and headers["Cache-Control"] == "no-store"
-  assert ask(health, "/readyz")[:2] == (503, "starting\n")
+  assert ask(health.url, "/readyz")[:2] == (503, "starting\n")
   health.beat()
   health.waits_for = ""
-  assert ask(health, "/readyz?verbose=1")[:2] == (200, "ready\n")
-  code, text, headers = ask(health, "/status")
+  assert ask(health.url, "/readyz?verbose=1")[:2] == (200, "ready\n")
+  code, text, headers = ask(health.url, "/status")
   assert code == 200 and headers["Content-Type"] == "application/json"
   assert json.loads(text) == {"step": 7, "loss": None, "links": [{"rtt": None}, [1.5, None]]}
 
@@ -171,41 +158,42 @@ def test_the_three_pages(serve):
 def test_head_is_get_without_the_text(serve):
   health = serve()
   for path in ("/livez", "/readyz", "/status"):
-    got, head = ask(health, path), ask(health, path, "HEAD")
+    got, head = ask(health.url, path), ask(health.url, path, "HEAD")
     assert head[0] == got[0] and head[1] == ""
     assert head[2]["Content-Length"] == got[2]["Content-Length"]
 
 
 @pytest.mark.parametrize("path", ["/", "/etc/passwd", "/../../etc/passwd", "/livez/", "/status/x"])
 def test_there_is_nothing_else(serve, path):
-  code, text, headers = ask(serve(), path)
+  code, text, headers = ask(serve().url, path)
   assert (code, text) == (404, "there are /livez, /readyz and /status\n")
   assert "Python" not in str(headers)
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "XYZ"])
 def test_other_methods_are_refused(serve, method):
-  code, text, _ = ask(serve(lambda: {"secret": 1}), "/status", method)
+  code, text, _ = ask(serve(lambda: {"secret": 1}).url, "/status", method)
   assert code == (405 if method == "POST" else 501) and "secret" not in text
 
 
 def test_a_status_names_a_run_whose_folder_is_no_unicode(serve):
   """Such a name reaches Python as lone surrogates, which UTF-8 lacks."""
   run, loss = os.fsdecode(b"run-\xff"), np.float64("nan")
-  code, text, _ = ask(serve(lambda: {"run": run, "loss": loss}), "/status")
+  code, text, _ = ask(serve(lambda: {"run": run, "loss": loss}).url, "/status")
   assert (code, json.loads(text)) == (200, {"run": run, "loss": None})
 
 
 def test_a_status_that_fails_is_said_without_its_insides(serve):
-  def broken():
-    raise KeyError("/home/somebody/secret")
-
-  for status in (broken, lambda: {"thread": threading.current_thread()}, lambda: {1j: 2}):
+  for status in (
+    mock.Mock(side_effect=KeyError("/home/somebody/secret")),
+    lambda: {"thread": threading.current_thread()},
+    lambda: {1j: 2},
+  ):
     health = serve(status)
-    code, text, _ = ask(health, "/status")
+    code, text, _ = ask(health.url, "/status")
     assert code == 500 and "secret" not in text and "Thread" not in text
     assert "failed" in json.loads(text)["error"]
-    assert ask(health, "/livez")[0] == 200
+    assert ask(health.url, "/livez")[0] == 200
 
 
 @pytest.mark.parametrize("listen", ["", "8080", ":8080", "127.0.0.1:", "127.0.0.1:65536", "a:-1"])
@@ -215,14 +203,14 @@ def test_a_listen_address_that_is_none_is_said(listen):
 
 
 def test_a_taken_port_is_said(serve):
-  _, port = address(serve())
+  _, port = address_of(serve().url)
   with pytest.raises(ConfigError, match=rf"--http = '127.0.0.1:{port}': cannot be opened .*Fix: "):
     Health().serve(f"127.0.0.1:{port}")
 
 
 def test_close_frees_the_port_and_may_come_twice(serve):
   health = serve()
-  host, port = address(health)
+  host, port = address_of(health.url)
   health.close()
   health.close()
   with pytest.raises(ConnectionRefusedError):
@@ -242,10 +230,10 @@ def test_clients_that_hang_hold_up_nobody_and_are_cut_off(serve):
   for connection in hanging:
     with contextlib.suppress(OSError):
       connection.sendall(b"GET /livez HTTP/1.1\r\nHost: ")
-  assert ask(health, "/livez")[0] == 200
+  assert ask(health.url, "/livez")[0] == 200
   for oldest in hanging[:MAX_CONNECTIONS]:
     assert ended(oldest) == b""
-  assert ask(health, "/livez")[0] == 200
+  assert ask(health.url, "/livez")[0] == 200
   mine = [t for t in threading.enumerate() if "_admit" in t.name]
   assert len(mine) <= 2 * MAX_CONNECTIONS
   start = time.monotonic()
@@ -291,7 +279,7 @@ def test_garbage_ends_its_own_connection_only(serve, request_, capsys):
     connection.shutdown(socket.SHUT_WR)
     answer = ended(connection)
   assert b"Traceback" not in answer and b"Python" not in answer and len(answer) < 1000
-  assert ask(health, "/livez")[0] == 200
+  assert ask(health.url, "/livez")[0] == 200
   assert capsys.readouterr().err == ""
 
 
@@ -307,8 +295,8 @@ def test_a_status_that_hangs_holds_up_no_probe(serve):
   with connect(health) as connection:
     connection.sendall(b"GET /status HTTP/1.1\r\n\r\n")
     assert asked.wait(SECONDS)
-    assert ask(health, "/status")[:2] == (503, '{"error": "the role is busy"}\n')
-    assert ask(health, "/livez")[0] == 200
+    assert ask(health.url, "/status")[:2] == (503, '{"error": "the role is busy"}\n')
+    assert ask(health.url, "/livez")[0] == 200
     go.set()
     assert ended(connection).endswith(b"{}\n")
-  assert ask(health, "/status")[0] == 200
+  assert ask(health.url, "/status")[0] == 200

@@ -10,6 +10,7 @@ import os
 import shutil
 import threading
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -99,19 +100,6 @@ def test_no_folder_is_no_events(tmp_path):
   assert read_events(tmp_path / "nothing") == EventLog() == []
 
 
-def test_a_new_incarnation_appends_after_a_torn_line(tmp_path):
-  with Recorder(tmp_path, "learner-0", 0, start_time=0.0) as recorder:
-    recorder.record(step(1))
-  path = tmp_path / "events" / "learner-0.jsonl"
-  with path.open("a") as file:
-    file.write('{"time": 1.0, "role": "learner-0", "ki')  # killed inside this write
-  with Recorder(tmp_path, "learner-0", 1, start_time=0.0) as recorder:
-    recorder.record(step(2))
-  found = read_events(tmp_path)
-  assert [(event.incarnation, event.step) for event in found] == [(0, 1), (1, 2)]
-  assert found.torn_lines == 1
-
-
 def test_a_log_cut_anywhere_gives_its_whole_lines(tmp_path):
   folder = tmp_path / "events"
   folder.mkdir()
@@ -125,16 +113,6 @@ def test_a_log_cut_anywhere_gives_its_whole_lines(tmp_path):
     only_newline_missing = rest == len(lines[0]) - 1
     assert len(found) == complete + only_newline_missing
     assert found.torn_lines == (rest > 0 and not only_newline_missing)
-
-
-@pytest.mark.parametrize(
-  "line", [b"[1]", b"\xff\x00", b'{"time":"x","role":"a","kind":"b"}', b"{}"]
-)
-def test_lines_that_are_no_events_are_counted(tmp_path, line):
-  (tmp_path / "events").mkdir()
-  (tmp_path / "events" / "engine.jsonl").write_bytes(line + b"\n")
-  found = read_events(tmp_path)
-  assert (list(found), found.torn_lines) == ([], 1)
 
 
 def test_not_finite_numbers_are_valid_json_and_come_back(tmp_path):
@@ -354,16 +332,14 @@ def test_a_log_goes_on_when_its_file_system_is_back(tmp_path, monkeypatch):
 
 def test_a_log_that_was_deleted_says_its_format_anew(tmp_path, monkeypatch):
   """A stale handle may be that of a deleted file; without its format no role starts again."""
-
-  def stale(file, data):
-    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-
   with Recorder(tmp_path, "learner-0", 0, start_time=0.0) as recorder:
     recorder.record(step(0))
     recorder.flush()
     recorder.path.unlink()
     with monkeypatch.context() as patch:
-      patch.setattr(os, "write", stale)
+      patch.setattr(
+        os, "write", mock.Mock(side_effect=OSError(errno.ESTALE, os.strerror(errno.ESTALE)))
+      )
       recorder.record(step(1))
       recorder.flush()
     recorder.record(step(2))
@@ -389,11 +365,7 @@ def test_a_workdir_that_is_deleted_under_a_role_is_said_once_and_the_role_goes_o
 def test_a_log_whose_end_cannot_be_read_costs_no_descriptors(tmp_path, monkeypatch):
   with Recorder(tmp_path, "learner-0", 0, start_time=0.0) as recorder:
     recorder.record(step(0))
-
-  def broken(*_):
-    raise OSError(errno.EIO, "Input/output error")
-
-  monkeypatch.setattr(os, "pread", broken)
+  monkeypatch.setattr(os, "pread", mock.Mock(side_effect=OSError(errno.EIO, "Input/output error")))
   with Recorder(tmp_path, "learner-0", 1, start_time=0.0) as recorder:
     for number in range(3):
       recorder.record(step(number))

@@ -4,6 +4,7 @@ import errno
 import math
 import os
 import random
+from unittest import mock
 
 import pytest
 
@@ -71,11 +72,7 @@ def test_a_replaced_file_that_cannot_be_read_at_first_is_read_from_its_start(
   follower.poll()
   (tmp_path / "events" / "learner-0.jsonl").unlink()
   log(line(7.0))
-
-  def stale(*_):
-    raise OSError("stale file handle")
-
-  monkeypatch.setattr(eventlog, "_read", stale)
+  monkeypatch.setattr(eventlog, "_read", mock.Mock(side_effect=OSError("stale file handle")))
   assert follower.poll() == []
   monkeypatch.setattr(eventlog, "_read", read)
   log(line(8.0) + line(9.0))  # it is longer now than the one before

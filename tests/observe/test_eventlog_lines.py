@@ -21,7 +21,9 @@ DAMAGE = {
   "binary": bytes(range(1, 10)) + bytes(range(11, 256)),
   "NUL bytes": b"\0" * 5000,
   "no object": b"[1, 2]",
+  "nothing": b"{}",
   "no time": b'{"role":"x","kind":"k"}',
+  "a time in letters": b'{"time":"x","role":"x","kind":"k"}',
   "a time that is none": b'{"time":NaN,"role":"x","kind":"k"}',
   "a time without end": b'{"time":1e400,"role":"x","kind":"k"}',
   "a number of many digits": b'{"time":1' + b"0" * 6000 + b',"role":"x","kind":"k"}',
@@ -38,12 +40,6 @@ def test_a_damaged_line_is_counted_and_the_rest_is_read(tmp_path, log, what):
   assert (times(found), found.torn_lines) == ([1.0, 3.0], 1)
   follower = Follower(tmp_path)
   assert times(follower.poll()) == [1.0, 3.0] and follower.torn_lines == 1
-
-
-def test_a_torn_last_line_is_counted(tmp_path, log):
-  log(line(1.0) + line(2.0)[:-9])
-  found = read_events(tmp_path)
-  assert (times(found), found.torn_lines) == ([1.0], 1)
 
 
 def test_a_gigantic_line_is_passed_over_without_being_held(tmp_path, log, monkeypatch):
@@ -69,11 +65,17 @@ def test_the_newest_event_is_found_in_whatever_blocks_a_log_is_read(
 ):
   monkeypatch.setattr(eventlog, "SCAN_BYTES", block)
   monkeypatch.setattr(eventlog, "MOST_LINE_BYTES", 500)
+  log(b"", "syncer-1")
+  assert newest_event(tmp_path, Step) is None
   log(line(1.0) + line(2.0) + b"\n" + to_line(made(3.0, "learner-0", "restart")))
+  log(b'{"time":3.5,"role":"learner-0","kind":"note","text":"\\"kind\\":\\"step\\""}\n')
   log(b'{"kind":"step",' * 200 + b"\n" + line(4.0)[:-5])
   assert newest_event(tmp_path, Step).time == 2.0
   assert newest_event(tmp_path, Restart).time == 3.0
   assert newest_event(tmp_path, Commit) is None
+  log(line(9.0, "syncer-0")[:-1], "syncer-0")
+  assert newest_event(tmp_path, Step).time == 9.0
+  assert newest_event(tmp_path, Step, "learner-0").time == 2.0
 
 
 CUT = """

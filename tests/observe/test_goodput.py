@@ -56,6 +56,14 @@ class Log:
     return goodput
 
 
+@pytest.fixture
+def log() -> Log:
+  """Of an island that is there from the beginning, with a model of one fragment."""
+  log = Log(fragments=1)
+  log.start(0.0)
+  return log
+
+
 def test_a_step_counts_for_each_fragment_that_merged_it():
   log = Log(fragments=2)
   log.start(0.0)
@@ -67,9 +75,7 @@ def test_a_step_counts_for_each_fragment_that_merged_it():
   assert goodput.goodput == pytest.approx(0.5 + 0.2)
 
 
-def test_what_is_not_merged_is_pending_and_is_discarded_with_its_life():
-  log = Log(fragments=1)
-  log.start(0.0)
+def test_what_is_not_merged_is_pending_and_is_discarded_with_its_life(log):
   log.merge(log.steps(1, 4, 0.0), 0, 7, -1, {0: 4})
   end = log.steps(5, 10, 4.0)
   assert log.report().causes["pending"] == pytest.approx(0.6)
@@ -87,9 +93,7 @@ def test_what_is_not_merged_is_pending_and_is_discarded_with_its_life():
   assert goodput.learners[0].liveness == pytest.approx(12 / 20)
 
 
-def test_a_revived_learner_may_still_merge_the_steps_of_the_life_it_goes_on_from():
-  log = Log(fragments=1)
-  log.start(0.0)
+def test_a_revived_learner_may_still_merge_the_steps_of_the_life_it_goes_on_from(log):
   log.steps(1, 10, 0.0)
   log.add(10.0, "engine", "exit", target="learner-0")
   log.add(10.0, "engine", "restart", target="learner-0")
@@ -101,9 +105,7 @@ def test_a_revived_learner_may_still_merge_the_steps_of_the_life_it_goes_on_from
   assert goodput.causes["discarded"] == pytest.approx(4 / 12)
 
 
-def test_an_overwrite_gives_up_what_it_covers():
-  log = Log(fragments=1)
-  log.start(0.0)
+def test_an_overwrite_gives_up_what_it_covers(log):
   log.steps(1, 6, 0.0)
   log.add(6.0, "learner-0", "apply", fragment=0, mode="overwrite")
   log.merge(log.steps(7, 10, 6.0), 0, 7, -1, {0: 4})
@@ -122,9 +124,7 @@ def test_a_rejected_update_is_no_goodput():
   assert [goodput.learners[m].goodput for m in range(2)] == pytest.approx([1.0, 0.0])
 
 
-def test_what_a_restored_shard_rolled_back_counts_again_only_when_it_is_regained():
-  log = Log(fragments=1)
-  log.start(0.0)
+def test_what_a_restored_shard_rolled_back_counts_again_only_when_it_is_regained(log):
   log.merge(log.steps(1, 5, 0.0), 0, 7, -1, {0: 5})
   log.merge(log.steps(6, 10, 5.0), 0, 8, 7, {0: 5})
   assert log.report().goodput == pytest.approx(1.0)
@@ -156,9 +156,7 @@ def test_the_beginning_is_split_into_start_up_and_compile():
   assert goodput.goodput_training == pytest.approx(1.0) and goodput.uptime == 1.0
 
 
-def test_a_program_that_is_compiled_in_the_middle_of_training_is_named():
-  log = Log(fragments=1)
-  log.start(0.0)
+def test_a_program_that_is_compiled_in_the_middle_of_training_is_named(log):
   log.steps(1, 4, 0.0)
   log.add(6.0, "learner-0", "compiled", target="learner-0", seconds=1.5, program="jit(own)")
   log.steps(5, 5, 4.0, gap_seconds=3.0)  # of its two seconds beside the step
@@ -170,9 +168,7 @@ def test_a_program_that_is_compiled_in_the_middle_of_training_is_named():
   assert goodput.goodput_training == pytest.approx(6 / 8), "it is no first life's start"
 
 
-def test_an_input_pipeline_that_starves_its_island_is_no_stall():
-  log = Log(fragments=1)
-  log.start(0.0)
+def test_an_input_pipeline_that_starves_its_island_is_no_stall(log):
   log.steps(1, 5, 0.0)
   log.steps(6, 10, 5.0, gap_seconds=31.0, data_seconds=30.0)
   log.merge(160.0, 0, 7, -1, {0: 10})
@@ -181,9 +177,7 @@ def test_an_input_pipeline_that_starves_its_island_is_no_stall():
   assert goodput.goodput == pytest.approx(10 / 160) and goodput.learners[0].liveness == 1.0
 
 
-def test_waiting_saving_and_standing_still_have_names():
-  log = Log(fragments=1)
-  log.start(0.0)
+def test_waiting_saving_and_standing_still_have_names(log):
   log.steps(1, 20, 0.0)
   log.steps(21, 21, 20.0, gap_seconds=3.0, blocked_seconds=1.5, data_seconds=0.5)
   log.add(23.0, "learner-0", "captured", seconds=0.5)
@@ -210,9 +204,7 @@ def test_where_nobody_syncs_a_step_counts_until_it_is_done_again():
   assert goodput.causes["discarded"] == pytest.approx(6 / 20)
 
 
-def test_a_whole_run_that_was_killed_was_down():
-  log = Log(fragments=1)
-  log.start(0.0)
+def test_a_whole_run_that_was_killed_was_down(log):
   log.merge(log.steps(1, 10, 0.0), 0, 7, -1, {0: 10})
   log.add(15.0, "engine", "run_started", num_learners=1, num_fragments=1, num_shards=1)
   log.start(16.0)
@@ -223,9 +215,7 @@ def test_a_whole_run_that_was_killed_was_down():
   assert goodput.goodput == pytest.approx(14 / 20)
 
 
-def test_while_it_runs_time_goes_on_and_afterwards_it_does_not():
-  log = Log(fragments=1)
-  log.start(0.0)
+def test_while_it_runs_time_goes_on_and_afterwards_it_does_not(log):
   log.merge(log.steps(1, 10, 0.0), 0, 7, -1, {0: 10})
   ledger = Ledger()
   for event in log.events:
@@ -344,9 +334,7 @@ def test_a_first_start_that_is_under_way_is_left_out_of_the_training_goodput_too
   assert found.goodput_training == pytest.approx(10 / 25)
 
 
-def test_a_learner_that_no_engine_starts_again_is_down_until_its_process_is_there():
-  log = Log(fragments=1)
-  log.start(0.0)
+def test_a_learner_that_no_engine_starts_again_is_down_until_its_process_is_there(log):
   log.merge(log.steps(1, 10, 0.0), 0, 7, -1, {0: 10})
   log.add(40.0, "learner-0", "launched")
   log.add(46.0, "learner-0", "compiled", target="learner-0", seconds=4.0)

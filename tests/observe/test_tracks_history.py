@@ -76,30 +76,9 @@ def test_spans_touch_and_never_overlap(run_events):
     assert all(end > start for start, end, _ in spans)
 
 
-def test_silence_inside_running_is_stalled(make):
-  joined = make.event(0.5, "learner-0", "joined", global_step=0, seconds=0.5)
-  events = _sorted(
-    [make.run_started(num_learners=1), joined], _steps(make, 0, [1, 1.1, 1.2, 9, 9.1])
-  )
-  assert role_spans(events)["learner-0"] == [
-    [0.0, 0.5, "joining"],
-    [0.5, 1.2, "running"],
-    [1.2, 9, "stalled"],
-    [9, 9.1, "running"],
-  ]
-
-
 def test_no_events_no_spans():
   assert role_spans([]) == {}
   assert kills([]) == []
-
-
-def test_a_kill_is_followed_to_its_first_merge(make):
-  late_push = make.commit(10.2, weights={2: 1.0})  # pushed before the kill
-  events = _sorted([late_push], _kill(make, 10.0, 2, joined=15.0, merged=17.0))
-  (kill,) = kills(events)
-  assert (kill.learner, kill.died) == (2, 10.0)
-  assert (kill.ends["receive"], kill.ends["merge"]) == (15.0, 17.0)
 
 
 def test_a_kill_for_good_is_watched_thirty_seconds(make):

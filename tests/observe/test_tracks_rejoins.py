@@ -22,6 +22,12 @@ PHASES = [
 ]
 
 
+STARTED_AGAIN = [
+  made(10.0, "engine", "exit", target="learner-1", reason="killed"),
+  made(20.0, "engine", "restart", target="learner-1"),
+]
+
+
 def read(events, most=MOST_REJOINS):
   run = RunState()
   run.rejoins = Rejoins(run.islands, most)
@@ -79,11 +85,7 @@ def test_a_planned_kill_of_a_process():
 
 
 def test_a_thread_has_no_process_and_nothing_to_compile():
-  engine = [
-    made(10.0, "engine", "exit", target="learner-1", reason="it crashed"),
-    made(20.0, "engine", "restart", target="learner-1"),
-  ]
-  (found,) = read([*alive(), *engine, *back(process=False)]).as_json()
+  (found,) = read([*alive(), *STARTED_AGAIN, *back(process=False)]).as_json()
   assert list(found["phases"]) == ["detect", "pause", "restore", "receive", "first_step", "merge"]
   assert found["time"] == 3.0 and found["phases"]["detect"] == 7.0, "since its last word"
   assert sum(found["phases"].values()) == pytest.approx(found["seconds"]) == 25.0
@@ -128,22 +130,13 @@ def test_a_run_that_goes_on_is_nobodys_rejoin():
 
 
 def test_last_words_of_an_earlier_life_are_not_heard():
-  engine = [
-    made(10.0, "engine", "exit", target="learner-1", reason="killed"),
-    made(20.0, "engine", "restart", target="learner-1"),
-    made(25.0, "learner-1", "joined", 0),
-    made(24.5, "learner-1", "step", 0, step=9),
-  ]
-  (found,) = read([*alive(), *engine, *back()]).as_json()
+  late = [made(25.0, "learner-1", "joined", 0), made(24.5, "learner-1", "step", 0, step=9)]
+  (found,) = read([*alive(), *STARTED_AGAIN, *late, *back()]).as_json()
   assert found["phases"]["receive"] == 1.75 and found["phases"]["first_step"] == 1.0
 
 
 def test_clocks_that_differ_give_no_negative_seconds():
-  engine = [
-    made(10.0, "engine", "exit", target="learner-1", reason="killed"),
-    made(20.0, "engine", "restart", target="learner-1"),
-  ]
-  late = [*alive(), *engine, *back(at=15.0)]  # its clock is five seconds behind
+  late = [*alive(), *STARTED_AGAIN, *back(at=15.0)]  # its clock is five seconds behind
   (found,) = read(late).as_json()
   assert min(found["phases"].values()) >= 0.0
 

@@ -27,7 +27,7 @@ from ddiloco.protocol.moments import on_provide_moments, on_request_moments
 from ddiloco.protocol.states import MOST_IN_WINDOW, WINDOW_PERIODS
 from ddiloco.protocol.values import replace
 from tests import says
-from tests.protocol.test_syncer_scripts import ALONE, Script, join, report
+from tests.protocol.test_syncer_scripts import ALONE, Script, report
 
 
 def shard_with(*learners: int) -> Script:
@@ -283,9 +283,7 @@ def test_at_the_start_of_a_run_nobody_waits():
   assert learner.can_step(one.state, one.sync)
 
 
-def test_a_donor_gives_at_a_step_boundary_and_one_that_waits_itself_does_not():
-  one = Script(role="learner")
-  join(one)
+def test_a_donor_gives_at_a_step_boundary_and_one_that_waits_itself_does_not(one):
   one.feed(StepDone(0.1, 10, 0.1))
   [give] = one.feed(ProvideMoments(0, 0, 0, 1))
   assert give == Send(0, Moments(0, 0, 1, 1, 0))

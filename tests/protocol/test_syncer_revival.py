@@ -39,11 +39,16 @@ OFTEN = dataclasses.replace(ALONE, snapshot_steps=10)
 FUTURE = 1 << 60
 
 
+@pytest.fixture
+def shard() -> Script:
+  """The only shard, in its second life, of which nobody has said anything yet."""
+  return Script(ALONE, incarnation=1)
+
+
 # --- values that were lost ------------------------------------------------------------------------
 
 
-def test_a_shard_that_lost_commits_takes_them_back_from_a_learner():
-  shard = Script(ALONE, incarnation=1)
+def test_a_shard_that_lost_commits_takes_them_back_from_a_learner(shard):
   newer = says.report(0, 0, 9, 0.1, (3, 0), (2, 2), rounds=(7, -1))
   [sent] = shard.feed(newer)
   assert sent == Send(0, RequestValue(0, 1, 0, 0))
@@ -62,8 +67,7 @@ def test_a_shard_that_lost_commits_takes_them_back_from_a_learner():
   assert (publish.version, publish.round, publish.merged_round(2)) == (3, 7, 5)
 
 
-def test_what_comes_too_late_to_be_given_back_is_said_to_be_lost():
-  shard = Script(ALONE, incarnation=1)
+def test_what_comes_too_late_to_be_given_back_is_said_to_be_lost(shard):
   shard.feed(says.report(0, 0, 9, 0.1, (0, 0), (2, 0)))
   shard.feed(push(0, 1 << 24), norm=1.0)
   assert shard.state.fragments[0].version == 1
@@ -295,8 +299,7 @@ def test_an_update_to_another_value_of_the_same_version_is_not_taken():
   assert one.feed(replace(other, version=9, round=11)) == []
 
 
-def test_who_has_another_value_of_the_same_version_is_not_asked():
-  shard = Script(ALONE, incarnation=1)
+def test_who_has_another_value_of_the_same_version_is_not_asked(shard):
   shard.state = syncer.init(
     0, 1, (FragmentState(0, 3, last_round=9), FragmentState(1)), ALONE, 1 << 60
   )
@@ -323,8 +326,7 @@ VALUE = says.value(0, 0, 0, 3, 7, 90, {0: 7, 2: 5})
   ],
   ids=str,
 )
-def test_a_value_that_cannot_be_is_not_adopted(lie):
-  shard = Script(ALONE, incarnation=1)
+def test_a_value_that_cannot_be_is_not_adopted(lie, shard):
   shard.feed(says.report(0, 0, 9, 0.1, (3, 0), (2, 2), rounds=(7, -1)))
   before = shard.state
   about = replace(VALUE.publish, **{name: of for name, of in lie.items() if name != "snapshot"})
@@ -333,9 +335,8 @@ def test_a_value_that_cannot_be_is_not_adopted(lie):
   assert InstallValue(0, 7) in shard.feed(VALUE)
 
 
-def test_a_value_is_not_lost_with_the_learner_that_is_asked_for_it_first():
+def test_a_value_is_not_lost_with_the_learner_that_is_asked_for_it_first(shard):
   """Another one that has it is asked next, and no round begins before that one could answer."""
-  shard = Script(ALONE, incarnation=1)
   newest = [says.report(m, 0, 9, 0.1, (3, 0), (2, 2), rounds=(7, -1)) for m in (0, 1)]
   due = report(2, (0, 0), (2, 0))
   [request] = shard.feed(newest[0])
@@ -348,9 +349,8 @@ def test_a_value_is_not_lost_with_the_learner_that_is_asked_for_it_first():
   assert InstallValue(0, 7) in shard.feed(replace(VALUE, learner=1), 3.0)
 
 
-def test_a_value_that_is_on_its_way_when_it_is_asked_for_again_is_waited_for():
+def test_a_value_that_is_on_its_way_when_it_is_asked_for_again_is_waited_for(shard):
   """A second request did not count, and ended the wait for the first."""
-  shard = Script(ALONE, incarnation=1)
   newest, due = says.report(0, 0, 9, 0.1, (3, 0), (2, 2), rounds=(7, -1)), report(1, (0, 0), (2, 0))
   asked = [shard.feed(newest, now) for now in (0.0, 0.5, 1.0)]
   assert [len(each) for each in asked] == [1, 0, 1], "again after `liveness_seconds`"
@@ -359,8 +359,7 @@ def test_a_value_that_is_on_its_way_when_it_is_asked_for_again_is_waited_for():
   assert InstallValue(0, 7) in shard.feed(VALUE, 1.95)
 
 
-def test_a_value_that_never_comes_is_waited_for_once():
-  shard = Script(ALONE, incarnation=1)
+def test_a_value_that_never_comes_is_waited_for_once(shard):
   newest, due = says.report(0, 0, 9, 0.1, (3, 0), (2, 2), rounds=(7, -1)), report(1, (0, 0), (2, 0))
   for now in (0.0, 1.0, 2.0):
     shard.feed(newest, now)
@@ -380,8 +379,7 @@ def test_a_value_is_read_once_in_each_of_its_learners_lives():
   assert InstallValue(0, 7, "it") in first and second == [], "both lives had the same value"
 
 
-def test_a_value_is_not_adopted_in_place_of_what_was_made_since():
-  shard = Script(ALONE, incarnation=1)
+def test_a_value_is_not_adopted_in_place_of_what_was_made_since(shard):
   shard.feed(says.report(0, 0, 9, 0.1, (3, 0), (2, 2), rounds=(7, -1)))
   shard.feed(report(1, (0, 0), (2, 0)))
   assert 0 not in shard.state.under_way, "it waits a while for the value it has asked for"
@@ -408,8 +406,7 @@ def test_a_value_ends_the_round_under_way():
   assert shard.state.fragments[0].version == 3 and not shard.state.under_way
 
 
-def test_a_report_of_a_round_that_never_was_is_ignored():
-  shard = Script(ALONE, incarnation=1)
+def test_a_report_of_a_round_that_never_was_is_ignored(shard):
   shard.feed(hello(0, 0))
   before = shard.state
   for never in ((FUTURE, -1), (-1, 1 << 24)):

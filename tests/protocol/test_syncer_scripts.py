@@ -198,10 +198,8 @@ def test_a_rejected_push_goes_back_to_the_base():
   assert rejected.rejoin and rejected.reason == "quarantined"
 
 
-def test_a_pull_of_an_abandoned_round_does_not_replace_a_newer_push():
+def test_a_pull_of_an_abandoned_round_does_not_replace_a_newer_push(one):
   """Else round 5 merges my push, I believe it did not, and push the same steps again."""
-  one = Script(role="learner")
-  join(one)
   one.feed(StepDone(0.1, 10, 0.1))
   assert [type(a) for a in one.feed(says.pull(0, 0, 0, 0, 5, 0))] == [CopyOut]
   assert one.feed(says.pull(0, 0, 0, 0, 3, 0)) == []
@@ -231,9 +229,7 @@ def test_what_was_meant_for_a_dead_incarnation_is_ignored(message):
   assert one.feed(replace(message, learner_incarnation=1)) or one.state != before
 
 
-def test_a_zombie_shard_is_fenced():
-  one = Script(role="learner")
-  join(one)
+def test_a_zombie_shard_is_fenced(one):
   one.feed(StepDone(0.1, 10, 0.1))
   one.feed(says.pull(0, 1, 0, 1, 1 << 32, 1))  # incarnation 1 of the shard speaks
   before = one.state
@@ -342,19 +338,15 @@ def test_who_was_not_heard_while_the_shard_took_others_in_is_not_lost():
 @pytest.mark.parametrize(
   "heard", [hello(0, 0), report(0, (-1, -1), (0, 0))], ids=["hello", "report"]
 )
-def test_a_learner_that_was_lost_is_logged_as_joined_when_it_is_heard_again(heard):
+def test_a_learner_that_was_lost_is_logged_as_joined_when_it_is_heard_again(heard, shard):
   """One that was stopped while it joined says hello before it reports."""
-  shard = Script(ALONE)
-  shard.feed(hello(0, 0))
   shard.feed(Tick(1000.0))
   assert shard.state.members[0].lost
   logged = [a for a in shard.feed_all(heard, 1000.1) if isinstance(a, Member)]
   assert [(a.state, a.reason) for a in logged] == [("joined", "heard again")]
 
 
-def test_a_restarted_shard_still_says_what_it_has_merged():
-  shard = Script(ALONE)
-  shard.feed(hello(0, 0))
+def test_a_restarted_shard_still_says_what_it_has_merged(shard):
   shard.feed(report(0, (0, 0), (1, 1)))
   shard.feed(push(0, 0), norm=1.0)
   stored = shard.state.fragments
@@ -397,9 +389,7 @@ FOREIGN = [
 
 
 @pytest.mark.parametrize("message", FOREIGN, ids=lambda m: type(m).__name__)
-def test_nonsense_changes_nothing_at_a_shard(message):
-  shard = Script(ALONE)
-  shard.feed(hello(0, 0))
+def test_nonsense_changes_nothing_at_a_shard(message, shard):
   before = shard.state
   assert shard.feed(message, norm=1.0) == [] and shard.state == before
 
@@ -420,9 +410,7 @@ def test_nonsense_changes_nothing_at_a_shard(message):
   ],
   ids=lambda m: type(m).__name__,
 )
-def test_nonsense_changes_nothing_at_a_learner(message):
-  one = Script(role="learner")
-  join(one)
+def test_nonsense_changes_nothing_at_a_learner(message, one):
   before = one.state
   assert one.feed(message) == [] and one.state == before
 
@@ -499,9 +487,7 @@ def test_the_last_work_of_all_that_leave_needs_no_others(version, other, begins)
 
 
 @pytest.mark.parametrize("steps, tokens, base", [(0, 10, 0), (1, 0, 0), (1, 10, 5)])
-def test_empty_pushes_and_foreign_bases_are_refused_with_a_reason(steps, tokens, base):
-  shard = Script(ALONE)
-  shard.feed(hello(0, 0))
+def test_empty_pushes_and_foreign_bases_are_refused_with_a_reason(steps, tokens, base, shard):
   shard.feed(report(0, (0, 0), (1, 1)))
   bad = replace(push(0, 0, base=base), steps=steps, tokens=tokens)
   sent = [a.message for a in shard.feed(bad, norm=1.0) if isinstance(a, Send)]
@@ -720,9 +706,7 @@ def test_a_commit_says_of_each_other_learner_why_it_has_no_part():
   }
 
 
-def test_a_quarantined_learner_hears_so_at_each_report_and_is_asked_for_nothing():
-  shard = Script(ALONE)
-  shard.feed(hello(0, 0))
+def test_a_quarantined_learner_hears_so_at_each_report_and_is_asked_for_nothing(shard):
   shard.feed(report(0, (0, 0), (0, 0)))
   shard.state = shard.state.with_member(0, quarantined=True)
   told = Send(0, Rejection(0, 0, 0, -1, -1, True, "quarantined"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import defaultdict
 
 from ddiloco.chaos import Faults
@@ -17,8 +16,7 @@ from ddiloco.roles.learner import Learner
 from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Runtime
 from tests.roles import toy
-
-PATIENCE_SECONDS = 90.0
+from tests.waits import PATIENCE_SECONDS, wait_for
 
 
 def bits(c: Committed) -> tuple:
@@ -109,11 +107,8 @@ class Fleet:
     return [e for e in list(self.events[role]) if e.kind == kind]
 
   def until(self, happened) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not happened():
-      assert not self.failures, self.failures
-      assert time.monotonic() < deadline, "nothing happened"
-      time.sleep(0.002)
+    wait_for(lambda: self.failures or happened())
+    assert not self.failures, self.failures
 
   def end(self) -> None:
     self.stop.set()

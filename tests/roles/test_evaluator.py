@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from ddiloco.runtime import Runtime
 from tests import says
 from tests.roles import toy
 from tests.roles.test_learner_exchange import Wire
+from tests.waits import wait_for
 
 TOKENS = 100
 
@@ -70,9 +70,7 @@ def test_it_reports_while_it_saves_the_end_and_leaves_when_that_is_saved():
 
   def save(params, tokens):
     wire, before = watched.wire, len(watched.wire.sent)
-    until = time.monotonic() + 60
-    while len(wire.sent) < before + 2 and time.monotonic() < until:
-      time.sleep(0.01)
+    wait_for(lambda: len(wire.sent) >= before + 2)
     seen.extend(wire.sent)
 
   watched = Watched(save=save)

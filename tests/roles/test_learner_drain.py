@@ -21,8 +21,8 @@ from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Runtime, Time
 from tests.roles import toy
 from tests.roles.toy import ListRecorder
+from tests.waits import PATIENCE_SECONDS, wait_for
 
-PATIENCE_SECONDS = 90.0
 SYNC = {"num_shards": 1, "num_fragments": 3, "sync_period": 8, "overlap_steps": 2, "min_quorum": 1}
 
 
@@ -69,11 +69,8 @@ class Run:
     return role
 
   def until(self, happened) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not happened():
-      assert not self.failures, self.failures
-      assert time.monotonic() < deadline, "nothing happened"
-      time.sleep(0.002)
+    wait_for(lambda: self.failures or happened())
+    assert not self.failures, self.failures
 
   def stop(self, name: str) -> float:
     """Returns how long it took to end."""

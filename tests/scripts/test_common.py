@@ -8,8 +8,8 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -17,6 +17,7 @@ from ddiloco import config as config_lib
 from ddiloco.protocol.events import LOG_FORMAT
 from tests.scripts.commands import SCRIPTS
 from tests.scripts.commands import status as status_of
+from tests.waits import wait_for
 
 
 @pytest.fixture
@@ -89,18 +90,15 @@ def test_a_script_that_is_killed_leaves_no_run_behind(common, tmp_path):
   workdir, scripts = tmp_path / "run", str(Path(common.__file__).parent)
   paths = os.pathsep.join([scripts, str(common.ROOT), os.environ.get("PYTHONPATH", "")])
   command = [sys.executable, "-c", SCRIPT, str(workdir)]
-  run, said = 0, ""
+  run = 0
   with subprocess.Popen(
     command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths}
   ) as parent:
     try:
       assert parent.stdout.readline() == "started\n"
-      until = time.monotonic() + 60
-      while not said.endswith("\n"):  # the run says its number when its Python has begun
-        assert time.monotonic() < until
-        said = common.log_of(workdir).read_text()
-        time.sleep(0.01)
-      run = os.pidfd_open(int(said))
+      log = common.log_of(workdir)  # the run says its number when its Python has begun
+      wait_for(lambda: log.read_text().endswith("\n"), "its number")
+      run = os.pidfd_open(int(log.read_text()))
     finally:
       parent.kill()
   try:
@@ -246,10 +244,7 @@ def test_a_script_whose_reader_has_left_ends_without_a_traceback(said, status, u
 def test_neither_ctrl_c_nor_wrong_usage_is_a_traceback(
   script, monkeypatch, capsys, error, status, said
 ):
-  def main():
-    raise error
-
   monkeypatch.setattr(sys, "argv", ["scripts/a.py"])
   with pytest.raises(SystemExit) as ended:
-    script("common").run_script(main)
+    script("common").run_script(mock.Mock(side_effect=error))
   assert ended.value.code == status and capsys.readouterr() == ("", said)

@@ -1,8 +1,8 @@
 """The bytes a parameter of `docs/design.md`, "Merging", on a shard's real process."""
 
-import time
-
 import pytest
+
+from tests.waits import wait_for
 
 VALUES, LEARNERS = 16_000_000, 2
 UPDATE = 0.5 + 4 / 256  # bytes a value in int4
@@ -30,9 +30,7 @@ def test_a_shard_has_the_vectors_of_the_table_and_no_others(shards, copies, benc
   try:
     for _ in range(3):
       bench.round()
-    until = time.monotonic() + 60
-    while bytes_a_value()[0] > REST + copies + SLACK and time.monotonic() < until:
-      time.sleep(0.2)
+    wait_for(lambda: bytes_a_value()[0] <= REST + copies + SLACK, bytes_a_value)
     rest, peak = bytes_a_value()
   finally:
     bench.end()

@@ -171,13 +171,6 @@ def test_heldout_split_is_spread_and_of_the_wanted_size(tmp_path):
   assert len(corpus.heldout) / windows == pytest.approx(0.05 * 14 / 16, abs=0.005)
 
 
-def test_heldout_split_ignores_seed_and_learners(tmp_path):
-  one = make_config(tmp_path, seed=0, learners=2)
-  other = make_config(tmp_path, seed=9, learners=5)
-  a, b = (data_lib.open_corpus(c.data).heldout_batches(2) for c in (one, other))
-  np.testing.assert_array_equal(a, b)
-
-
 @pytest.mark.parametrize(
   ("count", "batch_size", "shape"),
   [(12, 8, (2, 6)), (12, 4, (3, 4)), (7, 4, (7, 1)), (6, 64, (1, 6))],
@@ -346,15 +339,6 @@ def test_close_stops_the_thread_and_the_iterator(tmp_path):
   with pytest.raises(ValueError):
     next(iterator)
   iterator.close()  # twice is fine
-
-
-def test_batch_sizes_may_differ_between_islands(tmp_path):
-  config = make_config(tmp_path, learners=2, overrides={"1": {"batch_size": 5}})
-  small, large = open_streams(config, 0, 1)
-  assert small.batch(0).shape == (2, 9) and large.batch(0).shape == (5, 9)
-  a = {int(t) for i in range(20) for t in small.batch(i)[:, 0]}
-  b = {int(t) for i in range(20) for t in large.batch(i)[:, 0]}
-  assert len(a) == 40 and len(b) == 100 and not a & b
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])

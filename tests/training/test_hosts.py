@@ -12,6 +12,7 @@ import threading
 import typing
 import weakref
 from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import msgspec
@@ -91,11 +92,7 @@ def test_a_host_that_cannot_move_values_says_so():
   shelf, told = hosts._Shelf(), []
   shelf.put(7, None)
   error = RuntimeError("RESOURCE_EXHAUSTED")
-
-  def get(number):
-    raise error
-
-  shelf.get = get
+  shelf.get = mock.Mock(side_effect=error)
   hosts._move_values(None, link, shelf, HostProgress(), told.append)
   assert told == [error]
 

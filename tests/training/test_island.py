@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 import os
 import pathlib
 import subprocess
@@ -254,29 +255,43 @@ def test_reset_and_every_fragment_is_a_fresh_start(any_island):
   assert [island.step(batch(seed), seed) for seed in range(2)] == expected
 
 
-def test_nothing_compiles_after_compile(any_island, request):
-  island, plan, config = any_island
-  params, compiled = initial(config), []
+NEW_FACTORS = itertools.count(1.2345)
+
+
+@contextlib.contextmanager
+def nothing_compiles():
+  """Fails if its block has compiled anything."""
+  compiled = []
 
   def listen(event, duration, **_):
     if "compile" in event:
       compiled.append(event)
 
   jax.monitoring.register_event_duration_secs_listener(listen)
-  request.addfinalizer(lambda: jax.monitoring.unregister_event_duration_listener(listen))
-  jax.jit(lambda x: x * 1.2345 + len(plan.sizes))(np.float32(1))
-  assert compiled  # the listener works
-  compiled.clear()
-  assert island.compile() == 0.0
-  island.reset()
-  island.load(params)
-  for global_step in range(3):
-    island.step(batch(global_step), global_step)
-    for index, size in enumerate(plan.sizes):
-      island.to_host(island.copy_out(index), index)
-      island.apply(index, island.stage(index, np.zeros(size, np.float32)), 0.5 * global_step)
-  island.params_on_host()
+  try:
+    jax.jit(lambda x: x * next(NEW_FACTORS))(np.float32(1))
+    assert compiled, "the listener works"
+    compiled.clear()
+    yield
+  finally:
+    jax.monitoring.unregister_event_duration_listener(listen)
   assert compiled == []
+
+
+def test_nothing_compiles_after_compile(any_island):
+  island, plan, config = any_island
+  params = initial(config)
+  with nothing_compiles():
+    assert island.compile() == 0.0
+    island.reset()
+    island.load(params)
+    for global_step in range(3):
+      island.step(batch(global_step), global_step)
+      for index, size in enumerate(plan.sizes):
+        island.to_host(island.copy_out(index), index)
+        staged = island.stage(index, np.zeros(size, np.float32))
+        island.apply(index, staged, 0.5 * global_step)
+    island.params_on_host()
 
 
 def test_pieces_are_compiled_again_if_that_failed(monkeypatch):
@@ -342,7 +357,7 @@ def test_the_whole_state_moves_to_another_mesh_and_back(single, cube):
   island, _, config = cube
   island.load(initial(config))
   island.step(batch(), 0)
-  saved = _on_host(island.capture())
+  saved = on_host(island.capture())
   expected = island.step(batch(1), 1)
   single[0].restore(saved)
   metrics = single[0].step(batch(1), 1)
@@ -390,7 +405,7 @@ def test_a_mixture_of_experts_trains():
   )
   island.compile()
   island.load(initial(config))
-  before, saved = island.params_on_host(), _on_host(island.capture())
+  before, saved = island.params_on_host(), on_host(island.capture())
   metrics = [island.step(batch(), global_step) for global_step in (5, 6)]
   assert metrics[1]["loss"] < metrics[0]["loss"]
   island.restore(saved)
@@ -446,7 +461,7 @@ def test_islands_step_concurrently():
   assert done.stdout.split()[-1] == "finite"
 
 
-def _on_host(state):
+def on_host(state):
   return {name: np.array(leaf) for name, leaf in state.items()}
 
 
@@ -469,7 +484,7 @@ def stress(num_islands=4, num_steps=300):
       moving, saving = None, []
       for global_step in range(num_steps):
         if global_step % 10 == 0:
-          saving.append((background.submit(_on_host, island.capture()), island.params_on_host()))
+          saving.append((background.submit(on_host, island.capture()), island.params_on_host()))
         metrics = island.step(batch(global_step), global_step)
         index = global_step // 2 % len(plan.fragments)
         if global_step % 2 == 0:

@@ -14,7 +14,7 @@ from ddiloco.core import fragments
 from ddiloco.models.transformer import LanguageModel
 from ddiloco.training import step
 from ddiloco.training.step import METRICS, StateLayout
-from tests.training.test_island import CUBE, batch, initial, make
+from tests.training.test_island import CUBE, batch, initial, make, nothing_compiles, on_host
 
 MOE = {"num_experts": 4, "experts_per_token": 2}
 # Fewer devices and more, the axes exchanged.
@@ -76,10 +76,6 @@ def trained(island, config, steps=3, seed=0):
   for global_step in range(steps):
     island.step(batch(global_step), global_step)
   return island
-
-
-def on_host(state):
-  return {name: np.array(leaf) for name, leaf in state.items()}
 
 
 def assert_same_bits(left, right):
@@ -412,27 +408,16 @@ def test_the_rate_can_be_scaled(any_island):
       np.testing.assert_array_equal(value, after[1.0][name], err_msg=name)
 
 
-def test_nothing_compiles_for_states_and_moments(any_island, request):
+def test_nothing_compiles_for_states_and_moments(any_island):
   island, plan, config = any_island
   saved = on_host(trained(island, config).capture())
   placed = jax.device_put(saved, island.layout.shardings)
   other = jax.device_put(saved, jax.devices()[5])
-  compiled = []
-
-  def listen(event, duration, **_):
-    if "compile" in event:
-      compiled.append(event)
-
-  jax.monitoring.register_event_duration_secs_listener(listen)
-  request.addfinalizer(lambda: jax.monitoring.unregister_event_duration_listener(listen))
-  jax.jit(lambda x: x * 1.2345 + len(plan.sizes))(np.float32(2))
-  assert compiled  # the listener works
-  compiled.clear()
-  for state in (saved, placed, other, island.capture()):
-    island.restore(state)
-    island.step(batch(), 3, 0.25)
-    for p in range(len(plan.fragments)):
-      flat = island.to_host(island.copy_out(p, moments=True), p)
-      island.apply(p, island.stage(p, flat, moments=True), 0.0, moments=True)
-      island.set_count(int(island.count()) + 1)
-  assert compiled == []
+  with nothing_compiles():
+    for state in (saved, placed, other, island.capture()):
+      island.restore(state)
+      island.step(batch(), 3, 0.25)
+      for p in range(len(plan.fragments)):
+        flat = island.to_host(island.copy_out(p, moments=True), p)
+        island.apply(p, island.stage(p, flat, moments=True), 0.0, moments=True)
+        island.set_count(int(island.count()) + 1)

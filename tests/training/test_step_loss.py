@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,21 +11,10 @@ from ddiloco.config import ModelConfig
 from ddiloco.models.transformer import cross_entropy, from_params, language_model
 
 
-def test_cross_entropy_by_hand():
-  # softmax(0, ln 3) = (1/4, 3/4); softmax(0, 0) = (1/2, 1/2)
-  logits = jnp.array([[[0.0, math.log(3)], [0.0, 0.0]]])
-  expected = (math.log(4 / 3) + math.log(2)) / 2
-  assert float(cross_entropy(logits, jnp.array([[1, 0]]))) == pytest.approx(expected, rel=1e-6)
-
-
 def test_cross_entropy_is_stable_and_f32():
   logits = jnp.array([[[1e4, 0.0]]], jnp.bfloat16)
   loss = cross_entropy(logits, jnp.array([[1]]))
   assert loss.dtype == jnp.float32 and 9_900 < float(loss) < 10_100
-
-
-def test_target_outside_the_vocabulary_is_nan_not_a_plausible_number():
-  assert math.isnan(float(cross_entropy(jnp.zeros((1, 1, 4)), jnp.array([[4]]))))
 
 
 @pytest.mark.parametrize("num_experts", [0, 4])

@@ -10,23 +10,11 @@ import sys
 import sysconfig
 
 import numpy as np
-import pytest
 
-from ddiloco import environment
-from ddiloco.config import ConfigError, DataConfig
+from ddiloco.config import DataConfig
 from ddiloco.training import data as data_lib
 from ddiloco.training import tokens as tokens_lib
-
-
-def text_data(path, **fields) -> DataConfig:
-  return DataConfig(source="text", path=str(path), **fields)
-
-
-def error_of(call, *args) -> str:
-  with pytest.raises(ConfigError) as caught:
-    call(*args)
-  assert "Fix:" in str(caught.value)
-  return str(caught.value)
+from tests.training.test_data import error_of, text_data
 
 
 def test_text_files_are_documents_separated_by_byte_zero(tmp_path):
@@ -87,7 +75,7 @@ def test_token_files_may_be_more_than_a_process_can_open_at_first(tmp_path):
   for number in range(100):
     (tmp_path / f"{number}.bin").write_bytes(bytes(2))
   program = [sys.executable, "-c", MANY, str(tmp_path / "*.bin")]
-  assert subprocess.check_output(program, env=environment.bare()) == b"100\n"
+  assert subprocess.check_output(program) == b"100\n"
 
 
 def test_synthetic_is_deterministic_and_learnable():
