@@ -155,6 +155,11 @@ def test_rules_that_need_two_fields(values, field, rule):
   assert text.startswith(f"{field} = ") and rule in text and ". Fix: " in text
 
 
+def test_an_optimizer_of_ones_own_takes_the_place_of_muon():
+  inner = {"optimizer": "muon", "custom": "mine.py:inner"}
+  assert from_dict({"inner": inner, "checkpoint": {"rejoin": "peer"}}).inner.optimizer == "muon"
+
+
 @pytest.mark.parametrize(
   "changes, field, rule",
   [
