@@ -361,11 +361,10 @@ def _train_alone(
   from ddiloco.engines.threads import ThreadsEngine
 
   print(f"For comparison: every island alone, without a syncer, for {steps} steps each.")
-  together = sum(config.tokens_per_step(m) for m in range(config.islands.num_learners))
   alone = dataclasses.replace(
     config,
     sync=dataclasses.replace(config.sync, num_shards=0),
-    run=dataclasses.replace(config.run, total_tokens=steps * together),
+    run=dataclasses.replace(config.run, total_tokens=steps * config.planned_tokens_per_step),
     chaos=dataclasses.replace(config.chaos, faults=()),
   )
   islands = runner.islands if isinstance(runner, ThreadsEngine) else None
