@@ -383,6 +383,7 @@ class SyncerState(_State, Frozen):
     known = rules.noted_pace(self.beliefs, report.learner, report.step_seconds)
     fewest = self.fewest_tokens  # whoever makes such steps may be left alone
     most = rules.WASTE * self.target_tokens / fewest if fewest else math.inf
+    most += rules.step_tolerance(self.sync)  # every fragment is synced once in any run
     here = self._num_here(report.learner) if self.recovery_over(now) else 0
     known, global_step = rules.raised_global_step(
       known, self.global_step, report.learner, report.global_step, now, most, self.sync, here

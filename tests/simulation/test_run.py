@@ -327,6 +327,14 @@ def test_a_run_whose_tokens_are_merged_ends_without_who_is_down_by_plan():
   assert events[-1].time < 100 and not of(events, "restart")
 
 
+def test_a_run_of_a_single_token_syncs_every_fragment():
+  """In lock-step; shards believed no step of it, and the learner waited for ever."""
+  config = make(learners=1, blocking=True, num_fragments=6, sync_period=4, overlap_steps=1)
+  config = dataclasses.replace(config, run=dataclasses.replace(config.run, total_tokens=1))
+  _, events = play(config, sizes=(1000,) * 6)
+  assert len(of(events, "commit")) >= 6
+
+
 def test_an_island_of_small_batches_that_is_left_alone_ends_the_run():
   """Shards believed so many steps as larger batches need, then asked it no more: for ever."""
   config = make(learners=2, steps=8, faults=[Fault("kill", "learner-1", at_step=3, seconds=-1)])
