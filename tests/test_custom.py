@@ -13,6 +13,7 @@ import ddiloco
 from ddiloco import custom
 from ddiloco.cli.arguments import Flags
 from ddiloco.config import Config, ConfigError, default, from_dict
+from ddiloco.engines import session
 from ddiloco.models import transformer
 from ddiloco.roles import initial
 from ddiloco.training import data, evaluate, step
@@ -369,6 +370,16 @@ def test_an_optimizer_by_name_takes_the_place_of_adamw(file):
   ):
     with pytest.raises(ConfigError, match=rf"^inner.custom = .*{rule}"):
       initial.make_plan(config("inner", f"{file}:{name}"))
+
+
+def test_muon_for_a_model_without_hidden_matrices_is_refused_before_a_role_begins(file, tmp_path):
+  """With --engine=processes each island was refused, and an untrained result was left."""
+  own = {"model": {"custom": f"{file}:model"}, "inner": {"optimizer": "muon"}}
+  config = from_dict({**own, "sync": {"num_fragments": 2}})
+  for refuse in (session.describe, lambda config: session.train(config, tmp_path / "run")):
+    with pytest.raises(ConfigError, match=r"^inner.optimizer = 'muon': is for hidden matrices"):
+      refuse(config)
+  assert not (tmp_path / "run").exists()
 
 
 def test_a_path_becomes_absolute_and_does_not_part_roles(file, monkeypatch, tmp_path):

@@ -173,6 +173,8 @@ def new_syncer(
   owned = owned_by(shard, config.sync.num_shards, config.sync.num_fragments)
   newest = tuple(store[p].state for p in owned)
   islands = {*range(config.islands.num_learners), *map(int, config.islands.overrides)}
+  islands.add(max(islands) + 1)  # without settings of its own, as learners that join may be
+  sizes = [config.tokens_per_step(m) for m in islands]
   return syncer.init(
     shard,
     incarnation,
@@ -183,7 +185,8 @@ def new_syncer(
     first_round=first_round,
     began_at=time.monotonic() if began_at is None else began_at,
     planned_learners=config.islands.num_learners,
-    step_tokens=max(config.tokens_per_step(m) for m in islands),
+    step_tokens=max(sizes),
+    fewest_tokens=min(sizes),
     passes_moments=config.checkpoint.rejoin == "peer",
   )
 

@@ -77,7 +77,8 @@ class Config:
       good = bool(self.model.custom) or vocab_size % chunks == 0
       must("islands", island, "loss_chunks", good, rule, f"use {math.gcd(chunks, vocab_size)}")
     rule = "a peer's moments are vectors as long as all parameters, which Muon does not have"
-    good = (self.inner.optimizer, self.checkpoint.rejoin) != ("muon", "peer")
+    inner = self.inner.custom or self.inner.optimizer
+    good = (inner, self.checkpoint.rejoin) != ("muon", "peer")
     must("checkpoint", self.checkpoint, "rejoin", good, rule, "use 'own'")
     _check_images(self.model, self.data)
     _check_faults(self.chaos, m, self.sync.num_shards)

@@ -110,6 +110,8 @@ class ModelConfig:
     check("model", self)
     rule = f"must be at most {MAX_LAYERS}: the plan of fragments lists all of them"
     must("model", self, "num_layers", self.num_layers <= MAX_LAYERS, rule, "use fewer")
+    if self.custom:
+      return
     rule = f"must be whole patches of model.patch_size ({self.patch_size}) a side"
     fix = f"use {self.patch_size * max(1, round(self.image_size / self.patch_size))}"
     must("model", self, "image_size", self.image_size % self.patch_size == 0, rule, fix)
@@ -204,7 +206,8 @@ class OuterConfig:
     # Within these bounds no outer step overflows (docs/design.md, "Rejected pushes").
     bounded = self.learning_rate <= 1e3 and self.learning_rate * self.final_share >= 1e-12
     rule = "must be at most 1000, and at least 1e-12 when it has fallen to outer.final_share"
-    must("outer", self, "learning_rate", bounded, rule, "use 0.5")
+    fix = "use 0.5, and 0.05 for outer.final_share"
+    must("outer", self, "learning_rate", bounded, rule, fix)
 
 
 # --- Where it is trained: the islands' devices, meshes and batches

@@ -63,7 +63,7 @@ def train(
   A run that is already in `workdir` goes on from its newest snapshot. `options` are further
   arguments of the engine. `dashboard`: where the run can be watched, None: nowhere.
   """
-  initial.make_plan(config)  # before a device is touched
+  _plan(config)
   config = initial.absolute_start(config)
   # Refused now, not when there is a result.
   place = weights.followed if overwrite else weights.replaceable
@@ -95,6 +95,14 @@ def train(
         if served:
           print(f"Dashboard: {served.url}")
         return _train(runner, config, workdir, corpus, heldout)
+
+
+def _plan(config: Config) -> fragments.Plan:
+  """The plan; a model that cannot be partitioned so, or has nothing for the inner optimizer, is
+  refused before a device is touched."""
+  plan = initial.make_plan(config)
+  step.optimizer(config.inner, custom.load_model(config.model).logical_axes())
+  return plan
 
 
 def _warn_of_own_rate(config: Config) -> None:
@@ -360,11 +368,10 @@ def _train_alone(
   from ddiloco.engines.threads import ThreadsEngine
 
   print(f"For comparison: every island alone, without a syncer, for {steps} steps each.")
-  together = sum(config.tokens_per_step(m) for m in range(config.islands.num_learners))
   alone = dataclasses.replace(
     config,
     sync=dataclasses.replace(config.sync, num_shards=0),
-    run=dataclasses.replace(config.run, total_tokens=steps * together),
+    run=dataclasses.replace(config.run, total_tokens=steps * config.planned_tokens_per_step),
     chaos=dataclasses.replace(config.chaos, faults=()),
   )
   islands = runner.islands if isinstance(runner, ThreadsEngine) else None
@@ -497,7 +504,7 @@ def _print_end(config: Config, workdir: Path, extra: Mapping[str, Any]) -> None:
 
 def describe(config: Config, corpus: data.Corpus | None = None) -> str:
   """The dry run: final config, model, data, fragments and bytes, without touching a device."""
-  plan, config = initial.make_plan(config), initial.checked_start(config)
+  plan, config = _plan(config), initial.checked_start(config)
   lines = [config.to_json(), "", f"model: {sum(plan.sizes):,} parameters"]
   if flops := custom.flops_per_token(config):
     lines[-1] += f", {flops:.3g} FLOPs per token"

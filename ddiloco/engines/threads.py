@@ -307,9 +307,9 @@ class ThreadsEngine(Engine):
   def _outcome(self, reason: str) -> RunResult:
     if self.config.sync.num_shards:
       return self._result(reason, *self._global_params())
-    gone = {n for n, role in members(self._state).items() if role.phase == GONE}
-    built = [m for m in self.islands if m not in self._unbuilt]
-    left = [m for m in built if learner_address(m) not in gone] or built
+    roles = members(self._state)  # without learners whose planned join has not come
+    built = [m for m in self.islands if learner_address(m) in roles and m not in self._unbuilt]
+    left = [m for m in built if roles[learner_address(m)].phase != GONE] or built
     each = {m: self.islands[m].params_on_host() for m in left}
     furthest = max(self._life_steps.get(m, 0) for m in left)  # each life began anew
     seen = furthest * self.config.planned_tokens_per_step

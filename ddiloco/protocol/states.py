@@ -262,6 +262,7 @@ class SyncerState(_State, Frozen):
   sync: SyncConfig
   target_tokens: int  # a fragment that has merged so many is complete
   step_tokens: int = 0  # of the largest step of any learner; 0: not known
+  fewest_tokens: int = 0  # of the smallest
   first_round: int = 0  # smaller rounds are not of this run
   members: Mapping[int, Member] = {}
   model_saved: bool = False  # the final one, by an evaluator, which has left
@@ -382,7 +383,9 @@ class SyncerState(_State, Frozen):
     if report.learner == EVALUATOR:
       return self
     known = rules.noted_pace(self.beliefs, report.learner, report.step_seconds)
-    most = rules.WASTE * self.target_tokens / self.step_tokens if self.step_tokens else math.inf
+    fewest = self.fewest_tokens  # whoever makes such steps may be left alone
+    most = rules.WASTE * self.target_tokens / fewest if fewest else math.inf
+    most += rules.step_tolerance(self.sync)  # every fragment is synced once in any run
     here = self._num_here(report.learner) if self.recovery_over(now) else 0
     known, global_step = rules.raised_global_step(
       known, self.global_step, report.learner, report.global_step, now, most, self.sync, here

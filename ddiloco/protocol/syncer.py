@@ -46,7 +46,8 @@ def init(
     recovery_deadline: when it stops waiting for learners that may have newer values.
     first_round: smaller rounds are of an earlier run, whose values are not taken here.
     began_at: when the run began, seconds on this shard's clock: bounds the global step.
-    more: of the run, fields of the state: `planned_learners`, `step_tokens`, `passes_moments`.
+    more: of the run, fields of the state: `planned_learners`, `step_tokens`, `fewest_tokens`,
+      `passes_moments`.
   """
   snapshot = max((f.snapshot for f in fragments), default=0)
   # On a host that has joined the run lately its start is not known, but the run is at least as old

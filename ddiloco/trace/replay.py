@@ -250,7 +250,8 @@ def live_config(
   for each in (*beside, started):
     mesh = dict(zip(("data", "fsdp", "tensor"), each.mesh))
     mine = {"devices": each.devices, **mesh, "batch_size": each.batch_size, "hosts": 1}
-    overrides[str(parse_role(each.role)[1])] = mine
+    key = str(parse_role(each.role)[1])
+    overrides[key] = {**overrides.get(key, {}), **mine}  # how it computes is in no event
   learners = started.learners or config.islands.num_learners
   islands = dataclasses.replace(config.islands, num_learners=learners, overrides=overrides)
   decay_steps = config.inner.decay_steps or started.planned_steps or config.planned_steps()

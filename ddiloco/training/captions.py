@@ -81,6 +81,10 @@ class Pairs:
       wanted, given = getattr(config.model, name), getattr(self._options, name)
       rule = f"must be model.{name} ({wanted}), whose patches take a caption's first positions"
       require(wanted == given, f"data.options.{name}", given, rule, "set both")
+    numbers = range(len(self.labels_N))
+    every = {self.caption(i, phrase) for i in numbers for phrase in range(len(PHRASES))}
+    # The longest is refused now, not in the middle of the run.
+    self.caption_row(max(every, key=lambda caption: len(self._corpus.tokenizer.encode(caption))))
     batch_size = config.islands.island(learner).batch_size
     num_images = self._num_images(batch_size)
     # Text first: its checks refuse an invalid corpus.

@@ -155,6 +155,23 @@ def test_rules_that_need_two_fields(values, field, rule):
   assert text.startswith(f"{field} = ") and rule in text and ". Fix: " in text
 
 
+def test_fields_of_a_model_of_ones_own_mean_what_its_function_says():
+  own = {"head_dim": 15, "num_kv_heads": 3, "image_size": 9}
+  assert refusal({"model": own}).startswith("model.image_size = 9: ")
+  assert from_dict({"model": own | {"custom": "mine.py:model"}}).model.head_dim == 15
+
+
+def test_the_fix_of_an_outer_rate_that_falls_too_low_is_one():
+  text = refusal({"outer": {"final_share": 1e-13}})
+  assert text.endswith("Fix: use 0.5, and 0.05 for outer.final_share.")
+  assert from_dict({"outer": {"learning_rate": 0.5, "final_share": 0.05}})
+
+
+def test_an_optimizer_of_ones_own_takes_the_place_of_muon():
+  inner = {"optimizer": "muon", "custom": "mine.py:inner"}
+  assert from_dict({"inner": inner, "checkpoint": {"rejoin": "peer"}}).inner.optimizer == "muon"
+
+
 @pytest.mark.parametrize(
   "changes, field, rule",
   [

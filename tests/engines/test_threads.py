@@ -499,6 +499,14 @@ def test_islands_alone_finish_without_a_syncer(corpus, tmp_path):
   assert not ran.of("commit") and not ran.of("push")
 
 
+def test_an_island_that_has_not_joined_is_not_among_those_that_trained_alone(corpus, tmp_path):
+  """If the others diverge, its initial values would be the best result."""
+  late = [fault("join", "learner-2", at_step=1000)]
+  config = make_config(learners=2, steps=20, sync={"num_shards": 0}, chaos={"faults": late})
+  ran = Ran(config, corpus, tmp_path)
+  assert [*ran.islands] == [0, 1, 2] and [*ran.outcome.island_params] == [0, 1]
+
+
 def test_what_an_island_alone_loses_counts_not_as_seen(corpus, tmp_path):
   """Else the result of a start with many failures could never be replaced by a better one."""
   config = make_config(learners=2, steps=20, sync={"num_shards": 0})

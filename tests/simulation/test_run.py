@@ -327,6 +327,36 @@ def test_a_run_whose_tokens_are_merged_ends_without_who_is_down_by_plan():
   assert events[-1].time < 100 and not of(events, "restart")
 
 
+def test_a_run_of_a_single_token_syncs_every_fragment():
+  """In lock-step; shards believed no step of it, and the learner waited for ever."""
+  config = make(learners=1, blocking=True, num_fragments=6, sync_period=4, overlap_steps=1)
+  config = dataclasses.replace(config, run=dataclasses.replace(config.run, total_tokens=1))
+  _, events = play(config, sizes=(1000,) * 6)
+  assert len(of(events, "commit")) >= 6
+
+
+def test_an_island_of_small_batches_that_is_left_alone_ends_the_run():
+  """Shards believed so many steps as larger batches need, then asked it no more: for ever."""
+  config = make(learners=2, steps=8, faults=[Fault("kill", "learner-1", at_step=3, seconds=-1)])
+  batches = {"1": {"batch_size": 128}}
+  config = dataclasses.replace(
+    config,
+    islands=dataclasses.replace(config.islands, overrides=batches),
+    run=dataclasses.replace(config.run, total_tokens=8 * 132 * 16),
+  )
+  _, events = play(config)
+  assert of(events, "step")[-1].global_step > 16 * 8
+
+
+def test_a_learner_that_joins_with_a_larger_batch_than_all_others_is_merged():
+  config = make(learners=2, faults=[Fault("join", "learner-2", at_step=5, seconds=-1)])
+  batches = {str(m): {"batch_size": 1} for m in range(2)}
+  islands = dataclasses.replace(config.islands, overrides=batches)
+  _, events = play(dataclasses.replace(config, islands=islands))
+  assert not of(events, "rejected")
+  assert any(2 in event.learners for event in of(events, "commit"))
+
+
 def test_a_run_whose_quorum_has_left_has_failed():
   faults = [
     Fault("join", "learner-2", at_seconds=1.0, seconds=2.0),

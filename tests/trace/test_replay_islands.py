@@ -1,5 +1,6 @@
 """Islands and data of replayed learners."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import jax
@@ -11,7 +12,10 @@ from ddiloco.trace.operations import Entry, Trace
 
 
 def test_a_life_reads_its_data_by_the_batches_of_its_own_plan(monkeypatch):
-  """A run may go on with other islands; their batches are a part of the order of the data."""
+  """A run may go on with other islands; their batches are a part of the order of the data.
+
+  How an island computes a step changes its bits and is in no event: the config says it.
+  """
   sizes = {50: (2, 4), 75: (2, 2)}  # planned steps -> batches
   lives = {
     f"learner-{m}": [
@@ -24,7 +28,8 @@ def test_a_life_reads_its_data_by_the_batches_of_its_own_plan(monkeypatch):
     for m in range(2)
   }  # fmt: skip
   trace = Trace({role: [Entry(1, life) for life in each] for role, each in lives.items()})
-  saved = {"num_learners": 3, "devices": 4, "fsdp": 4, "batch_size": 8}
+  how = {"remat": "full", "loss_chunks": 2, "attention": "einsum"}
+  saved = {"num_learners": 3, "devices": 4, "fsdp": 4, "batch_size": 8, "overrides": {"1": how}}
   config = from_dict({"data": {"source": "synthetic"}, "islands": saved})
   read = []
   monkeypatch.setattr(replay, "Island", lambda *_: SimpleNamespace(compile=int))
@@ -41,3 +46,5 @@ def test_a_life_reads_its_data_by_the_batches_of_its_own_plan(monkeypatch):
       assert role == f"learner-{learner}"
       found = [read[-1].islands.island(m).batch_size for m in range(2)]
       assert tuple(found) == each and read[-1].islands.num_learners == 2
+      computed = [dataclasses.asdict(read[-1].islands.island(m)).items() for m in range(2)]
+      assert how.items() <= computed[1] and not how.items() <= computed[0]

@@ -193,6 +193,14 @@ def test_what_does_not_fit_is_refused(changed, said):
   assert str(error.value).startswith(said) and "Fix: " in str(error.value)
 
 
+def test_captions_that_are_too_long_are_refused_before_one_is_read():
+  """The longest are rare: a learner came to one in the middle of a run, and crashed for good."""
+  short, enough = (config_of(data={"sequence_length": length}) for length in (78, 79))
+  with pytest.raises(ConfigError, match=r"^data.sequence_length = 78: 16 patches .* least 79\.$"):
+    data.open_data(short.data).batches(short, 0)
+  data.open_data(enough.data).batches(enough, 0)
+
+
 def test_too_many_held_out_images_are_refused():
   config = config_of(data={"heldout_sequences": 1000})
   with pytest.raises(ConfigError, match=r"^data.heldout_sequences = 1000: asks for 496 held-out"):
