@@ -54,15 +54,14 @@ def on_moments(state: SyncerState, moments: Moments, now: float) -> SyncerOutcom
     return state, [states.ignored(moments, reason)]
   todo: list[SyncerAction] = []
   for learner, fragments in sorted(state.asking.items()):
-    member = state.members.get(learner)
-    if member is None or moments.fragment not in fragments:
+    if moments.fragment not in fragments:
       continue
     left = tuple(p for p in fragments if p != moments.fragment)
     passed_on = state.counted(state.passed_on, learner)
     state = replace(state, asking={**state.asking, learner: left}, passed_on=passed_on)
     same = ("fragment", "donation", "count", "payload")
     forwarded = ForwardMoments(
-      *state.to(member.incarnation),
+      *state.to(state.members[learner].incarnation),
       donor=moments.learner,
       donor_incarnation=moments.incarnation,
       **{name: getattr(moments, name) for name in same},
@@ -77,7 +76,7 @@ def _next(state: SyncerState, now: float) -> SyncerOutcome:
   may come back, no learner needs to wait."""
   if state.donation is not None and now < state.donation.until:
     return state, []
-  asking = {m: ps for m, ps in state.asking.items() if m in state.members and ps}
+  asking = {m: ps for m, ps in state.asking.items() if ps}
   donors = [m for m in state.members if _can_give(state, m)]
   if not donors and state.recovery_over(now):
     todo: list[SyncerAction] = []
@@ -87,7 +86,7 @@ def _next(state: SyncerState, now: float) -> SyncerOutcome:
       todo.append(Send(m, no))
     return replace(state, donation=None, asking={}), todo
   if not asking or not donors:
-    return replace(state, donation=None), []
+    return state, []
   asked = state.donors_asked
   donor = min(donors, key=lambda m: (asked.get(m, 0), m))
   member = state.members[donor]
@@ -102,7 +101,7 @@ def _next(state: SyncerState, now: float) -> SyncerOutcome:
 def _can_give(state: SyncerState, learner: int) -> bool:
   member = state.members[learner]
   healthy = not (member.lost or member.quarantined or member.leaving or member.rejections)
-  trains = learner != messages.EVALUATOR and member.step_seconds > 0 and min(member.versions) >= 0
+  trains = member.step_seconds > 0 and min(member.versions) >= 0
   return healthy and trains and not state.asking.get(learner)
 
 
@@ -111,7 +110,7 @@ def _can_give(state: SyncerState, learner: int) -> bool:
 
 def want(state: LearnerState, now: float) -> LearnerState:
   """After joining a run under way, waits `donor_seconds` for a peer's moments; 0: does not wait."""
-  if not (state.donor_seconds and state.trains and state.global_step and state.shards):
+  if not (state.donor_seconds and state.trains and state.global_step):
     return state
   return replace(
     state,
@@ -127,15 +126,12 @@ def ask(state: LearnerState, now: float) -> LearnerOutcome:
   over = now >= state.wants_until
   if not state.wants or (now < state.ask_at and not over):
     return state, []
-  todo: list[LearnerAction] = []
-  for shard in range(len(state.shards)):
-    lacks = (p for p in state.wants if p not in state.staging)
-    mine = tuple(p for p in lacks if state.fragments[p].shard == shard)
-    if mine:
-      todo.append(Send(shard, RequestMoments(*state.me, () if over else mine)))
+  lacks = () if over else tuple(p for p in state.wants if p not in state.staging)
+  request = RequestMoments(*state.me, lacks)  # each shard takes what it owns
+  sends: list[LearnerAction] = [Send(shard, request) for shard in range(len(state.shards))]
   if over:
-    return replace(state, wants=(), staging=()), [events.NoDonor(fragments=state.wants), *todo]
-  return replace(state, ask_at=now + ASK_SECONDS), todo
+    return replace(state, wants=(), staging=()), [events.NoDonor(fragments=state.wants), *sends]
+  return replace(state, ask_at=now + ASK_SECONDS), sends
 
 
 def on_provide_moments(state: LearnerState, provide: ProvideMoments) -> LearnerOutcome:

@@ -29,7 +29,7 @@ def _value_due_at(state: SyncerState, f: FragmentState) -> float:
 def start_rounds(state: SyncerState, now: float) -> SyncerOutcome:
   """Starts rounds of dirty fragments that a quorum is due for; all that can push are asked."""
   todo: list[SyncerAction] = []
-  if not state.dirty or not state.recovery_over(now):
+  if not state.recovery_over(now):
     return state, todo
   waiting: list[int] = []
   for i in sorted(state.dirty):
@@ -51,7 +51,7 @@ def start_rounds(state: SyncerState, now: float) -> SyncerOutcome:
     step_seconds = statistics.median_low(member.step_seconds for member in there)
     known = [member.sync_seconds for member in there if member.sync_seconds]
     sync_seconds = statistics.median_low(known) if known else 0.0
-    paces = ((m, v.step_seconds) for m, v in state.members.items() if not v.lost and m >= 0)
+    paces = ((m, v.step_seconds) for m, v in state.members.items() if not v.lost)
     state = replace(state, beliefs=rules.refreshed(state.beliefs, paces, step_seconds))
     current = Round(
       id=round_id,
@@ -115,7 +115,7 @@ def on_push(state: SyncerState, push: Push, event: Received) -> SyncerOutcome:
     norms={**current.norms, me: event.norm},
     products={**current.products, **pairs},
   )
-  if current.quorum_at is None and len(current.pushes) >= state.quorum:
+  if current.quorum_at == math.inf and len(current.pushes) >= state.quorum:
     seconds = rules.smooth(state.quorum_seconds, _quorum_seconds(state, current, event.now))
     state = replace(state, quorum_seconds=seconds)
     current = replace(current, quorum_at=event.now)
@@ -179,7 +179,7 @@ def advance_rounds(state: SyncerState, now: float) -> SyncerOutcome:
           todo.append(_round_event(f, current))
       deadline = min(
         current.pulled_at + _pull_patience(state, current.pulls),
-        math.inf if decision.wake_at is None else decision.wake_at,
+        decision.wake_at,
         now + state.sync.liveness_seconds,  # patience is learned: it may be shorter by then
       )
       current = replace(current, deadline=deadline)
@@ -284,8 +284,8 @@ def _commit(
     missing=_missing(state, i, current),
     reason=why,
     merged_tokens=merged_tokens,
-    quorum_seconds=(current.quorum_at or now) - current.started_at,
-    grace_seconds=now - (current.quorum_at or now),
+    quorum_seconds=current.quorum_at - current.started_at,
+    grace_seconds=now - current.quorum_at,
   )
 
 

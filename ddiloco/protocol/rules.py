@@ -39,7 +39,7 @@ def due_after(fragment: int, version: int, sync: SyncConfig) -> int:
   """Inner steps after which a fragment is due; first rounds are spread over one period."""
   if version > 0:
     return sync.sync_period
-  return max(1, math.ceil(sync.sync_period * (fragment + 1) / sync.num_fragments))
+  return math.ceil(sync.sync_period * (fragment + 1) / sync.num_fragments)
 
 
 def backed_off(
@@ -71,7 +71,7 @@ class Decision(Frozen):
 
   verdict: str  # wait, commit or abandon
   reason: str
-  wake_at: float | None = None  # seconds: look again then even if nothing happens
+  wake_at: float = math.inf  # seconds: look again then even if nothing happens
 
 
 def grace_seconds(
@@ -93,7 +93,7 @@ def decide(
   now: float,
   pushed: int,
   pending: Sequence[int],
-  quorum_at: float | None,
+  quorum_at: float,
   grace: float,
   quorum: int,
 ) -> Decision:
@@ -103,7 +103,7 @@ def decide(
     now: seconds, on the same clock as `quorum_at`.
     pushed: learners whose push was accepted.
     pending: learners that were asked, live, and have not answered yet.
-    quorum_at: when `pushed` reached the quorum, None if it has not.
+    quorum_at: when `pushed` reached the quorum, inf if it has not.
     grace: seconds to wait after that.
     quorum: learners that must have pushed.
 
@@ -119,7 +119,7 @@ def decide(
     return Decision("wait", f"quorum: {pushed} of {quorum} have answered, waiting for {names}")
   if not pending:
     return Decision("commit", f"all {pushed} asked have answered")
-  deadline = (quorum_at if quorum_at is not None else now) + grace
+  deadline = quorum_at + grace
   if now >= deadline:
     return Decision("commit", f"quorum of {pushed}, grace of {grace:.3f} s is over without {names}")
   return Decision("wait", f"grace: {deadline - now:.3f} s left for {names}", deadline)
@@ -203,7 +203,7 @@ def agreement(products: Mapping[tuple[int, int], float], learners: Sequence[int]
   batches is not. The average of four pushes of cosine 0 is half as long as each of them; that of
   equal pushes is as long.
 
-  >>> agreement({(0, 0): 4.0, (1, 1): 1.0, (0, 1): 1.0}, [0, 1])
+  >>> agreement({(0, 0): 4.0, (1, 1): 16.0, (0, 1): 4.0}, [0, 1])
   0.5
   """
   found = _cosines(products, learners)
@@ -315,13 +315,11 @@ def raised_global_step(
   if rate > 0:
     reach += max(0.0, now - reach_at) * rate
     reach_at = max(now, reach_at)
-  if confirmed > global_step:
-    global_step = confirmed
-    if confirmed > reach:
-      reach, reach_at = float(confirmed), max(now, reach_at)
-  if front == learner and num_learners:
-    global_step = max(global_step, int(min(claim, reach, max(most_steps, global_step))))
-  return replace(beliefs, claims=claims, reach=reach, reach_at=reach_at), global_step
+  if confirmed > reach:
+    reach, reach_at = float(confirmed), max(now, reach_at)
+  alone = int(min(claim, reach, most_steps)) if num_learners else 0
+  beliefs = replace(beliefs, claims=claims, reach=reach, reach_at=reach_at)
+  return beliefs, max(global_step, confirmed, alone)
 
 
 def too_far_ahead(beliefs: Beliefs, global_step: int, sync: SyncConfig) -> int | None:
@@ -341,7 +339,7 @@ def _rate(paces: Ranking, learner: int, num_learners: int) -> float:
     middle = statistics.median((own or math.inf, *others[:2]))
     return LEAD / max(middle, SHORTEST_STEP_SECONDS)
   if num_learners > 2:  # a member that never says how fast it is must not hold up the others
-    return LEAD / max(own, *others, SHORTEST_STEP_SECONDS) if others else 0.0
+    return LEAD / max(others[0], SHORTEST_STEP_SECONDS) if others else 0.0
   return ALONE_LEAD / max(own, SHORTEST_STEP_SECONDS)
 
 

@@ -195,10 +195,8 @@ def _message_fault(state: SyncerState, message: messages.ToShard) -> str:
   if member is not None and message.incarnation < member.incarnation:
     return "an old incarnation of this learner"
   if not isinstance(message, Report):
-    known = member is not None and message.incarnation == member.incarnation
-    saved = isinstance(message, messages.Goodbye) and message.learner == EVALUATOR
-    heard = known or saved or isinstance(message, Value)  # these two also by a restarted shard
-    return "" if heard else "an unknown learner or incarnation"
+    heard = member or isinstance(message, Value | messages.Goodbye)  # by a restarted shard too
+    return "" if heard else "an unknown learner"
   counts = (len(message.versions), len(message.rounds), len(message.steps_since_sync))
   if counts != (len(state.fragments),) * 3:
     return f"counts {counts[0]} fragments, not mine"
@@ -424,9 +422,7 @@ def _note_lost(state: SyncerState, report: Report) -> SyncerOutcome:
   had = {
     f.index: v
     for f, r, v in zip(state.fragments, report.rounds, report.versions)
-    if max(state.known_rounds.get(f.index, -1), state.first_round - 1)
-    < r
-    < min(state.first_own_round, f.last_round)
+    if max(state.known_rounds[f.index], state.first_round - 1) < r < state.first_own_round
   }
   if not had:
     return state, []
