@@ -121,6 +121,8 @@ def test_a_shard_is_finished_when_the_model_is_saved_and_everybody_has_left():
   back = replace(shard.state, recovery_deadline=9.0)
   assert not syncer.finished(back, 8.0, 30.0), "its members may begin slowly"
   assert syncer.finished(back, 9.0, 30.0)
+  older = back.with_fragment(1, merged_tokens=5)
+  assert not syncer.finished(older, 9.0, 30.0), "an evaluator that was ended said goodbye too soon"
 
 
 @pytest.mark.parametrize("known", [False, True])
