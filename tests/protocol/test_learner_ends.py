@@ -260,6 +260,9 @@ def test_a_leaving_learner_reports_what_it_has_not_since_when():
   one.state = learner.drain(one.state)
   assert [a.message.steps_since_sync for a in learner.reports(one.state, SYNC)] == [(1, 1)]
   assert all(a.message.leaving for a in learner.reports(one.state, SYNC))
+  one.state = one.state.with_fragment(1, steps=0, tokens=0)
+  [report] = learner.reports(one.state, SYNC)
+  assert report.message.steps_since_sync == (1, 0), "it has nothing of fragment 1 to merge"
 
 
 # --- bounds ---------------------------------------------------------------------------------------

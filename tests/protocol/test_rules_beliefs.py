@@ -278,9 +278,9 @@ def test_one_whose_updates_grow_from_round_to_round_is_rejected_in_the_end():
 def test_one_whose_updates_are_always_longer_is_measured_by_its_own():
   rounds = Rounds(min_quorum=2)
   for step in range(401, 421, 4):
-    assert not rounds.end(float(step), 0, 5.0, 1.0, 1.0).rejected
-  assert not rounds.end(421.0, 0, 30.0, 1.0, 1.0).rejected
-  assert rounds.end(425.0, 0, 200.0, 1.0, 1.0).rejected
+    assert not rounds.end(float(step), 0, 1.0, 5.0, 1.0).rejected
+  assert not rounds.end(421.0, 0, 1.0, 30.0, 1.0).rejected
+  assert rounds.end(425.0, 0, 1.0, 200.0, 1.0).rejected
 
 
 @pytest.mark.parametrize("turns", ["stays", "comes back", "is new"])
@@ -652,4 +652,5 @@ def test_ranks_of_claims_and_paces_are_short():
   assert len(known.claims) == 2 and len(known.paces) == 3
   here = rules.refreshed(known, [(0, 0.0), (98, 2.0), (5, 9.0), (6, 4.0), (7, 3.0)], 4.0)
   assert here.claims == ((-108, 98),) and here.usual_step_seconds == 4.0
+  assert rules.usual_pace(Beliefs(reach_at=0.0, paces=((1.0, 0), (9.0, 1)))) == 1.0
   assert here.paces == ((2.0, 98), (3.0, 7), (4.0, 6)), "one that has made no step has no pace"

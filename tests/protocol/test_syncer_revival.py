@@ -28,6 +28,7 @@ from ddiloco.protocol.messages import (
   Pull,
   Report,
   RequestValue,
+  Welcome,
 )
 from ddiloco.protocol.values import replace
 from tests import says
@@ -217,6 +218,17 @@ def test_a_revived_learner_waits_until_its_shard_has_said_what_is_newer():
   assert learner.can_step(one.state, SYNC)
 
 
+def test_a_revived_learner_that_has_all_tokens_stays_until_its_shard_has_said_that_all_are_merged():
+  """The shard may have lost what made them, and needs the learner's values."""
+  one = revived()
+  complete = tuple(replace(f, merged_tokens=10_000) for f in one.state.fragments)
+  one.state = replace(one.state, fragments=complete)
+  one.feed(Tick(0.0))
+  assert not one.state.done
+  one.feed(welcome(0, 0, 1, 60, (0, 1)))
+  assert one.state.done
+
+
 def test_a_revived_learner_compares_no_times_of_another_clock():
   """It came from a machine that is up for long: its new clock is far behind the one of its part."""
   one = revived(StepDone(1e6, 10, 0.1))
@@ -402,7 +414,8 @@ def test_a_value_is_read_once_in_each_of_its_learners_lives():
   shard, values = Script(ALONE, incarnation=1), []
   for life, now in ((0, 0.0), (1, 9.0)):
     value = replace(VALUE, incarnation=life)
-    assert Send(0, RequestValue(0, 1, life, 0)) in shard.feed(hello(0, life, (7, -1)), now)
+    welcomed, request = shard.feed(hello(0, life, (7, -1)), now)
+    assert isinstance(welcomed.message, Welcome) and request == Send(0, RequestValue(0, 1, life, 0))
     assert shard.feed(value, now, read=False) == [Read(value, now)]
     assert shard.feed(value, now, read=False) == [], "a duplicate"
     values.append(value)

@@ -638,6 +638,16 @@ def test_the_pushes_of_learners_that_left_long_ago_excuse_no_long_one(norm, merg
   assert shard.state.fragments[0].version == 2 + merged
 
 
+def test_a_shard_counts_its_commits_for_consistent_snapshots():
+  shard = Script(ALONE)
+  shard.feed(hello(0, 0))
+  shard.feed(report(0, (0, 0), (1, 1)))
+  before = shard.state.vector_clock[shard.state.key]
+  sent = [a.message for a in shard.feed_all(push(0, 0), norm=1.0) if isinstance(a, Send)]
+  counts = [message.count for message in sent if isinstance(message, Publish)]
+  assert counts == [before + 1] == [shard.state.vector_clock[shard.state.key]]
+
+
 def test_a_life_begins_greater_rounds_than_the_one_before_however_many_that_began():
   """Lives of threads are numbered one by one, and a small model may begin a hundred rounds a
   second. Learners take no version of a smaller round."""
