@@ -10,13 +10,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from ddiloco.protocol import events, messages, syncer
-from ddiloco.protocol.actions import Read, Received, SyncerAction, Tick
+from ddiloco.protocol.actions import Read, Received, Send, SyncerAction, Tick
 from ddiloco.protocol.states import SyncerState
 from ddiloco.protocol.values import Frozen, replace
 
 
 def take_in(state: SyncerState, event) -> tuple[SyncerState, list[SyncerAction]]:
-  """One event at a shard; a push with what was measured of it arrives first."""
+  """One event at a shard; a push with what was measured of it arrives first.
+
+  Whatever it sends must be a message that its receiver can read.
+  """
+  state, actions = _take_in(state, event)
+  for message in (action.message for action in actions if isinstance(action, Send)):
+    header, _ = messages.encode(message)
+    messages.decode(header, b"" if isinstance(message, messages.BULK) else None)
+  return state, actions
+
+
+def _take_in(state: SyncerState, event) -> tuple[SyncerState, list[SyncerAction]]:
   if isinstance(event, Received) and isinstance(event.message, messages.Push) and event.read:
     state, actions = syncer.syncer_on(state, replace(event, read=False))
     if not any(isinstance(action, Read) for action in actions):

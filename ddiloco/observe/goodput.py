@@ -471,7 +471,7 @@ class IslandAccount:
 
   def _settle(self, fragment: int, step: int) -> None:
     """Of the fragment, no step up to this one is pending any more."""
-    step = min(self.sums.number, max(0, step))
+    step = min(self.sums.number, step)
     settled = self._settled.get(fragment, (0, 0.0))
     self._settled[fragment] = max(settled, (step, self.sums.at(step)))
 

@@ -245,7 +245,7 @@ def can_step(state: LearnerState, sync: SyncConfig) -> bool:
   """May the next inner step start? Always, once joined, unless the run is in lock-step."""
   if not state.joined or state.done or state.leaving or not state.trains or state.wants:
     return False
-  return not (sync.blocking and state.fragments and waiting_for(state, sync))
+  return not (sync.blocking and waiting_for(state, sync))
 
 
 def waiting_for(state: LearnerState, sync: SyncConfig) -> str:
@@ -278,7 +278,7 @@ def waiting_for(state: LearnerState, sync: SyncConfig) -> str:
 def reports(state: LearnerState, sync: SyncConfig) -> list[LearnerAction]:
   """The reports that the role sends at the end of every step boundary, and as a sign of life."""
   sends: list[LearnerAction] = []
-  for shard, incarnation in enumerate(state.shards):
+  for shard in range(len(state.shards)):
     mine = [(p, f) for p, f in enumerate(state.fragments) if f.shard == shard]
     report = messages.Report(
       *state.me,
@@ -290,7 +290,7 @@ def reports(state: LearnerState, sync: SyncConfig) -> list[LearnerAction]:
       leaving=state.leaving,
       snapshot=state.snapshot,
       idle_seconds=state.idle_seconds,
-      joins=incarnation < 0 or not all(f.fresh for _, f in mine),
+      joins=not all(f.fresh for _, f in mine),
       whole=state.whole,
     )
     sends.append(Send(shard, report))
@@ -307,7 +307,7 @@ def _due_steps(state: LearnerState, p: int, f: LearnerFragment, sync: SyncConfig
   if state.leaving:
     return max(f.steps_since_sync, 1) if f.steps else 0
   if sync.blocking and f.outstanding:
-    return max(f.steps_since_sync, rules.due_after(p, f.version, sync))
+    return rules.due_after(p, f.version, sync)
   return f.steps_since_sync
 
 
@@ -414,11 +414,7 @@ def _after_apply(f: LearnerFragment, entry: IncomingVersion, step: int) -> dict:
 def _answer_pulls(state: LearnerState) -> LearnerOutcome:
   todo: list[LearnerAction] = []
   for p, f in enumerate(state.fragments):
-    if f.pull is None or f.incoming:
-      continue
-    if f.pull.base_version < f.version:
-      state = state.with_fragment(p, pull=None)
-    elif f.pull.base_version == f.version and f.steps > 0:
+    if f.pull and f.pull.base_version == f.version and f.steps > 0 and not f.incoming:
       count = state.vector_clock[state.learner] + 1
       state = state.heard(state.learner, count)
       push = Push(
@@ -451,7 +447,7 @@ def _finish(state: LearnerState) -> LearnerOutcome:
 def _holds_up(state: LearnerState, f: LearnerFragment) -> bool:
   """Whether a leaving learner waits for this fragment; not for a complete or a missing one."""
   unfinished = f.version >= 0 and f.merged_tokens < state.target_tokens
-  return unfinished and bool(f.tokens or f.outstanding or f.incoming)
+  return unfinished and bool(f.tokens or f.incoming)
 
 
 def drain(state: LearnerState) -> LearnerState:

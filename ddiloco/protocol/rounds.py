@@ -29,7 +29,7 @@ def _value_due_at(state: SyncerState, f: FragmentState) -> float:
 def start_rounds(state: SyncerState, now: float) -> SyncerOutcome:
   """Starts rounds of dirty fragments that a quorum is due for; all that can push are asked."""
   todo: list[SyncerAction] = []
-  if not state.dirty or not state.recovery_over(now):
+  if not state.recovery_over(now):
     return state, todo
   waiting: list[int] = []
   for i in sorted(state.dirty):
@@ -127,7 +127,7 @@ def on_push(state: SyncerState, push: Push, event: Received) -> SyncerOutcome:
     norms={**current.norms, me: event.norm},
     products={**current.products, **pairs},
   )
-  if current.quorum_at is None and len(current.pushes) >= current.quorum:
+  if current.quorum_at == math.inf and len(current.pushes) >= current.quorum:
     seconds = rules.smooth(state.quorum_seconds, _quorum_seconds(state, current, event.now))
     state = replace(state, quorum_seconds=seconds)
     current = replace(current, quorum_at=event.now)
@@ -191,7 +191,7 @@ def advance_rounds(state: SyncerState, now: float) -> SyncerOutcome:
           todo.append(_round_event(f, current))
       deadline = min(
         current.pulled_at + _pull_patience(state, current.pulls),
-        math.inf if decision.wake_at is None else decision.wake_at,
+        decision.wake_at,
         now + state.sync.liveness_seconds,  # patience is learned: it may be shorter by then
       )
       current = replace(current, deadline=deadline)
@@ -304,8 +304,8 @@ def _commit(
     missing=_missing(state, i, current),
     reason=why,
     merged_tokens=merged_tokens,
-    quorum_seconds=(current.quorum_at or now) - current.started_at,
-    grace_seconds=now - (current.quorum_at or now),
+    quorum_seconds=current.quorum_at - current.started_at,
+    grace_seconds=now - current.quorum_at,
   )
 
 

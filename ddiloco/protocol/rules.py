@@ -40,7 +40,7 @@ def due_after(fragment: int, version: int, sync: SyncConfig) -> int:
   """Inner steps after which a fragment is due; first rounds are spread over one period."""
   if version > 0:
     return sync.sync_period
-  return max(1, math.ceil(sync.sync_period * (fragment + 1) / sync.num_fragments))
+  return math.ceil(sync.sync_period * (fragment + 1) / sync.num_fragments)
 
 
 def backed_off(
@@ -72,7 +72,7 @@ class Decision(Frozen):
 
   verdict: str  # wait, commit or abandon
   reason: str
-  wake_at: float | None = None  # seconds: look again then even if nothing happens
+  wake_at: float = math.inf  # seconds: look again then even if nothing happens
 
 
 def grace_seconds(
@@ -94,7 +94,7 @@ def decide(
   now: float,
   pushed: int,
   pending: Sequence[int],
-  quorum_at: float | None,
+  quorum_at: float,
   grace: float,
   quorum: int,
 ) -> Decision:
@@ -104,7 +104,7 @@ def decide(
     now: seconds, on the same clock as `quorum_at`.
     pushed: learners whose push was accepted.
     pending: learners that were asked, live, and have not answered yet.
-    quorum_at: when `pushed` reached the quorum, None if it has not.
+    quorum_at: when `pushed` reached the quorum, inf if it has not.
     grace: seconds to wait after that.
     quorum: learners that must have pushed.
 
@@ -120,7 +120,7 @@ def decide(
     return Decision("wait", f"quorum: {pushed} of {quorum} have answered, waiting for {names}")
   if not pending:
     return Decision("commit", f"all {pushed} asked have answered")
-  deadline = (quorum_at if quorum_at is not None else now) + grace
+  deadline = quorum_at + grace
   if now >= deadline:
     return Decision("commit", f"quorum of {pushed}, grace of {grace:.3f} s is over without {names}")
   return Decision("wait", f"grace: {deadline - now:.3f} s left for {names}", deadline)
@@ -204,7 +204,7 @@ def agreement(products: Mapping[tuple[int, int], float], learners: Sequence[int]
   batches is not. The average of four pushes of cosine 0 is half as long as each of them; that of
   equal pushes is as long.
 
-  >>> agreement({(0, 0): 4.0, (1, 1): 1.0, (0, 1): 1.0}, [0, 1])
+  >>> agreement({(0, 0): 4.0, (1, 1): 16.0, (0, 1): 4.0}, [0, 1])
   0.5
   """
   found = _cosines(products, learners)

@@ -228,7 +228,7 @@ class Round(Frozen):
   # Inner products of two accepted pushes, the smaller learner first; where directions count.
   products: Mapping[tuple[int, int], float] = {}
   rejected: Mapping[int, str] = {}
-  quorum_at: float | None = None
+  quorum_at: float = math.inf  # when so many have pushed; inf: they have not
 
 
 class ValueRequest(Frozen):

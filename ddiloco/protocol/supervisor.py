@@ -260,8 +260,7 @@ def _lose(state: Supervisor, role: Role, event: Exited, actions: list[Action]) -
   if kill is not None:
     pause, reason = kill.seconds if kill.seconds >= 0 else None, killed(kill)
   else:
-    worked_seconds = max(0.0, event.now - role.working_since)
-    deaths, pause = after_exit(deaths, worked_seconds, state.run)
+    deaths, pause = after_exit(deaths, event.now - role.working_since, state.run)
     if pause is None and not event.role.startswith(GIVEN_UP):
       pause = LONGEST_PAUSE_SECONDS
   actions.append(Lost(event.role, reason))
@@ -306,8 +305,8 @@ def after_exit(deaths: int, worked_seconds: float, run: RunConfig) -> tuple[int,
 
   Args:
     deaths: in a row, before this one.
-    worked_seconds: for how long the incarnation that ended did its work, 0 if it never began:
-      a role that compiles for ten minutes and dies at its first step was never healthy.
+    worked_seconds: for how long the incarnation that ended did its work, -inf if it never
+      began: a role that compiles for ten minutes and dies at its first step was never healthy.
     run: what the run allows.
   """
   deaths = 1 if worked_seconds >= healthy_seconds(run) else deaths + 1

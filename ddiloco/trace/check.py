@@ -98,7 +98,6 @@ class LearnerSymbols(LearnerAlgebra):
     return len(steps), sum(each.tokens for each in steps), (ranges(steps), end)
 
   def stage(self, op: events.Stage, version: Version | None, included: Pushed | None) -> int | None:
-    self._begins.setdefault(op.fragment, len(self._history))
     return None if included is None else included.content[1]
 
   def apply(self, fragment: int, staged: int | None, mode: str) -> None:

@@ -194,6 +194,13 @@ def test_an_exit_in_good_order_is_no_loss(make):
   assert len(view.log_events) == 1
 
 
+def test_a_shard_is_down_though_the_island_of_its_number_has_left(make):
+  view = RunState()
+  view.add(make.event(1.0, "learner-1", "stopped", reason="the end", unmerged_tokens=0))
+  view.add(make.event(2.0, "engine", "exit", target="syncer-1", reason="crashed"))
+  assert view.log_events[-1].text == "shard 1 is down: crashed"
+
+
 def test_a_learner_that_no_engine_starts_again_is_on_its_way_once_its_process_is_there(make):
   events = [make.event(0.1, "learner-1", "launched")]
   events += [make.event(1.0, "learner-1", "started"), make.step(2.0, 1, 1)]

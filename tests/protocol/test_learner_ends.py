@@ -121,6 +121,8 @@ def test_a_shard_is_finished_when_the_model_is_saved_and_everybody_has_left():
   back = replace(shard.state, recovery_deadline=9.0)
   assert not syncer.finished(back, 8.0, 30.0), "its members may begin slowly"
   assert syncer.finished(back, 9.0, 30.0)
+  older = back.with_fragment(1, merged_tokens=5)
+  assert not syncer.finished(older, 9.0, 30.0), "an evaluator that was ended said goodbye too soon"
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -274,6 +276,9 @@ def test_a_leaving_learner_reports_what_it_has_not_since_when():
   one.state = learner.drain(one.state)
   assert [a.message.steps_since_sync for a in learner.reports(one.state, SYNC)] == [(1, 1)]
   assert all(a.message.leaving for a in learner.reports(one.state, SYNC))
+  one.state = one.state.with_fragment(1, steps=0, tokens=0)
+  [report] = learner.reports(one.state, SYNC)
+  assert report.message.steps_since_sync == (1, 0), "it has nothing of fragment 1 to merge"
 
 
 # --- bounds ---------------------------------------------------------------------------------------

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from ddiloco.protocol import learner
 from ddiloco.protocol.actions import (
   ApplyMoments,
@@ -130,9 +132,33 @@ def test_a_donor_that_does_not_answer_is_replaced():
   assert [a.to for a in shard.feed(moments(1, 0))] == [2]
 
 
+@pytest.mark.parametrize(
+  "step, delivery, patience", [(0.01, 0.0, 1.0), (1.0, 0.0, 10.0), (0.01, 7.0, 21.0)]
+)
+def test_a_donor_has_time_for_its_step_and_its_link(step, delivery, patience):
+  shard = shard_with(0, 1)
+  shard.state = shard.state.with_member(0, step_seconds=step, delivery_seconds=delivery)
+  shard.feed(RequestMoments(1, 0, (0,)), 0.5)
+  assert shard.state.donation.until == 0.5 + patience
+
+
+def test_moments_of_several_fragments_may_be_on_their_way_at_once():
+  one = Script(role="learner")
+  one.state = replace(one.state, donor_seconds=5.0)
+  for p in (0, 1):
+    one.feed(replace(NEWEST, fragment=p))
+    one.feed(Staged(p, 0, 10.0))
+  both = [ForwardMoments(0, 0, 0, p, 3, 0, 1, 7) for p in (0, 1)]
+  assert [one.feed(each) for each in both] == [[TakeMoments(each)] for each in both]
+  for p in (1, 0):
+    assert one.feed(Taken(p, 11.0, "staged")) == [ApplyMoments(p, "staged")]
+  assert learner.can_step(one.state, one.sync)
+
+
 def test_one_that_asks_again_and_again_does_not_use_up_the_links_of_others():
   shard, given = shard_with(0, 1, 2), 0
   for _ in range(50):
+    shard.state = replace(shard.state, passed_on=shard.state.counted(shard.state.passed_on, 3))
     actions = shard.feed(RequestMoments(2, 0, (0, 1)))
     while (donation := shard.state.donation) is not None:
       actions = shard.feed(moments(donation.donor, donation.fragment))
@@ -205,8 +231,12 @@ def test_a_shard_that_is_back_says_that_there_is_no_donor_once_all_had_time_to_c
   assert told_to_go_on(shard.feed(RequestMoments(0, 0, (0,)), 9.0)) == [0]
 
 
-def test_who_joins_leaves_or_was_rejected_is_no_donor():
-  shard = shard_with(0, 1, 2)
+def test_who_joins_leaves_was_rejected_or_is_lost_is_no_donor():
+  shard = shard_with(0, 1, 2, 4)
+  gone = replace(shard.state.members[4], lost=True)
+  shard.state = replace(shard.state, members={**shard.state.members, 4: gone})
+  shard.feed(says.hello(5, 0))
+  shard.feed(report(5, (0, -1), (1, 0)))
   shard.feed(says.report(0, 0, 1, 0.1, (0, 0), (0, 0), leaving=True))
   bad = replace(shard.state.members[1], rejections=1)
   shard.state = replace(shard.state, members={**shard.state.members, 1: bad})
@@ -284,6 +314,8 @@ def test_at_the_start_of_a_run_nobody_waits():
 
 
 def test_a_donor_gives_at_a_step_boundary_and_one_that_waits_itself_does_not(one):
+  new = Script(role="learner")
+  assert new.feed(ProvideMoments(0, 0, 0, 1)) == [], "it has not joined"
   one.feed(StepDone(0.1, 10, 0.1))
   [give] = one.feed(ProvideMoments(0, 0, 0, 1))
   assert give == Send(0, Moments(0, 0, 1, 1, 0))

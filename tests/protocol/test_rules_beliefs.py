@@ -84,7 +84,10 @@ def test_what_two_say_is_believed_at_once():
   """As after a restart: however long the shard was away."""
   state = told(shard(), says.report(0, 0, 5_000, 1.0, (0, 0), (1, 1)), 2.0)
   assert state.global_step < 50
-  assert told(state, says.report(1, 0, 4_990, 1.0, (0, 0), (1, 1)), 2.0).global_step == 4_990
+  state = told(state, says.report(1, 0, 4_990, 1.0, (0, 0), (1, 1)), 2.0)
+  assert state.global_step == 4_990
+  goes_on = told(state, says.report(0, 0, 5_001, 1.0, (0, 0), (1, 1)), 3.0)
+  assert goes_on.global_step == 5_001, "from there on one alone is believed at its pace"
 
 
 def test_an_island_that_was_there_long_before_the_others_is_asked_when_their_pace_is_known():
@@ -176,12 +179,17 @@ def test_a_member_that_never_says_how_fast_it_is_does_not_hold_up_a_fast_one():
   assert reached(HUGE, 0, ((1e-9, 0), (0.3, 1))) == int(most), "whatever it says of itself"
   assert reached(HUGE, 2) == int(most), "the silent one itself"
   assert reached(300, 0, ((0.1, 0),)) < 30, "no other has said anything yet"
+  two = Beliefs(reach_at=0.0, paces=((0.1, 0),))
+  assert rules.raised_global_step(two, 0, 0, 300, 30.0, math.inf, SYNC, 2)[1] == 300
 
 
 def test_a_run_makes_no_more_steps_than_its_tokens_need_many_times_over():
   state = replace(shard(1, step_tokens=200, fewest_tokens=10), target_tokens=1_000)
   state = told(state, says.report(0, 0, HUGE, 1e-9, (0, 0), (1, 1)), 1e9)
   assert state.global_step == 1_600 + rules.step_tolerance(SYNC)
+  for m, claim in ((0, 5_000), (1, 5_000), (1, 6_000)):
+    state = told(state, says.report(m, 0, claim, 1.0, (0, 0), (1, 1)), 1e9)
+  assert state.global_step == 5_000, "two say it, and one alone does not turn it back"
 
 
 def test_a_restarted_shard_knows_the_clock_of_its_newest_commit():
@@ -197,6 +205,12 @@ def test_steps_of_a_million_years_do_not_keep_a_silent_learner():
   assert state.members[0].step_seconds <= rules.LONGEST_STEP_SECONDS
   silent = 2.0 + SYNC.liveness_steps * rules.LONGEST_STEP_SECONDS + 1.0
   assert says.shard_on(state, Tick(silent))[0].members[0].lost
+
+
+@pytest.mark.parametrize("usual, most", [(0.0, 600.0), (1.0, 60.0), (10.0, 160.0)])
+def test_a_step_time_is_believed_up_to_a_multiple_of_the_usual_one(usual, most):
+  known = Beliefs(reach_at=0.0, usual_step_seconds=usual)
+  assert [rules.believed_step_seconds(known, claim) for claim in (50.0, 1e300)] == [50.0, most]
 
 
 def test_a_fragment_is_not_due_more_often_than_the_run_makes_steps():
@@ -215,6 +229,7 @@ def test_a_fragment_is_not_due_more_often_than_the_run_makes_steps():
       answer = push(0, pull.round, base=pull.base_version, fragment=pull.fragment)
       state, _ = says.shard_on(state, Received(answer, now, norm=1.0))
   assert rounds <= 3, rounds
+  assert rules.believed_steps_since(10**6, 120, 100, SYNC) == 20 + SYNC.overlap_steps + 2
 
 
 def test_a_learner_that_leaves_again_and_again_is_not_waited_for():
@@ -281,6 +296,14 @@ def test_one_whose_updates_grow_from_round_to_round_is_rejected_in_the_end():
   assert 10 < length < 1000
 
 
+def test_one_whose_updates_are_always_longer_is_measured_by_its_own():
+  rounds = Rounds(min_quorum=2)
+  for step in range(401, 421, 4):
+    assert not rounds.end(float(step), 0, 1.0, 5.0, 1.0).rejected
+  assert not rounds.end(421.0, 0, 1.0, 30.0, 1.0).rejected
+  assert rounds.end(425.0, 0, 1.0, 200.0, 1.0).rejected
+
+
 @pytest.mark.parametrize("turns", ["stays", "comes back", "is new"])
 def test_one_that_leaves_again_and_again_does_not_have_the_others_push_at_every_step(turns):
   sync = SyncConfig(num_shards=1, num_fragments=1, sync_period=24, overlap_steps=2, min_quorum=2)
@@ -344,6 +367,14 @@ def test_what_was_merged_once_is_not_claimed_again():
     assert says.take_in(state, Received(lie, 500.1, norm=1.0))[0].under_way[0].rejected
 
 
+def test_what_was_merged_once_is_not_claimed_again_after_rounds_without_its_learner():
+  state = shard()
+  merged = replace(state.fragments[0], merged_global_steps={0: 499}, global_step=1)
+  state = replace(state, fragments=(merged, state.fragments[1]), global_step=500)
+  state, note = round_of(told(state, Goodbye(0, 0), 500.0), 501, {m: {m: 1.0} for m in (1, 2, 3)})
+  assert note.learners == (1, 2, 3) and state.fragments[0].merged_global_steps[0] == 499
+
+
 def test_steps_that_the_run_has_not_made_are_believed_once():
   """The slack counted in each round anew: with one liar of four a run ended in two thirds."""
   state = shard()
@@ -355,7 +386,7 @@ def test_steps_that_the_run_has_not_made_are_believed_once():
         state = told(state, ready, float(now))
     current = state.under_way[0]
     for m in range(4):
-      steps = claimed if m == 0 else 10
+      steps = claimed if m == 1 else 10
       sent = says.push(m, 0, 0, current.id, f.version, steps, steps, now, "")
       state = told(state, sent, float(now), norm=1.0)
   assert state.fragments[0].version == 2
@@ -522,12 +553,11 @@ def round_of(state, global_step: int, products: dict[int, dict[int, float]]) -> 
   return state, note
 
 
-def agree(flipped: int | None, cosine: float = 0.3) -> dict[int, dict[int, float]]:
-  """Inner products as they arrive, of unit updates; one has its sign flipped."""
+def agree(flipped: int | None, cosine: float = 0.3, order=range(4)) -> dict[int, dict[int, float]]:
+  """Inner products as they arrive in this order, of unit updates; one has its sign flipped."""
   found: dict[int, dict[int, float]] = {}
-  for m in range(4):
-    sign = [-1.0 if flipped in (m, k) and m != k else 1.0 for k in range(m)]
-    found[m] = {**{k: sign[k] * cosine for k in range(m)}, m: 1.0}
+  for m in order:
+    found[m] = {**{k: -cosine if flipped in (m, k) else cosine for k in found}, m: 1.0}
   return found
 
 
@@ -545,12 +575,26 @@ def test_an_update_that_opposes_all_others_is_said_and_when_repeated_rejected():
   assert not note.opposing and not note.rejected and not state.opposed, "it agrees again"
 
 
+def test_it_does_not_matter_in_which_order_updates_arrive():
+  _, note = round_of(shard(), 20, agree(flipped=2, order=(3, 1, 0, 2)))
+  assert set(note.opposing) == {2} and note.agreement == 0.0
+
+
 def test_to_start_afresh_does_not_make_an_opponent_forgotten():
   state = shard()
   for k in range(2):
     state, note = round_of(state, 20 * (k + 1), agree(flipped=2))
   assert not note.rejected
   state = told(state, says.hello(2, 1, (state.fragments[0].last_round, -1)), 50.0)
+  _, note = round_of(state, 80, agree(flipped=2))
+  assert set(note.rejected) == {2}
+
+
+def test_a_round_without_an_opponent_does_not_make_it_forgotten():
+  state = shard()
+  for k in range(3):
+    state, note = round_of(state, 20 * (k + 1), agree(flipped=2, order=(0, 1, 3, 2)[: 4 - k % 2]))
+    assert set(note.opposing) == (set() if k == 1 else {2})
   _, note = round_of(state, 80, agree(flipped=2))
   assert set(note.rejected) == {2}
 
@@ -587,6 +631,14 @@ def test_a_wait_for_what_was_lost_is_no_measure_of_the_link():
   assert state.quorum_seconds == pytest.approx(0.2)
 
 
+def test_a_pull_is_not_repeated_before_a_slow_link_can_have_answered_it():
+  state = replace(shard(), quorum_seconds=2.0)
+  for m in range(2):
+    state = told(state, says.report(m, 0, 1, 1.0, (0, 0), (9, 9)), 1.1)
+  late = [says.take_in(state, Tick(now))[0].under_way[0].pulls for now in (7.0, 7.2)]
+  assert late == [1, 2]
+
+
 @pytest.mark.parametrize("said", [1e-9, 0.0, 50.0, 1e300])
 def test_a_pull_is_not_repeated_before_it_can_be_answered_whatever_one_member_says(said):
   """Answers leave at the ends of steps, here of 6 s; a second pull would double the push."""
@@ -619,3 +671,7 @@ def test_ranks_of_claims_and_paces_are_short():
     known = rules.noted_pace(known, m, 1.0 + m)
     known, _ = rules.raised_global_step(known, 0, m, 10 + m, 1.0, math.inf, SYNC, 100)
   assert len(known.claims) == 2 and len(known.paces) == 3
+  here = rules.refreshed(known, [(0, 0.0), (98, 2.0), (5, 9.0), (6, 4.0), (7, 3.0)], 4.0)
+  assert here.claims == ((-108, 98),) and here.usual_step_seconds == 4.0
+  assert rules.usual_pace(Beliefs(reach_at=0.0, paces=((1.0, 0), (9.0, 1)))) == 1.0
+  assert here.paces == ((2.0, 98), (3.0, 7), (4.0, 6)), "one that has made no step has no pace"

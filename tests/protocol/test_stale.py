@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from ddiloco.config import SyncConfig
@@ -11,6 +13,7 @@ from ddiloco.protocol.learner import STALE_PERIODS
 from tests import says
 
 SYNC = SyncConfig(num_shards=1, num_fragments=1, sync_period=3, overlap_steps=1)
+OLD = 100
 MOST = STALE_PERIODS * SYNC.sync_period  # steps that are still taken over
 
 
@@ -18,23 +21,29 @@ def version(number: int, merged_rounds: tuple[int, ...] = ()):
   return says.publish(0, 0, 0, 0, number - 1, number, -1, 0, 0, merged_rounds, "")
 
 
-def come_back(steps: int, pushed: bool, merged: bool, newest: int = STALE_PERIODS + 1):
-  """After so many steps on version 0 a learner gets another; its state, and how it is applied."""
+def come_back(
+  steps: int,
+  pushed: bool,
+  merged: bool,
+  newest: int = OLD + STALE_PERIODS + 1,
+  sync: SyncConfig = SYNC,
+):
+  """After so many steps on an old version a learner gets another; its state, how it is applied."""
   one = learner.init(7, 0, (0,), target_tokens=10_000)
   applied = []
 
   def feed(event) -> None:
     nonlocal one
-    one, actions = learner.learner_on(one, event, SYNC)
+    one, actions = learner.learner_on(one, event, sync)
     applied.extend(action for action in actions if isinstance(action, events.Apply))
 
   feed(Received(says.welcome(0, 0, 0, 0, (0,)), 0.0))
-  feed(Received(version(0), 0.0))
-  feed(Staged(0, 0, 0.0))
+  feed(Received(version(OLD), 0.0))
+  feed(Staged(0, OLD, 0.0))
   for _ in range(steps):
     feed(StepDone(1.0, 10, 1.0))
   if pushed:
-    feed(Received(says.pull(0, 0, 0, 0, newest - 1, 0), 1.0))
+    feed(Received(says.pull(0, 0, 0, 0, newest - 1, OLD), 1.0))
   feed(Received(version(newest, (7, newest - 1) if merged else ()), 1.0))
   feed(Staged(0, newest, 1.0))
   return one.fragments[0], applied[-1].mode
@@ -55,8 +64,14 @@ def test_older_work_is_discarded_and_booked(pushed):
 
 def test_work_of_which_the_others_have_done_little_is_taken_over():
   """It trained while they still started, or while the shard was away."""
-  f, mode = come_back(10 * MOST, pushed=False, merged=False, newest=STALE_PERIODS)
+  f, mode = come_back(10 * MOST, pushed=False, merged=False, newest=OLD + STALE_PERIODS)
   assert (mode, f.steps) == ("halve", 10 * MOST)
+
+
+@pytest.mark.parametrize("apply, mode", [("mix", "mix"), ("overwrite", "overwrite")])
+def test_only_rebase_takes_missed_work_over_at_half_its_length(apply, mode):
+  sync = dataclasses.replace(SYNC, apply=apply)
+  assert come_back(2, pushed=True, merged=False, sync=sync)[1] == mode
 
 
 def test_what_is_merged_is_not_stale():

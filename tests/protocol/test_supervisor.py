@@ -246,12 +246,19 @@ def test_a_learner_joins_and_is_asked_to_leave_also_when_it_has_died_meanwhile()
   play(Tick(0.0))
   assert play(Tick(3.0, global_step=20)) == [Strike(join), Start("learner-7", 0, False)]
   assert play(Tick(4.0, global_step=25)) == [Strike(fault)]
+  assert next_wake(play.state) == 13.0
   assert play(Tick(13.0, global_step=30)) == [Terminate("learner-7")]
   assert play(Tick(14.0, global_step=30)) == []
   play(Exited("learner-7", 15.0))
   assert play(Tick(16.0, global_step=30)) == [Start("learner-7", 1, False)]
   assert play(Tick(16.1, global_step=30)) == [Terminate("learner-7")]
   assert play(Left("learner-7")) == []
+
+
+def test_a_learner_that_joins_for_good_is_not_asked_to_leave():
+  play = Play(LEARNER, planned=[Fault("join", "learner-7", at_step=20, seconds=-1)])
+  assert play(Tick(3.0, global_step=20))[-1] == Start("learner-7", 0, False)
+  assert play(Tick(1e6, global_step=25)) == [] and next_wake(play.state) == math.inf
 
 
 @pytest.mark.parametrize("end", [Left("learner-7"), for_good("learner-7", 15.0)])
@@ -309,6 +316,9 @@ def test_who_is_dismissed_does_not_come_back():
   assert play.phase() == LEFT
   play(Exited(SHARD, 1.0))
   assert play(Tick(9.0)) == [Start(SHARD, 1, False)], "learners still bring out their work"
+  assert play(Dismiss("syncer-")) == [Terminate(SHARD)]
+  play(Requested(Fault("join", LEARNER, at_step=0)))
+  assert play(Tick(99.0)) == [], "learners do not join again then"
 
 
 @pytest.mark.parametrize(
@@ -359,12 +369,14 @@ def test_a_run_whose_quorum_has_left_is_hopeless_after_a_while():
 
 def test_an_evaluator_is_never_given_up_since_no_other_role_writes_the_result():
   """After half a minute without memory, say, the model of a month was not saved."""
-  play, now = Play(LEARNER, "evaluator"), 0.0
+  play, now, pauses = Play(LEARNER, "evaluator"), 0.0, []
   for _ in range(3 * RUN.max_restarts):
     play(Tick(now))
     play(Exited("evaluator", now))
     assert play.phase("evaluator") == DOWN
-    now = play.state.roles["evaluator"].start_at
+    pauses.append(play.state.roles["evaluator"].start_at - now)
+    now += pauses[-1]
+  assert pauses[:2] == [1.0, 2.0], "at first like any other"
   assert play.state.roles["evaluator"].deaths > RUN.max_restarts
   play(Tick(now))
   play(Exited("evaluator", now))

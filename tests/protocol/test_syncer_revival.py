@@ -28,6 +28,7 @@ from ddiloco.protocol.messages import (
   Pull,
   Report,
   RequestValue,
+  Welcome,
 )
 from ddiloco.protocol.values import replace
 from tests import says
@@ -153,6 +154,15 @@ def test_a_shard_records_nothing_again_that_its_values_may_depend_on():
   assert {f.snapshot for f in new.state.fragments} == {60}
 
 
+def test_a_snapshot_waits_for_no_part_of_who_is_lost_or_has_not_joined():
+  shard = Script(OFTEN)
+  for m, versions in enumerate(((0, 0), (0, -1), (0, 0))):
+    shard.feed(report(m, versions, (0, 0)))
+  shard.state = shard.state.with_member(2, lost=True)
+  [begun] = records(shard, report(0, (0, 0), (1, 1), global_step=15))
+  assert begun.learners == (0,)
+
+
 def test_a_shard_back_from_a_snapshot_without_a_commit_hears_who_knows_its_number():
   """It heard nobody who had been welcomed with that number: the run stood still for ever."""
   values = (FragmentState(0, snapshot=50), FragmentState(1, snapshot=50))
@@ -210,6 +220,17 @@ def test_a_revived_learner_waits_until_its_shard_has_said_what_is_newer():
   assert [f.fresh for f in one.state.fragments] == [False, True] and one.state.global_step == 60
   one.feed(MERGED)
   assert learner.can_step(one.state, SYNC)
+
+
+def test_a_revived_learner_that_has_all_tokens_stays_until_its_shard_has_said_that_all_are_merged():
+  """The shard may have lost what made them, and needs the learner's values."""
+  one = revived()
+  complete = tuple(replace(f, merged_tokens=10_000) for f in one.state.fragments)
+  one.state = replace(one.state, fragments=complete)
+  one.feed(Tick(0.0))
+  assert not one.state.done
+  one.feed(welcome(0, 0, 1, 60, (0, 1)))
+  assert one.state.done
 
 
 def test_a_revived_learner_compares_no_times_of_another_clock():
@@ -321,7 +342,7 @@ VALUE = says.value(0, 0, 0, 3, 7, 90, {0: 7, 2: 5})
     {"fragment": 1},  # nobody asked
     {"fragment": 7},
     {"merged_rounds": {0: 8}},
-    {"merged_rounds": {0: FUTURE}},
+    {"merged_rounds": {0: 7, 2: FUTURE}},
     {"snapshot": FUTURE},
   ],
   ids=str,
@@ -346,6 +367,7 @@ def test_a_value_is_not_lost_with_the_learner_that_is_asked_for_it_first(shard):
   [request] = shard.feed(newest[1], 1.3)
   assert request == Send(1, RequestValue(0, 1, 0, 0))
   shard.feed(due, 2.1)
+  assert 0 not in shard.state.under_way, "it waits for the one that was asked last"
   assert InstallValue(0, 7) in shard.feed(replace(VALUE, learner=1), 3.0)
 
 
@@ -367,11 +389,32 @@ def test_a_value_that_never_comes_is_waited_for_once(shard):
     assert (0 in shard.state.under_way) == (now == 2.0)
 
 
+def test_a_value_that_does_not_come_is_asked_for_less_and_less_often():
+  """It may be on its way over a slow link, which a second one would fill."""
+  shard = Script(ALONE, incarnation=1)
+  newest = says.report(0, 0, 9, 0.1, (3, 0), (2, 2), rounds=(7, -1))
+  asked = [half / 2 for half in range(40) if shard.feed(newest, half / 2)]
+  assert asked == [0.0, 1.0, 3.0, 7.0, 15.0]
+
+
+def test_a_fragment_that_was_given_back_is_due_as_before_and_of_about_this_step():
+  sync = dataclasses.replace(ALONE, sync_period=10)
+  shard = Script(sync, incarnation=1)
+  newest = says.report(0, 0, 50, 0.1, (3, 0), (10, 0), rounds=(7, -1))
+  shard.feed(newest)
+  assert InstallValue(0, 7) in shard.feed(VALUE, 0.1)
+  shard.feed(newest, 0.2)
+  assert 0 in shard.state.under_way
+  again = syncer.init(0, 2, shard.state.fragments, sync, 1 << 60)
+  assert 0 < 50 - again.global_step <= 10, "also for its next life"
+
+
 def test_a_value_is_read_once_in_each_of_its_learners_lives():
   shard, values = Script(ALONE, incarnation=1), []
   for life, now in ((0, 0.0), (1, 9.0)):
     value = replace(VALUE, incarnation=life)
-    assert Send(0, RequestValue(0, 1, life, 0)) in shard.feed(hello(0, life, (7, -1)), now)
+    welcomed, request = shard.feed(hello(0, life, (7, -1)), now)
+    assert isinstance(welcomed.message, Welcome) and request == Send(0, RequestValue(0, 1, life, 0))
     assert shard.feed(value, now, read=False) == [Read(value, now)]
     assert shard.feed(value, now, read=False) == [], "a duplicate"
     values.append(value)

@@ -33,6 +33,7 @@ from ddiloco.protocol.messages import (
   Push,
   Rejection,
   Report,
+  RequestValue,
 )
 from ddiloco.protocol.states import Round
 from ddiloco.protocol.values import replace
@@ -194,8 +195,22 @@ def test_a_rejected_push_goes_back_to_the_base():
   f = one.state.fragments[0]
   assert (f.steps, f.tokens, f.discarded_tokens) == (0, 0, 10)
   assert one.feed(Rejection(0, 0, 0, 0, 0, False, "not finite")) == [], "a duplicate"
+  one.feed(StepDone(0.2, 10, 0.1))
+  one.feed(says.pull(0, 0, 0, 0, 4, 0))
+  assert one.feed(Rejection(0, 0, 0, 0, 3, False, "not finite")) == [], "an older push"
   [rejected] = one.feed_all(Rejection(0, 0, 0, -1, -1, True, "quarantined"))
   assert rejected.rejoin and rejected.reason == "quarantined"
+
+
+def test_a_pull_waits_for_the_version_that_it_is_of():
+  one = Script(role="learner")
+  base = join(one)
+  one.feed(StepDone(0.1, 10, 0.1))
+  assert one.feed(says.pull(0, 0, 0, 0, 1, 1)) == []
+  one.feed(replace(base, version=1, round=0))
+  applied, copy_out = one.feed(Staged(0, 1, 0.2))
+  assert isinstance(applied, Apply) and copy_out.push.base_version == 1
+  assert one.feed(says.pull(0, 0, 0, 0, 2, 0)) == [], "of a round that is over"
 
 
 def test_a_pull_of_an_abandoned_round_does_not_replace_a_newer_push(one):
@@ -325,6 +340,27 @@ def test_the_alarm_rings_in_time_and_never_too_early():
     assert shard.state.members[0].lost
 
 
+def test_each_learner_is_lost_when_its_own_time_is_over():
+  shard, lost = Script(ALONE), []
+  for m in range(3):
+    shard.feed(hello(m, 0), 10.0 * m)
+  while (now := syncer.next_wake(shard.state)) < 1e9:
+    lost += [(now, a.learner) for a in shard.feed_all(Tick(now)) if isinstance(a, Member)]
+  assert lost == [(60.0, 0), (70.0, 1), (80.0, 2)]
+  patient = Script(dataclasses.replace(ALONE, liveness_seconds=500.0))
+  patient.feed(report(0, (0, 0), (1, 1)))
+  assert syncer.next_wake(patient.state) == 500.0
+
+
+def test_who_is_lost_is_asked_for_nothing():
+  shard = Script(ALONE)
+  for m in (0, 1):
+    shard.feed(hello(m, 0))
+    shard.feed(report(m, (0, 0), (0, 1)), 0.1)
+  shard.feed(Tick(99.0))
+  assert asked(shard.feed(report(0, (0, 0), (1, 1)), 99.1)) == {(0, 0)}
+
+
 def test_who_was_not_heard_while_the_shard_took_others_in_is_not_lost():
   shard = Script(ALONE)
   shard.feed(hello(0, 0), 0.0)
@@ -340,8 +376,8 @@ def test_who_was_not_heard_while_the_shard_took_others_in_is_not_lost():
 )
 def test_a_learner_that_was_lost_is_logged_as_joined_when_it_is_heard_again(heard, shard):
   """One that was stopped while it joined says hello before it reports."""
-  shard.feed(Tick(1000.0))
-  assert shard.state.members[0].lost
+  [lost] = shard.feed_all(Tick(1000.0))
+  assert (lost.state, lost.reason) == ("lost", "silent for 1000.00 s")
   logged = [a for a in shard.feed_all(heard, 1000.1) if isinstance(a, Member)]
   assert [(a.state, a.reason) for a in logged] == [("joined", "heard again")]
 
@@ -407,6 +443,9 @@ def test_nonsense_changes_nothing_at_a_shard(message, shard):
     says.publish(0, 0, 0, 0, 0, 5, 4, 0, 0, (), ""),  # an update to a version I lack
     says.publish(0, 0, 0, 0, -1, 0, -1, 0, 0, (), ""),  # a version I have
     Rejection(0, 0, 0, 0, 3, False, "of no push of mine"),
+    Rejection(0, 0, 0, 7, 3, False, "of no fragment of mine"),
+    RequestValue(0, 0, 0, 7),
+    welcome(0, 0, 0, 30, (0, 1)),  # of an earlier global step
   ],
   ids=lambda m: type(m).__name__,
 )
@@ -415,11 +454,24 @@ def test_nonsense_changes_nothing_at_a_learner(message, one):
   assert one.feed(message) == [] and one.state == before
 
 
+def test_a_shard_speaks_of_its_own_fragments_only():
+  one = Script(role="learner")
+  one.state = learner.init(0, 0, (0, 1), target_tokens=10_000)
+  before = one.state.fragments
+  for message in (says.pull(1, 0, 0, 0, 0, 0), says.publish(1, 0, 0, 0, -1, 0, -1, 0, 0, (), "")):
+    assert one.feed(message) == [] and one.state.fragments == before
+    assert one.feed(replace(message, fragment=1)) or one.state.fragments != before
+    one.state = replace(one.state, fragments=before)
+
+
 def test_the_evaluator_never_counts_for_a_quorum():
   shard = Script(ALONE)
   shard.feed(hello(-1, 0))
   assert shard.feed(report(-1, (0, 0), (50, 50))) == []
   assert not shard.state.under_way
+  two = Script()
+  for m in (-1, 0):
+    assert two.feed(hello(m, 0)) == [Send(m, welcome(0, 0, 0, 0, (0, 1)))], "no initial values"
 
 
 def asked(actions) -> set[tuple[int, int]]:
@@ -431,21 +483,25 @@ def asked(actions) -> set[tuple[int, int]]:
 def test_a_member_whose_pushes_never_come_does_not_stop_the_fragment():
   """It is heard, so it is not lost; who has become able to push since the round began is asked."""
   shard = Script()
-  for m in (0, 1):
+  for m in (0, 1, 3):
     shard.feed(hello(m, 0))
-    shard.feed(report(m, (0, 0), (1, 1)), 0.1)
+  for m in (0, 1, 3):
+    ready = Received(report(m, (0, 0), (1, 1)), 0.1)
+    shard.state, _ = says.take_in(shard.state, ready)
+  shard.feed(Tick(0.1))
   shard.feed(push(0, 0), 0.2, norm=1.0)
+  shard.feed(push(3, 0), 0.2, norm=float("nan"))
   shard.feed(hello(2, 0), 0.3)
   shard.feed(report(2, (0, 0), (1, 1)), 0.4)
   first, again = [], []
   for tenth in range(5, 40):
-    for m in range(3):
+    for m in range(4):
       said = asked(shard.feed(report(m, (0, 0), (2, 1)), tenth / 10))
       (first if tenth <= 10 else again).append(said)
   assert not any(first), "the members that were asked have their time"
   assert set.union(*again) == {(0, 1), (0, 2)}, "and no learner is asked for a second push"
   commit, *_ = shard.feed(push(2, 0), 4.0, norm=1.0)
-  assert commit.learners == (0, 2)
+  assert commit.learners == (0, 2) and set(commit.rejected) == {3}
 
 
 @pytest.mark.parametrize("blocking", [False, True])
@@ -484,6 +540,16 @@ def test_the_last_work_of_all_that_leave_needs_no_others(version, other, begins)
     [current] = shard.state.under_way.values()
     commit, *_ = shard.feed(push(m, current.id, version, p), 0.3, norm=1.0)
     assert commit.learners == (0,)
+
+
+def test_who_leaves_and_who_is_due_are_a_quorum_together():
+  shard = Script(dataclasses.replace(SYNC, sync_period=24, min_quorum=3))
+  for m in range(3):
+    shard.feed(hello(m, 0))
+    shard.feed(report(m, (0, 0), (4, 4), global_step=24), 0.4)
+  shard.feed(report(0, (0, 0), (24, 4), global_step=24), 0.5)
+  last = says.report(1, 0, 24, 0.1, (0, 0), (4, 4), leaving=True)
+  assert {(0, m) for m in range(3)} <= asked(shard.feed(last, 0.5))
 
 
 @pytest.mark.parametrize("steps, tokens, base", [(0, 10, 0), (1, 0, 0), (1, 10, 5)])
@@ -584,15 +650,25 @@ def test_the_pushes_of_learners_that_left_long_ago_excuse_no_long_one(norm, merg
   assert shard.state.fragments[0].version == 2 + merged
 
 
+def test_a_shard_counts_its_commits_for_consistent_snapshots():
+  shard = Script(ALONE)
+  shard.feed(hello(0, 0))
+  shard.feed(report(0, (0, 0), (1, 1)))
+  before = shard.state.vector_clock[shard.state.key]
+  sent = [a.message for a in shard.feed_all(push(0, 0), norm=1.0) if isinstance(a, Send)]
+  counts = [message.count for message in sent if isinstance(message, Publish)]
+  assert counts == [before + 1] == [shard.state.vector_clock[shard.state.key]]
+
+
 def test_a_life_begins_greater_rounds_than_the_one_before_however_many_that_began():
   """Lives of threads are numbered one by one, and a small model may begin a hundred rounds a
   second. Learners take no version of a smaller round."""
   newest = (1 << 24) + 5  # of life 0
-  found = (FragmentState(0, 9, last_round=newest), FragmentState(1))
+  found = (FragmentState(0, 9, last_round=newest), FragmentState(1, 3, last_round=7))
   shard = Script(ALONE)
   shard.state = syncer.init(0, 1, found, ALONE, 1 << 60, began_at=-1e6)
   shard.feed(hello(0, 0))
-  told = replace(report(0, (9, 0), (2, 0)), rounds=(newest, -1))
+  told = replace(report(0, (9, 3), (2, 0)), rounds=(newest, 7))
   assert [a.message.round for a in shard.feed(told, 0.1) if isinstance(a, Send)] == [newest + 1]
 
 
@@ -604,7 +680,9 @@ def test_in_lock_step_a_snapshot_begins_once_a_quorum_is_back():
     return [action.learners for action in actions if isinstance(action, TakeSnapshot)]
 
   shard = Script(sync)
-  shard.feed(hello(0, 0)), shard.feed(hello(1, 0))
+  for m in (EVALUATOR, 0, 1):
+    shard.feed(hello(m, 0))
+  shard.feed(report(EVALUATOR, (0, 0), (0, 0)), 0.1)
   assert not taken(shard.feed(report(0, (0, 0), (1, 1), global_step=3), 0.1))
   assert taken(shard.feed(report(1, (0, 0), (1, 1), global_step=3), 0.1)) == [(0, 1)]
 
@@ -628,6 +706,36 @@ def test_a_round_waits_for_a_push_that_is_being_read_also_if_its_learner_is_gone
   assert actions == [] and set(shard.state.under_way[1].pushes) == {0, 1}
   commit, *_ = shard.feed(Tick(9.2))
   assert commit.learners == (0, 1)
+
+
+def test_a_bad_push_of_one_that_is_gone_is_rejected_like_any_other():
+  shard = Script()
+  for m in (0, 1):
+    shard.feed(hello(m, 0))
+    shard.feed(report(m, (0, 0), (1, 0)), 0.1)
+  for m in (0, 1):
+    shard.feed(push(m, 0), 0.2, read=False)
+  shard.feed(Goodbye(0, 0), 0.3)
+  for m in (0, 1):
+    bad = Received(push(m, 0), 0.2, norm=float("inf"))
+    shard.state, _ = syncer.syncer_on(shard.state, bad)
+  ended, *told = shard.feed(Tick(0.4))
+  assert isinstance(ended, Abandoned) and set(ended.rejected) == {0, 1}
+  assert [a.to for a in told] == [1]
+
+
+def test_one_whose_pushes_are_bad_again_and_again_is_told_to_start_afresh():
+  shard, told = Script(ALONE), []
+  shard.feed(hello(0, 0))
+  for k in range(ALONE.quarantine_after):
+    shard.feed(report(0, (0, 0), (1, 0)), 0.1 * k)
+    bad = push(0, shard.state.under_way[0].id)
+    told += shard.feed_all(bad, 0.1 * k, norm=float("nan"))
+  said = [a.message for a in told if isinstance(a, Send)]
+  rejoins = [message.rejoin for message in said if isinstance(message, Rejection)]
+  assert rejoins == [False] * (ALONE.quarantine_after - 1) + [True]
+  assert [a.state for a in told if isinstance(a, Member)] == ["quarantined"]
+  assert shard.state.members[0].quarantined and not shard.state.under_way
 
 
 def test_the_past_of_one_learner_alone_rejects_nobody():

@@ -118,6 +118,18 @@ def test_a_pause_of_the_shard_is_no_way_to_a_quorum():
   assert shard.fragment.version == 1 and shard.state.quorum_seconds == 0.0
 
 
+def test_the_longer_the_way_to_a_quorum_the_shorter_the_grace():
+  shard = Shard()
+  shard.begin(10.0)
+  for m, seconds in enumerate((0.2, 1.0)):
+    shard.push(m, 10.0 + seconds)
+  assert syncer.next_wake(shard.state) == pytest.approx(11.0 + 0.5 * (2.0 - 1.0))
+  shard.push(2, 11.3)
+  assert shard.fragment.version == 1 and shard.state.quorum_seconds == 1.0, "of the second push"
+  shard.grace(20.0)
+  assert shard.state.quorum_seconds == pytest.approx(0.8), "a fifth of the newest"
+
+
 def test_one_that_says_late_that_it_has_a_version_takes_nobody_s_grace():
   assert after_delivery(0.2, late=1) == after_delivery(0.2)
 
@@ -131,7 +143,8 @@ def test_what_it_waited_for_the_learner_s_steps_is_not_in_it(idle, seconds):
 
 
 def test_a_learner_says_how_long_a_version_waited():
-  """It arrives at 1.5 s in a step that is over at 2 s, is staged at 2.25 s in one of 3 s."""
+  """It arrives at 1.5 s in a step that is over at 2 s, is staged at 2.25 s in one of 3 s. The next
+  one comes between two steps."""
   whole = says.publish(0, 0, 0, 0, -1, 0, -1, 0, 0, (), "")
   one = learner.init(0, 0, (0,), target_tokens=10_000)
   said = []
@@ -141,11 +154,13 @@ def test_a_learner_says_how_long_a_version_waited():
     StepDone(3.0, 10, 1.0),
     Staged(0, 0, 2.25),
     StepDone(4.0, 10, 1.0),
+    Received(replace(whole, round=0, version=1), 4.25),
+    Staged(0, 1, 4.5),
   ):
     one, _ = learner.learner_on(one, event, SYNC)
     [send] = learner.reports(one, SYNC)
     said.append(send.message.idle_seconds)
-  assert said == [0.0, 0.0, 0.0, 0.5 + 0.75, 0.0]
+  assert said == [0.0, 0.0, 0.0, 0.5 + 0.75, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("change", [{"versions": (-1,)}, {"resends": 1}])

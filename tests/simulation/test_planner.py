@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ddiloco.config import ConfigError, SyncConfig
 from ddiloco.core import codec
-from ddiloco.simulation import planner
+from ddiloco.simulation import bandwidth, planner
 from ddiloco.simulation.bandwidth import PAYLOAD_SHARE
 from ddiloco.simulation.planner import Setting
 
@@ -187,6 +187,18 @@ def test_more_shards_are_a_fix_of_merging_where_no_number_is_enough_for_the_link
   assert plan.least_shards is None and plan.link_load > 1
   (merging,) = (f for f in planner.findings(setting, plan) if f.startswith("A shard"))
   assert "sync.num_shards = " in merging
+
+
+def test_int4_is_a_fix_for_the_links_where_it_is_not_set_and_more_shards_where_they_help():
+  for name, gbps in (("int4", 0.1), ("int8", 0.1), ("int4", 1.0)):
+    setting = changed(REGIONS, gbps=gbps, num_shards=1, push_codec=name)
+    (link,) = (f for f in planner.findings(setting, planner.make(setting)) if "link" in f[:20])
+    assert ("int4" in link) == (name == "int8") and ("num_shards" in link) == (gbps == 1.0)
+
+
+def test_one_island_beside_its_shard_needs_no_link():
+  alone = bandwidth.sync_time(changed(REGIONS, islands=1), 1_000_000)
+  assert alone.push == alone.copy == alone.publish == alone.latency == 0.0 < alone.merge
 
 
 def test_smaller_codecs_move_less():

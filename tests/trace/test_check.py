@@ -9,6 +9,7 @@ import pytest
 from ddiloco.protocol import events
 from ddiloco.trace.check import MergedSteps, StepRange, check, ranges
 from ddiloco.trace.operations import read_logs
+from tests.made_events import nothing
 from tests.trace.traces import Log, Logs, find, good, typed
 
 ONE, TWO, SHARD = "learner-0", "learner-1", "syncer-0"
@@ -76,6 +77,14 @@ def test_a_value_that_is_given_back_is_of_a_later_round_and_may_be_of_an_earlier
   assert problems({SHARD: shard.events, ONE: one.events, TWO: two.events}) == []
 
 
+def resend(logs: Logs) -> None:
+  """Of a push that is not the newest."""
+  pushed = find(logs, ONE, "copy_out", round=1)
+  head = {name: pushed[name] for name in ("time", "role", "incarnation", "fragment")}
+  again = {**nothing("resend"), **head, "kind": "resend", "round": 5, "old_round": 0}
+  logs[ONE].insert(logs[ONE].index(pushed) + 1, again)
+
+
 MUTATIONS = [
   # (what is broken, how, who must say it, what must be said)
   ("a step is missing", drop(ONE, "step", step=2), ONE, "step 3 follows step 1"),
@@ -92,6 +101,10 @@ MUTATIONS = [
    r"copied out on version 2 of round 0, but its base is version 2 of round 1"),
   ("a copy-out of another version", change(ONE, "copy_out", {"round": 1}, version=0), ONE,
    "copied out on version 0"),
+  ("a push of another base is merged", change(ONE, "copy_out", {"round": 2}, base_round=0), SHARD,
+   "learner 0 copied its push out on round 0"),
+  ("nothing is there to be rebased", change(ONE, "stage", {"round": -1}, mode="rebase"), ONE,
+   "by rebase, but has nothing of fragment 0"),
   ("rounds go back", change(ONE, "copy_out", {"round": 1}, round=0), ONE,
    "answers round 0 after round 0"),
   ("a copy-out is missing", drop(TWO, "copy_out", round=3), SHARD, "never made"),
@@ -121,6 +134,9 @@ MUTATIONS = [
   ("a push is not included that is", change(ONE, "stage", {"round": 0}, included=False), ONE,
    "round 0 includes its push for round 0, but is said not to"),
   ("applied, but not staged", drop(ONE, "stage", round=1), ONE, "which was not staged"),
+  ("copied out, but nothing is there", drop(ONE, "stage", round=-1), ONE, "while it has none"),
+  ("taken twice", add_after(TWO, "stage", {"round": 1}), TWO, "takes round 1 after round 1"),
+  ("an older push is sent again", resend, ONE, "push for round 0 again, which is not its newest"),
   ("another value applied than staged", change(ONE, "apply", {"round": 1}, mode="mix"), ONE,
    "applies another value than was staged"),
   ("a copy-out while a value is on its way", drop(ONE, "apply", round=0), ONE,
@@ -166,6 +182,23 @@ def test_every_broken_invariant_is_found(mutate, role, text):
   mutate(logs)
   said = [p for p in problems(logs) if p.startswith(f"{role}, incarnation ")]
   assert any(re.search(text, p) for p in said), problems(logs)
+
+
+def test_rounds_grow_also_where_a_fragment_moves_to_another_shard():
+  other = Log("syncer-1").on(0).add("owns", fragment=0, version=4, round=3, momentum_round=3)
+  other.commit(2, 5, 3, {0: 0}, steps=[1], merged=14)
+  said = [p for p in problems({**good(), "syncer-1": other.events}) if p.startswith("syncer-1")]
+  assert any("round 2 of fragment 0 comes after a later one" in text for text in said), said
+
+
+def test_dropped_messages_are_no_lost_events():
+  for peer, found in ((SHARD, 0), (ONE, 1)):
+    logs = good()
+    head = {name: logs[ONE][-1][name] for name in ("time", "role", "incarnation")}
+    what = {"kind": "dropped", "peer": peer, "count": 3, "reason": "full"}
+    logs[ONE].append({**nothing("dropped"), **head, **what})
+    said = problems(logs)
+    assert len(said) == found and all("3 events before it could not be" in s for s in said), said
 
 
 def test_a_step_merged_twice_on_the_way_to_a_value_is_found():

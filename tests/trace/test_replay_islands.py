@@ -48,3 +48,13 @@ def test_a_life_reads_its_data_by_the_batches_of_its_own_plan(monkeypatch):
       assert tuple(found) == each and read[-1].islands.num_learners == 2
       computed = [dataclasses.asdict(read[-1].islands.island(m)).items() for m in range(2)]
       assert how.items() <= computed[1] and not how.items() <= computed[0]
+
+
+def test_a_learner_is_replayed_on_the_devices_of_its_largest_island():
+  devices = {"learner-1": (2, 4, 1), "learner-0": (1,), "syncer-1": (9,)}
+  roles = {
+    role: [Entry(1, events.Started(role=role, devices=count)) for count in counts]
+    for role, counts in devices.items()
+  }
+  roles["learner-0"].append(Entry(2, events.Captured(role="learner-0", snapshot=1)))
+  assert list(Trace(roles).devices().items()) == [(0, 1), (1, 4)]
