@@ -64,6 +64,7 @@ def train(
   arguments of the engine. `dashboard`: where the run can be watched, None: nowhere.
   """
   _plan(config)
+  workdirs.refuse_trained(workdir)  # before the data are opened, which may take long
   config = initial.absolute_start(config)
   # Refused now, not when there is a result.
   place = weights.followed if overwrite else weights.replaceable

@@ -14,7 +14,7 @@ from ddiloco.engines import session
 from ddiloco.models import transformer
 from ddiloco.observe.eventlog import Event, read_events
 from ddiloco.observe.report import PICTURES
-from ddiloco.workdir import saved_config
+from ddiloco.workdir import held, saved_config
 from tests.engines.real import tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -169,6 +169,12 @@ def test_the_evaluator_has_devices_of_its_own(tmp_path):
     train(greedy, tmp_path / "greedy")
   with pytest.raises(ConfigError, match=r"run\.evaluator_devices = 9: JAX has 8 devices"):
     train(make_config(2, 30, run={"evaluator_devices": 9}), tmp_path / "more")
+
+
+def test_a_workdir_that_is_trained_in_is_refused_before_data_are_opened(tmp_path, monkeypatch):
+  monkeypatch.setattr(session.data, "open_data", None)
+  with held(tmp_path), pytest.raises(ConfigError, match="another process trains in it"):
+    session.train(make_config(2, 30), tmp_path)
 
 
 def test_devices_for_these_tests():
