@@ -35,6 +35,8 @@ PERIOD = 24  # steps between two syncs of a fragment
 class Holder:
   """Parameters without training: every step moves every value a little."""
 
+  busy = False
+
   def __init__(self, plan: fragments.Plan, learner: int):
     random = np.random.default_rng(learner)
     self.values = [random.standard_normal(f.size, dtype=np.float32) for f in plan.fragments]
