@@ -9,9 +9,9 @@ publishes; this process plays M learners on loopback, message by message. Parts:
   the last publish.
 - After a pause: the shard is stopped for 3 s (SIGSTOP) while pushes arrive; all of them must be
   merged, and no learner called lost (`after_pause_merged`).
-- Commit: the shard's own arithmetic on one fragment (of 128 million values at most) in this
-  process: merge, outer step, published update. In turn with NumPy copies between existing arrays,
-  of as many bytes, on the same threads, one for each core: `commit_vs_copy`, a ratio of medians.
+- Commit: the shard's own arithmetic on one fragment in this process: merge, outer step, published
+  update. In turn with NumPy copies between existing arrays, of as many bytes, on the same threads,
+  one for each core: `commit_vs_copy`, a ratio of medians.
   The bytes of a commit are every input and output once: M pushes, value, published value and
   momentum in and out, the update. `arrival_seconds`: the work on one push while the round waits
   anyway; `int4_encode_gbps`, `int4_decode_gbps`: of f32 on one thread.
@@ -507,8 +507,7 @@ def main() -> None:
   fix = "give a million or more"
   require(values > SHORT, "--values", values, f"a fragment has a vector of {SHORT}", fix)
   result = bench_rounds(values, args.fragments, args.learners)
-  fragment = plan_of(min(values, 128_000_000), 1).fragments[0]
-  found = bench_commit(fragment, args.learners, args.repeats)
+  found = bench_commit(plan_of(values, 1).fragments[0], args.learners, args.repeats)
   found |= bench_codec(min(values, 32 << 20), args.repeats)
   result |= {name: round(value, 4) for name, value in found.items()}
   result |= bench_copies(min(values, 8_000_000), args.learners)

@@ -20,7 +20,6 @@ from ddiloco.engines import processes, session
 from ddiloco.engines.children import MEETING, RoleActor
 from ddiloco.protocol.supervisor import UP, Role, Supervisor
 from ddiloco.training import data
-from ddiloco.workdir import held
 from tests.engines.real import RealRun, events_of, tiny
 from tests.roles.toy import ListRecorder
 from tests.waits import wait_for
@@ -111,18 +110,22 @@ def test_a_run_on_gpus_that_asks_ray_for_none_is_refused(tmp_path, monkeypatch, 
 
 
 @needs_ray
-@pytest.mark.parametrize("refused", ["islands.resources", "another process trains in it"])
+@pytest.mark.parametrize("refused", ["islands.resources", "claimed by another run"])
 def test_a_run_that_is_refused_leaves_no_ray_behind(tmp_path, monkeypatch, refused):
   """In a notebook it stayed, and the next run took it for the user's own: also --ray_address."""
   from ddiloco.engines import ray as engine
 
+  def claim(*_):
+    raise ConfigError("claimed by another run")
+
   here = []  # whether Ray runs
+  monkeypatch.setattr(session.workdirs, "claim", claim)
   monkeypatch.setattr(engine, "connect", lambda address: not here.append(True))
   monkeypatch.setattr(engine.ray, "shutdown", here.pop)
   monkeypatch.setattr(engine.ray, "cluster_resources", dict)
   asked = {"TPU": 4} if refused.startswith("islands") else {}
   config = tiny(steps=1, islands={"num_learners": 1, "resources": asked}, run={"evaluations": 0})
-  with held(tmp_path), pytest.raises(ConfigError, match=refused):
+  with pytest.raises(ConfigError, match=refused):
     session.train(config, tmp_path, engine="ray")
   assert not here
 
