@@ -518,4 +518,4 @@ def test_shards_keep_the_final_model_for_an_evaluator_that_was_never_there(tmp_p
 def test_when_the_supervisor_is_killed_nobody_is_left_behind(tmp_path):
   with RealRun(tmp_path, tiny(10**7, min_step_seconds=0.02), *PROCESSES) as run:
     run.wait_for(lambda: len(processes_of(run.workdir)) == 5, "its four children")
-  wait_for(lambda: not processes_of(run.workdir), "the end of its children")
+  assert wait_for(lambda: not processes_of(run.workdir), "the end of its children")

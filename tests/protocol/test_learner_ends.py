@@ -209,6 +209,7 @@ def test_where_all_leave_nobody_takes_work_along(min_quorum, lost, blocking):
       world.actors[role].drain()
     for role in leaving:
       drained(world, role, 4.0)
+      assert world.actors[role].state.done, f"{seed=}: {role}"
 
 
 def test_who_leaves_in_a_storm_leaves_when_it_is_over():

@@ -420,4 +420,6 @@ def test_nothing_compiles_for_states_and_moments(any_island):
       for p in range(len(plan.fragments)):
         flat = island.to_host(island.copy_out(p, moments=True), p)
         island.apply(p, island.stage(p, flat, moments=True), 0.0, moments=True)
-        island.set_count(int(island.count()) + 1)
+        count = int(island.count())
+        island.set_count(count + 1)
+        assert int(island.count()) == count + 1
