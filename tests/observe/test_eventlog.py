@@ -201,17 +201,30 @@ def test_a_denied_path_is_one_warning_and_the_run_goes_on(tmp_path, capsys):
   assert "4 events could not be written yet; they are lost if this process ends" in said
 
 
+def answer_writes(patch, folder, answer):
+  """Has `answer(write, file, data)` in place of `os.write` for files of this folder only: threads
+  of earlier tests may write their own."""
+  write = os.write
+
+  def answered(file, data):
+    if Path(os.readlink(f"/proc/self/fd/{file}")).is_relative_to(folder):
+      return answer(write, file, data)
+    return write(file, data)
+
+  patch.setattr(os, "write", answered)
+
+
 class Disk:
   """Has room for so many bytes more; then writes are cut off, or refused."""
 
-  def __init__(self, monkeypatch, room):
-    self.room, self._write = room, os.write
-    monkeypatch.setattr(os, "write", self.write)
+  def __init__(self, patch, folder, room):
+    self.room = room
+    answer_writes(patch, folder, self.write)
 
-  def write(self, file, data):
+  def write(self, write, file, data):
     if data and not self.room:
       raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    written = self._write(file, data[: self.room])
+    written = write(file, data[: self.room])
     self.room -= written
     return written
 
@@ -219,7 +232,7 @@ class Disk:
 @pytest.mark.parametrize("room", range(0, 700, 7))
 def test_a_full_disk_tears_no_line_and_nothing_is_lost(tmp_path, capsys, monkeypatch, room):
   """A torn line in the middle of a life, and a gap, were violations of `ddiloco trace`."""
-  disk, follower = Disk(monkeypatch, room), Follower(tmp_path)
+  disk, follower = Disk(monkeypatch, tmp_path, room), Follower(tmp_path)
   with Recorder(tmp_path, "learner-0", 0, start_time=0.0) as recorder:
     seen = []
     for number in range(5):
@@ -236,7 +249,7 @@ def test_a_full_disk_tears_no_line_and_nothing_is_lost(tmp_path, capsys, monkeyp
 
 
 def test_a_disk_that_is_full_again_is_warned_of_again(tmp_path, capsys, monkeypatch):
-  disk = Disk(monkeypatch, 0)
+  disk = Disk(monkeypatch, tmp_path, 0)
   with Recorder(tmp_path, "learner-0", 0, start_time=0.0) as recorder:
     for number, room in enumerate((0, 0, 10**6, 0, 10**6)):
       disk.room = room
@@ -250,7 +263,7 @@ def test_a_role_that_ends_while_the_disk_is_full_has_its_last_events_when_there_
   tmp_path, monkeypatch
 ):
   """Its next life has written meanwhile. The end of a run waits for room, and for its log too."""
-  disk = Disk(monkeypatch, 200)
+  disk = Disk(monkeypatch, tmp_path, 200)
   with Recorder(tmp_path, "learner-0", 0, start_time=0.0) as recorder:
     monkeypatch.setattr(recorder._drain, "_interval_seconds", 0.01)
     monkeypatch.setattr(recorder._drain, "close", lambda: Drain.close(recorder._drain, 0.1))
@@ -268,7 +281,7 @@ def test_a_role_that_ends_while_the_disk_is_full_has_its_last_events_when_there_
 
 
 def test_events_beyond_what_memory_keeps_are_counted_in_the_log(tmp_path, monkeypatch):
-  disk = Disk(monkeypatch, 0)
+  disk = Disk(monkeypatch, tmp_path, 0)
   with Recorder(tmp_path, "learner-0", 0, start_time=0.0) as recorder:
     monkeypatch.setattr(recorder._drain, "_capacity", 3)
     for number in range(7):
@@ -308,9 +321,9 @@ def test_a_line_that_a_failed_close_has_left_is_not_doubled(tmp_path, monkeypatc
 
 def test_a_log_goes_on_when_its_file_system_is_back(tmp_path, monkeypatch):
   """A server of NFS that has restarted knows no old handle."""
-  write, stale = os.write, set()
+  stale = set()
 
-  def refuse(file, data):
+  def refuse(write, file, data):
     if not stale or file in stale:
       stale.add(file)
       raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
@@ -320,7 +333,7 @@ def test_a_log_goes_on_when_its_file_system_is_back(tmp_path, monkeypatch):
     recorder.record(step(0))
     recorder.flush()
     with monkeypatch.context() as patch:
-      patch.setattr(os, "write", refuse)
+      answer_writes(patch, tmp_path, refuse)
       recorder.record(step(1))
       recorder.flush()
       other = os.open(os.devnull, os.O_RDONLY)  # takes the old handle's number
@@ -337,9 +350,8 @@ def test_a_log_that_was_deleted_says_its_format_anew(tmp_path, monkeypatch):
     recorder.flush()
     recorder.path.unlink()
     with monkeypatch.context() as patch:
-      patch.setattr(
-        os, "write", mock.Mock(side_effect=OSError(errno.ESTALE, os.strerror(errno.ESTALE)))
-      )
+      stale = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+      answer_writes(patch, tmp_path, mock.Mock(side_effect=stale))
       recorder.record(step(1))
       recorder.flush()
     recorder.record(step(2))
@@ -375,14 +387,14 @@ def test_a_log_whose_end_cannot_be_read_costs_no_descriptors(tmp_path, monkeypat
 
 
 def test_a_stuck_disk_does_not_hold_the_caller(tmp_path, monkeypatch):
-  write, stuck, free = os.write, threading.Event(), threading.Event()
+  stuck, free = threading.Event(), threading.Event()
 
-  def hang(file, data):
+  def hang(write, file, data):
     stuck.set()
     assert free.wait(10)
     return write(file, data)
 
-  monkeypatch.setattr(os, "write", hang)
+  answer_writes(monkeypatch, tmp_path, hang)
   recorder = Recorder(tmp_path, "learner-0", 0, start_time=0.0)
   recorder.record(events.Started())
   assert stuck.wait(10)
