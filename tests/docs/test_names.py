@@ -142,6 +142,20 @@ def test_links_lead_somewhere(page):
     assert not anchor or anchor in headings(target), f"{page.name}: no heading for {link!r}"
 
 
+def test_sections_that_the_code_cites_are_there():
+  """A citation (docs/PAGE, "SECTION") names a heading, or bold words that begin a paragraph."""
+  folders = (ROOT, *(ROOT.parent / name for name in ("configs", "scripts", "tests")))
+  cited = re.compile(r'docs/(\w+\.md)`?, "([^"]+)"')
+  found = 0
+  for source in (path for folder in folders for path in folder.rglob("*.py")):
+    for page, section in cited.findall(re.sub(r"\s*\n\s*(# )?", " ", source.read_text())):
+      found += 1
+      begins = rf"^(#+ |\*\*){re.escape(section)}"
+      there = re.search(begins, (DOCS / page).read_text(), re.MULTILINE)
+      assert there, f"{source.name}: {page} has no section {section!r}"
+  assert found > 10
+
+
 def typed(page: Path) -> list[tuple[str, str]]:
   """(Command, its flags) of every `ddiloco` command that a page or a config's header shows."""
   text = re.sub(r"\\+\n", " ", page.read_text())
