@@ -33,7 +33,7 @@ def test_the_run_ends_at_the_same_versions_everywhere(block):
 
 
 def test_a_short_run_whose_messages_are_late_ends_though_most_of_its_steps_are_lost():
-  """Its only learner made more than 16 times the steps that the run needs, and was asked no more."""
+  """Its only learner made over 16 times the steps that the run needs, and was asked no more."""
   assert endings.check(40506)["ended"]
 
 
