@@ -101,7 +101,7 @@ class Saver:
 
   def _decline(self, snapshot: int, reason: str) -> Job:
     with contextlib.suppress(OSError):  # if storage cannot tell, the role declines
-      if any(n >= snapshot for n in self.storage.committed()):
+      if self.storage.is_past(snapshot):
         return
     self.recorder.record(events.Unsaved(snapshot=snapshot, reason=reason))
     yield from self._leave_word(snapshot, reason)
