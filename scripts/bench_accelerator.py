@@ -107,7 +107,7 @@ def speed(preset: tuple, steps: int) -> dict[str, Any]:
   peak = devices.PEAK_FLOPS.get(jax.devices()[0].device_kind)
   mfu = round(flops * tokens / seconds / peak, 4) if peak else None
   found = {"step_ms": round(1000 * seconds, 2), "tokens_per_second": round(tokens / seconds)}
-  return {**found, "mfu": mfu, "attention": island.describe()["attention"]}
+  return {**found, "mfu": mfu, "attention": island.describe()["execution"]["attention"]}
 
 
 def attention(preset: tuple, steps: int, lengths: Sequence[int]) -> dict[str, Any]:

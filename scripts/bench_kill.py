@@ -32,12 +32,12 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import common
+from common import middle
+
 from ddiloco import environment
 
 environment.prepare(num_cpu_devices=1, cpu_only=True, supervises=True)
-
-import common
-from common import middle
 
 from ddiloco import workdir as workdirs
 from ddiloco.config import Config, ConfigError

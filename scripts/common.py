@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import math
 import os
@@ -16,6 +17,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
+
+for _needed in ("ddiloco", "jax"):
+  if importlib.util.find_spec(_needed) is None:
+    _fix = "source .venv/bin/activate; where there is none yet, `bash scripts/venv.sh` makes it"
+    _who = f"{Path(sys.argv[0]).name}: {sys.executable} has no package {_needed!r}"
+    print(f"{_who}. Fix: {_fix}.", file=sys.stderr)
+    sys.exit(2)
 
 from ddiloco import api, environment
 from ddiloco import workdir as workdirs

@@ -20,13 +20,14 @@ import random
 from pathlib import Path
 from typing import Any
 
+import common
+
 from ddiloco import environment
 
 LEARNERS, SHARDS, DEVICES = 3, 2, 4
 if __name__ == "__main__":
   environment.prepare(num_cpu_devices=DEVICES + 1, cpu_only=True)
 
-import common
 import jax
 
 from ddiloco.config import Config

@@ -28,11 +28,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import common
+
 from ddiloco import environment
 
 environment.prepare(num_cpu_devices=1, cpu_only=True, supervises=True)
-
-import common
 
 from ddiloco import workdir as workdirs
 from ddiloco.baselines.data_parallel import DataParallel

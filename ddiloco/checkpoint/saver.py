@@ -94,13 +94,14 @@ class Saver:
   def decline(self, snapshot: int, reason: str) -> None:
     """Tells the log, and shard 0, which would otherwise wait, that this role will save no part.
 
-    Does nothing if the snapshot is committed already: it was committed without this role.
+    Does nothing if the snapshot is committed already, without this role, or a newer one: this one
+    may be deleted by now (`checkpoint.keep`).
     """
     self._worker.put(self._decline(snapshot, reason))
 
   def _decline(self, snapshot: int, reason: str) -> Job:
     with contextlib.suppress(OSError):  # if storage cannot tell, the role declines
-      if self.storage.is_committed(snapshot):
+      if self.storage.is_past(snapshot):
         return
     self.recorder.record(events.Unsaved(snapshot=snapshot, reason=reason))
     yield from self._leave_word(snapshot, reason)

@@ -326,6 +326,14 @@ class Storage:
     """
     return MANIFEST in signed_json.listed(self._snapshot(snapshot))
 
+  def is_past(self, snapshot: int) -> bool:
+    """Whether the snapshot, or a newer one, is committed: no role waits for a part of it.
+
+    Raises:
+      OSError: the file system cannot be asked.
+    """
+    return any(self.is_committed(n) for n in self._snapshots() if n >= snapshot)
+
   def _digests(self, snapshot: int, roles: Collection[str]) -> dict[str, str]:
     return {role: self.meta(snapshot, role)["digest"] for role in sorted(roles)}
 

@@ -195,9 +195,10 @@ class RunFollower:
       try:
         self._look()
         self.health.waits_for = ""
+        self._warn.over("log")
       except (OSError, ConfigError) as error:  # file system out of reach; logs of another format
         self.health.waits_for = "the log cannot be followed"
-        self._warn(str(error), f"the dashboard cannot follow the log: {error}")
+        self._warn("log", f"the dashboard cannot follow the log: {error}")
       self._ended.wait(POLL_SECONDS)
 
   def _look(self) -> None:

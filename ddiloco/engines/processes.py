@@ -36,7 +36,7 @@ from ddiloco.roles import initial
 from ddiloco.roles.evaluator import Measure
 from ddiloco.runtime import Runtime
 from ddiloco.training import data
-from ddiloco.training.devices import Shares
+from ddiloco.training.devices import Shares, attention_path
 
 FOLLOW_SECONDS = 0.2
 SHORTEST_LIFE_SECONDS = 1.1  # between two starts: incarnations count whole seconds
@@ -64,7 +64,7 @@ class ProcessesEngine(Engine):
     self._shares = Shares(config, self._found) if gpus else None  # None: they take what they see
     for m in range(config.num_islands()):
       data.Stream(corpus, config, m)  # refuses what the children would refuse
-      self._gpus(m)
+      self._check(m)
     self._follow_at = 0.0
     self._children: dict[str, Child] = {}
 
@@ -87,6 +87,21 @@ class ProcessesEngine(Engine):
   def _look(self) -> Sequence[Accelerator]:
     """The accelerators that this engine has to divide."""
     return accelerators()
+
+  def _check(self, learner: int) -> None:
+    """Refuses an island that its processes would refuse: for its devices, mesh, batch or attention.
+
+    Raises:
+      ConfigError: says what.
+    """
+    island, hosts = self.config.islands.island(learner), len(self._gpus(learner))
+    seen = self._found if self._shares is None else self._shares.of(learner)
+    count = island.devices or max(1, len(seen) // hosts) * hosts
+    rule = f"learner {learner} sees {len(seen)} devices"
+    good = not seen or count <= len(seen)  # on the CPU a process makes as many as it is to have
+    require(good, "islands.devices", island.devices, rule, "lower it")
+    island.require_even_batch(count, self.config.inner.accumulation_steps, learner)
+    attention_path(island, self.config.model, seen[0].platform if seen else "cpu")
 
   def _gpus(self, learner: int) -> list[list[str]]:
     """The flags by which each host of an island gets its GPUs.
@@ -142,7 +157,7 @@ class ProcessesEngine(Engine):
 
   def _requested(self, fault: Fault) -> None:
     if fault.action == "join":
-      self._gpus(parse_role(fault.role)[1])  # it is refused if it can have none
+      self._check(parse_role(fault.role)[1])
     super()._requested(fault)
 
   def _observe(self) -> None:

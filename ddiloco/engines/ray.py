@@ -68,8 +68,8 @@ class RayEngine(ProcessesEngine):
     address: str = "",
     cpu_only: bool = False,
   ):
-    super().__init__(config, workdir.absolute(), corpus, measure)
     self.cpu_only = cpu_only
+    super().__init__(config, workdir.absolute(), corpus, measure)
     self._address, self._local = address, not address
     self._actors: dict[tuple[str, int], Any] = {}  # (role, host) -> its actor
     self._meetings: dict[str, Any] = {}  # learner -> Ray's promise of the url where its hosts meet
@@ -95,6 +95,11 @@ class RayEngine(ProcessesEngine):
   def _look(self) -> tuple[()]:
     """None: Ray gives each island what it asks for."""
     return ()
+
+  def _check(self, learner: int) -> None:
+    """What Ray gives an island that asks for resources is not known before it is there."""
+    if self.cpu_only or not self.config.islands.island(learner).resources:
+      super()._check(learner)
 
   def _place(self) -> RoleSpec:
     """Starts all actors; shards are spread over the nodes."""

@@ -184,9 +184,10 @@ class Recorder:
 
     If the disk is stuck, the wait ends after a second: a crash may then leave a gap in the log.
     """
-    if not self._drain.flush():
-      text = f"{self.path}: is written too slowly to wait for. A crash may leave a gap in it."
-      self._warn("slow", text)
+    if self._drain.flush():
+      return self._warn.over("slow")
+    text = f"{self.path}: is written too slowly to wait for. A crash may leave a gap in it."
+    self._warn("slow", text)
 
   def close(self) -> None:
     """Writes what is queued, if need be later, while this process lives. Events recorded later are
@@ -430,6 +431,7 @@ class Follower(EventStream):
         if size < start:
           start, seen = self._read[path] = 0, 0  # also if it cannot be read now
         end = size - len(next(_lines_back(path, seen, size)))
+        self._warn.over(path)
       except FileNotFoundError:
         continue  # gone since the folder was listed
       except OSError as error:

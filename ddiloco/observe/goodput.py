@@ -2,9 +2,10 @@
 
 Goodput is the share of allocated chip time that was spent on inner steps whose work is in the
 global model. Fragments merge a step one by one: each of the P fragments that has merged the step
-counts for 1/P of its seconds. The global model is the chain of rounds behind every fragment's
-newest value, so rounds that a restored shard has rolled back do not count, unless they are
-regained. Without shards, a step counts until a later life of its island does it again.
+counts for 1/P of its seconds, whatever its push weighed in the merge. The global model is the chain
+of rounds behind every fragment's newest value, so rounds that a restored shard has rolled back do
+not count, unless they are regained. Without shards, a step counts until a later life of its island
+does it again.
 
 The ledger's size is bounded, however long a run is: steps and rounds that a restored role may still
 go back to are kept one by one, older ones are summed up.

@@ -310,6 +310,7 @@ class _Open:
   role: str  # its shard
   since: float  # when it began
   asked: tuple[int, ...]
+  quorum: int
   pushed: set[int] = dataclasses.field(default_factory=set)
   pushed_at: float = 0.0  # time of the newest push
 
@@ -321,6 +322,7 @@ class Rounds:
     self._open: dict[int, _Open] = {}  # by fragment; two shards may give a round the same number
     self._grace: dict[int, float] = {}  # by fragment, of its last round
     self._closed_at = -math.inf  # when a round has ended
+    self._ahead: dict[str, str] = {}  # by shard, without which island no round begins, and why
 
   def add(self, event: Event) -> None:
     """Takes one event; kinds that are not about rounds are ignored."""
@@ -333,8 +335,9 @@ class Rounds:
         if (open_ := self._known(event)) is not None:  # it asks more learners
           open_.asked = event.asked
         else:
-          begun = _Open(event.fragment, event.round, event.role, event.time, event.asked)
-          self._open[event.fragment] = begun
+          begun = event.role, event.time, event.asked, event.quorum
+          self._open[event.fragment] = _Open(event.fragment, event.round, *begun)
+        self._ahead.pop(event.role, None)
       case events.Commit() | events.Abandoned():
         if isinstance(event, events.Commit):
           self._grace[event.fragment] = event.grace_seconds
@@ -345,11 +348,15 @@ class Rounds:
         self._drop(event.target)
       case events.Started():
         self._drop(event.role)
+      case events.Member(state="ahead"):
+        self._ahead[event.role] = f"island {event.learner}: {event.reason}"
       case events.RunStarted():
         self._open = {}
 
   def waiting(self, islands: Mapping[int, IslandState], now: float, sync: SyncConfig) -> str:
     """Why the syncer waits, in plain words, as far as the log says by `now`."""
+    if not self._open and self._ahead:
+      return f"No round begins. Why: {next(iter(self._ahead.values()))}."
     if not self._open and math.isinf(self._closed_at):
       ready = sum(island.state == "running" for island in islands.values())
       need = f"{ready} of the {sync.min_quorum} it needs are up"
@@ -361,18 +368,16 @@ class Rounds:
     first = min(self._open.values(), key=lambda each: each.since)
     since = max(0.0, now - first.since)
     more = f" and {len(self._open) - 1} more" if len(self._open) > 1 else ""
-    why = self._reason(first, islands, now, sync)
+    why = self._reason(first, islands, now)
     return f"Collecting fragment {first.fragment}{more} for {since:.1f} s; {why}."
 
-  def _reason(
-    self, round_: _Open, islands: Mapping[int, IslandState], now: float, sync: SyncConfig
-  ) -> str:
+  def _reason(self, round_: _Open, islands: Mapping[int, IslandState], now: float) -> str:
     gone = {m for m, island in islands.items() if island.state in (*DOWN, "left")}
     pending = sorted(set(round_.asked) - round_.pushed - gone)
     grace = self._grace.get(round_.fragment, 0.0)
-    enough = len(round_.pushed) >= sync.min_quorum
-    at = round_.pushed_at if enough else None
-    decision = rules.decide(now, len(round_.pushed), pending, at, grace, sync.min_quorum)
+    count = len(round_.pushed)
+    at = round_.pushed_at if count >= round_.quorum else None
+    decision = rules.decide(now, count, pending, at, grace, round_.quorum)
     return decision.reason if decision.verdict == "wait" else f"about to end, {decision.reason}"
 
   def _known(
@@ -384,4 +389,5 @@ class Rounds:
 
   def _drop(self, role: str) -> None:
     """A shard's rounds end with its life."""
+    self._ahead.pop(role, None)
     self._open = {p: each for p, each in self._open.items() if each.role != role}

@@ -291,7 +291,8 @@ def scalars(event: Event, started: Started | None = None) -> tuple[int, dict[str
 class TensorBoard:
   """A listener for any number of roles.
 
-  A write that fails, as on a full disk, is warned of once; what it was to write is tried again.
+  A write that fails, as on a full disk, is warned of, once until one succeeds; what it was to write
+  is tried again.
   """
 
   def __init__(self, workdir: str | os.PathLike[str], flush_seconds: float = 2.0):
@@ -319,8 +320,9 @@ class TensorBoard:
       for role, records in self._unwritten.items():
         if records:
           _append(self._folder / role / self._name, records)
+      self._warn.over("unwritten")
     except OSError as error:
-      text = f"TensorBoard scalars wait until {self._folder} can be written, which is said once"
+      text = f"TensorBoard scalars wait until {self._folder} can be written"
       self._warn("unwritten", f"{text}: {error}. The run goes on.")
 
   def _add(self, wall_time: float, event: Event) -> None:

@@ -370,8 +370,8 @@ class RunState:
       return
     island = self._island(m, time)
     before = island.state
-    stepping = before == "running" and island.state_at(time) == "running"
-    if state == "quarantined" or (before == "running" and not stepping):
+    silent = before == "running" and island.state_at(time) != "running"
+    if state == "quarantined" or (silent and state != "ahead"):
       island.turn(time, state)
     if state == "left":
       return  # which it says itself; it misses no round

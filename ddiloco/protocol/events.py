@@ -17,7 +17,7 @@ import msgspec
 
 from ddiloco.checks import is_number
 
-LOG_FORMAT = 6  # version of kinds and fields
+LOG_FORMAT = 7  # version of kinds and fields
 MOST_SECONDS = 1e11  # three thousand years
 MOST_DEPTH = 16  # of nested lists and objects; no event has more than four levels
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -67,7 +67,7 @@ class Started(Event, frozen=True, kw_only=True):
   mesh: tuple[int, ...] = ()  # data, fsdp, tensor
   batch_size: int = 0  # sequences
   hosts: int = 1  # processes of the island
-  attention: str = ""  # its implementation: einsum, splash or cudnn
+  execution: dict[str, str | int] = {}  # its programs' attention (as chosen), remat, loss_chunks
   flops_per_token: float = 0.0  # forward and backward; 0: the model does not say
   peak_flops_per_second: float = 0.0  # of one device; 0: not known
   learners: int = 0  # that its config plans; 0: as many as the saved config
@@ -174,8 +174,7 @@ class Step(Event, frozen=True, kw_only=True):
   gap_seconds: float  # since the step before it ended
   blocked_seconds: float = 0.0  # of these, spent waiting for a shard
   data_seconds: float = 0.0  # and of these, spent waiting for the step's batch
-  # The step that set the learning rate; None: the global step before this step.
-  schedule_step: int | None = None
+  schedule_step: int | None = None  # that set the learning rate; None: the global step before it
   rate_scale: float = 1.0
   loss: float | None = None  # nats per token; not for every step, since reading it blocks
   load_balance: float | None = None  # of mixtures of experts
@@ -292,7 +291,7 @@ class Owns(Event, frozen=True, kw_only=True):
 
 
 class Member(Event, frozen=True, kw_only=True):
-  """The shard's view of a learner from now on: joined, lost, left or quarantined."""
+  """The shard's view of a learner: joined, lost, left, quarantined or (no round begins) ahead."""
 
   learner: int  # -1: the evaluator
   state: str
@@ -307,6 +306,7 @@ class Round(Event, frozen=True, kw_only=True):
   round: int
   version: int
   asked: tuple[int, ...]
+  quorum: int = 1  # of them that must have pushed
 
 
 class Commit(Event, frozen=True, kw_only=True):

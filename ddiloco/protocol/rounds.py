@@ -45,6 +45,8 @@ def start_rounds(state: SyncerState, now: float) -> SyncerOutcome:
       due = asked  # a leaving learner cannot wait until a quorum is due
     quorum = _quorum(state, i, asked)
     if len(due) < quorum:
+      state, said = _say_ahead(state, i, len(due), quorum)
+      todo += said
       continue
     # Unique over the shard's incarnations, so that no push for an earlier one is taken for ours.
     round_id = rules.numbered(state.incarnation, state.rounds)
@@ -65,7 +67,7 @@ def start_rounds(state: SyncerState, now: float) -> SyncerOutcome:
       pulled_at=now,
       deadline=now + _pull_patience(state, 1),
     )
-    state = replace(state, rounds=state.rounds + 1).with_round(i, current)
+    state = replace(state, rounds=state.rounds + 1, said_ahead=False).with_round(i, current)
     todo += [_pull(state, f, current, m) for m in asked]
     todo.append(_round_event(f, current))
   return replace(state, dirty=tuple(waiting)), todo
@@ -81,6 +83,27 @@ def _quorum(state: SyncerState, i: int, asked: list[int]) -> int:
   return min(state.quorum, max(1, len(asked))) if version and all(last) else state.quorum
 
 
+def _say_ahead(state: SyncerState, i: int, due: int, quorum: int) -> SyncerOutcome:
+  """Says, once until a round begins, that a quorum is due only with a learner that is not believed:
+  without a round no commit says it."""
+  m = rules.too_far_ahead(state.beliefs, state.global_step, state.sync)
+  if m is None or m not in state.members or state.said_ahead or due + 1 < quorum:
+    return state, []
+  if not (state.could_push(m, i) and state.is_due(m, i)):
+    return state, []
+  rule = f"{rules.LEAD:g} times as fast as the others are (rules.LEAD)"
+  fix = f"give it a larger islands.batch_size, or lower sync.min_quorum = {state.quorum}"
+  if state.global_step + 1 > state.most_steps:
+    rule = "as many times as its tokens need, since most steps were lost (rules.WASTE)"
+    fix = "raise run.total_tokens"
+  claim = -int(state.beliefs.claims[0][0])
+  reason = (
+    f"it says that it is at step {claim}, one learner alone is believed up to step"
+    f" {state.global_step}, {rule}; so it is not asked, and without it no round begins. Fix: {fix}"
+  )
+  return replace(state, said_ahead=True), [events.Member(learner=m, state="ahead", reason=reason)]
+
+
 def _available(state: SyncerState, i: int) -> list[int]:
   """The members that could push this fragment now, and whose push would be believed."""
   ahead = rules.too_far_ahead(state.beliefs, state.global_step, state.sync)
@@ -94,7 +117,9 @@ def _pull(state: SyncerState, f: FragmentState, current: Round, learner: int) ->
 
 def _round_event(f: FragmentState, current: Round) -> events.Round:
   asked = tuple(sorted({*current.pending, *current.pushes, *current.rejected}))
-  return events.Round(fragment=f.index, round=current.id, version=f.version, asked=asked)
+  return events.Round(
+    fragment=f.index, round=current.id, version=f.version, asked=asked, quorum=current.quorum
+  )
 
 
 def on_push(state: SyncerState, push: Push, event: Received) -> SyncerOutcome:

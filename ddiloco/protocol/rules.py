@@ -27,7 +27,8 @@ STEP_TIME_RATIO = 16.0  # ... so many times the usual step time
 LEAD = 16.0  # one learner alone makes the global step grow so much faster than others, at most
 KEPT_SECONDS = 600.0  # so much of a lead that was possible, and not taken, can still be taken
 ALONE_LEAD = 2.0  # the same where there are no two others to compare with
-WASTE = 16  # a run makes at most so many times the steps its tokens need: work may be lost
+WASTE = 16  # a run makes at most so many times the steps its tokens need: work may be lost; ...
+SHORT_RUN_STEPS = 100_000  # ... but any run may make so many: a short outage is many short steps
 MOST_NORM = 1e15  # no push of a model that works is so long; far from where f32 overflows
 COUNTED_PERIODS = 3  # sync periods; a push of more steps is stale
 
@@ -309,7 +310,10 @@ def raised_global_step(
       members yet, and believes no single learner.
   """
   if claim <= global_step:
-    return beliefs, global_step
+    # Its former life may have claimed more, and this one begins where the run is.
+    claims = tuple(each for each in beliefs.claims if each[1] != learner or each[0] >= -claim)
+    known = beliefs if len(claims) == len(beliefs.claims) else replace(beliefs, claims=claims)
+    return known, global_step
   claims = _ranked(beliefs.claims, (-claim, learner), 2)
   least = step_tolerance(sync) / 2
   reach, reach_at = max(beliefs.reach, global_step, least), beliefs.reach_at

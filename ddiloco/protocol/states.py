@@ -280,6 +280,8 @@ class SyncerState(_State, Frozen):
   planned_learners: int = 0  # awaited until then by a shard that knew no learner
   silent_at: float = math.inf  # no member is lost to silence before this time
   dirty: tuple[int, ...] = ()  # positions of fragments whose round may start or end now
+  # Said since the newest round began: none begins without a learner that is too far ahead.
+  said_ahead: bool = False
   # learner -> fragments whose moments it waits for
   asking: Mapping[int, tuple[int, ...]] = {}
   held_at: Mapping[int, float] = {}  # fragment -> when a publish last waited for the buddy
@@ -383,14 +385,19 @@ class SyncerState(_State, Frozen):
     if report.learner == EVALUATOR:
       return self
     known = rules.noted_pace(self.beliefs, report.learner, report.step_seconds)
-    fewest = self.fewest_tokens  # whoever makes such steps may be left alone
-    most = rules.WASTE * self.target_tokens / fewest if fewest else math.inf
-    most += rules.step_tolerance(self.sync)  # every fragment is synced once in any run
-    here = self._num_here(report.learner) if self.recovery_over(now) else 0
+    here, most = self._num_here(report.learner) if self.recovery_over(now) else 0, self.most_steps
     known, global_step = rules.raised_global_step(
       known, self.global_step, report.learner, report.global_step, now, most, self.sync, here
     )
     return replace(self, beliefs=known, global_step=global_step)
+
+  @property
+  def most_steps(self) -> float:
+    """To so many no learner alone can raise the global step."""
+    fewest = self.fewest_tokens  # whoever makes such steps may be left alone
+    most = rules.WASTE * self.target_tokens / fewest if fewest else math.inf
+    # Every fragment is synced once in any run.
+    return max(most, rules.SHORT_RUN_STEPS) + rules.step_tolerance(self.sync)
 
   def _num_here(self, reports: int) -> int:
     """How many learners are not lost, the reporting one included.

@@ -263,6 +263,9 @@ class VirtualStorage:
   def is_committed(self, snapshot: int) -> bool:
     return snapshot in self.committed
 
+  def is_past(self, snapshot: int) -> bool:
+    return max(self.committed, default=-1) >= snapshot
+
   def decline(self, snapshot: int, role: str, reason: str) -> None:
     self._declined.setdefault(snapshot, set()).add(role)
 

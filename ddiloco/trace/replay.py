@@ -249,9 +249,9 @@ def live_config(
   overrides = dict(config.islands.overrides)
   for each in (*beside, started):
     mesh = dict(zip(("data", "fsdp", "tensor"), each.mesh))
-    mine = {"devices": each.devices, **mesh, "batch_size": each.batch_size, "hosts": 1}
+    mine = {"devices": each.devices, "batch_size": each.batch_size, "hosts": 1, **each.execution}
     key = str(parse_role(each.role)[1])
-    overrides[key] = {**overrides.get(key, {}), **mine}  # how it computes is in no event
+    overrides[key] = {**overrides.get(key, {}), **mesh, **mine}
   learners = started.learners or config.islands.num_learners
   islands = dataclasses.replace(config.islands, num_learners=learners, overrides=overrides)
   decay_steps = config.inner.decay_steps or started.planned_steps or config.planned_steps()

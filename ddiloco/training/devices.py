@@ -261,6 +261,9 @@ def param_sharding(
   return NamedSharding(mesh, PartitionSpec(*spec))
 
 
+CUDNN_HEADS = 256  # the largest heads for which cuDNN has attention and its gradient on any GPU
+
+
 def cudnn_heads(gpu: Device) -> int:
   """The largest heads for which cuDNN has attention and its gradient on this GPU; 0: for none.
 
@@ -268,24 +271,22 @@ def cudnn_heads(gpu: Device) -> int:
   on Blackwell larger heads than 128 have no gradient before cuDNN 9.23.
   """
   major = gpu.compute_capability.partition(".")[0]
-  return 0 if not major.isdigit() or int(major) < 8 else 256 if major == "9" else 128
+  return 0 if not major.isdigit() or int(major) < 8 else CUDNN_HEADS if major == "9" else 128
 
 
-def make_execution(mesh: Mesh, island: IslandConfig, model: ModelConfig) -> Execution:
-  """How this island's devices compute a model.
+def attention_path(
+  island: IslandConfig, model: ModelConfig, platform: str, largest: int = CUDNN_HEADS
+) -> str:
+  """The path of an island's attention on this platform, whose GPUs take heads up to `largest`.
 
   `islands.attention = "auto"` is splash attention on TPUs, cuDNN's on GPUs where it takes the
-  model (bf16, heads of a multiple of 8 and up to `cudnn_heads`), and else the reference.
+  model (bf16, heads of a multiple of 8 and up to `largest`), and else the reference.
 
   Raises:
     ConfigError: the configured path of attention does not run on this platform.
   """
   dtype, size = model.compute_dtype, model.head_dim
-  platform = mesh.devices.flat[0].platform
-  taken = platform == "gpu" and dtype == "bfloat16" and size % 8 == 0
-  if taken:  # a process knows the kind of its own devices
-    mine = (gpu for gpu in mesh.devices.flat if gpu.process_index == jax.process_index())
-    taken = size <= cudnn_heads(next(mine))
+  taken = dtype == "bfloat16" and size % 8 == 0 and size <= largest
   own = {"tpu": "splash", "gpu": "cudnn" if taken else "einsum"}
   best = own.get(platform, "einsum")
   good = island.attention in ("auto", "einsum", best)
@@ -293,9 +294,22 @@ def make_execution(mesh: Mesh, island: IslandConfig, model: ModelConfig) -> Exec
   rule = f"must be {paths} for platform {platform!r} and a model in {dtype} with heads of {size}"
   fix = f"use 'auto', which is {best} here"
   require(good, "islands.attention", island.attention, rule, fix)
+  return best if island.attention == "auto" else island.attention
+
+
+def make_execution(mesh: Mesh, island: IslandConfig, model: ModelConfig) -> Execution:
+  """How this island's devices compute a model.
+
+  Raises:
+    ConfigError: as of `attention_path`.
+  """
+  every, me = list(mesh.devices.flat), jax.process_index()
+  # A process knows the kind of its own devices.
+  gpus = (each for each in every if each.platform == "gpu" and each.process_index == me)
+  largest = max(map(cudnn_heads, gpus), default=0)
   return Execution(
     layout=functools.partial(param_sharding, mesh=mesh) if mesh.size > 1 else None,
-    attention=best if island.attention == "auto" else island.attention,
+    attention=attention_path(island, model, every[0].platform, largest),
     remat=island.remat,
     loss_chunks=island.loss_chunks,
   )

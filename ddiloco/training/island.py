@@ -248,15 +248,15 @@ class Island:
     self._count = itertools.count(1)  # of steps of this process, for traces
 
   def describe(self) -> dict[str, Any]:
-    """For the events: devices, mesh [data, fsdp, tensor], batch size, the path of attention, and
-    the FLOPs that the MFU follows from."""
-    kind = self.mesh.devices.flat[0].device_kind
+    """For the events: devices, mesh [data, fsdp, tensor], batch size, how programs compute, which
+    a replay repeats, and the FLOPs that the MFU follows from."""
+    kind, how = self.mesh.devices.flat[0].device_kind, self._parts.execution
     return {
       "devices": self.mesh.size,
       "device_kind": kind,
       "mesh": [int(n) for n in self.mesh.devices.shape],
       "batch_size": self._island.batch_size,
-      "attention": self._parts.execution.attention,
+      "execution": {name: getattr(how, name) for name in ("attention", "remat", "loss_chunks")},
       "flops_per_token": custom.flops_per_token(self._config),
       "peak_flops_per_second": PEAK_FLOPS.get(kind, 0.0),
     }

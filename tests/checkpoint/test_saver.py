@@ -517,6 +517,13 @@ def test_who_says_that_there_is_no_part_of_it_is_not_waited_for(storage, savers,
   learner.save(2, state("learner-0"), {})
   said.of("saved")
   assert len(said.of("unsaved")) == 1, "of a snapshot that is committed nothing is to be said"
+  storage.commit(2, ["learner-0"])
+  storage.prune(1)
+  assert not storage.is_committed(1)
+  learner.decline(1, "it is late")
+  learner.save(3, state("learner-0"), {})
+  said.of("saved", 2)
+  assert len(said.of("unsaved")) == 1, "nor of one that is deleted, since a newer one is there"
 
 
 def test_a_part_that_its_role_had_begun_to_delete_is_no_part_of_it(storage, saver, events):

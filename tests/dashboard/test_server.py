@@ -165,6 +165,23 @@ def test_a_new_run_whose_log_cannot_be_read_is_said(serve, workdir, capsys):
   assert capsys.readouterr().err.count("is an event log of format 1") == 1
 
 
+def test_trouble_with_the_log_that_comes_again_is_said_again(workdir, capsys, monkeypatch):
+  monkeypatch.setattr(module, "POLL_SECONDS", 0.0)
+  follower = module.RunFollower(workdir)
+  looks = iter((False, False, True, False))
+
+  def look() -> None:
+    good = next(looks, None)
+    if good is None:
+      follower._ended.set()
+    elif not good:
+      raise OSError("the file system is out of reach")
+
+  monkeypatch.setattr(follower, "_look", look)
+  follower._follow()
+  assert capsys.readouterr().err.count("the file system is out of reach") == 2
+
+
 def test_what_the_config_says_is_used(serve, workdir):
   (workdir / "config.json").write_text(Config().to_json())
   (workdir / "events" / "engine.jsonl").unlink()

@@ -370,6 +370,29 @@ def test_what_no_child_could_run_is_refused_on_construction(tmp_path):
   assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+  ("island", "said"),
+  [
+    ({"attention": "splash"}, r"islands\.attention = 'splash': must be einsum .*Fix: use 'auto'"),
+    (
+      {"devices": 0, "fsdp": 2},
+      r"islands\.\(data, fsdp, tensor\) = \(1, 2, 1\): .*island's 1 devices",
+    ),
+    (
+      {"devices": 0, "hosts": 2, "batch_size": 3},
+      r"islands\.batch_size = 3: must be a multiple of .* = 2",
+    ),
+  ],
+)
+def test_what_an_island_s_devices_do_not_take_is_refused_before_anything_starts(
+  tmp_path, island, said
+):
+  """Its process refused it, and was started again and again."""
+  config = from_dict({**TINY, "islands": {"batch_size": 2, "overrides": {"1": island}}})
+  with pytest.raises(ConfigError, match=said):
+    ProcessesEngine(config, tmp_path, data.open_corpus(config.data), None)
+
+
 # --- whole runs of real processes -----------------------------------------------------------------
 
 

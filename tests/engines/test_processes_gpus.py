@@ -92,7 +92,8 @@ def test_the_shares_are_those_of_the_threads_engine(machine, tmp_path):
   assert [gpus_of(engine, m) for m in range(3)] == [["4"], ["5,6,7,8"], ["9"]]
   engine = make(tmp_path, learners=3, devices=0)
   assert [gpus_of(engine, m) for m in range(3)] == [["4,5"], ["6,7"], ["8,9"]]
-  engine = make(tmp_path, learners=2, devices=0, run={"evaluator_devices": 2})
+  spare = {"evaluator_devices": 2}
+  engine = make(tmp_path, learners=2, devices=0, run=spare, batch_size=6)
   assert [gpus_of(engine, m) for m in range(2)] == [["4,5,6"], ["7,8,9"]]
 
 
@@ -135,6 +136,42 @@ def test_too_few_gpus_are_refused_before_anything_starts(machine, tmp_path, coun
   assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+  ("platform", "learners", "fields", "said"),
+  [
+    ("gpu", 4, {"attention": "splash"}, r"islands\.attention = 'splash': must be .*'gpu'"),
+    (
+      "gpu",
+      4,
+      {"devices": 0, "tensor": 4},
+      r"islands\.\(data, fsdp, tensor\) = .*island's 2 devices",
+    ),
+    (
+      "gpu",
+      4,
+      {"devices": 0, "batch_size": 3},
+      r"islands\.batch_size = 3: must be a multiple of .* = 2",
+    ),
+    ("tpu", 1, {"devices": 16}, r"islands\.devices = 16: learner 0 sees 8 devices.*Fix: lower it"),
+    ("tpu", 1, {"attention": "cudnn"}, r"islands\.attention = 'cudnn': must be .*'tpu'"),
+  ],
+)
+def test_what_accelerators_do_not_take_is_refused_before_anything_starts(
+  machine, tmp_path, platform, learners, fields, said
+):
+  machine(8, platform)
+  with pytest.raises(ConfigError, match=said):
+    make(tmp_path, learners, **{"batch_size": 16, **fields})
+
+
+def test_a_learner_whose_island_its_gpus_do_not_take_does_not_join(machine, tmp_path):
+  machine(8)
+  engine = make(tmp_path, 3, devices=2, overrides={"9": {"attention": "splash"}})
+  engine._feed = pytest.fail
+  with pytest.raises(ConfigError, match=r"islands\.attention = 'splash'"):
+    engine._requested(Fault("join", "learner-9", at_seconds=0.0))
+
+
 def test_what_is_no_gpu_serves_one_process(machine, tmp_path):
   """A second process cannot open a machine's TPUs, and would train on its CPU."""
   machine(4, "tpu")
@@ -143,7 +180,7 @@ def test_what_is_no_gpu_serves_one_process(machine, tmp_path):
     make(tmp_path, learners=2)
   with pytest.raises(ConfigError, match=several):
     make(tmp_path, learners=1, hosts=2, devices=2)
-  engine = make(tmp_path, learners=1)
+  engine = make(tmp_path, learners=1, batch_size=4)
   assert gpus_of(engine, 0) == []
   engine._feed = pytest.fail
   with pytest.raises(ConfigError, match=several):

@@ -110,6 +110,30 @@ def test_a_run_on_gpus_that_asks_ray_for_none_is_refused(tmp_path, monkeypatch, 
 
 
 @needs_ray
+@pytest.mark.parametrize(
+  ("resources", "cpu", "taken"),
+  [({}, True, False), ({}, False, False), ({"GPU": 1}, True, False), ({"GPU": 1}, False, True)],
+)
+def test_an_island_on_the_cpu_is_checked_before_ray_is_there(
+  tmp_path, monkeypatch, resources, cpu, taken
+):
+  """What an island gets of Ray decides which attention it can have."""
+  from ddiloco.engines import ray as engine
+
+  connected = []
+  monkeypatch.setattr(engine, "connect", connected.append)
+  monkeypatch.setattr(engine.ray, "cluster_resources", lambda: {"GPU": 8.0})
+  config = tiny(steps=1, islands={"attention": "cudnn", "resources": resources})
+  arguments = config, tmp_path, data.open_corpus(config.data), None, "auto", cpu
+  if taken:
+    engine.RayEngine(*arguments).close()
+  else:
+    with pytest.raises(ConfigError, match=r"islands\.attention = 'cudnn': must be einsum"):
+      engine.RayEngine(*arguments)
+  assert connected == ["auto"] * taken
+
+
+@needs_ray
 @pytest.mark.parametrize("refused", ["islands.resources", "claimed by another run"])
 def test_a_run_that_is_refused_leaves_no_ray_behind(tmp_path, monkeypatch, refused):
   """In a notebook it stayed, and the next run took it for the user's own: also --ray_address."""

@@ -259,6 +259,14 @@ def test_a_disk_that_is_full_again_is_warned_of_again(tmp_path, capsys, monkeypa
   assert capsys.readouterr().err.count("cannot write") == 2
 
 
+def test_a_disk_that_is_slow_again_is_warned_of_again(tmp_path, capsys, monkeypatch):
+  with Recorder(tmp_path, "learner-0", 0, start_time=0.0) as recorder:
+    monkeypatch.setattr(recorder._drain, "flush", iter((False, False, True, False)).__next__)
+    for _ in range(4):
+      recorder.flush()
+  assert capsys.readouterr().err.count("is written too slowly") == 2
+
+
 def test_a_role_that_ends_while_the_disk_is_full_has_its_last_events_when_there_is_room(
   tmp_path, monkeypatch
 ):

@@ -137,3 +137,14 @@ def test_a_log_that_cannot_be_read_for_once_loses_nothing_of_any_role(
   )
   assert follower.torn_lines == 1 and follower.poll() == []
   assert ("Stale file handle" in capsys.readouterr().err) == (failed or left[0] < 0)
+
+
+def test_a_log_that_cannot_be_read_again_is_said_again(tmp_path, log, monkeypatch, capsys):
+  follower = Follower(tmp_path)
+  for time, good in enumerate((False, False, True, True, False)):
+    log(line(float(time)))
+    with monkeypatch.context() as patch:
+      if not good:
+        patch.setattr(eventlog, "_read", mock.Mock(side_effect=OSError("stale file handle")))
+      follower.poll()
+  assert capsys.readouterr().err.count("cannot be read now") == 2

@@ -14,8 +14,12 @@ def begun(make):
   """Four islands run, fragment 3 was asked for at 10.0."""
   events = [make.run_started()]
   events += [make.step(9.0, m, 5) for m in range(4)]
-  round_ = make.event(10.0, "syncer-1", "round", fragment=3, round=7, version=0, asked=[0, 1, 2])
-  return [*events, round_]
+  return [*events, round_(make, 10.0, [0, 1, 2])]
+
+
+def round_(make, time, asked, quorum=2):
+  what = {"fragment": 3, "round": 7, "version": 0}
+  return make.event(time, "syncer-1", "round", **what, asked=asked, quorum=quorum)
 
 
 def push(make, time, learner):
@@ -63,11 +67,37 @@ def test_a_shard_that_began_anew_has_no_rounds_of_its_life_before(make, begun):
 
 
 def test_a_round_that_asks_more_islands_keeps_the_pushes_that_came(make, begun):
-  more = make.event(12.0, "syncer-1", "round", fragment=3, round=7, version=0, asked=[0, 1, 2, 3])
-  begun += [push(make, 10.6, 1), more]
+  begun += [push(make, 10.6, 1), round_(make, 12.0, [0, 1, 2, 3])]
   assert says(begun, 12.5) == (
     "Collecting fragment 3 for 2.5 s; quorum: 1 of 2 have answered, waiting for 0, 2, 3."
   )
+
+
+def test_where_all_leave_the_quorum_is_that_of_the_round(make, begun):
+  """One of two that leave has nothing left: the shard waits for the other alone."""
+  begun[-1] = round_(make, 10.0, [0], quorum=1)
+  assert says(begun, 10.5).endswith("quorum: 0 of 1 have answered, waiting for 0.")
+  begun += [push(make, 10.6, 0)]
+  assert says(begun, 10.7).endswith("about to end, all 1 asked have answered.")
+
+
+def test_a_learner_that_is_not_believed_and_without_which_no_round_begins_is_named(make, begun):
+  """Until the shard begins a round, or its life ends."""
+  why = {"learner": 2, "state": "ahead", "reason": "it says that it is at step 900"}
+  between = [*begun, make.commit(11.0, 1, fragment=3, round=7)]
+  between += [make.event(12.0, f"syncer-{s}", "member", **why) for s in (0, 1)]
+  said = "No round begins. Why: island 2: it says that it is at step 900."
+  assert says(between, 12.5) == said
+  run = fold(between)
+  assert run.islands[2].state == "running" and run.islands[2].missed_reason == why["reason"]
+  texts = [note.text for note in run.log_events]
+  assert texts.count(f"the syncer counts island 2 as ahead: {why['reason']}") == 1
+  restarted = [*between, make.event(13.0, "syncer-0", "started", 1)]
+  assert says(restarted, 13.5) == said, "the other shard still says so"
+  restarted.append(round_(make, 14.0, [0, 1, 2]))
+  assert says(restarted, 14.5).startswith("Collecting fragment 3 for 0.5 s")
+  restarted.append(make.commit(15.0, 1, fragment=3, round=7))
+  assert says(restarted, 15.5).startswith("No round is open")
 
 
 def test_grace_is_waited_for_as_long_as_the_last_round_had(make, begun):
@@ -113,7 +143,7 @@ def test_versions_by_island_and_fragment_and_a_new_life_has_none(make):
 
 def test_rounds_of_two_shards_may_have_the_same_number(make, begun):
   other = {"fragment": 2, "round": 7, "version": 0}
-  begun += [make.event(10.1, "syncer-0", "round", **other, asked=[0, 1])]
+  begun += [make.event(10.1, "syncer-0", "round", **other, asked=[0, 1], quorum=2)]
   assert says(begun, 10.5).startswith("Collecting fragment 3 and 1 more for 0.5 s; quorum: 0 of 2")
   begun += [make.event(10.2, f"learner-{m}", "push", **other) for m in range(2)]
   assert says(begun, 10.5).startswith("Collecting fragment 3 and 1 more for 0.5 s; quorum: 0 of 2")

@@ -103,9 +103,16 @@ def test_a_failure_is_one_warning_and_all_is_written_when_writing_works_again(
     assert board._drain.flush(60)
   folder.unlink()
   board(make.step(1.0, 0, 4))
-  board.close()
+  assert board._drain.flush(60)
   assert [step for step, _ in _read(folder / "learner-0")] == [1, 2, 3, 4]
   assert capsys.readouterr().err.count("WARNING") == 1
+  folder.rename(tmp_path / "elsewhere")
+  folder.write_text("a file again")
+  for number in range(5, 7):
+    board(make.step(1.0, 0, number))
+    assert board._drain.flush(60)
+  board.close()
+  assert capsys.readouterr().err.count("WARNING") == 1, "it is another trouble"
 
 
 def test_a_full_disk_tears_no_record(tmp_path, make, monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -184,12 +185,63 @@ def test_a_member_that_never_says_how_fast_it_is_does_not_hold_up_a_fast_one():
 
 
 def test_a_run_makes_no_more_steps_than_its_tokens_need_many_times_over():
-  state = replace(shard(1, step_tokens=200, fewest_tokens=10), target_tokens=1_000)
+  state = replace(shard(1, step_tokens=200, fewest_tokens=10), target_tokens=100_000)
   state = told(state, says.report(0, 0, HUGE, 1e-9, (0, 0), (1, 1)), 1e9)
-  assert state.global_step == 1_600 + rules.step_tolerance(SYNC)
-  for m, claim in ((0, 5_000), (1, 5_000), (1, 6_000)):
+  assert state.global_step == 160_000 + rules.step_tolerance(SYNC)
+  for m, claim in ((0, 500_000), (1, 500_000), (1, 600_000)):
     state = told(state, says.report(m, 0, claim, 1.0, (0, 0), (1, 1)), 1e9)
-  assert state.global_step == 5_000, "two say it, and one alone does not turn it back"
+  assert state.global_step == 500_000, "two say it, and one alone does not turn it back"
+
+
+def test_a_short_run_outlives_an_outage_in_which_many_times_its_steps_are_made():
+  """The shard asked its only learner no more, and said nothing."""
+  state = replace(shard(1, step_tokens=10, fewest_tokens=10), target_tokens=240)
+  one = replace(state, sync=dataclasses.replace(SYNC, min_quorum=1))
+  state = told(one, says.report(0, 0, 5_000, 0.001, (0, 0), (5_000, 5_000)), 6.0)
+  assert state.global_step == 5_000 and state.under_way[0].pending == (0,)
+  most = rules.SHORT_RUN_STEPS + rules.step_tolerance(SYNC)
+  state = told(one, says.report(0, 0, HUGE, 0.001, (0, 0), (1, 1)), 1e6)
+  assert state.global_step == most, "but it is bounded"
+
+
+def ahead(state, message, now: float) -> tuple[syncer.SyncerState, list[str]]:
+  """The state, and why a learner is said to be ahead."""
+  state, actions = says.shard_on(state, Received(message, now))
+  said = [a for a in actions if isinstance(a, events.Member) and a.state == "ahead"]
+  assert all(each.learner == 2 for each in said)
+  return state, [each.reason for each in said]
+
+
+def test_it_is_said_once_that_no_round_begins_without_a_learner_that_is_not_believed():
+  """The run stood still in silence: a round's log line would say it, and there was no round."""
+  state = shard(3)
+  state, reasons = replace(state, sync=dataclasses.replace(SYNC, min_quorum=3)), []
+  for now in range(2, 30):
+    for m, pace in ((0, 1.0), (1, 1.0), (2, 0.02)):
+      step = round(now / pace)
+      message = says.report(m, 0, step, pace, (0, 0), (step, step))
+      state, said = ahead(state, message, float(now))
+      reasons += [(each, state.global_step) for each in said]
+  ((reason, believed),) = reasons
+  assert not state.under_way and 5 * rules.LEAD / 2 < believed < 5 * rules.LEAD
+  assert f"is at step 200, one learner alone is believed up to step {believed}, 16" in reason
+  assert "(rules.LEAD)" in reason and "sync.min_quorum = 3" in reason
+  # It begins afresh, at the step of the others.
+  for message in (says.hello(2, 1), says.report(2, 1, 30, 0.02, (0, 0), (10, 10))):
+    state, said = ahead(state, message, 30.0)
+    assert not said
+  assert state.under_way[0].pending == (0, 1, 2)
+  state, said = ahead(state, says.report(2, 1, 9_000, 0.02, (0, 0), (100, 100)), 31.0)
+  assert not said and set(state.under_way) == {0, 1}, "rounds are under way"
+
+
+def test_a_run_that_lost_most_of_its_steps_says_so_and_what_helps():
+  state = replace(shard(0, step_tokens=10, fewest_tokens=10), target_tokens=240)
+  state = replace(state, sync=dataclasses.replace(SYNC, min_quorum=1))
+  state, _ = ahead(state, says.hello(2, 0), 0.0)
+  message = says.report(2, 0, HUGE, 0.001, (0, 0), (10, 10))
+  _, (reason,) = ahead(state, message, 1e6)
+  assert "(rules.WASTE)" in reason and reason.endswith("Fix: raise run.total_tokens")
 
 
 def test_a_restarted_shard_knows_the_clock_of_its_newest_commit():

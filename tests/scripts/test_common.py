@@ -214,6 +214,27 @@ def test_wrong_input_is_refused_in_one_line(
   assert line.startswith(f"{name}.py: {wrong.partition('=')[0]} = ") and "Fix: " in line
 
 
+IMPORTS_COMMON = re.compile(r"^import common|^from common import", re.MULTILINE)
+# The decoder's modules are instrumented before anything else imports them.
+RUN = [
+  path.name
+  for path in sorted(SCRIPTS.glob("*.py"))
+  if "__main__" in (text := path.read_text()) and IMPORTS_COMMON.search(text)
+  if path.stem != "fuzz_decoder"
+]
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_a_script_outside_the_environment_says_how_to_enter_it(name):
+  """It ended in a traceback, for the package that it happened to import first."""
+  bare = [sys.executable, "-S", str(SCRIPTS / name)]  # without any installed package
+  env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+  done = subprocess.run(bare, env=env, capture_output=True, text=True)
+  (line,) = done.stderr.splitlines()
+  assert done.returncode == 2 and line.startswith(f"{name}: ")
+  assert "no package 'ddiloco'. Fix: source .venv/bin/activate" in line
+
+
 @pytest.mark.parametrize(("said", "status"), [("print(7)", 0), ("return print(7) or 3", 3)])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_script_whose_reader_has_left_ends_without_a_traceback(said, status, unbuffered):

@@ -92,7 +92,8 @@ def any_island(request):
 
 
 def test_describe(single, cube):
-  both = {"batch_size": 8, "attention": "einsum"}
+  how = {"attention": "einsum", "remat": "none", "loss_chunks": 1}
+  both = {"batch_size": 8, "execution": how}
   both |= {"device_kind": "cpu", "peak_flops_per_second": 0.0}
   both["flops_per_token"] = language_model(single[2].model).flops_per_token(
     single[2].data.sequence_length
