@@ -442,6 +442,7 @@ def test_a_snapshot_awaits_no_learner_that_said_goodbye_and_does_not_miss_it():
   assert expected() == ["learner-0", "learner-1"] and not has_left("learner-0")
   shard.hear(Goodbye(0, 0))
   assert expected() == ["learner-1"] and has_left("learner-0") and not has_left("learner-1")
+  assert not has_left("syncer-0"), "the shard of the same number is there"
 
 
 def test_parts_of_learners_stay_for_a_hundred_snapshots_and_those_of_shards_as_configured():
