@@ -260,10 +260,11 @@ def test_a_value_that_is_given_back_goes_whole_to_the_buddy_and_leaves_the_momen
 
   class Buddy:
     told: list = []
+    changing: list = []
     held = ()
 
     def changes(self, fragment: int) -> None:
-      pass
+      self.changing.append(fragment)
 
     def committed(self, committed, change) -> None:
       self.told.append((committed.state.index, change))
@@ -276,6 +277,7 @@ def test_a_value_that_is_given_back_goes_whole_to_the_buddy_and_leaves_the_momen
   shard.syncer.replication = Buddy()
   shard.round(deltas(shard.plan, shard.learners, seed=0))
   assert {p for p, change in Buddy.told if change is not None} == {0, 1}
+  assert sorted(Buddy.changing) == [0, 1], "not to be sent while they are overwritten"
   Buddy.told.clear()
   before = shard.syncer.committed[0]
   momentum, later = before.momentum.copy(), before.value + np.float32(1)
@@ -284,6 +286,8 @@ def test_a_value_that_is_given_back_goes_whole_to_the_buddy_and_leaves_the_momen
   after = shard.syncer.committed[0]
   assert same(after.value, later) and same(after.momentum, momentum)
   assert after.momentum_round == before.momentum_round and Buddy.told == [(0, None)]
+  *_, owns = (e for e in shard.events if e.kind == "owns")
+  assert (owns.fragment, owns.momentum_round) == (0, before.momentum_round)
 
 
 def test_publishes_that_wait_for_the_buddy_are_not_sent_again():
