@@ -295,6 +295,7 @@ def test_what_cannot_be_written_is_one_event_and_the_role_goes_on(
       wait_for(lambda: not saver.busy)
   assert [e.snapshot for e in events.of("unsaved")] == [1, 2]
   assert all(str(error) in e.reason for e in events.of("unsaved"))
+  assert storage.declined(1) == storage.declined(2) == {"learner-1"}, "shard 0 need not wait"
   assert not capsys.readouterr().err, "the event is shown"
   saver.save(3, {}, {})
   assert events.of("saved")[0].snapshot == 3
