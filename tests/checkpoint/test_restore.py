@@ -163,6 +163,17 @@ def test_a_shard_goes_on_where_the_run_was(storage):
   )
 
 
+def test_a_shard_knows_the_steps_of_all_islands_also_of_one_that_may_join():
+  islands = {"num_learners": 1, "batch_size": 4, "overrides": {"0": {"batch_size": 8}}}
+  store = {p: new_fragment(PLAN.fragments[p], np.zeros(1, np.float32)) for p in range(4)}
+  for mine, others in ((8, 4), (2, 4)):
+    islands["overrides"]["0"]["batch_size"] = mine
+    config = from_dict({"islands": islands, "sync": {"num_shards": 1, "num_fragments": 4}})
+    state, length = new_syncer(config, 0, 7, store), config.data.sequence_length
+    expected = length * min(mine, others), length * max(mine, others)
+    assert (state.fewest_tokens, state.step_tokens) == expected
+
+
 @pytest.mark.parametrize(("age_seconds", "believed"), [(3600.0, True), (None, False)])
 def test_a_shard_believes_a_lone_learner_what_the_run_has_had_time_for(age_seconds, believed):
   """Else a shard that has lost all would take an island that is far ahead for a liar."""
