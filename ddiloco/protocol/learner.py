@@ -445,9 +445,8 @@ def _finish(state: LearnerState) -> LearnerOutcome:
 
 
 def _holds_up(state: LearnerState, f: LearnerFragment) -> bool:
-  """Whether a leaving learner waits for this fragment; not for a complete or a missing one."""
-  unfinished = f.version >= 0 and f.merged_tokens < state.target_tokens
-  return unfinished and bool(f.tokens or f.incoming)
+  """Whether a leaving learner waits for this fragment; not for a complete one."""
+  return f.tokens > 0 and f.merged_tokens < state.target_tokens
 
 
 def drain(state: LearnerState) -> LearnerState:
