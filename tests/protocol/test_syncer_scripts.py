@@ -521,6 +521,7 @@ def test_the_work_of_one_who_leaves_does_not_wait_until_a_quorum_is_due(blocking
   [
     (1, {"leaving": True}, True),
     (1, {"lost": True}, True),
+    (1, {"quarantined": True}, True),
     (1, {}, False),  # it may push again
     (1, {"leaving": True, "versions": (0, 0)}, False),  # it may have steps after its last push
     (0, {"leaving": True}, False),  # of a run that has hardly begun, or that a liar alone begins
@@ -530,7 +531,7 @@ def test_the_last_work_of_all_that_leave_needs_no_others(version, other, begins)
   shard = Script()
   fragments = tuple(FragmentState(p, version, last_round=version - 1) for p in (0, 1))
   shard.state = syncer.init(0, 0, fragments, SYNC, 1 << 60)
-  for m in (0, 1):
+  for m in (EVALUATOR, 0, 1):
     shard.feed(hello(m, 0))
     shard.feed(report(m, (version,) * 2, (0, 0)), 0.1)
   shard.state = shard.state.with_member(1, **other)
