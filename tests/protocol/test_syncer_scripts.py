@@ -464,6 +464,17 @@ def test_a_shard_speaks_of_its_own_fragments_only():
     one.state = replace(one.state, fragments=before)
 
 
+def test_a_pull_of_a_shard_s_former_life_is_not_answered():
+  pull, restarted = says.pull(0, 0, 0, 0, 5, 0), welcome(0, 1, 0, 40, (0, 1))
+  for messages in ([pull], [pull, restarted]):
+    one = Script(role="learner")
+    join(one)
+    for message in messages:
+      assert one.feed(message) == [], "it has no step yet"
+    answers = [a for a in one.feed(StepDone(0.1, 10, 0.1)) if isinstance(a, CopyOut)]
+    assert len(answers) == (messages == [pull])
+
+
 def test_the_evaluator_never_counts_for_a_quorum():
   shard = Script(ALONE)
   shard.feed(hello(-1, 0))
