@@ -289,8 +289,9 @@ def test_lock_step_answers_a_new_pull_with_the_same_push_and_keeps_its_own_globa
   made = one.state.fragments[0].outstanding.push
   assert (made.incarnation, made.round, made.global_step) == (1, 5, 1)
   later = replace(MERGED, merged_rounds={0: 5})
-  also = Script(lock_step, role="learner")
-  also.state = one.state
+  early, also = (Script(lock_step, role="learner") for _ in range(2))
+  early.state = also.state = one.state
+  assert early.feed(says.pull(0, 1, 1, 0, 1 << 24, 1)) == [], "of a version that is not here yet"
   [again] = one.feed(says.pull(0, 1, 1, 0, 1 << 24, 0))
   assert again == Resend(says.plain(replace(made, round=1 << 24)))
   assert one.state.fragments[0].outstanding.at_step == 1
