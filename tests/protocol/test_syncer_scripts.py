@@ -24,6 +24,7 @@ from ddiloco.protocol.actions import (
 from ddiloco.protocol.events import Abandoned, Apply, Commit, Event, Member
 from ddiloco.protocol.messages import (
   EVALUATOR,
+  INITIAL,
   MADE,
   NOTHING,
   FragmentState,
@@ -483,6 +484,19 @@ def test_the_evaluator_never_counts_for_a_quorum():
   two = Script()
   for m in (-1, 0):
     assert two.feed(hello(m, 0)) == [Send(m, welcome(0, 0, 0, 0, (0, 1)))], "no initial values"
+
+
+def test_an_update_is_for_those_alone_that_were_sent_the_version_before():
+  shard = Script(ALONE)
+  for m in range(3):
+    shard.feed(hello(m, 0))
+  shard.state = shard.state.with_member(1, sent=(-1, 0)).with_member(2, lost=True)
+  shard.feed(report(0, (0, 0), (1, 0)), 0.1)
+  sent = [a for a in shard.feed(push(0, 0), 0.1, norm=1.0) if isinstance(a, Send)]
+  assert [(a.to, a.message.base_round) for a in sent] == [(0, INITIAL)]
+  for m in (1, 2):
+    [whole] = shard.feed(report(m, (0, 0), (0, 0)), 0.2)
+    assert (whole.to, whole.message.version, whole.message.base_round) == (m, 1, NOTHING)
 
 
 def asked(actions) -> set[tuple[int, int]]:
