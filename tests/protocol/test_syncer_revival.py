@@ -329,6 +329,19 @@ def test_who_has_another_value_of_the_same_version_is_not_asked(shard):
   assert [(type(a.message), a.message.version) for a in sends] == [(Publish, 3)]
 
 
+def test_once_a_value_is_given_back_those_alone_are_asked_that_say_they_have_it(shard):
+  """Versions may be as before: the push of a change of another value would be merged."""
+  shard.state = syncer.init(
+    0, 1, (FragmentState(0, 2, last_round=5), FragmentState(1)), ALONE, 1 << 60
+  )
+  shard.feed(says.report(1, 0, 9, 0.1, (2, 0), (1, 0), rounds=(5, -1)))
+  newer = says.report(0, 0, 9, 0.1, (2, 0), (2, 0), rounds=(7, -1))
+  shard.feed(newer, 0.1)
+  assert InstallValue(0, 7) in shard.feed(says.value(0, 0, 0, 2, 7, 90, {0: 7}), 0.2)
+  sends = [a for a in shard.feed(newer, 0.3) if isinstance(a, Send)]
+  assert [a.to for a in sends if isinstance(a.message, Pull)] == [0]
+
+
 # --- liars ----------------------------------------------------------------------------------------
 
 VALUE = says.value(0, 0, 0, 3, 7, 90, {0: 7, 2: 5})
