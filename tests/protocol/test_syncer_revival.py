@@ -68,6 +68,14 @@ def test_a_shard_that_lost_commits_takes_them_back_from_a_learner(shard):
   assert (publish.version, publish.round, publish.merged_round(2)) == (3, 7, 5)
 
 
+def test_one_fragment_s_value_leaves_the_request_for_another_one_s(shard):
+  sends = shard.feed(says.report(0, 0, 9, 0.1, (3, 3), (2, 2), rounds=(7, 6)))
+  assert [a.message.fragment for a in sends] == [0, 1]
+  for p, made_by in ((0, 7), (1, 6)):
+    value = says.value(0, 0, p, 3, made_by, 90, {0: made_by})
+    assert InstallValue(p, made_by) in shard.feed(value, 0.1)
+
+
 def test_what_comes_too_late_to_be_given_back_is_said_to_be_lost(shard):
   shard.feed(says.report(0, 0, 9, 0.1, (0, 0), (2, 0)))
   shard.feed(push(0, 1 << 24), norm=1.0)
