@@ -213,10 +213,8 @@ def drive(loop: Loop[T], endpoint: Endpoint, look_seconds: float) -> T:
   news = None
   try:
     while True:
-      until = loop.send(news)
-      if until is None:
-        news = None
-      else:
+      until, news = loop.send(news), None
+      if until is not None:
         news = endpoint.receive(max(0.0, min(until - time.monotonic(), look_seconds)))
   except StopIteration as end:
     return end.value

@@ -215,7 +215,7 @@ class Saver:
       # A look may miss a part while its files are renamed: what has been begun stays so.
       begun |= {r for r, n in self.storage.growth(snapshot, gone).items() if n} if gone else set()
       begun &= gone
-      missing = begun if ending else (expected - declined - roles - gone) | begun
+      missing = begun if ending else ((known & expected) - declined - roles - gone) | begun
       late = now - grew_at > patience_seconds
       if late and missing and now - started <= MOST_PATIENCE * patience_seconds:
         grown = self.storage.growth(snapshot, known)

@@ -94,19 +94,16 @@ def _on_welcome(state: LearnerState, welcome: messages.Welcome, sync: SyncConfig
 
 def _on_pull(state: LearnerState, pull: Pull, sync: SyncConfig) -> LearnerOutcome:
   f = state.fragments[pull.fragment]
-  if pull.base_version < f.newest_version or not state.trains:
-    return state, []  # the pull is of a round that is over
-  outstanding = f.outstanding
-  sent = outstanding.push if outstanding else None
-  newest = max(f.pull.round if f.pull else -1, sent.round if sent else -1)
+  sent = f.outstanding
+  newest = max(f.pull.round if f.pull else -1, sent.push.round if sent else -1)
   if pull.round < newest:
     return state, []  # round ids only grow: this round was abandoned, a newer one has begun
-  if sent and sent.round == pull.round:
-    return state, [actions.Resend(sent)]
-  if outstanding and sent and sync.blocking and sent.base_version == pull.base_version:
+  if sent and sent.push.round == pull.round:
+    return state, [actions.Resend(sent.push)]
+  if sent and sync.blocking and sent.push.base_version == pull.base_version:
     # A restarted shard asks again. In lock-step the step of a push is fixed: the same push answers.
-    again = replace(outstanding, push=replace(sent, round=pull.round))
-    said = events.Resend(fragment=pull.fragment, round=pull.round, old_round=sent.round)
+    again = replace(sent, push=replace(sent.push, round=pull.round))
+    said = events.Resend(fragment=pull.fragment, round=pull.round, old_round=sent.push.round)
     state = state.with_fragment(pull.fragment, outstanding=again)
     return state, [said, actions.Resend(again.push)]
   return state.with_fragment(pull.fragment, pull=pull), []
@@ -445,9 +442,8 @@ def _finish(state: LearnerState) -> LearnerOutcome:
 
 
 def _holds_up(state: LearnerState, f: LearnerFragment) -> bool:
-  """Whether a leaving learner waits for this fragment; not for a complete or a missing one."""
-  unfinished = f.version >= 0 and f.merged_tokens < state.target_tokens
-  return unfinished and bool(f.tokens or f.incoming)
+  """Whether a leaving learner waits for this fragment; not for a complete one."""
+  return f.tokens > 0 and f.merged_tokens < state.target_tokens
 
 
 def drain(state: LearnerState) -> LearnerState:

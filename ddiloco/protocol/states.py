@@ -47,7 +47,7 @@ def clock_violations(snapshot: Mapping[int, VectorClock]) -> list[tuple[int, int
     (who, whom)
     for who, vector_clock in sorted(snapshot.items())
     for whom, known in sorted(vector_clock.items())
-    if whom in snapshot and whom != who and known > snapshot[whom].get(whom, 0)
+    if whom in snapshot and known > snapshot[whom].get(whom, 0)
   ]
 
 

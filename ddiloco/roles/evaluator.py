@@ -126,7 +126,7 @@ class Evaluator:
   @property
   def finished(self) -> bool:
     """Whether it has the final model."""
-    return self.joined and self.exchange.state.merged_tokens >= self.exchange.state.target_tokens
+    return self.exchange.state.merged_tokens >= self.exchange.state.target_tokens
 
   def _now(self) -> tuple[initial.Assembled, int, int, bool]:
     state = self.exchange.state

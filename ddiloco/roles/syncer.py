@@ -342,7 +342,8 @@ class Syncer(WorkingRole):
       ]
 
     def has_left(role: str) -> bool:
-      return parse_role(role)[1] not in self.state.members
+      kind, number = parse_role(role)
+      return kind == "learner" and number not in self.state.members
 
     shards = [f"syncer-{s}" for s in range(self.config.sync.num_shards)]
     how = settings.patience_seconds, not self.config.sync.blocking, has_left

@@ -352,7 +352,6 @@ _WHILE = re.compile(r" while\(.*condition=%(?P<condition>[\w.\-]+), body=%(?P<bo
 _PASSES = re.compile(r'"known_trip_count":\{"n":"(\d+)"')  # where the compiler says it
 _BOUND = re.compile(r"constant\((\d+)\)")
 _ARRAY = re.compile(r"(?P<type>[a-z]+\d*\w*)\[(?P<dims>[\d,]*)\]")
-_BITS = {"pred": 8, "bf16": 16, "s4": 4, "u4": 4}
 
 
 def find_collectives(text: str, num_devices: int) -> Iterator[Collective]:
@@ -406,9 +405,9 @@ def _bytes(shape: str, started: bool) -> int:
   sizes = []
   for array in _ARRAY.finditer(re.sub(r"\{[^}]*\}", "", shape)):
     digits = re.search(r"\d+", array["type"])
-    bits = _BITS.get(array["type"]) or (int(digits[0]) if digits else 0)
+    bits = int(digits[0]) if digits else 8  # of pred
     sizes.append(math.prod(int(n) for n in array["dims"].split(",") if n) * bits // 8)
-  if started and len(sizes) > 1:
+  if started:
     sizes = [size for size in sizes if size > 4]
     sizes = sizes[len(sizes) // 2 :]
   return sum(sizes)

@@ -5,6 +5,7 @@ import random
 import shutil
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -22,13 +23,15 @@ from ddiloco.checkpoint.restore import (
 from ddiloco.checkpoint.snapshots import Storage
 from ddiloco.config import ConfigError, from_dict
 from ddiloco.core import fragments
-from ddiloco.core.delta import Committed
+from ddiloco.core.delta import Committed, new_fragment
 from ddiloco.core.fragments import owned_by
 from ddiloco.protocol import learner, rules, states
+from ddiloco.protocol.actions import Received
 from ddiloco.protocol.messages import FragmentState
 from ddiloco.protocol.states import LearnerState
 from ddiloco.protocol.values import from_json, replace
 from ddiloco.roles import initial
+from tests import says
 from tests.roles import toy
 
 CONFIG = toy.config(2, 100, num_shards=2, num_fragments=4, snapshot_steps=10)
@@ -158,6 +161,29 @@ def test_a_shard_goes_on_where_the_run_was(storage):
   assert state.vector_clock == {**restored.vector_clock, me: rules.numbered(777, 0)}, (
     "both lives are known"
   )
+
+
+def test_a_shard_knows_the_steps_of_all_islands_also_of_one_that_may_join():
+  islands = {"num_learners": 1, "batch_size": 4, "overrides": {"0": {"batch_size": 8}}}
+  store = {p: new_fragment(PLAN.fragments[p], np.zeros(1, np.float32)) for p in range(4)}
+  for mine, others in ((8, 4), (2, 4)):
+    islands["overrides"]["0"]["batch_size"] = mine
+    config = from_dict({"islands": islands, "sync": {"num_shards": 1, "num_fragments": 4}})
+    state, length = new_syncer(config, 0, 7, store), config.data.sequence_length
+    expected = length * min(mine, others), length * max(mine, others)
+    assert (state.fewest_tokens, state.step_tokens) == expected
+
+
+@pytest.mark.parametrize(("age_seconds", "believed"), [(3600.0, True), (None, False)])
+def test_a_shard_believes_a_lone_learner_what_the_run_has_had_time_for(age_seconds, believed):
+  """Else a shard that has lost all would take an island that is far ahead for a liar."""
+  store = {p: new_fragment(PLAN.fragments[p], np.zeros(1, np.float32)) for p in (0, 2)}
+  now = time.monotonic()
+  began_at = None if age_seconds is None else now - age_seconds
+  state = new_syncer(CONFIG, 0, 7, store, began_at=began_at)
+  report = says.report(0, 1, 500, 1.0, (-1, -1), (0, 0), joins=True)
+  state, _ = says.take_in(state, Received(report, now))
+  assert (state.global_step == 500) == believed
 
 
 def test_what_its_buddy_had_newer_keeps_its_place_in_the_run(storage):

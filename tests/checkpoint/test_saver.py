@@ -295,6 +295,7 @@ def test_what_cannot_be_written_is_one_event_and_the_role_goes_on(
       wait_for(lambda: not saver.busy)
   assert [e.snapshot for e in events.of("unsaved")] == [1, 2]
   assert all(str(error) in e.reason for e in events.of("unsaved"))
+  assert storage.declined(1) == storage.declined(2) == {"learner-1"}, "shard 0 need not wait"
   assert not capsys.readouterr().err, "the event is shown"
   saver.save(3, {}, {})
   assert events.of("saved")[0].snapshot == 3
@@ -415,11 +416,15 @@ def test_a_part_that_a_learner_writes_when_it_leaves_is_waited_for(storage, ends
     closing.join()
 
 
-def test_a_learner_that_has_not_come_back_is_no_part_of_it(storage, saver, events):
-  """It has saved one of the same number, in a life of the run that was never committed."""
-  for role in ("learner-5", "syncer-1"):
-    storage.save(1, role, 0, state(role), {})
-  commit(saver, 1)
+def test_a_learner_that_comes_back_meanwhile_is_no_part_of_it(storage, saver, events):
+  """It has saved one of the same number, in a life of the run that was never committed. Once it was
+  heard again it was waited for with all patience, and then a KeyError ended the commit."""
+  live = []
+  storage.save(1, "learner-5", 0, state("learner-5"), {})
+  commit(saver, 1, live)
+  storage.looked()
+  live.append("learner-5")
+  storage.save(1, "syncer-1", 0, state("syncer-1"), {})
   assert events.of("snapshot")[0].roles == SHARDS
 
 

@@ -51,7 +51,7 @@ def made(**changed) -> aot.Fit:
     "step": STEP,
     "needed_bytes": 8 << 30,
     "copies": (),
-    "layer_bytes": 10,
+    "layer_bytes": 9,  # as large as a collective of the step
     "flops_per_token": 72e9,
     "tokens": 128 * 2048,
     "remedies": (),
@@ -93,10 +93,13 @@ def test_remedies_are_settings_that_the_config_takes():
     }
   )
   wide = made(chips=8, needed_bytes=40 << 30, chip=aot.CHIPS["v6e"])
-  found = aot._remedies(wide, config.islands.island(0), config)
+  island = config.islands.island(0)
+  found = aot._remedies(wide, island, config)
   assert "loss: islands.loss_chunks = 4" in found
   batch = int(re.search(r"islands.batch_size = (\d+)", "".join(found))[1])  # type: ignore[index]
   assert 0 < batch < 240 and batch % (8 * 3) == 0
+  full = aot._remedies(made(chips=8, needed_bytes=400 << 30, chip=wide.chip), island, config)
+  assert "mesh: fewer rows" in full[-1] and not any("batch:" in each for each in full)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ from tests.protocol.virtual import Weather, World
 from tests.says import hello
 from tests.worlds import check_all, struck
 
+STEP = StepDone(0.1, 10, 0.1)
+
 STAGED = Staged(0, 1, 0.2)
 
 
@@ -68,12 +70,22 @@ def test_in_lock_step_fragments_take_turns(first, second, waits):
   assert learner.waiting_for(one.state, lock_step) == waits
 
 
+def test_in_lock_step_steps_overlap_with_the_exchange():
+  lock_step = dataclasses.replace(SYNC, blocking=True, sync_period=4, overlap_steps=2)
+  one, waits = Script(lock_step, role="learner"), []
+  join(one)
+  for event in (STEP, STEP, Pull(0, 0, 0, 0, 7, 0, 0), STEP, STEP):
+    one.feed(event)
+    waits.append(learner.waiting_for(one.state, lock_step))
+  assert waits == ["", "fragment 0: the pull", "", "", "fragment 0: its new version"]
+
+
 def test_in_lock_step_a_push_of_an_abandoned_round_is_due():
   """Asked before it was due, it waits for the version: no further step would make it due."""
   lock_step = dataclasses.replace(SYNC, blocking=True)
   one = Script(lock_step, role="learner")
   join(one)
-  one.feed(StepDone(0.1, 10, 0.1))
+  one.feed(STEP)
   one.feed(Pull(0, 0, 0, 1, 7, 0, 0))
   said = {
     sync.blocking: [a.message.steps_since_sync for a in learner.reports(one.state, sync)]
@@ -96,7 +108,7 @@ def test_lock_step_does_not_wait_for_the_pull_of_a_complete_fragment():
   one = Script(lock_step, role="learner")
   join(one)
   assert not learner.waiting_for(one.state, lock_step)
-  one.feed(StepDone(0.1, 10, 0.1))
+  one.feed(STEP)
   assert learner.waiting_for(one.state, lock_step) == "fragment 0: the pull"
   complete = replace(one.state.fragments[0], merged_tokens=10_000)
   one.state = replace(one.state, fragments=(complete, one.state.fragments[1]))
@@ -259,7 +271,7 @@ def test_who_has_not_joined_or_trains_alone_leaves_at_once():
 def test_the_rest_of_a_complete_fragment_holds_up_nobody():
   one = Script(role="learner")
   whole = join(one)
-  one.feed(StepDone(0.1, 10, 0.1))
+  one.feed(STEP)
   one.state = learner.drain(one.state)
   assert not one.state.done and learner.unmerged_tokens(one.state) == 10
   for p in (0, 1):
@@ -275,7 +287,7 @@ def test_a_leaving_learner_reports_what_it_has_not_since_when():
   """After a version that went on without it, `since` is 0 and its steps are still to be merged."""
   one = Script(role="learner")
   whole = join(one)
-  one.feed(StepDone(0.1, 10, 0.1))
+  one.feed(STEP)
   one.feed(replace(whole, version=1, round=0))
   one.feed(replace(STAGED, version=1))
   assert [a.message.steps_since_sync for a in learner.reports(one.state, SYNC)] == [(0, 1)]

@@ -115,9 +115,9 @@ def test_one_update_that_is_far_too_short_does_not_have_the_others_rejected():
 
 def test_a_longer_update_of_more_steps_is_in_proportion():
   """29 steps that all went one way, beside one step: 29 times as long, and not rejected."""
-  past = {0: 0.0, 1: 1.0}
-  assert screen({0: 1.0, 1: 29.0}, {0: 1, 1: 29}, past, 10.0, 1) == {}
-  assert list(screen({0: 1.0, 1: 29.0}, {0: 1, 1: 1}, past, 10.0, 1)) == [1]
+  for past in ({0: 0.0, 1: 0.0}, {0: 0.0, 1: 1.0}):
+    assert screen({0: 1.0, 1: 29.0}, {0: 1, 1: 29}, past, 10.0, 1) == {}
+    assert list(screen({0: 1.0, 1: 29.0}, {0: 1, 1: 1}, past, 10.0, 1)) == [1]
   # A single step beside 29 that cancelled each other is not too long either.
   assert screen({0: 1.0, 1: 29**0.5}, {0: 1, 1: 29}, {0: 29**-0.5, 1: 29**-0.5}, 10.0, 1) == {}
 

@@ -68,6 +68,14 @@ def test_a_shard_that_lost_commits_takes_them_back_from_a_learner(shard):
   assert (publish.version, publish.round, publish.merged_round(2)) == (3, 7, 5)
 
 
+def test_one_fragment_s_value_leaves_the_request_for_another_one_s(shard):
+  sends = shard.feed(says.report(0, 0, 9, 0.1, (3, 3), (2, 2), rounds=(7, 6)))
+  assert [a.message.fragment for a in sends] == [0, 1]
+  for p, made_by in ((0, 7), (1, 6)):
+    value = says.value(0, 0, p, 3, made_by, 90, {0: made_by})
+    assert InstallValue(p, made_by) in shard.feed(value, 0.1)
+
+
 def test_what_comes_too_late_to_be_given_back_is_said_to_be_lost(shard):
   shard.feed(says.report(0, 0, 9, 0.1, (0, 0), (2, 0)))
   shard.feed(push(0, 1 << 24), norm=1.0)
@@ -289,8 +297,9 @@ def test_lock_step_answers_a_new_pull_with_the_same_push_and_keeps_its_own_globa
   made = one.state.fragments[0].outstanding.push
   assert (made.incarnation, made.round, made.global_step) == (1, 5, 1)
   later = replace(MERGED, merged_rounds={0: 5})
-  also = Script(lock_step, role="learner")
-  also.state = one.state
+  early, also = (Script(lock_step, role="learner") for _ in range(2))
+  early.state = also.state = one.state
+  assert early.feed(says.pull(0, 1, 1, 0, 1 << 24, 1)) == [], "of a version that is not here yet"
   [again] = one.feed(says.pull(0, 1, 1, 0, 1 << 24, 0))
   assert again == Resend(says.plain(replace(made, round=1 << 24)))
   assert one.state.fragments[0].outstanding.at_step == 1
@@ -326,6 +335,19 @@ def test_who_has_another_value_of_the_same_version_is_not_asked(shard):
   )
   sends = shard.feed(says.report(0, 0, 9, 0.1, (3, 0), (2, 0), rounds=(7, -1)))
   assert [(type(a.message), a.message.version) for a in sends] == [(Publish, 3)]
+
+
+def test_once_a_value_is_given_back_those_alone_are_asked_that_say_they_have_it(shard):
+  """Versions may be as before: the push of a change of another value would be merged."""
+  shard.state = syncer.init(
+    0, 1, (FragmentState(0, 2, last_round=5), FragmentState(1)), ALONE, 1 << 60
+  )
+  shard.feed(says.report(1, 0, 9, 0.1, (2, 0), (1, 0), rounds=(5, -1)))
+  newer = says.report(0, 0, 9, 0.1, (2, 0), (2, 0), rounds=(7, -1))
+  shard.feed(newer, 0.1)
+  assert InstallValue(0, 7) in shard.feed(says.value(0, 0, 0, 2, 7, 90, {0: 7}), 0.2)
+  sends = [a for a in shard.feed(newer, 0.3) if isinstance(a, Send)]
+  assert [a.to for a in sends if isinstance(a.message, Pull)] == [0]
 
 
 # --- liars ----------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from ddiloco.protocol.actions import (
 from ddiloco.protocol.events import Abandoned, Apply, Commit, Event, Member
 from ddiloco.protocol.messages import (
   EVALUATOR,
+  INITIAL,
   MADE,
   NOTHING,
   FragmentState,
@@ -464,6 +465,17 @@ def test_a_shard_speaks_of_its_own_fragments_only():
     one.state = replace(one.state, fragments=before)
 
 
+def test_a_pull_of_a_shard_s_former_life_is_not_answered():
+  pull, restarted = says.pull(0, 0, 0, 0, 5, 0), welcome(0, 1, 0, 40, (0, 1))
+  for messages in ([pull], [pull, restarted]):
+    one = Script(role="learner")
+    join(one)
+    for message in messages:
+      assert one.feed(message) == [], "it has no step yet"
+    answers = [a for a in one.feed(StepDone(0.1, 10, 0.1)) if isinstance(a, CopyOut)]
+    assert len(answers) == (messages == [pull])
+
+
 def test_the_evaluator_never_counts_for_a_quorum():
   shard = Script(ALONE)
   shard.feed(hello(-1, 0))
@@ -472,6 +484,19 @@ def test_the_evaluator_never_counts_for_a_quorum():
   two = Script()
   for m in (-1, 0):
     assert two.feed(hello(m, 0)) == [Send(m, welcome(0, 0, 0, 0, (0, 1)))], "no initial values"
+
+
+def test_an_update_is_for_those_alone_that_were_sent_the_version_before():
+  shard = Script(ALONE)
+  for m in range(3):
+    shard.feed(hello(m, 0))
+  shard.state = shard.state.with_member(1, sent=(-1, 0)).with_member(2, lost=True)
+  shard.feed(report(0, (0, 0), (1, 0)), 0.1)
+  sent = [a for a in shard.feed(push(0, 0), 0.1, norm=1.0) if isinstance(a, Send)]
+  assert [(a.to, a.message.base_round) for a in sent] == [(0, INITIAL)]
+  for m in (1, 2):
+    [whole] = shard.feed(report(m, (0, 0), (0, 0)), 0.2)
+    assert (whole.to, whole.message.version, whole.message.base_round) == (m, 1, NOTHING)
 
 
 def asked(actions) -> set[tuple[int, int]]:
@@ -521,6 +546,7 @@ def test_the_work_of_one_who_leaves_does_not_wait_until_a_quorum_is_due(blocking
   [
     (1, {"leaving": True}, True),
     (1, {"lost": True}, True),
+    (1, {"quarantined": True}, True),
     (1, {}, False),  # it may push again
     (1, {"leaving": True, "versions": (0, 0)}, False),  # it may have steps after its last push
     (0, {"leaving": True}, False),  # of a run that has hardly begun, or that a liar alone begins
@@ -530,7 +556,7 @@ def test_the_last_work_of_all_that_leave_needs_no_others(version, other, begins)
   shard = Script()
   fragments = tuple(FragmentState(p, version, last_round=version - 1) for p in (0, 1))
   shard.state = syncer.init(0, 0, fragments, SYNC, 1 << 60)
-  for m in (0, 1):
+  for m in (EVALUATOR, 0, 1):
     shard.feed(hello(m, 0))
     shard.feed(report(m, (version,) * 2, (0, 0)), 0.1)
   shard.state = shard.state.with_member(1, **other)

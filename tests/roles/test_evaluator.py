@@ -119,6 +119,32 @@ def test_a_stopped_evaluator_waits_for_no_measurement_but_the_end_of_a_program_d
   assert [each.loss for each in watched.of("evaluation")] == [0.5]
 
 
+def test_one_measurement_at_a_time():
+  """Each has a model of its own in memory."""
+  begun, go_on, losses = [], threading.Event(), iter((0.5, 0.4))
+
+  def measure(params):
+    begun.append(params)
+    assert go_on.wait(60)
+    return {"loss": next(losses)}
+
+  watched = Watched(measure)
+  watched.publish(0, 0)
+  ended = lambda: len(watched.of("evaluation")) == 2  # noqa: E731
+  versions = lambda: {f.version for f in watched.role.exchange.state.fragments}  # noqa: E731
+  run = threading.Thread(target=watched.role.run, args=(ended,), daemon=True)
+  run.start()
+  wait_for(lambda: begun)
+  for version in (1, 2):  # once the second one is here, it has looked at the first one
+    watched.publish(version, 60)
+    wait_for(lambda n=version: versions() == {n})
+  assert len(begun) == 1
+  go_on.set()
+  run.join(60)
+  assert [e.merged_tokens for e in watched.of("evaluation")] == [0, 60]
+  assert watched.role.untrained_loss == 0.5, "of the first one alone"
+
+
 def test_a_result_that_cannot_be_saved_or_measured_ends_nothing(capsys):
   def fails(params, tokens=0):
     raise OSError("no space left on device")

@@ -260,10 +260,11 @@ def test_a_value_that_is_given_back_goes_whole_to_the_buddy_and_leaves_the_momen
 
   class Buddy:
     told: list = []
+    changing: list = []
     held = ()
 
     def changes(self, fragment: int) -> None:
-      pass
+      self.changing.append(fragment)
 
     def committed(self, committed, change) -> None:
       self.told.append((committed.state.index, change))
@@ -276,6 +277,7 @@ def test_a_value_that_is_given_back_goes_whole_to_the_buddy_and_leaves_the_momen
   shard.syncer.replication = Buddy()
   shard.round(deltas(shard.plan, shard.learners, seed=0))
   assert {p for p, change in Buddy.told if change is not None} == {0, 1}
+  assert sorted(Buddy.changing) == [0, 1], "not to be sent while they are overwritten"
   Buddy.told.clear()
   before = shard.syncer.committed[0]
   momentum, later = before.momentum.copy(), before.value + np.float32(1)
@@ -284,6 +286,8 @@ def test_a_value_that_is_given_back_goes_whole_to_the_buddy_and_leaves_the_momen
   after = shard.syncer.committed[0]
   assert same(after.value, later) and same(after.momentum, momentum)
   assert after.momentum_round == before.momentum_round and Buddy.told == [(0, None)]
+  *_, owns = (e for e in shard.events if e.kind == "owns")
+  assert (owns.fragment, owns.momentum_round) == (0, before.momentum_round)
 
 
 def test_publishes_that_wait_for_the_buddy_are_not_sent_again():
@@ -442,6 +446,7 @@ def test_a_snapshot_awaits_no_learner_that_said_goodbye_and_does_not_miss_it():
   assert expected() == ["learner-0", "learner-1"] and not has_left("learner-0")
   shard.hear(Goodbye(0, 0))
   assert expected() == ["learner-1"] and has_left("learner-0") and not has_left("learner-1")
+  assert not has_left("syncer-0"), "the shard of the same number is there"
 
 
 def test_parts_of_learners_stay_for_a_hundred_snapshots_and_those_of_shards_as_configured():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import types
 
 import numpy as np
 import pytest
@@ -120,16 +121,16 @@ def test_a_shard_that_was_stopped_hears_what_was_said_meanwhile_before_it_decide
 
 def test_a_shard_may_be_stopped_at_any_moment_of_its_turn(monkeypatch):
   """It found that out only where it was stopped during a wait, and lost all learners else."""
-  monkeypatch.setattr(module, "STOOD_STILL_SECONDS", 0.1)
-  monkeypatch.setattr(module, "LONGEST_WAIT_SECONDS", 0.05)
-  turns = Turns(monkeypatch, Scripted(lambda seconds: None))
+  turns, clock = Turns(monkeypatch, Scripted(lambda seconds: None)), [0.0]
+  sleep = lambda seconds: clock.append(clock[-1] + seconds)  # noqa: E731
+  turns.role.time = types.SimpleNamespace(now=lambda: clock[-1], sleep=sleep)
   finish = turns.role.finish
 
   def stopped():
     if turns.kinds() == ["Tick"]:
-      time.sleep(0.2)
+      sleep(2 * module.STOOD_STILL_SECONDS)
     return finish()
 
   monkeypatch.setattr(turns.role, "finish", stopped)
-  turns.run(ticks=3)
-  assert turns.kinds() == ["Tick", "Tick", "Resumed", "Tick"]
+  turns.run(ticks=4)
+  assert turns.kinds() == ["Tick", "Tick", "Resumed", "Tick", "Tick"], "once for each time"

@@ -18,6 +18,7 @@ LOOP = """HloModule step
 
 %condition (state: (s32[], bf16[64,128])) -> pred[] {
   %bound = s32[]{:T(128)} constant(12)
+  %one = s32[] constant(1)
   ROOT %less = pred[] compare(%i, %bound), direction=LT
 }
 
@@ -29,9 +30,10 @@ LOOP = """HloModule step
 ENTRY %main (p: f32[4]) -> f32[4] {
   %loop = (s32[], bf16[64,128]) while(%start), condition=%condition, body=%body
   %pair = (f32[8]{0}, f32[32]{0}) all-gather-start(%p), replica_groups=[1,4]<=[4], dimensions={0}
-  %turn = s32[10]{0} collective-permute(%p), source_target_pairs={{0,1},{1,0}}
+  %turn = (s32[10], s32[10], u32[]) collective-permute-start(%p), source_target_pairs={{0,1},{1,0}}
 }
 """
+TURN = "%turn = (s32[10], s32[10], u32[]) collective-permute-start("
 
 
 def test_loops_and_calls():
@@ -39,12 +41,15 @@ def test_loops_and_calls():
   assert found["all-gather"].bytes == 32 * 4  # the result alone
   looped = {each.kind: each for each in find_collectives(LOOP, 4) if each.times == 12}
   assert looped["all-gather"].bytes == looped["all-reduce"].bytes == 12 * 64 * 128 * 2
+  called = LOOP.replace("calls=", "called_in_another_way=")
+  assert {each.times for each in find_collectives(called, 4) if each.kind == "all-reduce"} == {1}
 
 
 def test_a_loop_whose_passes_the_compiler_has_counted():
   """On GPUs the condition is a fusion, and has no bound."""
+  text = LOOP.replace("constant(", "parameter(")
+  assert {each.times for each in find_collectives(text, 4)} == {1}, "nothing says how many"
   counted = 'body=%body, backend_config={"known_trip_count":{"n":"7"},"known_init_step":{}}'
-  text = LOOP.replace("s32[]{:T(128)} constant(12)", "s32[] parameter(1)")
   text = text.replace("body=%body", counted)
   assert {each.times for each in find_collectives(text, 4)} == {1, 7}
 
@@ -55,12 +60,14 @@ def test_a_loop_whose_passes_the_compiler_has_counted():
     ("replica_groups={{0,1},{2,3}}", {0, 1, 2, 3}),
     ("replica_groups=mesh['a'=1,'b'=4] {'b'}", {0, 1, 2, 3}),
     ("replica_groups=mesh['a'=2,'b'=4] {'b'}, dimensions={0}", set(range(8))),
+    ("replica_groups=mesh['a'=2,'b'=4] {'a'}, dimensions={0}", set(range(8))),
     ("replica_groups=mesh['a'=1,'b'=4] {'a'}, dimensions={0}", set()),
     ("replica_groups=mesh['a'=1,'b'=4,'c'=1] {'a','c'}", set()),
     ("replica_groups=mesh['a'=8,'b'=8] {'a':(2)4,'b':(1)1}", set(range(64))),
     ("replica_groups=mesh['a'=8,'b'=8] {'a':(2)1}", set()),
     ("replica_groups=[1,4]<=[4], dimensions={0}", {0, 1, 2, 3}),
     ("replica_groups=[2,4]<=[4,2]T(1,0)", set(range(8))),
+    ("replica_groups=[4,2]<=[8]", set(range(8))),
     ("source_target_pairs={{0,1},{1,0}}", {0, 1}),
     ("replica_groups={{0},{1}}", set()),
     ("replica_groups=[4,1]<=[4]", set()),
@@ -75,11 +82,13 @@ def test_a_collective_beyond_the_island_is_refused():
     list(find_collectives(LOOP, 3))
 
 
-def test_an_all_reduce_of_several_arrays_counts_whole_also_when_it_starts():
-  both = "%sums = (f32[8]{0}, f32[4]{0}, f32[]) all-reduce-start(%p, %q), replica_groups={{0,1}}"
-  text = LOOP.replace("%turn = s32[10]{0} collective-permute(", f"{both}\n  %turn = s32[] copy(")
+@pytest.mark.parametrize("kind", ["all-reduce-start", "all-reduce", "all-to-all"])
+def test_several_arrays_of_one_exchange_count_whole(kind):
+  """An all-reduce also when it starts."""
+  both = f"%sums = (f32[8]{{0}}, f32[4]{{0}}, pred[8]) {kind}(%p, %q), replica_groups={{{{0,1}}}}"
+  text = LOOP.replace(TURN, f"{both}\n  %turn = s32[] copy(")
   found = {each.kind: each for each in find_collectives(text, 4) if each.times == 1}
-  assert found["all-reduce"].bytes == (8 + 4 + 1) * 4
+  assert found[kind.removesuffix("-start")].bytes == (8 + 4) * 4 + 8
 
 
 def test_what_moves_most_comes_first():
@@ -96,9 +105,11 @@ def test_groups_of_one_device_move_nothing():
 
 
 def test_what_goes_to_other_hosts_is_refused():
-  text = LOOP.replace("%turn = s32[10]{0} collective-permute(", "%far = (f32[4], u32[]) send(")
+  text = LOOP.replace(TURN, "%far = (f32[4], u32[]) send(")
   with pytest.raises(ValueError, match="sends to another"):
     list(find_collectives(text, 4))
+  here = text.replace("{{0,1},{1,0}}", "{{0,1},{1,0}}, is_host_transfer=true")
+  assert len(list(find_collectives(here, 4))) == 3, "its own host"
 
 
 def test_an_exchange_that_several_fusions_share_counts_once():

@@ -161,12 +161,12 @@ def led():
   with socket.create_server(("127.0.0.1", 0)) as server:
     near = socket.create_connection(server.getsockname())
     far, _ = server.accept()
-  shelf, progress = hosts._Shelf(), HostProgress()
-  moved = island, HostLink(far), shelf, progress, lambda error: None
+  shelf = hosts._Shelf()
+  moved = island, HostLink(far), shelf, HostProgress(), lambda error: None
   threading.Thread(target=hosts._move_values, args=moved, daemon=True).start()
   orders = SimpleNamespace(send=lambda message: leader.sent.append(hosts._ORDER.decode(message)))
   links = SimpleNamespace(orders=orders, values=HostLink(near))
-  leader = hosts.LeadingIsland(island, plan, {jax.process_index(): links}, progress)
+  leader = hosts.LeadingIsland(island, plan, {jax.process_index(): links}, HostProgress())
   leader.sent = []
   yield leader, shelf
   links.values.close()
@@ -213,11 +213,14 @@ def test_arrays_of_a_damaged_snapshot_are_dropped_before_those_of_the_next(led):
 
 def test_a_value_is_on_every_host_before_the_next_one_moves(led):
   leader, shelf = led
-  staged = leader.stage(0, np.ones(leader._plan.fragments[0].size, np.float32))
+  size = leader._plan.fragments[0].size
+  staged = leader.stage(0, np.ones(size, np.float32))
   assert staged.number in shelf._values
   state = leader.island.capture()
   for name, array in captured_by(led).items():
     assert np.array_equal(np.asarray(array), state[name]), "a host's answer is no part of a value"
+  got = sum(array.nbytes for array in state.values())
+  assert leader._progress.moved_bytes == 4 * size + got, "else it would seem to stand still"
 
 
 def test_a_value_is_complete_when_a_host_has_no_part_of_it(led, monkeypatch):
