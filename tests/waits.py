@@ -2,13 +2,51 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 PATIENCE_SECONDS = 90.0  # for what must come, also on a busy machine
+TICK_SECONDS = 0.02
+
+
+class AwakeClock:
+  """A clock that stands still while nothing of this process runs, and is late on a busy machine.
+
+  In place of a module's `time`: a limit on silence is then one on the silence of threads that could
+  have spoken, whatever else the machine does.
+  """
+
+  def __init__(self) -> None:
+    self._now = 0.0
+
+  @classmethod
+  @contextlib.contextmanager
+  def running(cls) -> Iterator[AwakeClock]:
+    clock, over = cls(), threading.Event()
+    thread = threading.Thread(target=clock._tick, args=(over,), name="clock")
+    thread.start()
+    try:
+      yield clock
+    finally:
+      over.set()
+      thread.join()
+
+  def _tick(self, over: threading.Event) -> None:
+    while not over.wait(TICK_SECONDS):
+      self._now += TICK_SECONDS
+
+  def monotonic(self) -> float:
+    return self._now
+
+  def sleep(self, seconds: float) -> None:
+    until = self._now + seconds
+    while self._now < until:
+      time.sleep(TICK_SECONDS)
 
 
 def wait_for(
