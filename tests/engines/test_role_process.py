@@ -22,7 +22,7 @@ from ddiloco.engines.role_process import FINISHED, INTERRUPTED, LOST, RoleRunner
 from ddiloco.engines.role_spec import RoleSpec
 from ddiloco.observe.eventlog import read_events
 from ddiloco.protocol import events
-from tests.waits import wait_for
+from tests.waits import PATIENCE_SECONDS, wait_for
 from tests.web import ask
 
 SYNCERS = ("tcp://127.0.0.1:7000", "tcp://127.0.0.1:7002")
@@ -52,14 +52,6 @@ class Endpoint:
 
   def close(self, linger_seconds=1.0):
     self.closed_with = linger_seconds
-
-
-@pytest.fixture(autouse=True)
-def terminates():
-  """Gives this process its own SIGTERM back: a role that has ended ignores it."""
-  before = signal.getsignal(signal.SIGTERM)
-  yield
-  signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(autouse=True)
@@ -229,17 +221,20 @@ def test_lost_work_counts_more_than_a_signal(make):
 
 
 def test_a_second_interrupt_ends_at_once(make, capsys):
+  over = threading.Event()
+
   def stubborn() -> int:
     os.kill(os.getpid(), signal.SIGINT)
     while not runner.stopped():
       time.sleep(0.002)
     os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(20)
-    raise AssertionError("it should have ended")
+    over.wait(PATIENCE_SECONDS)
+    return FINISHED
 
   with make() as runner:
     endpoint = runner.connect()
     assert runner.run(stubborn) == INTERRUPTED
+  over.set()
   assert endpoint.closed_with == 0.0, "nothing is waited for"
   assert "ends at once" in capsys.readouterr().out
 

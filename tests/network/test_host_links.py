@@ -344,13 +344,12 @@ def test_a_caller_that_cannot_be_let_in_keeps_nobody_else_out(url, monkeypatch, 
 
 
 def test_a_meeting_that_is_over_leaves_no_thread(url):
+  before = threading.enumerate()
   meeting = Meeting(url, ISLAND, None, SILENT_SECONDS)
-  listeners = [each for each in threading.enumerate() if each.name == "door"]
-  assert listeners
+  (door,) = [each for each in threading.enumerate() if each not in before]
   meeting.close()
-  for each in listeners:
-    each.join(PATIENCE_SECONDS)
-    assert not each.is_alive()
+  door.join(PATIENCE_SECONDS)
+  assert door.name == "door" and not door.is_alive()
 
 
 def test_a_port_that_is_taken_is_an_error_with_a_fix(url):
