@@ -30,6 +30,7 @@ from ddiloco.observe.guards import Drain
 from ddiloco.protocol import events
 from ddiloco.protocol.events import parse_role
 from ddiloco.trace.text import read_trace
+from tests.disks import answer_for
 from tests.waits import PATIENCE_SECONDS, wait_for
 
 
@@ -218,18 +219,6 @@ def hurry(recorder, monkeypatch):
   """Has it try again after a moment, and close after a moment where there is no room."""
   monkeypatch.setattr(recorder._drain, "_interval_seconds", 0.01)
   monkeypatch.setattr(recorder._drain, "close", lambda: Drain.close(recorder._drain, 0.1))
-
-
-def answer_for(folder, patch, name, answer):
-  """Has `answer(real, file, ...)` in place of `os.NAME` for files of this folder only: other
-  threads of this process have files of their own."""
-  real = getattr(os, name)
-
-  def answered(file, *arguments):
-    mine = Path(os.readlink(f"/proc/self/fd/{file}")).is_relative_to(folder)
-    return answer(real, file, *arguments) if mine else real(file, *arguments)
-
-  patch.setattr(os, name, answered)
 
 
 class Disk:
