@@ -16,6 +16,8 @@ from ddiloco.roles import syncer as module
 from tests import says
 from tests.roles.test_syncer import Shard
 
+STOOD_STILL_SECONDS = 0.5  # shorter, and a busy machine seems to be a stop
+
 
 class Turns:
   """A shard over this endpoint; keeps the events that its reducer got."""
@@ -96,7 +98,7 @@ def test_a_shard_that_was_stopped_hears_what_was_said_meanwhile_before_it_decide
 ):
   """The message is still on its way through the sockets when the process goes on."""
   # On a busy machine any wait takes long: that is no stop.
-  monkeypatch.setattr(module, "STOOD_STILL_SECONDS", 0.1 if stopped else 60.0)
+  monkeypatch.setattr(module, "STOOD_STILL_SECONDS", STOOD_STILL_SECONDS if stopped else 60.0)
   monkeypatch.setattr(module, "LONGEST_WAIT_SECONDS", 0.05)
   waits = itertools.count()
 
@@ -104,7 +106,7 @@ def test_a_shard_that_was_stopped_hears_what_was_said_meanwhile_before_it_decide
     if next(waits) == 0:  # the first turn decides at once, and this is the wait of the second
       return None
     if not arrives_at:
-      time.sleep(0.2 if stopped else seconds)
+      time.sleep(1.2 * STOOD_STILL_SECONDS if stopped else seconds)
       arrives_at.append(time.monotonic() + 0.02)
       return None
     if time.monotonic() < arrives_at[0] or len(arrives_at) > 1:
@@ -120,14 +122,14 @@ def test_a_shard_that_was_stopped_hears_what_was_said_meanwhile_before_it_decide
 
 def test_a_shard_may_be_stopped_at_any_moment_of_its_turn(monkeypatch):
   """It found that out only where it was stopped during a wait, and lost all learners else."""
-  monkeypatch.setattr(module, "STOOD_STILL_SECONDS", 0.1)
+  monkeypatch.setattr(module, "STOOD_STILL_SECONDS", STOOD_STILL_SECONDS)
   monkeypatch.setattr(module, "LONGEST_WAIT_SECONDS", 0.05)
   turns = Turns(monkeypatch, Scripted(lambda seconds: None))
   finish = turns.role.finish
 
   def stopped():
     if turns.kinds() == ["Tick"]:
-      time.sleep(0.2)
+      time.sleep(1.2 * STOOD_STILL_SECONDS)
     return finish()
 
   monkeypatch.setattr(turns.role, "finish", stopped)
