@@ -402,6 +402,7 @@ def test_an_evaluator_that_comes_back_after_the_end_gets_the_model(tmp_path):
   workdir, (url,), started = tmp_path / "run", free_urls(1), {}
   common = [f"--config={tmp_path / 'config.json'}", f"--workdir={workdir}", f"--syncers={url}"]
   common += ["--config.sync.num_shards=1"]
+  patient = "--config.network.give_up_seconds=60"  # with a shard that a busy machine keeps waiting
 
   def role(name, *arguments):
     started[name] = start(*arguments, *common, log=tmp_path / name)
@@ -409,16 +410,16 @@ def test_an_evaluator_that_comes_back_after_the_end_gets_the_model(tmp_path):
 
   try:
     shard, shard_log = role("syncer", "syncer", "--shard=0", f"--bind={url}")
-    evaluator, log = role("evaluator", "evaluator")
     wait_for(lambda: events_of(workdir, "started", "syncer-0"), "the shard", shard, shard_log)
-    learner, learner_log = role("learner", "learner", "--learner=0", "--cpu")
+    evaluator, log = role("evaluator", "evaluator", patient)
+    learner, learner_log = role("learner", "learner", "--learner=0", "--cpu", patient)
     wait_for(lambda: events_of(workdir, "joined", "evaluator"), "the evaluator", evaluator, log)
     evaluator.terminate()
     assert evaluator.wait(PATIENCE_SECONDS) == 0, log.read_text()
     assert learner.wait(PATIENCE_SECONDS) == 0, learner_log.read_text()
     waits = "waits: the evaluator, which has not saved the final model"
     wait_for(lambda: waits in shard_log.read_text(), "the shard to wait", shard, shard_log)
-    again, log = role("again", "evaluator")
+    again, log = role("again", "evaluator", patient)
     assert again.wait(PATIENCE_SECONDS) == 0, log.read_text()
     assert shard.wait(PATIENCE_SECONDS) == 0, shard_log.read_text()
   finally:
