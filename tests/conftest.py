@@ -4,20 +4,15 @@ import atexit
 import gc
 import importlib.metadata
 import os
-import re
 import shutil
 import signal
-import sys
 import tempfile
-import threading
-import time
-import traceback
-from pathlib import Path
 
 import pytest
 
 from ddiloco import environment, runtime
 from tests.compile_cache import new_folder
+from tests.waits import ended_threads
 
 gc.disable()  # until all tests are imported
 
@@ -41,11 +36,6 @@ environment.prepare(num_cpu_devices=8, cpu_only=True)
 # Ctrl-C would inherit.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
   signal.signal(signal.SIGINT, signal.default_int_handler)
-
-OURS = tuple(f"{Path(__file__).parent.parent / room}/" for room in ("ddiloco", "scripts", "tests"))
-LAST_SECONDS = 20.0  # for threads that are ending
-# A closed endpoint's: each ends by itself, some only after the 10 s in which it may be answered.
-STRANGERS = re.compile(r"dial-|Thread-\d+ \(_admit\)")
 
 RUNS = ("scripts", "docs", "engines", "examples", "baselines")  # whole runs of real processes
 RUNS_SHARE = 0.8  # of the other files: beside these the last of the runs begins
@@ -86,20 +76,5 @@ def own_signals():
 @pytest.fixture(autouse=True)
 def no_thread_is_left():
   """A thread that outlives its test meets the patches, the files and the limits of later tests."""
-  before = {*threading.enumerate()}
-  yield
-  new = [each for each in threading.enumerate() if each not in before]
-  left = [each for each in new if not STRANGERS.match(each.name) and stack_of_ours(each)]
-  until = time.perf_counter() + LAST_SECONDS
-  for thread in left:
-    thread.join(max(0.0, until - time.perf_counter()))
-  stacks = [f"{each.name}:\n{stack_of_ours(each)}" for each in left if each.is_alive()]
-  assert not stacks, "threads are left:\n" + "\n".join(stacks)
-
-
-def stack_of_ours(thread: threading.Thread) -> str:
-  """Where a thread stands; "" where it has ended, or is in no code of this project."""
-  frame = sys._current_frames().get(thread.ident)
-  stack = traceback.extract_stack(frame) if frame else []
-  ours = any(each.filename.startswith(OURS) for each in stack)
-  return "".join(traceback.format_list(stack)) if ours else ""
+  with ended_threads():
+    yield
