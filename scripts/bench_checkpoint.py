@@ -281,11 +281,15 @@ def measure_rejoin(folder: Path, quick: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-  quick = {"pairs": 1, "block": 8, "mib": 8}
+  quick = {"pairs": 1, "block": 16, "mib": 8}
   args = common.options(__doc__, quick, pairs=12, block=100, mib=256)
   in_process.prepare()
   layers, width = (1, 64) if args.quick else (6, 256)
-  config = make_config(layers, width, 1, sync={"num_shards": 1, "snapshot_steps": 2 * args.block})
+  sync = {"num_shards": 1, "snapshot_steps": 2 * args.block}
+  # The learner captures once a round has told it to, which must be in the block: tiny steps of a
+  # quick run would be over before a shard on a busy machine had a turn.
+  islands = {"min_step_seconds": 0.05 if args.quick else 0.0}
+  config = make_config(layers, width, 1, sync=sync, islands=islands)
   with common.folder() as folder:
     result = measure_bytes(folder, args.mib, times=1 if args.quick else 5)
     learner, shard = measure_steps(config, folder / "steps", args.block, args.pairs)

@@ -8,8 +8,11 @@ import shutil
 import signal
 import tempfile
 
+import pytest
+
 from ddiloco import environment, runtime
 from tests.compile_cache import new_folder
+from tests.waits import ended_threads
 
 gc.disable()  # until all tests are imported
 
@@ -60,3 +63,18 @@ def pytest_collection_finish(session):
   session.short_collections = runtime.short_collections()
   session.short_collections.__enter__()
   gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def own_signals():
+  """A role that has ended ignores SIGTERM, and so would every process that a later test starts."""
+  before = signal.getsignal(signal.SIGTERM)
+  yield
+  signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+  """A thread that outlives its test meets the patches, the files and the limits of later tests."""
+  with ended_threads():
+    yield

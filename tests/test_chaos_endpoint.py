@@ -30,6 +30,10 @@ class Pair:
     fault = Fault(action, "learner-0", at_seconds=0.0, **fields)
     self.weather.begin(fault, time.monotonic() + seconds)
 
+  def end(self) -> None:
+    """Ends all faults, once they have done what they should however long that took."""
+    self.weather._faults = ()
+
   def send(self, count: int = 1) -> None:
     for i in range(count):
       self.learner.send("syncer-0", Goodbye(0, i))
@@ -56,12 +60,14 @@ def test_in_calm_weather_it_is_the_endpoint_itself(pair):
 
 
 def test_what_comes_in_suffers_too(pair):
-  pair.begin("delay", seconds=0.5, delay_seconds=0.2)
+  pair.begin("delay", delay_seconds=0.2)
   began = time.monotonic()
   pair.shard.send("learner-0", PULL)
-  assert pair.learner.receive(0.05) is None, "it has not arrived yet"
-  assert pair.learner.receive(SECONDS)[:2] == ("syncer-0", PULL)
+  early = pair.learner.receive(0.05)
+  assert early is None or time.monotonic() - began >= 0.2, "it has not arrived yet"
+  assert (early or pair.learner.receive(SECONDS))[:2] == ("syncer-0", PULL)
   assert time.monotonic() - began >= 0.2
+  pair.end()
   pair.begin("corrupt")
   pair.shard.send("learner-0", PULL)
   assert pair.learner.receive(0.3) is None and pair.learner.counters.malformed == 1
@@ -78,7 +84,6 @@ def test_late_messages_arrive_later_and_in_order(pair):
   pair.begin("delay", delay_seconds=1.0)
   began = time.monotonic()
   pair.send(3)
-  assert time.monotonic() - began < 0.9, "sending does not wait"
   assert pair.got(3) == [0, 1, 2] and time.monotonic() - began >= 1.0
 
 
@@ -112,9 +117,9 @@ def test_duplicates_are_two_real_messages(pair):
 
 
 def test_corrupt_messages_are_refused_and_counted_by_whoever_receives_them(pair):
-  pair.begin("corrupt", seconds=0.2)
+  pair.begin("corrupt")
   pair.send(20)
-  time.sleep(0.25)
+  pair.end()
   pair.send(1)
   assert pair.got(1) == [0]
   assert pair.shard.counters.malformed == 20
@@ -122,6 +127,8 @@ def test_corrupt_messages_are_refused_and_counted_by_whoever_receives_them(pair)
 
 def test_closing_forgets_what_waits(pair):
   pair.begin("delay", delay_seconds=30.0)
+  began = time.monotonic()
   pair.send(2)
+  assert time.monotonic() - began < 30.0, "sending does not wait"
   pair.learner.close()
   assert pair.shard.receive(0.05) is None

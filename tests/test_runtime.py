@@ -175,12 +175,10 @@ def test_who_closes_a_worker_has_patience_or_none():
   worker.close(PATIENCE_SECONDS, PATIENCE_SECONDS)
   assert looked == ["gave up"] and not worker._thread.is_alive()
 
-  go, begun = threading.Event(), threading.Event()
-  worker = REAL_TIME.worker("test")
-  worker.put((begun.set(), go.wait(PATIENCE_SECONDS))[0] for _ in [0])
+  begun, worker = threading.Event(), REAL_TIME.worker("test")
+  worker.put((begun.set(), worker._closing.wait(PATIENCE_SECONDS))[0] for _ in [0])
   worker.put(looked.append("dropped") for _ in [0])
   assert begun.wait(PATIENCE_SECONDS)
-  threading.Timer(0.05, go.set).start()
   started = time.monotonic()
   worker.close(0.0, PATIENCE_SECONDS)
   assert looked == ["gave up"] and time.monotonic() - started < PATIENCE_SECONDS

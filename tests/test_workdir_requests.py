@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import errno
-import os
 
 import pytest
 
 from ddiloco.workdir import RequestFile, append_request
+from tests.disks import answer_for
 
 
 @pytest.fixture
@@ -58,10 +58,13 @@ def test_what_is_there_already_is_no_news_where_only_news_are_wanted(path):
   assert read(requests) == [2]
 
 
+def cuts_off(write, file, data):
+  return write(file, data[:9])
+
+
 def test_a_request_that_a_full_disk_cuts_off_is_an_error(tmp_path, monkeypatch):
   """The dashboard said that a fault was requested, and no role ever heard of it."""
-  write = os.write
-  monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:9]))
+  answer_for(tmp_path, monkeypatch, "write", cuts_off)
   with pytest.raises(OSError, match="No space left"):
     append_request(tmp_path / "requests", {"n": 1})
 
@@ -69,8 +72,7 @@ def test_a_request_that_a_full_disk_cuts_off_is_an_error(tmp_path, monkeypatch):
 def test_a_request_after_one_that_was_cut_off_is_read(path, monkeypatch, capsys):
   """It stood in the same line, and so was ignored, too."""
   with monkeypatch.context() as full, pytest.raises(OSError):
-    write = os.write
-    full.setattr(os, "write", lambda file, data: write(file, data[:9]))
+    answer_for(path.parent, full, "write", cuts_off)
     append_request(path, {"n": 1})
   append_request(path, {"n": 2})
   append_request(path, {"n": 3})

@@ -2,13 +2,54 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 PATIENCE_SECONDS = 90.0  # for what must come, also on a busy machine
+TICK_SECONDS = 0.02
+
+
+class AwakeClock:
+  """A clock that stands still while nothing of this process runs, and is late on a busy machine.
+
+  In place of a module's `time`: a limit on silence is then one on the silence of threads that could
+  have spoken, whatever else the machine does.
+  """
+
+  def __init__(self) -> None:
+    self._now = 0.0
+
+  @classmethod
+  @contextlib.contextmanager
+  def running(cls) -> Iterator[AwakeClock]:
+    clock, over = cls(), threading.Event()
+    thread = threading.Thread(target=clock._tick, args=(over,), name="clock")
+    thread.start()
+    try:
+      yield clock
+    finally:
+      over.set()
+      thread.join()
+
+  def _tick(self, over: threading.Event) -> None:
+    while not over.wait(TICK_SECONDS):
+      self._now += TICK_SECONDS
+
+  def monotonic(self) -> float:
+    return self._now
+
+  def sleep(self, seconds: float) -> None:
+    until = self._now + seconds
+    while self._now < until:
+      time.sleep(TICK_SECONDS)
 
 
 def wait_for(
@@ -31,3 +72,32 @@ def wait_for(
     time.sleep(pause_seconds)
     pause_seconds = min(2 * pause_seconds, 0.05)
   return value
+
+
+OURS = tuple(f"{Path(__file__).parent.parent / room}/" for room in ("ddiloco", "scripts", "tests"))
+LAST_SECONDS = 20.0  # for threads that are ending
+# A closed endpoint's: each ends by itself, some only after the 10 s in which it may be answered.
+STRANGERS = re.compile(r"dial-|Thread-\d+ \(_admit\)")
+
+
+@contextlib.contextmanager
+def ended_threads(seconds: float = LAST_SECONDS) -> Iterator[None]:
+  """Fails if a thread that begins in the block stands in code of this project after it; those that
+  are ending have so long."""
+  before = {*threading.enumerate()}
+  yield
+  new = [each for each in threading.enumerate() if each not in before]
+  left = [each for each in new if not STRANGERS.match(each.name) and _stack(each)]
+  until = time.perf_counter() + seconds
+  for thread in left:
+    thread.join(max(0.0, until - time.perf_counter()))
+  stacks = [f"{each.name}:\n{_stack(each)}" for each in left if each.is_alive()]
+  assert not stacks, "threads are left:\n" + "\n".join(stacks)
+
+
+def _stack(thread: threading.Thread) -> str:
+  """Where a thread stands; "" where it has ended, or is in no code of this project."""
+  frame = sys._current_frames().get(thread.ident or 0)
+  stack = traceback.extract_stack(frame) if frame else []
+  ours = any(each.filename.startswith(OURS) for each in stack)
+  return "".join(traceback.format_list(stack)) if ours else ""

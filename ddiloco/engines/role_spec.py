@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import errno
+import itertools
 import os
 import random
 import signal
@@ -83,8 +84,9 @@ def free_urls(count: int, host: str = "127.0.0.1") -> list[str]:
   family = socket.AF_INET6 if ":" in host else socket.AF_INET
   shown = f"[{host}]" if ":" in host else host
   urls: list[str] = []
+  first = random.SystemRandom().randrange(len(PORTS))
   with contextlib.ExitStack() as held:
-    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+    for port in itertools.chain(PORTS[first:], PORTS[:first]):
       each = held.enter_context(socket.socket(family))
       try:
         each.bind((host, port))

@@ -39,6 +39,14 @@ STEP = aot.Program(
 )
 
 
+@pytest.fixture(autouse=True)
+def own_level():
+  """What the command sets is for its own process."""
+  before = jax.config.jax_optimization_level
+  yield
+  jax.config.update("jax_optimization_level", before)
+
+
 def made(**changed) -> aot.Fit:
   values = {
     "island": "v5p:4x4x4",

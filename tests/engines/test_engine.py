@@ -16,9 +16,11 @@ from ddiloco.chaos import Killed
 from ddiloco.config import Fault
 from ddiloco.engines.engine import TURN_SECONDS, Engine, RunResult
 from ddiloco.observe.eventlog import Recorder, read_events
+from ddiloco.observe.guards import ended
 from ddiloco.protocol.supervisor import GONE, LEFT, Dismiss, members
 from ddiloco.roles.learner import Quarantined
 from tests.engines.test_threads import make_config
+from tests.waits import PATIENCE_SECONDS
 
 NAME = "learner-0"
 
@@ -85,16 +87,26 @@ def test_a_signal_that_is_handled_for_longer_than_a_turn_lasts_holds_up_no_turn(
 
   before = signal.signal(signal.SIGUSR1, hear)
   timer = threading.Timer(5 * TURN_SECONDS, os.kill, (os.getpid(), signal.SIGUSR1))
-  last = threading.Timer(30.0, released.set)  # wakes a run that hangs, which is too late
-  for each in (timer, last):
-    each.start()
+  timer.start()
   try:
-    began = time.monotonic()
-    assert Handles(tmp_path, released.wait).run().reason == "stopped"
-    assert time.monotonic() - began < 20
+    with in_time(released):
+      assert Handles(tmp_path, released.wait).run().reason == "stopped"
+  finally:
+    signal.signal(signal.SIGUSR1, before)
+
+
+@contextlib.contextmanager
+def in_time(released: threading.Event):
+  """Fails if the block ends only since `released` was set at last: it would have hung."""
+  late = threading.Event()
+  last = threading.Timer(PATIENCE_SECONDS, lambda: (late.set(), released.set()))
+  last.start()
+  try:
+    yield
+    assert not late.is_set()
   finally:
     last.cancel()
-    signal.signal(signal.SIGUSR1, before)
+    released.set()
 
 
 def test_what_lives_die_of_is_said_and_the_next_one_begins(tmp_path):
@@ -171,33 +183,49 @@ def test_work_is_lost_with_a_learner_that_fails_when_it_should_bring_it_out(tmp_
 def test_work_is_lost_with_a_learner_that_takes_too_long_to_bring_it_out(tmp_path, monkeypatch):
   monkeypatch.setattr("ddiloco.engines.engine.PATIENCE_SECONDS", 0.2)
   go_on = threading.Event()
-  threading.Timer(1.0, go_on.set).start()
-  engine = Stopped(tmp_path, lambda: go_on.wait(60), network={"drain_seconds": 0.0})
-  assert engine.run().reason == "stopped"
+
+  class Waits(Stopped):
+    def _note_lost(self, name: str, why: str) -> None:
+      super()._note_lost(name, why)
+      go_on.set()
+
+  engine = Waits(tmp_path, go_on.wait, network={"drain_seconds": 0.0})
+  with in_time(go_on):
+    assert engine.run().reason == "stopped"
   assert engine._lost == {NAME: "not ended within 0.2 s, and killed"}
 
 
-def test_whoever_interrupts_again_waits_for_no_thread_and_has_the_result(tmp_path):
+def test_whoever_interrupts_again_waits_for_no_thread_and_has_the_result(tmp_path, monkeypatch):
   """The second Ctrl-C came when all was merged and the evaluator measured that: no outcome."""
-  released = threading.Event()
+  released, waits, over = threading.Event(), threading.Event(), threading.Event()
 
   class Measures(Toy):
     def _over(self) -> str | None:
       return "finished"
 
     def _end(self, reason: str) -> None:
-      for seconds in (0.3, 0.6):
-        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+      return
 
-  last = threading.Timer(30.0, released.set)  # wakes a run that hangs, which is too late
-  last.start()
-  try:
-    began = time.monotonic()
-    assert Measures(tmp_path, released.wait).run().reason == "finished"
-    assert 0.5 < time.monotonic() - began < 20
-  finally:
-    last.cancel()
-    released.set()
+  def waited_for(thread: threading.Thread, seconds: float) -> bool:
+    waits.set()
+    return ended(thread, seconds)
+
+  def interrupt() -> None:
+    me = threading.main_thread().ident  # where else the kernel may bring it to wakes no wait
+    waits.wait()
+    signal.pthread_kill(me, signal.SIGINT)
+    engine.leave.wait()  # two signals that come before either is heard are one
+    if not over.wait(0.3):
+      went_on.set()
+      signal.pthread_kill(me, signal.SIGINT)
+
+  monkeypatch.setattr("ddiloco.engines.engine.ended", waited_for)
+  engine, went_on = Measures(tmp_path, released.wait), threading.Event()
+  threading.Thread(target=interrupt, daemon=True).start()
+  with in_time(released):
+    assert engine.run().reason == "finished"
+    over.set()
+  assert went_on.is_set(), "after the first one"
   assert [e.kind for e in read_events(tmp_path) if e.role == "engine"][-1] == "run_finished"
 
 

@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 from ddiloco import workdir
+from ddiloco.chaos import ask_for
 from ddiloco.checkpoint.restore import Unfounded
-from ddiloco.config import ConfigError, from_dict
+from ddiloco.config import ConfigError, Fault, from_dict
 from ddiloco.core.delta import Committed
 from ddiloco.core.fragments import owned_by
 from ddiloco.engines import session, single_roles
@@ -325,8 +326,8 @@ def test_a_run_put_together_by_hand(tmp_path):
 
   Learner 0 goes on all the while; it, the shards and the evaluator end by themselves.
   """
-  # Long enough for two processes to come and go in it, one after the other.
-  (tmp_path / "config.json").write_text(tiny(1000, learners=1, min_step_seconds=0.045).to_json())
+  # Steps are slow until two processes have come and gone, one after the other.
+  (tmp_path / "config.json").write_text(tiny(1500, learners=1, min_step_seconds=0.01).to_json())
   workdir, urls = tmp_path / "run", free_urls(2)
   common = [f"--config={tmp_path / 'config.json'}", f"--workdir={workdir}"]
   common += [f"--syncers={','.join(urls)}"]
@@ -336,6 +337,10 @@ def test_a_run_put_together_by_hand(tmp_path):
     log = tmp_path / name
     started[name] = start(*arguments, *common, log=log)
     return started[name], log
+
+  def slower(factor) -> None:
+    for name in ("learner-0", "learner-7"):
+      ask_for(workdir, Fault("slow", name, at_seconds=0.0, seconds=1e6, factor=factor))
 
   def ended(name) -> tuple[int, str]:
     status = started[name].wait(4 * PATIENCE_SECONDS)
@@ -347,6 +352,7 @@ def test_a_run_put_together_by_hand(tmp_path):
     role("evaluator", "evaluator")
     zero, log = role("zero", "learner", "--learner=0", "--cpu", "--http=127.0.0.1:0")
     wait_for(lambda: events_of(workdir, "started", "learner-0"), "a start of 0", zero, log)
+    slower(20.0)
     first, said = role("first", "learner", "--learner=7", "--cpu")
     wait_for(lambda: events_of(workdir, "commit"), "the first commit", zero, log)
     url = log.read_text().split("probes at ")[1].split()[0]
@@ -368,6 +374,7 @@ def test_a_run_put_together_by_hand(tmp_path):
     assert ended("second")[0] == 0, ended("second")[1]
     assert "nothing is lost" in ended("second")[1]
     assert zero.poll() is None, "the run goes on"
+    slower(1.0)
 
     for name in ("zero", "evaluator", "syncer-0", "syncer-1"):
       status, said = ended(name)
@@ -395,6 +402,7 @@ def test_an_evaluator_that_comes_back_after_the_end_gets_the_model(tmp_path):
   workdir, (url,), started = tmp_path / "run", free_urls(1), {}
   common = [f"--config={tmp_path / 'config.json'}", f"--workdir={workdir}", f"--syncers={url}"]
   common += ["--config.sync.num_shards=1"]
+  patient = "--config.network.give_up_seconds=60"  # with a shard that a busy machine keeps waiting
 
   def role(name, *arguments):
     started[name] = start(*arguments, *common, log=tmp_path / name)
@@ -402,16 +410,16 @@ def test_an_evaluator_that_comes_back_after_the_end_gets_the_model(tmp_path):
 
   try:
     shard, shard_log = role("syncer", "syncer", "--shard=0", f"--bind={url}")
-    evaluator, log = role("evaluator", "evaluator")
     wait_for(lambda: events_of(workdir, "started", "syncer-0"), "the shard", shard, shard_log)
-    learner, learner_log = role("learner", "learner", "--learner=0", "--cpu")
+    evaluator, log = role("evaluator", "evaluator", patient)
+    learner, learner_log = role("learner", "learner", "--learner=0", "--cpu", patient)
     wait_for(lambda: events_of(workdir, "joined", "evaluator"), "the evaluator", evaluator, log)
     evaluator.terminate()
     assert evaluator.wait(PATIENCE_SECONDS) == 0, log.read_text()
     assert learner.wait(PATIENCE_SECONDS) == 0, learner_log.read_text()
     waits = "waits: the evaluator, which has not saved the final model"
     wait_for(lambda: waits in shard_log.read_text(), "the shard to wait", shard, shard_log)
-    again, log = role("again", "evaluator")
+    again, log = role("again", "evaluator", patient)
     assert again.wait(PATIENCE_SECONDS) == 0, log.read_text()
     assert shard.wait(PATIENCE_SECONDS) == 0, shard_log.read_text()
   finally:

@@ -19,6 +19,7 @@ from ddiloco.network.frames import seconds_since_2020
 from ddiloco.network.webserver import START_SECONDS, Health
 from ddiloco.protocol.messages import Recovered
 from ddiloco.protocol.values import replace
+from ddiloco.runtime import REAL_TIME
 from tests.checkpoint import test_restore
 from tests.checkpoint.test_restore import PLAN, assert_same, committed
 
@@ -103,39 +104,45 @@ def test_a_damaged_snapshot_does_not_bring_back_what_is_older_than_the_copy(
 
 
 class Trickling:
-  """An endpoint on which the buddy's messages arrive one after the other."""
+  """An endpoint on which the buddy's messages arrive one after the other; only waiting for them
+  takes time."""
 
   def __init__(self, gap_seconds: float, *messages):
-    self.gap_seconds, self.messages = gap_seconds, list(messages)
+    self.gap_seconds, self.messages, self.now = gap_seconds, list(messages), 0.0
 
   def send(self, to, message) -> int:
     return 1
 
   def receive(self, timeout_seconds: float):
-    time.sleep(min(self.gap_seconds, timeout_seconds))
+    self.now += min(self.gap_seconds, timeout_seconds)
     return ("syncer-1", self.messages.pop(0)) if self.messages else None
 
 
-def ask(runner, endpoint) -> dict[int, Committed]:
-  copies = Copies(0, runner.incarnation, endpoint, PLAN, runner.config)
-  return single_roles._ask_buddy(runner, copies)
+@pytest.fixture
+def ask(runner, monkeypatch):
+  def ask(endpoint: Trickling) -> dict[int, Committed]:
+    monkeypatch.setattr(REAL_TIME, "now", lambda: endpoint.now)
+    copies = Copies(0, runner.incarnation, endpoint, PLAN, runner.config)
+    return single_roles._ask_buddy(runner, copies)
+
+  return ask
 
 
-def test_a_shard_that_asked_its_buddy_has_still_not_begun(runner):
+def test_a_shard_that_asked_its_buddy_has_still_not_begun(runner, ask):
   """Initial values or a snapshot of billions of parameters take minutes without a sign of life."""
-  assert ask(runner, Trickling(0.0, Recovered(1, 50, runner.incarnation, (), ()))) == {}
+  assert ask(Trickling(0.0, Recovered(1, 50, runner.incarnation, (), ()))) == {}
   code, text = runner.health.livez()
   assert code == 200 and text.startswith("recovering its fragments for"), text
   assert f"{START_SECONDS:.0f} s" in text
 
 
-def test_silence_ends_the_asking_and_not_the_time_that_copies_take(runner):
+def test_silence_ends_the_asking_and_not_the_time_that_copies_take(runner, ask):
   network = dataclasses.replace(CONFIG.network, silence_seconds=1.0)
   runner.config = dataclasses.replace(CONFIG, network=network)
   held = [pack(committed(p, 3), 1, 9, 0) for p in range(4)]
   rounds = tuple(each.state.last_round for each in held)
   listed = Recovered(1, 50, runner.incarnation, tuple(range(4)), rounds)
-  assert ask(runner, Trickling(0.4, *held, listed)).keys() == set(range(4)), "2 s in all"
-  began = time.monotonic()
-  assert ask(runner, Trickling(0.4, *held[:1], listed)).keys() == {0}
-  assert 1.0 < time.monotonic() - began < 10.0
+  assert ask(Trickling(0.4, *held, listed)).keys() == set(range(4)), "2 s in all"
+  incomplete = Trickling(0.4, *held[:1], listed)
+  assert ask(incomplete).keys() == {0}
+  assert 1.0 < incomplete.now < 10.0

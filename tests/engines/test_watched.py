@@ -52,10 +52,11 @@ def test_threads(tmp_path):
   run = threading.Thread(target=engine.run, daemon=True)
   run.start()
   try:
-    hung, *_ = wait_for(lambda: hangs(tmp_path, "learner-1"), "the hang")
+    # A busy machine may hold up any of its steps for so long as well.
+    stalled = lambda event: "faults.check" in event.stacks.split("\n\n")[0]  # noqa: E731
+    hung, *_ = wait_for(lambda: [*filter(stalled, hangs(tmp_path, "learner-1"))], "the hang")
     assert 0.8 <= hung.seconds < 3 and hung.usual_seconds > 0.01
-    first, *_ = hung.stacks.split("\n\n")
-    assert first.startswith("learner-1:") and "faults.check" in first
+    assert hung.stacks.startswith("learner-1:")
     assert "exchange-1" in hung.stacks, "all threads"
     there, said = take_profile(tmp_path, ProfileRequest("learner-0", steps=12), SECONDS)
     assert there, said

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import socket
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from ddiloco.config import NetworkConfig
+from ddiloco.engines.role_spec import free_urls
 from ddiloco.network.endpoint import NetworkEndpoint, RunIdentity
 from ddiloco.network.keys import Keys, make_keys
 from ddiloco.protocol.messages import Push, RequestMoments
@@ -64,7 +64,7 @@ class Net:
 
   def url(self, address: str) -> str:
     if address not in self.urls:
-      self.urls[address] = f"tcp://127.0.0.1:{free_port()}"
+      (self.urls[address],) = free_urls(1)
     return self.urls[address]
 
   def open(
@@ -116,10 +116,3 @@ class Net:
       endpoint.close(linger_seconds=0)
     if self._folder:
       self._folder.cleanup()
-
-
-def free_port() -> int:
-  """A port that is free now."""
-  with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    return free.getsockname()[1]

@@ -3,9 +3,9 @@
 import contextlib
 import dataclasses
 import errno
+import itertools
 import random
 import socket
-import statistics
 import threading
 import time
 from unittest import mock
@@ -121,27 +121,23 @@ def test_broken_connections_are_made_again_and_a_fragment_that_was_leaving_leave
 
 
 def test_bulk_data_does_not_starve_heartbeats_at_10_mbit_s(net, link_to):
-  """The link is kept busy for as long as it takes: control goes there and back beside it."""
+  """Control goes there and back beside a fragment, again and again until that has arrived."""
   shard = net.connect("syncer-0")
   _, url = link_to(net.url("syncer-0"), bits_per_second=10e6)
   learner = net.dial("learner-0", 0, url=url)
   net.wait_up(learner, "syncer-0")
   learner.send("syncer-0", push(1, 4_000_000))  # 3.2 s of this link
-  started = time.monotonic()
-  round_trips = []
-  for number in range(20):
-    before = time.monotonic()
+  started, arrived = time.monotonic(), []
+  for number in itertools.count():
     learner.send("syncer-0", RequestMoments(0, 0, (number,)))
-    message = shard.receive(SECONDS).message
-    assert message == RequestMoments(0, 0, (number,)), "the fragment came first"
+    arrived.append(shard.receive(SECONDS).message)
+    if isinstance(arrived[-1], Push):
+      break
     shard.send("learner-0", says.pull(0, 0, 0, 0, number, 0))
     assert learner.receive(SECONDS)[1].round == number
-    round_trips.append(time.monotonic() - before)
-  assert time.monotonic() - started < 2.5
-  message = shard.receive(SECONDS).message
-  assert isinstance(message, Push)
   assert time.monotonic() - started > 2.5, "the link was not as slow as meant"
-  assert statistics.median(round_trips) < 0.1
+  assert arrived[:-1] == [RequestMoments(0, 0, (number,)) for number in range(len(arrived) - 1)]
+  assert len(arrived) > 20, "a round trip takes a small part of the fragment's time"
 
 
 @pytest.mark.slow

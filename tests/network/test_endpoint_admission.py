@@ -269,10 +269,11 @@ learner.close()
 
 def test_a_process_that_was_stopped_does_not_take_its_own_pause_for_its_peers_silence():
   quick = dataclasses.replace(QUICK, silence_seconds=8.0)  # a busy machine is late, too
-  net = Net("run", "plan", settings=quick)
-  shard = net.connect(SYNCER)
-  host, port = net.url(SYNCER).removeprefix("tcp://").split(":")
-  with Link((host, int(port)), bits_per_second=80e6) as link:
+  with contextlib.ExitStack() as stack:
+    net = stack.enter_context(contextlib.closing(Net("run", "plan", settings=quick)))
+    shard = net.connect(SYNCER)
+    address = host_and_port(net.url(SYNCER))
+    link = stack.enter_context(Link(address, bits_per_second=80e6))
     process = subprocess.Popen(
       [sys.executable, "-c", SLEEPER, f"tcp://127.0.0.1:{link.port}"]
       + [json.dumps(dataclasses.asdict(quick))],
@@ -289,7 +290,6 @@ def test_a_process_that_was_stopped_does_not_take_its_own_pause_for_its_peers_si
       assert process.communicate("\n", timeout=START_SECONDS)[0].strip() == "0"
     finally:
       process.kill()
-  net.close()
 
 
 # --- who says nothing -----------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from ddiloco.network.host_links import (
   join,
 )
 from ddiloco.network.keys import Keys, host_and_port, make_keys
-from tests.waits import PATIENCE_SECONDS, wait_for
+from tests.waits import PATIENCE_SECONDS, AwakeClock, wait_for
 
 ISLAND = IslandIdentity("run", "digest", learner=3, hosts=3)
 SO_ATTACH_FILTER = 26  # Linux; Python has no name for it
@@ -209,7 +209,9 @@ def test_a_connection_that_is_cut_without_a_word_is_named(url, watchful):
   """Nobody noticed while the other connections were in order: no value came through any more."""
   links, joined = meet(url)
   told = queue.SimpleQueue()
-  rules = HostProgress(), SILENT_SECONDS, lambda reading: 1e9
+  # As long as the kernel may be silent. The watch itself notices when all of this process stood.
+  silent_seconds = 3 * SILENT_SECONDS
+  rules = HostProgress(), silent_seconds, lambda reading: 1e9
   watches = [HostWatch({0: each}, *rules, lambda *_: None) for each in joined.values()]
   watches.append(HostWatch(links, *rules, lambda *what: told.put(what)))
   time.sleep(4 * SILENT_SECONDS)
@@ -246,6 +248,7 @@ def test_a_host_that_ends_before_all_have_come_may_come_again(url, tmp_path, sec
   joined = meeting.wait(PATIENCE_SECONDS)
   joined[1].orders.send(b"order")
   assert links[0].orders.receive() == b"order"
+  close(*links, *joined.values())
 
 
 def test_a_leader_that_ends_between_two_connections_may_be_replaced(url):
@@ -341,13 +344,12 @@ def test_a_caller_that_cannot_be_let_in_keeps_nobody_else_out(url, monkeypatch, 
 
 
 def test_a_meeting_that_is_over_leaves_no_thread(url):
+  before = threading.enumerate()
   meeting = Meeting(url, ISLAND, None, SILENT_SECONDS)
-  listeners = [each for each in threading.enumerate() if each.name == "door"]
-  assert listeners
+  (door,) = [each for each in threading.enumerate() if each not in before]
   meeting.close()
-  for each in listeners:
-    each.join(PATIENCE_SECONDS)
-    assert not each.is_alive()
+  door.join(PATIENCE_SECONDS)
+  assert door.name == "door" and not door.is_alive()
 
 
 def test_a_port_that_is_taken_is_an_error_with_a_fix(url):
@@ -374,18 +376,28 @@ class Watched:
     self.progress, self.told = HostProgress(doing="inside a step"), queue.Queue()
     self.asked = threading.Event()
     self._answers = {host: queue.SimpleQueue() for host in pairs}
-    for host in pairs:
-      threading.Thread(target=self._answer, args=(host,), daemon=True).start()
+    self._threads = [threading.Thread(target=self._answer, args=(host,)) for host in pairs]
+    for thread in self._threads:
+      thread.start()
     count = len(host_links.KINDS)
-    mine = {host: HostLinks(*[HostLink(a)] * count) for host, (a, _) in pairs.items()}
+    self._mine = {host: HostLinks(*[HostLink(a)] * count) for host, (a, _) in pairs.items()}
     self.watch = HostWatch(
-      mine,
+      self._mine,
       self.progress,
       limit_seconds,
       lambda reading: limit_seconds if reading or order_seconds is None else order_seconds,
       lambda host, reason: self.told.put((host, reason)),
       self.asked.set,
     )
+
+  def close(self) -> None:
+    self.watch.end()
+    close(*self._mine.values())
+    for host, link in self.theirs.items():
+      link.close()
+      self._answers[host].put(b"")  # which nobody hears
+    for thread in self._threads:
+      thread.join(PATIENCE_SECONDS)
 
   def beat(self, host: int, done: int, doing: str = "inside a step", **more) -> None:
     with contextlib.suppress(queue.Empty):
@@ -398,10 +410,11 @@ class Watched:
 
   def untold(self, beat, seconds: float = 3.0) -> bool:
     """Whether nobody is named for so long."""
-    over = time.monotonic() + seconds
-    while time.monotonic() < over:
+    clock = host_links.time
+    over = clock.monotonic() + seconds
+    while clock.monotonic() < over:
       beat()
-      time.sleep(0.1)
+      clock.sleep(0.1)
     return self.told.empty()
 
   def _answer(self, host: int) -> None:
@@ -413,13 +426,17 @@ class Watched:
 
 
 @pytest.fixture
-def socketpair(monkeypatch):
-  """A pair of sockets knows no TCP_NODELAY."""
+def watch(monkeypatch):
+  """Makes `Watched` ones, which end with the test. Who is silent could have spoken meanwhile."""
+  # A pair of sockets knows no TCP_NODELAY.
   monkeypatch.setattr(HostLink, "__init__", lambda self, each: setattr(self, "_socket", each))
+  with AwakeClock.running() as clock, contextlib.ExitStack() as ends:
+    monkeypatch.setattr(host_links, "time", clock)
+    yield lambda *given, **more: ends.enter_context(contextlib.closing(Watched(*given, **more)))
 
 
-def test_a_host_whose_connection_ends_is_named_once(socketpair):
-  watched = Watched(limit_seconds=1e9)
+def test_a_host_whose_connection_ends_is_named_once(watch):
+  watched = watch(limit_seconds=1e9)
   watched.theirs[2].close()
   host, reason = watched.told.get(timeout=PATIENCE_SECONDS)
   assert host == 2 and "connection has ended" in reason
@@ -428,8 +445,8 @@ def test_a_host_whose_connection_ends_is_named_once(socketpair):
   assert watched.told.empty()
 
 
-def test_faults_that_are_found_at_once_are_told_once(socketpair):
-  watched, found = Watched(limit_seconds=1e9), threading.Barrier(2)
+def test_faults_that_are_found_at_once_are_told_once(watch):
+  watched, found = watch(limit_seconds=1e9), threading.Barrier(2)
   watched.watch.end()
 
   class Over(threading.Event):
@@ -448,27 +465,29 @@ def test_faults_that_are_found_at_once_are_told_once(socketpair):
   assert watched.told.qsize() == 1
 
 
-def test_a_host_that_falls_silent_is_named_and_one_that_beats_is_not(socketpair):
-  watched = Watched(limit_seconds=1.5)
+def test_a_host_that_falls_silent_is_named_and_one_that_beats_is_not(watch):
+  watched = watch(limit_seconds=1.5)
   host, reason = watched.until_told(lambda: watched.beat(1, 0))
   assert host == 2 and "it was not heard for" in reason
 
 
-def test_host_0_that_has_not_been_heard_yet_is_not_silent(socketpair):
+def test_host_0_that_has_not_been_heard_yet_is_not_silent(watch):
   """A host that came early ended when the last host came more than `network.silence_seconds` later,
   and was refused when it came again."""
   mine, theirs = map(HostLink, socket.socketpair())
   told, links = queue.SimpleQueue(), HostLinks(*[mine] * len(host_links.KINDS))
-  HostWatch({0: links}, HostProgress(), 1.0, lambda _: 1e9, lambda *what: told.put(what))
-  time.sleep(2.5)
+  host_0 = HostWatch({0: links}, HostProgress(), 1.0, lambda _: 1e9, lambda *what: told.put(what))
+  host_links.time.sleep(2.5)
   assert told.empty()
   theirs.send(msgspec.msgpack.encode(HostProgress()))
   assert told.get(timeout=PATIENCE_SECONDS)[0] == 0, "which then falls silent"
+  host_0.end()
+  close(links)
 
 
-def test_who_is_waited_for_is_named_with_what_it_does(socketpair):
+def test_who_is_waited_for_is_named_with_what_it_does(watch):
   """The limit is that for a host that waits for its data."""
-  watched = Watched(limit_seconds=1.5, order_seconds=1e9)
+  watched = watch(limit_seconds=1.5, order_seconds=1e9)
   watched.progress.done = 7
 
   def beat() -> None:
@@ -480,21 +499,21 @@ def test_who_is_waited_for_is_named_with_what_it_does(socketpair):
   assert "nothing has moved" in reason and "host 1" not in reason
 
 
-def test_an_order_may_take_longer_than_a_silence(socketpair):
+def test_an_order_may_take_longer_than_a_silence(watch):
   """As the first steps do: programs are loaded, and what is usual is not known."""
-  watched = Watched(limit_seconds=1.5, order_seconds=1e9)
+  watched = watch(limit_seconds=1.5, order_seconds=1e9)
   watched.progress.done = 1
   assert watched.untold(lambda: watched.beat(1, 0) or watched.beat(2, 0))
 
 
-def test_an_island_that_moves_is_left_alone_however_far_behind(socketpair):
-  watched, done = Watched(limit_seconds=1.5), itertools.count(1)
+def test_an_island_that_moves_is_left_alone_however_far_behind(watch):
+  watched, done = watch(limit_seconds=1.5), itertools.count(1)
   watched.progress.done = 100
   assert watched.untold(lambda: watched.beat(1, next(done)) or watched.beat(2, 0))
 
 
-def test_a_first_beat_that_comes_during_a_look_does_not_end_the_watch(socketpair):
-  watched = Watched(100.0)
+def test_a_first_beat_that_comes_during_a_look_does_not_end_the_watch(watch):
+  watched = watch(100.0)
   watched.watch.end()
 
   class Orders(int):
@@ -504,12 +523,12 @@ def test_a_first_beat_that_comes_during_a_look_does_not_end_the_watch(socketpair
 
   watched.watch._beats = {1: HostProgress(0, 0, "begins")}
   watched.progress.done = Orders(1)
-  watched.watch._check_progress(time.monotonic())
+  watched.watch._check_progress(host_links.time.monotonic())
   assert set(watched.watch._beats) == {1, 2}
 
 
-def test_a_host_that_was_asked_to_end_is_heard(socketpair):
-  watched = Watched(limit_seconds=1e9)
+def test_a_host_that_was_asked_to_end_is_heard(watch):
+  watched = watch(limit_seconds=1e9)
   watched.beat(1, 0)
   watched.beat(2, 0, asked_to_end=True)
   assert watched.asked.wait(PATIENCE_SECONDS)

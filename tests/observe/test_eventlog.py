@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import math
 import os
@@ -29,6 +30,8 @@ from ddiloco.observe.guards import Drain
 from ddiloco.protocol import events
 from ddiloco.protocol.events import parse_role
 from ddiloco.trace.text import read_trace
+from tests.disks import answer_for
+from tests.waits import PATIENCE_SECONDS, wait_for
 
 
 def _refuse(constant):
@@ -43,6 +46,13 @@ def _lines(workdir, role="learner-0"):
 def step(number, **fields):
   lengths = {"seconds": 0.1, "gap_seconds": 0.1} | fields
   return events.Step(step=number, global_step=number, position=0, tokens=8, **lengths)
+
+
+def flush(recorder):
+  """As `recorder.flush()`, which waits no longer for a busy machine than for a stuck disk."""
+  patiently = functools.partial(Drain.flush, recorder._drain, PATIENCE_SECONDS)
+  with mock.patch.object(recorder._drain, "flush", patiently):
+    recorder.flush()
 
 
 def test_lines_on_disk(tmp_path, fake_clock):
@@ -90,7 +100,7 @@ def test_every_incarnation_says_the_format_once(tmp_path):
   for incarnation in range(2):
     with Recorder(tmp_path, "learner-0", incarnation, start_time=0.0) as recorder:
       recorder.record(step(1))
-      recorder.flush()
+      flush(recorder)
       recorder.record(step(2))
   numbers = [line.get("format") for line in _lines(tmp_path)]
   assert numbers == [events.LOG_FORMAT, None] * 2
@@ -143,7 +153,7 @@ def test_a_text_that_is_no_unicode_is_written_with_escapes(tmp_path):
     recorder.record(
       events.Evaluation(merged_tokens=1, global_step=1, loss=2.0, measures={"\ud800": 3.0})
     )
-    recorder.flush()
+    flush(recorder)
     recorder.record(step(1))
   crash, evaluation, after = read_events(tmp_path)
   assert crash.trace == "no such file: caf\\udce9" and crash.format == events.LOG_FORMAT
@@ -189,9 +199,10 @@ def test_a_listener_that_raises_is_dropped_loudly_once(tmp_path, capsys):
   assert capsys.readouterr().err.count("no screen") == 1
 
 
-def test_a_denied_path_is_one_warning_and_the_run_goes_on(tmp_path, capsys):
+def test_a_denied_path_is_one_warning_and_the_run_goes_on(tmp_path, capsys, monkeypatch):
   (tmp_path / "file").write_text("not a folder")
   recorder = Recorder(tmp_path / "file", "learner-0", 0, start_time=0.0)
+  hurry(recorder, monkeypatch)
   for number in range(3):
     recorder.record(step(number))
   recorder.record(events.Stopped(reason="done"))
@@ -199,19 +210,15 @@ def test_a_denied_path_is_one_warning_and_the_run_goes_on(tmp_path, capsys):
   said = capsys.readouterr().err
   assert said.count("WARNING") == 2 and said.count(f"cannot write {recorder.path}") == 1
   assert "4 events could not be written yet; they are lost if this process ends" in said
+  (tmp_path / "file").unlink()
+  wait_for(lambda: not recorder._drain.running, "its thread, which goes on trying")
+  assert len(read_events(tmp_path / "file")) == 4
 
 
-def answer_writes(patch, folder, answer):
-  """Has `answer(write, file, data)` in place of `os.write` for files of this folder only: threads
-  of earlier tests may write their own."""
-  write = os.write
-
-  def answered(file, data):
-    if Path(os.readlink(f"/proc/self/fd/{file}")).is_relative_to(folder):
-      return answer(write, file, data)
-    return write(file, data)
-
-  patch.setattr(os, "write", answered)
+def hurry(recorder, monkeypatch):
+  """Has it try again after a moment, and close after a moment where there is no room."""
+  monkeypatch.setattr(recorder._drain, "_interval_seconds", 0.01)
+  monkeypatch.setattr(recorder._drain, "close", lambda: Drain.close(recorder._drain, 0.1))
 
 
 class Disk:
@@ -219,7 +226,7 @@ class Disk:
 
   def __init__(self, patch, folder, room):
     self.room = room
-    answer_writes(patch, folder, self.write)
+    answer_for(folder, patch, "write", self.write)
 
   def write(self, write, file, data):
     if data and not self.room:
@@ -239,7 +246,7 @@ def test_a_full_disk_tears_no_line_and_nothing_is_lost(tmp_path, capsys, monkeyp
       if number == 4:
         disk.room = 10**6
       recorder.record(step(number))
-      recorder.flush()
+      flush(recorder)
       seen += [event.step for event in follower.poll()]
   found = read_events(tmp_path)
   assert [event.step for event in found] == seen == [0, 1, 2, 3, 4] and not found.torn_lines
@@ -254,7 +261,7 @@ def test_a_disk_that_is_full_again_is_warned_of_again(tmp_path, capsys, monkeypa
     for number, room in enumerate((0, 0, 10**6, 0, 10**6)):
       disk.room = room
       recorder.record(step(number))
-      recorder.flush()
+      flush(recorder)
   assert [event.step for event in read_events(tmp_path)] == [0, 1, 2, 3, 4]
   assert capsys.readouterr().err.count("cannot write") == 2
 
@@ -273,8 +280,7 @@ def test_a_role_that_ends_while_the_disk_is_full_has_its_last_events_when_there_
   """Its next life has written meanwhile. The end of a run waits for room, and for its log too."""
   disk = Disk(monkeypatch, tmp_path, 200)
   with Recorder(tmp_path, "learner-0", 0, start_time=0.0) as recorder:
-    monkeypatch.setattr(recorder._drain, "_interval_seconds", 0.01)
-    monkeypatch.setattr(recorder._drain, "close", lambda: Drain.close(recorder._drain, 0.1))
+    hurry(recorder, monkeypatch)
     recorder.record(step(0))
     recorder.record(step(1))
   assert recorder._drain.left == 1
@@ -283,7 +289,7 @@ def test_a_role_that_ends_while_the_disk_is_full_has_its_last_events_when_there_
   with Recorder(tmp_path, "learner-0", 1, start_time=0.0) as new:
     disk.room = 10**6
     new.record(step(2))
-  assert there.wait(30)
+  assert there.wait(PATIENCE_SECONDS)
   found = read_events(tmp_path)
   assert sorted((event.incarnation, event.step) for event in found) == [(0, 0), (0, 1), (1, 2)]
 
@@ -294,10 +300,10 @@ def test_events_beyond_what_memory_keeps_are_counted_in_the_log(tmp_path, monkey
     monkeypatch.setattr(recorder._drain, "_capacity", 3)
     for number in range(7):
       recorder.record(step(number))
-      recorder.flush()
+      flush(recorder)
     assert not read_events(tmp_path)
     disk.room = 10**6
-    recorder.flush()
+    flush(recorder)
     recorder.record(step(7))
   first, second, third, dropped, last = read_events(tmp_path)
   assert [first.step, second.step, third.step, last.step] == [0, 1, 2, 7]
@@ -312,18 +318,22 @@ def test_a_line_that_a_failed_close_has_left_is_not_doubled(tmp_path, monkeypatc
   real, fails = Path.open, threading.Event()
 
   @contextlib.contextmanager
-  def opened(path, *arguments, **more):
+  def fails_to_close(path, *arguments, **more):
     with real(path, *arguments, **more) as file:
       yield file
     if fails.is_set():
       raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+  def opened(path, *arguments, **more):
+    mine = path.is_relative_to(tmp_path)
+    return (fails_to_close if mine else real)(path, *arguments, **more)
 
   monkeypatch.setattr(Path, "open", opened)
   with Recorder(tmp_path, "learner-0", 0, start_time=0.0) as recorder:
     for number in range(4):
       (fails.set if number in (1, 2) else fails.clear)()
       recorder.record(step(number))
-      recorder.flush()
+      flush(recorder)
   assert [event.step for event in read_events(tmp_path)] == [0, 1, 2, 3]
 
 
@@ -339,14 +349,14 @@ def test_a_log_goes_on_when_its_file_system_is_back(tmp_path, monkeypatch):
 
   with Recorder(tmp_path, "learner-0", 0, start_time=0.0) as recorder:
     recorder.record(step(0))
-    recorder.flush()
+    flush(recorder)
     with monkeypatch.context() as patch:
-      answer_writes(patch, tmp_path, refuse)
+      answer_for(tmp_path, patch, "write", refuse)
       recorder.record(step(1))
-      recorder.flush()
+      flush(recorder)
       other = os.open(os.devnull, os.O_RDONLY)  # takes the old handle's number
       recorder.record(step(2))
-      recorder.flush()
+      flush(recorder)
     os.close(other)
   assert [event.step for event in read_events(tmp_path)] == [0, 1, 2]
 
@@ -355,15 +365,15 @@ def test_a_log_that_was_deleted_says_its_format_anew(tmp_path, monkeypatch):
   """A stale handle may be that of a deleted file; without its format no role starts again."""
   with Recorder(tmp_path, "learner-0", 0, start_time=0.0) as recorder:
     recorder.record(step(0))
-    recorder.flush()
+    flush(recorder)
     recorder.path.unlink()
     with monkeypatch.context() as patch:
       stale = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-      answer_writes(patch, tmp_path, mock.Mock(side_effect=stale))
+      answer_for(tmp_path, patch, "write", mock.Mock(side_effect=stale))
       recorder.record(step(1))
-      recorder.flush()
+      flush(recorder)
     recorder.record(step(2))
-    recorder.flush()
+    flush(recorder)
     recorder.path.unlink()
     recorder.record(step(3))
   check_format(recorder.path)
@@ -377,7 +387,7 @@ def test_a_workdir_that_is_deleted_under_a_role_is_said_once_and_the_role_goes_o
       if number in (1, 2):
         shutil.rmtree(tmp_path / "run")
       recorder.record(step(number))
-      recorder.flush()
+      flush(recorder)
   assert [event.step for event in read_events(tmp_path / "run")] == [2, 3]
   assert capsys.readouterr().err.count("learner-0.jsonl: was deleted while its run goes on") == 1
 
@@ -385,13 +395,16 @@ def test_a_workdir_that_is_deleted_under_a_role_is_said_once_and_the_role_goes_o
 def test_a_log_whose_end_cannot_be_read_costs_no_descriptors(tmp_path, monkeypatch):
   with Recorder(tmp_path, "learner-0", 0, start_time=0.0) as recorder:
     recorder.record(step(0))
-  monkeypatch.setattr(os, "pread", mock.Mock(side_effect=OSError(errno.EIO, "Input/output error")))
-  with Recorder(tmp_path, "learner-0", 1, start_time=0.0) as recorder:
+  failing = mock.Mock(side_effect=OSError(errno.EIO, "Input/output error"))
+  new = Recorder(tmp_path, "learner-0", 1, start_time=0.0)
+  with new as recorder, monkeypatch.context() as patch:  # it can be read again at the end
+    answer_for(tmp_path, patch, "pread", failing)
     for number in range(3):
       recorder.record(step(number))
-      recorder.flush()
+      flush(recorder)
     descriptors = [each.resolve() for each in Path("/proc/self/fd").iterdir()]
     assert recorder.path.resolve() not in descriptors
+  assert len(read_events(tmp_path)) == 4
 
 
 def test_a_stuck_disk_does_not_hold_the_caller(tmp_path, monkeypatch):
@@ -399,13 +412,13 @@ def test_a_stuck_disk_does_not_hold_the_caller(tmp_path, monkeypatch):
 
   def hang(write, file, data):
     stuck.set()
-    assert free.wait(10)
+    assert free.wait(PATIENCE_SECONDS)
     return write(file, data)
 
-  answer_writes(monkeypatch, tmp_path, hang)
+  answer_for(tmp_path, monkeypatch, "write", hang)
   recorder = Recorder(tmp_path, "learner-0", 0, start_time=0.0)
   recorder.record(events.Started())
-  assert stuck.wait(10)
+  assert stuck.wait(PATIENCE_SECONDS)
   for number in range(1000):  # every one returns although the disk does not
     recorder.record(step(number))
   assert not recorder.path.read_bytes()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 from ddiloco.observe.guards import Drain
+from tests.waits import PATIENCE_SECONDS
 
 
 def test_close_hands_over_everything_in_order():
@@ -22,7 +23,7 @@ def test_wake_does_not_wait_for_the_interval():
   drain = Drain("test", lambda batch: arrived.set() if batch else None, interval_seconds=60)
   drain.put(1)
   drain.wake()
-  assert arrived.wait(10)
+  assert arrived.wait(PATIENCE_SECONDS)
   drain.close()
 
 
@@ -47,12 +48,12 @@ def test_beyond_the_capacity_items_are_dropped():
 
   def slow(batch):
     entered.set()
-    assert free.wait(10)
+    assert free.wait(PATIENCE_SECONDS)
     taken.extend(batch)
 
   drain = Drain("test", slow, interval_seconds=60, capacity=3)
   drain.wake()
-  assert entered.wait(10)
+  assert entered.wait(PATIENCE_SECONDS)
   for number in range(5):
     drain.put(number)
   free.set()
@@ -106,7 +107,7 @@ def test_a_failing_consumer_is_loud_once_and_called_again(capsys):
     drain.put(number)
     drain.wake()
     if number < 2:
-      assert failed.wait(10)
+      assert failed.wait(PATIENCE_SECONDS)
   drain.close()
   assert seen == [0, 1, 2]
   assert drain.failures == 2

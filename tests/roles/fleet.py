@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import defaultdict
 
@@ -90,8 +91,8 @@ class Fleet:
       replication,
     )
     replication.begin(found.values())
-    role.run(Faults((), 0.0), lambda: self.stop.is_set() or kill.is_set())
-    role.close()
+    with contextlib.closing(role):  # of one that dies the thread must not live on, either
+      role.run(Faults((), 0.0), lambda: self.stop.is_set() or kill.is_set())
     endpoint.close()
 
   def learner(self, m: int) -> threading.Thread:

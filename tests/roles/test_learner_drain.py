@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import threading
 import time
@@ -56,7 +57,12 @@ class Run:
     recorder, endpoint = toy.ListRecorder(self.events[name]), self.hub.connect(name)
     state = new_syncer(self.config, 0, 0, self.store)
     role = Syncer(state, self.config, self.plan, self.store, Runtime(endpoint, recorder))
-    self.start(name, lambda stopped: role.run(faults, stopped))
+
+    def live(stopped) -> None:
+      with contextlib.closing(role):
+        role.run(faults, stopped)
+
+    self.start(name, live)
 
   def learner(self, m: int, drain_seconds: float, at_once=lambda: False) -> Learner:
     name, island = learner_address(m), toy.ToyIsland(m, self.plan, step_seconds=0.002)

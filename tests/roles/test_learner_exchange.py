@@ -596,30 +596,30 @@ def test_the_evaluator_overwrites_whatever_the_learners_do(bench):
     GlobalView(config, plan).apply(0, values[0][0], keep=1.0)
 
 
-def test_an_initial_value_is_made_here_if_it_is_the_one_that_the_shard_has():
+def test_an_initial_value_is_made_here_if_it_is_the_one_that_the_shard_has(bench):
   values, made = [], []
 
   def make():
     made.append(1)
     return dict(enumerate(values))
 
-  bench = Bench(initial=make)
-  values.extend(vector(f.size) for f in bench.plan.fragments)
+  b = bench(initial=make)
+  values.extend(vector(f.size) for f in b.plan.fragments)
   for p, value in enumerate(values):
-    bench.publish_digest(p, value)
-    bench.publish_digest(p, value)  # it was resent meanwhile
-  bench.until(lambda: bench.exchange.state.joined)
+    b.publish_digest(p, value)
+    b.publish_digest(p, value)  # it was resent meanwhile
+  b.until(lambda: b.exchange.state.joined)
   for p, value in enumerate(values):
-    np.testing.assert_array_equal(bench.local(p), value)
+    np.testing.assert_array_equal(b.local(p), value)
   assert len(made) == 1, "all fragments at once"
   for p, value in enumerate(values):
-    bench.publish_digest(p, value)  # and once more, while it joined
-  bench.until(lambda: not bench.wire.inbox)
+    b.publish_digest(p, value)  # and once more, while it joined
+  b.until(lambda: not b.wire.inbox)
   done = threading.Event()
-  bench.exchange._worker.put(done.set() for _ in [0])
+  b.exchange._worker.put(done.set() for _ in [0])
   assert done.wait(PATIENCE_SECONDS)
   assert len(made) == 1, "a whole model, for a value that is here"
-  assert not any(isinstance(m, Report) and m.whole for m in bench.wire.sent)
+  assert not any(isinstance(m, Report) and m.whole for m in b.wire.sent)
 
 
 def test_an_initial_value_is_made_again_if_its_shard_restarts_meanwhile(bench):
@@ -650,25 +650,24 @@ def unreadable():
 
 
 @pytest.mark.parametrize("make", [dict, unreadable, "others"])
-def test_an_initial_value_that_cannot_be_made_is_asked_for(make):
-  bench = Bench(initial=(lambda: {0: vector(bench.plan.sizes[0])}) if make == "others" else make)
-  bench.publish_digest(0, vector(bench.plan.sizes[0]))
-  bench.until(lambda: any(isinstance(m, Report) and m.whole for m in bench.wire.sent))
-  assert not bench.exchange.state.fragments[0].fresh
-  bench.join()
+def test_an_initial_value_that_cannot_be_made_is_asked_for(bench, make):
+  b = bench(initial=(lambda: {0: vector(b.plan.sizes[0])}) if make == "others" else make)
+  b.publish_digest(0, vector(b.plan.sizes[0]))
+  b.until(lambda: any(isinstance(m, Report) and m.whole for m in b.wire.sent))
+  assert not b.exchange.state.fragments[0].fresh
+  b.join()
 
 
-def test_moments_that_cannot_be_read_are_asked_for_again():
-  bench = Bench()
-  bench.join()
-  bench.exchange.state = replace(
-    bench.exchange.state, wants=(0, 1), wants_until=1e12, ask_at=-1e12, donor_seconds=1.0
+def test_moments_that_cannot_be_read_are_asked_for_again(bench):
+  b = bench()
+  b.join()
+  b.exchange.state = replace(
+    b.exchange.state, wants=(0, 1), wants_until=1e12, ask_at=-1e12, donor_seconds=1.0
   )
   damaged = np.zeros(3, np.uint8)
-  bench.give(ForwardMoments(0, 0, 0, 0, 1, 0, 1, 9, damaged))
-  bench.until(lambda: not bench.wire.inbox and bench.exchange.state.staging == ())
-  assert bench.exchange.state.wants == (0, 1)
-  good = codec.encode(vector(bench.plan.fragments[0].size), "f32")
-  bench.give(ForwardMoments(0, 0, 0, 0, 2, 0, 1, 9, good))
-  bench.until(lambda: bench.exchange.state.wants == (1,))
-  bench.exchange.close()
+  b.give(ForwardMoments(0, 0, 0, 0, 1, 0, 1, 9, damaged))
+  b.until(lambda: not b.wire.inbox and b.exchange.state.staging == ())
+  assert b.exchange.state.wants == (0, 1)
+  good = codec.encode(vector(b.plan.fragments[0].size), "f32")
+  b.give(ForwardMoments(0, 0, 0, 0, 2, 0, 1, 9, good))
+  b.until(lambda: b.exchange.state.wants == (1,))

@@ -10,6 +10,7 @@ import math
 import os
 import pathlib
 import re
+import statistics
 import tempfile
 import threading
 import time
@@ -428,12 +429,14 @@ def test_fetching_is_cheap():
   (stream,) = open_streams(config, 0)
   with contextlib.closing(stream.iterate()) as iterator:
     next(iterator)
-    start = time.perf_counter()
+    seconds = []
     for _ in range(300):
+      start = time.perf_counter()
       next(iterator)
-    mean_seconds = (time.perf_counter() - start) / 300
-  print(f"{mean_seconds * 1e6:.0f} us a batch of 8 x 129 tokens")
-  assert mean_seconds < 0.01  # measured 0.1 to 0.2 ms; loose, since machines are shared
+      seconds.append(time.perf_counter() - start)
+  usual_seconds = statistics.median(seconds)
+  print(f"{usual_seconds * 1e6:.0f} us a batch of 8 x 129 tokens")
+  assert usual_seconds < 0.01  # measured 0.1 to 0.2 ms; loose, since machines are shared
 
 
 # Errors: each names the field, the value, the rule and the fix.

@@ -25,6 +25,7 @@ from ddiloco.roles import initial
 from ddiloco.training import hosts
 from ddiloco.training.island import Island, own_shards
 from tests.training.two_hosts import batches, calls, config_of
+from tests.waits import PATIENCE_SECONDS
 
 # What a multislice job or another launcher leaves in the environment of every process.
 POISON = {
@@ -106,7 +107,7 @@ def test_a_connection_for_values_that_ends_alone_is_told(ended):
 
   def gone():
     threads.put(threading.current_thread())
-    assert over.wait(60)
+    assert over.wait(PATIENCE_SECONDS)
     raise OSError("timed out")
 
   links = SimpleNamespace(
@@ -260,7 +261,20 @@ def test_what_a_failed_value_leaves_in_a_connection_is_no_other_value(led, monke
       np.asarray(captured[name])
 
 
-def test_each_time_an_island_begins_its_hosts_end_their_former_reading():
+@pytest.fixture
+def idle():
+  """A connection for values over which nothing comes before the test is over."""
+  over = threading.Event()
+
+  def receive():
+    over.wait(PATIENCE_SECONDS)
+    raise OSError("the far end has gone")
+
+  yield SimpleNamespace(receive=receive)
+  over.set()
+
+
+def test_each_time_an_island_begins_its_hosts_end_their_former_reading(idle):
   orders = [hosts.HostOrder("open", (5,)), hosts.HostOrder("open", (7,)), hosts.HostOrder("end")]
   messages, opened = [msgspec.msgpack.encode(each) for each in reversed(orders)], []
 
@@ -272,15 +286,14 @@ def test_each_time_an_island_begins_its_hosts_end_their_former_reading():
     def close(self):
       self.closed = True
 
-  gone = SimpleNamespace(receive=lambda: threading.Event().wait(60))
-  links = SimpleNamespace(orders=SimpleNamespace(receive=messages.pop), values=gone)
+  links = SimpleNamespace(orders=SimpleNamespace(receive=messages.pop), values=idle)
   progress = HostProgress()
   hosts.follow(None, links, Batches, progress, lambda error: None)
   assert [(each.position, each.closed) for each in opened] == [(5, True), (7, False)]
   assert progress.done == 3
 
 
-def test_a_host_that_waits_for_its_data_says_so():
+def test_a_host_that_waits_for_its_data_says_so(idle):
   """Else it would be lost as soon as one that hangs inside a step."""
   orders = [
     hosts.HostOrder("open", (5,)),
@@ -294,8 +307,7 @@ def test_a_host_that_waits_for_its_data_says_so():
   def batches(_):
     yield say()
 
-  gone = SimpleNamespace(receive=lambda: threading.Event().wait(60))
-  links = SimpleNamespace(orders=SimpleNamespace(receive=messages.pop), values=gone)
+  links = SimpleNamespace(orders=SimpleNamespace(receive=messages.pop), values=idle)
   island = SimpleNamespace(step=say)
   hosts.follow(island, links, batches, progress, lambda error: None)
   assert said == [("waits for its next batch", True), ("inside a step", False)]
