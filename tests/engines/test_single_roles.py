@@ -54,7 +54,8 @@ def state(versions=(0, 0, 0, 0), tokens=0, merged=0):
 def test_what_a_joining_role_waits_for():
   assert single_roles._joining(state(), UP, CONFIG) == ""
   waits = single_roles._joining(state((0, -1, 0, -1)), UP, CONFIG)
-  assert waits.startswith("has 2 of 4 fragments") and "once 3 learners are there" in waits
+  assert waits.startswith("has 2 of 4 fragments (a shard gives out its own once it serves them")
+  assert "sync.min_quorum = 3 learners" in waits
   links = {**UP, "syncer-1": {"state": "refused", "reason": "its key is not listed"}}
   waits = single_roles._joining(state((0, -1, 0, -1)), links, CONFIG)
   assert waits == "syncer-1 is refused (its key is not listed)"
@@ -175,7 +176,7 @@ def test_an_evaluator_that_comes_back_says_that_the_run_goes_on(tmp_path, monkey
   file = tmp_path / "outcome.json"
   file.write_text(json.dumps({"reason": "stopped"}))
   monkeypatch.setattr(session, "evaluator", read)
-  runner = types.SimpleNamespace(config=CONFIG, place=RoleSpec(tmp_path, "run", ()))
+  runner = unittest.mock.MagicMock(config=CONFIG, place=RoleSpec(tmp_path, "run", ()))
   with pytest.raises(Opened):
     single_roles._evaluator(runner, "open")
   assert not file.exists()
@@ -292,7 +293,7 @@ def test_data_that_are_open_already_are_not_opened_again(tmp_path, monkeypatch, 
   island = types.SimpleNamespace(rows=None)
   monkeypatch.setattr("ddiloco.training.island.Island", lambda *_: island)
   place = RoleSpec(tmp_path, "run", ())
-  runner = types.SimpleNamespace(config=CONFIG, place=place, plan=None)
+  runner = unittest.mock.MagicMock(config=CONFIG, place=place, plan=None)
   run = {
     "learner": lambda corpus: single_roles._train(runner, 0, corpus, None),
     "evaluator": lambda corpus: single_roles._evaluator(runner, corpus),
