@@ -182,10 +182,8 @@ def _trained(state: LearnerState, config: Config, fast: str = "") -> str:
   share = min(1.0, state.merged_tokens / config.run.total_tokens)
   speed = f", {1000 * state.step_seconds:.0f} ms a step" if state.step_seconds else ""
   speed += fast and f", {fast}"
-  return (
-    f"global step {state.global_step}{speed}, {compact(state.trained_tokens)} tokens trained here;"
-    f" {share:.0%} of the run is merged"
-  )
+  here = f", {compact(state.trained_tokens)} tokens trained here" if state.trained_tokens else ""
+  return f"global step {state.global_step}{speed}{here}; {share:.0%} of the run is merged"
 
 
 def _left(runner: RoleRunner, state: LearnerState) -> int:
@@ -375,8 +373,9 @@ def _served(role: Syncer, config: Config) -> str:
   merged = min(f.merged_tokens for f in role.state.fragments)
   versions = ", ".join(f"{f.index} at {f.version}" for f in role.state.fragments)
   members = [m for m, member in sorted(role.state.members.items()) if not member.lost and m >= 0]
-  share = min(1.0, merged / config.run.total_tokens)
-  return f"{share:.0%} merged, versions {versions}; {len(members)} learners {members}"
+  share, least = min(1.0, merged / config.run.total_tokens), config.sync.min_quorum
+  waits = f", and a round needs {least}" if len(members) < least and not _complete(role) else ""
+  return f"{share:.0%} merged, versions {versions}; {len(members)} learners {members}{waits}"
 
 
 # --- evaluator ------------------------------------------------------------------------------------
@@ -431,7 +430,7 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
       over = {"reason": "finished", "total_tokens": config.run.total_tokens}
       session.write_outcome(runner.place.workdir, over)
 
-    runner.busy("saving and measuring the result")
+    runner.busy("saving the result")
     session.until_saved(end, config.network.give_up_seconds, stopping)
 
   role = Evaluator(*(config, runner.plan, measure, runtime, runner.incarnation), save=save)
@@ -450,7 +449,7 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
   reason = "finished" if role.finished else "stopped"
   seen = role.saved, role.untrained_loss, state.merged_tokens
   outcome = RunResult(reason, role.store.params(), {}, "", *seen)
-  runner.busy("writing the report")
+  runner.busy("measuring the result and writing the report")
   try:
     session.conclude(config, runner.place.workdir, outcome, loss, pause=stopping)
   except OSError as error:

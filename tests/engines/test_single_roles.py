@@ -67,6 +67,23 @@ def test_what_a_joining_role_waits_for():
   assert waits == "waits for a peer's moments of fragments [1, 3]"
 
 
+def test_a_shard_that_has_too_few_learners_for_a_round_says_so():
+  """Its versions stood still, and no line said why."""
+  shard = syncer.init(0, 1, (FragmentState(0, 3),), CONFIG.sync, CONFIG.run.total_tokens)
+  role = types.SimpleNamespace(state=shard)
+  for m, more in ((0, ", and a round needs 3"), (1, ", and a round needs 3"), (2, "")):
+    role.state, _ = syncer.syncer_on(role.state, Received(says.hello(m, 0, (NOTHING,)), 1.0))
+    here = list(range(m + 1))
+    said = f"0% merged, versions 0 at 3; {m + 1} learners {here}{more}"
+    assert single_roles._served(role, CONFIG) == said
+
+
+def test_an_evaluator_that_trains_nothing_does_not_count_its_tokens():
+  follows = replace(state(), trained_tokens=0, global_step=7)
+  assert single_roles._trained(follows, CONFIG) == "global step 7; 0% of the run is merged"
+  assert ", 100 tokens trained here; 0%" in single_roles._trained(state(), CONFIG)
+
+
 class Opened(Exception):
   """What a role reads its data from."""
 
