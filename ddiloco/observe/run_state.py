@@ -395,12 +395,13 @@ class RunState:
       if m >= 0:
         island = self._island(m, event.time)
         island.missed_time, island.missed_reason = event.time, why
-    for m, island in self.islands.items():
-      island.took_part.append(m in taking)
+    there = [m for m, island in self.islands.items() if island.state != "left" or m in taking]
+    for m in there:
+      self.islands[m].took_part.append(m in taking)
     self._shard_abandoned(event, s)
     for m in event.opposing.keys() - event.rejected.keys():
       self._note(event, f"push of island {m} points against all others'", "bad")
-    self.curves.add_commit(event, self.islands)
+    self.curves.add_commit(event, there)
     for name, value in outer_gradients(event).items():
       self._gradients[name].append(value)
     solo = self.solo

@@ -113,6 +113,10 @@ def test_participation_counts_the_recent_commits(make):
   assert len(view.islands[2].took_part) == RECENT_COMMITS
   assert (view.islands[2].missed_reason, view.islands[2].missed_time) == ("no answer", 41.0)
   assert math.isnan(fold([make.run_started()]).islands[0].participation)
+  view.add(make.event(50.0, "learner-1", "stopped", reason="all is merged"))
+  for number in range(RECENT_COMMITS):
+    view.add(make.commit(51.0 + number, weights={0: 1.0}))
+  assert view.islands[1].participation == 0.25, "it has left, and misses none"
 
 
 @pytest.mark.parametrize("name", ["agreement", "rho", "length"])
