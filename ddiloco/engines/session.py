@@ -197,7 +197,8 @@ def conclude(
     extra["why"] = outcome.why
   measured = lambda: _merged(config, workdir, outcome, loss)  # noqa: E731
   patience = config.network.give_up_seconds, pause
-  if newer := until_saved(lambda: newer_result(workdir, outcome.merged_tokens), *patience):
+  seen = config, workdir, outcome.merged_tokens
+  if newer := until_saved(lambda: newer_result(*seen), *patience):
     extra["left_out"] = {"the model of this start": newer}
     measured = lambda: {"loss_merged": loss(load_result(workdir, config))}  # noqa: E731
   else:

@@ -292,6 +292,9 @@ def test_a_result_of_fewer_tokens_replaces_none_and_the_one_that_stays_is_measur
   assert "WARNING: the model of this start is left out" in capsys.readouterr().out
   known = conclude(tmp_path, ended(2, 500), first)
   assert first(session.load_result(tmp_path, CONFIG)) == known["loss_merged"] == 2.0
+  shorter = dataclasses.replace(CONFIG, run=dataclasses.replace(CONFIG.run, total_tokens=400))
+  conclude(tmp_path, ended(1, 400), first, shorter)
+  assert first(session.load_result(tmp_path, CONFIG)) == 1.0, "it has reached its end"
 
 
 # --- the exit status ------------------------------------------------------------------------------
