@@ -299,8 +299,10 @@ def locate(path: str | os.PathLike, field: str = "weights") -> epath.Path:
     require(is_there(target), field, str(target), "does not exist", fix)
     if not is_there(target / "config.json"):
       return target
-    result = standing(target / "result")
-    require(is_there(result), field, str(target), "is a run that has left no result yet", fix)
+    result, rule = standing(target / "result"), "is a run that has left no result yet"
+    if any(is_there(target / f"model{SUFFIX}{more}") for more in ("", ".index.json")):
+      rule, fix = "is a model of Hugging Face's", "scripts/from_huggingface.py makes a start of it"
+    require(is_there(result), field, str(target), rule, fix)
     return result
 
 

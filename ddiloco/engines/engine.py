@@ -58,12 +58,14 @@ class RunResult(Frozen):
   why: str = ""  # it cannot reach its end
 
 
-def newer_result(workdir: Path, merged_tokens: int) -> str:
+def newer_result(config: Config, workdir: Path, merged_tokens: int) -> str:
   """That the result that is there has seen more tokens, in words; "": it has not.
 
-  A run that goes on begins at a snapshot, which is older than the result of its earlier start.
+  A run that goes on begins at a snapshot, which is older than the result of its earlier start. A
+  run that has reached its end has the model that was asked for, also if it was given fewer tokens.
   """
-  if (there := weights.merged_tokens(workdir / RESULT)) <= merged_tokens:
+  final = merged_tokens >= config.run.total_tokens
+  if final or (there := weights.merged_tokens(workdir / RESULT)) <= merged_tokens:
     return ""
   it = "the result of an earlier start, which stays"
   return f"it has seen {merged_tokens:,} tokens, and {it}, has seen {there:,}"
@@ -77,7 +79,7 @@ def save_result(
   Raises:
     OSError: it cannot be saved.
   """
-  if not newer_result(workdir, merged_tokens):
+  if not newer_result(config, workdir, merged_tokens):
     weights.save(workdir / RESULT, params, initial.said_of_result(config, merged_tokens))
 
 

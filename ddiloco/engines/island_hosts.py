@@ -21,7 +21,7 @@ import msgspec
 from ddiloco import environment
 from ddiloco.checks import lasts, require
 from ddiloco.config import Config
-from ddiloco.engines.role_process import RoleRunner, load_keys
+from ddiloco.engines.role_process import PROGRESS_SECONDS, RoleRunner, load_keys
 from ddiloco.engines.role_spec import RoleSpec, beside, terminates
 from ddiloco.environment import BAD_USAGE, FINISHED, INTERRUPTED, LOST
 from ddiloco.network import host_links
@@ -165,6 +165,7 @@ class FollowingHost:
     # Probes find a process that hangs as a whole; what its work waits for, host 0 finds.
     self._health = Health(self._status)
     self._told = 0.0  # since when it waited for the batch that it has reported as late
+    self._next_line = time.monotonic() + PROGRESS_SECONDS
 
   def run(self) -> int:
     """Returns the exit status: 1 if host 0 is gone or has refused this host."""
@@ -201,6 +202,9 @@ class FollowingHost:
     self._health.waits_for = "" if compiled else self.progress.doing
     self.progress.asked_to_end = self.asked.is_set()
     self._tell_late_batch(self.progress.reading_since)
+    if (now := time.monotonic()) >= self._next_line:
+      self._next_line = now + PROGRESS_SECONDS
+      self._say(f"{self.progress.doing}; {self.progress.done} orders of host 0 carried out")
     if self.asked.is_set() and not self.joined.is_set():
       self._end_early()
 
@@ -236,7 +240,8 @@ class FollowingHost:
 
     source, patience = data.open_data(config.data), config.network.give_up_seconds
     island = _agreed(config, number, place, data.digest(source))
-    self._say(f"looks for host 0 at {place.hosts}")
+    self.progress.doing = f"looks for host 0 at {place.hosts}"
+    self._say(self.progress.doing)
     links, coordinator = host_links.join(place.hosts, island, place.host, keys, patience)
     # Only host 0 gives orders; it may still compile when this host is done with that.
     limits = config.network.silence_seconds, lambda _: math.inf

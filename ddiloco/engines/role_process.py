@@ -106,8 +106,7 @@ class RoleRunner:
     ready: what the role waits for, "": it works.
     progress: how far it is, in words.
     usual_seconds: of one step, 0 before it is known.
-    health: what probes hear. After `busy`, until the next call of `stopped`, the role may take as
-      long as it may take to start.
+    health: what probes hear.
   """
 
   def __init__(self, address: str, config: Config, place: RoleSpec):
@@ -301,6 +300,12 @@ class RoleRunner:
     if self._over is not None:
       raise self._over
     return self.stop.is_set()
+
+  def busy(self, what: str) -> None:
+    """The role begins long work: until the next call of `stopped` it may take as long as it may
+    take to start. It says so until another `ready` is set."""
+    self.ready = lambda: what
+    self.health.busy(what)
 
   def end_early(self) -> None:
     """Ends the process of a role that was asked to end before it had begun."""

@@ -197,7 +197,8 @@ def conclude(
     extra["why"] = outcome.why
   measured = lambda: _merged(config, workdir, outcome, loss)  # noqa: E731
   patience = config.network.give_up_seconds, pause
-  if newer := until_saved(lambda: newer_result(workdir, outcome.merged_tokens), *patience):
+  seen = config, workdir, outcome.merged_tokens
+  if newer := until_saved(lambda: newer_result(*seen), *patience):
     extra["left_out"] = {"the model of this start": newer}
     measured = lambda: {"loss_merged": loss(load_result(workdir, config))}  # noqa: E731
   else:
@@ -205,6 +206,8 @@ def conclude(
   if outcome.lost:
     extra["lost"] = outcome.lost
   until_saved(lambda: write_outcome(workdir, extra), *patience)
+  saved = f"The result is saved in {workdir / workdirs.RESULT}"
+  print(f"\n{saved}. It is measured, and the report is written.", flush=True)
   told = functools.cache(lambda: RunState().read(EventStream(workdir)))  # the log is read once
   run = config.run
   if run.evaluations and loss is not None:
@@ -231,9 +234,10 @@ def until_saved(save: Callable[[], T], seconds: float, pause: Callable[[float], 
     try:
       return save()
     except OSError as error:
-      if time.monotonic() >= until:
+      if (left := until - time.monotonic()) <= 0:
         raise
-      print(f"\nThe run's end is not saved yet: {error}. Fix: {ROOM}.", flush=True)
+      again = f"It is tried again for {left:.0f} s"
+      print(f"\nThe run's end is not saved yet: {error}. Fix: {ROOM}. {again}.", flush=True)
       if pause(min(SAVE_AGAIN_SECONDS, seconds)):
         raise
 

@@ -111,7 +111,7 @@ def _train(runner: RoleRunner, number: int, corpus: Source | None, hosts: Hosts 
     devices = island_devices(config.islands.island(number), usable(), number)
     island = Island(config, number, devices, runner.plan)
     stream = data.Stream(source, config, number, island.rows)
-    runner.ready = lambda: "compiling"
+    runner.busy("compiling")
     seconds = island.compile()
     runner.recorder.record(events.Compiled(target=runner.address, seconds=round(seconds, 3)))
     with told_what_compiles(functools.partial(_record_compiled, runner)):
@@ -140,7 +140,7 @@ def _life(runner: RoleRunner, number: int, island, batches: Batches, afresh: boo
   config, plan, recorder = runner.config, runner.plan, runner.recorder
   new = restore.new_learner(config, plan, number, runner.incarnation, afresh)
   began = time.monotonic()
-  runner.health.busy("restoring a snapshot")  # a former life may have called `stopped`
+  runner.busy("restoring a snapshot")
   storage = None if afresh else runner.storage
   beginning = restore.begin_learner(new, config, island, storage, recorder)
   if beginning.arrays:
@@ -173,8 +173,8 @@ def _joining(state: LearnerState, links: dict, config: Config) -> str:
   if any(f.version >= 0 and not f.fresh for f in state.fragments):
     return f"is back; {have} of {len(state.fragments)} fragments are as new as their shards'"
   return (
-    f"has {have} of {len(state.fragments)} fragments (shards give them out once"
-    f" {config.sync.min_quorum} learners are there)"
+    f"has {have} of {len(state.fragments)} fragments (a shard gives out its own once it serves them"
+    f" and sync.min_quorum = {config.sync.min_quorum} learners are there)"
   )
 
 
@@ -182,10 +182,8 @@ def _trained(state: LearnerState, config: Config, fast: str = "") -> str:
   share = min(1.0, state.merged_tokens / config.run.total_tokens)
   speed = f", {1000 * state.step_seconds:.0f} ms a step" if state.step_seconds else ""
   speed += fast and f", {fast}"
-  return (
-    f"global step {state.global_step}{speed}, {compact(state.trained_tokens)} tokens trained here;"
-    f" {share:.0%} of the run is merged"
-  )
+  here = f", {compact(state.trained_tokens)} tokens trained here" if state.trained_tokens else ""
+  return f"global step {state.global_step}{speed}{here}; {share:.0%} of the run is merged"
 
 
 def _left(runner: RoleRunner, state: LearnerState) -> int:
@@ -224,7 +222,6 @@ def _syncer(runner: RoleRunner, shard: int) -> int:
   config, recorder = runner.config, runner.recorder
   owned = owned_by(shard, config.sync.num_shards, config.sync.num_fragments)
   endpoint = runner.connect()
-  runner.ready = lambda: f"looks for fragments {list(owned)}"
   settings, buddy = config.network, buddy_of(shard, config.sync.num_shards)
   copies = Copies(shard, runner.incarnation, endpoint, runner.plan, config)
   replication = None
@@ -320,6 +317,7 @@ def _recover(
   found, unfounded = _ask_buddy(runner, copies), restore.Unfounded((), "")
   restored, tried, storage = None, list[str](), runner.storage
   if storage is not None:
+    runner.busy("restoring a snapshot")
     # The former life may have gone on without its buddy, whose copies are then older.
     rounds = {p: committed.state.last_round for p, committed in found.items()}
     restored = restore.restore_fragments(storage, owned, tried, than=rounds)
@@ -328,6 +326,7 @@ def _recover(
     if taken := sorted(restored.fragments):
       runner.say(f"has from snapshot {restored.snapshot}: fragments {taken}")
   elif missing := [p for p in owned if p not in found]:
+    runner.busy(f"making the initial values of fragments {missing}")
     for p, value in initial.initial_values(config, plan, missing).items():
       found[p] = new_fragment(plan.fragments[p], value)
     if lost := restore.lost_snapshots(config, runner.place.workdir, storage, tried):
@@ -360,8 +359,7 @@ def _ask_buddy(runner: RoleRunner, copies: Copies) -> dict[int, Committed]:
 
   def keep_on(quiet_seconds: float) -> bool:
     stopped = runner.stopped()
-    # `stopped` ends the grace of starting; until the role runs, recovery may take minutes.
-    runner.health.busy("recovering its fragments")
+    runner.busy("asking its buddy for its fragments")  # which may take minutes
     return not stopped and quiet_seconds < runner.config.network.silence_seconds
 
   found = recover(copies, keep_on)
@@ -375,8 +373,9 @@ def _served(role: Syncer, config: Config) -> str:
   merged = min(f.merged_tokens for f in role.state.fragments)
   versions = ", ".join(f"{f.index} at {f.version}" for f in role.state.fragments)
   members = [m for m, member in sorted(role.state.members.items()) if not member.lost and m >= 0]
-  share = min(1.0, merged / config.run.total_tokens)
-  return f"{share:.0%} merged, versions {versions}; {len(members)} learners {members}"
+  share, least = min(1.0, merged / config.run.total_tokens), config.sync.min_quorum
+  waits = f", and a round needs {least}" if len(members) < least and not _complete(role) else ""
+  return f"{share:.0%} merged, versions {versions}; {len(members)} learners {members}{waits}"
 
 
 # --- evaluator ------------------------------------------------------------------------------------
@@ -414,7 +413,7 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
   clear_outcome(runner.place.workdir)
   measure = loss = None
   if config.run.evaluations:
-    runner.ready = lambda: "reading the held-out data"
+    runner.busy("reading the held-out data")
     source = corpus or data.open_data(config.data)
     session.refuse_other_data(config, runner.place.workdir, source)
     heldout = session.evaluator(config, source)
@@ -431,7 +430,7 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
       over = {"reason": "finished", "total_tokens": config.run.total_tokens}
       session.write_outcome(runner.place.workdir, over)
 
-    runner.health.busy("saving and measuring the result")
+    runner.busy("saving the result")
     session.until_saved(end, config.network.give_up_seconds, stopping)
 
   role = Evaluator(*(config, runner.plan, measure, runtime, runner.incarnation), save=save)
@@ -450,7 +449,7 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
   reason = "finished" if role.finished else "stopped"
   seen = role.saved, role.untrained_loss, state.merged_tokens
   outcome = RunResult(reason, role.store.params(), {}, "", *seen)
-  runner.health.busy("writing the report")
+  runner.busy("measuring the result and writing the report")
   try:
     session.conclude(config, runner.place.workdir, outcome, loss, pause=stopping)
   except OSError as error:

@@ -2,8 +2,8 @@
 
 On a terminal: a header with progress, a table of islands, a line per shard, the latest log events.
 Anywhere else (a notebook, a pipe, a log file): plain lines without control codes, one about every
-ten seconds, later every fiftieth of the time so far, and one at once for every log event (fault,
-exit, restart, joined, ...).
+ten seconds, later every fiftieth of the time since this start of the run, and one at once for every
+log event (fault, exit, restart, joined, ...).
 
 TensorBoard's scalars go to WORKDIR/tensorboard/ROLE. Both listeners take events from any thread,
 and draw or write on a thread of their own.
@@ -70,8 +70,13 @@ def plain_line(view: RunState, now: float) -> str:
     state = island.state_at(now)
     at = f"step {island.step}" if island.step or state == "running" else ""
     islands.append(f"{learner} {state} {at}".rstrip())
-  known = [f"[{clock_time(now)}] {view.progress:4.0%}", *_figures(view, now)]
+  known = [f"[{clock_time(now)}] {_percent(view)}", *_figures(view, now)]
   return " · ".join(known + ["islands: " + ", ".join(islands)] * bool(islands))
+
+
+def _percent(view: RunState) -> str:
+  """Unknown until the first shard serves: the run may go on from a snapshot."""
+  return f"{view.progress:4.0%}" if view.merged_tokens else "   –"
 
 
 def _figures(view: RunState, now: float) -> list[str]:
@@ -97,9 +102,10 @@ def _progress(view: RunState) -> Table:
   grid.add_column(ratio=1)
   grid.add_column(justify="right", no_wrap=True)
   verb = "merged" if view.num_shards else "trained"
-  tokens = f"{compact(view.tokens_done)} of {compact(view.total_tokens)} tokens {verb}"
+  done = compact(view.tokens_done) if view.merged_tokens else "–"
+  tokens = f"{done} of {compact(view.total_tokens)} tokens {verb}"
   bar = ProgressBar(total=1.0, completed=view.progress, complete_style="#0072B2")
-  grid.add_row(bar, f"{view.progress:4.0%}  {tokens}")
+  grid.add_row(bar, f"{_percent(view)}  {tokens}")
   return grid
 
 
@@ -170,6 +176,7 @@ class LiveView:
     self._noted: list[LogEvent] = []
     self.view = RunState(noted=self._noted.append)
     self._start_time: float | None = None
+    self._since = 0.0  # of a run that goes on, when this start of it began
     self._clock = clock
     self._console = console or Console()
     self._plain_seconds = self._next_plain = plain_seconds
@@ -207,7 +214,7 @@ class LiveView:
   def __call__(self, event: Event) -> None:
     """Queues an event; after the end it is ignored."""
     if self._start_time is None:
-      self._start_time = self._clock() - event.time
+      self._start_time, self._since = self._clock() - event.time, event.time
     self._drain.put(event)
     if type(event) in IMPORTANT:
       self._drain.wake()
@@ -233,7 +240,7 @@ class LiveView:
       self._say(f"[{clock_time(log_event.time)}] {log_event.text}")
     if now >= self._next_plain:
       self._say(plain_line(self.view, now))
-      self._next_plain = now + max(self._plain_seconds, now / 50)
+      self._next_plain = now + max(self._plain_seconds, (now - self._since) / 50)
 
   def _say(self, line: str) -> None:
     self._console.file.write(line + "\n")

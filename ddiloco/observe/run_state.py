@@ -141,8 +141,11 @@ class RunState:
 
   @property
   def progress(self) -> float:
-    """Share of the run that is done, 0 to 1."""
-    return min(1.0, self.tokens_done / self.total_tokens) if self.total_tokens else 0.0
+    """Share of the run that is done, 0 to 1; what a fragment has beyond the end does not count for
+    others, which the run waits for."""
+    most = self.total_tokens if self.num_shards else math.inf
+    done = self._mean({p: min(each, most) for p, each in self.merged_tokens.items()})
+    return min(1.0, done / self.total_tokens) if self.total_tokens else 0.0
 
   def participation(self, m: int) -> float | None:
     """The share of all commits that an island took part in; None without commits."""
@@ -189,10 +192,10 @@ class RunState:
   def seconds_left(self, time: float) -> float:
     """Seconds to the end at the pace since the first step, of this start if the run was killed and
     goes on; NaN during the first percent."""
-    left, elapsed = self.total_tokens - self.tokens_done, time - self.first_step_time
+    left, elapsed = self.total_tokens * (1 - self.progress), time - self.first_step_time
     gained = self._mean({p: self.merged_tokens[p] - each for p, each in self._before.items()})
     known = elapsed > 0 and gained > 0.01 * self.total_tokens > 0
-    return elapsed * max(0.0, left) / gained if known else math.nan
+    return elapsed * left / gained if known else math.nan
 
   def members(self) -> dict[str, MemberState]:
     """All islands and shards, by role."""
@@ -392,12 +395,13 @@ class RunState:
       if m >= 0:
         island = self._island(m, event.time)
         island.missed_time, island.missed_reason = event.time, why
-    for m, island in self.islands.items():
-      island.took_part.append(m in taking)
+    there = [m for m, island in self.islands.items() if island.state != "left" or m in taking]
+    for m in there:
+      self.islands[m].took_part.append(m in taking)
     self._shard_abandoned(event, s)
     for m in event.opposing.keys() - event.rejected.keys():
       self._note(event, f"push of island {m} points against all others'", "bad")
-    self.curves.add_commit(event, self.islands)
+    self.curves.add_commit(event, there)
     for name, value in outer_gradients(event).items():
       self._gradients[name].append(value)
     solo = self.solo

@@ -410,6 +410,9 @@ def test_what_is_kept_elsewhere_behind_a_link_is_replaced_there(tmp_path, name):
 def test_the_workdir_of_a_run_is_its_result(tmp_path):
   (tmp_path / "config.json").touch()
   assert "is a run that has left no result yet" in refused(tmp_path)
+  (theirs := tmp_path / "model.safetensors").touch()  # of a Hugging Face export, say
+  assert "a model of Hugging Face's. Fix: scripts/from_huggingface.py" in refused(tmp_path)
+  theirs.unlink()
   weights.save(tmp_path / "result", params())
   assert_same(start(tmp_path), params())
 

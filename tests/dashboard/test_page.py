@@ -149,6 +149,18 @@ def test_a_run_under_way_with_an_island_down(browser, tmp_path):
     assert browser.complaints == []
 
 
+def test_an_island_that_has_left_counts_in_no_figure(browser, tmp_path):
+  """Of a run that went on with fewer islands the page said that every other commit lacked one."""
+  events = [event for event in make_run() if event.time <= KILL - 1]
+  last = events[-1].time
+  events.append(made(last, "learner-1", "stopped", reason="left, and everything it had is merged"))
+  write_log(tmp_path, events)
+  (tmp_path / STARTED).write_text(f"{time.time() - last - 1}")
+  with Dashboard(tmp_path) as dashboard:
+    show(browser, dashboard, "running")
+    assert "Islands up\n3 of 3" in browser.text("#figures")
+
+
 def test_nothing_is_known_yet_and_then_a_run_begins(browser, tmp_path):
   with Dashboard(tmp_path) as dashboard:
     show(browser, dashboard, "empty")

@@ -91,6 +91,20 @@ def test_it_says_once_that_a_batch_is_late(monkeypatch, capsys):
   assert "end after 600 s. Fix: bring the data nearer, or raise network.give_up_seconds" in said
 
 
+def test_it_says_now_and_then_what_it_does(monkeypatch, capsys):
+  """It was silent while it compiled, and then for the whole run."""
+  now = [100.0]
+  monkeypatch.setattr(island_hosts.time, "monotonic", lambda: now[0])
+  host = FollowingHost(from_dict({}), 0, PLACE)
+  for seconds, doing, done in ((9.0, "begins", 0), (10.0, "compiles", 0), (25.0, "a step", 7)):
+    now[0], host.progress.doing, host.progress.done = 100.0 + seconds, doing, done
+    host._hear()
+  said = [line.partition("host 1: ")[2] for line in capsys.readouterr().out.splitlines()]
+  assert said == [
+    f"{doing} of host 0 carried out" for doing in ("compiles; 0 orders", "a step; 7 orders")
+  ]
+
+
 def joins(monkeypatch, links, compile=lambda: 1.0, follow=lambda *_: None):
   """What a host joins by these links: nothing but its own calls is real."""
   island = SimpleNamespace(compile=compile, rows=None)

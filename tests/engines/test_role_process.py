@@ -429,8 +429,11 @@ def test_a_learner_has_longer_for_its_first_steps(make, address, allowed):
 
 def test_lines_of_progress_and_at_once_what_matters(make, capsys):
   with make() as runner:
-    runner.ready = lambda: "compiling"
+    runner.busy("compiling")
+    assert runner.health.livez()[1].startswith("compiling for")
     wait_for(lambda: "learner-3: waits: compiling" in capsys.readouterr().out)
+    runner.busy("restoring a snapshot")
+    wait_for(lambda: "learner-3: waits: restoring a snapshot" in capsys.readouterr().out)
     runner.ready, runner.progress = lambda: "", lambda: "global step 7"
     wait_for(lambda: "learner-3: global step 7" in capsys.readouterr().out)
     runner.recorder.record(events.Joined(global_step=5, seconds=1.0))

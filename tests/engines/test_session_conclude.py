@@ -292,6 +292,9 @@ def test_a_result_of_fewer_tokens_replaces_none_and_the_one_that_stays_is_measur
   assert "WARNING: the model of this start is left out" in capsys.readouterr().out
   known = conclude(tmp_path, ended(2, 500), first)
   assert first(session.load_result(tmp_path, CONFIG)) == known["loss_merged"] == 2.0
+  shorter = dataclasses.replace(CONFIG, run=dataclasses.replace(CONFIG.run, total_tokens=400))
+  conclude(tmp_path, ended(1, 400), first, shorter)
+  assert first(session.load_result(tmp_path, CONFIG)) == 1.0, "it has reached its end"
 
 
 # --- the exit status ------------------------------------------------------------------------------
@@ -362,6 +365,8 @@ def test_the_end_of_a_run_is_saved_once_the_disk_has_room(tmp_path, monkeypatch,
   assert first(session.load_result(tmp_path, CONFIG)) == 3.0 and (tmp_path / OUTCOME).exists()
   said = capsys.readouterr().out
   assert said.count("The run's end is not saved yet: [Errno 28] No space left") == len(paused) == 3
+  assert "Fix: make room, or the place writable. It is tried again for 600 s." in said
+  assert f"The result is saved in {tmp_path / 'result'}. It is measured" in said
   monkeypatch.setattr(weights, "save", full_for(2, weights.save))
   with pytest.raises(OSError, match="No space left"):  # asked to end, it waits for no room
     session.conclude(CONFIG, tmp_path, outcome, None, pause=lambda seconds: True)

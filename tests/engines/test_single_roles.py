@@ -55,7 +55,8 @@ def state(versions=(0, 0, 0, 0), tokens=0, merged=0):
 def test_what_a_joining_role_waits_for():
   assert single_roles._joining(state(), UP, CONFIG) == ""
   waits = single_roles._joining(state((0, -1, 0, -1)), UP, CONFIG)
-  assert waits.startswith("has 2 of 4 fragments") and "once 3 learners are there" in waits
+  assert waits.startswith("has 2 of 4 fragments (a shard gives out its own once it serves them")
+  assert "sync.min_quorum = 3 learners" in waits
   links = {**UP, "syncer-1": {"state": "refused", "reason": "its key is not listed"}}
   waits = single_roles._joining(state((0, -1, 0, -1)), links, CONFIG)
   assert waits == "syncer-1 is refused (its key is not listed)"
@@ -65,6 +66,23 @@ def test_what_a_joining_role_waits_for():
   assert single_roles._joining(back, UP, CONFIG).startswith("is back; 0 of 4 fragments")
   waits = single_roles._joining(replace(state(), wants=(1, 3)), UP, CONFIG)
   assert waits == "waits for a peer's moments of fragments [1, 3]"
+
+
+def test_a_shard_that_has_too_few_learners_for_a_round_says_so():
+  """Its versions stood still, and no line said why."""
+  shard = syncer.init(0, 1, (FragmentState(0, 3),), CONFIG.sync, CONFIG.run.total_tokens)
+  role = types.SimpleNamespace(state=shard)
+  for m, more in ((0, ", and a round needs 3"), (1, ", and a round needs 3"), (2, "")):
+    role.state, _ = syncer.syncer_on(role.state, Received(says.hello(m, 0, (NOTHING,)), 1.0))
+    here = list(range(m + 1))
+    said = f"0% merged, versions 0 at 3; {m + 1} learners {here}{more}"
+    assert single_roles._served(role, CONFIG) == said
+
+
+def test_an_evaluator_that_trains_nothing_does_not_count_its_tokens():
+  follows = replace(state(), trained_tokens=0, global_step=7)
+  assert single_roles._trained(follows, CONFIG) == "global step 7; 0% of the run is merged"
+  assert ", 100 tokens trained here; 0%" in single_roles._trained(state(), CONFIG)
 
 
 class Opened(Exception):
@@ -176,7 +194,7 @@ def test_an_evaluator_that_comes_back_says_that_the_run_goes_on(tmp_path, monkey
   file = tmp_path / "outcome.json"
   file.write_text(json.dumps({"reason": "stopped"}))
   monkeypatch.setattr(session, "evaluator", read)
-  runner = types.SimpleNamespace(config=CONFIG, place=RoleSpec(tmp_path, "run", ()))
+  runner = unittest.mock.MagicMock(config=CONFIG, place=RoleSpec(tmp_path, "run", ()))
   with pytest.raises(Opened):
     single_roles._evaluator(runner, "open")
   assert not file.exists()
@@ -293,7 +311,7 @@ def test_data_that_are_open_already_are_not_opened_again(tmp_path, monkeypatch, 
   island = types.SimpleNamespace(rows=None)
   monkeypatch.setattr("ddiloco.training.island.Island", lambda *_: island)
   place = RoleSpec(tmp_path, "run", ())
-  runner = types.SimpleNamespace(config=CONFIG, place=place, plan=None)
+  runner = unittest.mock.MagicMock(config=CONFIG, place=place, plan=None)
   run = {
     "learner": lambda corpus: single_roles._train(runner, 0, corpus, None),
     "evaluator": lambda corpus: single_roles._evaluator(runner, corpus),

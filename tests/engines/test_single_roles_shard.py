@@ -132,8 +132,18 @@ def test_a_shard_that_asked_its_buddy_has_still_not_begun(runner, ask):
   """Initial values or a snapshot of billions of parameters take minutes without a sign of life."""
   assert ask(Trickling(0.0, Recovered(1, 50, runner.incarnation, (), ()))) == {}
   code, text = runner.health.livez()
-  assert code == 200 and text.startswith("recovering its fragments for"), text
+  assert code == 200 and text.startswith("asking its buddy for its fragments for"), text
   assert f"{START_SECONDS:.0f} s" in text
+
+
+def test_a_shard_says_what_it_does_before_it_serves(runner, monkeypatch):
+  """Of a minute in which it drew initial values it said that it looked for its fragments."""
+  doing = list[str]()
+  monkeypatch.setattr(runner, "busy", doing.append)
+  values = {p: committed(p, 0).value for p in OWNED}
+  monkeypatch.setattr(single_roles.initial, "initial_values", lambda *_: values)
+  begin(runner, {}, monkeypatch)
+  assert doing == ["restoring a snapshot", "making the initial values of fragments [0, 2]"]
 
 
 def test_silence_ends_the_asking_and_not_the_time_that_copies_take(runner, ask):

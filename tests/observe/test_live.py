@@ -55,7 +55,7 @@ def test_plain_line(run_events):
   assert "held-out loss 1.944" in line
   view.islands[0].global_step += 100  # the run's, to which faster islands have come
   assert "2 joining" in line and f"0 running step {view.islands[0].step}" in plain_line(view, 25.0)
-  assert plain_line(RunState(), 0.0) == "[0:00]   0%"
+  assert plain_line(RunState(), 0.0) == "[0:00]    –", "a run that goes on is not at its beginning"
 
 
 def _run_live(console, events, clock, **options):
@@ -113,7 +113,7 @@ def test_what_cannot_be_drawn_at_the_end_loses_no_run(fake_clock, capsys, monkey
   live = LiveView(console, clock=fake_clock)
   live._next_frame = math.inf
   with live:
-    live.view.num_shards, live.view.total_tokens, live.view.merged_tokens = 1, 1, {0: 10**400}
+    live.view.total_tokens, live.view.merged_tokens = 1, {0: 10**400}
   assert "the live view lost its output" in capsys.readouterr().err
   shown = console.file.getvalue().rstrip()
   assert not terminal or shown.endswith("\x1b[?25h"), "the cursor is back"
@@ -138,6 +138,17 @@ def test_a_long_run_prints_hundreds_of_progress_lines_not_thousands(fake_clock):
     fake_clock.now = float(now)
     live._consume([])
   assert 200 < len(console.file.getvalue().splitlines()) < 400
+
+
+def test_a_run_that_goes_on_after_a_night_prints_as_often_as_one_that_begins(make, fake_clock):
+  """Its first lines came every quarter of an hour."""
+  console = Console(file=io.StringIO(), width=100)
+  with LiveView(console, clock=fake_clock) as live:
+    live(make.changed(make.run_started(), time=12 * 3600.0))
+    for now in range(60):
+      fake_clock.now = float(now)
+      live._consume([])
+    assert len(console.file.getvalue().splitlines()) >= 5
 
 
 def test_on_a_terminal_the_last_frame_stays(run_events, fake_clock, monkeypatch):

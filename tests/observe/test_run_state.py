@@ -113,6 +113,10 @@ def test_participation_counts_the_recent_commits(make):
   assert len(view.islands[2].took_part) == RECENT_COMMITS
   assert (view.islands[2].missed_reason, view.islands[2].missed_time) == ("no answer", 41.0)
   assert math.isnan(fold([make.run_started()]).islands[0].participation)
+  view.add(make.event(50.0, "learner-1", "stopped", reason="all is merged"))
+  for number in range(RECENT_COMMITS):
+    view.add(make.commit(51.0 + number, weights={0: 1.0}))
+  assert view.islands[1].participation == 0.25, "it has left, and misses none"
 
 
 @pytest.mark.parametrize("name", ["agreement", "rho", "length"])
@@ -233,6 +237,8 @@ def test_progress_is_merged_tokens_or_without_shards_trained_ones(make):
   start = make.run_started(num_fragments=4, total_tokens=1000)
   view = fold([start, make.commit(10.0, fragment=0, merged_tokens=800)])
   assert view.progress == 0.2  # 800 of one fragment, none of three
+  late = fold([start, *(make.commit(10.0, fragment=p, merged_tokens=1300) for p in range(3))])
+  assert late.progress == 0.75, "what three have beyond the end does not make the fourth's share"
   alone = make.run_started(num_shards=0, num_fragments=0, total_tokens=1000)
   view = fold([alone, make.step(1.0, 0, 1, tokens=100), make.step(3.0, 1, 1, tokens=100)])
   assert view.progress == 0.2

@@ -152,6 +152,16 @@ def test_a_shard_captures_before_it_takes_in_who_has_captured_and_by_its_global_
   assert not records(other, report(0, (0, 0), (1, 1), global_step=25)), "shard 0 begins them all"
 
 
+def test_a_shard_whose_fragments_are_final_begins_no_snapshot():
+  """It sends nothing more that has the number: no other role heard of it, and it was given up."""
+  final, open_ = (FragmentState(p, 9, merged_tokens=m, last_round=7) for p, m in ((0, 60), (1, 59)))
+  for last, begun in ((replace(final, index=1), False), (open_, True)):
+    shard = Script(OFTEN)
+    shard.state = syncer.init(0, 1, (final, last), OFTEN, 60, began_at=-1000.0)
+    shard.feed(hello(0, 0))
+    assert bool(records(shard, report(0, (9, 9), (1, 1), global_step=25))) == begun
+
+
 def test_a_shard_records_nothing_again_that_its_values_may_depend_on():
   values = (FragmentState(0, snapshot=30), FragmentState(1, snapshot=50))
   shard = Script(OFTEN)

@@ -43,12 +43,13 @@ export function drawPanels(status) {
 }
 
 function figures(status) {
-  const { islands, links, outer_gradients: found } = status;
+  const { links, outer_gradients: found } = status;
+  const over = status.phase === "over";
+  const islands = status.islands.filter((island) => over || island.state !== "left");
   const share = percent(mean(known(islands.map((island) => island.participation_recent))));
   const rate = sum(links.map((link) => link.sent_bytes_per_second));
   const up = islands.filter((island) => island.state === "running").length;
   const account = status.goodput ?? {};
-  const over = status.phase === "over";
   const restarts = plural(status.restarts, "restart");
   const training = percent(account.goodput_training, 1);
   const rows = [
