@@ -124,9 +124,9 @@ def test_a_stopped_learner_gets_everything_merged_and_ends(learners, steps):
     assert run.merged_tokens(0) == [trained] * 3, "every token, in every fragment"
     run.until(lambda: "left" in [e.state for e in run.of("syncer-0", "member")])
     if learners == 2:
-      count = len(run.of("syncer-0", "commit"))
+      count, step = len(run.of("syncer-0", "commit")), roles[1].exchange.state.step
       run.until(lambda: len(run.of("syncer-0", "commit")) >= count + 4)
-      assert roles[1].exchange.state.step > steps and not roles[1].exchange.state.leaving
+      assert roles[1].exchange.state.step > step and not roles[1].exchange.state.leaving
 
 
 def test_a_step_takes_its_least_time_and_traffic_is_told_on_the_way():
