@@ -238,7 +238,7 @@ class LiveView:
   def _print_plain(self, now: float) -> None:
     for log_event in self._noted:
       self._say(f"[{clock_time(log_event.time)}] {log_event.text}")
-    if now >= self._next_plain:
+    if now >= self._next_plain and not self.view.finished:  # the end says it, in `__exit__`
       self._say(plain_line(self.view, now))
       self._next_plain = now + max(self._plain_seconds, (now - self._since) / 50)
 

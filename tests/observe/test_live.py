@@ -130,6 +130,14 @@ def test_progress_lines_come_at_their_interval(make, fake_clock):
   assert [line[:6] for line in lines] == ["[0:10]", "[0:20]", "[0:31]"]
 
 
+def test_the_end_of_a_run_is_one_progress_line(make, fake_clock):
+  """Its last event comes when a line is due, and the end says the same."""
+  console = Console(file=io.StringIO(), width=100)
+  events = [make.run_started(), make.event(60.0, "engine", "run_finished", reason="finished")]
+  over, last = _run_live(console, events, fake_clock).splitlines()
+  assert over == "[1:00] the run is over: finished" and last.startswith("[1:00]   0% · finished")
+
+
 def test_a_long_run_prints_hundreds_of_progress_lines_not_thousands(fake_clock):
   console = Console(file=io.StringIO(), width=100)
   live = LiveView(console, clock=fake_clock)
