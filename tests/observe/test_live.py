@@ -135,7 +135,7 @@ def test_the_end_of_a_run_is_one_progress_line(make, fake_clock):
   console = Console(file=io.StringIO(), width=100)
   events = [make.run_started(), make.event(60.0, "engine", "run_finished", reason="finished")]
   over, last = _run_live(console, events, fake_clock).splitlines()
-  assert over == "[1:00] the run is over: finished" and last.startswith("[1:00]   0% · finished")
+  assert over == "[1:00] the run is over: finished" and last.startswith("[1:00]    – · finished")
 
 
 def test_a_long_run_prints_hundreds_of_progress_lines_not_thousands(fake_clock):
