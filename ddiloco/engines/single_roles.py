@@ -371,11 +371,12 @@ def _ask_buddy(runner: RoleRunner, copies: Copies) -> dict[int, Committed]:
 
 def _served(role: Syncer, config: Config) -> str:
   merged = min(f.merged_tokens for f in role.state.fragments)
-  versions = ", ".join(f"{f.index} at {f.version}" for f in role.state.fragments)
+  versions = sorted(f.version for f in role.state.fragments)
+  at = f"fragments at versions {versions[0]} to {versions[-1]}"
   members = [m for m, member in sorted(role.state.members.items()) if not member.lost and m >= 0]
   share, least = min(1.0, merged / config.run.total_tokens), config.sync.min_quorum
   waits = f", and a round needs {least}" if len(members) < least and not _complete(role) else ""
-  return f"{share:.0%} merged, versions {versions}; {len(members)} learners {members}{waits}"
+  return f"{share:.0%} merged, {at}; {len(members)} learners {members}{waits}"
 
 
 # --- evaluator ------------------------------------------------------------------------------------

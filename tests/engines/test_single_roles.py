@@ -75,7 +75,7 @@ def test_a_shard_that_has_too_few_learners_for_a_round_says_so():
   for m, more in ((0, ", and a round needs 3"), (1, ", and a round needs 3"), (2, "")):
     role.state, _ = syncer.syncer_on(role.state, Received(says.hello(m, 0, (NOTHING,)), 1.0))
     here = list(range(m + 1))
-    said = f"0% merged, versions 0 at 3; {m + 1} learners {here}{more}"
+    said = f"0% merged, fragments at versions 3 to 3; {m + 1} learners {here}{more}"
     assert single_roles._served(role, CONFIG) == said
 
 

@@ -174,7 +174,8 @@ function versions({ fragments, islands, merging }) {
       island.versions.map((version, p) => versionCell(island, p, version, fragments[p] - version)),
     ),
   );
-  const late = islands.filter((island) =>
+  const here = islands.filter((island) => island.state !== "left");
+  const late = here.filter((island) =>
     island.versions.some((version, p) => version !== null && fragments[p] - version > 1),
   );
   const any = islands.some((island) => known(island.versions).length);
