@@ -77,6 +77,7 @@ class Shard:
     """Stops it; returns how many rounds it has committed."""
     self._stop.set()
     self._thread.join(10)
+    self.role.close()
     return sum(f.version for f in self.role.state.fragments)
 
 
