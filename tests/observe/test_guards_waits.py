@@ -130,14 +130,16 @@ def test_a_saver_that_hangs_in_its_disk_can_be_closed(monkeypatch, capsys, tmp_p
   from ddiloco.checkpoint import saver
   from tests.roles.toy import ListRecorder
 
-  end = threading.Event()
+  begun, end = threading.Event(), threading.Event()
 
   class Storage:
     def forget(self, role):
+      begun.set()
       end.wait(60)
 
   monkeypatch.setattr(saver, "LOOK_SECONDS_MOST", 0.01)
   hangs = saver.Saver(Storage(), "learner-3", 0, ListRecorder([]))
+  assert begun.wait(60)  # a thread that has not begun ends at once
   hangs.close(0.01)
   assert "save learner-3 has not ended" in said(capsys)
   end.set()
