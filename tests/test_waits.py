@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -22,11 +23,16 @@ def test_a_thread_that_is_left_is_named_with_where_it_stands():
 
 def test_threads_that_end_or_were_there_before_are_none_that_are_left():
   over = threading.Event()
-  before = threading.Thread(target=over.wait, args=(PATIENCE_SECONDS,))
+  before = threading.Thread(target=lambda: over.wait(PATIENCE_SECONDS))
+  ends = threading.Thread(target=lambda: time.sleep(0.1))
   before.start()
-  with ended_threads():
-    threading.Timer(0.1, over.set).start()
-  before.join()
+  try:
+    with ended_threads():
+      ends.start()
+    assert before.is_alive() and not ends.is_alive(), "the one was waited for, the other was not"
+  finally:
+    over.set()
+    before.join()
 
 
 def test_a_clock_goes_on_while_it_is_kept_going_and_no_longer():

@@ -94,9 +94,10 @@ class ProcessesEngine(Engine):
     Raises:
       ConfigError: says what.
     """
-    island, hosts = self.config.islands.island(learner), len(self._gpus(learner))
+    self._gpus(learner)
+    island = self.config.islands.island(learner)
     seen = self._found if self._shares is None else self._shares.of(learner)
-    count = island.devices or max(1, len(seen) // hosts) * hosts
+    count = island.devices or max(1, len(seen) // island.hosts) * island.hosts
     rule = f"learner {learner} sees {len(seen)} devices"
     good = not seen or count <= len(seen)  # on the CPU a process makes as many as it is to have
     require(good, "islands.devices", island.devices, rule, "lower it")

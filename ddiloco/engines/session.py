@@ -207,7 +207,7 @@ def conclude(
     extra["lost"] = outcome.lost
   until_saved(lambda: write_outcome(workdir, extra), *patience)
   saved = f"The result is saved in {workdir / workdirs.RESULT}"
-  print(f"\n{saved}. It is measured, and the report is written.", flush=True)
+  print(f"\n{saved}. Its figures and the report follow.", flush=True)
   told = functools.cache(lambda: RunState().read(EventStream(workdir)))  # the log is read once
   run = config.run
   if run.evaluations and loss is not None:

@@ -366,7 +366,7 @@ def test_the_end_of_a_run_is_saved_once_the_disk_has_room(tmp_path, monkeypatch,
   said = capsys.readouterr().out
   assert said.count("The run's end is not saved yet: [Errno 28] No space left") == len(paused) == 3
   assert "Fix: make room, or the place writable. It is tried again for 600 s." in said
-  assert f"The result is saved in {tmp_path / 'result'}. It is measured" in said
+  assert f"The result is saved in {tmp_path / 'result'}. Its figures" in said
   monkeypatch.setattr(weights, "save", full_for(2, weights.save))
   with pytest.raises(OSError, match="No space left"):  # asked to end, it waits for no room
     session.conclude(CONFIG, tmp_path, outcome, None, pause=lambda seconds: True)

@@ -42,10 +42,15 @@ export function drawPanels(status) {
   logEvents(status);
 }
 
+// Islands that have left count no more, until the run is over and all have.
+function present({ phase, islands }) {
+  return islands.filter((island) => phase === "over" || island.state !== "left");
+}
+
 function figures(status) {
   const { links, outer_gradients: found } = status;
+  const islands = present(status);
   const over = status.phase === "over";
-  const islands = status.islands.filter((island) => over || island.state !== "left");
   const share = percent(mean(known(islands.map((island) => island.participation_recent))));
   const rate = sum(links.map((link) => link.sent_bytes_per_second));
   const up = islands.filter((island) => island.state === "running").length;
@@ -149,7 +154,8 @@ function numbered(numbers) {
   return `island${numbers.length > 1 ? "s" : ""} ${join(numbers)}`;
 }
 
-function versions({ fragments, islands, merging }) {
+function versions(status) {
+  const { fragments, islands, merging } = status;
   const count = fragments.length,
     box = byId("versions");
   if (!count) {
@@ -174,8 +180,7 @@ function versions({ fragments, islands, merging }) {
       island.versions.map((version, p) => versionCell(island, p, version, fragments[p] - version)),
     ),
   );
-  const here = islands.filter((island) => island.state !== "left");
-  const late = here.filter((island) =>
+  const late = present(status).filter((island) =>
     island.versions.some((version, p) => version !== null && fragments[p] - version > 1),
   );
   const any = islands.some((island) => known(island.versions).length);
