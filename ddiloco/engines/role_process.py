@@ -45,6 +45,7 @@ from ddiloco.roles.learner import Quarantined
 if TYPE_CHECKING:  # its module imports Orbax and JAX, which not every role needs
   from ddiloco.checkpoint.snapshots import Storage
 
+WATCHED = ("learner", "syncer")  # kinds of roles whose loops hang if they stand still
 LOOK_SECONDS = 0.5  # between two looks at the role
 PROGRESS_SECONDS = 10.0
 CLOSE_SECONDS = 10.0  # for the runner's thread to end; its terminal may be stuck
@@ -295,7 +296,7 @@ class RoleRunner:
     """
     self._began = True
     self.health.beat()
-    if self._kind == "learner":
+    if self._kind in WATCHED:
       self._hangs.beat(self.address, self.usual_seconds())
     if self._over is not None:
       raise self._over
@@ -304,14 +305,19 @@ class RoleRunner:
   def busy(self, what: str) -> None:
     """The role begins long work: until the next call of `stopped` it may take as long as it may
     take to start. It says so until another `ready` is set."""
+    self._hangs.end(self.address)
     self.ready = lambda: what
     self.health.busy(what)
 
   def end_early(self) -> None:
     """Ends the process of a role that was asked to end before it had begun."""
-    self.say("was asked to end before it had begun; nothing is lost")
+    self._end_now("was asked to end before it had begun; nothing is lost", self._asked_status())
+
+  def _end_now(self, why: str, status: int) -> None:
+    """Ends the process while the role's thread is at work, or hangs."""
+    self.say(why)
     self.recorder.close()
-    os._exit(self._asked_status())
+    os._exit(status)
 
   def say(self, text: str) -> None:
     """Prints one line, if the process has a terminal. Parts of the text may come from a peer, so
@@ -342,12 +348,20 @@ class RoleRunner:
     while not self._closing.wait(LOOK_SECONDS):
       guard(self._check_links)
       guard(self._suffer)
-      guard(self._hangs.look)
+      guard(self._watch)
       waits_for = guard(self.ready, instead="cannot tell what it waits for")
       guard(self._probe, waits_for)
       if time.monotonic() >= next_line:
         next_line = time.monotonic() + PROGRESS_SECONDS
         self.say(f"waits: {waits_for}" if waits_for else guard(self.progress, instead="goes on"))
+
+  def _watch(self) -> None:
+    """Ends a role whose loop hangs, so that it is started again: a shard at once, since other roles
+    wait for its fragments. A learner holds up no other, and its step may still go on."""
+    silent = self._hangs.look().get(self.address, 0.0)
+    patience = self.config.network.give_up_seconds if self.usual_seconds() else math.inf
+    if silent > (0.0 if self._kind == "syncer" else patience):
+      self._end_now(f"hangs for {silent:.0f} s, and ends to be started again", LOST)
 
   def _hear(self) -> None:
     """Prints that a signal came, and ends a role that has not begun: while it compiles, it cannot

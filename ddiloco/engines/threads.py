@@ -155,19 +155,15 @@ class ThreadsEngine(Engine):
         island.load(self._first)  # no other role has what the island had learned
     drain_seconds = config.network.drain_seconds if config.sync.num_shards else 0.0
 
-    def stopped() -> bool:
-      self._hangs.beat(name, role.usual_seconds)
-      return name in self._told or self.stop.is_set()
-
     def compiled(program: str, seconds: float) -> None:
       recorder.record(events.Compiled(target=name, seconds=round(seconds, 3), program=program))
 
     with self._connected(faults, recorder) as runtime, devices.told_what_compiles(compiled):
       role = Learner(beginning, config, self.plan, island, self._streams[m].iterate, runtime)
       try:
+        stopped = lambda: self._stopped(name, role.usual_seconds)  # noqa: E731
         role.run(faults, stopped, drain_seconds, self.stop.is_set)
       finally:
-        self._hangs.end(name)
         self._life_steps[m] = role.exchange.state.step - beginning.state.step
       if unmerged := unmerged_tokens(role.exchange.state):
         self._note_lost(name, f"{unmerged} tokens were not merged in time")
@@ -198,7 +194,12 @@ class ThreadsEngine(Engine):
     with self._connected(faults, recorder) as runtime:
       role = Syncer(state, config, self.plan, self._store, runtime)
       with contextlib.closing(role):
-        role.run(faults, lambda: name in self._told or self.stop.is_set())
+        role.run(faults, lambda: self._stopped(name, 0.0))
+
+  def _stopped(self, name: str, usual_seconds: float) -> bool:
+    """Whether the role is asked to end; its loop asks in each turn, which is its sign of life."""
+    self._hangs.beat(name, usual_seconds)
+    return name in self._told or self.stop.is_set()
 
   @contextlib.contextmanager
   def _connected(self, faults: Faults, recorder: Recorder) -> Iterator[Runtime]:
@@ -212,6 +213,7 @@ class ThreadsEngine(Engine):
     try:
       yield Runtime(endpoint, recorder, saver, initial=self._initial_values)
     finally:
+      self._hangs.end(recorder.role)
       endpoint.close()
       if saver is not None:
         saver.close(self.config.network.drain_seconds if self._ending else 0.0)

@@ -211,7 +211,7 @@ def _too_long(what: str, seconds: float) -> None:
 
 # --- Notices that a role's loop hangs, and prints once where all threads of its process are
 # In each turn of its loop the role only notes the time (`HangWatch.beat`). Another thread checks
-# that time now and then (`HangWatch.look`). Nothing is killed: the step may still go on.
+# that time now and then (`HangWatch.look`). What follows from a hang, its caller decides.
 
 HANG_STEPS = 20.0  # a loop hangs if a turn takes longer than this, and than run.hang_seconds
 PAUSED_SECONDS = 5.0  # between two looks; after more, the whole process was paused, not a role
@@ -262,9 +262,9 @@ class HangWatch:
     """The role is not watched any more."""
     self._watched.pop(role, None)
 
-  def look(self) -> None:
-    """Reports loops that hang, each once until its next turn."""
-    now = self._clock()
+  def look(self) -> dict[str, float]:
+    """Reports loops that hang, each once until its next turn; returns how long each is silent."""
+    now, hanging = self._clock(), dict[str, float]()
     paused = now - self._looked_at > self._paused_seconds
     self._looked_at = now
     for role, watched in list(self._watched.items()):
@@ -273,9 +273,12 @@ class HangWatch:
       silent, limit = now - watched.at, HANG_STEPS * watched.usual_seconds
       if not self._least_seconds or silent <= max(self._least_seconds, limit):
         watched.told = False
-      elif not watched.told:
+        continue
+      hanging[role] = silent
+      if not watched.told:
         watched.told = True
         self._tell(role, watched, silent)
+    return hanging
 
   def _tell(self, role: str, watched: _Watched, silent: float) -> None:
     found, usual = stacks(watched.thread), round(watched.usual_seconds, 6)

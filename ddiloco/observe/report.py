@@ -236,7 +236,7 @@ def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
       "longest pause of a survivor around a kill",
       said("{:.2f} × its median step".format, "survivor_max_gap_ratio"),
     ),
-    ("times that a learner hung", said(str, "num_hangs")),
+    ("times that a role hung", said(str, "num_hangs")),
     ("goodput: chip time whose work is in the model", said(_share, "goodput")),
     ("the same without the first start-up", said(_share, "goodput_training")),
     ("where the rest of the chip time went", said(_causes, "lost_time")),

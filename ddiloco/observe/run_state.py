@@ -493,9 +493,8 @@ def note_of(event: Event) -> tuple[str, ...]:
     case events.Restart():
       return f"{who} restarts", "plain", "restart", event.target
     case events.Hung():
-      usual = f"a step takes {event.usual_seconds:.2g} s"
-      silent = f"{event.seconds:.0f} s ({usual if event.usual_seconds else 'its first steps'})"
-      text = f"{who} hangs: silent for {silent}; its log has all stacks"
+      usual = f" (a step takes {event.usual_seconds:.2g} s)" if event.usual_seconds else ""
+      text = f"{who} hangs: silent for {event.seconds:.0f} s{usual}; its log has all stacks"
       return text, "bad", "hang", event.target
     case events.Profiled():
       return f"{event.steps} steps of {who} are traced: {event.path}", "plain"

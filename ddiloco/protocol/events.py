@@ -472,7 +472,7 @@ class Unprofiled(Event, frozen=True, kw_only=True):
 
 
 class Hung(Event, frozen=True, kw_only=True):
-  """`target`'s loop has made no turn for so long; it is left running."""
+  """`target`'s loop has made no turn for so long."""
 
   target: str
   seconds: float

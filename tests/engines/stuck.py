@@ -1,4 +1,5 @@
-"""`python -m tests.engines.stuck ARGUMENTS`: `ddiloco ARGUMENTS` with a compiler that never ends.
+"""`python -m tests.engines.stuck ARGUMENTS`: `ddiloco ARGUMENTS` where an island never ends to
+compile, and a shard never ends its first turn.
 
 It waits in C for a mutex that it holds itself: no signal interrupts that, and Python hears none in
 the thread that does it, as with XLA's.
@@ -12,10 +13,10 @@ import sys
 from ddiloco import environment
 
 
-def compile_for_ever(_island) -> float:
+def for_ever(_role) -> None:
   libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(256)
   libc.pthread_mutex_lock(mutex)
-  print("stuck in a compiler", flush=True)
+  print("stuck", flush=True)
   libc.pthread_mutex_lock(mutex)
   raise AssertionError("it never comes here")
 
@@ -23,9 +24,10 @@ def compile_for_ever(_island) -> float:
 def main() -> None:
   environment.before_import()
   from ddiloco.cli import entry
+  from ddiloco.roles.syncer import Syncer
   from ddiloco.training.island import Island
 
-  Island.compile = compile_for_ever
+  Island.compile = Syncer.finish = for_ever
   sys.argv = ["ddiloco", *sys.argv[1:]]
   entry()
 

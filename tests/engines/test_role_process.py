@@ -316,6 +316,29 @@ def test_what_a_role_does_between_two_lives_is_no_hang(make, tmp_path):
     wait_for(lambda: [e for e in read_events(tmp_path / "r") if e.kind == "hung"])
 
 
+@pytest.mark.parametrize(
+  "address, silent, usual, ends",
+  [
+    ("syncer-0", 61.0, 0.0, True),
+    ("learner-3", 599.0, 1.0, False),
+    ("learner-3", 601.0, 1.0, True),
+    ("learner-3", 601.0, 0.0, False),  # a first step may take long
+  ],
+)
+def test_a_role_whose_loop_hangs_ends_to_be_started_again(
+  make, monkeypatch, address, silent, usual, ends
+):
+  ended = mock.Mock()
+  with make(address) as runner:
+    monkeypatch.setattr(runner, "_end_now", ended)
+    runner.usual_seconds = lambda: usual
+    runner._watch()
+    ended.assert_not_called()
+    monkeypatch.setattr(runner._hangs, "look", lambda: {address: silent})
+    runner._watch()
+    assert ended.called == ends
+
+
 def test_who_reaches_nobody_gives_up(make, capsys):
   with make(give_up_seconds=0.2) as runner:
     runner.connect().endpoint.state = "connecting"

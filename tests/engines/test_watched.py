@@ -13,7 +13,9 @@ import pytest
 from ddiloco.cli import main
 from ddiloco.config import Fault
 from ddiloco.engines.profiler import ProfileRequest, take_profile
+from ddiloco.engines.role_spec import free_urls
 from ddiloco.engines.threads import ThreadsEngine
+from ddiloco.environment import LOST
 from ddiloco.observe.eventlog import read_events
 from ddiloco.observe.report import summarise
 from ddiloco.training import data
@@ -70,6 +72,19 @@ def test_threads(tmp_path):
   assert list(rejoin["phases"]) == ["detect", "pause", "restore", "receive", "first_step", "merge"]
   assert rejoin["phases"]["pause"] >= 0.4
   assert sum(rejoin["phases"].values()) == pytest.approx(rejoin["seconds"], abs=0.01)
+
+
+def test_a_shard_whose_loop_hangs_ends_and_is_seen_in_the_log(tmp_path):
+  """It was left running, and nothing was merged into its fragments any more."""
+  (url,) = free_urls(1)
+  flags = "--shard=0", f"--bind={url}", f"--syncers={url}"
+  config = tiny(10, run={"hang_seconds": 1.0}, sync={"num_shards": 1})
+  with RealRun(tmp_path, config, "syncer", *flags, module="tests.engines.stuck") as run:
+    assert run.ends() == LOST, run.said()
+  assert "s, and ends to be started again" in run.said().splitlines()[-1]
+  (hung,) = run.events("hung")
+  assert hung.target == "syncer-0" and hung.seconds >= 1.0 and hung.usual_seconds == 0.0
+  assert "for_ever" in hung.stacks.split("\n\n")[0]
 
 
 @pytest.mark.slow
