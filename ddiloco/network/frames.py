@@ -11,6 +11,7 @@ alone, which may block. From then on the connection is a peer's (`network/peers.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 import socket
@@ -366,16 +367,23 @@ def _cut_off(connected: socket.socket) -> None:
 # that the queue drains. A fast link has no limit: its queue is short in time. Nor has one whose far
 # end had no room: the rate would be that of the reader, not that of the link. Nothing is measured
 # during an outage and while the kernel makes up for it: the rate would be too low, and be kept to.
+# A rate that was found too low must not last either. So the greatest of the newest rates counts. A
+# limit ends by itself, not with the next data to send, which may wait behind it for minutes. And
+# the link is measured anew once the kernel has ended its last pause, which it does not shorten when
+# the limit ends: the rate of that time would be lower still, and so on, down to nothing.
 
 FREE_SECONDS = 0.5  # of sending without a limit, to measure the link's rate
 LIMITED_SECONDS = 4.5
 SHARE = 0.9  # of the measured rate
+NEWEST = 3  # measured rates, of which the greatest counts
 QUEUE_SECONDS = 0.005  # a shorter queue needs no limit
 FAST_BYTES = 125e6  # a second: a faster link has no limit
+LEAST_BYTES = 16e3  # a second, of a limit
+LARGEST_BYTES = 1 << 16  # of what the kernel sends at once; then it pauses, as a limit demands
 FULL_SHARE = 0.1  # of the time, without room at the far end: then the link is not measured
 _SO_MAX_PACING_RATE = 47  # Linux; Python has no name for it
 _NO_LIMIT = (1 << 32) - 1
-_TCP_INFO = struct.Struct("=xB22xI28xI8xI48xQ16xII16xQQ")
+_TCP_INFO = struct.Struct("=xB14xI4xII24xI8xI48xQ16xII16xQQ")
 _LOSS = 4  # a `TcpInfo.state`: a timeout has struck, and what was lost is sent again
 
 
@@ -383,7 +391,9 @@ class TcpInfo(NamedTuple):
   """What Linux tells of a connection, from its `struct tcp_info`; zeros where it is too old."""
 
   state: int = 0  # of congestion control
+  packet_bytes: int = 0
   unacked: int = 0  # packets under way
+  beyond: int = 0  # of these, packets that the far end has, behind one that was lost
   last_ack_ms: int = 0  # since an acknowledgement came
   rtt_us: int = 0
   acked_bytes: int = 0  # since the beginning, as the last two
@@ -400,11 +410,19 @@ class TcpInfo(NamedTuple):
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
     return cls(*_TCP_INFO.unpack(info.ljust(_TCP_INFO.size, b"\0")))
 
+  @property
+  def arrived_bytes(self) -> int:
+    """Since the beginning; a packet that was lost does not hide those behind it."""
+    return self.acked_bytes + self.beyond * self.packet_bytes
 
-def pace(connection: socket.socket) -> Iterator[None]:
-  """Limits the rate at which a connection sends; `next` is to be called while it sends."""
+
+def pace(connection: socket.socket) -> Iterator[float]:
+  """Limits the rate at which a connection sends; `next` is to be called while it sends.
+
+  Yields the seconds after which `next` is to be called at any rate; 0: there is no need.
+  """
+  rates = collections.deque[float](maxlen=NEWEST)
   while sys.platform == "linux":
-    _limit(connection, _NO_LIMIT)
     before, rate = TcpInfo.of(connection), 0.0
     while not rate:
       yield from _pause(FREE_SECONDS)
@@ -414,13 +432,18 @@ def pace(connection: socket.socket) -> Iterator[None]:
       if overdue or _LOSS in (before.state, now.state):
         before = now
       elif busy >= FREE_SECONDS / 2:
-        acked, full = now.acked_bytes - before.acked_bytes, (now.full_us - before.full_us) / 1e6
+        arrived = now.arrived_bytes - before.arrived_bytes
+        full = (now.full_us - before.full_us) / 1e6
         queues = now.rtt_us - now.least_rtt_us > 1e6 * QUEUE_SECONDS and full < FULL_SHARE * busy
-        rate = acked / busy if queues and acked < FAST_BYTES * busy else 0.0
+        rate = arrived / busy if queues and arrived < FAST_BYTES * busy else 0.0
         before = now
-    _limit(connection, int(SHARE * rate))
-    yield from _pause(LIMITED_SECONDS)
-  yield from itertools.repeat(None)
+    rates.append(rate)
+    limit = max(SHARE * max(rates), LEAST_BYTES)
+    _limit(connection, int(limit))
+    yield from _pause(LIMITED_SECONDS, call_after=LIMITED_SECONDS)
+    _limit(connection, _NO_LIMIT)
+    yield from _pause(LARGEST_BYTES / limit)
+  yield from itertools.repeat(0.0)
 
 
 def _limit(connection: socket.socket, rate: int) -> None:
@@ -428,7 +451,8 @@ def _limit(connection: socket.socket, rate: int) -> None:
   connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, packed)
 
 
-def _pause(seconds: float) -> Iterator[None]:
+def _pause(seconds: float, call_after: float = 0.0) -> Iterator[float]:
   until = time.monotonic() + seconds
+  yield call_after
   while time.monotonic() < until:
-    yield
+    yield 0.0

@@ -84,7 +84,7 @@ class FrameSocket:
     self.watched = False, False  # what its thread's loop waits for: to read, to write
     self._socket = connected
     self._tls = connected if isinstance(connected, ssl.SSLSocket) else None
-    self._pace = frames.pace(connected) if paced else itertools.repeat(None)
+    self._pace = frames.pace(connected) if paced else itertools.repeat(0.0)
     self._leaves = False
     self._leaving: collections.deque[memoryview] = collections.deque()  # bytes being sent now
     self._parcel: Parcel | None = None  # of the owner, the newest among them
@@ -202,8 +202,9 @@ class FrameSocket:
   def _write(self) -> None:
     """Sends for one turn, or until the kernel has enough."""
     left = BYTES_A_TURN
+    if call_after := next(self._pace):
+      self.thread.loop.call_later(call_after, self.turn, False)
     while left > 0 and self._refill():
-      next(self._pace)
       count = self._socket.send(self._leaving[0][:CALL_BYTES])
       left -= count
       self._leaving[0] = self._leaving[0][count:]

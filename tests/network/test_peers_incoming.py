@@ -1,6 +1,7 @@
 """Parts of payloads may be lost with a connection; messages arrive whole, once, in order."""
 
 import contextlib
+import itertools
 import gc
 import socket
 import weakref
@@ -180,7 +181,8 @@ def test_what_may_not_come_is_said_once_and_takes_no_memory(total, header, why):
 
 def test_a_connection_that_was_replaced_writes_into_no_message_that_is_whole(monkeypatch):
   """Its thread may be busy, so that it ends late: a push could change after it was measured."""
-  monkeypatch.setattr(peers, "FRAME_OPTIONS", ())  # sockets of a pair have none
+  monkeypatch.setattr(peers, "FRAME_OPTIONS", ())  # sockets of a pair have none, and no pace
+  monkeypatch.setattr(frames, "pace", lambda connection: itertools.repeat(0.0))
   inbox, frame = Inbox(RUN), frames.Bulk(0, 100, b"h")
   peer = Peer("learner-0", 1, inbox)
   peer.incoming._check = lambda header: None
