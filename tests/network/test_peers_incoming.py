@@ -1,8 +1,8 @@
 """Parts of payloads may be lost with a connection; messages arrive whole, once, in order."""
 
 import contextlib
-import itertools
 import gc
+import itertools
 import socket
 import weakref
 
