@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from ddiloco.config import Config
 from ddiloco.observe.goodput import Ledger
@@ -141,11 +141,9 @@ class RunState:
 
   @property
   def progress(self) -> float:
-    """Share of the run that is done, 0 to 1; what a fragment has beyond the end does not count for
-    others, which the run waits for."""
-    most = self.total_tokens if self.num_shards else math.inf
-    done = self._mean({p: min(each, most) for p, each in self.merged_tokens.items()})
-    return min(1.0, done / self.total_tokens) if self.total_tokens else 0.0
+    """Share of the run that is done, 0 to 1; without shards, of what all islands are to train."""
+    each = self.merged_tokens.values() if self.num_shards else [self.tokens_done]
+    return merged_share(each, self.total_tokens, self.num_fragments)
 
   def participation(self, m: int) -> float | None:
     """The share of all commits that an island took part in; None without commits."""
@@ -458,6 +456,19 @@ class RunState:
     cause, _, _ = event.reason.partition(": ")  # before a path, which is the role's own
     if not any(what + cause in each.text for each in self.log_events):
       self._note(event, f"{role_name(event.role)} {what}{event.reason}", "bad")
+
+
+def merged_share(tokens: Collection[float], total_tokens: int, fragments: int = 0) -> float:
+  """Share of a run that is merged, 0 to 1: the mean over fragments. What one has beyond the run's
+  end does not count for others, which the run waits for.
+
+  Args:
+    tokens: merged tokens of each fragment.
+    total_tokens: the run's; 0: not known.
+    fragments: how many there are; those beyond `tokens` have none.
+  """
+  whole = total_tokens * max(1, fragments, len(tokens))
+  return sum(min(each, total_tokens) for each in tokens) / whole if whole else 0.0
 
 
 def note_of(event: Event) -> tuple[str, ...]:
