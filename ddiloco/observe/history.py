@@ -327,7 +327,7 @@ class Rounds:
   def add(self, event: Event) -> None:
     """Takes one event; kinds that are not about rounds are ignored."""
     match event:
-      case events.Push():
+      case events.Push() | events.Resend():
         if (open_ := self._known(event)) is not None:
           open_.pushed.add(parse_role(event.role)[1])
           open_.pushed_at = max(open_.pushed_at, event.time)
@@ -381,7 +381,7 @@ class Rounds:
     return decision.reason if decision.verdict == "wait" else f"about to end, {decision.reason}"
 
   def _known(
-    self, event: events.Round | events.Push | events.Commit | events.Abandoned
+    self, event: events.Round | events.Push | events.Resend | events.Commit | events.Abandoned
   ) -> _Open | None:
     """The open round that an event is about, if it is known."""
     open_ = self._open.get(event.fragment)

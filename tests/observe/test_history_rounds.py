@@ -73,6 +73,13 @@ def test_a_round_that_asks_more_islands_keeps_the_pushes_that_came(make, begun):
   )
 
 
+def test_a_push_that_is_sent_again_for_a_round_is_an_answer(make, begun):
+  """In lock-step a restarted shard asks anew for what its learners have pushed already."""
+  again = {"fragment": 3, "round": 7, "old_round": 4}
+  begun += [make.event(10.6, "learner-1", "resend", **again)]
+  assert says(begun, 10.7).endswith("quorum: 1 of 2 have answered, waiting for 0, 2.")
+
+
 def test_where_all_leave_the_quorum_is_that_of_the_round(make, begun):
   """One of two that leave has nothing left: the shard waits for the other alone."""
   begun[-1] = round_(make, 10.0, [0], quorum=1)
