@@ -29,7 +29,7 @@ SHOWN_REJOINS = 12
 STARTING_SECONDS = 900.0  # ... before the first step, which compiles, for so long
 OVER = {
   "finished": "The run is over: it merged all its tokens.",
-  "stopped": "The run was stopped. It can go on from its newest snapshot.",
+  "stopped": "The run was stopped. It can go on from its newest snapshot, if it has one.",
   "failed": "The run has failed: it could not begin, or a shard or every quorum was gone for good.",
 }
 

@@ -20,6 +20,7 @@ from ddiloco.observe.islands import (
   DOWN,
   OUTER_GRADIENTS,
   RECENT_COMMITS,
+  STALL_SECONDS,
   IslandState,
   LogEvent,
   MemberState,
@@ -352,7 +353,8 @@ class RunState:
       self._before.setdefault(m, self.merged_tokens[m] - event.tokens)
     island.tokens_per_second = finite_or(smoothed, rate)
     island.step_seconds, island.step_time = event.seconds, event.time
-    island.step_tokens = event.tokens
+    island.step_tokens, late = event.tokens, self.time - event.time
+    island.behind = late if late > STALL_SECONDS else 0.0
 
   def _learner_apply(self, event: events.Apply | events.CopyOut, m: int) -> None:
     self._island(m, event.time).versions[event.fragment] = event.version
@@ -417,9 +419,16 @@ class RunState:
     self.lone.append(min(event.weights) if len(event.weights) == 1 else -1)
     self._shard(s, event.time).commits += 1
 
+  def _shard_round(self, event: Event, s: int) -> ShardState:
+    """The shard works on a round: a planned stall of it is over."""
+    shard = self._shard(s, event.time)
+    if shard.state == "stalled" and event.time > shard.since:  # else logged late
+      shard.turn(event.time, "running")
+    return shard
+
   def _shard_abandoned(self, event: events.Commit | events.Abandoned, s: int) -> None:
     """A round is over, with or without a commit."""
-    shard = self._shard(s, event.time)
+    shard = self._shard_round(event, s)
     shard.rejected, shard.last_reason = shard.rejected + len(event.rejected), event.reason
     self.rejected += len(event.rejected)
     for m, why in event.rejected.items():

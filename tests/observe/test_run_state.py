@@ -126,6 +126,8 @@ def test_outer_gradients_are_means_of_the_recent_commits_that_could_compare(make
   for number in range(RECENT_COMMITS + 10):
     run.add(make.commit(float(number), **{name: 9 if number < 10 else 2}))
   run.add(make.commit(99.0, weights={0: 1.0}))
+  for odd in (math.nan, math.inf, -math.inf):
+    run.add(make.commit(99.0, **{name: odd}))
   assert run.outer_gradients[name] == 2
   curve = run.curves.page.means(name)
   assert curve[0] == 9 and curve[-1] == 2
@@ -150,6 +152,16 @@ def test_silence_is_a_stall_only_once_it_steps(make):
   assert view.islands[0].state_at(26.0) == "running"  # ten steps of half a second
   assert view.islands[0].state_at(26.2) == "stalled"
   assert view.read([make.step(27.0, 0, 3)]).islands[0].state_at(27.5) == "running"
+
+
+def test_an_island_whose_clock_is_behind_is_not_silent(make):
+  """It was shown as stalled from beginning to end, and its speed left out."""
+  view = fold([make.run_started()])
+  for n in range(1, 6):  # each read a second after the one before
+    view.read([make.step(90.0 + n, 0, n, tokens=100), make.step(100.0 + n, 1, n, tokens=100)])
+  assert [view.islands[m].state_at(105.5) for m in range(2)] == ["running", "running"]
+  assert view.speed(105.5).tokens_per_second == pytest.approx(200)
+  assert [view.islands[m].state_at(108.5) for m in range(2)] == ["stalled", "stalled"]
 
 
 def test_a_planned_stall_shows_at_once_and_ends_with_the_next_step(make):
