@@ -273,9 +273,9 @@ class Curves:
 
   def limit(self, islands: int) -> None:
     """Limits the size of curves: the more islands there are, the coarser each curve is."""
-    self.page.keep_at_most(max(40, PAGE_VALUES // max(1, islands)))
-    self.loss.keep_at_most(max(40, LOSS_VALUES // max(1, islands)))
-    self.commits.keep_at_most(max(50, COMMIT_MEMBERS // max(1, islands)))
+    self.page.keep_at_most(max(40, PAGE_VALUES // islands))
+    self.loss.keep_at_most(max(40, LOSS_VALUES // islands))
+    self.commits.keep_at_most(max(50, COMMIT_MEMBERS // islands))
 
   def add_step(self, event: events.Step, m: int, life: int) -> None:
     """A step of an island in one of its lives."""

@@ -81,7 +81,7 @@ class MemberState:
 
     If an island fell silent before the end of a span, the silent part is a stall.
     """
-    silent_since = min(now, max(self.since, self.step_time)) if self._stalls(seen) else now
+    silent_since = max(self.since, self.step_time) if self._stalls(seen) else now
     pieces = (self.since, silent_since, phase(self.state)), (silent_since, now, "stalled")
     shown = [[round(a, 2), round(b, 2), each] for a, b, each in pieces if each and a < b]
     return self._spans + shown

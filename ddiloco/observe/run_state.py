@@ -221,9 +221,12 @@ class RunState:
     return self.islands[m]
 
   def _shard(self, s: int, time: float) -> ShardState:
-    """The same for a shard."""
+    """The same for a shard: without an engine no event says how many there are."""
     if s not in self.shards:
       self.shards[s] = ShardState(since=time)
+      if not self.num_shards:
+        self.merged_tokens, self._before = {}, {}  # by fragment from now on
+      self.num_shards = max(self.num_shards, s + 1)
     return self.shards[s]
 
   def _target_is(self, target: str, time: float, state: str) -> None:
@@ -288,13 +291,6 @@ class RunState:
     shard.turn(event.time, "running")
     shard.live(event.incarnation)
     shard.fragments = event.fragments
-    self._know(s)
-
-  def _know(self, s: int) -> None:
-    """There is this shard: without an engine no event says how many there are."""
-    if not self.num_shards:
-      self.merged_tokens, self._before = {}, {}  # by fragment from now on
-    self.num_shards = max(self.num_shards, s + 1)
 
   def _learner_launched(self, event: events.Launched, m: int) -> None:
     if self._island(m, event.time).lives:  # without an engine no other event says it
@@ -412,12 +408,11 @@ class RunState:
 
   def _count_commit(self, event: events.Commit, s: int) -> None:
     self.commits += 1
-    self._know(s)
+    self._shard(s, event.time).commits += 1
     self.versions[event.fragment] = event.version
     self.merged_tokens[event.fragment] = event.merged_tokens
     self._before.setdefault(event.fragment, event.merged_tokens - sum(event.tokens))
     self.lone.append(min(event.weights) if len(event.weights) == 1 else -1)
-    self._shard(s, event.time).commits += 1
 
   def _shard_round(self, event: Event, s: int) -> ShardState:
     """The shard works on a round: a planned stall of it is over."""

@@ -96,9 +96,9 @@ class Rejoins:
         self._open, self._seen = {}, {}  # the whole run starts or resumes: no learner rejoins
         self._watched.clear()
       case events.Fault():
-        self._strike(event.target)
         if event.action == "kill":
           self._die(event.target, event.time, event)
+        self._strike(event.target)
       case events.Exit():
         self._strike(event.target)
         self._exit(event)
@@ -106,8 +106,7 @@ class Rejoins:
         self._strike(event.target)
         self._end(event.target, "pause", event.time)
       case events.Compiled(program=""):
-        if event.role == event.target:
-          self._hear(event)
+        self._hear(event)
         self._end(event.target, "devices", event.time - max(0.0, event.seconds))
         self._end(event.target, "compile", event.time)
       case _:
@@ -158,11 +157,8 @@ class Rejoins:
     way = self._open[role] = WayBack(parse_role(role)[1], time, kill is not None)
     self.found.append(way)
     if kill is not None:
-      way.pauses = {
-        m: 0.0
-        for m, island in self._islands.items()
-        if m != way.learner and island.state == "running" and island.step
-      }
+      there = self._islands.items()
+      way.pauses = {m: 0.0 for m, each in there if each.state == "running" and each.step}
       if kill.seconds < 0:
         way.watched_until = time + FOR_GOOD_SECONDS
       self._watched.append(way)

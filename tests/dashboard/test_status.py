@@ -54,7 +54,7 @@ def test_it_is_json_at_every_moment_of_a_run(run_events):
 
 
 def test_the_phases_of_a_run(make, run_events):
-  assert status([], 5.0)["phase"] == "empty"
+  assert status([], 5.0)["phase"] == "empty" and status([], 5.0)["goodput"] is None
   starting = [make.run_started()]
   assert status(starting, STARTING_SECONDS - 1)["phase"] == "starting"
   assert status(starting, STARTING_SECONDS + 1)["phase"] == "silent"
@@ -68,6 +68,7 @@ def test_the_phases_of_a_run(make, run_events):
   assert {island["state"] for island in silent["islands"]} == {"unknown"}
   over = status(run_events, 1000.0)
   assert (over["phase"], over["seconds"]) == ("over", 60.3)
+  assert silent["waiting"] == over["waiting"] == "No role waits: there is no run under way."
   assert {island["state"] for island in over["islands"]} == {"left"}
   assert status(during, 31.0, reason="finished")["phase"] == "over", "its outcome says so"
 
@@ -105,6 +106,10 @@ def test_a_log_that_is_written_a_moment_late_stalls_nobody(make):
   assert [island["state"] for island in found["islands"]] == ["running", "running"]
   found = status(sorted(events, key=lambda e: e.time), 12.5)
   assert [island["state"] for island in found["islands"]] == ["running", "stalled"]
+  assert [lane["spans"][-1] for lane in found["timeline"]["lanes"]] == [
+    [5.0, 12.5, "running"],
+    [7.9, 12.5, "stalled"],
+  ]
 
 
 def test_versions_are_a_grid(make):

@@ -133,6 +133,12 @@ def test_last_words_of_an_earlier_life_are_not_heard():
   late = [made(25.0, "learner-1", "joined", 0), made(24.5, "learner-1", "step", 0, step=9)]
   (found,) = read([*alive(), *STARTED_AGAIN, *late, *back()]).as_json()
   assert found["phases"]["receive"] == 1.75 and found["phases"]["first_step"] == 1.0
+  kill = made(10.0, "engine", "fault", target="learner-1", action="kill")
+  told_late = [made(9.5, "learner-1", "joined"), made(10.0, "learner-1", "step", step=9)]
+  engine = [made(10.2, "engine", "exit", target="learner-1", reason="killed"), STARTED_AGAIN[1]]
+  run = RunState().read([*alive(), kill, *told_late, *engine, *back()])
+  (found,) = run.rejoins.as_json()
+  assert list(found["phases"])[:2] == ["detect", "pause"] and found["phases"]["receive"] == 1.75
 
 
 def test_clocks_that_differ_give_no_negative_seconds():
