@@ -114,8 +114,8 @@ class Thinned:
   @property
   def items(self) -> list[Any]:
     """The items that are kept, and always the newest."""
-    newest = self.count and (self.count - 1) % self.stride
-    return [*self._kept, self._last] if newest else list(self._kept)
+    left_out = (self.count - 1) % self.stride
+    return [*self._kept, self._last] if left_out else list(self._kept)
 
 
 MOST_GAPS = 64  # times without any training that a step logged late may still fill

@@ -123,6 +123,8 @@ def test_grace_is_waited_for_as_long_as_the_last_round_had(make, begun):
 
 
 def test_nobody_waits_for_who_is_known_to_be_dead(make, begun):
+  left = make.event(10.1, "learner-2", "stopped", reason="drained")
+  assert says([*begun, left], 10.2).endswith("waiting for 0, 1.")
   begun += [make.event(10.1, "engine", "exit", target="learner-2", reason="killed")]
   assert says(begun, 10.2).endswith("waiting for 0, 1.")
   begun += [make.event(10.1, "engine", "exit", target="learner-1", reason="killed")]

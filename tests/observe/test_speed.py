@@ -59,6 +59,7 @@ def test_the_usual_speed_is_that_on_the_chips_an_island_has_now(make):
   log, at = [], 0.0
   for life, (chips, seconds, steps) in enumerate(((8, 1.0, 90), (4, 2.0, 10))):
     more = {"devices": chips, "flops_per_token": FLOPS, "peak_flops_per_second": PEAK}
+    more["device_kind"] = "TPU v5p"
     log.append(make.event(at + 0.5, "learner-0", "started", life, **more))
     for n in range(steps):
       at += seconds
@@ -67,6 +68,8 @@ def test_the_usual_speed_is_that_on_the_chips_an_island_has_now(make):
   found = numbers(RunState().read(log))
   assert found["tokens_per_second_per_chip"] == pytest.approx(128)
   assert found["learners"]["0"]["mfu"] == pytest.approx(128 * FLOPS / PEAK)
+  again = make.event(at + 1.0, "learner-0", "started", 2, **more)
+  assert numbers(RunState().read([*log, again]))["tokens_per_second_per_chip"] == pytest.approx(128)
 
 
 def test_an_island_of_a_log_that_begins_late_has_no_chips(make):

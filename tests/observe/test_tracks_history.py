@@ -145,6 +145,9 @@ def test_an_island_with_a_fault_of_its_own_is_no_witness(make, action):
     kill,
   )
   assert _ratio(events) == pytest.approx(1.0)
+  struck = next(event for event in events if event.time == 6.0 and event.role == "engine")
+  events[events.index(struck)] = make.changed(struck, target="syncer-0")
+  assert _ratio(events) == pytest.approx(6.0), "a shard's fault is none of the island of its number"
 
 
 def test_an_island_that_left_and_came_back_is_a_witness_again(make):
