@@ -71,7 +71,8 @@ class Rejoins:
   | first_step | its first step has ended                           | `step`                       |
   | merge      | a commit has its push                              | `commit`                     |
 
-  A phase that an engine does not have is left out: a thread has no `process`.
+  A phase that an engine does not have is left out: a thread has no `process`. A learner that left
+  in good order and joins later has not died.
 
   A planned kill has witnesses: the other islands that train when it strikes. One that is struck
   itself, or starts anew, before the killed learner is merged again, is none.
@@ -105,6 +106,8 @@ class Rejoins:
       case events.Restart():
         self._strike(event.target)
         self._end(event.target, "pause", event.time)
+        if self._left(event.target):
+          self._seen.pop(event.target, None)  # what begins now is like a first life
       case events.Compiled(program=""):
         self._hear(event)
         self._end(event.target, "devices", event.time - max(0.0, event.seconds))
@@ -149,7 +152,7 @@ class Rejoins:
     return max((ratio for ratio in ratios if math.isfinite(ratio)), default=math.nan)
 
   def _die(self, role: str, time: float, kill: events.Fault | None = None) -> None:
-    if role not in self._seen:  # a learner that never ran does not come back
+    if role not in self._seen or self._left(role):  # one that never ran, or left, does not die
       return
     if role in self._open:
       self._watch_no_more(self._open[role], time)
@@ -216,10 +219,14 @@ class Rejoins:
   def _strike(self, role: str) -> None:
     """An island that something strikes is no witness of another's kill, unless it had left."""
     kind, m = parse_role(role)
-    island = self._islands.get(m)
-    if kind == "learner" and (island is None or island.state != "left"):
+    if kind == "learner" and not self._left(role):
       for way in self._watched:
         way.pauses.pop(m, None)
+
+  def _left(self, role: str) -> bool:
+    """Whether the learner has left in good order."""
+    island = self._islands.get(parse_role(role)[1])
+    return island is not None and island.state == "left"
 
   def _watch_no_more(self, way: WayBack, time: float) -> None:
     if way in self._watched:

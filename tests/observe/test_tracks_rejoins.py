@@ -125,6 +125,20 @@ def test_whoever_begins_does_not_rejoin():
   )
 
 
+@pytest.mark.parametrize("engine", [True, False])
+def test_one_that_left_in_good_order_and_joins_later_has_not_died(engine):
+  """Its hours elsewhere were the usual time "from death to merge"."""
+  left = [made(5.0, "learner-1", "stopped"), made(5.1, "learner-1", "traffic")]
+  exit_ = made(5.2, "engine", "exit", target="learner-1", reason="exit status 3")
+  joins = [exit_, made(3600.0, "engine", "restart", target="learner-1")] if engine else []
+  assert read([*alive(), *left, *joins, *back(at=3600.0)]).as_json() == []
+  killed = made(3620.0, "engine", "exit", target="learner-1", reason="killed")
+  again = [killed, made(3630.0, "engine", "restart", target="learner-1")]
+  log = [*alive(), *left, *joins, *back(at=3600.0), *again, *back(incarnation=2, at=3630.0)]
+  (found,) = read(log).as_json()
+  assert found["time"] == 3607.5 and found["seconds"] == 30.5
+
+
 def test_a_run_that_goes_on_is_nobodys_rejoin():
   assert read([*alive(), made(15.0, "engine", "run_started"), *back(process=False)]).as_json() == []
 
