@@ -66,6 +66,9 @@ def test_the_phases_of_a_run(make, run_events):
   assert silent["phase"] == "silent" and silent["text"].startswith("No role has written for 1:05")
   assert silent["seconds"] < 30.1, "the picture ends where the log does"
   assert {island["state"] for island in silent["islands"]} == {"unknown"}
+  assert {island["tokens_per_second"] for island in silent["islands"]} == {None}
+  speeds = [island["tokens_per_second"] or 0 for island in status(during)["islands"]]
+  assert status(during)["tokens_per_second"] == pytest.approx(sum(speeds), abs=1) and all(speeds)
   over = status(run_events, 1000.0)
   assert (over["phase"], over["seconds"]) == ("over", 60.3)
   assert silent["waiting"] == over["waiting"] == "No role waits: there is no run under way."

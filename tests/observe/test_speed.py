@@ -75,6 +75,8 @@ def test_the_usual_speed_is_that_on_the_chips_an_island_has_now(make):
 def test_an_island_of_a_log_that_begins_late_has_no_chips(make):
   run = RunState().read([make.step(1.0 + n, 0, n) for n in range(3)])
   assert math.isnan(run.islands[0].speed.per_chip) and run.islands[0].speed.tokens_per_second > 0
+  beside = [each for each in events(make) if each.role == "learner-1"]
+  assert math.isnan(run.read(beside).usual_speed.per_chip), "nor is it divided by another's alone"
 
 
 def test_it_is_in_every_place_that_lists_speeds(make):

@@ -91,6 +91,7 @@ def test_a_kill_for_good_is_watched_thirty_seconds(make):
 
 def test_only_planned_kills_of_learners_count(make):
   events = [
+    make.step(0.5, 0, 1),
     make.event(1.0, "engine", "fault", target="syncer-0", action="kill"),
     make.event(2.0, "engine", "fault", target="learner-0", action="stall"),
     make.event(3.0, "engine", "exit", target="learner-0", reason="crash"),
