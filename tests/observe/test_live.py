@@ -28,7 +28,7 @@ def test_a_frame_shows_the_run_and_fits(run_events, width):
   lines = text.splitlines()
   assert max(map(len, lines)) <= width
   assert "quickstart" in lines[0] and "0:25 elapsed" in lines[0] and "held-out loss 1.9" in lines[0]
-  assert "of 2.0M tokens merged" in lines[1]
+  assert "33%  657k of 2.0M tokens merged" in lines[1]
   (killed,) = [line for line in lines if line.startswith("● 2")]
   assert killed.split()[2:5] == ["joining", "1", "0"]  # state, life, step
   assert "silent for 2." in killed

@@ -186,6 +186,8 @@ def test_lost_to_a_shard_while_it_steps_is_a_reason_not_a_state(make):
   assert (island.state, island.missed_reason) == ("running", "cut off")
   late = make.changed(member, time=30.0)
   assert fold([*events, late]).islands[0].state == "lost"
+  joins = make.event(3.0, "learner-0", "started", 1)
+  assert fold([*events, joins, late]).islands[0].state == "joining"
 
 
 def test_both_shards_tell_of_one_loss_in_one_note(make):
@@ -350,6 +352,13 @@ def test_an_island_that_waits_for_its_data_is_noted_until_it_does_not(make):
   ]
   first, second = (each.time for each in view.log_events)
   assert 6.0 < first < 9.0 < 10.0 < second < 14.0
+
+
+def test_steps_that_end_at_the_same_time_are_counted(make):
+  """Times have microseconds, and a clock may stand still."""
+  view = fold([make.run_started(), *(make.step(1.0, 0, n, tokens=100) for n in (1, 2, 3))])
+  assert view.odd_events == 0 and view.islands[0].tokens == 300
+  assert view.islands[0].tokens_per_second == pytest.approx(100 / 0.1), "that of the steps alone"
 
 
 def test_steps_without_metrics_and_unknown_kinds(make):

@@ -189,6 +189,12 @@ def test_after_a_run_that_was_over_nobody_was_there_until_it_went_on(make):
     assert states(run)[role][2][0] == 100.0
 
 
+def test_an_island_that_had_left_a_run_before_it_was_killed_was_not_down(make):
+  run = went_on(make, make.event(10.2, "learner-0", "stopped", reason="drained"))
+  assert [state for *_, state in states(run)["learner-0"]] == ["joining", "running"] * 2
+  assert [state for *_, state in states(run)["learner-1"]][2] == "down"
+
+
 def test_roles_without_which_a_killed_run_goes_on_are_gone(make):
   run = went_on(make, learners=1, shards=1)
   for role, at in (("learner-1", 10.0), ("syncer-1", 10.0)):

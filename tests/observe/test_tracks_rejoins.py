@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ddiloco.observe.report import summarise
 from ddiloco.observe.run_state import RunState
 from ddiloco.observe.tracks import MOST_REJOINS, Rejoins
 from tests.made_events import made
@@ -88,6 +89,7 @@ def test_a_thread_has_no_process_and_nothing_to_compile():
   (found,) = read([*alive(), *STARTED_AGAIN, *back(process=False)]).as_json()
   assert list(found["phases"]) == ["detect", "pause", "restore", "receive", "first_step", "merge"]
   assert found["time"] == 3.0 and found["phases"]["detect"] == 7.0, "since its last word"
+  assert summarise([*alive(), *STARTED_AGAIN])["kills"] == [], "a crash is none of the plan"
   assert sum(found["phases"].values()) == pytest.approx(found["seconds"]) == 25.0
 
 
