@@ -89,6 +89,8 @@ def test_single_roles_without_an_engine_are_over_when_all_have_left(make):
   config = Config()
   events = [make.step(1.0, m, 1) for m in range(config.islands.num_learners)]
   assert status(events, 2.0, config)["phase"] == "running"
+  expected = status(events[:1], 2.0, config)["islands"]
+  assert [each["state"] for each in expected] == ["running", "joining", "joining", "joining"]
   events += [make.event(3.0, e.role, "stopped", reason="done") for e in events]
   events += [make.step(3.1, 0, 2)]  # told late
   assert status(events, 4.0, config)["phase"] == "running"
