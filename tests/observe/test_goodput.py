@@ -117,6 +117,8 @@ def test_a_step_that_is_told_after_its_islands_end_does_not_bring_it_back(log):
 
 def test_an_overwrite_gives_up_what_it_covers(log):
   log.steps(1, 6, 0.0)
+  log.add(6.0, "learner-0", "apply", fragment=0, mode="halve")
+  assert log.report().causes["pending"] == pytest.approx(1.0)
   log.add(6.0, "learner-0", "apply", fragment=0, mode="overwrite")
   log.merge(log.steps(7, 10, 6.0), 0, 7, -1, {0: 4})
   goodput = log.report()
@@ -230,7 +232,7 @@ def test_while_it_runs_time_goes_on_and_afterwards_it_does_not(log):
   ledger = Ledger()
   for event in log.events:
     ledger.take(event)
-  assert ledger.report(20.0).goodput == pytest.approx(0.5)
+  assert ledger.report(20.0).goodput == ledger.report(20.0).uptime == pytest.approx(0.5)
   ledger.take(made(10.0, "engine", "run_finished", reason="finished"))
   assert ledger.report(20.0).goodput == pytest.approx(1.0)
 
