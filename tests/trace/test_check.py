@@ -77,6 +77,20 @@ def test_a_value_that_is_given_back_is_of_a_later_round_and_may_be_of_an_earlier
   assert problems({SHARD: shard.events, ONE: one.events, TWO: two.events}) == []
 
 
+def test_a_learner_may_have_two_values_on_their_way_at_once():
+  shard, one, two = Log(SHARD), Log(ONE), Log(TWO)
+  shard.on(0).add("owns", fragment=0, version=0, round=-1, momentum_round=-1)
+  two.on(0).apply(-1, 0, "overwrite").steps(1).copy_out(0, 0, -1, steps=1)
+  shard.commit(0, 1, -1, {1: 0}, steps=[1], merged=1)
+  two.apply(0, 1, included=True).steps(1).copy_out(1, 1, 0, steps=1)
+  shard.commit(1, 2, 0, {1: 0}, steps=[1], merged=2)
+  one.on(0).apply(-1, 0, "overwrite")
+  for kind in ("stage", "apply"):
+    for n in (0, 1):
+      one.add(kind, fragment=0, round=n, version=n + 1, mode="rebase", included=False)
+  assert problems({SHARD: shard.events, ONE: one.events, TWO: two.events}) == []
+
+
 def resend(logs: Logs) -> None:
   """Of a push that is not the newest."""
   pushed = find(logs, ONE, "copy_out", round=1)
