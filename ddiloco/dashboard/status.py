@@ -29,7 +29,7 @@ SHOWN_REJOINS = 12
 STARTING_SECONDS = 900.0  # ... before the first step, which compiles, for so long
 OVER = {
   "finished": "The run is over: it merged all its tokens.",
-  "stopped": "The run was stopped. It can go on from its newest snapshot.",
+  "stopped": "The run was stopped. It can go on from its newest snapshot, if it has one.",
   "failed": "The run has failed: it could not begin, or a shard or every quorum was gone for good.",
 }
 
@@ -73,7 +73,7 @@ def status(
     "restarts": run.restarts,
     "outer_gradients": {name: rounded(each) for name, each in run.outer_gradients.items()},
     "solo": (run.solo if state == "running" else "") or None,
-    "merging": bool(run.num_shards or run.shards),
+    "merging": bool(run.num_shards),
     "islands": islands,
     "shards": _shards(run),
     "fragments": [run.versions.get(p) for p in fragments],
@@ -152,7 +152,7 @@ def _shards(run: RunState) -> list[dict[str, Any]]:
 def _waiting(run: RunState, state: str, sync: SyncConfig | None) -> str:
   if state in ("over", "silent"):
     return "No role waits: there is no run under way."
-  if not run.num_shards and not run.shards:
+  if not run.num_shards:
     return "There is no syncer: every island trains alone."
   if sync is None:
     return "The run's config cannot be read, so it is not known."

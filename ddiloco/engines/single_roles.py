@@ -26,6 +26,7 @@ from ddiloco.network.frames import incarnation_at
 from ddiloco.network.transport import EVALUATOR_ADDRESS, learner_address, syncer_address
 from ddiloco.observe.eventlog import newest_event
 from ddiloco.observe.guards import say
+from ddiloco.observe.run_state import merged_share
 from ddiloco.observe.style import compact
 from ddiloco.protocol import events
 from ddiloco.protocol import syncer as syncer_rules
@@ -178,8 +179,13 @@ def _joining(state: LearnerState, links: dict, config: Config) -> str:
   )
 
 
+def _merged(state: LearnerState | SyncerState, config: Config) -> float:
+  """Share of the run that is merged in the role's fragments."""
+  return merged_share([f.merged_tokens for f in state.fragments], config.run.total_tokens)
+
+
 def _trained(state: LearnerState, config: Config, fast: str = "") -> str:
-  share = min(1.0, state.merged_tokens / config.run.total_tokens)
+  share = _merged(state, config)
   speed = f", {1000 * state.step_seconds:.0f} ms a step" if state.step_seconds else ""
   speed += fast and f", {fast}"
   here = f", {compact(state.trained_tokens)} tokens trained here" if state.trained_tokens else ""
@@ -370,11 +376,10 @@ def _ask_buddy(runner: RoleRunner, copies: Copies) -> dict[int, Committed]:
 
 
 def _served(role: Syncer, config: Config) -> str:
-  merged = min(f.merged_tokens for f in role.state.fragments)
   versions = sorted(f.version for f in role.state.fragments)
   at = f"fragments at versions {versions[0]} to {versions[-1]}"
   members = [m for m, member in sorted(role.state.members.items()) if not member.lost and m >= 0]
-  share, least = min(1.0, merged / config.run.total_tokens), config.sync.min_quorum
+  share, least = _merged(role.state, config), config.sync.min_quorum
   waits = f", and a round needs {least}" if len(members) < least and not _complete(role) else ""
   return f"{share:.0%} merged, {at}; {len(members)} learners {members}{waits}"
 

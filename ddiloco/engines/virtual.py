@@ -92,8 +92,8 @@ def simulate(
       logs.take(event)
     if isinstance(event, Commit) and time.monotonic() >= tell_at:
       tell_at = time.monotonic() + TELL_SECONDS
-      merged = min(1.0, min(f.merged_tokens for f in run.store.values()) / config.run.total_tokens)
-      text = f"{event.time:,.0f} s of virtual time: {account.steps:,} steps, {merged:.0%} merged"
+      merged = f"{account.run.progress:.0%} merged"
+      text = f"{event.time:,.0f} s of virtual time: {account.steps:,} steps, {merged}"
       print(text, file=sys.stderr, flush=True)
 
   run = VirtualRun(config, setting, emit)

@@ -421,12 +421,13 @@ class IslandAccount:
     """
     self.chips = self.chips or 1
     now, seconds = max(event.time, self.since), positive(event.seconds)
+    late = self.phase == "down" and event.time <= self.since  # its log came after word of its end
     if self.phase != "training":
       self._spend_until(now - seconds, self.phase)
       self.sums.go_to(event.step - 1)  # later steps of earlier lives are lost
       newest = self.sums.number, self.sums.last
       self._settled = {p: min(each, newest) for p, each in self._settled.items()}
-      self.phase = "training"
+      self.phase = "down" if late else "training"
     passed = now - self.since
     busy = min(seconds, passed)
     stood, left = self._beyond(busy), passed - busy

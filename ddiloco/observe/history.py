@@ -114,8 +114,8 @@ class Thinned:
   @property
   def items(self) -> list[Any]:
     """The items that are kept, and always the newest."""
-    newest = self.count and (self.count - 1) % self.stride
-    return [*self._kept, self._last] if newest else list(self._kept)
+    left_out = (self.count - 1) % self.stride
+    return [*self._kept, self._last] if left_out else list(self._kept)
 
 
 MOST_GAPS = 64  # times without any training that a step logged late may still fill
@@ -273,9 +273,9 @@ class Curves:
 
   def limit(self, islands: int) -> None:
     """Limits the size of curves: the more islands there are, the coarser each curve is."""
-    self.page.keep_at_most(max(40, PAGE_VALUES // max(1, islands)))
-    self.loss.keep_at_most(max(40, LOSS_VALUES // max(1, islands)))
-    self.commits.keep_at_most(max(50, COMMIT_MEMBERS // max(1, islands)))
+    self.page.keep_at_most(max(40, PAGE_VALUES // islands))
+    self.loss.keep_at_most(max(40, LOSS_VALUES // islands))
+    self.commits.keep_at_most(max(50, COMMIT_MEMBERS // islands))
 
   def add_step(self, event: events.Step, m: int, life: int) -> None:
     """A step of an island in one of its lives."""
@@ -327,7 +327,7 @@ class Rounds:
   def add(self, event: Event) -> None:
     """Takes one event; kinds that are not about rounds are ignored."""
     match event:
-      case events.Push():
+      case events.Push() | events.Resend():
         if (open_ := self._known(event)) is not None:
           open_.pushed.add(parse_role(event.role)[1])
           open_.pushed_at = max(open_.pushed_at, event.time)
@@ -381,7 +381,7 @@ class Rounds:
     return decision.reason if decision.verdict == "wait" else f"about to end, {decision.reason}"
 
   def _known(
-    self, event: events.Round | events.Push | events.Commit | events.Abandoned
+    self, event: events.Round | events.Push | events.Resend | events.Commit | events.Abandoned
   ) -> _Open | None:
     """The open round that an event is about, if it is known."""
     open_ = self._open.get(event.fragment)

@@ -24,9 +24,9 @@ OUTER_GRADIENTS = {  # fields of a commit, and what they mean
 
 
 def outer_gradients(commit: events.Commit) -> dict[str, float]:
-  """The values of `OUTER_GRADIENTS` that this commit has."""
+  """The values of `OUTER_GRADIENTS` that this commit has, those that are finite."""
   found = {name: getattr(commit, name) for name in OUTER_GRADIENTS}
-  return {name: value for name, value in found.items() if value is not None}
+  return {n: value for n, value in found.items() if value is not None and math.isfinite(value)}
 
 
 STALL_STEPS = 10.0  # stalled: silent for so many of its step times, at least for STALL_SECONDS
@@ -66,7 +66,8 @@ class MemberState:
     return self.state
 
   def turn(self, time: float, state: str) -> None:
-    """It is in this state from `time` on."""
+    """It is in this state from `time` on; spans follow each other also where clocks differ."""
+    time = max(time, self.since)
     if phase(state) != phase(self.state) or self._stalls(time):
       self._spans = self.spans(time, time)
       self.since = time
@@ -80,7 +81,7 @@ class MemberState:
 
     If an island fell silent before the end of a span, the silent part is a stall.
     """
-    silent_since = min(now, max(self.since, self.step_time)) if self._stalls(seen) else now
+    silent_since = max(self.since, self.step_time) if self._stalls(seen) else now
     pieces = (self.since, silent_since, phase(self.state)), (silent_since, now, "stalled")
     shown = [[round(a, 2), round(b, 2), each] for a, b, each in pieces if each and a < b]
     return self._spans + shown
@@ -90,8 +91,9 @@ class MemberState:
 
 
 def _absorb_shortest(spans: list[list]) -> None:
-  """Drops the shortest span; the span before it takes over its time."""
-  i = min(range(1, len(spans)), key=lambda i: spans[i][1] - spans[i][0])
+  """Drops a span; the one before it takes over its time, and that of a gap between the two, as
+  little as possible."""
+  i = min(range(1, len(spans)), key=lambda i: spans[i][1] - spans[i - 1][1])
   spans[i - 1][1] = spans[i][1]
   del spans[i]
 
@@ -136,6 +138,7 @@ class IslandState(MemberState):
   missed_time: float = math.nan
   missed_reason: str = ""  # why it missed the last commit that it missed
   died: float = -math.inf  # when it was last known to be dead
+  behind: float = 0.0  # seconds that its newest step came after newer events: its clock is behind
   versions: dict[int, int] = dataclasses.field(default_factory=dict)  # its version of each fragment
 
   def start(self, event: Started) -> None:
@@ -189,7 +192,7 @@ class IslandState(MemberState):
     patience = max(STALL_SECONDS, STALL_STEPS * finite_or(self.step_seconds, 0.0))
     if not self.step:
       patience = FIRST_STEP_SECONDS
-    silent = time - finite_or(self.step_time, time) > patience
+    silent = time - self.behind - finite_or(self.step_time, time) > patience
     return "stalled" if self.state == "running" and silent else self.state
 
 

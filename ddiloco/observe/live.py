@@ -64,14 +64,18 @@ def render(view: RunState, now: float, width: int = 100) -> RenderableType:
 
 
 def plain_line(view: RunState, now: float) -> str:
-  """The run in one line without control codes."""
+  """The run in one line without control codes: its islands, and the shards that are not running."""
   islands = []
   for learner, island in sorted(view.islands.items()):
     state = island.state_at(now)
-    at = f"step {island.step}" if island.step or state == "running" else ""
-    islands.append(f"{learner} {state} {at}".rstrip())
-  known = [f"[{clock_time(now)}] {_percent(view)}", *_figures(view, now)]
-  return " · ".join(known + ["islands: " + ", ".join(islands)] * bool(islands))
+    at = f" step {island.step}" if island.step or state == "running" else ""
+    if state == "joining" and view.fragments:
+      at = f" (has received {len(island.versions)} of {len(view.fragments)} fragments)"
+    islands.append(f"{learner} {state}{at}")
+  away = ((s, shard.state) for s, shard in sorted(view.shards.items()) if shard.state != "running")
+  parts = {"islands": islands, "shards": [f"{s} {state}" for s, state in away]}
+  said = [f"{what}: {', '.join(each)}" for what, each in parts.items() if each]
+  return " · ".join([f"[{clock_time(now)}] {_percent(view)}", *_figures(view, now), *said])
 
 
 def _percent(view: RunState) -> str:

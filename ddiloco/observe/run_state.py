@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from ddiloco.config import Config
 from ddiloco.observe.goodput import Ledger
@@ -20,6 +20,7 @@ from ddiloco.observe.islands import (
   DOWN,
   OUTER_GRADIENTS,
   RECENT_COMMITS,
+  STALL_SECONDS,
   IslandState,
   LogEvent,
   MemberState,
@@ -141,11 +142,9 @@ class RunState:
 
   @property
   def progress(self) -> float:
-    """Share of the run that is done, 0 to 1; what a fragment has beyond the end does not count for
-    others, which the run waits for."""
-    most = self.total_tokens if self.num_shards else math.inf
-    done = self._mean({p: min(each, most) for p, each in self.merged_tokens.items()})
-    return min(1.0, done / self.total_tokens) if self.total_tokens else 0.0
+    """Share of the run that is done, 0 to 1; without shards, of what all islands are to train."""
+    each = self.merged_tokens.values() if self.num_shards else [self.tokens_done]
+    return merged_share(each, self.total_tokens, self.num_fragments)
 
   def participation(self, m: int) -> float | None:
     """The share of all commits that an island took part in; None without commits."""
@@ -222,9 +221,12 @@ class RunState:
     return self.islands[m]
 
   def _shard(self, s: int, time: float) -> ShardState:
-    """The same for a shard."""
+    """The same for a shard: without an engine no event says how many there are."""
     if s not in self.shards:
       self.shards[s] = ShardState(since=time)
+      if not self.num_shards:
+        self.merged_tokens, self._before = {}, {}  # by fragment from now on
+      self.num_shards = max(self.num_shards, s + 1)
     return self.shards[s]
 
   def _target_is(self, target: str, time: float, state: str) -> None:
@@ -289,13 +291,6 @@ class RunState:
     shard.turn(event.time, "running")
     shard.live(event.incarnation)
     shard.fragments = event.fragments
-    self._know(s)
-
-  def _know(self, s: int) -> None:
-    """There is this shard: without an engine no event says how many there are."""
-    if not self.num_shards:
-      self.merged_tokens, self._before = {}, {}  # by fragment from now on
-    self.num_shards = max(self.num_shards, s + 1)
 
   def _learner_launched(self, event: events.Launched, m: int) -> None:
     if self._island(m, event.time).lives:  # without an engine no other event says it
@@ -354,7 +349,8 @@ class RunState:
       self._before.setdefault(m, self.merged_tokens[m] - event.tokens)
     island.tokens_per_second = finite_or(smoothed, rate)
     island.step_seconds, island.step_time = event.seconds, event.time
-    island.step_tokens = event.tokens
+    island.step_tokens, late = event.tokens, self.time - event.time
+    island.behind = late if late > STALL_SECONDS else 0.0
 
   def _learner_apply(self, event: events.Apply | events.CopyOut, m: int) -> None:
     self._island(m, event.time).versions[event.fragment] = event.version
@@ -412,16 +408,22 @@ class RunState:
 
   def _count_commit(self, event: events.Commit, s: int) -> None:
     self.commits += 1
-    self._know(s)
+    self._shard(s, event.time).commits += 1
     self.versions[event.fragment] = event.version
     self.merged_tokens[event.fragment] = event.merged_tokens
     self._before.setdefault(event.fragment, event.merged_tokens - sum(event.tokens))
     self.lone.append(min(event.weights) if len(event.weights) == 1 else -1)
-    self._shard(s, event.time).commits += 1
+
+  def _shard_round(self, event: Event, s: int) -> ShardState:
+    """The shard works on a round: a planned stall of it is over."""
+    shard = self._shard(s, event.time)
+    if shard.state == "stalled" and event.time > shard.since:  # else logged late
+      shard.turn(event.time, "running")
+    return shard
 
   def _shard_abandoned(self, event: events.Commit | events.Abandoned, s: int) -> None:
     """A round is over, with or without a commit."""
-    shard = self._shard(s, event.time)
+    shard = self._shard_round(event, s)
     shard.rejected, shard.last_reason = shard.rejected + len(event.rejected), event.reason
     self.rejected += len(event.rejected)
     for m, why in event.rejected.items():
@@ -458,6 +460,19 @@ class RunState:
     cause, _, _ = event.reason.partition(": ")  # before a path, which is the role's own
     if not any(what + cause in each.text for each in self.log_events):
       self._note(event, f"{role_name(event.role)} {what}{event.reason}", "bad")
+
+
+def merged_share(tokens: Collection[float], total_tokens: int, fragments: int = 0) -> float:
+  """Share of a run that is merged, 0 to 1: the mean over fragments. What one has beyond the run's
+  end does not count for others, which the run waits for.
+
+  Args:
+    tokens: merged tokens of each fragment.
+    total_tokens: the run's; 0: not known.
+    fragments: how many there are; those beyond `tokens` have none.
+  """
+  whole = total_tokens * max(1, fragments, len(tokens))
+  return sum(min(each, total_tokens) for each in tokens) / whole if whole else 0.0
 
 
 def note_of(event: Event) -> tuple[str, ...]:

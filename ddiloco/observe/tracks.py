@@ -71,7 +71,8 @@ class Rejoins:
   | first_step | its first step has ended                           | `step`                       |
   | merge      | a commit has its push                              | `commit`                     |
 
-  A phase that an engine does not have is left out: a thread has no `process`.
+  A phase that an engine does not have is left out: a thread has no `process`. A learner that left
+  in good order and joins later has not died.
 
   A planned kill has witnesses: the other islands that train when it strikes. One that is struck
   itself, or starts anew, before the killed learner is merged again, is none.
@@ -96,18 +97,19 @@ class Rejoins:
         self._open, self._seen = {}, {}  # the whole run starts or resumes: no learner rejoins
         self._watched.clear()
       case events.Fault():
-        self._strike(event.target)
         if event.action == "kill":
           self._die(event.target, event.time, event)
+        self._strike(event.target)
       case events.Exit():
         self._strike(event.target)
         self._exit(event)
       case events.Restart():
         self._strike(event.target)
         self._end(event.target, "pause", event.time)
+        if self._left(event.target):
+          self._seen.pop(event.target, None)  # what begins now is like a first life
       case events.Compiled(program=""):
-        if event.role == event.target:
-          self._hear(event)
+        self._hear(event)
         self._end(event.target, "devices", event.time - max(0.0, event.seconds))
         self._end(event.target, "compile", event.time)
       case _:
@@ -150,7 +152,7 @@ class Rejoins:
     return max((ratio for ratio in ratios if math.isfinite(ratio)), default=math.nan)
 
   def _die(self, role: str, time: float, kill: events.Fault | None = None) -> None:
-    if role not in self._seen:  # a learner that never ran does not come back
+    if role not in self._seen or self._left(role):  # one that never ran, or left, does not die
       return
     if role in self._open:
       self._watch_no_more(self._open[role], time)
@@ -158,11 +160,8 @@ class Rejoins:
     way = self._open[role] = WayBack(parse_role(role)[1], time, kill is not None)
     self.found.append(way)
     if kill is not None:
-      way.pauses = {
-        m: 0.0
-        for m, island in self._islands.items()
-        if m != way.learner and island.state == "running" and island.step
-      }
+      there = self._islands.items()
+      way.pauses = {m: 0.0 for m, each in there if each.state == "running" and each.step}
       if kill.seconds < 0:
         way.watched_until = time + FOR_GOOD_SECONDS
       self._watched.append(way)
@@ -220,10 +219,14 @@ class Rejoins:
   def _strike(self, role: str) -> None:
     """An island that something strikes is no witness of another's kill, unless it had left."""
     kind, m = parse_role(role)
-    island = self._islands.get(m)
-    if kind == "learner" and (island is None or island.state != "left"):
+    if kind == "learner" and not self._left(role):
       for way in self._watched:
         way.pauses.pop(m, None)
+
+  def _left(self, role: str) -> bool:
+    """Whether the learner has left in good order."""
+    island = self._islands.get(parse_role(role)[1])
+    return island is not None and island.state == "left"
 
   def _watch_no_more(self, way: WayBack, time: float) -> None:
     if way in self._watched:

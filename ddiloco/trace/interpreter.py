@@ -398,7 +398,7 @@ class Schedule:
 
   def __init__(self, trace: Trace, made: Mapping[Key, Any], proof: Proof):
     self._uses = collections.Counter(key for op in trace.operations() for key in ops.needs(op))
-    self._ever = {*made, *(key for op in trace.operations() for key in ops.makes(op))}
+    self._ever = {key for op in trace.operations() for key in ops.makes(op)}
     self._made: dict[Key, Any] = {}
     self._proof = proof
     self._left = {role: collections.deque(entries) for role, entries in trace.roles.items()}

@@ -54,7 +54,7 @@ def test_it_is_json_at_every_moment_of_a_run(run_events):
 
 
 def test_the_phases_of_a_run(make, run_events):
-  assert status([], 5.0)["phase"] == "empty"
+  assert status([], 5.0)["phase"] == "empty" and status([], 5.0)["goodput"] is None
   starting = [make.run_started()]
   assert status(starting, STARTING_SECONDS - 1)["phase"] == "starting"
   assert status(starting, STARTING_SECONDS + 1)["phase"] == "silent"
@@ -66,8 +66,12 @@ def test_the_phases_of_a_run(make, run_events):
   assert silent["phase"] == "silent" and silent["text"].startswith("No role has written for 1:05")
   assert silent["seconds"] < 30.1, "the picture ends where the log does"
   assert {island["state"] for island in silent["islands"]} == {"unknown"}
+  assert {island["tokens_per_second"] for island in silent["islands"]} == {None}
+  speeds = [island["tokens_per_second"] or 0 for island in status(during)["islands"]]
+  assert status(during)["tokens_per_second"] == pytest.approx(sum(speeds), abs=1) and all(speeds)
   over = status(run_events, 1000.0)
   assert (over["phase"], over["seconds"]) == ("over", 60.3)
+  assert silent["waiting"] == over["waiting"] == "No role waits: there is no run under way."
   assert {island["state"] for island in over["islands"]} == {"left"}
   assert status(during, 31.0, reason="finished")["phase"] == "over", "its outcome says so"
 
@@ -85,6 +89,8 @@ def test_single_roles_without_an_engine_are_over_when_all_have_left(make):
   config = Config()
   events = [make.step(1.0, m, 1) for m in range(config.islands.num_learners)]
   assert status(events, 2.0, config)["phase"] == "running"
+  expected = status(events[:1], 2.0, config)["islands"]
+  assert [each["state"] for each in expected] == ["running", "joining", "joining", "joining"]
   events += [make.event(3.0, e.role, "stopped", reason="done") for e in events]
   events += [make.step(3.1, 0, 2)]  # told late
   assert status(events, 4.0, config)["phase"] == "running"
@@ -105,6 +111,10 @@ def test_a_log_that_is_written_a_moment_late_stalls_nobody(make):
   assert [island["state"] for island in found["islands"]] == ["running", "running"]
   found = status(sorted(events, key=lambda e: e.time), 12.5)
   assert [island["state"] for island in found["islands"]] == ["running", "stalled"]
+  assert [lane["spans"][-1] for lane in found["timeline"]["lanes"]] == [
+    [5.0, 12.5, "running"],
+    [7.9, 12.5, "stalled"],
+  ]
 
 
 def test_versions_are_a_grid(make):

@@ -36,6 +36,8 @@ def test_the_numbers_of_a_run(run_events):
   assert 0 < found['ddiloco_lost_time_ratio{cause="down"}'] < 0.2
   assert found['ddiloco_sent_bytes_total{role="syncer-0"}'] > 0
   assert found['ddiloco_rejected_pushes_total{shard="1"}'] == 1
+  assert 0 == found["ddiloco_goodput_ratio"] < found["ddiloco_uptime_ratio"] <= 1
+  assert found["ddiloco_outer_gradient_staleness"] == 6
 
 
 def test_what_is_not_known_is_left_out(make):

@@ -28,6 +28,7 @@ from ddiloco.engines.role_process import FINISHED, LOST, Ended, connect
 from ddiloco.engines.role_spec import RoleSpec
 from ddiloco.engines.single_roles import run_syncer
 from ddiloco.network.frames import seconds_since_2020
+from ddiloco.observe.run_state import RunState
 from ddiloco.protocol import learner, syncer
 from ddiloco.protocol.actions import Received
 from ddiloco.protocol.messages import EVALUATOR, NOTHING, FragmentState, Goodbye
@@ -36,6 +37,7 @@ from ddiloco.roles import initial
 from ddiloco.training import data
 from tests import says
 from tests.engines.real import RealRun, events_of, start, tiny
+from tests.made_events import made
 from tests.waits import PATIENCE_SECONDS, wait_for
 from tests.web import ask
 
@@ -83,6 +85,23 @@ def test_an_evaluator_that_trains_nothing_does_not_count_its_tokens():
   follows = replace(state(), trained_tokens=0, global_step=7)
   assert single_roles._trained(follows, CONFIG) == "global step 7; 0% of the run is merged"
   assert ", 100 tokens trained here; 0%" in single_roles._trained(state(), CONFIG)
+
+
+def test_a_role_says_the_share_of_the_run_that_the_page_shows():
+  """Of four fragments two are complete, one of them far beyond the end, and one has nothing."""
+  total = CONFIG.run.total_tokens
+  tokens = (total, 3 * total, total // 2, 0)
+  mine = (replace(f, merged_tokens=each) for f, each in zip(state().fragments, tokens))
+  said = single_roles._trained(replace(state(), fragments=tuple(mine)), CONFIG)
+  assert "; 62% of the run is merged" in said
+  owned = tuple(FragmentState(p, 3, merged_tokens=each) for p, each in enumerate(tokens))
+  shard = syncer.init(0, 1, owned, CONFIG.sync, total)
+  role = types.SimpleNamespace(state=shard)
+  assert single_roles._served(role, CONFIG).startswith("62% merged")
+  page = RunState(CONFIG)
+  for p, each in enumerate(tokens):
+    page.add(made(1.0, "syncer-0", "owns", fragment=p, merged_tokens=each))
+  assert page.progress == 0.625
 
 
 class Opened(Exception):

@@ -105,8 +105,20 @@ def test_a_revived_learner_may_still_merge_the_steps_of_the_life_it_goes_on_from
   assert goodput.causes["discarded"] == pytest.approx(4 / 12)
 
 
+def test_a_step_that_is_told_after_its_islands_end_does_not_bring_it_back(log):
+  """Killed for good, it was said to spend the rest of the run with copies and applies."""
+  log.steps(1, 9, 0.0)
+  log.add(10.0, "engine", "exit", target="learner-0")
+  log.steps(10, 10, 9.0)  # another host's log, which came late
+  log.add(20.0, "engine", "run_finished", reason="finished")
+  seconds = {cause: 20 * share for cause, share in log.report().causes.items() if share}
+  assert seconds == pytest.approx({"pending": 9.0, "discarded": 1.0, "down": 10.0})
+
+
 def test_an_overwrite_gives_up_what_it_covers(log):
   log.steps(1, 6, 0.0)
+  log.add(6.0, "learner-0", "apply", fragment=0, mode="halve")
+  assert log.report().causes["pending"] == pytest.approx(1.0)
   log.add(6.0, "learner-0", "apply", fragment=0, mode="overwrite")
   log.merge(log.steps(7, 10, 6.0), 0, 7, -1, {0: 4})
   goodput = log.report()
@@ -220,7 +232,7 @@ def test_while_it_runs_time_goes_on_and_afterwards_it_does_not(log):
   ledger = Ledger()
   for event in log.events:
     ledger.take(event)
-  assert ledger.report(20.0).goodput == pytest.approx(0.5)
+  assert ledger.report(20.0).goodput == ledger.report(20.0).uptime == pytest.approx(0.5)
   ledger.take(made(10.0, "engine", "run_finished", reason="finished"))
   assert ledger.report(20.0).goodput == pytest.approx(1.0)
 

@@ -2,8 +2,9 @@
 
 import pytest
 
-from ddiloco.config import SyncConfig
+from ddiloco.config import Config, SyncConfig
 from ddiloco.dashboard.status import status
+from ddiloco.observe.run_state import RunState
 from tests.observe.conftest import fold
 
 SYNC = SyncConfig(min_quorum=2, sync_period=12)
@@ -39,6 +40,8 @@ def test_the_words_are_those_of_the_decision(make, begun):
   )
   begun += [push(make, 10.6, 1)]
   assert "quorum: 1 of 2 have answered, waiting for 0, 2." in says(begun, 10.7)
+  begun += [make.changed(push(make, 10.7, 0), round=6), make.commit(10.7, 1, fragment=3, round=6)]
+  assert "quorum: 1 of 2 have answered, waiting for 0, 2." in says(begun, 10.7), "of a round before"
   begun += [push(make, 10.8, 0), push(make, 10.9, 2)]
   assert (
     says(begun, 11.0) == "Collecting fragment 3 for 1.0 s; about to end, all 3 asked have answered."
@@ -55,6 +58,10 @@ def test_a_dead_shard_collects_nothing(make, begun, kind, action):
 
   assert page(12.0).startswith(
     "Shard 1 is down: its fragments have no rounds until it is back. The first round begins"
+  )
+  both = [*events, make.event(12.0, "engine", kind, **gone | {"target": "syncer-0"})]
+  assert status(fold(both), 12.5, SYNC)["waiting"] == (
+    "Shards 0, 1 are down: their fragments have no rounds until they are back."
   )
   events.append(make.event(13.0, "syncer-1", "started", 1, fragments=[1, 3]))
   assert page(14.0).startswith("The first round begins")
@@ -73,6 +80,13 @@ def test_a_round_that_asks_more_islands_keeps_the_pushes_that_came(make, begun):
   )
 
 
+def test_a_push_that_is_sent_again_for_a_round_is_an_answer(make, begun):
+  """In lock-step a restarted shard asks anew for what its learners have pushed already."""
+  again = {"fragment": 3, "round": 7, "old_round": 4}
+  begun += [make.event(10.6, "learner-1", "resend", **again)]
+  assert says(begun, 10.7).endswith("quorum: 1 of 2 have answered, waiting for 0, 2.")
+
+
 def test_where_all_leave_the_quorum_is_that_of_the_round(make, begun):
   """One of two that leave has nothing left: the shard waits for the other alone."""
   begun[-1] = round_(make, 10.0, [0], quorum=1)
@@ -84,6 +98,8 @@ def test_where_all_leave_the_quorum_is_that_of_the_round(make, begun):
 def test_a_learner_that_is_not_believed_and_without_which_no_round_begins_is_named(make, begun):
   """Until the shard begins a round, or its life ends."""
   why = {"learner": 2, "state": "ahead", "reason": "it says that it is at step 900"}
+  open_ = [*begun, make.event(10.2, "syncer-0", "member", **why)]
+  assert says(open_, 10.5).startswith("Collecting fragment 3"), "the other shard has a round"
   between = [*begun, make.commit(11.0, 1, fragment=3, round=7)]
   between += [make.event(12.0, f"syncer-{s}", "member", **why) for s in (0, 1)]
   said = "No round begins. Why: island 2: it says that it is at step 900."
@@ -107,6 +123,8 @@ def test_grace_is_waited_for_as_long_as_the_last_round_had(make, begun):
 
 
 def test_nobody_waits_for_who_is_known_to_be_dead(make, begun):
+  left = make.event(10.1, "learner-2", "stopped", reason="drained")
+  assert says([*begun, left], 10.2).endswith("waiting for 0, 1.")
   begun += [make.event(10.1, "engine", "exit", target="learner-2", reason="killed")]
   assert says(begun, 10.2).endswith("waiting for 0, 1.")
   begun += [make.event(10.1, "engine", "exit", target="learner-1", reason="killed")]
@@ -119,6 +137,8 @@ def test_without_the_settings_it_is_not_known(begun):
 
 def test_before_the_first_round_and_between_two(make, begun):
   assert says([make.run_started(num_shards=0)], 1.0).startswith("There is no syncer")
+  by_hand = RunState(Config()).read([make.step(1.0, 0, 1)])  # no shard has written yet
+  assert status(by_hand, 1.0, SYNC)["waiting"].startswith("The first round begins")
   assert "0 of the 2 it needs" in says([make.run_started()], 1.0)
   assert "4 of the 2 it needs" in says(begun[:-1], 9.0)
   committed = make.commit(11.0, 1, fragment=3, round=7)

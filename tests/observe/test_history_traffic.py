@@ -31,7 +31,8 @@ def test_totals_are_those_of_the_report(run_events):
 
 
 def test_a_new_life_counts_from_nothing_and_adds_up(sent):
-  events = [sent(1.0, 100, 10), sent(2.0, 300, 30), sent(5.0, 50, 5, 1), sent(6.0, 80, 8, 1)]
+  events = [sent(1.0, 100, 10), sent(2.0, 200, 20), sent(3.0, 300, 30)]
+  events += [sent(5.0, 50, 5, 1), sent(6.0, 80, 8, 1)]
   row = rows([*events, sent(6.1, 310, 31, 0)], 6.2)["learner-0"]
   assert (row["name"], row["sent_bytes"], row["received_bytes"]) == ("island 0", 380, 38)
 

@@ -28,7 +28,7 @@ def test_a_frame_shows_the_run_and_fits(run_events, width):
   lines = text.splitlines()
   assert max(map(len, lines)) <= width
   assert "quickstart" in lines[0] and "0:25 elapsed" in lines[0] and "held-out loss 1.9" in lines[0]
-  assert "of 2.0M tokens merged" in lines[1]
+  assert "33%  657k of 2.0M tokens merged" in lines[1]
   (killed,) = [line for line in lines if line.startswith("● 2")]
   assert killed.split()[2:5] == ["joining", "1", "0"]  # state, life, step
   assert "silent for 2." in killed
@@ -56,6 +56,17 @@ def test_plain_line(run_events):
   view.islands[0].global_step += 100  # the run's, to which faster islands have come
   assert "2 joining" in line and f"0 running step {view.islands[0].step}" in plain_line(view, 25.0)
   assert plain_line(RunState(), 0.0) == "[0:00]    –", "a run that goes on is not at its beginning"
+
+
+def test_a_line_says_what_a_joining_island_has_and_which_shards_are_away(make):
+  """It said "joining", however long that took, and nothing of the shards that it waits for."""
+  started = [make.event(2.0, "learner-0", "started"), make.event(2.0, "syncer-0", "started")]
+  here = make.event(3.0, "learner-0", "apply", fragment=2)
+  view = RunState().read([make.run_started(num_learners=1), *started, here])
+  line = plain_line(view, 4.0)
+  assert line.endswith("islands: 0 joining (has received 1 of 4 fragments) · shards: 1 starting")
+  view.read([make.event(5.0, "syncer-1", "started"), make.event(5.0, "learner-0", "joined")])
+  assert plain_line(view, 6.0).endswith("islands: 0 running step 0")
 
 
 def _run_live(console, events, clock, **options):

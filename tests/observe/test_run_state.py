@@ -126,6 +126,8 @@ def test_outer_gradients_are_means_of_the_recent_commits_that_could_compare(make
   for number in range(RECENT_COMMITS + 10):
     run.add(make.commit(float(number), **{name: 9 if number < 10 else 2}))
   run.add(make.commit(99.0, weights={0: 1.0}))
+  for odd in (math.nan, math.inf, -math.inf):
+    run.add(make.commit(99.0, **{name: odd}))
   assert run.outer_gradients[name] == 2
   curve = run.curves.page.means(name)
   assert curve[0] == 9 and curve[-1] == 2
@@ -137,7 +139,7 @@ def test_learner_numbers_may_be_text_as_json_makes_them(make):
   )
   view = fold([make.run_started(), commit])
   assert [list(view.islands[m].took_part) for m in range(4)] == [[True], [True], [False], [False]]
-  assert view.islands[3].missed_reason == "slow"
+  assert [view.islands[m].missed_reason for m in (2, 3)] == ["norm 9", "slow"]
   assert view.shards[0].rejected == 1
   assert view.log_events[-1].text == "push of island 2 rejected: norm 9"
 
@@ -150,6 +152,16 @@ def test_silence_is_a_stall_only_once_it_steps(make):
   assert view.islands[0].state_at(26.0) == "running"  # ten steps of half a second
   assert view.islands[0].state_at(26.2) == "stalled"
   assert view.read([make.step(27.0, 0, 3)]).islands[0].state_at(27.5) == "running"
+
+
+def test_an_island_whose_clock_is_behind_is_not_silent(make):
+  """It was shown as stalled from beginning to end, and its speed left out."""
+  view = fold([make.run_started()])
+  for n in range(1, 6):  # each read a second after the one before
+    view.read([make.step(90.0 + n, 0, n, tokens=100), make.step(100.0 + n, 1, n, tokens=100)])
+  assert [view.islands[m].state_at(105.5) for m in range(2)] == ["running", "running"]
+  assert view.speed(105.5).tokens_per_second == pytest.approx(200)
+  assert [view.islands[m].state_at(108.5) for m in range(2)] == ["stalled", "stalled"]
 
 
 def test_a_planned_stall_shows_at_once_and_ends_with_the_next_step(make):
@@ -174,6 +186,8 @@ def test_lost_to_a_shard_while_it_steps_is_a_reason_not_a_state(make):
   assert (island.state, island.missed_reason) == ("running", "cut off")
   late = make.changed(member, time=30.0)
   assert fold([*events, late]).islands[0].state == "lost"
+  joins = make.event(3.0, "learner-0", "started", 1)
+  assert fold([*events, joins, late]).islands[0].state == "joining"
 
 
 def test_both_shards_tell_of_one_loss_in_one_note(make):
@@ -338,6 +352,13 @@ def test_an_island_that_waits_for_its_data_is_noted_until_it_does_not(make):
   ]
   first, second = (each.time for each in view.log_events)
   assert 6.0 < first < 9.0 < 10.0 < second < 14.0
+
+
+def test_steps_that_end_at_the_same_time_are_counted(make):
+  """Times have microseconds, and a clock may stand still."""
+  view = fold([make.run_started(), *(make.step(1.0, 0, n, tokens=100) for n in (1, 2, 3))])
+  assert view.odd_events == 0 and view.islands[0].tokens == 300
+  assert view.islands[0].tokens_per_second == pytest.approx(100 / 0.1), "that of the steps alone"
 
 
 def test_steps_without_metrics_and_unknown_kinds(make):

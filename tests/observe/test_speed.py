@@ -41,6 +41,10 @@ def test_an_islands_speed_now(make):
   assert speed.text() == "2.0k tokens/s, 512 a chip, 24.0% MFU"
   assert run.speed(3.0).text() == "4.1k tokens/s, 512 a chip, 24.0% MFU"
   assert run.speed(60.0).text() == "", "all have been silent for long"
+  step = max(e.step for e in events(make) if e.kind == "step" and e.role == "learner-0")
+  slow = make.step(run.islands[0].step_time + 1.0, 0, step + 1, tokens=1024)
+  found = run.read([slow]).islands[0].speed.tokens_per_second
+  assert found == pytest.approx(0.8 * 2048 + 0.2 * 1024), "one slow step is a fifth of it"
 
 
 @pytest.mark.parametrize(
@@ -59,6 +63,7 @@ def test_the_usual_speed_is_that_on_the_chips_an_island_has_now(make):
   log, at = [], 0.0
   for life, (chips, seconds, steps) in enumerate(((8, 1.0, 90), (4, 2.0, 10))):
     more = {"devices": chips, "flops_per_token": FLOPS, "peak_flops_per_second": PEAK}
+    more["device_kind"] = "TPU v5p"
     log.append(make.event(at + 0.5, "learner-0", "started", life, **more))
     for n in range(steps):
       at += seconds
@@ -67,11 +72,15 @@ def test_the_usual_speed_is_that_on_the_chips_an_island_has_now(make):
   found = numbers(RunState().read(log))
   assert found["tokens_per_second_per_chip"] == pytest.approx(128)
   assert found["learners"]["0"]["mfu"] == pytest.approx(128 * FLOPS / PEAK)
+  again = make.event(at + 1.0, "learner-0", "started", 2, **more)
+  assert numbers(RunState().read([*log, again]))["tokens_per_second_per_chip"] == pytest.approx(128)
 
 
 def test_an_island_of_a_log_that_begins_late_has_no_chips(make):
   run = RunState().read([make.step(1.0 + n, 0, n) for n in range(3)])
   assert math.isnan(run.islands[0].speed.per_chip) and run.islands[0].speed.tokens_per_second > 0
+  beside = [each for each in events(make) if each.role == "learner-1"]
+  assert math.isnan(run.read(beside).usual_speed.per_chip), "nor is it divided by another's alone"
 
 
 def test_it_is_in_every_place_that_lists_speeds(make):

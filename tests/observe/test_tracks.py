@@ -6,7 +6,7 @@ import random
 import pytest
 
 from ddiloco.dashboard.status import status
-from ddiloco.observe.islands import MOST_SPANS
+from ddiloco.observe.islands import MOST_SPANS, IslandState
 from ddiloco.observe.run_state import MOST_MARKS, RunState
 from tests.made_events import changed
 
@@ -94,6 +94,41 @@ def test_an_island_that_falls_silent_is_stalled_from_its_last_step_on(make):
   check_whole(found, 9.5)
 
 
+@pytest.mark.parametrize("kind", ["round", "commit", "abandoned"])
+def test_a_planned_stall_of_a_shard_ends_with_its_next_word_of_a_round(make, kind):
+  """It was said to stand still until the end of the run."""
+  begun = make.event(1.0, "syncer-0", "started", fragments=[0])
+  stall = make.event(5.0, "engine", "fault", target="syncer-0", action="stall", seconds=3.0)
+  late, next_one = (make.event(time, "syncer-0", kind, fragment=0) for time in (4.9, 8.1))
+  still = [[0.0, 1.0, "joining"], [1.0, 5.0, "running"], [5.0, 8.1, "stalled"]]
+  found = spans([make.run_started(num_shards=1), begun, stall, late, next_one], 9.0)["syncer-0"]
+  assert found == [*still, [8.1, 9.0, "running"]]
+
+
+def test_of_many_spans_none_takes_over_the_time_in_which_an_island_had_left():
+  """It would have been drawn as running meanwhile."""
+  island, time = IslandState(), 0.0
+  for _ in range(MOST_SPANS):
+    for state, seconds in (("joining", 0.5), ("running", 3.0), ("lost", 2.0), ("left", 90.0)):
+      island.turn(time, state)
+      time += seconds
+  drawn = sum(end - start for start, end, _ in island.spans(time, time))
+  assert drawn == 5.5 * MOST_SPANS and island.num_absorbed == 2 * MOST_SPANS
+
+
+def test_where_clocks_differ_no_span_hides_an_earlier_one(make):
+  """The learner's clock is five seconds behind that of the engine which starts it again."""
+  engine = [make.event(10.0, "engine", "exit", target="learner-0", reason="killed")]
+  engine += [make.event(11.0, "engine", "restart", target="learner-0")]
+  begun = [make.run_started(num_learners=1), make.step(9.0, 0, 1)]
+  back = [make.event(7.0, "learner-0", kind, 1) for kind in ("started", "joined")]
+  found = spans([*begun, *engine, *back, make.step(15.0, 0, 2, incarnation=1)])["learner-0"]
+  assert [state for *_, state in found] == ["joining", "running", "down", "running"]
+  check_whole(found, 15.0)
+  found = spans([*begun, *engine, *back], 100.0)["learner-0"]
+  assert found[-1] == [11.0, 100.0, "stalled"]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_thousands_of_faults_do_not_make_it_grow(make, seed):
   print("seed", seed)
@@ -152,6 +187,12 @@ def test_after_a_run_that_was_over_nobody_was_there_until_it_went_on(make):
   for role in ("learner-0", "learner-1", "syncer-0"):
     assert [state for *_, state in states(run)[role]] == ["joining", "running"] * 2
     assert states(run)[role][2][0] == 100.0
+
+
+def test_an_island_that_had_left_a_run_before_it_was_killed_was_not_down(make):
+  run = went_on(make, make.event(10.2, "learner-0", "stopped", reason="drained"))
+  assert [state for *_, state in states(run)["learner-0"]] == ["joining", "running"] * 2
+  assert [state for *_, state in states(run)["learner-1"]][2] == "down"
 
 
 def test_roles_without_which_a_killed_run_goes_on_are_gone(make):

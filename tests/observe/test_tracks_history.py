@@ -91,6 +91,7 @@ def test_a_kill_for_good_is_watched_thirty_seconds(make):
 
 def test_only_planned_kills_of_learners_count(make):
   events = [
+    make.step(0.5, 0, 1),
     make.event(1.0, "engine", "fault", target="syncer-0", action="kill"),
     make.event(2.0, "engine", "fault", target="learner-0", action="stall"),
     make.event(3.0, "engine", "exit", target="learner-0", reason="crash"),
@@ -129,6 +130,8 @@ def test_a_survivor_that_never_steps_again_counts_to_the_end_of_the_window(make)
   kill = _kill(make, 5.0, 2, joined=8.0, merged=15.0)
   events = _sorted(_steps(make, 0, [1, 2, 3, 4, 5]), kill)
   assert _ratio(events) == pytest.approx(10.0)
+  until_now = [event for event in events if event.time <= 8.0]
+  assert _ratio(until_now) == pytest.approx(3.0), "while it goes on"
   stopped = [make.event(5.5, "learner-0", "stopped", reason="done")]
   assert _ratio(_sorted(events, stopped)) == pytest.approx(0.5)  # silent until it left
 
@@ -143,6 +146,9 @@ def test_an_island_with_a_fault_of_its_own_is_no_witness(make, action):
     kill,
   )
   assert _ratio(events) == pytest.approx(1.0)
+  struck = next(event for event in events if event.time == 6.0 and event.role == "engine")
+  events[events.index(struck)] = make.changed(struck, target="syncer-0")
+  assert _ratio(events) == pytest.approx(6.0), "a shard's fault is none of the island of its number"
 
 
 def test_an_island_that_left_and_came_back_is_a_witness_again(make):
@@ -162,6 +168,13 @@ def test_an_island_that_left_in_the_window_was_silent_until_it_left_also_when_it
   back += [make.event(100.0, "learner-0", "started", 1)]
   steps = _steps(make, 0, [1, 2, 3, 4, 5])
   assert _ratio(_sorted(steps, left, back, _kill(make, 5.0, 2))) == pytest.approx(0.5)
+
+
+def test_a_second_death_on_the_way_back_ends_the_window_of_the_first(make):
+  kill = [make.event(5.0, "engine", "fault", target="learner-2", action="kill", seconds=1.0)]
+  again = _kill(make, 7.0, 2, joined=9.0, merged=10.0)
+  events = _sorted(_steps(make, 0, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 20]), kill, again)
+  assert _ratio(events) == pytest.approx(1.0), "what came after its merge is not of that kill"
 
 
 def test_an_island_that_was_down_at_the_kill_is_no_witness(make):
@@ -194,12 +207,15 @@ def test_clocks_are_as_far_apart_as_the_log_proves(make, ahead):
   assert clocks.text() == (said if proven else "")
 
 
-def test_what_an_earlier_life_copied_out_proves_nothing(make):
-  """A learner that was restored counts an older push as its newest."""
+@pytest.mark.parametrize("life, included", [(1, True), (0, False)])
+def test_what_an_earlier_life_copied_out_proves_nothing(make, life, included):
+  """A learner that was restored counts an older push as its newest; nor does a push that came too
+  late for the version."""
   clocks = Clocks()
   clocks.add(make.commit(1.0, fragment=0, round=3))
   clocks.add(make.event(5.0, "learner-0", "copy_out", fragment=0, round=4))
-  clocks.add(make.event(7.0, "learner-0", "stage", 1, fragment=0, round=3, included=True))
+  of = {"fragment": 0, "round": 3, "included": included}
+  clocks.add(make.event(7.0, "learner-0", "stage", life, **of))
   assert clocks.text() == ""
 
 

@@ -8,6 +8,7 @@ import pickle
 import pytest
 
 from ddiloco.observe.tracks import SETTLED_ROUNDS, Aftermath
+from tests.made_events import changed
 from tests.made_events import made as event
 
 
@@ -31,9 +32,11 @@ def test_a_role_is_back_with_the_first_commit_after_its_fault_is_over():
     commit(18.0, 0, 0, 4, 3, 0),
     commit(19.0, 1, 1, 1, -1, 0),
     fault(20.0, "learner-1", "kill", -1.0),
+    fault(21.0, "learner-2", "join", 0.0),
+    commit(21.5, 0, 0, 5, 4, 2),  # a join has not to be over before it counts
   ]
-  first, second, third = Aftermath().read(events).recoveries
-  assert (first.seconds, second.seconds) == (4.5, 4.0)
+  first, second, third, joined = Aftermath().read(events).recoveries
+  assert (first.seconds, second.seconds, joined.seconds) == (4.5, 4.0, 0.5)
   assert math.isnan(third.seconds) and third.action == "kill"
 
 
@@ -107,3 +110,5 @@ def test_only_a_fault_of_its_own_explains_an_exit():
   assert unplanned(poison, planned, bad) == []
   assert unplanned(planned, bad) == [bad]
   assert unplanned(other, crash) == [other, crash]
+  elsewhere = changed(other, target="learner-1")
+  assert unplanned(poison, elsewhere) == [elsewhere], "poison ends a learner by quarantine alone"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ddiloco.observe.report import summarise
 from ddiloco.observe.run_state import RunState
 from ddiloco.observe.tracks import MOST_REJOINS, Rejoins
 from tests.made_events import made
@@ -88,6 +89,7 @@ def test_a_thread_has_no_process_and_nothing_to_compile():
   (found,) = read([*alive(), *STARTED_AGAIN, *back(process=False)]).as_json()
   assert list(found["phases"]) == ["detect", "pause", "restore", "receive", "first_step", "merge"]
   assert found["time"] == 3.0 and found["phases"]["detect"] == 7.0, "since its last word"
+  assert summarise([*alive(), *STARTED_AGAIN])["kills"] == [], "a crash is none of the plan"
   assert sum(found["phases"].values()) == pytest.approx(found["seconds"]) == 25.0
 
 
@@ -125,6 +127,20 @@ def test_whoever_begins_does_not_rejoin():
   )
 
 
+@pytest.mark.parametrize("engine", [True, False])
+def test_one_that_left_in_good_order_and_joins_later_has_not_died(engine):
+  """Its hours elsewhere were the usual time "from death to merge"."""
+  left = [made(5.0, "learner-1", "stopped"), made(5.1, "learner-1", "traffic")]
+  exit_ = made(5.2, "engine", "exit", target="learner-1", reason="exit status 3")
+  joins = [exit_, made(3600.0, "engine", "restart", target="learner-1")] if engine else []
+  assert read([*alive(), *left, *joins, *back(at=3600.0)]).as_json() == []
+  killed = made(3620.0, "engine", "exit", target="learner-1", reason="killed")
+  again = [killed, made(3630.0, "engine", "restart", target="learner-1")]
+  log = [*alive(), *left, *joins, *back(at=3600.0), *again, *back(incarnation=2, at=3630.0)]
+  (found,) = read(log).as_json()
+  assert found["time"] == 3607.5 and found["seconds"] == 30.5
+
+
 def test_a_run_that_goes_on_is_nobodys_rejoin():
   assert read([*alive(), made(15.0, "engine", "run_started"), *back(process=False)]).as_json() == []
 
@@ -133,6 +149,12 @@ def test_last_words_of_an_earlier_life_are_not_heard():
   late = [made(25.0, "learner-1", "joined", 0), made(24.5, "learner-1", "step", 0, step=9)]
   (found,) = read([*alive(), *STARTED_AGAIN, *late, *back()]).as_json()
   assert found["phases"]["receive"] == 1.75 and found["phases"]["first_step"] == 1.0
+  kill = made(10.0, "engine", "fault", target="learner-1", action="kill")
+  told_late = [made(9.5, "learner-1", "joined"), made(10.0, "learner-1", "step", step=9)]
+  engine = [made(10.2, "engine", "exit", target="learner-1", reason="killed"), STARTED_AGAIN[1]]
+  run = RunState().read([*alive(), kill, *told_late, *engine, *back()])
+  (found,) = run.rejoins.as_json()
+  assert list(found["phases"])[:2] == ["detect", "pause"] and found["phases"]["receive"] == 1.75
 
 
 def test_clocks_that_differ_give_no_negative_seconds():

@@ -77,6 +77,20 @@ def test_a_value_that_is_given_back_is_of_a_later_round_and_may_be_of_an_earlier
   assert problems({SHARD: shard.events, ONE: one.events, TWO: two.events}) == []
 
 
+def test_a_learner_may_have_two_values_on_their_way_at_once():
+  shard, one, two = Log(SHARD), Log(ONE), Log(TWO)
+  shard.on(0).add("owns", fragment=0, version=0, round=-1, momentum_round=-1)
+  two.on(0).apply(-1, 0, "overwrite").steps(1).copy_out(0, 0, -1, steps=1)
+  shard.commit(0, 1, -1, {1: 0}, steps=[1], merged=1)
+  two.apply(0, 1, included=True).steps(1).copy_out(1, 1, 0, steps=1)
+  shard.commit(1, 2, 0, {1: 0}, steps=[1], merged=2)
+  one.on(0).apply(-1, 0, "overwrite")
+  for kind in ("stage", "apply"):
+    for n in (0, 1):
+      one.add(kind, fragment=0, round=n, version=n + 1, mode="rebase", included=False)
+  assert problems({SHARD: shard.events, ONE: one.events, TWO: two.events}) == []
+
+
 def resend(logs: Logs) -> None:
   """Of a push that is not the newest."""
   pushed = find(logs, ONE, "copy_out", round=1)
@@ -91,6 +105,8 @@ MUTATIONS = [
   ("a step was counted twice", add_after(ONE, "step", {"step": 2}), ONE, "step 2 follows step 2"),
   ("the global step goes back", change(ONE, "step", {"step": 3}, global_step=1), ONE,
    "the global step went back"),
+  ("the global step stands still", change(ONE, "step", {"step": 3}, global_step=2), ONE,
+   "the global step went back from 2 to 2"),
   ("a batch twice", change(ONE, "step", {"step": 3}, position=1), ONE, "batch 1 follows batch 1"),
   ("no tokens", change(ONE, "step", {"step": 1}, tokens=0), ONE, "a step of 0 tokens"),
   ("a copy-out says too many steps", change(ONE, "copy_out", {"round": 1}, steps=3), ONE,
@@ -131,6 +147,8 @@ MUTATIONS = [
    "takes round 0 after round 1"),
   ("a push is included that is not", change(TWO, "stage", {"round": 1}, included=True), TWO,
    "round 1 does not include its push for round 1, but is said to"),
+  ("a push is included, and there is none",
+   change(TWO, "stage", {"round": 2}, included=True), TWO, "but it has none"),
   ("a push is not included that is", change(ONE, "stage", {"round": 0}, included=False), ONE,
    "round 0 includes its push for round 0, but is said not to"),
   ("applied, but not staged", drop(ONE, "stage", round=1), ONE, "which was not staged"),
@@ -189,6 +207,17 @@ def test_rounds_grow_also_where_a_fragment_moves_to_another_shard():
   other.commit(2, 5, 3, {0: 0}, steps=[1], merged=14)
   said = [p for p in problems({**good(), "syncer-1": other.events}) if p.startswith("syncer-1")]
   assert any("round 2 of fragment 0 comes after a later one" in text for text in said), said
+
+
+def test_rounds_grow_over_all_lives_of_a_shard():
+  """One that lost what it had committed gives none of its rounds again, nor an earlier one."""
+  shard, one, two = Log(SHARD), Log(ONE), Log(TWO)
+  for life, (log, round_) in enumerate(((one, 3), (two, 2))):
+    shard.on(life).add("owns", fragment=0, version=0, round=-1, momentum_round=-1)
+    log.on(0).apply(-1, 0, "overwrite").steps(1).copy_out(round_, 0, -1, steps=1)
+    shard.commit(round_, 1, -1, {life: 0}, steps=[1], merged=1)
+  said = problems({SHARD: shard.events, ONE: one.events, TWO: two.events})
+  assert len(said) == 1 and "round 2 of fragment 0 comes after a later one" in said[0]
 
 
 def test_dropped_messages_are_no_lost_events():

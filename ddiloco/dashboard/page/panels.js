@@ -232,7 +232,7 @@ function participation({ commits, goodput, islands, phase }) {
     ["all commits", share],
     ["latest", (island) => percent(island.participation_recent), "number"],
     ["trains", (island) => percent(goodput?.liveness[island.number]), "number"],
-    ["step", (island) => compact(island.global_step), "number"],
+    ["global step", (island) => compact(island.global_step), "number"],
     ["loss", (island) => loss(island.loss), "number"],
     ["restarts", (island) => String(island.restarts), "number"],
   );
