@@ -506,12 +506,12 @@ class ChaosConfig:
     for fault in self.faults:
       kind, _, name = fault.role.partition("-")
       good = kind != "region" or name in self.regions
-      rule = f"is none of chaos.regions ({', '.join(self.regions) or 'there are none'})"
+      rule = f"is none of chaos.regions ({', '.join(map(repr, self.regions)) or 'there are none'})"
       must("chaos.faults", fault, "role", good, rule, "add it there: name -> list of roles")
 
   def num_joining(self) -> int:
     """How many learners join by plan."""
-    return len({fault.role for fault in self.faults if fault.action == "join"})
+    return len({fault.role for fault in self.of_roles() if fault.action == "join"})
 
   def of_roles(self) -> tuple[Fault, ...]:
     """The faults by role: a fault of a region becomes one for each of its roles.

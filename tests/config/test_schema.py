@@ -211,6 +211,8 @@ def test_a_fault_of_a_region_strikes_its_roles_and_its_links_to_the_outside():
   chaos = from_dict({"chaos": {"regions": regions, "faults": [cut]}}).chaos
   assert [f.role for f in chaos.of_roles()] == ["learner-2", "syncer-1"]
   assert {f.peers for f in chaos.of_roles()} == {("!learner-2", "!syncer-1")}
+  text = refusal({"chaos": {"regions": {1: ["learner-2"], "west": []}, "faults": [cut]}})
+  assert "'region-east': is none of chaos.regions (1, 'west'). Fix: " in text
   text = refusal({"chaos": {"regions": {"east": ["learner"]}}})
   assert text.startswith("chaos.regions.east = ") and "must name a role" in text
   text = refusal({"chaos": {"regions": {"east": ["learner-9"]}, "faults": [cut]}})
@@ -221,6 +223,12 @@ def test_a_learner_that_joins_may_be_struck_too():
   join = {"action": "join", "role": "learner-4", "at_step": 5, "seconds": -1}
   kill = {"action": "kill", "role": "learner-4", "at_step": 10}
   assert from_dict({"chaos": {"faults": [join, kill]}}).num_islands() == 5
+
+
+def test_all_learners_of_a_region_may_join():
+  regions = {"late": ["learner-5", "learner-4"]}
+  join = {"action": "join", "role": "region-late", "at_step": 5, "seconds": -1}
+  assert from_dict({"chaos": {"regions": regions, "faults": [join, join]}}).num_islands() == 6
 
 
 def test_a_fault_without_a_needed_field_names_it():
