@@ -356,6 +356,9 @@ class SyncConfig:
     must("sync", self, "error_feedback", good, rule, fix)
 
 
+MAX_STREAMS = 64
+
+
 @dataclasses.dataclass(frozen=True)
 class NetworkConfig:
   """How messages travel between processes. `patience_seconds` grows with what is measured."""
@@ -373,7 +376,8 @@ class NetworkConfig:
 
   def __post_init__(self):
     check("network", self)
-    must("network", self, "streams", self.streams <= 64, "must be at most 64", "use 8")
+    rule = f"must be at most {MAX_STREAMS}"
+    must("network", self, "streams", self.streams <= MAX_STREAMS, rule, "use 8")
 
 
 # --- How long a run is and what it leaves
