@@ -194,8 +194,8 @@ def next_need(seen: Seen) -> Need:
   if seen.slice != "READY":
     return Need.WAIT
   roles = set(seen.roles)
-  if not roles or roles & {"none", "created 0"}:
-    return Need.START
+  if not roles or any(role.startswith(("none", "created")) for role in roles):
+    return Need.START  # "created 127": Docker has made the container, and could not start it
   if roles == {"exited 0"}:
     return Need.DONE
   if any(role.startswith(("exited", "dead")) and role != "exited 0" for role in roles):

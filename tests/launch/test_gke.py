@@ -200,6 +200,8 @@ def test_yaml_says_the_same(one):
   text = as_yaml(list(one.values()))
   assert list(yaml.safe_load_all(text)) == list(one.values())
   assert "&id" not in text and "config.json: |" in text, "for people"
+  # kubectl takes them for a number and for true unless they are quoted.
+  assert as_yaml([{"claimName": "1e3", "run": "y"}]) == "claimName: '1e3'\nrun: 'y'\n"
 
 
 @pytest.mark.parametrize(
