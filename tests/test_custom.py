@@ -51,6 +51,9 @@ def broken(config):
 def lacking(config):
   raise ImportError("needs wheels. Fix: pip install wheels.")
 
+def leaving(config):
+  raise SystemExit("no weights here")
+
 def half(config):
   made = Line(3)
   made.evaluate = None
@@ -272,6 +275,7 @@ def test_without_a_name_the_model_is_the_transformer():
   [
     ("broken", r"broken\(\) fails at .*mine.py, line \d+ \(ZeroDivisionError: division by zero\)"),
     ("lacking", r"lacking\(\) fails at .*needs wheels\.\)\. Fix: pip install wheels\.$"),
+    ("leaving", r"leaving\(\) fails at .*mine.py, line \d+ \(SystemExit: no weights here\)"),
     ("half", r"it made a Line, which has no evaluate; every ddiloco.models.model.Model has"),
     ("momentum", r"momentum\(\) fails at .*KeyError"),
     ("missing", r"has no function 'missing'. Fix: name one of its functions \(.*model"),
