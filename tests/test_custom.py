@@ -312,8 +312,20 @@ def test_without_a_name_the_model_is_the_transformer():
   ],
 )
 def test_what_does_not_fit_is_refused_by_name(file, name, rule):
-  with pytest.raises(ConfigError, match=r"^model.custom = '.*mine.py:" + name + "': .*" + rule):
+  refused = r"^model.custom = '.*mine.py:" + name + "': .*" + rule
+  with pytest.raises(ConfigError, match=refused) as caught:
     initial.make_plan(config("model", f"{file}:{name}"))
+  assert caught.type is ConfigError, "it is no storage that did not answer"
+
+
+def test_a_file_that_could_not_be_read_is_read_once_it_can(tmp_path):
+  path = tmp_path / "late.py"
+  path.write_text("import not_there_yet\n")
+  for _ in range(2):
+    with pytest.raises(ConfigError, match=r"late.py, line 1 \(ModuleNotFoundError"):
+      initial.make_plan(config("model", f"{path}:model"))
+  path.write_text(MODEL)
+  assert initial.make_plan(config("model", f"{path}:model"))
 
 
 def test_a_loss_and_its_metrics_may_be_a_list_as_in_jax(file):

@@ -247,8 +247,6 @@ class IslandConfig:
     good = all(a == -1 or a > 0 for a in axes) and axes.count(-1) <= 1
     rule, fix = "must be positive, at most one of them -1", "use data=1, fsdp=-1, tensor=1"
     require(good, "islands.(data, fsdp, tensor)", axes, rule, fix)
-    if self.devices:
-      self.mesh_shape(self.devices)
 
   def mesh_shape(self, devices: int) -> tuple[int, int, int]:
     """(data, fsdp, tensor) for an island that was given `devices` devices."""
@@ -290,8 +288,7 @@ class IslandsConfig(IslandConfig):
     for key, fields in self.overrides.items():
       rule, fix = "keys are learner numbers, also of those that join later", "rename it, e.g. '2'"
       require(is_number(key), "islands.overrides", key, rule, fix)
-      typed_fields(IslandConfig, fields, f"islands.overrides.{key}")  # refuses wrong ones ...
-      self.island(int(key))  # ... and the overrides together with the common settings
+      typed_fields(IslandConfig, fields, f"islands.overrides.{key}")  # the rest: see `Config`
 
   def island(self, learner: int) -> IslandConfig:
     """The settings of one learner's island."""

@@ -200,8 +200,6 @@ def place(
   islands, overrides = [], dict(config.islands.overrides)
   for learner, where in enumerate(_where(places, count)):
     topology, field = config.islands.island(learner).topology, f"islands.topology of {learner}"
-    fix = "set it, or give --config.islands.topology=v6e:8x8, for example"
-    require(bool(topology), field, topology, "a slice needs a topology", fix)
     shape = shape_of(topology, field)
     islands.append(PlacedIsland(learner, where, shape))
     own = {"devices": shape.devices, "hosts": shape.hosts}

@@ -133,7 +133,7 @@ class TpuVmRun:
     ]
     registry = self.placement.image.partition("/")[0]
     login = f"sudo gcloud auth configure-docker {shlex.quote(registry)} --quiet && "
-    known = registry.endswith(".pkg.dev") or registry.endswith("gcr.io")
+    known = registry.endswith((".pkg.dev", "gcr.io"))
     return (
       f"sudo docker rm --force {self.name} >/dev/null 2>&1; "
       f"chmod 700 ~/{STAGED}/keys/secret && chmod 600 ~/{STAGED}/keys/secret/* && "

@@ -115,6 +115,7 @@ def test_hosts_of_an_island_meet_at_host_0_on_one_slice(one):
   exclusive = "alpha.jobset.sigs.k8s.io/exclusive-topology"
   assert jobset["metadata"]["annotations"] == {exclusive: "cloud.google.com/gke-nodepool"}
   alone = one["JobSet", "run-learner-1"]
+  assert "annotations" not in alone["metadata"]
   pod = alone["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
   assert not any(word.startswith("--host") for word in pod["containers"][0]["command"])
 
@@ -159,6 +160,8 @@ def test_islands_elsewhere_reach_the_shards_at_their_addresses(two):
   for shard, address in enumerate(ADDRESSES):
     service = east["Service", f"run-syncer-{shard}"]
     assert service["spec"]["loadBalancerIP"] == address
+    kind = service["metadata"]["annotations"]["networking.gke.io/load-balancer-type"]
+    assert kind == "Internal", "else all the world reaches it"
     job = east["JobSet", "run-shards"]["spec"]["replicatedJobs"][shard]["template"]["spec"]
     labels = job["template"]["metadata"]["labels"]
     assert service["spec"]["selector"].items() <= labels.items()
@@ -302,7 +305,12 @@ def test_a_cluster_s_answer_is_read():
           "replicatedJobsStatus": [{"name": "host", "ready": 1, "succeeded": 0}],
         },
       },
-      {"metadata": {"name": "run-shards"}, "spec": {"replicatedJobs": [{}, {}]}},
+      {"metadata": {"name": "run-none"}, "spec": {"replicatedJobs": [{}, {}]}},
+      {
+        "metadata": {"name": "run-shards"},
+        "spec": {"replicatedJobs": [{}, {}, {}]},
+        "status": {"replicatedJobsStatus": [{"ready": 1}, {"succeeded": 1}, {"ready": 0}]},
+      },
       {
         "metadata": {"name": "run-evaluator"},
         "spec": {"replicatedJobs": [{}]},
@@ -315,6 +323,7 @@ def test_a_cluster_s_answer_is_read():
   }
   assert [str(each) for each in gke.states(listed)] == [
     "run-learner-0: 1 of 1 ready, 3 restarts, 1 of them failures",
-    "run-shards: 0 of 2 ready",
+    "run-none: 0 of 2 ready",
+    "run-shards: 2 of 3 ready",
     "run-evaluator: Failed (reached maxRestarts)",
   ]

@@ -109,6 +109,14 @@ def test_the_script_of_a_host_is_one_that_a_shell_reads(tmp_path):
   assert "--host=" not in alone
 
 
+@pytest.mark.parametrize(
+  ("image", "known"), [("eu.gcr.io/p/i:1", True), ("gcr.io/p/i", True), ("docker.io/p/i:1", False)]
+)
+def test_a_host_logs_in_to_google_s_registries_alone(image, known):
+  script = dataclasses.replace(RUN, placement=dataclasses.replace(MADE, image=image))
+  assert ("configure-docker" in script.start_script(FIRST, "10.1.0.1")) == known
+
+
 @pytest.mark.parametrize("described", [{}, {"state": {}}])
 def test_a_state_that_is_not_told(described):
   assert tpu_vms.seen_slice(described) == Seen("STATE_UNSPECIFIED")

@@ -64,6 +64,7 @@ def test_slices_are_told_apart_in_any_order():
 def test_islands_of_one_cpu_device_share_it():
   assert _partition(jax.devices(), 1, 4, 1) == [[0], [1, 2, 3, 4], [0]]
   assert _partition(jax.devices()[:3], 1, 2, *(1,) * 9) == [[0], [1, 2], *[[0]] * 9]
+  assert _partition(jax.devices(), 4, 1, 1) == [[0, 1, 2, 3], [4], [4]]
   assert _partition(jax.devices()[:1], 0, 0) == [[0], [0]]
   assert _partition(_slices(1, 1), 1, 1) == [[0], [1]], "an accelerator serves one island"
 
