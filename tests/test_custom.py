@@ -77,6 +77,19 @@ class Line3(Line):
     NnxModel.__init__(self, build)
     self.size = 3
 
+def narrow(config):
+  return Line3(lambda rngs: nnx.Linear(3, 1, param_dtype=jnp.bfloat16, rngs=rngs))
+
+def rounded(config):
+  made = Line(3)
+  made.loss = lambda *_: (jnp.zeros((), jnp.bfloat16), {"loss": jnp.zeros(())})
+  return made
+
+def forgetful(config):
+  made = Line(3)
+  made.shapes = lambda: None
+  return made
+
 def wide(config):
   made = Line(3)
   made.inputs = lambda batch_size, length: jax.ShapeDtypeStruct((7, 3), jnp.float32)
@@ -309,6 +322,9 @@ def test_without_a_name_the_model_is_the_transformer():
     ("rooted", r"parameter '/.*: it must .*; its name is parts joined by '/', none of them empty"),
     ("empty", r"parameter 'kernel' is float32\[0, 1\], .*: it must .*have values"),
     ("wide", r"its first axis must be the batch"),
+    ("narrow", r"parameter 'bias' is bfloat16\[1\], .*: it must be float32"),
+    ("rounded", r"loss\(\) gives what is minimised = .*bfloat16.*, must give a float32 scalar"),
+    ("forgetful", r"shapes\(\) gives a NoneType, must give a dict"),
   ],
 )
 def test_what_does_not_fit_is_refused_by_name(file, name, rule):

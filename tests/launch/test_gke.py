@@ -104,6 +104,7 @@ def test_hosts_of_an_island_meet_at_host_0_on_one_slice(one):
   assert "--http=0.0.0.0:8080" in container["command"]
   assert "--host=$(JOB_COMPLETION_INDEX)" in container["command"]
   assert container["resources"]["limits"] == {"google.com/tpu": 4}
+  assert pod["serviceAccountName"] == "trainer"
   # An island whose chips cannot be opened fails, instead of training on its host's CPU.
   assert container["env"] == [{"name": "JAX_PLATFORMS", "value": "tpu,cpu"}]
   (shard, *_) = one["JobSet", "run-shards"]["spec"]["replicatedJobs"]

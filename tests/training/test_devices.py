@@ -220,6 +220,17 @@ def test_the_largest_heads_that_cudnn_takes_depend_on_the_gpu(capability, most):
     assert _execution("gpu", head_dim=size, capability=capability).attention == path
 
 
+def test_gpus_of_two_kinds_have_heads_that_both_take():
+  kinds = [("gpu", "9.0"), ("gpu", "10.0")]
+  gpus = [
+    types.SimpleNamespace(platform=p, process_index=0, compute_capability=c) for p, c in kinds
+  ]
+  mesh = types.SimpleNamespace(devices=np.array(gpus), size=1)
+  for size, path in ((128, "cudnn"), (256, "einsum")):
+    model = ModelConfig(compute_dtype="bfloat16", head_dim=size)
+    assert devices.make_execution(mesh, IslandConfig(), model).attention == path
+
+
 def test_the_kind_of_an_island_s_gpus_is_asked_of_a_device_of_this_process():
   """The device of another process may not know it."""
   far = types.SimpleNamespace(platform="gpu", process_index=1)

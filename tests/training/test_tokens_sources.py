@@ -107,6 +107,21 @@ def test_no_file_matches(tmp_path):
   assert "data.path" in text and "*.md" in text and "no file matches" in text
 
 
+def test_only_what_is_here_and_quickly_read_is_looked_at(tmp_path):
+  def looked_at(**fields):
+    return tokens_lib.is_here(DataConfig(**fields), most_bytes=8)
+
+  (tmp_path / "deep").mkdir()
+  (tmp_path / "deep" / "a.txt").write_bytes(b"8 bytes.")
+  text = {"source": "text", "path": str(tmp_path / "**" / "*.txt")}
+  assert looked_at(**text)
+  (tmp_path / "b.txt").write_bytes(b"9")
+  assert not looked_at(**text) and looked_at(**text | {"source": "tokens"})
+  assert not looked_at(source="tokens", path=str(tmp_path / "*.bin"))
+  assert looked_at() and looked_at(source="synthetic")
+  assert not looked_at(tokenizer="huggingface:nowhere")
+
+
 def test_all_files_empty(tmp_path):
   (tmp_path / "a.txt").touch()
   assert "empty" in error_of(data_lib.open_corpus, text_data(tmp_path / "*.txt"))
