@@ -153,6 +153,7 @@ def _type_of(path: str) -> type:
     ({"islands": {"devices": 3, "tensor": 2}}, "islands.(data, fsdp, tensor)", "must multiply"),
     ({"islands": {"devices": 4, "fsdp": 2}}, "islands.(data, fsdp, tensor)", "must multiply"),
     ({"islands": {"devices": 4, "batch_size": 6}}, "islands.batch_size", "accumulation_steps = 4"),
+    ({"islands": {"devices": 3, "hosts": 2}}, "islands.devices", "Fix: use 2, or 0: all that each"),
     (
       {"inner": {"optimizer": "muon"}, "checkpoint": {"rejoin": "peer"}},
       "checkpoint.rejoin",
