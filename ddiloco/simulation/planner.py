@@ -221,8 +221,7 @@ def _lateness(setting: Setting, plan: ExchangePlan) -> Iterator[str]:
 
 
 def _window(setting: Setting) -> Iterator[str]:
-  gbps = min(setting.gbps, setting.shard_gbps or setting.gbps)
-  needed = 2 * setting.latency_seconds * gbps * 1e9 / 8
+  needed = 2 * setting.latency_seconds * min(setting.rates)
   if 0 < setting.window_bytes < needed:
     streams = math.ceil(needed / bandwidth.CONNECTION_BYTES)
     more = f"set network.streams = {streams}, or " if streams <= MAX_STREAMS else ""

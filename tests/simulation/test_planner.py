@@ -243,7 +243,7 @@ def test_a_window_smaller_than_the_link_is_said():
   assert "more than the 1.0MB that" in text and "network.streams" not in text, "64 are too few"
   near = changed(setting, latency_seconds=0.05)
   (text,) = planner.findings(near, planner.make(near))
-  assert f"network.streams = {math.ceil(5 * 10**8 / 8 / (4 << 20))}, or raise" in text
+  assert f"network.streams = {math.ceil(PAYLOAD_SHARE * 5e8 / 8 / (4 << 20))}, or raise" in text
   narrow = changed(near, shard_gbps=0.01)  # Mbit/s: 125 kB are under way
   assert "until an answer is back" not in " ".join(planner.findings(narrow, planner.make(narrow)))
 
