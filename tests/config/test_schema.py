@@ -98,6 +98,7 @@ def test_the_edge_of_a_rule_is_inside_it(values):
     ("islands.num_learners", 0, "greater than 0"),
     ("network.streams", 65, "at most 64"),
     ("network.hello_seconds", 0, "greater than 0"),
+    ("checkpoint.keep", 0, "greater than 0"),
     ("islands.num_learners", (1 << 15) + 1, "at most 32768"),
     ("sync.num_shards", -1, "not be negative"),
     ("sync.num_shards", 9, "not exceed sync.num_fragments (8)"),

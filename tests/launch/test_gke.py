@@ -317,7 +317,10 @@ def test_a_cluster_s_answer_is_read():
         "spec": {"replicatedJobs": [{}]},
         "status": {
           "terminalState": "Failed",
-          "conditions": [{"type": "Failed", "status": "True", "message": "reached maxRestarts"}],
+          "conditions": [
+            {"type": "StartupPolicyCompleted", "status": "True", "message": "all started"},
+            {"type": "Failed", "status": "True", "message": "reached maxRestarts"},
+          ],
         },
       },
     ]

@@ -124,6 +124,7 @@ def test_places_name_every_learner_once():
   [
     (("a",), "must say where islands are"),
     (("a=",), "must say where islands are"),
+    (("=0-1",), "must say where islands are"),
     (("a=x",), "must say where islands are"),
     (("a=0", "b=0-1"), r"each learner once, which is not so for \[0\]"),
     (("a=0-2",), "there is no learner 2"),

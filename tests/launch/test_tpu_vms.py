@@ -61,6 +61,7 @@ def test_a_slice_is_asked_for_by_its_own_names():
   assert "--spot" not in queued
   other = dataclasses.replace(RUN, runtime_version="v3", project="")
   assert "--version=v3" in other.create(FIRST)
+  assert not any("--project" in word for word in other.create(FIRST)), "it is gcloud's own"
 
 
 def test_the_script_of_a_host_is_one_that_a_shell_reads(tmp_path):
