@@ -74,8 +74,9 @@ def experiment(path: str, flag: str) -> ml_collections.ConfigDict:
     what = "has no get_config()" if error.args == ("get_config",) else str(error)
     if isinstance(error, ImportError):
       fix = "install it; for a file of your own, set PYTHONPATH to its folder"
-    said = f"{line}{type(error).__name__}: {what}"
-    raise refusal(f"--{flag}", path, said, fix) from error
+    what, _, own = what.partition(" Fix: ")  # some bring their fix
+    said = f"{line}{type(error).__name__}: {what.rstrip('.')}"
+    raise refusal(f"--{flag}", path, said, own.rstrip(".") or fix) from error
   rule = f"get_config() returned {values!r}, must return a ConfigDict"
   fix = "start from ddiloco.config.default(), change lines, and return it"
   require(isinstance(values, ml_collections.ConfigDict), f"--{flag}", path, rule, fix)

@@ -370,7 +370,7 @@ def called(config: Section, what: str, call: Callable[[], Any]) -> Any:
     return call()
   except ConfigError:
     raise
-  except Exception as error:
+  except (Exception, SystemExit) as error:
     where = config.custom.rpartition(":")[0]
     frames = traceback.extract_tb(error.__traceback__)
     frame = ([each for each in frames if each.filename == _home(where)] or frames)[-1]

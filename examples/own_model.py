@@ -20,9 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from sklearn.datasets import load_digits
 
 import ddiloco
+
+try:
+  from sklearn.datasets import load_digits
+except ImportError as error:
+  raise SystemExit(f"{error}. Fix: pip install 'ddiloco[examples]'.") from error
 
 ISLANDS, STEPS, BATCH = 4, 500, 16
 CLASSES = 10

@@ -1,8 +1,8 @@
 """The model's quality under faults: the same run with and without them, at equal merged tokens.
 
-configs/quickstart.py: one small model, four islands and two shards in threads. A chaotic run
-suffers random faults of all kinds (kills, stalls, slowness, all kinds of network faults, full
-disks, poisoned updates), placed by step, so that they strike the same share of the work on every
+configs/quickstart.py: one small model, four islands and two shards in threads. One run suffers
+random faults of all kinds (kills, stalls, slowness, all kinds of network faults, full disks,
+poisoned updates), placed by step, so that they strike the same share of the work on every
 machine; a fault's role is down or disturbed for up to three seconds. A seed determines the initial
 model, the order of the data and the fault plan. Both runs of a seed end when the same number of
 tokens is merged; faults cost time, which is printed too.
@@ -16,7 +16,7 @@ trained tokens, merged or not: a run is a pure function of its config. --missed 
 work that missed its round: "rebase" keeps it, "halve" half of its length, "overwrite" nothing.
 Finished runs are not made again, so the script can be stopped and started.
 
-Last line: {"loss": {"undisturbed": [held-out loss, by seed], "chaos": [...]}, "mean": {...},
+Last line: {"loss": {"undisturbed": [held-out loss, by seed], "faults": [...]}, "mean": {...},
 "difference": of the means, relative to undisturbed, "of_one_seed": [the same, seed by seed],
 "struck": faults in all, "kinds": {...}, "seconds": {...}, "published": ..., "tokens": n}; with
 --virtual only the first four.
@@ -47,13 +47,13 @@ from ddiloco.observe.tracks import Aftermath
 from ddiloco.protocol import learner
 from ddiloco.protocol.events import Evaluation, Step
 
-ROWS = ("undisturbed", "chaos")
+ROWS = ("undisturbed", "faults")
 LEARNERS, SHARDS, BATCH, LENGTH = 4, 2, 4, 128  # of configs/quickstart.py
 PACE_SECONDS = 0.2  # least time of a step: four islands' steps take less on two cores
 OUTLIVED = 50  # quarantines and crashes that a role may have had
 # Mean benchmark scores (text, vision), 5B on 1T tokens, arXiv 2604.21428: data-parallel without
 # failures, and Decoupled with 8 learners at 1.2 million failing chips.
-PUBLISHED = {"undisturbed": (70.1, 58.7), "chaos": (69.8, 58.6)}
+PUBLISHED = {"undisturbed": (70.1, 58.7), "faults": (69.8, 58.6)}
 
 
 def make_config(
@@ -70,7 +70,7 @@ def make_config(
     "run.compare_alone": False,
     "chaos.faults": (),
   }
-  if row == "chaos":
+  if row == "faults":
     steps = tokens // (LEARNERS * BATCH * LENGTH)
     plan = random_faults(seed, faults, 0.9 * steps, LEARNERS, SHARDS, kinds)
     by_step = [
@@ -136,13 +136,13 @@ def compared(final: dict[str, list[float]]) -> dict[str, Any]:
   return {
     "loss": {row: [round(loss, 4) for loss in final[row]] for row in ROWS},
     "mean": {row: round(mean[row], 4) for row in ROWS},
-    "difference": round(mean["chaos"] / mean["undisturbed"] - 1, 5),
-    "of_one_seed": [round(b / a - 1, 4) for a, b in zip(final["undisturbed"], final["chaos"])],
+    "difference": round(mean["faults"] / mean["undisturbed"] - 1, 5),
+    "of_one_seed": [round(b / a - 1, 4) for a, b in zip(final["undisturbed"], final["faults"])],
   }
 
 
 def summarise(logs: dict[str, list[EventLog]], tokens: int) -> dict[str, Any]:
-  struck = [each for events in logs["chaos"] for each in Aftermath().read(events).recoveries]
+  struck = [each for events in logs["faults"] for each in Aftermath().read(events).recoveries]
   return {
     **compared({row: [losses(events)[-1][1] for events in logs[row]] for row in ROWS}),
     "struck": len(struck),
@@ -160,7 +160,7 @@ def main() -> None:
     {"seeds": 1, "tokens": 40 * step_tokens, "faults": 6},
     seeds=3,
     tokens=600 * step_tokens,
-    faults=(40, "in each chaotic run"),
+    faults=(40, "in each run under faults"),
     kinds={"type": common.names_of(KINDS), "default": ",".join(KINDS)},
     workdir=common.ROOT / "runs" / "quality",
     picture=Path,
@@ -178,7 +178,7 @@ def main() -> None:
   fields = {"islands.min_step_seconds": 0.0 if options.quick else PACE_SECONDS}
   names = dict(zip(ROWS, ROWS))
   if len(kinds) < len(KINDS):
-    names["chaos"] = "chaos-" + "-".join(kinds)
+    names["faults"] = "faults-" + "-".join(kinds)
   logs: dict[str, list[EventLog]] = {row: [] for row in ROWS}
   for seed in range(options.seeds):
     for row in ROWS:

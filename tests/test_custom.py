@@ -51,6 +51,9 @@ def broken(config):
 def lacking(config):
   raise ImportError("needs wheels. Fix: pip install wheels.")
 
+def leaving(config):
+  raise SystemExit("no weights here")
+
 def half(config):
   made = Line(3)
   made.evaluate = None
@@ -73,6 +76,19 @@ class Line3(Line):
   def __init__(self, build):
     NnxModel.__init__(self, build)
     self.size = 3
+
+def narrow(config):
+  return Line3(lambda rngs: nnx.Linear(3, 1, param_dtype=jnp.bfloat16, rngs=rngs))
+
+def rounded(config):
+  made = Line(3)
+  made.loss = lambda *_: (jnp.zeros((), jnp.bfloat16), {"loss": jnp.zeros(())})
+  return made
+
+def forgetful(config):
+  made = Line(3)
+  made.shapes = lambda: None
+  return made
 
 def wide(config):
   made = Line(3)
@@ -272,6 +288,7 @@ def test_without_a_name_the_model_is_the_transformer():
   [
     ("broken", r"broken\(\) fails at .*mine.py, line \d+ \(ZeroDivisionError: division by zero\)"),
     ("lacking", r"lacking\(\) fails at .*needs wheels\.\)\. Fix: pip install wheels\.$"),
+    ("leaving", r"leaving\(\) fails at .*mine.py, line \d+ \(SystemExit: no weights here\)"),
     ("half", r"it made a Line, which has no evaluate; every ddiloco.models.model.Model has"),
     ("momentum", r"momentum\(\) fails at .*KeyError"),
     ("missing", r"has no function 'missing'. Fix: name one of its functions \(.*model"),
@@ -305,11 +322,26 @@ def test_without_a_name_the_model_is_the_transformer():
     ("rooted", r"parameter '/.*: it must .*; its name is parts joined by '/', none of them empty"),
     ("empty", r"parameter 'kernel' is float32\[0, 1\], .*: it must .*have values"),
     ("wide", r"its first axis must be the batch"),
+    ("narrow", r"parameter 'bias' is bfloat16\[1\], .*: it must be float32"),
+    ("rounded", r"loss\(\) gives what is minimised = .*bfloat16.*, must give a float32 scalar"),
+    ("forgetful", r"shapes\(\) gives a NoneType, must give a dict"),
   ],
 )
 def test_what_does_not_fit_is_refused_by_name(file, name, rule):
-  with pytest.raises(ConfigError, match=r"^model.custom = '.*mine.py:" + name + "': .*" + rule):
+  refused = r"^model.custom = '.*mine.py:" + name + "': .*" + rule
+  with pytest.raises(ConfigError, match=refused) as caught:
     initial.make_plan(config("model", f"{file}:{name}"))
+  assert caught.type is ConfigError, "it is no storage that did not answer"
+
+
+def test_a_file_that_could_not_be_read_is_read_once_it_can(tmp_path):
+  path = tmp_path / "late.py"
+  path.write_text("import not_there_yet\n")
+  for _ in range(2):
+    with pytest.raises(ConfigError, match=r"late.py, line 1 \(ModuleNotFoundError"):
+      initial.make_plan(config("model", f"{path}:model"))
+  path.write_text(MODEL)
+  assert initial.make_plan(config("model", f"{path}:model"))
 
 
 def test_a_loss_and_its_metrics_may_be_a_list_as_in_jax(file):

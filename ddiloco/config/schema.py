@@ -247,8 +247,6 @@ class IslandConfig:
     good = all(a == -1 or a > 0 for a in axes) and axes.count(-1) <= 1
     rule, fix = "must be positive, at most one of them -1", "use data=1, fsdp=-1, tensor=1"
     require(good, "islands.(data, fsdp, tensor)", axes, rule, fix)
-    if self.devices:
-      self.mesh_shape(self.devices)
 
   def mesh_shape(self, devices: int) -> tuple[int, int, int]:
     """(data, fsdp, tensor) for an island that was given `devices` devices."""
@@ -290,8 +288,7 @@ class IslandsConfig(IslandConfig):
     for key, fields in self.overrides.items():
       rule, fix = "keys are learner numbers, also of those that join later", "rename it, e.g. '2'"
       require(is_number(key), "islands.overrides", key, rule, fix)
-      typed_fields(IslandConfig, fields, f"islands.overrides.{key}")  # refuses wrong ones ...
-      self.island(int(key))  # ... and the overrides together with the common settings
+      typed_fields(IslandConfig, fields, f"islands.overrides.{key}")  # the rest: see `Config`
 
   def island(self, learner: int) -> IslandConfig:
     """The settings of one learner's island."""
@@ -356,6 +353,9 @@ class SyncConfig:
     must("sync", self, "error_feedback", good, rule, fix)
 
 
+MAX_STREAMS = 64
+
+
 @dataclasses.dataclass(frozen=True)
 class NetworkConfig:
   """How messages travel between processes. `patience_seconds` grows with what is measured."""
@@ -373,7 +373,8 @@ class NetworkConfig:
 
   def __post_init__(self):
     check("network", self)
-    must("network", self, "streams", self.streams <= 64, "must be at most 64", "use 8")
+    rule = f"must be at most {MAX_STREAMS}"
+    must("network", self, "streams", self.streams <= MAX_STREAMS, rule, "use 8")
 
 
 # --- How long a run is and what it leaves
@@ -507,12 +508,12 @@ class ChaosConfig:
     for fault in self.faults:
       kind, _, name = fault.role.partition("-")
       good = kind != "region" or name in self.regions
-      rule = f"is none of chaos.regions ({', '.join(self.regions) or 'there are none'})"
+      rule = f"is none of chaos.regions ({', '.join(map(repr, self.regions)) or 'there are none'})"
       must("chaos.faults", fault, "role", good, rule, "add it there: name -> list of roles")
 
   def num_joining(self) -> int:
     """How many learners join by plan."""
-    return len({fault.role for fault in self.faults if fault.action == "join"})
+    return len({fault.role for fault in self.of_roles() if fault.action == "join"})
 
   def of_roles(self) -> tuple[Fault, ...]:
     """The faults by role: a fault of a region becomes one for each of its roles.

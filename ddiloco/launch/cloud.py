@@ -81,6 +81,7 @@ def attempt(
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,
       text=True,
+      errors="replace",  # of a host's greeting, for example
       start_new_session=True,  # so that gcloud's children can be killed with it
     )
   except FileNotFoundError as error:
@@ -132,12 +133,13 @@ class _Dumper(yaml.SafeDumper):
     return True
 
 
-_Dumper.add_representer(
-  str,
-  lambda dumper, text: dumper.represent_scalar(
-    "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
-  ),
-)
+def _text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+  # kubectl takes 1e3 for a number and y for true; PyYAML quotes neither.
+  style = "|" if "\n" in text else "'" if text[:1].isdigit() or len(text) == 1 else None
+  return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+
+_Dumper.add_representer(str, _text)
 
 
 def as_yaml(documents: Sequence[Document]) -> str:

@@ -60,10 +60,10 @@ class GkeRun:
     require(len(self.name) <= spare, "--name", self.name, rule, fix)
     count, given = len(self.placement.shards), self.shard_addresses
     rule = f"islands of another cluster need an address of each of the {count} shards"
-    name = f"{self.name}-shard-{{0..{count - 1}}}" if count > 1 else f"{self.name}-shard-0"
+    create = f"gcloud compute addresses create {self.name}-shard-{{0..{count - 1}}}"
     fix = (
-      f"reserve them (gcloud compute addresses create {name} --region=REGION --subnet=SUBNET)"
-      " and give --shard_addresses=ADDRESS,..."
+      f"reserve them ({create} --region=REGION --subnet=SUBNET) and give"
+      " --shard_addresses=ADDRESS,..."
     )
     apart = len(self.contexts()) > 1
     require(len(given) == count or not (apart or given), "--shard_addresses", given, rule, fix)

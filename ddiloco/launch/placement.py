@@ -185,8 +185,8 @@ def place(
   """
   rule = "must be 1 to 30 small letters, digits and dashes, and begin with a letter"
   require(_NAME.fullmatch(name) is not None, "--name", name, rule, "for example --name=regions-12b")
-  rule = "must be a bucket that all roles reach"
-  require(bucket.startswith("gs://"), "--bucket", bucket, rule, "give --bucket=gs://BUCKET/FOLDER")
+  rule, good = "must be a bucket that all roles reach", re.match("gs://[a-z0-9]", bucket)
+  require(good is not None, "--bucket", bucket, rule, "give --bucket=gs://BUCKET/FOLDER")
   fix = "build one (docs/launch.md) and give --image=REGION-docker.pkg.dev/PROJECT/REPO/NAME:TAG"
   require(bool(image), "--image", image, "is what all roles run in", fix)
   rule = "roles of their own meet at a syncer shard"
@@ -200,8 +200,6 @@ def place(
   islands, overrides = [], dict(config.islands.overrides)
   for learner, where in enumerate(_where(places, count)):
     topology, field = config.islands.island(learner).topology, f"islands.topology of {learner}"
-    fix = "set it, or give --config.islands.topology=v6e:8x8, for example"
-    require(bool(topology), field, topology, "a slice needs a topology", fix)
     shape = shape_of(topology, field)
     islands.append(PlacedIsland(learner, where, shape))
     own = {"devices": shape.devices, "hosts": shape.hosts}
@@ -268,7 +266,7 @@ def require_urls(urls: Sequence[str], flag: str, given: Sequence[str]) -> None:
   """Refuses what was `given` with `flag` (ConfigError) if a shard's url that follows from it is
   none, or is another shard's too."""
   for url, text in zip(urls, given, strict=True):
-    good = _URL.fullmatch(url) is not None and int(url.rpartition(":")[2]) < 65536
+    good = _URL.fullmatch(url) is not None and 0 < int(url.rpartition(":")[2]) < 65536
     rule, fix = f"must reach a shard, and {url} does not", "give one for each, of shard 0 first"
     require(good, flag, text, f"{rule}: it is not tcp://HOST:PORT", fix)
     require(urls.count(url) == 1, flag, text, "is given twice", "give each shard its own")
@@ -290,9 +288,10 @@ def host_flags(shape: Shape, host: str, leader: str) -> list[str]:
 # --- Costs, by prices that the user gives
 
 NOT_COUNTED = (
-  "Not counted: what crosses regions (`ddiloco plan` says how many bytes), the bucket, the file"
+  "Not counted: {}what crosses regions (`ddiloco plan` says how many bytes), the bucket, the file"
   " server, load balancers, a cluster's own fee, and whatever waits idle before and after."
 )
+MACHINES = "machines of shards and evaluator"
 
 
 def prices_of(texts: Sequence[str]) -> dict[str, float]:
@@ -327,7 +326,7 @@ def cost_lines(counts: Mapping[str, int], prices: Mapping[str, float], hours: fl
   """The costs as lines to show, with their sum; a missing price is named."""
   lines, total, partly = list[str](), 0.0, ""
   for name, count in counts.items():
-    what = "machines of shards and evaluator" if name == "shard" else f"{name} chips"
+    what = MACHINES if name == "shard" else f"{name} chips"
     if name in prices:
       hourly = count * prices[name]
       total += hourly
@@ -336,7 +335,9 @@ def cost_lines(counts: Mapping[str, int], prices: Mapping[str, float], hours: fl
       lines.append(f"{count:>6} {what}: price not given")
       partly = " and what has no price"
   span = f", {total * hours:,.2f} $ in {hours:g} h" if hours else "; for how long: --hours"
-  return [*lines, f"Together {total:,.2f} $ an hour{partly}{span}.", NOT_COUNTED]
+  elsewhere = "" if "shard" in counts else f"the {MACHINES}, "
+  together = f"Together {total:,.2f} $ an hour{partly}{span}."
+  return [*lines, together, NOT_COUNTED.format(elsewhere)]
 
 
 def require_prices(counts: Mapping[str, int], prices: Mapping[str, float], hours: float) -> None:

@@ -133,7 +133,7 @@ class TpuVmRun:
     ]
     registry = self.placement.image.partition("/")[0]
     login = f"sudo gcloud auth configure-docker {shlex.quote(registry)} --quiet && "
-    known = registry.endswith(".pkg.dev") or registry.endswith("gcr.io")
+    known = registry.endswith((".pkg.dev", "gcr.io"))
     return (
       f"sudo docker rm --force {self.name} >/dev/null 2>&1; "
       f"chmod 700 ~/{STAGED}/keys/secret && chmod 600 ~/{STAGED}/keys/secret/* && "
@@ -194,8 +194,8 @@ def next_need(seen: Seen) -> Need:
   if seen.slice != "READY":
     return Need.WAIT
   roles = set(seen.roles)
-  if not roles or roles & {"none", "created 0"}:
-    return Need.START
+  if not roles or any(role.startswith(("none", "created")) for role in roles):
+    return Need.START  # "created 127": Docker has made the container, and could not start it
   if roles == {"exited 0"}:
     return Need.DONE
   if any(role.startswith(("exited", "dead")) and role != "exited 0" for role in roles):

@@ -26,6 +26,7 @@ from typing import Annotated, NamedTuple
 
 from msgspec import Meta, msgpack
 
+from ddiloco.config.schema import MAX_STREAMS
 from ddiloco.network.keys import Keys, host_and_port
 from ddiloco.network.transport import Counters, RunIdentity
 from ddiloco.protocol.messages import (
@@ -40,7 +41,6 @@ from ddiloco.protocol.values import MalformedMessage, OnWire, exactly
 PREFIX = struct.Struct(">IQ")
 MAX_FRAME_BYTES = MAX_HEADER_BYTES + 4096
 STRANGER_FRAME_BYTES = 1 << 16  # longest frame from a sender that is not known yet
-MAX_STREAMS = 64
 SESSION_BYTES = 8
 CONTROL = -1  # number of the control connection; the streams, for fragments, begin at 0
 Session = Annotated[bytes, Meta(min_length=SESSION_BYTES, max_length=SESSION_BYTES)]

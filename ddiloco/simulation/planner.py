@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ddiloco.config import SyncConfig
+from ddiloco.config.schema import MAX_STREAMS
 from ddiloco.observe.style import compact
 from ddiloco.protocol import events
 from ddiloco.simulation import bandwidth
@@ -76,7 +77,7 @@ def make(setting: Setting) -> ExchangePlan:
     overlap_steps=overlap_steps,
     hidden=overlap_steps <= setting.sync.overlap_steps,
     utilisation=utilisation,
-    join_seconds=model_bytes / setting.rates[0] + setting.latency_seconds,
+    join_seconds=_join_seconds(setting),
     memory_bytes=_memory_bytes(setting, sync),
     least_shards=_least_shards(setting, _link_load, _core_load),
   )
@@ -102,10 +103,21 @@ def _core_load(setting: Setting, sync: SyncConfig) -> float:
   """The share of a period in which the busiest shard takes in pushes and merges."""
   m = setting.islands
   touched = F32_BYTES * (m + bandwidth.commit_vectors(sync, setting.momentum, m))
-  largest = max(
-    sum(bandwidth.owned_sizes(setting.sizes, s, sync.num_shards)) for s in range(sync.num_shards)
-  )
-  return touched * largest / (setting.merge_gbytes * 1e9) / setting.period_seconds
+  most = _most_owned(setting, sync)
+  return touched * most / (setting.merge_gbytes * 1e9) / setting.period_seconds
+
+
+def _most_owned(setting: Setting, sync: SyncConfig) -> int:
+  """Values of the shard that owns most."""
+  count = sync.num_shards
+  return max(sum(bandwidth.owned_sizes(setting.sizes, s, count)) for s in range(count))
+
+
+def _join_seconds(setting: Setting) -> float:
+  """See `ExchangePlan`: over the island's link, and over that of the shard that owns most."""
+  rate, shard_rate = setting.rates
+  each = sum(setting.sizes) / rate, _most_owned(setting, setting.sync) / shard_rate
+  return F32_BYTES * max(each) + setting.latency_seconds
 
 
 def _peak_gbps(setting: Setting, sync: SyncTime) -> float:
@@ -209,13 +221,14 @@ def _lateness(setting: Setting, plan: ExchangePlan) -> Iterator[str]:
 
 
 def _window(setting: Setting) -> Iterator[str]:
-  needed = 2 * setting.latency_seconds * setting.gbps * 1e9 / 8
+  needed = 2 * setting.latency_seconds * min(setting.rates)
   if 0 < setting.window_bytes < needed:
     streams = math.ceil(needed / bandwidth.CONNECTION_BYTES)
+    more = f"set network.streams = {streams}, or " if streams <= MAX_STREAMS else ""
     yield (
       f"The link holds {compact(needed)}B until an answer is back, more than the"
-      f" {compact(setting.window_bytes)}B that Linux lets one peer have under way. Fix: set"
-      f" network.streams = {streams}, or raise net.ipv4.tcp_wmem and tcp_rmem on both sides."
+      f" {compact(setting.window_bytes)}B that Linux lets one peer have under way. Fix: {more}raise"
+      " net.ipv4.tcp_wmem and tcp_rmem on both sides."
     )
 
 

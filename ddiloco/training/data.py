@@ -217,7 +217,7 @@ class Corpus:
     and nothing is padded or dropped.
     """
     count = self.data.heldout_sequences
-    size = max(b for b in range(1, max(1, min(batch_size, count)) + 1) if count % b == 0)
+    size = max(b for b in range(1, min(batch_size, count) + 1) if count % b == 0)
     chosen = np.arange(count) * len(self.heldout) // count
     return [self.heldout.read(rows) for rows in chosen.reshape(-1, size)]
 
@@ -300,7 +300,7 @@ def open_corpus(data: DataConfig) -> Corpus:
 @functools.lru_cache(maxsize=256)
 def _shuffle_seed(seed: int, epoch: int) -> int:
   """32 bits from two numbers; unlike a sum, no two epochs of nearby seeds coincide."""
-  return int(np.random.SeedSequence([seed % 2**64, 0, epoch]).generate_state(1, np.uint32)[0])
+  return int(np.random.SeedSequence([seed, 0, epoch]).generate_state(1, np.uint32)[0])
 
 
 def _bisection(lap: int) -> float:

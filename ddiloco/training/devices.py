@@ -306,7 +306,7 @@ def make_execution(mesh: Mesh, island: IslandConfig, model: ModelConfig) -> Exec
   every, me = list(mesh.devices.flat), jax.process_index()
   # A process knows the kind of its own devices.
   gpus = (each for each in every if each.platform == "gpu" and each.process_index == me)
-  largest = max(map(cudnn_heads, gpus), default=0)
+  largest = min(map(cudnn_heads, gpus), default=0)
   return Execution(
     layout=functools.partial(param_sharding, mesh=mesh) if mesh.size > 1 else None,
     attention=attention_path(island, model, every[0].platform, largest),

@@ -68,12 +68,11 @@ def load_tokenizer(setting: str) -> Tokenizer:
   """The tokenizer that `data.tokenizer` names: bytes, sentencepiece:FILE or huggingface:FILE.
 
   Raises:
-    ConfigError: the optional package is not installed, or the file is missing or corrupt.
+    ConfigError: it is another setting, the optional package is not installed, or the file is
+      missing or corrupt.
   """
+  DataConfig(tokenizer=setting)  # refuses others
   kind, _, file = setting.partition(":")
-  rule = "must be bytes, sentencepiece:FILE or huggingface:FILE"
-  good = setting == "bytes" or (kind in _PACKAGES and bool(file))
-  require(good, "data.tokenizer", setting, rule, "use 'bytes'")
   if not file:
     return BYTES
   package, load = _PACKAGES[kind]

@@ -108,6 +108,7 @@ def test_the_config_is_needed(refused):
     ("import nowhere\n", ["line 1", "No module named 'nowhere'", "PYTHONPATH"]),
     ("def get_config():\n  pass\n", ["returned None", "default()"]),
     ("def get_config():\n  raise SystemExit(3)\n", ["line 2", "SystemExit: 3"]),
+    ("raise SystemExit('no sums. Fix: add.')\n", ["line 1: SystemExit: no sums. Fix: add.\n"]),
     ("def get_config():\n  return {}\n", ["returned {}", "default()"]),
     (
       "from ddiloco import config\n"

@@ -38,6 +38,29 @@ def test_defaults_are_valid_and_the_config_dict_says_the_same():
 
 
 @pytest.mark.parametrize(
+  "values",
+  [
+    {"seed": (1 << 32) - 1, "network": {"streams": 64}},
+    {"model": {"num_layers": 1 << 14, "num_kv_heads": 4, "num_experts": 3, "experts_per_token": 3}},
+    {"model": {"num_experts": 1, "experts_per_token": 1}, "data": {"sequence_length": 1}},
+    {"inner": {"final_share": 0.0, "clip_norm": 0.0}, "outer": {"final_share": 1.0}},
+    {"inner": {"final_share": 1.0}, "outer": {"learning_rate": 1e3, "decay_share": 0.0}},
+    {"outer": {"learning_rate": 1e-11, "final_share": 0.1}},
+    {"sync": {"sync_period": 1, "overlap_steps": 0, "mix_alpha": 0.0, "num_shards": 8}},
+    {"sync": {"error_feedback": True, "apply": "mix"}},
+    {"sync": {"mix_alpha": 1.0, "min_quorum": 4, "num_fragments": 1 << 15}},
+    {"islands": {"loss_chunks": 256, "data": 7, "devices": 7, "batch_size": 7}},
+    {"chaos": {"faults": [{"action": "poison", "role": "learner-3", "at_step": 0, "factor": 0}]}},
+    {"chaos": {"faults": [{"action": "slow", "role": "syncer-1", "at_seconds": 0, "factor": 1}]}},
+    {"chaos": {"faults": [{"action": "stall", "role": "learner-0", "at_step": 0, "seconds": 0}]}},
+  ],
+)
+def test_the_edge_of_a_rule_is_inside_it(values):
+  config = from_dict(values)
+  assert from_dict(json.loads(config.to_json())) == config
+
+
+@pytest.mark.parametrize(
   "path, value, rule",
   [
     *[(f"model.{f}", 0, "greater than 0") for f in
@@ -73,6 +96,9 @@ def test_defaults_are_valid_and_the_config_dict_says_the_same():
     ("islands.loss_chunks", 0, "greater than 0"),
     ("islands.loss_chunks", 3, "divide model.vocab_size (256)"),
     ("islands.num_learners", 0, "greater than 0"),
+    ("network.streams", 65, "at most 64"),
+    ("network.hello_seconds", 0, "greater than 0"),
+    ("checkpoint.keep", 0, "greater than 0"),
     ("islands.num_learners", (1 << 15) + 1, "at most 32768"),
     ("sync.num_shards", -1, "not be negative"),
     ("sync.num_shards", 9, "not exceed sync.num_fragments (8)"),
@@ -128,6 +154,7 @@ def _type_of(path: str) -> type:
     ({"islands": {"devices": 3, "tensor": 2}}, "islands.(data, fsdp, tensor)", "must multiply"),
     ({"islands": {"devices": 4, "fsdp": 2}}, "islands.(data, fsdp, tensor)", "must multiply"),
     ({"islands": {"devices": 4, "batch_size": 6}}, "islands.batch_size", "accumulation_steps = 4"),
+    ({"islands": {"devices": 3, "hosts": 2}}, "islands.devices", "Fix: use 2, or 0: all that each"),
     (
       {"inner": {"optimizer": "muon"}, "checkpoint": {"rejoin": "peer"}},
       "checkpoint.rejoin",
@@ -189,7 +216,7 @@ def test_an_optimizer_of_ones_own_takes_the_place_of_muon():
     ({"share": 0.0}, "chaos.faults.share", "(0, 1]"),
     ({"delay_seconds": -1.0}, "chaos.faults.delay_seconds", "not be negative"),
     ({"bits_per_second": 0.0}, "chaos.faults.bits_per_second", "greater than 0"),
-    ({"peers": ("engine",)}, "chaos.faults.peers", "must name a role"),
+    ({"peers": ("engine-1",)}, "chaos.faults.peers", "must name a role"),
     ({"role": "region-us"}, "chaos.faults.role", "none of chaos.regions"),
     ({"action": "join"}, "chaos.faults.role", "there from the start"),
     ({"action": "join", "role": "learner-5"}, "chaos.faults.role", "join in order"),
@@ -211,6 +238,10 @@ def test_a_fault_of_a_region_strikes_its_roles_and_its_links_to_the_outside():
   chaos = from_dict({"chaos": {"regions": regions, "faults": [cut]}}).chaos
   assert [f.role for f in chaos.of_roles()] == ["learner-2", "syncer-1"]
   assert {f.peers for f in chaos.of_roles()} == {("!learner-2", "!syncer-1")}
+  own = from_dict({"chaos": {"regions": regions, "faults": [{**cut, "peers": ["syncer-0"]}]}}).chaos
+  assert {f.peers for f in own.of_roles()} == {("syncer-0",)}
+  text = refusal({"chaos": {"regions": {1: ["learner-2"], "west": []}, "faults": [cut]}})
+  assert "'region-east': is none of chaos.regions (1, 'west'). Fix: " in text
   text = refusal({"chaos": {"regions": {"east": ["learner"]}}})
   assert text.startswith("chaos.regions.east = ") and "must name a role" in text
   text = refusal({"chaos": {"regions": {"east": ["learner-9"]}, "faults": [cut]}})
@@ -219,8 +250,14 @@ def test_a_fault_of_a_region_strikes_its_roles_and_its_links_to_the_outside():
 
 def test_a_learner_that_joins_may_be_struck_too():
   join = {"action": "join", "role": "learner-4", "at_step": 5, "seconds": -1}
-  kill = {"action": "kill", "role": "learner-4", "at_step": 10}
-  assert from_dict({"chaos": {"faults": [join, kill]}}).num_islands() == 5
+  kills = [{"action": "kill", "role": f"learner-{m}", "at_step": 10} for m in (1, 4)]
+  assert from_dict({"chaos": {"faults": [join, *kills]}}).num_islands() == 5
+
+
+def test_all_learners_of_a_region_may_join():
+  regions = {"late": ["learner-5", "learner-4"]}
+  join = {"action": "join", "role": "region-late", "at_step": 5, "seconds": -1}
+  assert from_dict({"chaos": {"regions": regions, "faults": [join, join]}}).num_islands() == 6
 
 
 def test_a_fault_without_a_needed_field_names_it():

@@ -1,6 +1,7 @@
 """The example of one's own model: it learns, survives a kill, is saved and replayed like any."""
 
 import runpy
+import sys
 
 import jax
 import numpy as np
@@ -98,6 +99,15 @@ def test_the_comparison_says_what_each_is_worth(tmp_path, monkeypatch, capsys):
   table = example["main"](tmp_path, small(60))
   assert len(table) == 5 and all(0 <= row["accuracy"] <= 1 for row in table.values())
   assert "all four islands, merged" in capsys.readouterr().out
+
+
+def test_without_its_images_it_says_what_to_install(monkeypatch):
+  monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+  fix = r"sklearn.*\. Fix: pip install 'ddiloco\[examples\]'\.$"
+  with pytest.raises(SystemExit, match=fix):
+    runpy.run_path(FILE, run_name="__main__")
+  with pytest.raises(ConfigError, match=rf"line \d+: .*{fix}"):
+    experiment(FILE, "config")
 
 
 def test_other_options_are_another_run(run):

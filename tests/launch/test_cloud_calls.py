@@ -39,6 +39,10 @@ def test_one_that_takes_too_long_is_ended_with_its_children(tmp_path, capsys):
       os.kill(int(child.read_text()), 0)
 
 
+def test_bytes_that_are_no_text_are_read_all_the_same():
+  assert call("it", python("import os; os.write(1, b'gr\\xfc\\xdfe')"), 30) == "gr\ufffd\ufffde"
+
+
 def test_one_that_fails_says_why():
   with pytest.raises(LaunchError, match=r"it: .* failed, status 1: no quota\. Fix: "):
     call("it", python("raise SystemExit('no quota')"), 30)

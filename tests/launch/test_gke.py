@@ -104,6 +104,7 @@ def test_hosts_of_an_island_meet_at_host_0_on_one_slice(one):
   assert "--http=0.0.0.0:8080" in container["command"]
   assert "--host=$(JOB_COMPLETION_INDEX)" in container["command"]
   assert container["resources"]["limits"] == {"google.com/tpu": 4}
+  assert pod["serviceAccountName"] == "trainer"
   # An island whose chips cannot be opened fails, instead of training on its host's CPU.
   assert container["env"] == [{"name": "JAX_PLATFORMS", "value": "tpu,cpu"}]
   (shard, *_) = one["JobSet", "run-shards"]["spec"]["replicatedJobs"]
@@ -115,6 +116,7 @@ def test_hosts_of_an_island_meet_at_host_0_on_one_slice(one):
   exclusive = "alpha.jobset.sigs.k8s.io/exclusive-topology"
   assert jobset["metadata"]["annotations"] == {exclusive: "cloud.google.com/gke-nodepool"}
   alone = one["JobSet", "run-learner-1"]
+  assert "annotations" not in alone["metadata"]
   pod = alone["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
   assert not any(word.startswith("--host") for word in pod["containers"][0]["command"])
 
@@ -159,6 +161,8 @@ def test_islands_elsewhere_reach_the_shards_at_their_addresses(two):
   for shard, address in enumerate(ADDRESSES):
     service = east["Service", f"run-syncer-{shard}"]
     assert service["spec"]["loadBalancerIP"] == address
+    kind = service["metadata"]["annotations"]["networking.gke.io/load-balancer-type"]
+    assert kind == "Internal", "else all the world reaches it"
     job = east["JobSet", "run-shards"]["spec"]["replicatedJobs"][shard]["template"]["spec"]
     labels = job["template"]["metadata"]["labels"]
     assert service["spec"]["selector"].items() <= labels.items()
@@ -200,6 +204,8 @@ def test_yaml_says_the_same(one):
   text = as_yaml(list(one.values()))
   assert list(yaml.safe_load_all(text)) == list(one.values())
   assert "&id" not in text and "config.json: |" in text, "for people"
+  # kubectl takes them for a number and for true unless they are quoted.
+  assert as_yaml([{"claimName": "1e3", "run": "y"}]) == "claimName: '1e3'\nrun: 'y'\n"
 
 
 @pytest.mark.parametrize(
@@ -300,19 +306,28 @@ def test_a_cluster_s_answer_is_read():
           "replicatedJobsStatus": [{"name": "host", "ready": 1, "succeeded": 0}],
         },
       },
-      {"metadata": {"name": "run-shards"}, "spec": {"replicatedJobs": [{}, {}]}},
+      {"metadata": {"name": "run-none"}, "spec": {"replicatedJobs": [{}, {}]}},
+      {
+        "metadata": {"name": "run-shards"},
+        "spec": {"replicatedJobs": [{}, {}, {}]},
+        "status": {"replicatedJobsStatus": [{"ready": 1}, {"succeeded": 1}, {"ready": 0}]},
+      },
       {
         "metadata": {"name": "run-evaluator"},
         "spec": {"replicatedJobs": [{}]},
         "status": {
           "terminalState": "Failed",
-          "conditions": [{"type": "Failed", "status": "True", "message": "reached maxRestarts"}],
+          "conditions": [
+            {"type": "StartupPolicyCompleted", "status": "True", "message": "all started"},
+            {"type": "Failed", "status": "True", "message": "reached maxRestarts"},
+          ],
         },
       },
     ]
   }
   assert [str(each) for each in gke.states(listed)] == [
     "run-learner-0: 1 of 1 ready, 3 restarts, 1 of them failures",
-    "run-shards: 0 of 2 ready",
+    "run-none: 0 of 2 ready",
+    "run-shards: 2 of 3 ready",
     "run-evaluator: Failed (reached maxRestarts)",
   ]

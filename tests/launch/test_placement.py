@@ -124,6 +124,7 @@ def test_places_name_every_learner_once():
   [
     (("a",), "must say where islands are"),
     (("a=",), "must say where islands are"),
+    (("=0-1",), "must say where islands are"),
     (("a=x",), "must say where islands are"),
     (("a=0", "b=0-1"), r"each learner once, which is not so for \[0\]"),
     (("a=0-2",), "there is no learner 2"),
@@ -142,6 +143,7 @@ def test_wrong_places_are_refused(places, said):
     ({"name": "Run"}, "--name"),
     ({"name": "x" * 31}, "--name"),
     ({"bucket": "/tmp/x"}, "--bucket"),
+    ({"bucket": "gs://"}, "--bucket"),
     ({"image": ""}, "--image"),
     ({"config": config(["v6e:2x2"], shards=0)}, "sync.num_shards"),
     ({"config": config([""])}, "islands.topology of 0"),
@@ -185,7 +187,13 @@ def test_chips_and_machines_by_the_hour():
   for sum_of_one in ("288.00 $/h", "160.00 $/h", "3.00 $/h"):
     assert f"each = {sum_of_one}" in text
   assert "Together 451.00 $ an hour, 4,510.00 $ in 10 h." in text and "Not counted" in text
+  assert "machines of shards and evaluator" not in text.rpartition("Not counted")[2]
   require_prices(counts, prices, hours=10)
+
+
+def test_machines_that_are_elsewhere_are_said_not_to_be_counted():
+  *_, rest = cost_lines(paid_for(MADE, machines=0), {}, hours=10)
+  assert rest.startswith("Not counted: the machines of shards and evaluator, what crosses regions")
 
 
 def test_what_has_no_price_is_said_to_have_none_and_is_not_spent():

@@ -61,6 +61,7 @@ def test_a_slice_is_asked_for_by_its_own_names():
   assert "--spot" not in queued
   other = dataclasses.replace(RUN, runtime_version="v3", project="")
   assert "--version=v3" in other.create(FIRST)
+  assert not any("--project" in word for word in other.create(FIRST)), "it is gcloud's own"
 
 
 def test_the_script_of_a_host_is_one_that_a_shell_reads(tmp_path):
@@ -109,6 +110,14 @@ def test_the_script_of_a_host_is_one_that_a_shell_reads(tmp_path):
   assert "--host=" not in alone
 
 
+@pytest.mark.parametrize(
+  ("image", "known"), [("eu.gcr.io/p/i:1", True), ("gcr.io/p/i", True), ("docker.io/p/i:1", False)]
+)
+def test_a_host_logs_in_to_google_s_registries_alone(image, known):
+  script = dataclasses.replace(RUN, placement=dataclasses.replace(MADE, image=image))
+  assert ("configure-docker" in script.start_script(FIRST, "10.1.0.1")) == known
+
+
 @pytest.mark.parametrize("described", [{}, {"state": {}}])
 def test_a_state_that_is_not_told(described):
   assert tpu_vms.seen_slice(described) == Seen("STATE_UNSPECIFIED")
@@ -133,6 +142,8 @@ def test_no_restarts_are_none():
     (Seen("SUSPENDED"), Need.DELETE),
     (Seen("READY", ("none", "none")), Need.START),
     (Seen("READY", ("running 0", "none")), Need.START),
+    (Seen("READY", ("running 0", "created 0")), Need.START),
+    (Seen("READY", ("created 127",)), Need.START),
     (Seen("READY", ("running 0", "running 0")), Need.RUN),
     (Seen("READY", ("running 0", "restarting 1")), Need.RUN),
     (Seen("READY", ("running 0", "exited 0")), Need.RUN),
@@ -151,6 +162,7 @@ def test_what_an_island_needs_next(seen, step):
     ({"syncers": ("tcp://a:1",)}, MADE, "--syncers"),
     ({"syncers": ("tcp://a:1", "b:1")}, MADE, "--syncers = 'b:1'"),
     ({"syncers": ("tcp://a:1", "tcp://b:70000")}, MADE, "--syncers = 'tcp://b:70000'"),
+    ({"syncers": ("tcp://a:1", "tcp://b:0")}, MADE, "--syncers = 'tcp://b:0'"),
     ({"syncers": ("tcp://a:1", "tcp://a:1")}, MADE, "--syncers = 'tcp://a:1': is given twice"),
     ({}, placed(["v6e:2x2"]), "--place"),
     ({}, placed(["h100:8"], ("a=0",)), "islands.topology = 'h100:8': the TPU API"),

@@ -93,6 +93,8 @@ def test_hand_made_values():
   alone = planner.make(changed(setting, num_shards=1, merge_gbytes=1e-5))  # 4 s: both are under way
   assert alone.sync.total > 0.5 and alone.memory_bytes == 6000 + 2 * (2 * 4000 + 4000)
   assert plan.join_seconds == pytest.approx(6000 / rate + 0.01)
+  narrow = planner.make(changed(setting, shard_gbps=5e-4))  # the larger fragment is one shard's
+  assert narrow.join_seconds == pytest.approx(4000 / (rate / 2) + 0.01)
   assert plan.least_shards == 1 and planner.findings(setting, plan) == []
 
 
@@ -238,8 +240,12 @@ def test_what_tau_does_not_hide_is_said_in_plain_words():
 def test_a_window_smaller_than_the_link_is_said():
   setting = changed(REGIONS, latency_seconds=0.5, window_bytes=1 << 20)
   (text,) = planner.findings(setting, planner.make(setting))
-  assert "more than the 1.0MB that" in text
-  assert f"network.streams = {math.ceil(5 * 10**9 / 8 / (4 << 20))}, or" in text
+  assert "more than the 1.0MB that" in text and "network.streams" not in text, "64 are too few"
+  near = changed(setting, latency_seconds=0.05)
+  (text,) = planner.findings(near, planner.make(near))
+  assert f"network.streams = {math.ceil(PAYLOAD_SHARE * 5e8 / 8 / (4 << 20))}, or raise" in text
+  narrow = changed(near, shard_gbps=0.01)  # Mbit/s: 125 kB are under way
+  assert "until an answer is back" not in " ".join(planner.findings(narrow, planner.make(narrow)))
 
 
 @pytest.mark.parametrize(

@@ -362,6 +362,16 @@ def test_uint32_ids_survive(tmp_path):
   assert (stream.batch(0) == 69_999).all()
 
 
+def test_as_many_windows_as_all_learners_read_at_once_are_enough(tmp_path):
+  config = make_config(tmp_path, learners=3, batch_size=5)
+  orders = [data_lib.reading_order(15, config, m, 5) for m in range(3)]
+  for epoch in range(2):
+    read = [order(5 * epoch + row) for order in orders for row in range(5)]
+    assert sorted(read) == list(range(15))
+  with pytest.raises(ConfigError, match="need 15 an epoch, and the data have 14"):
+    data_lib.reading_order(14, config, 0, 5)
+
+
 def test_of_too_many_windows_it_is_said_what_to_change(tmp_path):
   """10**13 tokens in rows of 2048: it was said to give more data."""
   np.full(5_000, 1, np.uint16).tofile(tmp_path / "a.bin")

@@ -64,6 +64,7 @@ def test_slices_are_told_apart_in_any_order():
 def test_islands_of_one_cpu_device_share_it():
   assert _partition(jax.devices(), 1, 4, 1) == [[0], [1, 2, 3, 4], [0]]
   assert _partition(jax.devices()[:3], 1, 2, *(1,) * 9) == [[0], [1, 2], *[[0]] * 9]
+  assert _partition(jax.devices(), 4, 1, 1) == [[0, 1, 2, 3], [4], [4]]
   assert _partition(jax.devices()[:1], 0, 0) == [[0], [0]]
   assert _partition(_slices(1, 1), 1, 1) == [[0], [1]], "an accelerator serves one island"
 
@@ -217,6 +218,17 @@ def test_the_largest_heads_that_cudnn_takes_depend_on_the_gpu(capability, most):
   for size in (64, 128, 136, 256):
     path = "cudnn" if size in sizes else "einsum"
     assert _execution("gpu", head_dim=size, capability=capability).attention == path
+
+
+def test_gpus_of_two_kinds_have_heads_that_both_take():
+  kinds = [("gpu", "9.0"), ("gpu", "10.0")]
+  gpus = [
+    types.SimpleNamespace(platform=p, process_index=0, compute_capability=c) for p, c in kinds
+  ]
+  mesh = types.SimpleNamespace(devices=np.array(gpus), size=1)
+  for size, path in ((128, "cudnn"), (256, "einsum")):
+    model = ModelConfig(compute_dtype="bfloat16", head_dim=size)
+    assert devices.make_execution(mesh, IslandConfig(), model).attention == path
 
 
 def test_the_kind_of_an_island_s_gpus_is_asked_of_a_device_of_this_process():

@@ -46,7 +46,11 @@ def huggingface_file(tmp_path_factory):
     show_progress=False,
   )
   tokenizer.train_from_iterator(SENTENCES, trainer)
-  tokenizer.enable_truncation(max_length=4)  # must not cut documents
+  tokenizer.enable_truncation(max_length=4)  # must not cut documents,
+  tokenizer.enable_padding(length=999)  # nor fill them, nor begin them
+  end = ("<|endoftext|>", tokenizer.token_to_id("<|endoftext|>"))
+  processor = package.processors.TemplateProcessing(single=f"{end[0]} $A", special_tokens=[end])
+  tokenizer.post_processor = processor
   path = tmp_path_factory.mktemp("hf") / "tiny.json"
   tokenizer.save(str(path))
   return path
@@ -64,7 +68,7 @@ def test_bytes_decode_what_is_not_text():
   tokenizer = tokens.BYTES
   assert (tokenizer.vocab_size, tokenizer.end_token) == (256, 0)
   assert tokenizer.decode([0x61, 0xC3, 0x62]) == "a\ufffdb"  # a cut-off two-byte character
-  assert tokenizer.decode(np.array([97, 999, 98])) == "ab"  # an id that is no byte
+  assert tokenizer.decode(np.array([97, 256, 98])) == "ab"  # an id that is no byte
 
 
 def test_token_dtype():
@@ -164,9 +168,10 @@ def test_huggingface_file_without_an_end_token(huggingface_file, tmp_path):
     tokens.load_tokenizer(f"huggingface:{tmp_path / 'tiny.json'}")
 
 
-def test_unknown_setting():
+@pytest.mark.parametrize("setting", ["words", "words:file", "huggingface:"])
+def test_unknown_setting(setting):
   with pytest.raises(ConfigError, match="must be bytes, sentencepiece:FILE"):
-    tokens.load_tokenizer("words")
+    tokens.load_tokenizer(setting)
 
 
 def test_where_others_train_a_tokenizer_is_not_asked_if_it_is_not_here_or_takes_long(

@@ -10,7 +10,9 @@ import sys
 import sysconfig
 
 import numpy as np
+import pytest
 
+from ddiloco.checks import Unanswered
 from ddiloco.config import DataConfig
 from ddiloco.training import data as data_lib
 from ddiloco.training import tokens as tokens_lib
@@ -19,6 +21,7 @@ from tests.training.test_data import error_of, text_data
 
 def test_text_files_are_documents_separated_by_byte_zero(tmp_path):
   (tmp_path / "deep").mkdir()
+  (tmp_path / "folder.txt").mkdir()
   (tmp_path / "b.txt").write_bytes(b"second \xff\xfe")  # not UTF-8: bytes are read all the same
   (tmp_path / "a.txt").write_bytes(b"first")
   (tmp_path / "deep" / "c.txt").write_bytes(b"third" * 200)
@@ -104,6 +107,21 @@ def test_no_file_matches(tmp_path):
   assert "data.path" in text and "*.md" in text and "no file matches" in text
 
 
+def test_only_what_is_here_and_quickly_read_is_looked_at(tmp_path):
+  def looked_at(**fields):
+    return tokens_lib.is_here(DataConfig(**fields), most_bytes=8)
+
+  (tmp_path / "deep").mkdir()
+  (tmp_path / "deep" / "a.txt").write_bytes(b"8 bytes.")
+  text = {"source": "text", "path": str(tmp_path / "**" / "*.txt")}
+  assert looked_at(**text)
+  (tmp_path / "b.txt").write_bytes(b"9")
+  assert not looked_at(**text) and looked_at(**text | {"source": "tokens"})
+  assert not looked_at(source="tokens", path=str(tmp_path / "*.bin"))
+  assert looked_at() and looked_at(source="synthetic")
+  assert not looked_at(tokenizer="huggingface:nowhere")
+
+
 def test_all_files_empty(tmp_path):
   (tmp_path / "a.txt").touch()
   assert "empty" in error_of(data_lib.open_corpus, text_data(tmp_path / "*.txt"))
@@ -128,8 +146,8 @@ def test_a_file_that_cannot_be_read_to_its_end_is_named_by_the_glob(tmp_path, mo
 
   monkeypatch.setattr(pathlib.Path, "read_bytes", read_bytes)
   monkeypatch.setattr(tokens_lib, "_encode", lambda name, *_: encoded.append(name))
-  text = error_of(data_lib.open_corpus, text_data(tmp_path / "*.txt"))
-  assert str(tmp_path / "*.txt") in text and "Input/output error" in text
+  with pytest.raises(Unanswered, match=r"\*\.txt.*Input/output error"):
+    data_lib.open_corpus(text_data(tmp_path / "*.txt"))
   assert encoded == [str(tmp_path / "a.txt")]
 
 
