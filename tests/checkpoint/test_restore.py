@@ -1,11 +1,14 @@
 """What a role begins with: states as JSON and back, shards' fragments, a learner's own part."""
 
 import dataclasses
+import os
 import random
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,6 +35,7 @@ from ddiloco.protocol.states import LearnerState
 from ddiloco.protocol.values import from_json, replace
 from ddiloco.roles import initial
 from tests import says
+from tests.checkpoint.test_snapshots_kill import denied
 from tests.roles import toy
 
 CONFIG = toy.config(2, 100, num_shards=2, num_fragments=4, snapshot_steps=10)
@@ -445,6 +449,16 @@ def test_a_place_that_nothing_here_can_reach_is_refused_at_once(tmp_path):
     config = from_dict({"checkpoint": {"path": path}})
     with pytest.raises(ConfigError, match=rf"checkpoint.path = '{path}'.*Fix: "):
       open_storage(config, initial.make_plan(config), tmp_path, "run")
+
+
+def test_a_place_that_may_not_be_looked_into_is_no_traceback():
+  with tempfile.TemporaryDirectory() as folder:  # its parents are everybody's to read
+    os.chmod(folder, 0o755)
+    config = from_dict({"checkpoint": {"path": f"{folder}/mine"}})
+    with denied(Path(folder), 0):
+      storage = open_storage(config, initial.make_plan(config), Path(folder), "run")
+      with pytest.raises(OSError, match="Permission denied"):
+        storage.committed()
 
 
 def test_runs_of_one_model_that_share_a_path_have_snapshots_of_their_own(tmp_path):

@@ -166,6 +166,16 @@ def test_a_relative_path_is_taken_from_here(path, monkeypatch):
   assert_same(weights.load(path), params())
 
 
+def test_a_save_does_not_need_the_folder_of_the_process(path, tmp_path, monkeypatch):
+  """The result of weeks was not saved where the folder in which the run was begun was deleted."""
+  gone = tmp_path / "gone"
+  gone.mkdir()
+  monkeypatch.chdir(gone)
+  gone.rmdir()
+  weights.save(path, params())
+  assert_same(weights.load(path), params())
+
+
 def test_folders_above_are_made_and_the_file_is_as_readable_as_others(tmp_path):
   path = weights.save(tmp_path / "a" / "b" / "model.safetensors", params())
   (tmp_path / "other").touch()
