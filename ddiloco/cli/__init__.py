@@ -1,8 +1,8 @@
 """The command line: `ddiloco COMMAND --config=FILE --workdir=DIR --config.FIELD=VALUE ...`.
 
 Wrong flags and configs are reported before a device is touched, with exit status 2. Exit status 1:
-work was lost, a run cannot reach its end any more, or a check failed; 130: stopped by Ctrl-C, or a
-run by SIGTERM: the work so far is merged and saved.
+work was lost, a storage did not answer, a run cannot reach its end any more, or a check failed;
+130: stopped by Ctrl-C, or a run by SIGTERM: the work so far is merged and saved.
 """
 
 from __future__ import annotations
