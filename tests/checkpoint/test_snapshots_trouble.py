@@ -244,6 +244,7 @@ def test_an_error_without_a_text_is_named(path):
   with pytest.raises(Damaged, match=r"cannot be read \(TimeoutError:\)"):
     signed_json.patiently(epath.Path(path), mock.Mock(side_effect=TimeoutError))
   assert signed_json.brief(FileNotFoundError("bucket/it")) == "FileNotFoundError: bucket/it"
+  assert signed_json.brief(Damaged(epath.Path("it"), "is missing")) == "it: is missing"
 
 
 @pytest.mark.parametrize("file", ["learner-0/meta.json", "manifest.json"])
