@@ -366,8 +366,8 @@ class Storage:
     """
 
     def skip(which: str, error: Exception) -> None:
-      tried.append(f"{which} skipped: {signed_json.brief(error)}")
-      self._warn(tried[-1])
+      tried.append(said := f"{which} skipped: {signed_json.brief(error)}")
+      self._warn(said)
 
     passed = set[int]()
     while True:

@@ -298,6 +298,7 @@ class Owner:
     self.side = Replication(self.copies, 1, patience_seconds, recorder, clock)
 
   def commit(self, p: int, version: int) -> None:
+    self.side.changes(p)
     self.side.committed(committed(p, version))
     self.side.when_safe(p, lambda: self.done.append((p, version)))
 

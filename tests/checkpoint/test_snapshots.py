@@ -252,6 +252,15 @@ def test_another_format_is_refused_by_name(tmp_path, monkeypatch):
   assert now.find("learner-0") is None and len(told) == 1
 
 
+@pytest.mark.parametrize("change", [('"of": 1', '"of": 2'), ('"digest"', '"none"')])
+def test_a_record_that_is_not_what_was_signed_is_refused(tmp_path, storage, change):
+  storage.save(1, "learner-0", 1, {"of": 1}, {})
+  meta = tmp_path / "00000001" / "learner-0" / "meta.json"
+  meta.write_text(meta.read_text().replace(*change))
+  with pytest.raises(Damaged, match=r"meta.json: is not what was written"):
+    storage.load(1, "learner-0")
+
+
 def test_pruning_keeps_the_newest_and_what_is_under_way(tmp_path, storage):
   storage.prune(keep=2)
   for snapshot in range(1, 9):
@@ -357,7 +366,7 @@ def test_a_bucket_is_used_like_a_folder(monkeypatch):
   assert storage.committed() == [3, 2]
   monkeypatch.setattr(fsspec, "filesystem", {"gs": bucket}.get)
   grown = storage.growth(3, ["learner-3", "learner-4"])
-  assert grown["learner-3"] > grown["learner-4"] == 0
+  assert grown["learner-3"] > 99 > grown["learner-4"] == 0
   assert storage.find("learner-3").state == STATE
   assert storage.metas(3)["learner-3"]["digest"] == storage.manifest(3)["parts"]["learner-3"]
   assert_same(storage.load(2, "learner-3").arrays, some(2))
