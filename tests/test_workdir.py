@@ -396,6 +396,7 @@ def agreed(config: Config) -> str:
     ("run", "total_tokens", 5, False),
     ("run", "init_from", "a.safetensors", False),
     ("data", "heldout_sequences", 3, True),
+    ("sync", "value_threads", 3, True),
     ("run", "evaluations", 3, True),
     ("network", "streams", 3, True),
     ("islands", "batch_size", 3, True),

@@ -9,7 +9,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
+import fsspec
 import numpy as np
 import pytest
 
@@ -169,10 +171,10 @@ def test_a_shard_goes_on_where_the_run_was(storage):
 
 
 def test_a_shard_knows_the_steps_of_all_islands_also_of_one_that_may_join():
-  islands = {"num_learners": 1, "batch_size": 4, "overrides": {"0": {"batch_size": 8}}}
+  islands = {"num_learners": 1, "batch_size": 4, "overrides": {n: {"batch_size": 8} for n in "012"}}
   store = {p: new_fragment(PLAN.fragments[p], np.zeros(1, np.float32)) for p in range(4)}
-  for mine, others in ((8, 4), (2, 4)):
-    islands["overrides"]["0"]["batch_size"] = mine
+  for mine, others in ((12, 4), (2, 8)):
+    islands["overrides"]["2"]["batch_size"] = mine
     config = from_dict({"islands": islands, "sync": {"num_shards": 1, "num_fragments": 4}})
     state, length = new_syncer(config, 0, 7, store), config.data.sequence_length
     expected = length * min(mine, others), length * max(mine, others)
@@ -450,6 +452,13 @@ def test_a_place_that_nothing_here_can_reach_is_refused_at_once(tmp_path):
     config = from_dict({"checkpoint": {"path": path}})
     with pytest.raises(ConfigError, match=rf"checkpoint.path = '{path}'.*Fix: "):
       open_storage(config, initial.make_plan(config), tmp_path, "run")
+
+
+def test_a_bucket_whose_package_is_not_installed_is_refused_at_once(tmp_path, monkeypatch):
+  monkeypatch.setattr(fsspec, "get_filesystem_class", mock.Mock(side_effect=ImportError("gcsfs")))
+  config = from_dict({"checkpoint": {"path": "gs://bucket"}})
+  with pytest.raises(ConfigError, match=r"checkpoint.path = .*gcsfs.*Fix: pip install .ddiloco"):
+    open_storage(config, initial.make_plan(config), tmp_path, "run")
 
 
 def test_a_place_that_may_not_be_looked_into_is_no_traceback():

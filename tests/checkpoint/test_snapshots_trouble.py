@@ -12,7 +12,6 @@ import pwd
 import re
 import sys
 import tempfile
-import threading
 import types
 from unittest import mock
 
@@ -493,6 +492,15 @@ def test_what_is_given_up_is_deleted_where_there_is_no_room_for_a_note(path, mon
   assert not (path / "00000003").exists()
 
 
+def test_where_no_note_can_be_left_for_who_still_writes_the_others_are_deleted(path, monkeypatch):
+  storage = Storage(path, "plan", pytest.fail)
+  (path / "00000001" / "learner-7" / "arrays").mkdir(parents=True)
+  full = mock.Mock(side_effect=OSError(errno.ENOSPC, "full"))
+  monkeypatch.setattr(type(storage.path), "write_text", full)
+  storage.prune(1)
+  assert full.called and [file.name for file in (path / "00000001").iterdir()] == ["learner-7"]
+
+
 def test_a_new_life_never_replaces_its_part_of_a_committed_snapshot(path):
   """A shard that came back with nothing hears of snapshot 2, and is asked for its part of it."""
   storage, events = Storage(path, "plan", pytest.fail), Events()
@@ -559,60 +567,3 @@ def test_a_result_that_may_not_be_read_is_not_taken_for_no_checkpoint():
     result = weights.save(f"{folder}/result", {"a": np.ones(3, np.float32)})
     with denied(result, 0), pytest.raises(ConfigError, match=r"^result = .*Permission denied"):
       weights.load(result, "result")
-
-
-def test_saves_of_several_threads_do_not_wait_for_each_other_for_ever(tmp_path):
-  """Roles that are threads save their parts while the result is saved."""
-  array = np.ones(100, np.float32)
-
-  def save_result() -> None:
-    for i in range(20):
-      weights.save(tmp_path / f"result{i}", {"x": array})
-
-  def save_parts(role: int) -> None:
-    for i in range(20):
-      weights.write(epath.Path(tmp_path / f"{role}-{i}"), {"x": array})
-
-  threads = [threading.Thread(target=save_result, daemon=True)]
-  threads += [threading.Thread(target=save_parts, args=(m,), daemon=True) for m in range(2)]
-  for thread in threads:
-    thread.start()
-  for thread in threads:
-    thread.join(60.0)
-  assert not any(thread.is_alive() for thread in threads)
-
-
-def test_a_save_that_hangs_in_its_disk_holds_up_no_other_for_ever(tmp_path, monkeypatch, capsys):
-  """A learner's part on a share that does not answer, and the result on this machine's disk."""
-  go, hangs = threading.Event(), threading.Event()
-
-  whole = weights.checkpointer
-
-  def stuck():
-    if threading.current_thread() is not part:
-      return whole()
-    hangs.set()
-    go.wait(60.0)
-    raise OSError(errno.EIO, "stale")
-
-  monkeypatch.setattr(weights, "checkpointer", stuck)
-  monkeypatch.setattr(weights, "SAVE_SECONDS", 0.1, raising=False)
-
-  def save_part() -> None:
-    with contextlib.suppress(OSError):
-      weights.write(epath.Path(tmp_path / "part"), {"x": np.ones(3)})
-
-  part = threading.Thread(target=save_part, daemon=True)
-  part.start()
-  assert hangs.wait(60.0)
-  params = {"x": np.ones(3, np.float32)}
-  result = threading.Thread(target=weights.save, args=(tmp_path / "result", params), daemon=True)
-  result.start()
-  result.join(20.0)
-  assert not result.is_alive() and weights.load(tmp_path / "result")["x"].size == 3
-  assert "another save" in capsys.readouterr().err
-  go.set()
-  part.join(60.0)
-  with weights.one_save():
-    assert weights.ONE_SAVE.locked()
-  assert not weights.ONE_SAVE.locked()
