@@ -176,6 +176,19 @@ def test_saving_again_replaces_the_part(tmp_path):
   assert storage.find("learner-0").state == {"of": 3}
 
 
+def test_a_kill_while_a_part_is_replaced_leaves_none(storage, monkeypatch):
+  """Else the meta of the one before would vouch for arrays of both."""
+  storage.save(1, "learner-0", 1, {}, {"a": np.ones(3)})
+
+  def killed(*_):
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(weights, "write", killed)
+  with pytest.raises(KeyboardInterrupt):
+    storage.save(1, "learner-0", 2, {}, {"a": np.zeros(3)})
+  assert storage.metas(1) == {}
+
+
 def test_a_snapshot_is_there_when_it_is_committed_and_not_before(storage):
   assert storage.committed() == [] and storage.find("syncer-0") is None
   metas = {
