@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import errno
 import functools
 import itertools
 import math
@@ -41,8 +42,17 @@ class Unanswered(ConfigError, OSError):
   again."""
 
 
-# Other errors of files may be gone the next time.
-ABOUT_PATHS = FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError
+FULL = errno.ENOSPC, errno.EDQUOT  # numbers of the errors of a disk, or a quota, that is full
+_ABOUT_PATHS = (
+  FileNotFoundError | FileExistsError | NotADirectoryError | IsADirectoryError | PermissionError
+)
+
+
+def kind_of(error: BaseException) -> type[ConfigError]:
+  """The kind of refusal that an error causes: one of a file that is not about its path may be gone
+  the next time."""
+  passing = isinstance(error, OSError) and not isinstance(error, _ABOUT_PATHS)
+  return Unanswered if passing else ConfigError
 
 
 def lasts(error: BaseException) -> bool:

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
-from ddiloco.checks import ABOUT_PATHS, Unanswered, refusal
+from ddiloco.checks import kind_of, refusal
 from ddiloco.config import Config, ConfigError, DataConfig, InnerConfig, ModelConfig
 
 if TYPE_CHECKING:
@@ -381,9 +381,8 @@ def called(config: Section, what: str, call: Callable[[], Any]) -> Any:
       usual = "install it; for a file of your own, set PYTHONPATH to its folder in every process"
     said, _, fix = str(error).partition(" Fix: ")  # errors of `NnxModel` bring their fix
     rule = f"{what} fails at {frame.filename}, line {frame.lineno} ({type(error).__name__}: {said})"
-    passing = isinstance(error, OSError) and not isinstance(error, ABOUT_PATHS)
-    kind, fix = Unanswered if passing else ConfigError, fix.rstrip(".") or usual
-    raise refusal(_field(config), config.custom, rule, fix, kind) from error
+    fix = fix.rstrip(".") or usual
+    raise refusal(_field(config), config.custom, rule, fix, kind_of(error)) from error
 
 
 def _refuse(

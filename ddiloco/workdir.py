@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Generic, TypeVar
 
-from ddiloco.checks import Unanswered, is_there, refusal, require
+from ddiloco.checks import Unanswered, is_there, kind_of, refusal, require
 from ddiloco.config import Config, ConfigError, from_dict
 from ddiloco.observe.guards import warn
 
@@ -283,8 +283,9 @@ def _writing(workdir: Path) -> Iterator[None]:
   try:
     yield
   except OSError as error:
-    rule, fix = f"cannot be written ({error})", "choose a directory you may write to"
-    raise refusal("--workdir", str(workdir), rule, fix) from error
+    rule = f"cannot be written ({error})"
+    fix = "choose a directory that you may write to, with enough room"
+    raise refusal("--workdir", str(workdir), rule, fix, kind_of(error)) from error
 
 
 def saved_config(workdir: Path, mine: Config | None = None) -> Config:
@@ -304,17 +305,21 @@ def read_config(path: Path, named: str) -> Config:
   """The config in a file, which errors name so.
 
   Raises:
-    ConfigError: the file cannot be read, is torn, or is of another version.
+    ConfigError: the file is not there, cannot be read, is torn, or is of another version.
   """
   try:
     return from_dict(json.loads(path.read_text()))
   except ConfigError as error:
     raise ConfigError(f"{named}: {error}") from error
-  except (OSError, ValueError, RecursionError) as error:
-    raise ConfigError(
-      f"{named}: holds no run's config ({error}). Fix: name the directory of a run. If the file is"
-      " torn, copy it again, or move it away and repeat the command that trained: it goes on."
-    ) from error
+  except (FileNotFoundError, NotADirectoryError) as error:
+    fix = "name the directory of a run"
+    raise ConfigError(f"{named}: holds no run's config ({error}). Fix: {fix}.") from error
+  except OSError as error:
+    fix = "make it readable, or start again when its storage answers"
+    raise kind_of(error)(f"{named}: cannot be read ({error}). Fix: {fix}.") from error
+  except (ValueError, RecursionError) as error:
+    fix = "copy it again, or move it away and repeat the command that trained: it goes on"
+    raise ConfigError(f"{named}: is torn, or no config ({error}). Fix: {fix}.") from error
 
 
 def join(workdir: Path, config: Config) -> float:
@@ -341,7 +346,7 @@ def join(workdir: Path, config: Config) -> float:
       if _is_longer(config, workdir):  # else another role was quicker, and lives
         tokens = config.run.total_tokens
         text = f"run.total_tokens = {tokens}: is more than the run there has; {error}"
-        raise ConfigError(text) from error
+        raise type(error)(text) from error
   _refuse_another(workdir, config, saved_config(workdir))
   return started
 

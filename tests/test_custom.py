@@ -431,6 +431,13 @@ def test_a_path_becomes_absolute_and_does_not_part_roles(file, monkeypatch, tmp_
   assert contracts[0] == initial.contract(relative, plan) != contracts[1]
 
 
+def test_what_a_custom_part_is_told_parts_roles(file):
+  mine = from_dict({"data": {"custom": f"{file}:model", "options": {"a": 1}}})
+  other = dataclasses.replace(mine, data=dataclasses.replace(mine.data, options={"a": 2}))
+  plan = initial.make_plan(mine)
+  assert initial.contract(mine, plan) != initial.contract(other, plan)
+
+
 def test_a_relative_path_is_that_of_the_folder_in_which_it_is_given(tmp_path, monkeypatch):
   """A notebook that has gone on to another project was given the model of the first."""
   found = []

@@ -10,11 +10,12 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from ddiloco import workdir
-from ddiloco.checks import Unanswered
+from ddiloco.checks import Unanswered, lasts
 from ddiloco.config import Config, ConfigError, IslandsConfig, ModelConfig, RunConfig, from_dict
 from ddiloco.roles import initial
 from tests.engines.toy_world import World
@@ -113,9 +114,9 @@ def test_a_torn_start_time_is_named_with_its_fix(tmp_path):
 @pytest.mark.parametrize(
   "text, said",
   [
-    ("", "holds no run's config"),
-    ('{"seed": 1', "holds no run's config"),
-    pytest.param("[" * 10**5, "holds no run's config", id="deep"),
+    ("", "is torn, or no config ("),
+    ('{"seed": 1', "is torn, or no config ("),
+    pytest.param("[" * 10**5, "is torn, or no config (", id="deep"),
     ("[]", "config = []: must be a mapping"),
     ('{"sync": {"foo": 3}}', "sync.foo = 3: there is no such field"),
     ('{"model": {"num_layers": -1}}', "model.num_layers = -1: must be greater than 0"),
@@ -141,8 +142,9 @@ def test_a_workdir_out_of_reach_is_named(tmp_path, monkeypatch):
   monkeypatch.setattr(type(tmp_path), "read_text", denied)
   with pytest.raises(ConfigError, match=rf"^--workdir = '{tmp_path}': cannot be written .*Fix: "):
     workdir.check(tmp_path, CONFIG, overwrite=False)
-  with pytest.raises(ConfigError, match=r"config.json: holds no run's config .*denied.*Fix: "):
+  with pytest.raises(ConfigError, match=r"config.json: cannot be read .*denied.*Fix: ") as caught:
     workdir.saved_config(tmp_path)
+  assert lasts(caught.value)
 
 
 def test_what_is_said_of_a_run_is_nothing_where_it_is_torn(tmp_path):
@@ -165,6 +167,8 @@ def test_an_outcome_that_cannot_be_read_is_not_taken_for_none(tmp_path, monkeypa
     rule = rf"^--workdir = '{tmp_path}': its outcome.json cannot be read .*Stale.*Fix: "
     with pytest.raises(Unanswered, match=rule):
       workdir.reached_end(tmp_path, CONFIG)
+    with pytest.raises(Unanswered, match=r"config.json: cannot be read .*Stale.*Fix: "):
+      workdir.saved_config(tmp_path)
 
 
 @pytest.mark.parametrize("kill_after", [0, 1, 2])
@@ -213,6 +217,9 @@ def test_single_roles_go_on_with_more_tokens_once_none_of_the_run_lives(tmp_path
     workdir.join(tmp_path, longer(CONFIG))
   assert workdir.saved_config(tmp_path) == CONFIG and workdir.reached_end(tmp_path, CONFIG)
   role.close()
+  monkeypatch.setattr(workdir, "write_whole", mock.Mock(side_effect=OSError(28, "full")))
+  with pytest.raises(Unanswered, match=r"^run.total_tokens = 8000000: is more than .* full.*Fix: "):
+    workdir.join(tmp_path, longer(CONFIG))
   with pytest.raises(ConfigError, match=r"seed = 4: the run in "):
     workdir.join(tmp_path, dataclasses.replace(longer(CONFIG), seed=4))
   monkeypatch.undo()
@@ -389,6 +396,7 @@ def agreed(config: Config) -> str:
     ("run", "total_tokens", 5, False),
     ("run", "init_from", "a.safetensors", False),
     ("data", "heldout_sequences", 3, True),
+    ("sync", "value_threads", 3, True),
     ("run", "evaluations", 3, True),
     ("network", "streams", 3, True),
     ("islands", "batch_size", 3, True),
@@ -442,7 +450,7 @@ def test_a_full_disk_leaves_no_torn_file(tmp_path, monkeypatch):
     raise OSError(28, "No space left on device")
 
   monkeypatch.setattr(type(tmp_path), "write_text", full)
-  with pytest.raises(ConfigError, match=r"No space left .*Fix: "):
+  with pytest.raises(Unanswered, match=r"No space left .*Fix: .* enough room"):
     workdir.join(tmp_path, CONFIG)
   assert list(tmp_path.iterdir()) == []
 

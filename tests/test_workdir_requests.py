@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import time
 
 import pytest
 
@@ -56,6 +57,18 @@ def test_what_is_there_already_is_no_news_where_only_news_are_wanted(path):
   requests = RequestFile(path, lambda fields: fields["n"], "number", news_only=True)
   append_request(path, {"n": 2})
   assert read(requests) == [2]
+
+
+def test_only_what_is_there_already_has_an_age(path, monkeypatch):
+  """A fault goes on for the rest of its time in a role that starts again; the clock of who asks for
+  one now may be another."""
+  append_request(path, {"n": 1})
+  requests = RequestFile(path, lambda fields: fields["n"], "number")
+  append_request(path, {"n": 2})
+  now = time.time
+  monkeypatch.setattr(time, "time", lambda: now() + 100.0)
+  (old, _), (new, _) = requests.poll()
+  assert 100.0 <= old < 200.0 and new == 0.0
 
 
 def cuts_off(write, file, data):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 import time
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from pathlib import Path
@@ -53,7 +54,7 @@ def open_storage(config: Config, plan: Plan, workdir: Path, run_id: str) -> Stor
   own: Any = workdir / "checkpoints"
   if path := config.checkpoint.path:
     own = weights.absolute(path, "checkpoint.path") / run_id
-    file = any(Path(each).is_file() for each in (own.parent, own))
+    file = any(map(os.path.isfile, (own.parent, own)))
     require(not file, "checkpoint.path", path, f"it, or its {run_id}, is a file", "give a folder")
     kind, store, _ = path.partition("://")
     try:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from ddiloco.checkpoint.signed_json import brief
+from ddiloco.checks import FULL
 from ddiloco.observe.eventlog import Records
 from ddiloco.observe.guards import warn
 from ddiloco.protocol import events
@@ -145,7 +146,7 @@ class Saver:
       if written:
         yield from commit()
     except Exception as error:  # any error: training goes on without this snapshot
-      self.recorder.record(events.Uncommitted(snapshot=snapshot, reason=brief(error)))
+      self.recorder.record(events.Uncommitted(snapshot=snapshot, reason=_reason(error)))
     if keep:
       yield from self._prune(snapshot, keep, since)
     self.busy = False
@@ -163,7 +164,7 @@ class Saver:
       meta = self.storage.save(snapshot, self.role, self.incarnation, state, arrays)
       yield None
     except Exception as error:  # any error: training goes on without this snapshot
-      reason = brief(error)
+      reason = _reason(error)
       self.recorder.record(events.Unsaved(snapshot=snapshot, reason=reason))
       yield from self._leave_word(snapshot, reason)
       return False
@@ -266,6 +267,12 @@ def consistent(states: Mapping[str, Mapping[str, Any]], shards: Collection[str])
     for key in odd:
       del snapshot[key]
   return {names[key] for key in snapshot}
+
+
+def _reason(error: Exception) -> str:
+  """Why nothing was written, for the log, and what to do."""
+  full = isinstance(error, OSError) and error.errno in FULL
+  return f"{brief(error)}. Fix: make room there." if full else brief(error)
 
 
 def _lower_priority() -> None:

@@ -144,8 +144,9 @@ def listed(path: epath.Path) -> list[str]:
 
 def brief(error: Exception) -> str:
   """One line with both ends of the text: TensorStore says first what failed, and last why."""
-  said = str(error) if isinstance(error, OSError) else ""
-  said = said or f"{type(error).__name__}: {error}"  # a TimeoutError may have no text
+  # Errors of a bucket's file system have no number, and only a path or nothing for a text.
+  told = type(error) in (OSError, Damaged) or getattr(error, "errno", None) is not None
+  said = str(error) if told else f"{type(error).__name__}: {error}"
   text, *_ = " ".join(said.split()).split(" [tensorstore_spec=")
   return text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}"
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import functools
 import os
 import re
@@ -36,6 +35,7 @@ from etils import epath
 
 from ddiloco.checkpoint import signed_json, weights
 from ddiloco.checkpoint.signed_json import Damaged, SignedJson
+from ddiloco.checks import FULL
 
 # --- Flat trees name -> array at rest: Orbax writes and reads them, fingerprints prove them
 # A fingerprint is {"shape": [...], "dtype": "float32", "crc32": ...} over the bytes in C order.
@@ -181,14 +181,16 @@ class Storage:
           "windows": windows,
         }
         signed = signed_json.write(part / META, meta)
-        # A new life of this role may be deleting the part (`_forget`): both sides write first and
-        # look afterwards.
-        if {str(n) for n in range(len(windows))}.difference(signed_json.listed(part / ARRAYS)):
-          raise OSError(f"{part}: was deleted while it was written")
+        # A new life of this role may be deleting the part (`_forget`), or shard 0 its snapshot
+        # (`_clear`): both sides write first and look afterwards.
+        lost = {str(n) for n in range(len(windows))}.difference(signed_json.listed(part / ARRAYS))
+        if lost or role in self.declined(snapshot):
+          raise Damaged(part, "was given up while it was written")
     except OSError:
       # Frees room for other parts. If that fails too, the first error is raised: it tells more.
-      with contextlib.suppress(OSError), signed_json.one_error(part):
-        _delete(part)
+      # Where a bucket's answer was lost, the part may be complete, and be committed at this moment.
+      with contextlib.suppress(OSError):
+        self._forget(snapshot, role)
       raise
     return signed
 
@@ -364,21 +366,26 @@ class Storage:
     """
 
     def skip(which: str, error: Exception) -> None:
-      tried.append(f"{which} skipped: {signed_json.brief(error)}")
-      self._warn(tried[-1])
+      tried.append(said := f"{which} skipped: {signed_json.brief(error)}")
+      self._warn(said)
 
-    try:
-      snapshots = self._snapshots()
-    except Damaged as error:
-      skip("checkpoints", error)
-      return None
-    for snapshot in snapshots:
+    passed = set[int]()
+    while True:
       try:
-        if self.is_committed(snapshot) and (found := read(snapshot)) is not None:
-          return found
-      except (Damaged, KeyError, TypeError, ValueError) as error:
-        skip(f"checkpoint {snapshot}", error)
-    return None
+        snapshots = [n for n in self._snapshots() if n not in passed]
+      except Damaged as error:
+        skip("checkpoints", error)
+        return None
+      for snapshot in snapshots:
+        try:
+          if self.is_committed(snapshot) and (found := read(snapshot)) is not None:
+            return found
+        except (Damaged, KeyError, TypeError, ValueError) as error:
+          skip(f"checkpoint {snapshot}", error)
+          passed.add(snapshot)
+          break  # it may have been deleted while it was read, since a newer one was committed
+      else:
+        return None
 
   def find(
     self,
@@ -414,7 +421,7 @@ class Storage:
     Raises:
       OSError: the file system cannot be asked.
     """
-    committed = self.committed()
+    committed, kept = self.committed(), 0
     newer: set[str] = set()  # learners that have a part in a newer snapshot
     begun: set[str] = set()  # roles that have begun one
     for snapshot in self._snapshots():
@@ -426,9 +433,10 @@ class Storage:
           continue  # its parts are still being saved
         whole = snapshot in committed
         saved = self.manifest(snapshot)["parts"] if whole else ()
+        kept += whole  # here: no other run's counts, and none that nobody can read
         stays = snapshot >= since
         roles = {role for role in saved if stays and role.startswith("learner-")} - newer
-        if snapshot not in committed[:keep]:
+        if not whole or kept > keep:
           self._clear(snapshot, whole, roles, last)
       except OSError as error:  # also if it is another run's, or unreadable: not ours to delete
         self._warn(f"old checkpoint stays: {error}")
@@ -466,6 +474,9 @@ class Storage:
         (path / MANIFEST).rmtree(missing_ok=True)  # a file too
       for role in self._roles(snapshot) - stay:
         _delete(path / role) if whole else self._forget(snapshot, role)
+      for role in stay - roles:
+        with contextlib.suppress(OSError):  # without the note it stays until the next time
+          self.decline(snapshot, role, "its snapshot is given up")
       # A folder or file of this name, and what is in it, may be another program's.
       ours = whole or all(
         n.endswith((DECLINED, signed_json.UNNAMED)) for n in signed_json.listed(path)
@@ -489,7 +500,7 @@ class Storage:
       try:
         note.write_text("")
       except OSError as error:  # no room even for that: then there is none for a manifest
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in FULL:
           raise
       (folder / f"{MANIFEST}{signed_json.UNNAMED}").unlink(missing_ok=True)
       if not self.is_committed(snapshot):

@@ -97,7 +97,8 @@ def absolute(path: str | os.PathLike, field: str = "weights") -> epath.Path:
   except KeyError as error:  # epath's word for it
     rule = f"there is no object store of the kind {error}"
     raise refusal(field, str(path), rule, "give a folder, or gs://BUCKET/PATH") from None
-  there = epath.Path(os.getcwd()) / there  # which is `there`, if that is absolute
+  if not there.is_absolute():  # else the folder of the process counts not, and may be gone
+    there = epath.Path(os.getcwd()) / there
   odd = [c for c in str(there) if c in _ODD or "\ud800" <= c <= "\udfff"]  # or what is no UTF-8
   if odd and there.suffix != SUFFIX:
     fix = "rename the folder, or choose another"

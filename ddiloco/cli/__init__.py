@@ -1,8 +1,8 @@
 """The command line: `ddiloco COMMAND --config=FILE --workdir=DIR --config.FIELD=VALUE ...`.
 
 Wrong flags and configs are reported before a device is touched, with exit status 2. Exit status 1:
-work was lost, a run cannot reach its end any more, or a check failed; 130: stopped by Ctrl-C, or a
-run by SIGTERM: the work so far is merged and saved.
+work was lost, a storage did not answer, a run cannot reach its end any more, or a check failed;
+130: stopped by Ctrl-C, or a run by SIGTERM: the work so far is merged and saved.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import difflib
-import errno
 import gc
 import signal
 import sys
@@ -19,6 +18,7 @@ from collections.abc import Callable, Sequence
 from absl import flags
 
 import ddiloco
+from ddiloco.checks import FULL, Unanswered
 from ddiloco.cli import runs
 from ddiloco.cli.arguments import Helped, go_on_unheard
 from ddiloco.cli.launch import launch
@@ -86,9 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return FINISHED
   except (ConfigError, flags.Error) as error:  # the latter of --flagfile, which is read first
     print(f"ddiloco {arguments[0]}: {error}", file=sys.stderr)
-    return BAD_USAGE
+    return LOST if isinstance(error, Unanswered) else BAD_USAGE
   except OSError as error:
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno not in FULL:
       raise
     fix = "make room on the disk that it writes to"
     print(f"ddiloco {arguments[0]}: {error}. Fix: {fix}.", file=sys.stderr)

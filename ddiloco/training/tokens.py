@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ddiloco.checks import ABOUT_PATHS, ConfigError, Unanswered, refusal, require
+from ddiloco.checks import Unanswered, kind_of, refusal, require
 from ddiloco.config import DataConfig
 from ddiloco.environment import raise_limit
 
@@ -242,8 +242,8 @@ def read_parts(data: DataConfig, tokenizer: Tokenizer) -> tuple[Part, ...]:
   except OSError as error:
     rule = f"cannot be read ({error.strerror or error})"
     fix = "check the permissions of the file; if its storage did not answer, start again"
-    kind = ConfigError if isinstance(error, ABOUT_PATHS) else Unanswered
-    raise refusal("data.path", error.filename or data.path, rule, fix, kind) from error
+    path = error.filename or data.path
+    raise refusal("data.path", path, rule, fix, kind_of(error)) from error
   rule = "every matching file is empty"
   require(bool(pieces), "data.path", data.path, rule, "give files with text")
   return (np.concatenate(pieces),)

@@ -298,6 +298,7 @@ class Owner:
     self.side = Replication(self.copies, 1, patience_seconds, recorder, clock)
 
   def commit(self, p: int, version: int) -> None:
+    self.side.changes(p)
     self.side.committed(committed(p, version))
     self.side.when_safe(p, lambda: self.done.append((p, version)))
 
@@ -412,6 +413,18 @@ def test_a_buddy_is_not_away_because_whole_copies_wait_for_their_turn(owner):
   assert owner.done == [] and owner.events == [], "it waits for its copy"
   owner.confirm(0, 4)
   assert owner.done == [(0, 4)] and owner.side.missing() == [1, 2, 3]
+
+
+def test_a_copy_that_the_buddy_could_not_keep_comes_again_in_each_of_its_lives(owner):
+  owner.commit(0, 1)
+  owner.confirm(0, 1)
+  owner.commit(0, 2)
+  owner.sent()
+  for life in (50, 51):
+    owner.side.on(Replicated(1, life, 0, round_of(2), False))
+    assert owner.sent() == [(0, 2)] and owner.done == [(0, 1)]
+  owner.confirm(0, 2, incarnation=51)
+  assert owner.done == [(0, 1), (0, 2)] and owner.side.missing() == []
 
 
 def test_a_buddy_that_missed_one_copy_does_not_get_all_again(owner):

@@ -12,6 +12,7 @@ from ddiloco.config import Config, SyncConfig
 from ddiloco.core.delta import Committed
 from ddiloco.network.transport import Counters, Hub, syncer_address
 from ddiloco.protocol.messages import Recover, Recovered, Replica
+from ddiloco.protocol.values import replace
 from tests import says
 from tests.checkpoint.test_buddy import CONFIG, PLAN, Outbox, committed, keep, round_of
 from tests.network.net import Net
@@ -125,6 +126,7 @@ def test_only_the_buddys_answer_to_this_life_counts():
     back(committed(0, 99), shard=2),
     back(committed(1, 3), owner=1),  # its own
     held((0, 5), (2, 4)),  # overtakes what it lists
+    replace(back(committed(0, 5)), payload=b"no vectors"),
     back(committed(2, 4)),
     Recover(1, 50),  # it has restarted itself and asks me
     back(committed(0, 5)),

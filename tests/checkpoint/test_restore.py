@@ -1,12 +1,17 @@
 """What a role begins with: states as JSON and back, shards' fragments, a learner's own part."""
 
 import dataclasses
+import os
 import random
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
+from unittest import mock
 
+import fsspec
 import numpy as np
 import pytest
 
@@ -32,6 +37,7 @@ from ddiloco.protocol.states import LearnerState
 from ddiloco.protocol.values import from_json, replace
 from ddiloco.roles import initial
 from tests import says
+from tests.checkpoint.test_snapshots_kill import denied
 from tests.roles import toy
 
 CONFIG = toy.config(2, 100, num_shards=2, num_fragments=4, snapshot_steps=10)
@@ -100,7 +106,8 @@ def save_shard(storage, snapshot, shard, shards, global_step=0, **kinds):
 
 def save_shards(storage, snapshot, shards=2, **kinds):
   for shard in range(shards):
-    save_shard(storage, snapshot, shard, shards, global_step=10 * snapshot + shard, **kinds)
+    step = 10 * snapshot + -shard % shards  # the last one is not the newest of more than two
+    save_shard(storage, snapshot, shard, shards, global_step=step, **kinds)
   storage.commit(snapshot, [f"syncer-{shard}" for shard in range(shards)])
 
 
@@ -139,7 +146,7 @@ def test_any_number_of_shards_takes_over_what_others_had(storage, said, before, 
     assert_same(restored.fragments, [committed(p, 3, **kinds) for p in wanted])
     assert restored.snapshot == 3
     owners = {p % before for p in wanted}
-    assert restored.global_step == max(30 + s for s in owners)
+    assert restored.global_step == max(30 + -s % before for s in owners)
     known = {0: max(50 + s for s in owners), 1: max(60 - s for s in owners)}
     known |= {states.shard_key(s): rules.numbered(3, 0) for s in owners}
     assert restored.vector_clock == known
@@ -164,10 +171,10 @@ def test_a_shard_goes_on_where_the_run_was(storage):
 
 
 def test_a_shard_knows_the_steps_of_all_islands_also_of_one_that_may_join():
-  islands = {"num_learners": 1, "batch_size": 4, "overrides": {"0": {"batch_size": 8}}}
+  islands = {"num_learners": 1, "batch_size": 4, "overrides": {n: {"batch_size": 8} for n in "012"}}
   store = {p: new_fragment(PLAN.fragments[p], np.zeros(1, np.float32)) for p in range(4)}
-  for mine, others in ((8, 4), (2, 4)):
-    islands["overrides"]["0"]["batch_size"] = mine
+  for mine, others in ((12, 4), (2, 8)):
+    islands["overrides"]["2"]["batch_size"] = mine
     config = from_dict({"islands": islands, "sync": {"num_shards": 1, "num_fragments": 4}})
     state, length = new_syncer(config, 0, 7, store), config.data.sequence_length
     expected = length * min(mine, others), length * max(mine, others)
@@ -445,6 +452,23 @@ def test_a_place_that_nothing_here_can_reach_is_refused_at_once(tmp_path):
     config = from_dict({"checkpoint": {"path": path}})
     with pytest.raises(ConfigError, match=rf"checkpoint.path = '{path}'.*Fix: "):
       open_storage(config, initial.make_plan(config), tmp_path, "run")
+
+
+def test_a_bucket_whose_package_is_not_installed_is_refused_at_once(tmp_path, monkeypatch):
+  monkeypatch.setattr(fsspec, "get_filesystem_class", mock.Mock(side_effect=ImportError("gcsfs")))
+  config = from_dict({"checkpoint": {"path": "gs://bucket"}})
+  with pytest.raises(ConfigError, match=r"checkpoint.path = .*gcsfs.*Fix: pip install .ddiloco"):
+    open_storage(config, initial.make_plan(config), tmp_path, "run")
+
+
+def test_a_place_that_may_not_be_looked_into_is_no_traceback():
+  with tempfile.TemporaryDirectory() as folder:  # its parents are everybody's to read
+    os.chmod(folder, 0o755)
+    config = from_dict({"checkpoint": {"path": f"{folder}/mine"}})
+    with denied(Path(folder), 0):
+      storage = open_storage(config, initial.make_plan(config), Path(folder), "run")
+      with pytest.raises(OSError, match="Permission denied"):
+        storage.committed()
 
 
 def test_runs_of_one_model_that_share_a_path_have_snapshots_of_their_own(tmp_path):

@@ -1,5 +1,6 @@
 """Parts are written beside the work, and shard 0 commits what is a consistent snapshot."""
 
+import errno
 import functools
 import itertools
 import os
@@ -282,7 +283,10 @@ def test_copies_of_the_state_are_freed_before_anything_is_waited_for(
   assert failed() is None
 
 
-@pytest.mark.parametrize("error", [OSError("disk full"), ValueError("odd"), RuntimeError("xla")])
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a part")
+
+
+@pytest.mark.parametrize("error", [FULL, ValueError("odd"), RuntimeError("xla")])
 def test_what_cannot_be_written_is_one_event_and_the_role_goes_on(
   storage, savers, capsys, monkeypatch, error
 ):
@@ -295,6 +299,7 @@ def test_what_cannot_be_written_is_one_event_and_the_role_goes_on(
       wait_for(lambda: not saver.busy)
   assert [e.snapshot for e in events.of("unsaved")] == [1, 2]
   assert all(str(error) in e.reason for e in events.of("unsaved"))
+  assert (". Fix: make room" in events.of("unsaved")[0].reason) == (error is FULL)
   assert storage.declined(1) == storage.declined(2) == {"learner-1"}, "shard 0 need not wait"
   assert not capsys.readouterr().err, "the event is shown"
   saver.save(3, {}, {})
@@ -645,9 +650,9 @@ def test_a_snapshot_that_cannot_be_committed_is_said_and_the_next_one_is(
   for n in (1, 2):
     storage.save(n, "syncer-1", 0, state("syncer-1"), {})
   with monkeypatch.context() as patch:
-    patch.setattr(Gated, "commit", mock.Mock(side_effect=OSError("disk full")))
+    patch.setattr(Gated, "commit", mock.Mock(side_effect=FULL))
     commit(saver, 1)
-    assert "disk full" in events.of("uncommitted")[0].reason
+    assert f"{FULL}. Fix: make room" in events.of("uncommitted")[0].reason
     wait_for(lambda: not saver.busy)
   commit(saver, 2)
   events.of("snapshot")

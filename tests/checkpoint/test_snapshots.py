@@ -176,6 +176,19 @@ def test_saving_again_replaces_the_part(tmp_path):
   assert storage.find("learner-0").state == {"of": 3}
 
 
+def test_a_kill_while_a_part_is_replaced_leaves_none(storage, monkeypatch):
+  """Else the meta of the one before would vouch for arrays of both."""
+  storage.save(1, "learner-0", 1, {}, {"a": np.ones(3)})
+
+  def killed(*_):
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(weights, "write", killed)
+  with pytest.raises(KeyboardInterrupt):
+    storage.save(1, "learner-0", 2, {}, {"a": np.zeros(3)})
+  assert storage.metas(1) == {}
+
+
 def test_a_snapshot_is_there_when_it_is_committed_and_not_before(storage):
   assert storage.committed() == [] and storage.find("syncer-0") is None
   metas = {
@@ -250,6 +263,15 @@ def test_another_format_is_refused_by_name(tmp_path, monkeypatch):
   with pytest.raises(Damaged, match=f"belongs to another format: 1, not {arrays_lib.FORMAT}"):
     now.load(1, "learner-0")
   assert now.find("learner-0") is None and len(told) == 1
+
+
+@pytest.mark.parametrize("change", [('"of": 1', '"of": 2'), ('"digest"', '"none"')])
+def test_a_record_that_is_not_what_was_signed_is_refused(tmp_path, storage, change):
+  storage.save(1, "learner-0", 1, {"of": 1}, {})
+  meta = tmp_path / "00000001" / "learner-0" / "meta.json"
+  meta.write_text(meta.read_text().replace(*change))
+  with pytest.raises(Damaged, match=r"meta.json: is not what was written"):
+    storage.load(1, "learner-0")
 
 
 def test_pruning_keeps_the_newest_and_what_is_under_way(tmp_path, storage):
@@ -357,7 +379,7 @@ def test_a_bucket_is_used_like_a_folder(monkeypatch):
   assert storage.committed() == [3, 2]
   monkeypatch.setattr(fsspec, "filesystem", {"gs": bucket}.get)
   grown = storage.growth(3, ["learner-3", "learner-4"])
-  assert grown["learner-3"] > grown["learner-4"] == 0
+  assert grown["learner-3"] > 99 > grown["learner-4"] == 0
   assert storage.find("learner-3").state == STATE
   assert storage.metas(3)["learner-3"]["digest"] == storage.manifest(3)["parts"]["learner-3"]
   assert_same(storage.load(2, "learner-3").arrays, some(2))

@@ -9,6 +9,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from unittest import mock
 
@@ -20,6 +21,7 @@ import orbax.checkpoint as ocp
 import pytest
 import safetensors
 import safetensors.numpy
+from etils import epath
 
 from ddiloco.checkpoint import weights
 from ddiloco.checkpoint.restore import open_storage
@@ -166,6 +168,16 @@ def test_a_relative_path_is_taken_from_here(path, monkeypatch):
   assert_same(weights.load(path), params())
 
 
+def test_a_save_does_not_need_the_folder_of_the_process(path, tmp_path, monkeypatch):
+  """The result of weeks was not saved where the folder in which the run was begun was deleted."""
+  gone = tmp_path / "gone"
+  gone.mkdir()
+  monkeypatch.chdir(gone)
+  gone.rmdir()
+  weights.save(path, params())
+  assert_same(weights.load(path), params())
+
+
 def test_folders_above_are_made_and_the_file_is_as_readable_as_others(tmp_path):
   path = weights.save(tmp_path / "a" / "b" / "model.safetensors", params())
   (tmp_path / "other").touch()
@@ -269,6 +281,16 @@ def test_a_checkpoint_is_there_whenever_its_replacement_is_killed(tmp_path, what
   assert len(seen) > 5 and seen[-1] == (True, {"new"})
   assert (False, {"new"}) in seen
   assert what == "clear" or (True, {"old"}) in seen
+
+
+def test_a_remainder_of_which_something_stays_is_taken_for_no_checkpoint(tmp_path, monkeypatch):
+  result, left = weights.save(tmp_path / "result", params()), tmp_path / f".result.{'0' * 16}"
+  shutil.copytree(result, left)
+  denied = mock.Mock(side_effect=PermissionError)
+  monkeypatch.setattr(type(result), "rmtree", denied)
+  weights.clear(result)
+  shutil.rmtree(result)
+  assert denied.called and left.exists() and weights.standing(result) == result
 
 
 def test_what_a_kill_left_under_another_name_is_read(tmp_path):
@@ -499,3 +521,60 @@ def test_a_save_that_can_rename_and_list_nothing_deletes_neither_model(tmp_path,
     patch.setattr(kind, "iterdir", once)
     weights.save(path, params(1))
   assert_same(weights.load(path), params(1))
+
+
+def test_saves_of_several_threads_do_not_wait_for_each_other_for_ever(tmp_path):
+  """Roles that are threads save their parts while the result is saved."""
+  array = np.ones(100, np.float32)
+
+  def save_result() -> None:
+    for i in range(20):
+      weights.save(tmp_path / f"result{i}", {"x": array})
+
+  def save_parts(role: int) -> None:
+    for i in range(20):
+      weights.write(epath.Path(tmp_path / f"{role}-{i}"), {"x": array})
+
+  threads = [threading.Thread(target=save_result, daemon=True)]
+  threads += [threading.Thread(target=save_parts, args=(m,), daemon=True) for m in range(2)]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join(60.0)
+  assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_save_that_hangs_in_its_disk_holds_up_no_other_for_ever(tmp_path, monkeypatch, capsys):
+  """A learner's part on a share that does not answer, and the result on this machine's disk."""
+  go, hangs = threading.Event(), threading.Event()
+
+  whole = weights.checkpointer
+
+  def stuck():
+    if threading.current_thread() is not part:
+      return whole()
+    hangs.set()
+    go.wait(60.0)
+    raise OSError(errno.EIO, "stale")
+
+  monkeypatch.setattr(weights, "checkpointer", stuck)
+  monkeypatch.setattr(weights, "SAVE_SECONDS", 0.1, raising=False)
+
+  def save_part() -> None:
+    with contextlib.suppress(OSError):
+      weights.write(epath.Path(tmp_path / "part"), {"x": np.ones(3)})
+
+  part = threading.Thread(target=save_part, daemon=True)
+  part.start()
+  assert hangs.wait(60.0)
+  params = {"x": np.ones(3, np.float32)}
+  result = threading.Thread(target=weights.save, args=(tmp_path / "result", params), daemon=True)
+  result.start()
+  result.join(20.0)
+  assert not result.is_alive() and weights.load(tmp_path / "result")["x"].size == 3
+  assert "another save" in capsys.readouterr().err
+  go.set()
+  part.join(60.0)
+  with weights.one_save():
+    assert weights.ONE_SAVE.locked()
+  assert not weights.ONE_SAVE.locked()

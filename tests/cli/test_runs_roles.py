@@ -1,5 +1,6 @@
 """The commands that make a process one role: what is wrong is said with status 2, at once."""
 
+import errno
 import json
 import sys
 from pathlib import Path
@@ -223,7 +224,7 @@ def test_the_saved_config_of_a_run_is_a_config(monkeypatch, tmp_path, refused):
   "text, part",
   [
     (None, "holds no run's config"),
-    ("{", "holds no run's config"),
+    ("{", "is torn, or no config ("),
     (json.dumps({"sync": {"min_qurum": 3}}), "did you mean 'min_quorum'"),
     (json.dumps([1]), "must be a mapping"),
   ],
@@ -234,3 +235,18 @@ def test_a_bad_saved_config(refused, tmp_path, text, part):
     file.write_text(text)
   said = refused("train", f"--config={file}", f"--workdir={tmp_path / 'run'}")
   assert part in said and "Fix: " in said
+
+
+@pytest.mark.parametrize("role", NEEDED)
+def test_a_workdir_that_does_not_answer_is_no_wrong_usage(role, tmp_path, monkeypatch, capsys):
+  """After that scripts/slurm.sh starts a role no more."""
+  read = Path.read_text
+
+  def stale(self, *arguments, **more):
+    if self.parent == tmp_path:
+      raise OSError(errno.ESTALE, "Stale file handle", str(self))
+    return read(self, *arguments, **more)
+
+  monkeypatch.setattr(Path, "read_text", stale)
+  assert cli.main([role, *ALL, *NEEDED[role], f"--workdir={tmp_path}"]) == 1
+  assert "its outcome.json cannot be read" in capsys.readouterr().err

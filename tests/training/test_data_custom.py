@@ -18,7 +18,7 @@ from ddiloco.checks import lasts
 from ddiloco.cli import main
 from ddiloco.config import Config, ConfigError, from_dict
 from ddiloco.engines import session
-from ddiloco.environment import BAD_USAGE
+from ddiloco.environment import LOST
 from ddiloco.models.model import NnxModel
 from ddiloco.training import data, evaluate
 
@@ -313,7 +313,7 @@ def test_a_storage_that_does_not_answer_is_said_in_words(tmp_path, capsys):
   """A traceback was all that `ddiloco train` said."""
   (tmp_path / "config.json").write_text(config_of("mute").to_json())
   flags = ["--workdir", str(tmp_path / "run"), "--cpu", "--config.sync.num_fragments=2"]
-  assert main(["train", f"--config={tmp_path / 'config.json'}", *flags]) == BAD_USAGE
+  assert main(["train", f"--config={tmp_path / 'config.json'}", *flags]) == LOST
   assert "data.custom = " in capsys.readouterr().err
 
 
