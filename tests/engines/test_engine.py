@@ -16,7 +16,7 @@ from ddiloco.chaos import Killed
 from ddiloco.config import Fault
 from ddiloco.engines.engine import TURN_SECONDS, Engine, RunResult
 from ddiloco.observe.eventlog import Recorder, read_events
-from ddiloco.observe.guards import ended
+from ddiloco.observe.guards import exited
 from ddiloco.protocol.supervisor import GONE, LEFT, Dismiss, members
 from ddiloco.roles.learner import Quarantined
 from tests.engines.test_threads import make_config
@@ -196,7 +196,8 @@ def test_work_is_lost_with_a_learner_that_takes_too_long_to_bring_it_out(tmp_pat
 
 
 def test_whoever_interrupts_again_waits_for_no_thread_and_has_the_result(tmp_path, monkeypatch):
-  """The second Ctrl-C came when all was merged and the evaluator measured that: no outcome."""
+  """The second Ctrl-C came when all was merged and the evaluator measured that: no outcome. If the
+  kernel gave it to another thread than the main one, it was heard a minute later."""
   released, waits, over = threading.Event(), threading.Event(), threading.Event()
 
   class Measures(Toy):
@@ -206,12 +207,12 @@ def test_whoever_interrupts_again_waits_for_no_thread_and_has_the_result(tmp_pat
     def _end(self, reason: str) -> None:
       return
 
-  def waited_for(thread: threading.Thread, seconds: float) -> bool:
+  def waited_for(*arguments) -> int | None:
     waits.set()
-    return ended(thread, seconds)
+    return exited(*arguments)
 
   def interrupt() -> None:
-    me = threading.main_thread().ident  # where else the kernel may bring it to wakes no wait
+    me = threading.get_ident()
     waits.wait()
     signal.pthread_kill(me, signal.SIGINT)
     engine.leave.wait()  # two signals that come before either is heard are one
@@ -219,7 +220,7 @@ def test_whoever_interrupts_again_waits_for_no_thread_and_has_the_result(tmp_pat
       went_on.set()
       signal.pthread_kill(me, signal.SIGINT)
 
-  monkeypatch.setattr("ddiloco.engines.engine.ended", waited_for)
+  monkeypatch.setattr("ddiloco.engines.engine.exited", waited_for)
   engine, went_on = Measures(tmp_path, released.wait), threading.Event()
   threading.Thread(target=interrupt, daemon=True).start()
   with in_time(released):
@@ -227,6 +228,18 @@ def test_whoever_interrupts_again_waits_for_no_thread_and_has_the_result(tmp_pat
     over.set()
   assert went_on.is_set(), "after the first one"
   assert [e.kind for e in read_events(tmp_path) if e.role == "engine"][-1] == "run_finished"
+
+
+def test_a_role_whose_thread_could_not_be_started_is_not_waited_for(tmp_path, monkeypatch):
+  """The end of the run failed with it, and with that its result."""
+
+  def no_room(*_) -> None:
+    raise RuntimeError("can't start new thread")
+
+  engine = Toy(tmp_path, lambda: None, run={"max_restarts": 0})
+  monkeypatch.setattr("ddiloco.engines.engine.Life.start", no_room)
+  assert engine.run().reason == "failed"
+  assert engine.reasons() == ["cannot be started: can't start new thread"]
 
 
 @pytest.mark.parametrize("merged, reason", [(True, "finished"), (False, "stopped")])
@@ -242,6 +255,10 @@ def test_a_run_that_is_interrupted_again_when_all_is_merged_is_finished(tmp_path
 
     def _end(self, reason: str) -> None:
       raise KeyboardInterrupt
+
+    def _kill(self) -> None:
+      super()._kill()
+      raise KeyboardInterrupt  # a third time: while it waited for a process
 
   assert Interrupted(tmp_path, lambda: None).run().reason == reason
 
