@@ -221,6 +221,7 @@ def test_whoever_interrupts_again_waits_for_no_thread_and_has_the_result(tmp_pat
       signal.pthread_kill(me, signal.SIGINT)
 
   monkeypatch.setattr("ddiloco.engines.engine.exited", waited_for)
+  monkeypatch.setattr("ddiloco.engines.engine.MEASURE_SECONDS", 9 * PATIENCE_SECONDS)
   engine, went_on = Measures(tmp_path, released.wait), threading.Event()
   threading.Thread(target=interrupt, daemon=True).start()
   with in_time(released):
