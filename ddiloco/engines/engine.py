@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-import queue
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -122,9 +122,11 @@ class Engine:
     self._training_since = math.inf  # when training began; inf: it has not
     self._crashes = Warnings()  # where roles crashed, once of those alike: the logs have each
     self._guard = Guard("the supervisor")  # if the supervisor ended, all roles would end
-    # What happens to roles that are threads, as events of the moment when they are taken. No
+    # What happens to roles that are threads, as events of the moment when they are taken. No Queue:
+    # its `get` is Python, and where Ctrl-C interrupts that, its lock stays held, or is missed. No
     # SimpleQueue: its `get` forgets its timeout if a signal's handler runs until that has passed.
-    self._news: queue.Queue[Callable[[], supervisor.Event]] = queue.Queue()
+    self._news: deque[Callable[[], supervisor.Event]] = deque()
+    self._awaited = threading.Lock()  # released when there are news
     self._threads: dict[str, Life] = {}  # of each role, the newest
     self._told: set[str] = set()  # roles whose threads are asked to end
     self._evaluated: Evaluator | None = None  # of the newest incarnation
@@ -314,8 +316,9 @@ class Engine:
       if (found := over()) or time.monotonic() >= deadline:
         return found
       due_seconds = supervisor.next_wake(self._state) - time.monotonic()  # a restart, for example
-      with contextlib.suppress(queue.Empty):
-        self._feed(self._news.get(timeout=max(0.0, min(TURN_SECONDS, due_seconds)))())
+      self._awaited.acquire(timeout=max(0.0, min(TURN_SECONDS, due_seconds)))
+      while self._news:
+        self._feed(self._news.popleft()())
 
   def _wait(
     self, names: Sequence[str], seconds: float, unless: Callable[[], bool] = lambda: False
@@ -397,11 +400,17 @@ class Engine:
         how = {"reason": f"{type(error).__name__}: {error}"}
         self._note_lost(name, how["reason"])
     exited = lambda: supervisor.Exited(name, time.monotonic(), **how)  # noqa: E731
-    self._news.put(exited if how else lambda: supervisor.Left(name))
+    self._tell(exited if how else lambda: supervisor.Left(name))
 
   def _works(self, name: str) -> None:
     """To be called by a life that begins its work, once it has all that it had to wait for."""
-    self._news.put(lambda: supervisor.Working(name, time.monotonic()))
+    self._tell(lambda: supervisor.Working(name, time.monotonic()))
+
+  def _tell(self, news: Callable[[], supervisor.Event]) -> None:
+    """Tells the engine's own thread."""
+    self._news.append(news)
+    with contextlib.suppress(RuntimeError):  # there are others, and the lock is not held
+      self._awaited.release()
 
   def _evaluate(self, runtime: Runtime, broken: Callable[[], str] = lambda: "") -> None:
     """One life of the evaluator; `broken` says why its endpoint works no more."""

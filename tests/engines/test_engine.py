@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import signal
+import sys
 import threading
 import time
 import types
@@ -229,6 +231,42 @@ def test_whoever_interrupts_again_waits_for_no_thread_and_has_the_result(tmp_pat
     over.set()
   assert went_on.is_set(), "after the first one"
   assert [e.kind for e in read_events(tmp_path) if e.role == "engine"][-1] == "run_finished"
+
+
+def test_a_turn_may_be_interrupted_anywhere(tmp_path, monkeypatch):
+  """Where it was about to take or leave a lock of its queue, that raised another error than
+  KeyboardInterrupt, or stayed locked: the run had no result, or no end."""
+  monkeypatch.setattr("ddiloco.engines.engine.TURN_SECONDS", 0.001)
+
+  class Turns(Toy):
+    left = 2
+
+    def _over(self) -> str | None:
+      self.left -= 1
+      return None if self.left else "stopped"
+
+  def trace(frame, event: str, _):
+    """Counts the places of a turn's own code, and of what this calls in Python's library."""
+    nonlocal places
+    called = frame.f_back in turn and frame.f_code.co_filename in library
+    if not called and frame.f_code is not Engine._take_turns.__code__:
+      return None
+    turn.append(frame)
+    places += 1
+    if places == at:
+      raise KeyboardInterrupt
+    return trace
+
+  at, places, library = 0, 0, (threading.__file__, queue.__file__)
+  while places == at:  # the last one was interrupted
+    at, places, turn = at + 1, 0, []
+    engine = Turns(tmp_path / str(at), lambda: None)
+    sys.settrace(trace)
+    try:
+      assert engine.run().reason == "stopped"
+    finally:
+      sys.settrace(None)
+  assert at > 20
 
 
 def test_a_role_whose_thread_could_not_be_started_is_not_waited_for(tmp_path, monkeypatch):
