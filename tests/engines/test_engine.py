@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import signal
-import sys
 import threading
 import time
 import types
@@ -22,6 +20,7 @@ from ddiloco.observe.guards import exited
 from ddiloco.protocol.supervisor import GONE, LEFT, Dismiss, members
 from ddiloco.roles.learner import Quarantined
 from tests.engines.test_threads import make_config
+from tests.strikes import Interrupt
 from tests.waits import PATIENCE_SECONDS
 
 NAME = "learner-0"
@@ -245,28 +244,12 @@ def test_a_turn_may_be_interrupted_anywhere(tmp_path, monkeypatch):
       self.left -= 1
       return None if self.left else "stopped"
 
-  def trace(frame, event: str, _):
-    """Counts the places of a turn's own code, and of what this calls in Python's library."""
-    nonlocal places
-    called = frame.f_back in turn and frame.f_code.co_filename in library
-    if not called and frame.f_code is not Engine._take_turns.__code__:
-      return None
-    turn.append(frame)
-    places += 1
-    if places == at:
-      raise KeyboardInterrupt
-    return trace
-
-  at, places, library = 0, 0, (threading.__file__, queue.__file__)
-  while places == at:  # the last one was interrupted
-    at, places, turn = at + 1, 0, []
-    engine = Turns(tmp_path / str(at), lambda: None)
-    sys.settrace(trace)
-    try:
+  interrupt, runs = Interrupt(Engine._take_turns.__code__), 0
+  while not interrupt.missed:
+    engine, runs = Turns(tmp_path / str(runs), lambda: None), runs + 1
+    with interrupt:
       assert engine.run().reason == "stopped"
-    finally:
-      sys.settrace(None)
-  assert at > 20
+  assert runs > 20
 
 
 def test_a_role_whose_thread_could_not_be_started_is_not_waited_for(tmp_path, monkeypatch):
