@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ddiloco.chaos import Killed
+from ddiloco.chaos import Killed, ask_for
 from ddiloco.config import Fault
 from ddiloco.engines.engine import TURN_SECONDS, Engine, RunResult
 from ddiloco.observe.eventlog import Recorder, read_events
@@ -122,6 +122,26 @@ def test_what_lives_die_of_is_said_and_the_next_one_begins(tmp_path):
   assert [e.kind for e in events if e.role == "learner-0"] == ["crash"], "of what went wrong"
   kinds = [e.kind for e in events if e.role == "engine"]
   assert kinds == ["run_started", *["exit", "restart"] * 3, "run_finished"]
+
+
+def test_a_fault_that_an_earlier_start_was_asked_for_does_not_strike_again(tmp_path):
+  ask_for(tmp_path, Fault("kill", NAME, at_step=0))
+  released, asked, struck = threading.Event(), [], []
+
+  class Asked(Toy):
+    def _over(self) -> str | None:
+      asked or asked.append(ask_for(tmp_path, Fault("stall", NAME, at_step=0, seconds=0.0)))
+      return "stopped" if struck else None
+
+    def _strike(self, fault: Fault) -> None:
+      struck.append(fault.action)
+
+    def _end(self, reason: str) -> None:
+      released.set()
+
+  with in_time(released):
+    assert Asked(tmp_path, released.wait).run().reason == "stopped"
+  assert struck == ["stall"]
 
 
 def test_a_start_that_fails_is_a_death_and_holds_up_nothing(tmp_path, capsys):

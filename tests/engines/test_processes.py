@@ -326,6 +326,8 @@ def test_a_learner_that_leaves_before_it_has_begun_has_left(started):
 def test_who_interrupts_the_kill_waits_for_no_process_and_leaves_none(started, monkeypatch):
   """A program that trained in a notebook kept the processes that it did not come to."""
   engine = started(SLEEP)
+  pid = engine.child._processes[0].pid
+  assert os.getsid(pid) == pid, "Ctrl-C in a terminal is for the supervisor alone"
   engine._children["learner-4"] = other = Child("learner-4", engine.workdir, [spawn])
   other.start([python(SLEEP)])
   monkeypatch.setattr(engine.child, "kill", mock.Mock(side_effect=KeyboardInterrupt))
