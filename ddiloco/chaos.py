@@ -136,8 +136,7 @@ def _carried(at: float, bits: float, throttles: Sequence[tuple[float, float]]) -
 
 
 def _concerns(fault: Fault, peer: str) -> bool:
-  if not fault.peers:
-    return True
+  """Whether the fault is on the link with this peer; one that names no peers is on all links."""
   named = [p for p in fault.peers if not p.startswith("!")]
   return peer in named or (not named and f"!{peer}" not in fault.peers)
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import queue
+import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import _base
 from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
 from unittest import mock
 
 from ddiloco.chaos import ask_for
@@ -51,3 +56,37 @@ def killed_once_saved(workdir: Path, role: str, hold_at: int) -> Iterator[None]:
   finally:
     over.set()
     thread.join()
+
+
+LIBRARY = threading.__file__, queue.__file__, _base.__file__
+
+
+class Interrupt:
+  """A KeyboardInterrupt in this code, or in what that calls of Python's own waits: in each `with`
+  block at the next place, until a block has none there (`missed`).
+
+  So may Ctrl-C come, between any two lines. The start of a thread is left out, which is quick.
+  """
+
+  def __init__(self, code: CodeType):
+    self._code, self._at, self._places, self.missed = code, 0, 0, False
+    self._frames: list[FrameType] = []
+
+  def __enter__(self) -> None:
+    self._at, self._places, self._frames = self._at + 1, 0, []
+    sys.settrace(self._trace)
+
+  def __exit__(self, *_: object) -> None:
+    sys.settrace(None)
+    self.missed = self._places < self._at
+
+  def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
+    code = frame.f_code
+    waits = code.co_filename in LIBRARY and code is not threading.Thread.start.__code__
+    if code is not self._code and not (waits and frame.f_back in self._frames):
+      return None
+    self._frames.append(frame)
+    self._places += 1
+    if self._places == self._at:
+      raise KeyboardInterrupt
+    return self._trace

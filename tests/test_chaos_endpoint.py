@@ -12,6 +12,7 @@ from ddiloco.chaos import FaultyEndpoint, MessageFaults
 from ddiloco.config import Fault
 from ddiloco.network.transport import Hub
 from ddiloco.protocol.messages import Goodbye, Pull
+from tests.waits import wait_for
 
 SECONDS = 10.0
 PULL = Pull(0, 1, 0, 2, 5, 3, 0)
@@ -57,6 +58,14 @@ def test_in_calm_weather_it_is_the_endpoint_itself(pair):
   assert pair.learner.counters.sent_bytes and pair.learner.address == "learner-0"
   pair.shard.send("learner-0", PULL)
   assert pair.learner.receive(SECONDS)[:2] == ("syncer-0", PULL)
+
+
+def test_a_message_of_a_calm_link_does_not_wait_for_a_late_one(pair):
+  pair.begin("delay", delay_seconds=3600.0, peers=("syncer-1",))
+  pair.learner.send("syncer-1", Goodbye(0, 9))
+  wait_for(lambda: pair.learner._turn._waiters, "its wait")
+  pair.send()
+  assert pair.got(1) == [0]
 
 
 def test_what_comes_in_suffers_too(pair):

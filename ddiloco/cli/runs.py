@@ -22,7 +22,7 @@ from ddiloco.config import Config, ConfigError
 from ddiloco.config.schema import MAX_FRAGMENTS, MAX_LEARNERS
 from ddiloco.dashboard.server import Dashboard, Where
 from ddiloco.engines.profiler import MOST_STEPS, ProfileRequest, take_profile
-from ddiloco.engines.role_spec import RoleSpec, end_with_parent, terminates
+from ddiloco.engines.role_spec import RoleSpec, beside, end_with_parent, terminates
 from ddiloco.environment import FINISHED, LOST
 from ddiloco.trace import text
 from ddiloco.workdir import PROFILES, RESULT, refuse_trained, run_name
@@ -100,7 +100,7 @@ def dashboard(arguments: list[str]) -> int:
   ended = threading.Event()
   with terminates(ended), Dashboard(given.workdir, _where(given, "bind")) as served:
     print(f"Dashboard of {given.workdir}: {served.url}   (Ctrl-C ends it)", flush=True)
-    ended.wait()
+    beside(ended.wait)
   print()  # after the terminal's own ^C
   return FINISHED
 

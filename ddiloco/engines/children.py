@@ -256,7 +256,7 @@ def spawn_forked(command: list[str], log: Path) -> Forked:
   arguments = (command, environment.whole(), Path.cwd(), log, stdin)
   process = context.Process(target=_become, args=arguments, daemon=True)
   try:
-    with stdin, _server_unheard(), _main_unsaid():  # the child's end of the pipe is not needed here
+    with stdin, _main_unsaid():  # the child's end of the pipe is not needed here
       process.start()
   except (ConnectionError, EOFError) as error:
     raise OSError(f"what forks the roles has ended ({error}): no memory, or no process?") from error

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-import queue
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ from ddiloco.core.fragments import Plan
 from ddiloco.engines.role_spec import terminates
 from ddiloco.network.transport import EVALUATOR_ADDRESS, learner_address, syncer_address
 from ddiloco.observe.eventlog import Listener, Recorder
-from ddiloco.observe.guards import Guard, Warnings, ended, warn
+from ddiloco.observe.guards import Guard, Warnings, exited, warn
 from ddiloco.protocol import events, supervisor
 from ddiloco.protocol.supervisor import UP
 from ddiloco.protocol.values import Frozen, replace
@@ -83,6 +83,18 @@ def save_result(
     weights.save(workdir / RESULT, params, initial.said_of_result(config, merged_tokens))
 
 
+class Life(threading.Thread):
+  """A role's life in a thread; `exited` waits for its end.
+
+  That wait looks again and again: no signal interrupts a wait in `join` if the kernel gives the
+  signal to another thread than the main one.
+  """
+
+  def poll(self) -> int | None:
+    """0 once it has ended; None while it runs."""
+    return None if self.is_alive() else 0
+
+
 class Engine:
   """One run. Subclasses say how roles are started, observed and ended.
 
@@ -110,10 +122,12 @@ class Engine:
     self._training_since = math.inf  # when training began; inf: it has not
     self._crashes = Warnings()  # where roles crashed, once of those alike: the logs have each
     self._guard = Guard("the supervisor")  # if the supervisor ended, all roles would end
-    # What happens to roles that are threads, as events of the moment when they are taken. No
+    # What happens to roles that are threads, as events of the moment when they are taken. No Queue:
+    # its `get` is Python, and where Ctrl-C interrupts that, its lock stays held, or is missed. No
     # SimpleQueue: its `get` forgets its timeout if a signal's handler runs until that has passed.
-    self._news: queue.Queue[Callable[[], supervisor.Event]] = queue.Queue()
-    self._threads: dict[str, threading.Thread] = {}  # of each role's newest life
+    self._news: deque[Callable[[], supervisor.Event]] = deque()
+    self._awaited = threading.Lock()  # released when there are news
+    self._threads: dict[str, Life] = {}  # of each role, the newest
     self._told: set[str] = set()  # roles whose threads are asked to end
     self._evaluated: Evaluator | None = None  # of the newest incarnation
     self._saving = threading.Lock()  # held while the model of the end is saved
@@ -157,7 +171,8 @@ class Engine:
       except KeyboardInterrupt:  # a second Ctrl-C: do not wait until work is merged
         reason, self._ending = "finished" if self._merged() else reason, False
       finally:
-        self._kill()
+        with contextlib.suppress(KeyboardInterrupt):  # a further Ctrl-C: wait for no role
+          self._kill()
     self._finish(reason)
     if reason == "stopped" and self.leave.is_set() and not self._global_step:
       raise KeyboardInterrupt
@@ -267,9 +282,8 @@ class Engine:
   def _kill(self) -> None:
     """Ends at once all roles that still live."""
     self._feed(supervisor.Dismiss(""))
-    with contextlib.suppress(KeyboardInterrupt):  # a further Ctrl-C: wait for no thread
-      for thread in self._threads.values():
-        ended(thread, MEASURE_SECONDS)
+    for name, thread in self._threads.items():
+      exited(thread, MEASURE_SECONDS, name)
 
   # --- turns --------------------------------------------------------------------------------------
 
@@ -302,8 +316,9 @@ class Engine:
       if (found := over()) or time.monotonic() >= deadline:
         return found
       due_seconds = supervisor.next_wake(self._state) - time.monotonic()  # a restart, for example
-      with contextlib.suppress(queue.Empty):
-        self._feed(self._news.get(timeout=max(0.0, min(TURN_SECONDS, due_seconds)))())
+      self._awaited.acquire(timeout=max(0.0, min(TURN_SECONDS, due_seconds)))
+      while self._news:
+        self._feed(self._news.popleft()())
 
   def _wait(
     self, names: Sequence[str], seconds: float, unless: Callable[[], bool] = lambda: False
@@ -359,10 +374,14 @@ class Engine:
 
   def _start_thread(self, name: str, incarnation: int, live: Callable[[Recorder], None]) -> None:
     """Starts a life, `live(recorder)`; its failure ends no other thread."""
-    arguments = name, self._record(name, incarnation), live
-    thread = threading.Thread(target=self._live, args=arguments, name=name, daemon=True)
-    self._threads[name] = thread
-    thread.start()
+    recorder = self._record(name, incarnation)
+    arguments = name, recorder, live
+    thread = self._threads[name] = Life(target=self._live, args=arguments, name=name, daemon=True)
+    try:
+      thread.start()
+    except RuntimeError:  # there are too many; the recorder has one as well
+      recorder.close()
+      raise
 
   def _live(self, name: str, recorder: Recorder, live: Callable[[Recorder], None]) -> None:
     how: dict[str, Any] = {}  # it ended; nothing: in good order
@@ -381,11 +400,17 @@ class Engine:
         how = {"reason": f"{type(error).__name__}: {error}"}
         self._note_lost(name, how["reason"])
     exited = lambda: supervisor.Exited(name, time.monotonic(), **how)  # noqa: E731
-    self._news.put(exited if how else lambda: supervisor.Left(name))
+    self._tell(exited if how else lambda: supervisor.Left(name))
 
   def _works(self, name: str) -> None:
     """To be called by a life that begins its work, once it has all that it had to wait for."""
-    self._news.put(lambda: supervisor.Working(name, time.monotonic()))
+    self._tell(lambda: supervisor.Working(name, time.monotonic()))
+
+  def _tell(self, news: Callable[[], supervisor.Event]) -> None:
+    """Tells the engine's own thread."""
+    self._news.append(news)
+    with contextlib.suppress(RuntimeError):  # there are others, and the lock is not held
+      self._awaited.release()
 
   def _evaluate(self, runtime: Runtime, broken: Callable[[], str] = lambda: "") -> None:
     """One life of the evaluator; `broken` says why its endpoint works no more."""

@@ -173,10 +173,12 @@ class ProcessesEngine(Engine):
     """Handles a process that has ended. If the run ends, or it ended in good order, its role needs
     no other process."""
     reason, name = child.bury(status), child.name
-    kill = self._state.roles[name].kill
+    role = self._state.roles[name]
     early = name.startswith("syncer-") and not self._merged()
-    if kill is None and (self._ending or (status == 0 and not early)):
-      if status not in (0, -signal.SIGTERM):  # which ends a process that has not begun
+    asked = self._ending or role.asked_to_end  # SIGTERM then ends a process that has not begun
+    good = (status == 0 and not early) or (status == -signal.SIGTERM and asked)
+    if role.kill is None and (self._ending or good):
+      if not good:
         self._note_lost(name, reason)
       self._feed(Left(name))
     else:
@@ -208,9 +210,11 @@ class ProcessesEngine(Engine):
     self._wait([EVALUATOR_ADDRESS], 1.0)
 
   def _kill(self) -> None:
+    for child in self._children.values():  # first: a further Ctrl-C ends the waits that follow
+      child.strike()
+    super()._kill()
     for child in self._children.values():
       child.kill()
-    super()._kill()
 
   def _finish(self, reason: str) -> None:
     super()._finish(reason)

@@ -234,9 +234,11 @@ def beside(work: Callable[[], Any], look: Callable[[], None] = lambda: None) -> 
     except BaseException as error:  # raised in the waiting thread
       done.set_exception(error)
 
-  threading.Thread(target=run, name="work", daemon=True).start()
+  thread = threading.Thread(target=run, name="work", daemon=True)
+  thread.start()
   while True:
-    over = concurrent.futures.wait([done], POLL_SECONDS).done
+    thread.join(POLL_SECONDS)  # Ctrl-C in `concurrent.futures.wait` may be an error about its locks
+    over = not thread.is_alive()
     look()
     if over:
       return done.result(0)

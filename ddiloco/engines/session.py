@@ -383,8 +383,10 @@ def _train_alone(
   engine = ThreadsEngine(alone, workdir / "alone", corpus, heldout.measure, islands)
   with LiveView() as live:
     outcome = engine.run([live])
-  if outcome.reason != "finished":
-    return {}  # an unfinished comparison is no comparison
+  if outcome.reason == "stopped":
+    raise KeyboardInterrupt
+  if outcome.reason == "failed":
+    raise RuntimeError(outcome.why)
   _, best = _best(outcome, heldout.loss)
   return {"loss_best_island_alone": best, "steps_alone": steps}
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from ddiloco import cli
 from ddiloco.dashboard.server import Where
 from ddiloco.engines import session
 from tests.observe.conftest import make_run, write_log
+from tests.waits import PATIENCE_SECONDS, wait_for
 from tests.web import ask
 
 ROOT = Path(__file__).parent.parent.parent
@@ -29,6 +31,30 @@ def test_a_finished_run_is_served_until_sigterm(tmp_path):
     assert json.loads(ask(url, "/api/status")[1])["phase"] in ("empty", "over")
     os.kill(process.pid, signal.SIGTERM)
     assert process.wait(20) == 0
+
+
+def test_a_signal_that_another_thread_gets_ends_it_too(tmp_path, monkeypatch):
+  """After `kill %1` of a stopped one the kernel may choose any thread: it was served for ever."""
+  served, over, late = threading.Event(), threading.Event(), threading.Event()
+  main = threading.get_ident()
+  monkeypatch.setattr(cli.runs, "print", lambda *_, **__: served.set(), raising=False)
+
+  def send() -> None:
+    served.wait()
+    wait_for(lambda: sys._current_frames()[main].f_code.co_name == "wait", "its wait")
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+    if not over.wait(PATIENCE_SECONDS):
+      late.set()
+      signal.pthread_kill(main, signal.SIGTERM)
+
+  thread = threading.Thread(target=send)
+  thread.start()
+  try:
+    assert cli.main(["dashboard", f"--workdir={tmp_path}"]) == 0
+  finally:
+    over.set()
+    thread.join()
+  assert not late.is_set()
 
 
 def test_what_is_wrong_is_said_with_its_fix(refused, tmp_path):

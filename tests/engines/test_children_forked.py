@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import textwrap
+import threading
 import types
 from multiprocessing import forkserver as server
 from pathlib import Path
@@ -16,6 +17,7 @@ from common import processes_of
 
 from ddiloco.engines import children
 from ddiloco.observe.guards import exited
+from tests.waits import PATIENCE_SECONDS, wait_for
 
 SLEEPS = "print('here', flush=True); import time; time.sleep(100)"
 
@@ -166,6 +168,38 @@ def test_the_fork_server_outlives_what_a_service_manager_sends_to_all(start):
   assert process.poll() is None
   process.stdin.close()
   assert end_of(process) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_who_waits_for_a_fork_server_that_stands_still_hears_ctrl_c(start):
+  """Signals were held back until a process was there: of a supervisor whose server still imported,
+  from a file system that did not answer, only SIGKILL was the end."""
+  children.warm()
+  pid, late = server._forkserver._forkserver_pid, threading.Event()
+  os.kill(pid, signal.SIGSTOP)
+  wait_for(lambda: state_of(pid) == "T", "its stop")
+
+  def interrupt() -> None:
+    waits = lambda: sys._current_frames()[me].f_code is server.read_signed.__code__  # noqa: E731
+    wait_for(waits, "a wait for the server")
+    signal.pthread_kill(me, signal.SIGINT)
+    if not over.wait(PATIENCE_SECONDS):
+      late.set()
+      os.kill(pid, signal.SIGCONT)
+
+  me, over = threading.get_ident(), threading.Event()
+  thread = threading.Thread(target=interrupt)
+  thread.start()
+  try:
+    with pytest.raises(KeyboardInterrupt):
+      start("print('never')")
+  finally:
+    over.set()
+    thread.join()
+    os.kill(pid, signal.SIGCONT)
+  assert not late.is_set()
+  again, _ = start("print('again')")
+  assert end_of(again) == 0, "the server goes on"
 
 
 def state_of(pid: int) -> str:

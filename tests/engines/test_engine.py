@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from ddiloco.chaos import Killed
+from ddiloco.chaos import Killed, ask_for
 from ddiloco.config import Fault
 from ddiloco.engines.engine import TURN_SECONDS, Engine, RunResult
 from ddiloco.observe.eventlog import Recorder, read_events
-from ddiloco.observe.guards import ended
+from ddiloco.observe.guards import exited
 from ddiloco.protocol.supervisor import GONE, LEFT, Dismiss, members
 from ddiloco.roles.learner import Quarantined
 from tests.engines.test_threads import make_config
+from tests.strikes import Interrupt
 from tests.waits import PATIENCE_SECONDS
 
 NAME = "learner-0"
@@ -123,6 +124,26 @@ def test_what_lives_die_of_is_said_and_the_next_one_begins(tmp_path):
   assert kinds == ["run_started", *["exit", "restart"] * 3, "run_finished"]
 
 
+def test_a_fault_that_an_earlier_start_was_asked_for_does_not_strike_again(tmp_path):
+  ask_for(tmp_path, Fault("kill", NAME, at_step=0))
+  released, asked, struck = threading.Event(), [], []
+
+  class Asked(Toy):
+    def _over(self) -> str | None:
+      asked or asked.append(ask_for(tmp_path, Fault("stall", NAME, at_step=0, seconds=0.0)))
+      return "stopped" if struck else None
+
+    def _strike(self, fault: Fault) -> None:
+      struck.append(fault.action)
+
+    def _end(self, reason: str) -> None:
+      released.set()
+
+  with in_time(released):
+    assert Asked(tmp_path, released.wait).run().reason == "stopped"
+  assert struck == ["stall"]
+
+
 def test_a_start_that_fails_is_a_death_and_holds_up_nothing(tmp_path, capsys):
   engine = Toy(tmp_path, OSError("no memory"), RuntimeError("no room"), lambda: None)
   assert engine.run().reason == "finished"
@@ -196,7 +217,8 @@ def test_work_is_lost_with_a_learner_that_takes_too_long_to_bring_it_out(tmp_pat
 
 
 def test_whoever_interrupts_again_waits_for_no_thread_and_has_the_result(tmp_path, monkeypatch):
-  """The second Ctrl-C came when all was merged and the evaluator measured that: no outcome."""
+  """The second Ctrl-C came when all was merged and the evaluator measured that: no outcome. If the
+  kernel gave it to another thread than the main one, it was heard a minute later."""
   released, waits, over = threading.Event(), threading.Event(), threading.Event()
 
   class Measures(Toy):
@@ -206,12 +228,12 @@ def test_whoever_interrupts_again_waits_for_no_thread_and_has_the_result(tmp_pat
     def _end(self, reason: str) -> None:
       return
 
-  def waited_for(thread: threading.Thread, seconds: float) -> bool:
+  def waited_for(*arguments) -> int | None:
     waits.set()
-    return ended(thread, seconds)
+    return exited(*arguments)
 
   def interrupt() -> None:
-    me = threading.main_thread().ident  # where else the kernel may bring it to wakes no wait
+    me = threading.get_ident()
     waits.wait()
     signal.pthread_kill(me, signal.SIGINT)
     engine.leave.wait()  # two signals that come before either is heard are one
@@ -219,7 +241,8 @@ def test_whoever_interrupts_again_waits_for_no_thread_and_has_the_result(tmp_pat
       went_on.set()
       signal.pthread_kill(me, signal.SIGINT)
 
-  monkeypatch.setattr("ddiloco.engines.engine.ended", waited_for)
+  monkeypatch.setattr("ddiloco.engines.engine.exited", waited_for)
+  monkeypatch.setattr("ddiloco.engines.engine.MEASURE_SECONDS", 9 * PATIENCE_SECONDS)
   engine, went_on = Measures(tmp_path, released.wait), threading.Event()
   threading.Thread(target=interrupt, daemon=True).start()
   with in_time(released):
@@ -227,6 +250,38 @@ def test_whoever_interrupts_again_waits_for_no_thread_and_has_the_result(tmp_pat
     over.set()
   assert went_on.is_set(), "after the first one"
   assert [e.kind for e in read_events(tmp_path) if e.role == "engine"][-1] == "run_finished"
+
+
+def test_a_turn_may_be_interrupted_anywhere(tmp_path, monkeypatch):
+  """Where it was about to take or leave a lock of its queue, that raised another error than
+  KeyboardInterrupt, or stayed locked: the run had no result, or no end."""
+  monkeypatch.setattr("ddiloco.engines.engine.TURN_SECONDS", 0.001)
+
+  class Turns(Toy):
+    left = 2
+
+    def _over(self) -> str | None:
+      self.left -= 1
+      return None if self.left else "stopped"
+
+  interrupt, runs = Interrupt(Engine._take_turns.__code__), 0
+  while not interrupt.missed:
+    engine, runs = Turns(tmp_path / str(runs), lambda: None), runs + 1
+    with interrupt:
+      assert engine.run().reason == "stopped"
+  assert runs > 20
+
+
+def test_a_role_whose_thread_could_not_be_started_is_not_waited_for(tmp_path, monkeypatch):
+  """The end of the run failed with it, and with that its result."""
+
+  def no_room(*_) -> None:
+    raise RuntimeError("can't start new thread")
+
+  engine = Toy(tmp_path, lambda: None, run={"max_restarts": 0})
+  monkeypatch.setattr("ddiloco.engines.engine.Life.start", no_room)
+  assert engine.run().reason == "failed"
+  assert engine.reasons() == ["cannot be started: can't start new thread"]
 
 
 @pytest.mark.parametrize("merged, reason", [(True, "finished"), (False, "stopped")])
@@ -242,6 +297,10 @@ def test_a_run_that_is_interrupted_again_when_all_is_merged_is_finished(tmp_path
 
     def _end(self, reason: str) -> None:
       raise KeyboardInterrupt
+
+    def _kill(self) -> None:
+      super()._kill()
+      raise KeyboardInterrupt  # a third time: while it waited for a process
 
   assert Interrupted(tmp_path, lambda: None).run().reason == reason
 

@@ -161,6 +161,7 @@ def test_how_long_the_other_hosts_may_take_in_each_life(
     child.start([[], []])
     now[0] += 1000.0
     assert child.poll() is None
+    now[0] += 1000.0
     statuses[0] = status
     assert child.poll() is None, "its words may follow"
     now[0] += patience

@@ -30,6 +30,7 @@ from ddiloco.observe.guards import Warnings
 from ddiloco.protocol import events, supervisor
 from ddiloco.protocol.events import Event
 from ddiloco.protocol.supervisor import DOWN, GONE, LEFT, UP, Dismiss, Tick
+from ddiloco.protocol.values import replace
 from ddiloco.training import data
 from tests.engines.real import PROCESSES, RealRun, events_of, tiny
 from tests.waits import wait_for
@@ -53,7 +54,7 @@ class Engine(ProcessesEngine):
     self.said: list[tuple[str, str]] = []  # what was logged: kind, reason or action
     self._recorder = self
     self._guard = lambda duty, *arguments: duty(*arguments)
-    self._told, self._lost, self._crashes = set(), {}, Warnings()
+    self._told, self._lost, self._crashes, self._threads = set(), {}, Warnings(), {}
     self._ending, self._global_step = False, 0
     self._children, self._code = {name: Child(name, workdir, [spawn])}, code
     shortest = self.shortest_life_seconds
@@ -310,6 +311,33 @@ def test_who_is_stopped_hears_that_it_should_end(started):
   engine.tick(0.0)
   engine._feed(Dismiss("learner-"))
   assert engine.see_the_end(1.0) == LEFT and not engine.reasons
+
+
+def test_a_learner_that_leaves_before_it_has_begun_has_left(started):
+  """SIGTERM ends its process then. It was started again, to be ended again, until it was given
+  up."""
+  engine = started(SLEEP)
+  leaves = replace(engine._state.roles[NAME], leaves_at=1.0)
+  engine._state = replace(engine._state, roles={NAME: leaves})
+  engine.tick(1.0)
+  assert engine.see_the_end(1.0) == LEFT and not engine.reasons and not engine._lost
+
+
+def test_who_interrupts_the_kill_waits_for_no_process_and_leaves_none(started, monkeypatch):
+  """A program that trained in a notebook kept the processes that it did not come to."""
+  engine = started(SLEEP)
+  pid = engine.child._processes[0].pid
+  assert os.getsid(pid) == pid, "Ctrl-C in a terminal is for the supervisor alone"
+  engine._children["learner-4"] = other = Child("learner-4", engine.workdir, [spawn])
+  other.start([python(SLEEP)])
+  monkeypatch.setattr(engine.child, "kill", mock.Mock(side_effect=KeyboardInterrupt))
+  try:
+    with pytest.raises(KeyboardInterrupt):
+      engine._kill()
+    assert wait_for(other.poll, "its end") == -signal.SIGKILL
+  finally:
+    other.kill()
+    monkeypatch.undo()
 
 
 def test_who_waits_for_its_restart_when_all_ends_stays_away(make):

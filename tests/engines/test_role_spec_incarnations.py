@@ -251,6 +251,7 @@ def test_what_is_read_of_a_log_is_its_end(tmp_path, monkeypatch):
     (0, 0, False, None, 0.0),  # pushed out by a newer one
     (0, 99, True, None, 0.0),
     (8, 0, False, 0, 6.0),  # it may have died a moment ago ...
+    (8, 26, False, 0, 5.0),  # ... and then its patience is over sooner
     (8, 1, True, None, 0.0),  # ... but was heard again
     (8, 3, True, 0, 28.0),  # ... and was not: it has its patience
     (8, 30, True, 8, 0.0),

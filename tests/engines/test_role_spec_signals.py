@@ -20,6 +20,7 @@ from ddiloco.engines.role_spec import beside, terminates
 from ddiloco.models.transformer import language_model
 from ddiloco.roles import initial
 from tests.engines.real import RealRun, tiny
+from tests.strikes import Interrupt
 
 pytestmark = pytest.mark.timeout(300)
 STUCK = "tests.engines.stuck"  # as ddiloco, but compiling never ends
@@ -86,6 +87,20 @@ def test_what_runs_beside_returns_raises_and_is_left_behind():
   with pytest.raises(KeyboardInterrupt):
     beside(lambda: stuck.wait(60), mock.Mock(side_effect=KeyboardInterrupt))
   stuck.set()
+
+
+def test_a_wait_for_what_runs_beside_may_be_interrupted_anywhere(monkeypatch):
+  """At some places the interrupt became an error about a lock: a role's status told of a crash."""
+  monkeypatch.setattr("ddiloco.engines.role_spec.POLL_SECONDS", 0.001)
+  interrupt, stuck, waits = Interrupt(beside.__code__), threading.Event(), 0
+  try:
+    while not interrupt.missed:
+      waits += 1
+      with interrupt, pytest.raises(KeyboardInterrupt):
+        beside(lambda: stuck.wait(60), mock.Mock(side_effect=[None, KeyboardInterrupt]))
+  finally:
+    stuck.set()
+  assert waits > 10
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -180,6 +180,22 @@ def test_a_failed_comparison_or_sample_loses_nothing(tmp_path, monkeypatch, caps
   assert "the sample is left out: RuntimeError: no device" in said
 
 
+@pytest.mark.parametrize(
+  "reason, said", [("stopped", "interrupted"), ("failed", "RuntimeError: none is left")]
+)
+def test_a_comparison_that_does_not_finish_is_left_out_and_why_is_said(
+  tmp_path, monkeypatch, reason, said
+):
+  """No word told of it, and a program that was asked to end meanwhile began its next run."""
+  alone = RunResult(reason, {}, {}, why="none is left")
+  monkeypatch.setattr("ddiloco.engines.threads.ThreadsEngine.__init__", lambda *_: None)
+  monkeypatch.setattr("ddiloco.engines.threads.ThreadsEngine.run", lambda *_: alone)
+  heldout, ended = types.SimpleNamespace(measure=None), RunResult("finished", params(3), {})
+  compare = lambda _: session._train_alone(CONFIG, tmp_path, None, heldout, None, 5)  # noqa: E731
+  known = conclude(tmp_path, ended, lambda _: 2.0, compare=compare)
+  assert known["left_out"] == {"the comparison": said}
+
+
 def test_who_interrupts_what_is_measured_at_the_end_gets_the_report_without_it(tmp_path, capsys):
   """The process ended, without a word about the result; nothing drew the report."""
 

@@ -123,6 +123,7 @@ def test_what_the_end_of_a_life_leads_to(event, said, phase):
   if phase in (LEFT, GONE):
     assert next_wake(play.state) == float("inf")
     assert play(Tick(1e9)) == play(Exited(LEARNER, 1e9)) == play(Dismiss("")) == []
+    assert play.phase() == phase, "who was given up has not left"
 
 
 @pytest.mark.parametrize(
@@ -190,12 +191,14 @@ def test_two_kills_that_are_due_together_take_two_lives():
 
 
 def test_a_fault_waits_for_a_role_that_is_down_and_may_be_asked_for_later():
-  play, drop = Play(LEARNER), Fault("drop", LEARNER, at_seconds=0.0)
+  drop, later = Fault("drop", LEARNER, at_seconds=0.0), Fault("drop", LEARNER, at_step=9)
+  play = Play(LEARNER, planned=[later])
   play(Tick(0.0))
   play(Exited(LEARNER, 0.0))
   play(Requested(drop))
   assert play(Tick(0.5)) == [] and play(Tick(1.0)) == [Start(LEARNER, 1, False)]
   assert play(Tick(1.1)) == [Strike(drop)] and play(Tick(1.2)) == []
+  assert play(Tick(1.3, global_step=9)) == [Strike(later)], "it is still planned"
 
 
 def test_a_stalled_role_is_held_let_go_and_heard_when_it_should_end():
@@ -207,7 +210,7 @@ def test_a_stalled_role_is_held_let_go_and_heard_when_it_should_end():
   assert play(Tick(12.0, global_step=5)) == [Hold(LEARNER, False)]
   play(Tick(13.0, global_step=6))
   assert play(Dismiss("learner-")) == [Terminate(LEARNER)]
-  assert play(Tick(14.0, global_step=6)) == [] and next_wake(play.state) == math.inf
+  assert play(Tick(2e6, global_step=6)) == [] and next_wake(play.state) == math.inf
 
 
 def test_a_short_stall_inside_a_long_one_does_not_end_it():
@@ -259,6 +262,9 @@ def test_a_learner_that_joins_for_good_is_not_asked_to_leave():
   play = Play(LEARNER, planned=[Fault("join", "learner-7", at_step=20, seconds=-1)])
   assert play(Tick(3.0, global_step=20))[-1] == Start("learner-7", 0, False)
   assert play(Tick(1e6, global_step=25)) == [] and next_wake(play.state) == math.inf
+  play(Requested(Fault("join", "learner-8", at_step=20, seconds=0.0)))
+  play(Tick(1e6, global_step=25))
+  assert play(Tick(1e6, global_step=25)) == [Terminate("learner-8")], "that one is to go again"
 
 
 @pytest.mark.parametrize("end", [Left("learner-7"), for_good("learner-7", 15.0)])
