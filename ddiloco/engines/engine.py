@@ -29,7 +29,7 @@ from ddiloco.core.fragments import Plan
 from ddiloco.engines.role_spec import terminates
 from ddiloco.network.transport import EVALUATOR_ADDRESS, learner_address, syncer_address
 from ddiloco.observe.eventlog import Listener, Recorder
-from ddiloco.observe.guards import Guard, Warnings, exited, warn
+from ddiloco.observe.guards import Guard, Warnings, ended, warn
 from ddiloco.protocol import events, supervisor
 from ddiloco.protocol.supervisor import UP
 from ddiloco.protocol.values import Frozen, replace
@@ -83,18 +83,6 @@ def save_result(
     weights.save(workdir / RESULT, params, initial.said_of_result(config, merged_tokens))
 
 
-class Life(threading.Thread):
-  """A role's life in a thread; `exited` waits for its end.
-
-  That wait looks again and again: no signal interrupts a wait in `join` if the kernel gives the
-  signal to another thread than the main one.
-  """
-
-  def poll(self) -> int | None:
-    """0 once it has ended; None while it runs."""
-    return None if self.is_alive() else 0
-
-
 class Engine:
   """One run. Subclasses say how roles are started, observed and ended.
 
@@ -127,7 +115,7 @@ class Engine:
     # SimpleQueue: its `get` forgets its timeout if a signal's handler runs until that has passed.
     self._news: deque[Callable[[], supervisor.Event]] = deque()
     self._awaited = threading.Lock()  # released when there are news
-    self._threads: dict[str, Life] = {}  # of each role, the newest
+    self._threads: dict[str, threading.Thread] = {}  # of each role, the newest
     self._told: set[str] = set()  # roles whose threads are asked to end
     self._evaluated: Evaluator | None = None  # of the newest incarnation
     self._saving = threading.Lock()  # held while the model of the end is saved
@@ -282,8 +270,8 @@ class Engine:
   def _kill(self) -> None:
     """Ends at once all roles that still live."""
     self._feed(supervisor.Dismiss(""))
-    for name, thread in self._threads.items():
-      exited(thread, MEASURE_SECONDS, name)
+    for thread in self._threads.values():
+      ended(thread, MEASURE_SECONDS)
 
   # --- turns --------------------------------------------------------------------------------------
 
@@ -376,7 +364,8 @@ class Engine:
     """Starts a life, `live(recorder)`; its failure ends no other thread."""
     recorder = self._record(name, incarnation)
     arguments = name, recorder, live
-    thread = self._threads[name] = Life(target=self._live, args=arguments, name=name, daemon=True)
+    thread = threading.Thread(target=self._live, args=arguments, name=name, daemon=True)
+    self._threads[name] = thread
     try:
       thread.start()
     except RuntimeError:  # there are too many; the recorder has one as well

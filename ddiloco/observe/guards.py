@@ -178,6 +178,7 @@ class Drain:
 # --- Waits: each has a limit, a name, and a line that says that the limit was exceeded
 
 LOOK_SECONDS = 0.01
+JOIN_SECONDS = 0.2
 
 
 class Pollable(Protocol):
@@ -187,8 +188,14 @@ class Pollable(Protocol):
 
 
 def ended(thread: threading.Thread, seconds: float) -> bool:
-  """Whether a thread has ended within so long; if not, says so and leaves it running."""
-  thread.join(seconds)
+  """Whether a thread has ended within so long; if not, says so and leaves it running.
+
+  It looks again and again: Python hears Ctrl-C between two waits only, if the kernel gives the
+  signal to another thread than the main one.
+  """
+  until = time.monotonic() + seconds
+  while thread.is_alive() and (left := until - time.monotonic()) > 0:
+    thread.join(min(left, JOIN_SECONDS))
   if thread.is_alive():
     _too_long(thread.name, seconds)
   return not thread.is_alive()

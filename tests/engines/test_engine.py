@@ -16,7 +16,7 @@ from ddiloco.chaos import Killed, ask_for
 from ddiloco.config import Fault
 from ddiloco.engines.engine import TURN_SECONDS, Engine, RunResult
 from ddiloco.observe.eventlog import Recorder, read_events
-from ddiloco.observe.guards import exited
+from ddiloco.observe.guards import ended
 from ddiloco.protocol.supervisor import GONE, LEFT, Dismiss, members
 from ddiloco.roles.learner import Quarantined
 from tests.engines.test_threads import make_config
@@ -228,9 +228,9 @@ def test_whoever_interrupts_again_waits_for_no_thread_and_has_the_result(tmp_pat
     def _end(self, reason: str) -> None:
       return
 
-  def waited_for(*arguments) -> int | None:
+  def waited_for(*arguments) -> bool:
     waits.set()
-    return exited(*arguments)
+    return ended(*arguments)
 
   def interrupt() -> None:
     me = threading.get_ident()
@@ -241,7 +241,7 @@ def test_whoever_interrupts_again_waits_for_no_thread_and_has_the_result(tmp_pat
       went_on.set()
       signal.pthread_kill(me, signal.SIGINT)
 
-  monkeypatch.setattr("ddiloco.engines.engine.exited", waited_for)
+  monkeypatch.setattr("ddiloco.engines.engine.ended", waited_for)
   monkeypatch.setattr("ddiloco.engines.engine.MEASURE_SECONDS", 9 * PATIENCE_SECONDS)
   engine, went_on = Measures(tmp_path, released.wait), threading.Event()
   threading.Thread(target=interrupt, daemon=True).start()
@@ -275,11 +275,15 @@ def test_a_turn_may_be_interrupted_anywhere(tmp_path, monkeypatch):
 def test_a_role_whose_thread_could_not_be_started_is_not_waited_for(tmp_path, monkeypatch):
   """The end of the run failed with it, and with that its result."""
 
-  def no_room(*_) -> None:
-    raise RuntimeError("can't start new thread")
+  start = threading.Thread.start
+
+  def no_room(thread) -> None:
+    if thread.name in engine._threads:
+      raise RuntimeError("can't start new thread")
+    start(thread)
 
   engine = Toy(tmp_path, lambda: None, run={"max_restarts": 0})
-  monkeypatch.setattr("ddiloco.engines.engine.Life.start", no_room)
+  monkeypatch.setattr(threading.Thread, "start", no_room)
   assert engine.run().reason == "failed"
   assert engine.reasons() == ["cannot be started: can't start new thread"]
 

@@ -25,7 +25,6 @@ ALLOWED = {
   ),
   ("launch/cloud.py", "process.communicate()"): "it and its children have been killed",
   ("launch/cloud.py", "each.result()"): "every island's thread has limits of its own",
-  ("cli/runs.py", "ended.wait()"): "serves until it is told to end; that is its work",
 }
 
 
