@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import subprocess
 import sys
 import threading
@@ -76,8 +75,6 @@ def wait_for(
 
 OURS = tuple(f"{Path(__file__).parent.parent / room}/" for room in ("ddiloco", "scripts", "tests"))
 LAST_SECONDS = 20.0  # for threads that are ending
-# A closed endpoint's: each ends by itself, some only after the 10 s in which it may be answered.
-STRANGERS = re.compile(r"dial-|Thread-\d+ \(_admit\)")
 
 
 @contextlib.contextmanager
@@ -87,7 +84,7 @@ def ended_threads(seconds: float = LAST_SECONDS) -> Iterator[None]:
   before = {*threading.enumerate()}
   yield
   new = [each for each in threading.enumerate() if each not in before]
-  left = [each for each in new if not STRANGERS.match(each.name) and _stack(each)]
+  left = [each for each in new if _stack(each)]
   until = time.perf_counter() + seconds
   for thread in left:
     thread.join(max(0.0, until - time.perf_counter()))

@@ -166,8 +166,7 @@ class NetworkEndpoint(Endpoint):
   def on_frame(self, peer: Peer, frame: frames.Frame) -> None:
     match frame:
       case frames.Control(header):
-        if peer.state == "up":
-          self.put(peer.address, header, None, peer.incarnation)
+        self.put(peer.address, header, None, peer.incarnation)
       case frames.Beat():
         pass
       case GreetingRefused(fenced, reason, after, silent_seconds) if peer.url:
@@ -223,7 +222,7 @@ class NetworkEndpoint(Endpoint):
         peer.heard_at = now
         wire.wake()
       # A peer that sends and does not read gets no more beats: they would pile up here.
-      if peer.state == "up" and now - peer.beat_at >= BEAT_SECONDS and not wire.behind:
+      if now - peer.beat_at >= BEAT_SECONDS and not wire.behind:
         peer.beat_at = now
         wire.say(frames.Beat())
 
@@ -335,24 +334,25 @@ class NetworkEndpoint(Endpoint):
   def _reach(self, peer: Peer) -> None:
     """Makes the connections that are missing, control first, again and again; in a thread of its
     own, since names, keys and the far end may be slow."""
-    while self.control_thread.is_alive() and not (self.fenced or self.broken):
+    while self.control_thread.is_alive() and not self.fenced:
       try:
         for channel in peer.channels:
           closing = self._stop_at is not None and peer.idle()  # dials only for queued messages
           if channel.wire is None and not closing:
-            self._dial(channel, peer.key)
+            self._dial(channel)
         peer.attempts = 0
       except Exception as error:  # of any kind: the next attempt may succeed
         peer.attempts += 1
-        if peer.control.wire is None:
+        if channel is peer.control:
           state = "refused" if isinstance(error, Refused) else "connecting"
           peer.state, peer.reason = state, str(error)
-      time.sleep(self._settings.hello_seconds * 2 ** min(peer.attempts, MAX_DOUBLINGS))
+      pause_seconds = self._settings.hello_seconds * 2 ** min(peer.attempts, MAX_DOUBLINGS)
+      self.control_thread.join(pause_seconds)  # shorter if this endpoint ends
 
-  def _dial(self, channel: Channel, key: bytes) -> None:
-    context = None
+  def _dial(self, channel: Channel) -> None:
+    context, key = None, b""
     if self.keys is not None:
-      key = key or self.keys.server_key(channel.peer.address)
+      key = self.keys.server_key(channel.peer.address)
       context = self.keys.context_to(key)
     connected = frames.connect(channel.peer.url, context, self._quiet_seconds)
     try:

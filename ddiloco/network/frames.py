@@ -305,7 +305,7 @@ class Door:
   def close(self) -> None:
     """Accepts no more connections."""
     self._closed.set()
-    _cut_off(self._listener)
+    cut_off(self._listener)
     self._listener.close()
 
   def _listen(self) -> None:
@@ -326,7 +326,7 @@ class Door:
   def _admit(self, connected: socket.socket) -> None:
     self._strangers.append(connected)
     if len(self._strangers) > self._most:
-      _cut_off(self._strangers.pop(0))
+      cut_off(self._strangers.pop(0))
     taken = False
     try:
       connected.settimeout(self._seconds)
@@ -354,7 +354,7 @@ class Door:
     connected.close()
 
 
-def _cut_off(connected: socket.socket) -> None:
+def cut_off(connected: socket.socket) -> None:
   """Shuts a socket down, which wakes its thread; not by TLS, which only that thread may use."""
   with contextlib.suppress(OSError):
     socket.socket.shutdown(connected, socket.SHUT_RDWR)

@@ -8,7 +8,6 @@ of the island's own key.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import socket
 import struct
@@ -28,6 +27,7 @@ from ddiloco.network.frames import (
   bind,
   certificate,
   connect,
+  cut_off,
   fill,
   set_options,
 )
@@ -101,8 +101,7 @@ class HostLink:
 
   def close(self) -> None:
     """Closes the connection, and wakes a thread that waits on it; from any thread."""
-    with contextlib.suppress(OSError):
-      self._socket.shutdown(socket.SHUT_RDWR)
+    cut_off(self._socket)
     self._socket.close()
 
 

@@ -96,9 +96,8 @@ def _make(folder: Path, address: str) -> bool:
   if public_path.exists():
     read(public_path)  # raises if it is damaged or of an earlier version
     return False
-  if not secret_path.exists():
-    _place(secret_path, _new_pair(address), 0o600)
-  public, _ = read(secret_path)  # another process may have made it first
+  _place(secret_path, _new_pair(address), 0o600)
+  public, _ = read(secret_path)  # it may be an earlier one, or that of another process
   _place(public_path, ssl.DER_cert_to_PEM_cert(public).encode(), 0o644)
   return True
 
@@ -180,7 +179,7 @@ def _context(protocol: int, trusted: list[bytes]) -> ssl.SSLContext:
 class PublicFile(NamedTuple):
   """The file of a public key, as it was read last."""
 
-  stamp: tuple[int, int] | None  # of its contents; None: it is read again next time
+  stamp: tuple[int, int] | None  # of the certificate's file; None: there was none to see
   certificate: bytes  # DER; b"": it could never be read
 
 
@@ -208,7 +207,6 @@ def read_public(
       owners.setdefault(file.certificate, []).append(address)
     except ConfigError as error:
       problems.append(str(error))
-      file = file._replace(stamp=None)
     files[address] = file
   for first, *others in owners.values():
     problems += [

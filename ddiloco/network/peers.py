@@ -71,7 +71,7 @@ class FrameSocket:
   Args:
     connected: the socket, after its handshake.
     owner: the channel whose connection this is.
-    thread: to which it belongs; `IoThread.add` begins to serve it.
+    thread: to which it belongs; the first `wake` begins to serve it.
     paced: whether its rate is limited on a slow link: it is for fragments.
   """
 
@@ -236,6 +236,7 @@ class IoThread(threading.Thread):
     self.loop.set_exception_handler(self._on_exception)
     self._failed = failed
     self._wires: set[FrameSocket] = set()
+    self._over = concurrent.futures.Future[Any]()  # done when this thread calls nothing any more
 
   def call(self, function: Callable[..., Any], *arguments: Any) -> None:
     """Calls a function in this thread, soon; from any thread."""
@@ -258,20 +259,15 @@ class IoThread(threading.Thread):
           answer.set_exception(error)
 
     self.call(work)
-    try:
-      return answer.result(ANSWER_SECONDS)
-    except TimeoutError:
-      if answer.cancel():
-        raise
+    either = [answer, self._over]
+    concurrent.futures.wait(either, ANSWER_SECONDS, concurrent.futures.FIRST_COMPLETED)
+    if answer.cancel():
+      raise TimeoutError("the network's thread has ended, or has no time")
     return answer.result()
 
-  def add(self, wire: FrameSocket) -> None:
-    """Begins to serve a connection; called in this thread."""
-    self._wires.add(wire)
-    wire.turn()
-
   def watch(self, wire: FrameSocket, reads: bool, writes: bool) -> None:
-    """Sets what the connection waits for."""
+    """Sets what a connection waits for; from now on it ends with this thread."""
+    self._wires.add(wire)
     loop, (read, written) = self.loop, wire.watched
     if reads != read:
       loop.add_reader(wire, wire.turn, True, False) if reads else loop.remove_reader(wire)
@@ -298,6 +294,7 @@ class IoThread(threading.Thread):
     for wire in [*self._wires]:
       wire.close()
     self.loop.close()
+    self._over.set_result(None)
 
 
 # --- One peer, and its connections
@@ -319,7 +316,7 @@ class Channel:
     wire = FrameSocket(connected, self, thread, paced=self.number != CONTROL)
     self.hang_up()
     self.wire = wire
-    thread.call(thread.add, wire)
+    wire.wake()
     return wire
 
   def detach(self) -> FrameSocket | None:
@@ -349,7 +346,7 @@ class Channel:
         return None
       if self.waiting and self.waiting[0] is sent:
         self.waiting.popleft()
-      return self.waiting[0] if self.waiting and self.peer.state == "up" else None
+      return self.waiting[0] if self.waiting else None
 
   def room(self, wire: FrameSocket, frame: Frame, size: int) -> memoryview | None:
     """Memory for a frame's payload of so many bytes, mostly none; None: no room until `wake`.
@@ -377,10 +374,10 @@ class Channel:
     peer, incoming = self.peer, self.peer.incoming  # before the check of the wire, as in `room`
     if self.wire is not wire:
       return
-    peer.heard_at = time.monotonic()
     if isinstance(frame, Bulk):
       incoming.arrived(self.number, frame.number)
-    else:
+    else:  # fragments may have another path: they are no sign that control comes through
+      peer.heard_at = time.monotonic()
       peer.caretaker.on_frame(peer, frame)
 
   def lost(self, wire: FrameSocket, reason: str) -> None:
@@ -474,8 +471,6 @@ class Peer:
     if known != self.session:
       self.forget()
     self.state, self.reason, self.heard_at = "up", "", time.monotonic()
-    self.control.wake()
-    self.wake_bulk()
 
   def forget(self) -> None:
     """Drops all messages that are arriving; they may be sent again."""

@@ -59,7 +59,7 @@ def parse_address(listen: str, flag: str) -> tuple[str, int]:
     ConfigError: `listen` is not HOST:PORT.
   """
   host, colon, port = listen.rpartition(":")
-  good = bool(colon and host) and port.isascii() and port.isdecimal() and int(port) < 65536
+  good = bool(colon and host) and port.isdecimal() and int(port) < 65536
   example = f"write {flag}=127.0.0.1:8080, with port 0 for a free one"
   require(good, flag, listen, "must be HOST:PORT", example)
   return host.strip("[]"), int(port)
@@ -136,7 +136,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
   def do_POST(self) -> None:
     length = self.headers.get("Content-Length", "")
-    if "Transfer-Encoding" in self.headers or not (length.isascii() and length.isdecimal()):
+    if "Transfer-Encoding" in self.headers or not length.isdecimal():
       self.send_error(411)
     elif len(length) > 9 or int(length) > BODY_BYTES:
       self.send_error(413)

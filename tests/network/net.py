@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import socket
+import struct
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +15,16 @@ import numpy as np
 from ddiloco.config import NetworkConfig
 from ddiloco.engines.role_spec import free_urls
 from ddiloco.network.endpoint import NetworkEndpoint, RunIdentity
+from ddiloco.network.host_links import HostLink
 from ddiloco.network.keys import Keys, make_keys
+from ddiloco.network.peers import FrameSocket
 from ddiloco.protocol.messages import Push, RequestMoments
 from tests import says
 from tests.waits import wait_for
 
 QUICK = NetworkConfig(streams=2, hello_seconds=0.1)
 SECONDS = 20.0
+SO_ATTACH_FILTER = 26  # Linux; Python has no name for it
 
 
 def hello(incarnation: int = 0) -> RequestMoments:
@@ -30,6 +36,14 @@ def push(number: int, size: int) -> Push:
   """A push of random bytes, the same for the same number."""
   payload = np.random.default_rng(number).integers(0, 256, size, np.uint8)
   return says.push(0, 0, 0, number, 0, 1, 1, 0, "f32", payload)
+
+
+def blackhole(*connections: FrameSocket | HostLink) -> None:
+  """Nothing arrives here any more, and nobody is told: a filter drops every packet."""
+  drop_all = ctypes.create_string_buffer(struct.pack("=HBBI", 6, 0, 0, 0))
+  program = struct.pack("@HP", 1, ctypes.addressof(drop_all))
+  for each in connections:
+    each._socket.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
 
 
 class Net:

@@ -6,6 +6,7 @@ import errno
 import itertools
 import random
 import socket
+import sys
 import threading
 import time
 from unittest import mock
@@ -15,7 +16,7 @@ import pytest
 from proxy import Link
 
 from ddiloco.config import NetworkConfig
-from ddiloco.network import frames
+from ddiloco.network import endpoint, frames
 from ddiloco.network.frames import objection, seconds_since_2020
 from ddiloco.network.keys import host_and_port
 from ddiloco.network.peers import MAX_QUEUED, Peer
@@ -24,7 +25,7 @@ from ddiloco.protocol import messages
 from ddiloco.protocol.messages import Goodbye, Push, RequestMoments
 from ddiloco.protocol.values import replace
 from tests import says
-from tests.network.net import QUICK, Net, hello, push
+from tests.network.net import QUICK, Net, blackhole, hello, push
 
 SECONDS = 20.0
 
@@ -166,21 +167,74 @@ def test_a_member_that_is_slow_by_seconds_is_still_in(link_to, secure):
 def test_a_silent_peer_costs_no_memory_for_ever(link_to):
   quick = dataclasses.replace(QUICK, silence_seconds=3.0)  # a busy machine is silent for a second
   net = Net("run", "plan", settings=quick)
-  net.connect("syncer-0")
-  link, url = link_to(net.url("syncer-0"))
+  shard = net.connect("syncer-0")
+  link, url = link_to(net.url("syncer-0"), bits_per_second=200e6)
   learner = net.dial("learner-0", 0, url=url)
   net.wait_up(learner, "syncer-0")
-  link.cut()
   learner.send("syncer-0", push(1, 60_000_000))  # more than the kernel takes
+  incoming = shard._accepted["learner-0"].incoming
+  net.wait_until(lambda: incoming._assemblies)
+  link.cut()
   net.wait_until(lambda: learner.counters.undelivered)
   assert learner.links()["syncer-0"]["queued_bytes"] == 0
   assert "silent" in learner.links()["syncer-0"]["reason"]
+  net.wait_until(lambda: shard._accepted["learner-0"].incoming is not incoming)
   link.heal()
   net.wait_up(learner, "syncer-0")
-  shard = net.endpoints["syncer-0"]
   learner.send("syncer-0", push(2, 1_000_000))
   assert shard.receive(SECONDS)[1].round == 2
   net.close()
+
+
+def test_who_sends_no_message_is_heard_all_the_same(net, monkeypatch):
+  monkeypatch.setattr(endpoint, "BEAT_SECONDS", 0.1)
+  shard, learner = net.connect("syncer-0"), net.connect("learner-0")
+  net.wait_until(lambda: shard._accepted)
+  for peer in (shard._accepted["learner-0"], learner._dialed["syncer-0"]):
+    before = peer.heard_at
+    net.wait_until(lambda peer=peer, before=before: peer.heard_at > before)
+
+
+def test_a_connection_that_breaks_after_it_was_replaced_takes_nothing_with_it(net):
+  net.connect("syncer-0")
+  learner = net.connect("learner-0")
+  control = learner._dialed["syncer-0"].control
+  wire = control.wire
+  learner.on_lost(control, object(), "late")
+  assert control.wire is wire and learner.links()["syncer-0"]["state"] == "up"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a filter of the kernel's")
+def test_a_shard_whose_control_falls_silent_is_dialed_again_while_fragments_come(monkeypatch):
+  """They may have another path, and were taken for signs of life."""
+  monkeypatch.setattr(endpoint, "BEAT_SECONDS", 0.1)
+  patient = dataclasses.replace(QUICK, silence_seconds=10 * SECONDS)
+  with contextlib.closing(Net("run", "plan", settings=patient)) as net:
+    shard, net.settings = net.connect("syncer-0"), dataclasses.replace(QUICK, silence_seconds=1.5)
+    learner = net.connect("learner-0")
+    control = learner._dialed["syncer-0"].control
+    silent, payload = control.wire, np.zeros(100, np.uint8)
+    blackhole(silent)
+
+    def dialed_again() -> bool:
+      shard.send("learner-0", says.publish(0, 0, 0, 0, 1, 1, -1, 0, 0, (), "f32", payload))
+      learner.receive(0.0)
+      return control.wire not in (silent, None)
+
+    net.wait_until(dialed_again)
+
+
+def test_who_dials_in_vain_stops_when_its_endpoint_ends():
+  patient = dataclasses.replace(QUICK, hello_seconds=10 * SECONDS)
+  with contextlib.closing(Net("run", "plan", settings=patient)) as net:
+    before = threading.enumerate()
+    learner = net.dial("learner-0", 0)
+    net.wait_until(lambda: "nothing answers" in learner.links()["syncer-0"]["reason"])
+    new = [each for each in threading.enumerate() if each not in before]
+    (dials,) = [each for each in new if each.name == "dial-syncer-0"]
+    learner.close()
+    dials.join(SECONDS)
+    assert not dials.is_alive()
 
 
 def test_what_has_no_room_waits_at_its_sender_and_comes_as_soon_as_there_is_some(net):
@@ -203,7 +257,8 @@ def test_what_has_no_room_waits_at_its_sender_and_comes_as_soon_as_there_is_some
   assert not learner.counters.undelivered
 
 
-def test_memory_of_a_payload_is_free_when_its_role_has_done_with_it(net):
+def test_memory_of_a_payload_is_free_when_its_role_has_done_with_it(net, monkeypatch):
+  monkeypatch.setattr(endpoint, "KEPT_SECONDS", 1e9)
   sender, shard = net.connect("learner-0"), net.connect("syncer-0")
   sender.send("syncer-0", says.push(0, 0, 0, 7, 0, 1, 1, 0, "f32", np.zeros(4 << 20, np.uint8)))
   arrived = shard.receive(SECONDS)
@@ -211,6 +266,8 @@ def test_memory_of_a_payload_is_free_when_its_role_has_done_with_it(net):
   assert arrived.message.payload.size == 4 << 20
   del arrived  # and nothing else arrives
   net.wait_until(lambda: shard.buffers.free)
+  monkeypatch.setattr(endpoint, "KEPT_SECONDS", 0.0)
+  net.wait_until(lambda: not shard.buffers.free)
 
 
 def test_a_peer_that_is_never_reached_has_a_bounded_queue_however_small_its_messages(net):
@@ -371,6 +428,31 @@ def test_nobody_listening_is_said(net):
   learner = net.dial("learner-0", 0)
   net.wait_until(lambda: "nothing answers" in learner.links()["syncer-0"]["reason"])
   assert learner.links()["syncer-0"]["state"] == "connecting"
+  with socket.create_server(host_and_port(net.url("syncer-0"))) as listener:
+    listener.accept()[0].close()
+    net.wait_until(lambda: "answers no greeting" in learner.links()["syncer-0"]["reason"])
+
+
+def test_a_refusal_is_not_hidden_by_a_connection_for_fragments_that_fails_meanwhile(
+  net, monkeypatch
+):
+  net.connect("syncer-0")
+  learner, states = net.connect("learner-0"), []
+  peer = learner._dialed["syncer-0"]
+  net.wait_until(lambda: all(channel.wire for channel in peer.channels))
+
+  def dial(channel):
+    if channel is peer.control:
+      states.append(peer.state)
+    else:
+      peer.control.hang_up()
+      peer.state = "refused"
+    raise ConnectionError("late")
+
+  monkeypatch.setattr(learner, "_dial", dial)
+  peer.bulk[0].hang_up()
+  net.wait_until(lambda: states)
+  assert states[0] == "refused"
 
 
 def test_an_attempt_to_connect_is_not_the_last_however_it_fails(net, monkeypatch):

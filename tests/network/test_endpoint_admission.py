@@ -295,12 +295,15 @@ def test_a_process_that_was_stopped_does_not_take_its_own_pause_for_its_peers_si
 # --- who says nothing -----------------------------------------------------------------------------
 
 
-def test_a_stranger_that_does_not_greet_is_sent_off_at_once():
+@pytest.mark.parametrize(
+  "data", [frames.encode(frames.Beat()), frames.PREFIX.pack(frames.STRANGER_FRAME_BYTES + 1, 0)]
+)
+def test_a_stranger_that_does_not_greet_is_sent_off_at_once(data):
   with contextlib.closing(Net("run", "plan")) as net:
     shard = net.connect(SYNCER)
     address = host_and_port(net.url(SYNCER))
     with socket.create_connection(address, timeout=STRANGER_SECONDS / 2) as stranger:
-      stranger.sendall(frames.encode(frames.Beat()))
+      stranger.sendall(data)
       assert stranger.recv(100) == b"", "before it is too old"
     assert shard.counters.malformed == shard.counters.refused == 1
 
@@ -333,6 +336,27 @@ def test_connections_of_nobody_are_cut_off_when_they_are_too_many():
         idler.recv(1)
     wait_for(lambda: counters.refused >= 10)
     assert counters.refused == 10
+
+
+def test_who_is_let_in_counts_as_a_stranger_no_more():
+  threads, members, held = [], [], []
+
+  def meet(connected: socket.socket) -> bool:
+    threads.append(threading.current_thread())
+    held.append(connected)
+    return hear(connected)
+
+  with a_door(2, SECONDS, meet) as (come, _):
+    for n in range(4):
+      members.append(come())
+      members[n].sendall(b"x")
+      wait_for(lambda n=n: len(threads) > n and not threads[n].is_alive())
+    for member in members:
+      member.setblocking(False)
+      with pytest.raises(BlockingIOError):
+        member.recv(1)
+    for each in held:
+      each.close()
 
 
 def test_a_connection_of_nobody_that_says_nothing_is_cut_off_after_a_while():
@@ -387,6 +411,29 @@ def test_what_fails_for_one_stranger_does_not_end_the_network_thread(monkeypatch
   assert thread.ask(lambda: 6) == 6 and not done and not failed
   thread.stop()
   thread.join(SECONDS)
+
+
+def test_who_asks_a_thread_that_ends_is_told_so_at_once(monkeypatch):
+  """Strangers at the door of an endpoint that was closed waited for ten seconds."""
+  monkeypatch.setattr(peers, "ANSWER_SECONDS", SECONDS)
+  thread, done = peers.IoThread("asked", print), []
+  ends, asked = threading.Event(), threading.Event()
+  call = thread.call
+
+  def end() -> None:
+    thread.loop.stop()
+    ends.set()
+    asked.wait(SECONDS)
+
+  thread.start()
+  call(end)
+  assert ends.wait(SECONDS)
+  monkeypatch.setattr(thread, "call", lambda *given: call(*given) or asked.set())
+  began = time.monotonic()
+  for _ in range(2):  # before its end, and after it
+    with pytest.raises(TimeoutError, match="has ended"):
+      thread.ask(done.append, 1)
+  assert not done and time.monotonic() - began < SECONDS / 2
 
 
 def test_who_waits_while_no_descriptor_is_left_does_not_keep_the_thread_busy(monkeypatch):

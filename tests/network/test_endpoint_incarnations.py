@@ -2,6 +2,7 @@
 
 import gc
 import os
+import socket
 import threading
 
 import numpy as np
@@ -49,6 +50,8 @@ def test_the_older_of_two_learners_is_told_that_it_is_fenced(net):
   net.wait_until(lambda: old.fenced)
   assert "incarnation" in old.fenced
   assert "5" in old.fenced
+  net.wait_until(lambda: old._dialed["syncer-0"].control.wire is None)
+  assert old.links()["syncer-0"]["state"] == "refused"
   net.wait_up(new, "syncer-0")
   assert not new.fenced
   late = net.dial("learner-0", 5)
@@ -112,6 +115,19 @@ def test_two_incarnations_of_a_shard_at_once_no_split(net):
     assert new.receive(SECONDS)[:2] == ("learner-0", hello(1))
   finally:
     front.close()
+
+
+def test_fragments_follow_control_to_a_newer_shard(net):
+  old, old_url = net.open("syncer-0", 5), net.urls.pop("syncer-0")
+  new, learner = net.open("syncer-0", 6), net.dial("learner-0", 1, url=old_url)
+  peer = learner._dialed["syncer-0"]
+  net.wait_until(lambda: all(channel.wire for channel in peer.channels))
+  peer.url = net.url("syncer-0")  # its name leads elsewhere now
+  peer.control.wire._socket.shutdown(socket.SHUT_RDWR)
+  net.wait_until(lambda: peer.incarnation == 6)
+  learner.send("syncer-0", says.push(0, 1, 0, 7, 0, 1, 1, 0, "f32", np.ones(1000, np.uint8)))
+  arrived = new.receive(SECONDS)
+  assert arrived and arrived.message.round == 7 and old.receive(0.0) is None
 
 
 def test_the_older_of_two_shards_is_fenced_by_its_buddy_and_its_copies_reach_nobody(net):

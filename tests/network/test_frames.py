@@ -1,12 +1,14 @@
 """Frames and parts of payloads: what is sent is what is read, and anything else is malformed."""
 
 import itertools
+import socket
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddiloco.network import frames
+from ddiloco.network.keys import host_and_port
 from ddiloco.protocol.messages import MalformedMessage
 from ddiloco.protocol.values import replace
 
@@ -68,3 +70,10 @@ def test_the_parts_of_a_payload_are_all_of_it(total, streams):
   assert parts[0].start == 0 and parts[-1].stop == total
   assert all(a.stop == b.start for a, b in itertools.pairwise(parts))
   assert max(p.stop - p.start for p in parts) == -(-total // streams)
+
+
+def test_a_star_is_every_address_of_this_machine():
+  listener, url = frames.bind("tcp://*:0")
+  with listener:
+    _, port = host_and_port(url)
+    socket.create_connection(("127.0.0.1", port), 20.0).close()

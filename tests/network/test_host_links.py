@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import functools
 import itertools
 import queue
 import re
 import socket
-import struct
 import sys
 import threading
 import time
+import types
 
 import msgspec
 import pytest
@@ -21,6 +20,7 @@ import pytest
 from ddiloco import __version__
 from ddiloco.engines.role_spec import free_urls
 from ddiloco.network import host_links
+from ddiloco.network.frames import TcpInfo
 from ddiloco.network.host_links import (
   HostHello,
   HostLink,
@@ -34,10 +34,10 @@ from ddiloco.network.host_links import (
   join,
 )
 from ddiloco.network.keys import Keys, host_and_port, make_keys
+from tests.network.net import blackhole
 from tests.waits import PATIENCE_SECONDS, AwakeClock, wait_for
 
 ISLAND = IslandIdentity("run", "digest", learner=3, hosts=3)
-SO_ATTACH_FILTER = 26  # Linux; Python has no name for it
 SILENT_SECONDS = 1.0
 
 
@@ -73,14 +73,6 @@ def close(*links: HostLinks) -> None:
   for each in links:
     for link in each:
       link.close()
-
-
-def blackhole(*links: HostLink) -> None:
-  """Nothing arrives here any more, and nobody is told: a filter drops every packet."""
-  drop_all = ctypes.create_string_buffer(struct.pack("=HBBI", 6, 0, 0, 0))
-  for link in links:
-    program = struct.pack("@HP", 1, ctypes.addressof(drop_all))
-    link._socket.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
 
 
 @pytest.fixture
@@ -119,12 +111,46 @@ def test_messages_and_bytes_arrive_in_order_on_each_kind_of_connection(url, tmp_
       sender.join(PATIENCE_SECONDS)
 
 
+def test_a_message_that_is_too_long_takes_no_memory():
+  with (
+    socket.create_server(("127.0.0.1", 0)) as listener,
+    socket.create_connection(listener.getsockname()) as far,
+  ):
+    near = HostLink(listener.accept()[0])
+    near._socket.settimeout(PATIENCE_SECONDS)
+    far.sendall(b"\x0b\x00\x00\x00")
+    with pytest.raises(ConnectionError, match="of 11 bytes, at most 10"):
+      near.receive(10)
+    near.close()
+
+
+def test_what_a_thread_sends_while_another_one_closes_is_not_sent_in_the_clear(
+  url, tmp_path, monkeypatch
+):
+  """TLS ended before the connection did."""
+  links, joined = meet(url, keys_of(tmp_path, "learner-3"))
+  mine, theirs, shutdown = links[1].values, joined[1].values, socket.socket.shutdown
+
+  def as_it_closes(connected: socket.socket, how: int) -> None:
+    if connected is mine._socket:
+      mine.write(memoryview(b"values"))
+    shutdown(connected, how)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(socket.socket, "shutdown", as_it_closes)
+    mine.close()
+  seen = b"".join(iter(lambda: socket.socket.recv(theirs._socket, 4096), b""))
+  assert seen and b"values" not in seen
+  close(*links.values(), *joined.values())
+
+
 def test_a_host_that_vanishes_without_a_word_is_noticed_on_every_connection(url):
   """Its machine lost its power, say: the connection for values stayed half open for ever."""
   links, joined = meet(url)
   for link in (each for links in (links, joined) for host in links.values() for each in host):
     assert link._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
     assert link._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    assert link._socket.gettimeout() is None, "an order may be long in coming"
   close(*links.values(), *joined.values())
 
 
@@ -223,6 +249,16 @@ def test_a_connection_that_is_cut_without_a_word_is_named(url, watchful):
   for watch in watches:
     watch.end()
   close(*links.values(), *joined.values())
+
+
+@pytest.mark.parametrize(
+  ("unacked", "unsent_bytes", "deaf"), [(0, 0, True), (1, 0, True), (1, 5, True), (0, 5, False)]
+)
+def test_who_has_no_room_for_more_is_not_deaf(monkeypatch, unacked, unsent_bytes, deaf):
+  """Its kernel is asked more and more rarely whether there is room again."""
+  info = TcpInfo(unacked=unacked, unsent_bytes=unsent_bytes, last_ack_ms=10**6)
+  monkeypatch.setattr(TcpInfo, "of", lambda connected: info)
+  assert HostLink.deaf(types.SimpleNamespace(_socket=None), SILENT_SECONDS) == deaf
 
 
 def test_an_address_that_is_no_host_name_is_an_error_with_a_fix():
@@ -506,6 +542,14 @@ def test_an_order_may_take_longer_than_a_silence(watch):
   assert watched.untold(lambda: watched.beat(1, 0) or watched.beat(2, 0))
 
 
+def test_an_island_without_orders_is_left_alone(watch):
+  watched = watch(limit_seconds=1e9, order_seconds=1.0)
+  watched.progress.done, watched.watch._beats = 5, {1: HostProgress(5), 2: HostProgress(5)}
+  for now in (0.0, 1e6):
+    watched.watch._check_progress(now)
+  assert watched.told.empty()
+
+
 def test_an_island_that_moves_is_left_alone_however_far_behind(watch):
   watched, done = watch(limit_seconds=1.5), itertools.count(1)
   watched.progress.done = 100
@@ -530,6 +574,8 @@ def test_a_first_beat_that_comes_during_a_look_does_not_end_the_watch(watch):
 def test_a_host_that_was_asked_to_end_is_heard(watch):
   watched = watch(limit_seconds=1e9)
   watched.beat(1, 0)
+  wait_for(lambda: 1 in watched.watch._beats)
+  assert not watched.asked.is_set()
   watched.beat(2, 0, asked_to_end=True)
   assert watched.asked.wait(PATIENCE_SECONDS)
   watched.watch.end()

@@ -52,7 +52,9 @@ def test_makes_a_pair_for_every_role_that_only_its_user_reads(tmp_path):
 def test_makes_what_is_missing_and_replaces_nothing(folder):
   before = {p: p.read_bytes() for p in folder.rglob("*.key*")}
   assert len(before) == 10
+  (folder / "secret").chmod(0o755)
   assert make_keys(folder, learners=2, shards=2) == []
+  assert (folder / "secret").stat().st_mode & 0o777 == 0o700
   assert make_keys(folder, learners=3, shards=2) == ["learner-2"]
   assert {p: p.read_bytes() for p in before} == before
 
@@ -201,6 +203,12 @@ def test_what_is_wrong_with_the_files_is_said(folder, spoil, says):
   spoil(folder)
   with pytest.raises(ConfigError, match=rf"^--keys = .*{says}"):
     Keys.load(folder, "learner-1")
+
+
+def test_what_lies_beside_the_keys_is_not_looked_at(folder):
+  for name in ("README", ".learner-0.key", "learner-0.key.orig"):
+    (folder / "public" / name).write_text("no key")
+  assert Keys.load(folder, "learner-1")
 
 
 def test_curve_keys_of_an_earlier_version_are_not_taken_for_keys_that_are_there(tmp_path):
@@ -361,6 +369,14 @@ def test_a_replaced_key_is_accepted_in_place_of_the_old_one(folder):
   assert shaken(shard, Keys.load(folder, "learner-0"))
   with pytest.raises(ssl.SSLError):
     shaken(shard, old)
+
+
+def test_an_older_version_of_tls_is_refused(folder):
+  shard, learner = (Keys.load(folder, address) for address in ("syncer-0", "learner-0"))
+  older = learner.context_to(shard.public)
+  older.minimum_version = older.maximum_version = ssl.TLSVersion.TLSv1_2
+  with pytest.raises(ssl.SSLError, match="unsupported protocol"):
+    shaken(shard, mock.Mock(context_to=lambda certificate: older))
 
 
 def test_a_file_that_nobody_could_read_is_read_once_its_mode_is_mended(folder, monkeypatch):

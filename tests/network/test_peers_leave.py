@@ -11,6 +11,7 @@ import pytest
 from proxy import Link
 
 from ddiloco.network import frames, peers
+from ddiloco.network.frames import MAX_FRAME_BYTES
 from ddiloco.network.keys import host_and_port
 from ddiloco.protocol.messages import Goodbye
 from tests.network.net import SECONDS, Net, push
@@ -52,6 +53,39 @@ def test_what_is_said_after_the_end_does_not_break_the_connection():
     far.close()
     while not owner.reason:
       wire.turn()
+
+
+@pytest.mark.parametrize(
+  ("size", "ends"), [(0, True), (1, False), (MAX_FRAME_BYTES, False), (MAX_FRAME_BYTES + 1, True)]
+)
+def test_a_frame_of_an_impossible_size_ends_its_connection_and_takes_no_memory(
+  monkeypatch, size, ends
+):
+  monkeypatch.setattr(peers, "FRAME_OPTIONS", ())
+  mine, far = socket.socketpair(socket.AF_UNIX)
+  with mine, far, io_thread() as thread:
+    owner = Owner()
+    wire = peers.FrameSocket(mine, owner, thread)
+    far.sendall(frames.PREFIX.pack(size, 0))
+    wire.turn()
+    assert ("which no frame of ours does" in owner.reason) == (wire.fileno() < 0) == ends
+    wire.close()
+
+
+def test_a_flood_of_small_frames_has_its_turn_and_no_more(monkeypatch):
+  monkeypatch.setattr(peers, "FRAME_OPTIONS", ())
+  mine, far = socket.socketpair(socket.AF_UNIX)
+  with mine, far, io_thread() as thread:
+    heard, owner = [], Owner()
+    owner.room, owner.arrived = lambda *_: frames.SCRATCH[:0], lambda *_: heard.append(1)
+    wire = peers.FrameSocket(mine, owner, thread)
+    far.sendall(2000 * frames.encode(frames.Beat()))
+    wire.turn()
+    assert 0 < len(heard) < 1000
+    for _ in range(20):
+      wire.turn()
+    assert len(heard) == 2000
+    wire.close()
 
 
 class Receiver(Owner):
