@@ -64,6 +64,12 @@ BYTES = Tokenizer(
 )
 
 
+def _split(setting: str) -> tuple[str, str]:
+  """(kind, file) of a tokenizer's setting; bytes have no file."""
+  kind, _, file = setting.partition(":")
+  return kind, os.path.expanduser(file)
+
+
 def load_tokenizer(setting: str) -> Tokenizer:
   """The tokenizer that `data.tokenizer` names: bytes, sentencepiece:FILE or huggingface:FILE.
 
@@ -72,7 +78,7 @@ def load_tokenizer(setting: str) -> Tokenizer:
       missing or corrupt.
   """
   DataConfig(tokenizer=setting)  # refuses others
-  kind, _, file = setting.partition(":")
+  kind, file = _split(setting)
   if not file:
     return BYTES
   package, load = _PACKAGES[kind]
@@ -130,7 +136,7 @@ def shared_files(setting: str) -> dict[str, bytes]:
   Raises:
     OSError: its file cannot be read.
   """
-  kind, _, file = setting.partition(":")
+  kind, file = _split(setting)
   if kind == "sentencepiece":
     return {"tokenizer.model": Path(file).read_bytes()}
   about = {"tokenizer_config.json": b'{"tokenizer_class": "PreTrainedTokenizerFast"}'}
@@ -251,7 +257,7 @@ def read_parts(data: DataConfig, tokenizer: Tokenizer) -> tuple[Part, ...]:
 
 def is_here(data: DataConfig, most_bytes: int) -> bool:
   """Whether all that tokenizing takes is on this machine, and is at most so many bytes of text."""
-  kind, _, file = data.tokenizer.partition(":")
+  kind, file = _split(data.tokenizer)
   if file and not (Path(file).is_file() and importlib.util.find_spec(_PACKAGES[kind][0])):
     return False
   if data.source == "stdlib":

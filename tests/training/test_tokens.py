@@ -168,6 +168,16 @@ def test_huggingface_file_without_an_end_token(huggingface_file, tmp_path):
     tokens.load_tokenizer(f"huggingface:{tmp_path / 'tiny.json'}")
 
 
+@pytest.mark.parametrize("kind", ["sentencepiece", "huggingface"])
+def test_a_file_may_be_in_the_home_folder(kind, monkeypatch, request):
+  """No shell expands the tilde behind the colon."""
+  file = request.getfixturevalue(f"{kind}_file")
+  monkeypatch.setenv("HOME", str(file.parent))
+  data = DataConfig(source="synthetic", tokenizer=f"{kind}:~/{file.name}")
+  assert tokens.load_tokenizer(data.tokenizer).vocab_size > 2
+  assert tokens.shared_files(data.tokenizer) and tokens.is_here(data, 0)
+
+
 @pytest.mark.parametrize("setting", ["words", "words:file", "huggingface:"])
 def test_unknown_setting(setting):
   with pytest.raises(ConfigError, match="must be bytes, sentencepiece:FILE"):
