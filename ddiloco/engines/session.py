@@ -25,7 +25,7 @@ from ddiloco.config import Config, ConfigError
 from ddiloco.core import fragments
 from ddiloco.dashboard.server import Dashboard, Where
 from ddiloco.engines.engine import RunResult, newer_result, save_result
-from ddiloco.engines.role_spec import terminates
+from ddiloco.engines.role_spec import beside, terminates
 from ddiloco.environment import FINISHED, INTERRUPTED, LOST
 from ddiloco.models import transformer
 from ddiloco.observe.eventlog import EventStream
@@ -144,7 +144,9 @@ def _train(
       with terminates(asked):
         if late:
           asked.set()
-        conclude(config, workdir, outcome, heldout and heldout.loss, compare, asked.wait)
+        # Beside the main thread: a signal's handler, which sets `asked`, may run inside `wait`.
+        pause = lambda seconds: beside(lambda: asked.wait(seconds))  # noqa: E731
+        conclude(config, workdir, outcome, heldout and heldout.loss, compare, pause)
     except OSError as error:
       print(f"\nThe run's end is not saved: {error}. Fix: {ROOM}; give the same command again.")
       return EXIT_STATUS["failed"]
