@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,8 @@ def test_a_signal_that_another_thread_gets_ends_it_too(tmp_path, monkeypatch):
 
   def send() -> None:
     served.wait()
-    wait_for(lambda: sys._current_frames()[main].f_code.co_name == "wait", "its wait")
+    stack = lambda: traceback.format_stack(sys._current_frames()[main])  # noqa: E731
+    wait_for(lambda: "in beside" in "".join(stack()), "its wait")
     signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
     if not over.wait(PATIENCE_SECONDS):
       late.set()
