@@ -59,7 +59,7 @@ def parse_address(listen: str, flag: str) -> tuple[str, int]:
     ConfigError: `listen` is not HOST:PORT.
   """
   host, colon, port = listen.rpartition(":")
-  good = bool(colon and host) and port.isdecimal() and int(port) < 65536
+  good = bool(colon and host) and port.isascii() and port.isdecimal() and int(port) < 65536
   example = f"write {flag}=127.0.0.1:8080, with port 0 for a free one"
   require(good, flag, listen, "must be HOST:PORT", example)
   return host.strip("[]"), int(port)

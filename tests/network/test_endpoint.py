@@ -193,6 +193,7 @@ def test_who_sends_no_message_is_heard_all_the_same(net, monkeypatch):
   for peer in (shard._accepted["learner-0"], learner._dialed["syncer-0"]):
     before = peer.heard_at
     net.wait_until(lambda peer=peer, before=before: peer.heard_at > before)
+    assert peer.state == "up"
 
 
 def test_a_connection_that_breaks_after_it_was_replaced_takes_nothing_with_it(net):
@@ -222,6 +223,8 @@ def test_a_shard_whose_control_falls_silent_is_dialed_again_while_fragments_come
       return control.wire not in (silent, None)
 
     net.wait_until(dialed_again)
+    net.wait_up(learner, "syncer-0")
+    assert control.wire is not silent and silent.fileno() < 0
 
 
 def test_who_dials_in_vain_stops_when_its_endpoint_ends():

@@ -76,4 +76,5 @@ def test_a_star_is_every_address_of_this_machine():
   listener, url = frames.bind("tcp://*:0")
   with listener:
     _, port = host_and_port(url)
-    socket.create_connection(("127.0.0.1", port), 20.0).close()
+    with socket.create_connection(("127.0.0.1", port), 20.0) as near:
+      assert near.getpeername()[1] == port

@@ -108,6 +108,18 @@ class NowAndThen(Sender):
     return 0.0 if self.unacked() else 1.6
 
 
+def limits_of(sender: Sender, ticks: int, monkeypatch) -> list[int]:
+  """The limits that `pace` sets in so many tenths of a second."""
+  clock = types.SimpleNamespace(monotonic=lambda: sender.seconds)
+  monkeypatch.setattr(frames, "time", clock)
+  pace = frames.pace(sender)
+  for tick in range(ticks):
+    sender.seconds = tick / 10
+    if sender.sends():
+      next(pace)
+  return sender.limits
+
+
 @pytest.mark.parametrize(
   "sender, limits",
   [
@@ -123,14 +135,8 @@ class NowAndThen(Sender):
   ids=["slow", "outage", "beginning", "losses", "seldom", "short-queue", "fast", "slow-reader"],
 )
 def test_only_a_slow_link_has_a_limit_for_a_while(monkeypatch, sender, limits):
-  clock = types.SimpleNamespace(monotonic=lambda: sender.seconds)
-  monkeypatch.setattr(frames, "time", clock)
-  pace = frames.pace(sender)
-  for tick in range(53):  # until shortly after the limit ends
-    sender.seconds = tick / 10
-    if sender.sends():
-      next(pace)
-  assert sender.limits == pytest.approx(limits, rel=0.01)
+  found = limits_of(sender, 53, monkeypatch)  # until shortly after the limit ends
+  assert found == pytest.approx(limits, rel=0.01)
 
 
 class Hindered(Sender):
@@ -147,21 +153,11 @@ class Hindered(Sender):
 
 
 def test_a_rate_that_was_found_too_low_does_not_last(monkeypatch):
-  sender = Hindered(1.25e6, 5e4)
-  monkeypatch.setattr(frames, "time", types.SimpleNamespace(monotonic=lambda: sender.seconds))
-  pace = frames.pace(sender)
-  for tick in range(400):
-    sender.seconds = tick / 10
-    next(pace)
-  found = [limit for limit in sender.limits if limit != MOST]
+  limits = limits_of(Hindered(1.25e6, 5e4), 400, monkeypatch)
+  found = [limit for limit in limits if limit != MOST]
   assert len(found) > 4 and min(found) > 1e6
-  sender = Sender(5e3, 0.05)
-  monkeypatch.setattr(frames, "time", types.SimpleNamespace(monotonic=lambda: sender.seconds))
-  pace = frames.pace(sender)
-  for tick in range(20):
-    sender.seconds = tick / 10
-    next(pace)
-  assert sender.limits[0] == frames.LEAST_BYTES, "a pause after a packet lasts minutes else"
+  least, *_ = limits_of(Sender(5e3, 0.05), 20, monkeypatch)
+  assert least == frames.LEAST_BYTES, "a pause after a packet lasts minutes else"
 
 
 def test_a_limit_ends_though_there_is_nothing_more_to_send(monkeypatch):

@@ -123,7 +123,7 @@ def test_who_waits_while_no_descriptor_is_left_does_not_keep_the_thread_busy(ser
 def test_addresses():
   assert parse_address("127.0.0.1:80", "--x") == ("127.0.0.1", 80)
   assert parse_address("[::1]:0", "--x") == ("::1", 0)
-  for wrong in ("", "80", ":80", "a:", "a:65536", "a:-1", "a:8o"):
+  for wrong in ("", "80", ":80", "a:", "a:65536", "a:-1", "a:8o", "a:８０"):
     with pytest.raises(ConfigError, match=r"--x = .*must be HOST:PORT\. Fix: write --x="):
       parse_address(wrong, "--x")
 
