@@ -135,8 +135,8 @@ class RayEngine(ProcessesEngine):
       resources = self.config.islands.island(number).resources if kind == "learner" else {}
       actor = ray.remote(RoleActor).options(
         max_restarts=-1,  # of the actor; the supervisor alone decides whether a role is restarted
-        # Calls wait for a restarting actor. Only `run` is never repeated by Ray: the supervisor
-        # does that when its pause is over.
+        # Calls wait for a restarting actor. `run` and `signal` are never repeated by Ray: each is
+        # of one life, and the supervisor decides about the next.
         max_task_retries=-1,
         **actor_options(resources),
         **options,
@@ -192,7 +192,7 @@ class RemoteProcess:
     if number == signal.SIGKILL:
       ray.kill(self._actor, no_restart=False)
     else:
-      self._actor.signal.remote(int(number))
+      self._actor.signal.options(max_task_retries=0).remote(int(number))
 
   def _result(self) -> int:
     """The exit status that `run` returned; LOST if the actor died."""

@@ -196,6 +196,22 @@ def test_a_learner_that_joins_during_the_run_gets_an_actor(monkeypatch):
 
 
 @needs_ray
+def test_a_signal_is_for_one_life():
+  """Ray would repeat it for the next life, and tell the user that the actor was killed."""
+  from ddiloco.engines.ray import RemoteProcess
+
+  sent: list[tuple[int, int]] = []
+
+  def options(max_task_retries):
+    return types.SimpleNamespace(remote=lambda *call: sent.append((max_task_retries, call[0])))
+
+  method = types.SimpleNamespace(options=options)
+  actor = types.SimpleNamespace(run=method, signal=method)
+  RemoteProcess(actor, ["command"], Path("log")).send_signal(signal.SIGTERM)
+  assert sent == [(0, ["command"]), (0, signal.SIGTERM)]
+
+
+@needs_ray
 def test_a_cluster_that_is_not_there_is_refused():
   from ddiloco.engines.ray import connect
 
