@@ -131,7 +131,7 @@ def test_another_result_is_found_out(run, bench, tmp_path):
   workdir = copied(workdir, tmp_path / "changed")
   params = weights.load(workdir / "result", "result")
   params["embedding"] = np.nextafter(params["embedding"], np.float32(1e9))
-  weights.save(workdir / "result", params)
+  weights.save(workdir / "result", params, weights.metadata(workdir / "result"))
   summary, difference = replay_run(workdir, open_trace(workdir))
   assert not summary["identical"] and summary["values_different"] >= 1
   assert "of the result is another than the replay's" in difference
