@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ddiloco.observe.eventlog import EventStream
+from ddiloco.observe.eventlog import FLUSH_SECONDS, EventStream
 from ddiloco.observe.goodput import CAUSES
 from ddiloco.observe.islands import OUTER_GRADIENTS
 from ddiloco.observe.run_state import RunState
@@ -91,7 +91,9 @@ def _only_if_any(run: RunState) -> dict[str, Any]:
 
 def _kills(run: RunState) -> dict[str, Any]:
   found = [way for way in run.rejoins.found if way.planned]
-  ratios = [run.rejoins.gap_ratio(way, run.time) for way in found]
+  # Silence at the end of a log may be that of a clock, or of lines that are not written yet.
+  known = run.time - run.clocks.apart - FLUSH_SECONDS
+  ratios = [run.rejoins.gap_ratio(way, known) for way in found]
   kills = [
     {
       "learner": way.learner,

@@ -9,6 +9,7 @@ import pytest
 from ddiloco.observe.eventlog import EventLog
 from ddiloco.observe.goodput import CAUSES
 from ddiloco.observe.report import key_numbers, summarise
+from tests.observe.conftest import KILL
 
 # Two islands of one chip for 6 s. The first step of each ends its start-up; nothing was copied out.
 ACCOUNT = {
@@ -124,6 +125,21 @@ def test_the_synthetic_run(run_events):
   assert summary["learners"]["2"]["lives"] == 2
   assert summary["participation"]["0"] == 1.0 > summary["participation"]["2"] > 0.7
   assert summary["blocked_seconds"] == 0.0
+
+
+@pytest.mark.parametrize("behind, unwritten", [(5.0, 0.0), (0.0, 0.9)])
+def test_a_pause_at_the_end_of_a_log_is_not_of_a_clock(make, run_events, behind, unwritten):
+  """Of a run under way, or killed whole, a survivor was said to have paused for 45 of its steps."""
+  found = [event for event in run_events if event.time <= KILL + 4]
+  mine = [event for event in found if event.role == "learner-1"]
+  found = [event for event in found if event.role != "learner-1"]
+  there = [event for event in mine if event.time <= KILL + 4 - unwritten]
+  found += [make.changed(event, time=event.time - behind) for event in there]
+  commit = next(event for event in found if event.kind == "commit")
+  value = {"fragment": commit.fragment, "round": commit.round}
+  found.append(make.event(commit.time + 0.1 - behind, "learner-1", "stage", **value))
+  summary = summarise(sorted(found, key=lambda event: event.time))
+  assert 1.0 <= summary["survivor_max_gap_ratio"] < 1.2
 
 
 def test_nothing_gives_nothing():
