@@ -131,10 +131,16 @@ def test_another_result_is_found_out(run, bench, tmp_path):
   workdir = copied(workdir, tmp_path / "changed")
   params = weights.load(workdir / "result", "result")
   params["embedding"] = np.nextafter(params["embedding"], np.float32(1e9))
-  weights.save(workdir / "result", params, weights.metadata(workdir / "result"))
+  said = weights.metadata(workdir / "result")
+  weights.save(workdir / "result", params, said)
   summary, difference = replay_run(workdir, open_trace(workdir))
   assert not summary["identical"] and summary["values_different"] >= 1
   assert "of the result is another than the replay's" in difference
+  # A run that went on with more tokens and was killed has the result of its earlier start.
+  earlier = {weights.MERGED_TOKENS: str(int(said[weights.MERGED_TOKENS]) - 1)}
+  weights.save(workdir / "result", params, {**said, **earlier})
+  summary, difference = replay_run(workdir, open_trace(workdir))
+  assert (summary["identical"], summary["values_compared"], difference) == (True, 0, "")
 
 
 def test_the_command_prints_its_verdict(run, monkeypatch, capsys):
