@@ -236,12 +236,12 @@ def _time_axis(axes: Axes, end: float) -> None:
   """The time from a run's start to its end; that of a long run in hours or days."""
   from matplotlib.ticker import MaxNLocator
 
-  units = {"days": 86400, "hours": 3600}
+  end, units = max(1e-3, end), {"days": 86400, "hours": 3600}
   unit, seconds = next((each for each in units.items() if end > 3 * each[1]), ("seconds", 1))
   every = MaxNLocator(10, steps=[1, 2, 5, 10]).tick_values(0, end / seconds)
   ticks = [tick for tick in every if tick * seconds <= end]
   axes.set_xticks([tick * seconds for tick in ticks], [f"{tick:g}" for tick in ticks])
-  axes.set_xlim(0, max(1e-3, end))
+  axes.set_xlim(0, end)
   axes.set_xlabel(f"{unit} since the run started")
 
 

@@ -206,3 +206,5 @@ def test_a_finished_run_whose_log_lacks_commits_says_so(make, merged, reason, la
     make.event(6.0, "engine", "run_finished", reason=reason),
   ]
   assert ("what the log lacks" in dict(key_numbers(summarise(events)))) == lacks
+  alone = [make.changed(events[0], num_shards=0, num_fragments=0), events[-1]]
+  assert "what the log lacks" not in dict(key_numbers(summarise(alone)))
