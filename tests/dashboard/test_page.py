@@ -161,6 +161,42 @@ def test_an_island_that_has_left_counts_in_no_figure(browser, tmp_path):
     assert "Islands up\n3 of 3" in browser.text("#figures")
 
 
+def test_what_stays_the_same_is_not_drawn_again(browser, tmp_path):
+  """Each second all of it was: nothing could be selected, and hundreds of islands took a core."""
+  with Dashboard(run(tmp_path, until=KILL + 3)) as dashboard:
+    show(browser, dashboard, "running")
+    places = ["#participation tbody tr:last-child th", "#links td.number", "#missed", "#legend li"]
+    for place in places:
+      browser.ask(f"void (document.querySelector({json.dumps(place)}).mine = true)")
+    first = browser.text("#elapsed")
+    browser.until(f"document.querySelector('#elapsed').innerText !== {json.dumps(first)}")
+    for place in places:
+      assert browser.ask(f"document.querySelector({json.dumps(place)}).mine"), place
+    assert browser.complaints == []
+
+
+def test_a_page_that_nobody_sees_is_drawn_when_it_is_seen_again(browser, tmp_path):
+  hidden = "Object.defineProperty(document, 'hidden', {configurable: true, value: %s});"
+  hidden += " document.dispatchEvent(new Event('visibilitychange'))"
+  with Dashboard(run(tmp_path)) as dashboard:
+    show(browser, dashboard, "over")
+    browser.ask("void (document.querySelector('#chart svg').mine = true)")
+    browser.ask(hidden % "false")
+    assert browser.ask("document.querySelector('#chart svg').mine"), "nothing has changed"
+    width = "document.querySelector('#heat-canvas').clientWidth"
+    assert browser.ask(width) > 800
+    browser.size(500, 900)
+    browser.ask(hidden % "false")
+    assert browser.ask(width) < 500, "a canvas does not follow the page by itself"
+    script = browser.send("Page.addScriptToEvaluateOnNewDocument", source=hidden % "true")
+    show(browser, dashboard, "over")
+    assert browser.ask("document.title") == "95% quickstart · ddiloco"
+    assert browser.ask("document.querySelector('#chart svg')") is None
+    browser.ask(hidden % "false")
+    assert "island 2" in browser.ask("document.querySelector('#chart').textContent")
+    browser.send("Page.removeScriptToEvaluateOnNewDocument", **script)
+
+
 def test_nothing_is_known_yet_and_then_a_run_begins(browser, tmp_path):
   with Dashboard(tmp_path) as dashboard:
     show(browser, dashboard, "empty")
@@ -331,6 +367,10 @@ def test_one_island_and_two_hundred_are_readable_and_quick(browser, tmp_path, co
   with Dashboard(tmp_path) as dashboard:
     show(browser, dashboard, "running")
     assert browser.ask("document.querySelectorAll('#participation tbody tr').length") == count
+    browser.ask("document.querySelector('#chart').focus()")
+    browser.press("Home")
+    who = "200 islands joining" if count > 1 else "island 0 joining"
+    assert browser.text("#readout") == f"0:00 · {who}"
     assert browser.ask("document.documentElement.scrollHeight") < 768 * 8
     overflow = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
     assert browser.ask(overflow) <= 0
