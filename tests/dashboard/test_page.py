@@ -74,6 +74,38 @@ def test_a_run_that_is_over(browser, tmp_path):
     assert browser.complaints == []
 
 
+def test_bars_and_marks_stand_at_their_times(browser, tmp_path):
+  """As wide as what they stand for, each in the row of its island or shard."""
+  with Dashboard(run(tmp_path)) as dashboard:
+    show(browser, dashboard, "over")
+    left, right = 176, browser.ask("document.querySelector('#chart').clientWidth") - 14
+    at = lambda time: left + (right - left) * time / (END + 0.3)  # noqa: E731
+    box = "(e => { const {x, y, width, height} = e.getBBox(); return [x, y, width, height] })"
+    found = "[...document.querySelectorAll('#chart rect:has(> title)')]"
+    spans = browser.ask(f"Object.fromEntries({found}.map(e => [e.textContent, {box}(e)]))")
+    x, y, width, height = spans["island 2: down, 0:20 to 0:24"]
+    assert (x, x + width) == (pytest.approx(at(KILL), abs=1), pytest.approx(at(24), abs=1))
+    assert (y, height) == (2 * 34, 16)
+    lanes = browser.ask(f"[...document.querySelectorAll('#chart rect.lane')].map({box})")
+    assert [lane[:3] for lane in lanes[:4]] == [[left, 34 * m, right - left] for m in range(4)]
+    names = browser.ask(
+      "[...document.querySelectorAll('#chart text:has(.name)')].map(n => n.textContent)"
+    )
+    assert [name.split(" ", 2)[1][:1] for name in names[:6]] == list("012301")
+    assert names[1].startswith("island 1left · 1.") and names[5] == "shard 143 rounds"
+    kill = browser.ask("document.querySelector('#chart .strike').getAttribute('x1')")
+    assert float(kill) == pytest.approx(at(KILL), abs=1)
+    share = "(e => e.getBoundingClientRect().width / e.parentNode.getBoundingClientRect().width)"
+    parts = browser.ask(f"[...document.querySelectorAll('#goodput .stack i')].map({share})")
+    said = browser.ask("[...document.querySelectorAll('#goodput li b')].map(e => e.textContent)")
+    assert sum(parts) == pytest.approx(1, abs=0.02)
+    assert parts == pytest.approx([float(each[:-1]) / 100 for each in said], abs=0.01)
+    meters = browser.ask(f"[...document.querySelectorAll('#participation .meter i')].map({share})")
+    said = browser.text("#participation")
+    assert meters == pytest.approx([1.0, 0.99, 0.85, 0.71], abs=0.02) and "99%" in said
+    assert browser.text("#as-of").startswith("As of ")
+
+
 def test_tiny_losses_are_told_apart(browser, tmp_path):
   """Of a model of one's own: its curves were a line at 0.0, between -0.5 and 0.5."""
   tiny = [

@@ -10,6 +10,7 @@ from ddiloco.config import from_dict
 from ddiloco.core.delta import Committed
 from ddiloco.protocol import events
 from ddiloco.protocol.messages import FragmentState
+from ddiloco.protocol.values import replace
 from ddiloco.roles import initial
 from ddiloco.trace import replay
 from ddiloco.trace.operations import Entry, Trace
@@ -84,3 +85,19 @@ def test_of_an_evaluator_without_the_whole_model_there_is_no_result(ended):
   found, _ = ended
   del found._evaluator.newest[0]
   assert found.merged_tokens == {100}
+
+
+@pytest.mark.parametrize(
+  ("exact", "momentum_round", "older", "value", "momentum"),
+  [(True, 5, None, 4, 9), (False, 5, None, 3, 9), (True, 2, 7, 3, 7), (True, -1, None, 3, None)],
+)
+def test_a_value_that_was_given_back_is_the_published_one_with_an_older_momentum(
+  ended, exact, momentum_round, older, value, momentum
+):
+  shard = ended[0]._shards[0]
+  content = shard.newest[0] = replace(shard.newest[0], momentum=np.float32(9))
+  before = SimpleNamespace(content=replace(content, momentum=older)) if older else None
+  op = events.Owns(fragment=1, version=2, round=5, momentum_round=momentum_round, exact=exact)
+  found = shard.own(op, SimpleNamespace(content=content), before)
+  assert (found.value[0], found.published_value[0], found.momentum) == (value, 3, momentum)
+  assert shard.newest[1] is found
