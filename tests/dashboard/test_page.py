@@ -1,6 +1,7 @@
 """The page in a real browser: what a reader sees of a run, during and after it."""
 
 import json
+import re
 import time
 
 import pytest
@@ -132,6 +133,8 @@ def test_step_times_by_island_and_time(browser, tmp_path):
     assert browser.text("#heat-title") == "Step times"
     assert "as usual" in browser.text("#heat-legend") and "down" in browser.text("#heat-legend")
     assert "waiting for a shard" not in browser.text("#heat-legend"), "nobody did"
+    canvas = browser.ask("(c => [c.width, c.height])(document.querySelector('#heat-canvas'))")
+    assert canvas == [browser.ask("document.querySelector('#heat').clientWidth"), 4 * 18 + 20]
 
     def colour(seconds, island):
       at = f"92 + {seconds} / {END + 0.3} * (c.width - 92 - 14), {18 * island + 8}"
@@ -311,6 +314,19 @@ def test_the_chart_has_a_cursor_for_the_keyboard(browser, tmp_path):
     for _ in range(35):
       browser.press("ArrowRight")
     assert "island 2 down" in browser.text("#readout") and "held-out" in browser.text("#readout")
+    there = []
+    for key in ("End", "ArrowLeft", "PageUp", "PageDown", "ArrowRight", "Home"):
+      browser.press(key)
+      there.append(browser.text("#readout").split(" · ")[0])
+    assert there == ["1:00", "0:59", "0:53", "0:59", "1:00", "0:00"]
+    browser.press("End")
+    browser.press("PageUp")
+    said = ""
+    for _ in range(3):
+      said += browser.text("#readout")
+      browser.press("ArrowLeft")
+    assert re.match(r"0:54 · island 0 running, loss 1\.\d{3} · island 1 running, loss 1\.", said)
+    assert re.search(r"island 0 running, loss 1\.\d{3}, in 100% of commits · island 1", said)
     browser.press("Escape")
     assert browser.text("#readout").startswith("Point at the chart")
 
