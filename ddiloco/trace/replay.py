@@ -23,8 +23,7 @@ import numpy as np
 
 from ddiloco.checkpoint import weights
 from ddiloco.checkpoint.snapshots import fingerprint
-from ddiloco.checks import require
-from ddiloco.config import ChaosConfig, Config
+from ddiloco.config import ChaosConfig, Config, ConfigError
 from ddiloco.core import codec, delta
 from ddiloco.core.delta import Committed, Deltas, new_fragment
 from ddiloco.core.fragments import Plan, gather
@@ -300,9 +299,11 @@ def islands(
 def _require_kind(started: events.Started, visible: Sequence[jax.Device]) -> None:
   """Refuses (ConfigError) devices of another kind than an incarnation had: their bits differ."""
   here, kind = {device.device_kind for device in visible}, started.device_kind
-  rule = f"trained on such devices, and here are {', '.join(sorted(here))}, which give other bits"
-  fix = "replay the run where there are devices of the same kind, and without --cpu"
-  require(kind in ("", *here), f"the device of {started.role}", kind, rule, fix)
+  if kind not in ("", *here):
+    raise ConfigError(
+      f"{started.role} trained on {kind!r}, and here are {', '.join(sorted(here))}, which give other"
+      " bits. Fix: replay the run where there are devices of the same kind, and without --cpu."
+    )
 
 
 # --- The replay, and its verdict -----------------------------------------------------------------

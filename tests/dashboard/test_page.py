@@ -277,7 +277,7 @@ def test_the_token_is_asked_for_kept_and_not_left_in_the_url(browser, tmp_path):
     browser.open(dashboard.url)
     browser.until("document.activeElement.id === 'token'")
     assert browser.text("main") == ""
-    browser.ask("document.querySelector('#token').value = 'wrong'")
+    browser.ask("document.querySelector('#token').value = 'a wrong one \u2013 \u20ac'")
     browser.press("Enter")
     browser.until("document.querySelector('#token-wrong').checkVisibility()")
     browser.ask(f"document.querySelector('#token').value = {TOKEN!r}")

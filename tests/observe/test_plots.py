@@ -78,6 +78,10 @@ def test_the_rows_of_islands_and_shards_have_their_states_and_marks(run_events):
       for path in drawn.get_paths():
         (x0, y0), (x1, y1) = path.get_extents().get_points()
         assert y1 - y0 == pytest.approx(plots.BAR_HEIGHT)
+        if x1 == axes.get_xlim()[1] or x1 == 60.0:  # the last of a row, which is running
+          number = round((y0 + y1) / 2)
+          shade = island_colour(number) if number < 4 else plots._SHARD_COLOUR
+          assert to_hex(drawn.get_facecolor()[0]) == shade.lower()
         bars.setdefault(round((y0 + y1) / 2), []).append((x0, x1))
   spans = run.spans(run.time, run.time)
   assert {row: sorted(each) for row, each in bars.items()} == {

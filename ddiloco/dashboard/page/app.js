@@ -27,7 +27,7 @@ if (query.has("token")) {
 }
 
 export function authorized(headers = {}) {
-  const token = sessionStorage.getItem(KEY);
+  const token = sessionStorage.getItem(KEY)?.replace(/[^!-~]/g, "?"); // no header takes others
   return token ? { ...headers, Authorization: `Bearer ${token}` } : headers;
 }
 
