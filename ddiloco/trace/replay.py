@@ -301,8 +301,8 @@ def _require_kind(started: events.Started, visible: Sequence[jax.Device]) -> Non
   here, kind = {device.device_kind for device in visible}, started.device_kind
   if kind not in ("", *here):
     raise ConfigError(
-      f"{started.role} trained on {kind!r}, and here are {', '.join(sorted(here))}, which give other"
-      " bits. Fix: replay the run where there are devices of the same kind, and without --cpu."
+      f"{started.role} trained on {kind!r}, and here are {', '.join(sorted(here))}, which give"
+      " other bits. Fix: replay the run where there are devices of the same kind, and without --cpu."
     )
 
 
