@@ -302,7 +302,7 @@ def _require_kind(started: events.Started, visible: Sequence[jax.Device]) -> Non
   if kind not in ("", *here):
     raise ConfigError(
       f"{started.role} trained on {kind!r}, and here are {', '.join(sorted(here))}, which give"
-      " other bits. Fix: replay the run where there are devices of the same kind, and without --cpu."
+      " other bits. Fix: replay the run where there are such devices, and without --cpu."
     )
 
 

@@ -101,3 +101,18 @@ def test_a_value_that_was_given_back_is_the_published_one_with_an_older_momentum
   found = shard.own(op, SimpleNamespace(content=content), before)
   assert (found.value[0], found.published_value[0], found.momentum) == (value, 3, momentum)
   assert shard.newest[1] is found
+
+
+def test_a_result_without_shards_is_the_model_of_one_island(ended):
+  found, _ = ended
+  models = {"a": np.zeros(2), "b": np.zeros(1)}, {"a": np.ones(2), "b": np.zeros(1)}
+  islands = [SimpleNamespace(params_on_host=lambda model=model: model) for model in models]
+  found._shards, found._config = [], CONFIG
+  found._learners = [SimpleNamespace(island=i, steps=n) for n, i in enumerate([None, *islands])]
+  assert found.merged_tokens == {2 * CONFIG.planned_tokens_per_step}
+  for model in models:
+    found.compare_result(model)
+  assert (found.diff.compared["values"], found.diff.differences) == (2, [])
+  for other in ({"a": np.ones(2), "b": np.ones(1)}, {"a": np.zeros(3), "b": np.zeros(1)}):
+    found.compare_result(other)
+  assert found.diff.differences == [(math.inf, "values", "the result is no island's")] * 2
