@@ -249,11 +249,17 @@ class Clocks:
     for (first, ahead), (then, behind) in (copied, commit), (commit, staged):
       self._worst = max(self._worst, (first - then, ahead, behind))
 
+  @property
+  def apart(self) -> float:
+    """By how many seconds two clocks differ at least; 0 if nothing is proven."""
+    seconds, ahead, _ = self._worst
+    return seconds if ahead else 0.0
+
   def text(self) -> str:
     """Whose clocks are the farthest apart; "" if nothing is proven."""
-    apart, ahead, behind = self._worst
+    _, ahead, behind = self._worst
     whose = f"the clock of {role_name(ahead)}", f"that of {role_name(behind)}"
-    return f"{whose[0]} is at least {apart:.1f} s ahead of {whose[1]}" if ahead else ""
+    return f"{whose[0]} is at least {self.apart:.1f} s ahead of {whose[1]}" if ahead else ""
 
 
 # --- All curves of a run

@@ -46,6 +46,7 @@ class MemberState:
   state: str = "starting"  # joining, running, stalled, lost, left, quarantined, restarting
   incarnation: int = -1  # the newest that was seen
   lives: int = 0  # incarnations that were seen
+  died: float = -math.inf  # when the newest of them was last known to be dead
   step_time: float = math.nan  # when the last step of an island ended
   num_absorbed: int = 0  # spans that are drawn as part of their neighbours
   _spans: list[list] = dataclasses.field(default_factory=list)  # those before `since`
@@ -53,8 +54,13 @@ class MemberState:
   def live(self, incarnation: int) -> bool:
     """Whether this is the newest incarnation; counts it as a new life if it is new."""
     if incarnation > self.incarnation:
-      self.incarnation, self.lives = incarnation, self.lives + 1
+      self.incarnation, self.lives, self.died = incarnation, self.lives + 1, -math.inf
     return incarnation == self.incarnation
+
+  def live_on(self, time: float, state: str) -> None:
+    """Its newest incarnation was in this state at that time; if it has died since, this is late."""
+    if time > self.died:
+      self.turn(time, state)
 
   @property
   def restarts(self) -> int:
@@ -137,13 +143,11 @@ class IslandState(MemberState):
   rejected: int = 0  # pushes
   missed_time: float = math.nan
   missed_reason: str = ""  # why it missed the last commit that it missed
-  died: float = -math.inf  # when it was last known to be dead
   behind: float = 0.0  # seconds that its newest step came after newer events: its clock is behind
   versions: dict[int, int] = dataclasses.field(default_factory=dict)  # its version of each fragment
 
   def start(self, event: Started) -> None:
     """A new incarnation starts, on these devices; no version of a fragment is known of it yet."""
-    self.live(event.incarnation)
     self.step, self.tokens_per_second, self.step_time, self.versions = 0, math.nan, math.nan, {}
     if (event.devices, event.device_kind) != (self.chips, self.chip_kind):
       self.gaps.clear()

@@ -139,6 +139,7 @@ def loss_figure(run: RunState, alone: float | None = None) -> Figure:
     axes.plot(*broken, label="global model, held-out", **options)
     drawn += list(y)
     place = {"xytext": (8, -3), "textcoords": "offset points", "annotation_clip": False}
+    place["bbox"] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
     axes.annotate(loss_text(y[-1]), (x[-1], y[-1]), color=GLOBAL_MODEL, weight="bold", **place)
   if not drawn:
     say_empty(axes, "no steps and no evaluations in the log")
@@ -226,9 +227,22 @@ def participation_figure(run: RunState) -> Figure:
   rows.spines[["left", "bottom"]].set_visible(False)
   place = {"ha": "right", "va": "top", "color": "#555555", "transform": rows.transAxes}
   rows.text(1.055, 0.0, "share of all commits", **place)
-  rows.set_xlim(0, run.time)
   _cosine_lines(agreement, run.curves.page)
+  _time_axis(agreement, run.time)
   return figure
+
+
+def _time_axis(axes: Axes, end: float) -> None:
+  """The time from a run's start to its end; that of a long run in hours or days."""
+  from matplotlib.ticker import MaxNLocator
+
+  end, units = max(1e-3, end), {"days": 86400, "hours": 3600}
+  unit, seconds = next((each for each in units.items() if end > 3 * each[1]), ("seconds", 1))
+  every = MaxNLocator(10, steps=[1, 2, 5, 10]).tick_values(0, end / seconds)
+  ticks = [tick for tick in every if tick * seconds <= end]
+  axes.set_xticks([tick * seconds for tick in ticks], [f"{tick:g}" for tick in ticks])
+  axes.set_xlim(0, end)
+  axes.set_xlabel(f"{unit} since the run started")
 
 
 def _cosine_lines(axes: Axes, curves: Series) -> None:
@@ -244,11 +258,11 @@ def _cosine_lines(axes: Axes, curves: Series) -> None:
       drawn += 1
   if not drawn:
     say_empty(axes, "no commit had two pushes that could be compared")
-    return
+    axes.set_axis_on()  # the ticks above have their times here
+    return axes.set_yticks([])
   axes.legend(loc="lower right", bbox_to_anchor=(1.0, 0.96), ncols=2, frameon=False)
   axes.axhline(0.0, color=MUTED, lw=0.8)
   axes.set_ylabel("mean\ncosine")
-  axes.set_xlabel("seconds since the run started")
 
 
 def _commit_ticks(axes: Axes, learners: Sequence[int], commits: Sequence[Commit]) -> None:
@@ -295,8 +309,7 @@ def traffic_figure(run: RunState) -> Figure:
   axes.yaxis.set_major_formatter(EngFormatter("B"))
   axes.set_ylabel("sent so far")
   axes.set_ylim(bottom=0)
-  axes.set_xlim(0, run.time)
-  axes.set_xlabel("seconds since the run started")
+  _time_axis(axes, run.time)
   if not _unnamed(series):
     axes.legend(loc="upper left", ncols=2 if len(series) > 4 else 1)
   return figure
@@ -333,8 +346,7 @@ def timeline_figure(run: RunState) -> Figure:
   _left_out(axes, run)
   axes.set_yticks(range(0, len(order), every_row), list(map(role_name, order[::every_row])))
   axes.set_ylim(max(2, len(order)) - 0.45, -0.55)
-  axes.set_xlim(0, max(1e-3, end))
-  axes.set_xlabel("seconds since the run started")
+  _time_axis(axes, end)
   axes.tick_params(axis="y", length=0)
   axes.grid(False, axis="y")
   axes.spines["left"].set_visible(False)

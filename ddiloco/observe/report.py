@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ddiloco.observe.eventlog import EventStream
+from ddiloco.observe.eventlog import FLUSH_SECONDS, EventStream
 from ddiloco.observe.goodput import CAUSES
 from ddiloco.observe.islands import OUTER_GRADIENTS
 from ddiloco.observe.run_state import RunState
@@ -32,7 +32,9 @@ def numbers(run: RunState) -> dict[str, Any]:
   """The numbers of summary.json that follow from the events; `None` where they do not say.
 
   Returns:
-    Plain JSON values. `participation` is by learner, the share of all commits it took part in;
+    Plain JSON values. `merged_tokens` are those of the fragment with the fewest, as everywhere: so
+    many the whole model has seen, and at `total_tokens` the run ends.
+    `participation` is by learner, the share of all commits it took part in;
     `bytes_sent` and `bytes_received` add up all roles, so each message counts once in either;
     `survivor_max_gap_ratio` is the longest pause of a surviving island around a planned kill of
     another (kill to its first merge after rejoining; 30 s if it was killed for good) over its own
@@ -50,7 +52,7 @@ def numbers(run: RunState) -> dict[str, Any]:
     "num_shards": len(run.shards),
     "num_fragments": len(run.fragments),
     "total_tokens": run.total_tokens if kinds[RunStarted] else None,
-    "merged_tokens": round(run.tokens_done) if run.num_shards else 0,
+    "merged_tokens": run.least_merged,
     "trained_tokens": sum(island.tokens for island in run.islands.values()),
     "commits": run.commits,
     "participation": {str(m): run.participation(m) for m in sorted(run.islands)},
@@ -89,7 +91,9 @@ def _only_if_any(run: RunState) -> dict[str, Any]:
 
 def _kills(run: RunState) -> dict[str, Any]:
   found = [way for way in run.rejoins.found if way.planned]
-  ratios = [run.rejoins.gap_ratio(way, run.time) for way in found]
+  # Silence at the end of a log may be that of a clock, or of lines that are not written yet.
+  known = run.time - run.clocks.apart - FLUSH_SECONDS
+  ratios = [run.rejoins.gap_ratio(way, known) for way in found]
   kills = [
     {
       "learner": way.learner,
@@ -213,6 +217,7 @@ def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
   damaged = (summary.get("torn_lines") or 0) + (summary.get("odd_events") or 0)
   done, wanted = (summary.get(f"{name}_tokens") or 0 for name in ("merged", "total"))
   finished = summary.get("finished") == "finished" and summary.get("num_shards")
+  long = (summary.get("seconds") or 0) >= 3600
   lacking = "commits of this run, which has finished: these numbers are too low"
   rows = [
     ("held-out loss, untrained", said(_loss, "loss_untrained")),
@@ -222,8 +227,8 @@ def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
       for name, each in summary.get("heldout_measures_last", {}).items()
     ),
     ("held-out loss, best island alone", said(_loss, "loss_best_island_alone")),
-    ("time (min:s)", said(clock_time, "seconds")),
-    ("tokens merged", merged + of if summary.get("num_shards") else ""),
+    (f"time ({'h:' * long}min:s)", said(clock_time, "seconds")),
+    ("tokens merged into every fragment", merged + of if summary.get("num_shards") else ""),
     ("commits: merges of a fragment", said(str, "commits")),
     ("commits that repeated one island alone", said(str, "solo_rounds")),
     *(
@@ -324,4 +329,5 @@ td { font-variant-numeric: tabular-nums }
 figure { margin: 0 } img { width: 100%; height: auto }
 figcaption { color: #666; font-size: .92rem }
 pre { background: #f6f6f6; padding: 1rem; overflow-x: auto }
+@media (max-width: 60rem) { .wide { display: block; overflow-x: auto } }
 """

@@ -126,9 +126,15 @@ class RunState:
 
   @property
   def tokens_done(self) -> float:
-    """Merged tokens, the mean over fragments; without shards, those of every island's newest life:
-    it begins anew."""
+    """How far the run is: merged tokens, the mean over fragments; without shards, those of every
+    island's newest life: it begins anew."""
     return self._mean(self.merged_tokens)
+
+  @property
+  def least_merged(self) -> int:
+    """Merged tokens of the fragment with the fewest: the whole model has seen so many."""
+    each = (self.merged_tokens.get(p, 0) for p in self.fragments)
+    return min(each, default=0) if self.num_shards else 0
 
   @property
   def fragments(self) -> range:
@@ -231,12 +237,12 @@ class RunState:
 
   def _target_is(self, target: str, time: float, state: str) -> None:
     kind, number = parse_role(target)
-    if kind == "learner" and number >= 0:
-      self._island(number, time).turn(time, state)
+    known = {"learner": self._island, "syncer": self._shard}
+    if kind in known and number >= 0:
+      member = known[kind](number, time)
+      member.turn(time, state)
       if state == "lost":
-        self.islands[number].died = time
-    elif kind == "syncer" and number >= 0:
-      self._shard(number, time).turn(time, state)
+        member.died = time
 
   def _note(self, event: Event, text: str, tone: str, mark: str = "", role: str = "") -> None:
     """`mark`: of what kind it is on the timeline of the role; "": it is not on it."""
@@ -288,23 +294,24 @@ class RunState:
 
   def _shard_started(self, event: events.Started, s: int) -> None:
     shard = self._shard(s, event.time)
-    shard.turn(event.time, "running")
-    shard.live(event.incarnation)
-    shard.fragments = event.fragments
+    if shard.live(event.incarnation):
+      shard.live_on(event.time, "running")
+      shard.fragments = event.fragments
 
   def _learner_launched(self, event: events.Launched, m: int) -> None:
     if self._island(m, event.time).lives:  # without an engine no other event says it
       self.islands[m].turn(event.time, "restarting")
 
   def _learner_started(self, event: events.Started, m: int) -> None:
-    self._island(m, event.time).turn(event.time, "joining")
-    self.islands[m].start(event)
+    if self._island(m, event.time).live(event.incarnation):
+      self.islands[m].live_on(event.time, "joining")
+      self.islands[m].start(event)
 
   def _learner_joined(self, event: events.Joined, m: int) -> None:
     island = self._island(m, event.time)
-    island.turn(event.time, "running")
-    island.live(event.incarnation)
-    island.global_step, island.step_time = event.global_step, event.time
+    if island.live(event.incarnation):
+      island.live_on(event.time, "running")
+      island.global_step, island.step_time = event.global_step, event.time
 
   def _on_owns(self, event: events.Owns | events.Regained) -> None:
     """The fragment's value is this one, which may be older than its newest commit."""
@@ -325,8 +332,8 @@ class RunState:
       self._step(event, m, island)
 
   def _step(self, event: events.Step, m: int, island: IslandState) -> None:
-    if island.state not in ("quarantined", "left") and event.time > island.died:  # else logged late
-      island.turn(event.time, "running")
+    if island.state not in ("quarantined", "left"):
+      island.live_on(event.time, "running")
     passed = event.time - island.step_time if island.step else math.nan
     rate = event.tokens / passed if passed > 0 else event.tokens / max(1e-9, event.seconds)
     smoothed = 0.8 * island.tokens_per_second + 0.2 * rate if island.step > 1 else rate
@@ -361,7 +368,8 @@ class RunState:
     self._island(m, event.time).rejected += 1
 
   def _learner_stopped(self, event: events.Stopped, m: int) -> None:
-    self._island(m, event.time).turn(event.time, "left")
+    if self._island(m, event.time).live(event.incarnation):
+      self.islands[m].turn(event.time, "left")
 
   def _on_member(self, event: events.Member) -> None:
     m, state, time = event.learner, event.state, event.time

@@ -145,7 +145,7 @@ class Rejoins:
 
     A pause that began before the kill counts in full; silence counts up to the merge of the killed
     learner, or for 30 s after a kill for good. `gap_seconds` of a step: since the end of the step
-    before. NaN: no survivor. `now`: the time of the newest event.
+    before. NaN: no survivor. `now`: until then each of them would have been heard.
     """
     pauses = self._pauses(way, now) if way in self._watched else way.pauses
     ratios = (pause / self._islands[m].usual_gap for m, pause in pauses.items())

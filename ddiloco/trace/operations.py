@@ -10,7 +10,8 @@ are made. So a trace has no global clock, and performing it in any such order gi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Event, parse_role
@@ -79,10 +80,14 @@ def problem(role: str, incarnation: int, line: int, text: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-  """The entries of every role, in order; `problems`: errors in the logs."""
+  """The entries of every role, in order; `problems`: errors in the logs.
+
+  `left_out`: how many of the newest operations of a run under way are left out (`read_logs`).
+  """
 
   roles: Mapping[str, Sequence[Entry]]
   problems: Sequence[str] = ()
+  left_out: int = 0
 
   def operations(self) -> Iterator[Operation]:
     """The operations of all roles; in order only within each role."""
@@ -136,18 +141,26 @@ def makes(op: Operation) -> tuple[Key, ...]:
 # --- From event logs to a trace
 
 
-def read_logs(logs: Mapping[str, Iterable[Event | None]]) -> Trace:
+def read_logs(
+  logs: Mapping[str, Iterable[Event | None]], late: Mapping[str, int] | None = None
+) -> Trace:
   """The trace in the lines of every role's event log, in order; None is a torn line.
 
   A kill may tear the last line of an incarnation. A torn line anywhere else is a problem, as is an
   event of an unknown kind or with wrong fields.
+
+  Args:
+    logs: by role.
+    late: by role, how many of its last lines may need what other logs did not have yet when they
+      were read. Such an operation is no problem: it is left out, with all later ones of its role.
   """
   roles: dict[str, list[Entry]] = {}
   problems: list[str] = []
+  first_late: dict[str, int] = {}  # line, by role
   for role, lines in sorted(logs.items()):
     if parse_role(role)[0] not in ("learner", "syncer", "evaluator"):
       continue
-    incarnation, torn_at = -1, 0
+    incarnation, torn_at, line = -1, 0, 0
     for line, event in enumerate(lines, 1):
       if event is None:
         torn_at = line
@@ -161,9 +174,31 @@ def read_logs(logs: Mapping[str, Iterable[Event | None]]) -> Trace:
         problems.append(problem(role, incarnation, line, text))
       elif isinstance(event, Operation):
         entries.append(Entry(line, event))
+    first_late[role] = line + 1 - (late or {}).get(role, 0)
   for entries in roles.values():  # the last lines of a life may come after the next one's first
     entries.sort(key=lambda entry: entry.operation.incarnation)
-  return Trace(roles, problems)
+  return Trace(roles, problems, _leave_out(roles, first_late))
+
+
+def _leave_out(roles: dict[str, list[Entry]], first_late: Mapping[str, int]) -> int:
+  """Ends each role before its first late operation that needs what no role makes; returns how many
+  operations that leaves out."""
+  before = sum(map(len, roles.values()))
+  late = {role: [e for e in roles[role] if e.line >= first_late[role]] for role in roles}
+  while any(late.values()):
+    made = {key for entries in roles.values() for each in entries for key in makes(each.operation)}
+    open_ = {role: [e.line for e in late[role] if not _made(e, made)] for role in roles}
+    if not any(open_.values()):
+      break
+    for role, lines in open_.items():
+      for part in (roles, late):
+        part[role] = [entry for entry in part[role] if entry.line < min(lines, default=math.inf)]
+  return before - sum(map(len, roles.values()))
+
+
+def _made(entry: Entry, made: Collection[Key]) -> bool:
+  """Whether all is there that the operation needs; initial values always are."""
+  return all(key in made or key.number == INITIAL for key in needs(entry.operation))
 
 
 def _odd(event: Event) -> str:

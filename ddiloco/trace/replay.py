@@ -23,7 +23,7 @@ import numpy as np
 
 from ddiloco.checkpoint import weights
 from ddiloco.checkpoint.snapshots import fingerprint
-from ddiloco.config import ChaosConfig, Config
+from ddiloco.config import ChaosConfig, Config, ConfigError
 from ddiloco.core import codec, delta
 from ddiloco.core.delta import Committed, Deltas, new_fragment
 from ddiloco.core.fragments import Plan, gather
@@ -183,14 +183,16 @@ class LearnerArrays(LearnerAlgebra):
 
 
 class EvaluatorArrays(LearnerAlgebra):
-  """The evaluator: keeps the last published value of each fragment, over all incarnations."""
+  """The evaluator: keeps the newest version of each fragment, over all incarnations."""
 
   def __init__(self) -> None:
-    self.published_values: dict[int, np.ndarray] = {}
+    self.newest: dict[int, Committed] = {}
 
-  def stage(self, op: events.Stage, version: Version | None, included: Pushed | None) -> None:
-    if version is not None:
-      self.published_values[op.fragment] = version.content.published_value
+  def stage(self, op: events.Stage, version: Version | None, included: Pushed | None) -> Any:
+    return None if version is None else version.content
+
+  def apply(self, fragment: int, staged: Committed, mode: str) -> None:
+    self.newest[fragment] = staged
 
 
 class ShardArrays(ShardAlgebra):
@@ -270,7 +272,8 @@ def islands(
     visible: devices to use; learners take theirs in order of their numbers.
 
   Raises:
-    ConfigError: there are too few devices; the function: such an island cannot be made here.
+    ConfigError: there are too few devices, or of another kind; the function: such an island cannot
+      be made here.
   """
   plan, corpus = initial.make_plan(config), data.open_data(config.data)
   shared: dict[Any, Any] = {}  # equal islands' programs
@@ -280,6 +283,7 @@ def islands(
   lives: dict[tuple[int, int], list[events.Started]] = {}  # those of one plan
   for op in trace.operations():
     if isinstance(op, events.Started) and op.mesh:
+      _require_kind(op, visible)
       lives.setdefault((op.learners, op.planned_steps), []).append(op)
 
   def home(started: events.Started) -> Home:
@@ -290,6 +294,16 @@ def islands(
     return island, data.Stream(corpus, live, learner).batch
 
   return home
+
+
+def _require_kind(started: events.Started, visible: Sequence[jax.Device]) -> None:
+  """Refuses (ConfigError) devices of another kind than an incarnation had: their bits differ."""
+  here, kind = {device.device_kind for device in visible}, started.device_kind
+  if kind not in ("", *here):
+    raise ConfigError(
+      f"{started.role} trained on {kind!r}, and here are {', '.join(sorted(here))}, which give"
+      " other bits. Fix: replay the run where there are such devices, and without --cpu."
+    )
 
 
 # --- The replay, and its verdict -----------------------------------------------------------------
@@ -371,12 +385,15 @@ class Replay:
       results.put((role, error))
 
   @property
-  def merged_tokens(self) -> int:
-    """Tokens that the global model has seen at the end; as in `RunResult` without shards."""
+  def merged_tokens(self) -> set[int]:
+    """The tokens that a result of this end may have seen, as `RunResult` counts them: with the
+    values that the shards had at last, or the evaluator."""
     if not self._shards:
       furthest = max((each.steps for each in self._learners), default=0)
-      return furthest * self._config.planned_tokens_per_step
-    return min(self._newest(p).state.merged_tokens for p in range(len(self._plan.fragments)))
+      return {furthest * self._config.planned_tokens_per_step}
+    fragments = len(self._plan.fragments)
+    ends = [[self._newest(p) for p in range(fragments)], self._evaluator.newest.values()]
+    return {min(v.state.merged_tokens for v in end) for end in ends if len(end) == fragments}
 
   def _newest(self, p: int) -> Committed:
     every = (shard.newest[p] for shard in self._shards if p in shard.newest)
@@ -395,8 +412,8 @@ class Replay:
       return
     for p, fragment in enumerate(self._plan.fragments):
       newest, mine = self._newest(p), gather(fragment, result)
-      known = [newest.value, newest.published_value]
-      known.append(self._evaluator.published_values.get(p, newest.value))
+      received = self._evaluator.newest.get(p, newest).published_value
+      known = newest.value, newest.published_value, received
       same = any(_same(mine, value) for value in known)
       text = f"fragment {p} of the result is another than the replay's"
       self.diff.count("values", math.inf, [] if same else [text])
@@ -434,7 +451,7 @@ def replay_run(
   initial.warn_of_changes(config, result)
   replay = Replay(config, trace, islands(config, trace, jax.devices()))
   replay.run(progress)
-  if result.exists() and weights.merged_tokens(result) <= replay.merged_tokens:
+  if result.exists() and weights.merged_tokens(result) in replay.merged_tokens:
     replay.compare_result(weights.load(result, "result"))  # else an earlier start left it
   compared, differences = replay.diff.compared, sorted(replay.diff.differences)
   different = collections.Counter(what for _, what, _ in differences)

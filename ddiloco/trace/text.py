@@ -20,11 +20,22 @@ from ddiloco.workdir import saved_config
 def read_trace(workdir: str | os.PathLike[str]) -> Trace:
   """The trace in WORKDIR/events; an empty one without that folder.
 
+  What a line needs is in another log before the line is written. So of a run under way the lines
+  that were there at first have all that they need a moment later; lines that came in between may
+  not.
+
   Raises:
     ConfigError: a log is of another format.
   """
-  logs = {path: lines_of(path, 0, path.stat().st_size) for path in logs_in(workdir)}
-  return read_logs({p.stem: (decode(line) for _, line in lines) for p, lines in logs.items()})
+  first, then = _sizes(workdir), _sizes(workdir)
+  logs = {p.stem: (decode(each) for _, each in lines_of(p, 0, n)) for p, n in then.items()}
+  late = {p.stem: sum(1 for _ in lines_of(p, first.get(p, 0), n)) for p, n in then.items()}
+  return read_logs(logs, late)
+
+
+def _sizes(workdir: str | os.PathLike[str]) -> dict[Path, int]:
+  """The size of every log, in bytes."""
+  return {path: path.stat().st_size for path in logs_in(workdir)}
 
 
 def in_order(trace: Trace, roles: Collection[str] = ()) -> Iterator[Operation]:
@@ -94,6 +105,11 @@ def print_invariants(trace: Trace) -> bool:
   print(f"\nInvariants: {'VIOLATED' if checked.problems else 'all hold'}")
   for line in checked.summary:
     print(f"  {line}")
+  if trace.left_out:
+    print(
+      f"not known yet, and left out: the newest {trace.left_out:,} operations, since they need what"
+      " other logs do not have yet (the run is under way)"
+    )
   for problem in checked.problems[:MOST_PROBLEMS]:
     print(f"violated: {problem}")
   if len(checked.problems) > MOST_PROBLEMS:

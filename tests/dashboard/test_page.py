@@ -1,6 +1,7 @@
 """The page in a real browser: what a reader sees of a run, during and after it."""
 
 import json
+import re
 import time
 
 import pytest
@@ -74,6 +75,38 @@ def test_a_run_that_is_over(browser, tmp_path):
     assert browser.complaints == []
 
 
+def test_bars_and_marks_stand_at_their_times(browser, tmp_path):
+  """As wide as what they stand for, each in the row of its island or shard."""
+  with Dashboard(run(tmp_path)) as dashboard:
+    show(browser, dashboard, "over")
+    left, right = 176, browser.ask("document.querySelector('#chart').clientWidth") - 14
+    at = lambda time: left + (right - left) * time / (END + 0.3)  # noqa: E731
+    box = "(e => { const {x, y, width, height} = e.getBBox(); return [x, y, width, height] })"
+    found = "[...document.querySelectorAll('#chart rect:has(> title)')]"
+    spans = browser.ask(f"Object.fromEntries({found}.map(e => [e.textContent, {box}(e)]))")
+    x, y, width, height = spans["island 2: down, 0:20 to 0:24"]
+    assert (x, x + width) == (pytest.approx(at(KILL), abs=1), pytest.approx(at(24), abs=1))
+    assert (y, height) == (2 * 34, 16)
+    lanes = browser.ask(f"[...document.querySelectorAll('#chart rect.lane')].map({box})")
+    assert [lane[:3] for lane in lanes[:4]] == [[left, 34 * m, right - left] for m in range(4)]
+    names = browser.ask(
+      "[...document.querySelectorAll('#chart text:has(.name)')].map(n => n.textContent)"
+    )
+    assert [name.split(" ", 2)[1][:1] for name in names[:6]] == list("012301")
+    assert names[1].startswith("island 1left · 1.") and names[5] == "shard 143 rounds"
+    kill = browser.ask("document.querySelector('#chart .strike').getAttribute('x1')")
+    assert float(kill) == pytest.approx(at(KILL), abs=1)
+    share = "(e => e.getBoundingClientRect().width / e.parentNode.getBoundingClientRect().width)"
+    parts = browser.ask(f"[...document.querySelectorAll('#goodput .stack i')].map({share})")
+    said = browser.ask("[...document.querySelectorAll('#goodput li b')].map(e => e.textContent)")
+    assert sum(parts) == pytest.approx(1, abs=0.02)
+    assert parts == pytest.approx([float(each[:-1]) / 100 for each in said], abs=0.01)
+    meters = browser.ask(f"[...document.querySelectorAll('#participation .meter i')].map({share})")
+    said = browser.text("#participation")
+    assert meters == pytest.approx([1.0, 0.99, 0.85, 0.71], abs=0.02) and "99%" in said
+    assert browser.text("#as-of").startswith("As of ")
+
+
 def test_tiny_losses_are_told_apart(browser, tmp_path):
   """Of a model of one's own: its curves were a line at 0.0, between -0.5 and 0.5."""
   tiny = [
@@ -100,6 +133,8 @@ def test_step_times_by_island_and_time(browser, tmp_path):
     assert browser.text("#heat-title") == "Step times"
     assert "as usual" in browser.text("#heat-legend") and "down" in browser.text("#heat-legend")
     assert "waiting for a shard" not in browser.text("#heat-legend"), "nobody did"
+    canvas = browser.ask("(c => [c.width, c.height])(document.querySelector('#heat-canvas'))")
+    assert canvas == [browser.ask("document.querySelector('#heat').clientWidth"), 4 * 18 + 20]
 
     def colour(seconds, island):
       at = f"92 + {seconds} / {END + 0.3} * (c.width - 92 - 14), {18 * island + 8}"
@@ -161,6 +196,42 @@ def test_an_island_that_has_left_counts_in_no_figure(browser, tmp_path):
     assert "Islands up\n3 of 3" in browser.text("#figures")
 
 
+def test_what_stays_the_same_is_not_drawn_again(browser, tmp_path):
+  """Each second all of it was: nothing could be selected, and hundreds of islands took a core."""
+  with Dashboard(run(tmp_path, until=KILL + 3)) as dashboard:
+    show(browser, dashboard, "running")
+    places = ["#participation tbody tr:last-child th", "#links td.number", "#missed", "#legend li"]
+    for place in places:
+      browser.ask(f"void (document.querySelector({json.dumps(place)}).mine = true)")
+    first = browser.text("#elapsed")
+    browser.until(f"document.querySelector('#elapsed').innerText !== {json.dumps(first)}")
+    for place in places:
+      assert browser.ask(f"document.querySelector({json.dumps(place)}).mine"), place
+    assert browser.complaints == []
+
+
+def test_a_page_that_nobody_sees_is_drawn_when_it_is_seen_again(browser, tmp_path):
+  hidden = "Object.defineProperty(document, 'hidden', {configurable: true, value: %s});"
+  hidden += " document.dispatchEvent(new Event('visibilitychange'))"
+  with Dashboard(run(tmp_path)) as dashboard:
+    show(browser, dashboard, "over")
+    browser.ask("void (document.querySelector('#chart svg').mine = true)")
+    browser.ask(hidden % "false")
+    assert browser.ask("document.querySelector('#chart svg').mine"), "nothing has changed"
+    width = "document.querySelector('#heat-canvas').clientWidth"
+    assert browser.ask(width) > 800
+    browser.size(500, 900)
+    browser.ask(hidden % "false")
+    assert browser.ask(width) < 500, "a canvas does not follow the page by itself"
+    script = browser.send("Page.addScriptToEvaluateOnNewDocument", source=hidden % "true")
+    show(browser, dashboard, "over")
+    assert browser.ask("document.title") == "95% quickstart · ddiloco"
+    assert browser.ask("document.querySelector('#chart svg')") is None
+    browser.ask(hidden % "false")
+    assert "island 2" in browser.ask("document.querySelector('#chart').textContent")
+    browser.send("Page.removeScriptToEvaluateOnNewDocument", **script)
+
+
 def test_nothing_is_known_yet_and_then_a_run_begins(browser, tmp_path):
   with Dashboard(tmp_path) as dashboard:
     show(browser, dashboard, "empty")
@@ -206,7 +277,7 @@ def test_the_token_is_asked_for_kept_and_not_left_in_the_url(browser, tmp_path):
     browser.open(dashboard.url)
     browser.until("document.activeElement.id === 'token'")
     assert browser.text("main") == ""
-    browser.ask("document.querySelector('#token').value = 'wrong'")
+    browser.ask("document.querySelector('#token').value = 'a wrong one \u2013 \u20ac'")
     browser.press("Enter")
     browser.until("document.querySelector('#token-wrong').checkVisibility()")
     browser.ask(f"document.querySelector('#token').value = {TOKEN!r}")
@@ -243,6 +314,19 @@ def test_the_chart_has_a_cursor_for_the_keyboard(browser, tmp_path):
     for _ in range(35):
       browser.press("ArrowRight")
     assert "island 2 down" in browser.text("#readout") and "held-out" in browser.text("#readout")
+    there = []
+    for key in ("End", "ArrowLeft", "PageUp", "PageDown", "ArrowRight", "Home"):
+      browser.press(key)
+      there.append(browser.text("#readout").split(" · ")[0])
+    assert there == ["1:00", "0:59", "0:53", "0:59", "1:00", "0:00"]
+    browser.press("End")
+    browser.press("PageUp")
+    said = ""
+    for _ in range(3):
+      said += browser.text("#readout")
+      browser.press("ArrowLeft")
+    assert re.match(r"0:54 · island 0 running, loss 1\.\d{3} · island 1 running, loss 1\.", said)
+    assert re.search(r"island 0 running, loss 1\.\d{3}, in 100% of commits · island 1", said)
     browser.press("Escape")
     assert browser.text("#readout").startswith("Point at the chart")
 
@@ -331,6 +415,10 @@ def test_one_island_and_two_hundred_are_readable_and_quick(browser, tmp_path, co
   with Dashboard(tmp_path) as dashboard:
     show(browser, dashboard, "running")
     assert browser.ask("document.querySelectorAll('#participation tbody tr').length") == count
+    browser.ask("document.querySelector('#chart').focus()")
+    browser.press("Home")
+    who = "200 islands joining" if count > 1 else "island 0 joining"
+    assert browser.text("#readout") == f"0:00 · {who}"
     assert browser.ask("document.documentElement.scrollHeight") < 768 * 8
     overflow = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
     assert browser.ask(overflow) <= 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html.parser
 import json
 import math
+import re
 import struct
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from ddiloco.observe import plots
 from ddiloco.observe.report import PICTURES, key_numbers, numbers, page, write_report
 from ddiloco.observe.run_state import RunState
+from ddiloco.observe.style import shard_colour
 
 
 class _Page(html.parser.HTMLParser):
@@ -132,6 +134,43 @@ def test_causes_of_lost_time_are_in_words():
   assert said == "start-up 30.0%, waiting for data 25.0%"
 
 
+def test_each_known_number_has_its_row():
+  known = {
+    **{"loss_untrained": 5.5, "heldout_loss_last": 1.5, "loss_best_island_alone": 1.9},
+    **{"seconds": 7384.0, "num_shards": 2, "merged_tokens": 1.5e6, "total_tokens": 2e6},
+    **{"rejected_pushes": 3, "faults": 4, "restarts": 2, "survivor_max_gap_ratio": 1.234},
+    **{"goodput": 0.5, "goodput_training": 0.75, "uptime": 0.99, "mfu": 0.4, "num_hangs": 1},
+    **{"tokens_per_second_per_chip": 1234.0, "blocked_seconds": 0.0, "data_seconds": 2.0},
+    **{"bytes_sent": 5e9, "torn_lines": 1, "odd_events": 2, "under_way": True},
+    **{"outer_gradients": {"agreement": 0.125, "rho": None}, "heldout_measures_last": {"a_b": 2}},
+  }
+  said = dict(key_numbers(known))
+  assert list(said.values()) == [
+    *("5.500", "1.500", "2.000", "1.900", "2:03:04", "1.5M of 2.0M", "0.125", "3", "4 and 2"),
+    *("1.23 × its median step", "1", "50.0%", "75.0%", "99.0%", "1.2k", "40.0%", "0 s", "2 s"),
+    *("5.0GB", "3", "it goes on: this is its report so far"),
+  ]
+  assert said["time (h:min:s)"] == "2:03:04" and said["held-out a b, merged model"] == "2.000"
+  assert dict(key_numbers({**known, "seconds": 184.0}))["time (min:s)"] == "3:04"
+  best = key_numbers({**known, "result_of_learner": 0, "loss_merged": 1.25, "merged_tokens": None})
+  assert dict(best)["held-out loss, best island"] == "1.250"
+
+
+def test_the_table_of_islands_has_all_that_is_known(make):
+  run = RunState().read([make.run_started(num_learners=1)])
+  run.add(make.event(1.0, "learner-0", "started", devices=4, device_kind="TPU v5p"))
+  run.add(make.event(1.5, "learner-0", "started", 1, devices=8, device_kind="TPU v6e"))
+  fields = {"incarnation": 1, "loss": 2.0, "data_seconds": 0.25, "tokens": 4000}
+  run.read([make.step(2.0 + n, 0, n, gap_seconds=0.5, **fields) for n in (1, 2)])
+  run.add(make.commit(5.0, weights={0: 1.0}))
+  text = page({**numbers(run), "liveness": {"0": 0.75}})
+  (cells,) = re.findall("<tr><td>0</td>(.*?)</tr>", text)
+  assert re.findall("<td>(.*?)</td>", cells) == [
+    *("TPU v5p, then TPU v6e", "2", "2", "8.0k", "2.000", "75.0%", "100.0%", "500 ms", "0.5 s"),
+    *("1.0k", "–"),
+  ]
+
+
 def test_what_is_not_known_of_an_island_is_a_dash(make):
   text = page(numbers(RunState().read([make.run_started(num_learners=1)])))
   assert "nan" not in text and text.count("<td>–</td>") >= 5
@@ -201,6 +240,9 @@ def test_the_picture_of_traffic_tells_roles_apart_and_goes_to_the_end(make):
   assert looks.keys() == {"island 0", "shard 0", "evaluator"}
   assert (looks["shard 0"], dashes["shard 0"]) != (looks["evaluator"], dashes["evaluator"])
   assert {line.get_ydata()[-1] for line in total.get_lines()} == {1_000_000}
+  greys = [shard_colour(shard, 16) for shard in range(16)]
+  assert greys == sorted({*greys}) and all(re.fullmatch("#[0-9a-f]{6}", each) for each in greys)
+  assert shard_colour(0, 0) == shard_colour(0, 1)
 
 
 @pytest.mark.parametrize("losses", [[-2.0] * 3, [0.0] * 3])

@@ -9,6 +9,7 @@ import pytest
 from ddiloco.observe.eventlog import EventLog
 from ddiloco.observe.goodput import CAUSES
 from ddiloco.observe.report import key_numbers, summarise
+from tests.observe.conftest import KILL
 
 # Two islands of one chip for 6 s. The first step of each ends its start-up; nothing was copied out.
 ACCOUNT = {
@@ -51,7 +52,7 @@ def test_golden(make):
     "num_shards": 1,
     "num_fragments": 2,
     "total_tokens": 8000,
-    "merged_tokens": 1536,
+    "merged_tokens": 1024,
     "trained_tokens": 4096,
     "commits": 2,
     "participation": {"0": 1.0, "1": 0.5},
@@ -112,7 +113,7 @@ def test_roles_that_were_started_one_by_one_have_merged_tokens(make):
     make.commit(4.0, fragment=1, merged_tokens=1024),
   ]
   summary = summarise(EventLog(events, torn_lines=0))
-  assert (summary["num_shards"], summary["merged_tokens"]) == (1, 1536)
+  assert (summary["num_shards"], summary["merged_tokens"]) == (1, 1024)
 
 
 def test_the_synthetic_run(run_events):
@@ -124,6 +125,21 @@ def test_the_synthetic_run(run_events):
   assert summary["learners"]["2"]["lives"] == 2
   assert summary["participation"]["0"] == 1.0 > summary["participation"]["2"] > 0.7
   assert summary["blocked_seconds"] == 0.0
+
+
+@pytest.mark.parametrize("behind, unwritten", [(5.0, 0.0), (0.0, 0.9)])
+def test_a_pause_at_the_end_of_a_log_is_not_of_a_clock(make, run_events, behind, unwritten):
+  """Of a run under way, or killed whole, a survivor was said to have paused for 45 of its steps."""
+  found = [event for event in run_events if event.time <= KILL + 4]
+  mine = [event for event in found if event.role == "learner-1"]
+  found = [event for event in found if event.role != "learner-1"]
+  there = [event for event in mine if event.time <= KILL + 4 - unwritten]
+  found += [make.changed(event, time=event.time - behind) for event in there]
+  commit = next(event for event in found if event.kind == "commit")
+  value = {"fragment": commit.fragment, "round": commit.round}
+  found.append(make.event(commit.time + 0.1 - behind, "learner-1", "stage", **value))
+  summary = summarise(sorted(found, key=lambda event: event.time))
+  assert 1.0 <= summary["survivor_max_gap_ratio"] < 1.2
 
 
 def test_nothing_gives_nothing():
@@ -190,3 +206,5 @@ def test_a_finished_run_whose_log_lacks_commits_says_so(make, merged, reason, la
     make.event(6.0, "engine", "run_finished", reason=reason),
   ]
   assert ("what the log lacks" in dict(key_numbers(summarise(events)))) == lacks
+  alone = [make.changed(events[0], num_shards=0, num_fragments=0), events[-1]]
+  assert "what the log lacks" not in dict(key_numbers(summarise(alone)))

@@ -202,6 +202,32 @@ def test_both_shards_tell_of_one_loss_in_one_note(make):
 def test_words_of_an_older_life_are_ignored(make):
   view = fold([make.run_started(), make.step(5.0, 1, 4, incarnation=2)])
   assert view.read([make.step(5.1, 1, 900, incarnation=1)]).islands[1].step == 4
+  view.add(make.event(5.0, "syncer-1", "started", 2, fragments=[1, 3]))
+  late = [
+    make.event(5.2, "learner-1", "started", 1, devices=7),
+    make.event(5.3, "learner-1", "joined", 1, global_step=900),
+    make.event(5.4, "learner-1", "stopped", 1, reason="drained"),
+    make.event(5.5, "syncer-1", "started", 1, fragments=[0]),
+  ]
+  island = view.read(late).islands[1]
+  assert (island.state, island.lives, island.chips) == ("running", 1, 0)
+  assert (island.step, island.global_step, island.step_time) == (4, 4, 5.0)
+  assert view.shards[1].fragments == (1, 3)
+
+
+def test_what_a_life_said_before_its_death_may_be_read_after_it(make):
+  """It was running again until the next one began."""
+  roles = "learner-1", "syncer-1"
+  lives = [
+    [make.event(1.0, role, "started", life, fragments=[1]) for role in roles] for life in (0, 1)
+  ]
+  exits = [make.event(4.0, "engine", "exit", target=role, reason="crash") for role in roles]
+  said = [make.event(time, role, "started", fragments=[1]) for role in roles for time in (3.9, 4.0)]
+  said += [make.event(4.0, "learner-1", "joined", global_step=5)]
+  view = fold([make.run_started(), *lives[0], *exits, *said])
+  assert (view.islands[1].state, view.shards[1].state) == ("lost", "lost")
+  view.read(lives[1])  # whose clock is behind
+  assert (view.islands[1].state, view.shards[1].state) == ("joining", "running")
 
 
 def test_an_exit_in_good_order_is_no_loss(make):

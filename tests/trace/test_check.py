@@ -161,6 +161,8 @@ MUTATIONS = [
    "newer one is on its way"),
   ("owns another version", change(SHARD, "owns", {}, version=1), SHARD,
    r"owns no round \(initial\) as version 1, it is 0"),
+  ("owns a momentum of no round", change(SHARD, "owns", {}, momentum_round=-9), SHARD,
+   "needs momentum -9 of fragment 0, which was never made"),
   ("owns too new a momentum", change(SHARD, "owns", {}, momentum_round=0), SHARD, "later round"),
   ("owns nothing", drop(SHARD, "owns"), SHARD, "commits fragment 0, which it does not own"),
   ("the shard goes back", add_after(SHARD, "commit", {"round": 1}, kind="owns", version=1, round=0,

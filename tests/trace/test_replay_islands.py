@@ -4,8 +4,9 @@ import dataclasses
 from types import SimpleNamespace
 
 import jax
+import pytest
 
-from ddiloco.config import from_dict
+from ddiloco.config import ConfigError, from_dict
 from ddiloco.protocol import events
 from ddiloco.trace import replay
 from ddiloco.trace.operations import Entry, Trace
@@ -62,3 +63,14 @@ def test_a_learner_is_replayed_on_the_devices_of_its_largest_island():
   }
   roles["learner-0"].append(Entry(2, events.Captured(role="learner-0", snapshot=1)))
   assert list(Trace(roles).devices().items()) == [(0, 1), (1, 4)]
+
+
+def test_a_run_of_another_kind_of_device_is_refused():
+  """On CPUs it came to an island whose attention was refused, or to losses of other bits."""
+  how = {"attention": "cudnn", "remat": "none", "loss_chunks": 1}
+  gpu = {"device_kind": "NVIDIA H100 80GB HBM3", "execution": how}
+  started = events.Started(role="learner-1", devices=1, mesh=(1, 1, 1), batch_size=2, **gpu)
+  trace = Trace({"learner-1": [Entry(1, started)]})
+  config = from_dict({"data": {"source": "synthetic"}})
+  with pytest.raises(ConfigError, match=r"learner-1 .* 'NVIDIA H100 .* here are cpu, .* --cpu\."):
+    replay.islands(config, trace, jax.devices()[:1])

@@ -12,7 +12,8 @@ const PATIENCE_MS = 8000,
   LONGEST_MS = 10000,
   KEY = "ddiloco-token";
 const PILL = { empty: "nothing known yet", gone: "server gone" }; // of other phases: their names
-let last = null; // {status, at}
+let last = null; // {status, text, at}
+let drawn = ""; // the text of the status that the page shows
 let failures = 0;
 
 // --- the token: once in the url, then kept by this tab ------------------------------------------
@@ -26,7 +27,7 @@ if (query.has("token")) {
 }
 
 export function authorized(headers = {}) {
-  const token = sessionStorage.getItem(KEY);
+  const token = sessionStorage.getItem(KEY)?.replace(/[^!-~]/g, "?"); // no header takes others
   return token ? { ...headers, Authorization: `Bearer ${token}` } : headers;
 }
 
@@ -34,6 +35,7 @@ function askForToken() {
   byId("token-wrong").hidden = !sessionStorage.getItem(KEY);
   byId("token-form").hidden = false;
   byId("main").hidden = true;
+  drawn = "";
   banner("");
   byId("phase").textContent = "locked";
   byId("token").focus();
@@ -58,7 +60,8 @@ async function poll() {
     });
     if (answer.status === 401) return askForToken();
     if (!answer.ok) throw new Error(`it answered ${answer.status}`);
-    last = { status: await answer.json(), at: new Date() };
+    const text = await answer.text();
+    last = { status: JSON.parse(text), text, at: new Date() };
     failures = 0;
     delay = DELAY_MS[last.status.phase] ?? 1000;
   } catch {
@@ -76,8 +79,16 @@ function show() {
   byId("phase").textContent = PILL[phase] ?? phase;
   if (gone) banner(goneText(), "bad");
   else if (last) banner(...message(last.status));
-  if (last && !failures) draw(last.status);
+  if (!last || failures) return;
+  document.title = `${percent(last.status.progress)} ${last.status.name} · ddiloco`;
+  say("as-of", `As of ${last.at.toLocaleTimeString()}.`);
+  if (document.hidden) return;
+  if (last.text !== drawn) draw(last.status); // of a run that is over nothing changes
+  drawn = last.text;
+  drawHeat(last.status); // a canvas follows neither the page's width nor the system's theme
 }
+
+document.addEventListener("visibilitychange", () => byId("token-form").hidden && show());
 
 function goneText() {
   const since = last ? `since ${last.at.toLocaleTimeString()}. What you see is from then` : "";
@@ -111,14 +122,12 @@ function banner(text, tone = "plain") {
 // --- drawing ------------------------------------------------------------------------------------
 
 function draw(status) {
-  document.title = `${percent(status.progress)} ${status.name} · ddiloco`;
   byId("name").textContent = status.name;
   const empty = status.phase === "empty";
   byId("main").hidden = empty;
   byId("progress").hidden = empty || !status.total_tokens;
   for (const id of ["as-json", "as-metrics"])
     byId(id).hidden = Boolean(sessionStorage.getItem(KEY)); // a link sends no token
-  say("as-of", `As of ${last.at.toLocaleTimeString()}.`);
   if (empty) return say("elapsed", "");
   const left = status.seconds_left === null ? "" : ` · about ${clockTime(status.seconds_left)} left`;
   say("elapsed", `${clockTime(status.seconds)} ${status.phase === "over" ? "long" : "elapsed"}${left}`);
@@ -129,7 +138,6 @@ function draw(status) {
   track.setAttribute("aria-valuenow", Math.round(100 * status.progress));
   track.firstElementChild.style.width = percent(status.progress, 1);
   drawChart(status);
-  drawHeat(status);
   drawPanels(status);
   showFaults(status);
 }

@@ -1,6 +1,18 @@
 // Islands, shards and losses over one time axis, with a cursor for mouse and keyboard.
 
-import { byId, clockTime, html, label, line, listen, loss, percent, svg } from "./format.js";
+import {
+  byId,
+  clockTime,
+  html,
+  label,
+  line,
+  listen,
+  loss,
+  numbered,
+  percent,
+  svg,
+  timeUnit,
+} from "./format.js";
 import { lanes, patterns } from "./lanes.js";
 import { legend, marks } from "./marks.js";
 
@@ -91,7 +103,7 @@ function axis({ end, x, width, height, bottom, left }) {
     const anchor = t && x(t) > 14 ? "middle" : "start";
     if (x(t) < width - RIGHT - 60) parts.push(label(x(t), height - 6, anchor, clockTime(t)));
   }
-  parts.push(label(width - RIGHT, height - 6, "end", "min:s"));
+  parts.push(label(width - RIGHT, height - 6, "end", timeUnit(end)));
   parts.push(line("axis", left, width - RIGHT, bottom, bottom));
   return parts;
 }
@@ -174,9 +186,12 @@ function moveTo(seconds) {
 function readout(status, at) {
   const bin = Math.floor(at / status.curves.width_seconds);
   const parts = [html("b", null, clockTime(at))];
+  const numbers = new Map(); // by state, of many islands
   for (const lane of status.timeline.lanes.filter((each) => each.role.startsWith("learner"))) {
     const number = lane.role.split("-")[1];
     const state = lane.spans.find(([start, end]) => start <= at && at <= end)?.[2] ?? "not there";
+    numbers.set(state, [...(numbers.get(state) ?? []), number]);
+    if (shown.many) continue;
     const value = status.curves.loss[number]?.[bin],
       share = status.curves.participation[number]?.[bin];
     const more = [
@@ -186,6 +201,9 @@ function readout(status, at) {
     ];
     parts.push(" · ", html("b", null, lane.name), " ", more.filter(Boolean).join(", "));
   }
+  if (shown.many)
+    for (const [state, each] of numbers)
+      parts.push(" · ", html("b", null, numbered(each)), ` ${state}`);
   const before = status.curves.heldout.filter(([time]) => time <= at).at(-1);
   if (before) parts.push(" · ", html("b", null, "held-out"), ` ${loss(before[1])}`);
   return parts;

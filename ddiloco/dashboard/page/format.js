@@ -41,6 +41,9 @@ export function clockTime(seconds) {
   return d || h ? `${day}${h}:${two(m)}:${two(s)}` : `${m}:${two(s)}`;
 }
 
+/** What the parts of such a time are. */
+export const timeUnit = (seconds) => (seconds < 3600 ? "min:s" : "h:min:s");
+
 export const sum = (values) => values.reduce((a, b) => a + b, 0);
 export const mean = (values) => sum(values) / values.length;
 
@@ -56,6 +59,12 @@ export const plural = (n, word, many = `${word}s`) => `${n} ${n === 1 ? word : m
 export function join(words) {
   return words.length < 2 ? words.join("") : `${words.slice(0, -1).join(", ")} and ${words.at(-1)}`;
 }
+
+/** Which islands, or of more than six how many. */
+export const numbered = (numbers) =>
+  numbers.length > 6
+    ? plural(numbers.length, "island")
+    : `island${numbers.length > 1 ? "s" : ""} ${join(numbers)}`;
 
 function make(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes ?? {})) {
@@ -109,6 +118,31 @@ export const meter = (share) =>
   html("span", { class: "meter" }, html("i", { "width%": percent(share, 1) }));
 
 export const byId = (id) => document.getElementById(id);
+
+/**
+ * Shows these nodes in a box, in place of those before. What stays the same is not touched: it is not
+ * laid out anew, and what a reader has selected or points at stays.
+ */
+export const put = (box, ...nodes) => become(box, html("div", null, nodes));
+
+function become(box, next) {
+  let [old, node] = [box.firstChild, next.firstChild];
+  while (old || node) {
+    const following = [old?.nextSibling, node?.nextSibling];
+    if (!node) old.remove();
+    else if (!old) box.append(node);
+    else if (!old.isEqualNode(node)) looksLike(old, node) ? become(old, node) : old.replaceWith(node);
+    [old, node] = following;
+  }
+}
+
+/** Whether two nodes are elements that can only differ in what they hold. */
+function looksLike({ nodeName, attributes }, node) {
+  if (!attributes || nodeName !== node.nodeName || attributes.length !== node.attributes.length)
+    return false;
+  for (const { name, value } of attributes) if (node.getAttribute(name) !== value) return false;
+  return true;
+}
 
 /** Sets text only where it changed, so that nothing is announced or selected anew. */
 export function say(id, text) {

@@ -1,6 +1,6 @@
 // Where the chip time went.
 
-import { byId, compact, html, percent, say, stack } from "./format.js";
+import { byId, compact, html, percent, put, say, stack } from "./format.js";
 
 const CAUSES = {
   useful: ["in the global model"],
@@ -49,7 +49,8 @@ export function goodput(account) {
       html("b", null, percent(share, 1)),
     ),
   );
-  box.replaceChildren(
+  put(
+    box,
     stack({ class: "stack", "aria-label": said.join(", ") }, parts),
     html("ul", { class: "causes" }, list),
   );

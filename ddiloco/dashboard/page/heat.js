@@ -1,6 +1,17 @@
 // How long steps took: a row an island, a column a stretch of time, drawn on a canvas.
 
-import { byId, clockTime, html, known, listen, mean, percent, say } from "./format.js";
+import {
+  byId,
+  clockTime,
+  html,
+  known,
+  listen,
+  mean,
+  percent,
+  put,
+  say,
+  timeUnit,
+} from "./format.js";
 
 const LEFT = 92,
   RIGHT = 14,
@@ -46,7 +57,8 @@ export function cells({ seconds, curves, timeline }, island) {
     const state = spans.find(([from, to]) => from <= middle && middle <= to)?.[2];
     if (known(steps[i])) {
       const waited = waits[i] > steps[i] ? "waiting" : starved.has(i) && "data";
-      underWay = waited ? { state: waited } : { ratio: steps[i] / island.median_step_seconds };
+      const usual = island.median_step_seconds ?? steps[i]; // on new chips it is not known yet
+      underWay = waited ? { state: waited } : { seconds: steps[i], ratio: steps[i] / usual };
       row[i] = underWay;
     } else row[i] = state === "running" ? underWay : state ? { state } : absent;
     if (state !== "running") underWay = absent;
@@ -61,7 +73,8 @@ function legend(rows) {
   const there = new Set(rows.flat().map(({ state }) => state));
   const item = (name, text, hidden) =>
     html("li", { hidden }, html("i", { class: `heat heat-${name}` }), text);
-  byId("heat-legend").replaceChildren(
+  put(
+    byId("heat-legend"),
     ...STEPS.map(([, text], i) => item(i, text)),
     ...Object.entries(OTHER).map(([state, text]) => item(state, text, !there.has(state))),
   );
@@ -130,7 +143,7 @@ function paint(canvas, { rows, islands, width, row, column, height }, seconds) {
     if (i % every === 0) write(`island ${island.number}`, LEFT - 8, y, "right");
   });
   write("0:00", LEFT, height + AXIS / 2 + 2, "left");
-  write(`${clockTime(seconds)} min:s`, width - RIGHT, height + AXIS / 2 + 2, "right");
+  write(`${clockTime(seconds)} ${timeUnit(seconds)}`, width - RIGHT, height + AXIS / 2 + 2, "right");
 }
 
 /** The slowest lately, in a sentence. */
@@ -175,12 +188,12 @@ function moveTo(to) {
   );
 }
 
-function readout({ ratio, state }, island, from) {
+function readout({ ratio, seconds, state }, island, from) {
   const [median, to] = [island.median_step_seconds, from + shown.binSeconds];
   const time = (seconds) =>
     seconds >= 1 ? `${seconds.toFixed(2)} s` : `${(1000 * seconds).toFixed(0)} ms`;
-  const said =
-    state ?? `a step took about ${time(ratio * median)}, ${ratio.toFixed(1)}× its median ${time(median)}`;
+  const beside = known(median) ? `, ${ratio?.toFixed(1)}× its median ${time(median)}` : "";
+  const said = state ?? `a step took about ${time(seconds)}${beside}`;
   const span = `${clockTime(from)}${to - from < 2 ? "" : ` to ${clockTime(to)}`}`;
   const share = island.participation === null ? "" : ` · in ${percent(island.participation)} of commits`;
   return [html("b", null, `island ${island.number}`), ` · ${span} · ${said}${share}`];

@@ -1,6 +1,6 @@
 // Faults and what follows them, and the legend of all that is drawn.
 
-import { byId, clockTime, html, line, svg } from "./format.js";
+import { byId, clockTime, html, line, put, svg } from "./format.js";
 
 const CROSS = "M-4-4L4 4M4-4L-4 4"; // in a circle
 const MARKS = {
@@ -69,5 +69,5 @@ export function legend({ status, many }) {
     items.push(item(line("", 0, 18, 6, 6), "held-out loss of the global model"));
   if (status.timeline.marks_left_out)
     items.push(html("li", null, `${status.timeline.marks_left_out} older marks are left out`));
-  byId("legend").replaceChildren(...items);
+  put(byId("legend"), ...items);
 }

@@ -12,8 +12,10 @@ import {
   loss,
   mean,
   meter,
+  numbered,
   percent,
   plural,
+  put,
   say,
   sum,
   table,
@@ -79,7 +81,8 @@ function figures(status) {
       over ? plural(status.commits, "commit") : `${bytes(rate)}/s now`,
     ],
   ];
-  byId("figures").replaceChildren(
+  put(
+    byId("figures"),
     ...rows.map(([name, value, more]) =>
       html("div", null, html("dt", null, name), html("dd", null, value), html("dd", null, more)),
     ),
@@ -146,12 +149,7 @@ function waiting({ waiting, islands }) {
   const missed = islands.filter((island) => island.missed_reason);
   const why = ["why it last missed a round", (island) => island.missed_reason, "text"];
   const shown = missed.length ? [table(missed, [["island", islandName, "row"], why])] : [];
-  byId("missed").replaceChildren(...shown);
-}
-
-function numbered(numbers) {
-  if (numbers.length > 6) return plural(numbers.length, "island");
-  return `island${numbers.length > 1 ? "s" : ""} ${join(numbers)}`;
+  put(byId("missed"), ...shown);
 }
 
 function versions(status) {
@@ -188,7 +186,8 @@ function versions(status) {
     ? `more than one version behind: ${numbered(late.map((island) => island.number))}`
     : "no island is more than one version behind";
   say("versions-says", any ? said : "no island has a version yet");
-  box.replaceChildren(
+  put(
+    box,
     html(
       "table",
       { class: count > 12 ? "versions dense" : "versions" },
@@ -240,7 +239,7 @@ function participation({ commits, goodput, islands, phase }) {
     columns.push(["tokens/s a chip", (each) => compact(each.tokens_per_second_per_chip), "number"]);
   if (phase === "running" && islands.some((island) => island.mfu !== null))
     columns.push(["MFU", (island) => percent(island.mfu, 1), "number"]);
-  byId("participation").replaceChildren(table(islands, columns));
+  put(byId("participation"), table(islands, columns));
 }
 
 function links({ links, phase, tokens_done }) {
@@ -261,7 +260,7 @@ function links({ links, phase, tokens_done }) {
       ["sent now", (link) => `${bytes(link.sent_bytes_per_second)}/s`, "number"],
       ["received now", (link) => `${bytes(link.received_bytes_per_second)}/s`, "number"],
     );
-  byId("links").replaceChildren(links.length ? table(links, columns) : "");
+  put(byId("links"), links.length ? table(links, columns) : "");
 }
 
 function logEvents(status) {
@@ -270,5 +269,5 @@ function logEvents(status) {
     row(each.tone, html("time", null, clockTime(each.time)), each.text),
   );
   const none = row("muted", html("span", null, DASH), "nothing worth a line yet");
-  byId("log-events").replaceChildren(...(rows.length ? rows.reverse() : [none]));
+  put(byId("log-events"), ...(rows.length ? rows.reverse() : [none]));
 }

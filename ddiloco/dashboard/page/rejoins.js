@@ -1,6 +1,6 @@
 // The ways back of learners: where the seconds from death to merge went.
 
-import { byId, clockTime, html, median, percent, say, stack, sum, table } from "./format.js";
+import { byId, clockTime, html, median, percent, put, say, stack, sum, table } from "./format.js";
 
 const PHASES = {
   detect: ["noticed", "until its supervisor noticed that it was dead"],
@@ -14,7 +14,8 @@ const PHASES = {
   first_step: ["first step", "until its first step had ended"],
   merge: ["merge", "until a commit had its push"],
 };
-const seconds = (value) => `${value.toFixed(value < 10 ? 1 : 0)} s`;
+const seconds = (value) =>
+  value < 600 ? `${value.toFixed(value < 10 ? 1 : 0)} s` : clockTime(value);
 
 export function rejoins(status) {
   const found = [...status.rejoins].reverse();
@@ -58,7 +59,8 @@ export function rejoins(status) {
     const [name, title] = PHASES[phase];
     return html("li", { title }, html("i", { "data-phase-of": phase }), name);
   });
-  byId("rejoins").replaceChildren(
+  put(
+    byId("rejoins"),
     table(found, columns),
     html("ul", { class: "causes phases-legend" }, legend),
   );
