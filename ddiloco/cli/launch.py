@@ -25,7 +25,7 @@ ACTIONS = ("create", "status", "watch", "delete")
 
 
 def launch(arguments: list[str]) -> int:
-  """Brings a run to a cloud: each island to its own slice, shards and evaluator near one of them.
+  """Brings a run to a cloud: each island to a slice of its own; on GKE shards and evaluator too.
 
     ddiloco launch gke     [create|status|watch|delete] --config=FILE --name=RUN ...   JobSets
     ddiloco launch tpu-vms [create|status|watch|delete] --config=FILE --name=RUN ...   TPU VMs
@@ -69,7 +69,7 @@ def _add_flags(given: Flags, run_class: type) -> None:
     "place",
     [],
     "WHERE=0,2-3: these islands are in this cluster (a kubectl context) or zone. Once for each;"
-    " shards are where learner 0 is.",
+    " on GKE shards and evaluator are where learner 0 is.",
   )
   given.add("spot", False, "Islands on machines that may be taken away.")
   given.add("max_restarts", 10, "Failures of an island or shard, after which it is given up.", 0)

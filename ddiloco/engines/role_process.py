@@ -426,8 +426,8 @@ class RoleRunner:
     if now - self._reached_at <= patience:
       return None
     return Ended(
-      f"has reached no shard for {patience:g} s: {unreached(links)}. Fix: check --syncers and"
-      " --keys and that the shards run, or raise network.give_up_seconds."
+      f"has reached no shard for {patience:g} s: {unreached(links)}. Fix: what that says,"
+      " else check --syncers and --keys and that the shards run, or raise network.give_up_seconds."
     )
 
   def _say_drops(self, sender: str, count: int, reason: str) -> None:

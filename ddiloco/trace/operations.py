@@ -161,8 +161,12 @@ def read_logs(logs: Mapping[str, Iterable[Event | None]]) -> Trace:
         problems.append(problem(role, incarnation, line, text))
       elif isinstance(event, Operation):
         entries.append(Entry(line, event))
-  for entries in roles.values():  # the last lines of a life may come after the next one's first
-    entries.sort(key=lambda entry: entry.operation.incarnation)
+  for entries in roles.values():
+    # The last lines of a life may come after the next one's first. Lives are in the order in which
+    # they began: where a clock was set back, one has a smaller number than the life before it.
+    lives = [entry.operation.incarnation for entry in entries]
+    order = {each: place for place, each in enumerate(dict.fromkeys(lives))}
+    entries.sort(key=lambda entry: order[entry.operation.incarnation])
   return Trace(roles, problems)
 
 

@@ -347,7 +347,7 @@ def test_who_reaches_nobody_gives_up(make, capsys):
     assert time.monotonic() - began >= 0.2
   out = capsys.readouterr().out
   assert "has reached no shard for 0.2 s: syncer-0 is connecting (nobody there)" in out
-  assert "Fix: check --syncers" in out
+  assert "Fix: what that says, else check --syncers" in out
 
 
 def test_who_reaches_one_goes_on(make):
