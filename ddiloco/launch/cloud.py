@@ -272,8 +272,17 @@ class Slices:
     """Works until every role runs, or is done already.
 
     Raises:
-      LaunchError: an island does not run within its limits; the others do.
+      LaunchError: the run has a slice that no island has any more, in another zone for example, and
+        nothing was made; or an island does not run within its limits, and the others do.
     """
+    wanted = [self._run.slice(island) for island in self._islands]
+    for each, (group, _) in self._listed().items():
+      if each not in wanted:
+        delete = shlex.join(self._run.delete(each, group))
+        raise LaunchError(
+          f"{each.name} in {each.zone}: is of this run, costs, and has no island of these flags;"
+          f" nothing was made. Fix: give the flags that it was made with, or delete it: {delete}."
+        )
     self._each(lambda island: self._keep(island, (Need.RUN, Need.DONE), again=True), self._islands)
 
   def watch(self) -> None:

@@ -70,6 +70,17 @@ def test_twice_is_once(cloud, islands):
   assert [verbs(cloud, name) for name in NAMES] == [[], []]
 
 
+def test_an_island_is_not_made_in_two_zones(cloud, islands):
+  """The slice in the first one would go on, and cost, and its learner have a double."""
+  islands().create()
+  cloud.forget()
+  moved = placed(["v5p:2x2x2", "v6e:2x2"], ("us-east5-b=0", "us-east1-d=1"))
+  said = r"run-learner-1 in europe-west4-a: is of this run, costs.*Fix: .*: gcloud .*delete .*west4"
+  with pytest.raises(LaunchError, match=said):
+    islands(placement=moved).create()
+  assert [words[4] for words in cloud.asked("gcloud")] == ["list", "list"]
+
+
 def test_create_goes_on_where_it_stopped(cloud, islands):
   """Of one island there is the slice alone; the other has all."""
   islands().create()
