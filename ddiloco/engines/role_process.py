@@ -236,7 +236,8 @@ class RoleRunner:
         raise
       raise Ended(
         f"cannot listen at {self.place.bind} ({error})."
-        " Fix: end the process that has it, or choose another --bind (and --syncers everywhere)."
+        " Fix: end the process that has it, or choose another --bind (and --syncers everywhere);"
+        " tcp://0.0.0.0:PORT is all addresses of this machine."
       ) from error
     self.endpoint = FaultyEndpoint(endpoint, self.faults.messages)
     self._drops_said = {}

@@ -247,7 +247,10 @@ class Meeting:
     mine, theirs = msgspec.structs.asdict(self._island), msgspec.structs.asdict(hello.island)
     for name, value in mine.items():
       if theirs[name] != value:
-        return f"its {name} is {theirs[name]!r}, that of host 0 is {value!r}"
+        return (
+          f"its {name} is {theirs[name]!r}, that of host 0 is {value!r}."
+          " Fix: give all hosts of the island the same flags, and the same data"
+        )
     if hello.host not in self._links or hello.kind not in KINDS:
       return f"there is no host {hello.host} of {self._island.hosts}, or no kind {hello.kind!r}"
     self._forget_gone()

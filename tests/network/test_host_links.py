@@ -166,7 +166,7 @@ def test_who_does_not_come_is_named(url):
 @pytest.mark.parametrize(
   ("island", "host", "reason"),
   [
-    (IslandIdentity("other", "digest", 3, 3), 1, "its run_id is 'other', that of host 0 is 'run'"),
+    (IslandIdentity("other", "digest", 3, 3), 1, "that of host 0 is 'run'. Fix: give all"),
     (IslandIdentity("run", "changed", 3, 3), 1, "its config is 'changed'"),
     (IslandIdentity("run", "digest", 2, 3), 1, "its learner is 2"),
     (IslandIdentity("run", "digest", 3, 4), 1, "its hosts is 4"),
