@@ -428,7 +428,8 @@ class RoleRunner:
       return None
     return Ended(
       f"has reached no shard for {patience:g} s: {unreached(links)}. Fix: what that says,"
-      " else check --syncers and --keys and that the shards run, or raise network.give_up_seconds."
+      " else check --syncers, their order, and --keys, and that the shards run, or raise"
+      " network.give_up_seconds."
     )
 
   def _say_drops(self, sender: str, count: int, reason: str) -> None:
