@@ -2,6 +2,7 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --requeue
 #SBATCH --open-mode=append
+#SBATCH --signal=TERM@90
 # One role of a run as a Slurm job, which comes back after a failure, a preemption, or a lost node.
 #
 #   sbatch [FLAGS OF SBATCH] scripts/slurm.sh learner|syncer|evaluator [FLAGS OF THE ROLE]
@@ -12,18 +13,18 @@
 #
 #   ROLE="--config=CONFIG --workdir=SHARED/runs/first --keys=SHARED/keys
 #     --syncers=tcp://cpu1:7000,tcp://cpu1:7001"
-#   sbatch --array=0-1 --nodelist=cpu1 scripts/slurm.sh syncer $ROLE
-#   sbatch --array=0-3 --gpus-per-node=8 --exclusive scripts/slurm.sh learner $ROLE
-#   sbatch --nodelist=cpu1 scripts/slurm.sh evaluator $ROLE
+#   sbatch --array=0-1 --nodelist=cpu1 --cpus-per-task=8 --mem=32G scripts/slurm.sh syncer $ROLE
+#   sbatch --array=0-3 --gpus-per-node=8 --exclusive --mem=0 scripts/slurm.sh learner $ROLE
+#   sbatch --nodelist=cpu1 --cpus-per-task=4 --mem=32G scripts/slurm.sh evaluator $ROLE
 #
 # A role that fails is started again once Slurm has ended its step (which took 26 s after a kill -9),
-# at most MAX_RESTARTS times (10). One that is asked to end, because its job is preempted, drains;
-# its job waits in the queue again, two minutes at least. `scancel` ends a job for good, after
-# draining too: Slurm's KillWait and GraceTime should be at least the config's
-# network.drain_seconds. Exit status: that of the role.
+# at most MAX_RESTARTS times (10). One that is asked to end, because its job is preempted or reaches
+# its time limit in 90 seconds (sbatch's --signal=TERM@90), drains; its job waits in the queue again,
+# two minutes at least. `scancel` ends a job for good, after draining too: Slurm's KillWait and
+# GraceTime should be at least the config's network.drain_seconds. Exit status: that of the role.
 set -u
 
-if [ $# -eq 0 ] || [ "$1" = --help ]; then sed -n '5,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0"; exit 0; fi
+if [ $# -eq 0 ] || [ "$1" = --help ]; then sed -n '6,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0"; exit 0; fi
 if [ -z "${SLURM_JOB_ID:-}" ]; then echo "slurm.sh: this is no job. Fix: sbatch $0 $*" >&2; exit 2; fi
 number="${SLURM_ARRAY_TASK_ID:-0}" role="$1"
 shift
@@ -51,7 +52,7 @@ for restart in $(seq 0 "${MAX_RESTARTS:-10}"); do
   echo "slurm.sh: $role $number ended with status $status (restart $restart)" >&2
   case "$status" in
     0 | 2) exit "$status" ;;  # it is done, or its flags are wrong
-    143) exec scontrol requeue "$SLURM_JOB_ID" ;;  # preempted; `scancel` ends this script too
+    143) exec scontrol requeue "$SLURM_JOB_ID" ;;  # asked to end; `scancel` ends this script too
   esac
 done
 exit "$status"

@@ -25,7 +25,7 @@ ACTIONS = ("create", "status", "watch", "delete")
 
 
 def launch(arguments: list[str]) -> int:
-  """Brings a run to a cloud: each island to its own slice, shards and evaluator near one of them.
+  """Brings a run to a cloud: each island to a slice of its own; on GKE shards and evaluator too.
 
     ddiloco launch gke     [create|status|watch|delete] --config=FILE --name=RUN ...   JobSets
     ddiloco launch tpu-vms [create|status|watch|delete] --config=FILE --name=RUN ...   TPU VMs
@@ -69,7 +69,7 @@ def _add_flags(given: Flags, run_class: type) -> None:
     "place",
     [],
     "WHERE=0,2-3: these islands are in this cluster (a kubectl context) or zone. Once for each;"
-    " shards are where learner 0 is.",
+    " on GKE shards and evaluator are where learner 0 is.",
   )
   given.add("spot", False, "Islands on machines that may be taken away.")
   given.add("max_restarts", 10, "Failures of an island or shard, after which it is given up.", 0)
@@ -163,7 +163,10 @@ def _create_in_clusters(given: Flags, run: gke.GkeRun) -> int:
     Clusters(run).create(found)
     say("Now: `ddiloco launch gke watch` with the same flags; `... delete` ends what it costs.")
     return FINISHED
-  pools = ["The slices need these node pools, unless clusters make their own nodes (Autopilot):"]
+  pools = [
+    "The slices need these node pools, unless clusters make their own nodes (Autopilot). In a",
+    "cluster of several zones add --node-locations=ZONE, or every zone gets a slice, and costs:",
+  ]
   print(_comments([*lines, *pools, *run.node_pools()]))
   for context, documents in found.items():
     print(f"# {'-' * 20} kubectl --context={context or 'CURRENT'} apply --server-side -f -\n---")
@@ -203,8 +206,8 @@ def _commands(run: tpu_vms.TpuVmRun, action: str) -> list[str]:
   """The commands of the action, island by island; those of `create` if nothing exists yet."""
   found = []
   if action == "delete":
-    found = ["# Lists all slices; those of the run are then deleted, each as here:"]
-    found += [shlex.join(run.list_all())]
+    found = ["# Lists all slices and requests; those of the run are then deleted, each as here:"]
+    found += [shlex.join(run.list_all(group)) for group in tpu_vms.GROUPS]
   for island in run.placement.islands:
     each, start = run.slice(island), run.start_script(island, leader="ADDRESS-OF-HOST-0")
     steps = {
@@ -217,7 +220,7 @@ def _commands(run: tpu_vms.TpuVmRun, action: str) -> list[str]:
       "delete": [
         run.describe(each),
         run.on_hosts(each, run.stop_script()),
-        run.delete(each),
+        run.delete(each, run.group),
       ],
     }
     look = [run.describe(each), run.on_hosts(each, run.look_script())]

@@ -462,7 +462,7 @@ def _checked_data(given: Flags, config: Config) -> Corpus | None:
 def _add_role_flags(given: Flags) -> None:
   """Adds the flags of every role."""
   given.add_fields(RoleSpec)
-  given.add("keys", str, "Folder with this role's keys (ddiloco keys); not on loopback.")
+  given.add("keys", str, "Folder with this role's keys (ddiloco keys); needed off loopback.")
   given.add("attached", False, "End at once when standard input is closed.")
 
 

@@ -97,7 +97,9 @@ class Hosts:
     self._runner, self.progress = runner, host_links.HostProgress()
     island = _agreed(config, number, place, data_digest)
     meeting = host_links.Meeting(place.hosts, island, runner.keys, config.network.silence_seconds)
-    runner.ready = lambda: f"hosts {meeting.missing} of its island, which have not come"
+    runner.ready = lambda: (
+      f"hosts {meeting.missing} of its island, which have not come to {meeting.at}"
+    )
     self.links = meeting.wait(config.network.give_up_seconds)
     runner.ready = lambda: "starting"
     limits = config.network.silence_seconds, self._order_seconds

@@ -236,7 +236,8 @@ class RoleRunner:
         raise
       raise Ended(
         f"cannot listen at {self.place.bind} ({error})."
-        " Fix: end the process that has it, or choose another --bind (and --syncers everywhere)."
+        " Fix: end the process that has it, or choose another --bind (and --syncers everywhere);"
+        " tcp://0.0.0.0:PORT is all addresses of this machine."
       ) from error
     self.endpoint = FaultyEndpoint(endpoint, self.faults.messages)
     self._drops_said = {}
@@ -426,8 +427,9 @@ class RoleRunner:
     if now - self._reached_at <= patience:
       return None
     return Ended(
-      f"has reached no shard for {patience:g} s: {unreached(links)}. Fix: check --syncers and"
-      " --keys and that the shards run, or raise network.give_up_seconds."
+      f"has reached no shard for {patience:g} s: {unreached(links)}. Fix: what that says,"
+      " else check --syncers, their order, and --keys, and that the shards run, or raise"
+      " network.give_up_seconds."
     )
 
   def _say_drops(self, sender: str, count: int, reason: str) -> None:

@@ -66,13 +66,15 @@ def check_spec(config: Config, place: RoleSpec) -> None:
   """Refuses a config or spec that no role can run with.
 
   Raises:
-    ConfigError: the config has no shards, or the spec has not one url for each.
+    ConfigError: the config has no shards, or the spec has not a url of its own for each.
   """
   require_shards(config)
   given, shards = len(place.syncers), config.sync.num_shards
   rule = f"names {given} shards, the config has sync.num_shards = {shards}"
   fix = "give the url of every shard, in order"
   require(given == shards, "--syncers", ",".join(place.syncers), rule, fix)
+  once = len(set(place.syncers)) == given
+  require(once, "--syncers", ",".join(place.syncers), "names one url twice", fix)
 
 
 def free_urls(count: int, host: str = "127.0.0.1") -> list[str]:

@@ -112,6 +112,8 @@ def _train(runner: RoleRunner, number: int, corpus: Source | None, hosts: Hosts 
     devices = island_devices(config.islands.island(number), usable(), number)
     island = Island(config, number, devices, runner.plan)
     stream = data.Stream(source, config, number, island.rows)
+    told = island.describe()
+    runner.say(f"has its devices: {told['devices']} x {told['device_kind']}")
     runner.busy("compiling")
     seconds = island.compile()
     runner.recorder.record(events.Compiled(target=runner.address, seconds=round(seconds, 3)))

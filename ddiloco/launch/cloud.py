@@ -272,8 +272,17 @@ class Slices:
     """Works until every role runs, or is done already.
 
     Raises:
-      LaunchError: an island does not run within its limits; the others do.
+      LaunchError: the run has a slice that no island has any more, in another zone for example, and
+        nothing was made; or an island does not run within its limits, and the others do.
     """
+    wanted = [self._run.slice(island) for island in self._islands]
+    for each, (group, _) in self._listed().items():
+      if each not in wanted:
+        delete = shlex.join(self._run.delete(each, group))
+        raise LaunchError(
+          f"{each.name} in {each.zone}: is of this run, costs, and has no island of these flags;"
+          f" nothing was made. Fix: give the flags that it was made with, or delete it: {delete}."
+        )
     self._each(lambda island: self._keep(island, (Need.RUN, Need.DONE), again=True), self._islands)
 
   def watch(self) -> None:
@@ -294,27 +303,36 @@ class Slices:
     return self._each(one, self._islands)
 
   def delete(self) -> list[str]:
-    """Lets roles drain, and deletes all slices with the label of the run, also those of islands
-    that its config has no more; returns a line for each slice that is left.
+    """Lets roles drain, and deletes all slices with the label of the run and all requests for them,
+    also those of islands that its config has no more; returns a line for each that is left.
 
     Raises:
       LaunchError: gcloud does not say which slices there are.
     """
+    there = self._listed()
 
     def one(each: Slice) -> None:
       if self._describe(each, "tpu-vm").slice == "READY":
         stop = self._run.on_hosts(each, self._run.stop_script())
         attempt(f"{each.name}: stops", stop, self._run.stop_seconds + CALL_SECONDS)
-      ran = attempt(f"{each.name}: is deleted", self._run.delete(each), self._slice_seconds)
+      group, _ = there[each]
+      ran = attempt(f"{each.name}: is deleted", self._run.delete(each, group), self._slice_seconds)
       if ran.status != 0:
         say(f"{each.name}: {ran.reason}")
 
-    self._each(one, self._listed())
-    return [f"{name} in {zone}: {s.slice.lower()}" for (name, zone), s in self._listed().items()]
+    self._each(one, there)
+    left = self._listed().items()
+    return [f"{each.name} in {each.zone}: {seen.slice.lower()}" for each, (_, seen) in left]
 
-  def _listed(self) -> dict[Slice, Seen]:
-    out = call(f"{self._run.name}: its slices", self._run.list_all(), CALL_SECONDS)
-    return tpu_vms.listed(json.loads(out), self._run.name)
+  def _listed(self) -> dict[Slice, tuple[str, Seen]]:
+    """What the run has, with and without --queued; a slice that was asked for by a queued resource
+    is deleted with it."""
+    found = dict[Slice, tuple[str, Seen]]()
+    for group in tpu_vms.GROUPS:
+      what = f"{self._run.name}: its slices ({group})"
+      said = json.loads(call(what, self._run.list_all(group), CALL_SECONDS))
+      found |= {each: (group, seen) for each, seen in tpu_vms.listed(said, self._run.name).items()}
+    return found
 
   # --- one island ---------------------------------------------------------------------------------
 
@@ -339,7 +357,7 @@ class Slices:
     Raises:
       LaunchError: the island has failed, has not run for too long, or was made anew too often.
     """
-    role, said, started = island.role, "", False
+    role, said, started, had = island.role, "", False, False
     deadline = time.monotonic() + self._watch_seconds
     must_run_by, recreations = math.inf, self._run.recreations
     while not self._ended.is_set():
@@ -359,8 +377,11 @@ class Slices:
         say(f"{role}: waits until it runs (at most {self._slice_seconds:g} s)")
       why = fix = ""
       if need is Need.FAILED:
-        why = f"its role has used up its --max_restarts ({_roles(seen)})"
+        why = f"its role was stopped, or has used up its --max_restarts ({_roles(seen)})"
         fix = f"see `sudo docker logs {self._run.name}` on its hosts, then create again"
+      elif need is Need.CREATE and had:
+        why = "its slice was deleted, and not by this command"
+        fix = "if you want it back, create again"
       elif now >= deadline:
         why = f"is not done within {self._watch_seconds:g} s; it goes on"
         fix = "watch it again, or delete it"
@@ -372,6 +393,7 @@ class Slices:
         fix = "raise that, take another zone, or leave out --spot"
       if why:
         raise LaunchError(f"{role}: {why}. Fix: {fix}.")
+      had = (had or seen.slice == "READY") and need is not Need.DELETE
       try:
         self._do(island, need, seen)
         started, recreations = started or need is Need.START, recreations - (need is Need.DELETE)
@@ -384,7 +406,8 @@ class Slices:
     if need is Need.CREATE:
       call(f"{role}: asks for its slice", self._run.create(island), limit)
     elif need is Need.DELETE:
-      call(f"{role}: deletes its slice, which was taken away", self._run.delete(each), limit)
+      gone = self._run.delete(each, self._run.group)
+      call(f"{role}: deletes its slice, which was taken away", gone, limit)
     elif need is Need.START:
       with tempfile.TemporaryDirectory(prefix="ddiloco-launch-") as temporary:
         folder = Path(temporary) / tpu_vms.STAGED
@@ -403,6 +426,8 @@ class Slices:
       if request.slice != "ACTIVE":
         return request
     seen = self._describe(each, "tpu-vm")
+    if self._run.queued and seen.slice == "ABSENT":
+      return request  # it still asks for the slice, and no second request could be made
     if seen.slice != "READY":
       return seen
     command = self._run.on_hosts(each, self._run.look_script())

@@ -32,7 +32,7 @@ class Kind:
   gke_accelerator: str  # selects GKE's nodes, of TPUs together with the topology
   machine: str  # machine type in GKE, with {} for the chips of a host
   dimensions: int  # of a topology
-  one_host: tuple[int, ...]  # numbers of chips of slices with one host
+  one_host: tuple[str, ...]  # topologies of slices with one host; of GPUs their numbers
   accelerator: str = ""  # accelerator type of the TPU API, without the number of cores
   runtime: str = ""  # image of TPU VMs; "": the TPU API has no such chips
   cores_per_chip: int = 1
@@ -48,15 +48,18 @@ class Kind:
 
 KINDS = {
   "v5e": Kind(
-    *("tpu-v5-lite-podslice", "ct5lp-hightpu-{}t", 2, (1, 4, 8)),
+    *("tpu-v5-lite-podslice", "ct5lp-hightpu-{}t", 2, ("1x1", "2x2", "2x4")),
     *("v5litepod", "v2-alpha-tpuv5-lite"),
   ),
-  "v5p": Kind("tpu-v5p-slice", "ct5p-hightpu-{}t", 3, (4,), "v5p", "v2-alpha-tpuv5", 2),
-  "v6e": Kind("tpu-v6e-slice", "ct6e-standard-{}t", 2, (1, 4, 8), "v6e", "v2-alpha-tpuv6e"),
-  "tpu7x": Kind("tpu7x", "tpu7x-standard-{}t", 3, (4,), "tpu7x", "", 2, 2, by_policy=True),
-  "a100": Kind("nvidia-a100-80gb", "a2-ultragpu-{}g", 1, (1, 2, 4, 8), platform="cuda"),
-  "h100": Kind("nvidia-h100-80gb", "a3-highgpu-{}g", 1, (1, 2, 4, 8), platform="cuda"),
-  "h200": Kind("nvidia-h200-141gb", "a3-ultragpu-{}g", 1, (8,), platform="cuda"),
+  "v5p": Kind("tpu-v5p-slice", "ct5p-hightpu-{}t", 3, ("2x2x1",), "v5p", "v2-alpha-tpuv5", 2),
+  "v6e": Kind(
+    *("tpu-v6e-slice", "ct6e-standard-{}t", 2, ("1x1", "2x2", "2x4")),
+    *("v6e", "v2-alpha-tpuv6e"),
+  ),
+  "tpu7x": Kind("tpu7x", "tpu7x-standard-{}t", 3, ("2x2x1",), "tpu7x", "", 2, 2, by_policy=True),
+  "a100": Kind("nvidia-a100-80gb", "a2-ultragpu-{}g", 1, tuple("1248"), platform="cuda"),
+  "h100": Kind("nvidia-h100-80gb", "a3-highgpu-{}g", 1, tuple("1248"), platform="cuda"),
+  "h200": Kind("nvidia-h200-141gb", "a3-ultragpu-{}g", 1, ("8",), platform="cuda"),
 }
 CHIPS_PER_HOST = 4  # of a slice of several hosts
 _TOPOLOGY = re.compile(r"(?P<kind>\w+):(?P<shape>[1-9]\d{0,4}(x[1-9]\d{0,4})*)")
@@ -112,12 +115,16 @@ def shape_of(topology: str, field: str = "islands.topology") -> Shape:
   sides = [int(side) for side in shape.split("x")]
   rule = f"slices of {name} have {kind.dimensions} dimensions"
   require(kind.gpu or len(sides) == kind.dimensions, field, topology, rule, fix)
-  chips = math.prod(sides)
-  one_host = len(sides) == kind.dimensions and chips in kind.one_host
-  rule = f"an island of GPUs is one host, of {name} with {kind.one_host} GPUs"
+  chips, one_host, known = math.prod(sides), shape in kind.one_host, ", ".join(kind.one_host)
+  rule = f"an island of GPUs is one host, of {name} with {known} GPUs"
   require(one_host or not kind.gpu, field, topology, rule, fix)
-  rule = f"{chips} chips are neither one host nor whole hosts of {CHIPS_PER_HOST}"
-  require(one_host or chips % CHIPS_PER_HOST == 0, field, topology, rule, fix)
+  # The cloud knows a slice by one spelling alone: no node would have the label of another one.
+  whole = sides == sorted(sides) and all(side % 2 == 0 for side in sides)
+  rule = (
+    f"is neither one host ({known}) nor whole hosts of {CHIPS_PER_HOST} chips, whose sides are even"
+    " numbers, the smallest first"
+  )
+  require(one_host or whole, field, topology, rule, fix)
   return Shape(name, shape, chips, hosts=1 if one_host else chips // CHIPS_PER_HOST)
 
 

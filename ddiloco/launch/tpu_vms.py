@@ -18,6 +18,7 @@ from ddiloco.launch import placement
 from ddiloco.launch.placement import FOLDER, WORK, PlacedIsland, Placement
 
 STAGED = "ddiloco"  # on a host, under the user's home
+GROUPS = ("tpu-vm", "queued-resources")  # gcloud's names of slices, and of requests for them
 _LABEL = "ddiloco-run"  # of every slice: the run's name
 _ROLE = "role: "  # begins the line that `look_script` prints on a host
 _WORKER = (
@@ -76,8 +77,8 @@ class TpuVmRun:
 
   @property
   def group(self) -> str:
-    """gcloud's name for what is made and deleted: slices, or requests for them."""
-    return "queued-resources" if self.queued else "tpu-vm"
+    """gcloud's name for what is made: slices, or requests for them."""
+    return GROUPS[self.queued]
 
   def slice(self, island: PlacedIsland) -> Slice:
     return Slice(f"{self.name}-{island.role}", island.where)
@@ -97,14 +98,14 @@ class TpuVmRun:
   def describe(self, each: Slice, group: str = "tpu-vm") -> list[str]:
     return self._tpu(f"{group} describe", each.zone, each.name, "--format=json")
 
-  def list_all(self) -> list[str]:
+  def list_all(self, group: str) -> list[str]:
     """All slices of the project in all zones, or requests for them; `listed` finds the run's."""
-    return self._tpu(f"{self.group} list", "-", "--format=json")
+    return self._tpu(f"{group} list", "-", "--format=json")
 
-  def delete(self, each: Slice) -> list[str]:
-    """Deletes the slice, and the request for it."""
-    force = ["--force"] if self.queued else []
-    return self._tpu(f"{self.group} delete", each.zone, each.name, *force)
+  def delete(self, each: Slice, group: str) -> list[str]:
+    """Deletes the slice, or the request for it together with the slice."""
+    force = ["--force"] if group == "queued-resources" else []
+    return self._tpu(f"{group} delete", each.zone, each.name, *force)
 
   def copy(self, each: Slice, folder: str) -> list[str]:
     """Copies the local `folder`, whose name is STAGED, to the home of every host."""

@@ -247,11 +247,15 @@ def objection(run: RunIdentity, greeting: Greeting, owner: str | None) -> str:
       " Fix: install the same version of ddiloco on both sides"
     )
   if greeting.run_id != run.run_id:
-    return f"this is run {run.run_id!r}, not {greeting.run_id!r}"
+    return (
+      f"this is run {run.run_id!r}, not {greeting.run_id!r}."
+      " Fix: give all roles the same --run_id, or workdirs of the same name"
+    )
   if greeting.plan_id != run.plan_id:
     return (
       "this run was started with other settings of model, data, inner, sync, outer, seed or"
-      f" run.total_tokens ({run.plan_id} here, {greeting.plan_id} there)"
+      f" run.total_tokens ({run.plan_id}, not {greeting.plan_id})."
+      " Fix: give all roles the same --config"
     )
   return ahead(greeting.incarnation)
 

@@ -155,6 +155,8 @@ class Meeting:
     silent_seconds: a host that is silent for so long has ended, and may come again.
 
   Attributes:
+    at: the address at which it listens. Some machines take their own name for one of loopback,
+      which no other machine reaches.
     coordinator: HOST:PORT for the hosts' JAX processes, on this host and free now.
 
   Raises:
@@ -174,6 +176,7 @@ class Meeting:
         " Fix: end what has the port, or give an address of this machine."
       ) from error
     probe.close()
+    self.at = "{}:{}".format(*listener.getsockname())
     self.coordinator = free.removeprefix("tcp://")
     self._door = Door(listener, keys, self._hear, MOST_CALLERS, HELLO_SECONDS, Counters())
 
@@ -204,8 +207,9 @@ class Meeting:
       self.close()
     if not complete:
       raise HostsApart(
-        f"hosts {self.missing} of {self._island.hosts} have not come within {seconds:g} s. Fix:"
-        " start them with the same --hosts and --config, or raise network.give_up_seconds."
+        f"hosts {self.missing} of {self._island.hosts} have not come to {self.at} within"
+        f" {seconds:g} s. Fix: start them with the same --hosts and --config, give an address that"
+        " they reach, or raise network.give_up_seconds."
       )
     return {host: HostLinks(**links) for host, links in self._links.items()}
 
@@ -243,7 +247,10 @@ class Meeting:
     mine, theirs = msgspec.structs.asdict(self._island), msgspec.structs.asdict(hello.island)
     for name, value in mine.items():
       if theirs[name] != value:
-        return f"its {name} is {theirs[name]!r}, that of host 0 is {value!r}"
+        return (
+          f"its {name} is {theirs[name]!r}, that of host 0 is {value!r}."
+          " Fix: give all hosts of the island the same flags, and the same data"
+        )
     if hello.host not in self._links or hello.kind not in KINDS:
       return f"there is no host {hello.host} of {self._island.hosts}, or no kind {hello.kind!r}"
     self._forget_gone()

@@ -175,8 +175,12 @@ def read_logs(
       elif isinstance(event, Operation):
         entries.append(Entry(line, event))
     first_late[role] = line + 1 - (late or {}).get(role, 0)
-  for entries in roles.values():  # the last lines of a life may come after the next one's first
-    entries.sort(key=lambda entry: entry.operation.incarnation)
+  for entries in roles.values():
+    # The last lines of a life may come after the next one's first. Lives are in the order in which
+    # they began: where a clock was set back, one has a smaller number than the life before it.
+    lives = [entry.operation.incarnation for entry in entries]
+    order = {each: place for place, each in enumerate(dict.fromkeys(lives))}
+    entries.sort(key=lambda entry: order[entry.operation.incarnation])
   return Trace(roles, problems, _leave_out(roles, first_late))
 
 

@@ -116,6 +116,12 @@ def test_wrong_values_are_refused_before_anything_is_done(refused, tmp_path, arg
   assert part in said and ("Fix: " in said or said.startswith("ddiloco learner: flag --learner="))
 
 
+def test_each_shard_has_a_url_of_its_own(refused, tmp_path):
+  twice = "--syncers=tcp://127.0.0.1:7000,tcp://127.0.0.1:7000"
+  said = refused("evaluator", QUICKSTART, twice, f"--workdir={tmp_path / 'run'}")
+  assert twice.partition("=")[2] in said and "names one url twice. Fix: " in said
+
+
 def test_syncers_beyond_this_machine_need_keys(refused, tmp_path):
   far = "--syncers=tcp://127.0.0.1:7000,tcp://10.0.0.1:7000"
   said = refused("evaluator", QUICKSTART, far, f"--workdir={tmp_path / 'run'}")

@@ -135,12 +135,17 @@ def test_what_is_not_merged_in_the_middle_of_a_run_is_lost(tokens, merged, statu
   assert ("nothing is lost" in line) == (status == FINISHED)
 
 
+BOTH = "tcp://127.0.0.1:7000", "tcp://127.0.0.1:7002"
+
+
 def test_places_that_cannot_work(tmp_path):
   place = RoleSpec(tmp_path / "run", "run", ("tcp://127.0.0.1:7000",))
   with pytest.raises(ConfigError, match=r"names 1 shards, the config has sync.num_shards = 2"):
     single_roles.run_learner(CONFIG, 0, place)
   with pytest.raises(ConfigError, match=r"--shard = 2: .*Fix: use 0 to 1"):
-    run_syncer(CONFIG, 2, dataclasses.replace(place, syncers=place.syncers * 2))
+    run_syncer(CONFIG, 2, dataclasses.replace(place, syncers=BOTH))
+  with pytest.raises(ConfigError, match=r"--syncers = .*: names one url twice. Fix: "):
+    run_syncer(CONFIG, 0, dataclasses.replace(place, syncers=place.syncers * 2))
   assert not (tmp_path / "run").exists()
 
 
@@ -151,7 +156,7 @@ def test_a_role_of_a_finished_run_says_so_at_once(tmp_path, capsys, hosts):
   config = dataclasses.replace(CONFIG, islands=islands)
   workdir.join(tmp_path, config)
   (tmp_path / "outcome.json").write_text(json.dumps({"reason": "finished"}))
-  place = RoleSpec(tmp_path, "run", ("tcp://127.0.0.1:7000",) * 2)
+  place = RoleSpec(tmp_path, "run", BOTH)
   for host in range(hosts):
     mine = dataclasses.replace(place, host=host, hosts="tcp://127.0.0.1:7001" if hosts > 1 else "")
     assert single_roles.run_learner(config, 3, mine) == FINISHED
@@ -391,6 +396,7 @@ def test_a_run_put_together_by_hand(tmp_path):
     wait_for(lambda: events_of(workdir, "started", "learner-0"), "a start of 0", zero, log)
     slower(20.0)
     first, said = role("first", "learner", "--learner=7", "--cpu")
+    assert "learner-0: has its devices: 1 x cpu" in log.read_text()
     wait_for(lambda: events_of(workdir, "commit"), "the first commit", zero, log)
     url = log.read_text().split("probes at ")[1].split()[0]
     wait_for(lambda: ask(url, "/readyz")[0] == 200, "readiness of 0", zero, log)

@@ -96,7 +96,14 @@ if verb == "create":
 elif verb == "describe":
   if node is None: sys.exit(missing)
   event = happens()
-  if event == "active": node["queue"] = "ACTIVE"
+  unmade = cloud / f"unmade-{name}"
+  if group == "tpu-vm" and unmade.exists():
+    unmade.unlink()
+    sys.exit(missing)
+  if event == "deleted":
+    path.unlink()
+    sys.exit(missing)
+  if event == "active": node |= {"queue": "ACTIVE"} if "queue" in node else {}
   elif event and event != "same": node["state"] = event
   save()
   if group == "queued-resources":
@@ -112,6 +119,8 @@ elif verb == "list":
     key, _, value = node["flags"]["labels"].partition("=")
     here = f"projects/p/locations/{node['flags']['zone']}"
     name = path.name.removeprefix("slice-")
+    if group == "tpu-vm" and node.get("queue", "ACTIVE") != "ACTIVE": continue  # is not there yet
+    if group == "queued-resources" and "queue" not in node: continue
     if group == "tpu-vm":
       each = {"name": f"{here}/nodes/{name}", "state": node["state"], "labels": {key: value}}
     else:

@@ -70,6 +70,17 @@ def test_twice_is_once(cloud, islands):
   assert [verbs(cloud, name) for name in NAMES] == [[], []]
 
 
+def test_an_island_is_not_made_in_two_zones(cloud, islands):
+  """The slice in the first one would go on, and cost, and its learner have a double."""
+  islands().create()
+  cloud.forget()
+  moved = placed(["v5p:2x2x2", "v6e:2x2"], ("us-east5-b=0", "us-east1-d=1"))
+  said = r"run-learner-1 in europe-west4-a: is of this run, costs.*Fix: .*: gcloud .*delete .*west4"
+  with pytest.raises(LaunchError, match=said):
+    islands(placement=moved).create()
+  assert [words[4] for words in cloud.asked("gcloud")] == ["list", "list"]
+
+
 def test_create_goes_on_where_it_stopped(cloud, islands):
   """Of one island there is the slice alone; the other has all."""
   islands().create()
@@ -128,6 +139,29 @@ def test_queued_resources_are_waited_for(cloud, islands):
   groups = {words[3] for words in cloud.asked("gcloud") if words[4] == "create"}
   assert groups == {"queued-resources"}
   assert [verbs(cloud, name) for name in NAMES] == [["create", "scp", "ssh"]] * 2
+
+
+def test_a_request_whose_slice_is_not_there_yet_is_made_once(cloud, islands):
+  """The service has granted it, and makes the slice, or has just taken it away."""
+  for name in NAMES:
+    cloud.has(f"plan-{name}", "same active")
+    cloud.has(f"unmade-{name}")
+  islands(queued=True).create()
+  assert [verbs(cloud, name) for name in NAMES] == [["create", "scp", "ssh"]] * 2
+
+
+def test_a_slice_that_is_deleted_elsewhere_is_not_made_anew(cloud, islands):
+  """`delete` in another terminal means it: slices made after it would cost money unseen."""
+  islands().create()
+  cloud.forget()
+  cloud.has("plan-run-learner-0", "same same deleted")
+  cloud.has("plan-run-learner-1", "same exited-0")
+  said = r"learner-0: its slice was deleted, and not by this command. Fix: .*create again"
+  with pytest.raises(LaunchError, match=said):
+    islands().watch()
+  assert verbs(cloud, "run-learner-0") == []
+  islands().create()
+  assert list(cloud.slices()) == NAMES
 
 
 def test_a_role_that_failed_ends_the_watch_and_create_starts_it_again(cloud, islands):
@@ -189,10 +223,23 @@ def test_delete_finds_the_slices_of_islands_that_the_config_has_no_more(cloud, i
   assert list(cloud.slices()) == ["run-learner-learner-0", "run-learner-learner-1"]
 
 
+@pytest.mark.parametrize("queued", [False, True])
+def test_delete_finds_what_was_asked_for_in_the_other_way(cloud, islands, queued):
+  """A request that waits would get its slice hours later, and cost money from then on."""
+  for island, more in zip(MADE.islands, ({"queue": "WAITING_FOR_RESOURCES"}, {})):
+    flags = {"zone": island.where, "labels": "ddiloco-run=run"}
+    each = {"state": "READY", "roles": [], "flags": flags, **more}
+    cloud.has(f"slice-run-{island.role}", json.dumps(each))
+  assert islands(queued=queued).delete() == [] and cloud.slices() == {}
+  deleted = [(words[3], words[5]) for words in cloud.asked("gcloud") if words[4] == "delete"]
+  assert sorted(deleted) == [("queued-resources", NAMES[0]), ("tpu-vm", NAMES[1])]
+
+
 def test_what_cannot_be_listed_is_not_taken_for_gone(cloud, islands):
   islands().create()
   cloud.has("unlisted")
-  with pytest.raises(LaunchError, match=r"run: its slices: gcloud failed.*no answer.*Fix: "):
+  said = r"run: its slices .tpu-vm.: gcloud failed.*no answer.*Fix: "
+  with pytest.raises(LaunchError, match=said):
     islands().delete()
   assert list(cloud.slices()) == NAMES
 

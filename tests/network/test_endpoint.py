@@ -63,8 +63,9 @@ def test_why_greetings_are_refused():
   for changes, owner, words in [
     ({}, "learner-2", "belongs to learner-2"),
     ({}, "", "not listed here any more"),
-    ({"run_id": "b"}, None, "this is run 'run', not 'b'"),
-    ({"plan_id": "b"}, None, "other settings"),
+    ({"run_id": "b"}, None, "this is run 'run', not 'b'. Fix: "),
+    ({"plan_id": "b"}, None, "other settings of model, data"),
+    ({"plan_id": "b"}, None, "(plan, not b). Fix: give all roles the same --config"),
     ({"format": 1}, None, "wire format 1, this side"),
     ({"incarnation": ahead}, None, "clock"),
   ]:

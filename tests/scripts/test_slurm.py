@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from ddiloco.config.schema import NetworkConfig
 
 ROOT = Path(__file__).parents[2]
 # Each writes a line of what it was asked for; ddiloco ends with the next of the planned statuses.
@@ -68,6 +71,13 @@ def test_a_role_that_was_asked_to_end_waits_in_the_queue_again(job):
   assert status == 0 and calls[-1] == "scontrol requeue 42" and len(calls) == 3
 
 
+def test_a_role_drains_before_its_time_limit():
+  """Slurm would end its job for good there."""
+  text = (ROOT / "scripts" / "slurm.sh").read_text()
+  asked = re.search(r"^#SBATCH --signal=TERM@(\d+)$", text, re.MULTILINE)
+  assert asked and int(asked[1]) > NetworkConfig().drain_seconds
+
+
 def test_a_shard_listens_on_the_port_of_its_number(job):
   _, calls, _ = job("syncer", SLURM_ARRAY_TASK_ID="1")
   assert calls == ["|syncer|--shard=1|--bind=tcp://0.0.0.0:7001|--term_status=143|"]
@@ -92,4 +102,5 @@ def test_what_is_wrong_is_named_with_its_fix(job):
   status, calls, said = job("lerner")
   assert (status, calls) == (2, []) and "no role lerner. Fix: " in said
   status, calls, said = job("--help")
-  assert (status, calls) == (0, []) and "sbatch --array=0-3" in said and "set -u" not in said
+  assert (status, calls) == (0, []) and said.startswith("One role of a run as a Slurm job")
+  assert "sbatch --array=0-3" in said and "set -u" not in said

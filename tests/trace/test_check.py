@@ -286,6 +286,19 @@ def test_the_end_of_an_incarnation_may_be_missing(cut_off):
   assert problems(logs) == []
 
 
+def test_a_life_may_have_a_smaller_number_than_the_one_before_it():
+  """Its host's clock was set back. It restores its state before a shard can refuse it for that."""
+  logs, number = good(), {0: 7, 1: 3}
+  for event in logs["learner-1"]:
+    for name in {"incarnation", "of_incarnation"} & event.keys():
+      event[name] = number[event[name]]
+  for event in logs["syncer-0"]:
+    if event["kind"] == "commit":
+      who = zip(event["learners"], event["incarnations"])
+      event["incarnations"] = [number[life] if m == 1 else life for m, life in who]
+  assert problems(logs) == []
+
+
 def test_a_torn_line_may_only_be_the_last_of_an_incarnation():
   logs = good()
   last = max(i for i, e in enumerate(logs[TWO]) if e["incarnation"] == 0)
