@@ -398,8 +398,7 @@ class Island:
         for out in pieces:
           out.copy_to_host_async()
         return pieces
-      there = [out.sharding.with_memory_kind(self._parts.host_memory) for out in pieces]
-      return jax.device_put(pieces, there)  # one transfer, beside the step
+      return _moved(pieces, self._parts.host_memory)  # beside the step
 
   def apply(
     self, fragment_index: int, staged: Sequence[jax.Array], keep: float, moments: bool = False
@@ -474,6 +473,20 @@ named = jax.profiler.TraceAnnotation  # names work in a trace; without a trace i
 def split_rows(fragment: Fragment, flat: np.ndarray) -> list[np.ndarray]:
   """Views of the fragment's pieces in a vector [n * size], n times: `split_flat` of each part."""
   return [view for row in flat.reshape(-1, fragment.size) for view in split_flat(fragment, row)]
+
+
+def _moved(arrays: Sequence[jax.Array], memory: str) -> list[jax.Array]:
+  """The arrays in this kind of memory, in one transfer, which goes device by device: JAX moves an
+  array on the devices of several processes by a program, which it would compile now."""
+  parts = [[shard.data for shard in array.addressable_shards] for array in arrays]
+  there = jax.tree.map(lambda part: part.sharding.with_memory_kind(memory), parts)
+  pairs = zip(arrays, jax.device_put(parts, there))
+  return [
+    jax.make_array_from_single_device_arrays(
+      array.shape, array.sharding.with_memory_kind(memory), moved
+    )
+    for array, moved in pairs
+  ]
 
 
 def own_shards(array: jax.Array) -> list[Any]:
