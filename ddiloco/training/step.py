@@ -6,7 +6,6 @@ Shapes, layouts and pure functions, but no arrays: the mesh may have devices tha
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
@@ -92,24 +91,6 @@ def optimizer(
     else optax.identity(),
     optax.scale(-1.0),
   )
-
-
-OWN_RATE = 0.02  # first updates of a gradient of 1 that are shorter than this have a rate in them
-
-
-def first_update(config: Config) -> float:
-  """The longest first update of a gradient of 1; of parameters that are shrunk to one value each.
-
-  A transform that normalises and one that does not both give about the learning rate that is in it.
-  0: it begins with none, as a schedule may, or it takes no such parameters.
-  """
-  model = custom.load_model(config.model)
-  ones = {name: jnp.ones((1,) * len(leaf.shape)) for name, leaf in model.shapes().items()}
-  with contextlib.suppress(Exception):
-    transform = optimizer(config.inner, model.logical_axes())
-    updates, _ = transform.update(ones, transform.init(ones), ones)
-    return max(float(jnp.max(jnp.abs(each))) for each in jax.tree.leaves(updates))
-  return 0.0
 
 
 def _muon(

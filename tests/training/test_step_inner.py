@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 
+from ddiloco import custom
 from ddiloco.config import (
   Config,
   ConfigError,
@@ -145,9 +146,9 @@ RATES = {
 @pytest.mark.parametrize("make, known", RATES.values(), ids=RATES)
 def test_the_first_update_says_whether_a_transform_has_a_learning_rate(make, known, monkeypatch):
   for rate in (1.0, 0.01, 3e-4):
-    monkeypatch.setattr(step, "optimizer", lambda inner, axes, rate=rate: make(rate))
-    found = step.first_update(Config(model=TINY))
-    assert (found >= step.OWN_RATE) == (known and rate == 1) and (found > 0) == known
+    monkeypatch.setattr(custom, "load_optimizer", lambda inner, rate=rate: make(rate))
+    found = custom.first_update(Config(model=TINY))
+    assert (found >= custom.OWN_RATE) == (known and rate == 1) and (found > 0) == known
 
 
 def test_muon_without_a_hidden_matrix_is_refused():
