@@ -24,7 +24,7 @@ from ddiloco import custom
 from ddiloco.config import Config
 from ddiloco.core.fragments import Fragment, Piece, Plan, split_flat
 from ddiloco.models.model import Batch
-from ddiloco.training.devices import PEAK_FLOPS, make_mesh, require_processes
+from ddiloco.training.devices import PEAK_FLOPS, make_mesh, require_processes, without_copies
 from ddiloco.training.step import METRICS, PARAMS, IslandStep, learning_rate
 
 # --- Two compiled programs that move a piece between its leaf and an array of its own
@@ -95,7 +95,7 @@ def lower_piece(
   def copy_out(leaf: jax.Array, at: jax.Array) -> jax.Array:
     # An explicit copy, since the next step deletes the leaves and a piece may be a whole leaf. It
     # costs nothing: XLA makes a copy anyway (jax 0.10), but does not promise to.
-    return jnp.copy(part(leaf, at))
+    return jnp.copy(jax.lax.with_sharding_constraint(part(leaf, at), kind.piece.sharding))
 
   def apply(leaf: jax.Array, staged: jax.Array, keep: jax.Array, at: jax.Array) -> jax.Array:
     # `where`, since 0 * NaN is NaN and an overwrite must replace any value.
@@ -104,7 +104,8 @@ def lower_piece(
 
   keep = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)
   where = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=replicated)
-  out = jax.jit(copy_out, out_shardings=kind.piece.sharding)
+  once = without_copies(kind.piece.sharding, kind.piece.shape, kind.leaf.sharding)
+  out = jax.jit(copy_out, out_shardings=once)
   into = jax.jit(apply, out_shardings=kind.leaf.sharding, donate_argnums=0)
   return out.lower(kind.leaf, where), into.lower(kind.leaf, kind.piece, keep, where)
 
@@ -292,7 +293,7 @@ class Island:
     self._state |= {name: self.place(name, value) for name, value in mine.items()}
 
   def piece_leaves(self, fragment_index: int, moments: bool = False) -> list[jax.ShapeDtypeStruct]:
-    """Shape, dtype and sharding of the arrays that `copy_out` and `stage` return."""
+    """Shape, dtype and sharding of the arrays that `stage` returns and `apply` takes."""
     pieces = [kind.piece for kind in self.programs.kinds[fragment_index]]
     return pieces * (self.num_moments if moments else 1)
 

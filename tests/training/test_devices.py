@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ddiloco.config import ConfigError, IslandConfig, ModelConfig, from_dict
 from ddiloco.training import devices
@@ -154,6 +154,27 @@ def test_param_sharding(mesh, axes, shape, spec):
   sharding = devices.param_sharding(axes, shape, mesh)
   assert sharding.spec == PartitionSpec(*spec)
   sharding.shard_shape(shape)  # raises where a split does not divide
+
+
+@pytest.mark.parametrize(
+  ("spec", "shape", "once"),
+  [
+    (("tensor", "fsdp"), (64, 16), (("tensor", "data"), "fsdp")),
+    (("tensor", "fsdp"), (6, 16), ("tensor", ("fsdp", "data"))),  # 4 does not divide 6
+    ((None, ("data", "fsdp")), (5, 16), (None, ("data", "fsdp", "tensor"))),
+    ((), (3, 4), (None, ("data", "fsdp"))),  # 8 does not divide 4
+    ((), (), ()),
+  ],
+)
+def test_a_layout_without_copies_where_the_mesh_divides_the_array(mesh, spec, shape, once):
+  given = NamedSharding(mesh, PartitionSpec(*spec))
+  found = devices.without_copies(given, shape, given)
+  assert found.spec == PartitionSpec(*once)
+  found.shard_shape(shape)
+  split = NamedSharding(mesh, PartitionSpec("data", "fsdp", "tensor"))
+  assert devices.cutting_axes(devices.without_copies(given, shape, split), len(shape)) == (
+    devices.cutting_axes(given, len(shape))
+  )
 
 
 def test_axes_must_match_the_shape(mesh):
