@@ -55,7 +55,7 @@ class PieceKind:
     """The kind of a piece of this leaf; `leaf` has a sharding."""
     layered, start = piece.layer is not None, piece.start
     spec, shape = list(leaf.sharding.spec)[layered:], leaf.shape[layered:]
-    if piece.shape[:1] != shape[:1]:
+    if piece.shape != shape:
       if not spec or spec[0] is None:
         start = None
       # A split that does not divide the rows: each device has all of them.

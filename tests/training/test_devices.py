@@ -277,6 +277,20 @@ def test_a_gpu_s_peak_is_half_of_what_its_data_sheet_says_with_sparsity(kind, sp
   assert devices.PEAK_FLOPS[kind] == pytest.approx(sparse / 2, rel=2e-3)
 
 
+@pytest.mark.parametrize(
+  ("platform", "kinds", "found"),
+  [
+    ("gpu", ["device", "pinned_host"], "pinned_host"),
+    ("tpu", ["device"], None),
+    ("cpu", ["device", "pinned_host"], None),
+  ],
+)
+def test_accelerators_alone_copy_to_the_hosts_memory(platform, kinds, found):
+  memories = [types.SimpleNamespace(kind=kind) for kind in kinds]
+  device = types.SimpleNamespace(platform=platform, addressable_memories=lambda: memories)
+  assert devices.host_memory(device) == found
+
+
 def test_an_execution_has_the_islands_settings():
   found = _execution("cpu", remat="products", loss_chunks=4)
   assert (found.layout, found.remat, found.loss_chunks) == (None, "products", 4)

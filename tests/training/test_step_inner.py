@@ -164,12 +164,17 @@ def bigram_loss(model, params, tokens_BxT1, execution=None):
 
 
 def test_a_step_accumulates_to_the_full_batch_and_takes_the_rate(monkeypatch):
-  monkeypatch.setattr(LanguageModel, "loss", bigram_loss)
   generator = np.random.default_rng(5)
   shapes = language_model(TINY).shapes()
   params = {n: generator.normal(size=leaf.shape).astype("f4") for n, leaf in shapes.items()}
   tokens = generator.integers(0, 32, (4, 9)).astype(np.int32)
-  after = {}
+  after, rows = {}, []
+
+  def seen(model, params, tokens_BxT1, execution=None):
+    rows.append(len(tokens_BxT1))
+    return bigram_loss(model, params, tokens_BxT1)
+
+  monkeypatch.setattr(LanguageModel, "loss", seen)
   for steps in (1, 2, 4):
     config = Config(
       model=TINY,
@@ -181,6 +186,7 @@ def test_a_step_accumulates_to_the_full_batch_and_takes_the_rate(monkeypatch):
     parts = step.IslandStep(config, 0, mesh)
     state = parts.layout.flat(params, parts.transform.init(params))
     state, metrics = parts.lower().compile()(state, tokens, np.float32(4e-3), {})
+    assert rows.pop() == 4 // steps, "no more is in memory at a time"
     after[steps] = state["params/embedding"], dict(zip(step.METRICS, np.asarray(metrics)))
   new, metrics = after[1]
   assert metrics["learning_rate"] == np.float32(4e-3)
