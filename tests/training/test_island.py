@@ -226,6 +226,8 @@ def test_rows_leave_and_enter_without_an_exchange_where_each_device_has_them():
   mesh = {"devices": 8, "data": 2, "fsdp": 4}
   island, plan, _ = make(mesh, sync={"max_rows": 8})
   assert {piece.start for f in plan.fragments for piece in f.pieces} == {0, 8, 16, 24}
+  kinds = itertools.chain(*island.programs.kinds)
+  assert len({kind for kind in kinds if kind.leaf.shape == (32, 8)}) == 1, "for any rows"
   island.programs._compile_pieces()
   texts = [each.as_text() for pair in island.programs.pieces.values() for each in pair]
   assert not any("all-" in text or "collective-" in text for text in texts)
