@@ -9,6 +9,7 @@ may import JAX, but must make no array at its top level: the process is not read
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -238,6 +239,28 @@ def load_optimizer(config: InnerConfig) -> optax.GradientTransformation:
     ConfigError: it cannot be made, or is no optax transform.
   """
   return make(config, ("init", "update"), "optax.GradientTransformation")
+
+
+OWN_RATE = 0.02  # first updates of a gradient of 1 that are shorter than this have a rate in them
+
+
+def first_update(config: Config) -> float:
+  """The longest first update that the user's own transform makes of a gradient of 1; of parameters
+  that are shrunk to one value each.
+
+  A transform that normalises and one that does not both give about the learning rate that is in it.
+  0: it begins with none, as a schedule may, or it takes no such parameters.
+  """
+  import jax
+  import jax.numpy as jnp
+
+  shapes = load_model(config.model).shapes()
+  ones = {name: jnp.ones((1,) * len(leaf.shape)) for name, leaf in shapes.items()}
+  with contextlib.suppress(Exception):
+    transform = load_optimizer(config.inner)
+    updates, _ = transform.update(ones, transform.init(ones), ones)
+    return max(float(jnp.max(jnp.abs(each))) for each in jax.tree.leaves(updates))
+  return 0.0
 
 
 # --- Names, and the functions they stand for

@@ -89,7 +89,7 @@ class ThreadWorker:
       self._begin()
       while (job := self._jobs.get()) is not None and not self._closing.is_set():
         for until in job:
-          if until is not None and self._closing.wait(max(0.0, until - time.monotonic())):
+          if until is not None and self._closing.wait(until - time.monotonic()):
             break  # there is no more time to wait for others
     except Exception as error:  # the role's loop raises it again
       self.failure = error

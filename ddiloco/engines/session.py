@@ -108,8 +108,8 @@ def _plan(config: Config) -> fragments.Plan:
 
 def _warn_of_own_rate(config: Config) -> None:
   """Warns of an optimizer of the user's own that seems to have a learning rate as well."""
-  inner, length = config.inner, step.first_update(config)
-  if 0 < length < step.OWN_RATE:
+  inner, length = config.inner, custom.first_update(config)
+  if 0 < length < custom.OWN_RATE:
     rule = f"its first update of a gradient of 1 is {length:.1g}"
     fix = (
       f"give it a learning rate of 1: inner.learning_rate ({inner.learning_rate:g}) multiplies it"

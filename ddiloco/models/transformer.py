@@ -172,8 +172,10 @@ def cross_entropy(
   """
   logits = logits.astype(jnp.float32)
   log_norm = jax.nn.logsumexp(logits, axis=-1)
-  # A target outside the vocabulary must give NaN, not some other token's loss.
-  chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="fill")
+  # A target outside the vocabulary must give NaN, not some other token's loss: a negative index
+  # would count from the end.
+  index = jnp.where(targets < 0, logits.shape[-1], targets)[..., None]
+  chosen = jnp.take_along_axis(logits, index, axis=-1, mode="fill")
   return jnp.mean(log_norm - chosen[..., 0], where=counted)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import glob
+import itertools
 import logging
 import math
 import os
@@ -259,6 +260,27 @@ def param_sharding(
     used.update(split)
     spec.append(split[0] if len(split) == 1 else tuple(split) or None)
   return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def cutting_axes(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]:
+  """For each dimension of an array with this layout, the mesh axes that split it."""
+  spec = [*sharding.spec, *[None] * ndim][:ndim]
+  return [(each,) if isinstance(each, str) else each or () for each in spec]
+
+
+def without_copies(
+  sharding: NamedSharding, shape: Sequence[int], source: NamedSharding
+) -> NamedSharding:
+  """The layout, split further by the mesh axes along which devices have copies of its `source`,
+  where they divide a dimension. Devices exchange nothing for it, and give each value once."""
+  sizes, split = sharding.mesh.shape, cutting_axes(sharding, len(shape))
+  used = set(itertools.chain(*cutting_axes(source, len(source.spec))))
+  for axis in (name for name in sizes if name not in used):
+    parts = (math.prod(sizes[name] for name in (*each, axis)) for each in split)
+    fits = (i for i, (size, count) in enumerate(zip(shape, parts)) if size % count == 0)
+    if (i := next(fits, None)) is not None:
+      split[i] = (*split[i], axis)
+  return NamedSharding(sharding.mesh, PartitionSpec(*split))
 
 
 CUDNN_HEADS = 256  # the largest heads for which cuDNN has attention and its gradient on any GPU

@@ -186,9 +186,12 @@ def _continue(
     window_1xT = jax.lax.dynamic_slice(buffer, (start,), (context,))[None]
     logits_1xTxV = logits(params, window_1xT)
     logits_V = jnp.where(known_V, logits_1xTxV[0, length - 1 - start], -jnp.inf)
-    divisor = jnp.where(temperature > 0, temperature, 1.0)
-    sampled = jax.random.categorical(jax.random.fold_in(key, i), logits_V / divisor)
-    token = jnp.where(temperature > 0, sampled, jnp.argmax(logits_V))
+    best = jnp.argmax(logits_V)
+    # Less the best one's, so that a tiny temperature makes no two of them infinite; what is unknown
+    # would be NaN over an infinite temperature.
+    scaled_V = jnp.where(known_V, (logits_V - logits_V[best]) / temperature, -jnp.inf)
+    sampled = jax.random.categorical(jax.random.fold_in(key, i), scaled_V)
+    token = jnp.where(temperature > 0, sampled, best)
     return buffer.at[length].set(token.astype(buffer.dtype))
 
   return jax.lax.fori_loop(0, num_tokens, step, buffer)

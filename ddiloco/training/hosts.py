@@ -107,9 +107,11 @@ def _held(leaf: jax.ShapeDtypeStruct, host: int) -> list[Part]:
 
 
 def _sent(array: jax.Array, host: int) -> list[Any]:
-  """The parts that a host sends, in order: each part of the array once over all hosts."""
+  """The parts that a host sends, in the same order on all hosts: each part of the array once over
+  all hosts. (JAX lists the parts of other processes in the order of a set, another one in each.)"""
   parts = (shard for shard in array.global_shards if shard.replica_id == 0)
-  return [shard for shard in parts if shard.device.process_index == host]
+  mine = (shard for shard in parts if shard.device.process_index == host)
+  return sorted(mine, key=lambda shard: _part(shard.index, array.shape))
 
 
 def _place(leaf: jax.ShapeDtypeStruct, made: Callable[[Part], np.ndarray]) -> jax.Array:

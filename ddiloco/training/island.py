@@ -24,7 +24,7 @@ from ddiloco import custom
 from ddiloco.config import Config
 from ddiloco.core.fragments import Fragment, Piece, Plan, split_flat
 from ddiloco.models.model import Batch
-from ddiloco.training.devices import PEAK_FLOPS, make_mesh, require_processes
+from ddiloco.training.devices import PEAK_FLOPS, make_mesh, require_processes, without_copies
 from ddiloco.training.step import METRICS, PARAMS, IslandStep, learning_rate
 
 # --- Two compiled programs that move a piece between its leaf and an array of its own
@@ -55,7 +55,7 @@ class PieceKind:
     """The kind of a piece of this leaf; `leaf` has a sharding."""
     layered, start = piece.layer is not None, piece.start
     spec, shape = list(leaf.sharding.spec)[layered:], leaf.shape[layered:]
-    if piece.shape[:1] != shape[:1]:
+    if piece.shape != shape:
       if not spec or spec[0] is None:
         start = None
       # A split that does not divide the rows: each device has all of them.
@@ -95,7 +95,7 @@ def lower_piece(
   def copy_out(leaf: jax.Array, at: jax.Array) -> jax.Array:
     # An explicit copy, since the next step deletes the leaves and a piece may be a whole leaf. It
     # costs nothing: XLA makes a copy anyway (jax 0.10), but does not promise to.
-    return jnp.copy(part(leaf, at))
+    return jnp.copy(jax.lax.with_sharding_constraint(part(leaf, at), kind.piece.sharding))
 
   def apply(leaf: jax.Array, staged: jax.Array, keep: jax.Array, at: jax.Array) -> jax.Array:
     # `where`, since 0 * NaN is NaN and an overwrite must replace any value.
@@ -104,7 +104,8 @@ def lower_piece(
 
   keep = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)
   where = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=replicated)
-  out = jax.jit(copy_out, out_shardings=kind.piece.sharding)
+  once = without_copies(kind.piece.sharding, kind.piece.shape, kind.leaf.sharding)
+  out = jax.jit(copy_out, out_shardings=once)
   into = jax.jit(apply, out_shardings=kind.leaf.sharding, donate_argnums=0)
   return out.lower(kind.leaf, where), into.lower(kind.leaf, kind.piece, keep, where)
 
@@ -292,7 +293,7 @@ class Island:
     self._state |= {name: self.place(name, value) for name, value in mine.items()}
 
   def piece_leaves(self, fragment_index: int, moments: bool = False) -> list[jax.ShapeDtypeStruct]:
-    """Shape, dtype and sharding of the arrays that `copy_out` and `stage` return."""
+    """Shape, dtype and sharding of the arrays that `stage` returns and `apply` takes."""
     pieces = [kind.piece for kind in self.programs.kinds[fragment_index]]
     return pieces * (self.num_moments if moments else 1)
 
@@ -398,8 +399,7 @@ class Island:
         for out in pieces:
           out.copy_to_host_async()
         return pieces
-      there = [out.sharding.with_memory_kind(self._parts.host_memory) for out in pieces]
-      return jax.device_put(pieces, there)  # one transfer, beside the step
+      return _moved(pieces, self._parts.host_memory)  # beside the step
 
   def apply(
     self, fragment_index: int, staged: Sequence[jax.Array], keep: float, moments: bool = False
@@ -474,6 +474,20 @@ named = jax.profiler.TraceAnnotation  # names work in a trace; without a trace i
 def split_rows(fragment: Fragment, flat: np.ndarray) -> list[np.ndarray]:
   """Views of the fragment's pieces in a vector [n * size], n times: `split_flat` of each part."""
   return [view for row in flat.reshape(-1, fragment.size) for view in split_flat(fragment, row)]
+
+
+def _moved(arrays: Sequence[jax.Array], memory: str) -> list[jax.Array]:
+  """The arrays in this kind of memory, in one transfer, which goes device by device: JAX moves an
+  array on the devices of several processes by a program, which it would compile now."""
+  parts = [[shard.data for shard in array.addressable_shards] for array in arrays]
+  there = jax.tree.map(lambda part: part.sharding.with_memory_kind(memory), parts)
+  pairs = zip(arrays, jax.device_put(parts, there))
+  return [
+    jax.make_array_from_single_device_arrays(
+      array.shape, array.sharding.with_memory_kind(memory), moved
+    )
+    for array, moved in pairs
+  ]
 
 
 def own_shards(array: jax.Array) -> list[Any]:

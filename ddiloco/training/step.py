@@ -6,11 +6,10 @@ Shapes, layouts and pure functions, but no arrays: the mesh may have devices tha
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -26,6 +25,7 @@ from ddiloco.checks import differences, require
 from ddiloco.config import Config, InnerConfig
 from ddiloco.models.model import Axes, Batch, Params, frozen
 from ddiloco.training.devices import (
+  cutting_axes,
   host_memory,
   make_execution,
   overlap_options,
@@ -92,24 +92,6 @@ def optimizer(
     else optax.identity(),
     optax.scale(-1.0),
   )
-
-
-OWN_RATE = 0.02  # first updates of a gradient of 1 that are shorter than this have a rate in them
-
-
-def first_update(config: Config) -> float:
-  """The longest first update of a gradient of 1; of parameters that are shrunk to one value each.
-
-  A transform that normalises and one that does not both give about the learning rate that is in it.
-  0: it begins with none, as a schedule may, or it takes no such parameters.
-  """
-  model = custom.load_model(config.model)
-  ones = {name: jnp.ones((1,) * len(leaf.shape)) for name, leaf in model.shapes().items()}
-  with contextlib.suppress(Exception):
-    transform = optimizer(config.inner, model.logical_axes())
-    updates, _ = transform.update(ones, transform.init(ones), ones)
-    return max(float(jnp.max(jnp.abs(each))) for each in jax.tree.leaves(updates))
-  return 0.0
 
 
 def _muon(
@@ -188,7 +170,8 @@ def _orthogonalized(
     # The short side first, as Muon itself has it.
     rows, columns = sorted(sides, key=lambda side: math.prod(shape[i] for i in side))
     dims = tuple(i for i in range(len(shape)) if i not in (*rows, *columns)), rows, columns
-    over = tuple(tuple(_mesh_axes(layout, each)) for each in dims)
+    split = cutting_axes(layout, len(shape))
+    over = tuple(tuple(itertools.chain(*(split[i] for i in each))) for each in dims)
     size = tuple(math.prod(shape[i] for i in side) for side in (rows, columns))
     alike.setdefault((size, over, layout.mesh), {})[name] = dims
   turned = dict(updates)
@@ -198,13 +181,6 @@ def _orthogonalized(
     there = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False)
     turned |= there({name: updates[name] for name in dims})
   return turned
-
-
-def _mesh_axes(layout: NamedSharding, dims: Iterable[int]) -> Iterator[str]:
-  """The mesh axes that cut these dimensions of an array."""
-  for i in dims:
-    names = layout.spec[i] or ()
-    yield from (names,) if isinstance(names, str) else names
 
 
 def _turn_parts(

@@ -179,9 +179,9 @@ def fit_of(topology: str, preset: str = "100k") -> dict:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_small_island_of_real_chips():
-  found = fit_of("v5e:2x2")
+  found = fit_of("v5e:2x2", "1m")  # so large that the program's own code, 94 kB, does not count
   assert found["islands"] == [0, 1, 2, 3] and found["fits"] and found["gathers_by_layer"]
-  assert found["chips"] == 4 and found["parameters"] == 102_720
+  assert found["chips"] == 4 and found["parameters"] == 1_017_216
   kinds = {each["kind"] for each in found["step"]["collectives"]}
   assert kinds & {"all-gather", "all-reduce"}
   assert "attention splash" in found["island"]

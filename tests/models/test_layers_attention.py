@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 
 from ddiloco.models import layers
 from ddiloco.models.model import PLAIN, REMAT, Execution
-from tests.models.small import layout, normal
+from ddiloco.training.devices import param_sharding
+from tests.models.small import normal
 
 MESH, AUTO = ("data", "fsdp", "tensor"), (jax.sharding.AxisType.Auto,) * 3
 KERNELS = pytest.mark.parametrize("path", ["splash", "cudnn"])
@@ -70,17 +70,14 @@ def test_blocks_are_equal_and_as_few_as_there_must_be(positions, filled, block):
 
 
 @KERNELS
-@pytest.mark.parametrize("mesh_shape, kv_heads", [((2, 2, 2), 2), ((1, 2, 4), 2)])
+@pytest.mark.parametrize("mesh_shape, kv_heads", [((2, 2, 2), 2), ((1, 2, 4), 2), ((1, 1, 2), 2)])
 def test_kernels_see_their_own_rows_and_heads(path, mesh_shape, kv_heads):
   """Also where the mesh cuts the query heads into more parts than there are kv heads."""
   mesh = jax.make_mesh(mesh_shape, MESH, axis_types=AUTO)
 
-  def place(axes, shape) -> NamedSharding:
-    return layout(mesh, shape, axes)
-
   arrays = inputs(b=4, h=4, k=kv_heads, t=128, q=8)
   expected = outcome(*arrays, PLAIN)
-  execution = Execution(layout=place, attention=path)
+  execution = Execution(layout=functools.partial(param_sharding, mesh=mesh), attention=path)
   found = outcome(*arrays, execution)
   for one, other in zip(found, expected):
     np.testing.assert_allclose(one, other, rtol=1e-3, atol=2e-4)

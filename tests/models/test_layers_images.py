@@ -119,6 +119,10 @@ def test_a_target_outside_the_vocabulary_still_shows():
   assert float(cross_entropy(jnp.zeros((1, 2, 4)), jnp.array([[3, -1]]), counted)) > 1
 
 
+def test_a_text_may_begin_with_token_0():
+  np.testing.assert_array_equal(layers.has_image(jnp.array([[0, -1], [-1, 0]])), [[False], [True]])
+
+
 def test_held_out_rows_are_told_apart():
   params, rows = fresh(SEEING), batch()
   evaluate = language_model(SEEING).evaluate

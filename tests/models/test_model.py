@@ -161,4 +161,5 @@ def test_cross_entropy_by_hand():
   logits = jnp.log(jnp.array([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]]))
   expected = -(np.log(0.25) + np.log(0.8)) / 2
   assert float(cross_entropy(logits, jnp.array([1, 2]))) == pytest.approx(expected, rel=1e-6)
-  assert np.isnan(cross_entropy(logits, jnp.array([1, 3])))
+  for wrong in (3, -1, -100):  # Hugging Face's -100 for "not counted" too
+    assert np.isnan(cross_entropy(logits, jnp.array([1, wrong])))

@@ -141,12 +141,22 @@ def test_init_of_some_leaves_under_jit_equals_the_same_of_all():
 
 def test_init_scales():
   params = init_params(DENSE, jax.random.key(0))
+  mixture = init_params(MIXTURE, jax.random.key(0))
+  params |= {name: each for name, each in mixture.items() if name.startswith("layers/moe/")}
+  residual = 2 * 5  # branches
   expected = {
     "embedding": 16**-0.5,
     "layers/attention/query": 16**-0.5,
-    "layers/attention/output": (4 * 8 * 2 * 5) ** -0.5,  # fan-in H * Q, times 2L
+    "layers/attention/key": 16**-0.5,
+    "layers/attention/value": 16**-0.5,
+    "layers/attention/output": (4 * 8 * residual) ** -0.5,  # fan-in H * Q
     "layers/mlp/gate": 16**-0.5,
-    "layers/mlp/down": (24 * 2 * 5) ** -0.5,
+    "layers/mlp/up": 16**-0.5,
+    "layers/mlp/down": (24 * residual) ** -0.5,
+    "layers/moe/router": 16**-0.5,
+    "layers/moe/gate": 16**-0.5,
+    "layers/moe/up": 16**-0.5,
+    "layers/moe/down": (24 * residual) ** -0.5,
   }
   for name, stddev in expected.items():
     assert abs(np.std(params[name]) / stddev - 1) < 0.08, name

@@ -93,6 +93,11 @@ def test_the_logits_are_the_same(more):
   }
   said = transformer.huggingface_config(model)
   tensors = transformer.huggingface_tensors(model, params)
+  (gate, *_) = (
+    t for name, t in tensors.items() if name.endswith(("gate_proj.weight", "w1.weight"))
+  )
+  assert gate.shape == (said["intermediate_size"], said["hidden_size"])
+  assert tensors["lm_head.weight"].shape == (said["vocab_size"], said["hidden_size"])
   tokens = rng.integers(0, model.vocab_size, (2, 17))
   got, _ = transformer.from_params(model, params)(tokens)
   wide = {name: value.astype(np.float64) for name, value in tensors.items()}

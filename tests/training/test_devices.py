@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ddiloco.config import ConfigError, IslandConfig, ModelConfig, from_dict
 from ddiloco.training import devices
@@ -156,6 +156,27 @@ def test_param_sharding(mesh, axes, shape, spec):
   sharding.shard_shape(shape)  # raises where a split does not divide
 
 
+@pytest.mark.parametrize(
+  ("spec", "shape", "once"),
+  [
+    (("tensor", "fsdp"), (64, 16), (("tensor", "data"), "fsdp")),
+    (("tensor", "fsdp"), (6, 16), ("tensor", ("fsdp", "data"))),  # 4 does not divide 6
+    ((None, ("data", "fsdp")), (5, 16), (None, ("data", "fsdp", "tensor"))),
+    ((), (3, 4), (None, ("data", "fsdp"))),  # 8 does not divide 4
+    ((), (), ()),
+  ],
+)
+def test_a_layout_without_copies_where_the_mesh_divides_the_array(mesh, spec, shape, once):
+  given = NamedSharding(mesh, PartitionSpec(*spec))
+  found = devices.without_copies(given, shape, given)
+  assert found.spec == PartitionSpec(*once)
+  found.shard_shape(shape)
+  split = NamedSharding(mesh, PartitionSpec("data", "fsdp", "tensor"))
+  assert devices.cutting_axes(devices.without_copies(given, shape, split), len(shape)) == (
+    devices.cutting_axes(given, len(shape))
+  )
+
+
 def test_axes_must_match_the_shape(mesh):
   with pytest.raises(ValueError, match=r"longer|shorter"):
     devices.param_sharding(("embed",), (2, 3), mesh)
@@ -254,6 +275,20 @@ def test_the_kind_of_an_island_s_gpus_is_asked_of_a_device_of_this_process():
 )
 def test_a_gpu_s_peak_is_half_of_what_its_data_sheet_says_with_sparsity(kind, sparse):
   assert devices.PEAK_FLOPS[kind] == pytest.approx(sparse / 2, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+  ("platform", "kinds", "found"),
+  [
+    ("gpu", ["device", "pinned_host"], "pinned_host"),
+    ("tpu", ["device"], None),
+    ("cpu", ["device", "pinned_host"], None),
+  ],
+)
+def test_accelerators_alone_copy_to_the_hosts_memory(platform, kinds, found):
+  memories = [types.SimpleNamespace(kind=kind) for kind in kinds]
+  device = types.SimpleNamespace(platform=platform, addressable_memories=lambda: memories)
+  assert devices.host_memory(device) == found
 
 
 def test_an_execution_has_the_islands_settings():

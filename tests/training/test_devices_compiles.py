@@ -39,6 +39,10 @@ def test_what_this_thread_compiles_is_told_while_it_lasts(monkeypatch):
     jitted(x)
   jax.jit(lambda x: jnp.tan(x))(x)
   assert [program for program, _ in found] == ["jit(mine)"] and found[0][1] > 0
+  monkeypatch.setattr(devices, "LEAST_SECONDS", 1e9)  # of small arrays nobody is told
+  with told_what_compiles(lambda program, seconds: found.append((program, seconds))):
+    jax.jit(lambda x: jnp.sinh(x))(x)
+  assert len(found) == 1
 
 
 @pytest.fixture

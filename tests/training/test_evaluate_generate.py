@@ -93,7 +93,9 @@ def test_sampling_follows_the_seed_and_the_temperature(params):
   one = generate(params, "abc", 40, temperature=1.0, seed=1)
   assert one == generate(params, "abc", 40, temperature=1.0, seed=1)
   assert one != generate(params, "abc", 40, temperature=1.0, seed=2)
-  assert generate(params, "abc", temperature=1e-6, seed=5) == generate(params, "abc")
+  loud = {**params, "embedding": 8 * params["embedding"]}  # divided by a tiny number: infinite
+  for small in (1e-6, 1.2e-38, 1e-300):
+    assert generate(loud, "abc", temperature=small, seed=5) == generate(loud, "abc")
 
 
 def test_sampling_has_the_models_distribution(params):
@@ -106,9 +108,11 @@ def test_sampling_has_the_models_distribution(params):
   assert expected.max() < 0.9, "or the test says nothing"
 
 
-def test_never_samples_what_the_tokenizer_does_not_have(params):
-  text = generate(params, "abc", 200, temperature=100.0)
+@pytest.mark.parametrize("temperature", [100.0, np.inf])
+def test_never_samples_what_the_tokenizer_does_not_have(params, temperature):
+  text = generate(params, "abc", 200, temperature=temperature)
   assert len(text) == 200 and max(text) <= "z"  # 233 of the model's 260 ids lie beyond
+  assert len(set(text)) > 10
 
 
 def test_compiles_once_whatever_the_prompt_temperature_and_seed(params, monkeypatch):

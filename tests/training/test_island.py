@@ -210,6 +210,29 @@ def test_a_cut_survives_later_donated_steps(any_island, host_memory):
     assert not np.array_equal(flat, fragments.gather(fragment, island.params_on_host()))
 
 
+def test_each_value_of_a_fragment_leaves_the_devices_once(cube):
+  """With copies of the parameters each device sent its own: `data` times as much."""
+  island, plan, config = cube
+  island.load(initial(config))
+  for fragment in plan.fragments:
+    for piece in island.copy_out(fragment.index):
+      given = sum(shard.data.size for shard in piece.addressable_shards)
+      # 11 rows of a leaf whose rows are split in two: both devices need to have them.
+      assert given == piece.size * (2 if piece.shape[:1] == (11,) else 1)
+
+
+def test_rows_leave_and_enter_without_an_exchange_where_each_device_has_them():
+  """The compiler gathered the whole leaf on all devices, so that each could give its rows."""
+  mesh = {"devices": 8, "data": 2, "fsdp": 4}
+  island, plan, _ = make(mesh, sync={"max_rows": 8})
+  assert {piece.start for f in plan.fragments for piece in f.pieces} == {0, 8, 16, 24}
+  kinds = itertools.chain(*island.programs.kinds)
+  assert len({kind for kind in kinds if kind.leaf.shape == (32, 8)}) == 1, "for any rows"
+  island.programs._compile_pieces()
+  texts = [each.as_text() for pair in island.programs.pieces.values() for each in pair]
+  assert not any("all-" in text or "collective-" in text for text in texts)
+
+
 @pytest.mark.parametrize("keep", [0.0, 0.3, 0.5, 1.0])
 def test_apply(any_island, keep):
   island, plan, config = any_island

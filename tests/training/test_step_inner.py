@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 
+from ddiloco import custom
 from ddiloco.config import (
   Config,
   ConfigError,
@@ -145,9 +146,9 @@ RATES = {
 @pytest.mark.parametrize("make, known", RATES.values(), ids=RATES)
 def test_the_first_update_says_whether_a_transform_has_a_learning_rate(make, known, monkeypatch):
   for rate in (1.0, 0.01, 3e-4):
-    monkeypatch.setattr(step, "optimizer", lambda inner, axes, rate=rate: make(rate))
-    found = step.first_update(Config(model=TINY))
-    assert (found >= step.OWN_RATE) == (known and rate == 1) and (found > 0) == known
+    monkeypatch.setattr(custom, "load_optimizer", lambda inner, rate=rate: make(rate))
+    found = custom.first_update(Config(model=TINY))
+    assert (found >= custom.OWN_RATE) == (known and rate == 1) and (found > 0) == known
 
 
 def test_muon_without_a_hidden_matrix_is_refused():
@@ -163,12 +164,17 @@ def bigram_loss(model, params, tokens_BxT1, execution=None):
 
 
 def test_a_step_accumulates_to_the_full_batch_and_takes_the_rate(monkeypatch):
-  monkeypatch.setattr(LanguageModel, "loss", bigram_loss)
   generator = np.random.default_rng(5)
   shapes = language_model(TINY).shapes()
   params = {n: generator.normal(size=leaf.shape).astype("f4") for n, leaf in shapes.items()}
   tokens = generator.integers(0, 32, (4, 9)).astype(np.int32)
-  after = {}
+  after, rows = {}, []
+
+  def seen(model, params, tokens_BxT1, execution=None):
+    rows.append(len(tokens_BxT1))
+    return bigram_loss(model, params, tokens_BxT1)
+
+  monkeypatch.setattr(LanguageModel, "loss", seen)
   for steps in (1, 2, 4):
     config = Config(
       model=TINY,
@@ -180,6 +186,7 @@ def test_a_step_accumulates_to_the_full_batch_and_takes_the_rate(monkeypatch):
     parts = step.IslandStep(config, 0, mesh)
     state = parts.layout.flat(params, parts.transform.init(params))
     state, metrics = parts.lower().compile()(state, tokens, np.float32(4e-3), {})
+    assert rows.pop() == 4 // steps, "no more is in memory at a time"
     after[steps] = state["params/embedding"], dict(zip(step.METRICS, np.asarray(metrics)))
   new, metrics = after[1]
   assert metrics["learning_rate"] == np.float32(4e-3)
