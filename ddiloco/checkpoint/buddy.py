@@ -407,8 +407,7 @@ def unpack(
   state = replica.state
   if state.index >= len(plan.fragments):
     return None
-  fragment = plan.fragments[state.index]
-  data, size = np.frombuffer(replica.payload, np.uint8), fragment.size
+  data, size = np.frombuffer(replica.payload, np.uint8), plan.fragments[state.index].size
   if replica.base_round == NOTHING:
     if data.nbytes not in (4 * size, 8 * size) or replica.codec != "f32":
       return None
@@ -423,7 +422,7 @@ def unpack(
     change = codec.checked(data, size, replica.codec)
   except codec.CodecError:
     return None
-  passes.follow(fragment, value, momentum, change, optimizer)
+  passes.follow(value, momentum, change, optimizer)
   return Committed(state, value, value, momentum, replica.momentum_round)
 
 

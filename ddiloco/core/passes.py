@@ -295,7 +295,6 @@ def _step(
 
 
 def follow(
-  fragment: Fragment,
   published_value: np.ndarray,
   momentum: np.ndarray | None,
   change: Encoded,
@@ -306,17 +305,16 @@ def follow(
   The copy has the shard's bits: an update is added; a change in f32 is the new value itself.
 
   Args:
-    fragment: the vectors' fragment.
     published_value: [size] f32, before; becomes the new one.
     momentum: [size] f32, before; becomes the new one. None without.
     change: in the wire codec.
     config: of the outer optimizer.
   """
-  rows = np.empty((3, CHUNK), np.float32)
+  size, rows = published_value.size, np.empty((3, CHUNK), np.float32)
 
   def chunk(here: slice) -> None:
     before, after, scratch = rows[:, : here.stop - here.start]
-    codec.decode_chunk(change, fragment.size, here.start, after)
+    codec.decode_chunk(change, size, here.start, after)
     before[:] = published_value[here]
     if change.codec != "f32":
       np.add(before, after, out=after)
@@ -324,4 +322,4 @@ def follow(
     if momentum is not None:
       outer.followed(momentum[here], before, after, config, momentum[here], scratch)
 
-  over_chunks(fragment.size, chunk)
+  over_chunks(size, chunk)
