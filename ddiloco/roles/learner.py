@@ -27,7 +27,7 @@ from ddiloco.protocol import actions, events, learner
 from ddiloco.protocol.messages import MADE, ForwardMoments, Moments, Publish, Push, Value
 from ddiloco.protocol.states import LearnerState, schedule_step
 from ddiloco.protocol.values import replace
-from ddiloco.runtime import Job, Loop, Runtime, WorkingRole, drive, short_collections
+from ddiloco.runtime import Job, Loop, Runtime, WorkingRole, drive
 
 Batches = Callable[[int], Iterator[Any]]
 LOOK_SECONDS = 0.05  # between two checks of the stop signal during a wait
@@ -340,7 +340,7 @@ class Exchange(WorkingRole):
     staging.flat = self._deltas.receive(publish, size, action.mode, action.included)
     staging.placed = self._store.stage(p, staging.flat)
     yield None
-    self._tell(actions.Staged(p, publish.version, self.time.now()))
+    self._tell(actions.Staged(p, self.time.now()))
 
   def _hand_over(
     self,
@@ -430,10 +430,8 @@ class Learner:
       Killed: by plan.
       Quarantined: a shard found this learner's pushes bad; restart it.
     """
-    with short_collections():
-      drive(
-        self.live(faults, stopped, drain_seconds, at_once), self.exchange.endpoint, LOOK_SECONDS
-      )
+    loop = self.live(faults, stopped, drain_seconds, at_once)
+    drive(loop, self.exchange.endpoint, LOOK_SECONDS)
 
   def live(
     self,

@@ -42,7 +42,7 @@ from ddiloco.protocol.messages import (
 )
 from ddiloco.protocol.states import SyncerState
 from ddiloco.protocol.values import replace
-from ddiloco.runtime import Job, Loop, Runtime, WorkingRole, drive, short_collections
+from ddiloco.runtime import Job, Loop, Runtime, WorkingRole, drive
 
 LONGEST_WAIT_SECONDS = 0.5  # between two checks of faults and the stop signal
 STOOD_STILL_SECONDS = 1.0  # if a turn took so much longer than its wait, the process was stopped
@@ -135,8 +135,7 @@ class Syncer(WorkingRole):
     Raises:
       Killed: by plan.
     """
-    with short_collections():
-      drive(self.live(faults, stopped), self.endpoint, LONGEST_WAIT_SECONDS)
+    drive(self.live(faults, stopped), self.endpoint, LONGEST_WAIT_SECONDS)
 
   def live(self, faults: Faults, stopped: Callable[[], bool]) -> Loop[None]:
     """The loop of `run`."""
