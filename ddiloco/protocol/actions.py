@@ -61,10 +61,9 @@ class StepDone(Frozen):
 
 
 class Staged(Frozen):
-  """A published fragment now lies on the island's devices, ready to be applied."""
+  """The oldest version of this fragment that was being staged now lies on the island's devices."""
 
   fragment: int
-  version: int
   now: float
 
 

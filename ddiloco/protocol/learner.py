@@ -322,8 +322,8 @@ def learner_on(state: LearnerState, event: LearnerEvent, sync: SyncConfig) -> Le
       state, todo = replace(state, whole=True), []
     case actions.StepDone():
       state, todo = _count_step(state, event), []
-    case actions.Staged(fragment, version, now):
-      state, todo = _mark_ready(state, fragment, version), []
+    case actions.Staged(fragment, now):
+      state, todo = _mark_ready(state, fragment), []
       ready_for = max(0.0, state.stepped_at - now)
       state = replace(state, idle_seconds=state.waited_seconds + ready_for)
     case actions.Received(message, now):
@@ -358,12 +358,10 @@ def _count_step(state: LearnerState, event: actions.StepDone) -> LearnerState:
   )
 
 
-def _mark_ready(state: LearnerState, fragment: int, version: int) -> LearnerState:
+def _mark_ready(state: LearnerState, fragment: int) -> LearnerState:
   """Staging keeps the order of publishes: the oldest entry that is not ready has been staged."""
   incoming = state.fragments[fragment].incoming
   i = next(i for i, entry in enumerate(incoming) if not entry.ready)
-  if incoming[i].publish.version != version:
-    raise RuntimeError(f"staged version {version}, expected {incoming[i].publish.version}")
   ready = put(incoming, i, replace(incoming[i], ready=True))
   return state.with_fragment(fragment, incoming=ready)
 

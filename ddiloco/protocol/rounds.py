@@ -203,7 +203,7 @@ def advance_rounds(state: SyncerState, now: float) -> SyncerOutcome:
     grace = rules.grace_seconds(current.step_seconds, state.quorum_seconds, way_back, state.sync)
     pending, count = current.pending, len(current.pushes)
     decision = rules.decide(now, count, pending, current.quorum_at, grace, current.quorum)
-    if decision.verdict == "wait":
+    if not decision.over:
       again = now >= current.pulled_at + _pull_patience(state, current.pulls)
       if again:
         current = replace(current, pulled_at=now, pulls=current.pulls + 1)
@@ -232,7 +232,7 @@ def advance_rounds(state: SyncerState, now: float) -> SyncerOutcome:
 def end_round(state: SyncerState, i: int, current: Round, why: str, now: float) -> SyncerOutcome:
   """Screens the pushes, and commits if a quorum of them is left. Members that were sent the version
   before get the update; all others get the whole value when they report next."""
-  before, ratio, period = state.fragments[i], state.sync.max_norm_ratio, state.sync.sync_period
+  f, ratio, period = state.fragments[i], state.sync.max_norm_ratio, state.sync.sync_period
   steps = {m: min(p.steps, rules.COUNTED_PERIODS * period) for m, p in current.pushes.items()}
   past, settled = _past(state, i, current)
   rejected = rules.screen(current.norms, steps, past, ratio, period, settled)
@@ -240,28 +240,17 @@ def end_round(state: SyncerState, i: int, current: Round, why: str, now: float) 
   opposing = rules.opposing(current.products, candidates)
   state, contrary = _count_opposing(state, candidates, opposing)
   rejected = {**current.rejected, **rejected, **contrary}
+  current = replace(current, rejected=rejected)
   merged = sorted(m for m in current.pushes if m not in rejected)
   todo: list[SyncerAction] = []
   committed = len(merged) >= current.quorum
   if committed:
-    todo.append(_commit(state, i, current, why, merged, rejected, opposing, now))
-    state = state.heard(state.key, state.vector_clock[state.key] + 1)
-    # Steps beyond those of the run are believed once: they are missing from the next push.
-    counted = {m: before.merged_global_steps.get(m, 0) + current.pushes[m].steps for m in merged}
-    global_steps = {m: max(current.global_step, step) for m, step in counted.items()}
-    state = state.with_fragment(
-      i,
-      version=before.version + 1,
-      merged_tokens=before.merged_tokens + sum(current.pushes[m].tokens for m in merged),
-      merged_rounds={**before.merged_rounds, **dict.fromkeys(merged, current.id)},
-      merged_global_steps={**before.merged_global_steps, **global_steps},
-      last_round=current.id,
-      global_step=current.global_step,
-    )
+    state, commit = _commit(state, i, current, why, merged, opposing, now)
+    todo.append(commit)
   else:
     reason = f"{len(merged)} of {current.quorum} needed were left: {why}"
     todo.append(
-      events.Abandoned(fragment=before.index, round=current.id, reason=reason, rejected=rejected)
+      events.Abandoned(fragment=f.index, round=current.id, reason=reason, rejected=rejected)
     )
   state = state.with_round(i, None).mark_dirty([i])
   for m in merged:
@@ -269,10 +258,9 @@ def end_round(state: SyncerState, i: int, current: Round, why: str, now: float) 
   for m, reason in rejected.items():
     state, told = _reject(state, m, i, current.id, reason)
     todo += told
-  header = state.newest(i)
   for m, member in sorted(state.members.items()):
-    if committed and member.sent[i] == before.version and not member.lost:
-      state, publish = state.publish_to(i, m, now, header, before.last_round)
+    if committed and member.sent[i] == f.version and not member.lost:
+      state, publish = state.publish_to(i, m, now, f.last_round)
       todo.append(publish)
   return state, todo
 
@@ -304,16 +292,16 @@ def _commit(
   current: Round,
   why: str,
   merged: list[int],
-  rejected: Mapping[int, str],
   opposing: Mapping[int, float],
   now: float,
-) -> events.Commit:
+) -> tuple[SyncerState, events.Commit]:
+  """The fragment's next version, which has these learners' pushes."""
   f = state.fragments[i]
   pushes = [current.pushes[m] for m in merged]
   tokens = tuple(p.tokens for p in pushes)
   merged_tokens = f.merged_tokens + sum(tokens)
   agreement = rules.agreement(current.products, merged)
-  return events.Commit(
+  commit = events.Commit(
     fragment=f.index,
     round=current.id,
     version=f.version + 1,
@@ -323,7 +311,7 @@ def _commit(
     tokens=tokens,
     base_round=f.last_round,
     incarnations=tuple(p.incarnation for p in pushes),
-    rejected=dict(rejected),
+    rejected=dict(current.rejected),
     opposing={m: round(cosine, 4) for m, cosine in opposing.items()},
     agreement=None if agreement is None else round(agreement, 4),
     missing=_missing(state, i, current),
@@ -332,6 +320,21 @@ def _commit(
     quorum_seconds=current.quorum_at - current.started_at,
     grace_seconds=now - current.quorum_at,
   )
+  # Steps beyond those of the run are believed once: they are missing from the next push.
+  reached = {
+    p.learner: max(current.global_step, f.merged_global_steps.get(p.learner, 0) + p.steps)
+    for p in pushes
+  }
+  state = state.heard(state.key, state.vector_clock[state.key] + 1).with_fragment(
+    i,
+    version=commit.version,
+    merged_tokens=merged_tokens,
+    merged_rounds={**f.merged_rounds, **dict.fromkeys(merged, current.id)},
+    merged_global_steps={**f.merged_global_steps, **reached},
+    last_round=current.id,
+    global_step=current.global_step,
+  )
+  return state, commit
 
 
 def _missing(state: SyncerState, i: int, current: Round) -> dict[int, str]:

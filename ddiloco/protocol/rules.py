@@ -69,9 +69,9 @@ def smooth(old: float, new: float) -> float:
 
 
 class Decision(Frozen):
-  """What happens to a round, and why."""
+  """Whether a round is over, and why; it commits if it has a quorum then, else it is abandoned."""
 
-  verdict: str  # wait, commit or abandon
+  over: bool
   reason: str
   wake_at: float = math.inf  # seconds: look again then even if nothing happens
 
@@ -99,7 +99,7 @@ def decide(
   grace: float,
   quorum: int,
 ) -> Decision:
-  """Verdict on one round.
+  """Whether one round is over.
 
   Args:
     now: seconds, on the same clock as `quorum_at`.
@@ -117,14 +117,14 @@ def decide(
     names += f" and {len(pending) - MOST_NAMES} more"
   if pushed < quorum:
     if (left := len(pending) + pushed) < quorum:
-      return Decision("abandon", f"only {left} of {quorum} needed are left")
-    return Decision("wait", f"quorum: {pushed} of {quorum} have answered, waiting for {names}")
+      return Decision(True, f"only {left} of {quorum} needed are left")
+    return Decision(False, f"quorum: {pushed} of {quorum} have answered, waiting for {names}")
   if not pending:
-    return Decision("commit", f"all {pushed} asked have answered")
+    return Decision(True, f"all {pushed} asked have answered")
   deadline = quorum_at + grace
   if now >= deadline:
-    return Decision("commit", f"quorum of {pushed}, grace of {grace:.3f} s is over without {names}")
-  return Decision("wait", f"grace: {deadline - now:.3f} s left for {names}", deadline)
+    return Decision(True, f"quorum of {pushed}, grace of {grace:.3f} s is over without {names}")
+  return Decision(False, f"grace: {deadline - now:.3f} s left for {names}", deadline)
 
 
 def screen(

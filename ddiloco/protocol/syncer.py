@@ -470,7 +470,7 @@ def _catch_up(state: SyncerState, learner: int, event: Received, unsent: bool) -
     overdue = waited > rules.backed_off(patience, member.resends, math.inf)
     again = member.sent[i] == f.version
     if not again or overdue:
-      state, publish = state.publish_to(i, learner, now, state.newest(i))
+      state, publish = state.publish_to(i, learner, now)
       if again:
         state = state.with_member(learner, resends=member.resends + 1, resent_at=now)
       todo.append(publish)

@@ -21,7 +21,7 @@ from tests.worlds import check_all, struck
 
 STEP = StepDone(0.1, 10, 0.1)
 
-STAGED = Staged(0, 1, 0.2)
+STAGED = Staged(0, 0.2)
 
 
 # --- the end of the run ---------------------------------------------------------------------------
