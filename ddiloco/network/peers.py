@@ -547,14 +547,11 @@ class Incoming:
     self._begun, most = frame.number, self._peer.caretaker.run.max_payload_bytes
     if frame.total > most:
       raise MalformedMessage(f"a payload of {frame.total} bytes exceeds {most}, this run's largest")
-    self._check(frame.header)
+    open_frame(self._peer.address, self._incarnation, frame.header, b"")
     payload = self._peer.caretaker.buffers.take(frame.total)
     assembly = _Assembly(frame.header, payload, set(range(self._streams)))
     self._assemblies[frame.number] = assembly
     return assembly
-
-  def _check(self, header: bytes) -> None:
-    open_frame(self._peer.address, self._incarnation, header, b"")
 
   def _has_room(self, frame: Bulk) -> bool:
     count, size = self._peer.caretaker.waiting_bulk(self._peer.address)
