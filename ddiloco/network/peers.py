@@ -86,7 +86,7 @@ class FrameSocket:
     self._tls = connected if isinstance(connected, ssl.SSLSocket) else None
     self._pace = frames.pace(connected) if paced else itertools.repeat(0.0)
     self._leaves = False
-    self._leaving: collections.deque[memoryview] = collections.deque()  # bytes being sent now
+    self._sending: collections.deque[memoryview] = collections.deque()  # bytes being sent now
     self._parcel: Parcel | None = None  # of the owner, the newest among them
     self._parser: Iterator[memoryview | None] = self._parse()
     # Memory to fill; None: no room now, and the kernel holds the far end back.
@@ -107,13 +107,13 @@ class FrameSocket:
     """Sends a frame of the connection itself, before the owner's. Not after `leave`: that would
     break a connection whose far end has not seen its end yet."""
     if not self._leaves:
-      self._leaving.append(memoryview(frames.encode(frame)))
+      self._sending.append(memoryview(frames.encode(frame)))
       self.wake()
 
   @property
   def behind(self) -> bool:
     """Whether bytes still wait until the kernel takes them."""
-    return bool(self._leaving)
+    return bool(self._sending)
 
   def leave(self) -> None:
     """Ends the connection when all is sent. Data that comes until then is read and dropped: closing
@@ -127,7 +127,7 @@ class FrameSocket:
     self._socket.close()
     # The parser refers to this object, a cycle that would keep payloads until a collection.
     self._parser, self._wanted, self._parcel = iter(()), None, None
-    self._leaving.clear()
+    self._sending.clear()
 
   def turn(self, reads: bool = True, writes: bool = True) -> None:
     """Reads and writes as much as is possible now."""
@@ -205,18 +205,18 @@ class FrameSocket:
     if call_after := next(self._pace):
       self.thread.loop.call_later(call_after, self.turn, False)
     while left > 0 and self._refill():
-      count = self._socket.send(self._leaving[0][:CALL_BYTES])
+      count = self._socket.send(self._sending[0][:CALL_BYTES])
       left -= count
-      self._leaving[0] = self._leaving[0][count:]
+      self._sending[0] = self._sending[0][count:]
 
   def _refill(self) -> bool:
     """Takes the owner's next parcel if there is nothing to send; whether there is something now."""
-    while self._leaving and not self._leaving[0]:
-      self._leaving.popleft()
-    if not self._leaving:
+    while self._sending and not self._sending[0]:
+      self._sending.popleft()
+    if not self._sending:
       self._parcel = self.owner.next(self, self._parcel)
-      self._leaving += self._parcel or ()
-    if not self._leaving and self._leaves:
+      self._sending += self._parcel or ()
+    if not self._sending and self._leaves:
       with contextlib.suppress(OSError):  # the far end has closed already
         self._socket.shutdown(socket.SHUT_WR)
     return self.behind

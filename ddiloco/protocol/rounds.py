@@ -13,19 +13,6 @@ from ddiloco.protocol.states import WINDOW_PERIODS, Round, SyncerOutcome, Syncer
 from ddiloco.protocol.values import less, put, replace
 
 
-def _value_due_at(state: SyncerState, f: FragmentState) -> float:
-  """When a fragment stops waiting for newer values that learners were asked for; -inf: no value.
-
-  Only the first request to each learner counts: a learner that has no such value does not hold the
-  fragment up forever. If a learner does not answer, the shard asks another one after
-  `liveness_seconds`; so the fragment waits twice as long.
-  """
-  mine = [each for (p, _), each in state.value_requests.items() if p == f.index]
-  asked = [each.first_at for each in mine if state.is_newer(f, each.round)]
-  patience = max(2 * state.sync.liveness_seconds, 3 * state.delivery_seconds)
-  return max(asked, default=-math.inf) + patience
-
-
 def start_rounds(state: SyncerState, now: float) -> SyncerOutcome:
   """Starts rounds of dirty fragments that a quorum is due for; all that can push are asked."""
   todo: list[SyncerAction] = []
@@ -71,6 +58,19 @@ def start_rounds(state: SyncerState, now: float) -> SyncerOutcome:
     todo += [_pull(state, f, current, m) for m in asked]
     todo.append(_round_event(f, current))
   return replace(state, dirty=tuple(waiting)), todo
+
+
+def _value_due_at(state: SyncerState, f: FragmentState) -> float:
+  """When a fragment stops waiting for newer values that learners were asked for; -inf: no value.
+
+  Only the first request to each learner counts: a learner that has no such value does not hold the
+  fragment up forever. If a learner does not answer, the shard asks another one after
+  `liveness_seconds`; so the fragment waits twice as long.
+  """
+  mine = [each for (p, _), each in state.value_requests.items() if p == f.index]
+  asked = [each.first_at for each in mine if state.is_newer(f, each.round)]
+  patience = max(2 * state.sync.liveness_seconds, 3 * state.delivery_seconds)
+  return max(asked, default=-math.inf) + patience
 
 
 def _quorum(state: SyncerState, i: int, asked: list[int]) -> int:

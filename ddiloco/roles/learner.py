@@ -30,6 +30,7 @@ from ddiloco.protocol.values import replace
 from ddiloco.runtime import Job, Loop, Runtime, WorkingRole, drive
 
 Batches = Callable[[int], Iterator[Any]]
+Save = Callable[[int, LearnerState, dict[str, Any]], None]  # (snapshot, state, arrays by name)
 LOOK_SECONDS = 0.05  # between two checks of the stop signal during a wait
 HEARTBEAT_SECONDS = 0.5
 
@@ -44,9 +45,6 @@ class Staging:
 
   flat: np.ndarray | None = None  # the vector that `apply` adds
   placed: Any = None  # the same vector on the devices
-
-
-Save = Callable[[int, LearnerState, dict[str, Any]], None]  # (snapshot, state, arrays by name)
 
 
 class Exchange(WorkingRole):

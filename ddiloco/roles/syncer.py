@@ -262,11 +262,9 @@ class Syncer(WorkingRole):
 
   def _check(self, value: Value, now: float) -> Received:
     received, sealer = self.merger.take_back(value, now), self._sealer
-    if (
-      not received.fault and sealer is not None and not sealer.fits(value.publish, received.content)
-    ):
-      return Received(value, now, fault="is no value of this shard: its seal does not fit")
-    return received
+    if received.fault or sealer is None or sealer.fits(value.publish, received.content):
+      return received
+    return Received(value, now, fault="is no value of this shard: its seal does not fit")
 
   def _commit(self, what: events.Commit, state: FragmentState) -> tuple[Merged, float]:
     started = self.time.now()
@@ -353,11 +351,11 @@ class Syncer(WorkingRole):
   def _with_payloads(self, publishes: list[Send]) -> list[tuple[int, Publish]]:
     """(learner, publish) of each, as the fragment is now: between two commits of it."""
     found = []
-    for to, message in ((action.to, action.message) for action in publishes):
-      publish = self.merger.with_payload(message)
+    for action in publishes:
+      publish = self.merger.with_payload(action.message)
       if self._sealer is not None:
         publish = self._sealer.sealed(publish, self.committed[publish.fragment].published_value)
-      found.append((to, publish))
+      found.append((action.to, publish))
     return found
 
   def _publish(self, publishes: list[tuple[int, Publish]]) -> Loop[None]:
