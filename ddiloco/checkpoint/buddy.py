@@ -350,7 +350,7 @@ def recover(
       for each in neighbours(shard, num_shards):
         endpoint.send(syncer_address(each), Recover(shard, incarnation))
     arrived = endpoint.receive(ASK_SECONDS)
-    message = arrived[1] if arrived else None
+    message = arrived.message if arrived else None
     match message:
       case Replica(owner=owner) if owner == shard and message.shard == buddy:
         copy, p = unpack(message, copies.plan), message.state.index

@@ -151,7 +151,7 @@ def test_moments_of_several_fragments_may_be_on_their_way_at_once():
   both = [ForwardMoments(0, 0, 0, p, 3, 0, 1, 7) for p in (0, 1)]
   assert [one.feed(each) for each in both] == [[TakeMoments(each)] for each in both]
   for p in (1, 0):
-    assert one.feed(Taken(p, 11.0, "staged")) == [ApplyMoments(p, "staged")]
+    assert one.feed(Taken(p, 11.0, "staged")) == [ApplyMoments("staged")]
   assert learner.can_step(one.state, one.sync)
 
 
@@ -295,7 +295,7 @@ def test_a_joiner_waits_for_moments_until_it_has_them_or_its_time_is_over():
   assert one.feed(Taken(0, 11.2)) == [], "it could not be read"
   assert one.feed(Tick(12.2)) == [Send(0, RequestMoments(0, 0, (0, 1)))]
   assert one.feed(new) == [TakeMoments(new)]
-  assert one.feed(Taken(0, 12.3, "staged")) == [ApplyMoments(0, "staged")]
+  assert one.feed(Taken(0, 12.3, "staged")) == [ApplyMoments("staged")]
   assert one.feed(new) == [], "it has them"
   assert one.feed(Tick(13.3)) == [Send(0, RequestMoments(0, 0, (1,)))]
   one.feed(Tick(14.9))
