@@ -157,7 +157,6 @@ class Replication:
 
   Args:
     copies: those that this shard holds for its neighbour; their endpoint has dialed the buddy.
-    buddy: the shard that gets the copies of this shard's fragments.
     patience_seconds: least time until the buddy is taken to be away.
     recorder: event log.
     time: real or virtual time.
@@ -171,13 +170,13 @@ class Replication:
   def __init__(
     self,
     copies: Copies,
-    buddy: int,
     patience_seconds: float,
     recorder: Records,
     time: Time = REAL_TIME,
   ):
     self.background: Callable[[Job], None] = at_once
-    self._copies, self._buddy, self._recorder, self._now = copies, buddy, recorder, time.now
+    self._copies, self._recorder, self._now = copies, recorder, time.now
+    self._buddy = buddy_of(copies.shard, copies.config.sync.num_shards)
     self._patience_seconds = patience_seconds
     self._copy_seconds = 0.0  # from sending a copy to its confirmation, smoothed
     self._newest: dict[int, Committed] = {}  # fragment -> the commit that the buddy should have

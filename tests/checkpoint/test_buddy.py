@@ -295,7 +295,7 @@ class Owner:
     clock = toy.AtOnce()
     clock.now = lambda: self.now_is
     self.copies = Copies(0, 9, self.box, PLAN, CONFIG)
-    self.side = Replication(self.copies, 1, patience_seconds, recorder, clock)
+    self.side = Replication(self.copies, patience_seconds, recorder, clock)
 
   def commit(self, p: int, version: int) -> None:
     self.side.changes(p)
