@@ -190,7 +190,7 @@ class FrameSocket:
           yield None
       except (MalformedMessage, Forget) as error:
         if isinstance(error, MalformedMessage):
-          self.owner.peer.caretaker.on_malformed(self.owner.peer.address, str(error))
+          self.owner.peer.endpoint.on_malformed(self.owner.peer.address, str(error))
         for left in range(payload_bytes, 0, -len(SCRATCH)):
           yield SCRATCH[:left]
         continue
@@ -365,7 +365,7 @@ class Channel:
       if any(each.fileno() >= 0 for each in self.ending):
         return None  # it may still write into a payload, which must not change once it is whole
       return incoming.room(self.number, frame, size)
-    if isinstance(frame, Control) and self.peer.caretaker.crowded(self.peer.address):
+    if isinstance(frame, Control) and self.peer.endpoint.crowded(self.peer.address):
       return None  # it is read no faster than the role takes its messages
     return SCRATCH[:0]
 
@@ -378,11 +378,11 @@ class Channel:
       incoming.arrived(self.number, frame.number)
     else:  # fragments may have another path: they are no sign that control comes through
       peer.heard_at = time.monotonic()
-      peer.caretaker.on_frame(peer, frame)
+      peer.endpoint.on_frame(peer, frame)
 
   def lost(self, wire: FrameSocket, reason: str) -> None:
     """The connection has broken, or the far end has closed it."""
-    self.peer.caretaker.control_thread.call(self.peer.caretaker.on_lost, self, wire, reason)
+    self.peer.endpoint.control_thread.call(self.peer.endpoint.on_lost, self, wire, reason)
 
 
 class Peer:
@@ -391,7 +391,7 @@ class Peer:
   Args:
     address: of the peer.
     streams: connections for fragments.
-    caretaker: the endpoint that it belongs to.
+    endpoint: to which it belongs.
     url: where we dial it; "": it has dialed us.
     key: of its connections; b"": not known yet, or the run has no keys.
   """
@@ -400,11 +400,11 @@ class Peer:
     self,
     address: str,
     streams: int,
-    caretaker: NetworkEndpoint,
+    endpoint: NetworkEndpoint,
     url: str = "",
     key: bytes = b"",
   ):
-    self.address, self.caretaker = address, caretaker
+    self.address, self.endpoint = address, endpoint
     self.url, self.key = url, key
     self.incarnation, self.session = -1, b""
     self.state, self.reason = "connecting", "not reached yet"
@@ -433,9 +433,9 @@ class Peer:
         self.control.waiting.append((memoryview(frames.encode(Control(header))),))
       else:
         data, queued = memoryview(payload).cast("B"), self.queued_bytes
-        if queued and queued + len(data) > self.caretaker.run.queue_bytes:
+        if queued and queued + len(data) > self.endpoint.run.queue_bytes:
           return False
-        frame = Bulk(next(self.caretaker.numbers), len(data), header)
+        frame = Bulk(next(self.endpoint.numbers), len(data), header)
         for channel in self.bulk:
           part = data[frames.part(channel.number, len(self.bulk), len(data))]
           channel.waiting.append((memoryview(frames.encode(frame, len(part))), part))
@@ -453,7 +453,7 @@ class Peer:
     with self.lock:
       count = max(len(channel.waiting) for channel in self.bulk)
       count += len(self.control.waiting) if control else 0
-      self.caretaker.counters.undelivered += count
+      self.endpoint.counters.undelivered += count
       for channel in self.channels if control else self.bulk:
         channel.waiting.clear()
 
@@ -544,21 +544,21 @@ class Incoming:
 
   def _begin(self, frame: Bulk) -> _Assembly:
     """Allocates a message; raises MalformedMessage if it is too large or not from this peer."""
-    self._begun, most = frame.number, self._peer.caretaker.run.max_payload_bytes
+    self._begun, most = frame.number, self._peer.endpoint.run.max_payload_bytes
     if frame.total > most:
       raise MalformedMessage(f"a payload of {frame.total} bytes exceeds {most}, this run's largest")
     open_frame(self._peer.address, self._incarnation, frame.header, b"")
-    payload = self._peer.caretaker.buffers.take(frame.total)
+    payload = self._peer.endpoint.buffers.take(frame.total)
     assembly = _Assembly(frame.header, payload, set(range(self._streams)))
     self._assemblies[frame.number] = assembly
     return assembly
 
   def _has_room(self, frame: Bulk) -> bool:
-    count, size = self._peer.caretaker.waiting_bulk(self._peer.address)
+    count, size = self._peer.endpoint.waiting_bulk(self._peer.address)
     count += len(self._assemblies)
     size += sum(each.size for each in self._assemblies.values())
     size += len(frame.header) + frame.total
-    return not count or (count < MAX_BULK and size <= self._peer.caretaker.run.queue_bytes)
+    return not count or (count < MAX_BULK and size <= self._peer.endpoint.run.queue_bytes)
 
   def arrived(self, stream: int, number: int) -> None:
     """This stream's part of a message has arrived. With its last part a message goes to the role's
@@ -570,5 +570,5 @@ class Incoming:
       assembly.missing.discard(stream)
       if not assembly.missing:
         message = assembly.header, assembly.payload
-        self._peer.caretaker.put(self._peer.address, *message, self._incarnation)
+        self._peer.endpoint.put(self._peer.address, *message, self._incarnation)
         del self._assemblies[number]  # not before: each message counts all the time

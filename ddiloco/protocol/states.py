@@ -385,10 +385,9 @@ class SyncerState(_State, Frozen):
     if report.learner == EVALUATOR:
       return self
     known = rules.noted_pace(self.beliefs, report.learner, report.step_seconds)
-    here, most = self._num_here(report.learner) if self.recovery_over(now) else 0, self.most_steps
-    known, global_step = rules.raised_global_step(
-      known, self.global_step, report.learner, report.global_step, now, most, self.sync, here
-    )
+    here = self._num_here(report.learner) if self.recovery_over(now) else 0
+    claim = self.global_step, report.learner, report.global_step, now, self.most_steps
+    known, global_step = rules.raised_global_step(known, *claim, self.sync, here)
     return replace(self, beliefs=known, global_step=global_step)
 
   @property
