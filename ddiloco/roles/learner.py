@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -92,20 +91,23 @@ class Exchange(WorkingRole):
 
   def boundary(self, *happened: actions.LearnerEvent) -> None:
     """Feeds what `happened`, then everything that has arrived, then reports to the shards."""
-    self._take_in(*happened)
+    for event in happened:
+      self._feed(event)
+    self._take_in()
     self._report()
 
-  def _take_in(self, *happened: actions.LearnerEvent | None) -> None:
-    for event in itertools.chain(happened, iter(self._arrived, None)):
-      if event is not None:
-        self._feed(event)
+  def _take_in(self) -> None:
+    for event in iter(self._arrived, None):
+      self._feed(event)
 
   def wait(self, until: float = math.inf) -> Loop[None]:
     """Waits, without a step to make, for a message or a time; reports what changes, and that it
     lives."""
     alive_at = self._heartbeat_at + HEARTBEAT_SECONDS
     arrived = yield min(until, alive_at)
-    self._take_in(self._received(arrived) if arrived else None)
+    if arrived and (received := self._received(arrived)):
+      self._feed(received)
+    self._take_in()
     now = self.time.now()  # after all arrived messages, since this process may have stood still
     self._feed(actions.Tick(now))
     if now >= alive_at or learner.reports(self.state, self._sync) != self._reports:
