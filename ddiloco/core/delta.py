@@ -273,13 +273,8 @@ def commit(
   optimizer = outer.at(config.outer, what.progress)
   momentum = outer.init(fragment.size, optimizer) if old.momentum is None else old.momentum
   before, name = Vectors(old.value, old.published_value, momentum), config.sync.publish_codec
-  after = None
-  if in_place:
-    # Where a lossy codec begins on a value that learners have, one vector becomes two.
-    apart = name != "f32" and old.value is old.published_value
-    after = before._replace(value=np.empty_like(old.value)) if apart else before
   sample = passes.sample(total)
-  new, update = passes.step(total, before, optimizer, name, share, after)
+  new, update = passes.step(total, before, optimizer, name, share, in_place)
   norms = [push.norm for push in chosen]
   length = norm * len(norms) / sum(norms) if any(norms) else None
   return new, update, Merged(weights, length, sample)

@@ -229,7 +229,7 @@ def step(
   config: OuterConfig,
   name: str,
   share: Share = map,
-  new: Vectors | None = None,
+  in_place: bool = False,
 ) -> tuple[Vectors, Encoded | None]:
   """The outer step on `stretch * sum`, and its update in the wire codec, in one pass.
 
@@ -241,16 +241,20 @@ def step(
     config: of the outer optimizer.
     name: the codec of updates; "f32": learners get the new value itself.
     share: runs the segments, on some threads.
-    new: the vectors to write to, which may be the old ones. None: fresh ones.
+    in_place: the new vectors overwrite the old ones.
 
   Returns:
     (the new vectors, the update from the published value before; None: values go out whole).
   """
   fragment, size, lossy = total.fragment, total.fragment.size, name != "f32"
-  if new is None:
-    value, momentum = np.empty(size, np.float32), old.momentum
-    speed = None if momentum is None else np.empty(size, np.float32)
-    new = Vectors(value, np.empty(size, np.float32) if lossy else value, speed)
+
+  def target(each: np.ndarray) -> np.ndarray:
+    return each if in_place else np.empty(size, np.float32)
+
+  value = published_value = target(old.published_value)
+  if lossy:  # where it begins on a value that learners have, one vector becomes two
+    value = np.empty_like(value) if old.value is old.published_value else target(old.value)
+  new = Vectors(value, published_value, None if old.momentum is None else target(old.momentum))
   update = codec.empty(size, name) if lossy else None
   stepper = None
   if total.compiled is not None and name in codec.LEVELS:

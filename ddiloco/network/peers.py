@@ -474,7 +474,7 @@ class Peer:
 
   def forget(self) -> None:
     """Drops all messages that are arriving; they may be sent again."""
-    self.incoming = Incoming(self, self.incarnation)
+    self.incoming = Incoming(self)
 
   def hang_up(self) -> None:
     """Ends all connections to the peer."""
@@ -506,8 +506,8 @@ class Incoming:
   of them, and `queue_bytes`. One is let in whatever its size if there is no other.
   """
 
-  def __init__(self, peer: Peer, incarnation: int):
-    self._peer, self._incarnation = peer, incarnation
+  def __init__(self, peer: Peer):
+    self._peer, self._incarnation = peer, peer.incarnation
     self._lock = threading.Lock()
     self._assemblies: dict[int, _Assembly] = {}  # by the message's number
     self._begun = -1  # number of the newest message that got room, or was refused

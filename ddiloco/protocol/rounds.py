@@ -203,29 +203,27 @@ def advance_rounds(state: SyncerState, now: float) -> SyncerOutcome:
     grace = rules.grace_seconds(current.step_seconds, state.quorum_seconds, way_back, state.sync)
     pending, count = current.pending, len(current.pushes)
     decision = rules.decide(now, count, pending, current.quorum_at, grace, current.quorum)
-    if not decision.over:
-      again = now >= current.pulled_at + _pull_patience(state, current.pulls)
-      if again:
-        current = replace(current, pulled_at=now, pulls=current.pulls + 1)
-        # A member that is heard, and whose pushes never come, must not stop the fragment: those
-        # that have become able to push meanwhile are asked too.
-        more = {*_available(state, i)} - {*pending, *current.pushes, *current.rejected}
-        if more:
-          pending = tuple(sorted({*pending, *more}))
-          current = replace(current, pending=pending)
-          todo.append(_round_event(f, current))
-      deadline = min(
-        current.pulled_at + _pull_patience(state, current.pulls),
-        decision.wake_at,
-        now + state.sync.liveness_seconds,  # patience is learned: it may be shorter by then
-      )
-      current = replace(current, deadline=deadline)
-      state = state.with_round(i, current)
-      if again:  # a pull or a push got lost; the same push comes again
-        todo += [_pull(state, f, current, m) for m in pending]
+    if decision.over:
+      state, ended = end_round(state, i, current, decision.reason, now)
+      todo += ended
       continue
-    state, ended = end_round(state, i, current, decision.reason, now)
-    todo += ended
+    if now >= current.pulled_at + _pull_patience(state, current.pulls):
+      current = replace(current, pulled_at=now, pulls=current.pulls + 1)
+      # A member that is heard, and whose pushes never come, must not stop the fragment: those that
+      # have become able to push meanwhile are asked too.
+      more = {*_available(state, i)} - {*pending, *current.pushes, *current.rejected}
+      if more:
+        pending = tuple(sorted({*pending, *more}))
+        current = replace(current, pending=pending)
+        todo.append(_round_event(f, current))
+      # A pull or a push got lost; the same push comes again.
+      todo += [_pull(state, f, current, m) for m in pending]
+    deadline = min(
+      current.pulled_at + _pull_patience(state, current.pulls),
+      decision.wake_at,
+      now + state.sync.liveness_seconds,  # patience is learned: it may be shorter by then
+    )
+    state = state.with_round(i, replace(current, deadline=deadline))
   return state, todo
 
 

@@ -316,7 +316,7 @@ class Exchange(WorkingRole):
     self.endpoint.send(syncer_address(shard), moments)
 
   def _take_moments(self, forwarded: ForwardMoments) -> Job:
-    p = forwarded.fragment
+    p, content = forwarded.fragment, None
     size = self._plan.fragments[p].size * self._store.num_moments
     try:
       flat = self._deltas.take_moments(forwarded.payload, size)
@@ -325,13 +325,10 @@ class Exchange(WorkingRole):
       self.recorder.record(
         events.Ignored(message="ForwardMoments", learner=forwarded.donor, reason=reason)
       )
-      yield None
-      self._tell(actions.Taken(p, self.time.now()))
-      return
-    staged = self._store.stage(p, flat, moments=True)
+    else:
+      content = replace(forwarded, payload=None), self._store.stage(p, flat, moments=True)
     yield None
-    header = replace(forwarded, payload=None)
-    self._tell(actions.Taken(p, self.time.now(), (header, staged)))
+    self._tell(actions.Taken(p, self.time.now(), content))
 
   def _stage(self, action: actions.Stage, staging: Staging) -> Job:
     publish = action.publish

@@ -154,7 +154,7 @@ def test_kernels_and_threads_change_no_bit(name, config, compiled):
     kept = Vectors(*(None if v is None else v.copy() for v in old))
     if name == "f32":
       kept = kept._replace(published_value=kept.value)
-    found[kernels, "in place"] = all_of(passes.step(total, kept, config, name, new=kept))
+    found[kernels, "in place"] = all_of(passes.step(total, kept, config, name, in_place=True))
     assert found[kernels, "in place"][0] is kept.value
   for each in found.values():
     for ours, theirs in zip(found[True], each, strict=True):
@@ -359,7 +359,7 @@ def test_a_step_allocates_the_new_vectors_if_any_and_chunks(in_place):
   tracemalloc.start()
   total = Sum(fragment, pushes, np.ones((4, 3), np.float32))
   passes.squares(total)
-  passes.step(total, old, NESTEROV, "int4", new=old if in_place else None)
+  passes.step(total, old, NESTEROV, "int4", in_place=in_place)
   peak = tracemalloc.get_traced_memory()[1]
   tracemalloc.stop()
   vectors = 3 * old.value.nbytes * (not in_place) + codec.payload_bytes(fragment.size, "int4")

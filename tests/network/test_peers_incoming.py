@@ -49,7 +49,7 @@ class Box(Incoming):
     self.inbox, self.woken = Inbox(run), 0
     peer = Peer("learner-0", streams, self.inbox)
     peer.wake_bulk = self.wake
-    super().__init__(peer, 0)
+    super().__init__(peer)
 
   def wake(self) -> None:
     self.woken += 1
