@@ -385,9 +385,13 @@ class SyncerState(_State, Frozen):
     if report.learner == EVALUATOR:
       return self
     known = rules.noted_pace(self.beliefs, report.learner, report.step_seconds)
-    here = self._num_here(report.learner) if self.recovery_over(now) else 0
+    here, over = len(self.members), self.recovery_over(now)
+    # Once three paces are known, only zero or not matters to the rule: no count is needed.
+    if over and len(self.beliefs.paces) < 3:
+      others = {m for m, member in self.members.items() if m != EVALUATOR and not member.lost}
+      here = len(others | {report.learner})  # it reports, so it is here even if it counted as lost
     claim = self.global_step, report.learner, report.global_step, now, self.most_steps
-    known, global_step = rules.raised_global_step(known, *claim, self.sync, here)
+    known, global_step = rules.raised_global_step(known, *claim, self.sync, here if over else 0)
     return replace(self, beliefs=known, global_step=global_step)
 
   @property
@@ -397,17 +401,6 @@ class SyncerState(_State, Frozen):
     most = rules.WASTE * self.target_tokens / fewest if fewest else math.inf
     # Every fragment is synced once in any run.
     return max(most, rules.SHORT_RUN_STEPS) + rules.step_tolerance(self.sync)
-
-  def _num_here(self, reports: int) -> int:
-    """How many learners are not lost, the reporting one included.
-
-    Once three paces are known, only zero or not matters to `raised_global_step`: no count is
-    needed.
-    """
-    if len(self.beliefs.paces) > 2:
-      return len(self.members)
-    here = {m for m, member in self.members.items() if m != EVALUATOR and not member.lost}
-    return len(here | {reports})  # it reports, so it is here even if it counted as lost
 
   # --- changes
 
