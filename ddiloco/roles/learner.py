@@ -448,16 +448,15 @@ class Learner:
         planned_steps=self.config.planned_steps(),
       )
     )
-    last, blocked = now(), 0.0
-    told, give_up_at = False, math.inf
+    last, blocked, give_up_at = now(), 0.0, math.inf
     try:
       while not exchange.state.done:
         faults.check(exchange.state.global_step)
         yield None  # a planned stall may have passed
-        if stopped() and not told:
-          told, give_up_at = True, now() + drain_seconds
+        if stopped() and not exchange.state.leaving:
+          give_up_at = now() + drain_seconds
           exchange.drain()
-        if told and (at_once() or now() >= give_up_at):
+        if exchange.state.leaving and (at_once() or now() >= give_up_at):
           exchange.leave()
         elif learner.can_step(exchange.state, self.config.sync):
           batches = batches or self._open()
