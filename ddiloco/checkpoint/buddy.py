@@ -35,14 +35,7 @@ from ddiloco.core.fragments import Plan
 from ddiloco.network.transport import Endpoint, syncer_address
 from ddiloco.observe.eventlog import Records
 from ddiloco.protocol import events
-from ddiloco.protocol.messages import (
-  NOTHING,
-  Publish,
-  Recover,
-  Recovered,
-  Replica,
-  Replicated,
-)
+from ddiloco.protocol.messages import NOTHING, Publish, Recover, Recovered, Replica, Replicated
 from ddiloco.protocol.rules import smooth
 from ddiloco.protocol.values import replace
 from ddiloco.runtime import REAL_TIME, Job, Time

@@ -23,13 +23,7 @@ from ddiloco.core.fragments import Plan
 from ddiloco.network.transport import learner_address
 from ddiloco.observe.guards import warn
 from ddiloco.protocol import actions, events, syncer
-from ddiloco.protocol.actions import (
-  InstallValue,
-  Received,
-  Send,
-  SyncerAction,
-  TakeSnapshot,
-)
+from ddiloco.protocol.actions import InstallValue, Received, Send, SyncerAction, TakeSnapshot
 from ddiloco.protocol.events import parse_role
 from ddiloco.protocol.messages import (
   EVALUATOR,
