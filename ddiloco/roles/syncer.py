@@ -186,14 +186,8 @@ class Syncer(WorkingRole):
     """One event through the reducer, and every action it decides, in order."""
     self.state, todo = syncer.syncer_on(self.state, event)
     yield None
-    publishes = []
     for action in todo:
-      if isinstance(action, Send) and isinstance(action.message, Publish):
-        publishes.append(action)
-      else:
-        self._perform(action)
-    if publishes:
-      self._do(functools.partial(self._with_payloads, publishes), self._publish)
+      self._perform(action)
 
   def finish(self) -> Loop[None]:
     """Does what follows the jobs that are done."""
@@ -203,6 +197,9 @@ class Syncer(WorkingRole):
 
   def _perform(self, action: SyncerAction) -> None:
     match action:
+      case Send(to, Publish() as publish):
+        work = functools.partial(self._with_payload, publish)
+        self._do(work, functools.partial(self._publish, to))
       case Send(to, message):
         self.endpoint.send(learner_address(to), message)
       case actions.Read(message, now):
@@ -342,23 +339,19 @@ class Syncer(WorkingRole):
 
   # --- messages and log lines ---------------------------------------------------------------------
 
-  def _with_payloads(self, publishes: list[Send]) -> list[tuple[int, Publish]]:
-    """(learner, publish) of each, as the fragment is now: between two commits of it."""
-    found = []
-    for action in publishes:
-      publish = self.merger.with_payload(action.message)
-      if self._sealer is not None:
-        publish = self._sealer.sealed(publish, self.committed[publish.fragment].published_value)
-      found.append((action.to, publish))
-    return found
+  def _with_payload(self, publish: Publish) -> Publish:
+    """With payload and seal, as the fragment is now: between two commits of it."""
+    publish = self.merger.with_payload(publish)
+    if self._sealer is None:
+      return publish
+    return self._sealer.sealed(publish, self.committed[publish.fragment].published_value)
 
-  def _publish(self, publishes: list[tuple[int, Publish]]) -> Loop[None]:
-    for to, publish in publishes:
-      send = functools.partial(self.endpoint.send, learner_address(to), publish)
-      if self.replication is None:
-        send()
-      else:
-        self.replication.when_safe(publish.fragment, send)
+  def _publish(self, to: int, publish: Publish) -> Loop[None]:
+    send = functools.partial(self.endpoint.send, learner_address(to), publish)
+    if self.replication is None:
+      send()
+    else:
+      self.replication.when_safe(publish.fragment, send)
     yield None
 
   def _note_ignored(self, event: events.Ignored) -> None:
