@@ -230,10 +230,10 @@ def advance_rounds(state: SyncerState, now: float) -> SyncerOutcome:
 def end_round(state: SyncerState, i: int, current: Round, why: str, now: float) -> SyncerOutcome:
   """Screens the pushes, and commits if a quorum of them is left. Members that were sent the version
   before get the update; all others get the whole value when they report next."""
-  f, ratio, period = state.fragments[i], state.sync.max_norm_ratio, state.sync.sync_period
-  steps = {m: min(p.steps, rules.COUNTED_PERIODS * period) for m, p in current.pushes.items()}
+  f, most = state.fragments[i], rules.COUNTED_PERIODS * state.sync.sync_period
+  steps = {m: min(p.steps, most) for m, p in current.pushes.items()}
   past, settled = _past(state, i, current)
-  rejected = rules.screen(current.norms, steps, past, ratio, period, settled)
+  rejected = rules.screen(current.norms, steps, past, state.sync, settled)
   candidates = sorted(m for m in current.pushes if m not in rejected)
   opposing = rules.opposing(current.products, candidates)
   state, contrary = _count_opposing(state, candidates, opposing)

@@ -218,8 +218,7 @@ class Exchange(WorkingRole):
     if self._save is None:
       return
     reason = self._saver.refusal  # no step should wait for a copy that would be dropped
-    if not action.state.joined:
-      lacks = [p for p, f in enumerate(action.state.fragments) if not f.here]
+    if lacks := [p for p, f in enumerate(action.state.fragments) if not f.here]:
       reason = f"it has not joined: it waits for fragments {lacks}"
     elif action.state.wants or self.warms_up:  # a later incarnation would use them at full rate
       reason = "its inner moments are new: its learning rate has not warmed up"

@@ -10,10 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddiloco.config import SyncConfig
-from ddiloco.protocol.rules import Decision, decide, grace_seconds, screen
+from ddiloco.protocol import rules
+from ddiloco.protocol.rules import Decision, decide, grace_seconds
 
 NONE = math.inf  # no quorum yet
 TWO = SyncConfig(min_quorum=2, overlap_steps=2, grace_safety=0.5)
+
+
+def screen(norms, steps, past, ratio, period, settled=True):
+  sync = SyncConfig(max_norm_ratio=ratio, sync_period=period, overlap_steps=0)
+  return rules.screen(norms, steps, past, sync, settled)
 
 
 @pytest.mark.parametrize(
