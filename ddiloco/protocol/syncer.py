@@ -236,9 +236,9 @@ def _on_report(state: SyncerState, report: Report, event: Received) -> SyncerOut
   versions, member = _compared(state, report.rounds, report.versions), state.members.get(me)
   if member is None or report.incarnation > member.incarnation:
     # Of an earlier incarnation only the norms of its pushes stay known.
-    state, none, zero = state.forget(me), (0,) * len(versions), (0.0,) * len(versions)
-    norms = member.norms if member else zero
-    member = Member(report.incarnation, now, versions, none, versions, zero, norms)
+    state, steps, never = state.forget(me), (0,) * len(versions), (0.0,) * len(versions)
+    norms, life = member.norms if member else never, report.incarnation
+    member = Member(life, now, versions, steps, sent=versions, sent_at=never, norms=norms)
     reason = f"incarnation {report.incarnation}"
     todo.append(events.Member(learner=me, state="joined", reason=reason))
   elif member.lost:  # resends of what it lacks need not wait
