@@ -205,23 +205,6 @@ class WorkingRole:
     self._threads.shutdown(wait=False)
 
 
-def drive(loop: Loop[T], endpoint: Endpoint, look_seconds: float) -> T:
-  """Runs a loop on this thread and the machine's clock; returns the loop's result.
-
-  A waiting loop is resumed at least every `look_seconds`, since stop signals wake no loop.
-  """
-  news = None
-  try:
-    while True:
-      until, news = loop.send(news), None
-      if until is not None:
-        news = endpoint.receive(max(0.0, min(until - time.monotonic(), look_seconds)))
-  except StopIteration as end:
-    return end.value
-  finally:
-    loop.close()
-
-
 _roles, _roles_lock = 0, threading.Lock()  # number of roles that live in this process
 
 
@@ -245,3 +228,21 @@ def short_collections() -> Iterator[None]:
       _roles -= 1
       if not _roles:
         gc.unfreeze()
+
+
+@short_collections()
+def drive(loop: Loop[T], endpoint: Endpoint, look_seconds: float) -> T:
+  """Runs a role's loop on this thread and the machine's clock; returns the loop's result.
+
+  A waiting loop is resumed at least every `look_seconds`, since stop signals wake no loop.
+  """
+  news = None
+  try:
+    while True:
+      until, news = loop.send(news), None
+      if until is not None:
+        news = endpoint.receive(max(0.0, min(until - time.monotonic(), look_seconds)))
+  except StopIteration as end:
+    return end.value
+  finally:
+    loop.close()

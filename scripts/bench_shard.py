@@ -125,7 +125,7 @@ def serve(pipe: Any, shard: int, shards: int, values: int, fragments: int, learn
   if shards > 1:
     endpoint.dial(syncer_address(1 - shard), pipe.recv())
     copies = Copies(shard, 1, endpoint, plan, config)
-    replication = Replication(copies, 1 - shard, PATIENCE_SECONDS, Recorder(pipe))
+    replication = Replication(copies, PATIENCE_SECONDS, Recorder(pipe))
   state, stop = new_syncer(config, shard, 1, store), threading.Event()
   runtime = Runtime(endpoint, Recorder(pipe))
   role = Syncer(state, config, plan, store, runtime, replication, in_place=True)

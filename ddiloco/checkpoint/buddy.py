@@ -35,14 +35,7 @@ from ddiloco.core.fragments import Plan
 from ddiloco.network.transport import Endpoint, syncer_address
 from ddiloco.observe.eventlog import Records
 from ddiloco.protocol import events
-from ddiloco.protocol.messages import (
-  NOTHING,
-  Publish,
-  Recover,
-  Recovered,
-  Replica,
-  Replicated,
-)
+from ddiloco.protocol.messages import NOTHING, Publish, Recover, Recovered, Replica, Replicated
 from ddiloco.protocol.rules import smooth
 from ddiloco.protocol.values import replace
 from ddiloco.runtime import REAL_TIME, Job, Time
@@ -157,7 +150,6 @@ class Replication:
 
   Args:
     copies: those that this shard holds for its neighbour; their endpoint has dialed the buddy.
-    buddy: the shard that gets the copies of this shard's fragments.
     patience_seconds: least time until the buddy is taken to be away.
     recorder: event log.
     time: real or virtual time.
@@ -171,13 +163,13 @@ class Replication:
   def __init__(
     self,
     copies: Copies,
-    buddy: int,
     patience_seconds: float,
     recorder: Records,
     time: Time = REAL_TIME,
   ):
     self.background: Callable[[Job], None] = at_once
-    self._copies, self._buddy, self._recorder, self._now = copies, buddy, recorder, time.now
+    self._copies, self._recorder, self._now = copies, recorder, time.now
+    self._buddy = buddy_of(copies.shard, copies.config.sync.num_shards)
     self._patience_seconds = patience_seconds
     self._copy_seconds = 0.0  # from sending a copy to its confirmation, smoothed
     self._newest: dict[int, Committed] = {}  # fragment -> the commit that the buddy should have
@@ -350,7 +342,7 @@ def recover(
       for each in neighbours(shard, num_shards):
         endpoint.send(syncer_address(each), Recover(shard, incarnation))
     arrived = endpoint.receive(ASK_SECONDS)
-    message = arrived[1] if arrived else None
+    message = arrived.message if arrived else None
     match message:
       case Replica(owner=owner) if owner == shard and message.shard == buddy:
         copy, p = unpack(message, copies.plan), message.state.index
@@ -407,8 +399,7 @@ def unpack(
   state = replica.state
   if state.index >= len(plan.fragments):
     return None
-  fragment = plan.fragments[state.index]
-  data, size = np.frombuffer(replica.payload, np.uint8), fragment.size
+  data, size = np.frombuffer(replica.payload, np.uint8), plan.fragments[state.index].size
   if replica.base_round == NOTHING:
     if data.nbytes not in (4 * size, 8 * size) or replica.codec != "f32":
       return None
@@ -423,7 +414,7 @@ def unpack(
     change = codec.checked(data, size, replica.codec)
   except codec.CodecError:
     return None
-  passes.follow(fragment, value, momentum, change, optimizer)
+  passes.follow(value, momentum, change, optimizer)
   return Committed(state, value, value, momentum, replica.momentum_round)
 
 

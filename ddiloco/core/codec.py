@@ -218,20 +218,17 @@ def _quantise(values: np.ndarray, levels: int, scales: np.ndarray, out: np.ndarr
   """Fills `scales` [blocks], and `out` with rint(values / scale): integers in -levels..levels."""
   np.abs(values, out=out)
   peaks = _peaks(out, scales.size)
-  np.divide(peaks, np.float32(levels), out=scales)
-  divisors = scales
-  plain = scales.min() >= _SMALLEST_NORMAL and scales.max() < _LARGEST / levels * (1 - 1e-6)
-  if not plain:
-    _repair_scales(peaks, levels, scales)
-    divisors = np.where(scales > 0, scales, np.float32(np.inf))  # dividing by it gives code 0
+  _scale(peaks, levels, scales)
+  divisors = np.where(scales > 0, scales, np.float32(np.inf))  # dividing by it gives code 0
   _blockwise(np.divide, values, divisors, out)
   np.rint(out, out=out)
-  if not plain:
+  if not np.isfinite(peaks).all():
     out[np.isnan(out)] = 0
 
 
-def _repair_scales(peaks: np.ndarray, levels: int, scales: np.ndarray) -> None:
-  """Scales at the edges of float32: rounding must not bring a code out of range or overflow."""
+def _scale(peaks: np.ndarray, levels: int, scales: np.ndarray) -> None:
+  """Fills `scales`; at the edges of float32, too, no code may be out of range, and no value."""
+  np.divide(peaks, np.float32(levels), out=scales)
   # Subnormal scales round coarsely: round them up, or the largest code would exceed `levels`.
   up = (scales < _SMALLEST_NORMAL) & (scales * np.float32(levels) < peaks)
   scales[up] = np.nextafter(scales[up], np.float32(np.inf))

@@ -220,10 +220,8 @@ class Measured(Frozen):
 
 def measure(fragment: Fragment, push: Encoded, share: Share = map) -> Measured:
   """The measurements of one more push, for the round, the screening and the merge."""
-  ones = np.ones((1, len(fragment.pieces)), np.float32)
-  alone = passes.Sum(fragment, [push], ones)
-  squares = passes.squares(alone, share)
-  return Measured(push, squares, passes.sample(alone, ones[0], outer.compared_pieces(fragment)))
+  alone = passes.Sum(fragment, [push], np.ones((1, len(fragment.pieces)), np.float32))
+  return Measured(push, passes.squares(alone, share), passes.sample(alone))
 
 
 class Merged(Frozen):
@@ -271,17 +269,12 @@ def commit(
   """
   chosen = [pushes[m] for m in what.learners]
   weights = learner_weights(what, config)
-  total, stretch, norm = combine(fragment, chosen, weights, share)
+  total, norm = combine(fragment, chosen, weights, share)
   optimizer = outer.at(config.outer, what.progress)
   momentum = outer.init(fragment.size, optimizer) if old.momentum is None else old.momentum
   before, name = Vectors(old.value, old.published_value, momentum), config.sync.publish_codec
-  after = None
-  if in_place:
-    # Where a lossy codec begins on a value that learners have, one vector becomes two.
-    apart = name != "f32" and old.value is old.published_value
-    after = before._replace(value=np.empty_like(old.value)) if apart else before
-  sample = passes.sample(total, stretch, outer.compared_pieces(fragment))
-  new, update = passes.step(total, stretch, before, optimizer, name, share, after)
+  sample = passes.sample(total)
+  new, update = passes.step(total, before, optimizer, name, share, in_place)
   norms = [push.norm for push in chosen]
   length = norm * len(norms) / sum(norms) if any(norms) else None
   return new, update, Merged(weights, length, sample)
@@ -289,21 +282,20 @@ def commit(
 
 def combine(
   fragment: Fragment, pushes: Sequence[Measured], weights: np.ndarray, share: Share = map
-) -> tuple[passes.Sum, np.ndarray, float]:
+) -> tuple[passes.Sum, float]:
   """The merge rule: the merged outer gradient of these pushes, whose `weights` are f64 [M].
 
   A rule that is no weighted sum gives a `passes.Sum` that reads chunks in its own way.
 
   Returns:
-    (a sum of the pushes; f32 [pieces], the factor by which each piece of it is merged; the norm of
-    the merged outer gradient).
+    (a sum of the pushes, with the factor `stretch` of each piece; the norm of both together).
   """
   squares = np.stack([push.squares for push in pushes])
   coefficients = outer.Coefficients(fragment, squares, weights)
   total = passes.Sum(fragment, [push.push for push in pushes], coefficients.units)
   summed = passes.squares(total, share)
-  stretch = coefficients.stretch(summed)
-  return total, stretch, math.sqrt(float(stretch**2 @ summed))
+  total.stretch = coefficients.stretch(summed)
+  return total, math.sqrt(float(total.stretch**2 @ summed))
 
 
 def learner_weights(what: Commit, config: Config) -> np.ndarray:

@@ -360,7 +360,7 @@ def _copy(source, target):
 
 @_compiled
 def _scale(peak, levels):
-  """The scale of a block, as in `codec._quantise`, also at the edges of f32."""
+  """The scale of a block, as in `codec._scale`, also at the edges of f32."""
   if not np.isfinite(peak):
     return np.float32(np.nan)
   scale = peak / levels

@@ -90,12 +90,6 @@ def bounded_shares(weights: np.ndarray, step_tokens: Sequence[int]) -> np.ndarra
   return bounded
 
 
-def compared_pieces(fragment: Fragment) -> list[int]:
-  """Indices of the pieces whose directions are compared: those merged by RDA; if none is, all."""
-  directed = [index for index, piece in enumerate(fragment.pieces) if not piece.average]
-  return directed or list(range(len(fragment.pieces)))
-
-
 class Coefficients:
   """The coefficients u and c of the module's formula, from norms and weights of M pushes.
 

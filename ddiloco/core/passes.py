@@ -121,10 +121,14 @@ class Sum:
     fragment: the pieces' fragment.
     pushes: M of them, in one codec.
     units: f32 [M, pieces].
+
+  Attributes:
+    stretch: f32 [pieces], the factor by which `sample` and `step` take each piece of the sum; 1
+      unless the merge rule says otherwise.
   """
 
   def __init__(self, fragment: Fragment, pushes: Sequence[Encoded], units: np.ndarray):
-    self.fragment = fragment
+    self.fragment, self.stretch = fragment, np.ones(len(fragment.pieces), np.float32)
     self._terms = [(push, mine) for push, mine in zip(pushes, units) if mine.any()]
     self.compiled: Any = None
     if self._terms and _by_kernels(fragment, pushes[0].codec):
@@ -181,8 +185,11 @@ def dot(a: np.ndarray, b: np.ndarray) -> float:
 
 
 @functools.lru_cache(maxsize=256)
-def _sampled(fragment: Fragment, compared: tuple[int, ...]) -> list[tuple[Chunk, list[list[int]]]]:
-  """At most 16 chunks, evenly spread, each with those of its runs that are of these pieces."""
+def _sampled(fragment: Fragment) -> list[tuple[Chunk, list[list[int]]]]:
+  """At most 16 chunks, evenly spread, each with those of its runs whose directions are compared:
+  of the pieces that are merged by RDA; if none is, of all."""
+  directed = [index for index, piece in enumerate(fragment.pieces) if not piece.average]
+  compared = directed or range(len(fragment.pieces))
   chunks = [chunk for segment in segments(fragment) for chunk in segment.chunks()]
   found = [(c, c.runs[np.isin(c.runs[:, 2], compared)].tolist()) for c in chunks]
   found = [(chunk, runs) for chunk, runs in found if runs]
@@ -190,15 +197,15 @@ def _sampled(fragment: Fragment, compared: tuple[int, ...]) -> list[tuple[Chunk,
   return [found[i * len(found) // count] for i in range(count)]
 
 
-def sample(total: Sum, stretch: np.ndarray, compared: Sequence[int]) -> np.ndarray:
-  """`stretch * total` at [at most SAMPLED] places in the pieces `compared`, f32; `stretch` is f32
-  [pieces]. The places depend on the fragment only: an equal number in each of some chunks."""
-  chunks, values = _sampled(total.fragment, tuple(compared)), [np.empty(0, np.float32)]
+def sample(total: Sum) -> np.ndarray:
+  """`stretch * sum` at [at most SAMPLED] places, f32. The places depend on the fragment only: an
+  equal number in each of some chunks, in the pieces whose directions are compared."""
+  chunks, values = _sampled(total.fragment), [np.empty(0, np.float32)]
   for chunk, runs in chunks:
     row, scratch = np.empty((2, chunk.stop - chunk.start), np.float32)
     total.read(chunk, row, scratch)
     most = SAMPLED // len(chunks)
-    parts = [row[start:stop][:most] * stretch[piece] for start, stop, piece in runs]
+    parts = [row[start:stop][:most] * total.stretch[piece] for start, stop, piece in runs]
     values.append(np.concatenate(parts)[:most])
   return np.concatenate(values)
 
@@ -218,38 +225,40 @@ class Vectors(NamedTuple):
 
 def step(
   total: Sum,
-  stretch: np.ndarray,
   old: Vectors,
   config: OuterConfig,
   name: str,
   share: Share = map,
-  new: Vectors | None = None,
+  in_place: bool = False,
 ) -> tuple[Vectors, Encoded | None]:
-  """The outer step on `stretch * total`, and its update in the wire codec, in one pass.
+  """The outer step on `stretch * sum`, and its update in the wire codec, in one pass.
 
   Rounding errors do not add up: an update starts at the value that learners really have.
 
   Args:
     total: of the pushes.
-    stretch: f32 [pieces].
     old: as of the step before.
     config: of the outer optimizer.
     name: the codec of updates; "f32": learners get the new value itself.
     share: runs the segments, on some threads.
-    new: the vectors to write to, which may be the old ones. None: fresh ones.
+    in_place: the new vectors overwrite the old ones.
 
   Returns:
     (the new vectors, the update from the published value before; None: values go out whole).
   """
   fragment, size, lossy = total.fragment, total.fragment.size, name != "f32"
-  if new is None:
-    value, momentum = np.empty(size, np.float32), old.momentum
-    speed = None if momentum is None else np.empty(size, np.float32)
-    new = Vectors(value, np.empty(size, np.float32) if lossy else value, speed)
+
+  def target(each: np.ndarray) -> np.ndarray:
+    return each if in_place else np.empty(size, np.float32)
+
+  value = published_value = target(old.published_value)
+  if lossy:  # where it begins on a value that learners have, one vector becomes two
+    value = np.empty_like(value) if old.value is old.published_value else target(old.value)
+  new = Vectors(value, published_value, None if old.momentum is None else target(old.momentum))
   update = codec.empty(size, name) if lossy else None
   stepper = None
   if total.compiled is not None and name in codec.LEVELS:
-    stepper = _kernels().Stepper(total.compiled, old, new, stretch, config, update)
+    stepper = _kernels().Stepper(total.compiled, old, new, total.stretch, config, update)
 
   def work(segment: Segment) -> None:
     if stepper is not None:
@@ -259,7 +268,7 @@ def step(
     for chunk in segment.chunks():
       here = rows[:, : chunk.stop - chunk.start]
       total.read(chunk, here[0], here[1])
-      _step(chunk, here, old, new, stretch, config, update)
+      _step(chunk, here, old, new, total.stretch, config, update)
 
   list(share(work, segments(fragment)))
   return new, update
@@ -295,7 +304,6 @@ def _step(
 
 
 def follow(
-  fragment: Fragment,
   published_value: np.ndarray,
   momentum: np.ndarray | None,
   change: Encoded,
@@ -306,17 +314,16 @@ def follow(
   The copy has the shard's bits: an update is added; a change in f32 is the new value itself.
 
   Args:
-    fragment: the vectors' fragment.
     published_value: [size] f32, before; becomes the new one.
     momentum: [size] f32, before; becomes the new one. None without.
     change: in the wire codec.
     config: of the outer optimizer.
   """
-  rows = np.empty((3, CHUNK), np.float32)
+  size, rows = published_value.size, np.empty((3, CHUNK), np.float32)
 
   def chunk(here: slice) -> None:
     before, after, scratch = rows[:, : here.stop - here.start]
-    codec.decode_chunk(change, fragment.size, here.start, after)
+    codec.decode_chunk(change, size, here.start, after)
     before[:] = published_value[here]
     if change.codec != "f32":
       np.add(before, after, out=after)
@@ -324,4 +331,4 @@ def follow(
     if momentum is not None:
       outer.followed(momentum[here], before, after, config, momentum[here], scratch)
 
-  over_chunks(fragment.size, chunk)
+  over_chunks(size, chunk)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ddiloco.checkpoint import restore
-from ddiloco.checkpoint.buddy import Copies, Replication, Sealer, buddy_of, recover
+from ddiloco.checkpoint.buddy import Copies, Replication, Sealer, recover
 from ddiloco.checks import lasts, require
 from ddiloco.config import Config
 from ddiloco.core.delta import Committed, Store, new_fragment
@@ -230,11 +230,10 @@ def _syncer(runner: RoleRunner, shard: int) -> int:
   config, recorder = runner.config, runner.recorder
   owned = owned_by(shard, config.sync.num_shards, config.sync.num_fragments)
   endpoint = runner.connect()
-  settings, buddy = config.network, buddy_of(shard, config.sync.num_shards)
   copies = Copies(shard, runner.incarnation, endpoint, runner.plan, config)
   replication = None
-  if buddy != shard:
-    replication = Replication(copies, buddy, settings.patience_seconds, recorder)
+  if config.sync.num_shards > 1:
+    replication = Replication(copies, config.network.patience_seconds, recorder)
   store, state, unfounded = _recover(runner, shard, copies, owned)
   rounds = (store[p].state.last_round for p in owned)
   runner.come_after(max(rounds, default=-1) >> 24)  # a round id contains its shard's incarnation

@@ -86,7 +86,7 @@ class FrameSocket:
     self._tls = connected if isinstance(connected, ssl.SSLSocket) else None
     self._pace = frames.pace(connected) if paced else itertools.repeat(0.0)
     self._leaves = False
-    self._leaving: collections.deque[memoryview] = collections.deque()  # bytes being sent now
+    self._sending: collections.deque[memoryview] = collections.deque()  # bytes being sent now
     self._parcel: Parcel | None = None  # of the owner, the newest among them
     self._parser: Iterator[memoryview | None] = self._parse()
     # Memory to fill; None: no room now, and the kernel holds the far end back.
@@ -107,13 +107,13 @@ class FrameSocket:
     """Sends a frame of the connection itself, before the owner's. Not after `leave`: that would
     break a connection whose far end has not seen its end yet."""
     if not self._leaves:
-      self._leaving.append(memoryview(frames.encode(frame)))
+      self._sending.append(memoryview(frames.encode(frame)))
       self.wake()
 
   @property
   def behind(self) -> bool:
     """Whether bytes still wait until the kernel takes them."""
-    return bool(self._leaving)
+    return bool(self._sending)
 
   def leave(self) -> None:
     """Ends the connection when all is sent. Data that comes until then is read and dropped: closing
@@ -127,7 +127,7 @@ class FrameSocket:
     self._socket.close()
     # The parser refers to this object, a cycle that would keep payloads until a collection.
     self._parser, self._wanted, self._parcel = iter(()), None, None
-    self._leaving.clear()
+    self._sending.clear()
 
   def turn(self, reads: bool = True, writes: bool = True) -> None:
     """Reads and writes as much as is possible now."""
@@ -190,7 +190,7 @@ class FrameSocket:
           yield None
       except (MalformedMessage, Forget) as error:
         if isinstance(error, MalformedMessage):
-          self.owner.peer.caretaker.on_malformed(self.owner.peer.address, str(error))
+          self.owner.peer.endpoint.on_malformed(self.owner.peer.address, str(error))
         for left in range(payload_bytes, 0, -len(SCRATCH)):
           yield SCRATCH[:left]
         continue
@@ -205,18 +205,18 @@ class FrameSocket:
     if call_after := next(self._pace):
       self.thread.loop.call_later(call_after, self.turn, False)
     while left > 0 and self._refill():
-      count = self._socket.send(self._leaving[0][:CALL_BYTES])
+      count = self._socket.send(self._sending[0][:CALL_BYTES])
       left -= count
-      self._leaving[0] = self._leaving[0][count:]
+      self._sending[0] = self._sending[0][count:]
 
   def _refill(self) -> bool:
     """Takes the owner's next parcel if there is nothing to send; whether there is something now."""
-    while self._leaving and not self._leaving[0]:
-      self._leaving.popleft()
-    if not self._leaving:
+    while self._sending and not self._sending[0]:
+      self._sending.popleft()
+    if not self._sending:
       self._parcel = self.owner.next(self, self._parcel)
-      self._leaving += self._parcel or ()
-    if not self._leaving and self._leaves:
+      self._sending += self._parcel or ()
+    if not self._sending and self._leaves:
       with contextlib.suppress(OSError):  # the far end has closed already
         self._socket.shutdown(socket.SHUT_WR)
     return self.behind
@@ -365,7 +365,7 @@ class Channel:
       if any(each.fileno() >= 0 for each in self.ending):
         return None  # it may still write into a payload, which must not change once it is whole
       return incoming.room(self.number, frame, size)
-    if isinstance(frame, Control) and self.peer.caretaker.crowded(self.peer.address):
+    if isinstance(frame, Control) and self.peer.endpoint.crowded(self.peer.address):
       return None  # it is read no faster than the role takes its messages
     return SCRATCH[:0]
 
@@ -378,11 +378,11 @@ class Channel:
       incoming.arrived(self.number, frame.number)
     else:  # fragments may have another path: they are no sign that control comes through
       peer.heard_at = time.monotonic()
-      peer.caretaker.on_frame(peer, frame)
+      peer.endpoint.on_frame(peer, frame)
 
   def lost(self, wire: FrameSocket, reason: str) -> None:
     """The connection has broken, or the far end has closed it."""
-    self.peer.caretaker.control_thread.call(self.peer.caretaker.on_lost, self, wire, reason)
+    self.peer.endpoint.control_thread.call(self.peer.endpoint.on_lost, self, wire, reason)
 
 
 class Peer:
@@ -391,7 +391,7 @@ class Peer:
   Args:
     address: of the peer.
     streams: connections for fragments.
-    caretaker: the endpoint that it belongs to.
+    endpoint: to which it belongs.
     url: where we dial it; "": it has dialed us.
     key: of its connections; b"": not known yet, or the run has no keys.
   """
@@ -400,11 +400,11 @@ class Peer:
     self,
     address: str,
     streams: int,
-    caretaker: NetworkEndpoint,
+    endpoint: NetworkEndpoint,
     url: str = "",
     key: bytes = b"",
   ):
-    self.address, self.caretaker = address, caretaker
+    self.address, self.endpoint = address, endpoint
     self.url, self.key = url, key
     self.incarnation, self.session = -1, b""
     self.state, self.reason = "connecting", "not reached yet"
@@ -433,9 +433,9 @@ class Peer:
         self.control.waiting.append((memoryview(frames.encode(Control(header))),))
       else:
         data, queued = memoryview(payload).cast("B"), self.queued_bytes
-        if queued and queued + len(data) > self.caretaker.run.queue_bytes:
+        if queued and queued + len(data) > self.endpoint.run.queue_bytes:
           return False
-        frame = Bulk(next(self.caretaker.numbers), len(data), header)
+        frame = Bulk(next(self.endpoint.numbers), len(data), header)
         for channel in self.bulk:
           part = data[frames.part(channel.number, len(self.bulk), len(data))]
           channel.waiting.append((memoryview(frames.encode(frame, len(part))), part))
@@ -453,7 +453,7 @@ class Peer:
     with self.lock:
       count = max(len(channel.waiting) for channel in self.bulk)
       count += len(self.control.waiting) if control else 0
-      self.caretaker.counters.undelivered += count
+      self.endpoint.counters.undelivered += count
       for channel in self.channels if control else self.bulk:
         channel.waiting.clear()
 
@@ -474,7 +474,7 @@ class Peer:
 
   def forget(self) -> None:
     """Drops all messages that are arriving; they may be sent again."""
-    self.incoming = Incoming(self, self.incarnation)
+    self.incoming = Incoming(self)
 
   def hang_up(self) -> None:
     """Ends all connections to the peer."""
@@ -506,8 +506,8 @@ class Incoming:
   of them, and `queue_bytes`. One is let in whatever its size if there is no other.
   """
 
-  def __init__(self, peer: Peer, incarnation: int):
-    self._peer, self._incarnation = peer, incarnation
+  def __init__(self, peer: Peer):
+    self._peer, self._incarnation = peer, peer.incarnation
     self._lock = threading.Lock()
     self._assemblies: dict[int, _Assembly] = {}  # by the message's number
     self._begun = -1  # number of the newest message that got room, or was refused
@@ -544,24 +544,21 @@ class Incoming:
 
   def _begin(self, frame: Bulk) -> _Assembly:
     """Allocates a message; raises MalformedMessage if it is too large or not from this peer."""
-    self._begun, most = frame.number, self._peer.caretaker.run.max_payload_bytes
+    self._begun, most = frame.number, self._peer.endpoint.run.max_payload_bytes
     if frame.total > most:
       raise MalformedMessage(f"a payload of {frame.total} bytes exceeds {most}, this run's largest")
-    self._check(frame.header)
-    payload = self._peer.caretaker.buffers.take(frame.total)
+    open_frame(self._peer.address, self._incarnation, frame.header, b"")
+    payload = self._peer.endpoint.buffers.take(frame.total)
     assembly = _Assembly(frame.header, payload, set(range(self._streams)))
     self._assemblies[frame.number] = assembly
     return assembly
 
-  def _check(self, header: bytes) -> None:
-    open_frame(self._peer.address, self._incarnation, header, b"")
-
   def _has_room(self, frame: Bulk) -> bool:
-    count, size = self._peer.caretaker.waiting_bulk(self._peer.address)
+    count, size = self._peer.endpoint.waiting_bulk(self._peer.address)
     count += len(self._assemblies)
     size += sum(each.size for each in self._assemblies.values())
     size += len(frame.header) + frame.total
-    return not count or (count < MAX_BULK and size <= self._peer.caretaker.run.queue_bytes)
+    return not count or (count < MAX_BULK and size <= self._peer.endpoint.run.queue_bytes)
 
   def arrived(self, stream: int, number: int) -> None:
     """This stream's part of a message has arrived. With its last part a message goes to the role's
@@ -573,5 +570,5 @@ class Incoming:
       assembly.missing.discard(stream)
       if not assembly.missing:
         message = assembly.header, assembly.payload
-        self._peer.caretaker.put(self._peer.address, *message, self._incarnation)
+        self._peer.endpoint.put(self._peer.address, *message, self._incarnation)
         del self._assemblies[number]  # not before: each message counts all the time

@@ -173,7 +173,8 @@ class Endpoint:
       self.counters.sent_bytes += size
       self.counters.payload_bytes += size - len(header)
       post = self._way(to)
-      posted = post is not None and post(header, payload)  # other threads count meanwhile
+      # Before the count is read: other threads may change it during the call.
+      posted = post is not None and post(header, payload)
       self.counters.undelivered += not posted
     return size
 

@@ -384,7 +384,7 @@ class Rounds:
     count = len(round_.pushed)
     at = round_.pushed_at if count >= round_.quorum else None
     decision = rules.decide(now, count, pending, at, grace, round_.quorum)
-    return decision.reason if decision.verdict == "wait" else f"about to end, {decision.reason}"
+    return f"about to end, {decision.reason}" if decision.over else decision.reason
 
   def _known(
     self, event: events.Round | events.Push | events.Resend | events.Commit | events.Abandoned

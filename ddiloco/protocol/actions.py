@@ -61,10 +61,9 @@ class StepDone(Frozen):
 
 
 class Staged(Frozen):
-  """A published fragment now lies on the island's devices, ready to be applied."""
+  """The oldest version of this fragment that was being staged now lies on the island's devices."""
 
   fragment: int
-  version: int
   now: float
 
 
@@ -135,9 +134,8 @@ class TakeMoments(Frozen):
 
 
 class ApplyMoments(Frozen):
-  """Learner: put the staged moments of this fragment into the optimizer state now."""
+  """Learner: put the staged moments of a fragment into the optimizer state now."""
 
-  fragment: int
   content: Any = None  # of the `Taken` event
 
 
@@ -170,6 +168,5 @@ class InstallValue(Frozen):
   content: Any = None  # of the `Received` that brought it
 
 
-Transfer = CopyOut | Resend | Stage | TakeMoments | ApplyMoments
-LearnerAction = Send | Event | Transfer | TakeSnapshot
+LearnerAction = Send | Event | CopyOut | Resend | Stage | TakeMoments | ApplyMoments | TakeSnapshot
 SyncerAction = Send | Event | Read | InstallValue | TakeSnapshot

@@ -20,7 +20,200 @@ from ddiloco.protocol.values import put, replace
 STALE_PERIODS = 4  # after more own sync periods and more missed versions, my work is given up
 MISSED: events.Mode = "halve"  # how rebase applies a version that lacks my push
 
-# --- How a learner handles a message: welcome, pull, request for a value, publish, rejection
+
+def init(
+  learner: int,
+  incarnation: int,
+  owners: tuple[int, ...],
+  target_tokens: int,
+  trains: bool = True,
+  donor_seconds: float = 0.0,
+) -> LearnerState:
+  """A learner that has nothing yet. `owners[p]` is the shard of fragment p; () trains alone.
+
+  In a run under way it waits at most `donor_seconds` for a peer's moments before its first step.
+  """
+  return LearnerState(
+    learner=learner,
+    incarnation=incarnation,
+    shards=(-1,) * (max(owners, default=-1) + 1),
+    fragments=tuple(LearnerFragment(shard) for shard in owners),
+    target_tokens=target_tokens,
+    trains=trains,
+    donor_seconds=donor_seconds,
+    vector_clock={learner: rules.numbered(incarnation, 0)},
+  )
+
+
+def revive(saved: LearnerState, new: LearnerState) -> LearnerState:
+  """A learner that goes on from its captured state: with its own unmerged progress and counters.
+
+  It makes no step before every shard has said what is newer. Fragments may have other owners now.
+
+  Args:
+    saved: its captured state.
+    new: the same learner's next incarnation, as `init` makes it.
+  """
+
+  def mine(f: LearnerFragment, shard: int) -> LearnerFragment:
+    sent = f.outstanding
+    if sent is not None:
+      sent = replace(sent, push=replace(sent.push, incarnation=new.incarnation))
+    incoming = tuple(replace(entry, ready=True) for entry in f.incoming)
+    return replace(f, shard=shard, fresh=False, outstanding=sent, pull=None, incoming=incoming)
+
+  return replace(
+    new,
+    fragments=tuple(mine(f, other.shard) for f, other in zip(saved.fragments, new.fragments)),
+    step=saved.step,
+    global_step=saved.global_step,
+    trained_tokens=saved.trained_tokens,
+    step_seconds=saved.step_seconds,
+    snapshot=saved.snapshot,
+    vector_clock=states.join_clocks(saved.vector_clock, new.vector_clock),
+  )
+
+
+# --- The reducer: a step, a version that lies ready, the answers to pulls
+
+
+def learner_on(state: LearnerState, event: LearnerEvent, sync: SyncConfig) -> LearnerOutcome:
+  """The learner's reducer. Call it between inner steps only: its actions happen there."""
+  if state.done:
+    return state, []
+  before = state.joined
+  match event:
+    case actions.Tick(now):
+      state, todo = moments.ask(state, now)
+    case actions.Taken():
+      state, todo = moments.taken(state, event)
+    case actions.Unmade():
+      state, todo = replace(state, whole=True), []
+    case actions.StepDone():
+      state, todo = _count_step(state, event), []
+    case actions.Staged(fragment, now):
+      state, todo = _mark_ready(state, fragment), []
+      ready_for = max(0.0, state.stepped_at - now)
+      state = replace(state, idle_seconds=state.waited_seconds + ready_for)
+    case actions.Received(message, now):
+      state, todo = on_message(state, message, sync)
+      if any(isinstance(action, Stage) for action in todo):
+        state = replace(state, waited_seconds=max(0.0, state.stepped_at - now))
+  state, applied = _apply_ready(state, sync)
+  joined = []
+  if state.joined and not before:
+    joined = [events.Joined(global_step=state.global_step)]
+    state = moments.want(state, event.now)
+  state, answered = _answer_pulls(state)
+  state, finished = _finish(state)
+  return state, [*todo, *applied, *joined, *answered, *finished]
+
+
+def _count_step(state: LearnerState, event: actions.StepDone) -> LearnerState:
+  def one_more(f: LearnerFragment) -> LearnerFragment:
+    return replace(
+      f, steps_since_sync=f.steps_since_sync + 1, steps=f.steps + 1, tokens=f.tokens + event.tokens
+    )
+
+  return replace(
+    state,
+    step=state.step + 1,
+    global_step=state.global_step + 1,
+    trained_tokens=state.trained_tokens + event.tokens,
+    step_seconds=rules.smooth(state.step_seconds, event.seconds or state.step_seconds),
+    stepped_at=event.now,
+    idle_seconds=0.0,
+    fragments=tuple(map(one_more, state.fragments)),
+  )
+
+
+def _mark_ready(state: LearnerState, fragment: int) -> LearnerState:
+  """Staging keeps the order of publishes: the oldest entry that is not ready has been staged."""
+  incoming = state.fragments[fragment].incoming
+  i = next(i for i, entry in enumerate(incoming) if not entry.ready)
+  ready = put(incoming, i, replace(incoming[i], ready=True))
+  return state.with_fragment(fragment, incoming=ready)
+
+
+def _apply_ready(state: LearnerState, sync: SyncConfig) -> LearnerOutcome:
+  todo: list[LearnerAction] = []
+  for p in range(len(state.fragments)):
+    while (entry := next(iter(state.fragments[p].incoming), None)) and entry.ready:
+      early = entry.merged and state.step - entry.merged.at_step < sync.overlap_steps
+      if sync.blocking and early and not state.leaving:  # a leaving learner makes no such step
+        break
+      state = state.with_fragment(p, **_after_apply(state.fragments[p], entry, state.step))
+      applied = events.Apply(
+        fragment=p,
+        version=entry.publish.version,
+        round=entry.publish.round,
+        mode=entry.mode,
+        included=entry.merged is not None,
+      )
+      todo.append(applied)
+  return state, todo
+
+
+def _after_apply(f: LearnerFragment, entry: IncomingVersion, step: int) -> dict:
+  """The fragment's counters after one version was applied: every token has one fate."""
+  mine = entry.merged.push.tokens if entry.merged else 0
+  steps_since_sync = step - entry.merged.at_step if entry.merged else 0
+  steps = f.steps - (entry.merged.push.steps if entry.merged else 0)
+  tokens, discarded = f.tokens - mine, 0
+  if entry.mode not in events.KEEPS_WORK:
+    steps, tokens, discarded = 0, 0, tokens
+  return {
+    "version": entry.publish.version,
+    "round": entry.publish.round,
+    "merged_tokens": entry.publish.merged_tokens,
+    "steps_since_sync": steps_since_sync,
+    "steps": steps,
+    "tokens": tokens,
+    "acknowledged_tokens": f.acknowledged_tokens + mine,
+    "discarded_tokens": f.discarded_tokens + discarded,
+    "incoming": f.incoming[1:],
+  }
+
+
+def _answer_pulls(state: LearnerState) -> LearnerOutcome:
+  todo: list[LearnerAction] = []
+  for p, f in enumerate(state.fragments):
+    if f.pull and f.pull.base_version == f.version and f.steps > 0 and not f.incoming:
+      count = state.vector_clock[state.learner] + 1
+      state = state.heard(state.learner, count)
+      push = Push(
+        *state.me,
+        fragment=p,
+        round=f.pull.round,
+        base_version=f.version,
+        steps=f.steps,
+        tokens=f.tokens,
+        global_step=state.global_step,
+        snapshot=state.snapshot,
+        count=count,
+        codec="",  # the role fills it in, with the payload
+      )
+      sent = states.Outstanding(push, state.step)
+      state = state.with_fragment(p, pull=None, outstanding=sent)
+      todo.append(actions.CopyOut(push))
+  return state, todo
+
+
+def _finish(state: LearnerState) -> LearnerOutcome:
+  if state.leaving and not any(_holds_up(state, f) for f in state.fragments):
+    return leave(state, "left, and everything it had is merged")
+  reached = state.merged_tokens if state.fragments else state.trained_tokens
+  if not (state.joined and state.trains) or reached < state.target_tokens:
+    return state, []  # the evaluator stays until it has saved the model
+  return leave(state, f"{reached} tokens are merged" if state.fragments else "trained its share")
+
+
+def _holds_up(state: LearnerState, f: LearnerFragment) -> bool:
+  """Whether a leaving learner waits for this fragment; not for a complete one."""
+  return f.tokens > 0 and f.merged_tokens < state.target_tokens
+
+
+# --- How it handles a message: welcome, pull, request for a value, publish, rejection
 
 
 def on_message(state: LearnerState, message: messages.Message, sync: SyncConfig) -> LearnerOutcome:
@@ -185,57 +378,7 @@ def _on_rejection(
   return state, [logged, *todo]
 
 
-def init(
-  learner: int,
-  incarnation: int,
-  owners: tuple[int, ...],
-  target_tokens: int,
-  trains: bool = True,
-  donor_seconds: float = 0.0,
-) -> LearnerState:
-  """A learner that has nothing yet. `owners[p]` is the shard of fragment p; () trains alone.
-
-  In a run under way it waits at most `donor_seconds` for a peer's moments before its first step.
-  """
-  return LearnerState(
-    learner=learner,
-    incarnation=incarnation,
-    shards=(-1,) * (max(owners, default=-1) + 1),
-    fragments=tuple(LearnerFragment(shard) for shard in owners),
-    target_tokens=target_tokens,
-    trains=trains,
-    donor_seconds=donor_seconds,
-    vector_clock={learner: rules.numbered(incarnation, 0)},
-  )
-
-
-def revive(saved: LearnerState, new: LearnerState) -> LearnerState:
-  """A learner that goes on from its captured state: with its own unmerged progress and counters.
-
-  It makes no step before every shard has said what is newer. Fragments may have other owners now.
-
-  Args:
-    saved: its captured state.
-    new: the same learner's next incarnation, as `init` makes it.
-  """
-
-  def mine(f: LearnerFragment, shard: int) -> LearnerFragment:
-    sent = f.outstanding
-    if sent is not None:
-      sent = replace(sent, push=replace(sent.push, incarnation=new.incarnation))
-    incoming = tuple(replace(entry, ready=True) for entry in f.incoming)
-    return replace(f, shard=shard, fresh=False, outstanding=sent, pull=None, incoming=incoming)
-
-  return replace(
-    new,
-    fragments=tuple(mine(f, other.shard) for f, other in zip(saved.fragments, new.fragments)),
-    step=saved.step,
-    global_step=saved.global_step,
-    trained_tokens=saved.trained_tokens,
-    step_seconds=saved.step_seconds,
-    snapshot=saved.snapshot,
-    vector_clock=states.join_clocks(saved.vector_clock, new.vector_clock),
-  )
+# --- For the role: whether the next step may begin, what to report, how to leave
 
 
 def can_step(state: LearnerState, sync: SyncConfig) -> bool:
@@ -306,144 +449,6 @@ def _due_steps(state: LearnerState, p: int, f: LearnerFragment, sync: SyncConfig
   if sync.blocking and f.outstanding:
     return rules.due_after(p, f.version, sync)
   return f.steps_since_sync
-
-
-def learner_on(state: LearnerState, event: LearnerEvent, sync: SyncConfig) -> LearnerOutcome:
-  """The learner's reducer. Call it between inner steps only: its actions happen there."""
-  if state.done:
-    return state, []
-  before = state.joined
-  match event:
-    case actions.Tick(now):
-      state, todo = moments.ask(state, now)
-    case actions.Taken():
-      state, todo = moments.taken(state, event)
-    case actions.Unmade():
-      state, todo = replace(state, whole=True), []
-    case actions.StepDone():
-      state, todo = _count_step(state, event), []
-    case actions.Staged(fragment, version, now):
-      state, todo = _mark_ready(state, fragment, version), []
-      ready_for = max(0.0, state.stepped_at - now)
-      state = replace(state, idle_seconds=state.waited_seconds + ready_for)
-    case actions.Received(message, now):
-      state, todo = on_message(state, message, sync)
-      if any(isinstance(action, Stage) for action in todo):
-        state = replace(state, waited_seconds=max(0.0, state.stepped_at - now))
-  state, applied = _apply_ready(state, sync)
-  joined = []
-  if state.joined and not before:
-    joined = [events.Joined(global_step=state.global_step)]
-    state = moments.want(state, event.now)
-  state, answered = _answer_pulls(state)
-  state, finished = _finish(state)
-  return state, [*todo, *applied, *joined, *answered, *finished]
-
-
-def _count_step(state: LearnerState, event: actions.StepDone) -> LearnerState:
-  def one_more(f: LearnerFragment) -> LearnerFragment:
-    return replace(
-      f, steps_since_sync=f.steps_since_sync + 1, steps=f.steps + 1, tokens=f.tokens + event.tokens
-    )
-
-  return replace(
-    state,
-    step=state.step + 1,
-    global_step=state.global_step + 1,
-    trained_tokens=state.trained_tokens + event.tokens,
-    step_seconds=rules.smooth(state.step_seconds, event.seconds or state.step_seconds),
-    stepped_at=event.now,
-    idle_seconds=0.0,
-    fragments=tuple(map(one_more, state.fragments)),
-  )
-
-
-def _mark_ready(state: LearnerState, fragment: int, version: int) -> LearnerState:
-  """Staging keeps the order of publishes: the oldest entry that is not ready has been staged."""
-  incoming = state.fragments[fragment].incoming
-  i = next(i for i, entry in enumerate(incoming) if not entry.ready)
-  if incoming[i].publish.version != version:
-    raise RuntimeError(f"staged version {version}, expected {incoming[i].publish.version}")
-  ready = put(incoming, i, replace(incoming[i], ready=True))
-  return state.with_fragment(fragment, incoming=ready)
-
-
-def _apply_ready(state: LearnerState, sync: SyncConfig) -> LearnerOutcome:
-  todo: list[LearnerAction] = []
-  for p in range(len(state.fragments)):
-    while (entry := next(iter(state.fragments[p].incoming), None)) and entry.ready:
-      early = entry.merged and state.step - entry.merged.at_step < sync.overlap_steps
-      if sync.blocking and early and not state.leaving:  # a leaving learner makes no such step
-        break
-      state = state.with_fragment(p, **_after_apply(state.fragments[p], entry, state.step))
-      applied = events.Apply(
-        fragment=p,
-        version=entry.publish.version,
-        round=entry.publish.round,
-        mode=entry.mode,
-        included=entry.merged is not None,
-      )
-      todo.append(applied)
-  return state, todo
-
-
-def _after_apply(f: LearnerFragment, entry: IncomingVersion, step: int) -> dict:
-  """The fragment's counters after one version was applied: every token has one fate."""
-  mine = entry.merged.push.tokens if entry.merged else 0
-  steps_since_sync = step - entry.merged.at_step if entry.merged else 0
-  steps = f.steps - (entry.merged.push.steps if entry.merged else 0)
-  tokens, discarded = f.tokens - mine, 0
-  if entry.mode not in events.KEEPS_WORK:
-    steps, tokens, discarded = 0, 0, tokens
-  return {
-    "version": entry.publish.version,
-    "round": entry.publish.round,
-    "merged_tokens": entry.publish.merged_tokens,
-    "steps_since_sync": steps_since_sync,
-    "steps": steps,
-    "tokens": tokens,
-    "acknowledged_tokens": f.acknowledged_tokens + mine,
-    "discarded_tokens": f.discarded_tokens + discarded,
-    "incoming": f.incoming[1:],
-  }
-
-
-def _answer_pulls(state: LearnerState) -> LearnerOutcome:
-  todo: list[LearnerAction] = []
-  for p, f in enumerate(state.fragments):
-    if f.pull and f.pull.base_version == f.version and f.steps > 0 and not f.incoming:
-      count = state.vector_clock[state.learner] + 1
-      state = state.heard(state.learner, count)
-      push = Push(
-        *state.me,
-        fragment=p,
-        round=f.pull.round,
-        base_version=f.version,
-        steps=f.steps,
-        tokens=f.tokens,
-        global_step=state.global_step,
-        snapshot=state.snapshot,
-        count=count,
-        codec="",  # the role fills it in, with the payload
-      )
-      sent = states.Outstanding(push, state.step)
-      state = state.with_fragment(p, pull=None, outstanding=sent)
-      todo.append(actions.CopyOut(push))
-  return state, todo
-
-
-def _finish(state: LearnerState) -> LearnerOutcome:
-  if state.leaving and not any(_holds_up(state, f) for f in state.fragments):
-    return leave(state, "left, and everything it had is merged")
-  reached = state.merged_tokens if state.fragments else state.trained_tokens
-  if not (state.joined and state.trains) or reached < state.target_tokens:
-    return state, []  # the evaluator stays until it has saved the model
-  return leave(state, f"{reached} tokens are merged" if state.fragments else "trained its share")
-
-
-def _holds_up(state: LearnerState, f: LearnerFragment) -> bool:
-  """Whether a leaving learner waits for this fragment; not for a complete one."""
-  return f.tokens > 0 and f.merged_tokens < state.target_tokens
 
 
 def drain(state: LearnerState) -> LearnerState:

@@ -168,4 +168,4 @@ def taken(state: LearnerState, event: actions.Taken) -> LearnerOutcome:
   state = replace(state, staging=less(state.staging, p))
   if event.content is None:  # it goes on asking: another donor's moments may be good
     return state, []
-  return replace(state, wants=less(state.wants, p)), [actions.ApplyMoments(p, event.content)]
+  return replace(state, wants=less(state.wants, p)), [actions.ApplyMoments(event.content)]

@@ -13,19 +13,6 @@ from ddiloco.protocol.states import WINDOW_PERIODS, Round, SyncerOutcome, Syncer
 from ddiloco.protocol.values import less, put, replace
 
 
-def _value_due_at(state: SyncerState, f: FragmentState) -> float:
-  """When a fragment stops waiting for newer values that learners were asked for; -inf: no value.
-
-  Only the first request to each learner counts: a learner that has no such value does not hold the
-  fragment up forever. If a learner does not answer, the shard asks another one after
-  `liveness_seconds`; so the fragment waits twice as long.
-  """
-  mine = [each for (p, _), each in state.value_requests.items() if p == f.index]
-  asked = [each.first_at for each in mine if state.is_newer(f, each.round)]
-  patience = max(2 * state.sync.liveness_seconds, 3 * state.delivery_seconds)
-  return max(asked, default=-math.inf) + patience
-
-
 def start_rounds(state: SyncerState, now: float) -> SyncerOutcome:
   """Starts rounds of dirty fragments that a quorum is due for; all that can push are asked."""
   todo: list[SyncerAction] = []
@@ -71,6 +58,19 @@ def start_rounds(state: SyncerState, now: float) -> SyncerOutcome:
     todo += [_pull(state, f, current, m) for m in asked]
     todo.append(_round_event(f, current))
   return replace(state, dirty=tuple(waiting)), todo
+
+
+def _value_due_at(state: SyncerState, f: FragmentState) -> float:
+  """When a fragment stops waiting for newer values that learners were asked for; -inf: no value.
+
+  Only the first request to each learner counts: a learner that has no such value does not hold the
+  fragment up forever. If a learner does not answer, the shard asks another one after
+  `liveness_seconds`; so the fragment waits twice as long.
+  """
+  mine = [each for (p, _), each in state.value_requests.items() if p == f.index]
+  asked = [each.first_at for each in mine if state.is_newer(f, each.round)]
+  patience = max(2 * state.sync.liveness_seconds, 3 * state.delivery_seconds)
+  return max(asked, default=-math.inf) + patience
 
 
 def _quorum(state: SyncerState, i: int, asked: list[int]) -> int:
@@ -203,65 +203,52 @@ def advance_rounds(state: SyncerState, now: float) -> SyncerOutcome:
     grace = rules.grace_seconds(current.step_seconds, state.quorum_seconds, way_back, state.sync)
     pending, count = current.pending, len(current.pushes)
     decision = rules.decide(now, count, pending, current.quorum_at, grace, current.quorum)
-    if decision.verdict == "wait":
-      again = now >= current.pulled_at + _pull_patience(state, current.pulls)
-      if again:
-        current = replace(current, pulled_at=now, pulls=current.pulls + 1)
-        # A member that is heard, and whose pushes never come, must not stop the fragment: those
-        # that have become able to push meanwhile are asked too.
-        more = {*_available(state, i)} - {*pending, *current.pushes, *current.rejected}
-        if more:
-          pending = tuple(sorted({*pending, *more}))
-          current = replace(current, pending=pending)
-          todo.append(_round_event(f, current))
-      deadline = min(
-        current.pulled_at + _pull_patience(state, current.pulls),
-        decision.wake_at,
-        now + state.sync.liveness_seconds,  # patience is learned: it may be shorter by then
-      )
-      current = replace(current, deadline=deadline)
-      state = state.with_round(i, current)
-      if again:  # a pull or a push got lost; the same push comes again
-        todo += [_pull(state, f, current, m) for m in pending]
+    if decision.over:
+      state, ended = end_round(state, i, current, decision.reason, now)
+      todo += ended
       continue
-    state, ended = end_round(state, i, current, decision.reason, now)
-    todo += ended
+    if now >= current.pulled_at + _pull_patience(state, current.pulls):
+      current = replace(current, pulled_at=now, pulls=current.pulls + 1)
+      # A member that is heard, and whose pushes never come, must not stop the fragment: those that
+      # have become able to push meanwhile are asked too.
+      more = {*_available(state, i)} - {*pending, *current.pushes, *current.rejected}
+      if more:
+        pending = tuple(sorted({*pending, *more}))
+        current = replace(current, pending=pending)
+        todo.append(_round_event(f, current))
+      # A pull or a push got lost; the same push comes again.
+      todo += [_pull(state, f, current, m) for m in pending]
+    deadline = min(
+      current.pulled_at + _pull_patience(state, current.pulls),
+      decision.wake_at,
+      now + state.sync.liveness_seconds,  # patience is learned: it may be shorter by then
+    )
+    state = state.with_round(i, replace(current, deadline=deadline))
   return state, todo
 
 
 def end_round(state: SyncerState, i: int, current: Round, why: str, now: float) -> SyncerOutcome:
   """Screens the pushes, and commits if a quorum of them is left. Members that were sent the version
   before get the update; all others get the whole value when they report next."""
-  before, ratio, period = state.fragments[i], state.sync.max_norm_ratio, state.sync.sync_period
-  steps = {m: min(p.steps, rules.COUNTED_PERIODS * period) for m, p in current.pushes.items()}
+  f, most = state.fragments[i], rules.COUNTED_PERIODS * state.sync.sync_period
+  steps = {m: min(p.steps, most) for m, p in current.pushes.items()}
   past, settled = _past(state, i, current)
-  rejected = rules.screen(current.norms, steps, past, ratio, period, settled)
+  rejected = rules.screen(current.norms, steps, past, state.sync, settled)
   candidates = sorted(m for m in current.pushes if m not in rejected)
   opposing = rules.opposing(current.products, candidates)
   state, contrary = _count_opposing(state, candidates, opposing)
   rejected = {**current.rejected, **rejected, **contrary}
+  current = replace(current, rejected=rejected)
   merged = sorted(m for m in current.pushes if m not in rejected)
   todo: list[SyncerAction] = []
   committed = len(merged) >= current.quorum
   if committed:
-    todo.append(_commit(state, i, current, why, merged, rejected, opposing, now))
-    state = state.heard(state.key, state.vector_clock[state.key] + 1)
-    # Steps beyond those of the run are believed once: they are missing from the next push.
-    counted = {m: before.merged_global_steps.get(m, 0) + current.pushes[m].steps for m in merged}
-    global_steps = {m: max(current.global_step, step) for m, step in counted.items()}
-    state = state.with_fragment(
-      i,
-      version=before.version + 1,
-      merged_tokens=before.merged_tokens + sum(current.pushes[m].tokens for m in merged),
-      merged_rounds={**before.merged_rounds, **dict.fromkeys(merged, current.id)},
-      merged_global_steps={**before.merged_global_steps, **global_steps},
-      last_round=current.id,
-      global_step=current.global_step,
-    )
+    state, commit = _commit(state, i, current, why, merged, opposing, now)
+    todo.append(commit)
   else:
     reason = f"{len(merged)} of {current.quorum} needed were left: {why}"
     todo.append(
-      events.Abandoned(fragment=before.index, round=current.id, reason=reason, rejected=rejected)
+      events.Abandoned(fragment=f.index, round=current.id, reason=reason, rejected=rejected)
     )
   state = state.with_round(i, None).mark_dirty([i])
   for m in merged:
@@ -269,10 +256,9 @@ def end_round(state: SyncerState, i: int, current: Round, why: str, now: float) 
   for m, reason in rejected.items():
     state, told = _reject(state, m, i, current.id, reason)
     todo += told
-  header = state.newest(i)
   for m, member in sorted(state.members.items()):
-    if committed and member.sent[i] == before.version and not member.lost:
-      state, publish = state.publish_to(i, m, now, header, before.last_round)
+    if committed and member.sent[i] == f.version and not member.lost:
+      state, publish = state.publish_to(i, m, now, f.last_round)
       todo.append(publish)
   return state, todo
 
@@ -304,16 +290,16 @@ def _commit(
   current: Round,
   why: str,
   merged: list[int],
-  rejected: Mapping[int, str],
   opposing: Mapping[int, float],
   now: float,
-) -> events.Commit:
+) -> tuple[SyncerState, events.Commit]:
+  """The fragment's next version, which has these learners' pushes."""
   f = state.fragments[i]
   pushes = [current.pushes[m] for m in merged]
   tokens = tuple(p.tokens for p in pushes)
   merged_tokens = f.merged_tokens + sum(tokens)
   agreement = rules.agreement(current.products, merged)
-  return events.Commit(
+  commit = events.Commit(
     fragment=f.index,
     round=current.id,
     version=f.version + 1,
@@ -323,7 +309,7 @@ def _commit(
     tokens=tokens,
     base_round=f.last_round,
     incarnations=tuple(p.incarnation for p in pushes),
-    rejected=dict(rejected),
+    rejected=dict(current.rejected),
     opposing={m: round(cosine, 4) for m, cosine in opposing.items()},
     agreement=None if agreement is None else round(agreement, 4),
     missing=_missing(state, i, current),
@@ -332,6 +318,21 @@ def _commit(
     quorum_seconds=current.quorum_at - current.started_at,
     grace_seconds=now - current.quorum_at,
   )
+  # Steps beyond those of the run are believed once: they are missing from the next push.
+  reached = {
+    p.learner: max(current.global_step, f.merged_global_steps.get(p.learner, 0) + p.steps)
+    for p in pushes
+  }
+  state = state.heard(state.key, state.vector_clock[state.key] + 1).with_fragment(
+    i,
+    version=commit.version,
+    merged_tokens=merged_tokens,
+    merged_rounds={**f.merged_rounds, **dict.fromkeys(merged, current.id)},
+    merged_global_steps={**f.merged_global_steps, **reached},
+    last_round=current.id,
+    global_step=current.global_step,
+  )
+  return state, commit
 
 
 def _missing(state: SyncerState, i: int, current: Round) -> dict[int, str]:

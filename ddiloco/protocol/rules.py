@@ -69,9 +69,9 @@ def smooth(old: float, new: float) -> float:
 
 
 class Decision(Frozen):
-  """What happens to a round, and why."""
+  """Whether a round is over, and why; it commits if it has a quorum then, else it is abandoned."""
 
-  verdict: str  # wait, commit or abandon
+  over: bool
   reason: str
   wake_at: float = math.inf  # seconds: look again then even if nothing happens
 
@@ -99,7 +99,7 @@ def decide(
   grace: float,
   quorum: int,
 ) -> Decision:
-  """Verdict on one round.
+  """Whether one round is over.
 
   Args:
     now: seconds, on the same clock as `quorum_at`.
@@ -117,49 +117,47 @@ def decide(
     names += f" and {len(pending) - MOST_NAMES} more"
   if pushed < quorum:
     if (left := len(pending) + pushed) < quorum:
-      return Decision("abandon", f"only {left} of {quorum} needed are left")
-    return Decision("wait", f"quorum: {pushed} of {quorum} have answered, waiting for {names}")
+      return Decision(True, f"only {left} of {quorum} needed are left")
+    return Decision(False, f"quorum: {pushed} of {quorum} have answered, waiting for {names}")
   if not pending:
-    return Decision("commit", f"all {pushed} asked have answered")
+    return Decision(True, f"all {pushed} asked have answered")
   deadline = quorum_at + grace
   if now >= deadline:
-    return Decision("commit", f"quorum of {pushed}, grace of {grace:.3f} s is over without {names}")
-  return Decision("wait", f"grace: {deadline - now:.3f} s left for {names}", deadline)
+    return Decision(True, f"quorum of {pushed}, grace of {grace:.3f} s is over without {names}")
+  return Decision(False, f"grace: {deadline - now:.3f} s left for {names}", deadline)
 
 
 def screen(
   norms: Mapping[int, float],
   steps: Mapping[int, int],
   past: Mapping[int, float],
-  ratio: float,
-  period: int,
+  sync: SyncConfig,
   settled: bool = True,
 ) -> dict[int, str]:
   """Which pushes are out of all proportion, and why.
 
-  A push is rejected if its norm exceeds `ratio` times every reference there is: the median of the
-  other participants' norms, and the learner's own past. Of two middle norms the shorter one
-  counts: two bad pushes beside a good one are no majority of others. But while no past protects the
-  good ones (not `settled`) the longer one counts: one push that is far too short, beside two good
-  ones, must not have both rejected, round after round. So a sudden growth that all share passes,
-  and so does a single learner while no learner has a past, up to `MOST_NORM`. More steps may make a
-  longer push: against a push of fewer steps it may be longer by the ratio of their steps. Fewer
-  steps need not make a shorter push, since steps cancel out: against the learner's past, a push
-  counts as one of at least a whole period. A push of zeros where the others moved is rejected too:
-  nothing was learned, so its tokens must not count.
+  A push is rejected if its norm exceeds `sync.max_norm_ratio` times every reference there is: the
+  median of the other participants' norms, and the learner's own past. Of two middle norms the
+  shorter one counts: two bad pushes beside a good one are no majority of others. But while no past
+  protects the good ones (not `settled`) the longer one counts: one push that is far too short,
+  beside two good ones, must not have both rejected, round after round. So a sudden growth that all
+  share passes, and so does a single learner while no learner has a past, up to `MOST_NORM`. More
+  steps may make a longer push: against a push of fewer steps it may be longer by the ratio of their
+  steps. Fewer steps need not make a shorter push, since steps cancel out: against the learner's
+  past, a push counts as one of at least a whole period. A push of zeros where the others moved is
+  rejected too: nothing was learned, so its tokens must not count.
 
   Args:
     norms: by learner, of the outer gradients at hand; non-finite ones are always rejected, and
       those above `MOST_NORM`.
     steps: by learner, inner steps in its outer gradient.
     past: by learner, the smoothed norm per step of its accepted pushes of this fragment, but at
-      most `ratio` times the median of the round's learners, or the usual one if that is longer,
+      most that ratio times the median of the round's learners, or the usual one if that is longer,
       times the growth of the global step since the fragment's last commit; 0: there are none.
-    ratio: `sync.max_norm_ratio`.
-    period: `sync.sync_period`, in steps.
+    sync: the protocol's settings.
     settled: whether two learners or more have a past of this fragment.
   """
-  rejected = {}
+  rejected, ratio = {}, sync.max_norm_ratio
   finite = {m: norm for m, norm in norms.items() if norm <= MOST_NORM}
   # All norms, sorted, as they count against a push of `count` steps: once for each such number.
   scaled = {
@@ -173,7 +171,7 @@ def screen(
     if learner not in finite:
       rejected[learner] = f"norm {norm:.3g} is longer than any push"
       continue
-    own = past[learner] * max(steps[learner], period)
+    own = past[learner] * max(steps[learner], sync.sync_period)
     shorter, longer = _middle_without(scaled[steps[learner]], norm)
     usual = shorter if settled else longer
     references = [r for r in (usual, own) if r > 0]

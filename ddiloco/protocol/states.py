@@ -385,10 +385,13 @@ class SyncerState(_State, Frozen):
     if report.learner == EVALUATOR:
       return self
     known = rules.noted_pace(self.beliefs, report.learner, report.step_seconds)
-    here, most = self._num_here(report.learner) if self.recovery_over(now) else 0, self.most_steps
-    known, global_step = rules.raised_global_step(
-      known, self.global_step, report.learner, report.global_step, now, most, self.sync, here
-    )
+    here, over = len(self.members), self.recovery_over(now)
+    # Once three paces are known, only zero or not matters to the rule: no count is needed.
+    if over and len(self.beliefs.paces) < 3:
+      others = {m for m, member in self.members.items() if m != EVALUATOR and not member.lost}
+      here = len(others | {report.learner})  # it reports, so it is here even if it counted as lost
+    claim = self.global_step, report.learner, report.global_step, now, self.most_steps
+    known, global_step = rules.raised_global_step(known, *claim, self.sync, here if over else 0)
     return replace(self, beliefs=known, global_step=global_step)
 
   @property
@@ -398,17 +401,6 @@ class SyncerState(_State, Frozen):
     most = rules.WASTE * self.target_tokens / fewest if fewest else math.inf
     # Every fragment is synced once in any run.
     return max(most, rules.SHORT_RUN_STEPS) + rules.step_tolerance(self.sync)
-
-  def _num_here(self, reports: int) -> int:
-    """How many learners are not lost, the reporting one included.
-
-    Once three paces are known, only zero or not matters to `raised_global_step`: no count is
-    needed.
-    """
-    if len(self.beliefs.paces) > 2:
-      return len(self.members)
-    here = {m for m, member in self.members.items() if m != EVALUATOR and not member.lost}
-    return len(here | {reports})  # it reports, so it is here even if it counted as lost
 
   # --- changes
 
@@ -437,44 +429,34 @@ class SyncerState(_State, Frozen):
         state = state.with_round(i, current).mark_dirty([i])
     return state
 
-  # --- publishes
-
-  def newest(self, i: int) -> Publish:
-    """The newest version of a fragment as all members get it; `publish_to` addresses it.
+  def publish_to(
+    self, i: int, learner: int, now: float, base_round: int = NOTHING
+  ) -> tuple[SyncerState, Send]:
+    """A fragment's newest version for a learner: whole, or as the update to the value that
+    `base_round` made.
 
     Every publish says whose pushes its version contains. So a learner that missed some publishes
     still knows which of its work is merged, and a shard that lost all its state gets that back too.
     """
-    f = self.fragments[i]
-    return Publish(
-      *self.to(-1),
+    f, member = self.fragments[i], self.members[learner]
+    publish = Publish(
+      *self.to(member.incarnation),
       fragment=f.index,
       round=f.last_round,
       version=f.version,
-      base_round=NOTHING,
+      base_round=base_round,
       global_step=self.global_step,
       merged_tokens=f.merged_tokens,
       merged_rounds=f.merged_rounds,
       snapshot=self.snapshot,
       count=self.vector_clock[self.key],
       seal="",
-      codec="",  # the role fills it in, with the payload; `MADE`: it may leave the value out
-    )
-
-  def publish_to(
-    self, i: int, learner: int, now: float, publish: Publish, base_round: int = NOTHING
-  ) -> tuple[SyncerState, Send]:
-    """`newest` for one learner: whole, or as the update to the value that `base_round` made."""
-    f, member = self.fragments[i], self.members[learner]
-    update = base_round != NOTHING
-    publish = replace(
-      publish,
-      learner_incarnation=member.incarnation,
-      base_round=base_round,
+      # The role fills it in, with the payload; `MADE`: it may leave the value out.
       codec=MADE if f.last_round == INITIAL and not member.whole else "",
     )
     sent_at = member.sent_at
-    if not update or member.versions[i] >= member.sent[i]:  # else the time of the older one stays
+    # Of an update that follows another one on its way, the time of the older one stays.
+    if base_round == NOTHING or member.versions[i] >= member.sent[i]:
       sent_at = put(sent_at, i, now)
     state = self.with_member(learner, sent=put(member.sent, i, f.version), sent_at=sent_at)
     return state, Send(learner, publish)

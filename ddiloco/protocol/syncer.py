@@ -236,9 +236,9 @@ def _on_report(state: SyncerState, report: Report, event: Received) -> SyncerOut
   versions, member = _compared(state, report.rounds, report.versions), state.members.get(me)
   if member is None or report.incarnation > member.incarnation:
     # Of an earlier incarnation only the norms of its pushes stay known.
-    state, none, zero = state.forget(me), (0,) * len(versions), (0.0,) * len(versions)
-    norms = member.norms if member else zero
-    member = Member(report.incarnation, now, versions, none, versions, zero, norms)
+    state, steps, never = state.forget(me), (0,) * len(versions), (0.0,) * len(versions)
+    norms, life = member.norms if member else never, report.incarnation
+    member = Member(life, now, versions, steps, sent=versions, sent_at=never, norms=norms)
     reason = f"incarnation {report.incarnation}"
     todo.append(events.Member(learner=me, state="joined", reason=reason))
   elif member.lost:  # resends of what it lacks need not wait
@@ -247,8 +247,7 @@ def _on_report(state: SyncerState, report: Report, event: Received) -> SyncerOut
   if report.whole and not member.whole:  # initial values that it should make count as not sent
     member = replace(member, whole=True, sent=versions)
   begun = _run_began(state)
-  member = _note_sync(state, member, versions, now, report.idle_seconds)
-  state, member = _note_delivered(state, member, versions, now)
+  state, member = _note_arrived(state, member, versions, now, report.idle_seconds)
   member = replace(
     member,
     heard_at=max(now, member.heard_at),
@@ -287,37 +286,31 @@ def _welcome(state: SyncerState, incarnation: int) -> messages.Welcome:
   )
 
 
-def _note_delivered(
-  state: SyncerState, member: Member, versions: tuple[int, ...], now: float
+def _note_arrived(
+  state: SyncerState, member: Member, versions: tuple[int, ...], now: float, idle_seconds: float
 ) -> tuple[SyncerState, Member]:
-  """How long publishes take. `versions`: of the new report."""
+  """How long the versions that a new report confirms took until this report, and how long from the
+  decision to commit until they lay ready at this learner.
+
+  A learner takes up publishes, and applies staged versions, at the ends of its steps. Its report
+  says how long the version waited for these ends (`idle_seconds`). As ready counts only a version
+  that follows the learner's previous one and was sent once, and none that was on its way while this
+  shard stood still.
+  """
   was = zip(versions, member.versions, member.sent, member.sent_at)
-  came = [at for v, old, sent, at in was if old < v == sent]
+  came = [(v, old, at) for v, old, sent, at in was if old < v == sent]
   if not came:
     return state, member
-  took = now - min(came)
+  for v, old, at in came:
+    if 0 <= old == v - 1 and not member.resends and at >= state.awake_since:
+      seconds = max(0.0, now - at - idle_seconds)
+      member = replace(member, sync_seconds=rules.smooth(member.sync_seconds, seconds))
+  took = now - min(at for _, _, at in came)
   # A single member that confirms late must not make all others wait longer for a resend.
   believed = min(took, 2 * state.delivery_seconds + state.sync.liveness_seconds)
   state = replace(state, delivery_seconds=rules.smooth(state.delivery_seconds, believed))
   delivery_seconds = rules.smooth(member.delivery_seconds, took)
   return state, replace(member, delivery_seconds=delivery_seconds, resends=0, resent_at=-math.inf)
-
-
-def _note_sync(
-  state: SyncerState, member: Member, versions: tuple[int, ...], now: float, idle_seconds: float
-) -> Member:
-  """How long new versions took from the decision to commit until they lay ready at this learner.
-
-  A learner takes up publishes, and applies staged versions, at the ends of its steps. Its report
-  says how long the version waited for these ends (`idle_seconds`). Only a version counts that
-  follows the learner's previous one and was sent once, and none that was on its way while this
-  shard stood still.
-  """
-  for v, old, sent, at in zip(versions, member.versions, member.sent, member.sent_at):
-    if 0 <= old == v - 1 and v == sent and not member.resends and at >= state.awake_since:
-      seconds = max(0.0, now - at - idle_seconds)
-      member = replace(member, sync_seconds=rules.smooth(member.sync_seconds, seconds))
-  return member
 
 
 def _compared(
@@ -470,7 +463,7 @@ def _catch_up(state: SyncerState, learner: int, event: Received, unsent: bool) -
     overdue = waited > rules.backed_off(patience, member.resends, math.inf)
     again = member.sent[i] == f.version
     if not again or overdue:
-      state, publish = state.publish_to(i, learner, now, state.newest(i))
+      state, publish = state.publish_to(i, learner, now)
       if again:
         state = state.with_member(learner, resends=member.resends + 1, resent_at=now)
       todo.append(publish)

@@ -15,7 +15,7 @@ from ddiloco.protocol import events, learner
 from ddiloco.protocol.messages import EVALUATOR, INITIAL
 from ddiloco.roles import initial
 from ddiloco.roles.learner import LOOK_SECONDS, Exchange
-from ddiloco.runtime import Loop, Runtime, drive, short_collections
+from ddiloco.runtime import Loop, Runtime, drive
 
 Measure = Callable[[Mapping[str, np.ndarray]], Mapping[str, float]]
 MEASURE_SECONDS = 3600.0  # at most, for the measurement under way when the run ends
@@ -90,8 +90,7 @@ class Evaluator:
     measurement under way. At the end of the run it first saves the final model, and only then says
     goodbye to the shards: if it ends before that, they keep the model for its next incarnation.
     """
-    with short_collections():
-      drive(self._live(stopped), self.exchange.endpoint, LOOK_SECONDS)
+    drive(self._live(stopped), self.exchange.endpoint, LOOK_SECONDS)
 
   def _live(self, stopped: Callable[[], bool]) -> Loop[None]:
     due, measured = 0.0, -1

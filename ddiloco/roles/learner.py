@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -27,9 +26,10 @@ from ddiloco.protocol import actions, events, learner
 from ddiloco.protocol.messages import MADE, ForwardMoments, Moments, Publish, Push, Value
 from ddiloco.protocol.states import LearnerState, schedule_step
 from ddiloco.protocol.values import replace
-from ddiloco.runtime import Job, Loop, Runtime, WorkingRole, drive, short_collections
+from ddiloco.runtime import Job, Loop, Runtime, WorkingRole, drive
 
 Batches = Callable[[int], Iterator[Any]]
+Save = Callable[[int, LearnerState, dict[str, Any]], None]  # (snapshot, state, arrays by name)
 LOOK_SECONDS = 0.05  # between two checks of the stop signal during a wait
 HEARTBEAT_SECONDS = 0.5
 
@@ -44,9 +44,6 @@ class Staging:
 
   flat: np.ndarray | None = None  # the vector that `apply` adds
   placed: Any = None  # the same vector on the devices
-
-
-Save = Callable[[int, LearnerState, dict[str, Any]], None]  # (snapshot, state, arrays by name)
 
 
 class Exchange(WorkingRole):
@@ -94,20 +91,23 @@ class Exchange(WorkingRole):
 
   def boundary(self, *happened: actions.LearnerEvent) -> None:
     """Feeds what `happened`, then everything that has arrived, then reports to the shards."""
-    self._take_in(*happened)
+    for event in happened:
+      self._feed(event)
+    self._take_in()
     self._report()
 
-  def _take_in(self, *happened: actions.LearnerEvent | None) -> None:
-    for event in itertools.chain(happened, iter(self._arrived, None)):
-      if event is not None:
-        self._feed(event)
+  def _take_in(self) -> None:
+    for event in iter(self._arrived, None):
+      self._feed(event)
 
   def wait(self, until: float = math.inf) -> Loop[None]:
     """Waits, without a step to make, for a message or a time; reports what changes, and that it
     lives."""
     alive_at = self._heartbeat_at + HEARTBEAT_SECONDS
     arrived = yield min(until, alive_at)
-    self._take_in(self._received(arrived) if arrived else None)
+    if arrived and (received := self._received(arrived)):
+      self._feed(received)
+    self._take_in()
     now = self.time.now()  # after all arrived messages, since this process may have stood still
     self._feed(actions.Tick(now))
     if now >= alive_at or learner.reports(self.state, self._sync) != self._reports:
@@ -218,8 +218,7 @@ class Exchange(WorkingRole):
     if self._save is None:
       return
     reason = self._saver.refusal  # no step should wait for a copy that would be dropped
-    if not action.state.joined:
-      lacks = [p for p, f in enumerate(action.state.fragments) if not f.here]
+    if lacks := [p for p, f in enumerate(action.state.fragments) if not f.here]:
       reason = f"it has not joined: it waits for fragments {lacks}"
     elif action.state.wants or self.warms_up:  # a later incarnation would use them at full rate
       reason = "its inner moments are new: its learning rate has not warmed up"
@@ -316,7 +315,7 @@ class Exchange(WorkingRole):
     self.endpoint.send(syncer_address(shard), moments)
 
   def _take_moments(self, forwarded: ForwardMoments) -> Job:
-    p = forwarded.fragment
+    p, content = forwarded.fragment, None
     size = self._plan.fragments[p].size * self._store.num_moments
     try:
       flat = self._deltas.take_moments(forwarded.payload, size)
@@ -325,13 +324,10 @@ class Exchange(WorkingRole):
       self.recorder.record(
         events.Ignored(message="ForwardMoments", learner=forwarded.donor, reason=reason)
       )
-      yield None
-      self._tell(actions.Taken(p, self.time.now()))
-      return
-    staged = self._store.stage(p, flat, moments=True)
+    else:
+      content = replace(forwarded, payload=None), self._store.stage(p, flat, moments=True)
     yield None
-    header = replace(forwarded, payload=None)
-    self._tell(actions.Taken(p, self.time.now(), (header, staged)))
+    self._tell(actions.Taken(p, self.time.now(), content))
 
   def _stage(self, action: actions.Stage, staging: Staging) -> Job:
     publish = action.publish
@@ -340,7 +336,7 @@ class Exchange(WorkingRole):
     staging.flat = self._deltas.receive(publish, size, action.mode, action.included)
     staging.placed = self._store.stage(p, staging.flat)
     yield None
-    self._tell(actions.Staged(p, publish.version, self.time.now()))
+    self._tell(actions.Staged(p, self.time.now()))
 
   def _hand_over(
     self,
@@ -430,10 +426,8 @@ class Learner:
       Killed: by plan.
       Quarantined: a shard found this learner's pushes bad; restart it.
     """
-    with short_collections():
-      drive(
-        self.live(faults, stopped, drain_seconds, at_once), self.exchange.endpoint, LOOK_SECONDS
-      )
+    loop = self.live(faults, stopped, drain_seconds, at_once)
+    drive(loop, self.exchange.endpoint, LOOK_SECONDS)
 
   def live(
     self,
@@ -453,16 +447,15 @@ class Learner:
         planned_steps=self.config.planned_steps(),
       )
     )
-    last, blocked = now(), 0.0
-    told, give_up_at = False, math.inf
+    last, blocked, give_up_at = now(), 0.0, math.inf
     try:
       while not exchange.state.done:
         faults.check(exchange.state.global_step)
         yield None  # a planned stall may have passed
-        if stopped() and not told:
-          told, give_up_at = True, now() + drain_seconds
+        if stopped() and not exchange.state.leaving:
+          give_up_at = now() + drain_seconds
           exchange.drain()
-        if told and (at_once() or now() >= give_up_at):
+        if exchange.state.leaving and (at_once() or now() >= give_up_at):
           exchange.leave()
         elif learner.can_step(exchange.state, self.config.sync):
           batches = batches or self._open()

@@ -23,13 +23,7 @@ from ddiloco.core.fragments import Plan
 from ddiloco.network.transport import learner_address
 from ddiloco.observe.guards import warn
 from ddiloco.protocol import actions, events, syncer
-from ddiloco.protocol.actions import (
-  InstallValue,
-  Received,
-  Send,
-  SyncerAction,
-  TakeSnapshot,
-)
+from ddiloco.protocol.actions import InstallValue, Received, Send, SyncerAction, TakeSnapshot
 from ddiloco.protocol.events import parse_role
 from ddiloco.protocol.messages import (
   EVALUATOR,
@@ -42,7 +36,7 @@ from ddiloco.protocol.messages import (
 )
 from ddiloco.protocol.states import SyncerState
 from ddiloco.protocol.values import replace
-from ddiloco.runtime import Job, Loop, Runtime, WorkingRole, drive, short_collections
+from ddiloco.runtime import Job, Loop, Runtime, WorkingRole, drive
 
 LONGEST_WAIT_SECONDS = 0.5  # between two checks of faults and the stop signal
 STOOD_STILL_SECONDS = 1.0  # if a turn took so much longer than its wait, the process was stopped
@@ -135,8 +129,7 @@ class Syncer(WorkingRole):
     Raises:
       Killed: by plan.
     """
-    with short_collections():
-      drive(self.live(faults, stopped), self.endpoint, LONGEST_WAIT_SECONDS)
+    drive(self.live(faults, stopped), self.endpoint, LONGEST_WAIT_SECONDS)
 
   def live(self, faults: Faults, stopped: Callable[[], bool]) -> Loop[None]:
     """The loop of `run`."""
@@ -193,14 +186,8 @@ class Syncer(WorkingRole):
     """One event through the reducer, and every action it decides, in order."""
     self.state, todo = syncer.syncer_on(self.state, event)
     yield None
-    publishes = []
     for action in todo:
-      if isinstance(action, Send) and isinstance(action.message, Publish):
-        publishes.append(action)
-      else:
-        self._perform(action)
-    if publishes:
-      self._do(functools.partial(self._with_payloads, publishes), self._publish)
+      self._perform(action)
 
   def finish(self) -> Loop[None]:
     """Does what follows the jobs that are done."""
@@ -210,6 +197,9 @@ class Syncer(WorkingRole):
 
   def _perform(self, action: SyncerAction) -> None:
     match action:
+      case Send(to, Publish() as publish):
+        work = functools.partial(self._with_payload, publish)
+        self._do(work, functools.partial(self._publish, to))
       case Send(to, message):
         self.endpoint.send(learner_address(to), message)
       case actions.Read(message, now):
@@ -263,11 +253,9 @@ class Syncer(WorkingRole):
 
   def _check(self, value: Value, now: float) -> Received:
     received, sealer = self.merger.take_back(value, now), self._sealer
-    if (
-      not received.fault and sealer is not None and not sealer.fits(value.publish, received.content)
-    ):
-      return Received(value, now, fault="is no value of this shard: its seal does not fit")
-    return received
+    if received.fault or sealer is None or sealer.fits(value.publish, received.content):
+      return received
+    return Received(value, now, fault="is no value of this shard: its seal does not fit")
 
   def _commit(self, what: events.Commit, state: FragmentState) -> tuple[Merged, float]:
     started = self.time.now()
@@ -351,23 +339,19 @@ class Syncer(WorkingRole):
 
   # --- messages and log lines ---------------------------------------------------------------------
 
-  def _with_payloads(self, publishes: list[Send]) -> list[tuple[int, Publish]]:
-    """(learner, publish) of each, as the fragment is now: between two commits of it."""
-    found = []
-    for to, message in ((action.to, action.message) for action in publishes):
-      publish = self.merger.with_payload(message)
-      if self._sealer is not None:
-        publish = self._sealer.sealed(publish, self.committed[publish.fragment].published_value)
-      found.append((to, publish))
-    return found
+  def _with_payload(self, publish: Publish) -> Publish:
+    """With payload and seal, as the fragment is now: between two commits of it."""
+    publish = self.merger.with_payload(publish)
+    if self._sealer is None:
+      return publish
+    return self._sealer.sealed(publish, self.committed[publish.fragment].published_value)
 
-  def _publish(self, publishes: list[tuple[int, Publish]]) -> Loop[None]:
-    for to, publish in publishes:
-      send = functools.partial(self.endpoint.send, learner_address(to), publish)
-      if self.replication is None:
-        send()
-      else:
-        self.replication.when_safe(publish.fragment, send)
+  def _publish(self, to: int, publish: Publish) -> Loop[None]:
+    send = functools.partial(self.endpoint.send, learner_address(to), publish)
+    if self.replication is None:
+      send()
+    else:
+      self.replication.when_safe(publish.fragment, send)
     yield None
 
   def _note_ignored(self, event: events.Ignored) -> None:

@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ddiloco.checkpoint.buddy import Replication, buddy_of
+from ddiloco.checkpoint.buddy import Replication
 from ddiloco.checks import not_negative, option, positive, require, typed
 from ddiloco.config import Config
 from ddiloco.observe.history import Thinned
@@ -129,12 +129,10 @@ class VirtualRun(World):
     return self.links.unsent(sender, to)
 
   def replication(self, actor: Actor) -> Replication | None:
-    count = self.sync.num_shards
-    if count == 1:
+    if self.sync.num_shards == 1:
       return None
     copies = SizedCopies(actor.number, actor.incarnation, actor, self.plan, self.config)
-    buddy, patience_seconds = buddy_of(actor.number, count), self.config.network.patience_seconds
-    return SizedReplication(copies, buddy, patience_seconds, actor, actor)
+    return SizedReplication(copies, self.config.network.patience_seconds, actor, actor)
 
 
 def _each(values: Sequence[float], count: int, name: str) -> Sequence[float]:

@@ -39,15 +39,13 @@ class PieceKind:
 
   Attributes:
     leaf: f32, with its sharding.
-    piece: f32, with its sharding.
-    layered: the piece is in one layer of a stacked leaf.
+    piece: f32, with its sharding; without the leaf's first axis if it is in one layer of it.
     start: the piece's first row in the leaf; None if every call gives it. Where the rows are split
       over devices, the compiler must know which rows a piece has.
   """
 
   leaf: jax.ShapeDtypeStruct
   piece: jax.ShapeDtypeStruct
-  layered: bool
   start: int | None
 
   @classmethod
@@ -63,7 +61,7 @@ class PieceKind:
         spec[0] = None
     sharding = NamedSharding(leaf.sharding.mesh, PartitionSpec(*spec))
     shaped = jax.ShapeDtypeStruct(piece.shape, jnp.float32, sharding=sharding)
-    return cls(leaf, shaped, layered, start)
+    return cls(leaf, shaped, start)
 
 
 def piece_kinds(fragment: Fragment, leaves: Mapping[str, jax.ShapeDtypeStruct]) -> list[PieceKind]:
@@ -79,13 +77,13 @@ def lower_piece(
   `at` is i32 [2]: the piece's layer and first row. `replicated` is the layout of scalars.
   """
   shape = kind.leaf.shape
-  size = (1, *kind.piece.shape) if kind.layered else kind.piece.shape
+  layers = len(shape) - len(kind.piece.shape)  # 1: the piece is in one layer of a stacked leaf
+  size = (1,) * layers + kind.piece.shape
 
   def start(at: jax.Array) -> list[Any]:
     """The piece's first value in the leaf, by axis."""
-    found = [at[0]] if kind.layered else []
-    found += [at[1] if kind.start is None else kind.start, *[0] * len(shape)]
-    return found[: len(shape)]
+    row = at[1] if kind.start is None else kind.start
+    return [*[at[0]] * layers, row, *[0] * len(shape)][: len(shape)]
 
   def part(leaf: jax.Array, at: jax.Array) -> jax.Array:
     if size != shape:

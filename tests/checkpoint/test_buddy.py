@@ -104,15 +104,15 @@ def change(before: Committed, name: str, seed: int) -> tuple[Committed, Replica]
   """The next commit of a shard, and the message that says it as learners get it."""
   fragment = PLAN.fragments[before.state.index]
   delta = np.random.default_rng(seed).standard_normal(fragment.size).astype(np.float32)
-  ones = np.ones(len(fragment.pieces), np.float32)
-  total = passes.Sum(fragment, [Encoded("f32", codec.encode(delta, "f32"))], ones[None])
+  ones = np.ones((1, len(fragment.pieces)), np.float32)
+  total = passes.Sum(fragment, [Encoded("f32", codec.encode(delta, "f32"))], ones)
   momentum = before.momentum if before.momentum is not None else outer.init(fragment.size, OUTER)
   old = passes.Vectors(before.value, before.published_value, momentum)
   version, last = before.state.version + 1, before.state.last_round
   tokens = before.state.merged_tokens + CONFIG.run.total_tokens // 5
   state = replace(before.state, version=version, last_round=last + 1, merged_tokens=tokens)
   optimizer = outer.at(OUTER, tokens / CONFIG.run.total_tokens)  # its rate falls on the way
-  new, update = passes.step(total, ones, old, optimizer, name)
+  new, update = passes.step(total, old, optimizer, name)
   after = Committed(state, new.value, new.published_value, new.momentum)
   sent = update or Encoded("f32", codec.encode(new.published_value, "f32"))
   return after, pack(after, 0, 9, 0, last, sent)
@@ -295,7 +295,7 @@ class Owner:
     clock = toy.AtOnce()
     clock.now = lambda: self.now_is
     self.copies = Copies(0, 9, self.box, PLAN, CONFIG)
-    self.side = Replication(self.copies, 1, patience_seconds, recorder, clock)
+    self.side = Replication(self.copies, patience_seconds, recorder, clock)
 
   def commit(self, p: int, version: int) -> None:
     self.side.changes(p)

@@ -10,7 +10,7 @@ import pytest
 from ddiloco.checkpoint.buddy import Copies, pack, recover
 from ddiloco.config import Config, SyncConfig
 from ddiloco.core.delta import Committed
-from ddiloco.network.transport import Counters, Hub, syncer_address
+from ddiloco.network.transport import Counters, Delivery, Hub, syncer_address
 from ddiloco.protocol.messages import Recover, Recovered, Replica
 from ddiloco.protocol.values import replace
 from tests import says
@@ -43,7 +43,7 @@ class Buddy(threading.Thread):
   def run(self):
     while not self.ended.is_set():
       if arrived := self.endpoint.receive(0.05):
-        keep(self.copies, arrived[1])
+        keep(self.copies, arrived.message)
 
   def __exit__(self, *_):
     self.ended.set()
@@ -105,7 +105,7 @@ class Given:
   def receive(self, timeout_seconds):
     del timeout_seconds
     message = self.messages.pop(0)
-    return "whoever sent it", message
+    return Delivery("whoever sent it", message, 0.0)
 
 
 def back(c: Committed, shard: int = 1, owner: int = 0) -> Replica:
@@ -162,7 +162,7 @@ class Late(Outbox):
     if self.arrivals and self.arrivals[0][0] <= until - 100.0:
       at, message = self.arrivals.pop(0)
       self.now = max(self.now, 100.0 + at)
-      return "syncer-1", message
+      return Delivery("syncer-1", message, self.now)
     self.now = until
     return None
 

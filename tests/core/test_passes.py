@@ -70,9 +70,13 @@ def squares_of(fragment, push, share=map):
   return passes.squares(alone(fragment, push), share)
 
 
-def sample_of(fragment, push, compared):
-  ones = np.ones(len(fragment.pieces), np.float32)
-  return passes.sample(alone(fragment, push), ones, compared)
+def sample_of(fragment, push):
+  return passes.sample(alone(fragment, push))
+
+
+def long_fragment(*compared):
+  """Of `LONG`, with these pieces alone merged by direction."""
+  return fragment_of(*LONG, average=[i for i in range(len(LONG)) if i not in compared])
 
 
 def stepped_of(fragment, pushes, config, name, share=map, seed=1):
@@ -84,7 +88,8 @@ def stepped_of(fragment, pushes, config, name, share=map, seed=1):
   value, drift, speed = randoms(3, fragment.size, seed)
   published = value + np.float32(0.01) * drift if name != "f32" else value
   old = Vectors(value, published, speed if config.momentum else None)
-  return squares, found, passes.step(total, coefficients.stretch(found), old, config, name, share)
+  total.stretch = coefficients.stretch(found)
+  return squares, found, passes.step(total, old, config, name, share)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -100,8 +105,8 @@ def test_a_step_is_the_outer_optimizers_on_the_plain_sum(sizes, config):
   squares = np.stack([squares_of(fragment, p) for p in pushes])
   coefficients = outer.Coefficients(fragment, squares, np.array([0.5, 0.2, 0.3]))
   total = Sum(fragment, pushes, coefficients.units)
-  stretch = coefficients.stretch(passes.squares(total))
-  new, update = passes.step(total, stretch, Vectors(value, value, momentum), config, "f32")
+  stretch = total.stretch = coefficients.stretch(passes.squares(total))
+  new, update = passes.step(total, Vectors(value, value, momentum), config, "f32")
 
   spans = [slice(p.offset, p.offset + p.size) for p in fragment.pieces]
   units = coefficients.units
@@ -137,7 +142,6 @@ def test_kernels_and_threads_change_no_bit(name, config, compiled):
   np.testing.assert_array_equal(sums[1], kernel_found)
   # With the same norms NumPy and kernels agree in every bit.
   units = outer.Coefficients(fragment, squares, np.arange(1, 7) / 10).units
-  stretch = np.float32([0.7, 1.1, 0.0, 1.0, 2.0, 3.0])
   value, published, speed = randoms(3, fragment.size, seed=2)
   published = value if name == "f32" else value + np.float32(0.001) * published
   old = Vectors(value, published, speed if config.momentum else None)
@@ -145,11 +149,12 @@ def test_kernels_and_threads_change_no_bit(name, config, compiled):
   for kernels in (True, False):
     compiled(kernels)
     total = Sum(fragment, pushes, units)
-    found[kernels] = all_of(passes.step(total, stretch, old, config, name))
+    total.stretch = np.float32([0.7, 1.1, 0.0, 1.0, 2.0, 3.0])
+    found[kernels] = all_of(passes.step(total, old, config, name))
     kept = Vectors(*(None if v is None else v.copy() for v in old))
     if name == "f32":
       kept = kept._replace(published_value=kept.value)
-    found[kernels, "in place"] = all_of(passes.step(total, stretch, kept, config, name, new=kept))
+    found[kernels, "in place"] = all_of(passes.step(total, kept, config, name, in_place=True))
     assert found[kernels, "in place"][0] is kept.value
   for each in found.values():
     for ours, theirs in zip(found[True], each, strict=True):
@@ -175,8 +180,8 @@ def test_kernels_encode_extremes_as_numpy_does(name, extreme, same_bits):
   update = (signs * np.linspace(0, 1, fragment.size) * extreme).astype(np.float32)
   push = Encoded("int8", codec.encode(-update, "int8"))
   update = -codec.decode(push.payload, fragment.size, "int8")
-  ones, old = np.ones(1, np.float32), Vectors(zero, zero, None)
-  found = same_bits(lambda: all_of(passes.step(alone(fragment, push), ones, old, PLAIN, name)))
+  old = Vectors(zero, zero, None)
+  found = same_bits(lambda: all_of(passes.step(alone(fragment, push), old, PLAIN, name)))
   assert found[3].tobytes() == codec.encode(update, name).tobytes()
 
 
@@ -191,9 +196,9 @@ def test_what_no_encoder_writes_is_a_number_to_kernels_too(name, same_bits, comp
   bad[scales::5] = 0x80
   bad[scales + 1 :: 5] = 0x07
   bad[-1] = 0x17
-  old, one = Vectors(*randoms(3, fragment.size)), np.ones(1, np.float32)
+  old = Vectors(*randoms(3, fragment.size))
   total = Sum(fragment, [Encoded(name, bad), other], np.full((2, 1), 0.3, np.float32))
-  same_bits(lambda: all_of(passes.step(total, one, old, NESTEROV, name)))
+  same_bits(lambda: all_of(passes.step(total, old, NESTEROV, name)))
   compiled(True)
   payload = good.payload.copy()
   payload[:4] = np.frombuffer(np.float32(np.nan).tobytes(), np.uint8)
@@ -283,23 +288,22 @@ def test_the_sample_is_of_the_same_places_and_not_long():
   small = fragment_of(10, 5000, 7, average=[1])
   (push,) = encoded(randoms(1, small.size), "f32")
   values = codec.decode(push.payload, small.size, "f32")
-  whole = sample_of(small, push, [0, 2])
+  whole = sample_of(small, push)
   np.testing.assert_array_equal(whole, np.r_[values[:10], values[5010:]])
-  large = fragment_of(*LONG)
+  large = long_fragment(0, 3, 5)
   pushes = encoded(randoms(2, large.size), "int4")
-  samples = [sample_of(large, p, [0, 3, 5]) for p in pushes]
+  samples = [sample_of(large, p) for p in pushes]
   assert samples[0].size == samples[1].size <= passes.SAMPLED
   assert samples[0].size > passes.SAMPLED // 2
-  ours = sample_of(
-    large, Encoded("f32", codec.encode(np.arange(large.size, dtype=np.float32), "f32")), [3]
-  )
+  (places,) = encoded([np.arange(large.size, dtype=np.float32)], "f32")
+  ours = sample_of(long_fragment(3), places)
   assert ours.min() >= CHUNK + 301 and ours.max() < 18 * CHUNK + 301
 
 
 def test_a_chunk_is_read_with_all_its_runs_when_some_are_sampled(compiled, monkeypatch):
   """Kernels look for the run of every value: without those of the others they read elsewhere."""
   compiled(True)
-  fragment, read = fragment_of(*LONG), Sum.read
+  fragment, read = long_fragment(1, 3, 4), Sum.read
 
   def checked(total, chunk, *rows):
     assert chunk.runs[0, 0] == 0 and chunk.runs[-1, 1] == chunk.stop - chunk.start
@@ -308,21 +312,21 @@ def test_a_chunk_is_read_with_all_its_runs_when_some_are_sampled(compiled, monke
 
   monkeypatch.setattr(Sum, "read", checked)
   (push,) = encoded(randoms(1, fragment.size), "int4")
-  assert sample_of(fragment, push, [1, 3, 4]).size
+  assert sample_of(fragment, push).size
 
 
 @pytest.mark.parametrize("kernels", [True, False])
 def test_the_merged_sample_is_of_the_same_places(compiled, kernels):
   compiled(kernels)
-  fragment, compared = fragment_of(*LONG, average=[1]), [0, 3, 5]
+  fragment = long_fragment(0, 3, 5)
   pushes = encoded(randoms(3, fragment.size), "int4")
   total = Sum(fragment, pushes, np.full((3, len(LONG)), 0.5, np.float32))
-  stretch = np.arange(len(LONG), dtype=np.float32)
-  found = passes.sample(total, stretch, compared)
+  stretch = total.stretch = np.arange(len(LONG), dtype=np.float32)
+  found = passes.sample(total)
   longer = np.concatenate([np.full(n, c, np.float32) for n, c in zip(LONG, stretch)])
   whole = sum(np.float32(0.5) * codec.decode(p.payload, fragment.size, "int4") for p in pushes)
   places = Encoded("f32", codec.encode(np.arange(fragment.size, dtype=np.float32), "f32"))
-  at = sample_of(fragment, places, compared).astype(int)  # exact below 2**24
+  at = sample_of(fragment, places).astype(int)  # exact below 2**24
   np.testing.assert_array_equal(found, (longer * whole)[at])
 
 
@@ -336,9 +340,8 @@ def test_momentum_is_what_published_steps_say():
     (delta,) = randoms(1, 1000, seed + 10)
     delta += 1
     exact_momentum = 0.9 * exact_momentum + delta
-    ones = np.ones(1, np.float32)
     old = Vectors(value, published, momentum)
-    new, update = passes.step(one_push(fragment, delta), ones, old, NESTEROV, "int8")
+    new, update = passes.step(one_push(fragment, delta), old, NESTEROV, "int8")
     received = published + codec.decode(update.payload, 1000, "int8")
     theirs = outer.followed(theirs, published, received, NESTEROV)
     value, published, momentum = new.value, new.published_value, new.momentum
@@ -353,11 +356,10 @@ def test_a_step_allocates_the_new_vectors_if_any_and_chunks(in_place):
   pushes = encoded(randoms(4, fragment.size), "int4")
   stepped_of(fragment, pushes, NESTEROV, "int4")
   old = Vectors(*np.zeros((3, fragment.size), np.float32))
-  units, ones = np.ones((4, 3), np.float32), np.ones(3, np.float32)
   tracemalloc.start()
-  total = Sum(fragment, pushes, units)
+  total = Sum(fragment, pushes, np.ones((4, 3), np.float32))
   passes.squares(total)
-  passes.step(total, ones, old, NESTEROV, "int4", new=old if in_place else None)
+  passes.step(total, old, NESTEROV, "int4", in_place=in_place)
   peak = tracemalloc.get_traced_memory()[1]
   tracemalloc.stop()
   vectors = 3 * old.value.nbytes * (not in_place) + codec.payload_bytes(fragment.size, "int4")

@@ -16,6 +16,7 @@ from ddiloco.core.fragments import owned_by
 from ddiloco.engines import single_roles
 from ddiloco.engines.role_spec import RoleSpec
 from ddiloco.network.frames import seconds_since_2020
+from ddiloco.network.transport import Delivery
 from ddiloco.network.webserver import START_SECONDS, Health
 from ddiloco.protocol.messages import Recovered
 from ddiloco.protocol.values import replace
@@ -115,7 +116,7 @@ class Trickling:
 
   def receive(self, timeout_seconds: float):
     self.now += min(self.gap_seconds, timeout_seconds)
-    return ("syncer-1", self.messages.pop(0)) if self.messages else None
+    return Delivery("syncer-1", self.messages.pop(0), self.now) if self.messages else None
 
 
 @pytest.fixture

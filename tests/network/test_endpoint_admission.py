@@ -244,7 +244,7 @@ def test_a_peer_that_does_not_read_costs_no_memory_for_ever():
       shard.control_thread.call(shard._look_after, member, time.monotonic() + seconds)
     shard.control_thread.call(told.set)
     assert told.wait(SECONDS)
-    assert len(member.control.wire._leaving) <= 3
+    assert len(member.control.wire._sending) <= 3
   net.close()
 
 

@@ -18,6 +18,17 @@ from ddiloco.protocol.messages import MalformedMessage
 RUN = RunIdentity("run", "plan", max_payload_bytes=1000, queue_bytes=1500)
 
 
+@pytest.fixture(autouse=True)
+def headers(monkeypatch):
+  """One header is bad, all others are good."""
+
+  def open_frame(sender: str, incarnation: int, header: bytes, payload: bytes) -> None:
+    if header == b"bad":
+      raise MalformedMessage("not from here")
+
+  monkeypatch.setattr(peers, "open_frame", open_frame)
+
+
 class Inbox:
   """A stand-in for the endpoint: messages that the role has not taken yet."""
 
@@ -38,11 +49,7 @@ class Box(Incoming):
     self.inbox, self.woken = Inbox(run), 0
     peer = Peer("learner-0", streams, self.inbox)
     peer.wake_bulk = self.wake
-    super().__init__(peer, 0)
-
-  def _check(self, header: bytes) -> None:
-    if header == b"bad":
-      raise MalformedMessage("not from here")
+    super().__init__(peer)
 
   def wake(self) -> None:
     self.woken += 1
@@ -101,7 +108,6 @@ def test_a_part_that_broke_off_comes_again_from_its_beginning():
 def test_what_a_peer_began_to_send_and_never_ends_is_forgotten_and_takes_no_memory():
   inbox = Inbox(RUN)
   peer, frame = Peer("learner-0", 2, inbox), frames.Bulk(0, 100, b"h")
-  peer.incoming._check = lambda header: None
   memory = peer.incoming.room(0, frame, 50)
   kept = weakref.ref(memory.obj)
   del memory
@@ -110,7 +116,6 @@ def test_what_a_peer_began_to_send_and_never_ends_is_forgotten_and_takes_no_memo
   assert kept() is None
   peer.incoming.arrived(0, 0)
   assert not inbox.messages, "these bytes went elsewhere"
-  peer.incoming._check = lambda header: None
   assert peer.incoming.room(0, frame, 50) is not None, "it may come again"
 
 
@@ -185,7 +190,6 @@ def test_a_connection_that_was_replaced_writes_into_no_message_that_is_whole(mon
   monkeypatch.setattr(frames, "pace", lambda connection: itertools.repeat(0.0))
   inbox, frame = Inbox(RUN), frames.Bulk(0, 100, b"h")
   peer = Peer("learner-0", 1, inbox)
-  peer.incoming._check = lambda header: None
   with contextlib.ExitStack() as stack:
     wires, far = [], []
     for data in (bytes(50), bytes(range(100))):

@@ -21,7 +21,7 @@ from tests.worlds import check_all, struck
 
 STEP = StepDone(0.1, 10, 0.1)
 
-STAGED = Staged(0, 1, 0.2)
+STAGED = Staged(0, 0.2)
 
 
 # --- the end of the run ---------------------------------------------------------------------------
@@ -289,7 +289,7 @@ def test_a_leaving_learner_reports_what_it_has_not_since_when():
   whole = join(one)
   one.feed(STEP)
   one.feed(replace(whole, version=1, round=0))
-  one.feed(replace(STAGED, version=1))
+  one.feed(STAGED)
   assert [a.message.steps_since_sync for a in learner.reports(one.state, SYNC)] == [(0, 1)]
   one.state = learner.drain(one.state)
   assert [a.message.steps_since_sync for a in learner.reports(one.state, SYNC)] == [(1, 1)]

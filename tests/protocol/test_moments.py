@@ -147,11 +147,11 @@ def test_moments_of_several_fragments_may_be_on_their_way_at_once():
   one.state = replace(one.state, donor_seconds=5.0)
   for p in (0, 1):
     one.feed(replace(NEWEST, fragment=p))
-    one.feed(Staged(p, 0, 10.0))
+    one.feed(Staged(p, 10.0))
   both = [ForwardMoments(0, 0, 0, p, 3, 0, 1, 7) for p in (0, 1)]
   assert [one.feed(each) for each in both] == [[TakeMoments(each)] for each in both]
   for p in (1, 0):
-    assert one.feed(Taken(p, 11.0, "staged")) == [ApplyMoments(p, "staged")]
+    assert one.feed(Taken(p, 11.0, "staged")) == [ApplyMoments("staged")]
   assert learner.can_step(one.state, one.sync)
 
 
@@ -203,7 +203,7 @@ def test_a_learner_that_is_alone_waits_for_no_donor():
   joiner.feed(says.welcome(0, 0, 0, 40, (0, 1)))
   for p in (0, 1):
     joiner.feed(replace(NEWEST, fragment=p))
-    joiner.feed(Staged(p, 0, 10.0))
+    joiner.feed(Staged(p, 10.0))
   [asked] = joiner.feed(Tick(10.0))
   [answer] = shard.feed(asked.message)
   assert told_to_go_on([answer]) == [0] and not shard.state.asking
@@ -259,7 +259,7 @@ def test_a_slow_donor_is_asked_once():
   slow = replace(slow, fragments=tuple(has), global_step=39)
   for p in (0, 1):
     joiner.feed(replace(NEWEST, fragment=p))
-    joiner.feed(Staged(p, 0, 0.0))
+    joiner.feed(Staged(p, 0.0))
   for now in range(1, 9):
     for request in joiner.feed(Tick(float(now))):
       todo = donor_of(shard.feed(request.message))
@@ -283,7 +283,7 @@ def test_a_joiner_waits_for_moments_until_it_has_them_or_its_time_is_over():
   one.feed(says.welcome(0, 0, 0, 40, (0, 1)))
   for p in (0, 1):
     one.feed(replace(NEWEST, fragment=p))
-    one.feed(Staged(p, 0, 10.0))
+    one.feed(Staged(p, 10.0))
   assert one.state.joined and not learner.can_step(one.state, one.sync)
   [asked] = one.feed(Tick(10.0))
   assert asked == Send(0, RequestMoments(0, 0, (0, 1)))
@@ -295,7 +295,7 @@ def test_a_joiner_waits_for_moments_until_it_has_them_or_its_time_is_over():
   assert one.feed(Taken(0, 11.2)) == [], "it could not be read"
   assert one.feed(Tick(12.2)) == [Send(0, RequestMoments(0, 0, (0, 1)))]
   assert one.feed(new) == [TakeMoments(new)]
-  assert one.feed(Taken(0, 12.3, "staged")) == [ApplyMoments(0, "staged")]
+  assert one.feed(Taken(0, 12.3, "staged")) == [ApplyMoments("staged")]
   assert one.feed(new) == [], "it has them"
   assert one.feed(Tick(13.3)) == [Send(0, RequestMoments(0, 0, (1,)))]
   one.feed(Tick(14.9))
@@ -309,7 +309,7 @@ def test_at_the_start_of_a_run_nobody_waits():
   one.state = replace(one.state, donor_seconds=math.inf)
   for p in (0, 1):
     one.feed(says.publish(0, 0, 0, p, -1, 0, -1, 0, 0, (), ""))
-    one.feed(Staged(p, 0, 0.0))
+    one.feed(Staged(p, 0.0))
   assert learner.can_step(one.state, one.sync)
 
 

@@ -10,30 +10,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddiloco.config import SyncConfig
-from ddiloco.protocol.rules import Decision, decide, grace_seconds, screen
+from ddiloco.protocol import rules
+from ddiloco.protocol.rules import Decision, decide, grace_seconds
 
 NONE = math.inf  # no quorum yet
 TWO = SyncConfig(min_quorum=2, overlap_steps=2, grace_safety=0.5)
 
 
+def screen(norms, steps, past, ratio, period, settled=True):
+  sync = SyncConfig(max_norm_ratio=ratio, sync_period=period, overlap_steps=0)
+  return rules.screen(norms, steps, past, sync, settled)
+
+
 @pytest.mark.parametrize(
   "now, pushed, pending, quorum_at, grace, expected",
   [
-    (5.0, 0, [0, 1], NONE, 0.5, Decision("wait", "quorum: 0 of 2 have answered, waiting for 0, 1")),
-    (5.0, 1, [4], NONE, 0.5, Decision("wait", "quorum: 1 of 2 have answered, waiting for 4")),
-    (5.0, 0, [1], NONE, 0.5, Decision("abandon", "only 1 of 2 needed are left")),
-    (5.0, 1, [], NONE, 0.5, Decision("abandon", "only 1 of 2 needed are left")),
-    (5.0, 2, [], 5.0, 0.5, Decision("commit", "all 2 asked have answered")),
-    (9.0, 3, [], 5.0, 0.5, Decision("commit", "all 3 asked have answered")),
-    (5.0, 2, [7], 5.0, 0.5, Decision("wait", "grace: 0.500 s left for 7", 5.5)),
-    (5.25, 3, [7, 8], 5.0, 0.5, Decision("wait", "grace: 0.250 s left for 7, 8", 5.5)),
+    (5.0, 0, [0, 1], NONE, 0.5, Decision(False, "quorum: 0 of 2 have answered, waiting for 0, 1")),
+    (5.0, 1, [4], NONE, 0.5, Decision(False, "quorum: 1 of 2 have answered, waiting for 4")),
+    (5.0, 0, [1], NONE, 0.5, Decision(True, "only 1 of 2 needed are left")),
+    (5.0, 1, [], NONE, 0.5, Decision(True, "only 1 of 2 needed are left")),
+    (5.0, 2, [], 5.0, 0.5, Decision(True, "all 2 asked have answered")),
+    (9.0, 3, [], 5.0, 0.5, Decision(True, "all 3 asked have answered")),
+    (5.0, 2, [7], 5.0, 0.5, Decision(False, "grace: 0.500 s left for 7", 5.5)),
+    (5.25, 3, [7, 8], 5.0, 0.5, Decision(False, "grace: 0.250 s left for 7, 8", 5.5)),
     (
       5.5,
       2,
       [7],
       5.0,
       0.5,
-      Decision("commit", "quorum of 2, grace of 0.500 s is over without 7"),
+      Decision(True, "quorum of 2, grace of 0.500 s is over without 7"),
     ),
     (
       5.0,
@@ -41,7 +47,7 @@ TWO = SyncConfig(min_quorum=2, overlap_steps=2, grace_safety=0.5)
       [7],
       5.0,
       0.0,
-      Decision("commit", "quorum of 2, grace of 0.000 s is over without 7"),
+      Decision(True, "quorum of 2, grace of 0.000 s is over without 7"),
     ),
   ],
 )
@@ -170,13 +176,12 @@ def test_screening_compares_with_the_median_of_all_others(updates, period, settl
 def test_a_verdict_always_keeps_quorum_and_patience(now, pushed, pending, grace, quorum):
   decision = decide(now, pushed, pending, now if pushed >= quorum else math.inf, grace, quorum)
   assert decision.reason
-  if decision.verdict == "commit":
-    assert pushed >= quorum and (not pending or now + grace <= now)
-  elif decision.verdict == "abandon":
+  if decision.over and pushed >= quorum:
+    assert not pending or now + grace <= now
+  elif decision.over:
     assert pushed + len(pending) < quorum
   else:
     assert pending and (decision.wake_at == math.inf) == (pushed < quorum)
-    # Woken then, it commits: no alarm rings for nothing.
+    # Woken then, it is over: no alarm rings for nothing.
     if decision.wake_at < math.inf:
-      again = decide(decision.wake_at, pushed, pending, now, grace, quorum)
-      assert again.verdict == "commit"
+      assert decide(decision.wake_at, pushed, pending, now, grace, quorum).over

@@ -39,13 +39,13 @@ def come_back(
 
   feed(Received(says.welcome(0, 0, 0, 0, (0,)), 0.0))
   feed(Received(version(OLD), 0.0))
-  feed(Staged(0, OLD, 0.0))
+  feed(Staged(0, 0.0))
   for _ in range(steps):
     feed(StepDone(1.0, 10, 1.0))
   if pushed:
     feed(Received(says.pull(0, 0, 0, 0, newest - 1, OLD), 1.0))
   feed(Received(version(newest, (7, newest - 1) if merged else ()), 1.0))
-  feed(Staged(0, newest, 1.0))
+  feed(Staged(0, 1.0))
   return one.fragments[0], applied[-1].mode
 
 

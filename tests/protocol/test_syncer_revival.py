@@ -256,7 +256,7 @@ def test_a_revived_learner_compares_no_times_of_another_clock():
   one = revived(StepDone(1e6, 10, 0.1))
   one.feed(replace(welcome(0, 0, 1, 60, (0, 1)), rounds=(7, -1)))
   one.feed(MERGED)
-  one.feed(Staged(0, 1, 0.2))
+  one.feed(Staged(0, 0.2))
   assert learner.reports(one.state, SYNC)[0].message.idle_seconds == 0.0
 
 
@@ -278,7 +278,7 @@ def test_what_became_of_the_steps_of_a_revived_learner(steps, merged, fate, welc
     one.feed(welcome(0, 0, 1, 50, (0, 1)))
     assert one.state.joined
   one.feed(replace(MERGED, merged_rounds=says.by_learner(*merged)))
-  [apply] = [a for a in one.feed(Staged(0, 1, 0.2)) if isinstance(a, events.Apply)]
+  [apply] = [a for a in one.feed(Staged(0, 0.2)) if isinstance(a, events.Apply)]
   f = one.state.fragments[0]
   assert (f.steps, f.acknowledged_tokens, f.discarded_tokens) == fate
   assert apply.mode == ("reset" if fate[2] else "rebase" if fate[1] else "halve")
@@ -316,7 +316,7 @@ def test_lock_step_answers_a_new_pull_with_the_same_push_and_keeps_its_own_globa
   # Or its push was merged before all died: the version comes late, but at the step it is due.
   also.feed(replace(welcome(0, 0, 1, 60, (0, 1)), rounds=(7, -1)))
   also.feed(later)
-  assert also.feed(Staged(0, 1, 0.2)) == [] and learner.can_step(also.state, lock_step)
+  assert also.feed(Staged(0, 0.2)) == [] and learner.can_step(also.state, lock_step)
   assert also.state.global_step == 1
   [apply, *_] = also.feed(STEP)
   assert apply == says.applied(0, 1, 7, "rebase", True)

@@ -137,7 +137,7 @@ def join(script: Script) -> Publish:
     publish = replace(whole, fragment=p)
     assert script.feed(publish) == [Stage(publish, "overwrite", False)]
     assert not learner.can_step(script.state, script.sync)
-    assert script.feed(Staged(p, 0, 0.0)) == [says.applied(p, 0, -1, "overwrite", False)]
+    assert script.feed(Staged(p, 0.0)) == [says.applied(p, 0, -1, "overwrite", False)]
   global_step = 0 if script.sync.blocking else 40  # in lock-step all begin together
   assert learner.can_step(script.state, script.sync) and script.state.global_step == global_step
   return whole
@@ -163,7 +163,7 @@ def test_golden_learner_two_fragments():
   )
   assert one.feed(version_1) == [Stage(version_1, "rebase", True)]
   assert one.feed(says.pull(0, 0, 0, 0, 2, 1)) == []  # waits for version 1 to be applied
-  assert one.feed(Staged(0, 1, 0.2)) == [
+  assert one.feed(Staged(0, 0.2)) == [
     says.applied(0, 1, 0, "rebase", True),
     CopyOut(says.push(0, 0, 0, 2, 1, 1, 10, 44, "")),
   ]
@@ -179,7 +179,7 @@ def test_golden_learner_two_fragments():
   one.feed(StepDone(0.3, 10, 0.1))
   version_3 = replace(version_1, round=4, version=3, base_round=NOTHING)
   assert one.feed(version_3) == [Stage(version_3, "halve", False)]
-  assert one.feed(Staged(0, 3, 0.3)) == [says.applied(0, 3, 4, "halve", False)]
+  assert one.feed(Staged(0, 0.3)) == [says.applied(0, 3, 4, "halve", False)]
   f = one.state.fragments[0]
   assert (f.version, f.steps, f.tokens, f.steps_since_sync, f.discarded_tokens) == (3, 2, 20, 0, 0)
   assert one.state.fragments[1].steps == 3 and one.state.fragments[1].version == 0
@@ -192,7 +192,7 @@ def test_a_rejected_push_goes_back_to_the_base():
   one.feed(says.pull(0, 0, 0, 0, 0, 0))
   [stage] = one.feed(Rejection(0, 0, 0, 0, 0, False, "not finite"))
   assert stage == Stage(base, "reset", False) and stage.publish.payload is None
-  assert one.feed(Staged(0, 0, 0.1)) == [says.applied(0, 0, -1, "reset", False)]
+  assert one.feed(Staged(0, 0.1)) == [says.applied(0, 0, -1, "reset", False)]
   f = one.state.fragments[0]
   assert (f.steps, f.tokens, f.discarded_tokens) == (0, 0, 10)
   assert one.feed(Rejection(0, 0, 0, 0, 0, False, "not finite")) == [], "a duplicate"
@@ -209,7 +209,7 @@ def test_a_pull_waits_for_the_version_that_it_is_of():
   one.feed(StepDone(0.1, 10, 0.1))
   assert one.feed(says.pull(0, 0, 0, 0, 1, 1)) == []
   one.feed(replace(base, version=1, round=0))
-  applied, copy_out = one.feed(Staged(0, 1, 0.2))
+  applied, copy_out = one.feed(Staged(0, 0.2))
   assert isinstance(applied, Apply) and copy_out.push.base_version == 1
   assert one.feed(says.pull(0, 0, 0, 0, 2, 0)) == [], "of a round that is over"
 

@@ -152,10 +152,10 @@ def test_a_learner_says_how_long_a_version_waited():
     StepDone(2.0, 10, 1.0),
     Received(whole, 1.5),
     StepDone(3.0, 10, 1.0),
-    Staged(0, 0, 2.25),
+    Staged(0, 2.25),
     StepDone(4.0, 10, 1.0),
     Received(replace(whole, round=0, version=1), 4.25),
-    Staged(0, 1, 4.5),
+    Staged(0, 4.5),
   ):
     one, _ = learner.learner_on(one, event, SYNC)
     [send] = learner.reports(one, SYNC)

@@ -7,7 +7,7 @@ import threading
 from collections import defaultdict
 
 from ddiloco.chaos import Faults
-from ddiloco.checkpoint.buddy import Copies, Replication, buddy_of, recover
+from ddiloco.checkpoint.buddy import Copies, Replication, recover
 from ddiloco.checkpoint.restore import ResumeState, new_learner, new_syncer
 from ddiloco.core import fragments
 from ddiloco.core.delta import Committed, new_fragment
@@ -74,8 +74,8 @@ class Fleet:
     endpoint, store = self.hub.connect(address), History()
     recorder = toy.ListRecorder(self.events[address])
     count = self.config.sync.num_shards
-    copies, buddy = Copies(s, incarnation, endpoint, self.plan, self.config), buddy_of(s, count)
-    replication = Replication(copies, buddy, self.patience_seconds, recorder)
+    copies = Copies(s, incarnation, endpoint, self.plan, self.config)
+    replication = Replication(copies, self.patience_seconds, recorder)
     found = recover(copies, lambda quiet: not self.stop.is_set())
     first = toy.initial_params()
     for p in owned_by(s, count, len(self.plan.fragments)):

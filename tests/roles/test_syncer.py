@@ -364,6 +364,33 @@ def test_a_round_that_ends_while_values_are_prepared_takes_no_push_from_the_next
   assert [c.state.version for c in shard.syncer.committed.values()] == [1, 1]
 
 
+def test_a_version_does_not_wait_for_a_commit_that_was_decided_with_its_own(monkeypatch):
+  shard, done = Shard(2, sync={"min_quorum": 2}), []
+  merger = shard.syncer.merger
+  commit, with_payload = merger.commit, merger.with_payload
+
+  def committed(what, state):
+    done.append(f"commit {what.fragment}")
+    return commit(what, state)
+
+  def prepared(publish):
+    done.append(f"publish {publish.fragment}")
+    return with_payload(publish)
+
+  for steps_since_sync in (1, 9):
+    for m in shard.learners:
+      shard.report(m, steps_since_sync)
+  for m, pull in shard.outbox.take(Pull):
+    payload = codec.encode(np.ones(shard.plan.fragments[pull.fragment].size, np.float32), "f32")
+    push = says.push(m, 0, pull.fragment, pull.round, 0, 3, 30, 9, "f32", payload)
+    drive(shard.syncer.take(push, time.monotonic()), shard.outbox, 0.0)
+    shard.settle()
+  monkeypatch.setattr(merger, "commit", committed)
+  monkeypatch.setattr(merger, "with_payload", prepared)
+  shard.handle(Tick(time.monotonic()))
+  assert done == ["commit 0", *["publish 0"] * 2, "commit 1", *["publish 1"] * 2]
+
+
 def test_what_was_committed_is_never_written_again():
   """Values travel by reference between threads."""
   shard = Shard(2, sync={"min_quorum": 2}, outer={"momentum": 0.9})
