@@ -30,14 +30,18 @@ from tests.web import ask
 PLACE = RoleSpec(Path("w"), "run", (), hosts="tcp://127.0.0.1:7001", host=1, term_status=143)
 
 
-@pytest.mark.parametrize(("asked", "status"), [(True, 143), (False, 0)])
+ENDS = [(signal.SIGTERM, 143), (signal.SIGINT, 130)]
+
+
+@pytest.mark.parametrize(("asked", "status"), [*ENDS, (None, 0)])
 def test_it_says_by_its_status_whether_it_was_asked(asked, status, monkeypatch):
-  """Else Kubernetes would take a host that is evicted to be done."""
+  """Else Kubernetes would take a host that is evicted to be done. Ctrl-C had the status of
+  SIGTERM."""
 
   def follow(host):
     host.joined.set()
     if asked:
-      os.kill(os.getpid(), signal.SIGTERM)
+      os.kill(os.getpid(), asked)
       assert host.asked.wait(10.0)
       while not host.progress.asked_to_end:  # host 0 hears it with the next sign of life
         time.sleep(0.01)
@@ -155,12 +159,13 @@ def test_a_host_0_that_compiles_longer_is_not_lost(monkeypatch):
   assert not lost
 
 
-def test_a_host_ends_at_once_when_asked_before_its_island_has_met(monkeypatch):
+@pytest.mark.parametrize(("asked", "status"), ENDS)
+def test_a_host_ends_at_once_when_asked_before_its_island_has_met(asked, status, monkeypatch):
   """JAX waited for the others in the main thread, which then heard no signal for ten minutes."""
   over = threading.Event()
 
   def follow(*_):
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), asked)
     over.wait(10.0)
 
   monkeypatch.setattr(FollowingHost, "_follow", follow)
@@ -168,7 +173,7 @@ def test_a_host_ends_at_once_when_asked_before_its_island_has_met(monkeypatch):
   with pytest.raises(SystemExit) as ended:
     FollowingHost(from_dict({}), 0, PLACE).run()
   over.set()
-  assert ended.value.code == 143
+  assert ended.value.code == status
 
 
 @pytest.mark.parametrize(("asked", "done", "status"), [(True, 1, 143), (True, 2, 1), (False, 1, 1)])
