@@ -68,7 +68,8 @@ def test_an_island_may_ask_for_a_tpu_slice_by_ray_s_own_name_for_it():
 
 
 @needs_ray
-def test_islands_that_this_machine_cannot_hold_together_are_refused():
+def test_islands_that_this_machine_cannot_hold_together_are_refused(capsys):
+  """On a cluster, which may grow, they waited without a word."""
   from ddiloco.engines.ray import check_resources
 
   islands = {"num_learners": 3, "resources": {"TPU": 4}, "overrides": {"2": {"resources": {}}}}
@@ -77,6 +78,11 @@ def test_islands_that_this_machine_cannot_hold_together_are_refused():
   for there, said in [({"TPU": 4.0}, "ask for 8 TPU, this machine has 4"), ({}, "has 0")]:
     with pytest.raises(ConfigError, match=f"islands.resources = .*{said}.*Fix: .*--ray_address"):
       check_resources(config, there)
+  check_resources(config, {"TPU": 8.0}, alone=False)
+  assert not capsys.readouterr().err
+  check_resources(config, {"TPU": 4.0}, alone=False)
+  said = "WARNING: the islands together ask for 8 TPU, the cluster has 4. Until it has more, some"
+  assert said in capsys.readouterr().err
 
 
 @needs_ray
