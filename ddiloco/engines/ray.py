@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ddiloco.checks import refusal, require
 from ddiloco.config import Config, ConfigError
-from ddiloco.engines.children import MEETING, Child, RoleActor, Spawn
+from ddiloco.engines.children import MEETING, Child, Process, RoleActor, Spawn
 from ddiloco.engines.processes import ProcessesEngine
 from ddiloco.engines.role_spec import RoleSpec
 from ddiloco.environment import LOST
@@ -164,8 +164,8 @@ class RayEngine(ProcessesEngine):
     return MEETING
 
 
-class RemoteProcess:
-  """The process of one life of a role, in the role's actor (`children.Process`).
+class RemoteProcess(Process):
+  """The process of one life of a role, in the role's actor.
 
   Args:
     actor: of the role.

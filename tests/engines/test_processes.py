@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import shutil
 import signal
@@ -26,7 +27,7 @@ from ddiloco.config import ConfigError, Fault, RunConfig, from_dict
 from ddiloco.engines import processes
 from ddiloco.engines.children import Child, spawn
 from ddiloco.engines.processes import SHORTEST_LIFE_SECONDS, ProcessesEngine, free_urls
-from ddiloco.observe.guards import Warnings
+from ddiloco.observe.guards import HangWatch, Warnings
 from ddiloco.protocol import events, supervisor
 from ddiloco.protocol.events import Event
 from ddiloco.protocol.supervisor import DOWN, GONE, LEFT, UP, Dismiss, Tick
@@ -56,6 +57,8 @@ class Engine(ProcessesEngine):
     self._guard = lambda duty, *arguments: duty(*arguments)
     self._told, self._lost, self._crashes, self._threads = set(), {}, Warnings(), {}
     self._ending, self._global_step = False, 0
+    self._follower, self._follow_at = SimpleNamespace(poll=list), 0.0
+    self._hangs = HangWatch(60.0, lambda: self, lambda: self.now, lambda thread: "none runs")
     self._children, self._code = {name: Child(name, workdir, [spawn])}, code
     shortest = self.shortest_life_seconds
     self._state = supervisor.Supervisor(
@@ -75,6 +78,13 @@ class Engine(ProcessesEngine):
   def tick(self, now: float, global_step: int = 0, seconds: float = 0.0) -> None:
     self.now = now
     self._feed(Tick(now, global_step, seconds))
+
+  def turns(self, first: float, last: float) -> None:
+    """What it does in so many seconds."""
+    for now in np.arange(first, last):
+      self.now = now
+      self._observe()
+      self.tick(now)
 
   def hear(self, event: Event, now: float) -> None:
     """The event is new in the log."""
@@ -233,6 +243,21 @@ def test_deaths_are_forgotten_after_work_that_the_log_tells_of(make):
     now += supervisor.healthy_seconds(RUN)
     assert engine.see_the_end(now) == DOWN
     now += RUN.restart_seconds
+
+
+def test_what_a_life_has_logged_is_not_taken_for_work_of_the_next_one(make):
+  """A learner that died as soon as it had joined was never given up: the next life was healthy
+  before it had begun."""
+  engine = make("raise SystemExit(3)")
+  engine.tick(0.0)
+  joined, engine._listeners = [events.Joined(role=NAME, global_step=0)], []
+  engine._follower = SimpleNamespace(poll=lambda: [joined.pop()] if joined else [])
+  engine._follow_at = 1.0  # not yet
+  wait_for(lambda: engine.child.poll() is not None, "its end")
+  engine._observe()
+  assert engine.phase == DOWN and not joined
+  engine.tick(RUN.restart_seconds)
+  assert engine._state.roles[NAME].working_since == math.inf
 
 
 def test_where_roles_crash_is_shown_once_of_those_alike(make, capsys):

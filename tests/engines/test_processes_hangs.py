@@ -1,0 +1,110 @@
+"""Processes that hang as a whole: no thread of theirs can look, so their supervisor does."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from common import processes_of
+
+from ddiloco.config import Fault
+from ddiloco.engines import processes
+from ddiloco.protocol import supervisor
+from ddiloco.protocol.supervisor import DOWN, UP
+from tests.engines.real import PROCESSES, RealRun, tiny
+from tests.engines.test_processes import LINUX, NAME, Engine
+
+
+class Alive:
+  """A process that gives signs of life until it is `still`."""
+
+  stdin, status = None, None
+
+  def __init__(self):
+    self.still, self.got = False, []
+
+  def poll(self) -> int | None:
+    return self.status
+
+  def heard(self) -> bool:
+    return not self.still
+
+  def send_signal(self, number: int) -> None:
+    self.got.append(number)
+    if number == signal.SIGKILL:
+      self.status = -number
+
+
+@pytest.fixture
+def alive(tmp_path, monkeypatch):
+  """An engine around a process that is at work since 0, and that process."""
+
+  def start(name: str, *faults: Fault) -> tuple[Engine, Alive]:
+    engine, process = Engine(tmp_path, name, "", *faults), Alive()
+    monkeypatch.setattr(processes.time, "monotonic", lambda: engine.now)
+    engine.child._spawns = [lambda command, log: process]
+    engine.tick(0.0, global_step=-1)
+    engine._feed(supervisor.Working(name, 0.0))
+    engine.turns(0, 10)
+    return engine, process
+
+  return start
+
+
+@pytest.mark.parametrize(("name", "seconds"), [("syncer-0", 60), (NAME, 600)])
+def test_a_process_that_hangs_as_a_whole_is_killed_to_be_started_again(
+  alive, capsys, name, seconds
+):
+  """Nobody did, unless its probe was watched: the fragments of a shard stood still for good."""
+  engine, process = alive(name)
+  process.still = True
+  engine.turns(10, 10 + seconds)
+  assert process.status is None and engine.said == [("hung", "")] * (seconds > 60)
+  engine.turns(10 + seconds, 12 + seconds)
+  assert process.status == -signal.SIGKILL and engine.phase == DOWN
+  assert engine.said[0] == ("hung", "") and engine.reasons[0].startswith("killed by SIGKILL: ")
+  said = f"{name}: its process hangs for {seconds + 1} s, and is killed to be started again."
+  assert said in capsys.readouterr().err
+  process.status = None
+  engine.turns(12 + seconds, 100 + seconds)
+  assert engine.phase == UP and process.got == [signal.SIGKILL], "of the life that hung"
+
+
+def test_who_stands_still_by_plan_or_with_its_supervisor_or_is_not_there_does_not_hang(alive):
+  stall = Fault("stall", "syncer-0", at_step=1, seconds=500.0)
+  kill = Fault("kill", "syncer-0", at_step=2, seconds=500.0)
+  engine, process = alive("syncer-0", stall, kill)
+  process.still = True
+  engine.turns(1000, 1061)  # the supervisor itself stood still before
+  process.still = False
+  engine.tick(1061, global_step=1)
+  engine.turns(1061, 1062)  # its last sign of life may be seen only now
+  process.still = True
+  engine.turns(1062, 1600)
+  process.still = False
+  engine.turns(1600, 1700)
+  engine.tick(1700, global_step=2)
+  engine.turns(1700, 2200)
+  process.status = None
+  engine.turns(2200, 2300)
+  process.still = True  # it begins, which may take long
+  engine.turns(2300, 2400)
+  assert engine.phase == UP and process.status is None
+  assert [kind for kind, _ in engine.said] == ["fault", "fault", "exit", "restart"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not LINUX, reason="looks into /proc")
+def test_a_shard_that_is_stopped_for_good_is_replaced_and_the_run_goes_on(tmp_path):
+  config = tiny(10**7, min_step_seconds=0.02, run={"hang_seconds": 5.0}, sync={"num_shards": 1})
+  with RealRun(tmp_path, config, *PROCESSES) as run:
+    run.wait_for(lambda: run.events("commit"), "a commit")
+    os.kill(*processes_of(run.workdir, "--shard=0"), signal.SIGSTOP)
+    (back,) = run.wait_for(lambda: run.events("started", "syncer")[1:], "its next life")
+    later = lambda: [e for e in run.events("commit") if e.time > back.time]  # noqa: E731
+    run.wait_for(later, "a commit of it")
+    assert run.ends(signal.SIGINT) == 130, run.said()
+  (hung,) = run.events("hung")
+  assert (hung.role, hung.target, hung.stacks) == ("engine", "syncer-0", processes.STILL)
+  assert [e.target for e in run.events("exit")] == ["syncer-0"]
