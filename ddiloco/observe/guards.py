@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def say(line: str, stream: TextIO | None = None) -> None:
   """Prints one line on stdout, or `stream`; ignores a stream that is closed, broken or full."""
   try:
-    print(line, file=stream or sys.stdout, flush=True)
+    print(line, file=stream, flush=True)
   except (OSError, ValueError, AttributeError):
     return
 
@@ -279,7 +279,7 @@ class HangWatch:
     self._looked_at = now
     for role, watched in list(self._watched.items()):
       if paused:  # SIGSTOP, or a laptop that slept: the role's silence is no hang
-        watched.at = max(watched.at, now)
+        watched.at = now
       silent, limit = now - watched.at, HANG_STEPS * watched.usual_seconds
       if not self._least_seconds or silent <= max(self._least_seconds, limit):
         watched.told = False

@@ -158,9 +158,11 @@ def test_a_host_that_is_another_machines_has_no_free_ports_and_that_is_said():
 def test_who_ends_in_good_order_is_not_started_again(make):
   engine = make("print('done')")
   engine.tick(0.0)
+  (process,) = engine.child._processes
   assert engine.see_the_end(5.0) == LEFT
   engine.tick(1e9)
   assert not engine.child.running and not engine.said and not engine._lost
+  assert process.stdin.closed
 
 
 def test_a_shard_that_leaves_too_early_comes_back(make):
