@@ -64,8 +64,11 @@ def test_a_process_that_hangs_as_a_whole_is_killed_to_be_started_again(
   engine.turns(10 + seconds, 12 + seconds)
   assert process.status == -signal.SIGKILL and engine.phase == DOWN
   assert engine.said[0] == ("hung", "") and engine.reasons[0].startswith("killed by SIGKILL: ")
-  said = f"{name}: its process hangs for {seconds + 1} s, and is killed to be started again."
-  assert said in capsys.readouterr().err
+  said = capsys.readouterr().err
+  assert f"{name} has not come round for 61 s. Its threads:\nnone runs\n" in said
+  assert (
+    f"{name}: its process hangs for {seconds + 1} s, and is killed to be started again." in said
+  )
   process.status = None
   engine.turns(12 + seconds, 100 + seconds)
   assert engine.phase == UP and process.got == [signal.SIGKILL], "of the life that hung"

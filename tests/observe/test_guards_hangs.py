@@ -89,6 +89,14 @@ def test_a_short_limit_has_short_pauses(fake_clock):
   assert role.found == []
 
 
+def test_looks_that_are_seconds_apart_are_no_pause(fake_clock):
+  role = Watched(fake_clock)
+  for _ in range(8):
+    fake_clock.now += PAUSED_SECONDS
+    role.watch.look()
+  assert len(role.found) == 1
+
+
 def test_a_limit_shorter_than_the_pause_between_two_looks_is_no_pause(fake_clock):
   role = Watched(fake_clock, least_seconds=0.2, usual=0.001)
   role.pass_(3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -92,7 +93,7 @@ def said(capsys) -> str:
 def test_a_thread_that_does_not_end_is_named_and_left_behind(stuck, capsys):
   assert not guards.ended(stuck, 0.01)
   assert "save learner-3 has not ended within 0.01 s" in said(capsys)
-  done = threading.Thread(target=int)
+  done = threading.Thread(target=time.sleep, args=(0.05,))
   done.start()
   assert guards.ended(done, 10) and not capsys.readouterr().err
 
