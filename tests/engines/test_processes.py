@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import shutil
 import signal
@@ -149,6 +148,14 @@ def test_urls_have_free_ports():
       free.bind(("127.0.0.1", port))
 
 
+def test_the_url_of_an_ipv6_address_has_brackets():
+  try:
+    (url,) = free_urls(1, "::1")
+  except OSError as error:
+    pytest.skip(f"no IPv6 loopback here: {error}")
+  assert url.startswith("tcp://[::1]:")
+
+
 def test_a_host_that_is_another_machines_has_no_free_ports_and_that_is_said():
   """Every port was tried, and too many open files were the reason that was given."""
   with pytest.raises(OSError, match="Cannot assign requested address"):
@@ -245,21 +252,6 @@ def test_deaths_are_forgotten_after_work_that_the_log_tells_of(make):
     now += supervisor.healthy_seconds(RUN)
     assert engine.see_the_end(now) == DOWN
     now += RUN.restart_seconds
-
-
-def test_what_a_life_has_logged_is_not_taken_for_work_of_the_next_one(make):
-  """A learner that died as soon as it had joined was never given up: the next life was healthy
-  before it had begun."""
-  engine = make("raise SystemExit(3)")
-  engine.tick(0.0)
-  joined, engine._listeners = [events.Joined(role=NAME, global_step=0)], []
-  engine._follower = SimpleNamespace(poll=lambda: [joined.pop()] if joined else [])
-  engine._follow_at = 1.0  # not yet
-  wait_for(lambda: engine.child.poll() is not None, "its end")
-  engine._observe()
-  assert engine.phase == DOWN and not joined
-  engine.tick(RUN.restart_seconds)
-  assert engine._state.roles[NAME].working_since == math.inf
 
 
 def test_where_roles_crash_is_shown_once_of_those_alike(make, capsys):

@@ -1,16 +1,18 @@
-"""Processes that hang as a whole: no thread of theirs can look, so their supervisor does."""
+"""What a supervisor sees of a process: that it hangs as a whole, and its last events."""
 
 from __future__ import annotations
 
+import math
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 from common import processes_of
 
 from ddiloco.config import Fault
 from ddiloco.engines import processes
-from ddiloco.protocol import supervisor
+from ddiloco.protocol import events, supervisor
 from ddiloco.protocol.supervisor import DOWN, UP
 from tests.engines.real import PROCESSES, RealRun, tiny
 from tests.engines.test_processes import LINUX, NAME, Engine
@@ -95,6 +97,23 @@ def test_who_stands_still_by_plan_or_with_its_supervisor_or_is_not_there_does_no
   engine.turns(2300, 2400)
   assert engine.phase == UP and process.status is None
   assert [kind for kind, _ in engine.said] == ["fault", "fault", "exit", "restart"]
+
+
+def test_what_a_life_has_logged_is_not_taken_for_work_of_the_next_one(alive):
+  """A learner that died as soon as it had joined was never given up: the next life was healthy
+  before it had begun."""
+  engine, process = alive(NAME)
+  joined, engine._listeners = [events.Joined(role=NAME, global_step=0)], []
+  engine._follower = SimpleNamespace(poll=lambda: [joined.pop()] if joined else [])
+  engine._follow_at, process.status = engine.now + 1, 3
+  engine._observe()
+  assert engine.phase == DOWN and not joined
+  process.status = None
+  engine.turns(10, 30)
+  assert engine.phase == UP and engine._state.roles[NAME].working_since == math.inf
+  joined.append(events.Joined(role=NAME, global_step=0))
+  engine.turns(30, 31)
+  assert not joined and engine._state.roles[NAME].working_since == 30
 
 
 @pytest.mark.slow
