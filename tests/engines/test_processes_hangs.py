@@ -34,8 +34,6 @@ class Alive:
 
   def send_signal(self, number: int) -> None:
     self.got.append(number)
-    if number == signal.SIGKILL:
-      self.status = -number
 
 
 @pytest.fixture
@@ -64,7 +62,10 @@ def test_a_process_that_hangs_as_a_whole_is_killed_to_be_started_again(
   engine.turns(10, 10 + seconds)
   assert process.status is None and engine.said == [("hung", "")] * (seconds > 60)
   engine.turns(10 + seconds, 12 + seconds)
-  assert process.status == -signal.SIGKILL and engine.phase == DOWN
+  assert process.got == [signal.SIGKILL], "once, though its disk holds it for a while"
+  process.status = -signal.SIGKILL
+  engine.turns(12 + seconds, 13 + seconds)
+  assert engine.phase == DOWN
   assert engine.said[0] == ("hung", "") and engine.reasons[0].startswith("killed by SIGKILL: ")
   said = capsys.readouterr().err
   assert f"{name} has not come round for 61 s. Its threads:\nnone runs\n" in said
@@ -72,7 +73,7 @@ def test_a_process_that_hangs_as_a_whole_is_killed_to_be_started_again(
     f"{name}: its process hangs for {seconds + 1} s, and is killed to be started again." in said
   )
   process.status = None
-  engine.turns(12 + seconds, 100 + seconds)
+  engine.turns(13 + seconds, 100 + seconds)
   assert engine.phase == UP and process.got == [signal.SIGKILL], "of the life that hung"
 
 
@@ -90,6 +91,7 @@ def test_who_stands_still_by_plan_or_with_its_supervisor_or_is_not_there_does_no
   process.still = False
   engine.turns(1600, 1700)
   engine.tick(1700, global_step=2)
+  process.status = -signal.SIGKILL
   engine.turns(1700, 2200)
   process.status = None
   engine.turns(2200, 2300)
@@ -119,14 +121,14 @@ def test_what_a_life_has_logged_is_not_taken_for_work_of_the_next_one(alive):
 @pytest.mark.slow
 @pytest.mark.skipif(not LINUX, reason="looks into /proc")
 def test_a_shard_that_is_stopped_for_good_is_replaced_and_the_run_goes_on(tmp_path):
-  config = tiny(10**7, min_step_seconds=0.02, run={"hang_seconds": 5.0}, sync={"num_shards": 1})
+  config = tiny(10**7, min_step_seconds=0.02, run={"hang_seconds": 8.0}, sync={"num_shards": 1})
   with RealRun(tmp_path, config, *PROCESSES) as run:
     run.wait_for(lambda: run.events("commit"), "a commit")
     os.kill(*processes_of(run.workdir, "--shard=0"), signal.SIGSTOP)
-    (back,) = run.wait_for(lambda: run.events("started", "syncer")[1:], "its next life")
+    back, *_ = run.wait_for(lambda: run.events("started", "syncer")[1:], "its next life")
     later = lambda: [e for e in run.events("commit") if e.time > back.time]  # noqa: E731
     run.wait_for(later, "a commit of it")
     assert run.ends(signal.SIGINT) == 130, run.said()
-  (hung,) = run.events("hung")
-  assert (hung.role, hung.target, hung.stacks) == ("engine", "syncer-0", processes.STILL)
-  assert [e.target for e in run.events("exit")] == ["syncer-0"]
+  (hung,) = run.events("hung", "engine")
+  assert (hung.target, hung.stacks) == ("syncer-0", processes.STILL)
+  assert {e.target for e in run.events("exit")} == {"syncer-0"}

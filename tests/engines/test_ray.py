@@ -185,7 +185,8 @@ def test_a_learner_that_joins_during_the_run_gets_an_actor(monkeypatch):
   from ddiloco.engines import ray as engine
 
   run, started = object.__new__(engine.RayEngine), []
-  run.config, run._actors = tiny(steps=1), {("learner-0", 0): "a"}
+  config = tiny(steps=1, islands={"resources": {"TPU": 4}})
+  run.config, run._actors = config, {("learner-0", 0): "a"}
   new = types.SimpleNamespace(remote=lambda: "b")
   made_by = types.SimpleNamespace(options=lambda **how: started.append(how["resources"]) or new)
   monkeypatch.setattr(engine.ray, "remote", lambda _: made_by)
@@ -194,11 +195,11 @@ def test_a_learner_that_joins_during_the_run_gets_an_actor(monkeypatch):
   run._meetings = {}
   for name in ("learner-0", "learner-7", "learner-7"):
     run._spawn(name, 0)(["command"], Path("log"))
-  assert made == ["a", "b", "b"] and started == [{}] and ("learner-7", 0) in run._actors
+  assert made == ["a", "b", "b"] and started == [{"TPU": 4}] and ("learner-7", 0) in run._actors
   spawn = run._spawn("learner-0", 0)  # of the learner's `Child`, which outlives its lives
   del run._actors["learner-0", 0]  # it has left, and now it joins again
   spawn(["command"], Path("log"))
-  assert made[3] == "b" and started == [{}, {}]
+  assert made[3] == "b" and started == [{"TPU": 4}] * 2
 
 
 @needs_ray
