@@ -201,7 +201,9 @@ def test_work_is_lost_with_a_learner_that_fails_when_it_should_bring_it_out(tmp_
   assert engine._lost == {NAME: "ValueError: no cable"}
 
 
-def test_work_is_lost_with_a_learner_that_takes_too_long_to_bring_it_out(tmp_path, monkeypatch):
+def test_work_is_lost_with_a_learner_that_takes_too_long_to_bring_it_out(
+  tmp_path, monkeypatch, capsys
+):
   monkeypatch.setattr("ddiloco.engines.engine.PATIENCE_SECONDS", 0.2)
   go_on = threading.Event()
 
@@ -214,6 +216,7 @@ def test_work_is_lost_with_a_learner_that_takes_too_long_to_bring_it_out(tmp_pat
   with in_time(go_on):
     assert engine.run().reason == "stopped"
   assert engine._lost == {NAME: "not ended within 0.2 s, and killed"}
+  assert f"{NAME}: not ended within 0.2 s, and killed." in capsys.readouterr().err
 
 
 def test_whoever_interrupts_again_waits_for_no_thread_and_has_the_result(tmp_path, monkeypatch):

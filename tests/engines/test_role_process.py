@@ -115,6 +115,9 @@ def test_who_is_asked_to_end_has_one_time_for_all_that_it_brings_out(make):
     assert 400 < runner.time_left() < 500
     runner._asked_at -= 500.0
   assert endpoint.closed_with == 1.0, "its goodbye still goes out"
+  with make(drain_seconds=0.5) as runner:
+    runner._asked_at = 0.0
+    assert runner.time_left() == 0.5
 
 
 def test_a_fault_that_was_asked_for_by_a_clock_ahead_lasts_no_longer(make, monkeypatch):
