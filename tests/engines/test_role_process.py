@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import signal
@@ -86,6 +87,13 @@ def test_a_role_that_ends_by_itself(make, capsys):
   )
 
 
+def test_a_role_lives_where_the_file_system_has_no_locks(make, monkeypatch):
+  no_locks = mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available"))
+  monkeypatch.setattr("ddiloco.workdir.fcntl.flock", no_locks)
+  with make() as runner:
+    assert runner.run(lambda: FINISHED) == FINISHED
+
+
 def test_it_dials_every_shard_and_a_shard_its_neighbours(make):
   with make() as runner:
     endpoint = runner.connect()
@@ -106,6 +114,7 @@ def test_who_is_asked_to_end_has_one_time_for_all_that_it_brings_out(make):
   """Its work, its messages and its part of a snapshot each took that long: it was killed meanwhile,
   and work that was merged counted as lost."""
   with make(drain_seconds=1000.0) as runner:
+    assert runner.run(lambda: FINISHED) == FINISHED
     assert runner.time_left() == 1000.0, "nobody has asked"
     os.kill(os.getpid(), signal.SIGTERM)
     endpoint = runner.connect()
