@@ -222,13 +222,12 @@ class RoleRunner:
       self.reborn(after)
 
   def connect(self) -> FaultyEndpoint:
-    """Replaces the connection by a new one of the present incarnation.
+    """Makes the connection of the present incarnation.
 
     Raises:
       Ended: another process has the port.
     """
     self._began = True
-    self.disconnect()
     who = self.address, self.incarnation, self.keys
     try:
       endpoint = connect(self.config, self.plan, self.place, *who)

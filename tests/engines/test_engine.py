@@ -110,7 +110,7 @@ def in_time(released: threading.Event):
     released.set()
 
 
-def test_what_lives_die_of_is_said_and_the_next_one_begins(tmp_path):
+def test_what_lives_die_of_is_said_and_the_next_one_begins(tmp_path, capsys):
   kill = Fault("kill", NAME, at_step=0, seconds=0.0)
   deaths = [ValueError("no cable"), Killed(kill), Quarantined("not finite")]
   engine = Toy(tmp_path, *map(raises, deaths), lambda: None)
@@ -118,6 +118,8 @@ def test_what_lives_die_of_is_said_and_the_next_one_begins(tmp_path):
   assert engine.starts == [(0, False), (1, False), (2, False), (3, True)]
   said = ["ValueError: no cable", "killed by plan, back in 0 s", "quarantined: not finite"]
   assert engine.reasons() == said
+  shown = capsys.readouterr().err
+  assert f"{NAME} crashed\nTraceback" in shown and shown.count("WARNING") == 1
   events = read_events(tmp_path)
   assert [e.kind for e in events if e.role == "learner-0"] == ["crash"], "of what went wrong"
   kinds = [e.kind for e in events if e.role == "engine"]

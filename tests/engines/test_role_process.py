@@ -23,6 +23,7 @@ from ddiloco.engines.role_process import FINISHED, INTERRUPTED, LOST, RoleRunner
 from ddiloco.engines.role_spec import RoleSpec
 from ddiloco.observe.eventlog import read_events
 from ddiloco.protocol import events
+from ddiloco.workdir import FAULTS, append_request
 from tests.waits import PATIENCE_SECONDS, wait_for
 from tests.web import ask
 
@@ -144,6 +145,19 @@ def test_a_fault_that_was_asked_for_by_a_clock_ahead_lasts_no_longer(make, monke
   assert begun[0] <= 5.0
 
 
+def test_faults_of_others_and_those_that_are_over_do_not_begin(make):
+  begun, slow = [], Fault("slow", "learner-3", at_seconds=0.0, seconds=5.0, factor=2.0)
+  with make() as before:
+    append_request(before.place.workdir / FAULTS, {**dataclasses.asdict(slow), "time": 0.0})
+  with make() as runner:
+    runner.faults.begin = lambda fault, seconds: begun.append(fault.seconds)
+    ask_for(runner.place.workdir, dataclasses.replace(slow, role="learner-4"))
+    ask_for(runner.place.workdir, Fault("stall", "learner-3", at_seconds=0.0, seconds=6.0))
+    ask_for(runner.place.workdir, dataclasses.replace(slow, seconds=7.0))
+    wait_for(lambda: begun, "a fault")
+  assert begun == [7.0]
+
+
 def test_a_port_that_is_taken_ends_the_shard(make, monkeypatch, capsys):
   monkeypatch.setattr(
     role_process, "NetworkEndpoint", mock.Mock(side_effect=OSError("Address already in use"))
@@ -232,6 +246,12 @@ def test_a_role_that_still_compiles_ends_soon_after_a_signal(make, monkeypatch, 
     over.set()
   assert ended.value.code == FINISHED
   assert "was asked to end before it had begun; nothing is lost" in capsys.readouterr().out
+  with make() as runner:
+    endpoint = runner.connect()  # from now on others may know of it
+    os.kill(os.getpid(), signal.SIGTERM)
+    heard = lambda: runner.time_left() < runner.config.network.drain_seconds  # noqa: E731
+    assert runner.run(lambda: wait_for(heard, "the signal") and FINISHED) == FINISHED
+    assert not endpoint.woken
 
 
 def test_lost_work_counts_more_than_a_signal(make):
