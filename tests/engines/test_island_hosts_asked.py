@@ -103,7 +103,8 @@ def test_it_says_now_and_then_what_it_does(monkeypatch, capsys):
   now = [100.0]
   monkeypatch.setattr(island_hosts.time, "monotonic", lambda: now[0])
   host = FollowingHost(from_dict({}), 0, PLACE)
-  for seconds, doing, done in ((9.0, "begins", 0), (10.0, "compiles", 0), (25.0, "a step", 7)):
+  looks = (9.0, "begins", 0), (10.0, "compiles", 0), (19.0, "loads", 0), (25.0, "a step", 7)
+  for seconds, doing, done in looks:
     now[0], host.progress.doing, host.progress.done = 100.0 + seconds, doing, done
     host._hear()
   said = [line.partition("host 1: ")[2] for line in capsys.readouterr().out.splitlines()]

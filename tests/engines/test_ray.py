@@ -203,11 +203,13 @@ def test_a_learner_that_joins_during_the_run_gets_an_actor(monkeypatch):
 
 
 @needs_ray
-def test_a_cluster_that_is_not_there_is_refused():
+def test_a_cluster_that_is_not_there_is_refused(monkeypatch):
   from ddiloco.engines.ray import connect
 
   with pytest.raises(ConfigError, match=r"--ray_address = 'nonsense': cannot be joined .*Fix: "):
     connect("nonsense")
+  monkeypatch.setattr("ray.is_initialized", lambda: True)
+  assert not connect("nonsense"), "the user's program has joined a cluster"
 
 
 def test_an_address_without_ray_is_refused(tmp_path, capsys):
@@ -236,6 +238,15 @@ def test_an_actor_never_holds_two_processes_of_its_role(tmp_path):
   assert asyncio.run(two_lives()) == [-signal.SIGKILL, 3]
   assert log.read_text() == "here\nthere\n"
   asyncio.run(actor.signal(signal.SIGTERM))  # nobody is there to hear it
+
+  async def told() -> int:
+    life = asyncio.create_task(actor.run(["python", "-c", "input()"], str(log)))
+    while not life.done():
+      await actor.signal(signal.SIGTERM)
+      await asyncio.sleep(0.01)
+    return life.result()
+
+  assert asyncio.run(told()) == -signal.SIGTERM
 
 
 def test_an_actor_is_told_where_the_hosts_of_its_island_meet(tmp_path):
