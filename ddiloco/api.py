@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import runpy
+import threading
 import time
 import traceback
 from collections.abc import Mapping
@@ -132,10 +133,11 @@ def train(
 
   if engine == "ray":
     options.setdefault("cpu_only", cpu)
-  run = Path(workdir).expanduser()
-  session.train(config, run, overwrite, engine, options)
+  run, asked = Path(workdir).expanduser(), threading.Event()
+  session.train(config, run, overwrite, engine, options, None, asked)
   end = outcome(run)  # a program that is asked to end begins no further run
-  if end.get("reason") == "stopped" or "interrupted" in end.get("left_out", {}).values():
+  interrupted = asked.is_set() or "interrupted" in end.get("left_out", {}).values()
+  if interrupted or end.get("reason") == "stopped":
     raise KeyboardInterrupt(f"the run in {run} is {end['reason']}")
   if end.get("reason") != "finished":
     why = end.get("why", "its end is not saved, as its output says")

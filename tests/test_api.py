@@ -162,6 +162,19 @@ def test_a_run_that_fails_is_no_run_that_was_interrupted(tmp_path, monkeypatch, 
     ddiloco.train(small(20, num_learners=2), tmp_path / "run", cpu=True)
 
 
+def test_a_signal_while_the_report_is_drawn_ends_a_sweep(tmp_path, monkeypatch):
+  """The run was whole, and the next one began."""
+
+  def ends(config, workdir, *_) -> None:
+    workdir.mkdir()
+    (workdir / "outcome.json").write_text('{"reason": "finished"}')
+    _[-1].set()
+
+  monkeypatch.setattr("ddiloco.engines.session.train", ends)
+  with pytest.raises(KeyboardInterrupt, match="run is finished"):
+    ddiloco.train(small(20, num_learners=2), tmp_path / "run", cpu=True)
+
+
 @pytest.mark.slow
 def test_a_run_that_loses_its_quorum_for_good_says_who_is_left(tmp_path):
   jax.devices()

@@ -18,6 +18,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
@@ -36,6 +37,7 @@ from ddiloco.environment import BAD_USAGE, LOST
 from ddiloco.observe.guards import exited, warn
 
 KILL_SECONDS = 30.0  # for a killed process to be gone: it may be stuck in its disk
+SIGN_SECONDS = 0.5  # between two signs of life of a forked process
 WORDS_SECONDS = 5.0  # for the other hosts of an island to log what they know of a failed host
 LAST_WORDS_BYTES = 1 << 16  # only the end of a log is read: a log of months is large
 
@@ -51,6 +53,10 @@ class Process(Protocol):
   def poll(self) -> int | None:
     """The exit status, negative for a signal; None while it runs."""
     ...
+
+  def heard(self) -> bool:
+    """Whether it has given a sign of life since the last call; it need not give any."""
+    return False
 
   def send_signal(self, number: int) -> None:
     """Sends a signal; another process may be started in its place, also after a SIGKILL."""
@@ -146,6 +152,10 @@ class Child:
     how = f"killed by {_signal_name(-status)}" if status < 0 else f"exit status {status}"
     return f"{how}: {self.last_words(refused)}"
 
+  def heard(self) -> bool:
+    """Whether its first process was alive since the last call: host 0 finds others that hang."""
+    return any(each.heard() for each in self._processes[:1])
+
   def _where_to_log(self, log: Path) -> Path:
     """That log; /dev/null if it cannot be written: the role is worth more than its log."""
     try:
@@ -201,6 +211,9 @@ class Child:
 # touches no device and has no thread of this package, so it can be forked; a killed role is back
 # without importing.
 #
+# A forked process counts on in memory that it shares with its supervisor, until it hangs as a
+# whole: stopped, or in C code that does not give back Python's lock.
+#
 # In all else a forked process is as if its command had been started: it has the same environment,
 # working directory, standard streams and name (`ps`).
 
@@ -252,15 +265,15 @@ def spawn_forked(command: list[str], log: Path) -> Forked:
   warm()
   log.open("ab").close()  # raises here if the log cannot be written
   context = multiprocessing.get_context("forkserver")
-  stdin, ours = context.Pipe(duplex=False)
-  arguments = (command, environment.whole(), Path.cwd(), log, stdin)
+  (stdin, ours), signs = context.Pipe(duplex=False), context.RawValue("L")
+  arguments = (command, environment.whole(), Path.cwd(), log, stdin, signs)
   process = context.Process(target=_become, args=arguments, daemon=True)
   try:
     with stdin, _main_unsaid():  # the child's end of the pipe is not needed here
       process.start()
   except (ConnectionError, EOFError) as error:
     raise OSError(f"what forks the roles has ended ({error}): no memory, or no process?") from error
-  return Forked(process, ours)
+  return Forked(process, ours, signs)
 
 
 @contextlib.contextmanager
@@ -278,13 +291,17 @@ def _main_unsaid() -> Iterator[None]:
 class Forked:
   """A `Process` forked by the server."""
 
-  def __init__(self, process: BaseProcess, stdin: Connection):
+  def __init__(self, process: BaseProcess, stdin: Connection, signs: Any):
     assert process.pid is not None, "it has been started"
     self.pid, self.stdin = process.pid, stdin
-    self._process = process
+    self._process, self._signs, self._heard = process, signs, 0
 
   def poll(self) -> int | None:
     return self._process.exitcode
+
+  def heard(self) -> bool:
+    before, self._heard = self._heard, self._signs.value
+    return self._heard != before
 
   def send_signal(self, number: int) -> None:
     if self.poll() is None:
@@ -293,7 +310,12 @@ class Forked:
 
 
 def _become(
-  command: list[str], variables: dict[str, str], folder: Path, log: Path, stdin: Connection
+  command: list[str],
+  variables: dict[str, str],
+  folder: Path,
+  log: Path,
+  stdin: Connection,
+  signs: Any,
 ) -> None:
   """Runs the command in the forked process, until its end."""
   setproctitle.setproctitle(" ".join(command))  # first: it finds argv beside the old environment
@@ -306,9 +328,16 @@ def _become(
   environment.take_over(variables)
   os.chdir(folder)
   _take_streams(log, stdin)
+  threading.Thread(target=_give_signs, args=(signs,), name="alive", daemon=True).start()
   _, _, module, *arguments = command
   sys.argv = [module, *arguments]
   runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _give_signs(signs: Any) -> None:
+  while True:
+    signs.value += 1
+    time.sleep(SIGN_SECONDS)
 
 
 def _take_streams(log: Path, stdin: Connection) -> None:

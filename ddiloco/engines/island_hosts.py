@@ -163,6 +163,7 @@ class FollowingHost:
     self._address = f"{learner_address(number)} host {place.host}"
     self.progress = host_links.HostProgress()
     self.asked = threading.Event()  # to end
+    self._heard: list[int] = []  # the signals that have asked
     self.joined = threading.Event()  # with the others, as one JAX
     # Probes find a process that hangs as a whole; what its work waits for, host 0 finds.
     self._health = Health(self._status)
@@ -174,7 +175,7 @@ class FollowingHost:
     began = time.time()
     if self._place.http:
       self._say(f"probes at {self._health.serve(self._place.http)}")
-    with terminates(self.asked):
+    with terminates(self.asked) as self._heard:
       try:
         beside(self._follow, self._hear)
       except host_links.HostsApart as error:
@@ -188,7 +189,7 @@ class FollowingHost:
         self._fail(error, BAD_USAGE if lasts(error) else LOST)
     self._health.close()
     self._say(f"ends after {time.time() - began:.0f} s with its island; nothing is lost")
-    return self._place.term_status if self.asked.is_set() else FINISHED
+    return self._place.asked_status(self._heard) if self.asked.is_set() else FINISHED
 
   def _say(self, text: str) -> None:
     say(f"[{time.strftime('%H:%M:%S')}] {self._address}: {text}")
@@ -212,7 +213,7 @@ class FollowingHost:
 
   def _end_early(self) -> None:
     self._say("was asked to end before its island had begun; nothing is lost")
-    os._exit(self._place.term_status)
+    os._exit(self._place.asked_status(self._heard))
 
   def _tell_late_batch(self, since: float) -> None:
     network = self._config.network

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,7 @@ from ddiloco.engines.role_spec import RoleSpec, free_urls, newest, require_shard
 from ddiloco.network import frames
 from ddiloco.network.transport import EVALUATOR_ADDRESS
 from ddiloco.observe.eventlog import Follower, Recorder
+from ddiloco.observe.guards import HangWatch, warn
 from ddiloco.protocol.events import parse_role
 from ddiloco.protocol.supervisor import Exited, Left, Working
 from ddiloco.roles import initial
@@ -41,6 +43,7 @@ from ddiloco.training.devices import Shares, attention_path
 FOLLOW_SECONDS = 0.2
 SHORTEST_LIFE_SECONDS = 1.1  # between two starts: incarnations count whole seconds
 AT_WORK = ("joined", "owns")  # events after which a role counts as started
+STILL = "No thread of its process runs: it is stopped, or C code keeps Python's lock."
 
 
 class ProcessesEngine(Engine):
@@ -67,6 +70,7 @@ class ProcessesEngine(Engine):
       self._check(m)
     self._follow_at = 0.0
     self._children: dict[str, Child] = {}
+    self._hangs = HangWatch(config.run.hang_seconds, lambda: self._recorder, seen=lambda _: STILL)
 
   def _begin(self) -> None:
     self._go_on(keep=False)  # roles find their parts of the snapshot themselves
@@ -162,12 +166,29 @@ class ProcessesEngine(Engine):
     super()._requested(fault)
 
   def _observe(self) -> None:
-    if time.monotonic() >= self._follow_at:
+    children = self._children.values()
+    ended = {child: status for child in children if (status := child.poll()) is not None}
+    if ended or time.monotonic() >= self._follow_at:  # what a life has logged, before its next one
       self._follow_at = time.monotonic() + FOLLOW_SECONDS
-      self._follow()
-    for child in list(self._children.values()):
-      if (status := child.poll()) is not None:
-        self._guard(self._on_exit, child, status)
+      self._guard(self._follow)
+    for child, status in ended.items():
+      self._guard(self._on_exit, child, status)
+    self._guard(self._watch)
+
+  def _watch(self) -> None:
+    """Kills processes that hang as a whole; one in which only the role's loop hangs ends itself,
+    after the same times."""
+    for name, child in self._children.items():
+      role = self._state.roles[name]
+      if not child.running or role.working_since == math.inf or role.held_until > -math.inf:
+        self._hangs.end(name)
+      elif child.heard():
+        self._hangs.beat(name, 0.0)
+    for name, silent in self._hangs.look().items():
+      if silent > (0.0 if name.startswith("syncer-") else self.config.network.give_up_seconds):
+        self._hangs.end(name)
+        warn(f"{name}: its process hangs for {silent:.0f} s, and is killed to be started again.")
+        self._children[name].strike()
 
   def _on_exit(self, child: Child, status: int) -> None:
     """Handles a process that has ended. If the run ends, or it ended in good order, its role needs

@@ -26,12 +26,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ddiloco.checks import refusal, require
 from ddiloco.config import Config, ConfigError
-from ddiloco.engines.children import MEETING, Child, RoleActor, Spawn
+from ddiloco.engines.children import MEETING, Child, Process, RoleActor, Spawn
 from ddiloco.engines.processes import ProcessesEngine
 from ddiloco.engines.role_spec import RoleSpec
 from ddiloco.environment import LOST
 from ddiloco.network import keys as key_files
 from ddiloco.network.transport import learner_address, syncer_address
+from ddiloco.observe.guards import warn
 from ddiloco.protocol.events import parse_role
 from ddiloco.roles.evaluator import Measure
 from ddiloco.training import data
@@ -78,8 +79,7 @@ class RayEngine(ProcessesEngine):
       there = ray.cluster_resources()
       if not cpu_only:
         check_asked(config, there)
-      if self._local:
-        check_resources(config, there)
+      check_resources(config, there, self._local)
     except ConfigError:
       self.close()
       raise
@@ -164,8 +164,8 @@ class RayEngine(ProcessesEngine):
     return MEETING
 
 
-class RemoteProcess:
-  """The process of one life of a role, in the role's actor (`children.Process`).
+class RemoteProcess(Process):
+  """The process of one life of a role, in the role's actor.
 
   Args:
     actor: of the role.
@@ -245,8 +245,9 @@ def check_asked(config: Config, available: Mapping[str, float]) -> None:
     require(bool(island.resources), "islands.resources", island.resources, rule, fix)
 
 
-def check_resources(config: Config, available: Mapping[str, float]) -> None:
-  """Refuses islands that together ask for more than is available: they would wait for ever."""
+def check_resources(config: Config, available: Mapping[str, float], alone: bool = True) -> None:
+  """Refuses islands that together ask for more than is available: they would wait for ever. Warns
+  where this machine is not `alone`: a cluster may grow."""
   asked: collections.Counter[str] = collections.Counter()
   for m in range(config.islands.num_learners):
     island = config.islands.island(m)
@@ -254,8 +255,11 @@ def check_resources(config: Config, available: Mapping[str, float]) -> None:
   fix = "ask for less, or join a cluster with --ray_address"
   for name, count in asked.items():
     here = available.get(name, 0)
-    rule = f"the islands together ask for {count:g} {name}, this machine has {here:g}"
-    require(count <= here, "islands.resources", config.islands.resources, rule, fix)
+    where = "this machine" if alone else "the cluster"
+    rule = f"the islands together ask for {count:g} {name}, {where} has {here:g}"
+    require(count <= here or not alone, "islands.resources", config.islands.resources, rule, fix)
+    if count > here:
+      warn(f"{rule}. Until it has more, some of them wait.")
 
 
 def _line(error: Exception) -> str:

@@ -187,7 +187,8 @@ class RoleRunner:
       traceback.print_exc()
       self.say(f"crashed: {type(error).__name__}: {error}")
       return LOST
-    return self._asked_status() if status == FINISHED and self.stop.is_set() else status
+    asked = status == FINISHED and self.stop.is_set()
+    return self.place.asked_status(self._heard) if asked else status
 
   def lives(self, life: Callable[[bool], int]) -> int:
     """Runs `life(afresh)` for one incarnation after another; returns the exit status of the last.
@@ -221,13 +222,12 @@ class RoleRunner:
       self.reborn(after)
 
   def connect(self) -> FaultyEndpoint:
-    """Replaces the connection by a new one of the present incarnation.
+    """Makes the connection of the present incarnation.
 
     Raises:
       Ended: another process has the port.
     """
     self._began = True
-    self.disconnect()
     who = self.address, self.incarnation, self.keys
     try:
       endpoint = connect(self.config, self.plan, self.place, *who)
@@ -312,7 +312,8 @@ class RoleRunner:
 
   def end_early(self) -> None:
     """Ends the process of a role that was asked to end before it had begun."""
-    self._end_now("was asked to end before it had begun; nothing is lost", self._asked_status())
+    why = "was asked to end before it had begun; nothing is lost"
+    self._end_now(why, self.place.asked_status(self._heard))
 
   def _end_now(self, why: str, status: int) -> None:
     """Ends the process while the role's thread is at work, or hangs."""
@@ -337,10 +338,6 @@ class RoleRunner:
     who = self.address, self.incarnation
     listeners = [self._seen.add, self._profiler]
     return Recorder(self.place.workdir, *who, self.started, time.time, listeners)
-
-  def _asked_status(self) -> int:
-    """The exit status of a role that a signal has ended, and that lost nothing."""
-    return INTERRUPTED if signal.SIGINT in self._heard else self.place.term_status
 
   def _look(self) -> None:
     """Looks after the role until it ends; a duty that fails does not stop the others."""

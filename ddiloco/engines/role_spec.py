@@ -13,12 +13,13 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ddiloco.checks import option, require
 from ddiloco.config import Config
+from ddiloco.environment import INTERRUPTED
 from ddiloco.network.frames import FUTURE_SECONDS
 from ddiloco.observe.eventlog import lines_of
 from ddiloco.protocol.events import decode
@@ -53,6 +54,10 @@ class RoleSpec:
       *([f"--keys={self.keys}"] if self.keys else []),
     ]
     return [sys.executable, "-m", "ddiloco", role, *flags, *common]
+
+  def asked_status(self, heard: Sequence[int]) -> int:
+    """The exit status of a role that these signals have ended, and that lost nothing."""
+    return INTERRUPTED if signal.SIGINT in heard else self.term_status
 
 
 def require_shards(config: Config) -> None:

@@ -57,11 +57,13 @@ def train(
   engine: str = "threads",
   options: Mapping[str, Any] | None = None,
   dashboard: Where | None = None,
+  asked: threading.Event | None = None,
 ) -> int:
   """Runs `config` in `workdir` on an engine of `ENGINES`; returns the process' exit status.
 
   A run that is already in `workdir` goes on from its newest snapshot. `options` are further
-  arguments of the engine. `dashboard`: where the run can be watched, None: nowhere.
+  arguments of the engine. `dashboard`: where the run can be watched, None: nowhere. `asked` is set
+  if a signal comes when the run is over, and only its end is measured and reported.
   """
   _plan(config)
   workdirs.refuse_trained(workdir)  # before the data are opened, which may take long
@@ -95,7 +97,7 @@ def train(
       with served or contextlib.nullcontext():
         if served:
           print(f"Dashboard: {served.url}")
-        return _train(runner, config, workdir, corpus, heldout)
+        return _train(runner, config, workdir, corpus, heldout, asked or threading.Event())
 
 
 def _plan(config: Config) -> fragments.Plan:
@@ -118,7 +120,12 @@ def _warn_of_own_rate(config: Config) -> None:
 
 
 def _train(
-  runner: Any, config: Config, workdir: Path, corpus: data.Source, heldout: HeldoutLoss | None
+  runner: Any,
+  config: Config,
+  workdir: Path,
+  corpus: data.Source,
+  heldout: HeldoutLoss | None,
+  asked: threading.Event,
 ) -> int:
   print(f"Config: {workdir / 'config.json'}")
   # Around all of it: no signal between the run's end and its outcome ends the process.
@@ -139,7 +146,6 @@ def _train(
       steps = max(island.global_step for island in run.islands.values())
       return _train_alone(config, workdir, corpus, heldout, runner, steps)
 
-    asked = threading.Event()  # to end, now that the run is over
     try:
       with terminates(asked):
         if late:

@@ -313,6 +313,7 @@ class ThreadsEngine(Engine):
     built = [m for m in self.islands if learner_address(m) in roles and m not in self._unbuilt]
     left = [m for m in built if roles[learner_address(m)].phase != GONE] or built
     each = {m: self.islands[m].params_on_host() for m in left}
-    furthest = max(self._life_steps.get(m, 0) for m in left)  # each life began anew
+    furthest = max((self._life_steps.get(m, 0) for m in left), default=0)  # each life began anew
     seen = furthest * self.config.planned_tokens_per_step
-    return RunResult(reason, each[left[0]], each, merged_tokens=seen)
+    lost = "" if left else "the devices of all islands have failed, with what was learned there"
+    return RunResult(reason, each[left[0]] if left else self._first, each, lost, merged_tokens=seen)

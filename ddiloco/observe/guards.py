@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def say(line: str, stream: TextIO | None = None) -> None:
   """Prints one line on stdout, or `stream`; ignores a stream that is closed, broken or full."""
   try:
-    print(line, file=stream or sys.stdout, flush=True)
+    print(line, file=stream, flush=True)
   except (OSError, ValueError, AttributeError):
     return
 
@@ -241,6 +241,7 @@ class HangWatch:
     least_seconds: a shorter turn of a loop is no hang; 0: nothing is reported.
     record: returns the recorder of the events; called each time, since roles have several lives.
     clock: seconds.
+    seen: what is seen of the thread that a loop is on; None: the stacks of this process.
   """
 
   def __init__(
@@ -248,10 +249,12 @@ class HangWatch:
     least_seconds: float,
     record: Callable[[], Records],
     clock: Callable[[], float] = time.monotonic,
+    seen: Callable[[int], str] | None = None,
   ):
     self._least_seconds = least_seconds
     self._record = record
     self._clock = clock
+    self._seen = seen or stacks
     self._paused_seconds = max(LATE_SECONDS, min(PAUSED_SECONDS, least_seconds))
     self._watched: dict[str, _Watched] = {}
     self._looked_at = clock()
@@ -276,7 +279,7 @@ class HangWatch:
     self._looked_at = now
     for role, watched in list(self._watched.items()):
       if paused:  # SIGSTOP, or a laptop that slept: the role's silence is no hang
-        watched.at = max(watched.at, now)
+        watched.at = now
       silent, limit = now - watched.at, HANG_STEPS * watched.usual_seconds
       if not self._least_seconds or silent <= max(self._least_seconds, limit):
         watched.told = False
@@ -288,7 +291,7 @@ class HangWatch:
     return hanging
 
   def _tell(self, role: str, watched: _Watched, silent: float) -> None:
-    found, usual = stacks(watched.thread), round(watched.usual_seconds, 6)
+    found, usual = self._seen(watched.thread), round(watched.usual_seconds, 6)
     hung = events.Hung(target=role, seconds=round(silent, 3), usual_seconds=usual, stacks=found)
     self._record().record(hung)
     say(f"ddiloco: {role} has not come round for {silent:.0f} s. Its threads:\n{found}", sys.stderr)

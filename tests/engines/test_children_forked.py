@@ -138,6 +138,20 @@ def test_signals(start, number):
   process.send_signal(number)  # nobody is there: nothing happens
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_it_gives_signs_of_life_while_it_runs(start):
+  process, log = start(SLEEPS)
+  said(log, process, "here")
+  for _ in range(2):
+    wait_for(process.heard, "a sign of life")
+  process.send_signal(signal.SIGSTOP)
+  wait_for(lambda: state_of(process.pid) == "T", "its stop")
+  process.heard()
+  assert not process.heard()
+  process.send_signal(signal.SIGCONT)
+  wait_for(process.heard, "a sign of life")
+
+
 def test_its_command_line_names_it(start, tmp_path):
   process, log = start(SLEEPS, "--learner=2", f"--workdir={tmp_path}")
   said(log, process, "here")

@@ -110,7 +110,7 @@ def in_time(released: threading.Event):
     released.set()
 
 
-def test_what_lives_die_of_is_said_and_the_next_one_begins(tmp_path):
+def test_what_lives_die_of_is_said_and_the_next_one_begins(tmp_path, capsys):
   kill = Fault("kill", NAME, at_step=0, seconds=0.0)
   deaths = [ValueError("no cable"), Killed(kill), Quarantined("not finite")]
   engine = Toy(tmp_path, *map(raises, deaths), lambda: None)
@@ -118,6 +118,8 @@ def test_what_lives_die_of_is_said_and_the_next_one_begins(tmp_path):
   assert engine.starts == [(0, False), (1, False), (2, False), (3, True)]
   said = ["ValueError: no cable", "killed by plan, back in 0 s", "quarantined: not finite"]
   assert engine.reasons() == said
+  shown = capsys.readouterr().err
+  assert f"{NAME} crashed\nTraceback" in shown and shown.count("WARNING") == 1
   events = read_events(tmp_path)
   assert [e.kind for e in events if e.role == "learner-0"] == ["crash"], "of what went wrong"
   kinds = [e.kind for e in events if e.role == "engine"]
@@ -201,7 +203,9 @@ def test_work_is_lost_with_a_learner_that_fails_when_it_should_bring_it_out(tmp_
   assert engine._lost == {NAME: "ValueError: no cable"}
 
 
-def test_work_is_lost_with_a_learner_that_takes_too_long_to_bring_it_out(tmp_path, monkeypatch):
+def test_work_is_lost_with_a_learner_that_takes_too_long_to_bring_it_out(
+  tmp_path, monkeypatch, capsys
+):
   monkeypatch.setattr("ddiloco.engines.engine.PATIENCE_SECONDS", 0.2)
   go_on = threading.Event()
 
@@ -214,6 +218,7 @@ def test_work_is_lost_with_a_learner_that_takes_too_long_to_bring_it_out(tmp_pat
   with in_time(go_on):
     assert engine.run().reason == "stopped"
   assert engine._lost == {NAME: "not ended within 0.2 s, and killed"}
+  assert f"{NAME}: not ended within 0.2 s, and killed." in capsys.readouterr().err
 
 
 def test_whoever_interrupts_again_waits_for_no_thread_and_has_the_result(tmp_path, monkeypatch):
@@ -320,17 +325,15 @@ def test_a_run_that_has_failed_is_not_stopped_by_whoever_interrupts_its_end(tmp_
   assert Failed(tmp_path, lambda: None).run().reason == "failed"
 
 
-@pytest.mark.parametrize("steps", [0, 1])
-def test_a_run_that_is_asked_to_end_before_its_first_step_has_no_result(tmp_path, steps):
-  """The untrained model was saved and measured."""
-
-  class Asked(Stopped):
-    def _observe(self) -> None:
-      self._global_step = steps
-
-  engine = Asked(tmp_path, lambda: None)
+@pytest.mark.parametrize("saved", [-1, 1])
+def test_a_run_that_is_asked_to_end_before_its_first_step_has_no_result(
+  tmp_path, monkeypatch, saved
+):
+  """The untrained model was saved and measured. A run that goes on from a snapshot has one."""
+  monkeypatch.setattr("ddiloco.checkpoint.restore.newest_global_step", lambda storage: saved)
+  engine = Stopped(tmp_path, lambda: None)
   engine.leave.set()
-  with contextlib.nullcontext() if steps else pytest.raises(KeyboardInterrupt):
+  with contextlib.nullcontext() if saved > 0 else pytest.raises(KeyboardInterrupt):
     assert engine.run().reason == "stopped"
   assert [e.kind for e in read_events(tmp_path) if e.role == "engine"][-1] == "run_finished"
 

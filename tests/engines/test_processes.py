@@ -26,7 +26,7 @@ from ddiloco.config import ConfigError, Fault, RunConfig, from_dict
 from ddiloco.engines import processes
 from ddiloco.engines.children import Child, spawn
 from ddiloco.engines.processes import SHORTEST_LIFE_SECONDS, ProcessesEngine, free_urls
-from ddiloco.observe.guards import Warnings
+from ddiloco.observe.guards import HangWatch, Warnings
 from ddiloco.protocol import events, supervisor
 from ddiloco.protocol.events import Event
 from ddiloco.protocol.supervisor import DOWN, GONE, LEFT, UP, Dismiss, Tick
@@ -56,6 +56,8 @@ class Engine(ProcessesEngine):
     self._guard = lambda duty, *arguments: duty(*arguments)
     self._told, self._lost, self._crashes, self._threads = set(), {}, Warnings(), {}
     self._ending, self._global_step = False, 0
+    self._follower, self._follow_at = SimpleNamespace(poll=list), 0.0
+    self._hangs = HangWatch(60.0, lambda: self, lambda: self.now, lambda thread: "none runs")
     self._children, self._code = {name: Child(name, workdir, [spawn])}, code
     shortest = self.shortest_life_seconds
     self._state = supervisor.Supervisor(
@@ -75,6 +77,13 @@ class Engine(ProcessesEngine):
   def tick(self, now: float, global_step: int = 0, seconds: float = 0.0) -> None:
     self.now = now
     self._feed(Tick(now, global_step, seconds))
+
+  def turns(self, first: float, last: float) -> None:
+    """What it does in so many seconds."""
+    for now in np.arange(first, last):
+      self.now = now
+      self._observe()
+      self.tick(now)
 
   def hear(self, event: Event, now: float) -> None:
     """The event is new in the log."""
@@ -139,6 +148,14 @@ def test_urls_have_free_ports():
       free.bind(("127.0.0.1", port))
 
 
+def test_the_url_of_an_ipv6_address_has_brackets():
+  try:
+    (url,) = free_urls(1, "::1")
+  except OSError as error:
+    pytest.skip(f"no IPv6 loopback here: {error}")
+  assert url.startswith("tcp://[::1]:")
+
+
 def test_a_host_that_is_another_machines_has_no_free_ports_and_that_is_said():
   """Every port was tried, and too many open files were the reason that was given."""
   with pytest.raises(OSError, match="Cannot assign requested address"):
@@ -148,9 +165,11 @@ def test_a_host_that_is_another_machines_has_no_free_ports_and_that_is_said():
 def test_who_ends_in_good_order_is_not_started_again(make):
   engine = make("print('done')")
   engine.tick(0.0)
+  (process,) = engine.child._processes
   assert engine.see_the_end(5.0) == LEFT
   engine.tick(1e9)
   assert not engine.child.running and not engine.said and not engine._lost
+  assert process.stdin.closed
 
 
 def test_a_shard_that_leaves_too_early_comes_back(make):

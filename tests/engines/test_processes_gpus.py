@@ -113,6 +113,10 @@ def test_the_hosts_of_an_island_on_one_machine_divide_its_gpus(machine, tmp_path
   machine(8)
   engine = make(tmp_path, learners=2, devices=4, hosts=2, batch_size=4)
   assert [gpus_of(engine, m) for m in range(2)] == [["0,1", "2,3"], ["4,5", "6,7"]]
+  meet = [[w for w in words if "--hosts=" in w] for words in engine._commands("learner-1")]
+  assert meet[0] == meet[1] and meet[0][0].startswith("--hosts=tcp://127.0.0.1:")
+  engine = make(tmp_path, learners=2, devices=0, hosts=2, batch_size=4)
+  assert gpus_of(engine, 1) == ["4,5", "6,7"]
   with pytest.raises(ConfigError, match=r"islands\.hosts = 2: learner 0 gets 1 GPUs.*Fix: "):
     make(tmp_path, learners=8, devices=0, hosts=2)
 

@@ -68,7 +68,8 @@ def test_an_island_may_ask_for_a_tpu_slice_by_ray_s_own_name_for_it():
 
 
 @needs_ray
-def test_islands_that_this_machine_cannot_hold_together_are_refused():
+def test_islands_that_this_machine_cannot_hold_together_are_refused(capsys):
+  """On a cluster, which may grow, they waited without a word."""
   from ddiloco.engines.ray import check_resources
 
   islands = {"num_learners": 3, "resources": {"TPU": 4}, "overrides": {"2": {"resources": {}}}}
@@ -77,6 +78,11 @@ def test_islands_that_this_machine_cannot_hold_together_are_refused():
   for there, said in [({"TPU": 4.0}, "ask for 8 TPU, this machine has 4"), ({}, "has 0")]:
     with pytest.raises(ConfigError, match=f"islands.resources = .*{said}.*Fix: .*--ray_address"):
       check_resources(config, there)
+  check_resources(config, {"TPU": 8.0}, alone=False)
+  assert not capsys.readouterr().err
+  check_resources(config, {"TPU": 4.0}, alone=False)
+  said = "WARNING: the islands together ask for 8 TPU, the cluster has 4. Until it has more, some"
+  assert said in capsys.readouterr().err
 
 
 @needs_ray
@@ -179,7 +185,8 @@ def test_a_learner_that_joins_during_the_run_gets_an_actor(monkeypatch):
   from ddiloco.engines import ray as engine
 
   run, started = object.__new__(engine.RayEngine), []
-  run.config, run._actors = tiny(steps=1), {("learner-0", 0): "a"}
+  config = tiny(steps=1, islands={"resources": {"TPU": 4}})
+  run.config, run._actors = config, {("learner-0", 0): "a"}
   new = types.SimpleNamespace(remote=lambda: "b")
   made_by = types.SimpleNamespace(options=lambda **how: started.append(how["resources"]) or new)
   monkeypatch.setattr(engine.ray, "remote", lambda _: made_by)
@@ -188,11 +195,11 @@ def test_a_learner_that_joins_during_the_run_gets_an_actor(monkeypatch):
   run._meetings = {}
   for name in ("learner-0", "learner-7", "learner-7"):
     run._spawn(name, 0)(["command"], Path("log"))
-  assert made == ["a", "b", "b"] and started == [{}] and ("learner-7", 0) in run._actors
+  assert made == ["a", "b", "b"] and started == [{"TPU": 4}] and ("learner-7", 0) in run._actors
   spawn = run._spawn("learner-0", 0)  # of the learner's `Child`, which outlives its lives
   del run._actors["learner-0", 0]  # it has left, and now it joins again
   spawn(["command"], Path("log"))
-  assert made[3] == "b" and started == [{}, {}]
+  assert made[3] == "b" and started == [{"TPU": 4}] * 2
 
 
 @needs_ray
@@ -212,11 +219,13 @@ def test_a_signal_is_for_one_life():
 
 
 @needs_ray
-def test_a_cluster_that_is_not_there_is_refused():
+def test_a_cluster_that_is_not_there_is_refused(monkeypatch):
   from ddiloco.engines.ray import connect
 
   with pytest.raises(ConfigError, match=r"--ray_address = 'nonsense': cannot be joined .*Fix: "):
     connect("nonsense")
+  monkeypatch.setattr("ray.is_initialized", lambda: True)
+  assert not connect("nonsense"), "the user's program has joined a cluster"
 
 
 def test_an_address_without_ray_is_refused(tmp_path, capsys):
@@ -245,6 +254,15 @@ def test_an_actor_never_holds_two_processes_of_its_role(tmp_path):
   assert asyncio.run(two_lives()) == [-signal.SIGKILL, 3]
   assert log.read_text() == "here\nthere\n"
   asyncio.run(actor.signal(signal.SIGTERM))  # nobody is there to hear it
+
+  async def told() -> int:
+    life = asyncio.create_task(actor.run(["python", "-c", "input()"], str(log)))
+    while not life.done():
+      await actor.signal(signal.SIGTERM)
+      await asyncio.sleep(0.01)
+    return life.result()
+
+  assert asyncio.run(told()) == -signal.SIGTERM
 
 
 def test_an_actor_is_told_where_the_hosts_of_its_island_meet(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from ddiloco.engines.role_process import FINISHED, INTERRUPTED, LOST, RoleRunner
 from ddiloco.engines.role_spec import RoleSpec
 from ddiloco.observe.eventlog import read_events
 from ddiloco.protocol import events
+from ddiloco.workdir import FAULTS, append_request
 from tests.waits import PATIENCE_SECONDS, wait_for
 from tests.web import ask
 
@@ -86,6 +88,13 @@ def test_a_role_that_ends_by_itself(make, capsys):
   )
 
 
+def test_a_role_lives_where_the_file_system_has_no_locks(make, monkeypatch):
+  no_locks = mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available"))
+  monkeypatch.setattr("ddiloco.workdir.fcntl.flock", no_locks)
+  with make() as runner:
+    assert runner.run(lambda: FINISHED) == FINISHED
+
+
 def test_it_dials_every_shard_and_a_shard_its_neighbours(make):
   with make() as runner:
     endpoint = runner.connect()
@@ -106,6 +115,7 @@ def test_who_is_asked_to_end_has_one_time_for_all_that_it_brings_out(make):
   """Its work, its messages and its part of a snapshot each took that long: it was killed meanwhile,
   and work that was merged counted as lost."""
   with make(drain_seconds=1000.0) as runner:
+    assert runner.run(lambda: FINISHED) == FINISHED
     assert runner.time_left() == 1000.0, "nobody has asked"
     os.kill(os.getpid(), signal.SIGTERM)
     endpoint = runner.connect()
@@ -115,6 +125,9 @@ def test_who_is_asked_to_end_has_one_time_for_all_that_it_brings_out(make):
     assert 400 < runner.time_left() < 500
     runner._asked_at -= 500.0
   assert endpoint.closed_with == 1.0, "its goodbye still goes out"
+  with make(drain_seconds=0.5) as runner:
+    runner._asked_at = 0.0
+    assert runner.time_left() == 0.5
 
 
 def test_a_fault_that_was_asked_for_by_a_clock_ahead_lasts_no_longer(make, monkeypatch):
@@ -130,6 +143,19 @@ def test_a_fault_that_was_asked_for_by_a_clock_ahead_lasts_no_longer(make, monke
     if not begun:  # the thread beside the role was quicker
       begun.append(runner.faults._lasting["slow"][0] - time.monotonic())
   assert begun[0] <= 5.0
+
+
+def test_faults_of_others_and_those_that_are_over_do_not_begin(make):
+  begun, slow = [], Fault("slow", "learner-3", at_seconds=0.0, seconds=5.0, factor=2.0)
+  with make() as before:
+    append_request(before.place.workdir / FAULTS, {**dataclasses.asdict(slow), "time": 0.0})
+  with make() as runner:
+    runner.faults.begin = lambda fault, seconds: begun.append(fault.seconds)
+    ask_for(runner.place.workdir, dataclasses.replace(slow, role="learner-4"))
+    ask_for(runner.place.workdir, Fault("stall", "learner-3", at_seconds=0.0, seconds=6.0))
+    ask_for(runner.place.workdir, dataclasses.replace(slow, seconds=7.0))
+    wait_for(lambda: begun, "a fault")
+  assert begun == [7.0]
 
 
 def test_a_port_that_is_taken_ends_the_shard(make, monkeypatch, capsys):
@@ -221,6 +247,12 @@ def test_a_role_that_still_compiles_ends_soon_after_a_signal(make, monkeypatch, 
     over.set()
   assert ended.value.code == FINISHED
   assert "was asked to end before it had begun; nothing is lost" in capsys.readouterr().out
+  with make() as runner:
+    endpoint = runner.connect()  # from now on others may know of it
+    os.kill(os.getpid(), signal.SIGTERM)
+    heard = lambda: runner.time_left() < runner.config.network.drain_seconds  # noqa: E731
+    assert runner.run(lambda: wait_for(heard, "the signal") and FINISHED) == FINISHED
+    assert not endpoint.woken
 
 
 def test_lost_work_counts_more_than_a_signal(make):

@@ -267,6 +267,19 @@ def test_what_becomes_of_who_is_outnumbered(after, silent, waited, number, wait_
     assert (life.after, life.wait_seconds) == (number, wait_seconds)
 
 
+def test_what_a_life_of_the_same_number_has_left_is_another_life_s(tmp_path):
+  config = from_dict({"sync": {"num_shards": 1}})
+  with RoleRunner("learner-0", config, RoleSpec(tmp_path, "r", tuple(free_urls(1)))) as runner:
+    runner.come_after(runner.incarnation - 1)
+    with pytest.raises(Outnumbered):
+      runner.come_after(runner.incarnation)
+
+
+def test_who_was_silent_for_all_the_patience_is_over_even_if_that_is_short():
+  life = another_life("here already", 8, 1, 1.0, waited=True)
+  assert life is not None and life.after == 8
+
+
 def test_why_a_greeting_or_its_answer_is_doubted(clocks):
   assert ahead(NOW + FUTURE_SECONDS) == ""
   assert shard_objection(NOW, NOW) == shard_objection(NOW + 1, -1) == ""

@@ -327,11 +327,11 @@ class Runner:
     return self._outcome
 
 
-def train(workdir, outcome, loss, config=CONFIG, ends=lambda: None) -> int:
+def train(workdir, outcome, loss, config=CONFIG, ends=lambda: None, asked=None) -> int:
   workdir.mkdir(exist_ok=True)
   (workdir / "config.json").write_text(config.to_json())
-  heldout = types.SimpleNamespace(loss=loss)
-  return session._train(Runner(outcome, ends), config, workdir, None, heldout)
+  arguments = workdir, None, types.SimpleNamespace(loss=loss), asked or threading.Event()
+  return session._train(Runner(outcome, ends), config, *arguments)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -342,6 +342,20 @@ def test_a_signal_between_the_end_of_a_run_and_its_outcome_ends_no_process(tmp_p
   known = json.loads((tmp_path / "run" / OUTCOME).read_text())
   assert known["reason"] == "finished" and known["left_out"]["the result's loss"] == "interrupted"
   assert first(session.load_result(tmp_path / "run", CONFIG)) == 3.0
+
+
+def test_a_signal_while_the_report_is_drawn_is_heard_and_leaves_it_whole(tmp_path, monkeypatch):
+  asked, draw = threading.Event(), session.write_report
+
+  def write_report(*arguments) -> Path:
+    os.kill(os.getpid(), signal.SIGTERM)
+    return draw(*arguments)
+
+  monkeypatch.setattr(session, "write_report", write_report)
+  ended = RunResult("finished", params(3), {})
+  assert train(tmp_path / "run", ended, lambda tree: 1.0, asked=asked) == 0
+  assert asked.is_set() and (tmp_path / "run" / "report" / "index.html").exists()
+  assert "left_out" not in json.loads((tmp_path / "run" / OUTCOME).read_text())
 
 
 @pytest.mark.parametrize(

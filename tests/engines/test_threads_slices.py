@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from unittest import mock
 
 import jax
@@ -173,6 +174,17 @@ def test_a_slice_that_fails_again_and_again_is_given_up(monkeypatch, tmp_path):
   assert engine.run().reason == "failed"
   exits = [e.target for e in read_events(tmp_path) if e.kind == "exit" and e.target == "learner-0"]
   assert len(exits) == config.run.max_restarts + 1
+
+
+def test_a_run_alone_whose_islands_are_all_lost_has_an_outcome_that_says_so(tmp_path):
+  """It ended with a traceback: max() of nothing."""
+  config = replace(CONFIG, sync=replace(CONFIG.sync, num_shards=0))
+  engine = ThreadsEngine(config, tmp_path, data.open_data(config.data), None)
+  engine._first, engine._unbuilt = {"w": 1.0}, set(engine.islands)
+  engine._plan()
+  ended = engine._outcome("stopped")
+  assert (ended.params, ended.island_params, ended.merged_tokens) == ({"w": 1.0}, {}, 0)
+  assert ended.lost == "the devices of all islands have failed, with what was learned there"
 
 
 def test_devices_answer_when_all_of_them_are_there(monkeypatch):

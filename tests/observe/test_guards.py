@@ -92,6 +92,25 @@ def test_what_cannot_be_handed_over_in_time_is_waited_for_once_more_at_the_end(m
   assert taken == ["last"] and not drain.running and not at_the_end
 
 
+def test_what_can_never_be_handed_over_is_not_tried_for_ever(monkeypatch):
+  monkeypatch.setattr("ddiloco.observe.guards.AFTER_CLOSE_SECONDS", 0.02)
+  drain = Drain("test", lambda batch: batch, interval_seconds=0.01)
+  drain.put("last")
+  drain.close(PATIENCE_SECONDS)
+  assert drain.left == 1 and not drain.running
+
+
+def test_a_consumer_that_hangs_is_named(capsys):
+  entered, free = threading.Event(), threading.Event()
+  hangs = lambda batch: entered.set() or (free.wait(PATIENCE_SECONDS) and None)  # noqa: E731
+  drain = Drain("events of learner-3", hangs)
+  drain.wake()
+  assert entered.wait(PATIENCE_SECONDS)
+  drain.close(0.01)
+  free.set()
+  assert "events of learner-3 has not ended within 0.01 s" in capsys.readouterr().err
+
+
 def test_a_failing_consumer_is_loud_once_and_called_again(capsys):
   seen, failed = [], threading.Event()
 

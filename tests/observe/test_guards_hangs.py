@@ -72,8 +72,8 @@ def test_nobody_looks_where_the_limit_is_zero_or_the_role_has_ended(fake_clock):
 
 def test_a_process_that_stood_still_as_a_whole_is_no_hang_of_a_role(fake_clock):
   role = Watched(fake_clock)
-  role.pass_(20)
-  fake_clock.now += 1000 + PAUSED_SECONDS  # SIGSTOP, SIGCONT
+  role.pass_(30)
+  fake_clock.now += 0.5 + PAUSED_SECONDS  # SIGSTOP, SIGCONT
   role.watch.look()
   role.pass_(29)
   assert role.found == []
@@ -87,6 +87,14 @@ def test_a_short_limit_has_short_pauses(fake_clock):
   fake_clock.now += 4.0
   role.watch.look()
   assert role.found == []
+
+
+def test_looks_that_are_seconds_apart_are_no_pause(fake_clock):
+  role = Watched(fake_clock)
+  for _ in range(8):
+    fake_clock.now += PAUSED_SECONDS
+    role.watch.look()
+  assert len(role.found) == 1
 
 
 def test_a_limit_shorter_than_the_pause_between_two_looks_is_no_pause(fake_clock):
@@ -110,6 +118,8 @@ def test_stacks_have_every_thread_by_name_and_the_roles_own_first(monkeypatch):
   try:
     text = stacks(threads[1].ident)
     assert text.index("exchange-1") < text.index("MainThread") and "stand_still" in text
+    assert stacks(threading.get_ident()).startswith("MainThread")
+    assert "characters more" not in text
     assert text.count("end.wait(10)") <= 2, "threads that stand alike are named together"
     monkeypatch.setattr(guards, "MOST_CHARACTERS", 50)
     assert "characters more" in stacks() and len(stacks()) < 120

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -92,23 +93,21 @@ def said(capsys) -> str:
 def test_a_thread_that_does_not_end_is_named_and_left_behind(stuck, capsys):
   assert not guards.ended(stuck, 0.01)
   assert "save learner-3 has not ended within 0.01 s" in said(capsys)
-  done = threading.Thread(target=int)
+  done = threading.Thread(target=time.sleep, args=(0.05,))
   done.start()
   assert guards.ended(done, 10) and not capsys.readouterr().err
 
 
 def test_a_process_that_cannot_be_killed_is_named_and_left_behind(capsys):
   class Process:
-    status = None
-
     def poll(self):
-      return self.status
+      return None
 
   process = Process()
   assert guards.exited(process, 0.02, "learner-3") is None
   assert "learner-3 has not ended within 0.02 s" in said(capsys)
-  process.status = -9
-  assert guards.exited(process, 0.02, "learner-3") == -9
+  process.poll = iter([None, None, -9]).__next__
+  assert guards.exited(process, 60.0, "learner-3") == -9
 
 
 def test_an_exchange_whose_copy_is_stuck_can_be_closed(monkeypatch, capsys, stuck):
