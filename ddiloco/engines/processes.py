@@ -192,13 +192,14 @@ class ProcessesEngine(Engine):
 
   def _on_exit(self, child: Child, status: int) -> None:
     """Handles a process that has ended. If the run ends, or it ended in good order, its role needs
-    no other process."""
+    no other process; but learners that end still need a shard, until it is asked to end, too."""
     reason, name = child.bury(status), child.name
     role = self._state.roles[name]
     early = name.startswith("syncer-") and not self._merged()
-    asked = self._ending or role.asked_to_end  # SIGTERM then ends a process that has not begun
+    ending = self._ending and (not early or role.asked_to_end)
+    asked = ending or role.asked_to_end  # SIGTERM then ends a process that has not begun
     good = (status == 0 and not early) or (status == -signal.SIGTERM and asked)
-    if role.kill is None and (self._ending or good):
+    if role.kill is None and (ending or good):
       if not good:
         self._note_lost(name, reason)
       self._feed(Left(name))

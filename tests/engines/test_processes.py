@@ -183,6 +183,18 @@ def test_a_shard_that_leaves_too_early_comes_back(make):
   assert engine.see_the_end(20.0) == LEFT
 
 
+def test_a_shard_that_dies_while_learners_bring_out_their_work_comes_back(make):
+  """They waited for it in vain, until `network.drain_seconds` were over."""
+  engine = make("raise SystemExit(3)", name="syncer-0")
+  engine.tick(0.0)
+  engine._ending = True
+  assert engine.see_the_end(5.0) == DOWN
+  engine.tick(15.0)
+  assert engine.phase == UP
+  engine._feed(supervisor.Dismiss("syncer-"))
+  assert engine.see_the_end(20.0) == LEFT and not engine._lost
+
+
 @pytest.mark.parametrize("status", [2, 3])
 def test_crashes_are_restarted_after_pauses_that_double_and_then_given_up(make, status):
   """So is wrong usage: what a role could not read may be there when it starts again. A learner that
@@ -232,6 +244,8 @@ def test_when_the_run_ends_nobody_is_restarted_and_lost_work_is_kept_in_mind(
   engine = make(f"import os; {code}", name=name)
   engine.tick(0.0)
   engine._ending = True
+  wait_for(lambda: engine.child.poll() is not None, "its end")
+  engine._feed(supervisor.Dismiss("syncer-"))  # shards are asked after the learners
   assert engine.see_the_end(0.0) == LEFT
   assert not engine.reasons and engine._lost == ({name: lost} if lost else {})
 
