@@ -346,8 +346,11 @@ def test_a_first_start_that_is_under_way_is_left_out_of_the_training_goodput_too
   assert found.goodput_training == pytest.approx(10 / 25)
 
 
-def test_a_learner_that_no_engine_starts_again_is_down_until_its_process_is_there(log):
+@pytest.mark.parametrize("said", [True, False])
+def test_a_learner_that_no_engine_starts_again_is_down_until_its_process_is_there(said, log):
   log.merge(log.steps(1, 10, 0.0), 0, 7, -1, {0: 10})
+  if said:
+    log.add(10.0, "engine", "exit", target="learner-0", reason="killed")
   log.add(40.0, "learner-0", "launched")
   log.add(46.0, "learner-0", "compiled", target="learner-0", seconds=4.0)
   log.start(47.0)
