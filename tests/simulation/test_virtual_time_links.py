@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -68,6 +69,23 @@ def test_a_transfer_alone_takes_its_bytes_and_the_latency_and_two_take_twice_as_
   assert links.unsent(("learner", 0), ("syncer", 0)) == pytest.approx(left, rel=1e-3)
   time.run(math.inf)
   assert arrived == pytest.approx([count + 0.25] * count)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_far_island_is_far_from_all_also_the_shard_beside_it(apart):
+  """Only shards that stand apart are as near to an island as its own link says."""
+  time, arrived = VirtualTime(), {}
+  links = Links(time, [LinkRate(0.0, 0.01), LinkRate(0.0, 0.3)], 2, LinkRate() if apart else None)
+  learners, shards = [("learner", m) for m in range(2)], [("syncer", s) for s in range(2)]
+  ways = itertools.chain(itertools.product(learners, shards), itertools.product(shards, learners))
+  for way, size in itertools.product(ways, (1, HEADER_BYTES + 1)):
+    links.carry(*way, size, lambda key=(*way, size): arrived.update({key: time.now}))
+  time.run(math.inf)
+  for (sender, to, _), at in arrived.items():
+    far = ("learner", 1) in (sender, to) if apart else links.place(sender) != links.place(to)
+    beside = links.place(sender) == links.place(to)
+    assert at == pytest.approx(0.3 if far else 0.0 if beside else 0.01)
+  assert len(arrived) == 16
 
 
 def test_who_shares_no_full_link_gets_no_new_rate(monkeypatch):
