@@ -113,7 +113,7 @@ def draw(found: dict[str, dict[str, float]], path: Path) -> None:
   """Ours as lines, published as circles."""
   with common.picture(path, 4.6) as (_, (axes,)):
     axes.set_title(
-      "Islands that come and go shorten a decoupled run; a data-parallel job hardly gains"
+      "Islands that come and go shorten a decoupled run; a data-parallel job gains less"
     )
     places = range(len(EXTRA) + 1)
     for name, label, colour in (
