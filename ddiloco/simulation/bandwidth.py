@@ -216,8 +216,7 @@ def _copy_outs(setting: Setting) -> list[float]:
   """
   if setting.sync.blocking:
     return [0.0] * setting.islands
-  latency = setting.latency_seconds if setting.away else 0.0
-  asker = 1 - math.fmod(2 * latency / setting.step_seconds, 1.0)
+  asker = 1 - math.fmod(2 * setting.latency_seconds / setting.step_seconds, 1.0)
   return sorted([asker, *(k / setting.islands for k in range(1, setting.islands))])
 
 

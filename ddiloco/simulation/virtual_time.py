@@ -290,7 +290,6 @@ class Links:
     return self._shards
 
   def _begin(self, transfer: Transfer) -> None:
-    transfer.since = self._time.now
     for end in transfer.ends:
       self._moving[end][transfer] = None
     self._change(transfer)
