@@ -59,19 +59,20 @@ def test_rates_are_max_min_fair_whatever_begins_and_ends(seed, apart):
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_transfer_alone_takes_its_bytes_and_the_latency_and_two_take_twice_as_long(count):
-  """And control, which waits for no fragment, the latency alone."""
+  """The other direction is free, and control, which waits for no fragment, takes the latency."""
   time, arrived, heard = VirtualTime(), [], []
   links = Links(time, [LinkRate(1.0, 0.25)] * count, count, LinkRate(1.0))
   size = HEADER_BYTES + round(payload_bytes_per_second(1.0))
   for m in range(count):
     links.carry(("learner", m), ("syncer", 0), size, lambda: arrived.append(time.now))
+    links.carry(("syncer", 0), ("learner", m), size, lambda: arrived.append(time.now))
   links.carry(("learner", 0), ("syncer", 0), HEADER_BYTES, lambda: heard.append(time.now))
   time.run(0.5)
   assert heard == [0.25]
   left = size * (1 - 0.5 / count)
   assert links.unsent(("learner", 0), ("syncer", 0)) == pytest.approx(left, rel=1e-3)
   time.run(math.inf)
-  assert arrived == pytest.approx([count + 0.25] * count)
+  assert arrived == pytest.approx([count + 0.25] * 2 * count)
 
 
 @pytest.mark.parametrize("apart", [True, False])
