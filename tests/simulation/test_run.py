@@ -16,7 +16,7 @@ from ddiloco.observe.goodput import Ledger
 from ddiloco.observe.tracks import Aftermath
 from ddiloco.roles.learner import Quarantined
 from ddiloco.simulation.bandwidth import PAYLOAD_SHARE, PUSH_VECTORS, STAGE_VECTORS
-from ddiloco.simulation.run import Speeds, VirtualRun
+from ddiloco.simulation.run import Account, Speeds, VirtualRun
 from ddiloco.simulation.stand_ins import VirtualIsland
 from ddiloco.simulation.virtual_time import HEADER_BYTES
 from tests.simulation.faulted import JudgedRun
@@ -140,6 +140,7 @@ def test_an_undisturbed_run_ends_with_the_tokens_merged_and_nobody_waits():
   run, events = play(make())
   assert all(f.merged_tokens >= run.config.run.total_tokens for f in run.store.values())
   assert not any(event.blocked_seconds for event in of(events, "step"))
+  assert [event.time for event in events] == sorted(event.time for event in events)
   aftermath = Aftermath().read(events)
   assert aftermath.longest_stall_seconds == 0 and not aftermath.lost_rounds()
   found = account(events)
@@ -225,6 +226,10 @@ def test_traffic_is_what_was_pushed_and_published():
   reports = 64 * 2 * len(of(events, "step"))
   assert pushed + reports <= sum(counted) <= pushed + 1.5 * reports
   assert (sum(counted) - pushed) % HEADER_BYTES == 0
+  found = Account()
+  for event in events:
+    found.take(event)
+  assert found.summary()["learner_sent_bytes"] == pytest.approx(statistics.mean(counted))
   last = {e.role: e.sent_bytes for e in of(events, "traffic")}
   assert last["learner-1"] == counted[1]
 
