@@ -105,6 +105,27 @@ def test_a_revived_learner_may_still_merge_the_steps_of_the_life_it_goes_on_from
   assert goodput.causes["discarded"] == pytest.approx(4 / 12)
 
 
+def test_a_step_that_is_made_again_after_its_merge_may_be_merged_again(log):
+  log.merge(log.steps(1, 10, 0.0), 0, 7, -1, {0: 10})
+  log.add(10.0, "engine", "exit", target="learner-0")
+  log.add(10.0, "engine", "restart", target="learner-0")
+  log.start(10.0)
+  log.steps(6, 8, 10.0)  # its part was recorded after step 5
+  assert log.report().causes["pending"] == pytest.approx(3 / 13)
+
+
+def test_an_island_without_which_a_killed_run_goes_on_has_no_time_any_more():
+  log = Log(learners=2, fragments=1)
+  for m in range(2):
+    log.start(0.0, m)
+    log.steps(1, 10, 0.0, m)
+  log.add(30.0, "engine", "run_started", num_learners=1, num_fragments=1, num_shards=1)
+  log.start(30.0)
+  log.steps(11, 20, 30.0)
+  found = log.report().learners
+  assert [found[m].chip_seconds for m in range(2)] == pytest.approx([40.0, 10.0])
+
+
 def test_a_step_that_is_told_after_its_islands_end_does_not_bring_it_back(log):
   """Killed for good, it was said to spend the rest of the run with copies and applies."""
   log.steps(1, 9, 0.0)
@@ -125,15 +146,20 @@ def test_an_overwrite_gives_up_what_it_covers(log):
   assert goodput.goodput == pytest.approx(0.4) and goodput.causes["discarded"] == pytest.approx(0.6)
 
 
-def test_a_rejected_update_is_no_goodput():
-  log = Log(learners=2, fragments=1)
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_rejected_update_is_no_goodput(fragments):
+  log = Log(learners=2, fragments=fragments)
   for m in range(2):
     log.start(0.0, m)
     log.steps(1, 10, 0.0, m)
-  log.merge(10.0, 0, 7, -1, {0: 10, 1: 10}, bad=(1,))
-  goodput = log.report()
-  assert goodput.goodput == pytest.approx(0.5) and goodput.causes["rejected"] == pytest.approx(0.5)
-  assert [goodput.learners[m].goodput for m in range(2)] == pytest.approx([1.0, 0.0])
+  for p in range(fragments):
+    log.merge(10.0, p, 7, -1, {0: 10, 1: 10}, bad=(1,) if p == 0 else ())
+  for m in range(2):
+    log.steps(11, 15, 10.0, m)
+  goodput, lost = log.report(), 10 / fragments
+  assert [15 * goodput.learners[m].goodput for m in range(2)] == pytest.approx([10, 10 - lost])
+  seconds = {cause: 30 * share for cause, share in goodput.causes.items() if share}
+  assert seconds == pytest.approx({"rejected": lost, "pending": 10})
 
 
 def test_what_a_restored_shard_rolled_back_counts_again_only_when_it_is_regained(log):
@@ -234,7 +260,10 @@ def test_while_it_runs_time_goes_on_and_afterwards_it_does_not(log):
     ledger.take(event)
   assert ledger.report(20.0).goodput == ledger.report(20.0).uptime == pytest.approx(0.5)
   ledger.take(made(10.0, "engine", "run_finished", reason="finished"))
-  assert ledger.report(20.0).goodput == pytest.approx(1.0)
+  assert ledger.report(20.0).goodput == ledger.report(20.0).uptime == pytest.approx(1.0)
+  # The last line of an island whose clock is ahead brings its time back, but no more than that.
+  ledger.take(made(11.0, "learner-0", "step", step=11, seconds=1.0, gap_seconds=1.0))
+  assert ledger.report(20.0).chip_seconds == ledger.report().chip_seconds == pytest.approx(11.0)
 
 
 def test_roles_that_nobody_supervises_have_a_ledger_too():
