@@ -31,6 +31,10 @@ def test_the_published_soak_is_the_plan_of_its_seed():
   assert published == collections.Counter((f.role, f.action, f"{f.seconds:g}") for f in drawn)
 
 
+def test_without_shards_learners_alone_are_struck():
+  assert {f.role.partition("-")[0] for f in random_faults(1, 50, 60.0, 4, 0)} == {"learner"}
+
+
 def test_the_same_seed_is_the_same_plan():
   assert random_faults(1, 50, 60.0, 4, 2) == random_faults(1, 50, 60.0, 4, 2)
   assert random_faults(1, 50, 60.0, 4, 2) != random_faults(2, 50, 60.0, 4, 2)

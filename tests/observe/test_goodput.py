@@ -141,6 +141,7 @@ def test_an_overwrite_gives_up_what_it_covers(log):
   log.add(6.0, "learner-0", "apply", fragment=0, mode="halve")
   assert log.report().causes["pending"] == pytest.approx(1.0)
   log.add(6.0, "learner-0", "apply", fragment=0, mode="overwrite")
+  assert log.report().causes["discarded"] == pytest.approx(1.0)
   log.merge(log.steps(7, 10, 6.0), 0, 7, -1, {0: 4})
   goodput = log.report()
   assert goodput.goodput == pytest.approx(0.4) and goodput.causes["discarded"] == pytest.approx(0.6)
