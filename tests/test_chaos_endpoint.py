@@ -82,6 +82,17 @@ def test_what_comes_in_suffers_too(pair):
   assert pair.learner.receive(0.3) is None and pair.learner.counters.malformed == 1
 
 
+def test_who_does_not_wait_does_not_wait_for_a_late_message_either(pair, monkeypatch):
+  receive, waits = pair.learner.endpoint.receive, []
+  monkeypatch.setattr(
+    pair.learner.endpoint, "receive", lambda seconds: waits.append(seconds) or receive(0.0)
+  )
+  pair.begin("delay", delay_seconds=3600.0)
+  pair.shard.send("learner-0", PULL)
+  assert pair.learner.receive(0.0) is None and pair.learner.waiting == 1
+  assert len(waits) == 2 and max(waits) <= 0.0
+
+
 def test_a_waiting_receive_can_be_woken_in_any_weather(pair):
   pair.begin("delay", delay_seconds=0.1)
   threading.Timer(0.1, pair.learner.wake).start()
