@@ -308,11 +308,9 @@ def _local_bytes(leaf: jax.ShapeDtypeStruct) -> int:
   return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
-def _remedies(
-  found: Fit, gradient_bytes: int, island: IslandConfig, config: Config
-) -> tuple[str, ...]:
-  """What to try, the cheapest first; their effect is known only after compiling again."""
-  fixed = found.beside_bytes + found.state_bytes + gradient_bytes
+def _remedies(found: Fit, gradients: int, island: IslandConfig, config: Config) -> tuple[str, ...]:
+  """What to try, the cheapest first; compiling again shows the effect. `gradients`: their bytes."""
+  fixed = found.beside_bytes + found.state_bytes + gradients
   if fixed > 0.9 * found.chip.hbm_bytes:
     chips = math.ceil(found.chips * fixed / (0.8 * found.chip.hbm_bytes))
     text = "mesh: parameters, moments and gradients alone are too much: islands.data = 1"
