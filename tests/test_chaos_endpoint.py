@@ -145,10 +145,12 @@ def test_corrupt_messages_are_refused_and_counted_by_whoever_receives_them(pair)
   assert pair.shard.counters.malformed == 20
 
 
-def test_closing_forgets_what_waits(pair):
+def test_closing_forgets_what_waits(pair, monkeypatch):
+  closed = []
+  monkeypatch.setattr(pair.learner.endpoint, "close", lambda *given: closed.append(given))
   pair.begin("delay", delay_seconds=30.0)
   began = time.monotonic()
   pair.send(2)
   assert time.monotonic() - began < 30.0, "sending does not wait"
-  pair.learner.close()
-  assert pair.shard.receive(0.05) is None
+  pair.learner.close(1.0)
+  assert pair.shard.receive(0.05) is None and closed == [(1.0,)]

@@ -114,6 +114,21 @@ def test_a_step_that_is_made_again_after_its_merge_may_be_merged_again(log):
   assert log.report().causes["pending"] == pytest.approx(3 / 13)
 
 
+def test_a_push_of_a_life_before_settles_no_step_of_this_one(log):
+  log.steps(1, 12, 0.0)
+  log.add(10.0, "learner-0", "copy_out", fragment=0, round=7, steps=10)
+  log.add(12.0, "engine", "exit", target="learner-0")
+  log.add(12.0, "engine", "restart", target="learner-0")
+  log.start(12.0)
+  log.steps(6, 6, 12.0)  # its part was recorded after step 5
+  log.add(13.0, "syncer-0", "commit", fragment=0, round=7, base_round=-1, weights={"0": 1.0})
+  log.merge(log.steps(7, 8, 13.0), 0, 8, 7, {0: 3})
+  log.steps(9, 10, 15.0)
+  found = log.report()
+  assert 17 * found.goodput == pytest.approx(13)
+  assert 17 * found.causes["pending"] == 17 * found.causes["discarded"] == pytest.approx(2)
+
+
 def test_an_island_without_which_a_killed_run_goes_on_has_no_time_any_more():
   log = Log(learners=2, fragments=1)
   for m in range(2):
@@ -124,6 +139,7 @@ def test_an_island_without_which_a_killed_run_goes_on_has_no_time_any_more():
   log.steps(11, 20, 30.0)
   found = log.report().learners
   assert [found[m].chip_seconds for m in range(2)] == pytest.approx([40.0, 10.0])
+  assert [found[m].liveness for m in range(2)] == pytest.approx([0.5, 1.0])
 
 
 def test_a_step_that_is_told_after_its_islands_end_does_not_bring_it_back(log):
@@ -245,13 +261,13 @@ def test_where_nobody_syncs_a_step_counts_until_it_is_done_again():
 
 def test_a_whole_run_that_was_killed_was_down(log):
   log.merge(log.steps(1, 10, 0.0), 0, 7, -1, {0: 10})
+  log.add(10.5, "syncer-0", "traffic")  # in the middle of a step, the last that is heard of the run
   log.add(15.0, "engine", "run_started", num_learners=1, num_fragments=1, num_shards=1)
   log.start(16.0)
   log.steps(1, 4, 16.0)
   log.merge(20.0, 0, 8, 7, {0: 4})
-  goodput = log.report()
-  assert goodput.causes["down"] == pytest.approx(5 / 20)
-  assert goodput.goodput == pytest.approx(14 / 20)
+  seconds = {cause: 20 * share for cause, share in log.report().causes.items() if share}
+  assert seconds == pytest.approx({"discarded": 0.5, "down": 4.5, "rejoin": 1.0})
 
 
 def test_while_it_runs_time_goes_on_and_afterwards_it_does_not(log):
