@@ -279,6 +279,8 @@ def test_while_it_runs_time_goes_on_and_afterwards_it_does_not(log):
   ledger.take(made(12.0, "engine", "run_finished", reason="finished"))
   assert ledger.report(20.0).goodput == pytest.approx(10 / 12)
   assert ledger.report(20.0).uptime == 1.0, "up to the last step"
+  ledger.take(made(12.5, "learner-0", "traffic"))
+  assert ledger.report(20.0).chip_seconds == pytest.approx(12.0)
   # The last line of an island whose clock is ahead brings its time back, but no more than that.
   ledger.take(made(13.0, "learner-0", "step", step=11, seconds=1.0, gap_seconds=1.0))
   assert ledger.report(20.0).chip_seconds == ledger.report().chip_seconds == pytest.approx(13.0)
@@ -377,6 +379,15 @@ def test_only_the_start_of_a_first_life_is_left_out_of_the_training_goodput():
   seconds = {cause: 20 * share for cause, share in found.causes.items() if share}
   assert seconds == pytest.approx({"start_up": 2.0, "down": 1.0, "rejoin": 2.0, "compile": 3.0})
   assert found.goodput_training == pytest.approx(12 / 18)
+
+
+def test_a_first_start_counts_for_all_chips_before_and_after_they_are_known():
+  log = Log(fragments=1)
+  log.add(2.0, "learner-0", "started", devices=4)
+  log.merge(log.steps(1, 6, 4.0), 0, 7, -1, {0: 6})
+  found = log.report()
+  assert found.causes["start_up"] == pytest.approx(4 / 10)
+  assert found.goodput_training == pytest.approx(1.0)
 
 
 def test_a_first_start_that_is_under_way_is_left_out_of_the_training_goodput_too():
