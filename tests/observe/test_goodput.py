@@ -295,6 +295,10 @@ def test_roles_that_nobody_supervises_have_a_ledger_too():
   log.merge(log.steps(1, 10, 1.0), 0, 7, -1, {0: 10})
   goodput = log.report()
   assert goodput.goodput == pytest.approx(0.5) and goodput.chip_seconds == pytest.approx(10.0)
+  ledger = Ledger()
+  for event in log.events:
+    ledger.take(event)
+  assert ledger.report(15.0).chip_seconds == pytest.approx(14.0), "nobody says that it is over"
 
 
 def test_nothing_is_known_of_an_empty_run():
