@@ -87,10 +87,12 @@ def test_who_does_not_wait_does_not_wait_for_a_late_message_either(pair, monkeyp
   monkeypatch.setattr(
     pair.learner.endpoint, "receive", lambda seconds: waits.append(seconds) or receive(0.0)
   )
-  pair.begin("delay", delay_seconds=3600.0)
+  pair.begin("delay", delay_seconds=30.0)
   pair.shard.send("learner-0", PULL)
   assert pair.learner.receive(0.0) is None and pair.learner.waiting == 1
   assert len(waits) == 2 and max(waits) <= 0.0
+  # Who is woken before it has arrived does not wait on.
+  assert pair.learner.receive(SECONDS * SECONDS) is None and len(waits) == 3
 
 
 def test_a_waiting_receive_can_be_woken_in_any_weather(pair):

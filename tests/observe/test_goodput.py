@@ -114,6 +114,23 @@ def test_a_step_that_is_made_again_after_its_merge_may_be_merged_again(log):
   assert log.report().causes["pending"] == pytest.approx(3 / 13)
 
 
+def test_a_push_that_is_sent_again_for_another_round_is_merged_by_that(log):
+  at = log.steps(1, 10, 0.0)
+  log.add(at, "learner-0", "copy_out", fragment=0, round=7, steps=10)
+  log.add(at, "learner-0", "resend", fragment=0, old_round=7, round=8)
+  log.add(at, "syncer-0", "commit", fragment=0, round=8, base_round=-1, weights={"0": 1.0})
+  assert log.report().goodput == pytest.approx(1.0)
+
+
+def test_an_island_that_steps_is_not_down_whatever_its_log_lacks(log):
+  log.steps(1, 10, 0.0)
+  log.add(10.0, "engine", "exit", target="learner-0")
+  log.steps(11, 14, 12.0)
+  log.steps(15, 15, 17.0)  # a second between two steps
+  seconds = {cause: 18 * share for cause, share in log.report().causes.items() if share}
+  assert seconds == pytest.approx({"pending": 15.0, "down": 2.0, "other": 1.0})
+
+
 def test_a_push_of_a_life_before_settles_no_step_of_this_one(log):
   log.steps(1, 12, 0.0)
   log.add(10.0, "learner-0", "copy_out", fragment=0, round=7, steps=10)
@@ -246,6 +263,13 @@ def test_waiting_saving_and_standing_still_have_names(log):
   assert goodput.goodput == pytest.approx(24 / 87)
 
 
+def test_a_pause_of_a_second_is_no_stall_however_short_steps_are(log):
+  at = log.steps(1, 20, 0.0, seconds=0.05, gap_seconds=0.05)
+  log.steps(21, 21, at, seconds=0.05, gap_seconds=1.05)
+  causes = log.report().causes
+  assert causes["other"] == pytest.approx(1.0 / 2.05) and not causes["stalled"]
+
+
 def test_where_nobody_syncs_a_step_counts_until_it_is_done_again():
   log = Log(shards=0, fragments=0)
   log.start(0.0)
@@ -266,8 +290,10 @@ def test_a_whole_run_that_was_killed_was_down(log):
   log.start(16.0)
   log.steps(1, 4, 16.0)
   log.merge(20.0, 0, 8, 7, {0: 4})
-  seconds = {cause: 20 * share for cause, share in log.report().causes.items() if share}
+  found = log.report()
+  seconds = {cause: 20 * share for cause, share in found.causes.items() if share}
   assert seconds == pytest.approx({"discarded": 0.5, "down": 4.5, "rejoin": 1.0})
+  assert found.uptime == pytest.approx(14 / 20)
 
 
 def test_while_it_runs_time_goes_on_and_afterwards_it_does_not(log):
