@@ -82,6 +82,19 @@ def test_what_comes_in_suffers_too(pair):
   assert pair.learner.receive(0.3) is None and pair.learner.counters.malformed == 1
 
 
+def test_who_does_not_wait_does_not_wait_for_a_late_message_either(pair, monkeypatch):
+  receive, waits = pair.learner.endpoint.receive, []
+  monkeypatch.setattr(
+    pair.learner.endpoint, "receive", lambda seconds: waits.append(seconds) or receive(0.0)
+  )
+  pair.begin("delay", delay_seconds=30.0)
+  pair.shard.send("learner-0", PULL)
+  assert pair.learner.receive(0.0) is None and pair.learner.waiting == 1
+  assert len(waits) == 2 and max(waits) <= 0.0
+  # Who is woken before it has arrived does not wait on.
+  assert pair.learner.receive(SECONDS * SECONDS) is None and len(waits) == 3
+
+
 def test_a_waiting_receive_can_be_woken_in_any_weather(pair):
   pair.begin("delay", delay_seconds=0.1)
   threading.Timer(0.1, pair.learner.wake).start()
@@ -134,10 +147,12 @@ def test_corrupt_messages_are_refused_and_counted_by_whoever_receives_them(pair)
   assert pair.shard.counters.malformed == 20
 
 
-def test_closing_forgets_what_waits(pair):
+def test_closing_forgets_what_waits(pair, monkeypatch):
+  closed = []
+  monkeypatch.setattr(pair.learner.endpoint, "close", lambda *given: closed.append(given))
   pair.begin("delay", delay_seconds=30.0)
   began = time.monotonic()
   pair.send(2)
   assert time.monotonic() - began < 30.0, "sending does not wait"
-  pair.learner.close()
-  assert pair.shard.receive(0.05) is None
+  pair.learner.close(1.0)
+  assert pair.shard.receive(0.05) is None and closed == [(1.0,)]

@@ -244,7 +244,7 @@ class DataParallel:
       if event.kind != "step":
         continue
       self._global_step, self._failures = max(self._global_step, event.global_step), 0
-      self._moved_at = max(self._moved_at, time.monotonic())
+      self._moved_at = time.monotonic()
       for m in self._world:
         self._feed(Working(self._islands[m].name, self._moved_at))
       if self._training_since is None:

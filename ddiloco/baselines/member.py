@@ -229,13 +229,13 @@ def train(workdir: Path, learner: int, order: Order) -> None:
       batch = stream.batch(done)
       started = time.monotonic()
       metrics = world.step(batch, done)
-      # The same pace as an island's. The exchange is part of the step: it is free if it fits.
-      if (early := config.islands.min_step_seconds - (time.monotonic() - started)) > 0:
-        time.sleep(early)
-      ended = time.monotonic()
       done += 1
       if order.remember:  # before the log: a logged step is not lost
         save(folder(workdir, name), done, world.state())
+      # The same pace as an island's. Exchange and memory are part of it: they are free if they fit.
+      if (early := config.islands.min_step_seconds - (time.monotonic() - started)) > 0:
+        time.sleep(early)
+      ended = time.monotonic()
       recorder.record(
         events.Step(
           step=done,

@@ -171,7 +171,7 @@ def protocol(arguments: list[str]) -> int:
   given = Flags(arguments, "config")
   given.add_fields(Speeds)
   given.add("gbps", "0", "Gbit/s of every island's link, one or a list a,b,c; 0: no limit.")
-  given.add("latency_ms", "1", "One way, one for all islands or a list.")
+  given.add("latency_ms", "1", "One way, one for all or a list; between two islands the longer.")
   given.add("parameters", int, "Size of the model, in equal fragments; default: the config's.", 1)
   given.add("seconds", float, "Of virtual time at most; default: until all tokens are merged.", 0.0)
   given.add("workdir", "", "Gets the events; empty: they are not kept.")

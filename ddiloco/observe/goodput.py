@@ -321,8 +321,8 @@ class IslandAccount:
     now = event.time
     if not self.phase:
       self._come_back(event)
-    if self.phase == "training" and isinstance(event, events.Launched | events.Started):
-      self.restart(now)  # no exit of the life before was logged
+    if self.phase in ("training", "down") and isinstance(event, events.Launched | events.Started):
+      self.restart(now)  # no engine has said so
     match event:
       case events.Step():
         return self._step(event)

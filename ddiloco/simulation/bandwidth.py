@@ -216,8 +216,7 @@ def _copy_outs(setting: Setting) -> list[float]:
   """
   if setting.sync.blocking:
     return [0.0] * setting.islands
-  latency = setting.latency_seconds if setting.away else 0.0
-  asker = 1 - math.fmod(2 * latency / setting.step_seconds, 1.0)
+  asker = 1 - math.fmod(2 * setting.latency_seconds / setting.step_seconds, 1.0)
   return sorted([asker, *(k / setting.islands for k in range(1, setting.islands))])
 
 
@@ -296,8 +295,8 @@ def typical(setting: Setting, size: int) -> TypicalRound:
   """The means of rounds of a fragment of `size` values, in which nothing fails."""
   config, step, sync = setting.sync, setting.step_seconds, sync_time(setting, size)
   if config.blocking:  # all learners copy out together, and wait for the version
-    after = sync.publish + sync.copy + sync.latency / 2
-    before = sync.total - after - sync.stage
+    before = sync.encode + sync.push + sync.merge + min(1, setting.away) * setting.latency_seconds
+    after = sync.total - before - sync.stage
     steps = max(config.overlap_steps, sync.total / step)
     return TypicalRound(steps, 1.0, float(config.sync_period), before, after)
   chance = random.Random(0)
@@ -323,7 +322,7 @@ def typical(setting: Setting, size: int) -> TypicalRound:
       latency = _latency(setting, i)
       here = rounds[-1] + copied + (sync.publish + latency if i < setting.away else 0.0)
       taken_up = at + max(1, math.ceil((here - at) / step - 1e-9)) * step
-      applied = taken_up + max(1, math.ceil(sync.stage / step)) * step
+      applied = taken_up + math.ceil(sync.stage / step) * step
       deliveries.append(taken_up - rounds[-1])
       merged = there[i] <= decided
       if merged:

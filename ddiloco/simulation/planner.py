@@ -187,8 +187,8 @@ def _overloads(setting: Setting, plan: ExchangePlan) -> Iterator[str]:
     fewer = ["int4 for push_codec and publish_codec"]
 
   def shards(load: Callable[[Setting, SyncConfig], float]) -> list[str]:
-    least = _least_shards(setting, load)
-    return [f"sync.num_shards = {least}"] if least and least > sync.num_shards else []
+    least = _least_shards(setting, load)  # or fewer: copies for buddies load links too
+    return [f"sync.num_shards = {least}"] if least else []
 
   loads = {
     "The busiest link": (plan.link_load, [*shards(_link_load), *fewer]),

@@ -202,7 +202,7 @@ class LinkRate:
   """The rate of one place's link, in each direction."""
 
   gbps: float = 0.0  # Gbit/s; 0: no limit
-  latency_seconds: float = 0.001  # one way, from there to any other place
+  latency_seconds: float = 0.001  # one way; between two islands the longer of theirs
 
   def __post_init__(self):
     not_negative("links", self, "gbps", "latency_seconds")
@@ -264,8 +264,8 @@ class Links:
     now, here, there = self._time.now, self.place(sender), self.place(to)
     if here == there:
       return self._time.at(now, arrived)
-    island = sender if sender[0] == "learner" else to
-    latency = self._link(self.place(island)).latency_seconds
+    islands = [place for place in (here, there) if place[0] == "learner"] or [there]
+    latency = max(self._link(place).latency_seconds for place in islands)
     if size <= HEADER_BYTES:
       return self._time.at(now + latency, arrived)
     pair, ends = (sender, to), ((here, False), (there, True))
@@ -290,7 +290,6 @@ class Links:
     return self._shards
 
   def _begin(self, transfer: Transfer) -> None:
-    transfer.since = self._time.now
     for end in transfer.ends:
       self._moving[end][transfer] = None
     self._change(transfer)

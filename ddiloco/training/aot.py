@@ -299,7 +299,8 @@ def fit(
     flops_per_token=custom.flops_per_token(config),
     tokens=config.tokens_per_step(learner),
   )
-  remedies = () if found.fits else _remedies(found, island, config)
+  gradients = sum(map(_local_bytes, parts.leaves.values()))
+  remedies = () if found.fits else _remedies(found, gradients, island, config)
   return dataclasses.replace(found, remedies=remedies)
 
 
@@ -307,9 +308,9 @@ def _local_bytes(leaf: jax.ShapeDtypeStruct) -> int:
   return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
-def _remedies(found: Fit, island: IslandConfig, config: Config) -> tuple[str, ...]:
-  """What to try, the cheapest first; their effect is known only after compiling again."""
-  fixed = found.beside_bytes + found.state_bytes + found.state_bytes // 3  # with the gradients
+def _remedies(found: Fit, gradients: int, island: IslandConfig, config: Config) -> tuple[str, ...]:
+  """What to try, the cheapest first; compiling again shows the effect. `gradients`: their bytes."""
+  fixed = found.beside_bytes + found.state_bytes + gradients
   if fixed > 0.9 * found.chip.hbm_bytes:
     chips = math.ceil(found.chips * fixed / (0.8 * found.chip.hbm_bytes))
     text = "mesh: parameters, moments and gradients alone are too much: islands.data = 1"
@@ -347,7 +348,7 @@ _KIND = r"all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|col
 _COLLECTIVE = re.compile(rf"= (?P<shape>.*?) (?P<kind>{_KIND})(?P<start>-start)?\((?P<rest>.*)$")
 _FAR = re.compile(r"= .*? (?:send|recv)(?:-done)?\(")  # between slices, by the hosts' network
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%(?P<name>\S+) \(.*\{$")
-_CALL = re.compile(r"(?:calls|to_apply|body|condition|branch_computations)=\{?(%[\w.\-, %]+)")
+_CALL = re.compile(r"(?:calls|to_apply|\w+_computations?)=(\{[^}]*\}|%[\w.\-]+)")
 _WHILE = re.compile(r" while\(.*condition=%(?P<condition>[\w.\-]+), body=%(?P<body>[\w.\-]+)")
 _PASSES = re.compile(r'"known_trip_count":\{"n":"(\d+)"')  # where the compiler says it
 _BOUND = re.compile(r"constant\((\d+)\)")

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 
 import jax
 import numpy as np
@@ -259,6 +260,8 @@ def test_a_process_killed_from_outside_is_its_islands_death(tmp_path, programs):
 class Ends:
   """An island whose process ends with these statuses, one for each look; None while it runs."""
 
+  log = "its log"
+
   def __init__(self, name, statuses):
     self.name, self.statuses = name, list(statuses)
 
@@ -270,6 +273,9 @@ class Ends:
 
   def kill(self):
     pass
+
+  def last_words(self):
+    return "some"
 
 
 def test_a_kill_counts_before_the_failures_it_caused(tmp_path):
@@ -284,6 +290,37 @@ def test_a_kill_counts_before_the_failures_it_caused(tmp_path):
   death, survivor = of(read_events(tmp_path), "exit")
   assert (death.target, death.reason) == ("learner-1", "status -9")
   assert (survivor.target, survivor.reason) == ("learner-0", "learner-1 is gone")
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+def test_a_world_is_of_all_that_live_or_of_all_there_are(elastic, tmp_path, monkeypatch):
+  runner, began = DataParallel(make_config([kill(1, 5.0)]), tmp_path, elastic), time.monotonic()
+  runner._islands = [Ends(f"learner-{m}", [None]) for m in range(2)]
+  worlds = []
+  monkeypatch.setattr(runner, "_tell", lambda members, train: worlds.append(members))
+  with Recorder(tmp_path, "engine", 0, 0.0, lambda: 0.0) as runner._recorder:
+    for at, runner._global_step in (0.0, 0), (4.0, 7), (5.0, 7), (6.0, 7):
+      runner._feed(Tick(began + at, runner._global_step, at))
+      runner._decide(began + at)
+    assert worlds == ([(0, 1), (0,), (0, 1)] if elastic else [(0, 1), (0, 1)])
+    with pytest.raises(RuntimeError, match="hangs, for the 11th time"):
+      for n in itertools.count():
+        runner._decide(began + 6.0 + n * (data_parallel.HANG_SECONDS + 1.0))
+  assert len(worlds) == (13 if elastic else 12)
+  reasons = [e.reason for e in of(read_events(tmp_path), "exit")]
+  assert reasons[0].startswith("killed by plan") and reasons[1] == "learner-1 is gone"
+  assert ("an island is back" in reasons) == elastic and reasons[-1] == "the world hangs"
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+def test_an_island_that_is_gone_for_good_ends_a_run_that_needs_it(elastic, tmp_path):
+  runner = DataParallel(make_config([kill(1, 5.0, -1)]), tmp_path, elastic)
+  runner._islands = [Ends(f"learner-{m}", [None]) for m in range(2)]
+  with Recorder(tmp_path, "engine", 0, 0.0, lambda: 0.0) as runner._recorder:
+    for at in (0.0, 4.0, 5.0):
+      assert not runner._state.hopeless
+      runner._feed(Tick(at, 7, at))
+  assert runner._alive == {0} and bool(runner._state.hopeless) != elastic
 
 
 @pytest.mark.parametrize("compiles", [True, False])

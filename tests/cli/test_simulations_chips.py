@@ -45,6 +45,7 @@ def test_json(capsys):
   fleet = Fleet(chips=300_000, days=2, learners=4)
   assert found["fleet"] == dataclasses.asdict(fleet)
   assert found["elastic"]["goodput"] == chips.elastic(fleet).goodput
+  assert found["failures"] == chips.elastic(fleet).failures
   assert found["inelastic"]["restart"] == pytest.approx(1 - found["inelastic"]["goodput"])
   for row in ("inelastic", "elastic", "decoupled"):
     assert sum(v for k, v in found[row].items() if k != "uptime") == pytest.approx(1)

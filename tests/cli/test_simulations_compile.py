@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import re
 import subprocess
 import sys
@@ -37,6 +38,9 @@ STEP = aot.Program(
   collectives=(Collective("all-gather", 76, 4 << 30),),
   largest_collective_bytes=9,
 )
+
+
+FOR = aot.IslandConfig(devices=0, batch_size=128), Config()
 
 
 @pytest.fixture(autouse=True)
@@ -82,12 +86,14 @@ def test_it_says_whether_it_fits_and_what_is_gathered():
 
 
 def test_what_does_not_fit_comes_with_remedies():
-  config_island = aot.IslandConfig(devices=0, batch_size=128)
   wide = made(needed_bytes=200 << 30, chip=aot.CHIPS["v6e"])
-  found = aot._remedies(wide, config_island, Config())
+  found = aot._remedies(wide, 1 << 30, *FOR)
   assert any("remat" in each for each in found) and any("loss_chunks" in each for each in found)
-  huge = made(state_bytes=60 << 30, needed_bytes=200 << 30, chip=aot.CHIPS["v6e"])
-  assert "mesh" in aot._remedies(huge, config_island, Config())[0]
+  # 20 GiB of parameters and moments, and 2 of fragments on their way: with 10 of gradients, as
+  # where matrices have one moment, these alone are too much for 31 GiB; with 5 they are not.
+  full = made(state_bytes=20 << 30, needed_bytes=200 << 30, chip=aot.CHIPS["v6e"])
+  assert not any(each.startswith("mesh: p") for each in aot._remedies(full, 5 << 30, *FOR))
+  assert aot._remedies(full, 10 << 30, *FOR)[0].endswith(f" {math.ceil(64 * 32 / 25)} chips")
   text = "\n".join(fit_lines([0], made(needed_bytes=200 << 30, step=None, remedies=found), 0.4))
   assert "DOES NOT FIT" in text and "to make it fit: remat" in text
 
@@ -102,11 +108,12 @@ def test_remedies_are_settings_that_the_config_takes():
   )
   wide = made(chips=8, needed_bytes=40 << 30, chip=aot.CHIPS["v6e"])
   island = config.islands.island(0)
-  found = aot._remedies(wide, island, config)
+  found = aot._remedies(wide, 1 << 29, island, config)
   assert "loss: islands.loss_chunks = 4" in found
   batch = int(re.search(r"islands.batch_size = (\d+)", "".join(found))[1])  # type: ignore[index]
   assert 0 < batch < 240 and batch % (8 * 3) == 0
-  full = aot._remedies(made(chips=8, needed_bytes=400 << 30, chip=wide.chip), island, config)
+  wider = made(chips=8, needed_bytes=400 << 30, chip=wide.chip)
+  full = aot._remedies(wider, 1 << 29, island, config)
   assert "mesh: fewer rows" in full[-1] and not any("batch:" in each for each in full)
 
 

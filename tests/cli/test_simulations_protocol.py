@@ -41,6 +41,8 @@ def test_the_text_says_what_the_json_says_and_why_rounds_committed(capsys):
     said["participation"] == f"{found['participation']:.4f}".rstrip("0").rstrip(".")
     and said["lost rounds"] == "0"
   )
+  assert sum(found["causes"].values()) + found["goodput"] == pytest.approx(1, abs=1e-4)
+  assert sum(found["committed_because"].values()) == found["commits"]
   for why, count in found["committed_because"].items():
     assert said[f"  {why.replace('_', ' ')}"] == f"{count:,}"
 

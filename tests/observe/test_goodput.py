@@ -105,6 +105,60 @@ def test_a_revived_learner_may_still_merge_the_steps_of_the_life_it_goes_on_from
   assert goodput.causes["discarded"] == pytest.approx(4 / 12)
 
 
+def test_a_step_that_is_made_again_after_its_merge_may_be_merged_again(log):
+  log.merge(log.steps(1, 10, 0.0), 0, 7, -1, {0: 10})
+  log.add(10.0, "engine", "exit", target="learner-0")
+  log.add(10.0, "engine", "restart", target="learner-0")
+  log.start(10.0)
+  log.steps(6, 8, 10.0)  # its part was recorded after step 5
+  assert log.report().causes["pending"] == pytest.approx(3 / 13)
+
+
+def test_a_push_that_is_sent_again_for_another_round_is_merged_by_that(log):
+  at = log.steps(1, 10, 0.0)
+  log.add(at, "learner-0", "copy_out", fragment=0, round=7, steps=10)
+  log.add(at, "learner-0", "resend", fragment=0, old_round=7, round=8)
+  log.add(at, "syncer-0", "commit", fragment=0, round=8, base_round=-1, weights={"0": 1.0})
+  assert log.report().goodput == pytest.approx(1.0)
+
+
+def test_an_island_that_steps_is_not_down_whatever_its_log_lacks(log):
+  log.steps(1, 10, 0.0)
+  log.add(10.0, "engine", "exit", target="learner-0")
+  log.steps(11, 14, 12.0)
+  log.steps(15, 15, 17.0)  # a second between two steps
+  seconds = {cause: 18 * share for cause, share in log.report().causes.items() if share}
+  assert seconds == pytest.approx({"pending": 15.0, "down": 2.0, "other": 1.0})
+
+
+def test_a_push_of_a_life_before_settles_no_step_of_this_one(log):
+  log.steps(1, 12, 0.0)
+  log.add(10.0, "learner-0", "copy_out", fragment=0, round=7, steps=10)
+  log.add(12.0, "engine", "exit", target="learner-0")
+  log.add(12.0, "engine", "restart", target="learner-0")
+  log.start(12.0)
+  log.steps(6, 6, 12.0)  # its part was recorded after step 5
+  log.add(13.0, "syncer-0", "commit", fragment=0, round=7, base_round=-1, weights={"0": 1.0})
+  log.merge(log.steps(7, 8, 13.0), 0, 8, 7, {0: 3})
+  log.steps(9, 10, 15.0)
+  found = log.report()
+  assert 17 * found.goodput == pytest.approx(13)
+  assert 17 * found.causes["pending"] == 17 * found.causes["discarded"] == pytest.approx(2)
+
+
+def test_an_island_without_which_a_killed_run_goes_on_has_no_time_any_more():
+  log = Log(learners=2, fragments=1)
+  for m in range(2):
+    log.start(0.0, m)
+    log.steps(1, 10, 0.0, m)
+  log.add(30.0, "engine", "run_started", num_learners=1, num_fragments=1, num_shards=1)
+  log.start(30.0)
+  log.steps(11, 20, 30.0)
+  found = log.report().learners
+  assert [found[m].chip_seconds for m in range(2)] == pytest.approx([40.0, 10.0])
+  assert [found[m].liveness for m in range(2)] == pytest.approx([0.5, 1.0])
+
+
 def test_a_step_that_is_told_after_its_islands_end_does_not_bring_it_back(log):
   """Killed for good, it was said to spend the rest of the run with copies and applies."""
   log.steps(1, 9, 0.0)
@@ -120,20 +174,26 @@ def test_an_overwrite_gives_up_what_it_covers(log):
   log.add(6.0, "learner-0", "apply", fragment=0, mode="halve")
   assert log.report().causes["pending"] == pytest.approx(1.0)
   log.add(6.0, "learner-0", "apply", fragment=0, mode="overwrite")
+  assert log.report().causes["discarded"] == pytest.approx(1.0)
   log.merge(log.steps(7, 10, 6.0), 0, 7, -1, {0: 4})
   goodput = log.report()
   assert goodput.goodput == pytest.approx(0.4) and goodput.causes["discarded"] == pytest.approx(0.6)
 
 
-def test_a_rejected_update_is_no_goodput():
-  log = Log(learners=2, fragments=1)
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_rejected_update_is_no_goodput(fragments):
+  log = Log(learners=2, fragments=fragments)
   for m in range(2):
     log.start(0.0, m)
     log.steps(1, 10, 0.0, m)
-  log.merge(10.0, 0, 7, -1, {0: 10, 1: 10}, bad=(1,))
-  goodput = log.report()
-  assert goodput.goodput == pytest.approx(0.5) and goodput.causes["rejected"] == pytest.approx(0.5)
-  assert [goodput.learners[m].goodput for m in range(2)] == pytest.approx([1.0, 0.0])
+  for p in range(fragments):
+    log.merge(10.0, p, 7, -1, {0: 10, 1: 10}, bad=(1,) if p == 0 else ())
+  for m in range(2):
+    log.steps(11, 15, 10.0, m)
+  goodput, lost = log.report(), 10 / fragments
+  assert [15 * goodput.learners[m].goodput for m in range(2)] == pytest.approx([10, 10 - lost])
+  seconds = {cause: 30 * share for cause, share in goodput.causes.items() if share}
+  assert seconds == pytest.approx({"rejected": lost, "pending": 10})
 
 
 def test_what_a_restored_shard_rolled_back_counts_again_only_when_it_is_regained(log):
@@ -203,6 +263,13 @@ def test_waiting_saving_and_standing_still_have_names(log):
   assert goodput.goodput == pytest.approx(24 / 87)
 
 
+def test_a_pause_of_a_second_is_no_stall_however_short_steps_are(log):
+  at = log.steps(1, 20, 0.0, seconds=0.05, gap_seconds=0.05)
+  log.steps(21, 21, at, seconds=0.05, gap_seconds=1.05)
+  causes = log.report().causes
+  assert causes["other"] == pytest.approx(1.0 / 2.05) and not causes["stalled"]
+
+
 def test_where_nobody_syncs_a_step_counts_until_it_is_done_again():
   log = Log(shards=0, fragments=0)
   log.start(0.0)
@@ -218,13 +285,15 @@ def test_where_nobody_syncs_a_step_counts_until_it_is_done_again():
 
 def test_a_whole_run_that_was_killed_was_down(log):
   log.merge(log.steps(1, 10, 0.0), 0, 7, -1, {0: 10})
+  log.add(10.5, "syncer-0", "traffic")  # in the middle of a step, the last that is heard of the run
   log.add(15.0, "engine", "run_started", num_learners=1, num_fragments=1, num_shards=1)
   log.start(16.0)
   log.steps(1, 4, 16.0)
   log.merge(20.0, 0, 8, 7, {0: 4})
-  goodput = log.report()
-  assert goodput.causes["down"] == pytest.approx(5 / 20)
-  assert goodput.goodput == pytest.approx(14 / 20)
+  found = log.report()
+  seconds = {cause: 20 * share for cause, share in found.causes.items() if share}
+  assert seconds == pytest.approx({"discarded": 0.5, "down": 4.5, "rejoin": 1.0})
+  assert found.uptime == pytest.approx(14 / 20)
 
 
 def test_while_it_runs_time_goes_on_and_afterwards_it_does_not(log):
@@ -233,8 +302,14 @@ def test_while_it_runs_time_goes_on_and_afterwards_it_does_not(log):
   for event in log.events:
     ledger.take(event)
   assert ledger.report(20.0).goodput == ledger.report(20.0).uptime == pytest.approx(0.5)
-  ledger.take(made(10.0, "engine", "run_finished", reason="finished"))
-  assert ledger.report(20.0).goodput == pytest.approx(1.0)
+  ledger.take(made(12.0, "engine", "run_finished", reason="finished"))
+  assert ledger.report(20.0).goodput == pytest.approx(10 / 12)
+  assert ledger.report(20.0).uptime == 1.0, "up to the last step"
+  ledger.take(made(12.5, "learner-0", "traffic"))
+  assert ledger.report(20.0).chip_seconds == pytest.approx(12.0)
+  # The last line of an island whose clock is ahead brings its time back, but no more than that.
+  ledger.take(made(13.0, "learner-0", "step", step=11, seconds=1.0, gap_seconds=1.0))
+  assert ledger.report(20.0).chip_seconds == ledger.report().chip_seconds == pytest.approx(13.0)
 
 
 def test_roles_that_nobody_supervises_have_a_ledger_too():
@@ -246,6 +321,10 @@ def test_roles_that_nobody_supervises_have_a_ledger_too():
   log.merge(log.steps(1, 10, 1.0), 0, 7, -1, {0: 10})
   goodput = log.report()
   assert goodput.goodput == pytest.approx(0.5) and goodput.chip_seconds == pytest.approx(10.0)
+  ledger = Ledger()
+  for event in log.events:
+    ledger.take(event)
+  assert ledger.report(15.0).chip_seconds == pytest.approx(14.0), "nobody says that it is over"
 
 
 def test_nothing_is_known_of_an_empty_run():
@@ -332,6 +411,15 @@ def test_only_the_start_of_a_first_life_is_left_out_of_the_training_goodput():
   assert found.goodput_training == pytest.approx(12 / 18)
 
 
+def test_a_first_start_counts_for_all_chips_before_and_after_they_are_known():
+  log = Log(fragments=1)
+  log.add(2.0, "learner-0", "started", devices=4)
+  log.merge(log.steps(1, 6, 4.0), 0, 7, -1, {0: 6})
+  found = log.report()
+  assert found.causes["start_up"] == pytest.approx(4 / 10)
+  assert found.goodput_training == pytest.approx(1.0)
+
+
 def test_a_first_start_that_is_under_way_is_left_out_of_the_training_goodput_too():
   log = Log(learners=2, fragments=1)
   log.start(0.0)
@@ -346,8 +434,11 @@ def test_a_first_start_that_is_under_way_is_left_out_of_the_training_goodput_too
   assert found.goodput_training == pytest.approx(10 / 25)
 
 
-def test_a_learner_that_no_engine_starts_again_is_down_until_its_process_is_there(log):
+@pytest.mark.parametrize("said", [True, False])
+def test_a_learner_that_no_engine_starts_again_is_down_until_its_process_is_there(said, log):
   log.merge(log.steps(1, 10, 0.0), 0, 7, -1, {0: 10})
+  if said:
+    log.add(10.0, "engine", "exit", target="learner-0", reason="killed")
   log.add(40.0, "learner-0", "launched")
   log.add(46.0, "learner-0", "compiled", target="learner-0", seconds=4.0)
   log.start(47.0)

@@ -65,6 +65,7 @@ def test_a_data_parallel_job_stands_still_at_each_change(script):
   # One more from second 20 to 60: pauses at both, five islands in between, four else.
   left = 100 * always - 20 * always - (40 - pause) * (always + 1)
   assert data_parallel([(20.0, 60.0)], 100, 1.0) == pytest.approx(60 + pause + left / always)
-  # A change in the middle of a pause starts it anew.
+  # A change in the middle of a pause is part of it; what is there from the start causes none.
   both = data_parallel([(20.0, 1e9), (30.0, 1e9)], 100, 1.0)
-  assert both == pytest.approx(30 + pause + (100 - 20) * always / (always + 2))
+  assert both == pytest.approx(20 + pause + (100 - 20) * always / (always + 2))
+  assert data_parallel([(0.0, 1e9)], 100, 1.0) == pytest.approx(100 * always / (always + 1))

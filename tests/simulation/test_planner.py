@@ -77,6 +77,8 @@ def test_hand_made_values():
   way = 4000 / rate
   seconds = (0.03, 4e-6, way, 0.028, way, way, 3e-6, 0.04)
   assert dataclasses.astuple(plan.sync) == pytest.approx(seconds)
+  # 90 ms away: the pull comes when most of the reporter's second step is over.
+  assert planner.make(changed(setting, latency_seconds=0.09)).sync.copy_outs == pytest.approx(0.03)
   peak = 1e-3 * 3 * way / (0.3 - 0.068 - 0.03 - 7e-6)
   assert plan.overlap_steps == 2 and plan.peak_gbps == pytest.approx(peak)
   assert plan.core_load == pytest.approx(4000 * (2 + 6) / 1e6 / 1.0)
@@ -84,6 +86,12 @@ def test_hand_made_values():
   # Asked a moment after it is due, who was not the one to report copies out in half a step or so.
   assert 10.2 < plan.period_steps < 10.8 and plan.utilisation == 1
   assert 2.7 < plan.applied_steps < 3.1 and 0.85 < plan.participation < 1
+  # In lock-step all copy out together, and tau hides the sync. Three hops are after the commit;
+  # the rest is a mean over the two fragments.
+  lock_step = planner.make(changed(setting, blocking=True))
+  assert (lock_step.applied_steps, lock_step.utilisation) == (3, 1)
+  assert lock_step.round_seconds == pytest.approx(0.75 * (4e-6 + way + 0.028) + 0.01)
+  assert lock_step.delivery_seconds == pytest.approx(0.75 * 2 * way + 0.03)
   # State, copies of the neighbour's values, and a round: two pushes and the result.
   assert plan.memory_bytes == 4000 + 2000 + (2 * 4000 + 4000)
   lossy = changed(setting, publish_codec="int8", momentum=True)
@@ -95,6 +103,7 @@ def test_hand_made_values():
   assert plan.join_seconds == pytest.approx(6000 / rate + 0.01)
   narrow = planner.make(changed(setting, shard_gbps=5e-4))  # the larger fragment is one shard's
   assert narrow.join_seconds == pytest.approx(4000 / (rate / 2) + 0.01)
+  assert narrow.link_load == pytest.approx(3 * 4000 / (rate / 2)), "two learners and the buddy"
   assert plan.least_shards == 1 and planner.findings(setting, plan) == []
 
 
@@ -116,6 +125,10 @@ def test_what_is_missing_stretches_the_period_or_makes_lock_step_wait():
   small = {"sizes": (12_500,) * 20, "num_fragments": 20, "overlap_steps": 9, "blocking": True}
   plan = planner.make(changed(setting, **small))
   assert plan.sync.total < 0.9 and plan.utilisation == pytest.approx(0.5 * PAYLOAD_SHARE)
+  # As little helps where a learner's host takes longer for its vectors than the period has.
+  slow = {**small, "blocking": False, "gbps": 8.0, "host_gbytes": 2e-3}
+  plan = planner.make(changed(setting, **slow))
+  assert plan.period_steps == pytest.approx(10 * plan.host_load) and plan.host_load > 3
   # Faster links, but so far away that one sync takes longer than the period: two hops until all
   # are asked, two for push and publish, two ends of steps.
   far = dataclasses.replace(setting, gbps=8.0, latency_seconds=1.0)
@@ -189,6 +202,13 @@ def test_more_shards_are_a_fix_of_merging_where_no_number_is_enough_for_the_link
   assert plan.least_shards is None and plan.link_load > 1
   (merging,) = (f for f in planner.findings(setting, plan) if f.startswith("A shard"))
   assert "sync.num_shards = " in merging
+
+
+def test_one_shard_is_a_fix_where_the_copies_for_buddies_are_what_is_too_much():
+  sync = SyncConfig(num_shards=2, num_fragments=2, sync_period=10, overlap_steps=9)
+  setting = Setting((1000, 1000), sync, 2, 0.1, gbps=8e-5)  # of 12 kB, of which 4 kB are copies
+  link = planner.findings(setting, planner.make(setting))[0]
+  assert "busy 126% of the time" in link and "sync.num_shards = 1" in link
 
 
 def test_int4_is_a_fix_for_the_links_where_it_is_not_set_and_more_shards_where_they_help():

@@ -14,8 +14,9 @@ from ddiloco.config import ConfigError, Fault
 from ddiloco.core import delta
 from ddiloco.observe.goodput import Ledger
 from ddiloco.observe.tracks import Aftermath
+from ddiloco.roles.learner import Quarantined
 from ddiloco.simulation.bandwidth import PAYLOAD_SHARE, PUSH_VECTORS, STAGE_VECTORS
-from ddiloco.simulation.run import Speeds, VirtualRun
+from ddiloco.simulation.run import Account, Speeds, VirtualRun
 from ddiloco.simulation.stand_ins import VirtualIsland
 from ddiloco.simulation.virtual_time import HEADER_BYTES
 from tests.simulation.faulted import JudgedRun
@@ -139,6 +140,7 @@ def test_an_undisturbed_run_ends_with_the_tokens_merged_and_nobody_waits():
   run, events = play(make())
   assert all(f.merged_tokens >= run.config.run.total_tokens for f in run.store.values())
   assert not any(event.blocked_seconds for event in of(events, "step"))
+  assert [event.time for event in events] == sorted(event.time for event in events)
   aftermath = Aftermath().read(events)
   assert aftermath.longest_stall_seconds == 0 and not aftermath.lost_rounds()
   found = account(events)
@@ -181,16 +183,15 @@ def sync_seconds(events: list[dict]) -> list[float]:
 
 def test_a_push_takes_its_bytes_over_the_link_and_the_latency():
   """One island, a shard at a place of its own: copy-out, up, merge, down, stage, by hand."""
-  sizes, gbps, latency = (250_000,) * 4, 0.1, 0.03
-  config = make(learners=1, num_shards=1, grace_safety=0.0)
-  _, events = play(
-    config, sizes=sizes, gbps=(gbps,), latency_seconds=(latency,), shard_gbps=1.0, jitter=0.0
-  )
+  sizes, gbps, latency = (250_000,), 0.1, 0.03
+  config = make(learners=1, num_shards=1, num_fragments=1, grace_safety=0.0)
+  links = {"gbps": (gbps,), "latency_seconds": (latency,), "shard_gbps": 1.0}
+  _, events = play(config, sizes=sizes, jitter=0.0, host_gbytes=0.02, **links)
   first = next(e for e in of(events, "push"))
   assert first.bytes == 1_000_000 + HEADER_BYTES
   cut = next(e for e in of(events, "copy_out"))
-  vector = 1e6 / 4e9  # seconds to touch one, on the learner's host and on the shard's
-  assert first.time - cut.time == pytest.approx(0.004 + PUSH_VECTORS * vector, abs=1e-5)
+  vector, hosts = 1e6 / 4e9, 1e6 / 2e7  # seconds in which shard and learner's host touch one
+  assert first.time - cut.time == pytest.approx(0.004 + PUSH_VECTORS * hosts, abs=1e-5)
   commit = next(e for e in of(events, "commit"))
   way = 8e6 / (PAYLOAD_SHARE * gbps * 1e9) + latency  # the island's link is slower, both ways
   work = vector + (2 + 4) * vector  # taken in; push twice, value and momentum in and out
@@ -204,7 +205,7 @@ def test_a_push_takes_its_bytes_over_the_link_and_the_latency():
 
   applied = next(e for e in of(events, "apply") if e.included)
   assert applied.time == pytest.approx(
-    boundary(boundary(arrives) + 0.004 + STAGE_VECTORS * vector), abs=1e-5
+    boundary(boundary(arrives) + 0.004 + STAGE_VECTORS * hosts), abs=1e-5
   )
 
 
@@ -224,6 +225,11 @@ def test_traffic_is_what_was_pushed_and_published():
   counted = [run.actors["learner", m].counters.sent_bytes for m in range(3)]
   reports = 64 * 2 * len(of(events, "step"))
   assert pushed + reports <= sum(counted) <= pushed + 1.5 * reports
+  assert (sum(counted) - pushed) % HEADER_BYTES == 0
+  found = Account()
+  for event in events:
+    found.take(event)
+  assert found.summary()["learner_sent_bytes"] == pytest.approx(statistics.mean(counted))
   last = {e.role: e.sent_bytes for e in of(events, "traffic")}
   assert last["learner-1"] == counted[1]
 
@@ -379,6 +385,17 @@ def test_a_learner_that_has_left_joins_again():
   first, second = [e for e in of(events, "joined") if e.role == "learner-3"]
   assert second.incarnation > first.incarnation and not of(events, "exit")
   assert any(e.time > second.time and 3 in e.weights for e in of(events, "commit"))
+
+
+def test_an_island_that_is_quarantined_now_and_then_is_not_given_up():
+  config = make(steps=1000)
+  config = dataclasses.replace(config, run=dataclasses.replace(config.run, max_restarts=1))
+  run = VirtualRun(config, setting(step_seconds=50.0), lambda event: None)
+  for _ in range(3):
+    run.run(run.now + 200.0)  # healthy work
+    run.ended(run.actors["learner", 1], Quarantined("three bad pushes"))
+  run.run(run.now + 200.0)
+  assert ("learner", 1) in run.actors
 
 
 def test_a_shard_that_is_gone_for_good_fails_the_run():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -58,16 +59,37 @@ def test_rates_are_max_min_fair_whatever_begins_and_ends(seed, apart):
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_transfer_alone_takes_its_bytes_and_the_latency_and_two_take_twice_as_long(count):
-  time, arrived = VirtualTime(), []
+  """The other direction is free, and control, which waits for no fragment, takes the latency."""
+  time, arrived, heard = VirtualTime(), [], []
   links = Links(time, [LinkRate(1.0, 0.25)] * count, count, LinkRate(1.0))
   size = HEADER_BYTES + round(payload_bytes_per_second(1.0))
   for m in range(count):
     links.carry(("learner", m), ("syncer", 0), size, lambda: arrived.append(time.now))
+    links.carry(("syncer", 0), ("learner", m), size, lambda: arrived.append(time.now))
+  links.carry(("learner", 0), ("syncer", 0), HEADER_BYTES, lambda: heard.append(time.now))
   time.run(0.5)
+  assert heard == [0.25]
   left = size * (1 - 0.5 / count)
   assert links.unsent(("learner", 0), ("syncer", 0)) == pytest.approx(left, rel=1e-3)
   time.run(math.inf)
-  assert arrived == pytest.approx([count + 0.25] * count)
+  assert arrived == pytest.approx([count + 0.25] * 2 * count)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_far_island_is_far_from_all_also_the_shard_beside_it(apart):
+  """Only shards that stand apart are as near to an island as its own link says."""
+  time, arrived = VirtualTime(), {}
+  links = Links(time, [LinkRate(0.0, 0.01), LinkRate(0.0, 0.3)], 2, LinkRate() if apart else None)
+  learners, shards = [("learner", m) for m in range(2)], [("syncer", s) for s in range(2)]
+  ways = itertools.chain(itertools.product(learners, shards), itertools.product(shards, learners))
+  for way, size in itertools.product(ways, (1, HEADER_BYTES + 1)):
+    links.carry(*way, size, lambda key=(*way, size): arrived.update({key: time.now}))
+  time.run(math.inf)
+  for (sender, to, _), at in arrived.items():
+    far = ("learner", 1) in (sender, to) if apart else links.place(sender) != links.place(to)
+    beside = links.place(sender) == links.place(to)
+    assert at == pytest.approx(0.3 if far else 0.0 if beside else 0.01)
+  assert len(arrived) == 16
 
 
 def test_who_shares_no_full_link_gets_no_new_rate(monkeypatch):

@@ -45,6 +45,21 @@ def test_loops_and_calls():
   assert {each.times for each in find_collectives(called, 4) if each.kind == "all-reduce"} == {1}
 
 
+@pytest.mark.parametrize(
+  "branches",
+  [
+    "branch_computations={%other, %scatter.1}",
+    "true_computation=%other, false_computation=%scatter.1",
+    "true_computation=%scatter.1, false_computation=%other",
+  ],
+)
+def test_a_branch_that_a_loop_takes_counts_at_each_pass(branches):
+  fusion = "fusion(%gather), kind=kCustom, calls=%scatter.1"
+  text = LOOP.replace(fusion, f"conditional(), {branches}")
+  found = {each.kind: each for each in find_collectives(text, 4) if each.times == 12}
+  assert found["all-reduce"].bytes == 12 * 64 * 128 * 2
+
+
 def test_a_loop_whose_passes_the_compiler_has_counted():
   """On GPUs the condition is a fusion, and has no bound."""
   text = LOOP.replace("constant(", "parameter(")
