@@ -27,8 +27,8 @@ from ddiloco.checkpoint.restore import restore_fragments
 from ddiloco.checkpoint.saver import Saver
 from ddiloco.checkpoint.snapshots import Damaged, Storage
 from ddiloco.config import ConfigError
+from tests.checkpoint.saving import Events
 from tests.checkpoint.test_restore import PLAN, save_shards
-from tests.checkpoint.test_saver import Events
 from tests.checkpoint.test_snapshots_kill import denied, disk_of
 
 ROLES = ("learner-0", "learner-1", "syncer-0")
