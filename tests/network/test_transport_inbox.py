@@ -116,6 +116,15 @@ def test_of_a_learners_reports_only_the_newest_waits(box):
   assert box.counters.overflowed == 0
 
 
+def test_a_report_that_has_no_room_does_not_take_the_place_of_the_one_before_it(box):
+  box.put(report(0, 1))
+  while box.put(RequestMoments(0, 0, tuple(range(1 << 13)))):
+    pass
+  longer = says.report(0, 0, 2, 0.1, (1,) * (1 << 14), (2,) * (1 << 14))
+  assert not box.put(longer) and box.counters.overflowed == 2
+  assert box.all()[0] == report(0, 1)
+
+
 def test_what_is_no_message_takes_no_room(box):
   header, _ = messages.encode(report(0, 1))
   for frame in ((b"garbage", None), (header, np.zeros(4, np.uint8))):
