@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 
-from ddiloco.checks import ConfigError
+from ddiloco.checks import ConfigError, Unanswered
 from ddiloco.network import frames, keys
 from ddiloco.network.keys import Keys, make_keys, public_file, require_keys, secret_file
 from ddiloco.protocol.values import replace
@@ -279,7 +279,7 @@ def test_a_folder_that_cannot_be_read_for_a_moment_is_read_again(folder, monkeyp
     mine.refresh()
     assert mine.owner(late) is None
     assert mine.context() is context, "the thread for control reads no file, and makes none anew"
-    with pytest.raises(ConfigError, match=r"public': cannot be listed \(.*\). Fix: let this user"):
+    with pytest.raises(Unanswered, match=r"public': cannot be listed \(.*\). Fix: let this user"):
       Keys.load(folder, "syncer-0")
   mine.refresh()
   assert mine.owner(late) == "learner-2" and mine.context() is not context
@@ -294,6 +294,8 @@ def test_a_file_for_which_no_descriptor_was_left_is_read_again(folder, monkeypat
     patch.setattr(Path, "read_bytes", lambda path: unreadable(path) if path == late else read(path))
     mine.refresh()
     assert mine.owner(key) is None
+    with pytest.raises(Unanswered, match=r"learner-2.key': Too many open files"):
+      Keys.load(folder, "syncer-0")
   mine.refresh()
   assert mine.owner(key) == "learner-2"
 
