@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ddiloco import runtime
 from ddiloco.checkpoint import saver as saver_lib
 from ddiloco.checkpoint.saver import consistent
 from ddiloco.checkpoint.snapshots import Storage
@@ -162,14 +163,39 @@ def test_a_part_that_still_grows_is_waited_for(storage, monkeypatch, saver, even
   assert len(asked) == 4 and snapshot.seconds >= 0.1
 
 
-def test_a_part_that_grows_for_ever_holds_up_no_snapshot(storage, monkeypatch, saver, events):
-  storage.save(1, "syncer-1", 0, state("syncer-1"), {})
-  sizes = itertools.count()
-  monkeypatch.setattr(storage, "growth", lambda _, roles: dict.fromkeys(roles, next(sizes)))
-  monkeypatch.setattr(saver_lib, "MOST_PATIENCE", 3)
-  commit(saver, 1, ["learner-0"], patience_seconds=0.1)
+class Clock(runtime.Time):
+  """Time passes only where `drive` waits."""
+
+  seconds = 0.0
+
+  def now(self):
+    return self.seconds
+
+  def drive(self, job):
+    """Does a job; returns how long each of its waits was."""
+    waits = []
+    for until in job:
+      waits.append(round(until - self.seconds, 6))
+      self.seconds = until
+    return waits
+
+
+@pytest.mark.parametrize("grows, patience, most", [(False, 100.0, 100.0), (True, 5.0, 100.0)])
+def test_a_part_that_never_comes_or_grows_for_ever_holds_up_no_snapshot(
+  storage, savers, monkeypatch, grows, patience, most
+):
+  """In a bucket every look is a request for each role: they become rarer."""
+  sizes, clock = itertools.count(), Clock()
+  monkeypatch.setattr(storage, "growth", lambda _, roles: dict.fromkeys(roles, grows * next(sizes)))
+  saver, events = savers("learner-1")  # which forgets no part of a shard
+  saver._time = clock
+  for role in SHARDS:
+    storage.save(1, role, 0, state(role), {})
+  waits = clock.drive(saver.commit_when_complete(1, SHARDS, lambda: ["learner-0"], patience))
   (snapshot,) = events.of("snapshot")
-  assert snapshot.lacks == ("learner-0",) and snapshot.seconds > 0.3
+  assert snapshot.roles == SHARDS and snapshot.lacks == ("learner-0",)
+  assert most < snapshot.seconds <= most + grows * patience + 2.0
+  assert (waits[0], waits[-1], waits == sorted(waits)) == (0.05, 2.0, True) and len(waits) < 85
 
 
 def test_the_bytes_of_a_part_under_way_are_its_growth(storage):

@@ -24,9 +24,9 @@ TOKENS = 100
 class Watched:
   """An evaluator of a run of `TOKENS` tokens, with the messages a shard would send it."""
 
-  def __init__(self, measure=lambda params: {"loss": 0.5}, save=None):
+  def __init__(self, measure=lambda params: {"loss": 0.5}, save=None, evaluations=2):
     sync = {"num_shards": 1, "num_fragments": 2}
-    run = {"total_tokens": TOKENS, "evaluations": 2}
+    run = {"total_tokens": TOKENS, "evaluations": evaluations}
     self.config = from_dict({"sync": sync, "model": {"num_layers": 1}, "run": run})
     self.plan, self.wire = initial.make_plan(self.config), Wire()
     self.events, self.saved = [], []
@@ -62,6 +62,16 @@ def test_the_end_is_saved_before_it_is_measured():
   last = watched.of("evaluation")[-1]
   assert (last.merged_tokens, last.loss, last.measures) == (TOKENS, 0.5, {"other": 2.0})
   assert not watched.of("unevaluated"), "nothing is measured before the whole model is here"
+
+
+@pytest.mark.parametrize("evaluations", [0, 1])
+def test_a_run_of_few_evaluations_measures_the_end_or_nothing(evaluations):
+  watched = Watched(evaluations=evaluations)
+  watched.publish(0, 0)
+  watched.publish(1, TOKENS)
+  watched.role.run(lambda: False)
+  assert watched.saved == [TOKENS]
+  assert [e.merged_tokens for e in watched.of("evaluation")][-1:] == [TOKENS] * evaluations
 
 
 def test_it_reports_while_it_saves_the_end_and_leaves_when_that_is_saved():
