@@ -185,15 +185,16 @@ def test_a_part_that_never_comes_or_grows_for_ever_holds_up_no_snapshot(
   storage, savers, monkeypatch, grows, patience, most
 ):
   """In a bucket every look is a request for each role: they become rarer."""
-  sizes, clock = itertools.count(), Clock()
-  monkeypatch.setattr(storage, "growth", lambda _, roles: dict.fromkeys(roles, grows * next(sizes)))
+  sizes, clock, learners = itertools.count(), Clock(), ["learner-0", "learner-2"]
+  growth = lambda _, roles: dict.fromkeys(roles, 0) | {learners[0]: grows * next(sizes)}  # noqa: E731
+  monkeypatch.setattr(storage, "growth", growth)
   saver, events = savers("learner-1")  # which forgets no part of a shard
   saver._time = clock
   for role in SHARDS:
     storage.save(1, role, 0, state(role), {})
-  waits = clock.drive(saver.commit_when_complete(1, SHARDS, lambda: ["learner-0"], patience))
+  waits = clock.drive(saver.commit_when_complete(1, SHARDS, lambda: learners, patience))
   (snapshot,) = events.of("snapshot")
-  assert snapshot.roles == SHARDS and snapshot.lacks == ("learner-0",)
+  assert snapshot.roles == SHARDS and snapshot.lacks == (*learners,)
   assert most < snapshot.seconds <= most + grows * patience + 2.0
   assert (waits[0], waits[-1], waits == sorted(waits)) == (0.05, 2.0, True) and len(waits) < 85
 
@@ -350,16 +351,18 @@ def test_what_is_saved_in_vain_does_not_fill_the_disk(storage, savers, monkeypat
 def test_a_snapshot_that_cannot_be_committed_is_said_and_the_next_one_is(
   storage, monkeypatch, saver, events
 ):
-  for n in (1, 2):
+  for n in (1, 2, 3):
     storage.save(n, "syncer-1", 0, state("syncer-1"), {})
-  with monkeypatch.context() as patch:
-    patch.setattr(Gated, "commit", mock.Mock(side_effect=FULL))
-    commit(saver, 1)
-    assert f"{FULL}. Fix: make room" in events.of("uncommitted")[0].reason
-    wait_for(lambda: not saver.busy)
-  commit(saver, 2)
+  fails, by_plan = mock.Mock(side_effect=FULL), mock.Mock(side_effect=[None, FULL])
+  for n, where, name, failure in ((1, Gated, "commit", fails), (2, saver, "_disk", by_plan)):
+    with monkeypatch.context() as patch:
+      patch.setattr(where, name, failure)
+      commit(saver, n)
+      assert f"{FULL}. Fix: make room" in events.of("uncommitted", n)[-1].reason
+      wait_for(lambda: not saver.busy)
+  commit(saver, 3)
   events.of("snapshot")
-  assert storage.committed() == [2]
+  assert storage.committed() == [3]
 
 
 # --- consistent snapshots -------------------------------------------------------------------------

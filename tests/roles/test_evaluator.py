@@ -64,14 +64,27 @@ def test_the_end_is_saved_before_it_is_measured():
   assert not watched.of("unevaluated"), "nothing is measured before the whole model is here"
 
 
-@pytest.mark.parametrize("evaluations", [0, 1])
-def test_a_run_of_few_evaluations_measures_the_end_or_nothing(evaluations):
-  watched = Watched(evaluations=evaluations)
-  watched.publish(0, 0)
-  watched.publish(1, TOKENS)
-  watched.role.run(lambda: False)
-  assert watched.saved == [TOKENS]
-  assert [e.merged_tokens for e in watched.of("evaluation")][-1:] == [TOKENS] * evaluations
+@pytest.mark.parametrize("evaluations, at", [(0, []), (1, [0, 100]), (2, [0, 60, 100])])
+def test_it_measures_as_often_as_it_is_to_and_the_end_after_what_is_under_way(evaluations, at):
+  begun, running = [], lambda: [t for t in threading.enumerate() if t.name.startswith("measur")]
+
+  def measure(params):
+    begun.append(params["embedding"].max())
+    if begun[-1] == 2.0:  # the version of 60 tokens
+      wait_for(lambda: watched.saved)
+    return {"loss": 0.5}
+
+  watched = Watched(measure, evaluations=evaluations)
+  versions = lambda: {f.version for f in watched.role.exchange.state.fragments}  # noqa: E731
+  run = threading.Thread(target=watched.role.run, args=(lambda: False,), daemon=True)
+  run.start()
+  for version, tokens in enumerate((0, 40, 60, 70, TOKENS)):
+    watched.publish(version, tokens)
+    wait_for(lambda n=version: versions() == {n})
+    wait_for(lambda n=version: len(begun) >= min(evaluations, 1 + (n >= 2)))
+    wait_for(lambda n=version: n >= 2 or not running())
+  run.join(60)
+  assert watched.saved == [TOKENS] and [e.merged_tokens for e in watched.of("evaluation")] == at
 
 
 def test_it_reports_while_it_saves_the_end_and_leaves_when_that_is_saved():
