@@ -166,7 +166,7 @@ def test_a_part_that_still_grows_is_waited_for(storage, monkeypatch, saver, even
 class Clock(runtime.Time):
   """Time passes only where `drive` waits."""
 
-  seconds = 0.0
+  seconds = 50.0
 
   def now(self):
     return self.seconds
