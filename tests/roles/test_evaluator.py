@@ -179,4 +179,6 @@ def test_a_result_that_cannot_be_saved_or_measured_ends_nothing(capsys):
   assert not watched.role.saved and not watched.of("evaluation")
   assert not any(isinstance(m, Goodbye) for m in watched.wire.sent), "the shards keep the model"
   assert watched.of("unevaluated")[-1].reason == "OSError: no space left on device"
-  assert "the result is not saved before it is measured: no space left" in capsys.readouterr().err
+  said = capsys.readouterr().err
+  assert "the result is not saved before it is measured: no space left" in said
+  assert f"the held-out loss at {TOKENS} merged tokens is missing: OSError: no space" in said
