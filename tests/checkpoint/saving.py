@@ -20,6 +20,7 @@ class Events(Records):
   """Keeps events, and lets one wait for them."""
 
   def __init__(self):
+    self.flushed = 0
     self._events: list[Event] = []
     self._news = threading.Condition()
 
@@ -27,6 +28,9 @@ class Events(Records):
     with self._news:
       self._events.append(event)
       self._news.notify_all()
+
+  def flush(self):
+    self.flushed += 1
 
   def of(self, kind, count=1):
     """All of this kind, when there are so many."""

@@ -169,7 +169,7 @@ def test_copies_of_the_state_are_freed_before_anything_is_waited_for(
   assert freed[3]
 
 
-@pytest.mark.parametrize("error", [FULL, ValueError("odd"), RuntimeError("xla")])
+@pytest.mark.parametrize("error", [FULL, OSError(5, "odd"), RuntimeError("xla")])
 def test_what_cannot_be_written_is_one_event_and_the_role_goes_on(
   storage, savers, capsys, monkeypatch, error
 ):
@@ -210,6 +210,7 @@ def test_to_close_does_not_wait_for_a_stuck_disk_and_half_a_part_does_not_count(
   storage.go.clear()
   commit(saver, 1)
   assert storage.under_way.wait(PATIENCE_SECONDS)
+  assert events.flushed == 1, "a part of which the log knows nothing could not be gone on from"
   started = time.monotonic()
   saver.close(0.1)
   assert time.monotonic() - started < PATIENCE_SECONDS / 2
