@@ -129,6 +129,7 @@ def replaceable(path: str | os.PathLike, field: str = "weights") -> epath.Path:
       to nothing.
   """
   target = followed(path, field)
+  rule, fix = "is no {}, and is never replaced", "move it away, or choose another path"
   try:
     there = is_there(target)
     if target.name.endswith(SUFFIX):
@@ -137,12 +138,11 @@ def replaceable(path: str | os.PathLike, field: str = "weights") -> epath.Path:
       names = [inside.name for inside in target.iterdir()] if there else []
       kind, good = "Orbax checkpoint", not names or MARK in names
   except OSError as error:
-    rule, fix = f"cannot be looked into ({brief(error)})", "make it readable, or choose another"
+    rule = rule.format(f"known checkpoint ({brief(error)})")
     raise refusal(field, str(target), rule, fix, kind_of(error)) from error
+  require(good, field, str(target), rule.format(kind), fix)
   rule, fix = f"is a link to {target}, where nothing is", "make it, mount it, or remove the link"
   require(there or not os.path.islink(path), field, str(path), rule, fix)
-  rule, fix = f"is no {kind}, and is never replaced", "move it away, or choose another path"
-  require(good, field, str(target), rule, fix)
   return target
 
 

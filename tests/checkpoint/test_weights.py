@@ -489,7 +489,7 @@ def test_who_reads_or_replaces_weights_that_do_not_answer_may_start_again(path, 
   monkeypatch.setattr(weights, "is_local", mock.Mock(side_effect=stale))
   with pytest.raises(Unanswered, match=r"^run.init_from = .*: cannot be read \(.*Stale.*Fix: "):
     start(path)
-  with pytest.raises(Unanswered, match=r"^weights = .*: cannot be looked into \(.*Stale.*Fix: "):
+  with pytest.raises(Unanswered, match=r"^weights = .*: is no known checkpoint \(.*Stale.*Fix: "):
     weights.replaceable(path)
 
 
