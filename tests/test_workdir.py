@@ -257,8 +257,10 @@ def test_to_overwrite_leaves_a_folder_that_is_elsewhere_alone(tmp_path):
     workdir.claim(run, CONFIG, overwrite=True)
   assert (large / "mine").exists() and (run / "alone" / "mine").exists()
   (run / "checkpoints").unlink()
+  (run / workdir.FAULTS).symlink_to(large / "mine")  # of a file only the link goes
   workdir.claim(run, CONFIG, overwrite=True)
   assert (large / "mine").exists() and not (run / "alone").exists()
+  assert not (run / workdir.FAULTS).is_symlink()
 
 
 @pytest.mark.parametrize("config", [None, "", "[]", '{"model": "mine"}'])

@@ -41,6 +41,7 @@ def test_makes_a_pair_for_every_role_that_only_its_user_reads(tmp_path):
   folder = tmp_path / "new" / "keys"
   made = make_keys(folder, learners=2, shards=1)
   assert made == ["learner-0", "learner-1", "syncer-0", "evaluator"]
+  assert make_keys(tmp_path / "others", learners=0, shards=0) == ["evaluator"]
   assert sorted(p.name for p in (folder / "public").iterdir()) == sorted(f"{m}.key" for m in made)
   for name in made:
     assert (folder / "secret" / f"{name}.key_secret").stat().st_mode & 0o777 == 0o600
@@ -337,6 +338,9 @@ def shaken(shard: Keys, learner: Keys) -> bool:
     with contextlib.suppress(ssl.SSLWantReadError):
       side.do_handshake()
   server.do_handshake()
+  with contextlib.suppress(ssl.SSLWantReadError):
+    client.read(1)
+  assert not client.session.has_ticket, "each connection shows its key"
   return client.getpeercert(True) == shard.public and server.getpeercert(True) == learner.public
 
 
@@ -526,7 +530,7 @@ def test_a_connection_for_fragments_must_show_its_sessions_key(net):
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "localhost", "LOCALHOST", "[::1]"])
 def test_loopback_needs_no_keys(host):
-  for port in (7000, 0):
+  for port in (7000, 0, 65535):
     assert require_keys(f"tcp://{host}:{port}", None, "--bind") is None, "else it raises"
 
 

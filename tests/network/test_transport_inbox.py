@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ddiloco.network import transport
-from ddiloco.network.transport import BULK_AFTER, MAX_CONTROL, Endpoint
+from ddiloco.network.transport import BULK_AFTER, MAX_CONTROL, MAX_CONTROL_BYTES, Endpoint
 from ddiloco.protocol import messages
 from ddiloco.protocol.messages import Goodbye, Message, Push, Report, RequestMoments
 from tests import says
@@ -131,6 +131,30 @@ def test_what_is_no_message_takes_no_room(box):
     for _ in range(2):
       box.inbox.put("learner-0", *frame)
   assert box.inbox.waiting == 0 and box.counters.malformed == box.inbox.drops["learner-0"][0] == 4
+
+
+def test_a_sender_is_held_back_from_half_of_what_is_too_much_on(box):
+  """In number or in bytes."""
+  crowded = lambda m: box.inbox.crowded(f"learner-{m}")  # noqa: E731
+  for number in range(MAX_CONTROL // 2):
+    assert not crowded(0)
+    box.put(RequestMoments(0, 0, (number,)))
+  assert crowded(0) and not crowded(1)
+  while not crowded(1):
+    assert box.put(RequestMoments(1, 0, tuple(range(1 << 15))))
+  count, size = box.inbox._waiting_control.of("learner-1")
+  assert size * (count - 1) // count < MAX_CONTROL_BYTES // 2 <= size
+
+
+def test_who_was_woken_or_closed_before_it_waited_does_not_wait(box, monkeypatch):
+  monkeypatch.setattr(box.inbox._ready, "wait", lambda seconds: pytest.fail("it waits"))
+  box.inbox.wake()
+  assert box.inbox.receive(60.0) is None
+  for message in (report(0, 1), push(0, 1)):
+    assert box.put(message)
+  box.inbox.close()
+  assert box.inbox.receive(60.0) is None, "what waited is dropped"
+  assert not box.put(report(0, 2)) and box.inbox.waiting == 0
 
 
 def test_what_another_thread_drops_while_a_message_is_sent_is_counted():
