@@ -64,7 +64,9 @@ def test_the_end_is_saved_before_it_is_measured():
   assert not watched.of("unevaluated"), "nothing is measured before the whole model is here"
 
 
-@pytest.mark.parametrize("evaluations, at", [(0, []), (1, [0, 100]), (2, [0, 60, 100])])
+@pytest.mark.parametrize(
+  "evaluations, at", [(0, []), (1, [0, 100]), (2, [0, 60, 100]), (4, [0, 40, 60, 100])]
+)
 def test_it_measures_as_often_as_it_is_to_and_the_end_after_what_is_under_way(evaluations, at):
   begun, running = [], lambda: [t for t in threading.enumerate() if t.name.startswith("measur")]
 
@@ -81,7 +83,7 @@ def test_it_measures_as_often_as_it_is_to_and_the_end_after_what_is_under_way(ev
   for version, tokens in enumerate((0, 40, 60, 70, TOKENS)):
     watched.publish(version, tokens)
     wait_for(lambda n=version: versions() == {n})
-    wait_for(lambda n=version: len(begun) >= min(evaluations, 1 + (n >= 2)))
+    wait_for(lambda n=tokens: len(begun) >= sum(each <= n for each in at[:-1]))
     wait_for(lambda n=version: n >= 2 or not running())
   run.join(60)
   assert watched.saved == [TOKENS] and [e.merged_tokens for e in watched.of("evaluation")] == at
