@@ -129,7 +129,7 @@ def test_what_is_no_message_takes_no_room(box):
   header, _ = messages.encode(report(0, 1))
   for frame in ((b"garbage", None), (header, np.zeros(4, np.uint8))):
     for _ in range(2):
-      box.inbox.put("learner-0", *frame)
+      assert box.inbox.put("learner-0", *frame), "it had room"
   assert box.inbox.waiting == 0 and box.counters.malformed == box.inbox.drops["learner-0"][0] == 4
 
 
