@@ -169,6 +169,9 @@ def test_what_another_thread_drops_while_a_message_is_sent_is_counted():
   sender = Sender("learner-0", 1 << 30)
   sender.send("syncer-0", report(0, 1))
   assert sender.counters.undelivered == 6
+  before = sender.counters.sent_bytes
+  size = sender.send("syncer-0", push(0, 1, size=300))
+  assert sender.counters.payload_bytes == 300 < size == sender.counters.sent_bytes - before
 
 
 def test_a_report_does_not_overtake_what_its_learner_said_before_it(box):
