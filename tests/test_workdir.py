@@ -210,6 +210,8 @@ def test_single_roles_go_on_with_more_tokens_once_none_of_the_run_lives(tmp_path
   started = workdir.join(tmp_path, CONFIG)
   (tmp_path / workdir.OUTCOME).write_text('{"reason": "finished"}')
   assert workdir.reached_end(tmp_path, CONFIG) and not workdir.reached_end(tmp_path, longer(CONFIG))
+  with pytest.raises(ConfigError, match=r"^seed = 7: the run in .* Fix: "):
+    workdir.reached_end(tmp_path, dataclasses.replace(CONFIG, seed=7))
   monkeypatch.setattr(workdir, "END_SECONDS", 0.0)
   role = workdir.live_in(tmp_path)
   refusal = r"^run.total_tokens = 8000000: is more than .* roles of its run live .* Fix: end them"
@@ -257,8 +259,10 @@ def test_to_overwrite_leaves_a_folder_that_is_elsewhere_alone(tmp_path):
     workdir.claim(run, CONFIG, overwrite=True)
   assert (large / "mine").exists() and (run / "alone" / "mine").exists()
   (run / "checkpoints").unlink()
+  (run / workdir.FAULTS).symlink_to(large / "mine")  # of a file only the link goes
   workdir.claim(run, CONFIG, overwrite=True)
   assert (large / "mine").exists() and not (run / "alone").exists()
+  assert not (run / workdir.FAULTS).is_symlink()
 
 
 @pytest.mark.parametrize("config", [None, "", "[]", '{"model": "mine"}'])

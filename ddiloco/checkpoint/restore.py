@@ -321,7 +321,9 @@ def go_on(
       ) from error
     passed = f" Passed over and set aside: {', '.join(moved)}." if moved else ""
     lacks = _lacks(config, storage, snapshot)
-    said = f"goes on from snapshot {snapshot}.{lacks}{passed}"
+    alone = not is_there(workdir / "events")
+    whose = f" There are no events here: {storage.path} may be of another run of this name." * alone
+    said = f"goes on from snapshot {snapshot}.{lacks}{passed}{whose}"
     print(f"\nThe run in {workdir} {said}", flush=True)
   elif lost := lost_snapshots(config, workdir, storage, tried):
     where = "the checkpoints" if storage is None else str(storage.path)

@@ -416,7 +416,7 @@ class Storage:
       keep: how many, at least 1.
       over: this snapshot and those before it will not be committed any more: their parts would fill
         the disk as long as no snapshot can be committed.
-      since: the oldest snapshot in which parts of learners stay.
+      since: the oldest snapshot in which anything stays beside the newest `keep`.
 
     Raises:
       OSError: the file system cannot be asked.
@@ -437,7 +437,7 @@ class Storage:
         stays = snapshot >= since
         roles = {role for role in saved if stays and role.startswith("learner-")} - newer
         if not whole or kept > keep:
-          self._clear(snapshot, whole, roles, last)
+          self._clear(snapshot, whole, roles, last if stays else frozenset())
       except OSError as error:  # also if it is another run's, or unreadable: not ours to delete
         self._warn(f"old checkpoint stays: {error}")
       newer |= roles

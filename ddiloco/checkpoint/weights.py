@@ -26,7 +26,7 @@ import safetensors.numpy
 from etils import epath
 
 from ddiloco.checkpoint.signed_json import brief, one_error
-from ddiloco.checks import ConfigError, differences, refusal, require
+from ddiloco.checks import ConfigError, differences, kind_of, refusal, require
 from ddiloco.checks import is_there as is_local
 from ddiloco.observe.guards import warn
 
@@ -129,19 +129,20 @@ def replaceable(path: str | os.PathLike, field: str = "weights") -> epath.Path:
       to nothing.
   """
   target = followed(path, field)
-  rule, fix = f"is a link to {target}, where nothing is", "make it, mount it, or remove the link"
+  rule, fix = "is no {}, and is never replaced", "move it away, or choose another path"
   try:
     there = is_there(target)
-    require(not os.path.islink(path) or there, field, str(path), rule, fix)
     if target.name.endswith(SUFFIX):
       kind, good = "file", target.is_file() or not there
     else:
       names = [inside.name for inside in target.iterdir()] if there else []
       kind, good = "Orbax checkpoint", not names or MARK in names
   except OSError as error:
-    kind, good = f"known checkpoint ({brief(error)})", False
-  rule, fix = f"is no {kind}, and is never replaced", "move it away, or choose another path"
-  require(good, field, str(target), rule, fix)
+    rule = rule.format(f"known checkpoint ({brief(error)})")
+    raise refusal(field, str(target), rule, fix, kind_of(error)) from error
+  require(good, field, str(target), rule.format(kind), fix)
+  rule, fix = f"is a link to {target}, where nothing is", "make it, mount it, or remove the link"
+  require(there or not os.path.islink(path), field, str(path), rule, fix)
   return target
 
 
@@ -316,6 +317,7 @@ def leaves(path: str | os.PathLike, field: str = "weights") -> dict[str, Leaf]:
   target = locate(path, field)
   with _reading(field, target):
     if target.name.endswith(SUFFIX):
+      target.open("rb").close()  # of a folder `safe_open` would say that the device is not there
       with safetensors.safe_open(target, framework="np") as file:
         headers = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         return {
@@ -437,4 +439,5 @@ def _reading(field: str, target: epath.Path) -> Iterator[None]:
     raise
   except Exception as error:
     fix = "name a whole .safetensors file or plain Orbax checkpoint, or the workdir of a run"
-    raise refusal(field, str(target), f"cannot be read ({brief(error)})", fix) from error
+    rule = f"cannot be read ({brief(error)})"
+    raise refusal(field, str(target), rule, fix, kind_of(error)) from error

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from ddiloco.checks import ConfigError, require
+from ddiloco.checks import ConfigError, kind_of, refusal, require
 from ddiloco.network.transport import EVALUATOR_ADDRESS, learner_address, syncer_address
 
 # --- Key files of the roles: `ddiloco keys` makes them; every reader checks them
@@ -140,12 +140,13 @@ def read(path: Path) -> tuple[bytes, bytes | None]:
   """(certificate, DER; private key, PEM, or None) in a key file.
 
   Raises:
-    ConfigError: the file is missing, cannot be read, is damaged, or is of an earlier version.
+    ConfigError: the file is missing, is damaged, or is of an earlier version. An Unanswered: its
+      storage fails.
   """
   try:
     data = path.read_bytes()
   except OSError as error:
-    raise ConfigError(f"--keys = {str(path)!r}: {error.strerror}. Fix: {_COPY}.") from error
+    raise refusal("--keys", str(path), str(error.strerror), _COPY, kind_of(error)) from error
   rule, fix = "is a CURVE key of an earlier version", "make all keys anew with `ddiloco keys`"
   require(b"public-key =" not in data, "--keys", str(path), rule, fix)
   certificate, secret = _CERTIFICATE.search(data), _PRIVATE.search(data)
@@ -185,7 +186,7 @@ class PublicFile(NamedTuple):
 
 def read_public(
   folder: Path, known: Mapping[str, PublicFile]
-) -> tuple[dict[str, PublicFile], dict[bytes, str], list[str]]:
+) -> tuple[dict[str, PublicFile], dict[bytes, str], list[ConfigError]]:
   """(address -> file, certificate -> address, problems); reads files that are not as in `known`.
 
   A file that cannot be read keeps the certificate that it had, which belongs to no role meanwhile.
@@ -193,7 +194,8 @@ def read_public(
   Raises:
     OSError: the folder cannot be read now.
   """
-  files, owners, problems = dict[str, PublicFile](), dict[bytes, list[str]](), list[str]()
+  files, owners = dict[str, PublicFile](), dict[bytes, list[str]]()
+  problems: list[ConfigError] = []
   for entry in sorted(os.scandir(folder / "public"), key=lambda each: each.name):
     address, suffix = os.path.splitext(entry.name)
     if suffix != ".key" or address.startswith("."):
@@ -206,14 +208,12 @@ def read_public(
         file = PublicFile(stamp, read(Path(entry.path))[0])
       owners.setdefault(file.certificate, []).append(address)
     except ConfigError as error:
-      problems.append(str(error))
+      problems.append(error)
     files[address] = file
   for first, *others in owners.values():
-    problems += [
-      f"--keys = {str(public_file(folder, other))!r}: is the same key as that of {first}."
-      " Fix: remove one, and make a new one."
-      for other in others
-    ]
+    for path in (str(public_file(folder, other)) for other in others):
+      rule, fix = f"is the same key as that of {first}", "remove one, and make a new one"
+      problems.append(refusal("--keys", path, rule, fix))
   return files, {key: one for key, (one, *others) in owners.items() if not others}, problems
 
 
@@ -272,12 +272,10 @@ class Keys:
     try:
       files, owners, problems = read_public(folder, {})
     except OSError as error:
-      raise ConfigError(
-        f"--keys = {str(public_path.parent)!r}: cannot be listed ({error.strerror})."
-        " Fix: let this user read the folder."
-      ) from error
+      rule, fix = f"cannot be listed ({error.strerror})", "let this user read the folder"
+      raise refusal("--keys", str(public_path.parent), rule, fix, kind_of(error)) from error
     if problems:
-      raise ConfigError(problems[0])
+      raise problems[0]
     return cls(folder, address, public, secret or b"", files, owners)
 
   def refresh(self) -> None:

@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from ddiloco.protocol import messages
@@ -113,14 +113,13 @@ class _Queues(collections.OrderedDict[str, collections.deque[Delivery]]):
 
   def put(self, new: Delivery) -> bool:
     """Appends a message to its sender's queue if there is room; whether there is."""
-    queue = self.setdefault(new.sender, collections.deque())
+    before: Collection[Delivery] = self.get(new.sender, ())
     if isinstance(new.message, messages.Report):
-      for older in [each for each in queue if isinstance(each.message, messages.Report)]:
-        queue.remove(older)
-    count, size = self.of(new.sender)
-    if count and (count >= self._max_messages or new.size > self._max_bytes - size):
+      before = [each for each in before if not isinstance(each.message, messages.Report)]
+    size = new.size + sum(each.size for each in before)
+    if before and (len(before) >= self._max_messages or size > self._max_bytes):
       return False
-    queue.append(new)
+    self[new.sender] = collections.deque([*before, new])
     return True
 
   def of(self, sender: str) -> tuple[int, int]:

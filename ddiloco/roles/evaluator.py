@@ -93,18 +93,17 @@ class Evaluator:
     drive(self._live(stopped), self.exchange.endpoint, LOOK_SECONDS)
 
   def _live(self, stopped: Callable[[], bool]) -> Loop[None]:
-    due, measured = 0.0, -1
+    due = 0.0
     measuring: threading.Thread | None = None
     try:
       while not self.finished and not stopped():
         yield from self.exchange.wait()
-        if measuring is not None and not measuring.is_alive():
-          measuring = None
         merged = self.exchange.state.merged_tokens
         going_on = self.joined and not self.finished
-        if self._evaluations and going_on and merged >= due and measuring is None:
+        idle = measuring is None or not measuring.is_alive()
+        if self._evaluations and going_on and merged >= due and idle:
           measuring = _begin("measuring the held-out loss", self._measure, *self._now())
-          due, measured = (merged // self._every + 1) * self._every, merged
+          due = (merged // self._every + 1) * self._every
       if self.finished:
         saving = _begin("saving the final model", self._save_end)
         while saving.is_alive():
@@ -112,7 +111,7 @@ class Evaluator:
         if self.saved:
           self.exchange.leave(f"{self.exchange.state.merged_tokens} tokens are merged")
         idle = measuring is None or ended(measuring, MEASURE_SECONDS)
-        if idle and self._evaluations and measured < self.exchange.state.merged_tokens:
+        if idle and self._evaluations:
           self._measure(*self._now())
     finally:
       self.exchange.close()

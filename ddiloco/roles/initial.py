@@ -155,9 +155,8 @@ def initial_values(
     ConfigError: as `initial_params`.
   """
   wanted = range(len(plan.fragments)) if wanted is None else wanted
-  parts, flats = plan.parts_by_name(wanted), dict[int, np.ndarray]()
-  for p in wanted:
-    flats[p] = np.empty(plan.fragments[p].size, np.float32)
+  parts = plan.parts_by_name(wanted)
+  flats = {p: np.empty(plan.fragments[p].size, np.float32) for p in wanted}
   for name, value in _parameters(config, parts):
     for part, piece in parts[name]:
       here = flats[part.index][piece.offset : piece.offset + piece.size]

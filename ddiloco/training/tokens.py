@@ -75,7 +75,7 @@ def load_tokenizer(setting: str) -> Tokenizer:
 
   Raises:
     ConfigError: it is another setting, the optional package is not installed, or the file is
-      missing or corrupt.
+      missing or corrupt. An Unanswered: it cannot be read now.
   """
   DataConfig(tokenizer=setting)  # refuses others
   kind, file = _split(setting)
@@ -83,11 +83,12 @@ def load_tokenizer(setting: str) -> Tokenizer:
     return BYTES
   package, load = _PACKAGES[kind]
   try:
+    Path(file).read_bytes()  # its error has a number; those of the packages have none
     return load(importlib.import_module(package), file)
   except Exception as error:  # `tokenizers` raises plain Exception and nothing finer
     rule = f"cannot be loaded ({type(error).__name__}: {str(error).strip()})"
     fix = f"check the file; package {package!r} reads it: pip install 'ddiloco[tokenizers]'"
-    raise refusal("data.tokenizer", setting, rule, fix) from error
+    raise refusal("data.tokenizer", setting, rule, fix, kind_of(error)) from error
 
 
 def _sentencepiece(package: Any, file: str) -> Tokenizer:

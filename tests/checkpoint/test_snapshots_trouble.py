@@ -27,8 +27,8 @@ from ddiloco.checkpoint.restore import restore_fragments
 from ddiloco.checkpoint.saver import Saver
 from ddiloco.checkpoint.snapshots import Damaged, Storage
 from ddiloco.config import ConfigError
+from tests.checkpoint.saving import Events
 from tests.checkpoint.test_restore import PLAN, save_shards
-from tests.checkpoint.test_saver import Events
 from tests.checkpoint.test_snapshots_kill import denied, disk_of
 
 ROLES = ("learner-0", "learner-1", "syncer-0")
@@ -451,13 +451,16 @@ def test_a_part_that_is_committed_stays_though_its_saving_seems_to_fail(path, mo
   assert mine.find(ROLES[0]).snapshot == 3
 
 
-def test_half_a_part_is_deleted_once_its_role_has_begun_a_newer_one(path, storage):
+def test_half_a_part_is_deleted_once_its_role_begins_a_newer_one_or_is_away_long(path, storage):
   for n in (3, 4):
     (path / f"{n:08d}" / "learner-7" / "arrays").mkdir(parents=True)
     storage.prune(9, over=4)
   assert not (path / "00000003").exists() and (path / "00000004" / "learner-7").exists()
-  storage.forget()
+  storage.prune(9, over=4, since=5)  # a learner that never came back
   assert not (path / "00000004").exists()
+  (path / "00000005" / "learner-7" / "arrays").mkdir(parents=True)
+  storage.forget()
+  assert not (path / "00000005").exists()
 
 
 def test_parts_are_not_looked_into_where_nothing_is_to_be_deleted(path, monkeypatch):

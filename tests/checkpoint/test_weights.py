@@ -25,6 +25,7 @@ from etils import epath
 
 from ddiloco.checkpoint import weights
 from ddiloco.checkpoint.restore import open_storage
+from ddiloco.checks import Unanswered, lasts
 from ddiloco.config import ConfigError, from_dict
 
 SHAPES = {"embedding": (7, 4), "layers/attention/query": (2, 4, 2, 2), "final_norm/scale": (4,)}
@@ -58,6 +59,7 @@ def refused(path) -> str:
     start(path)
   text = str(error.value)
   assert text.startswith("run.init_from = ") and str(path) in text and ". Fix: " in text
+  assert lasts(error.value)
   return text
 
 
@@ -479,6 +481,16 @@ def test_what_is_not_finite_is_refused(path, value):
   weights.save(path, params() | {"final_norm/scale": scale})
   weights.check(str(path), SHAPES, "run.init_from")  # no header tells
   assert "final_norm/scale has 2 values that are not finite in float32. Fix: " in refused(path)
+
+
+def test_who_reads_or_replaces_weights_that_do_not_answer_may_start_again(path, monkeypatch):
+  """An evaluator ended for good, as after a wrong flag."""
+  stale = OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+  monkeypatch.setattr(weights, "is_local", mock.Mock(side_effect=stale))
+  with pytest.raises(Unanswered, match=r"^run.init_from = .*: cannot be read \(.*Stale.*Fix: "):
+    start(path)
+  with pytest.raises(Unanswered, match=r"^weights = .*: is no known checkpoint \(.*Stale.*Fix: "):
+    weights.replaceable(path)
 
 
 @pytest.mark.parametrize("method", ["read_bytes", "stat"])

@@ -162,7 +162,8 @@ def test_the_events_alone_do_not_matter_if_snapshots_can_be_read(corpus, workdir
   shutil.rmtree(workdir / "events")
   newest = storage_of(workdir).committed()[0]
   assert Ran(config, corpus, workdir).outcome.reason == "finished"
-  assert f"goes on from snapshot {newest}." in capsys.readouterr().out
+  said = capsys.readouterr().out
+  assert f"goes on from snapshot {newest}. There are no events here: {workdir}/checkpoints" in said
 
 
 def test_logs_may_be_moved_away_while_the_run_goes_on(corpus, workdir):

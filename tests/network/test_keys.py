@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 
-from ddiloco.checks import ConfigError
+from ddiloco.checks import ConfigError, Unanswered
 from ddiloco.network import frames, keys
 from ddiloco.network.keys import Keys, make_keys, public_file, require_keys, secret_file
 from ddiloco.protocol.values import replace
@@ -41,6 +41,7 @@ def test_makes_a_pair_for_every_role_that_only_its_user_reads(tmp_path):
   folder = tmp_path / "new" / "keys"
   made = make_keys(folder, learners=2, shards=1)
   assert made == ["learner-0", "learner-1", "syncer-0", "evaluator"]
+  assert make_keys(tmp_path / "others", learners=0, shards=0) == ["evaluator"]
   assert sorted(p.name for p in (folder / "public").iterdir()) == sorted(f"{m}.key" for m in made)
   for name in made:
     assert (folder / "secret" / f"{name}.key_secret").stat().st_mode & 0o777 == 0o600
@@ -279,7 +280,7 @@ def test_a_folder_that_cannot_be_read_for_a_moment_is_read_again(folder, monkeyp
     mine.refresh()
     assert mine.owner(late) is None
     assert mine.context() is context, "the thread for control reads no file, and makes none anew"
-    with pytest.raises(ConfigError, match=r"public': cannot be listed \(.*\). Fix: let this user"):
+    with pytest.raises(Unanswered, match=r"public': cannot be listed \(.*\). Fix: let this user"):
       Keys.load(folder, "syncer-0")
   mine.refresh()
   assert mine.owner(late) == "learner-2" and mine.context() is not context
@@ -294,6 +295,8 @@ def test_a_file_for_which_no_descriptor_was_left_is_read_again(folder, monkeypat
     patch.setattr(Path, "read_bytes", lambda path: unreadable(path) if path == late else read(path))
     mine.refresh()
     assert mine.owner(key) is None
+    with pytest.raises(Unanswered, match=r"learner-2.key': Too many open files"):
+      Keys.load(folder, "syncer-0")
   mine.refresh()
   assert mine.owner(key) == "learner-2"
 
@@ -335,6 +338,9 @@ def shaken(shard: Keys, learner: Keys) -> bool:
     with contextlib.suppress(ssl.SSLWantReadError):
       side.do_handshake()
   server.do_handshake()
+  with contextlib.suppress(ssl.SSLWantReadError):
+    client.read(1)
+  assert not client.session.has_ticket, "each connection shows its key"
   return client.getpeercert(True) == shard.public and server.getpeercert(True) == learner.public
 
 
@@ -524,7 +530,7 @@ def test_a_connection_for_fragments_must_show_its_sessions_key(net):
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "localhost", "LOCALHOST", "[::1]"])
 def test_loopback_needs_no_keys(host):
-  for port in (7000, 0):
+  for port in (7000, 0, 65535):
     assert require_keys(f"tcp://{host}:{port}", None, "--bind") is None, "else it raises"
 
 

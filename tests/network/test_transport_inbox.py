@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ddiloco.network import transport
-from ddiloco.network.transport import BULK_AFTER, MAX_CONTROL, Endpoint
+from ddiloco.network.transport import BULK_AFTER, MAX_CONTROL, MAX_CONTROL_BYTES, Endpoint
 from ddiloco.protocol import messages
 from ddiloco.protocol.messages import Goodbye, Message, Push, Report, RequestMoments
 from tests import says
@@ -116,12 +116,45 @@ def test_of_a_learners_reports_only_the_newest_waits(box):
   assert box.counters.overflowed == 0
 
 
+def test_a_report_that_has_no_room_does_not_take_the_place_of_the_one_before_it(box):
+  box.put(report(0, 1))
+  while box.put(RequestMoments(0, 0, tuple(range(1 << 13)))):
+    pass
+  longer = says.report(0, 0, 2, 0.1, (1,) * (1 << 14), (2,) * (1 << 14))
+  assert not box.put(longer) and box.counters.overflowed == 2
+  assert box.all()[0] == report(0, 1)
+
+
 def test_what_is_no_message_takes_no_room(box):
   header, _ = messages.encode(report(0, 1))
   for frame in ((b"garbage", None), (header, np.zeros(4, np.uint8))):
     for _ in range(2):
-      box.inbox.put("learner-0", *frame)
+      assert box.inbox.put("learner-0", *frame), "it had room"
   assert box.inbox.waiting == 0 and box.counters.malformed == box.inbox.drops["learner-0"][0] == 4
+
+
+def test_a_sender_is_held_back_from_half_of_what_is_too_much_on(box):
+  """In number or in bytes."""
+  crowded = lambda m: box.inbox.crowded(f"learner-{m}")  # noqa: E731
+  for number in range(MAX_CONTROL // 2):
+    assert not crowded(0)
+    box.put(RequestMoments(0, 0, (number,)))
+  assert crowded(0) and not crowded(1)
+  while not crowded(1):
+    assert box.put(RequestMoments(1, 0, tuple(range(1 << 15))))
+  count, size = box.inbox._waiting_control.of("learner-1")
+  assert size * (count - 1) // count < MAX_CONTROL_BYTES // 2 <= size
+
+
+def test_who_was_woken_or_closed_before_it_waited_does_not_wait(box, monkeypatch):
+  monkeypatch.setattr(box.inbox._ready, "wait", lambda seconds: pytest.fail("it waits"))
+  box.inbox.wake()
+  assert box.inbox.receive(60.0) is None
+  for message in (report(0, 1), push(0, 1)):
+    assert box.put(message)
+  box.inbox.close()
+  assert box.inbox.receive(60.0) is None, "what waited is dropped"
+  assert not box.put(report(0, 2)) and box.inbox.waiting == 0
 
 
 def test_what_another_thread_drops_while_a_message_is_sent_is_counted():
@@ -136,6 +169,9 @@ def test_what_another_thread_drops_while_a_message_is_sent_is_counted():
   sender = Sender("learner-0", 1 << 30)
   sender.send("syncer-0", report(0, 1))
   assert sender.counters.undelivered == 6
+  before = sender.counters.sent_bytes
+  size = sender.send("syncer-0", push(0, 1, size=300))
+  assert sender.counters.payload_bytes == 300 < size == sender.counters.sent_bytes - before
 
 
 def test_a_report_does_not_overtake_what_its_learner_said_before_it(box):

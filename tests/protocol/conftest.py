@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.protocol.test_syncer_scripts import ALONE, Script, join
+from tests.protocol.scripts import ALONE, Script, join
 from tests.says import hello
 
 

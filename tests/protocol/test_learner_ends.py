@@ -13,8 +13,8 @@ from ddiloco.protocol.messages import EVALUATOR, FragmentState, Goodbye, Publish
 from ddiloco.protocol.rules import backed_off
 from ddiloco.protocol.values import replace
 from tests.protocol import endings
+from tests.protocol.scripts import ALONE, SYNC, Script, join, push, report
 from tests.protocol.storms import STORM_SECONDS, calm, notes, random_world
-from tests.protocol.test_syncer_scripts import ALONE, SYNC, Script, join, push, report
 from tests.protocol.virtual import Weather, World
 from tests.says import hello
 from tests.worlds import check_all, struck

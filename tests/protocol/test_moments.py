@@ -29,7 +29,7 @@ from ddiloco.protocol.moments import on_provide_moments, on_request_moments
 from ddiloco.protocol.states import MOST_IN_WINDOW, WINDOW_PERIODS
 from ddiloco.protocol.values import replace
 from tests import says
-from tests.protocol.test_syncer_scripts import ALONE, Script, report
+from tests.protocol.scripts import ALONE, Script, report
 
 
 def shard_with(*learners: int) -> Script:

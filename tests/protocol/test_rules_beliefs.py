@@ -25,7 +25,7 @@ from ddiloco.protocol.messages import (
 from ddiloco.protocol.rules import Beliefs
 from ddiloco.protocol.values import replace
 from tests import says
-from tests.protocol.test_syncer_scripts import ALONE, Script, push, report
+from tests.protocol.scripts import ALONE, Script, push, report
 
 SYNC = SyncConfig(num_shards=1, num_fragments=2, sync_period=10, overlap_steps=2, min_quorum=2)
 HUGE = 1 << 39

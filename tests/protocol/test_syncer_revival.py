@@ -32,8 +32,8 @@ from ddiloco.protocol.messages import (
 )
 from ddiloco.protocol.values import replace
 from tests import says
+from tests.protocol.scripts import ALONE, SYNC, Script, join, push, report
 from tests.protocol.storms import calm
-from tests.protocol.test_syncer_scripts import ALONE, SYNC, Script, join, push, report
 from tests.says import hello, welcome
 
 OFTEN = dataclasses.replace(ALONE, snapshot_steps=10)

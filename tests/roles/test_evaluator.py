@@ -24,9 +24,9 @@ TOKENS = 100
 class Watched:
   """An evaluator of a run of `TOKENS` tokens, with the messages a shard would send it."""
 
-  def __init__(self, measure=lambda params: {"loss": 0.5}, save=None):
+  def __init__(self, measure=lambda params: {"loss": 0.5}, save=None, evaluations=2):
     sync = {"num_shards": 1, "num_fragments": 2}
-    run = {"total_tokens": TOKENS, "evaluations": 2}
+    run = {"total_tokens": TOKENS, "evaluations": evaluations}
     self.config = from_dict({"sync": sync, "model": {"num_layers": 1}, "run": run})
     self.plan, self.wire = initial.make_plan(self.config), Wire()
     self.events, self.saved = [], []
@@ -62,6 +62,31 @@ def test_the_end_is_saved_before_it_is_measured():
   last = watched.of("evaluation")[-1]
   assert (last.merged_tokens, last.loss, last.measures) == (TOKENS, 0.5, {"other": 2.0})
   assert not watched.of("unevaluated"), "nothing is measured before the whole model is here"
+
+
+@pytest.mark.parametrize(
+  "evaluations, at", [(0, []), (1, [0, 100]), (2, [0, 60, 100]), (4, [0, 40, 60, 100])]
+)
+def test_it_measures_as_often_as_it_is_to_and_the_end_after_what_is_under_way(evaluations, at):
+  begun, running = [], lambda: [t for t in threading.enumerate() if t.name.startswith("measur")]
+
+  def measure(params):
+    begun.append(params["embedding"].max())
+    if begun[-1] == 2.0:  # the version of 60 tokens
+      wait_for(lambda: watched.saved)
+    return {"loss": 0.5}
+
+  watched = Watched(measure, evaluations=evaluations)
+  versions = lambda: {f.version for f in watched.role.exchange.state.fragments}  # noqa: E731
+  run = threading.Thread(target=watched.role.run, args=(lambda: False,), daemon=True)
+  run.start()
+  for version, tokens in enumerate((0, 40, 60, 70, TOKENS)):
+    watched.publish(version, tokens)
+    wait_for(lambda n=version: versions() == {n})
+    wait_for(lambda n=tokens: len(begun) >= sum(each <= n for each in at[:-1]))
+    wait_for(lambda n=version: n >= 2 or not running())
+  run.join(60)
+  assert watched.saved == [TOKENS] and [e.merged_tokens for e in watched.of("evaluation")] == at
 
 
 def test_it_reports_while_it_saves_the_end_and_leaves_when_that_is_saved():
@@ -156,4 +181,6 @@ def test_a_result_that_cannot_be_saved_or_measured_ends_nothing(capsys):
   assert not watched.role.saved and not watched.of("evaluation")
   assert not any(isinstance(m, Goodbye) for m in watched.wire.sent), "the shards keep the model"
   assert watched.of("unevaluated")[-1].reason == "OSError: no space left on device"
-  assert "the result is not saved before it is measured: no space left" in capsys.readouterr().err
+  said = capsys.readouterr().err
+  assert "the result is not saved before it is measured: no space left" in said
+  assert f"the held-out loss at {TOKENS} merged tokens is missing: OSError: no space" in said

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import sys
+from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ddiloco.checks import lasts
 from ddiloco.config import ConfigError, DataConfig, from_dict
 from ddiloco.training import data as data_lib
 from ddiloco.training import tokens
@@ -131,6 +136,12 @@ def test_missing_package_missing_file_and_corrupt_file(kind, package, tmp_path, 
     text = str(caught.value)
     assert f"data.tokenizer = '{kind}:{file}': cannot be loaded" in text
     assert ("No such file" in text) == (file != corrupt) and "Fix:" in text
+    assert lasts(caught.value)
+  with monkeypatch.context() as patch, pytest.raises(ConfigError, match="Stale") as caught:
+    stale = OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(corrupt))
+    patch.setattr(Path, "read_bytes", mock.Mock(side_effect=stale))
+    tokens.load_tokenizer(f"{kind}:{corrupt}")
+  assert not lasts(caught.value), "a role that starts again may read it"
   monkeypatch.setitem(sys.modules, package, None)
   with pytest.raises(ConfigError, match=r"pip install 'ddiloco\[tokenizers\]'"):
     tokens.load_tokenizer(f"{kind}:{corrupt}")
