@@ -116,7 +116,7 @@ def parts(data: bytes) -> bool:
   """Four bytes for each of up to 48 steps: [action, numbers skipped, total, header]. As over real
   connections, the message numbers of a stream only grow; some parts are lost on the way."""
   inbox = _Inbox()
-  incoming = _Incoming(peers.Peer("learner-0", STREAMS, inbox), 0)  # type: ignore
+  incoming = _Incoming(peers.Peer("learner-0", STREAMS, inbox))  # type: ignore
   newest, last = [-1] * STREAMS, -1
   at: list[int | None] = [None] * STREAMS  # numbers of messages under way
   for place in range(0, min(len(data), 4 * MOST_STEPS) - 3, 4):

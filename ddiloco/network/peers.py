@@ -547,11 +547,14 @@ class Incoming:
     self._begun, most = frame.number, self._peer.endpoint.run.max_payload_bytes
     if frame.total > most:
       raise MalformedMessage(f"a payload of {frame.total} bytes exceeds {most}, this run's largest")
-    open_frame(self._peer.address, self._incarnation, frame.header, b"")
+    self._check(frame.header)
     payload = self._peer.endpoint.buffers.take(frame.total)
     assembly = _Assembly(frame.header, payload, set(range(self._streams)))
     self._assemblies[frame.number] = assembly
     return assembly
+
+  def _check(self, header: bytes) -> None:
+    open_frame(self._peer.address, self._incarnation, header, b"")
 
   def _has_room(self, frame: Bulk) -> bool:
     count, size = self._peer.endpoint.waiting_bulk(self._peer.address)
