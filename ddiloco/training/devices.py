@@ -271,16 +271,20 @@ def cutting_axes(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]:
 def without_copies(
   sharding: NamedSharding, shape: Sequence[int], source: NamedSharding
 ) -> NamedSharding:
-  """The layout, split further by the mesh axes along which devices have copies of its `source`,
-  where they divide a dimension. Devices exchange nothing for it, and give each value once."""
-  sizes, split = sharding.mesh.shape, cutting_axes(sharding, len(shape))
+  """The layout, split further by the mesh axes along which devices of one process have copies of
+  its `source`, where they divide a dimension. Each of them then gives its part: they exchange
+  nothing for it, and no process needs values of another one that has the same."""
+  mesh, split = sharding.mesh, cutting_axes(sharding, len(shape))
   used = set(itertools.chain(*cutting_axes(source, len(source.spec))))
-  for axis in (name for name in sizes if name not in used):
-    parts = (math.prod(sizes[name] for name in (*each, axis)) for each in split)
-    fits = (i for i, (size, count) in enumerate(zip(shape, parts)) if size % count == 0)
-    if (i := next(fits, None)) is not None:
-      split[i] = (*split[i], axis)
-  return NamedSharding(sharding.mesh, PartitionSpec(*split))
+  process = np.vectorize(lambda device: device.process_index)(mesh.devices)
+  for i, axis in enumerate(mesh.axis_names):
+    if axis in used or np.ptp(process, axis=i).any():
+      continue
+    parts = (math.prod(mesh.shape[name] for name in (*each, axis)) for each in split)
+    fits = (d for d, (size, count) in enumerate(zip(shape, parts)) if size % count == 0)
+    if (d := next(fits, None)) is not None:
+      split[d] = (*split[d], axis)
+  return NamedSharding(mesh, PartitionSpec(*split))
 
 
 CUDNN_HEADS = 256  # the largest heads for which cuDNN has attention and its gradient on any GPU

@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import os
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ddiloco.config import ConfigError, IslandConfig, ModelConfig, from_dict
 from ddiloco.training import devices
@@ -175,6 +176,23 @@ def test_a_layout_without_copies_where_the_mesh_divides_the_array(mesh, spec, sh
   assert devices.cutting_axes(devices.without_copies(given, shape, split), len(shape)) == (
     devices.cutting_axes(given, len(shape))
   )
+
+
+@dataclasses.dataclass(frozen=True)
+class HostDevice:
+  id: int
+  process_index: int
+  platform: str = "stub"
+
+
+def test_a_process_needs_no_values_of_another_one_that_has_the_same():
+  """The leading host of an island has a copy of all that is cut within a host: it asked the others
+  for their part of it, over the network."""
+  four = [HostDevice(id, process_index=id // 2) for id in range(4)]
+  mesh = Mesh(np.array(four, object).reshape(2, 2, 1), devices.MESH_AXES)
+  given = NamedSharding(mesh, PartitionSpec())
+  found = devices.without_copies(given, (4, 4), given)
+  assert set(itertools.chain(*devices.cutting_axes(found, 2))) == {"fsdp", "tensor"}
 
 
 def test_axes_must_match_the_shape(mesh):
