@@ -134,7 +134,7 @@ def train(
   if engine == "ray":
     options.setdefault("cpu_only", cpu)
   run, asked = Path(workdir).expanduser(), threading.Event()
-  session.train(config, run, overwrite, engine, options, None, asked)
+  session.train(config, run, overwrite, engine, options, asked=asked)
   end = outcome(run)  # a program that is asked to end begins no further run
   interrupted = asked.is_set() or "interrupted" in end.get("left_out", {}).values()
   if interrupted or end.get("reason") == "stopped":

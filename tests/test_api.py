@@ -151,7 +151,7 @@ def test_islands_of_one_device_train_where_jax_was_used_before(tmp_path):
 def test_a_run_that_fails_is_no_run_that_was_interrupted(tmp_path, monkeypatch, end, said):
   """It raised KeyboardInterrupt where its quorum had left; and nothing where it was not saved."""
 
-  def ends(config, workdir, *_) -> None:
+  def ends(config, workdir, *_, asked) -> None:
     workdir.mkdir()
     (workdir / "config.json").write_text(config.to_json())
     if end is not None:
@@ -165,10 +165,10 @@ def test_a_run_that_fails_is_no_run_that_was_interrupted(tmp_path, monkeypatch, 
 def test_a_signal_while_the_report_is_drawn_ends_a_sweep(tmp_path, monkeypatch):
   """The run was whole, and the next one began."""
 
-  def ends(config, workdir, *_) -> None:
+  def ends(config, workdir, *_, asked) -> None:
     workdir.mkdir()
     (workdir / "outcome.json").write_text('{"reason": "finished"}')
-    _[-1].set()
+    asked.set()
 
   monkeypatch.setattr("ddiloco.engines.session.train", ends)
   with pytest.raises(KeyboardInterrupt, match="run is finished"):
