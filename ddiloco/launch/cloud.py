@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import yaml
 
@@ -124,6 +124,7 @@ def _kill(process: subprocess.Popen[str]) -> None:
 # --- A run on GKE: the documents of `gke.py`
 
 CALL_SECONDS = 120.0  # for one query, or one command on the hosts of a slice
+_CONTEXTS = ("config", "get-contexts", "--output=name")
 
 
 class _Dumper(yaml.SafeDumper):
@@ -161,8 +162,22 @@ class Clusters:
     """Applies the documents of every cluster; objects that exist already stay, with this content.
 
     Raises:
-      LaunchError: a cluster refuses them.
+      LaunchError: the run has other JobSets, in another cluster for example, and nothing was made;
+        or a cluster refuses the documents.
     """
+    others = self._elsewhere()
+    for context, documents in found.items():
+      made = {each["metadata"]["name"] for each in documents if each["kind"] == "JobSet"}
+      for uid, name in _names(self._listed(context)):
+        others.pop(uid, "")  # kubectl has another name of this cluster too
+        if name not in made:
+          others[uid] = f"{name} in {_named(context)}"
+    if others:
+      raise LaunchError(
+        f"{', '.join(others.values())}: is of a run {self._run.name}, costs, and has no place in"
+        " these flags; nothing was made. Fix: give the flags that it was made with (`ddiloco launch"
+        " gke delete` with them ends it), or another --name."
+      )
     for context, documents in found.items():
       what = f"{_named(context)}: {len(documents)} objects"
       apply = ["apply", "--server-side", "--field-manager=ddiloco", "--filename=-"]
@@ -176,12 +191,33 @@ class Clusters:
     Raises:
       LaunchError: a cluster does not answer.
     """
-    found: list[JobSetState] = []
-    for context in self._run.contexts():
-      listing = ["get", "jobsets.jobset.x-k8s.io", *self._ours, "--output=json"]
-      what, command = f"{_named(context)}: its JobSets", _kubectl(context, *listing)
-      listed = call(what, command, CALL_SECONDS, looks=True)
-      found += gke.states(json.loads(listed))
+    listed = [self._listed(context) for context in self._run.contexts()]
+    return [state for each in listed for state in gke.states(each)]
+
+  def _listed(self, context: str, *flags: str) -> dict[str, Any]:
+    """The run's JobSets in a cluster, in kubectl's words."""
+    listing = ["get", "jobsets.jobset.x-k8s.io", *self._ours, "--output=json", *flags]
+    what, command = f"{_named(context)}: its JobSets", _kubectl(context, *listing)
+    return json.loads(call(what, command, CALL_SECONDS, looks=True))
+
+  def _elsewhere(self) -> dict[str, str]:
+    """JobSets of a run of this name in those of kubectl's clusters that this run does not name, as
+    text, by uid. A cluster that does not answer is passed over, and said."""
+    known = call("its clusters", _kubectl("", *_CONTEXTS), CALL_SECONDS, looks=True).splitlines()
+    found = dict[str, str]()
+
+    def ask(context: str) -> None:
+      try:
+        listed = self._listed(context, "--request-timeout=10s")
+      except LaunchError as error:
+        if "doesn't have a resource type" not in str(error):
+          say(f"passed over, though the run may be there too: {error}")
+      else:
+        found.update({uid: f"{name} in {context}" for uid, name in _names(listed)})
+
+    others = [context for context in known if context not in self._run.contexts()]
+    with concurrent.futures.ThreadPoolExecutor(max(1, len(others))) as threads:
+      list(threads.map(ask, others))
     return found
 
   def watch(self, limit_seconds: float, poll_seconds: float) -> bool:
@@ -212,7 +248,8 @@ class Clusters:
       time.sleep(poll_seconds)
 
   def delete(self, limit_seconds: float) -> list[str]:
-    """Deletes all objects that `create` made; returns kubectl's names of those that are left."""
+    """Deletes all objects that `create` made; returns kubectl's names of those that are left, also
+    in clusters that this run does not name."""
     left = []
     for context in self._run.contexts():
       where, which = _named(context), [gke.KINDS, *self._ours]
@@ -226,7 +263,12 @@ class Clusters:
       there = attempt(what, _kubectl(context, "get", *which, "--output=name"), CALL_SECONDS)
       known = there.out.split() if there.status == 0 else [f"not known ({there.reason})"]
       left += [f"{where}: {name}" for name in known]
-    return left
+    return left + [f"{name}: made with other flags" for name in self._elsewhere().values()]
+
+
+def _names(listed: Mapping[str, Any]) -> list[tuple[str, str]]:
+  """(uid, name) of JobSets that `_listed` found."""
+  return [(each["metadata"]["uid"], each["metadata"]["name"]) for each in listed["items"]]
 
 
 def _named(context: str) -> str:

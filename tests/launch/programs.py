@@ -19,11 +19,16 @@ words = sys.argv[1:]
 flags = dict(w[2:].partition("=")[::2] for w in words if w.startswith("--"))
 plain = [w for w in words if not w.startswith("--")]
 with (cloud / "asked.jsonl").open("a") as file: file.write(json.dumps(["kubectl", *words]) + "\n")
+if plain[:2] == ["config", "get-contexts"]:
+  for path in sorted(cloud.glob("cluster-?*")): print(path.name.partition("-")[2])
+  sys.exit()
 context = flags.get("context", "")
 once = cloud / f"unreachable-once-{context}"
 if (cloud / f"unreachable-{context}").exists() or once.exists():
   once.unlink(missing_ok=True)
   sys.exit("Unable to connect to the server: dial tcp 10.9.9.9:443: i/o timeout")
+if (cloud / f"without-jobset-{context}").exists():
+  sys.exit("error: the server doesn't have a resource type \"jobsets\"")
 folder = cloud / f"cluster-{context}"
 folder.mkdir(exist_ok=True)
 groups = {"JobSet": "jobset.jobset.x-k8s.io"}
@@ -33,6 +38,7 @@ if plain[0] == "apply":
   import yaml
   for document in yaml.safe_load_all(sys.stdin.read()):
     path = folder / named(document).replace("/", "@")
+    document["metadata"]["uid"] = f"{context} {path.name}"
     if not path.exists(): path.write_text(json.dumps(document))
     print(f"{named(document)} serverside-applied")
   sys.exit()

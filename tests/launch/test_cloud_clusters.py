@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import subprocess
 
@@ -23,7 +24,7 @@ NAMES = {"east": ("run-shards", "run-evaluator", "run-learner-0"), "west": ("run
 def test_each_cluster_is_given_its_own_and_twice_is_once(cloud):
   for _ in range(2):
     CLUSTERS.create(DOCUMENTS)
-  applied = cloud.asked("kubectl")
+  applied = [words for words in cloud.asked("kubectl") if "apply" in words]
   assert [words[1] for words in applied] == ["--context=east", "--context=west"] * 2
   assert all("--server-side" in words for words in applied), "no secret in an annotation"
   states = CLUSTERS.status()
@@ -39,11 +40,45 @@ def test_a_cluster_that_refuses_is_named(cloud):
     CLUSTERS.create(DOCUMENTS)
 
 
-def test_what_is_deleted_is_gone_and_what_is_not_is_said(cloud):
+MOVED = [
+  (("east=0", "south=1"), "run-learner-1 in west"),
+  (("east=0-1",), "run-learner-1 in west"),
+  (("west=0", "east=1"), "run-learner-1 in west, .*run-shards in east"),
+]
+
+
+@pytest.mark.parametrize(("places", "said"), MOVED)
+def test_an_island_is_not_made_in_two_clusters(cloud, places, said):
+  """The JobSet in the first one would go on, and cost, and its learner have a double."""
   CLUSTERS.create(DOCUMENTS)
+  cloud.forget()
+  moved = dataclasses.replace(RUN, placement=placed(["v6e:2x2"] * 2, places))
+  with pytest.raises(LaunchError, match=f"^{said}: is of a run run, costs.*Fix: "):
+    Clusters(moved).create(moved.documents(PUBLIC, SECRETS))
+  assert not any("apply" in words for words in cloud.asked())
+  left = [] if "west" in moved.contexts() else ["run-learner-1 in west: made with other flags"]
+  assert Clusters(moved).delete(30) == left
+  assert CLUSTERS.delete(30) == []
+  Clusters(moved).create(moved.documents(PUBLIC, SECRETS))
+
+
+def test_a_cluster_of_two_names_and_those_that_do_not_answer_hinder_no_run(cloud, capsys):
+  CLUSTERS.create(DOCUMENTS)
+  (cloud.folder / "cluster-alias").symlink_to("cluster-east")
+  for name, why in (("old", "unreachable"), ("plain", "without-jobset")):
+    (cloud.folder / f"cluster-{name}").mkdir()
+    cloud.has(f"{why}-{name}")
+  CLUSTERS.create(DOCUMENTS)
+  err = capsys.readouterr().err
+  assert "the run may be there too: old: its JobSets: kubectl failed, status 1: Unable" in err
+  assert "plain" not in err
+
+
+def test_what_is_deleted_is_gone_and_what_is_not_is_said(cloud):
   foreign = dict(DOCUMENTS["west"][0])
   foreign["metadata"] = {"name": "other-config", "labels": {gke.RUN: "other"}}
   CLUSTERS.create({"west": [foreign]})
+  CLUSTERS.create(DOCUMENTS)
   assert CLUSTERS.delete(30) == []
   assert [p.name for p in (cloud.folder / "cluster-west").iterdir()] == ["configmap@other-config"]
   assert CLUSTERS.delete(30) == [], "also when nothing is there"
@@ -58,18 +93,20 @@ def test_what_is_deleted_is_gone_and_what_is_not_is_said(cloud):
 def test_kubectl_knows_every_flag(tmp_path, monkeypatch):
   """The real one refuses wrong flags before it looks for a cluster; here it finds none."""
   cloud = programs.install(tmp_path / "recorded", monkeypatch)
+  (cloud.folder / "cluster-other").mkdir()
   CLUSTERS.create(DOCUMENTS)
   CLUSTERS.status()
   CLUSTERS.delete(30)
-  asked = {tuple(w for w in words if "context" not in w) for words in cloud.asked("kubectl")}
+  asked = {tuple(w for w in words if "--context" not in w) for words in cloud.asked("kubectl")}
   monkeypatch.undo()
   monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
   monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-  assert len(asked) == 4
+  assert len(asked) == 6
   for words in [*asked, ("kubectl", "get", "pods", "--nonsense")]:
     command = [*words, "--request-timeout=1s"]
     done = subprocess.run(command, capture_output=True, text=True, input="{}", timeout=60)
-    assert done.returncode and ("unknown flag" in done.stderr) == ("--nonsense" in words), words
+    assert ("unknown flag" in done.stderr) == ("--nonsense" in words), words
+    assert bool(done.returncode) == ("config" not in words), "only that needs no cluster"
 
 
 def watched(cloud, ends: dict[str, dict]) -> bool:
