@@ -37,7 +37,7 @@ from ddiloco.observe.style import loss_text
 from ddiloco.roles import initial
 from ddiloco.simulation import bandwidth
 from ddiloco.training import data, evaluate, step
-from ddiloco.training.devices import kept_in
+from ddiloco.training.devices import kept_in, usable
 from ddiloco.training.evaluate import HeldoutLoss
 from ddiloco.training.tokens import load_tokenizer
 
@@ -403,11 +403,11 @@ def evaluator(config: Config, corpus: data.Source) -> HeldoutLoss:
   """Measures parameter trees on the held-out data, on devices that no island uses.
 
   Raises:
-    ConfigError: JAX has fewer devices than run.evaluator_devices here, or the model cannot be
-      measured with the user's own held-out batches.
+    ConfigError: JAX has fewer devices than run.evaluator_devices here, or not those that are asked
+      for, or the model cannot be measured with the user's own held-out batches.
   """
   asked = config.run.evaluator_devices
-  devices = jax.devices()[-asked:] if asked else jax.local_devices(backend="cpu")[-1:]
+  devices = usable()[-asked:] if asked else jax.local_devices(backend="cpu")[-1:]
   rule, fix = f"JAX has {len(devices)} devices in this process", "lower it, or 0: one of the CPU"
   require(len(devices) >= asked, "run.evaluator_devices", asked, rule, fix)
   fit = len(devices) * EVALUATION_LOGITS // (config.data.sequence_length * config.model.vocab_size)

@@ -72,11 +72,14 @@ def usable() -> list[Device]:
   """All devices that islands of this process may use.
 
   Raises:
-    ConfigError: JAX_PLATFORMS asks for accelerators, and JAX has found the CPU alone.
+    ConfigError: accelerators are asked for, and JAX has found the CPU alone.
   """
   found, platforms = jax.devices(), jax.config.jax_platforms or ""
-  good = platforms.partition(",")[0] in ("", "cpu") or found[0].platform != "cpu"
+  gpus = jax.config.values["jax_cuda_visible_devices"]
+  alone = found[0].platform == "cpu"
   rule, fix = "JAX finds no such devices here", "repair the driver, or unset it to train on the CPU"
+  require(not alone or gpus == "all", "--gpus", gpus, rule, fix)
+  good = not alone or platforms.partition(",")[0] in ("", "cpu")
   require(good, "JAX_PLATFORMS", platforms, rule, fix)
   return found
 

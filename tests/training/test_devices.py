@@ -105,7 +105,7 @@ def test_an_island_keeps_its_share_and_the_evaluator_has_the_last_devices():
 DRIVERLESS = """
 from ddiloco import environment
 
-environment.prepare(num_cpu_devices=1)
+environment.prepare(num_cpu_devices=1, gpus=GPUS)
 from ddiloco.training import devices
 
 devices.usable()
@@ -113,12 +113,16 @@ devices.usable()
 
 
 @pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="JAX finds the GPUs")
-def test_an_island_that_shall_have_gpus_takes_no_cpu():
+@pytest.mark.parametrize(
+  ("platforms", "gpus", "said"),
+  [("cuda", [], "JAX_PLATFORMS = 'cuda,cpu'"), ("", [0, 1], "--gpus = '0,1'")],
+)
+def test_an_island_that_shall_have_gpus_takes_no_cpu(platforms, gpus, said):
   """Where there is no driver at all JAX leaves CUDA out, also where JAX_PLATFORMS names it."""
-  variables = os.environ | {"JAX_PLATFORMS": "cuda"}
-  command = [sys.executable, "-c", DRIVERLESS]
+  variables = os.environ | {"JAX_PLATFORMS": platforms}
+  command = [sys.executable, "-c", DRIVERLESS.replace("GPUS", str(gpus))]
   done = subprocess.run(command, env=variables, capture_output=True, text=True)
-  assert "JAX_PLATFORMS = 'cuda,cpu': JAX finds no such devices here. Fix: " in done.stderr
+  assert f"{said}: JAX finds no such devices here. Fix: " in done.stderr
   assert devices.usable() == jax.devices()
 
 
