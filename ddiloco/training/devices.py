@@ -77,7 +77,8 @@ def usable() -> list[Device]:
   found, platforms = jax.devices(), jax.config.jax_platforms or ""
   gpus = jax.config.values["jax_cuda_visible_devices"]
   alone = found[0].platform == "cpu"
-  rule, fix = "JAX finds no such devices here", "repair the driver, or unset it to train on the CPU"
+  rule = "JAX finds no such devices here"
+  fix = "repair the driver, or leave it out to train on the CPU"
   require(not alone or gpus == "all", "--gpus", gpus, rule, fix)
   good = not alone or platforms.partition(",")[0] in ("", "cpu")
   require(good, "JAX_PLATFORMS", platforms, rule, fix)
