@@ -17,11 +17,12 @@
 #   sbatch --array=0-3 --gpus-per-node=8 --exclusive --mem=0 scripts/slurm.sh learner $ROLE
 #   sbatch --nodelist=cpu1 --cpus-per-task=4 --mem=32G scripts/slurm.sh evaluator $ROLE
 #
-# A role that fails is started again once Slurm has ended its step (which took 26 s after a kill -9),
-# at most MAX_RESTARTS times (10). One that is asked to end, because its job is preempted or reaches
-# its time limit in 90 seconds (sbatch's --signal=TERM@90), drains; its job waits in the queue again,
-# two minutes at least. `scancel` ends a job for good, after draining too: Slurm's KillWait and
-# GraceTime should be at least the config's network.drain_seconds. Exit status: that of the role.
+# A role that fails is started again, at most MAX_RESTARTS times (10). Of an island of several hosts
+# all end then, each with its own words; Slurm kills those that are left after a minute. A role that
+# is asked to end, because its job is preempted or reaches its time limit in 90 seconds (sbatch's
+# --signal=TERM@90), drains; its job waits in the queue again, two minutes at least. `scancel` ends a
+# job for good, after draining too: Slurm's KillWait and GraceTime should be at least the config's
+# network.drain_seconds. Exit status: that of the role.
 set -u
 
 if [ $# -eq 0 ] || [ "$1" = --help ]; then sed -n '6,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0"; exit 0; fi
@@ -45,8 +46,10 @@ if [ -n "${SLURM_GPUS_ON_NODE:-}" ]; then export JAX_PLATFORMS="${JAX_PLATFORMS:
 # srun no longer takes this from sbatch by itself.
 if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"; fi
 
+# A host that fails must not make Slurm ask the others to end: they would drain, and their status,
+# 143, would send the job into the queue, for any failure and without a limit.
 for restart in $(seq 0 "${MAX_RESTARTS:-10}"); do
-  srun --kill-on-bad-exit=1 bash -c "exec ddiloco \"\$@\" $host" ddiloco \
+  srun --kill-on-bad-exit=0 --wait=60 bash -c "exec ddiloco \"\$@\" $host" ddiloco \
     "$role" "$@" --term_status=143
   status=$?
   echo "slurm.sh: $role $number ended with status $status (restart $restart)" >&2

@@ -15,7 +15,14 @@ from ddiloco.config.schema import NetworkConfig
 ROOT = Path(__file__).parents[2]
 # Each writes a line of what it was asked for; ddiloco ends with the next of the planned statuses.
 PROGRAMS = {
-  "srun": 'shift; exec "$@"',  # its own flag; then the command, as on each node
+  # Its own flags; then the command, as on each node. Of several hosts the last one fails; Slurm asks
+  # the others to end at once, if it was told so, and says the greatest status.
+  "srun": """
+    asks=no
+    while [[ $1 == --* ]]; do [ "$1" != --kill-on-bad-exit=1 ] || asks=143; shift; done
+    if [ "${SLURM_JOB_NUM_NODES:-1}" = 1 ] || [ $asks = no ]; then exec "$@"; fi
+    "$@" || exit $asks
+  """,
   "scontrol": 'echo "scontrol $*" >> "$CALLS"; [ "$1" != show ] || printf "node-a\\nnode-b\\n"',
   "ddiloco": """
     printf '%s|' "$JAX_PLATFORMS" "$@" >> "$CALLS"; echo >> "$CALLS"
@@ -88,6 +95,12 @@ def test_hosts_of_an_island_meet_at_the_first_node(job):
   _, calls, _ = job("learner", SLURM_ARRAY_TASK_ID="5", **several)
   assert calls[0] == "scontrol show hostnames node-[a-b]"
   assert "|--learner=5|--hosts=tcp://node-a:7105|--term_status=143|--host=1|" in calls[1]
+
+
+def test_a_host_that_fails_does_not_send_its_job_into_the_queue(job):
+  several = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_PROCID": "1"}
+  status, calls, _ = job("learner", statuses=(1, 1, 1), MAX_RESTARTS="2", **several)
+  assert status == 1 and "scontrol requeue 42" not in calls
 
 
 def test_with_gpus_jax_may_not_train_on_the_cpu_by_itself(job):
