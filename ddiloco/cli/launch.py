@@ -58,6 +58,9 @@ def launch(arguments: list[str]) -> int:
   except LaunchError as error:
     say(str(error))
     return LOST
+  except KeyboardInterrupt:
+    say(f"What was made stays, and costs, until `ddiloco launch {target} delete` with these flags.")
+    raise
 
 
 def _add_flags(given: Flags, run_class: type) -> None:

@@ -229,7 +229,7 @@ class Clusters:
       LaunchError: they have not ended within the limit.
     """
     expected = len(self._run.placement.islands) + 2  # the shards, the evaluator
-    until, seen = time.monotonic() + limit_seconds, list[JobSetState]()
+    until, before, seen = time.monotonic() + limit_seconds, list[JobSetState](), list[JobSetState]()
     say(f"{self._run.name}: watches {expected} JobSets (at most {limit_seconds:g} s)")
     while True:
       try:
@@ -238,6 +238,11 @@ class Clusters:
           say(str(each))
       except LaunchError as error:
         say(str(error))
+      if before and not seen:
+        raise LaunchError(
+          f"{self._run.name}: was deleted, and not by this command."
+          " Fix: if you want it back, create again."
+        )
       if len(seen) >= expected and all(each.end for each in seen):
         return all(each.end == "Completed" for each in seen)
       if time.monotonic() >= until:
@@ -339,8 +344,7 @@ class Slices:
     """A line for each island."""
 
     def one(island: PlacedIsland) -> str:
-      seen = self._look(island)
-      return f"{island.role} in {island.where}: {seen.slice.lower()}, hosts {_roles(seen)}"
+      return f"{island.role} in {island.where}: {self._look(island)}"
 
     return self._each(one, self._islands)
 
@@ -385,7 +389,7 @@ class Slices:
         done = [threads.submit(one, each) for each in them]
         concurrent.futures.wait(done)
       except BaseException:  # Ctrl-C
-        say("ends with the calls that are under way; nothing is undone")
+        say("ends with the calls that are under way; Ctrl-C again: at once")
         self._ended.set()
         raise
     wrong = [str(each.exception()) for each in done if isinstance(each.exception(), LaunchError)]
@@ -407,7 +411,7 @@ class Slices:
       need, before = tpu_vms.next_need(seen), said
       if need is Need.FAILED and again and not started:
         need = Need.START
-      said = f"{role}: {need.value} ({seen.slice.lower()}, hosts {_roles(seen)})"
+      said = f"{role}: {need.value} ({seen})"
       if said != before:
         say(said)
       if need in until:
@@ -419,7 +423,7 @@ class Slices:
         say(f"{role}: waits until it runs (at most {self._slice_seconds:g} s)")
       why = fix = ""
       if need is Need.FAILED:
-        why = f"its role was stopped, or has used up its --max_restarts ({_roles(seen)})"
+        why = f"its role was stopped, or has used up its --max_restarts ({seen})"
         fix = f"see `sudo docker logs {self._run.name}` on its hosts, then create again"
       elif need is Need.CREATE and had:
         why = "its slice was deleted, and not by this command"
@@ -428,10 +432,13 @@ class Slices:
         why = f"is not done within {self._watch_seconds:g} s; it goes on"
         fix = "watch it again, or delete it"
       elif now >= must_run_by:
-        why = f"does not run after {self._slice_seconds:g} s ({seen.slice.lower()})"
+        why = f"does not run after {self._slice_seconds:g} s ({seen})"
         fix = "see above what was refused; raise --slice_minutes, or take another zone"
+        if seen.slice != "ABSENT":
+          fix += "; it still costs, or will once it is there, until you delete it"
       elif need is Need.DELETE and not recreations:
-        why = f"its slice was taken away once more, --recreations = {self._run.recreations}"
+        why = f"its slice was taken away once more ({seen}), --recreations ="
+        why += f" {self._run.recreations}"
         fix = "raise that, take another zone, or leave out --spot"
       if why:
         raise LaunchError(f"{role}: {why}. Fix: {fix}.")
@@ -461,7 +468,7 @@ class Slices:
       call(f"{role}: starts", command, START_SECONDS)
 
   def _look(self, island: PlacedIsland) -> Seen:
-    """The state of the slice and its roles; "UNSEEN" if a query failed."""
+    """The state of the slice and its roles; "UNSEEN" with the reason if a query failed."""
     each = self._run.slice(island)
     if self._run.queued:
       request = self._describe(each, "queued-resources")
@@ -476,7 +483,7 @@ class Slices:
     ran = attempt(f"{island.role}: its hosts", command, CALL_SECONDS, looks=True)
     roles = tpu_vms.seen_roles(ran.out)
     if ran.status != 0 or len(roles) != island.shape.hosts:
-      return Seen(f"UNSEEN: {ran.reason}", leader=seen.leader)
+      return Seen("UNSEEN", error=ran.reason)
     return dataclasses.replace(seen, roles=roles)
 
   def _describe(self, each: Slice, group: str) -> Seen:
@@ -485,7 +492,7 @@ class Slices:
     )
     if ran.status == 0:
       return tpu_vms.seen_slice(json.loads(ran.out))
-    return Seen("ABSENT" if "NOT_FOUND" in ran.error else f"UNSEEN: {ran.reason}")
+    return Seen("ABSENT") if "NOT_FOUND" in ran.error else Seen("UNSEEN", error=ran.reason)
 
 
 def stage(folder: Path, files: Mapping[str, str], secrets: Mapping[str, str]) -> None:
@@ -498,7 +505,3 @@ def stage(folder: Path, files: Mapping[str, str], secrets: Mapping[str, str]) ->
     path = folder / "keys" / "secret" / name
     path.touch(0o600)
     path.write_text(text)
-
-
-def _roles(seen: Seen) -> str:
-  return ", ".join(sorted(set(seen.roles))) or "not seen"

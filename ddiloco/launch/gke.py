@@ -188,6 +188,9 @@ class GkeRun:
     chips = {"nvidia.com/gpu" if shape.kind.gpu else "google.com/tpu": shape.chips_per_host}
     job = self._job(island.role, command, chips, pod, shape.hosts)
     role = job["template"]["spec"]
+    # Its container is not privileged and raises no limit on locked memory, as those of Google's
+    # manifests of 2026 for v6e and TPU7x (GoogleCloudPlatform/kubernetes-engine-samples, ai-ml/:
+    # llm-training-jax-tpu-gemma3, gke-tpu-dynamic-slicing). Autopilot refuses privileged ones.
     (container,) = role["containers"]
     variables = placement.environment_of(shape).items()
     container["env"] = [{"name": name, "value": value} for name, value in variables]

@@ -169,6 +169,11 @@ class Seen:
   # By host, as `look_script` prints them: "running 0", "exited 1", "none".
   roles: tuple[str, ...] = ()
   leader: str = ""  # address of host 0
+  error: str = ""  # why a request has failed, or a query
+
+  def __str__(self) -> str:
+    why = f": {self.error}" if self.error else ""
+    return f"{self.slice.lower()}{why}, hosts {', '.join(sorted(set(self.roles))) or 'not seen'}"
 
 
 class Need(enum.Enum):
@@ -210,8 +215,10 @@ def seen_slice(node: Mapping[str, Any]) -> Seen:
   state: Any = node.get("state", {})
   endpoints: Sequence[dict[str, str]] = node.get("networkEndpoints") or [{}]
   leader = endpoints[0].get("ipAddress", "")
-  state = state.get("state", "STATE_UNSPECIFIED") if isinstance(state, dict) else state
-  return Seen(state, leader=leader)
+  if isinstance(state, str):
+    return Seen(state, leader=leader)
+  error = state.get("failedData", {}).get("error", {}).get("message", "")
+  return Seen(state.get("state", "STATE_UNSPECIFIED"), error=error)
 
 
 def listed(nodes: Sequence[Mapping[str, Any]], run: str) -> dict[Slice, Seen]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shlex
 
@@ -13,6 +14,8 @@ from ddiloco.launch import gke
 from ddiloco.network.keys import make_keys
 from tests.launch import programs
 from tests.launch.placed import config, placed
+
+launch = importlib.import_module("ddiloco.cli.launch")  # which the command hides
 
 
 @pytest.fixture
@@ -153,6 +156,17 @@ def test_islands_on_tpu_vms_from_create_to_delete(cloud, flags, capsys):
   assert launch("watch", "--yes") == 0
   assert launch("delete") == 0
   assert "No slice of run is left." in capsys.readouterr().out and cloud.slices() == {}
+
+
+@pytest.mark.parametrize(("target", "more"), [("gke", GKE), ("tpu-vms", TPU_VMS)])
+def test_what_is_interrupted_says_what_it_leaves(target, more, flags, monkeypatch, capsys):
+  def interrupted(*_):
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(launch, "Clusters" if target == "gke" else "Slices", interrupted)
+  assert cli.main(["launch", target, *flags, *more, "--yes"]) == 130
+  said = f"What was made stays, and costs, until `ddiloco launch {target} delete`"
+  assert said in capsys.readouterr().err
 
 
 def test_what_the_cloud_refuses_is_said(cloud, flags, capsys):

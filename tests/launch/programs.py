@@ -110,10 +110,13 @@ elif verb == "describe":
     path.unlink()
     sys.exit(missing)
   if event == "active": node |= {"queue": "ACTIVE"} if "queue" in node else {}
+  elif event == "failed": node["queue"] = "FAILED"
   elif event and event != "same": node["state"] = event
   save()
   if group == "queued-resources":
-    print(json.dumps({"name": name, "state": {"state": node["queue"]}}))
+    why = {"failedData": {"error": {"code": 8, "message": "Quota 'TPUS' exceeded"}}}
+    more = why if node["queue"] == "FAILED" else {}
+    print(json.dumps({"name": name, "state": {"state": node["queue"], **more}}))
   else:
     ends = [{"ipAddress": "10.1.0.1", "port": 8470}, {"ipAddress": "10.1.0.2", "port": 8470}]
     print(json.dumps({"name": name, "state": node["state"], "networkEndpoints": ends}))

@@ -141,6 +141,13 @@ def test_watching_outlives_a_cluster_that_does_not_answer(cloud, capsys):
   assert "Unable to connect" in capsys.readouterr().err
 
 
+def test_watching_ends_where_the_run_is_deleted(monkeypatch):
+  seen = [[], [gke.JobSetState("run-learner-0", "", 0, 1, (0, 0))], []]
+  monkeypatch.setattr(Clusters, "status", lambda _: seen.pop(0))
+  with pytest.raises(LaunchError, match=r"run: was deleted, and not by this command. Fix: "):
+    CLUSTERS.watch(100, 0.01)
+
+
 def test_watching_has_a_limit(cloud):
   CLUSTERS.create(DOCUMENTS)
   with pytest.raises(LaunchError, match=r"run: has not ended within 0.1 s; it goes on. Fix: "):

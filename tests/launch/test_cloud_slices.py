@@ -120,7 +120,8 @@ def test_want_of_capacity_is_waited_out_within_a_limit(cloud, islands, capsys):
   assert "learner-0: waits until it runs (at most 100 s)" in err
   (cloud.folder / "slice-run-learner-0").unlink()
   cloud.has("plan-run-learner-0", "full " * 1000)
-  with pytest.raises(LaunchError, match=r"learner-0: does not run after 0.5 s .absent..*Fix: "):
+  said = r"learner-0: does not run after 0.5 s .absent, .*Fix: .* zone\.$"
+  with pytest.raises(LaunchError, match=said):
     islands(slice_minutes=0.5 / 60).create()
 
 
@@ -139,6 +140,19 @@ def test_queued_resources_are_waited_for(cloud, islands):
   groups = {words[3] for words in cloud.asked("gcloud") if words[4] == "create"}
   assert groups == {"queued-resources"}
   assert [verbs(cloud, name) for name in NAMES] == [["create", "scp", "ssh"]] * 2
+
+
+def test_a_request_that_is_refused_says_why_and_one_that_still_waits_is_said_to_cost(
+  cloud, islands, capsys
+):
+  cloud.has("plan-run-learner-0", "same failed same failed")
+  with pytest.raises(LaunchError) as raised:
+    islands(queued=True, recreations=1, slice_minutes=3 / 60).create()
+  first, second = str(raised.value).splitlines()
+  assert "learner-0: its slice was taken away once more (failed: Quota 'TPUS' exceeded, " in first
+  assert "learner-1: does not run after 3 s (waiting_for_resources, hosts not seen)" in second
+  assert "raise --slice_minutes, or take another zone; it still costs, or will once it is" in second
+  assert list(cloud.slices()) == NAMES
 
 
 def test_a_request_whose_slice_is_not_there_yet_is_made_once(cloud, islands):
@@ -169,7 +183,7 @@ def test_a_role_that_failed_ends_the_watch_and_create_starts_it_again(cloud, isl
   cloud.has("plan-run-learner-0", "same exited-1")
   cloud.has("plan-run-learner-1", "same same same exited-0")
   with pytest.raises(
-    LaunchError, match=r"learner-0: .*--max_restarts .exited 1.*Fix: .*docker logs"
+    LaunchError, match=r"learner-0: .*--max_restarts .*exited 1.*Fix: .*docker logs"
   ):
     islands().watch()
   assert json.loads((cloud.folder / "slice-run-learner-1").read_text())["roles"] == ["exited 0"]

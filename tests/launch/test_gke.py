@@ -105,6 +105,7 @@ def test_hosts_of_an_island_meet_at_host_0_on_one_slice(one):
   assert "--host=$(JOB_COMPLETION_INDEX)" in container["command"]
   assert container["resources"]["limits"] == {"google.com/tpu": 4}
   assert pod["serviceAccountName"] == "trainer"
+  assert "securityContext" not in container, "Autopilot refuses privileged containers"
   # An island whose chips cannot be opened fails, instead of training on its host's CPU.
   assert container["env"] == [{"name": "JAX_PLATFORMS", "value": "tpu,cpu"}]
   (shard, *_) = one["JobSet", "run-shards"]["spec"]["replicatedJobs"]

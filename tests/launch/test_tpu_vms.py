@@ -136,7 +136,7 @@ def test_no_restarts_are_none():
     (Seen("CREATING"), Need.WAIT),
     (Seen("WAITING_FOR_RESOURCES"), Need.WAIT),
     (Seen("REPAIRING"), Need.WAIT),
-    (Seen("UNSEEN: status 1: no answer"), Need.WAIT),
+    (Seen("UNSEEN", error="status 1: no answer"), Need.WAIT),
     (Seen("PREEMPTED"), Need.DELETE),
     (Seen("TERMINATED"), Need.DELETE),
     (Seen("SUSPENDED"), Need.DELETE),

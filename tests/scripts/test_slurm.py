@@ -15,8 +15,8 @@ from ddiloco.config.schema import NetworkConfig
 ROOT = Path(__file__).parents[2]
 # Each writes a line of what it was asked for; ddiloco ends with the next of the planned statuses.
 PROGRAMS = {
-  # Its own flags; then the command, as on each node. Of several hosts the last one fails; Slurm asks
-  # the others to end at once, if it was told so, and says the greatest status.
+  # Its own flags; then the command, as on each node. Of several hosts the last one fails; Slurm
+  # asks the others to end at once, if it was told so, and says the greatest status.
   "srun": """
     asks=no
     while [[ $1 == --* ]]; do [ "$1" != --kill-on-bad-exit=1 ] || asks=143; shift; done
