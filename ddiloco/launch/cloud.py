@@ -216,7 +216,7 @@ class Clusters:
         found.update({uid: f"{name} in {context}" for uid, name in _names(listed)})
 
     others = [context for context in known if context not in self._run.contexts()]
-    with concurrent.futures.ThreadPoolExecutor(max(1, len(others))) as threads:
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
       list(threads.map(ask, others))
     return found
 
@@ -226,7 +226,7 @@ class Clusters:
     A cluster that does not answer is asked again. Returns whether all have completed.
 
     Raises:
-      LaunchError: they have not ended within the limit.
+      LaunchError: they were deleted, or have not ended within the limit.
     """
     expected = len(self._run.placement.islands) + 2  # the shards, the evaluator
     until, before, seen = time.monotonic() + limit_seconds, list[JobSetState](), list[JobSetState]()
@@ -268,7 +268,8 @@ class Clusters:
       there = attempt(what, _kubectl(context, "get", *which, "--output=name"), CALL_SECONDS)
       known = there.out.split() if there.status == 0 else [f"not known ({there.reason})"]
       left += [f"{where}: {name}" for name in known]
-    return left + [f"{name}: made with other flags" for name in self._elsewhere().values()]
+    rest = "a cluster that these flags do not name"
+    return left + [f"{name}, {rest}" for name in self._elsewhere().values()]
 
 
 def _names(listed: Mapping[str, Any]) -> list[tuple[str, str]]:
