@@ -135,7 +135,10 @@ def test_a_shard_restarts_alone_under_its_name(one):
     assert f"--shard={shard}" in command
     names = [f"run-shards-shard-{s}-0-0.run-shards.default.svc.cluster.local" for s in (0, 1)]
     assert f"--syncers=tcp://{names[0]}:7000,tcp://{names[1]}:7000" in command
-    assert "livenessProbe" in job["template"]["spec"]["containers"][0]
+    container = job["template"]["spec"]["containers"][0]
+    assert "livenessProbe" in container
+    asked = {"cpu": "8", "memory": "32Gi"}
+    assert container["resources"] == {"requests": asked, "limits": asked}
 
 
 def test_each_cluster_gets_the_keys_of_its_own_roles(two):

@@ -4,6 +4,7 @@ import pytest
 
 from ddiloco.config import ConfigError, from_dict
 from ddiloco.launch.placement import (
+  KINDS,
   cost_lines,
   host_flags,
   paid_for,
@@ -39,6 +40,18 @@ def test_a_topology_has_its_names(topology, chips, hosts, machine, accelerator):
   assert (shape.chips, shape.hosts) == (chips, hosts)
   assert (shape.machine_type, shape.accelerator_type) == (machine, accelerator)
   assert shape.chips_per_host * hosts == chips and topology.endswith(f":{shape.topology}")
+
+
+def test_nodes_are_selected_and_vms_made_by_the_cloud_s_names():
+  assert {name: (kind.gke_accelerator, kind.runtime) for name, kind in KINDS.items()} == {
+    "v5e": ("tpu-v5-lite-podslice", "v2-alpha-tpuv5-lite"),
+    "v5p": ("tpu-v5p-slice", "v2-alpha-tpuv5"),
+    "v6e": ("tpu-v6e-slice", "v2-alpha-tpuv6e"),
+    "tpu7x": ("tpu7x", ""),  # on GKE alone
+    "a100": ("nvidia-a100-80gb", ""),
+    "h100": ("nvidia-h100-80gb", ""),
+    "h200": ("nvidia-h200-141gb", ""),
+  }
 
 
 def test_an_island_of_gpus_is_one_host():
@@ -191,6 +204,7 @@ def test_chips_and_machines_by_the_hour():
   for sum_of_one in ("288.00 $/h", "160.00 $/h", "3.00 $/h"):
     assert f"each = {sum_of_one}" in text
   assert "Together 451.00 $ an hour, 4,510.00 $ in 10 h." in text and "Not counted" in text
+  assert "     3 machines of shards and evaluator: 1.00 $/h each" in text
   assert "machines of shards and evaluator" not in text.rpartition("Not counted")[2]
   require_prices(counts, prices, hours=10)
 
