@@ -95,10 +95,11 @@ def test_an_island_restarts_alone_and_preemption_is_not_counted(one):
 
 def test_hosts_of_an_island_meet_at_host_0_on_one_slice(one):
   jobset = one["JobSet", "run-learner-0"]
-  pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+  (replicated,) = jobset["spec"]["replicatedJobs"]
+  pod = replicated["template"]["spec"]["template"]["spec"]
   (container,) = pod["containers"]
   # <jobset>-<replicated job>-<job's index>-<pod's index>.<jobset>, as JobSet names pods
-  where = "run-learner-0-host-0-0.run-learner-0.default.svc.cluster.local"
+  where = f"run-learner-0-{replicated['name']}-0-0.run-learner-0.default.svc.cluster.local"
   assert f"--hosts=tcp://{where}:7001" in container["command"]
   assert container["livenessProbe"]["httpGet"] == {"path": "/livez", "port": 8080}
   assert "--http=0.0.0.0:8080" in container["command"]
