@@ -142,20 +142,45 @@ def test_a_shard_restarts_alone_under_its_name(one):
     assert container["resources"] == {"requests": asked, "limits": asked}
 
 
+def pods_of(documents):
+  jobsets = [each for each in documents if each["kind"] == "JobSet"]
+  jobs = [job["template"]["spec"] for each in jobsets for job in each["spec"]["replicatedJobs"]]
+  return [job["template"] for job in jobs]
+
+
+def test_pods_mount_what_their_cluster_has(two):
+  """The names agree, and none can write its config or keys."""
+  for documents in two.values():
+    there = by_name(documents)
+    for pod in pods_of(documents):
+      (container,) = pod["spec"]["containers"]
+      volumes = {each.pop("name"): each for each in json.loads(json.dumps(pod["spec"]["volumes"]))}
+      assert volumes.pop("work") == {"persistentVolumeClaim": {"claimName": "work"}}
+      for each in volumes.values():
+        config, secret = each.get("configMap", {}), each.get("secret", {})
+        named = ("ConfigMap", config.get("name")), ("Secret", secret.get("secretName"))
+        assert any(each in there for each in named)
+      mounts = {each["name"]: each.get("readOnly", False) for each in container["volumeMounts"]}
+      assert mounts == {"work": False, **dict.fromkeys(volumes, True)}
+
+
+def test_each_shard_is_on_another_machine(one):
+  shards = pods_of([one["JobSet", "run-shards"]])
+  for pod in shards:
+    ((_, (rule,)),) = pod["spec"]["affinity"]["podAntiAffinity"].items()
+    assert rule["topologyKey"] == "kubernetes.io/hostname"
+    for each in rule["labelSelector"]["matchExpressions"]:
+      assert each["operator"] == "In"
+      assert {pod["metadata"]["labels"][each["key"]] for pod in shards} == set(each["values"])
+
+
 def test_each_cluster_gets_the_keys_of_its_own_roles(two):
   east, west = by_name(two["east"]), by_name(two["west"])
   of = lambda found: {name for kind, name in found if kind == "Secret"}  # noqa: E731
   assert of(west) == {"run-learner-1-key"}
   shards = {"run-syncer-0-key", "run-syncer-1-key"}
   assert of(east) == {"run-learner-0-key", "run-evaluator-key"} | shards
-  pods = [
-    job["template"]["spec"]["template"]["spec"]
-    for found in (east, west)
-    for each in found.values()
-    if each["kind"] == "JobSet"
-    for job in each["spec"]["replicatedJobs"]
-  ]
-  for pod in pods:
+  for pod in (each["spec"] for found in two.values() for each in pods_of(found)):
     (secret,) = [v["secret"] for v in pod["volumes"] if "secret" in v]
     assert secret["defaultMode"] == 0o400, "a role refuses a key that others may read"
     assert "fsGroup" not in pod.get("securityContext", {}), "which would let a group read it"
