@@ -141,6 +141,8 @@ elif verb == "list":
 elif verb == "delete":
   if node is None: sys.exit(missing)
   if flags["zone"] != node["flags"]["zone"]: sys.exit(missing)
+  if group == "queued-resources" and "force" not in flags:
+    sys.exit(f"ERROR: FAILED_PRECONDITION: {name} is in the state ACTIVE")
   if (cloud / f"stays-{name}").exists(): sys.exit("ERROR: INTERNAL: try again")
   path.unlink()
 elif verb == "scp":
