@@ -154,6 +154,7 @@ def test_islands_on_tpu_vms_from_create_to_delete(cloud, flags, capsys):
   for learner in (0, 1):
     cloud.has(f"plan-run-learner-{learner}", "same exited-0")
   assert launch("watch", "--yes") == 0
+  assert capsys.readouterr().err.count(": it is done (ready, hosts exited 0)") == 2
   assert launch("delete") == 0
   assert "No slice of run is left." in capsys.readouterr().out and cloud.slices() == {}
 
@@ -167,6 +168,15 @@ def test_what_is_interrupted_says_what_it_leaves(target, more, flags, monkeypatc
   assert cli.main(["launch", target, *flags, *more, "--yes"]) == 130
   said = f"What was made stays, and costs, until `ddiloco launch {target} delete`"
   assert said in capsys.readouterr().err
+
+
+def test_data_that_do_not_fit_hinder_create_alone(cloud, flags, tmp_path, capsys):
+  (tmp_path / "tiny.txt").write_text("ab")
+  small = "--config.data.source=text", f"--config.data.path={tmp_path / 'tiny.txt'}"
+  more = [*flags, *GKE, *small, "--dry_run"]
+  assert cli.main(["launch", "gke", "delete", *more]) == 0
+  assert cli.main(["launch", "gke", "create", *more]) == 2
+  assert "data." in capsys.readouterr().err
 
 
 def test_what_the_cloud_refuses_is_said(cloud, flags, capsys):
