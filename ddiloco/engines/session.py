@@ -291,6 +291,7 @@ def _attempt(
   try:
     if pause(0.0):
       raise KeyboardInterrupt
+    print(f"  {what} ...", flush=True)  # that of a large model may take long
     extra |= make()
   except KeyboardInterrupt:
     reason = "interrupted"

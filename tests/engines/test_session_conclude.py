@@ -163,6 +163,7 @@ def test_a_failed_evaluation_loses_nothing_and_is_named(tmp_path, capsys):
   for what in ("the untrained model's loss", "the result's loss"):
     assert f"WARNING: {what} is left out: MemoryError: no room for 7 GiB of logits." in said
     assert what in known["left_out"]
+    assert f"\n  {what} ...\n" in said, "it may take hours"
   assert (tmp_path / "report" / "index.html").exists()
 
 
