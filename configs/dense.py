@@ -107,3 +107,5 @@ def set_large(c: ml_collections.ConfigDict) -> None:
   c.sync.sync_period = 24
   c.sync.overlap_steps = 2
   c.sync.push_codec = "bf16"
+
+  c.run.sample_tokens = 0  # each is a forward pass on one device (`ddiloco generate` makes some)

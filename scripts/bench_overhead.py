@@ -29,6 +29,7 @@ from typing import Any
 import common
 import in_process
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ddiloco.config import Config, from_dict
@@ -55,7 +56,7 @@ Step = Callable[[np.ndarray], None]  # on a batch, and waits for it
 
 def bare_step(island: Island) -> Step:
   """The compiled step alone, on a copy of the state, with as many in flight as on the island."""
-  state, before = island.programs.copy(island._state), None  # `capture` may be on the host
+  state, before = jax.tree.map(jnp.copy, island._state), None  # `capture` may be on the host
 
   def step(batch: np.ndarray) -> None:
     nonlocal state, before

@@ -21,6 +21,7 @@ import collections
 import hashlib
 import hmac
 import json
+import math
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -42,6 +43,7 @@ from ddiloco.runtime import REAL_TIME, Job, Time
 
 ASK_SECONDS = 0.5  # between two requests of a restarted shard, doubling up to ...
 MOST_ASK_SECONDS = 8.0  # ... this, so that it asks for a lost copy again before it gives up
+BEGINS_SECONDS = 5.0  # that a buddy is waited for which has asked for fragments of its own
 PATIENCE_FACTOR = 8.0  # over the usual time until a copy is confirmed
 RESTARTS_FACTOR = 2.0  # over that patience, for a buddy that restarts again and again
 
@@ -325,6 +327,9 @@ def recover(
   `keep_on` is called with the seconds since the newest copy came, or since the start: gigabytes
   take long. Returns what the buddy had, by fragment. Meanwhile the neighbour's requests are served,
   from `copies`. The request goes to the neighbour as well, which must send its copies again.
+
+  A buddy that asks too has begun as well, and answers at once, or not while it makes initial values
+  or reads a snapshot, which may take minutes: it is not waited for any longer.
   """
   shard, incarnation, endpoint = copies.shard, copies.incarnation, copies.endpoint
   num_shards = copies.config.sync.num_shards
@@ -334,9 +339,8 @@ def recover(
   # copy of an earlier round is from an answer to an earlier life: it does not end the wait.
   listed: dict[int, int] | None = None
   came: collections.Counter[int] = collections.Counter()  # fragment -> how often its copy came
-  heard_at, ask_at, pause = time.now(), 0.0, ASK_SECONDS
-  while keep_on(time.now() - heard_at) and not _complete(found, listed):
-    now = time.now()
+  heard_at, ask_at, pause, until = time.now(), 0.0, ASK_SECONDS, math.inf
+  while keep_on((now := time.now()) - heard_at) and now < until and not _complete(found, listed):
     if now >= ask_at:  # again if copies are missing: some went to the former incarnation
       ask_at, pause = now + pause, min(2 * pause, MOST_ASK_SECONDS)
       for each in neighbours(shard, num_shards):
@@ -353,11 +357,13 @@ def recover(
           came[p] += 1
           # If a copy was lost, all copies come a second time. A third time is no progress.
           if came[p] <= 2:
-            heard_at = time.now()
+            heard_at, until = time.now(), math.inf
           ask_at = time.now() + pause  # the other copies are on their way
       case Recovered(shard=sender, asked_by=asked_by) if (sender, asked_by) == (buddy, incarnation):
-        listed = dict(zip(message.fragments, message.rounds))
+        listed, until = dict(zip(message.fragments, message.rounds)), math.inf
       case Replica() | Recover():
+        if isinstance(message, Recover) and message.shard == buddy and listed is None:
+          until = time.now() + BEGINS_SECONDS
         at_once(copies.on(message))
   return found
 

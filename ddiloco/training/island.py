@@ -121,8 +121,7 @@ class IslandPrograms:
     step: (state, batch, learning rate, frozen) -> (state, metrics).
     frozen: the model's frozen arrays.
     fresh: () -> state.
-    copy: state -> state.
-    capture: as `copy`, but into the host's memory where the devices copy to it directly.
+    capture: state -> state; into the host's memory where the devices copy to it directly.
     counts: count -> the part of a state that counts updates.
     latest: that part -> its greatest count.
     kinds: by fragment, the kind of each piece.
@@ -168,9 +167,7 @@ class IslandPrograms:
 
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=parts.replicated)
     self.fresh = jax.jit(fresh, out_shardings=layout.shardings).lower().compile()
-    self.copy = self.capture = parts.lower_copy().compile()
-    if parts.host_memory is not None:
-      self.capture = parts.lower_copy(parts.host_memory).compile()
+    self.capture = parts.lower_copy(parts.host_memory).compile()
     self.counts = jax.jit(counts, out_shardings=parts.replicated).lower(count).compile()
     kept = {name: layout.leaves[name] for name in layout.counts}
     self.latest = jax.jit(latest, out_shardings=parts.replicated).lower(kept).compile()
@@ -283,8 +280,7 @@ class Island:
 
   def load(self, params: Mapping[str, np.ndarray]) -> None:
     """`reset`, and then these parameters (name -> array): for islands that train alone."""
-    # A private copy: the CPU backend may use host memory as it is, and steps write in place.
-    mine = {PARAMS + name: np.array(value, np.float32) for name, value in params.items()}
+    mine = {PARAMS + name: np.asarray(value, np.float32) for name, value in params.items()}
     rest = {n: leaf for n, leaf in self.layout.leaves.items() if not n.startswith(PARAMS)}
     self.layout.check(rest | mine)
     self.reset()
@@ -302,29 +298,31 @@ class Island:
     """
     if not self.layout.fits(name, value):
       return value
-    return jax.block_until_ready(jax.device_put(value, self.layout.leaves[name].sharding))
+    # A private copy: the CPU backend may use host memory as it is, and steps write in place.
+    mine = np.array(value)
+    return jax.block_until_ready(jax.device_put(mine, self.layout.shardings[name]))
 
   def restore(self, arrays: Mapping[str, jax.Array | np.ndarray]) -> None:
     """Takes over a captured state of any mesh, bit by bit; instead of `reset`.
 
     Args:
-      arrays: exactly the names of `layout`. They are copied: the caller may keep or change them.
-        Arrays that lie on the devices as `layout` says make a second state there until this
-        returns; others come through the host.
+      arrays: exactly the names of `layout`. Those that lie on the devices as `layout` says, as
+        `place` makes them, become the state itself, since two states may have no room there: steps
+        delete them. Of others the state gets copies, through the host.
 
     Raises:
       ValueError: names, shapes or dtypes are not this island's; nothing has changed.
     """
     self.layout.check(arrays)
     self.compile()
-    ready = {}
+    self._state, self._in_flight = {}, None  # free the memory first
+    state = {}
     for name, sharding in self.layout.shardings.items():
       array = arrays[name]
       here = isinstance(array, jax.Array) and array.sharding == sharding
       # Not `device_put` from one mesh to another: it might compile, and communicate.
-      ready[name] = array if here else np.asarray(array)
-    self._state, self._in_flight = {}, None  # free the memory first
-    self._state = jax.block_until_ready(self.programs.copy(ready))
+      state[name] = array if here else self.place(name, np.asarray(array))
+    self._state = state
 
   def params_on_host(self) -> dict[str, np.ndarray]:
     """All parameters as NumPy copies (step thread only)."""

@@ -212,6 +212,16 @@ def test_without_a_buddy_it_gives_up_when_it_is_told_to():
   assert nobody.asked_at == [0.0, 0.5, 1.5, 3.5, 7.5] and nobody.now == 110.0
 
 
+def test_a_buddy_that_begins_too_is_not_waited_for_while_it_makes_its_values():
+  """Of two shards that began together one answered the other and waited 30 s for its answer."""
+  begins = Late([(1.0, Recover(1, 50))])
+  assert begins.recover(give_up_seconds=30.0) == {}
+  assert begins.now == pytest.approx(106.0)
+  asking = Late([(1.0, Recover(1, 50)), (5.0, Recover(1, 50)), (9.0, held((0, 7)))])
+  asking.arrivals.append((20.0, back(committed(0, 7))))
+  assert asking.recover(give_up_seconds=30.0) == {0: 7}, "while it asks it can answer"
+
+
 def test_a_buddy_that_ends_in_the_middle_has_given_what_it_gave():
   half = Late([(0.1, held((0, 7), (2, 4))), (0.2, back(committed(2, 4)))])
   assert half.recover(give_up_seconds=10.0) == {2: 4}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import signal
@@ -32,6 +33,7 @@ from ddiloco.workdir import OUTCOME, STARTED, check, held, join, live_in
 from tests.engines.test_session_resume import soon_over
 from tests.engines.test_threads import Ran, make_config
 from tests.made_events import made
+from tests.waits import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -163,6 +165,7 @@ def test_a_failed_evaluation_loses_nothing_and_is_named(tmp_path, capsys):
   for what in ("the untrained model's loss", "the result's loss"):
     assert f"WARNING: {what} is left out: MemoryError: no room for 7 GiB of logits." in said
     assert what in known["left_out"]
+    assert f"\n  {what} ...\n" in said, "it may take hours"
   assert (tmp_path / "report" / "index.html").exists()
 
 
@@ -196,7 +199,9 @@ def test_a_comparison_that_does_not_finish_is_left_out_and_why_is_said(
   assert known["left_out"] == {"the comparison": said}
 
 
-def test_who_interrupts_what_is_measured_at_the_end_gets_the_report_without_it(tmp_path, capsys):
+def test_who_interrupts_what_is_measured_at_the_end_gets_the_report_without_it(
+  tmp_path, capsys, monkeypatch
+):
   """The process ended, without a word about the result; nothing drew the report."""
 
   def loss(_) -> float:
@@ -211,11 +216,24 @@ def test_who_interrupts_what_is_measured_at_the_end_gets_the_report_without_it(t
   assert (workdir / "report" / "index.html").exists()
   assert "the comparison is left out: interrupted. The result is saved." in capsys.readouterr().out
 
-  def twice(_) -> float:
-    os.kill(os.getpid(), signal.SIGINT)
-    return loss(_)
+  asked, over, seen = threading.Event(), threading.Event(), []
+  monkeypatch.setattr(session, "write_report", lambda *_: seen.append(over.is_set()))
+  again = threading.Thread(
+    target=lambda: asked.wait(PATIENCE_SECONDS) and os.kill(os.getpid(), signal.SIGINT)
+  )
 
-  assert train(tmp_path / "2", RunResult("finished", params(3), {}), twice) == 0
+  def twice(_) -> float:
+    """The second Ctrl-C comes while it computes, in C code, which Python cannot end."""
+    again.start()
+    loss(_)
+    try:
+      hashlib.pbkdf2_hmac("sha256", b"", b"", 10_000_000)
+    finally:
+      over.set()
+    return 2.0
+
+  assert train(tmp_path / "2", RunResult("finished", params(3), {}), twice, asked=asked) == 0
+  assert seen == [False], "it is not waited for"
   known = json.loads((tmp_path / "2" / OUTCOME).read_text())
   assert known["left_out"]["the untrained model's loss"] == "interrupted"
 

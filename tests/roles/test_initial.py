@@ -40,6 +40,17 @@ def test_random_values_follow_the_seed(params):
   assert initial.shapes(CONFIG.model) == {n: tuple(v.shape) for n, v in params.items()}
 
 
+def test_what_draws_many_values_is_optimized(monkeypatch):
+  drawn, program = [], initial._program
+  monkeypatch.setattr(initial, "_program", lambda *what: drawn.append(what) or program(*what))
+  monkeypatch.setattr(initial, "OPTIMIZED_FROM", 1000)
+  monkeypatch.setattr(initial, "GROUP_BYTES", 4000)
+  made = initial.initial_params(CONFIG)
+  sizes = [sum(made[name].size for name in group) for _, group, _ in drawn]
+  assert [optimized for *_, optimized in drawn] == [size >= 1000 for size in sizes]
+  assert min(sizes) < 1000 <= max(sizes)
+
+
 @pytest.mark.parametrize("form", ["model.safetensors", "checkpoint", "run/result"])
 def test_given_weights_are_what_a_run_starts_from_bitwise(tmp_path, params, form):
   weights.save(tmp_path / form, params)
