@@ -12,6 +12,7 @@ import io
 import shutil
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -24,7 +25,7 @@ from ddiloco.config import CheckpointConfig, Config, ConfigError, SyncConfig, fr
 from ddiloco.engines import session, threads
 from ddiloco.engines.processes import ProcessesEngine
 from ddiloco.observe.eventlog import read_events
-from ddiloco.protocol import syncer
+from ddiloco.protocol import supervisor, syncer
 from ddiloco.protocol.messages import FragmentState
 from ddiloco.protocol.states import Round, SyncerState
 from ddiloco.protocol.values import replace
@@ -432,6 +433,22 @@ def test_a_run_stopped_before_its_evaluator_had_the_model_leaves_that_of_the_new
   first, merged_tokens = engine._newest_params()
   assert {n: v.tobytes() for n, v in first.items()} != {n: v.tobytes() for n, v in found.items()}
   assert first.keys() == initial.initial_params(config).keys() and not merged_tokens
+
+
+@pytest.mark.parametrize("phase", ["up", "left", "down"])
+def test_the_model_of_an_evaluator_that_has_died_is_no_result(corpus, workdir, monkeypatch, phase):
+  """It was the result of a run that was stopped before the next one was there, and nothing said
+  how old it was."""
+  engine, joined = ProcessesEngine(endless(), workdir, corpus, None), SimpleNamespace(joined=True)
+  engine._plan()
+  roles = {**engine._state.roles, "evaluator": supervisor.Role(phase)}
+  engine._state, engine._evaluated = replace(engine._state, roles=roles), joined
+  monkeypatch.setattr(engine, "_take_turns", lambda over, seconds: over())
+  engine._dismiss("syncer-")
+  assert engine._evaluated is joined, "a snapshot has the end"
+  engine._global_step += 1
+  engine._dismiss("syncer-")
+  assert engine._evaluated is (None if phase == "down" else joined)
 
 
 def test_a_run_that_goes_on_and_is_stopped_at_once_leaves_the_result_as_it_is(
