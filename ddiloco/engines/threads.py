@@ -312,8 +312,15 @@ class ThreadsEngine(Engine):
     roles = members(self._state)  # without learners whose planned join has not come
     built = [m for m in self.islands if learner_address(m) in roles and m not in self._unbuilt]
     left = [m for m in built if roles[learner_address(m)].phase != GONE] or built
-    each = {m: self.islands[m].params_on_host() for m in left}
-    furthest = max((self._life_steps.get(m, 0) for m in left), default=0)  # each life began anew
+    each, lost = dict[int, dict[str, np.ndarray]](), list[str]()
+    for m in left:
+      try:
+        each[m] = self.islands[m].params_on_host()
+      except Exception as error:  # its devices have failed by now, and no other island's
+        lost.append(f"{learner_address(m)}: {type(error).__name__}: {error}")
+    if not each:
+      lost = ["the devices of all islands have failed, with what was learned there"]
+    furthest = max((self._life_steps.get(m, 0) for m in each), default=0)  # each life began anew
     seen = furthest * self.config.planned_tokens_per_step
-    lost = "" if left else "the devices of all islands have failed, with what was learned there"
-    return RunResult(reason, each[left[0]] if left else self._first, each, lost, merged_tokens=seen)
+    first = next(iter(each.values()), self._first)
+    return RunResult(reason, first, each, "; ".join(lost), merged_tokens=seen)
