@@ -177,19 +177,5 @@ def test_a_workdir_that_is_trained_in_is_refused_before_data_are_opened(tmp_path
     session.train(make_config(2, 30), tmp_path)
 
 
-def test_of_two_runs_with_one_folder_of_snapshots_one_trains_at_a_time(tmp_path):
-  """The second went on from the first one's snapshots, and both wrote into them."""
-  path, name = str(tmp_path / "shared"), r"with its snapshots in .*/shared/run\. Fix: give"
-  config = make_config(2, 30, checkpoint={"path": path})
-  with held(tmp_path / "a" / "run", path):
-    with pytest.raises(ConfigError, match=rf"^checkpoint\.path = '{path}': .*{name}"):
-      session.train(config, tmp_path / "b" / "run")
-    with held(tmp_path / "b" / "another", path), held(tmp_path / "b" / "run", "gs://shared"):
-      assert not (tmp_path / "b" / "run" / "config.json").exists()
-  (tmp_path / "file").touch()
-  with held(tmp_path / "a" / "run", path), held(tmp_path / "b" / "run", f"{tmp_path}/file"):
-    pass  # it is free again; and where no lock can be, saving says what is wrong
-
-
 def test_devices_for_these_tests():
   assert len(jax.devices()) >= 8, "tests/conftest.py makes eight fake ones"

@@ -31,7 +31,7 @@ from ddiloco.protocol.states import Round, SyncerState
 from ddiloco.protocol.values import replace
 from ddiloco.roles import initial
 from ddiloco.training import data
-from ddiloco.workdir import claim
+from ddiloco.workdir import claim, held
 from tests.cli.test_runs_export import OWN, of_own_model
 from tests.engines.test_threads import TOKENS, Ran, make_config
 from tests.waits import wait_for
@@ -408,6 +408,20 @@ def test_a_log_that_cannot_be_read_does_not_end_a_run_that_begins_again(tmp_path
   (tmp_path / "events" / "learner-0.jsonl").mkdir(parents=True)
   restore.go_on(endless(), tmp_path, storage_of(tmp_path), None, [])
   assert "begins again from its initial values" in capsys.readouterr().out
+
+
+def test_of_two_runs_with_one_folder_of_snapshots_one_trains_at_a_time(tmp_path):
+  """The second went on from the first one's snapshots, and both wrote into them."""
+  path, name = str(tmp_path / "shared"), r"with its snapshots in .*/shared/run\. Fix: give"
+  config = make_config(checkpoint={"path": path})
+  with held(tmp_path / "a" / "run", path):
+    with pytest.raises(ConfigError, match=rf"^checkpoint\.path = '{path}': .*{name}"):
+      session.train(config, tmp_path / "b" / "run")
+    with held(tmp_path / "b" / "another", path), held(tmp_path / "b" / "run", "gs://shared"):
+      assert not (tmp_path / "b" / "run" / "config.json").exists()
+  (tmp_path / "file").touch()
+  with held(tmp_path / "a" / "run", path), held(tmp_path / "b" / "run", f"{tmp_path}/file"):
+    pass  # it is free again; and where no lock can be, saving says what is wrong
 
 
 # --- the result of a run that was stopped early ---------------------------------------------------
