@@ -88,8 +88,9 @@ def test_steps_are_those_of_all_starts_of_a_run(tmp_path, monkeypatch):
   (tmp_path / "events").mkdir()
   log = [made(float(n), "learner-0", "step", step=n, global_step=n) for n in range(1, 6)]
   log += [made(60.0 + n, "learner-0", "step", 1, step=n, global_step=n) for n in range(5, 9)]
+  log.append(made(5.0, "learner-1", "step", step=1, global_step=1))
   log.append(made(70.0, "evaluator", "evaluation", loss=2.0))
-  for role in ("learner-0", "evaluator"):
+  for role in ("learner-0", "learner-1", "evaluator"):
     mine = [each for each in log if each.role == role]
     lines = [to_line(each, each is mine[0]) for each in mine]
     (tmp_path / "events" / f"{role}.jsonl").write_bytes(b"".join(lines))
@@ -97,7 +98,7 @@ def test_steps_are_those_of_all_starts_of_a_run(tmp_path, monkeypatch):
   ended = RunResult("finished", params(3), {})
   assert train(tmp_path, ended, lambda tree: 1.0, config_of(compare_alone=True)) == 0
   known = json.loads((tmp_path / OUTCOME).read_text())
-  assert known["learner_steps"] == {"0": 9}
+  assert known["learner_steps"] == {"0": 9, "1": 1}
   assert known["steps_alone"] == 8, "islands alone train as long as the run, not what it lost too"
 
 

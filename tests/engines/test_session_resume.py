@@ -333,15 +333,15 @@ def test_a_run_that_goes_on_with_another_source_says_so(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("untrained")
-@pytest.mark.parametrize("rate", [1.0, 3e-4])
+@pytest.mark.parametrize("rate", [1.0, 3e-4, 0.0])
 def test_an_optimizer_with_a_learning_rate_of_its_own_is_named(rate, tmp_path, capsys):
-  """It trained a thousand times too slowly, in silence."""
+  """It trained a thousand times too slowly, in silence. At a rate of 0 a warm-up may begin."""
   (tmp_path / "mine.py").write_text(f"import optax\ndef inner(config): return optax.adam({rate})\n")
   inner = {"custom": f"{tmp_path}/mine.py:inner", "learning_rate": 0.004}
   config = make_config(learners=2, steps=30, inner=inner)
   assert session.train(config, tmp_path / "run") == 0
   said = "its first update of a gradient of 1 is 0.0003. Fix: give it a learning rate of 1: inner."
-  assert (said in capsys.readouterr().err) == (rate < 1)
+  assert (said in capsys.readouterr().err) == (0 < rate < 1)
 
 
 def test_to_overwrite_begins_anew(corpus, workdir, capsys):
@@ -422,6 +422,21 @@ def test_of_two_runs_with_one_folder_of_snapshots_one_trains_at_a_time(tmp_path)
   (tmp_path / "file").touch()
   with held(tmp_path / "a" / "run", path), held(tmp_path / "b" / "run", f"{tmp_path}/file"):
     pass  # it is free again; and where no lock can be, saving says what is wrong
+
+
+def test_to_overwrite_is_refused_where_snapshots_outside_the_workdir_would_stay(
+  workdir, monkeypatch
+):
+  """The new run would go on from them."""
+  monkeypatch.setattr(session, "make_engine", lambda _: pytest.fail("it begins"))
+  shared = workdir.with_name("shared")
+  shared.mkdir()
+  (workdir / "checkpoints").rename(shared / "run")
+  config = dataclasses.replace(endless(), checkpoint=CheckpointConfig(path=str(shared)))
+  said = rf"^checkpoint\.path = '{shared}': has snapshots of 'run', .*Fix: choose another path"
+  with pytest.raises(ConfigError, match=said):
+    session.train(config, workdir, overwrite=True)
+  assert (workdir / "events").exists()
 
 
 # --- the result of a run that was stopped early ---------------------------------------------------
