@@ -333,6 +333,17 @@ def test_a_run_that_goes_on_with_another_source_says_so(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("untrained")
+def test_a_run_that_goes_on_deletes_what_killed_saves_have_left(tmp_path):
+  """Each is as large as the model, and no later save would find it."""
+  left = [tmp_path / f".result.{'4f3a' * 4}", tmp_path / "islands" / f".learner-1.{'4f3a' * 4}"]
+  for _ in range(2):
+    assert session.train(make_config(learners=2, steps=30), tmp_path) == 0
+    assert not any(each.exists() for each in left)
+    for each in left:
+      each.mkdir(parents=True)
+
+
+@pytest.mark.usefixtures("untrained")
 @pytest.mark.parametrize("rate", [1.0, 3e-4, 0.0])
 def test_an_optimizer_with_a_learning_rate_of_its_own_is_named(rate, tmp_path, capsys):
   """It trained a thousand times too slowly, in silence. At a rate of 0 a warm-up may begin."""
