@@ -79,7 +79,7 @@ class ThreadsEngine(Engine):
       m: Island(config, m, self._shares.of(m), self.plan, shared) for m in self._streams
     }
     self._unbuilt: set[int] = set()  # islands whose devices have failed, or that join unplanned
-    self._life_steps: dict[int, int] = {}  # learner -> steps of its newest life
+    self._life_steps: dict[int, int] = {}  # learner -> steps of its newest life; without shards
     self._restored: restore.Restored | None = None
     self._first_incarnation = 0
     self._faults: dict[str, Faults] = {}
@@ -164,7 +164,7 @@ class ThreadsEngine(Engine):
         stopped = lambda: self._stopped(name, role.usual_seconds)  # noqa: E731
         role.run(faults, stopped, drain_seconds, self.stop.is_set)
       finally:
-        self._life_steps[m] = role.exchange.state.step - beginning.state.step
+        self._life_steps[m] = role.exchange.state.step
       if unmerged := unmerged_tokens(role.exchange.state):
         self._note_lost(name, f"{unmerged} tokens were not merged in time")
 

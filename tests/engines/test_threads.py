@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import threading
 import time
@@ -486,6 +487,15 @@ def test_stopping_keeps_what_is_there(corpus, tmp_path):
   assert ran.outcome.reason == "stopped"
   assert time.monotonic() - started < 60, "a stall of an hour does not hold up the end"
   assert {e.reason for e in ran.of("stopped", "learner")} == {"the run was stopped"}
+
+
+def test_work_that_a_stopped_run_has_not_merged_in_time_is_said_to_be_lost(corpus, tmp_path):
+  config = make_config(learners=1, steps=10**6, network={"drain_seconds": 0.0})
+  islands = {0: HostIsland(config, 0, initial.make_plan(config))}
+  engine = ThreadsEngine(config, tmp_path, corpus, always_two, islands)
+  ended = engine.run([lambda event: event.kind == "step" and engine.leave.set()])
+  assert ended.reason == "stopped"
+  assert re.fullmatch(r"learner-0: [1-9]\d* tokens were not merged in time", ended.lost)
 
 
 def test_stopping_while_a_learner_waits_for_its_restart_is_no_failure(corpus, tmp_path):
