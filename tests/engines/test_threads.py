@@ -411,8 +411,8 @@ def test_a_run_whose_tokens_are_merged_ends_without_who_is_away_by_plan(
 def test_a_run_that_can_never_end_any_more_ends_at_once(corpus, tmp_path, target, quorum):
   """A shard gone for good never merges again; nor do too few learners for a quorum."""
   faults = [fault("kill", target, 30, seconds=-1)]
-  config = make_config(steps=10**6, chaos={"faults": faults}, sync={"min_quorum": quorum})
-  ran = Ran(config, corpus, tmp_path)
+  sections = {"sync": {"min_quorum": quorum}, "network": {"drain_seconds": 3600.0}}
+  ran = Ran(make_config(steps=10**6, chaos={"faults": faults}, **sections), corpus, tmp_path)
   assert ran.outcome.reason == "failed"
   assert all(np.isfinite(v).all() for v in ran.outcome.params.values())
 
@@ -427,6 +427,7 @@ def test_a_run_whose_quorum_has_left_has_failed_and_says_why(corpus, tmp_path, c
   config = make_config(2, steps=10**6, **sections)
   ran = Ran(config, corpus, tmp_path, stop_after=lambda event: event.time > 60)
   assert ran.outcome.reason == "failed" and ran.of("stopped", "learner-2")
+  assert [e.action for e in ran.of("fault")] == ["join", "kill"]
   why = "its quorum is 2 (sync.min_quorum), the learners that are left: learner-0"
   assert ran.outcome.why == why and why in capsys.readouterr().err
 
