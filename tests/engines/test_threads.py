@@ -16,6 +16,7 @@ from ddiloco.core import delta
 from ddiloco.core.fragments import scatter
 from ddiloco.engines.engine import RunResult
 from ddiloco.engines.threads import ThreadsEngine
+from ddiloco.network import frames
 from ddiloco.observe.eventlog import Event, read_events
 from ddiloco.observe.goodput import Ledger
 from ddiloco.observe.tracks import Aftermath
@@ -509,6 +510,16 @@ def test_stopping_while_a_learner_waits_for_its_restart_is_no_failure(corpus, tm
     stop_after=lambda e: e.kind == "exit",
   )
   assert ran.outcome.reason == "stopped"
+
+
+def test_lives_come_after_those_of_earlier_starts_also_if_the_clock_stepped_back(corpus, tmp_path):
+  config = make_config(learners=1)
+  islands = {0: HostIsland(config, 0, initial.make_plan(config))}
+  engine = ThreadsEngine(config, tmp_path, corpus, None, islands)
+  later = frames.seconds_since_2020() + 3600
+  for earlier in (later, 7):
+    engine._start_after(earlier)
+    assert engine._first_incarnation == later + 1
 
 
 def test_islands_alone_finish_without_a_syncer(corpus, tmp_path):

@@ -176,6 +176,14 @@ def test_a_slice_that_fails_again_and_again_is_given_up(monkeypatch, tmp_path):
   assert len(exits) == config.run.max_restarts + 1
 
 
+def test_an_island_that_waits_for_its_devices_ends_when_it_is_asked_to(tmp_path, monkeypatch):
+  monkeypatch.setattr(devices, "answering", lambda lost: None)
+  engine = ThreadsEngine(CONFIG, tmp_path, data.open_data(CONFIG.data), None)
+  engine._told.add("learner-1")
+  waits = mock.Mock(check=mock.Mock(side_effect=AssertionError("it waits")))
+  assert not engine._build(1, waits)
+
+
 def test_a_run_alone_whose_islands_are_all_lost_has_an_outcome_that_says_so(tmp_path):
   """It ended with a traceback: max() of nothing."""
   config = replace(CONFIG, sync=replace(CONFIG.sync, num_shards=0))
