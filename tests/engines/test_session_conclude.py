@@ -22,7 +22,7 @@ import pytest
 from ddiloco import workdir as workdirs
 from ddiloco.checkpoint import weights
 from ddiloco.checkpoint.snapshots import Storage
-from ddiloco.config import Config, ConfigError, Fault
+from ddiloco.config import Config, ConfigError
 from ddiloco.engines import session
 from ddiloco.engines.engine import RunResult
 from ddiloco.engines.role_spec import terminates
@@ -118,31 +118,6 @@ def test_islands_of_accelerators_are_not_compared_with_islands_of_a_cpu(
   stopped = RunResult("stopped", params(3), {})
   assert train(tmp_path, stopped, lambda tree: 1.0, config_of(compare_alone=True)) == 130
   assert "comparison" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-  ("reason", "error"), [("stopped", KeyboardInterrupt), ("failed", RuntimeError)]
-)
-def test_islands_alone_that_do_not_reach_their_end_are_no_comparison(
-  tmp_path, monkeypatch, reason, error
-):
-  began: list[Config] = []
-
-  class Ends:
-    def __init__(self, config, *_):
-      began.append(config)
-
-    def run(self, _) -> RunResult:
-      return RunResult(reason, params(3), {0: params(3)}, why="none is left")
-
-  monkeypatch.setattr("ddiloco.engines.threads.ThreadsEngine", Ends)
-  kill = Fault("kill", "learner-0", at_step=1)
-  config = dataclasses.replace(CONFIG, chaos=dataclasses.replace(CONFIG.chaos, faults=(kill,)))
-  heldout = types.SimpleNamespace(measure=None, loss=first)
-  with pytest.raises(error):
-    session._train_alone(config, tmp_path, None, heldout, None, 7)
-  (alone,) = began
-  assert (alone.sync.num_shards, alone.chaos.faults, alone.planned_steps()) == (0, (), 7)
 
 
 def test_a_disk_that_is_full_at_the_end_leaves_the_first_outcome(tmp_path, monkeypatch, capsys):

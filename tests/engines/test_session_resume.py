@@ -21,8 +21,17 @@ import pytest
 from ddiloco.checkpoint import restore, signed_json
 from ddiloco.checkpoint.restore import Unfounded
 from ddiloco.checkpoint.snapshots import Storage
-from ddiloco.config import CheckpointConfig, Config, ConfigError, SyncConfig, from_dict
+from ddiloco.config import (
+  ChaosConfig,
+  CheckpointConfig,
+  Config,
+  ConfigError,
+  Fault,
+  SyncConfig,
+  from_dict,
+)
 from ddiloco.engines import session, threads
+from ddiloco.engines.engine import RunResult
 from ddiloco.engines.processes import ProcessesEngine
 from ddiloco.observe.eventlog import read_events
 from ddiloco.protocol import supervisor, syncer
@@ -506,3 +515,28 @@ def test_a_run_that_goes_on_and_is_stopped_at_once_leaves_the_result_as_it_is(
   assert f"has seen {first.outcome.merged_tokens:,}" in capsys.readouterr().out
   for name, value in session.load_result(workdir, longer).items():
     assert value.tobytes() == result[name].tobytes()
+
+
+@pytest.mark.parametrize(
+  ("reason", "error"), [("stopped", KeyboardInterrupt), ("failed", RuntimeError)]
+)
+def test_islands_alone_that_do_not_reach_their_end_are_no_comparison(
+  tmp_path, monkeypatch, reason, error
+):
+  began: list[Config] = []
+
+  class Ends:
+    def __init__(self, config, *_):
+      began.append(config)
+
+    def run(self, _) -> RunResult:
+      return RunResult(reason, {}, {0: {}}, why="none is left")
+
+  monkeypatch.setattr("ddiloco.engines.threads.ThreadsEngine", Ends)
+  kill = Fault("kill", "learner-0", at_step=1)
+  config = dataclasses.replace(endless(), chaos=ChaosConfig(faults=(kill,)))
+  heldout = SimpleNamespace(measure=None, loss=lambda tree: 1.0)
+  with pytest.raises(error):
+    session._train_alone(config, tmp_path, None, heldout, None, 7)
+  (alone,) = began
+  assert (alone.sync.num_shards, alone.chaos.faults, alone.planned_steps()) == (0, (), 7)
