@@ -138,7 +138,7 @@ def train(
   end = outcome(run)  # a program that is asked to end begins no further run
   interrupted = asked.is_set() or "interrupted" in end.get("left_out", {}).values()
   if interrupted or end.get("reason") == "stopped":
-    raise KeyboardInterrupt(f"the run in {run} is {end['reason']}")
+    raise KeyboardInterrupt(f"the run in {run} is {end.get('reason', 'not saved')}")
   if end.get("reason") != "finished":
     why = end.get("why", "its end is not saved, as its output says")
     fix = "the same call goes on with it and starts all roles; sync.min_quorum may be lower then"

@@ -60,8 +60,11 @@ def run_name(workdir: Path) -> str:
 
 
 @contextlib.contextmanager
-def held(workdir: Path) -> Iterator[None]:
+def held(workdir: Path, snapshots: str = "") -> Iterator[None]:
   """In this context no other run trains in the workdir; the lock ends with the process at latest.
+
+  Nor does one of the same name that has the same folder `snapshots` (checkpoint.path), as far as
+  that has locks: a bucket has none.
 
   Raises:
     ConfigError: another run trains there, or the directory cannot be written.
@@ -71,6 +74,14 @@ def held(workdir: Path) -> Iterator[None]:
       workdir.mkdir(parents=True, exist_ok=True)
       file = stack.enter_context((workdir / LOCK).open("a"))
       _lock(file, fcntl.LOCK_EX, f"--workdir={workdir}: {_TRAINED}")
+    if snapshots and "://" not in snapshots:
+      with contextlib.suppress(OSError):  # if it cannot be written, saving says so
+        folder = Path(snapshots).expanduser() / run_name(workdir)
+        folder.mkdir(parents=True, exist_ok=True)
+        file = stack.enter_context((folder / LOCK).open("a"))
+        rule = f"another run of this name trains at this moment, with its snapshots in {folder}"
+        fix = "give the workdir another name, or choose another path"
+        _lock(file, fcntl.LOCK_EX, str(refusal("checkpoint.path", snapshots, rule, fix)))
     yield  # outside the inner context: an error of the caller is not about the lock
 
 

@@ -162,16 +162,18 @@ def test_a_run_that_fails_is_no_run_that_was_interrupted(tmp_path, monkeypatch, 
     ddiloco.train(small(20, num_learners=2), tmp_path / "run", cpu=True)
 
 
-def test_a_signal_while_the_report_is_drawn_ends_a_sweep(tmp_path, monkeypatch):
-  """The run was whole, and the next one began."""
+@pytest.mark.parametrize("said", ["finished", "not saved"])
+def test_a_signal_while_the_end_is_saved_or_reported_ends_a_sweep(tmp_path, monkeypatch, said):
+  """The run was whole, and the next one began; where the disk was full it was a KeyError."""
 
   def ends(config, workdir, *_, asked) -> None:
     workdir.mkdir()
-    (workdir / "outcome.json").write_text('{"reason": "finished"}')
+    if said == "finished":
+      (workdir / "outcome.json").write_text('{"reason": "finished"}')
     asked.set()
 
   monkeypatch.setattr("ddiloco.engines.session.train", ends)
-  with pytest.raises(KeyboardInterrupt, match="run is finished"):
+  with pytest.raises(KeyboardInterrupt, match=f"run is {said}"):
     ddiloco.train(small(20, num_learners=2), tmp_path / "run", cpu=True)
 
 

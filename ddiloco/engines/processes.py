@@ -25,7 +25,7 @@ from ddiloco.checks import require
 from ddiloco.config import Config, Fault
 from ddiloco.config.schema import INSIDE
 from ddiloco.engines.children import Accelerator, Child, Spawn, accelerators, spawn_forked, warm
-from ddiloco.engines.engine import Engine, RunResult
+from ddiloco.engines.engine import MEASURE_SECONDS, Engine, RunResult
 from ddiloco.engines.role_process import connect, load_keys
 from ddiloco.engines.role_spec import RoleSpec, free_urls, newest, require_shards
 from ddiloco.network import frames
@@ -33,7 +33,7 @@ from ddiloco.network.transport import EVALUATOR_ADDRESS
 from ddiloco.observe.eventlog import Follower, Recorder
 from ddiloco.observe.guards import HangWatch, warn
 from ddiloco.protocol.events import parse_role
-from ddiloco.protocol.supervisor import Exited, Left, Working
+from ddiloco.protocol.supervisor import DOWN, Exited, Left, Working
 from ddiloco.roles import initial
 from ddiloco.roles.evaluator import Measure
 from ddiloco.runtime import Runtime
@@ -142,6 +142,7 @@ class ProcessesEngine(Engine):
 
   def _start(self, name: str, life: int, afresh: bool) -> None:
     if name == EVALUATOR_ADDRESS:
+      self._evaluated = None  # what its last life had is older than what the shards have
       return self._start_thread(name, self._first_evaluator + life, self._run_evaluator)
     commands = self._commands(name)
     if name not in self._children:
@@ -226,6 +227,21 @@ class ProcessesEngine(Engine):
     role = self._evaluated
     return role is not None and role.exchange.state.merged_tokens >= self.config.run.total_tokens
 
+  def _follows(self) -> bool:
+    """Whether the evaluator has the whole model, and has not died since."""
+    down = self._state.roles[EVALUATOR_ADDRESS].phase == DOWN
+    return not down and self._evaluated is not None and self._evaluated.joined
+
+  def _snapshot_has_the_end(self) -> bool:
+    return self._global_step <= max(0, restore.newest_global_step(self._storage))
+
+  def _dismiss(self, kind: str) -> None:
+    # Once shards have ended no role has what an evaluator lacks that was just started again.
+    if kind == "syncer-" and not self._snapshot_has_the_end():
+      follows = self._take_turns(self._follows, MEASURE_SECONDS)
+      self._evaluated = self._evaluated if follows else None
+    super()._dismiss(kind)
+
   def _end(self, reason: str) -> None:
     super()._end(reason)
     # The shards' last messages have arrived, and the evaluator's next turn takes them in.
@@ -272,7 +288,7 @@ class ProcessesEngine(Engine):
     role = self._evaluated
     if role is not None and role.joined:
       return self._result(reason, role.store.params(), role.exchange.state.merged_tokens)
-    if self._global_step > max(0, restore.newest_global_step(self._storage)):
+    if not self._snapshot_has_the_end():
       self._lost[EVALUATOR_ADDRESS] = "it never had the whole model, and no snapshot has the end"
     return self._result(reason, *self._newest_params())
 

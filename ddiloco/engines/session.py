@@ -87,7 +87,8 @@ def train(
   runner = make_engine(engine)(config, workdir, corpus, measure, **(options or {}))
   with contextlib.closing(runner):
     served = Dashboard(workdir, dashboard) if dashboard else None  # opens its port, or is refused
-    with workdirs.held(workdir), kept_in(workdir / workdirs.COMPILED):
+    alone = workdirs.held(workdir, config.checkpoint.path)
+    with alone, kept_in(workdir / workdirs.COMPILED):
       workdirs.claim(workdir, config, overwrite)
       sources = json.dumps({"corpus": data.digest(corpus), **initial.sources(config)})
       workdirs.write_whole(workdir / workdirs.SOURCES, f"{sources}\n")

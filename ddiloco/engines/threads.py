@@ -79,7 +79,7 @@ class ThreadsEngine(Engine):
       m: Island(config, m, self._shares.of(m), self.plan, shared) for m in self._streams
     }
     self._unbuilt: set[int] = set()  # islands whose devices have failed, or that join unplanned
-    self._life_steps: dict[int, int] = {}  # learner -> steps of its newest life
+    self._life_steps: dict[int, int] = {}  # learner -> steps of its newest life; without shards
     self._restored: restore.Restored | None = None
     self._first_incarnation = 0
     self._faults: dict[str, Faults] = {}
@@ -164,7 +164,7 @@ class ThreadsEngine(Engine):
         stopped = lambda: self._stopped(name, role.usual_seconds)  # noqa: E731
         role.run(faults, stopped, drain_seconds, self.stop.is_set)
       finally:
-        self._life_steps[m] = role.exchange.state.step - beginning.state.step
+        self._life_steps[m] = role.exchange.state.step
       if unmerged := unmerged_tokens(role.exchange.state):
         self._note_lost(name, f"{unmerged} tokens were not merged in time")
 
@@ -312,8 +312,15 @@ class ThreadsEngine(Engine):
     roles = members(self._state)  # without learners whose planned join has not come
     built = [m for m in self.islands if learner_address(m) in roles and m not in self._unbuilt]
     left = [m for m in built if roles[learner_address(m)].phase != GONE] or built
-    each = {m: self.islands[m].params_on_host() for m in left}
-    furthest = max((self._life_steps.get(m, 0) for m in left), default=0)  # each life began anew
+    each, lost = dict[int, dict[str, np.ndarray]](), list[str]()
+    for m in left:
+      try:
+        each[m] = self.islands[m].params_on_host()
+      except Exception as error:  # its devices have failed by now, and no other island's
+        lost.append(f"{learner_address(m)}: {type(error).__name__}: {error}")
+    if not each:
+      lost = ["the devices of all islands have failed, with what was learned there"]
+    furthest = max((self._life_steps.get(m, 0) for m in each), default=0)  # each life began anew
     seen = furthest * self.config.planned_tokens_per_step
-    lost = "" if left else "the devices of all islands have failed, with what was learned there"
-    return RunResult(reason, each[left[0]] if left else self._first, each, lost, merged_tokens=seen)
+    first = next(iter(each.values()), self._first)
+    return RunResult(reason, first, each, "; ".join(lost), merged_tokens=seen)

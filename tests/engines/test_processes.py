@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -573,6 +574,10 @@ def test_a_workdir_that_is_deleted_under_a_run_is_reported_and_the_run_goes_on(t
   assert run.outcome()["reason"] == "finished"
 
 
+def have_left(engine: ProcessesEngine, kind: str) -> bool:
+  return all(r.ended for r in supervisor.members(engine._state, kind).values())
+
+
 @pytest.mark.slow
 def test_shards_keep_the_final_model_for_an_evaluator_that_was_never_there(tmp_path):
   """It had died at each of its starts. The shards ended after the learners, and what they had was
@@ -580,7 +585,7 @@ def test_shards_keep_the_final_model_for_an_evaluator_that_was_never_there(tmp_p
 
   class Late(ProcessesEngine):
     def _run_evaluator(self, recorder) -> None:
-      while not all(r.ended for r in supervisor.members(self._state, "learner-").values()):
+      while not have_left(self, "learner-"):
         time.sleep(0.05)
       wait_for(self._kept, "the shards to wait for it")
       super()._run_evaluator(recorder)
@@ -595,6 +600,38 @@ def test_shards_keep_the_final_model_for_an_evaluator_that_was_never_there(tmp_p
   assert (ended.reason, ended.saved, ended.lost) == ("finished", True, "")
   assert ended.merged_tokens >= config.run.total_tokens
   assert not events_of(tmp_path / "run", "exit"), "no role was started again"
+
+
+@pytest.mark.slow
+def test_shards_keep_the_model_of_a_stopped_run_for_an_evaluator_that_is_not_back_yet(tmp_path):
+  """They ended before it had the model: the newest snapshot's was the result, or, where there was
+  none, the untrained one."""
+
+  class Dies(ProcessesEngine):
+    def _run_evaluator(self, recorder) -> None:
+      if recorder.incarnation > self._first_evaluator:
+        wait_for(lambda: have_left(self, "learner-"), "the learners to end")
+        with contextlib.suppress(AssertionError):  # the shards are not asked to end
+          wait_for(lambda: self._told & {"syncer-0"}, patience_seconds=1.0)
+          wait_for(lambda: have_left(self, "syncer-"), "them to end")
+      super()._run_evaluator(recorder)
+
+    def _evaluate(self, runtime, broken) -> None:
+      first = runtime.recorder.incarnation == self._first_evaluator
+      super()._evaluate(runtime, lambda: "cut off" if first and self.leave.is_set() else "")
+
+  def listen(event: Event) -> None:
+    if event.kind == "commit" and event.version >= 3:
+      engine.leave.set()
+
+  config = tiny(10**7, min_step_seconds=0.02)
+  engine = Dies(config, tmp_path / "run", data.open_corpus(config.data), None)
+  ended = engine.run([listen])
+  assert (ended.reason, ended.lost) == ("stopped", "")
+  (died,) = events_of(tmp_path / "run", "exit")
+  assert (died.target, died.reason) == ("evaluator", "ConnectionError: cut off")
+  merged = {e.fragment: e.merged_tokens for e in events_of(tmp_path / "run", "commit")}
+  assert ended.merged_tokens == min(merged.values())
 
 
 @pytest.mark.slow

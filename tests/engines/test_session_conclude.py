@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -89,8 +90,9 @@ def test_steps_are_those_of_all_starts_of_a_run(tmp_path, monkeypatch):
   (tmp_path / "events").mkdir()
   log = [made(float(n), "learner-0", "step", step=n, global_step=n) for n in range(1, 6)]
   log += [made(60.0 + n, "learner-0", "step", 1, step=n, global_step=n) for n in range(5, 9)]
+  log.append(made(5.0, "learner-1", "step", step=1, global_step=1))
   log.append(made(70.0, "evaluator", "evaluation", loss=2.0))
-  for role in ("learner-0", "evaluator"):
+  for role in ("learner-0", "learner-1", "evaluator"):
     mine = [each for each in log if each.role == role]
     lines = [to_line(each, each is mine[0]) for each in mine]
     (tmp_path / "events" / f"{role}.jsonl").write_bytes(b"".join(lines))
@@ -98,7 +100,7 @@ def test_steps_are_those_of_all_starts_of_a_run(tmp_path, monkeypatch):
   ended = RunResult("finished", params(3), {})
   assert train(tmp_path, ended, lambda tree: 1.0, config_of(compare_alone=True)) == 0
   known = json.loads((tmp_path / OUTCOME).read_text())
-  assert known["learner_steps"] == {"0": 9}
+  assert known["learner_steps"] == {"0": 9, "1": 1}
   assert known["steps_alone"] == 8, "islands alone train as long as the run, not what it lost too"
 
 
@@ -115,6 +117,9 @@ def test_islands_of_accelerators_are_not_compared_with_islands_of_a_cpu(
   assert train(tmp_path, ended, lambda tree: 1.0, config_of(compare_alone=True)) == 0
   said = "the comparison is left out: run.compare_alone = True: islands trained on NVIDIA H200"
   assert said in capsys.readouterr().out
+  stopped = RunResult("stopped", params(3), {})
+  assert train(tmp_path, stopped, lambda tree: 1.0, config_of(compare_alone=True)) == 130
+  assert "comparison" not in capsys.readouterr().out
 
 
 def test_a_disk_that_is_full_at_the_end_leaves_the_first_outcome(tmp_path, monkeypatch, capsys):
@@ -271,16 +276,17 @@ def test_a_run_of_the_engine_with_no_evaluations_evaluates_nothing(tmp_path):
 ALONE = {0: params(7), 3: params(2), 4: params(5)}
 
 
-def test_of_islands_that_trained_alone_all_are_saved_and_the_best_is_the_result(tmp_path):
+@pytest.mark.parametrize("worse", [7.0, math.nan])
+def test_of_islands_that_trained_alone_all_are_saved_and_the_best_is_the_result(tmp_path, worse):
   """Which one is best takes a loss, and that may fail."""
-  before = {}
+  before, each = {}, {0: params(worse), 3: params(2)}
 
   def loss(tree) -> float:
-    before.update({m: first(weights.load(tmp_path / "islands" / f"learner-{m}")) for m in ALONE})
+    before.update({m: first(weights.load(tmp_path / "islands" / f"learner-{m}")) for m in each})
     return first(tree)
 
-  known = conclude(tmp_path, RunResult("finished", ALONE[0], ALONE), loss)
-  assert before == {0: 7.0, 3: 2.0, 4: 5.0}
+  known = conclude(tmp_path, RunResult("finished", each[0], each), loss)
+  assert str(before) == str({0: worse, 3: 2.0})
   assert first(session.load_result(tmp_path, CONFIG)) == 2.0
   assert known["loss_merged"] == 2.0 and known["result_of_learner"] == 3
 
@@ -288,12 +294,14 @@ def test_of_islands_that_trained_alone_all_are_saved_and_the_best_is_the_result(
 @pytest.mark.parametrize(("shards", "result"), [(0, "best island"), (2, "merged model")])
 def test_the_end_names_what_the_result_is(tmp_path, capsys, monkeypatch, shards, result):
   """It spoke of a merged model where nothing was merged."""
-  config = config_of(sample_tokens=3)
-  config = dataclasses.replace(config, sync=dataclasses.replace(config.sync, num_shards=shards))
-  monkeypatch.setattr(session, "sample", lambda *_: "def x")
+  config, asked = config_of(sample_tokens=3), []
+  sync = dataclasses.replace(config.sync, num_shards=shards)
+  config = dataclasses.replace(config, seed=5, sync=sync)
+  monkeypatch.setattr(session, "sample", lambda *how: asked.append(how[2:]) or "def x")
   islands = {} if shards else ALONE
   outcome = RunResult("finished", ALONE[0], islands, untrained_loss=3e-4)
   conclude(tmp_path, outcome, first, config)
+  assert asked == [(config.run.prompt, 3, 0.7, 5)]
   said = capsys.readouterr().out
   loss = "7.000" if shards else "2.000"
   assert f"  untrained          0.000300\n  {result:<18} {loss}\n" in said
@@ -412,12 +420,15 @@ def test_the_end_of_a_run_is_saved_once_the_disk_has_room(tmp_path, monkeypatch,
   session.conclude(CONFIG, tmp_path, outcome, None, pause=paused.append)
   assert first(session.load_result(tmp_path, CONFIG)) == 3.0 and (tmp_path / OUTCOME).exists()
   said = capsys.readouterr().out
-  assert said.count("The run's end is not saved yet: [Errno 28] No space left") == len(paused) == 3
+  assert said.count("The run's end is not saved yet: [Errno 28] No space left") == 3
+  assert paused == [session.SAVE_AGAIN_SECONDS] * 3
   assert "Fix: make room, or the place writable. It is tried again for 600 s." in said
   assert f"The result is saved in {tmp_path / 'result'}. Its figures" in said
   monkeypatch.setattr(weights, "save", full_for(2, weights.save))
   with pytest.raises(OSError, match="No space left"):  # asked to end, it waits for no room
     session.conclude(CONFIG, tmp_path, outcome, None, pause=lambda seconds: True)
+  monkeypatch.setattr(weights, "save", lambda *_: pytest.fail("it is saved already"))
+  session.conclude(CONFIG, tmp_path, RunResult("finished", params(3), {}, saved=True), None)
 
 
 def test_a_result_that_cannot_be_saved_is_said_and_the_run_can_go_on(tmp_path, monkeypatch, capsys):

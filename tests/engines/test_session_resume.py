@@ -12,6 +12,7 @@ import io
 import shutil
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -20,17 +21,26 @@ import pytest
 from ddiloco.checkpoint import restore, signed_json
 from ddiloco.checkpoint.restore import Unfounded
 from ddiloco.checkpoint.snapshots import Storage
-from ddiloco.config import CheckpointConfig, Config, ConfigError, SyncConfig, from_dict
+from ddiloco.config import (
+  ChaosConfig,
+  CheckpointConfig,
+  Config,
+  ConfigError,
+  Fault,
+  SyncConfig,
+  from_dict,
+)
 from ddiloco.engines import session, threads
+from ddiloco.engines.engine import RunResult
 from ddiloco.engines.processes import ProcessesEngine
 from ddiloco.observe.eventlog import read_events
-from ddiloco.protocol import syncer
+from ddiloco.protocol import supervisor, syncer
 from ddiloco.protocol.messages import FragmentState
 from ddiloco.protocol.states import Round, SyncerState
 from ddiloco.protocol.values import replace
 from ddiloco.roles import initial
 from ddiloco.training import data
-from ddiloco.workdir import claim
+from ddiloco.workdir import claim, held
 from tests.cli.test_runs_export import OWN, of_own_model
 from tests.engines.test_threads import TOKENS, Ran, make_config
 from tests.waits import wait_for
@@ -332,15 +342,26 @@ def test_a_run_that_goes_on_with_another_source_says_so(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("untrained")
-@pytest.mark.parametrize("rate", [1.0, 3e-4])
+def test_a_run_that_goes_on_deletes_what_killed_saves_have_left(tmp_path):
+  """Each is as large as the model, and no later save would find it."""
+  left = [tmp_path / f".result.{'4f3a' * 4}", tmp_path / "islands" / f".learner-1.{'4f3a' * 4}"]
+  for _ in range(2):
+    assert session.train(make_config(learners=2, steps=30), tmp_path) == 0
+    assert not any(each.exists() for each in left)
+    for each in left:
+      each.mkdir(parents=True)
+
+
+@pytest.mark.usefixtures("untrained")
+@pytest.mark.parametrize("rate", [1.0, 3e-4, 0.0])
 def test_an_optimizer_with_a_learning_rate_of_its_own_is_named(rate, tmp_path, capsys):
-  """It trained a thousand times too slowly, in silence."""
+  """It trained a thousand times too slowly, in silence. At a rate of 0 a warm-up may begin."""
   (tmp_path / "mine.py").write_text(f"import optax\ndef inner(config): return optax.adam({rate})\n")
   inner = {"custom": f"{tmp_path}/mine.py:inner", "learning_rate": 0.004}
   config = make_config(learners=2, steps=30, inner=inner)
   assert session.train(config, tmp_path / "run") == 0
   said = "its first update of a gradient of 1 is 0.0003. Fix: give it a learning rate of 1: inner."
-  assert (said in capsys.readouterr().err) == (rate < 1)
+  assert (said in capsys.readouterr().err) == (0 < rate < 1)
 
 
 def test_to_overwrite_begins_anew(corpus, workdir, capsys):
@@ -409,6 +430,35 @@ def test_a_log_that_cannot_be_read_does_not_end_a_run_that_begins_again(tmp_path
   assert "begins again from its initial values" in capsys.readouterr().out
 
 
+def test_of_two_runs_with_one_folder_of_snapshots_one_trains_at_a_time(tmp_path):
+  """The second went on from the first one's snapshots, and both wrote into them."""
+  path, name = str(tmp_path / "shared"), r"with its snapshots in .*/shared/run\. Fix: give"
+  config = make_config(checkpoint={"path": path})
+  with held(tmp_path / "a" / "run", path):
+    with pytest.raises(ConfigError, match=rf"^checkpoint\.path = '{path}': .*{name}"):
+      session.train(config, tmp_path / "b" / "run")
+    with held(tmp_path / "b" / "another", path), held(tmp_path / "b" / "run", "gs://shared"):
+      assert not (tmp_path / "b" / "run" / "config.json").exists()
+  (tmp_path / "file").touch()
+  with held(tmp_path / "a" / "run", path), held(tmp_path / "b" / "run", f"{tmp_path}/file"):
+    pass  # it is free again; and where no lock can be, saving says what is wrong
+
+
+def test_to_overwrite_is_refused_where_snapshots_outside_the_workdir_would_stay(
+  workdir, monkeypatch
+):
+  """The new run would go on from them."""
+  monkeypatch.setattr(session, "make_engine", lambda _: pytest.fail("it begins"))
+  shared = workdir.with_name("shared")
+  shared.mkdir()
+  (workdir / "checkpoints").rename(shared / "run")
+  config = dataclasses.replace(endless(), checkpoint=CheckpointConfig(path=str(shared)))
+  said = rf"^checkpoint\.path = '{shared}': has snapshots of 'run', .*Fix: choose another path"
+  with pytest.raises(ConfigError, match=said):
+    session.train(config, workdir, overwrite=True)
+  assert (workdir / "events").exists()
+
+
 # --- the result of a run that was stopped early ---------------------------------------------------
 
 
@@ -434,6 +484,22 @@ def test_a_run_stopped_before_its_evaluator_had_the_model_leaves_that_of_the_new
   assert first.keys() == initial.initial_params(config).keys() and not merged_tokens
 
 
+@pytest.mark.parametrize("phase", ["up", "left", "down"])
+def test_the_model_of_an_evaluator_that_has_died_is_no_result(corpus, workdir, monkeypatch, phase):
+  """It was the result of a run that was stopped before the next one was there, and nothing said
+  how old it was."""
+  engine, joined = ProcessesEngine(endless(), workdir, corpus, None), SimpleNamespace(joined=True)
+  engine._plan()
+  roles = {**engine._state.roles, "evaluator": supervisor.Role(phase)}
+  engine._state, engine._evaluated = replace(engine._state, roles=roles), joined
+  monkeypatch.setattr(engine, "_take_turns", lambda over, seconds: over())
+  engine._dismiss("syncer-")
+  assert engine._evaluated is joined, "a snapshot has the end"
+  engine._global_step += 1
+  engine._dismiss("syncer-")
+  assert engine._evaluated is (None if phase == "down" else joined)
+
+
 def test_a_run_that_goes_on_and_is_stopped_at_once_leaves_the_result_as_it_is(
   corpus, workdir, capsys
 ):
@@ -449,3 +515,28 @@ def test_a_run_that_goes_on_and_is_stopped_at_once_leaves_the_result_as_it_is(
   assert f"has seen {first.outcome.merged_tokens:,}" in capsys.readouterr().out
   for name, value in session.load_result(workdir, longer).items():
     assert value.tobytes() == result[name].tobytes()
+
+
+@pytest.mark.parametrize(
+  ("reason", "error"), [("stopped", KeyboardInterrupt), ("failed", RuntimeError)]
+)
+def test_islands_alone_that_do_not_reach_their_end_are_no_comparison(
+  tmp_path, monkeypatch, reason, error
+):
+  began: list[Config] = []
+
+  class Ends:
+    def __init__(self, config, *_):
+      began.append(config)
+
+    def run(self, _) -> RunResult:
+      return RunResult(reason, {}, {0: {}}, why="none is left")
+
+  monkeypatch.setattr("ddiloco.engines.threads.ThreadsEngine", Ends)
+  kill = Fault("kill", "learner-0", at_step=1)
+  config = dataclasses.replace(endless(), chaos=ChaosConfig(faults=(kill,)))
+  heldout = SimpleNamespace(measure=None, loss=lambda tree: 1.0)
+  with pytest.raises(error):
+    session._train_alone(config, tmp_path, None, heldout, None, 7)
+  (alone,) = began
+  assert (alone.sync.num_shards, alone.chaos.faults, alone.planned_steps()) == (0, (), 7)

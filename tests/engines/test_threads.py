@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import threading
 import time
@@ -15,6 +16,7 @@ from ddiloco.core import delta
 from ddiloco.core.fragments import scatter
 from ddiloco.engines.engine import RunResult
 from ddiloco.engines.threads import ThreadsEngine
+from ddiloco.network import frames
 from ddiloco.observe.eventlog import Event, read_events
 from ddiloco.observe.goodput import Ledger
 from ddiloco.observe.tracks import Aftermath
@@ -410,8 +412,8 @@ def test_a_run_whose_tokens_are_merged_ends_without_who_is_away_by_plan(
 def test_a_run_that_can_never_end_any_more_ends_at_once(corpus, tmp_path, target, quorum):
   """A shard gone for good never merges again; nor do too few learners for a quorum."""
   faults = [fault("kill", target, 30, seconds=-1)]
-  config = make_config(steps=10**6, chaos={"faults": faults}, sync={"min_quorum": quorum})
-  ran = Ran(config, corpus, tmp_path)
+  sections = {"sync": {"min_quorum": quorum}, "network": {"drain_seconds": 3600.0}}
+  ran = Ran(make_config(steps=10**6, chaos={"faults": faults}, **sections), corpus, tmp_path)
   assert ran.outcome.reason == "failed"
   assert all(np.isfinite(v).all() for v in ran.outcome.params.values())
 
@@ -426,6 +428,7 @@ def test_a_run_whose_quorum_has_left_has_failed_and_says_why(corpus, tmp_path, c
   config = make_config(2, steps=10**6, **sections)
   ran = Ran(config, corpus, tmp_path, stop_after=lambda event: event.time > 60)
   assert ran.outcome.reason == "failed" and ran.of("stopped", "learner-2")
+  assert [e.action for e in ran.of("fault")] == ["join", "kill"]
   why = "its quorum is 2 (sync.min_quorum), the learners that are left: learner-0"
   assert ran.outcome.why == why and why in capsys.readouterr().err
 
@@ -488,6 +491,15 @@ def test_stopping_keeps_what_is_there(corpus, tmp_path):
   assert {e.reason for e in ran.of("stopped", "learner")} == {"the run was stopped"}
 
 
+def test_work_that_a_stopped_run_has_not_merged_in_time_is_said_to_be_lost(corpus, tmp_path):
+  config = make_config(learners=1, steps=10**6, network={"drain_seconds": 0.0})
+  islands = {0: HostIsland(config, 0, initial.make_plan(config))}
+  engine = ThreadsEngine(config, tmp_path, corpus, always_two, islands)
+  ended = engine.run([lambda event: event.kind == "step" and engine.leave.set()])
+  assert ended.reason == "stopped"
+  assert re.fullmatch(r"learner-0: [1-9]\d* tokens were not merged in time", ended.lost)
+
+
 def test_stopping_while_a_learner_waits_for_its_restart_is_no_failure(corpus, tmp_path):
   config = make_config(learners=1, steps=10**6, run={"restart_seconds": 3600.0})
   ran = Ran(
@@ -498,6 +510,16 @@ def test_stopping_while_a_learner_waits_for_its_restart_is_no_failure(corpus, tm
     stop_after=lambda e: e.kind == "exit",
   )
   assert ran.outcome.reason == "stopped"
+
+
+def test_lives_come_after_those_of_earlier_starts_also_if_the_clock_stepped_back(corpus, tmp_path):
+  config = make_config(learners=1)
+  islands = {0: HostIsland(config, 0, initial.make_plan(config))}
+  engine = ThreadsEngine(config, tmp_path, corpus, None, islands)
+  later = frames.seconds_since_2020() + 3600
+  for earlier in (later, 7):
+    engine._start_after(earlier)
+    assert engine._first_incarnation == later + 1
 
 
 def test_islands_alone_finish_without_a_syncer(corpus, tmp_path):

@@ -176,6 +176,14 @@ def test_a_slice_that_fails_again_and_again_is_given_up(monkeypatch, tmp_path):
   assert len(exits) == config.run.max_restarts + 1
 
 
+def test_an_island_that_waits_for_its_devices_ends_when_it_is_asked_to(tmp_path, monkeypatch):
+  monkeypatch.setattr(devices, "answering", lambda lost: None)
+  engine = ThreadsEngine(CONFIG, tmp_path, data.open_data(CONFIG.data), None)
+  engine._told.add("learner-1")
+  waits = mock.Mock(check=mock.Mock(side_effect=AssertionError("it waits")))
+  assert not engine._build(1, waits)
+
+
 def test_a_run_alone_whose_islands_are_all_lost_has_an_outcome_that_says_so(tmp_path):
   """It ended with a traceback: max() of nothing."""
   config = replace(CONFIG, sync=replace(CONFIG.sync, num_shards=0))
@@ -185,6 +193,23 @@ def test_a_run_alone_whose_islands_are_all_lost_has_an_outcome_that_says_so(tmp_
   ended = engine._outcome("stopped")
   assert (ended.params, ended.island_params, ended.merged_tokens) == ({"w": 1.0}, {}, 0)
   assert ended.lost == "the devices of all islands have failed, with what was learned there"
+
+
+def test_an_island_alone_whose_devices_fail_at_the_end_takes_no_other_result_with_it(
+  tmp_path, monkeypatch
+):
+  """The run ended with a traceback, and no island's work was saved."""
+  config = replace(CONFIG, sync=replace(CONFIG.sync, num_shards=0))
+  engine = ThreadsEngine(config, tmp_path, data.open_data(config.data), None)
+  engine._first, engine._life_steps = {"w": 1.0}, {0: 9, 1: 3}
+  engine._plan()
+  lost = mock.Mock(side_effect=jax.errors.JaxRuntimeError(LOST))
+  monkeypatch.setattr(engine.islands[0], "params_on_host", lost)
+  monkeypatch.setattr(engine.islands[1], "params_on_host", lambda: {"w": 2.0})
+  ended = engine._outcome("finished")
+  assert (ended.params, ended.island_params) == ({"w": 2.0}, {1: {"w": 2.0}})
+  assert ended.merged_tokens == 3 * config.planned_tokens_per_step
+  assert ended.lost == f"learner-0: JaxRuntimeError: {LOST}"
 
 
 def test_devices_answer_when_all_of_them_are_there(monkeypatch):
