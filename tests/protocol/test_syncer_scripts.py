@@ -187,7 +187,7 @@ def test_a_zombie_learner_is_fenced():
     push(0, 0),
     Goodbye(0, 0),
   ):
-    assert shard.feed(zombie, norm=1.0) == []
+    assert shard.feed(zombie) == []
   assert shard.state == before
   [pull, _] = shard.feed(report(0, (0, 0), (2, 2), incarnation=1))
   assert pull.message.learner_incarnation == 1
@@ -328,7 +328,7 @@ FOREIGN = [
 @pytest.mark.parametrize("message", FOREIGN, ids=lambda m: type(m).__name__)
 def test_nonsense_changes_nothing_at_a_shard(message, shard):
   before = shard.state
-  assert shard.feed(message, norm=1.0) == [] and shard.state == before
+  assert shard.feed(message) == [] and shard.state == before
 
 
 @pytest.mark.parametrize(

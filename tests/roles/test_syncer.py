@@ -16,7 +16,7 @@ from ddiloco.core import codec, fragments
 from ddiloco.core.delta import learner_weights, new_fragment
 from ddiloco.network.transport import Counters
 from ddiloco.protocol import events
-from ddiloco.protocol.actions import InstallValue, TakeSnapshot, Tick
+from ddiloco.protocol.actions import InstallValue, Tick
 from ddiloco.protocol.messages import (
   NOTHING,
   Goodbye,
@@ -281,7 +281,7 @@ def test_a_value_that_is_given_back_goes_whole_to_the_buddy_and_leaves_the_momen
   Buddy.told.clear()
   before = shard.syncer.committed[0]
   momentum, later = before.momentum.copy(), before.value + np.float32(1)
-  shard.syncer._perform(InstallValue(0, before.state.last_round, later))
+  shard.syncer._perform(InstallValue(0, later))
   shard.settle()
   after = shard.syncer.committed[0]
   assert same(after.value, later) and same(after.momentum, momentum)
@@ -467,19 +467,20 @@ def test_replay_weighs_a_commit_by_the_batches_that_its_shard_knew():
 
 def test_a_snapshot_awaits_no_learner_that_said_goodbye_and_does_not_miss_it():
   shard = Shard(3)
+  shard.round(deltas(shard.plan, shard.learners, seed=0))
   shard.syncer._saver = types.SimpleNamespace(commit_when_complete=lambda *given: given)
-  taken = TakeSnapshot(8, shard.syncer.state, (0, 1))
-  *_, expected, _, _, has_left = shard.syncer._commit_snapshot(taken)
-  assert expected() == ["learner-0", "learner-1"] and not has_left("learner-0")
+  *_, expected, _, _, has_left = shard.syncer._commit_snapshot(shard.syncer.state)
+  assert expected() == ["learner-0", "learner-1", "learner-2"] and not has_left("learner-0")
   shard.hear(Goodbye(0, 0))
-  assert expected() == ["learner-1"] and has_left("learner-0") and not has_left("learner-1")
+  assert expected() == ["learner-1", "learner-2"]
+  assert has_left("learner-0") and not has_left("learner-1")
   assert not has_left("syncer-0"), "the shard of the same number is there"
 
 
 def test_parts_of_learners_stay_for_a_hundred_snapshots_and_those_of_shards_as_configured():
   shard, saved = Shard(3), []
   shard.syncer._saver = types.SimpleNamespace(save=lambda *given: saved.append(given))
-  list(shard.syncer._collected(TakeSnapshot(100_000, shard.syncer.state, (0, 1)), ({}, {})))
+  list(shard.syncer._collected(replace(shard.syncer.state, snapshot=100_000), ({}, {})))
   config = shard.syncer.config
   ((*_, keep, since),) = saved
   assert (keep, since) == (config.checkpoint.keep, 100_000 - 100 * config.sync.snapshot_steps)
