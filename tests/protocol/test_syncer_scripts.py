@@ -94,8 +94,11 @@ def test_golden_learner_two_fragments():
     10,
     30,
   )
-  # Round 2 went on without me, version 3 came whole: both unmerged steps stay, at half length.
   one.feed(StepDone(0.3, 10, 0.1))
+  # Round 2 was abandoned: the next one is answered with all steps until now, not with that push.
+  newest = says.push(0, 0, 0, 3, 1, 2, 20, 45, "")
+  assert one.feed(says.pull(0, 0, 0, 0, 3, 1)) == [CopyOut(newest)]
+  # Round 3 went on without me, version 3 came whole: both unmerged steps stay, at half length.
   version_3 = replace(version_1, round=4, version=3, base_round=NOTHING)
   assert one.feed(version_3) == [Stage(version_3, "halve", False)]
   assert one.feed(Staged(0, 0.3)) == [says.applied(0, 3, 4, "halve", False)]
