@@ -315,6 +315,29 @@ def test_publishes_that_wait_for_the_buddy_are_not_sent_again():
   assert sorted(Holding.publishes) == [0, 0, 1, 1], "once to each learner"
 
 
+def test_the_log_on_disk_has_a_commit_before_another_role_hears_of_it():
+  shard, on_disk, heard = Shard(2), set(), []
+  send = shard.outbox.send
+
+  def sent(to, message):
+    if isinstance(message, Publish) and message.version:
+      heard.append(message.round in on_disk)
+    return send(to, message)
+
+  shard.outbox.send = sent
+  shard.syncer.replication = types.SimpleNamespace(
+    held=(),
+    changes=lambda fragment: None,
+    committed=lambda copy, change: heard.append(copy.state.last_round in on_disk),
+    when_safe=lambda fragment, do: do(),
+  )
+  shard.syncer.recorder.flush = lambda: on_disk.update(
+    event.round for event in shard.events if event.kind == "commit"
+  )
+  shard.round(deltas(shard.plan, shard.learners, seed=0))
+  assert heard == [True] * 6, "the buddy of two commits, and two learners of each"
+
+
 def test_values_that_are_given_back_again_and_again_do_not_wait_all_at_once():
   """A shard that compiles asks again, and a bad learner sends without being asked again."""
   shard, waiting = Shard(2), []
