@@ -385,7 +385,8 @@ def test_a_value_that_cannot_be_is_not_adopted(lie, shard):
   about = replace(VALUE.publish, **{name: of for name, of in lie.items() if name != "snapshot"})
   lied = replace(VALUE, publish=about, snapshot=lie.get("snapshot", 0))
   assert shard.feed(lied) == [] and shard.state == before
-  assert InstallValue(0) in shard.feed(VALUE)
+  assert InstallValue(0) in shard.feed(replace(VALUE, count=7))
+  assert shard.state.vector_clock[0] == 7, "what its learner had done by then"
 
 
 def test_a_value_is_not_lost_with_the_learner_that_is_asked_for_it_first(shard):
@@ -432,9 +433,11 @@ def test_a_value_that_does_not_come_is_asked_for_less_and_less_often():
 def test_a_fragment_that_was_given_back_is_due_as_before_and_of_about_this_step():
   sync = dataclasses.replace(ALONE, sync_period=10)
   shard = Script(sync, incarnation=1)
+  shard.state = replace(shard.state, snapshot=40)
   newest = says.report(0, 0, 50, 0.1, (3, 0), (10, 0), rounds=(7, -1))
   shard.feed(newest)
   assert InstallValue(0) in shard.feed(VALUE, 0.1)
+  assert shard.state.fragments[0].snapshot == 40, "the value may depend on what came after that one"
   shard.feed(newest, 0.2)
   assert 0 in shard.state.under_way
   again = syncer.init(0, 2, shard.state.fragments, sync, 1 << 60)

@@ -242,11 +242,14 @@ def test_the_pushes_of_learners_that_left_long_ago_excuse_no_long_one(norm, merg
 
 
 def test_a_shard_counts_its_commits_for_consistent_snapshots():
-  shard = Script(ALONE)
+  shard = Script(ALONE, incarnation=1)
   shard.feed(hello(0, 0))
   shard.feed(report(0, (0, 0), (1, 1)))
   before = shard.state.vector_clock[shard.state.key]
-  sent = [a.message for a in shard.feed_all(push(0, 0), norm=1.0) if isinstance(a, Send)]
+  assert before == 1 << 24, "more than in any life before"
+  pushed = replace(push(0, 1 << 24), count=7)
+  sent = [a.message for a in shard.feed_all(pushed, norm=1.0) if isinstance(a, Send)]
+  assert shard.state.vector_clock[0] == 7, "and keeps in mind which pushes are in them"
   counts = [message.count for message in sent if isinstance(message, Publish)]
   assert counts == [before + 1] == [shard.state.vector_clock[shard.state.key]]
 
