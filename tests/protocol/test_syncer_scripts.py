@@ -16,7 +16,7 @@ from ddiloco.protocol.actions import (
   StepDone,
   Tick,
 )
-from ddiloco.protocol.events import Apply, Commit, Member
+from ddiloco.protocol.events import Abandoned, Apply, Commit, Member
 from ddiloco.protocol.messages import (
   NOTHING,
   FragmentState,
@@ -280,6 +280,16 @@ def test_who_is_lost_is_asked_for_nothing():
   assert asked(shard.feed(report(0, (0, 0), (1, 1)), 99.1)) == {(0, 0)}
 
 
+def test_a_round_ends_when_one_that_it_needs_is_lost():
+  shard = Script()
+  for m in (0, 1):
+    shard.feed(hello(m, 0))
+    shard.feed(report(m, (0, 0), (1, 0)), 0.1)
+  shard.feed(push(0, 0), 0.2, norm=1.0)
+  [ended] = shard.feed(report(0, (0, 0), (1, 0)), 99.0)
+  assert isinstance(ended, Abandoned) and "only 1 of 2 needed are left" in ended.reason
+
+
 def test_who_was_not_heard_while_the_shard_took_others_in_is_not_lost():
   shard = Script(ALONE)
   shard.feed(hello(0, 0), 0.0)
@@ -297,8 +307,10 @@ def test_a_learner_that_was_lost_is_logged_as_joined_when_it_is_heard_again(hear
   """One that was stopped while it joined says hello before it reports."""
   [lost] = shard.feed_all(Tick(1000.0))
   assert (lost.state, lost.reason) == ("lost", "silent for 1000.00 s")
+  shard.state = shard.state.with_member(0, resends=5, resent_at=999.0)
   logged = [a for a in shard.feed_all(heard, 1000.1) if isinstance(a, Member)]
   assert [(a.state, a.reason) for a in logged] == [("joined", "heard again")]
+  assert shard.state.members[0].resends < 2, "what it lacks comes again soon"
 
 
 def test_a_restarted_shard_still_says_what_it_has_merged(shard):
