@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from ddiloco.protocol import events, messages, syncer
-from ddiloco.protocol.actions import Read, Received, Send, SyncerAction, Tick
+from ddiloco.protocol.actions import Read, ReadDone, Received, Send, SyncerAction, Tick
 from ddiloco.protocol.states import SyncerState
 from ddiloco.protocol.values import Frozen, replace
 
 
 def take_in(state: SyncerState, event) -> tuple[SyncerState, list[SyncerAction]]:
-  """One event at a shard; a push with what was measured of it arrives first.
+  """One event at a shard; the message of a `ReadDone` arrives first.
 
   Whatever it sends must be a message that its receiver can read.
   """
@@ -28,8 +28,8 @@ def take_in(state: SyncerState, event) -> tuple[SyncerState, list[SyncerAction]]
 
 
 def _take_in(state: SyncerState, event) -> tuple[SyncerState, list[SyncerAction]]:
-  if isinstance(event, Received) and isinstance(event.message, messages.Push) and event.read:
-    state, actions = syncer.syncer_on(state, replace(event, read=False))
+  if isinstance(event, ReadDone):
+    state, actions = syncer.syncer_on(state, Received(event.message, event.now))
     if not any(isinstance(action, Read) for action in actions):
       return state, actions
     state, more = syncer.syncer_on(state, event)
@@ -40,10 +40,16 @@ def _take_in(state: SyncerState, event) -> tuple[SyncerState, list[SyncerAction]
 def shard_on(state: SyncerState, event) -> tuple[SyncerState, list[SyncerAction]]:
   """A shard that takes in one message and then decides, as it does when no more has arrived."""
   state, actions = take_in(state, event)
-  if not isinstance(event, Received):
+  if not isinstance(event, Received | ReadDone):
     return state, actions
   state, decided = syncer.syncer_on(state, Tick(event.now))
   return state, [*actions, *decided]
+
+
+def event_of(message: messages.Message, now: float, **found) -> Received | ReadDone:
+  """What happens to a role with a message; of a push or a value, that it was read."""
+  is_read = isinstance(message, messages.Push | messages.Value)
+  return ReadDone(message, now, **found) if is_read else Received(message, now, **found)
 
 
 def applied(fragment: int, version: int, made_by: int, mode: str, included: bool) -> events.Apply:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from ddiloco.core.codec import Encoded
 from ddiloco.core.fragments import Fragment
 from ddiloco.core.passes import Share, Vectors
 from ddiloco.protocol import rules
-from ddiloco.protocol.actions import InstallValue, Received
+from ddiloco.protocol.actions import ReadDone
 from ddiloco.protocol.events import Commit
 from ddiloco.protocol.messages import INITIAL, MADE, NOTHING, FragmentState, Publish, Push, Value
 from ddiloco.protocol.values import Frozen, replace
@@ -365,7 +366,7 @@ class Merger:
   def _whole(self, fragment: int) -> Encoded:
     return Encoded("f32", self._lend(fragment).published_value.view(np.uint8))
 
-  def take_in(self, push: Push, now: float) -> Received:
+  def take_in(self, push: Push, now: float) -> ReadDone:
     """Measures a push of a round under way here, so that the reducer can judge it, and keeps it
     until that round's commit, or until the first push of a later round."""
     fragment, arrivals = self._fragments[push.fragment], self.arrivals.get(push.fragment)
@@ -373,23 +374,23 @@ class Merger:
       arrivals = self.arrivals[push.fragment] = push.round, {}
     _, pushes = arrivals
     if push.codec != (own := self.config.sync.push_codec):  # it would cost more to merge
-      return Received(push, now, fault=f"codec {push.codec!r}: must be {own!r}, as in the config")
+      return ReadDone(push, now, fault=f"codec {push.codec!r}: must be {own!r}, as in the config")
     try:
       encoded = codec.checked(push.payload, fragment.size, own)
     except codec.CodecError as error:
-      return Received(push, now, fault=str(error))
+      return ReadDone(push, now, fault=str(error))
     mine = pushes[push.learner] = measure(fragment, encoded, self.share)
     compared = pushes if mine.sample.size >= FEWEST_COMPARED else {}  # of few it is chance
     products = {m: passes.dot(each.sample, mine.sample) for m, each in compared.items()}
-    return Received(push, now, norm=mine.norm, products=products)
+    return ReadDone(push, now, norm=mine.norm, products=products)
 
-  def take_back(self, value: Value, now: float) -> Received:
+  def take_back(self, value: Value, now: float) -> ReadDone:
     """Decodes a value that this shard has lost and that a learner gives back."""
     try:
       flat = codec.finite(value.payload, self._fragments[value.publish.fragment].size)
     except codec.CodecError as error:
-      return Received(value, now, fault=str(error))
-    return Received(value, now, content=flat.copy())  # `flat` is in the message's memory
+      return ReadDone(value, now, fault=str(error))
+    return ReadDone(value, now, content=flat.copy())  # `flat` is in the message's memory
 
   def commit(self, what: Commit, state: FragmentState) -> Merged:
     """Merges the round's pushes; the fragment's newest commit is the result, with this state.
@@ -409,10 +410,10 @@ class Merger:
     self._merged[p] = merged.after(self._merged.get(p))
     return self._merged[p]
 
-  def install(self, what: InstallValue, state: FragmentState) -> None:
+  def install(self, value: Any, state: FragmentState) -> None:
     """Takes a value that a learner gave back, and forgets the pushes of the round under way; the
     momentum stays as it is, of an older round."""
-    p, value = what.fragment, what.content
+    p = state.index
     self.arrivals.pop(p, None)
     self._update.pop(p, None)
     old = self.committed[p]

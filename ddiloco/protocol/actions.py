@@ -35,21 +35,27 @@ class Tick(Frozen):
 
 
 class Received(Frozen):
-  """A message arrived. For a payload that a shard must judge, the role adds what it measured.
+  """A message arrived.
 
   A shard decides nothing about its rounds here, but at the next `Tick`, after all messages.
   """
 
   message: Message
   now: float  # when it arrived
-  read: bool = True  # False: a push or a value whose payload has not been read yet (`Read`)
-  norm: float = 0.0  # of the decoded outer gradient; not finite: to be rejected
-  fault: str = ""  # why the payload could not be decoded, or is not the shard's own value
-  # By learner, inner products with the pushes accepted before in this round, and with itself.
-  products: Mapping[int, float] = {}
-  content: Any = None  # the payload decoded, opaque: the action that keeps it carries it
   unsent: bool = False  # earlier messages to this learner are still queued here
   held: Collection[int] = ()  # fragments whose publishes wait here for the buddy
+
+
+class ReadDone(Frozen):
+  """Shard: the payload of this message was read (`Read`); with what was found."""
+
+  message: Push | Value
+  now: float  # when it arrived
+  fault: str = ""  # why it could not be decoded, or is not the shard's own value
+  norm: float = 0.0  # of a push, the decoded outer gradient's; not finite: to be rejected
+  # Of a push, by learner: inner products with the round's pushes read before, and with itself.
+  products: Mapping[int, float] = {}
+  content: Any = None  # a value, opaque: the action that keeps it carries it
 
 
 class StepDone(Frozen):
@@ -88,7 +94,7 @@ class Resumed(Frozen):
 
 
 LearnerEvent = Tick | Received | StepDone | Staged | Taken | Unmade
-SyncerEvent = Tick | Received | Resumed
+SyncerEvent = Tick | Received | ReadDone | Resumed
 
 # --- actions --------------------------------------------------------------------------------------
 # An event of `events.py` as an action: record it in the event log. Before the role records an
@@ -140,21 +146,16 @@ class ApplyMoments(Frozen):
 
 
 class TakeSnapshot(Frozen):
-  """Both: `state`, with its arrays, is my part of this snapshot; save it in the background.
+  """Both: `state`, with its arrays, is my part of its snapshot; save it in the background.
 
   A learner that has not joined has no part: no role should wait for it.
   """
 
-  snapshot: int
   state: Any  # LearnerState or SyncerState
-  learners: tuple[int, ...] = ()  # shard: the learners whose parts are expected
 
 
 class Read(Frozen):
-  """Shard: measure the values of this push, or decode this value, in the background.
-
-  The answer is a `Received` with what was found.
-  """
+  """Shard: measure this push, or decode this value, in the background; `ReadDone` answers."""
 
   message: Push | Value
   now: float  # when it arrived
@@ -164,8 +165,7 @@ class InstallValue(Frozen):
   """Shard: this value is newer than mine; from now on it is the fragment's global value."""
 
   fragment: int
-  round: int
-  content: Any = None  # of the `Received` that brought it
+  content: Any = None  # of the `ReadDone` event
 
 
 LearnerAction = Send | Event | CopyOut | Resend | Stage | TakeMoments | ApplyMoments | TakeSnapshot

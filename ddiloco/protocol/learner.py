@@ -269,7 +269,7 @@ def _capture(state: LearnerState, message: messages.ToLearner) -> LearnerOutcome
   if number <= state.snapshot:
     return state, []
   state = replace(state, snapshot=number)
-  return state, [actions.TakeSnapshot(number, state)] if state.trains else []
+  return state, [actions.TakeSnapshot(state)] if state.trains else []
 
 
 def _on_welcome(state: LearnerState, welcome: messages.Welcome, sync: SyncConfig) -> LearnerOutcome:

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping
 
 from ddiloco.protocol import events, rules
-from ddiloco.protocol.actions import Read, Received, Send, SyncerAction
+from ddiloco.protocol.actions import Read, ReadDone, Send, SyncerAction
 from ddiloco.protocol.messages import EVALUATOR, FragmentState, Pull, Push, Rejection
 from ddiloco.protocol.states import WINDOW_PERIODS, Round, SyncerOutcome, SyncerState, ignored
 from ddiloco.protocol.values import less, put, replace
@@ -122,27 +122,28 @@ def _round_event(f: FragmentState, current: Round) -> events.Round:
   )
 
 
-def on_push(state: SyncerState, push: Push, event: Received) -> SyncerOutcome:
-  """Keeps the first valid push of each asked learner; everything else is rejected or ignored.
-
-  Its sender and its round are judged when it arrives, its content when it is measured.
-  """
+def on_push(state: SyncerState, push: Push, now: float) -> SyncerOutcome:
+  """Has the first push of each asked learner measured, and ignores everything else."""
   i, me = state.position(push.fragment), push.learner
-  if i is None:
-    return state, [ignored(push, f"fragment {push.fragment} is not mine")]
-  f = state.fragments[i]
-  current = state.under_way.get(i)
-  if current is None or push.round != current.id:
+  current = None if i is None else state.under_way.get(i)
+  if i is None or current is None or current.id != push.round:
     return state, [ignored(push, "late: its round is over")]
-  if not event.read:
-    if me not in current.pending:
-      answered = me in {*current.measuring, *current.pushes, *current.rejected}
-      return state, [ignored(push, "a duplicate" if answered else "it is no longer asked for")]
-    pending, measuring = less(current.pending, me), (*current.measuring, me)
-    current = replace(current, pending=pending, measuring=measuring)
-    return state.with_round(i, current), [Read(push, event.now)]
+  if me not in current.pending:
+    answered = me in {*current.measuring, *current.pushes, *current.rejected}
+    return state, [ignored(push, "a duplicate" if answered else "it is no longer asked for")]
+  pending, measuring = less(current.pending, me), (*current.measuring, me)
+  current = replace(current, pending=pending, measuring=measuring)
+  return state.with_round(i, current), [Read(push, now)]
+
+
+def keep_push(state: SyncerState, push: Push, event: ReadDone) -> SyncerOutcome:
+  """Keeps or rejects a push that was measured, for which its round has waited."""
+  i = next((i for i, each in state.under_way.items() if each.id == push.round), None)
+  if i is None:
+    return state, [ignored(push, "late: its round is over")]
+  current, me = state.under_way[i], push.learner
   current = replace(current, measuring=less(current.measuring, me))
-  if fault := _push_fault(state, f, push, event):
+  if fault := _push_fault(state, state.fragments[i], push, event):
     current = replace(current, rejected={**current.rejected, me: fault})
     return state.with_round(i, current).mark_dirty([i]), []
   pairs = {(min(m, me), max(m, me)): product for m, product in event.products.items()}
@@ -159,7 +160,7 @@ def on_push(state: SyncerState, push: Push, event: Received) -> SyncerOutcome:
   return state.with_round(i, current).mark_dirty([i]).heard(me, push.count), []
 
 
-def _push_fault(state: SyncerState, f: FragmentState, push: Push, event: Received) -> str:
+def _push_fault(state: SyncerState, f: FragmentState, push: Push, event: ReadDone) -> str:
   """Why a push of the round is rejected, or ""."""
   if push.base_version != f.version:
     return f"based on version {push.base_version}, the fragment is at {f.version}"

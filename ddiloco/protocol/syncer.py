@@ -12,7 +12,7 @@ from typing import Any
 
 from ddiloco.config import SyncConfig
 from ddiloco.protocol import actions, events, messages, moments, rounds, rules, states
-from ddiloco.protocol.actions import Received, Send, SyncerAction
+from ddiloco.protocol.actions import ReadDone, Received, Send, SyncerAction
 from ddiloco.protocol.messages import EVALUATOR, INITIAL, FragmentState, Rejection, Report, Value
 from ddiloco.protocol.states import Member, SyncerOutcome, SyncerState, ignored
 from ddiloco.protocol.values import put, replace
@@ -92,6 +92,10 @@ def syncer_on(state: SyncerState, event: actions.SyncerEvent) -> SyncerOutcome:
   match event:
     case Received():
       return _take_in(state, event)
+    case ReadDone(message):
+      if isinstance(message, messages.Push):
+        return rounds.keep_push(state, message, event)
+      return _install(state, message, event)
     case actions.Resumed(now):
       return replace(state, awake_since=now), []
   state, lost = lose_silent(state, min(event.now, event.heard_until))
@@ -99,7 +103,7 @@ def syncer_on(state: SyncerState, event: actions.SyncerEvent) -> SyncerOutcome:
   state, started = rounds.start_rounds(state, event.now)
   begun: list[SyncerAction] = []
   # In lock-step a run cannot go on from a snapshot that lacks the learners of a quorum.
-  enough = not state.sync.blocking or len(_joined(state)) >= state.quorum
+  enough = not state.sync.blocking or len(joined(state)) >= state.quorum
   state = replace(state, saving=state.saving and not event.saved)
   # Once my fragments are final nothing that I send would carry the number to the learners.
   if state.shard == 0 and not state.saving and enough and not _complete(state):
@@ -112,9 +116,7 @@ def _take_in(state: SyncerState, event: Received) -> SyncerOutcome:
   message, now = event.message, event.now
   if not isinstance(message, messages.ToShard):
     return state, [ignored(message, "not for shards")]
-  # A push that has been measured was judged when it arrived, and its round waits for it.
-  measured = event.read and isinstance(message, messages.Push)
-  if not measured and (fault := _message_fault(state, message)):
+  if fault := _message_fault(state, message):
     return state, [ignored(message, fault)]
   number = getattr(message, "snapshot", 0)
   if isinstance(message, Report):
@@ -128,11 +130,11 @@ def _take_in(state: SyncerState, event: Received) -> SyncerOutcome:
   todo: list[SyncerAction] = []
   match message:
     case messages.Push():
-      state, todo = rounds.on_push(state, message, event)
+      state, todo = rounds.on_push(state, message, now)
     case Report():
       state, todo = _on_report(state, message, event)
     case Value():
-      state, todo = _on_value(state, message, event)
+      state, todo = _on_value(state, message, now)
     case messages.RequestMoments():
       state, todo = moments.on_request_moments(state, message, now, event.unsent)
     case messages.Moments():
@@ -161,16 +163,16 @@ def _capture(state: SyncerState, snapshot: int) -> SyncerOutcome:
     return state, []
   fragments = tuple(replace(f, snapshot=snapshot) for f in state.fragments)
   state = replace(state, snapshot=snapshot, fragments=fragments)
-  return replace(state, saving=True), [actions.TakeSnapshot(snapshot, state, _joined(state))]
+  return replace(state, saving=True), [actions.TakeSnapshot(state)]
 
 
-def _joined(state: SyncerState) -> tuple[int, ...]:
-  """The learners that have the whole model."""
-  return tuple(
+def joined(state: SyncerState) -> list[int]:
+  """The learners that have the whole model: a snapshot's are those whose parts are expected."""
+  return [
     m
     for m, member in sorted(state.members.items())
     if m != EVALUATOR and not member.lost and min(member.versions, default=-1) >= 0
-  )
+  ]
 
 
 def next_wake(state: SyncerState) -> float:
@@ -347,21 +349,23 @@ def _request_values(
   return replace(state, value_requests=requests), todo
 
 
-def _on_value(state: SyncerState, value: Value, event: Received) -> SyncerOutcome:
-  given = value.publish
-  i = state.position(given.fragment)
-  requests, key = state.value_requests, (given.fragment, value.learner)
-  request = requests.get(key)
-  if i is None or request is None:
-    return state, [ignored(value, "it was not asked for")]
-  if not event.read and request.reading == value.incarnation:
-    return state, [ignored(value, "a duplicate")]
-  request = replace(request, reading=-1 if event.read else value.incarnation)
-  requests = {**requests, key: request}
-  state = replace(state, value_requests=requests)
-  if not event.read:
-    return state, [actions.Read(value, event.now)]
-  f = state.fragments[i]
+def _on_value(state: SyncerState, value: Value, now: float) -> SyncerOutcome:
+  key = value.publish.fragment, value.learner
+  request = state.value_requests.get(key)
+  if request is None or request.reading == value.incarnation:
+    return state, [ignored(value, "a duplicate" if request else "it was not asked for")]
+  requests = {**state.value_requests, key: replace(request, reading=value.incarnation)}
+  return replace(state, value_requests=requests), [actions.Read(value, now)]
+
+
+def _install(state: SyncerState, value: Value, event: ReadDone) -> SyncerOutcome:
+  """Takes a value that was read as the fragment's, if it is newer than the one that is here."""
+  given, requests = value.publish, state.value_requests
+  i, key = state.position(given.fragment), (given.fragment, value.learner)
+  if i is None or key not in requests:
+    return state, [ignored(value, "it is no longer asked for")]
+  requests = {**requests, key: replace(requests[key], reading=-1)}
+  state, f = replace(state, value_requests=requests), state.fragments[i]
   if event.fault:
     return state, [ignored(value, event.fault), *_give_up(state, value, event.fault)]
   if max(given.merged_rounds.values(), default=-1) > given.round:
@@ -393,7 +397,7 @@ def _on_value(state: SyncerState, value: Value, event: Received) -> SyncerOutcom
     state = state.with_member(learner, versions=put(m.versions, i, -1), sent=put(m.sent, i, -1))
   return state, [
     *todo,
-    actions.InstallValue(f.index, f.last_round, event.content),
+    actions.InstallValue(f.index, event.content),
     events.Regained(
       fragment=f.index,
       version=f.version,

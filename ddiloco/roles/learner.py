@@ -29,7 +29,7 @@ from ddiloco.protocol.values import replace
 from ddiloco.runtime import Job, Loop, Runtime, WorkingRole, drive
 
 Batches = Callable[[int], Iterator[Any]]
-Save = Callable[[int, LearnerState, dict[str, Any]], None]  # (snapshot, state, arrays by name)
+Save = Callable[[LearnerState, dict[str, Any]], None]  # (captured state, arrays by name)
 LOOK_SECONDS = 0.05  # between two checks of the stop signal during a wait
 HEARTBEAT_SECONDS = 0.5
 
@@ -184,8 +184,8 @@ class Exchange(WorkingRole):
             )
           )
           self._worker.put(self._stage(action, staging))
-        case actions.TakeSnapshot():
-          self._capture(action)
+        case actions.TakeSnapshot(state):
+          self._capture(state)
         case actions.TakeMoments(forwarded):
           self._worker.put(self._take_moments(forwarded))
         case actions.ApplyMoments(content=(forwarded, staged)):
@@ -213,24 +213,24 @@ class Exchange(WorkingRole):
     self._store.apply(action.fragment, staging.placed, self._deltas.keep(action.mode))
     self.recorder.record(action)
 
-  def _capture(self, action: actions.TakeSnapshot) -> None:
+  def _capture(self, state: LearnerState) -> None:
     """My part of a snapshot: the devices' state now, the rest when earlier jobs are done."""
     if self._save is None:
       return
     reason = self._saver.refusal  # no step should wait for a copy that would be dropped
-    if lacks := [p for p, f in enumerate(action.state.fragments) if not f.here]:
+    if lacks := [p for p, f in enumerate(state.fragments) if not f.here]:
       reason = f"it has not joined: it waits for fragments {lacks}"
-    elif action.state.wants or self.warms_up:  # a later incarnation would use them at full rate
+    elif state.wants or self.warms_up:  # a later incarnation would use them at full rate
       reason = "its inner moments are new: its learning rate has not warmed up"
     if reason:
-      self._saver.decline(action.snapshot, reason)
+      self._saver.decline(state.snapshot, reason)
       return
     began = self.time.now()
     captured = self._store.capture()
     seconds = round(self.time.now() - began, 6)
-    self.recorder.record(events.Captured(snapshot=action.snapshot, seconds=seconds))
-    stagings = {p: tuple(each) for p, each in self._stagings.items()}
-    self._worker.put(self._hand_over(action, captured, stagings))
+    self.recorder.record(events.Captured(snapshot=state.snapshot, seconds=seconds))
+    staged = {f"staged/{p}/{i}": v for p, q in self._stagings.items() for i, v in enumerate(q)}
+    self._worker.put(self._hand_over(state, captured, staged))
 
   def _give_moments(self, shard: int, moments: Moments) -> None:
     p, donation = moments.fragment, moments.donation
@@ -339,16 +339,10 @@ class Exchange(WorkingRole):
     self._tell(actions.Staged(p, self.time.now()))
 
   def _hand_over(
-    self,
-    action: actions.TakeSnapshot,
-    captured: Mapping[str, Any],
-    stagings: Mapping[int, tuple[Staging, ...]],
+    self, state: LearnerState, captured: Mapping[str, Any], staged: Mapping[str, Staging]
   ) -> Job:
-    arrays = {**captured, **self._deltas.arrays()}
-    for p, each in stagings.items():
-      for i, staging in enumerate(each):
-        arrays[f"staged/{p}/{i}"] = staging.flat
-    self._save(action.snapshot, action.state, arrays)
+    flat = {name: staging.flat for name, staging in staged.items()}
+    self._save(state, {**captured, **self._deltas.arrays(), **flat})
     yield None
 
   # --- after a restart, before the loop runs ------------------------------------------------------
@@ -495,8 +489,8 @@ class Learner:
       return 1.0
     return min(1.0, (state.step - self._joined.step + 1) / warmup)
 
-  def _save(self, snapshot: int, state: LearnerState, arrays: dict[str, Any]) -> None:
-    self._saver.save(snapshot, self._part(state, self._next_position(state)), arrays)
+  def _save(self, state: LearnerState, arrays: dict[str, Any]) -> None:
+    self._saver.save(state.snapshot, self._part(state, self._next_position(state)), arrays)
 
   def _step(
     self, batches: Iterator[Any], faults: Faults, last: float, blocked: float

@@ -23,7 +23,7 @@ from ddiloco.core.fragments import Plan
 from ddiloco.network.transport import learner_address
 from ddiloco.observe.guards import warn
 from ddiloco.protocol import actions, events, syncer
-from ddiloco.protocol.actions import InstallValue, Received, Send, SyncerAction, TakeSnapshot
+from ddiloco.protocol.actions import ReadDone, Received, Send, SyncerAction
 from ddiloco.protocol.events import parse_role
 from ddiloco.protocol.messages import (
   EVALUATOR,
@@ -179,8 +179,7 @@ class Syncer(WorkingRole):
     learner = getattr(message, "learner", EVALUATOR)
     unsent = self.endpoint.unsent(learner_address(learner)) > 0
     held = () if self.replication is None else self.replication.held
-    read = not isinstance(message, Push | Value)
-    yield from self.handle(Received(message, now, read=read, unsent=unsent, held=held))
+    yield from self.handle(Received(message, now, unsent, held))
 
   def handle(self, event) -> Loop[None]:
     """One event through the reducer, and every action it decides, in order."""
@@ -212,13 +211,13 @@ class Syncer(WorkingRole):
         what = replace(action, step_tokens=sizes)
         work = functools.partial(self._commit, what, self._state_of(fragment))
         self._do(work, functools.partial(self._merged, what))
-      case InstallValue(fragment):
-        work = functools.partial(self.merger.install, action, self._state_of(fragment))
+      case actions.InstallValue(fragment, value):
+        work = functools.partial(self.merger.install, value, self._state_of(fragment))
         self._do(work, functools.partial(self._installed, fragment))
-      case TakeSnapshot() if self._saver is not None:
+      case actions.TakeSnapshot(state) if self._saver is not None:
         self._capturing = True
-        work = functools.partial(self._collect, action.state)
-        self._do(work, functools.partial(self._collected, action))
+        work = functools.partial(self._collect, state)
+        self._do(work, functools.partial(self._collected, state))
       case events.Ignored():
         self._note_ignored(action)
       case events.Event():
@@ -245,17 +244,17 @@ class Syncer(WorkingRole):
     if reason := self.merger.prepare(fragment):
       warn(f"what is compiled for commits cannot be kept on disk: {reason}. The run goes on.")
 
-  def _measure(self, push: Push, now: float) -> Received:
+  def _measure(self, push: Push, now: float) -> ReadDone:
     started = self.time.now()
-    received = self.merger.take_in(push, now)
+    done = self.merger.take_in(push, now)
     self._drag(self.time.now() - started)
-    return received
+    return done
 
-  def _check(self, value: Value, now: float) -> Received:
-    received, sealer = self.merger.take_back(value, now), self._sealer
-    if received.fault or sealer is None or sealer.fits(value.publish, received.content):
-      return received
-    return Received(value, now, fault="is no value of this shard: its seal does not fit")
+  def _check(self, value: Value, now: float) -> ReadDone:
+    done, sealer = self.merger.take_back(value, now), self._sealer
+    if done.fault or sealer is None or sealer.fits(value.publish, done.content):
+      return done
+    return ReadDone(value, now, fault="is no value of this shard: its seal does not fit")
 
   def _commit(self, what: events.Commit, state: FragmentState) -> tuple[Merged, float]:
     started = self.time.now()
@@ -301,31 +300,32 @@ class Syncer(WorkingRole):
     momentum_rounds = {p: c.momentum_round for p, c in self.committed.items()}
     return syncer_part(state, momentum_rounds), self.merger.arrays()
 
-  def _collected(self, action: TakeSnapshot, result: tuple[Any, Mapping[str, Any]]) -> Loop[None]:
-    self._capturing = False
-    self.recorder.record(events.Captured(snapshot=action.snapshot))  # after its commits' lines
+  def _collected(self, captured: SyncerState, result: tuple[Any, Mapping[str, Any]]) -> Loop[None]:
+    self._capturing, snapshot = False, captured.snapshot
+    self.recorder.record(events.Captured(snapshot=snapshot))  # after its commits' lines
     # Others may have begun it: in lock-step no run can go on from it without a quorum of learners.
-    useless = self.config.sync.blocking and len(action.learners) < self.state.quorum
-    if self.state.shard or useless:
-      self._saver.save(action.snapshot, *result)
+    useless = self.config.sync.blocking and len(syncer.joined(captured)) < captured.quorum
+    if captured.shard or useless:
+      self._saver.save(snapshot, *result)
     else:
-      commit = functools.partial(self._commit_snapshot, action)
-      since = action.snapshot - AWAY_SNAPSHOTS * self.config.sync.snapshot_steps
-      self._saver.save(action.snapshot, *result, commit, self.config.checkpoint.keep, since)
+      commit = functools.partial(self._commit_snapshot, captured)
+      since = snapshot - AWAY_SNAPSHOTS * self.config.sync.snapshot_steps
+      self._saver.save(snapshot, *result, commit, self.config.checkpoint.keep, since)
     yield None
 
-  def _commit_snapshot(self, action: TakeSnapshot) -> Job:
+  def _commit_snapshot(self, captured: SyncerState) -> Job:
     """Job of the saver: commits the snapshot once all expected learners have saved their parts.
 
     Expected are the learners of the capture that still live in the same incarnation.
     """
-    then, settings = action.state.members, self.config.checkpoint
+    then, settings = captured.members, self.config.checkpoint
+    learners = syncer.joined(captured)
 
     def expected() -> list[str]:
       now = self.state.members
       return [
         f"learner-{m}"
-        for m in action.learners
+        for m in learners
         if m in now and not now[m].lost and now[m].incarnation == then[m].incarnation
       ]
 
@@ -335,7 +335,7 @@ class Syncer(WorkingRole):
 
     shards = [f"syncer-{s}" for s in range(self.config.sync.num_shards)]
     how = settings.patience_seconds, not self.config.sync.blocking, has_left
-    return self._saver.commit_when_complete(action.snapshot, shards, expected, *how)
+    return self._saver.commit_when_complete(captured.snapshot, shards, expected, *how)
 
   # --- messages and log lines ---------------------------------------------------------------------
 

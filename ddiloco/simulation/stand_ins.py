@@ -17,7 +17,7 @@ from ddiloco.core import codec
 from ddiloco.core.codec import Encoded
 from ddiloco.core.delta import Committed, Deltas, Merged, Merger, Store, learner_weights
 from ddiloco.core.fragments import Fragment, Piece, Plan
-from ddiloco.protocol.actions import InstallValue, Received
+from ddiloco.protocol.actions import ReadDone
 from ddiloco.protocol.events import Commit
 from ddiloco.protocol.messages import NOTHING, FragmentState, Publish, Push, Replica, Value
 from ddiloco.protocol.values import Frozen, replace
@@ -154,38 +154,38 @@ class SizedMerger(Merger):
       self._initial[fragment] = cast(Any, Sized(DIGEST_BYTES))
     return ""
 
-  def take_in(self, push: Push, now: float) -> Received:
+  def take_in(self, push: Push, now: float) -> ReadDone:
     pace = self._world.pace
     self._world.spend(pace.merge_seconds / 4)
     self._world.touch(push.fragment, 1, pace.merge_gbytes)
-    return Received(push, now, **self.measure(push))
+    return ReadDone(push, now, **self.measure(push))
 
   def measure(self, push: Push) -> Mapping[str, Any]:
-    """What the merger measures of a push; see `Received`."""
+    """What the merger measures of a push; see `ReadDone`."""
     return {"norm": push.steps * push.payload.content}
 
-  def take_back(self, value: Value, now: float) -> Received:
-    return Received(value, now, content=value.payload)
+  def take_back(self, value: Value, now: float) -> ReadDone:
+    return ReadDone(value, now, content=value.payload)
 
   def commit(self, what: Commit, state: FragmentState) -> Merged:
     p, pace, sync = what.fragment, self._world.pace, self._world.sync
     vectors = bandwidth.commit_vectors(sync, self.config.outer.momentum > 0, len(what.learners))
     self._world.spend(pace.merge_seconds)
     self._world.touch(p, vectors, pace.merge_gbytes)
-    self._set(p, state, what.round)
+    self._set(state, what.round)
     name = sync.publish_codec
     if name != "f32":
       size = self._fragments[p].size
       self._update[p] = Encoded(name, cast(Any, Sized(codec.payload_bytes(size, name))))
     return Merged(learner_weights(what, self.config))
 
-  def install(self, what: InstallValue, state: FragmentState) -> None:
-    self._update.pop(what.fragment, None)
-    self._set(what.fragment, state, self.committed[what.fragment].momentum_round)
+  def install(self, value: Any, state: FragmentState) -> None:
+    self._update.pop(state.index, None)
+    self._set(state, self.committed[state.index].momentum_round)
 
-  def _set(self, p: int, state: FragmentState, momentum_round: int) -> None:
-    value: Any = self._world.value(p)
-    self.committed[p] = Committed(state, value, value, None, momentum_round)
+  def _set(self, state: FragmentState, momentum_round: int) -> None:
+    value: Any = self._world.value(state.index)
+    self.committed[state.index] = Committed(state, value, value, None, momentum_round)
 
 
 class SizedCopies(Copies):

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 
 from ddiloco.config import SyncConfig
 from ddiloco.protocol import events
-from ddiloco.protocol.actions import InstallValue
 from ddiloco.protocol.events import Commit
 from ddiloco.protocol.messages import INITIAL, NOTHING, FragmentState, Publish, Push
 from ddiloco.protocol.values import Frozen, replace
@@ -171,8 +170,8 @@ class Ledger:
     self.versions[p, commit.round] = self.versions[p, base] + 1
     assert commit.version == self.versions[p, commit.round]
 
-  def adopt(self, adopt: InstallValue, given: int) -> None:
-    assert adopt.round == given > self.held[adopt.fragment]
+  def adopt(self, state: FragmentState, given: int) -> None:
+    assert state.last_round == given > self.held[state.index]
 
   def hold(self, state: FragmentState) -> None:
     """From now on this is what its shard has, and what it says of it must be true."""

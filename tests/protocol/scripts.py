@@ -61,8 +61,9 @@ class Script:
     ]
 
   def feed_all(self, event, now: float = 0.0, **measured) -> list:
-    if not isinstance(event, StepDone | Staged | Taken | Tick):
-      event = Received(event, now, **measured)
+    if not isinstance(event, StepDone | Staged | Taken | Tick | Received):
+      kind = says.event_of if self.shard else Received
+      event = kind(event, now, **measured)
     if self.shard:
       self.state, actions = says.shard_on(self.state, event)
     else:

@@ -6,17 +6,20 @@ After the storm rounds go on and all end on the newest versions; the ledger judg
 from __future__ import annotations
 
 import collections
+import math
 import random
+from collections.abc import Collection, Mapping
 
 from ddiloco.config import SyncConfig
 from ddiloco.protocol.events import Event
-from ddiloco.protocol.messages import Pull
+from ddiloco.protocol.messages import Pull, Push
 from ddiloco.simulation.world import Role
 from tests.protocol.virtual import Pace, Weather, World
 from tests.worlds import swarm
 
 STORM_SECONDS = 3.0
 KINDS = ("late", "drop", "duplicate", "reorder", "kill_learner", "kill_shard")
+MEETINGS = ("dies_again", "both_die", "bad_push")  # faults that meet others
 
 
 def random_world(seed: int, target_tokens: int = 1 << 60, **fixed) -> World:
@@ -59,6 +62,31 @@ def _plan_kills(world: World, rng: random.Random, learners: bool, shards: bool) 
   for _ in range(rng.randint(1, 4) if victims else 0):
     kind, role = rng.choice(victims)
     world.at(rng.uniform(0.2, STORM_SECONDS), world.strike, kind, role, rng.uniform(0.0, 0.8))
+
+
+def plan_meetings(world: World, seed: int, kinds: Collection[str]) -> None:
+  """A role dies again as soon as it is back; a learner and a shard die a message apart; a push is
+  found to be bad, and what its learner is told may be lost."""
+  rng = random.Random(f"meetings {seed}")
+  learners, shards = len(world.pace.step_seconds), world.sync.num_shards
+  for _ in range(3):
+    at, soon = rng.uniform(0.2, STORM_SECONDS), rng.choice([0.0, 0.001, 0.004, 0.05])
+    roles = [("learner", rng.randrange(learners)), ("syncer", rng.randrange(shards))]
+    rng.shuffle(roles)
+    if "dies_again" in kinds:
+      for i in range(3):
+        world.at(at + i * (0.1 + soon), world.strike, "dies_again", roles[0], 0.1)
+    if "both_die" in kinds:
+      for i, role in enumerate(roles):
+        world.at(at + i * soon, world.strike, "both_die", role, rng.uniform(0.0, 0.1))
+
+  def measure(push: Push) -> Mapping[str, float]:
+    bad = world.now < STORM_SECONDS and rng.random() < 0.2
+    world.struck["bad_push"] += bad
+    return {"norm": math.inf if bad else 1.0}
+
+  if "bad_push" in kinds:
+    world.measure = measure
 
 
 def heal(world: World, within_seconds: float = 25.0) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from ddiloco.config import SyncConfig
 from ddiloco.protocol import events, learner, messages, rules, syncer
-from ddiloco.protocol.actions import InstallValue, Received, Send, Tick
+from ddiloco.protocol.actions import InstallValue, ReadDone, Received, Send, Tick
 from ddiloco.protocol.events import Commit, Event
 from ddiloco.protocol.messages import (
   NOTHING,
@@ -42,11 +42,11 @@ def shard(num_learners: int = 4, **init) -> syncer.SyncerState:
 
 
 def told(state, message, now: float, **measured):
-  return says.shard_on(state, Received(message, now, **measured))[0]
+  return says.shard_on(state, says.event_of(message, now, **measured))[0]
 
 
 def actions_of(state, message, now: float, **measured) -> list:
-  return says.shard_on(state, Received(message, now, **measured))[1]
+  return says.shard_on(state, says.event_of(message, now, **measured))[1]
 
 
 # --- the global step ------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def test_an_island_that_was_there_long_before_the_others_is_asked_when_their_pac
   current = state.under_way[0]
   assert current is not None and 0 in current.pending and state.global_step == step
   sent = says.push(0, 0, 0, current.id, 0, step, 10 * step, 1, "")
-  state = says.take_in(state, Received(sent, now, norm=1.0))[0]
+  state = says.take_in(state, ReadDone(sent, now, norm=1.0))[0]
   assert not state.under_way[0].rejected and 0 in state.under_way[0].pushes
 
 
@@ -279,7 +279,7 @@ def test_a_fragment_is_not_due_more_often_than_the_run_makes_steps():
     for pull in [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, Pull)]:
       rounds += 1
       answer = push(0, pull.round, base=pull.base_version, fragment=pull.fragment)
-      state, _ = says.shard_on(state, Received(answer, now, norm=1.0))
+      state, _ = says.shard_on(state, ReadDone(answer, now, norm=1.0))
   assert rounds <= 3, rounds
   assert rules.believed_steps_since(10**6, 120, 100, SYNC) == 20 + SYNC.overlap_steps + 2
 
@@ -293,7 +293,7 @@ def test_a_learner_that_leaves_again_and_again_is_not_waited_for():
     state, actions = says.shard_on(state, Received(last, 0.1 * k))
     for pull in [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, Pull)]:
       answer = push(0, pull.round, base=pull.base_version)
-      state, made = says.shard_on(state, Received(answer, 0.1 * k, norm=1.0))
+      state, made = says.shard_on(state, ReadDone(answer, 0.1 * k, norm=1.0))
       commits += any(isinstance(a, Commit) for a in made)
   assert commits < 60, "then it is due like the others"
 
@@ -323,7 +323,7 @@ class Rounds:
     current = self.state.under_way[0]
     for m in range(3):
       sent = says.push(m, life, 0, current.id, f.version, 4, 40, int(now), "")
-      self.tell(Received(sent, now, norm=norms[m]))
+      self.tell(ReadDone(sent, now, norm=norms[m]))
     self.tell(Tick(now))
     [end] = [a for a in self.made if isinstance(a, events.Commit | events.Abandoned)]
     return end
@@ -364,7 +364,7 @@ def test_one_that_leaves_again_and_again_does_not_have_the_others_push_at_every_
 
   def tell(message, **measured) -> list:
     nonlocal state
-    state, actions = says.shard_on(state, Received(message, float(step), **measured))
+    state, actions = says.shard_on(state, says.event_of(message, float(step), **measured))
     return actions
 
   for step in range(1, 241):
@@ -402,7 +402,7 @@ def test_a_push_holds_what_its_learner_can_have_made(steps, tokens, fault):
     state = told(state, says.report(m, 0, 1, 1.0, (0, 0), (9, 9)), 1.1)
   current = state.under_way[0]
   sent = says.push(0, 0, 0, current.id, 0, steps, tokens, 1, "")
-  state = says.take_in(state, Received(sent, 1.2, norm=1.0))[0]
+  state = says.take_in(state, ReadDone(sent, 1.2, norm=1.0))[0]
   assert state.under_way[0].rejected == ({0: fault} if fault else {})
 
 
@@ -416,7 +416,7 @@ def test_what_was_merged_once_is_not_claimed_again():
   current = state.under_way[0]
   for m, most in ((0, 499 + 28), (1, 500 + 28)):
     lie = says.push(m, 0, 0, current.id, 0, most + 1, most + 1, 1, "")
-    assert says.take_in(state, Received(lie, 500.1, norm=1.0))[0].under_way[0].rejected
+    assert says.take_in(state, ReadDone(lie, 500.1, norm=1.0))[0].under_way[0].rejected
 
 
 def test_what_was_merged_once_is_not_claimed_again_after_rounds_without_its_learner():
@@ -472,7 +472,7 @@ def test_a_fresh_empty_member_never_becomes_the_source_of_truth():
     ]:
       empty = says.value(3, 1, request.fragment, 99, 7, 10**9, {3: 7}, "00")
       fault = "is no value of this shard: its seal does not fit"
-      state, answered = says.shard_on(state, Received(empty, 1.1, fault=fault))
+      state, answered = says.shard_on(state, ReadDone(empty, 1.1, fault=fault))
       assert not any(isinstance(a, InstallValue) for a in answered)
       assert [a.reason for a in answered if isinstance(a, Event)] == [fault]
   assert state.fragments == before
@@ -496,7 +496,7 @@ def test_a_shard_on_a_new_host_takes_newer_values_of_the_run_whose_snapshot_it_h
   state, actions = says.shard_on(state, Received(newer, 1.0))
   assert [a.message for a in actions if isinstance(a, Send)] == [RequestValue(0, 2_000, 0, 0)]
   value = says.value(0, 0, 0, 9, made + 9, 90, {0: made + 9})
-  state, actions = says.shard_on(state, Received(value, 1.1))
+  state, actions = says.shard_on(state, ReadDone(value, 1.1))
   assert state.fragments[0].version == 9
   state, _ = says.shard_on(state, Received(newer, 1.2))
   assert 0 in state.members and 0 in state.under_way, "and the run goes on"
@@ -513,7 +513,7 @@ def test_a_learner_whose_value_is_refused_again_and_again_starts_afresh():
     state, actions = says.shard_on(state, Received(newer, now))
     if any(isinstance(getattr(a, "message", 0), RequestValue) for a in actions):
       refused += 1
-      state, actions = says.shard_on(state, Received(given, now, fault="its seal is wrong"))
+      state, actions = says.shard_on(state, ReadDone(given, now, fault="its seal is wrong"))
       if sent := [a.message for a in actions if isinstance(a, Send)]:
         break
   assert refused == ALONE.quarantine_after and sent[0].rejoin and "seal" in sent[0].reason
@@ -529,7 +529,7 @@ def test_a_learner_that_never_gives_what_it_says_it_has_keeps_no_other_from_givi
   [also] = shard.feed(says.report(1, 0, 9, 0.1, (3, 0), (2, 2), rounds=(7, -1)), 0.01)
   assert (asked.to, also.to) == (0, 1)
   true = says.value(1, 0, 0, 3, 7, 90, {1: 7})
-  assert InstallValue(0, 7) in shard.feed(true, 0.1)
+  assert InstallValue(0) in shard.feed(true, 0.1)
 
 
 def test_a_false_alarm_of_lost_work_is_said_once():
@@ -600,7 +600,7 @@ def round_of(state, global_step: int, products: dict[int, dict[int, float]]) -> 
     sent = says.push(
       m, state.members[m].incarnation, 0, current.id, f.version, 9, 90, global_step, ""
     )
-    event = Received(sent, now + 0.1, norm=1.0, products=each)
+    event = ReadDone(sent, now + 0.1, norm=1.0, products=each)
     state = says.take_in(state, event)[0]
   state, actions = says.take_in(state, Tick(now + 0.2))
   [note] = [a for a in actions if isinstance(a, events.Commit)]
@@ -681,7 +681,7 @@ def test_a_wait_for_what_was_lost_is_no_measure_of_the_link():
   assert state.under_way[0].pulls == 2
   for m in range(2):
     sent = says.push(m, 0, 0, round_id, 0, 9, 90, 1, "")
-    state = says.take_in(state, Received(sent, again + 0.1, norm=1.0))[0]
+    state = says.take_in(state, ReadDone(sent, again + 0.1, norm=1.0))[0]
   assert state.quorum_seconds == pytest.approx(0.2)
 
 

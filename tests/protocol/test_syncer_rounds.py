@@ -9,6 +9,7 @@ import pytest
 from ddiloco.protocol import rounds, syncer
 from ddiloco.protocol.actions import (
   Read,
+  ReadDone,
   Received,
   Send,
   TakeSnapshot,
@@ -241,11 +242,14 @@ def test_the_pushes_of_learners_that_left_long_ago_excuse_no_long_one(norm, merg
 
 
 def test_a_shard_counts_its_commits_for_consistent_snapshots():
-  shard = Script(ALONE)
+  shard = Script(ALONE, incarnation=1)
   shard.feed(hello(0, 0))
   shard.feed(report(0, (0, 0), (1, 1)))
   before = shard.state.vector_clock[shard.state.key]
-  sent = [a.message for a in shard.feed_all(push(0, 0), norm=1.0) if isinstance(a, Send)]
+  assert before == 1 << 24, "more than in any life before"
+  pushed = replace(push(0, 1 << 24), count=7)
+  sent = [a.message for a in shard.feed_all(pushed, norm=1.0) if isinstance(a, Send)]
+  assert shard.state.vector_clock[0] == 7, "and keeps in mind which pushes are in them"
   counts = [message.count for message in sent if isinstance(message, Publish)]
   assert counts == [before + 1] == [shard.state.vector_clock[shard.state.key]]
 
@@ -266,15 +270,15 @@ def test_in_lock_step_a_snapshot_begins_once_a_quorum_is_back():
   """Without the learners that a round needs, the run could not go on from it."""
   sync = dataclasses.replace(SYNC, blocking=True, snapshot_steps=1)
 
-  def taken(actions) -> list[tuple[int, ...]]:
-    return [action.learners for action in actions if isinstance(action, TakeSnapshot)]
+  def taken(actions) -> list[list[int]]:
+    return [syncer.joined(each.state) for each in actions if isinstance(each, TakeSnapshot)]
 
   shard = Script(sync)
   for m in (EVALUATOR, 0, 1):
     shard.feed(hello(m, 0))
   shard.feed(report(EVALUATOR, (0, 0), (0, 0)), 0.1)
   assert not taken(shard.feed(report(0, (0, 0), (1, 1), global_step=3), 0.1))
-  assert taken(shard.feed(report(1, (0, 0), (1, 1), global_step=3), 0.1)) == [(0, 1)]
+  assert taken(shard.feed(report(1, (0, 0), (1, 1), global_step=3), 0.1)) == [[0, 1]]
 
 
 @pytest.mark.parametrize("said", [None, Goodbye(0, 0), hello(0, 1)])
@@ -286,13 +290,13 @@ def test_a_round_waits_for_a_push_that_is_being_read_also_if_its_learner_is_gone
   pulls = [Send(m, says.pull(0, 0, 0, 1, 0, 0)) for m in (0, 1)]
   assert shard.feed(report(0, (0, 0), (0, 2)), 0.2) == pulls
   slow = push(0, 0, fragment=1)
-  assert shard.feed(slow, 0.3, read=False) == [Read(slow, 0.3)]
-  assert shard.feed(slow, 0.4, read=False) == [], "a duplicate"
+  assert shard.feed(Received(slow, 0.3)) == [Read(slow, 0.3)]
+  assert shard.feed(Received(slow, 0.4)) == [], "a duplicate"
   assert shard.feed(push(1, 0, fragment=1), 0.5, norm=1.0) == [], "it waits"
   assert shard.feed(Tick(9.0, heard_until=0.5)) == [], "past its deadline"
   if said is not None:
     assert not any(isinstance(action, Commit) for action in shard.feed(said, 9.1))
-  shard.state, actions = syncer.syncer_on(shard.state, Received(slow, 0.3, norm=1.0))
+  shard.state, actions = syncer.syncer_on(shard.state, ReadDone(slow, 0.3, norm=1.0))
   assert actions == [] and set(shard.state.under_way[1].pushes) == {0, 1}
   commit, *_ = shard.feed(Tick(9.2))
   assert commit.learners == (0, 1)
@@ -304,10 +308,10 @@ def test_a_bad_push_of_one_that_is_gone_is_rejected_like_any_other():
     shard.feed(hello(m, 0))
     shard.feed(report(m, (0, 0), (1, 0)), 0.1)
   for m in (0, 1):
-    shard.feed(push(m, 0), 0.2, read=False)
+    shard.feed(Received(push(m, 0), 0.2))
   shard.feed(Goodbye(0, 0), 0.3)
   for m in (0, 1):
-    bad = Received(push(m, 0), 0.2, norm=float("inf"))
+    bad = ReadDone(push(m, 0), 0.2, norm=float("inf"))
     shard.state, _ = syncer.syncer_on(shard.state, bad)
   ended, *told = shard.feed(Tick(0.4))
   assert isinstance(ended, Abandoned) and set(ended.rejected) == {0, 1}

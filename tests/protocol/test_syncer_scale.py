@@ -8,7 +8,6 @@ import pytest
 
 from ddiloco.config import SyncConfig
 from ddiloco.protocol import syncer
-from ddiloco.protocol.actions import Received
 from ddiloco.protocol.messages import FragmentState
 from ddiloco.protocol.states import SyncerState
 from tests import says
@@ -38,7 +37,7 @@ def cost(state: SyncerState, message, **measured) -> int:
 
 
 def on(state: SyncerState, message, **measured) -> SyncerState:
-  return says.shard_on(state, Received(message, 1.0, **measured))[0]
+  return says.shard_on(state, says.event_of(message, 1.0, **measured))[0]
 
 
 def report(learner: int, steps_since_sync: int):

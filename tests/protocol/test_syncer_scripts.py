@@ -16,7 +16,7 @@ from ddiloco.protocol.actions import (
   StepDone,
   Tick,
 )
-from ddiloco.protocol.events import Apply, Commit, Member
+from ddiloco.protocol.events import Abandoned, Apply, Commit, Member
 from ddiloco.protocol.messages import (
   NOTHING,
   FragmentState,
@@ -94,8 +94,11 @@ def test_golden_learner_two_fragments():
     10,
     30,
   )
-  # Round 2 went on without me, version 3 came whole: both unmerged steps stay, at half length.
   one.feed(StepDone(0.3, 10, 0.1))
+  # Round 2 was abandoned: the next one is answered with all steps until now, not with that push.
+  newest = says.push(0, 0, 0, 3, 1, 2, 20, 45, "")
+  assert one.feed(says.pull(0, 0, 0, 0, 3, 1)) == [CopyOut(newest)]
+  # Round 3 went on without me, version 3 came whole: both unmerged steps stay, at half length.
   version_3 = replace(version_1, round=4, version=3, base_round=NOTHING)
   assert one.feed(version_3) == [Stage(version_3, "halve", False)]
   assert one.feed(Staged(0, 0.3)) == [says.applied(0, 3, 4, "halve", False)]
@@ -187,7 +190,7 @@ def test_a_zombie_learner_is_fenced():
     push(0, 0),
     Goodbye(0, 0),
   ):
-    assert shard.feed(zombie, norm=1.0) == []
+    assert shard.feed(zombie) == []
   assert shard.state == before
   [pull, _] = shard.feed(report(0, (0, 0), (2, 2), incarnation=1))
   assert pull.message.learner_incarnation == 1
@@ -277,6 +280,16 @@ def test_who_is_lost_is_asked_for_nothing():
   assert asked(shard.feed(report(0, (0, 0), (1, 1)), 99.1)) == {(0, 0)}
 
 
+def test_a_round_ends_when_one_that_it_needs_is_lost():
+  shard = Script()
+  for m in (0, 1):
+    shard.feed(hello(m, 0))
+    shard.feed(report(m, (0, 0), (1, 0)), 0.1)
+  shard.feed(push(0, 0), 0.2, norm=1.0)
+  [ended] = shard.feed(report(0, (0, 0), (1, 0)), 99.0)
+  assert isinstance(ended, Abandoned) and "only 1 of 2 needed are left" in ended.reason
+
+
 def test_who_was_not_heard_while_the_shard_took_others_in_is_not_lost():
   shard = Script(ALONE)
   shard.feed(hello(0, 0), 0.0)
@@ -294,8 +307,10 @@ def test_a_learner_that_was_lost_is_logged_as_joined_when_it_is_heard_again(hear
   """One that was stopped while it joined says hello before it reports."""
   [lost] = shard.feed_all(Tick(1000.0))
   assert (lost.state, lost.reason) == ("lost", "silent for 1000.00 s")
+  shard.state = shard.state.with_member(0, resends=5, resent_at=999.0)
   logged = [a for a in shard.feed_all(heard, 1000.1) if isinstance(a, Member)]
   assert [(a.state, a.reason) for a in logged] == [("joined", "heard again")]
+  assert shard.state.members[0].resends < 2, "what it lacks comes again soon"
 
 
 def test_a_restarted_shard_still_says_what_it_has_merged(shard):
@@ -328,7 +343,7 @@ FOREIGN = [
 @pytest.mark.parametrize("message", FOREIGN, ids=lambda m: type(m).__name__)
 def test_nonsense_changes_nothing_at_a_shard(message, shard):
   before = shard.state
-  assert shard.feed(message, norm=1.0) == [] and shard.state == before
+  assert shard.feed(message) == [] and shard.state == before
 
 
 @pytest.mark.parametrize(

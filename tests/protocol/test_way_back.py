@@ -37,8 +37,7 @@ class Shard:
     self.step = 0
 
   def feed(self, message, now: float, **found) -> None:
-    event = Received(message, now, **found)
-    self.state, _ = says.shard_on(self.state, event)
+    self.state, _ = says.shard_on(self.state, says.event_of(message, now, **found))
 
   def report(self, learner: int, version: int, steps: int, now: float, **more) -> None:
     self.step = max(self.step, int(now) + 1)

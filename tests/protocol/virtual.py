@@ -27,7 +27,7 @@ from ddiloco.config import (
 from ddiloco.core.delta import Committed
 from ddiloco.core.fragments import owned_by
 from ddiloco.protocol import events
-from ddiloco.protocol.actions import InstallValue, Received
+from ddiloco.protocol.actions import ReadDone
 from ddiloco.protocol.events import Commit, Event, parse_role
 from ddiloco.protocol.messages import NOTHING, FragmentState, Message, Publish, Push, Value
 from ddiloco.protocol.states import clock_violations
@@ -118,11 +118,11 @@ class GhostMerger(SizedMerger):
   def measure(self, push: Push) -> Mapping[str, Any]:
     return self._ghosts.measure(push)
 
-  def take_back(self, value: Value, now: float) -> Received:
+  def take_back(self, value: Value, now: float) -> ReadDone:
     found = super().take_back(value, now)
     return replace(found, fault=found.fault or self._ghosts.value_fault(value))
 
-  def take_in(self, push: Push, now: float) -> Received:
+  def take_in(self, push: Push, now: float) -> ReadDone:
     self._ledger.take_in(push)
     return super().take_in(push, now)
 
@@ -131,9 +131,9 @@ class GhostMerger(SizedMerger):
     self._ghosts.merging.add((what.fragment, what.round))
     return super().commit(what, state)
 
-  def install(self, what: InstallValue, state: FragmentState) -> None:
-    self._ledger.adopt(what, what.content.content)
-    super().install(what, state)
+  def install(self, value: Sized, state: FragmentState) -> None:
+    self._ledger.adopt(state, value.content)
+    super().install(value, state)
 
   def with_payload(self, publish: Publish) -> Publish:
     assert publish.round == self.committed[publish.fragment].state.last_round, "it has no other"

@@ -414,9 +414,9 @@ class Refusing:
   def __init__(self):
     self.refusal, self.saved, self.declined, self.parts = "", [], [], {}
 
-  def save(self, snapshot, state, arrays):
-    self.parts[snapshot] = state, dict(arrays)
-    self.saved.append(snapshot)
+  def save(self, state, arrays):
+    self.parts[state.snapshot] = state, dict(arrays)
+    self.saved.append(state.snapshot)
 
   def decline(self, snapshot, reason):
     self.declined.append((snapshot, reason))

@@ -16,7 +16,7 @@ from ddiloco.core import codec, fragments
 from ddiloco.core.delta import learner_weights, new_fragment
 from ddiloco.network.transport import Counters
 from ddiloco.protocol import events
-from ddiloco.protocol.actions import InstallValue, TakeSnapshot, Tick
+from ddiloco.protocol.actions import InstallValue, Tick
 from ddiloco.protocol.messages import (
   NOTHING,
   Goodbye,
@@ -281,7 +281,7 @@ def test_a_value_that_is_given_back_goes_whole_to_the_buddy_and_leaves_the_momen
   Buddy.told.clear()
   before = shard.syncer.committed[0]
   momentum, later = before.momentum.copy(), before.value + np.float32(1)
-  shard.syncer._perform(InstallValue(0, before.state.last_round, later))
+  shard.syncer._perform(InstallValue(0, later))
   shard.settle()
   after = shard.syncer.committed[0]
   assert same(after.value, later) and same(after.momentum, momentum)
@@ -313,6 +313,29 @@ def test_publishes_that_wait_for_the_buddy_are_not_sent_again():
     for m in shard.learners:
       shard.report(m, 0)
   assert sorted(Holding.publishes) == [0, 0, 1, 1], "once to each learner"
+
+
+def test_the_log_on_disk_has_a_commit_before_another_role_hears_of_it():
+  shard, on_disk, heard = Shard(2), set(), []
+  send = shard.outbox.send
+
+  def sent(to, message):
+    if isinstance(message, Publish) and message.version:
+      heard.append(message.round in on_disk)
+    return send(to, message)
+
+  shard.outbox.send = sent
+  shard.syncer.replication = types.SimpleNamespace(
+    held=(),
+    changes=lambda fragment: None,
+    committed=lambda copy, change: heard.append(copy.state.last_round in on_disk),
+    when_safe=lambda fragment, do: do(),
+  )
+  shard.syncer.recorder.flush = lambda: on_disk.update(
+    event.round for event in shard.events if event.kind == "commit"
+  )
+  shard.round(deltas(shard.plan, shard.learners, seed=0))
+  assert heard == [True] * 6, "the buddy of two commits, and two learners of each"
 
 
 def test_values_that_are_given_back_again_and_again_do_not_wait_all_at_once():
@@ -467,19 +490,20 @@ def test_replay_weighs_a_commit_by_the_batches_that_its_shard_knew():
 
 def test_a_snapshot_awaits_no_learner_that_said_goodbye_and_does_not_miss_it():
   shard = Shard(3)
+  shard.round(deltas(shard.plan, shard.learners, seed=0))
   shard.syncer._saver = types.SimpleNamespace(commit_when_complete=lambda *given: given)
-  taken = TakeSnapshot(8, shard.syncer.state, (0, 1))
-  *_, expected, _, _, has_left = shard.syncer._commit_snapshot(taken)
-  assert expected() == ["learner-0", "learner-1"] and not has_left("learner-0")
+  *_, expected, _, _, has_left = shard.syncer._commit_snapshot(shard.syncer.state)
+  assert expected() == ["learner-0", "learner-1", "learner-2"] and not has_left("learner-0")
   shard.hear(Goodbye(0, 0))
-  assert expected() == ["learner-1"] and has_left("learner-0") and not has_left("learner-1")
+  assert expected() == ["learner-1", "learner-2"]
+  assert has_left("learner-0") and not has_left("learner-1")
   assert not has_left("syncer-0"), "the shard of the same number is there"
 
 
 def test_parts_of_learners_stay_for_a_hundred_snapshots_and_those_of_shards_as_configured():
   shard, saved = Shard(3), []
   shard.syncer._saver = types.SimpleNamespace(save=lambda *given: saved.append(given))
-  list(shard.syncer._collected(TakeSnapshot(100_000, shard.syncer.state, (0, 1)), ({}, {})))
+  list(shard.syncer._collected(replace(shard.syncer.state, snapshot=100_000), ({}, {})))
   config = shard.syncer.config
   ((*_, keep, since),) = saved
   assert (keep, since) == (config.checkpoint.keep, 100_000 - 100 * config.sync.snapshot_steps)
