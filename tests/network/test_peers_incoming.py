@@ -66,12 +66,12 @@ def incoming(streams: int = 2, run: RunIdentity = RUN) -> Box:
 
 
 def part(box: Box, stream: int, number: int, total: int = 100, header=b"h"):
-  """A stream's part comes; what is whole now, or "no room"."""
+  """A stream's part comes; what is whole now; () if there is no room."""
   place = frames.part(stream, box._streams, total)
   bulk = frames.Bulk(number, total, header)
   memory = box.room(stream, bulk, place.stop - place.start)
   if memory is None:
-    return "no room"
+    return ()
   memory[:] = bytes((number + k) % 256 for k in range(total))[place]
   return arrived(box, stream, number)
 
@@ -132,7 +132,7 @@ def test_what_is_whole_does_not_arrive_twice(streams):
 
 def test_what_has_no_room_waits_until_something_is_taken():
   box = incoming(1)
-  assert part(box, 0, 0, 900) and part(box, 0, 1, 900) == "no room" and not box.woken
+  assert part(box, 0, 0, 900) and part(box, 0, 1, 900) == () and not box.woken
   box.inbox.messages.pop()
   assert part(box, 0, 1, 900)
   box = incoming(1, RunIdentity("run", "plan", 1000, queue_bytes=10))
@@ -142,7 +142,7 @@ def test_what_has_no_room_waits_until_something_is_taken():
 def test_a_lost_message_makes_room_for_those_that_wait():
   box = incoming(2)
   part(box, 0, 0, 900)
-  assert part(box, 0, 1, 900) == "no room"
+  assert part(box, 0, 1, 900) == ()
   assert part(box, 1, 1, 900) is None, "stream 1 has lost its part of 0"
   assert box.woken == 1 and part(box, 0, 1, 900)
 
