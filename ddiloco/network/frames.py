@@ -426,13 +426,12 @@ def pace(connection: socket.socket) -> Iterator[float]:
 
   Yields the seconds after which `next` is to be called at any rate; 0: there is no need.
   """
-  rates, most = collections.deque[float](maxlen=NEWEST), _NO_LIMIT
+  rates, most = collections.deque[float](maxlen=NEWEST), float(_NO_LIMIT)
   while sys.platform == "linux":
     before = now = TcpInfo.of(connection)
     rate = 0.0
     while not rate:
-      sends = now.unacked or now.unsent_bytes
-      yield from _pause(FREE_SECONDS, FREE_SECONDS if sends else 0.0)
+      yield from _pause(FREE_SECONDS, bool(now.unacked or now.unsent_bytes))
       now = TcpInfo.of(connection)
       busy = (now.busy_us - before.busy_us) / 1e6
       overdue = now.unacked and 1000 * now.last_ack_ms > now.rtt_us  # not where nothing was sent
@@ -445,25 +444,24 @@ def pace(connection: socket.socket) -> Iterator[float]:
         rate = arrived / busy if queues and arrived < min(FAST_BYTES, SHARE * most) * busy else 0.0
         before = now
         if not rate and most < _NO_LIMIT:
-          most = int(PROBE * most) if most < FAST_BYTES else _NO_LIMIT
+          most = PROBE * most if most < FAST_BYTES else _NO_LIMIT
           _limit(connection, most)
     rates.append(rate)
     queue_seconds = (now.rtt_us - now.least_rtt_us) / 1e6
-    limit = max((SHARE - queue_seconds / LIMITED_SECONDS) * max(rates), LEAST_BYTES)
-    _limit(connection, int(limit))
-    yield from _pause(LIMITED_SECONDS, LIMITED_SECONDS)
-    most = int(PROBE * max(*rates, LEAST_BYTES))
+    _limit(connection, (SHARE - queue_seconds / LIMITED_SECONDS) * max(rates))
+    yield from _pause(LIMITED_SECONDS, True)
+    most = PROBE * max(rates)
     _limit(connection, most)
   yield from itertools.repeat(0.0)
 
 
-def _limit(connection: socket.socket, rate: int) -> None:
-  packed = struct.pack("=I", rate)
+def _limit(connection: socket.socket, rate: float) -> None:
+  packed = struct.pack("=I", int(max(rate, LEAST_BYTES)))
   connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, packed)
 
 
-def _pause(seconds: float, call_after: float) -> Iterator[float]:
+def _pause(seconds: float, call: bool) -> Iterator[float]:
   until = time.monotonic() + seconds
-  yield call_after
+  yield seconds if call else 0.0
   while time.monotonic() < until:
     yield 0.0
