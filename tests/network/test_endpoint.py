@@ -55,6 +55,13 @@ def test_another_run_is_refused_with_a_reason(net, field, value):
   assert shard.counters.refused >= 1
 
 
+def test_another_shard_at_the_url_is_named(net):
+  net.connect("syncer-0")
+  learner = net.dial("learner-0", 0, to="syncer-1", url=net.url("syncer-0"))
+  net.wait_until(lambda: learner.links()["syncer-1"]["state"] == "refused")
+  assert "syncer-0 answers at" in learner.links()["syncer-1"]["reason"]
+
+
 def test_why_greetings_are_refused():
   run = RunIdentity("run", "plan", 100, 100)
   good = frames.Greeting("run", "plan", "learner-3", 7, b"12345678", 2)
