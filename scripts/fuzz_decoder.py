@@ -19,6 +19,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
+import itertools
 import json
 import random
 import shutil
@@ -148,6 +149,7 @@ class _Inbox:
 
   def __init__(self) -> None:
     self.run, self.buffers = NETWORK_RUN, endpoint.BufferPool()
+    self.control_thread, self.bulk_threads = None, itertools.repeat(None)
     self.messages = list[tuple[bytes, np.ndarray]]()
 
   def put(self, sender: str, header: bytes, payload: np.ndarray, incarnation: int) -> None:

@@ -52,6 +52,9 @@ def check_hosts(config: Config, number: int, place: RoleSpec) -> None:
   rule = f"must be below islands.hosts = {hosts} (learner {number})"
   require(place.host < hosts, "--host", place.host, rule, "count hosts from 0")
   if place.hosts:
+    one = not place.hosts.startswith(("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:"))
+    rule = "stands for all addresses of a machine, so other hosts cannot reach it"
+    require(one, "--hosts", place.hosts, rule, fix)
     require_keys(place.hosts, load_keys(place, learner_address(number)), "--hosts")
 
 

@@ -96,7 +96,7 @@ class NetworkEndpoint(Endpoint):
     count = min(MOST_THREADS, os.cpu_count() or 1)
     self._bulk = [IoThread(f"bulk-{address}", self._failed) for _ in range(count)]
     self._threads = [self.control_thread, *self._bulk]
-    self._places = itertools.cycle(self._bulk)  # the thread for the next fragment connection
+    self.bulk_threads = itertools.cycle(self._bulk)  # each for the next channel of fragments
     self._tended_at = time.monotonic()
     self._stop_at: float | None = None
     self.control_thread.call(self._tick)
@@ -295,7 +295,7 @@ class NetworkEndpoint(Endpoint):
     if greeting.stream != CONTROL:
       if not peer or key != peer.key or greeting.stream >= len(peer.bulk):
         return GreetingRefused(False, "of no session that is here")
-      peer.bulk[greeting.stream].attach(connected, next(self._places))
+      peer.bulk[greeting.stream].attach(connected)
       return None
     if known is not None and known.outnumbers(greeting):
       reason = f"incarnation {known.incarnation} of {known.address} is here already"
@@ -307,7 +307,7 @@ class NetworkEndpoint(Endpoint):
         self._show_out(known, newer, fenced=True)
       peer = Peer(greeting.address, greeting.streams, self, key=key)
       self._accepted[peer.address] = peer
-    peer.control.attach(connected, self.control_thread).say(self._greeting)
+    peer.control.attach(connected).say(self._greeting)
     peer.meet(greeting)
     return None
 
@@ -399,13 +399,13 @@ class NetworkEndpoint(Endpoint):
       return False
     peer.key = key
     if greeting is None:
-      channel.attach(connected, next(self._places))
+      channel.attach(connected)
       return True
     if peer.session and greeting.session != peer.session:  # the peer has restarted
       for each in peer.bulk:
         each.hang_up()
       peer.drop_queue(control=False)  # queued pushes were for its old incarnation
-    channel.attach(connected, self.control_thread)
+    channel.attach(connected)
     peer.meet(greeting)
     return True
 

@@ -368,22 +368,23 @@ def cut_off(connected: socket.socket) -> None:
 # The kernel fills the buffer of the narrowest link, in this host or far away, and control messages
 # of another connection wait in the same queue. So a connection for fragments sends without a limit
 # for a moment, which measures the link's rate, and then at nine tenths of this rate for a while, so
-# that the queue drains. A fast link has no limit: its queue is short in time. Nor has one whose far
-# end had no room: the rate would be that of the reader, not that of the link. Nothing is measured
-# during an outage and while the kernel makes up for it: the rate would be too low, and be kept to.
-# A rate that was found too low must not last either. So the greatest of the newest rates counts. A
-# limit ends by itself, not with the next data to send, which may wait behind it for minutes. And
-# the link is measured anew once the kernel has ended its last pause, which it does not shorten when
-# the limit ends: the rate of that time would be lower still, and so on, down to nothing.
+# that the queue drains. It is measured again at a rate that is somewhat greater: without a limit
+# Cubic fills a slow link's buffer in that moment, for longer than the limit takes to drain it. What
+# the link carries without a queue is no measure of it: the limit grows until the queue does.
+# A fast link has no limit: its queue is short in time. Nor has one whose far end had no room: the
+# rate would be that of the reader, not that of the link. Nothing is measured during an outage and
+# while the kernel makes up for it: the rate would be too low, and be kept to. A rate that was found
+# too low must not last either. So the greatest of the newest rates counts, and a limit grows by
+# itself, not with the next data to send, which may wait behind it for minutes.
 
-FREE_SECONDS = 0.5  # of sending without a limit, to measure the link's rate
+FREE_SECONDS = 0.5  # of sending faster, or without a limit, to measure the link's rate
 LIMITED_SECONDS = 4.5
-SHARE = 0.9  # of the measured rate
+SHARE = 0.9  # of the measured rate, less what drains the queue meanwhile
+PROBE = 1.3  # times the measured rate, to measure again; again and again where the link carries it
 NEWEST = 3  # measured rates, of which the greatest counts
 QUEUE_SECONDS = 0.005  # a shorter queue needs no limit
 FAST_BYTES = 125e6  # a second: a faster link has no limit
 LEAST_BYTES = 16e3  # a second, of a limit
-LARGEST_BYTES = 1 << 16  # of what the kernel sends at once; then it pauses, as a limit demands
 FULL_SHARE = 0.1  # of the time, without room at the far end: then the link is not measured
 _SO_MAX_PACING_RATE = 47  # Linux; Python has no name for it
 _NO_LIMIT = (1 << 32) - 1
@@ -425,11 +426,12 @@ def pace(connection: socket.socket) -> Iterator[float]:
 
   Yields the seconds after which `next` is to be called at any rate; 0: there is no need.
   """
-  rates = collections.deque[float](maxlen=NEWEST)
+  rates, most = collections.deque[float](maxlen=NEWEST), float(_NO_LIMIT)
   while sys.platform == "linux":
-    before, rate = TcpInfo.of(connection), 0.0
+    before = now = TcpInfo.of(connection)
+    rate = 0.0
     while not rate:
-      yield from _pause(FREE_SECONDS)
+      yield from _pause(FREE_SECONDS, bool(now.unacked or now.unsent_bytes))
       now = TcpInfo.of(connection)
       busy = (now.busy_us - before.busy_us) / 1e6
       overdue = now.unacked and 1000 * now.last_ack_ms > now.rtt_us  # not where nothing was sent
@@ -439,24 +441,27 @@ def pace(connection: socket.socket) -> Iterator[float]:
         arrived = now.arrived_bytes - before.arrived_bytes
         full = (now.full_us - before.full_us) / 1e6
         queues = now.rtt_us - now.least_rtt_us > 1e6 * QUEUE_SECONDS and full < FULL_SHARE * busy
-        rate = arrived / busy if queues and arrived < FAST_BYTES * busy else 0.0
+        rate = arrived / busy if queues and arrived < min(FAST_BYTES, SHARE * most) * busy else 0.0
         before = now
+        if not rate and most < _NO_LIMIT:
+          most = PROBE * most if most < FAST_BYTES else _NO_LIMIT
+          _limit(connection, most)
     rates.append(rate)
-    limit = max(SHARE * max(rates), LEAST_BYTES)
-    _limit(connection, int(limit))
-    yield from _pause(LIMITED_SECONDS, call_after=LIMITED_SECONDS)
-    _limit(connection, _NO_LIMIT)
-    yield from _pause(LARGEST_BYTES / limit)
+    queue_seconds = (now.rtt_us - now.least_rtt_us) / 1e6
+    _limit(connection, (SHARE - queue_seconds / LIMITED_SECONDS) * max(rates))
+    yield from _pause(LIMITED_SECONDS, True)
+    most = PROBE * max(rates)
+    _limit(connection, most)
   yield from itertools.repeat(0.0)
 
 
-def _limit(connection: socket.socket, rate: int) -> None:
-  packed = struct.pack("=I", rate)
+def _limit(connection: socket.socket, rate: float) -> None:
+  packed = struct.pack("=I", int(max(rate, LEAST_BYTES)))
   connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, packed)
 
 
-def _pause(seconds: float, call_after: float = 0.0) -> Iterator[float]:
+def _pause(seconds: float, call: bool) -> Iterator[float]:
   until = time.monotonic() + seconds
-  yield call_after
+  yield seconds if call else 0.0
   while time.monotonic() < until:
     yield 0.0

@@ -303,17 +303,20 @@ MAX_QUEUED = 1024  # messages of a kind; beyond, new ones are dropped
 
 
 class Channel:
-  """One of the connections to a peer, made again whenever it breaks, and its queue."""
+  """One of the connections to a peer, made again whenever it breaks, and its queue.
 
-  def __init__(self, peer: Peer, number: int):
-    self.peer, self.number = peer, number
+  All its connections belong to one thread. So each ends before the next one begins, and writes
+  into no payload that the next one has made whole.
+  """
+
+  def __init__(self, peer: Peer, number: int, thread: IoThread):
+    self.peer, self.number, self.thread = peer, number, thread
     self.wire: FrameSocket | None = None  # the connection at present
-    self.ending: list[FrameSocket] = []  # those before it, until their threads close them
     self.waiting: collections.deque[Parcel] = collections.deque()  # the peer's lock guards it
 
-  def attach(self, connected: socket.socket, thread: IoThread) -> FrameSocket:
+  def attach(self, connected: socket.socket) -> FrameSocket:
     """Takes a new connection; a message that was being sent starts again from its beginning."""
-    wire = FrameSocket(connected, self, thread, paced=self.number != CONTROL)
+    wire = FrameSocket(connected, self, self.thread, paced=self.number != CONTROL)
     self.hang_up()
     self.wire = wire
     wire.wake()
@@ -325,12 +328,9 @@ class Channel:
     return old
 
   def hang_up(self) -> None:
-    """Ends the connection, soon; the next one then has room."""
-    self.ending = [each for each in self.ending if each.fileno() >= 0]
+    """Ends the connection, soon."""
     if (old := self.detach()) is not None:
-      self.ending.append(old)
       old.hang_up()
-      old.thread.call(self.wake)
 
   def wake(self) -> None:
     """Wakes the connection's thread: there is something to send, or room for a payload."""
@@ -362,8 +362,6 @@ class Channel:
     if bulk == (self.number == CONTROL) or (size and not bulk):
       raise MalformedMessage(f"a {type(frame).__name__} with {size} bytes of payload")
     if bulk:
-      if any(each.fileno() >= 0 for each in self.ending):
-        return None  # it may still write into a payload, which must not change once it is whole
       return incoming.room(self.number, frame, size)
     if isinstance(frame, Control) and self.peer.endpoint.crowded(self.peer.address):
       return None  # it is read no faster than the role takes its messages
@@ -412,8 +410,8 @@ class Peer:
     self.beat_at = 0.0
     self.attempts = 0  # to dial, without success, in a row
     self.lock = threading.RLock()
-    self.control = Channel(self, CONTROL)
-    self.bulk = [Channel(self, number) for number in range(streams)]
+    self.control = Channel(self, CONTROL, endpoint.control_thread)
+    self.bulk = [Channel(self, number, next(endpoint.bulk_threads)) for number in range(streams)]
     self.channels = [self.control, *self.bulk]
     self.forget()
 

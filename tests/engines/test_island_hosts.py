@@ -264,6 +264,8 @@ def test_a_host_that_does_not_come_to_its_end_of_compiling_is_named():
     (1, {"host": 1}, r"--host = 1: must be below islands.hosts = 1"),
     (2, {"hosts": "tcp://10.0.0.1:1"}, r"--hosts = 'tcp://10.0.0.1:1': can be reached from other"),
     (2, {"hosts": "here"}, r"--hosts = 'here': must be tcp://HOST:PORT"),
+    (2, {"hosts": "tcp://*:1"}, r"--hosts = 'tcp://\*:1': stands for all.*Fix: give tcp:"),
+    (2, {"hosts": "tcp://[::]:1"}, r"--hosts = 'tcp://\[::\]:1': stands for all addresses"),
   ],
 )
 def test_flags_that_do_not_fit_the_island_are_refused_by_name(tmp_path, hosts, flags, message):

@@ -20,7 +20,7 @@ from ddiloco.network import endpoint, frames
 from ddiloco.network.frames import objection, seconds_since_2020
 from ddiloco.network.keys import host_and_port
 from ddiloco.network.peers import MAX_QUEUED, Peer
-from ddiloco.network.transport import RunIdentity
+from ddiloco.network.transport import MAX_CONTROL, RunIdentity
 from ddiloco.protocol import messages
 from ddiloco.protocol.messages import Goodbye, Push, RequestMoments
 from ddiloco.protocol.values import replace
@@ -53,6 +53,13 @@ def test_another_run_is_refused_with_a_reason(net, field, value):
   stranger.send("syncer-0", hello())
   assert shard.receive(0.2) is None
   assert shard.counters.refused >= 1
+
+
+def test_another_shard_at_the_url_is_named(net):
+  net.connect("syncer-0")
+  learner = net.dial("learner-0", 0, to="syncer-1", url=net.url("syncer-0"))
+  net.wait_until(lambda: learner.links()["syncer-1"]["state"] == "refused")
+  assert "syncer-0 answers at" in learner.links()["syncer-1"]["reason"]
 
 
 def test_why_greetings_are_refused():
@@ -195,6 +202,17 @@ def test_who_sends_no_message_is_heard_all_the_same(net, monkeypatch):
     before = peer.heard_at
     net.wait_until(lambda peer=peer, before=before: peer.heard_at > before)
     assert peer.state == "up"
+
+
+def test_who_is_held_back_since_its_messages_wait_here_is_not_silent(net):
+  shard, learner = net.connect("syncer-0"), net.connect("learner-0")
+  for number in range(MAX_CONTROL):
+    learner.send("syncer-0", RequestMoments(0, 0, (number,)))
+  net.wait_until(lambda: shard._accepted and shard._accepted["learner-0"].control.wire.waits)
+  peer = shard._accepted["learner-0"]
+  before = peer.heard_at
+  net.wait_until(lambda: peer.heard_at > before)
+  assert peer.state == "up" and peer.control.wire.waits
 
 
 def test_a_connection_that_breaks_after_it_was_replaced_takes_nothing_with_it(net):

@@ -1,5 +1,6 @@
 """A connection for fragments keeps to nine tenths of a slow link's rate, and of no other's."""
 
+import itertools
 import socket
 import struct
 import sys
@@ -123,11 +124,11 @@ def limits_of(sender: Sender, ticks: int, monkeypatch) -> list[int]:
 @pytest.mark.parametrize(
   "sender, limits",
   [
-    (Sender(1.25e6, 0.05), [1_125_000, MOST]),
-    (Interrupted(0.1), [1_125_000]),  # it kept to a seventh of its rate for 4.5 seconds
-    (Interrupted(0.35), [1_125_000]),
-    (Losing(1.25e6, 0.05), [1_125_000, MOST]),
-    (NowAndThen(1.25e6, 0.05), [1_125_000]),  # it had no limit
+    (Sender(1.25e6, 0.05), [1_111_000, 1_625_000]),  # without a limit the queue fills in no time
+    (Interrupted(0.1), [1_111_000]),  # it kept to a seventh of its rate for 4.5 seconds
+    (Interrupted(0.35), [1_111_000]),
+    (Losing(1.25e6, 0.05), [1_111_000, 1_625_000]),
+    (NowAndThen(1.25e6, 0.05), [1_111_000]),  # it had no limit
     (Sender(1.25e6, 0.001), []),  # its queue is short
     (Sender(2e9, 0.05), []),  # it is fast
     (Sender(20e6, 0.05, full_share=0.8), []),  # it is its reader that is slow
@@ -137,6 +138,26 @@ def limits_of(sender: Sender, ticks: int, monkeypatch) -> list[int]:
 def test_only_a_slow_link_has_a_limit_for_a_while(monkeypatch, sender, limits):
   found = limits_of(sender, 53, monkeypatch)  # until shortly after the limit ends
   assert found == pytest.approx(limits, rel=0.01)
+
+
+class Faster(Sender):
+  """Its link carries all that its limit lets through, after the first few seconds. It still looks
+  as if there was a queue: the far end is slow to acknowledge what comes one by one."""
+
+  arrived = before = 0.0
+
+  def sending_seconds(self) -> float:
+    limit = min(self.rate if self.seconds < 3.0 else MOST, *self.limits[-1:], MOST)
+    self.arrived += (self.seconds - self.before) * limit
+    self.before = self.seconds
+    return self.arrived / self.rate
+
+
+def test_a_link_that_has_become_faster_has_no_limit_soon(monkeypatch):
+  first, *others, last = limits_of(Faster(1.25e6, 0.05), 200, monkeypatch)
+  assert first == pytest.approx(1_111_000, rel=0.01) and last == MOST
+  for slower, faster in itertools.pairwise([first, *others]):
+    assert slower < faster < 1.5 * slower, "its queue may be full in a moment"
 
 
 class Hindered(Sender):
@@ -161,12 +182,15 @@ def test_a_rate_that_was_found_too_low_does_not_last(monkeypatch):
 
 
 def test_a_limit_ends_though_there_is_nothing_more_to_send(monkeypatch):
-  """The kernel has the last data of a message and keeps to the limit: the message took minutes."""
+  """The kernel has the last data of a message and keeps to the limit: the message took minutes.
+  The limit grows as long as the link carries it."""
   waiting = [memoryview(bytes(60_000))]
   owner = types.SimpleNamespace(next=lambda wire, sent: (waiting.pop(),) if waiting else None)
   slow = TcpInfo(rtt_us=50_000, busy_us=10**6, acked_bytes=1000)
-  found = iter([TcpInfo(), slow])
-  monkeypatch.setattr(TcpInfo, "of", lambda connection: next(found, TcpInfo()))
+  limits, limit = [], frames._limit
+  monkeypatch.setattr(frames, "_limit", lambda c, rate: limits.append(rate) or limit(c, rate))
+  found, of = iter([TcpInfo(), slow]), TcpInfo.of
+  monkeypatch.setattr(TcpInfo, "of", lambda connection: next(found, None) or of(connection))
   monkeypatch.setattr(frames, "FREE_SECONDS", 0.0)
   monkeypatch.setattr(frames, "LIMITED_SECONDS", 0.5)
   monkeypatch.setattr(frames, "LEAST_BYTES", 4e3)
@@ -178,14 +202,15 @@ def test_a_limit_ends_though_there_is_nothing_more_to_send(monkeypatch):
     near.connect(listener.getsockname())
     far = listener.accept()[0]
   wire = peers.FrameSocket(near, owner, thread, paced=True)
-  next(wire._pace)  # from now on it has the limit of 4 kB a second
+  next(wire._pace)  # its next turn sets the limit of 4 kB a second
+  monkeypatch.setattr(frames, "FREE_SECONDS", 0.1)
   thread.start()
   try:
     wire.wake()
-    began, left = time.monotonic(), 60_000
+    left = 60_000
     while left:
       left -= len(far.recv(left))
-    assert time.monotonic() - began < 9.0, "15 s with the limit"
+    assert limits[-1] > 10_000, "15 s with the first limit"
   finally:
     thread.stop()
     thread.join()

@@ -32,7 +32,8 @@ def headers(monkeypatch):
 class Inbox:
   """A stand-in for the endpoint: messages that the role has not taken yet."""
 
-  def __init__(self, run: RunIdentity):
+  def __init__(self, run: RunIdentity, thread: peers.IoThread | None = None):
+    self.control_thread, self.bulk_threads = thread, itertools.repeat(thread)
     self.run, self.buffers, self.messages = run, BufferPool(), []
 
   def put(self, sender: str, header: bytes, payload: np.ndarray, incarnation: int) -> None:
@@ -65,12 +66,12 @@ def incoming(streams: int = 2, run: RunIdentity = RUN) -> Box:
 
 
 def part(box: Box, stream: int, number: int, total: int = 100, header=b"h"):
-  """A stream's part comes; what is whole now, or "no room"."""
+  """A stream's part comes; what is whole now; () if there is no room."""
   place = frames.part(stream, box._streams, total)
   bulk = frames.Bulk(number, total, header)
   memory = box.room(stream, bulk, place.stop - place.start)
   if memory is None:
-    return "no room"
+    return ()
   memory[:] = bytes((number + k) % 256 for k in range(total))[place]
   return arrived(box, stream, number)
 
@@ -131,7 +132,7 @@ def test_what_is_whole_does_not_arrive_twice(streams):
 
 def test_what_has_no_room_waits_until_something_is_taken():
   box = incoming(1)
-  assert part(box, 0, 0, 900) and part(box, 0, 1, 900) == "no room" and not box.woken
+  assert part(box, 0, 0, 900) and part(box, 0, 1, 900) == () and not box.woken
   box.inbox.messages.pop()
   assert part(box, 0, 1, 900)
   box = incoming(1, RunIdentity("run", "plan", 1000, queue_bytes=10))
@@ -141,7 +142,7 @@ def test_what_has_no_room_waits_until_something_is_taken():
 def test_a_lost_message_makes_room_for_those_that_wait():
   box = incoming(2)
   part(box, 0, 0, 900)
-  assert part(box, 0, 1, 900) == "no room"
+  assert part(box, 0, 1, 900) == ()
   assert part(box, 1, 1, 900) is None, "stream 1 has lost its part of 0"
   assert box.woken == 1 and part(box, 0, 1, 900)
 
@@ -188,24 +189,21 @@ def test_a_connection_that_was_replaced_writes_into_no_message_that_is_whole(mon
   """Its thread may be busy, so that it ends late: a push could change after it was measured."""
   monkeypatch.setattr(peers, "FRAME_OPTIONS", ())  # sockets of a pair have none, and no pace
   monkeypatch.setattr(frames, "pace", lambda connection: itertools.repeat(0.0))
-  inbox, frame = Inbox(RUN), frames.Bulk(0, 100, b"h")
+  thread, frame = peers.IoThread("never started", print), frames.Bulk(0, 100, b"h")
+  inbox = Inbox(RUN, thread)
   peer = Peer("learner-0", 1, inbox)
   with contextlib.ExitStack() as stack:
+    stack.callback(thread.loop.close)
     wires, far = [], []
     for data in (bytes(50), bytes(range(100))):
-      thread = peers.IoThread("never started", print)
-      stack.callback(thread.loop.close)
       mine, theirs = map(stack.enter_context, socket.socketpair())
-      wires.append(peer.bulk[0].attach(mine, thread))
+      wires.append(peer.bulk[0].attach(mine))
       far.append(theirs)
       theirs.sendall(frames.encode(frame, 100) + data)
-      wires[-1].turn()
+      far[0].sendall(b"\xff" * 10)
+      thread.loop.call_soon(thread.loop.stop)  # it has time again
+      thread.loop.run_forever()
     older, newer = wires
-    far[0].sendall(b"\xff" * 50)
-    older.turn()
-    for wire in wires:  # its thread has time again
-      wire.thread.loop.call_soon(wire.thread.loop.stop)
-      wire.thread.loop.run_forever()
     assert older.fileno() < 0
     ((_, payload),) = inbox.messages
     assert bytes(payload) == bytes(range(100))

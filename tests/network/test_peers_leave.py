@@ -88,6 +88,25 @@ def test_a_flood_of_small_frames_has_its_turn_and_no_more(monkeypatch):
     wire.close()
 
 
+class Fast(socket.socket):
+  """A link that takes everything at once."""
+
+  def send(self, data: memoryview, flags: int = 0) -> int:
+    return len(data)
+
+
+def test_who_always_has_more_to_send_has_its_turn_and_no_more(monkeypatch):
+  monkeypatch.setattr(peers, "FRAME_OPTIONS", ())
+  mine, far = socket.socketpair(socket.AF_UNIX)
+  with far, Fast(fileno=mine.detach()) as fast, io_thread() as thread:
+    parcels, owner = [(memoryview(bytes(1 << 18)),)] * 100, Owner()
+    owner.next = lambda wire, sent: parcels.pop() if parcels else None
+    wire = peers.FrameSocket(fast, owner, thread)
+    wire.turn(False)
+    assert 100 - len(parcels) == peers.BYTES_A_TURN >> 18
+    wire.close()
+
+
 class Receiver(Owner):
   def __init__(self, memory: np.ndarray):
     self.memory = memory
