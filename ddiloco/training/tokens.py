@@ -218,6 +218,7 @@ Part: TypeAlias = np.ndarray | TokenFile  # of a corpus: 1-D, of unsigned ids
 
 # --- sources --------------------------------------------------------------------------------------
 
+_GZIP = b"\x1f\x8b"  # no text begins so
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _GENERATED = ("_sysconfigdata", "config-")  # files and folders made for one machine
 _SYNTHETIC_SEED = 20_260_421  # fixed: the corpus is the same for every run and learner
@@ -244,6 +245,8 @@ def read_parts(data: DataConfig, tokenizer: Tokenizer) -> tuple[Part, ...]:
     else:
       documents = stdlib_documents() if data.source == "stdlib" else synthetic_documents()
     for name, content in documents:
+      fix = "unpack it, or make token files of it (scripts/make_tokens.py)"
+      require(not content.startswith(_GZIP), "data.path", name, "is gzipped, and no text", fix)
       if content:
         pieces += [_encode(name, content, tokenizer), end]
   except OSError as error:
@@ -284,7 +287,7 @@ def matches(pattern: str) -> list[str]:
   """Files matching a glob (** spans folders), sorted, so that the order is always the same."""
   found = glob.glob(os.path.expanduser(pattern), recursive=True)
   files = sorted(file for file in found if not os.path.isdir(file))
-  fix = "check the path, and whether its storage is mounted on this host"
+  fix = "name files, not their folder, and check that its storage is mounted on this host"
   require(bool(files), "data.path", pattern, "no file matches this glob", fix)
   return files
 
