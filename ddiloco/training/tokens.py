@@ -266,9 +266,10 @@ def is_here(data: DataConfig, most_bytes: int) -> bool:
     return False
   if data.source == "stdlib":
     return not file  # bytes are tokens as they are
-  files = [*filter(os.path.isfile, glob.glob(os.path.expanduser(data.path), recursive=True))]
-  if data.path and not files:
+  found = glob.glob(os.path.expanduser(data.path), recursive=True)
+  if data.path and not found:
     return False
+  files = filter(os.path.isfile, found)
   return data.source != "text" or sum(map(os.path.getsize, files)) <= most_bytes
 
 

@@ -129,6 +129,7 @@ def test_only_what_is_here_and_quickly_read_is_looked_at(tmp_path):
   (tmp_path / "b.txt").write_bytes(b"9")
   assert not looked_at(**text) and looked_at(**text | {"source": "tokens"})
   assert not looked_at(source="tokens", path=str(tmp_path / "*.bin"))
+  assert looked_at(source="text", path=str(tmp_path)), "a folder, which is no file anywhere"
   assert looked_at() and looked_at(source="synthetic")
   assert not looked_at(tokenizer="huggingface:nowhere")
 
