@@ -28,8 +28,12 @@ from ddiloco.environment import raise_limit
 
 # --- tokenizers -----------------------------------------------------------------------------------
 
-# Names under which tokenizer files keep their end-of-text token, most common first.
-END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
+# Names under which tokenizer files keep their end-of-text token. The first that a file has is it:
+# Gemma's, <eos>, stands before </s>, which is the end of struck-out text in its HTML.
+END_TOKENS = (
+  *("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "[EOS]", "[SEP]"),
+  "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek's
+)
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
