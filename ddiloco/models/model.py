@@ -109,8 +109,15 @@ class NnxModel:
   """
 
   def __init__(self, build: Callable[[nnx.Rngs], nnx.Module], trained: Any = None):
-    # Traced once, for shapes and for values.
-    self._made = jax.jit(lambda key: nnx.split(build(nnx.Rngs(key))), inline=True)
+    def make(key: jax.Array) -> tuple[nnx.GraphDef, nnx.State]:
+      module = build(nnx.Rngs(key))
+      # An array that is an attribute is data to flax, but not while it is traced (flax 0.12).
+      for _, each in nnx.iter_modules(module):
+        for name in [name for name, value in vars(each).items() if isinstance(value, jax.Array)]:
+          setattr(each, name, nnx.data(getattr(each, name)))
+      return nnx.split(module)
+
+    self._made = jax.jit(make, inline=True)  # traced once, for shapes and for values
     self._trained = trained
 
   @functools.cached_property

@@ -144,7 +144,7 @@ class Buffered(nnx.Module):
 
   def __init__(self, rngs: nnx.Rngs):
     self.linear = nnx.Linear(3, 3, rngs=rngs)
-    self.angles = nnx.data(jnp.arange(3.0)[None])
+    self.angles = jnp.arange(3.0)[None]
 
   def __call__(self, x_BxD: jax.Array) -> jax.Array:
     return self.linear(x_BxD + self.angles)
