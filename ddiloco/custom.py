@@ -167,7 +167,8 @@ def _check_optimizer(config: Config) -> None:
     state = jax.eval_shape(transform.init, shapes)
     return state, *jax.eval_shape(transform.update, shapes, state, shapes)
 
-  before, updates, after = called(own, "init() or update()", update)
+  what = "init(params) or update(grads, state, params)"  # an optimizer may want the loss, too
+  before, updates, after = called(own, what, update)
   was, becomes = _kinds(before), _kinds(after)
   if jax.tree.flatten(was) != jax.tree.flatten(becomes):
     _refuse(own, f"update() makes the state {becomes}, must leave it what init() makes: {was}")
@@ -185,7 +186,8 @@ def _check_optimizer(config: Config) -> None:
   _, read = dce_jaxpr(traced, [True] * len(traced.outvars))
   if any(read):
     rule = "init() reads the parameters' values, which come later, and are replaced by each version"
-    _refuse(own, f"{rule}: a state must not hold a copy of them, as schedule-free and DoG have it")
+    rule = f"{rule}: a state must not hold a copy of them, as schedule-free and DoG have it"
+    _refuse(own, rule, "take one without, as optax.adamw; the outer optimizer averages the weights")
 
 
 def _by_name(config: Section, what: str, call: Callable[[], Any]) -> Mapping[str, Any]:

@@ -94,6 +94,8 @@ def reader(folder: Path) -> Callable[[str], np.ndarray]:
 
   def read(name: str) -> np.ndarray:
     file = folder / files.get(name, "model.safetensors")
+    fix = "save the model as safetensors, as save_pretrained of transformers does"
+    require(file.exists(), "--model", str(file), "is not there", fix)
     known = name in weights.leaves(file, "--model")
     require(known, "--model", str(file), f"has no {name}", "take a model as its config.json says")
     return weights.load(file, "--model", name)[name].astype(np.float32)
@@ -143,6 +145,8 @@ def main() -> None:
     (options.to / "start.py").write_text(text)
   except KeyError as error:
     raise ConfigError(f"config.json has no {error}") from error
+  except json.JSONDecodeError as error:
+    raise ConfigError(f"a JSON file in --model={source} is torn ({error})") from error
   except (TypeError, ValueError, OSError) as error:
     raise ConfigError(str(error)) from error
   count = sum(value.size for value in params.values())

@@ -31,6 +31,7 @@ import multiprocessing
 import os
 import sys
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -74,7 +75,7 @@ def documents(files: Sequence[str], field: str) -> Iterator[str]:
           )
         else:
           yield file.read().decode("utf-8")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
       rule = f"cannot be read as UTF-8 text ({error})"
       raise refusal("--text", name, rule, "correct or remove it, or narrow the glob") from error
   if not files:

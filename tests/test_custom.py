@@ -137,6 +137,9 @@ def nameless(config):
 def anchored(config):
   return optax.contrib.schedule_free_sgd(1.0)
 
+def scaled_by_loss(config):
+  return optax.contrib.reduce_on_plateau()
+
 def bare(config):
   made = Line(3)
   made.loss = lambda params, batch, execution=None: jnp.zeros(())
@@ -398,7 +401,8 @@ def test_an_optimizer_by_name_takes_the_place_of_adamw(file):
     ("doubled", r"the state has arrays \['inner/a/b', 'inner/a/b'\], which no snapshot can tell"),
     ("nameless", r"the state has arrays \['inner/', 'inner/a/'\], which no snapshot can tell"),
     ("noisy", r"the state .*rng_key.* has keys, which no snapshot can hold.*key_data"),
-    ("anchored", r"init\(\) reads the parameters' values"),
+    ("anchored", r"init\(\) reads the parameters' values.*Fix: take one without"),
+    ("scaled_by_loss", r"update\(grads, state, params\) fails at .* argument: 'value'"),
   ):
     with pytest.raises(ConfigError, match=rf"^inner.custom = .*{rule}"):
       initial.make_plan(config("inner", f"{file}:{name}"))

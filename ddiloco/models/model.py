@@ -102,15 +102,22 @@ class NnxModel:
 
   Args:
     build: makes the module from `nnx.Rngs`.
-    trained: an NNX filter of the variables that are trained, such as `nnx.LoRAParam`. All others
-      are `frozen`. A run never changes batch statistics: let loss and evaluation normalise by the
-      batch, and pass data through `module(run.params())` before its first `eval()`. None: all
-      variables must be `nnx.Param`, but for the keys and counts of random numbers.
+    trained: an NNX filter of the variables that are trained, such as `nnx.LoRAParam`. All others,
+      and arrays that are no variables, are `frozen`. A run never changes batch statistics: let loss
+      and evaluation normalise by the batch, and pass data through `module(run.params())` before its
+      first `eval()`. None: all must be `nnx.Param`, but for the keys and counts of random numbers.
   """
 
   def __init__(self, build: Callable[[nnx.Rngs], nnx.Module], trained: Any = None):
-    # Traced once, for shapes and for values.
-    self._made = jax.jit(lambda key: nnx.split(build(nnx.Rngs(key))), inline=True)
+    def make(key: jax.Array) -> tuple[nnx.GraphDef, nnx.State]:
+      module = build(nnx.Rngs(key))
+      # An array that is an attribute is data to flax, but not while it is traced (flax 0.12).
+      for _, each in nnx.iter_modules(module):
+        for name in [name for name, value in vars(each).items() if isinstance(value, jax.Array)]:
+          setattr(each, name, nnx.data(getattr(each, name)))
+      return nnx.split(module)
+
+    self._made = jax.jit(make, inline=True)  # traced once, for shapes and for values
     self._trained = trained
 
   @functools.cached_property
@@ -144,7 +151,7 @@ class NnxModel:
     """Logical axis names of every variable, one a dimension; stacks begin with "layers"."""
     trained, frozen = self._variables
     return {
-      name: tuple(leaf.get_metadata("out_sharding", None) or (None,) * len(leaf.shape))
+      name: tuple(getattr(leaf, "out_sharding", None) or (None,) * len(leaf.shape))
       for name, leaf in (trained | frozen).items()
     }
 
@@ -193,7 +200,7 @@ class NnxModel:
         value = jax.random.split(jax.random.fold_in(random, number), leaf.shape)
       else:
         value = jnp.zeros(leaf.shape, leaf.dtype)  # a count of numbers drawn
-      flat[path] = leaf.replace(value)
+      flat[path] = leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
     module = nnx.merge(graph, nnx.from_flat_state(flat))
     if key is None:
       module.set_attributes(deterministic=True, raise_if_not_found=False)

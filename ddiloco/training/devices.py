@@ -145,14 +145,17 @@ class Shares:
     self._given = dict(enumerate(partition(self._usable, counts)))
 
   def of(self, learner: int) -> list[Device]:
-    """Its devices; a learner that was not planned gets some that no other has.
+    """Its devices; a learner that was not planned gets some that no other has, or on the CPU, where
+    all have some, the one that islands of one device share.
 
     Raises:
       ConfigError: too few are left.
     """
     if learner not in self._given:
-      used = {device for group in self._given.values() for device in group}
-      free = [device for device in self._usable if device not in used]
+      groups = self._given.values()
+      used = {device for group in groups for device in group}
+      shared = [group[0] for group in groups if len(group) == 1 and group[0].platform == "cpu"]
+      free = [device for device in self._usable if device not in used] or shared[:1]
       (self._given[learner],) = partition(free, [self._islands.island(learner).devices])
     return self._given[learner]
 

@@ -28,8 +28,12 @@ from ddiloco.environment import raise_limit
 
 # --- tokenizers -----------------------------------------------------------------------------------
 
-# Names under which tokenizer files keep their end-of-text token, most common first.
-END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
+# Names under which tokenizer files keep their end-of-text token. The first that a file has is it:
+# Gemma's, <eos>, stands before </s>, which is the end of struck-out text in its HTML.
+END_TOKENS = (
+  *("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "[EOS]", "[SEP]"),
+  "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek's
+)
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -218,6 +222,7 @@ Part: TypeAlias = np.ndarray | TokenFile  # of a corpus: 1-D, of unsigned ids
 
 # --- sources --------------------------------------------------------------------------------------
 
+_GZIP = b"\x1f\x8b"  # no text begins so
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _GENERATED = ("_sysconfigdata", "config-")  # files and folders made for one machine
 _SYNTHETIC_SEED = 20_260_421  # fixed: the corpus is the same for every run and learner
@@ -244,6 +249,8 @@ def read_parts(data: DataConfig, tokenizer: Tokenizer) -> tuple[Part, ...]:
     else:
       documents = stdlib_documents() if data.source == "stdlib" else synthetic_documents()
     for name, content in documents:
+      fix = "unpack it, or make token files of it (scripts/make_tokens.py)"
+      require(not content.startswith(_GZIP), "data.path", name, "is gzipped, and no text", fix)
       if content:
         pieces += [_encode(name, content, tokenizer), end]
   except OSError as error:
@@ -263,9 +270,10 @@ def is_here(data: DataConfig, most_bytes: int) -> bool:
     return False
   if data.source == "stdlib":
     return not file  # bytes are tokens as they are
-  files = [*filter(os.path.isfile, glob.glob(os.path.expanduser(data.path), recursive=True))]
-  if data.path and not files:
+  found = glob.glob(os.path.expanduser(data.path), recursive=True)
+  if data.path and not found:
     return False
+  files = filter(os.path.isfile, found)
   return data.source != "text" or sum(map(os.path.getsize, files)) <= most_bytes
 
 
@@ -284,7 +292,7 @@ def matches(pattern: str) -> list[str]:
   """Files matching a glob (** spans folders), sorted, so that the order is always the same."""
   found = glob.glob(os.path.expanduser(pattern), recursive=True)
   files = sorted(file for file in found if not os.path.isdir(file))
-  fix = "check the path, and whether its storage is mounted on this host"
+  fix = "name files, not their folder, and check that its storage is mounted on this host"
   require(bool(files), "data.path", pattern, "no file matches this glob", fix)
   return files
 

@@ -308,16 +308,21 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path, monkeypatch):
   assert session.train(config, tmp_path / "run", overwrite=True) == 0 and len(begun) == 3
 
 
-def test_roles_that_are_started_by_hand_note_their_data_and_refuse_others(tmp_path):
+def test_roles_that_are_started_by_hand_note_their_data_and_refuse_others(tmp_path, monkeypatch):
   """They did not look: the order was another one, and other parts were held out."""
+  monkeypatch.setattr(data, "_CHECKED_TOKENS", 5)
   fields = {"source": "tokens", "path": f"{tmp_path}/*.bin", "sequence_length": 8}
   config = make_config(learners=2, steps=30, data=fields)
   np.zeros(20_000, np.uint16).tofile(tmp_path / "0.bin")
   for _ in range(2):
     session.refuse_other_data(config, tmp_path, data.open_data(config.data))
-  np.zeros(20_000, np.uint16).tofile(tmp_path / "1.bin")  # as one that is still copied
-  with pytest.raises(ConfigError, match=r"^data.path = .*began with other data.*Fix: bring"):
-    session.refuse_other_data(config, tmp_path, data.open_data(config.data))
+  other, more = np.eye(2, 20_000, dtype=np.uint16), np.zeros(20_000, np.uint16)
+  ends = {"0.bin": other[0]}, {"0.bin": other[1][::-1]}  # as long, with another beginning or end
+  for changed in (*ends, {"0.bin": more, "1.bin": more}):  # the latter as one that is still copied
+    for name, ids in changed.items():
+      ids.tofile(tmp_path / name)
+    with pytest.raises(ConfigError, match=r"^data.path = .*began with other data.*Fix: bring"):
+      session.refuse_other_data(config, tmp_path, data.open_data(config.data))
 
 
 @pytest.fixture

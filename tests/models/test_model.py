@@ -139,6 +139,30 @@ def test_frozen_values_may_be_given_or_missing():
     model.module({**params, "norm/means": mean})
 
 
+class Buffered(nnx.Module):
+  """With an array that is no variable, such as a table of angles."""
+
+  def __init__(self, rngs: nnx.Rngs):
+    self.linear = nnx.Linear(3, 3, rngs=rngs)
+    self.angles = jnp.arange(3.0)[None]
+
+  def __call__(self, x_BxD: jax.Array) -> jax.Array:
+    return self.linear(x_BxD + self.angles)
+
+
+def test_an_array_that_is_no_variable_is_frozen():
+  """It was refused, and what the error proposed ended in an AttributeError."""
+  with pytest.raises(ValueError, match=r"\['angles'\].*Fix: .*trained=nnx.Param"):
+    NnxModel(Buffered).shapes()
+  model = NnxModel(Buffered, trained=nnx.Param)
+  assert model.logical_axes()["angles"] == (None, None) and list(model.frozen()) == ["angles"]
+  params, x = model.init(jax.random.key(0)), jnp.ones((1, 3))
+  plain = Buffered(nnx.Rngs(jax.random.key(0)))
+  np.testing.assert_array_equal(model.module(params)(x), plain(x))
+  moved = model.module({**params, "angles": jnp.zeros((1, 3))})
+  np.testing.assert_array_equal(moved(x), plain.linear(x))
+
+
 def test_a_batch_has_one_key_and_another_batch_another():
   def key(batch, made=batch_key):
     return tuple(np.asarray(jax.random.key_data(made(batch))))

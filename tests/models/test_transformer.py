@@ -143,9 +143,11 @@ def test_init_scales():
   params = init_params(DENSE, jax.random.key(0))
   mixture = init_params(MIXTURE, jax.random.key(0))
   params |= {name: each for name, each in mixture.items() if name.startswith("layers/moe/")}
+  params["head"] = jax.jit(lambda key: language_model(UNTIED).init(key)["head"])(jax.random.key(0))
   residual = 2 * 5  # branches
   expected = {
     "embedding": 16**-0.5,
+    "head": 16**-0.5,
     "layers/attention/query": 16**-0.5,
     "layers/attention/key": 16**-0.5,
     "layers/attention/value": 16**-0.5,

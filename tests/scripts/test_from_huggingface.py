@@ -119,3 +119,11 @@ def test_a_folder_without_a_model_is_named(tmp_path, monkeypatch, capsys):
   write(tmp_path / "hf", {"model_type": "llama"}, {})
   assert run(monkeypatch, tmp_path / "hf", tmp_path / "to") == 2
   assert "config.json has no 'hidden_size'" in capsys.readouterr().err
+  (tmp_path / "hf" / "config.json").write_text('{"model_type": ')
+  assert run(monkeypatch, tmp_path / "hf", tmp_path / "to") == 2
+  assert f"a JSON file in --model={tmp_path / 'hf'} is torn" in capsys.readouterr().err
+  model = from_dict({"model": SIZE}).model
+  (tmp_path / "hf" / "config.json").write_text(json.dumps(transformer.huggingface_config(model)))
+  (tmp_path / "hf" / "model.safetensors").rename(tmp_path / "hf" / "pytorch_model.bin")
+  assert run(monkeypatch, tmp_path / "hf", tmp_path / "to") == 2
+  assert "is not there. Fix: save the model as safetensors" in capsys.readouterr().err

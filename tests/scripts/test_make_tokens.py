@@ -155,6 +155,7 @@ def test_a_tokenizer_is_trained_on_a_share_of_every_file(tmp_path: Path, monkeyp
     # Without the time, which would be in the test's name: all processes of pytest must agree on it.
     ("a.jsonl.gz", gzip.compress(b'{"text": "fine"}\n', mtime=0)[:-9], "a.jsonl.gz"),
     ("a.txt.gz", b"no gzip", "a.txt.gz"),
+    ("a.txt.gz", gzip.compress(b"", mtime=0)[:10] + b"\xff", "a.txt.gz"),
     ("a.txt", b"", "have no text"),
   ],
 )

@@ -97,6 +97,8 @@ def test_an_island_keeps_its_share_and_the_evaluator_has_the_last_devices():
   assert _ids(map(shares.of, (5, 5))) == [[3, 4]] * 2, "one that joins gets the next"
   with pytest.raises(ConfigError, match=r"islands\.devices = \[2\]: 1 learners need more than 0"):
     shares.of(6)
+  one_cpu = devices.Shares(from_dict({"islands": {"num_learners": 2}}), jax.devices()[:1])
+  assert _ids(map(one_cpu.of, (0, 1, 2))) == [[0]] * 3, "also where JAX was used before the run"
   assert _ids([_shares(1, 3, devices=0).of(0)]) == [[0, 1, 2]]
   with pytest.raises(ConfigError, match=r"2 learners need more than 3 .*or run\.evaluator_devices"):
     _shares(2, 4, evaluator=1, devices=2)

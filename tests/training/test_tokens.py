@@ -166,10 +166,13 @@ def test_a_huggingface_token_that_was_added_counts(huggingface_file, tmp_path):
   )
   tokenizer = package.Tokenizer.from_file(str(tmp_path / "tiny.json"))
   known = tokenizer.get_vocab_size()
-  tokenizer.add_special_tokens(["</s>"])
-  tokenizer.save(str(tmp_path / "more.json"))
-  found = tokens.load_tokenizer(f"huggingface:{tmp_path / 'more.json'}")
-  assert (found.end_token, found.vocab_size) == (known, known + 1)
+  deepseek = "<\uff5cend\u2581of\u2581sentence\uff5c>"
+  # Each counts before those that the file had already. Gemma's has the last two.
+  for number, name in enumerate((deepseek, "</s>", "<eos>"), known):
+    tokenizer.add_special_tokens([name])
+    tokenizer.save(str(tmp_path / "more.json"))
+    found = tokens.load_tokenizer(f"huggingface:{tmp_path / 'more.json'}")
+    assert (found.end_token, found.vocab_size) == (number, number + 1)
 
 
 def test_huggingface_file_without_an_end_token(huggingface_file, tmp_path):

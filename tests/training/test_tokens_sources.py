@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import os
 import pathlib
 import subprocess
@@ -105,6 +106,16 @@ def test_synthetic_is_deterministic_and_learnable():
 def test_no_file_matches(tmp_path):
   text = error_of(data_lib.open_corpus, text_data(tmp_path / "*.md"))
   assert "data.path" in text and "*.md" in text and "no file matches" in text
+  text = error_of(data_lib.open_corpus, text_data(tmp_path))
+  assert "no file matches" in text and "not their folder" in text
+
+
+def test_text_that_is_gzipped_is_no_text(tmp_path):
+  """Its bytes were trained on: noise, without a word."""
+  (tmp_path / "a.txt").write_bytes(b"text")
+  (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"text"))
+  text = error_of(data_lib.open_corpus, text_data(tmp_path / "*"))
+  assert "b.txt.gz" in text and "is gzipped" in text
 
 
 def test_only_what_is_here_and_quickly_read_is_looked_at(tmp_path):
@@ -118,6 +129,7 @@ def test_only_what_is_here_and_quickly_read_is_looked_at(tmp_path):
   (tmp_path / "b.txt").write_bytes(b"9")
   assert not looked_at(**text) and looked_at(**text | {"source": "tokens"})
   assert not looked_at(source="tokens", path=str(tmp_path / "*.bin"))
+  assert looked_at(source="text", path=str(tmp_path)), "a folder, which is no file anywhere"
   assert looked_at() and looked_at(source="synthetic")
   assert not looked_at(tokenizer="huggingface:nowhere")
 
