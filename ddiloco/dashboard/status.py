@@ -35,7 +35,7 @@ OVER = {
 
 
 def status(
-  run: RunState, now: float, sync: SyncConfig | None = None, reason: str = ""
+  run: RunState, now: float, sync: SyncConfig | None = None, reason: str = "", trouble: str = ""
 ) -> dict[str, Any]:
   """The status of a run.
 
@@ -45,8 +45,9 @@ def status(
       newest event counts instead.
     sync: the run's section; None: not known.
     reason: why the run ended, if another source than its events says it.
+    trouble: why no further events can be read now.
   """
-  state, text = _phase(run, now, reason)
+  state, text = _phase(run, now, reason, trouble)
   now = max(now, run.time) if state in ("starting", "running") else run.time
   seen = now - LAG_SECONDS if state == "running" else now
   fragments = run.fragments
@@ -93,8 +94,11 @@ def status(
   }
 
 
-def _phase(run: RunState, now: float, reason: str) -> tuple[str, str]:
+def _phase(run: RunState, now: float, reason: str, trouble: str) -> tuple[str, str]:
   """(empty, starting, running, silent or over; a sentence that explains it)."""
+  if trouble:
+    state = "silent" if run.num_events else "empty"
+    return state, f"Nothing new is known, since the log cannot be read: {trouble}"
   reason = run.finished or reason
   if reason:
     return "over", OVER.get(reason, f"The run is over: {reason}.")
