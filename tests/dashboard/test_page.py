@@ -137,7 +137,7 @@ def test_step_times_by_island_and_time(browser, tmp_path):
     assert canvas == [browser.ask("document.querySelector('#heat').clientWidth"), 4 * 18 + 20]
 
     def colour(seconds, island):
-      at = f"92 + {seconds} / {END + 0.3} * (c.width - 92 - 14), {18 * island + 8}"
+      at = f"176 + {seconds} / {END + 0.3} * (c.width - 176 - 14), {18 * island + 8}"
       return browser.ask(
         "(c => [...c.getContext('2d').getImageData("
         f"{at}, 1, 1).data].join())(document.querySelector('#heat-canvas'))"

@@ -17,6 +17,8 @@ import { lanes, patterns } from "./lanes.js";
 import { legend, marks } from "./marks.js";
 
 const MANY = 12; // islands: beyond that their lanes are thin, without strips
+/** Pixels for the names at the left, here and in the map of step times. */
+export const leftOf = (islands, width) => (islands.length > MANY || width < 640 ? 92 : 176);
 const ROOM = 600; // pixels of all their lanes together: the loss stays in sight
 const [RIGHT, AXIS, LOSS_HEIGHT, GAP] = [14, 24, 190, 26]; // pixels
 
@@ -51,9 +53,9 @@ function place(status, width) {
   const lanes = status.timeline.lanes;
   const islands = lanes.filter((lane) => lane.role.startsWith("learner"));
   const shards = lanes.filter((lane) => lane.role.startsWith("syncer"));
-  const many = islands.length > MANY;
+  const many = status.islands.length > MANY;
   const narrow = width < 640 && !many;
-  const left = narrow ? 0 : many ? 92 : 176;
+  const left = narrow ? 0 : leftOf(status.islands, width);
   const space = narrow ? 17 : 0; // for a name above each row
   const thin = Math.max(2, Math.min(14, Math.floor(ROOM / islands.length)));
   const pitch = many ? thin : space + 34,
