@@ -71,10 +71,10 @@ def plain_line(view: RunState, now: float) -> str:
     at = f" step {island.step}" if island.step or state == "running" else ""
     if state == "joining" and view.fragments:
       at = f" (has received {len(island.versions)} of {len(view.fragments)} fragments)"
-    islands.append(f"{learner} {state}{at}")
+    islands.append(f"island {learner} {state}{at}")
   away = ((s, shard.state) for s, shard in sorted(view.shards.items()) if shard.state != "running")
-  parts = {"islands": islands, "shards": [f"{s} {state}" for s, state in away]}
-  said = [f"{what}: {', '.join(each)}" for what, each in parts.items() if each]
+  shards = [f"shard {s} {state}" for s, state in away]
+  said = [", ".join(each) for each in (islands, shards) if each]
   return " · ".join([f"[{clock_time(now)}] {_percent(view)}", *_figures(view, now), *said])
 
 

@@ -177,8 +177,9 @@ def _loss_axes(axes: Axes, drawn: list[float]) -> None:
   if low > 0:
     axes.set_yscale("log")  # the long flat end is the interesting part
     axes.set_ylim(low * 0.96, high * 1.04)
+    subs = (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8) if high < 10 * low else (1, 1.5, 2, 3, 4, 6)
     wide = high > 1.5 * low
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 6)) if wide else MaxNLocator())
+    axes.yaxis.set_major_locator(LogLocator(subs=subs) if wide else MaxNLocator())
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter("{x:g}")
   else:  # a model of one's own may have such a loss: a log scale cannot show it
@@ -321,7 +322,7 @@ ROW_INCHES = 0.42
 BAR_HEIGHT = 0.62
 MARKS = {  # marker, face colour, legend
   "kill": ("X", "#111111", "fault: kill"),
-  "fault": ("v", "#FFFFFF", "other fault"),
+  "fault": ("v", "#FFFFFF", "fault other than a kill"),
   "exit": ("x", "#111111", "crash"),
   "hang": ("d", "#D55E00", "hung: stacks are in the log"),
   "restart": ("^", "#FFFFFF", "restart"),

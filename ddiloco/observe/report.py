@@ -245,7 +245,7 @@ def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     ("goodput: chip time whose work is in the model", said(_share, "goodput")),
     ("the same without the first start-up", said(_share, "goodput_training")),
     ("where the rest of the chip time went", said(_causes, "lost_time")),
-    ("uptime: some island trained", said(_share, "uptime")),
+    ("uptime: some island trained, since the first step", said(_share, "uptime")),
     ("tokens per second and chip", said(compact, "tokens_per_second_per_chip")),
     ("MFU", said(_share, "mfu")),
     ("time learners were blocked", said("{:.3g} s".format, "blocked_seconds")),
@@ -284,7 +284,7 @@ def page(summary: Mapping[str, Any]) -> str:
 def _learner_table(summary: Mapping[str, Any]) -> str:
   """A table of all islands; a dash stands for an unknown value."""
   shares, alive = summary.get("participation") or {}, summary.get("liveness") or {}
-  names = ("island", "chips", "incarnations", "steps", "tokens", "last loss", "time training")
+  names = ("island", "chip", "incarnations", "steps", "tokens", "last loss", "time training")
   names += ("commits joined", "median step", "waited for data", "tokens/s a chip", "MFU")
   rows = ["".join(f"<th>{name}</th>" for name in names)]
   for m, each in (summary.get("learners") or {}).items():
@@ -328,6 +328,6 @@ td { font-variant-numeric: tabular-nums }
 .wide td:first-child, .wide th:first-child { text-align: left }
 figure { margin: 0 } img { width: 100%; height: auto }
 figcaption { color: #666; font-size: .92rem }
-pre { background: #f6f6f6; padding: 1rem; overflow-x: auto }
+pre { background: #f6f6f6; padding: 1rem; white-space: pre-wrap; overflow-wrap: anywhere }
 @media (max-width: 60rem) { .wide { display: block; overflow-x: auto } }
 """

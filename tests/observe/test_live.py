@@ -59,14 +59,15 @@ def test_plain_line(run_events):
 
 
 def test_a_line_says_what_a_joining_island_has_and_which_shards_are_away(make):
-  """It said "joining", however long that took, and nothing of the shards that it waits for."""
+  """It said "joining", however long that took, and nothing of the shards that it waits for; and
+  "islands: 0 joining", which reads like none."""
   started = [make.event(2.0, "learner-0", "started"), make.event(2.0, "syncer-0", "started")]
   here = make.event(3.0, "learner-0", "apply", fragment=2)
   view = RunState().read([make.run_started(num_learners=1), *started, here])
   line = plain_line(view, 4.0)
-  assert line.endswith("islands: 0 joining (has received 1 of 4 fragments) · shards: 1 starting")
+  assert line.endswith("island 0 joining (has received 1 of 4 fragments) · shard 1 starting")
   view.read([make.event(5.0, "syncer-1", "started"), make.event(5.0, "learner-0", "joined")])
-  assert plain_line(view, 6.0).endswith("islands: 0 running step 0")
+  assert plain_line(view, 6.0).endswith("island 0 running step 0")
 
 
 def _run_live(console, events, clock, **options):
