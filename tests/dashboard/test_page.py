@@ -210,6 +210,17 @@ def test_what_stays_the_same_is_not_drawn_again(browser, tmp_path):
     assert browser.complaints == []
 
 
+def test_a_page_that_takes_long_to_draw_is_drawn_less_often(browser, tmp_path):
+  """Of hundreds of islands with many kills it would take a core of whoever looks."""
+  slow = "let ms = 0; performance.now = () => (ms += 300); window.delays = [];"
+  slow += "const later = setTimeout; setTimeout = (f, ms) => later(f, void delays.push(ms))"
+  script = browser.send("Page.addScriptToEvaluateOnNewDocument", source=slow)
+  with Dashboard(run(tmp_path, until=KILL + 3)) as dashboard:
+    show(browser, dashboard, "running")
+    assert browser.until("delays.find(ms => ms > 1000)") == 3000
+  browser.send("Page.removeScriptToEvaluateOnNewDocument", **script)
+
+
 def test_a_page_that_nobody_sees_is_drawn_when_it_is_seen_again(browser, tmp_path):
   hidden = "Object.defineProperty(document, 'hidden', {configurable: true, value: %s});"
   hidden += " document.dispatchEvent(new Event('visibilitychange'))"
