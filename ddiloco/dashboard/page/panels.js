@@ -91,7 +91,11 @@ function figures(status) {
 
 // What the islands' pushes have in common.
 function gradients(found) {
-  const names = { agreement: "cosine", rho: "rho", length: "length merged" };
+  const names = {
+    agreement: "cosine of two pushes",
+    rho: "cosine of successive merges",
+    length: "length of a merge",
+  };
   const said = Object.entries(names)
     .filter(([name]) => found[name] !== null)
     .map(([name, text]) => `${text} ${cosine(found[name])}`);
