@@ -155,7 +155,7 @@ def _missed(island: IslandState, now: float) -> Text:
 def _shard_line(number: int, shard: ShardState) -> Text:
   state = f"{shard.state:<10}", _STATE_STYLES.get(shard.state, "default")
   counts = f"{shard.commits} rounds, {shard.rejected} rejected"
-  said = f"■ {number:<4} ", state, f"  {counts}; last: {shard.last_reason or '–'}"
+  said = f"■ shard {number:<3} ", state, f"  {counts}; last: {shard.last_reason or '–'}"
   return Text.assemble(*said, no_wrap=True, overflow="ellipsis")
 
 

@@ -187,7 +187,7 @@ def _loss_axes(axes: Axes, drawn: list[float]) -> None:
     axes.set_ylim(low - margin, high + margin)
   axes.xaxis.set_major_formatter(EngFormatter(sep=""))
   axes.set_xlim(0, max(1.0, axes.dataLim.x1 * 1.07))
-  axes.set_xlabel("tokens trained by all islands / merged into the global model")
+  axes.set_xlabel("tokens trained by all islands; of the global model, merged into it")
   axes.set_ylabel(f"loss (nats per token{', log scale' if low > 0 else ''})")
   if axes.get_legend_handles_labels()[0]:
     axes.legend(loc="upper right", ncols=2 if len(axes.get_lines()) > 6 else 1)

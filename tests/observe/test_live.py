@@ -33,7 +33,7 @@ def test_a_frame_shows_the_run_and_fits(run_events, width):
   assert killed.split()[2:5] == ["joining", "1", "0"]  # state, life, step
   assert "silent for 2." in killed
   assert sum(line.startswith("● ") for line in lines) == 4
-  assert sum(line.startswith("■ ") for line in lines) == 2
+  assert [line[:10] for line in lines if line.startswith("■")] == ["■ shard 0 ", "■ shard 1 "]
   assert "all 3 asked have answered" in text
   assert "0:20  island 2: planned kill" in text
 
