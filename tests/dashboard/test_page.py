@@ -126,6 +126,17 @@ def test_tiny_losses_are_told_apart(browser, tmp_path):
     assert browser.complaints == []
 
 
+def test_a_curve_of_long_steps_is_a_line_and_has_a_gap_where_there_was_no_run(browser, tmp_path):
+  """Of steps that were longer than two seconds the first thirty drew nothing."""
+  times = [20.0 * n + 80.0 * (n > 12) for n in range(1, 20)]
+  steps = [step_event(time, 0, n, loss=5.0 - 0.1 * n) for n, time in enumerate(times, 1)]
+  write_log(tmp_path, [changed(make_run()[0], num_learners=1), *steps])
+  with Dashboard(tmp_path) as dashboard:
+    show(browser, dashboard, "running")
+    curve = browser.ask("document.querySelector('#chart .curve').getAttribute('d')")
+    assert re.sub(r"[\d. ]", "", curve) == "M" + 11 * "L" + "M" + 6 * "L"
+
+
 def test_step_times_by_island_and_time(browser, tmp_path):
   """A canvas: what it shows is looked at by colour, and read at the cursor."""
   with Dashboard(run(tmp_path)) as dashboard:

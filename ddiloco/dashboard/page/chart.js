@@ -8,6 +8,7 @@ import {
   line,
   listen,
   loss,
+  median,
   numbered,
   percent,
   svg,
@@ -154,19 +155,13 @@ function curves({ status, x, left, lossTop, lossHeight, width, narrow }) {
   return parts;
 }
 
-/** A line through the points; short gaps (null) are bridged, long ones are not. */
-function path(points, longest = 6) {
-  let text = "",
-    gap = longest + 1;
-  for (const point of points) {
-    if (point === null) {
-      gap += 1;
-      continue;
-    }
-    text += `${gap > longest ? "M" : "L"}${point[0].toFixed(1)} ${point[1].toFixed(1)}`;
-    gap = 0;
-  }
-  return text;
+/** A line through the points; where much more than usual is missing (null), it is interrupted. */
+function path(points) {
+  const there = points.flatMap((point, i) => (point === null ? [] : [i]));
+  const apart = there.map((i, n) => i - there[n - 1]);
+  const most = Math.max(7, 3 * (median(apart.slice(1)) || 0));
+  const pen = (n) => (apart[n] <= most ? "L" : "M");
+  return there.map((i, n) => pen(n) + points[i].map((each) => each.toFixed(1)).join(" ")).join("");
 }
 
 // --- the cursor ---------------------------------------------------------------------------------
