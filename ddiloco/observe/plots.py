@@ -135,8 +135,7 @@ def loss_figure(run: RunState, alone: float | None = None) -> Figure:
     x, y = np.array([(e.merged_tokens, e.loss) for e in points], float).T
     back = np.flatnonzero(np.diff(x) < 0) + 1  # here the run went on from a snapshot
     options = {"color": GLOBAL_MODEL, "lw": 2.0, "marker": "o", "ms": 5, "zorder": 5}
-    broken = np.insert(x, back, np.nan), np.insert(y, back, np.nan)
-    axes.plot(*broken, label="global model, held-out", **options)
+    axes.plot(*np.insert((x, y), back, np.nan, 1), label="global model, held-out", **options)
     drawn += list(y)
     place = {"xytext": (8, -3), "textcoords": "offset points", "annotation_clip": False}
     place["bbox"] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
@@ -255,7 +254,10 @@ def _cosine_lines(axes: Axes, curves: Series) -> None:
     known = [(i, value) for i, value in enumerate(curves.means(name)) if value is not None]
     if known:
       bins, values = np.array(known, float).T
-      axes.plot((bins + 0.5) * curves.width_seconds, values, color=color, lw=1.4, label=label)
+      apart = np.diff(bins)
+      gaps = np.flatnonzero(apart > max(7, 3 * np.median([1, *apart]))) + 1  # as on the page
+      line = np.insert(((bins + 0.5) * curves.width_seconds, values), gaps, np.nan, 1)
+      axes.plot(*line, color=color, lw=1.4, label=label)
       drawn += 1
   if not drawn:
     say_empty(axes, "no commit had two pushes that could be compared")

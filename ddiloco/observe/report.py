@@ -232,8 +232,9 @@ def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     ("commits: merges of a fragment", said(str, "commits")),
     ("commits that repeated one island alone", said(str, "solo_rounds")),
     *(
-      (f"{what}, at last", "" if gradients.get(name) is None else f"{gradients[name]:.3g}")
+      (f"{what}, average of the last commits", f"{gradients[name]:.3g}")
       for name, what in OUTER_GRADIENTS.items()
+      if gradients.get(name) is not None
     ),
     ("pushes rejected", said(str, "rejected_pushes")),
     ("faults and restarts", f"{summary.get('faults', 0)} and {summary.get('restarts', 0)}"),
