@@ -174,7 +174,13 @@ def test_a_run_that_goes_on_after_a_night_prints_as_often_as_one_that_begins(mak
 def test_on_a_terminal_the_last_frame_stays(run_events, fake_clock, monkeypatch):
   monkeypatch.setenv("TERM", "xterm")
   console = Console(file=io.StringIO(), width=100, height=40, force_terminal=True)
-  text = _run_live(console, run_events, fake_clock)
+  with LiveView(console, clock=fake_clock) as live:
+    live._drain.close()  # from here on nothing else draws
+    live._start_time, fake_clock.now = 0.0, 21.0
+    live._consume([event for event in run_events if event.time < 21.0])
+    assert "planned kill" in console.file.getvalue(), "there are frames before the last one"
+    live._consume([event for event in run_events if event.time >= 21.0])
+  text = console.file.getvalue()
   assert "\x1b" in text
   assert "all tokens merged" in text.rsplit("quickstart", 1)[1]
   assert text.rstrip().endswith("\x1b[?25h")  # the cursor is back

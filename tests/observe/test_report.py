@@ -240,6 +240,7 @@ def test_the_picture_of_traffic_tells_roles_apart_and_goes_to_the_end(make):
   assert looks.keys() == {"island 0", "shard 0", "evaluator"}
   assert (looks["shard 0"], dashes["shard 0"]) != (looks["evaluator"], dashes["evaluator"])
   assert {line.get_ydata()[-1] for line in total.get_lines()} == {1_000_000}
+  assert total.yaxis.get_major_formatter()(1_000_000) == "1 MB"
   greys = [shard_colour(shard, 16) for shard in range(16)]
   assert greys == sorted({*greys}) and all(re.fullmatch("#[0-9a-f]{6}", each) for each in greys)
   assert shard_colour(0, 0) == shard_colour(0, 1)
