@@ -20,7 +20,7 @@ from ddiloco.observe.islands import (
   role_name,
 )
 from ddiloco.observe.run_state import RunState
-from ddiloco.observe.style import clock_time, island_colour, rounded
+from ddiloco.observe.style import clock_time, island_colour, rounded, time_unit
 from ddiloco.protocol.events import Hung, parse_role
 
 LAG_SECONDS = 2 * FLUSH_SECONDS  # an event may be so old when it is read: that is no stall
@@ -108,7 +108,7 @@ def _phase(run: RunState, now: float, reason: str, trouble: str) -> tuple[str, s
   if silent > SILENT_SECONDS and {island.state for island in run.islands.values()} == {"left"}:
     return "over", "The run is over: every island has left."
   if silent > (SILENT_SECONDS if started else STARTING_SECONDS):
-    ago = f"No role has written for {clock_time(silent)} (min:s)"
+    ago = f"No role has written for {clock_time(silent)} ({time_unit(silent)})"
     return "silent", f"{ago}: the run was killed, or it writes where this cannot read."
   if not started:
     return "starting", "The run is starting: islands load, compile and join."

@@ -17,7 +17,7 @@ from ddiloco.observe.eventlog import FLUSH_SECONDS, EventStream
 from ddiloco.observe.goodput import CAUSES
 from ddiloco.observe.islands import OUTER_GRADIENTS
 from ddiloco.observe.run_state import RunState
-from ddiloco.observe.style import clock_time, compact, loss_text, plain, rounded
+from ddiloco.observe.style import clock_time, compact, loss_text, plain, rounded, time_unit
 from ddiloco.protocol.events import Event, Fault, Hung, RunStarted, Snapshot, finite
 
 # --- The key numbers of a run, from its events alone
@@ -217,7 +217,6 @@ def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
   damaged = (summary.get("torn_lines") or 0) + (summary.get("odd_events") or 0)
   done, wanted = (summary.get(f"{name}_tokens") or 0 for name in ("merged", "total"))
   finished = summary.get("finished") == "finished" and summary.get("num_shards")
-  long = (summary.get("seconds") or 0) >= 3600
   lacking = "commits of this run, which has finished: these numbers are too low"
   rows = [
     ("held-out loss, untrained", said(_loss, "loss_untrained")),
@@ -227,7 +226,7 @@ def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
       for name, each in summary.get("heldout_measures_last", {}).items()
     ),
     ("held-out loss, best island alone", said(_loss, "loss_best_island_alone")),
-    (f"time ({'h:' * long}min:s)", said(clock_time, "seconds")),
+    (f"time ({time_unit(summary.get('seconds') or 0)})", said(clock_time, "seconds")),
     ("tokens merged into every fragment", merged + of if summary.get("num_shards") else ""),
     ("commits: merges of a fragment", said(str, "commits")),
     ("commits that repeated one island alone", said(str, "solo_rounds")),
