@@ -409,9 +409,10 @@ def test_curves_are_coarser_the_more_islands_have_joined():
   """Also where no engine says how many there are: each new one had as many bins as the first."""
   run = RunState()
   for m in range(200):
-    run.add(made(m / 10, f"learner-{m}", "step", step=2, gap_seconds=0.1, loss=1.0))
+    run.add(made(m / 10, f"learner-{m}", "step", step=2, gap_seconds=0.1, loss=1.0, tokens=10))
   run.add(made(59.9, "learner-0", "step", step=3, gap_seconds=0.1, loss=1.0))
   assert 20 < len(run.curves.page.means("loss 0")) <= 40
+  assert 100 < len(run.curves.loss.means("0 1")) <= 200, "over tokens, for the report"
 
 
 @pytest.mark.parametrize(
