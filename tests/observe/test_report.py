@@ -169,6 +169,8 @@ def test_the_table_of_islands_has_all_that_is_known(make):
     *("TPU v5p, then TPU v6e", "2", "2", "8.0k", "2.000", "75.0%", "100.0%", "500 ms", "0.5 s"),
     *("1.0k", "–"),
   ]
+  (names,) = re.findall("<tr><th>island</th>(.*?)</tr>", text)
+  assert names.count("<th>") == cells.count("<td>") and "<th>commits joined</th>" in names
 
 
 def test_what_is_not_known_of_an_island_is_a_dash(make):
