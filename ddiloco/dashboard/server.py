@@ -142,7 +142,7 @@ class RunFollower:
   def __init__(self, workdir: Path):
     self.workdir = workdir
     self.health = Health()
-    self.health.waits_for = ""
+    self.health.waits_for = self._trouble = ""  # why the log cannot be read now
     self._warn = Warnings()
     self._lock = threading.Lock()
     self._ended = threading.Event()
@@ -175,8 +175,9 @@ class RunFollower:
   def _make(self) -> dict[str, Any]:
     run, started = self._run, self._started
     now = run.time if started is None else time.time() - started + self._ahead
-    status = run_status(run, now, self._config and self._config.sync, self._reason)
-    if not self._caught_up and run.num_events:
+    sync = self._config and self._config.sync
+    status = run_status(run, now, sync, self._reason, self._trouble)
+    if not (self._caught_up or self._trouble) and run.num_events:
       text = f"The log is being read: {run.num_events:,} events so far."
       status |= {"phase": "empty", "text": text}
     return status | {"name": status["name"] or run_name(self.workdir)}
@@ -194,11 +195,12 @@ class RunFollower:
       self.health.beat()
       try:
         self._look()
-        self.health.waits_for = ""
+        self.health.waits_for = self._trouble = ""
         self._warn.over("log")
-      except (OSError, ConfigError) as error:  # file system out of reach; logs of another format
+      except Exception as error:  # file system out of reach; logs of another format
         self.health.waits_for = "the log cannot be followed"
-        self._warn("log", f"the dashboard cannot follow the log: {error}")
+        self._trouble = f"{type(error).__name__}: {error}"
+        self._warn("log", f"the dashboard cannot follow the log: {self._trouble}")
       self._ended.wait(POLL_SECONDS)
 
   def _look(self) -> None:

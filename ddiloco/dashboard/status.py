@@ -20,7 +20,7 @@ from ddiloco.observe.islands import (
   role_name,
 )
 from ddiloco.observe.run_state import RunState
-from ddiloco.observe.style import clock_time, island_colour, rounded
+from ddiloco.observe.style import clock_time, island_colour, rounded, time_unit
 from ddiloco.protocol.events import Hung, parse_role
 
 LAG_SECONDS = 2 * FLUSH_SECONDS  # an event may be so old when it is read: that is no stall
@@ -35,7 +35,7 @@ OVER = {
 
 
 def status(
-  run: RunState, now: float, sync: SyncConfig | None = None, reason: str = ""
+  run: RunState, now: float, sync: SyncConfig | None = None, reason: str = "", trouble: str = ""
 ) -> dict[str, Any]:
   """The status of a run.
 
@@ -45,8 +45,9 @@ def status(
       newest event counts instead.
     sync: the run's section; None: not known.
     reason: why the run ended, if another source than its events says it.
+    trouble: why no further events can be read now.
   """
-  state, text = _phase(run, now, reason)
+  state, text = _phase(run, now, reason, trouble)
   now = max(now, run.time) if state in ("starting", "running") else run.time
   seen = now - LAG_SECONDS if state == "running" else now
   fragments = run.fragments
@@ -93,8 +94,11 @@ def status(
   }
 
 
-def _phase(run: RunState, now: float, reason: str) -> tuple[str, str]:
+def _phase(run: RunState, now: float, reason: str, trouble: str) -> tuple[str, str]:
   """(empty, starting, running, silent or over; a sentence that explains it)."""
+  if trouble:
+    state = "silent" if run.num_events else "empty"
+    return state, f"Nothing new is known, since the log cannot be read: {trouble}"
   reason = run.finished or reason
   if reason:
     return "over", OVER.get(reason, f"The run is over: {reason}.")
@@ -104,7 +108,7 @@ def _phase(run: RunState, now: float, reason: str) -> tuple[str, str]:
   if silent > SILENT_SECONDS and {island.state for island in run.islands.values()} == {"left"}:
     return "over", "The run is over: every island has left."
   if silent > (SILENT_SECONDS if started else STARTING_SECONDS):
-    ago = f"No role has written for {clock_time(silent)} (min:s)"
+    ago = f"No role has written for {clock_time(silent)} ({time_unit(silent)})"
     return "silent", f"{ago}: the run was killed, or it writes where this cannot read."
   if not started:
     return "starting", "The run is starting: islands load, compile and join."

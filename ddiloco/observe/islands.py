@@ -58,8 +58,8 @@ class MemberState:
     return incarnation == self.incarnation
 
   def live_on(self, time: float, state: str) -> None:
-    """Its newest incarnation was in this state at that time; if it has died since, this is late."""
-    if time > self.died:
+    """Its newest incarnation was in this state then; too late if it has died or stalled since."""
+    if time > self.died and (self.state != "stalled" or time > self.since):
       self.turn(time, state)
 
   @property

@@ -71,10 +71,10 @@ def plain_line(view: RunState, now: float) -> str:
     at = f" step {island.step}" if island.step or state == "running" else ""
     if state == "joining" and view.fragments:
       at = f" (has received {len(island.versions)} of {len(view.fragments)} fragments)"
-    islands.append(f"{learner} {state}{at}")
+    islands.append(f"island {learner} {state}{at}")
   away = ((s, shard.state) for s, shard in sorted(view.shards.items()) if shard.state != "running")
-  parts = {"islands": islands, "shards": [f"{s} {state}" for s, state in away]}
-  said = [f"{what}: {', '.join(each)}" for what, each in parts.items() if each]
+  shards = [f"shard {s} {state}" for s, state in away]
+  said = [", ".join(each) for each in (islands, shards) if each]
   return " · ".join([f"[{clock_time(now)}] {_percent(view)}", *_figures(view, now), *said])
 
 
@@ -155,7 +155,7 @@ def _missed(island: IslandState, now: float) -> Text:
 def _shard_line(number: int, shard: ShardState) -> Text:
   state = f"{shard.state:<10}", _STATE_STYLES.get(shard.state, "default")
   counts = f"{shard.commits} rounds, {shard.rejected} rejected"
-  said = f"■ {number:<4} ", state, f"  {counts}; last: {shard.last_reason or '–'}"
+  said = f"■ shard {number:<3} ", state, f"  {counts}; last: {shard.last_reason or '–'}"
   return Text.assemble(*said, no_wrap=True, overflow="ellipsis")
 
 

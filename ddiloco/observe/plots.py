@@ -135,8 +135,7 @@ def loss_figure(run: RunState, alone: float | None = None) -> Figure:
     x, y = np.array([(e.merged_tokens, e.loss) for e in points], float).T
     back = np.flatnonzero(np.diff(x) < 0) + 1  # here the run went on from a snapshot
     options = {"color": GLOBAL_MODEL, "lw": 2.0, "marker": "o", "ms": 5, "zorder": 5}
-    broken = np.insert(x, back, np.nan), np.insert(y, back, np.nan)
-    axes.plot(*broken, label="global model, held-out", **options)
+    axes.plot(*np.insert((x, y), back, np.nan, 1), label="global model, held-out", **options)
     drawn += list(y)
     place = {"xytext": (8, -3), "textcoords": "offset points", "annotation_clip": False}
     place["bbox"] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
@@ -177,8 +176,9 @@ def _loss_axes(axes: Axes, drawn: list[float]) -> None:
   if low > 0:
     axes.set_yscale("log")  # the long flat end is the interesting part
     axes.set_ylim(low * 0.96, high * 1.04)
+    subs = (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8) if high < 10 * low else (1, 1.5, 2, 3, 4, 6)
     wide = high > 1.5 * low
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 6)) if wide else MaxNLocator())
+    axes.yaxis.set_major_locator(LogLocator(subs=subs) if wide else MaxNLocator())
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter("{x:g}")
   else:  # a model of one's own may have such a loss: a log scale cannot show it
@@ -186,7 +186,7 @@ def _loss_axes(axes: Axes, drawn: list[float]) -> None:
     axes.set_ylim(low - margin, high + margin)
   axes.xaxis.set_major_formatter(EngFormatter(sep=""))
   axes.set_xlim(0, max(1.0, axes.dataLim.x1 * 1.07))
-  axes.set_xlabel("tokens trained by all islands / merged into the global model")
+  axes.set_xlabel("tokens trained by all islands; of the global model, merged into it")
   axes.set_ylabel(f"loss (nats per token{', log scale' if low > 0 else ''})")
   if axes.get_legend_handles_labels()[0]:
     axes.legend(loc="upper right", ncols=2 if len(axes.get_lines()) > 6 else 1)
@@ -254,7 +254,10 @@ def _cosine_lines(axes: Axes, curves: Series) -> None:
     known = [(i, value) for i, value in enumerate(curves.means(name)) if value is not None]
     if known:
       bins, values = np.array(known, float).T
-      axes.plot((bins + 0.5) * curves.width_seconds, values, color=color, lw=1.4, label=label)
+      apart = np.diff(bins)
+      gaps = np.flatnonzero(apart > max(7, 3 * np.median([1, *apart]))) + 1  # as on the page
+      line = np.insert(((bins + 0.5) * curves.width_seconds, values), gaps, np.nan, 1)
+      axes.plot(*line, color=color, lw=1.4, label=label)
       drawn += 1
   if not drawn:
     say_empty(axes, "no commit had two pushes that could be compared")
@@ -321,7 +324,7 @@ ROW_INCHES = 0.42
 BAR_HEIGHT = 0.62
 MARKS = {  # marker, face colour, legend
   "kill": ("X", "#111111", "fault: kill"),
-  "fault": ("v", "#FFFFFF", "other fault"),
+  "fault": ("v", "#FFFFFF", "fault other than a kill"),
   "exit": ("x", "#111111", "crash"),
   "hang": ("d", "#D55E00", "hung: stacks are in the log"),
   "restart": ("^", "#FFFFFF", "restart"),

@@ -17,7 +17,7 @@ from ddiloco.observe.eventlog import FLUSH_SECONDS, EventStream
 from ddiloco.observe.goodput import CAUSES
 from ddiloco.observe.islands import OUTER_GRADIENTS
 from ddiloco.observe.run_state import RunState
-from ddiloco.observe.style import clock_time, compact, loss_text, plain, rounded
+from ddiloco.observe.style import clock_time, compact, loss_text, plain, rounded, time_unit
 from ddiloco.protocol.events import Event, Fault, Hung, RunStarted, Snapshot, finite
 
 # --- The key numbers of a run, from its events alone
@@ -217,7 +217,6 @@ def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
   damaged = (summary.get("torn_lines") or 0) + (summary.get("odd_events") or 0)
   done, wanted = (summary.get(f"{name}_tokens") or 0 for name in ("merged", "total"))
   finished = summary.get("finished") == "finished" and summary.get("num_shards")
-  long = (summary.get("seconds") or 0) >= 3600
   lacking = "commits of this run, which has finished: these numbers are too low"
   rows = [
     ("held-out loss, untrained", said(_loss, "loss_untrained")),
@@ -227,13 +226,14 @@ def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
       for name, each in summary.get("heldout_measures_last", {}).items()
     ),
     ("held-out loss, best island alone", said(_loss, "loss_best_island_alone")),
-    (f"time ({'h:' * long}min:s)", said(clock_time, "seconds")),
+    (f"time ({time_unit(summary.get('seconds') or 0)})", said(clock_time, "seconds")),
     ("tokens merged into every fragment", merged + of if summary.get("num_shards") else ""),
     ("commits: merges of a fragment", said(str, "commits")),
     ("commits that repeated one island alone", said(str, "solo_rounds")),
     *(
-      (f"{what}, at last", "" if gradients.get(name) is None else f"{gradients[name]:.3g}")
+      (f"{what}, average of the last commits", f"{gradients[name]:.3g}")
       for name, what in OUTER_GRADIENTS.items()
+      if gradients.get(name) is not None
     ),
     ("pushes rejected", said(str, "rejected_pushes")),
     ("faults and restarts", f"{summary.get('faults', 0)} and {summary.get('restarts', 0)}"),
@@ -245,7 +245,7 @@ def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     ("goodput: chip time whose work is in the model", said(_share, "goodput")),
     ("the same without the first start-up", said(_share, "goodput_training")),
     ("where the rest of the chip time went", said(_causes, "lost_time")),
-    ("uptime: some island trained", said(_share, "uptime")),
+    ("uptime: some island trained, since the first step", said(_share, "uptime")),
     ("tokens per second and chip", said(compact, "tokens_per_second_per_chip")),
     ("MFU", said(_share, "mfu")),
     ("time learners were blocked", said("{:.3g} s".format, "blocked_seconds")),
@@ -284,7 +284,7 @@ def page(summary: Mapping[str, Any]) -> str:
 def _learner_table(summary: Mapping[str, Any]) -> str:
   """A table of all islands; a dash stands for an unknown value."""
   shares, alive = summary.get("participation") or {}, summary.get("liveness") or {}
-  names = ("island", "chips", "incarnations", "steps", "tokens", "last loss", "time training")
+  names = ("island", "chip", "incarnations", "steps", "tokens", "last loss", "time training")
   names += ("commits joined", "median step", "waited for data", "tokens/s a chip", "MFU")
   rows = ["".join(f"<th>{name}</th>" for name in names)]
   for m, each in (summary.get("learners") or {}).items():
@@ -328,6 +328,6 @@ td { font-variant-numeric: tabular-nums }
 .wide td:first-child, .wide th:first-child { text-align: left }
 figure { margin: 0 } img { width: 100%; height: auto }
 figcaption { color: #666; font-size: .92rem }
-pre { background: #f6f6f6; padding: 1rem; overflow-x: auto }
+pre { background: #f6f6f6; padding: 1rem; white-space: pre-wrap; overflow-wrap: anywhere }
 @media (max-width: 60rem) { .wide { display: block; overflow-x: auto } }
 """

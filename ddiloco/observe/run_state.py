@@ -425,8 +425,8 @@ class RunState:
   def _shard_round(self, event: Event, s: int) -> ShardState:
     """The shard works on a round: a planned stall of it is over."""
     shard = self._shard(s, event.time)
-    if shard.state == "stalled" and event.time > shard.since:  # else logged late
-      shard.turn(event.time, "running")
+    if shard.state == "stalled":
+      shard.live_on(event.time, "running")
     return shard
 
   def _shard_abandoned(self, event: events.Commit | events.Abandoned, s: int) -> None:

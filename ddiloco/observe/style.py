@@ -54,6 +54,11 @@ def clock_time(seconds: float) -> str:
   return f"{day}{hours}:{minutes:02d}:{rest:02d}" if days or hours else f"{minutes}:{rest:02d}"
 
 
+def time_unit(seconds: float) -> str:
+  """What the parts of such a time are."""
+  return "h:min:s" if seconds >= 3600 else "min:s"
+
+
 def plain(name: str) -> str:
   """The name of a model's measure with spaces: "image loss" for "image_loss"."""
   return name.replace("_", " ")

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Literal, Union
+from typing import Annotated, Any, Literal, Union
 
 import msgspec
 
 from ddiloco.checks import is_number
+from ddiloco.config.schema import MAX_FRAGMENTS
 
 LOG_FORMAT = 7  # version of kinds and fields
 MOST_SECONDS = 1e11  # three thousand years
 MOST_DEPTH = 16  # of nested lists and objects; no event has more than four levels
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
+Few = Annotated[int, msgspec.Meta(ge=-1, le=MAX_FRAGMENTS)]  # -1: none; a view shows each
 Mode = Literal["overwrite", "mix", "rebase", "halve", "reset"]  # reset: and without the residual
 KEEPS_WORK = ("rebase", "halve")  # modes under which unmerged work stays in the parameters
 
@@ -185,7 +187,7 @@ class Step(Event, frozen=True, kw_only=True):
 class CopyOut(Event, frozen=True, kw_only=True):
   """I copied out my push for this round: the change since the value (fragment, base_round)."""
 
-  fragment: int
+  fragment: Few
   round: int
   version: int
   base_round: int
@@ -197,7 +199,7 @@ class CopyOut(Event, frozen=True, kw_only=True):
 class Resend(Event, frozen=True, kw_only=True):
   """The push made for `old_round` now answers `round`."""
 
-  fragment: int
+  fragment: Few
   round: int
   old_round: int
 
@@ -205,7 +207,7 @@ class Resend(Event, frozen=True, kw_only=True):
 class Push(Event, frozen=True, kw_only=True):
   """A push was encoded and sent for the first time; `bytes`: size of its frame."""
 
-  fragment: int
+  fragment: Few
   round: int
   version: int
   steps: int
@@ -216,7 +218,7 @@ class Push(Event, frozen=True, kw_only=True):
 class Stage(Event, frozen=True, kw_only=True):
   """The value (fragment, round) arrived; its changes are on their way to the devices."""
 
-  fragment: int
+  fragment: Few
   version: int
   round: int  # if I have it already, my push was rejected and I go back to this value
   mode: Mode
@@ -226,7 +228,7 @@ class Stage(Event, frozen=True, kw_only=True):
 class Apply(Event, frozen=True, kw_only=True):
   """The oldest staged value of the fragment was put into the parameters."""
 
-  fragment: int
+  fragment: Few
   version: int
   round: int
   mode: Mode
@@ -236,14 +238,14 @@ class Apply(Event, frozen=True, kw_only=True):
 class Donated(Event, frozen=True, kw_only=True):
   """The fragment's inner optimizer moments were copied for a peer."""
 
-  fragment: int
+  fragment: Few
   donation: int
 
 
 class Inherited(Event, frozen=True, kw_only=True):
   """My moments of the fragment are now those that this learner donated."""
 
-  fragment: int
+  fragment: Few
   learner: int
   incarnation_of_donor: int
   donation: int
@@ -260,7 +262,7 @@ class Rejected(Event, frozen=True, kw_only=True):
 
   shard: int
   shard_incarnation: int
-  fragment: int
+  fragment: Few
   round: int
   rejoin: bool
   reason: str
@@ -277,12 +279,10 @@ class Stopped(Event, frozen=True, kw_only=True):
 
 
 class Owns(Event, frozen=True, kw_only=True):
-  """A shard serves a fragment with this value, and the momentum of `momentum_round`.
+  """A shard serves a fragment with this value, and the momentum of `momentum_round`, which is older
+  if a learner gave the value back: a learner has no momentum."""
 
-  That round is older than the value's if a learner gave the value back: a learner has no momentum.
-  """
-
-  fragment: int
+  fragment: Few
   version: int
   round: int
   momentum_round: int
@@ -299,10 +299,9 @@ class Member(Event, frozen=True, kw_only=True):
 
 
 class Round(Event, frozen=True, kw_only=True):
-  """A round begins: the shard asks these learners for their pushes. Later it may ask more, and says
-  so with the same event, which then has all of them."""
+  """The shard asks these learners for pushes: a round begins, or goes on with more learners."""
 
-  fragment: int
+  fragment: Few
   round: int
   version: int
   asked: tuple[int, ...]
@@ -312,7 +311,7 @@ class Round(Event, frozen=True, kw_only=True):
 class Commit(Event, frozen=True, kw_only=True):
   """(fragment, round) is the outer step on (fragment, base_round) with these learners' pushes."""
 
-  fragment: int
+  fragment: Few
   round: int
   version: int
   base_round: int
@@ -344,7 +343,7 @@ class Commit(Event, frozen=True, kw_only=True):
 class Abandoned(Event, frozen=True, kw_only=True):
   """A round ended without a commit."""
 
-  fragment: int
+  fragment: Few
   round: int
   reason: str
   rejected: dict[int, str] = {}  # by learner, why
@@ -353,7 +352,7 @@ class Abandoned(Event, frozen=True, kw_only=True):
 class Regained(Event, frozen=True, kw_only=True):
   """A learner gave the shard a newer value than it had."""
 
-  fragment: int
+  fragment: Few
   version: int
   round: int
   learner: int
@@ -426,9 +425,9 @@ class RunStarted(Event, frozen=True, kw_only=True):
   """The run begins, or goes on after all its roles had ended."""
 
   name: str
-  num_learners: int
-  num_shards: int
-  num_fragments: int
+  num_learners: Few
+  num_shards: Few
+  num_fragments: Few
   total_tokens: int
 
 

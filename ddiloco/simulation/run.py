@@ -196,8 +196,8 @@ class Account:
       "commits": run.commits,
       "blocked_seconds": round(run.blocked_seconds, 3),
       "seconds_per_sync": _middle(sorted(self.sync_seconds.items)),
-      "learner_sent_bytes": _mean(sent),
-      "learner_received_bytes": _mean(received),
+      "bytes_sent_per_learner": _mean(sent),
+      "bytes_received_per_learner": _mean(received),
       "committed_because": dict(self.reasons.most_common()),
       "had_no_part_because": dict(self.missing.most_common()),
     }

@@ -126,6 +126,17 @@ def test_tiny_losses_are_told_apart(browser, tmp_path):
     assert browser.complaints == []
 
 
+def test_a_curve_of_long_steps_is_a_line_and_has_a_gap_where_there_was_no_run(browser, tmp_path):
+  """Of steps that were longer than two seconds the first thirty drew nothing."""
+  times = [20.0 * n + 80.0 * (n > 12) for n in range(1, 20)]
+  steps = [step_event(time, 0, n, loss=5.0 - 0.1 * n) for n, time in enumerate(times, 1)]
+  write_log(tmp_path, [changed(make_run()[0], num_learners=1), *steps])
+  with Dashboard(tmp_path) as dashboard:
+    show(browser, dashboard, "running")
+    curve = browser.ask("document.querySelector('#chart .curve').getAttribute('d')")
+    assert re.sub(r"[\d. ]", "", curve) == "M" + 11 * "L" + "M" + 6 * "L"
+
+
 def test_step_times_by_island_and_time(browser, tmp_path):
   """A canvas: what it shows is looked at by colour, and read at the cursor."""
   with Dashboard(run(tmp_path)) as dashboard:
@@ -137,7 +148,7 @@ def test_step_times_by_island_and_time(browser, tmp_path):
     assert canvas == [browser.ask("document.querySelector('#heat').clientWidth"), 4 * 18 + 20]
 
     def colour(seconds, island):
-      at = f"92 + {seconds} / {END + 0.3} * (c.width - 92 - 14), {18 * island + 8}"
+      at = f"176 + {seconds} / {END + 0.3} * (c.width - 176 - 14), {18 * island + 8}"
       return browser.ask(
         "(c => [...c.getContext('2d').getImageData("
         f"{at}, 1, 1).data].join())(document.querySelector('#heat-canvas'))"
@@ -208,6 +219,17 @@ def test_what_stays_the_same_is_not_drawn_again(browser, tmp_path):
     for place in places:
       assert browser.ask(f"document.querySelector({json.dumps(place)}).mine"), place
     assert browser.complaints == []
+
+
+def test_a_page_that_takes_long_to_draw_is_drawn_less_often(browser, tmp_path):
+  """Of hundreds of islands with many kills it would take a core of whoever looks."""
+  slow = "let ms = 0; performance.now = () => (ms += 300); window.delays = [];"
+  slow += "const later = setTimeout; setTimeout = (f, ms) => later(f, void delays.push(ms))"
+  script = browser.send("Page.addScriptToEvaluateOnNewDocument", source=slow)
+  with Dashboard(run(tmp_path, until=KILL + 3)) as dashboard:
+    show(browser, dashboard, "running")
+    assert browser.until("delays.find(ms => ms > 1000)") == 3000
+  browser.send("Page.removeScriptToEvaluateOnNewDocument", **script)
 
 
 def test_a_page_that_nobody_sees_is_drawn_when_it_is_seen_again(browser, tmp_path):

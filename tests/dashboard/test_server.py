@@ -162,10 +162,14 @@ def test_a_new_run_whose_log_cannot_be_read_is_said(serve, workdir, capsys):
   wait_for(lambda: ask(dashboard.url, "/healthz")[:2] == (503, "the log cannot be followed\n"))
   time.sleep(1.2 * module.POLL_SECONDS)
   assert ask(dashboard.url, "/healthz")[0] == 503 and status(dashboard)["odd_events"] == 0
+  found = known(dashboard, "silent")
+  assert found["text"].startswith("Nothing new is known") and "of format 1" in found["text"]
+  assert {island["state"] for island in found["islands"]} == {"unknown"}, "and not stalled"
   assert capsys.readouterr().err.count("is an event log of format 1") == 1
 
 
-def test_trouble_with_the_log_that_comes_again_is_said_again(workdir, capsys, monkeypatch):
+@pytest.mark.parametrize("trouble", [OSError("out of reach"), KeyError("a mistake of a view")])
+def test_trouble_with_the_log_that_comes_again_is_said_again(workdir, capsys, monkeypatch, trouble):
   monkeypatch.setattr(module, "POLL_SECONDS", 0.0)
   follower = module.RunFollower(workdir)
   looks = iter((False, False, True, False))
@@ -175,11 +179,11 @@ def test_trouble_with_the_log_that_comes_again_is_said_again(workdir, capsys, mo
     if good is None:
       follower._ended.set()
     elif not good:
-      raise OSError("the file system is out of reach")
+      raise trouble
 
   monkeypatch.setattr(follower, "_look", look)
   follower._follow()
-  assert capsys.readouterr().err.count("the file system is out of reach") == 2
+  assert capsys.readouterr().err.count(str(trouble)) == 2
 
 
 def test_what_the_config_says_is_used(serve, workdir):

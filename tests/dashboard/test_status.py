@@ -65,7 +65,8 @@ def test_the_phases_of_a_run(make, run_events):
   during = [event for event in run_events if event.time < 30]
   assert status(during)["phase"] == "running"
   silent = status(during, 30 + SILENT_SECONDS + 5)
-  assert silent["phase"] == "silent" and silent["text"].startswith("No role has written for 1:05")
+  assert silent["phase"] == "silent" and "has written for 1:05 (min:s): the run" in silent["text"]
+  assert "has written for 20:00:00 (h:min:s)" in status(during, during[-1].time + 72_000.5)["text"]
   assert silent["seconds"] < 30.1, "the picture ends where the log does"
   assert {island["state"] for island in silent["islands"]} == {"unknown"}
   assert {island["tokens_per_second"] for island in silent["islands"]} == {None}

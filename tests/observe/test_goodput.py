@@ -180,6 +180,18 @@ def test_an_overwrite_gives_up_what_it_covers(log):
   assert goodput.goodput == pytest.approx(0.4) and goodput.causes["discarded"] == pytest.approx(0.6)
 
 
+def test_an_answer_to_an_older_push_brings_back_nothing_that_is_settled(log):
+  log.steps(1, 4, 0.0)
+  log.add(4.0, "learner-0", "copy_out", fragment=0, round=7, steps=4)
+  log.steps(5, 8, 4.0)
+  log.add(8.0, "learner-0", "apply", fragment=0, mode="overwrite")
+  log.steps(9, 10, 8.0)
+  log.add(10.0, "syncer-0", "commit", fragment=0, round=7, base_round=-1, weights={"0": 1.0})
+  found = log.report()
+  seconds = [10 * share for share in (found.goodput, found.causes["discarded"])]
+  assert [*seconds, 10 * found.causes["pending"]] == pytest.approx([4, 4, 2])
+
+
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_a_rejected_update_is_no_goodput(fragments):
   log = Log(learners=2, fragments=fragments)

@@ -33,7 +33,7 @@ def test_a_frame_shows_the_run_and_fits(run_events, width):
   assert killed.split()[2:5] == ["joining", "1", "0"]  # state, life, step
   assert "silent for 2." in killed
   assert sum(line.startswith("● ") for line in lines) == 4
-  assert sum(line.startswith("■ ") for line in lines) == 2
+  assert [line[:10] for line in lines if line.startswith("■")] == ["■ shard 0 ", "■ shard 1 "]
   assert "all 3 asked have answered" in text
   assert "0:20  island 2: planned kill" in text
 
@@ -59,14 +59,15 @@ def test_plain_line(run_events):
 
 
 def test_a_line_says_what_a_joining_island_has_and_which_shards_are_away(make):
-  """It said "joining", however long that took, and nothing of the shards that it waits for."""
+  """It said "joining", however long that took, and nothing of the shards that it waits for; and
+  "islands: 0 joining", which reads like none."""
   started = [make.event(2.0, "learner-0", "started"), make.event(2.0, "syncer-0", "started")]
   here = make.event(3.0, "learner-0", "apply", fragment=2)
   view = RunState().read([make.run_started(num_learners=1), *started, here])
   line = plain_line(view, 4.0)
-  assert line.endswith("islands: 0 joining (has received 1 of 4 fragments) · shards: 1 starting")
+  assert line.endswith("island 0 joining (has received 1 of 4 fragments) · shard 1 starting")
   view.read([make.event(5.0, "syncer-1", "started"), make.event(5.0, "learner-0", "joined")])
-  assert plain_line(view, 6.0).endswith("islands: 0 running step 0")
+  assert plain_line(view, 6.0).endswith("island 0 running step 0")
 
 
 def _run_live(console, events, clock, **options):
@@ -173,7 +174,13 @@ def test_a_run_that_goes_on_after_a_night_prints_as_often_as_one_that_begins(mak
 def test_on_a_terminal_the_last_frame_stays(run_events, fake_clock, monkeypatch):
   monkeypatch.setenv("TERM", "xterm")
   console = Console(file=io.StringIO(), width=100, height=40, force_terminal=True)
-  text = _run_live(console, run_events, fake_clock)
+  with LiveView(console, clock=fake_clock) as live:
+    live._drain.close()  # from here on nothing else draws
+    live._start_time, fake_clock.now = 0.0, 21.0
+    live._consume([event for event in run_events if event.time < 21.0])
+    assert "planned kill" in console.file.getvalue(), "there are frames before the last one"
+    live._consume([event for event in run_events if event.time >= 21.0])
+  text = console.file.getvalue()
   assert "\x1b" in text
   assert "all tokens merged" in text.rsplit("quickstart", 1)[1]
   assert text.rstrip().endswith("\x1b[?25h")  # the cursor is back

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tensorboardX.proto import event_pb2
 
+from ddiloco.observe import live
 from ddiloco.observe.live import TensorBoard, scalars
 
 
@@ -113,6 +114,16 @@ def test_a_failure_is_one_warning_and_all_is_written_when_writing_works_again(
     assert board._drain.flush(60)
   board.close()
   assert capsys.readouterr().err.count("WARNING") == 1, "it is another trouble"
+
+
+def test_what_waits_for_a_disk_is_bounded(tmp_path, make, monkeypatch, capsys):
+  monkeypatch.setattr(live, "MOST_UNWRITTEN", 2000)
+  (tmp_path / "tensorboard").write_text("a file, where its folder would be")
+  board = TensorBoard(tmp_path, flush_seconds=1000.0)
+  board._write([(0.0, make.step(1.0, 0, n)) for n in range(1, 200)])
+  assert 2000 < len(board._unwritten["learner-0"]) < 3000
+  board.close()
+  assert capsys.readouterr().err.count("WARNING") == 1
 
 
 def test_a_full_disk_tears_no_record(tmp_path, make, monkeypatch, capsys):

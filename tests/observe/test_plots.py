@@ -63,6 +63,14 @@ def test_a_tick_for_each_commit_says_whether_the_island_took_part(make):
   assert cosines.get_legend() and not rows.get_legend()
 
 
+def test_a_cosines_line_ends_where_the_run_ended_and_goes_on_with_it(make):
+  times = (1.0, 2.0, 3.0, 60.0, 61.0)
+  run = RunState().read([make.commit(time, round=int(time), agreement=0.5) for time in times])
+  _, cosines = plots.participation_figure(run).axes
+  drawn = cosines.get_lines()[0].get_ydata()
+  assert np.isnan(drawn).tolist() == [False, False, False, True, False, False]
+
+
 def test_the_rows_of_islands_and_shards_have_their_states_and_marks(run_events):
   run = RunState().read(run_events)
   figure = plots.timeline_figure(run)

@@ -169,6 +169,8 @@ def test_the_table_of_islands_has_all_that_is_known(make):
     *("TPU v5p, then TPU v6e", "2", "2", "8.0k", "2.000", "75.0%", "100.0%", "500 ms", "0.5 s"),
     *("1.0k", "–"),
   ]
+  (names,) = re.findall("<tr><th>island</th>(.*?)</tr>", text)
+  assert names.count("<th>") == cells.count("<td>") and "<th>commits joined</th>" in names
 
 
 def test_what_is_not_known_of_an_island_is_a_dash(make):
@@ -240,6 +242,7 @@ def test_the_picture_of_traffic_tells_roles_apart_and_goes_to_the_end(make):
   assert looks.keys() == {"island 0", "shard 0", "evaluator"}
   assert (looks["shard 0"], dashes["shard 0"]) != (looks["evaluator"], dashes["evaluator"])
   assert {line.get_ydata()[-1] for line in total.get_lines()} == {1_000_000}
+  assert total.yaxis.get_major_formatter()(1_000_000) == "1 MB"
   greys = [shard_colour(shard, 16) for shard in range(16)]
   assert greys == sorted({*greys}) and all(re.fullmatch("#[0-9a-f]{6}", each) for each in greys)
   assert shard_colour(0, 0) == shard_colour(0, 1)
@@ -273,7 +276,7 @@ def test_the_held_out_loss_begins_again_where_a_run_went_back_to_a_snapshot(make
   assert "2.000" in texts
 
 
-@pytest.mark.parametrize("losses", [[5.5, 3.0, 1.55], [1.6, 1.58, 1.55], [20.0, 0.003]])
+@pytest.mark.parametrize("losses", [[5.4, 3.0, 2.2], [1.6, 1.58, 1.55], [20.0, 0.003]])
 def test_the_axis_of_losses_has_numbers(make, losses):
   """Also where no power of ten is between the losses."""
   run = RunState()
@@ -287,7 +290,7 @@ def test_the_axis_of_losses_has_numbers(make, losses):
   low, high = axes.get_ylim()
   ticks = [each for each in axes.get_yticks() if low <= each <= high]
   texts = [label.get_text() for label in axes.get_yticklabels()]
-  assert len(ticks) >= 2 and all(texts)
+  assert len(ticks) >= 3 and all(texts) and len(texts) == len(axes.get_yticklabels(which="both"))
 
 
 def test_rows_of_thousands_of_islands_fit_into_a_picture():

@@ -229,7 +229,7 @@ def test_traffic_is_what_was_pushed_and_published():
   found = Account()
   for event in events:
     found.take(event)
-  assert found.summary()["learner_sent_bytes"] == pytest.approx(statistics.mean(counted))
+  assert found.summary()["bytes_sent_per_learner"] == pytest.approx(statistics.mean(counted))
   last = {e.role: e.sent_bytes for e in of(events, "traffic")}
   assert last["learner-1"] == counted[1]
 

@@ -11,10 +11,11 @@ const PATIENCE_MS = 8000,
   HIDDEN_MS = 5000,
   LONGEST_MS = 10000,
   KEY = "ddiloco-token";
-const PILL = { empty: "nothing known yet", gone: "server gone" }; // of other phases: their names
+const PILL = { empty: "nothing to show yet", gone: "server gone" }; // of other phases: their names
 let last = null; // {status, text, at}
 let drawn = ""; // the text of the status that the page shows
 let failures = 0;
+let cost = 0; // milliseconds of the last drawing; at most a tenth of the time goes into drawing
 
 // --- the token: once in the url, then kept by this tab ------------------------------------------
 
@@ -63,7 +64,7 @@ async function poll() {
     const text = await answer.text();
     last = { status: JSON.parse(text), text, at: new Date() };
     failures = 0;
-    delay = DELAY_MS[last.status.phase] ?? 1000;
+    delay = Math.max(DELAY_MS[last.status.phase] ?? 1000, Math.min(LONGEST_MS, 10 * cost));
   } catch {
     failures += 1;
     delay = Math.min(LONGEST_MS, 1000 * 2 ** Math.min(failures - 1, 4));
@@ -83,9 +84,11 @@ function show() {
   document.title = `${percent(last.status.progress)} ${last.status.name} · ddiloco`;
   say("as-of", `As of ${last.at.toLocaleTimeString()}.`);
   if (document.hidden) return;
+  const began = performance.now();
   if (last.text !== drawn) draw(last.status); // of a run that is over nothing changes
   drawn = last.text;
   drawHeat(last.status); // a canvas follows neither the page's width nor the system's theme
+  cost = performance.now() - began;
 }
 
 document.addEventListener("visibilitychange", () => byId("token-form").hidden && show());

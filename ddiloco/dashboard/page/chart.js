@@ -8,6 +8,7 @@ import {
   line,
   listen,
   loss,
+  median,
   numbered,
   percent,
   svg,
@@ -17,6 +18,8 @@ import { lanes, patterns } from "./lanes.js";
 import { legend, marks } from "./marks.js";
 
 const MANY = 12; // islands: beyond that their lanes are thin, without strips
+/** Pixels for the names at the left, here and in the map of step times. */
+export const leftOf = (islands, width) => (islands.length > MANY || width < 640 ? 92 : 176);
 const ROOM = 600; // pixels of all their lanes together: the loss stays in sight
 const [RIGHT, AXIS, LOSS_HEIGHT, GAP] = [14, 24, 190, 26]; // pixels
 
@@ -51,9 +54,9 @@ function place(status, width) {
   const lanes = status.timeline.lanes;
   const islands = lanes.filter((lane) => lane.role.startsWith("learner"));
   const shards = lanes.filter((lane) => lane.role.startsWith("syncer"));
-  const many = islands.length > MANY;
+  const many = status.islands.length > MANY;
   const narrow = width < 640 && !many;
-  const left = narrow ? 0 : many ? 92 : 176;
+  const left = narrow ? 0 : leftOf(status.islands, width);
   const space = narrow ? 17 : 0; // for a name above each row
   const thin = Math.max(2, Math.min(14, Math.floor(ROOM / islands.length)));
   const pitch = many ? thin : space + 34,
@@ -152,19 +155,13 @@ function curves({ status, x, left, lossTop, lossHeight, width, narrow }) {
   return parts;
 }
 
-/** A line through the points; short gaps (null) are bridged, long ones are not. */
-function path(points, longest = 6) {
-  let text = "",
-    gap = longest + 1;
-  for (const point of points) {
-    if (point === null) {
-      gap += 1;
-      continue;
-    }
-    text += `${gap > longest ? "M" : "L"}${point[0].toFixed(1)} ${point[1].toFixed(1)}`;
-    gap = 0;
-  }
-  return text;
+/** A line through the points; where much more than usual is missing (null), it is interrupted. */
+function path(points) {
+  const there = points.flatMap((point, i) => (point === null ? [] : [i]));
+  const apart = there.map((i, n) => i - there[n - 1]);
+  const most = Math.max(7, 3 * (median(apart.slice(1)) || 0));
+  const pen = (n) => (apart[n] <= most ? "L" : "M");
+  return there.map((i, n) => pen(n) + points[i].map((each) => each.toFixed(1)).join(" ")).join("");
 }
 
 // --- the cursor ---------------------------------------------------------------------------------

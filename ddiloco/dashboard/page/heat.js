@@ -12,9 +12,9 @@ import {
   say,
   timeUnit,
 } from "./format.js";
+import { leftOf } from "./chart.js";
 
-const LEFT = 92,
-  RIGHT = 14,
+const RIGHT = 14,
   AXIS = 20,
   TALLEST = 18,
   ROOM = 420; // pixels: of a row, and of all rows
@@ -98,14 +98,16 @@ export function drawHeat(status) {
   says(rows, islands);
   const width = Math.max(260, byId("heat").clientWidth);
   const row = Math.max(1, Math.min(TALLEST, Math.floor(ROOM / islands.length)));
-  const column = (width - LEFT - RIGHT) / Math.max(1, seconds / curves.width_seconds);
+  const left = leftOf(islands, width);
+  const column = (width - left - RIGHT) / Math.max(1, seconds / curves.width_seconds);
   const [bins, height] = [rows[0].length, row * islands.length];
-  shown = { rows, islands, width, row, bins, column, height, binSeconds: curves.width_seconds };
+  const binSeconds = curves.width_seconds;
+  shown = { rows, islands, width, left, row, bins, column, height, binSeconds };
   paint(byId("heat-canvas"), shown, seconds);
   moveTo(cursor);
 }
 
-function paint(canvas, { rows, islands, width, row, column, height }, seconds) {
+function paint(canvas, { rows, islands, width, left, row, column, height }, seconds) {
   const scale = window.devicePixelRatio || 1,
     draw = canvas.getContext("2d"),
     fill = colours();
@@ -122,8 +124,8 @@ function paint(canvas, { rows, islands, width, row, column, height }, seconds) {
       while (names[to] === names[from]) to += 1;
       if (fill[names[from]]) {
         draw.fillStyle = fill[names[from]];
-        const end = Math.min(width - RIGHT, LEFT + to * column);
-        draw.fillRect(LEFT + from * column, i * row, end - LEFT - from * column, row - gap);
+        const end = Math.min(width - RIGHT, left + to * column);
+        draw.fillRect(left + from * column, i * row, end - left - from * column, row - gap);
       }
       from = to;
     }
@@ -139,10 +141,10 @@ function paint(canvas, { rows, islands, width, row, column, height }, seconds) {
   const most = Math.max(1, Math.floor(height / 28)); // names
   const every = islands.length > 24 || row < 12 ? Math.ceil(islands.length / most) : 1;
   islands.forEach((island, i) => {
-    const y = Math.max(6, (i + 0.5) * row);
-    if (i % every === 0) write(`island ${island.number}`, LEFT - 8, y, "right");
+    const y = Math.max(8, (i + 0.5) * row);
+    if (i % every === 0) write(`island ${island.number}`, left - 8, y, "right");
   });
-  write("0:00", LEFT, height + AXIS / 2 + 2, "left");
+  write("0:00", left, height + AXIS / 2 + 2, "left");
   write(`${clockTime(seconds)} ${timeUnit(seconds)}`, width - RIGHT, height + AXIS / 2 + 2, "right");
 }
 
@@ -170,7 +172,7 @@ function says(rows, islands) {
 function moveTo(to) {
   cursor = to;
   if (!shown) return;
-  const { rows, islands, bins, row, column } = shown,
+  const { rows, islands, left, bins, row, column } = shown,
     line = byId("heat-cursor");
   line.hidden = cursor === null;
   if (cursor === null)
@@ -179,7 +181,7 @@ function moveTo(to) {
     );
   cursor.row = Math.min(islands.length - 1, Math.max(0, cursor.row));
   cursor.bin = Math.min(bins - 1, Math.max(0, cursor.bin));
-  line.style.left = `${LEFT + cursor.bin * column}px`;
+  line.style.left = `${left + cursor.bin * column}px`;
   line.style.top = `${cursor.row * row}px`;
   line.style.width = `${Math.max(3, column)}px`;
   line.style.height = `${Math.max(3, row)}px`;
@@ -204,7 +206,7 @@ export function listenToHeat() {
     byId("heat"),
     moveTo,
     (x, y) => {
-      const bin = Math.floor((x - LEFT) / shown.column),
+      const bin = Math.floor((x - shown.left) / shown.column),
         row = Math.floor(y / shown.row);
       const inside = bin >= 0 && bin < shown.bins && row >= 0 && row < shown.islands.length;
       return inside ? { row, bin } : null;

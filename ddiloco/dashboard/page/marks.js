@@ -5,7 +5,7 @@ import { byId, clockTime, html, line, put, svg } from "./format.js";
 const CROSS = "M-4-4L4 4M4-4L-4 4"; // in a circle
 const MARKS = {
   kill: ["killed on purpose", CROSS],
-  fault: ["another fault", "M-5-4H5L0 5Z"],
+  fault: ["fault other than a kill", "M-5-4H5L0 5Z"],
   exit: ["crashed", CROSS],
   hang: ["hung: stacks are in its log", "M-4-5H4L-4 5H4Z"],
   restart: ["started again", "M-5 4H5L0-5Z"],

@@ -73,7 +73,7 @@ function figures(status) {
       percent(account.goodput, 1),
       account.goodput_training ? `${training} without start-up` : "of the chip time",
     ],
-    ["Uptime", percent(account.uptime, 1), "some island was training"],
+    ["Uptime", percent(account.uptime, 1), "some island trained, since the first step"],
     ["Participation", share, found.staleness === null ? "of the latest commits" : gradients(found)],
     [
       "Sent",
@@ -91,7 +91,11 @@ function figures(status) {
 
 // What the islands' pushes have in common.
 function gradients(found) {
-  const names = { agreement: "cosine", rho: "rho", length: "length merged" };
+  const names = {
+    agreement: "cosine of two pushes",
+    rho: "cosine of successive merges",
+    length: "length of a merge",
+  };
   const said = Object.entries(names)
     .filter(([name]) => found[name] !== null)
     .map(([name, text]) => `${text} ${cosine(found[name])}`);
@@ -130,17 +134,15 @@ function overTime({ phase, islands, timeline }) {
 
 const STRUCK = [
   ["kill", "kill"],
-  ["fault", "other fault"],
+  ["fault", "fault other than a kill", "faults other than kills"],
   ["exit", "crash", "crashes"],
   ["restart", "restart"],
   ["hang", "hang"],
 ];
 
 function struck(marks) {
-  const there = STRUCK.map(([kind, ...words]) => {
-    const count = marks.filter((mark) => mark.kind === kind).length;
-    return count && plural(count, ...words);
-  });
+  const count = (kind) => marks.filter((mark) => mark.kind === kind).length;
+  const there = STRUCK.map(([kind, ...words]) => count(kind) && plural(count(kind), ...words));
   return join(there.filter(Boolean)) || "nothing struck this run";
 }
 
