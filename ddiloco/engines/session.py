@@ -219,16 +219,23 @@ def conclude(
   print(f"\n{saved}. Its figures and the report follow.", flush=True)
   told = functools.cache(lambda: RunState().read(EventStream(workdir)))  # the log is read once
   run = config.run
-  # What computes is beside the main thread, which could hear no second Ctrl-C meanwhile.
+
+  def measure(what: str, make: Callable[[], Mapping[str, Any]]) -> None:
+    """Beside the main thread, which could hear no second Ctrl-C while something computes."""
+
+    def begin() -> Mapping[str, Any]:
+      print(f"  {what} ...", flush=True)  # that of a large model may take long
+      return make()
+
+    _attempt(what, extra, lambda: beside(begin), pause)
+
   if run.evaluations and loss is not None:
-    untrained = lambda: _untrained(config, outcome, loss)  # noqa: E731
-    _attempt("the untrained model's loss", extra, lambda: beside(untrained), pause)
-    _attempt("the result's loss", extra, lambda: beside(measured), pause)
+    measure("the untrained model's loss", lambda: _untrained(config, outcome, loss))
+    measure("the result's loss", measured)
     _attempt("the comparison", extra, lambda: compare(told()), pause)
   if run.sample_tokens and evaluate.makes_text(config.model):
     arguments = run.prompt, run.sample_tokens, 0.7, config.seed
-    written = lambda: {"sample": sample(workdir, config, *arguments)}  # noqa: E731
-    _attempt("the sample", extra, lambda: beside(written), pause)
+    measure("the sample", lambda: {"sample": sample(workdir, config, *arguments)})
   _attempt("the count of steps", extra, lambda: _learner_steps(told()))
   began = workdirs.start_time  # of the run, also if it went on
   took = lambda: {"seconds": max(0.0, round(time.time() - began(workdir), 1))}  # noqa: E731
@@ -294,7 +301,6 @@ def _attempt(
   try:
     if pause(0.0):
       raise KeyboardInterrupt
-    print(f"  {what} ...", flush=True)  # that of a large model may take long
     extra |= make()
   except KeyboardInterrupt:
     reason = "interrupted"

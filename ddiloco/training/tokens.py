@@ -270,10 +270,10 @@ def is_here(data: DataConfig, most_bytes: int) -> bool:
     return False
   if data.source == "stdlib":
     return not file  # bytes are tokens as they are
-  found = glob.glob(os.path.expanduser(data.path), recursive=True)
-  if data.path and not found:
-    return False
-  files = filter(os.path.isfile, found)
+  path = os.path.expanduser(data.path)
+  files = [*filter(os.path.isfile, glob.glob(path, recursive=True))]
+  if data.path and not files:
+    return os.path.isdir(path)  # reading it says that a folder is no file
   return data.source != "text" or sum(map(os.path.getsize, files)) <= most_bytes
 
 
