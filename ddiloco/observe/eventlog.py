@@ -228,16 +228,16 @@ class Recorder:
 
     The file is opened each time: a handle may become stale, and its file may be deleted.
     """
-    if not os.path.exists(self.path):
-      self._begins = True
-      if self._most:  # it has been written
-        gone = "was deleted while its run goes on, perhaps with all of the workdir"
-        self._warn("gone", f"{self.path}: {gone}. What it had is lost; a new log begins.")
-    lines = self._lines(batch)
     self.path.parent.mkdir(parents=True, exist_ok=True)
     with self.path.open("a+b", buffering=0) as file:
-      if self._whole < (size := file.tell()) <= self._most:
+      if not (size := file.tell()):  # a new file
+        self._begins = True
+        if self._most:  # it has been written
+          gone = "was deleted while its run goes on, perhaps with all of the workdir"
+          self._warn("gone", f"{self.path}: {gone}. What it had is lost; a new log begins.")
+      elif self._whole < size <= self._most:
         size = file.truncate(self._whole)
+      lines = self._lines(batch)
       # Ends a line that a kill has torn, or it would spoil the first new one.
       torn = int(size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n")
       written = os.write(file.fileno(), b"\n" * torn + b"".join(lines))

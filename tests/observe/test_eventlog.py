@@ -380,6 +380,26 @@ def test_a_log_that_was_deleted_says_its_format_anew(tmp_path, monkeypatch):
   assert [event.step for event in read_events(tmp_path)] == [3]
 
 
+def test_a_log_that_is_moved_away_just_before_it_is_opened_begins_anew(tmp_path, monkeypatch):
+  """The new file had no format: no role started again, and the run could not be read."""
+  with Recorder(tmp_path, "learner-0", 0, start_time=0.0) as recorder:
+    recorder.record(step(0))
+    flush(recorder)
+    openly = type(recorder.path).open
+
+    def moved(path, *args, **options):
+      if path == recorder.path and path.exists():
+        path.rename(tmp_path / "old.jsonl")
+      return openly(path, *args, **options)
+
+    with monkeypatch.context() as patch:
+      patch.setattr(type(recorder.path), "open", moved)
+      recorder.record(step(1))
+      flush(recorder)
+  check_format(recorder.path)
+  assert [event.step for event in read_events(tmp_path)] == [1]
+
+
 def test_a_workdir_that_is_deleted_under_a_role_is_said_once_and_the_role_goes_on(tmp_path, capsys):
   """Its log began anew in silence."""
   with Recorder(tmp_path / "run", "learner-0", 0, start_time=0.0) as recorder:
