@@ -43,7 +43,7 @@ from ddiloco.runtime import REAL_TIME, Job, Time
 
 ASK_SECONDS = 0.5  # between two requests of a restarted shard, doubling up to ...
 MOST_ASK_SECONDS = 8.0  # ... this, so that it asks for a lost copy again before it gives up
-BEGINS_SECONDS = 5.0  # that a buddy is waited for which has asked for fragments of its own
+BEGINS_SECONDS = 5.0  # for the answer of a buddy that has asked for its own fragments
 PATIENCE_FACTOR = 8.0  # over the usual time until a copy is confirmed
 RESTARTS_FACTOR = 2.0  # over that patience, for a buddy that restarts again and again
 
@@ -328,8 +328,8 @@ def recover(
   take long. Returns what the buddy had, by fragment. Meanwhile the neighbour's requests are served,
   from `copies`. The request goes to the neighbour as well, which must send its copies again.
 
-  A buddy that asks too has begun as well, and answers at once, or not while it makes initial values
-  or reads a snapshot, which may take minutes: it is not waited for any longer.
+  A buddy that asks too has begun as well. It answers at once, or not while it makes initial values
+  or reads a snapshot, which may take minutes: so the wait ends after `BEGINS_SECONDS`.
   """
   shard, incarnation, endpoint = copies.shard, copies.incarnation, copies.endpoint
   num_shards = copies.config.sync.num_shards

@@ -219,23 +219,14 @@ def conclude(
   print(f"\n{saved}. Its figures and the report follow.", flush=True)
   told = functools.cache(lambda: RunState().read(EventStream(workdir)))  # the log is read once
   run = config.run
-
-  def measure(what: str, make: Callable[[], Mapping[str, Any]]) -> None:
-    """Beside the main thread, which could hear no second Ctrl-C while something computes."""
-
-    def begin() -> Mapping[str, Any]:
-      print(f"  {what} ...", flush=True)  # that of a large model may take long
-      return make()
-
-    _attempt(what, extra, lambda: beside(begin), pause)
-
   if run.evaluations and loss is not None:
-    measure("the untrained model's loss", lambda: _untrained(config, outcome, loss))
-    measure("the result's loss", measured)
+    untrained = lambda: _untrained(config, outcome, loss)  # noqa: E731
+    _measure("the untrained model's loss", extra, untrained, pause)
+    _measure("the result's loss", extra, measured, pause)
     _attempt("the comparison", extra, lambda: compare(told()), pause)
   if run.sample_tokens and evaluate.makes_text(config.model):
     arguments = run.prompt, run.sample_tokens, 0.7, config.seed
-    measure("the sample", lambda: {"sample": sample(workdir, config, *arguments)})
+    _measure("the sample", extra, lambda: {"sample": sample(workdir, config, *arguments)}, pause)
   _attempt("the count of steps", extra, lambda: _learner_steps(told()))
   began = workdirs.start_time  # of the run, also if it went on
   took = lambda: {"seconds": max(0.0, round(time.time() - began(workdir), 1))}  # noqa: E731
@@ -309,6 +300,22 @@ def _attempt(
   else:
     return
   extra["left_out"] = {**extra.get("left_out", {}), what: reason}
+
+
+def _measure(
+  what: str,
+  extra: dict[str, Any],
+  make: Callable[[], Mapping[str, Any]],
+  pause: Callable[[float], bool | None],
+) -> None:
+  """`_attempt`, said, and beside the main thread, which could hear no second Ctrl-C while `make`
+  computes."""
+
+  def begin() -> Mapping[str, Any]:
+    print(f"  {what} ...", flush=True)  # that of a large model may take long
+    return make()
+
+  _attempt(what, extra, lambda: beside(begin), pause)
 
 
 def _refuse_own_start(config: Config, workdir: Path, overwrite: bool) -> None:
