@@ -52,7 +52,7 @@ class HostOrder(msgspec.Struct, frozen=True):
   """
 
   call: Literal[
-    *("reset", "restore", "step", "finish", "capture", "copy_out", "apply", "count", "set_count"),
+    *("reset", "restore", "step", "capture", "copy_out", "apply", "count", "set_count"),
     *("open", "drop", "end"),
   ]
   arguments: tuple[Handle | bool | int | float, ...] = ()
@@ -240,9 +240,6 @@ class LeadingIsland:
   ) -> dict[str, float] | None:
     self._order("step", schedule_step, rate_scale)
     return self.island.step(batch, schedule_step, rate_scale)
-
-  def finish(self) -> dict[str, float] | None:
-    return self._call("finish")
 
   def capture(self) -> dict[str, CapturedArray]:
     """As of `Island`. The thread that writes the state collects it array by array, between other

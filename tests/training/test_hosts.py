@@ -208,8 +208,8 @@ def test_arrays_of_a_damaged_snapshot_are_dropped_before_those_of_the_next(led):
   another = leader.place(name, value).number
   drops = [hosts.HostOrder("drop", (hosts.Handle(each),)) for each in (number, another)]
   assert leader.sent == drops[:1]
-  leader.finish()
-  assert leader.sent[1:] == [drops[1], hosts.HostOrder("finish")]
+  leader.end()
+  assert leader.sent[1:] == [drops[1], hosts.HostOrder("end")]
 
 
 def test_a_value_is_on_every_host_before_the_next_one_moves(led):
