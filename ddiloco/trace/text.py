@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
 from itertools import accumulate
 from pathlib import Path
 
@@ -36,16 +35,6 @@ def read_trace(workdir: str | os.PathLike[str]) -> Trace:
 def _sizes(workdir: str | os.PathLike[str]) -> dict[Path, int]:
   """The size of every log, in bytes."""
   return {path: path.stat().st_size for path in logs_in(workdir)}
-
-
-def in_order(trace: Trace, roles: Collection[str] = ()) -> Iterator[Operation]:
-  """The operations of these roles (none: of all) by time; each role keeps its own order.
-
-  Clocks of several hosts differ, so operations of nearly the same time may be in the wrong order.
-  """
-  logs = ([e.operation for e in trace.roles[role]] for role in roles or trace.roles)
-  timed = [pair for log in logs for pair in zip(accumulate((op.time for op in log), max), log)]
-  return (op for _, op in sorted(timed, key=lambda pair: pair[0]))
 
 
 def line_of(op: Operation) -> str:
@@ -86,8 +75,10 @@ def open_trace(workdir: Path) -> Trace:
   return trace
 
 
-def print_trace(trace: Trace, role: str = "") -> None:
-  """Prints a line for every operation, of one role or of all.
+def print_trace(trace: Trace, role: str) -> None:
+  """Prints a line for every operation of a role (""; of all), by time; each role keeps its order.
+
+  Clocks of several hosts differ, so operations of nearly the same time may be in the wrong order.
 
   Raises:
     ConfigError: there is no such role.
@@ -95,7 +86,9 @@ def print_trace(trace: Trace, role: str = "") -> None:
   if role and role not in trace.roles:
     known = ", ".join(sorted(trace.roles))
     raise ConfigError(f"--role={role}: has no events in this run. Fix: use one of {known}.")
-  for op in in_order(trace, [role] if role else []):
+  logs = ([e.operation for e in trace.roles[each]] for each in ([role] if role else trace.roles))
+  timed = [pair for log in logs for pair in zip(accumulate((op.time for op in log), max), log)]
+  for _, op in sorted(timed, key=lambda pair: pair[0]):
     print(line_of(op))
 
 
