@@ -47,8 +47,6 @@ def make_keys(folder: Path, learners: int, shards: int) -> list[str]:
   Raises:
     ConfigError: the folder cannot be written, or a key in it is damaged.
   """
-  require(learners >= 0, "--learners", learners, "must not be negative", "give 0 or more")
-  require(shards >= 0, "--shards", shards, "must not be negative", "give 0 or more")
   addresses = [learner_address(m) for m in range(learners)]
   addresses += [syncer_address(s) for s in range(shards)] + [EVALUATOR_ADDRESS]
   try:
