@@ -189,7 +189,6 @@ class Corpus:
     Raises:
       ConfigError: the corpus is too small for all learners, or the model lacks its tokens.
     """
-    require(learner >= 0, "learner", learner, "must not be negative", "learners count from 0")
     vocab_size, known = config.model.vocab_size, self.tokenizer.vocab_size
     if self.data.source == "tokens":
       for part, highest in zip(self.parts, self._highest):

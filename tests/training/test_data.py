@@ -535,10 +535,6 @@ def test_corpus_too_small_for_the_learners(tmp_path):
   assert "islands.batch_size = 20" in text and "need 600 an epoch" in text
 
 
-def test_negative_learner(tmp_path):
-  assert "learner = -1" in error_of(open_streams, make_config(tmp_path), -1)
-
-
 def test_token_beyond_the_vocabulary_at_open(tmp_path, monkeypatch):
   monkeypatch.setattr(data_lib, "_CHECKED_TOKENS", 5)
   config = make_config(tmp_path, vocab_size=4_999)
