@@ -14,7 +14,7 @@ from ddiloco.network.transport import Hub, QueueEndpoint, learner_address, synce
 from ddiloco.protocol.events import Lost
 from ddiloco.protocol.messages import Publish, Replica, Replicated
 from tests.roles import toy
-from tests.roles.fleet import PATIENCE_SECONDS, Fleet, bits
+from tests.roles.fleet import Fleet, bits
 from tests.roles.test_syncer import Shard
 
 SYNC = {"num_shards": 2, "num_fragments": 4, "sync_period": 6, "overlap_steps": 2}
@@ -121,20 +121,14 @@ def test_a_shard_that_dies_within_a_commit_loses_no_round(seed):
   config = toy.config(2, 120, **LOCK_STEP, publish_codec=("f32", "int8")[seed])
   undisturbed = toy.run(config)
   random = np.random.default_rng(seed)
-  fleet, lives = Mortals(config), {0: 1, 1: 1}
-  for s in (0, 1):
-    fleet.shard(s, 1)
-  learners = [fleet.learner(m) for m in (0, 1)]
-  version = 0
-  try:
+  lives, version = {0: 1, 1: 1}, 0
+  with Mortals(config) as fleet:
     for moment in ("before the copy", "after the copy", "after the first publish"):
       victim, version = int(random.integers(2)), version + int(random.integers(2, 5))
       address = syncer_address(victim)
       fleet.hub.deaths[address] = (moment, version)
       fleet.until(lambda: address in fleet.hub.died)  # noqa: B023
-      [thread] = [t for t in fleet.threads if t.name == address and t.is_alive()] or [None]
-      if thread is not None:
-        thread.join(PATIENCE_SECONDS)
+      fleet.join(address)
       dead, p, version = fleet.hub.died.pop(address)
       past = fleet.stores[victim].commits
       del fleet.found[victim]
@@ -150,11 +144,7 @@ def test_a_shard_that_dies_within_a_commit_loses_no_round(seed):
       # The question may overtake the copy that was just sent, as nobody has heard of that version.
       allowed = {"before the copy": [version - 1], "after the copy": [version - 1, version]}
       assert found[p].state.version in allowed.get(moment, [version])
-    for thread in learners:
-      thread.join(PATIENCE_SECONDS)
-    assert not any(thread.is_alive() for thread in learners)
-  finally:
-    fleet.end()
+    fleet.finish()
   ends = [fleet.stores[f.index % 2][f.index] for f in fleet.plan.fragments]
   assert [c.state.version for c in ends] == undisturbed.versions and min(undisturbed.versions) > 12
   params = {s.name: np.zeros(s.shape, np.float32) for s in toy.SPECS}
@@ -176,19 +166,11 @@ def test_a_shard_that_dies_within_a_commit_loses_no_round(seed):
 
 def test_a_buddy_that_dies_with_a_copy_holds_up_its_owner_only_until_it_is_back():
   """In lock-step no other commit follows, whose copy would be answered by the next life."""
-  fleet = Mortals(toy.config(2, 60, **{**LOCK_STEP, "num_shards": 3}))
-  for s in (0, 1, 2):
-    fleet.shard(s, 1)
-  learners = [fleet.learner(m) for m in (0, 1)]
-  fleet.hub.deaths["syncer-1"] = ("with a copy", 3)
-  try:
+  with Mortals(toy.config(2, 60, **{**LOCK_STEP, "num_shards": 3})) as fleet:
+    fleet.hub.deaths["syncer-1"] = ("with a copy", 3)
     fleet.until(lambda: "syncer-1" in fleet.hub.died)
     fleet.shard(1, 2)
-    for thread in learners:
-      thread.join(PATIENCE_SECONDS)
-    assert not any(thread.is_alive() for thread in learners)
-  finally:
-    fleet.end()
+    fleet.finish()
   kinds = {e.kind for e in fleet.events["syncer-0"]}
   assert "replicated" in kinds and "unreplicated" not in kinds
 
@@ -203,18 +185,13 @@ def test_a_killed_shard_comes_back_from_its_buddy_bit_by_bit(publish_codec):
     outer={"learning_rate": 0.7, "momentum": 0.9},
     max_norm_ratio=1e9,  # a restarted shard has no past norms, and toy updates vary much
   )
-  fleet = Fleet(config)
-  for s in (0, 1):
-    fleet.shard(s, 1)
-  learners = [fleet.learner(m) for m in (0, 1)]
   lives: list[tuple[int, dict]] = []
-  try:
+  with Fleet(config) as fleet:
     for life, victim in enumerate((0, 1, 0), start=2):
       count = len(fleet.of(syncer_address(victim), "commit"))
       fleet.until(lambda: len(fleet.of(syncer_address(victim), "commit")) >= count + 6)  # noqa: B023
       fleet.kills[victim].set()
-      [thread] = [t for t in fleet.threads if t.name == syncer_address(victim) and t.is_alive()]
-      thread.join(PATIENCE_SECONDS)
+      fleet.join(syncer_address(victim))
       past, heard = fleet.stores[victim].commits, newest_heard(fleet)
       del fleet.found[victim]
       fleet.shard(victim, life)
@@ -224,11 +201,7 @@ def test_a_killed_shard_comes_back_from_its_buddy_bit_by_bit(publish_codec):
         assert c.value is c.published_value, "it goes on from what learners have"
         assert c.state.version >= heard[p], "somebody has heard of more"
         lives.append((p, c.state.version))
-    for thread in learners:
-      thread.join(PATIENCE_SECONDS)
-    assert not any(thread.is_alive() for thread in learners)
-  finally:
-    fleet.end()
+    fleet.finish()
   assert max(v for _, v in lives) > 3, "it had something to come back with"
   for m in (0, 1):
     assert fleet.of(learner_address(m), "rejected") == []
@@ -253,24 +226,16 @@ def newest_heard(fleet: Fleet) -> dict[int, int]:
 
 
 def test_a_run_goes_on_without_a_buddy_and_says_so():
-  fleet = Fleet(toy.config(2, 600, **SYNC), patience_seconds=0.4)
-  fleet.shard(0, 1)
-  other = fleet.shard(1, 1)
-  learners = [fleet.learner(m) for m in (0, 1)]
-  try:
+  with Fleet(toy.config(2, 600, **SYNC), patience_seconds=0.4) as fleet:
     fleet.until(lambda: len(fleet.of("syncer-0", "commit")) >= 4)
     fleet.kills[1].set()
-    other.join(PATIENCE_SECONDS)
+    fleet.join("syncer-1")
     fleet.until(lambda: fleet.of("syncer-0", "unreplicated"))
     count = len(fleet.of("syncer-0", "commit"))
     fleet.until(lambda: len(fleet.of("syncer-0", "commit")) >= count + 4)
     fleet.shard(1, 2)
     fleet.until(lambda: fleet.of("syncer-0", "replicated"))
-    for thread in learners:
-      thread.join(PATIENCE_SECONDS)
-    assert not any(thread.is_alive() for thread in learners)
-  finally:
-    fleet.end()
+    fleet.finish()
   assert not fleet.of("syncer-0", "lost")
 
 

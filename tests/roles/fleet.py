@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import defaultdict
+from typing import Self
 
 from ddiloco.chaos import Faults
 from ddiloco.checkpoint.buddy import Copies, Replication, recover
@@ -37,36 +38,79 @@ class History(dict):
     super().__setitem__(p, c)
 
 
-class Fleet:
-  """Shards with replication and two toy learners, as threads around one hub."""
+class Threads:
+  """Roles as threads around one hub, with what they record and why they failed."""
 
-  def __init__(self, config, patience_seconds: float = PATIENCE_SECONDS):
-    self.patience_seconds = patience_seconds
+  def __init__(self, config):
     self.config, self.plan = config, fragments.make_plan(toy.SPECS, config.sync)
-    self.hub, self.stop = Hub(), threading.Event()
+    self.hub, self.over = Hub(), threading.Event()
     self.events: dict[str, list] = defaultdict(list)
     self.failures: list[BaseException] = []
     self.threads: list[threading.Thread] = []
-    self.kills: dict[int, threading.Event] = {}
-    self.stores: dict[int, History] = {}
-    self.found: dict[int, dict[int, Committed]] = {}
 
-  def start(self, name: str, work, *args) -> threading.Thread:
+  def start(self, name: str, work, *args) -> None:
     def guarded():
       try:
         work(*args)
       except BaseException as error:  # reported by the test's own thread
         self.failures.append(error)
-        self.stop.set()
+        self.over.set()
 
-    thread = threading.Thread(target=guarded, name=name, daemon=True)
-    thread.start()
-    self.threads.append(thread)
-    return thread
+    self.threads.append(threading.Thread(target=guarded, name=name, daemon=True))
+    self.threads[-1].start()
 
-  def shard(self, s: int, incarnation: int) -> threading.Thread:
+  def join(self, name: str) -> None:
+    for thread in [t for t in self.threads if t.name == name]:
+      thread.join(PATIENCE_SECONDS)
+      assert not thread.is_alive(), f"{name} does not end"
+
+  def toy_learner(self, m: int, incarnation: int, step_seconds: float) -> Learner:
+    address, island = learner_address(m), toy.ToyIsland(m, self.plan, step_seconds=step_seconds)
+    recorder, endpoint = toy.ListRecorder(self.events[address]), self.hub.connect(address)
+    beginning = ResumeState(new_learner(self.config, self.plan, m, incarnation))
+    runtime = Runtime(endpoint, recorder)
+    return Learner(beginning, self.config, self.plan, island, toy.batches, runtime)
+
+  def of(self, role: str, kind: str) -> list:
+    return [e for e in list(self.events[role]) if e.kind == kind]
+
+  def until(self, happened) -> None:
+    wait_for(lambda: self.failures or happened())
+    assert not self.failures, self.failures
+
+
+class Fleet(Threads):
+  """Shards with replication and toy learners; all of the config are there from the beginning."""
+
+  def __init__(self, config, patience_seconds: float = PATIENCE_SECONDS):
+    super().__init__(config)
+    self.patience_seconds = patience_seconds
+    self.kills: dict[int, threading.Event] = {}
+    self.stores: dict[int, History] = {}
+    self.found: dict[int, dict[int, Committed]] = {}
+    self.learners = [learner_address(m) for m in range(config.islands.num_learners)]
+
+  def __enter__(self) -> Self:
+    for s in range(self.config.sync.num_shards):
+      self.shard(s, 1)
+    for m, address in enumerate(self.learners):
+      self.start(address, self.toy_learner(m, 1, 0.004).run, Faults((), 0.0), self.over.is_set)
+    return self
+
+  def __exit__(self, *_) -> None:
+    self.over.set()
+    for thread in self.threads:
+      thread.join(PATIENCE_SECONDS)
+    assert not self.failures, self.failures
+
+  def shard(self, s: int, incarnation: int) -> None:
     kill = self.kills[s] = threading.Event()
-    return self.start(syncer_address(s), self._serve, s, incarnation, kill)
+    self.start(syncer_address(s), self._serve, s, incarnation, kill)
+
+  def finish(self) -> None:
+    """Waits until all learners have ended by themselves."""
+    for address in self.learners:
+      self.join(address)
 
   def _serve(self, s: int, incarnation: int, kill: threading.Event) -> None:
     """As a process of its own would: everything it knows dies with it."""
@@ -76,7 +120,7 @@ class Fleet:
     count = self.config.sync.num_shards
     copies = Copies(s, incarnation, endpoint, self.plan, self.config)
     replication = Replication(copies, self.patience_seconds, recorder)
-    found = recover(copies, lambda quiet: not self.stop.is_set())
+    found = recover(copies, lambda quiet: not self.over.is_set())
     first = toy.initial_params()
     for p in owned_by(s, count, len(self.plan.fragments)):
       fragment = self.plan.fragments[p]
@@ -92,27 +136,5 @@ class Fleet:
     )
     replication.begin(found.values())
     with contextlib.closing(role):  # of one that dies the thread must not live on, either
-      role.run(Faults((), 0.0), lambda: self.stop.is_set() or kill.is_set())
+      role.run(Faults((), 0.0), lambda: self.over.is_set() or kill.is_set())
     endpoint.close()
-
-  def learner(self, m: int) -> threading.Thread:
-    address = learner_address(m)
-    island = toy.ToyIsland(m, self.plan, step_seconds=0.004)
-    recorder, endpoint = toy.ListRecorder(self.events[address]), self.hub.connect(address)
-    beginning = ResumeState(new_learner(self.config, self.plan, m, 1))
-    runtime = Runtime(endpoint, recorder)
-    role = Learner(beginning, self.config, self.plan, island, toy.batches, runtime)
-    return self.start(address, role.run, Faults((), 0.0), self.stop.is_set)
-
-  def of(self, role: str, kind: str) -> list[dict]:
-    return [e for e in list(self.events[role]) if e.kind == kind]
-
-  def until(self, happened) -> None:
-    wait_for(lambda: self.failures or happened())
-    assert not self.failures, self.failures
-
-  def end(self) -> None:
-    self.stop.set()
-    for thread in self.threads:
-      thread.join(PATIENCE_SECONDS)
-    assert not self.failures, self.failures

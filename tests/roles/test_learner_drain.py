@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import threading
@@ -21,36 +20,24 @@ from ddiloco.roles.learner import Learner
 from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Runtime, Time
 from tests.roles import toy
+from tests.roles.fleet import Threads
 from tests.roles.toy import ListRecorder
-from tests.waits import PATIENCE_SECONDS, wait_for
 
 SYNC = {"num_shards": 1, "num_fragments": 3, "sync_period": 8, "overlap_steps": 2, "min_quorum": 1}
 
 
-class Run:
-  """A shard and some learners as threads; each can be stopped for itself."""
+class Run(Threads):
+  """A shard and some learners; each can be stopped for itself."""
 
   def __init__(self, learners: int, **sync):
-    self.config = toy.config(learners, 1_000_000, **{**SYNC, **sync})
-    self.plan = fragments.make_plan(toy.SPECS, self.config.sync)
-    self.hub, first = Hub(), toy.initial_params()
+    super().__init__(toy.config(learners, 1_000_000, **{**SYNC, **sync}))
+    first = toy.initial_params()
     self.store = {f.index: new_fragment(f, fragments.gather(f, first)) for f in self.plan.fragments}
-    self.events: dict[str, list] = collections.defaultdict(list)
     self.stops: dict[str, threading.Event] = {}
-    self.threads: dict[str, threading.Thread] = {}
-    self.failures: list[BaseException] = []
 
-  def start(self, name: str, work) -> None:
-    stop = self.stops[name] = threading.Event()
-
-    def guarded():
-      try:
-        work(stop.is_set)
-      except BaseException as error:  # reported by the test's own thread
-        self.failures.append(error)
-
-    self.threads[name] = threading.Thread(target=guarded, name=name, daemon=True)
-    self.threads[name].start()
+  def stoppable(self, name: str, work) -> None:
+    self.stops[name] = threading.Event()
+    self.start(name, work, self.stops[name].is_set)
 
   def shard(self) -> None:
     name, faults = syncer_address(0), Faults((), time.monotonic())
@@ -62,32 +49,20 @@ class Run:
       with contextlib.closing(role):
         role.run(faults, stopped)
 
-    self.start(name, live)
+    self.stoppable(name, live)
 
   def learner(self, m: int, drain_seconds: float, at_once=lambda: False) -> Learner:
-    name, island = learner_address(m), toy.ToyIsland(m, self.plan, step_seconds=0.002)
-    recorder, endpoint = toy.ListRecorder(self.events[name]), self.hub.connect(name)
-    beginning = ResumeState(new_learner(self.config, self.plan, m, 0))
-    runtime = Runtime(endpoint, recorder)
-    role = Learner(beginning, self.config, self.plan, island, toy.batches, runtime)
-    faults = Faults((), time.monotonic())
-    self.start(name, lambda stopped: role.run(faults, stopped, drain_seconds, at_once))
+    role, faults = self.toy_learner(m, 0, step_seconds=0.002), Faults((), time.monotonic())
+    live = lambda stopped: role.run(faults, stopped, drain_seconds, at_once)  # noqa: E731
+    self.stoppable(learner_address(m), live)
     return role
-
-  def until(self, happened) -> None:
-    wait_for(lambda: self.failures or happened())
-    assert not self.failures, self.failures
 
   def stop(self, name: str) -> float:
     """Returns how long it took to end."""
     started = time.monotonic()
     self.stops[name].set()
-    self.threads[name].join(PATIENCE_SECONDS)
-    assert not self.threads[name].is_alive()
+    self.join(name)
     return time.monotonic() - started
-
-  def of(self, name: str, kind: str) -> list[dict]:
-    return [e for e in list(self.events[name]) if e.kind == kind]
 
   def merged_tokens(self, m: int) -> list[int]:
     """Of one learner, by fragment: from its pushes and the shard's commits, nobody's counters."""
@@ -103,7 +78,7 @@ class Run:
     return self
 
   def __exit__(self, *_) -> None:
-    for name in reversed(self.threads):  # learners before the shard, which they need
+    for name in reversed(self.stops):  # learners before the shard, which they need
       self.stop(name)
     assert not self.failures, self.failures
 
