@@ -1,5 +1,6 @@
 """The page in a real browser: what a reader sees of a run, during and after it."""
 
+import contextlib
 import json
 import re
 import time
@@ -51,9 +52,15 @@ def show(browser, dashboard, phase):
   browser.until(f"document.body.dataset.phase === {json.dumps(phase)}")
 
 
+@contextlib.contextmanager
+def shown(browser, workdir, phase="over"):
+  with Dashboard(workdir) as dashboard:
+    show(browser, dashboard, phase)
+    yield dashboard
+
+
 def test_a_run_that_is_over(browser, tmp_path):
-  with Dashboard(run(tmp_path)) as dashboard:
-    show(browser, dashboard, "over")
+  with shown(browser, run(tmp_path)):
     assert browser.text("#name") == "quickstart" and browser.text("#phase") == "over"
     assert "The run is over: all tokens merged" in browser.text("#banner")
     assert browser.text("#over-time-says") == "1 kill and 1 restart"
@@ -77,8 +84,7 @@ def test_a_run_that_is_over(browser, tmp_path):
 
 def test_bars_and_marks_stand_at_their_times(browser, tmp_path):
   """As wide as what they stand for, each in the row of its island or shard."""
-  with Dashboard(run(tmp_path)) as dashboard:
-    show(browser, dashboard, "over")
+  with shown(browser, run(tmp_path)):
     left, right = 176, browser.ask("document.querySelector('#chart').clientWidth") - 14
     at = lambda time: left + (right - left) * time / (END + 0.3)  # noqa: E731
     box = "(e => { const {x, y, width, height} = e.getBBox(); return [x, y, width, height] })"
@@ -114,8 +120,7 @@ def test_tiny_losses_are_told_apart(browser, tmp_path):
     for event in make_run()
   ]
   write_log(tmp_path, tiny)
-  with Dashboard(tmp_path) as dashboard:
-    show(browser, dashboard, "over")
+  with shown(browser, tmp_path):
     labels = browser.ask("[...document.querySelectorAll('#chart text')].map(n => n.textContent)")
     numbers = {label for label in labels if label.startswith("0.000")}
     assert {"0.0002", "0.0004"} <= numbers and len(numbers) > 3
@@ -131,16 +136,14 @@ def test_a_curve_of_long_steps_is_a_line_and_has_a_gap_where_there_was_no_run(br
   times = [20.0 * n + 80.0 * (n > 12) for n in range(1, 20)]
   steps = [step_event(time, 0, n, loss=5.0 - 0.1 * n) for n, time in enumerate(times, 1)]
   write_log(tmp_path, [changed(make_run()[0], num_learners=1), *steps])
-  with Dashboard(tmp_path) as dashboard:
-    show(browser, dashboard, "running")
+  with shown(browser, tmp_path, "running"):
     curve = browser.ask("document.querySelector('#chart .curve').getAttribute('d')")
     assert re.sub(r"[\d. ]", "", curve) == "M" + 11 * "L" + "M" + 6 * "L"
 
 
 def test_step_times_by_island_and_time(browser, tmp_path):
   """A canvas: what it shows is looked at by colour, and read at the cursor."""
-  with Dashboard(run(tmp_path)) as dashboard:
-    show(browser, dashboard, "over")
+  with shown(browser, run(tmp_path)):
     assert browser.text("#heat-title") == "Step times"
     assert "as usual" in browser.text("#heat-legend") and "down" in browser.text("#heat-legend")
     assert "waiting for a shard" not in browser.text("#heat-legend"), "nobody did"
@@ -172,8 +175,7 @@ def test_step_times_by_island_and_time(browser, tmp_path):
 
 
 def test_a_rejoin_in_phases(browser, tmp_path):
-  with Dashboard(run(tmp_path)) as dashboard:
-    show(browser, dashboard, "over")
+  with shown(browser, run(tmp_path)):
     assert "from death to merge: 8." in browser.text("#rejoins-says")
     found = browser.ask("[...document.querySelectorAll('#rejoins .phases i')].map(n => n.title)")
     assert found[0].startswith("noticed: 0.1 s") and found[1].startswith("pause: 4.0 s (until")
@@ -184,8 +186,7 @@ def test_a_rejoin_in_phases(browser, tmp_path):
 
 
 def test_a_run_under_way_with_an_island_down(browser, tmp_path):
-  with Dashboard(run(tmp_path, until=KILL + 3)) as dashboard:
-    show(browser, dashboard, "running")
+  with shown(browser, run(tmp_path, until=KILL + 3), "running"):
     assert "down: 2" in browser.text("#over-time-says")
     assert browser.ask("document.querySelectorAll('#chart rect.down').length") == 1
     assert "left" in browser.text("#elapsed") and browser.text("#banner") == ""
@@ -202,15 +203,13 @@ def test_an_island_that_has_left_counts_in_no_figure(browser, tmp_path):
   events.append(made(last, "learner-1", "stopped", reason="left, and everything it had is merged"))
   write_log(tmp_path, events)
   (tmp_path / STARTED).write_text(f"{time.time() - last - 1}")
-  with Dashboard(tmp_path) as dashboard:
-    show(browser, dashboard, "running")
+  with shown(browser, tmp_path, "running"):
     assert "Islands up\n3 of 3" in browser.text("#figures")
 
 
 def test_what_stays_the_same_is_not_drawn_again(browser, tmp_path):
   """Each second all of it was: nothing could be selected, and hundreds of islands took a core."""
-  with Dashboard(run(tmp_path, until=KILL + 3)) as dashboard:
-    show(browser, dashboard, "running")
+  with shown(browser, run(tmp_path, until=KILL + 3), "running"):
     places = ["#participation tbody tr:last-child th", "#links td.number", "#missed", "#legend li"]
     for place in places:
       browser.ask(f"void (document.querySelector({json.dumps(place)}).mine = true)")
@@ -226,8 +225,7 @@ def test_a_page_that_takes_long_to_draw_is_drawn_less_often(browser, tmp_path):
   slow = "let ms = 0; performance.now = () => (ms += 300); window.delays = [];"
   slow += "const later = setTimeout; setTimeout = (f, ms) => later(f, void delays.push(ms))"
   script = browser.send("Page.addScriptToEvaluateOnNewDocument", source=slow)
-  with Dashboard(run(tmp_path, until=KILL + 3)) as dashboard:
-    show(browser, dashboard, "running")
+  with shown(browser, run(tmp_path, until=KILL + 3), "running"):
     assert browser.until("delays.find(ms => ms > 1000)") == 3000
   browser.send("Page.removeScriptToEvaluateOnNewDocument", **script)
 
@@ -235,8 +233,7 @@ def test_a_page_that_takes_long_to_draw_is_drawn_less_often(browser, tmp_path):
 def test_a_page_that_nobody_sees_is_drawn_when_it_is_seen_again(browser, tmp_path):
   hidden = "Object.defineProperty(document, 'hidden', {configurable: true, value: %s});"
   hidden += " document.dispatchEvent(new Event('visibilitychange'))"
-  with Dashboard(run(tmp_path)) as dashboard:
-    show(browser, dashboard, "over")
+  with shown(browser, run(tmp_path)) as dashboard:
     browser.ask("void (document.querySelector('#chart svg').mine = true)")
     browser.ask(hidden % "false")
     assert browser.ask("document.querySelector('#chart svg').mine"), "nothing has changed"
@@ -255,8 +252,7 @@ def test_a_page_that_nobody_sees_is_drawn_when_it_is_seen_again(browser, tmp_pat
 
 
 def test_nothing_is_known_yet_and_then_a_run_begins(browser, tmp_path):
-  with Dashboard(tmp_path) as dashboard:
-    show(browser, dashboard, "empty")
+  with shown(browser, tmp_path, "empty"):
     assert "Nothing is known yet" in browser.text("#banner") and browser.text("main") == ""
     run(tmp_path, until=0.0)
     browser.until("document.body.dataset.phase === 'starting'")
@@ -276,8 +272,7 @@ def test_a_status_that_it_cannot_draw_does_not_end_its_polling(browser, tmp_path
 
 
 def test_the_server_is_gone_and_comes_back(browser, tmp_path, monkeypatch):
-  with Dashboard(run(tmp_path, until=30.0)) as dashboard:
-    show(browser, dashboard, "running")
+  with shown(browser, run(tmp_path, until=30.0), "running") as dashboard:
     status = dashboard._run.status
 
     def gone():
@@ -328,8 +323,7 @@ def test_a_fault_is_injected_by_keyboard(browser, tmp_path):
 
 
 def test_the_chart_has_a_cursor_for_the_keyboard(browser, tmp_path):
-  with Dashboard(run(tmp_path)) as dashboard:
-    show(browser, dashboard, "over")
+  with shown(browser, run(tmp_path)):
     browser.ask("document.querySelector('#chart').focus()")
     browser.press("Home")
     assert browser.text("#readout").startswith("0:00")
@@ -354,8 +348,7 @@ def test_the_chart_has_a_cursor_for_the_keyboard(browser, tmp_path):
 
 
 def test_everything_can_be_reached_with_tab(browser, tmp_path):
-  with Dashboard(run(tmp_path)) as dashboard:
-    show(browser, dashboard, "over")
+  with shown(browser, run(tmp_path)):
     seen = []
     for _ in range(12):
       browser.press("Tab")
@@ -371,8 +364,7 @@ def test_everything_can_be_reached_with_tab(browser, tmp_path):
 def test_it_is_readable_wide_and_narrow_light_and_dark(browser, tmp_path, scheme, width):
   browser.size(width, 900)
   browser.scheme(scheme)
-  with Dashboard(run(tmp_path)) as dashboard:
-    show(browser, dashboard, "over")
+  with shown(browser, run(tmp_path)):
     overflow = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
     assert browser.ask(overflow) <= 0, "nothing sticks out at the side"
     page, ink = browser.ask(
@@ -400,8 +392,7 @@ def test_no_table_is_cut_on_a_laptop(browser, tmp_path):
   write_log(tmp_path, events)
   (tmp_path / STARTED).write_text(f"{time.time() - KILL - 4}")
   browser.size(1366, 768)
-  with Dashboard(tmp_path) as dashboard:
-    show(browser, dashboard, "running")
+  with shown(browser, tmp_path, "running"):
     assert "MFU" in browser.text("#participation") and "H100" in browser.text("#participation")
     cut = "[...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth)"
     assert browser.ask(f"{cut}.map(e => e.id)") == []
@@ -434,8 +425,7 @@ def test_one_island_and_two_hundred_are_readable_and_quick(browser, tmp_path, co
   write_log(tmp_path, events)
   (tmp_path / STARTED).write_text(f"{time.time() - events[-1].time - 1}")
   browser.size(1366, 768)
-  with Dashboard(tmp_path) as dashboard:
-    show(browser, dashboard, "running")
+  with shown(browser, tmp_path, "running"):
     assert browser.ask("document.querySelectorAll('#participation tbody tr').length") == count
     browser.ask("document.querySelector('#chart').focus()")
     browser.press("Home")
@@ -448,8 +438,7 @@ def test_one_island_and_two_hundred_are_readable_and_quick(browser, tmp_path, co
 
 
 def test_the_theme_can_be_chosen_and_is_kept(browser, tmp_path):
-  with Dashboard(run(tmp_path)) as dashboard:
-    show(browser, dashboard, "over")
+  with shown(browser, run(tmp_path)) as dashboard:
     browser.ask("document.querySelector('#theme').click()")
     browser.ask("document.querySelector('#theme').click()")
     assert browser.text("#theme") == "Theme: dark"
@@ -465,8 +454,7 @@ def test_what_is_in_a_log_stays_text(browser, tmp_path):
   with (tmp_path / "events" / "engine.jsonl").open("a") as file:
     more = {"time": 60.2, "role": "engine", "incarnation": 0, "kind": "exit"}
     file.write(json.dumps(more | {"target": "learner-1", "reason": evil}) + "\n")
-  with Dashboard(tmp_path) as dashboard:
-    show(browser, dashboard, "over")
+  with shown(browser, tmp_path):
     assert browser.text("#name") == evil
     assert browser.ask("document.querySelectorAll('img').length") == 0
     assert browser.complaints == []
@@ -484,8 +472,7 @@ def test_rounds_of_one_that_repeat_are_said_at_the_top(browser, tmp_path):
   events = [alone(e) if e.kind == "commit" and e.time > 6 else e for e in events]
   write_log(tmp_path, events)
   (tmp_path / STARTED).write_text(f"{time.time() - 19.0}")
-  with Dashboard(tmp_path) as dashboard:
-    show(browser, dashboard, "running")
+  with shown(browser, tmp_path, "running"):
     said = browser.until("document.querySelector('#banner').innerText.includes('alone')") and (
       browser.text("#banner")
     )
