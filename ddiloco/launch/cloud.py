@@ -51,9 +51,10 @@ class Ran:
 
   @property
   def reason(self) -> str:
-    """The status and the end of the output, in one line."""
+    """The status and the output, of a long one its beginning and its end, in one line."""
     said = " ".join((self.error or self.out).split())
-    return f"status {self.status}: {said[-500:]}"
+    short = said if len(said) <= 1000 else f"{said[:500]} ... {said[-500:]}"
+    return f"status {self.status}: {short}"
 
 
 def say(text: str) -> None:
@@ -325,11 +326,12 @@ class Slices:
     """
     wanted = [self._run.slice(island) for island in self._islands]
     for each, (group, _) in self._listed().items():
-      if each not in wanted:
+      if each not in wanted or group != self._run.group:
         delete = shlex.join(self._run.delete(each, group))
         raise LaunchError(
-          f"{each.name} in {each.zone}: is of this run, costs, and has no island of these flags;"
-          f" nothing was made. Fix: give the flags that it was made with, or delete it: {delete}."
+          f"{each.name} in {each.zone} ({group}): is of this run, costs, and is not what these"
+          " flags ask for; nothing was made. Fix: give the flags that it was made with, or delete"
+          f" it: {delete}."
         )
     self._each(lambda island: self._keep(island, (Need.RUN, Need.DONE), again=True), self._islands)
 
@@ -388,7 +390,9 @@ class Slices:
     with concurrent.futures.ThreadPoolExecutor(max(1, len(them))) as threads:
       try:
         done = [threads.submit(one, each) for each in them]
-        concurrent.futures.wait(done)
+        for each in concurrent.futures.as_completed(done):
+          if each.exception() and not all(other.done() for other in done):
+            say(f"{each.exception()} The others go on.")
       except BaseException:  # Ctrl-C
         say("ends with the calls that are under way; Ctrl-C again: at once")
         self._ended.set()
@@ -402,14 +406,17 @@ class Slices:
     """Does what the island needs until that is in `until`; `again`: restarts a role that failed.
 
     Raises:
-      LaunchError: the island has failed, has not run for too long, or was made anew too often.
+      LaunchError: the island is refused for good, has failed, has not run for too long, or was made
+        anew too often.
     """
-    role, said, started, had = island.role, "", False, False
-    deadline = time.monotonic() + self._watch_seconds
-    must_run_by, recreations = math.inf, self._run.recreations
+    role, said, recreations = island.role, "", self._run.recreations
+    asked = started = had = False
+    new = True  # never there yet; a slice that was there is asked for again, whatever is answered
+    deadline, must_run_by = time.monotonic() + self._watch_seconds, math.inf
     while not self._ended.is_set():
       seen, now = self._look(island), time.monotonic()
       need, before = tpu_vms.next_need(seen), said
+      asked = asked or need is not Need.DELETE  # not so: a request of an earlier command
       if need is Need.FAILED and again and not started:
         need = Need.START
       said = f"{role}: {need.value} ({seen})"
@@ -426,6 +433,8 @@ class Slices:
       if need is Need.FAILED:
         why = f"its role was stopped, or has used up its --max_restarts ({seen})"
         fix = f"see `sudo docker logs {self._run.name}` on its hosts, then create again"
+      elif new and asked and (seen.slice == "FOREIGN" or tpu_vms.refused_for_good(seen.error)):
+        why, fix = f"no slice will be had so ({seen})", "what it says, then create again"
       elif need is Need.CREATE and had:
         why = "its slice was deleted, and not by this command"
         fix = "if you want it back, create again"
@@ -438,16 +447,18 @@ class Slices:
         if seen.slice != "ABSENT":
           fix += "; it still costs, or will once it is there, until you delete it"
       elif need is Need.DELETE and not recreations:
-        why = f"its slice was taken away once more ({seen}), --recreations ="
-        why += f" {self._run.recreations}"
+        why = f"its slice was taken away once more ({seen}), --recreations={self._run.recreations}"
         fix = "raise that, take another zone, or leave out --spot"
       if why:
         raise LaunchError(f"{role}: {why}. Fix: {fix}.")
+      new = new and seen.slice != "READY"
       had = (had or seen.slice == "READY") and need is not Need.DELETE
       try:
         self._do(island, need, seen)
         started, recreations = started or need is Need.START, recreations - (need is Need.DELETE)
       except LaunchError as error:  # no capacity now, no answer, no ssh yet: tries again
+        if new and tpu_vms.refused_for_good(str(error)):
+          raise
         say(str(error))
       self._ended.wait(self._poll_seconds)
 
@@ -469,15 +480,16 @@ class Slices:
       call(f"{role}: starts", command, START_SECONDS)
 
   def _look(self, island: PlacedIsland) -> Seen:
-    """The state of the slice and its roles; "UNSEEN" with the reason if a query failed."""
+    """The state of the slice and its roles; "UNSEEN" with the reason if a query failed, "FOREIGN":
+    a slice of this name is not of this run."""
     each = self._run.slice(island)
-    if self._run.queued:
-      request = self._describe(each, "queued-resources")
-      if request.slice != "ACTIVE":
-        return request
-    seen = self._describe(each, "tpu-vm")
-    if self._run.queued and seen.slice == "ABSENT":
-      return request  # it still asks for the slice, and no second request could be made
+    seen = self._describe(each, self._run.group)
+    if seen.slice not in ("ABSENT", "UNSEEN") and seen.run != self._run.name:
+      return Seen("FOREIGN", error=f"{each.name} is not of this run; choose another --name")
+    if self._run.queued and seen.slice == "ACTIVE":
+      request, seen = seen, self._describe(each, "tpu-vm")
+      if seen.slice == "ABSENT":
+        return request  # it still asks for the slice, and no second request could be made
     if seen.slice != "READY":
       return seen
     command = self._run.on_hosts(each, self._run.look_script())
