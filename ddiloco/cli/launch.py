@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ddiloco.checks import require
 from ddiloco.cli.arguments import Flags
+from ddiloco.config import Config
 from ddiloco.environment import FINISHED, LOST
 from ddiloco.launch import gke, tpu_vms
 from ddiloco.launch.cloud import Clusters, LaunchError, Slices, as_yaml, say
@@ -20,6 +21,7 @@ from ddiloco.launch.placement import (
   require_prices,
 )
 from ddiloco.network.keys import public_file, secret_file
+from ddiloco.workdir import differences
 
 ACTIONS = ("create", "status", "watch", "delete")
 
@@ -146,7 +148,7 @@ def _on_gke(given: Flags, run: gke.GkeRun, action: str) -> int:
     return FINISHED
   clusters = Clusters(run)
   if action == "status":
-    print("\n".join(map(str, clusters.status())) or "nothing is there")
+    print("\n".join(map(str, clusters.status())))
     return FINISHED
   if action == "watch":
     completed = clusters.watch(3600 * given.watch_hours, given.poll_seconds)
@@ -163,7 +165,10 @@ def _create_in_clusters(given: Flags, run: gke.GkeRun) -> int:
   lines = _afford(given, run.placement, machines=len(run.placement.shards) + 1)
   found = run.documents(*_keys(given, run.placement, may_lack=given.dry_run))
   if not given.dry_run:
-    Clusters(run).create(found)
+    clusters = Clusters(run)
+    for saved in clusters.configs():
+      _require_same(run, saved)
+    clusters.create(found)
     say("Now: `ddiloco launch gke watch` with the same flags; `... delete` ends what it costs.")
     return FINISHED
   pools = [
@@ -175,6 +180,17 @@ def _create_in_clusters(given: Flags, run: gke.GkeRun) -> int:
     print(f"# {'-' * 20} kubectl --context={context or 'CURRENT'} apply --server-side -f -\n---")
     print(as_yaml([gke.redacted(document) for document in documents]), end="")
   return FINISHED
+
+
+def _require_same(run: gke.GkeRun, saved: Config) -> None:
+  """Refuses (ConfigError) a config with which the run's roles could not go on when they start
+  again."""
+  mine = run.placement.config
+  where = "checkpoint.path", mine.checkpoint.path, saved.checkpoint.path
+  for name, ours, theirs in (*differences(mine, saved), where):
+    rule = f"the run {run.name} is there already, with {theirs!r}"
+    fix = "give the flags that it was made with, or `ddiloco launch gke delete` first"
+    require(ours == theirs, name, ours, rule, fix)
 
 
 # --- TPU VMs

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import yaml
 
 from ddiloco.checks import refusal
+from ddiloco.config import Config, from_dict
 from ddiloco.launch import gke, tpu_vms
 from ddiloco.launch.gke import Document, GkeRun, JobSetState
 from ddiloco.launch.placement import PlacedIsland
@@ -163,8 +164,8 @@ class Clusters:
     """Applies the documents of every cluster; objects that exist already stay, with this content.
 
     Raises:
-      LaunchError: the run has other JobSets, in another cluster for example, and nothing was made;
-        or a cluster refuses the documents.
+      LaunchError: the run has other JobSets, in another cluster for example, or a cluster would
+        refuse a document, and nothing was made; or a cluster does not answer any more.
     """
     others = self._elsewhere()
     for context, documents in found.items():
@@ -179,12 +180,32 @@ class Clusters:
         " these flags; nothing was made. Fix: give the flags that it was made with (`ddiloco launch"
         " gke delete` with them ends it), or another --name."
       )
+    apply = ["apply", "--server-side", "--field-manager=ddiloco", "--filename=-"]
+    # A run that goes on would have got another config, or keys, before its JobSets were refused.
+    for context, documents in found.items():
+      what = f"{_named(context)}: whether it takes {len(documents)} objects"
+      command = _kubectl(context, *apply, "--dry-run=server")
+      ran = attempt(what, command, CALL_SECONDS, as_yaml(documents))
+      if ran.status != 0:
+        raise LaunchError(
+          f"{what}: {ran.reason}; nothing was made or changed. Fix: what it says; where a field is"
+          " immutable, the flags that the run was made with, or `ddiloco launch gke delete` first."
+        )
     for context, documents in found.items():
       what = f"{_named(context)}: {len(documents)} objects"
-      apply = ["apply", "--server-side", "--field-manager=ddiloco", "--filename=-"]
       out = call(what, _kubectl(context, *apply), CALL_SECONDS, as_yaml(documents))
       for line in out.splitlines():
         say(line)
+
+  def configs(self) -> list[Config]:
+    """The configs of the run that clusters have, from earlier calls of `create`.
+
+    Raises:
+      LaunchError: a cluster does not answer.
+    """
+    listed = [self._listed(context, "configmaps") for context in self._run.contexts()]
+    texts = [item.get("data", {}).get("config.json") for each in listed for item in each["items"]]
+    return [from_dict(json.loads(text)) for text in texts if text]
 
   def status(self) -> list[JobSetState]:
     """The states of all JobSets of the run.
@@ -192,13 +213,13 @@ class Clusters:
     Raises:
       LaunchError: a cluster does not answer.
     """
-    listed = [self._listed(context) for context in self._run.contexts()]
-    return [state for each in listed for state in gke.states(each)]
+    listed = [self._listed(context, f"{gke.JOBSETS},pods") for context in self._run.contexts()]
+    return gke.states([item for each in listed for item in each["items"]], self._run.jobsets())
 
-  def _listed(self, context: str, *flags: str) -> dict[str, Any]:
-    """The run's JobSets in a cluster, in kubectl's words."""
-    listing = ["get", "jobsets.jobset.x-k8s.io", *self._ours, "--output=json", *flags]
-    what, command = f"{_named(context)}: its JobSets", _kubectl(context, *listing)
+  def _listed(self, context: str, kinds: str = gke.JOBSETS, *flags: str) -> dict[str, Any]:
+    """What the run has of these kinds in a cluster, in kubectl's words."""
+    listing = ["get", kinds, *self._ours, "--output=json", *flags]
+    what, command = f"{_named(context)}: what it has of the run", _kubectl(context, *listing)
     return json.loads(call(what, command, CALL_SECONDS, looks=True))
 
   def _elsewhere(self) -> dict[str, str]:
@@ -209,7 +230,7 @@ class Clusters:
 
     def ask(context: str) -> None:
       try:
-        listed = self._listed(context, "--request-timeout=10s")
+        listed = self._listed(context, gke.JOBSETS, "--request-timeout=10s")
       except LaunchError as error:
         if "doesn't have a resource type" not in str(error):
           say(f"passed over, though the run may be there too: {error}")
@@ -229,9 +250,9 @@ class Clusters:
     Raises:
       LaunchError: they were deleted, or have not ended within the limit.
     """
-    expected = len(self._run.placement.islands) + 2  # the shards, the evaluator
     until, before, seen = time.monotonic() + limit_seconds, list[JobSetState](), list[JobSetState]()
-    say(f"{self._run.name}: watches {expected} JobSets (at most {limit_seconds:g} s)")
+    count = len(self._run.jobsets())
+    say(f"{self._run.name}: watches {count} JobSets (at most {limit_seconds:g} s)")
     while True:
       try:
         before, seen = seen, self.status()
@@ -239,12 +260,12 @@ class Clusters:
           say(str(each))
       except LaunchError as error:
         say(str(error))
-      if before and not seen:
+      if any(each.jobs for each in before) and not any(each.jobs for each in seen):
         raise LaunchError(
           f"{self._run.name}: was deleted, and not by this command."
           " Fix: if you want it back, create again."
         )
-      if len(seen) >= expected and all(each.end for each in seen):
+      if seen and all(each.end for each in seen):
         return all(each.end == "Completed" for each in seen)
       if time.monotonic() >= until:
         raise LaunchError(

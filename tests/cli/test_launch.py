@@ -141,6 +141,19 @@ def test_a_run_on_gke_from_create_to_delete(cloud, flags, capsys):
   assert "west: jobset.jobset.x-k8s.io/run-learner-1" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("changed", ["--config.outer.momentum=0.3", "--bucket=gs://bucket/other"])
+def test_a_run_that_is_there_keeps_what_its_roles_share(cloud, flags, changed, capsys):
+  """A role that started again would refuse the other config, and be given up."""
+  assert cli.main(["launch", "gke", *flags, *GKE, "--yes"]) == 0
+  assert cli.main(["launch", "gke", *flags, *GKE, "--yes", "--config.islands.remat=full"]) == 0
+  cloud.forget()
+  assert cli.main(["launch", "gke", *flags, *GKE, "--yes", changed]) == 2
+  assert "the run run is there already, with " in capsys.readouterr().err
+  assert not any("apply" in words for words in cloud.asked())
+  assert cli.main(["launch", "gke", "delete", *flags, *GKE]) == 0
+  assert cli.main(["launch", "gke", *flags, *GKE, "--yes", changed]) == 0
+
+
 def test_islands_on_tpu_vms_from_create_to_delete(cloud, flags, capsys):
   def launch(action, *more):
     return cli.main(["launch", "tpu-vms", action, *flags, *TPU_VMS, *more])

@@ -39,7 +39,13 @@ if plain[0] == "apply":
   for document in yaml.safe_load_all(sys.stdin.read()):
     path = folder / named(document).replace("/", "@")
     document["metadata"]["uid"] = f"{context} {path.name}"
-    if not path.exists(): path.write_text(json.dumps(document))
+    old = json.loads(path.read_text()) if path.exists() else document
+    what = f'The {document["kind"]} "{document["metadata"]["name"]}" is invalid'
+    if document.get("stringData") != old.get("stringData") and old["immutable"]:
+      sys.exit(f"{what}: data: Forbidden: field is immutable when `immutable` is set")
+    if document["kind"] == "JobSet" and document["spec"] != old["spec"]:
+      sys.exit(f'{what}: spec.replicatedJobs: Invalid value: "": field is immutable')
+    if flags.get("dry-run") != "server": path.write_text(json.dumps(old | document))
     print(f"{named(document)} serverside-applied")
   sys.exit()
 key, _, value = flags["selector"].partition("=")
