@@ -20,7 +20,7 @@ from ddiloco.launch.placement import (
   prices_of,
   require_prices,
 )
-from ddiloco.network.keys import public_file, secret_file
+from ddiloco.network.keys import public_file, read, secret_file
 from ddiloco.workdir import differences
 
 ACTIONS = ("create", "status", "watch", "delete")
@@ -55,14 +55,19 @@ def launch(arguments: list[str]) -> int:
     from ddiloco.training.data import check_here
 
     check_here(placement.config)
+  delete = f"`ddiloco launch {target} delete` with the flags that made it"
+  stays = f"What was made stays, and costs, until {delete}."
   try:
-    return perform(given, run, action)
+    status = perform(given, run, action)
   except LaunchError as error:
     say(str(error))
-    return LOST
+    status = LOST
   except KeyboardInterrupt:
-    say(f"What was made stays, and costs, until `ddiloco launch {target} delete` with these flags.")
+    say(stays)
     raise
+  if action in ("create", "watch") and not given.dry_run:
+    say(stays)  # also when the run is over, or only a part of it was made
+  return status
 
 
 def _add_flags(given: Flags, run_class: type) -> None:
@@ -93,13 +98,14 @@ def _keys(
   """(public keys, secret keys), by file name.
 
   Raises:
-    ConfigError: a key is missing and may not be.
+    ConfigError: a key is damaged, or missing and may not be.
   """
   folder, found, missing = Path(given.keys), ({}, {}), list[str]()
   islands = [island.role for island in placement.islands]
   for role in (*islands, *(f"syncer-{s}" for s in placement.shards), "evaluator"):
     for keys, path in zip(found, (public_file(folder, role), secret_file(folder, role))):
       if path.is_file():
+        read(path)  # its role would end, on a machine that costs
         keys[path.name] = path.read_text()
       else:
         missing.append(str(path))
@@ -169,7 +175,7 @@ def _create_in_clusters(given: Flags, run: gke.GkeRun) -> int:
     for saved in clusters.configs():
       _require_same(run, saved)
     clusters.create(found)
-    say("Now: `ddiloco launch gke watch` with the same flags; `... delete` ends what it costs.")
+    say("Now: `ddiloco launch gke watch` with the same flags.")
     return FINISHED
   pools = [
     "The slices need these node pools, unless clusters make their own nodes (Autopilot). In a",
@@ -209,7 +215,7 @@ def _on_tpu_vms(given: Flags, run: tpu_vms.TpuVmRun, action: str) -> int:
   slices = Slices(run, files, secrets, 3600 * given.watch_hours, given.poll_seconds)
   if action == "create":
     slices.create()
-    say("Now: `ddiloco launch tpu-vms watch` with the same flags; `... delete` ends what it costs.")
+    say("Now: `ddiloco launch tpu-vms watch` with the same flags.")
   elif action == "watch":
     slices.watch()
   elif action == "status":
