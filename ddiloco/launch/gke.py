@@ -389,17 +389,18 @@ def states(listed: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Jo
     metadata, status = item["metadata"], item.get("status", {})
     name, jobs = metadata["name"], status.get("replicatedJobsStatus", [])
     if item["kind"] == "Pod":
-      if why := _waits(status):
-        waits.setdefault(metadata["labels"].get(_JOBSET_NAME, ""), f"pod {name}: {why}")
+      jobset, why = metadata["labels"].get(_JOBSET_NAME, ""), _waits(status)
+      waits[jobset] = waits.get(jobset) or (why and f"pod {name}: {why}")
       continue
+    end = status.get("terminalState", "")
     failed = [c for c in status.get("conditions", []) if c["type"] == "Failed"]
     found[name] = JobSetState(
       name=name,
-      end=status.get("terminalState", ""),
+      end=end,
       ready=sum(each.get("ready", 0) + each.get("succeeded", 0) for each in jobs),
       jobs=len(item["spec"]["replicatedJobs"]),
       restarts=(status.get("restarts", 0), status.get("restartsCountTowardsMax", 0)),
-      reason=failed[0].get("message", "") if failed else waits.get(name, ""),
+      reason=failed[0].get("message", "") if failed else waits.get(name, "" if end else "no pod"),
     )
   return list(found.values())
 

@@ -31,7 +31,7 @@ def test_each_cluster_is_given_its_own_and_twice_is_once(cloud):
   states = CLUSTERS.status()
   assert sorted(each.name for each in states) == sorted(sum(NAMES.values(), ()))
   assert [each for each in states if each.name in NAMES["west"]] == [
-    gke.JobSetState("run-learner-1", jobs=1)
+    gke.JobSetState("run-learner-1", jobs=1, reason="no pod")
   ]
 
 
@@ -111,8 +111,8 @@ def test_what_is_not_there_and_why_a_pod_waits_is_said(cloud):
     pod = {"kind": "Pod", "metadata": metadata, "status": status}
     cloud.has(f"cluster-east/pod@{name}", json.dumps(pod))
   assert list(map(str, CLUSTERS.status())) == [
-    "run-shards: 0 of 2 ready",
-    "run-evaluator: 0 of 1 ready",
+    "run-shards: 0 of 2 ready (no pod)",
+    "run-evaluator: 0 of 1 ready (no pod)",
     "run-learner-0: 0 of 1 ready (pod b: Unschedulable: 0/3)",
     "run-learner-1: is not there",
   ]

@@ -331,6 +331,7 @@ def test_a_cluster_s_answer_is_read():
     "spec": {"replicatedJobs": [{"name": "host"}] * count},
     **({"status": status} if status else {}),
   }
+  of = lambda name: {"metadata": {"name": "p", "labels": {JOBSET: name}}}  # noqa: E731
   ready = [{"name": "host", "ready": 1, "succeeded": 0}]
   conditions = [
     {"type": "StartupPolicyCompleted", "status": "True", "message": "all started"},
@@ -342,16 +343,20 @@ def test_a_cluster_s_answer_is_read():
     jobs("run-none", 2),
     jobs("run-shards", 3, replicatedJobsStatus=mixed),
     jobs("run-evaluator", 1, terminalState="Failed", conditions=conditions),
+    jobs("run-over", 1, terminalState="Completed"),
+    *({"kind": "Pod", **of(name)} for name in ("run-learner-0", "run-shards", "run-shards")),
   ]
   assert [str(each) for each in gke.states(listed, ["run-learner-0", "run-learner-1"])] == [
     "run-learner-0: 1 of 1 ready, 3 restarts, 1 of them failures",
     "run-learner-1: is not there",
-    "run-none: 0 of 2 ready",
+    "run-none: 0 of 2 ready (no pod)",
     "run-shards: 2 of 3 ready",
     "run-evaluator: Failed (reached maxRestarts)",
+    "run-over: Completed",
   ]
 
 
+JOBSET = "jobset.sigs.k8s.io/jobset-name"
 NO_NODE = {
   "type": "PodScheduled",
   "status": "False",
@@ -383,7 +388,7 @@ NO_IMAGE = {"reason": "ImagePullBackOff", "message": "Back-off pulling image i:1
 )
 def test_why_a_pod_waits_is_read(status, said):
   metadata, spec = {"name": "run-learner-0"}, {"replicatedJobs": [{}]}
-  labels = {"jobset.sigs.k8s.io/jobset-name": "run-learner-0"}
+  labels = {JOBSET: "run-learner-0"}
   jobset = {"kind": "JobSet", "metadata": metadata, "spec": spec}
   pod = {"kind": "Pod", "metadata": {"name": "p", "labels": labels}, "status": status}
   (state,) = gke.states([jobset, pod], [])
