@@ -55,8 +55,7 @@ def launch(arguments: list[str]) -> int:
     from ddiloco.training.data import check_here
 
     check_here(placement.config)
-  delete = f"`ddiloco launch {target} delete` with the flags that made it"
-  stays = f"What was made stays, and costs, until {delete}."
+  stays = f"What was made stays, and costs, until `ddiloco launch {target} delete`, with its flags."
   try:
     status = perform(given, run, action)
   except LaunchError as error:

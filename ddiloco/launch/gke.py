@@ -407,10 +407,8 @@ def states(listed: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Jo
 
 def _waits(pod: Mapping[str, Any]) -> str:
   """Why a pod of this status does not run yet: it has no node, or a container waits; else ""."""
-  conditions = (c for c in pod.get("conditions", []) if c["type"] == "PodScheduled")
-  containers = (c.get("state", {}).get("waiting", {}) for c in pod.get("containerStatuses", []))
-  for each in (*(c for c in conditions if c["status"] == "False"), *containers):
-    if each:
-      said = f"{each.get('reason', '')}: {each.get('message', '')}"
-      return " ".join(said.split()).strip(": ")
-  return ""
+  nodes = [c for c in pod.get("conditions", []) if c["type"] == "PodScheduled"]
+  containers = (c.get("state", {}).get("waiting") for c in pod.get("containerStatuses", []))
+  waits = *(c for c in nodes if c["status"] == "False"), *filter(None, containers)
+  said = [f"{each.get('reason', '')}: {each.get('message', '')}" for each in waits]
+  return " ".join(said[0].split()).strip(": ") if said else ""

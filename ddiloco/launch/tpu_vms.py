@@ -226,9 +226,8 @@ def seen_slice(node: Mapping[str, Any]) -> Seen:
   """The state in the JSON of a TPU VM, without its roles, or of a queued resource: if that is
   "ACTIVE", see the TPU VM."""
   state: Any = node.get("state", {})
-  asked_for = [spec["node"] for spec in node.get("tpu", {}).get("nodeSpec", [])]
-  labels = [each["labels"] for each in (node, *asked_for) if "labels" in each]
-  run = "".join(each.get(_LABEL, "") for each in labels)
+  nodes = [node, *(spec["node"] for spec in node.get("tpu", {}).get("nodeSpec", []))]
+  run = "".join(each.get("labels", {}).get(_LABEL, "") for each in nodes)
   endpoints: Sequence[dict[str, str]] = node.get("networkEndpoints") or [{}]
   if isinstance(state, str):
     return Seen(state, leader=endpoints[0].get("ipAddress", ""), run=run)
@@ -240,10 +239,10 @@ def seen_slice(node: Mapping[str, Any]) -> Seen:
 def listed(nodes: Sequence[Mapping[str, Any]], run: str) -> dict[Slice, Seen]:
   """Of the JSON that `TpuVmRun.list_all` prints, all slices with the label of the run."""
   found = {}
-  for node in nodes:
+  for node in (each for each in nodes if seen_slice(each).run == run):
     _, _, _, zone, _, name = node["name"].split("/")  # projects/P/locations/ZONE/nodes/NAME
     found[Slice(name, zone)] = seen_slice(node)
-  return {each: seen for each, seen in found.items() if seen.run == run}
+  return found
 
 
 def seen_roles(said: str) -> tuple[str, ...]:
