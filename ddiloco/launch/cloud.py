@@ -381,14 +381,17 @@ class Slices:
     """
     there = self._listed()
 
+    def do(what: str, command: Sequence[str], limit_seconds: float) -> None:
+      ran = attempt(what, command, limit_seconds)
+      if ran.status != 0:
+        say(f"{what}: {ran.reason}")
+
     def one(each: Slice) -> None:
       if self._describe(each, "tpu-vm").slice == "READY":
         stop = self._run.on_hosts(each, self._run.stop_script())
-        attempt(f"{each.name}: stops", stop, self._run.stop_seconds + CALL_SECONDS)
-      group, _ = there[each]
-      ran = attempt(f"{each.name}: is deleted", self._run.delete(each, group), self._slice_seconds)
-      if ran.status != 0:
-        say(f"{each.name}: {ran.reason}")
+        do(f"{each.name}: stops", stop, self._run.stop_seconds + CALL_SECONDS)
+      delete = self._run.delete(each, there[each][0])
+      do(f"{each.name}: is deleted", delete, self._slice_seconds)
 
     self._each(one, there)
     left = self._listed().items()

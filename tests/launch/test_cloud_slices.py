@@ -199,7 +199,7 @@ def test_what_was_asked_for_in_the_other_way_is_not_asked_for_again(cloud, islan
 
 def test_hosts_that_do_not_answer_yet_are_asked_again(cloud, islands, capsys):
   """As those of a slice that is only just there often do."""
-  cloud.has("fails-ssh-run-learner-0")
+  cloud.has("fails-ssh-run-learner-0", "docker run")
   islands().create()
   assert verbs(cloud, "run-learner-0") == ["create", "scp", "ssh", "scp", "ssh"]
   assert "learner-0: starts: gcloud failed, status 1: " in capsys.readouterr().err
@@ -286,10 +286,13 @@ def test_delete_drains_first_and_says_what_is_left(cloud, islands, queued, capsy
   islands(queued=queued).create()
   cloud.forget()
   cloud.has("stays-run-learner-1")
+  cloud.has("fails-ssh-run-learner-0", "docker stop")
   state = "active" if queued else "ready"
   left = [f"run-learner-1 in europe-west4-a: {state}"]
   assert islands(queued=queued).delete() == left and list(cloud.slices()) == NAMES[1:]
-  assert "run-learner-1: status 1: ERROR: INTERNAL: try again" in capsys.readouterr().err
+  err = capsys.readouterr().err
+  assert "run-learner-1: is deleted: status 1: ERROR: INTERNAL: try again" in err
+  assert "run-learner-0: stops: status 1: ERROR: ssh exited with [255]" in err
   assert verbs(cloud, "run-learner-0") == ["ssh", "delete"], "its role is asked to end first"
   (cloud.folder / "stays-run-learner-1").unlink()
   assert islands(queued=queued).delete() == [] and cloud.slices() == {}
