@@ -26,7 +26,9 @@ def test_each_cluster_is_given_its_own_and_twice_is_once(cloud):
   for _ in range(2):
     CLUSTERS.create(DOCUMENTS)
   applied = [words for words in cloud.asked("kubectl") if "apply" in words]
-  assert [words[1] for words in applied] == ["--context=east", "--context=west"] * 2
+  assert [words[1] for words in applied] == ["--context=east", "--context=west"] * 4
+  dry = [words[-1] == "--dry-run=server" for words in applied]
+  assert dry == [True, True, False, False] * 2, "all are asked before one is given anything"
   assert all("--server-side" in words for words in applied), "no secret in an annotation"
   states = CLUSTERS.status()
   assert sorted(each.name for each in states) == sorted(sum(NAMES.values(), ()))
@@ -94,12 +96,12 @@ def test_no_cluster_is_given_anything_before_all_would_take_it(cloud):
   assert held(cloud) == before
 
 
-def test_a_network_may_change_while_a_run_goes_on(cloud):
+def test_what_roles_may_differ_in_is_changed_while_a_run_goes_on(cloud):
   CLUSTERS.create(DOCUMENTS)
-  config = placed(["v6e:2x2"] * 2, network={"drain_seconds": 5.0}).config
-  run = dataclasses.replace(RUN, placement=dataclasses.replace(MADE, config=config))
-  Clusters(run).create({c: d[:2] for c, d in run.documents(PUBLIC, SECRETS).items()})
-  assert CLUSTERS.configs() == [config] * 2
+  made = placed(["v6e:2x2"] * 2, ("east=0", "west=1"), network={"streams": 4})
+  run = dataclasses.replace(RUN, placement=made)
+  Clusters(run).create(run.documents(PUBLIC, SECRETS))
+  assert CLUSTERS.configs() == [made.config] * 2
 
 
 def test_what_is_not_there_and_why_a_pod_waits_is_said(cloud):
