@@ -77,7 +77,7 @@ def test_what_a_cluster_refuses_leaves_a_run_with_its_config_and_keys(cloud, ima
   secrets = {f"{role}.key_secret": "secret" for role in ("learner-0", "learner-1")}
   CLUSTERS.create(RUN.documents(PUBLIC, secrets))
   before = held(cloud)
-  made = placed(["v6e:2x2"] * 2, ("east=0", "west=1"), network={"drain_seconds": 5.0})
+  made = placed(["v6e:2x2"] * 2, ("east=0", "west=1"), network={"streams": 4})
   run = dataclasses.replace(RUN, placement=dataclasses.replace(made, image=image))
   documents = run.documents({"learner-0.key": key}, dict.fromkeys(secrets, key))
   said = r"east: whether it takes .* immutable.*; nothing was made or changed\. Fix: .*delete"
@@ -108,7 +108,7 @@ def test_what_is_not_there_and_why_a_pod_waits_is_said(cloud):
   CLUSTERS.create({"east": DOCUMENTS["east"]})
   labels = {gke.RUN: "run", "jobset.sigs.k8s.io/jobset-name": "run-learner-0"}
   no_node = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3"}
-  for name, conditions in (("a", []), ("b", [no_node])):
+  for name, conditions in (("a", []), ("b", [no_node]), ("c", [])):
     metadata, status = {"name": name, "labels": labels}, {"conditions": conditions}
     pod = {"kind": "Pod", "metadata": metadata, "status": status}
     cloud.has(f"cluster-east/pod@{name}", json.dumps(pod))
@@ -197,7 +197,8 @@ def test_watching_outlives_a_cluster_that_does_not_answer(cloud, capsys):
     for name in names:
       cloud.set_status(context, name, {"terminalState": "Completed"})
   assert CLUSTERS.watch(100, 0.01)
-  assert "Unable to connect" in capsys.readouterr().err
+  err = capsys.readouterr().err
+  assert "Unable to connect" in err and "run-learner-1: Completed" in err
 
 
 def test_watching_ends_where_the_run_is_deleted(monkeypatch):
