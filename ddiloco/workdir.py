@@ -382,13 +382,18 @@ def write_whole(path: Path, text: str, place: Callable[[Path, Path], None] = os.
 def _refuse_another(
   workdir: Path, mine: Config, saved: Config, may_change: Collection[str] = ()
 ) -> None:
-  """Refuses a config whose `_fixed` values differ from the saved ones."""
-  theirs = _fixed(saved)
-  for name, ours in _fixed(mine).items():
-    same, rule = ours == theirs[name], f"the run in --workdir={workdir} has {theirs[name]!r}"
+  """Refuses a config that differs from the saved one in what roles of one run share."""
+  for name, ours, theirs in differences(mine, saved):
+    rule = f"the run in --workdir={workdir} has {theirs!r}"
     it = f"--config={workdir / 'config.json'} is it"
     fix = f"use the same --config ({it}), or another --workdir"
-    require(same or name in may_change, name, ours, rule, fix)
+    require(name in may_change, name, ours, rule, fix)
+
+
+def differences(mine: Config, saved: Config) -> list[tuple[str, Any, Any]]:
+  """(field, its value in `mine`, in `saved`) of those that differ, but must not in one run."""
+  theirs = _fixed(saved)
+  return [(name, ours, theirs[name]) for name, ours in _fixed(mine).items() if ours != theirs[name]]
 
 
 def _fixed(config: Config) -> dict[str, Any]:

@@ -56,6 +56,10 @@ for restart in $(seq 0 "${MAX_RESTARTS:-10}"); do
   case "$status" in
     0 | 2) exit "$status" ;;  # it is done, or its flags are wrong
     143) exec scontrol requeue "$SLURM_JOB_ID" ;;  # asked to end; `scancel` ends this script too
+    # So near the limit, too, whose signal comes up to a minute early: not all its work was merged
+    # in time. Slurm would end the next start, and the job for good.
+    *) [ $((${SLURM_JOB_END_TIME:-9999999999} - $(date +%s))) -ge 150 ] ||
+      exec scontrol requeue "$SLURM_JOB_ID" ;;
   esac
 done
 exit "$status"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ddiloco.checks import require
 from ddiloco.cli.arguments import Flags
+from ddiloco.config import Config
 from ddiloco.environment import FINISHED, LOST
 from ddiloco.launch import gke, tpu_vms
 from ddiloco.launch.cloud import Clusters, LaunchError, Slices, as_yaml, say
@@ -19,7 +20,8 @@ from ddiloco.launch.placement import (
   prices_of,
   require_prices,
 )
-from ddiloco.network.keys import public_file, secret_file
+from ddiloco.network.keys import public_file, read, secret_file
+from ddiloco.workdir import differences
 
 ACTIONS = ("create", "status", "watch", "delete")
 
@@ -53,14 +55,18 @@ def launch(arguments: list[str]) -> int:
     from ddiloco.training.data import check_here
 
     check_here(placement.config)
+  stays = f"What was made stays, and costs, until `ddiloco launch {target} delete`, with its flags."
   try:
-    return perform(given, run, action)
+    status = perform(given, run, action)
   except LaunchError as error:
     say(str(error))
-    return LOST
+    status = LOST
   except KeyboardInterrupt:
-    say(f"What was made stays, and costs, until `ddiloco launch {target} delete` with these flags.")
+    say(stays)
     raise
+  if action in ("create", "watch") and not given.dry_run:
+    say(stays)  # also when the run is over, or only a part of it was made
+  return status
 
 
 def _add_flags(given: Flags, run_class: type) -> None:
@@ -91,13 +97,14 @@ def _keys(
   """(public keys, secret keys), by file name.
 
   Raises:
-    ConfigError: a key is missing and may not be.
+    ConfigError: a key is damaged, or missing and may not be.
   """
   folder, found, missing = Path(given.keys), ({}, {}), list[str]()
   islands = [island.role for island in placement.islands]
   for role in (*islands, *(f"syncer-{s}" for s in placement.shards), "evaluator"):
     for keys, path in zip(found, (public_file(folder, role), secret_file(folder, role))):
       if path.is_file():
+        read(path)  # its role would end, on a machine that costs
         keys[path.name] = path.read_text()
       else:
         missing.append(str(path))
@@ -146,7 +153,7 @@ def _on_gke(given: Flags, run: gke.GkeRun, action: str) -> int:
     return FINISHED
   clusters = Clusters(run)
   if action == "status":
-    print("\n".join(map(str, clusters.status())) or "nothing is there")
+    print("\n".join(map(str, clusters.status())))
     return FINISHED
   if action == "watch":
     completed = clusters.watch(3600 * given.watch_hours, given.poll_seconds)
@@ -163,8 +170,11 @@ def _create_in_clusters(given: Flags, run: gke.GkeRun) -> int:
   lines = _afford(given, run.placement, machines=len(run.placement.shards) + 1)
   found = run.documents(*_keys(given, run.placement, may_lack=given.dry_run))
   if not given.dry_run:
-    Clusters(run).create(found)
-    say("Now: `ddiloco launch gke watch` with the same flags; `... delete` ends what it costs.")
+    clusters = Clusters(run)
+    for saved in clusters.configs():
+      _require_same(run, saved)
+    clusters.create(found)
+    say("Now: `ddiloco launch gke watch` with the same flags.")
     return FINISHED
   pools = [
     "The slices need these node pools, unless clusters make their own nodes (Autopilot). In a",
@@ -175,6 +185,17 @@ def _create_in_clusters(given: Flags, run: gke.GkeRun) -> int:
     print(f"# {'-' * 20} kubectl --context={context or 'CURRENT'} apply --server-side -f -\n---")
     print(as_yaml([gke.redacted(document) for document in documents]), end="")
   return FINISHED
+
+
+def _require_same(run: gke.GkeRun, saved: Config) -> None:
+  """Refuses (ConfigError) a config with which the run's roles could not go on when they start
+  again."""
+  mine = run.placement.config
+  where = "checkpoint.path", mine.checkpoint.path, saved.checkpoint.path
+  for name, ours, theirs in (*differences(mine, saved), where):
+    rule = f"the run {run.name} is there already, with {theirs!r}"
+    fix = "give the flags that it was made with, or `ddiloco launch gke delete` first"
+    require(ours == theirs, name, ours, rule, fix)
 
 
 # --- TPU VMs
@@ -193,7 +214,7 @@ def _on_tpu_vms(given: Flags, run: tpu_vms.TpuVmRun, action: str) -> int:
   slices = Slices(run, files, secrets, 3600 * given.watch_hours, given.poll_seconds)
   if action == "create":
     slices.create()
-    say("Now: `ddiloco launch tpu-vms watch` with the same flags; `... delete` ends what it costs.")
+    say("Now: `ddiloco launch tpu-vms watch` with the same flags.")
   elif action == "watch":
     slices.watch()
   elif action == "status":

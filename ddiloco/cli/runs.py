@@ -441,6 +441,7 @@ def evaluator(arguments: list[str]) -> int:
   _add_gpus(given)
   given.parse(evaluator.__doc__)
   config, place = given.final_config(), _place(given)
+  refuse_trained(place.workdir)  # that run has one, in its own process
   devices = config.run.evaluator_devices
   cpu_only = given.cpu or not devices
   environment.prepare(num_cpu_devices=devices or 1, cpu_only=cpu_only, gpus=_gpus(given))

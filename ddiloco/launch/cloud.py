@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import yaml
 
 from ddiloco.checks import refusal
+from ddiloco.config import Config, from_dict
 from ddiloco.launch import gke, tpu_vms
 from ddiloco.launch.gke import Document, GkeRun, JobSetState
 from ddiloco.launch.placement import PlacedIsland
@@ -51,9 +52,10 @@ class Ran:
 
   @property
   def reason(self) -> str:
-    """The status and the end of the output, in one line."""
+    """The status and the output, of a long one its beginning and its end, in one line."""
     said = " ".join((self.error or self.out).split())
-    return f"status {self.status}: {said[-500:]}"
+    short = said if len(said) <= 1000 else f"{said[:500]} ... {said[-500:]}"
+    return f"status {self.status}: {short}"
 
 
 def say(text: str) -> None:
@@ -162,8 +164,8 @@ class Clusters:
     """Applies the documents of every cluster; objects that exist already stay, with this content.
 
     Raises:
-      LaunchError: the run has other JobSets, in another cluster for example, and nothing was made;
-        or a cluster refuses the documents.
+      LaunchError: the run has other JobSets, in another cluster for example, or a cluster would
+        refuse a document, and nothing was made; or a cluster does not answer any more.
     """
     others = self._elsewhere()
     for context, documents in found.items():
@@ -178,12 +180,32 @@ class Clusters:
         " these flags; nothing was made. Fix: give the flags that it was made with (`ddiloco launch"
         " gke delete` with them ends it), or another --name."
       )
+    apply = ["apply", "--server-side", "--field-manager=ddiloco", "--filename=-"]
+    # A run that goes on would have got another config, or keys, before its JobSets were refused.
+    for context, documents in found.items():
+      what = f"{_named(context)}: whether it takes {len(documents)} objects"
+      command = _kubectl(context, *apply, "--dry-run=server")
+      ran = attempt(what, command, CALL_SECONDS, as_yaml(documents))
+      if ran.status != 0:
+        raise LaunchError(
+          f"{what}: {ran.reason}; nothing was made or changed. Fix: what it says; where a field is"
+          " immutable, the flags that the run was made with, or `ddiloco launch gke delete` first."
+        )
     for context, documents in found.items():
       what = f"{_named(context)}: {len(documents)} objects"
-      apply = ["apply", "--server-side", "--field-manager=ddiloco", "--filename=-"]
       out = call(what, _kubectl(context, *apply), CALL_SECONDS, as_yaml(documents))
       for line in out.splitlines():
         say(line)
+
+  def configs(self) -> list[Config]:
+    """The configs of the run that clusters have, from earlier calls of `create`.
+
+    Raises:
+      LaunchError: a cluster does not answer.
+    """
+    listed = [self._listed(context, "configmaps") for context in self._run.contexts()]
+    texts = [item.get("data", {}).get("config.json") for each in listed for item in each["items"]]
+    return [from_dict(json.loads(text)) for text in texts if text]
 
   def status(self) -> list[JobSetState]:
     """The states of all JobSets of the run.
@@ -191,13 +213,13 @@ class Clusters:
     Raises:
       LaunchError: a cluster does not answer.
     """
-    listed = [self._listed(context) for context in self._run.contexts()]
-    return [state for each in listed for state in gke.states(each)]
+    listed = [self._listed(context, f"{gke.JOBSETS},pods") for context in self._run.contexts()]
+    return gke.states([item for each in listed for item in each["items"]], self._run.jobsets())
 
-  def _listed(self, context: str, *flags: str) -> dict[str, Any]:
-    """The run's JobSets in a cluster, in kubectl's words."""
-    listing = ["get", "jobsets.jobset.x-k8s.io", *self._ours, "--output=json", *flags]
-    what, command = f"{_named(context)}: its JobSets", _kubectl(context, *listing)
+  def _listed(self, context: str, kinds: str = gke.JOBSETS, *flags: str) -> dict[str, Any]:
+    """What the run has of these kinds in a cluster, in kubectl's words."""
+    listing = ["get", kinds, *self._ours, "--output=json", *flags]
+    what, command = f"{_named(context)}: what it has of the run", _kubectl(context, *listing)
     return json.loads(call(what, command, CALL_SECONDS, looks=True))
 
   def _elsewhere(self) -> dict[str, str]:
@@ -208,7 +230,7 @@ class Clusters:
 
     def ask(context: str) -> None:
       try:
-        listed = self._listed(context, "--request-timeout=10s")
+        listed = self._listed(context, gke.JOBSETS, "--request-timeout=10s")
       except LaunchError as error:
         if "doesn't have a resource type" not in str(error):
           say(f"passed over, though the run may be there too: {error}")
@@ -228,9 +250,9 @@ class Clusters:
     Raises:
       LaunchError: they were deleted, or have not ended within the limit.
     """
-    expected = len(self._run.placement.islands) + 2  # the shards, the evaluator
     until, before, seen = time.monotonic() + limit_seconds, list[JobSetState](), list[JobSetState]()
-    say(f"{self._run.name}: watches {expected} JobSets (at most {limit_seconds:g} s)")
+    count = len(self._run.jobsets())
+    say(f"{self._run.name}: watches {count} JobSets (at most {limit_seconds:g} s)")
     while True:
       try:
         before, seen = seen, self.status()
@@ -238,12 +260,12 @@ class Clusters:
           say(str(each))
       except LaunchError as error:
         say(str(error))
-      if before and not seen:
+      if any(each.jobs for each in before) and not any(each.jobs for each in seen):
         raise LaunchError(
           f"{self._run.name}: was deleted, and not by this command."
           " Fix: if you want it back, create again."
         )
-      if len(seen) >= expected and all(each.end for each in seen):
+      if seen and all(each.end for each in seen):
         return all(each.end == "Completed" for each in seen)
       if time.monotonic() >= until:
         raise LaunchError(
@@ -325,11 +347,12 @@ class Slices:
     """
     wanted = [self._run.slice(island) for island in self._islands]
     for each, (group, _) in self._listed().items():
-      if each not in wanted:
+      if each not in wanted or group != self._run.group:
         delete = shlex.join(self._run.delete(each, group))
         raise LaunchError(
-          f"{each.name} in {each.zone}: is of this run, costs, and has no island of these flags;"
-          f" nothing was made. Fix: give the flags that it was made with, or delete it: {delete}."
+          f"{each.name} in {each.zone} ({group}): is of this run, costs, and is not what these"
+          " flags ask for; nothing was made. Fix: give the flags that it was made with, or delete"
+          f" it: {delete}."
         )
     self._each(lambda island: self._keep(island, (Need.RUN, Need.DONE), again=True), self._islands)
 
@@ -358,14 +381,17 @@ class Slices:
     """
     there = self._listed()
 
+    def do(what: str, command: Sequence[str], limit_seconds: float) -> None:
+      ran = attempt(what, command, limit_seconds)
+      if ran.status != 0:
+        say(f"{what}: {ran.reason}")
+
     def one(each: Slice) -> None:
       if self._describe(each, "tpu-vm").slice == "READY":
         stop = self._run.on_hosts(each, self._run.stop_script())
-        attempt(f"{each.name}: stops", stop, self._run.stop_seconds + CALL_SECONDS)
-      group, _ = there[each]
-      ran = attempt(f"{each.name}: is deleted", self._run.delete(each, group), self._slice_seconds)
-      if ran.status != 0:
-        say(f"{each.name}: {ran.reason}")
+        do(f"{each.name}: stops", stop, self._run.stop_seconds + CALL_SECONDS)
+      delete = self._run.delete(each, there[each][0])
+      do(f"{each.name}: is deleted", delete, self._slice_seconds)
 
     self._each(one, there)
     left = self._listed().items()
@@ -388,7 +414,9 @@ class Slices:
     with concurrent.futures.ThreadPoolExecutor(max(1, len(them))) as threads:
       try:
         done = [threads.submit(one, each) for each in them]
-        concurrent.futures.wait(done)
+        for each in concurrent.futures.as_completed(done):
+          if each.exception() and not all(other.done() for other in done):
+            say(f"{each.exception()} The others go on.")
       except BaseException:  # Ctrl-C
         say("ends with the calls that are under way; Ctrl-C again: at once")
         self._ended.set()
@@ -402,14 +430,17 @@ class Slices:
     """Does what the island needs until that is in `until`; `again`: restarts a role that failed.
 
     Raises:
-      LaunchError: the island has failed, has not run for too long, or was made anew too often.
+      LaunchError: the island is refused for good, has failed, has not run for too long, or was made
+        anew too often.
     """
-    role, said, started, had = island.role, "", False, False
-    deadline = time.monotonic() + self._watch_seconds
-    must_run_by, recreations = math.inf, self._run.recreations
+    role, said, recreations = island.role, "", self._run.recreations
+    asked = started = had = False
+    new = True  # never there yet; a slice that was there is asked for again, whatever is answered
+    deadline, must_run_by = time.monotonic() + self._watch_seconds, math.inf
     while not self._ended.is_set():
       seen, now = self._look(island), time.monotonic()
       need, before = tpu_vms.next_need(seen), said
+      asked = asked or need is not Need.DELETE  # not so: a request of an earlier command
       if need is Need.FAILED and again and not started:
         need = Need.START
       said = f"{role}: {need.value} ({seen})"
@@ -426,6 +457,8 @@ class Slices:
       if need is Need.FAILED:
         why = f"its role was stopped, or has used up its --max_restarts ({seen})"
         fix = f"see `sudo docker logs {self._run.name}` on its hosts, then create again"
+      elif new and asked and (seen.slice == "FOREIGN" or tpu_vms.refused_for_good(seen.error)):
+        why, fix = f"no slice will be had so ({seen})", "what it says, then create again"
       elif need is Need.CREATE and had:
         why = "its slice was deleted, and not by this command"
         fix = "if you want it back, create again"
@@ -438,16 +471,18 @@ class Slices:
         if seen.slice != "ABSENT":
           fix += "; it still costs, or will once it is there, until you delete it"
       elif need is Need.DELETE and not recreations:
-        why = f"its slice was taken away once more ({seen}), --recreations ="
-        why += f" {self._run.recreations}"
+        why = f"its slice was taken away once more ({seen}), --recreations={self._run.recreations}"
         fix = "raise that, take another zone, or leave out --spot"
       if why:
         raise LaunchError(f"{role}: {why}. Fix: {fix}.")
+      new = new and seen.slice != "READY"
       had = (had or seen.slice == "READY") and need is not Need.DELETE
       try:
         self._do(island, need, seen)
         started, recreations = started or need is Need.START, recreations - (need is Need.DELETE)
       except LaunchError as error:  # no capacity now, no answer, no ssh yet: tries again
+        if new and tpu_vms.refused_for_good(str(error)):
+          raise
         say(str(error))
       self._ended.wait(self._poll_seconds)
 
@@ -469,15 +504,16 @@ class Slices:
       call(f"{role}: starts", command, START_SECONDS)
 
   def _look(self, island: PlacedIsland) -> Seen:
-    """The state of the slice and its roles; "UNSEEN" with the reason if a query failed."""
+    """The state of the slice and its roles; "UNSEEN" with the reason if a query failed, "FOREIGN":
+    a slice of this name is not of this run."""
     each = self._run.slice(island)
-    if self._run.queued:
-      request = self._describe(each, "queued-resources")
-      if request.slice != "ACTIVE":
-        return request
-    seen = self._describe(each, "tpu-vm")
-    if self._run.queued and seen.slice == "ABSENT":
-      return request  # it still asks for the slice, and no second request could be made
+    seen = self._describe(each, self._run.group)
+    if seen.slice not in ("ABSENT", "UNSEEN") and seen.run != self._run.name:
+      return Seen("FOREIGN", error=f"{each.name} is not of this run; choose another --name")
+    if self._run.queued and seen.slice == "ACTIVE":
+      request, seen = seen, self._describe(each, "tpu-vm")
+      if seen.slice == "ABSENT":
+        return request  # it still asks for the slice, and no second request could be made
     if seen.slice != "READY":
       return seen
     command = self._run.on_hosts(each, self._run.look_script())

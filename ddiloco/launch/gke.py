@@ -20,7 +20,8 @@ from ddiloco.launch.placement import FOLDER, PROBE_PORT, SHARD_PORT, WORK, Place
 Document = dict[str, Any]
 
 RUN, ROLE = "ddiloco/run", "ddiloco/role"  # labels of all objects
-KINDS = "jobsets.jobset.x-k8s.io,services,configmaps,secrets"  # of a run's objects
+JOBSETS = "jobsets.jobset.x-k8s.io"
+KINDS = f"{JOBSETS},services,configmaps,secrets"  # of a run's objects
 _GKE_CONTEXT = re.compile(r"gke_([^_]+)_([^_]+)_(.+)")
 _POOL_NAME = 40  # characters of a node pool's name that GKE takes
 _BESIDE_DRAIN_SECONDS = 10  # for a pod to end after draining: last log lines, a snapshot under way
@@ -73,6 +74,11 @@ class GkeRun:
   def contexts(self) -> list[str]:
     """kubectl's names of the clusters; shards and evaluator are in the first one."""
     return list(dict.fromkeys(island.where for island in self.placement.islands))
+
+  def jobsets(self) -> list[str]:
+    """The names of the run's JobSets, in whichever cluster."""
+    roles = ("shards", "evaluator", *(island.role for island in self.placement.islands))
+    return [f"{self.name}-{role}" for role in roles]
 
   def documents(
     self, public: Mapping[str, str], secrets: Mapping[str, str]
@@ -146,7 +152,9 @@ class GkeRun:
   def _secret(self, role: str, secrets: Mapping[str, str]) -> Document:
     file = f"{role}.key_secret"
     text = {file: secrets.get(file, "")}
-    return self._object("Secret", f"{role}-key", role, type="Opaque", stringData=text)
+    # Other keys would shut out all roles of a run that goes on: a cluster refuses them.
+    fixed = {"type": "Opaque", "immutable": True}
+    return self._object("Secret", f"{role}-key", role, stringData=text, **fixed)
 
   def _service(self, shard: int, address: str) -> Document:
     """An internal address of a shard, which all regions of the network reach."""
@@ -349,40 +357,58 @@ def redacted(document: Document) -> Document:
 
 # --- The state of a run in a cluster
 
+_JOBSET_NAME = "jobset.sigs.k8s.io/jobset-name"  # a label of pods
+
 
 @dataclasses.dataclass(frozen=True)
 class JobSetState:
   """One JobSet's state, from its status."""
 
   name: str
-  end: str  # "Completed", "Failed", or "" while it goes on
-  ready: int  # Jobs whose pods all run, or have succeeded
-  jobs: int  # Jobs in all
-  restarts: tuple[int, int]  # in all, and those that count
-  reason: str = ""  # why it failed
+  end: str = ""  # "Completed", "Failed", or "" while it goes on
+  ready: int = 0  # Jobs whose pods all run, or have succeeded
+  jobs: int = 0  # Jobs in all; 0: there is no such JobSet
+  restarts: tuple[int, int] = (0, 0)  # in all, and those that count
+  reason: str = ""  # why it failed, or one of its pods does not run yet
 
   def __str__(self) -> str:
-    end = self.end or f"{self.ready} of {self.jobs} ready"
+    end = self.end or (f"{self.ready} of {self.jobs} ready" if self.jobs else "is not there")
     all_restarts, counted = self.restarts
     again = f", {all_restarts} restarts, {counted} of them failures" if all_restarts else ""
     return f"{self.name}: {end}{again}{f' ({self.reason})' if self.reason else ''}"
 
 
-def states(listed: Mapping[str, Any]) -> list[JobSetState]:
-  """The states in the output of `kubectl get jobsets -o json`."""
-  found = []
-  for item in listed.get("items", []):
-    status = item.get("status", {})
-    jobs = status.get("replicatedJobsStatus", [])
+def states(listed: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[JobSetState]:
+  """The states of the JobSets `names`, and of others that are there too.
+
+  Args:
+    listed: JobSets and their pods, as `kubectl get -o json` prints them under "items".
+  """
+  found, waits = {name: JobSetState(name) for name in names}, dict[str, str]()
+  for item in sorted(listed, key=lambda each: each["kind"], reverse=True):  # pods first
+    metadata, status = item["metadata"], item.get("status", {})
+    name, jobs = metadata["name"], status.get("replicatedJobsStatus", [])
+    if item["kind"] == "Pod":
+      jobset, why = metadata["labels"].get(_JOBSET_NAME, ""), _waits(status)
+      waits[jobset] = waits.get(jobset) or (why and f"pod {name}: {why}")
+      continue
+    end = status.get("terminalState", "")
     failed = [c for c in status.get("conditions", []) if c["type"] == "Failed"]
-    found.append(
-      JobSetState(
-        name=item["metadata"]["name"],
-        end=status.get("terminalState", ""),
-        ready=sum(each.get("ready", 0) + each.get("succeeded", 0) for each in jobs),
-        jobs=len(item["spec"]["replicatedJobs"]),
-        restarts=(status.get("restarts", 0), status.get("restartsCountTowardsMax", 0)),
-        reason=failed[0].get("message", "") if failed else "",
-      )
+    found[name] = JobSetState(
+      name=name,
+      end=end,
+      ready=sum(each.get("ready", 0) + each.get("succeeded", 0) for each in jobs),
+      jobs=len(item["spec"]["replicatedJobs"]),
+      restarts=(status.get("restarts", 0), status.get("restartsCountTowardsMax", 0)),
+      reason=failed[0].get("message", "") if failed else waits.get(name, "" if end else "no pod"),
     )
-  return found
+  return list(found.values())
+
+
+def _waits(pod: Mapping[str, Any]) -> str:
+  """Why a pod of this status does not run yet: it has no node, or a container waits; else ""."""
+  nodes = [c for c in pod.get("conditions", []) if c["type"] == "PodScheduled"]
+  containers = (c.get("state", {}).get("waiting") for c in pod.get("containerStatuses", []))
+  waits = *(c for c in nodes if c["status"] == "False"), *filter(None, containers)
+  said = [f"{each.get('reason', '')}: {each.get('message', '')}" for each in waits]
+  return " ".join(said[0].split()).strip(": ") if said else ""

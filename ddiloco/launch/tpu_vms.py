@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -165,11 +166,13 @@ class TpuVmRun:
 class Seen:
   """The state of a slice and of the role on its hosts."""
 
-  slice: str  # its state in the TPU API's own words; "ABSENT": there is none
+  # Its state in the TPU API's own words; "ABSENT": there is none, "FOREIGN": one of another run.
+  slice: str
   # By host, as `look_script` prints them: "running 0", "exited 1", "none".
   roles: tuple[str, ...] = ()
   leader: str = ""  # address of host 0
   error: str = ""  # why a request has failed, or a query
+  run: str = ""  # by its label
 
   def __str__(self) -> str:
     why = f": {self.error}" if self.error else ""
@@ -186,6 +189,16 @@ class Need(enum.Enum):
   RUN = "it runs"
   DONE = "it is done"
   FAILED = "it has failed"
+
+
+# By gcloud's texts and Google's codes: no permission, also where there is no such zone; no such
+# slice in it; a quota of 0. What is used up now, chips or a quota, may be had later.
+_FOR_GOOD = re.compile(r"PERMISSION_DENIED|INVALID_ARGUMENT|\bcode\W+[37]\b|Limit:? 0\b")
+
+
+def refused_for_good(said: str) -> bool:
+  """Whether the cloud, which said this, would say it again however often it is asked."""
+  return _FOR_GOOD.search(said) is not None
 
 
 _TAKEN = ("PREEMPTED", "TERMINATED", "STOPPED", "HIDDEN", "FAILED", "SUSPENDED")
@@ -213,22 +226,22 @@ def seen_slice(node: Mapping[str, Any]) -> Seen:
   """The state in the JSON of a TPU VM, without its roles, or of a queued resource: if that is
   "ACTIVE", see the TPU VM."""
   state: Any = node.get("state", {})
+  nodes = [node, *(spec["node"] for spec in node.get("tpu", {}).get("nodeSpec", []))]
+  run = "".join(each.get("labels", {}).get(_LABEL, "") for each in nodes)
   endpoints: Sequence[dict[str, str]] = node.get("networkEndpoints") or [{}]
-  leader = endpoints[0].get("ipAddress", "")
   if isinstance(state, str):
-    return Seen(state, leader=leader)
-  error = state.get("failedData", {}).get("error", {}).get("message", "")
-  return Seen(state.get("state", "STATE_UNSPECIFIED"), error=error)
+    return Seen(state, leader=endpoints[0].get("ipAddress", ""), run=run)
+  error = state.get("failedData", {}).get("error", {})
+  why = f"code {error.get('code')}: {error.get('message')}" if error else ""
+  return Seen(state.get("state", "STATE_UNSPECIFIED"), error=why, run=run)
 
 
 def listed(nodes: Sequence[Mapping[str, Any]], run: str) -> dict[Slice, Seen]:
   """Of the JSON that `TpuVmRun.list_all` prints, all slices with the label of the run."""
   found = {}
-  for node in nodes:
-    specs = [spec["node"] for spec in node.get("tpu", {}).get("nodeSpec", [])]
-    if any(each.get("labels", {}).get(_LABEL) == run for each in (node, *specs)):
-      _, _, _, zone, _, name = node["name"].split("/")  # projects/P/locations/ZONE/nodes/NAME
-      found[Slice(name, zone)] = seen_slice(node)
+  for node in (each for each in nodes if seen_slice(each).run == run):
+    _, _, _, zone, _, name = node["name"].split("/")  # projects/P/locations/ZONE/nodes/NAME
+    found[Slice(name, zone)] = seen_slice(node)
   return found
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import json
 import shlex
+from unittest import mock
 
 import pytest
 import yaml
 
 from ddiloco import cli
 from ddiloco.launch import gke
+from ddiloco.launch.cloud import LaunchError
 from ddiloco.network.keys import make_keys
 from tests.launch import programs
 from tests.launch.placed import config, placed
@@ -93,6 +95,18 @@ def test_nothing_is_spent_unasked(changed, said, cloud, flags, capsys):
   assert said in capsys.readouterr().err and cloud.asked() == []
 
 
+def test_a_damaged_key_is_refused_before_it_costs(cloud, flags, tmp_path, capsys):
+  for kind, name in (("secret", "learner-1.key_secret"), ("public", "syncer-0.key")):
+    path = tmp_path / "keys" / kind / name
+    whole = path.read_text()
+    path.write_text(whole[:100])
+    for more in (["gke", *flags, *GKE], ["tpu-vms", *flags, *TPU_VMS]):
+      assert cli.main(["launch", *more, "--yes"]) == 2
+      assert f"--keys = '{path}': is damaged. Fix: " in capsys.readouterr().err
+    path.write_text(whole)
+  assert cloud.asked() == []
+
+
 @pytest.mark.parametrize(
   ("words", "said"),
   [
@@ -141,6 +155,19 @@ def test_a_run_on_gke_from_create_to_delete(cloud, flags, capsys):
   assert "west: jobset.jobset.x-k8s.io/run-learner-1" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("changed", ["--config.outer.momentum=0.3", "--bucket=gs://bucket/other"])
+def test_a_run_that_is_there_keeps_what_its_roles_share(cloud, flags, changed, capsys):
+  """A role that started again would refuse the other config, and be given up."""
+  assert cli.main(["launch", "gke", *flags, *GKE, "--yes"]) == 0
+  assert cli.main(["launch", "gke", *flags, *GKE, "--yes", "--config.islands.remat=full"]) == 0
+  cloud.forget()
+  assert cli.main(["launch", "gke", *flags, *GKE, "--yes", changed]) == 2
+  assert "the run run is there already, with " in capsys.readouterr().err
+  assert not any("apply" in words for words in cloud.asked())
+  assert cli.main(["launch", "gke", "delete", *flags, *GKE]) == 0
+  assert cli.main(["launch", "gke", *flags, *GKE, "--yes", changed]) == 0
+
+
 def test_islands_on_tpu_vms_from_create_to_delete(cloud, flags, capsys):
   def launch(action, *more):
     return cli.main(["launch", "tpu-vms", action, *flags, *TPU_VMS, *more])
@@ -160,14 +187,21 @@ def test_islands_on_tpu_vms_from_create_to_delete(cloud, flags, capsys):
 
 
 @pytest.mark.parametrize(("target", "more"), [("gke", GKE), ("tpu-vms", TPU_VMS)])
-def test_what_is_interrupted_says_what_it_leaves(target, more, flags, monkeypatch, capsys):
-  def interrupted(*_):
-    raise KeyboardInterrupt
-
-  monkeypatch.setattr(launch, "Clusters" if target == "gke" else "Slices", interrupted)
-  assert cli.main(["launch", target, *flags, *more, "--yes"]) == 130
+@pytest.mark.parametrize(
+  ("end", "status"), [(KeyboardInterrupt, 130), (LaunchError("no answer"), 1), (None, 0)]
+)
+def test_what_costs_from_now_on_is_said_however_it_ends(
+  target, more, end, status, flags, monkeypatch, capsys
+):
+  """Also when a watch has seen the end of the run, at night."""
+  clouds = mock.Mock()
+  clouds.watch.side_effect = clouds.create.side_effect = end
+  clouds.configs.return_value = []
+  monkeypatch.setattr(launch, "Clusters" if target == "gke" else "Slices", lambda *_: clouds)
   said = f"What was made stays, and costs, until `ddiloco launch {target} delete`"
-  assert said in capsys.readouterr().err
+  for action in ("create", "watch"):
+    assert cli.main(["launch", target, action, *flags, *more, "--yes"]) == status
+    assert said in capsys.readouterr().err
 
 
 def test_data_that_do_not_fit_hinder_create_alone(cloud, flags, tmp_path, capsys):

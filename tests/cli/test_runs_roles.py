@@ -159,6 +159,14 @@ def test_a_shard_needs_no_accelerator(place, prepared, tmp_path):
   assert prepared == [{"num_cpu_devices": 1, "cpu_only": True}]
 
 
+def test_an_evaluator_is_refused_where_a_run_trains(place, tmp_path, capsys):
+  """It took the place of the run's own, and deleted the run's result."""
+  with workdir.held(tmp_path):
+    assert cli.main(["evaluator", *ALL, f"--workdir={tmp_path}"]) == 2 and not place
+    assert "another process trains in it" in capsys.readouterr().err
+  assert cli.main(["evaluator", *ALL, f"--workdir={tmp_path}"]) == 7
+
+
 def test_a_shard_is_refused_where_a_run_trains(place, tmp_path, capsys, monkeypatch):
   """It was a second run in the same files, and both committed snapshots. The run's own are not."""
   shard = ["syncer", *ALL, *NEEDED["syncer"], f"--workdir={tmp_path}"]

@@ -39,7 +39,13 @@ if plain[0] == "apply":
   for document in yaml.safe_load_all(sys.stdin.read()):
     path = folder / named(document).replace("/", "@")
     document["metadata"]["uid"] = f"{context} {path.name}"
-    if not path.exists(): path.write_text(json.dumps(document))
+    old = json.loads(path.read_text()) if path.exists() else document
+    what = f'The {document["kind"]} "{document["metadata"]["name"]}" is invalid'
+    if document.get("stringData") != old.get("stringData") and old["immutable"]:
+      sys.exit(f"{what}: data: Forbidden: field is immutable when `immutable` is set")
+    if document["kind"] == "JobSet" and document["spec"] != old["spec"]:
+      sys.exit(f'{what}: spec.replicatedJobs: Invalid value: "": field is immutable')
+    if flags.get("dry-run") != "server": path.write_text(json.dumps(old | document))
     print(f"{named(document)} serverside-applied")
   sys.exit()
 key, _, value = flags["selector"].partition("=")
@@ -85,23 +91,40 @@ def happens():  # the next thing of the plan
 
 def happens_here(verb):  # a planned failure of this verb, now and once
   path = cloud / f"fails-{verb}-{name}"
-  if path.exists() and "docker run" in flags["command"]:
+  if path.exists() and path.read_text() in flags["command"]:
     path.unlink()
     return True
   return False
 
 def save(): path.write_text(json.dumps(node))
 
+no_zone = "PERMISSION_DENIED: Permission denied on 'locations/z' (or it may not exist)."
+refusals = {  # in the words of the TPU API
+  "full": '{"code": 8, "message": "There is no more capacity in the zone"}',
+  "used-up": "RESOURCE_EXHAUSTED: Quota limit 'TPUV6E' has been exceeded. Limit: 10 in zone z.",
+  "no-quota": "RESOURCE_EXHAUSTED: Quota limit 'TPUV6E' has been exceeded. Limit: 0 in zone z.",
+  "no-zone": no_zone + " reason: LOCATION_POLICY_VIOLATED" * 40,
+  "no-type": "INVALID_ARGUMENT: Cloud TPU received a bad request. the accelerator was not found",
+}
+failures = {  # of queued resources
+  "failed": {"code": 8, "message": "Quota 'TPUS' exceeded"},
+  "denied": {"code": 7, "message": "this service account may not"},
+}
+
 if verb == "create":
-  if happens() == "full": sys.exit("ERROR: There is no more capacity in the zone \"z\"")
+  event = happens()
+  if event in refusals: sys.exit(f"ERROR: (gcloud.compute.tpus.{group}.create) {refusals[event]}")
   if node is not None: sys.exit("ERROR: ALREADY_EXISTS: Resource already exists")
   queued = group == "queued-resources"
   state = {"queue": "WAITING_FOR_RESOURCES"} if queued else {}
   node = {"state": "READY", "roles": [], "flags": flags, **state}
   save()
 elif verb == "describe":
+  if (cloud / f"hidden-{name}").exists():
+    sys.exit(f"ERROR: (gcloud.compute.tpus.{group}.describe) {no_zone}")
   if node is None: sys.exit(missing)
   event = happens()
+  labels = dict([node["flags"]["labels"].split("=")]) if "labels" in node["flags"] else {}
   unmade = cloud / f"unmade-{name}"
   if group == "tpu-vm" and unmade.exists():
     unmade.unlink()
@@ -110,22 +133,23 @@ elif verb == "describe":
     path.unlink()
     sys.exit(missing)
   if event == "active": node |= {"queue": "ACTIVE"} if "queue" in node else {}
-  elif event == "failed": node["queue"] = "FAILED"
+  elif event in failures: node["queue"], node["why"] = "FAILED", failures[event]
   elif event and event != "same": node["state"] = event
   save()
   if group == "queued-resources":
-    why = {"failedData": {"error": {"code": 8, "message": "Quota 'TPUS' exceeded"}}}
-    more = why if node["queue"] == "FAILED" else {}
-    print(json.dumps({"name": name, "state": {"state": node["queue"], **more}}))
+    more = {"failedData": {"error": node["why"]}} if node["queue"] == "FAILED" else {}
+    specs = {"nodeSpec": [{"nodeId": name, "node": {"labels": labels}}]}
+    print(json.dumps({"name": name, "state": {"state": node["queue"], **more}, "tpu": specs}))
   else:
     ends = [{"ipAddress": "10.1.0.1", "port": 8470}, {"ipAddress": "10.1.0.2", "port": 8470}]
-    print(json.dumps({"name": name, "state": node["state"], "networkEndpoints": ends}))
+    each = {"name": name, "state": node["state"], "labels": labels, "networkEndpoints": ends}
+    print(json.dumps(each))
 elif verb == "list":
   if (cloud / "unlisted").exists(): sys.exit("ERROR: UNAVAILABLE: no answer")
   found = []
   for path in sorted(cloud.glob("slice-*")):
     node = json.loads(path.read_text())
-    key, _, value = node["flags"]["labels"].partition("=")
+    key, _, value = node["flags"].get("labels", "").partition("=")
     here = f"projects/p/locations/{node['flags']['zone']}"
     name = path.name.removeprefix("slice-")
     if group == "tpu-vm" and node.get("queue", "ACTIVE") != "ACTIVE": continue  # is not there yet

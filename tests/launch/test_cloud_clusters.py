@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 import subprocess
 
@@ -11,7 +12,7 @@ import pytest
 from ddiloco.launch import gke
 from ddiloco.launch.cloud import Clusters, LaunchError
 from tests.launch import programs
-from tests.launch.placed import placed
+from tests.launch.placed import IMAGE, placed
 from tests.launch.test_gke import PUBLIC, SECRETS
 
 MADE = placed(["v6e:2x2"] * 2, ("east=0", "west=1"))
@@ -25,12 +26,14 @@ def test_each_cluster_is_given_its_own_and_twice_is_once(cloud):
   for _ in range(2):
     CLUSTERS.create(DOCUMENTS)
   applied = [words for words in cloud.asked("kubectl") if "apply" in words]
-  assert [words[1] for words in applied] == ["--context=east", "--context=west"] * 2
+  assert [words[1] for words in applied] == ["--context=east", "--context=west"] * 4
+  dry = [words[-1] == "--dry-run=server" for words in applied]
+  assert dry == [True, True, False, False] * 2, "all are asked before one is given anything"
   assert all("--server-side" in words for words in applied), "no secret in an annotation"
   states = CLUSTERS.status()
   assert sorted(each.name for each in states) == sorted(sum(NAMES.values(), ()))
   assert [each for each in states if each.name in NAMES["west"]] == [
-    gke.JobSetState("run-learner-1", "", 0, 1, (0, 0))
+    gke.JobSetState("run-learner-1", jobs=1, reason="no pod")
   ]
 
 
@@ -62,6 +65,61 @@ def test_an_island_is_not_made_in_two_clusters(cloud, places, said):
   Clusters(moved).create(moved.documents(PUBLIC, SECRETS))
 
 
+def held(cloud) -> dict[str, str]:
+  """What the clusters have."""
+  return {str(path): path.read_text() for path in cloud.folder.glob("cluster-*/*")}
+
+
+@pytest.mark.parametrize(("image", "key"), [("other:2", "secret"), (IMAGE, "other")])
+def test_what_a_cluster_refuses_leaves_a_run_with_its_config_and_keys(cloud, image, key):
+  """It had been given them before its JobSets were refused: a role that started again was given
+  up, and with other keys all were shut out."""
+  secrets = {f"{role}.key_secret": "secret" for role in ("learner-0", "learner-1")}
+  CLUSTERS.create(RUN.documents(PUBLIC, secrets))
+  before = held(cloud)
+  made = placed(["v6e:2x2"] * 2, ("east=0", "west=1"), network={"streams": 4})
+  run = dataclasses.replace(RUN, placement=dataclasses.replace(made, image=image))
+  documents = run.documents({"learner-0.key": key}, dict.fromkeys(secrets, key))
+  said = r"east: whether it takes .* immutable.*; nothing was made or changed\. Fix: .*delete"
+  with pytest.raises(LaunchError, match=said):
+    Clusters(run).create(documents)
+  assert held(cloud) == before
+
+
+def test_no_cluster_is_given_anything_before_all_would_take_it(cloud):
+  image = dataclasses.replace(RUN, placement=dataclasses.replace(MADE, image="other:2"))
+  documents = image.documents(PUBLIC, SECRETS)
+  Clusters(image).create({"west": documents["west"], "east": []})
+  before = held(cloud)
+  with pytest.raises(LaunchError, match=r"west: whether it takes .* immutable"):
+    CLUSTERS.create(DOCUMENTS)
+  assert held(cloud) == before
+
+
+def test_what_roles_may_differ_in_is_changed_while_a_run_goes_on(cloud):
+  CLUSTERS.create(DOCUMENTS)
+  made = placed(["v6e:2x2"] * 2, ("east=0", "west=1"), network={"streams": 4})
+  run = dataclasses.replace(RUN, placement=made)
+  Clusters(run).create(run.documents(PUBLIC, SECRETS))
+  assert CLUSTERS.configs() == [made.config] * 2
+
+
+def test_what_is_not_there_and_why_a_pod_waits_is_said(cloud):
+  CLUSTERS.create({"east": DOCUMENTS["east"]})
+  labels = {gke.RUN: "run", "jobset.sigs.k8s.io/jobset-name": "run-learner-0"}
+  no_node = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3"}
+  for name, conditions in (("a", []), ("b", [no_node]), ("c", [])):
+    metadata, status = {"name": name, "labels": labels}, {"conditions": conditions}
+    pod = {"kind": "Pod", "metadata": metadata, "status": status}
+    cloud.has(f"cluster-east/pod@{name}", json.dumps(pod))
+  assert list(map(str, CLUSTERS.status())) == [
+    "run-shards: 0 of 2 ready (no pod)",
+    "run-evaluator: 0 of 1 ready (no pod)",
+    "run-learner-0: 0 of 1 ready (pod b: Unschedulable: 0/3)",
+    "run-learner-1: is not there",
+  ]
+
+
 def test_a_cluster_of_two_names_and_those_that_do_not_answer_hinder_no_run(cloud, capsys):
   CLUSTERS.create(DOCUMENTS)
   (cloud.folder / "cluster-alias").symlink_to("cluster-east")
@@ -70,7 +128,7 @@ def test_a_cluster_of_two_names_and_those_that_do_not_answer_hinder_no_run(cloud
     cloud.has(f"{why}-{name}")
   CLUSTERS.create(DOCUMENTS)
   err = capsys.readouterr().err
-  assert "the run may be there too: old: its JobSets: kubectl failed, status 1: Unable" in err
+  assert "the run may be there too: old: what it has of the run: kubectl failed, status 1: U" in err
   assert "plain" not in err
 
 
@@ -95,13 +153,14 @@ def test_kubectl_knows_every_flag(tmp_path, monkeypatch):
   cloud = programs.install(tmp_path / "recorded", monkeypatch)
   (cloud.folder / "cluster-other").mkdir()
   CLUSTERS.create(DOCUMENTS)
+  CLUSTERS.configs()
   CLUSTERS.status()
   CLUSTERS.delete(30)
   asked = {tuple(w for w in words if "--context" not in w) for words in cloud.asked("kubectl")}
   monkeypatch.undo()
   monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
   monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-  assert len(asked) == 6
+  assert len(asked) == 9
   for words in [*asked, ("kubectl", "get", "pods", "--nonsense")]:
     command = [*words, "--request-timeout=1s"]
     done = subprocess.run(command, capture_output=True, text=True, input="{}", timeout=60)
@@ -138,11 +197,13 @@ def test_watching_outlives_a_cluster_that_does_not_answer(cloud, capsys):
     for name in names:
       cloud.set_status(context, name, {"terminalState": "Completed"})
   assert CLUSTERS.watch(100, 0.01)
-  assert "Unable to connect" in capsys.readouterr().err
+  err = capsys.readouterr().err
+  assert "Unable to connect" in err and "run-learner-1: Completed" in err
 
 
 def test_watching_ends_where_the_run_is_deleted(monkeypatch):
-  seen = [[], [gke.JobSetState("run-learner-0", "", 0, 1, (0, 0))], []]
+  gone, there = (gke.JobSetState("run-learner-0", jobs=jobs) for jobs in (0, 1))
+  seen = [[gone], [there], [gone]]
   monkeypatch.setattr(Clusters, "status", lambda _: seen.pop(0))
   with pytest.raises(LaunchError, match=r"run: was deleted, and not by this command. Fix: "):
     CLUSTERS.watch(100, 0.01)

@@ -325,39 +325,71 @@ def test_an_island_of_gpus_beside_one_of_tpus(models):
 
 
 def test_a_cluster_s_answer_is_read():
-  listed = {
-    "items": [
-      {
-        "metadata": {"name": "run-learner-0"},
-        "spec": {"replicatedJobs": [{"name": "host"}]},
-        "status": {
-          "restarts": 3,
-          "restartsCountTowardsMax": 1,
-          "replicatedJobsStatus": [{"name": "host", "ready": 1, "succeeded": 0}],
-        },
-      },
-      {"metadata": {"name": "run-none"}, "spec": {"replicatedJobs": [{}, {}]}},
-      {
-        "metadata": {"name": "run-shards"},
-        "spec": {"replicatedJobs": [{}, {}, {}]},
-        "status": {"replicatedJobsStatus": [{"ready": 1}, {"succeeded": 1}, {"ready": 0}]},
-      },
-      {
-        "metadata": {"name": "run-evaluator"},
-        "spec": {"replicatedJobs": [{}]},
-        "status": {
-          "terminalState": "Failed",
-          "conditions": [
-            {"type": "StartupPolicyCompleted", "status": "True", "message": "all started"},
-            {"type": "Failed", "status": "True", "message": "reached maxRestarts"},
-          ],
-        },
-      },
-    ]
+  jobs = lambda name, count, **status: {  # noqa: E731
+    "kind": "JobSet",
+    "metadata": {"name": name},
+    "spec": {"replicatedJobs": [{"name": "host"}] * count},
+    **({"status": status} if status else {}),
   }
-  assert [str(each) for each in gke.states(listed)] == [
+  of = lambda name: {"metadata": {"name": "p", "labels": {JOBSET: name}}}  # noqa: E731
+  ready = [{"name": "host", "ready": 1, "succeeded": 0}]
+  conditions = [
+    {"type": "StartupPolicyCompleted", "status": "True", "message": "all started"},
+    {"type": "Failed", "status": "True", "message": "reached maxRestarts"},
+  ]
+  mixed = [{"ready": 1}, {"succeeded": 1}, {"ready": 0}]
+  listed = [
+    jobs("run-learner-0", 1, restarts=3, restartsCountTowardsMax=1, replicatedJobsStatus=ready),
+    jobs("run-none", 2),
+    jobs("run-shards", 3, replicatedJobsStatus=mixed),
+    jobs("run-evaluator", 1, terminalState="Failed", conditions=conditions),
+    jobs("run-over", 1, terminalState="Completed"),
+    *({"kind": "Pod", **of(name)} for name in ("run-learner-0", "run-shards", "run-shards")),
+  ]
+  assert [str(each) for each in gke.states(listed, ["run-learner-0", "run-learner-1"])] == [
     "run-learner-0: 1 of 1 ready, 3 restarts, 1 of them failures",
-    "run-none: 0 of 2 ready",
+    "run-learner-1: is not there",
+    "run-none: 0 of 2 ready (no pod)",
     "run-shards: 2 of 3 ready",
     "run-evaluator: Failed (reached maxRestarts)",
+    "run-over: Completed",
   ]
+
+
+JOBSET = "jobset.sigs.k8s.io/jobset-name"
+NO_NODE = {
+  "type": "PodScheduled",
+  "status": "False",
+  "reason": "Unschedulable",
+  "message": "0/3 nodes are available:\n3 Insufficient google.com/tpu.",
+}
+NO_IMAGE = {"reason": "ImagePullBackOff", "message": "Back-off pulling image i:1"}
+
+
+@pytest.mark.parametrize(
+  ("status", "said"),
+  [
+    ({}, ""),
+    ({"conditions": [NO_NODE | {"status": "True"}]}, ""),
+    (
+      {"conditions": [{"type": "Ready", "status": "False"}, NO_NODE]},
+      "pod p: Unschedulable: 0/3 nodes are available: 3 Insufficient google.com/tpu.",
+    ),
+    ({"containerStatuses": [{"state": {"running": {"startedAt": "now"}}}]}, ""),
+    (
+      {"containerStatuses": [{"state": {"waiting": NO_IMAGE}}]},
+      "pod p: ImagePullBackOff: Back-off pulling image i:1",
+    ),
+    (
+      {"containerStatuses": [{"state": {"waiting": {"reason": "ContainerCreating"}}}]},
+      "pod p: ContainerCreating",
+    ),
+  ],
+)
+def test_why_a_pod_waits_is_read(status, said):
+  metadata, spec = {"name": "run-learner-0"}, {"replicatedJobs": [{}]}
+  labels = {JOBSET: "run-learner-0"}
+  jobset = {"kind": "JobSet", "metadata": metadata, "spec": spec}
+  pod = {"kind": "Pod", "metadata": {"name": "p", "labels": labels}, "status": status}
+  (state,) = gke.states([jobset, pod], [])
+  assert state.reason == said

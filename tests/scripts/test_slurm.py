@@ -6,6 +6,7 @@ import os
 import re
 import stat
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,14 @@ def test_a_role_drains_before_its_time_limit():
   text = (ROOT / "scripts" / "slurm.sh").read_text()
   asked = re.search(r"^#SBATCH --signal=TERM@(\d+)$", text, re.MULTILINE)
   assert asked and int(asked[1]) > NetworkConfig().drain_seconds
+
+
+@pytest.mark.parametrize(("left", "requeued"), [(140, True), (3600, False)])
+def test_a_role_that_has_lost_work_at_its_time_limit_waits_in_the_queue_again(job, left, requeued):
+  """It was started once more, and Slurm ended that start, and the job for good."""
+  end = str(int(time.time()) + left)
+  status, calls, _ = job("learner", statuses=(1, 0), SLURM_JOB_END_TIME=end)
+  assert status == 0 and len(calls) == 2 and (calls[-1] == "scontrol requeue 42") == requeued
 
 
 def test_a_shard_listens_on_the_port_of_its_number(job):
