@@ -459,6 +459,25 @@ def test_the_theme_can_be_chosen_and_is_kept(browser, tmp_path):
     browser.ask("document.querySelector('#theme').click()")
 
 
+def test_a_browser_that_blocks_its_storage_shows_the_run(browser, tmp_path):
+  """The page said "connecting" for ever: it could not read which theme was chosen."""
+  blocked = "for (const name of ['localStorage', 'sessionStorage']) Object.defineProperty(window,"
+  blocked += " name, {get() { throw new DOMException('blocked', 'SecurityError') }})"
+  script = browser.send("Page.addScriptToEvaluateOnNewDocument", source=blocked)
+  with Dashboard(run(tmp_path), Where(token=TOKEN)) as dashboard:
+    browser.open(f"{dashboard.url}?token={TOKEN}")
+    browser.until("document.body.dataset.phase === 'over'")
+    browser.ask("document.querySelector('#theme').click()")
+    assert browser.text("#theme") == "Theme: light"
+    browser.open(dashboard.url)
+    browser.until("document.activeElement.id === 'token'")
+    assert browser.text("#token-wrong") == ""
+    browser.ask(f"document.querySelector('#token').value = {TOKEN!r}")
+    browser.press("Enter")
+    browser.until("document.body.dataset.phase === 'over'")
+  browser.send("Page.removeScriptToEvaluateOnNewDocument", **script)
+
+
 def test_what_is_in_a_log_stays_text(browser, tmp_path):
   evil = "<img src=x onerror=alert(1)>"
   run(tmp_path, name=evil)
