@@ -179,7 +179,7 @@ def _timeline(run: RunState, spans: dict[str, list[list]]) -> dict[str, Any]:
       {"time": round(each.time, 2), "role": each.role, "kind": each.mark, "text": each.text}
       for each in run.marks
     ],
-    "marks_left_out": run.num_marks - len(run.marks),
+    "counts": dict(run.mark_counts),  # of all marks, also older ones
   }
 
 

@@ -88,7 +88,7 @@ class RunState:
     self.traffic, self.curves, self.clocks = TrafficTotals(), Curves(), Clocks()
     self._on_traffic = self.traffic.add
     self.marks: deque[LogEvent] = deque(maxlen=MOST_MARKS)  # those that a timeline shows
-    self.num_marks = 0  # ever
+    self.mark_counts: Counter[str] = Counter()  # by their kind, of all that ever were
     self._killed: set[str] = set()  # roles that a planned kill struck and that are still down
     if config is not None:
       self.total_tokens, self.num_shards = config.run.total_tokens, config.sync.num_shards
@@ -252,7 +252,7 @@ class RunState:
       self._noted(note)
     if mark:
       self.marks.append(note)
-      self.num_marks += 1
+      self.mark_counts[mark] += 1
 
   # --- events -------------------------------------------------------------------------------------
   # `_on_KIND` is called with an event of that kind; `_learner_KIND` and `_shard_KIND` with one that

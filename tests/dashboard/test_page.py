@@ -75,6 +75,22 @@ def test_a_run_that_is_over(browser, tmp_path):
     assert browser.complaints == []
 
 
+def test_what_struck_a_run_is_counted_from_its_start_and_restarts_by_whose_they_are(
+  browser, tmp_path
+):
+  """Kills of a long run were those of the newest 200 marks; islands had shards' restarts too."""
+  events = [*make_run(), made(30.0, "syncer-1", "started", 1)]
+  for n in range(150):
+    events.append(made(30.0 + 0.1 * n, "engine", "fault", target="learner-3", action="kill"))
+    events.append(made(30.05 + 0.1 * n, "engine", "restart", target="learner-3"))
+  write_log(tmp_path, sorted(events, key=lambda event: event.time))
+  with Dashboard(tmp_path) as dashboard:
+    show(browser, dashboard, "over")
+    assert browser.text("#over-time-says") == "151 kills and 151 restarts"
+    assert "103 older marks left out" in browser.text("#legend")
+    assert "Islands\n4\n1 restart, of shards 1" in browser.text("#figures")
+
+
 def test_bars_and_marks_stand_at_their_times(browser, tmp_path):
   """As wide as what they stand for, each in the row of its island or shard."""
   with Dashboard(run(tmp_path)) as dashboard:

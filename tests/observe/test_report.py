@@ -219,7 +219,7 @@ def test_what_pictures_of_a_long_run_leave_out_is_counted_and_said(make, monkeyp
     for figure in (plots.timeline_figure, plots.participation_figure, plots.loss_figure):
       figure(run)
   (marks, spans), (commits,) = said[0], said[1]
-  assert marks == f"the newest 200 of {run.num_marks:,} marks"
+  assert marks == f"the newest 200 of {run.mark_counts.total():,} marks"
   assert commits == "of 2,999 commits 1 in 4" and not any(said[2])
   assert "short spans are part of others" in spans
   found = numbers(run)

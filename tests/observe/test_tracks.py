@@ -145,7 +145,7 @@ def test_thousands_of_faults_do_not_make_it_grow(make, seed):
   found = lanes.spans(time, time)["learner-0"]
   assert MOST_SPANS / 2 < len(found) <= MOST_SPANS + 1
   check_whole(found, round(time, 2))
-  assert len(lanes.marks) == MOST_MARKS and lanes.num_marks == 4000
+  assert len(lanes.marks) == MOST_MARKS and lanes.mark_counts.total() == 4000
 
 
 def went_on(make, *ended, learners=2, shards=2):

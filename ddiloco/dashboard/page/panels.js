@@ -57,7 +57,9 @@ function figures(status) {
   const rate = sum(links.map((link) => link.sent_bytes_per_second));
   const up = islands.filter((island) => island.state === "running").length;
   const account = status.goodput ?? {};
-  const restarts = plural(status.restarts, "restart");
+  const again = sum(status.islands.map((island) => island.restarts));
+  const ofShards = status.restarts - again ? `, of shards ${status.restarts - again}` : "";
+  const restarts = plural(again, "restart") + ofShards;
   const training = percent(account.goodput_training, 1);
   const rows = [
     ["Held-out loss", loss(status.heldout_loss), measures(status.heldout_measures)],
@@ -121,7 +123,7 @@ function speed(status) {
 const STATES = "down stalled quarantined joining running left ended unknown".split(" ");
 
 function overTime({ phase, islands, timeline }) {
-  if (phase === "over" || phase === "silent") return say("over-time-says", struck(timeline.marks));
+  if (phase === "over" || phase === "silent") return say("over-time-says", struck(timeline.counts));
   const parts = STATES.map((state) => {
     const numbers = islands.filter((each) => each.state === state).map((each) => each.number);
     if (!numbers.length) return "";
@@ -140,9 +142,8 @@ const STRUCK = [
   ["hang", "hang"],
 ];
 
-function struck(marks) {
-  const count = (kind) => marks.filter((mark) => mark.kind === kind).length;
-  const there = STRUCK.map(([kind, ...words]) => count(kind) && plural(count(kind), ...words));
+function struck(counts) {
+  const there = STRUCK.map(([kind, ...words]) => counts[kind] && plural(counts[kind], ...words));
   return join(there.filter(Boolean)) || "nothing struck this run";
 }
 
