@@ -118,13 +118,13 @@ def _phase(run: RunState, now: float, reason: str, trouble: str) -> tuple[str, s
 def _island(run: RunState, m: int, state: str, seen: float, fragments: range) -> dict[str, Any]:
   island = run.islands[m]
   shown = _shown(island, state, seen)
-  speed = island.speed if shown == "running" else UNKNOWN
+  here = shown == "running"
+  speed = island.speed if here else UNKNOWN
   return {
     "number": m,
     "colour": island_colour(m),
     "state": shown,
     "restarts": island.restarts,
-    "median_step_seconds": rounded(island.usual_gap),
     "chips": island.chips,
     "chip_kinds": list(island.chip_kinds),
     "step": island.step,
@@ -133,6 +133,8 @@ def _island(run: RunState, m: int, state: str, seen: float, fragments: range) ->
     "tokens": island.tokens,
     "tokens_per_second": rounded(speed.tokens_per_second),
     **speed.as_json(),
+    "step_seconds": rounded(1 / island.steps_per_second) if here else None,  # lately
+    "starved": here and island.starved,
     "participation": run.participation(m),
     "participation_recent": rounded(island.participation),
     "missed_reason": island.missed_reason,

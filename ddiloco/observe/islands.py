@@ -131,6 +131,7 @@ class IslandState(MemberState):
   tokens: int = 0
   tokens_per_second: float = math.nan
   step_seconds: float = math.nan
+  steps_per_second: float = math.nan  # lately, without waits for a shard
   step_tokens: int = 0  # of its last step
   data_seconds: float = 0.0  # of all incarnations: steps waited so long for their batches
   data_share: float = 0.0  # of the time lately
@@ -148,7 +149,8 @@ class IslandState(MemberState):
 
   def start(self, event: Started) -> None:
     """A new incarnation starts, on these devices; no version of a fragment is known of it yet."""
-    self.step, self.tokens_per_second, self.step_time, self.versions = 0, math.nan, math.nan, {}
+    self.step, self.step_time, self.versions = 0, math.nan, {}
+    self.tokens_per_second = self.steps_per_second = math.nan
     if (event.devices, event.device_kind) != (self.chips, self.chip_kind):
       self.gaps.clear()
     self.chip_kind = event.device_kind

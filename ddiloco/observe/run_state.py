@@ -351,6 +351,8 @@ class RunState:
       self._note(event, f"island {m} {text}", tone)
     if event.step > 1 and 0 < event.gap_seconds < math.inf:
       island.gaps.append(event.gap_seconds)
+      pace = 1 / max(1e-9, event.seconds, event.gap_seconds - event.blocked_seconds)
+      island.steps_per_second = finite_or(0.8 * island.steps_per_second + 0.2 * pace, pace)
     if not self.num_shards:
       self.merged_tokens[m] = event.step * event.tokens
       self._before.setdefault(m, self.merged_tokens[m] - event.tokens)

@@ -1,5 +1,6 @@
 """The page in a real browser: what a reader sees of a run, during and after it."""
 
+import itertools
 import json
 import re
 import time
@@ -184,6 +185,25 @@ def test_step_times_by_island_and_time(browser, tmp_path):
     browser.ask("document.querySelector('#theme').click()")
     assert colour(10, 0) != usual, "a canvas knows no style sheet: it is drawn again"
     browser.ask("document.querySelector('#theme').click()")
+    assert browser.complaints == []
+
+
+@pytest.mark.parametrize("slow", [20, 300])
+def test_an_island_that_is_slow_now_is_named_also_after_days(browser, tmp_path, slow):
+  """It was named when eight cells of the map were slow, hours later; and not after 256 such steps:
+  from then on they were its median."""
+  gaps = [60.0] * 4000, [60.0] * (4000 - 3 * slow) + [180.0] * slow
+  events = [changed(make_run()[0], num_learners=2)]
+  for m in range(2):
+    for n, (at, gap) in enumerate(zip(itertools.accumulate(gaps[m]), gaps[m]), 1):
+      events.append(step_event(at, m, n, seconds=gap, gap_seconds=gap))
+  events.sort(key=lambda event: event.time)
+  write_log(tmp_path, events)
+  (tmp_path / STARTED).write_text(f"{time.time() - events[-1].time - 1}")
+  with Dashboard(tmp_path) as dashboard:
+    show(browser, dashboard, "running")
+    said = browser.text("#heat-says")
+    assert re.fullmatch(r"slower than usual now: island 1 \((2\.9|3\.0)×\)", said), said
     assert browser.complaints == []
 
 
