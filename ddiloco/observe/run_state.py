@@ -35,7 +35,7 @@ from ddiloco.observe.tracks import Rejoins
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Event, parse_role
 
-RECENT_LOG_EVENTS = 8
+RECENT_LOG_EVENTS = 100
 MOST_MARKS = 200
 NOTE_SECONDS = 5.0  # a text is noted once within so long: every shard reports the same member
 LONE_SHARE = 0.9  # if this share of recent rounds has one island each, `solo` reports it

@@ -92,6 +92,17 @@ def test_what_struck_a_run_is_counted_from_its_start_and_restarts_by_whose_they_
     assert "Islands\n4\n1 restart, of shards 1" in browser.text("#figures")
 
 
+def test_what_happened_goes_back_for_hours_and_scrolls(browser, tmp_path):
+  """It had eight lines: two restarts of one island."""
+  restarts = [made(END + n, "engine", "restart", target="learner-3") for n in range(0, 600, 6)]
+  write_log(tmp_path, [*make_run()[:-1], *restarts])
+  with Dashboard(tmp_path) as dashboard:
+    show(browser, dashboard, "running")
+    times = browser.ask("[...document.querySelectorAll('#log-events time')].map(n => n.innerText)")
+    assert (len(times), times[0], times[-1]) == (100, "10:54", "1:00")
+    assert browser.ask("document.querySelector('#log-events').parentNode.clientHeight") == 420
+
+
 def test_bars_and_marks_stand_at_their_times(browser, tmp_path):
   """As wide as what they stand for, each in the row of its island or shard."""
   with Dashboard(run(tmp_path)) as dashboard:
