@@ -322,6 +322,16 @@ def test_a_status_that_it_cannot_draw_does_not_end_its_polling(browser, tmp_path
     assert browser.complaints, "of the first status"
 
 
+def test_logs_that_cannot_be_read_are_named_at_the_top(browser, tmp_path, monkeypatch):
+  with Dashboard(run(tmp_path, until=30.0)) as dashboard:
+    status, logs = dashboard._run.status, [f"learner-{m}.jsonl (denied)" for m in range(5)]
+    monkeypatch.setattr(dashboard._run, "status", lambda: status() | {"unread": logs})
+    show(browser, dashboard, "running")
+    said = browser.text("#banner")
+    assert said.endswith("learner-1.jsonl (denied), learner-2.jsonl (denied) and 2 more.")
+    assert browser.ask("document.querySelector('#banner').dataset.tone") == "warn"
+
+
 def test_the_server_is_gone_and_comes_back(browser, tmp_path, monkeypatch):
   with Dashboard(run(tmp_path, until=30.0)) as dashboard:
     show(browser, dashboard, "running")

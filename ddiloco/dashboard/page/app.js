@@ -1,6 +1,6 @@
 // Polls api/status about once a second and shows it; says when the run is over or the server gone.
 
-import { byId, clockTime, compact, percent, say } from "./format.js";
+import { byId, clockTime, compact, join, percent, say } from "./format.js";
 import { drawChart, listenToChart } from "./chart.js";
 import { drawHeat, listenToHeat } from "./heat.js";
 import { drawPanels } from "./panels.js";
@@ -127,12 +127,17 @@ function message(status) {
   const odd = status.odd_events
     ? `${compact(status.odd_events)} events of its log could not be read.`
     : "";
+  const logs = status.unread.slice(0, 3);
+  if (status.unread.length > 3) logs.push(`${status.unread.length - 3} more`);
+  const unread = logs.length
+    ? `Of some roles nothing new is known, since their logs cannot be read: ${join(logs)}.`
+    : "";
   const clocks = status.clocks
     ? `Clocks differ, and so do times of different roles: ${status.clocks}.`
     : "";
   const running = status.phase === "running";
   const tone = running || status.phase === "silent" || /failed/.test(status.text) ? "warn" : "plain";
-  const said = [running ? status.solo : status.text, clocks, odd];
+  const said = [running ? status.solo : status.text, unread, clocks, odd];
   return [said.filter(Boolean).join(" "), tone];
 }
 
