@@ -76,9 +76,9 @@ def status(
     "solo": (run.solo if state == "running" else "") or None,
     "merging": bool(run.num_shards),
     "islands": islands,
-    "shards": _shards(run),
+    "shards": _shards(run, seen),
     "fragments": [run.versions.get(p) for p in fragments],
-    "waiting": _waiting(run, state, sync),
+    "waiting": _waiting(run, state, seen, sync),
     "goodput": account.as_json() if account.chip_seconds else None,
     "timeline": _timeline(run, spans),
     "curves": _curves(run),
@@ -142,11 +142,11 @@ def _island(run: RunState, m: int, state: str, seen: float, fragments: range) ->
   }
 
 
-def _shards(run: RunState) -> list[dict[str, Any]]:
+def _shards(run: RunState, seen: float) -> list[dict[str, Any]]:
   return [
     {
       "number": s,
-      "state": phase(shard.state),
+      "state": phase(shard.state_at(run.shards_at(seen))),
       "fragments": list(shard.fragments),
       "commits": shard.commits,
       "rejected": shard.rejected,
@@ -155,7 +155,7 @@ def _shards(run: RunState) -> list[dict[str, Any]]:
   ]
 
 
-def _waiting(run: RunState, state: str, sync: SyncConfig | None) -> str:
+def _waiting(run: RunState, state: str, seen: float, sync: SyncConfig | None) -> str:
   if state in ("over", "silent"):
     return "No role waits: there is no run under way."
   if not run.num_shards:
@@ -164,12 +164,15 @@ def _waiting(run: RunState, state: str, sync: SyncConfig | None) -> str:
     return "The run's config cannot be read, so it is not known."
   # At the time of the newest event: nothing later is known.
   text = run.rounds.waiting(run.islands, run.time, sync)
-  down = [s for s, shard in sorted(run.shards.items()) if shard.state in DOWN]
-  if down:
-    who = f"{'Shard' if len(down) == 1 else 'Shards'} {', '.join(map(str, down))}"
-    verb, whose, they = ("is", "its", "it is") if len(down) == 1 else ("are", "their", "they are")
-    others = "" if len(down) == len(run.shards) else f" {text}"
-    text = f"{who} {verb} down: {whose} fragments have no rounds until {they} back.{others}"
+  judged = run.shards_at(seen)
+  states = {s: shard.state_at(judged) for s, shard in sorted(run.shards.items())}
+  away = {s: each for s, each in states.items() if each in (*DOWN, "stalled")}
+  if away:
+    who = f"{'Shard' if len(away) == 1 else 'Shards'} {', '.join(map(str, away))}"
+    verb, whose, they = ("is", "its", "it is") if len(away) == 1 else ("are", "their", "they are")
+    how = " or ".join(sorted({"down" if each in DOWN else each for each in away.values()}))
+    others = "" if len(away) == len(states) else f" {text}"
+    text = f"{who} {verb} {how}: {whose} fragments have no rounds until {they} back.{others}"
   return text
 
 
@@ -267,7 +270,10 @@ def _metrics(status: Mapping[str, Any]) -> Iterator[Metric]:
   for name, key in OF_ISLANDS.items():
     yield f"island_{name}", "island", {m: each[key] for m, each in islands.items()}
   yield "fragment_version", "fragment", dict(enumerate(status["fragments"]))
-  rejected = {shard["number"]: shard["rejected"] for shard in status["shards"]}
+  shards = {shard["number"]: shard for shard in status["shards"]}
+  states = {(s, each): shards[s]["state"] == each for s in shards for each in STATES}
+  yield "shard_state", "shard state", states
+  rejected = {s: each["rejected"] for s, each in shards.items()}
   yield "rejected_pushes_total", "shard", rejected
   for way in ("sent", "received"):
     moved = {link["role"]: link[f"{way}_bytes"] for link in status["links"]}

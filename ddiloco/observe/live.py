@@ -57,7 +57,8 @@ def render(view: RunState, now: float, width: int = 100) -> RenderableType:
     parts += [Text(view.solo, style="bold yellow"), Text()]
   parts.append(_islands(view, now, gap=2 if width >= 100 else 1))
   if view.shards:
-    parts += [Text(), *(_shard_line(s, shard) for s, shard in sorted(view.shards.items()))]
+    shards = sorted(view.shards.items())
+    parts += [Text(), *(_shard_line(s, shard, view.shards_at(now)) for s, shard in shards)]
   if view.log_events:
     parts += [Text(), *map(_log_event_line, list(view.log_events)[-SHOWN_LOG_EVENTS:])]
   return Group(*parts)
@@ -72,8 +73,9 @@ def plain_line(view: RunState, now: float) -> str:
     if state == "joining" and view.fragments:
       at = f" (has received {len(island.versions)} of {len(view.fragments)} fragments)"
     islands.append(f"island {learner} {state}{at}")
-  away = ((s, shard.state) for s, shard in sorted(view.shards.items()) if shard.state != "running")
-  shards = [f"shard {s} {state}" for s, state in away]
+  judged = view.shards_at(now)
+  states = ((s, shard.state_at(judged)) for s, shard in sorted(view.shards.items()))
+  shards = [f"shard {s} {state}" for s, state in states if state != "running"]
   said = [", ".join(each) for each in (islands, shards) if each]
   return " · ".join([f"[{clock_time(now)}] {_percent(view)}", *_figures(view, now), *said])
 
@@ -152,8 +154,9 @@ def _missed(island: IslandState, now: float) -> Text:
   return Text(f"{clock_time(now - island.missed_time)} ago: {island.missed_reason}", style="dim")
 
 
-def _shard_line(number: int, shard: ShardState) -> Text:
-  state = f"{shard.state:<10}", _STATE_STYLES.get(shard.state, "default")
+def _shard_line(number: int, shard: ShardState, judged: float) -> Text:
+  shown = shard.state_at(judged)
+  state = f"{shown:<10}", _STATE_STYLES.get(shown, "default")
   counts = f"{shard.commits} rounds, {shard.rejected} rejected"
   said = f"■ shard {number:<3} ", state, f"  {counts}; last: {shard.last_reason or '–'}"
   return Text.assemble(*said, no_wrap=True, overflow="ellipsis")

@@ -20,7 +20,6 @@ from ddiloco.observe.islands import (
   DOWN,
   OUTER_GRADIENTS,
   RECENT_COMMITS,
-  STALL_SECONDS,
   IslandState,
   LogEvent,
   MemberState,
@@ -118,6 +117,10 @@ class RunState:
       handler(event)
     if number >= 0 and (handler := getattr(self, f"_{_OWN.get(role)}_{kind}", None)):
       handler(event, number)
+    if role == "syncer" and (shard := self.shards.get(number)):
+      if shard.state == "running":
+        shard.turn(event.time, "running")  # an earlier silence is over
+      shard.show_alive(event.time, self.time)
     self.ledger.take(event)
     self.rounds.add(event)
     self.clocks.add(event)
@@ -214,8 +217,14 @@ class RunState:
 
   def spans(self, now: float, seen: float) -> dict[str, list[list]]:
     """By role, [start, end, state] without gaps up to `now`; stalls are judged at time `seen`."""
-    found = {role: member.spans(now, seen) for role, member in self.members().items()}
+    judged = {"learner": seen, "syncer": self.shards_at(seen)}
+    found = {r: m.spans(now, judged[parse_role(r)[0]]) for r, m in self.members().items()}
     return {role: spans for role, spans in found.items() if spans}
+
+  def shards_at(self, time: float) -> float:
+    """The time at which silence of shards is judged: shards end when no island trains any more."""
+    trains = any(island.state == "running" for island in self.islands.values())
+    return time if trains else -math.inf
 
   # --- members ------------------------------------------------------------------------------------
 
@@ -311,7 +320,7 @@ class RunState:
     island = self._island(m, event.time)
     if island.live(event.incarnation):
       island.live_on(event.time, "running")
-      island.global_step, island.step_time = event.global_step, event.time
+      island.global_step, island.alive_at = event.global_step, event.time
 
   def _on_owns(self, event: events.Owns | events.Regained) -> None:
     """The fragment's value is this one, which may be older than its newest commit."""
@@ -334,7 +343,7 @@ class RunState:
   def _step(self, event: events.Step, m: int, island: IslandState) -> None:
     if island.state not in ("quarantined", "left"):
       island.live_on(event.time, "running")
-    passed = event.time - island.step_time if island.step else math.nan
+    passed = event.time - island.alive_at if island.step else math.nan
     rate = event.tokens / passed if passed > 0 else event.tokens / max(1e-9, event.seconds)
     smoothed = 0.8 * island.tokens_per_second + 0.2 * rate if island.step > 1 else rate
     if math.isnan(self.first_step_time):
@@ -357,9 +366,8 @@ class RunState:
       self.merged_tokens[m] = event.step * event.tokens
       self._before.setdefault(m, self.merged_tokens[m] - event.tokens)
     island.tokens_per_second = finite_or(smoothed, rate)
-    island.step_seconds, island.step_time = event.seconds, event.time
-    island.step_tokens, late = event.tokens, self.time - event.time
-    island.behind = late if late > STALL_SECONDS else 0.0
+    island.step_seconds, island.step_tokens = event.seconds, event.tokens
+    island.show_alive(event.time, self.time)
 
   def _learner_apply(self, event: events.Apply | events.CopyOut, m: int) -> None:
     self._island(m, event.time).versions[event.fragment] = event.version

@@ -212,7 +212,7 @@ def test_words_of_an_older_life_are_ignored(make):
   ]
   island = view.read(late).islands[1]
   assert (island.state, island.lives, island.chips) == ("running", 1, 0)
-  assert (island.step, island.global_step, island.step_time) == (4, 4, 5.0)
+  assert (island.step, island.global_step, island.alive_at) == (4, 4, 5.0)
   assert view.shards[1].fragments == (1, 3)
 
 

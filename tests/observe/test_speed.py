@@ -42,7 +42,7 @@ def test_an_islands_speed_now(make):
   assert run.speed(3.0).text() == "4.1k tokens/s, 512 a chip, 24.0% MFU"
   assert run.speed(60.0).text() == "", "all have been silent for long"
   step = max(e.step for e in events(make) if e.kind == "step" and e.role == "learner-0")
-  slow = make.step(run.islands[0].step_time + 1.0, 0, step + 1, tokens=1024)
+  slow = make.step(run.islands[0].alive_at + 1.0, 0, step + 1, tokens=1024)
   found = run.read([slow]).islands[0].speed.tokens_per_second
   assert found == pytest.approx(0.8 * 2048 + 0.2 * 1024), "one slow step is a fifth of it"
 

@@ -122,7 +122,7 @@ function speed(status) {
 
 const STATES = "down stalled quarantined joining running left ended unknown".split(" ");
 
-function overTime({ phase, islands, timeline }) {
+function overTime({ phase, islands, shards, timeline }) {
   if (phase === "over" || phase === "silent") return say("over-time-says", struck(timeline.counts));
   const parts = STATES.map((state) => {
     const numbers = islands.filter((each) => each.state === state).map((each) => each.number);
@@ -131,7 +131,10 @@ function overTime({ phase, islands, timeline }) {
       return `${numbers.length > 1 ? `all ${numbers.length} islands` : "its only island"}: ${state}`;
     return `${state}: ${numbers.length > 6 ? numbers.length : join(numbers)}`;
   });
-  say("over-time-says", parts.filter(Boolean).join(" · ") || "no island has joined yet");
+  if (!islands.length) parts.push("no island has joined yet");
+  for (const { number, state } of shards)
+    if (state !== "running") parts.push(`shard ${number}: ${state}`);
+  say("over-time-says", parts.filter(Boolean).join(" · "));
 }
 
 const STRUCK = [
