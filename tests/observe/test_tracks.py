@@ -56,7 +56,7 @@ def test_a_shard_that_falls_silent_while_islands_train_is_stalled(make):
     assert 'shard_state{shard="0",state="running"} 1' in exposition(found)
     line = plain_line(run, now)
     assert ("shard 1 stalled" in line) == (found["shards"][1]["state"] == "stalled")
-    assert [each["state"] for each in found["shards"]][0] == "running"
+    assert found["shards"][0]["state"] == "running"
     return found["shards"][1]["state"], found["timeline"]["lanes"][-1]["spans"][1:]
 
   assert shown(30.0, 30.0) == ("running", [[0.5, 30.0, "running"]])
