@@ -109,7 +109,8 @@ def _phase(run: RunState, now: float, reason: str, trouble: str) -> tuple[str, s
     return "over", "The run is over: every island has left."
   if silent > (SILENT_SECONDS if started else STARTING_SECONDS):
     ago = f"No role has written for {clock_time(silent)} ({time_unit(silent)})"
-    return "silent", f"{ago}: the run was killed, or it writes where this cannot read."
+    why = "the run was killed, its disk is full, or it writes where this cannot read"
+    return "silent", f"{ago}: {why}."
   if not started:
     return "starting", "The run is starting: islands load, compile and join."
   return "running", "The run is under way."
@@ -137,9 +138,17 @@ def _island(run: RunState, m: int, state: str, seen: float, fragments: range) ->
     "starved": here and island.starved,
     "participation": run.participation(m),
     "participation_recent": rounded(island.participation),
-    "missed_reason": island.missed_reason,
+    "missed_reason": island.missed_reason or _never_there(run, island, shown, len(fragments)),
     "versions": [island.versions.get(p) for p in fragments],
   }
+
+
+def _never_there(run: RunState, island: IslandState, shown: str, fragments: int) -> str:
+  """Why an island has no part in the commits that no shard knows yet; "": it is known."""
+  if shown != "joining" or island.step or not run.commits:
+    return ""
+  has = f"it joins, and has received {len(island.versions)} of {fragments} fragments"
+  return has if island.lives else "nothing has been heard of it: was it started?"
 
 
 def _shards(run: RunState, seen: float) -> list[dict[str, Any]]:

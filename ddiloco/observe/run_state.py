@@ -529,6 +529,8 @@ def note_of(event: Event) -> tuple[str, ...]:
       usual = f" (a step takes {event.usual_seconds:.2g} s)" if event.usual_seconds else ""
       text = f"{who} hangs: silent for {event.seconds:.0f} s{usual}; its log has all stacks"
       return text, "bad", "hang", event.target
+    case events.Dropped() if event.peer == event.role:
+      return f"{who}: {event.count:,} events of its log are lost: {event.reason}", "bad"
     case events.Profiled():
       return f"{event.steps} steps of {who} are traced: {event.path}", "plain"
     case events.Unprofiled():

@@ -101,6 +101,20 @@ def test_single_roles_without_an_engine_are_over_when_all_have_left(make):
   assert status(events, 100.0, config)["total_tokens"] == config.run.total_tokens
 
 
+def test_an_island_that_has_never_joined_has_a_reason_too(make):
+  """No shard knows it, so none says why it misses each round: it was joining for days."""
+  events = [make.run_started(), make.step(1.0, 0, 1), make.event(1.0, "learner-2", "started")]
+  events += [make.event(2.0, "learner-2", "apply", fragment=1)]
+  assert not any(each["missed_reason"] for each in status(events)["islands"]), "nothing is missed"
+  events += [make.commit(3.0, weights={0: 1.0}, missing={1: "no answer within the grace window"})]
+  assert [each["missed_reason"] for each in status(events)["islands"]] == [
+    "",
+    "no answer within the grace window",
+    "it joins, and has received 1 of 4 fragments",
+    "nothing has been heard of it: was it started?",
+  ]
+
+
 def test_a_run_that_goes_on_is_not_over(make, run_events):
   events = [*run_events, make.changed(make.run_started(), time=100.0), make.step(110.0, 0, 1, 2)]
   assert status(events, 110.5)["phase"] == "running"

@@ -465,6 +465,14 @@ def test_what_a_snapshot_lacks_is_said():
   ]
 
 
+def test_events_that_a_full_disk_has_taken_from_a_log_are_said(make):
+  """All numbers of the role are too low from then on."""
+  lost = {"count": 12_345, "reason": "[Errno 28] No space left on device"}
+  dropped = [make.event(1.0, "learner-2", "dropped", peer=p, **lost) for p in ("x", "learner-2")]
+  (said,) = fold([make.run_started(), *dropped]).log_events
+  assert said.text == f"island 2: 12,345 events of its log are lost: {lost['reason']}"
+
+
 def test_every_handler_has_the_name_of_a_kind():
   found = [re.fullmatch("_(on|learner|shard)_(.*)", name) for name in vars(RunState)]
   handled = {match[2] for match in found if match}
