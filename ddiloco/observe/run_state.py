@@ -383,6 +383,8 @@ class RunState:
 
   def _on_member(self, event: events.Member) -> None:
     m, state, time = event.learner, event.state, event.time
+    if m >= 0 and event.reason == "heard again":  # of a cut its learner may know nothing
+      self._note(event, f"the syncer hears island {m} again", "good")
     if m < 0 or state == "joined":  # the evaluator; a learner records its joining itself
       return
     island = self._island(m, time)

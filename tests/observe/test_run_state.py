@@ -200,6 +200,26 @@ def test_both_shards_tell_of_one_loss_in_one_note(make):
   assert [note.text for note in view.log_events] == ["the syncer counts island 1 as lost: x"]
 
 
+def test_the_end_of_a_cut_is_noted_as_its_beginning_is(make):
+  """What happened ended with the island's loss, in red, days after the link was back."""
+  lost, again = (
+    [
+      make.event(time + shard / 10, f"syncer-{shard}", "member", learner=1, **fields)
+      for shard in range(2)
+    ]
+    for time, fields in (
+      (2.0, {"state": "lost", "reason": "silent for 3.00 s"}),
+      (9.0, {"state": "joined", "reason": "heard again"}),
+    )
+  )
+  born = make.event(1.0, "syncer-0", "member", learner=1, state="joined", reason="incarnation 0")
+  view = fold([make.run_started(), born, *lost, *again])
+  assert [(note.text, note.tone) for note in view.log_events] == [
+    ("the syncer counts island 1 as lost: silent for 3.00 s", "bad"),
+    ("the syncer hears island 1 again", "good"),
+  ]
+
+
 def test_words_of_an_older_life_are_ignored(make):
   view = fold([make.run_started(), make.step(5.0, 1, 4, incarnation=2)])
   assert view.read([make.step(5.1, 1, 900, incarnation=1)]).islands[1].step == 4
