@@ -253,10 +253,14 @@ class RunState:
       if state == "lost":
         member.died = time
 
-  def _note(self, event: Event, text: str, tone: str, mark: str = "", role: str = "") -> None:
-    """`mark`: of what kind it is on the timeline of the role; "": it is not on it."""
-    note, since = LogEvent(event.time, text, tone, mark, role), event.time - NOTE_SECONDS
-    if not any(each.text == text and each.time > since for each in self.log_events):
+  def _note(
+    self, event: Event, text: str, tone: str, mark: str = "", role: str = "", more: str = ""
+  ) -> None:
+    """`mark`: of what kind it is on the timeline of the role; "": it is not on it. `more`: a part
+    of the text that each shard may say differently."""
+    note, since = LogEvent(event.time, text + more, tone, mark, role), event.time - NOTE_SECONDS
+    lately = [each.text for each in self.log_events if each.time > since]
+    if not any(each.startswith(text) if more else each == text for each in lately):
       self.log_events.append(note)
       self._noted(note)
     if mark:
@@ -398,7 +402,7 @@ class RunState:
     if before in DOWN or before == "left":
       return  # already noted
     why = f": {event.reason}" if event.reason else ""
-    self._note(event, f"the syncer counts island {m} as {state}{why}", "bad")
+    self._note(event, f"the syncer counts island {m} as {state}", "bad", more=why)
 
   def _shard_commit(self, event: events.Commit, s: int) -> None:
     before, taking = self.solo, event.weights.keys()

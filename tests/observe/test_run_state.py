@@ -192,12 +192,17 @@ def test_lost_to_a_shard_while_it_steps_is_a_reason_not_a_state(make):
 
 
 def test_both_shards_tell_of_one_loss_in_one_note(make):
+  """Each has its own seconds of silence, so each loss was noted once for each shard."""
   events = [
-    make.event(2.0 + shard / 10, f"syncer-{shard}", "member", learner=1, state="lost", reason="x")
+    make.event(
+      *(2.0 + shard / 10, f"syncer-{shard}", "member"),
+      **{"learner": 1, "state": "lost", "reason": f"silent for 3.0{shard} s"},
+    )
     for shard in range(2)
   ]
   view = fold([make.run_started(), *events])
-  assert [note.text for note in view.log_events] == ["the syncer counts island 1 as lost: x"]
+  (note,) = view.log_events
+  assert note.text == "the syncer counts island 1 as lost: silent for 3.00 s"
 
 
 def test_the_end_of_a_cut_is_noted_as_its_beginning_is(make):
