@@ -180,7 +180,8 @@ class RunFollower:
     if not (self._caught_up or self._trouble) and run.num_events:
       text = f"The log is being read: {run.num_events:,} events so far."
       status |= {"phase": "empty", "text": text}
-    return status | {"name": status["name"] or run_name(self.workdir), "unread": self._unread}
+    name = status["name"] or run_name(self.workdir)
+    return status | {"name": name, "unread": self._unread, "started": started}
 
   def _begin(self, started: float | None) -> None:
     config, follower = _config(self.workdir), Follower(self.workdir)

@@ -96,10 +96,14 @@ def test_what_happened_goes_back_for_hours_and_scrolls(browser, tmp_path):
   """It had eight lines: two restarts of one island."""
   restarts = [made(END + n, "engine", "restart", target="learner-3") for n in range(0, 600, 6)]
   write_log(tmp_path, [*make_run()[:-1], *restarts])
+  began = int(time.time()) - 655
+  (tmp_path / STARTED).write_text(f"{began}")
   with Dashboard(tmp_path) as dashboard:
     show(browser, dashboard, "running")
     times = browser.ask("[...document.querySelectorAll('#log-events time')].map(n => n.innerText)")
     assert (len(times), times[0], times[-1]) == (100, "10:54", "1:00")
+    local = "document.querySelector('#log-events time').title"
+    assert browser.ask(f"Date.parse({local})") == 1000 * (began + 654), "a reader's own clock"
     assert browser.ask("document.querySelector('#log-events').parentNode.clientHeight") == 420
 
 

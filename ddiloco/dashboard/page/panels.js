@@ -269,10 +269,11 @@ function links({ links, phase, tokens_done }) {
   put(byId("links"), links.length ? table(links, columns) : "");
 }
 
-function logEvents(status) {
+function logEvents({ log_events, started }) {
   const row = (tone, when, text) => html("li", { class: tone }, when, html("span", null, text));
-  const rows = status.log_events.map((each) =>
-    row(each.tone, html("time", null, clockTime(each.time)), each.text),
+  const title = (time) => started && new Date(1000 * (started + time)).toLocaleString();
+  const rows = log_events.map(({ time, text, tone }) =>
+    row(tone, html("time", { title: title(time) }, clockTime(time)), text),
   );
   const none = row("muted", html("span", null, DASH), "nothing worth a line yet");
   put(byId("log-events"), ...(rows.length ? rows.reverse() : [none]));
