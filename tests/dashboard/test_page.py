@@ -326,6 +326,17 @@ def test_a_status_that_it_cannot_draw_does_not_end_its_polling(browser, tmp_path
     assert browser.complaints, "of the first status"
 
 
+def test_a_shard_that_is_silent_is_named_beside_the_islands(browser, tmp_path):
+  """Of one that no engine starts only the stripes of its lane tell, far below those of islands."""
+  events = [e for e in make_run() if e.time <= 18.0 and not (e.role == "syncer-1" and e.time > 5)]
+  write_log(tmp_path, events)
+  (tmp_path / STARTED).write_text(f"{time.time() - 19.0}")
+  with Dashboard(tmp_path) as dashboard:
+    show(browser, dashboard, "running")
+    assert browser.text("#over-time-says").endswith(" · shard 1: stalled")
+    assert browser.text("#waiting-says").startswith("Shard 1 is stalled: its fragments have no")
+
+
 def test_logs_that_cannot_be_read_are_named_at_the_top(browser, tmp_path, monkeypatch):
   with Dashboard(run(tmp_path, until=30.0)) as dashboard:
     status, logs = dashboard._run.status, [f"learner-{m}.jsonl (denied)" for m in range(5)]

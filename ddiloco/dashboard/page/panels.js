@@ -132,8 +132,10 @@ function overTime({ phase, islands, shards, timeline }) {
     return `${state}: ${numbers.length > 6 ? numbers.length : join(numbers)}`;
   });
   if (!islands.length) parts.push("no island has joined yet");
-  for (const { number, state } of shards)
-    if (state !== "running") parts.push(`shard ${number}: ${state}`);
+  for (const state of STATES) {
+    const numbers = shards.filter((each) => each.state === state).map((each) => each.number);
+    if (state !== "running" && numbers.length) parts.push(`${numbered(numbers, "shard")}: ${state}`);
+  }
   say("over-time-says", parts.filter(Boolean).join(" · "));
 }
 
