@@ -134,7 +134,7 @@ def _island(run: RunState, m: int, state: str, seen: float, fragments: range) ->
     "tokens": island.tokens,
     "tokens_per_second": rounded(speed.tokens_per_second),
     **speed.as_json(),
-    "step_seconds": rounded(1 / island.steps_per_second) if here else None,  # lately
+    "step_seconds": rounded(1 / (island.steps_per_second or math.nan)) if here else None,  # lately
     "starved": here and island.starved,
     "participation": run.participation(m),
     "participation_recent": rounded(island.participation),
