@@ -334,7 +334,6 @@ def test_a_shard_that_is_silent_is_named_beside_the_islands(browser, tmp_path):
   with Dashboard(tmp_path) as dashboard:
     show(browser, dashboard, "running")
     assert browser.text("#over-time-says").endswith(" · shard 1: stalled")
-    assert browser.text("#waiting-says").startswith("Shard 1 is stalled: its fragments have no")
 
 
 def test_logs_that_cannot_be_read_are_named_at_the_top(browser, tmp_path, monkeypatch):
@@ -497,6 +496,35 @@ def many(count, seconds):
     if n == 10:
       for m in range(0, count, 9):
         yield made(7.9, "engine", "fault", target=f"learner-{m}", action="slow", seconds=5.0)
+
+
+def test_islands_that_came_and_went_a_thousand_times_are_few_shapes(browser, tmp_path):
+  """Two hundred islands with many kills were 75,000 elements, which took seconds to draw."""
+  count, lives = 20, 60
+  events = [changed(make_run()[0], num_learners=count, num_shards=0)]
+  for m, life in itertools.product(range(count), range(lives)):
+    about, role = {"target": f"learner-{m}"}, f"learner-{m}"
+    events += [
+      made(5.0 * life + 1.0, role, "started", life),
+      made(5.0 * life + 2.0, role, "joined", life),
+      step_event(5.0 * life + 3.0, m, 1, life),
+      made(5.0 * life + 4.0, "engine", "fault", action="kill", **about),
+      made(5.0 * life + 5.0, "engine", "restart", **about),
+    ]
+  events += [made(5.0 * lives, "engine", "run_finished", reason="finished")]
+  write_log(tmp_path, sorted(events, key=lambda event: event.time))
+  with Dashboard(tmp_path) as dashboard:
+    show(browser, dashboard, "over")
+    assert (
+      browser.ask("document.querySelectorAll('#chart g.island:has(.lane) *').length") < 7 * count
+    )
+    left, right = 92, browser.ask("document.querySelector('#chart').clientWidth") - 14
+    d = browser.ask("document.querySelector('#chart .down').getAttribute('d')")
+    bars = re.findall(r"M([\d.]+) 0h([\d.]+)v9h-\2z", d)
+    assert len(bars) == lives and d.count("M") == lives
+    second = (right - left) / (5.0 * lives)
+    found = [float(number) for number in bars[10]]
+    assert found == pytest.approx([left + 54.0 * second, second], abs=0.02)
 
 
 @pytest.mark.parametrize("count", [1, 200])

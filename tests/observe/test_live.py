@@ -196,7 +196,7 @@ def test_a_run_of_more_islands_than_lines_shows_what_happened(make, fake_clock, 
     live._consume([make.run_started(num_learners=30), *_restarts(make, "learner-1")])
     shown = console.file.getvalue()
   assert "island 1 restarts" in shown and "shard 1" in shown and "● 9" in shown
-  assert "● 29" not in shown and shown.rstrip().endswith("..."), "it says that there is more"
+  assert "● 29" not in shown and "..." in shown[-120:], "it says that there is more"
 
 
 def test_a_terminal_that_can_only_append_gets_lines_during_the_run(make, fake_clock, monkeypatch):
