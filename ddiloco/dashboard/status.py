@@ -159,6 +159,9 @@ def _shards(run: RunState, seen: float) -> list[dict[str, Any]]:
       "fragments": list(shard.fragments),
       "commits": shard.commits,
       "rejected": shard.rejected,
+      "unheard": [  # islands that train
+        m for m in sorted(shard.unheard) if run.islands[m].state_at(seen) == "running"
+      ],
     }
     for s, shard in sorted(run.shards.items())
   ]

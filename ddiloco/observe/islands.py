@@ -125,6 +125,7 @@ class ShardState(MemberState):
   commits: int = 0
   rejected: int = 0
   last_reason: str = ""  # why its last round ended when it did
+  unheard: set[int] = dataclasses.field(default_factory=set)  # learners that it counts as lost
 
 
 @dataclasses.dataclass

@@ -39,7 +39,7 @@ MOST_MARKS = 200
 NOTE_SECONDS = 5.0  # a text is noted once within so long: every shard reports the same member
 LONE_SHARE = 0.9  # if this share of recent rounds has one island each, `solo` reports it
 LEAST_ROUNDS = 4  # for that: or as many as fragments if these are more, at most RECENT_COMMITS
-SHOWN_REASONS = 4
+SHOWN_REASONS = SHOWN_ROLES = 4
 NOTED_COMPILE_SECONDS = 0.5
 _FREQUENT = {events.Step, events.CopyOut, events.Push, events.Stage, events.Apply, events.Commit}
 _OWN = {"learner": "learner", "syncer": "shard"}  # kind of role: how handlers are called
@@ -309,7 +309,7 @@ class RunState:
     shard = self._shard(s, event.time)
     if shard.live(event.incarnation):
       shard.live_on(event.time, "running")
-      shard.fragments = event.fragments
+      shard.fragments, shard.unheard = event.fragments, set()
 
   def _learner_launched(self, event: events.Launched, m: int) -> None:
     if self._island(m, event.time).lives:  # without an engine no other event says it
@@ -384,6 +384,12 @@ class RunState:
   def _learner_stopped(self, event: events.Stopped, m: int) -> None:
     if self._island(m, event.time).live(event.incarnation):
       self.islands[m].turn(event.time, "left")
+
+  def _shard_member(self, event: events.Member, s: int) -> None:
+    shard = self._shard(s, event.time)
+    shard.unheard.discard(event.learner)
+    if event.state == "lost" and event.learner in self.islands:
+      shard.unheard.add(event.learner)
 
   def _on_member(self, event: events.Member) -> None:
     m, state, time = event.learner, event.state, event.time
@@ -547,4 +553,8 @@ def note_of(event: Event) -> tuple[str, ...]:
 
 
 def _names(roles: Iterable[str]) -> str:
-  return ", ".join(map(role_name, roles))
+  """The names of a few roles, and how many more there are."""
+  names = list(map(role_name, sorted(roles, key=parse_role)))
+  if (more := len(names) - SHOWN_ROLES) > 0:
+    names[SHOWN_ROLES:] = [f"{more} more"]
+  return ", ".join(names)

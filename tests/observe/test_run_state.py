@@ -219,6 +219,7 @@ def test_the_end_of_a_cut_is_noted_as_its_beginning_is(make):
   )
   born = make.event(1.0, "syncer-0", "member", learner=1, state="joined", reason="incarnation 0")
   view = fold([make.run_started(), born, *lost, *again])
+  assert not any(shard.unheard for shard in view.shards.values())
   assert [(note.text, note.tone) for note in view.log_events] == [
     ("the syncer counts island 1 as lost: silent for 3.00 s", "bad"),
     ("the syncer hears island 1 again", "good"),
@@ -488,6 +489,14 @@ def test_what_a_snapshot_lacks_is_said():
     "snapshot 3 is given up: it lacks shard 1",
     "snapshot 4 is given up: no room",
   ]
+
+
+def test_of_many_roles_that_a_snapshot_lacks_a_few_are_named_in_order(make):
+  """Four lines of names, with island 10 before island 2."""
+  lacks = sorted(f"learner-{m}" for m in range(3, 30))
+  lacking = make.event(1.0, "syncer-0", "snapshot", snapshot=2, roles=[], seconds=1.0, lacks=lacks)
+  (note,) = fold([make.run_started(), lacking]).log_events
+  assert note.text.endswith("without island 3, island 4, island 5, island 6, 23 more")
 
 
 def test_events_that_a_full_disk_has_taken_from_a_log_are_said(make):

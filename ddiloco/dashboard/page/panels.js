@@ -136,6 +136,10 @@ function overTime({ phase, islands, shards, timeline }) {
     const numbers = shards.filter((each) => each.state === state).map((each) => each.number);
     if (state !== "running" && numbers.length) parts.push(`${numbered(numbers, "shard")}: ${state}`);
   }
+  const cut = new Map(); // by the islands that they do not hear, shards
+  for (const { number, unheard } of shards)
+    if (unheard.length) cut.set(numbered(unheard), [...(cut.get(numbered(unheard)) ?? []), number]);
+  for (const [who, by] of cut) parts.push(`not heard by ${numbered(by, "shard")}: ${who}`);
   say("over-time-says", parts.filter(Boolean).join(" · "));
 }
 
