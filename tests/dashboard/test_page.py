@@ -334,6 +334,8 @@ def test_a_shard_that_is_silent_is_named_beside_the_islands(browser, tmp_path):
   with Dashboard(tmp_path) as dashboard:
     show(browser, dashboard, "running")
     assert browser.text("#over-time-says").endswith(" · shard 1: stalled")
+    names = browser.ask("document.querySelector('#chart').textContent")
+    assert re.search(r"shard 1stalled · \d+ rounds", names)
 
 
 def test_logs_that_cannot_be_read_are_named_at_the_top(browser, tmp_path, monkeypatch):

@@ -108,7 +108,7 @@ function commits({ status, x }, row, number) {
 function name({ left, narrow, many }, row, island, member) {
   const said = island
     ? `${island.state}${island.loss === null ? "" : ` · ${loss(island.loss)}`}`
-    : `${compact(member?.commits)} rounds`;
+    : `${member?.state === "stalled" ? "stalled · " : ""}${compact(member?.commits)} rounds`;
   const parts = [svg("tspan", { class: "name" }, row.lane.name)];
   if (!many) parts.push(svg("tspan", { dx: 8 }, said));
   return narrow

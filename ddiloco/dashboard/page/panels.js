@@ -137,8 +137,10 @@ function overTime({ phase, islands, shards, timeline }) {
     if (state !== "running" && numbers.length) parts.push(`${numbered(numbers, "shard")}: ${state}`);
   }
   const cut = new Map(); // by the islands that they do not hear, shards
-  for (const { number, unheard } of shards)
-    if (unheard.length) cut.set(numbered(unheard), [...(cut.get(numbered(unheard)) ?? []), number]);
+  for (const { number, state, unheard } of shards) {
+    const who = numbered(unheard);
+    if (state === "running" && unheard.length) cut.set(who, [...(cut.get(who) ?? []), number]);
+  }
   for (const [who, by] of cut) parts.push(`not heard by ${numbered(by, "shard")}: ${who}`);
   say("over-time-says", parts.filter(Boolean).join(" · "));
 }
