@@ -260,7 +260,7 @@ class RunState:
     of the text that each shard may say differently."""
     note, since = LogEvent(event.time, text + more, tone, mark, role), event.time - NOTE_SECONDS
     lately = [each.text for each in self.log_events if each.time > since]
-    if not any(each.startswith(text) if more else each == text for each in lately):
+    if not any(each.startswith(text) for each in lately):
       self.log_events.append(note)
       self._noted(note)
     if mark:

@@ -113,6 +113,7 @@ def test_a_cut_is_told_by_shards_that_do_not_hear_islands_which_train(make):
   events += [member(4.0, 1, 2, "lost"), member(4.0, 1, -1, "lost"), member(4.0, 0, 3, "lost")]
   events.sort(key=lambda event: event.time)
   assert [each["unheard"] for each in status(events)["shards"]] == [[], [2]], "3 does not train"
+  assert status(events, 25.0)["shards"][1]["unheard"] == [], "2 has stalled"
   heard = [*events, member(8.0, 1, 2, "joined")]
   again = [*events, make.event(8.0, "syncer-1", "started", 1)]
   for each in (heard, again):
@@ -125,6 +126,7 @@ def test_an_island_that_has_never_joined_has_a_reason_too(make):
   events += [make.event(2.0, "learner-2", "apply", fragment=1)]
   assert not any(each["missed_reason"] for each in status(events)["islands"]), "nothing is missed"
   events += [make.commit(3.0, weights={0: 1.0}, missing={1: "no answer within the grace window"})]
+  events += [make.event(4.0, "engine", "restart", target="learner-0")]  # it was there
   assert [each["missed_reason"] for each in status(events)["islands"]] == [
     "",
     "no answer within the grace window",

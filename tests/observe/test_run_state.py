@@ -218,6 +218,7 @@ def test_the_end_of_a_cut_is_noted_as_its_beginning_is(make):
     )
   )
   born = make.event(1.0, "syncer-0", "member", learner=1, state="joined", reason="incarnation 0")
+  again.append(make.changed(again[0], learner=-1))  # the evaluator is no island
   view = fold([make.run_started(), born, *lost, *again])
   assert not any(shard.unheard for shard in view.shards.values())
   assert [(note.text, note.tone) for note in view.log_events] == [
@@ -501,10 +502,13 @@ def test_of_many_roles_that_a_snapshot_lacks_a_few_are_named_in_order(make):
 
 def test_events_that_a_full_disk_has_taken_from_a_log_are_said(make):
   """All numbers of the role are too low from then on."""
-  lost = {"count": 12_345, "reason": "[Errno 28] No space left on device"}
-  dropped = [make.event(1.0, "learner-2", "dropped", peer=p, **lost) for p in ("x", "learner-2")]
+  why = "[Errno 28] No space left on device"
+  dropped = [
+    make.event(1.0, "learner-2", "dropped", peer=peer, count=count, reason=why)
+    for peer, count in (("syncer-0", 7), ("learner-2", 12_345))
+  ]
   (said,) = fold([make.run_started(), *dropped]).log_events
-  assert said.text == f"island 2: 12,345 events of its log are lost: {lost['reason']}"
+  assert said.text == f"island 2: 12,345 events of its log are lost: {why}"
 
 
 def test_every_handler_has_the_name_of_a_kind():
