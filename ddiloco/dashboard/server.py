@@ -180,7 +180,8 @@ class RunFollower:
     if not (self._caught_up or self._trouble) and run.num_events:
       text = f"The log is being read: {run.num_events:,} events so far."
       status |= {"phase": "empty", "text": text}
-    return status | {"name": status["name"] or run_name(self.workdir)}
+    name = status["name"] or run_name(self.workdir)
+    return status | {"name": name, "unread": self._unread, "started": started}
 
   def _begin(self, started: float | None) -> None:
     config, follower = _config(self.workdir), Follower(self.workdir)
@@ -189,6 +190,7 @@ class RunFollower:
       self._ahead = 0.0  # seconds by which clocks of the run are ahead of this host's
       self._follower, self._run = follower, RunState(config)
       self._caught_up, self._reason, self._status = False, "", None
+      self._unread: list[str] = []  # logs that cannot be read now, and why
 
   def _follow(self) -> None:
     while not self._ended.is_set():
@@ -218,7 +220,9 @@ class RunFollower:
       if self._ended.wait(0.001):  # lets requests in
         return
     reason = outcome(self.workdir).get("reason", "")  # from the file beside the result
+    failed = self._follower.unread.items()
     with self._lock:
+      self._unread = [f"{path.name} ({error.strerror or error})" for path, error in failed]
       self._caught_up, self._reason = True, str(reason)
       newest = self._run.time + (started or 0.0) - time.time()
       self._ahead = min(max(self._ahead, newest), newest + late)

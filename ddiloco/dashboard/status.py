@@ -76,9 +76,9 @@ def status(
     "solo": (run.solo if state == "running" else "") or None,
     "merging": bool(run.num_shards),
     "islands": islands,
-    "shards": _shards(run),
+    "shards": _shards(run, seen),
     "fragments": [run.versions.get(p) for p in fragments],
-    "waiting": _waiting(run, state, sync),
+    "waiting": _waiting(run, state, seen, sync),
     "goodput": account.as_json() if account.chip_seconds else None,
     "timeline": _timeline(run, spans),
     "curves": _curves(run),
@@ -109,7 +109,8 @@ def _phase(run: RunState, now: float, reason: str, trouble: str) -> tuple[str, s
     return "over", "The run is over: every island has left."
   if silent > (SILENT_SECONDS if started else STARTING_SECONDS):
     ago = f"No role has written for {clock_time(silent)} ({time_unit(silent)})"
-    return "silent", f"{ago}: the run was killed, or it writes where this cannot read."
+    why = "the run was killed, its disk is full, or it writes where this cannot read"
+    return "silent", f"{ago}: {why}."
   if not started:
     return "starting", "The run is starting: islands load, compile and join."
   return "running", "The run is under way."
@@ -118,13 +119,13 @@ def _phase(run: RunState, now: float, reason: str, trouble: str) -> tuple[str, s
 def _island(run: RunState, m: int, state: str, seen: float, fragments: range) -> dict[str, Any]:
   island = run.islands[m]
   shown = _shown(island, state, seen)
-  speed = island.speed if shown == "running" else UNKNOWN
+  here = shown == "running"
+  speed = island.speed if here else UNKNOWN
   return {
     "number": m,
     "colour": island_colour(m),
     "state": shown,
     "restarts": island.restarts,
-    "median_step_seconds": rounded(island.usual_gap),
     "chips": island.chips,
     "chip_kinds": list(island.chip_kinds),
     "step": island.step,
@@ -133,27 +134,40 @@ def _island(run: RunState, m: int, state: str, seen: float, fragments: range) ->
     "tokens": island.tokens,
     "tokens_per_second": rounded(speed.tokens_per_second),
     **speed.as_json(),
+    "step_seconds": rounded(1 / (island.steps_per_second or math.nan)) if here else None,  # lately
+    "starved": here and island.starved,
     "participation": run.participation(m),
     "participation_recent": rounded(island.participation),
-    "missed_reason": island.missed_reason,
+    "missed_reason": island.missed_reason or _never_there(run, island, shown, len(fragments)),
     "versions": [island.versions.get(p) for p in fragments],
   }
 
 
-def _shards(run: RunState) -> list[dict[str, Any]]:
+def _never_there(run: RunState, island: IslandState, shown: str, fragments: int) -> str:
+  """Why an island has no part in the commits that no shard knows yet; "": it is known."""
+  if shown != "joining" or island.step or not run.commits:
+    return ""
+  has = f"it joins, and has received {len(island.versions)} of {fragments} fragments"
+  return has if island.lives else "nothing has been heard of it: was it started?"
+
+
+def _shards(run: RunState, seen: float) -> list[dict[str, Any]]:
   return [
     {
       "number": s,
-      "state": phase(shard.state),
+      "state": phase(shard.state_at(run.shards_at(seen))),
       "fragments": list(shard.fragments),
       "commits": shard.commits,
       "rejected": shard.rejected,
+      "unheard": [  # islands that train
+        m for m in sorted(shard.unheard) if run.islands[m].state_at(seen) == "running"
+      ],
     }
     for s, shard in sorted(run.shards.items())
   ]
 
 
-def _waiting(run: RunState, state: str, sync: SyncConfig | None) -> str:
+def _waiting(run: RunState, state: str, seen: float, sync: SyncConfig | None) -> str:
   if state in ("over", "silent"):
     return "No role waits: there is no run under way."
   if not run.num_shards:
@@ -162,12 +176,15 @@ def _waiting(run: RunState, state: str, sync: SyncConfig | None) -> str:
     return "The run's config cannot be read, so it is not known."
   # At the time of the newest event: nothing later is known.
   text = run.rounds.waiting(run.islands, run.time, sync)
-  down = [s for s, shard in sorted(run.shards.items()) if shard.state in DOWN]
-  if down:
-    who = f"{'Shard' if len(down) == 1 else 'Shards'} {', '.join(map(str, down))}"
-    verb, whose, they = ("is", "its", "it is") if len(down) == 1 else ("are", "their", "they are")
-    others = "" if len(down) == len(run.shards) else f" {text}"
-    text = f"{who} {verb} down: {whose} fragments have no rounds until {they} back.{others}"
+  judged = run.shards_at(seen)
+  states = {s: shard.state_at(judged) for s, shard in sorted(run.shards.items())}
+  away = {s: each for s, each in states.items() if each in (*DOWN, "stalled")}
+  if away:
+    who = f"{'Shard' if len(away) == 1 else 'Shards'} {', '.join(map(str, away))}"
+    verb, whose, they = ("is", "its", "it is") if len(away) == 1 else ("are", "their", "they are")
+    how = " or ".join(sorted({"down" if each in DOWN else each for each in away.values()}))
+    others = "" if len(away) == len(states) else f" {text}"
+    text = f"{who} {verb} {how}: {whose} fragments have no rounds until {they} back.{others}"
   return text
 
 
@@ -179,7 +196,7 @@ def _timeline(run: RunState, spans: dict[str, list[list]]) -> dict[str, Any]:
       {"time": round(each.time, 2), "role": each.role, "kind": each.mark, "text": each.text}
       for each in run.marks
     ],
-    "marks_left_out": run.num_marks - len(run.marks),
+    "counts": dict(run.mark_counts),  # of all marks, also older ones
   }
 
 
@@ -265,7 +282,10 @@ def _metrics(status: Mapping[str, Any]) -> Iterator[Metric]:
   for name, key in OF_ISLANDS.items():
     yield f"island_{name}", "island", {m: each[key] for m, each in islands.items()}
   yield "fragment_version", "fragment", dict(enumerate(status["fragments"]))
-  rejected = {shard["number"]: shard["rejected"] for shard in status["shards"]}
+  shards = {shard["number"]: shard for shard in status["shards"]}
+  states = {(s, each): shards[s]["state"] == each for s in shards for each in STATES}
+  yield "shard_state", "shard state", states
+  rejected = {s: each["rejected"] for s, each in shards.items()}
   yield "rejected_pushes_total", "shard", rejected
   for way in ("sent", "received"):
     moved = {link["role"]: link[f"{way}_bytes"] for link in status["links"]}

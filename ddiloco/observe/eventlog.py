@@ -391,6 +391,9 @@ class Follower(EventStream):
   A line is read when its end is there; a line torn by a kill is counted in `torn_lines` as soon as
   more is written after it. A file that shrank was replaced, and is read from its start. A file that
   cannot be read now does not hold up the others: reading resumes later, where it stopped.
+
+  Attributes:
+    unread: the logs that could not be read the last time, and why.
   """
 
   def __init__(self, workdir: str | os.PathLike[str]):
@@ -399,6 +402,7 @@ class Follower(EventStream):
     # By file: bytes given out, up to the end of a line; its size then.
     self._read: dict[Path, tuple[int, int]] = {}
     self._late: list[LogPart] = []  # parts that could not be read yet
+    self.unread: dict[Path, OSError] = {}
     self._warn = Warnings()
 
   def __iter__(self) -> Iterator[Event]:
@@ -415,13 +419,14 @@ class Follower(EventStream):
   def _failed(self, part: LogPart, error: OSError) -> None:
     if part.end > part.start:
       self._late.append(part)
+    self.unread[part.path] = error
     text = f"{part.path}: cannot be read now ({error}). It is tried again, the other logs are read."
     self._warn(part.path, text)
 
   def _new(self) -> list[LogPart]:
     """The parts with new lines, and those that could not be read before."""
     logs = _all_logs(self._workdir)
-    found, self._late = self._late, []
+    found, self._late, self.unread = self._late, [], {}
     waiting = {part.path for part in found}  # newer lines of these files wait for the older ones
     # Sizes of shards' logs before those of learners: no commit is read without its pushes.
     for path in sorted({*logs} - waiting, reverse=True):

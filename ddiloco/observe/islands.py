@@ -31,6 +31,7 @@ def outer_gradients(commit: events.Commit) -> dict[str, float]:
 
 STALL_STEPS = 10.0  # stalled: silent for so many of its step times, at least for STALL_SECONDS
 STALL_SECONDS = 2.0
+SHARD_STALL_SECONDS = 10.0  # a shard writes something at least once a second
 FIRST_STEP_SECONDS = 60.0  # the first step compiles
 # Starved: for some 20 steps over half of the time went into waiting for batches, until less than a
 # quarter does.
@@ -47,7 +48,8 @@ class MemberState:
   incarnation: int = -1  # the newest that was seen
   lives: int = 0  # incarnations that were seen
   died: float = -math.inf  # when the newest of them was last known to be dead
-  step_time: float = math.nan  # when the last step of an island ended
+  alive_at: float = math.nan  # when an island's last step ended, or a shard last wrote
+  behind: float = 0.0  # seconds that this came after newer events: its clock is behind
   num_absorbed: int = 0  # spans that are drawn as part of their neighbours
   _spans: list[list] = dataclasses.field(default_factory=list)  # those before `since`
 
@@ -67,9 +69,20 @@ class MemberState:
     """Its lives after the first one, also those of a run that went on."""
     return max(0, self.lives - 1)
 
+  def show_alive(self, time: float, newest: float) -> None:
+    """It showed then that it is alive; `newest`: the time of the newest event of all roles."""
+    late = newest - time
+    self.alive_at, self.behind = time, late if late > STALL_SECONDS else 0.0
+
+  @property
+  def patience(self) -> float:
+    """Seconds of silence that are no stall yet."""
+    return SHARD_STALL_SECONDS
+
   def state_at(self, time: float) -> str:
-    """Its state, judged at this time."""
-    return self.state
+    """`state`, or "stalled" if it should be running and has been silent for too long."""
+    silent = time - self.behind - finite_or(self.alive_at, time) > self.patience
+    return "stalled" if self.state == "running" and silent else self.state
 
   def turn(self, time: float, state: str) -> None:
     """It is in this state from `time` on; spans follow each other also where clocks differ."""
@@ -85,9 +98,9 @@ class MemberState:
   def spans(self, now: float, seen: float) -> list[list]:
     """[start, end, state] without gaps up to `now`; a stall is judged at time `seen`.
 
-    If an island fell silent before the end of a span, the silent part is a stall.
+    If it fell silent before the end of a span, the silent part is a stall.
     """
-    silent_since = max(self.since, self.step_time) if self._stalls(seen) else now
+    silent_since = max(self.since, self.alive_at) if self._stalls(seen) else now
     pieces = (self.since, silent_since, phase(self.state)), (silent_since, now, "stalled")
     shown = [[round(a, 2), round(b, 2), each] for a, b, each in pieces if each and a < b]
     return self._spans + shown
@@ -112,6 +125,7 @@ class ShardState(MemberState):
   commits: int = 0
   rejected: int = 0
   last_reason: str = ""  # why its last round ended when it did
+  unheard: set[int] = dataclasses.field(default_factory=set)  # learners that it counts as lost
 
 
 @dataclasses.dataclass
@@ -131,6 +145,7 @@ class IslandState(MemberState):
   tokens: int = 0
   tokens_per_second: float = math.nan
   step_seconds: float = math.nan
+  steps_per_second: float = math.nan  # lately, without waits for a shard
   step_tokens: int = 0  # of its last step
   data_seconds: float = 0.0  # of all incarnations: steps waited so long for their batches
   data_share: float = 0.0  # of the time lately
@@ -143,12 +158,12 @@ class IslandState(MemberState):
   rejected: int = 0  # pushes
   missed_time: float = math.nan
   missed_reason: str = ""  # why it missed the last commit that it missed
-  behind: float = 0.0  # seconds that its newest step came after newer events: its clock is behind
   versions: dict[int, int] = dataclasses.field(default_factory=dict)  # its version of each fragment
 
   def start(self, event: Started) -> None:
     """A new incarnation starts, on these devices; no version of a fragment is known of it yet."""
-    self.step, self.tokens_per_second, self.step_time, self.versions = 0, math.nan, math.nan, {}
+    self.step, self.alive_at, self.versions = 0, math.nan, {}
+    self.tokens_per_second = self.steps_per_second = math.nan
     if (event.devices, event.device_kind) != (self.chips, self.chip_kind):
       self.gaps.clear()
     self.chip_kind = event.device_kind
@@ -191,13 +206,11 @@ class IslandState(MemberState):
     """Share of the recent commits it took part in; NaN before the first."""
     return sum(self.took_part) / len(self.took_part) if self.took_part else math.nan
 
-  def state_at(self, time: float) -> str:
-    """`state`, or "stalled" if it should be running and has been silent for too long."""
-    patience = max(STALL_SECONDS, STALL_STEPS * finite_or(self.step_seconds, 0.0))
-    if not self.step:
-      patience = FIRST_STEP_SECONDS
-    silent = time - self.behind - finite_or(self.step_time, time) > patience
-    return "stalled" if self.state == "running" and silent else self.state
+  @property
+  def patience(self) -> float:
+    """Seconds of silence that are no stall yet."""
+    steps = STALL_STEPS * finite_or(self.step_seconds, 0.0)
+    return max(STALL_SECONDS, steps) if self.step else FIRST_STEP_SECONDS
 
 
 @dataclasses.dataclass(frozen=True)

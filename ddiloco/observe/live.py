@@ -1,6 +1,7 @@
 """Listeners of events that show a run while it goes on: the terminal's view, and TensorBoard.
 
-On a terminal: a header with progress, a table of islands, a line per shard, the latest log events.
+On a terminal: a header with progress, the latest log events, a line per shard, a table of islands.
+The table is last, since a terminal may have fewer lines than a run has islands.
 Anywhere else (a notebook, a pipe, a log file): plain lines without control codes, one about every
 ten seconds, later every fiftieth of the time since this start of the run, and one at once for every
 log event (fault, exit, restart, joined, ...).
@@ -55,12 +56,12 @@ def render(view: RunState, now: float, width: int = 100) -> RenderableType:
   parts: list[RenderableType] = [_header(view, now), _progress(view), Text()]
   if view.solo:
     parts += [Text(view.solo, style="bold yellow"), Text()]
-  parts.append(_islands(view, now, gap=2 if width >= 100 else 1))
-  if view.shards:
-    parts += [Text(), *(_shard_line(s, shard) for s, shard in sorted(view.shards.items()))]
   if view.log_events:
-    parts += [Text(), *map(_log_event_line, list(view.log_events)[-SHOWN_LOG_EVENTS:])]
-  return Group(*parts)
+    parts += [*map(_log_event_line, list(view.log_events)[-SHOWN_LOG_EVENTS:]), Text()]
+  if view.shards:
+    shards = sorted(view.shards.items())
+    parts += [*(_shard_line(s, shard, view.shards_at(now)) for s, shard in shards), Text()]
+  return Group(*parts, _islands(view, now, gap=2 if width >= 100 else 1))
 
 
 def plain_line(view: RunState, now: float) -> str:
@@ -72,8 +73,9 @@ def plain_line(view: RunState, now: float) -> str:
     if state == "joining" and view.fragments:
       at = f" (has received {len(island.versions)} of {len(view.fragments)} fragments)"
     islands.append(f"island {learner} {state}{at}")
-  away = ((s, shard.state) for s, shard in sorted(view.shards.items()) if shard.state != "running")
-  shards = [f"shard {s} {state}" for s, state in away]
+  judged = view.shards_at(now)
+  states = ((s, shard.state_at(judged)) for s, shard in sorted(view.shards.items()))
+  shards = [f"shard {s} {state}" for s, state in states if state != "running"]
   said = [", ".join(each) for each in (islands, shards) if each]
   return " · ".join([f"[{clock_time(now)}] {_percent(view)}", *_figures(view, now), *said])
 
@@ -152,8 +154,9 @@ def _missed(island: IslandState, now: float) -> Text:
   return Text(f"{clock_time(now - island.missed_time)} ago: {island.missed_reason}", style="dim")
 
 
-def _shard_line(number: int, shard: ShardState) -> Text:
-  state = f"{shard.state:<10}", _STATE_STYLES.get(shard.state, "default")
+def _shard_line(number: int, shard: ShardState, judged: float) -> Text:
+  shown = shard.state_at(judged)
+  state = f"{shown:<10}", _STATE_STYLES.get(shown, "default")
   counts = f"{shard.commits} rounds, {shard.rejected} rejected"
   said = f"■ shard {number:<3} ", state, f"  {counts}; last: {shard.last_reason or '–'}"
   return Text.assemble(*said, no_wrap=True, overflow="ellipsis")
@@ -191,7 +194,7 @@ class LiveView:
     """Takes the terminal and begins to draw."""
     # On a terminal that can only append (TERM=dumb) a picture would stay away until the end.
     if self._console.is_terminal and not self._console.is_dumb_terminal:
-      live = Live(console=self._console, auto_refresh=False, vertical_overflow="crop")
+      live = Live(console=self._console, auto_refresh=False, vertical_overflow="ellipsis")
       try:
         live.start()
         self._live = live

@@ -248,8 +248,8 @@ def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     ("uptime: some island trained, since the first step", said(_share, "uptime")),
     ("tokens per second and chip", said(compact, "tokens_per_second_per_chip")),
     ("MFU", said(_share, "mfu")),
-    ("time learners were blocked", said("{:.3g} s".format, "blocked_seconds")),
-    ("time learners waited for data", said("{:.3g} s".format, "data_seconds")),
+    ("time learners were blocked", said(_seconds, "blocked_seconds")),
+    ("time learners waited for data", said(_seconds, "data_seconds")),
     ("bytes sent", said(lambda sent: f"{compact(sent)}B", "bytes_sent")),
     ("lines of the log that cannot be read", f"{damaged:,}" if damaged else ""),
     ("clocks that differ", said(str, "clocks")),
@@ -273,12 +273,24 @@ def page(summary: Mapping[str, Any]) -> str:
   )
   sample = summary.get("sample")
   text = f"<h2>A sample of its text</h2><pre>{html.escape(str(sample))}</pre>" if sample else ""
-  body = f"<h1>{name}</h1><table>{numbers}</table>{_learner_table(summary)}{pictures}{text}"
+  tables = f"<table>{numbers}</table>{_learner_table(summary)}"
+  body = f"<h1>{name}</h1>{_about(summary)}{tables}{pictures}{text}"
   footer = '<p>All numbers: <a href="summary.json">summary.json</a></p>'
   head = f'<meta charset="utf-8"><title>{name}{_TITLE}<style>{_CSS}</style>'
   view = '<meta name="viewport" content="width=device-width, initial-scale=1">'
   start = f'<!doctype html>\n<html lang="en"><head>{head}{view}</head>'
   return f"{start}<body>{body}{footer}</body></html>\n"
+
+
+def _about(summary: Mapping[str, Any]) -> str:
+  """What took part in the run, for a reader who sees such a page for the first time."""
+  if not summary.get("num_learners"):
+    return ""
+  text = "Each island ({num_learners}) trains a copy of one model"
+  if summary["num_shards"]:
+    text += "; syncer shards ({num_shards}) merge what the islands have learned, one of the model's"
+    text += " fragments ({num_fragments}) at a time"
+  return f"<p>{text.format_map(summary)}. Losses are in nats per token.</p>"
 
 
 def _learner_table(summary: Mapping[str, Any]) -> str:
@@ -292,8 +304,8 @@ def _learner_table(summary: Mapping[str, Any]) -> str:
     cells = (
       *(m, ", then ".join(each["chip_kinds"]), str(each["lives"]), str(each["steps"])),
       *(compact(each["tokens"]), _loss(each["loss"]), _share(alive.get(m)), _share(shares.get(m))),
-      "" if gap is None else f"{1000 * gap:.0f} ms",
-      "" if waited is None else f"{waited:.3g} s",
+      "" if gap is None else f"{1000 * gap:.0f} ms" if gap < 1 else _seconds(gap),
+      "" if waited is None else _seconds(waited),
       compact(each["tokens_per_second_per_chip"] or math.nan),
       _share(each["mfu"]),
     )
@@ -303,6 +315,10 @@ def _learner_table(summary: Mapping[str, Any]) -> str:
 
 def _share(value: float | None) -> str:
   return "" if value is None else f"{value:.1%}"
+
+
+def _seconds(value: float) -> str:
+  return f"{value:.3g} s" if value < 999.5 else f"{clock_time(value)} ({time_unit(value)})"
 
 
 def _causes(lost_time: Mapping[str, float]) -> str:
@@ -327,7 +343,7 @@ td { font-variant-numeric: tabular-nums }
 .wide { width: 100% } .wide td, .wide th { text-align: right }
 .wide td:first-child, .wide th:first-child { text-align: left }
 figure { margin: 0 } img { width: 100%; height: auto }
-figcaption { color: #666; font-size: .92rem }
+p { margin: .6rem 0 } figcaption { color: #666; font-size: .92rem }
 pre { background: #f6f6f6; padding: 1rem; white-space: pre-wrap; overflow-wrap: anywhere }
 @media (max-width: 60rem) { .wide { display: block; overflow-x: auto } }
 """

@@ -20,7 +20,6 @@ from ddiloco.observe.islands import (
   DOWN,
   OUTER_GRADIENTS,
   RECENT_COMMITS,
-  STALL_SECONDS,
   IslandState,
   LogEvent,
   MemberState,
@@ -35,12 +34,12 @@ from ddiloco.observe.tracks import Rejoins
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Event, parse_role
 
-RECENT_LOG_EVENTS = 8
+RECENT_LOG_EVENTS = 100
 MOST_MARKS = 200
 NOTE_SECONDS = 5.0  # a text is noted once within so long: every shard reports the same member
 LONE_SHARE = 0.9  # if this share of recent rounds has one island each, `solo` reports it
 LEAST_ROUNDS = 4  # for that: or as many as fragments if these are more, at most RECENT_COMMITS
-SHOWN_REASONS = 4
+SHOWN_REASONS = SHOWN_ROLES = 4
 NOTED_COMPILE_SECONDS = 0.5
 _FREQUENT = {events.Step, events.CopyOut, events.Push, events.Stage, events.Apply, events.Commit}
 _OWN = {"learner": "learner", "syncer": "shard"}  # kind of role: how handlers are called
@@ -88,7 +87,7 @@ class RunState:
     self.traffic, self.curves, self.clocks = TrafficTotals(), Curves(), Clocks()
     self._on_traffic = self.traffic.add
     self.marks: deque[LogEvent] = deque(maxlen=MOST_MARKS)  # those that a timeline shows
-    self.num_marks = 0  # ever
+    self.mark_counts: Counter[str] = Counter()  # by their kind, of all that ever were
     self._killed: set[str] = set()  # roles that a planned kill struck and that are still down
     if config is not None:
       self.total_tokens, self.num_shards = config.run.total_tokens, config.sync.num_shards
@@ -118,6 +117,10 @@ class RunState:
       handler(event)
     if number >= 0 and (handler := getattr(self, f"_{_OWN.get(role)}_{kind}", None)):
       handler(event, number)
+    if role == "syncer" and (shard := self.shards.get(number)):
+      if shard.state == "running":
+        shard.turn(event.time, "running")  # an earlier silence is over
+      shard.show_alive(event.time, self.time)
     self.ledger.take(event)
     self.rounds.add(event)
     self.clocks.add(event)
@@ -214,8 +217,14 @@ class RunState:
 
   def spans(self, now: float, seen: float) -> dict[str, list[list]]:
     """By role, [start, end, state] without gaps up to `now`; stalls are judged at time `seen`."""
-    found = {role: member.spans(now, seen) for role, member in self.members().items()}
+    judged = {"learner": seen, "syncer": self.shards_at(seen)}
+    found = {r: m.spans(now, judged[parse_role(r)[0]]) for r, m in self.members().items()}
     return {role: spans for role, spans in found.items() if spans}
+
+  def shards_at(self, time: float) -> float:
+    """The time at which silence of shards is judged: shards end when no island trains any more."""
+    trains = any(island.state == "running" for island in self.islands.values())
+    return time if trains else -math.inf
 
   # --- members ------------------------------------------------------------------------------------
 
@@ -244,15 +253,19 @@ class RunState:
       if state == "lost":
         member.died = time
 
-  def _note(self, event: Event, text: str, tone: str, mark: str = "", role: str = "") -> None:
-    """`mark`: of what kind it is on the timeline of the role; "": it is not on it."""
-    note, since = LogEvent(event.time, text, tone, mark, role), event.time - NOTE_SECONDS
-    if not any(each.text == text and each.time > since for each in self.log_events):
+  def _note(
+    self, event: Event, text: str, tone: str, mark: str = "", role: str = "", more: str = ""
+  ) -> None:
+    """`mark`: of what kind it is on the timeline of the role; "": it is not on it. `more`: a part
+    of the text that each shard may say differently."""
+    note, since = LogEvent(event.time, text + more, tone, mark, role), event.time - NOTE_SECONDS
+    lately = [each.text for each in self.log_events if each.time > since]
+    if not any(each.startswith(text) for each in lately):
       self.log_events.append(note)
       self._noted(note)
     if mark:
       self.marks.append(note)
-      self.num_marks += 1
+      self.mark_counts[mark] += 1
 
   # --- events -------------------------------------------------------------------------------------
   # `_on_KIND` is called with an event of that kind; `_learner_KIND` and `_shard_KIND` with one that
@@ -296,7 +309,7 @@ class RunState:
     shard = self._shard(s, event.time)
     if shard.live(event.incarnation):
       shard.live_on(event.time, "running")
-      shard.fragments = event.fragments
+      shard.fragments, shard.unheard = event.fragments, set()
 
   def _learner_launched(self, event: events.Launched, m: int) -> None:
     if self._island(m, event.time).lives:  # without an engine no other event says it
@@ -311,7 +324,7 @@ class RunState:
     island = self._island(m, event.time)
     if island.live(event.incarnation):
       island.live_on(event.time, "running")
-      island.global_step, island.step_time = event.global_step, event.time
+      island.global_step, island.alive_at = event.global_step, event.time
 
   def _on_owns(self, event: events.Owns | events.Regained) -> None:
     """The fragment's value is this one, which may be older than its newest commit."""
@@ -334,7 +347,7 @@ class RunState:
   def _step(self, event: events.Step, m: int, island: IslandState) -> None:
     if island.state not in ("quarantined", "left"):
       island.live_on(event.time, "running")
-    passed = event.time - island.step_time if island.step else math.nan
+    passed = event.time - island.alive_at if island.step else math.nan
     rate = event.tokens / passed if passed > 0 else event.tokens / max(1e-9, event.seconds)
     smoothed = 0.8 * island.tokens_per_second + 0.2 * rate if island.step > 1 else rate
     if math.isnan(self.first_step_time):
@@ -351,13 +364,14 @@ class RunState:
       self._note(event, f"island {m} {text}", tone)
     if event.step > 1 and 0 < event.gap_seconds < math.inf:
       island.gaps.append(event.gap_seconds)
+      pace = 1 / max(1e-9, event.seconds, event.gap_seconds - event.blocked_seconds)
+      island.steps_per_second = finite_or(0.8 * island.steps_per_second + 0.2 * pace, pace)
     if not self.num_shards:
       self.merged_tokens[m] = event.step * event.tokens
       self._before.setdefault(m, self.merged_tokens[m] - event.tokens)
     island.tokens_per_second = finite_or(smoothed, rate)
-    island.step_seconds, island.step_time = event.seconds, event.time
-    island.step_tokens, late = event.tokens, self.time - event.time
-    island.behind = late if late > STALL_SECONDS else 0.0
+    island.step_seconds, island.step_tokens = event.seconds, event.tokens
+    island.show_alive(event.time, self.time)
 
   def _learner_apply(self, event: events.Apply | events.CopyOut, m: int) -> None:
     self._island(m, event.time).versions[event.fragment] = event.version
@@ -371,8 +385,16 @@ class RunState:
     if self._island(m, event.time).live(event.incarnation):
       self.islands[m].turn(event.time, "left")
 
+  def _shard_member(self, event: events.Member, s: int) -> None:
+    shard = self._shard(s, event.time)
+    shard.unheard.discard(event.learner)
+    if event.state == "lost" and event.learner in self.islands:
+      shard.unheard.add(event.learner)
+
   def _on_member(self, event: events.Member) -> None:
     m, state, time = event.learner, event.state, event.time
+    if m >= 0 and event.reason == "heard again":  # of a cut its learner may know nothing
+      self._note(event, f"the syncer hears island {m} again", "good")
     if m < 0 or state == "joined":  # the evaluator; a learner records its joining itself
       return
     island = self._island(m, time)
@@ -386,7 +408,7 @@ class RunState:
     if before in DOWN or before == "left":
       return  # already noted
     why = f": {event.reason}" if event.reason else ""
-    self._note(event, f"the syncer counts island {m} as {state}{why}", "bad")
+    self._note(event, f"the syncer counts island {m} as {state}", "bad", more=why)
 
   def _shard_commit(self, event: events.Commit, s: int) -> None:
     before, taking = self.solo, event.weights.keys()
@@ -519,6 +541,8 @@ def note_of(event: Event) -> tuple[str, ...]:
       usual = f" (a step takes {event.usual_seconds:.2g} s)" if event.usual_seconds else ""
       text = f"{who} hangs: silent for {event.seconds:.0f} s{usual}; its log has all stacks"
       return text, "bad", "hang", event.target
+    case events.Dropped() if event.peer == event.role:
+      return f"{who}: {event.count:,} events of its log are lost: {event.reason}", "bad"
     case events.Profiled():
       return f"{event.steps} steps of {who} are traced: {event.path}", "plain"
     case events.Unprofiled():
@@ -529,4 +553,8 @@ def note_of(event: Event) -> tuple[str, ...]:
 
 
 def _names(roles: Iterable[str]) -> str:
-  return ", ".join(map(role_name, roles))
+  """The names of a few roles, and how many more there are."""
+  names = list(map(role_name, sorted(roles, key=parse_role)))
+  if (more := len(names) - SHOWN_ROLES) > 0:
+    names[SHOWN_ROLES:] = [f"{more} more"]
+  return ", ".join(names)

@@ -213,7 +213,7 @@ class Rejoins:
         for way in self._watched:
           if m in way.pauses and event.time > way.died:
             stopped = isinstance(event, events.Stopped)
-            pause = event.time - self._islands[m].step_time if stopped else event.gap_seconds
+            pause = event.time - self._islands[m].alive_at if stopped else event.gap_seconds
             way.pauses[m] = max(way.pauses[m], pause)
 
   def _strike(self, role: str) -> None:
@@ -235,7 +235,7 @@ class Rejoins:
 
   def _pauses(self, way: WayBack, until: float) -> dict[int, float]:
     """By witness its longest pause; that of one which trains counts up to this time."""
-    silent = {m: until - self._islands[m].step_time for m in way.pauses}
+    silent = {m: until - self._islands[m].alive_at for m in way.pauses}
     there = {m for m in way.pauses if self._islands[m].state == "running"}
     return {m: max(pause, silent[m] if m in there else 0.0) for m, pause in way.pauses.items()}
 

@@ -1,6 +1,7 @@
 """The page in a real browser: what a reader sees of a run, during and after it."""
 
 import contextlib
+import itertools
 import json
 import re
 import time
@@ -80,6 +81,37 @@ def test_a_run_that_is_over(browser, tmp_path):
     assert browser.text("#waiting-says") == "No role waits: there is no run under way."
     assert browser.text("#fault-form") == ""
     assert browser.complaints == []
+
+
+def test_what_struck_a_run_is_counted_from_its_start_and_restarts_by_whose_they_are(
+  browser, tmp_path
+):
+  """Kills of a long run were those of the newest 200 marks; islands had shards' restarts too."""
+  events = [*make_run(), made(30.0, "syncer-1", "started", 1)]
+  for n in range(150):
+    events.append(made(30.0 + 0.1 * n, "engine", "fault", target="learner-3", action="kill"))
+    events.append(made(30.05 + 0.1 * n, "engine", "restart", target="learner-3"))
+  write_log(tmp_path, sorted(events, key=lambda event: event.time))
+  with Dashboard(tmp_path) as dashboard:
+    show(browser, dashboard, "over")
+    assert browser.text("#over-time-says") == "151 kills and 151 restarts"
+    assert "103 older marks left out" in browser.text("#legend")
+    assert "Islands\n4\n1 restart, of shards 1" in browser.text("#figures")
+
+
+def test_what_happened_goes_back_for_hours_and_scrolls(browser, tmp_path):
+  """It had eight lines: two restarts of one island."""
+  restarts = [made(END + n, "engine", "restart", target="learner-3") for n in range(0, 600, 6)]
+  write_log(tmp_path, [*make_run()[:-1], *restarts])
+  began = int(time.time()) - 655
+  (tmp_path / STARTED).write_text(f"{began}")
+  with Dashboard(tmp_path) as dashboard:
+    show(browser, dashboard, "running")
+    times = browser.ask("[...document.querySelectorAll('#log-events time')].map(n => n.innerText)")
+    assert (len(times), times[0], times[-1]) == (100, "10:54", "1:00")
+    local = "document.querySelector('#log-events time').title"
+    assert browser.ask(f"Date.parse({local})") == 1000 * (began + 654), "a reader's own clock"
+    assert browser.ask("document.querySelector('#log-events').parentNode.clientHeight") == 420
 
 
 def test_bars_and_marks_stand_at_their_times(browser, tmp_path):
@@ -171,6 +203,25 @@ def test_step_times_by_island_and_time(browser, tmp_path):
     browser.ask("document.querySelector('#theme').click()")
     assert colour(10, 0) != usual, "a canvas knows no style sheet: it is drawn again"
     browser.ask("document.querySelector('#theme').click()")
+    assert browser.complaints == []
+
+
+@pytest.mark.parametrize("slow", [20, 300])
+def test_an_island_that_is_slow_now_is_named_also_after_days(browser, tmp_path, slow):
+  """It was named when eight cells of the map were slow, hours later; and not after 256 such steps:
+  from then on they were its median."""
+  gaps = [60.0] * 4000, [60.0] * (4000 - 3 * slow) + [180.0] * slow
+  events = [changed(make_run()[0], num_learners=2)]
+  for m in range(2):
+    for n, (at, gap) in enumerate(zip(itertools.accumulate(gaps[m]), gaps[m]), 1):
+      events.append(step_event(at, m, n, seconds=gap, gap_seconds=gap))
+  events.sort(key=lambda event: event.time)
+  write_log(tmp_path, events)
+  (tmp_path / STARTED).write_text(f"{time.time() - events[-1].time - 1}")
+  with Dashboard(tmp_path) as dashboard:
+    show(browser, dashboard, "running")
+    said = browser.text("#heat-says")
+    assert re.fullmatch(r"slower than usual now: island 1 \((2\.9|3\.0)×\)", said), said
     assert browser.complaints == []
 
 
@@ -269,6 +320,28 @@ def test_a_status_that_it_cannot_draw_does_not_end_its_polling(browser, tmp_path
       show(browser, dashboard, "over")
     browser.until("document.querySelector('#links').textContent.includes('shard 1')")
     assert browser.complaints, "of the first status"
+
+
+def test_a_shard_that_is_silent_is_named_beside_the_islands(browser, tmp_path):
+  """Of one that no engine starts only the stripes of its lane tell, far below those of islands."""
+  events = [e for e in make_run() if e.time <= 18.0 and not (e.role == "syncer-1" and e.time > 5)]
+  write_log(tmp_path, events)
+  (tmp_path / STARTED).write_text(f"{time.time() - 19.0}")
+  with Dashboard(tmp_path) as dashboard:
+    show(browser, dashboard, "running")
+    assert browser.text("#over-time-says").endswith(" · shard 1: stalled")
+    names = browser.ask("document.querySelector('#chart').textContent")
+    assert re.search(r"shard 1stalled · \d+ rounds", names)
+
+
+def test_logs_that_cannot_be_read_are_named_at_the_top(browser, tmp_path, monkeypatch):
+  with Dashboard(run(tmp_path, until=30.0)) as dashboard:
+    status, logs = dashboard._run.status, [f"learner-{m}.jsonl (denied)" for m in range(5)]
+    monkeypatch.setattr(dashboard._run, "status", lambda: status() | {"unread": logs})
+    show(browser, dashboard, "running")
+    said = browser.text("#banner")
+    assert said.endswith("learner-1.jsonl (denied), learner-2.jsonl (denied) and 2 more.")
+    assert browser.ask("document.querySelector('#banner').dataset.tone") == "warn"
 
 
 def test_the_server_is_gone_and_comes_back(browser, tmp_path, monkeypatch):
@@ -418,6 +491,35 @@ def many(count, seconds):
         yield made(7.9, "engine", "fault", target=f"learner-{m}", action="slow", seconds=5.0)
 
 
+def test_islands_that_came_and_went_a_thousand_times_are_few_shapes(browser, tmp_path):
+  """Two hundred islands with many kills were 75,000 elements, which took seconds to draw."""
+  count, lives = 20, 60
+  events = [changed(make_run()[0], num_learners=count, num_shards=0)]
+  for m, life in itertools.product(range(count), range(lives)):
+    about, role = {"target": f"learner-{m}"}, f"learner-{m}"
+    events += [
+      made(5.0 * life + 1.0, role, "started", life),
+      made(5.0 * life + 2.0, role, "joined", life),
+      step_event(5.0 * life + 3.0, m, 1, life),
+      made(5.0 * life + 4.0, "engine", "fault", action="kill", **about),
+      made(5.0 * life + 5.0, "engine", "restart", **about),
+    ]
+  events += [made(5.0 * lives, "engine", "run_finished", reason="finished")]
+  write_log(tmp_path, sorted(events, key=lambda event: event.time))
+  with Dashboard(tmp_path) as dashboard:
+    show(browser, dashboard, "over")
+    assert (
+      browser.ask("document.querySelectorAll('#chart g.island:has(.lane) *').length") < 7 * count
+    )
+    left, right = 92, browser.ask("document.querySelector('#chart').clientWidth") - 14
+    d = browser.ask("document.querySelector('#chart .down').getAttribute('d')")
+    bars = re.findall(r"M([\d.]+) 0h([\d.]+)v9h-\2z", d)
+    assert len(bars) == lives and d.count("M") == lives
+    second = (right - left) / (5.0 * lives)
+    found = [float(number) for number in bars[10]]
+    assert found == pytest.approx([left + 54.0 * second, second], abs=0.02)
+
+
 @pytest.mark.parametrize("count", [1, 200])
 def test_one_island_and_two_hundred_are_readable_and_quick(browser, tmp_path, count):
   """Each table of two hundred rows has a place of its own size; the page is no hundred screens."""
@@ -446,6 +548,25 @@ def test_the_theme_can_be_chosen_and_is_kept(browser, tmp_path):
     assert browser.ask("document.documentElement.dataset.theme") == "dark"
     assert "14" in browser.ask("getComputedStyle(document.body).backgroundColor")
     browser.ask("document.querySelector('#theme').click()")
+
+
+def test_a_browser_that_blocks_its_storage_shows_the_run(browser, tmp_path):
+  """The page said "connecting" for ever: it could not read which theme was chosen."""
+  blocked = "for (const name of ['localStorage', 'sessionStorage']) Object.defineProperty(window,"
+  blocked += " name, {get() { throw new DOMException('blocked', 'SecurityError') }})"
+  script = browser.send("Page.addScriptToEvaluateOnNewDocument", source=blocked)
+  with Dashboard(run(tmp_path), Where(token=TOKEN)) as dashboard:
+    browser.open(f"{dashboard.url}?token={TOKEN}")
+    browser.until("document.body.dataset.phase === 'over'")
+    browser.ask("document.querySelector('#theme').click()")
+    assert browser.text("#theme") == "Theme: light"
+    browser.open(dashboard.url)
+    browser.until("document.activeElement.id === 'token'")
+    assert browser.text("#token-wrong") == ""
+    browser.ask(f"document.querySelector('#token').value = {TOKEN!r}")
+    browser.press("Enter")
+    browser.until("document.body.dataset.phase === 'over'")
+  browser.send("Page.removeScriptToEvaluateOnNewDocument", **script)
 
 
 def test_what_is_in_a_log_stays_text(browser, tmp_path):

@@ -1,6 +1,7 @@
 """The dashboard's server: the page, the numbers, who gets what, and faults for the run."""
 
 import contextlib
+import errno
 import json
 import socket
 import threading
@@ -15,6 +16,7 @@ from ddiloco.dashboard import server as module
 from ddiloco.dashboard.server import Dashboard, Where
 from ddiloco.dashboard.status import LAG_SECONDS
 from ddiloco.network.webserver import MAX_CONNECTIONS
+from ddiloco.observe import eventlog
 from ddiloco.protocol.events import LOG_FORMAT
 from ddiloco.workdir import OUTCOME, STARTED
 from tests.waits import wait_for
@@ -166,6 +168,25 @@ def test_a_new_run_whose_log_cannot_be_read_is_said(serve, workdir, capsys):
   assert found["text"].startswith("Nothing new is known") and "of format 1" in found["text"]
   assert {island["state"] for island in found["islands"]} == {"unknown"}, "and not stalled"
   assert capsys.readouterr().err.count("is an event log of format 1") == 1
+
+
+def test_one_log_that_cannot_be_read_is_said_until_it_can(serve, workdir, monkeypatch):
+  """Its island was stalled on the page, and only stderr said why."""
+  read = eventlog._read
+
+  def stale(path, *place):
+    if path.stem == "learner-0":
+      raise OSError(errno.ESTALE, "Stale file handle")
+    return read(path, *place)
+
+  with monkeypatch.context() as patched:
+    patched.setattr(eventlog, "_read", stale)
+    dashboard = serve()
+    log(workdir, (5.5, "step", STEP | {"step": 2}), role="learner-0")
+    found = wait_for(lambda: (s := status(dashboard))["unread"] and s)
+    assert found["unread"] == ["learner-0.jsonl (Stale file handle)"]
+  found = wait_for(lambda: not (s := status(dashboard))["unread"] and s)
+  assert found["islands"][0]["step"] == 2
 
 
 @pytest.mark.parametrize("trouble", [OSError("out of reach"), KeyError("a mistake of a view")])

@@ -101,6 +101,40 @@ def test_single_roles_without_an_engine_are_over_when_all_have_left(make):
   assert status(events, 100.0, config)["total_tokens"] == config.run.total_tokens
 
 
+def test_a_cut_is_told_by_shards_that_do_not_hear_islands_which_train(make):
+  """All islands ran, and so did both shards: the page's first lines said that all was well."""
+  events = [make.run_started()]
+  events += [make.event(0.5, f"syncer-{s}", "started") for s in range(2)]
+  events += [make.step(1.0 + n, m, n + 1, seconds=1.0) for n in range(8) for m in (1, 2)]
+
+  def member(time, shard, learner, state):
+    return make.event(time, f"syncer-{shard}", "member", learner=learner, state=state)
+
+  events += [member(4.0, 1, 2, "lost"), member(4.0, 1, -1, "lost"), member(4.0, 0, 3, "lost")]
+  events.sort(key=lambda event: event.time)
+  assert [each["unheard"] for each in status(events)["shards"]] == [[], [2]], "3 does not train"
+  assert status(events, 25.0)["shards"][1]["unheard"] == [], "2 has stalled"
+  heard = [*events, member(8.0, 1, 2, "joined")]
+  again = [*events, make.event(8.0, "syncer-1", "started", 1)]
+  for each in (heard, again):
+    assert [shard["unheard"] for shard in status(each)["shards"]] == [[], []]
+
+
+def test_an_island_that_has_never_joined_has_a_reason_too(make):
+  """No shard knows it, so none says why it misses each round: it was joining for days."""
+  events = [make.run_started(), make.step(1.0, 0, 1), make.event(1.0, "learner-2", "started")]
+  events += [make.event(2.0, "learner-2", "apply", fragment=1)]
+  assert not any(each["missed_reason"] for each in status(events)["islands"]), "nothing is missed"
+  events += [make.commit(3.0, weights={0: 1.0}, missing={1: "no answer within the grace window"})]
+  events += [make.event(4.0, "engine", "restart", target="learner-0")]  # it was there
+  assert [each["missed_reason"] for each in status(events)["islands"]] == [
+    "",
+    "no answer within the grace window",
+    "it joins, and has received 1 of 4 fragments",
+    "nothing has been heard of it: was it started?",
+  ]
+
+
 def test_a_run_that_goes_on_is_not_over(make, run_events):
   events = [*run_events, make.changed(make.run_started(), time=100.0), make.step(110.0, 0, 1, 2)]
   assert status(events, 110.5)["phase"] == "running"

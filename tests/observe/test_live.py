@@ -186,6 +186,19 @@ def test_on_a_terminal_the_last_frame_stays(run_events, fake_clock, monkeypatch)
   assert text.rstrip().endswith("\x1b[?25h")  # the cursor is back
 
 
+def test_a_run_of_more_islands_than_lines_shows_what_happened(make, fake_clock, monkeypatch):
+  """The table of islands came first: the newest faults, and the shards, were below the screen."""
+  monkeypatch.setenv("TERM", "xterm")
+  console = Console(file=io.StringIO(), width=100, height=24, force_terminal=True)
+  with LiveView(console, clock=fake_clock) as live:
+    live._drain.close()
+    live._start_time, fake_clock.now = 0.0, 2.0
+    live._consume([make.run_started(num_learners=30), *_restarts(make, "learner-1")])
+    shown = console.file.getvalue()
+  assert "island 1 restarts" in shown and "shard 1" in shown and "● 9" in shown
+  assert "● 29" not in shown and "..." in shown[-120:], "it says that there is more"
+
+
 def test_a_terminal_that_can_only_append_gets_lines_during_the_run(make, fake_clock, monkeypatch):
   monkeypatch.setenv("TERM", "dumb")
   console = Console(file=io.StringIO(), width=100, force_terminal=True)

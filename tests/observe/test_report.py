@@ -156,6 +156,26 @@ def test_each_known_number_has_its_row():
   assert dict(best)["held-out loss, best island"] == "1.250"
 
 
+def test_seconds_of_a_run_of_days_are_no_powers_of_ten(make):
+  """Thirty islands wait for three hours in all: "1.23e+04 s"."""
+  said = dict(key_numbers({"blocked_seconds": 12_345.6, "data_seconds": 999.4}))
+  assert said["time learners were blocked"] == "3:25:45 (h:min:s)"
+  assert said["time learners waited for data"] == "999 s"
+  step = {"gap_seconds": 61.0, "data_seconds": 12_345.6}
+  run = RunState().read(make.step(100.0 + n, 0, n, **step) for n in (1, 2))
+  assert "<td>61 s</td><td>6:51:31 (h:min:s)</td>" in page(numbers(run))
+
+
+def test_the_page_says_what_took_part(make):
+  """A reader who never saw the project found no word of shards and fragments, and no unit."""
+  said = "Each island (4) trains a copy of one model"
+  with_shards = page(numbers(RunState().read([make.run_started()])))
+  assert f"<p>{said}; syncer shards (2) merge what the islands have learned" in with_shards
+  assert "the model's fragments (4) at a time. Losses are in nats per token.</p>" in with_shards
+  alone = make.run_started(num_shards=0, num_fragments=0)
+  assert f"<p>{said}. Losses" in page(numbers(RunState().read([alone])))
+
+
 def test_the_table_of_islands_has_all_that_is_known(make):
   run = RunState().read([make.run_started(num_learners=1)])
   run.add(make.event(1.0, "learner-0", "started", devices=4, device_kind="TPU v5p"))
@@ -219,7 +239,7 @@ def test_what_pictures_of_a_long_run_leave_out_is_counted_and_said(make, monkeyp
     for figure in (plots.timeline_figure, plots.participation_figure, plots.loss_figure):
       figure(run)
   (marks, spans), (commits,) = said[0], said[1]
-  assert marks == f"the newest 200 of {run.num_marks:,} marks"
+  assert marks == f"the newest 200 of {run.mark_counts.total():,} marks"
   assert commits == "of 2,999 commits 1 in 4" and not any(said[2])
   assert "short spans are part of others" in spans
   found = numbers(run)

@@ -192,12 +192,39 @@ def test_lost_to_a_shard_while_it_steps_is_a_reason_not_a_state(make):
 
 
 def test_both_shards_tell_of_one_loss_in_one_note(make):
+  """Each has its own seconds of silence, so each loss was noted once for each shard."""
   events = [
-    make.event(2.0 + shard / 10, f"syncer-{shard}", "member", learner=1, state="lost", reason="x")
+    make.event(
+      *(2.0 + shard / 10, f"syncer-{shard}", "member"),
+      **{"learner": 1, "state": "lost", "reason": f"silent for 3.0{shard} s"},
+    )
     for shard in range(2)
   ]
   view = fold([make.run_started(), *events])
-  assert [note.text for note in view.log_events] == ["the syncer counts island 1 as lost: x"]
+  (note,) = view.log_events
+  assert note.text == "the syncer counts island 1 as lost: silent for 3.00 s"
+
+
+def test_the_end_of_a_cut_is_noted_as_its_beginning_is(make):
+  """What happened ended with the island's loss, in red, days after the link was back."""
+  lost, again = (
+    [
+      make.event(time + shard / 10, f"syncer-{shard}", "member", learner=1, **fields)
+      for shard in range(2)
+    ]
+    for time, fields in (
+      (2.0, {"state": "lost", "reason": "silent for 3.00 s"}),
+      (9.0, {"state": "joined", "reason": "heard again"}),
+    )
+  )
+  born = make.event(1.0, "syncer-0", "member", learner=1, state="joined", reason="incarnation 0")
+  again.append(make.changed(again[0], learner=-1))  # the evaluator is no island
+  view = fold([make.run_started(), born, *lost, *again])
+  assert not any(shard.unheard for shard in view.shards.values())
+  assert [(note.text, note.tone) for note in view.log_events] == [
+    ("the syncer counts island 1 as lost: silent for 3.00 s", "bad"),
+    ("the syncer hears island 1 again", "good"),
+  ]
 
 
 def test_words_of_an_older_life_are_ignored(make):
@@ -212,7 +239,7 @@ def test_words_of_an_older_life_are_ignored(make):
   ]
   island = view.read(late).islands[1]
   assert (island.state, island.lives, island.chips) == ("running", 1, 0)
-  assert (island.step, island.global_step, island.step_time) == (4, 4, 5.0)
+  assert (island.step, island.global_step, island.alive_at) == (4, 4, 5.0)
   assert view.shards[1].fragments == (1, 3)
 
 
@@ -463,6 +490,25 @@ def test_what_a_snapshot_lacks_is_said():
     "snapshot 3 is given up: it lacks shard 1",
     "snapshot 4 is given up: no room",
   ]
+
+
+def test_of_many_roles_that_a_snapshot_lacks_a_few_are_named_in_order(make):
+  """Four lines of names, with island 10 before island 2."""
+  lacks = sorted(f"learner-{m}" for m in range(3, 30))
+  lacking = make.event(1.0, "syncer-0", "snapshot", snapshot=2, roles=[], seconds=1.0, lacks=lacks)
+  (note,) = fold([make.run_started(), lacking]).log_events
+  assert note.text.endswith("without island 3, island 4, island 5, island 6, 23 more")
+
+
+def test_events_that_a_full_disk_has_taken_from_a_log_are_said(make):
+  """All numbers of the role are too low from then on."""
+  why = "[Errno 28] No space left on device"
+  dropped = [
+    make.event(1.0, "learner-2", "dropped", peer=peer, count=count, reason=why)
+    for peer, count in (("syncer-0", 7), ("learner-2", 12_345))
+  ]
+  (said,) = fold([make.run_started(), *dropped]).log_events
+  assert said.text == f"island 2: 12,345 events of its log are lost: {why}"
 
 
 def test_every_handler_has_the_name_of_a_kind():

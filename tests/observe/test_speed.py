@@ -42,9 +42,31 @@ def test_an_islands_speed_now(make):
   assert run.speed(3.0).text() == "4.1k tokens/s, 512 a chip, 24.0% MFU"
   assert run.speed(60.0).text() == "", "all have been silent for long"
   step = max(e.step for e in events(make) if e.kind == "step" and e.role == "learner-0")
-  slow = make.step(run.islands[0].step_time + 1.0, 0, step + 1, tokens=1024)
+  slow = make.step(run.islands[0].alive_at + 1.0, 0, step + 1, tokens=1024)
   found = run.read([slow]).islands[0].speed.tokens_per_second
   assert found == pytest.approx(0.8 * 2048 + 0.2 * 1024), "one slow step is a fifth of it"
+
+
+def test_the_present_seconds_of_a_step_are_without_waits_for_a_shard(make):
+  def shown(*steps, more=()):
+    run = RunState().read([make.run_started(), *steps, *more])
+    return status(run, run.time)["islands"][0]
+
+  waits = [make.step(n, 0, n, gap_seconds=1.0, blocked_seconds=0.5) for n in range(1, 12)]
+  assert shown(*waits)["step_seconds"] == pytest.approx(0.5)
+  slow = [
+    make.step(11.0 + 2 * n, 0, 11 + n, gap_seconds=2.0, data_seconds=2.0) for n in range(1, 17)
+  ]
+  found = shown(*waits, *slow)
+  assert found["step_seconds"] == pytest.approx(1 / (2 * 0.8**16 + 0.5 * (1 - 0.8**16)))
+  assert found["starved"]
+  again = [make.event(28.0, "learner-0", "started", 1), make.step(30.0, 0, 19, 1, gap_seconds=2.0)]
+  assert shown(*waits, more=again)["step_seconds"] == pytest.approx(2.0), "of its present life"
+  endless = make.step(3.0, 0, 2, seconds=math.inf)
+  assert shown(waits[0], endless)["step_seconds"] is None
+  over = make.event(50.0, "engine", "run_finished", reason="stopped")
+  found = shown(*waits, *slow, more=[over])
+  assert (found["step_seconds"], found["starved"]) == (None, False)
 
 
 @pytest.mark.parametrize(

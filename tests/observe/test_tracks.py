@@ -5,8 +5,10 @@ import random
 
 import pytest
 
-from ddiloco.dashboard.status import status
+from ddiloco.config import SyncConfig
+from ddiloco.dashboard.status import exposition, status
 from ddiloco.observe.islands import MOST_SPANS, IslandState
+from ddiloco.observe.live import plain_line
 from ddiloco.observe.run_state import MOST_MARKS, RunState
 from tests.made_events import changed
 
@@ -36,6 +38,36 @@ def test_a_kill_is_one_mark_and_so_are_restart_and_first_merge(run_events):
     ("merged", "learner-2"),
   ]
   assert lanes.marks[0].text == "island 2: planned kill (restart after 4 s)"
+
+
+def test_a_shard_that_falls_silent_while_islands_train_is_stalled(make):
+  """Of roles that no engine starts nobody else says it: it was running for ever, and rounds were
+  "about to end"."""
+  events = [make.run_started(num_learners=1, num_shards=2)]
+  events += [make.event(0.5, f"syncer-{s}", "started", fragments=[s]) for s in range(2)]
+  for n in range(1, 60):
+    events.append(make.step(float(n), 0, n))
+    alive = [0] if 20 < n < 45 else [0, 1]
+    events += [make.event(n + 0.5, f"syncer-{s}", "traffic") for s in alive]
+
+  def shown(until, now):
+    run = feed([event for event in events if event.time < until])
+    found = status(run, now, SyncConfig(num_shards=2))
+    assert 'shard_state{shard="0",state="running"} 1' in exposition(found)
+    line = plain_line(run, now)
+    assert ("shard 1 stalled" in line) == (found["shards"][1]["state"] == "stalled")
+    assert found["shards"][0]["state"] == "running"
+    return found["shards"][1]["state"], found["timeline"]["lanes"][-1]["spans"][1:]
+
+  assert shown(30.0, 30.0) == ("running", [[0.5, 30.0, "running"]])
+  silent = [[0.5, 20.5, "running"], [20.5, 40.0, "stalled"]]
+  assert shown(40.0, 40.0) == ("stalled", silent)
+  said = status(feed(e for e in events if e.time < 40.0), 40.0, SyncConfig(num_shards=2))["waiting"]
+  assert said.startswith("Shard 1 is stalled: its fragments have no rounds until it is back. ")
+  silent[1][1] = 45.5
+  assert shown(60.0, 60.0) == ("running", [*silent, [45.5, 60.0, "running"]])
+  events.append(make.event(60.0, "learner-0", "stopped", reason="all is merged"))
+  assert shown(70.0, 100.0)[0] == "running", "shards end after the islands, and say nothing of it"
 
 
 def test_a_kill_that_is_noticed_late_is_no_crash_but_the_next_exit_is(make):
@@ -145,7 +177,7 @@ def test_thousands_of_faults_do_not_make_it_grow(make, seed):
   found = lanes.spans(time, time)["learner-0"]
   assert MOST_SPANS / 2 < len(found) <= MOST_SPANS + 1
   check_whole(found, round(time, 2))
-  assert len(lanes.marks) == MOST_MARKS and lanes.num_marks == 4000
+  assert len(lanes.marks) == MOST_MARKS and lanes.mark_counts.total() == 4000
 
 
 def went_on(make, *ended, learners=2, shards=2):

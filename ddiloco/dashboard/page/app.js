@@ -1,6 +1,6 @@
 // Polls api/status about once a second and shows it; says when the run is over or the server gone.
 
-import { byId, clockTime, compact, percent, say } from "./format.js";
+import { byId, clockTime, compact, join, percent, say } from "./format.js";
 import { drawChart, listenToChart } from "./chart.js";
 import { drawHeat, listenToHeat } from "./heat.js";
 import { drawPanels } from "./panels.js";
@@ -19,21 +19,42 @@ let cost = 0; // milliseconds of the last drawing; at most a tenth of the time g
 
 // --- the token: once in the url, then kept by this tab ------------------------------------------
 
+// Where the browser blocks its storage, both the token and the theme are forgotten with the page.
+function kept(storage, key) {
+  try {
+    return window[storage].getItem(key);
+  } catch {
+    return null;
+  }
+}
+
+function keep(storage, key, value) {
+  try {
+    window[storage].setItem(key, value);
+  } catch {} // it is blocked
+}
+
+let token = kept("sessionStorage", KEY);
 const query = new URLSearchParams(location.search);
 if (query.has("token")) {
-  sessionStorage.setItem(KEY, query.get("token"));
+  setToken(query.get("token"));
   query.delete("token");
   const rest = query.size ? `?${query}` : "";
   history.replaceState(null, "", location.pathname + rest + location.hash);
 }
 
+function setToken(given) {
+  token = given;
+  keep("sessionStorage", KEY, given);
+}
+
 export function authorized(headers = {}) {
-  const token = sessionStorage.getItem(KEY)?.replace(/[^!-~]/g, "?"); // no header takes others
-  return token ? { ...headers, Authorization: `Bearer ${token}` } : headers;
+  const sent = token?.replace(/[^!-~]/g, "?"); // no header takes others
+  return sent ? { ...headers, Authorization: `Bearer ${sent}` } : headers;
 }
 
 function askForToken() {
-  byId("token-wrong").hidden = !sessionStorage.getItem(KEY);
+  byId("token-wrong").hidden = !token;
   byId("token-form").hidden = false;
   byId("main").hidden = true;
   drawn = "";
@@ -44,7 +65,7 @@ function askForToken() {
 
 byId("token-form").addEventListener("submit", (event) => {
   event.preventDefault();
-  sessionStorage.setItem(KEY, byId("token").value.trim());
+  setToken(byId("token").value.trim());
   byId("token-form").hidden = true;
   poll();
 });
@@ -106,12 +127,17 @@ function message(status) {
   const odd = status.odd_events
     ? `${compact(status.odd_events)} events of its log could not be read.`
     : "";
+  const logs = status.unread.slice(0, 3);
+  if (status.unread.length > 3) logs.push(`${status.unread.length - 3} more`);
+  const unread = logs.length
+    ? `Of some roles nothing new is known, since their logs cannot be read: ${join(logs)}.`
+    : "";
   const clocks = status.clocks
     ? `Clocks differ, and so do times of different roles: ${status.clocks}.`
     : "";
   const running = status.phase === "running";
   const tone = running || status.phase === "silent" || /failed/.test(status.text) ? "warn" : "plain";
-  const said = [running ? status.solo : status.text, clocks, odd];
+  const said = [running ? status.solo : status.text, unread, clocks, odd];
   return [said.filter(Boolean).join(" "), tone];
 }
 
@@ -130,7 +156,7 @@ function draw(status) {
   byId("main").hidden = empty;
   byId("progress").hidden = empty || !status.total_tokens;
   for (const id of ["as-json", "as-metrics"])
-    byId(id).hidden = Boolean(sessionStorage.getItem(KEY)); // a link sends no token
+    byId(id).hidden = Boolean(token); // a link sends no token
   if (empty) return say("elapsed", "");
   const left = status.seconds_left === null ? "" : ` · about ${clockTime(status.seconds_left)} left`;
   say("elapsed", `${clockTime(status.seconds)} ${status.phase === "over" ? "long" : "elapsed"}${left}`);
@@ -152,15 +178,15 @@ const THEMES = ["system", "light", "dark"];
 function theme(name) {
   document.documentElement.dataset.theme = name;
   byId("theme").textContent = `Theme: ${name}`;
-  localStorage.setItem("ddiloco-theme", name);
+  keep("localStorage", "ddiloco-theme", name);
   if (last) drawHeat(last.status); // a canvas has no style sheet
 }
 
 byId("theme").addEventListener("click", () =>
   theme(THEMES[(THEMES.indexOf(document.documentElement.dataset.theme) + 1) % 3]),
 );
-const kept = localStorage.getItem("ddiloco-theme");
-theme(THEMES.includes(kept) ? kept : "system");
+const chosen = kept("localStorage", "ddiloco-theme");
+theme(THEMES.includes(chosen) ? chosen : "system");
 
 listenToChart();
 listenToHeat();

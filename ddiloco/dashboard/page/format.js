@@ -60,11 +60,11 @@ export function join(words) {
   return words.length < 2 ? words.join("") : `${words.slice(0, -1).join(", ")} and ${words.at(-1)}`;
 }
 
-/** Which islands, or of more than six how many. */
-export const numbered = (numbers) =>
+/** Which islands (or shards), or of more than six how many. */
+export const numbered = (numbers, what = "island") =>
   numbers.length > 6
-    ? plural(numbers.length, "island")
-    : `island${numbers.length > 1 ? "s" : ""} ${join(numbers)}`;
+    ? plural(numbers.length, what)
+    : `${what}${numbers.length > 1 ? "s" : ""} ${join(numbers)}`;
 
 function make(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes ?? {})) {

@@ -6,7 +6,7 @@ import {
   html,
   known,
   listen,
-  mean,
+  median,
   percent,
   put,
   say,
@@ -40,6 +40,9 @@ const OTHER = {
 let shown = null; // {rows, islands, x, ...} of the last drawing
 let cursor = null; // {row, bin}
 
+/** An island's usual seconds from step to step, of the whole run. */
+const usual = (curves, island) => median(curves.step[island.number].filter(known));
+
 /**
  * What an island did in each stretch of time: {ratio} of its steps to its median, or {state}. A step
  * that is longer than a cell fills all cells in which it was under way; a wait is most of its gap.
@@ -51,14 +54,14 @@ export function cells({ seconds, curves, timeline }, island) {
   const spans = timeline.lanes.find(({ role }) => role === `learner-${island.number}`)?.spans ?? [];
   const row = [],
     absent = { state: "not there" };
+  const its = usual(curves, island);
   let underWay = absent;
   for (let i = Math.min(MOST, Math.ceil(seconds / width)) - 1; i >= 0; i--) {
     const middle = (i + 0.5) * width;
     const state = spans.find(([from, to]) => from <= middle && middle <= to)?.[2];
     if (known(steps[i])) {
       const waited = waits[i] > steps[i] ? "waiting" : starved.has(i) && "data";
-      const usual = island.median_step_seconds ?? steps[i]; // on new chips it is not known yet
-      underWay = waited ? { state: waited } : { seconds: steps[i], ratio: steps[i] / usual };
+      underWay = waited ? { state: waited } : { seconds: steps[i], ratio: steps[i] / its };
       row[i] = underWay;
     } else row[i] = state === "running" ? underWay : state ? { state } : absent;
     if (state !== "running") underWay = absent;
@@ -95,7 +98,7 @@ export function drawHeat(status) {
   byId("heat-card").hidden = !any;
   if (!any) return;
   legend(rows);
-  says(rows, islands);
+  says(status);
   const width = Math.max(260, byId("heat").clientWidth);
   const row = Math.max(1, Math.min(TALLEST, Math.floor(ROOM / islands.length)));
   const left = leftOf(islands, width);
@@ -148,21 +151,18 @@ function paint(canvas, { rows, islands, width, left, row, column, height }, seco
   write(`${clockTime(seconds)} ${timeUnit(seconds)}`, width - RIGHT, height + AXIS / 2 + 2, "right");
 }
 
-/** The slowest lately, in a sentence. */
-function says(rows, islands) {
-  const late = islands.flatMap((island, i) => {
-    const last = rows[i].findLastIndex(({ state }) => state !== "not there") + 1;
-    const latest = rows[i].slice(Math.max(0, last - 8), last);
-    const ratio = mean(latest.map((each) => each.ratio).filter(known));
-    const starved = latest.filter(({ state }) => state === "data").length;
-    if (2 * starved > latest.length) return [`island ${island.number} (it waits for its data)`];
+/** The slowest now, in a sentence. */
+function says({ curves, islands }) {
+  const slow = islands.flatMap((island) => {
+    const ratio = island.step_seconds / usual(curves, island);
+    if (island.starved) return [`island ${island.number} (it waits for its data)`];
     return ratio >= 1.5 ? [`island ${island.number} (${ratio.toFixed(1)}×)`] : [];
   });
-  const more = late.length > 4 ? ` and ${late.length - 4} more` : "";
+  const more = slow.length > 4 ? ` and ${slow.length - 4} more` : "";
   say(
     "heat-says",
-    late.length
-      ? `slower than usual at the end: ${late.slice(0, 4).join(", ")}${more}`
+    slow.length
+      ? `slower than usual now: ${slow.slice(0, 4).join(", ")}${more}`
       : "colours are each island's step time, beside its own median",
   );
 }
@@ -191,11 +191,11 @@ function moveTo(to) {
 }
 
 function readout({ ratio, seconds, state }, island, from) {
-  const [median, to] = [island.median_step_seconds, from + shown.binSeconds];
+  const to = from + shown.binSeconds;
   const time = (seconds) =>
     seconds >= 1 ? `${seconds.toFixed(2)} s` : `${(1000 * seconds).toFixed(0)} ms`;
-  const beside = known(median) ? `, ${ratio?.toFixed(1)}× its median ${time(median)}` : "";
-  const said = state ?? `a step took about ${time(seconds)}${beside}`;
+  const beside = () => `${ratio.toFixed(1)}× its median ${time(seconds / ratio)}`;
+  const said = state ?? `a step took about ${time(seconds)}, ${beside()}`;
   const span = `${clockTime(from)}${to - from < 2 ? "" : ` to ${clockTime(to)}`}`;
   const share = island.participation === null ? "" : ` · in ${percent(island.participation)} of commits`;
   return [html("b", null, `island ${island.number}`), ` · ${span} · ${said}${share}`];

@@ -35,7 +35,9 @@ export function lanes(layout) {
       "g",
       { class: island ? "island" : "", "--colour": island?.colour },
       rect(left, row.top, x(end) - left, row.bar, { class: "lane", rx: 2 }),
-      row.lane.spans.map((each) => span(layout, row, island, ...each)),
+      layout.many
+        ? together(layout, row, island)
+        : row.lane.spans.map((each) => span(layout, row, island, ...each)),
       island ? strip(layout, row, number) : commits(layout, row, number),
       row.unnamed ? null : name(layout, row, island, member),
     );
@@ -48,6 +50,17 @@ function span({ x }, row, island, start, end, state) {
   const text = `${row.lane.name}: ${state}, ${clockTime(start)} to ${clockTime(end)}`;
   shape.append(svg("title", null, text));
   return shape;
+}
+
+/** Of many islands the spans that look alike are one shape: they may be tens of thousands. */
+function together({ x }, row, island) {
+  const shapes = {};
+  for (const [start, end, state] of row.lane.spans) {
+    const width = Math.max(0.75, x(end) - x(start)).toFixed(2);
+    const bar = `M${x(start).toFixed(2)} ${row.top}h${width}v${row.bar}h-${width}z`;
+    shapes[state] = (shapes[state] ?? "") + bar;
+  }
+  return Object.entries(shapes).map(([state, d]) => svg("path", { d, ...look(state, island) }));
 }
 
 function look(state, island) {
@@ -95,7 +108,7 @@ function commits({ status, x }, row, number) {
 function name({ left, narrow, many }, row, island, member) {
   const said = island
     ? `${island.state}${island.loss === null ? "" : ` · ${loss(island.loss)}`}`
-    : `${compact(member?.commits)} rounds`;
+    : `${member?.state === "stalled" ? "stalled · " : ""}${compact(member?.commits)} rounds`;
   const parts = [svg("tspan", { class: "name" }, row.lane.name)];
   if (!many) parts.push(svg("tspan", { dx: 8 }, said));
   return narrow

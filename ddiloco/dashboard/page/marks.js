@@ -1,6 +1,6 @@
 // Faults and what follows them, and the legend of all that is drawn.
 
-import { byId, clockTime, html, line, put, svg } from "./format.js";
+import { byId, clockTime, html, line, plural, put, sum, svg } from "./format.js";
 
 const CROSS = "M-4-4L4 4M4-4L-4 4"; // in a circle
 const MARKS = {
@@ -67,7 +67,7 @@ export function legend({ status, many }) {
     if (kinds.has(kind)) items.push(item(symbol(kind, "translate(9 6)"), text));
   if (status.curves.heldout.length)
     items.push(item(line("", 0, 18, 6, 6), "held-out loss of the global model"));
-  if (status.timeline.marks_left_out)
-    items.push(html("li", null, `${status.timeline.marks_left_out} older marks are left out`));
+  const before = sum(Object.values(status.timeline.counts)) - status.timeline.marks.length;
+  if (before) items.push(html("li", null, `${plural(before, "older mark")} left out`));
   put(byId("legend"), ...items);
 }

@@ -57,7 +57,9 @@ function figures(status) {
   const rate = sum(links.map((link) => link.sent_bytes_per_second));
   const up = islands.filter((island) => island.state === "running").length;
   const account = status.goodput ?? {};
-  const restarts = plural(status.restarts, "restart");
+  const again = sum(status.islands.map((island) => island.restarts));
+  const ofShards = status.restarts - again ? `, of shards ${status.restarts - again}` : "";
+  const restarts = plural(again, "restart") + ofShards;
   const training = percent(account.goodput_training, 1);
   const rows = [
     ["Held-out loss", loss(status.heldout_loss), measures(status.heldout_measures)],
@@ -120,8 +122,8 @@ function speed(status) {
 
 const STATES = "down stalled quarantined joining running left ended unknown".split(" ");
 
-function overTime({ phase, islands, timeline }) {
-  if (phase === "over" || phase === "silent") return say("over-time-says", struck(timeline.marks));
+function overTime({ phase, islands, shards, timeline }) {
+  if (phase === "over" || phase === "silent") return say("over-time-says", struck(timeline.counts));
   const parts = STATES.map((state) => {
     const numbers = islands.filter((each) => each.state === state).map((each) => each.number);
     if (!numbers.length) return "";
@@ -129,7 +131,18 @@ function overTime({ phase, islands, timeline }) {
       return `${numbers.length > 1 ? `all ${numbers.length} islands` : "its only island"}: ${state}`;
     return `${state}: ${numbers.length > 6 ? numbers.length : join(numbers)}`;
   });
-  say("over-time-says", parts.filter(Boolean).join(" · ") || "no island has joined yet");
+  if (!islands.length) parts.push("no island has joined yet");
+  for (const state of STATES) {
+    const numbers = shards.filter((each) => each.state === state).map((each) => each.number);
+    if (state !== "running" && numbers.length) parts.push(`${numbered(numbers, "shard")}: ${state}`);
+  }
+  const cut = new Map(); // by the islands that they do not hear, shards
+  for (const { number, state, unheard } of shards) {
+    const who = numbered(unheard);
+    if (state === "running" && unheard.length) cut.set(who, [...(cut.get(who) ?? []), number]);
+  }
+  for (const [who, by] of cut) parts.push(`not heard by ${numbered(by, "shard")}: ${who}`);
+  say("over-time-says", parts.filter(Boolean).join(" · "));
 }
 
 const STRUCK = [
@@ -140,9 +153,8 @@ const STRUCK = [
   ["hang", "hang"],
 ];
 
-function struck(marks) {
-  const count = (kind) => marks.filter((mark) => mark.kind === kind).length;
-  const there = STRUCK.map(([kind, ...words]) => count(kind) && plural(count(kind), ...words));
+function struck(counts) {
+  const there = STRUCK.map(([kind, ...words]) => counts[kind] && plural(counts[kind], ...words));
   return join(there.filter(Boolean)) || "nothing struck this run";
 }
 
@@ -265,10 +277,11 @@ function links({ links, phase, tokens_done }) {
   put(byId("links"), links.length ? table(links, columns) : "");
 }
 
-function logEvents(status) {
+function logEvents({ log_events, started }) {
   const row = (tone, when, text) => html("li", { class: tone }, when, html("span", null, text));
-  const rows = status.log_events.map((each) =>
-    row(each.tone, html("time", null, clockTime(each.time)), each.text),
+  const title = (time) => started && new Date(1000 * (started + time)).toLocaleString();
+  const rows = log_events.map(({ time, text, tone }) =>
+    row(tone, html("time", { title: title(time) }, clockTime(time)), text),
   );
   const none = row("muted", html("span", null, DASH), "nothing worth a line yet");
   put(byId("log-events"), ...(rows.length ? rows.reverse() : [none]));
