@@ -257,6 +257,19 @@ def test_whoever_interrupts_again_waits_for_no_thread_and_has_the_result(tmp_pat
   assert [e.kind for e in read_events(tmp_path) if e.role == "engine"][-1] == "run_finished"
 
 
+def test_a_run_whose_result_is_still_being_saved_says_that_it_waits(tmp_path, monkeypatch):
+  """Where the disk hung, the run never ended, and nothing said why."""
+  engine, released, said = Toy(tmp_path, lambda: None), threading.Event(), []
+  engine._saving.acquire()
+  saves = lambda: (released.wait(), engine._saving.release())  # noqa: E731
+  threading.Thread(target=saves, daemon=True).start()
+  told = lambda line: (said.append(line), released.set())  # noqa: E731
+  monkeypatch.setattr("ddiloco.engines.engine.say", told)
+  with in_time(released):
+    assert engine.run().reason == "finished"
+  assert "The result is still being saved" in said[0]
+
+
 def test_a_turn_may_be_interrupted_anywhere(tmp_path, monkeypatch):
   """Where it was about to take or leave a lock of its queue, that raised another error than
   KeyboardInterrupt, or stayed locked: the run had no result, or no end."""
@@ -352,6 +365,16 @@ def test_the_log_of_a_run_that_cannot_begin_says_that_it_is_over(tmp_path, error
     Unready(tmp_path).run()
   began, ended = read_events(tmp_path)
   assert (began.kind, ended.kind, ended.reason) == ("run_started", "run_finished", reason)
+
+
+def test_that_a_snapshot_is_read_is_said_before_it_is_read(tmp_path, monkeypatch, capsys):
+  """All values of a large model were read and checked in silence, for minutes."""
+  engine, said = Toy(tmp_path, sync={"snapshot_steps": 100}), []
+  monkeypatch.setattr("ddiloco.checkpoint.restore.newest_global_step", lambda storage: 200)
+  reads = lambda *_: said.append(capsys.readouterr().out)  # noqa: E731
+  monkeypatch.setattr("ddiloco.checkpoint.restore.restore_fragments", reads)
+  engine._go_on(keep=False)
+  assert f"The run in {tmp_path} has snapshot 200, which is read" in said[0]
 
 
 def test_waiting_for_roles_has_a_limit_and_goes_on_with_their_lives(tmp_path):
