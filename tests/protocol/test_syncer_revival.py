@@ -135,7 +135,7 @@ def test_a_shard_captures_before_it_takes_in_who_has_captured_and_by_its_global_
   shard = Script(OFTEN)
   shard.feed(report(0, (0, 0), (1, 1), global_step=9))
   before = shard.state
-  [first] = records(shard, replace(push(0, 0), snapshot=10, global_step=10))
+  [first] = records(shard, replace(push(0, 0), snapshot=10))
   assert first.state.snapshot == 10 and syncer.joined(first.state) == [0]
   assert first.state.under_way[0].pushes == {} == before.under_way[0].pushes
   assert shard.state.fragments[0].version == 1
