@@ -194,6 +194,7 @@ def test_an_evaluator_whose_network_has_failed_ends_to_be_started_again(tmp_path
 
 def test_work_is_lost_with_a_learner_that_fails_when_it_should_bring_it_out(tmp_path):
   def live() -> None:
+    engine._works(NAME)
     while NAME not in engine._told:
       time.sleep(0.01)
     raise ValueError("no cable")
@@ -203,9 +204,12 @@ def test_work_is_lost_with_a_learner_that_fails_when_it_should_bring_it_out(tmp_
   assert engine._lost == {NAME: "ValueError: no cable"}
 
 
+@pytest.mark.parametrize("works", [True, False])
 def test_work_is_lost_with_a_learner_that_takes_too_long_to_bring_it_out(
-  tmp_path, monkeypatch, capsys
+  tmp_path, monkeypatch, capsys, works
 ):
+  """Not with one that still compiled, or read its part of a snapshot: the run's exit status said
+  that work was lost."""
   monkeypatch.setattr("ddiloco.engines.engine.PATIENCE_SECONDS", 0.2)
   go_on = threading.Event()
 
@@ -214,10 +218,15 @@ def test_work_is_lost_with_a_learner_that_takes_too_long_to_bring_it_out(
       super()._note_lost(name, why)
       go_on.set()
 
-  engine = Waits(tmp_path, go_on.wait, network={"drain_seconds": 0.0})
+  def live() -> None:
+    if works:
+      engine._works(NAME)
+    go_on.wait()
+
+  engine = Waits(tmp_path, live, network={"drain_seconds": 0.0})
   with in_time(go_on):
     assert engine.run().reason == "stopped"
-  assert engine._lost == {NAME: "not ended within 0.2 s, and killed"}
+  assert engine._lost == ({NAME: "not ended within 0.2 s, and killed"} if works else {})
   assert f"{NAME}: not ended within 0.2 s, and killed." in capsys.readouterr().err
 
 
