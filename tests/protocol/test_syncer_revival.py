@@ -305,7 +305,7 @@ def test_lock_step_answers_a_new_pull_with_the_same_push_and_keeps_its_own_globa
   lock_step = dataclasses.replace(SYNC, blocking=True, overlap_steps=1)
   one = revived(STEP, says.pull(0, 0, 0, 0, 5, 0), sync=lock_step)
   made = one.state.fragments[0].outstanding.push
-  assert (made.incarnation, made.round, made.global_step) == (1, 5, 1)
+  assert (made.incarnation, made.round, one.state.global_step) == (1, 5, 1)
   later = replace(MERGED, merged_rounds={0: 5})
   early, also = (Script(lock_step, role="learner") for _ in range(2))
   early.state = also.state = one.state
