@@ -266,8 +266,9 @@ class Engine:
   def _note_lost(self, name: str, why: str) -> None:
     """Keeps in mind that a role ends without having brought out its work, if it had any and the run
     needs that: once all is merged it needs none, and the evaluator has what the shards had."""
-    worked = name.startswith("learner-") and self._state.roles[name].working_since < math.inf
-    if self._ending and worked and not self._merged():
+    # A process that had not begun its work has said so, by its exit status.
+    worked = self.processes or self._state.roles[name].working_since < math.inf
+    if self._ending and worked and name.startswith("learner-") and not self._merged():
       self._lost[name] = why
 
   def _kill(self) -> None:

@@ -246,7 +246,6 @@ def test_when_the_run_ends_nobody_is_restarted_and_lost_work_is_kept_in_mind(
   engine = make(f"import os; {code}", name=name)
   engine.tick(0.0)
   engine._ending = True
-  engine.hear(events.Joined(role=name, global_step=0), 0.0)
   wait_for(lambda: engine.child.poll() is not None, "its end")
   engine._feed(supervisor.Dismiss("syncer-"))  # shards are asked after the learners
   assert engine.see_the_end(0.0) == LEFT
