@@ -34,7 +34,8 @@ PROFILE_REQUESTS = "profiles.jsonl"  # traces requested during the run, one a li
 LOCK = "lock"  # held by the run that trains here
 ROLES = "roles.lock"  # a shared lock, held by every role that lives here
 LOOK_SECONDS = 0.1
-END_SECONDS = 5.0  # that the roles of a killed supervisor have to end
+# That the roles of a killed supervisor have to end: the kernel takes 0.1 s to free a GB of theirs.
+END_SECONDS = 30.0
 CHECKPOINTS = "checkpoints"
 ISLANDS = "islands"  # in a run without shards, the parameters of each island
 OURS = (

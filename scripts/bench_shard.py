@@ -289,7 +289,6 @@ class Learner:
       base_version=pull.base_version,
       steps=2,
       tokens=2 * 1024,
-      global_step=self.step,
       snapshot=0,
       count=self.step,
       codec="int4",

@@ -105,7 +105,7 @@ def over(endpoint: Endpoint, learner: int = 0) -> Callable[[np.ndarray], None]:
 
 
 def push(learner: int, number: int, payload: np.ndarray) -> Push:
-  return Push(learner, 0, 0, number, 0, 1, 1, 0, 0, 0, "f32", payload)
+  return Push(learner, 0, 0, number, 0, 1, 1, 0, 0, "f32", payload)
 
 
 def over_socket(connection: socket.socket) -> Callable[[np.ndarray], None]:

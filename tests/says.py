@@ -96,11 +96,10 @@ def push(
   base_version: int,
   steps: int,
   tokens: int,
-  global_step: int,
   codec: str,
   payload=None,
 ) -> messages.Push:
-  who = (learner, incarnation, fragment, round, base_version, steps, tokens, global_step)
+  who = (learner, incarnation, fragment, round, base_version, steps, tokens)
   return messages.Push(*who, snapshot=0, count=0, codec=codec, payload=payload)
 
 

@@ -7,9 +7,9 @@ import fcntl
 import itertools
 import json
 import shutil
-import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -339,12 +339,21 @@ def test_to_overwrite_goes_on_wherever_it_was_killed(tmp_path, monkeypatch, kill
   assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "started"]
 
 
-def test_to_overwrite_waits_for_roles_that_are_ending(tmp_path):
-  """As those of a supervisor that was killed: they end when they notice."""
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_run_waits_for_roles_that_are_ending(tmp_path, monkeypatch, overwrite):
+  """As those of a supervisor that was killed: they have a lock until all their memory is free. Of
+  a large model that took longer than was waited, and the run was refused."""
   workdir.join(tmp_path, CONFIG)
-  role = workdir.live_in(tmp_path)
-  threading.Timer(0.3, role.close).start()
-  workdir.claim(tmp_path, CONFIG, overwrite=True)
+  role, now = workdir.live_in(tmp_path), [0.0]
+
+  def sleep(seconds: float) -> None:
+    now[0] += seconds
+    if now[0] > 20.0:
+      role.close()
+
+  clock = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep, time=lambda: 7.0)
+  monkeypatch.setattr(workdir, "time", clock)
+  workdir.claim(tmp_path, CONFIG, overwrite)
   assert role.closed
 
 
@@ -361,6 +370,7 @@ def test_no_role_begins_where_a_run_is_being_overwritten(tmp_path, monkeypatch):
     rmtree(path)
 
   monkeypatch.setattr(shutil, "rmtree", deleting)
+  monkeypatch.setattr(workdir, "END_SECONDS", 0.2)
   role = workdir.live_in(tmp_path)
   role.close()
   workdir.claim(tmp_path, CONFIG, overwrite=True)

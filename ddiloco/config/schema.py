@@ -415,7 +415,7 @@ class CheckpointConfig:
 
   path: str = ""  # all roles must reach PATH/RUN, also gs://...; empty: WORKDIR/checkpoints
   keep: Count = 2  # committed snapshots; older ones are deleted
-  patience_seconds: Positive = 60.0  # for a learner's part of a snapshot, since that last grew
+  patience_seconds: Positive = 60.0  # for a learner's part of a snapshot that does not grow
   rejoin: Literal["own", "peer", "fresh"] = "own"  # inner optimizer of a restarted learner
   warmup_steps: Natural = 20  # of the learning rate, for a learner that joins with fresh moments
   donor_seconds: NotNegative = 10.0  # that rejoin = peer waits at most for a donor's moments

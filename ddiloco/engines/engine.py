@@ -26,10 +26,10 @@ from ddiloco.checks import lasts
 from ddiloco.config import Config, ConfigError, Fault
 from ddiloco.config.schema import INSIDE
 from ddiloco.core.fragments import Plan
-from ddiloco.engines.role_spec import terminates
+from ddiloco.engines.role_spec import beside, terminates
 from ddiloco.network.transport import EVALUATOR_ADDRESS, learner_address, syncer_address
 from ddiloco.observe.eventlog import Listener, Recorder
-from ddiloco.observe.guards import Guard, Warnings, ended, warn
+from ddiloco.observe.guards import Guard, Warnings, ended, say, warn
 from ddiloco.protocol import events, supervisor
 from ddiloco.protocol.supervisor import UP
 from ddiloco.protocol.values import Frozen, replace
@@ -164,8 +164,8 @@ class Engine:
     self._finish(reason)
     if reason == "stopped" and self.leave.is_set() and not self._global_step:
       raise KeyboardInterrupt
-    with self._saving:
-      return replace(self._outcome(reason), why=self._state.hopeless)
+    self._await_save()
+    return replace(self._outcome(reason), why=self._state.hopeless)
 
   def close(self) -> None:
     """Lets go of what the engine has held since its construction, whether it ran or was refused."""
@@ -228,6 +228,8 @@ class Engine:
   def _go_on(self, keep: bool) -> restore.Restored | None:
     """Says what the run goes on from, or refuses; with the snapshot's fragments if `keep`."""
     storage, tried, every = self._storage, list[str](), range(len(self.plan.fragments))
+    if (newest := restore.newest_global_step(storage)) >= 0:  # that of a large model takes minutes
+      say(f"\nThe run in {self.workdir} has snapshot {newest}, which is read and checked ...")
     found = restore.restore_fragments(storage, every, tried, keep) if storage else None
     restore.go_on(self.config, self.workdir, storage, found.snapshot if found else None, tried)
     return found
@@ -262,9 +264,11 @@ class Engine:
       self._note_lost(name, late)
 
   def _note_lost(self, name: str, why: str) -> None:
-    """Keeps in mind that a role ends without having brought out its work, if the run needs that:
-    once all is merged it needs none, and the evaluator has what the shards had."""
-    if self._ending and name.startswith("learner-") and not self._merged():
+    """Keeps in mind that a role ends without having brought out its work, if it had any and the run
+    needs that: once all is merged it needs none, and the evaluator has what the shards had."""
+    # A process that had not begun its work has said so, by its exit status.
+    worked = self.processes or self._state.roles[name].working_since < math.inf
+    if self._ending and worked and name.startswith("learner-") and not self._merged():
       self._lost[name] = why
 
   def _kill(self) -> None:
@@ -272,6 +276,15 @@ class Engine:
     self._feed(supervisor.Dismiss(""))
     for thread in self._threads.values():
       ended(thread, MEASURE_SECONDS)
+
+  def _await_save(self) -> None:
+    """Waits for the evaluator's save, without a limit: a large model on a slow disk takes long. One
+    that hangs in its disk looks the same, so a second Ctrl-C ends the wait."""
+    if self._saving.locked():
+      again = "a second Ctrl-C ends it without its result, and the same command goes on with it"
+      say(f"The result is still being saved, and the run waits for that ({again}).")
+    beside(self._saving.acquire)
+    self._saving.release()
 
   # --- turns --------------------------------------------------------------------------------------
 

@@ -142,6 +142,8 @@ class ProcessesEngine(Engine):
 
   def _start(self, name: str, life: int, afresh: bool) -> None:
     if name == EVALUATOR_ADDRESS:
+      if "syncer-" in self._state.dismissed:
+        return None  # what its last life had is the newest that is left
       self._evaluated = None  # what its last life had is older than what the shards have
       return self._start_thread(name, self._first_evaluator + life, self._run_evaluator)
     commands = self._commands(name)

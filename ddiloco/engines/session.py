@@ -254,6 +254,7 @@ def until_saved(save: Callable[[], T], seconds: float, pause: Callable[[float], 
 def _save(config: Config, workdir: Path, outcome: RunResult) -> None:
   """Saves the result; of islands that trained alone all, since the best is not known yet."""
   if not outcome.saved:
+    print(f"\nThe result is being saved in {workdir / workdirs.RESULT} ...", flush=True)
     save_result(config, workdir, outcome.params, outcome.merged_tokens)
   if len(outcome.island_params) > 1:
     for m, params in outcome.island_params.items():

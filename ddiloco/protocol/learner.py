@@ -188,7 +188,6 @@ def _answer_pulls(state: LearnerState) -> LearnerOutcome:
         base_version=f.version,
         steps=f.steps,
         tokens=f.tokens,
-        global_step=state.global_step,
         snapshot=state.snapshot,
         count=count,
         codec="",  # the role fills it in, with the payload

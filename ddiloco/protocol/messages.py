@@ -84,7 +84,6 @@ class Push(ToShard):
   base_version: CountOrNone
   steps: Count  # inner steps in this delta
   tokens: Count  # tokens in this delta
-  global_step: GlobalStep
   snapshot: Count
   count: Count  # pushes I have made, for consistent snapshots (`protocol/states.py`)
   codec: Text
@@ -276,7 +275,7 @@ BULK = tuple(kind for kind in KINDS if hasattr(kind, "payload"))
 
 # --- on the wire ----------------------------------------------------------------------------------
 
-WIRE_FORMAT = 11
+WIRE_FORMAT = 12
 CHECKSUM_BYTES = 4  # at the end of every header
 MAX_HEADER_BYTES = 1 << 20
 _decode = exactly(KINDS, "message")

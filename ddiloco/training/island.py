@@ -294,10 +294,12 @@ class Island:
   def place(self, name: str, value: np.ndarray) -> jax.Array | np.ndarray:
     """An array of a saved state as `restore` wants it: on the devices, in this mesh's layout.
 
-    An array that does not fit is returned as it is; in a state, `restore` refuses it.
+    The present state loses its array of this name: the devices may have no room for both. An array
+    that does not fit is returned as it is; in a state, `restore` refuses it.
     """
     if not self.layout.fits(name, value):
       return value
+    self._state.pop(name, None)
     # A private copy: the CPU backend may use host memory as it is, and steps write in place.
     mine = np.array(value)
     return jax.block_until_ready(jax.device_put(mine, self.layout.shardings[name]))

@@ -20,7 +20,7 @@ CONFIG = from_dict({"sync": {"num_fragments": 1, "num_shards": 1}})
 
 
 def push_of(m, round, gradient):
-  return Push(m, 0, 0, round, round, 1, 1, round, 0, round, "f32", exact(gradient).payload)
+  return Push(m, 0, 0, round, round, 1, 1, 0, round, "f32", exact(gradient).payload)
 
 
 def merged(merger, round, pushes, progress=0.0):
@@ -206,5 +206,5 @@ def test_a_value_is_inexact_only_if_it_was_given_back_with_a_codecs_rounding():
 def test_a_push_that_is_not_finite_is_measured_in_silence(merger):
   bad = np.zeros(SIZE, np.float32)
   bad.view(np.uint32)[:2] = 0x7F800001, 0x7F800000  # a signalling NaN, and infinity
-  push = Push(0, 0, 0, 0, 0, 1, 1, 0, 0, 0, "f32", exact(bad).payload)
+  push = Push(0, 0, 0, 0, 0, 1, 1, 0, 0, "f32", exact(bad).payload)
   assert not np.isfinite(merger.take_in(push, 0.0).norm)

@@ -194,6 +194,7 @@ def test_an_evaluator_whose_network_has_failed_ends_to_be_started_again(tmp_path
 
 def test_work_is_lost_with_a_learner_that_fails_when_it_should_bring_it_out(tmp_path):
   def live() -> None:
+    engine._works(NAME)
     while NAME not in engine._told:
       time.sleep(0.01)
     raise ValueError("no cable")
@@ -203,9 +204,12 @@ def test_work_is_lost_with_a_learner_that_fails_when_it_should_bring_it_out(tmp_
   assert engine._lost == {NAME: "ValueError: no cable"}
 
 
+@pytest.mark.parametrize("works", [True, False])
 def test_work_is_lost_with_a_learner_that_takes_too_long_to_bring_it_out(
-  tmp_path, monkeypatch, capsys
+  tmp_path, monkeypatch, capsys, works
 ):
+  """Not with one that still compiled, or read its part of a snapshot: the run's exit status said
+  that work was lost."""
   monkeypatch.setattr("ddiloco.engines.engine.PATIENCE_SECONDS", 0.2)
   go_on = threading.Event()
 
@@ -214,10 +218,15 @@ def test_work_is_lost_with_a_learner_that_takes_too_long_to_bring_it_out(
       super()._note_lost(name, why)
       go_on.set()
 
-  engine = Waits(tmp_path, go_on.wait, network={"drain_seconds": 0.0})
+  def live() -> None:
+    if works:
+      engine._works(NAME)
+    go_on.wait()
+
+  engine = Waits(tmp_path, live, network={"drain_seconds": 0.0})
   with in_time(go_on):
     assert engine.run().reason == "stopped"
-  assert engine._lost == {NAME: "not ended within 0.2 s, and killed"}
+  assert engine._lost == ({NAME: "not ended within 0.2 s, and killed"} if works else {})
   assert f"{NAME}: not ended within 0.2 s, and killed." in capsys.readouterr().err
 
 
@@ -255,6 +264,19 @@ def test_whoever_interrupts_again_waits_for_no_thread_and_has_the_result(tmp_pat
     over.set()
   assert went_on.is_set(), "after the first one"
   assert [e.kind for e in read_events(tmp_path) if e.role == "engine"][-1] == "run_finished"
+
+
+def test_a_run_whose_result_is_still_being_saved_says_that_it_waits(tmp_path, monkeypatch):
+  """Where the disk hung, the run never ended, and nothing said why."""
+  engine, released, said = Toy(tmp_path, lambda: None), threading.Event(), []
+  engine._saving.acquire()
+  saves = lambda: (released.wait(), engine._saving.release())  # noqa: E731
+  threading.Thread(target=saves, daemon=True).start()
+  told = lambda line: (said.append(line), released.set())  # noqa: E731
+  monkeypatch.setattr("ddiloco.engines.engine.say", told)
+  with in_time(released):
+    assert engine.run().reason == "finished"
+  assert "The result is still being saved" in said[0]
 
 
 def test_a_turn_may_be_interrupted_anywhere(tmp_path, monkeypatch):
@@ -352,6 +374,16 @@ def test_the_log_of_a_run_that_cannot_begin_says_that_it_is_over(tmp_path, error
     Unready(tmp_path).run()
   began, ended = read_events(tmp_path)
   assert (began.kind, ended.kind, ended.reason) == ("run_started", "run_finished", reason)
+
+
+def test_that_a_snapshot_is_read_is_said_before_it_is_read(tmp_path, monkeypatch, capsys):
+  """All values of a large model were read and checked in silence, for minutes."""
+  engine, said = Toy(tmp_path, sync={"snapshot_steps": 100}), []
+  monkeypatch.setattr("ddiloco.checkpoint.restore.newest_global_step", lambda storage: 200)
+  reads = lambda *_: said.append(capsys.readouterr().out)  # noqa: E731
+  monkeypatch.setattr("ddiloco.checkpoint.restore.restore_fragments", reads)
+  engine._go_on(keep=False)
+  assert f"The run in {tmp_path} has snapshot 200, which is read" in said[0]
 
 
 def test_waiting_for_roles_has_a_limit_and_goes_on_with_their_lives(tmp_path):

@@ -27,6 +27,7 @@ from ddiloco.config import ConfigError, Fault, RunConfig, from_dict
 from ddiloco.engines import processes
 from ddiloco.engines.children import Child, spawn
 from ddiloco.engines.processes import SHORTEST_LIFE_SECONDS, ProcessesEngine, free_urls
+from ddiloco.network.transport import EVALUATOR_ADDRESS
 from ddiloco.observe.guards import HangWatch, Warnings
 from ddiloco.protocol import events, supervisor
 from ddiloco.protocol.events import Event
@@ -257,6 +258,16 @@ def test_who_comes_when_all_is_merged_has_lost_nothing_that_the_run_needs(make):
   engine._ending = engine.merged = True
   assert engine.see_the_end(0.0) == LEFT
   assert not engine.reasons and not engine._lost
+
+
+def test_an_evaluator_that_dies_after_the_shards_were_asked_to_end_leaves_what_it_had(make):
+  """It was started again, got nothing from them, and the result was that of the newest snapshot."""
+  engine = make("", name="syncer-0")
+  had = engine._evaluated = SimpleNamespace(joined=True)
+  engine._state = replace(engine._state, roles={EVALUATOR_ADDRESS: supervisor.Role()})
+  engine._feed(supervisor.Dismiss("syncer-"))
+  engine.tick(0.0)
+  assert engine._state.roles[EVALUATOR_ADDRESS].lives == 1 and engine._evaluated is had
 
 
 def test_deaths_are_forgotten_after_work_that_the_log_tells_of(make):

@@ -35,7 +35,7 @@ def hello(incarnation: int = 0) -> RequestMoments:
 def push(number: int, size: int) -> Push:
   """A push of random bytes, the same for the same number."""
   payload = np.random.default_rng(number).integers(0, 256, size, np.uint8)
-  return says.push(0, 0, 0, number, 0, 1, 1, 0, "f32", payload)
+  return says.push(0, 0, 0, number, 0, 1, 1, "f32", payload)
 
 
 def blackhole(*connections: FrameSocket | HostLink) -> None:

@@ -282,7 +282,7 @@ def test_what_has_no_room_waits_at_its_sender_and_comes_as_soon_as_there_is_some
 def test_memory_of_a_payload_is_free_when_its_role_has_done_with_it(net, monkeypatch):
   monkeypatch.setattr(endpoint, "KEPT_SECONDS", 1e9)
   sender, shard = net.connect("learner-0"), net.connect("syncer-0")
-  sender.send("syncer-0", says.push(0, 0, 0, 7, 0, 1, 1, 0, "f32", np.zeros(4 << 20, np.uint8)))
+  sender.send("syncer-0", says.push(0, 0, 0, 7, 0, 1, 1, "f32", np.zeros(4 << 20, np.uint8)))
   arrived = shard.receive(SECONDS)
   assert not shard.buffers.free
   assert arrived.message.payload.size == 4 << 20

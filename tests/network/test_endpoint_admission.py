@@ -191,7 +191,7 @@ def test_who_drops_frames_knows_how_many_whose_and_why(net):
   payload = np.zeros(100, np.uint8)
   for number in range(5):
     learner.send(SYNCER, RequestMoments(0, 0, (number,)), damaged)
-    learner.send(SYNCER, says.push(0, 0, 0, number, 0, 1, 1, 0, "f32", payload), damaged)
+    learner.send(SYNCER, says.push(0, 0, 0, number, 0, 1, 1, "f32", payload), damaged)
   learner.send(SYNCER, says.request(0, 0))
   assert shard.receive(SECONDS)[1] == says.request(0, 0)
   net.wait_until(lambda: shard.drops["learner-0"][0] == 10)
@@ -209,7 +209,7 @@ def test_a_message_of_another_incarnation_than_was_greeted_is_dropped(net):
   payload = np.zeros(100, np.uint8)
   for incarnation in (6, 8, 1 << 40):
     learner.send(SYNCER, says.request(0, incarnation))
-    learner.send(SYNCER, says.push(0, incarnation, 0, 1, 0, 1, 1, 0, "f32", payload))
+    learner.send(SYNCER, says.push(0, incarnation, 0, 1, 0, 1, 1, "f32", payload))
   learner.send(SYNCER, says.request(0, 7))
   assert shard.receive(SECONDS)[1] == says.request(0, 7)
   assert shard.receive(0.1) is None

@@ -125,7 +125,7 @@ def test_fragments_follow_control_to_a_newer_shard(net):
   peer.url = net.url("syncer-0")  # its name leads elsewhere now
   peer.control.wire._socket.shutdown(socket.SHUT_RDWR)
   net.wait_until(lambda: peer.incarnation == 6)
-  learner.send("syncer-0", says.push(0, 1, 0, 7, 0, 1, 1, 0, "f32", np.ones(1000, np.uint8)))
+  learner.send("syncer-0", says.push(0, 1, 0, 7, 0, 1, 1, "f32", np.ones(1000, np.uint8)))
   arrived = new.receive(SECONDS)
   assert arrived and arrived.message.round == 7 and old.receive(0.0) is None
 
@@ -161,7 +161,7 @@ def test_a_learner_that_comes_and_goes_for_months_leaves_nothing_at_its_shard(ne
   def live(incarnation: int) -> None:
     learner = net.dial("learner-0", incarnation)
     net.wait_up(learner, "syncer-0")
-    learner.send("syncer-0", says.push(0, incarnation, 0, 1, 0, 1, 1, 0, "f32", np.ones(5000)))
+    learner.send("syncer-0", says.push(0, incarnation, 0, 1, 0, 1, 1, "f32", np.ones(5000)))
     assert shard.receive(SECONDS)
     learner.close(0.0)
     net.all.remove(learner)

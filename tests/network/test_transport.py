@@ -42,7 +42,7 @@ def hub(make_hub):
 
 def push(value: int, size: int = 8) -> Push:
   payload = np.full(size, value, np.uint8)
-  return says.push(0, 0, 0, value, 0, 1, 1, 0, "f32", payload)
+  return says.push(0, 0, 0, value, 0, 1, 1, "f32", payload)
 
 
 def pull(number: int) -> Pull:
@@ -183,7 +183,7 @@ def test_large_payloads_arrive_bit_by_bit_the_same(hub):
   random = np.random.default_rng(0)
   sent = [random.integers(0, 256, size, np.uint8) for size in (0, 1, 4096, 999_999, 9_000_001)]
   for i, payload in enumerate(sent):
-    a.send("syncer-0", says.push(0, 0, 0, i, 0, 1, 1, 0, "f32", payload))
+    a.send("syncer-0", says.push(0, 0, 0, i, 0, 1, 1, "f32", payload))
   for i, payload in enumerate(sent):
     message = b.receive(SECONDS)[1]
     assert message.round == i

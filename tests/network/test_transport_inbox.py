@@ -43,7 +43,7 @@ def report(m: int, global_step: int, incarnation: int = 0) -> Report:
 
 
 def push(m: int, number: int, size: int = 8) -> Push:
-  return says.push(m, 0, 0, number, 0, 1, 1, 0, "f32", np.zeros(size, np.uint8))
+  return says.push(m, 0, 0, number, 0, 1, 1, "f32", np.zeros(size, np.uint8))
 
 
 def test_a_flood_of_one_peer_costs_each_of_the_others_one_turn(box):

@@ -147,8 +147,7 @@ class Liar(Actor):
       tokens = steps * rng.choice((1, STEP_TOKENS))
     return Push(
       self.number, self.incarnation, p, round_id, base, steps, tokens,
-      self.near(self.world.step, most=(1 << 40) - 1), self.near(self._snapshot(), 0, 0),
-      self.near(1), "f32", Sized(8, Delta((), -3)),
+      self.near(self._snapshot(), 0, 0), self.near(1), "f32", Sized(8, Delta((), -3)),
     )  # fmt: skip
 
   def value(self, request: RequestValue | None = None) -> Value:

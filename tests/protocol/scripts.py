@@ -78,7 +78,7 @@ def report(
 
 
 def push(m: int, round_id: int, base: int = 0, fragment: int = 0, incarnation: int = 0) -> Push:
-  return says.push(m, incarnation, fragment, round_id, base, 1, 10 * (m + 1), 1, "")
+  return says.push(m, incarnation, fragment, round_id, base, 1, 10 * (m + 1), "")
 
 
 def initial(to: int, fragment: int) -> Send:

@@ -52,7 +52,7 @@ HEADER = Publish(1, 0, 2, 5, 2**33, 8, 9, 900, 10**9, {0: 2**33}, 3, 7, "ab12", 
 EXAMPLES = [
   Report(3, 1, 17, 0.25, (4, -1), (2**33, -2), (2, 0), False, 3),
   Report(-1, 0, 0, 0.0, (), (), (), False, 0, joins=True, whole=True),
-  Push(3, 1, 5, 2**33, 7, 24, 24_576, 900, 3, 2**52, "int4", BYTES),
+  Push(3, 1, 5, 2**33, 7, 24, 24_576, 3, 2**52, "int4", BYTES),
   Value(3, 1, HEADER, 3, 2**52, BYTES),
   RequestMoments(3, 1, (0, 5)),
   Moments(3, 1, 5, 2, 880, BYTES),

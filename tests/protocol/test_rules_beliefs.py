@@ -119,7 +119,7 @@ def test_an_island_that_was_there_long_before_the_others_is_asked_when_their_pac
       break
   current = state.under_way[0]
   assert current is not None and 0 in current.pending and state.global_step == step
-  sent = says.push(0, 0, 0, current.id, 0, step, 10 * step, 1, "")
+  sent = says.push(0, 0, 0, current.id, 0, step, 10 * step, "")
   state = says.take_in(state, ReadDone(sent, now, norm=1.0))[0]
   assert not state.under_way[0].rejected and 0 in state.under_way[0].pushes
 
@@ -322,7 +322,7 @@ class Rounds:
     self.tell(Tick(now))
     current = self.state.under_way[0]
     for m in range(3):
-      sent = says.push(m, life, 0, current.id, f.version, 4, 40, int(now), "")
+      sent = says.push(m, life, 0, current.id, f.version, 4, 40, "")
       self.tell(ReadDone(sent, now, norm=norms[m]))
     self.tell(Tick(now))
     [end] = [a for a in self.made if isinstance(a, events.Commit | events.Abandoned)]
@@ -379,7 +379,7 @@ def test_one_that_leaves_again_and_again_does_not_have_the_others_push_at_every_
     for asked in tell(mine):
       if isinstance(asked, Send) and isinstance(pull := asked.message, Pull):
         m, base = asked.to, pull.base_version
-        sent = says.push(m, life * m, 0, pull.round, base, since, since, step, "")
+        sent = says.push(m, life * m, 0, pull.round, base, since, since, "")
         if any(isinstance(a, Commit) for a in tell(sent, norm=1.0)):
           commits, since = commits + 1, 0
   assert 10 <= commits <= 10 + 2 * 3, "one a period, and three more in eight periods"
@@ -401,7 +401,7 @@ def test_a_push_holds_what_its_learner_can_have_made(steps, tokens, fault):
   for m in range(2):
     state = told(state, says.report(m, 0, 1, 1.0, (0, 0), (9, 9)), 1.1)
   current = state.under_way[0]
-  sent = says.push(0, 0, 0, current.id, 0, steps, tokens, 1, "")
+  sent = says.push(0, 0, 0, current.id, 0, steps, tokens, "")
   state = says.take_in(state, ReadDone(sent, 1.2, norm=1.0))[0]
   assert state.under_way[0].rejected == ({0: fault} if fault else {})
 
@@ -415,7 +415,7 @@ def test_what_was_merged_once_is_not_claimed_again():
     state = told(state, says.report(m, 0, 500, 1.0, (0, 0), (500, 500)), 500.0)
   current = state.under_way[0]
   for m, most in ((0, 499 + 28), (1, 500 + 28)):
-    lie = says.push(m, 0, 0, current.id, 0, most + 1, most + 1, 1, "")
+    lie = says.push(m, 0, 0, current.id, 0, most + 1, most + 1, "")
     assert says.take_in(state, ReadDone(lie, 500.1, norm=1.0))[0].under_way[0].rejected
 
 
@@ -439,7 +439,7 @@ def test_steps_that_the_run_has_not_made_are_believed_once():
     current = state.under_way[0]
     for m in range(4):
       steps = claimed if m == 1 else 9
-      sent = says.push(m, 0, 0, current.id, f.version, steps, steps, now, "")
+      sent = says.push(m, 0, 0, current.id, f.version, steps, steps, "")
       state = told(state, sent, float(now), norm=1.0)
   assert state.fragments[0].version == 2
   assert state.fragments[0].merged_tokens == (38 + 3 * 9) + 3 * 9
@@ -597,9 +597,7 @@ def round_of(state, global_step: int, products: dict[int, dict[int, float]]) -> 
   state = says.take_in(state, Tick(now))[0]
   current = state.under_way[0]
   for m, each in products.items():
-    sent = says.push(
-      m, state.members[m].incarnation, 0, current.id, f.version, 9, 90, global_step, ""
-    )
+    sent = says.push(m, state.members[m].incarnation, 0, current.id, f.version, 9, 90, "")
     event = ReadDone(sent, now + 0.1, norm=1.0, products=each)
     state = says.take_in(state, event)[0]
   state, actions = says.take_in(state, Tick(now + 0.2))
@@ -680,7 +678,7 @@ def test_a_wait_for_what_was_lost_is_no_measure_of_the_link():
   state = says.take_in(state, Tick(again))[0]
   assert state.under_way[0].pulls == 2
   for m in range(2):
-    sent = says.push(m, 0, 0, round_id, 0, 9, 90, 1, "")
+    sent = says.push(m, 0, 0, round_id, 0, 9, 90, "")
     state = says.take_in(state, ReadDone(sent, again + 0.1, norm=1.0))[0]
   assert state.quorum_seconds == pytest.approx(0.2)
 

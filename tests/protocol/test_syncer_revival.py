@@ -135,7 +135,7 @@ def test_a_shard_captures_before_it_takes_in_who_has_captured_and_by_its_global_
   shard = Script(OFTEN)
   shard.feed(report(0, (0, 0), (1, 1), global_step=9))
   before = shard.state
-  [first] = records(shard, replace(push(0, 0), snapshot=10, global_step=10))
+  [first] = records(shard, replace(push(0, 0), snapshot=10))
   assert first.state.snapshot == 10 and syncer.joined(first.state) == [0]
   assert first.state.under_way[0].pushes == {} == before.under_way[0].pushes
   assert shard.state.fragments[0].version == 1
@@ -305,7 +305,7 @@ def test_lock_step_answers_a_new_pull_with_the_same_push_and_keeps_its_own_globa
   lock_step = dataclasses.replace(SYNC, blocking=True, overlap_steps=1)
   one = revived(STEP, says.pull(0, 0, 0, 0, 5, 0), sync=lock_step)
   made = one.state.fragments[0].outstanding.push
-  assert (made.incarnation, made.round, made.global_step) == (1, 5, 1)
+  assert (made.incarnation, made.round, one.state.global_step) == (1, 5, 1)
   later = replace(MERGED, merged_rounds={0: 5})
   early, also = (Script(lock_step, role="learner") for _ in range(2))
   early.state = also.state = one.state

@@ -83,6 +83,6 @@ def test_a_push_costs_the_same(small, large):
   for state in (small, large):
     for m in range(3):
       state = on(state, report(m, PERIOD))
-    push = says.push(5, 0, 0, state.under_way[0].id, 0, 1, 10, 1, "")
+    push = says.push(5, 0, 0, state.under_way[0].id, 0, 1, 10, "")
     costs.append(cost(state, push, norm=1.0))
   assert 0 < costs[1] < 1.1 * costs[0], costs

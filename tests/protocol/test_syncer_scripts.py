@@ -66,7 +66,7 @@ def test_golden_learner_two_fragments():
   one = Script(role="learner")
   whole = join(one)
   assert one.feed(says.pull(0, 0, 0, 0, 0, 0)) == []  # not a single step to push yet
-  sent = says.push(0, 0, 0, 0, 0, 1, 10, 41, "")
+  sent = says.push(0, 0, 0, 0, 0, 1, 10, "")
   assert one.feed(StepDone(0.1, 10, 0.1)) == [CopyOut(sent)]
   assert one.feed(says.pull(0, 0, 0, 0, 0, 0)) == [Resend(sent)]
   one.feed(StepDone(0.2, 10, 0.1))
@@ -84,7 +84,7 @@ def test_golden_learner_two_fragments():
   assert one.feed(says.pull(0, 0, 0, 0, 2, 1)) == []  # waits for version 1 to be applied
   assert one.feed(Staged(0, 0.2)) == [
     says.applied(0, 1, 0, "rebase", True),
-    CopyOut(says.push(0, 0, 0, 2, 1, 1, 10, 44, "")),
+    CopyOut(says.push(0, 0, 0, 2, 1, 1, 10, "")),
   ]
   f = one.state.fragments[0]
   assert (f.steps, f.tokens, f.steps_since_sync, f.acknowledged_tokens, f.merged_tokens) == (
@@ -96,7 +96,7 @@ def test_golden_learner_two_fragments():
   )
   one.feed(StepDone(0.3, 10, 0.1))
   # Round 2 was abandoned: the next one is answered with all steps until now, not with that push.
-  newest = says.push(0, 0, 0, 3, 1, 2, 20, 45, "")
+  newest = says.push(0, 0, 0, 3, 1, 2, 20, "")
   assert one.feed(says.pull(0, 0, 0, 0, 3, 1)) == [CopyOut(newest)]
   # Round 3 went on without me, version 3 came whole: both unmerged steps stay, at half length.
   version_3 = replace(version_1, round=4, version=3, base_round=NOTHING)

@@ -129,7 +129,7 @@ def test_a_state_of_another_shape_is_refused_wherever_it_differs():
       from_json(LearnerState, without)
   with pytest.raises(NotAState, match=r"LearnerState: .*unknown field `another`"):
     from_json(LearnerState, {**good, "another": 1})
-  outstanding = Outstanding(says.push(1, 5, 0, 7, 3, 2, 20, 1, "f32"), at_step=4)
+  outstanding = Outstanding(says.push(1, 5, 0, 7, 3, 2, 20, "f32"), at_step=4)
   with_push = through_json(state.with_fragment(0, outstanding=outstanding))
   assert from_json(LearnerState, with_push).fragments[0].outstanding == outstanding
   where = ("fragments", 0, "outstanding", "push", -1)

@@ -54,7 +54,7 @@ class Shard:
 
   def push(self, learner: int, now: float) -> None:
     current, version = self.state.under_way[0], self.fragment.version
-    push = says.push(learner, 0, 0, current.id, version, 4, 40, self.step, "")
+    push = says.push(learner, 0, 0, current.id, version, 4, 40, "")
     self.feed(push, now, norm=1.0)
 
   def sync(self, now: float) -> None:

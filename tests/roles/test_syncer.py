@@ -136,7 +136,7 @@ class Shard:
       if payload is None:
         payload = codec.encode(content, name)
       p, base = pull.fragment, pull.base_version
-      push = says.push(m, self.lives[m], p, pull.round, base, 3, 30 + m, 9, codec_name, payload)
+      push = says.push(m, self.lives[m], p, pull.round, base, 3, 30 + m, codec_name, payload)
       self.hear(push)
     return [e for e in self.events if e.kind in ("commit", "abandoned")]
 
@@ -376,7 +376,7 @@ def test_a_round_that_ends_while_values_are_prepared_takes_no_push_from_the_next
   assert kinds == ["round", "round", "abandoned", "abandoned", "round", "round"]
   for m, pull in pulls:
     payload = codec.encode(np.ones(shard.plan.fragments[pull.fragment].size, np.float32), "f32")
-    shard.hear(says.push(m, 1, pull.fragment, pull.round, 0, 3, 30, 9, "f32", payload))
+    shard.hear(says.push(m, 1, pull.fragment, pull.round, 0, 3, 30, "f32", payload))
   while jobs:
     done, jobs[:] = list(jobs), []
     for job in done:
@@ -405,7 +405,7 @@ def test_a_version_does_not_wait_for_a_commit_that_was_decided_with_its_own(monk
       shard.report(m, steps_since_sync)
   for m, pull in shard.outbox.take(Pull):
     payload = codec.encode(np.ones(shard.plan.fragments[pull.fragment].size, np.float32), "f32")
-    push = says.push(m, 0, pull.fragment, pull.round, 0, 3, 30, 9, "f32", payload)
+    push = says.push(m, 0, pull.fragment, pull.round, 0, 3, 30, "f32", payload)
     drive(shard.syncer.take(push, time.monotonic()), shard.outbox, 0.0)
     shard.settle()
   monkeypatch.setattr(merger, "commit", committed)

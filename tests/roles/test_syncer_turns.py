@@ -58,7 +58,7 @@ def test_what_came_while_the_shard_was_busy_is_taken_in_at_its_own_time_before_i
   for m in range(3):
     learners.append(hub.connect(f"learner-{m}"))
     learners[-1].send("syncer-0", says.hello(m, 0))
-    learners[-1].send("syncer-0", says.push(m, 0, 0, 1, 0, 1, 1, 0, "f32", np.zeros(4, np.uint8)))
+    learners[-1].send("syncer-0", says.push(m, 0, 0, 1, 0, 1, 1, "f32", np.zeros(4, np.uint8)))
     times.append(time.monotonic())
     time.sleep(0.02)  # busy
   events = turns.run(ticks=1)

@@ -148,6 +148,20 @@ def test_the_state_before_is_freed_before_another_is_restored(any_island, monkey
   assert {*there} == {None}
 
 
+def test_what_is_placed_takes_the_room_of_what_was_there(any_island):
+  """A learner that was restarted in its process placed its state beside that of its last life."""
+  island, _, config = any_island
+  saved = on_host(trained(island, config).capture())
+  before = {name: weakref.ref(array) for name, array in island._state.items()}
+  placed = {}
+  for name, value in saved.items():
+    assert before[name]() is not None
+    placed[name] = island.place(name, value)
+    assert before[name]() is None
+  island.restore(placed)
+  assert_same_bits(island.capture(), saved)
+
+
 def test_a_placed_state_becomes_the_islands_own_without_a_second_one(any_island):
   island, _, config = any_island
   saved = on_host(trained(island, config).capture())
