@@ -92,8 +92,7 @@ def test_what_struck_a_run_is_counted_from_its_start_and_restarts_by_whose_they_
     events.append(made(30.0 + 0.1 * n, "engine", "fault", target="learner-3", action="kill"))
     events.append(made(30.05 + 0.1 * n, "engine", "restart", target="learner-3"))
   write_log(tmp_path, sorted(events, key=lambda event: event.time))
-  with Dashboard(tmp_path) as dashboard:
-    show(browser, dashboard, "over")
+  with shown(browser, tmp_path):
     assert browser.text("#over-time-says") == "151 kills and 151 restarts"
     assert "103 older marks left out" in browser.text("#legend")
     assert "Islands\n4\n1 restart, of shards 1" in browser.text("#figures")
@@ -105,8 +104,7 @@ def test_what_happened_goes_back_for_hours_and_scrolls(browser, tmp_path):
   write_log(tmp_path, [*make_run()[:-1], *restarts])
   began = int(time.time()) - 655
   (tmp_path / STARTED).write_text(f"{began}")
-  with Dashboard(tmp_path) as dashboard:
-    show(browser, dashboard, "running")
+  with shown(browser, tmp_path, "running"):
     times = browser.ask("[...document.querySelectorAll('#log-events time')].map(n => n.innerText)")
     assert (len(times), times[0], times[-1]) == (100, "10:54", "1:00")
     local = "document.querySelector('#log-events time').title"
@@ -218,8 +216,7 @@ def test_an_island_that_is_slow_now_is_named_also_after_days(browser, tmp_path, 
   events.sort(key=lambda event: event.time)
   write_log(tmp_path, events)
   (tmp_path / STARTED).write_text(f"{time.time() - events[-1].time - 1}")
-  with Dashboard(tmp_path) as dashboard:
-    show(browser, dashboard, "running")
+  with shown(browser, tmp_path, "running"):
     said = browser.text("#heat-says")
     assert re.fullmatch(r"slower than usual now: island 1 \((2\.9|3\.0)×\)", said), said
     assert browser.complaints == []
@@ -327,8 +324,7 @@ def test_a_shard_that_is_silent_is_named_beside_the_islands(browser, tmp_path):
   events = [e for e in make_run() if e.time <= 18.0 and not (e.role == "syncer-1" and e.time > 5)]
   write_log(tmp_path, events)
   (tmp_path / STARTED).write_text(f"{time.time() - 19.0}")
-  with Dashboard(tmp_path) as dashboard:
-    show(browser, dashboard, "running")
+  with shown(browser, tmp_path, "running"):
     assert browser.text("#over-time-says").endswith(" · shard 1: stalled")
     names = browser.ask("document.querySelector('#chart').textContent")
     assert re.search(r"shard 1stalled · \d+ rounds", names)
@@ -506,8 +502,7 @@ def test_islands_that_came_and_went_a_thousand_times_are_few_shapes(browser, tmp
     ]
   events += [made(5.0 * lives, "engine", "run_finished", reason="finished")]
   write_log(tmp_path, sorted(events, key=lambda event: event.time))
-  with Dashboard(tmp_path) as dashboard:
-    show(browser, dashboard, "over")
+  with shown(browser, tmp_path):
     assert (
       browser.ask("document.querySelectorAll('#chart g.island:has(.lane) *').length") < 7 * count
     )
