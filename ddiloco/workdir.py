@@ -19,7 +19,7 @@ from typing import IO, Any, Generic, TypeVar
 
 from ddiloco.checks import Unanswered, is_there, kind_of, refusal, require
 from ddiloco.config import Config, ConfigError, from_dict
-from ddiloco.observe.guards import warn
+from ddiloco.observe.guards import say, warn
 
 T = TypeVar("T")
 OUTCOME = "outcome.json"  # facts for the report that are not in the events
@@ -33,7 +33,7 @@ PROFILES = "profiles"  # traces of chosen steps, by role: TensorBoard's or xprof
 PROFILE_REQUESTS = "profiles.jsonl"  # traces requested during the run, one a line
 LOCK = "lock"  # held by the run that trains here
 ROLES = "roles.lock"  # a shared lock, held by every role that lives here
-LOOK_SECONDS = 0.1
+LOOK_SECONDS, SILENT_SECONDS = 0.1, 2.0
 # That the roles of a killed supervisor have to end: the kernel takes 0.1 s to free a GB of theirs.
 END_SECONDS = 30.0
 CHECKPOINTS = "checkpoints"
@@ -90,18 +90,23 @@ def _lock(file: IO[str], kind: int, refusal: str, seconds: float = LOOK_SECONDS)
   """Takes the kernel lock of a file, for which it waits at most so long.
 
   The least is one more look: a process that only asks whether the lock is free has it for a moment.
+  A wait of more than `SILENT_SECONDS` is said.
 
   Raises:
     ConfigError: `refusal`, if another process has it.
     OSError: the file system has no locks.
   """
-  until = time.monotonic() + seconds
+  began, said = time.monotonic(), False
   while True:
     try:
       return fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
-      if time.monotonic() >= until:
+      waited = time.monotonic() - began
+      if waited >= seconds:
         raise ConfigError(refusal) from None
+    if waited >= SILENT_SECONDS and not said:
+      said = True
+      say(f"Waits at most {seconds:g} s for processes that end: they have {file.name} locked.")
     time.sleep(LOOK_SECONDS)
 
 
