@@ -103,13 +103,15 @@ class Copies:
     """
     owner = syncer_address(message.shard)
     mine = (key for key in sorted(self._held) if key[0] == message.shard)
-    held = {key[1]: self._held[key][1] for key in mine}
+    held = {key[1]: self._held[key] for key in mine}
     asked_by, payloads = self._answers.get(message.shard, (-1, []))
     if message.incarnation > asked_by or not any(payload() is not None for payload in payloads):
       payloads = []
-      for copy in held.values():
-        replica = pack(copy, self.shard, self.incarnation, message.shard)
-        payloads.append(weakref.ref(replica.payload.base))
+      for life, copy in held.values():
+        # What a life before has sent is not changed any more: it needs no memory of its own here.
+        whole = _as_it_came(copy) if life < message.incarnation else None
+        replica = pack(copy, self.shard, self.incarnation, message.shard, change=whole)
+        payloads.append(weakref.ref(replica.payload))
         yield None
         self.endpoint.send(owner, replica)
       self._answers[message.shard] = message.incarnation, payloads
@@ -118,7 +120,7 @@ class Copies:
       self.incarnation,
       asked_by=message.incarnation,
       fragments=tuple(held),
-      rounds=tuple(copy.state.last_round for copy in held.values()),
+      rounds=tuple(copy.state.last_round for _, copy in held.values()),
     )
     self.endpoint.send(owner, listed)
 
@@ -394,6 +396,14 @@ def pack(
   return Replica(shard, incarnation, owner, *said, change.codec, change.payload)
 
 
+def _as_it_came(copy: Committed) -> Encoded | None:
+  """A copy that came whole, as it was packed, in its own memory; None: its vectors are apart."""
+  rows = copy.published_value.base
+  if rows is None or len(rows) != 1 + (copy.momentum is not None):
+    return None
+  return Encoded("f32", rows.reshape(-1).view(np.uint8))
+
+
 def unpack(
   replica: Replica, plan: Plan, config: Config | None = None, base: Committed | None = None
 ) -> Committed | None:
@@ -409,7 +419,7 @@ def unpack(
   if replica.base_round == NOTHING:
     if data.nbytes not in (4 * size, 8 * size) or replica.codec != "f32":
       return None
-    value, *rest = (each.copy() for each in data.view(np.float32).reshape(-1, size))
+    value, *rest = data.view(np.float32).reshape(-1, size).copy()
     return Committed(state, value, value, rest[0] if rest else None, replica.momentum_round)
   if base is None or config is None or base.state.last_round != replica.base_round:
     return None
