@@ -29,7 +29,7 @@ from ddiloco.core.fragments import Plan
 from ddiloco.engines.role_spec import terminates
 from ddiloco.network.transport import EVALUATOR_ADDRESS, learner_address, syncer_address
 from ddiloco.observe.eventlog import Listener, Recorder
-from ddiloco.observe.guards import Guard, Warnings, ended, warn
+from ddiloco.observe.guards import Guard, Warnings, ended, say, warn
 from ddiloco.protocol import events, supervisor
 from ddiloco.protocol.supervisor import UP
 from ddiloco.protocol.values import Frozen, replace
@@ -228,6 +228,8 @@ class Engine:
   def _go_on(self, keep: bool) -> restore.Restored | None:
     """Says what the run goes on from, or refuses; with the snapshot's fragments if `keep`."""
     storage, tried, every = self._storage, list[str](), range(len(self.plan.fragments))
+    if (newest := restore.newest_global_step(storage)) >= 0:  # gigabytes may take minutes
+      say(f"\nThe newest snapshot in {self.workdir}, {newest}, is being read and checked.")
     found = restore.restore_fragments(storage, every, tried, keep) if storage else None
     restore.go_on(self.config, self.workdir, storage, found.snapshot if found else None, tried)
     return found
