@@ -439,6 +439,7 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
 
     runner.busy("saving the result")
     session.until_saved(end, config.network.give_up_seconds, stopping)
+    runner.busy("measuring the result")
 
   role = Evaluator(*(config, runner.plan, measure, runtime, runner.incarnation), save=save)
   runner.ready = lambda: _joining(role.exchange.state, endpoint.links(), config)
@@ -454,7 +455,7 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
   if role.finished and not role.saved:
     raise Ended("has not saved the final model, which the shards keep. Fix: start it again")
   reason = "finished" if role.finished else "stopped"
-  seen = role.saved, role.untrained_loss, state.merged_tokens
+  seen = role.saved, role.untrained_loss, role.final_loss, state.merged_tokens
   outcome = RunResult(reason, role.store.params(), {}, "", *seen)
   runner.busy("measuring the result and writing the report")
   try:

@@ -78,6 +78,7 @@ class Evaluator:
     self.recorder = runtime.recorder
     self.saved = False  # whether the final model is saved
     self.untrained_loss: float | None = None  # of the initial model, if it was measured
+    self.final_loss: float | None = None  # of the final model, once it is measured
     self._heldout, self._save = measure, save
     self._evaluations = config.run.evaluations if measure is not None else 0
     self._every = config.run.total_tokens / max(1, self._evaluations)
@@ -155,6 +156,8 @@ class Evaluator:
     else:
       if untrained:
         self.untrained_loss = loss
+      if merged_tokens >= self.exchange.state.target_tokens:
+        self.final_loss = loss
       self.recorder.record(events.Evaluation(**at, loss=loss, measures=measures))
 
 

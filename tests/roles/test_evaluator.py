@@ -58,7 +58,7 @@ def test_the_end_is_saved_before_it_is_measured():
   watched.publish(1, TOKENS)
   watched.role.run(lambda: False)
   assert order[-2:] == ["saved", ("measured", 1.0)] and order.count("saved") == 1
-  assert watched.role.saved
+  assert watched.role.saved and watched.role.final_loss == 0.5
   last = watched.of("evaluation")[-1]
   assert (last.merged_tokens, last.loss, last.measures) == (TOKENS, 0.5, {"other": 2.0})
   assert not watched.of("unevaluated"), "nothing is measured before the whole model is here"
@@ -168,6 +168,7 @@ def test_one_measurement_at_a_time():
   run.join(60)
   assert [e.merged_tokens for e in watched.of("evaluation")] == [0, 60]
   assert watched.role.untrained_loss == 0.5, "of the first one alone"
+  assert watched.role.final_loss is None, "it never had the final model"
 
 
 def test_a_result_that_cannot_be_saved_or_measured_ends_nothing(capsys):
