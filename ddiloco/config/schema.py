@@ -418,7 +418,7 @@ class CheckpointConfig:
   patience_seconds: Positive = 60.0  # for a learner's part of a snapshot, since that last grew
   rejoin: Literal["own", "peer", "fresh"] = "own"  # inner optimizer of a restarted learner
   warmup_steps: Natural = 20  # of the learning rate, for a learner that joins with fresh moments
-  donor_seconds: NotNegative = 10.0  # that rejoin = peer waits at most for a donor's moments
+  donor_seconds: NotNegative = 10.0  # that rejoin = peer waits at most for a fragment's moments
 
   def __post_init__(self):
     check("checkpoint", self)

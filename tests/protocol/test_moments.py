@@ -155,6 +155,20 @@ def test_moments_of_several_fragments_may_be_on_their_way_at_once():
   assert learner.can_step(one.state, one.sync)
 
 
+def test_moments_that_come_are_waited_for_and_those_that_do_not_come_are_not():
+  """Of a large model the moments of all fragments take minutes: after ten seconds in all the rest
+  was given up, as if there were no donor."""
+  one = Script(role="learner")
+  one.state = replace(one.state, donor_seconds=5.0)
+  for p in (0, 1):
+    one.feed(replace(NEWEST, fragment=p))
+    one.feed(Staged(p, 10.0))
+  one.feed(ForwardMoments(0, 0, 0, 0, 3, 0, 1, 7))
+  one.feed(Taken(0, 14.0, "staged"))
+  given_up = lambda now: [a for a in one.feed_all(Tick(now)) if isinstance(a, NoDonor)]  # noqa: E731
+  assert given_up(18.9) == [] and given_up(19.0) == [NoDonor(fragments=(1,))]
+
+
 def test_one_that_asks_again_and_again_does_not_use_up_the_links_of_others():
   shard, given = shard_with(0, 1, 2), 0
   for _ in range(50):
