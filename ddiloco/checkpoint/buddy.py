@@ -46,6 +46,7 @@ MOST_ASK_SECONDS = 8.0  # ... this, so that it asks for a lost copy again before
 BEGINS_SECONDS = 5.0  # for the answer of a buddy that has asked for its own fragments
 PATIENCE_FACTOR = 8.0  # over the usual time until a copy is confirmed
 RESTARTS_FACTOR = 2.0  # over that patience, for a buddy that restarts again and again
+WHOLE_BYTES = 5e7  # a second, at least, of a whole copy: packed, sent and unpacked in fresh memory
 
 
 def buddy_of(shard: int, num_shards: int) -> int:
@@ -180,6 +181,7 @@ class Replication:
     # Fragment -> the round whose value this buddy was sent last; without one it goes out whole.
     self._sent: dict[int, int] = {}
     self._sent_at: dict[int, float] = {}  # fragment -> when its unconfirmed copy was sent
+    self._whole: set[int] = set()  # fragments whose newest copies go whole
     self._changing: set[int] = set()  # fragments whose next commit is being made
     self.held: dict[int, tuple[float, list[Callable[[], None]]]] = {}
     self._buddy_incarnation = -1
@@ -199,6 +201,7 @@ class Replication:
     for p in fragments:
       self._sent.pop(p, None)
       self._sent_at[p] = self._now()
+      self._whole.add(p)
     lacking = [p for p in self._newest if p not in self._sent and p not in self._changing]
     if lacking:
       self._send(min(lacking, key=lambda p: p not in self.held))
@@ -227,7 +230,9 @@ class Replication:
     self._sent_at[fragment] = self._now()
     self._sent[fragment] = committed.state.last_round
     if change is None or base_round is None:  # the loop must not wait while gigabytes are copied
+      self._whole.add(fragment)
       return self.background(self._send_whole(committed))
+    self._whole.discard(fragment)
     me = copies.shard, copies.incarnation, copies.shard
     replica = pack(committed, *me, base_round, change)
     copies.endpoint.send(syncer_address(self._buddy), replica)
@@ -293,16 +298,19 @@ class Replication:
   def tick(self) -> float:
     """Gives up waiting for a buddy that is away; returns when to look again."""
     now = self._now()
-    patience = max(self._patience_seconds, PATIENCE_FACTOR * self._copy_seconds)
+    usual = max(self._patience_seconds, PATIENCE_FACTOR * self._copy_seconds)
     if not self.held:
-      return now + patience
+      return now + usual
+
+    def given_up_at(p: int, since: float) -> float:
+      whole = 2 * self._newest[p].published_value.nbytes if p in self._whole else 0
+      patience = usual + whole / WHOLE_BYTES
+      return min(self._sent_at[p] + patience, since + RESTARTS_FACTOR * patience)
+
     # Only copies that something waits for: others may be far back in the row of whole copies, and
     # one that was lost on the way does not make the buddy silent. A buddy that restarts gets them
     # anew; if no life of it is long enough to confirm them, they must not wait for ever.
-    until = min(
-      min(self._sent_at[p] + patience, since + RESTARTS_FACTOR * patience)
-      for p, (since, _) in self.held.items()
-    )
+    until = min(given_up_at(p, since) for p, (since, _) in self.held.items())
     if now >= until:
       self._away = True
       self._recorder.record(

@@ -479,6 +479,24 @@ def test_patience_follows_the_measured_time_of_a_copy(owner):
   assert owner.kinds() == ["unreplicated"]
 
 
+def test_a_whole_copy_has_time_for_its_bytes(owner, monkeypatch):
+  """At the first commit of each large fragment the buddy was taken to be away, and the version went
+  out without a copy: 4 GB take longer than two seconds to pack."""
+  monkeypatch.setattr("ddiloco.checkpoint.buddy.WHOLE_BYTES", 8 * PLAN.sizes[0] / 20)
+  owner.commit(0, 1)
+  owner.later(21.9)
+  assert owner.events == [] and owner.done == []
+  owner.confirm(0, 1)
+  owner.side._copy_seconds = 0.0
+  newest, message = change(committed(0, 1), "int8", 0)
+  owner.side.committed(newest, Encoded(message.codec, message.payload))
+  owner.side.when_safe(0, lambda: owner.done.append((0, 2)))
+  owner.later(1.9)
+  assert owner.events == [] and owner.done == [(0, 1)]
+  owner.later(0.2)
+  assert owner.kinds() == ["unreplicated"] and owner.done == [(0, 1), (0, 2)], "it is no whole one"
+
+
 def test_a_restarted_buddy_gets_everything_again(owner):
   for p in (0, 1, 2):
     owner.commit(p, 1)
