@@ -9,8 +9,10 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from ddiloco.checkpoint import restore
 from ddiloco.checkpoint.buddy import Copies, Replication, Sealer, recover
@@ -149,7 +151,7 @@ def _life(runner: RoleRunner, number: int, island, batches: Batches, afresh: boo
   if beginning.arrays:
     runner.say(f"has its part of a snapshot, after {time.monotonic() - began:.1f} s")
   endpoint, saver = runner.connect(), runner.saver()
-  make = functools.partial(initial.initial_values, config, plan)
+  make = functools.partial(_make, runner)
   runtime = Runtime(endpoint, recorder, saver, initial=make)
   role = Learner(beginning, config, plan, island, batches, runtime)
   exchange = role.exchange
@@ -164,6 +166,17 @@ def _life(runner: RoleRunner, number: int, island, batches: Batches, afresh: boo
     if saver is not None:
       saver.close(runner.time_left())
   return _left(runner, exchange.state)
+
+
+def _make(runner: RoleRunner) -> Mapping[int, np.ndarray]:
+  """All initial values; the role says that it makes them, which may take minutes."""
+  before, mine = runner.ready, lambda: "the initial values, which it makes"
+  runner.ready = mine
+  try:
+    return initial.initial_values(runner.config, runner.plan)
+  finally:
+    if runner.ready is mine:
+      runner.ready = before
 
 
 def _joining(state: LearnerState, links: dict, config: Config) -> str:
@@ -426,7 +439,7 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
     heldout = session.evaluator(config, source)
     measure, loss = heldout.measure, heldout.loss
   endpoint, stopping = runner.connect(), runner.stop.wait
-  make = functools.partial(initial.initial_values, config, runner.plan)
+  make = functools.partial(_make, runner)
   runtime = Runtime(endpoint, runner.recorder, initial=make)
   weights.clear(result)
 

@@ -54,6 +54,16 @@ def state(versions=(0, 0, 0, 0), tokens=0, merged=0):
   return replace(fresh, fragments=fragments, trained_tokens=100)
 
 
+def test_a_role_says_that_it_makes_initial_values(monkeypatch):
+  """Of 12 billion parameters that takes minutes, when it seemed to wait for other roles."""
+  runner, before = types.SimpleNamespace(config=1, plan=2), lambda: "has 0 of 4 fragments"
+  made = lambda *given: (given, runner.ready())  # noqa: E731
+  runner.ready = before
+  monkeypatch.setattr(initial, "initial_values", made)
+  assert single_roles._make(runner) == ((1, 2), "the initial values, which it makes")
+  assert runner.ready is before
+
+
 def test_what_a_joining_role_waits_for():
   assert single_roles._joining(state(), UP, CONFIG) == ""
   waits = single_roles._joining(state((0, -1, 0, -1)), UP, CONFIG)
