@@ -334,9 +334,10 @@ def recover(
 ) -> dict[int, Committed]:
   """Asks the buddy for this shard's fragments until it has answered or `keep_on` says no.
 
-  `keep_on` is called with the seconds since the newest copy came, or since the start: gigabytes
-  take long. Returns what the buddy had, by fragment. Meanwhile the neighbour's requests are served,
-  from `copies`. The request goes to the neighbour as well, which must send its copies again.
+  `keep_on` is called with the seconds since the newest copy came, or since the start, less those
+  that a listed copy may take: gigabytes take long. Returns what the buddy had, by fragment.
+  Meanwhile the neighbour's requests are served, from `copies`. The request goes to the neighbour as
+  well, which must send its copies again.
 
   A buddy that asks too has begun as well. It answers at once, or not while it makes initial values
   or reads a snapshot, which may take minutes: so the wait ends after `BEGINS_SECONDS`.
@@ -348,9 +349,11 @@ def recover(
   # Fragment -> the round of the buddy's copy. This list overtakes the copies, which are bulk. A
   # copy of an earlier round is from an answer to an earlier life: it does not end the wait.
   listed: dict[int, int] | None = None
+  copy_seconds = 0.0  # that the largest of the listed may take
   came: collections.Counter[int] = collections.Counter()  # fragment -> how often its copy came
   heard_at, ask_at, pause, until = time.now(), 0.0, ASK_SECONDS, math.inf
-  while keep_on((now := time.now()) - heard_at) and now < until and not _complete(found, listed):
+  quiet = lambda: max(0.0, now - heard_at - copy_seconds)  # noqa: E731
+  while (now := time.now()) < until and keep_on(quiet()) and not _complete(found, listed):
     if now >= ask_at:  # again if copies are missing: some went to the former incarnation
       ask_at, pause = now + pause, min(2 * pause, MOST_ASK_SECONDS)
       for each in neighbours(shard, num_shards):
@@ -371,6 +374,8 @@ def recover(
           ask_at = time.now() + pause  # the other copies are on their way
       case Recovered(shard=sender, asked_by=asked_by) if (sender, asked_by) == (buddy, incarnation):
         listed, until = dict(zip(message.fragments, message.rounds)), math.inf
+        largest = max((copies.plan.fragments[p].size for p in listed), default=0)
+        copy_seconds = 8 * largest / WHOLE_BYTES
       case Replica() | Recover():
         if isinstance(message, Recover) and message.shard == buddy and listed is None:
           until = time.now() + BEGINS_SECONDS
