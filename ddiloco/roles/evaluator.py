@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,15 @@ Measure = Callable[[Mapping[str, np.ndarray]], Mapping[str, float]]
 MEASURE_SECONDS = 3600.0  # at most, for the measurement under way when the run ends
 
 
+class _TakenOnce(initial.Assembled):
+  """Parameters to be taken in order, once. Then their values are let go of: beside a measurement
+  new versions arrive, and the old ones would be a second model."""
+
+  def __iter__(self) -> Iterator[str]:
+    yield from super().__iter__()
+    self.values_of.clear()
+
+
 class GlobalView:
   """The newest value of every fragment, on the host: the part of a store that only receives.
 
@@ -32,13 +41,13 @@ class GlobalView:
     self.values: dict[int, np.ndarray] = {}
     self._config, self._plan = config, plan
 
-  def params(self) -> initial.Assembled:
+  def params(self, kind: type[initial.Assembled] = initial.Assembled) -> initial.Assembled:
     """The parameters as they are now; later versions do not change them.
 
     Raises:
       KeyError: when a parameter is looked up before all its fragments have arrived.
     """
-    return initial.Assembled(self._plan, self._config, self.values)
+    return kind(self._plan, self._config, self.values)
 
   def stage(self, fragment: int, flat: np.ndarray) -> np.ndarray:
     return flat
@@ -130,7 +139,7 @@ class Evaluator:
   def _now(self) -> tuple[initial.Assembled, int, int, bool]:
     state = self.exchange.state
     untrained = all(fragment.round == INITIAL for fragment in state.fragments)
-    return self.store.params(), state.merged_tokens, state.global_step, untrained
+    return self.store.params(_TakenOnce), state.merged_tokens, state.global_step, untrained
 
   def _save_end(self) -> None:
     """Saves the final model before it is used."""

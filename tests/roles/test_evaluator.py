@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -169,6 +170,29 @@ def test_one_measurement_at_a_time():
   assert [e.merged_tokens for e in watched.of("evaluation")] == [0, 60]
   assert watched.role.untrained_loss == 0.5, "of the first one alone"
   assert watched.role.final_loss is None, "it never had the final model"
+
+
+def test_a_measurement_keeps_no_values_that_newer_ones_have_replaced():
+  """On a CPU one may last for many versions, and so long there was a second model in memory."""
+  begun, go_on = threading.Event(), threading.Event()
+
+  def measure(params):
+    taken = dict(params)
+    assert len(taken) == len(params) and all((each == 0).all() for each in taken.values())
+    begun.set()
+    assert go_on.wait(60)
+    return {"loss": 0.5}
+
+  watched = Watched(measure)
+  watched.publish(0, 0)
+  run = threading.Thread(target=watched.role.run, args=(go_on.is_set,), daemon=True)
+  run.start()
+  wait_for(begun.is_set)
+  old = [weakref.ref(each) for each in watched.role.store.values.values()]
+  watched.publish(1, 60)
+  wait_for(lambda: all(each() is None for each in old))
+  go_on.set()
+  run.join(60)
 
 
 def test_a_result_that_cannot_be_saved_or_measured_ends_nothing(capsys):
