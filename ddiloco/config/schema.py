@@ -361,7 +361,8 @@ class NetworkConfig:
   """How messages travel between processes. `patience_seconds` grows with what is measured."""
 
   streams: Count = 1  # TCP connections per learner and shard that every fragment is spread over
-  queue_bytes: Natural = 0  # of fragments queued for or from one peer; 0: three models in f32
+  # Of fragments queued for or from one peer; 0: of as many values as a shard owns, three times f32.
+  queue_bytes: Natural = 0
   hello_seconds: Positive = 0.5  # between two attempts to reach a peer, doubling to 16 times this
   patience_seconds: Positive = 2.0  # least wait until a shard's buddy counts as away
   silence_seconds: Positive = 30.0  # messages for a peer that is silent for so long are dropped
