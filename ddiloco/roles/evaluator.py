@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,12 +22,19 @@ MEASURE_SECONDS = 3600.0  # at most, for the measurement under way when the run 
 
 
 class _TakenOnce(initial.Assembled):
-  """Parameters to be taken in order, once. Then their values are let go of: beside a measurement
+  """Parameters that are looked up once each. Then their values are let go of: beside a measurement
   new versions arrive, and the old ones would be a second model."""
 
-  def __iter__(self) -> Iterator[str]:
-    yield from super().__iter__()
-    self.values_of.clear()
+  def __init__(self, *arguments: Any):
+    super().__init__(*arguments)
+    self._left = {*self}
+
+  def __getitem__(self, name: str) -> np.ndarray:
+    found = super().__getitem__(name)
+    self._left.discard(name)
+    if not self._left:
+      self.values_of.clear()
+    return found
 
 
 class GlobalView:
