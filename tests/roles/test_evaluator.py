@@ -17,7 +17,7 @@ from ddiloco.runtime import Runtime
 from tests import says
 from tests.roles import toy
 from tests.roles.test_learner_exchange import Wire
-from tests.waits import wait_for
+from tests.waits import PATIENCE_SECONDS, wait_for
 
 TOKENS = 100
 
@@ -180,7 +180,7 @@ def test_a_measurement_keeps_no_values_that_newer_ones_have_replaced():
     taken = dict(params)
     assert len(taken) == len(params) and all((each == 0).all() for each in taken.values())
     begun.set()
-    assert go_on.wait(60)
+    go_on.wait(PATIENCE_SECONDS)
     return {"loss": 0.5}
 
   watched = Watched(measure)
@@ -190,9 +190,11 @@ def test_a_measurement_keeps_no_values_that_newer_ones_have_replaced():
   wait_for(begun.is_set)
   old = [weakref.ref(each) for each in watched.role.store.values.values()]
   watched.publish(1, 60)
-  wait_for(lambda: all(each() is None for each in old))
+  wait_for(lambda: all((each == 1).all() for each in watched.role.store.values.values()))
+  kept = sum(each() is not None for each in old)
   go_on.set()
   run.join(60)
+  assert not kept
 
 
 def test_a_result_that_cannot_be_saved_or_measured_ends_nothing(capsys):
