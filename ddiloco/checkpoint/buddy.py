@@ -46,6 +46,7 @@ MOST_ASK_SECONDS = 8.0  # ... this, so that it asks for a lost copy again before
 BEGINS_SECONDS = 5.0  # for the answer of a buddy that has asked for its own fragments
 PATIENCE_FACTOR = 8.0  # over the usual time until a copy is confirmed
 RESTARTS_FACTOR = 2.0  # over that patience, for a buddy that restarts again and again
+WHOLE_BYTES = 5e7  # a second, at least, of a whole copy: packed, sent and unpacked in fresh memory
 
 
 def buddy_of(shard: int, num_shards: int) -> int:
@@ -103,13 +104,15 @@ class Copies:
     """
     owner = syncer_address(message.shard)
     mine = (key for key in sorted(self._held) if key[0] == message.shard)
-    held = {key[1]: self._held[key][1] for key in mine}
+    held = {key[1]: self._held[key] for key in mine}
     asked_by, payloads = self._answers.get(message.shard, (-1, []))
     if message.incarnation > asked_by or not any(payload() is not None for payload in payloads):
       payloads = []
-      for copy in held.values():
-        replica = pack(copy, self.shard, self.incarnation, message.shard)
-        payloads.append(weakref.ref(replica.payload.base))
+      for life, copy in held.values():
+        # What a life before has sent is not changed any more: it needs no memory of its own here.
+        whole = _as_it_came(copy) if life < message.incarnation else None
+        replica = pack(copy, self.shard, self.incarnation, message.shard, change=whole)
+        payloads.append(weakref.ref(replica.payload))
         yield None
         self.endpoint.send(owner, replica)
       self._answers[message.shard] = message.incarnation, payloads
@@ -118,7 +121,7 @@ class Copies:
       self.incarnation,
       asked_by=message.incarnation,
       fragments=tuple(held),
-      rounds=tuple(copy.state.last_round for copy in held.values()),
+      rounds=tuple(copy.state.last_round for _, copy in held.values()),
     )
     self.endpoint.send(owner, listed)
 
@@ -178,6 +181,7 @@ class Replication:
     # Fragment -> the round whose value this buddy was sent last; without one it goes out whole.
     self._sent: dict[int, int] = {}
     self._sent_at: dict[int, float] = {}  # fragment -> when its unconfirmed copy was sent
+    self._whole: set[int] = set()  # fragments whose newest copies go whole
     self._changing: set[int] = set()  # fragments whose next commit is being made
     self.held: dict[int, tuple[float, list[Callable[[], None]]]] = {}
     self._buddy_incarnation = -1
@@ -197,6 +201,7 @@ class Replication:
     for p in fragments:
       self._sent.pop(p, None)
       self._sent_at[p] = self._now()
+      self._whole.add(p)
     lacking = [p for p in self._newest if p not in self._sent and p not in self._changing]
     if lacking:
       self._send(min(lacking, key=lambda p: p not in self.held))
@@ -225,7 +230,9 @@ class Replication:
     self._sent_at[fragment] = self._now()
     self._sent[fragment] = committed.state.last_round
     if change is None or base_round is None:  # the loop must not wait while gigabytes are copied
+      self._whole.add(fragment)
       return self.background(self._send_whole(committed))
+    self._whole.discard(fragment)
     me = copies.shard, copies.incarnation, copies.shard
     replica = pack(committed, *me, base_round, change)
     copies.endpoint.send(syncer_address(self._buddy), replica)
@@ -291,16 +298,19 @@ class Replication:
   def tick(self) -> float:
     """Gives up waiting for a buddy that is away; returns when to look again."""
     now = self._now()
-    patience = max(self._patience_seconds, PATIENCE_FACTOR * self._copy_seconds)
+    usual = max(self._patience_seconds, PATIENCE_FACTOR * self._copy_seconds)
     if not self.held:
-      return now + patience
+      return now + usual
+
+    def given_up_at(p: int, since: float) -> float:
+      whole = 2 * self._newest[p].published_value.nbytes if p in self._whole else 0
+      patience = usual + whole / WHOLE_BYTES
+      return min(self._sent_at[p] + patience, since + RESTARTS_FACTOR * patience)
+
     # Only copies that something waits for: others may be far back in the row of whole copies, and
     # one that was lost on the way does not make the buddy silent. A buddy that restarts gets them
     # anew; if no life of it is long enough to confirm them, they must not wait for ever.
-    until = min(
-      min(self._sent_at[p] + patience, since + RESTARTS_FACTOR * patience)
-      for p, (since, _) in self.held.items()
-    )
+    until = min(given_up_at(p, since) for p, (since, _) in self.held.items())
     if now >= until:
       self._away = True
       self._recorder.record(
@@ -324,9 +334,10 @@ def recover(
 ) -> dict[int, Committed]:
   """Asks the buddy for this shard's fragments until it has answered or `keep_on` says no.
 
-  `keep_on` is called with the seconds since the newest copy came, or since the start: gigabytes
-  take long. Returns what the buddy had, by fragment. Meanwhile the neighbour's requests are served,
-  from `copies`. The request goes to the neighbour as well, which must send its copies again.
+  `keep_on` is called with the seconds since the newest copy came, or since the start, less those
+  that a listed copy may take: gigabytes take long. Returns what the buddy had, by fragment.
+  Meanwhile the neighbour's requests are served, from `copies`. The request goes to the neighbour as
+  well, which must send its copies again.
 
   A buddy that asks too has begun as well. It answers at once, or not while it makes initial values
   or reads a snapshot, which may take minutes: so the wait ends after `BEGINS_SECONDS`.
@@ -338,9 +349,11 @@ def recover(
   # Fragment -> the round of the buddy's copy. This list overtakes the copies, which are bulk. A
   # copy of an earlier round is from an answer to an earlier life: it does not end the wait.
   listed: dict[int, int] | None = None
+  copy_seconds = 0.0  # that the largest of the listed may take
   came: collections.Counter[int] = collections.Counter()  # fragment -> how often its copy came
   heard_at, ask_at, pause, until = time.now(), 0.0, ASK_SECONDS, math.inf
-  while keep_on((now := time.now()) - heard_at) and now < until and not _complete(found, listed):
+  quiet = lambda: max(0.0, now - heard_at - copy_seconds)  # noqa: E731
+  while (now := time.now()) < until and keep_on(quiet()) and not _complete(found, listed):
     if now >= ask_at:  # again if copies are missing: some went to the former incarnation
       ask_at, pause = now + pause, min(2 * pause, MOST_ASK_SECONDS)
       for each in neighbours(shard, num_shards):
@@ -361,6 +374,8 @@ def recover(
           ask_at = time.now() + pause  # the other copies are on their way
       case Recovered(shard=sender, asked_by=asked_by) if (sender, asked_by) == (buddy, incarnation):
         listed, until = dict(zip(message.fragments, message.rounds)), math.inf
+        largest = max((copies.plan.fragments[p].size for p in listed), default=0)
+        copy_seconds = 8 * largest / WHOLE_BYTES
       case Replica() | Recover():
         if isinstance(message, Recover) and message.shard == buddy and listed is None:
           until = time.now() + BEGINS_SECONDS
@@ -394,6 +409,14 @@ def pack(
   return Replica(shard, incarnation, owner, *said, change.codec, change.payload)
 
 
+def _as_it_came(copy: Committed) -> Encoded | None:
+  """A copy that came whole, as it was packed, in its own memory; None: its vectors are apart."""
+  rows = copy.published_value.base
+  if rows is None or len(rows) != 1 + (copy.momentum is not None):
+    return None
+  return Encoded("f32", rows.reshape(-1).view(np.uint8))
+
+
 def unpack(
   replica: Replica, plan: Plan, config: Config | None = None, base: Committed | None = None
 ) -> Committed | None:
@@ -409,7 +432,7 @@ def unpack(
   if replica.base_round == NOTHING:
     if data.nbytes not in (4 * size, 8 * size) or replica.codec != "f32":
       return None
-    value, *rest = (each.copy() for each in data.view(np.float32).reshape(-1, size))
+    value, *rest = data.view(np.float32).reshape(-1, size).copy()
     return Committed(state, value, value, rest[0] if rest else None, replica.momentum_round)
   if base is None or config is None or base.state.last_round != replica.base_round:
     return None

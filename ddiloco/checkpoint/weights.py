@@ -190,10 +190,19 @@ def checkpointer() -> ocp.Checkpointer:
   return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
+class _Lent(np.ndarray):
+  """An array that Orbax takes as it is: it would copy a host's arrays before it writes them."""
+
+  def __deepcopy__(self, memo: Any) -> _Lent:
+    return self
+
+
 def write(path: epath.Path, arrays: Params, metadata: dict[str, str] | None = None) -> None:
-  """Writes an Orbax checkpoint, all of it or nothing; replaces what was there."""
+  """Writes an Orbax checkpoint, all of it or nothing; replaces what was there. The arrays must not
+  change before it returns."""
+  lent = {name: np.asarray(value).view(_Lent) for name, value in arrays.items()}
   with one_save(), checkpointer() as orbax:
-    orbax.save(path, args=ocp.args.PyTreeSave(arrays), force=True, custom_metadata=metadata)
+    orbax.save(path, args=ocp.args.PyTreeSave(lent), force=True, custom_metadata=metadata)
   if "://" in str(path):  # objects are where they stay
     return
   for file in path.iterdir():  # Orbax' own files, without which the arrays cannot be read

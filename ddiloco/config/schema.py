@@ -361,7 +361,8 @@ class NetworkConfig:
   """How messages travel between processes. `patience_seconds` grows with what is measured."""
 
   streams: Count = 1  # TCP connections per learner and shard that every fragment is spread over
-  queue_bytes: Natural = 0  # of fragments queued for or from one peer; 0: three models in f32
+  # Of fragments queued for or from one peer; 0: of as many values as a shard owns, three times f32.
+  queue_bytes: Natural = 0
   hello_seconds: Positive = 0.5  # between two attempts to reach a peer, doubling to 16 times this
   patience_seconds: Positive = 2.0  # least wait until a shard's buddy counts as away
   silence_seconds: Positive = 30.0  # messages for a peer that is silent for so long are dropped
@@ -418,7 +419,7 @@ class CheckpointConfig:
   patience_seconds: Positive = 60.0  # for a learner's part of a snapshot that does not grow
   rejoin: Literal["own", "peer", "fresh"] = "own"  # inner optimizer of a restarted learner
   warmup_steps: Natural = 20  # of the learning rate, for a learner that joins with fresh moments
-  donor_seconds: NotNegative = 10.0  # that rejoin = peer waits at most for a donor's moments
+  donor_seconds: NotNegative = 10.0  # that rejoin = peer waits at most for a fragment's moments
 
   def __post_init__(self):
     check("checkpoint", self)

@@ -433,9 +433,10 @@ class Merger:
     return replace(publish, base_round=NOTHING, codec=whole.codec, payload=whole.payload)
 
   def arrays(self) -> dict[str, np.ndarray]:
-    """All committed vectors, by name: "3/value". No copies: see `_lend`."""
+    """All committed vectors, by name: "3/value". No copies: see `_lend`. In the order of the next
+    commits: what is written before its next commit is not kept beside the new vectors."""
     found: dict[str, np.ndarray] = {}
-    for p in self.committed:
+    for p in sorted(self.committed, key=lambda p: self.committed[p].state.global_step):
       c = self._lend(p)
       found[f"{p}/value"] = c.value
       if c.published_value is not c.value:

@@ -33,7 +33,7 @@ from ddiloco.observe.guards import Guard, Warnings, ended, say, warn
 from ddiloco.protocol import events, supervisor
 from ddiloco.protocol.supervisor import UP
 from ddiloco.protocol.values import Frozen, replace
-from ddiloco.roles import initial
+from ddiloco.roles import evaluator, initial
 from ddiloco.roles.evaluator import Evaluator, Measure
 from ddiloco.roles.learner import Quarantined
 from ddiloco.runtime import Runtime
@@ -42,7 +42,7 @@ from ddiloco.workdir import RESULT, run_name
 T = TypeVar("T")
 TURN_SECONDS = 0.05
 PATIENCE_SECONDS = 10.0  # for roles to end, beyond the time to drain
-MEASURE_SECONDS = 60.0  # for the evaluator to get the last versions, or to finish a measurement
+MEASURE_SECONDS = 60.0  # for the evaluator to get the last versions
 
 
 class RunResult(Frozen):
@@ -54,6 +54,7 @@ class RunResult(Frozen):
   lost: str = ""  # work that is lost although the run went on
   saved: bool = False  # `params`, or a newer result, are in WORKDIR/result already
   untrained_loss: float | None = None  # held-out, of the initial parameters; None: not measured
+  loss: float | None = None  # the same of `params`
   merged_tokens: int = 0  # that `params` have seen; without shards, those of all islands
   why: str = ""  # it cannot reach its end
 
@@ -228,8 +229,8 @@ class Engine:
   def _go_on(self, keep: bool) -> restore.Restored | None:
     """Says what the run goes on from, or refuses; with the snapshot's fragments if `keep`."""
     storage, tried, every = self._storage, list[str](), range(len(self.plan.fragments))
-    if (newest := restore.newest_global_step(storage)) >= 0:  # that of a large model takes minutes
-      say(f"\nThe run in {self.workdir} has snapshot {newest}, which is read and checked ...")
+    if (newest := restore.newest_global_step(storage)) >= 0:  # gigabytes may take minutes
+      say(f"\nThe newest snapshot in {self.workdir}, {newest}, is being read and checked.")
     found = restore.restore_fragments(storage, every, tried, keep) if storage else None
     restore.go_on(self.config, self.workdir, storage, found.snapshot if found else None, tried)
     return found
@@ -251,7 +252,10 @@ class Engine:
       self._wait([name for name, role in learners if role.phase == UP], PATIENCE_SECONDS)
     self._dismiss("learner-")
     if reason == "finished":
-      self._wait([EVALUATOR_ADDRESS], MEASURE_SECONDS, self.leave.is_set)
+      late = self._wait([EVALUATOR_ADDRESS], MEASURE_SECONDS, asked := self.leave.is_set)
+      if late and not asked() and self._evaluated is not None and self._evaluated.finished:
+        say("\nAll is merged. The final model is being saved and measured (Ctrl-C: no longer).")
+        self._wait(late, evaluator.MEASURE_SECONDS, asked)
     self._dismiss("syncer-")
 
   def _dismiss(self, kind: str) -> None:
@@ -430,9 +434,11 @@ class Engine:
   def _result(self, reason: str, params: Mapping[str, np.ndarray], merged_tokens: int) -> RunResult:
     """The result of a run with shards; `params`: the global model, which has seen these tokens."""
     lost = "; ".join(f"{name}: {what}" for name, what in sorted(self._lost.items()))
-    known = self._evaluated
-    saved, untrained_loss = (known.saved, known.untrained_loss) if known else (False, None)
-    return RunResult(reason, params, {}, lost, saved, untrained_loss, merged_tokens)
+    result = RunResult(reason, params, {}, lost, merged_tokens=merged_tokens)
+    if (known := self._evaluated) is None:
+      return result
+    losses = {"untrained_loss": known.untrained_loss, "loss": known.final_loss}
+    return replace(result, saved=known.saved, **losses)
 
   def _save_result(self, params: initial.Assembled, merged_tokens: int) -> None:
     """Saves the final model, as the evaluator has it, before it is measured."""

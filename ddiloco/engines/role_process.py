@@ -21,7 +21,7 @@ from ddiloco.checkpoint.saver import Saver
 from ddiloco.checks import lasts
 from ddiloco.config import Config
 from ddiloco.config.schema import INSIDE
-from ddiloco.core.fragments import Plan
+from ddiloco.core.fragments import Plan, owned_by
 from ddiloco.engines import role_spec
 from ddiloco.engines.profiler import Profiler
 from ddiloco.engines.role_spec import Outnumbered, RoleSpec, another_life, beside, terminates
@@ -72,11 +72,13 @@ def connect(
   config: Config, plan: Plan, place: RoleSpec, address: str, incarnation: int, keys: Keys | None
 ) -> NetworkEndpoint:
   """A role's endpoint: it dials every shard, a shard those with which it exchanges copies."""
+  shards = range(config.sync.num_shards)
+  owned = [sum(plan.sizes[p] for p in owned_by(s, len(shards), len(plan.sizes))) for s in shards]
   run = RunIdentity(
     run_id=place.run_id,
     plan_id=initial.contract(config, plan),
     max_payload_bytes=12 * max(plan.sizes),  # a copy: value, published value and momentum, f32
-    queue_bytes=config.network.queue_bytes or 12 * sum(plan.sizes),
+    queue_bytes=config.network.queue_bytes or 12 * max(owned),
   )
   endpoint = NetworkEndpoint(address, incarnation, run, config.network, place.bind or None, keys)
   (kind, number), count = parse_role(address), len(place.syncers)

@@ -220,7 +220,7 @@ def conclude(
   told = functools.cache(lambda: RunState().read(EventStream(workdir)))  # the log is read once
   run = config.run
   if run.evaluations and loss is not None:
-    untrained = lambda: _untrained(config, outcome, loss)  # noqa: E731
+    untrained = lambda: _untrained(config, outcome, loss, told)  # noqa: E731
     _measure("the untrained model's loss", extra, untrained, pause)
     _measure("the result's loss", extra, measured, pause)
     _attempt("the comparison", extra, lambda: compare(told()), pause)
@@ -366,16 +366,21 @@ def _refuse_others_snapshots(config: Config, workdir: Path, overwrite: bool) -> 
   require(not there, "checkpoint.path", path, rule, fix)
 
 
-def _untrained(config: Config, outcome: RunResult, loss) -> dict[str, float]:
-  """Held-out loss of the initial parameters; made again if the evaluator did not measure it."""
+def _untrained(
+  config: Config, outcome: RunResult, loss: Callable[..., float], told: Callable[[], RunState]
+) -> dict[str, float]:
+  """Held-out loss of the initial parameters; made again if no evaluator of the run measured it."""
   known = outcome.untrained_loss
+  if known is None:  # by the log, since an earlier start may have
+    known = next((e.loss for e in told().curves.evaluations.items if not e.global_step), None)
   return {"loss_untrained": loss(initial.initial_params(config)) if known is None else known}
 
 
 def _merged(config: Config, workdir: Path, outcome: RunResult, loss) -> dict[str, Any]:
   """Held-out loss of the result; if islands trained alone, the best one becomes the result."""
   if not outcome.island_params:
-    return {"loss_merged": loss(outcome.params)}
+    known = outcome.loss  # of a large model it takes long
+    return {"loss_merged": loss(outcome.params) if known is None else known}
   best, value = _best(outcome, loss)
   save_result(config, workdir, outcome.island_params[best], outcome.merged_tokens)
   return {"loss_merged": value, "result_of_learner": best}

@@ -9,8 +9,10 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from ddiloco.checkpoint import restore
 from ddiloco.checkpoint.buddy import Copies, Replication, Sealer, recover
@@ -149,7 +151,7 @@ def _life(runner: RoleRunner, number: int, island, batches: Batches, afresh: boo
   if beginning.arrays:
     runner.say(f"has its part of a snapshot, after {time.monotonic() - began:.1f} s")
   endpoint, saver = runner.connect(), runner.saver()
-  make = functools.partial(initial.initial_values, config, plan)
+  make = functools.partial(_make, runner)
   runtime = Runtime(endpoint, recorder, saver, initial=make)
   role = Learner(beginning, config, plan, island, batches, runtime)
   exchange = role.exchange
@@ -164,6 +166,17 @@ def _life(runner: RoleRunner, number: int, island, batches: Batches, afresh: boo
     if saver is not None:
       saver.close(runner.time_left())
   return _left(runner, exchange.state)
+
+
+def _make(runner: RoleRunner) -> Mapping[int, np.ndarray]:
+  """All initial values; the role says that it makes them, which may take minutes."""
+  before, mine = runner.ready, lambda: "the initial values, which it makes"
+  runner.ready = mine
+  try:
+    return initial.initial_values(runner.config, runner.plan)
+  finally:
+    if runner.ready is mine:
+      runner.ready = before
 
 
 def _joining(state: LearnerState, links: dict, config: Config) -> str:
@@ -426,7 +439,7 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
     heldout = session.evaluator(config, source)
     measure, loss = heldout.measure, heldout.loss
   endpoint, stopping = runner.connect(), runner.stop.wait
-  make = functools.partial(initial.initial_values, config, runner.plan)
+  make = functools.partial(_make, runner)
   runtime = Runtime(endpoint, runner.recorder, initial=make)
   weights.clear(result)
 
@@ -439,6 +452,7 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
 
     runner.busy("saving the result")
     session.until_saved(end, config.network.give_up_seconds, stopping)
+    runner.busy("measuring the result")
 
   role = Evaluator(*(config, runner.plan, measure, runtime, runner.incarnation), save=save)
   runner.ready = lambda: _joining(role.exchange.state, endpoint.links(), config)
@@ -454,7 +468,7 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
   if role.finished and not role.saved:
     raise Ended("has not saved the final model, which the shards keep. Fix: start it again")
   reason = "finished" if role.finished else "stopped"
-  seen = role.saved, role.untrained_loss, state.merged_tokens
+  seen = role.saved, role.untrained_loss, role.final_loss, state.merged_tokens
   outcome = RunResult(reason, role.store.params(), {}, "", *seen)
   runner.busy("measuring the result and writing the report")
   try:

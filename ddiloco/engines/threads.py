@@ -33,6 +33,7 @@ from ddiloco.protocol import events
 from ddiloco.protocol.events import parse_role
 from ddiloco.protocol.learner import unmerged_tokens
 from ddiloco.protocol.supervisor import GONE, members
+from ddiloco.protocol.values import replace
 from ddiloco.roles import initial
 from ddiloco.roles.evaluator import Measure
 from ddiloco.roles.learner import Learner
@@ -308,7 +309,9 @@ class ThreadsEngine(Engine):
 
   def _outcome(self, reason: str) -> RunResult:
     if self.config.sync.num_shards:
-      return self._result(reason, *self._global_params())
+      result = self._result(reason, *self._global_params())
+      exact = self.config.sync.publish_codec == "f32"  # else the evaluator's values are rounded
+      return result if exact else replace(result, loss=None)
     roles = members(self._state)  # without learners whose planned join has not come
     built = [m for m in self.islands if learner_address(m) in roles and m not in self._unbuilt]
     left = [m for m in built if roles[learner_address(m)].phase != GONE] or built

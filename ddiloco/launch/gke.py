@@ -39,7 +39,7 @@ class GkeRun:
   shard_cpus: int = option(8, "Of each shard, which has a machine to itself, and the evaluator.", 1)
   shard_memory: str = option("32Gi", "Of each shard (`ddiloco plan` says it).")
   evaluator_memory: str = option(
-    "", "Of the evaluator, which takes 12 bytes a parameter to save the result; else as a shard."
+    "", "Of the evaluator, which takes 8 bytes a parameter to save the result; else as a shard."
   )
   shard_addresses: tuple[str, ...] = option(
     (), "Reserved internal addresses of the shards, where there are two clusters."

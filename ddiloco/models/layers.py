@@ -27,6 +27,7 @@ Keys = Callable[[], jax.Array]  # a new key a call
 
 # Standard deviation of a unit normal that is cut off at two standard deviations.
 _TRUNCATED_STDDEV = 0.87962566103423978
+MOST_DRAWN = 1 << 27  # values that are drawn at once: with their random bits they take 2 GB
 _LANES = 128  # of a TPU's registers: blocks of positions are multiples of it
 _MOST_BLOCK = 512  # positions of a block; the default of 128 leaves a TPU's matrix unit idle
 
@@ -60,9 +61,23 @@ def key_stream(key: jax.Array) -> Keys:
 
 
 def drawn(key: jax.Array, shape: tuple[int, ...], stddev: float, axes: Axes) -> nnx.Param:
-  """A `parameter` of f32 normal values cut off at two standard deviations; `stddev`: after that."""
-  unit = jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32)
-  return parameter(unit * (stddev / _TRUNCATED_STDDEV), axes)
+  """A `parameter` of f32 normal values cut off at two standard deviations; `stddev`: after that.
+
+  On the CPU random bits take three times the memory of the values. So layers are drawn one by one,
+  also where they are mapped, and a larger array than any layer has in parts of its rows.
+  """
+  rows, size = shape[0], math.prod(shape)
+  parts = next(n for n in range(1, rows + 1) if rows % n == 0 and size <= n * MOST_DRAWN)
+
+  def draw(key: jax.Array) -> jax.Array:
+    part = rows // parts, *shape[1:]
+    unit = jax.random.truncated_normal(key, -2.0, 2.0, part, jnp.float32)
+    return unit * (stddev / _TRUNCATED_STDDEV)
+
+  def draw_all(key: jax.Array) -> jax.Array:
+    return draw(key) if parts == 1 else jax.lax.map(draw, jax.random.split(key, parts))
+
+  return parameter(jax.custom_batching.sequential_vmap(draw_all)(key).reshape(shape), axes)
 
 
 def residual_stddev(fan_in: int, num_layers: int) -> float:

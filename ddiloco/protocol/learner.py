@@ -31,7 +31,8 @@ def init(
 ) -> LearnerState:
   """A learner that has nothing yet. `owners[p]` is the shard of fragment p; () trains alone.
 
-  In a run under way it waits at most `donor_seconds` for a peer's moments before its first step.
+  In a run under way it waits before its first step for a peer's moments, at most `donor_seconds`
+  for each fragment's.
   """
   return LearnerState(
     learner=learner,

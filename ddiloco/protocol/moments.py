@@ -8,6 +8,8 @@ no more than one.
 
 from __future__ import annotations
 
+import math
+
 from ddiloco.protocol import actions, events, messages, rules, states
 from ddiloco.protocol.actions import LearnerAction, Send, SyncerAction
 from ddiloco.protocol.messages import ForwardMoments, Moments, ProvideMoments, RequestMoments
@@ -110,7 +112,8 @@ def _can_give(state: SyncerState, learner: int) -> bool:
 
 
 def want(state: LearnerState, now: float) -> LearnerState:
-  """After joining a run under way, waits `donor_seconds` for a peer's moments; 0: does not wait."""
+  """After joining a run under way, waits `donor_seconds` for a peer's moments, and again for each
+  next fragment's; 0: does not wait."""
   if not (state.donor_seconds and state.trains and state.global_step and state.shards):
     return state
   return replace(
@@ -168,4 +171,7 @@ def taken(state: LearnerState, event: actions.Taken) -> LearnerOutcome:
   state = replace(state, staging=less(state.staging, p))
   if event.content is None:  # it goes on asking: another donor's moments may be good
     return state, []
-  return replace(state, wants=less(state.wants, p)), [actions.ApplyMoments(event.content)]
+  state = replace(state, wants=less(state.wants, p))
+  if state.wants_until > -math.inf:  # of a large model all together take longer
+    state = replace(state, wants_until=event.now + state.donor_seconds)
+  return state, [actions.ApplyMoments(event.content)]

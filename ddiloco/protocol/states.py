@@ -140,7 +140,7 @@ class LearnerState(_State, Frozen):
   idle_seconds: float = 0.0  # `waited_seconds`, and its second wait, after it was staged
   snapshot: int = 0  # the newest heard of; my state is captured for it
   vector_clock: VectorClock = {}
-  donor_seconds: float = 0.0  # how long it waits for a peer's moments when it joins
+  donor_seconds: float = 0.0  # how long it waits for a fragment's moments of a peer when it joins
   wants: tuple[int, ...] = ()  # fragments whose moments it still waits for
   staging: tuple[int, ...] = ()  # of these, fragments whose moments are here and being staged
   wants_until: float = 0.0

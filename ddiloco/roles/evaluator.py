@@ -21,6 +21,22 @@ Measure = Callable[[Mapping[str, np.ndarray]], Mapping[str, float]]
 MEASURE_SECONDS = 3600.0  # at most, for the measurement under way when the run ends
 
 
+class _TakenOnce(initial.Assembled):
+  """Parameters that are looked up once each. Then their values are let go of: beside a measurement
+  new versions arrive, and the old ones would be a second model."""
+
+  def __init__(self, *arguments: Any):
+    super().__init__(*arguments)
+    self._left = {*self}
+
+  def __getitem__(self, name: str) -> np.ndarray:
+    found = super().__getitem__(name)
+    self._left.discard(name)
+    if not self._left:
+      self.values_of.clear()
+    return found
+
+
 class GlobalView:
   """The newest value of every fragment, on the host: the part of a store that only receives.
 
@@ -32,13 +48,13 @@ class GlobalView:
     self.values: dict[int, np.ndarray] = {}
     self._config, self._plan = config, plan
 
-  def params(self) -> initial.Assembled:
+  def params(self, kind: type[initial.Assembled] = initial.Assembled) -> initial.Assembled:
     """The parameters as they are now; later versions do not change them.
 
     Raises:
       KeyError: when a parameter is looked up before all its fragments have arrived.
     """
-    return initial.Assembled(self._plan, self._config, self.values)
+    return kind(self._plan, self._config, self.values)
 
   def stage(self, fragment: int, flat: np.ndarray) -> np.ndarray:
     return flat
@@ -78,6 +94,7 @@ class Evaluator:
     self.recorder = runtime.recorder
     self.saved = False  # whether the final model is saved
     self.untrained_loss: float | None = None  # of the initial model, if it was measured
+    self.final_loss: float | None = None  # of the final model, once it is measured
     self._heldout, self._save = measure, save
     self._evaluations = config.run.evaluations if measure is not None else 0
     self._every = config.run.total_tokens / max(1, self._evaluations)
@@ -129,7 +146,7 @@ class Evaluator:
   def _now(self) -> tuple[initial.Assembled, int, int, bool]:
     state = self.exchange.state
     untrained = all(fragment.round == INITIAL for fragment in state.fragments)
-    return self.store.params(), state.merged_tokens, state.global_step, untrained
+    return self.store.params(_TakenOnce), state.merged_tokens, state.global_step, untrained
 
   def _save_end(self) -> None:
     """Saves the final model before it is used."""
@@ -155,6 +172,8 @@ class Evaluator:
     else:
       if untrained:
         self.untrained_loss = loss
+      if merged_tokens >= self.exchange.state.target_tokens:
+        self.final_loss = loss
       self.recorder.record(events.Evaluation(**at, loss=loss, measures=measures))
 
 

@@ -300,8 +300,8 @@ class Island:
     if not self.layout.fits(name, value):
       return value
     self._state.pop(name, None)
-    # A private copy: the CPU backend may use host memory as it is, and steps write in place.
-    mine = np.array(value)
+    # On the CPU a private copy: it may use host memory as it is, and steps write in place.
+    mine = np.array(value) if self._parts.on_cpu else value
     return jax.block_until_ready(jax.device_put(mine, self.layout.shardings[name]))
 
   def restore(self, arrays: Mapping[str, jax.Array | np.ndarray]) -> None:

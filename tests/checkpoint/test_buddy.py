@@ -251,6 +251,33 @@ def test_nobody_replaces_the_fragments_of_another_shard(box, copies):
   assert given_back(copies, box, 0, 10) == {1: 7}
 
 
+def test_what_is_given_back_takes_no_memory_beside_the_copies(box, copies):
+  """All fragments of a shard wait to be sent together: packed anew they took 8 bytes a value more
+  in the only other process that had them."""
+  for p, momentum in ((0, True), (2, False)):
+    keep(copies, pack(committed(p, 7, momentum=momentum), 0, 9, 0))
+  held = [np.asarray(copy.published_value) for _, copy in copies._held.values()]
+  box.take()
+  keep(copies, Recover(0, 10))
+  sent = [m.payload for _, m in box.take() if isinstance(m, Replica)]
+  assert [np.shares_memory(*pair) for pair in zip(sent, held, strict=True)] == [True, True]
+
+
+def test_what_is_given_back_does_not_change_on_its_way(box, copies):
+  """The question of a life came late, when that life had begun already."""
+  first = committed(1, 5)
+  first.value[0] = first.published_value[0] = 0
+  keep(copies, pack(first, 0, 10, 0))
+  box.take()
+  keep(copies, Recover(0, 10))
+  [(_, replica), _] = box.take()
+  sent = bytes(replica.payload)
+  _, message = change(first, "int8", 0)
+  keep(copies, replace(message, incarnation=10))
+  assert box.take() == [("syncer-0", Replicated(1, 50, 1, round_of(6), True))]
+  assert bytes(replica.payload) == sent
+
+
 def test_copies_that_are_on_their_way_are_not_sent_twice_and_lost_ones_come_again(box, copies):
   """A restarted shard asks again and again while gigabytes of copies leave."""
   for p in (0, 2):
@@ -450,6 +477,24 @@ def test_patience_follows_the_measured_time_of_a_copy(owner):
   assert owner.events == [] and owner.done[-1] == (0, 3)
   owner.later(8.0)
   assert owner.kinds() == ["unreplicated"]
+
+
+def test_a_whole_copy_has_time_for_its_bytes(owner, monkeypatch):
+  """At the first commit of each large fragment the buddy was taken to be away, and the version went
+  out without a copy: 4 GB take longer than two seconds to pack."""
+  monkeypatch.setattr("ddiloco.checkpoint.buddy.WHOLE_BYTES", 8 * PLAN.sizes[0] / 20)
+  owner.commit(0, 1)
+  owner.later(21.9)
+  assert owner.events == [] and owner.done == []
+  owner.confirm(0, 1)
+  owner.side._copy_seconds = 0.0
+  newest, message = change(committed(0, 1), "int8", 0)
+  owner.side.committed(newest, Encoded(message.codec, message.payload))
+  owner.side.when_safe(0, lambda: owner.done.append((0, 2)))
+  owner.later(1.9)
+  assert owner.events == [] and owner.done == [(0, 1)]
+  owner.later(0.2)
+  assert owner.kinds() == ["unreplicated"] and owner.done == [(0, 1), (0, 2)], "it is no whole one"
 
 
 def test_a_restarted_buddy_gets_everything_again(owner):

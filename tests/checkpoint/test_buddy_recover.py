@@ -187,6 +187,21 @@ def test_a_buddy_that_answers_late_is_asked_ever_more_rarely():
   assert late.now == pytest.approx(106.4), "not a moment longer"
 
 
+@pytest.mark.parametrize(("seconds", "found"), [(29.0, {0: 7, 2: 4}), (31.0, {})])
+def test_a_copy_that_is_listed_has_time_for_its_bytes(monkeypatch, seconds, found):
+  """4 GB over 1 Gbit/s took longer than a buddy may be silent: the shard began at its snapshot."""
+  largest = max(PLAN.sizes[0], PLAN.sizes[2])
+  monkeypatch.setattr("ddiloco.checkpoint.buddy.WHOLE_BYTES", 8 * largest / 20)
+  late = Late(
+    [
+      (0.1, held((0, 7), (2, 4))),
+      (seconds, back(committed(0, 7))),
+      (2 * seconds, back(committed(2, 4))),
+    ]
+  )
+  assert late.recover(give_up_seconds=10.0) == found
+
+
 def test_a_copy_of_an_earlier_answer_does_not_end_the_wait_for_the_newest():
   """The life before gave up on a buddy that stood still, and committed version 8 in its own round.
 

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import threading
+import tracemalloc
 from pathlib import Path
 from unittest import mock
 
@@ -121,6 +122,20 @@ def test_saving_again_replaces(path):
   weights.save(path, params(1))
   assert_same(weights.load(path), params(1))
   assert [p.name for p in path.parent.iterdir()] == [path.name], "nothing half-written stays"
+
+
+def test_what_is_saved_is_not_copied_before(tmp_path):
+  """Orbax copies a host's arrays: a third model in the evaluator's memory at the end of a run."""
+  params = {name: np.full((8, 1 << 16), i, np.float32) for i, name in enumerate("ab")}
+  weights.save(tmp_path / "warm", {"a": np.ones(3)})
+  tracemalloc.start()
+  try:
+    weights.save(tmp_path / "run", params)
+    _, peak = tracemalloc.get_traced_memory()
+  finally:
+    tracemalloc.stop()
+  assert peak < params["a"].nbytes / 2
+  assert_same(weights.load(tmp_path / "run"), params)
 
 
 @pytest.mark.parametrize("name", ["run[1]", "run*", "run?", "a\\b", "\udcff"])

@@ -146,6 +146,16 @@ def test_directions_of_few_values_are_compared_with_none(size, compared):
   assert (merged(merger, 1, pushes).rho is None) == (not compared)
 
 
+def test_what_is_committed_next_is_written_first():
+  """Until it is written a commit needs new vectors beside the old ones, of all at worst."""
+  store = {}
+  for p, at in ((0, 30), (1, 10), (2, 20)):
+    new = delta.new_fragment(fragment_of(SIZE), np.zeros(SIZE, np.float32))
+    store[p] = replace(new, state=replace(new.state, index=p, global_step=at))
+  merger = Merger(dict.fromkeys(store, fragment_of(SIZE)), store, CONFIG)
+  assert [*merger.arrays()] == ["1/value", "2/value", "0/value"]
+
+
 @pytest.mark.parametrize("name", codec.CODECS)
 def test_a_commit_in_place_changes_no_bit(name):
   fragment, vectors = fragment_of(SIZE), {"0/value", "0/momentum"}

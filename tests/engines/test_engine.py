@@ -15,6 +15,7 @@ import pytest
 from ddiloco.chaos import Killed, ask_for
 from ddiloco.config import Fault
 from ddiloco.engines.engine import TURN_SECONDS, Engine, RunResult
+from ddiloco.network.transport import EVALUATOR_ADDRESS
 from ddiloco.observe.eventlog import Recorder, read_events
 from ddiloco.observe.guards import ended
 from ddiloco.protocol.supervisor import GONE, LEFT, Dismiss, members
@@ -277,6 +278,44 @@ def test_a_run_whose_result_is_still_being_saved_says_that_it_waits(tmp_path, mo
   with in_time(released):
     assert engine.run().reason == "finished"
   assert "The result is still being saved" in said[0]
+
+
+def test_the_final_model_is_measured_to_the_end(tmp_path, monkeypatch, capsys):
+  """After a minute the run warned of its evaluator, and measured the same model beside it."""
+  released, order = threading.Event(), list[str]()
+
+  class Measures(Toy):
+    _end = Engine._end
+
+    def _start(self, name: str, life: int, afresh: bool) -> None:
+      super()._start(name, life, afresh)
+      self._evaluated = types.SimpleNamespace(finished=True)
+
+    def _roles(self) -> list[str]:
+      return [EVALUATOR_ADDRESS]
+
+    def _over(self) -> str | None:
+      return "finished"
+
+    def _dismiss(self, kind: str) -> None:
+      order.append(kind)
+      super()._dismiss(kind)
+
+  def measure() -> None:
+    released.wait()
+    order.append("measured")
+
+  def hear(line: str) -> None:
+    order.append(line)
+    released.set()
+
+  monkeypatch.setattr("ddiloco.engines.engine.MEASURE_SECONDS", 0.1)
+  monkeypatch.setattr("ddiloco.engines.engine.say", hear)
+  with in_time(released):
+    assert Measures(tmp_path, measure).run().reason == "finished"
+  said = "All is merged. The final model is being saved and measured"
+  assert [each.strip()[: len(said)] for each in order] == ["learner-", said, "measured", "syncer-"]
+  assert "has not ended" not in capsys.readouterr().err
 
 
 def test_a_turn_may_be_interrupted_anywhere(tmp_path, monkeypatch):

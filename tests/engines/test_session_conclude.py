@@ -310,6 +310,21 @@ def test_the_end_names_what_the_result_is(tmp_path, capsys, monkeypatch, shards,
   assert f"<th>held-out loss, {result}</th><td>{loss}</td>" in rows
 
 
+def test_no_loss_that_is_known_is_measured_again(tmp_path):
+  """Of a large model each takes minutes to hours: the result's was measured by the evaluator and
+  again by the run, that of the initial values again at the end of every run that went on."""
+  (tmp_path / "events").mkdir()
+  log = [
+    made(1.0 + n, "evaluator", "evaluation", merged_tokens=n, global_step=n, loss=loss)
+    for n, loss in ((0, 5.5), (3, 4.5))
+  ]
+  lines = [to_line(each, each is log[0]) for each in log]
+  (tmp_path / "events" / "evaluator.jsonl").write_bytes(b"".join(lines))
+  known = conclude(tmp_path, RunResult("finished", params(3), {}, loss=2.25), out_of_memory)
+  assert (known["loss_untrained"], known["loss_merged"]) == (5.5, 2.25)
+  assert "left_out" not in known
+
+
 @pytest.mark.parametrize("evaluations", [0, 1])
 def test_of_islands_that_cannot_be_compared_none_is_lost(tmp_path, evaluations):
   config = config_of(evaluations=evaluations)

@@ -204,7 +204,8 @@ def test_it_goes_on_from_an_older_one_and_the_newest_is_set_aside_and_said(corpu
   ran = Ran(endless(), corpus, workdir, stop_after=saved_again)
   assert ran.outcome.reason == "stopped"
   aside = path.with_name(f"{path.name}.aside")
-  said = capsys.readouterr().out
+  reads, _, said = capsys.readouterr().out.partition("is being read and checked.")
+  assert reads.endswith(f"The newest snapshot in {workdir}, {newest}, "), "gigabytes take minutes"
   assert f"goes on from snapshot {older}. Passed over and set aside: {aside}." in said
   assert saved == {p.relative_to(aside): p.read_bytes() for p in aside.rglob("*") if p.is_file()}
   assert storage_of(workdir).committed()[0] >= newest, "it was saved again"

@@ -54,6 +54,16 @@ def state(versions=(0, 0, 0, 0), tokens=0, merged=0):
   return replace(fresh, fragments=fragments, trained_tokens=100)
 
 
+def test_a_role_says_that_it_makes_initial_values(monkeypatch):
+  """Of 12 billion parameters that takes minutes, when it seemed to wait for other roles."""
+  runner, before = types.SimpleNamespace(config=1, plan=2), lambda: "has 0 of 4 fragments"
+  made = lambda *given: (given, runner.ready())  # noqa: E731
+  runner.ready = before
+  monkeypatch.setattr(initial, "initial_values", made)
+  assert single_roles._make(runner) == ((1, 2), "the initial values, which it makes")
+  assert runner.ready is before
+
+
 def test_what_a_joining_role_waits_for():
   assert single_roles._joining(state(), UP, CONFIG) == ""
   waits = single_roles._joining(state((0, -1, 0, -1)), UP, CONFIG)
@@ -237,7 +247,7 @@ def test_an_evaluator_saves_the_final_model_once_there_is_room_and_else_its_shar
       raise OSError(errno.ENOSPC, "No space left on device")
 
   class Ends:
-    finished, saved, untrained_loss = True, False, None
+    finished, saved, untrained_loss, final_loss = True, False, None, None
     exchange = types.SimpleNamespace(state=types.SimpleNamespace(joined=True, merged_tokens=7))
     store = types.SimpleNamespace(params=dict)
 

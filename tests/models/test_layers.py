@@ -19,6 +19,23 @@ attention = jax.jit(einsum_attention)
 rope = jax.jit(lambda x, theta: layers.apply_rope(x, *layers.rope_tables(*x.shape[-2:], theta)))
 
 
+def test_a_large_array_is_drawn_in_parts(monkeypatch):
+  monkeypatch.setattr(layers, "MOST_DRAWN", 1000)
+  value = np.asarray(layers.drawn(jax.random.key(0), (60, 50), 0.5, (None, None))[...])
+  assert value.shape == (60, 50) and value.std() == pytest.approx(0.5, rel=0.05)
+  assert len({*value.ravel().tolist()}) > 2900, "no part is like another"
+
+
+def test_layers_that_are_drawn_one_by_one_are_those_that_are_drawn_together():
+  def together(key):
+    unit = jax.random.truncated_normal(key, -2.0, 2.0, (6, 5), jnp.float32)
+    return unit * (0.5 / layers._TRUNCATED_STDDEV)
+
+  keys = jax.random.split(jax.random.key(3), 4)
+  apart = jax.jit(jax.vmap(lambda key: layers.drawn(key, (6, 5), 0.5, (None, None))[...]))(keys)
+  np.testing.assert_array_equal(apart, jax.jit(jax.vmap(together))(keys))
+
+
 def test_rms_norm_golden():
   norm = layers.RMSNorm(dataclasses.replace(DENSE, model_dim=4))
   norm.epsilon = 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from ddiloco.runtime import Runtime
 from tests import says
 from tests.roles import toy
 from tests.roles.test_learner_exchange import Wire
-from tests.waits import wait_for
+from tests.waits import PATIENCE_SECONDS, wait_for
 
 TOKENS = 100
 
@@ -58,7 +59,7 @@ def test_the_end_is_saved_before_it_is_measured():
   watched.publish(1, TOKENS)
   watched.role.run(lambda: False)
   assert order[-2:] == ["saved", ("measured", 1.0)] and order.count("saved") == 1
-  assert watched.role.saved
+  assert watched.role.saved and watched.role.final_loss == 0.5
   last = watched.of("evaluation")[-1]
   assert (last.merged_tokens, last.loss, last.measures) == (TOKENS, 0.5, {"other": 2.0})
   assert not watched.of("unevaluated"), "nothing is measured before the whole model is here"
@@ -168,6 +169,32 @@ def test_one_measurement_at_a_time():
   run.join(60)
   assert [e.merged_tokens for e in watched.of("evaluation")] == [0, 60]
   assert watched.role.untrained_loss == 0.5, "of the first one alone"
+  assert watched.role.final_loss is None, "it never had the final model"
+
+
+def test_a_measurement_keeps_no_values_that_newer_ones_have_replaced():
+  """On a CPU one may last for many versions, and so long there was a second model in memory."""
+  begun, go_on = threading.Event(), threading.Event()
+
+  def measure(params):
+    taken = dict(params)
+    assert len(taken) == len(params) and all((each == 0).all() for each in taken.values())
+    begun.set()
+    go_on.wait(PATIENCE_SECONDS)
+    return {"loss": 0.5}
+
+  watched = Watched(measure)
+  watched.publish(0, 0)
+  run = threading.Thread(target=watched.role.run, args=(go_on.is_set,), daemon=True)
+  run.start()
+  wait_for(begun.is_set)
+  old = [weakref.ref(each) for each in watched.role.store.values.values()]
+  watched.publish(1, 60)
+  wait_for(lambda: all((each == 1).all() for each in watched.role.store.values.values()))
+  kept = sum(each() is not None for each in old)
+  go_on.set()
+  run.join(60)
+  assert not kept
 
 
 def test_a_result_that_cannot_be_saved_or_measured_ends_nothing(capsys):

@@ -255,6 +255,17 @@ def test_a_saved_array_is_placed_as_the_mesh_has_it_and_never_rounded(cube):
       island.restore(placed | {"inner/1/count": wrong})
 
 
+def test_a_saved_array_goes_to_an_accelerator_without_a_copy_on_the_host(cube, monkeypatch):
+  """The largest array of a model of 12 billion parameters has 11 GB."""
+  island, _, config = cube
+  saved, moved = on_host(trained(island, config).capture()), []
+  monkeypatch.setattr(island._parts, "on_cpu", False)
+  monkeypatch.setattr(jax, "device_put", lambda value, sharding: moved.append(value))
+  for name, value in saved.items():
+    island.place(name, value)
+  assert all(each is value for each, value in zip(moved, saved.values(), strict=True))
+
+
 def test_a_foreign_state_is_refused_and_nothing_changes(any_island):
   island, _, config = any_island
   held = on_host(trained(island, config).capture())
