@@ -415,16 +415,6 @@ def test_the_log_of_a_run_that_cannot_begin_says_that_it_is_over(tmp_path, error
   assert (began.kind, ended.kind, ended.reason) == ("run_started", "run_finished", reason)
 
 
-def test_that_a_snapshot_is_read_is_said_before_it_is_read(tmp_path, monkeypatch, capsys):
-  """All values of a large model were read and checked in silence, for minutes."""
-  engine, said = Toy(tmp_path, sync={"snapshot_steps": 100}), []
-  monkeypatch.setattr("ddiloco.checkpoint.restore.newest_global_step", lambda storage: 200)
-  reads = lambda *_: said.append(capsys.readouterr().out)  # noqa: E731
-  monkeypatch.setattr("ddiloco.checkpoint.restore.restore_fragments", reads)
-  engine._go_on(keep=False)
-  assert f"The run in {tmp_path} has snapshot 200, which is read" in said[0]
-
-
 def test_waiting_for_roles_has_a_limit_and_goes_on_with_their_lives(tmp_path):
   go_on = threading.Event()
 
