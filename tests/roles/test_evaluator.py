@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import numpy as np
@@ -87,6 +88,21 @@ def test_it_measures_as_often_as_it_is_to_and_the_end_after_what_is_under_way(ev
     wait_for(lambda n=version: n >= 2 or not running())
   run.join(60)
   assert watched.saved == [TOKENS] and [e.merged_tokens for e in watched.of("evaluation")] == at
+
+
+def test_a_part_of_the_run_is_measured_once():
+  """Ten tokens of 100 begin the fourth of 30 parts, of which three are longer in floating point."""
+  watched, turns = Watched(evaluations=30), itertools.count()
+  watched.publish(0, 10)
+
+  def stopped():
+    for thread in threading.enumerate():
+      if thread.name.startswith("measur"):
+        thread.join(60)
+    return watched.of("evaluation") and next(turns) == 3
+
+  watched.role.run(stopped)
+  assert [e.merged_tokens for e in watched.of("evaluation")] == [10]
 
 
 def test_it_reports_while_it_saves_the_end_and_leaves_when_that_is_saved():
