@@ -51,12 +51,10 @@ def payload_bytes(size: int, codec: str) -> int:
   """Exact length of the payload of `size` values.
 
   Raises:
-    CodecError: unknown codec or negative size.
+    CodecError: unknown codec.
   """
   if codec not in CODECS:
     raise CodecError(f"codec {codec!r}: must be one of {', '.join(CODECS)}")
-  if size < 0:
-    raise CodecError(f"size {size}: must not be negative")
   scales = 4 * -(-size // BLOCK) if codec in LEVELS else 0
   return scales + (-(-size // 2) if codec == "int4" else size * _TYPES[codec].itemsize)
 
