@@ -381,7 +381,6 @@ def find_collectives(text: str, num_devices: int) -> Iterator[Collective]:
         # A loop counts from 0: its condition compares with the bound.
         bounds = _PASSES.findall(line) or _BOUND.findall(" ".join(bodies[loop["condition"]]))
         visit(loop["body"], factor * max(map(int, bounds), default=1))
-        continue
       for called in re.findall(r"%([\w.\-]+)", " ".join(_CALL.findall(line))):
         if called in bodies:
           visit(called, factor)
