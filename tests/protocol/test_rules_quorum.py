@@ -32,6 +32,16 @@ def screen(norms, steps, past, ratio, period, settled=True):
     (5.0, 2, [], 5.0, 0.5, Decision(True, "all 2 asked have answered")),
     (9.0, 3, [], 5.0, 0.5, Decision(True, "all 3 asked have answered")),
     (5.0, 2, [7], 5.0, 0.5, Decision(False, "grace: 0.500 s left for 7", 5.5)),
+    (
+      5.0,
+      1,
+      [*range(10)],
+      NONE,
+      0.5,
+      Decision(
+        False, "quorum: 1 of 2 have answered, waiting for 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
+      ),
+    ),
     (5.25, 3, [7, 8], 5.0, 0.5, Decision(False, "grace: 0.250 s left for 7, 8", 5.5)),
     (
       5.5,

@@ -36,8 +36,8 @@ class Watched:
     self.role = Evaluator(self.config, self.plan, measure, runtime, save=save)
     self.wire.inbox.append(says.welcome(0, 0, 0, 0, (0, 1)))
 
-  def publish(self, version: int, merged_tokens: int) -> None:
-    for f in self.plan.fragments:
+  def publish(self, version: int, merged_tokens: int, *fragments) -> None:
+    for f in fragments or self.plan.fragments:
       payload = codec.encode(np.full(f.size, version, np.float32), "f32")
       tokens = 9, merged_tokens, ()
       which = f.index, version - 1, version, -1
@@ -184,6 +184,15 @@ def test_one_measurement_at_a_time():
   run.join(60)
   assert [e.merged_tokens for e in watched.of("evaluation")] == [0, 60]
   assert watched.role.untrained_loss == 0.5, "of the first one alone"
+
+
+def test_a_model_that_is_trained_in_part_is_not_the_untrained_one():
+  watched = Watched()
+  first, last = watched.plan.fragments
+  watched.publish(0, 0, first)
+  watched.publish(1, 40, last)
+  watched.role.run(lambda: watched.of("evaluation"))
+  assert watched.role.untrained_loss is None
 
 
 def test_a_result_that_cannot_be_saved_or_measured_ends_nothing(capsys):
