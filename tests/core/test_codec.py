@@ -153,6 +153,7 @@ def test_extremes_round_trip(name, peak):
   y = codec.decode(payload, x.size, name)
   scale = np.repeat(scales_of(payload, x.size), BLOCK)[: x.size].astype(np.float64)
   assert np.isfinite(y).all() and (scale > 0).all()
+  assert (scale <= (1 + 1e-6) * float(peak) / levels + 1.5e-45).all()
   error = np.abs(y.astype(np.float64) - x.astype(np.float64))
   assert (error <= 0.5 * scale + 1e-6 * levels * scale).all()
 

@@ -52,6 +52,15 @@ def actions_of(state, message, now: float, **measured) -> list:
 # --- the global step ------------------------------------------------------------------------------
 
 
+def test_a_shard_that_does_not_know_its_members_believes_no_single_learner():
+  known, steps = Beliefs(reach_at=0.0, reach=1000.0), [100]
+  for m, claim in ((0, 150), (0, 160), (1, 140), (2, 155)):
+    how = 9.0, math.inf, SYNC, 0
+    known, step = rules.raised_global_step(known, steps[-1], m, claim, *how)
+    steps.append(step)
+  assert steps == [100, 100, 100, 140, 155]
+
+
 def test_one_learner_does_not_move_the_global_step_beyond_what_others_could():
   state = shard()
   for now in range(2, 102):
