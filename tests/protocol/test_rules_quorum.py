@@ -22,6 +22,12 @@ def screen(norms, steps, past, ratio, period, settled=True):
   return rules.screen(norms, steps, past, sync, settled)
 
 
+def test_first_rounds_are_spread_over_a_period_and_later_ones_are_a_period_apart():
+  sync = SyncConfig(num_fragments=4, sync_period=6)
+  assert [rules.due_after(p, 0, sync) for p in range(4)] == [2, 3, 5, 6]
+  assert {rules.due_after(p, version, sync) for p in range(4) for version in (1, 9)} == {6}
+
+
 @pytest.mark.parametrize(
   "now, pushed, pending, quorum_at, grace, expected",
   [
