@@ -106,7 +106,7 @@ def test_remedies_are_settings_that_the_config_takes():
       "islands": {"devices": 8, "batch_size": 240},
     }
   )
-  wide = made(chips=8, needed_bytes=40 << 30, chip=aot.CHIPS["v6e"])
+  wide = made(chips=8, needed_bytes=35 << 30, chip=aot.CHIPS["v6e"])
   island = config.islands.island(0)
   found = aot._remedies(wide, 1 << 29, island, config)
   assert "loss: islands.loss_chunks = 4" in found
