@@ -119,8 +119,8 @@ class Coefficients:
     """c for every piece, f32 [pieces]; `squares` f64 [pieces] are |s|^2.
 
     Where the weighted directions cancel (|s|^2 is below 1e-6 of (sum w)^2, as for two opposite
-    learners) the direction is rounding noise and c is 0. A piece that only one learner has moved
-    keeps its bits: |s| is that learner's norm.
+    learners) the direction is rounding noise and c is 0. Where only one learner has moved a piece c
+    is exactly 1: |s| is known without a rounding error.
     """
     long = np.where(self._alone >= 0, self._alone, np.sqrt(squares))
     directed = long**2 > self._least

@@ -324,7 +324,7 @@ class Commit(Event, frozen=True, kw_only=True):
   weights: dict[int, float] = {}  # by learner, its weight in the merge
   step_tokens: tuple[int, ...] = ()  # of a step of each learner, as the shard knows it
   rejected: dict[int, str] = {}  # by learner, why
-  opposing: dict[int, float] = {}  # by learner, the cosine with the others' sum
+  opposing: dict[int, float] = {}  # by learner, its mean cosine with the others
   agreement: float | None = None  # mean cosine of two of these pushes, of a sample of their values
   length: float | None = None  # of the merged outer gradient, over the mean of the pushes'
   rho: float | None = None  # cosine with the fragment's previous merged one, of such a sample

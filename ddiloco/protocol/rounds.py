@@ -28,7 +28,8 @@ def start_rounds(state: SyncerState, now: float) -> SyncerOutcome:
       continue
     asked = _available(state, i)
     due = [m for m in asked if state.is_due(m, i)]
-    if any(state.brings_last_work(m) for m in due) and not state.sync.blocking:
+    leaving = [m for m in due if state.brings_last_work(m)]
+    if leaving and not state.sync.blocking:
       due = asked  # a leaving learner cannot wait until a quorum is due
     quorum = _quorum(state, i, asked)
     if len(due) < quorum:
@@ -54,6 +55,8 @@ def start_rounds(state: SyncerState, now: float) -> SyncerOutcome:
       pulled_at=now,
       deadline=now + _pull_patience(state, 1),
     )
+    for m in leaving:
+      state = replace(state, farewells=state.counted(state.farewells, m))
     state = replace(state, rounds=state.rounds + 1, said_ahead=False).with_round(i, current)
     todo += [_pull(state, f, current, m) for m in asked]
     todo.append(_round_event(f, current))
@@ -363,8 +366,6 @@ def _credit(state: SyncerState, learner: int, i: int, norm_per_step: float) -> S
   if member is None:
     return state
   norms = put(member.norms, i, rules.smooth(member.norms[i], norm_per_step))
-  if member.leaving:
-    state = replace(state, farewells=state.counted(state.farewells, learner))
   return state.with_member(learner, norms=norms, rejections=0)
 
 

@@ -238,6 +238,8 @@ def opposing(
   >>> agree = {(m, m): 1.0 for m in range(3)} | {(0, 1): 0.2}
   >>> opposing({**agree, (0, 2): -0.2, (1, 2): -0.2}, [0, 1, 2])
   {2: -0.2}
+  >>> opposing({**agree, (0, 1): -1.0}, [0, 1])
+  {}
   """
   towards: dict[int, float] = collections.defaultdict(float)  # sum of the cosines with all others
   for (a, b), cosine in _cosines(products, learners).items():
@@ -323,11 +325,10 @@ def raised_global_step(
     reach_at = max(now, reach_at)
     if num_learners > 2:
       reach = min(reach, global_step + max(least, KEPT_SECONDS * rate))
-  if confirmed > global_step:
-    global_step = confirmed
-    if confirmed > reach:
-      reach, reach_at = float(confirmed), max(now, reach_at)
-  if front == learner and num_learners:
+  global_step = max(global_step, confirmed)
+  if confirmed > reach:
+    reach, reach_at = float(confirmed), max(now, reach_at)
+  if num_learners:  # one that is not foremost is confirmed
     global_step = max(global_step, int(min(claim, reach, max(most_steps, global_step))))
   return replace(beliefs, claims=claims, reach=reach, reach_at=reach_at), global_step
 

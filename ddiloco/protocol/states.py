@@ -289,7 +289,7 @@ class SyncerState(_State, Frozen):
   passes_moments: bool = True  # learners of this run may ask for a peer's moments
   passed_on: WindowCounts = {}  # moments of a fragment that learners got
   donors_asked: Mapping[int, int] = {}  # donor -> the number, of all requests, of its newest
-  farewells: WindowCounts = {}  # pushes that were merged while their learners were leaving
+  farewells: WindowCounts = {}  # rounds that began while their learners were leaving
   value_requests: Mapping[tuple[int, int], ValueRequest] = {}  # by fragment and learner
   # learner -> its pushes in a row that opposed all others; outlives the learner's incarnations
   opposed: Mapping[int, int] = {}

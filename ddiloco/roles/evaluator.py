@@ -65,7 +65,8 @@ class GlobalView:
 
 
 class Evaluator:
-  """Follows the global model and measures it `run.evaluations` times, evenly over the run's tokens.
+  """Follows the global model, and measures it at the start of each of `run.evaluations` equal parts
+  of the run's tokens, and at the end.
 
   Args:
     config: the run's.
@@ -97,7 +98,6 @@ class Evaluator:
     self.final_loss: float | None = None  # of the final model, once it is measured
     self._heldout, self._save = measure, save
     self._evaluations = config.run.evaluations if measure is not None else 0
-    self._every = config.run.total_tokens / max(1, self._evaluations)
 
   def run(self, stopped: Callable[[], bool]) -> None:
     """Runs until the run's tokens are merged or `stopped()`; saves and measures the final model.
@@ -110,7 +110,7 @@ class Evaluator:
     drive(self._live(stopped), self.exchange.endpoint, LOOK_SECONDS)
 
   def _live(self, stopped: Callable[[], bool]) -> Loop[None]:
-    due = 0.0
+    measured = -1  # the newest part that was
     measuring: threading.Thread | None = None
     try:
       while not self.finished and not stopped():
@@ -118,9 +118,10 @@ class Evaluator:
         merged = self.exchange.state.merged_tokens
         going_on = self.joined and not self.finished
         idle = measuring is None or not measuring.is_alive()
-        if self._evaluations and going_on and merged >= due and idle:
+        part = merged * self._evaluations // self.exchange.state.target_tokens
+        if self._evaluations and going_on and part > measured and idle:
           measuring = _begin("measuring the held-out loss", self._measure, *self._now())
-          due = (merged // self._every + 1) * self._every
+          measured = part
       if self.finished:
         saving = _begin("saving the final model", self._save_end)
         while saving.is_alive():

@@ -1,7 +1,7 @@
 """Compiles an island's programs for chips that are not there: their memory, and their collectives.
 
-libtpu, and XLA for NVIDIA GPUs, compile for a topology that is only described. Every number here is
-read off the compiled programs, except the FLOPs, which follow from the model's shape.
+libtpu, and XLA for NVIDIA GPUs, compile for a topology that is only described. What a program needs
+and moves is read off its compiled form; all else follows from shapes and from the chip.
 """
 
 from __future__ import annotations
@@ -316,13 +316,16 @@ def _remedies(found: Fit, gradients: int, island: IslandConfig, config: Config) 
     text = "mesh: parameters, moments and gradients alone are too much: islands.data = 1"
     return (f"{text}, {chips} chips",)
   chunks = math.gcd(8, config.model.vocab_size)  # others would be refused
-  rows = island.data_shards(found.chips) * config.inner.accumulation_steps
+  shards, steps = island.data_shards(found.chips), config.inner.accumulation_steps
   share = (0.9 * found.chip.hbm_bytes - fixed) / (found.needed_bytes - fixed)
+  rows = shards * steps
   batch = int(island.batch_size * share) // rows * rows
+  mine = island.batch_size // shards  # rows of a device, which micro-batches share evenly
+  more = next((n for n in range(steps, mine + 1) if mine % n == 0 and n * share >= steps), 0)
   remedies = {
     "remat: islands.remat = 'full'": island.remat != "full",
     f"loss: islands.loss_chunks = {chunks}": island.loss_chunks == 1 < chunks,
-    f"batch: islands.batch_size = {batch}, or as many inner.accumulation_steps": batch > 0,
+    f"batch: islands.batch_size = {batch}, or inner.accumulation_steps = {more}": batch > 0,
     f"mesh: fewer rows a step than its {rows} parts: raise islands.tensor": not batch,
   }
   return tuple(remedy for remedy, helps in remedies.items() if helps)
@@ -378,7 +381,6 @@ def find_collectives(text: str, num_devices: int) -> Iterator[Collective]:
         # A loop counts from 0: its condition compares with the bound.
         bounds = _PASSES.findall(line) or _BOUND.findall(" ".join(bodies[loop["condition"]]))
         visit(loop["body"], factor * max(map(int, bounds), default=1))
-        continue
       for called in re.findall(r"%([\w.\-]+)", " ".join(_CALL.findall(line))):
         if called in bodies:
           visit(called, factor)

@@ -106,12 +106,15 @@ def test_remedies_are_settings_that_the_config_takes():
       "islands": {"devices": 8, "batch_size": 240},
     }
   )
-  wide = made(chips=8, needed_bytes=40 << 30, chip=aot.CHIPS["v6e"])
+  wide = made(chips=8, needed_bytes=35 << 30, chip=aot.CHIPS["v6e"])
   island = config.islands.island(0)
   found = aot._remedies(wide, 1 << 29, island, config)
   assert "loss: islands.loss_chunks = 4" in found
   batch = int(re.search(r"islands.batch_size = (\d+)", "".join(found))[1])  # type: ignore[index]
   assert 0 < batch < 240 and batch % (8 * 3) == 0
+  steps = int(re.search(r"accumulation_steps = (\d+)", "".join(found))[1])  # type: ignore[index]
+  island.require_even_batch(8, steps, 0)
+  assert 240 / steps <= batch / 3 and steps == 5, "micro-batches as small as those of that batch"
   wider = made(chips=8, needed_bytes=400 << 30, chip=wide.chip)
   full = aot._remedies(wider, 1 << 29, island, config)
   assert "mesh: fewer rows" in full[-1] and not any("batch:" in each for each in full)

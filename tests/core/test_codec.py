@@ -94,6 +94,13 @@ def test_golden_int4_odd_tail():
   assert codec.decode(payload, 3, "int4").tolist() == [7, -3, 1]
 
 
+def test_golden_int4_halves_are_those_of_every_65536_values():
+  x = np.zeros(65_538, np.float32)
+  x[[0, 32_768, 65_536, 65_537]] = 7, -7, 7, -3  # scales 1
+  codes = codec.encode(x, "int4")[4 * 257 :]
+  assert (codes[0], codes[-1]) == (15 + 16 * 1, 15 + 16 * 5) and (codes[1:-1] == 0x88).all()
+
+
 def test_golden_bf16_rounds_to_nearest_even():
   bits = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0xBF807FFF], np.uint32)
   payload = codec.encode(bits.view(np.float32), "bf16")
@@ -146,6 +153,7 @@ def test_extremes_round_trip(name, peak):
   y = codec.decode(payload, x.size, name)
   scale = np.repeat(scales_of(payload, x.size), BLOCK)[: x.size].astype(np.float64)
   assert np.isfinite(y).all() and (scale > 0).all()
+  assert (scale <= (1 + 1e-6) * float(peak) / levels + 1.5e-45).all()
   error = np.abs(y.astype(np.float64) - x.astype(np.float64))
   assert (error <= 0.5 * scale + 1e-6 * levels * scale).all()
 

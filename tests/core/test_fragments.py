@@ -151,14 +151,23 @@ def test_layer_groups_are_as_even_as_possible_and_strided_layers_alternate():
   assert [[p[1] for p in group] for group in groups] == [[0, 0, 2, 2], [1, 1, None]], "on top"
 
 
+def test_tensors_are_dealt_in_model_order_whatever_their_size():
+  specs = [TensorSpec(name, (n,), False, False) for name, n in (("a", 1), ("b", 5), ("c", 4))]
+  for policy, expected in (("tensor", [["a", "c"], ["b"]]), ("balanced", [["b"], ["a", "c"]])):
+    groups = names(fragments.make_plan(specs, sync(policy)))
+    assert [[name for name, *_ in group] for group in groups] == expected, policy
+
+
 def test_max_rows_splits_embeddings_only_and_evenly():
-  plan = fragments.make_plan(MODEL, sync("tensor", 1, max_rows=2))
+  head = TensorSpec("head", (5, 2), stacked=False, embedding=False)
+  plan = fragments.make_plan([*MODEL, head], sync("tensor", 1, max_rows=2))
   rows = [(p.name, p.start, p.stop) for p in plan.fragments[0].pieces if p.layer is None]
   assert rows == [
     ("embedding", 0, 1),
     ("embedding", 1, 3),
     ("embedding", 3, 5),
     ("final/scale", 0, 2),
+    ("head", 0, 5),
   ]
   pieces = fragments.make_plan(MODEL, sync("balanced", 8, max_rows=2)).fragments
   assert len(pieces) == 8  # the three embedding pieces travel on their own

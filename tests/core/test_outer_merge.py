@@ -176,6 +176,14 @@ def test_zero_inputs():
   np.testing.assert_allclose(result, [1.5, 0, 2, 1, 1, 1], rtol=1e-6)
 
 
+def test_a_push_that_is_too_short_for_a_direction_counts_as_zero():
+  """Its unit would not fit into f32 where another push is of the longest that are merged."""
+  for norm, unit in ((1e-17, 0.0), (1e-14, 0.5e29)):
+    squares = np.array([[1e30], [norm**2]])
+    units = outer.Coefficients(fragment_of(2), squares, np.array([0.5, 0.5])).units
+    assert units.ravel().tolist() == [0.5, pytest.approx(unit)]
+
+
 def test_weight_zero_is_never_read():
   fragment = fragment_of(2, 2, average=[1])
   one = np.array([3, 4, 1, 2], np.float32)
@@ -198,6 +206,11 @@ def test_opposite_inputs_cancel():
   (delta,) = randoms(1, 1000)
   for other in (-delta, np.float32(-3) * delta, -delta * (1 + np.float32(1e-6))):
     assert not merged(fragment, [delta, other], [0.5, 0.5]).any()
+  # A sum of directions under a thousandth as long as they are is noise, one above it is none.
+  (across,) = randoms(1, 1000, seed=5)
+  for angle, is_noise in ((1.6e-3, True), (2.4e-3, False)):
+    other = -delta - np.float32(angle) * across
+    assert merged(fragment, [delta, other], [0.5, 0.5]).any() != is_noise
   # Three directions at 120 degrees cancel as well, up to rounding.
   angles = np.array([0, 2, 4]) * np.pi / 3
   star = [np.array([np.cos(a), np.sin(a)], np.float32) for a in angles]

@@ -132,6 +132,7 @@ def test_kernels_and_threads_change_no_bit(name, config, compiled):
   compiled(False)
   squares, found, _ = stepped_of(fragment, pushes, config, name)
   compiled(True)
+  assert alone(fragment, pushes[0]).compiled is not None
   kernel_squares, kernel_found, mine = stepped_of(fragment, pushes, config, name)
   np.testing.assert_allclose(kernel_squares, squares, rtol=1e-6)
   np.testing.assert_allclose(kernel_found, found, rtol=1e-6)
@@ -290,6 +291,8 @@ def test_the_sample_is_of_the_same_places_and_not_long():
   values = codec.decode(push.payload, small.size, "f32")
   whole = sample_of(small, push)
   np.testing.assert_array_equal(whole, np.r_[values[:10], values[5010:]])
+  averaged = fragment_of(10, 5000, 7, average=[0, 1, 2])
+  np.testing.assert_array_equal(sample_of(averaged, push), values)
   large = long_fragment(0, 3, 5)
   pushes = encoded(randoms(2, large.size), "int4")
   samples = [sample_of(large, p) for p in pushes]

@@ -52,6 +52,15 @@ def actions_of(state, message, now: float, **measured) -> list:
 # --- the global step ------------------------------------------------------------------------------
 
 
+def test_a_shard_that_does_not_know_its_members_believes_no_single_learner():
+  known, steps = Beliefs(reach_at=0.0, reach=1000.0), [100]
+  for m, claim in ((0, 150), (0, 160), (1, 140), (2, 155)):
+    how = 9.0, math.inf, SYNC, 0
+    known, step = rules.raised_global_step(known, steps[-1], m, claim, *how)
+    steps.append(step)
+  assert steps == [100, 100, 100, 140, 155]
+
+
 def test_one_learner_does_not_move_the_global_step_beyond_what_others_could():
   state = shard()
   for now in range(2, 102):
@@ -356,9 +365,12 @@ def test_one_whose_updates_are_always_longer_is_measured_by_its_own():
   assert rounds.end(425.0, 0, 1.0, 200.0, 1.0).rejected
 
 
-@pytest.mark.parametrize("turns", ["stays", "comes back", "is new"])
-def test_one_that_leaves_again_and_again_does_not_have_the_others_push_at_every_step(turns):
-  sync = SyncConfig(num_shards=1, num_fragments=1, sync_period=24, overlap_steps=2, min_quorum=2)
+@pytest.mark.parametrize(
+  "turns, quorum", [("stays", 2), ("comes back", 2), ("is new", 2), ("never pushes", 1)]
+)
+def test_one_that_leaves_again_and_again_does_not_have_the_others_push_at_every_step(turns, quorum):
+  settings = {"sync_period": 24, "min_quorum": quorum, "grace_safety": 0.0}
+  sync = SyncConfig(num_shards=1, num_fragments=1, overlap_steps=2, **settings)
   state, commits, life = syncer.init(0, 1, (FragmentState(0),), sync, 1 << 60), 0, 0
   since = 0
 
@@ -374,11 +386,13 @@ def test_one_that_leaves_again_and_again_does_not_have_the_others_push_at_every_
     if turns == "is new":
       tell(Goodbye(1, life))
       life += 1
-    tell(says.report(0, 0, step, 1.0, (f.version,), (since,), rounds=(f.last_round,)))
+    first = says.report(0, 0, step, 1.0, (f.version,), (since,), rounds=(f.last_round,))
     mine = says.report(1, life, step, 1.0, (f.version,), (since,), leaves, rounds=(f.last_round,))
-    for asked in tell(mine):
+    for asked in [*tell(first), *tell(mine)]:
       if isinstance(asked, Send) and isinstance(pull := asked.message, Pull):
         m, base = asked.to, pull.base_version
+        if m and turns == "never pushes":
+          continue
         sent = says.push(m, life * m, 0, pull.round, base, since, since, "")
         if any(isinstance(a, Commit) for a in tell(sent, norm=1.0)):
           commits, since = commits + 1, 0

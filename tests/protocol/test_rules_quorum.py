@@ -22,6 +22,12 @@ def screen(norms, steps, past, ratio, period, settled=True):
   return rules.screen(norms, steps, past, sync, settled)
 
 
+def test_first_rounds_are_spread_over_a_period_and_later_ones_are_a_period_apart():
+  sync = SyncConfig(num_fragments=4, sync_period=6)
+  assert [rules.due_after(p, 0, sync) for p in range(4)] == [2, 3, 5, 6]
+  assert {rules.due_after(p, version, sync) for p in range(4) for version in (1, 9)} == {6}
+
+
 @pytest.mark.parametrize(
   "now, pushed, pending, quorum_at, grace, expected",
   [
@@ -32,6 +38,16 @@ def screen(norms, steps, past, ratio, period, settled=True):
     (5.0, 2, [], 5.0, 0.5, Decision(True, "all 2 asked have answered")),
     (9.0, 3, [], 5.0, 0.5, Decision(True, "all 3 asked have answered")),
     (5.0, 2, [7], 5.0, 0.5, Decision(False, "grace: 0.500 s left for 7", 5.5)),
+    (
+      5.0,
+      1,
+      [*range(10)],
+      NONE,
+      0.5,
+      Decision(
+        False, "quorum: 1 of 2 have answered, waiting for 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
+      ),
+    ),
     (5.25, 3, [7, 8], 5.0, 0.5, Decision(False, "grace: 0.250 s left for 7, 8", 5.5)),
     (
       5.5,

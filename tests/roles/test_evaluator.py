@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 
@@ -36,8 +37,8 @@ class Watched:
     self.role = Evaluator(self.config, self.plan, measure, runtime, save=save)
     self.wire.inbox.append(says.welcome(0, 0, 0, 0, (0, 1)))
 
-  def publish(self, version: int, merged_tokens: int) -> None:
-    for f in self.plan.fragments:
+  def publish(self, version: int, merged_tokens: int, *fragments) -> None:
+    for f in fragments or self.plan.fragments:
       payload = codec.encode(np.full(f.size, version, np.float32), "f32")
       tokens = 9, merged_tokens, ()
       which = f.index, version - 1, version, -1
@@ -88,6 +89,21 @@ def test_it_measures_as_often_as_it_is_to_and_the_end_after_what_is_under_way(ev
     wait_for(lambda n=version: n >= 2 or not running())
   run.join(60)
   assert watched.saved == [TOKENS] and [e.merged_tokens for e in watched.of("evaluation")] == at
+
+
+def test_a_part_of_the_run_is_measured_once():
+  """Ten tokens of 100 begin the fourth of 30 parts, of which three are longer in floating point."""
+  watched, turns = Watched(evaluations=30), itertools.count()
+  watched.publish(0, 10)
+
+  def stopped():
+    for thread in threading.enumerate():
+      if thread.name.startswith("measur"):
+        thread.join(60)
+    return watched.of("evaluation") and next(turns) == 3
+
+  watched.role.run(stopped)
+  assert [e.merged_tokens for e in watched.of("evaluation")] == [10]
 
 
 def test_it_reports_while_it_saves_the_end_and_leaves_when_that_is_saved():
@@ -195,6 +211,15 @@ def test_a_measurement_keeps_no_values_that_newer_ones_have_replaced():
   go_on.set()
   run.join(60)
   assert not kept
+
+
+def test_a_model_that_is_trained_in_part_is_not_the_untrained_one():
+  watched = Watched()
+  first, last = watched.plan.fragments
+  watched.publish(0, 0, first)
+  watched.publish(1, 40, last)
+  watched.role.run(lambda: watched.of("evaluation"))
+  assert watched.role.untrained_loss is None
 
 
 def test_a_result_that_cannot_be_saved_or_measured_ends_nothing(capsys):

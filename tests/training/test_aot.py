@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax
 import pytest
 
@@ -9,6 +11,7 @@ from ddiloco.cli.simulations import fit_lines
 from ddiloco.config import from_dict
 from ddiloco.roles.initial import make_plan
 from ddiloco.training import aot
+from tests.training.test_aot_collectives import LOOP
 
 
 @pytest.mark.parametrize("fragments", [pytest.param(2, marks=pytest.mark.slow), 12])
@@ -22,7 +25,7 @@ def test_an_island_and_all_its_programs(fragments):
     }
   )
   found = aot.fit(config, 0, make_plan(config), "v5p:2x2x2", jax.devices()[:8])
-  assert found.step is not None and found.fits and found.gathers_by_layer
+  assert found.step is not None and found.fits and found.gathers_by_layer and not found.remedies
   assert found.chips == 8 and found.tokens == 8 * 16
   assert found.state_bytes >= 3 * 4 * found.parameters / 8  # parameters and two moments
   out, into, snapshot = found.copies
@@ -33,3 +36,18 @@ def test_an_island_and_all_its_programs(fragments):
   assert found.beside_bytes > snapshot.added_bytes >= found.state_bytes
   text = "\n".join(fit_lines([0], found, 0.4))
   assert f"s of CPU to compile {out.count} programs" in text and "no collective leaves" in text
+
+
+def test_a_programs_memory_is_that_of_its_arguments_and_of_what_it_adds():
+  """Results in place of arguments add nothing. Of several programs the largest numbers count."""
+
+  def lowered(**sizes):
+    names = ("argument", "output", "alias", "temp", "generated_code", "host_output")
+    memory = SimpleNamespace(**{f"{name}_size_in_bytes": sizes.get(name, 0) for name in names})
+    program = SimpleNamespace(as_text=lambda: LOOP, memory_analysis=lambda: memory)
+    return SimpleNamespace(compile=lambda: program)
+
+  first = lowered(argument=100, output=60, alias=50, temp=7, generated_code=1, host_output=3)
+  found = aot.compiled("two", [first, lowered(argument=10, output=30, host_output=5)], 4)
+  assert (found.hbm_bytes, found.added_bytes, found.host_bytes, found.count) == (118, 30, 5, 2)
+  assert found.largest_collective_bytes == 64 * 128 * 2
