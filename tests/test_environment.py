@@ -76,7 +76,6 @@ def test_no_library_that_a_run_imports_late_sets_a_variable(tmp_path):
   "arguments",
   [
     ["-m", "ddiloco", "simulate", "--chips=1000", "--learners=2"],
-    ["-m", "ddiloco", "plan", "--config=configs/tutorial.py", "--gbps=1", "--step_seconds=1"],
     ["scripts/lines.py"],
   ],
 )
