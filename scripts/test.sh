@@ -11,9 +11,9 @@ if [ $# -gt 0 ] && [ "$1" != --all ]; then
 fi
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-# More processes than cores, since tests wait: on two cores a third of the time, and slow ones more.
-marks="not slow" processes=3
-[ "${1:-}" != --all ] || marks="" processes=4
+marks="not slow"
+[ "${1:-}" != --all ] || marks=""
 # Else all processes of the tests, which begin together, would compile the package.
 .venv/bin/python -m compileall -q -x '/test_' ddiloco scripts tests
-exec .venv/bin/python -m pytest --numprocesses="$processes" --dist=loadfile --no-loadscope-reorder -m "$marks"
+# More processes than cores, since tests wait: on two cores a third of the time, and slow ones more.
+exec .venv/bin/python -m pytest --numprocesses=4 --dist=loadfile --no-loadscope-reorder -m "$marks"

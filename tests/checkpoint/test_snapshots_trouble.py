@@ -10,6 +10,7 @@ import errno
 import os
 import pwd
 import re
+import shutil
 import sys
 import tempfile
 import types
@@ -40,15 +41,22 @@ def hurry(monkeypatch):
   monkeypatch.setattr(signed_json, "PAUSES_SECONDS", (0.0, 0.0, 0.0))
 
 
-@pytest.fixture
-def path(tmp_path):
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
   """Two committed snapshots of three roles."""
+  path = tmp_path_factory.mktemp("saved")
+  storage = Storage(path, "plan", pytest.fail)
   for snapshot in (1, 2):
-    storage = Storage(tmp_path, "plan", pytest.fail)
     for role in ROLES:
       storage.save(snapshot, role, snapshot, {"of": snapshot}, {"a": np.full(9, snapshot)})
     storage.commit(snapshot, ROLES)
-  return tmp_path
+  return path
+
+
+@pytest.fixture
+def path(saved, tmp_path):
+  """A copy of them."""
+  return shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ from ddiloco.config import Config, ConfigError
 from ddiloco.engines import session
 from ddiloco.engines.engine import RunResult
 from ddiloco.engines.role_spec import terminates
+from ddiloco.observe import report
 from ddiloco.observe.eventlog import read_events, to_line
 from ddiloco.roles import initial
 from ddiloco.training import data
@@ -46,6 +47,13 @@ def config_of(**run) -> Config:
 
 
 CONFIG = config_of()
+DRAW = report._draw
+
+
+@pytest.fixture(autouse=True)
+def undrawn(monkeypatch):
+  """Pictures take longer than all else at a run's end; tests/observe/ looks at them."""
+  monkeypatch.setattr(report, "_draw", lambda *_: None)
 
 
 def params(value: float) -> dict[str, np.ndarray]:
@@ -294,6 +302,7 @@ def test_of_islands_that_trained_alone_all_are_saved_and_the_best_is_the_result(
 @pytest.mark.parametrize(("shards", "result"), [(0, "best island"), (2, "merged model")])
 def test_the_end_names_what_the_result_is(tmp_path, capsys, monkeypatch, shards, result):
   """It spoke of a merged model where nothing was merged."""
+  monkeypatch.setattr(report, "_draw", DRAW)
   config, asked = config_of(sample_tokens=3), []
   sync = dataclasses.replace(config.sync, num_shards=shards)
   config = dataclasses.replace(config, seed=5, sync=sync)
@@ -308,6 +317,7 @@ def test_the_end_names_what_the_result_is(tmp_path, capsys, monkeypatch, shards,
   assert f"The {result} writes:\ndef x\n" in said
   rows = (tmp_path / "report" / "index.html").read_text()
   assert f"<th>held-out loss, {result}</th><td>{loss}</td>" in rows
+  assert all((tmp_path / "report" / name).exists() for name in report.PICTURES)
 
 
 def test_no_loss_that_is_known_is_measured_again(tmp_path):

@@ -25,12 +25,12 @@ from ddiloco.workdir import FAULTS, append_request
 from tests.training.test_island_state import cheap_loss
 
 LOST = "UNAVAILABLE: slice 1 has failed"
+MODEL = {
+  "num_layers": 1, "model_dim": 16, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8, "mlp_dim": 32
+}  # fmt: skip
 CONFIG = from_dict(
   {
-    "model": {
-      "num_layers": 1, "model_dim": 16, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8,
-      "mlp_dim": 32,
-    },
+    "model": MODEL,
     "data": {"source": "synthetic", "sequence_length": 8},
     "islands": {"num_learners": 2, "devices": 2, "batch_size": 2},
     "sync": {
@@ -117,6 +117,7 @@ def test_a_lost_slice_is_one_islands_failure_and_its_island_is_rebuilt(
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.usefixtures("quick_to_compile")
 def test_a_learner_that_nobody_planned_joins_while_devices_are_left(tmp_path, capsys, monkeypatch):
   some = jax.devices()[:6]  # of which two islands have four
   monkeypatch.setattr(devices, "usable", lambda: some)
@@ -152,6 +153,7 @@ def test_a_slice_that_fails_again_and_again_is_given_up(monkeypatch, tmp_path):
   monkeypatch.setattr(Island, "compile", lambda island: 0.0)
   config = from_dict(
     {
+      "model": MODEL,
       "data": {"source": "synthetic", "sequence_length": 8},
       "islands": {"num_learners": 1, "batch_size": 2},
       "run": {"evaluations": 0, "restart_seconds": 0.01, "max_restarts": 2},

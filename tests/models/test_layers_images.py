@@ -125,7 +125,7 @@ def test_a_text_may_begin_with_token_0():
 
 def test_held_out_rows_are_told_apart():
   params, rows = fresh(SEEING), batch()
-  evaluate = language_model(SEEING).evaluate
+  evaluate = jax.jit(language_model(SEEING).evaluate)
   measured = evaluate(params, rows)
   seen, alone = ({n: v[at] for n, v in rows.items()} for at in (slice(0, 2), slice(2, 4)))
   for name, part in (("image_loss", seen), ("text_loss", alone)):

@@ -115,7 +115,7 @@ assign = jax.jit(layers.assign_slots, static_argnums=(1, 2))
 )
 def test_slots_and_choices_are_inverse(experts, capacity):
   num_experts, n = 3, 12
-  expert = jnp.array(experts, jnp.int32).reshape(2, n)
+  expert = np.array(experts, np.int32).reshape(2, n)
   slot, choice = map(np.asarray, assign(expert, num_experts, capacity))
   m = num_experts * capacity
   for b in range(2):

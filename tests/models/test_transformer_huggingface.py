@@ -11,7 +11,7 @@ import pytest
 
 from ddiloco.config import from_dict
 from ddiloco.models import transformer
-from ddiloco.roles import initial
+from tests.models.small import forward, fresh
 
 Tensors = dict[str, np.ndarray]
 MODELS = {
@@ -83,14 +83,8 @@ def logits(c: dict[str, Any], tensors: Tensors, tokens: np.ndarray) -> np.ndarra
 @pytest.mark.parametrize("more", MODELS.values(), ids=MODELS)
 def test_the_logits_are_the_same(more):
   size = {"num_layers": 3, "model_dim": 16, "num_heads": 2, "num_kv_heads": 2, "head_dim": 6}
-  config = from_dict({"model": {**size, "mlp_dim": 20, **more}})
-  model = config.model
-  rng = np.random.default_rng(0)
-  # Norms are ones at the start, and would not be told from each other.
-  params = {
-    name: np.asarray(value) + 0.1 * rng.normal(size=value.shape).astype(np.float32)
-    for name, value in initial.initial_params(config).items()
-  }
+  model = from_dict({"model": {**size, "mlp_dim": 20, **more}}).model
+  params = {name: np.asarray(value) for name, value in fresh(model).items()}
   said = transformer.huggingface_config(model)
   tensors = transformer.huggingface_tensors(model, params)
   (gate, *_) = (
@@ -98,8 +92,8 @@ def test_the_logits_are_the_same(more):
   )
   assert gate.shape == (said["intermediate_size"], said["hidden_size"])
   assert tensors["lm_head.weight"].shape == (said["vocab_size"], said["hidden_size"])
-  tokens = rng.integers(0, model.vocab_size, (2, 17))
-  got, _ = transformer.from_params(model, params)(tokens)
+  tokens = np.random.default_rng(0).integers(0, model.vocab_size, (2, 17))
+  got, _ = forward(model, params, tokens)
   wide = {name: value.astype(np.float64) for name, value in tensors.items()}
   for row, want in zip(tokens, np.asarray(got), strict=True):
     np.testing.assert_allclose(logits(said, wide, row), want, rtol=1e-4, atol=2e-5)

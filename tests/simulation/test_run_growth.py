@@ -48,7 +48,7 @@ def live(run: VirtualRun) -> Kept:
   """Every role is killed once, and a learner joins and leaves; what is kept then, at least."""
   run.start(GUEST)
   for role in [("learner", m) for m in range(LEARNERS)] + [("syncer", s) for s in range(SHARDS)]:
-    run.run(run.now + 3.0)
+    run.run(run.now + 2.0)
     run.kill(role, for_seconds=0.5)
   run.actors[GUEST].drain()
   run.run(run.now + 5.0)

@@ -152,12 +152,18 @@ def test_an_order_arrives_as_it_was_sent():
   assert hosts._ORDER.decode(msgspec.msgpack.encode(order)) == order
 
 
-@pytest.fixture
-def led():
-  """(An island's leader, what its one follower keeps); both have all devices, in this process."""
+@pytest.fixture(scope="module")
+def planned():
+  """(An island, its plan)."""
   config = config_of("1x8x1", 1)
   plan = initial.make_plan(config)
-  island = Island(config, 0, jax.devices()[:8], plan)
+  return Island(config, 0, jax.devices()[:8], plan), plan
+
+
+@pytest.fixture
+def led(planned):
+  """(An island's leader, what its one follower keeps); both have all devices, in this process."""
+  island, plan = planned
   island.reset()
   with socket.create_server(("127.0.0.1", 0)) as server:
     near = socket.create_connection(server.getsockname())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -27,6 +29,19 @@ def parts_on(devices: int, experts: int = 0, **mesh: int) -> IslandStep:
   return IslandStep(config, 0, make_mesh(jax.devices()[:devices], config.islands.island(0)))
 
 
+@functools.cache
+def steps_of_one_device(experts: int):
+  """(The island's step, its parameters, and of two steps the gradients, updates and state)."""
+  one, draw = parts_on(1, experts), np.random.default_rng(3).normal
+  params = {name: draw(size=leaf.shape).astype("f4") for name, leaf in one.leaves.items()}
+  state, steps = one.transform.init(params), []
+  for _ in range(2):  # the second one has momentum
+    grads = {name: draw(size=each.shape).astype("f4") for name, each in params.items()}
+    updates, state = jax.jit(one.transform.update)(grads, state, params)
+    steps.append((grads, updates, state))
+  return one, params, steps
+
+
 @pytest.mark.parametrize(
   ("experts", "mesh"),
   [
@@ -38,21 +53,18 @@ def parts_on(devices: int, experts: int = 0, **mesh: int) -> IslandStep:
   ids=["fsdp", "tensor", "mixture", "copies"],
 )
 def test_updates_on_a_mesh_are_those_of_one_device(experts, mesh):
-  one, cut = parts_on(1, experts), parts_on(8, experts, **mesh)
+  one, params, steps = steps_of_one_device(experts)
+  cut = parts_on(8, experts, **mesh)
   shapes = [{n: (x.shape, x.dtype) for n, x in p.layout.leaves.items()} for p in (one, cut)]
   assert shapes[0] == shapes[1], "a state of one mesh fits every other"
-  draw = np.random.default_rng(3).normal
-  params = {name: draw(size=leaf.shape).astype("f4") for name, leaf in one.leaves.items()}
-  states = [part.transform.init(params) for part in (one, cut)]
   layouts = {name: leaf.sharding for name, leaf in cut.leaves.items()}
-  for _ in range(2):  # the second one has momentum
-    grads = {name: draw(size=each.shape).astype("f4") for name, each in params.items()}
-    expected, states[0] = jax.jit(one.transform.update)(grads, states[0], params)
-    placed = jax.device_put(grads, layouts), states[1], jax.device_put(params, layouts)
-    found, states[1] = jax.jit(cut.transform.update)(*placed)
-    for name, update in expected.items():
+  state = cut.transform.init(params)
+  for grads, updates, states in steps:
+    placed = jax.device_put(grads, layouts), state, jax.device_put(params, layouts)
+    found, state = jax.jit(cut.transform.update)(*placed)
+    for name, update in updates.items():
       np.testing.assert_allclose(found[name], update, rtol=0, atol=2e-5, err_msg=name)
-    for mine, theirs in zip(*map(jax.tree.leaves, states), strict=True):
+    for mine, theirs in zip(*map(jax.tree.leaves, (states, state)), strict=True):
       np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
