@@ -29,6 +29,6 @@ unset PYTHONDONTWRITEBYTECODE
 from importlib.metadata import version
 print(*(f'{name} {version(name)}' for name in ('jax', 'flax', 'optax', 'orbax-checkpoint', 'numpy', 'grain')), sep=', ')"
 if [ $# -eq 0 ]; then
-  set -- --numprocesses=3 --dist=loadfile -m "not slow"
+  set -- --numprocesses=4 --dist=loadfile -m "not slow"
 fi
 "$VENV/bin/python" -m pytest "$@"
