@@ -86,14 +86,20 @@ def held(workdir: Path, snapshots: str = "") -> Iterator[None]:
     yield  # outside the inner context: an error of the caller is not about the lock
 
 
-def _lock(file: IO[str], kind: int, refusal: str, seconds: float = LOOK_SECONDS) -> None:
-  """Takes the kernel lock of a file, for which it waits at most so long.
+def _lock(
+  file: IO[str],
+  kind: int,
+  refusal: str,
+  seconds: float = LOOK_SECONDS,
+  needless: Callable[[], bool] = lambda: False,
+) -> None:
+  """Takes the kernel lock of a file, for which it waits at most so long, or until it is `needless`.
 
   The least is one more look: a process that only asks whether the lock is free has it for a moment.
   A wait of more than `SILENT_SECONDS` is said.
 
   Raises:
-    ConfigError: `refusal`, if another process has it.
+    ConfigError: `refusal`, if another process still has it then.
     OSError: the file system has no locks.
   """
   began, said = time.monotonic(), False
@@ -102,7 +108,7 @@ def _lock(file: IO[str], kind: int, refusal: str, seconds: float = LOOK_SECONDS)
       return fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
       waited = time.monotonic() - began
-      if waited >= seconds:
+      if waited >= seconds or needless():
         raise ConfigError(refusal) from None
     if waited >= SILENT_SECONDS and not said:
       said = True
@@ -217,11 +223,14 @@ def mapping(path: Path) -> dict[str, Any]:
   return found if isinstance(found, dict) else {}
 
 
-def claim(workdir: Path, config: Config, overwrite: bool) -> bool:
+def claim(
+  workdir: Path, config: Config, overwrite: bool, needless: Callable[[], bool] = lambda: False
+) -> bool:
   """Makes the workdir this run's own; returns whether a run in it goes on.
 
   With `overwrite` the files of an earlier run are removed; other files stay. Refused while roles
-  live here that were started by hand: they would train beside this run, in the same files.
+  live here that were started by hand: they would train beside this run, in the same files. It waits
+  for those that end, unless that becomes `needless`.
   """
   goes_on = check(workdir, config, overwrite)
   with _writing(workdir):
@@ -231,7 +240,8 @@ def claim(workdir: Path, config: Config, overwrite: bool) -> bool:
     with contextlib.ExitStack() as stack:
       with contextlib.suppress(FileNotFoundError):  # no role ever lived here
         roles = stack.enter_context((workdir / ROLES).open("r+"))
-        _lock(roles, fcntl.LOCK_EX, f"--workdir={workdir}: {_ROLES_LIVE}", END_SECONDS)
+        live = f"--workdir={workdir}: {_ROLES_LIVE}"
+        _lock(roles, fcntl.LOCK_EX, live, END_SECONDS, needless)
       for path in ours:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
       write_whole(workdir / "config.json", config.to_json() + "\n")
@@ -358,7 +368,7 @@ def join(workdir: Path, config: Config) -> float:
   if _is_longer(config, workdir):
     refuse_trained(workdir)
     try:
-      claim(workdir, config, overwrite=False)
+      claim(workdir, config, False, needless=lambda: not _is_longer(config, workdir))
     except ConfigError as error:
       if _is_longer(config, workdir):  # else another role was quicker, and lives
         tokens = config.run.total_tokens

@@ -30,7 +30,14 @@ initial.initial_values = lambda config, plan, wanted=None: {
   p: fragments.gather(plan.fragments[p], toy.initial_params())
   for p in wanted or range(len(plan.fragments))
 }
-initial.Assembled = lambda plan, config, values: values
+
+
+class Assembled(dict):  # by fragment
+  def __init__(self, plan, config, values):
+    super().__init__(values)
+
+
+initial.Assembled = Assembled
 sys.modules[initial.__name__] = ddiloco.roles.initial = initial
 
 from ddiloco.engines import single_roles  # noqa: E402
