@@ -112,7 +112,7 @@ def _lock(
         raise ConfigError(refusal) from None
     if waited >= SILENT_SECONDS and not said:
       said = True
-      say(f"Waits at most {seconds:g} s for processes that end: they have {file.name} locked.")
+      say(f"Waits at most {seconds:g} s for other processes, which have {file.name} locked.")
     time.sleep(LOOK_SECONDS)
 
 

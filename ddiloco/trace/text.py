@@ -76,7 +76,7 @@ def open_trace(workdir: Path) -> Trace:
 
 
 def print_trace(trace: Trace, role: str) -> None:
-  """Prints a line for every operation of a role (""; of all), by time; each role keeps its order.
+  """Prints a line for every operation of a role ("": of all), by time; each role keeps its order.
 
   Clocks of several hosts differ, so operations of nearly the same time may be in the wrong order.
 
