@@ -262,8 +262,8 @@ def _capture(state: LearnerState, message: messages.ToLearner) -> LearnerOutcome
   """A role that hears of a newer snapshot captures its state before it takes that message in.
 
   So nothing that a sender merged or trained after its capture is in mine: the messages of rounds
-  carry the snapshot's number as a marker (Lai and Yang 1987). Messages under way at
-  the capture count as lost; the protocol sends them again.
+  carry the snapshot's number as a marker (Lai and Yang 1987). Messages under way at the capture
+  count as lost; the protocol sends them again.
   """
   number = getattr(message, "snapshot", 0)
   if number <= state.snapshot:

@@ -77,9 +77,9 @@ def _value_due_at(state: SyncerState, f: FragmentState) -> float:
 
 
 def _quorum(state: SyncerState, i: int, asked: list[int]) -> int:
-  """K, or those that can push where no others ever will, since all that are here leave: a learner
-  that has nothing left would be missing. A fragment's first round, before it has merged anything,
-  always takes K."""
+  """K; where all learners that are here leave, as many as can still push: no other push will ever
+  come, and a learner with nothing left to push would be missing from K. A fragment's first round,
+  before it has merged anything, always takes K."""
   version = state.fragments[i].version
   here = [m for m, v in state.members.items() if m >= 0 and not (v.lost or v.quarantined)]
   last = (state.brings_last_work(m) and state.members[m].versions[i] == version for m in here)
@@ -285,7 +285,7 @@ def _past(state: SyncerState, i: int, current: Round) -> tuple[dict[int, float],
   mine = {m: known[m] for m in current.norms if m in known}
   most = state.sync.max_norm_ratio * statistics.median(mine.values()) if mine else 0.0
   past = {m: growth * max(usual, min(mine.get(m, 0.0), most)) for m in current.norms}
-  return past, len(known) > 1  # a past that one learner alone has may be a bad one's
+  return past, len(known) > 1  # a single learner with a past may be a bad one
 
 
 def _commit(
@@ -322,7 +322,7 @@ def _commit(
     quorum_seconds=current.quorum_at - current.started_at,
     grace_seconds=now - current.quorum_at,
   )
-  # Steps beyond those of the run are believed once: they are missing from the next push.
+  # A push may claim a few more steps than the run has made; its learner's next one then fewer.
   reached = {
     p.learner: max(current.global_step, f.merged_global_steps.get(p.learner, 0) + p.steps)
     for p in pushes

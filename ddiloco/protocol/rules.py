@@ -294,9 +294,9 @@ def raised_global_step(
   """The global step after a learner has said how far it is.
 
   It is the highest step that two learners claim, or that the foremost learner can have reached
-  alone: no learner is believed to be more than `LEAD` times faster than the others. Of what it did
-  not reach only `KEPT_SECONDS` stay, or after months one claim could end the run: enough for an
-  island that was cut off for hours.
+  alone: no learner is believed to be more than `LEAD` times faster than the others. A lead that was
+  possible and not taken is kept for the last `KEPT_SECONDS` only, or after months one claim could
+  end the run. At `LEAD` times the pace that is enough for an island that was cut off for hours.
 
   Args:
     beliefs: before this report.
@@ -310,7 +310,7 @@ def raised_global_step(
       members yet, and believes no single learner.
   """
   if claim <= global_step:
-    # Its former life may have claimed more, and this one begins where the run is.
+    # An earlier incarnation may have claimed more, and this one begins where the run is.
     claims = tuple(each for each in beliefs.claims if each[1] != learner or each[0] >= -claim)
     known = beliefs if len(claims) == len(beliefs.claims) else replace(beliefs, claims=claims)
     return known, global_step

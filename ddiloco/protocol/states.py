@@ -280,7 +280,8 @@ class SyncerState(_State, Frozen):
   planned_learners: int = 0  # awaited until then by a shard that knew no learner
   silent_at: float = math.inf  # no member is lost to silence before this time
   dirty: tuple[int, ...] = ()  # positions of fragments whose round may start or end now
-  # Said since the newest round began: none begins without a learner that is too far ahead.
+  # The log has said, since the newest round began, that no round begins without a learner that is
+  # too far ahead.
   said_ahead: bool = False
   # learner -> fragments whose moments it waits for
   asking: Mapping[int, tuple[int, ...]] = {}
@@ -332,7 +333,8 @@ class SyncerState(_State, Frozen):
   # --- what a member may do
 
   def could_push(self, learner: int, i: int) -> bool:
-    """Whether a member could push this fragment now: alive, with a step on the newest version."""
+    """Whether a member is available for this fragment: it is alive, has the newest version, and has
+    made a step since its last sync of it."""
     member = self.members[learner]
     return (
       learner != EVALUATOR
@@ -396,10 +398,10 @@ class SyncerState(_State, Frozen):
 
   @property
   def most_steps(self) -> float:
-    """To so many no learner alone can raise the global step."""
-    fewest = self.fewest_tokens  # whoever makes such steps may be left alone
+    """The greatest global step to which one learner alone can raise it."""
+    fewest = self.fewest_tokens  # the island with the smallest steps may be the only one left
     most = rules.WASTE * self.target_tokens / fewest if fewest else math.inf
-    # Every fragment is synced once in any run.
+    # However short the run, every fragment is synced once.
     return max(most, rules.SHORT_RUN_STEPS) + rules.step_tolerance(self.sync)
 
   # --- changes

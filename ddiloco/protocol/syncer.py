@@ -295,9 +295,9 @@ def _note_arrived(
   decision to commit until they lay ready at this learner.
 
   A learner takes up publishes, and applies staged versions, at the ends of its steps. Its report
-  says how long the version waited for these ends (`idle_seconds`). As ready counts only a version
-  that follows the learner's previous one and was sent once, and none that was on its way while this
-  shard stood still.
+  says how long the version waited for these ends (`idle_seconds`), which is subtracted. The second
+  time is measured only on versions that follow the learner's previous one and were sent once, and
+  on none that was on its way while this shard stood still.
   """
   was = zip(versions, member.versions, member.sent, member.sent_at)
   came = [(v, old, at) for v, old, sent, at in was if old < v == sent]

@@ -74,7 +74,7 @@ class Evaluator:
     measure: from a parameter tree, "loss" and other measures on held-out data; not called where
       run.evaluations = 0.
     runtime: endpoint, log, clock, ...
-    incarnation: how often it was started before.
+    incarnation: the number of this start, greater than that of each earlier one.
     save: keeps the final model, which has seen so many merged tokens; called before that is
       measured.
   """
