@@ -280,8 +280,7 @@ class SyncerState(_State, Frozen):
   planned_learners: int = 0  # awaited until then by a shard that knew no learner
   silent_at: float = math.inf  # no member is lost to silence before this time
   dirty: tuple[int, ...] = ()  # positions of fragments whose round may start or end now
-  # The log has said, since the newest round began, that no round begins without a learner that is
-  # too far ahead.
+  # Logged since the newest round began: a quorum needs a learner that is too far ahead.
   said_ahead: bool = False
   # learner -> fragments whose moments it waits for
   asking: Mapping[int, tuple[int, ...]] = {}
@@ -333,8 +332,7 @@ class SyncerState(_State, Frozen):
   # --- what a member may do
 
   def could_push(self, learner: int, i: int) -> bool:
-    """Whether a member is available for this fragment: it is alive, has the newest version, and has
-    made a step since its last sync of it."""
+    """Whether a member is available: alive, on the newest version, with a step since its sync."""
     member = self.members[learner]
     return (
       learner != EVALUATOR
