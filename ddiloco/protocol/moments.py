@@ -35,10 +35,10 @@ def on_request_moments(
       states.ignored(ask, "no moments are passed on: checkpoint.rejoin is not 'peer' here")
     ]
   mine = {f.index for f in state.fragments}
-  count = state.in_window(state.passed_on, ask.learner)[1]
+  count = state.in_window(state.moments_asked, ask.learner)[1]
   if count >= states.MOST_IN_WINDOW * len(mine):
     state = replace(state, asking={m: ps for m, ps in state.asking.items() if m != ask.learner})
-    return state, [states.ignored(ask, f"it was given {count} fragments' moments lately")]
+    return state, [states.ignored(ask, f"{count} fragments' moments were asked for it lately")]
   asked = mine.intersection(ask.fragments)
   if unsent:
     asked &= {*state.asking.get(ask.learner, asked)}
@@ -60,8 +60,7 @@ def on_moments(state: SyncerState, moments: Moments, now: float) -> SyncerOutcom
     if member is None or moments.fragment not in fragments:
       continue
     left = tuple(p for p in fragments if p != moments.fragment)
-    passed_on = state.counted(state.passed_on, learner)
-    state = replace(state, asking={**state.asking, learner: left}, passed_on=passed_on)
+    state = replace(state, asking={**state.asking, learner: left})
     same = ("fragment", "donation", "count", "payload")
     forwarded = ForwardMoments(
       *state.to(member.incarnation),
@@ -97,8 +96,11 @@ def _next(state: SyncerState, now: float) -> SyncerOutcome:
   wanted = min(p for ps in asking.values() for p in ps)
   donation = states.MomentTransfer(wanted, donor, now + patience)
   ask = ProvideMoments(*state.to(member.incarnation), wanted)
-  asked = {**asked, donor: max(asked.values(), default=0) + 1}
-  return replace(state, donation=donation, donors_asked=asked), [Send(donor, ask)]
+  asked, counts = {**asked, donor: max(asked.values(), default=0) + 1}, state.moments_asked
+  for m in (m for m, ps in asking.items() if wanted in ps):  # it may not want them any more later
+    counts = state.counted(counts, m)
+  state = replace(state, donation=donation, donors_asked=asked, moments_asked=counts)
+  return state, [Send(donor, ask)]
 
 
 def _can_give(state: SyncerState, learner: int) -> bool:

@@ -72,7 +72,7 @@ def test_who_is_new_is_not_the_only_donor_until_it_was_asked_as_often_as_the_oth
 
   def join_again(m: int, times: int) -> None:
     for _ in range(times):
-      shard.state = replace(shard.state, passed_on={})  # as much later
+      shard.state = replace(shard.state, moments_asked={})  # as much later
       actions = shard.feed(RequestMoments(m, 0, (0, 1)))
       while found := donor_of(actions):
         donors.extend(donor for donor, _ in found)
@@ -155,19 +155,27 @@ def test_moments_of_several_fragments_may_be_on_their_way_at_once():
   assert learner.can_step(one.state, one.sync)
 
 
-def test_one_that_asks_again_and_again_does_not_use_up_the_links_of_others():
-  shard, given = shard_with(0, 1, 2), 0
+@pytest.mark.parametrize("then", ["waits", "waits no more", "begins a new life"])
+def test_one_that_asks_again_and_again_does_not_use_up_the_links_of_others(then):
+  """What it took back while a donor sent it did not count: donors sent without end."""
+  shard, life, given = shard_with(0, 1, 2), 0, 0
   for _ in range(50):
-    shard.state = replace(shard.state, passed_on=shard.state.counted(shard.state.passed_on, 3))
-    actions = shard.feed(RequestMoments(2, 0, (0, 1)))
+    others = shard.state.counted(shard.state.moments_asked, 3)
+    shard.state = replace(shard.state, moments_asked=others)
+    shard.feed(RequestMoments(2, life, (0, 1)))
+    if then == "waits no more":
+      shard.feed(RequestMoments(2, life, ()))
+    elif then == "begins a new life":
+      life += 1
+      shard.feed(says.hello(2, life))
     while (donation := shard.state.donation) is not None:
-      actions = shard.feed(moments(donation.donor, donation.fragment))
-      given += sum(a.to == 2 for a in actions if isinstance(a, Send) and is_forward(a.message))
+      shard.feed(moments(donation.donor, donation.fragment))
+      given += 1
   assert given == MOST_IN_WINDOW * 2
   assert "lately" in refused(shard, 2) and not shard.state.asking
   later = shard.state.global_step + WINDOW_PERIODS * ALONE.sync_period
   shard.state = replace(shard.state, global_step=later)
-  assert donor_of(shard.feed(RequestMoments(2, 0, (0,)))), "much later it may have died again"
+  assert donor_of(shard.feed(RequestMoments(2, life, (0,)))), "much later it may have died again"
 
 
 def is_forward(message) -> bool:
