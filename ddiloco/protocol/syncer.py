@@ -246,6 +246,9 @@ def _on_report(state: SyncerState, report: Report, event: Received) -> SyncerOut
   elif member.lost:  # resends of what it lacks need not wait
     member = replace(member, lost=False, resends=0, resent_at=-math.inf)
     todo.append(events.Member(learner=me, state="joined", reason="heard again"))
+  # No life loses a version. One that says so would be measured anew each time that it has it back,
+  # and all others would wait for hours until what they lack is sent again.
+  versions = tuple(map(max, versions, member.versions))
   if report.whole and not member.whole:  # initial values that it should make count as not sent
     member = replace(member, whole=True, sent=versions)
   begun = _run_began(state)

@@ -675,13 +675,14 @@ def test_updates_that_agree_on_nothing_oppose_none():
 
 
 def test_one_who_says_late_that_it_has_a_version_keeps_no_other_waiting():
-  """Its hour is no measure of how long publishes take."""
+  """Its hour is no measure of how long publishes take, however often it says that it has it now."""
   state = shard()
   state = replace(state, delivery_seconds=0.5)
   late = replace(state.members[0], versions=(-1, -1), sent=(0, 0), sent_at=(2.0, 2.0))
   state = replace(state, members={**state.members, 0: late})
-  state = told(state, says.report(0, 0, 2, 1.0, (0, 0), (1, 1)), 3_600.0)
-  assert state.delivery_seconds < 1.1
+  for versions in [(0, 0), (-1, -1)] * 50:
+    state = told(state, says.report(0, 0, 2, 1.0, versions, (1, 1)), 3_600.0)
+  assert 0.9 < state.delivery_seconds < 1.1
 
 
 def test_a_wait_for_what_was_lost_is_no_measure_of_the_link():
