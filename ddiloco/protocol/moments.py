@@ -76,10 +76,10 @@ def on_moments(state: SyncerState, moments: Moments, now: float) -> SyncerOutcom
 def _next(state: SyncerState, now: float) -> SyncerOutcome:
   """Asks the next donor, unless a donation is under way and not late. Where there is none, and none
   may come back, no learner needs to wait."""
-  if state.donation is not None and now < state.donation.until:
+  donors, given = [m for m in state.members if _can_give(state, m)], state.donation
+  if given is not None and now < given.until and given.donor in donors:
     return state, []
   asking = {m: ps for m, ps in state.asking.items() if m in state.members and ps}
-  donors = [m for m in state.members if _can_give(state, m)]
   if not donors and state.recovery_over(now):
     todo: list[SyncerAction] = []
     for m in sorted(asking):
