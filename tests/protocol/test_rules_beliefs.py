@@ -680,6 +680,7 @@ def test_one_who_says_late_that_it_has_a_version_keeps_no_other_waiting():
   for versions in [(0, 0), (-1, -1)] * 50:
     state = told(state, says.report(0, 0, 2, 1.0, versions, (1, 1)), 3_600.0)
   assert 0.9 < state.delivery_seconds < 1.1
+  assert state.members[0].versions == state.members[0].steps_since_sync == (0, 0)
 
 
 def test_a_wait_for_what_was_lost_is_no_measure_of_the_link():
