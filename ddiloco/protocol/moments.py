@@ -88,7 +88,7 @@ def _next(state: SyncerState, now: float) -> SyncerOutcome:
       todo.append(Send(m, no))
     return replace(state, donation=None, asking={}), todo
   if not asking or not donors:
-    return replace(state, donation=None), []
+    return state, []
   asked = state.donors_asked
   donor = min(donors, key=lambda m: (asked.get(m, 0), m))
   member = state.members[donor]
@@ -118,12 +118,8 @@ def want(state: LearnerState, now: float) -> LearnerState:
   next fragment's; 0: does not wait."""
   if not (state.donor_seconds and state.trains and state.global_step and state.shards):
     return state
-  return replace(
-    state,
-    wants=tuple(range(len(state.fragments))),
-    wants_until=now + state.donor_seconds,
-    ask_at=now,
-  )
+  wants = tuple(range(len(state.fragments)))
+  return replace(state, wants=wants, wants_until=now + state.donor_seconds)
 
 
 def ask(state: LearnerState, now: float) -> LearnerOutcome:
@@ -139,7 +135,7 @@ def ask(state: LearnerState, now: float) -> LearnerOutcome:
     if mine:
       todo.append(Send(shard, RequestMoments(*state.me, () if over else mine)))
   if over:
-    return replace(state, wants=(), staging=()), [events.NoDonor(fragments=state.wants), *todo]
+    return replace(state, wants=()), [events.NoDonor(fragments=state.wants), *todo]
   return replace(state, ask_at=now + ASK_SECONDS), todo
 
 
