@@ -239,9 +239,22 @@ def test_it_is_said_once_that_no_round_begins_without_a_learner_that_is_not_beli
   for message in (says.hello(2, 1), says.report(2, 1, 30, 0.02, (0, 0), (10, 10))):
     state, said = ahead(state, message, 30.0)
     assert not said
-  assert state.under_way[0].pending == (0, 1, 2)
+  assert state.under_way[0].pending == (0, 1, 2) and not state.said_ahead
   state, said = ahead(state, says.report(2, 1, 9_000, 0.02, (0, 0), (100, 100)), 31.0)
   assert not said and set(state.under_way) == {0, 1}, "rounds are under way"
+
+
+@pytest.mark.parametrize("then", [Goodbye(2, 0), says.hello(2, 1)], ids=["left", "has no version"])
+def test_nothing_is_said_of_one_that_is_ahead_and_could_not_push_anyway(then):
+  state = replace(shard(3), sync=dataclasses.replace(SYNC, min_quorum=3))
+  state, _ = ahead(state, says.report(2, 0, 9_000, 0.02, (0, 0), (1, 1)), 2.0)
+  state, _ = ahead(state, then, 2.1)
+  if state.members.get(2):
+    late = says.report(2, 1, 9_000, 0.02, (-1, -1), (10, 10), rounds=(NOTHING, NOTHING))
+    state, _ = ahead(state, late, 2.2)
+  for m in (0, 1):
+    state, said = ahead(state, says.report(m, 0, 12, 1.0, (0, 0), (10, 10)), 12.0)
+    assert not said and rules.too_far_ahead(state.beliefs, state.global_step, SYNC) == 2
 
 
 def test_a_run_that_lost_most_of_its_steps_says_so_and_what_helps():
@@ -685,7 +698,8 @@ def test_one_who_says_late_that_it_has_a_version_keeps_no_other_waiting():
   assert state.members[0].versions == state.members[0].steps_since_sync == (0, 0)
 
 
-def test_a_wait_for_what_was_lost_is_no_measure_of_the_link():
+@pytest.mark.parametrize("wait, learned", [(0.1, 0.2), (1.2, 0.4)])
+def test_a_wait_for_what_was_lost_is_no_measure_of_the_link(wait, learned):
   state = replace(shard(), quorum_seconds=0.2)
   for m in range(2):
     state = told(state, says.report(m, 0, 1, 1.0, (0, 0), (9, 9)), 1.1)
@@ -694,8 +708,8 @@ def test_a_wait_for_what_was_lost_is_no_measure_of_the_link():
   assert state.under_way[0].pulls == 2
   for m in range(2):
     sent = says.push(m, 0, 0, round_id, 0, 9, 90, "")
-    state = says.take_in(state, ReadDone(sent, again + 0.1, norm=1.0))[0]
-  assert state.quorum_seconds == pytest.approx(0.2)
+    state = says.take_in(state, ReadDone(sent, again + wait, norm=1.0))[0]
+  assert state.quorum_seconds == pytest.approx(learned)
 
 
 def test_a_pull_is_not_repeated_before_a_slow_link_can_have_answered_it():

@@ -251,7 +251,7 @@ def test_a_learner_joins_and_is_asked_to_leave_also_when_it_has_died_meanwhile()
   assert play(Tick(4.0, global_step=25)) == [Strike(fault)]
   assert next_wake(play.state) == 13.0
   assert play(Tick(13.0, global_step=30)) == [Terminate("learner-7")]
-  assert play(Tick(14.0, global_step=30)) == []
+  assert play(Tick(14.0, global_step=30)) == [] and next_wake(play.state) == math.inf
   play(Exited("learner-7", 15.0))
   assert play(Tick(16.0, global_step=30)) == [Start("learner-7", 1, False)]
   assert play(Tick(16.1, global_step=30)) == [Terminate("learner-7")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 
@@ -131,6 +132,17 @@ def test_the_last_work_of_all_that_leave_needs_no_others(version, other, begins)
     [current] = shard.state.under_way.values()
     commit, *_ = shard.feed(push(m, current.id, version, p), 0.3, norm=1.0)
     assert commit.learners == (0,)
+
+
+def test_of_all_that_leave_those_with_steps_are_the_quorum():
+  fragments = tuple(FragmentState(p, 1, last_round=0) for p in (0, 1))
+  shard = Script(dataclasses.replace(SYNC, min_quorum=3))
+  shard.state = syncer.init(0, 0, fragments, shard.sync, 1 << 60)
+  for m in range(3):
+    shard.feed(hello(m, 0))
+    last = says.report(m, 0, 1, 0.1, (1, 1), (0, int(m > 0)), leaving=True)
+    shard.state, _ = says.take_in(shard.state, Received(last, 0.2))
+  assert asked(shard.feed(Tick(0.3))) == {(1, 1), (1, 2)} and shard.state.under_way[1].quorum == 2
 
 
 def test_who_leaves_and_who_is_due_are_a_quorum_together():
@@ -291,7 +303,7 @@ def test_a_round_waits_for_a_push_that_is_being_read_also_if_its_learner_is_gone
   assert shard.feed(report(0, (0, 0), (0, 2)), 0.2) == pulls
   slow = push(0, 0, fragment=1)
   assert shard.feed(Received(slow, 0.3)) == [Read(slow, 0.3)]
-  assert shard.feed(Received(slow, 0.4)) == [], "a duplicate"
+  assert [said.reason for said in shard.feed_all(Received(slow, 0.4))] == ["a duplicate"]
   assert shard.feed(push(1, 0, fragment=1), 0.5, norm=1.0) == [], "it waits"
   assert shard.feed(Tick(9.0, heard_until=0.5)) == [], "past its deadline"
   if said is not None:
@@ -330,6 +342,14 @@ def test_one_whose_pushes_are_bad_again_and_again_is_told_to_start_afresh():
   assert rejoins == [False] * (ALONE.quarantine_after - 1) + [True]
   assert [a.state for a in told if isinstance(a, Member)] == ["quarantined"]
   assert shard.state.members[0].quarantined and not shard.state.under_way
+
+
+def test_a_good_push_makes_the_bad_ones_before_it_forgotten(shard):
+  for k, norm in enumerate((math.nan, math.nan, 1.0, math.nan, math.nan)):
+    f = shard.state.fragments[0]
+    shard.feed(replace(report(0, (f.version, 0), (2, 0)), rounds=(f.last_round, -1)), 0.1 * k)
+    shard.feed(push(0, shard.state.under_way[0].id, base=f.version), 0.1 * k, norm=norm)
+  assert shard.state.members[0].rejections == 2 and not shard.state.members[0].quarantined
 
 
 def test_the_past_of_one_learner_alone_rejects_nobody():
