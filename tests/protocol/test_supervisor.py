@@ -188,6 +188,9 @@ def test_two_kills_that_are_due_together_take_two_lives():
   assert play(Tick(6.1, global_step=11)) == [Strike(second)]
   play(Exited(LEARNER, 6.2))
   assert play.phase() == GONE
+  join = Fault("join", LEARNER, at_step=12)
+  play(Requested(join))
+  assert play(Tick(9.0, global_step=12)) == [Strike(join), Start(LEARNER, 2, False)]
 
 
 def test_a_fault_waits_for_a_role_that_is_down_and_may_be_asked_for_later():

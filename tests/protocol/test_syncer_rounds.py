@@ -26,7 +26,7 @@ from ddiloco.protocol.messages import (
   Publish,
   Rejection,
 )
-from ddiloco.protocol.states import Round
+from ddiloco.protocol.states import Round, ValueRequest
 from ddiloco.protocol.values import replace
 from tests import says
 from tests.protocol.scripts import ALONE, SYNC, Script, asked, push, report
@@ -236,12 +236,14 @@ def test_a_learner_that_was_away_is_measured_by_what_is_usual_when_it_is_back(ow
   assert shard.state.fragments[0].version == 2 + merged
 
 
-@pytest.mark.parametrize("norm, merged", [(5.0, True), (100.0, False)])
-def test_the_pushes_of_learners_that_left_long_ago_excuse_no_long_one(norm, merged):
+@pytest.mark.parametrize(
+  "last, norm, merged", [(3000, 5, True), (3000, 100, False), (300, 100, True)]
+)
+def test_the_pushes_of_learners_that_left_long_ago_excuse_no_long_one(last, norm, merged):
   """In a run of months these are most: theirs were long, at the learning rate of its beginning."""
   shard = Script(ALONE)
   f = FragmentState(
-    0, 2, merged_global_steps={0: 3000, 1: 300, 2: 300}, last_round=1, global_step=3000
+    0, 2, merged_global_steps={0: last, 1: 300, 2: 300}, last_round=1, global_step=3000
   )
   shard.state = syncer.init(0, 0, (f, FragmentState(1)), ALONE, 1 << 60, began_at=-1e6)
   for m, past in ((0, 1.0), (1, 1000.0), (2, 1000.0)):
@@ -302,6 +304,8 @@ def test_a_round_waits_for_a_push_that_is_being_read_also_if_its_learner_is_gone
   pulls = [Send(m, says.pull(0, 0, 0, 1, 0, 0)) for m in (0, 1)]
   assert shard.feed(report(0, (0, 0), (0, 2)), 0.2) == pulls
   slow = push(0, 0, fragment=1)
+  [said] = shard.feed_all(Received(push(0, 7, fragment=1), 0.3))
+  assert said.reason == "late: its round is over"
   assert shard.feed(Received(slow, 0.3)) == [Read(slow, 0.3)]
   assert [said.reason for said in shard.feed_all(Received(slow, 0.4))] == ["a duplicate"]
   assert shard.feed(push(1, 0, fragment=1), 0.5, norm=1.0) == [], "it waits"
@@ -350,6 +354,29 @@ def test_a_good_push_makes_the_bad_ones_before_it_forgotten(shard):
     shard.feed(replace(report(0, (f.version, 0), (2, 0)), rounds=(f.last_round, -1)), 0.1 * k)
     shard.feed(push(0, shard.state.under_way[0].id, base=f.version), 0.1 * k, norm=norm)
   assert shard.state.members[0].rejections == 2 and not shard.state.members[0].quarantined
+
+
+def test_of_the_steps_of_a_push_three_periods_count_for_its_learners_past(shard):
+  shard.feed(report(0, (0, 0), (2, 0)))
+  shard.feed(replace(push(0, 0), steps=10), norm=12.0)
+  assert shard.state.members[0].norms[0] == 12.0 / (3 * ALONE.sync_period)
+
+
+def test_no_round_begins_of_a_fragment_that_has_all_tokens(shard):
+  shard.state = replace(shard.state, target_tokens=0)
+  assert shard.feed(report(0, (0, 0), (2, 2))) == []
+
+
+def test_a_fragment_waits_for_the_newest_request_for_a_newer_value_of_it():
+  state = syncer.init(0, 1, (FragmentState(0), FragmentState(1)), ALONE, 1 << 60)
+  state = replace(state, delivery_seconds=10.0)
+  assert rounds._value_due_at(state, state.fragments[0]) == -math.inf
+  asked_at = {(0, 0): (1.0, 5), (0, 1): (2.0, 5), (0, 2): (50.0, 1 << 24), (1, 0): (90.0, 5)}
+  requests = {k: ValueRequest(0.0, 1, made, first_at=at) for k, (at, made) in asked_at.items()}
+  state = replace(state, value_requests=requests)
+  assert rounds._value_due_at(state, state.fragments[0]) == 2.0 + 30.0
+  state = replace(state, delivery_seconds=0.0)
+  assert rounds._value_due_at(state, state.fragments[0]) == 2.0 + 2 * ALONE.liveness_seconds
 
 
 def test_the_past_of_one_learner_alone_rejects_nobody():
