@@ -104,6 +104,11 @@ ENDS = [  # (what is told of a life that began at 0 s, what is said, the role's 
     DOWN,
   ),
   (
+    Exited(LEARNER, 5.0, kill=kill(at_step=0, seconds=0.0)),
+    [Lost(LEARNER, "killed by plan, back in 0 s")],
+    DOWN,
+  ),
+  (
     Exited(LEARNER, 5.0, kill=kill(at_step=0, seconds=-1)),
     [Lost(LEARNER, "killed by plan, for good")],
     GONE,
