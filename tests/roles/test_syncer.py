@@ -507,3 +507,10 @@ def test_parts_of_learners_stay_for_a_hundred_snapshots_and_those_of_shards_as_c
   config = shard.syncer.config
   ((*_, keep, since),) = saved
   assert (keep, since) == (config.checkpoint.keep, 100_000 - 100 * config.sync.snapshot_steps)
+
+
+def test_of_what_is_lost_of_a_fragment_the_newest_version_counts():
+  shard = Shard(2)
+  for learner, versions in ((0, {0: 5}), (1, {0: 3, 1: 2})):
+    shard.syncer._perform(events.Lost(learner=learner, versions=versions, reason="too late"))
+  assert shard.syncer.lost == {0: 5, 1: 2}
