@@ -291,6 +291,13 @@ def test_a_learner_that_waits_says_twice_a_second_that_it_lives():
   assert said == [1, 0, 1, 0, 1]
 
 
+def test_the_log_says_how_long_it_took_to_join():
+  b = Bench(time=toy.AtOnce())
+  b.exchange._started_at -= 100.0
+  b.join()
+  assert [e.seconds >= 100 for e in b.events if e.kind == "joined"] == [True]
+
+
 def test_a_push_that_waits_to_be_sent_is_not_sent_again():
   b = Bench(time=toy.AtOnce())
   b.join()
