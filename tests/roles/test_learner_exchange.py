@@ -440,6 +440,15 @@ def test_a_snapshot_that_goes_without_a_learner_costs_it_no_copy(bench, monkeypa
     b.until(lambda heard=snapshot: len(saver.saved) + len(saver.declined) == heard)
   assert saver.saved == [1, 3] and len(captured) == 2
   assert saver.declined == [(2, "the one before is not done yet")]
+  for snapshot, wants in ((4, (0,)), (5, ())):
+    b.exchange.warms_up = not wants
+    b.exchange.state = replace(b.exchange.state, wants=wants, wants_until=1e12)
+    b.give(replace(says.pull(0, 0, 0, 0, 5, 0), snapshot=snapshot))
+    b.until(lambda heard=snapshot - 2: len(saver.declined) == heard)
+  assert {reason.partition(":")[0] for _, reason in saver.declined[1:]} == {
+    "its inner moments are new"
+  }
+  assert len(captured) == 2
 
 
 def test_a_learner_that_has_not_joined_says_which_values_it_waits_for(bench, monkeypatch):
