@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 import types
 
@@ -13,6 +14,7 @@ from ddiloco.chaos import Faults
 from ddiloco.network.transport import Counters, Delivery, Hub
 from ddiloco.protocol.actions import Received, Tick
 from ddiloco.protocol.messages import RequestMoments
+from ddiloco.protocol.values import replace
 from ddiloco.roles import syncer as module
 from tests import says
 from tests.roles.test_syncer import Shard
@@ -152,3 +154,14 @@ def test_a_message_that_ends_the_wait_in_which_a_shard_was_stopped_is_taken_in(m
   turns.role.time = types.SimpleNamespace(now=lambda: clock[-1], sleep=sleep)
   turns.run(ticks=2)
   assert turns.kinds() == ["Tick", "Resumed", "Received", "Tick"]
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_shard_waits_no_longer_than_its_state_or_its_copies_need(monkeypatch, copies):
+  soon, waits = time.monotonic() + 0.1, []
+  turns = Turns(monkeypatch, Scripted(waits.append))
+  turns.role.state = replace(turns.role.state, silent_at=math.inf if copies else soon)
+  if copies:
+    turns.role.replication = types.SimpleNamespace(tick=lambda: soon)
+  turns.run(ticks=2)
+  assert waits[0] == 0 <= waits[1] <= 0.1
