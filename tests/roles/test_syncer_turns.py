@@ -165,3 +165,16 @@ def test_a_shard_waits_no_longer_than_its_state_or_its_copies_need(monkeypatch, 
     turns.role.replication = types.SimpleNamespace(tick=lambda: soon)
   turns.run(ticks=2)
   assert waits[0] == 0 <= waits[1] <= 0.1
+
+
+def test_a_tick_says_whether_a_snapshot_is_still_being_saved(monkeypatch):
+  turns, said = Turns(monkeypatch, Scripted(lambda seconds: None)), []
+  savers = (None, types.SimpleNamespace(busy=True), types.SimpleNamespace(busy=False))
+  for capturing, saver in (
+    (False, savers[0]),
+    (True, savers[2]),
+    *((False, s) for s in savers[1:]),
+  ):
+    turns.role._capturing, turns.role._saver = capturing, saver
+    said.append(turns.run(ticks=len(said) + 1)[-1].saved)
+  assert said == [True, False, False, True]
