@@ -307,8 +307,7 @@ def learner_weights(what: Commit, config: Config) -> np.ndarray:
   """
   steps = [rules.worth_steps(s, config.sync) for s in what.steps]
   tokens = [t * c / s for t, s, c in zip(what.tokens, what.steps, steps)]
-  step_tokens = what.step_tokens or [config.tokens_per_step(m) for m in what.learners]
-  return outer.bounded_shares(outer.token_weights(steps, tokens), step_tokens)
+  return outer.bounded_shares(outer.token_weights(steps, tokens), what.step_tokens)
 
 
 # --- All vectors of a shard: committed values, pushes that have arrived, updates to send

@@ -35,10 +35,10 @@ def on_request_moments(
       states.ignored(ask, "no moments are passed on: checkpoint.rejoin is not 'peer' here")
     ]
   mine = {f.index for f in state.fragments}
-  count = state.in_window(state.passed_on, ask.learner)[1]
+  count = state.in_window(state.moments_asked, ask.learner)[1]
   if count >= states.MOST_IN_WINDOW * len(mine):
     state = replace(state, asking={m: ps for m, ps in state.asking.items() if m != ask.learner})
-    return state, [states.ignored(ask, f"it was given {count} fragments' moments lately")]
+    return state, [states.ignored(ask, f"{count} fragments' moments were asked for it lately")]
   asked = mine.intersection(ask.fragments)
   if unsent:
     asked &= {*state.asking.get(ask.learner, asked)}
@@ -60,8 +60,7 @@ def on_moments(state: SyncerState, moments: Moments, now: float) -> SyncerOutcom
     if member is None or moments.fragment not in fragments:
       continue
     left = tuple(p for p in fragments if p != moments.fragment)
-    passed_on = state.counted(state.passed_on, learner)
-    state = replace(state, asking={**state.asking, learner: left}, passed_on=passed_on)
+    state = replace(state, asking={**state.asking, learner: left})
     same = ("fragment", "donation", "count", "payload")
     forwarded = ForwardMoments(
       *state.to(member.incarnation),
@@ -77,10 +76,10 @@ def on_moments(state: SyncerState, moments: Moments, now: float) -> SyncerOutcom
 def _next(state: SyncerState, now: float) -> SyncerOutcome:
   """Asks the next donor, unless a donation is under way and not late. Where there is none, and none
   may come back, no learner needs to wait."""
-  if state.donation is not None and now < state.donation.until:
+  donors, given = [m for m in state.members if _can_give(state, m)], state.donation
+  if given is not None and now < given.until and given.donor in donors:
     return state, []
   asking = {m: ps for m, ps in state.asking.items() if m in state.members and ps}
-  donors = [m for m in state.members if _can_give(state, m)]
   if not donors and state.recovery_over(now):
     todo: list[SyncerAction] = []
     for m in sorted(asking):
@@ -89,7 +88,7 @@ def _next(state: SyncerState, now: float) -> SyncerOutcome:
       todo.append(Send(m, no))
     return replace(state, donation=None, asking={}), todo
   if not asking or not donors:
-    return replace(state, donation=None), []
+    return state, []
   asked = state.donors_asked
   donor = min(donors, key=lambda m: (asked.get(m, 0), m))
   member = state.members[donor]
@@ -97,8 +96,11 @@ def _next(state: SyncerState, now: float) -> SyncerOutcome:
   wanted = min(p for ps in asking.values() for p in ps)
   donation = states.MomentTransfer(wanted, donor, now + patience)
   ask = ProvideMoments(*state.to(member.incarnation), wanted)
-  asked = {**asked, donor: max(asked.values(), default=0) + 1}
-  return replace(state, donation=donation, donors_asked=asked), [Send(donor, ask)]
+  asked, counts = {**asked, donor: max(asked.values(), default=0) + 1}, state.moments_asked
+  for m in (m for m, ps in asking.items() if wanted in ps):  # it may not want them any more later
+    counts = state.counted(counts, m)
+  state = replace(state, donation=donation, donors_asked=asked, moments_asked=counts)
+  return state, [Send(donor, ask)]
 
 
 def _can_give(state: SyncerState, learner: int) -> bool:
@@ -116,12 +118,8 @@ def want(state: LearnerState, now: float) -> LearnerState:
   next fragment's; 0: does not wait."""
   if not (state.donor_seconds and state.trains and state.global_step and state.shards):
     return state
-  return replace(
-    state,
-    wants=tuple(range(len(state.fragments))),
-    wants_until=now + state.donor_seconds,
-    ask_at=now,
-  )
+  wants = tuple(range(len(state.fragments)))
+  return replace(state, wants=wants, wants_until=now + state.donor_seconds)
 
 
 def ask(state: LearnerState, now: float) -> LearnerOutcome:
@@ -137,7 +135,7 @@ def ask(state: LearnerState, now: float) -> LearnerOutcome:
     if mine:
       todo.append(Send(shard, RequestMoments(*state.me, () if over else mine)))
   if over:
-    return replace(state, wants=(), staging=()), [events.NoDonor(fragments=state.wants), *todo]
+    return replace(state, wants=()), [events.NoDonor(fragments=state.wants), *todo]
   return replace(state, ask_at=now + ASK_SECONDS), todo
 
 

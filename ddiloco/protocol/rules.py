@@ -326,8 +326,6 @@ def raised_global_step(
     if num_learners > 2:
       reach = min(reach, global_step + max(least, KEPT_SECONDS * rate))
   global_step = max(global_step, confirmed)
-  if confirmed > reach:
-    reach, reach_at = float(confirmed), max(now, reach_at)
   if num_learners:  # one that is not foremost is confirmed
     global_step = max(global_step, int(min(claim, reach, max(most_steps, global_step))))
   return replace(beliefs, claims=claims, reach=reach, reach_at=reach_at), global_step

@@ -287,7 +287,7 @@ class SyncerState(_State, Frozen):
   held_at: Mapping[int, float] = {}  # fragment -> when a publish last waited for the buddy
   donation: MomentTransfer | None = None  # under way; one at a time
   passes_moments: bool = True  # learners of this run may ask for a peer's moments
-  passed_on: WindowCounts = {}  # moments of a fragment that learners got
+  moments_asked: WindowCounts = {}  # how often donors were asked for a fragment's, by joiner
   donors_asked: Mapping[int, int] = {}  # donor -> the number, of all requests, of its newest
   farewells: WindowCounts = {}  # rounds that began while their learners were leaving
   value_requests: Mapping[tuple[int, int], ValueRequest] = {}  # by fragment and learner

@@ -235,17 +235,21 @@ def _on_report(state: SyncerState, report: Report, event: Received) -> SyncerOut
     return state, [*todo, *asked]
   state, lost = _note_lost(state, report)
   todo += lost
-  versions, member = _compared(state, report.rounds, report.versions), state.members.get(me)
+  said, member = _compared(state, report.rounds, report.versions), state.members.get(me)
   if member is None or report.incarnation > member.incarnation:
     # Of an earlier incarnation only the norms of its pushes stay known.
-    state, steps, never = state.forget(me), (0,) * len(versions), (0.0,) * len(versions)
+    state, steps, never = state.forget(me), (0,) * len(said), (0.0,) * len(said)
     norms, life = member.norms if member else never, report.incarnation
-    member = Member(life, now, versions, steps, sent=versions, sent_at=never, norms=norms)
+    member = Member(life, now, said, steps, sent=said, sent_at=never, norms=norms)
     reason = f"incarnation {report.incarnation}"
     todo.append(events.Member(learner=me, state="joined", reason=reason))
   elif member.lost:  # resends of what it lacks need not wait
     member = replace(member, lost=False, resends=0, resent_at=-math.inf)
     todo.append(events.Member(learner=me, state="joined", reason="heard again"))
+  # No life loses a version: such a report is an old one, whose steps no longer count. Else one that
+  # said so again and again would be measured anew each time that it has the version back, and all
+  # others would wait for hours until what they lack is sent again.
+  versions = tuple(map(max, said, member.versions))
   if report.whole and not member.whole:  # initial values that it should make count as not sent
     member = replace(member, whole=True, sent=versions)
   begun = _run_began(state)
@@ -255,8 +259,8 @@ def _on_report(state: SyncerState, report: Report, event: Received) -> SyncerOut
     heard_at=max(now, member.heard_at),
     versions=versions,
     steps_since_sync=tuple(
-      rules.believed_steps_since(s, state.global_step, f.global_step, state.sync)
-      for s, f in zip(report.steps_since_sync, state.fragments)
+      rules.believed_steps_since(s, state.global_step, f.global_step, state.sync) * (v == known)
+      for s, f, v, known in zip(report.steps_since_sync, state.fragments, said, versions)
     ),
     step_seconds=rules.believed_step_seconds(state.beliefs, report.step_seconds),
     leaving=report.leaving,

@@ -213,7 +213,7 @@ def _odd(event: Event) -> str:
     case events.Dropped() if event.peer == event.role:
       return f"{event.count} events before it could not be written ({event.reason})"
     case events.Commit() as op:
-      each = op.learners, op.incarnations, op.steps, op.tokens
+      each = op.learners, op.incarnations, op.steps, op.tokens, op.step_tokens
       if not op.learners or {*map(len, each)} != {len(set(op.learners))}:
-        return f"commit has learners, incarnations, steps and tokens {each}"
+        return f"commit has learners, incarnations, steps, tokens and tokens of a step {each}"
   return ""

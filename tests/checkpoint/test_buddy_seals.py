@@ -100,6 +100,20 @@ def test_nothing_else_that_is_said_of_it_is_believed(lost, changes):
   assert again.store[0].state.version == sent.version, "the true one still counts"
 
 
+def test_a_value_that_is_too_short_is_refused_before_its_seal_is_read(lost):
+  again, sent, held = lost
+  again.hear(value_of(sent, held[:-1]))
+  [ignored] = [e for e in again.events if e.kind == "ignored"]
+  assert "must be uint8" in ignored.reason and again.store[0].state.version == 0
+
+
+def test_a_shard_without_a_key_believes_a_value_without_a_seal(lost):
+  again, sent, held = lost
+  again.syncer._sealer = None
+  again.hear(value_of(sent, held, seal=""))
+  assert again.store[0].state.version == sent.version
+
+
 def test_weights_of_a_learners_choice_are_refused(lost):
   again, sent, held = lost
   changed = held.copy()

@@ -25,7 +25,7 @@ from ddiloco.protocol.messages import (
   Rejection,
   RequestMoments,
 )
-from ddiloco.protocol.moments import on_provide_moments, on_request_moments
+from ddiloco.protocol.moments import ask, on_provide_moments, on_request_moments
 from ddiloco.protocol.states import MOST_IN_WINDOW, WINDOW_PERIODS
 from ddiloco.protocol.values import replace
 from tests import says
@@ -72,7 +72,7 @@ def test_who_is_new_is_not_the_only_donor_until_it_was_asked_as_often_as_the_oth
 
   def join_again(m: int, times: int) -> None:
     for _ in range(times):
-      shard.state = replace(shard.state, passed_on={})  # as much later
+      shard.state = replace(shard.state, moments_asked={})  # as much later
       actions = shard.feed(RequestMoments(m, 0, (0, 1)))
       while found := donor_of(actions):
         donors.extend(donor for donor, _ in found)
@@ -122,14 +122,16 @@ def test_a_joiner_that_is_lost_is_sent_no_more():
 
 
 def test_a_donor_that_does_not_answer_is_replaced():
-  shard = shard_with(0, 1, 2)
+  shard = shard_with(0, 1, 2, 3)
   assert donor_of(shard.feed(RequestMoments(2, 0, (0,)), 0.0)) == [(0, 0)]
   assert donor_of(shard.feed(RequestMoments(2, 0, (0,)), 0.5)) == []
-  for m in (0, 1, 2):
+  assert donor_of(shard.feed(RequestMoments(3, 0, (1,)), 0.5)) == []
+  for m in (0, 1, 2, 3):
     shard.feed(report(m, (0, 0), (0, 0)), 1.0)
   assert donor_of(shard.feed(RequestMoments(2, 0, (0,)), 1.5)) == [(1, 0)]
+  assert shard.state.moments_asked == {2: (1, 2)}, "none was asked for learner 3"
   assert shard.feed(moments(0, 0)) == [], "too late: the other one is at it"
-  assert [a.to for a in shard.feed(moments(1, 0))] == [2]
+  assert [a.to for a in shard.feed(moments(1, 0)) if is_forward(a.message)] == [2]
 
 
 @pytest.mark.parametrize(
@@ -155,19 +157,39 @@ def test_moments_of_several_fragments_may_be_on_their_way_at_once():
   assert learner.can_step(one.state, one.sync)
 
 
-def test_one_that_asks_again_and_again_does_not_use_up_the_links_of_others():
-  shard, given = shard_with(0, 1, 2), 0
+def test_when_the_only_donor_has_left_the_rest_is_given_up_at_once():
+  one = Script(role="learner")
+  one.state = replace(one.state, donor_seconds=5.0)
+  for p in (0, 1):
+    one.feed(replace(NEWEST, fragment=p))
+    one.feed(Staged(p, 10.0))
+  one.feed(ForwardMoments(0, 0, 0, 0, 3, 0, 1, 7))
+  one.feed(Rejection(0, 0, 0, -1, -1, False, "no donor is here"))
+  assert one.feed(Taken(0, 11.0, "staged")) == [ApplyMoments("staged")]
+  assert NoDonor(fragments=(1,)) in one.feed_all(Tick(11.1))
+
+
+@pytest.mark.parametrize("then", ["waits", "waits no more", "begins a new life"])
+def test_one_that_asks_again_and_again_does_not_use_up_the_links_of_others(then):
+  """What it took back while a donor sent it did not count: donors sent without end."""
+  shard, life, given = shard_with(0, 1, 2), 0, 0
   for _ in range(50):
-    shard.state = replace(shard.state, passed_on=shard.state.counted(shard.state.passed_on, 3))
-    actions = shard.feed(RequestMoments(2, 0, (0, 1)))
+    others = shard.state.counted(shard.state.moments_asked, 3)
+    shard.state = replace(shard.state, moments_asked=others)
+    shard.feed(RequestMoments(2, life, (0, 1)))
+    if then == "waits no more":
+      shard.feed(RequestMoments(2, life, ()))
+    elif then == "begins a new life":
+      life += 1
+      shard.feed(says.hello(2, life))
     while (donation := shard.state.donation) is not None:
-      actions = shard.feed(moments(donation.donor, donation.fragment))
-      given += sum(a.to == 2 for a in actions if isinstance(a, Send) and is_forward(a.message))
+      shard.feed(moments(donation.donor, donation.fragment))
+      given += 1
   assert given == MOST_IN_WINDOW * 2
   assert "lately" in refused(shard, 2) and not shard.state.asking
   later = shard.state.global_step + WINDOW_PERIODS * ALONE.sync_period
   shard.state = replace(shard.state, global_step=later)
-  assert donor_of(shard.feed(RequestMoments(2, 0, (0,)))), "much later it may have died again"
+  assert donor_of(shard.feed(RequestMoments(2, life, (0,)))), "much later it may have died again"
 
 
 def is_forward(message) -> bool:
@@ -217,10 +239,7 @@ def test_learners_that_all_join_at_once_wait_for_no_donor():
   """As when the whole run begins again."""
   shard = shard_with(0, 1)
   assert donor_of(shard.feed(RequestMoments(0, 0, (0, 1)), 0.1)) == [(1, 0)], "it may train"
-  assert told_to_go_on(shard.feed(RequestMoments(1, 0, (0, 1)), 0.1)) == []
-  for m in (0, 1):
-    shard.feed(report(m, (0, 0), (0, 0)), 0.9)
-  assert told_to_go_on(shard.feed(RequestMoments(0, 0, (0, 1)), 1.2)) == [0, 1]
+  assert told_to_go_on(shard.feed(RequestMoments(1, 0, (0, 1)), 0.1)) == [0, 1], "it does not"
   assert shard.state.donation is None and not shard.state.asking
 
 
@@ -232,11 +251,12 @@ def test_a_shard_that_is_back_says_that_there_is_no_donor_once_all_had_time_to_c
 
 
 def test_who_joins_leaves_was_rejected_or_is_lost_is_no_donor():
-  shard = shard_with(0, 1, 2, 4)
-  gone = replace(shard.state.members[4], lost=True)
-  shard.state = replace(shard.state, members={**shard.state.members, 4: gone})
-  shard.feed(says.hello(5, 0))
+  shard = shard_with(0, 1, 2, 4, 6)
+  shard.state = shard.state.with_member(4, lost=True).with_member(6, quarantined=True)
+  for m in (5, 8):
+    shard.feed(says.hello(m, 0))
   shard.feed(report(5, (0, -1), (1, 0)))
+  shard.feed(says.report(8, 0, 1, 0.0, (0, 0), (0, 0)))  # its moments are zeros still
   shard.feed(says.report(0, 0, 1, 0.1, (0, 0), (0, 0), leaving=True))
   bad = replace(shard.state.members[1], rejections=1)
   shard.state = replace(shard.state, members={**shard.state.members, 1: bad})
@@ -324,5 +344,12 @@ def test_a_donor_gives_at_a_step_boundary_and_one_that_waits_itself_does_not(one
   [give] = one.feed(ProvideMoments(0, 0, 0, 1))
   assert give.message.donation == 2
   assert one.feed(ProvideMoments(0, 0, 0, 9)) == []
-  one.state = replace(one.state, wants=(0,))
-  assert one.feed(ProvideMoments(0, 0, 0, 1)) == []
+  for waits in ({"wants": (0,)}, {"wants": (), "leaving": True}):
+    one.state = replace(one.state, **waits)
+    assert one.feed(ProvideMoments(0, 0, 0, 1)) == []
+
+
+def test_each_shard_is_asked_for_its_own_fragments():
+  one = replace(learner.init(0, 0, (0, 1, 0), 9), wants=(0, 1, 2), wants_until=9.0)
+  _, asked = ask(one, 1.0)
+  assert asked == [Send(0, RequestMoments(0, 0, (0, 2))), Send(1, RequestMoments(0, 0, (1,)))]

@@ -104,6 +104,11 @@ ENDS = [  # (what is told of a life that began at 0 s, what is said, the role's 
     DOWN,
   ),
   (
+    Exited(LEARNER, 5.0, kill=kill(at_step=0, seconds=0.0)),
+    [Lost(LEARNER, "killed by plan, back in 0 s")],
+    DOWN,
+  ),
+  (
     Exited(LEARNER, 5.0, kill=kill(at_step=0, seconds=-1)),
     [Lost(LEARNER, "killed by plan, for good")],
     GONE,
@@ -188,6 +193,9 @@ def test_two_kills_that_are_due_together_take_two_lives():
   assert play(Tick(6.1, global_step=11)) == [Strike(second)]
   play(Exited(LEARNER, 6.2))
   assert play.phase() == GONE
+  join = Fault("join", LEARNER, at_step=12)
+  play(Requested(join))
+  assert play(Tick(9.0, global_step=12)) == [Strike(join), Start(LEARNER, 2, False)]
 
 
 def test_a_fault_waits_for_a_role_that_is_down_and_may_be_asked_for_later():
@@ -251,7 +259,7 @@ def test_a_learner_joins_and_is_asked_to_leave_also_when_it_has_died_meanwhile()
   assert play(Tick(4.0, global_step=25)) == [Strike(fault)]
   assert next_wake(play.state) == 13.0
   assert play(Tick(13.0, global_step=30)) == [Terminate("learner-7")]
-  assert play(Tick(14.0, global_step=30)) == []
+  assert play(Tick(14.0, global_step=30)) == [] and next_wake(play.state) == math.inf
   play(Exited("learner-7", 15.0))
   assert play(Tick(16.0, global_step=30)) == [Start("learner-7", 1, False)]
   assert play(Tick(16.1, global_step=30)) == [Terminate("learner-7")]

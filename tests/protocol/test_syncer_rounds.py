@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 
@@ -25,7 +26,7 @@ from ddiloco.protocol.messages import (
   Publish,
   Rejection,
 )
-from ddiloco.protocol.states import Round
+from ddiloco.protocol.states import Round, ValueRequest
 from ddiloco.protocol.values import replace
 from tests import says
 from tests.protocol.scripts import ALONE, SYNC, Script, asked, push, report
@@ -133,6 +134,17 @@ def test_the_last_work_of_all_that_leave_needs_no_others(version, other, begins)
     assert commit.learners == (0,)
 
 
+def test_of_all_that_leave_those_with_steps_are_the_quorum():
+  fragments = tuple(FragmentState(p, 1, last_round=0) for p in (0, 1))
+  shard = Script(dataclasses.replace(SYNC, min_quorum=3))
+  shard.state = syncer.init(0, 0, fragments, shard.sync, 1 << 60)
+  for m in range(3):
+    shard.feed(hello(m, 0))
+    last = says.report(m, 0, 1, 0.1, (1, 1), (0, int(m > 0)), leaving=True)
+    shard.state, _ = says.take_in(shard.state, Received(last, 0.2))
+  assert asked(shard.feed(Tick(0.3))) == {(1, 1), (1, 2)} and shard.state.under_way[1].quorum == 2
+
+
 def test_who_leaves_and_who_is_due_are_a_quorum_together():
   shard = Script(dataclasses.replace(SYNC, sync_period=24, min_quorum=3))
   for m in range(3):
@@ -224,12 +236,14 @@ def test_a_learner_that_was_away_is_measured_by_what_is_usual_when_it_is_back(ow
   assert shard.state.fragments[0].version == 2 + merged
 
 
-@pytest.mark.parametrize("norm, merged", [(5.0, True), (100.0, False)])
-def test_the_pushes_of_learners_that_left_long_ago_excuse_no_long_one(norm, merged):
+@pytest.mark.parametrize(
+  "last, norm, merged", [(3000, 5, True), (3000, 100, False), (300, 100, True)]
+)
+def test_the_pushes_of_learners_that_left_long_ago_excuse_no_long_one(last, norm, merged):
   """In a run of months these are most: theirs were long, at the learning rate of its beginning."""
   shard = Script(ALONE)
   f = FragmentState(
-    0, 2, merged_global_steps={0: 3000, 1: 300, 2: 300}, last_round=1, global_step=3000
+    0, 2, merged_global_steps={0: last, 1: 300, 2: 300}, last_round=1, global_step=3000
   )
   shard.state = syncer.init(0, 0, (f, FragmentState(1)), ALONE, 1 << 60, began_at=-1e6)
   for m, past in ((0, 1.0), (1, 1000.0), (2, 1000.0)):
@@ -290,8 +304,10 @@ def test_a_round_waits_for_a_push_that_is_being_read_also_if_its_learner_is_gone
   pulls = [Send(m, says.pull(0, 0, 0, 1, 0, 0)) for m in (0, 1)]
   assert shard.feed(report(0, (0, 0), (0, 2)), 0.2) == pulls
   slow = push(0, 0, fragment=1)
+  [said] = shard.feed_all(Received(push(0, 7, fragment=1), 0.3))
+  assert said.reason == "late: its round is over"
   assert shard.feed(Received(slow, 0.3)) == [Read(slow, 0.3)]
-  assert shard.feed(Received(slow, 0.4)) == [], "a duplicate"
+  assert [said.reason for said in shard.feed_all(Received(slow, 0.4))] == ["a duplicate"]
   assert shard.feed(push(1, 0, fragment=1), 0.5, norm=1.0) == [], "it waits"
   assert shard.feed(Tick(9.0, heard_until=0.5)) == [], "past its deadline"
   if said is not None:
@@ -330,6 +346,37 @@ def test_one_whose_pushes_are_bad_again_and_again_is_told_to_start_afresh():
   assert rejoins == [False] * (ALONE.quarantine_after - 1) + [True]
   assert [a.state for a in told if isinstance(a, Member)] == ["quarantined"]
   assert shard.state.members[0].quarantined and not shard.state.under_way
+
+
+def test_a_good_push_makes_the_bad_ones_before_it_forgotten(shard):
+  for k, norm in enumerate((math.nan, math.nan, 1.0, math.nan, math.nan)):
+    f = shard.state.fragments[0]
+    shard.feed(replace(report(0, (f.version, 0), (2, 0)), rounds=(f.last_round, -1)), 0.1 * k)
+    shard.feed(push(0, shard.state.under_way[0].id, base=f.version), 0.1 * k, norm=norm)
+  assert shard.state.members[0].rejections == 2 and not shard.state.members[0].quarantined
+
+
+def test_of_the_steps_of_a_push_three_periods_count_for_its_learners_past(shard):
+  shard.feed(report(0, (0, 0), (2, 0)))
+  shard.feed(replace(push(0, 0), steps=10), norm=12.0)
+  assert shard.state.members[0].norms[0] == 12.0 / (3 * ALONE.sync_period)
+
+
+def test_no_round_begins_of_a_fragment_that_has_all_tokens(shard):
+  shard.state = replace(shard.state, target_tokens=0)
+  assert shard.feed(report(0, (0, 0), (2, 2))) == []
+
+
+def test_a_fragment_waits_for_the_newest_request_for_a_newer_value_of_it():
+  state = syncer.init(0, 1, (FragmentState(0), FragmentState(1)), ALONE, 1 << 60)
+  state = replace(state, delivery_seconds=10.0)
+  assert rounds._value_due_at(state, state.fragments[0]) == -math.inf
+  asked_at = {(0, 0): (1.0, 5), (0, 1): (2.0, 5), (0, 2): (50.0, 1 << 24), (1, 0): (90.0, 5)}
+  requests = {k: ValueRequest(0.0, 1, made, first_at=at) for k, (at, made) in asked_at.items()}
+  state = replace(state, value_requests=requests)
+  assert rounds._value_due_at(state, state.fragments[0]) == 2.0 + 30.0
+  state = replace(state, delivery_seconds=0.0)
+  assert rounds._value_due_at(state, state.fragments[0]) == 2.0 + 2 * ALONE.liveness_seconds
 
 
 def test_the_past_of_one_learner_alone_rejects_nobody():

@@ -291,6 +291,13 @@ def test_a_learner_that_waits_says_twice_a_second_that_it_lives():
   assert said == [1, 0, 1, 0, 1]
 
 
+def test_the_log_says_how_long_it_took_to_join():
+  b = Bench(time=toy.AtOnce())
+  b.exchange._started_at -= 100.0
+  b.join()
+  assert [e.seconds >= 100 for e in b.events if e.kind == "joined"] == [True]
+
+
 def test_a_push_that_waits_to_be_sent_is_not_sent_again():
   b = Bench(time=toy.AtOnce())
   b.join()
@@ -433,6 +440,15 @@ def test_a_snapshot_that_goes_without_a_learner_costs_it_no_copy(bench, monkeypa
     b.until(lambda heard=snapshot: len(saver.saved) + len(saver.declined) == heard)
   assert saver.saved == [1, 3] and len(captured) == 2
   assert saver.declined == [(2, "the one before is not done yet")]
+  for snapshot, wants in ((4, (0,)), (5, ())):
+    b.exchange.warms_up = not wants
+    b.exchange.state = replace(b.exchange.state, wants=wants, wants_until=1e12)
+    b.give(replace(says.pull(0, 0, 0, 0, 5, 0), snapshot=snapshot))
+    b.until(lambda heard=snapshot - 2: len(saver.declined) == heard)
+  assert {reason.partition(":")[0] for _, reason in saver.declined[1:]} == {
+    "its inner moments are new"
+  }
+  assert len(captured) == 2
 
 
 def test_a_learner_that_has_not_joined_says_which_values_it_waits_for(bench, monkeypatch):

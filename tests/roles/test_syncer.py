@@ -458,12 +458,17 @@ def test_a_shard_that_alone_has_its_vectors_writes_over_them_and_over_nothing_le
     assert where[1] == where[2] == where[3] != where[4] == where[5]
 
 
-def test_the_commit_event_says_who_and_why():
+def test_the_commit_event_says_who_and_why(monkeypatch):
   shard = Shard(2, sync={"min_quorum": 1})
+  commit, said = shard.syncer.merger.commit, {"length": 1.23456, "rho": -0.98765}
+  measured = lambda *given: replace(commit(*given), **said)  # noqa: E731
+  monkeypatch.setattr(shard.syncer.merger, "commit", measured)
+  shard.syncer.time = types.SimpleNamespace(now=itertools.count().__next__)
   (first, _) = shard.round(deltas(shard.plan, shard.learners, seed=0))[:2]
   weights = first.weights
   assert set(weights) <= {0, 1} and sum(weights.values()) == pytest.approx(1, abs=1e-5)
-  assert first.version == 1 and first.reason and first.merge_seconds >= 0
+  assert first.version == 1 and first.reason and first.merge_seconds > 0
+  assert (first.length, first.rho) == (1.2346, -0.9877)
   assert first.step_tokens == (shard.config.tokens_per_step(0),) * len(first.learners)
 
 
@@ -498,6 +503,10 @@ def test_a_snapshot_awaits_no_learner_that_said_goodbye_and_does_not_miss_it():
   assert expected() == ["learner-1", "learner-2"]
   assert has_left("learner-0") and not has_left("learner-1")
   assert not has_left("syncer-0"), "the shard of the same number is there"
+  state = shard.syncer.state
+  for changes in ({"lost": True}, {"incarnation": 1}):
+    shard.syncer.state = state.with_member(1, **changes)
+    assert expected() == ["learner-2"] and not has_left("learner-1")
 
 
 def test_parts_of_learners_stay_for_a_hundred_snapshots_and_those_of_shards_as_configured():
@@ -507,3 +516,21 @@ def test_parts_of_learners_stay_for_a_hundred_snapshots_and_those_of_shards_as_c
   config = shard.syncer.config
   ((*_, keep, since),) = saved
   assert (keep, since) == (config.checkpoint.keep, 100_000 - 100 * config.sync.snapshot_steps)
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_shard_0_alone_commits_snapshots_in_lock_step_those_that_have_a_quorum(blocking):
+  shard, saved = Shard(3, sync={"blocking": blocking, "min_quorum": 2}), []
+  shard.syncer._saver = types.SimpleNamespace(save=lambda *given: saved.append(len(given) > 3))
+  state = shard.syncer.state
+  here = state.with_member(0, versions=(0, 0)).with_member(1, versions=(0, 0))
+  for each in (state, here, replace(here, shard=1)):
+    list(shard.syncer._collected(each, ({}, {})))
+  assert saved == [not blocking, True, False]
+
+
+def test_of_what_is_lost_of_a_fragment_the_newest_version_counts():
+  shard = Shard(2)
+  for learner, versions in ((0, {0: 5}), (1, {0: 3, 1: 2})):
+    shard.syncer._perform(events.Lost(learner=learner, versions=versions, reason="too late"))
+  assert shard.syncer.lost == {0: 5, 1: 2}

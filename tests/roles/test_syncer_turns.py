@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 import types
 
@@ -13,6 +14,7 @@ from ddiloco.chaos import Faults
 from ddiloco.network.transport import Counters, Delivery, Hub
 from ddiloco.protocol.actions import Received, Tick
 from ddiloco.protocol.messages import RequestMoments
+from ddiloco.protocol.values import replace
 from ddiloco.roles import syncer as module
 from tests import says
 from tests.roles.test_syncer import Shard
@@ -136,3 +138,43 @@ def test_a_shard_may_be_stopped_at_any_moment_of_its_turn(monkeypatch):
   monkeypatch.setattr(turns.role, "finish", stopped)
   turns.run(ticks=4)
   assert turns.kinds() == ["Tick", "Tick", "Resumed", "Tick", "Tick"], "once for each time"
+
+
+def test_a_message_that_ends_the_wait_in_which_a_shard_was_stopped_is_taken_in(monkeypatch):
+  clock, waits = [0.0], itertools.count()
+  sleep = lambda seconds: clock.append(clock[-1] + seconds)  # noqa: E731
+
+  def receive(_seconds: float) -> Delivery | None:
+    if next(waits) != 1:
+      return None
+    sleep(2 * module.STOOD_STILL_SECONDS)
+    return Delivery("learner-0", says.hello(0, 0), clock[-1])
+
+  turns = Turns(monkeypatch, Scripted(receive))
+  turns.role.time = types.SimpleNamespace(now=lambda: clock[-1], sleep=sleep)
+  turns.run(ticks=2)
+  assert turns.kinds() == ["Tick", "Resumed", "Received", "Tick"]
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_shard_waits_no_longer_than_its_state_or_its_copies_need(monkeypatch, copies):
+  soon, waits = time.monotonic() + 0.1, []
+  turns = Turns(monkeypatch, Scripted(waits.append))
+  turns.role.state = replace(turns.role.state, silent_at=math.inf if copies else soon)
+  if copies:
+    turns.role.replication = types.SimpleNamespace(tick=lambda: soon)
+  turns.run(ticks=2)
+  assert waits[0] == 0 <= waits[1] <= 0.1
+
+
+def test_a_tick_says_whether_a_snapshot_is_still_being_saved(monkeypatch):
+  turns, said = Turns(monkeypatch, Scripted(lambda seconds: None)), []
+  savers = (None, types.SimpleNamespace(busy=True), types.SimpleNamespace(busy=False))
+  for capturing, saver in (
+    (False, savers[0]),
+    (True, savers[2]),
+    *((False, s) for s in savers[1:]),
+  ):
+    turns.role._capturing, turns.role._saver = capturing, saver
+    said.append(turns.run(ticks=len(said) + 1)[-1].saved)
+  assert said == [True, False, False, True]

@@ -190,8 +190,10 @@ MUTATIONS = [
    r"commit has learners, .* \(\(0, 0\), \(0,\)"),
   ("steps are missing", change(SHARD, "commit", {"round": 0}, steps=[5]), SHARD,
    "commit has learners"),
+  ("the sizes of steps are missing", change(SHARD, "commit", {"round": 0}, step_tokens=[]), SHARD,
+   "commit has learners"),
   ("no learner", change(SHARD, "commit", {"round": 1}, learners=[], incarnations=[], steps=[],
-   tokens=[]), SHARD, "commit has learners"),
+   tokens=[], step_tokens=[]), SHARD, "commit has learners"),
 ]  # fmt: skip
 
 

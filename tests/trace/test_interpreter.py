@@ -114,7 +114,7 @@ def test_an_algebra_is_asked_in_the_order_of_the_trace():
   find(logs, "syncer-0", "commit", round=0).update(learners=[0], incarnations=[0])
   for event in shard:
     event.update({k: v - 30 for k, v in event.items() if k == "merged_tokens"})
-  find(logs, "syncer-0", "commit", round=0).update(steps=[2], tokens=[20])
+  find(logs, "syncer-0", "commit", round=0).update(steps=[2], tokens=[20], step_tokens=[10])
   shard.remove(find(logs, "syncer-0", "commit", round=3))
   back = {"round": 1, "version": 2, "mode": "reset", "included": False}
   place = learner.index(find(logs, "learner-0", "copy_out", round=2)) + 1

@@ -50,6 +50,7 @@ class Log:
     """`of`: learner -> incarnation; `steps`: of each of them."""
     fields = {"round": round, "version": version, "base_round": base_round}
     who = {"learners": list(of), "incarnations": list(of.values())}
+    who["step_tokens"] = [STEP_TOKENS] * len(of)
     tokens = {"tokens": [STEP_TOKENS * n for n in steps], "merged_tokens": STEP_TOKENS * merged}
     return self.add("commit", fragment=0, **fields, **who, steps=steps, **tokens)
 
