@@ -31,7 +31,8 @@ from ddiloco.launch.gke import Document, GkeRun, JobSetState
 from ddiloco.launch.placement import PlacedIsland
 from ddiloco.launch.tpu_vms import Need, Seen, Slice, TpuVmRun
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 
 # --- Calls of programs: each has a name, a limit and a line in the log
 
@@ -534,9 +535,9 @@ class Slices:
 
 def stage(folder: Path, files: Mapping[str, str], secrets: Mapping[str, str]) -> None:
   """Writes the files of a host; only their owner can read the secrets."""
-  for path, text in files.items():
-    (folder / path).parent.mkdir(parents=True, exist_ok=True)
-    (folder / path).write_text(text)
+  for name, text in files.items():
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(text)
   (folder / "keys" / "secret").mkdir(mode=0o700, parents=True)
   for name, text in secrets.items():
     path = folder / "keys" / "secret" / name

@@ -340,7 +340,7 @@ def _when_taken_away(action: str) -> Document:
   """A Job's policy for pods that were taken away or asked to end."""
   disrupted = [{"type": "DisruptionTarget", "status": "True"}]
   asked = {"containerName": "role", "operator": "In", "values": [TERMINATED]}
-  rules = [{"onPodConditions": disrupted}, {"onExitCodes": asked}]
+  rules: list[Document] = [{"onPodConditions": disrupted}, {"onExitCodes": asked}]
   return {"rules": [{"action": action, **rule} for rule in rules]}
 
 
