@@ -153,8 +153,9 @@ def _on_gke(given: Flags, run: gke.GkeRun, action: str) -> int:
     return FINISHED
   clusters = Clusters(run)
   if action == "status":
-    print("\n".join(map(str, clusters.status())))
-    return FINISHED
+    states = clusters.status()
+    print("\n".join(map(str, states)))
+    return LOST if any(each.jobs == gke.UNSEEN for each in states) else FINISHED
   if action == "watch":
     completed = clusters.watch(3600 * given.watch_hours, given.poll_seconds)
     return FINISHED if completed else LOST

@@ -159,6 +159,7 @@ class Clusters:
 
   def __init__(self, run: GkeRun):
     self._run = run
+    self._silent = set[str]()  # clusters that did not answer the last look
     self._ours = [f"--namespace={run.namespace}", f"--selector={gke.RUN}={run.name}"]
 
   def create(self, found: Mapping[str, Sequence[Document]]) -> None:
@@ -209,13 +210,25 @@ class Clusters:
     return [from_dict(json.loads(text)) for text in texts if text]
 
   def status(self) -> list[JobSetState]:
-    """The states of all JobSets of the run.
+    """The states of all JobSets of the run; those of a cluster that does not answer are `UNSEEN`,
+    and why is said when it falls silent."""
+    where = self._run.jobsets()
+    found = gke.states([item for each in self._run.contexts() for item in self._look(each)], where)
+    why = {n: f"{_named(c)} does not answer" for n, c in where.items() if c in self._silent}
+    unseen = {name: JobSetState(name, jobs=gke.UNSEEN, reason=said) for name, said in why.items()}
+    return [unseen.get(each.name, each) for each in found]
 
-    Raises:
-      LaunchError: a cluster does not answer.
-    """
-    listed = [self._listed(context, f"{gke.JOBSETS},pods") for context in self._run.contexts()]
-    return gke.states([item for each in listed for item in each["items"]], self._run.jobsets())
+  def _look(self, context: str) -> list[dict[str, Any]]:
+    """The run's JobSets in a cluster and their pods; none if it does not answer."""
+    try:
+      found = self._listed(context, f"{gke.JOBSETS},pods")["items"]
+    except LaunchError as error:
+      if context not in self._silent:
+        say(str(error))
+      self._silent.add(context)
+      return []
+    self._silent.discard(context)
+    return found
 
   def _listed(self, context: str, kinds: str = gke.JOBSETS, *flags: str) -> dict[str, Any]:
     """What the run has of these kinds in a cluster, in kubectl's words."""
@@ -246,7 +259,8 @@ class Clusters:
   def watch(self, limit_seconds: float, poll_seconds: float) -> bool:
     """Reports changes until every JobSet has ended; the clusters themselves restart failed pods.
 
-    A cluster that does not answer is asked again. Returns whether all have completed.
+    A cluster that does not answer is asked again, and the others are watched. Returns whether all
+    have completed.
 
     Raises:
       LaunchError: they were deleted, or have not ended within the limit.
@@ -255,12 +269,9 @@ class Clusters:
     count = len(self._run.jobsets())
     say(f"{self._run.name}: watches {count} JobSets (at most {limit_seconds:g} s)")
     while True:
-      try:
-        before, seen = seen, self.status()
-        for each in (state for state in seen if state not in before):
-          say(str(each))
-      except LaunchError as error:
-        say(str(error))
+      before, seen = seen, self.status()
+      for each in (state for state in seen if state not in before):
+        say(str(each))
       if any(each.jobs for each in before) and not any(each.jobs for each in seen):
         raise LaunchError(
           f"{self._run.name}: was deleted, and not by this command."
