@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import itertools
 import shlex
 from pathlib import Path
@@ -206,10 +208,12 @@ def _on_tpu_vms(given: Flags, run: tpu_vms.TpuVmRun, action: str) -> int:
   placement = run.placement
   spends = action in ("create", "watch")
   lines = _afford(given, placement, machines=0) if spends else []
+  public, secrets = _keys(given, placement, may_lack=given.dry_run or not spends)
+  first = public.get(public_file(Path(given.keys), "syncer-0").name, "")  # every run has it
+  run = dataclasses.replace(run, keys=first and hashlib.sha256(first.encode()).hexdigest()[:16])
   if given.dry_run:
     print("\n".join([*([_comments(lines)] if lines else []), *_commands(run, action)]))
     return FINISHED
-  public, secrets = _keys(given, placement, may_lack=not spends)
   files = {f"keys/public/{name}": text for name, text in public.items()}
   files["config/config.json"] = placement.config.to_json()
   slices = Slices(run, files, secrets, 3600 * given.watch_hours, given.poll_seconds)
@@ -230,8 +234,9 @@ def _on_tpu_vms(given: Flags, run: tpu_vms.TpuVmRun, action: str) -> int:
 def _commands(run: tpu_vms.TpuVmRun, action: str) -> list[str]:
   """The commands of the action, island by island; those of `create` if nothing exists yet."""
   found = []
-  if action == "delete":
-    found = ["# Lists all slices and requests; those of the run are then deleted, each as here:"]
+  if action in ("status", "delete"):
+    then = "shown" if action == "status" else "deleted"
+    found = [f"# Lists all slices and requests; those of the run are then {then}, each as here:"]
     found += [shlex.join(run.list_all(group)) for group in tpu_vms.GROUPS]
   for island in run.placement.islands:
     each, start = run.slice(island), run.start_script(island, leader="ADDRESS-OF-HOST-0")

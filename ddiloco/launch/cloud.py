@@ -377,12 +377,21 @@ class Slices:
     self._each(lambda island: self._keep(island, (Need.DONE,), again=False), self._islands)
 
   def status(self) -> list[str]:
-    """A line for each island."""
+    """A line for each island, and for each slice that none of them has.
+
+    Raises:
+      LaunchError: gcloud does not say which slices there are.
+    """
 
     def one(island: PlacedIsland) -> str:
       return f"{island.role} in {island.where}: {self._look(island)}"
 
-    return self._each(one, self._islands)
+    mine = {self._run.slice(island) for island in self._islands}
+    others = ((each, seen) for each, (_, seen) in self._listed().items() if each not in mine)
+    more = [
+      f"{name} in {zone}: {seen}; no island has it, and it costs" for (name, zone), seen in others
+    ]
+    return [*self._each(one, self._islands), *more]
 
   def delete(self) -> list[str]:
     """Lets roles drain, and deletes all slices with the label of the run and all requests for them,
@@ -517,11 +526,12 @@ class Slices:
 
   def _look(self, island: PlacedIsland) -> Seen:
     """The state of the slice and its roles; "UNSEEN" with the reason if a query failed, "FOREIGN":
-    a slice of this name is not of this run."""
+    a slice of this name is of another run."""
     each = self._run.slice(island)
     seen = self._describe(each, self._run.group)
-    if seen.slice not in ("ABSENT", "UNSEEN") and seen.run != self._run.name:
-      return Seen("FOREIGN", error=f"{each.name} is not of this run; choose another --name")
+    if seen.slice not in ("ABSENT", "UNSEEN") and self._run.foreign(seen):
+      why = f"{each.name} is not of this run, or was made with other --keys"
+      return Seen("FOREIGN", error=f"{why}; choose another --name")
     if self._run.queued and seen.slice == "ACTIVE":
       request, seen = seen, self._describe(each, "tpu-vm")
       if seen.slice == "ABSENT":

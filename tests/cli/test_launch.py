@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import shlex
 from unittest import mock
 
@@ -176,6 +177,8 @@ def test_islands_on_tpu_vms_from_create_to_delete(cloud, flags, capsys):
   assert launch("watch") == 2, "it makes slices anew, which costs"
   assert cloud.asked() == []
   assert launch("create", "--yes") == 0
+  (labels,) = {node["flags"]["labels"] for node in cloud.slices().values()}
+  assert re.fullmatch("ddiloco-run=run,ddiloco-keys=[0-9a-f]{16}", labels)
   assert launch("status") == 0
   assert "learner-1 in west: ready, hosts running 0" in capsys.readouterr().out
   for learner in (0, 1):

@@ -98,6 +98,9 @@ def happens_here(verb):  # a planned failure of this verb, now and once
 
 def save(): path.write_text(json.dumps(node))
 
+def labels_of(node):
+  return dict(each.split("=") for each in node["flags"].get("labels", "").split(",") if each)
+
 no_zone = "PERMISSION_DENIED: Permission denied on 'locations/z' (or it may not exist)."
 refusals = {  # in the words of the TPU API
   "full": '{"code": 8, "message": "There is no more capacity in the zone"}',
@@ -124,7 +127,7 @@ elif verb == "describe":
     sys.exit(f"ERROR: (gcloud.compute.tpus.{group}.describe) {no_zone}")
   if node is None: sys.exit(missing)
   event = happens()
-  labels = dict([node["flags"]["labels"].split("=")]) if "labels" in node["flags"] else {}
+  labels = labels_of(node)
   unmade = cloud / f"unmade-{name}"
   if group == "tpu-vm" and unmade.exists():
     unmade.unlink()
@@ -149,15 +152,14 @@ elif verb == "list":
   found = []
   for path in sorted(cloud.glob("slice-*")):
     node = json.loads(path.read_text())
-    key, _, value = node["flags"].get("labels", "").partition("=")
     here = f"projects/p/locations/{node['flags']['zone']}"
     name = path.name.removeprefix("slice-")
     if group == "tpu-vm" and node.get("queue", "ACTIVE") != "ACTIVE": continue  # is not there yet
     if group == "queued-resources" and "queue" not in node: continue
     if group == "tpu-vm":
-      each = {"name": f"{here}/nodes/{name}", "state": node["state"], "labels": {key: value}}
+      each = {"name": f"{here}/nodes/{name}", "state": node["state"], "labels": labels_of(node)}
     else:
-      specs = [{"nodeId": name, "node": {"labels": {key: value}}}]
+      specs = [{"nodeId": name, "node": {"labels": labels_of(node)}}]
       each = {"name": f"{here}/queuedResources/{name}", "tpu": {"nodeSpec": specs}}
       each["state"] = {"state": node["queue"]}
     if flags["zone"] in ("-", node["flags"]["zone"]): found.append(each)

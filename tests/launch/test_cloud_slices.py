@@ -184,6 +184,21 @@ def test_a_slice_of_that_name_that_is_not_of_the_run_is_left_alone(cloud, island
 
 
 @pytest.mark.parametrize("queued", [False, True])
+def test_another_operators_run_of_this_name_is_left_alone(cloud, islands, queued):
+  """Its islands were taken for those that were asked for, which would never run."""
+  for name in NAMES:
+    cloud.has(f"plan-{name}", "same active same")
+  islands(queued=queued, keys="mine").create()
+  before = cloud.slices()
+  for act in ("create", "watch"):
+    with pytest.raises(LaunchError, match=r"learner-0: no slice .*with other --keys"):
+      getattr(islands(queued=queued, keys="other"), act)()
+  assert cloud.slices() == before
+  for keys in ("mine", ""):  # "": the folder of keys is not here
+    islands(queued=queued, keys=keys).create()
+
+
+@pytest.mark.parametrize("queued", [False, True])
 def test_what_was_asked_for_in_the_other_way_is_not_asked_for_again(cloud, islands, queued):
   """A slice that was taken away could not be deleted in this way, and a request that waits would
   find its name taken."""
@@ -276,6 +291,15 @@ def test_the_state_of_all_is_told(cloud, islands):
   assert islands().status() == [
     "learner-0 in us-east5-b: ready, hosts running 0",
     "learner-1 in europe-west4-a: absent, hosts not seen",
+  ]
+
+
+def test_a_slice_that_no_island_has_any_more_is_told_as_well(cloud, islands):
+  islands().create()
+  fewer = dataclasses.replace(MADE, islands=MADE.islands[:1])
+  assert islands(placement=fewer).status() == [
+    "learner-0 in us-east5-b: ready, hosts running 0",
+    "run-learner-1 in europe-west4-a: ready, hosts not seen; no island has it, and it costs",
   ]
 
 
