@@ -415,8 +415,15 @@ class Slices:
       do(f"{each.name}: is deleted", delete, self._slice_seconds)
 
     self._each(one, there)
-    left = self._listed().items()
-    return [f"{each.name} in {each.zone}: {seen.slice.lower()}" for each, (_, seen) in left]
+    left = {each: seen for each, (_, seen) in self._listed().items()}
+    # gcloud leaves out, and does not say so, what is in zones that do not answer.
+    mine = [each for each in map(self._run.slice, self._islands) if each not in left]
+    left |= zip(mine, self._each(lambda each: self._describe(each, self._run.group), mine))
+    return [
+      f"{name} in {zone}: {seen.slice.lower()}{f' ({seen.error})' if seen.error else ''}"
+      for (name, zone), seen in left.items()
+      if seen.slice == "UNSEEN" or not (seen.slice == "ABSENT" or self._run.foreign(seen))
+    ]
 
   def _listed(self) -> dict[Slice, tuple[str, Seen]]:
     """What the run has, with and without --queued; a slice that was asked for by a queued resource

@@ -83,6 +83,8 @@ plan = cloud / f"plan-{name}"
 node = json.loads(path.read_text()) if path.exists() else None
 missing = f"ERROR: (gcloud.compute.tpus.{group}.{verb}) NOT_FOUND: Resource '{name}' was not found"
 if (cloud / "slow").exists(): time.sleep(60)
+silent = lambda zone: (cloud / f"silent-{zone}").exists()
+if silent(flags["zone"]): sys.exit("ERROR: UNAVAILABLE: The service is currently unavailable.")
 
 def happens():  # the next thing of the plan
   planned = plan.read_text().split() if plan.exists() else []
@@ -154,6 +156,7 @@ elif verb == "list":
     node = json.loads(path.read_text())
     here = f"projects/p/locations/{node['flags']['zone']}"
     name = path.name.removeprefix("slice-")
+    if silent(node["flags"]["zone"]): continue  # nor is that said
     if group == "tpu-vm" and node.get("queue", "ACTIVE") != "ACTIVE": continue  # is not there yet
     if group == "queued-resources" and "queue" not in node: continue
     if group == "tpu-vm":

@@ -304,6 +304,20 @@ def test_a_slice_that_no_island_has_any_more_is_told_as_well(cloud, islands):
 
 
 @pytest.mark.parametrize("queued", [False, True])
+def test_what_a_zone_has_that_does_not_answer_is_not_taken_for_deleted(cloud, islands, queued):
+  """gcloud lists the other zones, and does not say that one is missing: its slices went on."""
+  for name in NAMES:
+    cloud.has(f"plan-{name}", "active active active")
+  islands(queued=queued).create()
+  cloud.has("silent-europe-west4-a")
+  (left,) = islands(queued=queued).delete()
+  assert left.startswith("run-learner-1 in europe-west4-a: unseen (status 1: ERROR: UNAVAILABLE")
+  assert list(cloud.slices()) == ["run-learner-1"]
+  (cloud.folder / "silent-europe-west4-a").unlink()
+  assert islands(queued=queued).delete() == [] and cloud.slices() == {}
+
+
+@pytest.mark.parametrize("queued", [False, True])
 def test_delete_drains_first_and_says_what_is_left(cloud, islands, queued, capsys):
   for name in NAMES:
     cloud.has(f"plan-{name}", "active active active")
