@@ -88,7 +88,7 @@ def train(
   with contextlib.closing(runner):
     served = Dashboard(workdir, dashboard) if dashboard else None  # opens its port, or is refused
     alone = workdirs.held(workdir, config.checkpoint.path)
-    parts = not runner.processes and config.num_islands() + config.run.evaluator_devices > 1
+    parts = engine == "threads" and config.num_islands() + config.run.evaluator_devices > 1
     with alone, kept_in(workdir / workdirs.COMPILED, parts):
       workdirs.claim(workdir, config, overwrite)
       sources = json.dumps({"corpus": data.digest(corpus), **initial.sources(config)})
