@@ -23,7 +23,7 @@ from ddiloco.launch.placement import (
   require_prices,
 )
 from ddiloco.network.keys import public_file, read, secret_file
-from ddiloco.workdir import differences
+from ddiloco.workdir import differences, fixed
 
 ACTIONS = ("create", "status", "watch", "delete")
 
@@ -209,8 +209,7 @@ def _on_tpu_vms(given: Flags, run: tpu_vms.TpuVmRun, action: str) -> int:
   spends = action in ("create", "watch")
   lines = _afford(given, placement, machines=0) if spends else []
   public, secrets = _keys(given, placement, may_lack=given.dry_run or not spends)
-  first = public.get(public_file(Path(given.keys), "syncer-0").name, "")  # every run has it
-  run = dataclasses.replace(run, keys=first and hashlib.sha256(first.encode()).hexdigest()[:16])
+  run = dataclasses.replace(run, identity=_identity(given, placement.config, public))
   if given.dry_run:
     print("\n".join([*([_comments(lines)] if lines else []), *_commands(run, action)]))
     return FINISHED
@@ -229,6 +228,13 @@ def _on_tpu_vms(given: Flags, run: tpu_vms.TpuVmRun, action: str) -> int:
     print("\n".join(left) or f"No slice of {placement.name} is left.")
     return LOST if left else FINISHED
   return FINISHED
+
+
+def _identity(given: Flags, config: Config, public: dict[str, str]) -> str:
+  """A digest of what makes it this run: the first shard's key, and what all roles share; "" where
+  the keys are not here."""
+  key = public.get(public_file(Path(given.keys), "syncer-0").name, "")
+  return key and hashlib.sha256(f"{key}{fixed(config)}".encode()).hexdigest()[:16]
 
 
 def _commands(run: tpu_vms.TpuVmRun, action: str) -> list[str]:

@@ -537,8 +537,8 @@ class Slices:
     each = self._run.slice(island)
     seen = self._describe(each, self._run.group)
     if seen.slice not in ("ABSENT", "UNSEEN") and self._run.foreign(seen):
-      why = f"{each.name} is not of this run, or was made with other --keys"
-      return Seen("FOREIGN", error=f"{why}; choose another --name")
+      why = f"{each.name} is not of this run, or was made with other --keys or another config"
+      return Seen("FOREIGN", error=f"{why}; choose another --name, or delete it first")
     if self._run.queued and seen.slice == "ACTIVE":
       request, seen = seen, self._describe(each, "tpu-vm")
       if seen.slice == "ABSENT":

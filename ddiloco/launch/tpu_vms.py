@@ -20,7 +20,7 @@ from ddiloco.launch.placement import FOLDER, WORK, PlacedIsland, Placement
 
 STAGED = "ddiloco"  # on a host, under the user's home
 GROUPS = ("tpu-vm", "queued-resources")  # gcloud's names of slices, and of requests for them
-_LABEL, _KEYS = "ddiloco-run", "ddiloco-keys"  # of every slice: the run's name, and its `keys`
+_LABEL, _IDENTITY = "ddiloco-run", "ddiloco-identity"  # of every slice: the run's name, and that
 _ROLE = "role: "  # begins the line that `look_script` prints on a host
 _WORKER = (
   "http://metadata.google.internal/computeMetadata/v1/instance/attributes/agent-worker-number"
@@ -39,7 +39,7 @@ class TpuVmRun:
   """Islands of a run on TPU VMs."""
 
   placement: Placement
-  keys: str = ""  # a digest: another operator's run of this name has others; "": not known
+  identity: str = ""  # a digest: another run of this name has another one; "": not known
   syncers: tuple[str, ...] = option((), "Urls of all shards, as the slices reach them.")
   project: str = option("", "Of the cloud; else gcloud's own.")
   queued: bool = option(False, "Ask by queued resources, the older way.")
@@ -90,7 +90,7 @@ class TpuVmRun:
     name, zone = self.slice(island)
     runtime = self.runtime_version or island.shape.kind.runtime
     flags = [f"--accelerator-type={island.shape.accelerator_type}"]
-    labels = f"{_LABEL}={self.name}" + (f",{_KEYS}={self.keys}" if self.keys else "")
+    labels = f"{_LABEL}={self.name}" + (f",{_IDENTITY}={self.identity}" if self.identity else "")
     flags += [f"--labels={labels}", *(["--spot"] if self.placement.spot else [])]
     if self.queued:
       flags += [f"--runtime-version={runtime}", f"--node-id={name}"]
@@ -100,8 +100,8 @@ class TpuVmRun:
 
   def foreign(self, seen: Seen) -> bool:
     """Whether a slice, as its labels say, is of another run."""
-    known = bool(self.keys and seen.keys)
-    return seen.run != self.name or (known and seen.keys != self.keys)
+    known = bool(self.identity and seen.identity)
+    return seen.run != self.name or (known and seen.identity != self.identity)
 
   def describe(self, each: Slice, group: str = "tpu-vm") -> list[str]:
     return self._tpu(f"{group} describe", each.zone, each.name, "--format=json")
@@ -180,7 +180,7 @@ class Seen:
   leader: str = ""  # address of host 0
   error: str = ""  # why a request has failed, or a query
   run: str = ""  # by its label
-  keys: str = ""  # likewise
+  identity: str = ""  # likewise
 
   def __str__(self) -> str:
     why = f": {self.error}" if self.error else ""
@@ -236,7 +236,7 @@ def seen_slice(node: Mapping[str, Any]) -> Seen:
   state: Any = node.get("state", {})
   nodes = [node, *(spec["node"] for spec in node.get("tpu", {}).get("nodeSpec", []))]
   labels = {key: text for each in nodes for key, text in each.get("labels", {}).items()}
-  whose = {"run": labels.get(_LABEL, ""), "keys": labels.get(_KEYS, "")}
+  whose = {"run": labels.get(_LABEL, ""), "identity": labels.get(_IDENTITY, "")}
   endpoints: Sequence[dict[str, str]] = node.get("networkEndpoints") or [{}]
   if isinstance(state, str):
     return Seen(state, leader=endpoints[0].get("ipAddress", ""), **whose)

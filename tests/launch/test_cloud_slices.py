@@ -188,14 +188,14 @@ def test_another_operators_run_of_this_name_is_left_alone(cloud, islands, queued
   """Its islands were taken for those that were asked for, which would never run."""
   for name in NAMES:
     cloud.has(f"plan-{name}", "same active same")
-  islands(queued=queued, keys="mine").create()
+  islands(queued=queued, identity="mine").create()
   before = cloud.slices()
   for act in ("create", "watch"):
     with pytest.raises(LaunchError, match=r"learner-0: no slice .*with other --keys"):
-      getattr(islands(queued=queued, keys="other"), act)()
+      getattr(islands(queued=queued, identity="other"), act)()
   assert cloud.slices() == before
-  for keys in ("mine", ""):  # "": the folder of keys is not here
-    islands(queued=queued, keys=keys).create()
+  for identity in ("mine", ""):  # "": the folder of keys is not here
+    islands(queued=queued, identity=identity).create()
 
 
 @pytest.mark.parametrize("queued", [False, True])
