@@ -265,14 +265,15 @@ class Clusters:
     Raises:
       LaunchError: they were deleted, or have not ended within the limit.
     """
-    until, before, seen = time.monotonic() + limit_seconds, list[JobSetState](), list[JobSetState]()
+    until, seen, had = time.monotonic() + limit_seconds, list[JobSetState](), False
     count = len(self._run.jobsets())
     say(f"{self._run.name}: watches {count} JobSets (at most {limit_seconds:g} s)")
     while True:
       before, seen = seen, self.status()
       for each in (state for state in seen if state not in before):
         say(str(each))
-      if any(each.jobs for each in before) and not any(each.jobs for each in seen):
+      had = had or any(each.jobs > 0 for each in seen)
+      if had and not any(each.jobs for each in seen):  # also none that is unseen
         raise LaunchError(
           f"{self._run.name}: was deleted, and not by this command."
           " Fix: if you want it back, create again."

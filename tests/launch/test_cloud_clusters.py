@@ -221,19 +221,23 @@ def test_watching_outlives_a_cluster_that_does_not_answer(cloud, capsys):
   assert "Unable to connect" in err and "run-learner-1: Completed" in err
 
 
-def test_watching_does_not_take_a_run_for_deleted_that_it_does_not_see(monkeypatch):
-  there, unseen = (gke.JobSetState("run-learner-0", jobs=jobs) for jobs in (1, gke.UNSEEN))
-  seen = [[there], [unseen], [unseen], [dataclasses.replace(there, end="Completed")]]
-  monkeypatch.setattr(Clusters, "status", lambda _: seen.pop(0))
-  assert CLUSTERS.watch(100, 0.01)
+GONE, THERE, UNSEEN = (gke.JobSetState("run-learner-0", jobs=jobs) for jobs in (0, 1, gke.UNSEEN))
+DONE = dataclasses.replace(THERE, end="Completed")
 
 
-def test_watching_ends_where_the_run_is_deleted(monkeypatch):
-  gone, there = (gke.JobSetState("run-learner-0", jobs=jobs) for jobs in (0, 1))
-  seen = [[gone], [there], [gone]]
-  monkeypatch.setattr(Clusters, "status", lambda _: seen.pop(0))
+@pytest.mark.parametrize("looks", [(GONE, THERE, GONE), (THERE, UNSEEN, GONE)])
+def test_watching_ends_where_the_run_is_deleted(monkeypatch, looks):
+  seen = list(looks)
+  monkeypatch.setattr(Clusters, "status", lambda _: [seen.pop(0)])
   with pytest.raises(LaunchError, match=r"run: was deleted, and not by this command. Fix: "):
     CLUSTERS.watch(100, 0.01)
+
+
+@pytest.mark.parametrize("looks", [(THERE, UNSEEN, UNSEEN, DONE), (UNSEEN, GONE, DONE)])
+def test_watching_does_not_take_a_run_for_deleted_that_it_does_not_see(monkeypatch, looks):
+  seen = list(looks)
+  monkeypatch.setattr(Clusters, "status", lambda _: [seen.pop(0)])
+  assert CLUSTERS.watch(100, 0.01)
 
 
 def test_watching_has_a_limit(cloud):
