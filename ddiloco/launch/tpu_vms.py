@@ -39,7 +39,6 @@ class TpuVmRun:
   """Islands of a run on TPU VMs."""
 
   placement: Placement
-  identity: str = ""  # a digest: another run of this name has another one; "": not known
   syncers: tuple[str, ...] = option((), "Urls of all shards, as the slices reach them.")
   project: str = option("", "Of the cloud; else gcloud's own.")
   queued: bool = option(False, "Ask by queued resources, the older way.")
@@ -49,6 +48,7 @@ class TpuVmRun:
   runtime_version: str = option("", "Image of the VMs; else the topology's own.")
   slice_minutes: float = option(60.0, "The longest wait for a slice.", 0.0)
   recreations: int = option(20, "Of a slice that was taken away.", 0)
+  identity: str = ""  # a digest: another run of this name has another one; "": not known
 
   @property
   def name(self) -> str:
