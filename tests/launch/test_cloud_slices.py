@@ -181,6 +181,7 @@ def test_a_slice_of_that_name_that_is_not_of_the_run_is_left_alone(cloud, island
         getattr(islands(), act)()
     assert verbs(cloud, "run-learner-0") == [] and cloud.slices()["run-learner-0"] == slice_
     assert islands().status()[0].startswith("learner-0 in us-east5-b: foreign: run-learner-0 is ")
+    assert islands().delete() == [] and cloud.slices() == {"run-learner-0": slice_}
 
 
 @pytest.mark.parametrize("queued", [False, True])
