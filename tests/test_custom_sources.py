@@ -2,6 +2,7 @@
 
 import os
 import py_compile
+import sys
 
 import pytest
 
@@ -61,19 +62,30 @@ def test_what_a_file_imports_from_its_folder_parts_roles_too(tmp_path, name):
     assert custom.identity(written(tmp_path / "copy", unused)) == mine
 
 
+def test_what_a_module_imports_is_installed_as_it_is(tmp_path, monkeypatch):
+  monkeypatch.syspath_prepend(tmp_path)
+  (tmp_path / "lone_module.py").write_text("import beside_it\n")
+  found = []
+  for text in ("", "# changed"):
+    (tmp_path / "beside_it.py").write_text(text)
+    found.append(custom.identity(config("model", "lone_module:model").model))
+  assert found[0] == found[1]
+
+
 def test_what_a_file_imports_is_read_anew_as_well(tmp_path, monkeypatch):
   monkeypatch.syspath_prepend(tmp_path)
   (tmp_path / "sized.py").write_text("SIZE = 3")
   path = tmp_path / "sizing.py"
   path.write_text(MODEL.replace('config.options.get("size", 3)', "sized.SIZE") + "import sized\n")
   mine = config("model", f"{path}:model")
+  monkeypatch.setattr(sys.modules["__main__"], "__file__", str(path))  # a script that names itself
   first = custom.identity(mine.model), initial.initial_params(mine)["kernel"].shape
   (tmp_path / "sized.py").write_text("SIZE = 30")
   assert custom.identity(mine.model) == first[0], "a run under way has one text"
   custom.renew(mine)
   found = custom.identity(mine.model), initial.initial_params(mine)["kernel"].shape
   assert found[0] != first[0] and (first[1], found[1]) == ((3, 1), (30, 1))
-  assert custom.identity(mine.model) == found[0]
+  assert custom.identity(mine.model) == found[0] and "__main__" in sys.modules
 
 
 @pytest.mark.parametrize("broken", ["sour.py", "sourer.py"])
