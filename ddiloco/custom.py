@@ -9,6 +9,7 @@ may import JAX, but must make no array at its top level: the process is not read
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import functools
@@ -18,7 +19,7 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
@@ -102,14 +103,17 @@ def renew(config: Config) -> Config:
   """Forgets custom parts whose source has changed since this process read it; returns the config.
 
   For a program that makes several runs, before each of them: a run uses one text from its beginning
-  to its end. What the source imports stays as it was read.
+  to its end.
   """
   for part in (config.model, config.data, config.inner):
     where = part.custom.rpartition(":")[0]
     home = _home(where)
-    if home in _texts and os.path.isfile(home) and _texts[home] != Path(home).read_bytes():
+    read = _texts.get(home)
+    if read and os.path.isfile(home) and read != _files(where, home):
       del _texts[home]
-      sys.modules.pop(_module_name(where))
+      for name, module in sys.modules.copy().items():
+        if getattr(module, "__file__", None) in read and name != "__main__":
+          del sys.modules[name]
       load_model.cache_clear()
       frozen_shapes.cache_clear()
   return config
@@ -292,8 +296,9 @@ def make(config: Section, methods: Iterable[str], protocol: str) -> Any:
 def identity(config: Section) -> list[str]:
   """What all roles of a run must agree on: [function, digest of its source]; [] without `custom`.
 
-  The source is what this process has executed, also if the file has changed since. The path of the
-  file may differ between machines.
+  The source of a file is its text, and those of the files in its folder that it imports; as this
+  process has executed them, also if they have changed since. The path of the folder may differ
+  between machines.
 
   Raises:
     ConfigError: the source is not there.
@@ -301,10 +306,11 @@ def identity(config: Section) -> list[str]:
   if not config.custom:
     return []
   where, _, name = config.custom.rpartition(":")
-  text = _texts.get(_home(where))
-  if text is None and (source := _source(config)):
-    text = source.read_bytes()
-  return [name, where if text is None else hashlib.sha256(text).hexdigest()[:16]]
+  texts = _texts.get(_home(where))
+  if texts is None and (source := _source(config)):
+    texts = _files(where, str(source))
+  digest = texts and hashlib.sha256(b"".join(texts.values())).hexdigest()[:16]
+  return [name, digest or where]
 
 
 def absolute(config: Config) -> Config:
@@ -336,7 +342,37 @@ def _source(config: Section) -> Path | None:
   return path
 
 
-_texts: dict[str, bytes] = {}  # source file -> its text when this process executed it
+# Source file -> the texts (`_files`) that this process executed.
+_texts: dict[str, dict[str, bytes]] = {}
+
+
+def _files(where: str, home: str) -> dict[str, bytes]:
+  """Path -> text, of a source file and of the files in its folder that it imports, directly or not.
+
+  Of a module its own file alone: what that imports is installed, too.
+  """
+  if not where.endswith(".py"):
+    return {home: Path(home).read_bytes()}
+  found, waiting, folder = dict[str, bytes](), [Path(home)], Path(home).parent
+  while waiting:
+    file = waiting.pop(0)
+    if str(file) not in found and file.is_file():
+      found[str(file)] = text = file.read_bytes()
+      with contextlib.suppress(SyntaxError, ValueError):  # who executes it says what is wrong
+        waiting += _imported(ast.parse(text), file, folder)
+  return found
+
+
+def _imported(tree: ast.AST, file: Path, folder: Path) -> Iterator[Path]:
+  """Where the modules that a file imports are, and the packages around them, if in the folder."""
+  for node in ast.walk(tree):
+    for each in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
+      parts = f"{getattr(node, 'module', None) or ''}.{each.name}".strip(".").split(".")
+      level = getattr(node, "level", 0)
+      at = file.parents[level - 1] if level else folder
+      for part in parts if parts[0] != "ddiloco" else ():  # its version is compared anyway
+        at = at / part
+        yield from (at / "__init__.py", at.with_suffix(".py"))
 
 
 def _import(config: Section) -> ModuleType:
@@ -346,7 +382,7 @@ def _import(config: Section) -> ModuleType:
   if not where.endswith(".py"):
     module = importlib.import_module(name)
     if os.path.isfile(home := _home(where)):
-      _texts.setdefault(home, Path(home).read_bytes())
+      _texts.setdefault(home, _files(where, home))
     return module
   path = _source(config)
   assert path is not None
@@ -358,14 +394,14 @@ def _import(config: Section) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    text = path.read_bytes()
     try:
+      texts = _files(where, str(path))
       # Its own text: a file of bytecode may be that of an older one, of the same second and length.
-      exec(compile(text, path, "exec"), module.__dict__)
+      exec(compile(texts[str(path)], path, "exec"), module.__dict__)
     except BaseException:
       del sys.modules[name]
       raise
-    _texts[str(path)] = text
+    _texts[str(path)] = texts
   return sys.modules[name]
 
 
@@ -405,7 +441,10 @@ def called(config: Section, what: str, call: Callable[[], Any]) -> Any:
     if isinstance(error, ImportError):
       usual = "install it; for a file of your own, set PYTHONPATH to its folder in every process"
     said, _, fix = str(error).partition(" Fix: ")  # errors of `NnxModel` bring their fix
-    rule = f"{what} fails at {frame.filename}, line {frame.lineno} ({type(error).__name__}: {said})"
+    file, line = frame.filename, frame.lineno
+    if isinstance(error, SyntaxError):  # of a text that did not become a frame
+      file, line = error.filename or file, error.lineno or line
+    rule = f"{what} fails at {file}, line {line} ({type(error).__name__}: {said})"
     fix = fix.rstrip(".") or usual
     raise refusal(_field(config), config.custom, rule, fix, kind_of(error)) from error
 

@@ -408,12 +408,13 @@ def _refuse_another(
 
 def differences(mine: Config, saved: Config) -> list[tuple[str, Any, Any]]:
   """(field, its value in `mine`, in `saved`) of those that differ, but must not in one run."""
-  theirs = _fixed(saved)
-  return [(name, ours, theirs[name]) for name, ours in _fixed(mine).items() if ours != theirs[name]]
+  theirs = fixed(saved)
+  return [(name, ours, theirs[name]) for name, ours in fixed(mine).items() if ours != theirs[name]]
 
 
-def _fixed(config: Config) -> dict[str, Any]:
-  """Every field outside `FREE_SECTIONS` but one, and the run's length and start, by name.
+def fixed(config: Config) -> dict[str, Any]:
+  """What all roles of a run share, by name: every field outside `FREE_SECTIONS` but one, and the
+  run's length and start.
 
   Of a custom part the folder does not count: the project may have moved, or be elsewhere on another
   machine that shares the workdir.

@@ -46,6 +46,11 @@ if [ -n "${SLURM_GPUS_ON_NODE:-}" ]; then export JAX_PLATFORMS="${JAX_PLATFORMS:
 # srun no longer takes this from sbatch by itself.
 if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"; fi
 
+left() { echo $((${SLURM_JOB_END_TIME:-9999999999} - $(date +%s))); }  # seconds of the job
+near=150
+# So short a job is near its limit from the first: a role that always fails would wait for ever.
+[ "$(left)" -ge 300 ] || near=0
+
 # A host that fails must not make Slurm ask the others to end: they would drain, and their status,
 # 143, would send the job into the queue, for any failure and without a limit.
 for restart in $(seq 0 "${MAX_RESTARTS:-10}"); do
@@ -58,8 +63,7 @@ for restart in $(seq 0 "${MAX_RESTARTS:-10}"); do
     143) exec scontrol requeue "$SLURM_JOB_ID" ;;  # asked to end; `scancel` ends this script too
     # So near the limit, too, whose signal comes up to a minute early: not all its work was merged
     # in time. Slurm would end the next start, and the job for good.
-    *) [ $((${SLURM_JOB_END_TIME:-9999999999} - $(date +%s))) -ge 150 ] ||
-      exec scontrol requeue "$SLURM_JOB_ID" ;;
+    *) [ "$(left)" -ge "$near" ] || exec scontrol requeue "$SLURM_JOB_ID" ;;
   esac
 done
 exit "$status"

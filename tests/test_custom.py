@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import py_compile
 import textwrap
 
 import jax
@@ -454,29 +453,6 @@ def test_a_relative_path_is_that_of_the_folder_in_which_it_is_given(tmp_path, mo
   assert found[1] > found[0]
 
 
-@pytest.mark.parametrize("name", ["edited.py", "edited_module"])
-def test_a_source_that_changed_is_read_anew_by_the_next_run_and_not_before(
-  tmp_path, monkeypatch, name
-):
-  """In a notebook its cell is run again; no cache may give the old model."""
-  monkeypatch.syspath_prepend(tmp_path)
-  path = tmp_path / f"{name.removesuffix('.py')}.py"
-  mine = config("model", f"{path if name.endswith('.py') else name}:model")
-
-  def found():
-    return initial.initial_params(mine)["kernel"].shape, custom.identity(mine.model)
-
-  path.write_text(MODEL)
-  first = found()
-  path.write_text(MODEL.replace('"size", 3', '"size", 30'))
-  assert found() == first, "a run under way has one text"
-  assert custom.renew(mine) is mine
-  assert found()[0] == (30, 1) and found()[1] != first[1]
-  path.write_text(MODEL)
-  custom.renew(mine)
-  assert found() == first
-
-
 def test_a_changed_initial_value_and_changed_frozen_arrays_are_new_too(tmp_path):
   path = tmp_path / "drawn.py"
   mine = config("model", f"{path}:model")
@@ -500,28 +476,6 @@ def test_text_is_that_of_the_changed_model(tmp_path):
     custom.renew(config("model", mine.custom))
     found.append(evaluate.generate(mine, {}, tokenizer, "", 3, temperature=0.0))
   assert found == ["aaa", "bbb"]
-
-
-def test_bytecode_of_an_older_text_of_the_same_second_and_length_is_not_run(tmp_path):
-  path = tmp_path / "mine.py"
-  path.write_text("letter = 'a'")
-  py_compile.compile(str(path), doraise=True)
-  times = path.stat()
-  path.write_text("letter = 'b'")
-  os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-  assert custom._import(config("model", f"{path}:model").model).letter == "b"
-
-
-def test_a_script_that_begins_a_run_when_it_is_read_is_refused(tmp_path):
-  """It names a function of its own, and lacks `if __name__ == "__main__"`: each reading would begin
-  another run."""
-  path = tmp_path / "script.py"
-  begins = "import ddiloco\nddiloco.plan({'model': {'custom': f'{__file__}:model'}}, gbps=1.0,"
-  path.write_text(f"{MODEL}\n{begins} step_seconds=1.0)\n")
-  rule = r"script.py is being read for it, and begins a run itself. Fix: put .* under `if __name__"
-  for _ in range(2):
-    with pytest.raises(ConfigError, match=f"^model.custom = .*{rule}"):
-      custom.check(config("model", f"{path}:model"))
 
 
 def test_parts_in_a_module_are_found_like_in_a_file(tmp_path, monkeypatch):

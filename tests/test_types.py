@@ -1,4 +1,4 @@
-"""mypy finds nothing to object to in the pure packages and the scripts; mypy.ini names them."""
+"""mypy finds nothing to object to in the packages that mypy.ini names, and in the scripts."""
 
 import subprocess
 import sys

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import itertools
 import shlex
 from pathlib import Path
@@ -21,7 +23,7 @@ from ddiloco.launch.placement import (
   require_prices,
 )
 from ddiloco.network.keys import public_file, read, secret_file
-from ddiloco.workdir import differences
+from ddiloco.workdir import differences, fixed
 
 ACTIONS = ("create", "status", "watch", "delete")
 
@@ -153,8 +155,9 @@ def _on_gke(given: Flags, run: gke.GkeRun, action: str) -> int:
     return FINISHED
   clusters = Clusters(run)
   if action == "status":
-    print("\n".join(map(str, clusters.status())))
-    return FINISHED
+    states = clusters.status()
+    print("\n".join(map(str, states)))
+    return LOST if any(each.jobs == gke.UNSEEN for each in states) else FINISHED
   if action == "watch":
     completed = clusters.watch(3600 * given.watch_hours, given.poll_seconds)
     return FINISHED if completed else LOST
@@ -205,10 +208,11 @@ def _on_tpu_vms(given: Flags, run: tpu_vms.TpuVmRun, action: str) -> int:
   placement = run.placement
   spends = action in ("create", "watch")
   lines = _afford(given, placement, machines=0) if spends else []
+  public, secrets = _keys(given, placement, may_lack=given.dry_run or not spends)
+  run = dataclasses.replace(run, identity=_identity(given, placement.config, public))
   if given.dry_run:
     print("\n".join([*([_comments(lines)] if lines else []), *_commands(run, action)]))
     return FINISHED
-  public, secrets = _keys(given, placement, may_lack=not spends)
   files = {f"keys/public/{name}": text for name, text in public.items()}
   files["config/config.json"] = placement.config.to_json()
   slices = Slices(run, files, secrets, 3600 * given.watch_hours, given.poll_seconds)
@@ -226,11 +230,19 @@ def _on_tpu_vms(given: Flags, run: tpu_vms.TpuVmRun, action: str) -> int:
   return FINISHED
 
 
+def _identity(given: Flags, config: Config, public: dict[str, str]) -> str:
+  """A digest of what makes it this run: the first shard's key, and what all roles share; "" where
+  the keys are not here."""
+  key = public.get(public_file(Path(given.keys), "syncer-0").name, "")
+  return key and hashlib.sha256(f"{key}{fixed(config)}".encode()).hexdigest()[:16]
+
+
 def _commands(run: tpu_vms.TpuVmRun, action: str) -> list[str]:
   """The commands of the action, island by island; those of `create` if nothing exists yet."""
   found = []
-  if action == "delete":
-    found = ["# Lists all slices and requests; those of the run are then deleted, each as here:"]
+  if action in ("status", "delete"):
+    then = "shown" if action == "status" else "deleted"
+    found = [f"# Lists all slices and requests; those of the run are then {then}, each as here:"]
     found += [shlex.join(run.list_all(group)) for group in tpu_vms.GROUPS]
   for island in run.placement.islands:
     each, start = run.slice(island), run.start_script(island, leader="ADDRESS-OF-HOST-0")

@@ -88,7 +88,8 @@ def train(
   with contextlib.closing(runner):
     served = Dashboard(workdir, dashboard) if dashboard else None  # opens its port, or is refused
     alone = workdirs.held(workdir, config.checkpoint.path)
-    with alone, kept_in(workdir / workdirs.COMPILED):
+    parts = engine == "threads" and config.num_islands() + config.run.evaluator_devices > 1
+    with alone, kept_in(workdir / workdirs.COMPILED, parts):
       workdirs.claim(workdir, config, overwrite)
       sources = json.dumps({"corpus": data.digest(corpus), **initial.sources(config)})
       workdirs.write_whole(workdir / workdirs.SOURCES, f"{sources}\n")

@@ -31,7 +31,8 @@ from ddiloco.launch.gke import Document, GkeRun, JobSetState
 from ddiloco.launch.placement import PlacedIsland
 from ddiloco.launch.tpu_vms import Need, Seen, Slice, TpuVmRun
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 
 # --- Calls of programs: each has a name, a limit and a line in the log
 
@@ -158,6 +159,7 @@ class Clusters:
 
   def __init__(self, run: GkeRun):
     self._run = run
+    self._silent = set[str]()  # clusters that did not answer the last look
     self._ours = [f"--namespace={run.namespace}", f"--selector={gke.RUN}={run.name}"]
 
   def create(self, found: Mapping[str, Sequence[Document]]) -> None:
@@ -208,13 +210,25 @@ class Clusters:
     return [from_dict(json.loads(text)) for text in texts if text]
 
   def status(self) -> list[JobSetState]:
-    """The states of all JobSets of the run.
+    """The states of all JobSets of the run; those of a cluster that does not answer are `UNSEEN`,
+    and why is said when it falls silent."""
+    where = self._run.jobsets()
+    found = gke.states([item for each in self._run.contexts() for item in self._look(each)], where)
+    why = {n: f"{_named(c)} does not answer" for n, c in where.items() if c in self._silent}
+    unseen = {name: JobSetState(name, jobs=gke.UNSEEN, reason=said) for name, said in why.items()}
+    return [unseen.get(each.name, each) for each in found]
 
-    Raises:
-      LaunchError: a cluster does not answer.
-    """
-    listed = [self._listed(context, f"{gke.JOBSETS},pods") for context in self._run.contexts()]
-    return gke.states([item for each in listed for item in each["items"]], self._run.jobsets())
+  def _look(self, context: str) -> list[dict[str, Any]]:
+    """The run's JobSets in a cluster and their pods; none if it does not answer."""
+    try:
+      found = self._listed(context, f"{gke.JOBSETS},pods")["items"]
+    except LaunchError as error:
+      if context not in self._silent:
+        say(str(error))
+      self._silent.add(context)
+      return []
+    self._silent.discard(context)
+    return found
 
   def _listed(self, context: str, kinds: str = gke.JOBSETS, *flags: str) -> dict[str, Any]:
     """What the run has of these kinds in a cluster, in kubectl's words."""
@@ -245,22 +259,21 @@ class Clusters:
   def watch(self, limit_seconds: float, poll_seconds: float) -> bool:
     """Reports changes until every JobSet has ended; the clusters themselves restart failed pods.
 
-    A cluster that does not answer is asked again. Returns whether all have completed.
+    A cluster that does not answer is asked again, and the others are watched. Returns whether all
+    have completed.
 
     Raises:
       LaunchError: they were deleted, or have not ended within the limit.
     """
-    until, before, seen = time.monotonic() + limit_seconds, list[JobSetState](), list[JobSetState]()
+    until, seen, had = time.monotonic() + limit_seconds, list[JobSetState](), False
     count = len(self._run.jobsets())
     say(f"{self._run.name}: watches {count} JobSets (at most {limit_seconds:g} s)")
     while True:
-      try:
-        before, seen = seen, self.status()
-        for each in (state for state in seen if state not in before):
-          say(str(each))
-      except LaunchError as error:
-        say(str(error))
-      if any(each.jobs for each in before) and not any(each.jobs for each in seen):
+      before, seen = seen, self.status()
+      for each in (state for state in seen if state not in before):
+        say(str(each))
+      had = had or any(each.jobs > 0 for each in seen)
+      if had and not any(each.jobs for each in seen):  # also none that is unseen
         raise LaunchError(
           f"{self._run.name}: was deleted, and not by this command."
           " Fix: if you want it back, create again."
@@ -365,12 +378,21 @@ class Slices:
     self._each(lambda island: self._keep(island, (Need.DONE,), again=False), self._islands)
 
   def status(self) -> list[str]:
-    """A line for each island."""
+    """A line for each island, and for each slice that none of them has.
+
+    Raises:
+      LaunchError: gcloud does not say which slices there are.
+    """
 
     def one(island: PlacedIsland) -> str:
       return f"{island.role} in {island.where}: {self._look(island)}"
 
-    return self._each(one, self._islands)
+    mine = {self._run.slice(island) for island in self._islands}
+    others = ((each, seen) for each, (_, seen) in self._listed().items() if each not in mine)
+    more = [
+      f"{name} in {zone}: {seen}; no island has it, and it costs" for (name, zone), seen in others
+    ]
+    return [*self._each(one, self._islands), *more]
 
   def delete(self) -> list[str]:
     """Lets roles drain, and deletes all slices with the label of the run and all requests for them,
@@ -394,8 +416,15 @@ class Slices:
       do(f"{each.name}: is deleted", delete, self._slice_seconds)
 
     self._each(one, there)
-    left = self._listed().items()
-    return [f"{each.name} in {each.zone}: {seen.slice.lower()}" for each, (_, seen) in left]
+    left = {each: seen for each, (_, seen) in self._listed().items()}
+    # gcloud leaves out, and does not say so, what is in zones that do not answer.
+    mine = [each for each in map(self._run.slice, self._islands) if each not in left]
+    left |= zip(mine, self._each(lambda each: self._describe(each, self._run.group), mine))
+    return [
+      f"{name} in {zone}: {seen.slice.lower()}{f' ({seen.error})' if seen.error else ''}"
+      for (name, zone), seen in left.items()
+      if seen.slice == "UNSEEN" or not (seen.slice == "ABSENT" or self._run.foreign(seen))
+    ]
 
   def _listed(self) -> dict[Slice, tuple[str, Seen]]:
     """What the run has, with and without --queued; a slice that was asked for by a queued resource
@@ -505,11 +534,12 @@ class Slices:
 
   def _look(self, island: PlacedIsland) -> Seen:
     """The state of the slice and its roles; "UNSEEN" with the reason if a query failed, "FOREIGN":
-    a slice of this name is not of this run."""
+    a slice of this name is of another run."""
     each = self._run.slice(island)
     seen = self._describe(each, self._run.group)
-    if seen.slice not in ("ABSENT", "UNSEEN") and seen.run != self._run.name:
-      return Seen("FOREIGN", error=f"{each.name} is not of this run; choose another --name")
+    if seen.slice not in ("ABSENT", "UNSEEN") and self._run.foreign(seen):
+      why = f"{each.name} is not of this run, or was made with other --keys or another config"
+      return Seen("FOREIGN", error=f"{why}; choose another --name, or delete it first")
     if self._run.queued and seen.slice == "ACTIVE":
       request, seen = seen, self._describe(each, "tpu-vm")
       if seen.slice == "ABSENT":
@@ -534,9 +564,9 @@ class Slices:
 
 def stage(folder: Path, files: Mapping[str, str], secrets: Mapping[str, str]) -> None:
   """Writes the files of a host; only their owner can read the secrets."""
-  for path, text in files.items():
-    (folder / path).parent.mkdir(parents=True, exist_ok=True)
-    (folder / path).write_text(text)
+  for name, text in files.items():
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(text)
   (folder / "keys" / "secret").mkdir(mode=0o700, parents=True)
   for name, text in secrets.items():
     path = folder / "keys" / "secret" / name

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ddiloco.checks import option, require
@@ -75,10 +75,11 @@ class GkeRun:
     """kubectl's names of the clusters; shards and evaluator are in the first one."""
     return list(dict.fromkeys(island.where for island in self.placement.islands))
 
-  def jobsets(self) -> list[str]:
-    """The names of the run's JobSets, in whichever cluster."""
-    roles = ("shards", "evaluator", *(island.role for island in self.placement.islands))
-    return [f"{self.name}-{role}" for role in roles]
+  def jobsets(self) -> dict[str, str]:
+    """The names of the run's JobSets, and the cluster of each."""
+    home = dict.fromkeys(("shards", "evaluator"), self.contexts()[0])
+    roles = home | {island.role: island.where for island in self.placement.islands}
+    return {f"{self.name}-{role}": context for role, context in roles.items()}
 
   def documents(
     self, public: Mapping[str, str], secrets: Mapping[str, str]
@@ -340,7 +341,7 @@ def _when_taken_away(action: str) -> Document:
   """A Job's policy for pods that were taken away or asked to end."""
   disrupted = [{"type": "DisruptionTarget", "status": "True"}]
   asked = {"containerName": "role", "operator": "In", "values": [TERMINATED]}
-  rules = [{"onPodConditions": disrupted}, {"onExitCodes": asked}]
+  rules: list[Document] = [{"onPodConditions": disrupted}, {"onExitCodes": asked}]
   return {"rules": [{"action": action, **rule} for rule in rules]}
 
 
@@ -357,6 +358,7 @@ def redacted(document: Document) -> Document:
 
 # --- The state of a run in a cluster
 
+UNSEEN = -1  # instead of a JobSet's number of Jobs, where its cluster does not answer
 _JOBSET_NAME = "jobset.sigs.k8s.io/jobset-name"  # a label of pods
 
 
@@ -367,18 +369,19 @@ class JobSetState:
   name: str
   end: str = ""  # "Completed", "Failed", or "" while it goes on
   ready: int = 0  # Jobs whose pods all run, or have succeeded
-  jobs: int = 0  # Jobs in all; 0: there is no such JobSet
+  jobs: int = 0  # Jobs in all; 0: there is no such JobSet; or UNSEEN
   restarts: tuple[int, int] = (0, 0)  # in all, and those that count
   reason: str = ""  # why it failed, or one of its pods does not run yet
 
   def __str__(self) -> str:
-    end = self.end or (f"{self.ready} of {self.jobs} ready" if self.jobs else "is not there")
+    known = {0: "is not there", UNSEEN: "is not seen"}
+    end = self.end or known.get(self.jobs, f"{self.ready} of {self.jobs} ready")
     all_restarts, counted = self.restarts
     again = f", {all_restarts} restarts, {counted} of them failures" if all_restarts else ""
     return f"{self.name}: {end}{again}{f' ({self.reason})' if self.reason else ''}"
 
 
-def states(listed: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[JobSetState]:
+def states(listed: Sequence[Mapping[str, Any]], names: Iterable[str]) -> list[JobSetState]:
   """The states of the JobSets `names`, and of others that are there too.
 
   Args:

@@ -20,7 +20,7 @@ from ddiloco.launch.placement import FOLDER, WORK, PlacedIsland, Placement
 
 STAGED = "ddiloco"  # on a host, under the user's home
 GROUPS = ("tpu-vm", "queued-resources")  # gcloud's names of slices, and of requests for them
-_LABEL = "ddiloco-run"  # of every slice: the run's name
+_LABEL, _IDENTITY = "ddiloco-run", "ddiloco-identity"  # of every slice: the run's name, and that
 _ROLE = "role: "  # begins the line that `look_script` prints on a host
 _WORKER = (
   "http://metadata.google.internal/computeMetadata/v1/instance/attributes/agent-worker-number"
@@ -48,6 +48,7 @@ class TpuVmRun:
   runtime_version: str = option("", "Image of the VMs; else the topology's own.")
   slice_minutes: float = option(60.0, "The longest wait for a slice.", 0.0)
   recreations: int = option(20, "Of a slice that was taken away.", 0)
+  identity: str = ""  # a digest: another run of this name has another one; "": not known
 
   @property
   def name(self) -> str:
@@ -89,12 +90,18 @@ class TpuVmRun:
     name, zone = self.slice(island)
     runtime = self.runtime_version or island.shape.kind.runtime
     flags = [f"--accelerator-type={island.shape.accelerator_type}"]
-    flags += [f"--labels={_LABEL}={self.name}", *(["--spot"] if self.placement.spot else [])]
+    labels = f"{_LABEL}={self.name}" + (f",{_IDENTITY}={self.identity}" if self.identity else "")
+    flags += [f"--labels={labels}", *(["--spot"] if self.placement.spot else [])]
     if self.queued:
       flags += [f"--runtime-version={runtime}", f"--node-id={name}"]
     else:
       flags += [f"--version={runtime}"]
     return self._tpu(f"{self.group} create", zone, name, *flags)
+
+  def foreign(self, seen: Seen) -> bool:
+    """Whether a slice, as its labels say, is of another run."""
+    known = bool(self.identity and seen.identity)
+    return seen.run != self.name or (known and seen.identity != self.identity)
 
   def describe(self, each: Slice, group: str = "tpu-vm") -> list[str]:
     return self._tpu(f"{group} describe", each.zone, each.name, "--format=json")
@@ -173,6 +180,7 @@ class Seen:
   leader: str = ""  # address of host 0
   error: str = ""  # why a request has failed, or a query
   run: str = ""  # by its label
+  identity: str = ""  # likewise
 
   def __str__(self) -> str:
     why = f": {self.error}" if self.error else ""
@@ -227,13 +235,14 @@ def seen_slice(node: Mapping[str, Any]) -> Seen:
   "ACTIVE", see the TPU VM."""
   state: Any = node.get("state", {})
   nodes = [node, *(spec["node"] for spec in node.get("tpu", {}).get("nodeSpec", []))]
-  run = "".join(each.get("labels", {}).get(_LABEL, "") for each in nodes)
+  labels = {key: text for each in nodes for key, text in each.get("labels", {}).items()}
+  whose = {"run": labels.get(_LABEL, ""), "identity": labels.get(_IDENTITY, "")}
   endpoints: Sequence[dict[str, str]] = node.get("networkEndpoints") or [{}]
   if isinstance(state, str):
-    return Seen(state, leader=endpoints[0].get("ipAddress", ""), run=run)
+    return Seen(state, leader=endpoints[0].get("ipAddress", ""), **whose)
   error = state.get("failedData", {}).get("error", {})
   why = f"code {error.get('code')}: {error.get('message')}" if error else ""
-  return Seen(state.get("state", "STATE_UNSPECIFIED"), error=why, run=run)
+  return Seen(state.get("state", "STATE_UNSPECIFIED"), error=why, **whose)
 
 
 def listed(nodes: Sequence[Mapping[str, Any]], run: str) -> dict[Slice, Seen]:

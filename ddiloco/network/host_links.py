@@ -176,7 +176,8 @@ class Meeting:
         " Fix: end what has the port, or give an address of this machine."
       ) from error
     probe.close()
-    self.at = "{}:{}".format(*listener.getsockname())
+    host, port, *_ = listener.getsockname()
+    self.at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     self.coordinator = free.removeprefix("tcp://")
     self._door = Door(listener, keys, self._hear, MOST_CALLERS, HELLO_SECONDS, Counters())
 

@@ -387,17 +387,24 @@ _TORN = re.compile("Error (?:read|writ)ing persistent compilation cache entry fo
 
 
 @contextlib.contextmanager
-def kept_in(folder: str | os.PathLike[str]) -> Iterator[None]:
+def kept_in(folder: str | os.PathLike[str], parts: bool = False) -> Iterator[None]:
   """In this context the programs of this process are kept in `folder`, and found there again.
 
   Several processes may share the folder. JAX replaces no entry: one that a kill or a full disk has
   torn is deleted when JAX warns of it. A user's own folder (JAX_COMPILATION_CACHE_DIR), which many
   runs may share, takes precedence, and is left as it is.
+
+  No program is kept where it would do harm. The hosts of an island of GPUs time their kernels
+  together while they compile: one that found a program would leave another, which does not see the
+  folder, waiting for its times (XLA waits for a day). TPUs halt at a program that was read back for
+  some of a process' chips (jax issue 38004), as islands have them that are `parts` of its devices.
   """
+  platform = jax.default_backend()
+  harmful = (platform == "gpu" and jax.process_count() > 1) or (platform == "tpu" and parts)
   settings = {
     "jax_compilation_cache_dir": jax.config.jax_compilation_cache_dir or os.fspath(folder),
     # Quickly compiled programs are kept too: a role has a hundred small programs.
-    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_compile_time_secs": math.inf if harmful else 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
   }
   before = {name: getattr(jax.config, name) for name in settings}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import shlex
 from unittest import mock
 
@@ -176,6 +177,8 @@ def test_islands_on_tpu_vms_from_create_to_delete(cloud, flags, capsys):
   assert launch("watch") == 2, "it makes slices anew, which costs"
   assert cloud.asked() == []
   assert launch("create", "--yes") == 0
+  (labels,) = {node["flags"]["labels"] for node in cloud.slices().values()}
+  assert re.fullmatch("ddiloco-run=run,ddiloco-identity=[0-9a-f]{16}", labels)
   assert launch("status") == 0
   assert "learner-1 in west: ready, hosts running 0" in capsys.readouterr().out
   for learner in (0, 1):
@@ -184,6 +187,15 @@ def test_islands_on_tpu_vms_from_create_to_delete(cloud, flags, capsys):
   assert capsys.readouterr().err.count(": it is done (ready, hosts exited 0)") == 2
   assert launch("delete") == 0
   assert "No slice of run is left." in capsys.readouterr().out and cloud.slices() == {}
+
+
+def test_slices_are_not_taken_for_those_of_another_config(cloud, flags, capsys):
+  """They were said to run as asked; one that was made anew would have been refused by shards."""
+  create = ["launch", "tpu-vms", *flags, *TPU_VMS, "--yes"]
+  assert cli.main(create) == 0
+  assert cli.main([*create, "--config.islands.remat=full"]) == 0
+  assert cli.main([*create, "--config.outer.momentum=0.3"]) == 1
+  assert "with other --keys or another config; choose another --name" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("target", "more"), [("gke", GKE), ("tpu-vms", TPU_VMS)])

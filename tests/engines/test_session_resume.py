@@ -359,6 +359,25 @@ def test_a_run_that_goes_on_deletes_what_killed_saves_have_left(tmp_path):
 
 
 @pytest.mark.usefixtures("untrained")
+@pytest.mark.parametrize(
+  ("engine", "learners", "devices", "parts"),
+  [
+    ("threads", 2, 0, True),
+    ("threads", 1, 0, False),
+    ("threads", 1, 1, True),
+    ("ray", 2, 1, False),
+  ],
+)
+def test_islands_are_parts_of_the_devices_of_their_process(
+  tmp_path, monkeypatch, engine, learners, devices, parts
+):
+  told, config = [], make_config(learners=learners, steps=30, run={"evaluator_devices": devices})
+  kept_in = lambda folder, parts: told.append(parts) or contextlib.nullcontext()  # noqa: E731
+  monkeypatch.setattr(session, "kept_in", kept_in)
+  assert session.train(config, tmp_path / "run", engine=engine) == 0 and told == [parts]
+
+
+@pytest.mark.usefixtures("untrained")
 @pytest.mark.parametrize("rate", [1.0, 3e-4, 0.0])
 def test_an_optimizer_with_a_learning_rate_of_its_own_is_named(rate, tmp_path, capsys):
   """It trained a thousand times too slowly, in silence. At a rate of 0 a warm-up may begin."""

@@ -83,6 +83,8 @@ plan = cloud / f"plan-{name}"
 node = json.loads(path.read_text()) if path.exists() else None
 missing = f"ERROR: (gcloud.compute.tpus.{group}.{verb}) NOT_FOUND: Resource '{name}' was not found"
 if (cloud / "slow").exists(): time.sleep(60)
+silent = lambda zone: (cloud / f"silent-{zone}").exists()
+if silent(flags["zone"]): sys.exit("ERROR: UNAVAILABLE: The service is currently unavailable.")
 
 def happens():  # the next thing of the plan
   planned = plan.read_text().split() if plan.exists() else []
@@ -97,6 +99,9 @@ def happens_here(verb):  # a planned failure of this verb, now and once
   return False
 
 def save(): path.write_text(json.dumps(node))
+
+def labels_of(node):
+  return dict(each.split("=") for each in node["flags"].get("labels", "").split(",") if each)
 
 no_zone = "PERMISSION_DENIED: Permission denied on 'locations/z' (or it may not exist)."
 refusals = {  # in the words of the TPU API
@@ -124,7 +129,7 @@ elif verb == "describe":
     sys.exit(f"ERROR: (gcloud.compute.tpus.{group}.describe) {no_zone}")
   if node is None: sys.exit(missing)
   event = happens()
-  labels = dict([node["flags"]["labels"].split("=")]) if "labels" in node["flags"] else {}
+  labels = labels_of(node)
   unmade = cloud / f"unmade-{name}"
   if group == "tpu-vm" and unmade.exists():
     unmade.unlink()
@@ -149,15 +154,15 @@ elif verb == "list":
   found = []
   for path in sorted(cloud.glob("slice-*")):
     node = json.loads(path.read_text())
-    key, _, value = node["flags"].get("labels", "").partition("=")
     here = f"projects/p/locations/{node['flags']['zone']}"
     name = path.name.removeprefix("slice-")
+    if silent(node["flags"]["zone"]): continue  # nor is that said
     if group == "tpu-vm" and node.get("queue", "ACTIVE") != "ACTIVE": continue  # is not there yet
     if group == "queued-resources" and "queue" not in node: continue
     if group == "tpu-vm":
-      each = {"name": f"{here}/nodes/{name}", "state": node["state"], "labels": {key: value}}
+      each = {"name": f"{here}/nodes/{name}", "state": node["state"], "labels": labels_of(node)}
     else:
-      specs = [{"nodeId": name, "node": {"labels": {key: value}}}]
+      specs = [{"nodeId": name, "node": {"labels": labels_of(node)}}]
       each = {"name": f"{here}/queuedResources/{name}", "tpu": {"nodeSpec": specs}}
       each["state"] = {"state": node["queue"]}
     if flags["zone"] in ("-", node["flags"]["zone"]): found.append(each)

@@ -190,6 +190,26 @@ def test_watching_tells_failure(cloud, capsys):
   assert "run-learner-0: Failed, 11 restarts, 0 of them failures" in capsys.readouterr().err
 
 
+def test_a_cluster_that_does_not_answer_hides_no_other(cloud, capsys):
+  """Nothing was said of a region that lived while the other one was gone, but an error at each
+  look."""
+  CLUSTERS.create(DOCUMENTS)
+  cloud.has("unreachable-west")
+  clusters = Clusters(RUN)
+  for _ in range(2):
+    assert list(map(str, clusters.status())) == [
+      *("run-shards: 0 of 2 ready (no pod)", "run-evaluator: 0 of 1 ready (no pod)"),
+      "run-learner-0: 0 of 1 ready (no pod)",
+      "run-learner-1: is not seen (west does not answer)",
+    ]
+  assert capsys.readouterr().err.count("Unable to connect") == 1
+  (cloud.folder / "unreachable-west").unlink()
+  assert str(clusters.status()[-1]) == "run-learner-1: 0 of 1 ready (no pod)"
+  cloud.has("unreachable-west")
+  clusters.status()
+  assert capsys.readouterr().err.count("Unable to connect") == 1, "it falls silent once more"
+
+
 def test_watching_outlives_a_cluster_that_does_not_answer(cloud, capsys):
   CLUSTERS.create(DOCUMENTS)
   cloud.has("unreachable-once-west")
@@ -201,12 +221,23 @@ def test_watching_outlives_a_cluster_that_does_not_answer(cloud, capsys):
   assert "Unable to connect" in err and "run-learner-1: Completed" in err
 
 
-def test_watching_ends_where_the_run_is_deleted(monkeypatch):
-  gone, there = (gke.JobSetState("run-learner-0", jobs=jobs) for jobs in (0, 1))
-  seen = [[gone], [there], [gone]]
-  monkeypatch.setattr(Clusters, "status", lambda _: seen.pop(0))
+GONE, THERE, UNSEEN = (gke.JobSetState("run-learner-0", jobs=jobs) for jobs in (0, 1, gke.UNSEEN))
+DONE = dataclasses.replace(THERE, end="Completed")
+
+
+@pytest.mark.parametrize("looks", [(GONE, THERE, GONE), (THERE, UNSEEN, GONE)])
+def test_watching_ends_where_the_run_is_deleted(monkeypatch, looks):
+  seen = list(looks)
+  monkeypatch.setattr(Clusters, "status", lambda _: [seen.pop(0)])
   with pytest.raises(LaunchError, match=r"run: was deleted, and not by this command. Fix: "):
     CLUSTERS.watch(100, 0.01)
+
+
+@pytest.mark.parametrize("looks", [(THERE, UNSEEN, UNSEEN, DONE), (UNSEEN, GONE, DONE)])
+def test_watching_does_not_take_a_run_for_deleted_that_it_does_not_see(monkeypatch, looks):
+  seen = list(looks)
+  monkeypatch.setattr(Clusters, "status", lambda _: [seen.pop(0)])
+  assert CLUSTERS.watch(100, 0.01)
 
 
 def test_watching_has_a_limit(cloud):

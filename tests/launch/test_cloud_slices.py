@@ -181,6 +181,22 @@ def test_a_slice_of_that_name_that_is_not_of_the_run_is_left_alone(cloud, island
         getattr(islands(), act)()
     assert verbs(cloud, "run-learner-0") == [] and cloud.slices()["run-learner-0"] == slice_
     assert islands().status()[0].startswith("learner-0 in us-east5-b: foreign: run-learner-0 is ")
+    assert islands().delete() == [] and cloud.slices() == {"run-learner-0": slice_}
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_another_operators_run_of_this_name_is_left_alone(cloud, islands, queued):
+  """Its islands were taken for those that were asked for, which would never run."""
+  for name in NAMES:
+    cloud.has(f"plan-{name}", "same active same")
+  islands(queued=queued, identity="mine").create()
+  before = cloud.slices()
+  for act in ("create", "watch"):
+    with pytest.raises(LaunchError, match=r"learner-0: no slice .*with other --keys"):
+      getattr(islands(queued=queued, identity="other"), act)()
+  assert cloud.slices() == before
+  for identity in ("mine", ""):  # "": the folder of keys is not here
+    islands(queued=queued, identity=identity).create()
 
 
 @pytest.mark.parametrize("queued", [False, True])
@@ -277,6 +293,29 @@ def test_the_state_of_all_is_told(cloud, islands):
     "learner-0 in us-east5-b: ready, hosts running 0",
     "learner-1 in europe-west4-a: absent, hosts not seen",
   ]
+
+
+def test_a_slice_that_no_island_has_any_more_is_told_as_well(cloud, islands):
+  islands().create()
+  fewer = dataclasses.replace(MADE, islands=MADE.islands[:1])
+  assert islands(placement=fewer).status() == [
+    "learner-0 in us-east5-b: ready, hosts running 0",
+    "run-learner-1 in europe-west4-a: ready, hosts not seen; no island has it, and it costs",
+  ]
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_what_a_zone_has_that_does_not_answer_is_not_taken_for_deleted(cloud, islands, queued):
+  """gcloud lists the other zones, and does not say that one is missing: its slices went on."""
+  for name in NAMES:
+    cloud.has(f"plan-{name}", "active active active")
+  islands(queued=queued).create()
+  cloud.has("silent-europe-west4-a")
+  (left,) = islands(queued=queued).delete()
+  assert left.startswith("run-learner-1 in europe-west4-a: unseen (status 1: ERROR: UNAVAILABLE")
+  assert list(cloud.slices()) == ["run-learner-1"]
+  (cloud.folder / "silent-europe-west4-a").unlink()
+  assert islands(queued=queued).delete() == [] and cloud.slices() == {}
 
 
 @pytest.mark.parametrize("queued", [False, True])

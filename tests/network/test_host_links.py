@@ -163,6 +163,16 @@ def test_who_does_not_come_is_named(url):
   close(held[0])
 
 
+def test_an_ipv6_address_is_said_with_its_brackets():
+  try:
+    (url,) = free_urls(1, "::1")
+  except OSError as error:
+    pytest.skip(f"no IPv6 loopback here: {error}")
+  meeting = Meeting(url, ISLAND, None, SILENT_SECONDS)
+  meeting.close()
+  assert meeting.at == url.removeprefix("tcp://")
+
+
 @pytest.mark.parametrize(
   ("island", "host", "reason"),
   [

@@ -6,7 +6,6 @@ import os
 import re
 import stat
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -29,6 +28,7 @@ PROGRAMS = {
     printf '%s|' "$JAX_PLATFORMS" "$@" >> "$CALLS"; echo >> "$CALLS"
     read -r status < "$PLAN"; sed -i 1d "$PLAN"; exit "$status"
   """,
+  "date": 'read -r now < "$CLOCK"; sed -i 1d "$CLOCK"; echo "$now"',
 }
 
 
@@ -40,11 +40,13 @@ def job(tmp_path):
     program.write_text(f"#!/usr/bin/env bash\n{text}\n")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
 
-  def run(*arguments: str, statuses: tuple[int, ...] = (0,), **variables: str):
+  def run(*arguments: str, statuses: tuple[int, ...] = (0,), clock=(0,) * 20, **variables: str):
     calls, plan = tmp_path / "calls", tmp_path / "plan"
     calls.write_text("")
+    (tmp_path / "clock").write_text("".join(f"{each}\n" for each in clock))
     plan.write_text("".join(f"{each}\n" for each in statuses))
-    named = {"CALLS": str(calls), "PLAN": str(plan), "SLURM_JOB_ID": "42", **variables}
+    named = {"CALLS": str(calls), "PLAN": str(plan), "CLOCK": str(tmp_path / "clock")}
+    named |= {"SLURM_JOB_ID": "42", **variables}
     path = f"{tmp_path}:{os.environ['PATH']}"
     done = subprocess.run(
       ["bash", str(ROOT / "scripts" / "slurm.sh"), *arguments],
@@ -86,12 +88,18 @@ def test_a_role_drains_before_its_time_limit():
   assert asked and int(asked[1]) > NetworkConfig().drain_seconds
 
 
-@pytest.mark.parametrize(("left", "requeued"), [(140, True), (3600, False)])
-def test_a_role_that_has_lost_work_at_its_time_limit_waits_in_the_queue_again(job, left, requeued):
+@pytest.mark.parametrize(("ends", "requeued"), [(3460, True), (10, False)])
+def test_a_role_that_has_lost_work_at_its_time_limit_waits_in_the_queue_again(job, ends, requeued):
   """It was started once more, and Slurm ended that start, and the job for good."""
-  end = str(int(time.time()) + left)
-  status, calls, _ = job("learner", statuses=(1, 0), SLURM_JOB_END_TIME=end)
+  given = {"clock": (0, ends, 3600), "SLURM_JOB_END_TIME": "3600"}
+  status, calls, _ = job("learner", statuses=(1, 0), **given)
   assert status == 0 and len(calls) == 2 and (calls[-1] == "scontrol requeue 42") == requeued
+
+
+def test_a_role_that_always_fails_does_not_send_a_short_job_into_the_queue_for_ever(job):
+  given = {"clock": (0, 20, 40, 60), "SLURM_JOB_END_TIME": "120", "MAX_RESTARTS": "2"}
+  status, calls, _ = job("learner", statuses=(1, 1, 1), **given)
+  assert status == 1 and len(calls) == 3 and "scontrol requeue 42" not in calls
 
 
 def test_a_shard_listens_on_the_port_of_its_number(job):

@@ -51,8 +51,8 @@ def folder(tmp_path):
   own = jax.config.jax_compilation_cache_dir
   jax.config.update("jax_compilation_cache_dir", None)  # else it would take precedence
 
-  def compile() -> dict[str, int]:
-    with kept_in(tmp_path):
+  def compile(parts: bool = False) -> dict[str, int]:
+    with kept_in(tmp_path, parts):
       jax.clear_caches()
       jax.jit(lambda x: jnp.sin(x) @ jnp.cos(x)).lower(jnp.ones(7)).compile()
     return {path.name: path.stat().st_size for path in tmp_path.glob("*-cache")}
@@ -86,6 +86,22 @@ def test_a_program_that_a_full_disk_cuts_off_leaves_no_entry(folder, monkeypatch
     patch.setattr(type(jax._src.path.Path(path)), "write_bytes", full)
     assert not compile()
   assert compile()
+
+
+@pytest.mark.parametrize(
+  ("platform", "processes", "parts", "kept"),
+  [
+    *(("gpu", 1, True, True), ("gpu", 2, False, False)),
+    *(("tpu", 4, False, True), ("tpu", 1, True, False), ("cpu", 2, True, True)),
+  ],
+)
+def test_no_program_is_kept_that_would_hang_or_halt_those_that_find_it(
+  folder, monkeypatch, platform, processes, parts, kept
+):
+  monkeypatch.setattr(jax, "default_backend", lambda: platform)
+  monkeypatch.setattr(jax, "process_count", lambda: processes)
+  _, compile = folder
+  assert bool(compile(parts)) == kept
 
 
 KNOWN = {"xla_cpu_enable_fast_math": False}
