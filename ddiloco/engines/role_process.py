@@ -52,6 +52,9 @@ CLOSE_SECONDS = 10.0  # for the runner's thread to end; its terminal may be stuc
 FIRST_STEP_SECONDS = 60.0  # for probes, a learner's usual step until it is known
 EARLY_SECONDS = 1.0  # for a role that has not begun yet to end by itself
 GOODBYE_SECONDS = 1.0  # at least, for what is still queued when a role ends
+# As long as a fragment, of a message: a copy has two, a donation the optimizer's moments. Adam has
+# two, Adan four, one more if gradients are accumulated.
+MOST_VECTORS = 8
 
 
 def load_keys(place: RoleSpec, address: str) -> Keys | None:
@@ -77,7 +80,7 @@ def connect(
   run = RunIdentity(
     run_id=place.run_id,
     plan_id=initial.contract(config, plan),
-    max_payload_bytes=12 * max(plan.sizes),  # a copy: value, published value and momentum, f32
+    max_payload_bytes=4 * MOST_VECTORS * max(plan.sizes),
     queue_bytes=config.network.queue_bytes or 12 * max(owned),
   )
   endpoint = NetworkEndpoint(address, incarnation, run, config.network, place.bind or None, keys)
