@@ -10,14 +10,14 @@ import functools
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ddiloco.checkpoint import restore
 from ddiloco.checkpoint.buddy import Copies, Replication, Sealer, recover
 from ddiloco.checks import lasts, require
-from ddiloco.config import Config
+from ddiloco.config import Config, ConfigError
 from ddiloco.core.delta import Committed, Store, new_fragment
 from ddiloco.core.fragments import owned_by
 from ddiloco.engines.island_hosts import FollowingHost, Hosts, check_hosts, name_lost_host
@@ -39,9 +39,10 @@ from ddiloco.roles import initial
 from ddiloco.roles.learner import Batches, Learner
 from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Runtime
-from ddiloco.workdir import COMPILED, RESULT, clear_outcome, reached_end
+from ddiloco.workdir import COMPILED, RESULT, clear_outcome, outcome, reached_end
 
-if TYPE_CHECKING:  # its module imports JAX, which a shard need not have
+if TYPE_CHECKING:  # these modules import JAX, which a shard need not have
+  from ddiloco.engines.engine import RunResult
   from ddiloco.training.data import Source
 
 RECOVERY_HELLOS = 18  # hello periods: a learner that lost its shard retries within 16 of them
@@ -413,11 +414,34 @@ def run_evaluator(config: Config, place: RoleSpec, corpus: Source | None = None)
 
 
 def _leave(runner: RoleRunner) -> int:
-  """Says goodbye once more: a shard that did not hear it, and shares no workdir, still waits."""
+  """Says goodbye once more: a shard that did not hear it, and shares no workdir, still waits.
+  Leaves the report, if a life before was killed while it measured the end."""
+
+  def unmeasured(_: Mapping[str, np.ndarray]) -> float:
+    raise ConfigError("an evaluator was killed while it measured it; `ddiloco evaluate` does that")
+
   endpoint = runner.connect()
   for shard in range(runner.config.sync.num_shards):
     endpoint.send(syncer_address(shard), Goodbye(EVALUATOR, runner.incarnation))
+  if "seconds" not in outcome(runner.place.workdir):
+    from ddiloco.engines.engine import RunResult
+
+    runner.disconnect()
+    tokens = runner.config.run.total_tokens
+    _conclude(runner, RunResult("finished", {}, {}, saved=True, merged_tokens=tokens), unmeasured)
   return FINISHED
+
+
+def _conclude(runner: RoleRunner, result: RunResult, loss: Any) -> None:
+  """`session.conclude`, as a role says it."""
+  from ddiloco.engines import session
+
+  runner.busy("measuring the result and writing the report")
+  try:
+    session.conclude(runner.config, runner.place.workdir, result, loss, pause=runner.stop.wait)
+  except OSError as error:
+    fix = f"{session.ROOM}; start it again"
+    raise Ended(f"the run's end is not saved: {error}. Fix: {fix}") from error
 
 
 def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
@@ -438,7 +462,7 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
     session.refuse_other_data(config, runner.place.workdir, source)
     heldout = session.evaluator(config, source)
     measure, loss = heldout.measure, heldout.loss
-  endpoint, stopping = runner.connect(), runner.stop.wait
+  endpoint = runner.connect()
   make = functools.partial(_make, runner)
   runtime = Runtime(endpoint, runner.recorder, initial=make)
   weights.clear(result)
@@ -451,14 +475,16 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
       session.write_outcome(runner.place.workdir, over)
 
     runner.busy("saving the result")
-    session.until_saved(end, config.network.give_up_seconds, stopping)
+    session.until_saved(end, config.network.give_up_seconds, runner.stop.wait)
     runner.busy("measuring the result")
 
   role = Evaluator(*(config, runner.plan, measure, runtime, runner.incarnation), save=save)
   runner.ready = lambda: _joining(role.exchange.state, endpoint.links(), config)
   runner.progress = lambda: _trained(role.exchange.state, config)
+  # Once it has left, shards end: it may reach none any more.
+  stopped = lambda: runner.stop.is_set() if role.saved else runner.stopped()  # noqa: E731
   try:
-    role.run(runner.stopped)
+    role.run(stopped)
   finally:
     runner.disconnect()
   state = role.exchange.state
@@ -469,11 +495,5 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
     raise Ended("has not saved the final model, which the shards keep. Fix: start it again")
   reason = "finished" if role.finished else "stopped"
   seen = role.saved, role.untrained_loss, role.final_loss, state.merged_tokens
-  outcome = RunResult(reason, role.store.params(), {}, "", *seen)
-  runner.busy("measuring the result and writing the report")
-  try:
-    session.conclude(config, runner.place.workdir, outcome, loss, pause=stopping)
-  except OSError as error:
-    fix = f"{session.ROOM}; start it again"
-    raise Ended(f"the run's end is not saved: {error}. Fix: {fix}") from error
+  _conclude(runner, RunResult(reason, role.store.params(), {}, "", *seen), loss)
   return FINISHED

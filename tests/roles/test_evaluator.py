@@ -161,6 +161,28 @@ def test_a_stopped_evaluator_waits_for_no_measurement_but_the_end_of_a_program_d
   assert [each.loss for each in watched.of("evaluation")] == [0.5]
 
 
+def test_an_evaluator_that_is_stopped_while_it_measures_the_end_has_saved_it_and_waits_no_more():
+  """SIGTERM was not heard: systemd killed it after its 90 s, and the run had no report."""
+  begun, go_on = threading.Event(), threading.Event()
+
+  def measure(params):
+    if params["embedding"].max() == 1.0:
+      begun.set()
+      go_on.wait(PATIENCE_SECONDS)
+    return {"loss": 0.5}
+
+  watched = Watched(measure)
+  watched.publish(0, 0)
+  watched.publish(1, TOKENS)
+  run = threading.Thread(target=watched.role.run, args=(begun.is_set,), daemon=True)
+  run.start()
+  run.join(PATIENCE_SECONDS)
+  assert begun.is_set() and watched.saved == [TOKENS] and watched.role.final_loss is None
+  assert any(isinstance(m, Goodbye) for m in watched.wire.sent)
+  go_on.set()
+  wait_for(lambda: watched.role.final_loss == 0.5)
+
+
 def test_one_measurement_at_a_time():
   """Each has a model of its own in memory."""
   begun, go_on, losses = [], threading.Event(), iter((0.5, 0.4))
