@@ -142,7 +142,7 @@ class RoleRunner:
     self._closing = threading.Event()
     self._asked_at = math.inf  # when a signal was first seen to ask it to end
     self._over: Ended | Outnumbered | None = None  # why this life cannot go on
-    self._began = False  # the role checks for signals itself, or other roles may know of it
+    self._began = False  # the role checks for signals itself
     self._waited = False  # whether the role has waited for a newer life to fall silent
     self._end_at = math.inf  # when the process ends if the role has not begun by then
     self.health = Health(self._status)
@@ -232,7 +232,6 @@ class RoleRunner:
     Raises:
       Ended: another process has the port.
     """
-    self._began = True
     who = self.address, self.incarnation, self.keys
     try:
       endpoint = connect(self.config, self.plan, self.place, *who)
@@ -367,8 +366,8 @@ class RoleRunner:
       self._end_now(f"hangs for {silent:.0f} s, and ends to be started again", LOST)
 
   def _hear(self) -> None:
-    """Prints that a signal came, and ends a role that has not begun: while it compiles, it cannot
-    check for signals."""
+    """Prints that a signal came, and ends a role that has not begun: while it compiles, or restores
+    its fragments, it cannot check for signals."""
     if self._heard and not self._began:
       self._end_at = min(self._end_at, time.monotonic() + EARLY_SECONDS)
       if time.monotonic() >= self._end_at:

@@ -379,9 +379,8 @@ def _ask_buddy(runner: RoleRunner, copies: Copies) -> dict[int, Committed]:
     return {}
 
   def keep_on(quiet_seconds: float) -> bool:
-    stopped = runner.stopped()
     runner.busy("asking its buddy for its fragments")  # which may take minutes
-    return not stopped and quiet_seconds < runner.config.network.silence_seconds
+    return quiet_seconds < runner.config.network.silence_seconds
 
   found = recover(copies, keep_on)
   if found:

@@ -238,12 +238,19 @@ def test_a_scheduler_can_tell_a_role_that_left_from_one_that_is_done(make, numbe
     assert runner.run(lambda: LOST) == LOST
 
 
-def test_a_role_that_still_compiles_ends_soon_after_a_signal(make, monkeypatch, capsys):
+@pytest.mark.parametrize("connects", [False, True])
+def test_a_role_that_still_compiles_or_restores_ends_soon_after_a_signal(
+  make, monkeypatch, capsys, connects
+):
+  """A shard connects first, to ask its buddy. It read its snapshot to the end, and said then that
+  work was lost."""
   over = threading.Event()
 
   monkeypatch.setattr(role_process, "EARLY_SECONDS", 0.01)
   monkeypatch.setattr(role_process.os, "_exit", sys.exit)
   with make() as runner:
+    if connects:
+      runner.connect()
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(SystemExit) as ended:
       runner.run(lambda: over.wait(10.0) and LOST)
@@ -251,7 +258,8 @@ def test_a_role_that_still_compiles_ends_soon_after_a_signal(make, monkeypatch, 
   assert ended.value.code == FINISHED
   assert "was asked to end before it had begun; nothing is lost" in capsys.readouterr().out
   with make() as runner:
-    endpoint = runner.connect()  # from now on others may know of it
+    endpoint = runner.connect()
+    assert not runner.stopped()  # from now on it hears of signals itself
     os.kill(os.getpid(), signal.SIGTERM)
     heard = lambda: runner.time_left() < runner.config.network.drain_seconds  # noqa: E731
     assert runner.run(lambda: wait_for(heard, "the signal") and FINISHED) == FINISHED
