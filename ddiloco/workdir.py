@@ -165,7 +165,10 @@ def check(workdir: Path, config: Config, overwrite: bool) -> bool:
   over = outcome(workdir).get("reason") == "finished" and not _is_longer(config, workdir)
   again = "add --overwrite to replace that run, or go on with a greater --config.run.total_tokens"
   fix = f"choose another directory, {again}"
-  require(not over, "--workdir", str(workdir), "its run is finished", fix)
+  rule = "its run is finished"
+  if not concluded(workdir):
+    rule += ", and was killed before its report was drawn, which `ddiloco report` does"
+  require(not over, "--workdir", str(workdir), rule, fix)
   return True
 
 
@@ -177,6 +180,12 @@ def outcome(workdir: Path) -> dict[str, Any]:
     case {"run": {"total_tokens": tokens}} if found.get("total_tokens", tokens) != tokens:
       return {}
   return found
+
+
+def concluded(workdir: Path) -> bool:
+  """Whether all is known of the end of the run in `workdir`, and its report is drawn; not where a
+  kill came before."""
+  return "seconds" in outcome(workdir)
 
 
 def reached_end(workdir: Path, config: Config) -> bool:

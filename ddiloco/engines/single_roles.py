@@ -39,7 +39,7 @@ from ddiloco.roles import initial
 from ddiloco.roles.learner import Batches, Learner
 from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Runtime
-from ddiloco.workdir import COMPILED, RESULT, clear_outcome, outcome, reached_end
+from ddiloco.workdir import COMPILED, RESULT, clear_outcome, concluded, reached_end
 
 if TYPE_CHECKING:  # these modules import JAX, which a shard need not have
   from ddiloco.engines.engine import RunResult
@@ -422,7 +422,7 @@ def _leave(runner: RoleRunner) -> int:
   endpoint = runner.connect()
   for shard in range(runner.config.sync.num_shards):
     endpoint.send(syncer_address(shard), Goodbye(EVALUATOR, runner.incarnation))
-  if "seconds" not in outcome(runner.place.workdir):
+  if not concluded(runner.place.workdir):
     from ddiloco.engines.engine import RunResult
 
     runner.disconnect()
