@@ -52,9 +52,9 @@ CLOSE_SECONDS = 10.0  # for the runner's thread to end; its terminal may be stuc
 FIRST_STEP_SECONDS = 60.0  # for probes, a learner's usual step until it is known
 EARLY_SECONDS = 1.0  # for a role that has not begun yet to end by itself
 GOODBYE_SECONDS = 1.0  # at least, for what is still queued when a role ends
-# As long as a fragment, of a message: a copy has two, a donation the optimizer's moments. Adam has
-# two, Adan four, one more if gradients are accumulated.
-MOST_VECTORS = 8
+# Vectors of a fragment in one message: a copy has value and momentum, a donation the optimizer's
+# moments. Adam has two, Adan four, and one more where gradients are accumulated.
+COPIED, MOST_MOMENTS = 2, 8
 
 
 def load_keys(place: RoleSpec, address: str) -> Keys | None:
@@ -76,11 +76,12 @@ def connect(
 ) -> NetworkEndpoint:
   """A role's endpoint: it dials every shard, a shard those with which it exchanges copies."""
   shards = range(config.sync.num_shards)
+  vectors = MOST_MOMENTS if config.checkpoint.rejoin == "peer" else COPIED
   owned = [sum(plan.sizes[p] for p in owned_by(s, len(shards), len(plan.sizes))) for s in shards]
   run = RunIdentity(
     run_id=place.run_id,
     plan_id=initial.contract(config, plan),
-    max_payload_bytes=4 * MOST_VECTORS * max(plan.sizes),
+    max_payload_bytes=4 * vectors * max(plan.sizes),
     queue_bytes=config.network.queue_bytes or 12 * max(owned),
   )
   endpoint = NetworkEndpoint(address, incarnation, run, config.network, place.bind or None, keys)

@@ -102,7 +102,7 @@ def test_it_dials_every_shard_and_a_shard_its_neighbours(make):
     assert (endpoint.address, endpoint.bind) == ("learner-3", None)
     assert endpoint.run.run_id == "r" and len(endpoint.run.plan_id) == 16
     sizes = runner.plan.sizes
-    assert endpoint.run.max_payload_bytes == 32 * max(sizes)
+    assert endpoint.run.max_payload_bytes == 8 * max(sizes)
     most = max(sum(sizes[0::2]), sum(sizes[1::2]))
     assert endpoint.run.queue_bytes == 12 * most, "one slow peer's backlog is no threat to a shard"
   assert endpoint.closed_with == runner.config.network.drain_seconds

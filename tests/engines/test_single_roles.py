@@ -217,11 +217,12 @@ def test_the_moments_of_an_optimizer_with_more_of_them_than_adam_reach_their_sha
   """Adan has four. A donor lost its connection, with the pushes on it, whenever it was asked."""
   place, now = RoleSpec(tmp_path, "run", tuple(free_urls(2))), seconds_since_2020()
   serves = dataclasses.replace(place, bind=place.syncers[0])
-  plan = initial.make_plan(CONFIG)
+  peer = dataclasses.replace(CONFIG.checkpoint, rejoin="peer")
+  config, plan = dataclasses.replace(CONFIG, checkpoint=peer), initial.make_plan(CONFIG)
   payload = np.zeros(5 * 4 * max(plan.sizes), np.uint8)
   given = Moments(0, now, fragment=0, donation=1, count=0, payload=payload)
-  shard = connect(CONFIG, plan, serves, "syncer-0", now, None)
-  donor = connect(CONFIG, plan, place, "learner-0", now, None)
+  shard = connect(config, plan, serves, "syncer-0", now, None)
+  donor = connect(config, plan, place, "learner-0", now, None)
   with contextlib.closing(shard), contextlib.closing(donor):
     donor.send("syncer-0", given)
     assert len(shard.receive(PATIENCE_SECONDS).message.payload) == len(payload)
