@@ -39,7 +39,7 @@ from ddiloco.roles import initial
 from ddiloco.roles.learner import Batches, Learner
 from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Runtime
-from ddiloco.workdir import COMPILED, RESULT, clear_outcome, concluded, reached_end
+from ddiloco.workdir import COMPILED, LAST_KNOWN, RESULT, clear_outcome, outcome, reached_end
 
 if TYPE_CHECKING:  # these modules import JAX, which a shard need not have
   from ddiloco.engines.engine import RunResult
@@ -120,7 +120,7 @@ def _train(runner: RoleRunner, number: int, corpus: Source | None, hosts: Hosts 
     runner.busy("compiling")
     seconds = island.compile()
     runner.recorder.record(events.Compiled(target=runner.address, seconds=round(seconds, 3)))
-    with told_what_compiles(functools.partial(_record_compiled, runner)):
+    with told_what_compiles(runner.address, lambda event: runner.recorder.record(event)):
       if hosts is None:
         return live(runner, number, island, stream.iterate)
       hosts.wait_until_compiled()
@@ -128,12 +128,6 @@ def _train(runner: RoleRunner, number: int, corpus: Source | None, hosts: Hosts 
       status = live(runner, number, leading, functools.partial(leading.batches, stream.iterate))
       leading.end()
       return status
-
-
-def _record_compiled(runner: RoleRunner, program: str, seconds: float) -> None:
-  """Records a program that was compiled in the middle of training."""
-  compiled = events.Compiled(target=runner.address, seconds=round(seconds, 3), program=program)
-  runner.recorder.record(compiled)
 
 
 def live(runner: RoleRunner, number: int, island, batches: Batches) -> int:
@@ -419,7 +413,7 @@ def _leave(runner: RoleRunner) -> int:
   endpoint = runner.connect()
   for shard in range(runner.config.sync.num_shards):
     endpoint.send(syncer_address(shard), Goodbye(EVALUATOR, runner.incarnation))
-  if not concluded(runner.place.workdir):
+  if LAST_KNOWN not in outcome(runner.place.workdir):
     from ddiloco.engines.engine import RunResult
 
     runner.disconnect()

@@ -19,7 +19,6 @@ from ddiloco.roles.learner import LOOK_SECONDS, Exchange
 from ddiloco.runtime import Loop, Runtime, drive
 
 Measure = Callable[[Mapping[str, np.ndarray]], Mapping[str, float]]
-MEASURE_SECONDS = 3600.0  # at most, for the measurement under way when the run ends
 
 
 class _TakenOnce(initial.Assembled):
@@ -129,23 +128,14 @@ class Evaluator:
           yield from self.exchange.wait()
         if self.saved:
           self.exchange.leave(f"{self.exchange.state.merged_tokens} tokens are merged")
-        yield from self._measure_end(measuring, stopped)
+        while measuring is not None and measuring.is_alive() and not stopped():
+          yield math.inf
+        if self._evaluations and not stopped():
+          measuring = _begin("measuring the final model", self._measure, *self._now())
+          while measuring.is_alive() and not stopped():
+            yield math.inf
     finally:
       self.exchange.close()
-
-  def _measure_end(
-    self, before: threading.Thread | None, stopped: Callable[[], bool]
-  ) -> Loop[None]:
-    """Measures the final model, after the measurement under way, until it is `stopped`."""
-    give_up_at = self.exchange.time.now() + MEASURE_SECONDS
-    while before is not None and before.is_alive() and not stopped():
-      if self.exchange.time.now() >= give_up_at:
-        return warn(f"{before.name} takes over {MEASURE_SECONDS:g} s. The end is not measured.")
-      yield give_up_at
-    if self._evaluations and not stopped():
-      last = _begin("measuring the final model", self._measure, *self._now())
-      while last.is_alive() and not stopped():
-        yield math.inf
 
   @property
   def joined(self) -> bool:
