@@ -261,7 +261,7 @@ def _syncer(runner: RoleRunner, shard: int) -> int:
   try:
     role.run(faults, over)
     until = time.monotonic() + runner.time_left()  # the buddy still gets what it lacks
-    if replication is not None and not _complete(role):
+    if replication is not None and not syncer_rules.complete(role.state):
       kept = lambda: role.idle and not replication.missing()  # noqa: E731
       role.run(faults, lambda: kept() or time.monotonic() >= until)
   finally:
@@ -286,17 +286,13 @@ def _over(runner: RoleRunner, role: Syncer, unfounded: restore.Unfounded) -> Cal
   return over
 
 
-def _complete(role: Syncer) -> bool:
-  return all(role.state.complete(f) for f in role.state.fragments)
-
-
 def _untaken(role: Syncer) -> str:
   """What a shard waits for at the end, "": nothing, or an evaluator that is here."""
   member = role.state.members.get(EVALUATOR)
   gone = (member is None or member.lost) and not role.state.model_saved
   fix = "start it, with run.evaluations = 0 if it fails to evaluate"
   waits = f"the evaluator, which has not saved the final model ({fix})"
-  return waits if gone and _complete(role) else ""
+  return waits if gone and syncer_rules.complete(role.state) else ""
 
 
 def _shard_status(runner: RoleRunner, role: Syncer) -> int:
@@ -305,7 +301,7 @@ def _shard_status(runner: RoleRunner, role: Syncer) -> int:
   had = {p: f"fragment {p} before version {v + 1}" for p, v in sorted(role.lost.items())}
   if had:
     runner.say(f"was lost on the way: {', '.join(had.values())}")
-  over = _complete(role)
+  over = syncer_rules.complete(role.state)
   alone = role.replication is None
   left = [f for f in role.state.fragments if f.version > 0] if alone else role.replication.missing()
   if not over and left:
@@ -388,7 +384,8 @@ def _served(role: Syncer, config: Config) -> str:
   at = f"fragments at versions {versions[0]} to {versions[-1]}"
   members = [m for m, member in sorted(role.state.members.items()) if not member.lost and m >= 0]
   share, least = _merged(role.state, config), config.sync.min_quorum
-  waits = f", and a round needs {least}" if len(members) < least and not _complete(role) else ""
+  few = len(members) < least and not syncer_rules.complete(role.state)
+  waits = f", and a round needs {least}" if few else ""
   return f"{share:.0%} merged, {at}; {len(members)} learners {members}{waits}"
 
 
@@ -407,9 +404,8 @@ def run_evaluator(config: Config, place: RoleSpec, corpus: Source | None = None)
 
 
 def _leave(runner: RoleRunner) -> int:
-  """Says goodbye once more: a shard that did not hear it, and shares no workdir, still waits.
-  Leaves the report, if a life before was killed while it measured the end. It measures nothing:
-  that may be what took all of its memory."""
+  """Says goodbye once more: a shard that did not hear it, and shares no workdir, still waits. If a
+  life before was killed as it measured the end, for its memory perhaps, leaves just the report."""
   endpoint = runner.connect()
   for shard in range(runner.config.sync.num_shards):
     endpoint.send(syncer_address(shard), Goodbye(EVALUATOR, runner.incarnation))
