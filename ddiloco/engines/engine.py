@@ -249,8 +249,8 @@ class Engine:
   def _end(self, reason: str) -> None:
     """Ends learners and shards in good order: learners push their work while shards merge it."""
     if reason == "finished":  # learners that are up know it, and end by themselves
-      at_work = self._at_work("learner-")
-      self._wait([n for n in at_work if self._state.roles[n].phase == UP], PATIENCE_SECONDS)
+      learners = supervisor.members(self._state, "learner-").items()
+      self._wait([name for name, role in learners if role.phase == UP], PATIENCE_SECONDS)
     self._dismiss("learner-")
     if reason == "finished":
       late = self._wait([EVALUATOR_ADDRESS], MEASURE_SECONDS, asked := self.leave.is_set)
@@ -263,7 +263,7 @@ class Engine:
     """Asks all roles of a kind to end, and waits until they have brought out what they have."""
     self._feed(supervisor.Dismiss(kind))
     seconds = self.config.network.drain_seconds + PATIENCE_SECONDS
-    for name in self._wait(self._at_work(kind), seconds):
+    for name in self._wait([*supervisor.members(self._state, kind)], seconds):
       late = f"not ended within {seconds:g} s, and killed"
       warn(f"{name}: {late}.")
       self._note_lost(name, late)
@@ -271,14 +271,10 @@ class Engine:
   def _note_lost(self, name: str, why: str) -> None:
     """Keeps in mind that a role ends without having brought out its work, if it had any and the run
     needs that: once all is merged it needs none, and the evaluator has what the shards had."""
-    if self._ending and name in self._at_work("learner-") and not self._merged():
+    # A process that had not begun its work has said so, by its exit status.
+    worked = self.processes or self._state.roles[name].working_since < math.inf
+    if self._ending and worked and name.startswith("learner-") and not self._merged():
       self._lost[name] = why
-
-  def _at_work(self, kind: str) -> list[str]:
-    """The roles of a kind, without threads that have not begun their work: one that compiles hears
-    nothing, and has nothing to bring out. (Of a process its exit status tells.)"""
-    found = supervisor.members(self._state, kind).items()
-    return [name for name, role in found if self.processes or role.working_since < math.inf]
 
   def _kill(self) -> None:
     """Ends at once all roles that still live."""
