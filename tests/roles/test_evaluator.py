@@ -177,7 +177,8 @@ def test_an_evaluator_that_is_stopped_while_it_measures_the_end_has_saved_it_and
   run = threading.Thread(target=watched.role.run, args=(begun.is_set,), daemon=True)
   run.start()
   run.join(PATIENCE_SECONDS)
-  assert begun.is_set() and watched.saved == [TOKENS] and watched.role.final_loss is None
+  assert begun.is_set() and not run.is_alive(), "it has not waited for the measurement"
+  assert watched.saved == [TOKENS] and watched.role.final_loss is None
   assert any(isinstance(m, Goodbye) for m in watched.wire.sent)
   go_on.set()
   wait_for(lambda: watched.role.final_loss == 0.5)
