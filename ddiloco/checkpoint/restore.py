@@ -85,6 +85,10 @@ class ResumeState:
   position: int = 0  # of its data, when `state` was captured
   fresh: bool = True  # the inner optimizer's state is new
 
+  def part(self, state: LearnerState, position: int) -> dict[str, Any]:
+    """A later state of this incarnation as its part of a snapshot stores it; see `learner_part`."""
+    return learner_part(state, position)
+
 
 def new_learner(
   config: Config, plan: Plan, number: int, incarnation: int, afresh: bool = False

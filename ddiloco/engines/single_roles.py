@@ -120,7 +120,7 @@ def _train(runner: RoleRunner, number: int, corpus: Source | None, hosts: Hosts 
     runner.busy("compiling")
     seconds = island.compile()
     runner.recorder.record(events.Compiled(target=runner.address, seconds=round(seconds, 3)))
-    with told_what_compiles(runner.address, lambda event: runner.recorder.record(event)):
+    with told_what_compiles(functools.partial(_record_compiled, runner)):
       if hosts is None:
         return live(runner, number, island, stream.iterate)
       hosts.wait_until_compiled()
@@ -128,6 +128,12 @@ def _train(runner: RoleRunner, number: int, corpus: Source | None, hosts: Hosts 
       status = live(runner, number, leading, functools.partial(leading.batches, stream.iterate))
       leading.end()
       return status
+
+
+def _record_compiled(runner: RoleRunner, program: str, seconds: float) -> None:
+  """Records a program that was compiled in the middle of training."""
+  compiled = events.Compiled(target=runner.address, seconds=round(seconds, 3), program=program)
+  runner.recorder.record(compiled)
 
 
 def live(runner: RoleRunner, number: int, island, batches: Batches) -> int:

@@ -155,8 +155,11 @@ class ThreadsEngine(Engine):
       if recorder.incarnation:
         island.load(self._first)  # no other role has what the island had learned
     drain_seconds = config.network.drain_seconds if config.sync.num_shards else 0.0
-    told = devices.told_what_compiles(name, recorder.record)
-    with self._connected(faults, recorder) as runtime, told:
+
+    def compiled(program: str, seconds: float) -> None:
+      recorder.record(events.Compiled(target=name, seconds=round(seconds, 3), program=program))
+
+    with self._connected(faults, recorder) as runtime, devices.told_what_compiles(compiled):
       role = Learner(beginning, config, self.plan, island, self._streams[m].iterate, runtime)
       try:
         stopped = lambda: self._stopped(name, role.usual_seconds)  # noqa: E731

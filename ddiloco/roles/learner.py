@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from ddiloco.chaos import Faults
-from ddiloco.checkpoint.restore import learner_part
 from ddiloco.config import Config, ConfigError
 from ddiloco.core import codec
 from ddiloco.core.fragments import Plan
@@ -401,7 +400,7 @@ class Learner:
     # Data position - global step when the state was captured. Data goes on at the present global
     # step plus this difference.
     self._ahead = beginning.position - state.global_step
-    self._fresh = beginning.fresh
+    self._fresh, self._part = beginning.fresh, beginning.part
     self._joined: LearnerState | None = None  # the state when it opened its data
     save = None if runtime.saver is None else self._save
     self.exchange = Exchange(state, config, plan, island, runtime, save)
@@ -491,7 +490,7 @@ class Learner:
     return min(1.0, (state.step - self._joined.step + 1) / warmup)
 
   def _save(self, state: LearnerState, arrays: dict[str, Any]) -> None:
-    self._saver.save(state.snapshot, learner_part(state, self._next_position(state)), arrays)
+    self._saver.save(state.snapshot, self._part(state, self._next_position(state)), arrays)
 
   def _step(
     self, batches: Iterator[Any], faults: Faults, last: float, blocked: float

@@ -30,7 +30,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from ddiloco.checks import require
 from ddiloco.config import Config, IslandConfig, ModelConfig
 from ddiloco.models.model import Execution
-from ddiloco.protocol.events import Compiled
 
 Device = Any  # a jax.Device; tests use stand-ins
 
@@ -433,8 +432,8 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"  # also for programs fr
 
 
 @contextlib.contextmanager
-def told_what_compiles(target: str, record: Callable[[Compiled], None]) -> Iterator[None]:
-  """In this context records each program that this thread compiles, as this role's.
+def told_what_compiles(tell: Callable[[str, float], None]) -> Iterator[None]:
+  """In this context calls `tell(program, seconds)` for each program that this thread compiles.
 
   A role compiles ahead of time, so it should compile nothing while it trains. If it does, its chips
   wait; then the log says so, and the goodput ledger has a cause.
@@ -443,8 +442,7 @@ def told_what_compiles(target: str, record: Callable[[Compiled], None]) -> Itera
 
   def listen(event: str, seconds: float, **more: Any) -> None:
     if event == _COMPILED and threading.get_ident() == me and seconds >= LEAST_SECONDS:
-      program = str(more.get("fun_name", "a program"))
-      record(Compiled(target=target, seconds=round(seconds, 3), program=program))
+      tell(str(more.get("fun_name", "a program")), seconds)
 
   jax.monitoring.register_event_duration_secs_listener(listen)
   try:

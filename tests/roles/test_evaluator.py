@@ -161,27 +161,32 @@ def test_a_stopped_evaluator_waits_for_no_measurement_but_the_end_of_a_program_d
   assert [each.loss for each in watched.of("evaluation")] == [0.5]
 
 
-def test_an_evaluator_that_is_stopped_while_it_measures_the_end_has_saved_it_and_waits_no_more():
+@pytest.mark.parametrize("slow", [0, 1])
+def test_an_evaluator_that_is_stopped_while_it_measures_at_the_end_has_saved_it_and_ends(slow):
   """SIGTERM was not heard: systemd killed it after its 90 s, and the run had no report."""
-  begun, go_on = threading.Event(), threading.Event()
+  begun, go_on, stop = list[float](), threading.Event(), threading.Event()
 
   def measure(params):
-    if params["embedding"].max() == 1.0:
-      begun.set()
-      go_on.wait(PATIENCE_SECONDS)
+    begun.append(params["embedding"].max())
+    if begun[-1] == slow:
+      go_on.wait(2 * PATIENCE_SECONDS)
     return {"loss": 0.5}
 
   watched = Watched(measure)
-  watched.publish(0, 0)
-  watched.publish(1, TOKENS)
-  run = threading.Thread(target=watched.role.run, args=(begun.is_set,), daemon=True)
+  run = threading.Thread(target=watched.role.run, args=(stop.is_set,), daemon=True)
   run.start()
+  for version, tokens in enumerate((0, TOKENS)):
+    watched.publish(version, tokens)
+    wait_for(lambda n=min(version, slow): n in begun)
+  wait_for(lambda: any(isinstance(m, Goodbye) for m in watched.wire.sent))
+  stop.set()
   run.join(PATIENCE_SECONDS)
-  assert begun.is_set() and not run.is_alive(), "it has not waited for the measurement"
-  assert watched.saved == [TOKENS] and watched.role.final_loss is None
-  assert any(isinstance(m, Goodbye) for m in watched.wire.sent)
+  assert not run.is_alive() and watched.saved == [TOKENS] and watched.role.final_loss is None
   go_on.set()
-  wait_for(lambda: watched.role.final_loss == 0.5)
+  for thread in threading.enumerate():
+    if thread.name.startswith("measur"):
+      thread.join(PATIENCE_SECONDS)
+  assert begun == [0, 1][: slow + 1], "it has begun no further one"
 
 
 def test_one_measurement_at_a_time():

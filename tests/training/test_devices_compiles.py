@@ -30,7 +30,7 @@ def test_what_this_thread_compiles_is_told_while_it_lasts(monkeypatch):
   def others(x):
     return jnp.cos(x) @ jnp.cos(x)
 
-  with told_what_compiles("learner-3", found.append):
+  with told_what_compiles(lambda program, seconds: found.append((program, seconds))):
     other = threading.Thread(target=lambda: jax.jit(others)(x))
     other.start()
     other.join(60)
@@ -38,10 +38,9 @@ def test_what_this_thread_compiles_is_told_while_it_lasts(monkeypatch):
     jitted(x)
     jitted(x)
   jax.jit(lambda x: jnp.tan(x))(x)
-  assert [(e.target, e.program) for e in found] == [("learner-3", "jit(mine)")]
-  assert found[0].seconds > 0
+  assert [program for program, _ in found] == ["jit(mine)"] and found[0][1] > 0
   monkeypatch.setattr(devices, "LEAST_SECONDS", 1e9)  # of small arrays nobody is told
-  with told_what_compiles("learner-3", found.append):
+  with told_what_compiles(lambda program, seconds: found.append((program, seconds))):
     jax.jit(lambda x: jnp.sinh(x))(x)
   assert len(found) == 1
 
