@@ -23,6 +23,7 @@ from ddiloco.observe.guards import say, warn
 
 T = TypeVar("T")
 OUTCOME = "outcome.json"  # facts for the report that are not in the events
+LAST_KNOWN = "seconds"  # of these facts; not there: a kill came before the report
 RESULT = "result"  # the trained global model
 REMAINDERS = f".{RESULT}.{'[0-9a-f]' * 16}*"  # left by killed saves (`checkpoint/weights.py`)
 SOURCES = "sources.json"  # digests of the corpus ("": the data are the user's own), and own parts
@@ -162,10 +163,13 @@ def check(workdir: Path, config: Config, overwrite: bool) -> bool:
     if not is_there(workdir / "config.json"):
       return False
   _refuse_another(workdir, config, saved_config(workdir), MAY_CHANGE)
-  over = outcome(workdir).get("reason") == "finished" and not _is_longer(config, workdir)
+  end, rule = outcome(workdir), "its run is finished"
+  over = end.get("reason") == "finished" and not _is_longer(config, workdir)
   again = "add --overwrite to replace that run, or go on with a greater --config.run.total_tokens"
   fix = f"choose another directory, {again}"
-  require(not over, "--workdir", str(workdir), "its run is finished", fix)
+  if LAST_KNOWN not in end:
+    rule += ", and was killed before its report was drawn, which `ddiloco report` does"
+  require(not over, "--workdir", str(workdir), rule, fix)
   return True
 
 

@@ -33,7 +33,7 @@ from ddiloco.observe.guards import Guard, Warnings, ended, say, warn
 from ddiloco.protocol import events, supervisor
 from ddiloco.protocol.supervisor import UP
 from ddiloco.protocol.values import Frozen, replace
-from ddiloco.roles import evaluator, initial
+from ddiloco.roles import initial
 from ddiloco.roles.evaluator import Evaluator, Measure
 from ddiloco.roles.learner import Quarantined
 from ddiloco.runtime import Runtime
@@ -42,7 +42,8 @@ from ddiloco.workdir import RESULT, run_name
 T = TypeVar("T")
 TURN_SECONDS = 0.05
 PATIENCE_SECONDS = 10.0  # for roles to end, beyond the time to drain
-MEASURE_SECONDS = 60.0  # for the evaluator to get the last versions
+MEASURE_SECONDS = 60.0  # for the evaluator to get the last versions ...
+LAST_SECONDS = 3600.0  # ... and to save and measure the final model
 
 
 class RunResult(Frozen):
@@ -255,7 +256,7 @@ class Engine:
       late = self._wait([EVALUATOR_ADDRESS], MEASURE_SECONDS, asked := self.leave.is_set)
       if late and not asked() and self._evaluated is not None and self._evaluated.finished:
         say("\nAll is merged. The final model is being saved and measured (Ctrl-C: no longer).")
-        self._wait(late, evaluator.MEASURE_SECONDS, asked)
+        self._wait(late, LAST_SECONDS, asked)
     self._dismiss("syncer-")
 
   def _dismiss(self, kind: str) -> None:

@@ -52,6 +52,9 @@ CLOSE_SECONDS = 10.0  # for the runner's thread to end; its terminal may be stuc
 FIRST_STEP_SECONDS = 60.0  # for probes, a learner's usual step until it is known
 EARLY_SECONDS = 1.0  # for a role that has not begun yet to end by itself
 GOODBYE_SECONDS = 1.0  # at least, for what is still queued when a role ends
+# Vectors of a fragment in one message: a copy has value and momentum, a donation the optimizer's
+# moments. Adam has two, Adan four, and one more where gradients are accumulated.
+COPIED, MOST_MOMENTS = 2, 8
 
 
 def load_keys(place: RoleSpec, address: str) -> Keys | None:
@@ -73,11 +76,12 @@ def connect(
 ) -> NetworkEndpoint:
   """A role's endpoint: it dials every shard, a shard those with which it exchanges copies."""
   shards = range(config.sync.num_shards)
+  vectors = MOST_MOMENTS if config.checkpoint.rejoin == "peer" else COPIED
   owned = [sum(plan.sizes[p] for p in owned_by(s, len(shards), len(plan.sizes))) for s in shards]
   run = RunIdentity(
     run_id=place.run_id,
     plan_id=initial.contract(config, plan),
-    max_payload_bytes=12 * max(plan.sizes),  # a copy: value, published value and momentum, f32
+    max_payload_bytes=4 * vectors * max(plan.sizes),
     queue_bytes=config.network.queue_bytes or 12 * max(owned),
   )
   endpoint = NetworkEndpoint(address, incarnation, run, config.network, place.bind or None, keys)
@@ -139,7 +143,7 @@ class RoleRunner:
     self._closing = threading.Event()
     self._asked_at = math.inf  # when a signal was first seen to ask it to end
     self._over: Ended | Outnumbered | None = None  # why this life cannot go on
-    self._began = False  # the role checks for signals itself, or other roles may know of it
+    self._began = False  # the role checks for signals itself
     self._waited = False  # whether the role has waited for a newer life to fall silent
     self._end_at = math.inf  # when the process ends if the role has not begun by then
     self.health = Health(self._status)
@@ -229,7 +233,6 @@ class RoleRunner:
     Raises:
       Ended: another process has the port.
     """
-    self._began = True
     who = self.address, self.incarnation, self.keys
     try:
       endpoint = connect(self.config, self.plan, self.place, *who)
@@ -364,8 +367,8 @@ class RoleRunner:
       self._end_now(f"hangs for {silent:.0f} s, and ends to be started again", LOST)
 
   def _hear(self) -> None:
-    """Prints that a signal came, and ends a role that has not begun: while it compiles, it cannot
-    check for signals."""
+    """Prints that a signal came, and ends a role that has not begun: while it compiles, or restores
+    its fragments, it cannot check for signals."""
     if self._heard and not self._began:
       self._end_at = min(self._end_at, time.monotonic() + EARLY_SECONDS)
       if time.monotonic() >= self._end_at:

@@ -229,8 +229,8 @@ def conclude(
     arguments = run.prompt, run.sample_tokens, 0.7, config.seed
     _measure("the sample", extra, lambda: {"sample": sample(workdir, config, *arguments)}, pause)
   _attempt("the count of steps", extra, lambda: _learner_steps(told()))
-  began = workdirs.start_time  # of the run, also if it went on
-  took = lambda: {"seconds": max(0.0, round(time.time() - began(workdir), 1))}  # noqa: E731
+  began, last = workdirs.start_time, workdirs.LAST_KNOWN  # of the run, also if it went on
+  took = lambda: {last: max(0.0, round(time.time() - began(workdir), 1))}  # noqa: E731
   _attempt("the time of the run", extra, took)
   _attempt("the report", extra, lambda: _write_end(workdir, told(), extra))
   _print_end(config, workdir, extra)

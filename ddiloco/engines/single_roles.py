@@ -10,7 +10,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -39,9 +39,10 @@ from ddiloco.roles import initial
 from ddiloco.roles.learner import Batches, Learner
 from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Runtime
-from ddiloco.workdir import COMPILED, RESULT, clear_outcome, reached_end
+from ddiloco.workdir import COMPILED, LAST_KNOWN, RESULT, clear_outcome, outcome, reached_end
 
-if TYPE_CHECKING:  # its module imports JAX, which a shard need not have
+if TYPE_CHECKING:  # these modules import JAX, which a shard need not have
+  from ddiloco.engines.engine import RunResult
   from ddiloco.training.data import Source
 
 RECOVERY_HELLOS = 18  # hello periods: a learner that lost its shard retries within 16 of them
@@ -266,7 +267,7 @@ def _syncer(runner: RoleRunner, shard: int) -> int:
   try:
     role.run(faults, over)
     until = time.monotonic() + runner.time_left()  # the buddy still gets what it lacks
-    if replication is not None and not _complete(role):
+    if replication is not None and not syncer_rules.complete(role.state):
       kept = lambda: role.idle and not replication.missing()  # noqa: E731
       role.run(faults, lambda: kept() or time.monotonic() >= until)
   finally:
@@ -291,17 +292,13 @@ def _over(runner: RoleRunner, role: Syncer, unfounded: restore.Unfounded) -> Cal
   return over
 
 
-def _complete(role: Syncer) -> bool:
-  return all(role.state.complete(f) for f in role.state.fragments)
-
-
 def _untaken(role: Syncer) -> str:
   """What a shard waits for at the end, "": nothing, or an evaluator that is here."""
   member = role.state.members.get(EVALUATOR)
   gone = (member is None or member.lost) and not role.state.model_saved
   fix = "start it, with run.evaluations = 0 if it fails to evaluate"
   waits = f"the evaluator, which has not saved the final model ({fix})"
-  return waits if gone and _complete(role) else ""
+  return waits if gone and syncer_rules.complete(role.state) else ""
 
 
 def _shard_status(runner: RoleRunner, role: Syncer) -> int:
@@ -310,7 +307,7 @@ def _shard_status(runner: RoleRunner, role: Syncer) -> int:
   had = {p: f"fragment {p} before version {v + 1}" for p, v in sorted(role.lost.items())}
   if had:
     runner.say(f"was lost on the way: {', '.join(had.values())}")
-  over = _complete(role)
+  over = syncer_rules.complete(role.state)
   alone = role.replication is None
   left = [f for f in role.state.fragments if f.version > 0] if alone else role.replication.missing()
   if not over and left:
@@ -378,9 +375,8 @@ def _ask_buddy(runner: RoleRunner, copies: Copies) -> dict[int, Committed]:
     return {}
 
   def keep_on(quiet_seconds: float) -> bool:
-    stopped = runner.stopped()
     runner.busy("asking its buddy for its fragments")  # which may take minutes
-    return not stopped and quiet_seconds < runner.config.network.silence_seconds
+    return quiet_seconds < runner.config.network.silence_seconds
 
   found = recover(copies, keep_on)
   if found:
@@ -394,7 +390,8 @@ def _served(role: Syncer, config: Config) -> str:
   at = f"fragments at versions {versions[0]} to {versions[-1]}"
   members = [m for m, member in sorted(role.state.members.items()) if not member.lost and m >= 0]
   share, least = _merged(role.state, config), config.sync.min_quorum
-  waits = f", and a round needs {least}" if len(members) < least and not _complete(role) else ""
+  few = len(members) < least and not syncer_rules.complete(role.state)
+  waits = f", and a round needs {least}" if few else ""
   return f"{share:.0%} merged, {at}; {len(members)} learners {members}{waits}"
 
 
@@ -413,11 +410,31 @@ def run_evaluator(config: Config, place: RoleSpec, corpus: Source | None = None)
 
 
 def _leave(runner: RoleRunner) -> int:
-  """Says goodbye once more: a shard that did not hear it, and shares no workdir, still waits."""
+  """Says goodbye once more: a shard that did not hear it, and shares no workdir, still waits. If a
+  life before was killed as it measured the end, for its memory perhaps, leaves just the report."""
   endpoint = runner.connect()
   for shard in range(runner.config.sync.num_shards):
     endpoint.send(syncer_address(shard), Goodbye(EVALUATOR, runner.incarnation))
+  if LAST_KNOWN not in outcome(runner.place.workdir):
+    from ddiloco.engines.engine import RunResult
+
+    runner.disconnect()
+    tokens = runner.config.run.total_tokens
+    _conclude(runner, RunResult("finished", {}, {}, saved=True, merged_tokens=tokens), None)
+    runner.say("was killed before this report; `ddiloco evaluate` prints the result's loss")
   return FINISHED
+
+
+def _conclude(runner: RoleRunner, result: RunResult, loss: Any) -> None:
+  """`session.conclude`, as a role says it."""
+  from ddiloco.engines import session
+
+  runner.busy("measuring the result and writing the report")
+  try:
+    session.conclude(runner.config, runner.place.workdir, result, loss, pause=runner.stop.wait)
+  except OSError as error:
+    fix = f"{session.ROOM}; start it again"
+    raise Ended(f"the run's end is not saved: {error}. Fix: {fix}") from error
 
 
 def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
@@ -438,7 +455,7 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
     session.refuse_other_data(config, runner.place.workdir, source)
     heldout = session.evaluator(config, source)
     measure, loss = heldout.measure, heldout.loss
-  endpoint, stopping = runner.connect(), runner.stop.wait
+  endpoint = runner.connect()
   make = functools.partial(_make, runner)
   runtime = Runtime(endpoint, runner.recorder, initial=make)
   weights.clear(result)
@@ -451,14 +468,16 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
       session.write_outcome(runner.place.workdir, over)
 
     runner.busy("saving the result")
-    session.until_saved(end, config.network.give_up_seconds, stopping)
+    session.until_saved(end, config.network.give_up_seconds, runner.stop.wait)
     runner.busy("measuring the result")
 
   role = Evaluator(*(config, runner.plan, measure, runtime, runner.incarnation), save=save)
   runner.ready = lambda: _joining(role.exchange.state, endpoint.links(), config)
   runner.progress = lambda: _trained(role.exchange.state, config)
+  # Once it has left, shards end: it may reach none any more.
+  stopped = lambda: runner.stop.is_set() if role.saved else runner.stopped()  # noqa: E731
   try:
-    role.run(runner.stopped)
+    role.run(stopped)
   finally:
     runner.disconnect()
   state = role.exchange.state
@@ -469,11 +488,5 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
     raise Ended("has not saved the final model, which the shards keep. Fix: start it again")
   reason = "finished" if role.finished else "stopped"
   seen = role.saved, role.untrained_loss, role.final_loss, state.merged_tokens
-  outcome = RunResult(reason, role.store.params(), {}, "", *seen)
-  runner.busy("measuring the result and writing the report")
-  try:
-    session.conclude(config, runner.place.workdir, outcome, loss, pause=stopping)
-  except OSError as error:
-    fix = f"{session.ROOM}; start it again"
-    raise Ended(f"the run's end is not saved: {error}. Fix: {fix}") from error
+  _conclude(runner, RunResult(reason, role.store.params(), {}, "", *seen), loss)
   return FINISHED

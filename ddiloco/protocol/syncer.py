@@ -80,10 +80,11 @@ def finished(state: SyncerState, now: float, silence_seconds: float) -> bool:
   the members have until the recovery deadline to be here again.
   """
   here = any(now - member.heard_at < silence_seconds for member in state.members.values())
-  return state.model_saved and _complete(state) and not here and now >= state.recovery_deadline
+  return state.model_saved and complete(state) and not here and now >= state.recovery_deadline
 
 
-def _complete(state: SyncerState) -> bool:
+def complete(state: SyncerState) -> bool:
+  """Whether all of its fragments have merged the run's tokens."""
   return all(state.complete(f) for f in state.fragments)
 
 
@@ -106,7 +107,7 @@ def syncer_on(state: SyncerState, event: actions.SyncerEvent) -> SyncerOutcome:
   enough = not state.sync.blocking or len(joined(state)) >= state.quorum
   state = replace(state, saving=state.saving and not event.saved)
   # Once my fragments are final nothing that I send would carry the number to the learners.
-  if state.shard == 0 and not state.saving and enough and not _complete(state):
+  if state.shard == 0 and not state.saving and enough and not complete(state):
     every = max(1, state.sync.snapshot_steps)
     state, begun = _capture(state, state.global_step // every * every)
   return state, [*lost, *moved, *started, *begun]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 
 from ddiloco.config import Config
 from ddiloco.core.fragments import Plan, shard_of
-from ddiloco.observe.guards import ended, warn
+from ddiloco.observe.guards import warn
 from ddiloco.protocol import events, learner
 from ddiloco.protocol.messages import EVALUATOR, INITIAL
 from ddiloco.roles import initial
@@ -18,7 +19,6 @@ from ddiloco.roles.learner import LOOK_SECONDS, Exchange
 from ddiloco.runtime import Loop, Runtime, drive
 
 Measure = Callable[[Mapping[str, np.ndarray]], Mapping[str, float]]
-MEASURE_SECONDS = 3600.0  # at most, for the measurement under way when the run ends
 
 
 class _TakenOnce(initial.Assembled):
@@ -104,7 +104,7 @@ class Evaluator:
 
     A measurement runs on a thread of its own: meanwhile this role receives versions, and reports to
     the shards as a member that awaits the end of the run. When it is stopped it does not wait for a
-    measurement under way. At the end of the run it first saves the final model, and only then says
+    measurement under way, also at the end. There it first saves the final model, and only then says
     goodbye to the shards: if it ends before that, they keep the model for its next incarnation.
     """
     drive(self._live(stopped), self.exchange.endpoint, LOOK_SECONDS)
@@ -128,9 +128,12 @@ class Evaluator:
           yield from self.exchange.wait()
         if self.saved:
           self.exchange.leave(f"{self.exchange.state.merged_tokens} tokens are merged")
-        idle = measuring is None or ended(measuring, MEASURE_SECONDS)
-        if idle and self._evaluations:
-          self._measure(*self._now())
+        while measuring is not None and measuring.is_alive() and not stopped():
+          yield math.inf
+        if self._evaluations and not stopped():
+          measuring = _begin("measuring the final model", self._measure, *self._now())
+          while measuring.is_alive() and not stopped():
+            yield math.inf
     finally:
       self.exchange.close()
 

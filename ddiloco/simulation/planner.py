@@ -52,7 +52,7 @@ class ExchangePlan(TypicalRound):
   hidden: bool  # whether tau hides it
   utilisation: float  # share of the time that islands compute
   join_seconds: float  # until a joining island has the model
-  memory_bytes: int  # of the shard that needs most
+  memory_bytes: int  # of the shard that needs most, while a snapshot is written slowly
   least_shards: int | None  # with which no link and no shard is overloaded; None: no number
 
 
@@ -160,9 +160,11 @@ def _memory_bytes(setting: Setting, sync: SyncTime) -> int:
   lossy = setting.sync.publish_codec != "f32"
   updates = bandwidth.exchanged(mine, setting.sync).publish_bytes if lossy else 0
   pushes = setting.islands * bandwidth.exchanged([size], setting.sync).push_bytes
-  state = F32_BYTES * vectors * sum(mine) + updates
   copies = F32_BYTES * (1 + setting.momentum) * neighbours  # published values and momenta
-  return state + copies + rounds * (pushes + F32_BYTES * size * vectors)  # the last: a result
+  # Beside the state: the results of rounds. What a snapshot has not written yet stays meanwhile,
+  # and on a slow disk, or in a bucket, all of it may be replaced before.
+  made = sum(mine) if setting.sync.snapshot_steps else rounds * size
+  return F32_BYTES * vectors * (sum(mine) + made) + updates + copies + rounds * pushes
 
 
 def _least_shards(setting: Setting, *loads: Callable[[Setting, SyncConfig], float]) -> int | None:

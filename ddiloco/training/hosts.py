@@ -143,7 +143,7 @@ def _read(link: Any, shape: Sequence[int], dtype: Any, progress: Any) -> np.ndar
 def _leaves(island: Island, put: Put) -> list[jax.ShapeDtypeStruct]:
   """The arrays of a value that is put."""
   if put.name:
-    return [island.layout.leaves[put.name]]
+    return [island.room_for(put.name)]
   return island.piece_leaves(put.fragment, put.moments)
 
 

@@ -294,15 +294,19 @@ class Island:
   def place(self, name: str, value: np.ndarray) -> jax.Array | np.ndarray:
     """An array of a saved state as `restore` wants it: on the devices, in this mesh's layout.
 
-    The present state loses its array of this name: the devices may have no room for both. An array
-    that does not fit is returned as it is; in a state, `restore` refuses it.
+    An array that does not fit is returned as it is; in a state, `restore` refuses it.
     """
     if not self.layout.fits(name, value):
       return value
-    self._state.pop(name, None)
     # On the CPU a private copy: it may use host memory as it is, and steps write in place.
     mine = np.array(value) if self._parts.on_cpu else value
-    return jax.block_until_ready(jax.device_put(mine, self.layout.shardings[name]))
+    return jax.block_until_ready(jax.device_put(mine, self.room_for(name).sharding))
+
+  def room_for(self, name: str) -> jax.ShapeDtypeStruct:
+    """The array of a saved state that comes next. The present state loses its own of this name: the
+    devices may have no room for both."""
+    self._state.pop(name, None)
+    return self.layout.leaves[name]
 
   def restore(self, arrays: Mapping[str, jax.Array | np.ndarray]) -> None:
     """Takes over a captured state of any mesh, bit by bit; instead of `reset`.

@@ -260,9 +260,12 @@ def test_a_workdir_with_another_run_is_left_alone(refused, finished):
 
 
 def test_a_finished_run_is_not_trained_again(refused, finished):
-  (finished / "outcome.json").write_text('{"reason": "finished"}')
-  said = refused("train", f"--config={finished / 'config.json'}", f"--workdir={finished}")
-  assert "its run is finished" in said and "--overwrite" in said
+  """Nor does it look as if nothing was missing where a kill came before the report."""
+  for more, killed in ({"seconds": 1.0}, False), ({}, True):
+    (finished / "outcome.json").write_text(json.dumps({"reason": "finished", **more}))
+    said = refused("train", f"--config={finished / 'config.json'}", f"--workdir={finished}")
+    assert "its run is finished" in said and "--overwrite" in said
+    assert ("`ddiloco report`" in said) == killed
 
 
 def test_overwrite_replaces_our_own_files_only(finished):

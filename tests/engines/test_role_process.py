@@ -102,7 +102,7 @@ def test_it_dials_every_shard_and_a_shard_its_neighbours(make):
     assert (endpoint.address, endpoint.bind) == ("learner-3", None)
     assert endpoint.run.run_id == "r" and len(endpoint.run.plan_id) == 16
     sizes = runner.plan.sizes
-    assert endpoint.run.max_payload_bytes == 12 * max(sizes)
+    assert endpoint.run.max_payload_bytes == 8 * max(sizes)
     most = max(sum(sizes[0::2]), sum(sizes[1::2]))
     assert endpoint.run.queue_bytes == 12 * most, "one slow peer's backlog is no threat to a shard"
   assert endpoint.closed_with == runner.config.network.drain_seconds
@@ -238,12 +238,19 @@ def test_a_scheduler_can_tell_a_role_that_left_from_one_that_is_done(make, numbe
     assert runner.run(lambda: LOST) == LOST
 
 
-def test_a_role_that_still_compiles_ends_soon_after_a_signal(make, monkeypatch, capsys):
+@pytest.mark.parametrize("connects", [False, True])
+def test_a_role_that_still_compiles_or_restores_ends_soon_after_a_signal(
+  make, monkeypatch, capsys, connects
+):
+  """A shard connects first, to ask its buddy. It read its snapshot to the end, and said then that
+  work was lost."""
   over = threading.Event()
 
   monkeypatch.setattr(role_process, "EARLY_SECONDS", 0.01)
   monkeypatch.setattr(role_process.os, "_exit", sys.exit)
   with make() as runner:
+    if connects:
+      runner.connect()
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(SystemExit) as ended:
       runner.run(lambda: over.wait(10.0) and LOST)
@@ -251,7 +258,8 @@ def test_a_role_that_still_compiles_ends_soon_after_a_signal(make, monkeypatch, 
   assert ended.value.code == FINISHED
   assert "was asked to end before it had begun; nothing is lost" in capsys.readouterr().out
   with make() as runner:
-    endpoint = runner.connect()  # from now on others may know of it
+    endpoint = runner.connect()
+    assert not runner.stopped()  # from now on it hears of signals itself
     os.kill(os.getpid(), signal.SIGTERM)
     heard = lambda: runner.time_left() < runner.config.network.drain_seconds  # noqa: E731
     assert runner.run(lambda: wait_for(heard, "the signal") and FINISHED) == FINISHED

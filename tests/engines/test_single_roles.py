@@ -31,7 +31,7 @@ from ddiloco.network.frames import seconds_since_2020
 from ddiloco.observe.run_state import RunState
 from ddiloco.protocol import learner, syncer
 from ddiloco.protocol.actions import Received
-from ddiloco.protocol.messages import EVALUATOR, NOTHING, FragmentState, Goodbye
+from ddiloco.protocol.messages import EVALUATOR, NOTHING, FragmentState, Goodbye, Moments
 from ddiloco.protocol.values import replace
 from ddiloco.roles import initial
 from ddiloco.training import data
@@ -165,7 +165,7 @@ def test_a_role_of_a_finished_run_says_so_at_once(tmp_path, capsys, hosts):
   islands = dataclasses.replace(CONFIG.islands, hosts=hosts, devices=hosts)
   config = dataclasses.replace(CONFIG, islands=islands)
   workdir.join(tmp_path, config)
-  (tmp_path / "outcome.json").write_text(json.dumps({"reason": "finished"}))
+  (tmp_path / "outcome.json").write_text(json.dumps({"reason": "finished", "seconds": 1.0}))
   place = RoleSpec(tmp_path, "run", BOTH)
   for host in range(hosts):
     mine = dataclasses.replace(place, host=host, hosts="tcp://127.0.0.1:7001" if hosts > 1 else "")
@@ -174,7 +174,7 @@ def test_a_role_of_a_finished_run_says_so_at_once(tmp_path, capsys, hosts):
   for shard in range(2):  # it waited for learners, which have ended, for ever
     assert run_syncer(config, shard, place) == FINISHED
     assert f"syncer-{shard}: ends: the run in --workdir=" in capsys.readouterr().out
-  # Also an evaluator that was ended while it measured the end: the run's shards may be gone.
+  # Also an evaluator: the run's shards may be gone.
   assert single_roles.run_evaluator(config, place) == FINISHED
   assert "evaluator: ends: the run in --workdir=" in capsys.readouterr().out
   with pytest.raises(ConfigError, match=r"^seed = 7: "):
@@ -184,13 +184,51 @@ def test_a_role_of_a_finished_run_says_so_at_once(tmp_path, capsys, hosts):
 def test_an_evaluator_that_is_started_again_says_goodbye_to_a_shard_that_did_not_hear_it(tmp_path):
   """The shard shares no workdir: it said to start the evaluator, which ended without a word."""
   workdir.join(tmp_path, CONFIG)
-  (tmp_path / "outcome.json").write_text(json.dumps({"reason": "finished"}))
+  (tmp_path / "outcome.json").write_text(json.dumps({"reason": "finished", "seconds": 1.0}))
   place = RoleSpec(tmp_path, "run", tuple(free_urls(2)))
   serves = dataclasses.replace(place, bind=place.syncers[1])
   plan, now = initial.make_plan(CONFIG), seconds_since_2020()
   with contextlib.closing(connect(CONFIG, plan, serves, "syncer-1", now, None)) as shard:
     assert single_roles.run_evaluator(CONFIG, place) == FINISHED
     assert isinstance(shard.receive(PATIENCE_SECONDS).message, Goodbye)
+
+
+def test_an_evaluator_that_was_killed_while_it_measured_the_end_leaves_the_report(
+  tmp_path, monkeypatch, capsys
+):
+  """The run was over without one."""
+  monkeypatch.setattr("ddiloco.observe.report._draw", lambda *_: None)
+  monkeypatch.setattr(
+    initial, "initial_params", lambda _: pytest.fail("of memory there may be none")
+  )
+  run = dataclasses.replace(CONFIG.run, sample_tokens=0)
+  config = dataclasses.replace(CONFIG, run=run)
+  workdir.join(tmp_path, config)
+  over = {"reason": "finished", "total_tokens": config.run.total_tokens}
+  session.write_outcome(tmp_path, over)
+  place = RoleSpec(tmp_path, "run", tuple(free_urls(2)))
+  for _ in range(2):
+    assert single_roles.run_evaluator(config, place) == FINISHED
+    assert (tmp_path / "report" / "index.html").exists()
+    known = workdir.outcome(tmp_path)
+    assert over.items() <= known.items() and known["seconds"] >= 0 and "left_out" not in known
+    monkeypatch.setattr(session, "conclude", read)
+  assert capsys.readouterr().out.count("`ddiloco evaluate` prints the result's loss") == 1
+
+
+def test_the_moments_of_an_optimizer_with_more_of_them_than_adam_reach_their_shard(tmp_path):
+  """Adan has four. A donor lost its connection, with the pushes on it, whenever it was asked."""
+  place, now = RoleSpec(tmp_path, "run", tuple(free_urls(2))), seconds_since_2020()
+  serves = dataclasses.replace(place, bind=place.syncers[0])
+  peer = dataclasses.replace(CONFIG.checkpoint, rejoin="peer")
+  config, plan = dataclasses.replace(CONFIG, checkpoint=peer), initial.make_plan(CONFIG)
+  payload = np.zeros(5 * 4 * max(plan.sizes), np.uint8)
+  given = Moments(0, now, fragment=0, donation=1, count=0, payload=payload)
+  shard = connect(config, plan, serves, "syncer-0", now, None)
+  donor = connect(config, plan, place, "learner-0", now, None)
+  with contextlib.closing(shard), contextlib.closing(donor):
+    donor.send("syncer-0", given)
+    assert len(shard.receive(PATIENCE_SECONDS).message.payload) == len(payload)
 
 
 def test_a_shard_of_a_finished_run_that_is_given_more_tokens_serves_it(tmp_path, monkeypatch):
@@ -258,6 +296,7 @@ def test_an_evaluator_saves_the_final_model_once_there_is_room_and_else_its_shar
       with contextlib.suppress(OSError):
         self._save({}, 7)
         self.saved = True
+        assert not stopped(), "while it measures, shards may be gone"
 
   monkeypatch.setattr("ddiloco.roles.evaluator.Evaluator", Ends)
   monkeypatch.setattr("ddiloco.engines.engine.save_result", save_result)
@@ -265,6 +304,8 @@ def test_an_evaluator_saves_the_final_model_once_there_is_room_and_else_its_shar
   monkeypatch.setattr(session, "conclude", lambda *_, **__: tried.append("concluded"))
   runner = unittest.mock.MagicMock(config=CONFIG)
   runner.place = RoleSpec(tmp_path, "run", ())
+  runner.stopped.side_effect = Ended("has reached no shard for 300 s")
+  runner.stop.is_set = lambda: False
   runner.stop.wait = lambda seconds: len(tried) > 5  # then it is asked to end
   ends = pytest.raises(Ended, match=r"which the shards keep\. Fix: ")
   with contextlib.nullcontext() if leaves else ends:

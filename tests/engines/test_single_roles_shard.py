@@ -39,10 +39,6 @@ class Runner:
     self.health, self.lines = Health(), list[str]()
     self.say, self.busy = self.lines.append, self.health.busy
 
-  def stopped(self) -> bool:
-    self.health.beat()
-    return False
-
 
 @pytest.fixture
 def runner(tmp_path):

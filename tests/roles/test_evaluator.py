@@ -161,6 +161,34 @@ def test_a_stopped_evaluator_waits_for_no_measurement_but_the_end_of_a_program_d
   assert [each.loss for each in watched.of("evaluation")] == [0.5]
 
 
+@pytest.mark.parametrize("slow", [0, 1])
+def test_an_evaluator_that_is_stopped_while_it_measures_at_the_end_has_saved_it_and_ends(slow):
+  """SIGTERM was not heard: systemd killed it after its 90 s, and the run had no report."""
+  begun, go_on, stop = list[float](), threading.Event(), threading.Event()
+
+  def measure(params):
+    begun.append(params["embedding"].max())
+    if begun[-1] == slow:
+      go_on.wait(2 * PATIENCE_SECONDS)
+    return {"loss": 0.5}
+
+  watched = Watched(measure)
+  run = threading.Thread(target=watched.role.run, args=(stop.is_set,), daemon=True)
+  run.start()
+  for version, tokens in enumerate((0, TOKENS)):
+    watched.publish(version, tokens)
+    wait_for(lambda n=min(version, slow): n in begun)
+  wait_for(lambda: any(isinstance(m, Goodbye) for m in watched.wire.sent))
+  stop.set()
+  run.join(PATIENCE_SECONDS)
+  assert not run.is_alive() and watched.saved == [TOKENS] and watched.role.final_loss is None
+  go_on.set()
+  for thread in threading.enumerate():
+    if thread.name.startswith("measur"):
+      thread.join(PATIENCE_SECONDS)
+  assert begun == [0, 1][: slow + 1], "it has begun no further one"
+
+
 def test_one_measurement_at_a_time():
   """Each has a model of its own in memory."""
   begun, go_on, losses = [], threading.Event(), iter((0.5, 0.4))

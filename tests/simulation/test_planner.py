@@ -99,7 +99,11 @@ def test_hand_made_values():
   rounds = 2 * 4000 + 3 * 4000
   assert planner.make(lossy).memory_bytes == 3 * 4000 + 1016 + 2 * 2000 + rounds
   alone = planner.make(changed(setting, num_shards=1, merge_gbytes=1e-5))  # 4 s: both are under way
-  assert alone.sync.total > 0.5 and alone.memory_bytes == 6000 + 2 * (2 * 4000 + 4000)
+  assert alone.sync.total > 0.5 and alone.memory_bytes == 2 * 6000 + 2 * 2 * 4000
+  # One of two is under way, but a snapshot may still have the values that both had before.
+  one = changed(setting, num_shards=1)
+  assert planner.make(one).memory_bytes == 2 * 6000 + 2 * 4000
+  assert planner.make(changed(one, snapshot_steps=0)).memory_bytes == 6000 + 4000 + 2 * 4000
   assert plan.join_seconds == pytest.approx(6000 / rate + 0.01)
   narrow = planner.make(changed(setting, shard_gbps=5e-4))  # the larger fragment is one shard's
   assert narrow.join_seconds == pytest.approx(4000 / (rate / 2) + 0.01)

@@ -218,6 +218,15 @@ def test_arrays_of_a_damaged_snapshot_are_dropped_before_those_of_the_next(led):
   assert leader.sent[1:] == [drops[1], hosts.HostOrder("end")]
 
 
+def test_an_array_of_the_present_state_makes_room_for_the_one_that_is_restored(led):
+  """An island that began anew in its process needed room for two states."""
+  leader, _ = led
+  name, leaf = next(iter(leader.island.layout.leaves.items()))
+  old = weakref.ref(leader.island._state[name])
+  leader.place(name, np.zeros(leaf.shape, leaf.dtype))
+  assert old() is None and name not in leader.island._state
+
+
 def test_a_value_is_on_every_host_before_the_next_one_moves(led):
   leader, shelf = led
   size = leader._plan.fragments[0].size
