@@ -13,6 +13,7 @@ from ddiloco.config import SyncConfig
 from ddiloco.observe.eventlog import FLUSH_SECONDS
 from ddiloco.observe.islands import (
   DOWN,
+  FIRST_STEP_SECONDS,
   UNKNOWN,
   IslandState,
   finite_or,
@@ -24,9 +25,8 @@ from ddiloco.observe.style import clock_time, island_colour, rounded, time_unit
 from ddiloco.protocol.events import Hung, parse_role
 
 LAG_SECONDS = 2 * FLUSH_SECONDS  # an event may be so old when it is read: that is no stall
-SILENT_SECONDS = 60.0  # a run without new events for so long is silent: no role writes ...
+SILENT_SECONDS = 60.0  # a run without new events for so long is silent: no role writes
 SHOWN_REJOINS = 12
-STARTING_SECONDS = 900.0  # ... before the first step, which compiles, for so long
 OVER = {
   "finished": "The run is over: it merged all its tokens.",
   "stopped": "The run was stopped. It can go on from its newest snapshot, if it has one.",
@@ -107,13 +107,20 @@ def _phase(run: RunState, now: float, reason: str, trouble: str) -> tuple[str, s
   started, silent = math.isfinite(run.first_step_time), now - run.time
   if silent > SILENT_SECONDS and {island.state for island in run.islands.values()} == {"left"}:
     return "over", "The run is over: every island has left."
-  if silent > (SILENT_SECONDS if started else STARTING_SECONDS):
+  if silent > (_patience(run) if started else FIRST_STEP_SECONDS):
     ago = f"No role has written for {clock_time(silent)} ({time_unit(silent)})"
     why = "the run was killed, its disk is full, or it writes where this cannot read"
     return "silent", f"{ago}: {why}."
   if not started:
     return "starting", "The run is starting: islands load, compile and join."
   return "running", "The run is under way."
+
+
+def _patience(run: RunState) -> float:
+  """Seconds of silence that are not the run's end: shards write once a second, but islands alone
+  only at the end of a step."""
+  alone = [] if run.num_shards else run.islands.values()
+  return max([SILENT_SECONDS, *(each.patience for each in alone if each.state == "running")])
 
 
 def _island(run: RunState, m: int, state: str, seen: float, fragments: range) -> dict[str, Any]:

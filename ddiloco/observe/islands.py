@@ -32,7 +32,7 @@ def outer_gradients(commit: events.Commit) -> dict[str, float]:
 STALL_STEPS = 10.0  # stalled: silent for so many of its step times, at least for STALL_SECONDS
 STALL_SECONDS = 2.0
 SHARD_STALL_SECONDS = 10.0  # a shard writes something at least once a second
-FIRST_STEP_SECONDS = 60.0  # the first step compiles
+FIRST_STEP_SECONDS = 900.0  # a first step may take so long: what is usual is not known yet
 # Starved: for some 20 steps over half of the time went into waiting for batches, until less than a
 # quarter does.
 STARVED_SHARE, FED_SHARE, STARVED_STEPS = 0.5, 0.25, 20
