@@ -68,7 +68,9 @@ def status(
     "total_tokens": run.total_tokens,
     "tokens_per_second": rate,
     **speed.as_json(),
+    "loss_unit": run.loss_unit,
     "heldout_loss": rounded(run.heldout_loss),
+    "heldout_seconds": rounded(run.heldout_time),  # when it was measured
     "heldout_measures": {n: rounded(each) for n, each in run.heldout_measures.items()},
     "commits": run.commits,
     "restarts": run.restarts,
@@ -243,6 +245,7 @@ OF_RUN = {  # name: key of the status
   "run_tokens_per_second_per_chip": "tokens_per_second_per_chip",
   "run_mfu_ratio": "mfu",
   "heldout_loss": "heldout_loss",
+  "heldout_seconds": "heldout_seconds",
   "commits_total": "commits",
   "hangs_total": "hangs",
 }

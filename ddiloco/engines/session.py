@@ -217,7 +217,7 @@ def conclude(
   until_saved(lambda: write_outcome(workdir, extra), *patience)
   saved = f"The result is saved in {workdir / workdirs.RESULT}"
   print(f"\n{saved}. Its figures and the report follow.", flush=True)
-  told = functools.cache(lambda: RunState().read(EventStream(workdir)))  # the log is read once
+  told = functools.cache(lambda: _state(config, workdir))  # the log is read once
   run = config.run
   if run.evaluations and loss is not None:
     untrained = lambda: _untrained(config, outcome, loss, told)  # noqa: E731
@@ -268,6 +268,11 @@ def write_outcome(workdir: Path, extra: Mapping[str, Any]) -> None:
     OSError: it cannot be written.
   """
   workdirs.write_whole(workdir / workdirs.OUTCOME, json.dumps(extra, indent=2) + "\n")
+
+
+def _state(config: Config, workdir: Path) -> RunState:
+  """The state of a run by its events."""
+  return RunState(config).read(EventStream(workdir))
 
 
 def _learner_steps(run: RunState) -> dict[str, dict[str, int]]:
@@ -504,10 +509,11 @@ def report(workdir: Path) -> str:
   Raises:
     ConfigError: there is no run, a file of it cannot be read, or the report cannot be written.
   """
-  workdirs.saved_config(workdir)
+  config = workdirs.saved_config(workdir)
   try:
     lives = {"under_way": True} if workdirs.under_way(workdir) else {}
-    return str(write_report(workdir, workdirs.outcome(workdir) | lives) / "index.html")
+    extra = workdirs.outcome(workdir) | lives
+    return str(write_report(workdir, extra, _state(config, workdir)) / "index.html")
   except OSError as error:
     rule, place = f"its report cannot be drawn ({error})", workdir / "report"
     fix = f"make room, its events readable and {place} a directory you may write to"

@@ -13,19 +13,20 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ddiloco.config import Config
 from ddiloco.observe.eventlog import FLUSH_SECONDS, EventStream
 from ddiloco.observe.goodput import CAUSES
 from ddiloco.observe.islands import OUTER_GRADIENTS
 from ddiloco.observe.run_state import RunState
 from ddiloco.observe.style import clock_time, compact, loss_text, plain, rounded, time_unit
-from ddiloco.protocol.events import Event, Fault, Hung, RunStarted, Snapshot, finite
+from ddiloco.protocol.events import Event, Fault, Hung, Snapshot, finite
 
 # --- The key numbers of a run, from its events alone
 
 
-def summarise(events: Iterable[Event]) -> dict[str, Any]:
+def summarise(events: Iterable[Event], config: Config | None = None) -> dict[str, Any]:
   """`numbers` of these events, which are sorted by time; the log may be cut off anywhere."""
-  return numbers(RunState().read(events))
+  return numbers(RunState(config).read(events))
 
 
 def numbers(run: RunState) -> dict[str, Any]:
@@ -51,10 +52,11 @@ def numbers(run: RunState) -> dict[str, Any]:
     "num_learners": len(run.islands),
     "num_shards": len(run.shards),
     "num_fragments": len(run.fragments),
-    "total_tokens": run.total_tokens if kinds[RunStarted] else None,
+    "total_tokens": run.total_tokens or None,
     "merged_tokens": run.least_merged,
     "trained_tokens": sum(island.tokens for island in run.islands.values()),
     "commits": run.commits,
+    "loss_unit": run.loss_unit or None,
     "participation": {str(m): run.participation(m) for m in sorted(run.islands)},
     "outer_gradients": {name: rounded(each) for name, each in run.outer_gradients.items()},
     "rejected_pushes": run.rejected,
@@ -165,8 +167,8 @@ def write_report(
     workdir: of the run; its events/ are read.
     extra: entries that only the caller knows; they override the numbers from the events (see
       `numbers`). The page shows `loss_untrained`, `loss_merged`, `loss_best_island_alone`
-      (held-out, nats per token), `seconds`, `sample` (generated text) and, where no engine says why
-      the run ended, `reason` or that it is `under_way`; summary.json takes any JSON value.
+      (held-out), `seconds`, `sample` (generated text) and, where no engine says why the run ended,
+      `reason` or that it is `under_way`; summary.json takes any JSON value.
     run: the state of the run, if the events were read already.
 
   Raises:
@@ -290,7 +292,8 @@ def _about(summary: Mapping[str, Any]) -> str:
   if summary["num_shards"]:
     text += "; syncer shards ({num_shards}) merge what the islands have learned, one of the model's"
     text += " fragments ({num_fragments}) at a time"
-  return f"<p>{text.format_map(summary)}. Losses are in nats per token.</p>"
+  losses = f" Losses are in {unit}." if (unit := summary.get("loss_unit")) else ""
+  return f"<p>{text.format_map(summary)}.{losses}</p>"
 
 
 def _learner_table(summary: Mapping[str, Any]) -> str:

@@ -49,8 +49,8 @@ class RunState:
   """The state of the whole run.
 
   Args:
-    config: the run's, for what its events may not say (without an engine, no event says how many
-      roles there should be); None: not known.
+    config: the run's, for what its events may not say (whether the model is an own one; without an
+      engine, how many roles there should be); None: not known.
     noted: called with each log event when it is noted.
   """
 
@@ -59,6 +59,8 @@ class RunState:
   ):
     self._noted = noted
     self.name = ""
+    # An own model may measure its loss in any unit, and does not say in which.
+    self.loss_unit = "" if config is not None and config.model.custom else "nats per token"
     self.time = self._before_this = 0.0  # of the newest event, and of the newest one before it
     self.num_events = 0
     self.torn_lines = 0  # lines that were no events
@@ -74,7 +76,7 @@ class RunState:
     self.rejected = 0  # pushes
     self.solo_rounds = 0  # rounds of one island while `solo` holds
     self.blocked_seconds = 0.0
-    self.heldout_loss = math.nan  # the newest
+    self.heldout_loss = self.heldout_time = math.nan  # the newest, and when it was measured
     self.heldout_measures: dict[str, float] = {}  # of the newest evaluation, beside its loss
     # By recent commit, the only learner in it; -1: several.
     self.lone: deque[int] = deque(maxlen=RECENT_COMMITS)
@@ -480,7 +482,8 @@ class RunState:
     self._target_is(event.target, event.time, "restarting")
 
   def _on_evaluation(self, event: events.Evaluation) -> None:
-    self.heldout_loss, self.heldout_measures = event.loss, event.measures
+    self.heldout_loss, self.heldout_time = event.loss, event.time
+    self.heldout_measures = event.measures
     if math.isfinite(event.loss):
       self.curves.evaluations.add(event)
 

@@ -98,6 +98,20 @@ def test_what_struck_a_run_is_counted_from_its_start_and_restarts_by_whose_they_
     assert "Islands\n4\n1 restart, of shards 1" in browser.text("#figures")
 
 
+def test_a_run_that_writes_no_more_says_how_old_its_figures_are(browser, tmp_path):
+  """It sent bytes "now", days after it was killed, and a dead evaluator's loss had no age."""
+  run(tmp_path, until=30.0)
+  figures = lambda: browser.text("#figures").replace("\n", " ")  # noqa: E731
+  with shown(browser, tmp_path, "running"):
+    assert re.search(r"Held-out loss 2\.\d{3} nats per token, 0:0\d ago", figures())
+    assert "B/s now" in figures()
+  (tmp_path / STARTED).write_text(f"{time.time() - 90_000}")
+  with shown(browser, tmp_path, "silent"):
+    said = figures()
+    assert re.search(r"nats per token, 0:0\d before the end Islands", said) and "now" not in said
+    assert re.search(r"Sent [\d.]+ MB \d+ commits$", said)
+
+
 def test_what_happened_goes_back_for_hours_and_scrolls(browser, tmp_path):
   """It had eight lines: two restarts of one island."""
   restarts = [made(END + n, "engine", "restart", target="learner-3") for n in range(0, 600, 6)]

@@ -13,6 +13,8 @@ import sys
 import numpy as np
 import pytest
 
+from ddiloco.config import Config, ModelConfig
+from ddiloco.dashboard.status import status
 from ddiloco.observe import plots
 from ddiloco.observe.report import PICTURES, key_numbers, numbers, page, write_report
 from ddiloco.observe.run_state import RunState
@@ -174,6 +176,18 @@ def test_the_page_says_what_took_part(make):
   assert "the model's fragments (4) at a time. Losses are in nats per token.</p>" in with_shards
   alone = make.run_started(num_shards=0, num_fragments=0)
   assert f"<p>{said}. Losses" in page(numbers(RunState().read([alone])))
+
+
+def test_a_loss_of_an_own_model_has_no_unit(make):
+  """That of images, or a mean square, was in nats per token in the report, its picture and the
+  page; only the terminal knew better."""
+  own = Config(model=ModelConfig(custom="own.py:model"))
+  for config, unit in ((None, "nats per token"), (Config(), "nats per token"), (own, "")):
+    run = RunState(config).read([make.run_started(), make.step(1.0, 0, 1), make.step(2.0, 0, 2)])
+    assert status(run, 2.0)["loss_unit"] == unit
+    assert ("nats per token" in page(numbers(run))) == bool(unit)
+    (axes,) = plots.loss_figure(run).axes
+    assert axes.get_ylabel() == f"loss ({', '.join(filter(None, (unit, 'log scale')))})"
 
 
 def test_the_table_of_islands_has_all_that_is_known(make):

@@ -136,9 +136,9 @@ function curves({ status, x, left, lossTop, lossHeight, width, narrow }) {
       narrow ? label(0, y(value) - 3, "start", text) : label(left - 10, y(value) + 4, "end", text),
     );
   }
-  const nats = svg("tspan", { x: 0, dy: 16 }, "nats per token");
+  const unit = svg("tspan", { x: 0, dy: 16 }, status.loss_unit);
   if (!narrow)
-    parts.push(label(0, lossTop + 4, "start", svg("tspan", { class: "name" }, "Loss"), nats));
+    parts.push(label(0, lossTop + 4, "start", svg("tspan", { class: "name" }, "Loss"), unit));
   for (const island of status.islands) {
     const points = (losses[island.number] ?? []).map((value, i) =>
       value === null ? null : [x((i + 0.5) * bin), y(value)],
