@@ -218,7 +218,7 @@ def _curves(run: RunState) -> dict[str, Any]:
     "step": {str(m): series.means(f"step {m}") for m in islands},  # seconds, beside "wait"
     "starved": {str(m): series.most(f"data {m}", f"step {m}") for m in islands},  # bins
     "wait": {str(m): series.means(f"wait {m}") for m in islands},  # for a shard, before the step
-    "participation": {str(m): series.means(f"participation {m}", 2) for m in islands},
+    "participation": {str(m): series.means(f"participation {m}") for m in islands},
     "commits": {str(s): series.counts(f"commits {s}") for s in sorted(run.shards)},
   }
 

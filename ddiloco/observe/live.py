@@ -31,7 +31,7 @@ from rich.text import Text
 from ddiloco.observe.guards import Drain, Warnings, warn
 from ddiloco.observe.islands import IslandState, LogEvent, ShardState, outer_gradients, speed
 from ddiloco.observe.run_state import RunState
-from ddiloco.observe.style import clock_time, compact, island_colour, loss_text, plain
+from ddiloco.observe.style import clock_time, compact, island_colour, loss_text, percent, plain
 from ddiloco.protocol.events import IMPORTANT, Commit, Evaluation, Event, Started, Step
 
 FRAME_SECONDS = 1.0  # a frame costs some 5 ms of a core that also trains
@@ -82,7 +82,7 @@ def plain_line(view: RunState, now: float) -> str:
 
 def _percent(view: RunState) -> str:
   """Unknown until the first shard serves: the run may go on from a snapshot."""
-  return f"{view.progress:4.0%}" if view.merged_tokens else "   –"
+  return f"{percent(view.progress):>4}" if view.merged_tokens else "   –"
 
 
 def _figures(view: RunState, now: float) -> list[str]:
@@ -136,7 +136,7 @@ def _islands(view: RunState, now: float, gap: int) -> Table:
       loss_text(island.loss),
       compact(island.tokens_per_second) if state == "running" else "–",
       *([_share(island.speed.mfu if state == "running" else math.nan)] * known),
-      f"{island.participation:.0%}" if island.took_part else "–",
+      percent(island.participation) if island.took_part else "–",
       _missed(island, now),
     )
   return table

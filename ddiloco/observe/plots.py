@@ -24,6 +24,7 @@ from ddiloco.observe.style import (
   MUTED,
   island_colour,
   loss_text,
+  percent,
   shard_colour,
 )
 from ddiloco.protocol.events import Commit, parse_role
@@ -220,7 +221,7 @@ def participation_figure(run: RunState) -> Figure:
   for row in named:
     share = run.islands[learners[row]].commits / run.commits
     place = {"va": "center", "transform": rows.get_yaxis_transform(), "color": "#555555"}
-    rows.text(1.01, row, f"{share:.0%}", **place)
+    rows.text(1.01, row, percent(share), **place)
   rows.set_yticks(named, [f"island {learners[row]}" for row in named])
   rows.set_ylim(len(learners) - 0.4, -0.6)
   rows.grid(False)

@@ -18,7 +18,7 @@ from ddiloco.observe.eventlog import FLUSH_SECONDS, EventStream
 from ddiloco.observe.goodput import CAUSES
 from ddiloco.observe.islands import OUTER_GRADIENTS
 from ddiloco.observe.run_state import RunState
-from ddiloco.observe.style import clock_time, compact, loss_text, plain, rounded, time_unit
+from ddiloco.observe.style import clock_time, compact, loss_text, percent, plain, rounded, time_unit
 from ddiloco.protocol.events import Event, Fault, Hung, Snapshot, finite
 
 # --- The key numbers of a run, from its events alone
@@ -317,7 +317,7 @@ def _learner_table(summary: Mapping[str, Any]) -> str:
 
 
 def _share(value: float | None) -> str:
-  return "" if value is None else f"{value:.1%}"
+  return "" if value is None else percent(value, 1)
 
 
 def _seconds(value: float) -> str:

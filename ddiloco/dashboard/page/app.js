@@ -164,7 +164,7 @@ function draw(status) {
   const verb = status.merging ? "merged" : "trained";
   say("tokens", `${percent(status.progress)} · ${tokens} ${verb}`);
   const track = document.querySelector(".track");
-  track.setAttribute("aria-valuenow", Math.round(100 * status.progress));
+  track.setAttribute("aria-valuenow", parseInt(percent(status.progress)));
   track.firstElementChild.style.width = percent(status.progress, 1);
   drawChart(status);
   drawPanels(status);
