@@ -90,7 +90,8 @@ class RunState:
     self._on_traffic = self.traffic.add
     self.marks: deque[LogEvent] = deque(maxlen=MOST_MARKS)  # those that a timeline shows
     self.mark_counts: Counter[str] = Counter()  # by their kind, of all that ever were
-    self._killed: set[str] = set()  # roles that a planned kill struck and that are still down
+    # Roles that are still down, and whose death a mark of a kill or a crash tells already.
+    self._killed: set[str] = set()
     if config is not None:
       self.total_tokens, self.num_shards = config.run.total_tokens, config.sync.num_shards
       for m in range(config.islands.num_learners):
@@ -307,20 +308,30 @@ class RunState:
     self.finished = event.reason or "finished"
     self._note(event, f"the run is over: {self.finished}", "plain")
 
+  def _restarts(self, event: Event, member: MemberState) -> None:
+    """Where no engine says that a role is started again, its next life says it itself."""
+    if member.lives and event.incarnation > member.incarnation and member.state != "restarting":
+      text = f"{role_name(event.role)} restarts"
+      self._note(event, text, "plain", "restart", event.role)
+      self._killed.discard(event.role)
+      member.turn(event.time, "restarting")
+
   def _shard_started(self, event: events.Started, s: int) -> None:
     shard = self._shard(s, event.time)
+    self._restarts(event, shard)
     if shard.live(event.incarnation):
       shard.live_on(event.time, "running")
       shard.fragments, shard.unheard = event.fragments, set()
 
   def _learner_launched(self, event: events.Launched, m: int) -> None:
-    if self._island(m, event.time).lives:  # without an engine no other event says it
-      self.islands[m].turn(event.time, "restarting")
+    self._restarts(event, self._island(m, event.time))
 
   def _learner_started(self, event: events.Started, m: int) -> None:
-    if self._island(m, event.time).live(event.incarnation):
-      self.islands[m].live_on(event.time, "joining")
-      self.islands[m].start(event)
+    island = self._island(m, event.time)
+    self._restarts(event, island)
+    if island.live(event.incarnation):
+      island.live_on(event.time, "joining")
+      island.start(event)
 
   def _learner_joined(self, event: events.Joined, m: int) -> None:
     island = self._island(m, event.time)
@@ -477,6 +488,13 @@ class RunState:
     text = f"{role_name(event.target)} is down: {event.reason}"
     self._note(event, text, "bad", mark, event.target)
 
+  def _on_crash(self, event: events.Crash) -> None:
+    """The end of a life that no engine may see; one that does says it once more."""
+    member = self.members().get(event.role)
+    if member is None or event.incarnation >= member.incarnation:
+      self._target_is(event.role, event.time, "lost")
+      self._killed.add(event.role)
+
   def _on_restart(self, event: events.Restart) -> None:
     self._killed.discard(event.target)
     self._target_is(event.target, event.time, "restarting")
@@ -524,6 +542,9 @@ def note_of(event: Event) -> tuple[str, ...]:
     case events.Compiled() if event.seconds >= NOTED_COMPILE_SECONDS:
       when = f"in the middle of its work: {event.seconds:.1f} s"
       return f"{who} compiled {event.program} {when}", "bad"
+    case events.Crash():
+      *_, last = event.trace.strip().split("\n")
+      return f"{who} crashed: {last}", "bad", "exit", event.role
     case events.Restored():
       return f"{who} has its part of snapshot {event.snapshot}", "good"
     case events.Snapshot() if event.lacks:
@@ -550,6 +571,9 @@ def note_of(event: Event) -> tuple[str, ...]:
       return f"{event.steps} steps of {who} are traced: {event.path}", "plain"
     case events.Unprofiled():
       return f"{who} could not be traced: {event.reason}", "bad"
+    case events.Unevaluated():
+      at = f"at {event.merged_tokens:,} merged tokens"
+      return f"the held-out loss {at} is missing: {event.reason}", "bad"
     case events.Evaluation() if not math.isfinite(event.loss):
       return f"the held-out loss is {event.loss}", "bad"
   return ()

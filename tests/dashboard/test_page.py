@@ -93,8 +93,8 @@ def test_what_struck_a_run_is_counted_from_its_start_and_restarts_by_whose_they_
     events.append(made(30.05 + 0.1 * n, "engine", "restart", target="learner-3"))
   write_log(tmp_path, sorted(events, key=lambda event: event.time))
   with shown(browser, tmp_path):
-    assert browser.text("#over-time-says") == "151 kills and 151 restarts"
-    assert "103 older marks left out" in browser.text("#legend")
+    assert browser.text("#over-time-says") == "151 kills and 152 restarts"
+    assert "104 older marks left out" in browser.text("#legend")
     assert "Islands\n4\n1 restart, of shards 1" in browser.text("#figures")
 
 

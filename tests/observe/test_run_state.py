@@ -287,6 +287,51 @@ def test_a_learner_that_no_engine_starts_again_is_on_its_way_once_its_process_is
   ]
 
 
+def test_roles_without_an_engine_say_themselves_that_they_crash_and_restart(make):
+  """The page said that nothing had struck a run of a dozen restarts, and not why roles died."""
+  trace = "Traceback (most recent call last):\n  ...\nOSError: no data\n"
+  begun = [make.run_started(), make.event(0.5, "syncer-0", "started")]
+  begun += [make.event(1.0, "learner-1", "started"), make.step(2.0, 1, 1)]
+  crash = make.event(3.0, "learner-1", "crash", trace=trace)
+  again = [
+    make.event(40.0, "learner-1", "launched", 1),
+    make.event(41.0, "learner-1", "started", 1),
+    make.event(42.0, "syncer-0", "started", 1),
+    make.event(43.0, "learner-1", "crash", trace=trace),  # told late
+  ]
+  view = fold([*begun, crash])
+  assert view.islands[1].state == "lost"
+  view.read(again[:3])
+  assert [(mark.time, mark.mark, mark.text) for mark in view.marks] == [
+    (3.0, "exit", "island 1 crashed: OSError: no data"),
+    (40.0, "restart", "island 1 restarts"),
+    (42.0, "restart", "shard 0 restarts"),
+  ]
+  assert view.mark_counts["restart"] == view.restarts == 2
+  assert view.read(again[3:]).islands[1].state == "joining"
+  engine = [
+    make.event(3.1, "engine", "exit", target="learner-1", reason="exit status 1"),
+    make.event(9.0, "engine", "restart", target="learner-1"),
+  ]
+  view = fold([*begun, crash, *engine, *again[:2]])
+  assert view.mark_counts == {"exit": 1, "restart": 1}
+  assert [note.text for note in view.log_events] == [
+    "island 1 crashed: OSError: no data",
+    "island 1 is down: exit status 1",
+    "island 1 restarts",
+  ]
+
+
+def test_an_evaluation_that_failed_is_noted(make):
+  """The loss on the page grew old, and only the evaluator's own stderr said why."""
+  failed = make.event(9.0, "evaluator", "unevaluated", merged_tokens=2000, reason="no memory")
+  (note,) = fold([make.run_started(), failed]).log_events
+  assert (note.text, note.tone) == (
+    "the held-out loss at 2,000 merged tokens is missing: no memory",
+    "bad",
+  )
+
+
 def test_a_shard_can_die_and_return(make):
   kill = make.event(2.0, "engine", "fault", target="syncer-1", action="kill", detail="")
   view = fold([make.run_started(), make.event(0.1, "syncer-1", "started", fragments=[1, 3]), kill])

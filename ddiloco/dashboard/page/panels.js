@@ -161,7 +161,7 @@ const STRUCK = [
 
 function struck(counts) {
   const there = STRUCK.map(([kind, ...words]) => counts[kind] && plural(counts[kind], ...words));
-  return join(there.filter(Boolean)) || "nothing struck this run";
+  return join(there.filter(Boolean)) || "no fault, crash or restart";
 }
 
 function waiting({ waiting, islands }) {
