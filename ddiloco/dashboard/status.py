@@ -263,7 +263,8 @@ Metric = tuple[str, str, Mapping[Any, Any]]  # its name, its labels, and values 
 
 
 def exposition(status: Mapping[str, Any]) -> str:
-  """Every number of `status`, in its units; unknown ones are left out."""
+  """Every number of `status`, in its units; unknown ones are left out. While the log is still being
+  read all are: counters would begin anew, and their rates be those of the reading."""
   lines = []
   for name, labels, values in _metrics(status):
     known = [(each, value) for each, value in values.items() if value is not None]
@@ -278,6 +279,9 @@ def exposition(status: Mapping[str, Any]) -> str:
 
 
 def _metrics(status: Mapping[str, Any]) -> Iterator[Metric]:
+  yield "run_phase", "phase", {phase: status["phase"] == phase for phase in PHASES}
+  if status["phase"] == "empty":
+    return
   islands = {each["number"]: each for each in status["islands"]}
   account = status["goodput"] or {}
   single = {name: status[key] for name, key in OF_RUN.items()}
@@ -285,7 +289,6 @@ def _metrics(status: Mapping[str, Any]) -> Iterator[Metric]:
   single |= {"goodput_ratio": account.get("goodput"), "uptime_ratio": account.get("uptime")}
   for name, value in single.items():
     yield name, "", {"": value}
-  yield "run_phase", "phase", {phase: status["phase"] == phase for phase in PHASES}
   yield "heldout_measure", "measure", status["heldout_measures"]
   states = {(m, s): each["state"] == s for m, each in islands.items() for s in STATES}
   yield "island_state", "island state", states
