@@ -147,6 +147,7 @@ def _island(run: RunState, m: int, state: str, seen: float, fragments: range) ->
     "starved": here and island.starved,
     "participation": run.participation(m),
     "participation_recent": rounded(island.participation),
+    "missed_seconds": rounded(island.missed_time),  # when it last missed a commit
     "missed_reason": island.missed_reason or _never_there(run, island, shown, len(fragments)),
     "versions": [island.versions.get(p) for p in fragments],
   }

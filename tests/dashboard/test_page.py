@@ -75,7 +75,8 @@ def test_a_run_that_is_over(browser, tmp_path):
     assert "killed on purpose" in browser.text("#legend") and "down" in browser.text("#legend")
     assert "in the global model" in browser.text("#goodput") and "down" in browser.text("#goodput")
     assert browser.ask("document.querySelectorAll('#versions tbody tr').length") == 4
-    assert "no answer within the grace window" in browser.text("#missed")
+    said = r"island 3\tno answer within the grace window\t\d:\d\d before the end"
+    assert re.search(said, browser.text("#missed")), "nothing said when"
     assert "shard 1" in browser.text("#links") and "MB" in browser.text("#links")
     assert "the run is over" in browser.text("#log-events")
     assert browser.text("#waiting-says") == "No role waits: there is no run under way."

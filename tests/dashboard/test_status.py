@@ -147,6 +147,7 @@ def test_an_island_that_has_never_joined_has_a_reason_too(make):
     "it joins, and has received 1 of 4 fragments",
     "nothing has been heard of it: was it started?",
   ]
+  assert [each["missed_seconds"] for each in status(events)["islands"]] == [None, 3.0, None, None]
 
 
 def test_a_run_that_goes_on_is_not_over(make, run_events):

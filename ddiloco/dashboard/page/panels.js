@@ -47,6 +47,9 @@ export function drawPanels(status) {
 /** Whether nothing goes on any more, as far as is known: what is said is of the end of the log. */
 const still = ({ phase }) => phase === "over" || phase === "silent";
 
+const age = (status, at) =>
+  `${clockTime(status.seconds - at)} ${still(status) ? "before the end" : "ago"}`;
+
 // Islands that have left count no more, until the run is over and all have.
 function present({ phase, islands }) {
   return islands.filter((island) => phase === "over" || island.state !== "left");
@@ -110,12 +113,12 @@ function gradients(found) {
 
 // What else the model measures, or the loss's unit; and how old that is.
 function heldout(status) {
-  const { heldout_measures: found, heldout_seconds: at, loss_unit, seconds } = status;
+  const { heldout_measures: found, heldout_seconds: at, loss_unit } = status;
   const parts = Object.entries(found).map(
     ([name, value]) => `${name.replaceAll("_", " ")} ${loss(value)}`,
   );
   if (!parts.length && loss_unit) parts.push(loss_unit);
-  if (at !== null) parts.push(`${clockTime(seconds - at)} ${still(status) ? "before the end" : "ago"}`);
+  if (at !== null) parts.push(age(status, at));
   return parts.join(", ");
 }
 
@@ -164,12 +167,15 @@ function struck(counts) {
   return join(there.filter(Boolean)) || "no fault, crash or restart";
 }
 
-function waiting({ waiting, islands }) {
-  say("waiting-says", waiting);
-  const missed = islands.filter((island) => island.missed_reason);
-  const why = ["why it last missed a round", (island) => island.missed_reason, "text"];
-  const shown = missed.length ? [table(missed, [["island", islandName, "row"], why])] : [];
-  put(byId("missed"), ...shown);
+function waiting(status) {
+  say("waiting-says", status.waiting);
+  const missed = status.islands.filter((island) => island.missed_reason);
+  const columns = [
+    ["island", islandName, "row"],
+    ["why it last missed a round", (island) => island.missed_reason, "text"],
+    ["when", ({ missed_seconds: at }) => (at === null ? "now" : age(status, at)), "muted"],
+  ];
+  put(byId("missed"), missed.length ? table(missed, columns) : "");
 }
 
 function versions(status) {
