@@ -11,6 +11,7 @@ import {
   median,
   numbered,
   percent,
+  put,
   svg,
   timeUnit,
 } from "./format.js";
@@ -172,12 +173,10 @@ function moveTo(seconds) {
   const { status, mark, x, end } = shown;
   mark.setAttribute("visibility", cursor === null ? "hidden" : "visible");
   if (cursor === null)
-    return byId("readout").replaceChildren(
-      "Point at the chart, or focus it and use the arrow keys.",
-    );
+    return put(byId("readout"), "Point at the chart, or focus it and use the arrow keys.");
   cursor = Math.min(end, Math.max(0, cursor));
   for (const name of ["x1", "x2"]) mark.setAttribute(name, x(cursor));
-  byId("readout").replaceChildren(...readout(status, cursor));
+  put(byId("readout"), ...readout(status, cursor));
 }
 
 function readout(status, at) {
