@@ -471,6 +471,18 @@ def test_it_is_readable_wide_and_narrow_light_and_dark(browser, tmp_path, scheme
     assert (tmp_path / f"{scheme}-{width}.png").stat().st_size > 10_000
 
 
+def test_colours_that_say_something_stay_where_a_system_forces_its_own(browser, tmp_path):
+  """With high contrast the map of step times was blank, and so were bars, meters and legends."""
+  browser.send(
+    "Emulation.setEmulatedMedia", features=[{"name": "forced-colors", "value": "active"}]
+  )
+  with shown(browser, run(tmp_path)):
+    colours = "[...new Set([...document.querySelectorAll('%s')].map(e =>"
+    colours += " getComputedStyle(e).backgroundColor))].length"
+    for places, least in (("#heat-legend .heat", 8), (".stack i", 3), (".swatch", 4)):
+      assert browser.ask(colours % places) >= least, places
+
+
 def test_no_table_is_cut_on_a_laptop(browser, tmp_path):
   """The last columns of Participation were out of sight."""
   chip = {"device_kind": "NVIDIA H100 80GB HBM3", "flops_per_token": 1e9}
