@@ -539,11 +539,53 @@ def test_islands_that_came_and_went_a_thousand_times_are_few_shapes(browser, tmp
     )
     left, right = 92, browser.ask("document.querySelector('#chart').clientWidth") - 14
     d = browser.ask("document.querySelector('#chart .down').getAttribute('d')")
-    bars = re.findall(r"M([\d.]+) 0h([\d.]+)v9h-\2z", d)
+    bars = re.findall(r"M([\d.]+) 0h([\d.]+)v8h-\2z", d)
     assert len(bars) == lives and d.count("M") == lives
     second = (right - left) / (5.0 * lives)
     found = [float(number) for number in bars[10]]
     assert found == pytest.approx([left + 54.0 * second, second], abs=0.02)
+
+
+def test_each_of_twenty_islands_shows_its_part_in_commits_over_time(browser, tmp_path):
+  """Beyond twelve islands nothing did: one that trained, and was in no commit, looked like all."""
+  events = sorted(many(20, 20.0), key=lambda event: event.time)
+  events = [
+    changed(e, weights={m: 0.1 for m in e.weights if m != 7}) if e.kind == "commit" else e
+    for e in events
+  ]
+  write_log(tmp_path, events)
+  (tmp_path / STARTED).write_text(f"{time.time() - events[-1].time - 1}")
+  with shown(browser, tmp_path, "running"):
+    strips = "(m => [...document.querySelectorAll('#chart g.island:has(.lane)')][m]"
+    strips += ".querySelectorAll('.strip'))"
+    darkest = f"(m => Math.max(...[...{strips}(m)].map(e => e.getAttribute('opacity'))))"
+    assert [browser.ask(f"{darkest}({m})") for m in (6, 7)] == [pytest.approx(1, abs=0.1), 0.12]
+    box = browser.ask(f"(({{y, height}}) => [y, height])({strips}(7)[0].getBBox())")
+    assert box == [7 * 14 + 9, 3], "below its bar, above the next island"
+    assert "share of commits" in browser.text("#legend")
+    browser.ask("document.querySelector('#chart').focus()")
+    browser.press("End")
+    said = ""
+    for _ in range(20):
+      browser.press("ArrowLeft")
+      said += browser.text("#readout")
+    assert re.search(r"20 islands running · in 8\d% of commits, on average", said)
+
+
+def test_stalled_and_quarantined_islands_look_different(browser, tmp_path):
+  """The same stripes stood for both, on the lanes and twice in the legend."""
+  events = [event for event in make_run() if event.time <= 18.0]
+  events += [made(18.0, "engine", "fault", target="learner-0", action="stall")]
+  events += [made(18.0, "syncer-0", "member", learner=1, state="quarantined", reason="3 bad")]
+  write_log(tmp_path, events)
+  (tmp_path / STARTED).write_text(f"{time.time() - 60.0}")
+  with shown(browser, tmp_path, "running"):
+    picture = "(what => [...document.querySelectorAll('#legend li')]"
+    picture += ".find(e => e.innerText === what).querySelector('svg').innerHTML)"
+    assert browser.ask(f"{picture}('stalled')") != browser.ask(f"{picture}('quarantined')")
+    outline = "(what => getComputedStyle(document.querySelector('#chart .' + what)).stroke)"
+    assert browser.ask(f"{outline}('stalled')") == "none"
+    assert browser.ask(f"{outline}('quarantined')") != "none"
 
 
 @pytest.mark.parametrize("count", [1, 200])

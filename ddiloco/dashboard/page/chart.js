@@ -4,10 +4,12 @@ import {
   byId,
   clockTime,
   html,
+  known,
   label,
   line,
   listen,
   loss,
+  mean,
   median,
   numbered,
   percent,
@@ -18,7 +20,7 @@ import {
 import { lanes, patterns } from "./lanes.js";
 import { legend, marks } from "./marks.js";
 
-const MANY = 12; // islands: beyond that their lanes are thin, without strips
+const MANY = 12; // islands: beyond that their lanes are thin
 /** Pixels for the names at the left, here and in the map of step times. */
 export const leftOf = (islands, width) => (islands.length > MANY || width < 640 ? 92 : 176);
 const ROOM = 600; // pixels of all their lanes together: the loss stays in sight
@@ -61,8 +63,8 @@ function place(status, width) {
   const space = narrow ? 17 : 0; // for a name above each row
   const thin = Math.max(2, Math.min(14, Math.floor(ROOM / islands.length)));
   const pitch = many ? thin : space + 34,
-    strip = many ? 0 : 6;
-  const bar = many ? Math.ceil(0.6 * pitch) : 16;
+    strip = many ? (thin < 6 ? 0 : Math.round(0.22 * thin)) : 4;
+  const bar = many ? Math.ceil(0.6 * pitch) - Math.min(1, strip) : 16;
   const every = Math.ceil(14 / pitch); // one in so many islands has its name
   const shardPitch = space + (many ? 12 : 19);
   const lossTop = islands.length * pitch + shards.length * shardPitch + GAP;
@@ -82,10 +84,11 @@ function place(status, width) {
     ]),
     ...shards.map((lane, i) => [
       lane.role,
-      { lane, top: below + i * shardPitch, bar: shardBar, strip: 0 },
+      { lane, top: below + i * shardPitch, bar: shardBar },
     ]),
   ]);
-  return { status, width, height, bottom, left, x, end, rows, lossTop, lossHeight, narrow, many };
+  const places = { width, height, bottom, left, x, end, rows, lossTop, lossHeight };
+  return { status, ...places, narrow, many, strip };
 }
 
 function niceStep(span, count, steps) {
@@ -137,9 +140,9 @@ function curves({ status, x, left, lossTop, lossHeight, width, narrow }) {
       narrow ? label(0, y(value) - 3, "start", text) : label(left - 10, y(value) + 4, "end", text),
     );
   }
-  const unit = svg("tspan", { x: 0, dy: 16 }, status.loss_unit);
+  const below = svg("tspan", { x: 0, dy: 16 }, status.loss_unit);
   if (!narrow)
-    parts.push(label(0, lossTop + 4, "start", svg("tspan", { class: "name" }, "Loss"), unit));
+    parts.push(label(0, lossTop + 4, "start", svg("tspan", { class: "name" }, "Loss"), below));
   for (const island of status.islands) {
     const points = (losses[island.number] ?? []).map((value, i) =>
       value === null ? null : [x((i + 0.5) * bin), y(value)],
@@ -197,9 +200,13 @@ function readout(status, at) {
     ];
     parts.push(" · ", html("b", null, lane.name), " ", more.filter(Boolean).join(", "));
   }
-  if (shown.many)
+  if (shown.many) {
     for (const [state, each] of numbers)
       parts.push(" · ", html("b", null, numbered(each)), ` ${state}`);
+    const shares = Object.values(status.curves.participation).map((each) => each[bin]);
+    const there = shares.filter(known);
+    if (there.length) parts.push(` · in ${percent(mean(there))} of commits, on average`);
+  }
   const before = status.curves.heldout.filter(([time]) => time <= at).at(-1);
   if (before) parts.push(" · ", html("b", null, "held-out"), ` ${loss(before[1])}`);
   return parts;
