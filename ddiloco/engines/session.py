@@ -230,7 +230,7 @@ def conclude(
   _attempt("the count of steps", extra, lambda: _learner_steps(told()))
   began = workdirs.start_time  # of the run, also if it went on
   took = lambda: {"seconds": max(0.0, round(time.time() - began(workdir), 1))}  # noqa: E731
-  _attempt("the time of the run", extra, took)
+  _attempt("the time of the run", extra, lambda: _date(workdir) | took())
   _attempt("the report", extra, lambda: _write_end(workdir, told(), extra))
   _print_end(config, workdir, extra)
 
@@ -273,6 +273,12 @@ def write_outcome(workdir: Path, extra: Mapping[str, Any]) -> None:
 def _state(config: Config, workdir: Path) -> RunState:
   """The state of a run by its events."""
   return RunState(config).read(EventStream(workdir))
+
+
+def _date(workdir: Path) -> dict[str, str]:
+  """When the run began, by the calendar, if that is known."""
+  began = workdirs.started(workdir)
+  return {} if began is None else {"began": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(began))}
 
 
 def _learner_steps(run: RunState) -> dict[str, dict[str, int]]:
@@ -512,7 +518,7 @@ def report(workdir: Path) -> str:
   config = workdirs.saved_config(workdir)
   try:
     lives = {"under_way": True} if workdirs.under_way(workdir) else {}
-    extra = workdirs.outcome(workdir) | lives
+    extra = workdirs.outcome(workdir) | lives | _date(workdir)
     return str(write_report(workdir, extra, _state(config, workdir)) / "index.html")
   except OSError as error:
     rule, place = f"its report cannot be drawn ({error})", workdir / "report"
