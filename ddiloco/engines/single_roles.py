@@ -27,7 +27,8 @@ from ddiloco.environment import BAD_USAGE, FINISHED, LOST
 from ddiloco.network.frames import incarnation_at
 from ddiloco.network.transport import EVALUATOR_ADDRESS, learner_address, syncer_address
 from ddiloco.observe.eventlog import newest_event
-from ddiloco.observe.guards import say
+from ddiloco.observe.guards import Guard, say
+from ddiloco.observe.report import PICTURES
 from ddiloco.observe.run_state import merged_share
 from ddiloco.observe.style import compact, percent
 from ddiloco.protocol import events
@@ -413,10 +414,17 @@ def run_evaluator(config: Config, place: RoleSpec, corpus: Source | None = None)
 
 
 def _leave(runner: RoleRunner) -> int:
-  """Says goodbye once more: a shard that did not hear it, and shares no workdir, still waits."""
-  endpoint = runner.connect()
+  """Says goodbye once more: a shard that did not hear it, and shares no workdir, still waits. Draws
+  the report that a life has not drawn that ended while it measured the result."""
+  from ddiloco.engines import session
+
+  endpoint, workdir = runner.connect(), runner.place.workdir
   for shard in range(runner.config.sync.num_shards):
     endpoint.send(syncer_address(shard), Goodbye(EVALUATOR, runner.incarnation))
+  if not all((workdir / "report" / name).exists() for name in PICTURES):
+    runner.busy("writing the report")
+    if path := Guard(EVALUATOR_ADDRESS)(session.report, workdir):
+      runner.say(f"has written {path}; the result is not measured (ddiloco evaluate measures it)")
   return FINISHED
 
 
