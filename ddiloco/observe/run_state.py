@@ -40,6 +40,7 @@ NOTE_SECONDS = 5.0  # a text is noted once within so long: every shard reports t
 LONE_SHARE = 0.9  # if this share of recent rounds has one island each, `solo` reports it
 LEAST_ROUNDS = 4  # for that: or as many as fragments if these are more, at most RECENT_COMMITS
 SHOWN_REASONS = SHOWN_ROLES = 4
+PACE_SECONDS = 600.0  # after so long a pace is known, also if it is far less than a percent
 NOTED_COMPILE_SECONDS = 0.5
 _FREQUENT = {events.Step, events.CopyOut, events.Push, events.Stage, events.Apply, events.Commit}
 _OWN = {"learner": "learner", "syncer": "shard"}  # kind of role: how handlers are called
@@ -202,10 +203,11 @@ class RunState:
 
   def seconds_left(self, time: float) -> float:
     """Seconds to the end at the pace since the first step, of this start if the run was killed and
-    goes on; NaN during the first percent."""
+    goes on; NaN during its first ten minutes, or first percent."""
     left, elapsed = self.total_tokens * (1 - self.progress), time - self.first_step_time
     gained = self._mean({p: self.merged_tokens[p] - each for p, each in self._before.items()})
-    known = elapsed > 0 and gained > 0.01 * self.total_tokens > 0
+    enough = gained > (0.01 * self.total_tokens if elapsed < PACE_SECONDS else 0.0)
+    known = enough and elapsed > 0 and self.total_tokens > 0
     return elapsed * left / gained if known else math.nan
 
   def members(self) -> dict[str, MemberState]:

@@ -358,8 +358,17 @@ def test_progress_is_merged_tokens_or_without_shards_trained_ones(make):
   view = fold([alone, make.step(1.0, 0, 1, tokens=100), make.step(3.0, 1, 1, tokens=100)])
   assert view.progress == 0.2
   assert view.seconds_left(3.0) == pytest.approx(2.0 * 0.8 / 0.2)
-  assert math.isnan(RunState().seconds_left(1.0))
+  assert math.isnan(RunState().seconds_left(1.0)) and math.isnan(RunState().seconds_left(9e3))
   assert RunState().progress == 0.0
+
+
+def test_the_time_left_of_a_run_of_weeks_is_known_after_minutes(make):
+  """It took a percent: three hours of two weeks, after each start of the run."""
+  begun = make.run_started(num_fragments=1, total_tokens=1_000_000)
+  step, commit = make.step(100.0, 0, 1), make.commit(650.0, merged_tokens=500, tokens=(500,))
+  assert math.isnan(fold([begun, step]).seconds_left(900.0)), "nothing is merged"
+  assert math.isnan(fold([begun, step, commit]).seconds_left(650.0))
+  assert fold([begun, step, commit]).seconds_left(900.0) == pytest.approx(800 * 999_500 / 500)
 
 
 def test_the_time_left_of_a_run_that_goes_on_follows_from_its_pace_since_then(make):
