@@ -207,6 +207,7 @@ def _timeline(run: RunState, spans: dict[str, list[list]]) -> dict[str, Any]:
       for each in run.marks
     ],
     "counts": dict(run.mark_counts),  # of all marks, also older ones
+    "absorbed": run.absorbed,
   }
 
 

@@ -360,7 +360,7 @@ def timeline_figure(run: RunState) -> Figure:
 
 
 def _left_out(axes: Axes, run: RunState) -> None:
-  drawn, absorbed = len(run.marks), sum(m.num_absorbed for m in run.members().values())
+  drawn, absorbed = len(run.marks), run.absorbed
   count = run.mark_counts.total()
   marks = f"the newest {drawn} of {count:,} marks" if count > drawn else ""
   spans = f"{absorbed:,} short spans are part of others" if absorbed else ""

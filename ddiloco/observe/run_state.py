@@ -220,6 +220,11 @@ class RunState:
     """How often islands and shards were started again."""
     return sum(member.restarts for member in self.members().values())
 
+  @property
+  def absorbed(self) -> int:
+    """How many short spans of roles are part of others on a timeline."""
+    return sum(member.num_absorbed for member in self.members().values())
+
   def spans(self, now: float, seen: float) -> dict[str, list[list]]:
     """By role, [start, end, state] without gaps up to `now`; stalls are judged at time `seen`."""
     judged = {"learner": seen, "syncer": self.shards_at(seen)}

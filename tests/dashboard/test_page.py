@@ -109,6 +109,7 @@ def test_a_run_that_writes_no_more_says_how_old_its_figures_are(browser, tmp_pat
   (tmp_path / STARTED).write_text(f"{time.time() - 90_000}")
   with shown(browser, tmp_path, "silent"):
     said = figures()
+    assert browser.ask("document.title") == "silent quickstart · ddiloco"
     assert re.search(r"nats per token, 0:0\d before the end Islands", said) and "now" not in said
     assert re.search(r"Sent [\d.]+ MB \d+ commits$", said)
 
@@ -369,6 +370,7 @@ def test_the_server_is_gone_and_comes_back(browser, tmp_path, monkeypatch):
     monkeypatch.setattr(dashboard._run, "status", gone)
     browser.until("document.body.dataset.phase === 'gone'")
     assert browser.text("#phase") == "server gone"
+    assert browser.ask("document.title") == "server gone quickstart · ddiloco", "seen behind others"
     assert "The server does not answer since" in browser.text("#banner")
     assert "may well go on" in browser.text("#banner")
     assert "island 2" in browser.ask("document.querySelector('#chart').textContent"), "it stays"

@@ -169,6 +169,16 @@ def test_a_log_that_is_written_a_moment_late_stalls_nobody(make):
   ]
 
 
+def test_spans_that_are_part_of_others_are_counted(make):
+  """At the cursor an island ran while it was down; the report's picture said how many are so."""
+  events, about = [make.run_started(num_learners=1, num_shards=0)], {"target": "learner-0"}
+  for n in range(150):
+    events += [make.event(10.0 * n + 1, "engine", "fault", action="kill", **about)]
+    events += [make.event(10.0 * n + 5, "engine", "restart", **about)]
+  timeline = status(events)["timeline"]
+  assert timeline["absorbed"] == 100 and len(timeline["lanes"][0]["spans"]) == 200
+
+
 def test_versions_are_a_grid(make):
   events = [make.run_started()]
   events += [make.commit(2.0, fragment=p, version=5) for p in range(3)]

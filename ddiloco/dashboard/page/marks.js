@@ -69,5 +69,7 @@ export function legend({ status, strip }) {
     items.push(item(line("", 0, 18, 6, 6), "held-out loss of the global model"));
   const before = sum(Object.values(status.timeline.counts)) - status.timeline.marks.length;
   if (before) items.push(html("li", null, `${plural(before, "older mark")} left out`));
+  const { absorbed } = status.timeline;
+  if (absorbed) items.push(html("li", null, `short spans that are part of others: ${absorbed}`));
   put(byId("legend"), ...items);
 }
