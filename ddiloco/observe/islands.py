@@ -31,6 +31,7 @@ def outer_gradients(commit: events.Commit) -> dict[str, float]:
 
 STALL_STEPS = 10.0  # stalled: silent for so many of its step times, at least for STALL_SECONDS
 STALL_SECONDS = 2.0
+WAIT_FADES = 0.995  # a step: after a sync period of a hundred its last wait still counts for half
 SHARD_STALL_SECONDS = 10.0  # a shard writes something at least once a second
 FIRST_STEP_SECONDS = 900.0  # a first step may take so long: what is usual is not known yet
 # Starved: for some 20 steps over half of the time went into waiting for batches, until less than a
@@ -146,6 +147,7 @@ class IslandState(MemberState):
   tokens_per_second: float = math.nan
   step_seconds: float = math.nan
   steps_per_second: float = math.nan  # lately, without waits for a shard
+  longest_wait: float = 0.0  # seconds that a step waited for a shard or its batch; fades
   step_tokens: int = 0  # of its last step
   data_seconds: float = 0.0  # of all incarnations: steps waited so long for their batches
   data_share: float = 0.0  # of the time lately
@@ -170,6 +172,13 @@ class IslandState(MemberState):
     self.chips, self.flops_per_token = event.devices, event.flops_per_token
     self.chip_kinds |= {event.device_kind: None} if event.device_kind else {}
     self.peak_flops_per_second = event.peak_flops_per_second
+
+  def wait(self, step: Step) -> None:
+    """Takes what this step waited for, which was no stall: so long the island was not silent."""
+    waited = min(step.blocked_seconds + step.data_seconds, step.gap_seconds)
+    waited = waited if 0 < waited < math.inf else 0.0
+    self.alive_at += waited
+    self.longest_wait = max(waited, WAIT_FADES * self.longest_wait)
 
   def note_data_wait(self, step: Step) -> bool:
     """Takes the wait for this step's batch, and returns whether `starved` has changed. An island's
@@ -210,7 +219,8 @@ class IslandState(MemberState):
   def patience(self) -> float:
     """Seconds of silence that are no stall yet."""
     steps = STALL_STEPS * finite_or(self.step_seconds, 0.0)
-    return max(STALL_SECONDS, steps) if self.step else FIRST_STEP_SECONDS
+    patience = max(STALL_SECONDS, steps, 2 * self.longest_wait)
+    return patience if self.step else FIRST_STEP_SECONDS
 
 
 @dataclasses.dataclass(frozen=True)

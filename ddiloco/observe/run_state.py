@@ -365,9 +365,11 @@ class RunState:
       self._step(event, m, island)
 
   def _step(self, event: events.Step, m: int, island: IslandState) -> None:
+    passed = event.time - island.alive_at if island.step else math.nan
+    if island.step:
+      island.wait(event)
     if island.state not in ("quarantined", "left"):
       island.live_on(event.time, "running")
-    passed = event.time - island.alive_at if island.step else math.nan
     rate = event.tokens / passed if passed > 0 else event.tokens / max(1e-9, event.seconds)
     smoothed = 0.8 * island.tokens_per_second + 0.2 * rate if island.step > 1 else rate
     if math.isnan(self.first_step_time):
