@@ -141,6 +141,7 @@ class IslandState(MemberState):
   step: int = 0
   global_step: int = 0
   steps: int = 0
+  life_steps: int = 0  # of the newest incarnation
   loss: float = math.nan  # also before the first
   diverged: bool = False  # its last loss is not finite
   tokens: int = 0
@@ -164,7 +165,7 @@ class IslandState(MemberState):
 
   def start(self, event: Started) -> None:
     """A new incarnation starts, on these devices; no version of a fragment is known of it yet."""
-    self.step, self.alive_at, self.versions = 0, math.nan, {}
+    self.step, self.life_steps, self.alive_at, self.versions = 0, 0, math.nan, {}
     self.tokens_per_second = self.steps_per_second = math.nan
     if (event.devices, event.device_kind) != (self.chips, self.chip_kind):
       self.gaps.clear()
@@ -220,7 +221,8 @@ class IslandState(MemberState):
     """Seconds of silence that are no stall yet."""
     steps = STALL_STEPS * finite_or(self.step_seconds, 0.0)
     patience = max(STALL_SECONDS, steps, 2 * self.longest_wait)
-    return patience if self.step else FIRST_STEP_SECONDS
+    # On an accelerator the first step is only begun when it is logged; the next one waits for it.
+    return patience if self.life_steps > 1 else FIRST_STEP_SECONDS
 
 
 @dataclasses.dataclass(frozen=True)

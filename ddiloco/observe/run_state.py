@@ -366,7 +366,7 @@ class RunState:
 
   def _step(self, event: events.Step, m: int, island: IslandState) -> None:
     passed = event.time - island.alive_at if island.step else math.nan
-    if island.step:
+    if island.life_steps:
       island.wait(event)
     if island.state not in ("quarantined", "left"):
       island.live_on(event.time, "running")
@@ -375,6 +375,7 @@ class RunState:
     if math.isnan(self.first_step_time):
       self.first_step_time = event.time
     island.step, island.global_step = event.step, event.global_step
+    island.life_steps += 1
     if event.loss is not None:
       if not math.isfinite(event.loss) and not island.diverged:
         self._note(event, f"island {m}: its loss is {event.loss}", "bad")

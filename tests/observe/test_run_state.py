@@ -150,7 +150,11 @@ def test_silence_is_a_stall_only_once_it_steps(make):
   # Its first step may be slow, or load programs: after a minute it was shown as stalled.
   assert view.islands[0].state_at(600.0) == "running"
   assert view.islands[0].state_at(902.0) == "stalled"
-  view = view.read([make.step(621.0, 0, 1, seconds=0.1), make.step(621.1, 0, 2, seconds=0.5)])
+  # On an accelerator it is only begun when it is logged.
+  view = view.read([make.step(21.0, 0, 1, seconds=0.01)])
+  assert view.islands[0].state_at(620.0) == "running"
+  view = view.read([make.step(621.1, 0, 2, seconds=0.5)])
+  assert view.islands[0].spans(622.0, 622.0) == [[0.0, 1.0, "joining"], [1.0, 622.0, "running"]]
   assert view.islands[0].state_at(626.0) == "running"  # ten steps of half a second
   assert view.islands[0].state_at(626.2) == "stalled"
   assert view.read([make.step(627.0, 0, 3)]).islands[0].state_at(627.5) == "running"
