@@ -271,21 +271,23 @@ def scalars(event: Event, started: Started | None = None) -> tuple[int, dict[str
   `Started` event of the learner's incarnation; its devices and FLOPs give a step's speed and MFU.
   """
   if isinstance(event, Step):
-    rate = event.tokens / event.seconds if event.seconds > 0 else 0.0
+    # Without a loss a step was only begun: of its time nothing is known yet.
+    known = event.loss is not None and event.seconds > 0
+    rate = event.tokens / event.seconds if known else math.nan
     island = IslandState()
     if started is not None:
       island.start(started)
     values = {
-      "tokens_per_second": rate,
+      "tokens_per_second": rate if known else None,
       **speed([(island, rate)]).as_json(),
-      "step_seconds": event.seconds,
+      "step_seconds": event.seconds if known else None,
       "data_seconds": event.data_seconds,
-      "loss": event.loss,  # None for most steps, as the two below: they are fetched late
+      "loss": event.loss,  # None where they are fetched late, as the two below
       "learning_rate": event.learning_rate,
       "grad_norm": event.grad_norm,
     }
-    known = {f"train/{name}": value for name, value in values.items() if value is not None}
-    return event.global_step, known
+    found = {f"train/{name}": value for name, value in values.items() if value is not None}
+    return event.global_step, found
   if isinstance(event, Commit):
     took_part = len(event.weights)
     known = took_part + len(event.rejected) + len(event.missing)

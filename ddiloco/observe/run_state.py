@@ -365,13 +365,15 @@ class RunState:
       self._step(event, m, island)
 
   def _step(self, event: events.Step, m: int, island: IslandState) -> None:
-    passed = event.time - island.alive_at if island.step else math.nan
-    if island.life_steps:
+    first = not island.life_steps  # of its life; on an accelerator it is only begun by now
+    passed = event.time - island.alive_at
+    if not first:
       island.wait(event)
     if island.state not in ("quarantined", "left"):
       island.live_on(event.time, "running")
-    rate = event.tokens / passed if passed > 0 else event.tokens / max(1e-9, event.seconds)
-    smoothed = 0.8 * island.tokens_per_second + 0.2 * rate if island.step > 1 else rate
+    rate = event.tokens / (passed if passed > 0 else max(1e-9, event.seconds))
+    rate = math.nan if first else rate
+    smoothed = 0.8 * island.tokens_per_second + 0.2 * rate if island.life_steps > 1 else rate
     if math.isnan(self.first_step_time):
       self.first_step_time = event.time
     island.step, island.global_step = event.step, event.global_step
@@ -385,7 +387,7 @@ class RunState:
       if island.starved:
         text, tone = "waits for its data most of the time", "bad"
       self._note(event, f"island {m} {text}", tone)
-    if event.step > 1 and 0 < event.gap_seconds < math.inf:
+    if not first and 0 < event.gap_seconds < math.inf:
       island.gaps.append(event.gap_seconds)
       pace = 1 / max(1e-9, event.seconds, event.gap_seconds - event.blocked_seconds)
       island.steps_per_second = finite_or(0.8 * island.steps_per_second + 0.2 * pace, pace)
