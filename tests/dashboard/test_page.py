@@ -177,6 +177,21 @@ def test_tiny_losses_are_told_apart(browser, tmp_path):
     assert browser.complaints == []
 
 
+def test_the_flat_end_of_a_long_run_is_seen(browser, tmp_path):
+  """Beside the loss at the beginning, days of training were a straight line; the report's axis was
+  logarithmic."""
+  steps = [step_event(20.0 * n, 0, n, loss=8.0 / 2**n) for n in range(4)]
+  write_log(tmp_path, [changed(make_run()[0], num_learners=1), *steps])
+  with shown(browser, tmp_path, "running"):
+    curve = browser.ask("document.querySelector('#chart .curve').getAttribute('d')")
+    heights = [float(point.split()[1]) for point in re.split("[ML]", curve)[1:]]
+    falls = [b - a for a, b in itertools.pairwise(heights)]
+    assert len(falls) == 3 and falls == pytest.approx([190 / 3] * 3, abs=0.2)
+    labels = browser.ask("[...document.querySelectorAll('#chart text')].map(n => n.textContent)")
+    assert [each for each in labels if each in ("1", "2", "4", "8")] == ["1", "2", "4", "8"]
+    assert "Lossnats per tokenlog scale" in labels
+
+
 def test_a_curve_of_long_steps_is_a_line_and_has_a_gap_where_there_was_no_run(browser, tmp_path):
   """Of steps that were longer than two seconds the first thirty drew nothing."""
   times = [20.0 * n + 80.0 * (n > 12) for n in range(1, 20)]

@@ -115,6 +115,30 @@ function axis({ end, x, width, height, bottom, left }) {
   return parts;
 }
 
+/** The range of an axis, and its ticks: [value, text]. Of a long run the flat end is what matters. */
+function scale(values) {
+  let low = Math.min(...values),
+    high = Math.max(...values);
+  const log = low > 0 && high > 2 * low;
+  if (log) {
+    const apart = high / low;
+    const of = apart > 1e4 ? [1] : apart > 8 ? [1, 2, 5] : [1, 1.5, 2, 2.5, 3, 4, 5, 6, 8];
+    const ticks = [];
+    for (let unit = 10 ** Math.floor(Math.log10(low)); unit <= high; unit *= 10)
+      ticks.push(...of.map((each) => each * unit).filter((each) => low <= each && each <= high));
+    return { low, high, log, ticks: ticks.map((each) => [each, String(+each.toPrecision(2))]) };
+  }
+  const margin = Math.abs(high) / 2 || 0.5;
+  if (high - low < 1e-3 * margin) [low, high] = [low - margin, high + margin];
+  const unit = 10 ** Math.floor(Math.log10((high - low) / 5));
+  const step = niceStep(high - low, 5, [unit, 2 * unit, 5 * unit, 10 * unit]);
+  const digits = Math.max(1, -Math.floor(Math.log10(step)));
+  [low, high] = [Math.floor(low / step) * step, Math.ceil(high / step) * step];
+  const count = Math.round((high - low) / step) + 1;
+  const ticks = Array.from({ length: count }, (_, i) => low + i * step);
+  return { low, high, log, ticks: ticks.map((each) => [each, each.toFixed(digits)]) };
+}
+
 function curves({ status, x, left, lossTop, lossHeight, width, narrow }) {
   const { loss: losses, heldout, width_seconds: bin } = status.curves;
   const values = [...Object.values(losses).flat(), ...heldout.map(([, value]) => value)].filter(
@@ -122,27 +146,21 @@ function curves({ status, x, left, lossTop, lossHeight, width, narrow }) {
   );
   if (!values.length)
     return [label(left, lossTop + 18, "start", "The loss is not known yet.")];
-  let low = Math.min(...values),
-    high = Math.max(...values);
-  const margin = Math.abs(high) / 2 || 0.5;
-  if (high - low < 1e-3 * margin) [low, high] = [low - margin, high + margin];
-  const unit = 10 ** Math.floor(Math.log10((high - low) / 5));
-  const step = niceStep(high - low, 5, [unit, 2 * unit, 5 * unit, 10 * unit]);
-  const digits = Math.max(1, -Math.floor(Math.log10(step)));
-  [low, high] = [Math.floor(low / step) * step, Math.ceil(high / step) * step];
-  const y = (value) => lossTop + lossHeight - ((value - low) / (high - low)) * lossHeight;
+  const { low, high, log, ticks } = scale(values);
+  const place = log ? Math.log : (value) => value;
+  const y = (value) =>
+    lossTop + ((place(high) - place(value)) / (place(high) - place(low))) * lossHeight;
   const parts = [];
-  for (let i = 0; i <= Math.round((high - low) / step); i++) {
-    const value = low + i * step;
+  for (const [value, text] of ticks) {
     parts.push(line("grid", left, width - RIGHT, y(value), y(value)));
-    const text = value.toFixed(digits);
     parts.push(
       narrow ? label(0, y(value) - 3, "start", text) : label(left - 10, y(value) + 4, "end", text),
     );
   }
-  const below = svg("tspan", { x: 0, dy: 16 }, status.loss_unit);
+  const below = [status.loss_unit, log && "log scale"].filter(Boolean);
+  const under = below.map((text) => svg("tspan", { x: 0, dy: 16 }, text));
   if (!narrow)
-    parts.push(label(0, lossTop + 4, "start", svg("tspan", { class: "name" }, "Loss"), below));
+    parts.push(label(0, lossTop + 4, "start", svg("tspan", { class: "name" }, "Loss"), under));
   for (const island of status.islands) {
     const points = (losses[island.number] ?? []).map((value, i) =>
       value === null ? null : [x((i + 0.5) * bin), y(value)],
