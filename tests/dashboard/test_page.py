@@ -189,7 +189,7 @@ def test_the_flat_end_of_a_long_run_is_seen(browser, tmp_path):
     assert len(falls) == 3 and falls == pytest.approx([190 / 3] * 3, abs=0.2)
     labels = browser.ask("[...document.querySelectorAll('#chart text')].map(n => n.textContent)")
     assert [each for each in labels if each in ("1", "2", "4", "8")] == ["1", "2", "4", "8"]
-    assert "Lossnats per tokenlog scale" in labels
+    assert "Lossnats per token, log scale" in labels
 
 
 def test_a_curve_of_long_steps_is_a_line_and_has_a_gap_where_there_was_no_run(browser, tmp_path):

@@ -157,10 +157,10 @@ function curves({ status, x, left, lossTop, lossHeight, width, narrow }) {
       narrow ? label(0, y(value) - 3, "start", text) : label(left - 10, y(value) + 4, "end", text),
     );
   }
-  const below = [status.loss_unit, log && "log scale"].filter(Boolean);
-  const under = below.map((text) => svg("tspan", { x: 0, dy: 16 }, text));
-  if (!narrow)
-    parts.push(label(0, lossTop + 4, "start", svg("tspan", { class: "name" }, "Loss"), under));
+  const name = svg("tspan", { class: "name" }, "Loss");
+  const unit = [status.loss_unit, log && "log scale"].filter(Boolean).join(", ");
+  const above = lossTop - (narrow ? 17 : 8);
+  parts.push(label(left, above, "start", name, svg("tspan", { dx: 8 }, unit)));
   for (const island of status.islands) {
     const points = (losses[island.number] ?? []).map((value, i) =>
       value === null ? null : [x((i + 0.5) * bin), y(value)],
