@@ -500,6 +500,19 @@ def test_colours_that_say_something_stay_where_a_system_forces_its_own(browser, 
       assert browser.ask(colours % places) >= least, places
 
 
+def test_the_days_of_a_long_run_are_told_apart_on_a_narrow_screen(browser, tmp_path):
+  """Each was "4 d 0:00:00", a third of the axis."""
+  steps = [step_event(1e5 * n, 0, n) for n in range(1, 13)]
+  write_log(tmp_path, [changed(make_run()[0], num_learners=1), *steps])
+  browser.size(390, 900)
+  with shown(browser, tmp_path, "running"):
+    texts, y = "[...document.querySelectorAll('#chart text')]", "(e => +e.getAttribute('y'))"
+    times = f"{texts}.filter(e => {y}(e) === Math.max(...{texts}.map({y})))"
+    assert browser.ask(f"{times}.map(e => e.textContent)") == ["0", "4", "8", "days"]
+    ends = browser.ask(f"{times}.map(e => [e.getBBox().x, e.getBBox().x + e.getBBox().width])")
+    assert all(before[1] < after[0] for before, after in itertools.pairwise(ends))
+
+
 def test_no_table_is_cut_on_a_laptop(browser, tmp_path):
   """The last columns of Participation were out of sight."""
   chip = {"device_kind": "NVIDIA H100 80GB HBM3", "flops_per_token": 1e9}

@@ -105,12 +105,14 @@ function axis({ end, x, width, height, bottom, left }) {
     [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400],
   );
   const parts = [];
+  const days = step % 86400 === 0;
   for (let t = 0; t <= end; t += step) {
     parts.push(line("grid", x(t), x(t), 0, bottom));
     const anchor = t && x(t) > 14 ? "middle" : "start";
-    if (x(t) < width - RIGHT - 60) parts.push(label(x(t), height - 6, anchor, clockTime(t)));
+    const text = days ? String(t / 86400) : clockTime(t);
+    if (x(t) < width - RIGHT - 60) parts.push(label(x(t), height - 6, anchor, text));
   }
-  parts.push(label(width - RIGHT, height - 6, "end", timeUnit(end)));
+  parts.push(label(width - RIGHT, height - 6, "end", days ? "days" : timeUnit(end)));
   parts.push(line("axis", left, width - RIGHT, bottom, bottom));
   return parts;
 }
