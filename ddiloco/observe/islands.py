@@ -175,10 +175,8 @@ class IslandState(MemberState):
     self.peak_flops_per_second = event.peak_flops_per_second
 
   def wait(self, step: Step) -> None:
-    """Takes what this step waited for, which was no stall: so long the island was not silent."""
+    """Takes how long this step waited for a shard or its batch: such a silence is no stall."""
     waited = min(step.blocked_seconds + step.data_seconds, step.gap_seconds)
-    waited = waited if 0 < waited < math.inf else 0.0
-    self.alive_at += waited
     self.longest_wait = max(waited, WAIT_FADES * self.longest_wait)
 
   def note_data_wait(self, step: Step) -> bool:

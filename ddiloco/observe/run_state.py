@@ -320,7 +320,6 @@ class RunState:
     if member.lives and event.incarnation > member.incarnation and member.state != "restarting":
       text = f"{role_name(event.role)} restarts"
       self._note(event, text, "plain", "restart", event.role)
-      self._killed.discard(event.role)
       member.turn(event.time, "restarting")
 
   def _shard_started(self, event: events.Started, s: int) -> None:
@@ -373,7 +372,7 @@ class RunState:
       island.live_on(event.time, "running")
     rate = event.tokens / (passed if passed > 0 else max(1e-9, event.seconds))
     rate = math.nan if first else rate
-    smoothed = 0.8 * island.tokens_per_second + 0.2 * rate if island.life_steps > 1 else rate
+    smoothed = 0.8 * island.tokens_per_second + 0.2 * rate
     if math.isnan(self.first_step_time):
       self.first_step_time = event.time
     island.step, island.global_step = event.step, event.global_step

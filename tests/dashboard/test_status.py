@@ -91,6 +91,9 @@ def test_an_island_alone_whose_steps_take_minutes_is_not_silent(make):
   ]
   shared = [make.run_started(num_learners=1), *alone[1:]]
   assert status(shared, 299.0)["phase"] == "silent", "shards write once a second"
+  quick = [make.run_started(num_learners=2, num_shards=0)]
+  quick += [make.step(1.0 * n, 0, n) for n in (1, 2, 3)]
+  assert status(quick, 70.0)["phase"] == "silent", "of the other island nothing has come yet"
 
 
 def test_why_it_ended_is_said_in_a_sentence(make):

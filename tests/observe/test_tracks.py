@@ -127,6 +127,8 @@ def test_an_island_that_waits_for_a_shard_or_for_data_does_not_stand_still(make,
   island = feed(events).islands[0]
   assert [island.state_at(time + more) for more in (25.0, 61.0)] == ["running", "stalled"]
   assert feed(events[:9]).islands[0].state_at(8.0) == "stalled", "of no wait is known yet"
+  events += [make.step(time + 0.1 * n, 0, 40 + n, seconds=0.1) for n in range(1, 600)]
+  assert feed(events).islands[0].state_at(events[-1].time + 5.0) == "stalled", "that was long ago"
 
 
 def test_an_island_that_falls_silent_is_stalled_from_its_last_step_on(make):
