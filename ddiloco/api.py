@@ -312,7 +312,7 @@ class Run:
     from ddiloco.observe.eventlog import EventStream
     from ddiloco.observe.report import summarise
 
-    return summarise(EventStream(self.workdir)) | outcome(self.workdir)
+    return summarise(EventStream(self.workdir), self.config) | outcome(self.workdir)
 
   def status(self) -> dict[str, Any]:
     """How the run stands now: "phase", "progress", its islands, shards and rounds, ..."""

@@ -13,6 +13,7 @@ from ddiloco.config import SyncConfig
 from ddiloco.observe.eventlog import FLUSH_SECONDS
 from ddiloco.observe.islands import (
   DOWN,
+  FIRST_STEP_SECONDS,
   UNKNOWN,
   IslandState,
   finite_or,
@@ -24,9 +25,8 @@ from ddiloco.observe.style import clock_time, island_colour, rounded, time_unit
 from ddiloco.protocol.events import Hung, parse_role
 
 LAG_SECONDS = 2 * FLUSH_SECONDS  # an event may be so old when it is read: that is no stall
-SILENT_SECONDS = 60.0  # a run without new events for so long is silent: no role writes ...
+SILENT_SECONDS = 60.0  # a run without new events for so long is silent: no role writes
 SHOWN_REJOINS = 12
-STARTING_SECONDS = 900.0  # ... before the first step, which compiles, for so long
 OVER = {
   "finished": "The run is over: it merged all its tokens.",
   "stopped": "The run was stopped. It can go on from its newest snapshot, if it has one.",
@@ -68,7 +68,9 @@ def status(
     "total_tokens": run.total_tokens,
     "tokens_per_second": rate,
     **speed.as_json(),
+    "loss_unit": run.loss_unit,
     "heldout_loss": rounded(run.heldout_loss),
+    "heldout_seconds": rounded(run.heldout_time),  # when it was measured
     "heldout_measures": {n: rounded(each) for n, each in run.heldout_measures.items()},
     "commits": run.commits,
     "restarts": run.restarts,
@@ -107,13 +109,20 @@ def _phase(run: RunState, now: float, reason: str, trouble: str) -> tuple[str, s
   started, silent = math.isfinite(run.first_step_time), now - run.time
   if silent > SILENT_SECONDS and {island.state for island in run.islands.values()} == {"left"}:
     return "over", "The run is over: every island has left."
-  if silent > (SILENT_SECONDS if started else STARTING_SECONDS):
+  if silent > (_patience(run) if started else FIRST_STEP_SECONDS):
     ago = f"No role has written for {clock_time(silent)} ({time_unit(silent)})"
     why = "the run was killed, its disk is full, or it writes where this cannot read"
     return "silent", f"{ago}: {why}."
   if not started:
     return "starting", "The run is starting: islands load, compile and join."
   return "running", "The run is under way."
+
+
+def _patience(run: RunState) -> float:
+  """Seconds of silence that are not the run's end: shards write once a second, but islands alone
+  only at the end of a step."""
+  alone = [] if run.num_shards else run.islands.values()
+  return max([SILENT_SECONDS, *(each.patience for each in alone if each.state == "running")])
 
 
 def _island(run: RunState, m: int, state: str, seen: float, fragments: range) -> dict[str, Any]:
@@ -138,6 +147,7 @@ def _island(run: RunState, m: int, state: str, seen: float, fragments: range) ->
     "starved": here and island.starved,
     "participation": run.participation(m),
     "participation_recent": rounded(island.participation),
+    "missed_seconds": rounded(island.missed_time),  # when it last missed a commit
     "missed_reason": island.missed_reason or _never_there(run, island, shown, len(fragments)),
     "versions": [island.versions.get(p) for p in fragments],
   }
@@ -197,6 +207,7 @@ def _timeline(run: RunState, spans: dict[str, list[list]]) -> dict[str, Any]:
       for each in run.marks
     ],
     "counts": dict(run.mark_counts),  # of all marks, also older ones
+    "absorbed": run.absorbed,
   }
 
 
@@ -209,7 +220,7 @@ def _curves(run: RunState) -> dict[str, Any]:
     "step": {str(m): series.means(f"step {m}") for m in islands},  # seconds, beside "wait"
     "starved": {str(m): series.most(f"data {m}", f"step {m}") for m in islands},  # bins
     "wait": {str(m): series.means(f"wait {m}") for m in islands},  # for a shard, before the step
-    "participation": {str(m): series.means(f"participation {m}", 2) for m in islands},
+    "participation": {str(m): series.means(f"participation {m}") for m in islands},
     "commits": {str(s): series.counts(f"commits {s}") for s in sorted(run.shards)},
   }
 
@@ -236,6 +247,7 @@ OF_RUN = {  # name: key of the status
   "run_tokens_per_second_per_chip": "tokens_per_second_per_chip",
   "run_mfu_ratio": "mfu",
   "heldout_loss": "heldout_loss",
+  "heldout_seconds": "heldout_seconds",
   "commits_total": "commits",
   "hangs_total": "hangs",
 }
@@ -253,7 +265,8 @@ Metric = tuple[str, str, Mapping[Any, Any]]  # its name, its labels, and values 
 
 
 def exposition(status: Mapping[str, Any]) -> str:
-  """Every number of `status`, in its units; unknown ones are left out."""
+  """Every number of `status`, in its units; unknown ones are left out. While the log is still being
+  read all are: counters would begin anew, and their rates be those of the reading."""
   lines = []
   for name, labels, values in _metrics(status):
     known = [(each, value) for each, value in values.items() if value is not None]
@@ -268,6 +281,9 @@ def exposition(status: Mapping[str, Any]) -> str:
 
 
 def _metrics(status: Mapping[str, Any]) -> Iterator[Metric]:
+  yield "run_phase", "phase", {phase: status["phase"] == phase for phase in PHASES}
+  if status["phase"] == "empty":
+    return
   islands = {each["number"]: each for each in status["islands"]}
   account = status["goodput"] or {}
   single = {name: status[key] for name, key in OF_RUN.items()}
@@ -275,7 +291,6 @@ def _metrics(status: Mapping[str, Any]) -> Iterator[Metric]:
   single |= {"goodput_ratio": account.get("goodput"), "uptime_ratio": account.get("uptime")}
   for name, value in single.items():
     yield name, "", {"": value}
-  yield "run_phase", "phase", {phase: status["phase"] == phase for phase in PHASES}
   yield "heldout_measure", "measure", status["heldout_measures"]
   states = {(m, s): each["state"] == s for m, each in islands.items() for s in STATES}
   yield "island_state", "island state", states

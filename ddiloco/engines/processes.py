@@ -31,7 +31,7 @@ from ddiloco.engines.role_spec import RoleSpec, free_urls, newest, require_shard
 from ddiloco.network import frames
 from ddiloco.network.transport import EVALUATOR_ADDRESS
 from ddiloco.observe.eventlog import Follower, Recorder
-from ddiloco.observe.guards import HangWatch, warn
+from ddiloco.observe.guards import HangWatch, say, warn
 from ddiloco.protocol.events import parse_role
 from ddiloco.protocol.supervisor import DOWN, Exited, Left, Working
 from ddiloco.roles import initial
@@ -298,6 +298,8 @@ class ProcessesEngine(Engine):
     """The global model of the newest snapshot, if the evaluator never had a whole model, and the
     tokens that it has seen."""
     storage, every = self._storage, range(len(self.plan.fragments))
+    if (newest := restore.newest_global_step(storage)) >= 0:  # gigabytes may take minutes
+      say(f"\nNo role had the whole model at the end: that of snapshot {newest} is being read.")
     restored = storage and restore.restore_fragments(storage, every)
     if not restored:
       return initial.initial_params(self.config), 0

@@ -218,7 +218,7 @@ def conclude(
   until_saved(lambda: write_outcome(workdir, extra), *patience)
   saved = f"The result is saved in {workdir / workdirs.RESULT}"
   print(f"\n{saved}. Its figures and the report follow.", flush=True)
-  told = functools.cache(lambda: RunState().read(EventStream(workdir)))  # the log is read once
+  told = functools.cache(lambda: _state(config, workdir))  # the log is read once
   run = config.run
   if run.evaluations and loss is not None:
     untrained = lambda: _untrained(config, outcome, loss, told)  # noqa: E731
@@ -231,7 +231,7 @@ def conclude(
   _attempt("the count of steps", extra, lambda: _learner_steps(told()))
   began, last = workdirs.start_time, workdirs.LAST_KNOWN  # of the run, also if it went on
   took = lambda: {last: max(0.0, round(time.time() - began(workdir), 1))}  # noqa: E731
-  _attempt("the time of the run", extra, took)
+  _attempt("the time of the run", extra, lambda: _date(workdir) | took())
   _attempt("the report", extra, lambda: _write_end(workdir, told(), extra))
   _print_end(config, workdir, extra)
 
@@ -269,6 +269,17 @@ def write_outcome(workdir: Path, extra: Mapping[str, Any]) -> None:
     OSError: it cannot be written.
   """
   workdirs.write_whole(workdir / workdirs.OUTCOME, json.dumps(extra, indent=2) + "\n")
+
+
+def _state(config: Config, workdir: Path) -> RunState:
+  """The state of a run by its events."""
+  return RunState(config).read(EventStream(workdir))
+
+
+def _date(workdir: Path) -> dict[str, str]:
+  """When the run began, by the calendar, if that is known."""
+  began = workdirs.started(workdir)
+  return {} if began is None else {"began": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(began))}
 
 
 def _learner_steps(run: RunState) -> dict[str, dict[str, int]]:
@@ -505,10 +516,11 @@ def report(workdir: Path) -> str:
   Raises:
     ConfigError: there is no run, a file of it cannot be read, or the report cannot be written.
   """
-  workdirs.saved_config(workdir)
+  config = workdirs.saved_config(workdir)
   try:
     lives = {"under_way": True} if workdirs.under_way(workdir) else {}
-    return str(write_report(workdir, workdirs.outcome(workdir) | lives) / "index.html")
+    extra = workdirs.outcome(workdir) | lives | _date(workdir)
+    return str(write_report(workdir, extra, _state(config, workdir)) / "index.html")
   except OSError as error:
     rule, place = f"its report cannot be drawn ({error})", workdir / "report"
     fix = f"make room, its events readable and {place} a directory you may write to"

@@ -29,7 +29,7 @@ from ddiloco.network.transport import EVALUATOR_ADDRESS, learner_address, syncer
 from ddiloco.observe.eventlog import newest_event
 from ddiloco.observe.guards import say
 from ddiloco.observe.run_state import merged_share
-from ddiloco.observe.style import compact
+from ddiloco.observe.style import compact, percent
 from ddiloco.protocol import events
 from ddiloco.protocol import syncer as syncer_rules
 from ddiloco.protocol.learner import unmerged_tokens
@@ -205,7 +205,7 @@ def _trained(state: LearnerState, config: Config, fast: str = "") -> str:
   speed = f", {1000 * state.step_seconds:.0f} ms a step" if state.step_seconds else ""
   speed += fast and f", {fast}"
   here = f", {compact(state.trained_tokens)} tokens trained here" if state.trained_tokens else ""
-  return f"global step {state.global_step}{speed}{here}; {share:.0%} of the run is merged"
+  return f"global step {state.global_step}{speed}{here}; {percent(share)} of the run is merged"
 
 
 def _left(runner: RoleRunner, state: LearnerState) -> int:
@@ -392,7 +392,7 @@ def _served(role: Syncer, config: Config) -> str:
   share, least = _merged(role.state, config), config.sync.min_quorum
   few = len(members) < least and not syncer_rules.complete(role.state)
   waits = f", and a round needs {least}" if few else ""
-  return f"{share:.0%} merged, {at}; {len(members)} learners {members}{waits}"
+  return f"{percent(share)} merged, {at}; {len(members)} learners {members}{waits}"
 
 
 # --- evaluator ------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from ddiloco.core.delta import Committed, commit, measure
 from ddiloco.core.fragments import Fragment, Piece
 from ddiloco.core.passes import Share, compile_for
 from ddiloco.observe.eventlog import to_line
+from ddiloco.observe.style import percent
 from ddiloco.protocol.events import Commit, Event
 from ddiloco.protocol.messages import FragmentState
 from ddiloco.runtime import ValueThreads
@@ -92,7 +93,7 @@ def simulate(
       logs.take(event)
     if isinstance(event, Commit) and time.monotonic() >= tell_at:
       tell_at = time.monotonic() + TELL_SECONDS
-      merged = f"{account.run.progress:.0%} merged"
+      merged = f"{percent(account.run.progress)} merged"
       text = f"{event.time:,.0f} s of virtual time: {account.steps:,} steps, {merged}"
       print(text, file=sys.stderr, flush=True)
 

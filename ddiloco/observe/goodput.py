@@ -444,7 +444,7 @@ class IslandAccount:
     self.live_seconds += passed - stalled
     self.trained += busy * self.chips
     self.sums.add(busy * self.chips)
-    self._recent.append(busy)
+    self._recent.append(busy + stood)  # or what became ten times as slow would always stand still
     self.since, self._known = now, dict.fromkeys(self._known, 0.0)
     return now - (passed - stalled), now
 
@@ -452,7 +452,8 @@ class IslandAccount:
     """How many of these seconds were a stall."""
     if seconds <= STALL_SECONDS:
       return 0.0
-    usual = statistics.median(self._recent) if self._recent else math.inf
+    # Of the very first step an accelerator says when it has begun: it is no measure of the second.
+    usual = statistics.median(self._recent) if len(self._recent) > 1 else math.inf
     return seconds - usual if seconds > STALL_STEPS * usual else 0.0
 
   def _keep(self, fragment: int, round_id: int, pushed: tuple[int, float]) -> None:

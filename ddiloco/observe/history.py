@@ -55,10 +55,10 @@ class Series:
     sums[bin_] += value
     counts[bin_] += 1
 
-  def means(self, name: str, digits: int = 4) -> list[float | None]:
+  def means(self, name: str) -> list[float | None]:
     """By bin, the mean of its values, None without values; a bin's time is its middle."""
     pairs = zip(self._sums.get(name, ()), self._counts.get(name, ()))
-    return [rounded(total / count, digits) if count else None for total, count in pairs]
+    return [rounded(total / count, 4) if count else None for total, count in pairs]
 
   def most(self, name: str, of: str) -> list[int]:
     """The bins in which a part of each value of `of` makes up more than half of it."""

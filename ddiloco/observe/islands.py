@@ -31,8 +31,9 @@ def outer_gradients(commit: events.Commit) -> dict[str, float]:
 
 STALL_STEPS = 10.0  # stalled: silent for so many of its step times, at least for STALL_SECONDS
 STALL_SECONDS = 2.0
+WAIT_FADES = 0.995  # a step: after a sync period of a hundred its last wait still counts for half
 SHARD_STALL_SECONDS = 10.0  # a shard writes something at least once a second
-FIRST_STEP_SECONDS = 60.0  # the first step compiles
+FIRST_STEP_SECONDS = 900.0  # a first step may take so long: what is usual is not known yet
 # Starved: for some 20 steps over half of the time went into waiting for batches, until less than a
 # quarter does.
 STARVED_SHARE, FED_SHARE, STARVED_STEPS = 0.5, 0.25, 20
@@ -140,12 +141,14 @@ class IslandState(MemberState):
   step: int = 0
   global_step: int = 0
   steps: int = 0
+  life_steps: int = 0  # of the newest incarnation
   loss: float = math.nan  # also before the first
   diverged: bool = False  # its last loss is not finite
   tokens: int = 0
   tokens_per_second: float = math.nan
   step_seconds: float = math.nan
   steps_per_second: float = math.nan  # lately, without waits for a shard
+  longest_wait: float = 0.0  # seconds that a step waited for a shard or its batch; fades
   step_tokens: int = 0  # of its last step
   data_seconds: float = 0.0  # of all incarnations: steps waited so long for their batches
   data_share: float = 0.0  # of the time lately
@@ -162,7 +165,7 @@ class IslandState(MemberState):
 
   def start(self, event: Started) -> None:
     """A new incarnation starts, on these devices; no version of a fragment is known of it yet."""
-    self.step, self.alive_at, self.versions = 0, math.nan, {}
+    self.step, self.life_steps, self.alive_at, self.versions = 0, 0, math.nan, {}
     self.tokens_per_second = self.steps_per_second = math.nan
     if (event.devices, event.device_kind) != (self.chips, self.chip_kind):
       self.gaps.clear()
@@ -170,6 +173,11 @@ class IslandState(MemberState):
     self.chips, self.flops_per_token = event.devices, event.flops_per_token
     self.chip_kinds |= {event.device_kind: None} if event.device_kind else {}
     self.peak_flops_per_second = event.peak_flops_per_second
+
+  def wait(self, step: Step) -> None:
+    """Takes how long this step waited for a shard or its batch: such a silence is no stall."""
+    waited = min(step.blocked_seconds + step.data_seconds, step.gap_seconds)
+    self.longest_wait = max(waited, WAIT_FADES * self.longest_wait)
 
   def note_data_wait(self, step: Step) -> bool:
     """Takes the wait for this step's batch, and returns whether `starved` has changed. An island's
@@ -210,7 +218,9 @@ class IslandState(MemberState):
   def patience(self) -> float:
     """Seconds of silence that are no stall yet."""
     steps = STALL_STEPS * finite_or(self.step_seconds, 0.0)
-    return max(STALL_SECONDS, steps) if self.step else FIRST_STEP_SECONDS
+    patience = max(STALL_SECONDS, steps, 2 * self.longest_wait)
+    # On an accelerator the first step is only begun when it is logged; the next one waits for it.
+    return patience if self.life_steps > 1 else FIRST_STEP_SECONDS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,7 +31,7 @@ from rich.text import Text
 from ddiloco.observe.guards import Drain, Warnings, warn
 from ddiloco.observe.islands import IslandState, LogEvent, ShardState, outer_gradients, speed
 from ddiloco.observe.run_state import RunState
-from ddiloco.observe.style import clock_time, compact, island_colour, loss_text, plain
+from ddiloco.observe.style import clock_time, compact, island_colour, loss_text, percent, plain
 from ddiloco.protocol.events import IMPORTANT, Commit, Evaluation, Event, Started, Step
 
 FRAME_SECONDS = 1.0  # a frame costs some 5 ms of a core that also trains
@@ -82,7 +82,7 @@ def plain_line(view: RunState, now: float) -> str:
 
 def _percent(view: RunState) -> str:
   """Unknown until the first shard serves: the run may go on from a snapshot."""
-  return f"{view.progress:4.0%}" if view.merged_tokens else "   –"
+  return f"{percent(view.progress):>4}" if view.merged_tokens else "   –"
 
 
 def _figures(view: RunState, now: float) -> list[str]:
@@ -136,7 +136,7 @@ def _islands(view: RunState, now: float, gap: int) -> Table:
       loss_text(island.loss),
       compact(island.tokens_per_second) if state == "running" else "–",
       *([_share(island.speed.mfu if state == "running" else math.nan)] * known),
-      f"{island.participation:.0%}" if island.took_part else "–",
+      percent(island.participation) if island.took_part else "–",
       _missed(island, now),
     )
   return table
@@ -271,21 +271,23 @@ def scalars(event: Event, started: Started | None = None) -> tuple[int, dict[str
   `Started` event of the learner's incarnation; its devices and FLOPs give a step's speed and MFU.
   """
   if isinstance(event, Step):
-    rate = event.tokens / event.seconds if event.seconds > 0 else 0.0
+    # Without a loss a step was only begun: of its time nothing is known yet.
+    known = event.loss is not None and event.seconds > 0
+    rate = event.tokens / event.seconds if known else math.nan
     island = IslandState()
     if started is not None:
       island.start(started)
     values = {
-      "tokens_per_second": rate,
+      "tokens_per_second": rate if known else None,
       **speed([(island, rate)]).as_json(),
-      "step_seconds": event.seconds,
+      "step_seconds": event.seconds if known else None,
       "data_seconds": event.data_seconds,
-      "loss": event.loss,  # None for most steps, as the two below: they are fetched late
+      "loss": event.loss,  # None where they are fetched late, as the two below
       "learning_rate": event.learning_rate,
       "grad_norm": event.grad_norm,
     }
-    known = {f"train/{name}": value for name, value in values.items() if value is not None}
-    return event.global_step, known
+    found = {f"train/{name}": value for name, value in values.items() if value is not None}
+    return event.global_step, found
   if isinstance(event, Commit):
     took_part = len(event.weights)
     known = took_part + len(event.rejected) + len(event.missing)

@@ -24,6 +24,7 @@ from ddiloco.observe.style import (
   MUTED,
   island_colour,
   loss_text,
+  percent,
   shard_colour,
 )
 from ddiloco.protocol.events import Commit, parse_role
@@ -148,7 +149,7 @@ def loss_figure(run: RunState, alone: float | None = None) -> Figure:
     label = f"best island alone, held-out ({loss_text(alone)})"
     axes.axhline(alone, color=GLOBAL_MODEL, ls=(0, (5, 3)), lw=1.3, label=label)
     drawn.append(alone)
-  _loss_axes(axes, drawn)
+  _loss_axes(axes, drawn, run.loss_unit)
   return figure
 
 
@@ -169,7 +170,7 @@ def _island_curve(axes: Axes, learner: int, loss: Series, named: bool) -> list[f
   return drawn
 
 
-def _loss_axes(axes: Axes, drawn: list[float]) -> None:
+def _loss_axes(axes: Axes, drawn: list[float], unit: str) -> None:
   from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 
   low, high = min(drawn), max(drawn)
@@ -187,7 +188,8 @@ def _loss_axes(axes: Axes, drawn: list[float]) -> None:
   axes.xaxis.set_major_formatter(EngFormatter(sep=""))
   axes.set_xlim(0, max(1.0, axes.dataLim.x1 * 1.07))
   axes.set_xlabel("tokens trained by all islands; of the global model, merged into it")
-  axes.set_ylabel(f"loss (nats per token{', log scale' if low > 0 else ''})")
+  said = ", ".join(filter(None, (unit, "log scale" if low > 0 else "")))
+  axes.set_ylabel(f"loss ({said})" if said else "loss")
   if axes.get_legend_handles_labels()[0]:
     axes.legend(loc="upper right", ncols=2 if len(axes.get_lines()) > 6 else 1)
 
@@ -219,7 +221,7 @@ def participation_figure(run: RunState) -> Figure:
   for row in named:
     share = run.islands[learners[row]].commits / run.commits
     place = {"va": "center", "transform": rows.get_yaxis_transform(), "color": "#555555"}
-    rows.text(1.01, row, f"{share:.0%}", **place)
+    rows.text(1.01, row, percent(share), **place)
   rows.set_yticks(named, [f"island {learners[row]}" for row in named])
   rows.set_ylim(len(learners) - 0.4, -0.6)
   rows.grid(False)
@@ -358,7 +360,7 @@ def timeline_figure(run: RunState) -> Figure:
 
 
 def _left_out(axes: Axes, run: RunState) -> None:
-  drawn, absorbed = len(run.marks), sum(m.num_absorbed for m in run.members().values())
+  drawn, absorbed = len(run.marks), run.absorbed
   count = run.mark_counts.total()
   marks = f"the newest {drawn} of {count:,} marks" if count > drawn else ""
   spans = f"{absorbed:,} short spans are part of others" if absorbed else ""

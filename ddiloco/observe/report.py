@@ -13,19 +13,20 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ddiloco.config import Config
 from ddiloco.observe.eventlog import FLUSH_SECONDS, EventStream
 from ddiloco.observe.goodput import CAUSES
-from ddiloco.observe.islands import OUTER_GRADIENTS
+from ddiloco.observe.islands import OUTER_GRADIENTS, RECENT_GAPS
 from ddiloco.observe.run_state import RunState
-from ddiloco.observe.style import clock_time, compact, loss_text, plain, rounded, time_unit
-from ddiloco.protocol.events import Event, Fault, Hung, RunStarted, Snapshot, finite
+from ddiloco.observe.style import clock_time, compact, loss_text, percent, plain, rounded, time_unit
+from ddiloco.protocol.events import Event, Fault, Hung, Snapshot, finite
 
 # --- The key numbers of a run, from its events alone
 
 
-def summarise(events: Iterable[Event]) -> dict[str, Any]:
+def summarise(events: Iterable[Event], config: Config | None = None) -> dict[str, Any]:
   """`numbers` of these events, which are sorted by time; the log may be cut off anywhere."""
-  return numbers(RunState().read(events))
+  return numbers(RunState(config).read(events))
 
 
 def numbers(run: RunState) -> dict[str, Any]:
@@ -39,8 +40,8 @@ def numbers(run: RunState) -> dict[str, Any]:
     `survivor_max_gap_ratio` is the longest pause of a surviving island around a planned kill of
     another (kill to its first merge after rejoining; 30 s if it was killed for good) over its own
     median step gap.
-    `tokens_per_second_per_chip` and `mfu` (docs/accelerators.md) are those of islands at their
-    median step on the chips that they had last; a CPU has no MFU.
+    `tokens_per_second_per_chip` and `mfu` (docs/accelerators.md) are those of islands at the median
+    of their last 511 steps, on the chips that they had last; a CPU has no MFU.
     `goodput`, `uptime` and the causes in `lost_time` are those of `observe/goodput.py`.
   """
   kinds, traffic = run.kinds, run.traffic.by_role.values()
@@ -51,10 +52,11 @@ def numbers(run: RunState) -> dict[str, Any]:
     "num_learners": len(run.islands),
     "num_shards": len(run.shards),
     "num_fragments": len(run.fragments),
-    "total_tokens": run.total_tokens if kinds[RunStarted] else None,
+    "total_tokens": run.total_tokens or None,
     "merged_tokens": run.least_merged,
     "trained_tokens": sum(island.tokens for island in run.islands.values()),
     "commits": run.commits,
+    "loss_unit": run.loss_unit or None,
     "participation": {str(m): run.participation(m) for m in sorted(run.islands)},
     "outer_gradients": {name: rounded(each) for name, each in run.outer_gradients.items()},
     "rejected_pushes": run.rejected,
@@ -62,6 +64,7 @@ def numbers(run: RunState) -> dict[str, Any]:
     "bytes_received": sum(received for _, received in traffic),
     "heldout_loss_first": rounded(next((e.loss for e in run.curves.evaluations.items), math.nan)),
     "heldout_loss_last": rounded(run.heldout_loss),
+    "heldout_seconds_last": rounded(run.heldout_time),  # when it was measured
     "faults": kinds[Fault],
     "snapshots": kinds[Snapshot],
     "restarts": run.restarts,
@@ -165,8 +168,8 @@ def write_report(
     workdir: of the run; its events/ are read.
     extra: entries that only the caller knows; they override the numbers from the events (see
       `numbers`). The page shows `loss_untrained`, `loss_merged`, `loss_best_island_alone`
-      (held-out, nats per token), `seconds`, `sample` (generated text) and, where no engine says why
-      the run ended, `reason` or that it is `under_way`; summary.json takes any JSON value.
+      (held-out), `began` (a date), `seconds`, `sample` (generated text) and, where no engine says
+      why the run ended, `reason` or that it is `under_way`; summary.json takes any JSON value.
     run: the state of the run, if the events were read already.
 
   Raises:
@@ -211,6 +214,9 @@ def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
   gradients, merged = summary.get("outer_gradients", {}), said(compact, "merged_tokens")
   result = "best island" if "result_of_learner" in summary else "merged model"
   of = f" of {said(compact, 'total_tokens')}" if summary.get("total_tokens") else ""
+  loss = said(_loss, "loss_merged")
+  if not loss and (last := said(_loss, "heldout_loss_last")):  # perhaps of a much older model
+    loss = last + said(lambda at: f", measured at {_time(at)}", "heldout_seconds_last")
   unfinished = "it did not end in good order"
   if summary.get("under_way"):
     unfinished = "it goes on: this is its report so far"
@@ -220,12 +226,13 @@ def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
   lacking = "commits of this run, which has finished: these numbers are too low"
   rows = [
     ("held-out loss, untrained", said(_loss, "loss_untrained")),
-    (f"held-out loss, {result}", said(_loss, "loss_merged", "heldout_loss_last")),
+    (f"held-out loss, {result}", loss),
     *(
       (f"held-out {plain(name)}, merged model", _loss(each))
       for name, each in summary.get("heldout_measures_last", {}).items()
     ),
     ("held-out loss, best island alone", said(_loss, "loss_best_island_alone")),
+    ("began", said(str, "began")),
     (f"time ({time_unit(summary.get('seconds') or 0)})", said(clock_time, "seconds")),
     ("tokens merged into every fragment", merged + of if summary.get("num_shards") else ""),
     ("commits: merges of a fragment", said(str, "commits")),
@@ -290,7 +297,8 @@ def _about(summary: Mapping[str, Any]) -> str:
   if summary["num_shards"]:
     text += "; syncer shards ({num_shards}) merge what the islands have learned, one of the model's"
     text += " fragments ({num_fragments}) at a time"
-  return f"<p>{text.format_map(summary)}. Losses are in nats per token.</p>"
+  losses = f" Losses are in {unit}." if (unit := summary.get("loss_unit")) else ""
+  return f"<p>{text.format_map(summary)}.{losses}</p>"
 
 
 def _learner_table(summary: Mapping[str, Any]) -> str:
@@ -310,15 +318,21 @@ def _learner_table(summary: Mapping[str, Any]) -> str:
       _share(each["mfu"]),
     )
     rows.append("".join(f"<td>{html.escape(cell or '–')}</td>" for cell in cells))
-  return '<table class="wide">' + "".join(f"<tr>{row}</tr>" for row in rows) + "</table>"
+  table = '<table class="wide">' + "".join(f"<tr>{row}</tr>" for row in rows) + "</table>"
+  speeds = f"Median step, tokens per second and MFU are of each island's last {RECENT_GAPS} steps"
+  return f"{table}<p>{speeds} at most, on its present chips.</p>"
 
 
 def _share(value: float | None) -> str:
-  return "" if value is None else f"{value:.1%}"
+  return "" if value is None else percent(value, 1)
 
 
 def _seconds(value: float) -> str:
-  return f"{value:.3g} s" if value < 999.5 else f"{clock_time(value)} ({time_unit(value)})"
+  return f"{value:.3g} s" if value < 999.5 else _time(value)
+
+
+def _time(seconds: float) -> str:
+  return f"{clock_time(seconds)} ({time_unit(seconds)})"
 
 
 def _causes(lost_time: Mapping[str, float]) -> str:

@@ -40,6 +40,7 @@ NOTE_SECONDS = 5.0  # a text is noted once within so long: every shard reports t
 LONE_SHARE = 0.9  # if this share of recent rounds has one island each, `solo` reports it
 LEAST_ROUNDS = 4  # for that: or as many as fragments if these are more, at most RECENT_COMMITS
 SHOWN_REASONS = SHOWN_ROLES = 4
+PACE_SECONDS = 600.0  # after so long a pace is known, also if it is far less than a percent
 NOTED_COMPILE_SECONDS = 0.5
 _FREQUENT = {events.Step, events.CopyOut, events.Push, events.Stage, events.Apply, events.Commit}
 _OWN = {"learner": "learner", "syncer": "shard"}  # kind of role: how handlers are called
@@ -49,8 +50,8 @@ class RunState:
   """The state of the whole run.
 
   Args:
-    config: the run's, for what its events may not say (without an engine, no event says how many
-      roles there should be); None: not known.
+    config: the run's, for what its events may not say (whether the model is an own one; without an
+      engine, how many roles there should be); None: not known.
     noted: called with each log event when it is noted.
   """
 
@@ -59,6 +60,8 @@ class RunState:
   ):
     self._noted = noted
     self.name = ""
+    # An own model may measure its loss in any unit, and does not say in which.
+    self.loss_unit = "" if config is not None and config.model.custom else "nats per token"
     self.time = self._before_this = 0.0  # of the newest event, and of the newest one before it
     self.num_events = 0
     self.torn_lines = 0  # lines that were no events
@@ -74,7 +77,7 @@ class RunState:
     self.rejected = 0  # pushes
     self.solo_rounds = 0  # rounds of one island while `solo` holds
     self.blocked_seconds = 0.0
-    self.heldout_loss = math.nan  # the newest
+    self.heldout_loss = self.heldout_time = math.nan  # the newest, and when it was measured
     self.heldout_measures: dict[str, float] = {}  # of the newest evaluation, beside its loss
     # By recent commit, the only learner in it; -1: several.
     self.lone: deque[int] = deque(maxlen=RECENT_COMMITS)
@@ -88,7 +91,8 @@ class RunState:
     self._on_traffic = self.traffic.add
     self.marks: deque[LogEvent] = deque(maxlen=MOST_MARKS)  # those that a timeline shows
     self.mark_counts: Counter[str] = Counter()  # by their kind, of all that ever were
-    self._killed: set[str] = set()  # roles that a planned kill struck and that are still down
+    # Roles that are still down, and whose death a mark of a kill or a crash tells already.
+    self._killed: set[str] = set()
     if config is not None:
       self.total_tokens, self.num_shards = config.run.total_tokens, config.sync.num_shards
       for m in range(config.islands.num_learners):
@@ -199,10 +203,11 @@ class RunState:
 
   def seconds_left(self, time: float) -> float:
     """Seconds to the end at the pace since the first step, of this start if the run was killed and
-    goes on; NaN during the first percent."""
+    goes on; NaN during its first ten minutes, or first percent."""
     left, elapsed = self.total_tokens * (1 - self.progress), time - self.first_step_time
     gained = self._mean({p: self.merged_tokens[p] - each for p, each in self._before.items()})
-    known = elapsed > 0 and gained > 0.01 * self.total_tokens > 0
+    enough = gained > (0.01 * self.total_tokens if elapsed < PACE_SECONDS else 0.0)
+    known = enough and elapsed > 0 and self.total_tokens > 0
     return elapsed * left / gained if known else math.nan
 
   def members(self) -> dict[str, MemberState]:
@@ -214,6 +219,11 @@ class RunState:
   def restarts(self) -> int:
     """How often islands and shards were started again."""
     return sum(member.restarts for member in self.members().values())
+
+  @property
+  def absorbed(self) -> int:
+    """How many short spans of roles are part of others on a timeline."""
+    return sum(member.num_absorbed for member in self.members().values())
 
   def spans(self, now: float, seen: float) -> dict[str, list[list]]:
     """By role, [start, end, state] without gaps up to `now`; stalls are judged at time `seen`."""
@@ -305,20 +315,29 @@ class RunState:
     self.finished = event.reason or "finished"
     self._note(event, f"the run is over: {self.finished}", "plain")
 
+  def _restarts(self, event: Event, member: MemberState) -> None:
+    """Where no engine says that a role is started again, its next life says it itself."""
+    if member.lives and event.incarnation > member.incarnation and member.state != "restarting":
+      text = f"{role_name(event.role)} restarts"
+      self._note(event, text, "plain", "restart", event.role)
+      member.turn(event.time, "restarting")
+
   def _shard_started(self, event: events.Started, s: int) -> None:
     shard = self._shard(s, event.time)
+    self._restarts(event, shard)
     if shard.live(event.incarnation):
       shard.live_on(event.time, "running")
       shard.fragments, shard.unheard = event.fragments, set()
 
   def _learner_launched(self, event: events.Launched, m: int) -> None:
-    if self._island(m, event.time).lives:  # without an engine no other event says it
-      self.islands[m].turn(event.time, "restarting")
+    self._restarts(event, self._island(m, event.time))
 
   def _learner_started(self, event: events.Started, m: int) -> None:
-    if self._island(m, event.time).live(event.incarnation):
-      self.islands[m].live_on(event.time, "joining")
-      self.islands[m].start(event)
+    island = self._island(m, event.time)
+    self._restarts(event, island)
+    if island.live(event.incarnation):
+      island.live_on(event.time, "joining")
+      island.start(event)
 
   def _learner_joined(self, event: events.Joined, m: int) -> None:
     island = self._island(m, event.time)
@@ -345,14 +364,19 @@ class RunState:
       self._step(event, m, island)
 
   def _step(self, event: events.Step, m: int, island: IslandState) -> None:
+    first = not island.life_steps  # of its life; on an accelerator it is only begun by now
+    passed = event.time - island.alive_at
+    if not first:
+      island.wait(event)
     if island.state not in ("quarantined", "left"):
       island.live_on(event.time, "running")
-    passed = event.time - island.alive_at if island.step else math.nan
-    rate = event.tokens / passed if passed > 0 else event.tokens / max(1e-9, event.seconds)
-    smoothed = 0.8 * island.tokens_per_second + 0.2 * rate if island.step > 1 else rate
+    rate = event.tokens / (passed if passed > 0 else max(1e-9, event.seconds))
+    rate = math.nan if first else rate
+    smoothed = 0.8 * island.tokens_per_second + 0.2 * rate
     if math.isnan(self.first_step_time):
       self.first_step_time = event.time
     island.step, island.global_step = event.step, event.global_step
+    island.life_steps += 1
     if event.loss is not None:
       if not math.isfinite(event.loss) and not island.diverged:
         self._note(event, f"island {m}: its loss is {event.loss}", "bad")
@@ -362,7 +386,7 @@ class RunState:
       if island.starved:
         text, tone = "waits for its data most of the time", "bad"
       self._note(event, f"island {m} {text}", tone)
-    if event.step > 1 and 0 < event.gap_seconds < math.inf:
+    if not first and 0 < event.gap_seconds < math.inf:
       island.gaps.append(event.gap_seconds)
       pace = 1 / max(1e-9, event.seconds, event.gap_seconds - event.blocked_seconds)
       island.steps_per_second = finite_or(0.8 * island.steps_per_second + 0.2 * pace, pace)
@@ -475,12 +499,20 @@ class RunState:
     text = f"{role_name(event.target)} is down: {event.reason}"
     self._note(event, text, "bad", mark, event.target)
 
+  def _on_crash(self, event: events.Crash) -> None:
+    """The end of a life that no engine may see; one that does says it once more."""
+    member = self.members().get(event.role)
+    if member is None or event.incarnation >= member.incarnation:
+      self._target_is(event.role, event.time, "lost")
+      self._killed.add(event.role)
+
   def _on_restart(self, event: events.Restart) -> None:
     self._killed.discard(event.target)
     self._target_is(event.target, event.time, "restarting")
 
   def _on_evaluation(self, event: events.Evaluation) -> None:
-    self.heldout_loss, self.heldout_measures = event.loss, event.measures
+    self.heldout_loss, self.heldout_time = event.loss, event.time
+    self.heldout_measures = event.measures
     if math.isfinite(event.loss):
       self.curves.evaluations.add(event)
 
@@ -521,6 +553,9 @@ def note_of(event: Event) -> tuple[str, ...]:
     case events.Compiled() if event.seconds >= NOTED_COMPILE_SECONDS:
       when = f"in the middle of its work: {event.seconds:.1f} s"
       return f"{who} compiled {event.program} {when}", "bad"
+    case events.Crash():
+      *_, last = event.trace.strip().split("\n")
+      return f"{who} crashed: {last}", "bad", "exit", event.role
     case events.Restored():
       return f"{who} has its part of snapshot {event.snapshot}", "good"
     case events.Snapshot() if event.lacks:
@@ -547,6 +582,9 @@ def note_of(event: Event) -> tuple[str, ...]:
       return f"{event.steps} steps of {who} are traced: {event.path}", "plain"
     case events.Unprofiled():
       return f"{who} could not be traced: {event.reason}", "bad"
+    case events.Unevaluated():
+      at = f"at {event.merged_tokens:,} merged tokens"
+      return f"the held-out loss {at} is missing: {event.reason}", "bad"
     case events.Evaluation() if not math.isfinite(event.loss):
       return f"the held-out loss is {event.loss}", "bad"
   return ()

@@ -33,6 +33,15 @@ def compact(value: float) -> str:
   return f"{value:.0f}"
 
 
+def percent(share: float, digits: int = 0) -> str:
+  """A share as 97%. Only all of it is 100%: 99.7% are 99%.
+
+  The page has the same function in JavaScript (`percent` in dashboard/page/format.js).
+  """
+  most = 1.0 if share >= 1 else 1.0 - 10.0 ** -(2 + digits)
+  return f"{min(share, most):.{digits}%}"
+
+
 def rounded(value: float, digits: int = 6) -> float | None:
   """A number for JSON with so many decimals, below 1 with so many significant digits.
 

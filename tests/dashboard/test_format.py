@@ -13,7 +13,7 @@ import ddiloco.dashboard
 from ddiloco.dashboard.status import status
 from ddiloco.observe.goodput import CAUSES
 from ddiloco.observe.run_state import RunState
-from ddiloco.observe.style import clock_time, loss_text, rounded
+from ddiloco.observe.style import clock_time, loss_text, percent, rounded
 from tests.made_events import made
 from tests.observe.test_tracks_rejoins import PHASES
 
@@ -55,6 +55,19 @@ def test_no_loss_is_shown_as_zero_but_zero(loss, text):
 @pytest.mark.parametrize("loss, text", [*LOSSES, (3e-9, "3.00e-9"), ("null", "–")])
 def test_the_page_shows_losses_as_the_terminal_does(loss, text, tmp_path):
   assert computed(tmp_path, "loss", str(loss)) == text
+
+
+SHARES = [
+  *((0.997, 0, "99%"), (0.9949, 0, "99%"), (0.494, 0, "49%"), (0.0, 0, "0%"), (1.0, 0, "100%")),
+  *((0.99996, 1, "99.9%"), (0.5, 1, "50.0%"), (1.0, 1, "100.0%"), (0.99999, 2, "99.99%")),
+]
+
+
+@pytest.mark.skipif(NODE is None, reason="no node on the PATH")
+@pytest.mark.parametrize("share, digits, text", SHARES)
+def test_only_all_of_it_is_a_hundred_percent(share, digits, text, tmp_path):
+  """A run was merged, and an island in each commit, where 0.3 percent lacked."""
+  assert computed(tmp_path, "percent", f"{share}, {digits}") == percent(share, digits) == text
 
 
 @pytest.mark.skipif(NODE is None, reason="no node on the PATH")

@@ -75,7 +75,8 @@ def test_a_run_that_is_over(browser, tmp_path):
     assert "killed on purpose" in browser.text("#legend") and "down" in browser.text("#legend")
     assert "in the global model" in browser.text("#goodput") and "down" in browser.text("#goodput")
     assert browser.ask("document.querySelectorAll('#versions tbody tr').length") == 4
-    assert "no answer within the grace window" in browser.text("#missed")
+    said = r"island 3\tno answer within the grace window\t\d:\d\d before the end"
+    assert re.search(said, browser.text("#missed")), "nothing said when"
     assert "shard 1" in browser.text("#links") and "MB" in browser.text("#links")
     assert "the run is over" in browser.text("#log-events")
     assert browser.text("#waiting-says") == "No role waits: there is no run under way."
@@ -93,9 +94,24 @@ def test_what_struck_a_run_is_counted_from_its_start_and_restarts_by_whose_they_
     events.append(made(30.05 + 0.1 * n, "engine", "restart", target="learner-3"))
   write_log(tmp_path, sorted(events, key=lambda event: event.time))
   with shown(browser, tmp_path):
-    assert browser.text("#over-time-says") == "151 kills and 151 restarts"
-    assert "103 older marks left out" in browser.text("#legend")
+    assert browser.text("#over-time-says") == "151 kills and 152 restarts"
+    assert "104 older marks left out" in browser.text("#legend")
     assert "Islands\n4\n1 restart, of shards 1" in browser.text("#figures")
+
+
+def test_a_run_that_writes_no_more_says_how_old_its_figures_are(browser, tmp_path):
+  """It sent bytes "now", days after it was killed, and a dead evaluator's loss had no age."""
+  run(tmp_path, until=30.0)
+  figures = lambda: browser.text("#figures").replace("\n", " ")  # noqa: E731
+  with shown(browser, tmp_path, "running"):
+    assert re.search(r"Held-out loss 1\.777 nats per token, \d:\d\d ago", figures())
+    assert "B/s now" in figures()
+  (tmp_path / STARTED).write_text(f"{time.time() - 90_000}")
+  with shown(browser, tmp_path, "silent"):
+    said = figures()
+    assert browser.ask("document.title") == "silent quickstart · ddiloco"
+    assert re.search(r"nats per token, 0:0\d before the end Islands", said) and "now" not in said
+    assert re.search(r"Sent [\d.]+ MB \d+ commits$", said)
 
 
 def test_what_happened_goes_back_for_hours_and_scrolls(browser, tmp_path):
@@ -159,6 +175,21 @@ def test_tiny_losses_are_told_apart(browser, tmp_path):
     )
     assert min(heights) > 20
     assert browser.complaints == []
+
+
+def test_the_flat_end_of_a_long_run_is_seen(browser, tmp_path):
+  """Beside the loss at the beginning, days of training were a straight line; the report's axis was
+  logarithmic."""
+  steps = [step_event(20.0 * n, 0, n, loss=8.0 / 2**n) for n in range(4)]
+  write_log(tmp_path, [changed(make_run()[0], num_learners=1), *steps])
+  with shown(browser, tmp_path, "running"):
+    curve = browser.ask("document.querySelector('#chart .curve').getAttribute('d')")
+    heights = [float(point.split()[1]) for point in re.split("[ML]", curve)[1:]]
+    falls = [b - a for a, b in itertools.pairwise(heights)]
+    assert len(falls) == 3 and falls == pytest.approx([190 / 3] * 3, abs=0.2)
+    labels = browser.ask("[...document.querySelectorAll('#chart text')].map(n => n.textContent)")
+    assert [each for each in labels if each in ("1", "2", "4", "8")] == ["1", "2", "4", "8"]
+    assert "Lossnats per token, log scale" in labels
 
 
 def test_a_curve_of_long_steps_is_a_line_and_has_a_gap_where_there_was_no_run(browser, tmp_path):
@@ -259,12 +290,16 @@ def test_what_stays_the_same_is_not_drawn_again(browser, tmp_path):
   """Each second all of it was: nothing could be selected, and hundreds of islands took a core."""
   with shown(browser, run(tmp_path, until=KILL + 3), "running"):
     places = ["#participation tbody tr:last-child th", "#links td.number", "#missed", "#legend li"]
-    for place in places:
-      browser.ask(f"void (document.querySelector({json.dumps(place)}).mine = true)")
+    nodes = [f"document.querySelector({json.dumps(place)})" for place in places]
+    # A screen reader reads these when they change: it said each second how a cursor is moved.
+    said = "#readout", "#heat-readout"
+    nodes += [f"document.querySelector('{name}').firstChild" for name in said]
+    for node in nodes:
+      browser.ask(f"void ({node}.mine = true)")
     first = browser.text("#elapsed")
     browser.until(f"document.querySelector('#elapsed').innerText !== {json.dumps(first)}")
-    for place in places:
-      assert browser.ask(f"document.querySelector({json.dumps(place)}).mine"), place
+    for node in nodes:
+      assert browser.ask(f"{node}.mine"), node
     assert browser.complaints == []
 
 
@@ -350,6 +385,7 @@ def test_the_server_is_gone_and_comes_back(browser, tmp_path, monkeypatch):
     monkeypatch.setattr(dashboard._run, "status", gone)
     browser.until("document.body.dataset.phase === 'gone'")
     assert browser.text("#phase") == "server gone"
+    assert browser.ask("document.title") == "server gone quickstart · ddiloco", "seen behind others"
     assert "The server does not answer since" in browser.text("#banner")
     assert "may well go on" in browser.text("#banner")
     assert "island 2" in browser.ask("document.querySelector('#chart').textContent"), "it stays"
@@ -452,6 +488,31 @@ def test_it_is_readable_wide_and_narrow_light_and_dark(browser, tmp_path, scheme
     assert (tmp_path / f"{scheme}-{width}.png").stat().st_size > 10_000
 
 
+def test_colours_that_say_something_stay_where_a_system_forces_its_own(browser, tmp_path):
+  """With high contrast the map of step times was blank, and so were bars, meters and legends."""
+  browser.send(
+    "Emulation.setEmulatedMedia", features=[{"name": "forced-colors", "value": "active"}]
+  )
+  with shown(browser, run(tmp_path)):
+    colours = "[...new Set([...document.querySelectorAll('%s')].map(e =>"
+    colours += " getComputedStyle(e).backgroundColor))].length"
+    for places, least in (("#heat-legend .heat", 8), (".stack i", 3), (".swatch", 4)):
+      assert browser.ask(colours % places) >= least, places
+
+
+def test_the_days_of_a_long_run_are_told_apart_on_a_narrow_screen(browser, tmp_path):
+  """Each was "4 d 0:00:00", a third of the axis."""
+  steps = [step_event(1e5 * n, 0, n) for n in range(1, 13)]
+  write_log(tmp_path, [changed(make_run()[0], num_learners=1), *steps])
+  browser.size(390, 900)
+  with shown(browser, tmp_path, "running"):
+    texts, y = "[...document.querySelectorAll('#chart text')]", "(e => +e.getAttribute('y'))"
+    times = f"{texts}.filter(e => {y}(e) === Math.max(...{texts}.map({y})))"
+    assert browser.ask(f"{times}.map(e => e.textContent)") == ["0", "4", "8", "days"]
+    ends = browser.ask(f"{times}.map(e => [e.getBBox().x, e.getBBox().x + e.getBBox().width])")
+    assert all(before[1] < after[0] for before, after in itertools.pairwise(ends))
+
+
 def test_no_table_is_cut_on_a_laptop(browser, tmp_path):
   """The last columns of Participation were out of sight."""
   chip = {"device_kind": "NVIDIA H100 80GB HBM3", "flops_per_token": 1e9}
@@ -508,11 +569,53 @@ def test_islands_that_came_and_went_a_thousand_times_are_few_shapes(browser, tmp
     )
     left, right = 92, browser.ask("document.querySelector('#chart').clientWidth") - 14
     d = browser.ask("document.querySelector('#chart .down').getAttribute('d')")
-    bars = re.findall(r"M([\d.]+) 0h([\d.]+)v9h-\2z", d)
+    bars = re.findall(r"M([\d.]+) 0h([\d.]+)v8h-\2z", d)
     assert len(bars) == lives and d.count("M") == lives
     second = (right - left) / (5.0 * lives)
     found = [float(number) for number in bars[10]]
     assert found == pytest.approx([left + 54.0 * second, second], abs=0.02)
+
+
+def test_each_of_twenty_islands_shows_its_part_in_commits_over_time(browser, tmp_path):
+  """Beyond twelve islands nothing did: one that trained, and was in no commit, looked like all."""
+  events = sorted(many(20, 20.0), key=lambda event: event.time)
+  events = [
+    changed(e, weights={m: 0.1 for m in e.weights if m != 7}) if e.kind == "commit" else e
+    for e in events
+  ]
+  write_log(tmp_path, events)
+  (tmp_path / STARTED).write_text(f"{time.time() - events[-1].time - 1}")
+  with shown(browser, tmp_path, "running"):
+    strips = "(m => [...document.querySelectorAll('#chart g.island:has(.lane)')][m]"
+    strips += ".querySelectorAll('.strip'))"
+    darkest = f"(m => Math.max(...[...{strips}(m)].map(e => e.getAttribute('opacity'))))"
+    assert [browser.ask(f"{darkest}({m})") for m in (6, 7)] == [pytest.approx(1, abs=0.1), 0.12]
+    box = browser.ask(f"(({{y, height}}) => [y, height])({strips}(7)[0].getBBox())")
+    assert box == [7 * 14 + 9, 3], "below its bar, above the next island"
+    assert "share of commits" in browser.text("#legend")
+    browser.ask("document.querySelector('#chart').focus()")
+    browser.press("End")
+    said = ""
+    for _ in range(20):
+      browser.press("ArrowLeft")
+      said += browser.text("#readout")
+    assert re.search(r"20 islands running · in 8\d% of commits, on average", said)
+
+
+def test_stalled_and_quarantined_islands_look_different(browser, tmp_path):
+  """The same stripes stood for both, on the lanes and twice in the legend."""
+  events = [event for event in make_run() if event.time <= 18.0]
+  events += [made(18.0, "engine", "fault", target="learner-0", action="stall")]
+  events += [made(18.0, "syncer-0", "member", learner=1, state="quarantined", reason="3 bad")]
+  write_log(tmp_path, events)
+  (tmp_path / STARTED).write_text(f"{time.time() - 60.0}")
+  with shown(browser, tmp_path, "running"):
+    picture = "(what => [...document.querySelectorAll('#legend li')]"
+    picture += ".find(e => e.innerText === what).querySelector('svg').innerHTML)"
+    assert browser.ask(f"{picture}('stalled')") != browser.ask(f"{picture}('quarantined')")
+    outline = "(what => getComputedStyle(document.querySelector('#chart .' + what)).stroke)"
+    assert browser.ask(f"{outline}('stalled')") == "none"
+    assert browser.ask(f"{outline}('quarantined')") != "none"
 
 
 @pytest.mark.parametrize("count", [1, 200])

@@ -6,9 +6,10 @@ import random
 import pytest
 
 from ddiloco.config import Config
-from ddiloco.dashboard.status import SILENT_SECONDS, STARTING_SECONDS
+from ddiloco.dashboard.status import SILENT_SECONDS
 from ddiloco.dashboard.status import status as status_of
 from ddiloco.observe.history import MOST_EVALUATIONS
+from ddiloco.observe.islands import FIRST_STEP_SECONDS
 from ddiloco.observe.report import summarise
 from ddiloco.observe.run_state import RunState
 from ddiloco.protocol.events import decode
@@ -58,8 +59,8 @@ def test_it_is_json_at_every_moment_of_a_run(run_events):
 def test_the_phases_of_a_run(make, run_events):
   assert status([], 5.0)["phase"] == "empty" and status([], 5.0)["goodput"] is None
   starting = [make.run_started()]
-  assert status(starting, STARTING_SECONDS - 1)["phase"] == "starting"
-  assert status(starting, STARTING_SECONDS + 1)["phase"] == "silent"
+  assert status(starting, FIRST_STEP_SECONDS - 1)["phase"] == "starting"
+  assert status(starting, FIRST_STEP_SECONDS + 1)["phase"] == "silent"
   shard = [make.event(0.0, "syncer-0", "started", 0)]  # no island has come yet, and so none left
   assert status(shard, SILENT_SECONDS + 1)["phase"] == "starting"
   during = [event for event in run_events if event.time < 30]
@@ -77,6 +78,22 @@ def test_the_phases_of_a_run(make, run_events):
   assert silent["waiting"] == over["waiting"] == "No role waits: there is no run under way."
   assert {island["state"] for island in over["islands"]} == {"left"}
   assert status(during, 31.0, reason="finished")["phase"] == "over", "its outcome says so"
+
+
+def test_an_island_alone_whose_steps_take_minutes_is_not_silent(make):
+  """Between two steps of more than a minute the page said that the run was killed."""
+  alone = [make.run_started(num_learners=1, num_shards=0)]
+  alone += [make.step(100.0 * n, 0, n, seconds=100.0) for n in (1, 2)]
+  assert [status(alone, time)["phase"] for time in (299.0, 1199.0, 1203.0)] == [
+    "running",
+    "running",
+    "silent",
+  ]
+  shared = [make.run_started(num_learners=1), *alone[1:]]
+  assert status(shared, 299.0)["phase"] == "silent", "shards write once a second"
+  quick = [make.run_started(num_learners=2, num_shards=0)]
+  quick += [make.step(1.0 * n, 0, n) for n in (1, 2, 3)]
+  assert status(quick, 70.0)["phase"] == "silent", "of the other island nothing has come yet"
 
 
 def test_why_it_ended_is_said_in_a_sentence(make):
@@ -133,6 +150,7 @@ def test_an_island_that_has_never_joined_has_a_reason_too(make):
     "it joins, and has received 1 of 4 fragments",
     "nothing has been heard of it: was it started?",
   ]
+  assert [each["missed_seconds"] for each in status(events)["islands"]] == [None, 3.0, None, None]
 
 
 def test_a_run_that_goes_on_is_not_over(make, run_events):
@@ -152,6 +170,16 @@ def test_a_log_that_is_written_a_moment_late_stalls_nobody(make):
     [5.0, 12.5, "running"],
     [7.9, 12.5, "stalled"],
   ]
+
+
+def test_spans_that_are_part_of_others_are_counted(make):
+  """At the cursor an island ran while it was down; the report's picture said how many are so."""
+  events, about = [make.run_started(num_learners=1, num_shards=0)], {"target": "learner-0"}
+  for n in range(150):
+    events += [make.event(10.0 * n + 1, "engine", "fault", action="kill", **about)]
+    events += [make.event(10.0 * n + 5, "engine", "restart", **about)]
+  timeline = status(events)["timeline"]
+  assert timeline["absorbed"] == 100 and len(timeline["lanes"][0]["spans"]) == 200
 
 
 def test_versions_are_a_grid(make):

@@ -2,7 +2,7 @@
 
 import re
 
-from ddiloco.dashboard.status import exposition, status
+from ddiloco.dashboard.status import PHASES, exposition, status
 from ddiloco.observe.run_state import RunState
 
 SAMPLE = re.compile(r'(ddiloco_[a-z_]+)(\{[a-z]+="[^"]*"(?:,[a-z]+="[^"]*")*\})? (\S+)')
@@ -47,7 +47,14 @@ def test_what_is_not_known_is_left_out(make):
   assert samples([])['ddiloco_run_phase{phase="empty"}'] == 1
 
 
+def test_a_log_that_is_being_read_has_no_numbers_yet(run_events):
+  """A dashboard that was started again told of all commits of the run as of the last seconds'."""
+  assert set(samples(run_events, phase="empty")) == {
+    f'ddiloco_run_phase{{phase="{phase}"}}' for phase in PHASES
+  }
+
+
 def test_labels_are_escaped():
   link = {"role": 'a"b\\c\nd', "sent_bytes": 1, "received_bytes": 2}
-  text = exposition(status(RunState(), 0.0) | {"links": [link]})
+  text = exposition(status(RunState(), 0.0) | {"links": [link], "phase": "running"})
   assert 'ddiloco_sent_bytes_total{role="a\\"b\\\\c\\nd"} 1.0' in text

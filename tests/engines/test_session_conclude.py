@@ -93,6 +93,14 @@ def test_the_time_of_a_run_is_that_since_it_began_not_since_its_last_start(tmp_p
   assert 7200 <= known["seconds"] < 7260
 
 
+def test_the_report_says_on_which_day_its_run_began(tmp_path):
+  """A reader who came later found no date at all."""
+  (tmp_path / STARTED).write_text("1700000000.5\n")
+  conclude(tmp_path, RunResult("finished", params(3), {}), lambda tree: 1.0)
+  said = "<th>began</th><td>2023-11-14 22:13 UTC</td>"
+  assert said in (tmp_path / "report" / "index.html").read_text()
+
+
 def test_steps_are_those_of_all_starts_of_a_run(tmp_path, monkeypatch):
   """Learner 0 made 8 steps, one of them twice."""
   (tmp_path / "events").mkdir()

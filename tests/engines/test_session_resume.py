@@ -488,12 +488,14 @@ def test_to_overwrite_is_refused_where_snapshots_outside_the_workdir_would_stay(
 
 
 def test_a_run_stopped_before_its_evaluator_had_the_model_leaves_that_of_the_newest_snapshot(
-  corpus, workdir
+  corpus, workdir, capsys
 ):
   """And not the initial values, in place of a better result that is there."""
   config = endless()
   engine = ProcessesEngine(config, workdir, corpus, lambda params: {"loss": 0.0})
   found, merged_tokens = engine._newest_params()
+  newest = restore.newest_global_step(storage_of(workdir))
+  assert f"that of snapshot {newest} is being read." in capsys.readouterr().out, "it may take long"
   plan = initial.make_plan(config)
   restored = restore.restore_fragments(storage_of(workdir), range(len(plan.fragments)))
   values = {p: c.value for p, c in restored.fragments.items()}

@@ -275,6 +275,23 @@ def test_waiting_saving_and_standing_still_have_names(log):
   assert goodput.goodput == pytest.approx(24 / 87)
 
 
+def test_long_steps_of_an_accelerator_are_no_stall(log):
+  """The first one is logged when it has begun. Beside its milliseconds every later one stood still,
+  to the end of the run: its goodput and uptime were zero."""
+  at = log.steps(1, 1, 0.0, seconds=0.01, gap_seconds=0.01)
+  at = log.steps(2, 21, at, seconds=6.0, gap_seconds=6.0)
+  log.merge(at, 0, 7, -1, {0: 21})
+  goodput = log.report()
+  assert not goodput.causes["stalled"]
+  assert goodput.goodput == goodput.uptime == pytest.approx(1.0)
+
+
+def test_an_island_that_becomes_slow_for_good_does_not_stand_still_for_ever(log):
+  at = log.steps(1, 20, 0.0)
+  log.steps(21, 120, at, seconds=30.0, gap_seconds=30.0)
+  assert 0.1 < log.report().causes["stalled"] < 0.2
+
+
 def test_a_pause_of_a_second_is_no_stall_however_short_steps_are(log):
   at = log.steps(1, 20, 0.0, seconds=0.05, gap_seconds=0.05)
   log.steps(21, 21, at, seconds=0.05, gap_seconds=1.05)

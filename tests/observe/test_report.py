@@ -13,6 +13,8 @@ import sys
 import numpy as np
 import pytest
 
+from ddiloco.config import Config, ModelConfig
+from ddiloco.dashboard.status import status
 from ddiloco.observe import plots
 from ddiloco.observe.report import PICTURES, key_numbers, numbers, page, write_report
 from ddiloco.observe.run_state import RunState
@@ -137,7 +139,8 @@ def test_causes_of_lost_time_are_in_words():
 def test_each_known_number_has_its_row():
   known = {
     **{"loss_untrained": 5.5, "heldout_loss_last": 1.5, "loss_best_island_alone": 1.9},
-    **{"seconds": 7384.0, "num_shards": 2, "merged_tokens": 1.5e6, "total_tokens": 2e6},
+    **{"heldout_seconds_last": 7000.0, "began": "2026-11-29 22:36 UTC", "seconds": 7384.0},
+    **{"num_shards": 2, "merged_tokens": 1.5e6, "total_tokens": 2e6},
     **{"rejected_pushes": 3, "faults": 4, "restarts": 2, "survivor_max_gap_ratio": 1.234},
     **{"goodput": 0.5, "goodput_training": 0.75, "uptime": 0.99, "mfu": 0.4, "num_hangs": 1},
     **{"tokens_per_second_per_chip": 1234.0, "blocked_seconds": 0.0, "data_seconds": 2.0},
@@ -146,7 +149,8 @@ def test_each_known_number_has_its_row():
   }
   said = dict(key_numbers(known))
   assert list(said.values()) == [
-    *("5.500", "1.500", "2.000", "1.900", "2:03:04", "1.5M of 2.0M", "0.125", "3", "4 and 2"),
+    *("5.500", "1.500, measured at 1:56:40 (h:min:s)", "2.000", "1.900"),
+    *("2026-11-29 22:36 UTC", "2:03:04", "1.5M of 2.0M", "0.125", "3", "4 and 2"),
     *("1.23 × its median step", "1", "50.0%", "75.0%", "99.0%", "1.2k", "40.0%", "0 s", "2 s"),
     *("5.0GB", "3", "it goes on: this is its report so far"),
   ]
@@ -174,6 +178,26 @@ def test_the_page_says_what_took_part(make):
   assert "the model's fragments (4) at a time. Losses are in nats per token.</p>" in with_shards
   alone = make.run_started(num_shards=0, num_fragments=0)
   assert f"<p>{said}. Losses" in page(numbers(RunState().read([alone])))
+
+
+def test_a_loss_of_an_own_model_has_no_unit(make):
+  """That of images, or a mean square, was in nats per token in the report, its picture and the
+  page; only the terminal knew better."""
+  own = Config(model=ModelConfig(custom="own.py:model"))
+  for config, unit in ((None, "nats per token"), (Config(), "nats per token"), (own, "")):
+    run = RunState(config).read([make.run_started(), make.step(1.0, 0, 1), make.step(2.0, 0, 2)])
+    assert status(run, 2.0)["loss_unit"] == unit
+    assert ("nats per token" in page(numbers(run))) == bool(unit)
+    (axes,) = plots.loss_figure(run).axes
+    assert axes.get_ylabel() == f"loss ({', '.join(filter(None, (unit, 'log scale')))})"
+
+
+def test_the_page_says_of_which_steps_speeds_are(make):
+  """In a run of days they were of the last minutes, and nothing said so."""
+  steps = [make.step(float(n), 0, n, gap_seconds=9.0 if n < 600 else 1.0) for n in range(1, 1200)]
+  found = numbers(RunState().read([make.run_started(num_learners=1), *steps]))
+  assert found["learners"]["0"]["median_step_gap_seconds"] == 1.0
+  assert "MFU are of each island's last 511 steps at most, on its present chips." in page(found)
 
 
 def test_the_table_of_islands_has_all_that_is_known(make):

@@ -147,11 +147,17 @@ def test_learner_numbers_may_be_text_as_json_makes_them(make):
 def test_silence_is_a_stall_only_once_it_steps(make):
   joined = make.event(1.0, "learner-0", "joined", global_step=0, seconds=0.5)
   view = fold([make.run_started(), joined])
-  assert view.islands[0].state_at(20.0) == "running"  # its first step compiles
-  view = view.read([make.step(21.0, 0, 1, seconds=0.1), make.step(21.1, 0, 2, seconds=0.5)])
-  assert view.islands[0].state_at(26.0) == "running"  # ten steps of half a second
-  assert view.islands[0].state_at(26.2) == "stalled"
-  assert view.read([make.step(27.0, 0, 3)]).islands[0].state_at(27.5) == "running"
+  # Its first step may be slow, or load programs: after a minute it was shown as stalled.
+  assert view.islands[0].state_at(600.0) == "running"
+  assert view.islands[0].state_at(902.0) == "stalled"
+  # On an accelerator it is only begun when it is logged.
+  view = view.read([make.step(21.0, 0, 1, seconds=0.01)])
+  assert view.islands[0].state_at(620.0) == "running"
+  view = view.read([make.step(621.1, 0, 2, seconds=0.5)])
+  assert view.islands[0].spans(622.0, 622.0) == [[0.0, 1.0, "joining"], [1.0, 622.0, "running"]]
+  assert view.islands[0].state_at(626.0) == "running"  # ten steps of half a second
+  assert view.islands[0].state_at(626.2) == "stalled"
+  assert view.read([make.step(627.0, 0, 3)]).islands[0].state_at(627.5) == "running"
 
 
 def test_an_island_whose_clock_is_behind_is_not_silent(make):
@@ -285,6 +291,51 @@ def test_a_learner_that_no_engine_starts_again_is_on_its_way_once_its_process_is
   ]
 
 
+def test_roles_without_an_engine_say_themselves_that_they_crash_and_restart(make):
+  """The page said that nothing had struck a run of a dozen restarts, and not why roles died."""
+  trace = "Traceback (most recent call last):\n  ...\nOSError: no data\n"
+  begun = [make.run_started(), make.event(0.5, "syncer-0", "started")]
+  begun += [make.event(1.0, "learner-1", "started"), make.step(2.0, 1, 1)]
+  crash = make.event(3.0, "learner-1", "crash", trace=trace)
+  again = [
+    make.event(40.0, "learner-1", "launched", 1),
+    make.event(41.0, "learner-1", "started", 1),
+    make.event(42.0, "syncer-0", "started", 1),
+    make.event(43.0, "learner-1", "crash", trace=trace),  # told late
+  ]
+  view = fold([*begun, crash])
+  assert view.islands[1].state == "lost"
+  view.read(again[:3])
+  assert [(mark.time, mark.mark, mark.text) for mark in view.marks] == [
+    (3.0, "exit", "island 1 crashed: OSError: no data"),
+    (40.0, "restart", "island 1 restarts"),
+    (42.0, "restart", "shard 0 restarts"),
+  ]
+  assert view.mark_counts["restart"] == view.restarts == 2
+  assert view.read(again[3:]).islands[1].state == "joining"
+  engine = [
+    make.event(3.1, "engine", "exit", target="learner-1", reason="exit status 1"),
+    make.event(9.0, "engine", "restart", target="learner-1"),
+  ]
+  view = fold([*begun, crash, *engine, *again[:2]])
+  assert view.mark_counts == {"exit": 1, "restart": 1}
+  assert [note.text for note in view.log_events] == [
+    "island 1 crashed: OSError: no data",
+    "island 1 is down: exit status 1",
+    "island 1 restarts",
+  ]
+
+
+def test_an_evaluation_that_failed_is_noted(make):
+  """The loss on the page grew old, and only the evaluator's own stderr said why."""
+  failed = make.event(9.0, "evaluator", "unevaluated", merged_tokens=2000, reason="no memory")
+  (note,) = fold([make.run_started(), failed]).log_events
+  assert (note.text, note.tone) == (
+    "the held-out loss at 2,000 merged tokens is missing: no memory",
+    "bad",
+  )
+
+
 def test_a_shard_can_die_and_return(make):
   kill = make.event(2.0, "engine", "fault", target="syncer-1", action="kill", detail="")
   view = fold([make.run_started(), make.event(0.1, "syncer-1", "started", fragments=[1, 3]), kill])
@@ -311,8 +362,17 @@ def test_progress_is_merged_tokens_or_without_shards_trained_ones(make):
   view = fold([alone, make.step(1.0, 0, 1, tokens=100), make.step(3.0, 1, 1, tokens=100)])
   assert view.progress == 0.2
   assert view.seconds_left(3.0) == pytest.approx(2.0 * 0.8 / 0.2)
-  assert math.isnan(RunState().seconds_left(1.0))
+  assert math.isnan(RunState().seconds_left(1.0)) and math.isnan(RunState().seconds_left(9e3))
   assert RunState().progress == 0.0
+
+
+def test_the_time_left_of_a_run_of_weeks_is_known_after_minutes(make):
+  """It took a percent: three hours of two weeks, after each start of the run."""
+  begun = make.run_started(num_fragments=1, total_tokens=1_000_000)
+  step, commit = make.step(100.0, 0, 1), make.commit(650.0, merged_tokens=500, tokens=(500,))
+  assert math.isnan(fold([begun, step]).seconds_left(900.0)), "nothing is merged"
+  assert math.isnan(fold([begun, step, commit]).seconds_left(650.0))
+  assert fold([begun, step, commit]).seconds_left(900.0) == pytest.approx(800 * 999_500 / 500)
 
 
 def test_the_time_left_of_a_run_that_goes_on_follows_from_its_pace_since_then(make):

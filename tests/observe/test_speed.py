@@ -47,6 +47,19 @@ def test_an_islands_speed_now(make):
   assert found == pytest.approx(0.8 * 2048 + 0.2 * 1024), "one slow step is a fifth of it"
 
 
+def test_a_restored_island_is_not_a_thousand_times_as_fast(make):
+  """An accelerator's first step is logged when it has begun, after milliseconds. In a later life,
+  which does not count its steps from 1, that was the island's speed for dozens of steps."""
+  steps = [(10.001, 501, 1e-3), (12.0, 502, 2.0), (14.0, 503, 2.0), (16.0, 504, 2.0)]
+  run = RunState().read([make.run_started(), make.event(5.0, "learner-0", "started", 1, devices=4)])
+  for time, n, seconds in steps:
+    run.add(make.step(time, 0, n, 1, tokens=1000, seconds=seconds, gap_seconds=seconds))
+    island = run.islands[0]
+    speeds = [island.tokens_per_second, 1000 * island.steps_per_second, island.usual_rate]
+    assert all(each == pytest.approx(500, rel=1e-2) for each in speeds if math.isfinite(each))
+  assert all(map(math.isfinite, speeds))
+
+
 def test_the_present_seconds_of_a_step_are_without_waits_for_a_shard(make):
   def shown(*steps, more=()):
     run = RunState().read([make.run_started(), *steps, *more])
@@ -60,7 +73,9 @@ def test_the_present_seconds_of_a_step_are_without_waits_for_a_shard(make):
   found = shown(*waits, *slow)
   assert found["step_seconds"] == pytest.approx(1 / (2 * 0.8**16 + 0.5 * (1 - 0.8**16)))
   assert found["starved"]
-  again = [make.event(28.0, "learner-0", "started", 1), make.step(30.0, 0, 19, 1, gap_seconds=2.0)]
+  again = [make.event(28.0, "learner-0", "started", 1), make.step(28.1, 0, 19, 1)]
+  assert shown(*waits, more=again)["step_seconds"] is None, "on an accelerator it has only begun"
+  again += [make.step(30.1, 0, 20, 1, gap_seconds=2.0)]
   assert shown(*waits, more=again)["step_seconds"] == pytest.approx(2.0), "of its present life"
   endless = make.step(3.0, 0, 2, seconds=math.inf)
   assert shown(waits[0], endless)["step_seconds"] is None

@@ -101,8 +101,10 @@ function show() {
   byId("phase").textContent = PILL[phase] ?? phase;
   if (gone) banner(goneText(), "bad");
   else if (last) banner(...message(last.status));
-  if (!last || failures) return;
-  document.title = `${percent(last.status.progress)} ${last.status.name} · ddiloco`;
+  if (!last) return;
+  const how = { gone: PILL.gone, silent: "silent" }[phase] ?? percent(last.status.progress);
+  document.title = `${how} ${last.status.name} · ddiloco`; // all that is seen of a page behind others
+  if (failures) return;
   say("as-of", `As of ${last.at.toLocaleTimeString()}.`);
   if (document.hidden) return;
   const began = performance.now();
@@ -164,7 +166,7 @@ function draw(status) {
   const verb = status.merging ? "merged" : "trained";
   say("tokens", `${percent(status.progress)} · ${tokens} ${verb}`);
   const track = document.querySelector(".track");
-  track.setAttribute("aria-valuenow", Math.round(100 * status.progress));
+  track.setAttribute("aria-valuenow", parseInt(percent(status.progress)));
   track.firstElementChild.style.width = percent(status.progress, 1);
   drawChart(status);
   drawPanels(status);

@@ -4,20 +4,23 @@ import {
   byId,
   clockTime,
   html,
+  known,
   label,
   line,
   listen,
   loss,
+  mean,
   median,
   numbered,
   percent,
+  put,
   svg,
   timeUnit,
 } from "./format.js";
 import { lanes, patterns } from "./lanes.js";
 import { legend, marks } from "./marks.js";
 
-const MANY = 12; // islands: beyond that their lanes are thin, without strips
+const MANY = 12; // islands: beyond that their lanes are thin
 /** Pixels for the names at the left, here and in the map of step times. */
 export const leftOf = (islands, width) => (islands.length > MANY || width < 640 ? 92 : 176);
 const ROOM = 600; // pixels of all their lanes together: the loss stays in sight
@@ -60,8 +63,8 @@ function place(status, width) {
   const space = narrow ? 17 : 0; // for a name above each row
   const thin = Math.max(2, Math.min(14, Math.floor(ROOM / islands.length)));
   const pitch = many ? thin : space + 34,
-    strip = many ? 0 : 6;
-  const bar = many ? Math.ceil(0.6 * pitch) : 16;
+    strip = many ? (thin < 6 ? 0 : Math.round(0.22 * thin)) : 4;
+  const bar = many ? Math.ceil(0.6 * pitch) - Math.min(1, strip) : 16;
   const every = Math.ceil(14 / pitch); // one in so many islands has its name
   const shardPitch = space + (many ? 12 : 19);
   const lossTop = islands.length * pitch + shards.length * shardPitch + GAP;
@@ -81,10 +84,11 @@ function place(status, width) {
     ]),
     ...shards.map((lane, i) => [
       lane.role,
-      { lane, top: below + i * shardPitch, bar: shardBar, strip: 0 },
+      { lane, top: below + i * shardPitch, bar: shardBar },
     ]),
   ]);
-  return { status, width, height, bottom, left, x, end, rows, lossTop, lossHeight, narrow, many };
+  const places = { width, height, bottom, left, x, end, rows, lossTop, lossHeight };
+  return { status, ...places, narrow, many, strip };
 }
 
 function niceStep(span, count, steps) {
@@ -101,14 +105,40 @@ function axis({ end, x, width, height, bottom, left }) {
     [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400],
   );
   const parts = [];
+  const days = step % 86400 === 0;
   for (let t = 0; t <= end; t += step) {
     parts.push(line("grid", x(t), x(t), 0, bottom));
     const anchor = t && x(t) > 14 ? "middle" : "start";
-    if (x(t) < width - RIGHT - 60) parts.push(label(x(t), height - 6, anchor, clockTime(t)));
+    const text = days ? String(t / 86400) : clockTime(t);
+    if (x(t) < width - RIGHT - 60) parts.push(label(x(t), height - 6, anchor, text));
   }
-  parts.push(label(width - RIGHT, height - 6, "end", timeUnit(end)));
+  parts.push(label(width - RIGHT, height - 6, "end", days ? "days" : timeUnit(end)));
   parts.push(line("axis", left, width - RIGHT, bottom, bottom));
   return parts;
+}
+
+/** The range of an axis, and its ticks: [value, text]. Of a long run the flat end is what matters. */
+function scale(values) {
+  let low = Math.min(...values),
+    high = Math.max(...values);
+  const log = low > 0 && high > 2 * low;
+  if (log) {
+    const apart = high / low;
+    const of = apart > 1e4 ? [1] : apart > 8 ? [1, 2, 5] : [1, 1.5, 2, 2.5, 3, 4, 5, 6, 8];
+    const ticks = [];
+    for (let unit = 10 ** Math.floor(Math.log10(low)); unit <= high; unit *= 10)
+      ticks.push(...of.map((each) => each * unit).filter((each) => low <= each && each <= high));
+    return { low, high, log, ticks: ticks.map((each) => [each, String(+each.toPrecision(2))]) };
+  }
+  const margin = Math.abs(high) / 2 || 0.5;
+  if (high - low < 1e-3 * margin) [low, high] = [low - margin, high + margin];
+  const unit = 10 ** Math.floor(Math.log10((high - low) / 5));
+  const step = niceStep(high - low, 5, [unit, 2 * unit, 5 * unit, 10 * unit]);
+  const digits = Math.max(1, -Math.floor(Math.log10(step)));
+  [low, high] = [Math.floor(low / step) * step, Math.ceil(high / step) * step];
+  const count = Math.round((high - low) / step) + 1;
+  const ticks = Array.from({ length: count }, (_, i) => low + i * step);
+  return { low, high, log, ticks: ticks.map((each) => [each, each.toFixed(digits)]) };
 }
 
 function curves({ status, x, left, lossTop, lossHeight, width, narrow }) {
@@ -118,27 +148,21 @@ function curves({ status, x, left, lossTop, lossHeight, width, narrow }) {
   );
   if (!values.length)
     return [label(left, lossTop + 18, "start", "The loss is not known yet.")];
-  let low = Math.min(...values),
-    high = Math.max(...values);
-  const margin = Math.abs(high) / 2 || 0.5;
-  if (high - low < 1e-3 * margin) [low, high] = [low - margin, high + margin];
-  const unit = 10 ** Math.floor(Math.log10((high - low) / 5));
-  const step = niceStep(high - low, 5, [unit, 2 * unit, 5 * unit, 10 * unit]);
-  const digits = Math.max(1, -Math.floor(Math.log10(step)));
-  [low, high] = [Math.floor(low / step) * step, Math.ceil(high / step) * step];
-  const y = (value) => lossTop + lossHeight - ((value - low) / (high - low)) * lossHeight;
+  const { low, high, log, ticks } = scale(values);
+  const place = log ? Math.log : (value) => value;
+  const y = (value) =>
+    lossTop + ((place(high) - place(value)) / (place(high) - place(low))) * lossHeight;
   const parts = [];
-  for (let i = 0; i <= Math.round((high - low) / step); i++) {
-    const value = low + i * step;
+  for (const [value, text] of ticks) {
     parts.push(line("grid", left, width - RIGHT, y(value), y(value)));
-    const text = value.toFixed(digits);
     parts.push(
       narrow ? label(0, y(value) - 3, "start", text) : label(left - 10, y(value) + 4, "end", text),
     );
   }
-  const nats = svg("tspan", { x: 0, dy: 16 }, "nats per token");
-  if (!narrow)
-    parts.push(label(0, lossTop + 4, "start", svg("tspan", { class: "name" }, "Loss"), nats));
+  const name = svg("tspan", { class: "name" }, "Loss");
+  const unit = [status.loss_unit, log && "log scale"].filter(Boolean).join(", ");
+  const above = lossTop - (narrow ? 17 : 8);
+  parts.push(label(left, above, "start", name, svg("tspan", { dx: 8 }, unit)));
   for (const island of status.islands) {
     const points = (losses[island.number] ?? []).map((value, i) =>
       value === null ? null : [x((i + 0.5) * bin), y(value)],
@@ -172,12 +196,10 @@ function moveTo(seconds) {
   const { status, mark, x, end } = shown;
   mark.setAttribute("visibility", cursor === null ? "hidden" : "visible");
   if (cursor === null)
-    return byId("readout").replaceChildren(
-      "Point at the chart, or focus it and use the arrow keys.",
-    );
+    return put(byId("readout"), "Point at the chart, or focus it and use the arrow keys.");
   cursor = Math.min(end, Math.max(0, cursor));
   for (const name of ["x1", "x2"]) mark.setAttribute(name, x(cursor));
-  byId("readout").replaceChildren(...readout(status, cursor));
+  put(byId("readout"), ...readout(status, cursor));
 }
 
 function readout(status, at) {
@@ -198,9 +220,13 @@ function readout(status, at) {
     ];
     parts.push(" · ", html("b", null, lane.name), " ", more.filter(Boolean).join(", "));
   }
-  if (shown.many)
+  if (shown.many) {
     for (const [state, each] of numbers)
       parts.push(" · ", html("b", null, numbered(each)), ` ${state}`);
+    const shares = Object.values(status.curves.participation).map((each) => each[bin]);
+    const there = shares.filter(known);
+    if (there.length) parts.push(` · in ${percent(mean(there))} of commits, on average`);
+  }
   const before = status.curves.heldout.filter(([time]) => time <= at).at(-1);
   if (before) parts.push(" · ", html("b", null, "held-out"), ` ${loss(before[1])}`);
   return parts;

@@ -3,8 +3,12 @@
 export const DASH = "–";
 export const known = (value) => typeof value === "number" && Number.isFinite(value);
 
-export const percent = (share, digits = 0) =>
-  known(share) ? `${(100 * share).toFixed(digits)}%` : DASH;
+/** Only all of it is 100%: 99.7% are 99%. */
+export function percent(share, digits = 0) {
+  const most = share < 1 ? 100 - 10 ** -digits : 100;
+  return known(share) ? `${Math.min(100 * share, most).toFixed(digits)}%` : DASH;
+}
+
 /** With three decimals, below 0.1 with three significant digits. */
 export function loss(value) {
   if (!known(value)) return DASH;

@@ -176,18 +176,15 @@ function moveTo(to) {
     line = byId("heat-cursor");
   line.hidden = cursor === null;
   if (cursor === null)
-    return byId("heat-readout").replaceChildren(
-      "Point at the map, or focus it and use the arrow keys.",
-    );
+    return put(byId("heat-readout"), "Point at the map, or focus it and use the arrow keys.");
   cursor.row = Math.min(islands.length - 1, Math.max(0, cursor.row));
   cursor.bin = Math.min(bins - 1, Math.max(0, cursor.bin));
   line.style.left = `${left + cursor.bin * column}px`;
   line.style.top = `${cursor.row * row}px`;
   line.style.width = `${Math.max(3, column)}px`;
   line.style.height = `${Math.max(3, row)}px`;
-  byId("heat-readout").replaceChildren(
-    ...readout(rows[cursor.row][cursor.bin], islands[cursor.row], cursor.bin * shown.binSeconds),
-  );
+  const cell = rows[cursor.row][cursor.bin];
+  put(byId("heat-readout"), ...readout(cell, islands[cursor.row], cursor.bin * shown.binSeconds));
 }
 
 function readout({ ratio, seconds, state }, island, from) {

@@ -36,7 +36,7 @@ export function lanes(layout) {
       { class: island ? "island" : "", "--colour": island?.colour },
       rect(left, row.top, x(end) - left, row.bar, { class: "lane", rx: 2 }),
       layout.many
-        ? together(layout, row, island)
+        ? together(layout, row.top, row.bar, row.lane.spans, (state) => look(state, island))
         : row.lane.spans.map((each) => span(layout, row, island, ...each)),
       island ? strip(layout, row, number) : commits(layout, row, number),
       row.unnamed ? null : name(layout, row, island, member),
@@ -52,15 +52,15 @@ function span({ x }, row, island, start, end, state) {
   return shape;
 }
 
-/** Of many islands the spans that look alike are one shape: they may be tens of thousands. */
-function together({ x }, row, island) {
+/** Bars [start, end, kind] of one kind are one shape: together they may be tens of thousands. */
+function together({ x }, top, height, bars, look) {
   const shapes = {};
-  for (const [start, end, state] of row.lane.spans) {
+  for (const [start, end, kind] of bars) {
     const width = Math.max(0.75, x(end) - x(start)).toFixed(2);
-    const bar = `M${x(start).toFixed(2)} ${row.top}h${width}v${row.bar}h-${width}z`;
-    shapes[state] = (shapes[state] ?? "") + bar;
+    const bar = `M${x(start).toFixed(2)} ${top}h${width}v${height}h-${width}z`;
+    shapes[kind] = (shapes[kind] ?? "") + bar;
   }
-  return Object.entries(shapes).map(([state, d]) => svg("path", { d, ...look(state, island) }));
+  return Object.entries(shapes).map(([kind, d]) => svg("path", { d, ...look(kind) }));
 }
 
 function look(state, island) {
@@ -68,18 +68,26 @@ function look(state, island) {
   if (!island) return { class: "shard", opacity: state === "running" ? 0.35 : 0.15 };
   if (state === "running") return { class: "fill" };
   if (state === "joining") return { class: "fill", opacity: 0.28 };
-  return { fill: `url(#hatch-${island.number})`, opacity: 0.85 };
+  return { class: state, fill: `url(#hatch-${island.number})`, opacity: 0.85 };
 }
 
+const SHADES = 20;
+
+/** Bars of the bins whose share is known, each with its shade. */
+const shaded = (bin, shares) =>
+  shares.flatMap((share, i) =>
+    share === null ? [] : [[i * bin, (i + 1) * bin, Math.round(SHADES * share)]],
+  );
+
 /** Under an island's lane: the share of commits that it took part in; the paler, the fewer. */
-function strip({ status, x }, row, number) {
-  const bin = status.curves.width_seconds;
-  const [top, height] = [row.top + row.bar + 2, row.strip - 2];
-  return smooth(row.strip ? (status.curves.participation[number] ?? []) : []).map((share, i) => {
-    if (share === null) return null;
-    const width = Math.max(1, x((i + 1) * bin) - x(i * bin));
-    return rect(x(i * bin), top, width, height, { class: "fill", opacity: 0.12 + 0.88 * share });
-  });
+function strip(layout, { top, bar, strip }, number) {
+  const { participation, width_seconds: bin } = layout.status.curves;
+  const bars = shaded(bin, smooth(strip ? (participation[number] ?? []) : []));
+  const gap = layout.many ? 1 : 2;
+  return together(layout, top + bar + gap, strip, bars, (shade) => ({
+    class: "fill strip",
+    opacity: 0.12 + (0.88 * shade) / SHADES,
+  }));
 }
 
 /** The mean over the bins around each: single commits are not the point. */
@@ -93,16 +101,15 @@ function smooth(values, around = 3) {
 }
 
 /** On a shard's lane: the more commits, the darker. */
-function commits({ status, x }, row, number) {
-  const counts = status.curves.commits[number] ?? [];
-  const most = Math.max(1, ...counts),
-    bin = status.curves.width_seconds;
-  return counts.map((count, i) => {
-    if (!count) return null;
-    const width = Math.max(0.75, x((i + 1) * bin) - x(i * bin) - 0.25);
-    const look = { class: "shard", opacity: 0.25 + 0.65 * (count / most) };
-    return rect(x(i * bin), row.top, width, row.bar, look);
-  });
+function commits(layout, { top, bar }, number) {
+  const { commits, width_seconds: bin } = layout.status.curves;
+  const counts = commits[number] ?? [];
+  const most = Math.max(1, ...counts);
+  const shares = counts.map((count) => (count ? count / most : null));
+  return together(layout, top, bar, shaded(bin, shares), (shade) => ({
+    class: "shard",
+    opacity: 0.25 + (0.65 * shade) / SHADES,
+  }));
 }
 
 function name({ left, narrow, many }, row, island, member) {

@@ -41,7 +41,7 @@ function symbol(kind, transform) {
   );
 }
 
-export function legend({ status, many }) {
+export function legend({ status, strip }) {
   const states = new Set(
     status.timeline.lanes.flatMap((lane) => lane.spans.map(([, , state]) => state)),
   );
@@ -55,19 +55,21 @@ export function legend({ status, many }) {
     joining: svg("rect", { ...box, class: "key", opacity: 0.28 }),
     running: svg("rect", { ...box, class: "key" }),
     stalled: stripes,
-    quarantined: stripes.cloneNode(),
+    quarantined: svg("g", null, stripes.cloneNode(), svg("rect", { ...box, class: "key-frame" })),
     down: svg("rect", { ...box, class: "key-down" }),
   };
   const items = Object.entries(looks)
     .filter(([state]) => states.has(state))
     .map(([state, look]) => item(look, state));
-  const strip = svg("rect", { x: 0, y: 4, width: 18, height: 4, class: "key" });
-  if (!many) items.push(item(strip, "below a bar: share of commits taken part in"));
+  const below = svg("rect", { x: 0, y: 4, width: 18, height: 4, class: "key" });
+  if (strip) items.push(item(below, "below a bar: share of commits taken part in"));
   for (const [kind, [text]] of Object.entries(MARKS))
     if (kinds.has(kind)) items.push(item(symbol(kind, "translate(9 6)"), text));
   if (status.curves.heldout.length)
     items.push(item(line("", 0, 18, 6, 6), "held-out loss of the global model"));
   const before = sum(Object.values(status.timeline.counts)) - status.timeline.marks.length;
   if (before) items.push(html("li", null, `${plural(before, "older mark")} left out`));
+  const { absorbed } = status.timeline;
+  if (absorbed) items.push(html("li", null, `short spans that are part of others: ${absorbed}`));
   put(byId("legend"), ...items);
 }

@@ -44,6 +44,12 @@ export function drawPanels(status) {
   logEvents(status);
 }
 
+/** Whether nothing goes on any more, as far as is known: what is said is of the end of the log. */
+const still = ({ phase }) => phase === "over" || phase === "silent";
+
+const age = (status, at) =>
+  `${clockTime(status.seconds - at)} ${still(status) ? "before the end" : "ago"}`;
+
 // Islands that have left count no more, until the run is over and all have.
 function present({ phase, islands }) {
   return islands.filter((island) => phase === "over" || island.state !== "left");
@@ -62,7 +68,7 @@ function figures(status) {
   const restarts = plural(again, "restart") + ofShards;
   const training = percent(account.goodput_training, 1);
   const rows = [
-    ["Held-out loss", loss(status.heldout_loss), measures(status.heldout_measures)],
+    ["Held-out loss", loss(status.heldout_loss), heldout(status)],
     over
       ? ["Islands", String(islands.length), restarts]
       : [
@@ -80,7 +86,7 @@ function figures(status) {
     [
       "Sent",
       bytes(sum(links.map((link) => link.sent_bytes))),
-      over ? plural(status.commits, "commit") : `${bytes(rate)}/s now`,
+      still(status) ? plural(status.commits, "commit") : `${bytes(rate)}/s now`,
     ],
   ];
   put(
@@ -105,12 +111,15 @@ function gradients(found) {
   return [steps, ...said].join(", ");
 }
 
-// What else the model measures, in the place of the loss's unit.
-function measures(values) {
-  const parts = Object.entries(values).map(
+// What else the model measures, or the loss's unit; and how old that is.
+function heldout(status) {
+  const { heldout_measures: found, heldout_seconds: at, loss_unit } = status;
+  const parts = Object.entries(found).map(
     ([name, value]) => `${name.replaceAll("_", " ")} ${loss(value)}`,
   );
-  return parts.join(", ") || "nats per token";
+  if (!parts.length && loss_unit) parts.push(loss_unit);
+  if (at !== null) parts.push(age(status, at));
+  return parts.join(", ");
 }
 
 function speed(status) {
@@ -123,7 +132,7 @@ function speed(status) {
 const STATES = "down stalled quarantined joining running left ended unknown".split(" ");
 
 function overTime({ phase, islands, shards, timeline }) {
-  if (phase === "over" || phase === "silent") return say("over-time-says", struck(timeline.counts));
+  if (still({ phase })) return say("over-time-says", struck(timeline.counts));
   const parts = STATES.map((state) => {
     const numbers = islands.filter((each) => each.state === state).map((each) => each.number);
     if (!numbers.length) return "";
@@ -155,15 +164,18 @@ const STRUCK = [
 
 function struck(counts) {
   const there = STRUCK.map(([kind, ...words]) => counts[kind] && plural(counts[kind], ...words));
-  return join(there.filter(Boolean)) || "nothing struck this run";
+  return join(there.filter(Boolean)) || "no fault, crash or restart";
 }
 
-function waiting({ waiting, islands }) {
-  say("waiting-says", waiting);
-  const missed = islands.filter((island) => island.missed_reason);
-  const why = ["why it last missed a round", (island) => island.missed_reason, "text"];
-  const shown = missed.length ? [table(missed, [["island", islandName, "row"], why])] : [];
-  put(byId("missed"), ...shown);
+function waiting(status) {
+  say("waiting-says", status.waiting);
+  const missed = status.islands.filter((island) => island.missed_reason);
+  const columns = [
+    ["island", islandName, "row"],
+    ["why it last missed a round", (island) => island.missed_reason, "text"],
+    ["when", ({ missed_seconds: at }) => (at === null ? "now" : age(status, at)), "muted"],
+  ];
+  put(byId("missed"), missed.length ? table(missed, columns) : "");
 }
 
 function versions(status) {
@@ -269,7 +281,7 @@ function links({ links, phase, tokens_done }) {
     ["sent", (link) => bytes(link.sent_bytes), "number"],
     ["received", (link) => bytes(link.received_bytes), "number"],
   ];
-  if (phase !== "over" && phase !== "silent")
+  if (!still({ phase }))
     columns.push(
       ["sent now", (link) => `${bytes(link.sent_bytes_per_second)}/s`, "number"],
       ["received now", (link) => `${bytes(link.received_bytes_per_second)}/s`, "number"],

@@ -49,9 +49,9 @@ export function rejoins(status) {
   };
   const after = (each) => (each.seconds === null ? "not yet" : seconds(each.seconds));
   const columns = [
-    ["", (each) => `island ${each.learner}`, "row"],
+    ["island", (each) => `island ${each.learner}`, "row"],
     ["died at", (each) => clockTime(each.time)],
-    ["", bar, "wide-cell"],
+    ["phases", bar, "wide-cell"],
     ["merged after", after, "number"],
   ];
   const there = Object.keys(PHASES).filter((phase) => found.some((each) => phase in each.phases));
