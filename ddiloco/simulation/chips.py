@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import math
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -16,7 +19,8 @@ from ddiloco.config.schema import MAX_LEARNERS
 
 SECONDS_PER_DAY = 86_400.0
 SECONDS_PER_YEAR = 365.25 * SECONDS_PER_DAY
-MOST_FAILURES = 10_000_000  # they take about 3 GB of memory
+MOST_FAILURES = 10_000_000  # they take up to 6 GB of memory
+Span = tuple[float, float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,28 +88,17 @@ class Fleet:
 
 
 # --- Which failures strike, and when learners stand still because of them
-# All learners lie one after the other on one axis of time, each on a stretch of its own with a
-# margin behind it, so that one pass handles all learners: learner m's second t is at m * span + t.
-# The next event that counts depends on the current event alone. So a history is the orbit of the
-# first event under "the next event that counts".
 
 
-@dataclasses.dataclass(frozen=True)
-class History:
-  """What happens to jobs on the axis of `num_jobs` stretches of `span` seconds.
+@dataclasses.dataclass
+class Job:
+  """What happens to one job, each kind in order: (from, until) in seconds, also past the simulated
+  time. It pauses to go on with fewer slices (`shrinks`) and to take some in again (`grows`); in
+  `away` is each absence of one slice."""
 
-  Pauses do not overlap within a job and are in order. Nothing is clipped to the simulated time.
-  """
-
-  num_jobs: int
-  slices_per_job: int
-  span: float
-  num_failures: int
-  pause_starts: np.ndarray  # [pauses] f64
-  pause_ends: np.ndarray  # [pauses] f64
-  is_upscale: np.ndarray  # [pauses] bool; the others shrink or restart the job
-  absent_from: np.ndarray  # [absences] f64; one slice each
-  absent_until: np.ndarray  # [absences] f64
+  shrinks: list[Span] = dataclasses.field(default_factory=list)
+  grows: list[Span] = dataclasses.field(default_factory=list)
+  away: list[Span] = dataclasses.field(default_factory=list)
 
 
 def strike(fleet: Fleet) -> tuple[np.ndarray, np.ndarray]:
@@ -119,97 +112,49 @@ def strike(fleet: Fleet) -> tuple[np.ndarray, np.ndarray]:
   return np.sort(rng.uniform(0.0, fleet.seconds, count)), rng.uniform(0.0, 1.0, count)
 
 
-def elastic_history(fleet: Fleet) -> History:
-  """`fleet.learners` jobs, each of which shrinks by the failed slices and later grows again.
+def elastic_job(fleet: Fleet, failures: Iterable[tuple[float, int]]) -> Job:
+  """One learner, which shrinks by its failed slices and later grows again.
 
-  A learner of one slice cannot shrink: it stands still until its slice is back.
+  A failure begins a pause, of which all failures until its end are a part. A repaired slice comes
+  back at the end of whichever pause ends next, or begins one when it has waited long enough.
+
+  Args:
+    fleet: all durations.
+    failures: (seconds, number of the slice), ascending.
   """
-  times, places = strike(fleet)
-  count = fleet.slices_per_learner
-  slices = (places * (fleet.learners * count)).astype(np.int64)
-  span = fleet.seconds + 2.0 * _longest(fleet)
-  if count == 1:
-    away = max(fleet.recovery_seconds, fleet.notice_seconds) + fleet.upscale_pause_seconds
-    return _all_or_nothing(fleet, np.sort(times + slices * span), span, away)
-  kept = _strikes_on_present(times, slices, fleet.recovery_seconds, span)
-  failures = np.sort(times[kept] + (slices[kept] // count) * span)
-  starts, ends, upscale = _pauses(fleet, failures)
-  absorbed_by = np.searchsorted(ends, failures, side="left")
-  rejoins_at = np.searchsorted(ends, failures + fleet.recovery_seconds, side="left")
-  return History(
-    num_jobs=fleet.learners,
-    slices_per_job=count,
-    span=span,
-    num_failures=len(times),
-    pause_starts=starts,
-    pause_ends=ends,
-    is_upscale=upscale,
-    absent_from=np.maximum(failures, starts[absorbed_by]),
-    absent_until=ends[rejoins_at],
-  )
+  job, repaired_at, struck = Job(), dict[int, float](), collections.deque[float]()
+  for when, which in failures:
+    if when > repaired_at.get(which, -math.inf):  # else it changes nothing: the slice is away
+      repaired_at[which] = when + fleet.recovery_seconds
+      struck.append(when)
+  away = collections.deque[Span]()  # slices that are away: since when, and when each is repaired
+  while struck or away:
+    failed_at = struck[0] if struck else math.inf
+    asked_at = away[0][1] + fleet.rejoin_wait_seconds if away else math.inf
+    if failed_at <= asked_at:
+      start = failed_at + fleet.notice_seconds
+      end = start + fleet.downscale_pause_seconds
+      job.shrinks.append((start, end))
+    else:
+      start, end = asked_at, asked_at + fleet.upscale_pause_seconds
+      job.grows.append((start, end))
+    while struck and struck[0] <= end:
+      when = struck.popleft()
+      away.append((max(when, start), when + fleet.recovery_seconds))
+    while away and away[0][1] <= end:
+      since, _ = away.popleft()
+      job.away.append((since, end))
+  return job
 
 
-def _all_or_nothing(fleet: Fleet, failures: np.ndarray, span: float, away: float) -> History:
-  """`fleet.learners` jobs of one slice, which is back `away` seconds after a failure; failures
-  until then do not count."""
-  struck = failures[_orbit(_first_after(failures, failures + away))]
-  none, absent = np.zeros(0), (struck + fleet.notice_seconds, struck + away)
-  return History(fleet.learners, 1, span, len(failures), none, none, none.astype(bool), *absent)
-
-
-def _pauses(fleet: Fleet, failures: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """(starts, ends, is_upscale) of all pauses, in order.
-
-  Two things can begin a pause: a failure, and a recovered slice that has waited long enough. After
-  a pause that ends at E, the next pause begins with the first failure after E, or with the first
-  end of a wait of a slice that recovered after E. Slices that had recovered before came back at E.
-  """
-  num_failures = len(failures)
-  recovered = failures + fleet.recovery_seconds
-  patience = recovered + fleet.rejoin_wait_seconds
-  stops = np.concatenate([failures + fleet.notice_seconds, patience])
-  ends = np.concatenate(
-    [stops[:num_failures] + fleet.downscale_pause_seconds, patience + fleet.upscale_pause_seconds]
-  )
-  failure = _first_after(failures, ends)
-  impatient = _first_after(recovered, ends)
-  failed_at = np.append(failures, np.inf)[failure]
-  asked_at = np.append(patience, np.inf)[impatient]
-  following = np.where(failed_at <= asked_at, failure, num_failures + impatient)
-  following[np.isinf(failed_at) & np.isinf(asked_at)] = len(stops)
-  chosen = _orbit(following)
-  return stops[chosen], ends[chosen], chosen >= num_failures
-
-
-def _strikes_on_present(
-  times: np.ndarray, slices: np.ndarray, recovery_seconds: float, span: float
-) -> np.ndarray:
-  """Indices of the failures that count: failures in a slice under repair change nothing."""
-  order = np.lexsort((times, slices))
-  axis = times[order] + slices[order] * span
-  return order[_orbit(_first_after(axis, axis + recovery_seconds))]
-
-
-def _first_after(times: np.ndarray, moments: np.ndarray) -> np.ndarray:
-  """For each moment the index of the first of `times` after it; len(times) if there is none."""
-  return np.searchsorted(times, moments, side="right")
-
-
-def _orbit(following: np.ndarray) -> np.ndarray:
-  """Indices 0, following[0], following[following[0]], ... below n = len(following), in order.
-
-  following: [n] int; n stands for the end, which every orbit must reach.
-  """
-  then, at, found = following.tolist(), 0, []
-  while at < len(then):
-    found.append(at)
-    at = then[at]
-  return np.array(found, np.int64)
-
-
-def _longest(fleet: Fleet) -> float:
-  """An upper bound on the seconds by which one failure can reach beyond the simulated time."""
-  return 1.0 + sum(v for name, v in dataclasses.asdict(fleet).items() if name.endswith("_seconds"))
+def stiff_job(failures: Iterable[float], notice_seconds: float, away_seconds: float) -> Job:
+  """One job of one part, which is back so long after a failure; until then others do not count."""
+  job, until = Job(), -math.inf
+  for when in failures:
+    if when > until:
+      until = when + away_seconds
+      job.away.append((when + notice_seconds, until))
+  return job
 
 
 # --- Where the chips' time went: every chip-second is useful, paused or absent
@@ -244,15 +189,30 @@ def inelastic(fleet: Fleet) -> ChipTime:
   `fleet.learners` has no meaning.
   """
   times, _ = strike(fleet)
-  away = fleet.notice_seconds + fleet.inelastic_pause_seconds
-  whole = dataclasses.replace(fleet, learners=1)
-  spent = _account(whole, _all_or_nothing(whole, times, fleet.seconds + away + 1.0, away))
+  away_seconds = fleet.notice_seconds + fleet.inelastic_pause_seconds
+  job = stiff_job(times.tolist(), fleet.notice_seconds, away_seconds)
+  spent = _account(fleet, [job], 1, len(times))
   return dataclasses.replace(spent, absent=0.0, restart=spent.absent)
 
 
 def decoupled(fleet: Fleet) -> ChipTime:
-  """`fleet.learners` learners, each data-parallel and elastic, none waiting for another."""
-  return _account(fleet, elastic_history(fleet))
+  """`fleet.learners` learners, each data-parallel and elastic, none waiting for another.
+
+  A learner of one slice cannot shrink: it stands still until its slice is back.
+  """
+  (times, places), count = strike(fleet), fleet.slices_per_learner
+  learners, slices = np.divmod((places * (fleet.learners * count)).astype(np.int64), count)
+  order = np.argsort(learners, kind="stable")
+  bounds = np.searchsorted(learners[order], np.arange(1, fleet.learners))
+  away_seconds = max(fleet.recovery_seconds, fleet.notice_seconds) + fleet.upscale_pause_seconds
+  jobs = []
+  for mine in np.split(order, bounds):
+    failures = times[mine].tolist()
+    if count == 1:
+      jobs.append(stiff_job(failures, fleet.notice_seconds, away_seconds))
+    else:
+      jobs.append(elastic_job(fleet, zip(failures, slices[mine].tolist())))
+  return _account(fleet, jobs, count, len(times))
 
 
 def elastic(fleet: Fleet) -> ChipTime:
@@ -260,49 +220,39 @@ def elastic(fleet: Fleet) -> ChipTime:
   return decoupled(dataclasses.replace(fleet, learners=1))
 
 
-def _account(fleet: Fleet, history: History) -> ChipTime:
-  """Adds up a history: between two moments at which anything changes all counts stay the same."""
-  stretches = np.arange(history.num_jobs) * history.span
-  pauses, upscale = np.array([history.pause_starts, history.pause_ends]), history.is_upscale
-  intervals = [
-    (stretches, stretches + fleet.seconds),
-    (history.absent_from, history.absent_until),
-    pauses[:, ~upscale],
-    pauses[:, upscale],
-  ]
-  times = np.sort(np.concatenate([edge for pair in intervals for edge in pair]))
-  inside, absent, shrinks, grows = (_covering(*pair, times)[:-1] for pair in intervals)
-  slice_chips = fleet.chips / (history.num_jobs * history.slices_per_job)
-  lengths = np.diff(times) * inside
-  away = np.minimum(absent, history.slices_per_job)
-  present = history.slices_per_job - away
-  still = (shrinks + grows) > 0
-
-  def chip_seconds(slices: np.ndarray) -> float:
-    return slice_chips * float(lengths @ slices)
-
+def _account(fleet: Fleet, jobs: Sequence[Job], slices: int, failures: int) -> ChipTime:
+  """Adds up jobs of so many slices each. Between two times at which anything changes all counts
+  stay the same."""
+  spent, trained = np.zeros(4), list[np.ndarray]()
+  for job in jobs:
+    kinds = [np.reshape(spans, (-1, 2)).T for spans in (job.away, job.shrinks, job.grows)]
+    edges = np.concatenate([[0.0, fleet.seconds], *map(np.ravel, kinds)])
+    times = np.sort(edges.clip(0.0, fleet.seconds))
+    away, shrinks, grows = (_covering(*spans, times)[:-1] for spans in kinds)
+    present = np.maximum(slices - away, 0)
+    trains = present * (shrinks + grows == 0)
+    spent += np.array([trains, present * shrinks, present * grows, slices - present]) @ np.diff(
+      times
+    )
+    change = np.diff(trains > 0, prepend=False, append=False)
+    trained.append(times[change].reshape(-1, 2).T)
+  begun, over = np.concatenate(trained, axis=1)
+  times = np.sort(np.concatenate([begun, over]))
+  up_seconds = float(np.diff(times) @ (_covering(begun, over, times)[:-1] > 0))
+  chips = fleet.chips / (len(jobs) * slices)  # of a slice
+  useful, downscale, upscale, absent = (chips * spent).tolist()
   return ChipTime(
     total=fleet.chips * fleet.seconds,
-    useful=chip_seconds(present * ~still),
-    downscale=chip_seconds(present * (shrinks > 0)),
-    upscale=chip_seconds(present * (grows > 0)),
-    absent=chip_seconds(away),
-    uptime=_any_share(times, (inside > 0) & ~still & (present > 0), history, fleet.seconds),
-    failures=history.num_failures,
+    useful=useful,
+    downscale=downscale,
+    upscale=upscale,
+    absent=absent,
+    uptime=up_seconds / fleet.seconds,
+    failures=failures,
   )
 
 
 def _covering(starts: np.ndarray, ends: np.ndarray, times: np.ndarray) -> np.ndarray:
-  """How many of these intervals contain each of the times; an end is outside."""
+  """How many of these spans contain each of the times; an end is outside."""
   begun, over = (np.searchsorted(np.sort(edge), times, side="right") for edge in (starts, ends))
   return begun - over
-
-
-def _any_share(times: np.ndarray, trains: np.ndarray, history: History, seconds: float) -> float:
-  """Share of the simulated time in which at least one job trains; trains: [t - 1] bool."""
-  change = np.diff(trains.astype(np.int32), prepend=0, append=0)
-  half_a_margin = (history.span - seconds) / 2  # so that rounding reaches no other job's stretch
-  moments = times - np.floor((times + half_a_margin) / history.span) * history.span
-  order = np.sort(moments)
-  training = _covering(moments[change > 0], moments[change < 0], order)
-  return float(np.diff(order, append=seconds) @ (training > 0)) / seconds

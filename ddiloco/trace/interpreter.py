@@ -436,11 +436,19 @@ class Schedule:
     """Adds values that were made."""
     self._made |= {key: thing for key, thing in made.items() if self.wanted(key)}
 
-  def perform_all(self, roles: Mapping[str, TraceRole]) -> None:
-    """Performs all operations, one role after the other as far as each can go."""
+  def perform_all(
+    self,
+    roles: Mapping[str, TraceRole],
+    progress: Callable[[int, int], None] = lambda done, of: None,
+  ) -> None:
+    """Performs all operations, in turn one of each role that need not wait: a step that an island
+    has begun on its devices goes on there beside those of others.
+
+    `progress` is called after each turn of all roles, with the operations done, and of all.
+    """
+    of = self.left
     while waiting := [role for role, left in self._left.items() if left]:
       able = [role for role in waiting if self.may_go(role)]
       for role in able or waiting[:1]:  # if all wait for each other, the trace is of no run
         self.put(roles[role].perform(*self.next(role)))
-        while self.may_go(role):
-          self.put(roles[role].perform(*self.next(role)))
+      progress(of - self.left, of)

@@ -4,7 +4,7 @@ An operation is an event of such a kind. The operations of one role are ordered 
 between roles only data sets an order: an operation may be performed once the values that it `needs`
 are made. So a trace has no global clock, and performing it in any such order gives the same bits.
 `trace/interpreter.py` performs it, for `trace/check.py` with symbols as values, for
-`trace/replay.py` with arrays and a thread a role.
+`trace/replay.py` with arrays.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Replay: a run's trace performed again with arrays, its roles side by side, compared bit by bit.
+"""Replay: a run's trace performed again with arrays, and compared bit by bit.
 
 The trace alone determines every value: it says which batch each step took, which steps each push
 held, which pushes each commit merged, and when each version was applied. The speed of roles, their
@@ -11,8 +11,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-import queue
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -50,13 +48,11 @@ from ddiloco.training import data, devices
 from ddiloco.training.island import Island
 from ddiloco.workdir import saved_config
 
-PATIENCE_SECONDS = 3600.0  # for the next role under way to end its turn
-
 # --- The comparison: with the losses and the saved digests in the trace
 
 
 class ReplayDiff:
-  """Counts, for all threads, comparisons and differences."""
+  """Counts comparisons and differences."""
 
   def __init__(self, trace: Trace):
     self._saved = {
@@ -64,15 +60,13 @@ class ReplayDiff:
       for op in trace.operations()
       if isinstance(op, events.Saved)
     }
-    self._lock = threading.Lock()
     self.compared = {"losses": 0, "digests": 0, "values": 0}
     self.differences: list[tuple[float, str, str]] = []  # time of the run, what, text
 
   def count(self, what: str, time: float, differences: Sequence[str], compared: int = 1) -> None:
     """Adds `compared` comparisons with these differences, at this time of the run."""
-    with self._lock:
-      self.compared[what] += compared
-      self.differences += ((time, what, text) for text in differences)
+    self.compared[what] += compared
+    self.differences += ((time, what, text) for text in differences)
 
   def step(self, entry: Entry, metrics: Mapping[str, float] | None) -> None:
     """Compares the losses of a step, if both the run and the replay have one."""
@@ -315,10 +309,10 @@ class Replay:
   Args:
     config: the run's.
     trace: its trace.
-    home: makes the island and the data of an incarnation, in the learner's thread.
+    home: makes the island and the data of an incarnation.
 
   Raises:
-    ValueError: the trace has problems; the text is the first. Without any, no role waits for ever.
+    ValueError: the trace has problems; the text is the first.
   """
 
   def __init__(self, config: Config, trace: Trace, home: Callable[[events.Started], Home]):
@@ -349,40 +343,8 @@ class Replay:
         self._roles[role] = LearnerRole(proof, self._evaluator)
 
   def run(self, progress: Callable[[int, int], None] = lambda done, of: None) -> None:
-    """Performs the whole trace; `progress` is called with the operations done, and of all.
-
-    Raises:
-      Exception: an exception of a role's thread.
-    """
-    schedule, of = self._schedule, self._schedule.left
-    results: queue.Queue[tuple[str, Any]] = queue.Queue()
-    busy: set[str] = set()
-    while True:
-      for role in self._roles:
-        if role not in busy and schedule.may_go(role):
-          busy.add(role)
-          turn = role, *schedule.next(role), results
-          # A daemon thread: Ctrl-C and failures wait for none.
-          threading.Thread(target=self._perform, args=turn, daemon=True).start()
-      if not busy:
-        break
-      try:
-        role, made = results.get(timeout=PATIENCE_SECONDS)
-      except queue.Empty:
-        text = f"nothing was made for {PATIENCE_SECONDS:g} s; {', '.join(sorted(busy))}"
-        raise TimeoutError(f"{text} did not come to an end") from None
-      if isinstance(made, BaseException):
-        raise made
-      busy.remove(role)
-      schedule.put(made)
-      progress(of - schedule.left - len(busy), of)
-    assert not schedule.left, "roles wait for each other, and `check` has let it pass"
-
-  def _perform(self, role: str, entry: Entry, given: list[Any], results: queue.Queue) -> None:
-    try:
-      results.put((role, self._roles[role].perform(entry, given)))
-    except BaseException as error:  # raised by `run`
-      results.put((role, error))
+    """Performs the whole trace; `progress` as of `Schedule.perform_all`."""
+    self._schedule.perform_all(self._roles, progress)
 
   @property
   def merged_tokens(self) -> set[int]:

@@ -1,6 +1,7 @@
 """The chip-level simulator: against a naive one, by hand, and by properties."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -60,20 +61,18 @@ def test_agrees_with_a_naive_event_loop(changes):
   assert stiff.goodput == pytest.approx(naive.inelastic(fleet, times.tolist()), abs=1e-9)
 
 
-def test_a_history_by_hand(monkeypatch):
+def test_two_jobs_by_hand(monkeypatch):
   """Two slices of a learner fail, one in the other's pause; both come back in one more pause."""
   fleet = Fleet(chips=1000, learners=2, chips_per_slice=50, days=1)
+  first = chip_time.elastic_job(fleet, [(1000.0, 0), (1010.0, 2)])
+  # Notice 2, pause 22; recovery 120, wait 180.
+  assert (first.shrinks, first.grows) == ([(1002, 1024)], [(1300, 1322)])
+  assert first.away == [(1002, 1322), (1010, 1322)]
+  second = chip_time.elastic_job(fleet, [(5000.0, 9)])
+  assert (second.shrinks, second.grows) == ([(5002, 5024)], [(5300, 5322)])
+  assert second.away == [(5002, 5322)]
   struck = np.array([1000.0, 1010.0, 5000.0]), np.array([0.0, 0.1, 0.99])
   monkeypatch.setattr(chip_time, "strike", lambda _: struck)
-  history = chip_time.elastic_history(fleet)
-  first = [(1002, 1024), (1300, 1322)]  # notice 2, pause 22; recovery 120, wait 180
-  second = [(5002, 5024), (5300, 5322)]
-  span = history.span
-  wanted = first + [(span + start, span + end) for start, end in second]
-  np.testing.assert_allclose(list(zip(history.pause_starts, history.pause_ends)), wanted)
-  assert history.is_upscale.tolist() == [False, True] * 2
-  np.testing.assert_allclose(history.absent_from, [1002, 1010, span + 5002])
-  np.testing.assert_allclose(history.absent_until, [1322, 1322, span + 5322])
   spent = chip_time.decoupled(fleet)
   assert spent.absent == pytest.approx(50 * (320 + 312 + 320))
   assert spent.downscale == pytest.approx(22 * 2 * 500 - 50 * (22 + 14 + 22))
@@ -81,14 +80,18 @@ def test_a_history_by_hand(monkeypatch):
   assert spent.uptime == 1 and spent.failures == 3
 
 
-def test_a_pause_takes_in_whatever_has_recovered(monkeypatch):
+def test_a_pause_takes_in_whatever_has_recovered():
   """The second failure comes while the first slice waits: no upscale pause for the first."""
   fleet = Fleet(chips=1000, learners=1, chips_per_slice=100, days=1)
-  struck = np.array([1000.0, 1200.0]), np.array([0.0, 0.9])
-  monkeypatch.setattr(chip_time, "strike", lambda _: struck)
-  history = chip_time.elastic_history(fleet)
-  np.testing.assert_allclose(history.pause_starts, [1002, 1202, 1500])
-  np.testing.assert_allclose(history.absent_until, [1224, 1522])
+  job = chip_time.elastic_job(fleet, [(1000.0, 0), (1200.0, 9)])
+  assert job.shrinks == [(1002, 1024), (1202, 1224)] and job.grows == [(1500, 1522)]
+  assert job.away == [(1002, 1224), (1202, 1522)]
+
+
+def test_a_slice_under_repair_is_not_struck_again():
+  fleet = Fleet(chips=1000, learners=1, chips_per_slice=100, days=1)
+  job = chip_time.elastic_job(fleet, [(1000.0, 3), (1100.0, 3), (1121.0, 3)])
+  assert job.shrinks == [(1002, 1024), (1123, 1145)]
 
 
 @pytest.mark.parametrize("job", [chip_time.inelastic, chip_time.elastic, chip_time.decoupled])
@@ -124,15 +127,15 @@ def test_every_chip_second_is_accounted_for(fleet):
 
 
 @settings(max_examples=60, deadline=None)
-@given(FLEETS)
-def test_pauses_are_in_order_and_absences_end_with_one(fleet):
-  history = chip_time.elastic_history(fleet)
-  starts, ends = history.pause_starts, history.pause_ends
-  assert (starts <= ends).all() and (ends[:-1] <= starts[1:]).all()
-  if fleet.slices_per_learner > 1:  # else its learner is absent, and makes no pause
-    assert np.isin(history.absent_until, ends).all()
-  assert (history.absent_from <= history.absent_until).all()
-  assert ends.max(initial=0) < history.num_jobs * history.span
+@given(FLEETS, st.integers(1, 50))
+def test_pauses_are_in_order_and_absences_end_with_one(fleet, slices):
+  times, places = chip_time.strike(fleet)
+  job = chip_time.elastic_job(fleet, zip(times.tolist(), (slices * places).astype(int).tolist()))
+  pauses = sorted(job.shrinks + job.grows)
+  assert all(start <= end for start, end in pauses)
+  assert all(end <= start for (_, end), (start, _) in itertools.pairwise(pauses))
+  ends = {end for _, end in pauses}
+  assert all(since <= until and until in ends for since, until in job.away)
 
 
 @settings(max_examples=8, deadline=None)

@@ -47,6 +47,23 @@ def test_a_role_goes_on_when_all_it_needs_is_made():
   assert found.left == 0
 
 
+def test_roles_are_performed_in_turn():
+  """So a step that one island has begun goes on beside those of others."""
+  turns, told = [], []
+
+  class Notes(Nothing):
+    def perform(self, entry, given):
+      turns.append(entry.operation.role)
+      return super().perform(entry, given)
+
+  found, _ = schedule(good())
+  of = found.left
+  found.perform_all(collections.defaultdict(Notes), lambda *progress: told.append(progress))
+  both = ["learner-0", "learner-1"]
+  assert turns[:8] == [*both, "syncer-0"] * 2 + both, "the shard waits for pushes"
+  assert told == sorted(told) and told[0] == (3, of) and told[-1] == (of, of)
+
+
 def test_what_is_taken_for_the_last_time_is_forgotten():
   found, _ = schedule(good(), {INITIAL_VALUE: "initial", Key("value", 12345, 0): "unused"})
   assert not found.wanted(Key("value", 12345, 0))
