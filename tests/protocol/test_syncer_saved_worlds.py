@@ -13,12 +13,22 @@ import pytest
 from ddiloco.config import SyncConfig
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Commit
+from ddiloco.protocol.states import clock_violations, join_clocks
 from tests.protocol import disasters
 from tests.protocol.disasters import stormy
 from tests.protocol.ledger import Ledger, Staged
 from tests.protocol.storms import STORM_SECONDS, calm, heal, notes
 from tests.protocol.virtual import Pace, Weather, World
 from tests.worlds import check_all, struck
+
+
+def test_clocks_by_hand():
+  """The worlds judge their snapshots by these two functions."""
+  assert join_clocks({0: 5, -2: 3}, {0: 4, 1: 7, -2: 9}) == {0: 5, 1: 7, -2: 9}
+  cut = {0: {0: 5, -2: 3}, 1: {}, -2: {-2: 3, 0: 5, 9: 99}}
+  assert clock_violations(cut) == []
+  assert clock_violations({**cut, 0: {0: 4, -2: 4}}) == [(-2, 0), (0, -2)]
+  assert clock_violations({**cut, 0: {0: 5, 1: 1}}) == [(0, 1)]
 
 
 @pytest.mark.parametrize("block", range(4))
