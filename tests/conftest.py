@@ -16,9 +16,9 @@ from tests.waits import ended_threads
 
 gc.disable()  # until all tests are imported
 
-# XLA's old emitters compile in a quarter of the time, and a program that is not cut into 32 parts,
-# for as many threads, in half of it. A newer version ends a process whose flags name one that it
-# does not know, as that of the old emitters.
+# XLA's old emitters compile in a third of the time, unless a program is cut into parts (32, for as
+# many threads), which takes twice as long. A newer version lacks them, and ends a process whose
+# flags name one that it does not know.
 KNOWN = importlib.metadata.version("jaxlib").startswith("0.10.")
 UNSPLIT = "--xla_cpu_parallel_codegen_split_count=1"
 QUICK_TO_COMPILE = f"--xla_cpu_use_fusion_emitters=false {UNSPLIT}" if KNOWN else ""
