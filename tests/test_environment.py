@@ -57,6 +57,7 @@ def changed(event, arguments):
 
 sys.addaudithook(changed)
 import matplotlib, numba, orbax.checkpoint, safetensors.numpy
+from jax.experimental.pallas.ops.tpu import splash_attention
 from tensorboardX.event_file_writer import EventsWriter
 """
 

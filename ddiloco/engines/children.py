@@ -220,10 +220,9 @@ class Child:
 _UNHEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PRELOADED = (  # by name: this package does not depend on those above it
   "ddiloco.cli",
+  "ddiloco.engines.session",
   "ddiloco.engines.single_roles",
-  "ddiloco.roles.learner",
-  "ddiloco.training.data",
-  "ddiloco.training.island",
+  "ddiloco.training.hosts",
   "ddiloco.baselines.member",
 )
 

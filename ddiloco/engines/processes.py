@@ -57,6 +57,7 @@ class ProcessesEngine(Engine):
   """
 
   shortest_life_seconds, processes = SHORTEST_LIFE_SECONDS, True
+  forks = True  # whether roles are forked from a server here, which is early to import everything
   cpu_only = False  # whether learners get the flag --cpu; children of this process inherit it
 
   def __init__(self, config: Config, workdir: Path, corpus: data.Source, measure: Measure | None):
@@ -74,7 +75,8 @@ class ProcessesEngine(Engine):
 
   def _begin(self) -> None:
     self._go_on(keep=False)  # roles find their parts of the snapshot themselves
-    warm()
+    if self.forks:
+      warm()
     self._started = workdir.join(self.workdir, self.config)
     self._recorder = self._record("engine", 0)
     self._follower = Follower(self.workdir)

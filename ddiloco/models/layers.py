@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import PartitionSpec
 
 from ddiloco.config import ModelConfig
@@ -237,6 +236,8 @@ def splash_attention(
 
   Tests `interpret` it, on a platform that cannot run it.
   """
+  from jax.experimental.pallas.ops.tpu import splash_attention as splash  # slow, for TPUs alone
+
   _, h, t, q = query_BxHxTxQ.shape
   padded, block = _blocks(t)
   # One kernel for all three gradients: fewer products, less memory and less to compile than two do.

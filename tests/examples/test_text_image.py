@@ -30,7 +30,7 @@ STEPS = 110
 def small(steps: int = STEPS, **sections):
   """The config, shorter and with a smaller model."""
   config = experiment("configs/text_image.py", "config")
-  config.model.num_layers = 2
+  config.model.update(num_layers=2, model_dim=32, mlp_dim=96, num_heads=2, num_kv_heads=1)
   config.data.source, config.data.heldout_sequences = "synthetic", 64
   config.islands.batch_size = 4
   config.run.update(evaluations=2, compare_alone=False, sample_tokens=16)

@@ -7,6 +7,7 @@ import itertools
 import json
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from ddiloco.observe.eventlog import read_events
 from ddiloco.trace import replay
 from ddiloco.trace.replay import replay_run
 from ddiloco.trace.text import open_trace
+from ddiloco.training.island import Island
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SEEDS = (0, 2, 11)  # scripts/replay_chaos.py runs as many as one likes
@@ -26,6 +28,18 @@ SEEDS = (0, 2, 11)  # scripts/replay_chaos.py runs as many as one likes
 @pytest.fixture(scope="module")
 def bench():
   return chaos.Bench()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_once():
+  """Replays of one plan share the programs of their islands, apart from those of the runs."""
+  shared = {}
+
+  def made(config, learner, devices, plan, _):
+    return Island(config, learner, devices, plan, shared)
+
+  with mock.patch.object(replay, "Island", made):
+    yield
 
 
 @pytest.fixture(scope="module")
