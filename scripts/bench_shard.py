@@ -218,6 +218,7 @@ class Learner:
     self.pushed_at: list[float] = []
     self._pushed_round = -1
     self.step, self.since = 0, 0
+    self.pulls: list[Pull] = []  # which it has not answered yet
     self.hold = threading.Event()  # pushes wait until it is set
     self.hold.set()
     self.asked_at: float | None = None
@@ -268,13 +269,14 @@ class Learner:
             self.answers.append(time.monotonic() - self.asked_at)
             self.asked_at = None
         case Pull() as pull:
-          self.hold.wait()
-          self._push(pull)
+          self.pulls.append(pull)
         case Publish() as publish:
           p = publish.fragment
           self.versions[p], self.rounds[p] = publish.version, publish.round
           self.got_at[p, publish.version] = time.monotonic()
           self.since = 0  # what asks for a welcome reports it: nothing is due
+      while self.pulls and self.hold.is_set():
+        self._push(self.pulls.pop(0))
 
   def _push(self, pull: Pull) -> None:
     to = syncer_address(pull.shard)
@@ -411,7 +413,7 @@ def pause(bench: Bench) -> list[int]:
     learner.hold.clear()
   bench.version += 1
   bench.begin()
-  time.sleep(1.0)  # until all pulls have arrived
+  bench._wait(lambda: all(len(e.pulls) >= bench.fragments for e in bench.learners), "a pull")
   os.kill(shard, signal.SIGSTOP)
   for learner in bench.learners:
     learner.hold.set()

@@ -205,7 +205,8 @@ def check_checkpoint(first, before):
 @SLOW
 @LONG
 def test_elastic_that_lost_all_memories_goes_on_from_its_checkpoint(tmp_path, programs):
-  config = make_config([kill(0, 1.5), kill(1, 1.5)])
+  both = [kill(m, -1.0) | {"at_step": 3 * CHECKPOINT_STEPS} for m in range(2)]
+  config = make_config(both)
   events = run(config, tmp_path, programs, True, Back(tmp_path, kills=2))
   died = max(e.time for e in of(events, "fault"))
   before = max(e.step for e in of(events, "step") if e.time < died)

@@ -31,7 +31,7 @@ def test_a_finished_run_is_served_until_sigterm(tmp_path):
     assert line.startswith(f"Dashboard of {tmp_path}: http://127.0.0.1:"), line
     assert json.loads(ask(url, "/api/status")[1])["phase"] in ("empty", "over")
     os.kill(process.pid, signal.SIGTERM)
-    assert process.wait(20) == 0
+    assert process.wait(PATIENCE_SECONDS) == 0
 
 
 def test_a_signal_that_another_thread_gets_ends_it_too(tmp_path, monkeypatch):

@@ -212,9 +212,12 @@ def test_work_is_lost_with_a_learner_that_takes_too_long_to_bring_it_out(
   """Not with one that still compiled, or read its part of a snapshot: the run's exit status said
   that work was lost."""
   monkeypatch.setattr("ddiloco.engines.engine.PATIENCE_SECONDS", 0.2)
-  go_on = threading.Event()
+  began, go_on = threading.Event(), threading.Event()
 
   class Waits(Stopped):
+    def _over(self) -> str | None:
+      return "stopped" if began.is_set() else None
+
     def _note_lost(self, name: str, why: str) -> None:
       super()._note_lost(name, why)
       go_on.set()
@@ -222,6 +225,7 @@ def test_work_is_lost_with_a_learner_that_takes_too_long_to_bring_it_out(
   def live() -> None:
     if works:
       engine._works(NAME)
+    began.set()
     go_on.wait()
 
   engine = Waits(tmp_path, live, network={"drain_seconds": 0.0})

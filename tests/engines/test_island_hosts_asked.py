@@ -23,8 +23,9 @@ from ddiloco.config import ConfigError, from_dict
 from ddiloco.engines import island_hosts
 from ddiloco.engines.island_hosts import FollowingHost, Hosts
 from ddiloco.engines.role_spec import RoleSpec
+from ddiloco.network import host_links
 from ddiloco.network.host_links import HostLink, HostLinks, HostProgress
-from tests.waits import wait_for
+from tests.waits import AwakeClock, wait_for
 from tests.web import ask
 
 PLACE = RoleSpec(Path("w"), "run", (), hosts="tcp://127.0.0.1:7001", host=1, term_status=143)
@@ -156,9 +157,11 @@ def test_a_host_0_that_compiles_longer_is_not_lost(monkeypatch):
 
   threading.Thread(target=lead, daemon=True).start()
   links = HostLinks(mine, SimpleNamespace(send=lambda _: None, deaf=lambda _: False), mine)
-  joins(monkeypatch, links, follow=lambda *_: time.sleep(3.0))
   monkeypatch.setattr(FollowingHost, "_lost", lambda host, *told: lost.append(told))
-  FollowingHost(config, 0, PLACE)._follow()
+  with AwakeClock.running() as clock:
+    monkeypatch.setattr(host_links, "time", clock)
+    joins(monkeypatch, links, follow=lambda *_: clock.sleep(3.0))
+    FollowingHost(config, 0, PLACE)._follow()
   theirs.close()
   assert not lost
 

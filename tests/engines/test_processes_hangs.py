@@ -129,6 +129,6 @@ def test_a_shard_that_is_stopped_for_good_is_replaced_and_the_run_goes_on(tmp_pa
     later = lambda: [e for e in run.events("commit") if e.time > back.time]  # noqa: E731
     run.wait_for(later, "a commit of it")
     assert run.ends(signal.SIGINT) == 130, run.said()
-  (hung,) = run.events("hung", "engine")
-  assert (hung.target, hung.stacks) == ("syncer-0", processes.STILL)
+  hung = [e.stacks for e in run.events("hung", "engine") if e.target == "syncer-0"]
+  assert hung == [processes.STILL], "others may be late on a busy machine"
   assert {e.target for e in run.events("exit")} == {"syncer-0"}

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import functools
+import itertools
 import json
 import os
 import signal
 import sys
 import threading
 import time
+import types
 import weakref
 from unittest import mock
 
@@ -61,6 +64,14 @@ def quick(monkeypatch):
   monkeypatch.setattr(role_process, "LOOK_SECONDS", 0.01)
   monkeypatch.setattr(role_process, "PROGRESS_SECONDS", 0.05)
   monkeypatch.setattr(role_process, "NetworkEndpoint", Endpoint)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+  """The runner's clock, which stands at the `now` of a test."""
+  each = types.SimpleNamespace(now=0.0, monotonic=lambda: each.now, time=time.time)
+  monkeypatch.setattr(role_process, "time", each)
+  return each
 
 
 @pytest.fixture
@@ -135,17 +146,15 @@ def test_who_is_asked_to_end_has_one_time_for_all_that_it_brings_out(make):
 
 def test_a_fault_that_was_asked_for_by_a_clock_ahead_lasts_no_longer(make, monkeypatch):
   """It lasted an hour more, if the dashboard ran on a host whose clock was an hour ahead."""
-  now = time.time()
+  monkeypatch.setattr(role_process, "LOOK_SECONDS", 1e6)  # the test looks
+  now, begun = time.time(), []
   with make() as runner:
-    monkeypatch.setattr("ddiloco.workdir.time.time", lambda: now + 3600)
-    ask_for(runner.place.workdir, Fault("slow", "learner-3", at_seconds=0.0, seconds=5.0))
-    monkeypatch.undo()
-    begun = []
+    with monkeypatch.context() as patch:
+      patch.setattr("ddiloco.workdir.time.time", lambda: now + 3600)
+      ask_for(runner.place.workdir, Fault("slow", "learner-3", at_seconds=0.0, seconds=5.0))
     runner.faults.begin = lambda fault, seconds: begun.append(seconds)
     runner._suffer()
-    if not begun:  # the thread beside the role was quicker
-      begun.append(runner.faults._lasting["slow"][0] - time.monotonic())
-  assert begun[0] <= 5.0
+  assert len(begun) == 1 and begun[0] <= 5.0
 
 
 def test_faults_of_others_and_those_that_are_over_do_not_begin(make):
@@ -171,47 +180,44 @@ def test_a_port_that_is_taken_ends_the_shard(make, monkeypatch, capsys):
   assert f"cannot listen at {SYNCERS[0]}" in said and "tcp://0.0.0.0:PORT is all" in said
 
 
-def test_a_role_that_drops_messages_says_so_now_and_then(make, capsys, tmp_path):
+def test_a_role_that_drops_messages_says_so_now_and_then(
+  make, monkeypatch, clock, capsys, tmp_path
+):
+  monkeypatch.setattr(role_process, "LOOK_SECONDS", 1e6)  # the test looks
   reason = "global_step is\x1b[2J\nout of range"  # whatever a peer likes to say
   with make() as runner:
-    endpoint = runner.connect()
-
-    def role() -> int:
-      for count in range(1, 50):
-        endpoint.endpoint.drops = dict.fromkeys(("syncer-0", "syncer-1"), (count, reason))
-        time.sleep(0.005)
-      return FINISHED
-
-    began = time.monotonic()
-    assert runner.run(role) == FINISHED
+    endpoint, counts = runner.connect().endpoint, itertools.count(1)
+    for _ in range(2):
+      for _ in range(20):
+        endpoint.drops = dict.fromkeys(("syncer-0", "syncer-1"), (next(counts), reason))
+        runner._check_links()
+      clock.now += role_process.PROGRESS_SECONDS
   out = capsys.readouterr().out
-  assert "messages of syncer-0: global_step is [2J out of range" in out
-  most = 2 + (time.monotonic() - began) / role_process.PROGRESS_SECONDS
-  assert out.count("messages of syncer-0") <= most, "not a line for each"
+  assert "has dropped 1 messages of syncer-0: global_step is [2J out of range" in out
+  assert "has dropped 20 messages of syncer-0: " in out
+  assert out.count("messages of syncer-0") == 2, "not a line for each"
   events = [e for e in read_events(tmp_path / "r") if e.kind == "dropped"]
-  assert {e.peer for e in events} == {"syncer-0", "syncer-1"}
-  assert all(e.reason == reason and e.count > 0 for e in events)
+  assert [(e.peer, e.count) for e in events] == [
+    (peer, count) for count in (1, 20) for peer in ("syncer-0", "syncer-1")
+  ]
+  assert all(e.reason == reason for e in events)
 
 
-def test_a_process_that_stood_still_does_not_make_up_for_its_lines(make, monkeypatch, capsys):
+def test_a_process_that_stood_still_does_not_make_up_for_its_lines(
+  make, monkeypatch, clock, capsys
+):
   """After an hour of SIGSTOP there were three a second, for minutes."""
   looks = []
 
-  def look() -> None:
-    looks.append(time.monotonic())
-    if len(looks) == 1:
-      time.sleep(1.0)
-
-  def role() -> int:
-    wait_for(lambda: len(looks) > 1, "a look after the stop")
-    time.sleep(0.3)
-    return FINISHED
+  def look() -> dict[str, float]:
+    looks.append(clock.now)
+    clock.now = 3600.0
+    return {}
 
   with make() as runner:
     monkeypatch.setattr(runner._hangs, "look", look)
-    assert runner.run(role) == FINISHED
-  late = (time.monotonic() - looks[1]) / role_process.PROGRESS_SECONDS
-  assert 1 <= capsys.readouterr().out.count("waits: starting") <= 2 + late
+    wait_for(lambda: len(looks) > 20, "looks after the stop")
+  assert capsys.readouterr().out.count("waits: starting") == 1
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGTERM, 0), (signal.SIGINT, INTERRUPTED)])
@@ -221,7 +227,6 @@ def test_a_signal_lets_the_role_end_in_good_order(make, capsys, number, status):
     os.kill(os.getpid(), number)
     assert runner.run(until(runner)) == status
     assert runner.stop.wait(100.0), "a pause ends at once"
-    time.sleep(0.05)  # for the line
   assert "was asked to end" in capsys.readouterr().out
   assert signal.getsignal(signal.SIGINT) == before
   os.kill(os.getpid(), signal.SIGTERM)  # too late to change how it ended
@@ -344,20 +349,25 @@ def test_nothing_of_a_life_is_kept_for_the_next_one(make):
     runner.usual_seconds = lambda exchange=exchange: 1.0
     runner.disconnect()
     del exchange
-    time.sleep(0.1)  # the runner's thread may just have looked
-    assert gone() is None and runner.ready() and runner.usual_seconds() == 1.0
+    wait_for(lambda: gone() is None, "its end")  # the runner's thread may just look at it
+    assert runner.ready() and runner.usual_seconds() == 1.0
 
 
-def test_what_a_role_does_between_two_lives_is_no_hang(make, tmp_path):
-  with make(hang_seconds=1.0) as runner:  # shorter, and a stall of the machine is a hang
-    runner.connect()
-    runner.stopped()
-    runner.disconnect()  # its loop is over
-    runner.stop.wait(2.5)  # as after a quarantine
-    assert not [e for e in read_events(tmp_path / "r") if e.kind == "hung"]
-    runner.connect()
-    runner.stopped()
-    wait_for(lambda: [e for e in read_events(tmp_path / "r") if e.kind == "hung"])
+def test_what_a_role_does_between_two_lives_is_no_hang(make, monkeypatch, clock, tmp_path):
+  monkeypatch.setattr(role_process, "LOOK_SECONDS", 1e6)  # the test looks
+  watch = functools.partial(role_process.HangWatch, clock=clock.monotonic)
+  monkeypatch.setattr(role_process, "HangWatch", watch)
+  with make(hang_seconds=1.0) as runner:
+    for waits in (True, False):
+      runner.connect()
+      runner.stopped()
+      if waits:  # as after a quarantine: its loop is over
+        runner.disconnect()
+      for _ in range(3):
+        clock.now += 0.9
+        runner._watch()
+  (hung,) = [e for e in read_events(tmp_path / "r") if e.kind == "hung"]
+  assert hung.seconds == 1.8, "of the life that did not end"
 
 
 @pytest.mark.parametrize(
@@ -501,8 +511,8 @@ def test_lines_of_progress_and_at_once_what_matters(make, capsys):
     wait_for(lambda: "learner-3: waits: compiling" in capsys.readouterr().out)
     runner.busy("restoring a snapshot")
     wait_for(lambda: "learner-3: waits: restoring a snapshot" in capsys.readouterr().out)
-    runner.ready, runner.progress = lambda: "", lambda: "global step 7"
-    wait_for(lambda: "learner-3: global step 7" in capsys.readouterr().out)
+    runner.ready, runner.progress = lambda: "", lambda: "7% of the run"
+    wait_for(lambda: "learner-3: 7% of the run" in capsys.readouterr().out)
     runner.recorder.record(events.Joined(global_step=5, seconds=1.0))
     assert "island 3 joined at global step 5" in capsys.readouterr().out
     runner.recorder.record(

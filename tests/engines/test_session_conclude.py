@@ -35,7 +35,7 @@ from ddiloco.workdir import OUTCOME, STARTED, check, held, join, live_in
 from tests.engines.test_session_resume import soon_over
 from tests.engines.test_threads import Ran, make_config
 from tests.made_events import made
-from tests.waits import PATIENCE_SECONDS
+from tests.waits import PATIENCE_SECONDS, wait_for
 
 ROOT = Path(__file__).parents[2]
 
@@ -613,12 +613,10 @@ this.Ran(config, this.data.open_corpus(config.data), workdir,
 
 
 def test_an_evaluation_that_fails_is_named_and_the_run_goes_on(tmp_path, capsys):
-  config = config_of(evaluations=6)
-  # So that the evaluator has the model before the end.
-  islands = dataclasses.replace(config.islands, min_step_seconds=0.05)
-  config = dataclasses.replace(config, islands=islands)
+  config, asked = config_of(evaluations=6), []
   corpus = data.open_corpus(config.data)
-  asked = []
+  # So that the evaluator has the model before the end.
+  waits = [(m, 20, lambda _: wait_for(lambda: asked, "an evaluation")) for m in (0, 1)]
 
   def sometimes(tree) -> dict[str, float]:
     asked.append(1)
@@ -626,7 +624,7 @@ def test_an_evaluation_that_fails_is_named_and_the_run_goes_on(tmp_path, capsys)
       raise MemoryError("no room")
     return {"loss": 2.0}
 
-  ran = Ran(config, corpus, tmp_path, measure=sometimes)
+  ran = Ran(config, corpus, tmp_path, waits, measure=sometimes)
   assert ran.outcome.reason == "finished" and not ran.exits("evaluator")
   (missing,) = ran.of("unevaluated")
   assert missing.reason == "MemoryError: no room" and missing.role == "evaluator"

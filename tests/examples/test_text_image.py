@@ -101,9 +101,9 @@ def test_it_still_writes_text(run):
 def test_islands_as_processes_where_one_is_killed(tmp_path):
   """It takes its moments from the other one, as no snapshot is made."""
   config = small(
-    120,  # of a quarter of a second: one is back long before the other has made those of both
-    islands={"num_learners": 2, "min_step_seconds": 0.25},
-    sync={"snapshot_steps": 0},
+    120,
+    islands={"num_learners": 2},
+    sync={"snapshot_steps": 0, "min_quorum": 2},  # so it is not over before both are back
     checkpoint={"rejoin": "peer"},
     chaos={"faults": ({"action": "kill", "role": "learner-1", "at_step": 20, "seconds": 0.2},)},
   )

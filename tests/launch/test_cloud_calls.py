@@ -1,13 +1,14 @@
 """Programs that are run: their limit, their line in the log, and what they leave."""
 
 import os
+import subprocess
 import sys
-import time
 
 import pytest
 
 from ddiloco.config import ConfigError
 from ddiloco.launch.cloud import LaunchError, attempt, call
+from tests.waits import wait_for
 
 
 def python(text: str) -> list[str]:
@@ -25,18 +26,25 @@ def test_a_limit_that_is_longer_than_any_wait_is_a_week(capsys):
   assert "(at most 604800 s)" in capsys.readouterr().err
 
 
-def test_one_that_takes_too_long_is_ended_with_its_children(tmp_path, capsys):
-  child = tmp_path / "child"
+def test_one_that_takes_too_long_is_ended_with_its_children(tmp_path, capsys, monkeypatch):
+  child, communicate = tmp_path / "child", subprocess.Popen.communicate
+
+  def late(process, text=None, timeout=None):
+    """It has a child before it is too late."""
+    if timeout:
+      wait_for(lambda: child.exists() and child.read_text(), "its child", process)
+      timeout = 0.0
+    return communicate(process, text, timeout)
+
+  monkeypatch.setattr(subprocess.Popen, "communicate", late)
   sleep = f"import os, pathlib, time; pathlib.Path({str(child)!r}).write_text(str(os.getpid()));"
   sleep += "time.sleep(300)"
   text = f"import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', {sleep!r}])"
   ran = attempt("too slow", python(text), 3)
   assert ran.status is None and "longer than 3 s" in ran.error
   assert "too slow: gave up after 3 s" in capsys.readouterr().err
-  until = time.monotonic() + 30
   with pytest.raises(ProcessLookupError):
-    while time.monotonic() < until:
-      os.kill(int(child.read_text()), 0)
+    wait_for(lambda: os.kill(int(child.read_text()), 0), "its end")
 
 
 def test_bytes_that_are_no_text_are_read_all_the_same():

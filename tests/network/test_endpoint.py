@@ -8,7 +8,6 @@ import random
 import socket
 import sys
 import threading
-import time
 from unittest import mock
 
 import numpy as np
@@ -52,7 +51,7 @@ def test_another_run_is_refused_with_a_reason(net, field, value):
   assert "another" in stranger.links()["syncer-0"]["reason"]
   stranger.send("syncer-0", hello())
   assert shard.receive(0.2) is None
-  assert shard.counters.refused >= 1
+  net.wait_until(lambda: shard.counters.refused)
 
 
 def test_another_shard_at_the_url_is_named(net):
@@ -97,10 +96,10 @@ def test_a_place_is_taken_by_the_newer_of_two(net, session, incarnation, outnumb
 
 def test_a_partition_heals_and_nothing_is_lost(net, link_to):
   shard = net.connect("syncer-0")
-  link, url = link_to(net.url("syncer-0"), bits_per_second=200e6)
+  link, url = link_to(net.url("syncer-0"), bits_per_second=100e6)
   learner = net.dial("learner-0", 0, url=url)
   net.wait_up(learner, "syncer-0")
-  message = push(1, 8_000_000)
+  message = push(1, 20_000_000)
   learner.send("syncer-0", message)
   net.wait_until(lambda: link.bytes.forward > 1_000_000)
   link.cut()
@@ -130,23 +129,18 @@ def test_broken_connections_are_made_again_and_a_fragment_that_was_leaving_leave
 
 
 def test_bulk_data_does_not_starve_heartbeats_at_10_mbit_s(net, link_to):
-  """Control goes there and back beside a fragment, again and again until that has arrived."""
+  """Control goes there and back beside a fragment, again and again before that has arrived."""
   shard = net.connect("syncer-0")
-  _, url = link_to(net.url("syncer-0"), bits_per_second=10e6)
+  link, url = link_to(net.url("syncer-0"), bits_per_second=10e6)
   learner = net.dial("learner-0", 0, url=url)
   net.wait_up(learner, "syncer-0")
-  learner.send("syncer-0", push(1, 4_000_000))  # 3.2 s of this link
-  started, arrived = time.monotonic(), []
-  for number in itertools.count():
+  learner.send("syncer-0", push(1, 40_000_000))  # 32 s of this link
+  numbers = itertools.count()
+  while (number := next(numbers)) < 25 or link.bytes.forward < 1_000_000:
     learner.send("syncer-0", RequestMoments(0, 0, (number,)))
-    arrived.append(shard.receive(SECONDS).message)
-    if isinstance(arrived[-1], Push):
-      break
+    assert shard.receive(SECONDS).message == RequestMoments(0, 0, (number,))
     shard.send("learner-0", says.pull(0, 0, 0, 0, number, 0))
     assert learner.receive(SECONDS)[1].round == number
-  assert time.monotonic() - started > 2.5, "the link was not as slow as meant"
-  assert arrived[:-1] == [RequestMoments(0, 0, (number,)) for number in range(len(arrived) - 1)]
-  assert len(arrived) > 25, "a round trip takes a small part of the fragment's time"
 
 
 @pytest.mark.slow

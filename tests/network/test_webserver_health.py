@@ -141,7 +141,7 @@ def test_ready_is_what_the_role_says_while_it_lives(clock):
 # --- over HTTP ------------------------------------------------------------------------------------
 
 
-def test_the_three_pages(serve):
+def test_the_three_pages(serve, clock):
   health = serve(lambda: {"step": 7, "loss": math.nan, "links": [{"rtt": math.inf}, (1.5, None)]})
   code, text, headers = ask(health.url, "/livez")
   assert code == 200 and text.startswith("starting for 0 s")

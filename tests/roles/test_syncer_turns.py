@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import time
-import types
 
 import numpy as np
 import pytest
@@ -16,18 +15,37 @@ from ddiloco.protocol.actions import Received, Tick
 from ddiloco.protocol.messages import RequestMoments
 from ddiloco.protocol.values import replace
 from ddiloco.roles import syncer as module
+from ddiloco.runtime import Time
 from tests import says
 from tests.roles.test_syncer import Shard
 
-STOOD_STILL_SECONDS = 0.5  # shorter, and a busy machine seems to be a stop
+
+class Clock(Time):
+  """It stands while nobody sleeps."""
+
+  at = 0.0
+
+  def now(self) -> float:
+    return self.at
+
+  def sleep(self, seconds: float) -> None:
+    self.at += seconds
 
 
 class Turns:
-  """A shard over this endpoint; keeps the events that its reducer got."""
+  """A shard over this endpoint; keeps the events that its reducer got.
 
-  def __init__(self, monkeypatch, endpoint):
+  On the machine's own clock, if none is given, it never seems to have been stopped: a busy machine
+  may stop it, too.
+  """
+
+  def __init__(self, monkeypatch, endpoint, clock: Clock | None = None):
     self.role = Shard(3).syncer
     self.role.endpoint, self.events = endpoint, []
+    if clock is None:
+      monkeypatch.setattr(module, "STOOD_STILL_SECONDS", math.inf)
+    else:
+      self.role.time = clock
     monkeypatch.setattr(self.role, "handle", self._handle)
 
   def _handle(self, event):
@@ -100,39 +118,31 @@ def test_a_shard_that_was_stopped_hears_what_was_said_meanwhile_before_it_decide
   monkeypatch, stopped
 ):
   """The message is still on its way through the sockets when the process goes on."""
-  # On a busy machine any wait takes long: that is no stop.
-  monkeypatch.setattr(module, "STOOD_STILL_SECONDS", STOOD_STILL_SECONDS if stopped else 60.0)
-  monkeypatch.setattr(module, "LONGEST_WAIT_SECONDS", 0.05)
-  waits = itertools.count()
+  clock, waits, arrives_at = Clock(), itertools.count(), list[float]()
 
-  def receive(seconds: float) -> Delivery | None:
-    if next(waits) == 0:  # the first turn decides at once, and this is the wait of the second
-      return None
-    if not arrives_at:
-      time.sleep(1.2 * STOOD_STILL_SECONDS if stopped else seconds)
-      arrives_at.append(time.monotonic() + 0.02)
-      return None
-    if time.monotonic() < arrives_at[0] or len(arrives_at) > 1:
-      return None
-    arrives_at.append(0.0)
-    return Delivery("learner-0", says.hello(0, 0), time.monotonic())
+  def receive(_seconds: float) -> Delivery | None:
+    if next(waits) == 1:  # the first turn decides at once, and this is the wait of the second
+      clock.at += module.LONGEST_WAIT_SECONDS + 1.2 * module.STOOD_STILL_SECONDS * stopped
+      arrives_at.append(clock.at + 0.02)
+    elif arrives_at and clock.at >= arrives_at[-1]:
+      arrives_at.append(math.inf)
+      return Delivery("learner-0", says.hello(0, 0), clock.at)
+    return None
 
-  arrives_at: list[float] = []
-  turns = Turns(monkeypatch, Scripted(receive))
+  turns = Turns(monkeypatch, Scripted(receive), clock)
   turns.run(ticks=2)
   assert turns.kinds() == (["Tick", "Resumed", "Received", "Tick"] if stopped else ["Tick", "Tick"])
 
 
 def test_a_shard_may_be_stopped_at_any_moment_of_its_turn(monkeypatch):
   """It found that out only where it was stopped during a wait, and lost all learners else."""
-  turns, clock = Turns(monkeypatch, Scripted(lambda seconds: None)), [0.0]
-  sleep = lambda seconds: clock.append(clock[-1] + seconds)  # noqa: E731
-  turns.role.time = types.SimpleNamespace(now=lambda: clock[-1], sleep=sleep)
+  clock = Clock()
+  turns = Turns(monkeypatch, Scripted(lambda seconds: None), clock)
   finish = turns.role.finish
 
   def stopped():
     if turns.kinds() == ["Tick"]:
-      sleep(2 * module.STOOD_STILL_SECONDS)
+      clock.sleep(2 * module.STOOD_STILL_SECONDS)
     return finish()
 
   monkeypatch.setattr(turns.role, "finish", stopped)

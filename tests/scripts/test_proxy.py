@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import math
 import signal
 import socket
-import statistics
 import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+from unittest import mock
 
 import pytest
-from proxy import Link
+from proxy import BURST_SECONDS, Lane, Link
 
 from tests.scripts.commands import SCRIPTS
+from tests.waits import wait_for
 
 PATIENCE_SECONDS = 60.0
 
@@ -68,25 +71,8 @@ def echo(connection: socket.socket) -> None:
   connection.shutdown(socket.SHUT_WR)
 
 
-def count(connection: socket.socket) -> None:
-  """Reads to the end, then answers how many bytes came and in how many seconds after the first."""
-  total, first = len(connection.recv(1 << 16)), time.monotonic()
-  while data := connection.recv(1 << 16):
-    total += len(data)
-  connection.sendall(struct.pack("!qd", total, time.monotonic() - first))
-  connection.shutdown(socket.SHUT_WR)
-
-
 def hold(connection: socket.socket) -> None:
   """Never reads."""
-
-
-def echo_control(connection: socket.socket) -> None:
-  """Echoes the x-es of `round_trip`; other connections are read to their end and not answered."""
-  if connection.recv(1, socket.MSG_PEEK) == b"x":
-    echo(connection)
-  while connection.recv(1 << 16):
-    pass
 
 
 def dial(link: Link) -> socket.socket:
@@ -134,16 +120,6 @@ def accepted_bytes(connection: socket.socket) -> int:
   return total
 
 
-def within(low: float, high: float, measure: Callable[[], float]) -> bool:
-  """One of ten measurements lies in between: the machine may be busy with something else."""
-  seen = []
-  for _ in range(10):
-    seen.append(measure())
-    if low <= seen[-1] <= high:
-      return True
-  raise AssertionError(f"none of {seen} lies in [{low}, {high}]")
-
-
 def test_it_leads_to_the_target_and_bytes_are_counted():
   with served(echo) as (link, server):
     for _ in range(2):
@@ -153,66 +129,178 @@ def test_it_leads_to_the_target_and_bytes_are_counted():
     assert link.bytes == (10, 10)
 
 
+# --- rates and delays, in virtual time: a busy machine would be slower than the link
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+  """A loop whose time passes when nothing is left to do before that; a turn takes a nanosecond."""
+
+  _now = 0.0
+
+  def __init__(self) -> None:
+    super().__init__()
+    select = self._selector.select
+
+    def jump(timeout: float | None) -> list:
+      assert timeout is not None, "nothing will ever happen"
+      self._now += timeout + 1e-9
+      return select(0.0)
+
+    self._selector.select = jump
+
+  def time(self) -> float:
+    return self._now
+
+
+def now() -> float:
+  return asyncio.get_running_loop().time()
+
+
+class End:
+  """One end of a connection: what it sends, and what it gets when."""
+
+  def __init__(self) -> None:
+    self.source, self.transport = asyncio.StreamReader(), mock.Mock()
+    self.got_bytes, self.got_at, self.ended_at = 0, math.nan, math.nan
+
+  def send(self, size: int, ends: bool = True) -> None:
+    self.source.feed_data(bytes(size))
+    if ends:
+      self.source.feed_eof()
+
+  def write(self, data: bytes) -> None:
+    self.got_bytes, self.got_at = self.got_bytes + len(data), now()
+
+  async def drain(self) -> None:
+    return
+
+  def write_eof(self) -> None:
+    self.ended_at = now()
+
+  def close(self) -> None:
+    return
+
+  def is_closing(self) -> bool:
+    return True
+
+
+class Net:
+  """A link without sockets."""
+
+  def __init__(self, **settings: float):
+    self.link = Link(("127.0.0.1", 1), **settings)
+    self._far: list[End] = []  # which are dialled next
+
+  def run(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def serve() -> None:
+      for lane in self.link._lanes:
+        tasks.extend(asyncio.create_task(each) for each in (lane.serve(), lane.deliver()))
+      await work()
+
+    tasks: list[asyncio.Task] = []
+    with (
+      mock.patch.object(self.link, "_dial", self._dial),
+      contextlib.closing(self.link._listener),
+      contextlib.closing(self.link._loop),
+      asyncio.Runner(loop_factory=VirtualLoop) as runner,
+    ):
+      runner.run(serve())
+
+  def connect(self) -> tuple[End, End, asyncio.Task]:
+    """Both ends of a new connection, and its task, which ends when both have."""
+    near, far = End(), End()
+    self._far.append(far)
+    return near, far, asyncio.create_task(self.link._carry(near.source, near))
+
+  async def _dial(self) -> tuple[asyncio.StreamReader, End]:
+    far = self._far.pop(0)
+    return far.source, far
+
+
 @pytest.mark.parametrize("mbit, size", [(10, 500_000), (200, 6_000_000)])
-def test_the_rate_is_kept(mbit, size):
-  with served(count, bits_per_second=mbit * 1e6, delay_seconds=0.02) as (link, _):
+def test_each_direction_has_the_rate_for_itself(mbit, size):
+  net = Net(bits_per_second=mbit * 1e6, delay_seconds=0.02)
 
-    def rate() -> float:
-      with dial(link) as connection:
-        connection.sendall(bytes(size))
-        connection.shutdown(socket.SHUT_WR)
-        total, seconds = struct.unpack("!qd", exactly(connection, 16))
-      assert total == size
-      return 8e-6 * total / seconds / mbit
+  async def work() -> None:
+    near, far, over = net.connect()
+    for end in (near, far):
+      end.send(size)
+    await over
+    seconds = 8e-6 * size / mbit
+    assert (near.got_bytes, far.got_bytes) == (size, size) == net.link.bytes
+    assert far.ended_at == pytest.approx(seconds + 0.02, abs=1e-3)
+    # The far end is dialled a delay later, and its lane has a credit by then.
+    assert near.ended_at == pytest.approx(seconds + 0.04 - BURST_SECONDS, abs=1e-3)
 
-    assert within(0.9, 1.1, rate)
-
-
-def test_each_direction_has_the_rate_for_itself():
-  with served(echo, bits_per_second=40e6) as (link, _), dial(link) as connection:
-
-    def seconds() -> float:
-      sender = threading.Thread(target=connection.sendall, args=(bytes(2_000_000),))
-      before = time.monotonic()
-      sender.start()
-      exactly(connection, 2_000_000)
-      sender.join()
-      return time.monotonic() - before
-
-    assert within(0.38, 0.5, seconds)  # 0.8 s if they shared
+  net.run(work)
 
 
 def test_the_delay_is_kept_also_by_ends():
-  with served(echo, delay_seconds=0.05) as (link, _), dial(link) as connection:
-    round_trip(connection)
-    assert within(0.1, 0.12, lambda: round_trip(connection))
-    before = time.monotonic()
-    connection.shutdown(socket.SHUT_WR)
-    assert connection.recv(1) == b""
-    assert time.monotonic() - before >= 0.1
+  net = Net(delay_seconds=0.05)
+
+  async def work() -> None:
+    near, far, over = net.connect()
+    near.send(100)
+    await asyncio.sleep(0.07)
+    assert (far.got_at, far.ended_at) == pytest.approx((0.05, 0.05), abs=1e-3)
+    far.send(100)
+    await over
+    assert (near.got_at, near.ended_at) == pytest.approx((0.12, 0.12), abs=1e-3)
+
+  net.run(work)
 
 
 def test_a_small_message_does_not_wait_behind_bulk():
-  with contextlib.ExitStack() as stack:
-    link, _ = stack.enter_context(served(echo_control, bits_per_second=10e6))
-    control, bulk = stack.enter_context(dial(link)), stack.enter_context(dial(link))
-    bulk.settimeout(0.1)
-    stop = threading.Event()
+  net = Net(bits_per_second=10e6)
 
-    def saturate() -> None:
-      while not stop.is_set():
-        with contextlib.suppress(TimeoutError):
-          bulk.send(bytes(64 << 10))
+  async def work() -> None:
+    bulk, control, far = net.connect()[0], *net.connect()[:2]
+    bulk.send(1_250_000)
+    await asyncio.sleep(0.2)
+    for number in range(21):
+      control.send(100, ends=False)
+      await asyncio.sleep(0.03)
+      assert far.got_bytes == 100 * (number + 1) and now() - far.got_at > 0.025
+    assert now() < 1.0, "the link is still full"
 
-    sender = threading.Thread(target=saturate)
-    sender.start()
-    try:
-      while link.bytes.forward < 200_000:
-        time.sleep(0.005)
-      assert within(0, 0.01, lambda: statistics.median(round_trip(control) for _ in range(21)))
-    finally:
-      stop.set()
-      sender.join()
+  net.run(work)
+
+
+def test_what_was_in_the_air_when_the_link_was_cut_arrives_later_by_the_cut():
+  net = Net(delay_seconds=0.1)
+
+  async def work() -> None:
+    near, far, _ = net.connect()
+    near.send(1, ends=False)
+    await asyncio.sleep(0.03)
+    await net.link._each(Lane.cut)
+    await asyncio.sleep(0.3)
+    assert not far.got_bytes
+    await net.link._each(Lane.heal)
+    await asyncio.sleep(0.1)
+    assert far.got_at == pytest.approx(0.4, abs=1e-3)
+
+  net.run(work)
+
+
+def test_many_connections_share_evenly():
+  number, size, net = 40, 50_000, Net(bits_per_second=20e6, delay_seconds=0.01)
+
+  async def work() -> None:
+    connections = [net.connect() for _ in range(number)]
+    for near, far, _ in connections:
+      near.send(size)
+      far.send(0)
+    for _, far, over in connections:
+      await over
+      assert far.got_bytes == size
+      assert 0.75 < far.ended_at < 0.82, "all together take 0.8 s, so none went first"
+    assert net.link.bytes.forward == number * size
+
+  net.run(work)
+
+
+# --- on sockets
 
 
 def test_cut_hangs_and_heal_goes_on():
@@ -229,26 +317,13 @@ def test_cut_hangs_and_heal_goes_on():
     round_trip(old)
 
 
-def test_what_was_in_the_air_when_the_link_was_cut_arrives_later_by_the_cut():
-  with served(echo, delay_seconds=0.1) as (link, _), dial(link) as connection:
-    round_trip(connection)
-    before = time.monotonic()
-    connection.sendall(b"x")
-    time.sleep(0.03)
-    link.cut()
-    assert silent(connection, 0.3)
-    link.heal()
-    exactly(connection, 1)
-    assert time.monotonic() - before >= 0.5
-
-
 def test_connections_given_up_during_a_cut_never_happened():
   with served(echo) as (link, server):
     link.cut()
     for _ in range(5):
       dial(link).close()
     with dial(link) as kept:
-      time.sleep(0.1)  # so that the ends have been read
+      wait_for(lambda: sum(each.ended for each in [*link._connections.values()]) == 5, "their ends")
       link.heal()
       round_trip(kept)
     assert len(server.accepted) == 1
@@ -264,31 +339,6 @@ def test_back_pressure_bounds_what_is_buffered(cut):
       assert 0 < accepted_bytes(connection) < bandwidth_x_delay + slack + kernel
       (forward,) = link._connections.values()
       assert 0 < forward.buffered_bytes < bandwidth_x_delay + slack
-
-
-def test_many_connections_share_evenly():
-  number, size = 40, 50_000
-  with served(count, bits_per_second=20e6, delay_seconds=0.01) as (link, _):
-    connections = [dial(link) for i in range(number)]
-    seconds, together = [], threading.Barrier(number)
-
-    def run(connection: socket.socket) -> None:
-      with connection:
-        together.wait()
-        connection.sendall(bytes(size))
-        connection.shutdown(socket.SHUT_WR)
-        total, took = struct.unpack("!qd", exactly(connection, 16))
-        assert total == size
-        seconds.append(took)
-
-    threads = [threading.Thread(target=run, args=(c,)) for c in connections]
-    for thread in threads:
-      thread.start()
-    for thread in threads:
-      thread.join()
-    assert len(seconds) == number
-    assert link.bytes.forward == number * size
-    assert statistics.median(seconds) > 0.4  # all together take 0.8 s, so none went first
 
 
 def test_a_reset_arrives_as_a_reset():

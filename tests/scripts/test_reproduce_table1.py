@@ -29,8 +29,15 @@ def test_all_cells_are_near_the_published_ones(script, tmp_path):
 
 @pytest.mark.parametrize("learners", [1, 16])
 def test_the_largest_fleet_takes_less_than_two_seconds(learners):
+  """Of a core that sums a million numbers in 25 ms, which is how fast it is measured to be."""
   fleet = Fleet(chips=2_400_000, learners=learners, days=30)
-  start = time.process_time()  # of this process: others may keep the machine busy
-  spent = chips.decoupled(fleet)
-  seconds = time.process_time() - start
-  assert spent.failures > 190_000 and seconds < 2, seconds
+  million = min(timed(lambda: sum(n for n in range(10**6)))[0] for _ in range(5))
+  seconds, spent = timed(lambda: chips.decoupled(fleet))
+  assert spent.failures > 190_000 and seconds < 2 * million / 0.025, (seconds, million)
+
+
+def timed(work):
+  """(the seconds that this process computed, as others may keep the machine busy; the result)."""
+  start = time.process_time()
+  result = work()
+  return time.process_time() - start, result

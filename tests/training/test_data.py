@@ -10,7 +10,6 @@ import math
 import os
 import pathlib
 import re
-import statistics
 import tempfile
 import threading
 import time
@@ -439,14 +438,12 @@ def test_fetching_is_cheap():
   (stream,) = open_streams(config, 0)
   with contextlib.closing(stream.iterate()) as iterator:
     next(iterator)
-    seconds = []
+    start = time.process_time()  # of all threads of this process: others may keep the machine busy
     for _ in range(300):
-      start = time.perf_counter()
       next(iterator)
-      seconds.append(time.perf_counter() - start)
-  usual_seconds = statistics.median(seconds)
+    usual_seconds = (time.process_time() - start) / 300
   print(f"{usual_seconds * 1e6:.0f} us a batch of 8 x 129 tokens")
-  assert usual_seconds < 0.01  # measured 0.1 to 0.2 ms; loose, since machines are shared
+  assert usual_seconds < 0.01  # measured 0.1 to 0.2 ms
 
 
 # Errors: each names the field, the value, the rule and the fix.

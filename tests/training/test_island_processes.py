@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 
@@ -10,6 +9,7 @@ import jax
 import pytest
 
 from ddiloco.config import ConfigError
+from ddiloco.engines.role_spec import free_urls
 from ddiloco.roles import initial
 from ddiloco.training.devices import require_processes
 from ddiloco.training.island import Island
@@ -21,7 +21,7 @@ from ddiloco import environment
 environment.prepare(num_cpu_devices=1, cpu_only=True)
 import jax
 port, rank = sys.argv[1:]
-jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(rank), initialization_timeout=60)
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(rank), initialization_timeout=200)
 from ddiloco.config import Config, ConfigError
 from ddiloco.roles import initial
 from ddiloco.training.island import Island
@@ -48,12 +48,10 @@ def test_the_devices_of_this_process_are_fine():
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_processes_that_have_joined_jax_are_both_refused():
-  with socket.socket() as probe:
-    probe.bind(("127.0.0.1", 0))
-    port = probe.getsockname()[1]
+  port = free_urls(1)[0].rpartition(":")[2]
   children = [
     subprocess.Popen(
-      [sys.executable, "-c", CHILD, str(port), str(rank)],
+      [sys.executable, "-c", CHILD, port, str(rank)],
       stdout=subprocess.PIPE,
       text=True,
     )
