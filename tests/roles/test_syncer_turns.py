@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+import types
 
 import numpy as np
 import pytest
