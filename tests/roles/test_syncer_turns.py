@@ -152,17 +152,15 @@ def test_a_shard_may_be_stopped_at_any_moment_of_its_turn(monkeypatch):
 
 
 def test_a_message_that_ends_the_wait_in_which_a_shard_was_stopped_is_taken_in(monkeypatch):
-  clock, waits = [0.0], itertools.count()
-  sleep = lambda seconds: clock.append(clock[-1] + seconds)  # noqa: E731
+  clock, waits = Clock(), itertools.count()
 
   def receive(_seconds: float) -> Delivery | None:
     if next(waits) != 1:
       return None
-    sleep(2 * module.STOOD_STILL_SECONDS)
-    return Delivery("learner-0", says.hello(0, 0), clock[-1])
+    clock.sleep(2 * module.STOOD_STILL_SECONDS)
+    return Delivery("learner-0", says.hello(0, 0), clock.at)
 
-  turns = Turns(monkeypatch, Scripted(receive))
-  turns.role.time = types.SimpleNamespace(now=lambda: clock[-1], sleep=sleep)
+  turns = Turns(monkeypatch, Scripted(receive), clock)
   turns.run(ticks=2)
   assert turns.kinds() == ["Tick", "Resumed", "Received", "Tick"]
 
