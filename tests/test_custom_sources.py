@@ -78,7 +78,8 @@ def test_what_a_file_imports_is_read_anew_as_well(tmp_path, monkeypatch):
   path = tmp_path / "sizing.py"
   path.write_text(MODEL.replace('config.options.get("size", 3)', "sized.SIZE") + "import sized\n")
   mine = config("model", f"{path}:model")
-  monkeypatch.setattr(sys.modules["__main__"], "__file__", str(path))  # a script that names itself
+  # A script that names itself; a process of pytest-xdist has no file.
+  monkeypatch.setattr(sys.modules["__main__"], "__file__", str(path), raising=False)
   first = custom.identity(mine.model), initial.initial_params(mine)["kernel"].shape
   (tmp_path / "sized.py").write_text("SIZE = 30")
   assert custom.identity(mine.model) == first[0], "a run under way has one text"

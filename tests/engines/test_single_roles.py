@@ -176,9 +176,7 @@ def test_a_role_of_a_finished_run_says_so_at_once(tmp_path, capsys, hosts):
     assert f"syncer-{shard}: ends: the run in --workdir=" in capsys.readouterr().out
   # Also an evaluator: the run's shards may be gone.
   assert single_roles.run_evaluator(config, place) == FINISHED
-  said = capsys.readouterr().out
-  assert "evaluator: ends: the run in --workdir=" in said and "ddiloco evaluate" in said
-  assert "<td>finished</td>" in (tmp_path / "report" / "index.html").read_text(), "none was drawn"
+  assert "evaluator: ends: the run in --workdir=" in capsys.readouterr().out
   with pytest.raises(ConfigError, match=r"^seed = 7: "):
     single_roles.run_learner(dataclasses.replace(config, seed=7), 3, mine)
 

@@ -38,7 +38,8 @@ def test_together_they_learn_more_than_one_alone(capsys, monkeypatch):
 def test_weights_are_those_of_the_package(steps):
   tokens = tuple(EXAMPLE["BATCH"] * n for n in steps)
   said = {"round": 0, "version": 1, "learners": tuple(range(len(steps)))}
-  commit = made(0.0, "syncer-0", "commit", steps=tuple(steps), tokens=tokens, **said)
+  said |= {"steps": tuple(steps), "tokens": tokens, "step_tokens": (EXAMPLE["BATCH"],) * len(steps)}
+  commit = made(0.0, "syncer-0", "commit", **said)
   theirs = learner_weights(commit, one_file.config_of(EXAMPLE))
   np.testing.assert_allclose(EXAMPLE["token_weights"](steps, tokens), theirs, rtol=1e-12)
 
