@@ -370,8 +370,8 @@ class RunState:
       island.wait(event)
     if island.state not in ("quarantined", "left"):
       island.live_on(event.time, "running")
-    rate = event.tokens / (passed if passed > 0 else max(1e-9, event.seconds))
-    rate = math.nan if first else rate
+    took = passed if passed > 0 else max(1e-9, event.seconds)
+    rate = math.nan if first else event.tokens / took
     smoothed = 0.8 * island.tokens_per_second + 0.2 * rate
     if math.isnan(self.first_step_time):
       self.first_step_time = event.time

@@ -144,12 +144,18 @@ def test_a_donor_has_time_for_its_step_and_its_link(step, delivery, patience):
   assert shard.state.donation.until == 0.5 + patience
 
 
-def test_moments_of_several_fragments_may_be_on_their_way_at_once():
+def with_values() -> Script:
+  """A learner that has the newest values of both fragments, and waits for their moments."""
   one = Script(role="learner")
   one.state = replace(one.state, donor_seconds=5.0)
   for p in (0, 1):
     one.feed(replace(NEWEST, fragment=p))
     one.feed(Staged(p, 10.0))
+  return one
+
+
+def test_moments_of_several_fragments_may_be_on_their_way_at_once():
+  one = with_values()
   both = [ForwardMoments(0, 0, 0, p, 3, 0, 1, 7) for p in (0, 1)]
   assert [one.feed(each) for each in both] == [[TakeMoments(each)] for each in both]
   for p in (1, 0):
@@ -158,11 +164,7 @@ def test_moments_of_several_fragments_may_be_on_their_way_at_once():
 
 
 def test_when_the_only_donor_has_left_the_rest_is_given_up_at_once():
-  one = Script(role="learner")
-  one.state = replace(one.state, donor_seconds=5.0)
-  for p in (0, 1):
-    one.feed(replace(NEWEST, fragment=p))
-    one.feed(Staged(p, 10.0))
+  one = with_values()
   one.feed(ForwardMoments(0, 0, 0, 0, 3, 0, 1, 7))
   one.feed(Rejection(0, 0, 0, -1, -1, False, "no donor is here"))
   assert one.feed(Taken(0, 11.0, "staged")) == [ApplyMoments("staged")]
