@@ -98,6 +98,8 @@ class Evaluator:
     self.final_loss: float | None = None  # of the final model, once it is measured
     self._heldout, self._save = measure, save
     self._evaluations = config.run.evaluations if measure is not None else 0
+    self._measuring: threading.Thread | None = None  # the newest measurement
+    self._measured = -1  # the part of the run that it was of
 
   def run(self, stopped: Callable[[], bool]) -> None:
     """Runs until the run's tokens are merged or `stopped()`; saves and measures the final model.
@@ -110,30 +112,19 @@ class Evaluator:
     drive(self._live(stopped), self.exchange.endpoint, LOOK_SECONDS)
 
   def _live(self, stopped: Callable[[], bool]) -> Loop[None]:
-    measured = -1  # the newest part that was
-    measuring: threading.Thread | None = None
     try:
       while not self.finished and not stopped():
         yield from self.exchange.wait()
-        merged = self.exchange.state.merged_tokens
-        going_on = self.joined and not self.finished
-        idle = measuring is None or not measuring.is_alive()
-        part = merged * self._evaluations // self.exchange.state.target_tokens
-        if self._evaluations and going_on and part > measured and idle:
-          measuring = _begin("measuring the held-out loss", self._measure, *self._now())
-          measured = part
+        if self.joined and not self.finished:
+          self._measures()
       if self.finished:
         saving = _begin("saving the final model", self._save_end)
         while saving.is_alive():
           yield from self.exchange.wait()
         if self.saved:
           self.exchange.leave(f"{self.exchange.state.merged_tokens} tokens are merged")
-        while measuring is not None and measuring.is_alive() and not stopped():
+        while not stopped() and self._measures():
           yield math.inf
-        if self._evaluations and not stopped():
-          measuring = _begin("measuring the final model", self._measure, *self._now())
-          while measuring.is_alive() and not stopped():
-            yield math.inf
     finally:
       self.exchange.close()
 
@@ -147,10 +138,17 @@ class Evaluator:
     """Whether it has the final model."""
     return self.exchange.state.merged_tokens >= self.exchange.state.target_tokens
 
-  def _now(self) -> tuple[initial.Assembled, int, int, bool]:
-    state = self.exchange.state
-    untrained = all(fragment.round == INITIAL for fragment in state.fragments)
-    return self.store.params(_TakenOnce), state.merged_tokens, state.global_step, untrained
+  def _measures(self) -> bool:
+    """Begins the measurement of a new part of the run, of which the end is one, unless another one
+    is under way; returns whether one is under way now."""
+    state, under_way = self.exchange.state, self._measuring
+    part = state.merged_tokens * self._evaluations // state.target_tokens
+    if self._evaluations and part > self._measured and not (under_way and under_way.is_alive()):
+      untrained = all(fragment.round == INITIAL for fragment in state.fragments)
+      now = self.store.params(_TakenOnce), state.merged_tokens, state.global_step, untrained
+      self._measuring = _begin("measuring the held-out loss", self._measure, *now)
+      self._measured = part
+    return self._measuring is not None and self._measuring.is_alive()
 
   def _save_end(self) -> None:
     """Saves the final model before it is used."""
