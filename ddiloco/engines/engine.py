@@ -54,8 +54,7 @@ class RunResult(Frozen):
   island_params: dict[int, dict[str, np.ndarray]]  # of remaining learners; only without shards
   lost: str = ""  # work that is lost although the run went on
   saved: bool = False  # `params`, or a newer result, are in WORKDIR/result already
-  untrained_loss: float | None = None  # held-out, of the initial parameters; None: not measured
-  loss: float | None = None  # the same of `params`
+  loss: float | None = None  # held-out, of `params`; None: not measured
   merged_tokens: int = 0  # that `params` have seen; without shards, those of all islands
   why: str = ""  # it cannot reach its end
 
@@ -438,8 +437,7 @@ class Engine:
     result = RunResult(reason, params, {}, lost, merged_tokens=merged_tokens)
     if (known := self._evaluated) is None:
       return result
-    losses = {"untrained_loss": known.untrained_loss, "loss": known.final_loss}
-    return replace(result, saved=known.saved, **losses)
+    return replace(result, saved=known.saved, loss=known.final_loss)
 
   def _save_result(self, params: initial.Assembled, merged_tokens: int) -> None:
     """Saves the final model, as the evaluator has it, before it is measured."""

@@ -221,7 +221,7 @@ def conclude(
   told = functools.cache(lambda: _state(config, workdir))  # the log is read once
   run = config.run
   if run.evaluations and loss is not None:
-    untrained = lambda: _untrained(config, outcome, loss, told)  # noqa: E731
+    untrained = lambda: _untrained(config, loss, told())  # noqa: E731
     _measure("the untrained model's loss", extra, untrained, pause)
     _measure("the result's loss", extra, measured, pause)
     _attempt("the comparison", extra, lambda: compare(told()), pause)
@@ -378,13 +378,9 @@ def _refuse_others_snapshots(config: Config, workdir: Path, overwrite: bool) -> 
   require(not there, "checkpoint.path", path, rule, fix)
 
 
-def _untrained(
-  config: Config, outcome: RunResult, loss: Callable[..., float], told: Callable[[], RunState]
-) -> dict[str, float]:
+def _untrained(config: Config, loss: Callable[..., float], run: RunState) -> dict[str, float]:
   """Held-out loss of the initial parameters; made again if no evaluator of the run measured it."""
-  known = outcome.untrained_loss
-  if known is None:  # by the log, since an earlier start may have
-    known = next((e.loss for e in told().curves.evaluations.items if not e.global_step), None)
+  known = next((e.loss for e in run.curves.evaluations.items if not e.global_step), None)
   return {"loss_untrained": loss(initial.initial_params(config)) if known is None else known}
 
 

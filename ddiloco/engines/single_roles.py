@@ -487,6 +487,6 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
   if role.finished and not role.saved:
     raise Ended("has not saved the final model, which the shards keep. Fix: start it again")
   reason = "finished" if role.finished else "stopped"
-  seen = role.saved, role.untrained_loss, role.final_loss, state.merged_tokens
+  seen = role.saved, role.final_loss, state.merged_tokens
   _conclude(runner, RunResult(reason, role.store.params(), {}, "", *seen), loss)
   return FINISHED

@@ -405,7 +405,7 @@ class Evaluation(Event, frozen=True, kw_only=True):
   """The held-out loss of the global model, in nats per token, and other measures."""
 
   merged_tokens: int
-  global_step: int
+  global_step: int  # 0: of the initial model
   loss: float
   measures: dict[str, float] = {}
 

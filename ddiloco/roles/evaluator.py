@@ -94,7 +94,6 @@ class Evaluator:
     self.exchange = Exchange(state, config, plan, self.store, runtime)
     self.recorder = runtime.recorder
     self.saved = False  # whether the final model is saved
-    self.untrained_loss: float | None = None  # of the initial model, if it was measured
     self.final_loss: float | None = None  # of the final model, once it is measured
     self._heldout, self._save = measure, save
     self._evaluations = config.run.evaluations if measure is not None else 0
@@ -144,8 +143,10 @@ class Evaluator:
     state, under_way = self.exchange.state, self._measuring
     part = state.merged_tokens * self._evaluations // state.target_tokens
     if self._evaluations and part > self._measured and not (under_way and under_way.is_alive()):
+      # Learners may have made steps already that the initial model has not seen.
       untrained = all(fragment.round == INITIAL for fragment in state.fragments)
-      now = self.store.params(_TakenOnce), state.merged_tokens, state.global_step, untrained
+      global_step = 0 if untrained else state.global_step
+      now = self.store.params(_TakenOnce), state.merged_tokens, global_step
       self._measuring = _begin("measuring the held-out loss", self._measure, *now)
       self._measured = part
     return self._measuring is not None and self._measuring.is_alive()
@@ -158,9 +159,7 @@ class Evaluator:
     except Exception as error:  # layers and file systems raise errors of many types
       warn(f"the result is not saved before it is measured: {error}. It goes on.")
 
-  def _measure(
-    self, params: initial.Assembled, merged_tokens: int, global_step: int, untrained: bool
-  ) -> None:
+  def _measure(self, params: initial.Assembled, merged_tokens: int, global_step: int) -> None:
     """One evaluation. A failure is logged, and the evaluator goes on: it must have the result."""
     at = {"merged_tokens": merged_tokens, "global_step": global_step}
     assert self._heldout is not None, "there are evaluations"
@@ -172,8 +171,6 @@ class Evaluator:
       warn(f"the held-out loss at {merged_tokens} merged tokens is missing: {reason}. It goes on.")
       self.recorder.record(events.Unevaluated(**at, reason=reason))
     else:
-      if untrained:
-        self.untrained_loss = loss
       if merged_tokens >= self.exchange.state.target_tokens:
         self.final_loss = loss
       self.recorder.record(events.Evaluation(**at, loss=loss, measures=measures))

@@ -316,8 +316,8 @@ def test_the_end_names_what_the_result_is(tmp_path, capsys, monkeypatch, shards,
   config = dataclasses.replace(config, seed=5, sync=sync)
   monkeypatch.setattr(session, "sample", lambda *how: asked.append(how[2:]) or "def x")
   islands = {} if shards else ALONE
-  outcome = RunResult("finished", ALONE[0], islands, untrained_loss=3e-4)
-  conclude(tmp_path, outcome, first, config)
+  monkeypatch.setattr(session.initial, "initial_params", lambda config: params(3e-4))
+  conclude(tmp_path, RunResult("finished", ALONE[0], islands), first, config)
   assert asked == [(config.run.prompt, 3, 0.7, 5)]
   said = capsys.readouterr().out
   loss = "7.000" if shards else "2.000"

@@ -285,7 +285,7 @@ def test_an_evaluator_saves_the_final_model_once_there_is_room_and_else_its_shar
       raise OSError(errno.ENOSPC, "No space left on device")
 
   class Ends:
-    finished, saved, untrained_loss, final_loss = True, False, None, None
+    finished, saved, final_loss = True, False, None
     exchange = types.SimpleNamespace(state=types.SimpleNamespace(joined=True, merged_tokens=7))
     store = types.SimpleNamespace(params=dict)
 
