@@ -24,7 +24,7 @@ from ddiloco.checkpoint import restore
 from ddiloco.checks import require
 from ddiloco.config import Config, Fault
 from ddiloco.config.schema import INSIDE
-from ddiloco.engines.children import Accelerator, Child, Spawn, accelerators, spawn_forked, warm
+from ddiloco.engines.children import Accelerator, Child, Spawn, accelerators, spawn_forked
 from ddiloco.engines.engine import MEASURE_SECONDS, Engine, RunResult
 from ddiloco.engines.role_process import connect, load_keys
 from ddiloco.engines.role_spec import RoleSpec, free_urls, newest, require_shards
@@ -57,7 +57,6 @@ class ProcessesEngine(Engine):
   """
 
   shortest_life_seconds, processes = SHORTEST_LIFE_SECONDS, True
-  forks = True  # whether roles are forked from a server here, which is early to import everything
   cpu_only = False  # whether learners get the flag --cpu; children of this process inherit it
 
   def __init__(self, config: Config, workdir: Path, corpus: data.Source, measure: Measure | None):
@@ -75,8 +74,6 @@ class ProcessesEngine(Engine):
 
   def _begin(self) -> None:
     self._go_on(keep=False)  # roles find their parts of the snapshot themselves
-    if self.forks:
-      warm()
     self._started = workdir.join(self.workdir, self.config)
     self._recorder = self._record("engine", 0)
     self._follower = Follower(self.workdir)

@@ -60,8 +60,6 @@ class RayEngine(ProcessesEngine):
     ConfigError: also if the cluster cannot be joined, or this machine lacks `islands.resources`.
   """
 
-  forks = False
-
   def __init__(
     self,
     config: Config,

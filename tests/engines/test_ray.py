@@ -180,21 +180,6 @@ def test_who_never_starts_again_gives_its_resources_back(monkeypatch, max_restar
 
 
 @needs_ray
-@pytest.mark.parametrize(("made", "times"), [("RayEngine", 0), ("ProcessesEngine", 1)])
-def test_no_server_that_forks_roles_stands_beside_ray(tmp_path, monkeypatch, made, times):
-  """It imported everything, for a run whose roles Ray starts."""
-  from ddiloco.engines import ray as engine
-
-  warmed = []
-  monkeypatch.setattr(processes, "warm", lambda: warmed.append(made))
-  run = object.__new__(getattr(engine, made))
-  run.workdir, run.config = tmp_path, tiny(steps=1)
-  run._go_on = run._record = lambda *_, **__: None
-  run._begin()
-  assert len(warmed) == times
-
-
-@needs_ray
 def test_a_learner_that_joins_during_the_run_gets_an_actor(monkeypatch):
   """Nobody had started one for it, and it was given up."""
   from ddiloco.engines import ray as engine
