@@ -25,6 +25,7 @@ from ddiloco.checkpoint.snapshots import Storage
 from ddiloco.checks import lasts
 from ddiloco.config import Config, ConfigError, Fault
 from ddiloco.config.schema import INSIDE
+from ddiloco.core.delta import Store
 from ddiloco.core.fragments import Plan
 from ddiloco.engines.role_spec import beside, terminates
 from ddiloco.network.transport import EVALUATOR_ADDRESS, learner_address, syncer_address
@@ -430,6 +431,12 @@ class Engine:
     life = runtime, runtime.recorder.incarnation, self._save_result
     self._evaluated = role = Evaluator(self.config, self.plan, self._measure, *life)
     role.run(stopped)
+
+  def _global_params(self, store: Store) -> tuple[initial.Assembled, int]:
+    """The global model of a store, and the tokens that it has seen."""
+    values = {p: committed.value for p, committed in store.items()}
+    seen = min(committed.state.merged_tokens for committed in store.values())
+    return initial.Assembled(self.plan, self.config, values), seen
 
   def _result(self, reason: str, params: Mapping[str, np.ndarray], merged_tokens: int) -> RunResult:
     """The result of a run with shards; `params`: the global model, which has seen these tokens."""

@@ -225,8 +225,7 @@ class ProcessesEngine(Engine):
 
   def _merged(self) -> bool:
     """Whether the global model is final, and the evaluator has it."""
-    role = self._evaluated
-    return role is not None and role.exchange.state.merged_tokens >= self.config.run.total_tokens
+    return self._evaluated is not None and self._evaluated.finished
 
   def _follows(self) -> bool:
     """Whether the evaluator has the whole model, and has not died since."""
@@ -302,6 +301,4 @@ class ProcessesEngine(Engine):
     restored = storage and restore.restore_fragments(storage, every)
     if not restored:
       return initial.initial_params(self.config), 0
-    values = {p: committed.value for p, committed in restored.fragments.items()}
-    seen = min(committed.state.merged_tokens for committed in restored.fragments.values())
-    return initial.Assembled(self.plan, self.config, values), seen
+    return self._global_params(restored.fragments)

@@ -83,7 +83,7 @@ class Profiler:
     while not self._closing.wait(LOOK_SECONDS):
       asked += guard(lambda: [*self._requests.poll()], instead=())
       # The step under way when a trace begins is not whole; the next one, `from_step`, must be.
-      due = [each for each in asked if self._at(each[1]) >= max(0, each[1].from_step - 2)]
+      due = [a for a in asked if self.steps.get(a[1].role, -1) >= max(0, a[1].from_step - 2)]
       for age_seconds, request in due[:1]:
         asked.remove((age_seconds, request))
         if age_seconds and self._first[request.role] >= request.from_step:
@@ -93,10 +93,6 @@ class Profiler:
         except Exception as error:  # a trace is being taken already, no disk, ...: the run goes on
           reason = f"{type(error).__name__}: {error}"
           self._record().record(events.Unprofiled(target=request.role, reason=reason))
-
-  def _at(self, request: ProfileRequest) -> int:
-    """The global step after its learner's last step; -1 before that made one in this process."""
-    return self.steps.get(request.role, -1)
 
   def _trace(self, request: ProfileRequest) -> None:
     import jax

@@ -108,6 +108,11 @@ def _train(runner: RoleRunner, number: int, corpus: Source | None, hosts: Hosts 
   from ddiloco.training.island import Island
 
   config = runner.config
+
+  def compiled(program: str, seconds: float) -> None:
+    took = round(seconds, 3)
+    runner.recorder.record(events.Compiled(target=runner.address, seconds=took, program=program))
+
   # A restarted learner finds the programs that it, or another learner, has compiled before.
   with kept_in(runner.place.workdir / COMPILED):
     source = corpus or data.open_data(config.data)
@@ -118,9 +123,8 @@ def _train(runner: RoleRunner, number: int, corpus: Source | None, hosts: Hosts 
     told = island.describe()
     runner.say(f"has its devices: {told['devices']} x {told['device_kind']}")
     runner.busy("compiling")
-    seconds = island.compile()
-    runner.recorder.record(events.Compiled(target=runner.address, seconds=round(seconds, 3)))
-    with told_what_compiles(functools.partial(_record_compiled, runner)):
+    compiled("", island.compile())
+    with told_what_compiles(compiled):
       if hosts is None:
         return live(runner, number, island, stream.iterate)
       hosts.wait_until_compiled()
@@ -128,12 +132,6 @@ def _train(runner: RoleRunner, number: int, corpus: Source | None, hosts: Hosts 
       status = live(runner, number, leading, functools.partial(leading.batches, stream.iterate))
       leading.end()
       return status
-
-
-def _record_compiled(runner: RoleRunner, program: str, seconds: float) -> None:
-  """Records a program that was compiled in the middle of training."""
-  compiled = events.Compiled(target=runner.address, seconds=round(seconds, 3), program=program)
-  runner.recorder.record(compiled)
 
 
 def live(runner: RoleRunner, number: int, island, batches: Batches) -> int:

@@ -269,7 +269,8 @@ class ThreadsEngine(Engine):
 
   def _merged(self) -> bool:
     if self.config.sync.num_shards:
-      return self._merged_tokens() >= self.config.run.total_tokens
+      merged = min(committed.state.merged_tokens for committed in self._store.values())
+      return merged >= self.config.run.total_tokens
     learners = members(self._state, "learner-").values()
     stopped = self.stop.is_set() or self._state.hopeless  # else learners end at the run's end
     return not stopped and all(role.ended for role in learners)
@@ -296,20 +297,11 @@ class ThreadsEngine(Engine):
 
   def _save_result(self, params: initial.Assembled, merged_tokens: int) -> None:
     """Saves the shards' values, which are exact, instead of the evaluator's."""
-    super()._save_result(*self._global_params())
-
-  def _global_params(self) -> tuple[initial.Assembled, int]:
-    """The global model, and the tokens that it has seen."""
-    values = {p: committed.value for p, committed in self._store.items()}
-    return initial.Assembled(self.plan, self.config, values), self._merged_tokens()
-
-  def _merged_tokens(self) -> int:
-    """The tokens that the global model has seen."""
-    return min(committed.state.merged_tokens for committed in self._store.values())
+    super()._save_result(*self._global_params(self._store))
 
   def _outcome(self, reason: str) -> RunResult:
     if self.config.sync.num_shards:
-      result = self._result(reason, *self._global_params())
+      result = self._result(reason, *self._global_params(self._store))
       exact = self.config.sync.publish_codec == "f32"  # else the evaluator's values are rounded
       return result if exact else replace(result, loss=None)
     roles = members(self._state)  # without learners whose planned join has not come
