@@ -427,7 +427,6 @@ class Engine:
         raise ConnectionError(reason)
       return EVALUATOR_ADDRESS in self._told
 
-    self._works(EVALUATOR_ADDRESS)
     life = runtime, runtime.recorder.incarnation, self._save_result
     self._evaluated = role = Evaluator(self.config, self.plan, self._measure, *life)
     role.run(stopped)
