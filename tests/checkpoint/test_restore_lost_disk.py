@@ -26,7 +26,7 @@ KILL = signal.SIGKILL
 def world(tmp_path):
   config = toy.config(
     LEARNERS,
-    900,
+    600,
     num_shards=2,
     num_fragments=4,
     sync_period=12,
