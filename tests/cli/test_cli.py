@@ -462,9 +462,7 @@ def test_a_dry_run_prints_the_plan_and_touches_no_device(tmp_path):
   assert not run.exists()
 
 
-@pytest.mark.slow
-def test_what_is_wrong_with_the_data_is_said_without_a_traceback(tmp_path):
+def test_what_is_wrong_with_the_data_is_said_without_a_traceback(refused, tmp_path):
   nothing = ["--config.data.source=text", f"--config.data.path={tmp_path}/*.txt"]
-  done = process(*TRAIN, f"--workdir={tmp_path / 'run'}", "--cpu", *nothing)
-  assert done.returncode == 2 and "data.path" in done.stderr and "Fix: " in done.stderr
-  assert "Traceback" not in done.stderr and not (tmp_path / "run").exists()
+  said = refused(*TRAIN, f"--workdir={tmp_path / 'run'}", "--cpu", *nothing)
+  assert "data.path" in said and "Fix: " in said
