@@ -354,19 +354,21 @@ def test_commands_in_a_process_of_their_own(finished, command):
   assert done.stdout.strip()
 
 
-@pytest.mark.parametrize(
-  "arguments",
-  [["simulate", "--days=0.1"], ["keys", "--keys={}/keys", "--learners=1", "--shards=1"]],
-  ids=lambda arguments: arguments[0],
-)
-def test_commands_without_a_model_import_no_jax(arguments, tmp_path):
-  code = (
-    "import sys; from ddiloco import cli; status = cli.main(sys.argv[1:])\n"
-    "sys.exit(status or 'jax' in sys.modules)"
-  )
-  done = process(*(each.format(tmp_path) for each in arguments), code=code)
+def test_commands_without_a_model_import_no_jax(tmp_path):
+  commands = [
+    ["simulate", "--days=0.1"],
+    ["keys", f"--keys={tmp_path / 'keys'}", "--learners=1", "--shards=1"],
+    ["plan", "--parameters=12e9", "--islands=4", "--gbps=1", "--latency_ms=60", "--step_seconds=1"],
+  ]
+  code = f"""
+import sys
+from ddiloco import cli
+for arguments in {commands}:
+  assert cli.main(arguments) == 0 and "jax" not in sys.modules, arguments
+"""
+  done = process(code=code)
   assert done.returncode == 0, done.stderr
-  assert (tmp_path / "keys" / "secret").is_dir() == (arguments[0] == "keys")
+  assert (tmp_path / "keys" / "secret").is_dir()
 
 
 @pytest.mark.parametrize(("hears", "status"), [("default_int_handler", 130), ("SIG_IGN", 0)])
@@ -446,8 +448,10 @@ def test_python_m_ddiloco_needs_no_path():
 
 @pytest.mark.slow
 def test_a_dry_run_prints_the_plan_and_touches_no_device(tmp_path):
+  """Nor does a plan of the config."""
   code = (
     "import sys; from ddiloco import cli; status = cli.main(sys.argv[1:])\n"
+    "status += cli.main(['plan', sys.argv[2], '--gbps=1', '--latency_ms=60', '--step_seconds=1'])\n"
     "from jax._src import xla_bridge\n"
     "assert not xla_bridge._backends, 'a device was touched'\n"
     "sys.exit(status)"
