@@ -345,10 +345,12 @@ def process(*arguments: str, code: str = "") -> subprocess.CompletedProcess:
   return subprocess.run(command, capture_output=True, text=True, env=clean, timeout=100)
 
 
-@pytest.mark.parametrize("command", [("generate", "--tokens=3"), ("evaluate",), ("report",)])
+@pytest.mark.parametrize(
+  "command", ["generate --tokens=3", "evaluate", "report", "export --to={}/model.safetensors"]
+)
 def test_commands_in_a_process_of_their_own(finished, command):
   """As a user types them: nothing has prepared the environment for them."""
-  name, *more = command
+  name, *more = command.format(finished).split()
   done = process(name, f"--workdir={finished}", *more)
   assert done.returncode == 0, done.stderr
   assert done.stdout.strip()

@@ -36,14 +36,7 @@ initial.initial_values = lambda config, plan, wanted=None: {
   p: fragments.gather(plan.fragments[p], toy.initial_params())
   for p in wanted or range(len(plan.fragments))
 }
-
-
-class Assembled(dict):  # by fragment
-  def __init__(self, plan, config, values):
-    super().__init__(values)
-
-
-initial.Assembled = Assembled
+initial.Assembled = lambda plan, config, values: dict(values)  # by fragment
 
 
 class Island(toy.ToyIsland):
