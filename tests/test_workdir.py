@@ -7,6 +7,7 @@ import fcntl
 import itertools
 import json
 import shutil
+import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from ddiloco.config import Config, ConfigError, IslandsConfig, ModelConfig, RunC
 from ddiloco.roles import initial
 from tests.engines.toy_world import World
 from tests.roles import toy
+from tests.waits import wait_for
 
 CONFIG = from_dict({"seed": 3, "sync": {"num_shards": 2}})
 
@@ -388,8 +390,8 @@ def test_to_overwrite_is_refused_while_a_real_role_lives(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="roles of its run live"):
       workdir.claim(tmp_path, config, overwrite=True)
     assert (tmp_path / "events" / "syncer-0.jsonl").exists()
-    world.roles["syncer-0"].process.kill()
-    world.roles["syncer-0"].process.wait()
+    world.send(signal.SIGKILL, "syncer-0")
+    wait_for(lambda: world.roles["syncer-0"].process.poll() is not None)
     workdir.claim(tmp_path, config, overwrite=True)
     assert not (tmp_path / "events").exists()
 

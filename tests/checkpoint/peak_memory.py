@@ -3,7 +3,7 @@
   python -m tests.checkpoint.peak_memory FOLDER save|load MIB COUNT
 
 Prints the MiB by which the process' peak rose, of a state of MIB MiB in COUNT arrays over eight
-devices.
+devices, an eighth of it in a window.
 """
 
 import resource
@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ddiloco.checkpoint.snapshots import Storage
+from ddiloco.checkpoint import snapshots
 from tests import conftest as conftest  # eight devices
 
 
@@ -24,7 +24,8 @@ def peak_mib() -> float:
 def main(folder: str, what: str, mib: int, count: int) -> None:
   mesh = Mesh(np.array(jax.devices()), ("fsdp",))
   sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
-  storage = Storage(folder, "plan", print)
+  snapshots.WINDOW_BYTES = (mib << 20) // 8
+  storage = snapshots.Storage(folder, "plan", print)
   rows = (mib << 20) // 4 // count // 1024
 
   def leaf(i: int) -> jax.Array:

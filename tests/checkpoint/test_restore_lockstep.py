@@ -23,7 +23,7 @@ from ddiloco.core import fragments
 from ddiloco.runtime import Job
 from tests.roles import toy
 
-STEPS = 18
+STEPS = 12  # two rounds of every fragment: what the first one leaves counts in the second
 NESTEROV = {"learning_rate": 0.7, "momentum": 0.9}
 DILOCO: dict[str, Any] = {"overlap_steps": 0, "apply": "overwrite"}
 STREAMING: dict[str, Any] = {"overlap_steps": 2, "apply": "mix"}
@@ -137,7 +137,7 @@ def test_a_run_goes_on_from_every_snapshot_bit_by_bit(config, tmp_path):
   snapshots = [n for n in storage.committed() if storage.manifest(n)["parts"].keys() == everybody]
   began = {e.snapshot for e in undisturbed.events["syncer-0"] if e.kind == "captured"}
   print(f"{len(snapshots)} of {len(began)} snapshots have all roles: {snapshots}")
-  assert len(snapshots) >= 6
+  assert len(snapshots) >= 4
   for snapshot in snapshots:
     resumed = toy.run(config, resume=only(config, path, snapshot))
     for m in range(learners):

@@ -14,6 +14,7 @@ from ddiloco.trace.check import check
 from ddiloco.trace.text import read_trace
 from tests.engines.toy_world import World
 from tests.roles import toy
+from tests.waits import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 LEARNERS = 2
@@ -25,7 +26,7 @@ KILL = signal.SIGKILL
 def world(tmp_path):
   config = toy.config(
     LEARNERS,
-    900,
+    600,
     num_shards=2,
     num_fragments=4,
     sync_period=12,
@@ -87,7 +88,7 @@ def test_a_fresh_empty_shard_is_never_the_source_of_truth_and_a_copy_of_checkpoi
   everybody = [*SHARDS, *(f"learner-{m}" for m in range(LEARNERS))]
   at = world.send(KILL, *everybody)
   for name in everybody:
-    world.roles[name].process.wait()
+    wait_for(lambda name=name: world.roles[name].process.poll() is not None, name)
   shutil.copytree(tmp_path / "checkpoints", tmp_path / "copy")
   lose_disk(tmp_path)
   world.wait("the refusal", lambda: any(world.roles[name].status == 1 for name in SHARDS))

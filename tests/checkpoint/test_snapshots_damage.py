@@ -199,7 +199,8 @@ def test_200_damaged_checkpoints(whole, foreign, tmp_path):
   chance, outcomes = random.Random(SEED), collections.defaultdict(collections.Counter)
   for number in range(200):
     damage, path = DAMAGES[number % len(DAMAGES)], tmp_path / "run"
-    shutil.copytree(whole, path)
+    shutil.copytree(whole / "00000002", path / "00000002")
+    (path / "00000001").symlink_to(whole / "00000001")
     more = (foreign,) if damage is replace_by_other_plan else ()
     damage(path, chance, *more)
     case = f"{damage.__name__}, number {number} of seed {SEED}"

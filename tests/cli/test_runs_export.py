@@ -1,8 +1,6 @@
 """`ddiloco export` writes what others read, and replaces nothing that it was not told to."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -318,13 +316,3 @@ def test_its_help_says_what_it_writes(capsys):
   out = capsys.readouterr().out
   assert out.startswith("ddiloco export: Writes the global model")
   assert "layers/attention/query" in out and "first axis is the layer" in " ".join(out.split())
-
-
-def test_in_a_process_of_its_own(workdir, params, tmp_path):
-  """As a user types it: nothing has prepared the environment for it."""
-  to = tmp_path / "model.safetensors"
-  command = ["-m", "ddiloco", "export", f"--workdir={workdir}", f"--to={to}"]
-  done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=100)
-  assert done.returncode == 0, done.stderr
-  assert done.stdout.startswith(f"{to}: ")
-  assert safetensors.numpy.load_file(to).keys() == params.keys()

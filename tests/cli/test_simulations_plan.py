@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -103,23 +101,6 @@ def test_what_no_bandwidth_reaches_is_null(capsys):
 def test_what_is_typed_wrong_is_named(arguments, said, refused):
   err = refused("plan", *arguments)
   assert said in err and "Fix: " in err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["model", "config"])
-def test_no_device_is_touched_and_a_size_alone_needs_no_jax(what):
-  code = (
-    "import sys\nfrom ddiloco import cli\nstatus = cli.main(sys.argv[1:])\n"
-    "if 'jax' in sys.modules:\n"
-    "  from jax._src import xla_bridge\n"
-    "  assert not xla_bridge._backends, 'a device was touched'\n"
-    "print('jax' in sys.modules)\nsys.exit(status)"
-  )
-  arguments = [*SIZE, *LINK] if what == "model" else ["plan", CONFIG, *LINK]
-  command = [sys.executable, "-c", code, *arguments]
-  done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-  assert done.returncode == 0, done.stderr
-  assert done.stdout.splitlines()[-1] == str(what == "config")
 
 
 def test_the_machines_own_rate_is_measured_and_used(capsys, monkeypatch):

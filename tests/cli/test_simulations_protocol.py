@@ -61,17 +61,18 @@ def test_a_plan_file_strikes_and_a_workdir_gets_the_events(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_many_islands_with_stragglers_and_faults(capsys, monkeypatch):
-  """As `configs/thousands.py` with its thousands does."""
+  """As `configs/thousands.py` with its thousands does, until its last fault is over."""
   monkeypatch.setattr(virtual, "TELL_SECONDS", 0.0)
   arguments = [
     *("simulate", "protocol", "--config=configs/thousands.py:100", "--parameters=100000000"),
     *("--gbps=5", "--latency_ms=30", "--shard_gbps=500", "--merge_gbytes=20000", "--json"),
+    "--config.run.total_tokens=1200000",
   ]
   assert cli.main(arguments) == 0
   out, err = capsys.readouterr()
   found = json.loads(out)
   assert found["reason"] == "finished" and found["learners"] == 100
-  assert found["faults"] > 20 and found["lost_rounds"] == found["unplanned"] == 0
+  assert found["faults"] > 15 and found["lost_rounds"] == found["unplanned"] == 0
   assert found["uptime"] > 0.999 and found["longest_stall_seconds"] < 2.0
   lines = err.splitlines()
   assert len(lines) == found["commits"] and "s of virtual time" in lines[-1]

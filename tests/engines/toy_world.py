@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -20,10 +19,11 @@ from proxy import Link
 from ddiloco import workdir
 from ddiloco.config import Config
 from ddiloco.core.fragments import owned_by
-from ddiloco.engines.children import spawn
+from ddiloco.engines.children import Forked, spawn_forked
 from ddiloco.engines.role_spec import free_urls
 from ddiloco.observe.eventlog import Event, Follower
 from tests.roles import toy
+from tests.waits import wait_for
 
 PATIENCE_SECONDS = 100.0  # of one wait
 LOOK_SECONDS = 0.02
@@ -37,7 +37,7 @@ class Role:
   name: str
   command: list[str]
   log: Path
-  process: subprocess.Popen
+  process: Forked
   restart_at: float | None = None
 
   @property
@@ -78,10 +78,9 @@ class World:
 
   def __exit__(self, *_: object) -> None:
     for role in self.roles.values():
-      if role.process.poll() is None:
-        role.process.kill()
+      role.process.send_signal(signal.SIGKILL)
     for role in self.roles.values():
-      role.process.wait()
+      wait_for(lambda role=role: role.process.poll() is not None, role.name)
       role.process.stdin.close()
     for front in self._fronts.values():
       front.stop()
@@ -111,7 +110,7 @@ class World:
     ]
     name = address + after
     log = self._folder / "logs" / f"{name}.log"
-    role = self.roles[name] = Role(name, command, log, spawn(command, log))
+    role = self.roles[name] = Role(name, command, log, spawn_forked(command, log))
     return role
 
   def put_behind_links(self, learner: int) -> None:
@@ -199,7 +198,7 @@ class World:
       if role.restart_at is not None and now >= role.restart_at:
         role.restart_at = None
         role.process.stdin.close()
-        role.process = spawn(role.command, role.log)
+        role.process = spawn_forked(role.command, role.log)
       elif status == -signal.SIGKILL:
         role.restart_at = now + RESTART_SECONDS
       else:

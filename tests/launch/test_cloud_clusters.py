@@ -168,16 +168,16 @@ def test_kubectl_knows_every_flag(tmp_path, monkeypatch):
     assert bool(done.returncode) == ("config" not in words), "only that needs no cluster"
 
 
-def watched(cloud, ends: dict[str, dict]) -> bool:
+def ended(cloud, ends: dict[str, dict]) -> None:
   CLUSTERS.create(DOCUMENTS)
   for context, names in NAMES.items():
     for name in names:
       cloud.set_status(context, name, ends.get(name, {"terminalState": "Completed"}))
-  return CLUSTERS.watch(100, 0.01)
 
 
 def test_watching_ends_with_the_run(cloud, capsys):
-  assert watched(cloud, {})
+  ended(cloud, {})
+  assert CLUSTERS.watch(100, 0.01)
   err = capsys.readouterr().err
   assert "run: watches 4 JobSets (at most 100 s)" in err
   assert "run-learner-1: Completed" in err
@@ -186,7 +186,8 @@ def test_watching_ends_with_the_run(cloud, capsys):
 def test_watching_tells_failure(cloud, capsys):
   message = [{"type": "Failed", "status": "True", "message": "reached max restarts"}]
   failed = {"terminalState": "Failed", "conditions": message, "restarts": 11}
-  assert not watched(cloud, {"run-learner-0": failed})
+  ended(cloud, {"run-learner-0": failed})
+  assert not CLUSTERS.watch(100, 0.01)
   assert "run-learner-0: Failed, 11 restarts, 0 of them failures" in capsys.readouterr().err
 
 
@@ -211,11 +212,8 @@ def test_a_cluster_that_does_not_answer_hides_no_other(cloud, capsys):
 
 
 def test_watching_outlives_a_cluster_that_does_not_answer(cloud, capsys):
-  CLUSTERS.create(DOCUMENTS)
+  ended(cloud, {})
   cloud.has("unreachable-once-west")
-  for context, names in NAMES.items():
-    for name in names:
-      cloud.set_status(context, name, {"terminalState": "Completed"})
   assert CLUSTERS.watch(100, 0.01)
   err = capsys.readouterr().err
   assert "Unable to connect" in err and "run-learner-1: Completed" in err

@@ -35,6 +35,13 @@ def islands(cloud):
   return make
 
 
+@pytest.fixture
+def made(cloud, islands):
+  """All islands run, and nothing has been asked since."""
+  islands().create()
+  cloud.forget()
+
+
 def one_host(island):
   return dataclasses.replace(island, shape=dataclasses.replace(island.shape, hosts=1))
 
@@ -63,17 +70,13 @@ def test_slices_are_made_and_their_roles_started(cloud, islands, capsys):
   assert "secret of" not in err + json.dumps(cloud.asked())
 
 
-def test_twice_is_once(cloud, islands):
-  islands().create()
-  cloud.forget()
+def test_twice_is_once(cloud, islands, made):
   islands().create()
   assert [verbs(cloud, name) for name in NAMES] == [[], []]
 
 
-def test_an_island_is_not_made_in_two_zones(cloud, islands):
+def test_an_island_is_not_made_in_two_zones(cloud, islands, made):
   """The slice in the first one would go on, and cost, and its learner have a double."""
-  islands().create()
-  cloud.forget()
   moved = placed(["v5p:2x2x2", "v6e:2x2"], ("us-east5-b=0", "us-east1-d=1"))
   said = r"learner-1 in europe-west4-a .tpu-vm.: is of this run.*Fix: .*: gcloud .*delete .*west4"
   with pytest.raises(LaunchError, match=said):
@@ -81,19 +84,15 @@ def test_an_island_is_not_made_in_two_zones(cloud, islands):
   assert [words[4] for words in cloud.asked("gcloud")] == ["list", "list"]
 
 
-def test_create_goes_on_where_it_stopped(cloud, islands):
+def test_create_goes_on_where_it_stopped(cloud, islands, made):
   """Of one island there is the slice alone; the other has all."""
-  islands().create()
   path = cloud.folder / "slice-run-learner-0"
   path.write_text(json.dumps(json.loads(path.read_text()) | {"roles": []}))
-  cloud.forget()
   islands().create()
   assert [verbs(cloud, name) for name in NAMES] == [["scp", "ssh"], []]
 
 
-def test_a_slice_that_is_taken_away_is_made_anew(cloud, islands, capsys):
-  islands().create()
-  cloud.forget()
+def test_a_slice_that_is_taken_away_is_made_anew(cloud, islands, made, capsys):
   # Of learner 0: taken away, deleted; made (its plan's next line); seen, and then done.
   cloud.has("plan-run-learner-0", "PREEMPTED same same same same exited-0")
   cloud.has("plan-run-learner-1", "same exited-0")
@@ -103,8 +102,7 @@ def test_a_slice_that_is_taken_away_is_made_anew(cloud, islands, capsys):
   assert "learner-0: deletes its slice, which was taken away" in capsys.readouterr().err
 
 
-def test_there_is_a_limit_to_making_anew(cloud, islands):
-  islands().create()
+def test_there_is_a_limit_to_making_anew(cloud, islands, made):
   cloud.has("plan-run-learner-0", "PREEMPTED same PREEMPTED same PREEMPTED")
   cloud.has("plan-run-learner-1", "same exited-0")
   with pytest.raises(LaunchError, match=r"learner-0: its slice was taken away once more.*Fix: "):
@@ -159,10 +157,8 @@ def test_a_queued_request_that_is_refused_for_good_is_made_once(cloud, islands):
     assert verbs(cloud, "run-learner-0") == [*left, "create"]
 
 
-def test_a_slice_that_was_there_is_asked_for_again_whatever_is_answered(cloud, islands):
+def test_a_slice_that_was_there_is_asked_for_again_whatever_is_answered(cloud, islands, made):
   """A watch is alone for days, and the cloud's refusal may be a mistake."""
-  islands().create()
-  cloud.forget()
   cloud.has("plan-run-learner-0", "same same PREEMPTED no-zone same same same same exited-0")
   cloud.has("plan-run-learner-1", "same exited-0")
   islands().watch()
@@ -252,10 +248,8 @@ def test_a_request_whose_slice_is_not_there_yet_is_made_once(cloud, islands):
   assert [verbs(cloud, name) for name in NAMES] == [["create", "scp", "ssh"]] * 2
 
 
-def test_a_slice_that_is_deleted_elsewhere_is_not_made_anew(cloud, islands):
+def test_a_slice_that_is_deleted_elsewhere_is_not_made_anew(cloud, islands, made):
   """`delete` in another terminal means it: slices made after it would cost money unseen."""
-  islands().create()
-  cloud.forget()
   cloud.has("plan-run-learner-0", "same same deleted")
   cloud.has("plan-run-learner-1", "same exited-0")
   said = r"learner-0: its slice was deleted, and not by this command. Fix: .*create again"
@@ -266,8 +260,7 @@ def test_a_slice_that_is_deleted_elsewhere_is_not_made_anew(cloud, islands):
   assert list(cloud.slices()) == NAMES
 
 
-def test_a_role_that_failed_ends_the_watch_and_create_starts_it_again(cloud, islands):
-  islands().create()
+def test_a_role_that_failed_ends_the_watch_and_create_starts_it_again(cloud, islands, made):
   cloud.has("plan-run-learner-0", "same exited-1")
   cloud.has("plan-run-learner-1", "same same same exited-0")
   with pytest.raises(
@@ -280,14 +273,12 @@ def test_a_role_that_failed_ends_the_watch_and_create_starts_it_again(cloud, isl
   assert verbs(cloud, "run-learner-0") == ["scp", "ssh"] and verbs(cloud, "run-learner-1") == []
 
 
-def test_watching_has_a_limit(cloud, islands):
-  islands().create()
+def test_watching_has_a_limit(cloud, islands, made):
   with pytest.raises(LaunchError, match=r"learner-1: is not done within 0.2 s; it goes on. Fix: "):
     islands(watch_seconds=0.2).watch()
 
 
-def test_the_state_of_all_is_told(cloud, islands):
-  islands().create()
+def test_the_state_of_all_is_told(cloud, islands, made):
   (cloud.folder / "slice-run-learner-1").unlink()
   assert islands().status() == [
     "learner-0 in us-east5-b: ready, hosts running 0",
@@ -295,8 +286,7 @@ def test_the_state_of_all_is_told(cloud, islands):
   ]
 
 
-def test_a_slice_that_no_island_has_any_more_is_told_as_well(cloud, islands):
-  islands().create()
+def test_a_slice_that_no_island_has_any_more_is_told_as_well(cloud, islands, made):
   fewer = dataclasses.replace(MADE, islands=MADE.islands[:1])
   assert islands(placement=fewer).status() == [
     "learner-0 in us-east5-b: ready, hosts running 0",
@@ -363,8 +353,7 @@ def test_delete_finds_what_was_asked_for_in_the_other_way(cloud, islands, queued
   assert sorted(deleted) == [("queued-resources", NAMES[0]), ("tpu-vm", NAMES[1])]
 
 
-def test_what_cannot_be_listed_is_not_taken_for_gone(cloud, islands):
-  islands().create()
+def test_what_cannot_be_listed_is_not_taken_for_gone(cloud, islands, made):
   cloud.has("unlisted")
   said = r"run: its slices .tpu-vm.: gcloud failed.*no answer.*Fix: "
   with pytest.raises(LaunchError, match=said):

@@ -18,9 +18,9 @@ from tests.roles import toy
 
 pytestmark = pytest.mark.slow
 
-LEARNERS, FRAGMENTS, STEPS = 2, 2, 1200
-FLOOD_STEPS = 500  # of each of the others: 8 s and more
-MOST_BYTES = 8 << 20  # that the shard may grow by meanwhile
+LEARNERS, FRAGMENTS, STEPS = 2, 2, 600
+FLOOD_STEPS = 200  # of each of the others: 3 s and more
+MOST_BYTES = 4 << 20  # that the shard may grow by meanwhile
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_a_flood_of_control_from_a_listed_key_stops_nobody_and_fills_no_memory(w
   during = [e for e in world.find("commit", after=began) if e.time < over]
   shares = [sum(m in e.learners for e in during) for m in range(LEARNERS)]
   print(f"{sent[-1]} messages, {len(during)} commits {shares}, {most - before} bytes more")
-  assert min(shares) >= 8, "commits with each of the others, while it lasted"
+  assert min(shares) >= 3, "commits with each of the others, while it lasted"
   assert most - before < MOST_BYTES
   assert world.wait_end() == dict.fromkeys(world.roles, 0)
   for m in range(LEARNERS):
