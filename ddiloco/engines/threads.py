@@ -197,7 +197,7 @@ class ThreadsEngine(Engine):
       with contextlib.closing(role):
         role.run(faults, lambda: self._stopped(name, 0.0))
 
-  def _stopped(self, name: str, usual_seconds: float) -> bool:
+  def _stopped(self, name: str, usual_seconds: float | None) -> bool:
     """Whether the role is asked to end; its loop asks in each turn, which is its sign of life."""
     self._hangs.beat(name, usual_seconds)
     return name in self._told or self.stop.is_set()
