@@ -162,7 +162,7 @@ class ThreadsEngine(Engine):
     with self._connected(faults, recorder) as runtime, devices.told_what_compiles(compiled):
       role = Learner(beginning, config, self.plan, island, self._streams[m].iterate, runtime)
       try:
-        stopped = lambda: self._stopped(name, role.usual_seconds)  # noqa: E731
+        stopped = lambda: self._stopped(name, role.usual_seconds)
         role.run(faults, stopped, drain_seconds, self.stop.is_set)
       finally:
         self._life_steps[m] = role.exchange.state.step

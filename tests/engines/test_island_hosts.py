@@ -150,7 +150,7 @@ def test_how_long_the_other_hosts_may_take_in_each_life(
   now, statuses = [100.0], {}
 
   def process(number):
-    poll = lambda: statuses[number]  # noqa: E731
+    poll = lambda: statuses[number]
     return SimpleNamespace(poll=poll, stdin=None, send_signal=lambda _: statuses.update({1: -9}))
 
   clock = SimpleNamespace(monotonic=lambda: now[0])

@@ -266,7 +266,7 @@ def test_a_role_that_still_compiles_or_restores_ends_soon_after_a_signal(
     endpoint = runner.connect()
     assert not runner.stopped()  # from now on it hears of signals itself
     os.kill(os.getpid(), signal.SIGTERM)
-    heard = lambda: runner.time_left() < runner.config.network.drain_seconds  # noqa: E731
+    heard = lambda: runner.time_left() < runner.config.network.drain_seconds
     assert runner.run(lambda: wait_for(heard, "the signal") and FINISHED) == FINISHED
     assert not endpoint.woken
 

@@ -53,7 +53,7 @@ class Run(Threads):
 
   def learner(self, m: int, drain_seconds: float, at_once=lambda: False) -> Learner:
     role, faults = self.toy_learner(m, 0, step_seconds=0.002), Faults((), time.monotonic())
-    live = lambda stopped: role.run(faults, stopped, drain_seconds, at_once)  # noqa: E731
+    live = lambda stopped: role.run(faults, stopped, drain_seconds, at_once)
     self.stoppable(learner_address(m), live)
     return role
 
