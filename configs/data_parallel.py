@@ -20,5 +20,5 @@ def get_config():
   c.islands.data = -1
   c.islands.fsdp = 1
   c.islands.batch_size = 32
-  c.inner.learning_rate = 4e-3  # lower than the default: the batch is four times as large
+  c.inner.learning_rate = 4e-3  # not tuned: the default, 8e-3, ends at 1.112 (seed 0)
   return c

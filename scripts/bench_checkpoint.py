@@ -269,7 +269,7 @@ def measure_rejoin(folder: Path, quick: bool) -> dict[str, Any]:
     restart = run.log.of(Restart)[0].time
   with common.Run(config, folder / "run") as again:
     began = again.began - start_time(again.workdir)
-    later = lambda log: [e.time for e in log.of(Commit) if e.time > began]  # noqa: E731
+    later = lambda log: [e.time for e in log.of(Commit) if e.time > began]
     merged = again.wait_for("a merged push", later)[0]
   rejoin = {
     "restart_seconds": round(compiled.time - compiled.seconds - restart, 3),

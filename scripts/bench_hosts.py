@@ -95,7 +95,7 @@ def as_host(bench: bench_overhead.Bench, host: int, url: str, syncer: str, folde
   island.compile()
   notes = noted(island)
   if host:
-    read = lambda position: itertools.cycle(in_process.batches(bench.config))  # noqa: E731
+    read = lambda position: itertools.cycle(in_process.batches(bench.config))
 
     def failed(error: Exception) -> None:
       traceback.print_exception(error)
@@ -117,7 +117,7 @@ def measured(bench: bench_overhead.Bench, island: Any, syncer: str) -> dict[str,
   endpoint = bench.endpoint(learner_address(0))
   endpoint.dial(syncer_address(0), syncer)
   island.reset()
-  step = lambda batch: island.step(batch, 0)  # noqa: E731
+  step = lambda batch: island.step(batch, 0)
   found = bench.measure(endpoint, island, bench.interleaved(step))
   endpoint.close()
   result = bench_overhead.compared(found, bench.pairs, bench.block)

@@ -70,7 +70,7 @@ STEP_SECONDS = 60.0  # as reported: the grace window lasts until all have answer
 
 def plan_of(values: int, fragments: int) -> Plan:
   """Fragments of a matrix and a short vector each."""
-  pieces = lambda: (  # noqa: E731
+  pieces = lambda: (
     Piece("matrix", None, 0, 1, (values - SHORT,), 0, average=False),
     Piece("norm", None, 0, 1, (SHORT,), values - SHORT, average=False),
   )
@@ -362,7 +362,7 @@ class Bench:
 
   def _delivered(self) -> float:
     wanted = [(p, self.version) for p in range(self.fragments)]
-    arrived = lambda: all(key in e.got_at for e in self.learners for key in wanted)  # noqa: E731
+    arrived = lambda: all(key in e.got_at for e in self.learners for key in wanted)
     self._wait(arrived, f"version {self.version}")
     return max(each.got_at[key] for each in self.learners for key in wanted)
 
@@ -439,8 +439,8 @@ def bench_commit(fragment: Fragment, learners: int, repeats: int) -> dict[str, f
 
   with ValueThreads(count) as threads:
     commit = virtual.commits(fragment, config_of(learners, 1, 1), learners, threads.share)
-    copy = lambda: threads.share(copy_to, targets)  # noqa: E731
-    arrive = lambda: measure(fragment, push, threads.share)  # noqa: E731
+    copy = lambda: threads.share(copy_to, targets)
+    arrive = lambda: measure(fragment, push, threads.share)
     arrival = statistics.median(seconds_of(arrive) for _ in range(repeats))
     commit()
     copy()

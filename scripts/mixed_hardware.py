@@ -83,13 +83,13 @@ class Roles:
 
   def wait_merged(self, island: int, lives: int, commits: int) -> None:
     """Waits until this life of an island, counted from 1, is in so many commits."""
-    enough = lambda: len(common.merged(self.log, island, lives)) >= commits  # noqa: E731
+    enough = lambda: len(common.merged(self.log, island, lives)) >= commits
     self.wait(f"island {island} in {commits} commits", enough)
 
   def wait(self, what: str, found: Callable[[], Any]) -> None:
     """Waits for `found()`; if a process ends meanwhile, kills all, and the script ends."""
     processes = self._processes.values()
-    works = lambda: all(each.poll() is None for each in processes)  # noqa: E731
+    works = lambda: all(each.poll() is None for each in processes)
     try:
       common.wait_for(what, found, works, lambda: f"see {self.workdir / 'logs'}")
     except SystemExit:
@@ -118,7 +118,7 @@ def swap(roles: Roles, commits: int) -> None:
   roles.wait_merged(1, 1, commits)
   for island, accelerator in ((0, False), (1, True)):
     role = f"learner-{island}"
-    saved = lambda role=role: any(role in e.roles for e in roles.log.of(Snapshot))  # noqa: E731
+    saved = lambda role=role: any(role in e.roles for e in roles.log.of(Snapshot))
     roles.wait(f"a part of {role}", saved)
     roles.signal(role, signal.SIGKILL)
     roles.start(island, accelerator)

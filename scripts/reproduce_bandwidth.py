@@ -13,7 +13,7 @@ Last line: {"required_gbps": {method: {percent: Gbit/s}}, "published_gbps", "max
 max(ours / published, published / ours) - 1 over the published cells. `cells_inside`: how many of
 ours round up to the published grid point. `reduction_vs_data_parallel`: Gbit/s of data-parallel for
 90 % utilisation over Decoupled's with int4 and H = 24, between 8 sites, by the gradients' dtype;
-and the published ratio, with our numbers nearest to its two figures.
+and the published ratio.
 """
 
 from __future__ import annotations
@@ -144,21 +144,7 @@ def sites_tables() -> dict[str, float]:
   published, second = (pair[0] / pair[1] for pair in (EIGHT_SITES, ONE_SECOND))
   print(f"  published: 198 / 0.84 = {published:.1f}; model, step and dtypes are not given")
   print(f"  104 / 1.7 = {second:.1f} (1 s a step) are the two figures of the row above at 50 %.")
-  return {**reductions, "published": round(published, 1), "closest_reading": _reading()}
-
-
-def _reading() -> float:
-  """Prints which of our numbers are nearest to 198 and 0.84; their ratio. Not a prediction."""
-  work = Workload(5e9, 1.0, 8)
-  all_reduce = required_gbps(work, DATA_PARALLEL, 0.95)
-  method = decoupled("int4")
-  pushes = work.parameters * method.bits_per_value / method.period_steps / work.step_seconds / 1e9
-  print(
-    f"  Nearest of ours, found afterwards: 5B at 1 s a step, data-parallel for 95 %"
-    f" {all_reduce:.0f} Gbit/s,\n  what one learner pushes in int4 {pushes:.2f} Gbit/s:"
-    f" {all_reduce / pushes:.1f} times fewer."
-  )
-  return round(all_reduce / pushes, 1)
+  return {**reductions, "published": round(published, 1)}
 
 
 def case_12b() -> dict[str, Any]:

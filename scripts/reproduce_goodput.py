@@ -96,7 +96,7 @@ def run(part: str, config: Config, folder: Path, seconds: float) -> EventLog:
     return read_events(folder)
   print(f"{part}: begins, and lasts {seconds:.0f} s", flush=True)
   shutil.rmtree(folder, ignore_errors=True)
-  over = lambda global_step, lasted: lasted >= seconds  # noqa: E731
+  over = lambda global_step, lasted: lasted >= seconds
   if part == "decoupled":
     reason = decoupled(config, folder, over)
   else:

@@ -198,7 +198,7 @@ class Losses:
   def of(self, name: str, kind: str, config: Config, make: Callable[[Config], float]) -> float:
     """The loss of an earlier run of this kind and config, or of `make` now; `name`: for the log."""
     kept, began = config.to_json(), time.monotonic()
-    line = lambda: {"name": name, "kind": kind, "config": kept, "loss": make(config)}  # noqa: E731
+    line = lambda: {"name": name, "kind": kind, "config": kept, "loss": make(config)}
     loss = self._kept.made((kind, kept), line)["loss"]
     seconds = time.monotonic() - began
     print(f"{name} seed {config.seed} {kind}: {loss:.4f} in {seconds:.0f} s", flush=True)

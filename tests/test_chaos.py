@@ -26,7 +26,7 @@ def strikes(faults: Faults, global_step: int) -> float | None:
 def test_a_kill_by_step_strikes_once_at_the_first_step_that_reaches_it():
   log = []
   plan = [kill(at_step=5, seconds=3.0)]
-  note = lambda event: log.append((event.action, event.detail))  # noqa: E731
+  note = lambda event: log.append((event.action, event.detail))
   faults = Faults(plan, time.monotonic(), note)
   cuts = []
   faults.cut = lambda: cuts.append(len(log))

@@ -352,7 +352,7 @@ def recover(
   copy_seconds = 0.0  # that the largest of the listed may take
   came: collections.Counter[int] = collections.Counter()  # fragment -> how often its copy came
   heard_at, ask_at, pause, until = time.now(), 0.0, ASK_SECONDS, math.inf
-  quiet = lambda: max(0.0, now - heard_at - copy_seconds)  # noqa: E731
+  quiet = lambda: max(0.0, now - heard_at - copy_seconds)
   while (now := time.now()) < until and keep_on(quiet()) and not _complete(found, listed):
     if now >= ask_at:  # again if copies are missing: some went to the former incarnation
       ask_at, pause = now + pause, min(2 * pause, MOST_ASK_SECONDS)

@@ -398,9 +398,10 @@ class RunConfig:
   # count.
   restart_seconds: NotNegative = 1.0
   max_restarts: Natural = 5
-  # A role whose loop has made no turn for so long, and for 20 of its usual steps, hangs: the stacks
-  # of its process' threads are logged. The process of a shard then ends, to be started again; that
-  # of a learner after network.give_up_seconds. 0: roles are not watched.
+  # A role whose loop has made no turn for so long, and for 20 of its usual steps (a minute each
+  # until that is known), hangs: the stacks of its process' threads are logged. The process of a
+  # shard then ends, to be started again; that of a learner after network.give_up_seconds. 0: roles
+  # are not watched.
   hang_seconds: NotNegative = 60.0
 
   def __post_init__(self):

@@ -406,7 +406,7 @@ class Engine:
           self._crashes(trace, f"{name} crashed\n{trace}")
         how = {"reason": f"{type(error).__name__}: {error}"}
         self._note_lost(name, how["reason"])
-    exited = lambda: supervisor.Exited(name, time.monotonic(), **how)  # noqa: E731
+    exited = lambda: supervisor.Exited(name, time.monotonic(), **how)
     self._tell(exited if how else lambda: supervisor.Left(name))
 
   def _works(self, name: str) -> None:

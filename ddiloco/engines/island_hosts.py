@@ -137,7 +137,7 @@ class Hosts:
       return START_SECONDS
     patient = reading or not usual_seconds
     least_seconds = network.give_up_seconds if patient else network.silence_seconds
-    return max(least_seconds, SLOW_STEPS * usual_seconds)
+    return max(least_seconds, SLOW_STEPS * (usual_seconds or 0.0))
 
   def _lost(self, host: int | None, reason: str) -> None:
     """Ends the whole process, since its main thread may wait inside a program for ever."""

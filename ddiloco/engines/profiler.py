@@ -54,7 +54,7 @@ class Profiler:
 
   def __init__(self, workdir: Path, record: Callable[[], Records]):
     self._workdir, self._record = workdir, record
-    parse = lambda fields: msgspec.convert(fields, ProfileRequest)  # noqa: E731
+    parse = lambda fields: msgspec.convert(fields, ProfileRequest)
     self._requests = RequestFile[ProfileRequest](workdir / PROFILE_REQUESTS, parse, "trace")
     self.steps: dict[str, int] = {}
     self._first: dict[str, int] = {}  # the same after the role's first step

@@ -33,7 +33,7 @@ from ddiloco.network.keys import Keys, require_keys
 from ddiloco.network.transport import syncer_address
 from ddiloco.network.webserver import Health
 from ddiloco.observe.eventlog import Recorder
-from ddiloco.observe.guards import Guard, HangWatch, ended, say
+from ddiloco.observe.guards import FIRST_STEP_SECONDS, Guard, HangWatch, ended, say
 from ddiloco.observe.run_state import RunState
 from ddiloco.observe.style import clock_time
 from ddiloco.protocol import events
@@ -49,7 +49,6 @@ WATCHED = ("learner", "syncer")  # kinds of roles whose loops hang if they stand
 LOOK_SECONDS = 0.5  # between two looks at the role
 PROGRESS_SECONDS = 10.0
 CLOSE_SECONDS = 10.0  # for the runner's thread to end; its terminal may be stuck
-FIRST_STEP_SECONDS = 60.0  # for probes, a learner's usual step until it is known
 EARLY_SECONDS = 1.0  # for a role that has not begun yet to end by itself
 GOODBYE_SECONDS = 1.0  # at least, for what is still queued when a role ends
 # Vectors of a fragment in one message: a copy has value and momentum, a donation the optimizer's
@@ -112,7 +111,7 @@ class RoleRunner:
     stop: set by a signal; the role is asked to end.
     ready: what the role waits for, "": it works.
     progress: how far it is, in words.
-    usual_seconds: of one step, 0 before it is known.
+    usual_seconds: of one step, None before it is known; 0 of a role without steps.
     health: what probes hear.
   """
 
@@ -130,7 +129,7 @@ class RoleRunner:
     self.incarnation = max(now, self._former + 1) if place.bind else max(now, 0)
     self.ready: Callable[[], str] = lambda: "starting"
     self.progress: Callable[[], str] = lambda: ""
-    self.usual_seconds: Callable[[], float] = lambda: 0.0
+    self.usual_seconds: Callable[[], float | None] = lambda: 0.0
     self._profiler = Profiler(place.workdir, lambda: self.recorder)
     self._hangs = HangWatch(config.run.hang_seconds, lambda: self.recorder)
     # Prints the events that the live view would show: joined, rejected, stopped, ...

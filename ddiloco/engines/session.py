@@ -153,7 +153,7 @@ def _train(
         if late:
           asked.set()
         # Beside the main thread: a signal's handler, which sets `asked`, may run inside `wait`.
-        pause = lambda seconds: beside(lambda: asked.wait(seconds))  # noqa: E731
+        pause = lambda seconds: beside(lambda: asked.wait(seconds))
         conclude(config, workdir, outcome, heldout and heldout.loss, compare, pause)
     except OSError as error:
       print(f"\nThe run's end is not saved: {error}. Fix: {ROOM}; give the same command again.")
@@ -205,12 +205,12 @@ def conclude(
   extra: dict[str, Any] = {"reason": outcome.reason, "total_tokens": config.run.total_tokens}
   if outcome.reason == "failed":
     extra["why"] = outcome.why
-  measured = lambda: _merged(config, workdir, outcome, loss)  # noqa: E731
+  measured = lambda: _merged(config, workdir, outcome, loss)
   patience = config.network.give_up_seconds, pause
   seen = config, workdir, outcome.merged_tokens
   if newer := until_saved(lambda: newer_result(*seen), *patience):
     extra["left_out"] = {"the model of this start": newer}
-    measured = lambda: {"loss_merged": loss(load_result(workdir, config))}  # noqa: E731
+    measured = lambda: {"loss_merged": loss(load_result(workdir, config))}
   else:
     until_saved(lambda: _save(config, workdir, outcome), *patience)
   if outcome.lost:
@@ -221,7 +221,7 @@ def conclude(
   told = functools.cache(lambda: _state(config, workdir))  # the log is read once
   run = config.run
   if run.evaluations and loss is not None:
-    untrained = lambda: _untrained(config, loss, told())  # noqa: E731
+    untrained = lambda: _untrained(config, loss, told())
     _measure("the untrained model's loss", extra, untrained, pause)
     _measure("the result's loss", extra, measured, pause)
     _attempt("the comparison", extra, lambda: compare(told()), pause)
@@ -230,7 +230,7 @@ def conclude(
     _measure("the sample", extra, lambda: {"sample": sample(workdir, config, *arguments)}, pause)
   _attempt("the count of steps", extra, lambda: _learner_steps(told()))
   began, last = workdirs.start_time, workdirs.LAST_KNOWN  # of the run, also if it went on
-  took = lambda: {last: max(0.0, round(time.time() - began(workdir), 1))}  # noqa: E731
+  took = lambda: {last: max(0.0, round(time.time() - began(workdir), 1))}
   _attempt("the time of the run", extra, lambda: _date(workdir) | took())
   _attempt("the report", extra, lambda: _write_end(workdir, told(), extra))
   _print_end(config, workdir, extra)

@@ -266,7 +266,7 @@ def _syncer(runner: RoleRunner, shard: int) -> int:
     role.run(faults, over)
     until = time.monotonic() + runner.time_left()  # the buddy still gets what it lacks
     if replication is not None and not syncer_rules.complete(role.state):
-      kept = lambda: role.idle and not replication.missing()  # noqa: E731
+      kept = lambda: role.idle and not replication.missing()
       role.run(faults, lambda: kept() or time.monotonic() >= until)
   finally:
     role.close()
@@ -473,7 +473,7 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
   runner.ready = lambda: _joining(role.exchange.state, endpoint.links(), config)
   runner.progress = lambda: _trained(role.exchange.state, config)
   # Once it has left, shards end: it may reach none any more.
-  stopped = lambda: runner.stop.is_set() if role.saved else runner.stopped()  # noqa: E731
+  stopped = lambda: runner.stop.is_set() if role.saved else runner.stopped()
   try:
     role.run(stopped)
   finally:

@@ -162,7 +162,7 @@ class ThreadsEngine(Engine):
     with self._connected(faults, recorder) as runtime, devices.told_what_compiles(compiled):
       role = Learner(beginning, config, self.plan, island, self._streams[m].iterate, runtime)
       try:
-        stopped = lambda: self._stopped(name, role.usual_seconds)  # noqa: E731
+        stopped = lambda: self._stopped(name, role.usual_seconds)
         role.run(faults, stopped, drain_seconds, self.stop.is_set)
       finally:
         self._life_steps[m] = role.exchange.state.step
@@ -197,7 +197,7 @@ class ThreadsEngine(Engine):
       with contextlib.closing(role):
         role.run(faults, lambda: self._stopped(name, 0.0))
 
-  def _stopped(self, name: str, usual_seconds: float) -> bool:
+  def _stopped(self, name: str, usual_seconds: float | None) -> bool:
     """Whether the role is asked to end; its loop asks in each turn, which is its sign of life."""
     self._hangs.beat(name, usual_seconds)
     return name in self._told or self.stop.is_set()

@@ -221,6 +221,7 @@ def _too_long(what: str, seconds: float) -> None:
 # that time now and then (`HangWatch.look`). What follows from a hang, its caller decides.
 
 HANG_STEPS = 20.0  # a loop hangs if a turn takes longer than this, and than run.hang_seconds
+FIRST_STEP_SECONDS = 60.0  # a learner's usual step until it is known: first ones load programs
 PAUSED_SECONDS = 5.0  # between two looks; after more, the whole process was paused, not a role
 LATE_SECONDS = 2.0  # the least for that limit, which a short run.hang_seconds lowers
 MOST_CHARACTERS = 40_000  # of stacks; a process may have thousands of threads
@@ -230,7 +231,7 @@ MOST_CHARACTERS = 40_000  # of stacks; a process may have thousands of threads
 class _Watched:
   thread: int  # its identity
   at: float  # when its loop's last turn began
-  usual_seconds: float = 0.0
+  usual_seconds: float | None = 0.0
   told: bool = False
 
 
@@ -259,10 +260,10 @@ class HangWatch:
     self._watched: dict[str, _Watched] = {}
     self._looked_at = clock()
 
-  def beat(self, role: str, usual_seconds: float) -> None:
+  def beat(self, role: str, usual_seconds: float | None) -> None:
     """A turn of the role's loop begins, on the calling thread. The role is watched from now on.
 
-    `usual_seconds`: of one step, 0 before it is known.
+    `usual_seconds`: of one step, None before it is known; 0 of a role without steps.
     """
     now = self._clock()
     watched = self._watched.setdefault(role, _Watched(threading.get_ident(), now))
@@ -280,8 +281,9 @@ class HangWatch:
     for role, watched in list(self._watched.items()):
       if paused:  # SIGSTOP, or a laptop that slept: the role's silence is no hang
         watched.at = now
-      silent, limit = now - watched.at, HANG_STEPS * watched.usual_seconds
-      if not self._least_seconds or silent <= max(self._least_seconds, limit):
+      usual = FIRST_STEP_SECONDS if watched.usual_seconds is None else watched.usual_seconds
+      silent = now - watched.at
+      if not self._least_seconds or silent <= max(self._least_seconds, HANG_STEPS * usual):
         watched.told = False
         continue
       hanging[role] = silent
@@ -291,7 +293,7 @@ class HangWatch:
     return hanging
 
   def _tell(self, role: str, watched: _Watched, silent: float) -> None:
-    found, usual = self._seen(watched.thread), round(watched.usual_seconds, 6)
+    found, usual = self._seen(watched.thread), round(watched.usual_seconds or 0.0, 6)
     hung = events.Hung(target=role, seconds=round(silent, 3), usual_seconds=usual, stacks=found)
     self._record().record(hung)
     say(f"ddiloco: {role} has not come round for {silent:.0f} s. Its threads:\n{found}", sys.stderr)

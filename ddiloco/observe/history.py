@@ -283,17 +283,18 @@ class Curves:
     self.loss.keep_at_most(max(40, LOSS_VALUES // islands))
     self.commits.keep_at_most(max(50, COMMIT_MEMBERS // islands))
 
-  def add_step(self, event: events.Step, m: int, life: int) -> None:
-    """A step of an island in one of its lives."""
+  def add_step(self, event: events.Step, m: int, island: IslandState) -> None:
+    """A step of an island, which has not counted it yet."""
     self._tokens += event.tokens
     waited = min(event.blocked_seconds, event.gap_seconds)
-    if event.step > 1 and 0 <= event.gap_seconds - waited < math.inf:  # the first one compiles
+    # The first step of a life loads programs; of one on an accelerator only its beginning is known.
+    if island.life_steps and 0 <= event.gap_seconds - waited < math.inf:
       self.page.add(f"step {m}", event.time, event.gap_seconds - waited)
       self.page.add(f"wait {m}", event.time, waited)
       self.page.add(f"data {m}", event.time, event.data_seconds)
     if event.loss is not None:
       self.page.add(f"loss {m}", event.time, event.loss)
-      self.loss.add(f"{m} {min(life, MOST_CURVES)}", self._tokens, event.loss)
+      self.loss.add(f"{m} {min(island.lives, MOST_CURVES)}", self._tokens, event.loss)
 
   def add_commit(self, event: events.Commit, islands: Collection[int]) -> None:
     """A commit of a run with these islands."""

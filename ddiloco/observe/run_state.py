@@ -359,7 +359,7 @@ class RunState:
     island.tokens += event.tokens
     island.data_seconds += event.data_seconds
     self.blocked_seconds += event.blocked_seconds
-    self.curves.add_step(event, m, island.lives)
+    self.curves.add_step(event, m, island)
     if newest:  # else a late step of an earlier incarnation
       self._step(event, m, island)
 

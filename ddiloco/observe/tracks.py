@@ -68,7 +68,7 @@ class Rejoins:
   | compile    | its programs are compiled, or were in the cache    | `compiled`                   |
   | restore    | its part of a snapshot is on the devices           | `started`                    |
   | receive    | every fragment has arrived                         | `joined`                     |
-  | first_step | its first step has ended                           | `step`                       |
+  | first_step | its first step has ended (an accelerator: begun)   | `step`                       |
   | merge      | a commit has its push                              | `commit`                     |
 
   A phase that an engine does not have is left out: a thread has no `process`. A learner that left

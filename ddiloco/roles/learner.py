@@ -467,10 +467,10 @@ class Learner:
         batches.close()
 
   @property
-  def usual_seconds(self) -> float:
-    """Of a step; 0 before it is known: the first steps of an incarnation also load programs."""
+  def usual_seconds(self) -> float | None:
+    """Of a step; None before it is known: the first steps of an incarnation also load programs."""
     state = self.exchange.state
-    return state.step_seconds if state.step > self._began.step + 1 else 0.0
+    return state.step_seconds if state.step > self._began.step + 1 else None
 
   def _open(self) -> Iterator[Any]:
     """This learner's batches, from the present global step on."""

@@ -19,7 +19,7 @@ from ddiloco.config.schema import MAX_LEARNERS
 
 SECONDS_PER_DAY = 86_400.0
 SECONDS_PER_YEAR = 365.25 * SECONDS_PER_DAY
-MOST_FAILURES = 10_000_000  # they take up to 6 GB of memory
+MOST_FAILURES = 10_000_000  # they take up to 7 GB of memory
 Span = tuple[float, float]
 
 
@@ -223,24 +223,29 @@ def elastic(fleet: Fleet) -> ChipTime:
 def _account(fleet: Fleet, jobs: Sequence[Job], slices: int, failures: int) -> ChipTime:
   """Adds up jobs of so many slices each. Between two times at which anything changes all counts
   stay the same."""
-  spent, trained = np.zeros(4), list[np.ndarray]()
+  spans, counts = list[Span](), list[int]()
   for job in jobs:
-    kinds = [np.reshape(spans, (-1, 2)).T for spans in (job.away, job.shrinks, job.grows)]
-    edges = np.concatenate([[0.0, fleet.seconds], *map(np.ravel, kinds)])
-    times = np.sort(edges.clip(0.0, fleet.seconds))
-    away, shrinks, grows = (_covering(*spans, times)[:-1] for spans in kinds)
-    present = np.maximum(slices - away, 0)
-    trains = present * (shrinks + grows == 0)
-    spent += np.array([trains, present * shrinks, present * grows, slices - present]) @ np.diff(
-      times
-    )
-    change = np.diff(trains > 0, prepend=False, append=False)
-    trained.append(times[change].reshape(-1, 2).T)
-  begun, over = np.concatenate(trained, axis=1)
-  times = np.sort(np.concatenate([begun, over]))
-  up_seconds = float(np.diff(times) @ (_covering(begun, over, times)[:-1] > 0))
+    for mine in ([(0.0, fleet.seconds)], job.away, job.shrinks, job.grows):
+      spans += mine
+      counts.append(len(mine))
+  owners, kinds = np.divmod(np.repeat(np.arange(len(counts), dtype=np.int32), counts), 4)
+  times = np.transpose(spans).clip(0.0, fleet.seconds).ravel()  # all starts, then all ends
+  changes = np.zeros((4, len(times)), np.int8)
+  changes[np.tile(kinds, 2), np.arange(len(times))] = np.repeat([1, -1], len(spans))
+  order = np.lexsort((times, np.tile(owners, 2)))  # a job after the other, each from 0 to the end
+  times = times[order]
+  there, away, shrinks, grows = changes[:, order].cumsum(axis=1, dtype=np.int32)
+  there = slices * there.astype(np.int64)
+  present = np.maximum(there - away, 0)
+  trains = present * (shrinks + grows == 0)
+  seconds = np.diff(times, append=fleet.seconds)
   chips = fleet.chips / (len(jobs) * slices)  # of a slice
-  useful, downscale, upscale, absent = (chips * spent).tolist()
+  useful, downscale, upscale, absent = (
+    chips * float(seconds @ use)
+    for use in (trains, present * shrinks, present * grows, there - present)
+  )
+  change, order = np.diff(np.sign(trains), prepend=0), np.argsort(times)
+  up_seconds = float(np.diff(times[order]) @ (change[order].cumsum()[:-1] > 0))
   return ChipTime(
     total=fleet.chips * fleet.seconds,
     useful=useful,
@@ -250,9 +255,3 @@ def _account(fleet: Fleet, jobs: Sequence[Job], slices: int, failures: int) -> C
     uptime=up_seconds / fleet.seconds,
     failures=failures,
   )
-
-
-def _covering(starts: np.ndarray, ends: np.ndarray, times: np.ndarray) -> np.ndarray:
-  """How many of these spans contain each of the times; an end is outside."""
-  begun, over = (np.searchsorted(np.sort(edge), times, side="right") for edge in (starts, ends))
-  return begun - over

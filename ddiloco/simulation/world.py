@@ -310,7 +310,7 @@ class World(VirtualTime):
     new, island = new_learner(config, plan, actor.number, actor.incarnation), self.island(actor)
     storage = self.storage.only(snapshot)
     beginning = begin_learner(new, config, island, storage, actor, actor.now)
-    endless = lambda position: (None for _ in itertools.count())  # noqa: E731
+    endless = lambda position: (None for _ in itertools.count())
     actor.life = Learner(beginning, config, plan, island, endless, actor.runtime())
     drain_seconds = config.network.drain_seconds
     actor.begin(actor.life.live(faults, lambda: actor.asked_to_end, drain_seconds))

@@ -42,7 +42,7 @@ def main(folder: str, what: str, mib: int, count: int) -> None:
     storage.save(1, "learner-0", 0, {}, arrays)
   else:
     before = peak_mib()
-    place = lambda _, value: jax.block_until_ready(jax.device_put(value, sharding))  # noqa: E731
+    place = lambda _, value: jax.block_until_ready(jax.device_put(value, sharding))
     arrays = storage.load(1, "learner-0", place).arrays
     assert all(float(arrays[name][0, 0]) == i for i, name in enumerate(names))
   print(peak_mib() - before)

@@ -35,7 +35,7 @@ class Events(Records):
   def of(self, kind, count=1):
     """All of this kind, when there are so many."""
     with self._news:
-      found = lambda: [e for e in self._events if e.kind == kind]  # noqa: E731
+      found = lambda: [e for e in self._events if e.kind == kind]
       there = self._news.wait_for(lambda: len(found()) >= count, PATIENCE_SECONDS)
       assert there, f"waited in vain for {count} {kind!r}: {self._events}"
       return found()

@@ -169,7 +169,7 @@ class Late(Outbox):
   def recover(self, give_up_seconds: float) -> dict[int, int]:
     """Fragment -> version that it has back."""
     copies = Copies(0, 12, self, PLAN, CONFIG)
-    still = lambda quiet: quiet < give_up_seconds  # noqa: E731
+    still = lambda quiet: quiet < give_up_seconds
     found = recover(copies, still, self.clock)
     return {p: c.state.version for p, c in found.items()}
 

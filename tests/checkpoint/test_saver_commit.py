@@ -59,7 +59,7 @@ def test_a_learner_that_has_left_in_good_order_is_not_missing(storage, saver, ev
   live = ["learner-0", "learner-1"]
   storage.save(1, "syncer-1", 0, state("syncer-1"), {})
   has_left = {"learner-1"}.__contains__
-  job = lambda: saver.commit_when_complete(1, SHARDS, lambda: live, 60.0, True, has_left)  # noqa: E731
+  job = lambda: saver.commit_when_complete(1, SHARDS, lambda: live, 60.0, True, has_left)
   saver.save(1, state("syncer-0"), {}, job, 9)
   storage.looked()
   live.clear()
@@ -186,7 +186,7 @@ def test_a_part_that_never_comes_or_grows_for_ever_holds_up_no_snapshot(
 ):
   """In a bucket every look is a request for each role: they become rarer."""
   sizes, clock, learners = itertools.count(), Clock(), ["learner-0", "learner-2"]
-  growth = lambda _, roles: dict.fromkeys(roles, 0) | {learners[0]: grows * next(sizes)}  # noqa: E731
+  growth = lambda _, roles: dict.fromkeys(roles, 0) | {learners[0]: grows * next(sizes)}
   monkeypatch.setattr(storage, "growth", growth)
   saver, events = savers("learner-1")  # which forgets no part of a shard
   saver._time = clock

@@ -134,7 +134,7 @@ def test_help(words, capsys):
 
 
 def test_a_run_on_gke_from_create_to_delete(cloud, flags, capsys):
-  launch = lambda action, *more: cli.main(["launch", "gke", action, *flags, *GKE, *more])  # noqa: E731
+  launch = lambda action, *more: cli.main(["launch", "gke", action, *flags, *GKE, *more])
   assert launch("create", "--yes") == 0
   err = capsys.readouterr().err
   assert "330.00 $ in 10 h" in err, "what it costs stands in the log"

@@ -42,7 +42,7 @@ def test_a_signal_that_another_thread_gets_ends_it_too(tmp_path, monkeypatch):
 
   def send() -> None:
     served.wait()
-    stack = lambda: traceback.format_stack(sys._current_frames()[main])  # noqa: E731
+    stack = lambda: traceback.format_stack(sys._current_frames()[main])
     wait_for(lambda: "in beside" in "".join(stack()), "its wait")
     signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
     if not over.wait(PATIENCE_SECONDS):

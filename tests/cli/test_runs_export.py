@@ -230,7 +230,7 @@ def test_where_new_tensors_have_no_room_an_older_export_stays_whole(workdir, tmp
 
 def test_an_export_reads_its_tokenizer_once(workdir, tmp_path, monkeypatch):
   loads, load = [], tokens.load_tokenizer
-  counted = lambda setting: loads.append(setting) or load(setting)  # noqa: E731
+  counted = lambda setting: loads.append(setting) or load(setting)
   monkeypatch.setattr(tokens, "load_tokenizer", counted)
   assert export(workdir, tmp_path / "llama", "--format=huggingface") == 0
   assert loads == ["bytes"]

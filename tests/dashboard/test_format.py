@@ -77,10 +77,11 @@ def test_the_page_shows_times_as_the_terminal_does(seconds, tmp_path):
 
 
 def heat(tmp_path, steps, now, spans=None) -> list:
-  """What island 0 did in each cell: by its name, or for steps the ratio to the median."""
+  """What island 0 did in each cell after its first step: by its name, or for steps the ratio to the
+  median."""
   run = RunState()
-  for n, (time, gap, blocked, *data) in enumerate(steps):
-    fields = {"step": n + 2, "gap_seconds": gap, "blocked_seconds": blocked}
+  for n, (time, gap, blocked, *data) in enumerate([(0.0, 0.0, 0.0), *steps]):
+    fields = {"step": n + 1, "gap_seconds": gap, "blocked_seconds": blocked}
     fields |= {"data_seconds": sum(data)}
     run.add(made(time, "learner-0", "step", **fields))
   found = status(run, now)

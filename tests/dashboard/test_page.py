@@ -102,7 +102,7 @@ def test_what_struck_a_run_is_counted_from_its_start_and_restarts_by_whose_they_
 def test_a_run_that_writes_no_more_says_how_old_its_figures_are(browser, tmp_path):
   """It sent bytes "now", days after it was killed, and a dead evaluator's loss had no age."""
   run(tmp_path, until=30.0)
-  figures = lambda: browser.text("#figures").replace("\n", " ")  # noqa: E731
+  figures = lambda: browser.text("#figures").replace("\n", " ")
   with shown(browser, tmp_path, "running"):
     assert re.search(r"Held-out loss 1\.777 nats per token, \d:\d\d ago", figures())
     assert "B/s now" in figures()
@@ -132,7 +132,7 @@ def test_bars_and_marks_stand_at_their_times(browser, tmp_path):
   """As wide as what they stand for, each in the row of its island or shard."""
   with shown(browser, run(tmp_path)):
     left, right = 176, browser.ask("document.querySelector('#chart').clientWidth") - 14
-    at = lambda time: left + (right - left) * time / (END + 0.3)  # noqa: E731
+    at = lambda time: left + (right - left) * time / (END + 0.3)
     box = "(e => { const {x, y, width, height} = e.getBBox(); return [x, y, width, height] })"
     found = "[...document.querySelectorAll('#chart rect:has(> title)')]"
     spans = browser.ask(f"Object.fromEntries({found}.map(e => [e.textContent, {box}(e)]))")

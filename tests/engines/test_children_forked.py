@@ -196,7 +196,7 @@ def test_who_waits_for_a_fork_server_that_stands_still_hears_ctrl_c(start):
   wait_for(lambda: state_of(pid) == "T", "its stop")
 
   def interrupt() -> None:
-    waits = lambda: sys._current_frames()[me].f_code is server.read_signed.__code__  # noqa: E731
+    waits = lambda: sys._current_frames()[me].f_code is server.read_signed.__code__
     wait_for(waits, "a wait for the server")
     signal.pthread_kill(me, signal.SIGINT)
     if not over.wait(PATIENCE_SECONDS):

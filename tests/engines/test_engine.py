@@ -275,9 +275,9 @@ def test_a_run_whose_result_is_still_being_saved_says_that_it_waits(tmp_path, mo
   """Where the disk hung, the run never ended, and nothing said why."""
   engine, released, said = Toy(tmp_path, lambda: None), threading.Event(), []
   engine._saving.acquire()
-  saves = lambda: (released.wait(), engine._saving.release())  # noqa: E731
+  saves = lambda: (released.wait(), engine._saving.release())
   threading.Thread(target=saves, daemon=True).start()
-  told = lambda line: (said.append(line), released.set())  # noqa: E731
+  told = lambda line: (said.append(line), released.set())
   monkeypatch.setattr("ddiloco.engines.engine.say", told)
   with in_time(released):
     assert engine.run().reason == "finished"

@@ -150,7 +150,7 @@ def test_how_long_the_other_hosts_may_take_in_each_life(
   now, statuses = [100.0], {}
 
   def process(number):
-    poll = lambda: statuses[number]  # noqa: E731
+    poll = lambda: statuses[number]
     return SimpleNamespace(poll=poll, stdin=None, send_signal=lambda _: statuses.update({1: -9}))
 
   clock = SimpleNamespace(monotonic=lambda: now[0])
@@ -212,7 +212,7 @@ def test_of_hosts_that_cannot_all_be_started_none_goes_on(tmp_path):
 def test_an_order_may_take_long_until_the_usual_step_is_known():
   """With 24 fragments the limit was that of usual steps before there had been one."""
   config = from_dict({"network": {"silence_seconds": 30.0, "give_up_seconds": 600.0}})
-  hosts, usual_seconds = Hosts.__new__(Hosts), [0.0, 1.0, 43.0]
+  hosts, usual_seconds = Hosts.__new__(Hosts), [None, 1.0, 43.0]
   hosts.progress = HostProgress(done=50)
   hosts._runner = SimpleNamespace(config=config, usual_seconds=lambda: usual_seconds.pop(0))
   assert [hosts._order_seconds(False) for _ in range(3)] == [600.0, 30.0, 430.0]

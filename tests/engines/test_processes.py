@@ -562,11 +562,11 @@ def test_a_learner_that_has_left_joins_again(tmp_path):
     run.wait_for(lambda: run.events("joined", "learner-2"), "a learner to join")
     os.kill(*processes_of(run.workdir, "--learner=2"), signal.SIGTERM)
     join = Fault("join", "learner-2", at_seconds=0.0, seconds=-1)
-    again = lambda: ask_for(run.workdir, join) or run.events("fault")[1:]  # noqa: E731
+    again = lambda: ask_for(run.workdir, join) or run.events("fault")[1:]
     run.wait_for(again, "its supervisor to see that it has left")
-    back = lambda: run.events("joined", "learner-2")[1:]  # noqa: E731
+    back = lambda: run.events("joined", "learner-2")[1:]
     (second,) = run.wait_for(back, "its return")
-    later = lambda: [e for e in run.events("commit") if e.time > second.time]  # noqa: E731
+    later = lambda: [e for e in run.events("commit") if e.time > second.time]
     run.wait_for(lambda: any(2 in e.weights for e in later()), "its work to be merged")
     assert run.ends(signal.SIGINT) == 130, run.said()
   assert not run.events("exit")

@@ -126,7 +126,7 @@ def test_a_shard_that_is_stopped_for_good_is_replaced_and_the_run_goes_on(tmp_pa
     run.wait_for(lambda: run.events("commit"), "a commit")
     os.kill(*processes_of(run.workdir, "--shard=0"), signal.SIGSTOP)
     back, *_ = run.wait_for(lambda: run.events("started", "syncer")[1:], "its next life")
-    later = lambda: [e for e in run.events("commit") if e.time > back.time]  # noqa: E731
+    later = lambda: [e for e in run.events("commit") if e.time > back.time]
     run.wait_for(later, "a commit of it")
     assert run.ends(signal.SIGINT) == 130, run.said()
   hung = [e.stacks for e in run.events("hung", "engine") if e.target == "syncer-0"]

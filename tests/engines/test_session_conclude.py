@@ -215,7 +215,7 @@ def test_a_comparison_that_does_not_finish_is_left_out_and_why_is_said(
   monkeypatch.setattr("ddiloco.engines.threads.ThreadsEngine.__init__", lambda *_: None)
   monkeypatch.setattr("ddiloco.engines.threads.ThreadsEngine.run", lambda *_: alone)
   heldout, ended = types.SimpleNamespace(measure=None), RunResult("finished", params(3), {})
-  compare = lambda _: session._train_alone(CONFIG, tmp_path, None, heldout, None, 5)  # noqa: E731
+  compare = lambda _: session._train_alone(CONFIG, tmp_path, None, heldout, None, 5)
   known = conclude(tmp_path, ended, lambda _: 2.0, compare=compare)
   assert known["left_out"] == {"the comparison": said}
 
@@ -273,7 +273,7 @@ def test_a_run_that_has_failed_says_why(tmp_path, capsys):
 
 
 def test_with_no_evaluations_nothing_is_evaluated(tmp_path, capsys):
-  never = lambda *_: pytest.fail("it is evaluated")  # noqa: E731
+  never = lambda *_: pytest.fail("it is evaluated")
   config = config_of(evaluations=0)
   known = conclude(tmp_path, RunResult("finished", params(3), {}), never, config, never)
   assert first(session.load_result(tmp_path, config)) == 3.0
@@ -469,7 +469,7 @@ def test_a_result_that_cannot_be_saved_is_said_and_the_run_can_go_on(tmp_path, m
     raise OSError(28, "No space left on device", str(tmp_path))
 
   monkeypatch.setattr(weights, "save", full)
-  never = lambda _: pytest.fail("it is evaluated")  # noqa: E731
+  never = lambda _: pytest.fail("it is evaluated")
   assert train(tmp_path / "run", RunResult("finished", params(3), {}), never, SHORT) == 1
   said = capsys.readouterr().out
   assert (

@@ -110,7 +110,7 @@ def by_processes(corpus, config, workdir):
 
 def refused(corpus, config, workdir, engine) -> str:
   """The text; nothing was changed."""
-  files = lambda: {p: p.read_bytes() for p in workdir.rglob("*") if p.is_file()}  # noqa: E731
+  files = lambda: {p: p.read_bytes() for p in workdir.rglob("*") if p.is_file()}
   before = files()
   with pytest.raises(ConfigError) as error:
     engine(corpus, config, workdir)
@@ -372,7 +372,7 @@ def test_islands_are_parts_of_the_devices_of_their_process(
   tmp_path, monkeypatch, engine, learners, devices, parts
 ):
   told, config = [], make_config(learners=learners, steps=30, run={"evaluator_devices": devices})
-  kept_in = lambda folder, parts: told.append(parts) or contextlib.nullcontext()  # noqa: E731
+  kept_in = lambda folder, parts: told.append(parts) or contextlib.nullcontext()
   monkeypatch.setattr(session, "kept_in", kept_in)
   assert session.train(config, tmp_path / "run", engine=engine) == 0 and told == [parts]
 

@@ -57,7 +57,7 @@ def state(versions=(0, 0, 0, 0), tokens=0, merged=0):
 def test_a_role_says_that_it_makes_initial_values(monkeypatch):
   """Of 12 billion parameters that takes minutes, when it seemed to wait for other roles."""
   runner, before = types.SimpleNamespace(config=1, plan=2), lambda: "has 0 of 4 fragments"
-  made = lambda *given: (given, runner.ready())  # noqa: E731
+  made = lambda *given: (given, runner.ready())
   runner.ready = before
   monkeypatch.setattr(initial, "initial_values", made)
   assert single_roles._make(runner) == ((1, 2), "the initial values, which it makes")

@@ -51,7 +51,7 @@ class FakeSlice:
   def __init__(self, monkeypatch, members):
     self.ids, self.lost = {device.id for device in members}, threading.Event()
     every = jax.devices
-    listed = lambda *platform: [d for d in every(*platform) if not self.without(d.id)]  # noqa: E731
+    listed = lambda *platform: [d for d in every(*platform) if not self.without(d.id)]
     monkeypatch.setattr(jax, "devices", listed)
     for call in ("step", "to_host", "place", "reset"):
       monkeypatch.setattr(Island, call, self.failing(getattr(Island, call)))
@@ -153,7 +153,7 @@ def test_a_slice_that_fails_again_and_again_is_given_up(monkeypatch, tmp_path):
       return waits.append(failed[0])
     return lost
 
-  passed = lambda: 1000.0 * len(waits) + time.monotonic()  # noqa: E731
+  passed = lambda: 1000.0 * len(waits) + time.monotonic()
   monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=passed))
   monkeypatch.setattr(devices, "answering", answering)
   monkeypatch.setattr(supervisor, "HEALTHY_SECONDS", 500.0)

@@ -63,7 +63,7 @@ def test_threads(tmp_path):
 
   try:
     # A busy machine may hold up any of its steps for so long as well.
-    stalled = lambda event: "faults.check" in event.stacks.split("\n\n")[0]  # noqa: E731
+    stalled = lambda event: "faults.check" in event.stacks.split("\n\n")[0]
     hung, *_ = wait_for(lambda: [*filter(stalled, hangs(tmp_path, "learner-1"))], "the hang")
     assert hung.seconds >= 0.8 and hung.usual_seconds > 0.01
     assert hung.stacks.startswith("learner-1:")

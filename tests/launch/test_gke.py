@@ -176,7 +176,7 @@ def test_each_shard_is_on_another_machine(one):
 
 def test_each_cluster_gets_the_keys_of_its_own_roles(two):
   east, west = by_name(two["east"]), by_name(two["west"])
-  of = lambda found: {name for kind, name in found if kind == "Secret"}  # noqa: E731
+  of = lambda found: {name for kind, name in found if kind == "Secret"}
   assert of(west) == {"run-learner-1-key"}
   shards = {"run-syncer-0-key", "run-syncer-1-key"}
   assert of(east) == {"run-learner-0-key", "run-evaluator-key"} | shards
@@ -325,13 +325,13 @@ def test_an_island_of_gpus_beside_one_of_tpus(models):
 
 
 def test_a_cluster_s_answer_is_read():
-  jobs = lambda name, count, **status: {  # noqa: E731
+  jobs = lambda name, count, **status: {
     "kind": "JobSet",
     "metadata": {"name": name},
     "spec": {"replicatedJobs": [{"name": "host"}] * count},
     **({"status": status} if status else {}),
   }
-  of = lambda name: {"metadata": {"name": "p", "labels": {JOBSET: name}}}  # noqa: E731
+  of = lambda name: {"metadata": {"name": "p", "labels": {JOBSET: name}}}
   ready = [{"name": "host", "ready": 1, "succeeded": 0}]
   conditions = [
     {"type": "StartupPolicyCompleted", "status": "True", "message": "all started"},

@@ -122,7 +122,7 @@ class Net:
     self.wait_until(lambda: endpoint.links()[peer]["state"] == "up")
 
   def wait_until(self, done: Callable[[], bool]) -> None:
-    links = lambda: {e.address: e.links() for e in self.all}  # noqa: E731
+    links = lambda: {e.address: e.links() for e in self.all}
     wait_for(done, links)
 
   def close(self) -> None:

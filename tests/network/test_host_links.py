@@ -303,7 +303,7 @@ def test_a_leader_that_ends_between_two_connections_may_be_replaced(url):
   island = IslandIdentity("run", "digest", learner=3, hosts=2)
   with socket.create_server(host_and_port(url)) as first:
     joined = queue.SimpleQueue()
-    come = lambda: joined.put(join(url, island, 1, None, PATIENCE_SECONDS))  # noqa: E731
+    come = lambda: joined.put(join(url, island, 1, None, PATIENCE_SECONDS))
     threading.Thread(target=come, daemon=True).start()
     orders, _ = first.accept()
     HostLink(orders).receive()

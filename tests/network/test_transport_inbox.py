@@ -135,7 +135,7 @@ def test_what_is_no_message_takes_no_room(box):
 
 def test_a_sender_is_held_back_from_half_of_what_is_too_much_on(box):
   """In number or in bytes."""
-  crowded = lambda m: box.inbox.crowded(f"learner-{m}")  # noqa: E731
+  crowded = lambda m: box.inbox.crowded(f"learner-{m}")
   for number in range(MAX_CONTROL // 2):
     assert not crowded(0)
     box.put(RequestMoments(0, 0, (number,)))

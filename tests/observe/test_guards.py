@@ -102,7 +102,7 @@ def test_what_can_never_be_handed_over_is_not_tried_for_ever(monkeypatch):
 
 def test_a_consumer_that_hangs_is_named(capsys):
   entered, free = threading.Event(), threading.Event()
-  hangs = lambda batch: entered.set() or (free.wait(PATIENCE_SECONDS) and None)  # noqa: E731
+  hangs = lambda batch: entered.set() or (free.wait(PATIENCE_SECONDS) and None)
   drain = Drain("events of learner-3", hangs)
   drain.wake()
   assert entered.wait(PATIENCE_SECONDS)

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from ddiloco.observe import guards
-from ddiloco.observe.guards import HANG_STEPS, PAUSED_SECONDS, HangWatch, stacks
+from ddiloco.observe.guards import FIRST_STEP_SECONDS, HANG_STEPS, PAUSED_SECONDS, HangWatch, stacks
 from ddiloco.observe.report import key_numbers, numbers
 from ddiloco.observe.run_state import RunState
 
@@ -54,10 +54,16 @@ def test_slow_steps_that_are_usual_hang_later(fake_clock):
   assert len(role.found) == 1
 
 
-def test_a_first_step_has_the_least(fake_clock):
-  role = Watched(fake_clock, usual=0.0)
-  role.pass_(31)
-  assert role.found[0].usual_seconds == 0.0
+def test_a_shard_has_the_least_and_a_first_step_more(fake_clock):
+  """A first step that loaded programs for over a minute was noted as one that hangs."""
+  shard = Watched(fake_clock, usual=0.0)
+  shard.pass_(31)
+  assert shard.found[0].usual_seconds == 0.0
+  learner = Watched(fake_clock, usual=None)
+  learner.pass_(HANG_STEPS * FIRST_STEP_SECONDS)
+  assert not learner.found
+  learner.pass_(1)
+  assert learner.found[0].usual_seconds == 0.0
 
 
 def test_nobody_looks_where_the_limit_is_zero_or_the_role_has_ended(fake_clock):

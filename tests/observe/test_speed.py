@@ -58,6 +58,7 @@ def test_a_restored_island_is_not_a_thousand_times_as_fast(make):
     speeds = [island.tokens_per_second, 1000 * island.steps_per_second, island.usual_rate]
     assert all(each == pytest.approx(500, rel=1e-2) for each in speeds if math.isfinite(each))
   assert all(map(math.isfinite, speeds))
+  assert {*run.curves.page.means("step 0")} == {None, 2.0}, "nor is it in the map of step times"
 
 
 def test_the_present_seconds_of_a_step_are_without_waits_for_a_shard(make):

@@ -79,7 +79,7 @@ def test_it_measures_as_often_as_it_is_to_and_the_end_after_what_is_under_way(ev
     return {"loss": 0.5}
 
   watched = Watched(measure, evaluations=evaluations)
-  versions = lambda: {f.version for f in watched.role.exchange.state.fragments}  # noqa: E731
+  versions = lambda: {f.version for f in watched.role.exchange.state.fragments}
   run = threading.Thread(target=watched.role.run, args=(lambda: False,), daemon=True)
   run.start()
   for version, tokens in enumerate((0, 40, 60, 70, TOKENS)):
@@ -133,7 +133,7 @@ def test_a_run_that_is_stopped_has_no_final_model_and_its_shards_keep_theirs(joi
   if joins:
     watched.publish(0, 0)
     watched.publish(1, TOKENS - 1)
-  state = lambda: watched.role.exchange.state  # noqa: E731
+  state = lambda: watched.role.exchange.state
   watched.role.run(lambda: not watched.wire.inbox and state().joined == joins)
   assert state().joined == joins and not watched.role.finished
   assert not watched.saved and not watched.role.saved
@@ -200,8 +200,8 @@ def test_one_measurement_at_a_time():
 
   watched = Watched(measure)
   watched.publish(0, 0)
-  ended = lambda: len(watched.of("evaluation")) == 2  # noqa: E731
-  versions = lambda: {f.version for f in watched.role.exchange.state.fragments}  # noqa: E731
+  ended = lambda: len(watched.of("evaluation")) == 2
+  versions = lambda: {f.version for f in watched.role.exchange.state.fragments}
   run = threading.Thread(target=watched.role.run, args=(ended,), daemon=True)
   run.start()
   wait_for(lambda: begun)

@@ -53,7 +53,7 @@ class Run(Threads):
 
   def learner(self, m: int, drain_seconds: float, at_once=lambda: False) -> Learner:
     role, faults = self.toy_learner(m, 0, step_seconds=0.002), Faults((), time.monotonic())
-    live = lambda stopped: role.run(faults, stopped, drain_seconds, at_once)  # noqa: E731
+    live = lambda stopped: role.run(faults, stopped, drain_seconds, at_once)
     self.stoppable(learner_address(m), live)
     return role
 
@@ -130,7 +130,7 @@ def test_the_usual_time_of_a_step_is_that_of_one_that_was_waited_for():
   beginning = ResumeState(new_learner(config, plan, 0, 0))
   role = Learner(beginning, config, plan, Pipelined(0, plan), toy.batches, runtime)
   role.run(Faults((), time.monotonic()), lambda: False)
-  assert seen[:2] == [(0.0, 0.0)] * 2 and len(seen) == 4
+  assert seen[:2] == [(0.0, None)] * 2 and len(seen) == 4
   assert all(step_seconds >= 0.05 and usual == step_seconds for step_seconds, usual in seen[2:])
 
 

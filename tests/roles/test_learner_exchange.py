@@ -560,7 +560,7 @@ def test_moments_of_a_peer_lie_in_the_island_as_they_came_and_damaged_ones_are_i
   one.join()
   one.until(lambda: any(isinstance(m, RequestMoments) for m in one.wire.sent))
   given = [vector(f.size) for f in one.plan.fragments]
-  ignored = lambda: [e.learner for e in one.events if e.kind == "ignored"]  # noqa: E731
+  ignored = lambda: [e.learner for e in one.events if e.kind == "ignored"]
   for p, flat in enumerate(given):
     unfit = np.full(flat.size, np.nan, np.float32)
     for bad, sent in enumerate((flat[1:], unfit, flat), 1):

@@ -461,7 +461,7 @@ def test_a_shard_that_alone_has_its_vectors_writes_over_them_and_over_nothing_le
 def test_the_commit_event_says_who_and_why(monkeypatch):
   shard = Shard(2, sync={"min_quorum": 1})
   commit, said = shard.syncer.merger.commit, {"length": 1.23456, "rho": -0.98765}
-  measured = lambda *given: replace(commit(*given), **said)  # noqa: E731
+  measured = lambda *given: replace(commit(*given), **said)
   monkeypatch.setattr(shard.syncer.merger, "commit", measured)
   shard.syncer.time = types.SimpleNamespace(now=itertools.count().__next__)
   (first, _) = shard.round(deltas(shard.plan, shard.learners, seed=0))[:2]

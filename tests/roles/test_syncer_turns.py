@@ -96,7 +96,7 @@ def test_a_tick_says_up_to_when_all_is_heard(monkeypatch):
   turns = Turns(monkeypatch, hub.connect("syncer-0"))
   hub.connect("learner-0").send("syncer-0", says.hello(0, 0))
   taken = turns.role.take
-  slow = lambda *arguments: time.sleep(0.1) or taken(*arguments)  # noqa: E731
+  slow = lambda *arguments: time.sleep(0.1) or taken(*arguments)
   monkeypatch.setattr(turns.role, "take", slow)
   hello, tick = turns.run(ticks=1)
   assert hello.now <= tick.heard_until <= tick.now - 0.1

@@ -65,7 +65,7 @@ def ended():
   for p, each in enumerate((shard.newest[0], Committed(older, full(1, 2), full(1, 1), None))):
     staged = found._evaluator.stage(None, SimpleNamespace(content=each), None)
     found._evaluator.apply(p, staged, "overwrite")
-  values = lambda *each: {p: full(p, number) for p, number in enumerate(each)}  # noqa: E731
+  values = lambda *each: {p: full(p, number) for p, number in enumerate(each)}
   return found, lambda *each: initial.Assembled(found._plan, CONFIG, values(*each))
 
 

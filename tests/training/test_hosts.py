@@ -317,7 +317,7 @@ def test_a_host_that_waits_for_its_data_says_so(idle):
   ]
   messages, said = [msgspec.msgpack.encode(each) for each in reversed(orders)], []
   progress = HostProgress()
-  say = lambda *_: said.append((progress.doing, progress.reading_since > 0))  # noqa: E731
+  say = lambda *_: said.append((progress.doing, progress.reading_since > 0))
 
   def batches(_):
     yield say()

@@ -185,7 +185,7 @@ def test_what_is_frozen_is_on_the_mesh_and_nowhere_else(accumulation_steps):
 
 def test_the_evaluator_takes_frozen_arrays_whose_axes_have_no_names(monkeypatch):
   named = Tuned.logical_axes
-  trained_alone = lambda self: {name: named(self)[name] for name in self.shapes()}  # noqa: E731
+  trained_alone = lambda self: {name: named(self)[name] for name in self.shapes()}
   monkeypatch.setattr(Tuned, "logical_axes", trained_alone)
   config, model = make({"devices": 1}, 1, "tuned")[1], Tuned()
   params = initial.initial_params(config)

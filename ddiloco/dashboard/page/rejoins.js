@@ -11,7 +11,7 @@ const PHASES = {
   compile: ["compile", "programs compiled, or loaded"],
   restore: ["restore", "its part of a snapshot"],
   receive: ["receive", "every fragment"],
-  first_step: ["first step", "until its first step had ended"],
+  first_step: ["first step", "until its first step had ended; on an accelerator, had begun"],
   merge: ["merge", "until a commit had its push"],
 };
 const seconds = (value) =>
