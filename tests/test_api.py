@@ -127,7 +127,7 @@ from tests.test_api import small
 run = ddiloco.train(small(20, num_learners=3), sys.argv[1], cpu=True)
 assert run.summary()["reason"] == "finished", run
 batch = np.zeros(run.model.inputs(2, 16).shape, np.int32)
-print(run.evaluate()["loss"], run.model.evaluate(run.params(), batch)["loss"])
+print(run.evaluate()["loss"], jax.jit(run.model.evaluate)(run.params(), batch)["loss"])
 """
 
 

@@ -17,12 +17,17 @@ NESTEROV = OuterConfig(learning_rate=0.7, momentum=0.9, nesterov=True)
 PLAIN = OuterConfig(learning_rate=1.0, momentum=0.0)
 CONFIGS = [NESTEROV, PLAIN, OuterConfig(0.5, 0.9, False)]
 CUTS = ((5,), (CHUNK,), (65_535, 2, 65_537), (70_000, 1, 64, 64, 140_000), (131_072, 3))
-LONG = (CHUNK - 1, 2, 300, 17 * CHUNK, 255, 100_001)  # two segments, odd to every border
+LONG = (CHUNK - 1, 2, 300, 17 * CHUNK, 255, 100_001)  # more chunks than are sampled
+SHORT = (CHUNK - 1, 2, 300, 3 * CHUNK, 255, 30_001)  # two segments, odd to every border
 
 
 @pytest.fixture
 def compiled(monkeypatch):
-  """`compiled(True)`: from now on by kernels, whatever the size; `compiled(False)`: by NumPy."""
+  """`compiled(True)`: from now on by kernels, whatever the size; `compiled(False)`: by NumPy.
+
+  A segment has three chunks, so that a short fragment has two segments.
+  """
+  monkeypatch.setattr(passes, "SEGMENT", 3 * CHUNK)
 
   def choose(kernels):
     monkeypatch.setattr(passes, "COMPILED_FROM", 0 if kernels else 1 << 60)
@@ -124,7 +129,7 @@ def test_a_step_is_the_outer_optimizers_on_the_plain_sum(sizes, config):
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("name", ["f32", "bf16", "int8", "int4"])
 def test_kernels_and_threads_change_no_bit(name, config, compiled):
-  fragment = fragment_of(*LONG, average=[3])
+  fragment = fragment_of(*SHORT, average=[3])
   push_codec = "int4" if name == "int4" else "int8"
   deltas = randoms(6, fragment.size)
   deltas[1][: 2 * CHUNK] = 0  # scales of 0
@@ -166,7 +171,7 @@ def test_kernels_and_threads_change_no_bit(name, config, compiled):
 def test_a_codec_whose_values_are_only_converted_needs_a_name_and_a_type(same_bits, monkeypatch):
   monkeypatch.setattr(codec, "CODECS", (*codec.CODECS, "f16"))
   monkeypatch.setitem(codec._TYPES, "f16", np.dtype(np.float16))
-  fragment = fragment_of(*LONG, average=[3])
+  fragment = fragment_of(*SHORT, average=[3])
   pushes = encoded(randoms(2, fragment.size), "f16")
   assert pushes[0].payload.nbytes == codec.payload_bytes(fragment.size, "f16") == 2 * fragment.size
   same_bits(lambda: all_of(stepped_of(fragment, pushes, NESTEROV, "f16")[-1]))
@@ -243,7 +248,7 @@ def test_a_payload_at_an_odd_address_is_read_alike(compiled):
 def test_where_no_cpu_looks_up_the_bits_are_the_same(name, compiled, monkeypatch):
   kernels = passes._kernels()
   compiled(True)
-  fragment, found = fragment_of(*LONG, average=[3]), []
+  fragment, found = fragment_of(*SHORT, average=[3]), []
   for looks_up in (kernels.LOOKS_UP, False):
     monkeypatch.setattr(kernels, "LOOKS_UP", looks_up)
     pushes = encoded(randoms(6, fragment.size), name)

@@ -96,7 +96,7 @@ def test_islands_as_processes(tmp_path):
 
 def test_the_comparison_says_what_each_is_worth(tmp_path, monkeypatch, capsys):
   example = runpy.run_path(FILE)
-  table = example["main"](tmp_path, small(60))
+  table = example["main"](tmp_path, small(20))
   assert len(table) == 5 and all(0 <= row["accuracy"] <= 1 for row in table.values())
   assert "all four islands, merged" in capsys.readouterr().out
 

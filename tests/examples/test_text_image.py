@@ -30,11 +30,11 @@ STEPS = 110
 def small(steps: int = STEPS, **sections):
   """The config, shorter and with a smaller model."""
   config = experiment("configs/text_image.py", "config")
-  config.model.update(num_layers=2, model_dim=32, mlp_dim=96, num_heads=2, num_kv_heads=1)
+  config.model.update(num_layers=1, model_dim=32, mlp_dim=48, num_heads=2, num_kv_heads=1)
   config.data.source, config.data.heldout_sequences = "synthetic", 64
   config.islands.batch_size = 4
   config.run.update(evaluations=2, compare_alone=False, sample_tokens=16)
-  config.sync.snapshot_steps = 20
+  config.sync.update(snapshot_steps=20, num_fragments=2)
   config.islands.min_step_seconds = 0.05  # so that a snapshot is complete long before the end
   config.chaos.faults = ()
   for section, values in sections.items():
@@ -118,14 +118,14 @@ def test_islands_as_processes_where_one_is_killed(tmp_path):
 def test_the_script_says_what_is_looked_at(run):
   command = [sys.executable, "scripts/caption_digits.py", f"--workdir={run.workdir}"]
   done = subprocess.run(
-    [*command, "--images=40"],
+    [*command, "--images=10"],
     stdout=subprocess.PIPE,
     text=True,
     check=True,
     timeout=300,
   )
   found = json.loads(done.stdout.splitlines()[-1])
-  assert found["images"] == 40 and found["text_loss"] > 0
+  assert found["images"] == 10 and found["text_loss"] > 0
   for said in (found["accuracy"], found["image_loss"]):
     assert said.keys() == {"own", "shuffled", "blank"}
   assert all(0 <= share <= 1 for share in found["accuracy"].values())

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ddiloco.config import ModelConfig
 from ddiloco.models import transformer
-from ddiloco.models.model import PLAIN
+from ddiloco.models.model import PLAIN, Execution
 from ddiloco.models.transformer import language_model
 
 DENSE = ModelConfig(
@@ -60,23 +60,24 @@ def _count(model: ModelConfig, experts: int) -> int:
   return model.vocab_size * d + model.num_layers * layer + d + patches
 
 
-def random_tokens(model: ModelConfig, batch: int = 4, length: int = 8, seed: int = 1) -> jax.Array:
-  values = np.random.default_rng(seed).integers(0, model.vocab_size, (batch, length))
-  return jnp.asarray(values, jnp.int32)
+# Arrays are NumPy's: `jnp.asarray` compiles a program for every shape.
 
 
-def fresh(model: ModelConfig, seed: int = 0) -> dict[str, jax.Array]:
+def random_tokens(model: ModelConfig, batch: int = 4, length: int = 8, seed: int = 1) -> np.ndarray:
+  return np.random.default_rng(seed).integers(0, model.vocab_size, (batch, length)).astype("i4")
+
+
+def fresh(model: ModelConfig) -> dict[str, np.ndarray]:
   """Random parameters without compiling `init`; norm scales differ from 1, so that each shows."""
-  rng, params = np.random.default_rng(seed), {}
+  rng, params = np.random.default_rng(0), {}
   for name, leaf in language_model(model).shapes().items():
     noise = rng.standard_normal(leaf.shape, np.float32)
-    value = 1 + 0.3 * noise if name.endswith("scale") else 0.25 * noise
-    params[name] = jnp.asarray(value)
+    params[name] = 1 + 0.3 * noise if name.endswith("scale") else 0.25 * noise
   return params
 
 
-def normal(seed: int, *shape: int) -> jax.Array:
-  return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
+def normal(seed: int, *shape: int) -> np.ndarray:
+  return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
 def filled(build: Callable[[], nnx.Module], seed: int = 0) -> nnx.Module:
@@ -84,7 +85,7 @@ def filled(build: Callable[[], nnx.Module], seed: int = 0) -> nnx.Module:
   graph, state = nnx.split(nnx.eval_shape(build))
   rng = np.random.default_rng(seed)
   values = jax.tree.map(lambda leaf: 0.25 * rng.standard_normal(leaf.shape, np.float32), state)
-  return nnx.merge(graph, jax.tree.map(jnp.asarray, values))
+  return nnx.merge(graph, values)
 
 
 def loss(model: ModelConfig, params: dict[str, jax.Array], tokens_BxT: jax.Array, execution=PLAIN):
@@ -106,7 +107,15 @@ forward = jax.jit(
 gradient = jax.jit(jax.value_and_grad(loss, argnums=1, has_aux=True), static_argnums=(0, 3))
 
 
-def layout(mesh, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> NamedSharding:
+def mesh_of(*shape: int) -> Mesh:
+  return jax.make_mesh(shape, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+
+
+def over(mesh: Mesh, loss_chunks: int = 1) -> Execution:
+  return Execution(layout=lambda axes, shape: layout(mesh, shape, axes), loss_chunks=loss_chunks)
+
+
+def layout(mesh: Mesh, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> NamedSharding:
   """By `RULES`, in order; mesh axes that are taken or do not divide the dimension are left out."""
   taken, spec = set(), []
   for size, axis in zip(shape, axes, strict=True):

@@ -29,6 +29,11 @@ def parts_on(devices: int, experts: int = 0, **mesh: int) -> IslandStep:
   return IslandStep(config, 0, make_mesh(jax.devices()[:devices], config.islands.island(0)))
 
 
+def layouts_of(parts: IslandStep):
+  """Where its parameters are, and its optimizer's state."""
+  return jax.tree.map(lambda leaf: leaf.sharding, parts.layout.trees(parts.layout.leaves))
+
+
 @functools.cache
 def steps_of_one_device(experts: int):
   """(The island's step, its parameters, and of two steps the gradients, updates and state)."""
@@ -57,11 +62,11 @@ def test_updates_on_a_mesh_are_those_of_one_device(experts, mesh):
   cut = parts_on(8, experts, **mesh)
   shapes = [{n: (x.shape, x.dtype) for n, x in p.layout.leaves.items()} for p in (one, cut)]
   assert shapes[0] == shapes[1], "a state of one mesh fits every other"
-  layouts = {name: leaf.sharding for name, leaf in cut.leaves.items()}
-  state = cut.transform.init(params)
+  layouts, inner = there = layouts_of(cut)
+  state = jax.device_get(cut.transform.init(params))
+  compute = jax.jit(cut.transform.update, out_shardings=there)
   for grads, updates, states in steps:
-    placed = jax.device_put(grads, layouts), state, jax.device_put(params, layouts)
-    found, state = jax.jit(cut.transform.update)(*placed)
+    found, state = compute(*jax.device_put((grads, state, params), (layouts, inner, layouts)))
     for name, update in updates.items():
       np.testing.assert_allclose(found[name], update, rtol=0, atol=2e-5, err_msg=name)
     for mine, theirs in zip(*map(jax.tree.leaves, (states, state)), strict=True):
@@ -72,8 +77,8 @@ def test_updates_on_a_mesh_are_those_of_one_device(experts, mesh):
 def test_matrices_are_exchanged_and_never_gathered(mesh):
   parts = parts_on(8, **mesh)
   params, state = parts.layout.trees(parts.layout.leaves)
-  there = jax.tree.map(lambda leaf: leaf.sharding, (params, state))
-  update = jax.jit(parts.transform.update, out_shardings=there).lower(params, state, params)
+  compute = jax.jit(parts.transform.update, out_shardings=layouts_of(parts))
+  update = compute.lower(params, state, params)
   found = {x.kind: x.bytes for x in by_kind(list(find_collectives(update.compile().as_text(), 8)))}
   assert found.keys() == {"all-to-all", "all-reduce"}
   assert found["all-reduce"] < 100, "norms"
