@@ -48,7 +48,7 @@ NOTED = ("step", "copy_out", "apply", "capture", "reset")  # calls that all host
 
 def one_island(quick: bool) -> Config:
   """An island of two processes."""
-  config = bench_overhead.make_config(layers=1 if quick else 4)
+  config = bench_overhead.make_config(quick)
   islands = dataclasses.replace(
     config.islands, devices=DEVICES, hosts=HOSTS, data=2, fsdp=2, batch_size=8
   )
@@ -193,7 +193,7 @@ def killed_host(folder: Path) -> dict[str, Any]:
 
 def main() -> None:
   of_process = {"nargs": 4, "help": argparse.SUPPRESS}  # of a process that this script starts
-  given = common.options(__doc__, {"pairs": 4}, pairs=60, block=8, process=of_process)
+  given = common.options(__doc__, {"pairs": 2}, pairs=60, block=8, process=of_process)
   if given.process:
     name, url, syncer, folder = given.process
     bench = bench_overhead.Bench(one_island(given.quick), given.pairs, given.block)

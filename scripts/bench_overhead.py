@@ -43,9 +43,10 @@ FRAGMENTS = 8
 SETTLE_SECONDS = 0.3
 
 
-def make_config(layers: int) -> Config:
+def make_config(quick: bool) -> Config:
   """One fragment a step, as in the paper."""
-  model = {"num_layers": layers, "model_dim": 128, "head_dim": 32, "mlp_dim": 384}
+  layers, width = (1, 32) if quick else (4, 128)
+  model = {"num_layers": layers, "model_dim": width, "head_dim": width // 4, "mlp_dim": 3 * width}
   sync = {"num_shards": 1, "num_fragments": FRAGMENTS, "sync_period": FRAGMENTS}
   islands, run = {"num_learners": 1}, {"total_tokens": 1 << 50}
   return from_dict({"model": model, "sync": sync, "islands": islands, "run": run})
@@ -214,7 +215,7 @@ def main() -> None:
   engine = {"choices": list(ENGINES), "default": "threads"}
   args = common.options(__doc__, {"pairs": 1}, engine=engine, pairs=40, block=FRAGMENTS)
   in_process.prepare()
-  config = make_config(layers=1 if args.quick else 4)
+  config = make_config(args.quick)
   measured, rounds = ENGINES[args.engine]((config, args.pairs, args.block))
 
   result = compared(measured, args.pairs, args.block)

@@ -500,7 +500,7 @@ def bench_copies(values: int, learners: int) -> dict[str, Any]:
 
 
 def main() -> None:
-  quick = {"values": 5_000_000}
+  quick = {"values": 1_000_000}
   args = common.options(
     __doc__, quick, values=508_000_000, fragments=1, learners=8, repeats=(5, "of the commit")
   )

@@ -208,7 +208,7 @@ def main() -> None:
   problems = common.names_of(("regression", "text"))
   options = common.options(
     __doc__,
-    {"away": [110], "before": 20, "after": 40, "period": 12},
+    {"away": [56], "before": 10, "after": 20, "period": 6},
     problems={"type": problems, "default": "regression,text"},
     away={"type": common.several(int), "default": "600,2000", "help": "steps"},
     before=200,

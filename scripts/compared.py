@@ -79,7 +79,7 @@ SIZES: dict[str, Size] = {
   "1m": Size(5, 128, 10_240_000, "33k", 128, 32, (1e-3, 2e-3, 4e-3, 8e-3)),
   "10m": Size(12, 256, 49_152_000, "33k", 256, 64, (5e-4, 1e-3, 2e-3, 4e-3)),
 }
-QUICK = Size(2, 32, 49_152)
+QUICK = Size(2, 32, 32_768)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,7 +29,7 @@ import collections
 import dataclasses
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -48,7 +48,9 @@ from ddiloco.protocol import learner
 from ddiloco.protocol.events import Evaluation, Step
 
 ROWS = ("undisturbed", "faults")
-LEARNERS, SHARDS, BATCH, LENGTH = 4, 2, 4, 128  # of configs/quickstart.py
+LEARNERS, SHARDS = 4, 2  # of the configs
+STEP_TOKENS = LEARNERS * 4 * 128  # of configs/quickstart.py
+QUICK_STEP_TOKENS = LEARNERS * 4 * 64  # of configs/tutorial.py
 PACE_SECONDS = 0.2  # least time of a step: four islands' steps take less on two cores
 OUTLIVED = 50  # quarantines and crashes that a role may have had
 # Mean benchmark scores (text, vision), 5B on 1T tokens, arXiv 2604.21428: data-parallel without
@@ -57,13 +59,14 @@ PUBLISHED = {"undisturbed": (70.1, 58.7), "faults": (69.8, 58.6)}
 
 
 def make_config(
-  row: str, seed: int, tokens: int, faults: int, kinds: Sequence[str], more: Mapping[str, Any]
+  row: str, seed: int, options: argparse.Namespace, more: Mapping[str, Any]
 ) -> Config:
+  name = "tutorial" if options.quick else "quickstart"
   fields: dict[str, Any] = {
     **more,
     "seed": seed,
     "sync.snapshot_steps": 50,
-    "run.total_tokens": tokens,
+    "run.total_tokens": options.tokens,
     "run.evaluations": 12,
     "run.sample_tokens": 0,
     "run.max_restarts": OUTLIVED,
@@ -71,14 +74,14 @@ def make_config(
     "chaos.faults": (),
   }
   if row == "faults":
-    steps = tokens // (LEARNERS * BATCH * LENGTH)
-    plan = random_faults(seed, faults, 0.9 * steps, LEARNERS, SHARDS, kinds)
+    steps = options.tokens // (QUICK_STEP_TOKENS if options.quick else STEP_TOKENS)
+    plan = random_faults(seed, options.faults, 0.9 * steps, LEARNERS, SHARDS, options.kinds)
     by_step = [
       dataclasses.replace(fault, at_step=1 + int(fault.at_seconds), at_seconds=-1.0)
       for fault in plan
     ]
     fields["chaos.faults"] = tuple(dataclasses.asdict(fault) for fault in by_step)
-  return common.config_of("quickstart", fields)
+  return common.config_of(name, fields)
 
 
 def in_virtual_time(options: argparse.Namespace) -> dict[str, list[float]]:
@@ -95,7 +98,7 @@ def in_virtual_time(options: argparse.Namespace) -> dict[str, list[float]]:
 
   for seed in range(options.seeds):
     for row in ROWS:
-      config = make_config(row, seed, options.tokens, options.faults, options.kinds, fields)
+      config = make_config(row, seed, options, fields)
       final[row].append(kept.of(row, missed, config, loss))
   return final
 
@@ -154,12 +157,11 @@ def summarise(logs: dict[str, list[EventLog]], tokens: int) -> dict[str, Any]:
 
 
 def main() -> None:
-  step_tokens = LEARNERS * BATCH * LENGTH
   options = common.options(
     __doc__,
-    {"seeds": 1, "tokens": 40 * step_tokens, "faults": 6},
+    {"seeds": 1, "tokens": 40 * QUICK_STEP_TOKENS, "faults": 6},
     seeds=3,
-    tokens=600 * step_tokens,
+    tokens=600 * STEP_TOKENS,
     faults=(40, "in each run under faults"),
     kinds={"type": common.names_of(KINDS), "default": ",".join(KINDS)},
     workdir=common.ROOT / "runs" / "quality",
@@ -182,7 +184,7 @@ def main() -> None:
   logs: dict[str, list[EventLog]] = {row: [] for row in ROWS}
   for seed in range(options.seeds):
     for row in ROWS:
-      config = make_config(row, seed, options.tokens, options.faults, kinds, fields)
+      config = make_config(row, seed, options, fields)
       events = common.train(config, options.workdir.absolute() / f"{names[row]}-{seed}")
       logs[row].append(events)
       print(

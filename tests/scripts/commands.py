@@ -1,4 +1,4 @@
-"""A script of the project as a user runs it: `python scripts/NAME ...`, in a process of its own."""
+"""A script of the project as a user runs it: `python scripts/NAME ...`, or in this process."""
 
 from __future__ import annotations
 
@@ -45,6 +45,11 @@ def status(module: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: str)
   return ended.value.code or 0
 
 
+def last(printed: str) -> dict[str, Any]:
+  """The JSON object in the last line of what a script has printed."""
+  return json.loads(printed.splitlines()[-1])
+
+
 def result(line: str, *arguments: str | Path, **how: Any) -> dict[str, Any]:
-  """The JSON object in its last line; `how`: see `said`."""
-  return json.loads(said(line, *arguments, **how).splitlines()[-1])
+  """What `last` finds; `how`: see `said`."""
+  return last(said(line, *arguments, **how))

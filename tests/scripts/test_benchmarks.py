@@ -110,7 +110,7 @@ def test_bare_steps_run_where_a_captured_state_lies_in_the_host_s_memory(script,
   """As on accelerators, whose steps take no array from there."""
   bench = script("bench_overhead")
   monkeypatch.setattr(step, "host_memory", lambda device: "pinned_host")
-  config = bench.make_config(layers=1)
+  config = bench.make_config(quick=True)
   island = Island(config, 0, jax.devices()[:1], initial.make_plan(config))
   island.load(initial.initial_params(config))
   before = island.params_on_host()

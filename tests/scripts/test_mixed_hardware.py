@@ -10,7 +10,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(800)]
 
 
 def test_each_island_comes_back_elsewhere_and_the_trace_holds(tmp_path):
-  found = result("mixed_hardware.py --cpu --commits=4", f"--workdir={tmp_path / 'run'}")
+  workdir = f"--workdir={tmp_path / 'run'}"
+  found = result("mixed_hardware.py --cpu --commits=4", workdir, optimized=False)
   assert found["trace"] and found["kinds"] == ["cpu"] and found["blocked_seconds"] == 0
   lives = found["lives"]
   assert sorted(life["island"] for life in lives) == [0, 0, 1, 1]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
-import subprocess
-import sys
 
 import pytest
 
 from tests.scripts import commands
 
-SCRIPT = commands.SCRIPTS / "random_worlds.py"
 FAMILIES = {"faults", "storms", "disasters", "endings", "liar", "supervisor", "algorithm"}
 
 
@@ -30,26 +28,18 @@ def _happened(found: dict) -> dict:
   return {k: v for k, v in found["families"]["storms"].items() if k != "seconds"}
 
 
-def test_a_world_that_fails_is_named_and_the_others_still_judged():
-  code = f"""
-import collections, runpy, sys
-from tests.protocol import storms
-def check(seed):
-  assert seed != 5, "no commits"
-  return collections.Counter(kill=1)
-storms.check = check
-sys.path.insert(0, {str(SCRIPT.parent)!r})
-sys.argv = ["random_worlds.py", "--family=storms", "--first=3", "--seeds=4", "--processes=1"]
-import concurrent.futures
-concurrent.futures.ProcessPoolExecutor = concurrent.futures.ThreadPoolExecutor
-runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
-"""
-  done = subprocess.run(
-    [sys.executable, "-c", code],
-    capture_output=True, text=True, timeout=100, cwd=commands.SCRIPTS.parent,
-  )  # fmt: skip
-  assert done.returncode == 1, done.stderr
-  named, last = done.stdout.splitlines()
+def test_a_world_that_fails_is_named_and_the_others_still_judged(script, monkeypatch, capsys):
+  def check(seed):
+    if seed == 5:
+      raise AssertionError("no commits")
+    return {"kill": 1}
+
+  worlds, threads = script("random_worlds"), concurrent.futures.ThreadPoolExecutor
+  monkeypatch.setitem(worlds.FAMILIES, "storms", check)
+  monkeypatch.setattr(concurrent.futures, "ProcessPoolExecutor", threads)
+  arguments = "--family=storms", "--first=3", "--seeds=4", "--processes=1"
+  assert commands.status(worlds, monkeypatch, *arguments) == 1
+  named, last = capsys.readouterr().out.splitlines()
   assert named == "storms: world 5: AssertionError('no commits')"
   family = json.loads(last)["families"]["storms"]
   assert (family["worlds"], family["failed"], family["kill"]) == (4, 1, 3)

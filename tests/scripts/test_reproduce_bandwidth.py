@@ -8,9 +8,9 @@ GRID_STEP = 10 ** (4 / 49)  # between two bandwidths of the published table
 
 
 @pytest.mark.slow
-def test_it_prints_ours_beside_the_published_and_draws(tmp_path):
+def test_it_prints_ours_beside_the_published_and_draws(here, tmp_path):
   picture = tmp_path / "bandwidth.png"
-  result = commands.result("reproduce_bandwidth.py", f"--picture={picture}")
+  result = commands.last(here("reproduce_bandwidth.py", f"--picture={picture}"))
   assert picture.read_bytes().startswith(b"\x89PNG")
 
   ours, published = result["required_gbps"], result["published_gbps"]

@@ -1,7 +1,5 @@
 """A small run of the headline script: what it promises, at a size that means little."""
 
-import functools
-import json
 import math
 
 import pytest
@@ -13,17 +11,11 @@ PARTS = ("decoupled", "elastic", "inelastic")
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_decoupled_islands_get_more_done_than_data_parallel_under_the_same_kills(tmp_path):
+def test_decoupled_islands_get_more_done_than_data_parallel_under_the_same_kills(tmp_path, here):
   plot = tmp_path / "goodput.png"
-  reproduce = functools.partial(
-    commands.said,
-    "reproduce_goodput.py --quick",
-    f"--workdir={tmp_path}",
-    f"--plot={plot}",
-    optimized=False,
-  )
-  said = reproduce()
-  result = json.loads(said.splitlines()[-1])
+  line = f"reproduce_goodput.py --quick --workdir={tmp_path} --plot={plot}"
+  said = commands.said(line, optimized=False)
+  result = commands.last(said)
   for part in PARTS:
     assert 0 < result[f"goodput_{part}"] <= 1 and 0 < result[f"uptime_{part}"] <= 1
     share = result["with_start_up"][part] + sum(result["causes"][part].values())
@@ -34,6 +26,6 @@ def test_decoupled_islands_get_more_done_than_data_parallel_under_the_same_kills
   assert result["goodput_decoupled"] > result["goodput_elastic"] > 0, said
   assert result["uptime_decoupled"] > result["uptime_inelastic"], said
   assert plot.stat().st_size > 10_000
-  again = reproduce()
+  again = here(line)
   assert again.count("done before") == len(PARTS)
-  assert json.loads(again.splitlines()[-1]) == result
+  assert commands.last(again) == result

@@ -11,9 +11,9 @@ from tests.scripts import commands
 
 
 @pytest.mark.slow
-def test_all_cells_are_near_the_published_ones(script, tmp_path):
+def test_all_cells_are_near_the_published_ones(script, here, tmp_path):
   picture = tmp_path / "table1.png"
-  found = commands.result("reproduce_table1.py --quick", f"--picture={picture}")
+  found = commands.last(here("reproduce_table1.py --quick", f"--picture={picture}"))
   assert picture.stat().st_size > 10_000
   published = script("reproduce_table1").PUBLISHED
   assert list(found["cells"]) == list(found["uptime"]) == list(published)

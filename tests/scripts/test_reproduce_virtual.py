@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.scripts import commands
 
 
-def last_line(script: str, picture: Path) -> dict:
-  found = commands.result(script, "--quick", f"--picture={picture}")
-  assert picture.stat().st_size > 10_000
+@pytest.fixture
+def drawn(here, tmp_path):
+  """The last line of a script that draws a picture."""
+
+  def found(line):
+    picture = tmp_path / "picture.png"
+    said = commands.last(here(line, f"--picture={picture}"))
+    assert picture.stat().st_size > 10_000
+    return said
+
   return found
 
 
-def test_the_picture_of_a_round_is_of_one_that_waited(tmp_path):
-  picture = tmp_path / "round.png"
-  found = commands.result("round_picture.py", f"--picture={picture}")
-  assert picture.stat().st_size > 10_000 and 1 < found["seconds"] < 6
+def test_the_picture_of_a_round_is_of_one_that_waited(drawn):
+  assert 1 < drawn("round_picture.py")["seconds"] < 6
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_only_lock_step_waits_for_slow_islands(tmp_path):
-  found = last_line("reproduce_heterogeneous.py", tmp_path / "h.png")
+def test_only_lock_step_waits_for_slow_islands(drawn):
+  found = drawn("reproduce_heterogeneous.py --quick")
   goodput, part = found["goodput"], found["participation"]
   assert abs(goodput["K = 8"] - found["published"]["K = 8"]) < 5
   assert goodput["K = 1"] == goodput["K = 1 + grace"] == goodput["rebase"] == 100
@@ -36,8 +39,8 @@ def test_only_lock_step_waits_for_slow_islands(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_compute_that_comes_and_goes_shortens_a_run(tmp_path):
-  found = last_line("reproduce_scavenging.py", tmp_path / "s.png")
+def test_compute_that_comes_and_goes_shortens_a_run(drawn):
+  found = drawn("reproduce_scavenging.py --quick")
   times = found["decoupled"]
   assert list(times) == list(found["published"]["decoupled"])
   assert max(times["+100 %"], times["+300 %"]) < 0.95, "one seed and 100 steps say no more"
@@ -48,8 +51,8 @@ def test_compute_that_comes_and_goes_shortens_a_run(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_slow_links_between_regions_hold_up_no_island():
-  found = commands.result("reproduce_regions.py", "--quick", "--merge_gbytes=25")
+def test_slow_links_between_regions_hold_up_no_island(here):
+  found = commands.last(here("reproduce_regions.py --quick --merge_gbytes=25"))
   for row in ("2 Gbit/s", "5 Gbit/s"):
     each = found[row]
     assert each["utilisation"] > 99 and each["data_parallel"] > 20

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from common import processes_of
 
 from ddiloco import config
 from ddiloco.observe.eventlog import Recorder
@@ -60,24 +61,6 @@ def skip_if_told(status: int | None, errors: str) -> None:
     pytest.skip(errors.strip())
 
 
-def processes_of(workdir: Path) -> list[str]:
-  """Command lines of what still works for this run."""
-  found = []
-  for path in Path("/proc").glob("[0-9]*/cmdline"):
-    try:
-      line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:  # ended in between
-      continue
-    if str(workdir) in line:
-      found.append(line)
-  return found
-
-
-def wait_for(path: Path, process: subprocess.Popen) -> None:
-  while not path.exists() and process.poll() is None:
-    time.sleep(0.05)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(800)
 def test_a_run_over_long_links(tmp_path):
@@ -107,7 +90,7 @@ def test_a_run_over_long_links(tmp_path):
   for who in ("planned", "virtual"):  # the machine may be busy; 10 % is for a calm one
     assert abs(result["error_percent"][who]["sync_seconds"]) < 35
   assert (tmp_path / "run" / "report" / "index.html").exists()
-  assert not processes_of(tmp_path)
+  assert not processes_of(tmp_path / "run")
 
 
 @pytest.mark.slow
@@ -117,9 +100,10 @@ def test_nothing_is_left_however_it_ends(tmp_path, how):
     command(tmp_path), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=HERE
   )
   try:
-    wait_for(tmp_path / "run" / "logs" / "learner-1.log", process)
+    while not (tmp_path / "run/logs/learner-1.log").exists() and process.poll() is None:
+      time.sleep(0.05)
     if process.poll() is None:
-      assert processes_of(tmp_path)
+      assert processes_of(tmp_path / "run")
     process.send_signal(how)
     _, errors = process.communicate(timeout=30)
   finally:
@@ -127,7 +111,7 @@ def test_nothing_is_left_however_it_ends(tmp_path, how):
   skip_if_told(process.returncode, errors)
   ended = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}
   assert process.returncode == ended[how], errors
-  while left := processes_of(tmp_path):  # a kill -9 travels on through the kernel
+  while left := processes_of(tmp_path / "run"):  # a kill -9 travels on through the kernel
     time.sleep(0.05)
   assert not left
 
@@ -152,7 +136,7 @@ def test_a_role_that_fails_is_shown_and_ends_the_run(tmp_path):
   skip_if_told(done.returncode, done.stderr)
   assert done.returncode == 1
   assert "ended with status" in done.stderr and "/nowhere" in done.stderr
-  assert not processes_of(tmp_path)
+  assert not processes_of(tmp_path / "run")
 
 
 def test_without_the_right_to_make_namespaces_it_is_skipped_and_says_so(tmp_path):
