@@ -8,6 +8,7 @@ import shutil
 import signal
 import tempfile
 
+import hypothesis
 import pytest
 
 from ddiloco import environment, runtime
@@ -22,6 +23,10 @@ gc.disable()  # until all tests are imported
 KNOWN = importlib.metadata.version("jaxlib").startswith("0.10.")
 UNSPLIT = "--xla_cpu_parallel_codegen_split_count=1"
 QUICK_TO_COMPILE = f"--xla_cpu_use_fusion_emitters=false {UNSPLIT}" if KNOWN else ""
+
+# An example may take any time: a busy machine is no fault.
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 # What one test or one of its processes compiles, none compiles again, in none of pytest's workers.
 if "PYTEST_XDIST_WORKER" not in os.environ:

@@ -161,7 +161,7 @@ def test_extremes_round_trip(name, peak):
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(floats, min_size=1, max_size=600), st.sampled_from(sorted(BLOCKWISE)))
 @example([3.4028234663852886e38, -3.4028234663852886e38], "int4")
 @example([1.401298464324817e-45] * 300, "int8")
@@ -175,7 +175,7 @@ def test_error_is_at_most_half_a_scale(numbers, name):
   np.testing.assert_array_equal(codec.decode(payload.copy(), x.size, name), y)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data(), st.sampled_from(codec.CODECS), st.integers(0, 600), st.integers(0, 2**32 - 1))
 def test_random_bytes_give_a_vector_or_a_codec_error(data, name, size, seed):
   right = codec.payload_bytes(size, name)

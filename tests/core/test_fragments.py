@@ -56,7 +56,7 @@ def plan_or_reason(specs, config):
     return None, str(error)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(trees(), st.sampled_from(POLICIES), st.integers(1, 5), st.integers(0, 4))
 def test_every_element_in_exactly_one_fragment(specs, policy, num_fragments, max_rows):
   plan, reason = plan_or_reason(specs, sync(policy, num_fragments, max_rows=max_rows))
@@ -80,7 +80,7 @@ def test_every_element_in_exactly_one_fragment(specs, policy, num_fragments, max
   assert sum(plan.sizes) == sum(math.prod(s.shape) for s in specs)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(trees(), st.sampled_from(POLICIES), st.integers(1, 3), st.integers(0, 2**32 - 1))
 def test_split_then_join_is_the_identity(specs, policy, num_fragments, seed):
   plan, _ = plan_or_reason(specs, sync(policy, num_fragments, max_rows=2))
@@ -96,7 +96,7 @@ def test_split_then_join_is_the_identity(specs, policy, num_fragments, seed):
     np.testing.assert_array_equal(joined[name].view(np.uint32), leaf.view(np.uint32))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 60), min_size=3, max_size=8), st.integers(1, 3))
 def test_balanced_peak_is_within_four_thirds_of_the_optimum(sizes, num_fragments):
   specs = [TensorSpec(f"t{i}", (n,), False, False) for i, n in enumerate(sizes)]

@@ -118,7 +118,7 @@ def test_equal_norms_keep_their_norm(num):
     assert (squared_norms(fragment, plain) < 0.75 * 9).all()  # what RDA is there to avoid
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 2**32 - 1), st.floats(1e-12, 1e12))
 def test_one_learner_gets_its_own_delta_bitwise(seed, size):
   fragment = fragment_of(64, 1, 700, average=[1])
@@ -127,7 +127,7 @@ def test_one_learner_gets_its_own_delta_bitwise(seed, size):
   np.testing.assert_array_equal(merged(fragment, [delta], [1.0]), delta)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 2**32 - 1))
 def test_what_one_of_several_learners_has_moved_keeps_its_direction_bitwise(seed):
   fragment = fragment_of(64, 700)
@@ -137,7 +137,7 @@ def test_what_one_of_several_learners_has_moved_keeps_its_direction_bitwise(seed
   np.testing.assert_array_equal(result, np.float32(0.3) * first + np.float32(0.7) * second)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(1, 6), st.integers(0, 2**32 - 1), st.permutations(range(6)))
 def test_order_of_learners_does_not_matter(num, seed, permutation):
   fragment = fragment_of(10, 300, 9, average=[0])
@@ -150,7 +150,7 @@ def test_order_of_learners_does_not_matter(num, seed, permutation):
   np.testing.assert_allclose(unsorted, straight, rtol=1e-4, atol=1e-5)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(1, 8), st.integers(0, 2**32 - 1), st.floats(1e-15, 1e15))
 def test_agrees_with_the_naive_formula(num, seed, size):
   fragment = fragment_of(33, 5000, 7, average=[2])

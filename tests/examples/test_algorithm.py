@@ -3,7 +3,7 @@
 import re
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ddiloco.core.delta import learner_weights
@@ -33,7 +33,6 @@ def test_together_they_learn_more_than_one_alone(capsys, monkeypatch):
   assert merged < 0.8 * alone
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=6))
 def test_weights_are_those_of_the_package(steps):
   tokens = tuple(EXAMPLE["BATCH"] * n for n in steps)

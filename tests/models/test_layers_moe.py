@@ -112,7 +112,7 @@ def test_gradients_equal_those_of_the_dense_form():
 assign = jax.jit(layers.assign_slots, static_argnums=(1, 2))
 
 
-@hypothesis.settings(max_examples=40, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=40, derandomize=True)
 @hypothesis.given(
   st.lists(st.integers(0, 2), min_size=24, max_size=24), st.sampled_from([1, 3, 12])
 )

@@ -256,13 +256,13 @@ def is_malformed_or_a_message(body: bytes, payload) -> bool:
   return decode(again, same_payload) == message
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=200), st.sampled_from([None, BYTES]))
 def test_random_bytes(header, payload):
   assert is_malformed_or_a_message(header, payload)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.sampled_from(EXAMPLES), st.lists(st.tuples(st.integers(0, 10**6), st.binary(max_size=3))))
 def test_mutated_frames(message, edits):
   header, payload = encode(message)
@@ -293,7 +293,7 @@ ANYTHING = st.recursive(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.sampled_from(EXAMPLES), st.integers(0, 20), ANYTHING)
 def test_any_value_in_any_place(message, place, value):
   header = header_of(message)

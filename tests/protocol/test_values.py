@@ -90,7 +90,7 @@ def through_json(state):
 
 
 @pytest.mark.parametrize("cls", [LearnerState, FragmentState])
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_any_state_comes_back_from_json(cls, data):
   state = data.draw(values_of(cls))

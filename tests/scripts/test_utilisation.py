@@ -7,7 +7,7 @@ import math
 
 import pytest
 import utilisation as bandwidth
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from utilisation import Method, Workload
 
@@ -38,7 +38,6 @@ waiting = st.builds(
 
 
 @given(works, waiting, speeds, st.floats(1.001, 100))
-@settings(deadline=None)
 def test_more_bandwidth_is_never_worse_and_more_bytes_never_better(work, method, gbps, factor):
   here = bandwidth.utilisation(work, method, gbps)
   assert 0 < here <= 1
@@ -51,7 +50,6 @@ def test_more_bandwidth_is_never_worse_and_more_bytes_never_better(work, method,
 
 
 @given(works, waiting, speeds)
-@settings(deadline=None)
 def test_overlap_and_rarer_syncs_never_hurt(work, method, gbps):
   here = bandwidth.utilisation(work, method, gbps)
   longer = dataclasses.replace(method, overlap_steps=method.overlap_steps + 1)
@@ -63,7 +61,6 @@ def test_overlap_and_rarer_syncs_never_hurt(work, method, gbps):
 
 
 @given(works, waiting, shares)
-@settings(deadline=None)
 def test_required_bandwidth_inverts_utilisation(work, method, share):
   gbps = bandwidth.required_gbps(work, method, share)
   assert bandwidth.utilisation(work, method, gbps) >= share
@@ -73,7 +70,6 @@ def test_required_bandwidth_inverts_utilisation(work, method, share):
 
 
 @given(works, shares)
-@settings(deadline=None)
 def test_decoupled_computes_at_any_bandwidth_and_syncs_as_often_as_it_can(work, share):
   gbps = bandwidth.required_gbps(work, DECOUPLED, share)
   assert bandwidth.utilisation(work, DECOUPLED, 1e-6) == 1
@@ -109,7 +105,6 @@ def test_latency_that_nothing_hides_makes_a_share_impossible():
   st.floats(0.05, 5),
   st.floats(0.0, 1.0),
 )
-@settings(deadline=None)
 def test_a_naive_simulation_agrees(layers, fragments, period, overlap, whole, backward):
   """Layer by layer over one link, fragments far enough apart that none meets another."""
   fragments = min(fragments, layers)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ddiloco.checkpoint import buddy as buddies
@@ -39,7 +39,6 @@ def worlds(draw):
 
 
 @given(worlds())
-@settings(deadline=None)
 def test_links_carry_what_every_single_message_adds_up_to(world):
   sizes, sync, islands, apart = world
   places = islands + sync.num_shards if apart else islands

@@ -112,7 +112,7 @@ def test_inelastic_is_a_renewal_process(chips):
   assert chip_time.inelastic(fleet).goodput == pytest.approx(wanted, abs=0.004)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(FLEETS)
 def test_every_chip_second_is_accounted_for(fleet):
   for job in (chip_time.inelastic, chip_time.elastic, chip_time.decoupled):
@@ -126,7 +126,7 @@ def test_every_chip_second_is_accounted_for(fleet):
     assert -1e-9 <= least - 1e-9 <= spent.goodput <= spent.uptime + 1e-9 <= 1 + 2e-9
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(FLEETS, st.integers(1, 50))
 def test_pauses_are_in_order_and_absences_end_with_one(fleet, slices):
   times, places = chip_time.strike(fleet)
@@ -138,7 +138,7 @@ def test_pauses_are_in_order_and_absences_end_with_one(fleet, slices):
   assert all(since <= until and until in ends for since, until in job.away)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(st.integers(100_000, 2_000_000), st.integers(1, 8), st.integers(0, 1000))
 def test_goodput_falls_with_the_failure_rate(chips, learners, seed):
   fleet = Fleet(chips=chips, learners=learners, seed=seed, days=10)
@@ -147,7 +147,7 @@ def test_goodput_falls_with_the_failure_rate(chips, learners, seed):
     assert job(often).goodput < job(fleet).goodput, job.__name__
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(st.integers(200_000, 2_400_000), st.integers(0, 1000))
 def test_goodput_and_uptime_rise_with_the_number_of_learners(chips, seed):
   fleets = [Fleet(chips=chips, learners=m, seed=seed, days=10) for m in (1, 2, 4, 8, 16)]

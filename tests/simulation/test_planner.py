@@ -7,7 +7,7 @@ import math
 import re
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ddiloco.config import ConfigError, SyncConfig
@@ -144,7 +144,6 @@ def test_what_is_missing_stretches_the_period_or_makes_lock_step_wait():
 
 
 @given(any_setting(), st.floats(1.01, 50))
-@settings(deadline=None)
 def test_more_bandwidth_is_never_worse(setting, factor):
   slow = planner.make(setting)
   wide = dataclasses.replace(
@@ -158,7 +157,6 @@ def test_more_bandwidth_is_never_worse(setting, factor):
 
 
 @given(any_setting())
-@settings(deadline=None)
 def test_the_peak_is_the_bandwidth_at_which_tau_just_hides_a_sync(setting):
   plan = planner.make(setting)
   assume(math.isfinite(plan.peak_gbps) and plan.peak_gbps > 0)
@@ -169,7 +167,6 @@ def test_the_peak_is_the_bandwidth_at_which_tau_just_hides_a_sync(setting):
 
 
 @given(any_setting())
-@settings(deadline=None)
 def test_utilisation_falls_only_where_learners_wait_and_words_follow_numbers(setting):
   plan = planner.make(setting)
   assert 0 < plan.utilisation <= 1
@@ -184,7 +181,6 @@ def test_utilisation_falls_only_where_learners_wait_and_words_follow_numbers(set
 
 
 @given(any_setting())
-@settings(deadline=None)
 def test_its_fixes_are_fixes(setting):
   plan = planner.make(setting)
   for finding in planner.findings(setting, plan):

@@ -79,7 +79,7 @@ def test_windows_by_hand(tmp_path):
   assert corpus.train.read([0]).dtype == np.int32
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
   lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=4),
   length=st.integers(1, 20),
@@ -201,7 +201,7 @@ def test_streams_of_an_epoch_partition_the_training_windows(tmp_path, epoch):
   assert max(map(len, streams)) - min(map(len, streams)) <= 1
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
   lengths=st.lists(st.integers(1, 900), min_size=2, max_size=5),
   dtype=st.sampled_from(["uint16", "uint32"]),
