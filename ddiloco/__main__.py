@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 
-from ddiloco.environment import INTERRUPTED, end_now
+from ddiloco.environment import INTERRUPTED, end_now, importing
 
 
 def entry() -> None:
@@ -14,7 +14,8 @@ def entry() -> None:
     signal.signal(signal.SIGINT, _end)
   if sys.argv[1:2] == ["train"]:  # of a whole run SIGTERM is as Ctrl-C, also before and after it
     signal.signal(signal.SIGTERM, _end)
-  from ddiloco import cli
+  with importing():
+    from ddiloco import cli
 
   cli.entry()
 

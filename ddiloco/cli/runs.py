@@ -66,9 +66,10 @@ def train(arguments: list[str]) -> int:
   rule, good = f"--engine={engine} does not use Ray", engine == "ray" or not address
   require(good, "--ray_address", address, rule, "add --engine=ray")
   cpu_only = given.cpu or given.dry_run  # Orbax looks for devices
-  ready(config, cpu_only, engine)
-  from ddiloco.engines import session
-  from ddiloco.training.data import check_here
+  with environment.importing():
+    ready(config, cpu_only, engine)
+    from ddiloco.engines import session
+    from ddiloco.training.data import check_here
 
   if given.dry_run:
     print(session.describe(config, check_here(config)))
@@ -401,8 +402,9 @@ def learner(arguments: list[str]) -> int:
   number = given.needed("learner", "3, its number")
   island = config.islands.island(number)
   count = island.devices // island.hosts or 1
-  environment.prepare(num_cpu_devices=count, cpu_only=given.cpu, gpus=_gpus(given))
-  from ddiloco.engines import single_roles
+  with environment.importing():
+    environment.prepare(num_cpu_devices=count, cpu_only=given.cpu, gpus=_gpus(given))
+    from ddiloco.engines import single_roles
 
   # Host 0 looks for the others, whose config does not become that of the workdir's run.
   corpus = None if place.host else _checked_data(given, config)
@@ -425,8 +427,9 @@ def syncer(arguments: list[str]) -> int:
   place = _place(given, bind=given.needed("bind", "tcp://127.0.0.1:7000"))
   if not given.attached:
     refuse_trained(place.workdir)
-  environment.prepare(num_cpu_devices=1, cpu_only=True)
-  from ddiloco.engines.single_roles import run_syncer
+  with environment.importing():
+    environment.prepare(num_cpu_devices=1, cpu_only=True)
+    from ddiloco.engines.single_roles import run_syncer
 
   return run_syncer(config, shard, place)
 
@@ -444,8 +447,9 @@ def evaluator(arguments: list[str]) -> int:
   refuse_trained(place.workdir)  # that run has one, in its own process
   devices = config.run.evaluator_devices
   cpu_only = given.cpu or not devices
-  environment.prepare(num_cpu_devices=devices or 1, cpu_only=cpu_only, gpus=_gpus(given))
-  from ddiloco.engines import single_roles
+  with environment.importing():
+    environment.prepare(num_cpu_devices=devices or 1, cpu_only=cpu_only, gpus=_gpus(given))
+    from ddiloco.engines import single_roles
 
   corpus = _checked_data(given, config) if config.run.evaluations else None
   return single_roles.run_evaluator(config, place, corpus)

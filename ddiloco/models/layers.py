@@ -63,14 +63,14 @@ def drawn(key: jax.Array, shape: tuple[int, ...], stddev: float, axes: Axes) -> 
   """A `parameter` of f32 normal values cut off at two standard deviations; `stddev`: after that.
 
   On the CPU random bits take three times the memory of the values. So layers are drawn one by one,
-  also where they are mapped, and a larger array than any layer has in parts of its rows.
+  also where they are mapped, and a larger array than any layer has in parts of its rows. All are
+  drawn as vectors, whose values are the same: so arrays of one size share one program.
   """
   rows, size = shape[0], math.prod(shape)
   parts = next(n for n in range(1, rows + 1) if rows % n == 0 and size <= n * MOST_DRAWN)
 
   def draw(key: jax.Array) -> jax.Array:
-    part = rows // parts, *shape[1:]
-    unit = jax.random.truncated_normal(key, -2.0, 2.0, part, jnp.float32)
+    unit = jax.random.truncated_normal(key, -2.0, 2.0, (size // parts,), jnp.float32)
     return unit * (stddev / _TRUNCATED_STDDEV)
 
   def draw_all(key: jax.Array) -> jax.Array:

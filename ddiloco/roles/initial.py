@@ -179,10 +179,9 @@ def _parameters(config: Config, wanted: Container[str]) -> Iterator[tuple[str, n
   for names in _groups(all_shapes):
     if not any(name in wanted for name in names):
       continue
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-      key = jax.random.key(config.seed)
-      optimized = sum(math.prod(all_shapes[name]) for name in names) >= OPTIMIZED_FROM
-      drawn = _program(custom.load_model(config.model).init, tuple(names), optimized)(key)
+    optimized = sum(math.prod(all_shapes[name]) for name in names) >= OPTIMIZED_FROM
+    program = _program(custom.load_model(config.model).init, tuple(names), optimized)
+    drawn = program(np.uint32(config.seed))
     for i, name in enumerate(names):
       if name in wanted:
         yield name, np.asarray(drawn[i])
@@ -193,9 +192,15 @@ def _parameters(config: Config, wanted: Container[str]) -> Iterator[tuple[str, n
 def _program(
   init: Callable[..., Any], names: tuple[str, ...], optimized: bool
 ) -> jax.stages.Compiled:
-  """Draws these parameters from a key; `init` is a model's."""
-  key = jax.eval_shape(lambda: jax.random.key(0))
-  lowered = jax.jit(lambda key: [init(key)[name] for name in names]).lower(key)
+  """Draws these parameters from a seed, on the CPU; `init` is a model's."""
+
+  def draw(seed: jax.Array) -> list[jax.Array]:
+    params = init(jax.random.key(seed))
+    return [params[name] for name in names]
+
+  traced = jax.jit(draw).trace(np.uint32(0))  # the model as `shapes` has traced it
+  with jax.default_device(jax.local_devices(backend="cpu")[0]):
+    lowered = traced.lower()
   # The program runs once. To optimize it takes 0.3 s, and further levels gain nothing.
   return lowered.compile(compiler_options={"xla_backend_optimization_level": int(optimized)})
 

@@ -1,6 +1,7 @@
 """The commands that make a process one role: what is wrong is said with status 2, at once."""
 
 import errno
+import gc
 import json
 import sys
 from pathlib import Path
@@ -64,6 +65,16 @@ def test_data_that_do_not_fit_are_refused_before_anything_is_begun(refused, tmp_
   told += [f"--workdir={tmp_path / 'run'}"] * (command[0] not in ("plan", "launch"))
   err = refused(*command, *told)
   assert "data.heldout_sequences = 64: " in err and "12 tokens" in err and "Fix: give more" in err
+
+
+@pytest.mark.parametrize("role", NEEDED)
+def test_no_garbage_is_collected_while_a_role_imports(place, monkeypatch, tmp_path, role):
+  """It took a tenth of a role's start."""
+  looks, made = [], []
+  monkeypatch.setattr(environment, "prepare", lambda **settings: looks.append(gc.isenabled()))
+  assert cli.main([role, *ALL, *NEEDED[role], f"--workdir={tmp_path}"]) == 7
+  assert looks == [False] and gc.isenabled()
+  assert not any(each is made for each in gc.get_objects()), "what was there is passed over"
 
 
 def test_an_evaluator_that_measures_nothing_does_not_look_at_the_data(place, tmp_path):

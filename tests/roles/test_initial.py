@@ -9,6 +9,7 @@ import pytest
 from ddiloco.checkpoint import weights
 from ddiloco.config import Config, ConfigError, from_dict
 from ddiloco.core import fragments
+from ddiloco.models import layers
 from ddiloco.models.transformer import language_model
 from ddiloco.roles import initial
 
@@ -49,6 +50,16 @@ def test_what_draws_many_values_is_optimized(monkeypatch):
   sizes = [sum(made[name].size for name in group) for _, group, _ in drawn]
   assert [optimized for *_, optimized in drawn] == [size >= 1000 for size in sizes]
   assert min(sizes) < 1000 <= max(sizes)
+
+
+def test_a_model_is_traced_once_for_its_shapes_and_its_values(monkeypatch):
+  calls, drawn = [], layers.drawn
+  monkeypatch.setattr(layers, "drawn", lambda *what: calls.append(what) or drawn(*what))
+  config = from_dict({"model": {**MODEL, "mlp_dim": 12}})
+  initial.shapes(config.model)
+  traced = len(calls)
+  initial.initial_params(config)
+  assert traced and len(calls) == traced
 
 
 def test_what_draws_values_takes_little_memory_beside_them():
