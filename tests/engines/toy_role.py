@@ -53,8 +53,6 @@ from ddiloco.runtime import Runtime  # noqa: E402
 class Island(toy.ToyIsland):
   """Outlives incarnations, as the real one."""
 
-  pace_seconds: float  # of a step
-
   def __init__(self, learner: int, plan: fragments.Plan, folder: Path):
     super().__init__(learner, plan, self.pace_seconds)
     self._hurry = folder / toy.HURRY
