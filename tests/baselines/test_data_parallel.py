@@ -16,7 +16,7 @@ from common import processes_of
 from ddiloco.baselines import data_parallel, member
 from ddiloco.baselines.data_parallel import DataParallel
 from ddiloco.baselines.member import PROGRAMS
-from ddiloco.config import ConfigError, from_dict
+from ddiloco.config import ConfigError
 from ddiloco.core.fragments import Plan
 from ddiloco.engines.children import Child, spawn
 from ddiloco.observe.eventlog import Follower, Recorder, read_events
@@ -25,6 +25,7 @@ from ddiloco.protocol.supervisor import Tick
 from ddiloco.roles import initial
 from ddiloco.training import data
 from ddiloco.training.island import Island
+from tests.engines.real import tiny
 
 SLOW, LONG = pytest.mark.slow, pytest.mark.timeout(300)  # a third of it on a quiet machine
 STEPS = 12
@@ -34,23 +35,14 @@ AFTERWARDS = 8  # steps after everybody is back
 
 
 def make_config(faults=(), batch_size=4, learners=2, min_step_seconds=0.05, **islands):
-  return from_dict(
-    {
-      "model": {
-        "num_layers": 1, "model_dim": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8,
-        "mlp_dim": 32,
-      },
-      "data": {"source": "synthetic", "sequence_length": 16, "heldout_sequences": 16},
-      "inner": {"learning_rate": 1e-2, "warmup_steps": 5},
-      "islands": {
-        "num_learners": learners, "batch_size": batch_size,
-        "min_step_seconds": min_step_seconds, **islands
-      },
-      "sync": {"snapshot_steps": CHECKPOINT_STEPS},
-      "run": {"total_tokens": learners * 100 * batch_size * 16},
-      "chaos": {"faults": list(faults)},
-    }
-  )  # fmt: skip
+  islands |= {"num_learners": learners, "batch_size": batch_size}
+  return tiny(
+    100 * batch_size // 2,
+    learners,
+    islands={"min_step_seconds": min_step_seconds, **islands},
+    sync={"snapshot_steps": CHECKPOINT_STEPS},
+    chaos={"faults": list(faults)},
+  )
 
 
 def kill(learner, at_seconds, seconds=0.5):

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from ddiloco.config import Config, from_dict
+from ddiloco.engines.engine import RunResult
+from ddiloco.engines.processes import ProcessesEngine
 from ddiloco.observe.eventlog import Event, GrowingLog
+from ddiloco.training import data
 from tests.waits import PATIENCE_SECONDS, wait_for
 
 TOKENS = 2 * 16  # of a step: B = 2, T = 16
@@ -81,6 +86,21 @@ class RealRun:
 
   def outcome(self) -> dict[str, Any]:
     return json.loads((self.workdir / "outcome.json").read_text())
+
+
+@contextlib.contextmanager
+def run_here(config: Config, workdir: Path) -> Iterator[Future[RunResult]]:
+  """A run of real processes with this one as their supervisor; it is asked to end with the block.
+
+  It measures nothing. That spares what a command of its own imports, and compiles to measure.
+  """
+  corpus = data.open_corpus(config.data)
+  engine = ProcessesEngine(config, workdir, corpus, lambda params: {"loss": 0.0})
+  with ThreadPoolExecutor() as beside:
+    try:
+      yield beside.submit(engine.run)
+    finally:
+      engine.leave.set()
 
 
 def events_of(workdir: Path, kind: str, role: str = "") -> list[Event]:

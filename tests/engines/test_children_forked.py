@@ -47,10 +47,8 @@ def end_of(process: children.Forked) -> int | None:
   return exited(process, 60.0, "the process")
 
 
-def said(log: Path, process: children.Forked, word: str) -> str:
-  while word not in (text := log.read_text()):
-    assert process.poll() is None, text
-  return text
+def said(log: Path, process: children.Forked, word: str) -> None:
+  wait_for(lambda: word in log.read_text(), word, process, log)
 
 
 def test_it_has_the_streams_folder_environment_and_session_of_its_own(start, tmp_path, monkeypatch):
@@ -234,13 +232,11 @@ def test_a_stopped_role_ends_with_the_fork_server(start):
   """)
   said(log, process, "here")
   process.send_signal(signal.SIGSTOP)
-  while state_of(process.pid) != "T":
-    continue
+  wait_for(lambda: state_of(process.pid) == "T", "its stop")
   pid = server._forkserver._forkserver_pid
   os.kill(pid, signal.SIGKILL)
   assert end_of(process) == 255
-  while state_of(process.pid) not in ("Z", "") or state_of(pid) not in ("Z", ""):
-    continue
+  wait_for(lambda: {state_of(process.pid), state_of(pid)} <= {"Z", ""}, "their ends")
 
 
 def test_another_fork_server_takes_over(start):
@@ -250,8 +246,7 @@ def test_another_fork_server_takes_over(start):
   pid = server._forkserver._forkserver_pid
   os.kill(pid, signal.SIGKILL)
   assert end_of(process) == 255
-  while state_of(pid) != "Z":
-    continue  # its status is there in a moment
+  wait_for(lambda: state_of(pid) == "Z", "its status")
   process.stdin.close()  # as a supervisor does: so it really ends
   again, log = start("print('again')")
   assert end_of(again) == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import signal
 import threading
@@ -27,15 +26,12 @@ from tests.waits import wait_for
 SILENCE_SECONDS = 8.0
 
 
-def hosted(steps: int, **sections):
-  """Two islands of two processes with four fake devices each."""
+def hosted(steps: int):
+  """Two islands of two processes with two fake devices each."""
   sync = {"min_quorum": 1, "liveness_seconds": 3.0, "snapshot_steps": 4}
-  config = tiny(steps, min_step_seconds=0.8, sync=sync, **sections)
-  islands = {"devices": 8, "hosts": 2, "data": 2, "fsdp": 2, "tensor": 2, "batch_size": 4}
-  values = json.loads(config.to_json())
-  values["islands"] |= islands
-  values["network"]["silence_seconds"] = SILENCE_SECONDS
-  return from_dict(values)
+  islands = {"num_learners": 2, "batch_size": 4, "min_step_seconds": 0.8}
+  islands |= {"devices": 4, "hosts": 2, "data": 2, "fsdp": 2}
+  return tiny(steps, islands=islands, sync=sync, network={"silence_seconds": SILENCE_SECONDS})
 
 
 @pytest.mark.slow

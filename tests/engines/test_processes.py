@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import io
 import json
 import os
 import shutil
@@ -13,6 +15,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -24,7 +27,7 @@ from common import processes_of
 from ddiloco.chaos import ask_for, fault_requests
 from ddiloco.checkpoint import weights
 from ddiloco.config import ConfigError, Fault, RunConfig, from_dict
-from ddiloco.engines import processes
+from ddiloco.engines import processes, session
 from ddiloco.engines.children import Child, spawn
 from ddiloco.engines.processes import SHORTEST_LIFE_SECONDS, ProcessesEngine, free_urls
 from ddiloco.network.transport import EVALUATOR_ADDRESS
@@ -34,7 +37,7 @@ from ddiloco.protocol.events import Event
 from ddiloco.protocol.supervisor import DOWN, GONE, LEFT, UP, Dismiss, Tick
 from ddiloco.protocol.values import replace
 from ddiloco.training import data
-from tests.engines.real import PROCESSES, RealRun, events_of, tiny
+from tests.engines.real import PROCESSES, RealRun, events_of, run_here, tiny
 from tests.waits import wait_for
 
 LINUX = sys.platform == "linux"
@@ -425,19 +428,12 @@ def test_children_end_with_a_parent_that_is_killed(stopped):
       os.kill(pid, signal.SIGKILL)
 
 
-TINY = {
-  "model": {"num_layers": 1, "model_dim": 8, "num_heads": 1, "num_kv_heads": 1, "head_dim": 4,
-            "mlp_dim": 8},
-  "data": {"source": "synthetic", "sequence_length": 8},
-}  # fmt: skip
-
-
 def test_what_no_child_could_run_is_refused_on_construction(tmp_path):
-  config = from_dict({**TINY, "sync": {"num_shards": 0}})
+  config = tiny(1, sync={"num_shards": 0})
   corpus = data.open_corpus(config.data)
   with pytest.raises(ConfigError, match=r"sync.num_shards = 0: .*Fix: .*--engine=threads"):
     ProcessesEngine(config, tmp_path, corpus, lambda params: {"loss": 0.0})
-  config = from_dict({**TINY, "islands": {"batch_size": 10**6}})
+  config = tiny(1, islands={"batch_size": 10**6})
   with pytest.raises(ConfigError, match=r"islands\.batch_size"):
     ProcessesEngine(config, tmp_path, corpus, lambda params: {"loss": 0.0})
   assert not list(tmp_path.iterdir())
@@ -461,7 +457,7 @@ def test_what_an_island_s_devices_do_not_take_is_refused_before_anything_starts(
   tmp_path, island, said
 ):
   """Its process refused it, and was started again and again."""
-  config = from_dict({**TINY, "islands": {"batch_size": 2, "overrides": {"1": island}}})
+  config = tiny(1, islands={"batch_size": 2, "overrides": {"1": island}})
   with pytest.raises(ConfigError, match=said):
     ProcessesEngine(config, tmp_path, data.open_corpus(config.data), None)
 
@@ -474,13 +470,14 @@ def chaos(tmp_path_factory):
   """A learner and a shard are killed with -9, together; both come back, and the run finishes."""
   folder = tmp_path_factory.mktemp("processes")
   kills = [
-    {"action": "kill", "role": role, "at_step": 75, "seconds": 0.2}
+    {"action": "kill", "role": role, "at_step": 25, "seconds": 0.2}
     for role in ("learner-1", "syncer-0")
   ]
   # With a quorum of two, the run is not over before both are back.
-  config = tiny(500, min_step_seconds=0.02, sync={"min_quorum": 2}, chaos={"faults": kills})
-  with RealRun(folder, config, *PROCESSES) as run:
-    return run.ends(), run.workdir, run.said()
+  config = tiny(170, min_step_seconds=0.06, sync={"min_quorum": 2}, chaos={"faults": kills})
+  said, workdir = io.StringIO(), folder / "run"
+  with contextlib.redirect_stdout(said):
+    return session.train(config, workdir, engine="processes"), workdir, said.getvalue()
 
 
 @pytest.mark.slow
@@ -518,7 +515,7 @@ def test_the_survivor_never_waited(chaos):
   steps = events_of(workdir, "step", "learner-0")
   (down,) = [e.time for e in events_of(workdir, "fault") if e.target == "learner-1"]
   back = events_of(workdir, "joined", "learner-1")[1].time
-  assert sum(down < e.time < back for e in steps) > 20
+  assert sum(down < e.time < back for e in steps) > 8, "more than a sync period"
   assert sum(e.blocked_seconds for e in steps) == 0
 
 
@@ -542,47 +539,49 @@ def test_nobody_is_left_behind(chaos):
 
 
 @pytest.mark.slow
-def test_a_run_that_loses_its_quorum_has_failed_and_was_not_stopped(tmp_path):
-  faults = [{"action": "kill", "role": "learner-1", "at_step": 30, "seconds": -1}]
+def test_a_run_that_loses_its_quorum_has_failed_and_was_not_stopped(tmp_path, capsys):
+  faults = [{"action": "kill", "role": "learner-1", "at_step": 10, "seconds": -1}]
   sections = {"sync": {"min_quorum": 2}, "network": {"drain_seconds": 1.0}}
-  config = tiny(10**7, min_step_seconds=0.02, chaos={"faults": faults}, **sections)
-  with RealRun(tmp_path, config, *PROCESSES) as run:
-    assert run.ends() == 1, run.said()
-  outcome, why = run.outcome(), "the learners that are left"
+  config = tiny(10**7, min_step_seconds=0.06, chaos={"faults": faults}, **sections)
+  assert session.train(config, tmp_path, engine="processes") == 1
+  outcome = json.loads((tmp_path / "outcome.json").read_text())
+  said, why = "".join(capsys.readouterr()), "the learners that are left"
   assert outcome["reason"] == "failed" and outcome["why"].endswith(f"{why}: learner-0")
-  assert f"{why}: learner-0" in run.said() and np.isfinite(outcome["loss_merged"])
+  assert f"{why}: learner-0" in said and np.isfinite(outcome["loss_merged"])
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not LINUX, reason="looks into /proc")
 def test_a_learner_that_has_left_joins_again(tmp_path):
-  faults = [{"action": "join", "role": "learner-2", "at_step": 20, "seconds": -1}]
-  config = tiny(10**7, min_step_seconds=0.02, chaos={"faults": faults})
-  with RealRun(tmp_path, config, *PROCESSES) as run:
-    run.wait_for(lambda: run.events("joined", "learner-2"), "a learner to join")
-    os.kill(*processes_of(run.workdir, "--learner=2"), signal.SIGTERM)
+  faults = [{"action": "join", "role": "learner-2", "at_step": 4, "seconds": -1}]
+  config = tiny(10**7, min_step_seconds=0.1, chaos={"faults": faults})
+  find = functools.partial(events_of, tmp_path)
+  with run_here(config, tmp_path) as run:
+    wait_for(lambda: find("joined", "learner-2"), "a learner to join")
+    os.kill(*processes_of(tmp_path, "--learner=2"), signal.SIGTERM)
     join = Fault("join", "learner-2", at_seconds=0.0, seconds=-1)
-    again = lambda: ask_for(run.workdir, join) or run.events("fault")[1:]
-    run.wait_for(again, "its supervisor to see that it has left")
-    back = lambda: run.events("joined", "learner-2")[1:]
-    (second,) = run.wait_for(back, "its return")
-    later = lambda: [e for e in run.events("commit") if e.time > second.time]
-    run.wait_for(lambda: any(2 in e.weights for e in later()), "its work to be merged")
-    assert run.ends(signal.SIGINT) == 130, run.said()
-  assert not run.events("exit")
+    again = lambda: ask_for(tmp_path, join) or find("fault")[1:]
+    wait_for(again, "its supervisor to see that it has left")
+    (second,) = wait_for(lambda: find("joined", "learner-2")[1:], "its return")
+    later = lambda: [e for e in find("commit") if e.time > second.time]
+    wait_for(lambda: any(2 in e.weights for e in later()), "its work to be merged")
+  assert (run.result().reason, run.result().lost) == ("stopped", "")
+  assert not find("exit")
 
 
 @pytest.mark.slow
-def test_a_workdir_that_is_deleted_under_a_run_is_reported_and_the_run_goes_on(tmp_path):
-  config = tiny(600, min_step_seconds=0.02, sync={"snapshot_steps": 20})
-  with RealRun(tmp_path, config, *PROCESSES) as run:
-    run.wait_for(lambda: run.events("commit"), "a commit")
-    while (run.workdir / "config.json").exists():  # its roles write meanwhile
-      shutil.rmtree(run.workdir, ignore_errors=True)
-    assert run.ends() == 0, run.said()
-  assert "evaluator.jsonl: was deleted while its run goes on" in run.said()
-  assert all(np.isfinite(value).all() for value in weights.load(run.workdir / "result").values())
-  assert run.outcome()["reason"] == "finished"
+def test_a_workdir_that_is_deleted_under_a_run_is_reported_and_the_run_goes_on(tmp_path, capsys):
+  config = tiny(200, min_step_seconds=0.06, sync={"snapshot_steps": 25})
+  workdir = tmp_path / "run"
+  with ThreadPoolExecutor() as beside:
+    ended = beside.submit(session.train, config, workdir, engine="processes")
+    wait_for(lambda: ended.done() or events_of(workdir, "commit"), "a commit")
+    while (workdir / "config.json").exists():  # its roles write meanwhile
+      shutil.rmtree(workdir, ignore_errors=True)
+    assert ended.result() == 0
+  assert "evaluator.jsonl: was deleted while its run goes on" in capsys.readouterr().err
+  assert all(np.isfinite(value).all() for value in weights.load(workdir / "result").values())
+  assert json.loads((workdir / "outcome.json").read_text())["reason"] == "finished"
 
 
 def have_left(engine: ProcessesEngine, kind: str) -> bool:
@@ -635,7 +634,7 @@ def test_shards_keep_the_model_of_a_stopped_run_for_an_evaluator_that_is_not_bac
     if event.kind == "commit" and event.version >= 3:
       engine.leave.set()
 
-  config = tiny(10**7, min_step_seconds=0.02)
+  config = tiny(10**7, min_step_seconds=0.06)
   engine = Dies(config, tmp_path / "run", data.open_corpus(config.data), None)
   ended = engine.run([listen])
   assert (ended.reason, ended.lost) == ("stopped", "")
@@ -648,6 +647,6 @@ def test_shards_keep_the_model_of_a_stopped_run_for_an_evaluator_that_is_not_bac
 @pytest.mark.slow
 @pytest.mark.skipif(not LINUX, reason="looks into /proc")
 def test_when_the_supervisor_is_killed_nobody_is_left_behind(tmp_path):
-  with RealRun(tmp_path, tiny(10**7, min_step_seconds=0.02), *PROCESSES) as run:
+  with RealRun(tmp_path, tiny(10**7, min_step_seconds=0.2), *PROCESSES) as run:
     run.wait_for(lambda: len(processes_of(run.workdir)) == 5, "its four children")
   assert wait_for(lambda: not processes_of(run.workdir), "the end of its children")

@@ -20,7 +20,8 @@ from tests.roles import toy
 pytestmark = pytest.mark.slow
 
 LEARNERS, SHARDS = 3, 2
-STEPS, STEPS_A_LIFE = 550, 300  # of each learner, if all live; more for every further strike
+STEP_SECONDS = 0.04
+STEPS, STEPS_A_LIFE = 220, 120  # of each learner, if all live; more for every further strike
 LIVENESS_SECONDS = 1.0
 LONGEST_GAP_SECONDS = 1.0  # of those that nothing happens to, on a machine that never pauses
 KILL, STOP, GO_ON, TERMINATE = signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT, signal.SIGTERM
@@ -53,6 +54,7 @@ def make_world(tmp_path, steps: int = STEPS, **network):
     steps,
     num_shards=SHARDS,
     num_fragments=4,
+    sync_period=9,
     liveness_seconds=LIVENESS_SECONDS,
     max_norm_ratio=1e9,  # toy islands pull to different places, so lengths say nothing
   )
@@ -61,7 +63,7 @@ def make_world(tmp_path, steps: int = STEPS, **network):
     run=dataclasses.replace(config.run, restart_seconds=0.1),
     network=NetworkConfig(hello_seconds=0.2, patience_seconds=0.5, drain_seconds=10.0, **network),
   )
-  with World(tmp_path / "run", config) as world:
+  with World(tmp_path / "run", config, None, f"--step_seconds={STEP_SECONDS}") as world:
     yield world
 
 

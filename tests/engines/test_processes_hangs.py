@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import signal
@@ -14,8 +15,9 @@ from ddiloco.config import Fault
 from ddiloco.engines import processes
 from ddiloco.protocol import events, supervisor
 from ddiloco.protocol.supervisor import DOWN, UP
-from tests.engines.real import PROCESSES, RealRun, tiny
+from tests.engines.real import events_of, run_here, tiny
 from tests.engines.test_processes import LINUX, NAME, Engine
+from tests.waits import wait_for
 
 
 class Alive:
@@ -121,14 +123,15 @@ def test_what_a_life_has_logged_is_not_taken_for_work_of_the_next_one(alive):
 @pytest.mark.slow
 @pytest.mark.skipif(not LINUX, reason="looks into /proc")
 def test_a_shard_that_is_stopped_for_good_is_replaced_and_the_run_goes_on(tmp_path):
-  config = tiny(10**7, min_step_seconds=0.02, run={"hang_seconds": 8.0}, sync={"num_shards": 1})
-  with RealRun(tmp_path, config, *PROCESSES) as run:
-    run.wait_for(lambda: run.events("commit"), "a commit")
-    os.kill(*processes_of(run.workdir, "--shard=0"), signal.SIGSTOP)
-    back, *_ = run.wait_for(lambda: run.events("started", "syncer")[1:], "its next life")
-    later = lambda: [e for e in run.events("commit") if e.time > back.time]
-    run.wait_for(later, "a commit of it")
-    assert run.ends(signal.SIGINT) == 130, run.said()
-  hung = [e.stacks for e in run.events("hung", "engine") if e.target == "syncer-0"]
+  config = tiny(10**7, min_step_seconds=0.1, run={"hang_seconds": 8.0}, sync={"num_shards": 1})
+  find = functools.partial(events_of, tmp_path)
+  with run_here(config, tmp_path) as run:
+    wait_for(lambda: find("commit"), "a commit")
+    os.kill(*processes_of(tmp_path, "--shard=0"), signal.SIGSTOP)
+    back, *_ = wait_for(lambda: find("started", "syncer")[1:], "its next life")
+    later = lambda: [e for e in find("commit") if e.time > back.time]
+    wait_for(later, "a commit of it")
+  assert (run.result().reason, run.result().lost) == ("stopped", "")
+  hung = [e.stacks for e in find("hung", "engine") if e.target == "syncer-0"]
   assert hung == [processes.STILL], "others may be late on a busy machine"
-  assert {e.target for e in run.events("exit")} == {"syncer-0"}
+  assert {e.target for e in find("exit")} == {"syncer-0"}

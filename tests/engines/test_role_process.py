@@ -411,21 +411,14 @@ def test_who_reaches_one_goes_on(make):
     assert not runner.stopped()
 
 
-def test_the_time_before_a_role_connects_is_no_silence(make):
-  """A large model compiles for longer than `network.give_up_seconds`."""
+@pytest.mark.parametrize("role", ["learner-0", "syncer-1"])
+def test_the_time_before_a_role_connects_is_no_silence_and_a_shard_may_reach_nobody(make, role):
+  """A large model compiles for longer than `network.give_up_seconds`. Learners and a shard's buddy
+  may come at any time."""
   looks = []
-  with make() as runner:
+  shard = {"bind": SYNCERS[1], "give_up_seconds": 1e-6} if role == "syncer-1" else {}
+  with make(role, **shard) as runner:
     runner._reached_at -= 1e6
-    runner.connect().endpoint.state = "connecting"
-    runner.ready = lambda: looks.append(1) or ""
-    wait_for(lambda: len(looks) > 2)
-    assert not runner.stopped()
-
-
-def test_a_shard_that_reaches_nobody_goes_on(make):
-  """Learners and its buddy may come at any time."""
-  looks = []
-  with make("syncer-1", bind=SYNCERS[1], give_up_seconds=1e-6) as runner:
     runner.connect().endpoint.state = "connecting"
     runner.ready = lambda: looks.append(1) or ""
     wait_for(lambda: len(looks) > 2)

@@ -35,16 +35,16 @@ def train(config: Config, workdir: Path) -> tuple[dict, list[Event]]:
 def chaos(tmp_path_factory):
   faults = [
     # These two are over when the kills strike, so that there are survivors nothing else happens to.
-    {"action": "stall", "role": "learner-2", "at_step": 20, "seconds": 0.1},
-    {"action": "slow", "role": "learner-0", "at_step": 20, "seconds": 0.1, "factor": 2.0},
-    {"action": "kill", "role": "learner-1", "at_step": 120, "seconds": 0.3},
-    {"action": "kill", "role": "syncer-0", "at_step": 130, "seconds": 0.2},
+    {"action": "stall", "role": "learner-2", "at_step": 10, "seconds": 0.1},
+    {"action": "slow", "role": "learner-0", "at_step": 10, "seconds": 0.1, "factor": 2.0},
+    {"action": "kill", "role": "learner-1", "at_step": 60, "seconds": 0.3},
+    {"action": "kill", "role": "syncer-0", "at_step": 65, "seconds": 0.2},
   ]
   workdir = tmp_path_factory.mktemp("run") / "chaos"
   # Steps take a while, so that no island is at its kill before the others have begun.
   config = make_config(
-    3, 300, chaos={"faults": faults}, run={"compare_alone": True},
-    islands={"min_step_seconds": 0.005},
+    3, 150, chaos={"faults": faults}, run={"compare_alone": True},
+    islands={"min_step_seconds": 0.01},
   )  # fmt: skip
   return workdir, config, *train(config, workdir)
 

@@ -12,26 +12,16 @@ import pytest
 
 from ddiloco import cli, environment
 from ddiloco.checkpoint import weights
-from ddiloco.config import Config, ConfigError, from_dict
+from ddiloco.config import Config, ConfigError
 from ddiloco.engines import session
+from tests.engines.real import tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-TOKENS = 2 * 2 * 16  # of a step of both learners: B = 2, T = 16
 
 
 def make_config(steps: int, learning_rate: float = 1e-2, init_from: object = "") -> Config:
-  return from_dict(
-    {
-      "model": {"num_layers": 1, "model_dim": 16, "num_heads": 2, "num_kv_heads": 1,
-                "head_dim": 8, "mlp_dim": 32},
-      "data": {"source": "synthetic", "sequence_length": 16, "heldout_sequences": 16},
-      "inner": {"learning_rate": learning_rate, "warmup_steps": 5},
-      "islands": {"num_learners": 2, "batch_size": 2, "devices": 1},
-      "sync": {"num_shards": 2, "num_fragments": 2, "sync_period": 8},
-      "run": {"total_tokens": steps * TOKENS, "evaluations": 1, "sample_tokens": 0,
-              "init_from": str(init_from)},
-    }
-  )  # fmt: skip
+  inner = {"learning_rate": learning_rate, "warmup_steps": 5}
+  return tiny(steps, inner=inner, run={"evaluations": 1, "init_from": str(init_from)})
 
 
 def outcome(workdir: Path) -> dict:

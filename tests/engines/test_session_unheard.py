@@ -10,8 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from ddiloco.config import from_dict
+from ddiloco.engines import role_process
+from ddiloco.engines.children import Child, spawn
 from ddiloco.engines.role_spec import RoleSpec
 from ddiloco.observe.guards import Guard
+from tests.engines.real import tiny
+from tests.engines.test_role_process import Endpoint, until
 from tests.waits import PATIENCE_SECONDS, wait_for
 from tests.web import ask
 
@@ -101,10 +106,6 @@ class Broken:
 
 def test_an_attendant_without_streams_still_guards(monkeypatch, tmp_path):
   """Also a program that embeds a role and knows nothing of the command line's streams."""
-  from ddiloco.config import from_dict
-  from ddiloco.engines import role_process
-  from tests.engines.test_role_process import Endpoint, until
-
   monkeypatch.setattr(role_process, "LOOK_SECONDS", 0.01)
   monkeypatch.setattr(role_process, "PROGRESS_SECONDS", 0.01)
   monkeypatch.setattr(role_process, "NetworkEndpoint", Endpoint)
@@ -132,8 +133,6 @@ def test_an_attendant_without_streams_still_guards(monkeypatch, tmp_path):
 
 def test_a_child_starts_also_where_nothing_can_be_logged(tmp_path, capsys):
   """A file where the folder of logs should be: even root cannot write there."""
-  from ddiloco.engines.children import Child, spawn
-
   (tmp_path / "logs").write_text("in the way")
   command = [sys.executable, "-S", "-c", "raise SystemExit(3)"]
   child = Child("learner-3", tmp_path, [spawn])
@@ -146,8 +145,6 @@ def test_a_child_starts_also_where_nothing_can_be_logged(tmp_path, capsys):
 
 
 def test_a_child_that_a_signal_without_a_name_has_ended_can_be_buried(tmp_path):
-  from ddiloco.engines.children import Child, spawn
-
   child, number = Child("learner-3", tmp_path, [spawn]), signal.SIGRTMIN + 1
   child.start([[sys.executable, "-S", "-c", f"import os; os.kill(os.getpid(), {number})"]])
   status = wait_for(lambda: child.poll(), "its end")
@@ -155,8 +152,6 @@ def test_a_child_that_a_signal_without_a_name_has_ended_can_be_buried(tmp_path):
 
 
 def test_last_words_of_a_log_of_months_are_its_end(tmp_path):
-  from ddiloco.engines.children import Child, spawn
-
   child = Child("learner-3", tmp_path, [spawn])
   child.log.parent.mkdir()
   with child.log.open("wb") as file:
@@ -172,9 +167,7 @@ def test_last_words_of_a_log_of_months_are_its_end(tmp_path):
 @pytest.mark.parametrize("engine", ["threads", "processes"])
 def test_a_whole_run_that_nobody_can_hear_finishes(tmp_path, engine):
   """Its pipe is broken, and nothing of its learners' logs reaches the disk."""
-  from tests.engines.real import tiny
-
-  (tmp_path / "config.json").write_text(tiny(150).to_json())
+  (tmp_path / "config.json").write_text(tiny(40).to_json())
   workdir = tmp_path / "run"
   (workdir / "logs").mkdir(parents=True)
   for m in (0, 1):

@@ -6,11 +6,12 @@ import contextlib
 import dataclasses
 import errno
 import json
-import signal
 import socket
+import sys
 import time
 import types
 import unittest.mock
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -19,15 +20,17 @@ import pytest
 from ddiloco import workdir
 from ddiloco.chaos import ask_for
 from ddiloco.checkpoint.restore import Unfounded
-from ddiloco.config import ConfigError, Fault, from_dict
+from ddiloco.config import Config, ConfigError, Fault, from_dict
 from ddiloco.core.delta import Committed
 from ddiloco.core.fragments import owned_by
 from ddiloco.engines import session, single_roles
+from ddiloco.engines.children import Child, spawn_forked
 from ddiloco.engines.processes import free_urls
 from ddiloco.engines.role_process import FINISHED, LOST, Ended, connect
 from ddiloco.engines.role_spec import RoleSpec
 from ddiloco.engines.single_roles import run_syncer
 from ddiloco.network.frames import seconds_since_2020
+from ddiloco.observe.guards import exited
 from ddiloco.observe.run_state import RunState
 from ddiloco.protocol import learner, syncer
 from ddiloco.protocol.actions import Received
@@ -36,7 +39,7 @@ from ddiloco.protocol.values import replace
 from ddiloco.roles import initial
 from ddiloco.training import data
 from tests import says
-from tests.engines.real import RealRun, events_of, start, tiny
+from tests.engines.real import RealRun, events_of, tiny
 from tests.made_events import made
 from tests.waits import PATIENCE_SECONDS, wait_for
 from tests.web import ask
@@ -412,6 +415,37 @@ def test_a_port_that_is_really_taken_is_one_line_with_the_fix(tmp_path):
   assert "Fix: end the process that has it, or choose another --bind" in line
 
 
+class ByHand(contextlib.ExitStack):
+  """Roles started one by one; none outlives the block.
+
+  They are forked from a process that has imported everything: `real.RealRun` starts from nothing.
+  """
+
+  def __init__(self, folder: Path, config: Config):
+    super().__init__()
+    self.workdir, self.children = folder / "run", {}
+    self.urls = free_urls(config.sync.num_shards)
+    file = folder / "config.json"
+    file.write_text(config.to_json())
+    where = f"--config={file}", f"--workdir={self.workdir}"
+    self._common = (*where, f"--syncers={','.join(self.urls)}")
+
+  def start(self, name: str, *arguments: str) -> tuple[Child, Path]:
+    child = self.children[name] = Child(name, self.workdir.parent, [spawn_forked])
+    self.callback(child.kill)
+    child.start([[sys.executable, "-m", "ddiloco", *arguments, *self._common]])
+    return child, child.log
+
+  def ended(self, name: str) -> tuple[int | None, str]:
+    child = self.children[name]
+    return exited(child, 4 * PATIENCE_SECONDS, name), child.log.read_text()
+
+  def end_well(self, *names: str) -> None:
+    for name in names:
+      status, said = self.ended(name)
+      assert status == 0, f"{name}:\n{said}"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_put_together_by_hand(tmp_path):
@@ -420,33 +454,21 @@ def test_a_run_put_together_by_hand(tmp_path):
   Learner 0 goes on all the while; it, the shards and the evaluator end by themselves.
   """
   # Steps are slow until two processes have come and gone, one after the other.
-  (tmp_path / "config.json").write_text(tiny(1500, learners=1, min_step_seconds=0.01).to_json())
-  workdir, urls = tmp_path / "run", free_urls(2)
-  common = [f"--config={tmp_path / 'config.json'}", f"--workdir={workdir}"]
-  common += [f"--syncers={','.join(urls)}"]
-  started = {}
-
-  def role(name, *arguments):
-    log = tmp_path / name
-    started[name] = start(*arguments, *common, log=log)
-    return started[name], log
+  run = ByHand(tmp_path, tiny(700, learners=1, min_step_seconds=0.01))
+  workdir, ended = run.workdir, run.ended
 
   def slower(factor) -> None:
     for name in ("learner-0", "learner-7"):
       ask_for(workdir, Fault("slow", name, at_seconds=0.0, seconds=1e6, factor=factor))
 
-  def ended(name) -> tuple[int, str]:
-    status = started[name].wait(4 * PATIENCE_SECONDS)
-    return status, (tmp_path / name).read_text()
-
-  try:
-    for s, url in enumerate(urls):
-      role(f"syncer-{s}", "syncer", f"--shard={s}", f"--bind={url}")
-    role("evaluator", "evaluator")
-    zero, log = role("zero", "learner", "--learner=0", "--cpu", "--http=127.0.0.1:0")
+  with run:
+    for s, url in enumerate(run.urls):
+      run.start(f"syncer-{s}", "syncer", f"--shard={s}", f"--bind={url}")
+    run.start("evaluator", "evaluator")
+    zero, log = run.start("zero", "learner", "--learner=0", "--cpu", "--http=127.0.0.1:0")
     wait_for(lambda: events_of(workdir, "started", "learner-0"), "a start of 0", zero, log)
-    slower(20.0)
-    first, said = role("first", "learner", "--learner=7", "--cpu")
+    slower(40.0)
+    first, said = run.start("first", "learner", "--learner=7", "--cpu")
     assert "learner-0: has its devices: 1 x cpu" in log.read_text()
     wait_for(lambda: events_of(workdir, "commit"), "the first commit", zero, log)
     url = log.read_text().split("probes at ")[1].split()[0]
@@ -454,7 +476,7 @@ def test_a_run_put_together_by_hand(tmp_path):
 
     log = said
     wait_for(lambda: events_of(workdir, "push", "learner-7"), "a push of 7", first, log)
-    second, log = role("second", "learner", "--learner=7", "--cpu")
+    second, log = run.start("second", "learner", "--learner=7", "--cpu")
     assert ended("first")[0] == 1
     assert "may not speak any more" in ended("first")[1]
     incarnation = max(e.incarnation for e in events_of(workdir, "started", "learner-7"))
@@ -464,18 +486,13 @@ def test_a_run_put_together_by_hand(tmp_path):
       second,
       log,
     )
-    second.send_signal(signal.SIGTERM)
+    second.terminate()
     assert ended("second")[0] == 0, ended("second")[1]
     assert "nothing is lost" in ended("second")[1]
     assert zero.poll() is None, "the run goes on"
     slower(1.0)
 
-    for name in ("zero", "evaluator", "syncer-0", "syncer-1"):
-      status, said = ended(name)
-      assert status == 0, f"{name}:\n{said}"
-  finally:
-    for process in started.values():
-      process.kill()
+    run.end_well("zero", "evaluator", "syncer-0", "syncer-1")
   merged = {m for e in events_of(workdir, "commit") for m in e.weights}
   assert merged == {0, 7}
   assert sum(e.blocked_seconds for e in events_of(workdir, "step", "learner-0")) == 0
@@ -491,34 +508,23 @@ def test_an_evaluator_that_comes_back_after_the_end_gets_the_model(tmp_path):
   """Its shards had ended by then, with status 0, and the model with them: at once if it had been
   asked to end, as by the scheduler of its machine, else after network.give_up_seconds."""
   network = {"silence_seconds": 1.5, "hello_seconds": 0.1, "give_up_seconds": 5.0}
-  config = tiny(300, learners=1, min_step_seconds=0.02, network=network)
-  (tmp_path / "config.json").write_text(config.to_json())
-  workdir, (url,), started = tmp_path / "run", free_urls(1), {}
-  common = [f"--config={tmp_path / 'config.json'}", f"--workdir={workdir}", f"--syncers={url}"]
-  common += ["--config.sync.num_shards=1"]
+  sync = {"num_shards": 1}
+  run = ByHand(tmp_path, tiny(100, learners=1, min_step_seconds=0.06, network=network, sync=sync))
+  workdir = run.workdir
   patient = "--config.network.give_up_seconds=60"  # with a shard that a busy machine keeps waiting
 
-  def role(name, *arguments):
-    started[name] = start(*arguments, *common, log=tmp_path / name)
-    return started[name], tmp_path / name
-
-  try:
-    shard, shard_log = role("syncer", "syncer", "--shard=0", f"--bind={url}")
+  with run:
+    shard, shard_log = run.start("syncer", "syncer", "--shard=0", f"--bind={run.urls[0]}")
     wait_for(lambda: events_of(workdir, "started", "syncer-0"), "the shard", shard, shard_log)
-    evaluator, log = role("evaluator", "evaluator", patient)
-    learner, learner_log = role("learner", "learner", "--learner=0", "--cpu", patient)
+    evaluator, log = run.start("evaluator", "evaluator", patient)
+    run.start("learner", "learner", "--learner=0", "--cpu", patient)
     wait_for(lambda: events_of(workdir, "joined", "evaluator"), "the evaluator", evaluator, log)
     evaluator.terminate()
-    assert evaluator.wait(PATIENCE_SECONDS) == 0, log.read_text()
-    assert learner.wait(PATIENCE_SECONDS) == 0, learner_log.read_text()
+    run.end_well("evaluator", "learner")
     waits = "waits: the evaluator, which has not saved the final model"
     wait_for(lambda: waits in shard_log.read_text(), "the shard to wait", shard, shard_log)
-    again, log = role("again", "evaluator", patient)
-    assert again.wait(PATIENCE_SECONDS) == 0, log.read_text()
-    assert shard.wait(PATIENCE_SECONDS) == 0, shard_log.read_text()
-  finally:
-    for process in started.values():
-      process.kill()
+    run.start("again", "evaluator", patient)
+    run.end_well("again", "syncer")
   assert json.loads((workdir / "outcome.json").read_text())["reason"] == "finished"
   assert (workdir / "result").is_dir()
 

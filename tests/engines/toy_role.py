@@ -43,7 +43,7 @@ class Island(toy.ToyIsland):
   """Outlives incarnations, as the real one."""
 
   def __init__(self, learner: int, plan: fragments.Plan, folder: Path):
-    super().__init__(learner, plan, STEP_SECONDS)
+    super().__init__(learner, plan, self.pace_seconds)
     self._hurry = folder / toy.HURRY
 
   def step(self, *arguments) -> dict[str, float]:
@@ -87,7 +87,9 @@ def main() -> int:
   parser.add_argument("--keys", type=Path)
   parser.add_argument("--config", required=True)
   parser.add_argument("--late_clock_seconds", type=int, default=0)  # this host's clock is wrong
+  parser.add_argument("--step_seconds", type=float, default=STEP_SECONDS)
   flags = parser.parse_args()
+  Island.pace_seconds = flags.step_seconds
   end_with_parent()
   if late := flags.late_clock_seconds:
     now = frames.seconds_since_2020

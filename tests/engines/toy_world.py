@@ -56,10 +56,11 @@ class World:
     folder: an empty one; becomes the workdir.
     config: of `tests.roles.toy.config`.
     keys: a folder with everybody's.
+    flags: of every role beside those that tell it its place.
   """
 
-  def __init__(self, folder: Path, config: Config, keys: Path | None = None):
-    self.config, self.keys = config, keys
+  def __init__(self, folder: Path, config: Config, keys: Path | None = None, *flags: str):
+    self.config, self.keys, self._flags = config, keys, flags
     self._events: dict[str, list[Event]] = {}  # by kind
     self.roles: dict[str, Role] = {}
     self.may_fail: set[str] = set()  # roles whose exit status a test looks at itself
@@ -106,7 +107,7 @@ class World:
       *(sys.executable, "-m", "tests.engines.toy_role", kind, number or "0"),
       *(f"--dir={self._folder}", f"--syncers={','.join(urls)}"),
       *(f"--config={self.config.to_json()}", *([f"--keys={self.keys}"] if self.keys else [])),
-      *flags,
+      *(*self._flags, *flags),
     ]
     name = address + after
     log = self._folder / "logs" / f"{name}.log"
