@@ -27,10 +27,10 @@ SILENCE_SECONDS = 8.0
 
 
 def hosted(steps: int):
-  """Two islands of two processes with two fake devices each."""
+  """Two islands of two processes with four fake devices each."""
   sync = {"min_quorum": 1, "liveness_seconds": 3.0, "snapshot_steps": 4}
   islands = {"num_learners": 2, "batch_size": 4, "min_step_seconds": 0.8}
-  islands |= {"devices": 4, "hosts": 2, "data": 2, "fsdp": 2}
+  islands |= {"devices": 8, "hosts": 2, "data": 2, "fsdp": 2, "tensor": 2}
   return tiny(steps, islands=islands, sync=sync, network={"silence_seconds": SILENCE_SECONDS})
 
 
