@@ -8,7 +8,7 @@ Algorithm: no learner waits, a quorum of one with an adaptive grace window, toke
            Outer Nesterov 0.5/0.8; over the last quarter of the tokens its rate falls to a 20th.
 Numbers:   held-out loss 5.29 +- 0.18 untrained, 1.193 +- 0.009 at the end (virtual time, three
            seeds: scripts/expected_loss.py). The five algorithms' configs as they are, on equally
-           many trained tokens: data-parallel 1.147 +- 0.008, default 1.193 +- 0.009, streaming
+           many trained tokens: data-parallel 1.115 +- 0.004, default 1.193 +- 0.009, streaming
            1.224 +- 0.006, decoupled 1.237 +- 0.012, DiLoCo 1.242 +- 0.005. Tuned, each for itself:
            docs/results.md, "The algorithms".
 """

@@ -61,4 +61,3 @@ def set_data_parallel(c: ml_collections.ConfigDict) -> None:
   c.outer.learning_rate = 1.0
   c.outer.momentum = 0.0
   c.outer.decay_share = 0.0
-  c.inner.learning_rate = 4e-3  # as in configs/data_parallel.py
