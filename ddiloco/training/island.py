@@ -85,23 +85,20 @@ def lower_piece(
     row = at[1] if kind.start is None else kind.start
     return [*[at[0]] * layers, row, *[0] * len(shape)][: len(shape)]
 
-  def part(leaf: jax.Array, first: list[Any]) -> jax.Array:
+  def part(leaf: jax.Array, at: jax.Array) -> jax.Array:
     if size != shape:
-      leaf = jax.lax.dynamic_slice(leaf, first, size, allow_negative_indices=False)
+      leaf = jax.lax.dynamic_slice(leaf, start(at), size)
     return leaf.reshape(kind.piece.shape)
 
   def copy_out(leaf: jax.Array, at: jax.Array) -> jax.Array:
     # An explicit copy, since the next step deletes the leaves and a piece may be a whole leaf. It
     # costs nothing: XLA makes a copy anyway (jax 0.10), but does not promise to.
-    return jnp.copy(jax.lax.with_sharding_constraint(part(leaf, start(at)), kind.piece.sharding))
+    return jnp.copy(jax.lax.with_sharding_constraint(part(leaf, at), kind.piece.sharding))
 
   def apply(leaf: jax.Array, staged: jax.Array, keep: jax.Array, at: jax.Array) -> jax.Array:
-    # `select`, since 0 * NaN is NaN and an overwrite must replace any value.
-    first = start(at)
-    new = jax.lax.select(keep == 0, staged, keep * part(leaf, first) + staged).reshape(size)
-    if size == shape:
-      return new
-    return jax.lax.dynamic_update_slice(leaf, new, first, allow_negative_indices=False)
+    # `where`, since 0 * NaN is NaN and an overwrite must replace any value.
+    new = jnp.where(keep == 0, staged, keep * part(leaf, at) + staged).reshape(size)
+    return new if size == shape else jax.lax.dynamic_update_slice(leaf, new, start(at))
 
   keep = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)
   where = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=replicated)
