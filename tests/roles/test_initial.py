@@ -3,6 +3,7 @@
 import dataclasses
 import os
 
+import jax
 import numpy as np
 import pytest
 
@@ -60,6 +61,15 @@ def test_a_model_is_traced_once_for_its_shapes_and_its_values(monkeypatch):
   traced = len(calls)
   initial.initial_params(config)
   assert traced and len(calls) == traced
+
+
+def test_values_are_drawn_on_the_cpu_whatever_device_is_the_default():
+  """Another device may compute other bits, which no other role would have."""
+  initial._program.cache_clear()
+  with jax.default_device(jax.devices()[1]):
+    program = initial._program(language_model(CONFIG.model).init, ("embedding",), False)
+    (drawn,) = program(np.uint32(CONFIG.seed))
+  assert drawn.devices() == {jax.local_devices(backend="cpu")[0]}
 
 
 def test_what_draws_values_takes_little_memory_beside_them():
