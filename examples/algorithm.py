@@ -86,6 +86,7 @@ class Publish:
   value: Vector
   round: int
   merged: tuple[int, ...]  # learners whose pushes it has
+  global_step: int  # of the most advanced learner, as the syncer knows
 
 
 class Learner:
@@ -94,6 +95,7 @@ class Learner:
   def __init__(self, world: World, number: int):
     self.world, self.number = world, number
     self.alive, self.step, self.batch = True, 0, 0
+    self.global_step = 0  # goes on from that of the others
     self.local: list[Vector] = [np.empty(0)] * P  # what the island trains
     self.base: list[Vector] = [np.empty(0)] * P  # the published value received last
     self.version, self.newest = [-1] * P, [-1] * P  # applied, arrived
@@ -118,6 +120,7 @@ class Learner:
     # It has just started: it begins with the newest versions.
     self.version[p], self.base[p] = publish.version, publish.value
     self.local[p] = publish.value.copy()
+    self.global_step = max(self.global_step, publish.global_step)
     if min(self.version) >= 0:
       self.world.after(0, self.begin_step)
 
@@ -132,6 +135,7 @@ class Learner:
       return
     inner_step(self.local, self.number, self.batch)
     self.step += 1
+    self.global_step = max([self.global_step + 1, *(new.global_step for new in self.arrived)])
     self.since_sync = [n + 1 for n in self.since_sync]
     self.unmerged = [n + 1 for n in self.unmerged]
     # The boundary between two steps. Nothing here waits for another role.
@@ -141,8 +145,8 @@ class Learner:
     on_the_way = {publish.fragment for publish in self.arrived}
     for p in [p for p in self.pull if p not in on_the_way]:
       self.push(p, self.pull.pop(p))
-    syncer, report = self.world.syncer, (list(self.version), list(self.since_sync))
-    self.world.after(LATENCY, syncer.on_report, self.number, *report)
+    report = self.global_step, list(self.version), list(self.since_sync)
+    self.world.after(LATENCY, self.world.syncer.on_report, self.number, *report)
     self.begin_step()
 
   def push(self, p: int, round_id: int) -> None:
@@ -190,6 +194,7 @@ class Round:
 
   id: int
   began_at: float
+  global_step: int  # when it began
   step_seconds: float  # of the middle learner
   pending: set[int]  # learners that were asked and have not answered
   pushes: dict[int, tuple[Vector, int, int]] = dataclasses.field(default_factory=dict)
@@ -202,6 +207,7 @@ class Syncer:
     self.value = [first.copy() for first in FIRST]
     self.momentum = [np.zeros_like(first) for first in FIRST]
     self.version, self.made_by = [0] * P, [0] * P  # the newest, and the round that made it
+    self.global_step, self.synced_at = 0, [0] * P  # now, and when the newest one's round began
     self.round: list[Round | None] = [None] * P
     self.rounds = itertools.count(1)
     self.members: dict[int, Member] = {}
@@ -218,8 +224,11 @@ class Syncer:
       self.publish(p, [number], ())
     self.world.after(0, self.decide)  # no round waits for its last incarnation
 
-  def on_report(self, number: int, version: list[int], since_sync: list[int]) -> None:
+  def on_report(
+    self, number: int, global_step: int, version: list[int], since_sync: list[int]
+  ) -> None:
     """A few integers after every step: the control plane."""
+    self.global_step = max(self.global_step, global_step)
     step_seconds = STEP_SECONDS[number]  # the learner measures it
     lost_at = self.world.now + max(SILENT_SECONDS, SILENT_STEPS * step_seconds)
     self.members[number] = Member(version, since_sync, step_seconds, lost_at)
@@ -259,8 +268,12 @@ class Syncer:
 
   def begin_round(self, p: int) -> None:
     """A fragment is due H steps after its last sync; the first time earlier, so that fragments come
-    one after the other."""
-    due_after = H if self.version[p] else max(1, math.ceil(H * (p + 1) / P))
+    one after the other. If its last round was late or early against that order, because all
+    learners were away or one of them left, the next one is as much earlier or later."""
+    due_after = place = math.ceil(H * (p + 1) / P)
+    if self.version[p]:
+      late = (self.synced_at[p] - place) % (H + 1)  # the answer to a pull is a step later
+      due_after = H - (late if 2 * late <= H else late - (H + 1))
     available = {
       number: member
       for number, member in self.members.items()
@@ -269,7 +282,9 @@ class Syncer:
     if sum(member.since_sync[p] >= due_after for member in available.values()) < K:
       return
     step_seconds = statistics.median_low(member.step_seconds for member in available.values())
-    current = Round(next(self.rounds), self.world.now, step_seconds, set(available))
+    current = Round(
+      next(self.rounds), self.world.now, self.global_step, step_seconds, set(available)
+    )
     self.round[p] = current
     for number in available:
       self.world.to(number, "on_pull", p, current.id)
@@ -287,12 +302,14 @@ class Syncer:
     delta = merge(deltas, token_weights(steps, tokens))
     self.value[p], self.momentum[p] = outer_step(self.value[p], self.momentum[p], delta)
     self.version[p] += 1
-    self.made_by[p], self.round[p] = current.id, None
+    self.made_by[p], self.synced_at[p] = current.id, current.global_step
+    self.round[p] = None
     self.world.commits.append((p, self.version[p], learners, steps))
     self.publish(p, list(self.members), learners)
 
   def publish(self, p: int, to: list[int], merged: tuple[int, ...]) -> None:
-    new = Publish(p, self.version[p], self.value[p], self.made_by[p], merged)
+    made = self.version[p], self.value[p], self.made_by[p]
+    new = Publish(p, *made, merged, self.global_step)
     for number in to:
       self.world.to(number, "on_publish", new)
 

@@ -37,11 +37,21 @@ Ranking = tuple[tuple[float, int], ...]  # (value, learner), the smallest values
 # --- both sides -----------------------------------------------------------------------------------
 
 
-def due_after(fragment: int, version: int, sync: SyncConfig) -> int:
-  """Inner steps after which a fragment is due; first rounds are spread over one period."""
-  if version > 0:
-    return sync.sync_period
-  return math.ceil(sync.sync_period * (fragment + 1) / sync.num_fragments)
+def due_after(fragment: int, version: int, sync: SyncConfig, began: int | None = None) -> int:
+  """Inner steps since its last sync after which a fragment is due.
+
+  First rounds are spread over one period: every fragment has a place in it. `began`: the global
+  step at which its last round began. If that was not at its place, because a learner left or all
+  came back, the next period is as much shorter or longer, by at most a half. So fragments come one
+  after the other again, whichever shard has them.
+  """
+  period = sync.sync_period
+  place = math.ceil(period * (fragment + 1) / sync.num_fragments)
+  if version == 0 or began is None:
+    return period if version else place
+  apart = period + 1  # rounds: a learner counts from its copy-out, which is a step after the pull
+  late = (began - place) % apart
+  return period - (late if 2 * late <= period else late - apart)
 
 
 def backed_off(

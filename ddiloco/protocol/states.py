@@ -363,7 +363,9 @@ class SyncerState(_State, Frozen):
   def is_due(self, learner: int, i: int) -> bool:
     """Whether the member has made the steps that a sync takes on this fragment, or makes none."""
     f, member = self.fragments[i], self.members[learner]
-    enough = member.steps_since_sync[i] >= rules.due_after(f.index, f.version, self.sync)
+    # In lock-step learners wait by the same rule, and do not know when the last round began.
+    began = None if self.sync.blocking else f.global_step
+    enough = member.steps_since_sync[i] >= rules.due_after(f.index, f.version, self.sync, began)
     return enough or self.brings_last_work(learner)
 
   # --- the run as a whole

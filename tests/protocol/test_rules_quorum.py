@@ -28,6 +28,20 @@ def test_first_rounds_are_spread_over_a_period_and_later_ones_are_a_period_apart
   assert {rules.due_after(p, version, sync) for p in range(4) for version in (1, 9)} == {6}
 
 
+def test_a_round_at_another_place_than_its_own_makes_the_next_period_shorter_or_longer():
+  sync = SyncConfig(num_fragments=4, sync_period=6)
+  begins = {p: [20] for p in range(4)}  # all at once; a learner counts from a step later
+  for p, steps in begins.items():
+    for _ in range(2):
+      steps.append(steps[-1] + 1 + rules.due_after(p, 1, sync, steps[-1]))
+  assert [[b % 7 for b in steps] for steps in begins.values()] == [
+    [6, *[place] * 2] for place in (2, 3, 5, 6)
+  ]
+  assert all(4 <= later - earlier <= 10 for earlier, later, _ in begins.values())
+  alone = SyncConfig(num_shards=1, num_fragments=1, sync_period=1, overlap_steps=0)
+  assert {rules.due_after(0, 1, alone, began) for began in range(4)} == {1, 2}
+
+
 @pytest.mark.parametrize(
   "now, pushed, pending, quorum_at, grace, expected",
   [

