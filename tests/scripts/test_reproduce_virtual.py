@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from tests.scripts import commands
@@ -72,3 +74,6 @@ def test_a_data_parallel_job_stands_still_at_each_change(script):
   both = data_parallel([(20.0, 1e9), (30.0, 1e9)], 100, 1.0)
   assert both == pytest.approx(20 + pause + (100 - 20) * always / (always + 2))
   assert data_parallel([(0.0, 1e9)], 100, 1.0) == pytest.approx(100 * always / (always + 1))
+  # By night as many tokens as by day, in less time: 4 * 25 = (4 + 1) * 20.
+  assert module.spells(1, 100.0) == [(25.0, 45.0), (70.0, math.inf)]
+  assert len(module.spells(4, 100.0)) == 2 * 4
