@@ -53,6 +53,14 @@ def test_compute_that_comes_and_goes_shortens_a_run(drawn):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+def test_no_fault_leaves_rounds_behind_that_most_learners_miss(here):
+  found = commands.last(here("aftermath.py --quick"))
+  assert len(found) == 5 and all(row["islands"] == 4 for row in found.values())
+  assert min(row["pushes"] for row in found.values()) > 3.5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_slow_links_between_regions_hold_up_no_island(here):
   found = commands.last(here("reproduce_regions.py --quick --merge_gbytes=25"))
   for row in ("2 Gbit/s", "5 Gbit/s"):

@@ -1,0 +1,110 @@
+"""What a fault leaves behind: how many learners take part in a round when it has long been over.
+
+    python scripts/aftermath.py [--steps=600] [--quick]
+
+The protocol's own decisions in virtual time (`ddiloco.simulation`): four islands, four shards,
+H = P = 24, tau = 2, K = 1, and the assumptions of reproduce_heterogeneous.py. After a sixth of the
+run each row's fault strikes, for 20 s; the second half of the run is measured. A row must have as
+many pushes a commit as the islands that are there make in calm times; exit status 1 if one has less
+than nine tenths of that.
+
+Last line: {ROW: {"pushes": of a commit, mean, "islands": that are there, "sync_seconds": from a
+copy-out to the apply, mean, "period_seconds": between two rounds of a fragment, mean}, ...}.
+Takes half a minute, --quick a few seconds.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import json
+import statistics
+from typing import Any
+
+import common
+from reproduce_heterogeneous import PERIOD, config_of, speeds_of
+
+from ddiloco.protocol import events
+from ddiloco.simulation.run import VirtualRun
+
+ISLANDS, SHARDS = 4, 4
+LEARNERS = [f"learner-{m}" for m in range(ISLANDS)]
+SYNCERS = [f"syncer-{s}" for s in range(SHARDS)]
+LASTS, ENOUGH = 20.0, 0.9
+QUICK = ("calm", "all learners killed", "all shards stopped", "everything killed", "one came, left")
+# By row: the fault's action, whom it strikes, and what else the fault has.
+ROWS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
+  "calm": ("kill", [], {}),
+  "one learner killed": ("kill", LEARNERS[:1], {}),
+  "all learners killed": ("kill", LEARNERS, {}),
+  "one learner lost for good": ("kill", LEARNERS[:1], {"seconds": -1}),
+  "one shard killed": ("kill", SYNCERS[:1], {}),
+  "all shards killed": ("kill", SYNCERS, {}),
+  "everything killed": ("kill", LEARNERS + SYNCERS, {}),
+  "one learner stopped": ("stall", LEARNERS[:1], {}),
+  "all learners stopped": ("stall", LEARNERS, {}),
+  "one shard stopped": ("stall", SYNCERS[:1], {}),
+  "all shards stopped": ("stall", SYNCERS, {}),
+  "one learner cut off": ("cut", LEARNERS[:1], {}),
+  "all learners cut off": ("cut", LEARNERS, {}),
+  "all links at 0.2 Gbit/s": ("throttle", LEARNERS, {"bits_per_second": 2e8}),
+  "one learner three times as slow": ("slow", LEARNERS[:1], {"factor": 3.0}),
+  "one came, to stay": ("join", ["learner-4"], {"seconds": -1}),
+  "one came, left": ("join", ["learner-4"], {"seconds": 60.0}),
+  "three came, left": ("join", [f"learner-{m}" for m in (4, 5, 6)], {"seconds": 60.0}),
+}
+
+
+def measure(row: str, steps: int) -> dict[str, float]:
+  """The numbers of one row."""
+  action, roles, more = ROWS[row]
+  fault = {"action": action, "at_seconds": steps / 6, "seconds": LASTS, **more}
+  faults = tuple({**fault, "role": role} for role in roles)
+  config = config_of(ISLANDS, steps, {"sync.num_shards": SHARDS, "chaos.faults": faults})
+  pushes: list[int] = []
+  syncs: list[float] = []
+  began: dict[int, dict[int, float]] = collections.defaultdict(dict)  # by fragment and round
+  copied_out: dict[tuple[str, int], tuple[int, float]] = {}
+  there: set[str] = set()
+
+  def take(event: events.Event) -> None:
+    if not steps / 2 < event.time < steps:
+      return
+    match event:
+      case events.Step():
+        there.add(event.role)
+      case events.Commit():
+        pushes.append(len(event.learners))
+      case events.Round():
+        began[event.fragment].setdefault(event.round, event.time)
+      case events.CopyOut():
+        copied_out[event.role, event.fragment] = event.round, event.time
+      case events.Apply() if event.included:
+        round_id, at = copied_out.get((event.role, event.fragment), (None, 0.0))
+        if round_id == event.round:
+          syncs.append(event.time - at)
+
+  reason = VirtualRun(config, speeds_of(PERIOD, 0), take).finish()
+  if reason != "finished":
+    raise RuntimeError(f"{row}: the virtual run did not end: {reason}")
+  gaps = [b - a for each in began.values() for a, b in itertools.pairwise(each.values())]
+  return {
+    "pushes": round(statistics.mean(pushes), 2),
+    "islands": len(there),
+    "sync_seconds": round(statistics.mean(syncs), 2),
+    "period_seconds": round(statistics.mean(gaps), 1),
+  }
+
+
+def main() -> None:
+  args = common.options(__doc__, {"steps": 360}, steps=(600, "of an island in each run"))
+  rows = {row: measure(row, args.steps) for row in (QUICK if args.quick else ROWS)}
+  common.show(rows)
+  print(json.dumps(rows))
+  whole = rows["calm"]["pushes"] / rows["calm"]["islands"]
+  if bad := [row for row, n in rows.items() if n["pushes"] < ENOUGH * whole * n["islands"]]:
+    raise SystemExit(f"fewer take part than in calm times: {', '.join(bad)}")
+
+
+if __name__ == "__main__":
+  common.run_script(main)
