@@ -272,8 +272,9 @@ class Syncer:
     learners were away or one of them left, the next one is as much earlier or later."""
     due_after = place = math.ceil(H * (p + 1) / P)
     if self.version[p]:
-      late = (self.synced_at[p] - place) % (H + 1)  # the answer to a pull is a step later
-      due_after = H - (late if 2 * late <= H else late - (H + 1))
+      # A learner answers half a step after the pull, on average: two periods take 2 H + 1 steps.
+      late = (self.synced_at[p] - place) % (2 * H + 1) % H
+      due_after = H - (late if 2 * late <= H else late - H)
     available = {
       number: member
       for number, member in self.members.items()

@@ -49,9 +49,10 @@ def due_after(fragment: int, version: int, sync: SyncConfig, began: int | None =
   place = math.ceil(period * (fragment + 1) / sync.num_fragments)
   if version == 0 or began is None:
     return period if version else place
-  apart = period + 1  # rounds: a learner counts from its copy-out, which is a step after the pull
-  late = (began - place) % apart
-  return period - (late if 2 * late <= period else late - apart)
+  # Places come H and H + 1 steps apart in turn: a learner counts from its copy-out, which is half a
+  # step after the pull, on average.
+  late = (began - place) % (2 * period + 1) % period
+  return period - (late if 2 * late <= period else late - period)
 
 
 def backed_off(

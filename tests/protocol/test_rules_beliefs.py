@@ -339,7 +339,8 @@ class Rounds:
     self.made.clear()
     f = self.state.fragments[0]
     for m in range(3):
-      report = says.report(m, life, int(now), 1.0, (f.version,), (4,), rounds=(f.last_round,))
+      most = (6,)  # so late a fragment is due, whenever its last round began
+      report = says.report(m, life, int(now), 1.0, (f.version,), most, rounds=(f.last_round,))
       self.tell(Received(report, now))
     self.tell(Tick(now))
     current = self.state.under_way[0]

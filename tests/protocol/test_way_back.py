@@ -44,10 +44,11 @@ class Shard:
     self.feed(says.report(learner, 0, self.step, 1.0, (version,), (steps,), **more), now)
 
   def begin(self, now: float) -> None:
-    """All are due, and then asked: the shard decides once it has heard all."""
+    """All are due, whenever the last round began, and then asked: the shard decides once it has
+    heard all."""
     self.step = int(now) + 1
     for m in range(3):
-      report = says.report(m, 0, self.step, 1.0, (self.fragment.version,), (4,))
+      report = says.report(m, 0, self.step, 1.0, (self.fragment.version,), (6,))
       self.state, _ = says.take_in(self.state, Received(report, now))
     self.state, _ = says.take_in(self.state, Tick(now))
     assert self.state.under_way[0].pending == (0, 1, 2)

@@ -68,6 +68,7 @@ class Shard:
     self.config = from_dict({"islands": {"num_learners": learners}, "sync": sync, **sections})
     self.plan = fragments.make_plan(toy.SPECS, self.config.sync)
     self.learners: Sequence[int] = range(learners)
+    self.step = 9
     self.lives = dict.fromkeys(self.learners, 0)
     self.held: dict[int, dict[int, tuple[int, np.ndarray]]] = {m: {} for m in self.learners}
     self.rounds: dict[int, dict[int, int]] = {m: {} for m in self.learners}
@@ -122,10 +123,11 @@ class Shard:
     versions = tuple(self.held[m][f.index][0] for f in self.plan.fragments)
     rounds = tuple(self.rounds[m][f.index] for f in self.plan.fragments)
     sinces = tuple(steps_since_sync for _ in versions)
-    self.hear(says.report(m, self.lives[m], 9, 1e3, versions, sinces, rounds=rounds))
+    self.hear(says.report(m, self.lives[m], self.step, 1e3, versions, sinces, rounds=rounds))
 
   def round(self, deltas: dict[int, dict[int, object]], name="f32") -> list[dict]:
     """One round of both fragments; `deltas[learner][fragment]` is a vector or a whole payload."""
+    self.step += 9
     for steps_since_sync in (1, 9):  # everybody can be asked before anybody is due
       for m in self.learners:
         self.report(m, steps_since_sync)
