@@ -408,7 +408,7 @@ def waiting_for(state: LearnerState, sync: SyncConfig) -> str:
       continue  # complete: it is not pulled any more
     if f.outstanding is None:
       # A learner without an unmerged step on the fragment could not answer the pull.
-      due = f.steps and not f.incoming and f.steps_since_sync >= rules.due_after(p, f.version, sync)
+      due = f.steps and not f.incoming and _due_in_lock_step(state, p, sync)
       return f"fragment {p}: the pull" if due else ""
     if state.step - f.outstanding.at_step >= sync.overlap_steps:
       return f"fragment {p}: its new version"
@@ -441,14 +441,23 @@ def _due_steps(state: LearnerState, p: int, f: LearnerFragment, sync: SyncConfig
   """Steps since the last sync, as reported, so that the fragment is due when it should be.
 
   A leaving learner makes no further step: every fragment with unmerged steps is due, no other is.
-  In lock-step a fragment with an outstanding push is due: the learner waits for the version, and if
-  the round was abandoned, no further step would make the fragment due.
+  In lock-step the learner alone knows whether a fragment is due. One with an outstanding push is:
+  the learner waits for the version, and if the round was abandoned, no further step would make the
+  fragment due.
   """
   if state.leaving:
     return max(f.steps_since_sync, 1) if f.steps else 0
-  if sync.blocking and f.outstanding:
-    return rules.due_after(p, f.version, sync)
+  if sync.blocking:
+    enough = rules.due_after(p, f.version, sync)
+    due = f.outstanding or _due_in_lock_step(state, p, sync)
+    return enough if due else min(f.steps_since_sync, enough - 1)
   return f.steps_since_sync
+
+
+def _due_in_lock_step(state: LearnerState, p: int, sync: SyncConfig) -> bool:
+  f = state.fragments[p]
+  began = state.global_step - f.steps_since_sync
+  return f.steps_since_sync >= rules.due_after(p, f.version, sync, began)
 
 
 def drain(state: LearnerState) -> LearnerState:

@@ -41,14 +41,17 @@ def due_after(fragment: int, version: int, sync: SyncConfig, began: int | None =
   """Inner steps since its last sync after which a fragment is due.
 
   First rounds are spread over one period: every fragment has a place in it. `began`: the global
-  step at which its last round began. If that was not at its place, because a learner left or all
-  came back, the next period is as much shorter or longer, by at most a half. So fragments come one
-  after the other again, whichever shard has them.
+  step at which its last round began; in lock-step, that of this learner's last sync. If that was
+  not at its place, because a learner left or came back, the next period is as much shorter or
+  longer, by at most a half; in lock-step it is longer. So fragments come one after the other again,
+  whichever shard has them.
   """
   period = sync.sync_period
   place = math.ceil(period * (fragment + 1) / sync.num_fragments)
   if version == 0 or began is None:
     return period if version else place
+  if sync.blocking:
+    return period + (place - began) % period
   # Places come H and H + 1 steps apart in turn: a learner counts from its copy-out, which is half a
   # step after the pull, on average.
   late = (began - place) % (2 * period + 1) % period

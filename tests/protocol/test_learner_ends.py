@@ -46,17 +46,20 @@ def test_learners_out_of_phase_do_not_wait_for_each_other_in_lock_step(seed):
 
 
 @pytest.mark.parametrize(
-  "first, second, waits",
+  "first, second, step, waits",
   [
-    ((1, 2), (1, 1), "fragment 0: the pull"),
-    ((1, 1), (1, 2), ""),  # out of phase: it goes on until it is due for fragment 0 as well
-    ((1, 2), (1, 2), "fragment 0: the pull"),
-    ((2, 1), (1, 2), "fragment 1: the pull"),
-    ((2, 2), (1, 1), ""),
+    ((1, 2), (1, 1), 3, "fragment 0: the pull"),
+    ((1, 1), (1, 2), 4, ""),  # out of phase: it goes on until it is due for fragment 0 as well
+    ((1, 2), (1, 2), 3, "fragment 0: the pull"),
+    ((1, 2), (1, 2), 4, ""),  # it came back when fragment 0 was not at its place
+    ((1, 3), (1, 3), 5, "fragment 0: the pull"),
+    ((2, 1), (1, 2), 4, "fragment 1: the pull"),
+    ((2, 2), (1, 1), 3, ""),
   ],
 )
-def test_in_lock_step_fragments_take_turns(first, second, waits):
-  """Of both: the version, and steps since its sync, of which two make it due."""
+def test_in_lock_step_fragments_take_turns(first, second, step, waits):
+  """Of both: the version, and steps since its sync, of which two make it due at its place in the
+  period: fragment 0 after odd global steps, fragment 1 after even ones."""
   lock_step = dataclasses.replace(SYNC, blocking=True)
   one = Script(lock_step, role="learner")
   join(one)
@@ -66,7 +69,7 @@ def test_in_lock_step_fragments_take_turns(first, second, waits):
     fragments.append(
       replace(f, version=version, base_header=newest, steps_since_sync=steps, steps=steps)
     )
-  one.state = replace(one.state, fragments=tuple(fragments))
+  one.state = replace(one.state, fragments=tuple(fragments), global_step=step)
   assert learner.waiting_for(one.state, lock_step) == waits
 
 
