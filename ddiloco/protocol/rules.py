@@ -403,7 +403,13 @@ def believed_step_seconds(beliefs: Beliefs, claim: float) -> float:
 
 
 def believed_steps_since(claim: int, global_step: int, since: int, sync: SyncConfig) -> int:
-  """A member's steps since its last sync, at most about those of the run since step `since`."""
+  """A member's steps since its last sync, at most about those of the run since step `since`.
+
+  In lock-step every claim is believed: learners that came back count from 0, and would wait for
+  ever if the run's global step was higher when the last round began.
+  """
+  if sync.blocking:
+    return claim
   return min(claim, max(0, global_step - since) + sync.overlap_steps + 2)
 
 

@@ -45,6 +45,11 @@ def test_learners_out_of_phase_do_not_wait_for_each_other_in_lock_step(seed):
   assert endings.check(seed, endings.BEFORE)["ended"]
 
 
+def test_in_lock_step_all_come_back_where_the_global_step_was_higher():
+  """Their steps since the last sync were not believed, and all waited for ever."""
+  assert endings.check(60886)["ended"]
+
+
 @pytest.mark.parametrize(
   "first, second, step, waits",
   [
