@@ -25,7 +25,7 @@ import common
 from reproduce_heterogeneous import PERIOD, config_of, speeds_of
 
 from ddiloco.protocol import events
-from ddiloco.simulation.run import VirtualRun
+from ddiloco.simulation.run import Account, VirtualRun
 
 ISLANDS, SHARDS = 4, 4
 LEARNERS = [f"learner-{m}" for m in range(ISLANDS)]
@@ -66,14 +66,14 @@ def measure(row: str, steps: int) -> dict[str, float]:
   fields = {"sync.num_shards": SHARDS, "chaos.faults": faults, **(LOCK_STEP if mode else {})}
   config = config_of(ISLANDS, steps, fields)
   pushes: list[int] = []
-  syncs: list[float] = []
+  account = Account()
   began: dict[int, dict[int, float]] = collections.defaultdict(dict)  # by fragment and round
-  copied_out: dict[tuple[str, int], tuple[int, float]] = {}
   made: dict[str, list[float]] = collections.defaultdict(list)  # when, by learner
 
   def take(event: events.Event) -> None:
     if not steps / 2 < event.time < steps:
       return
+    account.take(event)
     match event:
       case events.Step():
         made[event.role].append(event.time)
@@ -81,12 +81,6 @@ def measure(row: str, steps: int) -> dict[str, float]:
         pushes.append(len(event.learners))
       case events.Round():
         began[event.fragment].setdefault(event.round, event.time)
-      case events.CopyOut():
-        copied_out[event.role, event.fragment] = event.round, event.time
-      case events.Apply() if event.included:
-        round_id, at = copied_out.get((event.role, event.fragment), (None, 0.0))
-        if round_id == event.round:
-          syncs.append(event.time - at)
 
   reason = VirtualRun(config, speeds_of(PERIOD, 0), take).finish()
   if reason != "finished":
@@ -98,7 +92,7 @@ def measure(row: str, steps: int) -> dict[str, float]:
     "steps": round(
       statistics.mean(len(each) / (each[-1] - steps / 2) for each in made.values()), 2
     ),
-    "sync_seconds": round(statistics.mean(syncs), 2),
+    "sync_seconds": round(statistics.mean(account.sync_seconds.items), 2),
     "period_seconds": round(statistics.mean(gaps), 1),
   }
 

@@ -455,6 +455,7 @@ def _due_steps(state: LearnerState, p: int, f: LearnerFragment, sync: SyncConfig
 
 
 def _due_in_lock_step(state: LearnerState, p: int, sync: SyncConfig) -> bool:
+  """Whether the fragment is at its place in the period, which the learner's own steps tell."""
   f = state.fragments[p]
   began = state.global_step - f.steps_since_sync
   return f.steps_since_sync >= rules.due_after(p, f.version, sync, began)

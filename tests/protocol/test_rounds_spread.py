@@ -53,7 +53,7 @@ def test_rounds_keep_their_distances(happens: Callable[[World], None], min_quoru
   )
   first, last = (share * steps * STEP_SECONDS for share in (0.6, 0.9))
   world.at(5 * PERIOD * STEP_SECONDS, happens, world)
-  world.run(last, stop=lambda: False)
+  world.run(last)
   began: dict[tuple[int, int], float] = {}
   for at, _, event in world.history:
     if event.kind == "round":

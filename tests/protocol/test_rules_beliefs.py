@@ -304,6 +304,8 @@ def test_a_fragment_is_not_due_more_often_than_the_run_makes_steps():
       state, _ = says.shard_on(state, ReadDone(answer, now, norm=1.0))
   assert rounds <= 3, rounds
   assert rules.believed_steps_since(10**6, 120, 100, SYNC) == 20 + SYNC.overlap_steps + 2
+  lock_step = dataclasses.replace(SYNC, blocking=True)
+  assert rules.believed_steps_since(10, 120, 119, lock_step) == 10
 
 
 def test_a_learner_that_leaves_again_and_again_is_not_waited_for():

@@ -112,6 +112,6 @@ def both(name: str) -> dict[str, tuple[float, float]]:
 @pytest.mark.parametrize("name", GRID)
 def test_planner_and_virtual_run_agree(name):
   for what, (planned, found) in both(name).items():
-    # Which pushes these are is chance: over six seeds 0.35 to 0.52 of them.
-    within = 0.3 if (name, what) == (NARROW, "participation") else WITHIN
+    # How many these are is chance too: 0.39 to 0.48 of all over six seeds.
+    within = 0.2 if (name, what) == (NARROW, "participation") else WITHIN
     assert planned == pytest.approx(found, rel=within), what
