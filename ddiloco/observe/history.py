@@ -369,7 +369,7 @@ class Rounds:
       need = f"{ready} of the {sync.min_quorum} it needs are up"
       return f"The first round begins when enough islands have made a step: {need}."
     if not self._open:
-      due = f"a fragment falls due {sync.sync_period} steps after its last sync"
+      due = f"a fragment falls due about {sync.sync_period} steps after its last sync"
       ago = f"the last round ended {max(0.0, now - self._closed_at):.1f} s ago"
       return f"No round is open: {due}; {ago}."
     first = min(self._open.values(), key=lambda each: each.since)
