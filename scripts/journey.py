@@ -65,7 +65,7 @@ JOURNEY = (
   Stop("protocol/syncer.py", "_on_report",
        "The owner bounds the report's claims, and marks fragments that are due.", "mark_dirty"),
   Stop("protocol/states.py", "SyncerState.is_due",
-       "A fragment is due where a learner has made H steps since its last sync.", "is_due"),
+       "A fragment is due where a learner has made about H steps since its last sync.", "is_due"),
   Stop("protocol/rounds.py", "start_rounds",
        "When a quorum is due, a round starts: every available learner is sent a pull.", "Pull"),
   # The learner copies the fragment out and pushes its delta.

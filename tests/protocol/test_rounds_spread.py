@@ -27,12 +27,18 @@ def one_comes_back(world: World) -> None:
   world.kill(("learner", 0), 1.0)
 
 
+def a_shard_loses_all(world: World) -> None:
+  world.kill(("syncer", 0))
+  world.at(world.now + 1.5 * PERIOD * STEP_SECONDS, world.restore, ("syncer", 0), None, 9.0)
+
+
 def one_leaves(world: World) -> None:
   world.actors["learner", 0].drain()
 
 
 @pytest.mark.parametrize(
-  ("happens", "min_quorum"), [(calm, 1), (all_come_back, 1), (one_leaves, 1), (one_comes_back, 4)]
+  ("happens", "min_quorum"),
+  [(calm, 1), (all_come_back, 1), (a_shard_loses_all, 1), (one_leaves, 1), (one_comes_back, 4)],
 )
 def test_rounds_keep_their_distances(happens: Callable[[World], None], min_quorum: int):
   """Without places in the period all of them would be due in the same step for ever after."""
