@@ -24,8 +24,8 @@ def get_config():
   c.sync.num_fragments = 6
   c.sync.sync_period = 6
 
-  # Muon and frequent syncs pay most in a short run. A fragment has a hundred rounds here and
-  # hundreds in a run of configs/default.py, so less outer momentum is best.
+  # Muon and frequent syncs pay most in a short run. Pushes of syncs that are close together point
+  # the same way, so less outer momentum is best.
   c.inner.optimizer = "muon"
   c.inner.learning_rate = 20e-3
   c.outer.learning_rate = 0.3
