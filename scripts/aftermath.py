@@ -1,21 +1,23 @@
 """What a fault leaves behind: how many learners take part in a round when it has long been over.
 
-    python scripts/aftermath.py [--steps=600] [--quick]
+    python scripts/aftermath.py [--steps=600] [--plans=0] [--quick]
 
 The protocol's own decisions in virtual time (`ddiloco.simulation`): four islands, four shards,
 H = P = 24, tau = 2, K = 1, and the assumptions of reproduce_heterogeneous.py; some rows again as
 Streaming DiLoCo, in lock-step. After a sixth of the run each row's fault strikes, for 20 s; the
-second half of the run is measured. An island must have as many pushes in a commit, and make as many
+second half of the run is measured. With --plans there are so many rows more, each of 12 random
+faults of all kinds in the first third of the run (`chaos.random_faults`). An island must have as many pushes in a commit, and make as many
 steps, as in calm times; exit status 1 if a row has less than nine tenths of one of them.
 
 Last line: {ROW: {"pushes": of a commit, mean, "islands": that are there, "steps": of each in a
 second, "sync_seconds": from a copy-out to the apply, mean, "period_seconds": between two rounds of
-a fragment, mean}, ...}. Takes half a minute, --quick a few seconds.
+a fragment, mean}, ...}. Takes half a minute, and three seconds a plan; --quick a few seconds.
 """
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 import json
 import statistics
@@ -24,6 +26,7 @@ from typing import Any
 import common
 from reproduce_heterogeneous import PERIOD, config_of, speeds_of
 
+from ddiloco.chaos import random_faults
 from ddiloco.protocol import events
 from ddiloco.simulation.run import Account, VirtualRun
 
@@ -31,6 +34,7 @@ ISLANDS, SHARDS = 4, 4
 LEARNERS = [f"learner-{m}" for m in range(ISLANDS)]
 SYNCERS = [f"syncer-{s}" for s in range(SHARDS)]
 LASTS, ENOUGH = 20.0, 0.9
+RANDOM = 12  # faults of a random plan
 LOCK_STEP = {"sync.min_quorum": ISLANDS, "sync.blocking": True, "sync.apply": "mix"}
 AGAIN = [f"lock-step: {row}" for row in ("calm", "one learner killed", "everything killed")]
 QUICK = ["calm", "all learners killed", "all shards stopped", "everything killed", "one came, left"]
@@ -57,12 +61,20 @@ ROWS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
 }
 
 
+def plan_of(name: str, steps: int) -> tuple[dict[str, Any], ...]:
+  """The faults of one row."""
+  if name not in ROWS:  # "random plan 7"
+    drawn = random_faults(int(name.split()[-1]), RANDOM, steps / 3, ISLANDS, SHARDS)
+    return tuple(map(dataclasses.asdict, drawn))
+  action, roles, more = ROWS[name]
+  fault = {"action": action, "at_seconds": steps / 6, "seconds": LASTS, **more}
+  return tuple({**fault, "role": role} for role in roles)
+
+
 def measure(row: str, steps: int) -> dict[str, float]:
   """The numbers of one row."""
   mode, _, name = row.rpartition(": ")
-  action, roles, more = ROWS[name]
-  fault = {"action": action, "at_seconds": steps / 6, "seconds": LASTS, **more}
-  faults = tuple({**fault, "role": role} for role in roles)
+  faults = plan_of(name, steps)
   fields = {"sync.num_shards": SHARDS, "chaos.faults": faults, **(LOCK_STEP if mode else {})}
   config = config_of(ISLANDS, steps, fields)
   pushes: list[int] = []
@@ -98,13 +110,17 @@ def measure(row: str, steps: int) -> dict[str, float]:
 
 
 def main() -> None:
-  args = common.options(__doc__, {"steps": 360}, steps=(600, "of an island in each run"))
-  rows = {row: measure(row, args.steps) for row in [*(QUICK if args.quick else ROWS), *AGAIN]}
+  steps, plans = (600, "of an island in each run"), (0, "of random faults")
+  args = common.options(__doc__, {"steps": 360}, steps=steps, plans=plans)
+  drawn = [f"random plan {seed}" for seed in range(args.plans)]
+  again = [*AGAIN, *(f"lock-step: {row}" for row in drawn)]
+  names = [*(QUICK if args.quick else ROWS), *drawn, *again]
+  rows = {row: measure(row, args.steps) for row in names}
   common.show(rows)
   print(json.dumps(rows))
   bad = []
   for row, found in rows.items():
-    calm = rows[AGAIN[0] if row in AGAIN else "calm"]
+    calm = rows[AGAIN[0] if row in again else "calm"]
     pushes = found["pushes"] / found["islands"] * calm["islands"] / calm["pushes"]
     if min(pushes, found["steps"] / calm["steps"]) < ENOUGH:
       bad.append(row)
