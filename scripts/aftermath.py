@@ -6,8 +6,9 @@ The protocol's own decisions in virtual time (`ddiloco.simulation`): four island
 H = P = 24, tau = 2, K = 1, and the assumptions of reproduce_heterogeneous.py; some rows again as
 Streaming DiLoCo, in lock-step. After a sixth of the run each row's fault strikes, for 20 s; the
 second half of the run is measured. With --plans there are so many rows more, each of 12 random
-faults of all kinds in the first third of the run (`chaos.random_faults`). An island must have as many pushes in a commit, and make as many
-steps, as in calm times; exit status 1 if a row has less than nine tenths of one of them.
+faults of all kinds in the first third of the run (`chaos.random_faults`). An island must have as
+many pushes in a commit, and make as many steps, as in calm times; exit status 1 if a row has less
+than nine tenths of one of them.
 
 Last line: {ROW: {"pushes": of a commit, mean, "islands": that are there, "steps": of each in a
 second, "sync_seconds": from a copy-out to the apply, mean, "period_seconds": between two rounds of
