@@ -185,7 +185,8 @@ def test_rules_that_need_two_fields(values, field, rule):
 def test_fields_of_a_model_of_ones_own_mean_what_its_function_says():
   own = {"head_dim": 15, "num_kv_heads": 3, "image_size": 9}
   assert refusal({"model": own}).startswith("model.image_size = 9: ")
-  assert from_dict({"model": own | {"custom": "mine.py:model"}}).model.head_dim == 15
+  own = {"model": own | {"custom": "mine.py:model"}, "islands": {"loss_chunks": 3}}
+  assert from_dict(own).model.head_dim == 15
 
 
 def test_the_fix_of_an_outer_rate_that_falls_too_low_is_one():
@@ -386,6 +387,11 @@ def test_dict_config_dict_and_json_round_trips():
   assert from_dict(dataclasses.asdict(frozen)) == frozen
   assert from_dict(json.loads(frozen.to_json())) == frozen
   assert from_dict(ml_collections.ConfigDict(everything())) == frozen
+  inside = everything()  # a ConfigDict as the value of a free name
+  inside["islands"]["overrides"]["2"] = ml_collections.ConfigDict(
+    {"devices": 4, "data": 2, "fsdp": 2}
+  )
+  assert from_dict(json.loads(from_dict(inside).to_json())) == frozen
   c = default()
   c.seed, c.model.num_experts, c.model.compute_dtype = 3, 4, "bfloat16"
   c.islands.overrides = everything()["islands"]["overrides"]
