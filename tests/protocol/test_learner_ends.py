@@ -296,11 +296,12 @@ def test_a_leaving_learner_reports_what_it_has_not_since_when():
   one = Script(role="learner")
   whole = join(one)
   one.feed(STEP)
+  one.feed(STEP)
   one.feed(replace(whole, version=1, round=0))
   one.feed(STAGED)
-  assert [a.message.steps_since_sync for a in learner.reports(one.state, SYNC)] == [(0, 1)]
+  assert [a.message.steps_since_sync for a in learner.reports(one.state, SYNC)] == [(0, 2)]
   one.state = learner.drain(one.state)
-  assert [a.message.steps_since_sync for a in learner.reports(one.state, SYNC)] == [(1, 1)]
+  assert [a.message.steps_since_sync for a in learner.reports(one.state, SYNC)] == [(1, 2)]
   assert all(a.message.leaving for a in learner.reports(one.state, SYNC))
   one.state = one.state.with_fragment(1, steps=0, tokens=0)
   [report] = learner.reports(one.state, SYNC)

@@ -236,6 +236,7 @@ def test_a_revived_learner_waits_until_its_shard_has_said_what_is_newer():
   assert not one.state.joined and report.message.joins, "it goes on asking"
   one.feed(replace(welcome(0, 0, 1, 60, (0, 1)), rounds=(7, -1)))
   assert [f.fresh for f in one.state.fragments] == [False, True] and one.state.global_step == 60
+  assert learner.reports(one.state, SYNC)[0].message.joins, "fragment 0 may get lost on its way"
   one.feed(MERGED)
   assert learner.can_step(one.state, SYNC)
 

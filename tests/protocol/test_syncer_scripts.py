@@ -353,14 +353,14 @@ def test_nonsense_changes_nothing_at_a_shard(message, shard):
     report(0, (0, 0), (1, 1)),
     push(0, 0),
     says.pull(9, 0, 0, 0, 0, 0),
-    says.pull(0, 0, 0, 7, 0, 0),
+    says.pull(0, 0, 0, 2, 0, 0),
     says.pull(0, 0, 0, -1, 0, 0),
-    says.publish(0, 0, 0, 7, 0, 1, -1, 0, 0, (), ""),
+    says.publish(0, 0, 0, 2, 0, 1, -1, 0, 0, (), ""),
     says.publish(0, 0, 0, 0, 0, 5, 4, 0, 0, (), ""),  # an update to a version I lack
     says.publish(0, 0, 0, 0, -1, 0, -1, 0, 0, (), ""),  # a version I have
     Rejection(0, 0, 0, 0, 3, False, "of no push of mine"),
     Rejection(0, 0, 0, 7, 3, False, "of no fragment of mine"),
-    RequestValue(0, 0, 0, 7),
+    RequestValue(0, 0, 0, 2),
     welcome(0, 0, 0, 30, (0, 1)),  # of an earlier global step
   ],
   ids=lambda m: type(m).__name__,
@@ -378,6 +378,9 @@ def test_a_shard_speaks_of_its_own_fragments_only():
     assert one.feed(message) == [] and one.state.fragments == before
     assert one.feed(replace(message, fragment=1)) or one.state.fragments != before
     one.state = replace(one.state, fragments=before)
+  one.feed(says.pull(1, 0, 0, 1, 0, 0))
+  one.feed(welcome(0, 1, 0, 0, (0,)))
+  assert one.state.fragments[1].pull, "shard 0 has restarted, and shard 1 has not"
 
 
 def test_a_pull_of_a_shard_s_former_life_is_not_answered():
