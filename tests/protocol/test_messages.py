@@ -199,6 +199,7 @@ def test_wrong_frames():
   for header, text in [
     (b"", "is not valid"),
     (b"\xc1", "is not valid"),
+    (b"\x93\xa7Goodby\xff\x03\x01", "is not valid"),
     (msgpack.encode(good) + b"\x00", "is not valid"),
     (msgpack.encode(good)[:-1], "is not valid"),
     (msgpack.encode({"kind": "Goodbye"}), "Expected `array`, got `object`"),
