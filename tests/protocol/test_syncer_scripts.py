@@ -69,7 +69,8 @@ def test_golden_learner_two_fragments():
   sent = says.push(0, 0, 0, 0, 0, 1, 10, "")
   assert one.feed(StepDone(0.1, 10, 0.1)) == [CopyOut(sent)]
   assert one.feed(says.pull(0, 0, 0, 0, 0, 0)) == [Resend(sent)]
-  one.feed(StepDone(0.2, 10, 0.1))
+  one.feed(StepDone(0.2, 10, 0.0))
+  assert one.state.step_seconds == 0.1, "a step that was only dispatched says nothing"
   # Version 1 contains step 1: step 2 goes back on top and is still to be merged.
   version_1 = replace(
     whole,
@@ -112,8 +113,9 @@ def test_a_rejected_push_goes_back_to_the_base():
   base = join(one)
   one.feed(StepDone(0.1, 10, 0.1))
   one.feed(says.pull(0, 0, 0, 0, 0, 0))
-  [stage] = one.feed(Rejection(0, 0, 0, 0, 0, False, "not finite"))
-  assert stage == Stage(base, "reset", False) and stage.publish.payload is None
+  logged, stage = one.feed_all(Rejection(0, 0, 0, 0, 0, False, "not finite"))
+  assert says.plain(stage) == Stage(base, "reset", False) and stage.publish.payload is None
+  assert (logged.round, logged.rejoin, logged.reason) == (0, False, "not finite")
   assert one.feed(Staged(0, 0.1)) == [says.applied(0, 0, -1, "reset", False)]
   f = one.state.fragments[0]
   assert (f.steps, f.tokens, f.discarded_tokens) == (0, 0, 10)
