@@ -322,8 +322,11 @@ def test_lock_step_answers_a_new_pull_with_the_same_push_and_keeps_its_own_globa
   also.feed(later)
   assert also.feed(Staged(0, 0.2)) == [] and learner.can_step(also.state, lock_step)
   assert also.state.global_step == 1
-  [apply, *_] = also.feed(STEP)
+  also.feed(replace(later, version=2, round=9))
+  assert also.feed(Staged(0, 0.3)) == [], "it waits for the one before"
+  [apply, newer, *_] = also.feed(STEP)
   assert apply == says.applied(0, 1, 7, "rebase", True)
+  assert newer == says.applied(0, 2, 9, "halve", False)
 
 
 # --- version numbers that come twice --------------------------------------------------------------

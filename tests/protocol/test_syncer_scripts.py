@@ -25,6 +25,7 @@ from ddiloco.protocol.messages import (
   Rejection,
   RequestValue,
 )
+from ddiloco.protocol.states import shard_key
 from ddiloco.protocol.values import replace
 from tests import says
 from tests.protocol.scripts import ALONE, SYNC, Script, asked, initial, join, push, report, resent
@@ -60,6 +61,7 @@ def test_golden_shard_two_learners_two_fragments():
   [abandon] = shard.feed(Goodbye(0, 0), 0.23)
   assert (abandon.fragment, abandon.round) == (1, 1)
   assert shard.state.fragments[1].version == 0 and 1 not in shard.state.under_way
+  assert shard.state.mark_dirty([1]).mark_dirty([0, 1]).dirty == (1, 0)
 
 
 def test_golden_learner_two_fragments():
@@ -81,7 +83,8 @@ def test_golden_learner_two_fragments():
     merged_tokens=30,
     merged_rounds={0: 0},
   )
-  assert one.feed(version_1) == [Stage(version_1, "rebase", True)]
+  assert one.feed(replace(version_1, count=5)) == [Stage(version_1, "rebase", True)]
+  assert one.state.vector_clock[shard_key(0)] == 5
   assert one.feed(says.pull(0, 0, 0, 0, 2, 1)) == []  # waits for version 1 to be applied
   assert one.feed(Staged(0, 0.2)) == [
     says.applied(0, 1, 0, "rebase", True),
