@@ -192,8 +192,6 @@ def build(cls: type, values: Mapping[str, Any], where: str) -> Any:
 
 def typed_fields(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
   """Values of some of the dataclass's fields, with names and types checked."""
-  if isinstance(values, ml_collections.ConfigDict):
-    values = values.to_dict()
   require(isinstance(values, Mapping), where or "config", values, "must be a mapping", "nest it")
   refuse_unknown(where, values, cls)
   hints = _types(cls)
@@ -201,6 +199,8 @@ def typed_fields(cls: type, values: Mapping[str, Any], where: str) -> dict[str, 
 
 
 def coerce(hint: Any, value: Any, field: str) -> Any:
+  if isinstance(value, ml_collections.ConfigDict):
+    value = value.to_dict()
   if isinstance(hint, type) and dataclasses.is_dataclass(hint):
     return value if isinstance(value, hint) else build(hint, value, field)
   origin, each = typing.get_origin(hint), typing.get_args(hint)

@@ -19,7 +19,7 @@ from typing import Any
 import ml_collections
 
 from ddiloco.checks import ConfigError as ConfigError
-from ddiloco.checks import build, must, refuse_unknown, require, require_one_of
+from ddiloco.checks import coerce, must, refuse_unknown, require, require_one_of
 from ddiloco.config.schema import (
   MAX_LEARNERS,
   ChaosConfig,
@@ -99,11 +99,11 @@ class Config:
 
   def planned_steps(self) -> int:
     """Inner steps each learner makes if all of them live and are equally fast."""
-    return max(1, math.ceil(self.run.total_tokens / self.planned_tokens_per_step))
+    return math.ceil(self.run.total_tokens / self.planned_tokens_per_step)
 
   def to_json(self) -> str:
     """Every final value, for printing and saving."""
-    return json.dumps(dataclasses.asdict(self), indent=2, default=list)
+    return json.dumps(dataclasses.asdict(self), indent=2)
 
 
 def _check_images(model: ModelConfig, data: DataConfig) -> None:
@@ -158,7 +158,7 @@ def from_dict(values: Mapping[str, Any] | ml_collections.ConfigDict) -> Config:
   Raises:
     ConfigError: names the field, the value, the rule and the fix.
   """
-  return build(Config, values, "")
+  return coerce(Config, values, "")
 
 
 def check_field(path: str, value: Any) -> None:

@@ -45,7 +45,6 @@ SESSION_BYTES = 8
 CONTROL = -1  # number of the control connection; the streams, for fragments, begin at 0
 Session = Annotated[bytes, Meta(min_length=SESSION_BYTES, max_length=SESSION_BYTES)]
 Streams = Annotated[int, Meta(ge=1, le=MAX_STREAMS)]
-Header = Annotated[bytes, Meta(max_length=MAX_HEADER_BYTES)]
 
 
 class Greeting(OnWire):
@@ -77,7 +76,7 @@ class Beat(OnWire):
 class Control(OnWire):
   """A message of the protocol without payload: its header."""
 
-  header: Header
+  header: bytes
 
 
 class Bulk(OnWire):
@@ -85,7 +84,7 @@ class Bulk(OnWire):
 
   number: Count  # grows from message to message of one session, also over reconnections
   total: Count  # bytes of the whole payload
-  header: Header
+  header: bytes
 
 
 Frame = Greeting | GreetingRefused | Beat | Control | Bulk

@@ -308,8 +308,7 @@ def _on_pull(state: LearnerState, pull: Pull, sync: SyncConfig) -> LearnerOutcom
 
 def _on_request_value(state: LearnerState, request: messages.RequestValue) -> LearnerOutcome:
   header = state.fragments[request.fragment].base_header
-  if header is None:
-    return state, []
+  assert header is not None, "it has said that it has a newer value"
   count = state.vector_clock[state.learner]
   value = messages.Value(*state.me, header, state.snapshot, count)
   return state, [Send(request.shard, value)]
@@ -374,8 +373,7 @@ def _on_rejection(
     rejoin=rejection.rejoin,
     reason=rejection.reason,
   )
-  sent = None if f is None or rejection.rejoin else f.outstanding
-  if f is None or sent is None or sent.push.round != rejection.round:
+  if f is None or f.outstanding is None or f.outstanding.push.round != rejection.round:
     return state, [logged]
   assert f.base_header is not None, "a push has a base"
   state, todo = _stage(state, f.base_header, "reset", None)
@@ -387,9 +385,8 @@ def _on_rejection(
 
 def can_step(state: LearnerState, sync: SyncConfig) -> bool:
   """May the next inner step start? Always, once joined, unless the run is in lock-step."""
-  if not state.joined or state.done or state.leaving or not state.trains or state.wants:
-    return False
-  return not (sync.blocking and waiting_for(state, sync))
+  ready = state.joined and not state.leaving and not state.wants
+  return ready and not (sync.blocking and waiting_for(state, sync))
 
 
 def waiting_for(state: LearnerState, sync: SyncConfig) -> str:
@@ -401,7 +398,7 @@ def waiting_for(state: LearnerState, sync: SyncConfig) -> str:
   that are out of phase after kills and losses wait for the same fragment and never for each other:
   a learner that is due for a later fragment goes on until it is due for the earlier one as well.
   """
-  turns = sorted(range(len(state.fragments)), key=lambda p: (state.fragments[p].newest_version, p))
+  turns = sorted(range(len(state.fragments)), key=lambda p: state.fragments[p].newest_version)
   for p, f in enumerate(state.fragments):
     merged = next((i.merged for i in f.incoming if i.merged), None)
     if merged and state.step - merged.at_step >= sync.overlap_steps:

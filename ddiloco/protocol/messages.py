@@ -41,7 +41,7 @@ _Long = Meta(max_length=1 << 16)
 Counts = Annotated[tuple[Count, ...], _Long]
 CountsOrNone = Annotated[tuple[CountOrNone, ...], _Long]
 RoundIds = Annotated[tuple[RoundId, ...], _Long]
-ByLearner = Annotated[Mapping[Learner, CountOrNone], _Long]  # its round, or its global step
+ByLearner = Mapping[Learner, CountOrNone]  # its round, or its global step
 if TYPE_CHECKING:
   Payload = Any  # bytes-like to the transports, opaque to the protocol, no part of a header
 else:
@@ -305,8 +305,8 @@ def decode(header: bytes, payload: Payload) -> Message:
   """
   if len(header) > MAX_HEADER_BYTES:
     raise MalformedMessage(f"header of {len(header)} bytes exceeds {MAX_HEADER_BYTES}")
-  body = bytes(header[:-CHECKSUM_BYTES])
-  if with_checksum(body) != bytes(header):
+  body = header[:-CHECKSUM_BYTES]
+  if with_checksum(body) != header:
     raise MalformedMessage("header is damaged: its CRC-32 does not fit")
   message = _decode(body)
   if isinstance(message, BULK) != (payload is not None):

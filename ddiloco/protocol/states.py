@@ -380,7 +380,7 @@ class SyncerState(_State, Frozen):
       return True
     known = {m for f in self.fragments for m in f.participants}
     awaited = known or set(range(self.planned_learners))
-    return bool(awaited) and awaited <= self.members.keys()
+    return awaited <= self.members.keys()
 
   def believe_global_step(self, report: messages.Report, now: float) -> SyncerState:
     """The global step, after a learner has said how far it is (`rules.raised_global_step`)."""

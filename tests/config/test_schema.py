@@ -45,10 +45,10 @@ def test_defaults_are_valid_and_the_config_dict_says_the_same():
     {"model": {"num_experts": 1, "experts_per_token": 1}, "data": {"sequence_length": 1}},
     {"inner": {"final_share": 0.0, "clip_norm": 0.0}, "outer": {"final_share": 1.0}},
     {"inner": {"final_share": 1.0}, "outer": {"learning_rate": 1e3, "decay_share": 0.0}},
-    {"outer": {"learning_rate": 1e-11, "final_share": 0.1}},
+    {"outer": {"learning_rate": 1e-11, "final_share": 0.1}, "run": {"hang_seconds": 0}},
     {"sync": {"sync_period": 1, "overlap_steps": 0, "mix_alpha": 0.0, "num_shards": 8}},
     {"sync": {"error_feedback": True, "apply": "mix"}},
-    {"sync": {"mix_alpha": 1.0, "min_quorum": 4, "num_fragments": 1 << 15}},
+    {"sync": {"mix_alpha": 1.0, "max_norm_ratio": 1.01, "min_quorum": 4, "num_fragments": 1 << 15}},
     {"islands": {"loss_chunks": 256, "data": 7, "devices": 7, "batch_size": 7}},
     {"chaos": {"faults": [{"action": "poison", "role": "learner-3", "at_step": 0, "factor": 0}]}},
     {"chaos": {"faults": [{"action": "slow", "role": "syncer-1", "at_seconds": 0, "factor": 1}]}},
@@ -63,70 +63,65 @@ def test_the_edge_of_a_rule_is_inside_it(values):
 @pytest.mark.parametrize(
   "path, value, rule",
   [
-    *[(f"model.{f}", 0, "greater than 0") for f in
-      ("vocab_size", "num_layers", "model_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim",
-       "rope_theta", "norm_epsilon", "capacity_factor")],
+    *[(f"{section}.{f}", 0, "greater than 0") for section, fields in [
+        ("model", "vocab_size num_layers model_dim num_heads num_kv_heads head_dim mlp_dim"),
+        ("model", "rope_theta norm_epsilon capacity_factor patch_size image_channels"),
+        ("data", "sequence_length heldout_sequences"),
+        ("inner", "learning_rate epsilon accumulation_steps"),
+        ("islands", "num_learners hosts batch_size loss_chunks"),
+        ("sync", "num_fragments sync_period min_quorum quarantine_after"),
+        ("sync", "liveness_steps liveness_seconds"),
+        ("network", "streams hello_seconds patience_seconds silence_seconds give_up_seconds"),
+        ("checkpoint", "keep patience_seconds"),
+        ("run", "total_tokens"),
+      ] for f in fields.split()],
+    *[(f"{section}.{f}", -1, "not be negative") for section, fields in [
+        ("model", "num_experts load_balance_weight image_size"),
+        ("inner", "warmup_steps decay_steps weight_decay clip_norm"),
+        ("islands", "devices min_step_seconds"),
+        ("sync", "num_shards max_rows overlap_steps value_threads snapshot_steps"),
+        ("network", "queue_bytes drain_seconds"),
+        ("checkpoint", "warmup_steps donor_seconds"),
+        ("run", "evaluations evaluator_devices sample_tokens"),
+        ("run", "restart_seconds max_restarts hang_seconds"),
+      ] for f in fields.split()],
+    *[(f, share, "[0, 1)") for share in (-0.1, 1.0) for f in
+      ("inner.b1", "inner.b2", "sync.grace_safety", "outer.momentum", "outer.decay_share")],
+    *[(f, share, "[0, 1]") for share in (-0.1, 1.1) for f in
+      ("inner.final_share", "sync.mix_alpha")],
     ("seed", -1, "between 0 and 2**32 - 1"),
     ("seed", 1 << 32, "between 0 and 2**32 - 1"),
-    ("model.num_experts", -1, "not be negative"),
-    ("model.load_balance_weight", -0.5, "not be negative"),
     ("model.compute_dtype", "float23", "one of float32, bfloat16"),
     ("model.num_kv_heads", 3, "divide model.num_heads (4)"),
     ("model.head_dim", 15, "even"),
     ("data.source", "stdlob", "one of stdlib, text, tokens, synthetic"),
     ("data.token_dtype", "uint8", "one of uint16, uint32"),
-    ("data.sequence_length", 0, "greater than 0"),
-    ("data.heldout_sequences", -3, "greater than 0"),
     ("data.heldout_share", 0.0, "between 0 and 1"),
     ("data.heldout_share", 1.0, "between 0 and 1"),
     ("data.path", "x.txt", "needed for sources text and tokens"),
     ("data.tokenizer", "sentencepiece:", "sentencepiece:FILE"),
-    ("data.tokenizer", "words", "sentencepiece:FILE"),
-    *[(f"inner.{f}", 0, "greater than 0") for f in
-      ("learning_rate", "epsilon", "accumulation_steps")],
-    *[(f"inner.{f}", -1, "not be negative") for f in
-      ("warmup_steps", "decay_steps", "weight_decay", "clip_norm")],
-    ("inner.b1", 1.0, "[0, 1)"),
-    ("inner.b2", -0.1, "[0, 1)"),
-    ("inner.final_share", 1.5, "[0, 1]"),
-    ("islands.devices", -1, "not be negative"),
-    ("islands.batch_size", 0, "greater than 0"),
+    ("data.tokenizer", "words:x", "sentencepiece:FILE"),
     ("islands.attention", "flash", "one of auto, einsum, splash, cudnn"),
     ("islands.remat", "some", "one of none, products, attention, full"),
-    ("islands.loss_chunks", 0, "greater than 0"),
     ("islands.loss_chunks", 3, "divide model.vocab_size (256)"),
-    ("islands.num_learners", 0, "greater than 0"),
     ("network.streams", 65, "at most 64"),
-    ("network.hello_seconds", 0, "greater than 0"),
-    ("checkpoint.keep", 0, "greater than 0"),
     ("islands.num_learners", (1 << 15) + 1, "at most 32768"),
-    ("sync.num_shards", -1, "not be negative"),
     ("sync.num_shards", 9, "not exceed sync.num_fragments (8)"),
     ("sync.num_fragments", (1 << 15) + 1, "at most 32768"),
     ("model.rope_theta", 1e-101, "at least 1e-100"),
-    ("sync.overlap_steps", -1, "not be negative"),
     ("sync.overlap_steps", 24, "smaller than sync.sync_period (24)"),
-    ("sync.max_rows", -1, "not be negative"),
-    *[(f"sync.{f}", 0, "greater than 0") for f in
-      ("num_fragments", "sync_period", "min_quorum", "liveness_steps", "liveness_seconds",
-       "quarantine_after")],
     ("sync.min_quorum", 5, "not exceed islands.num_learners (4)"),
     ("sync.fragmentation", "balance", "one of balanced, layer, tensor, strided"),
     ("sync.apply", "overwrit", "one of overwrite, mix, rebase"),
     ("sync.merge", "mean", "one of rda, average"),
     ("sync.push_codec", "fp8", "one of f32, bf16, int8, int4"),
     ("sync.publish_codec", "fp8", "one of f32, bf16, int8, int4"),
-    ("sync.grace_safety", 1.0, "[0, 1)"),
-    ("sync.mix_alpha", 1.1, "[0, 1]"),
     ("sync.max_norm_ratio", 1.0, "greater than 1"),
     ("sync.error_feedback", True, "built into apply = 'rebase'"),
     ("outer.learning_rate", 0.0, "at least 1e-12"),
     ("outer.learning_rate", 1e-40, "at least 1e-12"),
-    ("outer.learning_rate", 1e25, "at most 1000"),
-    ("outer.momentum", 1.0, "[0, 1)"),
-    ("run.total_tokens", 0, "greater than 0"),
-    *[(f"run.{f}", -1, "not be negative") for f in
-      ("evaluations", "sample_tokens", "restart_seconds", "max_restarts")],
+    ("outer.learning_rate", 1001, "at most 1000"),
+    *[("outer.final_share", share, "(0, 1]") for share in (0, 1.1)],
   ],
 )  # fmt: skip
 def test_a_broken_rule_names_field_value_rule_and_fix(path, value, rule):
@@ -185,7 +180,8 @@ def test_rules_that_need_two_fields(values, field, rule):
 def test_fields_of_a_model_of_ones_own_mean_what_its_function_says():
   own = {"head_dim": 15, "num_kv_heads": 3, "image_size": 9}
   assert refusal({"model": own}).startswith("model.image_size = 9: ")
-  assert from_dict({"model": own | {"custom": "mine.py:model"}}).model.head_dim == 15
+  own = {"model": own | {"custom": "mine.py:model"}, "islands": {"loss_chunks": 3}}
+  assert from_dict(own).model.head_dim == 15
 
 
 def test_the_fix_of_an_outer_rate_that_falls_too_low_is_one():
@@ -213,7 +209,8 @@ def test_an_optimizer_of_ones_own_takes_the_place_of_muon():
     ({"action": "stall", "seconds": -1}, "chaos.faults.seconds", "not be negative"),
     ({"seconds": -2}, "chaos.faults.seconds", "not be negative"),
     ({"factor": 0.5}, "chaos.faults.factor", "at least 1"),
-    ({"share": 0.0}, "chaos.faults.share", "(0, 1]"),
+    ({"action": "poison", "factor": -0.5}, "chaos.faults.factor", "at least 0"),
+    *[({"share": share}, "chaos.faults.share", "(0, 1]") for share in (0.0, 1.1)],
     ({"delay_seconds": -1.0}, "chaos.faults.delay_seconds", "not be negative"),
     ({"bits_per_second": 0.0}, "chaos.faults.bits_per_second", "greater than 0"),
     ({"peers": ("engine-1",)}, "chaos.faults.peers", "must name a role"),
@@ -386,6 +383,11 @@ def test_dict_config_dict_and_json_round_trips():
   assert from_dict(dataclasses.asdict(frozen)) == frozen
   assert from_dict(json.loads(frozen.to_json())) == frozen
   assert from_dict(ml_collections.ConfigDict(everything())) == frozen
+  inside = everything()  # a ConfigDict as the value of a free name
+  inside["islands"]["overrides"]["2"] = ml_collections.ConfigDict(
+    {"devices": 4, "data": 2, "fsdp": 2}
+  )
+  assert from_dict(json.loads(from_dict(inside).to_json())) == frozen
   c = default()
   c.seed, c.model.num_experts, c.model.compute_dtype = 3, 4, "bfloat16"
   c.islands.overrides = everything()["islands"]["overrides"]

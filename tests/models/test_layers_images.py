@@ -172,7 +172,7 @@ def test_a_patch_starts_as_long_as_a_token():
   assert np.std(patch) == pytest.approx(np.std(token), rel=0.1)
 
 
-OWN = {"custom": "any.module:source", "sequence_length": 32}
+OWN = {"custom": "any.module:source", "sequence_length": 36}
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ OWN = {"custom": "any.module:source", "sequence_length": 32}
     ({"model": {"image_size": 8}}, "model.image_size = 8: needs images and captions"),
     (
       {"model": {"image_size": 12}, "data": OWN},
-      "data.sequence_length = 32: must leave text some room: an image takes the first 36",
+      "data.sequence_length = 36: must leave text some room: an image takes the first 36",
     ),
   ],
 )

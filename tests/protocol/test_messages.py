@@ -61,7 +61,7 @@ EXAMPLES = [
   Pull(1, 0, 2, 5, 2**33, 7, 3),
   RequestValue(1, 0, 2, 5),
   ProvideMoments(1, 0, 2, 5),
-  ForwardMoments(1, 0, 2, 5, 3, 1, 2, 880, BYTES),
+  ForwardMoments(1, 0, 2, 5, 0, 1, 2, 880, BYTES),
   Publish(1, 0, 2, 5, 2**33, 8, 9, 900, 10**9, {0: 2**33}, 3, 7, "ab12", "bf16", BYTES),
   Publish(1, 0, 2, 5, -1, 0, -2, 0, 0, {}, 0, 0, "", "f32", BYTES),
   Rejection(1, 0, 2, -1, -1, True, "norm 1e+06 is over 10 x 1"),
@@ -117,14 +117,14 @@ def field_cases():
 
 def wrong(name: str, good) -> list:
   """Values that a field with this good value must not have."""
-  least = LEAST.get(name, 0)
+  least, most = LEAST.get(name, 0), 1 << (40 if name == "global_step" else 62)
   more: list = {
-    int: [True, 1.0, "1", least - 1, 1 << 62],
+    int: [True, 1.0, "1", least - 1, most],
     float: [1, True, math.nan, math.inf, -0.5, "0.5"],
-    tuple: [7, "ab", [0, True], [1.0], [least - 1], [1 << 62]],
+    tuple: [7, "ab", [0, True], [1.0], [least - 1], [most], [0] * 65_537],
     bool: [0, 1, "True"],
     dict: [7, {0: True}, {0: -2}, {-2: 0}, {1 << 15: 0}],
-    str: [7, b"f32", True],
+    str: [7, b"f32", True, "f" * 4097],
     **{kind: [7, {}] for kind in (FragmentState, Publish)},
   }[type(good)]
   if isinstance(good, FragmentState):
@@ -199,6 +199,7 @@ def test_wrong_frames():
   for header, text in [
     (b"", "is not valid"),
     (b"\xc1", "is not valid"),
+    (b"\x93\xa7Goodby\xff\x03\x01", "is not valid"),
     (msgpack.encode(good) + b"\x00", "is not valid"),
     (msgpack.encode(good)[:-1], "is not valid"),
     (msgpack.encode({"kind": "Goodbye"}), "Expected `array`, got `object`"),

@@ -268,7 +268,13 @@ def test_a_run_that_lost_most_of_its_steps_says_so_and_what_helps():
 
 def test_a_restarted_shard_knows_the_clock_of_its_newest_commit():
   values = (FragmentState(0, global_step=700), FragmentState(1, global_step=640))
-  assert syncer.init(0, 3, values, SYNC, 1 << 60).global_step == 700
+  state = syncer.init(0, 3, values, SYNC, 1 << 60, recovery_deadline=9.0, planned_learners=3)
+  state = told(told(state, says.hello(0, 0), 0.0), says.hello(1, 0), 0.0)
+  alone = says.report(0, 0, 900, 1.0, (0, 0), (1, 1))
+  assert state.global_step == state.believe_global_step(alone, 8.9).global_step == 700
+  state = told(state, says.hello(messages.EVALUATOR, 0), 0.0)
+  assert state.believe_global_step(alone, 9.0).global_step > 700
+  assert state.believe_global_step(replace(alone, learner=messages.EVALUATOR), 9.0) == state
 
 
 # --- a learner's own numbers ----------------------------------------------------------------------
@@ -515,6 +521,9 @@ def test_a_new_run_takes_no_value_of_an_old_one():
     old = says.report(0, 0, 9, 0.1, (3,), (2,), rounds=(made,))
     _, actions = says.shard_on(state, Received(old, 1.0))
     assert any(isinstance(getattr(a, "message", 0), RequestValue) for a in actions) == asked
+  state, _ = says.shard_on(state, Received(old, 1.0))
+  given = says.value(0, 0, 0, 3, first - 1, 90, {0: first - 1})
+  assert says.shard_on(state, ReadDone(given, 1.1))[0].fragments[0].version == 0
 
 
 def test_a_shard_on_a_new_host_takes_newer_values_of_the_run_whose_snapshot_it_has():

@@ -224,7 +224,9 @@ MERGED = says.publish(0, 0, 1, 0, 7, 1, -1, 60, 30, (0, 7), "")
 
 
 def test_a_revived_learner_waits_until_its_shard_has_said_what_is_newer():
-  one = revived(STEP)
+  one = revived(STEP, says.pull(0, 0, 0, 1, 7, 1))
+  moved = learner.revive(one.state, learner.init(0, 2, (1, 0), 10_000))
+  assert [(f.shard, f.pull) for f in moved.fragments] == [(1, None), (0, None)]
   assert not one.state.joined and one.state.step == 1 and one.state.fragments[0].steps == 1
   assert one.state.vector_clock[0] == rules.numbered(1, 0) > rules.numbered(0, 10**6), (
     "or no snapshot is consistent"
@@ -236,6 +238,7 @@ def test_a_revived_learner_waits_until_its_shard_has_said_what_is_newer():
   assert not one.state.joined and report.message.joins, "it goes on asking"
   one.feed(replace(welcome(0, 0, 1, 60, (0, 1)), rounds=(7, -1)))
   assert [f.fresh for f in one.state.fragments] == [False, True] and one.state.global_step == 60
+  assert learner.reports(one.state, SYNC)[0].message.joins, "fragment 0 may get lost on its way"
   one.feed(MERGED)
   assert learner.can_step(one.state, SYNC)
 
@@ -312,14 +315,18 @@ def test_lock_step_answers_a_new_pull_with_the_same_push_and_keeps_its_own_globa
   assert early.feed(says.pull(0, 1, 1, 0, 1 << 24, 1)) == [], "of a version that is not here yet"
   [again] = one.feed(says.pull(0, 1, 1, 0, 1 << 24, 0))
   assert again == Resend(says.plain(replace(made, round=1 << 24)))
-  assert one.state.fragments[0].outstanding.at_step == 1
+  sent = one.state.fragments[0].outstanding
+  assert (sent.at_step, sent.push.round) == (1, 1 << 24)
   # Or its push was merged before all died: the version comes late, but at the step it is due.
   also.feed(replace(welcome(0, 0, 1, 60, (0, 1)), rounds=(7, -1)))
   also.feed(later)
   assert also.feed(Staged(0, 0.2)) == [] and learner.can_step(also.state, lock_step)
   assert also.state.global_step == 1
-  [apply, *_] = also.feed(STEP)
+  also.feed(replace(later, version=2, round=9))
+  assert also.feed(Staged(0, 0.3)) == [], "it waits for the one before"
+  [apply, newer, *_] = also.feed(STEP)
   assert apply == says.applied(0, 1, 7, "rebase", True)
+  assert newer == says.applied(0, 2, 9, "halve", False)
 
 
 # --- version numbers that come twice --------------------------------------------------------------

@@ -25,6 +25,7 @@ from ddiloco.protocol.messages import (
   Rejection,
   RequestValue,
 )
+from ddiloco.protocol.states import shard_key
 from ddiloco.protocol.values import replace
 from tests import says
 from tests.protocol.scripts import ALONE, SYNC, Script, asked, initial, join, push, report, resent
@@ -60,6 +61,7 @@ def test_golden_shard_two_learners_two_fragments():
   [abandon] = shard.feed(Goodbye(0, 0), 0.23)
   assert (abandon.fragment, abandon.round) == (1, 1)
   assert shard.state.fragments[1].version == 0 and 1 not in shard.state.under_way
+  assert shard.state.mark_dirty([1]).mark_dirty([0, 1]).dirty == (1, 0)
 
 
 def test_golden_learner_two_fragments():
@@ -69,7 +71,8 @@ def test_golden_learner_two_fragments():
   sent = says.push(0, 0, 0, 0, 0, 1, 10, "")
   assert one.feed(StepDone(0.1, 10, 0.1)) == [CopyOut(sent)]
   assert one.feed(says.pull(0, 0, 0, 0, 0, 0)) == [Resend(sent)]
-  one.feed(StepDone(0.2, 10, 0.1))
+  one.feed(StepDone(0.2, 10, 0.0))
+  assert one.state.step_seconds == 0.1, "a step that was only dispatched says nothing"
   # Version 1 contains step 1: step 2 goes back on top and is still to be merged.
   version_1 = replace(
     whole,
@@ -80,7 +83,8 @@ def test_golden_learner_two_fragments():
     merged_tokens=30,
     merged_rounds={0: 0},
   )
-  assert one.feed(version_1) == [Stage(version_1, "rebase", True)]
+  assert one.feed(replace(version_1, count=5)) == [Stage(version_1, "rebase", True)]
+  assert one.state.vector_clock[shard_key(0)] == 5
   assert one.feed(says.pull(0, 0, 0, 0, 2, 1)) == []  # waits for version 1 to be applied
   assert one.feed(Staged(0, 0.2)) == [
     says.applied(0, 1, 0, "rebase", True),
@@ -112,8 +116,9 @@ def test_a_rejected_push_goes_back_to_the_base():
   base = join(one)
   one.feed(StepDone(0.1, 10, 0.1))
   one.feed(says.pull(0, 0, 0, 0, 0, 0))
-  [stage] = one.feed(Rejection(0, 0, 0, 0, 0, False, "not finite"))
-  assert stage == Stage(base, "reset", False) and stage.publish.payload is None
+  logged, stage = one.feed_all(Rejection(0, 0, 0, 0, 0, False, "not finite"))
+  assert says.plain(stage) == Stage(base, "reset", False) and stage.publish.payload is None
+  assert (logged.round, logged.rejoin, logged.reason) == (0, False, "not finite")
   assert one.feed(Staged(0, 0.1)) == [says.applied(0, 0, -1, "reset", False)]
   f = one.state.fragments[0]
   assert (f.steps, f.tokens, f.discarded_tokens) == (0, 0, 10)
@@ -353,14 +358,14 @@ def test_nonsense_changes_nothing_at_a_shard(message, shard):
     report(0, (0, 0), (1, 1)),
     push(0, 0),
     says.pull(9, 0, 0, 0, 0, 0),
-    says.pull(0, 0, 0, 7, 0, 0),
+    says.pull(0, 0, 0, 2, 0, 0),
     says.pull(0, 0, 0, -1, 0, 0),
-    says.publish(0, 0, 0, 7, 0, 1, -1, 0, 0, (), ""),
+    says.publish(0, 0, 0, 2, 0, 1, -1, 0, 0, (), ""),
     says.publish(0, 0, 0, 0, 0, 5, 4, 0, 0, (), ""),  # an update to a version I lack
     says.publish(0, 0, 0, 0, -1, 0, -1, 0, 0, (), ""),  # a version I have
     Rejection(0, 0, 0, 0, 3, False, "of no push of mine"),
     Rejection(0, 0, 0, 7, 3, False, "of no fragment of mine"),
-    RequestValue(0, 0, 0, 7),
+    RequestValue(0, 0, 0, 2),
     welcome(0, 0, 0, 30, (0, 1)),  # of an earlier global step
   ],
   ids=lambda m: type(m).__name__,
@@ -378,6 +383,9 @@ def test_a_shard_speaks_of_its_own_fragments_only():
     assert one.feed(message) == [] and one.state.fragments == before
     assert one.feed(replace(message, fragment=1)) or one.state.fragments != before
     one.state = replace(one.state, fragments=before)
+  one.feed(says.pull(1, 0, 0, 1, 0, 0))
+  one.feed(welcome(0, 1, 0, 0, (0,)))
+  assert one.state.fragments[1].pull, "shard 0 has restarted, and shard 1 has not"
 
 
 def test_a_pull_of_a_shard_s_former_life_is_not_answered():

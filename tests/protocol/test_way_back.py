@@ -151,6 +151,7 @@ def test_a_learner_says_how_long_a_version_waited():
   for event in (
     StepDone(2.0, 10, 1.0),
     Received(whole, 1.5),
+    Received(says.pull(0, 0, 0, 0, 0, 0), 1.75),  # no version: it does not count
     StepDone(3.0, 10, 1.0),
     Staged(0, 2.25),
     StepDone(4.0, 10, 1.0),
@@ -160,7 +161,7 @@ def test_a_learner_says_how_long_a_version_waited():
     one, _ = learner.learner_on(one, event, SYNC)
     [send] = learner.reports(one, SYNC)
     said.append(send.message.idle_seconds)
-  assert said == [0.0, 0.0, 0.0, 0.5 + 0.75, 0.0, 0.0, 0.0]
+  assert said == [0.0, 0.0, 0.0, 0.0, 0.5 + 0.75, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("change", [{"versions": (-1,)}, {"resends": 1}])
