@@ -3,6 +3,7 @@
 import time
 import tracemalloc
 
+import numba
 import numpy as np
 import pytest
 
@@ -404,3 +405,25 @@ def test_kernels_that_cannot_be_kept_on_disk_are_compiled_anew(monkeypatch, erro
   assert str(error) in kernels.compile_all("chunk", "vectors", "config")
   assert calls == 2 * [("chunk", "vectors", "config")]
   assert {type(kernel._cache).__name__ for kernel in kernels._KERNELS} == {"NullCache"}
+
+
+def test_kernels_are_compiled_anew_when_what_is_compiled_into_them_has_changed(
+  monkeypatch, tmp_path
+):
+  """A shard of a new version went on with the old one's instructions."""
+  from ddiloco.core import instructions, kernels
+
+  monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+  monkeypatch.setattr(kernels, "_KERNELS", [])
+  other = tmp_path / "other.py"
+  other.write_text("BLOCK = 128")
+
+  def hits():
+    kernel = kernels._compiled(kernels._copy.py_func)
+    kernel(*np.zeros((2, 3), np.uint8))
+    return sum(kernel.stats.cache_hits.values())
+
+  assert [hits(), hits()] == [0, 1]
+  for module in (codec, instructions):
+    monkeypatch.setattr(module, "__file__", str(other))
+    assert hits() == 0
