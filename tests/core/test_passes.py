@@ -1,5 +1,6 @@
 """The passes of a commit: NumPy says what is meant, compiled kernels do the same, bit by bit."""
 
+import importlib.util
 import time
 import tracemalloc
 
@@ -7,7 +8,7 @@ import numba
 import numpy as np
 import pytest
 
-from ddiloco.config import OuterConfig
+from ddiloco.config import Config, OuterConfig, SyncConfig
 from ddiloco.core import codec, outer, passes
 from ddiloco.core.codec import CHUNK, Encoded
 from ddiloco.core.passes import Sum, Vectors
@@ -277,18 +278,26 @@ def test_what_counts_as_zero_may_be_anything(name, same_bits):
   assert np.isfinite(same_bits(read)).all()
 
 
-def test_a_payload_that_cannot_be_written_is_not_compiled_for_anew(compiled):
-  kernels = passes._kernels()
-  fragment = fragment_of(CHUNK + 17)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_what_is_compiled_ahead_is_all_that_commits_need(config, compiled, monkeypatch):
+  """Also for payloads that cannot be written, which are of another type to numba."""
+  spec = importlib.util.find_spec("ddiloco.core.kernels")
+  kernels = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(kernels)  # none of these has run yet
+  monkeypatch.setattr(passes, "_kernels", lambda: kernels)
   compiled(True)
-  counts = []
-  for writable in (True, False):
-    pushes = encoded(randoms(5, fragment.size), "int4")
+  fragment = fragment_of(CHUNK + 17)
+  sync = SyncConfig(push_codec="int4")
+  assert passes.compile_for(fragment, Config(sync=sync, outer=config)) == ""
+  ahead = [len(kernel.signatures) for kernel in kernels._KERNELS]
+  assert any(ahead)
+  for name, count, writable in (("int8", 1, True), ("int4", 5, True), ("int4", 5, False)):
+    pushes = encoded(randoms(count, fragment.size), name)
     for push in pushes[::2]:
       push.payload.flags.writeable = writable
-    stepped_of(fragment, pushes, NESTEROV, "int4")
-    counts.append([len(kernel.signatures) for kernel in kernels._KERNELS])
-  assert counts[0] == counts[1]
+    stepped_of(fragment, pushes, config, name)
+    passes.sample(alone(fragment, pushes[0]))
+  assert [len(kernel.signatures) for kernel in kernels._KERNELS] == ahead
 
 
 def test_the_sample_is_of_the_same_places_and_not_long():
