@@ -226,7 +226,7 @@ def _add_tile(addresses, units, int4, look_up, start, tile, runs, table, total):
       mine = units.ctypes.data + runs[run[part], 2] * units.strides[0]
       scales = a + block, b + block, c + block, d + block
       instructions.set_tables(tables + 4 * ROW * TOGETHER * part, mine, scales)
-    while at + 16 <= to and (parts == 2 or not int4):
+    while at + 16 <= to:
       low, high, here = sums + 4 * at, sums + 4 * (half + at), byte + at
       codes = o + here, p + here, q + here, r + here
       if look_up:

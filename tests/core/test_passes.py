@@ -180,7 +180,7 @@ def test_a_codec_whose_values_are_only_converted_needs_a_name_and_a_type(same_bi
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
-@pytest.mark.parametrize("extreme", [0.0, 1e-45, 1e-39, 1e30, 3.4e38])
+@pytest.mark.parametrize("extreme", [0.0, 1e-45, 1e-39, 1e30, 3.4e38, np.nan])
 def test_kernels_encode_extremes_as_numpy_does(name, extreme, same_bits):
   fragment = fragment_of(3 * 256 + 7)
   signs = np.sign(randoms(1, fragment.size)[0])
