@@ -156,6 +156,8 @@ def test_kernels_and_threads_change_no_bit(name, config, compiled):
   found = {}
   for kernels in (True, False):
     compiled(kernels)
+    one = passes.squares(Sum(fragment, pushes[:1], units[:1]))
+    np.testing.assert_allclose(one, squares[0] * units[0] ** 2, rtol=1e-5)
     total = Sum(fragment, pushes, units)
     total.stretch = np.float32([0.7, 1.1, 0.0, 1.0, 2.0, 3.0])
     found[kernels] = all_of(passes.step(total, old, config, name))
@@ -180,15 +182,13 @@ def test_a_codec_whose_values_are_only_converted_needs_a_name_and_a_type(same_bi
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
-@pytest.mark.parametrize("extreme", [0.0, 1e-45, 1e-39, 1e30, 3.4e38, np.nan])
+@pytest.mark.parametrize("extreme", [0.0, 1e-45, 1e-39, 1e30, 3.4028235e38, np.inf, np.nan])
 def test_kernels_encode_extremes_as_numpy_does(name, extreme, same_bits):
   fragment = fragment_of(3 * 256 + 7)
   signs = np.sign(randoms(1, fragment.size)[0])
   zero = np.zeros(fragment.size, np.float32)
-  update = (signs * np.linspace(0, 1, fragment.size) * extreme).astype(np.float32)
-  push = Encoded("int8", codec.encode(-update, "int8"))
-  update = -codec.decode(push.payload, fragment.size, "int8")
-  old = Vectors(zero, zero, None)
+  update = (signs * np.linspace(0.01, 1, fragment.size) * extreme).astype(np.float32)
+  push, old = Encoded("int8", codec.encode(zero, "int8")), Vectors(update, zero, None)
   found = same_bits(lambda: all_of(passes.step(alone(fragment, push), old, PLAIN, name)))
   assert found[3].tobytes() == codec.encode(update, name).tobytes()
 
@@ -280,7 +280,7 @@ def test_what_counts_as_zero_may_be_anything(name, same_bits):
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_what_is_compiled_ahead_is_all_that_commits_need(config, compiled, monkeypatch):
-  """Also for payloads that cannot be written, which are of another type to numba."""
+  """Also for payloads that cannot be written or are not aligned, of other types to numba."""
   spec = importlib.util.find_spec("ddiloco.core.kernels")
   kernels = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(kernels)  # none of these has run yet
@@ -293,6 +293,7 @@ def test_what_is_compiled_ahead_is_all_that_commits_need(config, compiled, monke
   assert any(ahead)
   for name, count, writable in (("int8", 1, True), ("int4", 5, True), ("int4", 5, False)):
     pushes = encoded(randoms(count, fragment.size), name)
+    pushes[-1] = Encoded(name, np.append(np.uint8(0), pushes[-1].payload)[1:])
     for push in pushes[::2]:
       push.payload.flags.writeable = writable
     stepped_of(fragment, pushes, config, name)
