@@ -209,6 +209,7 @@ def test_both_shards_tell_of_one_loss_in_one_note(make):
   view = fold([make.run_started(), *events])
   (note,) = view.log_events
   assert note.text == "the syncer counts island 1 as lost: silent for 3.00 s"
+  assert len(view.read([make.changed(events[0], time=60.0)]).log_events) == 2, "of another loss"
 
 
 def test_the_end_of_a_cut_is_noted_as_its_beginning_is(make):
@@ -267,9 +268,13 @@ def test_what_a_life_said_before_its_death_may_be_read_after_it(make):
 def test_an_exit_in_good_order_is_no_loss(make):
   stopped = make.event(5.0, "learner-1", "stopped", reason="the run is over")
   exited = make.event(5.1, "engine", "exit", target="learner-1", reason="done")
-  view = fold([make.run_started(), stopped, exited])
-  assert view.islands[1].state == "left"
-  assert len(view.log_events) == 1
+  left, lost = (
+    make.event(time, "syncer-0", "member", learner=1, state=state)
+    for time, state in ((4.9, "left"), (9.0, "lost"))
+  )
+  view = fold([make.run_started(), left, stopped, exited])
+  assert (view.islands[1].state, view.islands[1].missed_reason) == ("left", "")
+  assert len(view.read([lost]).log_events) == 1
 
 
 def test_a_shard_is_down_though_the_island_of_its_number_has_left(make):
@@ -399,7 +404,9 @@ def test_a_shard_of_which_only_commits_are_told_is_part_of_the_pace(make, told):
   start = [make.event(1.5, "syncer-0", "started", fragments=[3])] if told else []
   commits = [make.commit(2.0 + n, fragment=3, merged_tokens=100 * n, tokens=(100,)) for n in (1, 2)]
   view = fold([make.step(1.0, 0, 1), *start, *commits])
+  assert math.isnan(view.seconds_left(4.0)), "nobody says how long the run is"
   view.total_tokens = 1000
+  assert math.isnan(view.seconds_left(1.0)), "no time has passed"
   assert view.num_shards == 1 and view.seconds_left(4.0) == pytest.approx(3.0 * 800 / 200)
 
 
