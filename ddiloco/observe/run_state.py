@@ -333,7 +333,6 @@ class RunState:
 
   def _learner_started(self, event: events.Started, m: int) -> None:
     island = self._island(m, event.time)
-    self._restarts(event, island)
     if island.live(event.incarnation):
       island.live_on(event.time, "joining")
       island.start(event)

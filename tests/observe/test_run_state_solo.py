@@ -79,7 +79,8 @@ def test_where_nobody_else_is_expected_it_is_as_it_should_be(make, rounds):
 
 def test_without_an_engine_there_are_as_many_fragments_as_shards_have(make, rounds):
   """No event says that the run has started."""
-  _, *events = rounds(*[(0,)] * 20, (0, 1), *[(0,)] * 11)
+  _, *events = rounds(*[(0,)] * 32, (0, 1), (0,))
   owned = [make.event(0.5, "syncer-0", "owns", fragment=p) for p in range(40)]
   assert fold([*owned, *events[:19]]).solo == "", "four rounds of 40 fragments say little"
-  assert "31 of the last 32 rounds merged island 0 alone" in fold([*owned, *events]).solo
+  view = fold([*owned, *events])
+  assert "31 of the last 32 rounds merged island 0 alone" in view.solo and view.solo_rounds == 2
