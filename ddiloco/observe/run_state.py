@@ -259,8 +259,7 @@ class RunState:
     if kind in known and number >= 0:
       member = known[kind](number, time)
       member.turn(time, state)
-      if state == "lost":
-        member.died = time
+      member.halted = time
 
   def _note(
     self, event: Event, text: str, tone: str, mark: str = "", role: str = "", more: str = ""

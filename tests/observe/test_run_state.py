@@ -190,9 +190,10 @@ def test_lost_to_a_shard_while_it_steps_is_a_reason_not_a_state(make):
   events = [make.run_started(), make.step(1.8, 0, 1), make.step(1.9, 0, 2)]
   member = make.event(2.0, "syncer-1", "member", learner=0, state="lost", reason="cut off")
   island = fold([*events, member]).islands[0]
-  assert (island.state, island.missed_reason) == ("running", "cut off")
+  assert (island.state, island.missed_reason, island.missed_time) == ("running", "cut off", 2.0)
   late = make.changed(member, time=30.0)
   assert fold([*events, late]).islands[0].state == "lost"
+  assert fold([*events, make.changed(late, state="ahead")]).islands[0].state == "running"
   joins = make.event(3.0, "learner-0", "started", 1)
   assert fold([*events, joins, late]).islands[0].state == "joining"
 
@@ -216,7 +217,7 @@ def test_the_end_of_a_cut_is_noted_as_its_beginning_is(make):
   """What happened ended with the island's loss, in red, days after the link was back."""
   lost, again = (
     [
-      make.event(time + shard / 10, f"syncer-{shard}", "member", learner=1, **fields)
+      make.event(time + shard / 10, f"syncer-{shard}", "member", learner=0, **fields)
       for shard in range(2)
     ]
     for time, fields in (
@@ -224,13 +225,13 @@ def test_the_end_of_a_cut_is_noted_as_its_beginning_is(make):
       (9.0, {"state": "joined", "reason": "heard again"}),
     )
   )
-  born = make.event(1.0, "syncer-0", "member", learner=1, state="joined", reason="incarnation 0")
+  born = make.event(1.0, "syncer-0", "member", learner=0, state="joined", reason="incarnation 0")
   again.append(make.changed(again[0], learner=-1))  # the evaluator is no island
   view = fold([make.run_started(), born, *lost, *again])
   assert not any(shard.unheard for shard in view.shards.values())
   assert [(note.text, note.tone) for note in view.log_events] == [
-    ("the syncer counts island 1 as lost: silent for 3.00 s", "bad"),
-    ("the syncer hears island 1 again", "good"),
+    ("the syncer counts island 0 as lost: silent for 3.00 s", "bad"),
+    ("the syncer hears island 0 again", "good"),
   ]
 
 
