@@ -17,12 +17,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numba
 import numpy as np
-from numba.core.caching import NullCache
+from numba.core.caching import FunctionCache, NullCache
 
 from ddiloco.config import OuterConfig
 from ddiloco.core import codec, instructions, outer
@@ -47,9 +46,9 @@ def _compiled(function: Any, **options: Any) -> Any:
   options |= {"nogil": True, "error_model": "numpy"}  # no check for a division by 0
   try:
     kernel = numba.njit(cache=True, **options)(function)
-    # numba compiles anew when this file has changed; what these define is compiled in as well.
-    also, kept = (codec.__file__, instructions.__file__), kernel._cache._cache_file
-    kept._source_stamp = kept._source_stamp, [Path(each).read_bytes() for each in also]
+    # numba compiles anew when this file has changed. What these files define is compiled in, too.
+    files = kernel._cache, FunctionCache(codec.parts), FunctionCache(instructions._instruction)
+    kernel._cache._cache_file._source_stamp = [each._cache_file._source_stamp for each in files]
   except RuntimeError:  # no folder for the compiled code: every process compiles again
     kernel = numba.njit(**options)(function)
   _KERNELS.append(kernel)
