@@ -176,6 +176,8 @@ def test_a_planned_stall_shows_at_once_and_ends_with_the_next_step(make):
   view = fold([make.run_started(), make.step(1.9, 0, 1), fault, make.step(2.0, 0, 2)])
   assert view.islands[0].state == "stalled"
   assert view.read([make.step(7.0, 0, 3)]).islands[0].state == "running"
+  cut = make.changed(fault, time=8.0, action="cut")
+  assert view.read([cut]).islands[0].state == "running", "it trains on"
 
 
 def test_a_quarantined_island_stays_so_until_it_rejoins(make):
@@ -355,7 +357,8 @@ def test_the_evaluator_is_no_island(make):
   member = make.event(1.0, "syncer-0", "member", learner=-1, state="lost", reason="")
   commit = make.commit(2.0, missing={-1: "never trains"})
   started = make.event(0.1, "evaluator", "started")
-  assert set(fold([make.run_started(), started, member, commit]).islands) == {0, 1, 2, 3}
+  crash = make.event(3.0, "evaluator", "crash", trace="OSError: no data")
+  assert set(fold([make.run_started(), started, member, commit, crash]).islands) == {0, 1, 2, 3}
 
 
 def test_progress_is_merged_tokens_or_without_shards_trained_ones(make):
