@@ -85,6 +85,10 @@ def test_kill_and_rejoin_are_noted(make):
     make.event(7.1, "learner-2", "started", 1, devices=1, mesh=[1, 1, 1], batch_size=8),
     make.event(7.5, "learner-2", "joined", 1, global_step=30, seconds=0.4),
     make.step(7.9, 2, 31, incarnation=1),
+    *(
+      make.event(7.9, "learner-2", "compiled", 1, target="learner-2", program=name, seconds=seconds)
+      for name, seconds in (("", 0.1), ("tiny", 0.1), ("evaluate", 3.0))
+    ),
     make.commit(8.0, weights={0: 0.5, 2: 0.5}),
     make.commit(9.0, weights={0: 0.5, 2: 0.5}),
   ]
@@ -97,6 +101,8 @@ def test_kill_and_rejoin_are_noted(make):
     (2.0, "island 2 is down: killed by plan"),
     (7.0, "island 2 restarts"),
     (7.5, "island 2 joined at global step 30 after 0.4 s"),
+    (7.9, "island 2 is compiled after 0 s"),
+    (7.9, "island 2 compiled evaluate in the middle of its work: 3.0 s"),
     (8.0, "island 2 is merged again"),
   ]
   assert view.islands[2].missed_reason == "silent"
@@ -358,7 +364,10 @@ def test_the_evaluator_is_no_island(make):
   commit = make.commit(2.0, missing={-1: "never trains"})
   started = make.event(0.1, "evaluator", "started")
   crash = make.event(3.0, "evaluator", "crash", trace="OSError: no data")
-  assert set(fold([make.run_started(), started, member, commit, crash]).islands) == {0, 1, 2, 3}
+  its = [make.event(2.5, "evaluator", kind) for kind in ("joined", "stopped")]
+  view = fold([make.run_started(), started, member, commit, *its, crash])
+  assert set(view.islands) == {0, 1, 2, 3}
+  assert [note.text for note in view.log_events] == ["evaluator crashed: OSError: no data"]
 
 
 def test_progress_is_merged_tokens_or_without_shards_trained_ones(make):
@@ -457,8 +466,8 @@ def test_a_late_step_of_an_earlier_life_counts_with_its_tokens(make):
 def test_a_loss_that_is_not_finite_is_said_once_not_shown_as_unknown_alone(make):
   losses = [2.0, math.nan, math.nan, None, 2.0, math.inf]
   steps = [make.step(10.0 * n, 0, n, loss=loss) for n, loss in enumerate(losses, 1)]
-  held = make.event(70.0, "evaluator", "evaluation", loss=math.nan)
-  said = [each.text for each in fold([make.run_started(), *steps, held]).log_events]
+  held = [make.event(70.0, "evaluator", "evaluation", loss=loss) for loss in (2.0, math.nan)]
+  said = [each.text for each in fold([make.run_started(), *steps, *held]).log_events]
   assert said == [
     "island 0: its loss is nan",
     "island 0: its loss is inf",
