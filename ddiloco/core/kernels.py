@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numba
 import numpy as np
-from numba.core.caching import NullCache
+from numba.core.caching import FunctionCache, NullCache
 
 from ddiloco.config import OuterConfig
 from ddiloco.core import codec, instructions, outer
@@ -46,6 +46,9 @@ def _compiled(function: Any, **options: Any) -> Any:
   options |= {"nogil": True, "error_model": "numpy"}  # no check for a division by 0
   try:
     kernel = numba.njit(cache=True, **options)(function)
+    # numba compiles anew when this file has changed. What these files define is compiled in, too.
+    files = kernel._cache, FunctionCache(codec.parts), FunctionCache(instructions._instruction)
+    kernel._cache._cache_file._source_stamp = [each._cache_file._source_stamp for each in files]
   except RuntimeError:  # no folder for the compiled code: every process compiles again
     kernel = numba.njit(**options)(function)
   _KERNELS.append(kernel)
@@ -222,7 +225,7 @@ def _add_tile(addresses, units, int4, look_up, start, tile, runs, table, total):
       mine = units.ctypes.data + runs[run[part], 2] * units.strides[0]
       scales = a + block, b + block, c + block, d + block
       instructions.set_tables(tables + 4 * ROW * TOGETHER * part, mine, scales)
-    while at + 16 <= to and (parts == 2 or not int4):
+    while at + 16 <= to:
       low, high, here = sums + 4 * at, sums + 4 * (half + at), byte + at
       codes = o + here, p + here, q + here, r + here
       if look_up:

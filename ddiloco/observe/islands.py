@@ -48,7 +48,7 @@ class MemberState:
   state: str = "starting"  # joining, running, stalled, lost, left, quarantined, restarting
   incarnation: int = -1  # the newest that was seen
   lives: int = 0  # incarnations that were seen
-  died: float = -math.inf  # when the newest of them was last known to be dead
+  halted: float = -math.inf  # when the newest of them was last said to be dead or stalled
   alive_at: float = math.nan  # when an island's last step ended, or a shard last wrote
   behind: float = 0.0  # seconds that this came after newer events: its clock is behind
   num_absorbed: int = 0  # spans that are drawn as part of their neighbours
@@ -57,12 +57,12 @@ class MemberState:
   def live(self, incarnation: int) -> bool:
     """Whether this is the newest incarnation; counts it as a new life if it is new."""
     if incarnation > self.incarnation:
-      self.incarnation, self.lives, self.died = incarnation, self.lives + 1, -math.inf
+      self.incarnation, self.lives, self.halted = incarnation, self.lives + 1, -math.inf
     return incarnation == self.incarnation
 
   def live_on(self, time: float, state: str) -> None:
     """Its newest incarnation was in this state then; too late if it has died or stalled since."""
-    if time > self.died and (self.state != "stalled" or time > self.since):
+    if time > self.halted:
       self.turn(time, state)
 
   @property

@@ -140,8 +140,7 @@ class RunState:
   @property
   def least_merged(self) -> int:
     """Merged tokens of the fragment with the fewest: the whole model has seen so many."""
-    each = (self.merged_tokens.get(p, 0) for p in self.fragments)
-    return min(each, default=0) if self.num_shards else 0
+    return min((self.merged_tokens.get(p, 0) for p in self.fragments), default=0)
 
   @property
   def fragments(self) -> range:
@@ -260,8 +259,7 @@ class RunState:
     if kind in known and number >= 0:
       member = known[kind](number, time)
       member.turn(time, state)
-      if state == "lost":
-        member.died = time
+      member.halted = time
 
   def _note(
     self, event: Event, text: str, tone: str, mark: str = "", role: str = "", more: str = ""
@@ -295,7 +293,7 @@ class RunState:
     self._go_on(event)
     self.finished = ""  # also of a finished run that is resumed
     self.first_step_time, self._before = math.nan, {}
-    for m in {*self.islands, *range(event.num_learners)}:
+    for m in range(event.num_learners):
       self._island(m, event.time)
     for s in range(event.num_shards):
       self._shard(s, event.time)
@@ -334,7 +332,6 @@ class RunState:
 
   def _learner_started(self, event: events.Started, m: int) -> None:
     island = self._island(m, event.time)
-    self._restarts(event, island)
     if island.live(event.incarnation):
       island.live_on(event.time, "joining")
       island.start(event)

@@ -511,8 +511,7 @@ class Odd(Event, frozen=True, kw_only=True):
 
 def _plain(value: Any) -> Any:
   """For values without a form in JSON: NumPy scalars become numbers, all others text."""
-  item = getattr(value, "item", None)
-  return item() if item is not None and getattr(value, "size", 1) == 1 else str(value)
+  return value.item() if hasattr(value, "item") else str(value)
 
 
 _encoder = msgspec.json.Encoder(enc_hook=_plain)
@@ -577,8 +576,6 @@ def finite(value: Any) -> Any:
     return [finite(each) for each in value]
   if isinstance(value, str):
     return value.encode(errors="backslashreplace").decode()
-  if not isinstance(value, int | float | None):
-    value = _plain(value)
   if isinstance(value, float) and not math.isfinite(value):
     return str(value)
   return value
@@ -588,12 +585,12 @@ def _restored(value: Any, levels: int) -> Any:
   """The value with "nan", "inf" and "-inf" as numbers again.
 
   Raises:
-    ValueError: lists and objects are nested more than `levels` deep.
+    ValueError: values are nested `levels` deep.
   """
-  if isinstance(value, dict | list) and not levels:
+  if not levels:
     raise ValueError("nested beyond sense")
   if isinstance(value, dict):
     return {key: _restored(each, levels - 1) for key, each in value.items()}
   if isinstance(value, list):
     return [_restored(each, levels - 1) for each in value]
-  return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
+  return _NOT_FINITE.get(value, value)

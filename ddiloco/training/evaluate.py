@@ -42,7 +42,7 @@ class HeldoutLoss:
     if not model.custom:
       tokens = stacked["tokens"] if model.image_size else stacked.astype(np.uint32)
       check_token_ids(tokens, model.vocab_size, "the held-out split")
-    mesh = make_mesh(devices, IslandConfig(devices=len(devices)))
+    mesh = make_mesh(devices, IslandConfig())
     evaluated = custom.load_model(dataclasses.replace(model, compute_dtype="float32"))
     axes = evaluated.logical_axes()
     self.shardings = {

@@ -1,12 +1,14 @@
 """The passes of a commit: NumPy says what is meant, compiled kernels do the same, bit by bit."""
 
+import importlib.util
 import time
 import tracemalloc
 
+import numba
 import numpy as np
 import pytest
 
-from ddiloco.config import OuterConfig
+from ddiloco.config import Config, OuterConfig, SyncConfig
 from ddiloco.core import codec, outer, passes
 from ddiloco.core.codec import CHUNK, Encoded
 from ddiloco.core.passes import Sum, Vectors
@@ -154,6 +156,8 @@ def test_kernels_and_threads_change_no_bit(name, config, compiled):
   found = {}
   for kernels in (True, False):
     compiled(kernels)
+    one = passes.squares(Sum(fragment, pushes[:1], units[:1]))
+    np.testing.assert_allclose(one, squares[0] * units[0] ** 2, rtol=1e-5)
     total = Sum(fragment, pushes, units)
     total.stretch = np.float32([0.7, 1.1, 0.0, 1.0, 2.0, 3.0])
     found[kernels] = all_of(passes.step(total, old, config, name))
@@ -178,15 +182,13 @@ def test_a_codec_whose_values_are_only_converted_needs_a_name_and_a_type(same_bi
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
-@pytest.mark.parametrize("extreme", [0.0, 1e-45, 1e-39, 1e30, 3.4e38])
+@pytest.mark.parametrize("extreme", [0.0, 1e-45, 1e-39, 1e30, 3.4028235e38, np.inf, np.nan])
 def test_kernels_encode_extremes_as_numpy_does(name, extreme, same_bits):
   fragment = fragment_of(3 * 256 + 7)
   signs = np.sign(randoms(1, fragment.size)[0])
   zero = np.zeros(fragment.size, np.float32)
-  update = (signs * np.linspace(0, 1, fragment.size) * extreme).astype(np.float32)
-  push = Encoded("int8", codec.encode(-update, "int8"))
-  update = -codec.decode(push.payload, fragment.size, "int8")
-  old = Vectors(zero, zero, None)
+  update = (signs * np.linspace(0.01, 1, fragment.size) * extreme).astype(np.float32)
+  push, old = Encoded("int8", codec.encode(zero, "int8")), Vectors(update, zero, None)
   found = same_bits(lambda: all_of(passes.step(alone(fragment, push), old, PLAIN, name)))
   assert found[3].tobytes() == codec.encode(update, name).tobytes()
 
@@ -276,18 +278,26 @@ def test_what_counts_as_zero_may_be_anything(name, same_bits):
   assert np.isfinite(same_bits(read)).all()
 
 
-def test_a_payload_that_cannot_be_written_is_not_compiled_for_anew(compiled):
-  kernels = passes._kernels()
-  fragment = fragment_of(CHUNK + 17)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_what_is_compiled_ahead_is_all_that_commits_need(config, compiled, monkeypatch):
+  """Also for payloads that cannot be written, which are of another type to numba."""
+  spec = importlib.util.find_spec("ddiloco.core.kernels")
+  kernels = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(kernels)  # none of these has run yet
+  monkeypatch.setattr(passes, "_kernels", lambda: kernels)
   compiled(True)
-  counts = []
-  for writable in (True, False):
-    pushes = encoded(randoms(5, fragment.size), "int4")
+  fragment = fragment_of(CHUNK + 17)
+  sync = SyncConfig(push_codec="int4")
+  assert passes.compile_for(fragment, Config(sync=sync, outer=config)) == ""
+  ahead = [len(kernel.signatures) for kernel in kernels._KERNELS]
+  assert any(ahead)
+  for name, count, writable in (("int8", 1, True), ("int4", 5, True), ("int4", 5, False)):
+    pushes = encoded(randoms(count, fragment.size), name)
     for push in pushes[::2]:
       push.payload.flags.writeable = writable
-    stepped_of(fragment, pushes, NESTEROV, "int4")
-    counts.append([len(kernel.signatures) for kernel in kernels._KERNELS])
-  assert counts[0] == counts[1]
+    stepped_of(fragment, pushes, config, name)
+    passes.sample(alone(fragment, pushes[0]))
+  assert [len(kernel.signatures) for kernel in kernels._KERNELS] == ahead
 
 
 def test_the_sample_is_of_the_same_places_and_not_long():
@@ -404,3 +414,23 @@ def test_kernels_that_cannot_be_kept_on_disk_are_compiled_anew(monkeypatch, erro
   assert str(error) in kernels.compile_all("chunk", "vectors", "config")
   assert calls == 2 * [("chunk", "vectors", "config")]
   assert {type(kernel._cache).__name__ for kernel in kernels._KERNELS} == {"NullCache"}
+
+
+def test_kernels_are_compiled_anew_when_what_is_compiled_into_them_has_changed(
+  monkeypatch, tmp_path
+):
+  """A shard of a new version went on with the old one's instructions."""
+  from ddiloco.core import instructions, kernels
+
+  monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+  monkeypatch.setattr(kernels, "_KERNELS", [])
+
+  def hits():
+    kernel = kernels._compiled(kernels._copy.py_func)
+    kernel(*np.zeros((2, 3), np.uint8))
+    return sum(kernel.stats.cache_hits.values())
+
+  assert [hits(), hits()] == [0, 1]
+  for module, function in ((codec, "parts"), (instructions, "_instruction")):
+    monkeypatch.setattr(module, function, hits)  # of another file
+    assert hits() == 0

@@ -16,16 +16,18 @@ from tests.made_events import made
 from tests.observe.conftest import line, times
 
 DAMAGE = {
-  "deeply nested": b'{"time":2.0,"role":"x","kind":"k","a":' + b"[" * 200_000 + b"]" * 200_000,
-  "nested beyond sense": b'{"time":2.0,"role":"x","kind":"k","a":' + b"[" * 50 + b"]" * 50 + b"}",
+  "deeply nested": b'{"time":2.0,"role":"x","kind":"crash","a":' + b"[" * 200_000,
+  "nested": b'{"time":2.0,"role":"x","kind":"k"' + b',"a":[{"b":1' * 25 + b"}]" * 25 + b"}",
   "binary": bytes(range(1, 10)) + bytes(range(11, 256)),
   "NUL bytes": b"\0" * 5000,
   "no object": b"[1, 2]",
   "nothing": b"{}",
   "no time": b'{"role":"x","kind":"k"}',
+  "no role": b'{"time":2.0,"kind":"restart","target":"x"}',
   "a time in letters": b'{"time":"x","role":"x","kind":"k"}',
   "a time that is none": b'{"time":NaN,"role":"x","kind":"k"}',
   "a time without end": b'{"time":1e400,"role":"x","kind":"k"}',
+  "a time before all others": b'{"time":-1e99,"role":"x","kind":"k"}',
   "a number of many digits": b'{"time":1' + b"0" * 6000 + b',"role":"x","kind":"k"}',
   "true is no time": b'{"time":true,"role":"x","kind":"k"}',
   "torn": b'{"time":2.0,"ro',

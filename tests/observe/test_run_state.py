@@ -85,6 +85,10 @@ def test_kill_and_rejoin_are_noted(make):
     make.event(7.1, "learner-2", "started", 1, devices=1, mesh=[1, 1, 1], batch_size=8),
     make.event(7.5, "learner-2", "joined", 1, global_step=30, seconds=0.4),
     make.step(7.9, 2, 31, incarnation=1),
+    *(
+      make.event(7.9, "learner-2", "compiled", 1, target="learner-2", program=name, seconds=seconds)
+      for name, seconds in (("", 0.1), ("tiny", 0.1), ("evaluate", 3.0))
+    ),
     make.commit(8.0, weights={0: 0.5, 2: 0.5}),
     make.commit(9.0, weights={0: 0.5, 2: 0.5}),
   ]
@@ -97,6 +101,8 @@ def test_kill_and_rejoin_are_noted(make):
     (2.0, "island 2 is down: killed by plan"),
     (7.0, "island 2 restarts"),
     (7.5, "island 2 joined at global step 30 after 0.4 s"),
+    (7.9, "island 2 is compiled after 0 s"),
+    (7.9, "island 2 compiled evaluate in the middle of its work: 3.0 s"),
     (8.0, "island 2 is merged again"),
   ]
   assert view.islands[2].missed_reason == "silent"
@@ -176,6 +182,8 @@ def test_a_planned_stall_shows_at_once_and_ends_with_the_next_step(make):
   view = fold([make.run_started(), make.step(1.9, 0, 1), fault, make.step(2.0, 0, 2)])
   assert view.islands[0].state == "stalled"
   assert view.read([make.step(7.0, 0, 3)]).islands[0].state == "running"
+  cut = make.changed(fault, time=8.0, action="cut")
+  assert view.read([cut]).islands[0].state == "running", "it trains on"
 
 
 def test_a_quarantined_island_stays_so_until_it_rejoins(make):
@@ -190,9 +198,10 @@ def test_lost_to_a_shard_while_it_steps_is_a_reason_not_a_state(make):
   events = [make.run_started(), make.step(1.8, 0, 1), make.step(1.9, 0, 2)]
   member = make.event(2.0, "syncer-1", "member", learner=0, state="lost", reason="cut off")
   island = fold([*events, member]).islands[0]
-  assert (island.state, island.missed_reason) == ("running", "cut off")
+  assert (island.state, island.missed_reason, island.missed_time) == ("running", "cut off", 2.0)
   late = make.changed(member, time=30.0)
   assert fold([*events, late]).islands[0].state == "lost"
+  assert fold([*events, make.changed(late, state="ahead")]).islands[0].state == "running"
   joins = make.event(3.0, "learner-0", "started", 1)
   assert fold([*events, joins, late]).islands[0].state == "joining"
 
@@ -209,13 +218,14 @@ def test_both_shards_tell_of_one_loss_in_one_note(make):
   view = fold([make.run_started(), *events])
   (note,) = view.log_events
   assert note.text == "the syncer counts island 1 as lost: silent for 3.00 s"
+  assert len(view.read([make.changed(events[0], time=60.0)]).log_events) == 2, "of another loss"
 
 
 def test_the_end_of_a_cut_is_noted_as_its_beginning_is(make):
   """What happened ended with the island's loss, in red, days after the link was back."""
   lost, again = (
     [
-      make.event(time + shard / 10, f"syncer-{shard}", "member", learner=1, **fields)
+      make.event(time + shard / 10, f"syncer-{shard}", "member", learner=0, **fields)
       for shard in range(2)
     ]
     for time, fields in (
@@ -223,13 +233,13 @@ def test_the_end_of_a_cut_is_noted_as_its_beginning_is(make):
       (9.0, {"state": "joined", "reason": "heard again"}),
     )
   )
-  born = make.event(1.0, "syncer-0", "member", learner=1, state="joined", reason="incarnation 0")
+  born = make.event(1.0, "syncer-0", "member", learner=0, state="joined", reason="incarnation 0")
   again.append(make.changed(again[0], learner=-1))  # the evaluator is no island
   view = fold([make.run_started(), born, *lost, *again])
   assert not any(shard.unheard for shard in view.shards.values())
   assert [(note.text, note.tone) for note in view.log_events] == [
-    ("the syncer counts island 1 as lost: silent for 3.00 s", "bad"),
-    ("the syncer hears island 1 again", "good"),
+    ("the syncer counts island 0 as lost: silent for 3.00 s", "bad"),
+    ("the syncer hears island 0 again", "good"),
   ]
 
 
@@ -267,9 +277,13 @@ def test_what_a_life_said_before_its_death_may_be_read_after_it(make):
 def test_an_exit_in_good_order_is_no_loss(make):
   stopped = make.event(5.0, "learner-1", "stopped", reason="the run is over")
   exited = make.event(5.1, "engine", "exit", target="learner-1", reason="done")
-  view = fold([make.run_started(), stopped, exited])
-  assert view.islands[1].state == "left"
-  assert len(view.log_events) == 1
+  left, lost = (
+    make.event(time, "syncer-0", "member", learner=1, state=state)
+    for time, state in ((4.9, "left"), (9.0, "lost"))
+  )
+  view = fold([make.run_started(), left, stopped, exited])
+  assert (view.islands[1].state, view.islands[1].missed_reason) == ("left", "")
+  assert len(view.read([lost]).log_events) == 1
 
 
 def test_a_shard_is_down_though_the_island_of_its_number_has_left(make):
@@ -349,7 +363,11 @@ def test_the_evaluator_is_no_island(make):
   member = make.event(1.0, "syncer-0", "member", learner=-1, state="lost", reason="")
   commit = make.commit(2.0, missing={-1: "never trains"})
   started = make.event(0.1, "evaluator", "started")
-  assert set(fold([make.run_started(), started, member, commit]).islands) == {0, 1, 2, 3}
+  crash = make.event(3.0, "evaluator", "crash", trace="OSError: no data")
+  its = [make.event(2.5, "evaluator", kind) for kind in ("joined", "stopped")]
+  view = fold([make.run_started(), started, member, commit, *its, crash])
+  assert set(view.islands) == {0, 1, 2, 3}
+  assert [note.text for note in view.log_events] == ["evaluator crashed: OSError: no data"]
 
 
 def test_progress_is_merged_tokens_or_without_shards_trained_ones(make):
@@ -399,7 +417,9 @@ def test_a_shard_of_which_only_commits_are_told_is_part_of_the_pace(make, told):
   start = [make.event(1.5, "syncer-0", "started", fragments=[3])] if told else []
   commits = [make.commit(2.0 + n, fragment=3, merged_tokens=100 * n, tokens=(100,)) for n in (1, 2)]
   view = fold([make.step(1.0, 0, 1), *start, *commits])
+  assert math.isnan(view.seconds_left(4.0)), "nobody says how long the run is"
   view.total_tokens = 1000
+  assert math.isnan(view.seconds_left(1.0)), "no time has passed"
   assert view.num_shards == 1 and view.seconds_left(4.0) == pytest.approx(3.0 * 800 / 200)
 
 
@@ -446,8 +466,8 @@ def test_a_late_step_of_an_earlier_life_counts_with_its_tokens(make):
 def test_a_loss_that_is_not_finite_is_said_once_not_shown_as_unknown_alone(make):
   losses = [2.0, math.nan, math.nan, None, 2.0, math.inf]
   steps = [make.step(10.0 * n, 0, n, loss=loss) for n, loss in enumerate(losses, 1)]
-  held = make.event(70.0, "evaluator", "evaluation", loss=math.nan)
-  said = [each.text for each in fold([make.run_started(), *steps, held]).log_events]
+  held = [make.event(70.0, "evaluator", "evaluation", loss=loss) for loss in (2.0, math.nan)]
+  said = [each.text for each in fold([make.run_started(), *steps, *held]).log_events]
   assert said == [
     "island 0: its loss is nan",
     "island 0: its loss is inf",

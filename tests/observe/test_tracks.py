@@ -43,10 +43,10 @@ def test_a_kill_is_one_mark_and_so_are_restart_and_first_merge(run_events):
 def test_a_shard_that_falls_silent_while_islands_train_is_stalled(make):
   """Of roles that no engine starts nobody else says it: it was running for ever, and rounds were
   "about to end"."""
-  events = [make.run_started(num_learners=1, num_shards=2)]
+  events = [make.run_started(num_learners=2, num_shards=2)]
   events += [make.event(0.5, f"syncer-{s}", "started", fragments=[s]) for s in range(2)]
   for n in range(1, 60):
-    events.append(make.step(float(n), 0, n))
+    events += [make.step(float(n), m, n) for m in range(2)]
     alive = [0] if 20 < n < 45 else [0, 1]
     events += [make.event(n + 0.5, f"syncer-{s}", "traffic") for s in alive]
 
@@ -66,7 +66,7 @@ def test_a_shard_that_falls_silent_while_islands_train_is_stalled(make):
   assert said.startswith("Shard 1 is stalled: its fragments have no rounds until it is back. ")
   silent[1][1] = 45.5
   assert shown(60.0, 60.0) == ("running", [*silent, [45.5, 60.0, "running"]])
-  events.append(make.event(60.0, "learner-0", "stopped", reason="all is merged"))
+  events += [make.event(60.0, f"learner-{m}", "stopped", reason="all is merged") for m in range(2)]
   assert shown(70.0, 100.0)[0] == "running", "shards end after the islands, and say nothing of it"
 
 

@@ -58,6 +58,7 @@ def test_a_number_that_is_not_finite_may_stand_beside_numbers_by_learner():
     ({"fragment": True}, "fragment"),
     ({"fragment": "1"}, "fragment"),
     ({"fragment": 10**12}, "fragment"),  # a page had a column for each
+    ({"fragment": -2}, "fragment"),
     ({"mode": "guess"}, "mode"),
     ({"included": 1}, "included"),
     ({"kind": "teleported"}, "unknown kind 'teleported'"),
