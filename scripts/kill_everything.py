@@ -48,7 +48,7 @@ LEARNERS, FRAGMENTS = 2, 2
 TOKENS = 8 * 32  # of a step: B = 8, T = 32
 POLL_SECONDS = 0.02
 COUNTED = ("kills", "resumes", "snapshots", "versions_back")
-LIFE_SECONDS = 240.0  # after which a life that has not ended is given up
+LIFE_SECONDS = 1200.0  # after which a life that has not ended is given up
 FIRST_START_SECONDS = 20.0  # until the first step, while nothing is compiled
 
 

@@ -12,8 +12,7 @@ import pytest
 
 from ddiloco import runtime
 from ddiloco.runtime import REAL_TIME, ValueThreads, drive, short_collections
-
-PATIENCE_SECONDS = 90.0
+from tests.waits import PATIENCE_SECONDS
 
 
 class Endpoint:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-PATIENCE_SECONDS = 90.0  # for what must come, also on a busy machine
+PATIENCE_SECONDS = 300.0  # for what must come: thirty times a role's start on a quiet machine
 TICK_SECONDS = 0.02
 
 

@@ -27,7 +27,6 @@ from ddiloco.training import data
 from ddiloco.training.island import Island
 from tests.engines.real import tiny
 
-SLOW, LONG = pytest.mark.slow, pytest.mark.timeout(300)  # a third of it on a quiet machine
 STEPS = 12
 CHECKPOINT_STEPS = 5
 ALONE = 20  # steps of the island that is left: a second, longer than starts differ
@@ -101,8 +100,7 @@ def of(events, kind, **fields):
   ]
 
 
-@SLOW
-@LONG
+@pytest.mark.slow
 def test_two_processes_train_like_one_with_both_batches(tmp_path, programs):
   config = make_config(min_step_seconds=0.0)
   events = run(config, tmp_path, programs, False, lambda global_step, _: global_step >= STEPS)
@@ -127,8 +125,7 @@ def test_two_processes_train_like_one_with_both_batches(tmp_path, programs):
   assert losses[0][-1][0] < losses[0][0][0] - 0.1, "it learns"
 
 
-@SLOW
-@LONG
+@pytest.mark.slow
 def test_elastic_goes_on_without_the_killed_island_and_takes_it_in_again(
   tmp_path, programs, monkeypatch
 ):
@@ -166,8 +163,7 @@ def test_elastic_goes_on_without_the_killed_island_and_takes_it_in_again(
   assert survivor.liveness > killed.liveness and min(survivor.goodput, killed.goodput) > 0
 
 
-@SLOW
-@LONG
+@pytest.mark.slow
 def test_inelastic_waits_for_the_killed_island_and_repeats_steps(tmp_path, programs):
   config = make_config([kill(1, 1.0)])
   events = run(config, tmp_path, programs, False, Back(tmp_path, kills=1))
@@ -194,8 +190,7 @@ def check_checkpoint(first, before):
   assert 0 <= before - (first[0] - 1) <= CHECKPOINT_STEPS  # 5: killed just before writing it
 
 
-@SLOW
-@LONG
+@pytest.mark.slow
 def test_elastic_that_lost_all_memories_goes_on_from_its_checkpoint(tmp_path, programs):
   both = [kill(m, -1.0) | {"at_step": 3 * CHECKPOINT_STEPS} for m in range(2)]
   config = make_config(both)
@@ -208,8 +203,7 @@ def test_elastic_that_lost_all_memories_goes_on_from_its_checkpoint(tmp_path, pr
   ledger_of(events)
 
 
-@SLOW
-@LONG
+@pytest.mark.slow
 def test_a_world_that_hangs_is_ended(tmp_path, programs, monkeypatch):
   """A process that stands still holds the others up in a collective, until somebody looks."""
   monkeypatch.setattr(data_parallel, "HANG_SECONDS", 10.0)
@@ -230,8 +224,7 @@ def test_a_world_that_hangs_is_ended(tmp_path, programs, monkeypatch):
   ledger_of(events)
 
 
-@SLOW
-@LONG
+@pytest.mark.slow
 def test_a_process_killed_from_outside_is_its_islands_death(tmp_path, programs):
   """As a planned kill is: the supervisor starts the island again."""
   follower, killed, back = Follower(tmp_path), [], []

@@ -16,7 +16,7 @@ from tests.engines.toy_world import World
 from tests.roles import toy
 from tests.waits import wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 LEARNERS = 2
 SHARDS = ["syncer-0", "syncer-1"]
 KILL = signal.SIGKILL

@@ -443,7 +443,6 @@ def test_a_snapshot_that_the_run_does_not_go_on_from_is_set_aside_whole(tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_saving_and_restoring_take_a_window_of_memory_beside_the_state(tmp_path):
   """Measured in processes of their own, on arrays that are cut over eight devices."""
   mib, count = 128, 16
@@ -454,7 +453,7 @@ def test_saving_and_restoring_take_a_window_of_memory_beside_the_state(tmp_path)
   def rose(what: str) -> float:
     command = [sys.executable, "-m", "tests.checkpoint.peak_memory", tmp_path, what]
     command += [str(mib), str(count)]
-    return float(subprocess.check_output(command, env=variables, cwd=ROOT, timeout=120))
+    return float(subprocess.check_output(command, env=variables, cwd=ROOT))
 
   assert rose("save") < bar
   assert rose("load") < mib + bar

@@ -342,7 +342,7 @@ def test_report_of_a_run_that_was_cut_off(finished, capsys):
 def process(*arguments: str, code: str = "") -> subprocess.CompletedProcess:
   command = [sys.executable, *(["-c", code] if code else ["-m", "ddiloco"]), *arguments]
   clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-  return subprocess.run(command, capture_output=True, text=True, env=clean, timeout=100)
+  return subprocess.run(command, capture_output=True, text=True, env=clean)
 
 
 @pytest.mark.parametrize(
@@ -416,16 +416,14 @@ def test_an_interrupt_that_python_would_swallow_ends_a_run(name):
 @HAS_FULL
 def test_an_interrupt_that_cannot_be_said_ends_a_run_too():
   with open("/dev/full", "w") as full:
-    assert (
-      subprocess.run([sys.executable, "-c", SWALLOWED], stderr=full, timeout=100).returncode == 130
-    )
+    assert subprocess.run([sys.executable, "-c", SWALLOWED], stderr=full).returncode == 130
 
 
 def test_an_interrupt_gives_the_cursor_back_that_the_live_view_hides():
   ours, terminal = os.openpty()
   try:
     command = [sys.executable, "-c", SWALLOWED]
-    assert subprocess.run(command, stdout=terminal, stderr=terminal, timeout=100).returncode == 130
+    assert subprocess.run(command, stdout=terminal, stderr=terminal).returncode == 130
     assert os.read(ours, 100) == b"\x1b[?25hddiloco: interrupted\r\n"
   finally:
     os.close(terminal)
@@ -436,7 +434,7 @@ def test_an_interrupt_gives_the_cursor_back_that_the_live_view_hides():
 def test_a_full_disk_under_what_is_printed_is_no_traceback():
   command = [sys.executable, "-m", "ddiloco", "simulate", "--chips=1000", "--learners=2"]
   with open("/dev/full", "w") as full:
-    done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100)
+    done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
   (line,) = done.stderr.splitlines()
   assert done.returncode == 1
   assert line.startswith("ddiloco simulate: ") and "No space left" in line and "Fix: " in line

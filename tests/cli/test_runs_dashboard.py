@@ -96,7 +96,7 @@ def test_train_says_where_it_can_be_watched(trained, tmp_path):
 def test_the_page_is_in_the_package(tmp_path):
   """What is installed has the page: it is data, which only `package_data` names."""
   build = [sys.executable, "setup.py", "-q", "build_py", f"--build-lib={tmp_path}"]
-  subprocess.run([*build, "egg_info", f"--egg-base={tmp_path}"], cwd=ROOT, check=True, timeout=100)
+  subprocess.run([*build, "egg_info", f"--egg-base={tmp_path}"], cwd=ROOT, check=True)
   here = {path.name for path in (ROOT / "ddiloco" / "dashboard" / "page").iterdir()}
   there = {path.name for path in (tmp_path / "ddiloco" / "dashboard" / "page").iterdir()}
   assert here == there and {"index.html", "page.css", "app.js"} <= here

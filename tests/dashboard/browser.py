@@ -10,12 +10,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
+from tests.waits import wait_for
+
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or ""
-SECONDS = 60
 _EXEC = (  # Chromium reads commands from file descriptor 3 and answers on 4
   "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4);"
   " os.execv(sys.argv[3], sys.argv[3:])"
@@ -49,18 +49,14 @@ class Browser:
       self.send(f"{domain}.enable")
 
   def _until_there(self) -> str:
-    end = time.monotonic() + SECONDS
-    while time.monotonic() < end:
-      for target in self.send("Target.getTargets")["targetInfos"]:
-        if target["type"] == "page":
-          return target["targetId"]
-      time.sleep(0.05)
-    raise TimeoutError("the browser opens no page")
+    targets = lambda: self.send("Target.getTargets")["targetInfos"]
+    pages = wait_for(lambda: [each for each in targets() if each["type"] == "page"], "a page")
+    return pages[0]["targetId"]
 
   def close(self) -> None:
     with contextlib.suppress(ProcessLookupError):
       os.killpg(self._process.pid, signal.SIGKILL)
-    self._process.wait(SECONDS)
+    self._process.wait()
     if (door := self._profile / "SingletonSocket").is_symlink():  # to a folder in /tmp
       shutil.rmtree(door.readlink().parent)
     os.close(self._to)
@@ -109,12 +105,8 @@ class Browser:
 
   def until(self, expression: str) -> Any:
     """Its first true value."""
-    end = time.monotonic() + SECONDS
-    while time.monotonic() < end:
-      if value := self.ask(expression):
-        return value
-      time.sleep(0.05)
-    raise AssertionError(f"never true: {expression}\n{self.ask('document.body.innerText')}")
+    said = lambda: f"{expression}\n{self.ask('document.body.innerText')}"
+    return wait_for(lambda: self.ask(expression), said)
 
   def text(self, selector: str) -> str:
     """What a reader sees of an element; "" where it is hidden or not there."""

@@ -28,7 +28,7 @@ def computed(tmp_path: Path, name: str, argument: str, file: str = "format.js") 
   said = f"console.log(JSON.stringify({name}({argument})))"
   script = f'import {{ {name} }} from "{page / file}"; {said}'
   command = [str(NODE), "--input-type=module", "-e", script]
-  done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+  done = subprocess.run(command, capture_output=True, text=True, check=True)
   return json.loads(done.stdout)
 
 

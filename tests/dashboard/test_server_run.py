@@ -10,7 +10,7 @@ import pytest
 from tests.engines.real import RealRun, tiny
 from tests.web import ask
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("engine", ["threads", "processes"])
@@ -29,7 +29,7 @@ def test_a_run_is_watched_and_struck_from_its_page(tmp_path, engine):
     def merged_by(island):
       return (status()["islands"][island]["participation"] or 0) > 0
 
-    run.wait_for(lambda: status()["phase"] == "running" and merged_by(1), "a commit", 240)
+    run.wait_for(lambda: status()["phase"] == "running" and merged_by(1), "a commit")
     fault = json.dumps({"action": "kill", "role": "learner-1", "seconds": 0.5})
     headers |= {"Content-Type": "application/json"}
     assert ask(url, "/api/fault", "POST", headers, fault)[0] == 202

@@ -78,7 +78,6 @@ def test_a_sweep_gives_tables_and_curves(file, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_adapters_train_on_a_base_from_a_file_and_statistics_follow_the_result(file, tmp_path):
   page = runpy.run_path(str(file))
   base = {name: np.asarray(value) for name, value in page["Tuned"]("").frozen().items()}

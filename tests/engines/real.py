@@ -17,7 +17,7 @@ from ddiloco.engines.engine import RunResult
 from ddiloco.engines.processes import ProcessesEngine
 from ddiloco.observe.eventlog import Event, GrowingLog
 from ddiloco.training import data
-from tests.waits import PATIENCE_SECONDS, wait_for
+from tests.waits import wait_for
 
 TOKENS = 2 * 16  # of a step: B = 2, T = 16
 PROCESSES = ("train", "--engine=processes", "--cpu")
@@ -69,14 +69,14 @@ class RealRun:
     self.process.kill()
     self.process.wait()
 
-  def wait_for(self, what: Callable[[], Any], name: str, seconds: float = PATIENCE_SECONDS) -> Any:
-    return wait_for(what, name, self.process, self.log, seconds)
+  def wait_for(self, what: Callable[[], Any], name: str) -> Any:
+    return wait_for(what, name, self.process, self.log)
 
-  def ends(self, number: int = 0, seconds: float = 200.0) -> int:
-    """Its exit status, after this signal."""
+  def ends(self, number: int = 0) -> int:
+    """Its exit status, after this signal, within the limit of its test."""
     if number:
       self.process.send_signal(number)
-    return self.process.wait(seconds)
+    return self.process.wait()
 
   def said(self) -> str:
     return self.log.read_text()

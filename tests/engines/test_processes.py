@@ -481,7 +481,6 @@ def chaos(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_after_kills_of_a_learner_and_a_shard_the_run_finishes(chaos):
   status, workdir, said = chaos
   assert status == 0, said

@@ -22,7 +22,6 @@ from ddiloco.roles import initial
 from tests.engines.real import RealRun, tiny
 from tests.strikes import Interrupt
 
-pytestmark = pytest.mark.timeout(300)
 STUCK = "tests.engines.stuck"  # as ddiloco, but compiling never ends
 
 

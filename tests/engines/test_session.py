@@ -17,7 +17,7 @@ from ddiloco.observe.report import PICTURES
 from ddiloco.workdir import held, saved_config
 from tests.engines.real import tiny
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 def make_config(learners: int, steps: int, islands=None, run=None, **sections) -> Config:

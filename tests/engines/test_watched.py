@@ -20,9 +20,7 @@ from ddiloco.observe.eventlog import read_events
 from ddiloco.observe.report import summarise
 from ddiloco.training import data
 from tests.engines.real import RealRun, events_of, tiny
-from tests.waits import wait_for
-
-SECONDS = 60.0
+from tests.waits import PATIENCE_SECONDS, wait_for
 
 
 def names_in(folder):
@@ -46,7 +44,7 @@ def planned(config, *faults):
 
 
 def test_threads(tmp_path):
-  stall = Fault("stall", "learner-1", at_step=30, seconds=3.0)
+  stall = Fault("stall", "learner-1", at_step=30, seconds=1e4)  # longer than slow steps allow
   kill = Fault("kill", "learner-0", at_step=60, seconds=2.0)
   config = tiny(100_000, min_step_seconds=0.02, run={"hang_seconds": 0.8})
   config = planned(config, stall, kill)
@@ -56,7 +54,7 @@ def test_threads(tmp_path):
 
   def traced() -> bool:
     """Whether traces show all that a round takes, which may last for more steps than one has."""
-    there, said = take_profile(tmp_path, ProfileRequest("learner-0", steps=12), SECONDS)
+    there, said = take_profile(tmp_path, ProfileRequest("learner-0", steps=12), PATIENCE_SECONDS)
     assert there, said
     found = names_in(tmp_path / "profiles" / "learner-0")
     return {"step", "copy_out", "to_host", "stage", "apply"} <= found
@@ -72,7 +70,7 @@ def test_threads(tmp_path):
     wait_for(lambda: back(tmp_path), "the rejoin")
   finally:
     engine.stop.set()
-    run.join(SECONDS)
+    run.join(PATIENCE_SECONDS)
   (rejoin,) = summarise(read_events(tmp_path))["rejoins"]
   assert list(rejoin["phases"]) == ["detect", "pause", "restore", "receive", "first_step", "merge"]
   assert rejoin["phases"]["pause"] > 1.0

@@ -23,9 +23,8 @@ from ddiloco.engines.children import Forked, spawn_forked
 from ddiloco.engines.role_spec import free_urls
 from ddiloco.observe.eventlog import Event, Follower
 from tests.roles import toy
-from tests.waits import wait_for
+from tests.waits import PATIENCE_SECONDS, wait_for
 
-PATIENCE_SECONDS = 100.0  # of one wait
 LOOK_SECONDS = 0.02
 RESTART_SECONDS = 1.0  # so the next incarnation is a greater number
 

@@ -19,7 +19,7 @@ from ddiloco.trace.text import open_trace
 from ddiloco.training.island import Island
 from tests.strikes import killed_once_saved
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 FILE = "examples/own_model.py"
 STEPS = 120
 

@@ -21,7 +21,6 @@ from tests.strikes import killed_once_saved
 
 pytestmark = [
   pytest.mark.slow,
-  pytest.mark.timeout(400),
   pytest.mark.skipif(not find_spec("sklearn"), reason="needs ddiloco[examples]"),
 ]
 STEPS = 110
@@ -122,7 +121,6 @@ def test_the_script_says_what_is_looked_at(run):
     stdout=subprocess.PIPE,
     text=True,
     check=True,
-    timeout=300,
   )
   found = json.loads(done.stdout.splitlines()[-1])
   assert found["images"] == 10 and found["text_loss"] > 0

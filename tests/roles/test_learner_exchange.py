@@ -34,8 +34,8 @@ from ddiloco.runtime import REAL_TIME, Runtime, drive
 from tests import says
 from tests.roles import toy
 from tests.roles.toy import ListRecorder
+from tests.waits import PATIENCE_SECONDS
 
-PATIENCE_SECONDS = 90.0
 RANDOM = np.random.default_rng(11)
 
 

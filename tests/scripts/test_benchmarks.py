@@ -53,7 +53,6 @@ def keeps_its_promise(script, result):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(800)
 @pytest.mark.parametrize("line", LINES)
 def test_quick_run_prints_the_promised_numbers(line):
   script = line.split()[0]

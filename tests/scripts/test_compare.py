@@ -160,7 +160,6 @@ def test_what_is_seen_of_a_run_in_parts(script):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(800)
 def test_a_short_comparison(tmp_path, here):
   """One island that exchanges with a shard, at outer learning rate 1, is data-parallel."""
   line = f"compare.py --quick --workdir={tmp_path}"

@@ -41,7 +41,6 @@ def test_a_kind_that_is_none_is_refused(expected_loss, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_the_loss_of_every_kind_and_once_only(tmp_path, here):
   """The tutorial's config with a twelfth of its tokens, and an outer step that is quicker."""
   kinds, path = "untrained;alone;together;merged;int4", tmp_path / "short"

@@ -19,7 +19,7 @@ def run(*arguments: str, code: str = "") -> subprocess.CompletedProcess:
   start = ["-c", f"{code}\nimport runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"]
   command = [sys.executable, *(start if code else [str(SCRIPT)]), *arguments]
   pipes = {"capture_output": True, "text": True}
-  return subprocess.run(command, cwd=SCRIPT.parent, timeout=170, **pipes)
+  return subprocess.run(command, cwd=SCRIPT.parent, **pipes)
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ from tests.scripts import commands
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_nothing_is_lost_or_counted_twice_when_all_are_killed(tmp_path):
   found = commands.result(
     "kill_everything.py --kills=2 --steps=80 --seed=8 --undisturbed=1 --engine=processes",

@@ -6,7 +6,7 @@ import pytest
 
 from tests.scripts.commands import result
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(800)]
+pytestmark = pytest.mark.slow
 
 
 def test_each_island_comes_back_elsewhere_and_the_trace_holds(tmp_path):

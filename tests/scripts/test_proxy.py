@@ -21,9 +21,7 @@ import pytest
 from proxy import BURST_SECONDS, Lane, Link
 
 from tests.scripts.commands import SCRIPTS
-from tests.waits import wait_for
-
-PATIENCE_SECONDS = 60.0
+from tests.waits import PATIENCE_SECONDS, wait_for
 
 
 class Server:

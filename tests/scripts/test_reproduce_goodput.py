@@ -10,7 +10,6 @@ PARTS = ("decoupled", "elastic", "inelastic")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_decoupled_islands_get_more_done_than_data_parallel_under_the_same_kills(tmp_path, here):
   plot = tmp_path / "goodput.png"
   line = f"reproduce_goodput.py --quick --workdir={tmp_path} --plot={plot}"

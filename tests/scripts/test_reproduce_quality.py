@@ -6,7 +6,6 @@ from tests.scripts import commands
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_faults_of_all_kinds_hardly_change_the_loss(tmp_path, here):
   arguments = (f"--workdir={tmp_path / 'runs'}", f"--picture={tmp_path / 'quality.png'}")
   found = commands.result("reproduce_quality.py --quick", *arguments)

@@ -27,7 +27,6 @@ def test_the_picture_of_a_round_is_of_one_that_waited(drawn):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_only_lock_step_waits_for_slow_islands(drawn):
   found = drawn("reproduce_heterogeneous.py --quick")
   goodput, part = found["goodput"], found["participation"]
@@ -40,7 +39,6 @@ def test_only_lock_step_waits_for_slow_islands(drawn):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_compute_that_comes_and_goes_shortens_a_run(drawn):
   found = drawn("reproduce_scavenging.py --quick")
   times = found["decoupled"]
@@ -52,7 +50,6 @@ def test_compute_that_comes_and_goes_shortens_a_run(drawn):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_no_fault_leaves_rounds_behind_that_most_learners_miss(here):
   found = commands.last(here("aftermath.py --quick"))
   assert len(found) == 8 and all(row["islands"] == 4 for row in found.values())
@@ -61,7 +58,6 @@ def test_no_fault_leaves_rounds_behind_that_most_learners_miss(here):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_slow_links_between_regions_hold_up_no_island(here):
   found = commands.last(here("reproduce_regions.py --quick --merge_gbytes=25"))
   for row in ("2 Gbit/s", "5 Gbit/s"):

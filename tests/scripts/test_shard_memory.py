@@ -17,7 +17,6 @@ def bench_shard(script, monkeypatch):
   return script("bench_shard")
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("shards, copies", [(1, 0), (2, 8)])
 def test_a_shard_has_the_vectors_of_the_table_and_no_others(shards, copies, bench_shard):
   """`copies`: bytes a value that it holds for its neighbour."""

@@ -53,7 +53,6 @@ def job(tmp_path):
       env={"PATH": path, **{name: value for name, value in named.items() if value}},
       capture_output=True,
       text=True,
-      timeout=60,
     )
     return done.returncode, calls.read_text().splitlines(), done.stdout + done.stderr
 

@@ -6,7 +6,6 @@ from tests.scripts import commands
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("engine", ["threads", "processes"])
 def test_whatever_happens_nobody_stalls_and_nothing_is_lost(engine, tmp_path):
   found = commands.result(

@@ -62,7 +62,6 @@ def skip_if_told(status: int | None, errors: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(800)
 def test_a_run_over_long_links(tmp_path):
   slow = ("--config.islands.min_step_seconds=0.4", "--config.sync.overlap_steps=6")
   steps = f"--config.run.total_tokens={2 * 60 * 2 * 32}"
@@ -70,7 +69,6 @@ def test_a_run_over_long_links(tmp_path):
     command(tmp_path, "--mbit=100", "--delay-ms=20", *slow, steps),
     capture_output=True,
     text=True,
-    timeout=350,
     env=HERE,
   )
   skip_if_told(done.returncode, done.stderr)
@@ -105,7 +103,7 @@ def test_nothing_is_left_however_it_ends(tmp_path, how):
     if process.poll() is None:
       assert processes_of(tmp_path / "run")
     process.send_signal(how)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate()
   finally:
     process.kill()
   skip_if_told(process.returncode, errors)
@@ -123,7 +121,7 @@ def test_overwriting_leaves_nothing_of_the_run_before(tmp_path):
     (run / folder).mkdir(parents=True)
   (run / "config.json").write_text("{}")
   wrong = command(tmp_path, "--overwrite", "--config.sync.num_shards=99")
-  done = subprocess.run(wrong, capture_output=True, text=True, timeout=60, env=HERE)
+  done = subprocess.run(wrong, capture_output=True, text=True, env=HERE)
   skip_if_told(done.returncode, done.stderr)
   assert "sync.num_shards = 99" in done.stderr
   assert sorted(path.name for path in run.iterdir()) == ["keys", "logs"]
@@ -132,7 +130,7 @@ def test_overwriting_leaves_nothing_of_the_run_before(tmp_path):
 @pytest.mark.slow
 def test_a_role_that_fails_is_shown_and_ends_the_run(tmp_path):
   wrong = command(tmp_path, "--config.data.source=text", "--config.data.path=/nowhere/*.txt")
-  done = subprocess.run(wrong, capture_output=True, text=True, timeout=100, env=HERE)
+  done = subprocess.run(wrong, capture_output=True, text=True, env=HERE)
   skip_if_told(done.returncode, done.stderr)
   assert done.returncode == 1
   assert "ended with status" in done.stderr and "/nowhere" in done.stderr
@@ -146,7 +144,7 @@ def test_without_the_right_to_make_namespaces_it_is_skipped_and_says_so(tmp_path
     assert found
     (tmp_path / tool).symlink_to(found)
   done = subprocess.run(
-    command(tmp_path), capture_output=True, text=True, timeout=20, env={"PATH": str(tmp_path)}
+    command(tmp_path), capture_output=True, text=True, env={"PATH": str(tmp_path)}
   )
   assert done.returncode == SKIPPED
   assert "skipped: there is no unshare here" in done.stderr
@@ -156,7 +154,7 @@ def test_without_the_right_to_make_namespaces_it_is_skipped_and_says_so(tmp_path
   "option", ["--mbit=0", "--delay-ms=-1", "--islands=0", "--repeats=0", "--speed=1"]
 )
 def test_wrong_options_are_named_with_their_fix(tmp_path, option):
-  done = subprocess.run(command(tmp_path, option), capture_output=True, text=True, timeout=20)
+  done = subprocess.run(command(tmp_path, option), capture_output=True, text=True)
   assert done.returncode == 2
   assert option in done.stderr and "Fix: " in done.stderr
 
@@ -168,21 +166,21 @@ def test_no_two_nodes_have_the_same_address():
   )
   loop = "for i in {0..98}; do island_address $i; shard_address $i; done"
   done = subprocess.run(
-    ["bash", "-c", functions + loop], capture_output=True, text=True, check=True, timeout=20
+    ["bash", "-c", functions + loop], capture_output=True, text=True, check=True
   )
   assert len({"10.0.0.1", *done.stdout.split()}) == 1 + 2 * 99
 
 
 def test_more_islands_in_the_config_than_there_are_addresses_are_refused(tmp_path):
   many = command(tmp_path, "--config.islands.num_learners=100")
-  done = subprocess.run(many, capture_output=True, text=True, timeout=60, env=HERE)
+  done = subprocess.run(many, capture_output=True, text=True, env=HERE)
   skip_if_told(done.returncode, done.stderr)
   assert done.returncode == 2
   assert "--islands=100: must be 1 to 99, also in the config. Fix: " in done.stderr
 
 
 def test_help_says_which_delay_is_meant():
-  done = subprocess.run(["bash", str(SCRIPT), "--help"], capture_output=True, text=True, timeout=20)
+  done = subprocess.run(["bash", str(SCRIPT), "--help"], capture_output=True, text=True)
   assert done.returncode == 0
   assert "ONE WAY" in done.stdout and "#" not in done.stdout
 
@@ -202,7 +200,7 @@ def test_the_summary_counts_time_in_steps_and_every_life_of_a_role(tmp_path):
         recorder.record(events.Traffic(sent_bytes=sent, received_bytes=5))
   arguments = [f"--workdir={tmp_path}", "--mbit=200", "--delay_ms=60"]
   program = [sys.executable, str(ROOT / "scripts" / "wan_summary.py"), *arguments]
-  done = subprocess.run(program, capture_output=True, text=True, timeout=60, env={**os.environ})
+  done = subprocess.run(program, capture_output=True, text=True, env={**os.environ})
   assert done.returncode == 0, done.stderr
   assert json.loads(done.stdout.splitlines()[-1]) == {
     "utilisation": {"0": 0.6},

@@ -21,7 +21,7 @@ from ddiloco.trace.replay import replay_run
 from ddiloco.trace.text import open_trace
 from ddiloco.training.island import Island
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 SEEDS = (0, 2, 11)  # scripts/replay_chaos.py runs as many as one likes
 
 

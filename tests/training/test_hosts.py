@@ -57,7 +57,7 @@ def together(mesh: str, folder) -> dict[str, np.ndarray]:
     for host in range(2)
   ]
   try:
-    said = [each.communicate(timeout=240)[0] for each in processes]
+    said = [each.communicate()[0] for each in processes]
   finally:
     for each in processes:
       each.kill()
@@ -69,7 +69,6 @@ def together(mesh: str, folder) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("mesh", ["2x2x2", "1x4x2"])  # each host has all values, or several parts
 def test_two_processes_are_the_same_island_as_one_whatever_the_environment_says(tmp_path, mesh):
   """What is only moved is the same bit by bit. Sums over devices are made in another order."""

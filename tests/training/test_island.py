@@ -479,7 +479,6 @@ def test_islands_step_concurrently():
     env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
     capture_output=True,
     text=True,
-    timeout=120,
   )
   assert done.returncode == 0, done.stderr[-3000:]
   assert done.stdout.split()[-1] == "finite"

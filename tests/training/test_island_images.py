@@ -14,10 +14,7 @@ from ddiloco.roles import initial
 from ddiloco.training import data
 from ddiloco.training.island import Island
 
-pytestmark = [
-  pytest.mark.timeout(300),
-  pytest.mark.skipif(not find_spec("sklearn"), reason="needs ddiloco[examples]"),
-]
+pytestmark = pytest.mark.skipif(not find_spec("sklearn"), reason="needs ddiloco[examples]")
 
 
 def trained(**islands) -> tuple[Island, list[dict]]:

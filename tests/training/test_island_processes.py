@@ -46,7 +46,6 @@ def test_the_devices_of_this_process_are_fine():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_two_processes_that_have_joined_jax_are_both_refused():
   port = free_urls(1)[0].rpartition(":")[2]
   children = [
@@ -58,6 +57,6 @@ def test_two_processes_that_have_joined_jax_are_both_refused():
     for rank in range(2)
   ]
   for child in children:
-    said, _ = child.communicate(timeout=240)
+    said, _ = child.communicate()
     assert "refused: islands.hosts = 1: JAX has joined 2 processes" in said
     assert "Fix: set islands.hosts" in said
