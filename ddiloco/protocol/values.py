@@ -80,7 +80,7 @@ def from_json(cls: type[T], value: Any) -> T:
 # --- Lists on the wire
 
 MAX_ERROR = 200  # characters of an error's text
-_REFUSED = (msgspec.DecodeError, UnicodeDecodeError)  # of no UTF-8: msgspec 0.21 gives the second
+_REFUSED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # no UTF-8; nested too deeply
 
 
 class OnWire(Frozen, tag=True, array_like=True):
