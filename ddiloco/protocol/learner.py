@@ -143,15 +143,10 @@ def _apply_ready(state: LearnerState, sync: SyncConfig) -> LearnerOutcome:
       early = entry.merged and state.step - entry.merged.at_step < sync.overlap_steps
       if sync.blocking and early and not state.leaving:  # a leaving learner makes no such step
         break
-      version, since = entry.publish.version, 0
-      if entry.merged:
-        since = state.step - entry.merged.at_step
-      elif sync.blocking:
-        since = rules.steps_since_others(p, version, state.global_step, sync)
-      state = state.with_fragment(p, **_after_apply(state.fragments[p], entry, since))
+      state = state.with_fragment(p, **_after_apply(state.fragments[p], entry, state.step))
       applied = events.Apply(
         fragment=p,
-        version=version,
+        version=entry.publish.version,
         round=entry.publish.round,
         mode=entry.mode,
         included=entry.merged is not None,
@@ -160,9 +155,10 @@ def _apply_ready(state: LearnerState, sync: SyncConfig) -> LearnerOutcome:
   return state, todo
 
 
-def _after_apply(f: LearnerFragment, entry: IncomingVersion, steps_since_sync: int) -> dict:
+def _after_apply(f: LearnerFragment, entry: IncomingVersion, step: int) -> dict:
   """The fragment's counters after one version was applied: every token has one fate."""
   mine = entry.merged.push.tokens if entry.merged else 0
+  steps_since_sync = step - entry.merged.at_step if entry.merged else 0
   steps = f.steps - (entry.merged.push.steps if entry.merged else 0)
   tokens, discarded = f.tokens - mine, 0
   if entry.mode not in events.KEEPS_WORK:

@@ -37,41 +37,25 @@ Ranking = tuple[tuple[float, int], ...]  # (value, learner), the smallest values
 # --- both sides -----------------------------------------------------------------------------------
 
 
-def place_of(fragment: int, sync: SyncConfig) -> int:
-  """The fragment's place in the period, at 1 to H: fragments come one after the other."""
-  return math.ceil(sync.sync_period * (fragment + 1) / sync.num_fragments)
-
-
 def due_after(fragment: int, version: int, sync: SyncConfig, began: int | None = None) -> int:
   """Inner steps since its last sync after which a fragment is due.
 
   First rounds are spread over one period: every fragment has a place in it. `began`: the global
   step at which its last round began; in lock-step, that of this learner's last sync. If that was
   not at its place, because a learner left or came back, the next period is as much shorter or
-  longer, by at most a half. So fragments come one after the other again, whichever shard has them.
+  longer, by at most a half; in lock-step it is longer. So fragments come one after the other again,
+  whichever shard has them.
   """
-  period, place = sync.sync_period, place_of(fragment, sync)
+  period = sync.sync_period
+  place = math.ceil(period * (fragment + 1) / sync.num_fragments)
   if version == 0 or began is None:
     return period if version else place
+  if sync.blocking:
+    return period + (place - began) % period
   # Places come H and H + 1 steps apart in turn: a learner counts from its copy-out, which is half a
-  # step after the pull, on average. In lock-step all copy out at the place itself.
-  cycle = period if sync.blocking else 2 * period + 1
-  late = (began - place) % cycle % period
+  # step after the pull, on average.
+  late = (began - place) % (2 * period + 1) % period
   return period - (late if 2 * late <= period else late - period)
-
-
-def steps_since_others(fragment: int, version: int, global_step: int, sync: SyncConfig) -> int:
-  """Inner steps since the others' last sync of a fragment, for a learner that has come back.
-
-  In lock-step only: the others wait at the next place for it. At a fragment's place, and up to
-  `overlap_steps` after it, they wait for this very fragment: it is due after the learner's first
-  step.
-  """
-  if version == 0:
-    return global_step
-  left = (place_of(fragment, sync) - global_step) % sync.sync_period
-  waited_for = not 0 < left < sync.sync_period - sync.overlap_steps
-  return sync.sync_period - (1 if waited_for else left)
 
 
 def backed_off(
