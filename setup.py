@@ -41,7 +41,7 @@ setup(
     "flax>=0.12.6,<0.13",  # NNX models; older ones want an older optax
     "fsspec>=2024.6",  # what epath speaks to buckets with
     "grain>=0.2.16,<0.3",  # index-addressed data
-    "jax>=0.10,<0.13",
+    "jax>=0.10.2,<0.13",  # older ones set a variable in the middle of a run on TPUs
     "matplotlib>=3.8.4,<4",  # the report's pictures
     "ml_collections>=1.1,<2",  # experiment files; 1.0 takes no name with a dot
     "ml_dtypes>=0.5",  # bf16 on the host
@@ -64,9 +64,9 @@ setup(
     "tokenizers": ["sentencepiece>=0.2", "tokenizers>=0.20"],
     "gcs": ["etils[epath-gcs]>=1.7"],  # checkpoints in gs://
     # Also for `ddiloco compile` without a TPU: jax names the one libtpu, of 0.7 GB, that fits it.
-    "tpu": ["jax[tpu]>=0.10,<0.13"],
+    "tpu": ["jax[tpu]>=0.10.2,<0.13"],
     # NVIDIA GPUs, with drivers from 580 on; also for `ddiloco compile` without a GPU.
-    "cuda": ["jax[cuda13]>=0.10,<0.13"],
+    "cuda": ["jax[cuda13]>=0.10.2,<0.13"],
     "dev": [*TEST, "pre-commit>=4"],
   },
   entry_points={"console_scripts": ["ddiloco = ddiloco.__main__:entry"]},
