@@ -318,10 +318,12 @@ def _on_publish(state: LearnerState, publish: Publish, sync: SyncConfig) -> Lear
   sent = f.outstanding
   included = sent is not None and sent.push.round == publish.merged_round(state.learner)
   mode = _mode(state, f, publish, included, sync)
-  # In lock-step a learner counts the global step itself, from 0, until a version lacks its push.
-  counts = sync.blocking and (included or publish.round == INITIAL)
-  global_step = state.global_step if counts else max(state.global_step, publish.global_step)
-  state = replace(state, global_step=global_step)
+  # In lock-step a learner counts the global step itself, from 0, until a version lacks its push:
+  # the others are as far as the shard says, and have had that round.
+  if not (sync.blocking and (included or publish.round == INITIAL)):
+    began = rules.due_at(publish.fragment, publish.version - 1, sync) if sync.blocking else 0
+    global_step = max(state.global_step, publish.global_step, began)
+    state = replace(state, global_step=global_step)
   state = state.heard(states.shard_key(publish.shard), publish.count)
   state = state.with_fragment(publish.fragment, fresh=True)
   return _stage(state, publish, mode, sent if included else None)
@@ -388,13 +390,14 @@ def can_step(state: LearnerState, sync: SyncConfig) -> bool:
 def waiting_for(state: LearnerState, sync: SyncConfig) -> str:
   """Lock-step only: why the next step must not start yet, or ''.
 
-  Fragments take turns, by the newest version received and then by number: in an undisturbed run
-  this is the order in which they are due. A learner waits for the fragment whose turn it is, and
-  for a later fragment only while its own pushes for all earlier ones are on their way. So learners
-  that are out of phase after kills and losses wait for the same fragment and never for each other:
-  a learner that is due for a later fragment goes on until it is due for the earlier one as well.
+  Fragments take turns, in the order in which they are due, which their newest versions say. A
+  learner waits for the fragment whose turn it is, and for a later fragment only while its own
+  pushes for all earlier ones are on their way. So learners that are out of step after kills and
+  losses wait for the same fragment and never for each other: a learner that is due for a later
+  fragment goes on until it is due for the earlier one as well.
   """
-  turns = sorted(range(len(state.fragments)), key=lambda p: state.fragments[p].newest_version)
+  due_at = [rules.due_at(p, f.newest_version, sync) for p, f in enumerate(state.fragments)]
+  turns = sorted(range(len(due_at)), key=due_at.__getitem__)
   for p, f in enumerate(state.fragments):
     merged = next((i.merged for i in f.incoming if i.merged), None)
     if merged and state.step - merged.at_step >= sync.overlap_steps:
@@ -404,8 +407,7 @@ def waiting_for(state: LearnerState, sync: SyncConfig) -> str:
     if f.merged_tokens >= state.target_tokens:
       continue  # complete: it is not pulled any more
     if f.outstanding is None:
-      # A learner without an unmerged step on the fragment could not answer the pull.
-      due = f.steps and not f.incoming and _due_in_lock_step(state, p, sync)
+      due = not f.incoming and _due_in_lock_step(state, p, f, sync)
       return f"fragment {p}: the pull" if due else ""
     if state.step - f.outstanding.at_step >= sync.overlap_steps:
       return f"fragment {p}: its new version"
@@ -446,16 +448,14 @@ def _due_steps(state: LearnerState, p: int, f: LearnerFragment, sync: SyncConfig
     return max(f.steps_since_sync, 1) if f.steps else 0
   if sync.blocking:
     enough = rules.due_after(p, f.version, sync)
-    due = f.outstanding or _due_in_lock_step(state, p, sync)
+    due = f.outstanding or _due_in_lock_step(state, p, f, sync)
     return enough if due else min(f.steps_since_sync, enough - 1)
   return f.steps_since_sync
 
 
-def _due_in_lock_step(state: LearnerState, p: int, sync: SyncConfig) -> bool:
-  """Whether the fragment is at its place in the period, which the learner's own steps tell."""
-  f = state.fragments[p]
-  began = state.global_step - f.steps_since_sync
-  return f.steps_since_sync >= rules.due_after(p, f.version, sync, began)
+def _due_in_lock_step(state: LearnerState, p: int, f: LearnerFragment, sync: SyncConfig) -> bool:
+  """A learner without an unmerged step on the fragment could not answer the pull."""
+  return f.steps > 0 and state.global_step >= rules.due_at(p, f.version, sync)
 
 
 def drain(state: LearnerState) -> LearnerState:

@@ -37,25 +37,35 @@ Ranking = tuple[tuple[float, int], ...]  # (value, learner), the smallest values
 # --- both sides -----------------------------------------------------------------------------------
 
 
+def place_of(fragment: int, sync: SyncConfig) -> int:
+  """A fragment's place in the period, from 1 to H: fragments are due one after the other."""
+  return math.ceil(sync.sync_period * (fragment + 1) / sync.num_fragments)
+
+
 def due_after(fragment: int, version: int, sync: SyncConfig, began: int | None = None) -> int:
   """Inner steps since its last sync after which a fragment is due.
 
-  First rounds are spread over one period: every fragment has a place in it. `began`: the global
-  step at which its last round began; in lock-step, that of this learner's last sync. If that was
-  not at its place, because a learner left or came back, the next period is as much shorter or
-  longer, by at most a half; in lock-step it is longer. So fragments come one after the other again,
-  whichever shard has them.
+  First rounds are spread over one period. `began`: the global step at which its last round began.
+  If that was not at its place, because a learner left or came back, the next period is as much
+  shorter or longer, by at most a half. So fragments come one after the other again, whichever shard
+  has them. In lock-step `due_at` says when instead.
   """
-  period = sync.sync_period
-  place = math.ceil(period * (fragment + 1) / sync.num_fragments)
+  period, place = sync.sync_period, place_of(fragment, sync)
   if version == 0 or began is None:
     return period if version else place
-  if sync.blocking:
-    return period + (place - began) % period
   # Places come H and H + 1 steps apart in turn: a learner counts from its copy-out, which is half a
   # step after the pull, on average.
   late = (began - place) % (2 * period + 1) % period
   return period - (late if 2 * late <= period else late - period)
+
+
+def due_at(fragment: int, version: int, sync: SyncConfig) -> int:
+  """In lock-step, the global step at which a fragment of this version is due.
+
+  Versions tell all learners the same, also one that has just come back: all wait for each other at
+  the same step.
+  """
+  return place_of(fragment, sync) + version * sync.sync_period
 
 
 def backed_off(

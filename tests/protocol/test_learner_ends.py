@@ -51,30 +51,31 @@ def test_in_lock_step_all_come_back_where_the_global_step_was_higher():
 
 
 @pytest.mark.parametrize(
-  "first, second, step, waits",
+  "versions, steps, global_step, waits",
   [
-    ((1, 2), (1, 1), 3, "fragment 0: the pull"),
-    ((1, 1), (1, 2), 4, ""),  # out of phase: it goes on until it is due for fragment 0 as well
-    ((1, 2), (1, 2), 3, "fragment 0: the pull"),
-    ((1, 2), (1, 2), 4, ""),  # it came back when fragment 0 was not at its place
-    ((1, 3), (1, 3), 5, "fragment 0: the pull"),
+    ((1, 1), (2, 1), 2, ""),
+    ((1, 1), (2, 1), 3, "fragment 0: the pull"),
+    ((1, 1), (1, 1), 4, "fragment 0: the pull"),  # it has come back, and the others wait for it
+    ((2, 1), (1, 2), 3, ""),
     ((2, 1), (1, 2), 4, "fragment 1: the pull"),
-    ((2, 2), (1, 1), 3, ""),
+    ((2, 1), (1, 2), 5, "fragment 1: the pull"),  # also where fragment 0 is due
+    ((1, 3), (1, 1), 3, "fragment 0: the pull"),
+    ((1, 1), (0, 0), 4, ""),  # without a step it could not answer: it makes one
+    ((2, 1), (1, 0), 5, ""),
   ],
 )
-def test_in_lock_step_fragments_take_turns(first, second, step, waits):
-  """Of both: the version, and steps since its sync, of which two make it due at its place in the
-  period: fragment 0 after odd global steps, fragment 1 after even ones."""
+def test_in_lock_step_fragments_take_turns(versions, steps, global_step, waits):
+  """Fragment 0 is due after odd global steps, fragment 1 after even ones, as versions say."""
   lock_step = dataclasses.replace(SYNC, blocking=True)
   one = Script(lock_step, role="learner")
   join(one)
   fragments = []
-  for f, (version, steps) in zip(one.state.fragments, (first, second)):
+  for f, version, made in zip(one.state.fragments, versions, steps):
     newest = replace(f.base_header, version=version)
     fragments.append(
-      replace(f, version=version, base_header=newest, steps_since_sync=steps, steps=steps)
+      replace(f, version=version, base_header=newest, steps_since_sync=made, steps=made)
     )
-  one.state = replace(one.state, fragments=tuple(fragments), global_step=step)
+  one.state = replace(one.state, fragments=tuple(fragments), global_step=global_step)
   assert learner.waiting_for(one.state, lock_step) == waits
 
 
