@@ -320,10 +320,11 @@ def _on_publish(state: LearnerState, publish: Publish, sync: SyncConfig) -> Lear
   mode = _mode(state, f, publish, included, sync)
   # In lock-step a learner counts the global step itself, from 0, until a version lacks its push:
   # the others are as far as the shard says, and have had that round.
-  if not (sync.blocking and (included or publish.round == INITIAL)):
-    began = rules.due_at(publish.fragment, publish.version - 1, sync) if sync.blocking else 0
-    global_step = max(state.global_step, publish.global_step, began)
-    state = replace(state, global_step=global_step)
+  reached = publish.global_step
+  if sync.blocking:
+    began = rules.due_at(publish.fragment, publish.version - 1, sync)
+    reached = 0 if included or publish.round == INITIAL else max(reached, began)
+  state = replace(state, global_step=max(state.global_step, reached))
   state = state.heard(states.shard_key(publish.shard), publish.count)
   state = state.with_fragment(publish.fragment, fresh=True)
   return _stage(state, publish, mode, sent if included else None)

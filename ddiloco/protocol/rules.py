@@ -415,8 +415,8 @@ def believed_step_seconds(beliefs: Beliefs, claim: float) -> float:
 def believed_steps_since(claim: int, global_step: int, since: int, sync: SyncConfig) -> int:
   """A member's steps since its last sync, at most about those of the run since step `since`.
 
-  In lock-step every claim is believed: learners that came back count from 0, and would wait for
-  ever if the run's global step was higher when the last round began.
+  In lock-step every claim is believed: a learner says H where it is due, also one that has come
+  back and made one step. Otherwise it could wait for ever, and all others with it.
   """
   if sync.blocking:
     return claim

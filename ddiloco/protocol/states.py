@@ -363,7 +363,7 @@ class SyncerState(_State, Frozen):
   def is_due(self, learner: int, i: int) -> bool:
     """Whether the member has made the steps that a sync takes on this fragment, or makes none."""
     f, member = self.fragments[i], self.members[learner]
-    # In lock-step the learner's own last sync counts, and the learner says when it is due.
+    # In lock-step versions say when a learner is due (`rules.due_at`), and the learner tells.
     began = None if self.sync.blocking else f.global_step
     enough = member.steps_since_sync[i] >= rules.due_after(f.index, f.version, self.sync, began)
     return enough or self.brings_last_work(learner)

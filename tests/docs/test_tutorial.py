@@ -34,6 +34,7 @@ def test_every_page_it_points_to_is_there():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_every_command_runs(tmp_path):
   said = {}
   for program, *arguments in commands():
