@@ -199,6 +199,7 @@ class Round:
   pending: set[int]  # learners that were asked and have not answered
   pushes: dict[int, tuple[Vector, int, int]] = dataclasses.field(default_factory=dict)
   quorum_at: float = math.inf
+  deadline: float | None = None  # it waits no longer for more pushes; None: a push has come
 
 
 class Syncer:
@@ -243,6 +244,7 @@ class Syncer:
       return  # late; the learner pushes these steps again
     current.pushes[number] = delta, steps, tokens
     current.pending.remove(number)
+    current.deadline = None
     if len(current.pushes) == K:
       current.quorum_at = self.world.now
       seconds, before = self.world.now - current.began_at, self.quorum_seconds
@@ -255,13 +257,13 @@ class Syncer:
       self.forget(number)
     for p, current in enumerate(self.round):
       if current is not None:
-        deadline = current.quorum_at + self.grace(current)
+        if current.deadline is None:
+          current.deadline = current.quorum_at + self.grace(current)
+          self.world.at(current.deadline, self.decide)
         if len(current.pushes) + len(current.pending) < K:
           self.round[p] = None  # too few are left
-        elif now >= deadline or not current.pending:
+        elif now >= current.deadline or not current.pending:
           self.commit(p, current)
-        elif deadline < math.inf:
-          self.world.at(deadline, self.decide)
     for p, current in enumerate(self.round):
       if current is None:
         self.begin_round(p)
