@@ -330,7 +330,7 @@ class SyncConfig:
   error_feedback: bool = False  # learners add the rounding error of a push to their next one
   liveness_steps: Positive = 10.0  # a learner silent for so many of its own steps is lost ...
   liveness_seconds: Positive = 2.0  # ... but never sooner than this
-  max_norm_ratio: float = 10.0  # rejects pushes so much longer than others' and the learner's past
+  max_norm_ratio: float = 10.0  # rejects pushes so much longer than others' and than is usual
   quarantine_after: Count = 3  # rejections in a row until a learner must rejoin
   snapshot_steps: Natural = 200  # global steps between two snapshots of the whole run; 0: never
 

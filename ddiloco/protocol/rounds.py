@@ -236,8 +236,12 @@ def end_round(state: SyncerState, i: int, current: Round, why: str, now: float) 
   before get the update; all others get the whole value when they report next."""
   f, most = state.fragments[i], rules.COUNTED_PERIODS * state.sync.sync_period
   steps = {m: min(p.steps, most) for m, p in current.pushes.items()}
-  past, settled = _past(state, i, current)
-  rejected = rules.screen(current.norms, steps, past, state.sync, settled)
+  expected, settled = _expected(state, i, current, steps)
+  grown = rules.grown_together(current.norms, expected, state.sync) if settled else []
+  times = state.grown_together.get(i, 0) + 1 if grown else 0
+  state = replace(state, grown_together={**state.grown_together, i: times})
+  lasting = times > state.sync.quarantine_after
+  rejected = rules.screen(current.norms, steps, expected, state.sync, settled, lasting)
   candidates = sorted(m for m in current.pushes if m not in rejected)
   opposing = rules.opposing(current.products, candidates)
   state, contrary = _count_opposing(state, candidates, opposing)
@@ -258,7 +262,7 @@ def end_round(state: SyncerState, i: int, current: Round, why: str, now: float) 
   for m in merged:
     state = _credit(state, m, i, current.norms[m] / steps[m])
   for m, reason in rejected.items():
-    state, told = _reject(state, m, i, current.id, reason)
+    state, told = _reject(state, m, i, current.id, reason, m not in grown)
     todo += told
   for m, member in sorted(state.members.items()):
     if committed and member.sent[i] == f.version and not member.lost:
@@ -267,25 +271,26 @@ def end_round(state: SyncerState, i: int, current: Round, why: str, now: float) 
   return state, todo
 
 
-def _past(state: SyncerState, i: int, current: Round) -> tuple[dict[int, float], bool]:
-  """`past` and `settled` of `rules.screen` for the pushes of a round.
+def _expected(
+  state: SyncerState, i: int, current: Round, steps: Mapping[int, int]
+) -> tuple[dict[int, float], bool]:
+  """`expected` and `settled` of `rules.screen` for the pushes of a round.
 
-  Smoothed norms per step of accepted pushes. They grow with the global step, as pushes do while a
-  learning rate warms up, but only since the fragment's last commit: a learner that was away for
-  longer, or is new, is measured by what is usual now.
+  The usual norm per step, the middle of the learners' pasts, times the steps of a push, but at
+  least those of a whole period: fewer steps need not make a shorter push, since steps cancel out.
+  It grows with the global step, as pushes do while a learning rate warms up, but only since the
+  fragment's last commit. A learner's own past alone does not count: one that is merged while it
+  diverges could grow from round to round.
   """
   f = state.fragments[i]
   known = {m: member.norms[i] for m, member in state.members.items() if member.norms[i]}
   # Lately: after months most members may be long lost, with pasts of when pushes were longer.
   since = f.global_step - WINDOW_PERIODS * state.sync.sync_period
   lately = [n for m, n in known.items() if f.merged_global_steps.get(m, 0) >= since]
-  usual = statistics.median(lately or known.values()) if known else 0.0
+  usual = statistics.median_low(lately or known.values()) if known else 0.0
   growth = max(1.0, current.global_step / max(1, f.global_step))
-  # Bounded by those of this round, or a learner's pushes could grow from round to round for ever.
-  mine = {m: known[m] for m in current.norms if m in known}
-  most = state.sync.max_norm_ratio * statistics.median(mine.values()) if mine else 0.0
-  past = {m: growth * max(usual, min(mine.get(m, 0.0), most)) for m in current.norms}
-  return past, len(known) > 1  # a single learner with a past may be a bad one
+  expected = {m: growth * usual * max(steps[m], state.sync.sync_period) for m in current.norms}
+  return expected, len(known) > 1  # a single learner with a past may be a bad one
 
 
 def _commit(
@@ -385,12 +390,15 @@ def _count_opposing(
   return (replace(state, opposed=opposed) if opposed != state.opposed else state), rejected
 
 
-def _reject(state: SyncerState, learner: int, i: int, round_id: int, reason: str) -> SyncerOutcome:
-  """The learner goes back to its base; rejected again and again, it must start afresh."""
+def _reject(
+  state: SyncerState, learner: int, i: int, round_id: int, reason: str, counts: bool
+) -> SyncerOutcome:
+  """The learner goes back to its base; rejected again and again, it must start afresh. Where all
+  pushes grew together that does not count: it may be right."""
   member = state.members.get(learner)
   if member is None:
     return state, []
-  rejections = member.rejections + 1
+  rejections = member.rejections + counts
   quarantined = rejections >= state.sync.quarantine_after
   to, fragment = state.to(member.incarnation), state.fragments[i].index
   rejection = Rejection(*to, fragment, round_id, quarantined, reason)

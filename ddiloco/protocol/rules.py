@@ -151,43 +151,73 @@ def decide(
   return Decision(False, f"grace: {deadline - now:.3f} s left for {names}", deadline)
 
 
+def grown_together(
+  norms: Mapping[int, float], expected: Mapping[int, float], sync: SyncConfig
+) -> list[int]:
+  """The learners of a round whose pushes, two or more, are all out of proportion to the past, or
+  none: something has changed for all, or those with good pushes are away. Arguments as of `screen`;
+  pushes that it rejects whatever the others are do not count.
+
+  >>> sync = SyncConfig()
+  >>> grown_together({0: 90.0, 1: 99.0}, {0: 1.0, 1: 1.0}, sync)
+  [0, 1]
+  >>> grown_together({0: 90.0, 1: 1.0}, {0: 1.0, 1: 1.0}, sync)
+  []
+  """
+  finite = _finite(norms)
+  return [] if len(finite) < 2 or _in_proportion(finite, expected, sync) else sorted(finite)
+
+
+def _finite(norms: Mapping[int, float]) -> dict[int, float]:
+  return {m: norm for m, norm in norms.items() if norm <= MOST_NORM}
+
+
+def _in_proportion(
+  norms: Mapping[int, float], expected: Mapping[int, float], sync: SyncConfig
+) -> dict[int, float]:
+  """The norms that are in proportion to the past; all are if there is none."""
+  ratio = sync.max_norm_ratio
+  return {m: norm for m, norm in norms.items() if norm <= ratio * expected[m] or not expected[m]}
+
+
 def screen(
   norms: Mapping[int, float],
   steps: Mapping[int, int],
-  past: Mapping[int, float],
+  expected: Mapping[int, float],
   sync: SyncConfig,
   settled: bool = True,
+  lasting: bool = False,
 ) -> dict[int, str]:
   """Which pushes are out of all proportion, and why.
 
   A push is rejected if its norm exceeds `sync.max_norm_ratio` times every reference there is: the
-  median of the other participants' norms, and the learner's own past. Of two middle norms the
-  shorter one counts: two bad pushes beside a good one are no majority of others. But while no past
-  protects the good ones (not `settled`) the longer one counts: one push that is far too short,
-  beside two good ones, must not have both rejected, round after round. So a sudden growth that all
-  share passes, and so does a single learner while no learner has a past, up to `MOST_NORM`. More
-  steps may make a longer push: against a push of fewer steps it may be longer by the ratio of their
-  steps. Fewer steps need not make a shorter push, since steps cancel out: against the learner's
-  past, a push counts as one of at least a whole period. A push of zeros where the others moved is
+  median of the other participants' norms, and what the past leads one to expect. Others that are
+  out of proportion to the past are no reference. Of two middle norms the shorter one counts: two
+  bad pushes beside a good one are no majority of others. But while no past protects the good ones
+  (not `settled`) all others are references, and the longer one counts: one push that is far too
+  short, beside two good ones, must not have both rejected, round after round. So a sudden growth
+  that all share passes then, up to `MOST_NORM`, and later only once it is `lasting`; a single
+  learner passes while there is no past. More steps may make a longer push: against a push of fewer
+  steps it may be longer by the ratio of their steps. A push of zeros where the others moved is
   rejected too: nothing was learned, so its tokens must not count.
 
   Args:
     norms: by learner, of the outer gradients at hand; non-finite ones are always rejected, and
       those above `MOST_NORM`.
     steps: by learner, inner steps in its outer gradient.
-    past: by learner, the smoothed norm per step of its accepted pushes of this fragment, but at
-      most that ratio times the median of the round's learners, or the usual one if that is longer,
-      times the growth of the global step since the fragment's last commit; 0: there are none.
+    expected: by learner, the usual norm of a push of its steps; 0: there is no past.
     sync: the protocol's settings.
     settled: whether two learners or more have a past of this fragment.
+    lasting: whether pushes of this fragment have grown together for some rounds.
   """
-  rejected, ratio = {}, sync.max_norm_ratio
-  finite = {m: norm for m, norm in norms.items() if norm <= MOST_NORM}
-  # All norms, sorted, as they count against a push of `count` steps: once for each such number.
+  rejected, ratio, finite = {}, sync.max_norm_ratio, _finite(norms)
+  trusted = _in_proportion(finite, expected, sync) if settled and not lasting else finite
+  # The references, sorted, as they count against a push of `count` steps: once for each number.
   scaled = {
-    count: sorted(norm * max(1.0, count / steps[m]) for m, norm in finite.items())
+    count: sorted(norm * max(1.0, count / steps[m]) for m, norm in trusted.items())
     for count in {steps[m] for m in finite}
   }
+  ordered = sorted(finite.values())
   for learner, norm in norms.items():
     if not math.isfinite(norm):
       rejected[learner] = f"not finite (norm {norm})"
@@ -195,25 +225,24 @@ def screen(
     if learner not in finite:
       rejected[learner] = f"norm {norm:.3g} is longer than any push"
       continue
-    own = past[learner] * max(steps[learner], sync.sync_period)
-    shorter, longer = _middle_without(scaled[steps[learner]], norm)
-    usual = shorter if settled else longer
-    references = [r for r in (usual, own) if r > 0]
-    if norm == 0 and longer > 0:  # its past does not matter: a schedule may end at a rate of 0
+    shorter, longer = _middle(scaled[steps[learner]], norm if learner in trusted else None)
+    references = [r for r in (shorter if settled else longer, expected[learner]) if r > 0]
+    # The past does not matter for zeros: a schedule may end at a rate of 0.
+    if norm == 0 and _middle(ordered, norm)[1] > 0:
       rejected[learner] = f"all zeros, after {steps[learner]} steps"
     elif references and norm > ratio * max(references):
       rejected[learner] = f"norm {norm:.3g} is over {ratio:g} x {max(references):.3g}"
   return rejected
 
 
-def _middle_without(ordered: Sequence[float], value: float) -> tuple[float, float]:
-  """The two middle ones of the sorted values without `value`, one of them; 0 if no other is left.
+def _middle(ordered: Sequence[float], without: float | None) -> tuple[float, float]:
+  """The two middle ones of the sorted values without this one of them; 0 if no other is left.
 
-  >>> _middle_without([1.0, 2.0, 3.0, 4.0], 2.0), _middle_without([1.0, 2.0, 4.0], 2.0)
-  ((3.0, 3.0), (1.0, 4.0))
+  >>> _middle([1.0, 2.0, 3.0, 4.0], 2.0), _middle([1.0, 2.0, 4.0], 2.0), _middle([1.0, 2.0], None)
+  ((3.0, 3.0), (1.0, 4.0), (1.0, 2.0))
   """
-  at = bisect.bisect_left(ordered, value)
-  left = len(ordered) - 1
+  at = len(ordered) if without is None else bisect.bisect_left(ordered, without)
+  left = len(ordered) - (without is not None)
   if not left:
     return 0.0, 0.0
   low, high = (ordered[i + (i >= at)] for i in ((left - 1) // 2, left // 2))

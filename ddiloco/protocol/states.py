@@ -293,6 +293,8 @@ class SyncerState(_State, Frozen):
   value_requests: Mapping[tuple[int, int], ValueRequest] = {}  # by fragment and learner
   # learner -> its pushes in a row that opposed all others; outlives the learner's incarnations
   opposed: Mapping[int, int] = {}
+  # position of a fragment -> its rounds in a row whose pushes all grew out of proportion
+  grown_together: Mapping[int, int] = {}
   delivery_seconds: float = 0.0  # smoothed over all members: from sending a version to its report
   quorum_seconds: float = 0.0  # smoothed, from pull to quorum
   awake_since: float = -math.inf  # this shard's process has not stood still since then

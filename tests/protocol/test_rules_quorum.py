@@ -18,9 +18,10 @@ NONE = math.inf  # no quorum yet
 TWO = SyncConfig(min_quorum=2, overlap_steps=2, grace_safety=0.5)
 
 
-def screen(norms, steps, past, ratio, period, settled=True):
+def screen(norms, steps, past, ratio, period, settled=True, lasting=False):
   sync = SyncConfig(max_norm_ratio=ratio, sync_period=period, overlap_steps=0)
-  return rules.screen(norms, steps, past, sync, settled)
+  own = {m: past[m] * max(steps[m], period) for m in norms}
+  return rules.screen(norms, steps, own, sync, settled, lasting)
 
 
 def test_first_rounds_are_spread_over_a_period_and_later_ones_are_a_period_apart():
@@ -111,9 +112,19 @@ def test_grace_is_at_most_a_step_and_zero_without_overlap_or_safety():
   [
     ({0: 1.0, 1: 1.0, 2: 10.0}, {0: 0.0, 1: 0.0, 2: 0.0}, {}),  # exactly the ratio passes
     ({0: 1.0, 1: 1.0, 2: 10.1}, {0: 0.0, 1: 0.0, 2: 0.0}, {2: "norm 10.1 is over 10 x 1"}),
-    ({0: 1.0, 1: 50.0}, {0: 1.0, 1: 5.0}, {}),  # as it has always been
-    ({0: 1.0, 1: 51.0}, {0: 1.0, 1: 5.0}, {1: "norm 51 is over 10 x 5"}),
-    ({0: 90.0, 1: 99.0}, {0: 1.0, 1: 1.0}, {}),  # all grew together
+    ({0: 1.0, 1: 50.0}, {0: 5.0, 1: 5.0}, {}),  # as is usual
+    ({0: 1.0, 1: 51.0}, {0: 5.0, 1: 5.0}, {1: "norm 51 is over 10 x 5"}),
+    ({0: 9.0, 1: 90.0}, {0: 1.0, 1: 1.0}, {}),  # the other one is no more than it may be
+    (  # all grew together
+      {0: 90.0, 1: 99.0},
+      {0: 1.0, 1: 1.0},
+      {0: "norm 90 is over 10 x 1", 1: "norm 99 is over 10 x 1"},
+    ),
+    (  # most are bad in the same way
+      {0: 1.0, **dict.fromkeys(range(1, 6), 99.0)},
+      dict.fromkeys(range(6), 1.0),
+      dict.fromkeys(range(1, 6), "norm 99 is over 10 x 1"),
+    ),
     (  # two at once, and one honest answer: it ended a run
       {1: 1.0, 2: 1e12, 3: 1e12},
       {1: 1.0, 2: 1.0, 3: 1.0},
@@ -137,6 +148,17 @@ def test_grace_is_at_most_a_step_and_zero_without_overlap_or_safety():
 )
 def test_screen(norms, past, expected):
   assert screen(norms, dict.fromkeys(norms, 1), past, 10.0, 1) == expected
+
+
+def test_growth_that_all_share_passes_once_it_has_lasted():
+  norms, past = {0: 90.0, 1: 99.0, 2: 1e3}, dict.fromkeys(range(3), 1.0)
+  assert screen(norms, past, past, 10.0, 1, lasting=True) == {2: "norm 1e+03 is over 10 x 90"}
+  together = rules.grown_together
+  assert together({**norms, 3: math.inf, 4: 1e30}, past, SyncConfig()) == [0, 1, 2]
+  for sound in (0.0, 10.0):
+    assert not together({**norms, 3: sound}, {**past, 3: 1.0}, SyncConfig())
+  assert not together({**norms, 3: 1e9}, {**past, 3: 0.0}, SyncConfig()), "one without a past"
+  assert not together({0: 90.0, 3: math.inf}, {**past, 3: 1.0}, SyncConfig()), "one alone"
 
 
 def test_one_update_that_is_far_too_short_does_not_have_the_others_rejected():
@@ -173,27 +195,25 @@ NORMS = st.one_of(st.floats(0, 100), st.sampled_from([0.0, 1.0, 50.0, math.inf, 
   st.lists(st.tuples(NORMS, st.integers(1, 4), st.floats(0, 10)), max_size=12),
   st.integers(1, 4),
   st.booleans(),
+  st.booleans(),
 )
-def test_screening_compares_with_the_median_of_all_others(updates, period, settled):
+def test_screening_compares_with_the_median_of_all_others(updates, period, settled, lasting):
   """As the docstring says it, with one look at everybody for each."""
   norms, steps, past = ({m: u[i] for m, u in enumerate(updates)} for i in range(3))
+  own = {m: past[m] * max(steps[m], period) for m in norms}
   expected = set()
   for m, norm in norms.items():
-    others = [
-      other * max(1.0, steps[m] / steps[n])
-      for n, other in norms.items()
-      if n != m and math.isfinite(other)
-    ]
-    shorter, longer = (
-      middle(others or [0.0]) for middle in (statistics.median_low, statistics.median_high)
-    )
-    usual = shorter if settled else longer
-    own = past[m] * max(steps[m], period)
-    references = [r for r in (usual, own) if r > 0]
+    others = [n for n in norms if n != m and math.isfinite(norms[n])]
+    moved = bool(others) and statistics.median_high([norms[n] for n in others]) > 0
+    if settled and not lasting:
+      others = [n for n in others if not own[n] or norms[n] <= 5.0 * own[n]]
+    middle = statistics.median_low if settled else statistics.median_high
+    usual = middle([norms[n] * max(1.0, steps[m] / steps[n]) for n in others] or [0.0])
+    references = [r for r in (usual, own[m]) if r > 0]
     too_long = bool(references) and norm > 5.0 * max(references)
-    if not math.isfinite(norm) or (norm == 0 and longer > 0) or too_long:
+    if not math.isfinite(norm) or (norm == 0 and moved) or too_long:
       expected.add(m)
-  assert screen(norms, steps, past, 5.0, period, settled).keys() == expected
+  assert screen(norms, steps, past, 5.0, period, settled, lasting).keys() == expected
 
 
 @given(
