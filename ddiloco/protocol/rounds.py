@@ -276,7 +276,7 @@ def _expected(
 ) -> tuple[dict[int, float], bool]:
   """`expected` and `settled` of `rules.screen` for the pushes of a round.
 
-  The usual norm per step, the middle of the learners' pasts, times the steps of a push, but at
+  The usual norm per step, the median of the learners' pasts, times the steps of a push, but at
   least those of a whole period: fewer steps need not make a shorter push, since steps cancel out.
   It grows with the global step, as pushes do while a learning rate warms up, but only since the
   fragment's last commit. A learner's own past alone does not count: one that is merged while it
@@ -287,7 +287,7 @@ def _expected(
   # Lately: after months most members may be long lost, with pasts of when pushes were longer.
   since = f.global_step - WINDOW_PERIODS * state.sync.sync_period
   lately = [n for m, n in known.items() if f.merged_global_steps.get(m, 0) >= since]
-  usual = statistics.median_low(lately or known.values()) if known else 0.0
+  usual = statistics.median(lately or known.values()) if known else 0.0
   growth = max(1.0, current.global_step / max(1, f.global_step))
   expected = {m: growth * usual * max(steps[m], state.sync.sync_period) for m in current.norms}
   return expected, len(known) > 1  # a single learner with a past may be a bad one

@@ -236,6 +236,22 @@ def test_a_learner_that_was_away_is_measured_by_what_is_usual_when_it_is_back(ow
   assert shard.state.fragments[0].version == 2 + merged
 
 
+def test_pushes_that_slow_islands_made_early_in_the_warm_up_do_not_have_fast_ones_rejected():
+  """With the shorter of two middle pasts they did, also in runs without any fault."""
+  shard = Script(ALONE)
+  merged = dict.fromkeys(range(4), 51)
+  f = FragmentState(0, 2, merged_global_steps=merged, last_round=1, global_step=51)
+  shard.state = syncer.init(0, 0, (f, FragmentState(1)), ALONE, 1 << 60, began_at=-1e6)
+  for m, past in enumerate((0.06, 0.06, 0.32, 0.32)):
+    shard.feed(hello(m, 0))
+    shard.state = shard.state.with_member(m, norms=(past, 0.0))
+  for m in range(4):
+    shard.feed(report(m, (2, 0), (0, 0), global_step=75))
+  shard.feed(report(2, (2, 0), (9, 0), global_step=75))
+  shard.feed(push(2, shard.state.under_way[0].id, base=2), norm=1.0 * ALONE.sync_period)
+  assert shard.state.fragments[0].version == 3
+
+
 @pytest.mark.parametrize(
   "last, norm, merged", [(3000, 5, True), (3000, 100, False), (300, 100, True)]
 )
