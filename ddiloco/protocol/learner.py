@@ -17,7 +17,7 @@ from ddiloco.protocol.messages import INITIAL, NOTHING, Publish, Pull, Push, Rej
 from ddiloco.protocol.states import IncomingVersion, LearnerFragment, LearnerOutcome, LearnerState
 from ddiloco.protocol.values import put, replace
 
-STALE_PERIODS = 1  # after more own sync periods and more missed versions, my work is given up
+STALE_PERIODS = 4  # after more own sync periods and more missed versions, my work is given up
 MISSED: events.Mode = "halve"  # how rebase applies a version that lacks my push
 
 
