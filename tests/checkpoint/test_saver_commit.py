@@ -231,6 +231,7 @@ def test_who_says_that_there_is_no_part_of_it_is_not_waited_for(storage, savers,
   learner.save(2, state("learner-0"), {})
   said.of("saved")
   assert len(said.of("unsaved")) == 1, "of a snapshot that is committed nothing is to be said"
+  saver.close(PATIENCE_SECONDS)  # it looks for old ones after its commit, and would beside us
   storage.commit(2, ["learner-0"])
   storage.prune(1)
   assert not storage.is_committed(1)
