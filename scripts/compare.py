@@ -52,7 +52,7 @@ def table(comparisons: Iterable[Comparison]) -> Iterator[str]:
   head = (
     *("row", "rate, batch, factor", "loss", "against data-parallel, %"),
     *("against its tuned row, %", "seeds"),
-    *("merged %", "discarded %", "cosine", "length", "rho"),
+    *("merged %", "cosine", "length", "rho"),
   )
   for comparison in comparisons:
     size = SIZES.get(comparison.size, QUICK)
@@ -121,7 +121,7 @@ def line(comparison: Comparison, row: str, found: list[dict[str, Any]]) -> str:
     spread(own, 2, "+") if own else "",
     str(len(found)),
   ]
-  for name, digits in (("merged", 1), ("discarded", 1), ("cosine", 2), ("length", 2), ("rho", 2)):
+  for name, digits in (("merged", 1), ("cosine", 2), ("length", 2), ("rho", 2)):
     known = [each[name] for each in found if each.get(name) is not None]
     scale = 100 if digits == 1 else 1
     cells.append(f"{scale * statistics.mean(known):.{digits}f}" if known else "")

@@ -347,6 +347,11 @@ class Observed(Valued):
   def loss(self) -> float:
     return self.problem.loss(mean_values(self._recent)) if self._recent else super().loss()
 
+  def merged(self) -> float:
+    """The share of the trained tokens, those of killed islands too, that the global model has."""
+    trained = sum(made * self.config.tokens_per_step(m) for m, made in enumerate(self.made))
+    return statistics.mean(kept.state.merged_tokens for kept in self.kept.values()) / trained
+
 
 def train(run: Run) -> dict[str, Any]:
   """The result of a run."""
@@ -357,21 +362,10 @@ def train(run: Run) -> dict[str, Any]:
     return {"loss": loss, "seconds": time.monotonic() - began}
   world = Observed(text, run)
   loss = world.train()
-  states = [actor.state for actor in world.learners()]
-  trained = sum(state.trained_tokens for state in states)
-  share = {
-    name: statistics.mean(
-      sum(getattr(state.fragments[p], f"{name}_tokens") for state in states) / trained
-      for p in range(config.sync.num_fragments)
-    )
-    for name in ("acknowledged", "discarded")
-  }
   return {
     "loss": loss,
     "seconds": time.monotonic() - began,
-    "trained_tokens": trained,
-    "merged": round(share["acknowledged"], 4),
-    "discarded": round(share["discarded"], 4),
+    "merged": round(world.merged(), 4),
     "commits": len(world.seen),
     **outer_gradients.summary(world.seen),
     "course": outer_gradients.course(world.seen),

@@ -63,6 +63,7 @@ def test_a_run_under_faults_makes_every_step_once_and_is_the_same_again(script):
   for world in worlds:
     assert world.made == world.quotas
     assert max(world.starts.values()) == 4, "each kill is followed by a new incarnation"
+    assert 0 < world.merged() < 1, "what the killed islands had not pushed is lost"
 
 
 @pytest.mark.slow
@@ -77,6 +78,7 @@ def test_islands_that_come_and_go_share_the_steps_and_none_is_lost(script):
   for actor in world.learners():
     for fragment in actor.state.fragments:
       assert fragment.acknowledged_tokens == actor.state.trained_tokens
+  assert world.merged() == 1
 
 
 @pytest.mark.slow
