@@ -235,3 +235,20 @@ def test_a_verdict_always_keeps_quorum_and_patience(now, pushed, pending, grace,
     # Woken then, it is over: no alarm rings for nothing.
     if decision.wake_at < math.inf:
       assert decide(decision.wake_at, pushed, pending, now, grace, quorum).over
+
+
+@pytest.mark.parametrize(
+  ("common", "towards", "opposes"),
+  [(0.06, -0.031, True), (0.06, -0.029, False), (0.049, -0.9, False), (0.3, 0.3, False)],
+)
+def test_a_push_opposes_three_others_that_agree(common, towards, opposes):
+  """By the mean of its cosines to them, and of theirs among themselves; lengths do not matter."""
+  length = {0: 1.0, 1: 30.0, 2: 0.1, 3: 5.0}
+  products = {
+    (a, b): length[a] * length[b] * (1.0 if a == b else towards if b == 3 else common)
+    for a, b in itertools.combinations_with_replacement(length, 2)
+  }
+  found = rules.opposing(products, list(length))
+  assert found == ({3: pytest.approx(towards)} if opposes else {})
+  pairs = [common] * 3 + [towards] * 3
+  assert rules.agreement(products, list(length)) == pytest.approx(statistics.mean(pairs))
