@@ -116,6 +116,32 @@ def small(steps: int, **islands):
   config.sync.update(num_fragments=2, sync_period=8)
   tokens = config.islands.num_learners * steps * 2 * 16
   config.run.update(total_tokens=tokens, evaluations=2, sample_tokens=0)
+def test_a_run_stays_where_it_is_when_its_program_goes_elsewhere(tmp_path, monkeypatch):
+  """It had no events there, and nothing said so."""
+  config = ddiloco.load("configs/quickstart.py")
+  config.run.total_tokens //= 200
+  monkeypatch.chdir(tmp_path)
+  ddiloco.simulate(config, step_seconds=0.1, workdir="run")
+  run = ddiloco.Run("run")
+  monkeypatch.chdir("/")
+  assert run.workdir == tmp_path / "run" and run.events("commit")
+
+
+def test_a_workdir_in_a_bucket_is_refused(tmp_path, monkeypatch):
+  """It was a folder "gs:" here, and ended with its machine."""
+  monkeypatch.chdir(tmp_path)
+  where, config = "gs://bucket/run", from_dict({"run": {"total_tokens": 1}})
+  monkeypatch.setattr("ddiloco.engines.session.train", lambda *_, **__: Path(where).mkdir())
+  for call in (
+    lambda: ddiloco.train(config, where, cpu=True),
+    lambda: ddiloco.simulate(config, workdir=where),
+    lambda: ddiloco.Run(where),
+  ):
+    with pytest.raises(ddiloco.ConfigError, match=r"^workdir = 'gs://.*must be a folder of a file"):
+      call()
+  assert not [*tmp_path.iterdir()]
+
+
   return config
 
 
