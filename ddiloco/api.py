@@ -143,8 +143,9 @@ def train(
   config, run, asked = _checked(config), _folder(workdir), threading.Event()
   if engine == "ray":
     options.setdefault("cpu_only", cpu)
-  ready(config, cpu, engine)
-  from ddiloco.engines import session
+  with environment.of_one_run():
+    ready(config, cpu, engine)
+    from ddiloco.engines import session
 
   session.train(config, run, overwrite, engine, options, asked=asked)
   end = outcome(run)  # a program that is asked to end begins no further run

@@ -196,6 +196,23 @@ def test_a_signal_while_the_end_is_saved_or_reported_ends_a_sweep(tmp_path, monk
     workdir.mkdir()
     if said == "finished":
       (workdir / "outcome.json").write_text('{"reason": "finished"}')
+def test_the_devices_of_a_run_are_not_those_of_the_next(tmp_path, monkeypatch):
+  """After a run on the CPU the processes of the next one trained there too, beside free GPUs."""
+  monkeypatch.delenv("JAX_PLATFORMS")
+  seen = []
+
+  def ends(config, workdir, *_, asked) -> None:
+    seen.append(os.environ.get("JAX_PLATFORMS"))
+    workdir.mkdir()
+    (workdir / "config.json").write_text(config.to_json())
+    (workdir / "outcome.json").write_text('{"reason": "finished"}')
+
+  monkeypatch.setattr("ddiloco.engines.session.train", ends)
+  ddiloco.train(small(20, num_learners=2), tmp_path / "0", cpu=True)
+  ddiloco.train(small(20, num_learners=2), tmp_path / "1", engine="processes")
+  assert seen == ["cpu", None] and "JAX_PLATFORMS" not in os.environ
+
+
     asked.set()
 
   monkeypatch.setattr("ddiloco.engines.session.train", ends)
