@@ -144,7 +144,7 @@ class Flags:
   def needed(self, name: str, example: str) -> Any:
     """The value of a flag that must be given; `example`: a value, for the error message."""
     value = getattr(self, name)
-    if value is None or value == []:
+    if value in (None, [], ""):  # also of a variable that a shell does not have
       raise ConfigError(f"--{name}: is needed. Fix: give --{name}={example}.")
     return value
 
