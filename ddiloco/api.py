@@ -64,6 +64,7 @@ def experiment(path: str, flag: str) -> ml_collections.ConfigDict:
   Raises:
     ConfigError: there is no such file, it fails, or get_config returns no ConfigDict.
   """
+  path = os.path.expanduser(path)  # no shell reads the "~" of --config=~/mine.py
   saved = Path(path, "config.json") if os.path.isdir(path) else Path(path)
   if saved.suffix == ".json":
     return changeable(read_config(saved, f"--{flag}={path}"))
@@ -147,7 +148,7 @@ def train(
     ready(config, cpu, engine)
     from ddiloco.engines import session
 
-  session.train(config, run, overwrite, engine, options, asked=asked)
+    session.train(config, run, overwrite, engine, options, asked=asked)
   end = outcome(run)  # a program that is asked to end begins no further run
   interrupted = asked.is_set() or "interrupted" in end.get("left_out", {}).values()
   if interrupted or end.get("reason") == "stopped":

@@ -49,6 +49,14 @@ def test_a_config_is_the_same_from_wherever_it_is_loaded(tmp_path):
   assert repr(ddiloco.Run(tmp_path)) == f"<ddiloco.Run {tmp_path}>"
 
 
+def test_a_config_is_found_below_one_s_home(tmp_path, monkeypatch):
+  monkeypatch.setenv("HOME", str(tmp_path))
+  (tmp_path / "mine.py").write_text("from ddiloco.config import default as get_config\n")
+  assert from_dict(ddiloco.load("~/mine.py")) == from_dict({})
+  (tmp_path / "config.json").write_text(from_dict({}).to_json())
+  assert from_dict(ddiloco.load("~")) == ddiloco.Run("~").config
+
+
 def test_what_is_not_there_is_named(tmp_path):
   with pytest.raises(ddiloco.ConfigError, match=r"--config=.*holds no run's config"):
     ddiloco.load(tmp_path)
@@ -108,14 +116,6 @@ def test_a_simulated_run_leaves_its_events(tmp_path):
     run.events("steps")
 
 
-def small(steps: int, **islands):
-  config = ddiloco.default()
-  config.model.update(num_layers=1, model_dim=16, num_heads=2, num_kv_heads=1, head_dim=8)
-  config.data.update(source="synthetic", sequence_length=16, heldout_sequences=16)
-  config.islands.update(batch_size=2, **islands)
-  config.sync.update(num_fragments=2, sync_period=8)
-  tokens = config.islands.num_learners * steps * 2 * 16
-  config.run.update(total_tokens=tokens, evaluations=2, sample_tokens=0)
 def test_a_run_stays_where_it_is_when_its_program_goes_elsewhere(tmp_path, monkeypatch):
   """It had no events there, and nothing said so."""
   config = ddiloco.load("configs/quickstart.py")
@@ -142,6 +142,14 @@ def test_a_workdir_in_a_bucket_is_refused(tmp_path, monkeypatch):
   assert not [*tmp_path.iterdir()]
 
 
+def small(steps: int, **islands):
+  config = ddiloco.default()
+  config.model.update(num_layers=1, model_dim=16, num_heads=2, num_kv_heads=1, head_dim=8)
+  config.data.update(source="synthetic", sequence_length=16, heldout_sequences=16)
+  config.islands.update(batch_size=2, **islands)
+  config.sync.update(num_fragments=2, sync_period=8)
+  tokens = config.islands.num_learners * steps * 2 * 16
+  config.run.update(total_tokens=tokens, evaluations=2, sample_tokens=0)
   return config
 
 
@@ -188,14 +196,6 @@ def test_a_run_that_fails_is_no_run_that_was_interrupted(tmp_path, monkeypatch, 
     ddiloco.train(small(20, num_learners=2), tmp_path / "run", cpu=True)
 
 
-@pytest.mark.parametrize("said", ["finished", "not saved"])
-def test_a_signal_while_the_end_is_saved_or_reported_ends_a_sweep(tmp_path, monkeypatch, said):
-  """The run was whole, and the next one began; where the disk was full it was a KeyError."""
-
-  def ends(config, workdir, *_, asked) -> None:
-    workdir.mkdir()
-    if said == "finished":
-      (workdir / "outcome.json").write_text('{"reason": "finished"}')
 def test_the_devices_of_a_run_are_not_those_of_the_next(tmp_path, monkeypatch):
   """After a run on the CPU the processes of the next one trained there too, beside free GPUs."""
   monkeypatch.delenv("JAX_PLATFORMS")
@@ -213,6 +213,14 @@ def test_the_devices_of_a_run_are_not_those_of_the_next(tmp_path, monkeypatch):
   assert seen == ["cpu", None] and "JAX_PLATFORMS" not in os.environ
 
 
+@pytest.mark.parametrize("said", ["finished", "not saved"])
+def test_a_signal_while_the_end_is_saved_or_reported_ends_a_sweep(tmp_path, monkeypatch, said):
+  """The run was whole, and the next one began; where the disk was full it was a KeyError."""
+
+  def ends(config, workdir, *_, asked) -> None:
+    workdir.mkdir()
+    if said == "finished":
+      (workdir / "outcome.json").write_text('{"reason": "finished"}')
     asked.set()
 
   monkeypatch.setattr("ddiloco.engines.session.train", ends)
