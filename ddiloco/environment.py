@@ -209,14 +209,18 @@ def whole() -> dict[str, str]:
 
 @contextlib.contextmanager
 def of_one_run() -> Iterator[None]:
-  """After this context JAX_PLATFORMS is what it was: a program's next run may use other devices."""
-  before = os.environ.get("JAX_PLATFORMS")
+  """After this context JAX_PLATFORMS and JAX's own setting are what they were: a program's next run
+  may use other devices, if JAX has made none yet."""
+  before, jax = os.environ.get("JAX_PLATFORMS"), sys.modules.get("jax")
+  platforms = jax.config.jax_platforms if jax else before
   try:
     yield
   finally:
     os.environ.pop("JAX_PLATFORMS", None)
     if before is not None:
       os.environ["JAX_PLATFORMS"] = before
+    if jax := sys.modules.get("jax"):
+      jax.config.update("jax_platforms", platforms)
 
 
 def take_over(variables: dict[str, str]) -> None:

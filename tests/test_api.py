@@ -213,6 +213,32 @@ def test_the_devices_of_a_run_are_not_those_of_the_next(tmp_path, monkeypatch):
   assert seen == ["cpu", None] and "JAX_PLATFORMS" not in os.environ
 
 
+REFUSED = """
+import sys
+from ddiloco import ConfigError, default, train
+
+for engine in ("processes", "threads"):
+  try:
+    train(default(), sys.argv[1], engine=engine)
+  except ConfigError as error:
+    print(engine, "finished" in str(error))
+import jax
+
+print(jax.config.jax_platforms)
+"""
+
+
+def test_a_refused_run_leaves_the_accelerators_to_the_next_one(tmp_path):
+  """After one of processes, whose supervisor takes the CPU, threads trained there too."""
+  (tmp_path / "config.json").write_text(from_dict({}).to_json())
+  (tmp_path / "outcome.json").write_text('{"reason": "finished"}')
+  variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+  del variables["JAX_PLATFORMS"]
+  code = [sys.executable, "-c", REFUSED, str(tmp_path)]
+  done = subprocess.run(code, env=variables, capture_output=True, text=True)
+  assert done.stdout.splitlines() == ["processes True", "threads True", "None"], done.stderr
+
+
 @pytest.mark.parametrize("said", ["finished", "not saved"])
 def test_a_signal_while_the_end_is_saved_or_reported_ends_a_sweep(tmp_path, monkeypatch, said):
   """The run was whole, and the next one began; where the disk was full it was a KeyError."""
