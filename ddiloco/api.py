@@ -18,7 +18,14 @@ import ml_collections
 from ddiloco import custom, environment
 from ddiloco.checks import refusal, require, require_one_of
 from ddiloco.config import Config, ConfigError, changeable, from_dict
-from ddiloco.workdir import ISLANDS, outcome, read_config, saved_config, started
+from ddiloco.workdir import (
+  ISLANDS,
+  outcome,
+  read_config,
+  require_local,
+  saved_config,
+  started,
+)
 
 if TYPE_CHECKING:
   import numpy as np
@@ -57,6 +64,7 @@ def experiment(path: str, flag: str) -> ml_collections.ConfigDict:
   Raises:
     ConfigError: there is no such file, it fails, or get_config returns no ConfigDict.
   """
+  path = os.path.expanduser(path)  # no shell reads the "~" of --config=~/mine.py
   saved = Path(path, "config.json") if os.path.isdir(path) else Path(path)
   if saved.suffix == ".json":
     return changeable(read_config(saved, f"--{flag}={path}"))
@@ -86,6 +94,12 @@ def experiment(path: str, flag: str) -> ml_collections.ConfigDict:
 
 def _checked(config: Settings) -> Config:
   return custom.renew(custom.absolute(config if isinstance(config, Config) else from_dict(config)))
+
+
+def _folder(workdir: str | Path) -> Path:
+  """A run's workdir, absolute: the program may change its own directory."""
+  require_local("workdir", os.fspath(workdir))
+  return Path(workdir).expanduser().absolute()
 
 
 # --- Train, plan or simulate what a config describes
@@ -127,14 +141,14 @@ def train(
     KeyboardInterrupt: it was asked to end (Ctrl-C, a notebook's interrupt, SIGTERM). All work is
       merged and saved first, after a second one what is merged by then. The same call goes on.
   """
-  config = _checked(config)
-  ready(config, cpu, engine)
-  from ddiloco.engines import session
-
+  config, run, asked = _checked(config), _folder(workdir), threading.Event()
   if engine == "ray":
     options.setdefault("cpu_only", cpu)
-  run, asked = Path(workdir).expanduser(), threading.Event()
-  session.train(config, run, overwrite, engine, options, asked=asked)
+  with environment.of_one_run():
+    ready(config, cpu, engine)
+    from ddiloco.engines import session
+
+    session.train(config, run, overwrite, engine, options, asked=asked)
   end = outcome(run)  # a program that is asked to end begins no further run
   interrupted = asked.is_set() or "interrupted" in end.get("left_out", {}).values()
   if interrupted or end.get("reason") == "stopped":
@@ -250,7 +264,7 @@ def simulate(
     gbps=(gbps,),
     latency_seconds=(latency_seconds,),
   )
-  place = None if workdir is None else Path(workdir).expanduser()
+  place = None if workdir is None else _folder(workdir)
   return virtual.simulate(config, setting, place, overwrite, most_seconds)
 
 
@@ -269,7 +283,7 @@ class Run:
   """
 
   def __init__(self, workdir: str | Path, config: Settings | None = None):
-    self.workdir = Path(workdir).expanduser()
+    self.workdir = _folder(workdir)
     mine = None if config is None else _checked(config)
     self.config: Config = custom.renew(saved_config(self.workdir, mine))
 

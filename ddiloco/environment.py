@@ -207,7 +207,25 @@ def whole() -> dict[str, str]:
   return dict(os.environ)
 
 
+@contextlib.contextmanager
+def of_one_run() -> Iterator[None]:
+  """After this context JAX_PLATFORMS and JAX's own setting are what they were: a program's next run
+  may use other devices, if JAX has made none yet."""
+  before, jax = os.environ.get("JAX_PLATFORMS"), sys.modules.get("jax")
+  platforms = jax.config.jax_platforms if jax else before
+  try:
+    yield
+  finally:
+    os.environ.pop("JAX_PLATFORMS", None)
+    if before is not None:
+      os.environ["JAX_PLATFORMS"] = before
+    if jax := sys.modules.get("jax"):
+      jax.config.update("jax_platforms", platforms)
+
+
 def take_over(variables: dict[str, str]) -> None:
-  """Makes these the only environment variables of this process."""
+  """Makes these the only environment variables of this process, which was forked."""
   os.environ.clear()
   os.environ.update(variables)
+  if jax := sys.modules.get("jax"):  # the fork server, begun by an earlier run, has read its own
+    jax.config.update("jax_platforms", variables.get("JAX_PLATFORMS"))

@@ -61,6 +61,12 @@ def run_name(workdir: Path) -> str:
   return Path(os.path.abspath(workdir)).name  # a link keeps its own name, as on other hosts
 
 
+def require_local(field: str, workdir: str) -> None:
+  """Refuses (ConfigError) a workdir in a bucket."""
+  fix = "give a folder; only snapshots (--config.checkpoint.path) and exports may be in a bucket"
+  require("://" not in workdir, field, workdir, "must be a folder of a file system", fix)
+
+
 @contextlib.contextmanager
 def held(workdir: Path, snapshots: str = "") -> Iterator[None]:
   """In this context no other run trains in the workdir; the lock ends with the process at latest.

@@ -98,6 +98,8 @@ def options(
   vars(found).update(quick if quick and found.quick else {})
   for name, (default, _) in told.items():
     value, least = getattr(found, name), "at least" if default == 0 else "above"
+    if isinstance(value, Path):  # no shell reads the "~" of --workdir=~/runs
+      setattr(found, name, value.expanduser())
     number = isinstance(value, int | float) and not isinstance(default, dict)
     if number and not (0 <= value < math.inf and (value or default == 0)):
       parser.error(f"--{name}={value}: must be {least} 0. Fix: for example --{name}=1")

@@ -23,12 +23,14 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import glob
 import gzip
 import hashlib
 import itertools
 import json
 import multiprocessing
 import os
+import shlex
 import sys
 import time
 import zlib
@@ -190,7 +192,8 @@ def write_all(todo: Sequence[Job], setting: str, field: str, workers: int) -> tu
 def claim(folder: Path, *made_of: object) -> None:
   """Begins a folder, or goes on with one that was begun for the same."""
   file, digest = folder / ABOUT, hashlib.sha256(repr(made_of).encode()).hexdigest()
-  if file.exists() or any(folder.glob("*.bin")):
+  began = file.exists() and (folder / "tokenizer.json").exists()
+  if began or any(folder.glob("*.bin")):  # else files may have been corrected since
     same = file.exists() and file.read_text() == digest
     rule = "has tokens of other files, or of another tokenizer, field or vocabulary size"
     require(same, "--to", str(folder), rule, "choose another folder, or remove it")
@@ -216,8 +219,9 @@ def make(to: Path, pattern: str, field: str, setting: str, size: int, workers: i
   todo = [job for job in jobs(files, to) if not job.to.exists()]
   num_bytes, num_tokens = write_all(todo, setting, field, workers) if todo else (0, 0)
   dtype = file_dtype(tokenizer.vocab_size)
+  path, setting = map(shlex.quote, (f"{glob.escape(str(to))}/*.bin", setting))
   print(
-    f"--config.data.source=tokens --config.data.path='{to}/*.bin' "
+    f"--config.data.source=tokens --config.data.path={path} "
     f"--config.data.token_dtype={dtype.name} "
     f"--config.data.tokenizer={setting} --config.model.vocab_size={tokenizer.vocab_size}"
   )

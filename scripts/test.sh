@@ -7,13 +7,13 @@
 # rewrite the assertions of Hypothesis and of all tests again, for ten seconds.
 unset PYTHONDONTWRITEBYTECODE
 if [ $# -gt 0 ] && [ "$1" != --all ]; then
-  exec .venv/bin/python -m pytest "$@"
+  exec "$venv"/bin/python -m pytest "$@"
 fi
-.venv/bin/ruff check .
-.venv/bin/ruff format --check .
+"$venv"/bin/ruff check .
+"$venv"/bin/ruff format --check .
 marks="not slow"
 [ "${1:-}" != --all ] || marks=""
 # Else all processes of the tests, which begin together, would compile the package.
-.venv/bin/python -m compileall -q -x '/test_' ddiloco scripts tests
+"$venv"/bin/python -m compileall -q -x '/test_' ddiloco scripts tests
 # More processes than cores, since tests wait: on two cores a third of the time, and slow ones more.
-exec .venv/bin/python -m pytest --numprocesses=4 --dist=loadfile --no-loadscope-reorder -m "$marks"
+exec "$venv"/bin/python -m pytest --numprocesses=4 --dist=loadfile --no-loadscope-reorder -m "$marks"

@@ -49,6 +49,14 @@ def test_a_config_is_the_same_from_wherever_it_is_loaded(tmp_path):
   assert repr(ddiloco.Run(tmp_path)) == f"<ddiloco.Run {tmp_path}>"
 
 
+def test_a_config_is_found_below_one_s_home(tmp_path, monkeypatch):
+  monkeypatch.setenv("HOME", str(tmp_path))
+  (tmp_path / "mine.py").write_text("from ddiloco.config import default as get_config\n")
+  assert from_dict(ddiloco.load("~/mine.py")) == from_dict({})
+  (tmp_path / "config.json").write_text(from_dict({}).to_json())
+  assert from_dict(ddiloco.load("~")) == ddiloco.Run("~").config
+
+
 def test_what_is_not_there_is_named(tmp_path):
   with pytest.raises(ddiloco.ConfigError, match=r"--config=.*holds no run's config"):
     ddiloco.load(tmp_path)
@@ -108,6 +116,32 @@ def test_a_simulated_run_leaves_its_events(tmp_path):
     run.events("steps")
 
 
+def test_a_run_stays_where_it_is_when_its_program_goes_elsewhere(tmp_path, monkeypatch):
+  """It had no events there, and nothing said so."""
+  config = ddiloco.load("configs/quickstart.py")
+  config.run.total_tokens //= 200
+  monkeypatch.chdir(tmp_path)
+  ddiloco.simulate(config, step_seconds=0.1, workdir="run")
+  run = ddiloco.Run("run")
+  monkeypatch.chdir("/")
+  assert run.workdir == tmp_path / "run" and run.events("commit")
+
+
+def test_a_workdir_in_a_bucket_is_refused(tmp_path, monkeypatch):
+  """It was a folder "gs:" here, and ended with its machine."""
+  monkeypatch.chdir(tmp_path)
+  where, config = "gs://bucket/run", from_dict({"run": {"total_tokens": 1}})
+  monkeypatch.setattr("ddiloco.engines.session.train", lambda *_, **__: Path(where).mkdir())
+  for call in (
+    lambda: ddiloco.train(config, where, cpu=True),
+    lambda: ddiloco.simulate(config, workdir=where),
+    lambda: ddiloco.Run(where),
+  ):
+    with pytest.raises(ddiloco.ConfigError, match=r"^workdir = 'gs://.*must be a folder of a file"):
+      call()
+  assert not [*tmp_path.iterdir()]
+
+
 def small(steps: int, **islands):
   config = ddiloco.default()
   config.model.update(num_layers=1, model_dim=16, num_heads=2, num_kv_heads=1, head_dim=8)
@@ -160,6 +194,49 @@ def test_a_run_that_fails_is_no_run_that_was_interrupted(tmp_path, monkeypatch, 
   monkeypatch.setattr("ddiloco.engines.session.train", ends)
   with pytest.raises(ddiloco.RunFailed, match=said):
     ddiloco.train(small(20, num_learners=2), tmp_path / "run", cpu=True)
+
+
+def test_the_devices_of_a_run_are_not_those_of_the_next(tmp_path, monkeypatch):
+  """After a run on the CPU the processes of the next one trained there too, beside free GPUs."""
+  monkeypatch.delenv("JAX_PLATFORMS")
+  seen = []
+
+  def ends(config, workdir, *_, asked) -> None:
+    seen.append(os.environ.get("JAX_PLATFORMS"))
+    workdir.mkdir()
+    (workdir / "config.json").write_text(config.to_json())
+    (workdir / "outcome.json").write_text('{"reason": "finished"}')
+
+  monkeypatch.setattr("ddiloco.engines.session.train", ends)
+  ddiloco.train(small(20, num_learners=2), tmp_path / "0", cpu=True)
+  ddiloco.train(small(20, num_learners=2), tmp_path / "1", engine="processes")
+  assert seen == ["cpu", None] and "JAX_PLATFORMS" not in os.environ
+
+
+REFUSED = """
+import sys
+from ddiloco import ConfigError, default, train
+
+for engine in ("processes", "threads"):
+  try:
+    train(default(), sys.argv[1], engine=engine)
+  except ConfigError as error:
+    print(engine, "finished" in str(error))
+import jax
+
+print(jax.config.jax_platforms)
+"""
+
+
+def test_a_refused_run_leaves_the_accelerators_to_the_next_one(tmp_path):
+  """After one of processes, whose supervisor takes the CPU, threads trained there too."""
+  (tmp_path / "config.json").write_text(from_dict({}).to_json())
+  (tmp_path / "outcome.json").write_text('{"reason": "finished"}')
+  variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+  del variables["JAX_PLATFORMS"]
+  code = [sys.executable, "-c", REFUSED, str(tmp_path)]
+  done = subprocess.run(code, env=variables, capture_output=True, text=True)
+  assert done.stdout.splitlines() == ["processes True", "threads True", "None"], done.stderr
 
 
 @pytest.mark.parametrize("said", ["finished", "not saved"])

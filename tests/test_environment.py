@@ -40,6 +40,24 @@ def test_a_gpu_s_island_may_pin_as_much_memory_as_its_host_has(monkeypatch):
   assert os.environ[limit] == "100"
 
 
+FORKED = """
+import os, jax
+from ddiloco import environment
+
+environment.take_over({**os.environ, "JAX_PLATFORMS": "cuda"})
+print(jax.config.jax_platforms)
+environment.take_over({k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"})
+print(jax.config.jax_platforms)
+"""
+
+
+def test_a_forked_role_uses_what_its_run_says_and_not_an_earlier_one():
+  """The fork server has imported JAX, perhaps for a run on the CPU."""
+  cpu = os.environ | {"JAX_PLATFORMS": "cpu"}
+  done = subprocess.run([sys.executable, "-c", FORKED], env=cpu, capture_output=True, text=True)
+  assert done.stdout.split() == ["cuda", "None"], done.stderr
+
+
 IMPORTS_LATE = """
 import sys
 from ddiloco import environment

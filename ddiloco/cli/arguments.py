@@ -14,9 +14,9 @@ from ml_collections import config_flags
 
 from ddiloco import custom
 from ddiloco.api import experiment
-from ddiloco.checks import coerce, refusal, require, shown
+from ddiloco.checks import coerce, refusal, shown
 from ddiloco.config import Config, ConfigError, check_field, default, from_dict
-from ddiloco.workdir import saved_config
+from ddiloco.workdir import require_local, saved_config
 
 flags.disclaim_key_flags()  # --help lists a flag under the module of the command that adds it
 
@@ -138,12 +138,13 @@ class Flags:
       raise ConfigError(f"{rest[1]!r}: is not a flag. Fix: write --NAME=VALUE.")
     if "workdir" in self._common:
       self.needed("workdir", "DIR, the directory of the run")
+    if "workdir" in self._values and self._values.workdir:
       _require_path("workdir", self._values.workdir)
 
   def needed(self, name: str, example: str) -> Any:
     """The value of a flag that must be given; `example`: a value, for the error message."""
     value = getattr(self, name)
-    if value is None or value == []:
+    if value in (None, [], ""):  # also of a variable that a shell does not have
       raise ConfigError(f"--{name}: is needed. Fix: give --{name}={example}.")
     return value
 
@@ -175,8 +176,7 @@ class Flags:
 
 def _require_path(flag: str, path: str) -> None:
   """Refuses what can be no path, or cannot be reached; nothing need be there yet."""
-  fix = "give a folder; only snapshots (--config.checkpoint.path) and exports may be in a bucket"
-  require("://" not in path, f"--{flag}", path, "must be a folder of a file system", fix)
+  require_local(f"--{flag}", path)
   try:
     os.stat(path)
   except (FileNotFoundError, NotADirectoryError):

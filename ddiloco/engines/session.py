@@ -132,10 +132,8 @@ def _train(
   print(f"Config: {workdir / 'config.json'}")
   # Around all of it: no signal between the run's end and its outcome ends the process.
   with terminates(runner.leave) as late:
-    board = TensorBoard(workdir)
-    with LiveView() as live:
+    with contextlib.closing(TensorBoard(workdir)) as board, LiveView() as live:
       outcome = runner.run([live, board])
-    board.close()
 
     def compare(run: RunState) -> dict[str, float]:
       if heldout is None or not config.run.compare_alone or outcome.reason != "finished":

@@ -55,6 +55,9 @@ class GkeRun:
     rule = "workdir (event logs, result) must outlive pods, on a volume that many can write"
     fix = "make a ReadWriteMany claim in every cluster (docs/launch.md) and give --claim=NAME"
     require(bool(self.claim), "--claim", self.claim, rule, fix)
+    for name in ("namespace", "cluster_domain"):  # empty, no island would find a shard
+      rule, fix = "is a part of the shards' names", "leave the flag out, or give what it is there"
+      require(bool(getattr(self, name)), f"--{name}", "", rule, fix)
     spare = _POOL_NAME - max(len(f"-{island.role}") for island in self.placement.islands)
     rule = f"names node pools, which have at most {_POOL_NAME} characters, with NAME-learner-NUMBER"
     fix = f"use at most {spare}"

@@ -302,7 +302,8 @@ def test_a_full_disk_is_said(workdir, tmp_path, unexported, monkeypatch):
 
 
 def test_where_to_is_needed_and_a_result(workdir, tmp_path, refused):
-  assert "--to: is needed. Fix: " in refused("export", f"--workdir={workdir}")
+  for to in ((), ("--to=",)):
+    assert "--to: is needed. Fix: " in refused("export", f"--workdir={workdir}", *to)
   assert "--workdir: is needed. Fix: " in refused("export", "--to=x")
   (tmp_path / "empty").mkdir()
   flags = f"--workdir={tmp_path / 'empty'}", f"--to={tmp_path / 'x'}"

@@ -30,6 +30,8 @@ def test_makes_keys_and_says_what_to_copy_where(tmp_path, capsys):
   "arguments, says",
   [
     (["--learners=2", "--shards=1"], "--keys: is needed. Fix: give --keys=DIR"),
+    # Of a variable that is not set: they were made in the folder of the moment.
+    (["--keys=", "--learners=2", "--shards=1"], "--keys: is needed. Fix: give --keys=DIR"),
     (["--keys={tmp}/k", "--shards=1"], "--learners: is needed. Fix: give --learners=8"),
     (["--keys={tmp}/k", "--learners=2"], "--shards: is needed. Fix: give --shards=2"),
     (["--keys={tmp}/k", "--learners=-1", "--shards=1"], "learners"),

@@ -98,7 +98,7 @@ def test_a_plan_does_not_look_at_data_that_are_elsewhere(tmp_path):
 
 
 @pytest.mark.parametrize("command", NEEDED)
-def test_what_every_role_needs(refused, command, tmp_path):
+def test_what_every_role_needs(refused, command, tmp_path, place):
   workdir = f"--workdir={tmp_path / 'run'}"
   assert "--workdir: is needed" in refused(command, *ALL, *NEEDED[command])
   assert "--config: is needed" in refused(command, SYNCERS, workdir, *NEEDED[command])
@@ -107,6 +107,8 @@ def test_what_every_role_needs(refused, command, tmp_path):
     name = flag.partition("=")[0]
     others = [each for each in NEEDED[command] if each != flag]
     assert f"{name}: is needed. Fix: give {name}=" in refused(command, *ALL, workdir, *others)
+  if command == "syncer":  # with --bind=$UNSET it listened nowhere
+    assert "--bind: is needed" in refused(command, *ALL, workdir, "--shard=0", "--bind=")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +46,17 @@ def test_the_text_says_what_the_json_says_and_why_rounds_committed(capsys):
   assert sum(found["committed_because"].values()) == found["commits"]
   for why, count in found["committed_because"].items():
     assert said[f"  {why.replace('_', ' ')}"] == f"{count:,}"
+
+
+def test_a_workdir_in_a_bucket_is_refused(tmp_path, monkeypatch, capsys):
+  """It made a folder "gs:" here."""
+  command = [*SMALL, f"--config={Path('configs/quickstart.py').absolute()}"]
+  monkeypatch.chdir(tmp_path)
+  assert cli.main([*command, "--workdir=gs://bucket/run"]) == 2
+  assert "--workdir = 'gs://bucket/run': must be a folder of a file system" in (
+    capsys.readouterr().err
+  )
+  assert not [*tmp_path.iterdir()]
 
 
 def test_a_plan_file_strikes_and_a_workdir_gets_the_events(tmp_path, capsys):

@@ -10,6 +10,7 @@ import dataclasses
 import gc
 import io
 import shutil
+import threading
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,7 +44,7 @@ from ddiloco.training import data
 from ddiloco.workdir import claim, held
 from tests.cli.test_runs_export import OWN, of_own_model
 from tests.engines.test_threads import TOKENS, Ran, make_config
-from tests.waits import wait_for
+from tests.waits import ended_threads, wait_for
 
 EVERYBODY = {"learner-0", "learner-1", "syncer-0", "syncer-1"}
 
@@ -567,3 +568,11 @@ def test_islands_alone_that_do_not_reach_their_end_are_no_comparison(
     session._train_alone(config, tmp_path, None, heldout, None, 7)
   (alone,) = began
   assert (alone.sync.num_shards, alone.chaos.faults, alone.planned_steps()) == (0, (), 7)
+
+
+def test_a_run_that_is_interrupted_while_it_begins_leaves_no_thread(tmp_path):
+  """In a notebook each of them left the thread that writes TensorBoard's files."""
+  run = mock.Mock(side_effect=KeyboardInterrupt)
+  with ended_threads(1.0), pytest.raises(KeyboardInterrupt):
+    runner = SimpleNamespace(leave=threading.Event(), run=run)
+    session._train(runner, endless(), tmp_path, None, None, threading.Event())

@@ -242,6 +242,8 @@ def test_yaml_says_the_same(one):
   ("changed", "places", "said"),
   [
     ({"claim": ""}, (), "--claim"),
+    ({"namespace": ""}, (), "--namespace"),  # of a variable that is not set: a run was made
+    ({"cluster_domain": ""}, (), "--cluster_domain"),
     ({}, ("a=0", "b=1"), "--shard_addresses"),
     ({"shard_addresses": ("10.0.0.1",)}, (), "--shard_addresses"),
     ({"shard_addresses": ("10.0.0.1", "10.0.0.1")}, (), "--shard_addresses"),

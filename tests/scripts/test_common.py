@@ -130,6 +130,7 @@ def test_flags_have_defaults_and_quick_ones_and_wrong_ones_are_named(common, mon
   assert given() == (240, 7, None, 0, None, [600, 2000])
   quick = "--quick", "--workdir=a", "--first=0", "--most=0.5", "--away=3"
   assert given(*quick) == (3, 7, Path("a"), 0, 0.5, [3])
+  assert given("--workdir=~/a")[2] == Path.home() / "a", "no shell reads it there"
   for wrong in (
     *("--steps=0", "--steps=-1", "--steps=x", "--stepps=2", "--first=-1", "--most=0", "--most=nan"),
     *("--most=inf", "--away=", "--away=3,0", "--away=3,x"),

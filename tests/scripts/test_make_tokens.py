@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shlex
 from pathlib import Path
 
 import make_tokens
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from ddiloco.config import DataConfig
-from ddiloco.training.tokens import load_tokenizer, read_parts
+from ddiloco.training.tokens import load_tokenizer, matches, read_parts
 from tests.scripts import commands
 
 TEXTS = ("def zero():\n  return 0\n" * 50, "Größe: 3 µm — ärgerlich\n" * 50)
@@ -112,6 +113,27 @@ def test_the_same_command_goes_on_and_another_one_is_refused(
   (tmp_path / "3.txt").write_text("a new file")
   assert run(monkeypatch, *arguments) == 2
   assert "has tokens of other files" in capsys.readouterr().err
+
+
+def test_a_file_may_be_corrected_before_any_tokens_are_made(tmp_path: Path, monkeypatch, inline):
+  """The folder, which had none, "has tokens of other files"."""
+  file, data = tmp_path / "a.jsonl", tmp_path / "data"
+  arguments = f"--to={data}", f"--text={file}", SIZE
+  file.write_text('{"text": 3}\n')
+  assert run(monkeypatch, *arguments) == 2
+  file.write_text(json.dumps({"text": TEXTS[0]}))
+  assert run(monkeypatch, *arguments) == 0
+  assert read(data)[1] == [TEXTS[0]]
+
+
+def test_the_flags_that_it_prints_are_words_of_a_shell(tmp_path: Path, monkeypatch, inline, capsys):
+  (tmp_path / "0.txt").write_text(TEXTS[0])
+  data = tmp_path / "my data [1]"
+  assert run(monkeypatch, f"--to={data}", f"--text={tmp_path}/*.txt", SIZE) == 0
+  words = shlex.split(capsys.readouterr().out.splitlines()[0])
+  told = dict(word.removeprefix("--config.").split("=", 1) for word in words)
+  assert len(words) == 5 and load_tokenizer(told["data.tokenizer"])
+  assert matches(told["data.path"]) == [f"{data}/00000.bin"]
 
 
 def test_a_tokenizer_of_yours(tmp_path: Path, monkeypatch, inline, capsys):
