@@ -98,7 +98,7 @@ def reader(folder: Path) -> Callable[[str], np.ndarray]:
     require(file.exists(), "--model", str(file), "is not there", fix)
     known = name in weights.leaves(file, "--model")
     require(known, "--model", str(file), f"has no {name}", "take a model as its config.json says")
-    return weights.load(file, "--model", name)[name].astype(np.float32)
+    return weights.load(file, "--model", [name])[name].astype(np.float32)
 
   return read
 

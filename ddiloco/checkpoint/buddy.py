@@ -277,8 +277,9 @@ class Replication:
     # commit may have the version number of a copy that is still on its way.
     if newest is not None and message.kept and message.round == newest.state.last_round:
       sent_at = self._sent_at.pop(p, None)
-      if sent_at is not None:
-        self._copy_seconds = smooth(self._copy_seconds, self._now() - sent_at)
+      if sent_at is not None:  # after more than the patience a shard stood still, or was cut off
+        took = min(self._now() - sent_at, self._usual_patience)
+        self._copy_seconds = smooth(self._copy_seconds, took)
     if self._is_new(message.incarnation):
       self._met(message.incarnation, [f for f in self._newest if f != p or f in self._sent_at])
     elif self._away:  # one that only was slow or cut off still has all that it ever confirmed
@@ -295,10 +296,14 @@ class Replication:
     self._away, self._buddy_incarnation = False, incarnation
     self._send_anew(lacks)
 
+  @property
+  def _usual_patience(self) -> float:
+    """Seconds until a buddy is taken to be away, without those for the bytes of a whole copy."""
+    return max(self._patience_seconds, PATIENCE_FACTOR * self._copy_seconds)
+
   def tick(self) -> float:
     """Gives up waiting for a buddy that is away; returns when to look again."""
-    now = self._now()
-    usual = max(self._patience_seconds, PATIENCE_FACTOR * self._copy_seconds)
+    now, usual = self._now(), self._usual_patience
     if not self.held:
       return now + usual
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ddiloco.checkpoint.signed_json import Damaged, SignedJson
+from ddiloco.checkpoint.signed_json import Damaged
 from ddiloco.checks import is_there, refusal, require
 from ddiloco.config import Config, ConfigError
 from ddiloco.core.delta import Committed, Store
@@ -261,30 +261,29 @@ def _restore(
     part = from_json(SyncerPart, meta["state"])
     mine = [f for f in part.fragments if f.index in wanted]
     mine = [f for f in mine if f.last_round > than.get(f.index, -math.inf)]
+    if not mine:
+      continue
+    indices, place = {f.index for f in mine}, lambda name, value: value if keep else None
+    names = [name for name in meta["arrays"] if int(name.partition("/")[0]) in indices]
+    # In one go: many small fragments share a file, and to open it takes as long as all of them.
+    arrays = storage.load(snapshot, role, place, names, committed=digest).arrays
     for f in mine:
-      committed = _fragment(storage, meta, f, part.momentum_rounds[f.index])
+      committed = _fragment(arrays, f, part.momentum_rounds[f.index])
       lacks.discard(f.index)
       if keep:
         restored.fragments[f.index] = committed
-    if mine:
-      restored.global_step = max(restored.global_step, part.global_step)
-      restored.vector_clock = states.join_clocks(restored.vector_clock, part.vector_clock)
+    restored.global_step = max(restored.global_step, part.global_step)
+    restored.vector_clock = states.join_clocks(restored.vector_clock, part.vector_clock)
   if lacks:
     raise NotAState(f"it lacks fragments {sorted(lacks)}")
   return restored
 
 
-def _fragment(
-  storage: Storage, meta: SignedJson, f: FragmentState, momentum_round: int
-) -> Committed:
-  """One fragment of a shard's part, checked."""
-  p = f.index
-  names = [name for name in meta["arrays"] if int(name.partition("/")[0]) == p]
-  part = storage.load(meta["snapshot"], meta["role"], names=names, committed=meta["digest"])
-  arrays = part.arrays
-  value = arrays[f"{p}/value"]
-  published = arrays.get(f"{p}/published_value", value)
-  return Committed(f, value, published, arrays.get(f"{p}/momentum"), momentum_round)
+def _fragment(arrays: Mapping[str, Any], f: FragmentState, momentum_round: int) -> Committed:
+  """One fragment of a shard's part."""
+  value = arrays[f"{f.index}/value"]
+  published = arrays.get(f"{f.index}/published_value", value)
+  return Committed(f, value, published, arrays.get(f"{f.index}/momentum"), momentum_round)
 
 
 # --- What a run goes on from: it is reported, or the run is refused

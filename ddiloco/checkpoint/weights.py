@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import os
 import re
 import secrets
@@ -39,6 +40,7 @@ ONE_SAVE = threading.Lock()
 TAG_DIGITS = 16  # of the random number in a temporary name
 OLD = ".old"  # after that: a checkpoint that is being replaced
 MARK = "_CHECKPOINT_METADATA"  # a file of Orbax, in every checkpoint
+READ_BYTES = 128 << 20  # of the tensors of a start that are read together
 SAVE_SECONDS = 60.0  # that a save which hangs in its disk may block others
 # Orbax searches for what it has written with `glob`, which takes these for patterns: under "[1]" it
 # finds nothing, and under "run*" also what is in "run2". TensorStore takes "\\" for "/".
@@ -339,8 +341,10 @@ def leaves(path: str | os.PathLike, field: str = "weights") -> dict[str, Leaf]:
     }
 
 
-def load(path: str | os.PathLike, field: str = "weights", only: str = "") -> dict[str, np.ndarray]:
-  """The tensors as they were written, or `only` this one, on the host.
+def load(
+  path: str | os.PathLike, field: str = "weights", only: Collection[str] | None = None
+) -> dict[str, np.ndarray]:
+  """The tensors as they were written, or `only` these, on the host.
 
   Raises:
     ConfigError: as `leaves`.
@@ -349,9 +353,9 @@ def load(path: str | os.PathLike, field: str = "weights", only: str = "") -> dic
   with _reading(field, target):
     if target.name.endswith(SUFFIX):
       with safetensors.safe_open(target, framework="np") as file:
-        return {name: file.get_tensor(name) for name in ([only] if only else file.keys())}
+        return {name: file.get_tensor(name) for name in only or file.keys()}
     tree = _orbax_tree(target)
-    return read(target, tree, [only] if only else _flat(tree))
+    return read(target, tree, only or _flat(tree))
 
 
 def metadata(path: str | os.PathLike) -> Mapping[str, str]:
@@ -411,13 +415,29 @@ def start(
     ConfigError: as `check`, or a value is not finite in f32.
   """
   check(path, shapes, field)
-  for name in filter(wanted.__contains__, shapes):
-    with np.errstate(over="ignore"):  # refused below
-      value = load(path, field, name)[name].astype(np.float32, copy=False)
-    bad = value.size - int(np.isfinite(value).sum())
-    rule = f"{name} has {bad} values that are not finite in float32"
-    require(not bad, field, path, rule, "use weights from before they diverged")
-    yield name, value
+  mine = {name: shape for name, shape in shapes.items() if name in wanted}
+  # Not one by one: to open a checkpoint takes as long as hundreds of small tensors.
+  for names in groups(mine, READ_BYTES):
+    found = load(path, field, names)
+    for name in names:
+      with np.errstate(over="ignore"):  # refused below
+        value = found.pop(name).astype(np.float32, copy=False)
+      bad = value.size - int(np.isfinite(value).sum())
+      rule = f"{name} has {bad} values that are not finite in float32"
+      require(not bad, field, path, rule, "use weights from before they diverged")
+      yield name, value
+
+
+def groups(shapes: Mapping[str, tuple[int, ...]], most_bytes: int) -> Iterator[list[str]]:
+  """Groups of names: of tensors of up to so many bytes together in f32, or a single larger one."""
+  names, nbytes = list[str](), 0
+  for name, shape in shapes.items():
+    nbytes += 4 * math.prod(shape)
+    if names and nbytes > most_bytes:
+      yield names
+      names, nbytes = [], 4 * math.prod(shape)
+    names.append(name)
+  yield names
 
 
 def _orbax_tree(target: epath.Path) -> Any:

@@ -176,7 +176,7 @@ def _parameters(config: Config, wanted: Container[str]) -> Iterator[tuple[str, n
     yield from weights.start(config.run.init_from, all_shapes, "run.init_from", wanted)
     return
   # The groups do not depend on `wanted`: another program might round differently.
-  for names in _groups(all_shapes):
+  for names in weights.groups(all_shapes, GROUP_BYTES):
     if not any(name in wanted for name in names):
       continue
     optimized = sum(math.prod(all_shapes[name]) for name in names) >= OPTIMIZED_FROM
@@ -203,18 +203,6 @@ def _program(
     lowered = traced.lower()
   # The program runs once. To optimize it takes 0.3 s, and further levels gain nothing.
   return lowered.compile(compiler_options={"xla_backend_optimization_level": int(optimized)})
-
-
-def _groups(all_shapes: Mapping[str, tuple[int, ...]]) -> Iterator[list[str]]:
-  """Groups of parameter names: up to `GROUP_BYTES` together, or a single larger one."""
-  names, nbytes = list[str](), 0
-  for name, shape in all_shapes.items():
-    nbytes += 4 * math.prod(shape)
-    if names and nbytes > GROUP_BYTES:
-      yield names
-      names, nbytes = [], 4 * math.prod(shape)
-    names.append(name)
-  yield names
 
 
 def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -479,6 +479,20 @@ def test_patience_follows_the_measured_time_of_a_copy(owner):
   assert owner.kinds() == ["unreplicated"]
 
 
+def test_a_copy_in_whose_time_a_shard_stood_still_is_no_measure(owner):
+  """After ten minutes its buddy had a quarter of an hour to be away before versions went out."""
+  for version in range(1, 9):
+    owner.commit(0, version)
+    owner.later(0.05)
+    owner.confirm(0, version)
+  owner.commit(0, 9)
+  owner.now_is += 600.0  # before its loop looks again the receipt is there
+  owner.confirm(0, 9)
+  owner.commit(0, 10)
+  owner.later(10.0)
+  assert owner.kinds() == ["unreplicated"] and owner.done[-1] == (0, 10)
+
+
 def test_a_whole_copy_has_time_for_its_bytes(owner, monkeypatch):
   """At the first commit of each large fragment the buddy was taken to be away, and the version went
   out without a copy: 4 GB take longer than two seconds to pack."""

@@ -72,6 +72,16 @@ def test_what_is_saved_comes_back_bitwise(path):
   assert weights.leaves(path) == {n: weights.Leaf(s, "float32") for n, s in SHAPES.items()}
 
 
+@pytest.mark.parametrize("most_bytes, reads", [(weights.READ_BYTES, 1), (4 * (28 + 32), 2), (1, 3)])
+def test_small_tensors_of_a_start_are_read_together(tmp_path, monkeypatch, most_bytes, reads):
+  """One after the other, three hundred took three minutes, in every role."""
+  read = mock.Mock(wraps=weights.read)
+  monkeypatch.setattr(weights, "read", read)
+  monkeypatch.setattr(weights, "READ_BYTES", most_bytes)
+  assert_same(start(weights.save(tmp_path / "result", params())), params())
+  assert read.call_count == reads
+
+
 def test_plain_libraries_read_it(tmp_path):
   said = {"format": "ddiloco", "model": json.dumps({"num_layers": 2})}
   folder, path = (weights.save(tmp_path / form, params(), said) for form in FORMS)
