@@ -421,11 +421,14 @@ class _Reader:
 
   def __init__(self, dataset: grain.IterDataset[Batch]):
     self._dataset, self._iterator, self._next = dataset, iter(dataset), 0
+    self._jumps = _jumps(dataset)
 
   def __getitem__(self, position: int) -> Batch:
     at, self._next = self._next, -1  # unknown, if the dataset raises now
     if position != at:
       try:
+        if not self._jumps:
+          raise NotImplementedError
         grain_experimental.set_next_index(self._iterator, position)
       except (NotImplementedError, ValueError):  # packing and filters cannot jump
         self._iterator = iter(self._dataset)  # a part of the old one may have jumped
@@ -434,6 +437,21 @@ class _Reader:
     batch = next(self._iterator)
     self._next = position + 1
     return batch
+
+
+# Where Grain jumps to a wrong place: it counts also the elements that a MapDataset has left out.
+# The last of these, of which `mp_prefetch` is made, has parts that are not among its parents.
+_MISCOUNTED = (
+  type(grain.MapDataset.range(1).filter(bool)),
+  grain_experimental.FlatMapMapDataset,
+  grain_experimental.InterleaveIterDataset,
+)
+
+
+def _jumps(dataset: Any) -> bool:
+  """Whether Grain can be asked to jump in this dataset."""
+  counted = not isinstance(dataset, _MISCOUNTED)
+  return counted and all(map(_jumps, getattr(dataset, "parents", ())))
 
 
 def _checked(batches: Any, data: DataConfig, inputs: Batch) -> grain.MapDataset[Batch]:

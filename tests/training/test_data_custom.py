@@ -70,6 +70,11 @@ class Numbers:
       )
     if self.kind == "filter":  # Grain cannot jump in it
       return numbers.to_iter_dataset().filter(lambda batch: batch["x"][0, 0] % 2 == 0)
+    if self.kind in ("sparse", "one worker"):  # where it would jump to a wrong place
+      even = numbers.filter(lambda batch: batch["x"][0, 0] % 2 == 0).to_iter_dataset()
+      parts = [even]  # as `mp_prefetch` of one worker has them
+      inside = grain.experimental.InterleaveIterDataset(parts, cycle_length=1)
+      return even.map(lambda batch: batch) if self.kind == "sparse" else inside
     if self.kind == "flaky":
       return numbers.to_iter_dataset().map(FailsOnce(1003)).filter(lambda batch: True)
     return types.SimpleNamespace(**ODD) if self.kind == "odd" else Indexed(self.kind, learner)
@@ -159,7 +164,10 @@ def number(batch) -> int:
   return int(batch["x"][0, 0])
 
 
-@pytest.mark.parametrize(("kind", "step"), [("index", 1), ("map", 1), ("iter", 1), ("filter", 2)])
+@pytest.mark.parametrize(
+  ("kind", "step"),
+  [("index", 1), ("map", 1), ("iter", 1), ("filter", 2), ("sparse", 2), ("one worker", 2)],
+)
 def test_every_position_gives_its_batch_however_it_is_come_to(kind, step):
   one = stream(kind, learner=1)
   first = 1000
