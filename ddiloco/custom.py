@@ -397,7 +397,8 @@ def _import(config: Section) -> ModuleType:
     try:
       texts = _files(where, str(path))
       # Its own text: a file of bytecode may be that of an older one, of the same second and length.
-      exec(compile(texts[str(path)], path, "exec"), module.__dict__)
+      # And it alone says how it is read: this file's own `annotations` are not inherited.
+      exec(compile(texts[str(path)], path, "exec", dont_inherit=True), module.__dict__)
     except BaseException:
       del sys.modules[name]
       raise

@@ -35,6 +35,15 @@ def test_a_source_that_changed_is_read_anew_by_the_next_run_and_not_before(
   assert found() == first
 
 
+def test_a_file_is_compiled_as_python_itself_would(tmp_path):
+  """It got the future statements of the module that reads it: its annotations were texts."""
+  path = tmp_path / "mine.py"
+  path.write_text(
+    f"{MODEL}\ndef width(size: int): pass\nassert width.__annotations__ == {{'size': int}}\n"
+  )
+  custom.load_model(config("model", f"{path}:model").model)
+
+
 BESIDE = {
   "mine.py": f"{MODEL}\nimport optax, layers.sizes\ndef later():\n  from deep import half\n",
   "deep.py": "import os, ddiloco.nothing\n",
