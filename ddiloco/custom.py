@@ -403,6 +403,9 @@ def _import(config: Section) -> ModuleType:
       del sys.modules[name]
       raise
     _texts[str(path)] = texts
+    import cloudpickle
+
+    cloudpickle.register_pickle_by_value(module)  # Grain's processes find no module of this name
   return sys.modules[name]
 
 

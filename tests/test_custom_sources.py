@@ -4,6 +4,7 @@ import os
 import py_compile
 import sys
 
+import cloudpickle
 import pytest
 
 from ddiloco import custom
@@ -42,6 +43,15 @@ def test_a_file_is_compiled_as_python_itself_would(tmp_path):
     f"{MODEL}\ndef width(size: int): pass\nassert width.__annotations__ == {{'size': int}}\n"
   )
   custom.load_model(config("model", f"{path}:model").model)
+
+
+def test_what_a_file_defines_reaches_a_process_that_grain_starts(tmp_path):
+  """`mp_prefetch` pickled it by the name of a module that its processes did not find."""
+  path = tmp_path / "mine.py"
+  path.write_text(f"{MODEL}\nclass Row:\n  size = 3\ndef row(config):\n  return Row()\n")
+  pickled = cloudpickle.dumps(custom.make(config("model", f"{path}:row").model, [], "row"))
+  del sys.modules[custom._module_name(str(path))]
+  assert cloudpickle.loads(pickled).size == 3
 
 
 BESIDE = {

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import grain
 import jax
 import numpy as np
+from absl import flags
 from grain import experimental as grain_experimental
 
 from ddiloco import custom
@@ -457,6 +458,7 @@ def _jumps(dataset: Any) -> bool:
 def _checked(batches: Any, data: DataConfig, inputs: Batch) -> grain.MapDataset[Batch]:
   """A source's batches, each of which the model must take."""
   if isinstance(batches, grain.IterDataset):
+    flags.FLAGS.mark_as_parsed()  # Grain looks at its own before it starts a process
     batches = _Reader(batches)
   rule = f"batches() gives a {type(batches).__name__}, which has no batches by position"
   fix = "give an object with __getitem__(position), or a Grain MapDataset or IterDataset"

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absl import flags
 from flax import nnx
 
 from ddiloco.checks import lasts
@@ -179,6 +180,16 @@ def test_every_position_gives_its_batch_however_it_is_come_to(kind, step):
   for position in range(5):
     with closing(one.iterate(position)) as restored:
       assert number(next(restored)) == first + step * position
+
+
+def test_grain_may_start_processes_in_a_program_without_flags_of_absl():
+  """It refused `mp_prefetch`: it looks at flags of its own, which such a program never parses."""
+  flags.FLAGS.unparse_flags()
+  try:
+    stream("iter")
+    assert not flags.FLAGS.grain_enable_multiprocess_worker_profiling
+  finally:
+    flags.FLAGS.mark_as_parsed()
 
 
 def test_what_a_pipeline_starts_ends_with_its_reader():
