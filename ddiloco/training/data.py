@@ -460,6 +460,8 @@ def _checked(batches: Any, data: DataConfig, inputs: Batch) -> grain.MapDataset[
   if isinstance(batches, grain.IterDataset):
     flags.FLAGS.mark_as_parsed()  # Grain looks at its own before it starts a process
     batches = _Reader(batches)
+  if isinstance(batches, jax.Array):
+    batches = np.asarray(batches)  # JAX gives its last batch for each later position
   rule = f"batches() gives a {type(batches).__name__}, which has no batches by position"
   fix = "give an object with __getitem__(position), or a Grain MapDataset or IterDataset"
   require(hasattr(batches, "__getitem__"), "data.custom", data.custom, rule, fix)

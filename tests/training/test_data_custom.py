@@ -251,6 +251,15 @@ def test_batches_that_end_are_refused_where_they_do(kind):
     one.batch(90)
 
 
+def test_an_array_of_jax_ends_too():
+  """JAX gave its last batch for every later position, and the run trained on that alone."""
+  batches, takes = jnp.arange(3.0).reshape(3, 1, 1), jax.ShapeDtypeStruct((1, 1), jnp.float32)
+  checked = data._checked(batches, config_of("index").data, takes)
+  assert checked[2] == 2
+  with pytest.raises(ConfigError, match="ends before position 3"):
+    checked[3]
+
+
 def test_a_source_that_raised_is_asked_again_for_the_same_batch():
   """The batches that it had passed before it raised were counted twice."""
   one = stream("flaky", learner=1)
