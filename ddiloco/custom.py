@@ -18,6 +18,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -280,7 +281,8 @@ def make(config: Section, methods: Iterable[str], protocol: str) -> Any:
       of the methods that every object of the protocol has.
   """
   where, _, name = config.custom.rpartition(":")
-  module = called(config, where, lambda: _import(config))
+  with _reading:
+    module = called(config, where, lambda: _import(config))
   factory = getattr(module, name, None)
   if not callable(factory):
     known = [each for each in vars(module) if callable(getattr(module, each)) and each[0] != "_"]
@@ -341,6 +343,8 @@ def _source(config: Section) -> Path | None:
     raise refusal(_field(config), config.custom, f"{path} is no file", fix)
   return path
 
+
+_reading = threading.RLock()  # one thread executes a file, and others wait until it has
 
 # Source file -> the texts (`_files`) that this process executed.
 _texts: dict[str, dict[str, bytes]] = {}

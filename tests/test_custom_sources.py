@@ -1,8 +1,12 @@
 """The source of the user's own parts: what roles must agree on, read once a run, and read anew."""
 
+import concurrent.futures
+import contextlib
 import os
 import py_compile
 import sys
+import threading
+import types
 
 import cloudpickle
 import pytest
@@ -43,6 +47,31 @@ def test_a_file_is_compiled_as_python_itself_would(tmp_path):
     f"{MODEL}\ndef width(size: int): pass\nassert width.__annotations__ == {{'size': int}}\n"
   )
   custom.load_model(config("model", f"{path}:model").model)
+
+
+def test_a_second_thread_waits_until_a_file_is_read(tmp_path, monkeypatch):
+  """Of two runs that began together in one program, one was refused: as if the file began it."""
+  begun, waits, lock = threading.Event(), threading.Event(), custom._reading
+
+  @contextlib.contextmanager
+  def seen():
+    if begun.is_set():
+      waits.set()
+    with lock:
+      yield
+
+  told = types.SimpleNamespace(begin=lambda: (begun.set(), waits.wait(10)))
+  monkeypatch.setitem(sys.modules, "told", told)
+  monkeypatch.setattr(custom, "_reading", seen())
+  path = tmp_path / "mine.py"
+  path.write_text(f"import told\ntold.begin()\n{MODEL}")
+  mine = config("model", f"{path}:model").model
+  with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    first = pool.submit(custom.load_model, mine)
+    assert begun.wait(10)
+    monkeypatch.setattr(custom, "_reading", seen())
+    second = pool.submit(custom.load_model, mine)
+    assert first.result().shapes() == second.result().shapes()
 
 
 def test_what_a_file_defines_reaches_a_process_that_grain_starts(tmp_path):
