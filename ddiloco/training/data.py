@@ -392,7 +392,9 @@ class Stream:
     batches = custom.called(data, "batches()", lambda: source.batches(config, learner, **mine))
     from_files = isinstance(source, Corpus) and data.source == "tokens"
     self._options = _FILE_OPTIONS if from_files else _READ_OPTIONS
-    self._open = lambda: _checked(batches, data, inputs)
+    # Of a corpus it is checked before (`Windows.checked`); a custom model knows its own.
+    vocab_size = config.model.vocab_size if data.custom and not config.model.custom else 0
+    self._open = lambda: _checked(batches, data, inputs, vocab_size)
     # Opened for each: what a user's pipeline starts for a batch ends with it.
     twice = (custom.called(data, "reading batch 0", lambda: self._open()[0]) for _ in range(2))
     equal = jax.tree.map(functools.partial(np.array_equal, equal_nan=True), *twice)
@@ -455,8 +457,10 @@ def _jumps(dataset: Any) -> bool:
   return counted and all(map(_jumps, getattr(dataset, "parents", ())))
 
 
-def _checked(batches: Any, data: DataConfig, inputs: Batch) -> grain.MapDataset[Batch]:
-  """A source's batches, each of which the model must take."""
+def _checked(
+  batches: Any, data: DataConfig, inputs: Batch, vocab_size: int = 0
+) -> grain.MapDataset[Batch]:
+  """A source's batches, each of which the model must take; with a `vocab_size` also its tokens."""
   if isinstance(batches, grain.IterDataset):
     flags.FLAGS.mark_as_parsed()  # Grain looks at its own before it starts a process
     batches = _Reader(batches)
@@ -478,6 +482,9 @@ def _checked(batches: Any, data: DataConfig, inputs: Batch) -> grain.MapDataset[
     fix = "give every batch the arrays of the model's inputs()"
     same = jax.tree.flatten(has) == jax.tree.flatten(takes)
     require(same, "data.custom", data.custom, rule, fix)
+    if vocab_size:  # in rows with an image -1 is no token
+      tokens = batch["tokens"] if isinstance(batch, dict) else batch.view(np.uint32)
+      check_token_ids(tokens, vocab_size, f"batch {position} of {data.custom}")
     return batch
 
   return by_position(read)

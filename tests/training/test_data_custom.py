@@ -251,6 +251,18 @@ def test_batches_that_end_are_refused_where_they_do(kind):
     one.batch(90)
 
 
+@pytest.mark.parametrize(("odd", "found"), [(256, 256), (-1, 2**32 - 1)])
+def test_every_token_of_an_own_source_is_in_the_vocabulary_of_the_package_s_model(odd, found):
+  """The loss was NaN from then on, and nothing said why."""
+  batches = [np.zeros((2, 9), np.int32), np.full((2, 9), odd, np.int32)]
+  config = config_of("index")
+  section = dataclasses.replace(config.data, sequence_length=8)
+  config = dataclasses.replace(config, data=section, model=Config().model)
+  one = data.Stream(types.SimpleNamespace(batches=lambda config, learner: batches), config, 0)
+  with pytest.raises(ConfigError, match=f"model.vocab_size = 256: .* a {found} in batch 1 of "):
+    one.batch(1)
+
+
 def test_an_array_of_jax_ends_too():
   """JAX gave its last batch for every later position, and the run trained on that alone."""
   batches, takes = jnp.arange(3.0).reshape(3, 1, 1), jax.ShapeDtypeStruct((1, 1), jnp.float32)
