@@ -36,6 +36,7 @@ setup(
   package_data={"ddiloco.dashboard": ["page/*"], "ddiloco": ["py.typed"]},
   install_requires=[
     "absl-py>=2.1",  # flags of the command line
+    "cloudpickle>=2",  # Grain's; by it a user's file reaches processes that Grain starts
     "cryptography>=42",  # makes keys and their certificates; TLS itself is Python's own
     "etils[epath]>=1.7",  # checkpoints on disks and in buckets by the same code
     "flax>=0.12.6,<0.13",  # NNX models; older ones want an older optax

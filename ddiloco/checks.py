@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import difflib
 import errno
@@ -213,6 +214,8 @@ def coerce(hint: Any, value: Any, field: str) -> Any:
     require(isinstance(value, Mapping), field, value, "must be a mapping", "use {'2': {...}}")
     return {name: coerce(each[1], v, f"{field}.{name}") for name, v in value.items()}
   if hint is Any:
+    with contextlib.suppress(Exception):  # its section refuses what cannot be copied
+      value = copy.deepcopy(value)  # the caller may go on to change it
     return value
   if hint is float and isinstance(value, int) and not isinstance(value, bool):
     value = float(value) if abs(value) <= sys.float_info.max else math.inf

@@ -18,6 +18,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -280,7 +281,8 @@ def make(config: Section, methods: Iterable[str], protocol: str) -> Any:
       of the methods that every object of the protocol has.
   """
   where, _, name = config.custom.rpartition(":")
-  module = called(config, where, lambda: _import(config))
+  with _reading:
+    module = called(config, where, lambda: _import(config))
   factory = getattr(module, name, None)
   if not callable(factory):
     known = [each for each in vars(module) if callable(getattr(module, each)) and each[0] != "_"]
@@ -342,6 +344,8 @@ def _source(config: Section) -> Path | None:
   return path
 
 
+_reading = threading.RLock()  # one thread executes a file, and others wait until it has
+
 # Source file -> the texts (`_files`) that this process executed.
 _texts: dict[str, dict[str, bytes]] = {}
 
@@ -397,11 +401,15 @@ def _import(config: Section) -> ModuleType:
     try:
       texts = _files(where, str(path))
       # Its own text: a file of bytecode may be that of an older one, of the same second and length.
-      exec(compile(texts[str(path)], path, "exec"), module.__dict__)
+      # And it alone says how it is read: this file's own `annotations` are not inherited.
+      exec(compile(texts[str(path)], path, "exec", dont_inherit=True), module.__dict__)
     except BaseException:
       del sys.modules[name]
       raise
     _texts[str(path)] = texts
+    import cloudpickle
+
+    cloudpickle.register_pickle_by_value(module)  # Grain's processes find no module of this name
   return sys.modules[name]
 
 

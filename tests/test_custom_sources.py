@@ -1,9 +1,14 @@
 """The source of the user's own parts: what roles must agree on, read once a run, and read anew."""
 
+import concurrent.futures
+import contextlib
 import os
 import py_compile
 import sys
+import threading
+import types
 
+import cloudpickle
 import pytest
 
 from ddiloco import custom
@@ -33,6 +38,49 @@ def test_a_source_that_changed_is_read_anew_by_the_next_run_and_not_before(
   path.write_text(MODEL)
   custom.renew(mine)
   assert found() == first
+
+
+def test_a_file_is_compiled_as_python_itself_would(tmp_path):
+  """It got the future statements of the module that reads it: its annotations were texts."""
+  path = tmp_path / "mine.py"
+  path.write_text(
+    f"{MODEL}\ndef width(size: int): pass\nassert width.__annotations__ == {{'size': int}}\n"
+  )
+  custom.load_model(config("model", f"{path}:model").model)
+
+
+def test_a_second_thread_waits_until_a_file_is_read(tmp_path, monkeypatch):
+  """Of two runs that began together in one program, one was refused: as if the file began it."""
+  begun, waits, lock = threading.Event(), threading.Event(), custom._reading
+
+  @contextlib.contextmanager
+  def seen():
+    if begun.is_set():
+      waits.set()
+    with lock:
+      yield
+
+  told = types.SimpleNamespace(begin=lambda: (begun.set(), waits.wait(10)))
+  monkeypatch.setitem(sys.modules, "told", told)
+  monkeypatch.setattr(custom, "_reading", seen())
+  path = tmp_path / "mine.py"
+  path.write_text(f"import told\ntold.begin()\n{MODEL}")
+  mine = config("model", f"{path}:model").model
+  with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    first = pool.submit(custom.load_model, mine)
+    assert begun.wait(10)
+    monkeypatch.setattr(custom, "_reading", seen())
+    second = pool.submit(custom.load_model, mine)
+    assert first.result().shapes() == second.result().shapes()
+
+
+def test_what_a_file_defines_reaches_a_process_that_grain_starts(tmp_path):
+  """`mp_prefetch` pickled it by the name of a module that its processes did not find."""
+  path = tmp_path / "mine.py"
+  path.write_text(f"{MODEL}\nclass Row:\n  size = 3\ndef row(config):\n  return Row()\n")
+  pickled = cloudpickle.dumps(custom.make(config("model", f"{path}:row").model, [], "row"))
+  del sys.modules[custom._module_name(str(path))]
+  assert cloudpickle.loads(pickled).size == 3
 
 
 BESIDE = {

@@ -101,6 +101,9 @@ class Flags:
     except AttributeError as error:  # an unknown name in `options`, which the file defines
       fix = f"use an option that {self.experiment} gives"
       raise refusal("--config", self.experiment, str(error), fix) from error
+    except flags.Error as error:  # an option that is a list, or None
+      fix = "give all options of the section together: --config.model.options=\"{'NAME': [1, 2]}\""
+      raise ConfigError(f"{str(error).partition('. ')[0]}. Fix: {fix}.") from error
     self._values["config"].default_as_str = None  # too long for --help; config/ has all defaults
 
   def parse(self, doc: str | None) -> None:

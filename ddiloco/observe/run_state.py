@@ -551,8 +551,10 @@ def note_of(event: Event) -> tuple[str, ...]:
       when = f"in the middle of its work: {event.seconds:.1f} s"
       return f"{who} compiled {event.program} {when}", "bad"
     case events.Crash():
-      *_, last = event.trace.strip().split("\n")
-      return f"{who} crashed: {last}", "bad", "exit", event.role
+      lines = event.trace.strip().split("\n")
+      while lines[-2:-1] == ["-" * 20]:  # a note of JAX or Grain on the frames that it hides
+        del lines[-2:]
+      return f"{who} crashed: {lines[-1]}", "bad", "exit", event.role
     case events.Restored():
       return f"{who} has its part of snapshot {event.snapshot}", "good"
     case events.Snapshot() if event.lacks:

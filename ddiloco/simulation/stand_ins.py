@@ -62,7 +62,8 @@ class VirtualIsland:
 
   def describe(self) -> Mapping[str, Any]:
     island = self._world.config.islands.island(self._learner)
-    devices = island.devices or 1
+    # Not known with 0: the fewest that the mesh has.
+    devices = island.devices or abs(island.data * island.fsdp * island.tensor)
     mesh = list(island.mesh_shape(devices))
     return {"devices": devices, "mesh": mesh, "batch_size": island.batch_size}
 

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import grain
 import jax
 import numpy as np
+from absl import flags
 from grain import experimental as grain_experimental
 
 from ddiloco import custom
@@ -391,7 +392,9 @@ class Stream:
     batches = custom.called(data, "batches()", lambda: source.batches(config, learner, **mine))
     from_files = isinstance(source, Corpus) and data.source == "tokens"
     self._options = _FILE_OPTIONS if from_files else _READ_OPTIONS
-    self._open = lambda: _checked(batches, data, inputs)
+    # Of a corpus it is checked before (`Windows.checked`); a custom model knows its own.
+    vocab_size = config.model.vocab_size if data.custom and not config.model.custom else 0
+    self._open = lambda: _checked(batches, data, inputs, vocab_size)
     # Opened for each: what a user's pipeline starts for a batch ends with it.
     twice = (custom.called(data, "reading batch 0", lambda: self._open()[0]) for _ in range(2))
     equal = jax.tree.map(functools.partial(np.array_equal, equal_nan=True), *twice)
@@ -421,11 +424,14 @@ class _Reader:
 
   def __init__(self, dataset: grain.IterDataset[Batch]):
     self._dataset, self._iterator, self._next = dataset, iter(dataset), 0
+    self._jumps = _jumps(dataset)
 
   def __getitem__(self, position: int) -> Batch:
     at, self._next = self._next, -1  # unknown, if the dataset raises now
     if position != at:
       try:
+        if not self._jumps:
+          raise NotImplementedError
         grain_experimental.set_next_index(self._iterator, position)
       except (NotImplementedError, ValueError):  # packing and filters cannot jump
         self._iterator = iter(self._dataset)  # a part of the old one may have jumped
@@ -436,10 +442,30 @@ class _Reader:
     return batch
 
 
-def _checked(batches: Any, data: DataConfig, inputs: Batch) -> grain.MapDataset[Batch]:
-  """A source's batches, each of which the model must take."""
+# Where Grain jumps to a wrong place: it counts also the elements that a MapDataset has left out.
+# The last of these, of which `mp_prefetch` is made, has parts that are not among its parents.
+_MISCOUNTED = (
+  type(grain.MapDataset.range(1).filter(bool)),
+  grain_experimental.FlatMapMapDataset,
+  grain_experimental.InterleaveIterDataset,
+)
+
+
+def _jumps(dataset: Any) -> bool:
+  """Whether Grain can be asked to jump in this dataset."""
+  counted = not isinstance(dataset, _MISCOUNTED)
+  return counted and all(map(_jumps, getattr(dataset, "parents", ())))
+
+
+def _checked(
+  batches: Any, data: DataConfig, inputs: Batch, vocab_size: int = 0
+) -> grain.MapDataset[Batch]:
+  """A source's batches, each of which the model must take; with a `vocab_size` also its tokens."""
   if isinstance(batches, grain.IterDataset):
+    flags.FLAGS.mark_as_parsed()  # Grain looks at its own before it starts a process
     batches = _Reader(batches)
+  if isinstance(batches, jax.Array):
+    batches = np.asarray(batches)  # JAX gives its last batch for each later position
   rule = f"batches() gives a {type(batches).__name__}, which has no batches by position"
   fix = "give an object with __getitem__(position), or a Grain MapDataset or IterDataset"
   require(hasattr(batches, "__getitem__"), "data.custom", data.custom, rule, fix)
@@ -456,6 +482,9 @@ def _checked(batches: Any, data: DataConfig, inputs: Batch) -> grain.MapDataset[
     fix = "give every batch the arrays of the model's inputs()"
     same = jax.tree.flatten(has) == jax.tree.flatten(takes)
     require(same, "data.custom", data.custom, rule, fix)
+    if vocab_size:  # in rows with an image -1 is no token
+      tokens = batch["tokens"] if isinstance(batch, dict) else batch.view(np.uint32)
+      check_token_ids(tokens, vocab_size, f"batch {position} of {data.custom}")
     return batch
 
   return by_position(read)

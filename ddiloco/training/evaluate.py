@@ -141,12 +141,13 @@ def generate(
   require(prompt == known, "prompt", prompt, "has bytes that are no UTF-8", f"use {known!r}")
   whole = [*tokenizer.encode(prompt)] or [tokenizer.end_token]
   ids = np.array(whole[-context_length:], np.int32)
-  check_token_ids(ids, model.vocab_size, "the prompt")
+  if not model.custom:  # which may have another vocabulary than the config says
+    check_token_ids(ids, model.vocab_size, "the prompt")
   buffer = np.zeros(context_length + num_tokens, np.int32)
   buffer[: len(ids)] = ids
   lengths, key = (len(ids), tokenizer.vocab_size), jax.random.key(seed)
   writer: Any = custom.load_model(model)  # not every Model has logits
-  params, how = {**params, **frozen(writer)}, (writer.logits, model.vocab_size, num_tokens)
+  params, how = {**params, **frozen(writer)}, (writer.logits, num_tokens)
   out = _continue(*how, params, buffer, *lengths, float(temperature), key)
   return tokenizer.decode(np.asarray(out)[len(ids) : len(ids) + num_tokens])
 
@@ -163,10 +164,9 @@ def refuse_without_text(model: ModelConfig) -> None:
   require(makes_text(model), "model.custom", model.custom, rule, fix)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _continue(
   logits: Callable[..., jax.Array],
-  vocab_size: int,
   num_tokens: int,
   params: Mapping[str, jax.Array],
   buffer: jax.Array,
@@ -177,7 +177,6 @@ def _continue(
 ) -> jax.Array:
   """Fills buffer[prompt_length : prompt_length + num_tokens] (buffer: context + num_tokens ids)."""
   context = buffer.shape[0] - num_tokens
-  known_V = jnp.arange(vocab_size) < known_tokens
 
   def step(i: jax.Array, buffer: jax.Array) -> jax.Array:
     length = prompt_length + i
@@ -185,6 +184,7 @@ def _continue(
     # Positions after the last token may hold zeros; a causal model does not see these.
     window_1xT = jax.lax.dynamic_slice(buffer, (start,), (context,))[None]
     logits_1xTxV = logits(params, window_1xT)
+    known_V = jnp.arange(logits_1xTxV.shape[-1]) < known_tokens
     logits_V = jnp.where(known_V, logits_1xTxV[0, length - 1 - start], -jnp.inf)
     best = jnp.argmax(logits_V)
     # Less the best one's, so that a tiny temperature makes no two of them infinite; what is unknown

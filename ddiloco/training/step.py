@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -238,7 +238,8 @@ class StateLayout:
     shardings: name -> the sharding alone.
     moments: prefixes of the optimizer's subtrees that are shaped like the parameters, in order:
       prefix + parameter name is a name of the state.
-    counts: names of the optimizer's integer scalars: how many updates it has seen.
+    counts: names of the optimizer's integer scalars, how many updates it has seen, but for those
+      beside arrays none of which are in `moments`.
   """
 
   def __init__(
@@ -264,7 +265,15 @@ class StateLayout:
     whole = {p for p in prefixes if all(self.leaves.get(p + n) == x for n, x in params.items())}
     self.moments = tuple(prefix for prefix in prefixes if prefix in whole - {PARAMS})
     integers = {name for name, leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.integer)}
-    self.counts = tuple(name for name, leaf in leaves if name in integers and not leaf.shape)
+    counts = [name for name, leaf in leaves if name in integers and not leaf.shape]
+    self.counts = tuple(name for name in counts if self._goes_with_moments(name, counts))
+
+  def _goes_with_moments(self, count: str, counts: Sequence[str]) -> bool:
+    """Whether moments beside this count are passed on with it, or nothing is beside it: it corrects
+    these moments, so a learner that has none of them begins with its own count."""
+    beside = [n for n in self.leaves if n.startswith(count.rpartition("/")[0] + "/")]
+    rest = [name for name in beside if name not in counts]
+    return not rest or any(name.startswith(self.moments) for name in rest)
 
   def flat(self, params: Any, opt_state: Any) -> dict[str, jax.Array]:
     """The two trees as one flat dict."""

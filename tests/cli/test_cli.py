@@ -15,6 +15,7 @@ import pytest
 import ddiloco
 from ddiloco import cli
 from ddiloco.checkpoint import weights
+from ddiloco.cli.arguments import Flags
 from ddiloco.config import from_dict
 from ddiloco.engines import session
 from ddiloco.models.transformer import language_model
@@ -180,6 +181,23 @@ def test_a_preset_that_is_not_there(refused):
 def test_wrong_flags_and_fields(refused, tmp_path, arguments, parts):
   text = refused(*TRAIN, f"--workdir={tmp_path / 'run'}", *arguments)
   assert all(part in text for part in parts), text
+
+
+@pytest.mark.parametrize("option", ["sizes=[3]", "base=model.safetensors"])
+def test_an_option_that_no_flag_changes_says_what_does(refused, tmp_path, option):
+  """An option that is a list, or None: the error told of types, and of flags that do not help."""
+  file, whole = tmp_path / "experiment.py", "--config.model.options={'sizes': [3], 'base': None}"
+  file.write_text(
+    "from ddiloco import config\ndef get_config():\n  c = config.default()\n"
+    "  c.model.custom, c.model.options = 'mine.py:model', {'sizes': [1, 2], 'base': None}\n"
+    "  return c\n"
+  )
+  said = refused("train", f"--config={file}", "--workdir=x", f"--config.model.options.{option}")
+  assert f"config.model.options.{option.partition('=')[0]} is not supported" in said
+  assert "Fix: give all options of the section together: --config.model.options=" in said
+  given = Flags(["train", f"--config={file}", whole], "config")
+  given.parse("")
+  assert given.final_config().model.options == {"sizes": [3], "base": None}
 
 
 @pytest.mark.parametrize("flag", ["--tokens=0", "--tokens=x", "--temperature=-1", "--promt=x"])

@@ -411,6 +411,18 @@ def test_free_names_may_have_dots():
   assert from_dict(c).model.options["act.fn"] == 3
 
 
+def test_a_config_keeps_no_list_of_the_one_that_it_is_made_of():
+  """In a sweep over `options.sizes[0]` each run trained the first run's model, which was found by
+  the config that had changed with it."""
+  c = default()
+  c.model.custom, c.model.options = "a:b", {"sizes": [16], "more": {"parts": [{"size": 1}]}}
+  first = from_dict(c)
+  c.model.options.sizes[0] = 32
+  c.model.options.more.parts[0]["size"] = 2
+  assert first.model.options == {"sizes": [16], "more": {"parts": [{"size": 1}]}}
+  assert from_dict(c).model.options == {"sizes": [32], "more": {"parts": [{"size": 2}]}}
+
+
 def test_a_config_cannot_be_changed():
   with pytest.raises(dataclasses.FrozenInstanceError):
     Config().seed = 3  # type: ignore[misc]

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from ddiloco.observe.islands import RECENT_COMMITS
-from ddiloco.observe.run_state import RECENT_LOG_EVENTS, RunState
+from ddiloco.observe.run_state import RECENT_LOG_EVENTS, RunState, note_of
 from ddiloco.observe.style import clock_time, compact, island_colour
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Odd
@@ -303,6 +303,16 @@ def test_a_learner_that_no_engine_starts_again_is_on_its_way_once_its_process_is
     "running",
     "restarting",
   ]
+
+
+def test_a_crash_is_told_by_its_error_and_not_by_a_note_below_it(make):
+  """JAX and Grain add a line on the frames that they hide to each error that passes them."""
+  trace = "ValueError: one\n--------------------\nFor simplicity, JAX ...\n"
+  more = f"{trace}\nThe above exception was the direct cause ...:\n\nOSError: no data\n"
+  twice = f"{trace}--------------------\nFor simplicity, Grain ...\n"
+  crashes = [make.event(3.0, "learner-1", "crash", trace=each) for each in (trace, more, twice)]
+  errors = "ValueError: one", "OSError: no data", "ValueError: one"
+  assert [note_of(each)[0] for each in crashes] == [f"island 1 crashed: {it}" for it in errors]
 
 
 def test_roles_without_an_engine_say_themselves_that_they_crash_and_restart(make):

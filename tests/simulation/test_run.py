@@ -62,6 +62,15 @@ def account(events: list[dict]):
 # --- without faults -------------------------------------------------------------------------------
 
 
+def test_an_island_whose_devices_are_not_known_has_at_least_those_of_its_mesh():
+  """`ddiloco simulate protocol --config=configs/moe.py:3.8b` was refused: 1 device, tensor = 4."""
+  c = make(learners=2, steps=10)
+  islands = dataclasses.replace(c.islands, devices=0, tensor=4)
+  _, events = play(dataclasses.replace(c, islands=islands))
+  started = {(each.devices, *each.mesh) for each in of(events, "started") if each.devices}
+  assert started == {(4, 1, 1, 4)}
+
+
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_no_learner_is_lost_while_it_makes_its_first_step(pipelined, monkeypatch):
   """Steps take longer than `liveness_seconds`, and before the first one ends no report comes.

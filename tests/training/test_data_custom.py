@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absl import flags
 from flax import nnx
 
 from ddiloco.checks import lasts
@@ -70,6 +71,11 @@ class Numbers:
       )
     if self.kind == "filter":  # Grain cannot jump in it
       return numbers.to_iter_dataset().filter(lambda batch: batch["x"][0, 0] % 2 == 0)
+    if self.kind in ("sparse", "one worker"):  # where it would jump to a wrong place
+      even = numbers.filter(lambda batch: batch["x"][0, 0] % 2 == 0).to_iter_dataset()
+      parts = [even]  # as `mp_prefetch` of one worker has them
+      inside = grain.experimental.InterleaveIterDataset(parts, cycle_length=1)
+      return even.map(lambda batch: batch) if self.kind == "sparse" else inside
     if self.kind == "flaky":
       return numbers.to_iter_dataset().map(FailsOnce(1003)).filter(lambda batch: True)
     return types.SimpleNamespace(**ODD) if self.kind == "odd" else Indexed(self.kind, learner)
@@ -159,7 +165,10 @@ def number(batch) -> int:
   return int(batch["x"][0, 0])
 
 
-@pytest.mark.parametrize(("kind", "step"), [("index", 1), ("map", 1), ("iter", 1), ("filter", 2)])
+@pytest.mark.parametrize(
+  ("kind", "step"),
+  [("index", 1), ("map", 1), ("iter", 1), ("filter", 2), ("sparse", 2), ("one worker", 2)],
+)
 def test_every_position_gives_its_batch_however_it_is_come_to(kind, step):
   one = stream(kind, learner=1)
   first = 1000
@@ -171,6 +180,16 @@ def test_every_position_gives_its_batch_however_it_is_come_to(kind, step):
   for position in range(5):
     with closing(one.iterate(position)) as restored:
       assert number(next(restored)) == first + step * position
+
+
+def test_grain_may_start_processes_in_a_program_without_flags_of_absl():
+  """It refused `mp_prefetch`: it looks at flags of its own, which such a program never parses."""
+  flags.FLAGS.unparse_flags()
+  try:
+    stream("iter")
+    assert not flags.FLAGS.grain_enable_multiprocess_worker_profiling
+  finally:
+    flags.FLAGS.mark_as_parsed()
 
 
 def test_what_a_pipeline_starts_ends_with_its_reader():
@@ -230,6 +249,27 @@ def test_batches_that_end_are_refused_where_they_do(kind):
       next(ahead)
   with pytest.raises(ConfigError, match="ends before position 90"):
     one.batch(90)
+
+
+@pytest.mark.parametrize(("odd", "found"), [(256, 256), (-1, 2**32 - 1)])
+def test_every_token_of_an_own_source_is_in_the_vocabulary_of_the_package_s_model(odd, found):
+  """The loss was NaN from then on, and nothing said why."""
+  batches = [np.zeros((2, 9), np.int32), np.full((2, 9), odd, np.int32)]
+  config = config_of("index")
+  section = dataclasses.replace(config.data, sequence_length=8)
+  config = dataclasses.replace(config, data=section, model=Config().model)
+  one = data.Stream(types.SimpleNamespace(batches=lambda config, learner: batches), config, 0)
+  with pytest.raises(ConfigError, match=f"model.vocab_size = 256: .* a {found} in batch 1 of "):
+    one.batch(1)
+
+
+def test_an_array_of_jax_ends_too():
+  """JAX gave its last batch for every later position, and the run trained on that alone."""
+  batches, takes = jnp.arange(3.0).reshape(3, 1, 1), jax.ShapeDtypeStruct((1, 1), jnp.float32)
+  checked = data._checked(batches, config_of("index").data, takes)
+  assert checked[2] == 2
+  with pytest.raises(ConfigError, match="ends before position 3"):
+    checked[3]
 
 
 def test_a_source_that_raised_is_asked_again_for_the_same_batch():

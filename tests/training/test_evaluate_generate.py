@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import types
+
 import jax
 import numpy as np
 import pytest
 
+from ddiloco import custom
 from ddiloco.config import ConfigError, ModelConfig
 from ddiloco.models.transformer import Transformer, language_model
 from ddiloco.training import evaluate as generate_lib
@@ -106,6 +110,22 @@ def test_sampling_has_the_models_distribution(params):
   observed = np.bincount([ord(t) - 96 for t in texts], minlength=27) / len(texts)
   assert np.abs(observed - expected).sum() / 2 < 0.15
   assert expected.max() < 0.9, "or the test says nothing"
+
+
+def test_an_own_model_s_vocabulary_is_that_of_its_logits(monkeypatch):
+  """With another one than the config's, 256 unless it is set, the text of a run was left out."""
+  writer = types.SimpleNamespace(logits=lambda params, tokens: params["rows"][tokens])
+  monkeypatch.setattr(custom, "load_model", lambda config: writer)
+  after = {"rows": np.roll(np.eye(500, dtype=np.float32), 1, axis=1)}  # the next id
+  numbers = dataclasses.replace(
+    BYTES,
+    vocab_size=400,
+    to_ids=lambda text: [*map(int, text.split())],
+    to_text=lambda ids: " ".join(map(str, ids)),
+  )
+  model = dataclasses.replace(MODEL, custom="own.py:model", vocab_size=256)
+  how = {"num_tokens": 3, "temperature": 0.0, "context_length": CONTEXT}
+  assert generate_lib.generate(model, after, numbers, "300", **how) == "301 302 303"
 
 
 @pytest.mark.parametrize("temperature", [100.0, np.inf])
