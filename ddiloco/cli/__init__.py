@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import difflib
 import gc
+import io
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -100,6 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def entry() -> None:
   """Runs the command of this process, and ends the process; `ddiloco.__main__` calls it."""
+  if isinstance(sys.stdout, io.TextIOWrapper):
+    sys.stdout.reconfigure(errors="replace")  # of a locale that lacks a character, such as a dash
   if sys.argv[1:2] and sys.argv[1] in WORKERS:
     go_on_unheard()
   elif signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:

@@ -185,7 +185,8 @@ def write_report(
   if not ours and any((folder / name).exists() for name in (index.name, *PICTURES)):
     raise FileExistsError(f"{folder}: has files of such names that are not of ddiloco")
   folder.mkdir(parents=True, exist_ok=True)
-  index.write_text(page(summary))  # first: by it the folder is known again
+  # First: by it the folder is known again. A locale may have other characters than UTF-8.
+  index.write_text(page(summary), "utf-8")
   text = json.dumps(finite(summary), indent=2, allow_nan=False, default=str)
   (folder / "summary.json").write_text(text + "\n")
   _draw(folder, run, extra)
