@@ -24,6 +24,7 @@ from ddiloco.dashboard.server import Dashboard, Where
 from ddiloco.engines.profiler import MOST_STEPS, ProfileRequest, take_profile
 from ddiloco.engines.role_spec import RoleSpec, beside, end_with_parent, terminates
 from ddiloco.environment import FINISHED, LOST
+from ddiloco.observe.eventlog import logs_in
 from ddiloco.trace import text
 from ddiloco.workdir import PROFILES, RESULT, refuse_trained, run_name
 
@@ -98,6 +99,7 @@ def dashboard(arguments: list[str]) -> int:
   given.parse(dashboard.__doc__)
   there, fix = given.workdir.is_dir(), "name the directory of a run"
   require(there, "--workdir", str(given.workdir), "is no directory", fix)
+  logs_in(given.workdir)  # those of another version are refused
   ended = threading.Event()
   with terminates(ended), Dashboard(given.workdir, _where(given, "bind")) as served:
     print(f"Dashboard of {given.workdir}: {served.url}   (Ctrl-C ends it)", flush=True)
