@@ -350,7 +350,7 @@ def _loss(value: Any) -> str:
 _CSS = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 60rem; margin: 2rem auto;
   padding: 0 1rem }
-h1 { font-size: 1.7rem } h2 { font-size: 1.15rem; margin: 2.2rem 0 .4rem }
+h1 { font-size: 1.7rem; overflow-wrap: anywhere } h2 { font-size: 1.15rem; margin: 2.2rem 0 .4rem }
 table { border-collapse: collapse; margin: 1rem 0 }
 th, td { padding: .25rem 1.2rem .25rem 0; text-align: left }
 tr { border-bottom: 1px solid #eee } th { font-weight: normal; color: #666 }
