@@ -38,6 +38,7 @@ FRAME_SECONDS = 1.0  # a frame costs some 5 ms of a core that also trains
 SHORTEST_FRAME_SECONDS = 0.25  # between frames that an important event asks for
 PLAIN_SECONDS = 10.0
 SHOWN_LOG_EVENTS = 5
+LEAST_NAME = 16  # characters of a run's name that are shown, also where figures need the room
 _STATE_STYLES = {
   "running": "green",
   "joining": "cyan",
@@ -53,7 +54,7 @@ _TONE_STYLES = {"bad": "red", "good": "green", "plain": "default"}
 
 def render(view: RunState, now: float, width: int = 100) -> RenderableType:
   """The view as it looks `now` (seconds since the run started), for 80 columns or more."""
-  parts: list[RenderableType] = [_header(view, now), _progress(view), Text()]
+  parts: list[RenderableType] = [_header(view, now, width), _progress(view), Text()]
   if view.solo:
     parts += [Text(view.solo, style="bold yellow"), Text()]
   if view.log_events:
@@ -97,9 +98,10 @@ def _figures(view: RunState, now: float) -> list[str]:
   return [part for part in parts if part]
 
 
-def _header(view: RunState, now: float) -> Text:
+def _header(view: RunState, now: float, width: int) -> Text:
   said = "   ".join(["", f"{clock_time(now)} elapsed", *_figures(view, now)])
-  name = (view.name or "ddiloco", "bold")
+  name = Text(view.name or "ddiloco", style="bold")
+  name.truncate(max(LEAST_NAME, width - len(said)), overflow="ellipsis")  # of a long one, a part
   return Text.assemble(name, said, no_wrap=True, overflow="ellipsis")
 
 

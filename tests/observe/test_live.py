@@ -38,6 +38,14 @@ def test_a_frame_shows_the_run_and_fits(run_events, width):
   assert "0:20  island 2: planned kill" in text
 
 
+def test_a_long_name_hides_no_figure(run_events):
+  """A workdir named after the settings of a sweep left room for nothing else."""
+  view = _at(run_events, 25.0)
+  view.name = "sweep_rate=0.02_batch=8_seed=0_" + "x" * 200
+  first = _text(view, 25.0, 100).splitlines()[0]
+  assert first.startswith("sweep_rate=0.02") and "0:25 elapsed" in first and "tokens/s" in first
+
+
 def test_a_frame_before_anything_happened():
   assert "ddiloco" in _text(RunState(), 0.0, 80)
 
