@@ -187,7 +187,8 @@ class LiveView:
     self._start_time: float | None = None
     self._since = 0.0  # of a run that goes on, when this start of it began
     self._clock = clock
-    self._console = console or Console()
+    # FORCE_COLOR, which continuous integration sets, would make a terminal of a log file.
+    self._console = console or Console(force_terminal=None if os.isatty(1) else False)
     self._plain_seconds = self._next_plain = plain_seconds
     self._live: Live | None = None
     self._next_frame = 0.0

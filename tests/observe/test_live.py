@@ -97,6 +97,14 @@ def test_without_a_terminal_there_are_plain_lines_and_all_notes(run_events, fake
   assert lines[-1].startswith("[0:22]") and "2 lost" in lines[-1]
 
 
+def test_a_log_file_is_no_terminal_where_colours_are_forced(make, fake_clock, monkeypatch, capfd):
+  """Every second a picture with control codes went into the log."""
+  monkeypatch.setenv("FORCE_COLOR", "1")
+  with LiveView(clock=fake_clock) as live:
+    live(make.run_started())
+  assert "\x1b" not in capfd.readouterr().out
+
+
 def test_important_events_do_not_wait_for_the_next_progress_line(make, fake_clock):
   shown = io.StringIO()
   console = Console(file=shown, width=100)
