@@ -173,7 +173,7 @@ class LiveView:
   """A listener of any number of recorders that draws the run on its own thread, inside `with`.
 
   A call with an event only queues the event. The event `run_started` says all that the view needs
-  to know of the run, and the first event when the run started by `clock`.
+  to know of the run, and times of events when the run started by `clock`.
   """
 
   def __init__(
@@ -223,8 +223,10 @@ class LiveView:
 
   def __call__(self, event: Event) -> None:
     """Queues an event; after the end it is ignored."""
+    start = self._clock() - event.time  # or earlier: an engine of processes passes events on late
     if self._start_time is None:
-      self._start_time, self._since = self._clock() - event.time, event.time
+      self._start_time, self._since = start, event.time
+    self._start_time = min(self._start_time, start)
     self._drain.put(event)
     if type(event) in IMPORTANT:
       self._drain.wake()

@@ -232,6 +232,18 @@ def test_the_start_time_comes_with_the_first_event(make, fake_clock):
   assert console.file.getvalue().startswith("[0:07]")
 
 
+def test_a_first_event_that_comes_late_does_not_set_the_clock_back(make, fake_clock):
+  """With processes the first one comes when the roles have been started: the time that had passed
+  and the time that is left were wrong by as much, and lines of the log were not in order."""
+  console = Console(file=io.StringIO(), width=100)
+  fake_clock.now = 512.0
+  with LiveView(console, clock=fake_clock) as live:
+    live(make.run_started())
+    live(make.step(11.8, 0, 1))
+    fake_clock.now = 513.2
+  assert console.file.getvalue().splitlines()[-1].startswith("[0:13]")
+
+
 def test_a_closed_output_is_one_warning(make, capsys, fake_clock):
   file = io.StringIO()
   with LiveView(Console(file=file, width=100), clock=fake_clock) as live:
