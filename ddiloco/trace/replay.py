@@ -21,6 +21,7 @@ import numpy as np
 
 from ddiloco.checkpoint import weights
 from ddiloco.checkpoint.snapshots import fingerprint
+from ddiloco.checks import require
 from ddiloco.config import ChaosConfig, Config, ConfigError
 from ddiloco.core import codec, delta
 from ddiloco.core.delta import Committed, Deltas, new_fragment
@@ -43,7 +44,7 @@ from ddiloco.trace.interpreter import (
   TraceRole,
   Version,
 )
-from ddiloco.trace.operations import INITIAL, Entry, Key, Trace, makes
+from ddiloco.trace.operations import INITIAL, Entry, Key, Operation, Trace, makes
 from ddiloco.training import data, devices
 from ddiloco.training.island import Island
 from ddiloco.workdir import saved_config
@@ -386,6 +387,11 @@ def _same(a: np.ndarray, b: np.ndarray) -> bool:
   return a.shape == b.shape and np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
+def _saved(op: Operation) -> bool:
+  """Whether digests of a state are known; those of virtual time have none."""
+  return isinstance(op, events.Saved) and bool(op.arrays)
+
+
 def replay_run(
   workdir: Path,
   trace: Trace,
@@ -405,11 +411,16 @@ def replay_run(
     difference, or "").
 
   Raises:
-    ConfigError: the result cannot be read, or there are too few devices.
+    ConfigError: there is nothing to compare with, the result cannot be read, or there are too few
+      devices.
   """
   started = time.monotonic()
   config = saved_config(workdir, config)
   result = workdir / "result"
+  told = any(getattr(op, "loss", None) is not None or _saved(op) for op in trace.operations())
+  rule = "its run has no losses, no saved states and no result to compare with, as in virtual time"
+  fix = "name a run that has trained"
+  require(told or result.exists(), "--workdir", str(workdir), rule, fix)
   initial.warn_of_changes(config, result)
   replay = Replay(config, trace, islands(config, trace, jax.devices()))
   replay.run(progress)
