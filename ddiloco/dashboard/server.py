@@ -37,7 +37,7 @@ from ddiloco.dashboard.status import LAG_SECONDS, METRICS_KIND, exposition
 from ddiloco.dashboard.status import status as run_status
 from ddiloco.network.keys import is_loopback
 from ddiloco.network.webserver import Answer, Health, Request, WebServer, parse_address
-from ddiloco.observe.eventlog import Follower
+from ddiloco.observe.eventlog import Follower, logs_in
 from ddiloco.observe.guards import Warnings, ended
 from ddiloco.observe.run_state import RunState
 from ddiloco.protocol.events import RunStarted
@@ -131,6 +131,12 @@ POLL_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
 FRESH_SECONDS = 0.5  # a status older than that is made anew on request
 BATCH_EVENTS = 500  # entered under the lock at a time: a request waits for at most one batch
+
+
+def check_logs(workdir: Path) -> None:
+  """Refuses (ConfigError) a workdir with logs of another version, or that cannot be listed. For one
+  in which a run begins that replaces them, this is not called."""
+  logs_in(workdir)
 
 
 class RunFollower:

@@ -21,7 +21,6 @@ import numpy as np
 
 from ddiloco.checkpoint import weights
 from ddiloco.checkpoint.snapshots import fingerprint
-from ddiloco.checks import require
 from ddiloco.config import ChaosConfig, Config, ConfigError
 from ddiloco.core import codec, delta
 from ddiloco.core.delta import Committed, Deltas, new_fragment
@@ -418,9 +417,11 @@ def replay_run(
   config = saved_config(workdir, config)
   result = workdir / "result"
   told = any(getattr(op, "loss", None) is not None or _saved(op) for op in trace.operations())
-  rule = "its run has no losses, no saved states and no result to compare with, as in virtual time"
-  fix = "name a run that has trained"
-  require(told or result.exists(), "--workdir", str(workdir), rule, fix)
+  if not told and not result.exists():
+    raise ConfigError(
+      f"--workdir={workdir}: its run has no losses, no saved states and no result to compare with,"
+      " as in virtual time. Fix: name a run that has trained."
+    )
   initial.warn_of_changes(config, result)
   replay = Replay(config, trace, islands(config, trace, jax.devices()))
   replay.run(progress)
