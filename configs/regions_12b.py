@@ -5,7 +5,7 @@ Command:   ddiloco compile --config=configs/regions_12b.py
              --step_seconds=1.7 --host_gbytes=50
            ddiloco launch gke --config=configs/regions_12b.py --dry_run ...   (docs/launch.md)
 Hardware:  islands 0 and 1: v5p:4x4x4; 2 and 3: v6e:8x8; a region each. Twelve shards in one of the
-           regions, of 24 GB each, on machines with 25 Gbit/s between them.
+           regions, of 34 GB each (`ddiloco plan`), on machines with 25 Gbit/s between them.
 Time:      not run. A step takes 1.7 s at 40 % of the peak on both: a v6e has twice a v5p's FLOP/s,
            so its islands take twice the batch. 240e9 tokens are 153,000 steps, or three days.
 Links:     5 Gbit/s an island each way, half of it used on average (`ddiloco plan`). At 30 ms one

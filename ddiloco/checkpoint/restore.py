@@ -199,15 +199,18 @@ class Restored:
   fragments: dict[int, Committed]
   snapshot: int
   global_step: int = 0
+  step_tokens: int = 0
   vector_clock: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
   def resume(self, state: SyncerState) -> SyncerState:
     """The state of a new shard that has these fragments, at the progress of their capture."""
     vector_clock = states.join_clocks(state.vector_clock, self.vector_clock)
     # Fragments from the buddy may be newer: a snapshot that they had a part in is not taken again.
+    # Steps that are not merged yet may be of larger batches than those with which the run goes on.
     return replace(
       state,
       global_step=max(state.global_step, self.global_step),
+      step_tokens=max(state.step_tokens, self.step_tokens),
       snapshot=max(state.snapshot, self.snapshot),
       vector_clock=vector_clock,
     )
@@ -220,6 +223,7 @@ class SyncerPart(Frozen):
   key: int  # the shard's key in vector clocks
   vector_clock: Mapping[int, int]
   global_step: int
+  step_tokens: int  # of the largest step of any learner, also before the run last went on
   fragments: tuple[FragmentState, ...]
   momentum_rounds: Mapping[int, int]  # fragment -> the round that made its momentum
 
@@ -227,8 +231,8 @@ class SyncerPart(Frozen):
 def syncer_part(state: SyncerState, momentum_rounds: Mapping[int, int]) -> dict[str, Any]:
   """A shard's state as its part stores it."""
   key = states.shard_key(state.shard)
-  clock, mine = state.vector_clock, state.fragments
-  return to_json(SyncerPart(key, clock, state.global_step, mine, momentum_rounds))
+  clock, mine, steps = state.vector_clock, state.fragments, (state.global_step, state.step_tokens)
+  return to_json(SyncerPart(key, clock, *steps, mine, momentum_rounds))
 
 
 def restore_fragments(
@@ -259,6 +263,7 @@ def _restore(
       continue
     meta = storage.meta(snapshot, role, digest)
     part = from_json(SyncerPart, meta["state"])
+    restored.step_tokens = max(restored.step_tokens, part.step_tokens)
     mine = [f for f in part.fragments if f.index in wanted]
     mine = [f for f in mine if f.last_round > than.get(f.index, -math.inf)]
     if not mine:

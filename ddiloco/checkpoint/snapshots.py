@@ -100,7 +100,7 @@ def read(
   return found
 
 
-FORMAT = 9
+FORMAT = 10
 WINDOW_BYTES = 128 << 20  # of arrays that are on the host at once, beside the largest array
 MANIFEST = "manifest.json"
 META = "meta.json"

@@ -101,8 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def entry() -> None:
   """Runs the command of this process, and ends the process; `ddiloco.__main__` calls it."""
-  if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-    sys.stdout.reconfigure(errors="replace")  # a locale may lack a character
+  if isinstance(sys.stdout, io.TextIOWrapper):
+    sys.stdout.reconfigure(errors="replace")  # of a locale that lacks a character, such as a dash
   if sys.argv[1:2] and sys.argv[1] in WORKERS:
     go_on_unheard()
   elif signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:

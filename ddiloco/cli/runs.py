@@ -20,7 +20,7 @@ from ddiloco.checks import is_number, refusal, require
 from ddiloco.cli.arguments import Flags
 from ddiloco.config import Config, ConfigError
 from ddiloco.config.schema import MAX_FRAGMENTS, MAX_LEARNERS
-from ddiloco.dashboard.server import Dashboard, Where
+from ddiloco.dashboard.server import Dashboard, Where, check_logs
 from ddiloco.engines.profiler import MOST_STEPS, ProfileRequest, take_profile
 from ddiloco.engines.role_spec import RoleSpec, beside, end_with_parent, terminates
 from ddiloco.environment import FINISHED, LOST
@@ -98,6 +98,7 @@ def dashboard(arguments: list[str]) -> int:
   given.parse(dashboard.__doc__)
   there, fix = given.workdir.is_dir(), "name the directory of a run"
   require(there, "--workdir", str(given.workdir), "is no directory", fix)
+  check_logs(given.workdir)
   ended = threading.Event()
   with terminates(ended), Dashboard(given.workdir, _where(given, "bind")) as served:
     print(f"Dashboard of {given.workdir}: {served.url}   (Ctrl-C ends it)", flush=True)

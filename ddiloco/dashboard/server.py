@@ -37,7 +37,7 @@ from ddiloco.dashboard.status import LAG_SECONDS, METRICS_KIND, exposition
 from ddiloco.dashboard.status import status as run_status
 from ddiloco.network.keys import is_loopback
 from ddiloco.network.webserver import Answer, Health, Request, WebServer, parse_address
-from ddiloco.observe.eventlog import Follower
+from ddiloco.observe.eventlog import Follower, logs_in
 from ddiloco.observe.guards import Warnings, ended
 from ddiloco.observe.run_state import RunState
 from ddiloco.protocol.events import RunStarted
@@ -133,6 +133,12 @@ FRESH_SECONDS = 0.5  # a status older than that is made anew on request
 BATCH_EVENTS = 500  # entered under the lock at a time: a request waits for at most one batch
 
 
+def check_logs(workdir: Path) -> None:
+  """Refuses (ConfigError) a workdir with logs of another version, or that cannot be listed. For one
+  in which a run begins that replaces them, this is not called."""
+  logs_in(workdir)
+
+
 class RunFollower:
   """Follows WORKDIR/events from `start` to `close`.
 
@@ -148,6 +154,7 @@ class RunFollower:
     self._ended = threading.Event()
     self._thread = threading.Thread(target=self._follow, name="dashboard", daemon=True)
     self._status: tuple[float, dict[str, Any]] | None = None  # when it was made
+    self._follower: Follower | None = None  # logs that are there now may be about to be replaced
     self._begin(None)
 
   def start(self) -> None:
@@ -184,11 +191,10 @@ class RunFollower:
     return status | {"name": name, "unread": self._unread, "started": started}
 
   def _begin(self, started: float | None) -> None:
-    config, follower = _config(self.workdir), Follower(self.workdir)
+    config = _config(self.workdir)
     with self._lock:
-      self._started, self._config = started, config
+      self._started, self._config, self._run = started, config, RunState(config)
       self._ahead = 0.0  # seconds by which clocks of the run are ahead of this host's
-      self._follower, self._run = follower, RunState(config)
       self._caught_up, self._reason, self._status = False, "", None
       self._unread: list[str] = []  # logs that cannot be read now, and why
 
@@ -206,8 +212,9 @@ class RunFollower:
       self._ended.wait(POLL_SECONDS)
 
   def _look(self) -> None:
-    started = run_started(self.workdir)
-    if started != self._started or not (self._config or self._run.num_events):
+    started, known = run_started(self.workdir), self._config or self._run.num_events
+    if self._follower is None or started != self._started or not known:
+      self._follower = Follower(self.workdir)
       self._begin(started)
     events, late = iter(self._follower), math.inf  # since the newest event was written, at most
     while batch := list(itertools.islice(events, BATCH_EVENTS)):

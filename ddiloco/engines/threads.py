@@ -90,7 +90,8 @@ class ThreadsEngine(Engine):
     self._restored = self._go_on(keep=True)
     if is_there(self.workdir / "events"):
       self._start_after(role_spec.newest(self.workdir, frames.seconds_since_2020()))
-    self._start_time = time.monotonic() - (time.time() - start_time(self.workdir))
+    # Where the clock was set back, the run began now: a shard believes what there was time for.
+    self._start_time = time.monotonic() - max(0.0, time.time() - start_time(self.workdir))
     self._profiler = Profiler(self.workdir, lambda: self._recorder)
     self._recorder = self._record("engine", 0)
 

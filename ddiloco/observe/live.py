@@ -38,6 +38,7 @@ FRAME_SECONDS = 1.0  # a frame costs some 5 ms of a core that also trains
 SHORTEST_FRAME_SECONDS = 0.25  # between frames that an important event asks for
 PLAIN_SECONDS = 10.0
 SHOWN_LOG_EVENTS = 5
+LEAST_NAME = 16  # characters of a run's name that are shown, also where figures need the room
 _STATE_STYLES = {
   "running": "green",
   "joining": "cyan",
@@ -53,7 +54,7 @@ _TONE_STYLES = {"bad": "red", "good": "green", "plain": "default"}
 
 def render(view: RunState, now: float, width: int = 100) -> RenderableType:
   """The view as it looks `now` (seconds since the run started), for 80 columns or more."""
-  parts: list[RenderableType] = [_header(view, now), _progress(view), Text()]
+  parts: list[RenderableType] = [_header(view, now, width), _progress(view), Text()]
   if view.solo:
     parts += [Text(view.solo, style="bold yellow"), Text()]
   if view.log_events:
@@ -97,9 +98,10 @@ def _figures(view: RunState, now: float) -> list[str]:
   return [part for part in parts if part]
 
 
-def _header(view: RunState, now: float) -> Text:
+def _header(view: RunState, now: float, width: int) -> Text:
   said = "   ".join(["", f"{clock_time(now)} elapsed", *_figures(view, now)])
-  name = (view.name or "ddiloco", "bold")
+  name = Text(view.name or "ddiloco", style="bold")
+  name.truncate(max(LEAST_NAME, width - len(said)), overflow="ellipsis")  # of a long one, a part
   return Text.assemble(name, said, no_wrap=True, overflow="ellipsis")
 
 
@@ -171,7 +173,7 @@ class LiveView:
   """A listener of any number of recorders that draws the run on its own thread, inside `with`.
 
   A call with an event only queues the event. The event `run_started` says all that the view needs
-  to know of the run, and the first event when the run started by `clock`.
+  to know of the run, and times of events when the run started by `clock`.
   """
 
   def __init__(
@@ -185,7 +187,8 @@ class LiveView:
     self._start_time: float | None = None
     self._since = 0.0  # of a run that goes on, when this start of it began
     self._clock = clock
-    self._console = console or Console()
+    # FORCE_COLOR, which continuous integration sets, would make a terminal of a log file.
+    self._console = console or Console(force_terminal=None if os.isatty(1) else False)
     self._plain_seconds = self._next_plain = plain_seconds
     self._live: Live | None = None
     self._next_frame = 0.0
@@ -220,8 +223,10 @@ class LiveView:
 
   def __call__(self, event: Event) -> None:
     """Queues an event; after the end it is ignored."""
+    start = self._clock() - event.time  # or earlier: an engine of processes passes events on late
     if self._start_time is None:
-      self._start_time, self._since = self._clock() - event.time, event.time
+      self._start_time, self._since = start, event.time
+    self._start_time = min(self._start_time, start)
     self._drain.put(event)
     if type(event) in IMPORTANT:
       self._drain.wake()

@@ -185,7 +185,8 @@ def write_report(
   if not ours and any((folder / name).exists() for name in (index.name, *PICTURES)):
     raise FileExistsError(f"{folder}: has files of such names that are not of ddiloco")
   folder.mkdir(parents=True, exist_ok=True)
-  index.write_text(page(summary))  # first: by it the folder is known again
+  # First: by it the folder is known again. A locale may have other characters than UTF-8.
+  index.write_text(page(summary), "utf-8")
   text = json.dumps(finite(summary), indent=2, allow_nan=False, default=str)
   (folder / "summary.json").write_text(text + "\n")
   _draw(folder, run, extra)
@@ -349,7 +350,7 @@ def _loss(value: Any) -> str:
 _CSS = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 60rem; margin: 2rem auto;
   padding: 0 1rem }
-h1 { font-size: 1.7rem } h2 { font-size: 1.15rem; margin: 2.2rem 0 .4rem }
+h1 { font-size: 1.7rem; overflow-wrap: anywhere } h2 { font-size: 1.15rem; margin: 2.2rem 0 .4rem }
 table { border-collapse: collapse; margin: 1rem 0 }
 th, td { padding: .25rem 1.2rem .25rem 0; text-align: left }
 tr { border-bottom: 1px solid #eee } th { font-weight: normal; color: #666 }

@@ -43,7 +43,7 @@ from ddiloco.trace.interpreter import (
   TraceRole,
   Version,
 )
-from ddiloco.trace.operations import INITIAL, Entry, Key, Trace, makes
+from ddiloco.trace.operations import INITIAL, Entry, Key, Operation, Trace, makes
 from ddiloco.training import data, devices
 from ddiloco.training.island import Island
 from ddiloco.workdir import saved_config
@@ -386,6 +386,11 @@ def _same(a: np.ndarray, b: np.ndarray) -> bool:
   return a.shape == b.shape and np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
+def _saved(op: Operation) -> bool:
+  """Whether digests of a state are known; those of virtual time have none."""
+  return isinstance(op, events.Saved) and bool(op.arrays)
+
+
 def replay_run(
   workdir: Path,
   trace: Trace,
@@ -405,11 +410,18 @@ def replay_run(
     difference, or "").
 
   Raises:
-    ConfigError: the result cannot be read, or there are too few devices.
+    ConfigError: there is nothing to compare with, the result cannot be read, or there are too few
+      devices.
   """
   started = time.monotonic()
   config = saved_config(workdir, config)
   result = workdir / "result"
+  told = any(getattr(op, "loss", None) is not None or _saved(op) for op in trace.operations())
+  if not told and not result.exists():
+    raise ConfigError(
+      f"--workdir={workdir}: its run has no losses, no saved states and no result to compare with,"
+      " as in virtual time. Fix: name a run that has trained."
+    )
   initial.warn_of_changes(config, result)
   replay = Replay(config, trace, islands(config, trace, jax.devices()))
   replay.run(progress)

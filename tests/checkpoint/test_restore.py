@@ -193,6 +193,15 @@ def test_a_shard_knows_the_steps_of_all_islands_also_of_one_that_may_join():
     assert (state.fewest_tokens, state.step_tokens) == expected
 
 
+def test_a_run_that_goes_on_with_smaller_batches_merges_the_work_of_the_larger_ones(storage):
+  """Its learners were quarantined for claims of more tokens than a step has now."""
+  save_shards(storage, 3, 2)
+  restored = restore_fragments(storage, owned_by(0, 2, 4))
+  new = new_syncer(CONFIG, 0, 777, restored.fragments)
+  smaller = replace(new, step_tokens=new.step_tokens - 1)
+  assert restored.resume(smaller).step_tokens == new.step_tokens
+
+
 @pytest.mark.parametrize(("age_seconds", "believed"), [(3600.0, True), (None, False)])
 def test_a_shard_believes_a_lone_learner_what_the_run_has_had_time_for(age_seconds, believed):
   """Else a shard that has lost all would take an island that is far ahead for a liar."""

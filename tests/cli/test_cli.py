@@ -458,6 +458,15 @@ def test_a_full_disk_under_what_is_printed_is_no_traceback():
   assert line.startswith("ddiloco simulate: ") and "No space left" in line and "Fix: " in line
 
 
+def test_a_locale_without_a_dash_is_no_traceback():
+  """`generate` and tables ended with a UnicodeEncodeError, and a run did not show its sample."""
+  command = [sys.executable, "-m", "ddiloco", "simulate", "--chips=1000", "--days=1"]
+  latin = os.environ | {"PYTHONIOENCODING": "latin-1"}
+  done = subprocess.run(command, capture_output=True, env=latin)
+  assert (done.returncode, done.stderr) == (0, b"")
+  assert b"decoupled" in done.stdout.splitlines()[-1]
+
+
 @pytest.mark.slow
 def test_python_m_ddiloco_needs_no_path():
   done = process("--version")

@@ -69,6 +69,11 @@ def test_what_is_wrong_is_said_with_its_fix(refused, tmp_path):
   assert "cannot be read" in refused("dashboard", here, f"--token=@{tmp_path / 'no'}")
   (tmp_path / "empty").write_text("\n")
   assert "is empty" in refused("dashboard", here, f"--token=@{tmp_path / 'empty'}")
+  (tmp_path / "events").mkdir()
+  (tmp_path / "events" / "engine.jsonl").write_text(
+    '{"time":0.0,"role":"engine","kind":"run_finished","reason":"","format":1}\n'
+  )
+  assert "is an event log of format 1" in refused("dashboard", here)
 
 
 @pytest.fixture

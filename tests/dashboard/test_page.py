@@ -9,6 +9,7 @@ import time
 import pytest
 
 from ddiloco.dashboard.server import Dashboard, RequestRefused, Where
+from ddiloco.observe.report import write_report
 from ddiloco.workdir import FAULTS, STARTED
 from tests.dashboard.browser import CHROMIUM, Browser
 from tests.made_events import changed, made
@@ -487,6 +488,15 @@ def test_it_is_readable_wide_and_narrow_light_and_dark(browser, tmp_path, scheme
     assert small == 0
     browser.screenshot(tmp_path / f"{scheme}-{width}.png")
     assert (tmp_path / f"{scheme}-{width}.png").stat().st_size > 10_000
+
+
+def test_a_long_name_widens_neither_the_page_nor_the_report_on_a_phone(browser, tmp_path):
+  browser.size(390, 900)
+  overflow = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+  with shown(browser, run(tmp_path, name="sweep_rate=0.02_batch=8_seed=0_optimizer=muon_quorum=2")):
+    assert browser.ask(overflow) <= 0
+  browser.open((write_report(tmp_path) / "index.html").as_uri())
+  assert browser.ask(overflow) <= 0
 
 
 def test_colours_that_say_something_stay_where_a_system_forces_its_own(browser, tmp_path):

@@ -170,6 +170,17 @@ def test_a_new_run_whose_log_cannot_be_read_is_said(serve, workdir, capsys):
   assert capsys.readouterr().err.count("is an event log of format 1") == 1
 
 
+def test_old_logs_that_the_run_is_about_to_replace_are_not_refused(workdir):
+  """`train --overwrite --dashboard=...` was refused in the workdir of another version's run."""
+  file = workdir / "events" / "engine.jsonl"
+  mine, head = file.read_text(), {"time": 0.0, "role": "engine", "format": 1}
+  file.write_text(json.dumps(head | {"kind": "run_started"} | RUN) + "\n")
+  dashboard = Dashboard(workdir)
+  file.write_text(mine)
+  with dashboard:
+    known(dashboard)
+
+
 def test_one_log_that_cannot_be_read_is_said_until_it_can(serve, workdir, monkeypatch):
   """Its island was stalled on the page, and only stderr said why."""
   read = eventlog._read

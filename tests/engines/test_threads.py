@@ -24,6 +24,7 @@ from ddiloco.observe.tracks import Aftermath
 from ddiloco.protocol import supervisor
 from ddiloco.roles import initial
 from ddiloco.training import data
+from ddiloco.workdir import STARTED
 from tests.made_events import changed
 
 STEP_SECONDS = 0.004
@@ -538,6 +539,14 @@ def test_lives_come_after_those_of_earlier_starts_also_if_the_clock_stepped_back
   for earlier in (later, 7):
     engine._start_after(earlier)
     assert engine._first_incarnation == later + 1
+
+
+def test_a_lone_island_is_believed_also_if_the_clock_stepped_back(corpus, tmp_path):
+  """Its run stood still until the clock had come to where it was when the run began."""
+  (tmp_path / STARTED).write_text(f"{time.time() + 3600}\n")
+  late = lambda event: event.kind == "step" and event.step > 1000
+  ran = Ran(make_config(learners=1, steps=100), corpus, tmp_path, stop_after=late)
+  assert ran.outcome.reason == "finished"
 
 
 def test_islands_alone_finish_without_a_syncer(corpus, tmp_path):

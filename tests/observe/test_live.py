@@ -38,6 +38,14 @@ def test_a_frame_shows_the_run_and_fits(run_events, width):
   assert "0:20  island 2: planned kill" in text
 
 
+def test_a_long_name_hides_no_figure(run_events):
+  """A workdir named after the settings of a sweep left room for nothing else."""
+  view = _at(run_events, 25.0)
+  view.name = "sweep_rate=0.02_batch=8_seed=0_" + "x" * 200
+  first = _text(view, 25.0, 100).splitlines()[0]
+  assert first.startswith("sweep_rate=0.02") and "0:25 elapsed" in first and "tokens/s" in first
+
+
 def test_a_frame_before_anything_happened():
   assert "ddiloco" in _text(RunState(), 0.0, 80)
 
@@ -87,6 +95,14 @@ def test_without_a_terminal_there_are_plain_lines_and_all_notes(run_events, fake
   assert "[0:20] island 2 is down: killed by the fault plan" in lines
   assert sum("joined at global step 0" in line for line in lines) == 4
   assert lines[-1].startswith("[0:22]") and "2 lost" in lines[-1]
+
+
+def test_a_log_file_is_no_terminal_where_colours_are_forced(make, fake_clock, monkeypatch, capfd):
+  """Every second a picture with control codes went into the log."""
+  monkeypatch.setenv("FORCE_COLOR", "1")
+  with LiveView(clock=fake_clock) as live:
+    live(make.run_started())
+  assert "\x1b" not in capfd.readouterr().out
 
 
 def test_important_events_do_not_wait_for_the_next_progress_line(make, fake_clock):
@@ -214,6 +230,18 @@ def test_the_start_time_comes_with_the_first_event(make, fake_clock):
     live(make.step(3.0, 0, 1))
     fake_clock.now = 504.0
   assert console.file.getvalue().startswith("[0:07]")
+
+
+def test_a_first_event_that_comes_late_does_not_set_the_clock_back(make, fake_clock):
+  """With processes the first one comes when the roles have been started: the time that had passed
+  and the time that is left were wrong by as much, and lines of the log were not in order."""
+  console = Console(file=io.StringIO(), width=100)
+  fake_clock.now = 512.0
+  with LiveView(console, clock=fake_clock) as live:
+    live(make.run_started())
+    live(make.step(11.8, 0, 1))
+    fake_clock.now = 513.2
+  assert console.file.getvalue().splitlines()[-1].startswith("[0:13]")
 
 
 def test_a_closed_output_is_one_warning(make, capsys, fake_clock):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html.parser
 import json
 import math
+import os
 import re
 import struct
 import subprocess
@@ -101,6 +102,17 @@ def test_one_learner_alone_without_a_syncer(tmp_path, make):
   summary = _check(write_report(tmp_path, {"loss_best_island_alone": math.nan}))
   assert summary["commits"] == 0 and summary["participation"] == {"0": None}
   assert _check(write_report(tmp_path, summary)) == summary  # again, with what was read back
+
+
+def test_the_page_is_utf8_in_any_locale(tmp_path, make):
+  """Under Latin-1, which has no dash, a run was left without its report."""
+  make.write_log(tmp_path, [make.run_started()])
+  code = "import sys; from ddiloco.observe import report; report._draw = lambda *_: None;"
+  code += "report.write_report(sys.argv[1])"
+  ascii_alone = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+  command = [sys.executable, "-c", code, str(tmp_path)]
+  subprocess.run(command, env=os.environ | ascii_alone, check=True)
+  assert "<td>–</td>" in (tmp_path / "report" / "index.html").read_text("utf-8")
 
 
 def test_a_page_of_the_users_own_is_not_overwritten(tmp_path):

@@ -74,3 +74,15 @@ def test_a_run_of_another_kind_of_device_is_refused():
   config = from_dict({"data": {"source": "synthetic"}})
   with pytest.raises(ConfigError, match=r"learner-1 .* 'NVIDIA H100 .* here are cpu, .* --cpu\."):
     replay.islands(config, trace, jax.devices()[:1])
+
+
+def test_a_run_in_virtual_time_has_nothing_to_compare_and_is_refused(tmp_path):
+  """It was trained for real, as long as that took, and was "not identical", without a reason."""
+  config = from_dict({"data": {"source": "synthetic"}})
+  (tmp_path / "config.json").write_text(config.to_json())
+  numbers = {"step": 1, "global_step": 1, "position": 0, "tokens": 8}
+  step = events.Step(role="learner-0", seconds=1.0, gap_seconds=1.0, **numbers)
+  saved = events.Saved(role="learner-0", snapshot=1, arrays={})
+  trace = Trace({"learner-0": [Entry(1, step), Entry(2, saved)]})
+  with pytest.raises(ConfigError, match=r"as in virtual time\. Fix: name a run"):
+    replay.replay_run(tmp_path, trace)
