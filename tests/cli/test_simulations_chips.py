@@ -2,9 +2,6 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
@@ -80,12 +77,3 @@ def test_help_has_every_assumption_with_its_source(capsys):
 def test_what_is_typed_wrong_is_said(arguments, says, refused):
   said = refused("simulate", *arguments)
   assert said.startswith("ddiloco simulate") and says in said
-
-
-def test_a_locale_may_lack_the_dash_of_a_share_that_is_0():
-  """The table ended there, with a traceback."""
-  command = [sys.executable, "-m", "ddiloco", "simulate", "--days=0.0001"]
-  ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
-  done = subprocess.run(command, env=ascii_only, capture_output=True, text=True)
-  assert done.returncode == 0, done.stderr
-  assert done.stdout.splitlines()[-1].split()[-4:] == ["?"] * 4
