@@ -437,7 +437,8 @@ def groups(shapes: Mapping[str, tuple[int, ...]], most_bytes: int) -> Iterator[l
       yield names
       names, nbytes = [], 4 * math.prod(shape)
     names.append(name)
-  yield names
+  if names:
+    yield names
 
 
 def _orbax_tree(target: epath.Path) -> Any:

@@ -78,8 +78,11 @@ def test_small_tensors_of_a_start_are_read_together(tmp_path, monkeypatch, most_
   read = mock.Mock(wraps=weights.read)
   monkeypatch.setattr(weights, "read", read)
   monkeypatch.setattr(weights, "READ_BYTES", most_bytes)
-  assert_same(start(weights.save(tmp_path / "result", params())), params())
+  path = weights.save(tmp_path / "result", params())
+  assert_same(start(path), params())
   assert read.call_count == reads
+  assert not [*weights.start(str(path), SHAPES, "run.init_from", ())]
+  assert read.call_count == reads, "of a role that needs none"
 
 
 def test_plain_libraries_read_it(tmp_path):
