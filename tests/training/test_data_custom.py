@@ -187,7 +187,7 @@ def test_grain_may_start_processes_in_a_program_without_flags_of_absl():
   flags.FLAGS.unparse_flags()
   try:
     stream("iter")
-    assert not flags.FLAGS.grain_enable_multiprocess_worker_profiling
+    assert flags.FLAGS.is_parsed()
   finally:
     flags.FLAGS.mark_as_parsed()
 
