@@ -353,9 +353,9 @@ def load(
   with _reading(field, target):
     if target.name.endswith(SUFFIX):
       with safetensors.safe_open(target, framework="np") as file:
-        return {name: file.get_tensor(name) for name in only or file.keys()}
+        return {name: file.get_tensor(name) for name in (file.keys() if only is None else only)}
     tree = _orbax_tree(target)
-    return read(target, tree, only or _flat(tree))
+    return read(target, tree, _flat(tree) if only is None else only)
 
 
 def metadata(path: str | os.PathLike) -> Mapping[str, str]:

@@ -424,22 +424,25 @@ class _Reader:
 
   def __init__(self, dataset: grain.IterDataset[Batch]):
     self._dataset, self._iterator, self._next = dataset, iter(dataset), 0
-    self._jumps = _jumps(dataset)
 
   def __getitem__(self, position: int) -> Batch:
     at, self._next = self._next, -1  # unknown, if the dataset raises now
-    if position != at:
-      try:
-        if not self._jumps:
-          raise NotImplementedError
-        grain_experimental.set_next_index(self._iterator, position)
-      except (NotImplementedError, ValueError):  # packing and filters cannot jump
-        self._iterator = iter(self._dataset)  # a part of the old one may have jumped
-        for _ in range(position):
-          next(self._iterator)
+    if position != at and not self._jumped(position):
+      self._iterator = iter(self._dataset)  # a part of the old one may have jumped
+      for _ in range(position):
+        next(self._iterator)
     batch = next(self._iterator)
     self._next = position + 1
     return batch
+
+  def _jumped(self, position: int) -> bool:
+    if not _counts(self._dataset):
+      return False
+    try:
+      grain_experimental.set_next_index(self._iterator, position)
+    except (NotImplementedError, ValueError):  # packing and filters cannot jump
+      return False
+    return True
 
 
 # Where Grain jumps to a wrong place: it counts also the elements that a MapDataset has left out.
@@ -451,10 +454,10 @@ _MISCOUNTED = (
 )
 
 
-def _jumps(dataset: Any) -> bool:
-  """Whether Grain can be asked to jump in this dataset."""
+def _counts(dataset: Any) -> bool:
+  """Whether the index that Grain jumps to is the number of batches before it."""
   counted = not isinstance(dataset, _MISCOUNTED)
-  return counted and all(map(_jumps, getattr(dataset, "parents", ())))
+  return counted and all(map(_counts, getattr(dataset, "parents", ())))
 
 
 def _checked(

@@ -178,7 +178,8 @@ def test_old_logs_that_the_run_is_about_to_replace_are_not_refused(workdir):
   dashboard = Dashboard(workdir)
   file.write_text(mine)
   with dashboard:
-    known(dashboard)
+    found = known(dashboard)
+  assert found["name"] == RUN["name"] and not found["unread"] and found["odd_events"] == 0
 
 
 def test_one_log_that_cannot_be_read_is_said_until_it_can(serve, workdir, monkeypatch):
