@@ -70,12 +70,10 @@ JOURNEY = (
        "When a quorum is due, a round starts: every available learner is sent a pull.", "Pull"),
   # The learner copies the fragment out and pushes its delta.
   Stop("protocol/learner.py", "_answer_pulls",
-       "At the next boundary the learner decides to answer: copy the fragment out.",
+       "At the next boundary the learner decides to send a push; the role makes its payload.",
        "Outstanding"),
   Stop("protocol/states.py", "Outstanding",
        "The state remembers the push until a publish answers it.", "Push"),
-  Stop("protocol/actions.py", "CopyOut",
-       "The decision is an action, which the role performs.", "CopyOut"),
   Stop("roles/learner.py", "Exchange._copy_out",
        "The step thread starts the copy and hands the rest to the background thread.", "copy_out"),
   Stop("training/island.py", "Island.copy_out",

@@ -81,7 +81,7 @@ SAME_IDEA = {
   **dict.fromkeys(
     (
       *("Commit", "Resend", "Stage", "Saved", "Push", "Replicated", "Round", "Dropped"),
-      *("Joined", "Lost", "CopyOut", "Member"),
+      *("Joined", "Lost", "Member"),
     ),
     "what a role does, hears or keeps, and the event that says so (protocol/events.py)",
   ),

@@ -106,17 +106,12 @@ SyncerEvent = Tick | Received | ReadDone | Resumed
 class Send(Frozen):
   """Send to a peer, a shard's or learner's number.
 
-  The role adds the payload of a publish, a value, or moments, which it copies off the devices now.
+  The role adds the payload of a publish or a value. For the payload of a push, or of moments, it
+  copies the fragment off the devices now.
   """
 
   to: int
   message: Message
-
-
-class CopyOut(Frozen):
-  """Learner: copy the fragment off the devices now and send it as this push."""
-
-  push: Push
 
 
 class Resend(Frozen):
@@ -168,5 +163,5 @@ class InstallValue(Frozen):
   content: Any = None  # of the `ReadDone` event
 
 
-LearnerAction = Send | Event | CopyOut | Resend | Stage | TakeMoments | ApplyMoments | TakeSnapshot
+LearnerAction = Send | Event | Resend | Stage | TakeMoments | ApplyMoments | TakeSnapshot
 SyncerAction = Send | Event | Read | InstallValue | TakeSnapshot

@@ -195,7 +195,7 @@ def _answer_pulls(state: LearnerState) -> LearnerOutcome:
       )
       sent = states.Outstanding(push, state.step)
       state = state.with_fragment(p, pull=None, outstanding=sent)
-      todo.append(actions.CopyOut(push))
+      todo.append(Send(f.shard, push))
   return state, todo
 
 

@@ -163,12 +163,12 @@ class Exchange(WorkingRole):
       match action:
         case actions.Send(to, Value() as value):
           self._worker.put(self._give(to, value))
+        case actions.Send(_, Push() as push):
+          self._copy_out(push)
         case actions.Send(to, Moments() as moments):
           self._give_moments(to, moments)
         case actions.Send(to, message):
           self.endpoint.send(syncer_address(to), message)
-        case actions.CopyOut(push):
-          self._copy_out(push)
         case actions.Resend(push):
           self._worker.put(self._push_again(push))
         case actions.Stage(publish):

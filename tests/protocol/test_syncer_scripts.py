@@ -7,21 +7,14 @@ import dataclasses
 import pytest
 
 from ddiloco.protocol import learner, syncer
-from ddiloco.protocol.actions import (
-  CopyOut,
-  Resend,
-  Send,
-  Stage,
-  Staged,
-  StepDone,
-  Tick,
-)
+from ddiloco.protocol.actions import Resend, Send, Stage, Staged, StepDone, Tick
 from ddiloco.protocol.events import Abandoned, Apply, Commit, Member
 from ddiloco.protocol.messages import (
   NOTHING,
   FragmentState,
   Goodbye,
   Publish,
+  Push,
   Rejection,
   RequestValue,
 )
@@ -69,7 +62,7 @@ def test_golden_learner_two_fragments():
   whole = join(one)
   assert one.feed(says.pull(0, 0, 0, 0, 0, 0)) == []  # not a single step to push yet
   sent = says.push(0, 0, 0, 0, 0, 1, 10, "")
-  assert one.feed(StepDone(0.1, 10, 0.1)) == [CopyOut(sent)]
+  assert one.feed(StepDone(0.1, 10, 0.1)) == [Send(0, sent)]
   assert one.feed(says.pull(0, 0, 0, 0, 0, 0)) == [Resend(sent)]
   one.feed(StepDone(0.2, 10, 0.0))
   assert one.state.step_seconds == 0.1, "a step that was only dispatched says nothing"
@@ -88,7 +81,7 @@ def test_golden_learner_two_fragments():
   assert one.feed(says.pull(0, 0, 0, 0, 2, 1)) == []  # waits for version 1 to be applied
   assert one.feed(Staged(0, 0.2)) == [
     says.applied(0, 1, 0, "rebase", True),
-    CopyOut(says.push(0, 0, 0, 2, 1, 1, 10, "")),
+    Send(0, says.push(0, 0, 0, 2, 1, 1, 10, "")),
   ]
   f = one.state.fragments[0]
   assert (f.steps, f.tokens, f.steps_since_sync, f.acknowledged_tokens, f.merged_tokens) == (
@@ -101,7 +94,7 @@ def test_golden_learner_two_fragments():
   one.feed(StepDone(0.3, 10, 0.1))
   # Round 2 was abandoned: the next one is answered with all steps until now, not with that push.
   newest = says.push(0, 0, 0, 3, 1, 2, 20, "")
-  assert one.feed(says.pull(0, 0, 0, 0, 3, 1)) == [CopyOut(newest)]
+  assert one.feed(says.pull(0, 0, 0, 0, 3, 1)) == [Send(0, newest)]
   # Round 3 went on without me, version 3 came whole: both unmerged steps stay, at half length.
   version_3 = replace(version_1, round=4, version=3, base_round=NOTHING)
   assert one.feed(version_3) == [Stage(version_3, "halve", False)]
@@ -136,15 +129,15 @@ def test_a_pull_waits_for_the_version_that_it_is_of():
   one.feed(StepDone(0.1, 10, 0.1))
   assert one.feed(says.pull(0, 0, 0, 0, 1, 1)) == []
   one.feed(replace(base, version=1, round=0))
-  applied, copy_out = one.feed(Staged(0, 0.2))
-  assert isinstance(applied, Apply) and copy_out.push.base_version == 1
+  applied, answer = one.feed(Staged(0, 0.2))
+  assert isinstance(applied, Apply) and answer.message.base_version == 1
   assert one.feed(says.pull(0, 0, 0, 0, 2, 0)) == [], "of a round that is over"
 
 
 def test_a_pull_of_an_abandoned_round_does_not_replace_a_newer_push(one):
   """Else round 5 merges my push, I believe it did not, and push the same steps again."""
   one.feed(StepDone(0.1, 10, 0.1))
-  assert [type(a) for a in one.feed(says.pull(0, 0, 0, 0, 5, 0))] == [CopyOut]
+  assert [type(a.message) for a in one.feed(says.pull(0, 0, 0, 0, 5, 0))] == [Push]
   assert one.feed(says.pull(0, 0, 0, 0, 3, 0)) == []
   assert one.state.fragments[0].outstanding.push.round == 5
   later = Script(role="learner")
@@ -152,7 +145,7 @@ def test_a_pull_of_an_abandoned_round_does_not_replace_a_newer_push(one):
   for round_id in (5, 3):
     assert later.feed(says.pull(0, 0, 0, 1, round_id, 0)) == []
   [action] = later.feed(StepDone(0.1, 10, 0.1))
-  assert action.push.round == 5
+  assert action.message.round == 5
 
 
 @pytest.mark.parametrize(
@@ -395,8 +388,8 @@ def test_a_pull_of_a_shard_s_former_life_is_not_answered():
     join(one)
     for message in messages:
       assert one.feed(message) == [], "it has no step yet"
-    answers = [a for a in one.feed(StepDone(0.1, 10, 0.1)) if isinstance(a, CopyOut)]
-    assert len(answers) == (messages == [pull])
+    answers = one.feed(StepDone(0.1, 10, 0.1))
+    assert [type(a.message) for a in answers] == [Push] * (messages == [pull])
 
 
 def test_a_version_that_waits_for_the_buddy_is_not_lost_and_hides_no_other_one_that_is():
