@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 from ddiloco.config import Config, SyncConfig
 from ddiloco.core.delta import Deltas, Merger, Store
-from ddiloco.core.fragments import Fragment
+from ddiloco.core.fragments import Fragment, Plan
 from ddiloco.core.passes import COMPILED_FROM
 from ddiloco.network.transport import Endpoint
 from ddiloco.observe.eventlog import Records
@@ -120,8 +120,10 @@ REAL_TIME = Time()
 
 @dataclasses.dataclass(frozen=True)
 class Runtime:
-  """The objects a role runs with; those that compute on vectors have stand-ins in virtual time."""
+  """What a role runs with; objects that compute on vectors have stand-ins in virtual time."""
 
+  config: Config  # the run's
+  plan: Plan  # how the model is partitioned; the same on every role
   endpoint: Endpoint  # its connection
   recorder: Records  # event log
   saver: Any = None  # `checkpoint.saver.Saver`: writes its parts of snapshots; None: no snapshots
@@ -172,11 +174,12 @@ class WorkingRole:
   caller's own included; 0: `share` of the cores that this process may use.
   """
 
-  def __init__(self, runtime: Runtime, name: str, sync: SyncConfig, size: int, share: float = 1.0):
-    self.endpoint, self.recorder, self.time = runtime.endpoint, runtime.recorder, runtime.time
+  def __init__(self, runtime: Runtime, name: str, size: int, share: float = 1.0):
+    self.config, self.endpoint = runtime.config, runtime.endpoint
+    self.recorder, self.time = runtime.recorder, runtime.time
     self._saver = runtime.saver
     self._worker = self.time.worker(name, failed=self.endpoint.wake)
-    count = sync.value_threads or int(share * len(os.sched_getaffinity(0)))
+    count = self.config.sync.value_threads or int(share * len(os.sched_getaffinity(0)))
     # Work on small fragments would be done before threads have begun.
     self._threads = ValueThreads(count if size >= COMPILED_FROM else 1)
     self._news: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -127,8 +127,8 @@ def serve(pipe: Any, shard: int, shards: int, values: int, fragments: int, learn
     copies = Copies(shard, 1, endpoint, plan, config)
     replication = Replication(copies, PATIENCE_SECONDS, Recorder(pipe))
   state, stop = new_syncer(config, shard, 1, store), threading.Event()
-  runtime = Runtime(endpoint, Recorder(pipe))
-  role = Syncer(state, config, plan, store, runtime, replication, in_place=True)
+  runtime = Runtime(config, plan, endpoint, Recorder(pipe))
+  role = Syncer(state, store, runtime, replication, in_place=True)
 
   def listen() -> None:
     while pipe.recv() != "end":

@@ -66,8 +66,8 @@ class Shard:
   ):
     params = initial.initial_params(config)
     store = {f.index: new_fragment(f, gather(f, params)) for f in plan.fragments}
-    runtime = Runtime(endpoint, recorder or Silent(), saver)
-    self.role = Syncer(new_syncer(config, number, 0, store), config, plan, store, runtime)
+    runtime = Runtime(config, plan, endpoint, recorder or Silent(), saver)
+    self.role = Syncer(new_syncer(config, number, 0, store), store, runtime)
     self._stop = threading.Event()
     serve = Faults((), time.monotonic()), self._stop.is_set
     self._thread = threading.Thread(target=self.role.run, args=serve, daemon=True)
@@ -94,6 +94,6 @@ def train(
 ) -> None:
   """Runs a learner until all is merged or `stop()`; `read` makes batches from a position on."""
   beginning = ResumeState(new_learner(config, plan, number, 0))
-  runtime = Runtime(endpoint, recorder or Silent(), saver)
-  role = Learner(beginning, config, plan, island, read, runtime)
+  runtime = Runtime(config, plan, endpoint, recorder or Silent(), saver)
+  role = Learner(beginning, island, read, runtime)
   role.run(Faults((), time.monotonic()), stop)

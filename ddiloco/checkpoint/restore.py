@@ -27,8 +27,8 @@ from ddiloco.observe.eventlog import Records, newest_event
 from ddiloco.observe.guards import warn
 from ddiloco.protocol import events, learner, states, syncer
 from ddiloco.protocol.messages import FragmentState
-from ddiloco.protocol.states import LearnerState, SyncerState
-from ddiloco.protocol.values import Frozen, NotAState, from_json, readable, replace, to_json
+from ddiloco.protocol.states import LearnerPart, LearnerState, SyncerPart, SyncerState
+from ddiloco.protocol.values import NotAState, from_json, replace
 
 if TYPE_CHECKING:  # this module imports Orbax and JAX, which not every role needs
   from ddiloco.checkpoint.snapshots import Part, Storage
@@ -85,10 +85,6 @@ class ResumeState:
   position: int = 0  # of its data, when `state` was captured
   fresh: bool = True  # the inner optimizer's state is new
 
-  def part(self, state: LearnerState, position: int) -> dict[str, Any]:
-    """A later state of this incarnation as its part of a snapshot stores it; see `learner_part`."""
-    return learner_part(state, position)
-
 
 def new_learner(
   config: Config, plan: Plan, number: int, incarnation: int, afresh: bool = False
@@ -137,22 +133,6 @@ def _revived(part: Part, new: LearnerState, island) -> ResumeState:
   island.restore(mine)
   rest = {name: value for name, value in part.arrays.items() if name not in mine}
   return ResumeState(learner.revive(captured.learner, new), rest, captured.position, fresh=False)
-
-
-@readable
-class LearnerPart(Frozen):
-  """What a learner's part of a snapshot has beside its arrays."""
-
-  key: int  # the learner's key in vector clocks
-  vector_clock: Mapping[int, int]
-  global_step: int
-  position: int  # of its data
-  learner: LearnerState
-
-
-def learner_part(state: LearnerState, position: int) -> dict[str, Any]:
-  """A learner's state as its part stores it; `position` of its data."""
-  return to_json(LearnerPart(state.learner, state.vector_clock, state.global_step, position, state))
 
 
 # --- shards ---------------------------------------------------------------------------------------
@@ -214,25 +194,6 @@ class Restored:
       snapshot=max(state.snapshot, self.snapshot),
       vector_clock=vector_clock,
     )
-
-
-@readable
-class SyncerPart(Frozen):
-  """What a shard's part of a snapshot has beside its arrays."""
-
-  key: int  # the shard's key in vector clocks
-  vector_clock: Mapping[int, int]
-  global_step: int
-  step_tokens: int  # of the largest step of any learner, also before the run last went on
-  fragments: tuple[FragmentState, ...]
-  momentum_rounds: Mapping[int, int]  # fragment -> the round that made its momentum
-
-
-def syncer_part(state: SyncerState, momentum_rounds: Mapping[int, int]) -> dict[str, Any]:
-  """A shard's state as its part stores it."""
-  key = states.shard_key(state.shard)
-  clock, mine, steps = state.vector_clock, state.fragments, (state.global_step, state.step_tokens)
-  return to_json(SyncerPart(key, clock, *steps, mine, momentum_rounds))
 
 
 def restore_fragments(

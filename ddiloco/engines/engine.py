@@ -428,7 +428,7 @@ class Engine:
       return EVALUATOR_ADDRESS in self._told
 
     life = runtime, runtime.recorder.incarnation, self._save_result
-    self._evaluated = role = Evaluator(self.config, self.plan, self._measure, *life)
+    self._evaluated = role = Evaluator(self._measure, *life)
     role.run(stopped)
 
   def _global_params(self, store: Store) -> tuple[initial.Assembled, int]:

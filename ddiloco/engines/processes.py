@@ -281,7 +281,7 @@ class ProcessesEngine(Engine):
     who = EVALUATOR_ADDRESS, recorder.incarnation, self._evaluator_keys
     with contextlib.closing(connect(self.config, self.plan, self._spec, *who)) as endpoint:
       make = functools.partial(initial.initial_values, self.config, self.plan)
-      runtime = Runtime(endpoint, recorder, initial=make)
+      runtime = Runtime(self.config, self.plan, endpoint, recorder, initial=make)
       self._evaluate(runtime, lambda: endpoint.broken or endpoint.fenced)
 
   def _outcome(self, reason: str) -> RunResult:

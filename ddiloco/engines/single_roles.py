@@ -151,8 +151,8 @@ def _life(runner: RoleRunner, number: int, island, batches: Batches, afresh: boo
     runner.say(f"has its part of a snapshot, after {time.monotonic() - began:.1f} s")
   endpoint, saver = runner.connect(), runner.saver()
   make = functools.partial(_make, runner)
-  runtime = Runtime(endpoint, recorder, saver, initial=make)
-  role = Learner(beginning, config, plan, island, batches, runtime)
+  runtime = Runtime(config, plan, endpoint, recorder, saver, initial=make)
+  role = Learner(beginning, island, batches, runtime)
   exchange = role.exchange
   runner.ready = lambda: _joining(exchange.state, endpoint.links(), config)
   runner.progress = lambda: _trained(exchange.state, config, runner.speed())
@@ -252,8 +252,8 @@ def _syncer(runner: RoleRunner, shard: int) -> int:
   saver, plan = runner.saver(), runner.plan
   keys, contract = runner.keys, initial.contract(config, plan)
   sealer = Sealer(keys.secret, runner.place.run_id, contract) if keys else None
-  runtime = Runtime(endpoint, recorder, saver)
-  role = Syncer(state, config, plan, store, runtime, replication, sealer, in_place=True)
+  runtime = Runtime(config, plan, endpoint, recorder, saver)
+  role = Syncer(state, store, runtime, replication, sealer, in_place=True)
   if saver is not None:
     saver.hold = lambda: "it has nothing to save yet" if unfounded.empty(role.state) else ""
   if replication is not None:
@@ -455,7 +455,7 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
     measure, loss = heldout.measure, heldout.loss
   endpoint = runner.connect()
   make = functools.partial(_make, runner)
-  runtime = Runtime(endpoint, runner.recorder, initial=make)
+  runtime = Runtime(config, runner.plan, endpoint, runner.recorder, initial=make)
   weights.clear(result)
 
   def save(params: initial.Assembled, merged_tokens: int) -> None:
@@ -469,7 +469,7 @@ def _evaluator(runner: RoleRunner, corpus: Source | None) -> int:
     session.until_saved(end, config.network.give_up_seconds, runner.stop.wait)
     runner.busy("measuring the result")
 
-  role = Evaluator(*(config, runner.plan, measure, runtime, runner.incarnation), save=save)
+  role = Evaluator(measure, runtime, runner.incarnation, save=save)
   runner.ready = lambda: _joining(role.exchange.state, endpoint.links(), config)
   runner.progress = lambda: _trained(role.exchange.state, config)
   # Once it has left, shards end: it may reach none any more.

@@ -161,7 +161,7 @@ class ThreadsEngine(Engine):
       recorder.record(events.Compiled(target=name, seconds=round(seconds, 3), program=program))
 
     with self._connected(faults, recorder) as runtime, devices.told_what_compiles(compiled):
-      role = Learner(beginning, config, self.plan, island, self._streams[m].iterate, runtime)
+      role = Learner(beginning, island, self._streams[m].iterate, runtime)
       try:
         stopped = lambda: self._stopped(name, role.usual_seconds)
         role.run(faults, stopped, drain_seconds, self.stop.is_set)
@@ -194,7 +194,7 @@ class ThreadsEngine(Engine):
     if self._restored is not None and life == self._first_incarnation:
       state = self._restored.resume(state)
     with self._connected(faults, recorder) as runtime:
-      role = Syncer(state, config, self.plan, self._store, runtime)
+      role = Syncer(state, self._store, runtime)
       with contextlib.closing(role):
         role.run(faults, lambda: self._stopped(name, 0.0))
 
@@ -213,7 +213,8 @@ class ThreadsEngine(Engine):
     if self._storage is not None and recorder.role != EVALUATOR_ADDRESS:
       saver = Saver(self._storage, recorder.role, recorder.incarnation, recorder, faults.disk)
     try:
-      yield Runtime(endpoint, recorder, saver, initial=self._initial_values)
+      parts = endpoint, recorder, saver
+      yield Runtime(self.config, self.plan, *parts, initial=self._initial_values)
     finally:
       self._hangs.end(recorder.role)
       endpoint.close()

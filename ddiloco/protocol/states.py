@@ -1,4 +1,7 @@
-"""The states of a learner and of a shard; times are seconds on the role's own clock. PURE."""
+"""The states of a learner and of a shard, and their parts of a snapshot. PURE.
+
+Times are seconds on the role's own clock.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from ddiloco.protocol import events, messages, rules
 from ddiloco.protocol.actions import LearnerAction, Send, SyncerAction
 from ddiloco.protocol.messages import EVALUATOR, INITIAL, MADE, NOTHING, FragmentState, Publish
 from ddiloco.protocol.rules import Beliefs
-from ddiloco.protocol.values import Frozen, less, put, replace
+from ddiloco.protocol.values import Frozen, less, put, readable, replace, to_json
 
 # How often for each fragment, in a window of so many sync periods and over all its incarnations, a
 # learner may cause work on all others' links: rounds when it leaves, and moments when it joins.
@@ -473,3 +476,40 @@ def ignored(message: messages.Message, reason: str) -> events.Ignored:
   """The line of a shard's log about a message that changes nothing."""
   learner = message.learner if isinstance(message, messages.ToShard) else None
   return events.Ignored(message=type(message).__name__, learner=learner, reason=reason)
+
+
+# --- what a snapshot stores of them ---------------------------------------------------------------
+
+
+@readable
+class LearnerPart(Frozen):
+  """What a learner's part of a snapshot has beside its arrays."""
+
+  key: int  # the learner's key in vector clocks
+  vector_clock: Mapping[int, int]
+  global_step: int
+  position: int  # of its data
+  learner: LearnerState
+
+
+def learner_part(state: LearnerState, position: int) -> dict[str, Any]:
+  """A learner's state as its part stores it; `position` of its data."""
+  return to_json(LearnerPart(state.learner, state.vector_clock, state.global_step, position, state))
+
+
+@readable
+class SyncerPart(Frozen):
+  """What a shard's part of a snapshot has beside its arrays."""
+
+  key: int  # the shard's key in vector clocks
+  vector_clock: Mapping[int, int]
+  global_step: int
+  step_tokens: int  # of the largest step of any learner, also before the run last went on
+  fragments: tuple[FragmentState, ...]
+  momentum_rounds: Mapping[int, int]  # fragment -> the round that made its momentum
+
+
+def syncer_part(state: SyncerState, momentum_rounds: Mapping[int, int]) -> dict[str, Any]:
+  """A shard's state as its part stores it."""
+  clock, mine, steps = state.vector_clock, state.fragments, (state.global_step, state.step_tokens)
+  return to_json(SyncerPart(state.key, clock, *steps, mine, momentum_rounds))

@@ -69,11 +69,9 @@ class Evaluator:
   of the run's tokens, and at the end.
 
   Args:
-    config: the run's.
-    plan: how the model is partitioned.
     measure: from a parameter tree, "loss" and other measures on held-out data; not called where
       run.evaluations = 0.
-    runtime: endpoint, log, clock, ...
+    runtime: config, endpoint, log, clock, ...
     incarnation: the number of this start, greater than that of each earlier one.
     save: keeps the final model, which has seen so many merged tokens; called before that is
       measured.
@@ -81,17 +79,16 @@ class Evaluator:
 
   def __init__(
     self,
-    config: Config,
-    plan: Plan,
     measure: Measure | None,
     runtime: Runtime,
     incarnation: int = 0,
     save: Callable[[initial.Assembled, int], None] = lambda params, merged_tokens: None,
   ):
+    config, plan = runtime.config, runtime.plan
     owners = tuple(shard_of(p, config.sync.num_shards) for p in range(len(plan.fragments)))
     state = learner.init(EVALUATOR, incarnation, owners, config.run.total_tokens, trains=False)
     self.store = GlobalView(config, plan)
-    self.exchange = Exchange(state, config, plan, self.store, runtime)
+    self.exchange = Exchange(state, self.store, runtime)
     self.recorder = runtime.recorder
     self.saved = False  # whether the final model is saved
     self.final_loss: float | None = None  # of the final model, once it is measured

@@ -18,18 +18,16 @@ from typing import Any
 import numpy as np
 
 from ddiloco.chaos import Faults
-from ddiloco.config import Config, ConfigError
+from ddiloco.config import ConfigError
 from ddiloco.core import codec
-from ddiloco.core.fragments import Plan
 from ddiloco.network.transport import Delivery, syncer_address
 from ddiloco.protocol import actions, events, learner
 from ddiloco.protocol.messages import MADE, ForwardMoments, Moments, Publish, Push, Value
-from ddiloco.protocol.states import LearnerState, schedule_step
+from ddiloco.protocol.states import LearnerState, learner_part, schedule_step
 from ddiloco.protocol.values import replace
 from ddiloco.runtime import Job, Loop, Runtime, WorkingRole, drive
 
 Batches = Callable[[int], Iterator[Any]]
-Save = Callable[[LearnerState, dict[str, Any]], None]  # (captured state, arrays by name)
 LOOK_SECONDS = 0.05  # between two checks of the stop signal during a wait
 HEARTBEAT_SECONDS = 0.5
 
@@ -51,37 +49,25 @@ class Exchange(WorkingRole):
 
   Args:
     state: the reducer's first state, from `protocol.learner.init`.
-    config: the run's.
-    plan: how the model is partitioned.
     store: where the parameters live: `training.island.Island`, or a stand-in with its methods.
-    runtime: this learner's clock, workers, endpoint, ...
-    save: takes this learner's part of a snapshot, called in the background; None: no snapshots.
+    runtime: config, clock, workers, endpoint, ...
   """
 
-  def __init__(
-    self,
-    state: LearnerState,
-    config: Config,
-    plan: Plan,
-    store,
-    runtime: Runtime,
-    save: Save | None = None,
-  ):
+  def __init__(self, state: LearnerState, store, runtime: Runtime):
     # At most half of the cores: this process also dispatches the inner steps.
-    size = max(plan.sizes, default=0)
-    super().__init__(runtime, f"exchange-{state.learner}", config.sync, size, share=0.5)
+    size = max(runtime.plan.sizes, default=0)
+    super().__init__(runtime, f"exchange-{state.learner}", size, share=0.5)
     self.state = state
-    self._sync = config.sync
-    self._plan = plan
+    self._sync, self._plan = self.config.sync, runtime.plan
     self._store = store
-    self._save = save
-    self._deltas = runtime.deltas(config.sync)
+    self._deltas = runtime.deltas(self._sync)
     self._deltas.share = self._threads.share
     self._make = runtime.initial
     self._made: Mapping[int, Any] = {}  # initial values, until it has joined
     self._given: dict[int, weakref.ref[Any]] = {}  # fragment -> payload of its value, given back
     self._stagings = collections.defaultdict[int, collections.deque[Staging]](collections.deque)
     self.poison: Callable[[], float] = lambda: 1.0  # factor of a planned fault on pushes
+    self.position: Callable[[LearnerState], int] = lambda state: 0  # of its data, for a snapshot
     self.warms_up = False  # whether its learning rate does, since its inner moments are new
     self._started_at = self.time.now()
     self._reports: list[actions.LearnerAction] = []  # sent last, at ...
@@ -128,7 +114,8 @@ class Exchange(WorkingRole):
     """Ends the worker; the jobs left are dropped."""
     self._count_traffic(always=True)
     super().close()
-    self._save = None  # it refers to the learner, a cycle that only a garbage collection would free
+    # The old one refers to the learner, a cycle that only a garbage collection would free.
+    self.position = lambda state: 0
 
   def _arrived(self) -> actions.LearnerEvent | None:
     if (event := self._told()) is not None:
@@ -215,7 +202,7 @@ class Exchange(WorkingRole):
 
   def _capture(self, state: LearnerState) -> None:
     """My part of a snapshot: the devices' state now, the rest when earlier jobs are done."""
-    if self._save is None:
+    if self._saver is None:
       return
     reason = self._saver.refusal  # no step should wait for a copy that would be dropped
     if lacks := [p for p, f in enumerate(state.fragments) if not f.here]:
@@ -230,7 +217,7 @@ class Exchange(WorkingRole):
     seconds = round(self.time.now() - began, 6)
     self.recorder.record(events.Captured(snapshot=state.snapshot, seconds=seconds))
     staged = {f"staged/{p}/{i}": v for p, q in self._stagings.items() for i, v in enumerate(q)}
-    self._worker.put(self._hand_over(state, captured, staged))
+    self._worker.put(self._hand_over(state, self.position(state), captured, staged))
 
   def _give_moments(self, shard: int, moments: Moments) -> None:
     p, donation = moments.fragment, moments.donation
@@ -339,10 +326,14 @@ class Exchange(WorkingRole):
     self._tell(actions.Staged(p, self.time.now()))
 
   def _hand_over(
-    self, state: LearnerState, captured: Mapping[str, Any], staged: Mapping[str, Staging]
+    self,
+    state: LearnerState,
+    position: int,
+    captured: Mapping[str, Any],
+    staged: Mapping[str, Staging],
   ) -> Job:
-    flat = {name: staging.flat for name, staging in staged.items()}
-    self._save(state, {**captured, **self._deltas.arrays(), **flat})
+    arrays = {**captured, **self._deltas.arrays(), **{n: each.flat for n, each in staged.items()}}
+    self._saver.save(state.snapshot, learner_part(state, position), arrays)
     yield None
 
   # --- after a restart, before the loop runs ------------------------------------------------------
@@ -372,27 +363,16 @@ class Learner:
   Args:
     beginning: a `checkpoint.restore.ResumeState`, with which it starts; the island holds the arrays
       of the devices.
-    config: the run's.
-    plan: how the model is partitioned.
     island: devices, compiled step and parameters (`training.island.Island`); outlives incarnations.
     batches: `batches(position)` iterates over this learner's batches from that position on.
-    runtime: endpoint, log, clock, ...
+    runtime: config, endpoint, log, clock, ...
   """
 
-  def __init__(
-    self,
-    beginning,
-    config: Config,
-    plan: Plan,
-    island,
-    batches: Batches,
-    runtime: Runtime,
-  ):
-    self.config = config
+  def __init__(self, beginning, island, batches: Batches, runtime: Runtime):
+    config = self.config = runtime.config
     self.island = island
     self.batches = batches
     self.recorder, self.time = runtime.recorder, runtime.time
-    self._saver = runtime.saver
     self._min_step_seconds = config.islands.island(beginning.state.learner).min_step_seconds
     self._planned_tokens = config.planned_tokens_per_step
     self._step_tokens = config.tokens_per_step(beginning.state.learner)
@@ -400,10 +380,10 @@ class Learner:
     # Data position - global step when the state was captured. Data goes on at the present global
     # step plus this difference.
     self._ahead = beginning.position - state.global_step
-    self._fresh, self._part = beginning.fresh, beginning.part
+    self._fresh = beginning.fresh
     self._joined: LearnerState | None = None  # the state when it opened its data
-    save = None if runtime.saver is None else self._save
-    self.exchange = Exchange(state, config, plan, island, runtime, save)
+    self.exchange = Exchange(state, island, runtime)
+    self.exchange.position = self._next_position
     self.exchange.restore(beginning.arrays)
 
   def run(
@@ -488,9 +468,6 @@ class Learner:
     if not (self._fresh and self._joined.global_step and warmup):
       return 1.0
     return min(1.0, (state.step - self._joined.step + 1) / warmup)
-
-  def _save(self, state: LearnerState, arrays: dict[str, Any]) -> None:
-    self._saver.save(state.snapshot, self._part(state, self._next_position(state)), arrays)
 
   def _step(
     self, batches: Iterator[Any], faults: Faults, last: float, blocked: float

@@ -16,10 +16,7 @@ from typing import Any, TypeVar
 
 from ddiloco.chaos import Faults
 from ddiloco.checkpoint.buddy import Replication, Sealer
-from ddiloco.checkpoint.restore import syncer_part
-from ddiloco.config import Config
 from ddiloco.core.delta import Committed, Merged, Store
-from ddiloco.core.fragments import Plan
 from ddiloco.network.transport import learner_address
 from ddiloco.observe.guards import warn
 from ddiloco.protocol import actions, events, syncer
@@ -34,7 +31,7 @@ from ddiloco.protocol.messages import (
   Push,
   Value,
 )
-from ddiloco.protocol.states import SyncerState
+from ddiloco.protocol.states import SyncerState, syncer_part
 from ddiloco.protocol.values import replace
 from ddiloco.runtime import Job, Loop, Runtime, WorkingRole, drive
 
@@ -53,10 +50,8 @@ class Syncer(WorkingRole):
 
   Args:
     state: the reducer's first state, from `protocol.syncer.init`; its fragments are the store's.
-    config: the run's.
-    plan: how the model is partitioned; the same on every role.
     store: where committed fragments live, at first those of the state.
-    runtime: endpoint, log, clock, ...; shard 0's saver also commits snapshots.
+    runtime: config, endpoint, log, clock, ...; shard 0's saver also commits snapshots.
     replication: copies on other shards, of and for this one; None: there are none.
     sealer: proves later that a value is this shard's; None: all members are trusted.
     in_place: commits may overwrite vectors of the store, which does not outlive this role.
@@ -68,23 +63,20 @@ class Syncer(WorkingRole):
   def __init__(
     self,
     state: SyncerState,
-    config: Config,
-    plan: Plan,
     store: Store,
     runtime: Runtime,
     replication: Replication | None = None,
     sealer: Sealer | None = None,
     in_place: bool = False,
   ):
-    fragments = {f.index: plan.fragments[f.index] for f in state.fragments}
+    fragments = {f.index: runtime.plan.fragments[f.index] for f in state.fragments}
     size = max(f.size for f in fragments.values())
-    super().__init__(runtime, f"merge-{state.shard}", config.sync, size)
+    super().__init__(runtime, f"merge-{state.shard}", size)
     self.state = state
-    self.config = config
     self.store = store
     self.replication = replication
     self.lost: dict[int, int] = {}  # fragment -> version that a learner has and this shard lost
-    self.merger = runtime.merger(fragments, store, config, in_place)
+    self.merger = runtime.merger(fragments, store, self.config, in_place)
     self.merger.share = self._threads.share
     if replication is not None:
       replication.background = self._worker.put

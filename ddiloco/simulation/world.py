@@ -92,6 +92,8 @@ class Actor:
     if world.sync.snapshot_steps:
       saver = Saver(world.storage, self.name, self.incarnation, self, self.faults.disk, self)
     return Runtime(
+      world.config,
+      world.plan,
       self,
       self,
       saver,
@@ -311,7 +313,7 @@ class World(VirtualTime):
     storage = self.storage.only(snapshot)
     beginning = begin_learner(new, config, island, storage, actor, actor.now)
     endless = lambda position: (None for _ in itertools.count())
-    actor.life = Learner(beginning, config, plan, island, endless, actor.runtime())
+    actor.life = Learner(beginning, island, endless, actor.runtime())
     drain_seconds = config.network.drain_seconds
     actor.begin(actor.life.live(faults, lambda: actor.asked_to_end, drain_seconds))
 
@@ -319,7 +321,7 @@ class World(VirtualTime):
     config, number, incarnation = self.config, actor.number, actor.incarnation
     state = new_syncer(config, number, incarnation, self.kept, recovery_deadline, began_at=0.0)
     replication = self.replication(actor)
-    actor.life = Syncer(state, config, self.plan, self.kept, actor.runtime(), replication)
+    actor.life = Syncer(state, self.kept, actor.runtime(), replication)
     if replication is not None:
       replication.begin(c for c in actor.life.committed.values() if c.state.version)
     actor.begin(actor.life.live(actor.faults, lambda: actor.asked_to_end))

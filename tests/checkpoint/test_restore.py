@@ -19,12 +19,10 @@ from ddiloco.checkpoint import weights
 from ddiloco.checkpoint.restore import (
   ResumeState,
   begin_learner,
-  learner_part,
   new_learner,
   new_syncer,
   open_storage,
   restore_fragments,
-  syncer_part,
 )
 from ddiloco.checkpoint.snapshots import Storage
 from ddiloco.config import ConfigError, from_dict
@@ -101,7 +99,7 @@ def save_shard(storage, snapshot, shard, shards, global_step=0, **kinds):
     global_step=global_step,
     vector_clock={**state.vector_clock, 0: 50 + shard, 1: 60 - shard},
   )
-  part = syncer_part(state, {p: each.momentum_round for p, each in mine.items()})
+  part = states.syncer_part(state, {p: each.momentum_round for p, each in mine.items()})
   storage.save(snapshot, f"syncer-{shard}", snapshot, part, arrays)
 
 
@@ -376,7 +374,7 @@ def save_learner(storage, snapshot=3, number=1, change=lambda state: state, lose
   state = replace(state, global_step=40, step=4, trained_tokens=4)
   arrays = {**island.capture(), "base/2": np.arange(3, dtype=np.float32)}
   kept = {name: value for name, value in arrays.items() if name not in lose}
-  storage.save(snapshot, f"learner-{number}", 2, change(learner_part(state, 44)), kept)
+  storage.save(snapshot, f"learner-{number}", 2, change(states.learner_part(state, 44)), kept)
   storage.commit(snapshot, [f"learner-{number}"])
   return arrays
 
@@ -462,7 +460,7 @@ def test_random_states_of_a_learner_survive_a_part(storage):
   state = learner.init(1, 2, (0, 1, 0, 1), 1)
   rng = random.Random(seed)
   state = replace(state, step_seconds=rng.random(), vector_clock={1: rng.randrange(2**60), -2: 5})
-  storage.save(1, "learner-1", 2, learner_part(state, rng.randrange(2**50)), {})
+  storage.save(1, "learner-1", 2, states.learner_part(state, rng.randrange(2**50)), {})
   part = storage.load(1, "learner-1")
   assert from_json(LearnerState, part.state["learner"]) == state
 
@@ -507,17 +505,16 @@ def test_all_learners_of_a_process_may_read_their_parts_at_once():
   """msgspec crashed the process where several threads were the first to read a part."""
   program = """
 import sys, threading
-from ddiloco.checkpoint import restore
-from ddiloco.protocol import learner
+from ddiloco.protocol import learner, states
 from ddiloco.protocol.values import from_json
 
 sys.setswitchinterval(1e-6)
-part = restore.learner_part(learner.init(1, 5, (0, 1, 0), 1000), 3)
+part = states.learner_part(learner.init(1, 5, (0, 1, 0), 1000), 3)
 together = threading.Barrier(8)
 
 def read():
   together.wait()
-  assert from_json(restore.LearnerPart, part).position == 3
+  assert from_json(states.LearnerPart, part).position == 3
   print("read\\n", end="")
 
 for _ in range(8):

@@ -68,8 +68,8 @@ def run_evaluator(config: Config, number: int, place: RoleSpec) -> int:
 def evaluate(runner: RoleRunner) -> int:
   config, plan, endpoint = runner.config, runner.plan, runner.connect()
   make = functools.partial(initial.initial_values, config, plan)
-  runtime = Runtime(endpoint, runner.recorder, initial=make)
-  Evaluator(config, plan, None, runtime, runner.incarnation).run(runner.stopped)
+  runtime = Runtime(config, plan, endpoint, runner.recorder, initial=make)
+  Evaluator(None, runtime, runner.incarnation).run(runner.stopped)
   runner.disconnect()
   return FINISHED
 

@@ -14,7 +14,6 @@ import random
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from ddiloco.checkpoint.restore import LearnerPart, SyncerPart
 from ddiloco.config import (
   CheckpointConfig,
   Config,
@@ -30,7 +29,7 @@ from ddiloco.protocol import events
 from ddiloco.protocol.actions import ReadDone
 from ddiloco.protocol.events import Commit, Event, parse_role
 from ddiloco.protocol.messages import NOTHING, FragmentState, Message, Publish, Push, Value
-from ddiloco.protocol.states import clock_violations
+from ddiloco.protocol.states import LearnerPart, SyncerPart, clock_violations
 from ddiloco.protocol.values import from_json, replace
 from ddiloco.simulation import world
 from ddiloco.simulation.stand_ins import SavedPart, Sized, SizedDeltas, SizedMerger, VirtualIsland

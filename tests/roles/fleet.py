@@ -68,8 +68,8 @@ class Threads:
     address, island = learner_address(m), toy.ToyIsland(m, self.plan, step_seconds=step_seconds)
     recorder, endpoint = toy.ListRecorder(self.events[address]), self.hub.connect(address)
     beginning = ResumeState(new_learner(self.config, self.plan, m, incarnation))
-    runtime = Runtime(endpoint, recorder)
-    return Learner(beginning, self.config, self.plan, island, toy.batches, runtime)
+    runtime = Runtime(self.config, self.plan, endpoint, recorder)
+    return Learner(beginning, island, toy.batches, runtime)
 
   def of(self, role: str, kind: str) -> list:
     return [e for e in list(self.events[role]) if e.kind == kind]
@@ -126,14 +126,8 @@ class Fleet(Threads):
       fragment = self.plan.fragments[p]
       store[p] = found.get(p) or new_fragment(fragment, fragments.gather(fragment, first))
     self.found[s], self.stores[s] = found, store
-    role = Syncer(
-      new_syncer(self.config, s, incarnation, store),
-      self.config,
-      self.plan,
-      store,
-      Runtime(endpoint, recorder),
-      replication,
-    )
+    runtime = Runtime(self.config, self.plan, endpoint, recorder)
+    role = Syncer(new_syncer(self.config, s, incarnation, store), store, runtime, replication)
     replication.begin(found.values())
     with contextlib.closing(role):  # of one that dies the thread must not live on, either
       role.run(Faults((), 0.0), lambda: self.over.is_set() or kill.is_set())

@@ -32,9 +32,9 @@ class Watched:
     self.config = from_dict({"sync": sync, "model": {"num_layers": 1}, "run": run})
     self.plan, self.wire = initial.make_plan(self.config), Wire()
     self.events, self.saved = [], []
-    runtime = Runtime(self.wire, toy.ListRecorder(self.events))
+    runtime = Runtime(self.config, self.plan, self.wire, toy.ListRecorder(self.events))
     save = save or (lambda params, tokens: self.saved.append(tokens))
-    self.role = Evaluator(self.config, self.plan, measure, runtime, save=save)
+    self.role = Evaluator(measure, runtime, save=save)
     self.wire.inbox.append(says.welcome(0, 0, 0, 0, (0, 1)))
 
   def publish(self, version: int, merged_tokens: int, *fragments) -> None:

@@ -43,7 +43,8 @@ class Run(Threads):
     name, faults = syncer_address(0), Faults((), time.monotonic())
     recorder, endpoint = toy.ListRecorder(self.events[name]), self.hub.connect(name)
     state = new_syncer(self.config, 0, 0, self.store)
-    role = Syncer(state, self.config, self.plan, self.store, Runtime(endpoint, recorder))
+    runtime = Runtime(self.config, self.plan, endpoint, recorder)
+    role = Syncer(state, self.store, runtime)
 
     def live(stopped) -> None:
       with contextlib.closing(role):
@@ -126,9 +127,9 @@ def test_the_usual_time_of_a_step_is_that_of_one_that_was_waited_for():
       metrics = super().step(*arguments)
       return metrics if self.position > 1 else None
 
-  runtime = Runtime(Hub().connect("learner-0"), ListRecorder([]))
+  runtime = Runtime(config, plan, Hub().connect("learner-0"), ListRecorder([]))
   beginning = ResumeState(new_learner(config, plan, 0, 0))
-  role = Learner(beginning, config, plan, Pipelined(0, plan), toy.batches, runtime)
+  role = Learner(beginning, Pipelined(0, plan), toy.batches, runtime)
   role.run(Faults((), time.monotonic()), lambda: False)
   assert seen[:2] == [(0.0, None)] * 2 and len(seen) == 4
   assert all(step_seconds >= 0.05 and usual == step_seconds for step_seconds, usual in seen[2:])
@@ -153,11 +154,12 @@ def test_a_step_says_how_long_it_waited_for_its_batch(busy):
       yield batch
 
   clock = Clock()
-  runtime = Runtime(Hub().connect("learner-0"), toy.ListRecorder(said), time=clock)
+  parts = Hub().connect("learner-0"), toy.ListRecorder(said)
+  runtime = Runtime(config, plan, *parts, time=clock)
   beginning = ResumeState(new_learner(config, plan, 0, 0))
   island = toy.ToyIsland(0, plan)
   island.busy = busy
-  role = Learner(beginning, config, plan, island, batches, runtime)
+  role = Learner(beginning, island, batches, runtime)
   role.run(Faults((), time.monotonic()), lambda: False)
   steps = [each for each in said if isinstance(each, events.Step)]
   assert len(steps) == 4

@@ -26,7 +26,8 @@ from ddiloco.protocol.messages import (
   RequestValue,
   Value,
 )
-from ddiloco.protocol.values import replace
+from ddiloco.protocol.states import LearnerPart
+from ddiloco.protocol.values import from_json, replace
 from ddiloco.roles import initial
 from ddiloco.roles.evaluator import Evaluator, GlobalView
 from ddiloco.roles.learner import LOOK_SECONDS, Exchange
@@ -84,10 +85,9 @@ class Bench:
     self.wire = Wire()
     state = learner.init(0, 0, (0, 0), 10**9, donor_seconds=donor_seconds)
     self.events = []
-    recorder = toy.ListRecorder(self.events)
-    runtime = Runtime(self.wire, recorder, saver, time, initial=initial)
-    save = saver and saver.save
-    self.exchange = Exchange(state, self.config, self.plan, self.island, runtime, save)
+    parts = self.wire, toy.ListRecorder(self.events), saver, time
+    runtime = Runtime(self.config, self.plan, *parts, initial=initial)
+    self.exchange = Exchange(state, self.island, runtime)
     self.give(says.welcome(0, 0, 0, 3 if donor_seconds else 0, (0, 1)))  # a run under way
 
   def give(self, message) -> None:
@@ -419,9 +419,9 @@ class Refusing:
   def __init__(self):
     self.refusal, self.saved, self.declined, self.parts = "", [], [], {}
 
-  def save(self, state, arrays):
-    self.parts[state.snapshot] = state, dict(arrays)
-    self.saved.append(state.snapshot)
+  def save(self, snapshot, part, arrays):
+    self.parts[snapshot] = from_json(LearnerPart, part).learner, dict(arrays)
+    self.saved.append(snapshot)
 
   def decline(self, snapshot, reason):
     self.declined.append((snapshot, reason))
@@ -583,7 +583,8 @@ def test_the_evaluator_overwrites_whatever_the_learners_do(bench):
   )
   plan = initial.make_plan(config)
   wire = Wire()
-  evaluator = Evaluator(config, plan, lambda params: {"loss": 0.0}, Runtime(wire, ListRecorder([])))
+  runtime = Runtime(config, plan, wire, ListRecorder([]))
+  evaluator = Evaluator(lambda params: {"loss": 0.0}, runtime)
   exchange = evaluator.exchange
   values = [[vector(f.size) for _ in range(2)] for f in plan.fragments]
   try:

@@ -86,9 +86,9 @@ class Shard:
     self.outbox, self.events = Outbox(), []
     recorder = toy.ListRecorder(self.events)
     state = new_syncer(self.config, 0, incarnation, self.store)
-    runtime = Runtime(self.outbox, recorder, time=toy.AtOnce())
-    roles = state, self.config, self.plan, self.store, runtime
-    self.syncer = Syncer(*roles, sealer=self.sealer, in_place=self.in_place)
+    runtime = Runtime(self.config, self.plan, self.outbox, recorder, time=toy.AtOnce())
+    how = {"sealer": self.sealer, "in_place": self.in_place}
+    self.syncer = Syncer(state, self.store, runtime, **how)
     self.settle()
 
   def hear(self, message) -> None:

@@ -255,8 +255,8 @@ def run(
     state = new_syncer(config, s, incarnation, store)
     state = restored.resume(state) if restored else state
     endpoint, writer = hub.connect(address), saver_of(address)
-    runtime = Runtime(endpoint, recorder(address), writer)
-    shard = Syncer(state, config, plan, store, runtime)
+    runtime = Runtime(config, plan, endpoint, recorder(address), writer)
+    shard = Syncer(state, store, runtime)
 
     def serve(shard=shard) -> None:
       try:
@@ -270,8 +270,8 @@ def run(
     address = learner_address(m)
     new, endpoint = new_learner(config, plan, m, incarnation), hub.connect(address)
     beginning = begin_learner(new, config, island, resume, recorder(address))
-    runtime = Runtime(endpoint, recorder(address), saver_of(address))
-    role = Learner(beginning, config, plan, island, batches, runtime)
+    runtime = Runtime(config, plan, endpoint, recorder(address), saver_of(address))
+    role = Learner(beginning, island, batches, runtime)
     learners.append(role)
     threads.append(start(address, lambda role=role: role.run(faults, stop.is_set)))
   deadline = time.monotonic() + timeout

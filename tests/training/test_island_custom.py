@@ -11,10 +11,11 @@ import pytest
 from flax import nnx
 
 from ddiloco import custom
-from ddiloco.checkpoint.restore import begin_learner, learner_part, new_learner
+from ddiloco.checkpoint.restore import begin_learner, new_learner
 from ddiloco.checkpoint.snapshots import Storage
 from ddiloco.config import from_dict
 from ddiloco.models.model import NnxModel, batch_key
+from ddiloco.protocol.states import learner_part
 from ddiloco.roles import initial
 from ddiloco.training.evaluate import HeldoutLoss
 from ddiloco.training.island import Island
