@@ -158,7 +158,10 @@ def connect(url: str, context: ssl.SSLContext | None, timeout_seconds: float) ->
     return connected if context is None else context.wrap_socket(connected)
   except OSError as error:  # as ssl.SSLError is
     connected.close()
-    why = f"{url} has another key than the one listed here, or one side has no keys ({error})"
+    why = (
+      f"{url} has another key than the one listed here: that of another shard (urls have an order),"
+      f" or a new one; or one side has no keys ({error})"
+    )
     late = isinstance(error, TimeoutError)
     raise ConnectionError(f"nothing answers at {url}" if late else why) from error
 
