@@ -32,7 +32,7 @@ from ddiloco.network.frames import CONTROL, Door, Greeting, GreetingRefused
 from ddiloco.network.keys import Keys
 from ddiloco.network.peers import Channel, FrameSocket, IoThread, Peer
 from ddiloco.network.transport import Endpoint, Post, RunIdentity
-from ddiloco.observe.guards import Guard, ended
+from ddiloco.observe.guards import Guard, ended, warn
 from ddiloco.protocol import messages
 from ddiloco.protocol.values import replace
 
@@ -92,6 +92,8 @@ class NetworkEndpoint(Endpoint):
     self._dialed: dict[str, Peer] = {}
     self._accepted: dict[str, Peer] = {}
     listener, self.bound = frames.bind(bind) if bind is not None else (None, "")
+    if listener and (reason := frames.near_only(listener, self.bound)):
+      warn(f"{address} listens at {reason}.")
     self.control_thread = IoThread(f"network-{address}", self._failed)
     count = min(MOST_THREADS, os.cpu_count() or 1)
     self._bulk = [IoThread(f"bulk-{address}", self._failed) for _ in range(count)]
