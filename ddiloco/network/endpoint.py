@@ -379,8 +379,9 @@ class NetworkEndpoint(Endpoint):
       # The far end checks our key after the handshake has ended on this side.
       if isinstance(error, ssl.SSLError) and "ALERT" in str(error.reason):
         raise Refused(f"{peer.url}: the key of {self.address} is not listed") from error
-      what = f"{peer.url} answers no greeting, or one side has no keys ({error})"
-      raise ConnectionError(what) from error
+      late = isinstance(error, TimeoutError)
+      why = ": it stands still, or is busy" if late else ", or one side has no keys"
+      raise ConnectionError(f"{peer.url} answers no greeting{why} ({error})") from error
     if isinstance(answer, GreetingRefused):
       self.on_frame(peer, answer)
       raise Refused(f"{peer.url}: {answer.reason}")
